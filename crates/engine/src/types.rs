@@ -1,0 +1,181 @@
+//! What crosses the engine thread's border: requests in, outputs out, status beside them.
+
+use forebay_protocol::SamplingParams;
+use thiserror::Error;
+
+/// A request's name, unique for the life of the process (client-supplied ids never come this far).
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct RequestId(pub u64);
+
+/// A validated request. Nothing in it can be wrong any more; only capacity can refuse it.
+#[derive(Debug, Clone)]
+pub struct EngineRequest {
+    /// Unique name.
+    pub id: RequestId,
+    /// Prompt token ids, at least one, each below the vocabulary size.
+    pub prompt: Vec<i32>,
+    /// Most tokens to generate, at least one; `prompt.len() + max_tokens` is at most the context length.
+    pub max_tokens: u32,
+    /// Token ids that end the request: end-of-sequence (unless ignored) and the client's `stop_token_ids`.
+    pub stop_ids: Vec<i32>,
+    /// How tokens are sampled; `seed` is always set, at random where the client gave none.
+    pub sampling: SamplingParams,
+    /// Larger is sooner, under the priority policy.
+    pub priority: i32,
+}
+
+/// Why a request ended.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum FinishReason {
+    /// One of its `stop_ids` was sampled; that token is the last output's.
+    Stop {
+        /// The id that ended it.
+        token: i32,
+    },
+    /// `max_tokens` were generated.
+    Length,
+    /// [`crate::EngineHandle::abort`] was called, or the engine shut down.
+    Abort,
+    /// It cannot be served.
+    Error(RequestError),
+}
+
+/// Why a request that was admitted could not be served.
+#[derive(Debug, Clone, PartialEq, Eq, Error)]
+pub enum RequestError {
+    /// The model gave logits that are not finite.
+    #[error("the model produced logits that are not finite")]
+    NotFinite,
+    /// It was in flight, alone, when the hand died, twice.
+    #[error("the request brought the model process down twice and is not tried again")]
+    Poisoned,
+    /// The hand is gone and does not come back.
+    #[error("the model process is not available: {0}")]
+    HandFailed(String),
+}
+
+/// A sampled token.
+#[derive(Debug, Clone, PartialEq)]
+pub struct SampledToken {
+    /// Its id.
+    pub id: i32,
+    /// Natural log-probabilities when asked for: the sampled token first, then the most likely, descending.
+    pub logprobs: Option<Box<[(i32, f32)]>>,
+}
+
+/// What the engine knows of a request's way to its first token.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Admission {
+    /// Prompt tokens found in the prefix cache.
+    pub cached_tokens: u32,
+    /// Microseconds between submit and first schedule.
+    pub queue_us: u64,
+}
+
+/// What one step brought one request.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Output {
+    /// Whose.
+    pub id: RequestId,
+    /// Set in the request's first output that carries a token (the request may also end without ever having one).
+    pub admission: Option<Admission>,
+    /// The token of this step.
+    pub token: Option<SampledToken>,
+    /// Set exactly once, in the request's last output.
+    pub finish: Option<FinishReason>,
+}
+
+/// Where outputs go, called on the engine thread once a step with everything the step brought. May block for backpressure, must not do
+/// work that can wait.
+pub trait OutputSink: Send {
+    /// Takes a step's outputs, in any order between requests.
+    fn deliver(&mut self, outputs: Vec<Output>);
+}
+
+/// Why a request was not taken.
+#[derive(Debug, Clone, PartialEq, Eq, Error)]
+pub enum SubmitError {
+    /// `max_queued_requests` are waiting: answer 429.
+    #[error("the waiting queue is full ({limit} requests)")]
+    QueueFull {
+        /// The bound.
+        limit: usize,
+    },
+    /// Shutting down: answer 503.
+    #[error("the server is draining and takes no new requests")]
+    Draining,
+    /// The hand is not there and is not expected back soon: answer 503.
+    #[error("the model is not available: {0}")]
+    Unavailable(String),
+}
+
+/// The engine's state as /health tells it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Status {
+    /// The hand is loading for the first time; the text says what.
+    Starting(String),
+    /// Steps run.
+    Ready,
+    /// The hand died and is being respawned; requests wait and will be replayed.
+    Recovering(String),
+    /// No new requests; running ones finish.
+    Draining,
+    /// The hand cannot start; one line why.
+    Failed(String),
+}
+
+/// The hand's facts and what follows from them, known once the engine has been ready.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Facts {
+    /// Positions a request may use: the configured context length, or the whole KV pool where that is smaller.
+    pub context_length: u32,
+    /// Rows of the output head.
+    pub vocab_size: u32,
+    /// Pages of the KV pool.
+    pub page_count: u32,
+    /// Tokens a page.
+    pub page_size: u32,
+    /// Bytes of weights.
+    pub weight_bytes: u64,
+    /// Bytes of the KV pool.
+    pub kv_bytes: u64,
+    /// The device's name.
+    pub device: String,
+    /// Seconds the hand took to load.
+    pub load_seconds: f64,
+}
+
+/// A consistent snapshot after the last step. Counters only grow, also across a respawn.
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
+pub struct Stats {
+    /// Requests with a slot.
+    pub running: usize,
+    /// Requests waiting for one.
+    pub waiting: usize,
+    /// Pages leased by requests or retired.
+    pub pages_held: usize,
+    /// Unreferenced pages that hold a named block.
+    pub pages_cached: usize,
+    /// Pages that hold nothing.
+    pub pages_free: usize,
+    /// Prompt tokens looked up in the prefix cache.
+    pub prefix_queries: u64,
+    /// Prompt tokens found there.
+    pub prefix_hits: u64,
+    /// Tokens computed for prompts (cache hits not counted).
+    pub prompt_tokens: u64,
+    /// Tokens generated.
+    pub generated_tokens: u64,
+    /// Requests that lost their pages to others and were queued again.
+    pub preemptions: u64,
+    /// Steps whose results were applied.
+    pub steps: u64,
+    /// Microseconds the device computed.
+    pub device_us: u64,
+    /// Microseconds the device sat idle between steps although there was work.
+    pub idle_us: u64,
+    /// Times the hand died.
+    pub hand_deaths: u64,
+    /// Requests replayed after a death.
+    pub replayed: u64,
+}

@@ -1,0 +1,278 @@
+//! The frame: a fixed header, a table of column lengths, and columns of 32-bit words.
+
+use bytemuck::cast_slice;
+use thiserror::Error;
+
+/// Version of the protocol that this crate speaks.
+pub const VERSION: u16 = 1;
+/// Bytes of the fixed header.
+pub const HEADER_BYTES: usize = 24;
+/// Most words a frame may hold after its header (256 MiB): a length beyond it is a broken stream, not a frame.
+pub const MAX_WORDS: u32 = 1 << 26;
+
+const MAGIC: [u8; 4] = *b"FBAY";
+
+/// What a frame is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[repr(u16)]
+pub enum Kind {
+    /// Hand to brain: rank and process id.
+    Hello = 1,
+    /// Brain to hand: the resolved configuration.
+    Config = 2,
+    /// Hand to brain: how far loading has come.
+    Progress = 3,
+    /// Hand to brain: the facts that only the device knows.
+    Ready = 4,
+    /// Brain to hand: one step to execute.
+    Plan = 5,
+    /// Hand to brain: what a step gave.
+    Result = 6,
+    /// Hand to brain: last words.
+    Fatal = 7,
+    /// Brain to hand: exit.
+    Shutdown = 8,
+}
+
+impl TryFrom<u16> for Kind {
+    type Error = FrameError;
+
+    fn try_from(value: u16) -> Result<Self, FrameError> {
+        Ok(match value {
+            1 => Self::Hello,
+            2 => Self::Config,
+            3 => Self::Progress,
+            4 => Self::Ready,
+            5 => Self::Plan,
+            6 => Self::Result,
+            7 => Self::Fatal,
+            8 => Self::Shutdown,
+            other => return Err(FrameError::Kind(other)),
+        })
+    }
+}
+
+/// Why bytes are not a frame of this protocol.
+#[derive(Debug, Error, PartialEq, Eq)]
+pub enum FrameError {
+    /// The stream does not start with the magic bytes.
+    #[error("not a Forebay frame (magic {0:02x?})")]
+    Magic([u8; 4]),
+    /// The peer speaks another version.
+    #[error("protocol version {theirs}, but this brain speaks {VERSION}: brain and hand are from different releases")]
+    Version {
+        /// The version in the peer's header.
+        theirs: u16,
+    },
+    /// A kind that this version does not know.
+    #[error("unknown frame kind {0}")]
+    Kind(u16),
+    /// More words than any frame may have.
+    #[error("frame of {0} words is over the limit")]
+    TooLarge(u32),
+    /// The lengths do not add up, or a column has not the length that its meaning asks for.
+    #[error("malformed frame: {0}")]
+    Malformed(&'static str),
+}
+
+/// A decoded frame header.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Header {
+    /// What the frame is.
+    pub kind: Kind,
+    /// The step it belongs to, or 0.
+    pub step: u64,
+    /// Number of columns.
+    pub columns: u32,
+    /// Words after the header.
+    pub words: u32,
+}
+
+impl Header {
+    /// Reads a header.
+    ///
+    /// # Errors
+    /// Anything but a well-formed header of this version.
+    pub fn decode(bytes: &[u8; HEADER_BYTES]) -> Result<Self, FrameError> {
+        let u16_at = |i: usize| u16::from_le_bytes([bytes[i], bytes[i + 1]]);
+        let u32_at = |i: usize| {
+            u32::from_le_bytes([bytes[i], bytes[i + 1], bytes[i + 2], bytes[i + 3]])
+        };
+        let magic = [bytes[0], bytes[1], bytes[2], bytes[3]];
+        if magic != MAGIC {
+            return Err(FrameError::Magic(magic));
+        }
+        let theirs = u16_at(4);
+        if theirs != VERSION {
+            return Err(FrameError::Version { theirs });
+        }
+        let kind = Kind::try_from(u16_at(6))?;
+        let step = u64::from(u32_at(8)) | u64::from(u32_at(12)) << 32;
+        let (columns, words) = (u32_at(16), u32_at(20));
+        if words > MAX_WORDS {
+            return Err(FrameError::TooLarge(words));
+        }
+        if columns > words {
+            return Err(FrameError::Malformed("more columns than words"));
+        }
+        Ok(Self { kind, step, columns, words })
+    }
+}
+
+/// A received frame: the header and the words after it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Frame {
+    header: Header,
+    words: Vec<i32>,
+}
+
+impl Frame {
+    /// Takes the words that followed `header`.
+    ///
+    /// # Errors
+    /// The column lengths do not add up to the number of words.
+    pub fn new(header: Header, words: Vec<i32>) -> Result<Self, FrameError> {
+        let columns = header.columns as usize;
+        if words.len() != header.words as usize || columns > words.len() {
+            return Err(FrameError::Malformed("word count"));
+        }
+        let mut sum = columns as u64;
+        for &length in &words[..columns] {
+            sum += u64::from(length.cast_unsigned());
+        }
+        if sum != words.len() as u64 {
+            return Err(FrameError::Malformed("column lengths"));
+        }
+        Ok(Self { header, words })
+    }
+
+    /// The header.
+    #[must_use]
+    pub fn header(&self) -> &Header {
+        &self.header
+    }
+
+    /// The columns in order, each a slice of words.
+    pub fn columns(&self) -> impl Iterator<Item = &[i32]> {
+        let count = self.header.columns as usize;
+        let mut rest = &self.words[count..];
+        self.words[..count].iter().map(move |&length| {
+            let (column, tail) = rest.split_at(length.cast_unsigned() as usize);
+            rest = tail;
+            column
+        })
+    }
+
+    /// The columns of a frame that must have exactly `N`.
+    ///
+    /// # Errors
+    /// Another number of columns.
+    pub fn exactly<const N: usize>(&self) -> Result<[&[i32]; N], FrameError> {
+        if self.header.columns as usize != N {
+            return Err(FrameError::Malformed("number of columns"));
+        }
+        let mut columns = [&[] as &[i32]; N];
+        for (place, column) in columns.iter_mut().zip(self.columns()) {
+            *place = column;
+        }
+        Ok(columns)
+    }
+
+    /// The text of a JSON frame.
+    ///
+    /// # Errors
+    /// Not one column, or not UTF-8.
+    pub fn json(&self) -> Result<&str, FrameError> {
+        let [column] = self.exactly::<1>()?;
+        let bytes: &[u8] = cast_slice(column);
+        std::str::from_utf8(bytes).map(str::trim_end).map_err(|_| FrameError::Malformed("UTF-8"))
+    }
+}
+
+/// Writes a frame of word columns to `out`, replacing what it holds.
+pub(crate) fn encode(kind: Kind, step: u64, columns: &[&[i32]], out: &mut Vec<u8>) {
+    let words = columns.len() + columns.iter().map(|c| c.len()).sum::<usize>();
+    out.clear();
+    out.reserve(HEADER_BYTES + 4 * words);
+    out.extend_from_slice(&MAGIC);
+    out.extend_from_slice(&VERSION.to_le_bytes());
+    out.extend_from_slice(&(kind as u16).to_le_bytes());
+    out.extend_from_slice(&step.to_le_bytes());
+    out.extend_from_slice(&(columns.len() as u32).to_le_bytes());
+    out.extend_from_slice(&(words as u32).to_le_bytes());
+    for column in columns {
+        out.extend_from_slice(&(column.len() as u32).to_le_bytes());
+    }
+    for column in columns {
+        out.extend_from_slice(cast_slice(column));
+    }
+}
+
+/// Writes a frame whose one column is JSON text (empty text: no column, as `shutdown` has it).
+#[must_use]
+pub fn encode_json(kind: Kind, text: &str) -> Vec<u8> {
+    let mut out = Vec::new();
+    if text.is_empty() {
+        encode(kind, 0, &[], &mut out);
+        return out;
+    }
+    let mut words = vec![i32::from_le_bytes(*b"    "); text.len().div_ceil(4)];
+    bytemuck::cast_slice_mut::<i32, u8>(&mut words)[..text.len()].copy_from_slice(text.as_bytes());
+    encode(kind, 0, &[&words], &mut out);
+    out
+}
+
+/// Words read as floats: the same bytes.
+pub(crate) fn floats(words: &[i32]) -> &[f32] {
+    cast_slice(words)
+}
+
+/// Floats written as words: the same bytes.
+pub(crate) fn as_words(values: &[f32]) -> &[i32] {
+    cast_slice(values)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn header_of(bytes: &[u8]) -> Result<Header, FrameError> {
+        Header::decode(bytes[..HEADER_BYTES].try_into().expect("24 bytes"))
+    }
+
+    #[test]
+    fn json_survives_padding() {
+        for text in ["{}", r#"{"a":1}"#, r#"{"é":"x"}"#, r#"{"abc":1234}"#] {
+            let bytes = encode_json(Kind::Hello, text);
+            let header = header_of(&bytes).expect("header");
+            let words = cast_slice::<u8, i32>(&bytes[HEADER_BYTES..].to_vec()).to_vec();
+            let frame = Frame::new(header, words).expect("frame");
+            assert_eq!(frame.json().expect("text"), text);
+        }
+    }
+
+    #[test]
+    fn broken_headers_are_refused() {
+        let good = encode_json(Kind::Shutdown, "");
+        assert_eq!(header_of(&good).expect("header").kind, Kind::Shutdown);
+        let broken = |at: usize, value: u8| {
+            let mut bytes = good.clone();
+            bytes[at] = value;
+            header_of(&bytes)
+        };
+        assert!(matches!(broken(0, b'X'), Err(FrameError::Magic(_))));
+        assert_eq!(broken(4, 9), Err(FrameError::Version { theirs: 9 }));
+        assert_eq!(broken(6, 99), Err(FrameError::Kind(99)));
+        assert!(matches!(broken(23, 255), Err(FrameError::TooLarge(_))));
+        assert!(matches!(broken(16, 7), Err(FrameError::Malformed(_))));
+    }
+
+    #[test]
+    fn column_lengths_must_add_up() {
+        let header = Header { kind: Kind::Plan, step: 1, columns: 2, words: 5 };
+        assert!(Frame::new(header, vec![1, 2, 0, 0, 0]).is_ok());
+        assert!(Frame::new(header, vec![1, 1, 0, 0, 0]).is_err());
+        assert!(Frame::new(header, vec![-1, 2, 0, 0, 0]).is_err());
+        assert!(Frame::new(header, vec![1, 2, 0, 0]).is_err());
+    }
+}

@@ -1,0 +1,122 @@
+//! The step result: what one step gave.
+
+use crate::frame::{Frame, FrameError, Kind, as_words, encode, floats};
+
+/// The row was computed.
+pub const ROW_OK: i32 = 0;
+/// The row's logits were not finite.
+pub const ROW_NOT_FINITE: i32 = 1;
+
+/// Index of a column in a result frame.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum ResultColumn {
+    /// Sampled tokens.
+    Tokens = 0,
+    /// Error codes.
+    RowErrors = 1,
+    /// Number of log-probability entries a sampled row.
+    LogprobCounts = 2,
+    /// Token ids of the entries.
+    LogprobIds = 3,
+    /// Values of the entries.
+    LogprobValues = 4,
+    /// Microseconds: device, gap.
+    Timing = 5,
+}
+
+/// Log-probabilities of one sampled position: the sampled token first, then the most likely in descending order.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct SampledLogprobs<'a> {
+    /// Token ids.
+    pub ids: &'a [i32],
+    /// Natural logarithms of the unmodified distribution, one an id.
+    pub values: &'a [f32],
+}
+
+/// What one step gave.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct StepResult {
+    /// The plan's step number.
+    pub step: u64,
+    /// One a sampled row, in row order.
+    pub tokens: Vec<i32>,
+    /// One a row, in row order: [`ROW_OK`] or [`ROW_NOT_FINITE`].
+    pub row_errors: Vec<i32>,
+    /// Empty when nobody asked, else the number of entries of each sampled row.
+    pub logprob_counts: Vec<i32>,
+    /// Token ids of the entries of all rows.
+    pub logprob_ids: Vec<i32>,
+    /// Log-probabilities of the entries of all rows.
+    pub logprob_values: Vec<f32>,
+    /// Microseconds of compute.
+    pub device_us: u32,
+    /// Microseconds between the end of the previous step's compute and the start of this one's.
+    pub gap_us: u32,
+}
+
+impl StepResult {
+    /// Log-probabilities of each sampled row in order; `None` where the row's request asked for none. Endless: zip it with the tokens.
+    pub fn logprobs(&self) -> impl Iterator<Item = Option<SampledLogprobs<'_>>> {
+        let (mut at, mut row) = (0, 0);
+        std::iter::from_fn(move || {
+            let count = self.logprob_counts.get(row).map_or(0, |&n| n as usize);
+            row += 1;
+            let range = at..at + count;
+            at += count;
+            Some((count > 0).then(|| SampledLogprobs {
+                ids: &self.logprob_ids[range.clone()],
+                values: &self.logprob_values[range],
+            }))
+        })
+    }
+
+    /// Writes the result's frame to `out`, replacing what it holds.
+    pub fn encode(&self, out: &mut Vec<u8>) {
+        encode(
+            Kind::Result,
+            self.step,
+            &[
+                &self.tokens,
+                &self.row_errors,
+                &self.logprob_counts,
+                &self.logprob_ids,
+                as_words(&self.logprob_values),
+                &[self.device_us.cast_signed(), self.gap_us.cast_signed()],
+            ],
+            out,
+        );
+    }
+
+    /// Reads a result's frame.
+    ///
+    /// # Errors
+    /// Another kind of frame, or columns whose lengths contradict each other.
+    pub fn decode(frame: &Frame) -> Result<Self, FrameError> {
+        if frame.header().kind != Kind::Result {
+            return Err(FrameError::Malformed("not a result"));
+        }
+        let [tokens, row_errors, counts, ids, values, timing] = frame.exactly::<6>()?;
+        if counts.iter().any(|&n| n < 0) {
+            return Err(FrameError::Malformed("negative count"));
+        }
+        let entries = counts.iter().map(|&n| n as usize).sum::<usize>();
+        let agree = tokens.len() <= row_errors.len()
+            && (counts.is_empty() || counts.len() == tokens.len())
+            && ids.len() == entries
+            && values.len() == entries
+            && timing.len() == 2;
+        if !agree {
+            return Err(FrameError::Malformed("result columns disagree"));
+        }
+        Ok(Self {
+            step: frame.header().step,
+            tokens: tokens.to_vec(),
+            row_errors: row_errors.to_vec(),
+            logprob_counts: counts.to_vec(),
+            logprob_ids: ids.to_vec(),
+            logprob_values: floats(values).to_vec(),
+            device_us: timing[0].cast_unsigned(),
+            gap_us: timing[1].cast_unsigned(),
+        })
+    }
+}
