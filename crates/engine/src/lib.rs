@@ -1,1 +1,29 @@
-//! forebay-engine
+//! The owner thread of one replica: intake, lookahead, death and replay, terminal events.
+//!
+//! | thread | owns | blocks on |
+//! |---|---|---|
+//! | engine (one a replica) | scheduler, executor, plan buffers | [`Executor::wait`]: the hand's socket and the waker, nothing else |
+//! | any | an [`EngineHandle`] | never |
+//!
+//! One lane leads into the thread, so that an abort can't overtake its submit. Requests in it are bounded by `max_queued` (refused with
+//! [`SubmitError::QueueFull`] at the door); aborts are not, because they matter most under the overload that would drop them. Out of
+//! the thread goes one [`OutputSink::deliver`] a step.
+//!
+//! The thread reads no clock but the [`Clock`] it is given, so that tests and planning run in virtual time.
+
+mod clock;
+mod executor;
+mod handle;
+mod owner;
+mod recovery;
+mod types;
+
+pub use clock::{Clock, SystemClock};
+pub use executor::{Executor, HandFacts, Signal, Wake};
+pub use forebay_scheduler::Policy;
+pub use handle::EngineHandle;
+pub use owner::{Engine, EngineConfig, EngineThread};
+pub use types::{
+    Admission, EngineRequest, Facts, FinishReason, Output, OutputSink, RequestError, RequestId,
+    SampledToken, Stats, Status, SubmitError,
+};

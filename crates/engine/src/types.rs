@@ -104,7 +104,7 @@ pub enum SubmitError {
     /// Shutting down: answer 503.
     #[error("the server is draining and takes no new requests")]
     Draining,
-    /// The hand is not there and is not expected back soon: answer 503.
+    /// The hand is starting for the first time, or is gone for good: answer 503.
     #[error("the model is not available: {0}")]
     Unavailable(String),
 }
@@ -125,7 +125,7 @@ pub enum Status {
 }
 
 /// The hand's facts and what follows from them, known once the engine has been ready.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq)]
 pub struct Facts {
     /// Positions a request may use: the configured context length, or the whole KV pool where that is smaller.
     pub context_length: u32,

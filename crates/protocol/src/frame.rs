@@ -59,7 +59,9 @@ pub enum FrameError {
     #[error("not a Forebay frame (magic {0:02x?})")]
     Magic([u8; 4]),
     /// The peer speaks another version.
-    #[error("protocol version {theirs}, but this brain speaks {VERSION}: brain and hand are from different releases")]
+    #[error(
+        "protocol version {theirs}, but this brain speaks {VERSION}: brain and hand are from different releases"
+    )]
     Version {
         /// The version in the peer's header.
         theirs: u16,
@@ -95,9 +97,8 @@ impl Header {
     /// Anything but a well-formed header of this version.
     pub fn decode(bytes: &[u8; HEADER_BYTES]) -> Result<Self, FrameError> {
         let u16_at = |i: usize| u16::from_le_bytes([bytes[i], bytes[i + 1]]);
-        let u32_at = |i: usize| {
-            u32::from_le_bytes([bytes[i], bytes[i + 1], bytes[i + 2], bytes[i + 3]])
-        };
+        let u32_at =
+            |i: usize| u32::from_le_bytes([bytes[i], bytes[i + 1], bytes[i + 2], bytes[i + 3]]);
         let magic = [bytes[0], bytes[1], bytes[2], bytes[3]];
         if magic != MAGIC {
             return Err(FrameError::Magic(magic));
@@ -115,7 +116,12 @@ impl Header {
         if columns > words {
             return Err(FrameError::Malformed("more columns than words"));
         }
-        Ok(Self { kind, step, columns, words })
+        Ok(Self {
+            kind,
+            step,
+            columns,
+            words,
+        })
     }
 }
 
@@ -185,7 +191,9 @@ impl Frame {
     pub fn json(&self) -> Result<&str, FrameError> {
         let [column] = self.exactly::<1>()?;
         let bytes: &[u8] = cast_slice(column);
-        std::str::from_utf8(bytes).map(str::trim_end).map_err(|_| FrameError::Malformed("UTF-8"))
+        std::str::from_utf8(bytes)
+            .map(str::trim_end)
+            .map_err(|_| FrameError::Malformed("UTF-8"))
     }
 }
 
@@ -269,7 +277,12 @@ mod tests {
 
     #[test]
     fn column_lengths_must_add_up() {
-        let header = Header { kind: Kind::Plan, step: 1, columns: 2, words: 5 };
+        let header = Header {
+            kind: Kind::Plan,
+            step: 1,
+            columns: 2,
+            words: 5,
+        };
         assert!(Frame::new(header, vec![1, 2, 0, 0, 0]).is_ok());
         assert!(Frame::new(header, vec![1, 1, 0, 0, 0]).is_err());
         assert!(Frame::new(header, vec![-1, 2, 0, 0, 0]).is_err());

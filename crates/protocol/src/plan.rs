@@ -92,6 +92,29 @@ pub struct NewSlot<'a> {
     pub stop_ids: &'a [i32],
 }
 
+/// A new slot as it stands in a plan.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct SlotWrite<'a> {
+    /// Row of the device tables.
+    pub slot: u32,
+    /// Its tokens; empty where they are in the arena.
+    pub tokens: &'a [i32],
+    /// How many of the tokens are the prompt.
+    pub prompt_len: u32,
+    /// Below this position `stop_ids` can't be sampled.
+    pub min_total: u32,
+    /// Empty when `min_tokens` is 0.
+    pub stop_ids: &'a [i32],
+    /// Log-probabilities asked for.
+    pub logprobs: Option<u8>,
+}
+
+fn take<'a>(rest: &mut &'a [i32], count: usize) -> &'a [i32] {
+    let (head, tail) = rest.split_at(count);
+    *rest = tail;
+    head
+}
+
 /// Positions of one slot to compute.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Row {
@@ -142,8 +165,15 @@ impl StepPlan {
     /// Overwrites a slot.
     pub fn write_slot(&mut self, new: &NewSlot<'_>) {
         let params = new.params;
-        let min_total = new.prompt_len.saturating_add(params.min_tokens).min(i32::MAX as u32);
-        let stop_ids = if params.min_tokens == 0 { &[] } else { new.stop_ids };
+        let min_total = new
+            .prompt_len
+            .saturating_add(params.min_tokens)
+            .min(i32::MAX as u32);
+        let stop_ids = if params.min_tokens == 0 {
+            &[]
+        } else {
+            new.stop_ids
+        };
         self.slots.extend_from_slice(&[
             new.slot.cast_signed(),
             new.tokens.len() as i32,
@@ -176,7 +206,8 @@ impl StepPlan {
 
     /// Sets `page_table[slot, index] = page`.
     pub fn write_page(&mut self, slot: u32, index: u32, page: u32) {
-        self.page_writes.extend_from_slice(&[slot, index, page].map(u32::cast_signed));
+        self.page_writes
+            .extend_from_slice(&[slot, index, page].map(u32::cast_signed));
     }
 
     /// Adds a row.
@@ -200,22 +231,35 @@ impl StepPlan {
         })
     }
 
-    /// The slots that the plan overwrites: slot, tokens (empty where they are in the arena), log-probabilities asked for.
-    pub fn new_slots(&self) -> impl Iterator<Item = (u32, &[i32], Option<u8>)> + '_ {
-        let mut rest = self.tokens.as_slice();
+    /// The slots that the plan overwrites.
+    pub fn new_slots(&self) -> impl Iterator<Item = SlotWrite<'_>> + '_ {
+        let (mut tokens, mut stop_ids) = (self.tokens.as_slice(), self.stop_ids.as_slice());
         self.slots.chunks_exact(SLOT_WORDS).map(move |record| {
-            let inline = if record[ARENA_WORD] < 0 { record[1] as usize } else { 0 };
-            let (tokens, tail) = rest.split_at(inline);
-            rest = tail;
-            (record[0].cast_unsigned(), tokens, u8::try_from(record[7]).ok())
+            let inline = if record[ARENA_WORD] < 0 {
+                record[1] as usize
+            } else {
+                0
+            };
+            SlotWrite {
+                slot: record[0].cast_unsigned(),
+                tokens: take(&mut tokens, inline),
+                prompt_len: record[2].cast_unsigned(),
+                min_total: record[6].cast_unsigned(),
+                stop_ids: take(&mut stop_ids, record[8] as usize),
+                logprobs: u8::try_from(record[7]).ok(),
+            }
         })
     }
 
     /// The page-table writes: slot, index, page.
     pub fn page_writes(&self) -> impl ExactSizeIterator<Item = (u32, u32, u32)> + '_ {
-        self.page_writes
-            .chunks_exact(3)
-            .map(|w| (w[0].cast_unsigned(), w[1].cast_unsigned(), w[2].cast_unsigned()))
+        self.page_writes.chunks_exact(3).map(|w| {
+            (
+                w[0].cast_unsigned(),
+                w[1].cast_unsigned(),
+                w[2].cast_unsigned(),
+            )
+        })
     }
 
     /// Moves the tokens of new slots that have at least `min_tokens` of them out of the plan: `place` gets the tokens and answers the
@@ -277,8 +321,16 @@ impl StepPlan {
         if frame.header().kind != Kind::Plan {
             return Err(FrameError::Malformed("not a plan"));
         }
-        let [slots, slot_floats, tokens, stop_ids, bias_ids, bias_values, page_writes, rows] =
-            frame.exactly::<8>()?;
+        let [
+            slots,
+            slot_floats,
+            tokens,
+            stop_ids,
+            bias_ids,
+            bias_values,
+            page_writes,
+            rows,
+        ] = frame.exactly::<8>()?;
         if slots.len() % SLOT_WORDS != 0 || page_writes.len() % 3 != 0 || rows.len() % 4 != 0 {
             return Err(FrameError::Malformed("plan record length"));
         }
@@ -324,7 +376,12 @@ mod tests {
         let mut plan = StepPlan::default();
         plan.begin(1);
         let params = SamplingParams::default();
-        for (slot, tokens) in [(0, vec![1; 3]), (1, vec![2; 10]), (2, vec![3; 4]), (3, vec![4; 12])] {
+        for (slot, tokens) in [
+            (0, vec![1; 3]),
+            (1, vec![2; 10]),
+            (2, vec![3; 4]),
+            (3, vec![4; 12]),
+        ] {
             plan.write_slot(&NewSlot {
                 slot,
                 tokens: &tokens,
@@ -343,10 +400,18 @@ mod tests {
             Some(offset)
         });
         assert_eq!(arena, vec![2; 10]);
-        let left: Vec<_> = plan.new_slots().map(|(slot, t, _)| (slot, t.to_vec())).collect();
+        let left: Vec<_> = plan
+            .new_slots()
+            .map(|new| (new.slot, new.tokens.to_vec()))
+            .collect();
         assert_eq!(
             left,
-            [(0, vec![1; 3]), (1, vec![]), (2, vec![3; 4]), (3, vec![4; 12])],
+            [
+                (0, vec![1; 3]),
+                (1, vec![]),
+                (2, vec![3; 4]),
+                (3, vec![4; 12])
+            ],
             "the fourth found the arena full and stays inline"
         );
     }

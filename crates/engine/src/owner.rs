@@ -1,0 +1,541 @@
+//! The loop that owns a replica.
+
+use std::collections::HashMap;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::thread::JoinHandle;
+
+use crossbeam_channel::{Receiver, unbounded};
+use forebay_protocol::{StepPlan, StepResult};
+use forebay_scheduler::{Event, Finish, Policy, Request, Scheduler, SchedulerConfig};
+use parking_lot::Mutex;
+use tracing::{error, info, warn};
+
+use crate::clock::Clock;
+use crate::executor::{Executor, HandFacts, Signal};
+use crate::handle::{EngineHandle, Order, Shared};
+use crate::recovery::{Recovery, Verdict};
+use crate::types::{
+    Admission, EngineRequest, Facts, FinishReason, Output, OutputSink, RequestError, RequestId,
+    SampledToken, Stats, Status,
+};
+
+/// Quiet time after which an idle engine checks its books.
+const IDLE_CHECK_US: u64 = 100_000;
+
+/// Everything the engine decides by; resolved, with nothing left to guess.
+#[derive(Debug, Clone)]
+pub struct EngineConfig {
+    /// Most requests that run at a time.
+    pub max_running: u32,
+    /// Rows of the device tables; more than `max_running`, because a slot is retired before it is free.
+    pub slots: u32,
+    /// Positions a page.
+    pub page_size: u32,
+    /// Most tokens a step (chunked prefill).
+    pub token_budget: u32,
+    /// Share full pages between requests with the same beginning.
+    pub prefix_cache: bool,
+    /// Order of the waiting queue.
+    pub policy: Policy,
+    /// Steps planned ahead of the one that computes: 0 (serial) or 1.
+    pub lookahead: u32,
+    /// Most requests that wait.
+    pub max_queued: usize,
+    /// Positions a request may use.
+    pub context_length: u32,
+    /// Microseconds without a result after which the hand is taken for hung.
+    pub watchdog_us: u64,
+    /// Failed starts in a row before a hand that once worked is given up.
+    pub restart_limit: u32,
+}
+
+/// Starts engine threads.
+#[derive(Debug)]
+pub struct Engine;
+
+/// The running thread. Dropping it stops the engine and waits for it.
+pub struct EngineThread {
+    handle: EngineHandle,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl EngineThread {
+    /// Waits until the thread has ended (after [`EngineHandle::stop`], or because it panicked).
+    pub fn join(mut self) {
+        self.wait();
+    }
+
+    fn wait(&mut self) {
+        if let Some(thread) = self.thread.take() {
+            // A panic was caught and reported inside the thread.
+            let _ = thread.join();
+        }
+    }
+}
+
+impl Drop for EngineThread {
+    fn drop(&mut self) {
+        self.handle.stop();
+        self.wait();
+    }
+}
+
+impl Engine {
+    /// Starts the owner thread of a replica, which starts its hand. `on_exit` is called when the thread ends, for whatever reason, after
+    /// the sink was dropped.
+    ///
+    /// # Errors
+    /// The thread could not be created.
+    pub fn start(
+        config: EngineConfig,
+        executor: Box<dyn Executor>,
+        sink: Box<dyn OutputSink>,
+        clock: Arc<dyn Clock>,
+        on_exit: Box<dyn FnOnce() + Send>,
+    ) -> std::io::Result<(EngineHandle, EngineThread)> {
+        let (orders, lane) = unbounded();
+        let shared = Arc::new(Shared {
+            clock,
+            waker: executor.waker(),
+            queued: AtomicUsize::new(0),
+            max_queued: config.max_queued,
+            draining: AtomicBool::new(false),
+            status: Mutex::new(Status::Starting("spawning".into())),
+            stats: Mutex::new(Stats::default()),
+            facts: Mutex::new(None),
+        });
+        let handle = EngineHandle {
+            shared: shared.clone(),
+            orders,
+        };
+        let thread = std::thread::Builder::new()
+            .name("engine".into())
+            .spawn(move || {
+                let owner = Owner::new(config, executor, sink, shared.clone(), lane);
+                if let Err(panic) = catch_unwind(AssertUnwindSafe(|| owner.run())) {
+                    let text = panic
+                        .downcast_ref::<String>()
+                        .map(String::as_str)
+                        .or_else(|| panic.downcast_ref::<&str>().copied())
+                        .unwrap_or("no message");
+                    error!("the engine thread panicked: {text}");
+                    *shared.status.lock() =
+                        Status::Failed(format!("the engine thread panicked: {text}"));
+                }
+                on_exit();
+            })?;
+        Ok((
+            handle.clone(),
+            EngineThread {
+                handle,
+                thread: Some(thread),
+            },
+        ))
+    }
+}
+
+struct Owner {
+    config: EngineConfig,
+    executor: Box<dyn Executor>,
+    sink: Box<dyn OutputSink>,
+    shared: Arc<Shared>,
+    lane: Receiver<Order>,
+    /// Known with the hand's first facts.
+    scheduler: Option<Scheduler>,
+    /// The hand takes plans.
+    up: bool,
+    recovery: Recovery,
+    restart_at: Option<u64>,
+    plan: StepPlan,
+    events: Vec<Event>,
+    outputs: Vec<Output>,
+    /// When each request came that was never admitted.
+    arrivals: HashMap<u64, u64>,
+    /// Admissions whose first token has not come yet.
+    admissions: HashMap<u64, Admission>,
+    stats: Stats,
+    /// When the hand last showed life while a step was in flight.
+    progress_us: u64,
+    /// The next step follows a time without work: its gap is not the host's doing.
+    rested: bool,
+    rested_step: Option<u64>,
+    /// Something happened since the books were last checked.
+    unchecked: bool,
+}
+
+impl Owner {
+    fn new(
+        config: EngineConfig,
+        executor: Box<dyn Executor>,
+        sink: Box<dyn OutputSink>,
+        shared: Arc<Shared>,
+        lane: Receiver<Order>,
+    ) -> Self {
+        let recovery = Recovery::new(config.restart_limit);
+        Self {
+            config,
+            executor,
+            sink,
+            shared,
+            lane,
+            scheduler: None,
+            up: false,
+            recovery,
+            restart_at: None,
+            plan: StepPlan::default(),
+            events: Vec::new(),
+            outputs: Vec::new(),
+            arrivals: HashMap::new(),
+            admissions: HashMap::new(),
+            stats: Stats::default(),
+            progress_us: 0,
+            rested: true,
+            rested_step: None,
+            unchecked: false,
+        }
+    }
+
+    fn run(mut self) {
+        self.executor.start();
+        while self.take_orders() {
+            self.restart_if_due();
+            self.feed();
+            self.deliver();
+            match self.executor.wait(self.timeout()) {
+                Signal::Woken => {}
+                Signal::TimedOut => self.timed_out(),
+                Signal::Result(result) => self.apply(&result),
+                Signal::Progress(stage) => self.loading(stage),
+                Signal::Ready(facts) => self.ready(facts),
+                Signal::Died(reason) => self.died(&reason),
+            }
+        }
+        self.executor.stop();
+        self.end_all(|| FinishReason::Abort);
+        self.deliver();
+    }
+
+    /// Takes every waiting order; false after [`Order::Stop`].
+    fn take_orders(&mut self) -> bool {
+        while let Ok(order) = self.lane.try_recv() {
+            match order {
+                Order::Submit { request, at_us } => self.submit(request, at_us),
+                Order::Abort(id) => {
+                    if self.scheduler.as_mut().is_some_and(|s| s.abort(id.0)) {
+                        self.end(id.0, FinishReason::Abort);
+                    }
+                }
+                Order::FlushCache(reply) => {
+                    reply(self.scheduler.as_mut().is_none_or(Scheduler::flush_cache));
+                }
+                Order::Stop => return false,
+            }
+            self.unchecked = true;
+        }
+        true
+    }
+
+    fn submit(&mut self, request: EngineRequest, at_us: u64) {
+        self.arrivals.insert(request.id.0, at_us);
+        let failed = match &*self.shared.status.lock() {
+            Status::Failed(reason) => Some(reason.clone()),
+            _ => None,
+        };
+        let Some(scheduler) = self.scheduler.as_mut().filter(|_| failed.is_none()) else {
+            let reason = failed.unwrap_or_else(|| "it is still starting".into());
+            let finish = FinishReason::Error(RequestError::HandFailed(reason));
+            return self.end(request.id.0, finish);
+        };
+        scheduler.submit(Request {
+            id: request.id.0,
+            prompt: request.prompt,
+            max_tokens: request.max_tokens,
+            stop_ids: request.stop_ids,
+            sampling: request.sampling,
+            priority: request.priority,
+            cache_salt: 0,
+        });
+    }
+
+    /// Plans as far ahead as the lookahead allows.
+    fn feed(&mut self) {
+        let Some(scheduler) = self.scheduler.as_mut().filter(|_| self.up) else {
+            return;
+        };
+        let most = self.config.lookahead as usize + 1;
+        while scheduler.in_flight() < most {
+            if !scheduler.next_plan(&mut self.plan, &mut self.events) {
+                break;
+            }
+            if scheduler.in_flight() == 1 {
+                self.progress_us = self.shared.clock.now_us();
+            }
+            if std::mem::take(&mut self.rested) {
+                self.rested_step = Some(self.plan.step());
+            }
+            self.executor.submit(&mut self.plan);
+        }
+        self.rested |= scheduler.in_flight() == 0;
+        self.take_events();
+    }
+
+    fn apply(&mut self, result: &StepResult) {
+        let Some(scheduler) = self.scheduler.as_mut() else {
+            return;
+        };
+        if let Err(error) = scheduler.apply(result, &mut self.events) {
+            self.executor.stop();
+            return self.died(&format!("it broke the protocol: {error}"));
+        }
+        self.recovery.works();
+        self.progress_us = self.shared.clock.now_us();
+        self.stats.steps += 1;
+        self.stats.device_us += u64::from(result.device_us);
+        if self.rested_step != Some(result.step) {
+            self.stats.idle_us += u64::from(result.gap_us);
+        }
+        self.take_events();
+    }
+
+    /// Turns the scheduler's events into outputs.
+    fn take_events(&mut self) {
+        let now = if self.arrivals.is_empty() {
+            0
+        } else {
+            self.shared.clock.now_us()
+        };
+        for event in std::mem::take(&mut self.events) {
+            match event {
+                Event::Admitted {
+                    id,
+                    cached_tokens,
+                    replayed,
+                } => {
+                    self.stats.replayed += u64::from(replayed);
+                    if let Some(at) = self.arrivals.remove(&id) {
+                        self.shared.queued.fetch_sub(1, Ordering::AcqRel);
+                        let queue_us = now.saturating_sub(at);
+                        self.admissions.insert(
+                            id,
+                            Admission {
+                                cached_tokens,
+                                queue_us,
+                            },
+                        );
+                    }
+                }
+                Event::Token {
+                    id,
+                    token,
+                    logprobs,
+                } => {
+                    let admission = if self.admissions.is_empty() {
+                        None
+                    } else {
+                        self.admissions.remove(&id)
+                    };
+                    let token = Some(SampledToken {
+                        id: token,
+                        logprobs,
+                    });
+                    self.outputs.push(Output {
+                        id: RequestId(id),
+                        admission,
+                        token,
+                        finish: None,
+                    });
+                }
+                Event::Finished { id, reason } => {
+                    let finish = match reason {
+                        Finish::Stop { token } => FinishReason::Stop { token },
+                        Finish::Length => FinishReason::Length,
+                        Finish::NotFinite => FinishReason::Error(RequestError::NotFinite),
+                    };
+                    self.end(id, finish);
+                }
+                Event::Preempted { .. } => {}
+            }
+        }
+    }
+
+    /// The terminal output of a request that the scheduler no longer knows.
+    fn end(&mut self, id: u64, finish: FinishReason) {
+        if self.arrivals.remove(&id).is_some() {
+            self.shared.queued.fetch_sub(1, Ordering::AcqRel);
+        }
+        self.admissions.remove(&id);
+        let id = RequestId(id);
+        match self.outputs.last_mut() {
+            Some(last) if last.id == id && last.finish.is_none() => last.finish = Some(finish),
+            _ => {
+                let finish = Some(finish);
+                self.outputs.push(Output {
+                    id,
+                    admission: None,
+                    token: None,
+                    finish,
+                });
+            }
+        }
+    }
+
+    fn end_all(&mut self, finish: impl Fn() -> FinishReason) {
+        let Some(scheduler) = self.scheduler.as_mut() else {
+            return;
+        };
+        let ids: Vec<u64> = scheduler.live().collect();
+        for id in ids {
+            if self.scheduler.as_mut().is_some_and(|s| s.abort(id)) {
+                self.end(id, finish());
+            }
+        }
+    }
+
+    fn deliver(&mut self) {
+        self.publish();
+        if !self.outputs.is_empty() {
+            let next = Vec::with_capacity(self.outputs.len());
+            self.sink
+                .deliver(std::mem::replace(&mut self.outputs, next));
+        }
+    }
+
+    fn publish(&mut self) {
+        let Some(scheduler) = &self.scheduler else {
+            return;
+        };
+        let now = scheduler.stats();
+        self.stats = Stats {
+            running: now.running,
+            waiting: now.waiting,
+            pages_held: now.pages_held,
+            pages_cached: now.pages_cached,
+            pages_free: now.pages_free,
+            prefix_queries: now.prefix_queries,
+            prefix_hits: now.prefix_hits,
+            prompt_tokens: now.prompt_tokens,
+            generated_tokens: now.generated_tokens,
+            preemptions: now.preemptions,
+            ..self.stats
+        };
+        *self.shared.stats.lock() = self.stats;
+    }
+
+    fn timeout(&self) -> Option<u64> {
+        let now = self.shared.clock.now_us();
+        if let Some(at) = self.restart_at {
+            return Some(at.saturating_sub(now));
+        }
+        let in_flight = self.scheduler.as_ref().is_some_and(|s| s.in_flight() > 0);
+        if in_flight {
+            return Some((self.progress_us + self.config.watchdog_us).saturating_sub(now));
+        }
+        (self.unchecked && self.up).then_some(IDLE_CHECK_US)
+    }
+
+    fn timed_out(&mut self) {
+        let Some(scheduler) = &self.scheduler else {
+            return;
+        };
+        if !self.up {
+            return;
+        }
+        if scheduler.in_flight() == 0 {
+            self.unchecked = false;
+            if let Err(broken) = scheduler.check_integrity() {
+                error!("the books do not balance: {broken}");
+                debug_assert!(false, "the books do not balance: {broken}");
+            }
+            return;
+        }
+        let silent = self.shared.clock.now_us().saturating_sub(self.progress_us);
+        if silent >= self.config.watchdog_us {
+            self.executor.stop();
+            self.died(&format!("no result for {} s", silent / 1_000_000));
+        }
+    }
+
+    fn loading(&mut self, stage: String) {
+        let mut status = self.shared.status.lock();
+        *status = match &*status {
+            Status::Recovering(_) => Status::Recovering(stage),
+            _ => Status::Starting(stage),
+        };
+    }
+
+    fn ready(&mut self, facts: HandFacts) {
+        let pages = facts.page_count;
+        let pool = pages.saturating_mul(self.config.page_size);
+        info!(device = %facts.device, pages, seconds = facts.load_seconds, "hand ready");
+        if self.scheduler.is_none() {
+            // One position of the pool is never written: the last sampled token needs no compute.
+            let context_length = self.config.context_length.min(pool);
+            if context_length < self.config.context_length {
+                warn!(
+                    context_length,
+                    "the KV pool is smaller than the context length"
+                );
+            }
+            *self.shared.facts.lock() = Some(Facts {
+                context_length,
+                vocab_size: facts.vocab_size,
+                page_count: pages,
+                page_size: self.config.page_size,
+                weight_bytes: facts.weight_bytes,
+                kv_bytes: facts.kv_bytes,
+                device: facts.device,
+                load_seconds: facts.load_seconds,
+            });
+            self.scheduler = Some(Scheduler::new(SchedulerConfig {
+                slots: self.config.slots,
+                max_running: self.config.max_running,
+                pages,
+                page_size: self.config.page_size,
+                token_budget: self.config.token_budget,
+                prefix_cache: self.config.prefix_cache,
+                policy: self.config.policy,
+            }));
+        }
+        self.recovery.ready(self.shared.clock.now_us());
+        self.up = true;
+        self.rested = true;
+        *self.shared.status.lock() = Status::Ready;
+    }
+
+    fn died(&mut self, reason: &str) {
+        let was_up = std::mem::take(&mut self.up);
+        self.stats.hand_deaths += 1;
+        self.unchecked = true;
+        if was_up && let Some(scheduler) = self.scheduler.as_mut() {
+            for id in scheduler.reset() {
+                error!(request = id, "a request brought the hand down twice");
+                self.end(id, FinishReason::Error(RequestError::Poisoned));
+            }
+        }
+        match self.recovery.died(self.shared.clock.now_us()) {
+            Verdict::RestartAt(at) => {
+                warn!("the hand died ({reason}); it is respawned and requests are replayed");
+                *self.shared.status.lock() = Status::Recovering(reason.to_owned());
+                self.restart_at = Some(at);
+            }
+            Verdict::GiveUp => {
+                error!("the hand cannot start: {reason}");
+                *self.shared.status.lock() = Status::Failed(reason.to_owned());
+                let failed = || FinishReason::Error(RequestError::HandFailed(reason.to_owned()));
+                self.end_all(failed);
+            }
+        }
+    }
+
+    fn restart_if_due(&mut self) {
+        if self
+            .restart_at
+            .is_some_and(|at| at <= self.shared.clock.now_us())
+        {
+            self.restart_at = None;
+            self.executor.start();
+        }
+    }
+}

@@ -1,0 +1,434 @@
+//! The owner thread against a simulated hand in virtual time.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::time::Duration;
+
+use forebay_engine::{
+    Engine, EngineConfig, EngineHandle, EngineRequest, EngineThread, FinishReason, Output,
+    OutputSink, Policy, RequestError, RequestId, Status, SubmitError,
+};
+use forebay_protocol::SamplingParams;
+use forebay_sim::{DeviceModel, SimClock, SimConfig, SimControl, SimExecutor, next_token};
+
+const VOCAB: u32 = 1000;
+/// Far longer than anything here takes: a test that reaches it hangs.
+const PATIENCE: Duration = Duration::from_secs(60);
+
+/// Sees every batch on the engine thread: what it breaks is broken at that very step.
+type Hook = Box<dyn FnMut(&SimControl, &[Output]) + Send>;
+
+struct ChannelSink {
+    outputs: Sender<Vec<Output>>,
+    control: SimControl,
+    hook: Hook,
+}
+
+impl OutputSink for ChannelSink {
+    fn deliver(&mut self, outputs: Vec<Output>) {
+        (self.hook)(&self.control, &outputs);
+        // The test may be over.
+        let _ = self.outputs.send(outputs);
+    }
+}
+
+struct Rig {
+    handle: EngineHandle,
+    control: SimControl,
+    outputs: Receiver<Vec<Output>>,
+    _thread: EngineThread,
+}
+
+/// All that a request gave.
+#[derive(Debug, Default)]
+struct Story {
+    tokens: Vec<i32>,
+    admissions: usize,
+    ends: Vec<FinishReason>,
+}
+
+fn config() -> EngineConfig {
+    EngineConfig {
+        max_running: 16,
+        slots: 24,
+        page_size: 4,
+        token_budget: 32,
+        prefix_cache: true,
+        policy: Policy::Fcfs,
+        lookahead: 1,
+        max_queued: 1000,
+        context_length: 256,
+        watchdog_us: 10_000_000,
+        restart_limit: 3,
+    }
+}
+
+impl Rig {
+    fn start(config: EngineConfig, pages: u32) -> Self {
+        Self::broken(config, pages, |_| {}, Box::new(|_, _| {}))
+    }
+
+    fn hooked(config: EngineConfig, hook: Hook) -> Self {
+        Self::broken(config, 500, |_| {}, hook)
+    }
+
+    fn broken(
+        config: EngineConfig,
+        pages: u32,
+        breaking: impl FnOnce(&SimControl),
+        hook: Hook,
+    ) -> Self {
+        let clock = SimClock::virtual_time();
+        let (executor, control) = SimExecutor::new(SimConfig {
+            clock: clock.clone(),
+            model: DeviceModel {
+                step_us: 1000.0,
+                row_us: 10.0,
+                token_us: 5.0,
+                context_us: 0.1,
+            },
+            load_us: 1_000_000,
+            page_count: pages,
+            vocab_size: VOCAB,
+        });
+        breaking(&control);
+        let (sender, outputs) = channel();
+        let (handle, thread) = Engine::start(
+            config,
+            Box::new(executor),
+            Box::new(ChannelSink {
+                outputs: sender,
+                control: control.clone(),
+                hook,
+            }),
+            Arc::new(clock),
+            Box::new(|| {}),
+        )
+        .expect("thread");
+        let rig = Self {
+            handle,
+            control,
+            outputs,
+            _thread: thread,
+        };
+        rig.settled(|status| !matches!(status, Status::Starting(_)));
+        // Virtual time would run away from the test's submits.
+        rig.control.hold();
+        rig
+    }
+
+    /// Waits for a status; there is no event to wait for, and no assertion hangs on how long it takes.
+    fn settled(&self, wanted: impl Fn(&Status) -> bool) -> Status {
+        loop {
+            let status = self.handle.status();
+            if wanted(&status) {
+                return status;
+            }
+            std::thread::yield_now();
+        }
+    }
+
+    /// Lets time go on and follows the outputs until `count` requests have ended.
+    fn follow(&self, count: usize) -> HashMap<u64, Story> {
+        self.control.release();
+        let mut stories: HashMap<u64, Story> = HashMap::new();
+        let mut ended = 0;
+        while ended < count {
+            let outputs = self.outputs.recv_timeout(PATIENCE).expect("outputs");
+            for output in outputs {
+                let story = stories.entry(output.id.0).or_default();
+                assert!(story.ends.is_empty(), "something after the end: {output:?}");
+                story.admissions += usize::from(output.admission.is_some());
+                if let Some(token) = output.token {
+                    assert_eq!(
+                        story.admissions, 1,
+                        "the admission comes with the first token"
+                    );
+                    story.tokens.push(token.id);
+                }
+                if let Some(finish) = output.finish {
+                    story.ends.push(finish);
+                    ended += 1;
+                }
+            }
+        }
+        stories
+    }
+}
+
+fn request(id: u64, prompt: Vec<i32>, max_tokens: u32) -> EngineRequest {
+    let sampling = SamplingParams::default();
+    EngineRequest {
+        id: RequestId(id),
+        prompt,
+        max_tokens,
+        stop_ids: Vec::new(),
+        sampling,
+        priority: 0,
+    }
+}
+
+/// Prompts of many lengths, some with a common beginning.
+fn prompt(id: u64) -> Vec<i32> {
+    let common = if id.is_multiple_of(3) { 20 } else { 0 };
+    let own = 1 + (id as i32 * 7) % 60;
+    (0..common)
+        .chain((0..own).map(|i| (id as i32 * 31 + i) % VOCAB as i32))
+        .collect()
+}
+
+/// What the simulated model gives a request that runs alone.
+fn alone(mut tokens: Vec<i32>, count: u32) -> Vec<i32> {
+    let start = tokens.len();
+    for _ in 0..count {
+        tokens.push(next_token(&tokens, VOCAB));
+    }
+    tokens.split_off(start)
+}
+
+fn assert_exact(stories: &HashMap<u64, Story>, count: u64, max_tokens: impl Fn(u64) -> u32) {
+    assert_eq!(stories.len() as u64, count);
+    for id in 0..count {
+        let story = &stories[&id];
+        assert_eq!(
+            story.tokens,
+            alone(prompt(id), max_tokens(id)),
+            "request {id}"
+        );
+        assert_eq!(story.ends, [FinishReason::Length], "request {id}");
+    }
+}
+
+fn lengths(id: u64) -> u32 {
+    1 + (id as u32 * 13) % 90
+}
+
+#[test]
+fn the_tokens_do_not_depend_on_lookahead_or_memory() {
+    for lookahead in [0, 1] {
+        for pages in [64, 2000] {
+            let rig = Rig::start(
+                EngineConfig {
+                    lookahead,
+                    ..config()
+                },
+                pages,
+            );
+            for id in 0..64 {
+                rig.handle
+                    .submit(request(id, prompt(id), lengths(id)))
+                    .expect("room");
+            }
+            let stories = rig.follow(64);
+            assert_exact(&stories, 64, lengths);
+            let stats = rig.handle.stats();
+            assert_eq!(
+                stats.pages_held + stats.pages_cached + stats.pages_free,
+                pages as usize
+            );
+            assert_eq!(stats.preemptions > 0, pages == 64, "{stats:?}");
+        }
+    }
+}
+
+#[test]
+fn streams_survive_twenty_kills() {
+    for lookahead in [0, 1] {
+        let (mut kills, mut tokens, mut next) = (0, 0, 20);
+        let hook: Hook = Box::new(move |control, outputs| {
+            tokens += outputs.len();
+            if tokens >= next && kills < 20 {
+                kills += 1;
+                next = tokens + 150;
+                control.kill();
+            }
+        });
+        let rig = Rig::hooked(
+            EngineConfig {
+                lookahead,
+                ..config()
+            },
+            hook,
+        );
+        for id in 0..48 {
+            rig.handle
+                .submit(request(id, prompt(id), 100))
+                .expect("room");
+        }
+        let stories = rig.follow(48);
+        assert_exact(&stories, 48, |_| 100);
+        let stats = rig.handle.stats();
+        assert_eq!(stats.hand_deaths, 20, "{stats:?}");
+        assert!(stats.replayed > 0, "{stats:?}");
+    }
+}
+
+#[test]
+fn a_poisonous_request_is_given_up_and_its_neighbours_are_not() {
+    let rig = Rig::start(config(), 500);
+    rig.control.poison(777);
+    for id in 0..12 {
+        let mut prompt: Vec<i32> = prompt(id).into_iter().map(|t| t % 500).collect();
+        if id == 5 {
+            prompt.push(777);
+        }
+        rig.handle.submit(request(id, prompt, 10)).expect("room");
+    }
+    let stories = rig.follow(12);
+    for (id, story) in &stories {
+        if *id == 5 {
+            assert_eq!(story.ends, [FinishReason::Error(RequestError::Poisoned)]);
+        } else {
+            assert_eq!(story.ends, [FinishReason::Length], "request {id}");
+            assert_eq!(story.tokens.len(), 10);
+        }
+    }
+    rig.settled(|status| *status == Status::Ready);
+    assert_eq!(rig.handle.stats().hand_deaths, 2);
+}
+
+/// A hook that breaks something at the first step that gave outputs.
+fn once(mut breaking: impl FnMut(&SimControl) + Send + 'static) -> Hook {
+    let mut done = false;
+    Box::new(move |control, _| {
+        if !std::mem::replace(&mut done, true) {
+            breaking(control);
+        }
+    })
+}
+
+#[test]
+fn a_hung_hand_is_respawned() {
+    let rig = Rig::hooked(config(), once(SimControl::hang));
+    rig.handle.submit(request(0, prompt(0), 80)).expect("room");
+    let stories = rig.follow(1);
+    assert_exact(&stories, 1, |_| 80);
+    assert_eq!(rig.handle.stats().hand_deaths, 1);
+}
+
+#[test]
+fn a_hand_that_never_started_is_final() {
+    let rig = Rig::broken(
+        config(),
+        500,
+        |control| control.fail_starts(1),
+        Box::new(|_, _| {}),
+    );
+    assert_eq!(rig.handle.status(), Status::Failed("start refused".into()));
+    let refused = rig.handle.submit(request(0, vec![1], 1));
+    assert_eq!(
+        refused,
+        Err(SubmitError::Unavailable("start refused".into()))
+    );
+}
+
+#[test]
+fn a_hand_that_does_not_come_back_ends_every_request() {
+    let hook = once(|control| {
+        control.fail_starts(100);
+        control.kill();
+    });
+    let rig = Rig::hooked(config(), hook);
+    for id in 0..40 {
+        rig.handle
+            .submit(request(id, prompt(id), 190))
+            .expect("room");
+    }
+    let stories = rig.follow(40);
+    let failed = FinishReason::Error(RequestError::HandFailed("start refused".into()));
+    assert!(stories.values().all(|story| story.ends == [failed.clone()]));
+    rig.settled(|status| matches!(status, Status::Failed(_)));
+}
+
+#[test]
+fn an_abort_frees_everything_and_ends_once() {
+    let rig = Rig::start(config(), 500);
+    for id in 0..40 {
+        rig.handle
+            .submit(request(id, prompt(id), 150))
+            .expect("room");
+    }
+    for id in 0..40 {
+        rig.handle.abort(RequestId(id));
+        rig.handle.abort(RequestId(id));
+    }
+    let stories = rig.follow(40);
+    assert!(
+        stories
+            .values()
+            .all(|story| story.ends == [FinishReason::Abort])
+    );
+    rig.handle.submit(request(100, prompt(1), 5)).expect("room");
+    rig.follow(1);
+    let (sender, flushed) = channel();
+    rig.handle.flush_cache(Box::new(move |done| {
+        let _ = sender.send(done);
+    }));
+    assert!(flushed.recv_timeout(PATIENCE).expect("reply"));
+}
+
+#[test]
+fn the_queue_is_bounded_and_drains() {
+    let rig = Rig::start(
+        EngineConfig {
+            max_queued: 5,
+            max_running: 1,
+            ..config()
+        },
+        500,
+    );
+    let mut taken = 0;
+    let refused = loop {
+        match rig.handle.submit(request(taken, vec![1, 2, 3], 200)) {
+            Ok(()) => taken += 1,
+            Err(error) => break error,
+        }
+        assert!(taken < 1000, "nobody was refused");
+    };
+    assert_eq!(refused, SubmitError::QueueFull { limit: 5 });
+    rig.handle.drain();
+    assert_eq!(
+        rig.handle.submit(request(9999, vec![1], 1)),
+        Err(SubmitError::Draining)
+    );
+    assert_eq!(rig.handle.status(), Status::Draining);
+    let stories = rig.follow(taken as usize);
+    assert!(
+        stories
+            .values()
+            .all(|story| story.ends == [FinishReason::Length])
+    );
+}
+
+#[test]
+fn stopping_ends_what_is_alive() {
+    let rig = Rig::start(config(), 500);
+    for id in 0..30 {
+        rig.handle
+            .submit(request(id, prompt(id), 190))
+            .expect("room");
+    }
+    rig.handle.stop();
+    let stories = rig.follow(30);
+    let ended = |story: &Story| story.ends.len() == 1;
+    assert!(stories.values().all(ended));
+}
+
+#[test]
+fn a_stop_id_ends_a_request_but_not_before_min_tokens() {
+    let rig = Rig::start(config(), 500);
+    let free = alone(prompt(1), 50);
+    let stop = free[20];
+    let first = free.iter().position(|&t| t == stop).expect("it is there");
+    let mut one = request(0, prompt(1), 50);
+    one.stop_ids = vec![stop];
+    rig.handle.submit(one.clone()).expect("room");
+    one.id = RequestId(1);
+    one.sampling.min_tokens = first as u32 + 1;
+    rig.handle.submit(one).expect("room");
+    let stories = rig.follow(2);
+    assert_eq!(stories[&0].tokens, free[..=first]);
+    assert_eq!(stories[&0].ends, [FinishReason::Stop { token: stop }]);
+    assert!(stories[&1].tokens.len() > first + 1);
+}

@@ -1,0 +1,160 @@
+//! Flags and model made into one resolved configuration. What is printed at /server_info and sent to the hand is this.
+
+use anyhow::{Result, bail};
+use forebay_engine::{EngineConfig, Policy};
+use serde::Serialize;
+use serde_json::{Map, Value, json};
+
+use crate::flags::{Dtype, SchedulePolicy, ServeFlags};
+use crate::model::Model;
+
+/// Size of the arena; memory is used only where something is written.
+pub(crate) const ARENA_BYTES: u32 = 64 << 20;
+/// A laptop's owner wants most of the memory for other things.
+const CPU_MEM_FRACTION: f64 = 0.3;
+
+/// Everything that was decided before the hand started.
+#[derive(Debug, Clone, Serialize)]
+pub(crate) struct Config {
+    pub(crate) model: String,
+    pub(crate) served_model_names: Vec<String>,
+    pub(crate) device: &'static str,
+    pub(crate) dtype: &'static str,
+    pub(crate) load_format: &'static str,
+    pub(crate) context_length: u32,
+    pub(crate) page_size: u32,
+    pub(crate) slots: u32,
+    pub(crate) max_running_requests: u32,
+    pub(crate) max_queued_requests: usize,
+    pub(crate) chunked_prefill_size: u32,
+    pub(crate) mem_fraction_static: f64,
+    pub(crate) max_total_tokens: Option<u64>,
+    pub(crate) prefix_cache: bool,
+    pub(crate) schedule_policy: SchedulePolicy,
+    pub(crate) schedule_low_priority_values_first: bool,
+    pub(crate) lookahead: u32,
+    pub(crate) threads: Option<u32>,
+    pub(crate) http_threads: u16,
+    pub(crate) text_threads: u16,
+    pub(crate) watchdog_timeout_s: f64,
+    pub(crate) drain_timeout_s: f64,
+    pub(crate) hand_restarts: u32,
+    pub(crate) seed: u64,
+}
+
+impl Config {
+    pub(crate) fn resolve(flags: &ServeFlags, model: &Model) -> Result<Self> {
+        let longest = model.max_position_embeddings;
+        let context_length = flags.loading.context_length.unwrap_or(longest);
+        if context_length > longest {
+            bail!("--context-length {context_length} is more than the model was made for ({longest})");
+        }
+        if context_length < 2 {
+            bail!("--context-length must be at least 2: one token in, one token out");
+        }
+        let schedule = &flags.schedule;
+        let running = schedule.max_running_requests;
+        let names = &flags.http.served_model_name;
+        Ok(Self {
+            model: model.name.clone(),
+            served_model_names: if names.is_empty() { vec![model.name.clone()] } else { names.clone() },
+            device: "cpu",
+            dtype: dtype(flags.loading.dtype),
+            load_format: match flags.loading.load_format {
+                crate::flags::LoadFormat::Auto => "auto",
+                crate::flags::LoadFormat::Dummy => "dummy",
+            },
+            context_length,
+            page_size: schedule.page_size,
+            // A slot is free again only when the last step in flight that named it is done: without spares, requests that end together
+            // would leave their successors waiting for a step.
+            slots: running + running.div_ceil(2),
+            max_running_requests: running,
+            max_queued_requests: schedule.max_queued_requests,
+            chunked_prefill_size: schedule.chunked_prefill_size,
+            mem_fraction_static: schedule.mem_fraction_static.unwrap_or(CPU_MEM_FRACTION),
+            max_total_tokens: schedule.max_total_tokens,
+            prefix_cache: !schedule.disable_radix_cache,
+            schedule_policy: schedule.schedule_policy,
+            schedule_low_priority_values_first: schedule.schedule_low_priority_values_first,
+            lookahead: schedule.lookahead,
+            threads: flags.run.threads,
+            http_threads: flags.http.http_threads,
+            text_threads: flags.http.text_threads,
+            watchdog_timeout_s: flags.run.watchdog_timeout.as_secs_f64(),
+            drain_timeout_s: flags.http.drain_timeout.as_secs_f64(),
+            hand_restarts: flags.run.hand_restarts,
+            seed: flags.loading.seed,
+        })
+    }
+
+    /// The part that decides in the brain.
+    pub(crate) fn engine(&self) -> EngineConfig {
+        EngineConfig {
+            max_running: self.max_running_requests,
+            slots: self.slots,
+            page_size: self.page_size,
+            token_budget: self.chunked_prefill_size,
+            prefix_cache: self.prefix_cache,
+            policy: match self.schedule_policy {
+                SchedulePolicy::Fcfs => Policy::Fcfs,
+                SchedulePolicy::Priority => Policy::Priority,
+            },
+            lookahead: self.lookahead,
+            max_queued: self.max_queued_requests,
+            context_length: self.context_length,
+            watchdog_us: (self.watchdog_timeout_s * 1e6) as u64,
+            restart_limit: self.hand_restarts,
+        }
+    }
+
+    /// The `config` frame of the handshake.
+    pub(crate) fn hand(&self, model: &Model) -> Map<String, Value> {
+        let fields = json!({
+            "model": {
+                "format": model.format,
+                "directory": model.directory,
+                "files": model.files,
+                "config": model.config,
+            },
+            "load_format": self.load_format,
+            "device": self.device,
+            "dtype": self.dtype,
+            "page_size": self.page_size,
+            "slots": self.slots,
+            "context_length": self.context_length,
+            "mem_fraction_static": self.mem_fraction_static,
+            "max_total_tokens": self.max_total_tokens,
+            "threads": self.threads,
+            "seed": self.seed,
+        });
+        match fields {
+            Value::Object(map) => map,
+            _ => Map::new(),
+        }
+    }
+}
+
+fn dtype(flag: Dtype) -> &'static str {
+    match flag {
+        Dtype::Bfloat16 => "bfloat16",
+        Dtype::Float32 => "float32",
+        Dtype::Auto if native_bfloat16() => "bfloat16",
+        Dtype::Auto => "float32",
+    }
+}
+
+#[cfg(target_arch = "x86_64")]
+fn native_bfloat16() -> bool {
+    std::arch::is_x86_feature_detected!("avx512bf16")
+}
+
+#[cfg(target_arch = "aarch64")]
+fn native_bfloat16() -> bool {
+    std::arch::is_aarch64_feature_detected!("bf16")
+}
+
+#[cfg(not(any(target_arch = "x86_64", target_arch = "aarch64")))]
+fn native_bfloat16() -> bool {
+    false
+}

@@ -1,0 +1,248 @@
+//! The command line, exactly as typed. Nothing is resolved here: see `config`.
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use clap::{Args, Parser, Subcommand, ValueEnum};
+use serde::Serialize;
+
+/// LLM serving whose host side never makes the accelerator wait.
+#[derive(Debug, Parser)]
+#[command(name = "forebay", version, about)]
+pub(crate) struct Flags {
+    #[command(subcommand)]
+    pub(crate) command: Command,
+}
+
+#[derive(Debug, Subcommand)]
+pub(crate) enum Command {
+    /// Serve a model behind an OpenAI-compatible API.
+    Serve(Box<ServeFlags>),
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct ServeFlags {
+    /// `smollm2` (the embedded default), a hub id (org/name[@revision]), a directory, or a .gguf file.
+    #[arg(value_name = "MODEL", required_unless_present = "model_path")]
+    pub(crate) model: Option<String>,
+    /// The model, for those used to SGLang's spelling.
+    #[arg(long, value_name = "MODEL", conflicts_with = "model")]
+    pub(crate) model_path: Option<String>,
+    #[command(flatten)]
+    pub(crate) http: HttpFlags,
+    #[command(flatten)]
+    pub(crate) loading: ModelFlags,
+    #[command(flatten)]
+    pub(crate) schedule: ScheduleFlags,
+    #[command(flatten)]
+    pub(crate) run: RunFlags,
+    #[command(flatten)]
+    pub(crate) log: LogFlags,
+}
+
+#[derive(Debug, Args)]
+#[command(next_help_heading = "HTTP")]
+pub(crate) struct HttpFlags {
+    /// Address to listen on.
+    #[arg(long, default_value = "127.0.0.1")]
+    pub(crate) host: String,
+    /// Port to listen on; 0 takes a free one.
+    #[arg(long, default_value_t = 8000)]
+    pub(crate) port: u16,
+    /// Names that requests may call the model by; the first is shown [default: the model's own].
+    #[arg(long, num_args = 1..)]
+    pub(crate) served_model_name: Vec<String>,
+    /// Clients must send `Authorization: Bearer KEY`.
+    #[arg(long, env = "FOREBAY_API_KEY", hide_env_values = true)]
+    pub(crate) api_key: Option<String>,
+    /// Largest request body in bytes.
+    #[arg(long, default_value_t = 64 << 20)]
+    pub(crate) max_body_bytes: usize,
+    /// Threads that parse requests and write streams.
+    #[arg(long, default_value_t = 2, value_parser = clap::value_parser!(u16).range(1..=64))]
+    pub(crate) http_threads: u16,
+    /// Threads that apply chat templates and tokenise.
+    #[arg(long, default_value_t = 2, value_parser = clap::value_parser!(u16).range(1..=256))]
+    pub(crate) text_threads: u16,
+    /// Seconds that running requests get to finish after SIGTERM.
+    #[arg(long, default_value = "30", value_parser = seconds)]
+    pub(crate) drain_timeout: Duration,
+}
+
+#[derive(Debug, Args)]
+#[command(next_help_heading = "Model")]
+pub(crate) struct ModelFlags {
+    /// Branch, tag or commit on the hub.
+    #[arg(long)]
+    pub(crate) revision: Option<String>,
+    /// Where downloads are kept [default: the hub's own cache].
+    #[arg(long, value_name = "DIR")]
+    pub(crate) download_dir: Option<PathBuf>,
+    /// Use only what was downloaded before.
+    #[arg(long)]
+    pub(crate) offline: bool,
+    /// `dummy` fills the weights with random numbers.
+    #[arg(long, value_enum, default_value_t)]
+    pub(crate) load_format: LoadFormat,
+    /// Arithmetic; `auto` is bfloat16 where the processor computes it natively.
+    #[arg(long, value_enum, default_value_t)]
+    pub(crate) dtype: Dtype,
+    /// Longest prompt and answer together, in tokens [default: the model's].
+    #[arg(long, visible_alias = "max-model-len", value_name = "TOKENS")]
+    pub(crate) context_length: Option<u32>,
+    /// File with a Jinja chat template that replaces the model's.
+    #[arg(long, value_name = "FILE")]
+    pub(crate) chat_template: Option<PathBuf>,
+    /// Where default sampling parameters come from.
+    #[arg(long, value_enum, default_value_t)]
+    pub(crate) generation_config: GenerationConfig,
+    /// Seed of dummy weights.
+    #[arg(long, default_value_t = 0)]
+    pub(crate) seed: u64,
+}
+
+#[derive(Debug, Args)]
+#[command(next_help_heading = "Scheduling")]
+pub(crate) struct ScheduleFlags {
+    /// Most requests that run at a time.
+    #[arg(long, visible_alias = "max-num-seqs", default_value_t = 256, value_parser = clap::value_parser!(u32).range(1..=65536))]
+    pub(crate) max_running_requests: u32,
+    /// Most requests that wait; more are answered 429.
+    #[arg(long, default_value_t = 4096)]
+    pub(crate) max_queued_requests: usize,
+    /// Most tokens a step; longer prompts are computed in chunks beside the running requests.
+    #[arg(long, visible_alias = "max-num-batched-tokens", default_value_t = 1024, value_parser = clap::value_parser!(u32).range(1..))]
+    pub(crate) chunked_prefill_size: u32,
+    /// Tokens a KV page.
+    #[arg(long, visible_alias = "block-size", default_value_t = 16, value_parser = clap::value_parser!(u32).range(1..=4096))]
+    pub(crate) page_size: u32,
+    /// Share of the device's free memory for weights and KV pages [default: 0.3 on a CPU].
+    #[arg(long, visible_alias = "gpu-memory-utilization", value_parser = fraction)]
+    pub(crate) mem_fraction_static: Option<f64>,
+    /// Size of the KV pool in tokens, instead of a share of memory.
+    #[arg(long, value_name = "TOKENS", value_parser = clap::value_parser!(u64).range(1..))]
+    pub(crate) max_total_tokens: Option<u64>,
+    /// Do not share the KV pages of equal beginnings.
+    #[arg(long, visible_alias = "no-enable-prefix-caching")]
+    pub(crate) disable_radix_cache: bool,
+    /// Order of the waiting queue.
+    #[arg(long, visible_alias = "scheduling-policy", value_enum, default_value_t)]
+    pub(crate) schedule_policy: SchedulePolicy,
+    /// With the priority policy, the smaller number goes first (as in vLLM).
+    #[arg(long)]
+    pub(crate) schedule_low_priority_values_first: bool,
+    /// Steps planned ahead of the one that computes; 0 is the serial loop.
+    #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u32).range(0..=1))]
+    pub(crate) lookahead: u32,
+}
+
+#[derive(Debug, Args)]
+#[command(next_help_heading = "Hand")]
+pub(crate) struct RunFlags {
+    /// Where the model runs.
+    #[arg(long, value_enum, default_value_t)]
+    pub(crate) device: Device,
+    /// Threads of the model's arithmetic [default: the processor's cores].
+    #[arg(long, value_parser = clap::value_parser!(u32).range(1..=4096))]
+    pub(crate) threads: Option<u32>,
+    /// Seconds without a result after which the hand is taken for hung and respawned.
+    #[arg(long, default_value = "300", value_parser = seconds)]
+    pub(crate) watchdog_timeout: Duration,
+    /// Failed respawns in a row before the hand is given up.
+    #[arg(long, default_value_t = 3)]
+    pub(crate) hand_restarts: u32,
+    /// The interpreter [default: the one beside this program, else the virtual environment's, else python3].
+    #[arg(long, env = "FOREBAY_PYTHON", value_name = "FILE")]
+    pub(crate) python: Option<PathBuf>,
+}
+
+#[derive(Debug, Args)]
+#[command(next_help_heading = "Logs")]
+pub(crate) struct LogFlags {
+    /// error, warn, info, debug, trace, or a filter such as `info,forebay_engine=debug`.
+    #[arg(long, default_value = "info")]
+    pub(crate) log_level: String,
+    /// One JSON object a line, or text.
+    #[arg(long, value_enum, default_value_t)]
+    pub(crate) log_format: LogFormat,
+    /// Seconds between step log lines; 0 for none.
+    #[arg(long, default_value = "10", value_parser = seconds)]
+    pub(crate) log_interval: Duration,
+    /// Send tracing spans to this OTLP/HTTP endpoint (for example http://127.0.0.1:4318/v1/traces).
+    #[arg(long, value_name = "URL")]
+    pub(crate) otlp_traces_endpoint: Option<String>,
+}
+
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, ValueEnum, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub(crate) enum LoadFormat {
+    #[default]
+    Auto,
+    Dummy,
+}
+
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, ValueEnum, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub(crate) enum Dtype {
+    #[default]
+    Auto,
+    #[value(alias = "bf16")]
+    Bfloat16,
+    #[value(alias = "float", alias = "fp32")]
+    Float32,
+}
+
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, ValueEnum, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub(crate) enum Device {
+    #[default]
+    Cpu,
+}
+
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, ValueEnum, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub(crate) enum SchedulePolicy {
+    #[default]
+    Fcfs,
+    Priority,
+}
+
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, ValueEnum)]
+pub(crate) enum GenerationConfig {
+    /// The model's generation_config.json.
+    #[default]
+    Auto,
+    /// OpenAI's defaults.
+    None,
+}
+
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, ValueEnum)]
+pub(crate) enum LogFormat {
+    #[default]
+    Text,
+    Json,
+}
+
+fn seconds(text: &str) -> Result<Duration, String> {
+    let value: f64 = text.parse().map_err(|_| "expected seconds")?;
+    Duration::try_from_secs_f64(value).map_err(|e| e.to_string())
+}
+
+fn fraction(text: &str) -> Result<f64, String> {
+    match text.parse::<f64>() {
+        Ok(value) if value > 0.0 && value <= 1.0 => Ok(value),
+        _ => Err("expected a number above 0 and at most 1".into()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::CommandFactory;
+
+    use super::*;
+
+    #[test]
+    fn flags_are_consistent() {
+        Flags::command().debug_assert();
+    }
+}

@@ -1,0 +1,62 @@
+//! Where log lines and spans go.
+
+use anyhow::{Context, Result};
+use opentelemetry::trace::TracerProvider;
+use opentelemetry_otlp::{SpanExporter, WithExportConfig};
+use opentelemetry_sdk::Resource;
+use opentelemetry_sdk::trace::SdkTracerProvider;
+use tracing_subscriber::layer::SubscriberExt;
+use tracing_subscriber::util::SubscriberInitExt;
+use tracing_subscriber::{EnvFilter, Layer, fmt};
+
+use crate::flags::{LogFlags, LogFormat};
+
+/// Keeps the span exporter alive; its last spans are sent when this is dropped.
+pub(crate) struct Logs {
+    spans: Option<SdkTracerProvider>,
+}
+
+impl Drop for Logs {
+    fn drop(&mut self) {
+        if let Some(provider) = &self.spans
+            && let Err(error) = provider.shutdown()
+        {
+            tracing::warn!("the last spans were not sent: {error}");
+        }
+    }
+}
+
+/// Installs the subscriber of the process.
+pub(crate) fn init(flags: &LogFlags) -> Result<Logs> {
+    let filter = EnvFilter::try_new(&flags.log_level).context("--log-level")?;
+    let lines = fmt::layer().with_writer(std::io::stderr).with_target(false);
+    let lines = match flags.log_format {
+        LogFormat::Text => lines.compact().boxed(),
+        LogFormat::Json => lines.json().flatten_event(true).boxed(),
+    };
+    let spans = match &flags.otlp_traces_endpoint {
+        None => None,
+        Some(endpoint) => {
+            let exporter = SpanExporter::builder()
+                .with_http()
+                .with_endpoint(endpoint)
+                .build()
+                .context("--otlp-traces-endpoint")?;
+            Some(
+                SdkTracerProvider::builder()
+                    .with_batch_exporter(exporter)
+                    .with_resource(Resource::builder().with_service_name("forebay").build())
+                    .build(),
+            )
+        }
+    };
+    let export = spans
+        .as_ref()
+        .map(|provider| tracing_opentelemetry::layer().with_tracer(provider.tracer("forebay")));
+    tracing_subscriber::registry()
+        .with(export)
+        .with(lines.with_filter(filter))
+        .try_init()
+        .context("cannot install the log subscriber")?;
+    Ok(Logs { spans })
+}

@@ -1,0 +1,85 @@
+//! Finds the model: a subprocess of the interpreter downloads what is missing and says what there is.
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+
+use anyhow::{Context, Result, bail};
+use serde::{Deserialize, Serialize};
+use serde_json::{Map, Value};
+
+use crate::flags::ModelFlags;
+
+/// What `python -m forebay.weights.fetch` prints.
+#[derive(Debug, Clone, Deserialize, Serialize)]
+pub(crate) struct Model {
+    pub(crate) name: String,
+    pub(crate) format: String,
+    pub(crate) directory: PathBuf,
+    pub(crate) files: Vec<PathBuf>,
+    pub(crate) config: Map<String, Value>,
+    pub(crate) tokenizer: PathBuf,
+    pub(crate) tokenizer_config: Map<String, Value>,
+    pub(crate) chat_template: Option<String>,
+    pub(crate) generation_config: Map<String, Value>,
+    pub(crate) eos_token_ids: Vec<i32>,
+    pub(crate) bos_token: Option<String>,
+    pub(crate) eos_token: Option<String>,
+    pub(crate) max_position_embeddings: u32,
+    pub(crate) vocab_size: u32,
+}
+
+impl Model {
+    /// The other special tokens that chat templates may name as variables.
+    pub(crate) fn named_special_tokens(&self) -> BTreeMap<String, String> {
+        let content = |value: &Value| match value {
+            Value::String(text) => Some(text.clone()),
+            Value::Object(token) => token.get("content")?.as_str().map(str::to_owned),
+            _ => None,
+        };
+        self.tokenizer_config
+            .iter()
+            .filter(|(name, _)| name.ends_with("_token"))
+            .filter_map(|(name, value)| Some((name.clone(), content(value)?)))
+            .collect()
+    }
+}
+
+/// Resolves `name`, downloading what is missing; progress goes to stderr.
+pub(crate) fn fetch(python: &Path, name: &str, flags: &ModelFlags) -> Result<Model> {
+    let mut command = Command::new(python);
+    command.args(["-m", "forebay.weights.fetch", name]);
+    if let Some(revision) = &flags.revision {
+        command.args(["--revision", revision]);
+    }
+    if let Some(dir) = &flags.download_dir {
+        command.arg("--cache-dir").arg(dir);
+    }
+    if flags.offline {
+        command.arg("--offline");
+    }
+    let output = command
+        .stdin(Stdio::null())
+        .stderr(Stdio::inherit())
+        .output()
+        .with_context(|| format!("cannot run {}", python.display()))?;
+    if !output.status.success() {
+        bail!("the model {name} is not available (see above)");
+    }
+    serde_json::from_slice(&output.stdout).context("forebay.weights.fetch printed no model")
+}
+
+/// The interpreter to use: named, beside this program, of the active virtual environment, or on the path.
+pub(crate) fn find_python(named: Option<&Path>) -> PathBuf {
+    if let Some(python) = named {
+        return python.to_owned();
+    }
+    let beside = std::env::current_exe().ok().and_then(|exe| exe.parent().map(Path::to_owned));
+    let venv = std::env::var_os("VIRTUAL_ENV").map(|dir| PathBuf::from(dir).join("bin"));
+    [beside, venv]
+        .into_iter()
+        .flatten()
+        .flat_map(|dir| [dir.join("python3"), dir.join("python")])
+        .find(|python| python.is_file())
+        .unwrap_or_else(|| "python3".into())
+}

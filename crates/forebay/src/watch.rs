@@ -1,0 +1,114 @@
+//! What the operator sees while the server runs: loading, the banner, and the step log line.
+
+use std::time::{Duration, Instant};
+
+use forebay_engine::{EngineHandle, Stats, Status};
+use indicatif::{ProgressBar, ProgressStyle};
+use tokio::time::sleep;
+use tracing::{error, info};
+
+const LOADING_POLL: Duration = Duration::from_millis(50);
+
+/// Shows how loading goes; true once the hand is ready.
+pub(crate) async fn loading(engine: &EngineHandle) -> bool {
+    let bar = ProgressBar::new(0);
+    if let Ok(style) = ProgressStyle::with_template("{spinner} loading {msg} {bar:30} {pos}/{len}") {
+        bar.set_style(style);
+    }
+    loop {
+        match engine.status() {
+            Status::Starting(stage) => {
+                // The hand's progress reads "weights 120/272".
+                let mut words = stage.split([' ', '/']);
+                bar.set_message(words.next().unwrap_or_default().to_owned());
+                let mut number = || words.next().and_then(|word| word.parse().ok());
+                if let (Some(done), Some(total)) = (number(), number()) {
+                    bar.set_length(total);
+                    bar.set_position(done);
+                }
+                bar.tick();
+            }
+            Status::Failed(reason) => {
+                bar.finish_and_clear();
+                error!("the model can't be served: {reason}");
+                return false;
+            }
+            Status::Ready | Status::Recovering(_) => {
+                bar.finish_and_clear();
+                return true;
+            }
+            Status::Draining => return false,
+        }
+        sleep(LOADING_POLL).await;
+    }
+}
+
+/// Tells a newcomer what to do next.
+pub(crate) fn banner(url: &str, model: &str) -> String {
+    let body = format!(
+        r#"{{"model": "{model}", "stream": true, "messages": [{{"role": "user", "content": "Why is the sky blue?"}}]}}"#
+    );
+    format!(
+        "\n  Forebay serves {model} at {url}\n\n  Try it:\n\n    curl -N {url}/v1/chat/completions -H 'Content-Type: application/json' \\\n      -d '{body}'\n\n  Metrics: {url}/metrics   API: {url}/openapi.json   Stop: Ctrl-C\n"
+    )
+}
+
+/// Writes a line about the steps of each interval in which something happened.
+pub(crate) async fn step_log(engine: EngineHandle, interval: Duration) {
+    let mut last = engine.stats();
+    let mut since = Instant::now();
+    loop {
+        sleep(interval).await;
+        let now = engine.stats();
+        let seconds = since.elapsed().as_secs_f64();
+        if now.steps != last.steps || now.running + now.waiting > 0 {
+            info!("{}", step_line(&last, &now, seconds));
+        }
+        (last, since) = (now, Instant::now());
+    }
+}
+
+fn step_line(last: &Stats, now: &Stats, seconds: f64) -> String {
+    let share = |part: u64, whole: u64| if whole == 0 { 0.0 } else { 100.0 * part as f64 / whole as f64 };
+    let pages = now.pages_held + now.pages_cached + now.pages_free;
+    let device = now.device_us - last.device_us;
+    let idle = now.idle_us - last.idle_us;
+    format!(
+        "Running: {} reqs, Waiting: {} reqs, KV cache usage: {:.1}%, Prefix cache hit rate: {:.1}%, \
+         Avg prompt throughput: {:.1} tokens/s, Avg generation throughput: {:.1} tokens/s, \
+         Steps: {}, Device idle between steps: {:.1}%, Preemptions: {}",
+        now.running,
+        now.waiting,
+        share(now.pages_held as u64, pages as u64),
+        share(now.prefix_hits - last.prefix_hits, now.prefix_queries - last.prefix_queries),
+        (now.prompt_tokens - last.prompt_tokens) as f64 / seconds,
+        (now.generated_tokens - last.generated_tokens) as f64 / seconds,
+        now.steps - last.steps,
+        share(idle, device + idle),
+        now.preemptions - last.preemptions,
+    )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_line_reports_the_interval_and_not_the_whole_life() {
+        let last = Stats { generated_tokens: 1000, steps: 10, idle_us: 50, device_us: 50, ..Stats::default() };
+        let now = Stats {
+            generated_tokens: 1500,
+            steps: 30,
+            running: 3,
+            pages_held: 1,
+            pages_free: 3,
+            device_us: 950,
+            idle_us: 150,
+            ..last
+        };
+        let line = step_line(&last, &now, 5.0);
+        for part in ["Running: 3 reqs", "generation throughput: 100.0", "usage: 25.0%", "Steps: 20", "between steps: 10.0%"] {
+            assert!(line.contains(part), "{part} is not in {line}");
+        }
+    }
+}

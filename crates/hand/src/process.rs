@@ -1,0 +1,127 @@
+//! One rank's process: spawned with its socket and arena, ended from outside.
+
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::unix::net::UnixStream;
+use std::os::unix::process::{CommandExt, ExitStatusExt};
+use std::process::{Child, Command, ExitStatus, Stdio};
+use std::time::Duration;
+
+use command_fds::{CommandFdExt, FdMapping};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::process::{
+    Pid, PidfdFlags, Signal, kill_process_group, pidfd_open, set_parent_process_death_signal,
+};
+
+/// Where the hand finds its socket.
+const SOCKET_FD: i32 = 3;
+/// Where the hand finds the arena.
+const ARENA_FD: i32 = 4;
+/// From the order to exit to SIGTERM, and from there to SIGKILL.
+const PATIENCE: [Duration; 2] = [Duration::from_millis(500), Duration::from_secs(2)];
+/// How long a rank that closed its socket may take to leave an exit status.
+const LAST_BREATH: Duration = Duration::from_millis(500);
+
+/// A spawned rank and the process group it leads.
+pub(crate) struct RankProcess {
+    child: Child,
+    pid: Pid,
+    pidfd: OwnedFd,
+    pub(crate) socket: UnixStream,
+}
+
+impl RankProcess {
+    /// Spawns `command` with a fresh socket as descriptor 3 and the arena as 4.
+    pub(crate) fn spawn(mut command: Command, arena: BorrowedFd<'_>) -> io::Result<Self> {
+        let (near, far) = UnixStream::pair()?;
+        near.set_nonblocking(true)?;
+        let log = Stdio::from(io::stderr().as_fd().try_clone_to_owned()?);
+        command.stdin(Stdio::null()).stdout(log).process_group(0);
+        command
+            .fd_mappings(vec![
+                FdMapping {
+                    parent_fd: far.into(),
+                    child_fd: SOCKET_FD,
+                },
+                FdMapping {
+                    parent_fd: arena.try_clone_to_owned()?,
+                    child_fd: ARENA_FD,
+                },
+            ])
+            .map_err(io::Error::other)?;
+        #[expect(unsafe_code, reason = "pre_exec runs between fork and exec")]
+        // SAFETY: prctl is async-signal-safe; the closure touches no memory of the parent.
+        unsafe {
+            command.pre_exec(|| Ok(set_parent_process_death_signal(Some(Signal::KILL))?));
+        }
+        let mut child = command.spawn()?;
+        let raw = child.id().cast_signed();
+        let opened = Pid::from_raw(raw)
+            .ok_or_else(|| io::Error::other("no process id"))
+            .and_then(|pid| Ok((pid, pidfd_open(pid, PidfdFlags::empty())?)));
+        match opened {
+            Ok((pid, pidfd)) => Ok(Self {
+                child,
+                pid,
+                pidfd,
+                socket: near,
+            }),
+            Err(error) => {
+                let _ = child.kill();
+                let _ = child.wait();
+                Err(error)
+            }
+        }
+    }
+
+    /// Waits until the process has ended, at most `limit`.
+    fn ended_within(&self, limit: Duration) -> bool {
+        let limit = Timespec {
+            tv_sec: limit.as_secs() as i64,
+            tv_nsec: limit.subsec_nanos().into(),
+        };
+        let mut fds = [PollFd::new(&self.pidfd, PollFlags::IN)];
+        matches!(poll(&mut fds, Some(&limit)), Ok(1))
+    }
+
+    /// Ends a rank whose connection broke and says how it ended.
+    pub(crate) fn bury(mut self) -> String {
+        let by_itself = self.ended_within(LAST_BREATH);
+        let status = self.kill();
+        match status {
+            Ok(status) if by_itself => describe(status),
+            Ok(_) => "it closed its connection and had to be killed".into(),
+            Err(error) => format!("its exit status is unknown: {error}"),
+        }
+    }
+
+    /// Ends a rank that was told to exit: waits a little, then SIGTERM, then SIGKILL.
+    pub(crate) fn end(mut self) {
+        if !self.ended_within(PATIENCE[0]) {
+            let _ = kill_process_group(self.pid, Signal::TERM);
+            self.ended_within(PATIENCE[1]);
+        }
+        let _ = self.kill();
+    }
+
+    /// SIGKILL to the whole group, also when its leader is already gone: what the leader started may still be there.
+    fn kill(&mut self) -> io::Result<ExitStatus> {
+        let _ = kill_process_group(self.pid, Signal::KILL);
+        self.child.wait()
+    }
+}
+
+impl Drop for RankProcess {
+    fn drop(&mut self) {
+        let _ = self.kill();
+    }
+}
+
+fn describe(status: ExitStatus) -> String {
+    match (status.signal(), status.code()) {
+        (Some(9), _) => "killed (signal 9; the kernel does that when memory runs out)".into(),
+        (Some(signal), _) => format!("killed by signal {signal}"),
+        (None, Some(code)) => format!("exit status {code}"),
+        (None, None) => "ended".into(),
+    }
+}

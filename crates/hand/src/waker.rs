@@ -1,0 +1,49 @@
+//! Ends the engine thread's wait from other threads.
+
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use forebay_engine::Wake;
+use rustix::event::{EventfdFlags, eventfd};
+
+/// An eventfd behind a flag, so that a burst of wakes costs one system call.
+pub(crate) struct EventWaker {
+    fd: OwnedFd,
+    pending: AtomicBool,
+}
+
+impl EventWaker {
+    pub(crate) fn new() -> std::io::Result<Self> {
+        let fd = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
+        Ok(Self {
+            fd,
+            pending: AtomicBool::new(false),
+        })
+    }
+
+    pub(crate) fn fd(&self) -> BorrowedFd<'_> {
+        self.fd.as_fd()
+    }
+
+    /// True if somebody called `wake` since the last `take`. Call it before looking at what the wakers left: a wake that comes later
+    /// sets the flag again.
+    pub(crate) fn take(&self) -> bool {
+        self.pending.swap(false, Ordering::AcqRel)
+    }
+
+    /// Makes the descriptor quiet again, once a poll has found it readable.
+    pub(crate) fn clear(&self) {
+        let mut count = [0; 8];
+        // Empty only if somebody else cleared it, and there is nobody else.
+        let _ = rustix::io::read(&self.fd, &mut count);
+    }
+}
+
+impl Wake for EventWaker {
+    fn wake(&self) {
+        if !self.pending.swap(true, Ordering::AcqRel) {
+            // Fails only when the counter is full, and then the wait ends anyway.
+            let _ = rustix::io::write(&self.fd, &1_u64.to_ne_bytes());
+        }
+    }
+}

@@ -1,0 +1,183 @@
+//! The executor against a process that speaks the protocol and misbehaves on demand.
+
+use std::path::Path;
+use std::time::Duration;
+
+use forebay_engine::{Executor, HandFacts, Signal};
+use forebay_hand::{HandExecutor, HandSpec};
+use forebay_protocol::{NewSlot, Row, SamplingParams, StepPlan, StepResult};
+use serde_json::{Map, Value, json};
+
+const MINUTE_US: u64 = 60_000_000;
+
+fn spec(behaviour: &str) -> HandSpec {
+    let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fake_hand.py");
+    let mut config = Map::new();
+    config.insert("behaviour".into(), json!(behaviour));
+    config.insert("page_size".into(), json!(16));
+    HandSpec {
+        program: "python3".into(),
+        args: vec![script.into()],
+        env: Vec::new(),
+        config,
+        world_size: 1,
+        arena_bytes: 1 << 20,
+    }
+}
+
+fn executor(spec: HandSpec) -> HandExecutor {
+    HandExecutor::new(spec).expect("executor")
+}
+
+fn next(executor: &mut HandExecutor) -> Signal {
+    match executor.wait(Some(MINUTE_US)) {
+        Signal::TimedOut => panic!("nothing happened for a minute"),
+        signal => signal,
+    }
+}
+
+fn ready(executor: &mut HandExecutor) -> HandFacts {
+    executor.start();
+    loop {
+        match next(executor) {
+            Signal::Ready(facts) => return facts,
+            Signal::Progress(text) => assert_eq!(text, "weights 1/2"),
+            other => panic!("not ready: {other:?}"),
+        }
+    }
+}
+
+fn death(executor: &mut HandExecutor) -> String {
+    loop {
+        match next(executor) {
+            Signal::Died(reason) => return reason,
+            Signal::Progress(_) => {}
+            other => panic!("not dead: {other:?}"),
+        }
+    }
+}
+
+fn plan(step: u64, tokens: &[i32]) -> StepPlan {
+    let mut plan = StepPlan::default();
+    plan.begin(step);
+    let params = SamplingParams::default();
+    let prompt_len = tokens.len() as u32;
+    plan.write_slot(&NewSlot { slot: 0, tokens, prompt_len, params: &params, stop_ids: &[] });
+    plan.push_row(Row { slot: 0, start: 0, length: prompt_len, sample: true });
+    plan
+}
+
+fn result(executor: &mut HandExecutor) -> StepResult {
+    match next(executor) {
+        Signal::Result(result) => result,
+        other => panic!("no result: {other:?}"),
+    }
+}
+
+#[test]
+fn plans_go_out_two_deep_and_results_come_back_in_order() {
+    let mut executor = executor(spec("good"));
+    let facts = ready(&mut executor);
+    assert_eq!((facts.page_count, facts.vocab_size, facts.device.as_str()), (100, 9, "fake"));
+    executor.submit(&mut plan(1, &[5; 3]));
+    executor.submit(&mut plan(2, &[6; 5]));
+    for step in 1..=20 {
+        let result = result(&mut executor);
+        assert_eq!((result.step, result.device_us, result.gap_us), (step, 11, 22));
+        executor.submit(&mut plan(step + 2, &[7; 2]));
+    }
+}
+
+#[test]
+fn long_prompts_travel_through_the_arena() {
+    let mut executor = executor(spec("good"));
+    ready(&mut executor);
+    // Many times the arena's size in all: its regions must come back.
+    for step in 1..=40 {
+        executor.submit(&mut plan(step, &[step as i32; 100_000]));
+        assert_eq!(result(&mut executor).tokens, [step as i32]);
+    }
+}
+
+#[test]
+fn a_wake_ends_the_wait_once() {
+    let mut executor = executor(spec("good"));
+    let waker = executor.waker();
+    waker.wake();
+    waker.wake();
+    assert!(matches!(executor.wait(Some(MINUTE_US)), Signal::Woken));
+    assert!(matches!(executor.wait(Some(1000)), Signal::TimedOut));
+    let other = std::thread::spawn(move || waker.wake());
+    assert!(matches!(executor.wait(Some(MINUTE_US)), Signal::Woken));
+    other.join().expect("joined");
+}
+
+#[test]
+fn last_words_are_the_reason() {
+    let mut executor = executor(spec("fatal"));
+    executor.start();
+    assert_eq!(death(&mut executor), "no such model");
+}
+
+#[test]
+fn an_exit_status_is_the_reason_when_nothing_was_said() {
+    let mut executor = executor(spec("crash"));
+    ready(&mut executor);
+    executor.submit(&mut plan(1, &[1]));
+    assert_eq!(death(&mut executor), "exit status 7");
+    let facts = ready(&mut executor);
+    assert_eq!(facts.page_count, 100, "a respawned hand offers the same pages");
+}
+
+#[test]
+fn another_version_and_garbage_are_refused() {
+    let mut old = spec("good");
+    old.env.push(("FAKE_VERSION".into(), "77".into()));
+    let mut old = executor(old);
+    old.start();
+    let reason = death(&mut old);
+    assert!(reason.contains("protocol version 77"), "{reason}");
+
+    let mut garbage = executor(spec("garbage"));
+    ready(&mut garbage);
+    garbage.submit(&mut plan(1, &[1]));
+    let reason = death(&mut garbage);
+    assert!(reason.contains("not a Forebay frame"), "{reason}");
+}
+
+#[test]
+fn a_missing_interpreter_is_said_plainly() {
+    let mut executor = executor(HandSpec { program: "/no/such/python".into(), ..spec("good") });
+    executor.start();
+    let reason = death(&mut executor);
+    assert!(reason.starts_with("cannot run /no/such/python"), "{reason}");
+}
+
+#[test]
+fn the_whole_process_group_goes() {
+    let file = std::env::temp_dir().join(format!("forebay-hand-{}", std::process::id()));
+    let mut spec = spec("child");
+    spec.config.insert("pid_file".into(), Value::String(file.display().to_string()));
+    let mut executor = executor(spec);
+    ready(&mut executor);
+    let grandchild = std::fs::read_to_string(&file).expect("pid");
+    let alive = || {
+        std::fs::read_to_string(format!("/proc/{grandchild}/stat"))
+            .is_ok_and(|stat| !stat.contains(") Z "))
+    };
+    assert!(alive());
+    executor.stop();
+    // SIGKILL was sent; the kernel needs a moment to carry it out.
+    while alive() {
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    std::fs::remove_file(&file).expect("removed");
+}
+
+#[test]
+fn a_hand_that_ignores_its_orders_is_killed() {
+    let mut executor = executor(spec("stubborn"));
+    ready(&mut executor);
+    executor.stop();
+    ready(&mut executor);
+}

@@ -1,0 +1,255 @@
+//! The simulated rank group as an [`Executor`].
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+use std::time::Duration;
+
+use forebay_engine::{Clock, Executor, HandFacts, Signal, Wake};
+use forebay_protocol::{StepPlan, StepResult};
+use parking_lot::{Condvar, Mutex};
+
+use crate::clock::SimClock;
+use crate::device::{Device, DeviceModel};
+
+/// What is simulated.
+#[derive(Clone)]
+pub struct SimConfig {
+    /// Time.
+    pub clock: SimClock,
+    /// How long steps take.
+    pub model: DeviceModel,
+    /// Microseconds from spawn to ready.
+    pub load_us: u64,
+    /// Pages of the KV pool.
+    pub page_count: u32,
+    /// Tokens are drawn from `0 .. vocab_size`.
+    pub vocab_size: u32,
+}
+
+/// Injects faults into a running simulation, from any thread.
+#[derive(Clone, Default)]
+pub struct SimControl {
+    shared: Arc<Shared>,
+}
+
+#[derive(Default)]
+struct Shared {
+    faults: Mutex<Faults>,
+    changed: Condvar,
+}
+
+#[derive(Default)]
+struct Faults {
+    woken: bool,
+    kill: bool,
+    fail_starts: u32,
+    poison: Option<i32>,
+    hang: bool,
+    held: bool,
+}
+
+impl SimControl {
+    /// Kills the group as `kill -9` would.
+    pub fn kill(&self) {
+        self.change(|faults| faults.kill = true);
+    }
+
+    /// Lets the next `count` starts fail.
+    pub fn fail_starts(&self, count: u32) {
+        self.change(|faults| faults.fail_starts = count);
+    }
+
+    /// From now on a step that computes a slot written with this token kills the group.
+    pub fn poison(&self, token: i32) {
+        self.change(|faults| faults.poison = Some(token));
+    }
+
+    /// Steps submitted from now on never end, until the group is started again.
+    pub fn hang(&self) {
+        self.change(|faults| faults.hang = true);
+    }
+
+    /// Stops time: nothing happens but wakes, until [`release`](Self::release).
+    pub fn hold(&self) {
+        self.change(|faults| faults.held = true);
+    }
+
+    /// Lets time go on.
+    pub fn release(&self) {
+        self.change(|faults| faults.held = false);
+    }
+
+    fn change(&self, with: impl FnOnce(&mut Faults)) {
+        with(&mut self.shared.faults.lock());
+        self.shared.changed.notify_all();
+    }
+}
+
+impl Wake for SimControl {
+    fn wake(&self) {
+        self.change(|faults| faults.woken = true);
+    }
+}
+
+struct Pending {
+    at_us: u64,
+    /// `None`: the group becomes ready; a step may also end in death.
+    outcome: Option<Result<StepResult, &'static str>>,
+}
+
+/// A simulated rank group.
+pub struct SimExecutor {
+    config: SimConfig,
+    control: SimControl,
+    device: Device,
+    pending: VecDeque<Pending>,
+    busy_until: u64,
+    last_end: u64,
+    poisoned: Vec<u32>,
+    up: bool,
+}
+
+impl SimExecutor {
+    /// A group that runs in `config.clock`, and the handle that breaks it.
+    #[must_use]
+    pub fn new(config: SimConfig) -> (Self, SimControl) {
+        let control = SimControl::default();
+        let executor = Self {
+            config,
+            control: control.clone(),
+            device: Device::default(),
+            pending: VecDeque::new(),
+            busy_until: 0,
+            last_end: 0,
+            poisoned: Vec::new(),
+            up: false,
+        };
+        (executor, control)
+    }
+
+    fn died(&mut self, why: &str) -> Signal {
+        self.up = false;
+        self.pending.clear();
+        Signal::Died(why.to_owned())
+    }
+
+    fn happen(&mut self, pending: Pending) -> Signal {
+        match pending.outcome {
+            None => {
+                self.up = true;
+                Signal::Ready(HandFacts {
+                    page_count: self.config.page_count,
+                    vocab_size: self.config.vocab_size,
+                    weight_bytes: 0,
+                    kv_bytes: 0,
+                    device: "sim".into(),
+                    load_seconds: self.config.load_us as f64 / 1e6,
+                })
+            }
+            Some(Ok(result)) => Signal::Result(result),
+            Some(Err(why)) => self.died(why),
+        }
+    }
+}
+
+impl Executor for SimExecutor {
+    fn start(&mut self) {
+        let now = self.config.clock.now_us();
+        self.device = Device::default();
+        self.pending.clear();
+        self.poisoned.clear();
+        self.busy_until = now;
+        self.last_end = now;
+        let mut faults = self.control.shared.faults.lock();
+        faults.hang = false;
+        faults.kill = false;
+        let outcome = if faults.fail_starts > 0 {
+            faults.fail_starts -= 1;
+            Some(Err("start refused"))
+        } else {
+            None
+        };
+        self.pending.push_back(Pending {
+            at_us: now + self.config.load_us,
+            outcome,
+        });
+    }
+
+    fn submit(&mut self, plan: &mut StepPlan) {
+        let faults = self.control.shared.faults.lock();
+        if faults.hang {
+            return;
+        }
+        let poison = faults.poison;
+        drop(faults);
+        for new in plan.new_slots() {
+            self.poisoned.retain(|&slot| slot != new.slot);
+            if poison.is_some_and(|token| new.tokens.contains(&token)) {
+                self.poisoned.push(new.slot);
+            }
+        }
+        let start = self.busy_until.max(self.config.clock.now_us());
+        let mut result = self.device.execute(plan, self.config.vocab_size);
+        let device_us = self.config.model.duration_us(plan);
+        result.device_us = u32::try_from(device_us).unwrap_or(u32::MAX);
+        result.gap_us = u32::try_from(start - self.last_end).unwrap_or(u32::MAX);
+        self.busy_until = start + device_us;
+        self.last_end = self.busy_until;
+        let deadly = plan.rows().any(|row| self.poisoned.contains(&row.slot));
+        let outcome = Some(if deadly { Err("poisoned") } else { Ok(result) });
+        self.pending.push_back(Pending {
+            at_us: self.busy_until,
+            outcome,
+        });
+    }
+
+    fn wait(&mut self, timeout_us: Option<u64>) -> Signal {
+        let deadline = timeout_us.map(|us| self.config.clock.now_us().saturating_add(us));
+        let shared = self.control.shared.clone();
+        let mut faults = shared.faults.lock();
+        loop {
+            if std::mem::take(&mut faults.woken) {
+                return Signal::Woken;
+            }
+            if faults.held {
+                shared.changed.wait(&mut faults);
+                continue;
+            }
+            if self.up && std::mem::take(&mut faults.kill) {
+                return self.died("killed (signal 9)");
+            }
+            let next = self.pending.front().map(|pending| pending.at_us);
+            let until = match (next, deadline) {
+                (Some(next), Some(deadline)) => Some(next.min(deadline)),
+                (one, other) => one.or(other),
+            };
+            let now = self.config.clock.now_us();
+            match (until, &self.config.clock) {
+                (None, _) => shared.changed.wait(&mut faults),
+                (Some(until), SimClock::Real(_)) if until > now => {
+                    let left = Duration::from_micros(until - now);
+                    shared.changed.wait_for(&mut faults, left);
+                }
+                (Some(until), clock) => {
+                    clock.advance_to(until);
+                    if next.is_some_and(|next| next <= until)
+                        && let Some(pending) = self.pending.pop_front()
+                    {
+                        drop(faults);
+                        return self.happen(pending);
+                    }
+                    return Signal::TimedOut;
+                }
+            }
+        }
+    }
+
+    fn stop(&mut self) {
+        self.up = false;
+        self.pending.clear();
+    }
+
+    fn waker(&self) -> Arc<dyn Wake> {
+        Arc::new(self.control.clone())
+    }
+}
