@@ -1,1 +1,15 @@
-//! forebay-kvcache
+//! Pages of keys and values, and the blocks they hold. Integers only: no I/O, no clock, no device.
+//!
+//! A *page* is room for a fixed number of token positions on the device. A *block* is the content of a full page, named by the
+//! chained hash of everything up to its end ([`BlockHash`]). [`PagePool`] knows which page holds which block, who uses it, and which
+//! unused block to give up first. A request owns its pages as [`Lease`]s, which it must give back.
+//!
+//! Every page is in exactly one of three states: *free* (holds nothing worth keeping), *cached* (holds a named block that nobody uses)
+//! or *held* (leased at least once). `free + cached + held` is always the number of pages.
+
+mod hash;
+mod lru;
+mod pool;
+
+pub use hash::BlockHash;
+pub use pool::{Counts, Lease, PagePool};

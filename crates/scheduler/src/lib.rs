@@ -1,1 +1,342 @@
-//! forebay-scheduler
+//! Decides what a replica computes next. Pure and synchronous: no I/O, no clock, no threads, and no order that depends on hashing.
+//!
+//! Three verbs: [`Scheduler::submit`] a request, take the [`Scheduler::next_plan`], [`Scheduler::apply`] its result. Plans may run ahead
+//! of results by [`MAX_IN_FLIGHT`]: a decode row's input token is gathered on the device, so a step can be planned before the last
+//! one's tokens are known.
+//!
+//! A request carries `cached <= computed <= total`: positions found in the prefix cache, positions computed or planned, tokens that exist or
+//! will exist when the steps in flight are done. A request can be planned while `computed < total`, and a row that reaches `total` samples.
+//!
+//! The rules, by file: `plan` (who gets a row), `retire` (slots and pages, preemption), `apply` (tokens, ends), `reset` (the hand died,
+//! quarantine), `integrity` (what is always true).
+
+mod apply;
+mod integrity;
+mod plan;
+mod request;
+mod reset;
+mod retire;
+mod slab;
+
+use std::collections::{BTreeMap, HashMap, VecDeque};
+
+use forebay_kvcache::{Lease, PagePool};
+use thiserror::Error;
+
+use crate::request::{Entry, Key, State};
+use crate::slab::{Handle, Slab};
+
+pub use crate::request::Request;
+
+/// Most plans whose results are outstanding. A caller may stay below: with one at a time it is the serial loop, and gives the same tokens.
+pub const MAX_IN_FLIGHT: usize = 2;
+
+/// Who goes first.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Policy {
+    /// By arrival.
+    Fcfs,
+    /// By priority, larger first, then by arrival.
+    Priority,
+}
+
+/// What the scheduler has to give.
+#[derive(Debug, Clone)]
+pub struct SchedulerConfig {
+    /// Rows of the device tables. Some more than `max_running`, because a slot is retired for up to [`MAX_IN_FLIGHT`] steps.
+    pub slots: u32,
+    /// Most requests that have a slot at a time.
+    pub max_running: u32,
+    /// Pages of the device.
+    pub pages: u32,
+    /// Positions a page.
+    pub page_size: u32,
+    /// Tokens a step (the chunked prefill size). Decode rows always all go; prefill gets what they leave, but at least one page.
+    pub token_budget: u32,
+    /// Whether blocks are shared between requests.
+    pub prefix_cache: bool,
+    /// Who goes first.
+    pub policy: Policy,
+}
+
+/// Why a request ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Finish {
+    /// One of its stop ids was sampled. It is also the last [`Event::Token`].
+    Stop {
+        /// The id.
+        token: i32,
+    },
+    /// It has all the tokens it may have.
+    Length,
+    /// Its logits were not finite.
+    NotFinite,
+}
+
+/// What happened to a request. [`Event::Finished`] is the last of each, and comes once; an aborted or poisoned request has none.
+#[derive(Debug, Clone, PartialEq)]
+pub enum Event {
+    /// It got a slot and pages.
+    Admitted {
+        /// Whose.
+        id: u64,
+        /// Prompt tokens found in the prefix cache, told at the first admission; 0 at later ones.
+        cached_tokens: u32,
+        /// It was admitted before, and computes again what it lost.
+        replayed: bool,
+    },
+    /// A token was sampled.
+    Token {
+        /// Whose.
+        id: u64,
+        /// The token.
+        token: i32,
+        /// When asked for: the sampled token first, then the most likely, descending; natural logarithms.
+        logprobs: Option<Box<[(i32, f32)]>>,
+    },
+    /// It ended.
+    Finished {
+        /// Whose.
+        id: u64,
+        /// Why.
+        reason: Finish,
+    },
+    /// It lost its slot and pages to a more important one, or after a death of the hand to one that is still to be tried, and waits
+    /// again.
+    Preempted {
+        /// Whose.
+        id: u64,
+    },
+}
+
+/// Why a result was not applied. Nothing was changed.
+#[derive(Debug, Clone, PartialEq, Eq, Error)]
+pub enum ApplyError {
+    /// A result came without a plan.
+    #[error("result of step {step}, but no step is in flight")]
+    NothingInFlight {
+        /// The result's step.
+        step: u64,
+    },
+    /// Results come in plan order.
+    #[error("result of step {got}, but step {expected} is the oldest in flight")]
+    WrongStep {
+        /// The oldest step in flight.
+        expected: u64,
+        /// The result's step.
+        got: u64,
+    },
+    /// A column does not fit the plan's rows.
+    #[error(
+        "result of step {step}: column {column} has {got} entries, the plan asks for {expected}"
+    )]
+    Column {
+        /// The step.
+        step: u64,
+        /// The column's name in the protocol.
+        column: &'static str,
+        /// Entries that the plan asks for.
+        expected: usize,
+        /// Entries it has.
+        got: usize,
+    },
+}
+
+/// Numbers to show. Counters only grow, also across [`Scheduler::reset`].
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Stats {
+    /// Requests with a slot.
+    pub running: usize,
+    /// Live requests without.
+    pub waiting: usize,
+    /// Pages leased by requests, or retired and not yet returned.
+    pub pages_held: usize,
+    /// Unreferenced pages that hold a named block.
+    pub pages_cached: usize,
+    /// Pages that hold nothing.
+    pub pages_free: usize,
+    /// Prompt tokens looked up in the prefix cache at first admissions.
+    pub prefix_queries: u64,
+    /// Prompt tokens found there.
+    pub prefix_hits: u64,
+    /// Prompt tokens computed, cache hits not counted.
+    pub prompt_tokens: u64,
+    /// Tokens generated.
+    pub generated_tokens: u64,
+    /// Times a request lost its pages to another.
+    pub preemptions: u64,
+    /// Results applied.
+    pub steps: u64,
+}
+
+/// A row of a step in flight.
+#[derive(Debug, Clone, Copy)]
+struct FlightRow {
+    handle: Handle,
+    start: u32,
+    end: u32,
+    sample: bool,
+}
+
+/// A slot and pages that wait for the last step that names them.
+#[derive(Debug)]
+struct Retired {
+    slot: u32,
+    leases: Vec<Lease>,
+}
+
+/// A planned step.
+#[derive(Debug, Default)]
+struct Flight {
+    step: u64,
+    rows: Vec<FlightRow>,
+    sampled: usize,
+    retired: Vec<Retired>,
+}
+
+/// The state of one replica. See the crate's documentation.
+#[derive(Debug)]
+pub struct Scheduler {
+    config: SchedulerConfig,
+    pool: PagePool,
+    free_slots: Vec<u32>,
+    requests: Slab<Entry>,
+    by_id: HashMap<u64, Handle>,
+    next_arrival: u64,
+
+    /// Who waits, without the suspects.
+    waiting: BTreeMap<Key, Handle>,
+    /// The waiting request that did not fit, until pages come back: looking again before is a waste.
+    blocked: Option<Key>,
+    /// Suspects of the hand's death, resident or not. While there are any, only the first of them runs.
+    suspects: BTreeMap<Key, Handle>,
+    /// Everybody with a slot.
+    residents: BTreeMap<Key, Handle>,
+    /// The residents in prefill.
+    prefills: BTreeMap<Key, Handle>,
+    /// The residents in decode, in the order of their rows.
+    decodes: Vec<Handle>,
+
+    next_step: u64,
+    in_flight: VecDeque<Flight>,
+    /// The plan under construction, and emptied ones to use again.
+    building: Flight,
+    spare: Vec<Flight>,
+    /// Requests that need a page this step. Empty between calls, kept for its memory.
+    needy: Vec<(Key, Handle)>,
+    counters: Stats,
+}
+
+impl Scheduler {
+    /// A scheduler with nothing to do. The first step is 1.
+    ///
+    /// # Panics
+    /// With a number in `config` that is 0.
+    #[must_use]
+    pub fn new(config: SchedulerConfig) -> Self {
+        let numbers = [config.slots, config.max_running, config.pages, config.page_size];
+        assert!(numbers.iter().all(|&n| n > 0), "nothing can run with {config:?}");
+        Self {
+            pool: PagePool::new(config.pages),
+            free_slots: (0..config.slots).rev().collect(),
+            requests: Slab::new(),
+            by_id: HashMap::new(),
+            next_arrival: 0,
+            waiting: BTreeMap::new(),
+            blocked: None,
+            suspects: BTreeMap::new(),
+            residents: BTreeMap::new(),
+            prefills: BTreeMap::new(),
+            decodes: Vec::new(),
+            next_step: 1,
+            in_flight: VecDeque::new(),
+            building: Flight::default(),
+            spare: Vec::new(),
+            needy: Vec::new(),
+            counters: Stats::default(),
+            config,
+        }
+    }
+
+    /// Queues a request. It was validated before: unique id, at least one prompt token and one token to generate, and alone it fits into
+    /// the page pool.
+    pub fn submit(&mut self, request: Request) {
+        debug_assert!(!request.prompt.is_empty() && request.max_tokens > 0, "validated");
+        debug_assert!(
+            request.prompt.len() as u64 + u64::from(request.max_tokens)
+                <= u64::from(self.config.pages) * u64::from(self.config.page_size),
+            "a request alone fits into the pool"
+        );
+        let rank = match self.config.policy {
+            Policy::Fcfs => 0,
+            Policy::Priority => -i64::from(request.priority),
+        };
+        let key = Key { rank, arrival: self.next_arrival };
+        self.next_arrival += 1;
+        let id = request.id;
+        let handle = self.requests.insert(Entry::new(request, key));
+        let previous = self.by_id.insert(id, handle);
+        debug_assert!(previous.is_none(), "two live requests with id {id}");
+        self.waiting.insert(key, handle);
+    }
+
+    /// Ends a request without an event: the caller tells its client. False: there is no such request (any more).
+    pub fn abort(&mut self, id: u64) -> bool {
+        let Some(&handle) = self.by_id.get(&id) else {
+            return false;
+        };
+        self.remove(handle);
+        true
+    }
+
+    /// Forgets every cached block that no request uses. True: the cache is empty now; false: blocks of running requests stay.
+    pub fn flush_cache(&mut self) -> bool {
+        self.pool.flush();
+        self.pool.blocks() == 0
+    }
+
+    /// The numbers of this moment.
+    #[must_use]
+    pub fn stats(&self) -> Stats {
+        let pages = self.pool.counts();
+        Stats {
+            running: self.residents.len(),
+            waiting: self.requests.len() - self.residents.len(),
+            pages_held: pages.held as usize,
+            pages_cached: pages.cached as usize,
+            pages_free: pages.free as usize,
+            ..self.counters
+        }
+    }
+
+    /// Plans whose results are outstanding.
+    #[must_use]
+    pub fn in_flight(&self) -> usize {
+        self.in_flight.len()
+    }
+
+    /// Ids of the live requests, the same order in every run.
+    pub fn live(&self) -> impl Iterator<Item = u64> {
+        self.requests.iter().map(|(_, entry)| entry.id)
+    }
+
+    /// Takes a request out of everything.
+    fn remove(&mut self, handle: Handle) {
+        self.vacate(handle);
+        let Some(entry) = self.requests.remove(handle) else {
+            return;
+        };
+        self.by_id.remove(&entry.id);
+        self.waiting.remove(&entry.key);
+        self.suspects.remove(&entry.key);
+    }
+}
+
+impl Drop for Scheduler {
+    fn drop(&mut self) {
+        // After a panic the state may be half changed, and a second panic would hide the first.
+        if !std::thread::panicking() {
+            self.release_everything();
+        }
+    }
+}

@@ -1,0 +1,102 @@
+//! What is true between any two calls.
+
+use crate::request::Entry;
+use crate::{Handle, Scheduler, State};
+
+impl Scheduler {
+    /// Walks over everything and compares: pages and slots are all accounted for, each request's numbers agree with its tokens, its pages and
+    /// the steps in flight, and each queue holds who belongs there. O(everything), for idle moments and tests.
+    ///
+    /// # Errors
+    /// What is wrong, in words.
+    pub fn check_integrity(&self) -> Result<(), String> {
+        self.pool.check_integrity()?;
+        self.check_ownership()?;
+        for (handle, entry) in self.requests.iter() {
+            self.check_numbers(handle, entry)?;
+            self.check_places(handle, entry)?;
+        }
+        let residents = self.requests.iter().filter(|(_, e)| e.state.residence().is_some()).count();
+        let listed = [
+            ("id", self.by_id.len(), self.requests.len()),
+            ("residents", self.residents.len(), residents),
+            ("prefills and decodes", self.prefills.len() + self.decodes.len(), residents),
+            ("steps", self.building.rows.len() + self.building.retired.len(), 0),
+        ];
+        for (what, listed, expected) in listed {
+            ensure(listed == expected, || format!("{what}: {listed} listed, {expected} exist"))?;
+        }
+        Ok(())
+    }
+
+    /// Slots and leases of residents and retired ones are all that is missing from the pools.
+    fn check_ownership(&self) -> Result<(), String> {
+        let mut slots = vec![0_u32; self.config.slots as usize];
+        let mut leases = vec![0_u32; self.config.pages as usize];
+        for &slot in &self.free_slots {
+            slots[slot as usize] += 1;
+        }
+        let residents = self.requests.iter().filter_map(|(_, entry)| entry.state.residence());
+        let retired = self.in_flight.iter().flat_map(|flight| &flight.retired);
+        let owners =
+            residents.map(|r| (r.slot, &r.leases)).chain(retired.map(|r| (r.slot, &r.leases)));
+        for (slot, owned) in owners {
+            slots[slot as usize] += 1;
+            for lease in owned {
+                leases[lease.page() as usize] += 1;
+            }
+        }
+        for (slot, &owners) in slots.iter().enumerate() {
+            ensure(owners == 1, || format!("slot {slot} is in {owners} places"))?;
+        }
+        for (page, &owned) in leases.iter().enumerate() {
+            let counted = self.pool.leases(page as u32);
+            ensure(owned == counted, || format!("page {page}: {owned} leases of {counted} exist"))?;
+        }
+        Ok(())
+    }
+
+    fn check_numbers(&self, handle: Handle, entry: &Entry) -> Result<(), String> {
+        let rows = self.in_flight.iter().flat_map(|flight| &flight.rows);
+        let pending = rows.filter(|row| row.handle == handle && row.sample).count() as u32;
+        let (cached, computed, total) = (entry.cached, entry.computed, entry.total);
+        let told =
+            || format!("request {}: {cached} cached, {computed} computed, {total} total", entry.id);
+        ensure(cached <= computed && computed <= total && total <= entry.limit, told)?;
+        ensure(entry.known() + pending == total, || {
+            format!("{}, {} known, {pending} in flight", told(), entry.known())
+        })?;
+        let Some(residence) = entry.state.residence() else {
+            return ensure(computed == 0, || format!("{}, but it owns no page", told()));
+        };
+        let room = residence.leases.len() as u32 * self.config.page_size;
+        ensure(computed <= room, || format!("{}, but pages for {room}", told()))?;
+        let decoding = matches!(entry.state, State::Decode { .. });
+        ensure(!decoding || computed + 1 == total, || format!("{}, but it decodes", told()))
+    }
+
+    fn check_places(&self, handle: Handle, entry: &Entry) -> Result<(), String> {
+        let key = &entry.key;
+        let resident = entry.state.residence().is_some();
+        let decoding = match entry.state {
+            State::Decode { at, .. } => self.decodes.get(at) == Some(&handle),
+            State::Waiting | State::Prefill(_) => false,
+        };
+        let suspect = entry.mark.is_some();
+        let places = [
+            ("by_id", self.by_id.get(&entry.id) == Some(&handle), true),
+            ("waiting", self.waiting.get(key) == Some(&handle), !resident && !suspect),
+            ("suspects", self.suspects.get(key) == Some(&handle), suspect),
+            ("residents", self.residents.get(key) == Some(&handle), resident),
+            ("prefills", self.prefills.get(key) == Some(&handle), resident && !decoding),
+        ];
+        for (place, is, should) in places {
+            ensure(is == should, || format!("request {} in {place}: {is}", entry.id))?;
+        }
+        Ok(())
+    }
+}
+
+fn ensure(fine: bool, wrong: impl FnOnce() -> String) -> Result<(), String> {
+    if fine { Ok(()) } else { Err(wrong()) }
+}

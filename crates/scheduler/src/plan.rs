@@ -1,0 +1,253 @@
+//! Who gets a row of the next step: the decoding requests, then those in the middle of prefill, then new ones.
+
+use forebay_kvcache::Lease;
+use forebay_protocol::{NewSlot, Row, StepPlan};
+
+use crate::request::Residence;
+use crate::{Event, FlightRow, Handle, Key, MAX_IN_FLIGHT, Scheduler, State};
+
+impl Scheduler {
+    /// Plans the next step. False: there is nothing to do now, because nothing is runnable or all of it waits for results in flight
+    /// (`plan` is empty then, but `events` may tell of preemptions).
+    pub fn next_plan(&mut self, plan: &mut StepPlan, events: &mut Vec<Event>) -> bool {
+        plan.begin(self.next_step);
+        if self.in_flight.len() >= MAX_IN_FLIGHT || !self.quarantine_permits() {
+            return false;
+        }
+        self.building.step = self.next_step;
+        self.grow_decodes(plan, events);
+        self.plan_decodes(plan);
+        let decodes = self.building.rows.len();
+        let left = self.config.token_budget.saturating_sub(decodes as u32);
+        // Without the floor, enough decoding requests would starve prefill for ever.
+        let mut budget = left.max(self.config.page_size);
+        self.plan_prefills(&mut budget, plan);
+        self.admit(&mut budget, plan, events);
+        if self.building.rows.is_empty() {
+            return false;
+        }
+        // The hand executes in order, so the next plan may share what this one computes. This one may not: its rows run side by side.
+        for at in decodes..self.building.rows.len() {
+            self.offer_blocks(self.building.rows[at].handle);
+        }
+        self.next_step += 1;
+        let empty = self.spare.pop().unwrap_or_default();
+        self.in_flight.push_back(std::mem::replace(&mut self.building, empty));
+        true
+    }
+
+    /// Gives a page to each decoding request whose next position begins one, the most important first.
+    fn grow_decodes(&mut self, plan: &mut StepPlan, events: &mut Vec<Event>) {
+        let mut needy = std::mem::take(&mut self.needy);
+        for &handle in &self.decodes {
+            let entry = &self.requests[handle];
+            if entry.plannable() && self.lacks_page(handle) {
+                needy.push((entry.key, handle));
+            }
+        }
+        needy.sort_unstable();
+        for (_, handle) in needy.drain(..) {
+            // The ones before it may have had to take its pages.
+            if self.requests[handle].state.residence().is_some() {
+                self.grow(handle, plan, events);
+            }
+        }
+        self.needy = needy;
+    }
+
+    /// Gives a page to a request, preempting the least important residents for it, in the end itself. Where pages are retired already
+    /// it rather goes without a row until they are back.
+    fn grow(&mut self, handle: Handle, plan: &mut StepPlan, events: &mut Vec<Event>) {
+        loop {
+            if let Some(lease) = self.pool.allocate() {
+                if let Some(residence) = self.requests[handle].state.residence_mut() {
+                    plan.write_page(residence.slot, residence.leases.len() as u32, lease.page());
+                    residence.leases.push(lease);
+                } else {
+                    self.pool.release(lease);
+                }
+                return;
+            }
+            if self.in_flight.iter().any(|flight| !flight.retired.is_empty()) {
+                return;
+            }
+            let Some((_, &victim)) = self.residents.last_key_value() else {
+                return;
+            };
+            self.preempt(victim, events);
+            if victim == handle {
+                return;
+            }
+        }
+    }
+
+    fn lacks_page(&self, handle: Handle) -> bool {
+        let entry = &self.requests[handle];
+        let pages = entry.state.residence().map_or(0, |residence| residence.leases.len() as u32);
+        entry.computed >= pages * self.config.page_size
+    }
+
+    fn plan_decodes(&mut self, plan: &mut StepPlan) {
+        for at in 0..self.decodes.len() {
+            let handle = self.decodes[at];
+            if self.requests[handle].plannable() && !self.lacks_page(handle) {
+                self.push_row(handle, 1, plan);
+            }
+        }
+    }
+
+    fn plan_prefills(&mut self, budget: &mut u32, plan: &mut StepPlan) {
+        while *budget > 0 {
+            // Each is either done with its prefill and leaves the map, or takes all that is left of the budget.
+            let Some((_, &handle)) = self.prefills.first_key_value() else {
+                return;
+            };
+            *budget -= self.push_row(handle, *budget, plan);
+        }
+    }
+
+    fn admit(&mut self, budget: &mut u32, plan: &mut StepPlan, events: &mut Vec<Event>) {
+        while *budget > 0 && (self.residents.len() as u64) < u64::from(self.config.max_running) {
+            let Some((key, handle)) = self.next_candidate() else {
+                return;
+            };
+            let entry = &self.requests[handle];
+            if self.blocked == Some(key) || entry.known() < entry.total {
+                return;
+            }
+            let Some(slot) = self.free_slots.pop() else {
+                return;
+            };
+            let Some(leases) = self.lease_pages(handle) else {
+                self.free_slots.push(slot);
+                self.blocked = Some(key);
+                return;
+            };
+            self.waiting.remove(&key);
+            self.move_in(handle, slot, leases, plan, events);
+            *budget -= self.push_row(handle, *budget, plan);
+        }
+    }
+
+    /// The waiting request whose turn it is; nobody overtakes it.
+    fn next_candidate(&self) -> Option<(Key, Handle)> {
+        let queue = match self.suspects.is_empty() {
+            true => &self.waiting,
+            false if self.residents.is_empty() => &self.suspects,
+            false => return None,
+        };
+        queue.first_key_value().map(|(&key, &handle)| (key, handle))
+    }
+
+    /// Leases pages for all known tokens of a request and the next one: first those that hold its leading blocks (`cached` tells how
+    /// many positions), then new ones. `None`, and nothing is leased, if there are too few.
+    fn lease_pages(&mut self, handle: Handle) -> Option<Vec<Lease>> {
+        let page_size = self.config.page_size;
+        let entry = &mut self.requests[handle];
+        let known = entry.known();
+        let pages = (known + 1).div_ceil(page_size) as usize;
+        let mut leases = Vec::with_capacity(pages);
+        if self.config.prefix_cache {
+            // One token at least is left to compute: without a row there are no logits.
+            let blocks = ((known - 1) / page_size) as usize;
+            for &name in entry.name_blocks(blocks, page_size as usize) {
+                let Some(lease) = self.pool.share(name) else {
+                    break;
+                };
+                leases.push(lease);
+            }
+        }
+        entry.cached = leases.len() as u32 * page_size;
+        if (self.pool.available() as usize) < pages - leases.len() {
+            entry.cached = 0;
+            self.pool.release_all(&mut leases);
+            return None;
+        }
+        while leases.len() < pages {
+            leases.extend(self.pool.allocate());
+        }
+        Some(leases)
+    }
+
+    /// Makes a waiting request a resident, and writes slot and pages into the plan.
+    fn move_in(
+        &mut self,
+        handle: Handle,
+        slot: u32,
+        leases: Vec<Lease>,
+        plan: &mut StepPlan,
+        events: &mut Vec<Event>,
+    ) {
+        let page_size = self.config.page_size;
+        let entry = &mut self.requests[handle];
+        entry.computed = entry.cached;
+        plan.write_slot(&NewSlot {
+            slot,
+            tokens: &entry.tokens,
+            prompt_len: entry.prompt_len,
+            params: &entry.sampling,
+            stop_ids: &entry.stop_ids,
+        });
+        for (index, lease) in leases.iter().enumerate() {
+            plan.write_page(slot, index as u32, lease.page());
+        }
+        let named = entry.cached / page_size;
+        entry.state = State::Prefill(Residence { slot, leases, named, last_step: 0 });
+        let replayed = std::mem::replace(&mut entry.admitted_before, true);
+        let cached_tokens = if replayed { 0 } else { entry.cached };
+        if !replayed && self.config.prefix_cache {
+            self.counters.prefix_queries += u64::from(entry.prompt_len);
+            self.counters.prefix_hits += u64::from(cached_tokens);
+        }
+        events.push(Event::Admitted { id: entry.id, cached_tokens, replayed });
+        self.residents.insert(entry.key, handle);
+        self.prefills.insert(entry.key, handle);
+    }
+
+    /// Plans up to `most` of a resident's positions and returns how many. The row that reaches `total` samples, and from then on the
+    /// request decodes.
+    fn push_row(&mut self, handle: Handle, most: u32, plan: &mut StepPlan) -> u32 {
+        let entry = &mut self.requests[handle];
+        let (start, length) = (entry.computed, most.min(entry.total - entry.computed));
+        let end = start + length;
+        let sample = end == entry.total;
+        entry.computed = end;
+        entry.total += u32::from(sample);
+        let Some(residence) = entry.state.residence_mut() else {
+            return 0;
+        };
+        residence.last_step = self.building.step;
+        plan.push_row(Row { slot: residence.slot, start, length, sample });
+        self.building.rows.push(FlightRow { handle, start, end, sample });
+        self.building.sampled += usize::from(sample);
+        if sample {
+            entry.state = match std::mem::replace(&mut entry.state, State::Waiting) {
+                State::Prefill(residence) => {
+                    self.prefills.remove(&entry.key);
+                    self.decodes.push(handle);
+                    State::Decode { residence, at: self.decodes.len() - 1 }
+                }
+                other => other,
+            };
+        }
+        length
+    }
+
+    /// Offers a resident's blocks to the cache whose tokens are known and whose keys and values are planned.
+    pub(crate) fn offer_blocks(&mut self, handle: Handle) {
+        let page_size = self.config.page_size;
+        let entry = &mut self.requests[handle];
+        let ready = entry.computed.min(entry.known()) / page_size;
+        let named = entry.state.residence().map_or(ready, |residence| residence.named);
+        if !self.config.prefix_cache || named >= ready {
+            return;
+        }
+        entry.name_blocks(ready as usize, page_size as usize);
+        if let Some(residence) = entry.state.residence_mut() {
+            for block in named as usize..ready as usize {
+                self.pool.name(&residence.leases[block], entry.names[block]);
+            }
+            residence.named = ready;
+        }
+    }
+}

@@ -1,0 +1,144 @@
+//! A request as the scheduler sees it: its tokens, its three numbers, and what it owns on the device.
+
+use forebay_kvcache::{BlockHash, Lease};
+use forebay_protocol::SamplingParams;
+
+/// A validated request. Nothing in it can be refused any more.
+#[derive(Debug, Clone)]
+pub struct Request {
+    /// Unique name among the live requests.
+    pub id: u64,
+    /// Prompt token ids, at least one.
+    pub prompt: Vec<i32>,
+    /// Most tokens to generate, at least one. `prompt.len() + max_tokens` positions fit into the page pool.
+    pub max_tokens: u32,
+    /// Token ids that end the request, in any order.
+    pub stop_ids: Vec<i32>,
+    /// How its tokens are sampled.
+    pub sampling: SamplingParams,
+    /// Larger is sooner, under [`crate::Policy::Priority`].
+    pub priority: i32,
+    /// Requests share cached blocks only with requests of the same salt.
+    pub cache_salt: u64,
+}
+
+/// Place in the order of importance; smaller is more important. Kept for life, so whoever was preempted or replayed comes back first.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) struct Key {
+    /// Negated priority, or 0 for everybody.
+    pub(crate) rank: i64,
+    pub(crate) arrival: u64,
+}
+
+/// What a request owns on the device while it runs.
+#[derive(Debug)]
+pub(crate) struct Residence {
+    pub(crate) slot: u32,
+    /// Pages of its positions, in order.
+    pub(crate) leases: Vec<Lease>,
+    /// Leading blocks that were found in the cache or offered to it.
+    pub(crate) named: u32,
+    /// The last step whose plan names the slot or the pages.
+    pub(crate) last_step: u64,
+}
+
+/// Where a request is.
+#[derive(Debug)]
+pub(crate) enum State {
+    /// In a queue, owning nothing.
+    Waiting,
+    /// Computing tokens that it knows.
+    Prefill(Residence),
+    /// One token a step, each from the one before. `at` is its index in the scheduler's list.
+    Decode { residence: Residence, at: usize },
+}
+
+impl State {
+    pub(crate) fn residence(&self) -> Option<&Residence> {
+        match self {
+            Self::Waiting => None,
+            Self::Prefill(residence) | Self::Decode { residence, .. } => Some(residence),
+        }
+    }
+
+    pub(crate) fn residence_mut(&mut self) -> Option<&mut Residence> {
+        match self {
+            Self::Waiting => None,
+            Self::Prefill(residence) | Self::Decode { residence, .. } => Some(residence),
+        }
+    }
+}
+
+/// A live request. `cached <= computed <= total`, everything else follows.
+#[derive(Debug)]
+pub(crate) struct Entry {
+    pub(crate) id: u64,
+    pub(crate) key: Key,
+    /// Prompt and generated tokens as far as they are known.
+    pub(crate) tokens: Vec<i32>,
+    pub(crate) prompt_len: u32,
+    /// Most tokens it may ever have.
+    pub(crate) limit: u32,
+    /// Positions whose keys and values were found in the cache at the last admission.
+    pub(crate) cached: u32,
+    /// Positions that are computed, or will be when the steps in flight are done.
+    pub(crate) computed: u32,
+    /// Tokens that exist, or will when the steps in flight are done.
+    pub(crate) total: u32,
+    pub(crate) state: State,
+    /// Set while the request is suspected of having killed the hand: the number of positions it must get past to be cleared.
+    pub(crate) mark: Option<u32>,
+    pub(crate) admitted_before: bool,
+    /// Sorted.
+    pub(crate) stop_ids: Vec<i32>,
+    pub(crate) sampling: SamplingParams,
+    /// The parent of the first block.
+    root: BlockHash,
+    /// Names of its leading full blocks, as far as they were needed.
+    pub(crate) names: Vec<BlockHash>,
+}
+
+impl Entry {
+    pub(crate) fn new(request: Request, key: Key) -> Self {
+        let prompt_len = request.prompt.len() as u32;
+        let mut stop_ids = request.stop_ids;
+        stop_ids.sort_unstable();
+        Self {
+            id: request.id,
+            key,
+            prompt_len,
+            limit: prompt_len.saturating_add(request.max_tokens),
+            cached: 0,
+            computed: 0,
+            total: prompt_len,
+            state: State::Waiting,
+            mark: None,
+            admitted_before: false,
+            stop_ids,
+            sampling: request.sampling,
+            root: BlockHash::root(request.cache_salt),
+            names: Vec::new(),
+            tokens: request.prompt,
+        }
+    }
+
+    /// Tokens that are known; at most `total`, and less while sampled ones are in flight.
+    pub(crate) fn known(&self) -> u32 {
+        self.tokens.len() as u32
+    }
+
+    /// Whether there is a position to compute that is not planned yet. The last token that the request may have needs no compute.
+    pub(crate) fn plannable(&self) -> bool {
+        self.computed < self.total && self.computed + 1 < self.limit
+    }
+
+    /// Names its leading blocks up to number `blocks`, whose tokens must be known.
+    pub(crate) fn name_blocks(&mut self, blocks: usize, page_size: usize) -> &[BlockHash] {
+        while self.names.len() < blocks {
+            let at = self.names.len() * page_size;
+            let parent = self.names.last().copied().unwrap_or(self.root);
+            self.names.push(parent.child(&self.tokens[at..at + page_size]));
+        }
+        &self.names[..blocks]
+    }
+}

@@ -1,0 +1,70 @@
+//! The death of the hand, and the search for who killed it.
+//!
+//! Whoever had a row in flight when the hand died is a *suspect*. Suspects are replayed first, one at a time and alone in flight
+//! (*quarantine*), each until it has got past the point where it was, or has ended. A suspect that is in flight when the hand dies again
+//! was alone with it: it is *poisoned* and given up. So nobody is given up for what another request did, and nobody before it was in flight at
+//! two deaths.
+
+use crate::{Event, FlightRow, Scheduler};
+
+impl Scheduler {
+    /// The hand died: nothing is left of the device's state and of what was in flight. Live requests wait to be replayed from their
+    /// prompt and the tokens known so far. Returns the ids of poisoned requests; they are removed and have no event.
+    pub fn reset(&mut self) -> Vec<u64> {
+        let mut poisoned = Vec::new();
+        let mut marks: Vec<_> = Vec::new();
+        for row in self.in_flight.iter().flat_map(|flight| &flight.rows) {
+            match self.requests.get(row.handle) {
+                None => {}
+                Some(entry) if entry.mark.is_some() => poisoned.push(row.handle),
+                Some(_) => marks.push((row.handle, row.end)),
+            }
+        }
+        poisoned.dedup();
+        self.release_everything();
+        self.pool.flush();
+        self.free_slots = (0..self.config.slots).rev().collect();
+        let poisoned = poisoned
+            .into_iter()
+            .map(|handle| {
+                let id = self.requests[handle].id;
+                self.remove(handle);
+                id
+            })
+            .collect();
+        for (handle, end) in marks {
+            let mark = &mut self.requests[handle].mark;
+            *mark = Some(mark.map_or(end, |mark| mark.max(end)));
+        }
+        for (handle, entry) in self.requests.iter_mut() {
+            entry.total = entry.known();
+            if entry.mark.is_some() {
+                self.waiting.remove(&entry.key);
+                self.suspects.insert(entry.key, handle);
+            } else {
+                self.waiting.insert(entry.key, handle);
+            }
+        }
+        poisoned
+    }
+
+    /// Whether the next plan may be made: in quarantine only while nobody but the suspect whose turn it is has a row in flight.
+    pub(crate) fn quarantine_permits(&self) -> bool {
+        self.suspects.first_key_value().is_none_or(|(_, &suspect)| {
+            self.in_flight.iter().flat_map(|f| &f.rows).all(|row| row.handle == suspect)
+        })
+    }
+
+    /// Clears a suspect that has got past its mark. If others are still to be tried, it makes room for them.
+    pub(crate) fn clear_suspect(&mut self, row: &FlightRow, events: &mut Vec<Event>) {
+        let entry = &mut self.requests[row.handle];
+        if entry.mark.is_none_or(|mark| row.end < mark) {
+            return;
+        }
+        entry.mark = None;
+        self.suspects.remove(&entry.key);
+        if !self.suspects.is_empty() {
+            self.preempt(row.handle, events);
+        }
+    }
+}

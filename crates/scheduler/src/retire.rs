@@ -1,0 +1,71 @@
+//! The way back of slots and pages. A plan in flight may read and write what it names, so nothing returns to the pool before the result
+//! of the last step that names it was applied; until then it is retired.
+
+use crate::request::Residence;
+use crate::{Event, Handle, Retired, Scheduler, State};
+
+impl Scheduler {
+    /// Takes the pages of a resident for another request. It computes them again when its turn comes; what it named stays in the cache
+    /// as long as possible, and tokens in flight still count.
+    pub(crate) fn preempt(&mut self, handle: Handle, events: &mut Vec<Event>) {
+        self.vacate(handle);
+        let entry = &self.requests[handle];
+        self.waiting.insert(entry.key, handle);
+        self.counters.preemptions += 1;
+        events.push(Event::Preempted { id: entry.id });
+    }
+
+    /// Takes slot and pages from a request, if it has any, and retires them.
+    pub(crate) fn vacate(&mut self, handle: Handle) {
+        let entry = &mut self.requests[handle];
+        (entry.cached, entry.computed) = (0, 0);
+        let key = entry.key;
+        let residence = match std::mem::replace(&mut entry.state, State::Waiting) {
+            State::Waiting => return,
+            State::Prefill(residence) => {
+                self.prefills.remove(&key);
+                residence
+            }
+            State::Decode { residence, at } => {
+                self.decodes.swap_remove(at);
+                if let Some(&moved) = self.decodes.get(at)
+                    && let State::Decode { at: place, .. } = &mut self.requests[moved].state
+                {
+                    *place = at;
+                }
+                residence
+            }
+        };
+        self.residents.remove(&key);
+        self.retire(residence);
+    }
+
+    fn retire(&mut self, residence: Residence) {
+        let Residence { slot, leases, last_step, .. } = residence;
+        let retired = Retired { slot, leases };
+        let flight = self.in_flight.iter_mut().rev().find(|flight| flight.step == last_step);
+        match flight {
+            Some(flight) => flight.retired.push(retired),
+            None => self.give_back(retired),
+        }
+    }
+
+    /// Returns to the pool what no step in flight names.
+    pub(crate) fn give_back(&mut self, mut retired: Retired) {
+        self.pool.release_all(&mut retired.leases);
+        self.free_slots.push(retired.slot);
+        self.blocked = None;
+    }
+
+    /// Returns everything to the pool, whatever is in flight: the device is gone, or the scheduler is.
+    pub(crate) fn release_everything(&mut self) {
+        while let Some(flight) = self.in_flight.pop_front() {
+            for retired in flight.retired {
+                self.give_back(retired);
+            }
+        }
+        while let Some((_, &handle)) = self.residents.first_key_value() {
+            self.vacate(handle);
+        }
+    }
+}

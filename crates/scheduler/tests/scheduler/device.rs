@@ -1,0 +1,128 @@
+//! A hand without a model. The "keys and values" of a position are a hash of all tokens up to it, so a row that reads a wrong, stale or not
+//! yet computed page is found out, and the sampled token depends on everything that should have been read.
+
+use forebay_protocol::{ROW_NOT_FINITE, ROW_OK, Row, StepPlan, StepResult};
+
+/// Token ids are below it; small, so that prompts overlap and stop ids are hit.
+pub(crate) const VOCAB: i32 = 11;
+/// A prompt token that makes the logits not finite once it was read.
+pub(crate) const NAN_TOKEN: i32 = 1000;
+/// A prompt token that kills the hand.
+pub(crate) const KILL_TOKEN: i32 = 1001;
+
+const GARBAGE: u64 = 0xdead_beef;
+const NO_PAGE: u32 = u32::MAX;
+
+fn mix(state: u64, token: i32) -> u64 {
+    let mut z =
+        state.rotate_left(5) ^ u64::from(token.cast_unsigned()).wrapping_add(0x9e37_79b9_7f4a_7c15);
+    z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    z ^ (z >> 31)
+}
+
+/// Contents of the positions of `tokens`.
+fn contents(tokens: &[i32]) -> impl Iterator<Item = u64> + '_ {
+    tokens.iter().scan(1, |state, &token| {
+        *state = mix(*state, token);
+        Some(*state)
+    })
+}
+
+/// The token after `tokens`; `None` where the logits are not finite.
+pub(crate) fn next_token(tokens: &[i32]) -> Option<i32> {
+    let content = contents(tokens).last().expect("at least one token");
+    (!tokens.contains(&NAN_TOKEN)).then_some((content % VOCAB as u64) as i32)
+}
+
+pub(crate) struct Device {
+    page_size: usize,
+    slots: Vec<DeviceSlot>,
+    pages: Vec<Vec<u64>>,
+}
+
+#[derive(Clone)]
+struct DeviceSlot {
+    tokens: Vec<i32>,
+    pages: Vec<u32>,
+}
+
+/// Died while executing a step.
+#[derive(Debug)]
+pub(crate) struct Death;
+
+impl Device {
+    pub(crate) fn new(slots: u32, pages: u32, page_size: u32) -> Self {
+        let slot = DeviceSlot { tokens: vec![], pages: vec![NO_PAGE; pages as usize] };
+        Self {
+            page_size: page_size as usize,
+            slots: vec![slot; slots as usize],
+            pages: vec![vec![GARBAGE; page_size as usize]; pages as usize],
+        }
+    }
+
+    /// Pages that a row reads or writes.
+    pub(crate) fn pages_read(&self, row: &Row) -> Vec<u32> {
+        let end = (row.start + row.length) as usize;
+        self.slots[row.slot as usize].pages[..end.div_ceil(self.page_size)].to_vec()
+    }
+
+    /// Pages that a row writes.
+    pub(crate) fn pages_written(&self, row: &Row) -> Vec<u32> {
+        self.pages_read(row).split_off(row.start as usize / self.page_size)
+    }
+
+    /// The first part of a step: slots and page table.
+    pub(crate) fn write_tables(&mut self, plan: &StepPlan) {
+        for new in plan.new_slots() {
+            let slot = &mut self.slots[new.slot as usize];
+            slot.tokens = new.tokens.to_vec();
+            // A page table is never cleared on the device; here it is, so that a page that the plan forgot to write is noticed.
+            slot.pages.fill(NO_PAGE);
+        }
+        for (slot, index, page) in plan.page_writes() {
+            self.slots[slot as usize].pages[index as usize] = page;
+        }
+    }
+
+    /// The second part: the rows. All read what was there before the step, then all write.
+    pub(crate) fn compute(&mut self, plan: &StepPlan) -> Result<StepResult, Death> {
+        for row in plan.rows() {
+            self.check_reads(&row);
+        }
+        let mut result = StepResult { step: plan.step(), ..StepResult::default() };
+        for row in plan.rows() {
+            let (start, end) = (row.start as usize, (row.start + row.length) as usize);
+            let slot = &mut self.slots[row.slot as usize];
+            assert!(end <= slot.tokens.len(), "{row:?} computes tokens that do not exist");
+            if slot.tokens[..end].contains(&KILL_TOKEN) {
+                return Err(Death);
+            }
+            for (position, content) in contents(&slot.tokens[..end]).enumerate().skip(start) {
+                let page = slot.pages[position / self.page_size] as usize;
+                self.pages[page][position % self.page_size] = content;
+            }
+            let next = next_token(&slot.tokens[..end]);
+            if row.sample {
+                assert_eq!(end, slot.tokens.len(), "{row:?} samples what is known");
+                slot.tokens.push(next.unwrap_or(0));
+                result.tokens.push(next.unwrap_or(0));
+            }
+            let fine = next.is_some() || !row.sample;
+            result.row_errors.push(if fine { ROW_OK } else { ROW_NOT_FINITE });
+        }
+        Ok(result)
+    }
+
+    fn check_reads(&self, row: &Row) {
+        let slot = &self.slots[row.slot as usize];
+        let read = contents(&slot.tokens).take(row.start as usize).enumerate();
+        for (position, expected) in read {
+            let page = slot.pages[position / self.page_size];
+            assert_ne!(page, NO_PAGE, "{row:?} has no page for position {position}");
+            let found = self.pages[page as usize][position % self.page_size];
+            assert_eq!(found, expected, "{row:?} reads a wrong position {position} in page {page}");
+        }
+        assert!(!self.pages_written(row).contains(&NO_PAGE), "{row:?} writes to no page");
+    }
+}

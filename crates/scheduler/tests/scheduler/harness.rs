@@ -1,0 +1,380 @@
+//! A scheduler and a device in one, with every promise checked on the way.
+
+use std::collections::{BTreeMap, VecDeque};
+
+use forebay_protocol::{SamplingParams, StepPlan, StepResult};
+use forebay_scheduler::{
+    Event, Finish, MAX_IN_FLIGHT, Policy, Request, Scheduler, SchedulerConfig,
+};
+
+use crate::device::{Device, next_token};
+
+/// A small machine.
+pub(crate) fn config() -> SchedulerConfig {
+    SchedulerConfig {
+        slots: 6,
+        max_running: 4,
+        pages: 16,
+        page_size: 4,
+        token_budget: 16,
+        prefix_cache: true,
+        policy: Policy::Fcfs,
+    }
+}
+
+/// A request without frills.
+pub(crate) fn request(id: u64, prompt: Vec<i32>, max_tokens: u32) -> Request {
+    Request {
+        id,
+        prompt,
+        max_tokens,
+        stop_ids: vec![],
+        sampling: SamplingParams::default(),
+        priority: 0,
+        cache_salt: 0,
+    }
+}
+
+/// What a request gives when it is alone.
+pub(crate) fn alone(request: &Request) -> (Vec<i32>, Finish) {
+    let mut tokens = request.prompt.clone();
+    let mut given = Vec::new();
+    loop {
+        let Some(token) = next_token(&tokens) else {
+            return (given, Finish::NotFinite);
+        };
+        tokens.push(token);
+        given.push(token);
+        if request.stop_ids.contains(&token) {
+            return (given, Finish::Stop { token });
+        }
+        if given.len() == request.max_tokens as usize {
+            return (given, Finish::Length);
+        }
+    }
+}
+
+/// A client's view of a request, and its place in the order.
+pub(crate) struct Client {
+    request: Request,
+    order: (i64, usize),
+    expected: (Vec<i32>, Finish),
+    pub(crate) tokens: Vec<i32>,
+    /// It ended, this way; `None` inside: aborted or poisoned.
+    pub(crate) end: Option<Option<Finish>>,
+    pub(crate) resident: bool,
+    pub(crate) admissions: u32,
+    pub(crate) cached_tokens: u32,
+    pub(crate) preemptions: u32,
+    /// Deaths of the hand at which it had a row in flight.
+    pub(crate) deaths: u32,
+    /// Rounds since it had a row.
+    idle: u32,
+}
+
+/// A step in flight: who takes part, with which pages, and the result that will come.
+struct Flight {
+    slots: Vec<u32>,
+    named: Vec<(u32, u32)>,
+    ids: Vec<u64>,
+    /// `None`: it kills the hand.
+    result: Option<StepResult>,
+}
+
+pub(crate) struct Harness {
+    pub(crate) scheduler: Scheduler,
+    config: SchedulerConfig,
+    device: Device,
+    depth: usize,
+    pub(crate) clients: BTreeMap<u64, Client>,
+    flights: VecDeque<Flight>,
+    slot_owner: BTreeMap<u32, u64>,
+    pub(crate) plan: StepPlan,
+    last_step: u64,
+    was_reset: bool,
+}
+
+impl Harness {
+    /// With `depth` plans in flight at most.
+    pub(crate) fn new(config: SchedulerConfig, depth: usize) -> Self {
+        assert!(depth <= MAX_IN_FLIGHT);
+        Self {
+            scheduler: Scheduler::new(config.clone()),
+            device: Device::new(config.slots, config.pages, config.page_size),
+            config,
+            depth,
+            clients: BTreeMap::new(),
+            flights: VecDeque::new(),
+            slot_owner: BTreeMap::new(),
+            plan: StepPlan::default(),
+            last_step: 0,
+            was_reset: false,
+        }
+    }
+
+    pub(crate) fn submit(&mut self, request: Request) {
+        let rank = match self.config.policy {
+            Policy::Fcfs => 0,
+            Policy::Priority => -i64::from(request.priority),
+        };
+        let client = Client {
+            order: (rank, self.clients.len()),
+            expected: alone(&request),
+            tokens: vec![],
+            end: None,
+            resident: false,
+            admissions: 0,
+            cached_tokens: 0,
+            preemptions: 0,
+            deaths: 0,
+            idle: 0,
+            request: request.clone(),
+        };
+        assert!(self.clients.insert(request.id, client).is_none());
+        self.scheduler.submit(request);
+        self.check();
+    }
+
+    pub(crate) fn abort(&mut self, id: u64) {
+        let client = self.clients.get_mut(&id).expect("submitted");
+        assert_eq!(self.scheduler.abort(id), client.end.is_none());
+        client.end.get_or_insert(None);
+        self.check();
+    }
+
+    /// Plans a step and has it computed; the result stays in flight. False: there was nothing to plan.
+    pub(crate) fn plan(&mut self) -> bool {
+        if self.flights.len() >= self.depth {
+            return false;
+        }
+        let mut plan = std::mem::take(&mut self.plan);
+        let mut events = Vec::new();
+        let planned = self.scheduler.next_plan(&mut plan, &mut events);
+        let mut new_slots = plan.new_slots().map(|new| new.slot).collect::<Vec<_>>().into_iter();
+        for event in events {
+            match event {
+                Event::Admitted { id, cached_tokens, replayed } => {
+                    let slot = new_slots.next().expect("an admitted request has a slot");
+                    self.slot_owner.insert(slot, id);
+                    self.admitted(id, cached_tokens, replayed);
+                }
+                Event::Preempted { id } => {
+                    let first = self.most_important();
+                    assert_ne!(first, Some(id), "the most important is never preempted");
+                    self.preempted(id);
+                }
+                other => panic!("a plan does not bring {other:?}"),
+            }
+        }
+        assert_eq!(new_slots.next(), None, "a slot was written for nobody");
+        assert_eq!(planned, plan.rows().len() > 0);
+        if planned {
+            self.check_plan(&plan);
+            self.execute(&plan);
+        }
+        self.plan = plan;
+        self.check();
+        planned
+    }
+
+    /// Applies the oldest result in flight; a step that kills the hand resets. False: nothing is in flight.
+    pub(crate) fn apply(&mut self) -> bool {
+        match self.flights.front().map(|flight| flight.result.is_some()) {
+            None => return false,
+            Some(false) => {
+                self.reset();
+                return true;
+            }
+            Some(true) => {}
+        }
+        let result = self.flights.pop_front().and_then(|f| f.result).expect("just looked");
+        let mut events = Vec::new();
+        self.scheduler.apply(&result, &mut events).expect("the result fits the plan");
+        for event in events {
+            let (Event::Token { id, .. } | Event::Finished { id, .. } | Event::Preempted { id }) =
+                event
+            else {
+                panic!("a result does not bring {event:?}")
+            };
+            let client = self.clients.get_mut(&id).expect("submitted");
+            assert_eq!(client.end, None, "{id} has ended, but {event:?}");
+            match event {
+                Event::Token { token, .. } => {
+                    let at = client.tokens.len();
+                    assert_eq!(client.expected.0.get(at), Some(&token), "token {at} of {id}");
+                    client.tokens.push(token);
+                }
+                Event::Finished { reason, .. } => client.end = Some(Some(reason)),
+                _ => {
+                    assert!(self.was_reset, "only a cleared suspect makes room here");
+                    self.preempted(id);
+                }
+            }
+        }
+        self.check();
+        true
+    }
+
+    /// Kills the hand. Returns the poisoned requests.
+    pub(crate) fn reset(&mut self) -> Vec<u64> {
+        self.was_reset = true;
+        let mut blamed: Vec<u64> = self.flights.drain(..).flat_map(|flight| flight.ids).collect();
+        blamed.sort_unstable();
+        blamed.dedup();
+        for &id in &blamed {
+            self.clients.get_mut(&id).expect("submitted").deaths += 1;
+        }
+        let poisoned = self.scheduler.reset();
+        for &id in &poisoned {
+            let client = self.clients.get_mut(&id).expect("submitted");
+            assert_eq!(client.end, None);
+            assert_eq!(blamed, [id], "who is poisoned was alone in flight");
+            assert!(client.deaths >= 2, "and so at the second death at the earliest");
+            client.end = Some(None);
+        }
+        for client in self.clients.values_mut() {
+            client.resident = false;
+        }
+        self.device = Device::new(self.config.slots, self.config.pages, self.config.page_size);
+        self.slot_owner.clear();
+        assert_eq!(self.scheduler.in_flight(), 0);
+        assert_eq!(self.scheduler.stats().pages_free, self.config.pages as usize);
+        self.check();
+        poisoned
+    }
+
+    /// Runs until everybody has ended, and checks that they did as they should.
+    pub(crate) fn drain(&mut self) {
+        let work: usize =
+            self.clients.values().map(|c| c.request.prompt.len() + c.expected.0.len()).sum();
+        let mut rounds = 20 * work * self.clients.len().max(1) + 100;
+        while self.scheduler.live().next().is_some() || self.scheduler.in_flight() > 0 {
+            let idle = self.scheduler.in_flight() == 0;
+            let planned = self.plan();
+            assert!(planned || !idle, "nothing is in flight, and nothing is planned");
+            while self.plan() {}
+            self.check_progress();
+            self.apply();
+            rounds -= 1;
+            assert!(rounds > 0, "no end in sight");
+        }
+        for (id, client) in &self.clients {
+            let end = client.end.unwrap_or_else(|| panic!("request {id} did not end"));
+            if let Some(reason) = end {
+                assert_eq!((&client.tokens, reason), (&client.expected.0, client.expected.1));
+            }
+        }
+        let stats = self.scheduler.stats();
+        assert_eq!((stats.running, stats.waiting, stats.pages_held), (0, 0, 0));
+        assert!(self.scheduler.flush_cache());
+        assert_eq!(self.scheduler.stats().pages_free, self.config.pages as usize);
+        self.check();
+    }
+
+    /// Tokens and end of a request.
+    pub(crate) fn ended(&self, id: u64) -> (&[i32], Option<Option<Finish>>) {
+        let client = &self.clients[&id];
+        (&client.tokens, client.end)
+    }
+
+    fn live(&self) -> impl Iterator<Item = (&u64, &Client)> {
+        self.clients.iter().filter(|(_, client)| client.end.is_none())
+    }
+
+    fn most_important(&self) -> Option<u64> {
+        self.live().min_by_key(|(_, client)| client.order).map(|(&id, _)| id)
+    }
+
+    fn admitted(&mut self, id: u64, cached_tokens: u32, replayed: bool) {
+        let order = self.clients[&id].order;
+        if !self.was_reset {
+            let overtaken = self.live().find(|(_, other)| !other.resident && other.order < order);
+            assert_eq!(overtaken.map(|(id, _)| id), None, "{id} overtakes");
+        }
+        let client = self.clients.get_mut(&id).expect("submitted");
+        assert_eq!(client.end, None);
+        assert!(!std::mem::replace(&mut client.resident, true), "{id} is admitted twice");
+        assert_eq!(replayed, client.admissions > 0);
+        assert!(!replayed || cached_tokens == 0);
+        assert!((cached_tokens as usize) < client.request.prompt.len());
+        assert_eq!(cached_tokens % self.config.page_size, 0);
+        client.cached_tokens += cached_tokens;
+        client.admissions += 1;
+        client.idle = 0;
+    }
+
+    fn preempted(&mut self, id: u64) {
+        let client = self.clients.get_mut(&id).expect("submitted");
+        assert!(std::mem::take(&mut client.resident), "{id} had something to lose");
+        client.preemptions += 1;
+    }
+
+    fn check_plan(&mut self, plan: &StepPlan) {
+        assert_eq!(plan.step(), self.last_step + 1, "steps are numbered without gaps");
+        self.last_step = plan.step();
+        let mut slots: Vec<u32> = plan.rows().map(|row| row.slot).collect();
+        let length: u32 = plan.rows().map(|row| row.length).sum();
+        let decodes = plan.rows().filter(|row| row.length == 1 && row.sample).count() as u32;
+        assert!(length <= self.config.token_budget.max(decodes + self.config.page_size));
+        for slot in plan.new_slots().map(|new| new.slot) {
+            assert!(slots.contains(&slot), "slot {slot} is written for nothing");
+            let named = self.flights.iter().any(|flight| flight.slots.contains(&slot));
+            assert!(!named, "slot {slot} is in flight");
+        }
+        for (slot, _, page) in plan.page_writes() {
+            assert!(slots.contains(&slot), "page {page} is given to slot {slot} for nothing");
+        }
+        slots.sort_unstable();
+        slots.dedup();
+        assert_eq!(slots.len(), plan.rows().len(), "one row a slot");
+    }
+
+    fn execute(&mut self, plan: &StepPlan) {
+        self.device.write_tables(plan);
+        let mut written: Vec<(u32, u32)> = Vec::new();
+        let mut flight = Flight { slots: vec![], named: vec![], ids: vec![], result: None };
+        for client in self.clients.values_mut() {
+            client.idle += 1;
+        }
+        for row in plan.rows() {
+            let id = self.slot_owner[&row.slot];
+            let client = self.clients.get_mut(&id).expect("submitted");
+            client.idle = 0;
+            assert!(client.end.is_none() && client.resident, "{id} has a row for nothing");
+            let last = client.request.prompt.len() as u32 + client.request.max_tokens;
+            assert!(row.start + row.length < last, "the last token needs no compute");
+            flight.slots.push(row.slot);
+            flight.ids.push(id);
+            flight.named.extend(self.device.pages_read(&row).into_iter().map(|p| (p, row.slot)));
+            written.extend(self.device.pages_written(&row).into_iter().map(|p| (p, row.slot)));
+        }
+        for (page, slot) in written {
+            let mut named = flight.named.iter().chain(self.flights.iter().flat_map(|f| &f.named));
+            let other = named.find(|&&(other, owner)| other == page && owner != slot);
+            assert_eq!(other, None, "slot {slot} writes to page {page}, which another names");
+        }
+        // A dead hand computes nothing, it only has not been noticed yet.
+        if self.flights.iter().all(|flight| flight.result.is_some()) {
+            flight.result = self.device.compute(plan).ok();
+        }
+        self.flights.push_back(flight);
+    }
+
+    /// Whoever is most important and resident has a row at least every other time.
+    fn check_progress(&self) {
+        if let Some(id) = self.most_important().filter(|_| !self.was_reset) {
+            let client = &self.clients[&id];
+            assert!(!client.resident || client.idle <= 2 * self.depth as u32, "{id} starves");
+        }
+    }
+
+    fn check(&self) {
+        self.scheduler.check_integrity().unwrap_or_else(|wrong| panic!("{wrong}"));
+        let stats = self.scheduler.stats();
+        let pages = stats.pages_free + stats.pages_cached + stats.pages_held;
+        assert_eq!(pages, self.config.pages as usize);
+        assert_eq!(stats.running + stats.waiting, self.live().count());
+        assert_eq!(self.scheduler.live().count(), self.live().count());
+        assert!(stats.running <= self.config.max_running as usize);
+    }
+}

@@ -1,0 +1,7 @@
+//! The scheduler against a fake device that knows what every page should hold.
+
+mod device;
+mod harness;
+mod model;
+mod quarantine;
+mod rules;

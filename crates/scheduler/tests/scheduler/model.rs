@@ -1,0 +1,169 @@
+//! Whatever happens around it, a request gives the tokens that it gives alone, and ends once.
+
+use forebay_scheduler::{Policy, Request, SchedulerConfig};
+use proptest::prelude::*;
+
+use crate::device::{KILL_TOKEN, NAN_TOKEN, VOCAB};
+use crate::harness::{Harness, config, request};
+
+#[derive(Debug, Clone)]
+enum Op {
+    Submit(Ask),
+    Abort(usize),
+    Plan,
+    Apply,
+    Flush,
+    Kill,
+}
+
+/// A request to be: prompts are the beginnings of a few texts, with a tail of their own.
+#[derive(Debug, Clone)]
+struct Ask {
+    text: i32,
+    shared: usize,
+    own: Vec<i32>,
+    max_tokens: u32,
+    stop: Option<i32>,
+    priority: i32,
+    salt: u64,
+}
+
+impl Ask {
+    fn request(&self, id: u64, config: &SchedulerConfig) -> Request {
+        let room = (config.pages * config.page_size) as usize;
+        let text = (0..self.shared as i32).map(|at| (at * (self.text + 1) + at / 7) % VOCAB);
+        let mut prompt: Vec<i32> = text.chain(self.own.iter().copied()).collect();
+        prompt.truncate(room - 1);
+        let max_tokens = self.max_tokens.min((room - prompt.len()) as u32);
+        Request {
+            stop_ids: self.stop.into_iter().chain([VOCAB + 5, VOCAB + 3]).collect(),
+            priority: self.priority,
+            cache_salt: self.salt,
+            ..request(id, prompt, max_tokens)
+        }
+    }
+}
+
+fn ask(special: &'static [i32]) -> impl Strategy<Value = Ask> {
+    let own = if special.is_empty() {
+        (0..VOCAB).boxed()
+    } else {
+        prop_oneof![12 => 0..VOCAB, 1 => prop::sample::select(special)].boxed()
+    };
+    (
+        0..3_i32,
+        0..40_usize,
+        prop::collection::vec(own, 1..6),
+        1..24_u32,
+        prop::option::weighted(0.3, 0..VOCAB),
+        -1..2_i32,
+        prop_oneof![5 => Just(0_u64), 1 => Just(1)],
+    )
+        .prop_map(|(text, shared, own, max_tokens, stop, priority, salt)| Ask {
+            text,
+            shared,
+            own,
+            max_tokens,
+            stop,
+            priority,
+            salt,
+        })
+}
+
+fn ops(special: &'static [i32], kill: u32) -> impl Strategy<Value = Vec<Op>> {
+    let op = prop_oneof![
+        5 => ask(special).prop_map(Op::Submit),
+        1 => any::<usize>().prop_map(Op::Abort),
+        14 => Just(Op::Plan),
+        13 => Just(Op::Apply),
+        1 => Just(Op::Flush),
+        kill => Just(Op::Kill),
+    ];
+    prop::collection::vec(op, 1..120)
+}
+
+fn machines() -> impl Strategy<Value = SchedulerConfig> {
+    (1..7_u32, 0..3_u32, 6..30_u32, 1..6_u32, 0..24_u32, any::<bool>(), any::<bool>()).prop_map(
+        |(max_running, spare, pages, page_size, token_budget, prefix_cache, fcfs)| {
+            SchedulerConfig {
+                slots: max_running + spare,
+                max_running,
+                pages,
+                page_size,
+                token_budget,
+                prefix_cache,
+                policy: if fcfs { Policy::Fcfs } else { Policy::Priority },
+            }
+        },
+    )
+}
+
+fn run(config: SchedulerConfig, depth: usize, ops: Vec<Op>) -> Harness {
+    let mut harness = Harness::new(config.clone(), depth);
+    for op in ops {
+        let submitted = harness.clients.len();
+        match op {
+            Op::Submit(ask) => harness.submit(ask.request(submitted as u64, &config)),
+            Op::Abort(_) if submitted == 0 => {}
+            Op::Abort(at) => harness.abort((at % submitted) as u64),
+            Op::Plan => _ = harness.plan(),
+            Op::Apply => _ = harness.apply(),
+            Op::Flush => _ = harness.scheduler.flush_cache(),
+            Op::Kill => _ = harness.reset(),
+        }
+    }
+    harness.drain();
+    harness
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(1024))]
+
+    #[test]
+    fn everybody_ends_as_if_alone(
+        config in machines(), depth in 1..=2_usize, ops in ops(&[NAN_TOKEN], 0),
+    ) {
+        run(config, depth, ops);
+    }
+
+    #[test]
+    fn everybody_ends_as_if_alone_on_a_hand_that_is_killed(
+        config in machines(), depth in 1..=2_usize, ops in ops(&[NAN_TOKEN], 1),
+    ) {
+        run(config, depth, ops);
+    }
+
+    /// No kills from outside here, so only killers may be given up, and all of them are unless aborted or done for otherwise.
+    #[test]
+    fn only_killers_are_poisoned(
+        config in machines(), depth in 1..=2_usize, ops in ops(&[KILL_TOKEN], 0),
+    ) {
+        let asks = ops.clone();
+        let harness = run(config.clone(), depth, ops);
+        let aborted = asks.iter().any(|op| matches!(op, Op::Abort(_)));
+        let asks = asks.iter().filter_map(|op| if let Op::Submit(ask) = op { Some(ask) } else { None });
+        for (id, ask) in asks.enumerate() {
+            let killer = ask.request(id as u64, &config).prompt.contains(&KILL_TOKEN);
+            let (_, end) = harness.ended(id as u64);
+            let poisoned = end == Some(None);
+            prop_assert!(poisoned == killer || aborted, "{id}: killer {killer}, ended {end:?}");
+            prop_assert!(!killer || poisoned);
+        }
+    }
+
+    /// The pool is so small that one long request fills it, and everybody is long: preemption all the time.
+    #[test]
+    fn a_crowd_in_a_small_pool_gets_through(
+        asks in prop::collection::vec(ask(&[]), 4..12), depth in 1..=2_usize, fcfs in any::<bool>(),
+        prefix_cache in any::<bool>(),
+    ) {
+        let policy = if fcfs { Policy::Fcfs } else { Policy::Priority };
+        let config = SchedulerConfig { policy, prefix_cache, ..config() };
+        let ops = asks.into_iter().map(|ask| Op::Submit(Ask { max_tokens: 64, stop: None, ..ask }));
+        let harness = run(config, depth, ops.collect());
+        prop_assert_eq!(
+            harness.scheduler.stats().preemptions,
+            harness.clients.values().map(|client| u64::from(client.preemptions)).sum::<u64>()
+        );
+    }
+}

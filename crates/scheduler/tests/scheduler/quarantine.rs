@@ -1,0 +1,116 @@
+//! Who is blamed for the death of the hand.
+
+use forebay_scheduler::Finish;
+
+use crate::device::KILL_TOKEN;
+use crate::harness::{Harness, config, request};
+
+#[test]
+fn a_lone_killer_is_given_up_at_its_second_kill() {
+    let mut harness = Harness::new(config(), 2);
+    harness.submit(request(1, vec![1, KILL_TOKEN], 4));
+    assert!(harness.plan());
+    assert_eq!(harness.reset(), []);
+    assert!(harness.plan());
+    assert_eq!(harness.reset(), [1]);
+    harness.drain();
+}
+
+#[test]
+fn suspects_run_one_at_a_time_and_the_rest_waits() {
+    let mut harness = Harness::new(config(), 2);
+    harness.submit(request(1, vec![1, 2], 8));
+    harness.submit(request(2, vec![3, KILL_TOKEN], 8));
+    assert!(harness.plan());
+    harness.submit(request(3, vec![4, 5], 8));
+    assert_eq!(harness.reset(), []);
+    assert!(harness.plan(), "the first suspect");
+    assert_eq!(harness.plan.rows().len(), 1);
+    assert!(harness.clients[&1].resident);
+    harness.submit(request(4, vec![4, 6], 8));
+    assert!(harness.apply(), "which is cleared");
+    assert!(harness.plan(), "the second");
+    assert_eq!(harness.plan.rows().len(), 1);
+    assert!(harness.clients[&2].resident);
+    assert_eq!(harness.reset(), [2]);
+    assert!(harness.plan(), "everybody again");
+    assert_eq!(harness.plan.rows().len(), 3);
+    harness.drain();
+    for id in [1, 3, 4] {
+        assert_eq!(harness.ended(id).1, Some(Some(Finish::Length)));
+    }
+}
+
+#[test]
+fn a_suspect_waits_for_rows_of_an_aborted_one() {
+    let mut harness = Harness::new(config(), 2);
+    harness.submit(request(1, vec![1, 2], 8));
+    harness.submit(request(2, vec![3, 4], 8));
+    assert!(harness.plan());
+    harness.reset();
+    assert!(harness.plan());
+    harness.abort(1);
+    assert!(!harness.plan(), "the aborted one could be blamed on the other");
+    assert!(harness.apply());
+    assert!(harness.plan());
+    assert!(harness.clients[&2].resident);
+    harness.drain();
+}
+
+#[test]
+fn who_survives_its_mark_starts_with_a_clean_sheet() {
+    let mut harness = Harness::new(config(), 1);
+    harness.submit(request(1, vec![1, 2], 20));
+    for _ in 0..5 {
+        assert!(harness.plan());
+        assert_eq!(harness.reset(), [], "the mark of the last time was passed");
+        for _ in 0..2 {
+            assert!(harness.plan() && harness.apply());
+        }
+    }
+    harness.drain();
+    assert_eq!(harness.ended(1).1, Some(Some(Finish::Length)));
+}
+
+#[test]
+fn a_suspect_must_get_past_all_of_its_rows_that_were_in_flight() {
+    let mut harness = Harness::new(config(), 2);
+    harness.submit(request(1, vec![1, 2], 8));
+    harness.submit(request(2, vec![3, 4], 8));
+    assert!(harness.plan() && harness.plan(), "prefill and the first decode step");
+    assert_eq!(harness.reset(), []);
+    assert!(harness.plan() && harness.apply(), "prefill was not the last");
+    assert!(harness.plan());
+    assert_eq!(harness.reset(), [1]);
+    harness.drain();
+    assert_eq!(harness.ended(2).1, Some(Some(Finish::Length)));
+}
+
+#[test]
+fn a_cleared_suspect_does_not_come_back_before_its_tokens_in_flight() {
+    let mut harness = Harness::new(config(), 2);
+    harness.submit(request(1, vec![1, 2], 8));
+    harness.submit(request(2, vec![3, 4], 8));
+    assert!(harness.plan());
+    harness.reset();
+    assert!(harness.plan() && harness.plan() && harness.apply());
+    assert_eq!(harness.clients[&1].preemptions, 1, "cleared, and a second step is in flight");
+    harness.abort(2);
+    assert!(!harness.plan());
+    assert!(harness.apply() && harness.plan());
+    assert_eq!(harness.plan.rows().map(|row| row.start + row.length).collect::<Vec<_>>(), [4]);
+    harness.drain();
+}
+
+#[test]
+fn a_death_with_nothing_in_flight_makes_no_suspects() {
+    let mut harness = Harness::new(config(), 2);
+    for id in 0..3 {
+        harness.submit(request(id, vec![1, 2, id as i32], 8));
+    }
+    assert!(harness.plan() && harness.apply());
+    assert_eq!(harness.reset(), []);
+    assert!(harness.plan());
+    assert_eq!(harness.plan.rows().len(), 3);
+    harness.drain();
+}

@@ -1,0 +1,268 @@
+//! One test a rule.
+
+use forebay_protocol::{Row, SamplingParams, StepPlan, StepResult};
+use forebay_scheduler::{ApplyError, Event, Finish, Policy, Request, Scheduler, SchedulerConfig};
+
+use crate::device::{NAN_TOKEN, VOCAB};
+use crate::harness::{Harness, alone, config, request};
+
+fn rows(harness: &Harness) -> Vec<(u32, u32, bool)> {
+    harness.plan.rows().map(|row| (row.start, row.length, row.sample)).collect()
+}
+
+fn text(length: i32) -> Vec<i32> {
+    (0..length).map(|at| (at * 5 + at / 3) % VOCAB).collect()
+}
+
+#[test]
+fn decode_runs_ahead_of_its_tokens_and_stops_at_the_last_that_needs_compute() {
+    let mut harness = Harness::new(config(), 2);
+    harness.submit(request(1, text(3), 3));
+    assert!(harness.plan());
+    assert_eq!(rows(&harness), [(0, 3, true)]);
+    assert!(harness.plan(), "the token of position 3 is not known yet");
+    assert_eq!(rows(&harness), [(3, 1, true)]);
+    assert!(harness.apply() && harness.plan());
+    assert_eq!(rows(&harness), [(4, 1, true)]);
+    assert!(harness.apply() && !harness.plan(), "the third token is the last and is not computed");
+    harness.drain();
+    assert_eq!(harness.ended(1).1, Some(Some(Finish::Length)));
+}
+
+#[test]
+fn prefill_is_chunked_beside_decode_and_keeps_at_least_a_page() {
+    let mut harness = Harness::new(SchedulerConfig { token_budget: 6, ..config() }, 1);
+    harness.submit(request(1, text(2), 20));
+    assert!(harness.plan() && harness.apply());
+    harness.submit(request(2, vec![9; 13], 2));
+    assert!(harness.plan() && harness.apply());
+    assert_eq!(rows(&harness), [(2, 1, true), (0, 5, false)]);
+    assert!(harness.plan() && harness.apply());
+    assert_eq!(rows(&harness), [(3, 1, true), (5, 5, false)]);
+    harness.drain();
+
+    let mut harness = Harness::new(SchedulerConfig { token_budget: 0, ..config() }, 1);
+    harness.submit(request(1, text(5), 2));
+    assert!(harness.plan() && harness.apply());
+    assert_eq!(rows(&harness), [(0, 4, false)]);
+    harness.drain();
+}
+
+#[test]
+fn a_prefill_under_way_goes_before_new_ones_and_nobody_overtakes() {
+    let mut harness = Harness::new(config(), 1);
+    harness.submit(request(1, text(20), 2));
+    harness.submit(request(2, vec![1; 40], 2));
+    harness.submit(request(3, vec![2; 2], 2));
+    assert!(harness.plan() && harness.apply());
+    assert_eq!(rows(&harness), [(0, 16, false)]);
+    assert!(harness.plan() && harness.apply());
+    assert_eq!(rows(&harness), [(16, 4, true)], "the second does not fit, the third may not pass");
+    harness.drain();
+}
+
+#[test]
+fn priority_counts_only_under_its_policy() {
+    for (policy, first) in [(Policy::Fcfs, 1), (Policy::Priority, 2)] {
+        let mut harness = Harness::new(SchedulerConfig { policy, max_running: 1, ..config() }, 1);
+        harness.submit(request(1, text(2), 2));
+        harness.submit(Request { priority: 5, ..request(2, text(3), 2) });
+        assert!(harness.plan());
+        assert!(harness.clients[&first].resident);
+        harness.drain();
+    }
+}
+
+#[test]
+fn a_prefix_is_shared_with_the_next_plan_by_whole_blocks() {
+    let mut harness = Harness::new(config(), 2);
+    harness.submit(request(1, text(12), 4));
+    assert!(harness.plan());
+    harness.submit(request(2, text(12), 4));
+    harness.submit(request(3, text(7), 4));
+    harness.submit(Request { cache_salt: 1, ..request(4, text(12), 4) });
+    assert!(harness.plan(), "the first result is still out");
+    harness.drain();
+    let cached = [1, 2, 3, 4].map(|id| harness.clients[&id].cached_tokens);
+    assert_eq!(cached, [0, 8, 4, 0], "one token at least is computed; salts are kept apart");
+    let stats = harness.scheduler.stats();
+    assert_eq!((stats.prefix_queries, stats.prefix_hits), (43, 12));
+    assert_eq!((stats.prompt_tokens, stats.generated_tokens), (31, 16));
+}
+
+#[test]
+fn generated_blocks_are_shared_too() {
+    let mut harness = Harness::new(config(), 2);
+    let first = request(1, text(6), 8);
+    harness.submit(first.clone());
+    while harness.ended(1).1.is_none() {
+        harness.plan();
+        harness.apply();
+    }
+    let mut prompt = first.prompt.clone();
+    prompt.extend(alone(&first).0);
+    harness.submit(request(2, prompt, 1));
+    harness.drain();
+    assert_eq!(harness.clients[&2].cached_tokens, 12, "of 14 positions, 13 were computed");
+}
+
+#[test]
+fn without_the_cache_nothing_is_shared_or_kept() {
+    let mut harness = Harness::new(SchedulerConfig { prefix_cache: false, ..config() }, 2);
+    harness.submit(request(1, text(12), 4));
+    assert!(harness.plan());
+    harness.submit(request(2, text(12), 4));
+    while harness.scheduler.live().next().is_some() {
+        harness.plan();
+        harness.apply();
+    }
+    assert_eq!(harness.clients[&2].cached_tokens, 0);
+    assert_eq!(harness.scheduler.stats().pages_cached, 0);
+    assert_eq!(harness.scheduler.stats().prefix_queries, 0);
+    harness.drain();
+}
+
+#[test]
+fn slots_and_pages_of_an_aborted_request_are_retired() {
+    let mut harness = Harness::new(SchedulerConfig { slots: 1, max_running: 1, ..config() }, 2);
+    harness.submit(request(1, text(6), 8));
+    harness.submit(request(2, text(9), 2));
+    assert!(harness.plan());
+    harness.abort(1);
+    assert_eq!(harness.scheduler.stats().pages_held, 2);
+    assert!(!harness.plan(), "its slot is in flight");
+    assert!(harness.apply());
+    assert_eq!(harness.scheduler.stats().pages_held, 0);
+    assert!(harness.plan());
+    harness.drain();
+    assert_eq!(harness.ended(1), (&[] as &[i32], Some(None)));
+}
+
+#[test]
+fn the_last_in_order_is_preempted_and_comes_back_with_its_tokens() {
+    for depth in [1, 2] {
+        let mut harness = Harness::new(SchedulerConfig { pages: 6, ..config() }, depth);
+        harness.submit(request(1, text(7), 16));
+        harness.submit(request(2, vec![3; 7], 16));
+        harness.drain();
+        let preemptions = [1, 2].map(|id| harness.clients[&id].preemptions);
+        assert_eq!(preemptions, [0, 1], "at depth {depth}");
+        assert_eq!(harness.clients[&2].admissions, 2);
+        assert_eq!(harness.scheduler.stats().preemptions, 1);
+    }
+}
+
+#[test]
+fn a_stop_id_ends_with_its_token_and_what_ran_ahead_is_ignored() {
+    let mut probe = request(1, text(5), 30);
+    let given = alone(&probe).0;
+    let stop = given[4];
+    probe.stop_ids = vec![99, stop, -1];
+    let first = given.iter().position(|&token| token == stop).expect("it is there");
+    let mut harness = Harness::new(config(), 2);
+    harness.submit(probe);
+    harness.drain();
+    let end = Some(Some(Finish::Stop { token: stop }));
+    assert_eq!(harness.ended(1), (&given[..=first], end));
+}
+
+#[test]
+fn blocks_behind_logits_that_are_not_finite_are_not_shared() {
+    let mut harness = Harness::new(config(), 2);
+    let mut prompt = text(12);
+    prompt[2] = NAN_TOKEN;
+    harness.submit(request(1, prompt, 4));
+    assert!(harness.plan());
+    assert!(harness.apply());
+    assert_eq!(harness.ended(1).1, Some(Some(Finish::NotFinite)));
+    assert_eq!(harness.scheduler.stats().pages_cached, 0);
+    harness.drain();
+}
+
+#[test]
+fn a_reset_replays_prompt_and_generated_tokens() {
+    let mut harness = Harness::new(config(), 2);
+    harness.submit(request(1, text(5), 9));
+    for _ in 0..3 {
+        assert!(harness.plan() && harness.apply());
+    }
+    assert!(harness.plan());
+    assert_eq!(harness.reset(), []);
+    assert!(harness.plan());
+    assert_eq!(rows(&harness), [(0, 8, true)]);
+    let new = harness.plan.new_slots().next().expect("a new slot");
+    assert_eq!(new.tokens[5..], alone(&request(1, text(5), 9)).0[..3]);
+    harness.drain();
+}
+
+#[test]
+fn a_result_that_does_not_fit_is_refused_and_changes_nothing() {
+    let mut scheduler = Scheduler::new(config());
+    let (mut plan, mut events) = (StepPlan::default(), Vec::new());
+    let good = StepResult { step: 1, tokens: vec![3], row_errors: vec![0], ..Default::default() };
+    let refused = scheduler.apply(&good, &mut events);
+    assert_eq!(refused, Err(ApplyError::NothingInFlight { step: 1 }));
+    scheduler.submit(request(1, text(3), 3));
+    assert!(scheduler.next_plan(&mut plan, &mut events));
+    events.clear();
+    let wrong = ApplyError::WrongStep { expected: 1, got: 2 };
+    let result = StepResult { step: 2, ..good.clone() };
+    assert_eq!(scheduler.apply(&result, &mut events), Err(wrong));
+    let bad = [
+        StepResult { row_errors: vec![], ..good.clone() },
+        StepResult { tokens: vec![1, 2], ..good.clone() },
+        StepResult { logprob_counts: vec![1, 1], ..good.clone() },
+        StepResult { logprob_counts: vec![2], logprob_ids: vec![3], ..good.clone() },
+        StepResult { logprob_counts: vec![1], logprob_ids: vec![3], ..good.clone() },
+        StepResult { logprob_counts: vec![-1], ..good.clone() },
+    ];
+    for (at, result) in bad.iter().enumerate() {
+        let refused = scheduler.apply(result, &mut events);
+        assert!(matches!(refused, Err(ApplyError::Column { step: 1, .. })), "{at}: {refused:?}");
+    }
+    assert_eq!((events.len(), scheduler.in_flight()), (0, 1));
+    scheduler.apply(&good, &mut events).unwrap();
+    assert_eq!(events, [Event::Token { id: 1, token: 3, logprobs: None }]);
+}
+
+#[test]
+fn log_probabilities_go_to_whoever_asked() {
+    let mut scheduler = Scheduler::new(config());
+    let (mut plan, mut events) = (StepPlan::default(), Vec::new());
+    let sampling = SamplingParams { logprobs: Some(1), ..SamplingParams::default() };
+    scheduler.submit(request(1, text(3), 3));
+    scheduler.submit(Request { sampling, ..request(2, text(4), 3) });
+    assert!(scheduler.next_plan(&mut plan, &mut events));
+    events.clear();
+    let result = StepResult {
+        step: 1,
+        tokens: vec![7, 8],
+        row_errors: vec![0, 0],
+        logprob_counts: vec![0, 2],
+        logprob_ids: vec![8, 5],
+        logprob_values: vec![-1.5, -0.5],
+        ..Default::default()
+    };
+    scheduler.apply(&result, &mut events).unwrap();
+    let logprobs = Some(vec![(8, -1.5), (5, -0.5)].into_boxed_slice());
+    let expected = [
+        Event::Token { id: 1, token: 7, logprobs: None },
+        Event::Token { id: 2, token: 8, logprobs },
+    ];
+    assert_eq!(events, expected);
+}
+
+#[test]
+fn no_more_than_two_plans_are_in_flight_and_unknown_ids_are_nobody() {
+    let mut scheduler = Scheduler::new(config());
+    let (mut plan, mut events) = (StepPlan::default(), Vec::new());
+    scheduler.submit(request(1, text(3), 9));
+    assert!(scheduler.next_plan(&mut plan, &mut events));
+    assert!(scheduler.next_plan(&mut plan, &mut events));
+    assert!(!scheduler.next_plan(&mut plan, &mut events));
+    assert_eq!(plan.rows().collect::<Vec<Row>>(), []);
+    assert_eq!(scheduler.in_flight(), 2);
+    assert!(!scheduler.abort(2));
+    assert!(scheduler.abort(1) && !scheduler.abort(1));
+    assert_eq!(scheduler.check_integrity(), Ok(()));
+}
