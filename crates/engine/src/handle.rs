@@ -52,9 +52,7 @@ impl EngineHandle {
         match &*shared.status.lock() {
             Status::Failed(reason) => return Err(SubmitError::Unavailable(reason.clone())),
             Status::Starting(stage) => {
-                return Err(SubmitError::Unavailable(format!(
-                    "it is still starting ({stage})"
-                )));
+                return Err(SubmitError::Unavailable(format!("it is still starting ({stage})")));
             }
             Status::Ready | Status::Recovering(_) | Status::Draining => {}
         }
@@ -64,17 +62,8 @@ impl EngineHandle {
             .queued
             .fetch_update(Ordering::AcqRel, Ordering::Acquire, take)
             .map_err(|_| SubmitError::QueueFull { limit })?;
-        if self
-            .orders
-            .send(Order::Submit {
-                request,
-                at_us: shared.clock.now_us(),
-            })
-            .is_err()
-        {
-            return Err(SubmitError::Unavailable(
-                "the engine thread has ended".into(),
-            ));
+        if self.orders.send(Order::Submit { request, at_us: shared.clock.now_us() }).is_err() {
+            return Err(SubmitError::Unavailable("the engine thread has ended".into()));
         }
         shared.waker.wake();
         Ok(())

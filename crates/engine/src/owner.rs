@@ -106,33 +106,22 @@ impl Engine {
             stats: Mutex::new(Stats::default()),
             facts: Mutex::new(None),
         });
-        let handle = EngineHandle {
-            shared: shared.clone(),
-            orders,
-        };
-        let thread = std::thread::Builder::new()
-            .name("engine".into())
-            .spawn(move || {
-                let owner = Owner::new(config, executor, sink, shared.clone(), lane);
-                if let Err(panic) = catch_unwind(AssertUnwindSafe(|| owner.run())) {
-                    let text = panic
-                        .downcast_ref::<String>()
-                        .map(String::as_str)
-                        .or_else(|| panic.downcast_ref::<&str>().copied())
-                        .unwrap_or("no message");
-                    error!("the engine thread panicked: {text}");
-                    *shared.status.lock() =
-                        Status::Failed(format!("the engine thread panicked: {text}"));
-                }
-                on_exit();
-            })?;
-        Ok((
-            handle.clone(),
-            EngineThread {
-                handle,
-                thread: Some(thread),
-            },
-        ))
+        let handle = EngineHandle { shared: shared.clone(), orders };
+        let thread = std::thread::Builder::new().name("engine".into()).spawn(move || {
+            let owner = Owner::new(config, executor, sink, shared.clone(), lane);
+            if let Err(panic) = catch_unwind(AssertUnwindSafe(|| owner.run())) {
+                let text = panic
+                    .downcast_ref::<String>()
+                    .map(String::as_str)
+                    .or_else(|| panic.downcast_ref::<&str>().copied())
+                    .unwrap_or("no message");
+                error!("the engine thread panicked: {text}");
+                *shared.status.lock() =
+                    Status::Failed(format!("the engine thread panicked: {text}"));
+            }
+            on_exit();
+        })?;
+        Ok((handle.clone(), EngineThread { handle, thread: Some(thread) }))
     }
 }
 
@@ -301,51 +290,22 @@ impl Owner {
 
     /// Turns the scheduler's events into outputs.
     fn take_events(&mut self) {
-        let now = if self.arrivals.is_empty() {
-            0
-        } else {
-            self.shared.clock.now_us()
-        };
+        let now = if self.arrivals.is_empty() { 0 } else { self.shared.clock.now_us() };
         for event in std::mem::take(&mut self.events) {
             match event {
-                Event::Admitted {
-                    id,
-                    cached_tokens,
-                    replayed,
-                } => {
+                Event::Admitted { id, cached_tokens, replayed } => {
                     self.stats.replayed += u64::from(replayed);
                     if let Some(at) = self.arrivals.remove(&id) {
                         self.shared.queued.fetch_sub(1, Ordering::AcqRel);
                         let queue_us = now.saturating_sub(at);
-                        self.admissions.insert(
-                            id,
-                            Admission {
-                                cached_tokens,
-                                queue_us,
-                            },
-                        );
+                        self.admissions.insert(id, Admission { cached_tokens, queue_us });
                     }
                 }
-                Event::Token {
-                    id,
-                    token,
-                    logprobs,
-                } => {
-                    let admission = if self.admissions.is_empty() {
-                        None
-                    } else {
-                        self.admissions.remove(&id)
-                    };
-                    let token = Some(SampledToken {
-                        id: token,
-                        logprobs,
-                    });
-                    self.outputs.push(Output {
-                        id: RequestId(id),
-                        admission,
-                        token,
-                        finish: None,
-                    });
+                Event::Token { id, token, logprobs } => {
+                    let admission =
+                        if self.admissions.is_empty() { None } else { self.admissions.remove(&id) };
+                    let token = Some(SampledToken { id: token, logprobs });
+                    self.outputs.push(Output { id: RequestId(id), admission, token, finish: None });
                 }
                 Event::Finished { id, reason } => {
                     let finish = match reason {
@@ -371,12 +331,7 @@ impl Owner {
             Some(last) if last.id == id && last.finish.is_none() => last.finish = Some(finish),
             _ => {
                 let finish = Some(finish);
-                self.outputs.push(Output {
-                    id,
-                    admission: None,
-                    token: None,
-                    finish,
-                });
+                self.outputs.push(Output { id, admission: None, token: None, finish });
             }
         }
     }
@@ -397,8 +352,7 @@ impl Owner {
         self.publish();
         if !self.outputs.is_empty() {
             let next = Vec::with_capacity(self.outputs.len());
-            self.sink
-                .deliver(std::mem::replace(&mut self.outputs, next));
+            self.sink.deliver(std::mem::replace(&mut self.outputs, next));
         }
     }
 
@@ -473,10 +427,7 @@ impl Owner {
             // One position of the pool is never written: the last sampled token needs no compute.
             let context_length = self.config.context_length.min(pool);
             if context_length < self.config.context_length {
-                warn!(
-                    context_length,
-                    "the KV pool is smaller than the context length"
-                );
+                warn!(context_length, "the KV pool is smaller than the context length");
             }
             *self.shared.facts.lock() = Some(Facts {
                 context_length,
@@ -530,10 +481,7 @@ impl Owner {
     }
 
     fn restart_if_due(&mut self) {
-        if self
-            .restart_at
-            .is_some_and(|at| at <= self.shared.clock.now_us())
-        {
+        if self.restart_at.is_some_and(|at| at <= self.shared.clock.now_us()) {
             self.restart_at = None;
             self.executor.start();
         }

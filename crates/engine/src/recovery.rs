@@ -25,12 +25,7 @@ const SETTLED_US: u64 = 5_000_000;
 
 impl Recovery {
     pub(crate) fn new(limit: u32) -> Self {
-        Self {
-            limit,
-            failures: 0,
-            ready_since: None,
-            ever_ready: false,
-        }
+        Self { limit, failures: 0, ready_since: None, ever_ready: false }
     }
 
     /// The hand is ready.
@@ -46,10 +41,7 @@ impl Recovery {
 
     /// The hand died.
     pub(crate) fn died(&mut self, now_us: u64) -> Verdict {
-        let up_us = self
-            .ready_since
-            .take()
-            .map(|since| now_us.saturating_sub(since));
+        let up_us = self.ready_since.take().map(|since| now_us.saturating_sub(since));
         if up_us.is_some_and(|up| up >= SETTLED_US) {
             self.failures = 0;
         }
@@ -93,10 +85,7 @@ mod tests {
         for round in 0..9 {
             let now = round * 10_000_000;
             recovery.ready(now);
-            assert_eq!(
-                recovery.died(now + SETTLED_US),
-                Verdict::RestartAt(now + SETTLED_US)
-            );
+            assert_eq!(recovery.died(now + SETTLED_US), Verdict::RestartAt(now + SETTLED_US));
         }
     }
 }

@@ -82,12 +82,7 @@ impl Rig {
         let clock = SimClock::virtual_time();
         let (executor, control) = SimExecutor::new(SimConfig {
             clock: clock.clone(),
-            model: DeviceModel {
-                step_us: 1000.0,
-                row_us: 10.0,
-                token_us: 5.0,
-                context_us: 0.1,
-            },
+            model: DeviceModel { step_us: 1000.0, row_us: 10.0, token_us: 5.0, context_us: 0.1 },
             load_us: 1_000_000,
             page_count: pages,
             vocab_size: VOCAB,
@@ -97,21 +92,12 @@ impl Rig {
         let (handle, thread) = Engine::start(
             config,
             Box::new(executor),
-            Box::new(ChannelSink {
-                outputs: sender,
-                control: control.clone(),
-                hook,
-            }),
+            Box::new(ChannelSink { outputs: sender, control: control.clone(), hook }),
             Arc::new(clock),
             Box::new(|| {}),
         )
         .expect("thread");
-        let rig = Self {
-            handle,
-            control,
-            outputs,
-            _thread: thread,
-        };
+        let rig = Self { handle, control, outputs, _thread: thread };
         rig.settled(|status| !matches!(status, Status::Starting(_)));
         // Virtual time would run away from the test's submits.
         rig.control.hold();
@@ -141,10 +127,7 @@ impl Rig {
                 assert!(story.ends.is_empty(), "something after the end: {output:?}");
                 story.admissions += usize::from(output.admission.is_some());
                 if let Some(token) = output.token {
-                    assert_eq!(
-                        story.admissions, 1,
-                        "the admission comes with the first token"
-                    );
+                    assert_eq!(story.admissions, 1, "the admission comes with the first token");
                     story.tokens.push(token.id);
                 }
                 if let Some(finish) = output.finish {
@@ -173,9 +156,7 @@ fn request(id: u64, prompt: Vec<i32>, max_tokens: u32) -> EngineRequest {
 fn prompt(id: u64) -> Vec<i32> {
     let common = if id.is_multiple_of(3) { 20 } else { 0 };
     let own = 1 + (id as i32 * 7) % 60;
-    (0..common)
-        .chain((0..own).map(|i| (id as i32 * 31 + i) % VOCAB as i32))
-        .collect()
+    (0..common).chain((0..own).map(|i| (id as i32 * 31 + i) % VOCAB as i32)).collect()
 }
 
 /// What the simulated model gives a request that runs alone.
@@ -191,11 +172,7 @@ fn assert_exact(stories: &HashMap<u64, Story>, count: u64, max_tokens: impl Fn(u
     assert_eq!(stories.len() as u64, count);
     for id in 0..count {
         let story = &stories[&id];
-        assert_eq!(
-            story.tokens,
-            alone(prompt(id), max_tokens(id)),
-            "request {id}"
-        );
+        assert_eq!(story.tokens, alone(prompt(id), max_tokens(id)), "request {id}");
         assert_eq!(story.ends, [FinishReason::Length], "request {id}");
     }
 }
@@ -208,25 +185,14 @@ fn lengths(id: u64) -> u32 {
 fn the_tokens_do_not_depend_on_lookahead_or_memory() {
     for lookahead in [0, 1] {
         for pages in [64, 2000] {
-            let rig = Rig::start(
-                EngineConfig {
-                    lookahead,
-                    ..config()
-                },
-                pages,
-            );
+            let rig = Rig::start(EngineConfig { lookahead, ..config() }, pages);
             for id in 0..64 {
-                rig.handle
-                    .submit(request(id, prompt(id), lengths(id)))
-                    .expect("room");
+                rig.handle.submit(request(id, prompt(id), lengths(id))).expect("room");
             }
             let stories = rig.follow(64);
             assert_exact(&stories, 64, lengths);
             let stats = rig.handle.stats();
-            assert_eq!(
-                stats.pages_held + stats.pages_cached + stats.pages_free,
-                pages as usize
-            );
+            assert_eq!(stats.pages_held + stats.pages_cached + stats.pages_free, pages as usize);
             assert_eq!(stats.preemptions > 0, pages == 64, "{stats:?}");
         }
     }
@@ -244,17 +210,9 @@ fn streams_survive_twenty_kills() {
                 control.kill();
             }
         });
-        let rig = Rig::hooked(
-            EngineConfig {
-                lookahead,
-                ..config()
-            },
-            hook,
-        );
+        let rig = Rig::hooked(EngineConfig { lookahead, ..config() }, hook);
         for id in 0..48 {
-            rig.handle
-                .submit(request(id, prompt(id), 100))
-                .expect("room");
+            rig.handle.submit(request(id, prompt(id), 100)).expect("room");
         }
         let stories = rig.follow(48);
         assert_exact(&stories, 48, |_| 100);
@@ -309,18 +267,10 @@ fn a_hung_hand_is_respawned() {
 
 #[test]
 fn a_hand_that_never_started_is_final() {
-    let rig = Rig::broken(
-        config(),
-        500,
-        |control| control.fail_starts(1),
-        Box::new(|_, _| {}),
-    );
+    let rig = Rig::broken(config(), 500, |control| control.fail_starts(1), Box::new(|_, _| {}));
     assert_eq!(rig.handle.status(), Status::Failed("start refused".into()));
     let refused = rig.handle.submit(request(0, vec![1], 1));
-    assert_eq!(
-        refused,
-        Err(SubmitError::Unavailable("start refused".into()))
-    );
+    assert_eq!(refused, Err(SubmitError::Unavailable("start refused".into())));
 }
 
 #[test]
@@ -331,9 +281,7 @@ fn a_hand_that_does_not_come_back_ends_every_request() {
     });
     let rig = Rig::hooked(config(), hook);
     for id in 0..40 {
-        rig.handle
-            .submit(request(id, prompt(id), 190))
-            .expect("room");
+        rig.handle.submit(request(id, prompt(id), 190)).expect("room");
     }
     let stories = rig.follow(40);
     let failed = FinishReason::Error(RequestError::HandFailed("start refused".into()));
@@ -345,20 +293,14 @@ fn a_hand_that_does_not_come_back_ends_every_request() {
 fn an_abort_frees_everything_and_ends_once() {
     let rig = Rig::start(config(), 500);
     for id in 0..40 {
-        rig.handle
-            .submit(request(id, prompt(id), 150))
-            .expect("room");
+        rig.handle.submit(request(id, prompt(id), 150)).expect("room");
     }
     for id in 0..40 {
         rig.handle.abort(RequestId(id));
         rig.handle.abort(RequestId(id));
     }
     let stories = rig.follow(40);
-    assert!(
-        stories
-            .values()
-            .all(|story| story.ends == [FinishReason::Abort])
-    );
+    assert!(stories.values().all(|story| story.ends == [FinishReason::Abort]));
     rig.handle.submit(request(100, prompt(1), 5)).expect("room");
     rig.follow(1);
     let (sender, flushed) = channel();
@@ -370,14 +312,7 @@ fn an_abort_frees_everything_and_ends_once() {
 
 #[test]
 fn the_queue_is_bounded_and_drains() {
-    let rig = Rig::start(
-        EngineConfig {
-            max_queued: 5,
-            max_running: 1,
-            ..config()
-        },
-        500,
-    );
+    let rig = Rig::start(EngineConfig { max_queued: 5, max_running: 1, ..config() }, 500);
     let mut taken = 0;
     let refused = loop {
         match rig.handle.submit(request(taken, vec![1, 2, 3], 200)) {
@@ -388,26 +323,17 @@ fn the_queue_is_bounded_and_drains() {
     };
     assert_eq!(refused, SubmitError::QueueFull { limit: 5 });
     rig.handle.drain();
-    assert_eq!(
-        rig.handle.submit(request(9999, vec![1], 1)),
-        Err(SubmitError::Draining)
-    );
+    assert_eq!(rig.handle.submit(request(9999, vec![1], 1)), Err(SubmitError::Draining));
     assert_eq!(rig.handle.status(), Status::Draining);
     let stories = rig.follow(taken as usize);
-    assert!(
-        stories
-            .values()
-            .all(|story| story.ends == [FinishReason::Length])
-    );
+    assert!(stories.values().all(|story| story.ends == [FinishReason::Length]));
 }
 
 #[test]
 fn stopping_ends_what_is_alive() {
     let rig = Rig::start(config(), 500);
     for id in 0..30 {
-        rig.handle
-            .submit(request(id, prompt(id), 190))
-            .expect("room");
+        rig.handle.submit(request(id, prompt(id), 190)).expect("room");
     }
     rig.handle.stop();
     let stories = rig.follow(30);

@@ -35,23 +35,13 @@ impl Region {
 impl Arena {
     /// An arena of `bytes` bytes. Memory is taken from the system only where something was written.
     pub(crate) fn new(bytes: u32) -> std::io::Result<Self> {
-        let fd = memfd_create(
-            "forebay-arena",
-            MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING,
-        )?;
+        let fd = memfd_create("forebay-arena", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)?;
         ftruncate(&fd, u64::from(bytes))?;
         fcntl_add_seals(&fd, SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL)?;
-        #[expect(
-            unsafe_code,
-            reason = "mapping a file is unsafe where others may shrink it"
-        )]
+        #[expect(unsafe_code, reason = "mapping a file is unsafe where others may shrink it")]
         // SAFETY: the file is anonymous and sealed against shrinking; the hand maps it read-only.
         let map = unsafe { MmapMut::map_mut(&fd)? };
-        Ok(Self {
-            fd,
-            map,
-            space: Space::new(bytes as usize),
-        })
+        Ok(Self { fd, map, space: Space::new(bytes as usize) })
     }
 
     pub(crate) fn fd(&self) -> BorrowedFd<'_> {
@@ -88,9 +78,7 @@ struct Space {
 
 impl Space {
     fn new(bytes: usize) -> Self {
-        Self {
-            free: (bytes > 0).then_some((0, bytes)).into_iter().collect(),
-        }
+        Self { free: (bytes > 0).then_some((0, bytes)).into_iter().collect() }
     }
 
     fn take(&mut self, bytes: usize) -> Option<Region> {
@@ -104,10 +92,7 @@ impl Space {
     }
 
     fn give(&mut self, region: Region) {
-        let Region {
-            mut offset,
-            mut bytes,
-        } = region;
+        let Region { mut offset, mut bytes } = region;
         if let Some((&before, &length)) = self.free.range(..offset).next_back() {
             debug_assert!(before + length <= offset, "a region was released twice");
             if before + length == offset {

@@ -103,9 +103,7 @@ impl HandExecutor {
 
     fn spawn_rank(&self) -> std::io::Result<Rank> {
         let mut command = Command::new(&self.spec.program);
-        command
-            .args(&self.spec.args)
-            .envs(self.spec.env.iter().map(|(k, v)| (k, v)));
+        command.args(&self.spec.args).envs(self.spec.env.iter().map(|(k, v)| (k, v)));
         Ok(Rank {
             process: RankProcess::spawn(command, self.arena.fd())?,
             reader: FrameReader::default(),
@@ -128,11 +126,7 @@ impl HandExecutor {
     fn group_died(&mut self, rank: usize, error: &StreamError) {
         let mut reason = String::new();
         for (index, rank_state) in self.ranks.drain(..).enumerate() {
-            let Rank {
-                process,
-                last_words,
-                ..
-            } = rank_state;
+            let Rank { process, last_words, .. } = rank_state;
             if index == rank {
                 let status = process.bury();
                 reason = last_words.unwrap_or_else(|| match error {
@@ -175,19 +169,12 @@ impl HandExecutor {
                 let progress: Progress = parse(frame)?;
                 if index == 0 {
                     let Progress { stage, done, total } = progress;
-                    self.signals
-                        .push_back(Signal::Progress(format!("{stage} {done}/{total}")));
+                    self.signals.push_back(Signal::Progress(format!("{stage} {done}/{total}")));
                 }
             }
             Kind::Ready => {
-                let Ready {
-                    page_count,
-                    vocab_size,
-                    weight_bytes,
-                    kv_bytes,
-                    device,
-                    load_seconds,
-                } = parse(frame)?;
+                let Ready { page_count, vocab_size, weight_bytes, kv_bytes, device, load_seconds } =
+                    parse(frame)?;
                 self.ranks[index].facts = Some(HandFacts {
                     page_count,
                     vocab_size,
@@ -199,9 +186,7 @@ impl HandExecutor {
                 self.group_ready();
             }
             Kind::Result => {
-                self.ranks[index]
-                    .results
-                    .push_back(StepResult::decode(frame)?);
+                self.ranks[index].results.push_back(StepResult::decode(frame)?);
                 if self.ranks.iter().all(|rank| !rank.results.is_empty()) {
                     self.step_done();
                 }
@@ -211,9 +196,7 @@ impl HandExecutor {
                 self.ranks[index].last_words = Some(error);
             }
             Kind::Config | Kind::Plan | Kind::Shutdown => {
-                return Err(
-                    forebay_protocol::FrameError::Malformed("a kind for hands only").into(),
-                );
+                return Err(forebay_protocol::FrameError::Malformed("a kind for hands only").into());
             }
         }
         Ok(())
@@ -221,22 +204,16 @@ impl HandExecutor {
 
     /// Reports the facts once every rank has them: the smallest pool counts.
     fn group_ready(&mut self) {
-        let smallest = self
-            .ranks
-            .iter()
-            .map(|rank| rank.facts.as_ref())
-            .reduce(|a, b| {
-                let (a, b) = (a?, b?);
-                Some(if b.page_count < a.page_count { b } else { a })
-            });
+        let smallest = self.ranks.iter().map(|rank| rank.facts.as_ref()).reduce(|a, b| {
+            let (a, b) = (a?, b?);
+            Some(if b.page_count < a.page_count { b } else { a })
+        });
         let Some(Some(facts)) = smallest else { return };
         // A respawned hand must offer exactly the pages that the scheduler was built on, whatever memory is free by then.
         if let Some(page_size) = self.spec.config.get("page_size").and_then(Value::as_u64) {
             let tokens = u64::from(facts.page_count) * page_size;
             let facts = facts.clone();
-            self.spec
-                .config
-                .insert("max_total_tokens".into(), json!(tokens));
+            self.spec.config.insert("max_total_tokens".into(), json!(tokens));
             self.signals.push_back(Signal::Ready(facts));
         }
     }
@@ -262,11 +239,7 @@ impl HandExecutor {
         let mut fds = Vec::with_capacity(1 + self.ranks.len());
         fds.push(PollFd::from_borrowed_fd(self.waker.fd(), PollFlags::IN));
         for rank in &self.ranks {
-            let writing = if rank.writer.is_empty() {
-                PollFlags::empty()
-            } else {
-                PollFlags::OUT
-            };
+            let writing = if rank.writer.is_empty() { PollFlags::empty() } else { PollFlags::OUT };
             fds.push(PollFd::new(&rank.process.socket, PollFlags::IN | writing));
         }
         if poll(&mut fds, timeout.as_ref()).is_err() {
@@ -304,8 +277,7 @@ impl Executor for HandExecutor {
                 Err(error) => {
                     let program = self.spec.program.display();
                     self.ranks.clear();
-                    self.signals
-                        .push_back(Signal::Died(format!("cannot run {program}: {error}")));
+                    self.signals.push_back(Signal::Died(format!("cannot run {program}: {error}")));
                     return;
                 }
             }
@@ -326,11 +298,7 @@ impl Executor for HandExecutor {
         for index in 0..self.ranks.len() {
             let rank = &mut self.ranks[index];
             // Anything else than a closed or broken socket would be kept for later; the next wait reads last words and reports it.
-            if rank
-                .writer
-                .send(&mut rank.process.socket, &self.buffer)
-                .is_err()
-            {
+            if rank.writer.send(&mut rank.process.socket, &self.buffer).is_err() {
                 debug!(rank = index, "the plan could not be sent");
             }
         }

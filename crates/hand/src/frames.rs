@@ -69,11 +69,7 @@ impl FrameReader {
                 if self.header_filled == HEADER_BYTES {
                     let header = Header::decode(&self.header)?;
                     let words = vec![0; header.words as usize];
-                    self.body = Some(Body {
-                        header,
-                        words,
-                        filled: 0,
-                    });
+                    self.body = Some(Body { header, words, filled: 0 });
                 }
             }
         }
@@ -151,12 +147,7 @@ mod tests {
         for step in 1..4 {
             plan.begin(step);
             for slot in 0..step as u32 {
-                plan.push_row(Row {
-                    slot,
-                    start: 3,
-                    length: 1,
-                    sample: true,
-                });
+                plan.push_row(Row { slot, start: 3, length: 1, sample: true });
             }
             let mut one = Vec::new();
             plan.encode(&mut one);

@@ -39,14 +39,8 @@ impl RankProcess {
         command.stdin(Stdio::null()).stdout(log).process_group(0);
         command
             .fd_mappings(vec![
-                FdMapping {
-                    parent_fd: far.into(),
-                    child_fd: SOCKET_FD,
-                },
-                FdMapping {
-                    parent_fd: arena.try_clone_to_owned()?,
-                    child_fd: ARENA_FD,
-                },
+                FdMapping { parent_fd: far.into(), child_fd: SOCKET_FD },
+                FdMapping { parent_fd: arena.try_clone_to_owned()?, child_fd: ARENA_FD },
             ])
             .map_err(io::Error::other)?;
         #[expect(unsafe_code, reason = "pre_exec runs between fork and exec")]
@@ -60,12 +54,7 @@ impl RankProcess {
             .ok_or_else(|| io::Error::other("no process id"))
             .and_then(|pid| Ok((pid, pidfd_open(pid, PidfdFlags::empty())?)));
         match opened {
-            Ok((pid, pidfd)) => Ok(Self {
-                child,
-                pid,
-                pidfd,
-                socket: near,
-            }),
+            Ok((pid, pidfd)) => Ok(Self { child, pid, pidfd, socket: near }),
             Err(error) => {
                 let _ = child.kill();
                 let _ = child.wait();
@@ -76,10 +65,8 @@ impl RankProcess {
 
     /// Waits until the process has ended, at most `limit`.
     fn ended_within(&self, limit: Duration) -> bool {
-        let limit = Timespec {
-            tv_sec: limit.as_secs() as i64,
-            tv_nsec: limit.subsec_nanos().into(),
-        };
+        let limit =
+            Timespec { tv_sec: limit.as_secs() as i64, tv_nsec: limit.subsec_nanos().into() };
         let mut fds = [PollFd::new(&self.pidfd, PollFlags::IN)];
         matches!(poll(&mut fds, Some(&limit)), Ok(1))
     }

@@ -15,10 +15,7 @@ pub(crate) struct EventWaker {
 impl EventWaker {
     pub(crate) fn new() -> std::io::Result<Self> {
         let fd = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
-        Ok(Self {
-            fd,
-            pending: AtomicBool::new(false),
-        })
+        Ok(Self { fd, pending: AtomicBool::new(false) })
     }
 
     pub(crate) fn fd(&self) -> BorrowedFd<'_> {

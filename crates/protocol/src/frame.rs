@@ -116,12 +116,7 @@ impl Header {
         if columns > words {
             return Err(FrameError::Malformed("more columns than words"));
         }
-        Ok(Self {
-            kind,
-            step,
-            columns,
-            words,
-        })
+        Ok(Self { kind, step, columns, words })
     }
 }
 
@@ -191,9 +186,7 @@ impl Frame {
     pub fn json(&self) -> Result<&str, FrameError> {
         let [column] = self.exactly::<1>()?;
         let bytes: &[u8] = cast_slice(column);
-        std::str::from_utf8(bytes)
-            .map(str::trim_end)
-            .map_err(|_| FrameError::Malformed("UTF-8"))
+        std::str::from_utf8(bytes).map(str::trim_end).map_err(|_| FrameError::Malformed("UTF-8"))
     }
 }
 
@@ -253,7 +246,7 @@ mod tests {
         for text in ["{}", r#"{"a":1}"#, r#"{"é":"x"}"#, r#"{"abc":1234}"#] {
             let bytes = encode_json(Kind::Hello, text);
             let header = header_of(&bytes).expect("header");
-            let words = cast_slice::<u8, i32>(&bytes[HEADER_BYTES..].to_vec()).to_vec();
+            let words = bytes[HEADER_BYTES..].chunks(4).map(bytemuck::pod_read_unaligned).collect();
             let frame = Frame::new(header, words).expect("frame");
             assert_eq!(frame.json().expect("text"), text);
         }
@@ -277,12 +270,7 @@ mod tests {
 
     #[test]
     fn column_lengths_must_add_up() {
-        let header = Header {
-            kind: Kind::Plan,
-            step: 1,
-            columns: 2,
-            words: 5,
-        };
+        let header = Header { kind: Kind::Plan, step: 1, columns: 2, words: 5 };
         assert!(Frame::new(header, vec![1, 2, 0, 0, 0]).is_ok());
         assert!(Frame::new(header, vec![1, 1, 0, 0, 0]).is_err());
         assert!(Frame::new(header, vec![-1, 2, 0, 0, 0]).is_err());

@@ -165,15 +165,8 @@ impl StepPlan {
     /// Overwrites a slot.
     pub fn write_slot(&mut self, new: &NewSlot<'_>) {
         let params = new.params;
-        let min_total = new
-            .prompt_len
-            .saturating_add(params.min_tokens)
-            .min(i32::MAX as u32);
-        let stop_ids = if params.min_tokens == 0 {
-            &[]
-        } else {
-            new.stop_ids
-        };
+        let min_total = new.prompt_len.saturating_add(params.min_tokens).min(i32::MAX as u32);
+        let stop_ids = if params.min_tokens == 0 { &[] } else { new.stop_ids };
         self.slots.extend_from_slice(&[
             new.slot.cast_signed(),
             new.tokens.len() as i32,
@@ -206,8 +199,7 @@ impl StepPlan {
 
     /// Sets `page_table[slot, index] = page`.
     pub fn write_page(&mut self, slot: u32, index: u32, page: u32) {
-        self.page_writes
-            .extend_from_slice(&[slot, index, page].map(u32::cast_signed));
+        self.page_writes.extend_from_slice(&[slot, index, page].map(u32::cast_signed));
     }
 
     /// Adds a row.
@@ -235,11 +227,7 @@ impl StepPlan {
     pub fn new_slots(&self) -> impl Iterator<Item = SlotWrite<'_>> + '_ {
         let (mut tokens, mut stop_ids) = (self.tokens.as_slice(), self.stop_ids.as_slice());
         self.slots.chunks_exact(SLOT_WORDS).map(move |record| {
-            let inline = if record[ARENA_WORD] < 0 {
-                record[1] as usize
-            } else {
-                0
-            };
+            let inline = if record[ARENA_WORD] < 0 { record[1] as usize } else { 0 };
             SlotWrite {
                 slot: record[0].cast_unsigned(),
                 tokens: take(&mut tokens, inline),
@@ -253,13 +241,9 @@ impl StepPlan {
 
     /// The page-table writes: slot, index, page.
     pub fn page_writes(&self) -> impl ExactSizeIterator<Item = (u32, u32, u32)> + '_ {
-        self.page_writes.chunks_exact(3).map(|w| {
-            (
-                w[0].cast_unsigned(),
-                w[1].cast_unsigned(),
-                w[2].cast_unsigned(),
-            )
-        })
+        self.page_writes
+            .chunks_exact(3)
+            .map(|w| (w[0].cast_unsigned(), w[1].cast_unsigned(), w[2].cast_unsigned()))
     }
 
     /// Moves the tokens of new slots that have at least `min_tokens` of them out of the plan: `place` gets the tokens and answers the
@@ -278,11 +262,8 @@ impl StepPlan {
                 continue;
             }
             let count = record[1] as usize;
-            let placed = if count >= min_tokens {
-                place(&self.tokens[read..read + count])
-            } else {
-                None
-            };
+            let placed =
+                if count >= min_tokens { place(&self.tokens[read..read + count]) } else { None };
             if let Some(offset) = placed {
                 record[ARENA_WORD] = offset.cast_signed();
             } else {
@@ -321,16 +302,8 @@ impl StepPlan {
         if frame.header().kind != Kind::Plan {
             return Err(FrameError::Malformed("not a plan"));
         }
-        let [
-            slots,
-            slot_floats,
-            tokens,
-            stop_ids,
-            bias_ids,
-            bias_values,
-            page_writes,
-            rows,
-        ] = frame.exactly::<8>()?;
+        let [slots, slot_floats, tokens, stop_ids, bias_ids, bias_values, page_writes, rows] =
+            frame.exactly::<8>()?;
         if slots.len() % SLOT_WORDS != 0 || page_writes.len() % 3 != 0 || rows.len() % 4 != 0 {
             return Err(FrameError::Malformed("plan record length"));
         }
@@ -376,12 +349,8 @@ mod tests {
         let mut plan = StepPlan::default();
         plan.begin(1);
         let params = SamplingParams::default();
-        for (slot, tokens) in [
-            (0, vec![1; 3]),
-            (1, vec![2; 10]),
-            (2, vec![3; 4]),
-            (3, vec![4; 12]),
-        ] {
+        for (slot, tokens) in [(0, vec![1; 3]), (1, vec![2; 10]), (2, vec![3; 4]), (3, vec![4; 12])]
+        {
             plan.write_slot(&NewSlot {
                 slot,
                 tokens: &tokens,
@@ -400,18 +369,10 @@ mod tests {
             Some(offset)
         });
         assert_eq!(arena, vec![2; 10]);
-        let left: Vec<_> = plan
-            .new_slots()
-            .map(|new| (new.slot, new.tokens.to_vec()))
-            .collect();
+        let left: Vec<_> = plan.new_slots().map(|new| (new.slot, new.tokens.to_vec())).collect();
         assert_eq!(
             left,
-            [
-                (0, vec![1; 3]),
-                (1, vec![]),
-                (2, vec![3; 4]),
-                (3, vec![4; 12])
-            ],
+            [(0, vec![1; 3]), (1, vec![]), (2, vec![3; 4]), (3, vec![4; 12])],
             "the fourth found the arena full and stays inline"
         );
     }

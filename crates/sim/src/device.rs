@@ -20,12 +20,7 @@ pub struct DeviceModel {
 
 impl DeviceModel {
     /// A device that takes no time.
-    pub const INSTANT: Self = Self {
-        step_us: 0.0,
-        row_us: 0.0,
-        token_us: 0.0,
-        context_us: 0.0,
-    };
+    pub const INSTANT: Self = Self { step_us: 0.0, row_us: 0.0, token_us: 0.0, context_us: 0.0 };
 
     pub(crate) fn duration_us(&self, plan: &StepPlan) -> u64 {
         let mut time = self.step_us;
@@ -98,27 +93,11 @@ impl Device {
         for new in plan.new_slots() {
             let mut sequence = Sequence::default();
             sequence.extend(new.tokens);
-            let SlotWrite {
-                slot,
-                min_total,
-                logprobs,
-                ..
-            } = new;
+            let SlotWrite { slot, min_total, logprobs, .. } = new;
             let stop_ids = new.stop_ids.to_vec();
-            self.slots.insert(
-                slot,
-                Slot {
-                    sequence,
-                    min_total,
-                    stop_ids,
-                    logprobs,
-                },
-            );
+            self.slots.insert(slot, Slot { sequence, min_total, stop_ids, logprobs });
         }
-        let mut result = StepResult {
-            step: plan.step(),
-            ..StepResult::default()
-        };
+        let mut result = StepResult { step: plan.step(), ..StepResult::default() };
         let mut counts = Vec::new();
         for row in plan.rows() {
             result.row_errors.push(ROW_OK);

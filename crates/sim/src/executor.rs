@@ -169,10 +169,7 @@ impl Executor for SimExecutor {
         } else {
             None
         };
-        self.pending.push_back(Pending {
-            at_us: now + self.config.load_us,
-            outcome,
-        });
+        self.pending.push_back(Pending { at_us: now + self.config.load_us, outcome });
     }
 
     fn submit(&mut self, plan: &mut StepPlan) {
@@ -197,10 +194,7 @@ impl Executor for SimExecutor {
         self.last_end = self.busy_until;
         let deadly = plan.rows().any(|row| self.poisoned.contains(&row.slot));
         let outcome = Some(if deadly { Err("poisoned") } else { Ok(result) });
-        self.pending.push_back(Pending {
-            at_us: self.busy_until,
-            outcome,
-        });
+        self.pending.push_back(Pending { at_us: self.busy_until, outcome });
     }
 
     fn wait(&mut self, timeout_us: Option<u64>) -> Signal {

