@@ -1,1 +1,39 @@
-//! forebay-api
+//! The HTTP API's words: request types and their validation, response types, errors. No server, no I/O.
+//!
+//! Three dialects are spoken: OpenAI's chat completions and completions (with the extensions that vLLM made common) and
+//! SGLang's native `/generate`. All three are validated into one [`Generation`]; past it nothing needs checking but
+//! the prompt's length, which is known only once the text is tokenised ([`Generation::room`]).
+
+mod chat;
+mod completions;
+mod error;
+mod generate;
+mod inert;
+mod parse;
+mod prompt;
+mod response;
+mod sampling;
+mod tokenize;
+
+pub use chat::{ChatMessage, ChatPrompt, ChatRequest, ContentPart, MessageContent, ValidChat};
+pub use completions::{CompletionRequest, ValidCompletion};
+pub use error::{ApiError, ErrorBody, ErrorObject};
+pub use generate::{
+    GenerateFinish, GenerateItem, GenerateMeta, GenerateOutput, GenerateRequest, GenerateSampling,
+    LogprobTriple, OneOrMany, ValidGenerate,
+};
+pub use inert::Inert;
+pub use parse::parse;
+pub use prompt::{Prompt, Prompts, Strings};
+pub use response::{
+    ChatChoice, ChatChunkChoice, ChatCompletion, ChatDelta, ChatLogprobs, ChatTokenLogprob,
+    ChatTopLogprob, Completion, CompletionChoice, CompletionLogprobs, ModelCard, ModelList,
+    PromptTokensDetails, ResponseMessage, StopReason, Usage,
+};
+pub use sampling::{
+    Generation, GenerationDefaults, Limits, MaxTokens, ResponseFormat, StreamOptions, Streaming,
+    choice_seed,
+};
+pub use tokenize::{
+    DetokenizeRequest, DetokenizeResponse, TokenizeInput, TokenizeRequest, TokenizeResponse,
+};

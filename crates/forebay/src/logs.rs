@@ -1,5 +1,7 @@
 //! Where log lines and spans go.
 
+use std::io::IsTerminal;
+
 use anyhow::{Context, Result};
 use opentelemetry::trace::TracerProvider;
 use opentelemetry_otlp::{SpanExporter, WithExportConfig};
@@ -29,7 +31,8 @@ impl Drop for Logs {
 /// Installs the subscriber of the process.
 pub(crate) fn init(flags: &LogFlags) -> Result<Logs> {
     let filter = EnvFilter::try_new(&flags.log_level).context("--log-level")?;
-    let lines = fmt::layer().with_writer(std::io::stderr).with_target(false);
+    let ansi = std::io::stderr().is_terminal();
+    let lines = fmt::layer().with_writer(std::io::stderr).with_target(false).with_ansi(ansi);
     let lines = match flags.log_format {
         LogFormat::Text => lines.compact().boxed(),
         LogFormat::Json => lines.json().flatten_event(true).boxed(),

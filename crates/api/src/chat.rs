@@ -1,0 +1,413 @@
+//! `POST /v1/chat/completions`.
+
+use std::fmt;
+
+use serde::de::{Deserialize, Deserializer, SeqAccess, Visitor};
+use serde_json::{Map, Value};
+use utoipa::ToSchema;
+
+use crate::error::ApiError;
+use crate::inert::Inert;
+use crate::sampling::{
+    Fields, Generation, GenerationDefaults, Limits, StreamOptions, Streaming, check_logprobs,
+    openai_request,
+};
+
+openai_request! {
+    /// A chat completion request.
+    pub struct ChatRequest {
+        /// The conversation so far.
+        pub messages: Vec<ChatMessage>,
+        /// Most tokens to generate; `max_tokens` is its older name. The rest of the context where absent.
+        pub max_completion_tokens: Option<u32>,
+        /// Return log-probabilities.
+        pub logprobs: Option<bool>,
+        /// Alternatives to return for each token, 0 to 20.
+        pub top_logprobs: Option<i32>,
+        /// Let the template open the assistant's turn; true where absent.
+        pub add_generation_prompt: Option<bool>,
+        /// Let the model go on with the last message instead of answering it.
+        pub continue_final_message: Option<bool>,
+        /// Variables for the chat template.
+        #[schema(value_type = Option<Object>)]
+        pub chat_template_kwargs: Option<Map<String, Value>>,
+        #[serde(default)] #[schema(ignore)] tools: Inert,
+        #[schema(ignore)] tool_choice: Option<Value>,
+        #[serde(default)] #[schema(ignore)] functions: Inert,
+        #[schema(ignore)] function_call: Option<Value>,
+        #[schema(ignore)] modalities: Option<Vec<String>>,
+        #[serde(default)] #[schema(ignore)] audio: Inert,
+        #[serde(default)] #[schema(ignore)] prediction: Inert,
+        #[serde(default)] #[schema(ignore)] web_search_options: Inert,
+        #[serde(default)] #[schema(ignore)] documents: Inert,
+        #[serde(default)] #[schema(ignore)] chat_template: Inert,
+        #[serde(default)] #[schema(ignore)] echo: Inert,
+    }
+}
+
+/// One message of a conversation.
+#[derive(Debug, Clone, serde::Deserialize, ToSchema)]
+pub struct ChatMessage {
+    /// `system`, `user`, `assistant`, `tool`, or what else the chat template knows.
+    pub role: String,
+    /// A string, or a list of parts of type `text`.
+    #[schema(value_type = Option<String>)]
+    pub content: Option<MessageContent>,
+    /// Name of the speaker, for templates that use it.
+    pub name: Option<String>,
+    /// Reasoning of an earlier turn, for templates that use it.
+    pub reasoning_content: Option<String>,
+    /// Tool calls of an earlier turn, for templates that use them.
+    #[schema(value_type = Option<Vec<Object>>)]
+    pub tool_calls: Option<Vec<Value>>,
+    /// The call that a `tool` message answers.
+    pub tool_call_id: Option<String>,
+}
+
+/// Content of a message.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum MessageContent {
+    /// A string.
+    Text(String),
+    /// A list of parts.
+    Parts(Vec<ContentPart>),
+}
+
+/// A part of a message.
+#[derive(Debug, Clone, PartialEq, Eq, serde::Deserialize)]
+pub struct ContentPart {
+    /// Only `text` is served.
+    #[serde(rename = "type")]
+    pub kind: String,
+    /// The text.
+    pub text: Option<String>,
+}
+
+impl<'de> Deserialize<'de> for MessageContent {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct ContentVisitor;
+        impl<'de> Visitor<'de> for ContentVisitor {
+            type Value = MessageContent;
+
+            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str("a string or a list of content parts")
+            }
+            fn visit_str<E>(self, text: &str) -> Result<MessageContent, E> {
+                Ok(MessageContent::Text(text.to_owned()))
+            }
+            fn visit_string<E>(self, text: String) -> Result<MessageContent, E> {
+                Ok(MessageContent::Text(text))
+            }
+            fn visit_seq<A: SeqAccess<'de>>(self, mut seq: A) -> Result<MessageContent, A::Error> {
+                let mut parts = Vec::new();
+                while let Some(part) = seq.next_element()? {
+                    parts.push(part);
+                }
+                Ok(MessageContent::Parts(parts))
+            }
+        }
+        deserializer.deserialize_any(ContentVisitor)
+    }
+}
+
+/// A conversation ready for the chat template.
+#[derive(Debug, Clone, PartialEq)]
+pub struct ChatPrompt {
+    /// Messages as the template sees them, an array of objects: `content` is a string.
+    pub messages: Value,
+    /// The template opens the assistant's turn.
+    pub add_generation_prompt: bool,
+    /// The last message is left open.
+    pub continue_final_message: bool,
+    /// More variables for the template.
+    pub kwargs: Map<String, Value>,
+}
+
+impl ChatPrompt {
+    /// Checks the messages and brings them into the shape that templates expect.
+    ///
+    /// # Errors
+    /// There is no message, a part is not text, or both ways to end the prompt are asked for.
+    pub fn new(
+        messages: Vec<ChatMessage>,
+        add_generation_prompt: Option<bool>,
+        continue_final_message: Option<bool>,
+        kwargs: Option<Map<String, Value>>,
+    ) -> Result<Self, ApiError> {
+        if messages.is_empty() {
+            return Err(ApiError::invalid("messages", "`messages`: at least one is needed"));
+        }
+        let continue_final_message = continue_final_message.unwrap_or(false);
+        if continue_final_message && add_generation_prompt == Some(true) {
+            return Err(ApiError::invalid(
+                "continue_final_message",
+                "`continue_final_message` and `add_generation_prompt` exclude each other",
+            ));
+        }
+        let messages = messages.into_iter().enumerate().map(|(index, m)| flatten(index, m));
+        Ok(Self {
+            messages: Value::Array(messages.collect::<Result<_, _>>()?),
+            add_generation_prompt: add_generation_prompt.unwrap_or(!continue_final_message),
+            continue_final_message,
+            kwargs: kwargs.unwrap_or_default(),
+        })
+    }
+}
+
+/// The template's view of message number `index`.
+fn flatten(index: usize, message: ChatMessage) -> Result<Value, ApiError> {
+    let mut map = Map::new();
+    map.insert("role".into(), Value::String(message.role));
+    let content = match message.content {
+        None => Value::Null,
+        Some(MessageContent::Text(text)) => Value::String(text),
+        Some(MessageContent::Parts(parts)) => {
+            let mut texts = Vec::with_capacity(parts.len());
+            for (part_index, part) in parts.into_iter().enumerate() {
+                let path = || format!("messages[{index}].content[{part_index}]");
+                if part.kind != "text" {
+                    return Err(ApiError::unsupported(format!("{}.type={}", path(), part.kind)));
+                }
+                texts.push(part.text.ok_or_else(|| {
+                    let param = format!("{}.text", path());
+                    ApiError::invalid(param.clone(), format!("`{param}`: required and missing"))
+                })?);
+            }
+            Value::String(texts.join("\n"))
+        }
+    };
+    map.insert("content".into(), content);
+    let strings = [
+        ("name", message.name),
+        ("reasoning_content", message.reasoning_content),
+        ("tool_call_id", message.tool_call_id),
+    ];
+    for (key, value) in strings {
+        if let Some(value) = value {
+            map.insert(key.into(), Value::String(value));
+        }
+    }
+    if let Some(calls) = message.tool_calls {
+        map.insert("tool_calls".into(), Value::Array(calls));
+    }
+    Ok(Value::Object(map))
+}
+
+/// A chat completion request without anything left to check but the prompt's length.
+#[derive(Debug)]
+pub struct ValidChat {
+    /// The conversation.
+    pub prompt: ChatPrompt,
+    /// Everything else.
+    pub generation: Generation,
+    /// `None`: one response.
+    pub streaming: Option<Streaming>,
+}
+
+impl ChatRequest {
+    /// Checks everything that can be checked before the prompt is tokenised.
+    ///
+    /// # Errors
+    /// The first parameter that is out of range or not served.
+    pub fn validate(
+        mut self,
+        defaults: &GenerationDefaults,
+        limits: Limits,
+    ) -> Result<ValidChat, ApiError> {
+        self.refuse_shared()?;
+        self.refuse_own()?;
+        let logprobs = match (self.logprobs.unwrap_or(false), self.top_logprobs) {
+            (false, None | Some(0)) => None,
+            (false, Some(_)) => {
+                return Err(ApiError::invalid(
+                    "top_logprobs",
+                    "`top_logprobs` is only allowed when `logprobs` is true",
+                ));
+            }
+            (true, count) => Some(check_logprobs("top_logprobs", count.unwrap_or(0))?),
+        };
+        let renamed = self.max_completion_tokens.is_some();
+        let mut fields = Fields { logprobs, ..self.take_fields() };
+        if renamed {
+            fields.max_tokens = self.max_completion_tokens;
+            fields.max_tokens_name = "max_completion_tokens";
+        }
+        Ok(ValidChat {
+            generation: fields.validate(defaults, limits)?,
+            streaming: StreamOptions::check(self.stream, self.stream_options)?,
+            prompt: ChatPrompt::new(
+                self.messages,
+                self.add_generation_prompt,
+                self.continue_final_message,
+                self.chat_template_kwargs,
+            )?,
+        })
+    }
+
+    fn refuse_own(&self) -> Result<(), ApiError> {
+        for (param, inert) in [
+            ("tools", self.tools),
+            ("functions", self.functions),
+            ("audio", self.audio),
+            ("prediction", self.prediction),
+            ("web_search_options", self.web_search_options),
+            ("documents", self.documents),
+            ("chat_template", self.chat_template),
+            ("echo", self.echo),
+        ] {
+            inert.refuse(param)?;
+        }
+        for (param, value) in
+            [("tool_choice", &self.tool_choice), ("function_call", &self.function_call)]
+        {
+            let harmless = match value {
+                None => true,
+                Some(value) => matches!(value.as_str(), Some("none" | "auto")),
+            };
+            if !harmless {
+                return Err(ApiError::unsupported(param));
+            }
+        }
+        if self.add_special_tokens == Some(true) {
+            return Err(ApiError::unsupported("add_special_tokens"));
+        }
+        if self.modalities.iter().flatten().any(|modality| modality != "text") {
+            return Err(ApiError::unsupported("modalities"));
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+    use crate::sampling::MaxTokens;
+
+    const LIMITS: Limits = Limits { context_length: 100, vocab_size: 1000 };
+
+    fn validate(more: Value) -> Result<ValidChat, ApiError> {
+        let mut body = json!({"messages": [{"role": "user", "content": "hi"}]});
+        for (key, value) in more.as_object().unwrap() {
+            body[key] = value.clone();
+        }
+        let request: ChatRequest = crate::parse(body.to_string().as_bytes())?;
+        request.validate(&GenerationDefaults::default(), LIMITS)
+    }
+
+    #[test]
+    fn the_shortest_request_gets_the_defaults() {
+        let chat = validate(json!({})).unwrap();
+        assert_eq!(chat.generation.max_tokens, MaxTokens::Rest);
+        assert_eq!(chat.generation.n, 1);
+        assert_eq!(chat.prompt.messages, json!([{"role": "user", "content": "hi"}]));
+        assert!(chat.prompt.add_generation_prompt && !chat.prompt.continue_final_message);
+        assert_eq!(chat.streaming, None);
+        assert!(chat.generation.skip_special_tokens);
+    }
+
+    #[test]
+    fn harmless_parameters_are_accepted() {
+        validate(json!({
+            "user": "u", "metadata": {"a": "b"}, "store": false, "service_tier": "auto",
+            "parallel_tool_calls": true, "tools": [], "tool_choice": "auto", "logit_bias": null,
+            "response_format": {"type": "text"}, "modalities": ["text"], "stop": null,
+            "stream_options": null, "temperature": null, "spaces_between_special_tokens": true,
+            "something_new": {"deep": [1]},
+        }))
+        .unwrap();
+    }
+
+    #[test]
+    fn what_is_not_served_is_named() {
+        let cases = [
+            json!({"tools": [{"type": "function"}]}),
+            json!({"tool_choice": "required"}),
+            json!({"tool_choice": {"type": "function"}}),
+            json!({"functions": [{}]}),
+            json!({"function_call": {"name": "f"}}),
+            json!({"response_format": {"type": "json_object"}}),
+            json!({"modalities": ["text", "audio"]}),
+            json!({"add_special_tokens": true}),
+            json!({"audio": {"voice": "x"}}),
+            json!({"prediction": {"type": "content"}}),
+            json!({"guided_json": {"type": "object"}}),
+            json!({"guided_regex": "a+"}),
+            json!({"structured_outputs": {"regex": "a"}}),
+            json!({"lora_path": "x"}),
+            json!({"prompt_logprobs": 1}),
+            json!({"use_beam_search": true}),
+        ];
+        for case in cases {
+            let name = case.as_object().unwrap().keys().next().unwrap().clone();
+            assert_eq!(validate(case).unwrap_err(), ApiError::unsupported(name));
+        }
+    }
+
+    #[test]
+    fn content_parts_are_joined_and_images_refused() {
+        let parts =
+            |parts: Value| validate(json!({"messages": [{"role": "user", "content": parts}]}));
+        let text = |text: &str| json!({"type": "text", "text": text});
+        let chat = parts(json!([text("a"), text("b")])).unwrap();
+        assert_eq!(chat.prompt.messages[0]["content"], "a\nb");
+        let image = json!({"type": "image_url", "image_url": {"url": "data:"}});
+        assert_eq!(
+            parts(json!([text("a"), image])).unwrap_err(),
+            ApiError::unsupported("messages[0].content[1].type=image_url")
+        );
+        let error = parts(json!([{"type": "text"}])).unwrap_err();
+        assert!(
+            matches!(error, ApiError::Invalid { param, .. } if param == "messages[0].content[0].text")
+        );
+    }
+
+    #[test]
+    fn paths_of_wrong_types() {
+        let cases = [
+            (json!({"messages": []}), "messages"),
+            (json!({"messages": "hi"}), "messages"),
+            (json!({"messages": [{"content": "hi"}]}), "messages[0].role"),
+            (json!({"messages": [{"role": "user", "content": 3}]}), "messages[0].content"),
+            (
+                json!({"messages": [{"role": "user", "content": [{}]}]}),
+                "messages[0].content[0].type",
+            ),
+            (json!({"temperature": "hot"}), "temperature"),
+            (json!({"max_tokens": -1}), "max_tokens"),
+            (json!({"max_completion_tokens": 0}), "max_completion_tokens"),
+            (json!({"stop": [1]}), "stop[0]"),
+            (json!({"stream_options": {"include_usage": 1}}), "stream_options.include_usage"),
+            (json!({"stream_options": {}}), "stream_options"),
+            (json!({"top_logprobs": 2}), "top_logprobs"),
+            (json!({"logprobs": true, "top_logprobs": 21}), "top_logprobs"),
+            (
+                json!({"continue_final_message": true, "add_generation_prompt": true}),
+                "continue_final_message",
+            ),
+        ];
+        for (case, expected) in cases {
+            match validate(case.clone()) {
+                Err(ApiError::Invalid { param, .. }) => assert_eq!(param, expected, "{case}"),
+                other => panic!("{case}: {other:?}"),
+            }
+        }
+    }
+
+    #[test]
+    fn the_new_name_of_max_tokens_wins() {
+        let chat = validate(json!({"max_tokens": 5, "max_completion_tokens": 7})).unwrap();
+        assert_eq!(chat.generation.max_tokens, MaxTokens::Exactly(7));
+    }
+
+    #[test]
+    fn logprobs_without_alternatives() {
+        let chat = validate(json!({"logprobs": true})).unwrap();
+        assert_eq!(chat.generation.sampling.logprobs, Some(0));
+        assert_eq!(
+            validate(json!({"logprobs": false})).unwrap().generation.sampling.logprobs,
+            None
+        );
+    }
+}

@@ -1,0 +1,293 @@
+//! Everything a client can be told went wrong, in the shape of OpenAI's errors.
+
+use serde::{Deserialize, Serialize};
+use thiserror::Error;
+use utoipa::ToSchema;
+
+/// Why a request is answered with an error.
+#[derive(Debug, Clone, PartialEq, Eq, Error)]
+pub enum ApiError {
+    /// The body is not JSON.
+    #[error("the request body is not valid JSON: {reason} at line {line} column {column}")]
+    MalformedJson {
+        /// What the parser expected.
+        reason: String,
+        /// Line, from 1.
+        line: usize,
+        /// Column, from 1.
+        column: usize,
+    },
+    /// The body is not text.
+    #[error("the request body is not valid UTF-8 at byte {offset}")]
+    InvalidUtf8 {
+        /// Bytes before the first invalid one.
+        offset: usize,
+    },
+    /// The connection broke or the framing was wrong while the body was read.
+    #[error("the request body could not be read: {reason}")]
+    BrokenBody {
+        /// What the transport said.
+        reason: String,
+    },
+    /// A parameter is missing, has the wrong type or a value that cannot be.
+    #[error("{reason}")]
+    Invalid {
+        /// Path of the parameter, as in `messages[0].content`.
+        param: String,
+        /// What is wrong with it.
+        reason: String,
+    },
+    /// A parameter that this server knows and does not serve.
+    #[error("`{param}` is not supported yet")]
+    Unsupported {
+        /// Path of the parameter.
+        param: String,
+    },
+    /// Prompt and wanted tokens do not fit.
+    #[error("{}", context_message(*.limit, *.prompt, *.max_tokens))]
+    ContextLength {
+        /// Parameter that carried the prompt.
+        param: &'static str,
+        /// Positions a request may use.
+        limit: u32,
+        /// Tokens of the prompt.
+        prompt: usize,
+        /// Tokens asked for, where the client said so.
+        max_tokens: Option<u32>,
+    },
+    /// No such model.
+    #[error("The model `{model}` does not exist.")]
+    UnknownModel {
+        /// As the client named it.
+        model: String,
+    },
+    /// No API key, or the wrong one.
+    #[error("Incorrect API key provided; send it as `Authorization: Bearer KEY`.")]
+    Unauthorized,
+    /// No such route.
+    #[error("Unknown request URL: {method} {path}. /openapi.json lists the routes.")]
+    UnknownRoute {
+        /// HTTP method.
+        method: String,
+        /// Path of the URL.
+        path: String,
+    },
+    /// The route exists, not with this method.
+    #[error("Not allowed to {method} on {path}. /openapi.json lists the routes.")]
+    MethodNotAllowed {
+        /// HTTP method.
+        method: String,
+        /// Path of the URL.
+        path: String,
+    },
+    /// The body is over the limit.
+    #[error("the request body is larger than the limit of {limit} bytes")]
+    BodyTooLarge {
+        /// The limit in bytes.
+        limit: usize,
+    },
+    /// The body did not arrive in time.
+    #[error("the request body did not arrive within {seconds} seconds")]
+    BodyTimeout {
+        /// The limit.
+        seconds: u64,
+    },
+    /// A bounded queue on the way to the device is full.
+    #[error("the server is overloaded, try again later: {reason}")]
+    Overloaded {
+        /// Which queue.
+        reason: String,
+    },
+    /// Shutting down.
+    #[error("the server is shutting down and takes no new requests")]
+    Draining,
+    /// The model is not there: loading, recovering or failed.
+    #[error("{reason}")]
+    Unavailable {
+        /// One line.
+        reason: String,
+        /// The engine's state, as a machine-readable code.
+        code: &'static str,
+    },
+    /// The request was given up by the server.
+    #[error("the request was aborted by the server before it was finished")]
+    Aborted,
+    /// The prefix cache can be flushed only while nothing runs.
+    #[error("requests are running, the cache was not flushed")]
+    CacheInUse,
+    /// The server's fault.
+    #[error("{reason}")]
+    Internal {
+        /// One line.
+        reason: String,
+        /// A machine-readable code.
+        code: Option<&'static str>,
+    },
+}
+
+fn context_message(limit: u32, prompt: usize, max_tokens: Option<u32>) -> String {
+    let head = format!("This model's maximum context length is {limit} tokens. However,");
+    match max_tokens {
+        Some(new) => format!(
+            "{head} you requested {} tokens ({prompt} in the prompt, {new} in the completion). \
+             Please reduce the length of the prompt or the completion.",
+            prompt as u64 + u64::from(new)
+        ),
+        None => format!(
+            "{head} your prompt has {prompt} tokens, which leaves no room for a completion. \
+             Please reduce the length of the prompt."
+        ),
+    }
+}
+
+impl ApiError {
+    /// A parameter with a value that cannot be.
+    pub fn invalid(param: impl Into<String>, reason: impl Into<String>) -> Self {
+        Self::Invalid { param: param.into(), reason: reason.into() }
+    }
+
+    /// A parameter that is known and not served.
+    pub fn unsupported(param: impl Into<String>) -> Self {
+        Self::Unsupported { param: param.into() }
+    }
+
+    /// HTTP status code.
+    pub fn status(&self) -> u16 {
+        match self {
+            Self::MalformedJson { .. }
+            | Self::InvalidUtf8 { .. }
+            | Self::BrokenBody { .. }
+            | Self::Invalid { .. }
+            | Self::Unsupported { .. }
+            | Self::ContextLength { .. }
+            | Self::CacheInUse => 400,
+            Self::Unauthorized => 401,
+            Self::UnknownModel { .. } | Self::UnknownRoute { .. } => 404,
+            Self::MethodNotAllowed { .. } => 405,
+            Self::BodyTimeout { .. } => 408,
+            Self::BodyTooLarge { .. } => 413,
+            Self::Overloaded { .. } => 429,
+            Self::Internal { .. } => 500,
+            Self::Draining | Self::Unavailable { .. } | Self::Aborted => 503,
+        }
+    }
+
+    /// Seconds after which a client may try again, for the `Retry-After` header.
+    pub fn retry_after(&self) -> Option<u32> {
+        match self {
+            Self::Overloaded { .. } | Self::Draining | Self::Unavailable { .. } => Some(1),
+            _ => None,
+        }
+    }
+
+    /// OpenAI's error type.
+    fn kind(&self) -> &'static str {
+        match self.status() {
+            401 => "authentication_error",
+            404 => "not_found_error",
+            429 => "rate_limit_error",
+            500 => "server_error",
+            503 => "service_unavailable_error",
+            _ => "invalid_request_error",
+        }
+    }
+
+    fn param(&self) -> Option<String> {
+        match self {
+            Self::Invalid { param, .. } | Self::Unsupported { param } => Some(param.clone()),
+            Self::ContextLength { param, .. } => Some((*param).to_owned()),
+            Self::UnknownModel { .. } => Some("model".to_owned()),
+            _ => None,
+        }
+    }
+
+    fn code(&self) -> Option<&'static str> {
+        match self {
+            Self::MalformedJson { .. } => Some("malformed_json"),
+            Self::InvalidUtf8 { .. } => Some("invalid_utf8"),
+            Self::BrokenBody { .. } => Some("broken_body"),
+            Self::Invalid { .. } => Some("invalid_value"),
+            Self::Unsupported { .. } => Some("unsupported_parameter"),
+            Self::ContextLength { .. } => Some("context_length_exceeded"),
+            Self::UnknownModel { .. } => Some("model_not_found"),
+            Self::Unauthorized => Some("invalid_api_key"),
+            Self::UnknownRoute { .. } => Some("unknown_url"),
+            Self::MethodNotAllowed { .. } => Some("method_not_allowed"),
+            Self::BodyTooLarge { .. } => Some("body_too_large"),
+            Self::BodyTimeout { .. } => Some("body_timeout"),
+            Self::Overloaded { .. } => Some("queue_full"),
+            Self::Draining => Some("draining"),
+            Self::Unavailable { code, .. } => Some(code),
+            Self::Aborted => Some("aborted"),
+            Self::CacheInUse => Some("cache_in_use"),
+            Self::Internal { code, .. } => *code,
+        }
+    }
+
+    /// What is sent.
+    pub fn body(&self) -> ErrorBody {
+        ErrorBody {
+            error: ErrorObject {
+                message: self.to_string(),
+                kind: self.kind().to_owned(),
+                param: self.param(),
+                code: self.code().map(str::to_owned),
+            },
+        }
+    }
+}
+
+/// An error as it is sent: also the payload of an error event in a stream.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct ErrorBody {
+    /// The error.
+    pub error: ErrorObject,
+}
+
+/// What went wrong.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct ErrorObject {
+    /// For people.
+    pub message: String,
+    /// OpenAI's class of the error, such as `invalid_request_error`.
+    #[serde(rename = "type")]
+    pub kind: String,
+    /// Path of the parameter at fault.
+    pub param: Option<String>,
+    /// For programs.
+    pub code: Option<String>,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn body_has_openai_shape() {
+        let body = serde_json::to_value(ApiError::unsupported("tools").body()).unwrap();
+        assert_eq!(
+            body,
+            serde_json::json!({"error": {
+                "message": "`tools` is not supported yet",
+                "type": "invalid_request_error",
+                "param": "tools",
+                "code": "unsupported_parameter",
+            }})
+        );
+    }
+
+    #[test]
+    fn context_length_names_the_numbers() {
+        let error = ApiError::ContextLength {
+            param: "messages",
+            limit: 100,
+            prompt: 90,
+            max_tokens: Some(u32::MAX),
+        };
+        let message = error.to_string();
+        assert!(message.starts_with("This model's maximum context length is 100 tokens. However,"));
+        assert!(
+            message.contains("4294967385 tokens (90 in the prompt, 4294967295 in the completion)")
+        );
+    }
+}

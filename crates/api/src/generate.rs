@@ -1,0 +1,494 @@
+//! `POST /generate`, SGLang's native dialect.
+
+use std::collections::HashMap;
+use std::fmt;
+use std::marker::PhantomData;
+
+use serde::de::value::MapAccessDeserializer;
+use serde::de::{Deserialize, Deserializer, MapAccess, SeqAccess, Visitor};
+use serde::ser::{Serialize, SerializeTuple, Serializer};
+use utoipa::ToSchema;
+
+use crate::error::ApiError;
+use crate::inert::Inert;
+use crate::prompt::{Prompt, Prompts, Strings};
+use crate::response::StopReason;
+use crate::sampling::{Fields, Generation, GenerationDefaults, Limits, check_logprobs};
+
+/// Tokens that this dialect generates where the client does not say.
+const DEFAULT_MAX_TOKENS: u32 = 128;
+
+/// A native generation request: one prompt, or a batch.
+#[derive(Debug, serde::Deserialize, ToSchema)]
+pub struct GenerateRequest {
+    /// A prompt or a list of prompts.
+    #[schema(value_type = Option<Object>)]
+    pub text: Option<Prompts>,
+    /// Instead of `text`: token ids or a list of lists of token ids.
+    #[schema(value_type = Option<Object>)]
+    pub input_ids: Option<Prompts>,
+    /// One for all prompts, or one a prompt.
+    #[schema(value_type = Option<GenerateSampling>)]
+    pub sampling_params: Option<OneOrMany<GenerateSampling>>,
+    /// Send the text so far as server-sent events.
+    pub stream: Option<bool>,
+    /// Return log-probabilities of the generated tokens.
+    pub return_logprob: Option<bool>,
+    /// Alternatives to return for each token, 0 to 20.
+    pub top_logprobs_num: Option<i32>,
+    /// Return the tokens' text with their log-probabilities.
+    pub return_text_in_logprobs: Option<bool>,
+    /// Position from which log-probabilities of the prompt are wanted; only -1 (none) is served.
+    pub logprob_start_len: Option<i32>,
+    /// Name of the request, or one a prompt; it comes back in `meta_info.id`.
+    #[schema(value_type = Option<Vec<String>>)]
+    pub rid: Option<Strings>,
+    /// Larger is sooner, under the priority policy.
+    pub priority: Option<i32>,
+    #[serde(default)]
+    #[schema(ignore)]
+    input_embeds: Inert,
+    #[serde(default)]
+    #[schema(ignore)]
+    image_data: Inert,
+    #[serde(default)]
+    #[schema(ignore)]
+    audio_data: Inert,
+    #[serde(default)]
+    #[schema(ignore)]
+    video_data: Inert,
+    #[serde(default)]
+    #[schema(ignore)]
+    lora_path: Inert,
+    #[serde(default)]
+    #[schema(ignore)]
+    session_params: Inert,
+    #[serde(default)]
+    #[schema(ignore)]
+    token_ids_logprob: Inert,
+    #[serde(default)]
+    #[schema(ignore)]
+    return_hidden_states: Inert,
+    #[serde(default)]
+    #[schema(ignore)]
+    custom_logit_processor: Inert,
+}
+
+/// Sampling parameters of the native dialect.
+#[derive(Debug, Clone, Default, serde::Deserialize, ToSchema)]
+pub struct GenerateSampling {
+    /// Most tokens to generate; 128 where absent.
+    pub max_new_tokens: Option<u32>,
+    /// Tokens to generate before a stop string or stop token counts.
+    pub min_new_tokens: Option<u32>,
+    /// Choices to generate for each prompt.
+    pub n: Option<u32>,
+    /// 0 is greedy.
+    pub temperature: Option<f32>,
+    /// Nucleus mass.
+    pub top_p: Option<f32>,
+    /// Number of candidates; -1 or 0 is off.
+    pub top_k: Option<i32>,
+    /// Share of the largest probability below which tokens are dropped.
+    pub min_p: Option<f32>,
+    /// Makes sampling repeatable; `seed` is accepted too.
+    #[serde(alias = "seed")]
+    pub sampling_seed: Option<i64>,
+    /// Subtracted from the logits of generated tokens.
+    pub presence_penalty: Option<f32>,
+    /// Subtracted from the logits of generated tokens, for each occurrence.
+    pub frequency_penalty: Option<f32>,
+    /// Divides (or multiplies) the logits of tokens seen before.
+    pub repetition_penalty: Option<f32>,
+    /// Added to the logits, by token id.
+    pub logit_bias: Option<HashMap<String, f32>>,
+    /// A string or a list of strings that end the text.
+    #[schema(value_type = Option<Vec<String>>)]
+    pub stop: Option<Strings>,
+    /// Token ids that end the text.
+    pub stop_token_ids: Option<Vec<i32>>,
+    /// Keep the stop string in the output.
+    pub no_stop_trim: Option<bool>,
+    /// Go on after an end-of-sequence token.
+    pub ignore_eos: Option<bool>,
+    /// Leave special tokens out of the text.
+    pub skip_special_tokens: Option<bool>,
+    /// Accepted; tokenizers with fast detokenisation put no such spaces.
+    pub spaces_between_special_tokens: Option<bool>,
+    #[serde(default)]
+    #[schema(ignore)]
+    json_schema: Inert,
+    #[serde(default)]
+    #[schema(ignore)]
+    regex: Inert,
+    #[serde(default)]
+    #[schema(ignore)]
+    ebnf: Inert,
+    #[serde(default)]
+    #[schema(ignore)]
+    structural_tag: Inert,
+    #[serde(default)]
+    #[schema(ignore)]
+    stop_regex: Inert,
+    #[serde(default)]
+    #[schema(ignore)]
+    custom_params: Inert,
+}
+
+/// An object, or a list of them.
+#[derive(Debug, Clone, PartialEq)]
+pub enum OneOrMany<T> {
+    /// An object.
+    One(T),
+    /// A list.
+    Many(Vec<T>),
+}
+
+impl<'de, T: Deserialize<'de>> Deserialize<'de> for OneOrMany<T> {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct OneOrManyVisitor<T>(PhantomData<T>);
+        impl<'de, T: Deserialize<'de>> Visitor<'de> for OneOrManyVisitor<T> {
+            type Value = OneOrMany<T>;
+
+            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str("an object or a list of objects")
+            }
+            fn visit_map<A: MapAccess<'de>>(self, map: A) -> Result<Self::Value, A::Error> {
+                T::deserialize(MapAccessDeserializer::new(map)).map(OneOrMany::One)
+            }
+            fn visit_seq<A: SeqAccess<'de>>(self, mut seq: A) -> Result<Self::Value, A::Error> {
+                let mut many = Vec::new();
+                while let Some(one) = seq.next_element()? {
+                    many.push(one);
+                }
+                Ok(OneOrMany::Many(many))
+            }
+        }
+        deserializer.deserialize_any(OneOrManyVisitor(PhantomData))
+    }
+}
+
+/// One prompt of a native request.
+#[derive(Debug)]
+pub struct GenerateItem {
+    /// The prompt.
+    pub prompt: Prompt,
+    /// The client's name for it.
+    pub rid: Option<String>,
+    /// Everything else.
+    pub generation: Generation,
+}
+
+/// A native request without anything left to check but the prompts' lengths.
+#[derive(Debug)]
+pub struct ValidGenerate {
+    /// At least one.
+    pub items: Vec<GenerateItem>,
+    /// The response is a list.
+    pub batch: bool,
+    /// Server-sent events.
+    pub stream: bool,
+    /// The tokens' text goes with their log-probabilities.
+    pub text_in_logprobs: bool,
+}
+
+impl GenerateRequest {
+    /// The parameter that carries the prompts.
+    pub fn prompt_param(&self) -> &'static str {
+        if self.input_ids.is_some() { "input_ids" } else { "text" }
+    }
+
+    /// Checks everything that can be checked before the prompts are tokenised.
+    ///
+    /// # Errors
+    /// The first parameter that is out of range or not served.
+    pub fn validate(
+        self,
+        defaults: &GenerationDefaults,
+        limits: Limits,
+    ) -> Result<ValidGenerate, ApiError> {
+        for (param, inert) in [
+            ("input_embeds", self.input_embeds),
+            ("image_data", self.image_data),
+            ("audio_data", self.audio_data),
+            ("video_data", self.video_data),
+            ("lora_path", self.lora_path),
+            ("session_params", self.session_params),
+            ("token_ids_logprob", self.token_ids_logprob),
+            ("return_hidden_states", self.return_hidden_states),
+            ("custom_logit_processor", self.custom_logit_processor),
+        ] {
+            inert.refuse(param)?;
+        }
+        if self.logprob_start_len.is_some_and(|start| start != -1) {
+            return Err(ApiError::unsupported("logprob_start_len"));
+        }
+        let param = self.prompt_param();
+        let prompts = match (self.text, self.input_ids) {
+            (Some(text @ (Prompts::Text(_) | Prompts::Texts(_))), None) => text,
+            (None, Some(ids @ (Prompts::Tokens(_) | Prompts::TokenLists(_)))) => ids,
+            (Some(_), None) => {
+                return Err(ApiError::invalid("text", "`text`: expected a string or strings"));
+            }
+            (None, Some(_)) => {
+                return Err(ApiError::invalid("input_ids", "`input_ids`: expected token ids"));
+            }
+            (None, None) | (Some(_), Some(_)) => {
+                return Err(ApiError::invalid(
+                    "text",
+                    "exactly one of `text` and `input_ids` is needed",
+                ));
+            }
+        };
+        let many = prompts.is_many();
+        let prompts = prompts.validate(param, limits.vocab_size)?;
+        let count = prompts.len();
+        let one_each = |param: &str, length: usize| {
+            let reason = format!("`{param}`: {length} entries for {count} prompts");
+            if length == count { Ok(()) } else { Err(ApiError::invalid(param, reason)) }
+        };
+        let logprobs = if self.return_logprob.unwrap_or(false) {
+            Some(check_logprobs("top_logprobs_num", self.top_logprobs_num.unwrap_or(0))?)
+        } else {
+            None
+        };
+        let generations = match self.sampling_params {
+            None => {
+                let params = GenerateSampling::default();
+                vec![params.validate(logprobs, self.priority, defaults, limits)?; count]
+            }
+            Some(OneOrMany::One(params)) => {
+                vec![params.validate(logprobs, self.priority, defaults, limits)?; count]
+            }
+            Some(OneOrMany::Many(list)) => {
+                one_each("sampling_params", list.len())?;
+                let validate =
+                    |p: GenerateSampling| p.validate(logprobs, self.priority, defaults, limits);
+                list.into_iter().map(validate).collect::<Result<_, _>>()?
+            }
+        };
+        let rids: Vec<Option<String>> = match self.rid {
+            None => vec![None; count],
+            Some(Strings(rids)) => {
+                one_each("rid", rids.len())?;
+                rids.into_iter().map(Some).collect()
+            }
+        };
+        let batch = many || generations.iter().any(|generation| generation.n > 1);
+        let items = prompts
+            .into_iter()
+            .zip(rids)
+            .zip(generations)
+            .map(|((prompt, rid), generation)| GenerateItem { prompt, rid, generation })
+            .collect();
+        Ok(ValidGenerate {
+            items,
+            batch,
+            stream: self.stream.unwrap_or(false),
+            text_in_logprobs: self.return_text_in_logprobs.unwrap_or(false),
+        })
+    }
+}
+
+impl GenerateSampling {
+    fn validate(
+        self,
+        logprobs: Option<u8>,
+        priority: Option<i32>,
+        defaults: &GenerationDefaults,
+        limits: Limits,
+    ) -> Result<Generation, ApiError> {
+        for (param, inert) in [
+            ("sampling_params.json_schema", self.json_schema),
+            ("sampling_params.regex", self.regex),
+            ("sampling_params.ebnf", self.ebnf),
+            ("sampling_params.structural_tag", self.structural_tag),
+            ("sampling_params.stop_regex", self.stop_regex),
+            ("sampling_params.custom_params", self.custom_params),
+        ] {
+            inert.refuse(param)?;
+        }
+        let fields = Fields {
+            prefix: "sampling_params.",
+            max_tokens_name: "max_new_tokens",
+            max_tokens: self.max_new_tokens,
+            default_max_tokens: Some(DEFAULT_MAX_TOKENS),
+            min_tokens: self.min_new_tokens,
+            n: self.n,
+            temperature: self.temperature,
+            top_p: self.top_p,
+            top_k: self.top_k,
+            min_p: self.min_p,
+            seed: self.sampling_seed,
+            presence_penalty: self.presence_penalty,
+            frequency_penalty: self.frequency_penalty,
+            repetition_penalty: self.repetition_penalty,
+            logit_bias: self.logit_bias,
+            stop: self.stop,
+            include_stop_str_in_output: self.no_stop_trim,
+            stop_token_ids: self.stop_token_ids,
+            ignore_eos: self.ignore_eos,
+            skip_special_tokens: self.skip_special_tokens,
+            priority,
+            logprobs,
+        };
+        fields.validate(defaults, limits)
+    }
+}
+
+/// What a native request is answered with, also as a chunk of a stream.
+#[derive(Debug, serde::Serialize, ToSchema)]
+pub struct GenerateOutput {
+    /// Number of the prompt and choice in the batch; only in the chunks of a batch.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub index: Option<u32>,
+    /// All of the text so far.
+    pub text: String,
+    /// All of the generated tokens so far.
+    pub output_ids: Vec<i32>,
+    /// About the request.
+    pub meta_info: GenerateMeta,
+}
+
+/// About a native request.
+#[derive(Debug, serde::Serialize, ToSchema)]
+pub struct GenerateMeta {
+    /// The client's `rid`, or one made up.
+    pub id: String,
+    /// Why it ended; null before the end.
+    pub finish_reason: Option<GenerateFinish>,
+    /// Tokens of the prompt.
+    pub prompt_tokens: u32,
+    /// Tokens generated so far.
+    pub completion_tokens: u32,
+    /// Prompt tokens found in the prefix cache.
+    pub cached_tokens: u32,
+    /// Seconds since the request arrived.
+    pub e2e_latency: f64,
+    /// One (log-probability, id, text) a generated token.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    #[schema(value_type = Option<Vec<Object>>)]
+    pub output_token_logprobs: Option<Vec<LogprobTriple>>,
+    /// The most likely tokens for each generated one.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    #[schema(value_type = Option<Vec<Object>>)]
+    pub output_top_logprobs: Option<Vec<Vec<LogprobTriple>>>,
+}
+
+/// Why a native request ended.
+#[derive(Debug, Clone, PartialEq, Eq, serde::Serialize, ToSchema)]
+#[serde(tag = "type", rename_all = "lowercase")]
+pub enum GenerateFinish {
+    /// A stop string or stop token.
+    Stop {
+        /// Which.
+        matched: StopReason,
+    },
+    /// As many tokens as asked for.
+    Length {
+        /// How many.
+        length: u32,
+    },
+}
+
+/// A token as the native dialect writes it: `[log-probability, id, text or null]`.
+#[derive(Debug, Clone, PartialEq)]
+pub struct LogprobTriple {
+    /// Natural log-probability.
+    pub logprob: f32,
+    /// Token id.
+    pub id: i32,
+    /// The token's text, where asked for.
+    pub text: Option<String>,
+}
+
+impl Serialize for LogprobTriple {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        let mut tuple = serializer.serialize_tuple(3)?;
+        tuple.serialize_element(&self.logprob)?;
+        tuple.serialize_element(&self.id)?;
+        tuple.serialize_element(&self.text)?;
+        tuple.end()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::{Value, json};
+
+    use super::*;
+    use crate::sampling::MaxTokens;
+
+    fn validate(body: Value) -> Result<ValidGenerate, ApiError> {
+        let request: GenerateRequest = crate::parse(body.to_string().as_bytes())?;
+        request.validate(
+            &GenerationDefaults::default(),
+            Limits { context_length: 100, vocab_size: 1000 },
+        )
+    }
+
+    #[test]
+    fn single_and_batch() {
+        let one = validate(json!({"text": "a"})).unwrap();
+        assert!(!one.batch && !one.stream);
+        assert_eq!(one.items[0].generation.max_tokens, MaxTokens::AtMost(128));
+
+        let two = validate(json!({
+            "input_ids": [[1], [2, 3]],
+            "sampling_params": [{"max_new_tokens": 4}, {"seed": 9, "no_stop_trim": true}],
+            "rid": ["x", "y"],
+            "return_logprob": true,
+            "top_logprobs_num": 3,
+        }))
+        .unwrap();
+        assert!(two.batch);
+        assert_eq!(two.items[0].generation.max_tokens, MaxTokens::Exactly(4));
+        assert_eq!(two.items[1].generation.seed, Some(9));
+        assert_eq!(two.items[1].generation.sampling.logprobs, Some(3));
+        assert_eq!(two.items[1].prompt, Prompt::Tokens(vec![2, 3]));
+        assert_eq!(two.items[1].rid.as_deref(), Some("y"));
+
+        let choices = validate(json!({"text": "a", "sampling_params": {"n": 2}})).unwrap();
+        assert!(choices.batch);
+    }
+
+    #[test]
+    fn errors_name_the_parameter() {
+        let cases = [
+            (json!({}), "text"),
+            (json!({"text": "a", "input_ids": [1]}), "text"),
+            (json!({"text": [1]}), "text"),
+            (json!({"input_ids": "a"}), "input_ids"),
+            (json!({"input_ids": [1, 1000]}), "input_ids[1]"),
+            (json!({"text": "a", "rid": ["x", "y"]}), "rid"),
+            (json!({"text": ["a", "b"], "sampling_params": [{}]}), "sampling_params"),
+            (json!({"text": "a", "sampling_params": {"top_p": 2}}), "sampling_params.top_p"),
+            (json!({"text": "a", "sampling_params": {"top_p": "x"}}), "sampling_params.top_p"),
+            (
+                json!({"text": ["a"], "sampling_params": [{"max_new_tokens": "x"}]}),
+                "sampling_params[0].max_new_tokens",
+            ),
+            (
+                json!({"text": "a", "sampling_params": {"max_new_tokens": 0}}),
+                "sampling_params.max_new_tokens",
+            ),
+            (json!({"text": "a", "sampling_params": {"regex": "a"}}), "sampling_params.regex"),
+            (json!({"text": "a", "image_data": "x"}), "image_data"),
+            (json!({"text": "a", "logprob_start_len": 0}), "logprob_start_len"),
+        ];
+        for (case, expected) in cases {
+            let error = validate(case.clone()).unwrap_err();
+            assert_eq!(error.body().error.param.as_deref(), Some(expected), "{case}");
+        }
+    }
+
+    #[test]
+    fn output_shapes() {
+        let finish = GenerateFinish::Stop { matched: StopReason::Token(2) };
+        assert_eq!(serde_json::to_value(finish).unwrap(), json!({"type": "stop", "matched": 2}));
+        let finish = GenerateFinish::Length { length: 5 };
+        assert_eq!(serde_json::to_value(finish).unwrap(), json!({"type": "length", "length": 5}));
+        let triple = LogprobTriple { logprob: -0.5, id: 7, text: None };
+        assert_eq!(serde_json::to_value(triple).unwrap(), json!([-0.5, 7, null]));
+    }
+}

@@ -1,0 +1,253 @@
+//! Responses of OpenAI's dialects, whole and as chunks of a stream.
+
+use serde::Serialize;
+use serde_json::{Map, Value};
+use utoipa::ToSchema;
+
+/// Tokens that a request took.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, ToSchema)]
+pub struct Usage {
+    /// Tokens of the prompts, each counted once.
+    pub prompt_tokens: u32,
+    /// Both together.
+    pub total_tokens: u32,
+    /// Tokens generated in all choices, an end-of-sequence token included.
+    pub completion_tokens: u32,
+    /// Details of `prompt_tokens`.
+    pub prompt_tokens_details: PromptTokensDetails,
+}
+
+/// Details of a prompt's tokens.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, ToSchema)]
+pub struct PromptTokensDetails {
+    /// Found in the prefix cache.
+    pub cached_tokens: u32,
+}
+
+impl Usage {
+    /// Puts the numbers together.
+    pub fn new(prompt_tokens: u32, completion_tokens: u32, cached_tokens: u32) -> Self {
+        Self {
+            prompt_tokens,
+            total_tokens: prompt_tokens.saturating_add(completion_tokens),
+            completion_tokens,
+            prompt_tokens_details: PromptTokensDetails { cached_tokens },
+        }
+    }
+}
+
+/// The stop string or stop token that ended a choice.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, ToSchema)]
+#[serde(untagged)]
+pub enum StopReason {
+    /// A token id.
+    Token(i32),
+    /// A stop string.
+    Text(String),
+}
+
+/// A chat completion.
+#[derive(Debug, Serialize, ToSchema)]
+pub struct ChatCompletion {
+    /// `chatcmpl-` and a random number.
+    pub id: String,
+    /// `chat.completion`.
+    pub object: &'static str,
+    /// Seconds since 1970.
+    pub created: u64,
+    /// Name of the model.
+    pub model: String,
+    /// The choices.
+    pub choices: Vec<ChatChoice>,
+    /// Tokens it took.
+    pub usage: Usage,
+}
+
+/// A choice of a chat completion.
+#[derive(Debug, Serialize, ToSchema)]
+pub struct ChatChoice {
+    /// Number of the choice.
+    pub index: u32,
+    /// What the model said.
+    pub message: ResponseMessage,
+    /// Log-probabilities, where asked for.
+    pub logprobs: Option<ChatLogprobs>,
+    /// `stop` or `length`.
+    pub finish_reason: &'static str,
+    /// The stop string or stop token; null for end-of-sequence.
+    pub stop_reason: Option<StopReason>,
+}
+
+/// What the model said.
+#[derive(Debug, Serialize, ToSchema)]
+pub struct ResponseMessage {
+    /// `assistant`.
+    pub role: &'static str,
+    /// The text.
+    pub content: String,
+    /// Always null.
+    pub refusal: Option<String>,
+}
+
+/// A choice in a chunk of a chat completion's stream.
+#[derive(Debug, Serialize, ToSchema)]
+pub struct ChatChunkChoice<'a> {
+    /// Number of the choice.
+    pub index: u32,
+    /// What is new.
+    pub delta: ChatDelta<'a>,
+    /// Log-probabilities of the new tokens, where asked for.
+    pub logprobs: Option<ChatLogprobs>,
+    /// `stop` or `length` in the choice's last chunk.
+    pub finish_reason: Option<&'static str>,
+    /// The stop string or stop token; null for end-of-sequence.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub stop_reason: Option<StopReason>,
+}
+
+/// What is new in a choice.
+#[derive(Debug, Clone, Copy, Default, Serialize, ToSchema)]
+pub struct ChatDelta<'a> {
+    /// `assistant`, in the first chunk.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub role: Option<&'a str>,
+    /// New text.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub content: Option<&'a str>,
+}
+
+/// Log-probabilities of a choice.
+#[derive(Debug, Clone, PartialEq, Serialize, ToSchema)]
+pub struct ChatLogprobs {
+    /// One a token.
+    pub content: Vec<ChatTokenLogprob>,
+}
+
+/// Log-probability of a token.
+#[derive(Debug, Clone, PartialEq, Serialize, ToSchema)]
+pub struct ChatTokenLogprob {
+    /// The token's text; U+FFFD where it is part of a character.
+    pub token: String,
+    /// Natural logarithm.
+    pub logprob: f32,
+    /// The token's bytes.
+    pub bytes: Vec<u8>,
+    /// The most likely tokens, descending.
+    pub top_logprobs: Vec<ChatTopLogprob>,
+}
+
+/// Log-probability of an alternative.
+#[derive(Debug, Clone, PartialEq, Serialize, ToSchema)]
+pub struct ChatTopLogprob {
+    /// The token's text.
+    pub token: String,
+    /// Natural logarithm.
+    pub logprob: f32,
+    /// The token's bytes.
+    pub bytes: Vec<u8>,
+}
+
+/// A completion, also a chunk of its stream.
+#[derive(Debug, Serialize, ToSchema)]
+pub struct Completion {
+    /// `cmpl-` and a random number.
+    pub id: String,
+    /// `text_completion`.
+    pub object: &'static str,
+    /// Seconds since 1970.
+    pub created: u64,
+    /// Name of the model.
+    pub model: String,
+    /// The choices: those of the first prompt, then those of the second...
+    pub choices: Vec<CompletionChoice>,
+    /// Tokens it took.
+    pub usage: Usage,
+}
+
+/// A choice of a completion.
+#[derive(Debug, Serialize, ToSchema)]
+pub struct CompletionChoice {
+    /// Number of the choice over all prompts.
+    pub index: u32,
+    /// The text; in a stream, what is new.
+    pub text: String,
+    /// Log-probabilities, where asked for.
+    pub logprobs: Option<CompletionLogprobs>,
+    /// `stop` or `length`, at the end.
+    pub finish_reason: Option<&'static str>,
+    /// The stop string or stop token; null for end-of-sequence.
+    pub stop_reason: Option<StopReason>,
+}
+
+/// Log-probabilities in the legacy shape: four lists with one entry a token.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, ToSchema)]
+pub struct CompletionLogprobs {
+    /// Where the token's text starts, in characters.
+    pub text_offset: Vec<u32>,
+    /// Natural logarithms.
+    pub token_logprobs: Vec<f32>,
+    /// The tokens' text.
+    pub tokens: Vec<String>,
+    /// The most likely tokens by their text; the sampled one is always among them.
+    #[schema(value_type = Vec<Object>)]
+    pub top_logprobs: Vec<Map<String, Value>>,
+}
+
+/// The served models.
+#[derive(Debug, Serialize, ToSchema)]
+pub struct ModelList {
+    /// `list`.
+    pub object: &'static str,
+    /// One a served name.
+    pub data: Vec<ModelCard>,
+}
+
+/// A served model.
+#[derive(Debug, Clone, Serialize, ToSchema)]
+pub struct ModelCard {
+    /// The name that requests use.
+    pub id: String,
+    /// `model`.
+    pub object: &'static str,
+    /// When the server started, in seconds since 1970.
+    pub created: u64,
+    /// `forebay`.
+    pub owned_by: &'static str,
+    /// What was loaded.
+    pub root: String,
+    /// Positions a request may use; null until the model is loaded.
+    pub max_model_len: Option<u32>,
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    #[test]
+    fn a_chunk_says_only_what_is_new() {
+        let chunk = ChatChunkChoice {
+            index: 0,
+            delta: ChatDelta { content: Some("a"), ..ChatDelta::default() },
+            logprobs: None,
+            finish_reason: None,
+            stop_reason: None,
+        };
+        assert_eq!(
+            serde_json::to_value(chunk).unwrap(),
+            json!({"index": 0, "delta": {"content": "a"}, "logprobs": null, "finish_reason": null})
+        );
+        assert_eq!(serde_json::to_value(StopReason::Text("x".into())).unwrap(), json!("x"));
+    }
+
+    #[test]
+    fn usage_adds_up() {
+        let usage = serde_json::to_value(Usage::new(3, 4, 2)).unwrap();
+        assert_eq!(
+            usage,
+            json!({"prompt_tokens": 3, "total_tokens": 7, "completion_tokens": 4,
+                   "prompt_tokens_details": {"cached_tokens": 2}})
+        );
+    }
+}

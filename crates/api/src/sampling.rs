@@ -1,0 +1,626 @@
+//! Parameters that all dialects share, and their validation.
+
+use std::collections::HashMap;
+
+use forebay_protocol::SamplingParams;
+use serde::Deserialize;
+use utoipa::ToSchema;
+
+use crate::error::ApiError;
+use crate::prompt::{Strings, in_vocabulary};
+
+/// Most stop strings a request may have.
+const MAX_STOPS: usize = 16;
+/// Most choices a prompt may have.
+const MAX_CHOICES: u32 = 128;
+/// Most alternatives a token's log-probabilities may have.
+const MAX_LOGPROBS: u8 = 20;
+
+/// What the model's `generation_config.json` sets where the client does not.
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
+pub struct GenerationDefaults {
+    /// As the parameter of this name.
+    pub temperature: Option<f32>,
+    /// As the parameter of this name.
+    pub top_p: Option<f32>,
+    /// As the parameter of this name.
+    pub top_k: Option<i32>,
+    /// As the parameter of this name.
+    pub min_p: Option<f32>,
+    /// As the parameter of this name.
+    pub repetition_penalty: Option<f32>,
+}
+
+/// What requests are checked against.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Limits {
+    /// Positions a request may use, prompt and generated tokens together.
+    pub context_length: u32,
+    /// Token ids are below this.
+    pub vocab_size: u32,
+}
+
+/// How many tokens to generate.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum MaxTokens {
+    /// As the client said: an error where it does not fit.
+    Exactly(u32),
+    /// A default: fewer where it does not fit.
+    AtMost(u32),
+    /// The rest of the context.
+    Rest,
+}
+
+/// A stream was asked for, with these options.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Streaming {
+    /// A last chunk with the usage.
+    pub include_usage: bool,
+    /// The usage so far in every chunk.
+    pub continuous_usage: bool,
+}
+
+/// A validated request but for its prompt.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Generation {
+    /// How tokens are sampled; the seed is set by [`Generation::params`].
+    pub sampling: SamplingParams,
+    /// The client's seed.
+    pub seed: Option<u64>,
+    /// Choices a prompt.
+    pub n: u32,
+    /// How many tokens to generate.
+    pub max_tokens: MaxTokens,
+    /// Strings that end the text; none is empty.
+    pub stop: Vec<String>,
+    /// Whether the stop string, or the text of the stop token, belongs to the output.
+    pub include_stop: bool,
+    /// Token ids that end the text, beside end-of-sequence.
+    pub stop_token_ids: Vec<i32>,
+    /// End-of-sequence tokens are tokens like others.
+    pub ignore_eos: bool,
+    /// Special tokens leave no text.
+    pub skip_special_tokens: bool,
+    /// Larger is sooner, under the priority policy.
+    pub priority: i32,
+}
+
+impl Generation {
+    /// Tokens to generate after a prompt of `prompt` tokens that came in `param`.
+    ///
+    /// # Errors
+    /// The prompt is empty, or it does not fit the context together with what is to be generated.
+    pub fn room(
+        &self,
+        prompt: usize,
+        limits: Limits,
+        param: &'static str,
+    ) -> Result<u32, ApiError> {
+        if prompt == 0 {
+            return Err(ApiError::invalid(param, format!("`{param}`: the prompt has no tokens")));
+        }
+        let limit = limits.context_length;
+        let error = |max_tokens| ApiError::ContextLength { param, limit, prompt, max_tokens };
+        let used = u32::try_from(prompt).unwrap_or(u32::MAX);
+        let room = limit.saturating_sub(used);
+        match self.max_tokens {
+            MaxTokens::Exactly(wanted) if wanted > room => Err(error(Some(wanted))),
+            _ if room == 0 => Err(error(None)),
+            MaxTokens::Exactly(wanted) => Ok(wanted),
+            MaxTokens::AtMost(wanted) => Ok(wanted.min(room)),
+            MaxTokens::Rest => Ok(room),
+        }
+    }
+
+    /// Sampling parameters of one choice, `seed` being the request's.
+    pub fn params(&self, seed: u64, choice: u32) -> SamplingParams {
+        SamplingParams { seed: choice_seed(seed, choice), ..self.sampling.clone() }
+    }
+
+    /// Ids that end the request in the engine.
+    pub fn stop_ids(&self, eos: &[i32]) -> Vec<i32> {
+        let eos = if self.ignore_eos { &[] } else { eos };
+        let mut ids = eos.to_vec();
+        for id in &self.stop_token_ids {
+            if !ids.contains(id) {
+                ids.push(*id);
+            }
+        }
+        ids
+    }
+}
+
+/// Seed of choice `choice` of a request with `seed`: choice 0 samples as a request with one choice would.
+pub fn choice_seed(seed: u64, choice: u32) -> u64 {
+    if choice == 0 {
+        return seed;
+    }
+    // The finaliser of splitmix64 (Steele, Lea, Flood 2014), so that neighbouring choices share nothing.
+    let z = seed ^ u64::from(choice).wrapping_mul(0x9E37_79B9_7F4A_7C15);
+    let z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
+    let z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
+    z ^ (z >> 31)
+}
+
+/// Shared parameters as the client gave them.
+#[derive(Debug, Default)]
+pub(crate) struct Fields {
+    /// Path of the object they came in, with its dot.
+    pub(crate) prefix: &'static str,
+    /// What the dialect calls the number of tokens.
+    pub(crate) max_tokens_name: &'static str,
+    pub(crate) max_tokens: Option<u32>,
+    pub(crate) default_max_tokens: Option<u32>,
+    pub(crate) min_tokens: Option<u32>,
+    pub(crate) n: Option<u32>,
+    pub(crate) temperature: Option<f32>,
+    pub(crate) top_p: Option<f32>,
+    pub(crate) top_k: Option<i32>,
+    pub(crate) min_p: Option<f32>,
+    pub(crate) seed: Option<i64>,
+    pub(crate) presence_penalty: Option<f32>,
+    pub(crate) frequency_penalty: Option<f32>,
+    pub(crate) repetition_penalty: Option<f32>,
+    pub(crate) logit_bias: Option<HashMap<String, f32>>,
+    pub(crate) stop: Option<Strings>,
+    pub(crate) include_stop_str_in_output: Option<bool>,
+    pub(crate) stop_token_ids: Option<Vec<i32>>,
+    pub(crate) ignore_eos: Option<bool>,
+    pub(crate) skip_special_tokens: Option<bool>,
+    pub(crate) priority: Option<i32>,
+    /// Already checked by [`check_logprobs`].
+    pub(crate) logprobs: Option<u8>,
+}
+
+impl Fields {
+    /// Checks everything; `defaults` fill what is absent.
+    pub(crate) fn validate(
+        self,
+        defaults: &GenerationDefaults,
+        limits: Limits,
+    ) -> Result<Generation, ApiError> {
+        let prefix = self.prefix;
+        let number =
+            |name: &str, value: Option<f32>, fine: fn(f32) -> bool, range: &str| match value {
+                Some(value) if !(value.is_finite() && fine(value)) => {
+                    Err(out_of_range(&format!("{prefix}{name}"), format!("{value} is not {range}")))
+                }
+                _ => Ok(()),
+            };
+        number("temperature", self.temperature, |v| v >= 0.0, "zero or more")?;
+        number("top_p", self.top_p, |v| v > 0.0 && v <= 1.0, "above 0 and at most 1")?;
+        number("min_p", self.min_p, |v| (0.0..=1.0).contains(&v), "between 0 and 1")?;
+        for (name, value) in [
+            ("presence_penalty", self.presence_penalty),
+            ("frequency_penalty", self.frequency_penalty),
+        ] {
+            number(name, value, |v| (-2.0..=2.0).contains(&v), "between -2 and 2")?;
+        }
+        number("repetition_penalty", self.repetition_penalty, |v| v > 0.0, "above 0")?;
+        let top_k = self.top_k.or(defaults.top_k).unwrap_or(0);
+        if top_k < -1 {
+            let reason = format!("{top_k} is neither -1 or 0 (off) nor at least 1");
+            return Err(out_of_range(&format!("{prefix}top_k"), reason));
+        }
+        let n = self.n.unwrap_or(1);
+        if !(1..=MAX_CHOICES).contains(&n) {
+            let reason = format!("{n} is not between 1 and {MAX_CHOICES}");
+            return Err(out_of_range(&format!("{prefix}n"), reason));
+        }
+        let max_tokens = match (self.max_tokens, self.default_max_tokens) {
+            (Some(0), _) => {
+                let param = format!("{prefix}{}", self.max_tokens_name);
+                return Err(out_of_range(&param, "must be at least 1".to_owned()));
+            }
+            (Some(wanted), _) => MaxTokens::Exactly(wanted),
+            (None, Some(default)) => MaxTokens::AtMost(default),
+            (None, None) => MaxTokens::Rest,
+        };
+        let min_tokens = self.min_tokens.unwrap_or(0);
+        if let MaxTokens::Exactly(most) | MaxTokens::AtMost(most) = max_tokens
+            && min_tokens > most
+        {
+            let reason = format!("{min_tokens} is more than the {most} tokens to generate");
+            return Err(out_of_range(&format!("{prefix}min_tokens"), reason));
+        }
+        let stop = self.stop.unwrap_or_default().0;
+        if stop.len() > MAX_STOPS {
+            let reason = format!("{} strings are more than {MAX_STOPS}", stop.len());
+            return Err(out_of_range(&format!("{prefix}stop"), reason));
+        }
+        if let Some(index) = stop.iter().position(String::is_empty) {
+            let param = format!("{prefix}stop[{index}]");
+            return Err(out_of_range(&param, "must not be empty".to_owned()));
+        }
+        let stop_token_ids = self.stop_token_ids.unwrap_or_default();
+        for (index, &id) in stop_token_ids.iter().enumerate() {
+            if !in_vocabulary(id, limits.vocab_size) {
+                let param = format!("{prefix}stop_token_ids[{index}]");
+                let reason = format!("token id {id} is not below {}", limits.vocab_size);
+                return Err(out_of_range(&param, reason));
+            }
+        }
+        let logit_bias = biases(prefix, self.logit_bias.unwrap_or_default(), limits)?;
+        let sampling = SamplingParams {
+            temperature: self.temperature.or(defaults.temperature).unwrap_or(1.0),
+            top_p: self.top_p.or(defaults.top_p).unwrap_or(1.0),
+            top_k: top_k.max(0),
+            min_p: self.min_p.or(defaults.min_p).unwrap_or(0.0),
+            repetition_penalty: self
+                .repetition_penalty
+                .or(defaults.repetition_penalty)
+                .unwrap_or(1.0),
+            presence_penalty: self.presence_penalty.unwrap_or(0.0),
+            frequency_penalty: self.frequency_penalty.unwrap_or(0.0),
+            seed: 0,
+            min_tokens,
+            logprobs: self.logprobs,
+            logit_bias,
+        };
+        Ok(Generation {
+            sampling,
+            seed: self.seed.map(i64::cast_unsigned),
+            n,
+            max_tokens,
+            stop,
+            include_stop: self.include_stop_str_in_output.unwrap_or(false),
+            stop_token_ids,
+            ignore_eos: self.ignore_eos.unwrap_or(false),
+            skip_special_tokens: self.skip_special_tokens.unwrap_or(true),
+            priority: self.priority.unwrap_or(0),
+        })
+    }
+}
+
+fn out_of_range(param: &str, reason: String) -> ApiError {
+    ApiError::invalid(param, format!("`{param}`: {reason}"))
+}
+
+/// Biases in the order of their ids, so that equal requests give equal plans.
+fn biases(
+    prefix: &str,
+    given: HashMap<String, f32>,
+    limits: Limits,
+) -> Result<Vec<(i32, f32)>, ApiError> {
+    let mut biases = Vec::with_capacity(given.len());
+    for (key, bias) in given {
+        let param = || format!("{prefix}logit_bias.{key}");
+        let id = key.parse().ok().filter(|&id| in_vocabulary(id, limits.vocab_size));
+        let Some(id) = id else {
+            let reason = format!("the key is not a token id below {}", limits.vocab_size);
+            return Err(out_of_range(&param(), reason));
+        };
+        if !(-100.0..=100.0).contains(&bias) {
+            return Err(out_of_range(&param(), format!("{bias} is not between -100 and 100")));
+        }
+        biases.push((id, bias));
+    }
+    biases.sort_by_key(|&(id, _)| id);
+    Ok(biases)
+}
+
+/// Checks a number of alternatives.
+pub(crate) fn check_logprobs(param: &str, count: i32) -> Result<u8, ApiError> {
+    u8::try_from(count)
+        .ok()
+        .filter(|&count| count <= MAX_LOGPROBS)
+        .ok_or_else(|| out_of_range(param, format!("{count} is not between 0 and {MAX_LOGPROBS}")))
+}
+
+/// The `response_format` parameter; only `{"type": "text"}` is served.
+#[derive(Debug, Clone, Deserialize, ToSchema)]
+pub struct ResponseFormat {
+    /// `text`.
+    #[serde(rename = "type")]
+    pub kind: String,
+}
+
+impl ResponseFormat {
+    pub(crate) fn check(format: Option<&Self>) -> Result<(), ApiError> {
+        match format {
+            Some(format) if format.kind != "text" => Err(ApiError::unsupported("response_format")),
+            _ => Ok(()),
+        }
+    }
+}
+
+/// The `stream_options` parameter.
+#[derive(Debug, Clone, Copy, Default, Deserialize, ToSchema)]
+pub struct StreamOptions {
+    /// Send a last chunk with the usage.
+    pub include_usage: Option<bool>,
+    /// Send the usage so far in every chunk.
+    pub continuous_usage_stats: Option<bool>,
+}
+
+impl StreamOptions {
+    /// `None`: no stream.
+    pub(crate) fn check(
+        stream: Option<bool>,
+        options: Option<Self>,
+    ) -> Result<Option<Streaming>, ApiError> {
+        match (stream.unwrap_or(false), options) {
+            (false, Some(_)) => Err(ApiError::invalid(
+                "stream_options",
+                "`stream_options` is only allowed when `stream` is true",
+            )),
+            (false, None) => Ok(None),
+            (true, options) => {
+                let options = options.unwrap_or_default();
+                let include_usage = options.include_usage.unwrap_or(false);
+                let continuous = options.continuous_usage_stats.unwrap_or(false);
+                Ok(Some(Streaming { include_usage, continuous_usage: include_usage && continuous }))
+            }
+        }
+    }
+}
+
+/// Declares a request type of OpenAI's dialect: its own fields and the shared ones.
+///
+/// `#[serde(flatten)]` would do it in fewer lines, but errors lose the path of the field at fault, and every value is buffered.
+macro_rules! openai_request {
+    ($(#[$meta:meta])* pub struct $name:ident { $($own:tt)* }) => {
+        $(#[$meta])*
+        #[derive(Debug, serde::Deserialize, utoipa::ToSchema)]
+        pub struct $name {
+            $($own)*
+            /// Name of the model; the served one where absent.
+            pub model: Option<String>,
+            /// Most tokens to generate.
+            pub max_tokens: Option<u32>,
+            /// Tokens to generate before a stop string or stop token counts.
+            pub min_tokens: Option<u32>,
+            /// Choices to generate for each prompt.
+            pub n: Option<u32>,
+            /// 0 is greedy.
+            pub temperature: Option<f32>,
+            /// Nucleus mass.
+            pub top_p: Option<f32>,
+            /// Number of candidates; -1 or 0 is off.
+            pub top_k: Option<i32>,
+            /// Share of the largest probability below which tokens are dropped.
+            pub min_p: Option<f32>,
+            /// Makes sampling repeatable.
+            pub seed: Option<i64>,
+            /// Subtracted from the logits of generated tokens.
+            pub presence_penalty: Option<f32>,
+            /// Subtracted from the logits of generated tokens, for each occurrence.
+            pub frequency_penalty: Option<f32>,
+            /// Divides (or multiplies) the logits of tokens seen before.
+            pub repetition_penalty: Option<f32>,
+            /// Added to the logits, by token id.
+            pub logit_bias: Option<std::collections::HashMap<String, f32>>,
+            /// A string or a list of strings that end the text.
+            #[schema(value_type = Option<Vec<String>>)]
+            pub stop: Option<$crate::prompt::Strings>,
+            /// Token ids that end the text.
+            pub stop_token_ids: Option<Vec<i32>>,
+            /// Keep the stop string in the output.
+            pub include_stop_str_in_output: Option<bool>,
+            /// Go on after an end-of-sequence token.
+            pub ignore_eos: Option<bool>,
+            /// Leave special tokens out of the text.
+            pub skip_special_tokens: Option<bool>,
+            /// Accepted; tokenizers with fast detokenisation put no such spaces.
+            pub spaces_between_special_tokens: Option<bool>,
+            /// Put the tokenizer's special tokens around a text prompt; a chat's come from its template.
+            pub add_special_tokens: Option<bool>,
+            /// Larger is sooner, under the priority policy.
+            pub priority: Option<i32>,
+            /// Send chunks as server-sent events.
+            pub stream: Option<bool>,
+            /// Options of the stream.
+            pub stream_options: Option<$crate::sampling::StreamOptions>,
+            /// Only `{"type": "text"}` is served.
+            pub response_format: Option<$crate::sampling::ResponseFormat>,
+            #[serde(default)] #[schema(ignore)] guided_json: $crate::inert::Inert,
+            #[serde(default)] #[schema(ignore)] guided_regex: $crate::inert::Inert,
+            #[serde(default)] #[schema(ignore)] guided_choice: $crate::inert::Inert,
+            #[serde(default)] #[schema(ignore)] guided_grammar: $crate::inert::Inert,
+            #[serde(default)] #[schema(ignore)] structured_outputs: $crate::inert::Inert,
+            #[serde(default)] #[schema(ignore)] structural_tag: $crate::inert::Inert,
+            #[serde(default)] #[schema(ignore)] json_schema: $crate::inert::Inert,
+            #[serde(default)] #[schema(ignore)] regex: $crate::inert::Inert,
+            #[serde(default)] #[schema(ignore)] ebnf: $crate::inert::Inert,
+            #[serde(default)] #[schema(ignore)] bad_words: $crate::inert::Inert,
+            #[serde(default)] #[schema(ignore)] allowed_token_ids: $crate::inert::Inert,
+            #[serde(default)] #[schema(ignore)] logits_processors: $crate::inert::Inert,
+            #[serde(default)] #[schema(ignore)] prompt_logprobs: $crate::inert::Inert,
+            #[serde(default)] #[schema(ignore)] truncate_prompt_tokens: $crate::inert::Inert,
+            #[serde(default)] #[schema(ignore)] use_beam_search: $crate::inert::Inert,
+            #[serde(default)] #[schema(ignore)] lora_path: $crate::inert::Inert,
+            #[serde(default)] #[schema(ignore)] kv_transfer_params: $crate::inert::Inert,
+        }
+
+        impl $name {
+            /// Refuses what is not served in either of OpenAI's dialects.
+            fn refuse_shared(&self) -> Result<(), $crate::error::ApiError> {
+                $crate::sampling::ResponseFormat::check(self.response_format.as_ref())?;
+                for (param, inert) in [
+                    ("guided_json", self.guided_json),
+                    ("guided_regex", self.guided_regex),
+                    ("guided_choice", self.guided_choice),
+                    ("guided_grammar", self.guided_grammar),
+                    ("structured_outputs", self.structured_outputs),
+                    ("structural_tag", self.structural_tag),
+                    ("json_schema", self.json_schema),
+                    ("regex", self.regex),
+                    ("ebnf", self.ebnf),
+                    ("bad_words", self.bad_words),
+                    ("allowed_token_ids", self.allowed_token_ids),
+                    ("logits_processors", self.logits_processors),
+                    ("prompt_logprobs", self.prompt_logprobs),
+                    ("truncate_prompt_tokens", self.truncate_prompt_tokens),
+                    ("use_beam_search", self.use_beam_search),
+                    ("lora_path", self.lora_path),
+                    ("kv_transfer_params", self.kv_transfer_params),
+                ] {
+                    inert.refuse(param)?;
+                }
+                Ok(())
+            }
+
+            /// Takes the shared parameters out.
+            fn take_fields(&mut self) -> $crate::sampling::Fields {
+                $crate::sampling::Fields {
+                    prefix: "",
+                    max_tokens_name: "max_tokens",
+                    max_tokens: self.max_tokens,
+                    default_max_tokens: None,
+                    min_tokens: self.min_tokens,
+                    n: self.n,
+                    temperature: self.temperature,
+                    top_p: self.top_p,
+                    top_k: self.top_k,
+                    min_p: self.min_p,
+                    seed: self.seed,
+                    presence_penalty: self.presence_penalty,
+                    frequency_penalty: self.frequency_penalty,
+                    repetition_penalty: self.repetition_penalty,
+                    logit_bias: self.logit_bias.take(),
+                    stop: self.stop.take(),
+                    include_stop_str_in_output: self.include_stop_str_in_output,
+                    stop_token_ids: self.stop_token_ids.take(),
+                    ignore_eos: self.ignore_eos,
+                    skip_special_tokens: self.skip_special_tokens,
+                    priority: self.priority,
+                    logprobs: None,
+                }
+            }
+        }
+    };
+}
+pub(crate) use openai_request;
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    const LIMITS: Limits = Limits { context_length: 100, vocab_size: 1000 };
+
+    fn validate(fields: Fields) -> Result<Generation, ApiError> {
+        fields.validate(&GenerationDefaults::default(), LIMITS)
+    }
+
+    fn fields() -> Fields {
+        Fields { max_tokens_name: "max_tokens", ..Fields::default() }
+    }
+
+    #[test]
+    fn every_range_is_checked_and_named() {
+        let bias = |key: &str, value| Some(HashMap::from([(key.to_owned(), value)]));
+        let strings = |count| Some(Strings(vec!["x".to_owned(); count]));
+        let cases = [
+            (Fields { temperature: Some(-0.1), ..fields() }, "temperature"),
+            (Fields { temperature: Some(f32::INFINITY), ..fields() }, "temperature"),
+            (Fields { top_p: Some(0.0), ..fields() }, "top_p"),
+            (Fields { top_p: Some(1.1), ..fields() }, "top_p"),
+            (Fields { min_p: Some(-0.1), ..fields() }, "min_p"),
+            (Fields { top_k: Some(-2), ..fields() }, "top_k"),
+            (Fields { presence_penalty: Some(2.1), ..fields() }, "presence_penalty"),
+            (Fields { frequency_penalty: Some(-2.1), ..fields() }, "frequency_penalty"),
+            (Fields { repetition_penalty: Some(0.0), ..fields() }, "repetition_penalty"),
+            (Fields { n: Some(0), ..fields() }, "n"),
+            (Fields { n: Some(129), ..fields() }, "n"),
+            (Fields { max_tokens: Some(0), ..fields() }, "max_tokens"),
+            (Fields { max_tokens: Some(3), min_tokens: Some(4), ..fields() }, "min_tokens"),
+            (Fields { stop: strings(17), ..fields() }, "stop"),
+            (Fields { stop: Some(Strings(vec![String::new()])), ..fields() }, "stop[0]"),
+            (Fields { stop_token_ids: Some(vec![1, 1000]), ..fields() }, "stop_token_ids[1]"),
+            (Fields { logit_bias: bias("1000", 1.0), ..fields() }, "logit_bias.1000"),
+            (Fields { logit_bias: bias("x", 1.0), ..fields() }, "logit_bias.x"),
+            (Fields { logit_bias: bias("7", 101.0), ..fields() }, "logit_bias.7"),
+        ];
+        for (fields, expected) in cases {
+            match validate(fields) {
+                Err(ApiError::Invalid { param, .. }) => assert_eq!(param, expected),
+                other => panic!("{expected}: {other:?}"),
+            }
+        }
+        assert!(check_logprobs("logprobs", 21).is_err());
+        assert!(check_logprobs("logprobs", -1).is_err());
+        assert_eq!(check_logprobs("logprobs", 20), Ok(20));
+    }
+
+    #[test]
+    fn defaults_give_way_to_the_client() {
+        let defaults = GenerationDefaults {
+            temperature: Some(0.6),
+            top_p: Some(0.9),
+            top_k: Some(40),
+            min_p: None,
+            repetition_penalty: Some(1.1),
+        };
+        let fields = Fields { top_k: Some(-1), temperature: Some(0.0), ..fields() };
+        let sampling = fields.validate(&defaults, LIMITS).unwrap().sampling;
+        assert_eq!((sampling.temperature, sampling.top_p, sampling.top_k), (0.0, 0.9, 0));
+        assert_eq!(sampling.repetition_penalty, 1.1);
+    }
+
+    #[test]
+    fn biases_are_sorted() {
+        let given = (0..50).map(|id: i32| (id.to_string(), id as f32)).collect();
+        let generation = validate(Fields { logit_bias: Some(given), ..fields() }).unwrap();
+        let ids: Vec<i32> = generation.sampling.logit_bias.iter().map(|&(id, _)| id).collect();
+        assert_eq!(ids, (0..50).collect::<Vec<_>>());
+    }
+
+    #[test]
+    fn stop_ids_are_eos_and_the_clients() {
+        let mut generation =
+            validate(Fields { stop_token_ids: Some(vec![2, 5, 5]), ..fields() }).unwrap();
+        assert_eq!(generation.stop_ids(&[2, 3]), [2, 3, 5]);
+        generation.ignore_eos = true;
+        assert_eq!(generation.stop_ids(&[2, 3]), [2, 5]);
+    }
+
+    #[test]
+    fn choices_have_different_seeds() {
+        let seeds: std::collections::HashSet<u64> = (0..128).map(|i| choice_seed(42, i)).collect();
+        assert_eq!(seeds.len(), 128);
+        assert_eq!(choice_seed(42, 0), 42);
+    }
+
+    #[test]
+    fn stream_options_need_a_stream() {
+        let options = Some(StreamOptions::default());
+        assert!(StreamOptions::check(None, options).is_err());
+        assert_eq!(StreamOptions::check(Some(false), None), Ok(None));
+        assert_eq!(StreamOptions::check(Some(true), None), Ok(Some(Streaming::default())));
+    }
+
+    proptest! {
+        #[test]
+        fn room_never_exceeds_the_context(
+            prompt in 0usize..300,
+            wanted in prop_oneof![
+                (1u32..300).prop_map(MaxTokens::Exactly),
+                (1u32..300).prop_map(MaxTokens::AtMost),
+                Just(MaxTokens::Rest),
+            ],
+        ) {
+            let mut generation = validate(fields()).unwrap();
+            generation.max_tokens = wanted;
+            match generation.room(prompt, LIMITS, "prompt") {
+                Ok(room) => {
+                    prop_assert!(room >= 1 && prompt >= 1);
+                    prop_assert!(prompt as u32 + room <= LIMITS.context_length);
+                    if let MaxTokens::Exactly(wanted) = wanted {
+                        prop_assert_eq!(room, wanted);
+                    }
+                }
+                Err(_) => {
+                    let too_long = match wanted {
+                        MaxTokens::Exactly(wanted) => {
+                            prompt as u32 + wanted > LIMITS.context_length
+                        }
+                        _ => prompt as u32 >= LIMITS.context_length,
+                    };
+                    prop_assert!(prompt == 0 || too_long);
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,153 @@
+//! `POST /tokenize` and `POST /detokenize`.
+
+use serde::{Deserialize, Serialize};
+use serde_json::{Map, Value};
+use utoipa::ToSchema;
+
+use crate::chat::{ChatMessage, ChatPrompt};
+use crate::error::ApiError;
+use crate::prompt::in_vocabulary;
+
+/// Text, or a conversation, to tokenise.
+#[derive(Debug, Deserialize, ToSchema)]
+pub struct TokenizeRequest {
+    /// Name of the model; the served one where absent.
+    pub model: Option<String>,
+    /// Text. Either this or `messages`.
+    pub prompt: Option<String>,
+    /// A conversation. Either this or `prompt`.
+    pub messages: Option<Vec<ChatMessage>>,
+    /// Put the tokenizer's special tokens around a text; true where absent. A conversation's come from its template.
+    pub add_special_tokens: Option<bool>,
+    /// Let the template open the assistant's turn; true where absent.
+    pub add_generation_prompt: Option<bool>,
+    /// Leave the last message open.
+    pub continue_final_message: Option<bool>,
+    /// Variables for the chat template.
+    #[schema(value_type = Option<Object>)]
+    pub chat_template_kwargs: Option<Map<String, Value>>,
+    /// Return the tokens' text too.
+    pub return_token_strs: Option<bool>,
+}
+
+/// What to tokenise.
+#[derive(Debug, PartialEq)]
+pub enum TokenizeInput {
+    /// Text.
+    Text {
+        /// The text.
+        text: String,
+        /// Put the tokenizer's special tokens around it.
+        add_special_tokens: bool,
+    },
+    /// A conversation.
+    Chat(ChatPrompt),
+}
+
+impl TokenizeRequest {
+    /// What to tokenise.
+    ///
+    /// # Errors
+    /// Neither or both of `prompt` and `messages`, or a message that is not served.
+    pub fn validate(self) -> Result<TokenizeInput, ApiError> {
+        match (self.prompt, self.messages) {
+            (Some(text), None) => {
+                let add_special_tokens = self.add_special_tokens.unwrap_or(true);
+                Ok(TokenizeInput::Text { text, add_special_tokens })
+            }
+            (None, Some(_)) if self.add_special_tokens == Some(true) => {
+                Err(ApiError::unsupported("add_special_tokens"))
+            }
+            (None, Some(messages)) => {
+                let chat = ChatPrompt::new(
+                    messages,
+                    self.add_generation_prompt,
+                    self.continue_final_message,
+                    self.chat_template_kwargs,
+                )?;
+                Ok(TokenizeInput::Chat(chat))
+            }
+            _ => Err(ApiError::invalid(
+                "prompt",
+                "exactly one of `prompt` and `messages` is needed",
+            )),
+        }
+    }
+}
+
+/// Tokens of a text.
+#[derive(Debug, Serialize, ToSchema)]
+pub struct TokenizeResponse {
+    /// How many.
+    pub count: usize,
+    /// Positions a request may use.
+    pub max_model_len: u32,
+    /// Token ids.
+    pub tokens: Vec<i32>,
+    /// The tokens' text, where asked for.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub token_strs: Option<Vec<String>>,
+}
+
+/// Tokens to turn into text.
+#[derive(Debug, Deserialize, ToSchema)]
+pub struct DetokenizeRequest {
+    /// Name of the model; the served one where absent.
+    pub model: Option<String>,
+    /// Token ids.
+    pub tokens: Vec<i32>,
+}
+
+impl DetokenizeRequest {
+    /// Checks the ids against the vocabulary.
+    ///
+    /// # Errors
+    /// [`ApiError::Invalid`] at the first id that is out of range.
+    pub fn validate(self, vocab_size: u32) -> Result<Vec<i32>, ApiError> {
+        match self.tokens.iter().position(|&id| !in_vocabulary(id, vocab_size)) {
+            None => Ok(self.tokens),
+            Some(index) => {
+                let param = format!("tokens[{index}]");
+                let reason =
+                    format!("`{param}`: token id {} is not below {vocab_size}", self.tokens[index]);
+                Err(ApiError::invalid(param, reason))
+            }
+        }
+    }
+}
+
+/// Text of tokens.
+#[derive(Debug, Serialize, ToSchema)]
+pub struct DetokenizeResponse {
+    /// The text.
+    pub prompt: String,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn tokenize(body: &str) -> Result<TokenizeInput, ApiError> {
+        crate::parse::<TokenizeRequest>(body.as_bytes())?.validate()
+    }
+
+    #[test]
+    fn text_or_messages() {
+        let text = tokenize(r#"{"prompt": "a"}"#).unwrap();
+        assert_eq!(text, TokenizeInput::Text { text: "a".into(), add_special_tokens: true });
+        let chat = tokenize(r#"{"messages": [{"role": "user", "content": "a"}]}"#).unwrap();
+        assert!(matches!(chat, TokenizeInput::Chat(chat) if chat.add_generation_prompt));
+        assert!(tokenize("{}").is_err());
+        assert!(tokenize(r#"{"prompt": "a", "messages": []}"#).is_err());
+    }
+
+    #[test]
+    fn ids_in_the_vocabulary() {
+        let detokenize = |tokens: Vec<i32>| DetokenizeRequest { model: None, tokens }.validate(5);
+        assert_eq!(detokenize(vec![0, 4]), Ok(vec![0, 4]));
+        assert_eq!(detokenize(vec![]), Ok(vec![]));
+        assert!(
+            matches!(detokenize(vec![0, 5]), Err(ApiError::Invalid { param, .. }) if param == "tokens[1]")
+        );
+    }
+}

@@ -1,0 +1,163 @@
+//! `forebay serve`: starts the parts in order and stops them in reverse.
+
+use std::net::TcpListener;
+use std::sync::Arc;
+use std::time::Duration;
+
+use anyhow::{Context, Result, bail};
+use forebay_api::GenerationDefaults;
+use forebay_engine::{Engine, EngineHandle, Status, SystemClock};
+use forebay_hand::{HandExecutor, HandSpec};
+use forebay_server::{AppState, Metrics, ModelInfo, ServerConfig, egress};
+use forebay_text::{ChatTemplate, TextPool, Tokenizer};
+use serde_json::Value;
+use tokio::signal::unix::{SignalKind, signal};
+use tokio::sync::oneshot;
+use tracing::{info, warn};
+
+use crate::config::{ARENA_BYTES, Config};
+use crate::flags::{GenerationConfig, ServeFlags};
+use crate::model::{Model, fetch, find_python};
+use crate::{logs, watch};
+
+/// Steps and registrations that may wait for the egress thread before the engine waits for it.
+const EGRESS_STEPS: usize = 1024;
+/// Prompts that may wait for the text threads, beyond those that the engine queues.
+const TEXT_QUEUE: usize = 1024;
+
+/// Serves until a signal, or until the engine ends.
+pub(crate) fn run(flags: &ServeFlags) -> Result<()> {
+    let logs = logs::init(&flags.log)?;
+    let name = flags.model.as_ref().or(flags.model_path.as_ref()).context("no model named")?;
+    // Taken before minutes of downloads, so that a port in use is said at once.
+    let listener = TcpListener::bind((flags.http.host.as_str(), flags.http.port))
+        .with_context(|| format!("cannot listen on {}:{}", flags.http.host, flags.http.port))?;
+    let python = find_python(flags.run.python.as_deref());
+    let model = fetch(&python, name, &flags.loading)?;
+    let config = Config::resolve(flags, &model)?;
+    info!(model = %config.model, context_length = config.context_length, dtype = config.dtype, "resolved");
+
+    let tokenizer = Arc::new(Tokenizer::from_file(&model.tokenizer)?);
+    let template = chat_template(flags, &model)?.map(Arc::new);
+    if template.is_none() {
+        warn!("the model has no chat template: /v1/chat/completions will answer 400");
+    }
+    let text_threads = usize::from(config.text_threads);
+    let text = TextPool::new(tokenizer.clone(), template, text_threads, TEXT_QUEUE);
+    let metrics = Arc::new(Metrics::new(&config.served_model_names[0], config.context_length)?);
+    let (sink, egress) = egress(tokenizer, metrics.clone(), EGRESS_STEPS)?;
+
+    let executor = HandExecutor::new(HandSpec {
+        program: python,
+        args: vec!["-m".into(), "forebay.worker".into()],
+        env: Vec::new(),
+        config: config.hand(&model),
+        world_size: 1,
+        arena_bytes: ARENA_BYTES,
+    })?;
+    let (ended, engine_ended) = oneshot::channel();
+    let on_exit = Box::new(move || {
+        // Nobody waits any more when the server went first.
+        let _ = ended.send(());
+    });
+    let clock = Arc::new(SystemClock::default());
+    let (engine, thread) =
+        Engine::start(config.engine(), Box::new(executor), Box::new(sink), clock, on_exit)?;
+
+    let info = ModelInfo {
+        served_names: config.served_model_names.clone(),
+        root: name.clone(),
+        eos: model.eos_token_ids.clone().into(),
+        defaults: match flags.loading.generation_config {
+            GenerationConfig::Auto => defaults(&model),
+            GenerationConfig::None => GenerationDefaults::default(),
+        },
+    };
+    let server = ServerConfig {
+        api_key: flags.http.api_key.clone(),
+        max_body_bytes: flags.http.max_body_bytes,
+        drain_timeout: flags.http.drain_timeout,
+        info: serde_json::to_value(&config)?,
+        ..ServerConfig::default()
+    };
+    let state = AppState::new(server, info, Arc::new(engine.clone()), Arc::new(text), egress, metrics);
+    let runtime = tokio::runtime::Builder::new_multi_thread()
+        .worker_threads(config.http_threads.into())
+        .thread_name("http")
+        .enable_all()
+        .build()?;
+    let served = runtime.block_on(serve(listener, state, &engine, &config, flags, engine_ended));
+    engine.stop();
+    thread.join();
+    runtime.shutdown_timeout(Duration::from_secs(1));
+    drop(logs);
+    served
+}
+
+async fn serve(
+    listener: TcpListener,
+    state: AppState,
+    engine: &EngineHandle,
+    config: &Config,
+    flags: &ServeFlags,
+    engine_ended: oneshot::Receiver<()>,
+) -> Result<()> {
+    listener.set_nonblocking(true)?;
+    let listener = tokio::net::TcpListener::from_std(listener)?;
+    let url = format!("http://{}", listener.local_addr()?);
+    let name = config.served_model_names[0].clone();
+    let greeting = {
+        let engine = engine.clone();
+        tokio::spawn(async move {
+            if watch::loading(&engine).await {
+                eprintln!("{}", watch::banner(&url, &name));
+            }
+        })
+    };
+    if !flags.log.log_interval.is_zero() {
+        tokio::spawn(watch::step_log(engine.clone(), flags.log.log_interval));
+    }
+    let (mut interrupt, mut terminate) =
+        (signal(SignalKind::interrupt())?, signal(SignalKind::terminate())?);
+    let mut engine_died = false;
+    let stopped = async {
+        tokio::select! {
+            _ = interrupt.recv() => {}
+            _ = terminate.recv() => {}
+            _ = engine_ended => engine_died = true,
+        }
+        greeting.abort();
+    };
+    forebay_server::serve(listener, state, stopped).await?;
+    if engine_died && let Status::Failed(reason) = engine.status() {
+        bail!("{reason}");
+    }
+    info!("drained, stopping");
+    Ok(())
+}
+
+fn chat_template(flags: &ServeFlags, model: &Model) -> Result<Option<ChatTemplate>> {
+    let source = match &flags.loading.chat_template {
+        Some(file) => Some(
+            std::fs::read_to_string(file)
+                .with_context(|| format!("--chat-template {}", file.display()))?,
+        ),
+        None => model.chat_template.clone(),
+    };
+    let Some(source) = source else { return Ok(None) };
+    let (bos, eos) = (model.bos_token.as_deref(), model.eos_token.as_deref());
+    let template = ChatTemplate::new(&source, bos, eos, &model.named_special_tokens())?;
+    Ok(Some(template))
+}
+
+/// Sampling parameters that the model's authors recommend. What is not a number is not one of theirs.
+fn defaults(model: &Model) -> GenerationDefaults {
+    let number = |name: &str| model.generation_config.get(name).and_then(Value::as_f64);
+    GenerationDefaults {
+        temperature: number("temperature").map(|n| n as f32),
+        top_p: number("top_p").map(|n| n as f32),
+        top_k: number("top_k").map(|n| n as i32),
+        min_p: number("min_p").map(|n| n as f32),
+        repetition_penalty: number("repetition_penalty").map(|n| n as f32),
+    }
+}

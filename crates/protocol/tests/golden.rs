@@ -1,0 +1,117 @@
+//! The frames of `tests/wire/`, which the Python side checks too: same bytes, same meaning.
+
+use std::path::{Path, PathBuf};
+
+use forebay_protocol::{
+    Frame, HEADER_BYTES, Header, Kind, NewSlot, Row, SamplingParams, StepPlan, StepResult,
+    encode_json,
+};
+use serde_json::Value;
+
+fn fixtures() -> (PathBuf, Vec<Value>) {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/wire");
+    let text = std::fs::read_to_string(folder.join("fixtures.json")).expect("fixtures.json");
+    let description: Value = serde_json::from_str(&text).expect("JSON");
+    (folder, description["fixtures"].as_array().expect("a list").clone())
+}
+
+fn frame(bytes: &[u8]) -> Frame {
+    let (head, body) = bytes.split_first_chunk::<HEADER_BYTES>().expect("a header");
+    let words = body.chunks_exact(4).map(bytemuck::pod_read_unaligned).collect();
+    Frame::new(Header::decode(head).expect("a good header"), words).expect("a good frame")
+}
+
+const FLOAT_COLUMNS: [&str; 3] = ["slot_floats", "bias_values", "logprob_values"];
+
+fn column(name: &str, values: &Value) -> Vec<i32> {
+    let word = |value: &Value| match FLOAT_COLUMNS.contains(&name) {
+        true => (value.as_f64().expect("a number") as f32).to_bits().cast_signed(),
+        false => i32::try_from(value.as_i64().expect("an integer")).expect("32 bits"),
+    };
+    values.as_array().expect("a list").iter().map(word).collect()
+}
+
+fn kind(name: &str) -> Kind {
+    match name {
+        "hello" => Kind::Hello,
+        "config" => Kind::Config,
+        "progress" => Kind::Progress,
+        "ready" => Kind::Ready,
+        "plan" => Kind::Plan,
+        "result" => Kind::Result,
+        "fatal" => Kind::Fatal,
+        "shutdown" => Kind::Shutdown,
+        other => panic!("no kind {other}"),
+    }
+}
+
+#[test]
+fn both_languages_write_the_same_bytes() {
+    let (folder, fixtures) = fixtures();
+    assert!(fixtures.len() >= 8);
+    for fixture in fixtures {
+        let name = fixture["name"].as_str().expect("a name");
+        let bytes = std::fs::read(folder.join(fixture["file"].as_str().expect("a file")))
+            .expect("the file");
+        let got = frame(&bytes);
+        assert_eq!(got.header().kind, kind(fixture["kind"].as_str().expect("a kind")), "{name}");
+        assert_eq!(got.header().step, fixture["step"].as_u64().expect("a step"), "{name}");
+        if let Some(text) = fixture["json"].as_str() {
+            if !text.is_empty() {
+                assert_eq!(got.json().expect("text"), text, "{name}");
+            }
+            assert_eq!(encode_json(got.header().kind, text), bytes, "{name}");
+            continue;
+        }
+        let columns = fixture["columns"].as_object().expect("columns");
+        for (values, (column_name, described)) in got.columns().zip(columns) {
+            assert_eq!(values, column(column_name, described), "{name}: {column_name}");
+        }
+        let mut again = Vec::new();
+        match got.header().kind {
+            Kind::Plan => StepPlan::decode(&got).expect("a plan").encode(&mut again),
+            _ => StepResult::decode(&got).expect("a result").encode(&mut again),
+        }
+        assert_eq!(again, bytes, "{name}");
+    }
+}
+
+/// The fixture is built once more through the calls that the scheduler makes, so that they can't drift from the bytes.
+#[test]
+fn the_scheduler_s_calls_write_the_golden_plan() {
+    let (folder, _) = fixtures();
+    let bytes = std::fs::read(folder.join("plan_decode.bin")).expect("the file");
+    let mut plan = StepPlan::default();
+    plan.begin(1_099_511_627_783);
+    plan.write_page(3, 8, 41);
+    plan.push_row(Row { slot: 0, start: 17, length: 1, sample: true });
+    plan.push_row(Row { slot: 3, start: 128, length: 1, sample: true });
+    plan.push_row(Row { slot: 2, start: 5, length: 1, sample: false });
+    let mut got = Vec::new();
+    plan.encode(&mut got);
+    assert_eq!(got, bytes);
+}
+
+#[test]
+fn a_new_slot_reads_back_as_written() {
+    let params = SamplingParams {
+        temperature: 0.75,
+        top_k: 40,
+        seed: 0x1234_5678_dead_beef,
+        min_tokens: 10,
+        logprobs: Some(5),
+        logit_bias: vec![(10, -100.0), (20, 0.5)],
+        ..SamplingParams::default()
+    };
+    let mut plan = StepPlan::default();
+    plan.begin(9);
+    let tokens = [1, 2, 3];
+    plan.write_slot(&NewSlot { slot: 7, tokens: &tokens, prompt_len: 2, params: &params, stop_ids: &[2, 5] });
+    let mut bytes = Vec::new();
+    plan.encode(&mut bytes);
+    let plan = StepPlan::decode(&frame(&bytes)).expect("a plan");
+    let new: Vec<_> = plan.new_slots().collect();
+    assert_eq!(new.len(), 1);
+    assert_eq!((new[0].slot, new[0].tokens, new[0].prompt_len), (7, &tokens[..], 2));
+    assert_eq!((new[0].min_total, new[0].stop_ids, new[0].logprobs), (12, &[2, 5][..], Some(5)));
+}

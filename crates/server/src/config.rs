@@ -1,0 +1,53 @@
+//! What the binary tells the server.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use forebay_api::GenerationDefaults;
+use serde_json::Value;
+
+/// How the server behaves. The listener is opened by the caller.
+#[derive(Debug, Clone)]
+pub struct ServerConfig {
+    /// Key that clients must send as a bearer token, if any.
+    pub api_key: Option<String>,
+    /// Largest request body in bytes.
+    pub max_body_bytes: usize,
+    /// Longest time for a request's head to arrive; also how long an idle connection is kept.
+    pub header_timeout: Duration,
+    /// Longest time for a request's body to arrive.
+    pub body_timeout: Duration,
+    /// How long running requests may go on after the shutdown signal.
+    pub drain_timeout: Duration,
+    /// Longest time that /health_generate waits for its token.
+    pub health_timeout: Duration,
+    /// The resolved configuration, as /server_info shows it.
+    pub info: Value,
+}
+
+impl Default for ServerConfig {
+    fn default() -> Self {
+        Self {
+            api_key: None,
+            max_body_bytes: 64 << 20,
+            header_timeout: Duration::from_secs(60),
+            body_timeout: Duration::from_secs(60),
+            drain_timeout: Duration::from_secs(30),
+            health_timeout: Duration::from_secs(20),
+            info: Value::Null,
+        }
+    }
+}
+
+/// The served model.
+#[derive(Debug, Clone)]
+pub struct ModelInfo {
+    /// Names that requests may use, at least one; the first is shown.
+    pub served_names: Vec<String>,
+    /// What was loaded: a hub id or a path.
+    pub root: String,
+    /// End-of-sequence token ids.
+    pub eos: Arc<[i32]>,
+    /// Sampling parameters that the model's generation config sets.
+    pub defaults: GenerationDefaults,
+}

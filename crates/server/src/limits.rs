@@ -1,0 +1,107 @@
+//! What every request has to pass: size and time limits of its body, the API key.
+
+use std::time::Duration;
+
+use axum::body::{Body, HttpBody};
+use axum::http::HeaderMap;
+use axum::http::header::AUTHORIZATION;
+use bytes::Bytes;
+use forebay_api::{ApiError, parse};
+use http_body_util::BodyExt;
+use serde::de::DeserializeOwned;
+use subtle::ConstantTimeEq;
+use tokio::time::timeout;
+
+use crate::config::ServerConfig;
+
+/// How long a refused body is read and thrown away, so that a client that is still sending gets to read the answer.
+const LINGER: Duration = Duration::from_secs(5);
+
+/// Reads and parses a body.
+pub(crate) async fn read<T: DeserializeOwned>(
+    body: Body,
+    config: &ServerConfig,
+) -> Result<T, ApiError> {
+    parse(&collect(body, config.max_body_bytes, config.body_timeout).await?)
+}
+
+/// Reads a body of at most `limit` bytes that has to arrive within `time`.
+async fn collect(mut body: Body, limit: usize, time: Duration) -> Result<Bytes, ApiError> {
+    // A declared length over the limit is refused before anything is read.
+    let declared = body.size_hint().lower();
+    let result = if declared > limit as u64 {
+        Err(ApiError::BodyTooLarge { limit })
+    } else {
+        let expired = ApiError::BodyTimeout { seconds: time.as_secs() };
+        timeout(time, read_frames(&mut body, limit)).await.unwrap_or(Err(expired))
+    };
+    if matches!(result, Err(ApiError::BodyTooLarge { .. })) {
+        tokio::spawn(async move { timeout(LINGER, discard(body)).await });
+    }
+    result
+}
+
+async fn read_frames(body: &mut Body, limit: usize) -> Result<Bytes, ApiError> {
+    let mut first: Option<Bytes> = None;
+    let mut rest: Vec<u8> = Vec::new();
+    while let Some(frame) = body.frame().await {
+        let frame = frame.map_err(|error| ApiError::BrokenBody { reason: error.to_string() })?;
+        let Ok(data) = frame.into_data() else { continue };
+        let so_far = first.as_ref().map_or(0, Bytes::len) + rest.len();
+        if so_far + data.len() > limit {
+            return Err(ApiError::BodyTooLarge { limit });
+        }
+        // Most bodies come in one piece, which need not be copied.
+        match &first {
+            None => first = Some(data),
+            Some(_) => rest.extend_from_slice(&data),
+        }
+    }
+    let first = first.unwrap_or_default();
+    if rest.is_empty() { Ok(first) } else { Ok([&first[..], &rest].concat().into()) }
+}
+
+async fn discard(mut body: Body) {
+    while let Some(Ok(_)) = body.frame().await {}
+}
+
+/// Whether the headers carry the key, if one is set. Takes the same time wherever a wrong key differs.
+pub(crate) fn authorized(headers: &HeaderMap, key: Option<&str>) -> bool {
+    let Some(key) = key else { return true };
+    let given = headers.get(AUTHORIZATION).and_then(|value| value.to_str().ok()).and_then(|value| {
+        let (scheme, token) = value.split_once(' ')?;
+        scheme.eq_ignore_ascii_case("bearer").then(|| token.trim())
+    });
+    given.is_some_and(|given| given.as_bytes().ct_eq(key.as_bytes()).into())
+}
+
+#[cfg(test)]
+mod tests {
+    use axum::http::HeaderValue;
+
+    use super::*;
+
+    #[test]
+    fn bearer_tokens() {
+        let with = |value: &'static str| {
+            let mut headers = HeaderMap::new();
+            headers.insert(AUTHORIZATION, HeaderValue::from_static(value));
+            authorized(&headers, Some("secret"))
+        };
+        assert!(with("Bearer secret") && with("bearer  secret"));
+        assert!(!with("Bearer secre") && !with("Bearer secret2") && !with("Basic secret"));
+        assert!(!with("secret"));
+        assert!(!authorized(&HeaderMap::new(), Some("secret")));
+        assert!(authorized(&HeaderMap::new(), None));
+    }
+
+    #[tokio::test]
+    async fn bodies_up_to_the_limit() {
+        let time = Duration::from_secs(60);
+        let full = collect(Body::from(vec![7; 10]), 10, time).await.unwrap();
+        assert_eq!(full, vec![7; 10]);
+        let over = collect(Body::from(vec![7; 11]), 10, time).await;
+        assert_eq!(over, Err(ApiError::BodyTooLarge { limit: 10 }));
+        assert_eq!(collect(Body::empty(), 10, time).await.unwrap(), Bytes::new());
+    }
+}

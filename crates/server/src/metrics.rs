@@ -1,0 +1,362 @@
+//! Prometheus metrics, with the names, labels and buckets that vLLM's dashboards know, and ours.
+//!
+//! What the engine counts is read at scrape time; what happens to a request is observed by the egress thread.
+
+use std::time::{Duration, Instant};
+
+use forebay_engine::Stats;
+use parking_lot::Mutex;
+use prometheus::{
+    Counter, CounterVec, Encoder, Gauge, Histogram, HistogramOpts, Opts, Registry, TextEncoder,
+};
+
+/// Bounds of vLLM's histogram of the time to the first token, in seconds.
+const FIRST_TOKEN: &[f64] = &[
+    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0,
+    20.0, 40.0, 80.0, 160.0, 640.0, 2560.0,
+];
+/// Bounds of vLLM's histograms of the time between tokens, in seconds.
+const BETWEEN_TOKENS: &[f64] = &[
+    0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0,
+    40.0, 80.0,
+];
+/// Bounds of vLLM's histograms of a request's phases, in seconds.
+const REQUEST: &[f64] = &[
+    0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0,
+    480.0, 960.0, 1920.0, 7680.0,
+];
+
+/// 1, 2, 5, 10, 20, 50, ... up to `most`.
+fn one_two_five(most: u32) -> Vec<f64> {
+    let decades = (0..).map(|exponent| 10f64.powi(exponent));
+    let bounds = decades.flat_map(|decade| [decade, 2.0 * decade, 5.0 * decade]);
+    bounds.take_while(|&bound| bound <= f64::from(most.max(1))).collect()
+}
+
+/// A request's times, as far as they are known.
+#[derive(Debug)]
+pub(crate) struct Timeline {
+    arrived: Instant,
+    submitted: Instant,
+    queued: Option<Duration>,
+    first_token: Option<Instant>,
+    last_token: Option<Instant>,
+    prompt_tokens: u32,
+    /// Tokens generated so far.
+    pub(crate) generated: u32,
+}
+
+impl Timeline {
+    /// A request that has just been submitted.
+    pub(crate) fn new(arrived: Instant, prompt_tokens: u32) -> Self {
+        Self {
+            arrived,
+            submitted: Instant::now(),
+            queued: None,
+            first_token: None,
+            last_token: None,
+            prompt_tokens,
+            generated: 0,
+        }
+    }
+
+    /// It waited this long for its first step.
+    pub(crate) fn admitted(&mut self, queue_us: u64) {
+        self.queued = Some(Duration::from_micros(queue_us));
+    }
+}
+
+/// Everything that /metrics shows.
+#[derive(Debug)]
+pub struct Metrics {
+    registry: Registry,
+    requests: RequestMetrics,
+    engine: Mutex<EngineMetrics>,
+}
+
+#[derive(Debug)]
+struct RequestMetrics {
+    success: CounterVec,
+    first_token: Histogram,
+    inter_token: Histogram,
+    per_output_token: Histogram,
+    end_to_end: Histogram,
+    queue: Histogram,
+    inference: Histogram,
+    prefill: Histogram,
+    decode: Histogram,
+    prompt_tokens: Histogram,
+    generation_tokens: Histogram,
+    choices: Histogram,
+}
+
+#[derive(Debug)]
+struct EngineMetrics {
+    gauges: Vec<(Gauge, fn(&Stats) -> f64)>,
+    counters: Vec<(Counter, fn(&Stats) -> f64)>,
+}
+
+/// Registers metrics of one model.
+struct Registrar {
+    registry: Registry,
+    model: String,
+}
+
+impl Registrar {
+    fn opts(&self, name: &str, help: &str) -> Opts {
+        Opts::new(name, help).const_label("model_name", &self.model).const_label("engine", "0")
+    }
+
+    fn gauge(&self, name: &str, help: &str) -> prometheus::Result<Gauge> {
+        let gauge = Gauge::with_opts(self.opts(name, help))?;
+        self.registry.register(Box::new(gauge.clone()))?;
+        Ok(gauge)
+    }
+
+    fn counter(&self, name: &str, help: &str) -> prometheus::Result<Counter> {
+        let counter = Counter::with_opts(self.opts(name, help))?;
+        self.registry.register(Box::new(counter.clone()))?;
+        Ok(counter)
+    }
+
+    fn histogram(&self, name: &str, help: &str, bounds: &[f64]) -> prometheus::Result<Histogram> {
+        let opts = HistogramOpts::from(self.opts(name, help)).buckets(bounds.to_vec());
+        let histogram = Histogram::with_opts(opts)?;
+        self.registry.register(Box::new(histogram.clone()))?;
+        Ok(histogram)
+    }
+}
+
+/// Name, help and source of what the engine's snapshot tells.
+type FromStats = (&'static str, &'static str, fn(&Stats) -> f64);
+
+const GAUGES: &[FromStats] = &[
+    ("vllm:num_requests_running", "Requests in model execution batches.", |s| s.running as f64),
+    ("vllm:num_requests_waiting", "Requests waiting to be processed.", |s| s.waiting as f64),
+    ("vllm:kv_cache_usage_perc", "KV cache usage, 1 means 100 percent.", |s| {
+        let pages = s.pages_held + s.pages_cached + s.pages_free;
+        if pages == 0 { 0.0 } else { s.pages_held as f64 / pages as f64 }
+    }),
+];
+
+const COUNTERS: &[FromStats] = &[
+    ("vllm:prefix_cache_queries_total", "Prompt tokens looked up in the prefix cache.", |s| {
+        s.prefix_queries as f64
+    }),
+    ("vllm:prefix_cache_hits_total", "Prompt tokens found in the prefix cache.", |s| {
+        s.prefix_hits as f64
+    }),
+    ("vllm:num_preemptions_total", "Preemptions.", |s| s.preemptions as f64),
+    ("vllm:prompt_tokens_total", "Prefill tokens processed.", |s| s.prompt_tokens as f64),
+    ("vllm:generation_tokens_total", "Generation tokens processed.", |s| s.generated_tokens as f64),
+    (
+        "forebay:device_idle_seconds_total",
+        "Seconds the device sat idle between steps although there was work.",
+        |s| s.idle_us as f64 / 1e6,
+    ),
+    ("forebay:device_busy_seconds_total", "Seconds the device computed.", |s| {
+        s.device_us as f64 / 1e6
+    }),
+    ("forebay:steps_total", "Steps whose results were applied.", |s| s.steps as f64),
+    ("forebay:hand_deaths_total", "Times a hand died.", |s| s.hand_deaths as f64),
+    ("forebay:requests_replayed_total", "Requests replayed after a hand's death.", |s| {
+        s.replayed as f64
+    }),
+];
+
+impl Metrics {
+    /// Metrics labelled with the served name of the model; token histograms reach up to `context_length`.
+    ///
+    /// # Errors
+    /// A metric that prometheus does not accept.
+    pub fn new(model: &str, context_length: u32) -> prometheus::Result<Self> {
+        let r = Registrar { registry: Registry::new(), model: model.to_owned() };
+        let success = r.opts("vllm:request_success_total", "Requests that ended, by reason.");
+        let success = CounterVec::new(success, &["finished_reason"])?;
+        r.registry.register(Box::new(success.clone()))?;
+        for reason in ["stop", "length", "abort", "error"] {
+            success.with_label_values(&[reason]);
+        }
+        let tokens = one_two_five(context_length);
+        let requests = RequestMetrics {
+            success,
+            first_token: r.histogram(
+                "vllm:time_to_first_token_seconds",
+                "Time to first token in seconds.",
+                FIRST_TOKEN,
+            )?,
+            inter_token: r.histogram(
+                "vllm:inter_token_latency_seconds",
+                "Time between two tokens of a request in seconds.",
+                BETWEEN_TOKENS,
+            )?,
+            per_output_token: r.histogram(
+                "vllm:request_time_per_output_token_seconds",
+                "Mean time per output token of a request, the first excluded, in seconds.",
+                BETWEEN_TOKENS,
+            )?,
+            end_to_end: r.histogram(
+                "vllm:e2e_request_latency_seconds",
+                "End to end request latency in seconds.",
+                REQUEST,
+            )?,
+            queue: r.histogram(
+                "vllm:request_queue_time_seconds",
+                "Time spent waiting for the first step in seconds.",
+                REQUEST,
+            )?,
+            inference: r.histogram(
+                "vllm:request_inference_time_seconds",
+                "Time from the first step to the last token in seconds.",
+                REQUEST,
+            )?,
+            prefill: r.histogram(
+                "vllm:request_prefill_time_seconds",
+                "Time from the first step to the first token in seconds.",
+                REQUEST,
+            )?,
+            decode: r.histogram(
+                "vllm:request_decode_time_seconds",
+                "Time from the first to the last token in seconds.",
+                REQUEST,
+            )?,
+            prompt_tokens: r.histogram(
+                "vllm:request_prompt_tokens",
+                "Prompt tokens of a request.",
+                &tokens,
+            )?,
+            generation_tokens: r.histogram(
+                "vllm:request_generation_tokens",
+                "Generated tokens of a request.",
+                &tokens,
+            )?,
+            choices: r.histogram(
+                "vllm:request_params_n",
+                "The n request parameter.",
+                &[1.0, 2.0, 5.0, 10.0, 20.0],
+            )?,
+        };
+        let gauges = GAUGES.iter().map(|&(name, help, read)| Ok((r.gauge(name, help)?, read)));
+        let counters =
+            COUNTERS.iter().map(|&(name, help, read)| Ok((r.counter(name, help)?, read)));
+        let engine = EngineMetrics {
+            gauges: gauges.collect::<prometheus::Result<_>>()?,
+            counters: counters.collect::<prometheus::Result<_>>()?,
+        };
+        Ok(Self { registry: r.registry, requests, engine: Mutex::new(engine) })
+    }
+
+    /// A prompt with `n` choices was submitted.
+    pub(crate) fn submitted(&self, n: u32) {
+        self.requests.choices.observe(f64::from(n));
+    }
+
+    /// A token came at `now`.
+    pub(crate) fn token(&self, timeline: &mut Timeline, now: Instant) {
+        match timeline.last_token {
+            None => {
+                timeline.first_token = Some(now);
+                self.requests.first_token.observe(seconds(timeline.arrived, now));
+            }
+            Some(last) => self.requests.inter_token.observe(seconds(last, now)),
+        }
+        timeline.last_token = Some(now);
+        timeline.generated += 1;
+    }
+
+    /// A request ended at `now`.
+    pub(crate) fn finished(&self, timeline: &Timeline, reason: &str, now: Instant) {
+        let metrics = &self.requests;
+        metrics.success.with_label_values(&[reason]).inc();
+        metrics.end_to_end.observe(seconds(timeline.arrived, now));
+        metrics.prompt_tokens.observe(f64::from(timeline.prompt_tokens));
+        metrics.generation_tokens.observe(f64::from(timeline.generated));
+        if let Some(queued) = timeline.queued {
+            metrics.queue.observe(queued.as_secs_f64());
+        }
+        if let (Some(first), Some(last)) = (timeline.first_token, timeline.last_token) {
+            let scheduled = timeline.submitted + timeline.queued.unwrap_or_default();
+            metrics.prefill.observe(seconds(scheduled, first));
+            metrics.decode.observe(seconds(first, last));
+            metrics.inference.observe(seconds(scheduled, last));
+            if timeline.generated > 1 {
+                let mean = seconds(first, last) / f64::from(timeline.generated - 1);
+                metrics.per_output_token.observe(mean);
+            }
+        }
+    }
+
+    /// The text exposition, with the engine's numbers as of `stats`.
+    ///
+    /// # Errors
+    /// The encoder fails.
+    pub(crate) fn render(&self, stats: &Stats) -> prometheus::Result<Vec<u8>> {
+        let engine = self.engine.lock();
+        for (gauge, read) in &engine.gauges {
+            gauge.set(read(stats));
+        }
+        for (counter, read) in &engine.counters {
+            // Two scrapes may come with their snapshots swapped; counters never go back.
+            counter.inc_by((read(stats) - counter.get()).max(0.0));
+        }
+        let mut text = Vec::new();
+        TextEncoder::new().encode(&self.registry.gather(), &mut text)?;
+        Ok(text)
+    }
+}
+
+fn seconds(from: Instant, to: Instant) -> f64 {
+    to.saturating_duration_since(from).as_secs_f64()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn buckets_of_tokens() {
+        assert_eq!(one_two_five(100), [1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0]);
+        assert_eq!(one_two_five(99), [1.0, 2.0, 5.0, 10.0, 20.0, 50.0]);
+    }
+
+    #[test]
+    fn exposition_has_the_names_and_types_that_dashboards_use() {
+        let metrics = Metrics::new("tiny", 100).unwrap();
+        let start = Instant::now();
+        let mut timeline = Timeline::new(start, 7);
+        timeline.admitted(2_000_000);
+        metrics.token(&mut timeline, start + Duration::from_millis(30));
+        metrics.token(&mut timeline, start + Duration::from_millis(60));
+        metrics.finished(&timeline, "stop", start + Duration::from_secs(1));
+        let stats = Stats {
+            running: 3,
+            pages_held: 1,
+            pages_free: 3,
+            idle_us: 1_500_000,
+            prompt_tokens: 7,
+            ..Stats::default()
+        };
+        let render = |stats| String::from_utf8(metrics.render(stats).unwrap()).unwrap();
+        render(&stats);
+        let text = render(&stats);
+        for line in [
+            "# TYPE vllm:num_requests_running gauge",
+            "vllm:num_requests_running{engine=\"0\",model_name=\"tiny\"} 3",
+            "vllm:kv_cache_usage_perc{engine=\"0\",model_name=\"tiny\"} 0.25",
+            "# TYPE vllm:prompt_tokens_total counter",
+            "vllm:prompt_tokens_total{engine=\"0\",model_name=\"tiny\"} 7",
+            "# TYPE forebay:device_idle_seconds_total counter",
+            "forebay:device_idle_seconds_total{engine=\"0\",model_name=\"tiny\"} 1.5",
+            "vllm:request_success_total{engine=\"0\",finished_reason=\"stop\",model_name=\"tiny\"} 1",
+            "vllm:request_success_total{engine=\"0\",finished_reason=\"abort\",model_name=\"tiny\"} 0",
+            "# TYPE vllm:time_to_first_token_seconds histogram",
+            "vllm:time_to_first_token_seconds_bucket{engine=\"0\",model_name=\"tiny\",le=\"0.04\"} 1",
+            "vllm:time_to_first_token_seconds_bucket{engine=\"0\",model_name=\"tiny\",le=\"0.02\"} 0",
+            "vllm:inter_token_latency_seconds_count{engine=\"0\",model_name=\"tiny\"} 1",
+            "vllm:request_queue_time_seconds_sum{engine=\"0\",model_name=\"tiny\"} 2",
+            "vllm:request_generation_tokens_sum{engine=\"0\",model_name=\"tiny\"} 2",
+        ] {
+            assert!(text.lines().any(|found| found == line), "{line} is not in\n{text}");
+        }
+    }
+}

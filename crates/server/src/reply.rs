@@ -1,0 +1,65 @@
+//! Errors and JSON as HTTP responses.
+
+use axum::body::Body;
+use axum::http::header::{CONTENT_TYPE, RETRY_AFTER};
+use axum::http::{HeaderValue, StatusCode};
+use axum::response::{IntoResponse, Response};
+use forebay_api::ApiError;
+use serde::Serialize;
+
+/// An error on its way to the client.
+#[derive(Debug)]
+pub(crate) struct Failure(pub(crate) ApiError);
+
+impl From<ApiError> for Failure {
+    fn from(error: ApiError) -> Self {
+        Self(error)
+    }
+}
+
+impl IntoResponse for Failure {
+    fn into_response(self) -> Response {
+        let Self(error) = self;
+        let status =
+            StatusCode::from_u16(error.status()).unwrap_or(StatusCode::INTERNAL_SERVER_ERROR);
+        if status.is_server_error() {
+            tracing::warn!(status = status.as_u16(), %error, "request failed");
+        } else {
+            tracing::debug!(status = status.as_u16(), %error, "request refused");
+        }
+        let mut response = json(status, &error.body());
+        if let Some(seconds) = error.retry_after() {
+            response.headers_mut().insert(RETRY_AFTER, HeaderValue::from(seconds));
+        }
+        response
+    }
+}
+
+/// A JSON response.
+pub(crate) fn json<T: Serialize>(status: StatusCode, value: &T) -> Response {
+    match serde_json::to_vec(value) {
+        Ok(body) => {
+            let mut response = Response::new(Body::from(body));
+            *response.status_mut() = status;
+            response
+                .headers_mut()
+                .insert(CONTENT_TYPE, HeaderValue::from_static("application/json"));
+            response
+        }
+        Err(error) => {
+            tracing::error!(%error, "a response could not be written as JSON");
+            StatusCode::INTERNAL_SERVER_ERROR.into_response()
+        }
+    }
+}
+
+/// A JSON response with status 200.
+pub(crate) fn ok<T: Serialize>(value: &T) -> Response {
+    json(StatusCode::OK, value)
+}
+
+/// A response that serde could not write: a mistake of ours.
+pub(crate) fn unwritable(error: serde_json::Error) -> Failure {
+    let reason = format!("the response could not be written as JSON: {error}");
+    Failure(ApiError::Internal { reason, code: None })
+}

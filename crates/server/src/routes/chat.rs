@@ -1,0 +1,142 @@
+//! `POST /v1/chat/completions`.
+
+use std::time::Instant;
+
+use axum::body::Body;
+use axum::extract::State;
+use axum::response::Response;
+use forebay_api::{
+    ApiError, ChatChoice, ChatChunkChoice, ChatCompletion, ChatDelta, ChatLogprobs, ChatRequest,
+    ChatTokenLogprob, ChatTopLogprob, ErrorBody, ResponseMessage,
+};
+
+use super::{random_hex, stop_reason};
+use crate::call::{Call, Submission, Tally, finish_reason};
+use crate::limits;
+use crate::mailbox::{Delta, TokenLogprobs, Wake};
+use crate::reply::{self, Failure};
+use crate::sse::{self, Chunks, Encoder};
+use crate::state::{Shared, now};
+use crate::text::encode_chat;
+
+/// Answers a conversation. With `stream`, chunks come as server-sent events.
+#[utoipa::path(
+    post,
+    path = "/v1/chat/completions",
+    request_body = ChatRequest,
+    responses(
+        (status = 200, description = "The completion, or a stream of its chunks", body = ChatCompletion),
+        (status = "default", description = "An error", body = ErrorBody),
+    ),
+)]
+pub(crate) async fn chat_completions(
+    State(state): State<Shared>,
+    body: Body,
+) -> Result<Response, Failure> {
+    let arrived = Instant::now();
+    let request: ChatRequest = limits::read(body, &state.config).await?;
+    let model = state.model_name(request.model.as_deref())?;
+    let model_limits = state.admit()?;
+    let chat = request.validate(&state.model.defaults, model_limits)?;
+    let prompt = encode_chat(&state.text, chat.prompt).await?;
+    let with_logprobs = chat.generation.sampling.logprobs.is_some();
+    let n = chat.generation.n;
+    let submission = Submission::new(prompt, chat.generation, model_limits, "messages")?;
+
+    let id = format!("chatcmpl-{}", random_hex());
+    let wake = if chat.streaming.is_some() { Wake::EveryDelta } else { Wake::AtEnd };
+    let mut call = Call::start(&state, vec![submission], wake, arrived)?.named(&id);
+    if let Some(streaming) = chat.streaming {
+        let chunks = Chunks::new(&id, "chat.completion.chunk", now(), &model, streaming)
+            .map_err(reply::unwritable)?;
+        let encoder = ChatEncoder { chunks, with_logprobs, opened: vec![false; n as usize] };
+        return Ok(sse::stream(call, encoder));
+    }
+    let deltas = call.collect().await?;
+    let choices = (0..).zip(deltas).map(|(index, delta)| choice(index, delta, with_logprobs));
+    Ok(reply::ok(&ChatCompletion {
+        id,
+        object: "chat.completion",
+        created: now(),
+        model,
+        choices: choices.collect::<Result<_, _>>()?,
+        usage: call.tally().usage(),
+    }))
+}
+
+fn choice(index: u32, delta: Delta, with_logprobs: bool) -> Result<ChatChoice, ApiError> {
+    let end = delta.end.ok_or(ApiError::Aborted)?;
+    Ok(ChatChoice {
+        index,
+        message: ResponseMessage { role: "assistant", content: delta.text, refusal: None },
+        logprobs: with_logprobs.then(|| logprobs(delta.logprobs)),
+        finish_reason: finish_reason(&end).unwrap_or_default(),
+        stop_reason: stop_reason(&end),
+    })
+}
+
+fn logprobs(tokens: Vec<TokenLogprobs>) -> ChatLogprobs {
+    let entry = |TokenLogprobs { sampled, top }| ChatTokenLogprob {
+        token: sampled.text,
+        logprob: sampled.logprob,
+        bytes: sampled.bytes,
+        top_logprobs: top
+            .into_iter()
+            .map(|c| ChatTopLogprob { token: c.text, logprob: c.logprob, bytes: c.bytes })
+            .collect(),
+    };
+    ChatLogprobs { content: tokens.into_iter().map(entry).collect() }
+}
+
+struct ChatEncoder {
+    chunks: Chunks,
+    with_logprobs: bool,
+    /// Choices whose role has been sent.
+    opened: Vec<bool>,
+}
+
+impl Encoder for ChatEncoder {
+    fn delta(
+        &mut self,
+        index: u32,
+        delta: Delta,
+        tally: &Tally,
+        out: &mut Vec<u8>,
+    ) -> serde_json::Result<()> {
+        let usage = || tally.usage();
+        let chunk = |delta: ChatDelta<'static>| ChatChunkChoice {
+            index,
+            delta,
+            logprobs: None,
+            finish_reason: None,
+            stop_reason: None,
+        };
+        if !std::mem::replace(&mut self.opened[index as usize], true) {
+            let role = ChatDelta { role: Some("assistant"), content: Some("") };
+            self.chunks.choice(&chunk(role), usage, out)?;
+        }
+        if !delta.text.is_empty() || !delta.logprobs.is_empty() {
+            let content = ChatChunkChoice {
+                index,
+                delta: ChatDelta { role: None, content: Some(&delta.text) },
+                logprobs: self.with_logprobs.then(|| logprobs(delta.logprobs)),
+                finish_reason: None,
+                stop_reason: None,
+            };
+            self.chunks.choice(&content, usage, out)?;
+        }
+        if let Some(end) = &delta.end {
+            let last = ChatChunkChoice {
+                finish_reason: finish_reason(end),
+                stop_reason: stop_reason(end),
+                ..chunk(ChatDelta::default())
+            };
+            self.chunks.choice(&last, usage, out)?;
+        }
+        Ok(())
+    }
+
+    fn end(&mut self, tally: &Tally, out: &mut Vec<u8>) -> serde_json::Result<()> {
+        self.chunks.usage(tally.usage(), out)
+    }
+}

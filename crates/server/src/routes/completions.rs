@@ -1,0 +1,206 @@
+//! `POST /v1/completions`.
+
+use std::time::Instant;
+
+use axum::body::Body;
+use axum::extract::State;
+use axum::response::Response;
+use forebay_api::{
+    ApiError, Completion, CompletionChoice, CompletionLogprobs, CompletionRequest, ErrorBody,
+    Prompt,
+};
+use forebay_text::Tokenizer;
+use serde_json::{Map, Value};
+
+use super::{random_hex, stop_reason};
+use crate::call::{Call, Submission, Tally, finish_reason};
+use crate::limits;
+use crate::mailbox::{Candidate, Delta, TokenLogprobs, Wake};
+use crate::reply::{self, Failure};
+use crate::sse::{self, Chunks, Encoder};
+use crate::state::{Shared, now};
+use crate::text::{encode_prompts, text_error};
+
+/// Continues one or more prompts. With `stream`, chunks come as server-sent events.
+#[utoipa::path(
+    post,
+    path = "/v1/completions",
+    request_body = CompletionRequest,
+    responses(
+        (status = 200, description = "The completion, or a stream of its chunks", body = Completion),
+        (status = "default", description = "An error", body = ErrorBody),
+    ),
+)]
+pub(crate) async fn completions(
+    State(state): State<Shared>,
+    body: Body,
+) -> Result<Response, Failure> {
+    let arrived = Instant::now();
+    let request: CompletionRequest = limits::read(body, &state.config).await?;
+    let model = state.model_name(request.model.as_deref())?;
+    let model_limits = state.admit()?;
+    let valid = request.validate(&state.model.defaults, model_limits)?;
+    let generation = valid.generation;
+    let skip_special = generation.skip_special_tokens;
+    let echoes = if valid.echo {
+        let prompts = valid.prompts.iter();
+        let tokenizer = state.text.tokenizer();
+        prompts.map(|prompt| prompt_text(prompt, tokenizer, skip_special)).collect::<Result<_, _>>()?
+    } else {
+        vec![String::new(); valid.prompts.len()]
+    };
+    let prompts =
+        encode_prompts(&state.text, valid.prompts, valid.add_special_tokens, "prompt").await?;
+    let submissions = prompts
+        .into_iter()
+        .map(|ids| Submission::new(ids, generation.clone(), model_limits, "prompt"));
+    let submissions = submissions.collect::<Result<Vec<_>, _>>()?;
+
+    let n = generation.n as usize;
+    let with_logprobs = generation.sampling.logprobs.is_some();
+    let mut states: Vec<ChoiceState> = echoes
+        .into_iter()
+        .flat_map(|echo| std::iter::repeat_n(echo, n))
+        .map(|echo| ChoiceState { echo, offset: 0, with_logprobs })
+        .collect();
+    let id = format!("cmpl-{}", random_hex());
+    let wake = if valid.streaming.is_some() { Wake::EveryDelta } else { Wake::AtEnd };
+    let mut call = Call::start(&state, submissions, wake, arrived)?.named(&id);
+    if let Some(streaming) = valid.streaming {
+        let chunks = Chunks::new(&id, "text_completion", now(), &model, streaming)
+            .map_err(reply::unwritable)?;
+        return Ok(sse::stream(call, CompletionEncoder { chunks, states }));
+    }
+    let deltas = call.collect().await?;
+    let choices = (0..).zip(deltas).zip(&mut states);
+    Ok(reply::ok(&Completion {
+        id,
+        object: "text_completion",
+        created: now(),
+        model,
+        choices: choices.map(|((index, delta), state)| state.choice(index, delta)).collect(),
+        usage: call.tally().usage(),
+    }))
+}
+
+fn prompt_text(
+    prompt: &Prompt,
+    tokenizer: &Tokenizer,
+    skip_special_tokens: bool,
+) -> Result<String, ApiError> {
+    match prompt {
+        Prompt::Text(text) => Ok(text.clone()),
+        Prompt::Tokens(ids) => {
+            tokenizer.decode(ids, skip_special_tokens).map_err(|error| text_error(error, "prompt"))
+        }
+    }
+}
+
+/// What a choice has to remember from chunk to chunk.
+struct ChoiceState {
+    /// Prompt text that is still to be sent.
+    echo: String,
+    /// Characters of all tokens' text so far.
+    offset: u32,
+    with_logprobs: bool,
+}
+
+impl ChoiceState {
+    fn choice(&mut self, index: u32, delta: Delta) -> CompletionChoice {
+        let mut text = std::mem::take(&mut self.echo);
+        text.push_str(&delta.text);
+        CompletionChoice {
+            index,
+            text,
+            logprobs: self.with_logprobs.then(|| self.logprobs(delta.logprobs)),
+            finish_reason: delta.end.as_ref().and_then(finish_reason),
+            stop_reason: delta.end.as_ref().and_then(stop_reason),
+        }
+    }
+
+    fn logprobs(&mut self, tokens: Vec<TokenLogprobs>) -> CompletionLogprobs {
+        let mut lists = CompletionLogprobs::default();
+        for TokenLogprobs { sampled, top } in tokens {
+            lists.text_offset.push(self.offset);
+            self.offset += u32::try_from(sampled.text.chars().count()).unwrap_or(u32::MAX);
+            lists.token_logprobs.push(sampled.logprob);
+            lists.tokens.push(sampled.text.clone());
+            let mut likely = Map::new();
+            for Candidate { text, logprob, .. } in top.into_iter().chain([sampled]) {
+                likely.entry(text).or_insert_with(|| Value::from(logprob));
+            }
+            lists.top_logprobs.push(likely);
+        }
+        lists
+    }
+}
+
+struct CompletionEncoder {
+    chunks: Chunks,
+    states: Vec<ChoiceState>,
+}
+
+impl Encoder for CompletionEncoder {
+    fn delta(
+        &mut self,
+        index: u32,
+        delta: Delta,
+        tally: &Tally,
+        out: &mut Vec<u8>,
+    ) -> serde_json::Result<()> {
+        let state = &mut self.states[index as usize];
+        let silent = delta.text.is_empty() && delta.logprobs.is_empty() && state.echo.is_empty();
+        if silent && delta.end.is_none() {
+            return Ok(());
+        }
+        let choice = state.choice(index, delta);
+        self.chunks.choice(&choice, || tally.usage(), out)
+    }
+
+    fn end(&mut self, tally: &Tally, out: &mut Vec<u8>) -> serde_json::Result<()> {
+        self.chunks.usage(tally.usage(), out)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::mailbox::End;
+
+    fn token(text: &str, logprob: f32, top: &[(&str, f32)]) -> TokenLogprobs {
+        let candidate = |text: &str, logprob| Candidate {
+            id: 0,
+            text: text.into(),
+            bytes: text.into(),
+            logprob,
+        };
+        TokenLogprobs {
+            sampled: candidate(text, logprob),
+            top: top.iter().map(|&(text, logprob)| candidate(text, logprob)).collect(),
+        }
+    }
+
+    #[test]
+    fn offsets_go_on_over_chunks_and_the_sampled_token_is_among_the_likely() {
+        let mut state = ChoiceState { echo: "p".into(), offset: 0, with_logprobs: true };
+        let first = Delta {
+            text: "né".into(),
+            logprobs: vec![token("né", -1.0, &[("x", -0.5)]), token("!", -2.0, &[("!", -2.0)])],
+            ..Delta::default()
+        };
+        let choice = state.choice(0, first);
+        assert_eq!(choice.text, "pné");
+        let lists = choice.logprobs.unwrap();
+        assert_eq!(lists.text_offset, [0, 2]);
+        assert_eq!(lists.top_logprobs[0].keys().collect::<Vec<_>>(), ["x", "né"]);
+        assert_eq!(lists.top_logprobs[1].len(), 1);
+        let second = Delta {
+            logprobs: vec![token("z", -1.0, &[])],
+            end: Some(End::Length),
+            ..Delta::default()
+        };
+        let choice = state.choice(0, second);
+        assert_eq!((choice.text.as_str(), choice.finish_reason), ("", Some("length")));
+        assert_eq!(choice.logprobs.unwrap().text_offset, [3]);
+    }
+}

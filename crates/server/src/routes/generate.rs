@@ -1,0 +1,153 @@
+//! `POST /generate`.
+
+use std::time::Instant;
+
+use axum::body::Body;
+use axum::extract::State;
+use axum::response::Response;
+use forebay_api::{
+    ErrorBody, GenerateFinish, GenerateMeta, GenerateOutput, GenerateRequest, LogprobTriple,
+    StopReason,
+};
+
+use super::random_hex;
+use crate::call::{Call, Submission, Tally};
+use crate::limits;
+use crate::mailbox::{Candidate, Delta, End, Wake};
+use crate::reply::{self, Failure};
+use crate::sse::{self, Encoder};
+use crate::state::Shared;
+use crate::text::encode_prompts;
+
+/// Continues a prompt or a batch of prompts. With `stream`, each event carries the text so far.
+#[utoipa::path(
+    post,
+    path = "/generate",
+    request_body = GenerateRequest,
+    responses(
+        (status = 200, description = "The output, a list of them for a batch, or a stream", body = GenerateOutput),
+        (status = "default", description = "An error", body = ErrorBody),
+    ),
+)]
+pub(crate) async fn generate(
+    State(state): State<Shared>,
+    body: Body,
+) -> Result<Response, Failure> {
+    let arrived = Instant::now();
+    let request: GenerateRequest = limits::read(body, &state.config).await?;
+    let param = request.prompt_param();
+    let model_limits = state.admit()?;
+    let valid = request.validate(&state.model.defaults, model_limits)?;
+    let mut prompts = Vec::with_capacity(valid.items.len());
+    let mut generations = Vec::with_capacity(valid.items.len());
+    let mut outputs = Vec::new();
+    for item in valid.items {
+        let id = item.rid.unwrap_or_else(random_hex);
+        for _ in 0..item.generation.n {
+            outputs.push(Accumulated {
+                id: id.clone(),
+                arrived,
+                with_logprobs: item.generation.sampling.logprobs.is_some(),
+                text_in_logprobs: valid.text_in_logprobs,
+                total: Delta::default(),
+            });
+        }
+        prompts.push(item.prompt);
+        generations.push(item.generation);
+    }
+    let encoded = encode_prompts(&state.text, prompts, true, param).await?;
+    let submissions = encoded
+        .into_iter()
+        .zip(generations)
+        .map(|(ids, generation)| Submission::new(ids, generation, model_limits, param));
+    let submissions = submissions.collect::<Result<Vec<_>, _>>()?;
+
+    let id = outputs.first().map(|output| output.id.clone()).unwrap_or_default();
+    let wake = if valid.stream { Wake::EveryDelta } else { Wake::AtEnd };
+    let mut call = Call::start(&state, submissions, wake, arrived)?.named(&id);
+    if valid.stream {
+        return Ok(sse::stream(call, GenerateEncoder { outputs, batch: valid.batch }));
+    }
+    let deltas = call.collect().await?;
+    let mut whole = Vec::with_capacity(deltas.len());
+    for ((choice, delta), mut output) in (0..).zip(deltas).zip(outputs) {
+        output.total = delta;
+        whole.push(output.output(choice, None, call.tally()));
+    }
+    match <[GenerateOutput; 1]>::try_from(whole) {
+        Ok([one]) if !valid.batch => Ok(reply::ok(&one)),
+        Ok(batch) => Ok(reply::ok(&batch)),
+        Err(batch) => Ok(reply::ok(&batch)),
+    }
+}
+
+/// All that a choice has brought so far.
+struct Accumulated {
+    id: String,
+    arrived: Instant,
+    with_logprobs: bool,
+    text_in_logprobs: bool,
+    total: Delta,
+}
+
+impl Accumulated {
+    fn output(&self, choice: u32, index: Option<u32>, tally: &Tally) -> GenerateOutput {
+        let usage = tally.usage_of(choice);
+        let triple = |candidate: &Candidate| LogprobTriple {
+            logprob: candidate.logprob,
+            id: candidate.id,
+            text: self.text_in_logprobs.then(|| candidate.text.clone()),
+        };
+        let tokens = || self.total.logprobs.iter();
+        let sampled = || tokens().map(|token| triple(&token.sampled)).collect();
+        let top = || tokens().map(|token| token.top.iter().map(triple).collect()).collect();
+        let has_top = tokens().any(|token| !token.top.is_empty());
+        GenerateOutput {
+            index,
+            text: self.total.text.clone(),
+            output_ids: self.total.tokens.clone(),
+            meta_info: GenerateMeta {
+                id: self.id.clone(),
+                finish_reason: self.total.end.as_ref().and_then(|end| match end {
+                    End::Eos(id) | End::Token(id) => {
+                        Some(GenerateFinish::Stop { matched: StopReason::Token(*id) })
+                    }
+                    End::Text(text) => {
+                        Some(GenerateFinish::Stop { matched: StopReason::Text(text.clone()) })
+                    }
+                    End::Length => Some(GenerateFinish::Length { length: usage.completion_tokens }),
+                    End::Error(_) => None,
+                }),
+                prompt_tokens: usage.prompt_tokens,
+                completion_tokens: usage.completion_tokens,
+                cached_tokens: usage.prompt_tokens_details.cached_tokens,
+                e2e_latency: self.arrived.elapsed().as_secs_f64(),
+                output_token_logprobs: self.with_logprobs.then(sampled),
+                output_top_logprobs: (self.with_logprobs && has_top).then(top),
+            },
+        }
+    }
+}
+
+struct GenerateEncoder {
+    outputs: Vec<Accumulated>,
+    batch: bool,
+}
+
+impl Encoder for GenerateEncoder {
+    fn delta(
+        &mut self,
+        choice: u32,
+        mut delta: Delta,
+        tally: &Tally,
+        out: &mut Vec<u8>,
+    ) -> serde_json::Result<()> {
+        let output = &mut self.outputs[choice as usize];
+        output.total.merge(&mut delta);
+        sse::event(&output.output(choice, self.batch.then_some(choice), tally), out)
+    }
+
+    fn end(&mut self, _: &Tally, _: &mut Vec<u8>) -> serde_json::Result<()> {
+        Ok(())
+    }
+}

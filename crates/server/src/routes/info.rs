@@ -1,0 +1,270 @@
+//! Models, health, metrics and what else is asked about the server itself.
+
+use std::time::Instant;
+
+use axum::extract::{Path, State};
+use axum::http::HeaderValue;
+use axum::http::header::CONTENT_TYPE;
+use axum::response::Response;
+use forebay_api::{ApiError, ErrorBody, GenerateRequest, ModelCard, ModelList};
+use forebay_engine::{Stats, Status};
+use serde::Serialize;
+use serde_json::{Value, json};
+use tokio::sync::oneshot;
+use tokio::time::timeout;
+use utoipa::ToSchema;
+
+use crate::call::{Call, Submission};
+use crate::mailbox::Wake;
+use crate::reply::{self, Failure};
+use crate::state::{Shared, not_serving};
+
+/// The media type of Prometheus' text exposition.
+const EXPOSITION: &str = "text/plain; version=0.0.4; charset=utf-8";
+
+/// Lists the served names.
+#[utoipa::path(
+    get,
+    path = "/v1/models",
+    responses((status = 200, description = "The models", body = ModelList)),
+)]
+pub(crate) async fn models(State(state): State<Shared>) -> Response {
+    let data = state.model.served_names.iter().map(|name| card(&state, name)).collect();
+    reply::ok(&ModelList { object: "list", data })
+}
+
+/// Shows one served name.
+#[utoipa::path(
+    get,
+    path = "/v1/models/{id}",
+    params(("id" = String, Path, description = "The served name")),
+    responses(
+        (status = 200, description = "The model", body = ModelCard),
+        (status = "default", description = "An error", body = ErrorBody),
+    ),
+)]
+pub(crate) async fn model(
+    State(state): State<Shared>,
+    Path(id): Path<String>,
+) -> Result<Response, Failure> {
+    let name = state.model_name(Some(&id))?;
+    Ok(reply::ok(&card(&state, &name)))
+}
+
+fn card(state: &Shared, name: &str) -> ModelCard {
+    ModelCard {
+        id: name.to_owned(),
+        object: "model",
+        created: state.started,
+        owned_by: "forebay",
+        root: state.model.root.clone(),
+        max_model_len: state.engine.facts().map(|facts| facts.context_length),
+    }
+}
+
+/// The server takes requests.
+#[derive(Serialize, ToSchema)]
+pub(crate) struct Healthy {
+    /// `ready`.
+    status: &'static str,
+}
+
+/// Whether the server takes requests and serves them now.
+///
+/// 503 with the reason in one line while the model loads, is restarted, has failed, or the server drains.
+#[utoipa::path(
+    get,
+    path = "/health",
+    responses(
+        (status = 200, description = "Ready", body = Healthy),
+        (status = 503, description = "Why not", body = ErrorBody),
+    ),
+)]
+pub(crate) async fn health(State(state): State<Shared>) -> Result<Response, Failure> {
+    match state.engine.status() {
+        Status::Ready => Ok(reply::ok(&Healthy { status: "ready" })),
+        status => Err(Failure(not_serving(status))),
+    }
+}
+
+/// Whether the model generates: asks it for one token.
+#[utoipa::path(
+    get,
+    path = "/health_generate",
+    responses(
+        (status = 200, description = "It does", body = Healthy),
+        (status = 503, description = "Why not", body = ErrorBody),
+    ),
+)]
+pub(crate) async fn health_generate(State(state): State<Shared>) -> Result<Response, Failure> {
+    let arrived = Instant::now();
+    let limits = state.admit()?;
+    let token = state.model.eos.first().copied().unwrap_or(0);
+    let request = json!({
+        "input_ids": [token],
+        "sampling_params": {"max_new_tokens": 1, "temperature": 0, "ignore_eos": true},
+        "priority": i32::MAX,
+    });
+    let request: GenerateRequest = serde_json::from_value(request).map_err(reply::unwritable)?;
+    let mut submissions = Vec::new();
+    for item in request.validate(&state.model.defaults, limits)?.items {
+        submissions.push(Submission::new(vec![token], item.generation, limits, "input_ids")?);
+    }
+    let mut call = Call::start(&state, submissions, Wake::AtEnd, arrived)?.named("health");
+    let limit = state.config.health_timeout;
+    match timeout(limit, call.collect()).await {
+        Ok(result) => {
+            result?;
+            Ok(reply::ok(&Healthy { status: "ready" }))
+        }
+        Err(_) => {
+            let reason = format!("the model gave no token within {} seconds", limit.as_secs());
+            Err(Failure(ApiError::Unavailable { reason, code: "unresponsive" }))
+        }
+    }
+}
+
+/// The resolved configuration, the model's facts and live numbers.
+#[derive(Serialize, ToSchema)]
+pub(crate) struct ServerInfo {
+    /// Version of the server.
+    version: &'static str,
+    /// Names that requests may use.
+    served_model_names: Vec<String>,
+    /// The engine's state in one line.
+    status: String,
+    /// The configuration, everything resolved.
+    #[schema(value_type = Object)]
+    config: Value,
+    /// What the hand told; null until the model is loaded.
+    #[schema(value_type = Option<Object>)]
+    facts: Value,
+    /// One object a replica: what is running, what was counted.
+    #[schema(value_type = Vec<Object>)]
+    internal_states: Vec<Value>,
+}
+
+/// Shows the resolved configuration, the model's facts and live numbers.
+#[utoipa::path(
+    get,
+    path = "/server_info",
+    responses((status = 200, description = "The information", body = ServerInfo)),
+)]
+pub(crate) async fn server_info(State(state): State<Shared>) -> Response {
+    let facts = state.engine.facts().map(|facts| {
+        json!({
+            "context_length": facts.context_length,
+            "vocab_size": facts.vocab_size,
+            "page_count": facts.page_count,
+            "page_size": facts.page_size,
+            "weight_bytes": facts.weight_bytes,
+            "kv_bytes": facts.kv_bytes,
+            "device": facts.device,
+            "load_seconds": facts.load_seconds,
+        })
+    });
+    reply::ok(&ServerInfo {
+        version: env!("CARGO_PKG_VERSION"),
+        served_model_names: state.model.served_names.clone(),
+        status: match state.engine.status() {
+            Status::Ready => "ready".to_owned(),
+            status => not_serving(status).to_string(),
+        },
+        config: state.config.info.clone(),
+        facts: facts.unwrap_or(Value::Null),
+        internal_states: vec![stats(&state.engine.stats())],
+    })
+}
+
+fn stats(stats: &Stats) -> Value {
+    json!({
+        "running": stats.running,
+        "waiting": stats.waiting,
+        "pages_held": stats.pages_held,
+        "pages_cached": stats.pages_cached,
+        "pages_free": stats.pages_free,
+        "prefix_queries": stats.prefix_queries,
+        "prefix_hits": stats.prefix_hits,
+        "prompt_tokens": stats.prompt_tokens,
+        "generated_tokens": stats.generated_tokens,
+        "preemptions": stats.preemptions,
+        "steps": stats.steps,
+        "device_us": stats.device_us,
+        "idle_us": stats.idle_us,
+        "hand_deaths": stats.hand_deaths,
+        "replayed": stats.replayed,
+    })
+}
+
+/// The prefix cache is empty.
+#[derive(Serialize, ToSchema)]
+pub(crate) struct Flushed {
+    /// Always true.
+    flushed: bool,
+}
+
+/// Empties the prefix cache. Only possible while nothing runs.
+#[utoipa::path(
+    method(get, post),
+    path = "/flush_cache",
+    responses(
+        (status = 200, description = "The cache is empty", body = Flushed),
+        (status = 400, description = "Requests are running", body = ErrorBody),
+    ),
+)]
+pub(crate) async fn flush_cache(State(state): State<Shared>) -> Result<Response, Failure> {
+    let (sender, receiver) = oneshot::channel();
+    let reply = Box::new(move |flushed| {
+        // The client may have gone away; the cache is flushed all the same.
+        let _ = sender.send(flushed);
+    });
+    state.engine.flush_cache(reply);
+    match receiver.await {
+        Ok(true) => Ok(reply::ok(&Flushed { flushed: true })),
+        Ok(false) => Err(Failure(ApiError::CacheInUse)),
+        Err(_) => Err(Failure(not_serving(Status::Failed("the engine has ended".into())))),
+    }
+}
+
+/// Metrics in Prometheus' text format.
+#[utoipa::path(
+    get,
+    path = "/metrics",
+    responses((status = 200, description = "The metrics", body = String, content_type = "text/plain")),
+)]
+pub(crate) async fn metrics(State(state): State<Shared>) -> Result<Response, Failure> {
+    let text = state.metrics.render(&state.engine.stats()).map_err(|error| {
+        let reason = format!("the metrics could not be written: {error}");
+        ApiError::Internal { reason, code: None }
+    })?;
+    let mut response = Response::new(text.into());
+    response.headers_mut().insert(CONTENT_TYPE, HeaderValue::from_static(EXPOSITION));
+    Ok(response)
+}
+
+/// The server's version.
+#[derive(Serialize, ToSchema)]
+pub(crate) struct Version {
+    /// As of the release.
+    version: &'static str,
+}
+
+/// Shows the server's version.
+#[utoipa::path(
+    get,
+    path = "/version",
+    responses((status = 200, description = "The version", body = Version)),
+)]
+pub(crate) async fn version() -> Response {
+    reply::ok(&Version { version: env!("CARGO_PKG_VERSION") })
+}
+
+/// Answers as long as the process lives, whatever the model does.
+#[utoipa::path(
+    method(get, post),
+    path = "/ping",
+    responses((status = 200, description = "An empty object")),
+)]
+pub(crate) async fn ping() -> Response {
+    reply::ok(&json!({}))
+}

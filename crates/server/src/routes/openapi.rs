@@ -1,0 +1,39 @@
+//! `GET /openapi.json`.
+
+use axum::response::Response;
+use utoipa::OpenApi;
+
+use crate::reply;
+
+#[derive(OpenApi)]
+#[openapi(
+    info(title = "forebay", description = "OpenAI-compatible LLM serving"),
+    paths(
+        super::chat::chat_completions,
+        super::completions::completions,
+        super::info::models,
+        super::info::model,
+        super::generate::generate,
+        super::tokenize::tokenize,
+        super::tokenize::detokenize,
+        super::info::server_info,
+        super::info::flush_cache,
+        super::info::health,
+        super::info::health_generate,
+        super::info::metrics,
+        super::info::version,
+        super::info::ping,
+        openapi,
+    )
+)]
+struct Document;
+
+/// Describes every route, with the schemas of requests and responses.
+#[utoipa::path(
+    get,
+    path = "/openapi.json",
+    responses((status = 200, description = "This document")),
+)]
+pub(super) async fn openapi() -> Response {
+    reply::ok(&Document::openapi())
+}

@@ -1,0 +1,107 @@
+//! The accept loop and the way down.
+
+use std::io;
+use std::sync::Arc;
+use std::time::Duration;
+
+use axum::Router;
+use hyper::server::conn::http1;
+use hyper_util::rt::{TokioIo, TokioTimer};
+use hyper_util::server::graceful::GracefulShutdown;
+use hyper_util::service::TowerToHyperService;
+use tokio::net::{TcpListener, TcpStream};
+use tokio::task::JoinSet;
+use tokio::time::{sleep, timeout};
+
+use crate::routes;
+use crate::state::AppState;
+
+/// How long connections may take to end once no request is alive.
+const CLOSE_TIMEOUT: Duration = Duration::from_secs(5);
+/// How long to wait after the system refused a connection, most likely for want of descriptors.
+const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
+
+/// Serves until `shutdown` is ready, then drains: new requests get 503 while the running ones have `drain_timeout` to finish. What is
+/// left then is aborted, each with its terminal event; connections are closed, and this returns. The engine is left drained,
+/// not stopped.
+///
+/// # Errors
+/// None once it runs; the listener's address cannot be read.
+pub async fn serve(
+    listener: TcpListener,
+    state: AppState,
+    shutdown: impl Future<Output = ()>,
+) -> io::Result<()> {
+    let state = state.shared();
+    tracing::info!(address = %listener.local_addr()?, "listening");
+    let mut connections = Connections {
+        router: routes::router(Arc::clone(state)),
+        header_timeout: state.config.header_timeout,
+        graceful: GracefulShutdown::new(),
+        tasks: JoinSet::new(),
+    };
+    connections.accept_until(&listener, shutdown).await;
+
+    state.engine.drain();
+    tracing::info!(timeout = ?state.config.drain_timeout, "draining");
+    let drained = async {
+        if timeout(state.config.drain_timeout, state.idle()).await.is_err() {
+            tracing::warn!("requests are still running after the drain timeout: aborting them");
+            state.egress.abort_all();
+        }
+    };
+    connections.accept_until(&listener, drained).await;
+    drop(listener);
+    connections.close().await;
+    Ok(())
+}
+
+/// All open connections. Dropping it cuts them.
+struct Connections {
+    router: Router,
+    header_timeout: Duration,
+    graceful: GracefulShutdown,
+    tasks: JoinSet<()>,
+}
+
+impl Connections {
+    async fn accept_until(&mut self, listener: &TcpListener, end: impl Future<Output = ()>) {
+        tokio::pin!(end);
+        loop {
+            tokio::select! {
+                () = &mut end => return,
+                accepted = listener.accept() => match accepted {
+                    Ok((stream, _)) => self.spawn(stream),
+                    Err(error) => {
+                        tracing::warn!(%error, "a connection could not be accepted");
+                        sleep(ACCEPT_PAUSE).await;
+                    }
+                },
+                Some(_) = self.tasks.join_next() => {}
+            }
+        }
+    }
+
+    fn spawn(&mut self, stream: TcpStream) {
+        // Events are small and each matters; failing to say so only costs latency.
+        let _ = stream.set_nodelay(true);
+        let connection = http1::Builder::new()
+            .timer(TokioTimer::new())
+            .header_read_timeout(self.header_timeout)
+            .serve_connection(TokioIo::new(stream), TowerToHyperService::new(self.router.clone()));
+        let connection = self.graceful.watch(connection);
+        self.tasks.spawn(async move {
+            if let Err(error) = connection.await {
+                tracing::debug!(%error, "a connection ended early");
+            }
+        });
+    }
+
+    async fn close(self) {
+        let Self { graceful, mut tasks, .. } = self;
+        if timeout(CLOSE_TIMEOUT, graceful.shutdown()).await.is_err() {
+            tracing::warn!("some connections did not end in time and are cut");
+        }
+        tasks.shutdown().await;
+    }
+}

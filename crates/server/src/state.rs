@@ -1,0 +1,145 @@
+//! What all routes share.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use forebay_api::{ApiError, Limits};
+use forebay_engine::{RequestId, Status};
+use forebay_text::TextPool;
+use tokio::sync::watch;
+
+use crate::config::{ModelInfo, ServerConfig};
+use crate::egress::Egress;
+use crate::engine::Engine;
+use crate::metrics::Metrics;
+
+/// What the server is made of.
+#[derive(Clone)]
+pub struct AppState(Shared);
+
+/// What the routes share.
+pub(crate) type Shared = Arc<Inner>;
+
+/// See [`AppState`].
+pub(crate) struct Inner {
+    pub(crate) config: ServerConfig,
+    pub(crate) model: ModelInfo,
+    pub(crate) engine: Arc<dyn Engine>,
+    pub(crate) text: Arc<TextPool>,
+    pub(crate) egress: Egress,
+    pub(crate) metrics: Arc<Metrics>,
+    /// Seconds since 1970 at the start.
+    pub(crate) started: u64,
+    next_id: AtomicU64,
+    /// Number of calls whose response is not finished.
+    live: watch::Sender<usize>,
+}
+
+impl AppState {
+    /// Puts the parts together. `egress` is the other end of the sink that `engine` was started with.
+    pub fn new(
+        config: ServerConfig,
+        model: ModelInfo,
+        engine: Arc<dyn Engine>,
+        text: Arc<TextPool>,
+        egress: Egress,
+        metrics: Arc<Metrics>,
+    ) -> Self {
+        let inner = Inner {
+            config,
+            model,
+            engine,
+            text,
+            egress,
+            metrics,
+            started: now(),
+            next_id: AtomicU64::new(1),
+            live: watch::Sender::new(0),
+        };
+        Self(Arc::new(inner))
+    }
+
+    pub(crate) fn shared(&self) -> &Shared {
+        &self.0
+    }
+}
+
+impl Inner {
+    /// A request name that was never used.
+    pub(crate) fn next_id(&self) -> RequestId {
+        RequestId(self.next_id.fetch_add(1, Ordering::Relaxed))
+    }
+
+    /// The limits that a new request is checked against.
+    ///
+    /// # Errors
+    /// New requests cannot be taken now.
+    pub(crate) fn admit(&self) -> Result<Limits, ApiError> {
+        match self.engine.status() {
+            Status::Ready | Status::Recovering(_) => {}
+            status => return Err(not_serving(status)),
+        }
+        self.limits()
+    }
+
+    /// The limits of the loaded model.
+    ///
+    /// # Errors
+    /// It has not been loaded yet.
+    pub(crate) fn limits(&self) -> Result<Limits, ApiError> {
+        let facts = self.engine.facts().ok_or_else(|| not_serving(self.engine.status()))?;
+        Ok(Limits { context_length: facts.context_length, vocab_size: facts.vocab_size })
+    }
+
+    /// The served name that a request means.
+    ///
+    /// # Errors
+    /// The model is not served.
+    pub(crate) fn model_name(&self, wanted: Option<&str>) -> Result<String, ApiError> {
+        let names = &self.model.served_names;
+        match wanted {
+            None => Ok(names.first().cloned().unwrap_or_default()),
+            Some(wanted) if names.iter().any(|name| name == wanted) => Ok(wanted.to_owned()),
+            Some(wanted) => Err(ApiError::UnknownModel { model: wanted.to_owned() }),
+        }
+    }
+
+    /// Counts a call until the guard is dropped.
+    pub(crate) fn enter(self: &Arc<Self>) -> LiveGuard {
+        self.live.send_modify(|live| *live += 1);
+        LiveGuard(Arc::clone(self))
+    }
+
+    /// Waits until no call is alive.
+    pub(crate) async fn idle(&self) {
+        // The sender lives in self, so waiting cannot fail.
+        let _ = self.live.subscribe().wait_for(|&live| live == 0).await;
+    }
+}
+
+/// Counts a call as alive.
+pub(crate) struct LiveGuard(Arc<Inner>);
+
+impl Drop for LiveGuard {
+    fn drop(&mut self) {
+        self.0.live.send_modify(|live| *live -= 1);
+    }
+}
+
+/// What a client is told while requests are not served.
+pub(crate) fn not_serving(status: Status) -> ApiError {
+    let (reason, code) = match status {
+        Status::Draining => return ApiError::Draining,
+        Status::Ready => ("the model is not loaded yet".into(), "starting"),
+        Status::Starting(stage) => (format!("the model is still loading: {stage}"), "starting"),
+        Status::Recovering(reason) => (format!("the model is being restarted: {reason}"), "recovering"),
+        Status::Failed(reason) => (format!("the model is not available: {reason}"), "failed"),
+    };
+    ApiError::Unavailable { reason, code }
+}
+
+/// Seconds since 1970.
+pub(crate) fn now() -> u64 {
+    SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |time| time.as_secs())
+}

@@ -1,0 +1,146 @@
+//! Clients that go away, engines that die, servers that shut down: everybody gets an end.
+
+use std::time::Duration;
+
+use forebay_engine::{FinishReason, Output, RequestError};
+use serde_json::{Value, json};
+
+use crate::client::events;
+use crate::fake::TestServer;
+
+const CHAT: &str = "/v1/chat/completions";
+
+fn hello(stream: bool) -> Value {
+    json!({"messages": [{"role": "user", "content": "hi"}], "stream": stream})
+}
+
+#[tokio::test]
+async fn a_client_that_goes_away_frees_its_request() {
+    let mut server = TestServer::driven().await;
+    // In the middle of a stream.
+    let mut pending = server.open(CHAT, hello(true).to_string()).await;
+    let id = server.submitted().await.id;
+    server.engine.token(id, 300, true, None);
+    pending.frame().await.unwrap();
+    drop(pending);
+    assert_eq!(server.aborted().await, id);
+    // Before the first token of a stream.
+    let pending = server.open(CHAT, hello(true).to_string()).await;
+    let id = server.submitted().await.id;
+    drop(pending);
+    assert_eq!(server.aborted().await, id);
+    // Waiting for a whole response, in all choices.
+    let mut body = hello(false);
+    body["n"] = json!(2);
+    let waiting = server.connect(CHAT, &body);
+    let ids = [server.submitted().await.id, server.submitted().await.id];
+    waiting.abort();
+    assert_eq!([server.aborted().await, server.aborted().await], ids);
+}
+
+#[tokio::test]
+async fn an_engine_that_ends_fails_every_request() {
+    let mut server = TestServer::driven().await;
+    let mut stream = server.open(CHAT, hello(true).to_string()).await;
+    let id = server.submitted().await.id;
+    let whole = server.connect(CHAT, &hello(false));
+    server.submitted().await;
+    let token = server.encode("a")[0];
+    server.engine.token(id, token, true, None);
+    let mut text = stream.frame().await.unwrap();
+    server.engine.die();
+    while let Some(frame) = stream.frame().await {
+        text.push_str(&frame);
+    }
+    let events = events(&text);
+    let errors = events.iter().filter(|event| event.get("error").is_some());
+    assert_eq!(errors.count(), 1);
+    assert_eq!(events.last().unwrap()["error"]["code"], "failed");
+    let (status, answer) = whole.await.unwrap();
+    assert_eq!((status, &answer["error"]["code"]), (503, &json!("failed")));
+    // And whoever comes later.
+    let (status, _) = server.post(CHAT, hello(false)).await;
+    assert_eq!(status, 503);
+}
+
+#[tokio::test]
+async fn a_request_that_cannot_be_served_gets_its_error() {
+    let mut server = TestServer::driven().await;
+    for (error, status, code) in [
+        (RequestError::NotFinite, 500, "not_finite"),
+        (RequestError::Poisoned, 500, "poisoned"),
+        (RequestError::HandFailed("gone".into()), 503, "failed"),
+    ] {
+        // One of two choices fails: the other is aborted.
+        let mut body = hello(false);
+        body["n"] = json!(2);
+        let whole = server.connect(CHAT, &body);
+        let [id, other] = [server.submitted().await.id, server.submitted().await.id];
+        let finish = Some(FinishReason::Error(error));
+        server.engine.deliver(vec![Output { id, admission: None, token: None, finish }]);
+        let (got, answer) = whole.await.unwrap();
+        assert_eq!((got, &answer["error"]["code"]), (status, &json!(code)));
+        assert_eq!(server.aborted().await, other);
+    }
+}
+
+#[tokio::test]
+async fn a_slow_reader_gets_everything() {
+    let mut server = TestServer::driven().await;
+    let pending = server.open(CHAT, hello(true).to_string()).await;
+    let id = server.submitted().await.id;
+    let tokens = server.encode("the quick brown fox jumps over the lazy dog");
+    for (index, &token) in tokens.iter().enumerate() {
+        let finish = (index + 1 == tokens.len()).then_some(FinishReason::Length);
+        server.engine.token(id, token, index == 0, finish);
+    }
+    // Nothing has been read so far.
+    let (_, stream) = pending.read().await;
+    let events = events(&String::from_utf8(stream).unwrap());
+    let text: String =
+        events.iter().filter_map(|e| e["choices"][0]["delta"]["content"].as_str()).collect();
+    assert_eq!(text, "the quick brown fox jumps over the lazy dog");
+    let finishes = events.iter().filter(|e| e["choices"][0]["finish_reason"].is_string());
+    assert_eq!(finishes.count(), 1);
+}
+
+#[tokio::test]
+async fn shutting_down_lets_running_requests_finish() {
+    let mut server = TestServer::driven().await;
+    let running = server.connect(CHAT, &hello(false));
+    let id = server.submitted().await.id;
+    server.shut_down();
+    let draining = async {
+        // The drain begins soon after the signal; until then the request is answered by a token.
+        while server.get("/health").await.0 != 503 {}
+        server.post(CHAT, hello(false)).await
+    };
+    let (status, answer) = draining.await;
+    assert_eq!((status, &answer["error"]["code"]), (503, &json!("draining")));
+    let token = server.encode("a")[0];
+    server.engine.token(id, token, true, Some(FinishReason::Length));
+    assert_eq!(running.await.unwrap().0, 200);
+    server.ended().await;
+}
+
+#[tokio::test]
+async fn shutting_down_aborts_what_does_not_finish() {
+    let mut server =
+        TestServer::start(None, |config| config.drain_timeout = Duration::from_millis(20)).await;
+    let mut stream = server.open(CHAT, hello(true).to_string()).await;
+    let id = server.submitted().await.id;
+    let whole = server.connect(CHAT, &hello(false));
+    let other = server.submitted().await.id;
+    server.shut_down();
+    let mut text = String::new();
+    while let Some(frame) = stream.frame().await {
+        text.push_str(&frame);
+    }
+    assert_eq!(events(&text).last().unwrap()["error"]["code"], "aborted");
+    let (status, answer) = whole.await.unwrap();
+    assert_eq!((status, &answer["error"]["code"]), (503, &json!("aborted")));
+    let mut aborted = [server.aborted().await, server.aborted().await];
+    aborted.sort();
+    assert_eq!(aborted, [id, other]);
+    server.ended().await;
+}

@@ -1,0 +1,252 @@
+//! Token ids to text, as they come.
+
+use std::sync::Arc;
+
+use crate::scheme::Scheme;
+use crate::tokenizer::{Kind, Tokenizer};
+
+/// A window that has given no text for this many tokens is closed, so that a decoder which never gives any costs no
+/// more than this a token.
+const WINDOW_LIMIT: usize = 64;
+
+/// Turns the ids of one request into text, one id at a time.
+///
+/// The pieces, joined, are what [`Tokenizer::decode`] gives for all ids at once, and each id costs O(1) amortised.
+/// Text is given as soon as it is final: only the bytes of an incomplete character are held back.
+///
+/// Where the two can differ: with a byte-fallback (SentencePiece style) tokenizer, one-shot decoding turns a whole run
+/// of byte tokens into U+FFFD, one a byte, if any part of the run is not UTF-8. A stream has by then given the run's
+/// first complete characters, and gives U+FFFD only from the first wrong byte on. The ids of real text have no such
+/// runs; a model can sample one, and a text cut by a length limit can end in one. For decoders that need more than one
+/// token's own text (WordPiece, CTC, ...) a window of the last tokens is decoded again at each id; this is exact as
+/// long as a token changes no text before the token before it.
+#[derive(Debug)]
+pub struct Detokenizer {
+    tokenizer: Arc<Tokenizer>,
+    skip_special_tokens: bool,
+    state: State,
+}
+
+#[derive(Debug)]
+enum State {
+    Bytes(Incomplete),
+    Pieces(PiecesState),
+    Window(Window),
+}
+
+impl Detokenizer {
+    /// A detokenizer at the start of a text. With `skip_special_tokens`, special tokens give no text.
+    pub fn new(tokenizer: Arc<Tokenizer>, skip_special_tokens: bool) -> Self {
+        let state = match tokenizer.scheme() {
+            Scheme::Bytes => State::Bytes(Incomplete::default()),
+            Scheme::Pieces(pieces) => State::Pieces(PiecesState {
+                at_start: true,
+                strip_left: pieces.strip_left,
+                run: Vec::new(),
+                run_is_broken: false,
+            }),
+            Scheme::Window => State::Window(Window::default()),
+        };
+        Self { tokenizer, skip_special_tokens, state }
+    }
+
+    /// Appends to `out` the text that became final with this id: nothing if the id only adds a part of a character.
+    /// An id that no token has is ignored.
+    pub fn push(&mut self, id: i32, out: &mut String) {
+        let Ok(unsigned) = u32::try_from(id) else { return };
+        let (kind, bytes) = self.tokenizer.piece(unsigned);
+        if kind == Kind::Missing || self.skip_special_tokens && self.tokenizer.is_special(id) {
+            return;
+        }
+        match &mut self.state {
+            State::Bytes(incomplete) => incomplete.push(bytes, out),
+            State::Pieces(state) => state.push(&self.tokenizer, unsigned, out),
+            State::Window(window) => window.push(&self.tokenizer, unsigned, out),
+        }
+    }
+
+    /// Appends what was held back, for the end of the text: a character that never completed becomes U+FFFD.
+    pub fn finish(&mut self, out: &mut String) {
+        match &mut self.state {
+            State::Bytes(incomplete) => incomplete.finish(out),
+            State::Pieces(state) => state.end_run(out),
+            State::Window(window) => window.flush(&self.tokenizer, out),
+        }
+    }
+}
+
+/// The bytes of a character that is not complete yet: at most three between pushes.
+#[derive(Debug, Default)]
+struct Incomplete(Vec<u8>);
+
+impl Incomplete {
+    /// Reads `bytes` after what was held back, replacing what is not UTF-8 as `String::from_utf8_lossy` does: how far
+    /// a wrong sequence reaches depends on no byte after it, so reading in parts gives the same.
+    fn push(&mut self, bytes: &[u8], out: &mut String) {
+        if self.0.is_empty() {
+            let rest = read_lossy(bytes, out);
+            self.0.extend_from_slice(rest);
+        } else {
+            self.0.extend_from_slice(bytes);
+            let rest = read_lossy(&self.0, out).len();
+            self.0.drain(..self.0.len() - rest);
+        }
+    }
+
+    fn finish(&mut self, out: &mut String) {
+        out.push_str(&String::from_utf8_lossy(&self.0));
+        self.0.clear();
+    }
+}
+
+/// Appends `bytes` as text and returns the incomplete character at their end.
+fn read_lossy<'a>(mut bytes: &'a [u8], out: &mut String) -> &'a [u8] {
+    loop {
+        match std::str::from_utf8(bytes) {
+            Ok(text) => {
+                out.push_str(text);
+                return &[];
+            }
+            Err(error) => {
+                let (valid, rest) = bytes.split_at(error.valid_up_to());
+                out.push_str(&String::from_utf8_lossy(valid));
+                let Some(wrong) = error.error_len() else { return rest };
+                out.push(char::REPLACEMENT_CHARACTER);
+                bytes = &rest[wrong..];
+            }
+        }
+    }
+}
+
+/// The state of a SentencePiece style text.
+#[derive(Debug)]
+struct PiecesState {
+    /// No token so far.
+    at_start: bool,
+    /// What may still be cut from the start of the text.
+    strip_left: Option<(char, usize)>,
+    /// The bytes of a run of byte tokens that are not a complete character yet.
+    run: Vec<u8>,
+    /// The run had a wrong byte: every byte up to its end is U+FFFD.
+    run_is_broken: bool,
+}
+
+impl PiecesState {
+    fn push(&mut self, tokenizer: &Tokenizer, id: u32, out: &mut String) {
+        let first = std::mem::take(&mut self.at_start);
+        if first && let Some(text) = first_piece(tokenizer, id) {
+            return self.text(&text, out);
+        }
+        match tokenizer.piece(id) {
+            (Kind::Byte, bytes) => bytes.iter().for_each(|&byte| self.byte(byte, out)),
+            (_, bytes) => self.text(bytes, out),
+        }
+    }
+
+    fn text(&mut self, bytes: &[u8], out: &mut String) {
+        self.end_run(out);
+        self.give(&String::from_utf8_lossy(bytes), out);
+    }
+
+    fn byte(&mut self, byte: u8, out: &mut String) {
+        self.run.push(byte);
+        if self.run_is_broken {
+            return self.give_run_as_broken(out);
+        }
+        match std::str::from_utf8(&self.run) {
+            Ok(text) => {
+                let text = text.to_owned();
+                self.run.clear();
+                self.give(&text, out);
+            }
+            Err(error) if error.error_len().is_none() => {}
+            Err(_) => {
+                self.run_is_broken = true;
+                self.give_run_as_broken(out);
+            }
+        }
+    }
+
+    fn end_run(&mut self, out: &mut String) {
+        self.give_run_as_broken(out);
+        self.run_is_broken = false;
+    }
+
+    fn give_run_as_broken(&mut self, out: &mut String) {
+        for _ in 0..self.run.len() {
+            self.give("\u{fffd}", out);
+        }
+        self.run.clear();
+    }
+
+    /// Appends final text, less what is cut from the start.
+    fn give(&mut self, mut text: &str, out: &mut String) {
+        while let Some((cut, times @ 1..)) = self.strip_left {
+            if text.is_empty() {
+                return;
+            }
+            match text.strip_prefix(cut) {
+                Some(rest) => {
+                    text = rest;
+                    self.strip_left = Some((cut, times - 1));
+                }
+                None => self.strip_left = None,
+            }
+        }
+        out.push_str(text);
+    }
+}
+
+/// What the first token of a text adds, where this is not what the table says.
+fn first_piece(tokenizer: &Tokenizer, id: u32) -> Option<Vec<u8>> {
+    let Scheme::Pieces(pieces) = tokenizer.scheme() else { return None };
+    let token = pieces.first_differs().then(|| tokenizer.decoded_token(id))??;
+    match pieces.piece(&token, true) {
+        crate::scheme::Piece::Text(text) => Some(text),
+        crate::scheme::Piece::Byte(_) => None,
+    }
+}
+
+/// The last tokens of a text, decoded again at each new one.
+///
+/// The first part, which was given out already, is what the new tokens' text depends on: whether a space comes
+/// before them, for one.
+#[derive(Debug, Default)]
+struct Window {
+    ids: Vec<u32>,
+    /// How many of `ids` have been given out.
+    given: usize,
+}
+
+impl Window {
+    fn push(&mut self, tokenizer: &Tokenizer, id: u32, out: &mut String) {
+        self.ids.push(id);
+        let text = self.text(tokenizer, self.ids.len());
+        let fresh = self.fresh(tokenizer, &text);
+        let incomplete = fresh.is_empty() || fresh.ends_with(char::REPLACEMENT_CHARACTER);
+        if !incomplete || self.ids.len() - self.given >= WINDOW_LIMIT {
+            out.push_str(fresh);
+            self.ids.drain(..self.given);
+            self.given = self.ids.len();
+        }
+    }
+
+    fn flush(&mut self, tokenizer: &Tokenizer, out: &mut String) {
+        let text = self.text(tokenizer, self.ids.len());
+        out.push_str(self.fresh(tokenizer, &text));
+        self.given = self.ids.len();
+    }
+
+    /// The text of the first `count` tokens; a decoder that refuses them gives none.
+    fn text(&self, tokenizer: &Tokenizer, count: usize) -> String {
+        tokenizer.decode_unsigned(&self.ids[..count], false).unwrap_or_default()
+    }
+
+    /// The part of `text` that has not been given out.
+    fn fresh<'a>(&self, tokenizer: &Tokenizer, text: &'a str) -> &'a str {
+        let before = self.text(tokenizer, self.given);
+        let common = text.char_indices().zip(before.chars()).find(|((_, a), b)| a != b);
+        let same = common.map_or_else(|| before.len().min(text.len()), |((at, _), _)| at);
+        &text[same..]
+    }
+}

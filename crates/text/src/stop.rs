@@ -1,0 +1,231 @@
+//! Stop strings in a stream of text.
+
+/// Finds the stop strings of one request in text that comes in parts, and holds back what may be the beginning of one.
+///
+/// The match that ends earliest in the text wins; of several that end there, the longest, then the first listed. What
+/// is held back is the longest end of the text so far with which some stop string begins, and no more. Each byte costs
+/// one Knuth-Morris-Pratt step a stop string, amortised.
+#[derive(Debug)]
+pub struct StopStrings {
+    stops: Vec<Stop>,
+    include_in_output: bool,
+    /// Text not given out yet: bytes from `held_from` on.
+    held: String,
+    held_from: usize,
+    matched: Option<usize>,
+}
+
+#[derive(Debug)]
+struct Stop {
+    /// The caller's index.
+    index: usize,
+    text: Box<[u8]>,
+    /// For each length of a matched beginning, the length of its longest proper end that is a beginning too.
+    fallback: Box<[usize]>,
+    /// How many bytes of `text` the stream so far ends with.
+    at: usize,
+}
+
+impl Stop {
+    fn new(index: usize, text: &str) -> Self {
+        let text: Box<[u8]> = text.as_bytes().into();
+        let mut fallback = vec![0; text.len() + 1];
+        let mut length = 0;
+        for end in 1..text.len() {
+            while length > 0 && text[end] != text[length] {
+                length = fallback[length];
+            }
+            if text[end] == text[length] {
+                length += 1;
+            }
+            fallback[end + 1] = length;
+        }
+        Self { index, text, fallback: fallback.into(), at: 0 }
+    }
+
+    /// Reads one byte; true once the whole stop string has been read.
+    fn step(&mut self, byte: u8) -> bool {
+        while self.at > 0 && self.text[self.at] != byte {
+            self.at = self.fallback[self.at];
+        }
+        if self.text[self.at] == byte {
+            self.at += 1;
+        }
+        self.at == self.text.len()
+    }
+}
+
+impl StopStrings {
+    /// Looks for `stops`; empty ones are ignored. With `include_in_output` a matched stop string is part of the text.
+    pub fn new(stops: &[String], include_in_output: bool) -> Self {
+        let indexed = stops.iter().enumerate().filter(|(_, stop)| !stop.is_empty());
+        Self {
+            stops: indexed.map(|(index, stop)| Stop::new(index, stop)).collect(),
+            include_in_output,
+            held: String::new(),
+            held_from: 0,
+            matched: None,
+        }
+    }
+
+    /// Reads `delta` and appends to `out` the text that can't be part of a stop string any more.
+    ///
+    /// `Some(index)` once a stop string has matched: `out` then ends right before it (right after it with
+    /// `include_in_output`). From then on nothing is appended, and the index stays.
+    pub fn push(&mut self, delta: &str, out: &mut String) -> Option<usize> {
+        if self.matched.is_some() {
+            return self.matched;
+        }
+        if self.stops.is_empty() {
+            out.push_str(delta);
+            return None;
+        }
+        let before = self.held.len();
+        self.held.push_str(delta);
+        for (at, &byte) in delta.as_bytes().iter().enumerate() {
+            let mut longest: Option<(usize, usize)> = None;
+            for stop in &mut self.stops {
+                if stop.step(byte) && longest.is_none_or(|(length, _)| stop.text.len() > length) {
+                    longest = Some((stop.text.len(), stop.index));
+                }
+            }
+            if let Some((length, index)) = longest {
+                let end = before + at + 1;
+                let end = if self.include_in_output { end } else { end - length };
+                out.push_str(&self.held[self.held_from..end]);
+                self.held.clear();
+                self.held_from = 0;
+                self.matched = Some(index);
+                return self.matched;
+            }
+        }
+        let hold = self.stops.iter().map(|stop| stop.at).max().unwrap_or(0);
+        let end = self.held.len() - hold;
+        out.push_str(&self.held[self.held_from..end]);
+        self.held_from = end;
+        // Moving what stays only once as much is gone keeps the cost of a push at its own length, amortised.
+        if self.held_from >= hold {
+            self.held.drain(..self.held_from);
+            self.held_from = 0;
+        }
+        None
+    }
+
+    /// The text has ended: appends what was held back as a possible beginning of a stop string.
+    pub fn finish(&mut self, out: &mut String) {
+        out.push_str(&self.held[self.held_from..]);
+        self.held.clear();
+        self.held_from = 0;
+        self.stops.iter_mut().for_each(|stop| stop.at = 0);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn run(parts: &[&str], stops: &[&str], include: bool) -> (String, Option<usize>) {
+        let stops: Vec<String> = stops.iter().map(|&stop| stop.to_owned()).collect();
+        let mut search = StopStrings::new(&stops, include);
+        let mut out = String::new();
+        let mut found = None;
+        for part in parts {
+            found = search.push(part, &mut out);
+        }
+        search.finish(&mut out);
+        (out, found)
+    }
+
+    /// The specification: every stop string at every end, in the whole text.
+    fn naive(text: &str, stops: &[String], include: bool) -> (String, Option<usize>) {
+        for end in 1..=text.len() {
+            let ends_here =
+                |stop: &&(usize, &String)| text.as_bytes()[..end].ends_with(stop.1.as_bytes());
+            let indexed: Vec<_> =
+                stops.iter().enumerate().filter(|(_, stop)| !stop.is_empty()).collect();
+            let best = indexed
+                .iter()
+                .filter(ends_here)
+                .max_by_key(|(index, stop)| (stop.len(), usize::MAX - index));
+            if let Some((index, stop)) = best {
+                let end = if include { end } else { end - stop.len() };
+                return (text[..end].to_owned(), Some(*index));
+            }
+        }
+        (text.to_owned(), None)
+    }
+
+    #[test]
+    fn overlapping_beginnings() {
+        assert_eq!(run(&["a", "a", "a", "b", "c"], &["aab"], false), ("a".to_owned(), Some(0)));
+        assert_eq!(run(&["aaab"], &["aab"], true), ("aaab".to_owned(), Some(0)));
+        assert_eq!(run(&["xab", "ab"], &["abac"], false), ("xabab".to_owned(), None));
+    }
+
+    #[test]
+    fn the_longest_of_those_that_end_first_then_the_first_listed() {
+        assert_eq!(run(&["x###y"], &["#", "##"], false), ("x".to_owned(), Some(0)));
+        assert_eq!(
+            run(&["x\n\nUser:"], &["User:", "\n\nUser:", "\n\nUser:"], false),
+            ("x".to_owned(), Some(1))
+        );
+    }
+
+    #[test]
+    fn only_a_possible_beginning_is_held_back() {
+        let mut search = StopStrings::new(&["</end>".to_owned()], false);
+        let mut out = String::new();
+        assert_eq!(search.push("one < two </en", &mut out), None);
+        assert_eq!(out, "one < two ");
+        assert_eq!(search.push("g", &mut out), None);
+        assert_eq!(out, "one < two </eng");
+    }
+
+    #[test]
+    fn characters_that_share_bytes_with_a_stop() {
+        assert_eq!(run(&["è", "é", "x"], &["éé"], false), ("èéx".to_owned(), None));
+        assert_eq!(run(&["日本", "語。", "後"], &["語。"], false), ("日本".to_owned(), Some(0)));
+    }
+
+    #[test]
+    fn after_a_match_nothing_more_comes_out() {
+        let mut search = StopStrings::new(&[String::new(), "b".to_owned()], false);
+        let mut out = String::new();
+        assert_eq!(search.push("abc", &mut out), Some(1));
+        assert_eq!(search.push("ddd", &mut out), Some(1));
+        search.finish(&mut out);
+        assert_eq!(out, "a");
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(2000))]
+        #[test]
+        fn any_parts_give_what_a_search_of_the_whole_text_gives(
+            parts in prop::collection::vec("[abé日]{0,4}", 0..12),
+            stops in prop::collection::vec("[abé日]{0,4}", 0..4),
+            include: bool,
+        ) {
+            let mut search = StopStrings::new(&stops, include);
+            let (mut out, mut found) = (String::new(), None);
+            let mut text = String::new();
+            for part in &parts {
+                text.push_str(part);
+                found = search.push(part, &mut out);
+                if found.is_some() {
+                    break;
+                }
+                let held = &text[out.len()..];
+                prop_assert_eq!(&text[..out.len()], &out);
+                let longest = (0..=text.len())
+                    .filter(|&at| text.is_char_boundary(at))
+                    .map(|at| &text[at..])
+                    .find(|end| stops.iter().any(|stop| stop.len() > end.len() && stop.starts_with(end)))
+                    .unwrap_or("");
+                prop_assert_eq!(held, longest);
+            }
+            search.finish(&mut out);
+            prop_assert_eq!((out, found), naive(&parts.concat(), &stops, include));
+        }
+    }
+}

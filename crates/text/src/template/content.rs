@@ -1,0 +1,70 @@
+//! The two forms of a message's content, and which one a template reads.
+
+use serde_json::{Value, json};
+
+use super::{ChatRender, ChatTemplate};
+
+/// In which form a template reads the content of a message: a string, or a list of parts such as
+/// `{"type": "text", "text": "..."}`.
+///
+/// Clients may send either. Which form a template reads is found by rendering it, once, with a short chat in each form:
+/// the text must come out, and must come out without the part's other fields (a template that prints the whole list
+/// does not read parts). This looks at what the template does rather than at how it is written, so it sees through
+/// macros, variables and loops.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum ContentFormat {
+    /// Reads strings only: a list of text parts is joined with line feeds.
+    String,
+    /// Reads lists of parts only: a string becomes one text part.
+    Parts,
+    /// Reads both, or refused both probes: content stays as it is.
+    Either,
+}
+
+const PROBE: &str = "forebay-probe-text";
+const OTHER_FIELD: &str = "forebay-probe-field";
+
+impl ContentFormat {
+    /// Finds out what `template` reads, while its own format is still [`ContentFormat::Either`].
+    pub(super) fn of(template: &ChatTemplate) -> Self {
+        let string = reads(template, &json!(PROBE));
+        let parts = reads(template, &json!([{"type": "text", "text": PROBE, OTHER_FIELD: 1}]));
+        match (string, parts) {
+            (true, false) => Self::String,
+            (false, true) => Self::Parts,
+            _ => Self::Either,
+        }
+    }
+
+    /// Brings `content` into this form. What is not plain text (an image part, a null) stays as it is.
+    pub(super) fn convert(self, content: &mut Value) {
+        match (self, &*content) {
+            (Self::String, Value::Array(parts)) => {
+                let texts: Option<Vec<&str>> = parts.iter().map(part_text).collect();
+                if let Some(texts) = texts {
+                    *content = Value::String(texts.join("\n"));
+                }
+            }
+            (Self::Parts, Value::String(text)) => {
+                *content = json!([{"type": "text", "text": text}]);
+            }
+            _ => {}
+        }
+    }
+}
+
+fn part_text(part: &Value) -> Option<&str> {
+    (part["type"] == "text").then(|| part["text"].as_str())?
+}
+
+/// Whether the text of a user's message with this content comes out, and nothing else of the content.
+fn reads(template: &ChatTemplate, content: &Value) -> bool {
+    let user = json!({"role": "user", "content": content});
+    // Some templates want a system message or more turns, some refuse one: any chat that renders will do.
+    let system = json!({"role": "system", "content": "s"});
+    let chats = [json!([user]), json!([system, user])];
+    chats.iter().any(|messages| {
+        let rendered = template.render(&ChatRender::new(messages)).unwrap_or_default();
+        rendered.contains(PROBE) && !rendered.contains(OTHER_FIELD)
+    })
+}

@@ -1,0 +1,301 @@
+//! Chat templates: Jinja, rendered as transformers renders it.
+
+mod content;
+mod generation;
+mod json;
+mod python;
+
+use std::borrow::Cow;
+use std::collections::BTreeMap;
+use std::fmt;
+use std::sync::Arc;
+
+use jiff::Zoned;
+use minijinja::value::Serde;
+use minijinja::{Environment, Error, ErrorKind, Value};
+
+pub use content::ContentFormat;
+
+use crate::error::TextError;
+
+const NAME: &str = "chat_template";
+
+/// What transformers puts after the message to be continued, to find where the rendered text has to be cut.
+const CONTINUE_TAG: &str = "CONTINUE_FINAL_MESSAGE_TAG ";
+
+/// The names under which messages carry reasoning; templates read the first.
+const REASONING_FIELDS: [&str; 3] = ["reasoning_content", "thinking", "reasoning"];
+
+type Clock = Arc<dyn Fn() -> Zoned + Send + Sync>;
+
+/// A compiled chat template.
+///
+/// It renders as `transformers.apply_chat_template` does: the same filters, functions and whitespace rules, undefined
+/// names are empty, Python's string and dictionary methods work, `{% generation %}` marks are accepted and mean
+/// nothing. The text is not tokenised here.
+pub struct ChatTemplate {
+    environment: Environment<'static>,
+    source: String,
+    special_tokens: BTreeMap<String, String>,
+    content_format: ContentFormat,
+}
+
+impl fmt::Debug for ChatTemplate {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("ChatTemplate")
+            .field("content_format", &self.content_format)
+            .field("special_tokens", &self.special_tokens)
+            .finish_non_exhaustive()
+    }
+}
+
+/// What one chat is rendered from.
+#[derive(Debug, Clone, Copy)]
+pub struct ChatRender<'a> {
+    /// A list of messages, each an object.
+    pub messages: &'a serde_json::Value,
+    /// A list of tool descriptions.
+    pub tools: Option<&'a serde_json::Value>,
+    /// A list of documents to answer from.
+    pub documents: Option<&'a serde_json::Value>,
+    /// End with the beginning of the assistant's answer.
+    pub add_generation_prompt: bool,
+    /// End inside the last message, for the model to go on with it. Not together with `add_generation_prompt`.
+    pub continue_final_message: bool,
+    /// More variables for the template (`enable_thinking`, ...).
+    pub kwargs: Option<&'a serde_json::Map<String, serde_json::Value>>,
+}
+
+impl<'a> ChatRender<'a> {
+    /// These messages and nothing else.
+    pub fn new(messages: &'a serde_json::Value) -> Self {
+        Self {
+            messages,
+            tools: None,
+            documents: None,
+            add_generation_prompt: false,
+            continue_final_message: false,
+            kwargs: None,
+        }
+    }
+}
+
+impl ChatTemplate {
+    /// Compiles a template. `special_tokens` are more variables by name (`pad_token`, ...).
+    ///
+    /// # Errors
+    /// [`TextError::Template`] if the source is not a template.
+    pub fn new(
+        source: &str,
+        bos_token: Option<&str>,
+        eos_token: Option<&str>,
+        special_tokens: &BTreeMap<String, String>,
+    ) -> Result<Self, TextError> {
+        Self::with_clock(source, bos_token, eos_token, special_tokens, Zoned::now)
+    }
+
+    /// As [`ChatTemplate::new`], with `clock` to ask for what `strftime_now` shows.
+    ///
+    /// # Errors
+    /// [`TextError::Template`] if the source is not a template.
+    pub fn with_clock(
+        source: &str,
+        bos_token: Option<&str>,
+        eos_token: Option<&str>,
+        special_tokens: &BTreeMap<String, String>,
+        clock: impl Fn() -> Zoned + Send + Sync + 'static,
+    ) -> Result<Self, TextError> {
+        let mut environment = python::environment().map_err(|error| template_error(&error))?;
+        environment.add_function("raise_exception", raise_exception);
+        let clock: Clock = Arc::new(clock);
+        environment.add_function("strftime_now", move |format: &str| strftime(&clock(), format));
+        let plain = generation::without_generation_marks(source);
+        environment.add_template_owned(NAME, plain).map_err(|error| template_error(&error))?;
+
+        let mut special_tokens = special_tokens.clone();
+        let named = [("bos_token", bos_token), ("eos_token", eos_token)];
+        special_tokens.extend(
+            named
+                .into_iter()
+                .filter_map(|(name, token)| Some((name.to_owned(), token?.to_owned()))),
+        );
+        let mut template = Self {
+            environment,
+            source: source.to_owned(),
+            special_tokens,
+            content_format: ContentFormat::Either,
+        };
+        template.content_format = ContentFormat::of(&template);
+        Ok(template)
+    }
+
+    /// In which form the template reads a message's content.
+    pub fn content_format(&self) -> ContentFormat {
+        self.content_format
+    }
+
+    /// The text of a chat.
+    ///
+    /// Message contents are brought into the form the template reads first, see [`ContentFormat`].
+    ///
+    /// # Errors
+    /// [`TextError::Template`] if the template refuses the messages or fails on them, or if the last message is to be
+    /// continued and cannot be.
+    pub fn render(&self, request: &ChatRender<'_>) -> Result<String, TextError> {
+        if request.continue_final_message && request.add_generation_prompt {
+            return Err(refused(
+                "continue_final_message and add_generation_prompt are not compatible",
+            ));
+        }
+        let mut messages = self.prepared_messages(request.messages)?;
+        if !request.continue_final_message {
+            return self.render_messages(&messages, request);
+        }
+        let final_text = self.tag_final_message(&mut messages)?;
+        let rendered = self.render_messages(&messages, request)?;
+        cut_at_tag(rendered, &final_text)
+    }
+
+    fn prepared_messages(
+        &self,
+        messages: &serde_json::Value,
+    ) -> Result<Vec<serde_json::Value>, TextError> {
+        let Some(messages) = messages.as_array() else {
+            return Err(refused("messages must be a list"));
+        };
+        let mut prepared = Vec::with_capacity(messages.len());
+        for message in messages {
+            let Some(message) = message.as_object() else {
+                return Err(refused("every message must be an object"));
+            };
+            let mut message = with_reasoning_names(message);
+            if let Some(content) = message.get_mut("content") {
+                self.content_format.convert(content);
+            }
+            prepared.push(serde_json::Value::Object(message));
+        }
+        Ok(prepared)
+    }
+
+    /// Appends the tag to the last message's text and returns that text.
+    fn tag_final_message(&self, messages: &mut [serde_json::Value]) -> Result<String, TextError> {
+        let content = messages.last_mut().and_then(|message| message.get_mut("content"));
+        let text = match content {
+            Some(serde_json::Value::String(text)) => Some(text),
+            Some(serde_json::Value::Array(parts)) => {
+                parts.iter_mut().rev().find_map(|part| match part.get_mut("text") {
+                    Some(serde_json::Value::String(text)) => Some(text),
+                    _ => None,
+                })
+            }
+            _ => None,
+        };
+        let Some(text) = text.filter(|_| self.source.contains("content")) else {
+            return Err(refused(
+                "continue_final_message is set but the final message has no text to continue",
+            ));
+        };
+        let before = text.clone();
+        text.push_str(CONTINUE_TAG);
+        Ok(before)
+    }
+
+    /// Renders messages as they are.
+    fn render_messages(
+        &self,
+        messages: &[serde_json::Value],
+        request: &ChatRender<'_>,
+    ) -> Result<String, TextError> {
+        let special =
+            self.special_tokens.iter().map(|(name, token)| (name.as_str(), Value::from(token)));
+        let kwargs = request.kwargs.into_iter().flatten();
+        let kwargs = kwargs.map(|(name, value)| (name.as_str(), Value::from(Serde(value))));
+        let fixed = [
+            ("messages", Value::from(Serde(messages))),
+            ("tools", Value::from(Serde(request.tools))),
+            ("documents", Value::from(Serde(request.documents))),
+            ("add_generation_prompt", Value::from(request.add_generation_prompt)),
+        ];
+        // A later name replaces an earlier one: a caller's variable replaces a special token, and nothing replaces
+        // the chat itself.
+        let context = Value::from_pairs(special.chain(kwargs).chain(fixed));
+        let template =
+            self.environment.get_template(NAME).map_err(|error| template_error(&error))?;
+        template.render(context).map_err(|error| template_error(&error))
+    }
+}
+
+/// The message with its reasoning under the names that templates read, as transformers does: `reasoning_content`, and
+/// `thinking` if there is none.
+fn with_reasoning_names(
+    message: &serde_json::Map<String, serde_json::Value>,
+) -> serde_json::Map<String, serde_json::Value> {
+    let reasoning = REASONING_FIELDS
+        .iter()
+        .find_map(|field| message.get(*field).filter(|value| !value.is_null()));
+    let Some(reasoning) = reasoning else { return message.clone() };
+    let mut named = serde_json::Map::with_capacity(message.len() + 2);
+    named.insert("thinking".to_owned(), reasoning.clone());
+    named.extend(message.iter().map(|(name, value)| (name.clone(), value.clone())));
+    named.insert("reasoning_content".to_owned(), reasoning.clone());
+    named
+}
+
+/// Cuts the rendered text right after the message to be continued.
+fn cut_at_tag(mut rendered: String, final_text: &str) -> Result<String, TextError> {
+    let at = rendered.rfind(CONTINUE_TAG.trim_end());
+    let Some(at) = at.filter(|_| rendered.contains(final_text.trim())) else {
+        return Err(refused(
+            "continue_final_message is set but the chat template does not show the final message as it is",
+        ));
+    };
+    let keeps_spaces = rendered[at..].starts_with(CONTINUE_TAG);
+    rendered.truncate(at);
+    if !keeps_spaces {
+        // The template trimmed the message, so what it would have trimmed before the tag goes too.
+        rendered.truncate(rendered.trim_end().len());
+    }
+    Ok(rendered)
+}
+
+/// A template's own refusal: the message alone is for the client.
+#[derive(Debug, thiserror::Error)]
+#[error("{0}")]
+struct Raised(String);
+
+fn raise_exception(message: &Value) -> Result<Value, Error> {
+    let message = message.to_string();
+    Err(Error::new(ErrorKind::InvalidOperation, message.clone()).with_source(Raised(message)))
+}
+
+fn strftime(now: &Zoned, format: &str) -> Result<String, Error> {
+    jiff::fmt::strtime::format(format, now)
+        .map_err(|error| Error::new(ErrorKind::InvalidOperation, format!("strftime_now: {error}")))
+}
+
+fn refused(why: &str) -> TextError {
+    TextError::Template(why.to_owned())
+}
+
+fn template_error(error: &Error) -> TextError {
+    let mut source: Option<&(dyn std::error::Error + 'static)> = Some(error);
+    while let Some(cause) = source {
+        if let Some(raised) = cause.downcast_ref::<Raised>() {
+            return TextError::Template(raised.0.clone());
+        }
+        source = cause.source();
+    }
+    let mut text = error.to_string();
+    if let Some(cause) = std::error::Error::source(error) {
+        text = format!("{text}: {cause}");
+    }
+    TextError::Template(text)
+}
+
+/// Text that a filter takes: a string, or what Python's `str` shows of something else.
+pub(crate) fn soft_string(value: &Value) -> Cow<'_, str> {
+    match value.as_str() {
+        Some(text) => Cow::Borrowed(text),
+        None => Cow::Owned(python::str(value)),
+    }
+}

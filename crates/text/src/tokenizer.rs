@@ -1,0 +1,194 @@
+//! A Hugging Face tokenizer, with a table of what each token adds to the text.
+
+use std::path::Path;
+
+use tokenizers::Model as _;
+
+use crate::error::TextError;
+use crate::scheme::{Piece, Scheme};
+
+/// Ids above this are taken for a broken file: the table below has an entry for every id up to the largest.
+const LARGEST_ID: u32 = (1 << 24) - 1;
+
+/// A tokenizer loaded from `tokenizer.json`. Immutable; share it in an [`Arc`](std::sync::Arc).
+#[derive(Debug)]
+pub struct Tokenizer {
+    inner: tokenizers::Tokenizer,
+    scheme: Scheme,
+    table: Table,
+}
+
+/// What every id adds to the text, by id: one run of bytes and an end and a kind for each id.
+#[derive(Debug, Default)]
+struct Table {
+    bytes: Vec<u8>,
+    ends: Vec<u32>,
+    kinds: Vec<Kind>,
+    special: Vec<bool>,
+}
+
+/// What an id stands for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Kind {
+    /// No token has this id.
+    Missing,
+    /// Text of its own.
+    Text,
+    /// One byte of a byte-fallback run.
+    Byte,
+}
+
+impl Table {
+    fn push(&mut self, kind: Kind, special: bool, bytes: &[u8]) -> Result<(), TextError> {
+        self.bytes.extend_from_slice(bytes);
+        let end = u32::try_from(self.bytes.len())
+            .map_err(|_| TextError::Load("the vocabulary is larger than 4 GiB".to_owned()))?;
+        self.ends.push(end);
+        self.kinds.push(kind);
+        self.special.push(special);
+        Ok(())
+    }
+
+    fn get(&self, id: u32) -> (Kind, &[u8]) {
+        let id = id as usize;
+        let Some(&kind) = self.kinds.get(id) else { return (Kind::Missing, &[]) };
+        let start = id.checked_sub(1).map_or(0, |before| self.ends[before]);
+        (kind, &self.bytes[start as usize..self.ends[id] as usize])
+    }
+}
+
+impl Tokenizer {
+    /// Loads a `tokenizer.json`.
+    ///
+    /// Padding and truncation that the file may ask for are switched off, as transformers does for one text.
+    ///
+    /// # Errors
+    /// [`TextError::Load`] if the file cannot be read or is not a tokenizer.
+    pub fn from_file(path: &Path) -> Result<Self, TextError> {
+        let json = std::fs::read(path)
+            .map_err(|error| TextError::Load(format!("{}: {error}", path.display())))?;
+        Self::from_bytes(&json).map_err(|error| match error {
+            TextError::Load(why) => TextError::Load(format!("{}: {why}", path.display())),
+            other => other,
+        })
+    }
+
+    /// Loads a tokenizer from the content of a `tokenizer.json`.
+    ///
+    /// # Errors
+    /// [`TextError::Load`] if this is not a tokenizer.
+    pub fn from_bytes(json: &[u8]) -> Result<Self, TextError> {
+        let load = |error: &dyn std::fmt::Display| TextError::Load(error.to_string());
+        let mut inner = tokenizers::Tokenizer::from_bytes(json).map_err(|error| load(&error))?;
+        inner.with_truncation(None).map_err(|error| load(&error))?;
+        inner.with_padding(None);
+
+        let decoder = inner.get_decoder().map(serde_json::to_value).transpose();
+        let scheme = Scheme::of_decoder(decoder.map_err(|error| load(&error))?.as_ref());
+
+        let vocabulary = inner.get_vocab(true);
+        let added = inner.get_added_vocabulary().get_added_tokens_decoder();
+        let largest = vocabulary.values().chain(added.keys()).copied().max();
+        if largest > Some(LARGEST_ID) {
+            return Err(TextError::Load(format!("a token has an id above {LARGEST_ID}")));
+        }
+        let mut table = Table::default();
+        for id in 0..largest.map_or(0, |id| id + 1) {
+            let Some(token) = decoded_token(&inner, id) else {
+                table.push(Kind::Missing, false, &[])?;
+                continue;
+            };
+            let special = inner.get_added_vocabulary().is_special_token(&token);
+            match scheme.piece(&token) {
+                Piece::Text(bytes) => table.push(Kind::Text, special, &bytes)?,
+                Piece::Byte(byte) => table.push(Kind::Byte, special, &[byte])?,
+            }
+        }
+        Ok(Self { inner, scheme, table })
+    }
+
+    /// The ids of `text`. Special tokens written out in the text are recognised, as Hugging Face does.
+    /// `add_special_tokens` runs the post-processor (a leading bos token, say).
+    ///
+    /// # Errors
+    /// [`TextError::Encode`] if the model has no token for a part of the text and no unknown token either.
+    pub fn encode(&self, text: &str, add_special_tokens: bool) -> Result<Vec<i32>, TextError> {
+        let encoding = self
+            .inner
+            .encode_fast(text, add_special_tokens)
+            .map_err(|error| TextError::Encode(error.to_string()))?;
+        // No id is above LARGEST_ID.
+        Ok(encoding.get_ids().iter().map(|id| id.cast_signed()).collect())
+    }
+
+    /// The text of `ids`, exactly as Hugging Face's `decode` gives it. Ids that no token has are ignored.
+    ///
+    /// # Errors
+    /// [`TextError::Decode`] if the decoder refuses the tokens.
+    pub fn decode(&self, ids: &[i32], skip_special_tokens: bool) -> Result<String, TextError> {
+        let ids: Vec<u32> = ids.iter().filter_map(|&id| u32::try_from(id).ok()).collect();
+        self.decode_unsigned(&ids, skip_special_tokens)
+    }
+
+    pub(crate) fn decode_unsigned(&self, ids: &[u32], skip: bool) -> Result<String, TextError> {
+        self.inner.decode(ids, skip).map_err(|error| TextError::Decode(error.to_string()))
+    }
+
+    /// The text of this token alone, for log-probabilities. A part of a character shows as U+FFFD; empty for an id
+    /// that no token has.
+    pub fn token_text(&self, id: i32) -> String {
+        String::from_utf8_lossy(&self.token_bytes(id)).into_owned()
+    }
+
+    /// The bytes of this token alone, for log-probabilities. Special tokens are their own text; empty for an id that
+    /// no token has.
+    pub fn token_bytes(&self, id: i32) -> Vec<u8> {
+        let Ok(id) = u32::try_from(id) else { return Vec::new() };
+        match self.scheme {
+            Scheme::Bytes | Scheme::Pieces(_) => self.table.get(id).1.to_vec(),
+            Scheme::Window => self.decode_unsigned(&[id], false).unwrap_or_default().into_bytes(),
+        }
+    }
+
+    /// The token with this id, as it stands in the vocabulary.
+    pub fn id_to_token(&self, id: i32) -> Option<String> {
+        self.inner.id_to_token(u32::try_from(id).ok()?)
+    }
+
+    /// The id of a token, as it stands in the vocabulary.
+    pub fn token_to_id(&self, token: &str) -> Option<i32> {
+        self.inner.token_to_id(token).map(u32::cast_signed)
+    }
+
+    /// One more than the largest id. The model's own vocabulary may be larger (padded).
+    pub fn vocab_size(&self) -> usize {
+        self.table.kinds.len()
+    }
+
+    /// Whether this is a special token: one that decoding can skip.
+    pub fn is_special(&self, id: i32) -> bool {
+        let id = usize::try_from(id).ok();
+        id.and_then(|id| self.table.special.get(id)).copied().unwrap_or(false)
+    }
+
+    pub(crate) fn scheme(&self) -> &Scheme {
+        &self.scheme
+    }
+
+    /// The token that decoding sees for `id`.
+    pub(crate) fn decoded_token(&self, id: u32) -> Option<String> {
+        decoded_token(&self.inner, id)
+    }
+
+    /// What `id` adds to the text.
+    pub(crate) fn piece(&self, id: u32) -> (Kind, &[u8]) {
+        self.table.get(id)
+    }
+}
+
+/// The token that decoding sees for `id`: for an added token that is matched in normalised text this is the normalised
+/// form, which `id_to_token` does not give.
+fn decoded_token(inner: &tokenizers::Tokenizer, id: u32) -> Option<String> {
+    let added = inner.get_added_vocabulary().simple_id_to_token(id);
+    added.or_else(|| inner.get_model().id_to_token(id))
+}

@@ -1,0 +1,165 @@
+"""Attention on the host's processors: gathers pages and calls torch's blocked kernel."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from forebay.attention.backend import Batch, Int64s, LayerKV
+
+DECODE_POSITIONS = 1 << 18
+"""Most positions (rows x padded length) gathered at once, to bound the memory of one call."""
+SHORTEST_BUCKET = 6
+"""Decode rows shorter than 2^6 positions share a bucket: padding them costs less than another call."""
+QUERY_BLOCK = 256
+"""Queries that share a call where a chunk has cached positions before it: fewer skip more of the masked future."""
+
+
+@dataclass(frozen=True)
+class DecodeGroup:
+    """Decode rows of similar length, padded to the longest."""
+
+    first: int
+    count: int
+    entries: torch.Tensor  # int64 [count * longest]; padding repeats the row's own last position
+    mask: torch.Tensor | None  # additive [count, 1, 1, longest]; None when all rows are equally long
+
+
+@dataclass(frozen=True)
+class ChunkRow:
+    """A prompt chunk."""
+
+    first: int
+    count: int
+    entries: torch.Tensor | None  # int64 [start + count]; None when nothing is cached before the chunk
+    blocks: list[tuple[int, int, torch.Tensor]]  # first query, end query, additive mask [queries, start + end query]
+
+
+@dataclass(frozen=True)
+class CpuStep:
+    """A step's rows, decode groups first."""
+
+    writes: torch.Tensor
+    groups: list[DecodeGroup]
+    chunks: list[ChunkRow]
+
+
+class CpuAttention:
+    """CPU implementation of `AttentionBackend`.
+
+    Padding never reads another request's memory: a value that is not finite would get through a mask (0 * nan is nan).
+    """
+
+    def __init__(self) -> None:
+        self._future = torch.empty(0, 0)
+
+    def order(self, lengths: Int64s, ends: Int64s) -> Int64s:
+        """Decode rows first, by bucket, then chunks."""
+        return np.argsort(_buckets(lengths, ends), kind="stable")
+
+    def prepare(self, batch: Batch, dtype: torch.dtype) -> CpuStep:
+        ends = batch.start + batch.length
+        buckets = _buckets(batch.length, ends)
+        decodes = int(np.count_nonzero(batch.length == 1))
+        edges = np.flatnonzero(np.diff(buckets[:decodes])) + 1
+        groups = []
+        for first, last in zip([0, *edges], [*edges, decodes], strict=True):
+            while first < last:
+                longest = int(ends[first:last].max())
+                count = min(int(last - first), max(1, DECODE_POSITIONS // longest))
+                groups.append(_decode_group(batch, ends, int(first), count, dtype))
+                first += count
+        chunks = [self._chunk(batch, row, dtype) for row in range(decodes, len(ends))]
+        return CpuStep(batch.writes, groups, chunks)
+
+    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kv: LayerKV, step: CpuStep) -> torch.Tensor:
+        kv.keys.index_copy_(0, step.writes, k)
+        kv.values.index_copy_(0, step.writes, v)
+        outputs = [_attend_decodes(q, kv, group) for group in step.groups]
+        outputs += [_attend_chunk(q, k, v, kv, chunk) for chunk in step.chunks]
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+    def _chunk(self, batch: Batch, row: int, dtype: torch.dtype) -> ChunkRow:
+        first, count, start = int(batch.offset[row]), int(batch.length[row]), int(batch.start[row])
+        if start == 0:
+            return ChunkRow(first, count, None, [])
+        positions = torch.arange(start + count)
+        pages = batch.page_table[int(batch.slot[row])].index_select(0, positions // batch.page_size)
+        entries = pages * batch.page_size + positions % batch.page_size
+        blocks = []
+        for begin in range(0, count, QUERY_BLOCK):
+            end = min(begin + QUERY_BLOCK, count)
+            blocks.append((begin, end, self._causal(end - begin, start + begin, dtype)))
+        return ChunkRow(first, count, entries, blocks)
+
+    def _causal(self, queries: int, before: int, dtype: torch.dtype) -> torch.Tensor:
+        """Additive mask [queries, before + queries]: query i sees keys up to `before + i`.
+
+        It is a window of one mask that is kept and grows: zeros, and at its right end the triangle of a whole block.
+        """
+        known = self._future.shape[1] - QUERY_BLOCK
+        if known < before or self._future.dtype != dtype:
+            known = max(before, 2 * known)
+            triangle = torch.full((QUERY_BLOCK, QUERY_BLOCK), -torch.inf).triu_(1)
+            self._future = torch.cat((torch.zeros(QUERY_BLOCK, known), triangle), dim=1).to(dtype)
+        return self._future[:queries, known - before : known + queries]
+
+
+def _buckets(lengths: Int64s, ends: Int64s) -> Int64s:
+    """Sort key of rows: the binary logarithm of a decode row's length; above every such logarithm for a chunk."""
+    exponents = np.maximum(np.frexp(ends)[1], SHORTEST_BUCKET)
+    return np.where(lengths == 1, exponents, 64)
+
+
+def _decode_group(batch: Batch, all_ends: Int64s, first: int, count: int, dtype: torch.dtype) -> DecodeGroup:
+    ends = torch.from_numpy(all_ends[first : first + count])[:, None]
+    slots = torch.from_numpy(batch.slot[first : first + count])
+    longest = int(ends.max())
+    ps = batch.page_size
+    pages = batch.page_table[:, : -(-longest // ps)].index_select(0, slots).long()
+    positions = torch.arange(longest)
+    # Page table entries past a row's end are whatever was left there: replace what they name before it is used.
+    last = pages.gather(1, (ends - 1) // ps) * ps + (ends - 1) % ps
+    entries = (pages[:, :, None] * ps + torch.arange(ps)).view(count, -1)[:, :longest]
+    inside = positions < ends
+    entries = torch.where(inside, entries, last).view(-1)
+    if bool(inside.all()):
+        return DecodeGroup(first, count, entries, None)
+    mask = torch.zeros(count, longest, dtype=dtype).masked_fill_(~inside, -torch.inf)
+    return DecodeGroup(first, count, entries, mask[:, None, None])
+
+
+def _attend_decodes(q: torch.Tensor, kv: LayerKV, group: DecodeGroup) -> torch.Tensor:
+    _, kv_heads, dim = kv.keys.shape
+    shape = (group.count, -1, kv_heads, dim)
+    k = kv.keys.index_select(0, group.entries).view(shape).transpose(1, 2)
+    v = kv.values.index_select(0, group.entries).view(shape).transpose(1, 2)
+    # The query heads of a key-value head stand in as so many queries: each reads its keys once, not once a head.
+    q = q[group.first : group.first + group.count].view(group.count, kv_heads, -1, dim)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=group.mask).reshape(group.count, -1)
+
+
+def _attend_chunk(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kv: LayerKV, chunk: ChunkRow) -> torch.Tensor:
+    rows = slice(chunk.first, chunk.first + chunk.count)
+    q = q[rows].transpose(0, 1)[None]
+    if chunk.entries is None:
+        k, v = k[rows].transpose(0, 1)[None], v[rows].transpose(0, 1)[None]
+        return _heads_last(F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True))
+    k = kv.keys.index_select(0, chunk.entries).transpose(0, 1)[None]
+    v = kv.values.index_select(0, chunk.entries).transpose(0, 1)[None]
+    outputs = []
+    for begin, end, mask in chunk.blocks:
+        seen = mask.shape[1]
+        block = F.scaled_dot_product_attention(
+            q[:, :, begin:end], k[:, :, :seen], v[:, :, :seen], attn_mask=mask, enable_gqa=True
+        )
+        outputs.append(_heads_last(block))
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+
+def _heads_last(output: torch.Tensor) -> torch.Tensor:
+    """[1, heads, tokens, head_dim] as [tokens, heads * head_dim]."""
+    return output[0].transpose(0, 1).reshape(output.shape[2], -1)

@@ -1,0 +1,49 @@
+"""What differs between devices, behind one interface. CUDA becomes a second implementation of it."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import numpy.typing as npt
+import torch
+
+from forebay.attention.backend import AttentionBackend
+
+
+class Device(Protocol):
+    """One accelerator, or the host's processors, as the runner sees it."""
+
+    @property
+    def name(self) -> str:
+        """What `ready` reports."""
+
+    @property
+    def torch_device(self) -> torch.device:
+        """Where tensors live."""
+
+    def check_dtype(self, dtype: torch.dtype) -> None:
+        """Raises `ValueError` when the device can't compute in `dtype`."""
+
+    def available_bytes(self) -> int:
+        """Memory that can still be allocated."""
+
+    def attention(self) -> AttentionBackend:
+        """The attention implementation of this device."""
+
+    def upload(self, array: npt.NDArray[Any]) -> torch.Tensor:
+        """A host array as a tensor of the device, which may share its memory until the end of the step."""
+
+    def download(self, tensor: torch.Tensor) -> npt.NDArray[Any]:
+        """A device tensor as a host array, after whatever computes it."""
+
+    def clock_us(self) -> int:
+        """Microseconds on a monotonic clock at which the work queued so far is done."""
+
+
+def open_device(name: str, threads: int | None) -> Device:
+    """The device called `name`; `threads` is the number of compute threads of a CPU (None: one a physical core)."""
+    if name == "cpu":
+        from forebay.device.cpu import CpuDevice
+
+        return CpuDevice(threads)
+    raise ValueError(f"device {name!r} is not supported: use cpu")

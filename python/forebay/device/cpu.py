@@ -1,0 +1,75 @@
+"""The host's processors as a device."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy.typing as npt
+import torch
+
+from forebay.attention.backend import AttentionBackend
+from forebay.attention.cpu import CpuAttention
+
+
+class CpuDevice:
+    """CPU implementation of `Device`: everything is synchronous, so uploads are views and waiting is nothing."""
+
+    name = "cpu"
+    torch_device = torch.device("cpu")
+
+    def __init__(self, threads: int | None) -> None:
+        torch.set_num_threads(threads or physical_cores())
+
+    def check_dtype(self, dtype: torch.dtype) -> None:
+        if dtype not in (torch.bfloat16, torch.float32):
+            raise ValueError(f"dtype {dtype} is not supported on the CPU: use bfloat16 or float32")
+
+    def available_bytes(self) -> int:
+        return min(_host_available(), _cgroup_available())
+
+    def attention(self) -> AttentionBackend:
+        return CpuAttention()
+
+    def upload(self, array: npt.NDArray[Any]) -> torch.Tensor:
+        return torch.from_numpy(array)
+
+    def download(self, tensor: torch.Tensor) -> npt.NDArray[Any]:
+        return tensor.numpy()
+
+    def clock_us(self) -> int:
+        return time.perf_counter_ns() // 1000
+
+
+def physical_cores() -> int:
+    """Cores that this process may run on; the hardware threads of one core count once."""
+    available = os.sched_getaffinity(0)
+    cores = set()
+    for cpu in available:
+        siblings = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
+        try:
+            cores.add(siblings.read_text())
+        except OSError:
+            return len(available)
+    return len(cores)
+
+
+def _host_available() -> int:
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    raise RuntimeError("/proc/meminfo has no MemAvailable")
+
+
+def _cgroup_available() -> int:
+    """What the container's limit leaves, where there is one (cgroup v2)."""
+    root = Path("/sys/fs/cgroup")
+    try:
+        limit = (root / "memory.max").read_text().strip()
+        if limit == "max":
+            return 1 << 62
+        return max(0, int(limit) - int((root / "memory.current").read_text()))
+    except OSError:
+        return 1 << 62

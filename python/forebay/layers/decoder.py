@@ -1,0 +1,108 @@
+"""The frame that decoder-only families share: embedding, pre-norm blocks, final norm, head."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from forebay.attention.backend import AttentionBackend, LayerKV
+from forebay.layers.attention import Attention, Heads
+from forebay.layers.mlp import SwiGLU
+from forebay.layers.norm import RMSNorm
+from forebay.layers.params import Parameters, Report, ignore
+from forebay.layers.rotary import Rotary, Rotation
+from forebay.weights.config import ModelConfig
+
+
+@dataclass(frozen=True)
+class Forward:
+    """One step as the model sees it; `n` tokens, `s` sampled rows."""
+
+    tokens: torch.Tensor  # int32 [n]
+    positions: torch.Tensor  # int64 [n]
+    sampled: torch.Tensor  # int64 [s]: which of the n tokens get logits
+    attention: Any  # what the backend prepared for this step
+    kv: Sequence[LayerKV]  # one a layer
+
+
+class Block:
+    """One decoder layer: `x + attention(norm(x))`, then `x + mlp(norm(x))`."""
+
+    def __init__(self, attention: Attention, mlp: SwiGLU, input_norm: RMSNorm, post_norm: RMSNorm) -> None:
+        self._attention = attention
+        self._mlp = mlp
+        self._input_norm = input_norm
+        self._post_norm = post_norm
+
+    def __call__(
+        self, x: torch.Tensor, rotation: Rotation, kv: LayerKV, step: Any, backend: AttentionBackend
+    ) -> torch.Tensor:
+        x = x.add_(self._attention(self._input_norm(x), rotation, kv, step, backend))
+        return x.add_(self._mlp(self._post_norm(x)))
+
+
+class Decoder:
+    """A decoder-only language model. A family's file says what its blocks are made of."""
+
+    def __init__(
+        self, config: ModelConfig, params: Parameters, blocks: Sequence[Block], backend: AttentionBackend
+    ) -> None:
+        hidden, vocabulary = config.hidden_size, config.vocab_size
+        self.config = config
+        self.params = params
+        self._backend = backend
+        self._blocks = blocks
+        self._embedding = params.tensor((vocabulary, hidden), {"model.embed_tokens.weight": vocabulary})
+        self._norm = RMSNorm(params, "model.norm", hidden, config.rms_norm_eps)
+        if config.tie_word_embeddings:
+            # Checkpoints that were saved with the tie spelled out carry the same matrix twice.
+            params.skip("lm_head.weight")
+            self._head = self._embedding
+        else:
+            self._head = params.tensor((vocabulary, hidden), {"lm_head.weight": vocabulary})
+        self._rotary = Rotary(
+            config.head_dim,
+            config.rope_theta,
+            config.rope_scaling,
+            config.max_position_embeddings,
+            params.dtype,
+            params.device,
+        )
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], report: Report = ignore) -> None:
+        """Copies checkpoint tensors, by Hugging Face name, into place; raises `WeightError` if they do not fit."""
+        self.params.load(weights, report)
+
+    def __call__(self, step: Forward) -> torch.Tensor:
+        """Computes the step's positions; gives float32 logits [s, vocabulary] of the sampled ones."""
+        x = F.embedding(step.tokens, self._embedding)
+        rotation = self._rotary(step.positions)
+        for block, kv in zip(self._blocks, step.kv, strict=True):
+            x = block(x, rotation, kv, step.attention, self._backend)
+        x = self._norm(x.index_select(0, step.sampled))
+        return F.linear(x, self._head).float()
+
+
+def gated_block(config: ModelConfig, params: Parameters, index: int, *, qk_norm: bool) -> Block:
+    """Layer `index` of the form that the families here share, under Hugging Face's parameter names."""
+    prefix = f"model.layers.{index}"
+    hidden, eps = config.hidden_size, config.rms_norm_eps
+    attention = Attention(
+        params,
+        f"{prefix}.self_attn",
+        hidden,
+        Heads(config.num_attention_heads, config.num_key_value_heads, config.head_dim),
+        qkv_bias=config.qkv_bias,
+        output_bias=config.attention_bias,
+        qk_norm_eps=eps if qk_norm else None,
+    )
+    return Block(
+        attention,
+        SwiGLU(params, f"{prefix}.mlp", hidden, config.intermediate_size, config.mlp_bias),
+        RMSNorm(params, f"{prefix}.input_layernorm", hidden, eps),
+        RMSNorm(params, f"{prefix}.post_attention_layernorm", hidden, eps),
+    )

@@ -1,0 +1,25 @@
+"""Matrix products, several of the checkpoint's in one where they share their input."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from forebay.layers.params import Parameters
+
+
+class Linear:
+    """`y = x W^T + b`; x is [tokens, inputs], y is [tokens, outputs], fused projections one after the other."""
+
+    def __init__(
+        self, params: Parameters, prefix: str, inputs: int, outputs: dict[str, int], bias: bool = False
+    ) -> None:
+        """`outputs` maps the names under `prefix` to their widths."""
+        rows = sum(outputs.values())
+        self.weight = params.tensor((rows, inputs), {f"{prefix}.{name}.weight": n for name, n in outputs.items()})
+        self.bias: torch.Tensor | None = None
+        if bias:
+            self.bias = params.tensor((rows,), {f"{prefix}.{name}.bias": n for name, n in outputs.items()})
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self.weight, self.bias)

@@ -1,0 +1,20 @@
+"""Root mean square normalisation (Zhang & Sennrich 2019)."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from forebay.layers.params import Parameters
+
+
+class RMSNorm:
+    """Normalises the last dimension, computing in float32 whatever the dtype of x, and scales it."""
+
+    def __init__(self, params: Parameters, name: str, size: int, eps: float) -> None:
+        self.weight = params.tensor((size,), {f"{name}.weight": size})
+        self._shape = (size,)
+        self._eps = eps
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return F.rms_norm(x, self._shape, self.weight, self._eps)

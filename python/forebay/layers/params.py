@@ -1,0 +1,76 @@
+"""Where a model's weights live, by their Hugging Face names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+
+from forebay.weights.errors import ModelError
+
+Report = Callable[[int, int], None]
+"""Called with the number of weights loaded so far and their total."""
+
+
+def ignore(done: int, total: int) -> None:
+    """A report that nobody reads."""
+
+
+class WeightError(ModelError):
+    """A checkpoint that does not fit the model."""
+
+
+class Parameters:
+    """Allocates weights and remembers which part of which tensor each checkpoint name fills."""
+
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        self.dtype = dtype
+        self.device = device
+        self._targets: dict[str, torch.Tensor] = {}
+        self._skipped: set[str] = set()
+        self._bytes = 0
+
+    def tensor(self, shape: tuple[int, ...], parts: dict[str, int]) -> torch.Tensor:
+        """A new tensor of `shape` whose first dimension is split among `parts`: checkpoint name to number of rows."""
+        tensor = torch.empty(shape, dtype=self.dtype, device=self.device)
+        for name, part in zip(parts, tensor.split(list(parts.values())), strict=True):
+            self._targets[name] = part
+        self._bytes += tensor.nbytes
+        return tensor
+
+    def skip(self, name: str) -> None:
+        """A weight that some checkpoints carry and the model does not need."""
+        self._skipped.add(name)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all weights."""
+        return self._bytes
+
+    def load(self, weights: Iterable[tuple[str, torch.Tensor]], report: Report) -> None:
+        """Copies checkpoint tensors into place; raises `WeightError` unless each weight comes once, in its shape."""
+        missing = dict(self._targets)
+        total = len(missing)
+        for name, tensor in weights:
+            if name in self._skipped or name.endswith(".rotary_emb.inv_freq"):
+                continue
+            target = missing.pop(name, None)
+            if target is None:
+                raise WeightError(f"the checkpoint has {name}, which the model does not have or already got")
+            if target.shape != tensor.shape:
+                raise WeightError(
+                    f"{name} is {list(tensor.shape)} in the checkpoint, the model wants {list(target.shape)}"
+                )
+            target.copy_(tensor)
+            report(total - len(missing), total)
+        if missing:
+            raise WeightError(f"the checkpoint lacks {len(missing)} of {total} weights, the first is {min(missing)}")
+
+    def randomise(self, seed: int, report: Report) -> None:
+        """Fills every weight from `seed`: norms around one, the rest around zero and small."""
+        generator = torch.Generator().manual_seed(seed)
+        total = len(self._targets)
+        for done, (name, target) in enumerate(self._targets.items(), start=1):
+            noise = torch.randn(target.shape, generator=generator) * 0.02
+            target.copy_(noise + 1 if name.endswith("norm.weight") else noise)
+            report(done, total)

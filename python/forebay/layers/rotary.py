@@ -1,0 +1,115 @@
+"""Rotary position embedding (Su et al. 2021) and its scalings: linear, llama3, yarn (Peng et al. 2023)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from forebay.weights.errors import UnsupportedModelError
+
+
+class Rotation(NamedTuple):
+    """Angles of one step's tokens, shared by all layers; both are [tokens, 1, head_dim] in the model's dtype."""
+
+    cos: torch.Tensor
+    signed_sin: torch.Tensor  # the first half negated, so that rotating needs no negation of its input
+
+
+class Rotary:
+    """Computes the angles of positions. Pairs are (i, i + head_dim / 2), as in Hugging Face checkpoints."""
+
+    def __init__(
+        self,
+        head_dim: int,
+        theta: float,
+        scaling: Mapping[str, Any] | None,
+        max_positions: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.inverse_frequencies, self.attention_factor = frequencies(head_dim, theta, scaling, max_positions)
+        self._frequencies = self.inverse_frequencies.to(device)
+        self._dtype = dtype
+
+    def __call__(self, positions: torch.Tensor) -> Rotation:
+        """Angles of `positions`, int64 [tokens]; the trigonometry is done in float32."""
+        angles = positions[:, None].float() * self._frequencies
+        cos = angles.cos() * self.attention_factor
+        sin = angles.sin() * self.attention_factor
+        return Rotation(
+            torch.cat((cos, cos), dim=-1).to(self._dtype)[:, None],
+            torch.cat((-sin, sin), dim=-1).to(self._dtype)[:, None],
+        )
+
+
+def rotate(x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
+    """Rotates heads x, [tokens, heads, head_dim]."""
+    first, second = x.chunk(2, dim=-1)
+    swapped = torch.cat((second, first), dim=-1).mul_(rotation.signed_sin)
+    return swapped.add_(x * rotation.cos)
+
+
+def frequencies(
+    head_dim: int, theta: float, scaling: Mapping[str, Any] | None, max_positions: int
+) -> tuple[torch.Tensor, float]:
+    """Inverse frequencies, float32 [head_dim / 2], and the factor on cos and sin; `scaling` as in `ModelConfig`."""
+    scaling = scaling or {}
+    kind = scaling.get("rope_type", "default")
+    powers = theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
+    if kind == "default":
+        return 1.0 / powers, 1.0
+    if kind == "linear":
+        return 1.0 / powers / scaling["factor"], 1.0
+    original = scaling.get("original_max_position_embeddings") or max_positions
+    if kind == "llama3":
+        return _llama3(1.0 / powers, scaling, original), 1.0
+    if kind == "yarn":
+        return _yarn(powers, theta, scaling, original, max_positions)
+    raise UnsupportedModelError(f"rope scaling {kind!r} is not supported: only default, linear, llama3 and yarn are")
+
+
+def _llama3(inverse: torch.Tensor, scaling: Mapping[str, Any], original: int) -> torch.Tensor:
+    """Long waves are slowed down by `factor`, short ones kept, those between interpolated."""
+    factor, low, high = scaling["factor"], scaling["low_freq_factor"], scaling["high_freq_factor"]
+    wavelength = 2 * math.pi / inverse
+    smooth = (original / wavelength - low) / (high - low)
+    between = (1 - smooth) * inverse / factor + smooth * inverse
+    scaled = torch.where(wavelength > original / low, inverse / factor, between)
+    return torch.where(wavelength < original / high, inverse, scaled)
+
+
+def _yarn(
+    powers: torch.Tensor, theta: float, scaling: Mapping[str, Any], original: int, max_positions: int
+) -> tuple[torch.Tensor, float]:
+    """Interpolates dimensions that turn less often than `beta_slow` in the original context, not the fastest ones."""
+    half = len(powers)
+    factor = scaling.get("factor") or max_positions / original
+
+    def dimension(turns: float) -> float:
+        return 2 * half * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(theta))
+
+    low, high = dimension(scaling.get("beta_fast") or 32), dimension(scaling.get("beta_slow") or 1)
+    if scaling.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, 2 * half - 1)
+    if low == high:
+        high += 0.001
+    interpolated = torch.clamp((torch.arange(half, dtype=torch.float32) - low) / (high - low), 0, 1)
+    kept = 1 - interpolated
+    inverse = 1.0 / (factor * powers) * (1 - kept) + 1.0 / powers * kept
+
+    attention_factor = scaling.get("attention_factor")
+    if attention_factor is None:
+        mscale, mscale_all = scaling.get("mscale"), scaling.get("mscale_all_dim")
+        if mscale and mscale_all:
+            attention_factor = _mscale(factor, mscale) / _mscale(factor, mscale_all)
+        else:
+            attention_factor = _mscale(factor, 1.0)
+    return inverse, float(attention_factor)
+
+
+def _mscale(factor: float, weight: float) -> float:
+    return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0

@@ -1,0 +1,1 @@
+"""Turns step plans into results: device tables, pages, the model's forward pass and sampling."""

@@ -1,0 +1,66 @@
+"""The handshake's `config`, checked."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+
+from forebay.weights.config import ModelConfig
+
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+LOAD_FORMATS = ("auto", "dummy")
+
+
+class ConfigError(ValueError):
+    """A configuration that the hand can't follow."""
+
+
+@dataclass(frozen=True)
+class RunnerConfig:
+    """Everything resolved by the brain; the fields are described in `docs/protocol.md`."""
+
+    model: Mapping[str, Any]
+    load_format: str
+    device: str
+    dtype: torch.dtype
+    page_size: int
+    slots: int
+    context_length: int
+    mem_fraction_static: float
+    max_total_tokens: int | None
+    arena_bytes: int
+    rank: int
+    world_size: int
+    threads: int | None
+    seed: int
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> RunnerConfig:
+        """Reads a `config` frame's object; raises `ConfigError` on what is missing or makes no sense."""
+        missing = [field.name for field in fields(cls) if field.name not in values]
+        if missing:
+            raise ConfigError(f"the config lacks {', '.join(missing)}")
+        if values["dtype"] not in DTYPES:
+            raise ConfigError(f"dtype {values['dtype']!r} is not supported: use {' or '.join(DTYPES)}")
+        chosen = {field.name: values[field.name] for field in fields(cls)}
+        config = cls(**{**chosen, "dtype": DTYPES[values["dtype"]]})
+        if config.load_format not in LOAD_FORMATS:
+            raise ConfigError(f"load format {config.load_format!r} is not supported: use {' or '.join(LOAD_FORMATS)}")
+        if min(config.page_size, config.slots, config.context_length) < 1:
+            raise ConfigError("page_size, slots and context_length must be at least 1")
+        if config.world_size != 1:
+            raise ConfigError(f"{config.world_size} ranks are not supported: only 1 is")
+        return config
+
+    @property
+    def model_config(self) -> ModelConfig:
+        """The model's own configuration."""
+        return ModelConfig.from_dict(dict(self.model["config"]))
+
+    @property
+    def pages_per_slot(self) -> int:
+        """Pages that hold one whole context."""
+        return -(-self.context_length // self.page_size)

@@ -1,0 +1,146 @@
+"""One rank's compute: a step plan in, a step result out."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from forebay.attention.backend import Batch
+from forebay.device import open_device
+from forebay.layers.decoder import Forward
+from forebay.layers.params import Parameters, Report
+from forebay.models import registry
+from forebay.runner.config import RunnerConfig
+from forebay.runner.kv_pool import KvPool, page_count
+from forebay.runner.sampler import Sampled, Sampler
+from forebay.runner.slots import Int64s, PlanError, SlotTables, ragged
+from forebay.weights.load import iter_weights
+from forebay.worker.wire import FLAG_SAMPLE, ROW_NOT_FINITE, ROW_OK, Int32s, Plan, SlotWord, StepResult
+
+
+class ModelRunner:
+    """Owns a rank's memory (weights, pages, slot tables) and executes plans on it. It knows no requests."""
+
+    def __init__(self, config: RunnerConfig, arena: npt.NDArray[np.uint8] | None = None) -> None:
+        """Allocates everything; `load` fills the weights. `arena` is the shared memory, uint8 [bytes]."""
+        self.config = config
+        self.device = open_device(config.device, config.threads)
+        self.device.check_dtype(config.dtype)
+        self.model_config = config.model_config
+        self._arena = np.zeros(0, np.uint8) if arena is None else arena
+        available = self.device.available_bytes()
+        self._attention = self.device.attention()
+        params = Parameters(config.dtype, self.device.torch_device)
+        self.model = registry.build(self.model_config, params, self._attention, config.context_length)
+        pages = page_count(config, self.model_config, available, params.nbytes)
+        self.kv = KvPool(self.model_config, pages, config.page_size, config.dtype, self.device.torch_device)
+        self.tables = SlotTables(config, self.device)
+        self._sampler = Sampler(self.tables, self.device)
+        self._compute_ended_us = self.device.clock_us()
+
+    def load(self, report: Report) -> None:
+        """Fills the weights from the checkpoint, or from the seed; `report` gets (loaded, total) tensors."""
+        if self.config.load_format == "dummy":
+            self.model.params.randomise(self.config.seed, report)
+        else:
+            self.model.load_weights(iter_weights(dict(self.config.model), self.model_config), report)
+
+    def warm_up(self) -> None:
+        """Runs a tiny prompt and a decode row, so that no request pays for what libraries set up at first use.
+
+        Leaves the tables as they were; the first page's content is overwritten by whoever gets it.
+        """
+        length = min(2, self.config.context_length, self.config.page_size)
+        slots = np.zeros((1, 12), np.int32)
+        slots[0, [SlotWord.TOKEN_COUNT, SlotWord.PROMPT_LEN]] = length
+        slots[0, [SlotWord.LOGPROBS, SlotWord.ARENA_OFFSET]] = -1
+        plan = Plan(
+            slots=slots,
+            slot_floats=np.array([[0, 1, 0, 1, 0, 0]], np.float32),
+            tokens=np.zeros(length, np.int32),
+            page_writes=np.zeros((1, 3), np.int32),
+            rows=np.array([[0, 0, length, FLAG_SAMPLE]], np.int32),
+        )
+        self.step(plan)
+        self.step(Plan(rows=np.array([[0, length - 1, 1, FLAG_SAMPLE]], np.int32)))
+        self.tables.page_table.fill_(-1)
+        self._compute_ended_us = self.device.clock_us()
+
+    def facts(self) -> dict[str, int | str]:
+        """What `ready` tells the brain, the loading time excepted."""
+        return {
+            "page_count": self.kv.page_count,
+            "vocab_size": self.model_config.vocab_size,
+            "weight_bytes": self.model.params.nbytes,
+            "kv_bytes": self.kv.nbytes,
+            "device": self.device.name,
+        }
+
+    @torch.inference_mode()
+    def step(self, plan: Plan) -> StepResult:
+        """Applies the plan's writes, computes its rows, samples those that ask. The plan may be overwritten then."""
+        started = self.device.clock_us()
+        self.tables.apply(plan, self._arena)
+        result = StepResult(step=plan.step, row_errors=np.full(len(plan.rows), ROW_OK, np.int32))
+        if len(plan.rows):
+            self._compute(plan.rows, result)
+        ended = self.device.clock_us()
+        result.timing = np.array([ended - started, started - self._compute_ended_us], np.int32)
+        self._compute_ended_us = ended
+        return result
+
+    def _compute(self, rows: Int32s, result: StepResult) -> None:
+        slot, start, length, flags = rows.T.astype(np.int64)
+        self._check_rows(slot, start, length)
+        logits = self._forward(slot, start, length, flags)
+        sampling = np.flatnonzero(flags & FLAG_SAMPLE)
+        if not len(sampling):
+            return
+        slots, positions = slot[sampling], start[sampling] + length[sampling]
+        sampled = self._sampler.sample(logits, slots, positions)
+        entries = self.device.upload(slots * self.tables.stride + positions)
+        self.tables.token_pool.view(-1).index_copy_(0, entries, sampled.tokens)
+        self._report(sampled, sampling, result)
+
+    def _report(self, sampled: Sampled, rows: Int64s, result: StepResult) -> None:
+        result.tokens = self.device.download(sampled.tokens)
+        result.row_errors[rows[~self.device.download(sampled.finite)]] = ROW_NOT_FINITE
+        if sampled.logprobs is not None:
+            columns = sampled.logprobs.columns(self.device)
+            result.logprob_counts, result.logprob_ids, result.logprob_values = columns
+
+    def _forward(self, slot: Int64s, start: Int64s, length: Int64s, flags: Int64s) -> torch.Tensor:
+        """Logits of the sampled rows [s, vocabulary], in row order."""
+        order = self._attention.order(length, start + length)
+        row_slot, row_start, row_length = slot[order], start[order], length[order]
+        offset = np.cumsum(row_length) - row_length
+        positions = ragged(row_start, row_length)
+        token_slot = np.repeat(row_slot, row_length)
+
+        tables, page_size = self.tables, self.config.page_size
+        upload = self.device.upload
+        page_entries = upload(token_slot * tables.pages_per_slot + positions // page_size)
+        pages = tables.page_table.view(-1).index_select(0, page_entries)
+        writes = pages.long() * page_size + upload(positions % page_size)
+        batch = Batch(row_start, row_length, offset, row_slot, tables.page_table, page_size, writes)
+
+        last = np.empty_like(offset)
+        last[order] = offset + row_length - 1
+        step = Forward(
+            tokens=tables.token_pool.view(-1).index_select(0, upload(token_slot * tables.stride + positions)),
+            positions=upload(positions),
+            sampled=upload(last[flags & FLAG_SAMPLE != 0]),
+            attention=self._attention.prepare(batch, self.config.dtype),
+            kv=self.kv.layers,
+        )
+        return self.model(step)
+
+    def _check_rows(self, slot: Int64s, start: Int64s, length: Int64s) -> None:
+        """Raises `PlanError` for rows outside the tables, which would read or write another slot's memory."""
+        within = (slot.min() >= 0) and (slot.max() < self.config.slots) and (start.min() >= 0) and (length.min() >= 1)
+        if not within or (start + length).max() > self.config.context_length:
+            raise PlanError(
+                f"a row outside of {self.config.slots} slots of {self.config.context_length} positions: "
+                f"slots {slot.tolist()}, starts {start.tolist()}, lengths {length.tolist()}"
+            )

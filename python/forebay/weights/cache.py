@@ -1,0 +1,42 @@
+"""Where Forebay keeps what it made or downloaded, and how a file gets there whole or not at all."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO
+
+__all__ = ["atomic_file", "cache_directory"]
+
+
+def cache_directory(chosen: str | Path | None = None) -> Path:
+    """`chosen`, or `$FOREBAY_CACHE`, or `forebay` in the user's cache folder. It need not exist yet."""
+    if chosen is not None:
+        return Path(chosen).expanduser().absolute()
+    if os.environ.get("FOREBAY_CACHE"):
+        return Path(os.environ["FOREBAY_CACHE"]).expanduser().absolute()
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "forebay"
+
+
+@contextmanager
+def atomic_file(path: Path) -> Iterator[BinaryIO]:
+    """A file to write that is at `path` when the block ends, and nowhere if it raises.
+
+    Readers see the old content or the new; of two writers at once the last wins.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            yield file
+        # A temporary file is for its owner only; what is cached is as readable as anything else the user makes.
+        mask = os.umask(0)
+        os.umask(mask)
+        os.chmod(name, 0o666 & ~mask)
+        os.replace(name, path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise

@@ -1,0 +1,268 @@
+"""From files on this machine to the description of a model that the brain and the hand work from."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from forebay.weights.cache import atomic_file
+from forebay.weights.config import ModelConfig, token_ids
+from forebay.weights.errors import ModelError
+
+__all__ = [
+    "INDEX",
+    "PICKLES",
+    "describe_directory",
+    "describe_gguf",
+    "describe_path",
+    "gguf_parts",
+    "read_json",
+    "safetensors_names",
+]
+
+PICKLES = (".bin", ".pt", ".pth", ".ckpt")
+INDEX = "model.safetensors.index.json"
+
+_PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
+# What is rebuilt from a GGUF lies in the cache under a key of the file's first bytes, which hold all metadata of any
+# known model, and of this number: it goes up with every change to what is rebuilt.
+_REBUILD_VERSION = 1
+_KEY_BYTES = 32 << 20
+
+
+def describe_path(path: Path, cache: Path) -> dict[str, Any]:
+    """The model in a directory or a GGUF file. Raises ModelError."""
+    path = path.absolute()
+    if path.is_dir():
+        return _describe_any_directory(path, cache)
+    if not path.is_file():
+        raise ModelError(f"{path} doesn't exist")
+    if path.suffix == ".gguf":
+        return describe_gguf(gguf_parts(path), path.stem, cache)
+    if path.suffix in PICKLES:
+        raise ModelError(f"{path} is a pickle file, which can run code when it is read; use safetensors or GGUF")
+    raise ModelError(f"{path} is neither a directory nor a .gguf file")
+
+
+def describe_directory(directory: Path, name: str) -> dict[str, Any]:
+    """The model in a directory in the layout of Hugging Face, with safetensors. Raises ModelError."""
+    config = read_json(directory / "config.json")
+    tokenizer = directory / "tokenizer.json"
+    if not tokenizer.is_file():
+        raise ModelError(f"{directory} has no tokenizer.json, the only form of tokenizer that is supported here")
+    present = [entry.name for entry in directory.iterdir() if entry.is_file()]
+    weights = safetensors_names(present, directory)
+    generation = read_json(directory / "generation_config.json", optional=True)
+    tokenizer_config = read_json(directory / "tokenizer_config.json", optional=True)
+    special = read_json(directory / "special_tokens_map.json", optional=True)
+    eos = token_ids(config.get("eos_token_id")) + token_ids(generation.get("eos_token_id"))
+    return _description(
+        name=name,
+        kind="safetensors",
+        files=[directory / weight for weight in weights],
+        config=config,
+        tokenizer=tokenizer,
+        tokenizer_config=tokenizer_config,
+        chat_template=_chat_template(directory, tokenizer_config),
+        generation_config=generation,
+        eos=eos,
+        bos_token=_token_text(tokenizer_config, "bos_token") or _token_text(special, "bos_token"),
+        eos_token=_token_text(tokenizer_config, "eos_token") or _token_text(special, "eos_token"),
+    )
+
+
+def describe_gguf(files: list[Path], name: str, cache: Path) -> dict[str, Any]:
+    """The model in a GGUF file and its further parts. What it lacks is rebuilt into the cache. Raises ModelError."""
+    folder = cache / "gguf" / _content_key(files)
+    facts_path = folder / "facts.json"
+    tokenizer = folder / "tokenizer.json"
+    if not (facts_path.is_file() and tokenizer.is_file()):
+        _rebuild(files, facts_path, tokenizer)
+    facts = read_json(facts_path)
+    return _description(
+        name=name,
+        kind="gguf",
+        files=files,
+        config=facts["config"],
+        tokenizer=tokenizer,
+        tokenizer_config={},
+        chat_template=facts["chat_template"],
+        generation_config={},
+        eos=token_ids(facts["config"]["eos_token_id"]),
+        bos_token=facts["bos_token"],
+        eos_token=facts["eos_token"],
+    )
+
+
+def gguf_parts(path: Path) -> list[Path]:
+    """`path`, or all parts of the file that it is one of ("-00002-of-00003"). Raises ModelError if one is missing."""
+    match = _PART.fullmatch(path.name)
+    if match is None:
+        return [path]
+    count = int(match["count"])
+    parts = [path.with_name(f"{match['stem']}-{number:05}-of-{count:05}.gguf") for number in range(1, count + 1)]
+    missing = [part.name for part in parts if not part.is_file()]
+    if missing:
+        raise ModelError(f"{path.parent} lacks {', '.join(missing)}")
+    return parts
+
+
+def safetensors_names(present: Iterable[str], directory: Path | None = None) -> list[str]:
+    """Of the file names in a model's directory, those that hold its weights, in order. Raises ModelError.
+
+    With `directory` the index of a model in shards is read, and says which they are.
+    """
+    names = sorted(name for name in present if "/" not in name)
+    if directory is not None and INDEX in names:
+        index = read_json(directory / INDEX)
+        shards = sorted(set(index.get("weight_map", {}).values()))
+        missing = sorted(set(shards) - set(names))
+        if missing or not shards:
+            raise ModelError(f"{directory} lacks {', '.join(missing) or 'every shard'} of {INDEX}")
+        return shards
+    # Some repositories hold the weights a second time under the names of the model's own tools, or an adapter.
+    weights = [
+        name for name in names if name.endswith(".safetensors") and not name.startswith(("consolidated", "adapter"))
+    ]
+    if "model.safetensors" in weights and INDEX not in names:
+        return ["model.safetensors"]
+    return weights or _no_weights(names, directory)
+
+
+def _no_weights(names: list[str], directory: Path | None) -> list[str]:
+    where = f"{directory} has" if directory is not None else "the model has"
+    if any(name.endswith(PICKLES) for name in names):
+        raise ModelError(
+            f"{where} only pickle files for weights, which can run code when they are read; "
+            "convert them to safetensors, or choose a model that has them"
+        )
+    raise ModelError(f"{where} no weights: neither *.safetensors nor *.gguf")
+
+
+def _describe_any_directory(directory: Path, cache: Path) -> dict[str, Any]:
+    present = sorted(entry.name for entry in directory.iterdir() if entry.is_file())
+    ggufs = [name for name in present if name.endswith(".gguf")]
+    if any(name.endswith(".safetensors") for name in present) or not ggufs:
+        if "config.json" not in present:
+            raise ModelError(f"{directory} is no model: it has neither config.json nor a .gguf file")
+        return describe_directory(directory, directory.name)
+    parts = gguf_parts(directory / ggufs[0])
+    if {part.name for part in parts} != set(ggufs):
+        raise ModelError(f"{directory} has several models, name one of them: {', '.join(ggufs)}")
+    return describe_gguf(parts, directory.name, cache)
+
+
+def _rebuild(files: list[Path], facts_path: Path, tokenizer: Path) -> None:
+    # Reading GGUF needs numpy and the gguf package: half a second that a cached model shouldn't pay.
+    from forebay.weights.gguf_config import hf_config
+    from forebay.weights.gguf_file import GgufFiles
+    from forebay.weights.gguf_tensors import check_types
+    from forebay.weights.gguf_tokenizer import special_token, tokenizer_json
+
+    opened = GgufFiles.open(files)
+    check_types(opened)
+    config = hf_config(opened)
+    ModelConfig.from_dict(config)
+    facts = {
+        "config": config,
+        "chat_template": opened.metadata.get("tokenizer.chat_template"),
+        "bos_token": special_token(opened.metadata, "bos"),
+        "eos_token": special_token(opened.metadata, "eos"),
+    }
+    try:
+        _write_json(tokenizer, tokenizer_json(opened.metadata))
+        _write_json(facts_path, facts)
+    except OSError as error:
+        raise ModelError(f"{facts_path.parent} can't be written: {error.strerror or error}") from error
+
+
+def _content_key(files: list[Path]) -> str:
+    digest = hashlib.blake2b(digest_size=16)
+    digest.update(f"rebuild {_REBUILD_VERSION}".encode())
+    try:
+        with files[0].open("rb") as file:
+            digest.update(file.read(_KEY_BYTES))
+        sizes = [file.stat().st_size for file in files]
+    except OSError as error:
+        raise ModelError(f"{error.filename} can't be read: {error.strerror}") from error
+    digest.update(repr(sizes).encode())
+    return digest.hexdigest()
+
+
+def _description(
+    *,
+    name: str,
+    kind: str,
+    files: list[Path],
+    config: dict[str, Any],
+    tokenizer: Path,
+    tokenizer_config: dict[str, Any],
+    chat_template: str | None,
+    generation_config: dict[str, Any],
+    eos: tuple[int, ...],
+    bos_token: str | None,
+    eos_token: str | None,
+) -> dict[str, Any]:
+    parsed = ModelConfig.from_dict(config)
+    return {
+        "name": name,
+        "format": kind,
+        "directory": str(files[0].parent),
+        "files": [str(file) for file in files],
+        "config": config,
+        "tokenizer": str(tokenizer),
+        "tokenizer_config": tokenizer_config,
+        "chat_template": chat_template,
+        "generation_config": generation_config,
+        "eos_token_ids": sorted(set(eos)),
+        "bos_token": bos_token,
+        "eos_token": eos_token,
+        "max_position_embeddings": parsed.max_position_embeddings,
+        "vocab_size": parsed.vocab_size,
+    }
+
+
+def _chat_template(directory: Path, tokenizer_config: dict[str, Any]) -> str | None:
+    """A file of its own wins, as it does in transformers; of several named templates the default is taken."""
+    jinja = directory / "chat_template.jinja"
+    if jinja.is_file():
+        return jinja.read_text(encoding="utf-8")
+    separate = read_json(directory / "chat_template.json", optional=True)
+    template = separate.get("chat_template") or tokenizer_config.get("chat_template")
+    if isinstance(template, list):
+        named = {str(item.get("name")): item.get("template") for item in template}
+        template = named.get("default")
+    return template if isinstance(template, str) else None
+
+
+def _token_text(config: dict[str, Any], key: str) -> str | None:
+    value = config.get(key)
+    if isinstance(value, dict):
+        value = value.get("content")
+    return value if isinstance(value, str) else None
+
+
+def read_json(path: Path, *, optional: bool = False) -> dict[str, Any]:
+    """The object in a JSON file; empty for a file that is optional and not there. Raises ModelError."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        if optional:
+            return {}
+        raise ModelError(f"{path.parent} has no {path.name}") from None
+    except OSError as error:
+        raise ModelError(f"{path} can't be read: {error.strerror}") from error
+    except ValueError as error:
+        raise ModelError(f"{path} is not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ModelError(f"{path} is not a JSON object")
+    return value
+
+
+def _write_json(path: Path, value: dict[str, Any]) -> None:
+    with atomic_file(path) as file:
+        file.write(json.dumps(value, ensure_ascii=False).encode())

@@ -1,0 +1,9 @@
+"""What can be wrong with a model, said so that a user can act on it."""
+
+
+class ModelError(ValueError):
+    """A model that can't be found, read or run. The message is one line for the user."""
+
+
+class UnsupportedModelError(ModelError):
+    """A model that was understood, and needs something that Forebay doesn't have."""

@@ -1,0 +1,184 @@
+"""The header of a GGUF file: metadata and where each tensor lies.
+
+The `gguf` package's own reader makes one numpy array for each string, which is seconds for a vocabulary of usual size;
+this one walks the same bytes with `struct`. The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
+"""
+
+from __future__ import annotations
+
+import mmap
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+
+from forebay.weights.errors import ModelError, UnsupportedModelError
+
+__all__ = ["GgufFile", "GgufFiles", "GgufTensor"]
+
+_SCALARS = {
+    0: struct.Struct("<B"),
+    1: struct.Struct("<b"),
+    2: struct.Struct("<H"),
+    3: struct.Struct("<h"),
+    4: struct.Struct("<I"),
+    5: struct.Struct("<i"),
+    6: struct.Struct("<f"),
+    7: struct.Struct("<?"),
+    10: struct.Struct("<Q"),
+    11: struct.Struct("<q"),
+    12: struct.Struct("<d"),
+}
+_STRING = 8
+_ARRAY = 9
+_U32 = _SCALARS[4]
+_U64 = _SCALARS[10]
+_MAX_DIMENSIONS = 4
+
+
+@dataclass(frozen=True)
+class GgufTensor:
+    """A tensor as it is stored."""
+
+    name: str
+    type: GGMLQuantizationType
+    shape: tuple[int, ...]
+    """In elements, the outermost dimension first as torch has it (GGUF writes it the other way round)."""
+    data: np.ndarray[Any, np.dtype[np.uint8]]
+    """The stored bytes, [rows, bytes a row] with the rows of all outer dimensions together; a view of the mapping."""
+
+
+class GgufFile:
+    """One file, memory-mapped. Opening it reads the header only."""
+
+    metadata: dict[str, Any]
+    tensors: dict[str, GgufTensor]
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        try:
+            with self.path.open("rb") as file:
+                # A mapping of nothing is an error, and no file of less than a header is a GGUF anyway.
+                if self.path.stat().st_size < 24:
+                    raise ModelError(f"{self.path} is not a GGUF file")
+                self._bytes = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        except OSError as error:
+            raise ModelError(f"{self.path} can't be read: {error.strerror}") from error
+        self._at = 0
+        try:
+            self._read_header()
+        except (struct.error, ValueError, OverflowError) as error:
+            if isinstance(error, ModelError):
+                raise
+            raise ModelError(f"{self.path} is truncated or damaged: {error}") from error
+
+    def _read_header(self) -> None:
+        if self._bytes[:4] != b"GGUF":
+            raise ModelError(f"{self.path} is not a GGUF file")
+        self._at = 4
+        version = self._scalar(_U32)
+        if version not in (2, 3):
+            raise UnsupportedModelError(f"{self.path} has version {version} of the format; supported: 2, 3")
+        tensor_count = self._scalar(_U64)
+        field_count = self._scalar(_U64)
+        self.metadata = {}
+        for _ in range(field_count):
+            name = self._string()
+            self.metadata[name] = self._value(self._scalar(_U32))
+        headers = [self._tensor_header() for _ in range(tensor_count)]
+        alignment = int(self.metadata.get("general.alignment", 32))
+        start = -(-self._at // alignment) * alignment
+        self.tensors = {name: self._tensor(name, shape, kind, start + offset) for name, shape, kind, offset in headers}
+
+    def _tensor_header(self) -> tuple[str, tuple[int, ...], int, int]:
+        name = self._string()
+        dimensions = self._scalar(_U32)
+        if dimensions > _MAX_DIMENSIONS:
+            raise ValueError(f"tensor {name!r} has {dimensions} dimensions")
+        shape = tuple(self._scalar(_U64) for _ in range(dimensions))[::-1]
+        return name, shape, self._scalar(_U32), self._scalar(_U64)
+
+    def _tensor(self, name: str, shape: tuple[int, ...], kind: int, offset: int) -> GgufTensor:
+        try:
+            type_ = GGMLQuantizationType(kind)
+        except ValueError:
+            raise UnsupportedModelError(f"tensor {name!r} of {self.path} has the unknown type {kind}") from None
+        block, block_bytes = GGML_QUANT_SIZES[type_]
+        columns = shape[-1] if shape else 1
+        if columns % block:
+            raise ValueError(f"tensor {name!r} has rows of {columns} elements in blocks of {block}")
+        row_bytes = columns // block * block_bytes
+        rows = int(np.prod(shape[:-1], dtype=np.int64)) if shape else 1
+        if offset + rows * row_bytes > len(self._bytes):
+            raise ValueError(f"the data of tensor {name!r} goes beyond the end of the file")
+        data = np.frombuffer(self._bytes, np.uint8, rows * row_bytes, offset).reshape(rows, row_bytes)
+        return GgufTensor(name, type_, shape, data)
+
+    def _scalar(self, kind: struct.Struct) -> Any:
+        (value,) = kind.unpack_from(self._bytes, self._at)
+        self._at += kind.size
+        return value
+
+    def _string(self) -> str:
+        length = self._scalar(_U64)
+        end = self._at + length
+        if end > len(self._bytes):
+            raise ValueError("a string goes beyond the end of the file")
+        raw = self._bytes[self._at : end]
+        self._at = end
+        # Vocabularies hold what their makers put there: a token that isn't UTF-8 must not keep a model from loading.
+        return raw.decode("utf-8", errors="replace")
+
+    def _value(self, kind: int) -> Any:
+        if kind == _STRING:
+            return self._string()
+        if kind == _ARRAY:
+            item = self._scalar(_U32)
+            count = self._scalar(_U64)
+            if item in _SCALARS:
+                return self._scalars(_SCALARS[item], count)
+            return [self._value(item) for _ in range(count)]
+        if kind not in _SCALARS:
+            raise ValueError(f"metadata of the unknown type {kind}")
+        return self._scalar(_SCALARS[kind])
+
+    def _scalars(self, kind: struct.Struct, count: int) -> list[Any]:
+        if self._at + count * kind.size > len(self._bytes):
+            raise ValueError("an array goes beyond the end of the file")
+        values = struct.unpack_from(f"<{count}{kind.format[1:]}", self._bytes, self._at)
+        self._at += count * kind.size
+        return list(values)
+
+
+@dataclass(frozen=True)
+class GgufFiles:
+    """A model in one GGUF file, or split over several ("-00001-of-00003")."""
+
+    metadata: Mapping[str, Any]
+    tensors: Mapping[str, GgufTensor]
+
+    @classmethod
+    def open(cls, paths: Sequence[str | Path]) -> GgufFiles:
+        """Opens all files of a model; the metadata that describes it is in the first. Raises ModelError."""
+        files = [GgufFile(path) for path in paths]
+        tensors = {name: tensor for file in files for name, tensor in file.tensors.items()}
+        metadata = files[0].metadata
+        expected = metadata.get("split.tensors.count")
+        if expected is not None and int(expected) != len(tensors):
+            raise ModelError(
+                f"{files[0].path} is one part of several: {len(tensors)} of {expected} tensors are in {len(files)}"
+            )
+        return cls(metadata, tensors)
+
+    @property
+    def architecture(self) -> str:
+        """`llama`, `qwen2`, ...: also the prefix of the metadata that belongs to it."""
+        return str(self.metadata.get("general.architecture", ""))
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """A value from the architecture's own metadata."""
+        return self.metadata.get(f"{self.architecture}.{key}", default)

@@ -1,0 +1,57 @@
+"""Reading the weights of a model, one tensor at a time, under their Hugging Face names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from safetensors import safe_open
+
+from forebay.weights.config import ModelConfig
+from forebay.weights.errors import ModelError
+from forebay.weights.gguf_file import GgufFiles
+from forebay.weights.gguf_tensors import hf_tensor_names, iter_tensors
+
+__all__ = ["count_weights", "iter_weights"]
+
+
+def iter_weights(model: dict[str, Any], config: ModelConfig) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields each weight's name (`model.layers.0.self_attn.q_proj.weight`, ...) and value, on the CPU.
+
+    `model` is what `forebay.weights.fetch` prints; its `format` and `files` are used. Safetensors keep the type of the
+    file and lie in its memory map, one file at a time: copy what outlives the step of the iteration. GGUF tensors are
+    dequantised to float32. A tied `lm_head.weight` and buffers that the model computes itself are left out.
+    """
+    if model["format"] == "gguf":
+        yield from iter_tensors(GgufFiles.open(model["files"]), config)
+        return
+    for path in _safetensors(model):
+        with safe_open(path, framework="pt", device="cpu") as file:
+            for name in file.keys():
+                if _wanted(name, config):
+                    yield name, file.get_tensor(name)
+
+
+def count_weights(model: dict[str, Any], config: ModelConfig) -> int:
+    """How many weights `iter_weights` will yield, read from the files' headers only."""
+    if model["format"] == "gguf":
+        return len(hf_tensor_names(GgufFiles.open(model["files"]), config))
+    total = 0
+    for path in _safetensors(model):
+        with safe_open(path, framework="pt", device="cpu") as file:
+            total += sum(_wanted(name, config) for name in file.keys())
+    return total
+
+
+def _safetensors(model: dict[str, Any]) -> list[str]:
+    if model["format"] != "safetensors":
+        raise ModelError(f"unknown model format {model['format']!r}; known: safetensors, gguf")
+    return [str(path) for path in model["files"]]
+
+
+def _wanted(name: str, config: ModelConfig) -> bool:
+    if name == "lm_head.weight" and config.tie_word_embeddings:
+        return False
+    # Old Llama checkpoints carry the inverse frequencies of the rotary embedding as a buffer.
+    return not name.endswith(".rotary_emb.inv_freq")

@@ -1,0 +1,137 @@
+"""How the text is cut before byte-pair merges, for each `tokenizer.ggml.pre`.
+
+GGUF holds a name where `tokenizer.json` holds a pipeline. Here is the pipeline of the original tokenizer behind each
+name, in the form of `tokenizer.json`.
+"""
+
+# ruff: noqa: RUF001 (the regexes are of characters that look alike)
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from forebay.weights.errors import UnsupportedModelError
+
+__all__ = ["Pipeline", "pipeline"]
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """What a byte-level tokenizer does around its merges; JSON in the form of `tokenizer.json`."""
+
+    pre_tokenizer: dict[str, Any]
+    normalizer: dict[str, Any] | None = None
+    ignore_merges: bool = False
+    """A whole word that is a token is that token, whether the merges lead there or not."""
+    add_bos: bool = False
+    """Whether the beginning of sequence is added where the file doesn't say."""
+
+
+def pipeline(name: str) -> Pipeline:
+    """The pipeline called `name`. Raises UnsupportedModelError for a name that isn't known."""
+    if name not in _PIPELINES:
+        raise UnsupportedModelError(
+            f"the GGUF pre-tokenizer {name!r} is not supported; supported: {', '.join(sorted(_PIPELINES))}"
+        )
+    return _PIPELINES[name]
+
+
+def _byte_level(*, use_regex: bool) -> dict[str, Any]:
+    return {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": use_regex}
+
+
+def _split(regex: str) -> dict[str, Any]:
+    return {"type": "Split", "pattern": {"Regex": regex}, "behavior": "Isolated", "invert": False}
+
+
+def _sequence(*steps: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "Sequence", "pretokenizers": list(steps)}
+
+
+def _splits(*regexes: str) -> dict[str, Any]:
+    return _sequence(*(_split(regex) for regex in regexes), _byte_level(use_regex=False))
+
+
+_DIGITS = {"type": "Digits", "individual_digits": True}
+_NFC = {"type": "NFC"}
+
+_GPT2_REGEX = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+
+
+def _gpt4_like(numbers: str) -> str:
+    contractions = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+    return (
+        rf"{contractions}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|{numbers}"
+        r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    )
+
+
+_UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
+_LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_TEKKEN_REGEX = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*"
+    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+# The letters that DeepSeek LLM takes for words: those of alphabets with two cases. Six are escaped, because editors
+# that normalise text replace them by their equivalents, which lie elsewhere.
+_DEEPSEEK_LETTERS = (
+    "A-Za-zµÀ-ÖØ-öø-ƺƼ-ƿǄ-ʓʕ-ʯͰ-ͳͶͷͻ-ͽͿΆΈ-ΊΌΎ-ΡΣ-ϵϷ-ҁҊ-ԯԱ-ՖႠ-ჅᎠ-Ᏽᏸ-ᏽᲐ-ᲺᲽ-Ჿᴀ-ᴫᵫ-ᵷᵹ-ᶚḀ-ἕἘ-Ἕἠ-ὅὈ-Ὅὐ-ὗὙὛὝ"
+    "Ὗ-\u1f7dᾀ-ᾴᾶ-ᾼ\u1fbeῂ-ῄῆ-ῌῐ-\u1fd3ῖ-\u1fdbῠ-Ῥῲ-ῴῶ-ῼℂℇℊ-ℓℕℙ-ℝℤ\u2126ℨ\u212a-ℭℯ-ℴℹℼ-ℿⅅ-ⅉⅎↃↄⰀ-ⱻⱾ-ⳤⳫ-ⳮⳲⳳ"
+    "Ꙁ-ꙭꚀ-ꚛꜢ-ꝯꝱ-ꞇꞋ-ꞎꭰ-ꮿﬀ-ﬆﬓ-ﬗＡ-Ｚａ-ｚ𐐀-𐑏𐒰-𐓓𐓘-𐓻𐲀-𐲲𐳀-𐳲𑢠-𑣟𞤀-𞥃"
+)
+_DEEPSEEK_CJK = "[一-龥ࠀ-一가-퟿]+"
+
+_GPT2 = Pipeline(_byte_level(use_regex=True))
+_SINGLE_DIGITS = Pipeline(_sequence(_DIGITS, _byte_level(use_regex=True)))
+_LLAMA3 = Pipeline(_splits(_gpt4_like(r"\p{N}{1,3}")), ignore_merges=True, add_bos=True)
+_QWEN2 = Pipeline(_splits(_gpt4_like(r"\p{N}")), normalizer=_NFC)
+
+_PIPELINES = {
+    # No name at all is the same as "default": llama.cpp's guess for files older than the names.
+    "default": Pipeline(_splits(r"[\p{P}\$\+<=>\^~\|]+", _GPT2_REGEX, r"\p{N}+", "[0-9][0-9][0-9]")),
+    "gpt-2": _GPT2,
+    "mpt": _GPT2,
+    "olmo": _GPT2,
+    "phi-2": _GPT2,
+    "smollm": _SINGLE_DIGITS,
+    "starcoder": _SINGLE_DIGITS,
+    "refact": _SINGLE_DIGITS,
+    "llama-bpe": _LLAMA3,
+    "llama3": _LLAMA3,
+    "llama-v3": _LLAMA3,
+    "falcon3": _LLAMA3,
+    "qwen2": _QWEN2,
+    "deepseek-r1-qwen": _QWEN2,
+    "megrez": _QWEN2,
+    "tekken": Pipeline(_splits(_TEKKEN_REGEX), ignore_merges=True, add_bos=True),
+    "deepseek-llm": Pipeline(
+        _sequence(
+            _split("[\r\n]"),
+            _split(rf"\s?[{_DEEPSEEK_LETTERS}]+"),
+            _split(r"\s?[!-/:-~！-／：-～‘-‟　-。]+"),
+            _split(r"\s+$"),
+            _split(_DEEPSEEK_CJK),
+            _DIGITS,
+            _byte_level(use_regex=False),
+        )
+    ),
+    "deepseek-coder": Pipeline(
+        _sequence(
+            _split("[\r\n]"),
+            _split(r"\s?\p{L}+"),
+            _split(r"\s?\p{P}+"),
+            _split(_DEEPSEEK_CJK),
+            _DIGITS,
+            _byte_level(use_regex=False),
+        )
+    ),
+    "deepseek-v3": Pipeline(
+        _splits(
+            r"\p{N}{1,3}",
+            "[一-龥぀-ゟ゠-ヿ]+",
+            r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
+            r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+        )
+    ),
+}

@@ -1,0 +1,8 @@
+"""`python -m forebay.worker`: one hand."""
+
+import sys
+
+from forebay.worker.loop import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,133 @@
+"""The hand's life: handshake, load, then plans in and results out until the brain goes away."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import mmap
+import os
+import signal
+import socket
+import sys
+import time
+import traceback
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from forebay.worker.wire import Connection, Kind, Plan, WireError, encode_json
+
+if TYPE_CHECKING:
+    from forebay.runner.runner import ModelRunner
+
+SOCKET_DESCRIPTOR = 3
+ARENA_DESCRIPTOR = 4
+PROGRESS_INTERVAL_S = 0.1
+
+_PR_SET_PDEATHSIG = 1
+
+
+def main() -> int:
+    """Serves the brain on descriptor 3; returns the exit status: 0 when told to go or left alone, 1 after a failure."""
+    _die_with_parent()
+    # A terminal sends ^C to the whole session, but it is the brain that decides when its hands go.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for descriptor in (SOCKET_DESCRIPTOR, ARENA_DESCRIPTOR):
+        if descriptor == SOCKET_DESCRIPTOR or _is_open(descriptor):
+            os.set_inheritable(descriptor, False)
+    connection = Connection(socket.socket(fileno=SOCKET_DESCRIPTOR))
+    try:
+        serve(connection)
+    except (BrokenPipeError, ConnectionResetError):
+        return 0
+    except Exception as error:
+        traceback.print_exc()
+        _send_fatal(connection, error)
+        return 1
+    return 0
+
+
+def serve(connection: Connection) -> None:
+    """Handshake, then the step loop; returns at the end of the stream or on `shutdown`."""
+    connection.send(encode_json(Kind.HELLO, {"rank": 0, "pid": os.getpid()}))
+    frame = connection.recv()
+    if frame is None:
+        return
+    if frame.kind != Kind.CONFIG:
+        raise WireError(f"expected config, got {frame.kind.name.lower()}")
+    runner = _load(connection, frame.json())
+    while (frame := connection.recv()) is not None:
+        if frame.kind == Kind.SHUTDOWN:
+            return
+        connection.send(runner.step(Plan.decode(frame)).encode())
+
+
+def _load(connection: Connection, config: dict[str, Any]) -> ModelRunner:
+    started = time.monotonic()
+    # Importing torch takes seconds: the brain has our hello by now and knows that the process is alive.
+    from forebay.runner.config import RunnerConfig
+    from forebay.runner.runner import ModelRunner
+
+    resolved = RunnerConfig.from_dict(config)
+    runner = ModelRunner(resolved, arena=_map_arena(resolved.arena_bytes))
+    runner.load(Progress(connection, "weights"))
+    runner.warm_up()
+    # What loading left behind lives as long as the process: keep the collector from walking it in every full pass.
+    gc.collect()
+    gc.freeze()
+    facts = {**runner.facts(), "load_seconds": round(time.monotonic() - started, 3)}
+    connection.send(encode_json(Kind.READY, facts))
+    return runner
+
+
+class Progress:
+    """Sends `progress` frames: the first, the last, and in between at most one every `PROGRESS_INTERVAL_S`."""
+
+    def __init__(self, connection: Connection, stage: str) -> None:
+        self._connection = connection
+        self._stage = stage
+        self._next = 0.0
+
+    def __call__(self, done: int, total: int) -> None:
+        """Reports that `done` of `total` parts are finished."""
+        now = time.monotonic()
+        if now >= self._next or done == total:
+            self._next = now + PROGRESS_INTERVAL_S
+            self._connection.send(encode_json(Kind.PROGRESS, {"stage": self._stage, "done": done, "total": total}))
+
+
+def _map_arena(size: int) -> npt.NDArray[np.uint8]:
+    """The shared arena as read-only bytes; empty when `size` is 0."""
+    if size == 0:
+        return np.zeros(0, np.uint8)
+    mapped = mmap.mmap(ARENA_DESCRIPTOR, size, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
+    os.close(ARENA_DESCRIPTOR)
+    return np.frombuffer(mapped, np.uint8)
+
+
+def _die_with_parent() -> None:
+    """Asks the kernel to kill this process with the thread that spawned it; exits if that is already gone."""
+    parent = os.getppid()
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
+    if os.getppid() != parent:
+        sys.exit(0)
+
+
+def _is_open(descriptor: int) -> bool:
+    try:
+        os.fstat(descriptor)
+    except OSError:
+        return False
+    return True
+
+
+def _send_fatal(connection: Connection, error: Exception) -> None:
+    line = " ".join(f"{type(error).__name__}: {error}".split())
+    try:
+        connection.send(encode_json(Kind.FATAL, {"error": line, "traceback": traceback.format_exc()}))
+    except OSError:
+        # The brain is gone too; the traceback on stderr is all that can be left behind.
+        return

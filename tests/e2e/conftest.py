@@ -1,0 +1,90 @@
+"""Servers and models for the end-to-end tests."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Protocol
+
+import pytest
+
+from tests.e2e.models import Model, SmolLM2, TinyModel
+from tests.e2e.server import BINARY, RUNNING, Server
+
+FLAGS = ("--dtype", "float32", "--log-interval", "0")
+
+
+class Serve(Protocol):
+    """Starts servers that live as long as the fixture does."""
+
+    def __call__(self, model: Model, *flags: str, healthy: bool = True) -> Server: ...
+
+
+class Models(Protocol):
+    """Makes each model once."""
+
+    def __call__(self, name: str) -> Model: ...
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _set_up() -> None:
+    assert BINARY.is_file(), "run `make build` first"
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
+    """`llama`, `qwen2` (in shards) and `qwen3`, tiny; and `smollm2`."""
+    made: dict[str, Model] = {}
+
+    def model(name: str) -> Model:
+        if name not in made:
+            if name == "smollm2":
+                made[name] = SmolLM2()
+            else:
+                directory = tmp_path_factory.mktemp("models") / f"tiny-{name}"
+                made[name] = TinyModel(name, directory, sharded=name == "qwen2")
+        return made[name]
+
+    return model
+
+
+@pytest.fixture(scope="session")
+def tiny(models: Models) -> Model:
+    """The tiny Llama."""
+    return models("llama")
+
+
+def _factory(folder: Path, stack: ExitStack) -> Serve:
+    def serve(model: Model, *flags: str, healthy: bool = True) -> Server:
+        threads = ("--threads", str(model.threads))
+        server = Server(model.path, *FLAGS, *threads, *flags, log=folder / f"server-{len(list(folder.iterdir()))}.log")
+        stack.callback(server.kill)
+        if healthy:
+            server.wait_for_health()
+        return server
+
+    return serve
+
+
+@pytest.fixture
+def serve(tmp_path: Path) -> Iterator[Serve]:
+    """Servers for one test. They compute in float32 unless told otherwise."""
+    with ExitStack() as stack:
+        yield _factory(tmp_path, stack)
+
+
+@pytest.fixture(scope="module")
+def serve_for_module(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serve]:
+    """Servers that the tests of a module share."""
+    with ExitStack() as stack:
+        yield _factory(tmp_path_factory.mktemp("logs"), stack)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Shows what the servers wrote with a failure."""
+    report: Any = yield
+    if report.failed:
+        report.sections += [(f"log of {server.url}", server.log()) for server in RUNNING]
+    return report

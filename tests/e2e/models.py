@@ -1,0 +1,146 @@
+"""Tiny random models that start in seconds, and the default model, with what transformers says about them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+
+from tests.e2e.server import ROOT
+from tests.weights.support import run_fetch, smollm2
+
+TOKENIZER = ROOT / "crates/text/tests/data/tiny-llama-tokenizer.json"
+VOCABULARY = 2048
+END = 2
+"""The id of <|im_end|>, in the tiny models and in SmolLM2."""
+TINY_CONTEXT = 1024
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+_SHAPE: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": TINY_CONTEXT,
+    "bos_token_id": 1,
+    "eos_token_id": END,
+    "pad_token_id": 0,
+}
+# transformers' classes are hardly typed: what comes from them is Any here.
+_FAMILIES: dict[str, Any] = {
+    "llama": (LlamaForCausalLM, LlamaConfig(**_SHAPE)),
+    "qwen2": (Qwen2ForCausalLM, Qwen2Config(**_SHAPE, tie_word_embeddings=True)),
+    "qwen3": (Qwen3ForCausalLM, Qwen3Config(**_SHAPE, head_dim=32)),
+}
+
+
+class Model:
+    """A model to serve, and its reference."""
+
+    def __init__(self, name: str, path: str | Path, tokenizer: Path) -> None:
+        self.name = name
+        self.path = path
+        self.tokenizer = Tokenizer.from_file(str(tokenizer))
+        self.tokenizer.no_truncation()
+        self.tokenizer.no_padding()
+
+    @cached_property
+    def reference(self) -> Any:
+        """The same weights in transformers, float32."""
+        raise NotImplementedError
+
+    @property
+    def threads(self) -> int:
+        """Threads that serve it best: a tiny model's arithmetic is too short to be shared out."""
+        raise NotImplementedError
+
+    def encode(self, text: str) -> list[int]:
+        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False).ids
+        return ids
+
+    def decode(self, ids: list[int], skip_special_tokens: bool = False) -> str:
+        text: str = self.tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
+        return text
+
+
+class TinyModel(Model):
+    """A random model of a family in a directory as on the hub."""
+
+    def __init__(self, family: str, directory: Path, *, sharded: bool = False) -> None:
+        self.family = family
+        model = self._random(family)
+        model.save_pretrained(directory, max_shard_size="300KB" if sharded else "1GB")
+        assert (directory / "model.safetensors.index.json").is_file() == sharded
+        shutil.copyfile(TOKENIZER, directory / "tokenizer.json")
+        config = {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>", "chat_template": CHAT_TEMPLATE}
+        (directory / "tokenizer_config.json").write_text(json.dumps(config))
+        super().__init__(directory.name, directory, TOKENIZER)
+        self._model = model
+
+    @property
+    def threads(self) -> int:
+        return 1
+
+    @staticmethod
+    def _random(family: str) -> Any:
+        # Weights larger than those of an untrained model, so that the logits have a spread and attention looks around.
+        kind, config = _FAMILIES[family]
+        torch.manual_seed(11)
+        model = kind(config).eval()
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                norm = name.endswith("norm.weight")
+                parameter.copy_(torch.randn_like(parameter) * (0.3 if norm else 0.18))
+                if norm:
+                    parameter.add_(1)
+        return model
+
+    @cached_property
+    def reference(self) -> Any:
+        return self._model
+
+
+class SmolLM2(Model):
+    """The default model."""
+
+    def __init__(self) -> None:
+        done = run_fetch("smollm2")
+        assert done.returncode == 0, done.stderr
+        super().__init__("smollm2", "smollm2", Path(json.loads(done.stdout)["tokenizer"]))
+
+    @property
+    def threads(self) -> int:
+        return 2
+
+    @cached_property
+    def reference(self) -> Any:
+        # transformers' own reader of GGUF, not ours: what is compared must not share the code that is tested.
+        path = str(smollm2())
+        read: Any = load_gguf_checkpoint
+        model: Any = LlamaForCausalLM(LlamaConfig(**read(path, return_tensors=False)["config"]))
+        weights = read(path, return_tensors=True, model_to_load=model)["tensors"]
+        missing, unexpected = model.load_state_dict(weights, strict=False)
+        assert missing == ["lm_head.weight"]
+        assert not unexpected
+        model.tie_weights()
+        return model.float().eval()

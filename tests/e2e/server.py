@@ -1,0 +1,131 @@
+"""A server under test: the process, its log, and the shortest ways to ask it something."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import httpx2
+
+from tests.e2e.metrics import Metrics
+from tests.e2e.processes import alive, children, command_line, descendants
+from tests.e2e.waiting import eventually
+
+ROOT = Path(__file__).resolve().parents[2]
+BINARY = ROOT / ".venv/bin/forebay"
+START_SECONDS = 120
+STOP_SECONDS = 30
+LOG_TAIL = 8000
+
+RUNNING: list[Server] = []
+"""Those whose log is of interest when a test fails."""
+
+
+def free_port() -> int:
+    """A TCP port of the loopback interface that nobody listens on."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port: int = listener.getsockname()[1]
+        return port
+
+
+class Server:
+    """A running `forebay serve`. Always `kill` it."""
+
+    def __init__(self, model: str | Path, *flags: str, log: Path, environment: Mapping[str, str] | None = None) -> None:
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self._log = log
+        command = [BINARY, "serve", model, "--port", str(self.port), *flags]
+        with log.open("wb") as file:
+            self.process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=file, stderr=file, env={**os.environ, "NO_COLOR": "1", **(environment or {})}
+            )
+        self.http = httpx2.Client(base_url=self.url, timeout=60, trust_env=False)
+        RUNNING.append(self)
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    def log(self) -> str:
+        """The end of what it wrote to stdout and stderr."""
+        return self._log.read_text(errors="replace")[-LOG_TAIL:]
+
+    def wait_for_health(self, status: int = 200) -> httpx2.Response:
+        """Waits until /health answers with `status`."""
+
+        def answer() -> httpx2.Response | None:
+            assert self.process.poll() is None, f"ended with status {self.process.returncode}:\n{self.log()}"
+            try:
+                response = self.http.get("/health")
+            except httpx2.TransportError:
+                return None
+            return response if response.status_code == status else None
+
+        found = eventually(answer, f"/health says {status}", START_SECONDS)
+        assert found
+        return found
+
+    def post(self, path: str, body: Any, **options: Any) -> httpx2.Response:
+        """The answer to a JSON body."""
+        return self.http.post(path, json=body, **options)
+
+    def ask(self, path: str, body: Any, **options: Any) -> Any:
+        """The object that a JSON body is answered with, with status 200."""
+        response = self.post(path, body, **options)
+        assert response.status_code == 200, response.text
+        return response.json()
+
+    def metrics(self) -> Metrics:
+        """What /metrics says now."""
+        response = self.http.get("/metrics")
+        assert response.status_code == 200
+        return Metrics(response.text)
+
+    def metric(self, name: str, **labels: str) -> float:
+        """One number of /metrics."""
+        return self.metrics().value(name, **labels)
+
+    def wait_for_metric(self, name: str, fine: Callable[[float], bool], seconds: float = 30) -> float:
+        """The first value of a metric that is fine."""
+        last = [0.0]
+
+        def look() -> bool:
+            last[0] = self.metric(name)
+            return fine(last[0])
+
+        eventually(look, f"{name} becomes as expected", seconds)
+        return last[0]
+
+    def wait_until_idle(self) -> None:
+        """Waits until no request is alive."""
+        for name in ("vllm:num_requests_running", "vllm:num_requests_waiting"):
+            self.wait_for_metric(name, lambda value: value == 0)
+
+    def hand(self) -> int | None:
+        """The process id of the hand, if there is one."""
+        hands = [pid for pid in children(self.pid) if "forebay.worker" in command_line(pid)]
+        assert len(hands) <= 1
+        return hands[0] if hands else None
+
+    def terminate(self) -> int:
+        """Stops it as an operator would; the exit status."""
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(STOP_SECONDS)
+
+    def kill(self) -> None:
+        """Ends it whatever state it is in, and everything below it."""
+        below = descendants(self.pid) if self.process.poll() is None else []
+        self.process.kill()
+        self.process.wait()
+        for pid in below:
+            if alive(pid) and "forebay.worker" in command_line(pid):
+                os.kill(pid, signal.SIGKILL)
+        self.http.close()
+        if self in RUNNING:
+            RUNNING.remove(self)

@@ -1,0 +1,223 @@
+"""The tokens and log-probabilities of 64 concurrent streams are those that transformers gives one by one."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.e2e.client import native_together, openai_async_client, openai_client
+from tests.e2e.conftest import Models, Serve, _factory
+from tests.e2e.models import END, Model
+from tests.e2e.reference import Case, clear_cases, greedy, logits_after, prompts
+from tests.e2e.server import Server
+
+STREAMS = 64
+TOP = 3
+TINY_OUTPUT, SMOL_OUTPUT = range(8, 49), range(4, 17)
+LONGEST_PROMPT = 100
+
+Cases = Callable[[str], list[Case]]
+
+
+@pytest.fixture(scope="session")
+def cases(models: Models) -> Cases:
+    """64 cases of a model, computed once."""
+
+    @cache
+    def of(name: str) -> list[Case]:
+        output = SMOL_OUTPUT if name == "smollm2" else TINY_OUTPUT
+        return clear_cases(models(name), STREAMS, LONGEST_PROMPT, output, seed=5)
+
+    return of
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A model and how it is served."""
+
+    model: str
+    lookahead: int
+    pool: int | None
+    """Tokens in the KV pool; few enough for some streams to lose their pages to others."""
+    cache: bool
+
+    def flags(self) -> list[str]:
+        flags = ["--lookahead", str(self.lookahead), "--chunked-prefill-size", "64"]
+        flags += [] if self.pool is None else ["--max-total-tokens", str(self.pool)]
+        return flags if self.cache else [*flags, "--disable-radix-cache"]
+
+
+SETTINGS = [
+    Setting("llama", 0, 1024, cache=True),
+    Setting("llama", 1, 1024, cache=True),
+    Setting("llama", 0, 1024, cache=False),
+    Setting("llama", 1, None, cache=False),
+    Setting("qwen2", 0, None, cache=True),
+    Setting("qwen2", 1, 1024, cache=False),
+    Setting("qwen3", 0, 1024, cache=True),
+    Setting("qwen3", 1, 1024, cache=True),
+    Setting("smollm2", 0, 2048, cache=False),
+    Setting("smollm2", 1, 2048, cache=True),
+]
+
+
+@dataclass(frozen=True)
+class Scene:
+    """A server with the model and cases to try on it."""
+
+    setting: Setting
+    server: Server
+    model: Model
+    cases: list[Case]
+
+
+@pytest.fixture(scope="module", params=SETTINGS, ids=lambda s: f"{s.model}-{s.lookahead}-{s.pool}-{s.cache}")
+def scene(
+    request: pytest.FixtureRequest, models: Models, cases: Cases, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Scene]:
+    setting: Setting = request.param
+    model = models(setting.model)
+    expected = cases(setting.model)
+    with ExitStack() as stack:
+        serve = _factory(tmp_path_factory.mktemp("logs"), stack)
+        yield Scene(setting, serve(model, *setting.flags()), model, expected)
+
+
+async def completion_streams(server: Server, model: str, cases: list[Case]) -> list[tuple[str, Any]]:
+    """Text and usage of concurrent streams of OpenAI's client."""
+    async with openai_async_client(server) as client:
+
+        async def one(case: Case) -> tuple[str, Any]:
+            stream = await client.completions.create(
+                model=model,
+                prompt=case.prompt,
+                max_tokens=len(case.tokens),
+                temperature=0,
+                stream=True,
+                stream_options={"include_usage": True},
+                extra_body={"ignore_eos": True, "skip_special_tokens": False},
+            )
+            text, usage, ends = "", None, []
+            async for chunk in stream:
+                usage = chunk.usage or usage
+                text += "".join(choice.text for choice in chunk.choices)
+                ends += [choice.finish_reason for choice in chunk.choices if choice.finish_reason]
+            assert ends == ["length"]
+            return text, usage
+
+        return list(await asyncio.gather(*map(one, cases)))
+
+
+def native(case: Case, logprobs: bool = True) -> dict[str, Any]:
+    params = {"temperature": 0, "max_new_tokens": len(case.tokens), "ignore_eos": True}
+    body: dict[str, Any] = {"input_ids": case.prompt, "sampling_params": params}
+    return {**body, "return_logprob": True, "top_logprobs_num": TOP} if logprobs else body
+
+
+def test_concurrent_completions_are_those_of_transformers(scene: Scene) -> None:
+    found = asyncio.run(completion_streams(scene.server, str(served_name(scene.server)), scene.cases))
+    for case, (text, usage) in zip(scene.cases, found, strict=True):
+        assert text == scene.model.decode(case.tokens)
+        assert (usage.prompt_tokens, usage.completion_tokens) == (len(case.prompt), len(case.tokens))
+    if scene.setting.pool is not None:
+        assert scene.server.metric("vllm:num_preemptions_total") > 0
+
+
+def test_native_tokens_and_logprobs_are_those_of_transformers(scene: Scene) -> None:
+    answers = native_together(scene.server, [native(case) for case in scene.cases])
+    for case, answer in zip(scene.cases, answers, strict=True):
+        assert answer["output_ids"] == case.tokens
+        meta = answer["meta_info"]
+        chosen = torch.tensor([logprob for logprob, _, _ in meta["output_token_logprobs"]])
+        wanted = case.logprobs.gather(1, torch.tensor(case.tokens)[:, None])[:, 0]
+        torch.testing.assert_close(chosen, wanted, atol=1e-4, rtol=0)
+        top = torch.tensor([[logprob for logprob, _, _ in tops] for tops in meta["output_top_logprobs"]])
+        torch.testing.assert_close(top, case.logprobs.topk(TOP).values, atol=1e-4, rtol=0)
+    cached = sum(answer["meta_info"]["cached_tokens"] for answer in answers)
+    assert (cached > 0) == scene.setting.cache
+
+
+def served_name(server: Server) -> str:
+    name: str = server.http.get("/v1/models").json()["data"][0]["id"]
+    return name
+
+
+def test_a_chat_ends_where_transformers_ends_it(models: Models, serve: Serve) -> None:
+    """SmolLM2 answers a question through the chat template and stops by itself."""
+    model = models("smollm2")
+    server = serve(model)
+    messages: Any = [{"role": "user", "content": "What is the capital of France? Answer in one sentence."}]
+    prompt = server.ask("/tokenize", {"messages": messages})["tokens"]
+    tokens = greedy(model.reference, prompt, 40).tokens
+    assert END in tokens, "choose a question with a short answer"
+    client = openai_client(server)
+    for stream in (False, True):
+        if stream:
+            chunks = client.chat.completions.create(
+                model=served_name(server), messages=messages, temperature=0, max_tokens=60, stream=True
+            )
+            text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+        else:
+            answer = client.chat.completions.create(
+                model=served_name(server), messages=messages, temperature=0, max_tokens=60
+            )
+            assert answer.choices[0].finish_reason == "stop"
+            text = answer.choices[0].message.content or ""
+        assert text == model.decode(tokens[: tokens.index(END)], skip_special_tokens=True)
+
+
+@pytest.mark.parametrize("name", ["llama", "smollm2"])
+def test_bfloat16_diverges_only_at_near_ties(name: str, models: Models, serve: Serve) -> None:
+    """In bfloat16 the first token that differs from transformers' is one between which and the other little lay.
+
+    How much "little" is, transformers says itself: bfloat16 has 8 bits of mantissa, and with the same bfloat16
+    weights its own logits are off by up to E from those computed in float32. Two logits may each be off by E, in either
+    program, so candidates closer than 2 E in float32 may change places. The test can fail: most choices are
+    farther apart than that.
+    """
+    model = models(name)
+    count = 24 if name == "smollm2" else STREAMS
+    length = 12 if name == "smollm2" else 24
+    torch.set_num_threads(model.threads)
+    half = copy.deepcopy(model.reference).to(torch.bfloat16)
+    exact = copy.deepcopy(half).float()
+
+    wanted = [greedy(half, prompt, length) for prompt in prompts(model, count, LONGEST_PROMPT, seed=6)]
+    answers = native_together(
+        serve(model, "--dtype", "bfloat16", "--chunked-prefill-size", "64"),
+        [native(case, logprobs=False) for case in wanted],
+    )
+    error, gaps, spread = 0.0, [], []
+    for case, answer in zip(wanted, answers, strict=True):
+        pairs = zip(case.tokens, answer["output_ids"], strict=True)
+        split = next((index for index, (theirs, ours) in enumerate(pairs) if theirs != ours), None)
+        prefix = case.prompt + case.tokens[:split]
+        logits = logits_after(exact, prefix)
+        error = max(error, float((logits_after(half, prefix) - logits).abs().max()))
+        first, second = logits.topk(2).values.tolist()
+        spread.append(first - second)
+        if split is not None:
+            gaps.append(float(logits.max() - logits[answer["output_ids"][split]]))
+    assert all(gap <= 2 * error for gap in gaps), (gaps, error)
+    assert sorted(spread)[len(spread) // 2] > 2 * error or len(gaps) > len(spread) // 2
+    assert len(gaps) < len(wanted)
+
+
+def test_the_tiny_models_say_something(cases: Cases) -> None:
+    """Equal tokens prove little where a model repeats one token."""
+    for name in ("llama", "qwen2", "qwen3"):
+        distinct = [len(set(case.tokens)) / len(case.tokens) for case in cases(name)]
+        assert sum(distinct) / len(distinct) > 0.5, name
+
+
+def test_the_sharded_model_is_in_shards(models: Models) -> None:
+    assert len(list(Path(models("qwen2").path).glob("model-*.safetensors"))) > 1

@@ -1,0 +1,277 @@
+"""What the hand's tests share: plans, tiny models, and a serial scheduler that knows nothing but the protocol."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedConfig,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from forebay.runner.config import RunnerConfig
+from forebay.runner.runner import ModelRunner
+from forebay.worker.wire import FLAG_SAMPLE, Float32s, Int32s, Plan, StepResult
+
+TINY: dict[str, Any] = {
+    "vocab_size": 131,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+}
+ROPE_LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+ROPE_YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
+ROPE_LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 3.0}
+ROPE_YARN_MSCALE = {
+    **ROPE_YARN,
+    "mscale": 0.8,
+    "mscale_all_dim": 0.5,
+    "beta_fast": 16,
+    "beta_slow": 2,
+    "truncate": False,
+}
+
+FAMILIES: dict[str, tuple[type[Any], PreTrainedConfig]] = {
+    "llama": (LlamaForCausalLM, LlamaConfig(**TINY, tie_word_embeddings=True)),
+    "llama-untied-biases": (LlamaForCausalLM, LlamaConfig(**TINY, attention_bias=True, mlp_bias=True)),
+    "llama-mha": (LlamaForCausalLM, LlamaConfig(**{**TINY, "num_key_value_heads": 4})),
+    "llama-head-dim": (LlamaForCausalLM, LlamaConfig(**TINY, head_dim=24)),
+    "llama-llama3": (LlamaForCausalLM, LlamaConfig(**TINY, rope_parameters=ROPE_LLAMA3)),
+    "llama-linear": (LlamaForCausalLM, LlamaConfig(**TINY, rope_parameters=ROPE_LINEAR)),
+    "llama-yarn": (LlamaForCausalLM, LlamaConfig(**TINY, rope_parameters=ROPE_YARN)),
+    "llama-yarn-mscale": (LlamaForCausalLM, LlamaConfig(**TINY, rope_parameters=ROPE_YARN_MSCALE)),
+    "qwen2": (Qwen2ForCausalLM, Qwen2Config(**TINY)),
+    "qwen2-tied": (Qwen2ForCausalLM, Qwen2Config(**TINY, tie_word_embeddings=True)),
+    "qwen3": (Qwen3ForCausalLM, Qwen3Config(**TINY, head_dim=32)),
+    "qwen3-bias": (Qwen3ForCausalLM, Qwen3Config(**TINY, head_dim=16, attention_bias=True)),
+}
+
+
+def reference_model(family: str) -> Any:
+    """A tiny random transformers model, with weights so large that wrong positions show in the output."""
+    kind, config = FAMILIES[family]
+    torch.manual_seed(7)
+    model = kind(config).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(torch.randn_like(parameter) * (0.3 if name.endswith("norm.weight") else 0.12))
+            if name.endswith("norm.weight"):
+                parameter.add_(1)
+    return model
+
+
+def hf_config(config: PreTrainedConfig, architecture: str) -> dict[str, Any]:
+    """The `config.json` that a checkpoint of the model would carry."""
+    return {**config.to_dict(), "architectures": [architecture]}
+
+
+def wire_config(model_config: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    """A handshake `config` object with dummy weights."""
+    return {
+        "model": {"format": "safetensors", "directory": "", "files": [], "config": model_config},
+        "load_format": "dummy",
+        "device": "cpu",
+        "dtype": "float32",
+        "page_size": 4,
+        "slots": 8,
+        "context_length": 96,
+        "mem_fraction_static": 0.5,
+        "max_total_tokens": 8 * 96,
+        "arena_bytes": 0,
+        "rank": 0,
+        "world_size": 1,
+        "threads": 1,
+        "seed": 0,
+        **changes,
+    }
+
+
+def runner_of(model: Any, **changes: Any) -> ModelRunner:
+    """A runner with the weights of a transformers model."""
+    config = wire_config(hf_config(model.config, type(model).__name__), **changes)
+    runner = ModelRunner(RunnerConfig.from_dict(config))
+    runner.model.load_weights(model.state_dict().items())
+    return runner
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """Sampling parameters of a slot, as in the protocol."""
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    top_k: int = 0
+    seed: int = 0
+    min_total: int = 0
+    logprobs: int = -1
+    stop_ids: tuple[int, ...] = ()
+    bias: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass
+class PlanBuilder:
+    """Collects a plan's columns."""
+
+    step: int = 1
+    slots: list[list[int]] = field(default_factory=list)
+    slot_floats: list[list[float]] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    stop_ids: list[int] = field(default_factory=list)
+    bias: list[tuple[int, float]] = field(default_factory=list)
+    page_writes: list[tuple[int, int, int]] = field(default_factory=list)
+    rows: list[tuple[int, int, int, int]] = field(default_factory=list)
+
+    def slot(
+        self,
+        slot: int,
+        tokens: Sequence[int],
+        sampling: Sampling = Sampling(),
+        prompt_len: int | None = None,
+        arena_offset: int = -1,
+    ) -> None:
+        s = sampling
+        prompt_len = len(tokens) if prompt_len is None else prompt_len
+        low, high = np.array([s.seed], np.uint64).view(np.int32).tolist()
+        counts = [len(s.stop_ids), len(s.bias), arena_offset, 0]
+        self.slots.append([slot, len(tokens), prompt_len, s.top_k, low, high, s.min_total, s.logprobs, *counts])
+        self.slot_floats.append(
+            [s.temperature, s.top_p, s.min_p, s.repetition_penalty, s.presence_penalty, s.frequency_penalty]
+        )
+        if arena_offset < 0:
+            self.tokens += tokens
+        self.stop_ids += s.stop_ids
+        self.bias += s.bias
+
+    def row(self, slot: int, start: int, length: int, sample: bool = True) -> None:
+        self.rows.append((slot, start, length, FLAG_SAMPLE if sample else 0))
+
+    def build(self) -> Plan:
+        return Plan(
+            self.step,
+            _ints(self.slots, 12),
+            np.array(self.slot_floats, np.float32).reshape(-1, 6),
+            _ints(self.tokens),
+            _ints(self.stop_ids),
+            _ints([token for token, _ in self.bias]),
+            np.array([value for _, value in self.bias], np.float32),
+            _ints(self.page_writes, 3),
+            _ints(self.rows, 4),
+        )
+
+
+def _ints(values: Sequence[Any], width: int = 0) -> Int32s:
+    array = np.array(values, np.int32)
+    return array.reshape(-1, width) if width else array
+
+
+@dataclass
+class Request:
+    """A request of the mini scheduler and what came of it."""
+
+    prompt: list[int]
+    count: int
+    sampling: Sampling = Sampling()
+    arrival: int = 0
+    """Step before which it is not looked at."""
+    replayed: list[int] = field(default_factory=list)
+    """Tokens that an earlier life generated."""
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[tuple[Int32s, Float32s]] = field(default_factory=list)
+    computed: int = 0
+    slot: int = -1
+
+
+class MiniBrain:
+    """Serves requests on a runner, serially: every step computes a chunk or a token of every running request."""
+
+    def __init__(self, runner: ModelRunner, seed: int = 0) -> None:
+        self.runner = runner
+        self._random = np.random.default_rng(seed)
+        self.pages = self._random.permutation(runner.kv.page_count).tolist()
+        self._step = 0
+
+    def serve(self, requests: Sequence[Request], chunk: int = 1000, slots: Iterable[int] | None = None) -> None:
+        """Runs all requests to their end; `slots` in order of admission, default by chance."""
+        free = list(slots) if slots is not None else self._random.permutation(self.runner.config.slots).tolist()
+        waiting = list(requests)
+        running: list[Request] = []
+        while waiting or running:
+            self._step += 1
+            builder = PlanBuilder(self._step)
+            for request in [r for r in waiting if r.arrival <= self._step and free]:
+                if not free:
+                    break
+                waiting.remove(request)
+                running.append(request)
+                request.slot = free.pop()
+                self._admit(request, builder)
+            self._random.shuffle(running)
+            sampling = [request for request in running if self._advance(request, builder, chunk)]
+            result = self.runner.step(builder.build())
+            assert result.step == self._step
+            assert not result.row_errors.any()
+            self._collect(sampling, result)
+            for request in [r for r in running if len(r.tokens) == r.count]:
+                running.remove(request)
+                free.append(request.slot)
+
+    def _admit(self, request: Request, builder: PlanBuilder) -> None:
+        tokens = request.prompt + request.replayed
+        request.tokens = list(request.replayed)
+        builder.slot(request.slot, tokens, request.sampling, prompt_len=len(request.prompt))
+        total = len(request.prompt) + request.count
+        for index in range(-(-total // self.runner.config.page_size)):
+            builder.page_writes.append((request.slot, index, self.pages.pop()))
+
+    @staticmethod
+    def _advance(request: Request, builder: PlanBuilder, chunk: int) -> bool:
+        total = len(request.prompt) + len(request.tokens)
+        length = min(chunk, total - request.computed)
+        sample = request.computed + length == total
+        builder.row(request.slot, request.computed, length, sample)
+        request.computed += length
+        return sample
+
+    @staticmethod
+    def _collect(sampling: Sequence[Request], result: StepResult) -> None:
+        counts = result.logprob_counts if len(result.logprob_counts) else np.zeros(len(sampling), np.int32)
+        at = 0
+        for request, token, count in zip(sampling, result.tokens.tolist(), counts.tolist(), strict=True):
+            request.tokens.append(token)
+            request.logprobs.append((result.logprob_ids[at : at + count], result.logprob_values[at : at + count]))
+            at += count
+
+
+def greedy_reference(model: Any, prompt: list[int], count: int) -> tuple[list[int], torch.Tensor]:
+    """Greedy tokens and the log-probabilities [count, vocabulary] of each, without any cache."""
+    tokens = list(prompt)
+    distributions = []
+    with torch.inference_mode():
+        for _ in range(count):
+            logits = model(input_ids=torch.tensor([tokens])).logits[0, -1].float()
+            distributions.append(logits.log_softmax(-1))
+            tokens.append(int(logits.argmax()))
+    return tokens[len(prompt) :], torch.stack(distributions)

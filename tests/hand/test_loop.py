@@ -1,0 +1,260 @@
+"""A real hand in a process of its own, talked to as the brain does."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors.torch import save_file
+
+from forebay.worker import wire
+from forebay.worker.wire import Connection, Frame, Kind, StepResult
+from tests.hand.process import PYTHON_PATH, spawn
+from tests.hand.support import (
+    FAMILIES,
+    PlanBuilder,
+    Sampling,
+    greedy_reference,
+    hf_config,
+    reference_model,
+    wire_config,
+)
+
+QWEN3 = hf_config(FAMILIES["qwen3"][1], "Qwen3ForCausalLM")
+ARENA_BYTES = 4096
+TIMEOUT_S = 120.0
+
+
+class Hand:
+    """The brain's end of a spawned hand."""
+
+    def __init__(self, socket_: socket.socket, pid: int, arena: int, errors: Path) -> None:
+        socket_.settimeout(TIMEOUT_S)
+        self.socket = socket_
+        self.connection = Connection(socket_)
+        self.pid = pid
+        self.arena = arena
+        self._errors = errors
+        self._status: int | None = None
+
+    def receive(self, kind: Kind) -> Frame:
+        frame = self.connection.recv()
+        assert frame is not None, self.errors()
+        assert frame.kind == kind, frame.json()
+        return frame
+
+    def configure(self, **changes: Any) -> None:
+        assert self.receive(Kind.HELLO).json() == {"rank": 0, "pid": self.pid}
+        self.connection.send(wire.encode_json(Kind.CONFIG, wire_config(QWEN3, arena_bytes=ARENA_BYTES, **changes)))
+
+    def until_ready(self) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+        progress: list[dict[str, Any]] = []
+        while True:
+            frame = self.connection.recv()
+            assert frame is not None, self.errors()
+            if frame.kind == Kind.READY:
+                return progress, frame.json()
+            assert frame.kind == Kind.PROGRESS, frame.json()
+            progress.append(frame.json())
+
+    def step(self, builder: PlanBuilder) -> StepResult:
+        self.connection.send(builder.build().encode())
+        return StepResult.decode(self.receive(Kind.RESULT))
+
+    def exit_status(self) -> int:
+        """Waits for the end, of the socket too: by a reset, where the hand left frames unread."""
+        with suppress(ConnectionResetError):
+            assert self.connection.recv() is None
+        return self.wait()
+
+    def wait(self) -> int:
+        if self._status is None:
+            self._status = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        return self._status
+
+    def running(self) -> bool:
+        return self._status is None
+
+    def errors(self) -> str:
+        return self._errors.read_text()
+
+
+@contextmanager
+def hand(folder: Path) -> Iterator[Hand]:
+    ours, theirs = socket.socketpair()
+    errors = folder / "stderr"
+    arena = os.memfd_create("arena")
+    os.truncate(arena, ARENA_BYTES)
+    with errors.open("wb") as stderr, theirs:
+        pid = spawn({2: stderr.fileno(), 3: theirs.fileno(), 4: arena})
+    spawned = Hand(ours, pid, arena, errors)
+    try:
+        yield spawned
+    finally:
+        if spawned.running():
+            os.kill(pid, signal.SIGKILL)
+            spawned.wait()
+        ours.close()
+        os.close(arena)
+
+
+def test_from_hello_to_shutdown(tmp_path: Path) -> None:
+    model = reference_model("qwen3")
+    save_file(
+        {name: tensor.contiguous() for name, tensor in model.state_dict().items()}, tmp_path / "model.safetensors"
+    )
+    files = {"format": "safetensors", "directory": str(tmp_path), "files": [str(tmp_path / "model.safetensors")]}
+    prompt = list(range(40))
+    with hand(tmp_path) as h:
+        h.configure(model={**files, "config": QWEN3}, load_format="auto")
+        progress, facts = h.until_ready()
+        assert progress[0]["stage"] == "weights"
+        assert progress[-1]["done"] == progress[-1]["total"] == len(model.state_dict())
+        weight_bytes = sum(tensor.nbytes for tensor in model.state_dict().values())
+        assert facts.pop("load_seconds") > 0
+        assert facts == {
+            "page_count": 192,
+            "vocab_size": 131,
+            "weight_bytes": weight_bytes,
+            "kv_bytes": 192 * 4 * 2 * 3 * 2 * 32 * 4,
+            "device": "cpu",
+        }
+
+        os.pwrite(h.arena, np.array(prompt, np.int32).tobytes(), 256)
+        first = PlanBuilder(7)
+        first.slot(1, [5, 6, 7], Sampling(logprobs=2))
+        first.slot(5, prompt, arena_offset=256)
+        first.page_writes += [(1, 0, 3), (1, 1, 9), *((5, index, 20 + index) for index in range(12))]
+        first.row(1, 0, 3)
+        first.row(5, 0, 40)
+        result = h.step(first)
+        assert result.step == 7
+        assert result.row_errors.tolist() == [0, 0]
+        assert result.logprob_counts.tolist() == [3, 0]
+        assert result.timing[0] > 0
+        got = [[int(token)] for token in result.tokens]
+
+        # Two plans in the socket at once: the second is there before the first is computed.
+        plans = []
+        for step in (8, 9):
+            builder = PlanBuilder(step)
+            builder.row(1, step - 5, 1)
+            builder.row(5, step + 32, 1)
+            plans.append(builder.build().encode())
+        h.connection.send(b"".join(plans))
+        for step in (8, 9):
+            result = StepResult.decode(h.receive(Kind.RESULT))
+            assert result.step == step
+            for tokens, token in zip(got, result.tokens.tolist(), strict=True):
+                tokens.append(token)
+        assert got == [greedy_reference(model, [5, 6, 7], 3)[0], greedy_reference(model, prompt, 3)[0]]
+
+        os.kill(h.pid, signal.SIGINT)
+        empty = h.step(PlanBuilder(10))
+        assert empty.tokens.size == empty.row_errors.size == 0
+        h.connection.send(wire.encode(Kind.SHUTDOWN, 0, []))
+        assert h.exit_status() == 0
+        assert h.errors() == ""
+
+
+def test_end_of_file_is_the_order_to_exit(tmp_path: Path) -> None:
+    with hand(tmp_path) as h:
+        h.configure()
+        h.until_ready()
+        h.socket.shutdown(socket.SHUT_WR)
+        assert h.exit_status() == 0
+        assert h.errors() == ""
+
+
+def test_end_of_file_before_the_config(tmp_path: Path) -> None:
+    with hand(tmp_path) as h:
+        h.receive(Kind.HELLO)
+        h.socket.shutdown(socket.SHUT_WR)
+        assert h.exit_status() == 0
+
+
+def fatal(h: Hand) -> str:
+    frame = h.receive(Kind.FATAL).json()
+    assert "\n" not in frame["error"]
+    assert frame["traceback"].startswith("Traceback")
+    assert h.exit_status() == 1
+    assert frame["error"].split(":")[0] in h.errors()
+    error: str = frame["error"]
+    return error
+
+
+def test_another_version_is_fatal(tmp_path: Path) -> None:
+    with hand(tmp_path) as h:
+        h.receive(Kind.HELLO)
+        config = bytearray(wire.encode_json(Kind.CONFIG, wire_config(QWEN3)))
+        config[4] = 9
+        h.connection.send(bytes(config))
+        assert "protocol version 9" in fatal(h)
+
+
+def test_a_first_frame_that_is_no_config_is_fatal(tmp_path: Path) -> None:
+    with hand(tmp_path) as h:
+        h.receive(Kind.HELLO)
+        h.connection.send(wire.encode(Kind.SHUTDOWN, 0, []))
+        assert "expected config, got shutdown" in fatal(h)
+
+
+def test_a_failure_to_load_is_fatal(tmp_path: Path) -> None:
+    with hand(tmp_path) as h:
+        h.configure(load_format="auto")
+        assert "lacks 36 of 36 weights" in fatal(h)
+
+
+def test_a_plan_that_names_a_page_nobody_wrote_is_fatal(tmp_path: Path) -> None:
+    with hand(tmp_path) as h:
+        h.configure()
+        h.until_ready()
+        builder = PlanBuilder()
+        builder.row(0, 0, 1)
+        h.connection.send(builder.build().encode())
+        assert "index" in fatal(h)
+
+
+def test_the_hand_dies_with_its_parent(tmp_path: Path) -> None:
+    """With its socket still open: the kernel does it."""
+    ours, theirs = socket.socketpair()
+    parent = (
+        "import sys; from tests.hand.process import spawn; "
+        f"print(spawn({{3: {theirs.fileno()}}}), flush=True); sys.stdin.read()"
+    )
+    environment = {**os.environ, "PYTHONPATH": f"{PYTHON_PATH}:{Path(__file__).parents[2]}"}
+    with ours, theirs:
+        ours.settimeout(TIMEOUT_S)
+        process = subprocess.Popen(
+            [sys.executable, "-c", parent],
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=environment,
+        )
+        assert process.stdin is not None
+        assert process.stdout is not None
+        with process.stdin, process.stdout:
+            pid = int(process.stdout.readline())
+            theirs.close()
+            connection = Connection(ours)
+            hello = connection.recv()
+            assert hello is not None
+            assert hello.json()["pid"] == pid
+            process.kill()
+            process.wait()
+            assert connection.recv() is None
+
+
+def test_torch_is_not_imported_before_hello() -> None:
+    code = "import json, sys, forebay.worker.loop; print(json.dumps('torch' in sys.modules))"
+    environment = {**os.environ, "PYTHONPATH": str(PYTHON_PATH)}
+    output = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, check=True).stdout
+    assert json.loads(output) is False

@@ -1,0 +1,214 @@
+"""Tokens and log-probabilities against transformers, and the same tokens however a request is cut, mixed and placed."""
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from forebay.models import registry
+from forebay.runner.config import RunnerConfig
+from forebay.runner.runner import ModelRunner
+from forebay.weights.errors import ModelError
+from tests.hand.support import (
+    FAMILIES,
+    MiniBrain,
+    PlanBuilder,
+    Request,
+    Sampling,
+    greedy_reference,
+    hf_config,
+    reference_model,
+    runner_of,
+    wire_config,
+)
+
+COUNT = 12
+
+
+@cache
+def model_of(family: str) -> Any:
+    return reference_model(family)
+
+
+def prompts(count: int, longest: int = 60, seed: int = 3) -> list[list[int]]:
+    random = np.random.default_rng(seed)
+    return [random.integers(0, 131, random.integers(1, longest)).tolist() for _ in range(count)]
+
+
+@cache
+def expected(family: str) -> list[list[int]]:
+    return [greedy_reference(model_of(family), prompt, COUNT)[0] for prompt in prompts(10)]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_tokens_and_logprobs_are_those_of_transformers(family: str) -> None:
+    model = model_of(family)
+    requests = [Request(prompt, COUNT, Sampling(logprobs=5)) for prompt in prompts(4)]
+    MiniBrain(runner_of(model)).serve(requests)
+    for request in requests:
+        tokens, logprobs = greedy_reference(model, request.prompt, COUNT)
+        assert request.tokens == tokens
+        for (ids, values), token, distribution in zip(request.logprobs, tokens, logprobs, strict=True):
+            assert ids[0] == token
+            assert len(ids) == 6
+            top = distribution.topk(5)
+            assert ids[1:].tolist() == top.indices.tolist()
+            np.testing.assert_allclose(values[1:], top.values, atol=2e-5)
+            assert values[0] == values[1]
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize("chunk", [1, 3, 16, 1000])
+def test_chunks_and_mixed_batches_do_not_change_tokens(family: str, chunk: int) -> None:
+    requests = [Request(prompt, COUNT, arrival=2 * i) for i, prompt in enumerate(prompts(10))]
+    MiniBrain(runner_of(model_of(family)), seed=chunk).serve(requests, chunk)
+    assert [request.tokens for request in requests] == expected(family)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_pages_and_slots_do_not_change_tokens(seed: int) -> None:
+    runner = runner_of(model_of("llama-llama3"), page_size=[1, 7, 16][seed], max_total_tokens=2000)
+    requests = [Request(prompt, COUNT) for prompt in prompts(10)]
+    MiniBrain(runner, seed).serve(requests, chunk=16)
+    assert [request.tokens for request in requests] == expected("llama-llama3")
+
+
+def test_replay_goes_on_where_it_stopped() -> None:
+    runner = runner_of(model_of("qwen2"))
+    for kept in (1, 5, COUNT - 1):
+        requests = [
+            Request(prompt, COUNT, replayed=tokens[:kept])
+            for prompt, tokens in zip(prompts(10), expected("qwen2"), strict=True)
+        ]
+        MiniBrain(runner, kept).serve(requests)
+        assert [request.tokens for request in requests] == expected("qwen2")
+
+
+def test_a_prefix_shared_by_pages_is_not_computed_again() -> None:
+    runner = runner_of(model_of("qwen3"))
+    prefix = prompts(1, seed=11)[0][:8]
+    assert len(prefix) == 8
+    first = PlanBuilder(1)
+    first.slot(0, prefix)
+    first.page_writes += [(0, 0, 40), (0, 1, 17)]
+    first.row(0, 0, 8, sample=False)
+    assert runner.step(first.build()).tokens.tolist() == []
+
+    tails = [[9, 100, 3], [77]]
+    second = PlanBuilder(2)
+    for slot, tail in enumerate(tails, start=1):
+        second.slot(slot, prefix + tail)
+        second.page_writes += [(slot, 0, 40), (slot, 1, 17), (slot, 2, 50 + slot)]
+        second.row(slot, 8, len(tail))
+    tokens = runner.step(second.build()).tokens.tolist()
+    assert tokens == [greedy_reference(model_of("qwen3"), prefix + tail, 1)[0][0] for tail in tails]
+
+
+def test_the_next_plan_reads_tokens_the_brain_has_not_seen() -> None:
+    """Two plans are encoded before the first result is looked at, as with a lookahead of one."""
+    runner = runner_of(model_of("llama"))
+    prompt = prompts(1, seed=5)[0]
+    first = PlanBuilder(1)
+    first.slot(3, prompt)
+    first.page_writes += [(3, index, index) for index in range(24)]
+    first.row(3, 0, len(prompt))
+    second = PlanBuilder(2)
+    second.row(3, len(prompt), 1)
+    plans = [first.build(), second.build()]
+    tokens = [int(runner.step(plan).tokens[0]) for plan in plans]
+    assert tokens == greedy_reference(model_of("llama"), prompt, 2)[0]
+
+
+def test_context_can_be_filled_to_the_last_position() -> None:
+    runner = runner_of(model_of("llama"), context_length=16, page_size=5)
+    request = Request([3, 14, 15, 92, 65, 35, 89, 79, 32, 38], 7)
+    MiniBrain(runner).serve([request])
+    assert request.tokens == greedy_reference(model_of("llama"), request.prompt, 7)[0]
+
+
+def test_a_request_that_is_not_finite_leaves_its_neighbours_and_heirs_alone() -> None:
+    model = reference_model("llama-mha")
+    with torch.no_grad():
+        model.get_input_embeddings().weight[130] = torch.nan
+    runner = runner_of(model, max_total_tokens=32)
+    healthy, sick = [1, 2, 3, 4, 5, 6], [7, 130, 8]
+    builder = PlanBuilder(1)
+    for slot, tokens in enumerate([healthy, sick, [*healthy, 7, 8, 9]]):
+        builder.slot(slot, tokens)
+        builder.page_writes += [(slot, 0, 2 * slot), (slot, 1, 2 * slot + 1), (slot, 2, 6)]
+        builder.row(slot, 0, len(tokens))
+    result = runner.step(builder.build())
+    assert result.row_errors.tolist() == [0, 1, 0]
+    assert result.tokens[1] == 0
+
+    # An heir of the sick request's pages, decoding together with a longer neighbour, so that it is padded.
+    builder = PlanBuilder(2)
+    builder.slot(1, [9, 9])
+    builder.row(1, 0, 1, sample=False)
+    builder.row(2, 9, 1)
+    assert not runner.step(builder.build()).row_errors.any()
+    builder = PlanBuilder(3)
+    builder.row(1, 1, 1)
+    builder.row(2, 10, 1)
+    result = runner.step(builder.build())
+    assert not result.row_errors.any()
+    assert result.tokens[0] == greedy_reference(model, [9, 9], 1)[0][0]
+
+
+def test_bfloat16_diverges_from_transformers_only_at_near_ties() -> None:
+    model = reference_model("qwen2")
+    runner = runner_of(model, dtype="bfloat16")
+    requests = [Request(prompt, COUNT) for prompt in prompts(6)]
+    MiniBrain(runner).serve(requests)
+    half = model.to(torch.bfloat16)
+    for request in requests:
+        with torch.inference_mode():
+            logits = half(input_ids=torch.tensor([request.prompt + request.tokens[:-1]])).logits[0].float()
+        of_ours = logits[len(request.prompt) - 1 :]
+        chosen = of_ours.gather(1, torch.tensor(request.tokens)[:, None])[:, 0]
+        spread = of_ours.std()
+        assert ((of_ours.amax(1) - chosen) < 0.1 * spread).all()
+
+
+def test_dummy_weights_depend_on_the_seed_alone() -> None:
+    config = hf_config(FAMILIES["qwen3"][1], "Qwen3ForCausalLM")
+
+    def tokens(seed: int) -> list[int]:
+        runner = ModelRunner(RunnerConfig.from_dict(wire_config(config, seed=seed)))
+        counts: list[tuple[int, int]] = []
+        runner.load(lambda done, total: counts.append((done, total)))
+        assert counts[-1][0] == counts[-1][1] == len(counts)
+        runner.warm_up()
+        request = Request([1, 2, 3], COUNT)
+        MiniBrain(runner).serve([request])
+        return request.tokens
+
+    assert tokens(1) == tokens(1)
+    assert tokens(1) != tokens(2)
+
+
+def test_a_checkpoint_must_fit_the_model() -> None:
+    model = model_of("llama-untied-biases")
+    runner = runner_of(model)
+    weights = dict(model.state_dict())
+    with pytest.raises(ModelError, match="lacks 1 of"):
+        runner.model.load_weights([(n, t) for n, t in weights.items() if n != "model.norm.weight"])
+    with pytest.raises(ModelError, match="does not have"):
+        runner.model.load_weights([*weights.items(), ("model.extra", torch.zeros(1))])
+    with pytest.raises(ModelError, match="the model wants"):
+        runner.model.load_weights([("model.norm.weight", torch.zeros(3))])
+
+
+def test_a_sliding_window_shorter_than_the_context_is_refused() -> None:
+    mistral = {**hf_config(FAMILIES["llama"][1], "MistralForCausalLM"), "sliding_window": 64}
+    with pytest.raises(ModelError, match="sliding window of 64"):
+        ModelRunner(RunnerConfig.from_dict(wire_config(mistral)))
+    assert ModelRunner(RunnerConfig.from_dict(wire_config(mistral, context_length=64))).kv.page_count
+
+
+def test_every_supported_architecture_has_a_family() -> None:
+    from forebay.weights.config import SUPPORTED_ARCHITECTURES
+
+    assert set(registry.FAMILIES) == set(SUPPORTED_ARCHITECTURES)

@@ -1,0 +1,232 @@
+"""The sampler against a slow one that follows the protocol's text a row and a token at a time."""
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from forebay.device import open_device
+from forebay.runner.config import RunnerConfig
+from forebay.runner.sampler import Sampled, Sampler, most_likely
+from forebay.runner.slots import SlotTables
+from forebay.runner.uniform import splitmix64, uniform
+from tests.hand.support import FAMILIES, PlanBuilder, Sampling, hf_config, wire_config
+
+VOCABULARY = 23
+MASK = (1 << 64) - 1
+GOLDEN = 0x9E3779B97F4A7C15
+DEVICE = open_device("cpu", 1)
+CONFIG = RunnerConfig.from_dict(wire_config(hf_config(FAMILIES["llama"][1], "LlamaForCausalLM"), slots=6))
+
+
+def slow_uniform(seed: int, position: int) -> float:
+    z = (seed + position * GOLDEN + GOLDEN) & MASK
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & MASK
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & MASK
+    return ((z ^ (z >> 31)) >> 11) / 2**53
+
+
+def slow_sample(logits: list[float], tokens: list[int], prompt_len: int, s: Sampling) -> int:
+    """Samples the position after `tokens`."""
+    values = list(logits)
+    for token, bias in s.bias:
+        values[token] += bias
+    for token in set(tokens):
+        values[token] = (
+            values[token] / s.repetition_penalty if values[token] > 0 else values[token] * s.repetition_penalty
+        )
+    generated = tokens[prompt_len:]
+    for token in set(generated):
+        values[token] -= s.frequency_penalty * generated.count(token) + s.presence_penalty
+    if len(tokens) < s.min_total:
+        for token in s.stop_ids:
+            values[token] = -math.inf
+    if s.temperature == 0:
+        return values.index(max(values))
+    ranking = sorted(range(len(values)), key=lambda token: (-values[token], token))
+    weights = {token: math.exp((values[token] - max(values)) / s.temperature) for token in ranking}
+    kept = ranking[: s.top_k] if s.top_k else ranking
+    total = sum(weights[token] for token in kept)
+    nucleus: list[int] = []
+    for token in kept:
+        if s.top_p < 1 and sum(weights[t] for t in nucleus) >= np.float32(s.top_p) * total:
+            break
+        nucleus.append(token)
+    final = sorted(token for token in nucleus if weights[token] >= s.min_p)
+    goal = slow_uniform(s.seed, len(tokens)) * sum(weights[token] for token in final)
+    cumulative = 0.0
+    for token in final:
+        cumulative += weights[token]
+        if cumulative > goal:
+            return token
+    raise AssertionError("u is below 1")
+
+
+def sample(rows: list[tuple[list[int], int, Sampling]], logits: torch.Tensor) -> Sampled:
+    """Samples rows of (tokens so far, prompt length, parameters), each in a slot of its own."""
+    tables = SlotTables(CONFIG, DEVICE)
+    builder = PlanBuilder()
+    for slot, (tokens, prompt_len, sampling) in enumerate(rows):
+        builder.slot(slot, tokens, sampling, prompt_len)
+    tables.apply(builder.build(), np.zeros(0, np.uint8))
+    positions = np.array([len(tokens) for tokens, _, _ in rows], np.int64)
+    return Sampler(tables, DEVICE).sample(logits, np.arange(len(rows)), positions)
+
+
+TOKEN = st.integers(0, VOCABULARY - 1)
+# Multiples of a quarter make ties, and are exact, so that both sides see the same ones.
+QUARTER = st.integers(-12, 12).map(lambda n: n / 4)
+SAMPLING = st.builds(
+    Sampling,
+    temperature=st.sampled_from([0.0, 0.5, 1.0, 2.0]),
+    top_p=st.sampled_from([1.0, 0.9, 0.5, 0.1]),
+    min_p=st.sampled_from([0.0, 0.0, 0.03, 0.4]),
+    repetition_penalty=st.sampled_from([1.0, 1.0, 2.0, 0.5]),
+    presence_penalty=st.sampled_from([0.0, 0.0, 0.5, -1.0]),
+    frequency_penalty=st.sampled_from([0.0, 0.0, 0.25]),
+    top_k=st.sampled_from([0, 0, 1, 3, 22, 23, 100]),
+    seed=st.integers(0, MASK),
+    min_total=st.integers(0, 12),
+    stop_ids=st.lists(TOKEN, max_size=3).map(tuple),
+    bias=st.lists(st.tuples(TOKEN, QUARTER), max_size=3, unique_by=lambda b: b[0]).map(tuple),
+)
+ROW = st.tuples(
+    st.lists(TOKEN, min_size=1, max_size=10), SAMPLING, st.lists(QUARTER, min_size=VOCABULARY, max_size=VOCABULARY)
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(ROW, min_size=1, max_size=6), st.data())
+def test_as_the_protocol_says(rows: list[tuple[list[int], Sampling, list[float]]], data: st.DataObject) -> None:
+    prompt_lens = [data.draw(st.integers(1, len(tokens))) for tokens, _, _ in rows]
+    logits = torch.tensor([values for _, _, values in rows])
+    inputs = [(tokens, prompt, sampling) for (tokens, sampling, _), prompt in zip(rows, prompt_lens, strict=True)]
+    sampled = sample(inputs, logits)
+    expected = [slow_sample(v, t, p, s) for (t, s, v), p in zip(rows, prompt_lens, strict=True)]
+    assert sampled.tokens.tolist() == expected
+    assert sampled.finite.all()
+
+
+def test_splitmix64_is_the_published_generator() -> None:
+    # The first outputs of the reference implementation seeded with 1234567.
+    seeds = (np.uint64(1234567) + np.arange(3, dtype=np.uint64) * np.uint64(GOLDEN)).astype(np.uint64)
+    assert splitmix64(seeds).tolist() == [6457827717110365317, 3203168211198807973, 9817491932198370423]
+
+
+@given(st.integers(0, MASK), st.integers(0, 1 << 31))
+def test_uniform_wraps_around(seed: int, position: int) -> None:
+    value = uniform(np.array([seed], np.uint64), np.array([position]))[0]
+    assert value == slow_uniform(seed, position)
+    assert 0 <= value < 1
+
+
+def test_a_row_is_sampled_alike_alone_and_in_any_batch() -> None:
+    generator = torch.Generator().manual_seed(1)
+    logits = torch.randn(6, 50_001, generator=generator) * 3
+    base = Sampling(temperature=1.0)
+    kinds = [
+        base,
+        replace(base, top_p=0.9, seed=1),
+        replace(base, top_k=40, seed=2, temperature=0.7),
+        replace(base, min_p=0.01, seed=3),
+        replace(base, repetition_penalty=1.3, frequency_penalty=0.1, seed=4, top_p=0.999),
+        Sampling(),
+    ]
+    rows = [([1, 2, 3], 2, kind) for kind in kinds]
+    together = sample(rows, logits).tokens.tolist()
+    alone = [int(sample([row], logits[i : i + 1]).tokens[0]) for i, row in enumerate(rows)]
+    backwards = sample(rows[::-1], logits.flip(0)).tokens.tolist()[::-1]
+    assert together == alone == backwards
+
+
+def test_draws_follow_the_distribution() -> None:
+    logits = torch.tensor([1.0, 0.0, -1.0, 2.0, 0.5])
+    tables = SlotTables(CONFIG, DEVICE)
+    builder = PlanBuilder()
+    builder.slot(0, [0], Sampling(temperature=1.0, seed=99))
+    tables.apply(builder.build(), np.zeros(0, np.uint8))
+    count = 20_000
+    tokens = (
+        Sampler(tables, DEVICE).sample(logits.expand(count, -1), np.zeros(count, np.int64), np.arange(count)).tokens
+    )
+    shares = torch.bincount(tokens, minlength=5) / count
+    torch.testing.assert_close(shares, logits.softmax(0), atol=0.012, rtol=0)
+
+
+@pytest.mark.parametrize("spread", [0.0, 0.001, 4.0])
+def test_the_nucleus_is_exact_where_it_is_wider_than_the_first_candidates(spread: float) -> None:
+    scaled = torch.randn(3, 5000, generator=torch.Generator().manual_seed(2)) * spread
+    scaled = scaled - scaled.amax(-1, keepdim=True)
+    top_k, top_p = torch.tensor([0, 3000, 700]), torch.tensor([0.95, 0.5, 1.0])
+    keep = most_likely(scaled, top_k, top_p)
+    for row, (k, p) in enumerate(zip([5000, 3000, 700], [0.95, 0.5, 1.0], strict=True)):
+        order = torch.argsort(scaled[row], descending=True, stable=True)[:k]
+        weights = scaled[row][order].double().exp()
+        goal = np.float32(p) * weights.sum()
+        kept = k if p == 1 else int((weights.cumsum(0) - weights < goal).sum())
+        # Half of a flat distribution lies on a rounding error: one more or less is right there.
+        assert abs(int(keep[row].sum()) - kept) <= 1
+        assert keep[row][order[: kept - 1]].all()
+        assert not keep[row][order[kept + 1 :]].any()
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=1.0, top_p=0.5), Sampling(logprobs=2)])
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_logits_that_are_not_finite_are_told_and_touch_no_other_row(sampling: Sampling, bad: float) -> None:
+    logits = torch.randn(3, VOCABULARY, generator=torch.Generator().manual_seed(3))
+    good = sample([([1], 1, sampling)] * 3, logits).tokens.tolist()
+    logits[1, 5] = bad
+    sampled = sample([([1], 1, sampling)] * 3, logits)
+    assert sampled.finite.tolist() == [True, False, True]
+    assert sampled.tokens.tolist() == [good[0], 0, good[2]]
+
+
+def test_ties_are_won_by_the_first() -> None:
+    logits = torch.zeros(2, 50_000)
+    logits[0, [40_001, 17_003, 49_999]] = 2
+    logits[1, [49_000, 48_999]] = 2
+    assert sample([([1], 1, Sampling())] * 2, logits).tokens.tolist() == [17_003, 48_999]
+
+
+def test_a_tiny_temperature_is_greedy() -> None:
+    logits = torch.randn(1, VOCABULARY, generator=torch.Generator().manual_seed(4)) * 100
+    assert sample([([1], 1, Sampling(temperature=1e-38))], logits).tokens[0] == logits.argmax()
+
+
+def test_logprobs_are_of_the_unmodified_distribution() -> None:
+    logits = torch.randn(4, VOCABULARY, generator=torch.Generator().manual_seed(5))
+    bias = ((4, 100.0),)
+    rows = [
+        ([1], 1, Sampling(bias=bias, logprobs=0)),
+        ([1], 1, Sampling()),
+        ([1], 1, Sampling(bias=bias, logprobs=3)),
+        ([1], 1, Sampling(logprobs=255)),
+    ]
+    sampled = sample(rows, logits)
+    assert sampled.logprobs is not None
+    counts, ids, values = sampled.logprobs.columns(DEVICE)
+    assert counts.tolist() == [1, 0, 4, 1 + VOCABULARY]
+    expected = logits.log_softmax(-1)
+    assert ids[:2].tolist() == [4, 4]
+    assert ids[2:5].tolist() == logits[2].topk(3).indices.tolist()
+    assert ids[6:].tolist() == logits[3].argsort(descending=True).tolist()
+    picked = torch.cat((expected[0, ids[:1]], expected[2, ids[1:5]], expected[3, ids[5:]]))
+    np.testing.assert_allclose(values, picked, atol=1e-6)
+
+
+def test_a_slot_forgets_its_last_request() -> None:
+    tables = SlotTables(CONFIG, DEVICE)
+    busy = Sampling(stop_ids=(3,), min_total=50, bias=((7, 5.0),), repetition_penalty=9.0, logprobs=2, temperature=1.0)
+    for sampling in (busy, Sampling()):
+        builder = PlanBuilder()
+        builder.slot(0, [3, 7], sampling)
+        tables.apply(builder.build(), np.zeros(0, np.uint8))
+    logits = torch.zeros(1, VOCABULARY)
+    logits[0, 3] = 1
+    sampled = Sampler(tables, DEVICE).sample(logits, np.array([0]), np.array([2]))
+    assert sampled.tokens.tolist() == [3]
+    assert sampled.logprobs is None

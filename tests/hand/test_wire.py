@@ -1,0 +1,203 @@
+"""The codec: golden frames that both languages check, any frame there and back, and every kind of damage."""
+
+import json
+import socket
+import struct
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from forebay.worker import wire
+from forebay.worker.wire import Connection, Frame, Header, Kind, Plan, StepResult, WireError
+from tests.hand.support import PlanBuilder, Sampling
+from tests.wire.write_fixtures import FOLDER, columns, descriptions, encode
+
+FIXTURES = {fixture["name"]: fixture for fixture in descriptions()}
+
+
+def frame_of(data: bytes) -> Frame:
+    return Frame.decode(Header.decode(data[: wire.HEADER_BYTES]), bytearray(data[wire.HEADER_BYTES :]))
+
+
+@pytest.mark.parametrize("fixture", FIXTURES.values(), ids=FIXTURES)
+def test_description_gives_the_golden_bytes(fixture: dict[str, Any]) -> None:
+    assert encode(fixture) == (FOLDER / fixture["file"]).read_bytes()
+
+
+@pytest.mark.parametrize("fixture", FIXTURES.values(), ids=FIXTURES)
+def test_golden_bytes_are_read_as_described(fixture: dict[str, Any]) -> None:
+    data = (FOLDER / fixture["file"]).read_bytes()
+    frame = frame_of(data)
+    assert frame.kind.name.lower() == fixture["kind"]
+    assert frame.step == fixture["step"]
+    if "columns" in fixture:
+        record: Plan | StepResult = Plan.decode(frame) if frame.kind == Kind.PLAN else StepResult.decode(frame)
+        assert record.step == fixture["step"]
+        for name, values in columns(fixture).items():
+            assert getattr(record, name).dtype == values.dtype
+            assert getattr(record, name).ravel().tolist() == values.tolist()
+        assert record.encode() == data
+    elif fixture["json"]:
+        assert frame.json() == json.loads(fixture["json"])
+        assert wire.encode_json(frame.kind, frame.json()) == data
+    else:
+        assert frame.columns == []
+
+
+def test_every_file_is_described() -> None:
+    assert {path.name for path in FOLDER.glob("*.bin")} == {fixture["file"] for fixture in FIXTURES.values()}
+
+
+INT32 = st.integers(-(2**31), 2**31 - 1)
+SAMPLING = st.builds(
+    Sampling,
+    temperature=st.floats(0, 2, width=32),
+    top_p=st.floats(0, 1, width=32),
+    top_k=INT32,
+    seed=st.integers(0, 2**64 - 1),
+    min_total=INT32,
+    logprobs=st.integers(-1, 20),
+    stop_ids=st.lists(INT32, max_size=3).map(tuple),
+    bias=st.lists(st.tuples(INT32, st.floats(-100, 100, width=32)), max_size=3).map(tuple),
+)
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> Plan:
+    builder = PlanBuilder(draw(st.integers(0, 2**64 - 1)))
+    for _ in range(draw(st.integers(0, 4))):
+        tokens = draw(st.lists(INT32, max_size=5))
+        builder.slot(draw(INT32), tokens, draw(SAMPLING), draw(INT32), draw(st.sampled_from([-1, 0, 4096])))
+    builder.page_writes += draw(st.lists(st.tuples(INT32, INT32, INT32), max_size=4))
+    builder.rows += draw(st.lists(st.tuples(INT32, INT32, INT32, INT32), max_size=4))
+    return builder.build()
+
+
+@given(plans())
+def test_any_plan_there_and_back(plan: Plan) -> None:
+    decoded = Plan.decode(frame_of(plan.encode()))
+    assert decoded.step == plan.step
+    for name in ("slots", "slot_floats", "tokens", "stop_ids", "bias_ids", "bias_values", "page_writes", "rows"):
+        np.testing.assert_array_equal(getattr(decoded, name), getattr(plan, name))
+        assert getattr(decoded, name).shape == getattr(plan, name).shape
+    assert decoded.encode() == plan.encode()
+
+
+@given(plans(), st.data())
+def test_a_plan_whose_columns_disagree_is_refused(plan: Plan, data: st.DataObject) -> None:
+    name = data.draw(st.sampled_from(["slot_floats", "tokens", "stop_ids", "bias_ids", "bias_values", "rows"]))
+    column = getattr(plan, name).ravel()
+    setattr(plan, name, np.append(column, column.dtype.type(1)))
+    with pytest.raises(WireError, match="plan"):
+        Plan.decode(frame_of(plan.encode()))
+
+
+@given(hnp.arrays(np.int32, st.integers(0, 5)), st.data())
+def test_any_frame_there_and_back(first: wire.Int32s, data: st.DataObject) -> None:
+    parts = [first, *data.draw(st.lists(hnp.arrays(np.int32, st.integers(0, 5)), max_size=9))]
+    frame = frame_of(wire.encode(Kind.PLAN, 3, parts))
+    assert [column.tolist() for column in frame.columns] == [part.tolist() for part in parts]
+
+
+@given(st.dictionaries(st.text(), st.one_of(st.text(), st.integers(), st.none(), st.lists(st.booleans()))))
+def test_any_object_there_and_back(value: dict[str, Any]) -> None:
+    data = wire.encode_json(Kind.HELLO, value)
+    assert len(data) % 4 == 0
+    assert frame_of(data).json() == value
+
+
+def patched(data: bytes, at: int, form: str, value: int | bytes) -> bytes:
+    damaged = bytearray(data)
+    struct.pack_into(form, damaged, at, value)
+    return bytes(damaged)
+
+
+@pytest.mark.parametrize(
+    ("at", "form", "value", "message"),
+    [
+        (0, "4s", b"FBAX", "magic"),
+        (4, "<H", 2, "protocol version 2, but this hand speaks 1"),
+        (6, "<H", 99, "kind 99"),
+        (20, "<I", wire.MAX_WORDS + 1, "over the limit"),
+        (16, "<I", 1000, "more columns than words"),
+        (24, "<I", 5, "column lengths"),
+        (24, "<I", 2**32 - 1, "column lengths"),
+        (20, "<I", 11, "word count"),
+    ],
+)
+def test_damage_is_named(at: int, form: str, value: int | bytes, message: str) -> None:
+    data = (FOLDER / "result_tokens.bin").read_bytes()
+    with pytest.raises(WireError, match=message):
+        frame_of(patched(data, at, form, value))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"tokens": [1, 2, 3]}, "disagree"),
+        ({"logprob_counts": [1]}, "disagree"),
+        ({"logprob_ids": [1]}, "disagree"),
+        ({"logprob_counts": [-1, 1]}, "negative"),
+        ({"timing": [1]}, "disagree"),
+    ],
+)
+def test_a_result_whose_columns_disagree_is_refused(change: dict[str, list[int]], message: str) -> None:
+    result = StepResult(tokens=np.zeros(2, np.int32), row_errors=np.zeros(2, np.int32))
+    for name, values in change.items():
+        setattr(result, name, np.array(values, np.int32))
+    with pytest.raises(WireError, match=message):
+        StepResult.decode(frame_of(result.encode()))
+
+
+def test_the_wrong_frame_is_refused() -> None:
+    plan, result = frame_of(Plan().encode()), frame_of(StepResult().encode())
+    with pytest.raises(WireError, match="not a result"):
+        StepResult.decode(plan)
+    with pytest.raises(WireError, match="not a plan"):
+        Plan.decode(result)
+    with pytest.raises(WireError, match="number of columns"):
+        plan.json()
+    with pytest.raises(WireError, match="number of columns"):
+        Plan.decode(frame_of(wire.encode(Kind.PLAN, 0, [])))
+    with pytest.raises(WireError, match="JSON"):
+        frame_of(wire.encode_text(Kind.CONFIG, "{")).json()
+    with pytest.raises(WireError, match="not an object"):
+        frame_of(wire.encode_text(Kind.CONFIG, "[]")).json()
+
+
+def test_a_connection_reads_frames_of_all_sizes_whatever_the_pieces() -> None:
+    ours, theirs = socket.socketpair()
+    sizes = [0, 3, 100_000, 5, 300_000, 0]
+    data = b"".join(wire.encode(Kind.PLAN, size, [np.arange(size, dtype=np.int32)]) for size in sizes)
+
+    def write() -> None:
+        with theirs:
+            for at in range(0, len(data), 9973):
+                theirs.sendall(data[at : at + 9973])
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    with ours:
+        connection = Connection(ours)
+        for size in sizes:
+            frame = connection.recv()
+            assert frame is not None
+            assert frame.step == size
+            np.testing.assert_array_equal(frame.columns[0], np.arange(size))
+        assert connection.recv() is None
+    writer.join()
+
+
+@pytest.mark.parametrize("kept", [10, 30])
+def test_a_stream_that_ends_in_a_frame_is_an_error(kept: int) -> None:
+    ours, theirs = socket.socketpair()
+    with ours:
+        with theirs:
+            theirs.sendall((FOLDER / "plan_decode.bin").read_bytes()[:kept])
+        with pytest.raises(WireError, match="middle of a frame"):
+            Connection(ours).recv()

@@ -1,0 +1,187 @@
+"""Small models to test with: made here, or the default model."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+from safetensors.torch import save_file
+
+from forebay.weights import embedded
+from forebay.weights.cache import cache_directory
+
+ROOT = Path(__file__).resolve().parents[2]
+F32 = gguf.GGMLQuantizationType.F32
+
+HEADS, KV_HEADS, HEAD_DIM, HIDDEN, INNER, LAYERS = 4, 2, 16, 64, 96, 2
+
+# The symbol of each byte in byte-level tokenizers: itself if it is printed, else the next free one from 256 on.
+_PRINTED = {*range(33, 127), *range(161, 173), *range(174, 256)}
+BYTE_TOKENS = [
+    chr(byte if byte in _PRINTED else 256 + sum(lower not in _PRINTED for lower in range(byte))) for byte in range(256)
+]
+
+
+def smollm2() -> Path:
+    """The default model's file: of FOREBAY_TEST_SMOLLM2, installed, cached, or downloaded."""
+    chosen = os.environ.get("FOREBAY_TEST_SMOLLM2")
+    return Path(chosen) if chosen else embedded.find_or_download(cache_directory(), offline=False)
+
+
+def run_fetch(*arguments: str | Path, environment: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    """Runs the command as the brain does."""
+    variables = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
+    variables |= {"PYTHONPATH": str(ROOT / "python"), **(environment or {})}
+    command = [sys.executable, "-m", "forebay.weights.fetch", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, env=variables, timeout=120, check=False)
+
+
+def write_gguf(
+    path: Path,
+    architecture: str,
+    metadata: Mapping[str, Any],
+    tensors: Mapping[str, tuple[np.ndarray, gguf.GGMLQuantizationType]],
+) -> Path:
+    """A GGUF file. Most keys belong to the architecture; numbers are u32 or f32, and None leaves a key out."""
+    writer = gguf.GGUFWriter(path, architecture)
+    for key, value in metadata.items():
+        if value is None:
+            continue
+        name = key if key.startswith(("tokenizer.", "general.", "split.")) else f"{architecture}.{key}"
+        if isinstance(value, bool):
+            writer.add_bool(name, value)
+        elif isinstance(value, int):
+            writer.add_uint32(name, value)
+        elif isinstance(value, float):
+            writer.add_float32(name, value)
+        elif isinstance(value, str):
+            writer.add_string(name, value)
+        else:
+            writer.add_array(name, list(value))
+    for name, (data, kind) in tensors.items():
+        writer.add_tensor(name, data, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def tiny_tokenizer() -> dict[str, Any]:
+    """GGUF metadata of a byte-level tokenizer: the bytes, then the begin and the end of a sequence."""
+    return {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "gpt-2",
+        "tokenizer.ggml.tokens": [*BYTE_TOKENS, "<s>", "</s>"],
+        "tokenizer.ggml.token_type": [1] * 256 + [3, 3],
+        "tokenizer.ggml.merges": ["< s"],
+        "tokenizer.ggml.bos_token_id": 256,
+        "tokenizer.ggml.eos_token_id": 257,
+    }
+
+
+def tiny_metadata() -> dict[str, Any]:
+    """GGUF metadata of a model of the sizes above."""
+    return {
+        "block_count": LAYERS,
+        "context_length": 128,
+        "embedding_length": HIDDEN,
+        "feed_forward_length": INNER,
+        "attention.head_count": HEADS,
+        "attention.head_count_kv": KV_HEADS,
+        "attention.key_length": HEAD_DIM,
+        "attention.value_length": HEAD_DIM,
+        "attention.layer_norm_rms_epsilon": 1e-6,
+        "rope.freq_base": 10000.0,
+        "rope.dimension_count": HEAD_DIM,
+        "vocab_size": 258,
+    }
+
+
+def tiny_tensors(architecture: str, *, tied: bool, seed: int = 0) -> dict[str, tuple[np.ndarray, Any]]:
+    """Random F32 tensors under their GGUF names."""
+    random = np.random.default_rng(seed)
+    shapes: dict[str, tuple[int, ...]] = {"token_embd.weight": (258, HIDDEN), "output_norm.weight": (HIDDEN,)}
+    if not tied:
+        shapes["output.weight"] = (258, HIDDEN)
+    for layer in range(LAYERS):
+        prefix = f"blk.{layer}."
+        shapes[prefix + "attn_norm.weight"] = (HIDDEN,)
+        shapes[prefix + "attn_q.weight"] = (HEADS * HEAD_DIM, HIDDEN)
+        shapes[prefix + "attn_k.weight"] = (KV_HEADS * HEAD_DIM, HIDDEN)
+        shapes[prefix + "attn_v.weight"] = (KV_HEADS * HEAD_DIM, HIDDEN)
+        shapes[prefix + "attn_output.weight"] = (HIDDEN, HEADS * HEAD_DIM)
+        shapes[prefix + "ffn_norm.weight"] = (HIDDEN,)
+        shapes[prefix + "ffn_gate.weight"] = (INNER, HIDDEN)
+        shapes[prefix + "ffn_up.weight"] = (INNER, HIDDEN)
+        shapes[prefix + "ffn_down.weight"] = (HIDDEN, INNER)
+        if architecture == "qwen2":
+            shapes[prefix + "attn_q.bias"] = (HEADS * HEAD_DIM,)
+            shapes[prefix + "attn_k.bias"] = (KV_HEADS * HEAD_DIM,)
+            shapes[prefix + "attn_v.bias"] = (KV_HEADS * HEAD_DIM,)
+        if architecture == "qwen3":
+            shapes[prefix + "attn_q_norm.weight"] = (HEAD_DIM,)
+            shapes[prefix + "attn_k_norm.weight"] = (HEAD_DIM,)
+    return {name: (random.standard_normal(shape, dtype=np.float32), F32) for name, shape in shapes.items()}
+
+
+def tiny_gguf(
+    path: Path, architecture: str = "llama", metadata: Mapping[str, Any] | None = None, *, tied: bool = True
+) -> Path:
+    """A whole model in a GGUF file, `metadata` changed."""
+    everything = tiny_metadata() | tiny_tokenizer() | dict(metadata or {})
+    return write_gguf(path, architecture, everything, tiny_tensors(architecture, tied=tied))
+
+
+def tiny_config() -> dict[str, Any]:
+    """The `config.json` of a Llama of the sizes above."""
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": 258,
+        "hidden_size": HIDDEN,
+        "intermediate_size": INNER,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": KV_HEADS,
+        "max_position_embeddings": 128,
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": True,
+        "eos_token_id": 257,
+    }
+
+
+def tiny_directory(path: Path, *, shards: int = 1, **files: Any) -> Path:
+    """A model in a directory as on the hub. `files` replaces (or with None leaves out) JSON files by their stems."""
+    from forebay.weights.gguf_tokenizer import tokenizer_json
+
+    path.mkdir(parents=True, exist_ok=True)
+    contents: dict[str, Any] = {
+        "config": tiny_config(),
+        "tokenizer": tokenizer_json(tiny_tokenizer()),
+        "tokenizer_config": {"bos_token": "<s>", "eos_token": {"content": "</s>"}, "chat_template": "{{ messages }}"},
+        "generation_config": {"eos_token_id": [257, 256]},
+        **files,
+    }
+    for stem, content in contents.items():
+        if content is not None:
+            (path / f"{stem}.json").write_text(json.dumps(content))
+    generator = torch.Generator().manual_seed(0)
+    tensors = {f"model.weight_{number}": torch.randn(8, 4, generator=generator) for number in range(6)}
+    if shards == 1:
+        save_file(tensors, path / "model.safetensors")
+        return path
+    names = [f"model-{number + 1:05}-of-{shards:05}.safetensors" for number in range(shards)]
+    placed = {tensor: names[number % shards] for number, tensor in enumerate(tensors)}
+    for name in names:
+        save_file({tensor: tensors[tensor] for tensor, file in placed.items() if file == name}, path / name)
+    (path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": placed}))
+    return path

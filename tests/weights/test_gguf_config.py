@@ -1,0 +1,171 @@
+"""GGUF metadata into config.json."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from transformers import LlamaConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from forebay.weights.config import ModelConfig, UnsupportedModelError
+from forebay.weights.errors import ModelError
+from forebay.weights.gguf_config import eos_token_ids, hf_config
+from forebay.weights.gguf_file import GgufFiles
+from tests.weights.support import F32, HEAD_DIM, smollm2, tiny_gguf, tiny_metadata, tiny_tensors, write_gguf
+
+
+def config_of(path: Path) -> dict[str, Any]:
+    return hf_config(GgufFiles.open([path]))
+
+
+def test_the_default_model_has_the_config_of_its_original() -> None:
+    found = ModelConfig.from_dict(config_of(smollm2()))
+    assert found == ModelConfig(
+        architecture="LlamaForCausalLM",
+        vocab_size=49152,
+        hidden_size=576,
+        intermediate_size=1536,
+        num_hidden_layers=30,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        head_dim=64,
+        rms_norm_eps=1e-5,
+        rope_theta=100000.0,
+        rope_scaling=None,
+        max_position_embeddings=8192,
+        tie_word_embeddings=True,
+        qkv_bias=False,
+        attention_bias=False,
+        mlp_bias=False,
+        hidden_act="silu",
+        sliding_window=None,
+        eos_token_ids=(2,),
+    )
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize(
+    ("architecture", "name", "qkv_bias"),
+    [
+        ("llama", "LlamaForCausalLM", False),
+        ("qwen2", "Qwen2ForCausalLM", True),
+        ("qwen3", "Qwen3ForCausalLM", False),
+    ],
+)
+def test_families(tmp_path: Path, architecture: str, name: str, qkv_bias: bool, tied: bool) -> None:
+    found = ModelConfig.from_dict(config_of(tiny_gguf(tmp_path / "x.gguf", architecture, tied=tied)))
+    assert found.architecture == name
+    assert found.tie_word_embeddings is tied
+    assert (found.qkv_bias, found.attention_bias) == (qkv_bias, False)
+    assert (found.head_dim, found.num_key_value_heads) == (HEAD_DIM, 2)
+    assert found.eos_token_ids == (257,)
+
+
+def test_a_llama_with_a_window_is_a_mistral(tmp_path: Path) -> None:
+    found = ModelConfig.from_dict(config_of(tiny_gguf(tmp_path / "x.gguf", metadata={"attention.sliding_window": 32})))
+    assert (found.architecture, found.sliding_window) == ("MistralForCausalLM", 32)
+
+
+def test_linear_and_yarn_scaling(tmp_path: Path) -> None:
+    linear = {"rope.scaling.type": "linear", "rope.scaling.factor": 4.0}
+    assert config_of(tiny_gguf(tmp_path / "l.gguf", metadata=linear))["rope_scaling"] == {
+        "rope_type": "linear",
+        "factor": 4.0,
+    }
+    yarn = {
+        "rope.scaling.type": "yarn",
+        "rope.scaling.factor": 4.0,
+        "rope.scaling.original_context_length": 32,
+        "rope.scaling.yarn_beta_fast": 16.0,
+        "rope.scaling.attn_factor": 0.5,
+    }
+    assert config_of(tiny_gguf(tmp_path / "y.gguf", "qwen2", yarn))["rope_scaling"] == {
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "original_max_position_embeddings": 32,
+        "beta_fast": 16.0,
+        "attention_factor": pytest.approx(0.5 * (1 + 0.1 * math.log(4))),
+    }
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "theta", "factor", "original", "high"),
+    [
+        (128, 500000.0, 8.0, 8192, 4.0),
+        (64, 500000.0, 32.0, 8192, 4.0),
+        (16, 500000.0, 8.0, 8192, 4.0),
+        (128, 1000000.0, 16.0, 4096, 8.0),
+        (64, 10000.0, 2.5, 32768, 2.0),
+    ],
+)
+def test_llama3_scaling_comes_back_from_its_factors(
+    tmp_path: Path, head_dim: int, theta: float, factor: float, original: int, high: float
+) -> None:
+    scaling = {
+        "rope_type": "llama3",
+        "factor": factor,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": high,
+        "original_max_position_embeddings": original,
+    }
+
+    def frequencies(parameters: dict[str, Any] | None) -> np.ndarray:
+        if parameters is None:
+            return np.asarray(1.0 / theta ** (np.arange(0, head_dim, 2) / head_dim))
+        config = LlamaConfig(head_dim=head_dim, rope_parameters={"rope_theta": theta, **parameters})
+        return np.asarray(ROPE_INIT_FUNCTIONS["llama3"](config, "cpu")[0].double().numpy())
+
+    factors = (frequencies(None) / frequencies(scaling)).astype(np.float32)
+    # Written as the converter does: as float32, exactly 1 or `factor` outside the bounds.
+    factors[np.abs(factors - 1) < 1e-6] = 1.0
+    factors[np.abs(factors - factor) < 1e-6 * factor] = factor
+    tensors = tiny_tensors("llama", tied=True) | {"rope_freqs.weight": (factors, F32)}
+    sizes = {"attention.key_length": head_dim, "attention.value_length": head_dim, "rope.dimension_count": head_dim}
+    metadata = tiny_metadata() | sizes | {"rope.freq_base": theta}
+    found = config_of(write_gguf(tmp_path / "x.gguf", "llama", metadata, tensors))["rope_scaling"]
+    np.testing.assert_allclose(frequencies(found), frequencies(scaling), rtol=1e-5)
+    if head_dim > 16:
+        assert found == scaling
+
+
+def test_other_frequency_factors_are_refused(tmp_path: Path) -> None:
+    factors = np.linspace(1.0, 3.0, HEAD_DIM // 2, dtype=np.float32)[::-1].copy()
+    tensors = tiny_tensors("llama", tied=True) | {"rope_freqs.weight": (factors, F32)}
+    with pytest.raises(UnsupportedModelError, match=r"rope_freqs\.weight"):
+        config_of(write_gguf(tmp_path / "x.gguf", "llama", tiny_metadata(), tensors))
+
+
+@pytest.mark.parametrize(
+    "metadata",
+    [
+        {"expert_count": 8},
+        {"rope.dimension_count": 8},
+        {"attention.value_length": 8},
+        {"rope.scaling.type": "longrope"},
+        {"attention.head_count": [4, 4]},
+    ],
+)
+def test_what_would_be_computed_wrongly_is_refused(tmp_path: Path, metadata: dict[str, Any]) -> None:
+    with pytest.raises(UnsupportedModelError):
+        config_of(tiny_gguf(tmp_path / "x.gguf", metadata=metadata))
+
+
+def test_an_unknown_architecture_is_told_what_is_known(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModelError, match="'gemma3' is not supported; supported: llama, qwen2, qwen3"):
+        config_of(tiny_gguf(tmp_path / "x.gguf", "gemma3"))
+
+
+def test_a_file_that_is_no_model_says_what_is_missing(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"llama\.attention\.head_count"):
+        config_of(write_gguf(tmp_path / "x.gguf", "llama", {}, {}))
+
+
+def test_every_end_of_a_turn_ends_a_generation(tmp_path: Path) -> None:
+    keys = {"tokenizer.ggml.eot_token_id": 5, "tokenizer.ggml.eom_token_id": 257}
+    assert eos_token_ids(GgufFiles.open([tiny_gguf(tmp_path / "keys.gguf", metadata=keys)])) == (257, 5)
+    tokens = [f"t{number}" for number in range(255)] + ["<|im_end|>", "<|eot_id|>", "</s>"]
+    types = [1] * 255 + [3, 1, 3]
+    named = {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": types}
+    assert eos_token_ids(GgufFiles.open([tiny_gguf(tmp_path / "named.gguf", metadata=named)])) == (257, 255)

@@ -1,0 +1,185 @@
+"""Dequantised tensors against independent arithmetic, and whole models against transformers."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from gguf.quants import quantize
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+
+from forebay.weights.config import ModelConfig
+from forebay.weights.errors import ModelError, UnsupportedModelError
+from forebay.weights.gguf_config import hf_config
+from forebay.weights.gguf_file import GgufFiles
+from forebay.weights.gguf_tensors import SUPPORTED_TYPES, dequantized, iter_tensors
+from forebay.weights.load import count_weights, iter_weights
+from tests.weights.support import smollm2, tiny_gguf, tiny_metadata, tiny_tensors, write_gguf
+
+Scalar = Callable[[bytes], list[float]]
+
+
+def half(raw: bytes) -> float:
+    return float(np.frombuffer(raw, np.float16)[0])
+
+
+def nibbles(raw: bytes) -> list[int]:
+    return [byte & 15 for byte in raw] + [byte >> 4 for byte in raw]
+
+
+def bits(raw: bytes) -> list[int]:
+    return [raw[i // 8] >> (i % 8) & 1 for i in range(8 * len(raw))]
+
+
+def q4_0(b: bytes) -> list[float]:
+    return [half(b[:2]) * (q - 8) for q in nibbles(b[2:])]
+
+
+def q4_1(b: bytes) -> list[float]:
+    return [half(b[:2]) * q + half(b[2:4]) for q in nibbles(b[4:])]
+
+
+def q5_0(b: bytes) -> list[float]:
+    return [half(b[:2]) * ((q | high << 4) - 16) for q, high in zip(nibbles(b[6:]), bits(b[2:6]), strict=True)]
+
+
+def q5_1(b: bytes) -> list[float]:
+    high_bits = bits(b[4:8])
+    return [half(b[:2]) * (q | high << 4) + half(b[2:4]) for q, high in zip(nibbles(b[8:]), high_bits, strict=True)]
+
+
+def q8_0(b: bytes) -> list[float]:
+    return [half(b[:2]) * q for q in np.frombuffer(b[2:], np.int8).tolist()]
+
+
+def scale_and_minimum(packed: bytes, part: int) -> tuple[int, int]:
+    """Eight pairs of six bits: the first four whole, the others in the nibbles and spare bits after them."""
+    if part < 4:
+        return packed[part] & 63, packed[part + 4] & 63
+    return (packed[part + 4] & 15) | (packed[part - 4] >> 6) << 4, packed[part + 4] >> 4 | (packed[part] >> 6) << 4
+
+
+def q4_k(b: bytes) -> list[float]:
+    values = []
+    for part in range(8):
+        scale, minimum = scale_and_minimum(b[4:16], part)
+        for i in range(32):
+            byte = b[16 + part // 2 * 32 + i]
+            q = byte >> 4 if part % 2 else byte & 15
+            values.append(half(b[:2]) * scale * q - half(b[2:4]) * minimum)
+    return values
+
+
+def q5_k(b: bytes) -> list[float]:
+    values = []
+    for part in range(8):
+        scale, minimum = scale_and_minimum(b[4:16], part)
+        for i in range(32):
+            byte = b[48 + part // 2 * 32 + i]
+            q = (byte >> 4 if part % 2 else byte & 15) | (b[16 + i] >> part & 1) << 4
+            values.append(half(b[:2]) * scale * q - half(b[2:4]) * minimum)
+    return values
+
+
+def q6_k(b: bytes) -> list[float]:
+    low, high, scales, d = b[:128], b[128:192], np.frombuffer(b[192:208], np.int8).tolist(), half(b[208:])
+    values = []
+    for n in range(256):
+        group, within = divmod(n, 128)
+        quarter, i = divmod(within, 32)
+        byte = low[group * 64 + quarter % 2 * 32 + i]
+        q = (byte >> 4 if quarter >= 2 else byte & 15) | (high[group * 32 + i] >> 2 * quarter & 3) << 4
+        values.append(d * scales[n // 16] * (q - 32))
+    return values
+
+
+# Type, offsets of its half-precision scales in a block, and the definition of its format, one element at a time.
+BLOCKS: dict[str, tuple[list[int], Scalar]] = {
+    "Q4_0": ([0], q4_0),
+    "Q4_1": ([0, 2], q4_1),
+    "Q5_0": ([0], q5_0),
+    "Q5_1": ([0, 2], q5_1),
+    "Q8_0": ([0], q8_0),
+    "Q4_K": ([0, 2], q4_k),
+    "Q5_K": ([0, 2], q5_k),
+    "Q6_K": ([208], q6_k),
+}
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_blocks_of_random_bytes_follow_their_definition(tmp_path: Path, name: str) -> None:
+    kind = gguf.GGMLQuantizationType[name]
+    elements, size = gguf.GGML_QUANT_SIZES[kind]
+    scales, scalar = BLOCKS[name]
+    random = np.random.default_rng(7)
+    blocks = random.integers(0, 256, (40, size), dtype=np.uint8)
+    for offset in scales:
+        # Any byte may be in a block, but a scale that isn't a number is nobody's model.
+        blocks[:, offset : offset + 2] = random.normal(0, 0.1, (40, 1)).astype(np.float16).view(np.uint8)
+    path = write_gguf(tmp_path / "x.gguf", "llama", {}, {"t": (blocks.reshape(20, 2 * size), kind)})
+    found = dequantized(GgufFiles.open([path]).tensors["t"])
+    expected = np.array([scalar(block.tobytes()) for block in blocks]).reshape(20, 2 * elements)
+    assert found.shape == expected.shape
+    np.testing.assert_allclose(found.numpy(), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_every_supported_type_is_tested() -> None:
+    assert set(SUPPORTED_TYPES) == {"F32", "F16", "BF16", *BLOCKS}
+
+
+@pytest.mark.parametrize(("name", "error"), [("F32", 0), ("F16", 1e-3), ("BF16", 1e-2), ("Q8_0", 0.02), ("Q5_1", 0.2)])
+def test_what_was_quantised_comes_back(tmp_path: Path, name: str, error: float) -> None:
+    kind = gguf.GGMLQuantizationType[name]
+    values = np.random.default_rng(3).standard_normal((6, 64), dtype=np.float32)
+    path = write_gguf(tmp_path / "x.gguf", "llama", {}, {"t": (quantize(values, kind), kind)})
+    found = dequantized(GgufFiles.open([path]).tensors["t"])
+    assert found.dtype == torch.float32
+    np.testing.assert_allclose(found.numpy(), values, rtol=0, atol=4 * error)
+
+
+def test_other_types_are_refused(tmp_path: Path) -> None:
+    kind = gguf.GGMLQuantizationType.Q2_K
+    blocks = np.zeros((1, gguf.GGML_QUANT_SIZES[kind][1]), np.uint8)
+    tensors = tiny_tensors("llama", tied=True) | {"blk.0.attn_q.weight": (blocks, kind)}
+    files = GgufFiles.open([write_gguf(tmp_path / "x.gguf", "llama", tiny_metadata(), tensors)])
+    with pytest.raises(UnsupportedModelError, match="type Q2_K are not supported; supported: F32"):
+        next(iter_tensors(files, ModelConfig.from_dict(hf_config(files))))
+
+
+def test_a_tensor_without_a_place_is_an_error(tmp_path: Path) -> None:
+    tensors = tiny_tensors("llama", tied=True)
+    tensors["blk.0.attn_sinks.weight"] = tensors["output_norm.weight"]
+    files = GgufFiles.open([write_gguf(tmp_path / "x.gguf", "llama", tiny_metadata(), tensors)])
+    with pytest.raises(ModelError, match=r"blk\.0\.attn_sinks\.weight"):
+        list(iter_tensors(files, ModelConfig.from_dict(hf_config(files))))
+
+
+def same_weights_as_transformers(path: Path) -> None:
+    # What `from_pretrained(gguf_file=...)` does, which asks for one more package to do it.
+    with torch.device("meta"):
+        shape = AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
+        empty = AutoModelForCausalLM.from_config(shape)  # type: ignore[no-untyped-call]
+    read = load_gguf_checkpoint(path, return_tensors=True, model_to_load=empty)  # type: ignore[no-untyped-call]
+    expected = read["tensors"]
+    config = ModelConfig.from_dict(hf_config(GgufFiles.open([path])))
+    model = {"format": "gguf", "files": [str(path)]}
+    found = dict(iter_weights(model, config))
+    assert found.keys() == expected.keys()
+    assert count_weights(model, config) == len(found)
+    for name, tensor in found.items():
+        assert torch.equal(tensor, expected[name]), name
+    wanted = {name for name in empty.state_dict() if name != "lm_head.weight" or not config.tie_word_embeddings}
+    assert found.keys() == wanted
+
+
+def test_the_default_model_has_the_weights_that_transformers_reads() -> None:
+    same_weights_as_transformers(smollm2())
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
+def test_every_family_has_the_weights_that_transformers_reads(tmp_path: Path, architecture: str, tied: bool) -> None:
+    same_weights_as_transformers(tiny_gguf(tmp_path / "x.gguf", architecture, tied=tied))

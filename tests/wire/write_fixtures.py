@@ -1,0 +1,41 @@
+"""Writes the golden frames from their description: `python -m tests.wire.write_fixtures`, with a new version only."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from forebay.worker import wire
+
+FOLDER = Path(__file__).parent
+FLOAT_COLUMNS = ("slot_floats", "bias_values", "logprob_values")
+
+
+def descriptions() -> list[dict[str, Any]]:
+    """The frames that `fixtures.json` describes."""
+    fixtures: list[dict[str, Any]] = json.loads((FOLDER / "fixtures.json").read_text())["fixtures"]
+    return fixtures
+
+
+def columns(fixture: dict[str, Any]) -> dict[str, Any]:
+    """The columns of a described plan or result as arrays, in order."""
+    return {
+        name: np.array(values, np.float32 if name in FLOAT_COLUMNS else np.int32)
+        for name, values in fixture["columns"].items()
+    }
+
+
+def encode(fixture: dict[str, Any]) -> bytes:
+    """The frame that a description means."""
+    kind = wire.Kind[fixture["kind"].upper()]
+    if "json" in fixture:
+        return wire.encode_text(kind, fixture["json"])
+    return wire.encode(kind, fixture["step"], list(columns(fixture).values()))
+
+
+if __name__ == "__main__":
+    for described in descriptions():
+        (FOLDER / described["file"]).write_bytes(encode(described))
