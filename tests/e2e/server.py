@@ -43,7 +43,11 @@ class Server:
         command = [BINARY, "serve", model, "--port", str(self.port), *flags]
         with log.open("wb") as file:
             self.process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=file, stderr=file, env={**os.environ, "NO_COLOR": "1", **(environment or {})}
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=file,
+                env={**os.environ, "NO_COLOR": "1", **(environment or {})},
             )
         self.http = httpx2.Client(base_url=self.url, timeout=60, trust_env=False)
         RUNNING.append(self)

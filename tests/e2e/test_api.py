@@ -9,7 +9,7 @@ from openai import AuthenticationError, OpenAI
 
 from tests.e2e.client import events, native_together, openai_client
 from tests.e2e.conftest import Serve
-from tests.e2e.models import Model
+from tests.e2e.models import TINY_CONTEXT, VOCABULARY, Model
 from tests.e2e.server import Server
 
 ROUTES = {
@@ -230,7 +230,8 @@ def test_completion_logprobs_fit_the_text(client: OpenAI) -> None:
         assert lists.text_offset[index] == offset
         offset += len(token)
         top = lists.top_logprobs[index]
-        assert top[token] == lists.token_logprobs[index] == max(top.values()) <= 0
+        assert top[token] == max(top.values()) <= 0
+        assert top[token] == pytest.approx(lists.token_logprobs[index], abs=1e-6)
         assert list(top.values()) == sorted(top.values(), reverse=True)
     if "\ufffd" not in "".join(lists.tokens):
         assert "".join(lists.tokens) == choice.text
@@ -294,7 +295,7 @@ def test_tokenize_and_back(server: Server, tiny: Model) -> None:
         answer = server.ask("/tokenize", {"prompt": text, "return_token_strs": True})
         assert answer["tokens"] == tiny.encode(text)
         assert answer["count"] == len(answer["tokens"]) == len(answer["token_strs"])
-        assert answer["max_model_len"] == 1024
+        assert answer["max_model_len"] == TINY_CONTEXT
         assert server.ask("/detokenize", {"tokens": answer["tokens"]})["prompt"] == text
 
 
@@ -302,7 +303,7 @@ def test_models(client: OpenAI, server: Server, tiny: Model) -> None:
     assert [model.id for model in client.models.list()] == ["tiny", "also-tiny"]
     assert client.models.retrieve("also-tiny").id == "also-tiny"
     card = server.http.get("/v1/models").json()["data"][0]
-    assert (card["root"], card["max_model_len"], card["object"]) == (str(tiny.path), 1024, "model")
+    assert (card["root"], card["max_model_len"], card["object"]) == (str(tiny.path), TINY_CONTEXT, "model")
     answer = client.completions.create(model="also-tiny", prompt="a", max_tokens=1)
     assert answer.model == "also-tiny"
 
@@ -314,7 +315,7 @@ def test_server_info(server: Server) -> None:
     config = info["config"]
     assert (config["dtype"], config["page_size"], config["schedule_policy"]) == ("float32", 16, "priority")
     facts = info["facts"]
-    assert (facts["vocab_size"], facts["context_length"], facts["page_size"]) == (2048, 1024, 16)
+    assert (facts["vocab_size"], facts["context_length"], facts["page_size"]) == (VOCABULARY, TINY_CONTEXT, 16)
     state = info["internal_states"][0]
     # All pages are accounted for.
     assert state["pages_held"] + state["pages_cached"] + state["pages_free"] == facts["page_count"]

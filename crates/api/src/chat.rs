@@ -8,10 +8,8 @@ use utoipa::ToSchema;
 
 use crate::error::ApiError;
 use crate::inert::Inert;
-use crate::sampling::{
-    Fields, Generation, GenerationDefaults, Limits, StreamOptions, Streaming, check_logprobs,
-    openai_request,
-};
+use crate::openai::{StreamOptions, Streaming, openai_request};
+use crate::sampling::{Fields, Generation, GenerationDefaults, Limits, check_logprobs};
 
 openai_request! {
     /// A chat completion request.

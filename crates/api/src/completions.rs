@@ -2,10 +2,10 @@
 
 use crate::error::ApiError;
 use crate::inert::Inert;
+use crate::openai::{StreamOptions, Streaming, openai_request};
 use crate::prompt::{Prompt, Prompts};
 use crate::sampling::{
-    Fields, Generation, GenerationDefaults, Limits, StreamOptions, Streaming, check_logprobs,
-    openai_request,
+    Fields, Generation, GenerationDefaults, Limits, check_logprobs, check_total,
 };
 
 /// Tokens that the legacy API generates where the client does not say.
@@ -73,12 +73,15 @@ impl CompletionRequest {
         }
         let fields =
             Fields { logprobs, default_max_tokens: Some(DEFAULT_MAX_TOKENS), ..self.take_fields() };
+        let generation = fields.validate(defaults, limits)?;
+        let prompts = self.prompt.validate("prompt", limits.vocab_size)?;
+        check_total("prompt", prompts.len().saturating_mul(generation.n as usize))?;
         Ok(ValidCompletion {
-            generation: fields.validate(defaults, limits)?,
+            generation,
             streaming: StreamOptions::check(self.stream, self.stream_options)?,
             add_special_tokens: self.add_special_tokens.unwrap_or(true),
             echo,
-            prompts: self.prompt.validate("prompt", limits.vocab_size)?,
+            prompts,
         })
     }
 }
@@ -120,6 +123,7 @@ mod tests {
             (json!({"logprobs": 21}), "logprobs"),
             (json!({"prompt": null}), "prompt"),
             (json!({"prompt": [1000]}), "prompt[0]"),
+            (json!({"prompt": vec!["a"; 33], "n": 128}), "prompt"),
         ];
         for (case, expected) in cases {
             let error = validate(case.clone()).unwrap_err();

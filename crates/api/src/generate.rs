@@ -13,7 +13,9 @@ use crate::error::ApiError;
 use crate::inert::Inert;
 use crate::prompt::{Prompt, Prompts, Strings};
 use crate::response::StopReason;
-use crate::sampling::{Fields, Generation, GenerationDefaults, Limits, check_logprobs};
+use crate::sampling::{
+    Fields, Generation, GenerationDefaults, Limits, check_logprobs, check_total,
+};
 
 /// Tokens that this dialect generates where the client does not say.
 const DEFAULT_MAX_TOKENS: u32 = 128;
@@ -243,6 +245,7 @@ impl GenerateRequest {
         let many = prompts.is_many();
         let prompts = prompts.validate(param, limits.vocab_size)?;
         let count = prompts.len();
+        check_total(param, count)?;
         let one_each = |param: &str, length: usize| {
             let reason = format!("`{param}`: {length} entries for {count} prompts");
             if length == count { Ok(()) } else { Err(ApiError::invalid(param, reason)) }
@@ -274,6 +277,7 @@ impl GenerateRequest {
                 rids.into_iter().map(Some).collect()
             }
         };
+        check_total(param, generations.iter().map(|generation| generation.n as usize).sum())?;
         let batch = many || generations.iter().any(|generation| generation.n > 1);
         let items = prompts
             .into_iter()
@@ -461,6 +465,8 @@ mod tests {
             (json!({"input_ids": "a"}), "input_ids"),
             (json!({"input_ids": [1, 1000]}), "input_ids[1]"),
             (json!({"text": "a", "rid": ["x", "y"]}), "rid"),
+            (json!({"text": vec!["a"; 5000]}), "text"),
+            (json!({"text": vec!["a"; 33], "sampling_params": {"n": 128}}), "text"),
             (json!({"text": ["a", "b"], "sampling_params": [{}]}), "sampling_params"),
             (json!({"text": "a", "sampling_params": {"top_p": 2}}), "sampling_params.top_p"),
             (json!({"text": "a", "sampling_params": {"top_p": "x"}}), "sampling_params.top_p"),

@@ -9,6 +9,7 @@ mod completions;
 mod error;
 mod generate;
 mod inert;
+mod openai;
 mod parse;
 mod prompt;
 mod response;
@@ -23,6 +24,7 @@ pub use generate::{
     LogprobTriple, OneOrMany, ValidGenerate,
 };
 pub use inert::Inert;
+pub use openai::{ResponseFormat, StreamOptions, Streaming};
 pub use parse::parse;
 pub use prompt::{Prompt, Prompts, Strings};
 pub use response::{
@@ -30,10 +32,7 @@ pub use response::{
     ChatTopLogprob, Completion, CompletionChoice, CompletionLogprobs, ModelCard, ModelList,
     PromptTokensDetails, ResponseMessage, StopReason, Usage,
 };
-pub use sampling::{
-    Generation, GenerationDefaults, Limits, MaxTokens, ResponseFormat, StreamOptions, Streaming,
-    choice_seed,
-};
+pub use sampling::{Generation, GenerationDefaults, Limits, MaxTokens, choice_seed};
 pub use tokenize::{
     DetokenizeRequest, DetokenizeResponse, TokenizeInput, TokenizeRequest, TokenizeResponse,
 };

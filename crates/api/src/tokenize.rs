@@ -67,10 +67,9 @@ impl TokenizeRequest {
                 )?;
                 Ok(TokenizeInput::Chat(chat))
             }
-            _ => Err(ApiError::invalid(
-                "prompt",
-                "exactly one of `prompt` and `messages` is needed",
-            )),
+            _ => {
+                Err(ApiError::invalid("prompt", "exactly one of `prompt` and `messages` is needed"))
+            }
         }
     }
 }

@@ -47,7 +47,9 @@ impl Config {
         let longest = model.max_position_embeddings;
         let context_length = flags.loading.context_length.unwrap_or(longest);
         if context_length > longest {
-            bail!("--context-length {context_length} is more than the model was made for ({longest})");
+            bail!(
+                "--context-length {context_length} is more than the model was made for ({longest})"
+            );
         }
         if context_length < 2 {
             bail!("--context-length must be at least 2: one token in, one token out");
@@ -57,7 +59,11 @@ impl Config {
         let names = &flags.http.served_model_name;
         Ok(Self {
             model: model.name.clone(),
-            served_model_names: if names.is_empty() { vec![model.name.clone()] } else { names.clone() },
+            served_model_names: if names.is_empty() {
+                vec![model.name.clone()]
+            } else {
+                names.clone()
+            },
             device: "cpu",
             dtype: dtype(flags.loading.dtype),
             load_format: match flags.loading.load_format {

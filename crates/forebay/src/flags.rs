@@ -17,6 +17,7 @@ pub(crate) struct Flags {
 #[derive(Debug, Subcommand)]
 pub(crate) enum Command {
     /// Serve a model behind an OpenAI-compatible API.
+    #[command(args_override_self = true)]
     Serve(Box<ServeFlags>),
 }
 

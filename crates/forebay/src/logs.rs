@@ -7,6 +7,7 @@ use opentelemetry::trace::TracerProvider;
 use opentelemetry_otlp::{SpanExporter, WithExportConfig};
 use opentelemetry_sdk::Resource;
 use opentelemetry_sdk::trace::SdkTracerProvider;
+use tracing_subscriber::filter::LevelFilter;
 use tracing_subscriber::layer::SubscriberExt;
 use tracing_subscriber::util::SubscriberInitExt;
 use tracing_subscriber::{EnvFilter, Layer, fmt};
@@ -53,9 +54,10 @@ pub(crate) fn init(flags: &LogFlags) -> Result<Logs> {
             )
         }
     };
-    let export = spans
-        .as_ref()
-        .map(|provider| tracing_opentelemetry::layer().with_tracer(provider.tracer("forebay")));
+    let export = spans.as_ref().map(|provider| {
+        let layer = tracing_opentelemetry::layer().with_tracer(provider.tracer("forebay"));
+        layer.with_filter(LevelFilter::INFO)
+    });
     tracing_subscriber::registry()
         .with(export)
         .with(lines.with_filter(filter))

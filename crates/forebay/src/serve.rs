@@ -80,7 +80,8 @@ pub(crate) fn run(flags: &ServeFlags) -> Result<()> {
         info: serde_json::to_value(&config)?,
         ..ServerConfig::default()
     };
-    let state = AppState::new(server, info, Arc::new(engine.clone()), Arc::new(text), egress, metrics);
+    let state =
+        AppState::new(server, info, Arc::new(engine.clone()), Arc::new(text), egress, metrics);
     let runtime = tokio::runtime::Builder::new_multi_thread()
         .worker_threads(config.http_threads.into())
         .thread_name("http")

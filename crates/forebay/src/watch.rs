@@ -12,7 +12,8 @@ const LOADING_POLL: Duration = Duration::from_millis(50);
 /// Shows how loading goes; true once the hand is ready.
 pub(crate) async fn loading(engine: &EngineHandle) -> bool {
     let bar = ProgressBar::new(0);
-    if let Ok(style) = ProgressStyle::with_template("{spinner} loading {msg} {bar:30} {pos}/{len}") {
+    if let Ok(style) = ProgressStyle::with_template("{spinner} loading {msg} {bar:30} {pos}/{len}")
+    {
         bar.set_style(style);
     }
     loop {
@@ -69,7 +70,8 @@ pub(crate) async fn step_log(engine: EngineHandle, interval: Duration) {
 }
 
 fn step_line(last: &Stats, now: &Stats, seconds: f64) -> String {
-    let share = |part: u64, whole: u64| if whole == 0 { 0.0 } else { 100.0 * part as f64 / whole as f64 };
+    let share =
+        |part: u64, whole: u64| if whole == 0 { 0.0 } else { 100.0 * part as f64 / whole as f64 };
     let pages = now.pages_held + now.pages_cached + now.pages_free;
     let device = now.device_us - last.device_us;
     let idle = now.idle_us - last.idle_us;
@@ -95,7 +97,13 @@ mod tests {
 
     #[test]
     fn the_line_reports_the_interval_and_not_the_whole_life() {
-        let last = Stats { generated_tokens: 1000, steps: 10, idle_us: 50, device_us: 50, ..Stats::default() };
+        let last = Stats {
+            generated_tokens: 1000,
+            steps: 10,
+            idle_us: 50,
+            device_us: 50,
+            ..Stats::default()
+        };
         let now = Stats {
             generated_tokens: 1500,
             steps: 30,
@@ -107,7 +115,13 @@ mod tests {
             ..last
         };
         let line = step_line(&last, &now, 5.0);
-        for part in ["Running: 3 reqs", "generation throughput: 100.0", "usage: 25.0%", "Steps: 20", "between steps: 10.0%"] {
+        for part in [
+            "Running: 3 reqs",
+            "generation throughput: 100.0",
+            "usage: 25.0%",
+            "Steps: 20",
+            "between steps: 10.0%",
+        ] {
             assert!(line.contains(part), "{part} is not in {line}");
         }
     }

@@ -209,7 +209,7 @@ struct Stream {
     min_tokens: u32,
     eos: Arc<[i32]>,
     timeline: Timeline,
-    /// Empty between outputs; here so that its buffers stay.
+    /// Empty between outputs.
     delta: Delta,
 }
 
@@ -246,7 +246,9 @@ impl Stream {
         let end = match output.finish {
             _ if matched.is_some() => None,
             None => None,
-            Some(FinishReason::Stop { token }) if self.eos.contains(&token) => Some(End::Eos(token)),
+            Some(FinishReason::Stop { token }) if self.eos.contains(&token) => {
+                Some(End::Eos(token))
+            }
             Some(FinishReason::Stop { token }) => Some(End::Token(token)),
             Some(FinishReason::Length) => Some(End::Length),
             Some(FinishReason::Abort) => Some(End::Error(ApiError::Aborted)),

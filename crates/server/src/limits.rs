@@ -68,10 +68,11 @@ async fn discard(mut body: Body) {
 /// Whether the headers carry the key, if one is set. Takes the same time wherever a wrong key differs.
 pub(crate) fn authorized(headers: &HeaderMap, key: Option<&str>) -> bool {
     let Some(key) = key else { return true };
-    let given = headers.get(AUTHORIZATION).and_then(|value| value.to_str().ok()).and_then(|value| {
-        let (scheme, token) = value.split_once(' ')?;
-        scheme.eq_ignore_ascii_case("bearer").then(|| token.trim())
-    });
+    let given =
+        headers.get(AUTHORIZATION).and_then(|value| value.to_str().ok()).and_then(|value| {
+            let (scheme, token) = value.split_once(' ')?;
+            scheme.eq_ignore_ascii_case("bearer").then(|| token.trim())
+        });
     given.is_some_and(|given| given.as_bytes().ct_eq(key.as_bytes()).into())
 }
 

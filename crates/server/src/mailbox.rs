@@ -81,8 +81,8 @@ pub(crate) enum Wake {
 
 #[derive(Debug)]
 struct Inner {
-    deltas: Vec<Delta>,
-    /// Choices whose delta is not empty.
+    deltas: Vec<Option<Delta>>,
+    /// Choices that have a delta.
     dirty: Vec<u32>,
     running: usize,
     failed: bool,
@@ -116,7 +116,7 @@ pub(crate) struct Receiver {
 /// A mailbox for `choices` choices.
 pub(crate) fn mailbox(choices: u32, wake: Wake) -> (Vec<Sender>, Receiver) {
     let inner = Arc::new(Mutex::new(Inner {
-        deltas: vec![Delta::default(); choices as usize],
+        deltas: vec![None; choices as usize],
         dirty: Vec::with_capacity(choices as usize),
         running: choices as usize,
         failed: false,
@@ -138,10 +138,13 @@ impl Sender {
                 inner.running -= 1;
                 inner.failed |= matches!(end, End::Error(_));
             }
-            if !inner.dirty.contains(&self.choice) {
-                inner.dirty.push(self.choice);
+            match &mut inner.deltas[self.choice as usize] {
+                Some(pending) => pending.merge(delta),
+                empty => {
+                    *empty = Some(std::mem::take(delta));
+                    inner.dirty.push(self.choice);
+                }
             }
-            inner.deltas[self.choice as usize].merge(delta);
             if inner.ready() { inner.waker.take() } else { None }
         };
         if let Some(waker) = waker {
@@ -180,7 +183,8 @@ impl Receiver {
             return Poll::Pending;
         }
         for choice in inner.dirty.drain(..) {
-            out.push((choice, std::mem::take(&mut inner.deltas[choice as usize])));
+            let delta = inner.deltas[choice as usize].take();
+            out.extend(delta.map(|delta| (choice, delta)));
         }
         Poll::Ready(())
     }

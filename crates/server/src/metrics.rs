@@ -92,8 +92,8 @@ struct RequestMetrics {
 
 #[derive(Debug)]
 struct EngineMetrics {
-    gauges: Vec<(Gauge, fn(&Stats) -> f64)>,
-    counters: Vec<(Counter, fn(&Stats) -> f64)>,
+    gauges: Vec<(Gauge, Read)>,
+    counters: Vec<(Counter, Read)>,
 }
 
 /// Registers metrics of one model.
@@ -127,8 +127,10 @@ impl Registrar {
     }
 }
 
+/// Reads one number of the engine's snapshot.
+type Read = fn(&Stats) -> f64;
 /// Name, help and source of what the engine's snapshot tells.
-type FromStats = (&'static str, &'static str, fn(&Stats) -> f64);
+type FromStats = (&'static str, &'static str, Read);
 
 const GAUGES: &[FromStats] = &[
     ("vllm:num_requests_running", "Requests in model execution batches.", |s| s.running as f64),

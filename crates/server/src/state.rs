@@ -133,7 +133,9 @@ pub(crate) fn not_serving(status: Status) -> ApiError {
         Status::Draining => return ApiError::Draining,
         Status::Ready => ("the model is not loaded yet".into(), "starting"),
         Status::Starting(stage) => (format!("the model is still loading: {stage}"), "starting"),
-        Status::Recovering(reason) => (format!("the model is being restarted: {reason}"), "recovering"),
+        Status::Recovering(reason) => {
+            (format!("the model is being restarted: {reason}"), "recovering")
+        }
         Status::Failed(reason) => (format!("the model is not available: {reason}"), "failed"),
     };
     ApiError::Unavailable { reason, code }

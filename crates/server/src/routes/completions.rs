@@ -45,7 +45,9 @@ pub(crate) async fn completions(
     let echoes = if valid.echo {
         let prompts = valid.prompts.iter();
         let tokenizer = state.text.tokenizer();
-        prompts.map(|prompt| prompt_text(prompt, tokenizer, skip_special)).collect::<Result<_, _>>()?
+        prompts
+            .map(|prompt| prompt_text(prompt, tokenizer, skip_special))
+            .collect::<Result<_, _>>()?
     } else {
         vec![String::new(); valid.prompts.len()]
     };

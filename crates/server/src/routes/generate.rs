@@ -29,10 +29,7 @@ use crate::text::encode_prompts;
         (status = "default", description = "An error", body = ErrorBody),
     ),
 )]
-pub(crate) async fn generate(
-    State(state): State<Shared>,
-    body: Body,
-) -> Result<Response, Failure> {
+pub(crate) async fn generate(State(state): State<Shared>, body: Body) -> Result<Response, Failure> {
     let arrived = Instant::now();
     let request: GenerateRequest = limits::read(body, &state.config).await?;
     let param = request.prompt_param();

@@ -23,10 +23,7 @@ use crate::text::{encode_chat, encode_prompts, text_error};
         (status = "default", description = "An error", body = ErrorBody),
     ),
 )]
-pub(crate) async fn tokenize(
-    State(state): State<Shared>,
-    body: Body,
-) -> Result<Response, Failure> {
+pub(crate) async fn tokenize(State(state): State<Shared>, body: Body) -> Result<Response, Failure> {
     let request: TokenizeRequest = limits::read(body, &state.config).await?;
     state.model_name(request.model.as_deref())?;
     let max_model_len = state.limits()?.context_length;

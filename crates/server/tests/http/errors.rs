@@ -3,8 +3,8 @@
 use std::time::Duration;
 
 use forebay_engine::{Status, SubmitError};
-use hyper::Request;
 use http_body_util::Full;
+use hyper::Request;
 use serde_json::{Value, json};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
@@ -29,7 +29,8 @@ fn error(answer: &Value) -> (&str, Option<&str>, &str) {
 async fn bodies_that_are_not_requests() {
     let server = TestServer::scripted("a").await;
     let invalid = "invalid_request_error";
-    let cases: [(&[u8], (Option<&str>, &str), &str); 7] = [
+    type Case = (&'static [u8], (Option<&'static str>, &'static str), &'static str);
+    let cases: [Case; 7] = [
         (b"{\"messages\": [}", (None, "malformed_json"), "line 1 column 15"),
         (b"", (None, "malformed_json"), "EOF"),
         (b"{\"messages\": \"\xff\"}", (None, "invalid_utf8"), "byte 14"),
@@ -67,7 +68,11 @@ async fn requests_that_cannot_be_served() {
     let cases = [
         (with("model", json!("gpt")), 404, ("not_found_error", Some("model"), "model_not_found")),
         (with("messages", long), 400, (invalid, Some("messages"), "context_length_exceeded")),
-        (with("max_tokens", json!(64)), 400, (invalid, Some("messages"), "context_length_exceeded")),
+        (
+            with("max_tokens", json!(64)),
+            400,
+            (invalid, Some("messages"), "context_length_exceeded"),
+        ),
         (with("messages", refused), 400, (invalid, Some("messages"), "invalid_value")),
         (with("tools", json!([{}])), 400, (invalid, Some("tools"), "unsupported_parameter")),
     ];
@@ -115,8 +120,7 @@ async fn an_engine_that_takes_nothing() {
     ];
     for (status, code, part) in cases {
         *server.engine.status.lock() = status;
-        for (status, answer) in
-            [server.post(CHAT, hello()).await, server.get_json("/health").await]
+        for (status, answer) in [server.post(CHAT, hello()).await, server.get_json("/health").await]
         {
             assert_eq!((status, error(&answer).2), (503, code));
             assert!(answer["error"]["message"].as_str().unwrap().contains(part), "{answer}");

@@ -10,7 +10,7 @@ use forebay_engine::{
     Admission, EngineRequest, Facts, FinishReason, Output, OutputSink, RequestId, SampledToken,
     Stats, Status, SubmitError,
 };
-use forebay_server::{AppState, Engine, EgressSink, Metrics, ModelInfo, ServerConfig};
+use forebay_server::{AppState, EgressSink, Engine, Metrics, ModelInfo, ServerConfig};
 use forebay_text::{ChatTemplate, TextPool, Tokenizer};
 use parking_lot::Mutex;
 use serde_json::json;
@@ -58,7 +58,13 @@ impl Fake {
     }
 
     /// One token, the request's first if `first`.
-    pub(crate) fn token(&self, id: RequestId, token: i32, first: bool, finish: Option<FinishReason>) {
+    pub(crate) fn token(
+        &self,
+        id: RequestId,
+        token: i32,
+        first: bool,
+        finish: Option<FinishReason>,
+    ) {
         let admission = first.then_some(Admission { cached_tokens: 1, queue_us: 5 });
         let token = Some(SampledToken { id: token, logprobs: None });
         self.deliver(vec![Output { id, admission, token, finish }]);
@@ -179,7 +185,7 @@ impl TestServer {
     pub(crate) async fn start(script: Option<&str>, change: fn(&mut ServerConfig)) -> Self {
         let manifest = Path::new(env!("CARGO_MANIFEST_DIR"));
         let file = manifest.join("../text/tests/data/tiny-llama-tokenizer.json");
-        let tokenizer = Tokenizer::from_file(&file).unwrap().shared();
+        let tokenizer = Arc::new(Tokenizer::from_file(&file).unwrap());
         let template = ChatTemplate::new(TEMPLATE, None, None, &Default::default()).unwrap();
         let text = TextPool::new(Arc::clone(&tokenizer), Some(Arc::new(template)), 1, 16);
         let metrics = Arc::new(Metrics::new("tiny", CONTEXT).unwrap());
@@ -204,8 +210,7 @@ impl TestServer {
             eos: [EOS].into(),
             defaults: GenerationDefaults { top_p: Some(0.9), ..GenerationDefaults::default() },
         };
-        let state =
-            AppState::new(config, model, engine.clone(), Arc::new(text), egress, metrics);
+        let state = AppState::new(config, model, engine.clone(), Arc::new(text), egress, metrics);
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap();
         let (shutdown, stop) = oneshot::channel();

@@ -144,7 +144,8 @@ async fn end_of_sequence_counts_but_has_no_text() {
         assert_eq!(status, 200);
         let choice = &answer["choices"][0];
         let text = choice["message"]["content"].as_str().unwrap();
-        assert_eq!(text.contains("</s>"), include, "{text}");
+        let eos = server.tokenizer.token_text(EOS);
+        assert_eq!(text.ends_with(&eos), include, "{text}");
         assert_eq!(choice["finish_reason"], "stop");
         assert_eq!(choice["stop_reason"], Value::Null);
         assert_eq!(answer["usage"]["completion_tokens"], 2);
@@ -233,7 +234,8 @@ async fn the_native_dialect() {
     let tokens = server.encode(TEXT);
     let length = tokens.len();
     let params = json!({"max_new_tokens": length});
-    let body = json!({"text": "a", "sampling_params": params, "rid": "mine", "return_logprob": true});
+    let body =
+        json!({"text": "a", "sampling_params": params, "rid": "mine", "return_logprob": true});
     let (status, answer) = server.post("/generate", body).await;
     assert_eq!(status, 200, "{answer}");
     assert_eq!((&answer["text"], &answer["output_ids"]), (&json!(TEXT), &json!(tokens)));

@@ -1,0 +1,213 @@
+//! What OpenAI's two dialects share.
+
+use serde::Deserialize;
+use utoipa::ToSchema;
+
+use crate::error::ApiError;
+
+/// A stream was asked for, with these options.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Streaming {
+    /// A last chunk with the usage.
+    pub include_usage: bool,
+    /// The usage so far in every chunk.
+    pub continuous_usage: bool,
+}
+
+/// The `response_format` parameter; only `{"type": "text"}` is served.
+#[derive(Debug, Clone, Deserialize, ToSchema)]
+pub struct ResponseFormat {
+    /// `text`.
+    #[serde(rename = "type")]
+    pub kind: String,
+}
+
+impl ResponseFormat {
+    pub(crate) fn check(format: Option<&Self>) -> Result<(), ApiError> {
+        match format {
+            Some(format) if format.kind != "text" => Err(ApiError::unsupported("response_format")),
+            _ => Ok(()),
+        }
+    }
+}
+
+/// The `stream_options` parameter.
+#[derive(Debug, Clone, Copy, Default, Deserialize, ToSchema)]
+pub struct StreamOptions {
+    /// Send a last chunk with the usage.
+    pub include_usage: Option<bool>,
+    /// Send the usage so far in every chunk.
+    pub continuous_usage_stats: Option<bool>,
+}
+
+impl StreamOptions {
+    /// `None`: no stream.
+    pub(crate) fn check(
+        stream: Option<bool>,
+        options: Option<Self>,
+    ) -> Result<Option<Streaming>, ApiError> {
+        match (stream.unwrap_or(false), options) {
+            (false, Some(_)) => Err(ApiError::invalid(
+                "stream_options",
+                "`stream_options` is only allowed when `stream` is true",
+            )),
+            (false, None) => Ok(None),
+            (true, options) => {
+                let options = options.unwrap_or_default();
+                let include_usage = options.include_usage.unwrap_or(false);
+                let continuous = options.continuous_usage_stats.unwrap_or(false);
+                Ok(Some(Streaming { include_usage, continuous_usage: include_usage && continuous }))
+            }
+        }
+    }
+}
+
+/// Declares a request type of OpenAI's dialect: its own fields and the shared ones.
+///
+/// `#[serde(flatten)]` would do it in fewer lines, but errors lose the path of the field at fault, and every value is buffered.
+macro_rules! openai_request {
+    ($(#[$meta:meta])* pub struct $name:ident { $($own:tt)* }) => {
+        $(#[$meta])*
+        #[derive(Debug, serde::Deserialize, utoipa::ToSchema)]
+        pub struct $name {
+            $($own)*
+            /// Name of the model; the served one where absent.
+            pub model: Option<String>,
+            /// Most tokens to generate.
+            pub max_tokens: Option<u32>,
+            /// Tokens to generate before a stop string or stop token counts.
+            pub min_tokens: Option<u32>,
+            /// Choices to generate for each prompt.
+            pub n: Option<u32>,
+            /// 0 is greedy.
+            pub temperature: Option<f32>,
+            /// Nucleus mass.
+            pub top_p: Option<f32>,
+            /// Number of candidates; -1 or 0 is off.
+            pub top_k: Option<i32>,
+            /// Share of the largest probability below which tokens are dropped.
+            pub min_p: Option<f32>,
+            /// Makes sampling repeatable.
+            pub seed: Option<i64>,
+            /// Subtracted from the logits of generated tokens.
+            pub presence_penalty: Option<f32>,
+            /// Subtracted from the logits of generated tokens, for each occurrence.
+            pub frequency_penalty: Option<f32>,
+            /// Divides (or multiplies) the logits of tokens seen before.
+            pub repetition_penalty: Option<f32>,
+            /// Added to the logits, by token id.
+            pub logit_bias: Option<std::collections::HashMap<String, f32>>,
+            /// A string or a list of strings that end the text.
+            #[schema(value_type = Option<Vec<String>>)]
+            pub stop: Option<$crate::prompt::Strings>,
+            /// Token ids that end the text.
+            pub stop_token_ids: Option<Vec<i32>>,
+            /// Keep the stop string in the output.
+            pub include_stop_str_in_output: Option<bool>,
+            /// Go on after an end-of-sequence token.
+            pub ignore_eos: Option<bool>,
+            /// Leave special tokens out of the text.
+            pub skip_special_tokens: Option<bool>,
+            /// Accepted; tokenizers with fast detokenisation put no such spaces.
+            pub spaces_between_special_tokens: Option<bool>,
+            /// Put the tokenizer's special tokens around a text prompt; a chat's come from its template.
+            pub add_special_tokens: Option<bool>,
+            /// Larger is sooner, under the priority policy.
+            pub priority: Option<i32>,
+            /// Send chunks as server-sent events.
+            pub stream: Option<bool>,
+            /// Options of the stream.
+            pub stream_options: Option<$crate::openai::StreamOptions>,
+            /// Only `{"type": "text"}` is served.
+            pub response_format: Option<$crate::openai::ResponseFormat>,
+            #[serde(default)] #[schema(ignore)] guided_json: $crate::inert::Inert,
+            #[serde(default)] #[schema(ignore)] guided_regex: $crate::inert::Inert,
+            #[serde(default)] #[schema(ignore)] guided_choice: $crate::inert::Inert,
+            #[serde(default)] #[schema(ignore)] guided_grammar: $crate::inert::Inert,
+            #[serde(default)] #[schema(ignore)] structured_outputs: $crate::inert::Inert,
+            #[serde(default)] #[schema(ignore)] structural_tag: $crate::inert::Inert,
+            #[serde(default)] #[schema(ignore)] json_schema: $crate::inert::Inert,
+            #[serde(default)] #[schema(ignore)] regex: $crate::inert::Inert,
+            #[serde(default)] #[schema(ignore)] ebnf: $crate::inert::Inert,
+            #[serde(default)] #[schema(ignore)] bad_words: $crate::inert::Inert,
+            #[serde(default)] #[schema(ignore)] allowed_token_ids: $crate::inert::Inert,
+            #[serde(default)] #[schema(ignore)] logits_processors: $crate::inert::Inert,
+            #[serde(default)] #[schema(ignore)] prompt_logprobs: $crate::inert::Inert,
+            #[serde(default)] #[schema(ignore)] truncate_prompt_tokens: $crate::inert::Inert,
+            #[serde(default)] #[schema(ignore)] use_beam_search: $crate::inert::Inert,
+            #[serde(default)] #[schema(ignore)] lora_path: $crate::inert::Inert,
+            #[serde(default)] #[schema(ignore)] kv_transfer_params: $crate::inert::Inert,
+        }
+
+        impl $name {
+            /// Refuses what is not served in either of OpenAI's dialects.
+            fn refuse_shared(&self) -> Result<(), $crate::error::ApiError> {
+                $crate::openai::ResponseFormat::check(self.response_format.as_ref())?;
+                for (param, inert) in [
+                    ("guided_json", self.guided_json),
+                    ("guided_regex", self.guided_regex),
+                    ("guided_choice", self.guided_choice),
+                    ("guided_grammar", self.guided_grammar),
+                    ("structured_outputs", self.structured_outputs),
+                    ("structural_tag", self.structural_tag),
+                    ("json_schema", self.json_schema),
+                    ("regex", self.regex),
+                    ("ebnf", self.ebnf),
+                    ("bad_words", self.bad_words),
+                    ("allowed_token_ids", self.allowed_token_ids),
+                    ("logits_processors", self.logits_processors),
+                    ("prompt_logprobs", self.prompt_logprobs),
+                    ("truncate_prompt_tokens", self.truncate_prompt_tokens),
+                    ("use_beam_search", self.use_beam_search),
+                    ("lora_path", self.lora_path),
+                    ("kv_transfer_params", self.kv_transfer_params),
+                ] {
+                    inert.refuse(param)?;
+                }
+                Ok(())
+            }
+
+            /// Takes the shared parameters out.
+            fn take_fields(&mut self) -> $crate::sampling::Fields {
+                $crate::sampling::Fields {
+                    prefix: "",
+                    max_tokens_name: "max_tokens",
+                    max_tokens: self.max_tokens,
+                    default_max_tokens: None,
+                    min_tokens: self.min_tokens,
+                    n: self.n,
+                    temperature: self.temperature,
+                    top_p: self.top_p,
+                    top_k: self.top_k,
+                    min_p: self.min_p,
+                    seed: self.seed,
+                    presence_penalty: self.presence_penalty,
+                    frequency_penalty: self.frequency_penalty,
+                    repetition_penalty: self.repetition_penalty,
+                    logit_bias: self.logit_bias.take(),
+                    stop: self.stop.take(),
+                    include_stop_str_in_output: self.include_stop_str_in_output,
+                    stop_token_ids: self.stop_token_ids.take(),
+                    ignore_eos: self.ignore_eos,
+                    skip_special_tokens: self.skip_special_tokens,
+                    priority: self.priority,
+                    logprobs: None,
+                }
+            }
+        }
+    };
+}
+pub(crate) use openai_request;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn stream_options_need_a_stream() {
+        let options = Some(StreamOptions::default());
+        assert!(StreamOptions::check(None, options).is_err());
+        assert_eq!(StreamOptions::check(Some(false), None), Ok(None));
+        assert_eq!(StreamOptions::check(Some(true), None), Ok(Some(Streaming::default())));
+    }
+}

@@ -1,0 +1,357 @@
+"""What clients and the machine see when processes die, are told to stop, or never start."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import os
+import shutil
+import signal
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+
+from tests.e2e.client import (
+    async_client,
+    events,
+    native_one_by_one,
+    native_stream,
+    native_together,
+    openai_async_client,
+)
+from tests.e2e.conftest import Models, Serve
+from tests.e2e.models import TINY_CONTEXT, Model
+from tests.e2e.processes import alive, descendants, shared_memory
+from tests.e2e.reference import prompts
+from tests.e2e.sampling import WIDE, narrowest
+from tests.e2e.server import Server
+from tests.e2e.waiting import eventually, eventually_async
+
+KILLS = 20
+STREAMS = 48
+TOP_K = 4
+# Tokens that a stream must have got since the hand died, to be sure that it is out of quarantine.
+PROGRESS = 2
+
+Expected = list[tuple[dict[str, Any], list[int]]]
+
+
+def requests(model: Model, count: int) -> list[dict[str, Any]]:
+    """Native requests of 60 to 200 tokens, half of them greedy and half seeded."""
+    asked = []
+    for number, prompt in enumerate(prompts(model, count, 60, seed=12)):
+        params = {
+            "temperature": 0 if number % 2 else 1.0,
+            "top_k": TOP_K,
+            "seed": number,
+            "max_new_tokens": 60 + number * 37 % 140,
+            "ignore_eos": True,
+        }
+        asked.append({"input_ids": prompt, "sampling_params": params})
+    return asked
+
+
+def undisturbed(server: Server, asked: Sequence[dict[str, Any]]) -> Expected:
+    """The requests with their tokens. Those that the order of float32 additions could change are left out."""
+    ranked = [{**request, "return_logprob": True, "top_logprobs_num": TOP_K + 1} for request in asked]
+    answers = native_together(server, ranked)
+    kept = [
+        (request, answer["output_ids"])
+        for request, detailed, answer in zip(asked, ranked, answers, strict=True)
+        if narrowest(detailed, answer) > WIDE
+    ]
+    assert len(kept) > len(asked) // 2
+    return kept
+
+
+class Load:
+    """Streams that are started again as soon as they end, until `finish`; each is compared with what is expected.
+
+    Every third is one of OpenAI's client, where a token lost or given twice shows in the text.
+    """
+
+    def __init__(self, server: Server, model: Model, expected: Expected) -> None:
+        self._server = server
+        self._model = model
+        self._work: Iterator[tuple[int, tuple[dict[str, Any], list[int]]]] = enumerate(itertools.cycle(expected))
+        self._ending = False
+        self.live: dict[int, int] = {}
+        """Chunks that each stream has got so far."""
+        self.finished = 0
+
+    async def run(self, streams: int) -> None:
+        """Serves until `finish` was called and the last stream has ended."""
+        async with async_client(self._server) as native, openai_async_client(self._server) as official:
+            await asyncio.gather(*(self._lane(native, official) for _ in range(streams)))
+
+    def finish(self) -> None:
+        """No new streams from now on."""
+        self._ending = True
+
+    async def everyone_moves(self) -> None:
+        """Waits until every stream that lives now has ended, or has got more tokens."""
+        assert self.live
+        before = dict(self.live)
+
+        def moved() -> bool:
+            return all(n not in self.live or self.live[n] >= count + PROGRESS for n, count in before.items())
+
+        await eventually_async(moved, f"all of {len(before)} streams go on")
+
+    async def _lane(self, native: httpx2.AsyncClient, official: Any) -> None:
+        while not self._ending:
+            number, (request, tokens) = next(self._work)
+            self.live[number] = 0
+            try:
+                if number % 3:
+                    await self._native(native, number, request, tokens)
+                else:
+                    await self._official(official, number, request, tokens)
+            finally:
+                del self.live[number]
+            self.finished += 1
+
+    async def _native(
+        self, client: httpx2.AsyncClient, number: int, request: dict[str, Any], wanted: list[int]
+    ) -> None:
+        def progress(count: int) -> None:
+            self.live[number] = count
+
+        answer = await native_stream(client, request, progress)
+        assert answer["output_ids"] == wanted
+
+    async def _official(self, client: Any, number: int, request: dict[str, Any], wanted: list[int]) -> None:
+        params = dict(request["sampling_params"])
+        extra = {"top_k": params.pop("top_k"), "ignore_eos": params.pop("ignore_eos"), "skip_special_tokens": False}
+        params["max_tokens"] = params.pop("max_new_tokens")
+        text = ""
+        # With log-probabilities there is a chunk for a token whose text is held back, too.
+        stream = await client.completions.create(
+            model=self._model.name, prompt=request["input_ids"], stream=True, logprobs=0, extra_body=extra, **params
+        )
+        async for chunk in stream:
+            text += chunk.choices[0].text
+            self.live[number] += len(chunk.choices[0].logprobs.tokens)
+        assert self.live[number] == len(wanted)
+        assert text == self._model.decode(wanted)
+
+
+async def kill_under_load(server: Server, load: Load) -> set[int]:
+    """Kills the hand again and again while all streams go on; the process ids of the dead."""
+    killed: set[int] = set()
+    running = asyncio.create_task(load.run(STREAMS))
+    try:
+        await eventually_async(lambda: running.done() or len(load.live) == STREAMS, "all streams run")
+        for number in range(1, KILLS + 1):
+            moves = asyncio.create_task(load.everyone_moves())
+            await asyncio.wait([running, moves], return_when=asyncio.FIRST_COMPLETED)
+            if running.done():
+                running.result()
+            await moves
+            hand = server.hand()
+            assert hand
+            assert hand not in killed
+            os.kill(hand, signal.SIGKILL)
+            killed.add(hand)
+            await eventually_async(
+                lambda n=number: server.metric("forebay:hand_deaths_total") == n,  # type: ignore[misc]
+                "the death is noticed",
+            )
+        load.finish()
+        await running
+    finally:
+        running.cancel()
+    return killed
+
+
+def test_twenty_deaths_of_the_hand_under_load(serve: Serve, tiny: Model) -> None:
+    """Every stream gets exactly the tokens that it gets when nothing happens."""
+    server = serve(tiny)
+    expected = undisturbed(server, requests(tiny, 96))
+    load = Load(server, tiny, expected)
+    killed = asyncio.run(kill_under_load(server, load))
+    assert len(killed) == KILLS
+    assert load.finished >= STREAMS
+    assert server.metric("forebay:requests_replayed_total") > STREAMS
+    assert server.metric("vllm:request_success_total", finished_reason="error") == 0
+    server.wait_for_health()
+    server.wait_until_idle()
+    again = native_together(server, [request for request, _ in expected])
+    assert [answer["output_ids"] for answer in again] == [tokens for _, tokens in expected]
+
+
+@pytest.mark.parametrize("lookahead", ["0", "1"])
+def test_a_death_of_an_idle_hand(serve: Serve, tiny: Model, lookahead: str) -> None:
+    server = serve(tiny, "--lookahead", lookahead)
+    expected = undisturbed(server, requests(tiny, 6))
+    server.wait_until_idle()
+    hand = server.hand()
+    assert hand
+    os.kill(hand, signal.SIGKILL)
+    server.wait_for_metric("forebay:hand_deaths_total", lambda deaths: deaths == 1)
+    # Requests that come while there is no hand wait for the next one.
+    answers = native_one_by_one(server, [request for request, _ in expected])
+    assert [answer["output_ids"] for answer in answers] == [tokens for _, tokens in expected]
+
+
+def test_killing_the_brain_leaves_nothing_behind(serve: Serve, tiny: Model) -> None:
+    before = shared_memory()
+    server = serve(tiny)
+    with server.http.stream("POST", "/generate", json=endless()) as stream:
+        lines = stream.iter_lines()
+        next(lines)
+        below = descendants(server.pid)
+        assert server.hand() in below
+        os.kill(server.pid, signal.SIGKILL)
+        server.process.wait()
+        eventually(lambda: not any(alive(pid) for pid in below), "the hand is gone too")
+    assert shared_memory() <= before
+
+
+def endless(tokens: int = TINY_CONTEXT - 8) -> dict[str, Any]:
+    """A native stream of seconds."""
+    return {"text": "a", "sampling_params": {"max_new_tokens": tokens, "ignore_eos": True}, "stream": True}
+
+
+def test_sigterm_drains(serve: Serve, tiny: Model) -> None:
+    """What runs is finished; what comes is refused; then the server goes, and its hand with it."""
+    server = serve(tiny)
+    below = descendants(server.pid)
+    with server.http.stream("POST", "/generate", json=endless()) as stream:
+        lines = stream.iter_lines()
+        first = next(lines)
+        server.process.send_signal(signal.SIGTERM)
+        health = server.wait_for_health(503).json()["error"]
+        assert health["code"] == "draining"
+        refused = server.post("/v1/completions", {"prompt": "a"})
+        assert refused.status_code == 503
+        assert refused.json()["error"]["code"] == "draining"
+        assert refused.headers["retry-after"]
+        rest = events("\n".join([first, *lines]))
+    assert rest[-1]["meta_info"]["finish_reason"] == {"type": "length", "length": TINY_CONTEXT - 8}
+    assert server.process.wait(30) == 0
+    assert not any(alive(pid) for pid in below)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_the_drain_timeout_ends_what_still_runs(serve: Serve, tiny: Model, stream: bool) -> None:
+    server = serve(tiny, "--drain-timeout", "0.3")
+    flood = [asyncio.to_thread(server.post, "/generate", {**endless(), "stream": stream}) for _ in range(16)]
+
+    async def all_of_them() -> list[httpx2.Response]:
+        tasks = [asyncio.ensure_future(one) for one in flood]
+        await eventually_async(lambda: server.metric("vllm:num_requests_running") == len(flood), "all run")
+        server.process.send_signal(signal.SIGTERM)
+        return list(await asyncio.gather(*tasks))
+
+    for response in asyncio.run(all_of_them()):
+        if stream:
+            assert response.status_code == 200
+            last = events(response.text)[-1]
+        else:
+            assert response.status_code == 503
+            last = response.json()
+        assert last["error"]["code"] == "aborted"
+    assert server.process.wait(30) == 0
+
+
+def test_sigterm_while_loading(serve: Serve, models: Models) -> None:
+    server = serve(models("smollm2"), healthy=False)
+    below = eventually(lambda: descendants(server.pid), "something is started")
+    assert server.terminate() in (0, -signal.SIGTERM)
+    eventually(lambda: not any(alive(pid) for pid in below), "nothing is left")
+
+
+def broken(model: Model, folder: Path, name: str) -> Model:
+    """A copy of a model that describes itself well and cannot be loaded."""
+    directory = folder / name
+    shutil.copytree(model.path, directory)
+    weights = directory / "model.safetensors"
+    if name == "truncated":
+        weights.write_bytes(weights.read_bytes()[: weights.stat().st_size // 2])
+    elif name == "nonsense":
+        weights.write_bytes(b"nonsense" * 1000)
+    else:
+        config = json.loads((directory / "config.json").read_text())
+        (directory / "config.json").write_text(json.dumps({**config, "hidden_size": 128}))
+    copy = Model(name, directory, directory / "tokenizer.json")
+    return copy
+
+
+@pytest.mark.parametrize("name", ["truncated", "nonsense", "other shapes"])
+def test_a_model_that_cannot_start_turns_health_red(serve: Serve, tiny: Model, tmp_path: Path, name: str) -> None:
+    folder = tmp_path / "models"
+    folder.mkdir()
+    server = serve(broken(tiny, folder, name), healthy=False)
+
+    def failed() -> dict[str, Any] | None:
+        error: dict[str, Any] = server.wait_for_health(503).json()["error"]
+        return error if error["code"] == "failed" else None
+
+    error = eventually(failed, "the failure is told", 60)
+    assert error
+    assert "\n" not in error["message"]
+    assert len(error["message"]) > len("the model is not available: ") + 10
+    for path, body in (
+        ("/v1/completions", {"prompt": "a"}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}),
+        ("/generate", {"text": "a"}),
+    ):
+        response = server.post(path, body)
+        assert response.status_code == 503
+        assert response.json()["error"]["message"] == error["message"]
+    assert server.http.get("/ping").status_code == 200
+    assert server.hand() is None
+    server.terminate()
+
+
+def test_an_architecture_that_is_not_supported_is_said_at_once(serve: Serve, tiny: Model, tmp_path: Path) -> None:
+    directory = tmp_path / "models" / "other"
+    shutil.copytree(tiny.path, directory)
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps({**config, "architectures": ["MambaForCausalLM"]}))
+    server = serve(Model("other", directory, directory / "tokenizer.json"), healthy=False)
+    assert server.process.wait(60) == 1
+    assert "MambaForCausalLM" in server.log()
+    assert "Traceback" not in server.log()
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_goes_away_frees_its_request(serve: Serve, tiny: Model, stream: bool) -> None:
+    server = serve(tiny)
+    body = {"model": tiny.name, "prompt": "a", "max_tokens": TINY_CONTEXT - 8, "n": 4, "ignore_eos": True}
+
+    async def leave() -> None:
+        async with async_client(server) as client:
+            asked = asyncio.create_task(client.post("/v1/completions", json={**body, "stream": stream}))
+            await eventually_async(lambda: server.metric("vllm:num_requests_running") == 4, "all choices run")
+            asked.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await asked
+
+    asyncio.run(leave())
+    server.wait_until_idle()
+    # They were not finished: that they are gone is not because they had come to their end.
+    assert server.metric("vllm:generation_tokens_total") < 4 * (TINY_CONTEXT - 8)
+    state = server.http.get("/server_info").json()["internal_states"][0]
+    assert state["pages_held"] == 0
+
+
+def test_requests_that_wait_are_freed_too(serve: Serve, tiny: Model) -> None:
+    server = serve(tiny, "--max-running-requests", "1")
+
+    async def leave() -> None:
+        async with async_client(server) as client:
+            asked = [asyncio.create_task(client.post("/generate", json=endless())) for _ in range(5)]
+            await eventually_async(lambda: server.metric("vllm:num_requests_waiting") == 4, "four wait")
+            for task in asked:
+                task.cancel()
+            await asyncio.gather(*asked, return_exceptions=True)
+
+    asyncio.run(leave())
+    server.wait_until_idle()
+    assert server.metric("vllm:generation_tokens_total") < 5 * (TINY_CONTEXT - 8)

@@ -1,0 +1,81 @@
+"""What an operator sees: spans, log lines, the banner."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import subprocess
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+from tests.e2e.conftest import Serve
+from tests.e2e.models import Model
+from tests.e2e.waiting import eventually
+
+PROMPT = {"prompt": "Rivers run", "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+
+
+class Collector:
+    """Takes what an OTLP exporter posts."""
+
+    def __init__(self) -> None:
+        self.bodies: list[bytes] = []
+        outer = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                outer.bodies.append(self.rfile.read(int(self.headers["Content-Length"])))
+                self.send_response(200)
+                self.send_header("Content-Length", "0")
+                self.end_headers()
+
+            def log_message(self, format: str, *args: object) -> None:
+                pass
+
+        self.server = HTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server.server_port}/v1/traces"
+        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+
+
+def test_spans_reach_an_otlp_collector(serve: Serve, tiny: Model) -> None:
+    """A request's span is exported, at the latest when the server stops."""
+    collector = Collector()
+    server = serve(tiny, "--otlp-traces-endpoint", collector.url)
+    answer = server.ask("/v1/completions", PROMPT)
+    assert server.terminate() == 0
+    collector.server.shutdown()
+    sent = b"".join(collector.bodies)
+    for part in (b"forebay", b"request", b"prompt_tokens", b"completion_tokens", answer["id"].encode()):
+        assert part in sent
+
+
+def test_json_log_lines_are_json(serve: Serve, tiny: Model) -> None:
+    """Every line is an object, the step lines among them."""
+    server = serve(tiny, "--log-format", "json", "--log-interval", "0.2")
+    server.ask("/v1/completions", {**PROMPT, "max_tokens": 64})
+
+    def step_line() -> bool:
+        return "Running: " in server.log()
+
+    eventually(step_line, "a step line is written")
+    assert server.terminate() == 0
+    lines = [line for line in server.log().splitlines() if line.startswith("{")]
+    messages = [json.loads(line)["message"] for line in lines]
+    steps = [message for message in messages if "Avg generation throughput" in message]
+    assert steps
+    assert all("Device idle between steps" in message for message in steps)
+
+
+def test_the_banner_shows_a_command_that_works(serve: Serve, tiny: Model) -> None:
+    """The curl line can be pasted as it stands."""
+    server = serve(tiny)
+
+    def banner() -> bool:
+        return "Stop: Ctrl-C" in server.log()
+
+    eventually(banner, "the banner is written")
+    log = server.log()
+    command = log[log.index("curl -N") : log.index("Metrics:")].replace("\\\n", " ")
+    output = subprocess.run(shlex.split(command), capture_output=True, text=True, check=True, timeout=120).stdout
+    assert output.rstrip().endswith("data: [DONE]")
+    assert '"content"' in output
