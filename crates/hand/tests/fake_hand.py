@@ -35,7 +35,9 @@ def read_frame():
 
 def send(kind, step, columns):
     words = [len(c) for c in columns] + [w for c in columns for w in c]
-    head = struct.pack("<4sHHQII", b"FBAY", int(os.environ.get("FAKE_VERSION", "1")), kind, step, len(columns), len(words))
+    head = struct.pack(
+        "<4sHHQII", b"FBAY", int(os.environ.get("FAKE_VERSION", "1")), kind, step, len(columns), len(words)
+    )
     SOCKET.sendall(head + struct.pack(f"<{len(words)}i", *words))
 
 

@@ -106,7 +106,13 @@ fn a_new_slot_reads_back_as_written() {
     let mut plan = StepPlan::default();
     plan.begin(9);
     let tokens = [1, 2, 3];
-    plan.write_slot(&NewSlot { slot: 7, tokens: &tokens, prompt_len: 2, params: &params, stop_ids: &[2, 5] });
+    plan.write_slot(&NewSlot {
+        slot: 7,
+        tokens: &tokens,
+        prompt_len: 2,
+        params: &params,
+        stop_ids: &[2, 5],
+    });
     let mut bytes = Vec::new();
     plan.encode(&mut bytes);
     let plan = StepPlan::decode(&frame(&bytes)).expect("a plan");

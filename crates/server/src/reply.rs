@@ -22,7 +22,8 @@ impl IntoResponse for Failure {
         let Self(error) = self;
         let status =
             StatusCode::from_u16(error.status()).unwrap_or(StatusCode::INTERNAL_SERVER_ERROR);
-        if status.is_server_error() {
+        // 503 is a state that was reported when it began, and health probes ask for it again and again.
+        if status == StatusCode::INTERNAL_SERVER_ERROR {
             tracing::warn!(status = status.as_u16(), %error, "request failed");
         } else {
             tracing::debug!(status = status.as_u16(), %error, "request refused");
