@@ -240,13 +240,14 @@ def test_sigterm_drains(serve: Serve, tiny: Model) -> None:
 @pytest.mark.parametrize("stream", [True, False])
 def test_the_drain_timeout_ends_what_still_runs(serve: Serve, tiny: Model, stream: bool) -> None:
     server = serve(tiny, "--drain-timeout", "0.3")
-    flood = [asyncio.to_thread(server.post, "/generate", {**endless(), "stream": stream}) for _ in range(16)]
+    body = {**endless(), "stream": stream}
 
     async def all_of_them() -> list[httpx2.Response]:
-        tasks = [asyncio.ensure_future(one) for one in flood]
-        await eventually_async(lambda: server.metric("vllm:num_requests_running") == len(flood), "all run")
-        server.process.send_signal(signal.SIGTERM)
-        return list(await asyncio.gather(*tasks))
+        async with async_client(server) as client:
+            asked = [asyncio.create_task(client.post("/generate", json=body)) for _ in range(16)]
+            await eventually_async(lambda: server.metric("vllm:num_requests_running") == len(asked), "all run")
+            server.process.send_signal(signal.SIGTERM)
+            return list(await asyncio.gather(*asked))
 
     for response in asyncio.run(all_of_them()):
         if stream:
@@ -278,8 +279,7 @@ def broken(model: Model, folder: Path, name: str) -> Model:
     else:
         config = json.loads((directory / "config.json").read_text())
         (directory / "config.json").write_text(json.dumps({**config, "hidden_size": 128}))
-    copy = Model(name, directory, directory / "tokenizer.json")
-    return copy
+    return Model(name, directory, directory / "tokenizer.json")
 
 
 @pytest.mark.parametrize("name", ["truncated", "nonsense", "other shapes"])

@@ -68,6 +68,16 @@ class Hand:
         self.connection.send(builder.build().encode())
         return StepResult.decode(self.receive(Kind.RESULT))
 
+    def fatal(self) -> dict[str, Any]:
+        """Its last words, whatever progress it had made."""
+        while True:
+            frame = self.connection.recv()
+            assert frame is not None, self.errors()
+            if frame.kind != Kind.PROGRESS:
+                assert frame.kind == Kind.FATAL, frame.json()
+                words: dict[str, Any] = frame.json()
+                return words
+
     def exit_status(self) -> int:
         """Waits for the end, of the socket too: by a reset, where the hand left frames unread."""
         with suppress(ConnectionResetError):
@@ -115,7 +125,7 @@ def test_from_hello_to_shutdown(tmp_path: Path) -> None:
     with hand(tmp_path) as h:
         h.configure(model={**files, "config": QWEN3}, load_format="auto")
         progress, facts = h.until_ready()
-        assert progress[0]["stage"] == "weights"
+        assert [progress[0]["stage"], progress[1]["stage"]] == ["pytorch", "weights"]
         assert progress[-1]["done"] == progress[-1]["total"] == len(model.state_dict())
         weight_bytes = sum(tensor.nbytes for tensor in model.state_dict().values())
         assert facts.pop("load_seconds") > 0
@@ -181,7 +191,7 @@ def test_end_of_file_before_the_config(tmp_path: Path) -> None:
 
 
 def fatal(h: Hand) -> str:
-    frame = h.receive(Kind.FATAL).json()
+    frame = h.fatal()
     assert "\n" not in frame["error"]
     assert frame["traceback"].startswith("Traceback")
     assert h.exit_status() == 1

@@ -143,7 +143,7 @@ pub(crate) struct RunFlags {
     /// Where the model runs.
     #[arg(long, value_enum, default_value_t)]
     pub(crate) device: Device,
-    /// Threads of the model's arithmetic [default: the processor's cores].
+    /// Threads of the model's arithmetic [default: the physical cores that it may use].
     #[arg(long, value_parser = clap::value_parser!(u32).range(1..=4096))]
     pub(crate) threads: Option<u32>,
     /// Seconds without a result after which the hand is taken for hung and respawned.

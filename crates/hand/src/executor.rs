@@ -145,15 +145,16 @@ impl HandExecutor {
 
     /// Reads and writes what rank `index` has ready.
     fn serve_rank(&mut self, index: usize, writable: bool) -> Result<(), StreamError> {
-        if writable {
+        let flushed = if writable {
             let rank = &mut self.ranks[index];
-            rank.writer.flush(&mut rank.process.socket)?;
-        }
+            rank.writer.flush(&mut rank.process.socket)
+        } else {
+            Ok(())
+        };
+        // Read even from a hand that takes nothing more: it may have left last words.
         loop {
             let rank = &mut self.ranks[index];
-            let Some(frame) = rank.reader.read(&mut rank.process.socket)? else {
-                return Ok(());
-            };
+            let Some(frame) = rank.reader.read(&mut rank.process.socket)? else { return flushed };
             self.take_frame(index, &frame)?;
         }
     }

@@ -14,6 +14,7 @@ HELLO, CONFIG, PROGRESS, READY, PLAN, RESULT, FATAL, SHUTDOWN = range(1, 9)
 
 
 def read_exactly(count):
+    """Bytes from the brain; exits at the end of the stream."""
     data = b""
     while len(data) < count:
         piece = SOCKET.recv(count - len(data))
@@ -24,6 +25,7 @@ def read_exactly(count):
 
 
 def read_frame():
+    """Kind, step and columns of the next frame."""
     _, _, kind, step, columns, words = struct.unpack("<4sHHQII", read_exactly(24))
     body = struct.unpack(f"<{words}i", read_exactly(4 * words))
     lengths, rest, split = body[:columns], body[columns:], []
@@ -34,6 +36,7 @@ def read_frame():
 
 
 def send(kind, step, columns):
+    """Writes a frame of integer columns."""
     words = [len(c) for c in columns] + [w for c in columns for w in c]
     head = struct.pack(
         "<4sHHQII", b"FBAY", int(os.environ.get("FAKE_VERSION", "1")), kind, step, len(columns), len(words)
@@ -42,6 +45,7 @@ def send(kind, step, columns):
 
 
 def send_json(kind, value):
+    """Writes a frame of one JSON column."""
     text = json.dumps(value).encode()
     text += b" " * (-len(text) % 4)
     send(kind, 0, [struct.unpack(f"<{len(text) // 4}i", text)])

@@ -65,7 +65,11 @@ def serve(connection: Connection) -> None:
 
 def _load(connection: Connection, config: dict[str, Any]) -> ModelRunner:
     started = time.monotonic()
-    # Importing torch takes seconds: the brain has our hello by now and knows that the process is alive.
+    # The brain and whoever else is on the machine want these processors too. OpenMP's threads spin at their barriers by
+    # default, and a step gets ten times as long when a spinning thread holds the processor that the late one needs.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    # Importing torch takes seconds: say so first.
+    connection.send(encode_json(Kind.PROGRESS, {"stage": "pytorch", "done": 0, "total": 1}))
     from forebay.runner.config import RunnerConfig
     from forebay.runner.runner import ModelRunner
 
