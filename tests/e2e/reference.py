@@ -77,8 +77,8 @@ def clear_cases(model: Model, count: int, longest_prompt: int, output: range, se
     raise AssertionError("too many of the model's choices are between equals")
 
 
-def logits_after(model: Any, tokens: list[int]) -> torch.Tensor:
-    """The logits [vocabulary], float32, of the token that follows."""
+def logits_along(model: Any, prompt: list[int], tokens: list[int]) -> torch.Tensor:
+    """The logits [tokens, vocabulary], float32, from which each of `tokens` was to be chosen."""
     with torch.inference_mode():
-        logits: torch.Tensor = model(input_ids=torch.tensor([tokens])).logits[0, -1].float()
-    return logits
+        logits: torch.Tensor = model(input_ids=torch.tensor([prompt + tokens[:-1]])).logits[0].float()
+    return logits[len(prompt) - 1 :]

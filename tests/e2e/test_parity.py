@@ -17,12 +17,12 @@ import torch
 from tests.e2e.client import native_together, openai_async_client, openai_client
 from tests.e2e.conftest import Models, Serve, _factory
 from tests.e2e.models import END, Model
-from tests.e2e.reference import Case, clear_cases, greedy, logits_after, prompts
+from tests.e2e.reference import Case, clear_cases, greedy, logits_along, prompts
 from tests.e2e.server import Server
 
 STREAMS = 64
 TOP = 3
-TINY_OUTPUT, SMOL_OUTPUT = range(8, 49), range(4, 17)
+TINY_OUTPUT, SMOL_OUTPUT = range(8, 49), range(4, 13)
 LONGEST_PROMPT = 100
 
 Cases = Callable[[str], list[Case]]
@@ -52,7 +52,7 @@ class Setting:
 
     def flags(self) -> list[str]:
         flags = ["--lookahead", str(self.lookahead), "--chunked-prefill-size", "64"]
-        flags += [] if self.pool is None else ["--max-total-tokens", str(self.pool)]
+        flags += [] if self.pool is None else ["--max-total-tokens", str(self.pool), "--page-size", "4"]
         return flags if self.cache else [*flags, "--disable-radix-cache"]
 
 
@@ -65,8 +65,8 @@ SETTINGS = [
     Setting("qwen2", 1, 1024, cache=False),
     Setting("qwen3", 0, 1024, cache=True),
     Setting("qwen3", 1, 1024, cache=True),
-    Setting("smollm2", 0, 2048, cache=False),
-    Setting("smollm2", 1, 2048, cache=True),
+    Setting("smollm2", 0, 1024, cache=False),
+    Setting("smollm2", 1, 1024, cache=True),
 ]
 
 
@@ -179,36 +179,37 @@ def test_a_chat_ends_where_transformers_ends_it(models: Models, serve: Serve) ->
 def test_bfloat16_diverges_only_at_near_ties(name: str, models: Models, serve: Serve) -> None:
     """In bfloat16 the first token that differs from transformers' is one between which and the other little lay.
 
-    How much "little" is, transformers says itself: bfloat16 has 8 bits of mantissa, and with the same bfloat16
-    weights its own logits are off by up to E from those computed in float32. Two logits may each be off by E, in either
-    program, so candidates closer than 2 E in float32 may change places. The test can fail: most choices are
-    farther apart than that.
+    How much "little" is, transformers says itself: bfloat16 has 8 bits of mantissa, and with the same bfloat16 weights
+    the distance between its two best logits is off by some E, at most, from what float32 gives. Both programs may be
+    off by that, each in its own direction. So candidates within 2 E of each other in float32 may change places, and no
+    others. The test can fail: most choices of the reference are clearer than that.
     """
     model = models(name)
-    count = 24 if name == "smollm2" else STREAMS
-    length = 12 if name == "smollm2" else 24
+    count, length = (24, 10) if name == "smollm2" else (STREAMS, 24)
     torch.set_num_threads(model.threads)
     half = copy.deepcopy(model.reference).to(torch.bfloat16)
     exact = copy.deepcopy(half).float()
-
     wanted = [greedy(half, prompt, length) for prompt in prompts(model, count, LONGEST_PROMPT, seed=6)]
     answers = native_together(
         serve(model, "--dtype", "bfloat16", "--chunked-prefill-size", "64"),
         [native(case, logprobs=False) for case in wanted],
     )
-    error, gaps, spread = 0.0, [], []
+    errors, distances, gaps = [], [], []
     for case, answer in zip(wanted, answers, strict=True):
+        rounded, true = (logits_along(one, case.prompt, case.tokens) for one in (half, exact))
+        best = true.topk(2)
+        distance = best.values[:, 0] - best.values[:, 1]
+        between = rounded.gather(1, best.indices)
+        errors += (between[:, 0] - between[:, 1] - distance).abs().tolist()
+        distances += distance.tolist()
         pairs = zip(case.tokens, answer["output_ids"], strict=True)
         split = next((index for index, (theirs, ours) in enumerate(pairs) if theirs != ours), None)
-        prefix = case.prompt + case.tokens[:split]
-        logits = logits_after(exact, prefix)
-        error = max(error, float((logits_after(half, prefix) - logits).abs().max()))
-        first, second = logits.topk(2).values.tolist()
-        spread.append(first - second)
         if split is not None:
-            gaps.append(float(logits.max() - logits[answer["output_ids"][split]]))
-    assert all(gap <= 2 * error for gap in gaps), (gaps, error)
-    assert sorted(spread)[len(spread) // 2] > 2 * error or len(gaps) > len(spread) // 2
+            gaps.append(float(true[split].max() - true[split, answer["output_ids"][split]]))
+    near = 2 * max(errors)
+    print("XX", name, near, (sum(e*e for e in errors)/len(errors))**0.5, sorted(distances)[len(distances)//2], gaps)
+    assert all(gap <= near for gap in gaps), (sorted(gaps), near)
+    assert sum(distance > near for distance in distances) > len(distances) / 2
     assert len(gaps) < len(wanted)
 
 

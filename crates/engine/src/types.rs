@@ -20,7 +20,7 @@ pub struct EngineRequest {
     pub stop_ids: Vec<i32>,
     /// How tokens are sampled; `seed` is always set, at random where the client gave none.
     pub sampling: SamplingParams,
-    /// Larger is sooner, under the priority policy.
+    /// Place in the queue, under the priority policies.
     pub priority: i32,
 }
 

@@ -104,6 +104,9 @@ impl Config {
             prefix_cache: self.prefix_cache,
             policy: match self.schedule_policy {
                 SchedulePolicy::Fcfs => Policy::Fcfs,
+                SchedulePolicy::Priority if self.schedule_low_priority_values_first => {
+                    Policy::PriorityAscending
+                }
                 SchedulePolicy::Priority => Policy::Priority,
             },
             lookahead: self.lookahead,

@@ -38,6 +38,8 @@ pub enum Policy {
     Fcfs,
     /// By priority, larger first, then by arrival.
     Priority,
+    /// By priority, smaller first, then by arrival.
+    PriorityAscending,
 }
 
 /// What the scheduler has to give.
@@ -270,6 +272,7 @@ impl Scheduler {
         let rank = match self.config.policy {
             Policy::Fcfs => 0,
             Policy::Priority => -i64::from(request.priority),
+            Policy::PriorityAscending => i64::from(request.priority),
         };
         let key = Key { rank, arrival: self.next_arrival };
         self.next_arrival += 1;

@@ -116,6 +116,7 @@ impl Harness {
         let rank = match self.config.policy {
             Policy::Fcfs => 0,
             Policy::Priority => -i64::from(request.priority),
+            Policy::PriorityAscending => i64::from(request.priority),
         };
         let client = Client {
             order: (rank, self.clients.len()),

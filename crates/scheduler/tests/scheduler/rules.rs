@@ -63,10 +63,13 @@ fn a_prefill_under_way_goes_before_new_ones_and_nobody_overtakes() {
 
 #[test]
 fn priority_counts_only_under_its_policy() {
-    for (policy, first) in [(Policy::Fcfs, 1), (Policy::Priority, 2)] {
+    for (policy, first) in
+        [(Policy::Fcfs, 1), (Policy::Priority, 2), (Policy::PriorityAscending, 3)]
+    {
         let mut harness = Harness::new(SchedulerConfig { policy, max_running: 1, ..config() }, 1);
         harness.submit(request(1, text(2), 2));
         harness.submit(Request { priority: 5, ..request(2, text(3), 2) });
+        harness.submit(Request { priority: -5, ..request(3, text(4), 2) });
         assert!(harness.plan());
         assert!(harness.clients[&first].resident);
         harness.drain();
