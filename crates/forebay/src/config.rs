@@ -56,14 +56,16 @@ impl Config {
         }
         let schedule = &flags.schedule;
         let running = schedule.max_running_requests;
-        let names = &flags.http.served_model_name;
+        let mut names = flags.http.served_model_name.clone();
+        if names.is_empty() {
+            names.push(model.name.clone());
+            // Clients that were set up for another engine call the model what the command line calls it.
+            names
+                .extend(flags.model_name().filter(|&typed| typed != model.name).map(str::to_owned));
+        }
         Ok(Self {
             model: model.name.clone(),
-            served_model_names: if names.is_empty() {
-                vec![model.name.clone()]
-            } else {
-                names.clone()
-            },
+            served_model_names: names,
             device: "cpu",
             dtype: dtype(flags.loading.dtype),
             load_format: match flags.loading.load_format {

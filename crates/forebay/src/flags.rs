@@ -41,6 +41,13 @@ pub(crate) struct ServeFlags {
     pub(crate) log: LogFlags,
 }
 
+impl ServeFlags {
+    /// The model as it was typed, in either spelling.
+    pub(crate) fn model_name(&self) -> Option<&str> {
+        self.model.as_deref().or(self.model_path.as_deref())
+    }
+}
+
 #[derive(Debug, Args)]
 #[command(next_help_heading = "HTTP")]
 pub(crate) struct HttpFlags {
@@ -50,7 +57,7 @@ pub(crate) struct HttpFlags {
     /// Port to listen on; 0 takes a free one.
     #[arg(long, default_value_t = 8000)]
     pub(crate) port: u16,
-    /// Names that requests may call the model by; the first is shown [default: the model's own].
+    /// Names that requests may call the model by; the first is shown [default: the model's own, and MODEL].
     #[arg(long, num_args = 1..)]
     pub(crate) served_model_name: Vec<String>,
     /// Clients must send `Authorization: Bearer KEY`.

@@ -28,7 +28,7 @@ const TEXT_QUEUE: usize = 1024;
 /// Serves until a signal, or until the engine ends.
 pub(crate) fn run(flags: &ServeFlags) -> Result<()> {
     let logs = logs::init(&flags.log)?;
-    let name = flags.model.as_ref().or(flags.model_path.as_ref()).context("no model named")?;
+    let name = flags.model_name().context("no model named")?;
     // Taken before minutes of downloads, so that a port in use is said at once.
     let listener = TcpListener::bind((flags.http.host.as_str(), flags.http.port))
         .with_context(|| format!("cannot listen on {}:{}", flags.http.host, flags.http.port))?;
@@ -66,7 +66,7 @@ pub(crate) fn run(flags: &ServeFlags) -> Result<()> {
 
     let info = ModelInfo {
         served_names: config.served_model_names.clone(),
-        root: name.clone(),
+        root: name.to_owned(),
         eos: model.eos_token_ids.clone().into(),
         defaults: match flags.loading.generation_config {
             GenerationConfig::Auto => defaults(&model),
