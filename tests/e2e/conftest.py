@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import pytest
+import torch
 
 from tests.e2e.models import Model, SmolLM2, TinyModel
 from tests.e2e.server import BINARY, RUNNING, Server
@@ -30,6 +31,8 @@ class Models(Protocol):
 @pytest.fixture(scope="session", autouse=True)
 def _set_up() -> None:
     assert BINARY.is_file(), "run `make build` first"
+    # One token at a time gains nothing from a second thread, and loses much to it when something else runs as well.
+    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")

@@ -64,7 +64,6 @@ def greedy(model: Any, prompt: list[int], count: int) -> Case:
 
 def clear_cases(model: Model, count: int, longest_prompt: int, output: range, seed: int) -> list[Case]:
     """`count` cases of mixed lengths in which no choice was between equals."""
-    torch.set_num_threads(model.threads)
     found: list[Case] = []
     lengths = list(output)
     for number, prompt in enumerate(prompts(model, 2 * count, longest_prompt, seed)):

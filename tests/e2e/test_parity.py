@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import math
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -180,13 +181,13 @@ def test_bfloat16_diverges_only_at_near_ties(name: str, models: Models, serve: S
     """In bfloat16 the first token that differs from transformers' is one between which and the other little lay.
 
     How much "little" is, transformers says itself: bfloat16 has 8 bits of mantissa, and with the same bfloat16 weights
-    the distance between its two best logits is off by some E, at most, from what float32 gives. Both programs may be
-    off by that, each in its own direction. So candidates within 2 E of each other in float32 may change places, and no
-    others. The test can fail: most choices of the reference are clearer than that.
+    the distance between its two best logits is off from what float32 gives, by s in the mean (about 0.04 for the tiny
+    model and 0.1 for SmolLM2, whose logits reach 30). Ours must be as good; the difference of two such errors deviates
+    by sqrt(2) s, and beyond four of those a divergence is no accident any more. The test can fail: most choices of the
+    reference are clearer than that.
     """
     model = models(name)
     count, length = (24, 10) if name == "smollm2" else (STREAMS, 24)
-    torch.set_num_threads(model.threads)
     half = copy.deepcopy(model.reference).to(torch.bfloat16)
     exact = copy.deepcopy(half).float()
     wanted = [greedy(half, prompt, length) for prompt in prompts(model, count, LONGEST_PROMPT, seed=6)]
@@ -206,8 +207,7 @@ def test_bfloat16_diverges_only_at_near_ties(name: str, models: Models, serve: S
         split = next((index for index, (theirs, ours) in enumerate(pairs) if theirs != ours), None)
         if split is not None:
             gaps.append(float(true[split].max() - true[split, answer["output_ids"][split]]))
-    near = 2 * max(errors)
-    print("XX", name, near, (sum(e*e for e in errors)/len(errors))**0.5, sorted(distances)[len(distances)//2], gaps)
+    near = 4 * math.sqrt(2 * sum(error**2 for error in errors) / len(errors))
     assert all(gap <= near for gap in gaps), (sorted(gaps), near)
     assert sum(distance > near for distance in distances) > len(distances) / 2
     assert len(gaps) < len(wanted)

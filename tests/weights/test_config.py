@@ -113,3 +113,11 @@ def test_token_ids() -> None:
     assert token_ids(None) == ()
     assert token_ids(7) == (7,)
     assert token_ids([7, 8]) == (7, 8)
+
+
+def test_yarn_lengthens_the_context() -> None:
+    """The published Qwen configs keep the trained length in `max_position_embeddings`."""
+    scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+    assert config(max_position_embeddings=64).longest_context == 64
+    for trained in (64, 256):
+        assert config(max_position_embeddings=trained, rope_scaling=scaling).longest_context == 256

@@ -61,7 +61,7 @@ def test_a_gguf_file_and_a_directory_with_one(tmp_path: Path) -> None:
     found = json.loads(done.stdout)
     assert (found["name"], found["format"], found["files"]) == ("tiny-Q8", "gguf", [str(path)])
     assert (found["bos_token"], found["eos_token"], found["eos_token_ids"]) == ("<s>", "</s>", [257])
-    assert (found["vocab_size"], found["max_position_embeddings"]) == (258, 128)
+    assert (found["vocab_size"], found["context_length"]) == (258, 128)
     assert found["chat_template"] is None
     assert Path(found["tokenizer"]).is_relative_to(cache)
     assert count_weights(found, ModelConfig.from_dict(found["config"])) == 20

@@ -44,7 +44,7 @@ pub(crate) struct Config {
 
 impl Config {
     pub(crate) fn resolve(flags: &ServeFlags, model: &Model) -> Result<Self> {
-        let longest = model.max_position_embeddings;
+        let longest = model.context_length;
         let context_length = flags.loading.context_length.unwrap_or(longest);
         if context_length > longest {
             bail!(

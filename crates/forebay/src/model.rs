@@ -25,7 +25,7 @@ pub(crate) struct Model {
     pub(crate) eos_token_ids: Vec<i32>,
     pub(crate) bos_token: Option<String>,
     pub(crate) eos_token: Option<String>,
-    pub(crate) max_position_embeddings: u32,
+    pub(crate) context_length: u32,
     pub(crate) vocab_size: u32,
 }
 

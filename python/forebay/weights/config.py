@@ -84,6 +84,15 @@ class ModelConfig:
             eos_token_ids=token_ids(d.get("eos_token_id")),
         )
 
+    @property
+    def longest_context(self) -> int:
+        """Positions that a request may use: with yarn more than `max_position_embeddings` may say, as in vLLM."""
+        scaling = self.rope_scaling or {}
+        if scaling.get("rope_type") != "yarn":
+            return self.max_position_embeddings
+        original = float(scaling.get("original_max_position_embeddings") or self.max_position_embeddings)
+        return max(self.max_position_embeddings, int(original * float(scaling["factor"])))
+
 
 def token_ids(value: Any) -> tuple[int, ...]:
     """A token id, a list of them or nothing, as the `eos_token_id` of the two config files may be."""

@@ -221,7 +221,7 @@ def _description(
         "eos_token_ids": sorted(set(eos)),
         "bos_token": bos_token,
         "eos_token": eos_token,
-        "max_position_embeddings": parsed.max_position_embeddings,
+        "context_length": parsed.longest_context,
         "vocab_size": parsed.vocab_size,
     }
 
