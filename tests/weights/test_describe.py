@@ -46,7 +46,7 @@ def test_a_directory(tmp_path: Path) -> None:
         "eos_token_ids": [256, 257],
         "bos_token": "<s>",
         "eos_token": "</s>",
-        "max_position_embeddings": 128,
+        "context_length": 128,
         "vocab_size": 258,
     }
     assert not (tmp_path / "cache").exists()
