@@ -58,7 +58,9 @@ def tiny(models: Models) -> Model:
     return models("llama")
 
 
-def _factory(folder: Path, stack: ExitStack) -> Serve:
+def server_factory(folder: Path, stack: ExitStack) -> Serve:
+    """Servers that log into `folder` and are killed when `stack` is closed."""
+
     def serve(model: Model, *flags: str, healthy: bool = True) -> Server:
         threads = ("--threads", str(model.threads))
         server = Server(model.path, *FLAGS, *threads, *flags, log=folder / f"server-{len(list(folder.iterdir()))}.log")
@@ -74,14 +76,14 @@ def _factory(folder: Path, stack: ExitStack) -> Serve:
 def serve(tmp_path: Path) -> Iterator[Serve]:
     """Servers for one test. They compute in float32 unless told otherwise."""
     with ExitStack() as stack:
-        yield _factory(tmp_path, stack)
+        yield server_factory(tmp_path, stack)
 
 
 @pytest.fixture(scope="module")
 def serve_for_module(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serve]:
     """Servers that the tests of a module share."""
     with ExitStack() as stack:
-        yield _factory(tmp_path_factory.mktemp("logs"), stack)
+        yield server_factory(tmp_path_factory.mktemp("logs"), stack)
 
 
 @pytest.hookimpl(wrapper=True)

