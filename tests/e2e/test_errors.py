@@ -32,7 +32,8 @@ IMAGE = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url":
 
 @pytest.fixture(scope="module")
 def server(serve_for_module: Serve, tiny: Model) -> Server:
-    return serve_for_module(tiny, "--served-model-name", "tiny", "--max-body-bytes", str(BODY_LIMIT))
+    limits = ("--max-body-bytes", str(BODY_LIMIT), "--receive-timeout", "15")
+    return serve_for_module(tiny, "--served-model-name", "tiny", *limits)
 
 
 def error(response: httpx2.Response, status: int) -> dict[str, Any]:

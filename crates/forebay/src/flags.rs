@@ -66,6 +66,9 @@ pub(crate) struct HttpFlags {
     /// Largest request body in bytes.
     #[arg(long, default_value_t = 64 << 20)]
     pub(crate) max_body_bytes: usize,
+    /// Seconds that a request's head, and then its body, may take to arrive; also how long an idle connection is kept.
+    #[arg(long, default_value = "60", value_parser = seconds)]
+    pub(crate) receive_timeout: Duration,
     /// Threads that parse requests and write streams.
     #[arg(long, default_value_t = 2, value_parser = clap::value_parser!(u16).range(1..=64))]
     pub(crate) http_threads: u16,

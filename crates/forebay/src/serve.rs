@@ -76,6 +76,8 @@ pub(crate) fn run(flags: &ServeFlags) -> Result<()> {
     let server = ServerConfig {
         api_key: flags.http.api_key.clone(),
         max_body_bytes: flags.http.max_body_bytes,
+        header_timeout: flags.http.receive_timeout,
+        body_timeout: flags.http.receive_timeout,
         drain_timeout: flags.http.drain_timeout,
         info: serde_json::to_value(&config)?,
         ..ServerConfig::default()

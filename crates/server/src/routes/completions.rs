@@ -129,7 +129,7 @@ impl ChoiceState {
             lists.tokens.push(sampled.text.clone());
             let mut likely = Map::new();
             for Candidate { text, logprob, .. } in top.into_iter().chain([sampled]) {
-                likely.entry(text).or_insert_with(|| Value::from(logprob));
+                likely.entry(text).or_insert_with(|| shortest(logprob));
             }
             lists.top_logprobs.push(likely);
         }
@@ -162,6 +162,11 @@ impl Encoder for CompletionEncoder {
     fn end(&mut self, tally: &Tally, out: &mut Vec<u8>) -> serde_json::Result<()> {
         self.chunks.usage(tally.usage(), out)
     }
+}
+
+/// The number with the digits that `token_logprobs` shows: a [`Value`] holds an f64, and widening adds some.
+fn shortest(value: f32) -> Value {
+    Value::from(value.to_string().parse().unwrap_or_else(|_| f64::from(value)))
 }
 
 #[cfg(test)]
