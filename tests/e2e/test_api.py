@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -432,3 +434,16 @@ def test_an_api_key_is_asked_for(serve: Serve, tiny: Model) -> None:
     assert answer.choices[0].finish_reason in ("length", "stop")
     assert "secret" not in server.http.get("/server_info", headers={"Authorization": "Bearer secret"}).text
     assert "secret" not in server.log()
+
+
+def test_dummy_weights(serve: Serve, tiny: Model, tmp_path: Path) -> None:
+    """A config and a tokenizer are enough, and the seed decides what is said."""
+    bare = tmp_path / "bare"
+    shutil.copytree(tiny.path, bare, ignore=shutil.ignore_patterns("*.safetensors*"))
+    said = []
+    for seed in ("1", "1", "2"):
+        server = serve(Model("dummy", bare, bare / "tokenizer.json"), "--load-format", "dummy", "--seed", seed)
+        body = {"text": "Rivers", "sampling_params": {"temperature": 0, "max_new_tokens": 12, "ignore_eos": True}}
+        said.append(server.ask("/generate", body)["output_ids"])
+        server.kill()
+    assert said[0] == said[1] != said[2]

@@ -234,3 +234,13 @@ def test_a_file_is_there_whole_or_not_at_all(tmp_path: Path) -> None:
     mask = os.umask(0)
     os.umask(mask)
     assert stat.S_IMODE(path.stat().st_mode) == 0o666 & ~mask
+
+
+def test_dummy_weights_need_no_files(tmp_path: Path) -> None:
+    directory = tiny_directory(tmp_path / "my-model", shards=2)
+    for shard in directory.glob("*.safetensors*"):
+        shard.unlink()
+    assert "no weights" in run_fetch(directory).stderr
+    done = run_fetch(directory, "--no-weights")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["files"] == []

@@ -92,7 +92,7 @@ pub(crate) struct ModelFlags {
     /// Use only what was downloaded before.
     #[arg(long)]
     pub(crate) offline: bool,
-    /// `dummy` fills the weights with random numbers.
+    /// `dummy` fills the weights with random numbers; config and tokenizer are enough then.
     #[arg(long, value_enum, default_value_t)]
     pub(crate) load_format: LoadFormat,
     /// Arithmetic; `auto` is bfloat16 where the processor computes it natively.

@@ -8,7 +8,7 @@ use anyhow::{Context, Result, bail};
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
-use crate::flags::ModelFlags;
+use crate::flags::{LoadFormat, ModelFlags};
 
 /// What `python -m forebay.weights.fetch` prints.
 #[derive(Debug, Clone, Deserialize, Serialize)]
@@ -57,6 +57,9 @@ pub(crate) fn fetch(python: &Path, name: &str, flags: &ModelFlags) -> Result<Mod
     }
     if flags.offline {
         command.arg("--offline");
+    }
+    if flags.load_format == LoadFormat::Dummy {
+        command.arg("--no-weights");
     }
     let output = command
         .stdin(Stdio::null())

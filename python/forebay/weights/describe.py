@@ -34,11 +34,11 @@ _REBUILD_VERSION = 1
 _KEY_BYTES = 32 << 20
 
 
-def describe_path(path: Path, cache: Path) -> dict[str, Any]:
-    """The model in a directory or a GGUF file. Raises ModelError."""
+def describe_path(path: Path, cache: Path, *, weights: bool = True) -> dict[str, Any]:
+    """The model in a directory or a GGUF file; without `weights` a directory needs none. Raises ModelError."""
     path = path.absolute()
     if path.is_dir():
-        return _describe_any_directory(path, cache)
+        return _describe_any_directory(path, cache, weights=weights)
     if not path.is_file():
         raise ModelError(f"{path} doesn't exist")
     if path.suffix == ".gguf":
@@ -48,14 +48,14 @@ def describe_path(path: Path, cache: Path) -> dict[str, Any]:
     raise ModelError(f"{path} is neither a directory nor a .gguf file")
 
 
-def describe_directory(directory: Path, name: str) -> dict[str, Any]:
+def describe_directory(directory: Path, name: str, *, weights: bool = True) -> dict[str, Any]:
     """The model in a directory in the layout of Hugging Face, with safetensors. Raises ModelError."""
     config = read_json(directory / "config.json")
     tokenizer = directory / "tokenizer.json"
     if not tokenizer.is_file():
         raise ModelError(f"{directory} has no tokenizer.json, the only form of tokenizer that is supported here")
     present = [entry.name for entry in directory.iterdir() if entry.is_file()]
-    weights = safetensors_names(present, directory)
+    files = safetensors_names(present, directory) if weights else []
     generation = read_json(directory / "generation_config.json", optional=True)
     tokenizer_config = read_json(directory / "tokenizer_config.json", optional=True)
     special = read_json(directory / "special_tokens_map.json", optional=True)
@@ -63,7 +63,8 @@ def describe_directory(directory: Path, name: str) -> dict[str, Any]:
     return _description(
         name=name,
         kind="safetensors",
-        files=[directory / weight for weight in weights],
+        directory=directory,
+        files=[directory / file for file in files],
         config=config,
         tokenizer=tokenizer,
         tokenizer_config=tokenizer_config,
@@ -86,6 +87,7 @@ def describe_gguf(files: list[Path], name: str, cache: Path) -> dict[str, Any]:
     return _description(
         name=name,
         kind="gguf",
+        directory=files[0].parent,
         files=files,
         config=facts["config"],
         tokenizer=tokenizer,
@@ -143,13 +145,13 @@ def _no_weights(names: list[str], directory: Path | None) -> list[str]:
     raise ModelError(f"{where} no weights: neither *.safetensors nor *.gguf")
 
 
-def _describe_any_directory(directory: Path, cache: Path) -> dict[str, Any]:
+def _describe_any_directory(directory: Path, cache: Path, *, weights: bool) -> dict[str, Any]:
     present = sorted(entry.name for entry in directory.iterdir() if entry.is_file())
     ggufs = [name for name in present if name.endswith(".gguf")]
     if any(name.endswith(".safetensors") for name in present) or not ggufs:
         if "config.json" not in present:
             raise ModelError(f"{directory} is no model: it has neither config.json nor a .gguf file")
-        return describe_directory(directory, directory.name)
+        return describe_directory(directory, directory.name, weights=weights)
     parts = gguf_parts(directory / ggufs[0])
     if {part.name for part in parts} != set(ggufs):
         raise ModelError(f"{directory} has several models, name one of them: {', '.join(ggufs)}")
@@ -197,6 +199,7 @@ def _description(
     *,
     name: str,
     kind: str,
+    directory: Path,
     files: list[Path],
     config: dict[str, Any],
     tokenizer: Path,
@@ -211,7 +214,7 @@ def _description(
     return {
         "name": name,
         "format": kind,
-        "directory": str(files[0].parent),
+        "directory": str(directory),
         "files": [str(file) for file in files],
         "config": config,
         "tokenizer": str(tokenizer),

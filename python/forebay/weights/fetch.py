@@ -25,15 +25,23 @@ __all__ = ["fetch", "main"]
 
 
 def fetch(
-    model: str, *, revision: str | None = None, cache_dir: str | Path | None = None, offline: bool = False
+    model: str,
+    *,
+    revision: str | None = None,
+    cache_dir: str | Path | None = None,
+    offline: bool = False,
+    weights: bool = True,
 ) -> dict[str, Any]:
-    """Finds or downloads `model`. Returns what the module prints. Raises ModelError."""
+    """Finds or downloads `model`, without its safetensors unless `weights`. Returns what the module prints.
+
+    Raises ModelError.
+    """
     cache = cache_directory(cache_dir)
     path = Path(model).expanduser()
     if model == embedded.NAME:
         return describe_gguf([embedded.find_or_download(cache, offline=offline)], embedded.TITLE, cache)
     if path.exists() or model.startswith((".", "/", "~")):
-        return describe_path(path, cache)
+        return describe_path(path, cache, weights=weights)
 
     from forebay.weights import hub
 
@@ -43,7 +51,7 @@ def fetch(
             f"{model!r} is neither a file or directory here, nor a model of the hub (org/name), nor {embedded.NAME!r}"
         )
     hub_cache = cache / "hub" if cache_dir is not None else None
-    return hub.describe_hub_model(named, cache, hub_cache=hub_cache, offline=offline)
+    return hub.describe_hub_model(named, cache, hub_cache=hub_cache, offline=offline, weights=weights)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -55,11 +63,18 @@ def main(arguments: list[str] | None = None) -> int:
         "--cache-dir", metavar="D", help="keep everything below D (default: the caches of Forebay and of the hub)"
     )
     parser.add_argument("--offline", action="store_true", help="use only what is on this machine")
+    parser.add_argument(
+        "--no-weights", action="store_true", help="for dummy weights: a GGUF file is needed all the same"
+    )
     options = parser.parse_args(arguments)
     try:
         with _only_errors():
             description = fetch(
-                options.model, revision=options.revision, cache_dir=options.cache_dir, offline=options.offline
+                options.model,
+                revision=options.revision,
+                cache_dir=options.cache_dir,
+                offline=options.offline,
+                weights=not options.no_weights,
             )
     except ModelError as error:
         print(f"error: {error}", file=sys.stderr)

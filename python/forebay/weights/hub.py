@@ -66,8 +66,10 @@ class HubModel:
         return cls(match["repository"], revision or match["revision"], match["file"], match["quant"])
 
 
-def describe_hub_model(model: HubModel, cache: Path, *, hub_cache: Path | None, offline: bool) -> dict[str, Any]:
-    """Downloads what is missing and describes the model. Raises ModelError.
+def describe_hub_model(
+    model: HubModel, cache: Path, *, hub_cache: Path | None, offline: bool, weights: bool = True
+) -> dict[str, Any]:
+    """Downloads what is missing, safetensors only if `weights`, and describes the model. Raises ModelError.
 
     `hub_cache` is a folder in the layout of `huggingface_hub`; None is the one that the environment names.
     """
@@ -79,7 +81,7 @@ def describe_hub_model(model: HubModel, cache: Path, *, hub_cache: Path | None, 
     snapshot = _Snapshot(model, hub_cache, offline=offline or constants.HF_HUB_OFFLINE)
     names = snapshot.names()
     try:
-        return _describe_snapshot(model, snapshot, names, cache)
+        return _describe_snapshot(model, snapshot, names, cache, weights=weights)
     except UnsupportedModelError:
         raise
     except ModelError as error:
@@ -90,19 +92,21 @@ def describe_hub_model(model: HubModel, cache: Path, *, hub_cache: Path | None, 
         ) from error
 
 
-def _describe_snapshot(model: HubModel, snapshot: _Snapshot, names: list[str], cache: Path) -> dict[str, Any]:
+def _describe_snapshot(
+    model: HubModel, snapshot: _Snapshot, names: list[str], cache: Path, *, weights: bool
+) -> dict[str, Any]:
     ggufs = _chosen_ggufs(model, names)
     if ggufs:
         directory = snapshot.download(ggufs)
         return describe_gguf(gguf_parts(directory / ggufs[0]), model.repository, cache)
-    weights = safetensors_names(names)
+    files = safetensors_names(names) if weights else []
     for needed in ("config.json", "tokenizer.json"):
         if needed not in names:
             raise ModelError(f"{model.repository} has no {needed}, without which its weights can't be used")
     # First what is small: a model that can't be run should say so before gigabytes are downloaded.
     ModelConfig.from_dict(read_json(snapshot.download(["config.json"]) / "config.json"))
     small = [name for name in _SMALL_FILES if name in names]
-    return describe_directory(snapshot.download(small + weights), model.repository)
+    return describe_directory(snapshot.download(small + files), model.repository, weights=weights)
 
 
 def _chosen_ggufs(model: HubModel, names: list[str]) -> list[str]:
