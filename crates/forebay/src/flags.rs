@@ -23,7 +23,7 @@ pub(crate) enum Command {
 
 #[derive(Debug, Args)]
 pub(crate) struct ServeFlags {
-    /// `smollm2` (the embedded default), a hub id (org/name[@revision]), a directory, or a .gguf file.
+    /// `smollm2` (the embedded default), a hub id (org/name or org/name@revision), a directory, or a .gguf file.
     #[arg(value_name = "MODEL", required_unless_present = "model_path")]
     pub(crate) model: Option<String>,
     /// The model, for those used to SGLang's spelling.

@@ -27,6 +27,9 @@ class Device(Protocol):
     def available_bytes(self) -> int:
         """Memory that can still be allocated."""
 
+    def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Zeroed memory for a long life and of any size; where the device can, it is taken as it is written."""
+
     def attention(self) -> AttentionBackend:
         """The attention implementation of this device."""
 

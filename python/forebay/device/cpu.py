@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import mmap
 import os
 import time
 from pathlib import Path
@@ -29,6 +31,13 @@ class CpuDevice:
 
     def available_bytes(self) -> int:
         return min(_host_available(), _cgroup_available())
+
+    def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        # torch.zeros writes its zeros: seconds for a pool of gigabytes, and all of it resident from the start. The
+        # kernel's own zero pages cost nothing until somebody writes there.
+        size = math.prod(shape) * dtype.itemsize
+        mapped = mmap.mmap(-1, max(1, size), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        return torch.frombuffer(mapped, dtype=dtype, count=math.prod(shape)).view(shape)
 
     def attention(self) -> AttentionBackend:
         return CpuAttention()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from forebay.attention.backend import LayerKV
+from forebay.device import Device
 from forebay.runner.config import ConfigError, RunnerConfig
 from forebay.weights.config import ModelConfig
 
@@ -38,14 +39,10 @@ def page_count(config: RunnerConfig, model: ModelConfig, available_bytes: int, w
 class KvPool:
     """Keys and values `[page_count, page_size, kv_heads, head_dim]` of every layer, zero until written."""
 
-    def __init__(
-        self, model: ModelConfig, pages: int, page_size: int, dtype: torch.dtype, device: torch.device
-    ) -> None:
+    def __init__(self, model: ModelConfig, pages: int, page_size: int, dtype: torch.dtype, device: Device) -> None:
         shape = (pages * page_size, model.num_key_value_heads, model.head_dim)
         self.page_count = pages
-        # Zeros of this size come from the kernel untouched: memory is taken when a page is first written.
         self.layers = [
-            LayerKV(torch.zeros(shape, dtype=dtype, device=device), torch.zeros(shape, dtype=dtype, device=device))
-            for _ in range(model.num_hidden_layers)
+            LayerKV(device.zeros(shape, dtype), device.zeros(shape, dtype)) for _ in range(model.num_hidden_layers)
         ]
         self.nbytes = pages * page_bytes(model, page_size, dtype)

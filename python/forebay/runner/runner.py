@@ -34,7 +34,7 @@ class ModelRunner:
         params = Parameters(config.dtype, self.device.torch_device)
         self.model = registry.build(self.model_config, params, self._attention, config.context_length)
         pages = page_count(config, self.model_config, available, params.nbytes)
-        self.kv = KvPool(self.model_config, pages, config.page_size, config.dtype, self.device.torch_device)
+        self.kv = KvPool(self.model_config, pages, config.page_size, config.dtype, self.device)
         self.tables = SlotTables(config, self.device)
         self._sampler = Sampler(self.tables, self.device)
         self._compute_ended_us = self.device.clock_us()

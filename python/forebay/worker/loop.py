@@ -65,9 +65,12 @@ def serve(connection: Connection) -> None:
 
 def _load(connection: Connection, config: dict[str, Any]) -> ModelRunner:
     started = time.monotonic()
-    # The brain and whoever else is on the machine want these processors too. OpenMP's threads spin at their barriers by
-    # default, and a step gets ten times as long when a spinning thread holds the processor that the late one needs.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    # The brain and whoever else is on the machine want these processors too. An OpenMP thread that spins at a barrier
+    # for as long as it does by default holds the processor that the late one needs, and a step gets many times as
+    # long; one that does not spin at all pays for a wake-up at each of a step's hundreds of barriers. This is some
+    # tenths of a millisecond of spinning, then sleep.
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", "20000")
     # Importing torch takes seconds: say so first.
     connection.send(encode_json(Kind.PROGRESS, {"stage": "pytorch", "done": 0, "total": 1}))
     from forebay.runner.config import RunnerConfig
