@@ -276,7 +276,8 @@ def test_a_body_over_the_limit_is_not_kept(server: Server) -> None:
 
     for found in (outcome(**{"Content-Length": str(100 * MEGABYTE + 12)}), outcome()):
         assert found is None or found["code"] == "body_too_large"
-    assert peak_memory(server.pid) - before < 4 * BODY_LIMIT
+    # Two bodies up to the limit, and what growing buffers and the allocator keep; far from 100 MB.
+    assert peak_memory(server.pid) - before < 10 * BODY_LIMIT
     # Only declared: the answer comes before a byte of the body is sent.
     with socket.create_connection(("127.0.0.1", server.port), timeout=30) as connection:
         connection.sendall(b"POST /generate HTTP/1.1\r\nHost: a\r\nContent-Length: 104857600\r\n\r\n")

@@ -4,6 +4,7 @@
 //! after an error, which is an event `data: {"error": ...}` of its own.
 
 use std::convert::Infallible;
+use std::io::{self, Write};
 use std::pin::Pin;
 use std::task::{Context, Poll};
 
@@ -15,6 +16,8 @@ use bytes::Bytes;
 use forebay_api::{ApiError, Streaming, Usage};
 use hyper::body::Frame;
 use serde::Serialize;
+use serde_json::Serializer;
+use serde_json::ser::Formatter;
 
 use crate::call::{Call, Tally};
 use crate::mailbox::{Delta, End};
@@ -35,10 +38,35 @@ pub(crate) trait Encoder: Send + Unpin + 'static {
     fn end(&mut self, tally: &Tally, out: &mut Vec<u8>) -> serde_json::Result<()>;
 }
 
+/// JSON without the characters that are line ends to Unicode but not to server-sent events: clients that cut streams with
+/// Python's `splitlines`, as httpx does, would cut an event at them.
+struct OneLine;
+
+impl Formatter for OneLine {
+    fn write_string_fragment<W: Write + ?Sized>(
+        &mut self,
+        writer: &mut W,
+        fragment: &str,
+    ) -> io::Result<()> {
+        let mut written = 0;
+        for (at, found) in fragment.match_indices(['\u{85}', '\u{2028}', '\u{2029}']) {
+            writer.write_all(&fragment.as_bytes()[written..at])?;
+            let code = found.chars().next().map_or(0, u32::from);
+            write!(writer, "\\u{code:04x}")?;
+            written = at + found.len();
+        }
+        writer.write_all(&fragment.as_bytes()[written..])
+    }
+}
+
+fn write_json<T: Serialize>(value: &T, out: &mut Vec<u8>) -> serde_json::Result<()> {
+    value.serialize(&mut Serializer::with_formatter(out, OneLine))
+}
+
 /// Appends an event.
 pub(crate) fn event<T: Serialize>(value: &T, out: &mut Vec<u8>) -> serde_json::Result<()> {
     out.extend_from_slice(b"data: ");
-    serde_json::to_writer(&mut *out, value)?;
+    write_json(value, out)?;
     out.extend_from_slice(b"\n\n");
     Ok(())
 }
@@ -80,7 +108,7 @@ impl Chunks {
         out: &mut Vec<u8>,
     ) -> serde_json::Result<()> {
         out.extend_from_slice(&self.head);
-        serde_json::to_writer(&mut *out, choice)?;
+        write_json(choice, out)?;
         let usage = self.streaming.continuous_usage.then(usage);
         self.tail(usage, out)
     }
@@ -196,6 +224,19 @@ mod tests {
         chunks.choice(&1, || Usage::new(1, 2, 0), &mut out).unwrap();
         chunks.usage(Usage::new(1, 3, 0), &mut out).unwrap();
         String::from_utf8(out).unwrap()
+    }
+
+    #[test]
+    fn an_event_is_one_line_by_any_definition() {
+        let text = "a\u{85}b\u{2028}\u{2029}c\n\u{1c}\u{b}é\u{1f600}";
+        let mut out = Vec::new();
+        event(&text, &mut out).unwrap();
+        let line = String::from_utf8(out).unwrap();
+        let body = line.strip_prefix("data: ").and_then(|l| l.strip_suffix("\n\n")).unwrap();
+        assert!(
+            !body.contains(['\u{85}', '\u{2028}', '\u{2029}']) && !body.contains(char::is_control)
+        );
+        assert_eq!(serde_json::from_str::<String>(body).unwrap(), text);
     }
 
     #[test]
