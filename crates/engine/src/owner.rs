@@ -426,7 +426,6 @@ impl Owner {
         let pool = pages.saturating_mul(self.config.page_size);
         info!(device = %facts.device, pages, seconds = facts.load_seconds, "hand ready");
         if self.scheduler.is_none() {
-            // One position of the pool is never written: the last sampled token needs no compute.
             let context_length = self.config.context_length.min(pool);
             if context_length < self.config.context_length {
                 warn!(context_length, "the KV pool is smaller than the context length");

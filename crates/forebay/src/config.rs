@@ -5,7 +5,7 @@ use forebay_engine::{EngineConfig, Policy};
 use serde::Serialize;
 use serde_json::{Map, Value, json};
 
-use crate::flags::{Dtype, SchedulePolicy, ServeFlags};
+use crate::flags::{Device, Dtype, LoadFormat, SchedulePolicy, ServeFlags};
 use crate::model::Model;
 
 /// Size of the arena; memory is used only where something is written.
@@ -66,11 +66,13 @@ impl Config {
         Ok(Self {
             model: model.name.clone(),
             served_model_names: names,
-            device: "cpu",
+            device: match flags.run.device {
+                Device::Cpu => "cpu",
+            },
             dtype: dtype(flags.loading.dtype),
             load_format: match flags.loading.load_format {
-                crate::flags::LoadFormat::Auto => "auto",
-                crate::flags::LoadFormat::Dummy => "dummy",
+                LoadFormat::Auto => "auto",
+                LoadFormat::Dummy => "dummy",
             },
             context_length,
             page_size: schedule.page_size,
