@@ -33,9 +33,10 @@ help: ## print this list
 	@echo 'Usage: make TARGET [NAME=VALUE ...]'
 	@echo
 	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/\1|\2/p' $(MAKEFILE_LIST) | \
-		while IFS='|' read -r name text; do printf '  %-12s %s\n' "$$name" "$$text"; done
+		while IFS='|' read -r name text; do printf '  %-15s %s\n' "$$name" "$$text"; done
 	@echo
 	@echo 'Variables: PYTHON=python3.12  MODEL=smollm2  ARGS="--port 8001"  PROFILE=fast|release  PYTEST_ARGS="-k word"'
+	@echo '           PEERS="vllm llama"  ROUNDS=3  STREAMS=64,1024 (of the bench targets)'
 
 # Set-up. A stamp is older than the lock file it was made from only when the lock file has changed.
 
@@ -67,8 +68,10 @@ $(STAMPS)/package: scripts/link_package.py $(STAMPS)/uv
 	@$(BIN)/python scripts/link_package.py
 	@touch $@
 
-build: setup ## build the binary: leaves .venv/bin/forebay (about 5 minutes on 2 cores the first time)
+build: setup ## build the binary and the CPU kernels: leaves .venv/bin/forebay (about 5 minutes on 2 cores the first time)
 	cargo build $(CARGO_FLAGS) --bin forebay
+	cargo build --locked --profile $(PROFILE) --lib --package forebay-kernels
+	@$(BIN)/python scripts/place_kernels.py $(TARGET_DIR)/$(PROFILE)
 	@test $(TARGET_DIR)/$(PROFILE)/forebay -ef $(BIN)/forebay || \
 		ln -f $(TARGET_DIR)/$(PROFILE)/forebay $(BIN)/forebay 2>/dev/null || \
 		cp -f $(TARGET_DIR)/$(PROFILE)/forebay $(BIN)/forebay
@@ -108,6 +111,8 @@ docs: ## build the Rust API documentation
 
 wheel: setup-dev ## build the wheel into dist/
 	rm -rf dist
+	cargo build --locked --profile $(WHEEL_PROFILE) --lib --package forebay-kernels
+	@$(BIN)/python scripts/place_kernels.py $(TARGET_DIR)/$(WHEEL_PROFILE)
 	$(BIN)/maturin build --locked --profile $(WHEEL_PROFILE) --out dist
 
 wheel-test: wheel ## install the wheel in an empty virtual environment and serve one request from it
@@ -121,6 +126,8 @@ lock: $(STAMPS)/uv ## pin requirements/*.in to *.txt again (UPGRADE=1: at the ne
 	@echo '==> requirements/model.txt'
 	@$(UV_LOCK) --no-deps requirements/model.in -o requirements/model.txt
 
+include benchmarks/bench.mk
+
 ci: ## what continuous integration runs
 	bash .ci/run
 
@@ -129,5 +136,5 @@ clean: ## remove what was built, but not .venv
 	rm -rf dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find python tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
-distclean: clean ## remove .venv too
-	rm -rf $(VENV)
+distclean: clean ## remove .venv and those of the benchmarks too
+	rm -rf $(VENV) $(BENCH_VENVS) benchmarks/.models benchmarks/.logs

@@ -16,10 +16,10 @@ fits() {
 }
 
 # Said now, and not after some gigabytes of downloads.
-command -v cargo >/dev/null || fail "no cargo on PATH: install a Rust toolchain, 1.88 or newer (https://rustup.rs)"
+command -v cargo >/dev/null || fail "no cargo on PATH: install a Rust toolchain, 1.89 or newer (https://rustup.rs)"
 rust=$(rustc --version | cut -d ' ' -f 2)
 minor=$(echo "$rust" | cut -d . -f 2)
-[ "$minor" -ge 88 ] || fail "Rust $rust is too old: 1.88 or newer is needed (rustup update stable)"
+[ "$minor" -ge 89 ] || fail "Rust $rust is too old: 1.89 or newer is needed (rustup update stable)"
 command -v cc >/dev/null || command -v gcc >/dev/null || command -v clang >/dev/null ||
     fail "no C compiler on PATH: install gcc or clang"
 

@@ -18,7 +18,13 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 START_SECONDS = 300
 STOP_SECONDS = 60
-PARTS = {"forebay/__init__.py", "forebay/__main__.py", "forebay/py.typed", "forebay/worker/__main__.py"}
+PARTS = {
+    "forebay/__init__.py",
+    "forebay/__main__.py",
+    "forebay/py.typed",
+    "forebay/worker/__main__.py",
+    "forebay/kernels/libforebay_kernels.so",
+}
 
 
 def check_contents(wheel: Path) -> None:

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy.typing as npt
 import torch
 
 from forebay.attention.backend import AttentionBackend
+
+if TYPE_CHECKING:
+    from forebay.layers.decoder import Decoder
+    from forebay.runner.compute import Compute
+    from forebay.runner.kv_pool import KvPool
+    from forebay.runner.slots import SlotTables
 
 
 class Device(Protocol):
@@ -32,6 +38,9 @@ class Device(Protocol):
 
     def attention(self) -> AttentionBackend:
         """The attention implementation of this device."""
+
+    def compute(self, model: Decoder, tables: SlotTables, kv: KvPool) -> Compute:
+        """How this device computes the rows of a model whose weights are loaded."""
 
     def upload(self, array: npt.NDArray[Any]) -> torch.Tensor:
         """A host array as a tensor of the device, which may share its memory until the end of the step."""

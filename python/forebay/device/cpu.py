@@ -14,6 +14,11 @@ import torch
 
 from forebay.attention.backend import AttentionBackend
 from forebay.attention.cpu import CpuAttention
+from forebay.kernels.compute import NativeCompute, native_wanted
+from forebay.layers.decoder import Decoder
+from forebay.runner.compute import Compute, TorchCompute
+from forebay.runner.kv_pool import KvPool
+from forebay.runner.slots import SlotTables
 
 
 class CpuDevice:
@@ -24,6 +29,7 @@ class CpuDevice:
 
     def __init__(self, threads: int | None) -> None:
         torch.set_num_threads(threads or physical_cores())
+        self._native = native_wanted()
 
     def check_dtype(self, dtype: torch.dtype) -> None:
         if dtype not in (torch.bfloat16, torch.float32):
@@ -41,6 +47,11 @@ class CpuDevice:
 
     def attention(self) -> AttentionBackend:
         return CpuAttention()
+
+    def compute(self, model: Decoder, tables: SlotTables, kv: KvPool) -> Compute:
+        if self._native and NativeCompute.supports(model):
+            return NativeCompute(model, tables, kv, torch.get_num_threads())
+        return TorchCompute(model, tables, kv, self)
 
     def upload(self, array: npt.NDArray[Any]) -> torch.Tensor:
         return torch.from_numpy(array)

@@ -43,11 +43,11 @@ class Attention:
             "k_proj": heads.keys * heads.dim,
             "v_proj": heads.keys * heads.dim,
         }
-        self._qkv = Linear(params, prefix, hidden, widths, qkv_bias)
-        self._output = Linear(params, prefix, heads.queries * heads.dim, {"o_proj": hidden}, output_bias)
-        self._norms = None
+        self.qkv = Linear(params, prefix, hidden, widths, qkv_bias)
+        self.output = Linear(params, prefix, heads.queries * heads.dim, {"o_proj": hidden}, output_bias)
+        self.norms = None
         if qk_norm_eps is not None:
-            self._norms = (
+            self.norms = (
                 RMSNorm(params, f"{prefix}.q_norm", heads.dim, qk_norm_eps),
                 RMSNorm(params, f"{prefix}.k_norm", heads.dim, qk_norm_eps),
             )
@@ -57,13 +57,13 @@ class Attention:
     ) -> torch.Tensor:
         """x is [tokens, hidden]."""
         queries, keys = self._heads.queries, self._heads.keys
-        qkv = self._qkv(x).view(x.shape[0], queries + 2 * keys, self._heads.dim)
+        qkv = self.qkv(x).view(x.shape[0], queries + 2 * keys, self._heads.dim)
         v = qkv[:, queries + keys :]
-        if self._norms is None:
+        if self.norms is None:
             rotated = rotate(qkv[:, : queries + keys], rotation)
             q, k = rotated[:, :queries], rotated[:, queries:]
         else:
-            q_norm, k_norm = self._norms
+            q_norm, k_norm = self.norms
             q = rotate(q_norm(qkv[:, :queries]), rotation)
             k = rotate(k_norm(qkv[:, queries : queries + keys]), rotation)
-        return self._output(backend.attend(q, k, v, kv, step))
+        return self.output(backend.attend(q, k, v, kv, step))

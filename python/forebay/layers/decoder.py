@@ -33,16 +33,16 @@ class Block:
     """One decoder layer: `x + attention(norm(x))`, then `x + mlp(norm(x))`."""
 
     def __init__(self, attention: Attention, mlp: SwiGLU, input_norm: RMSNorm, post_norm: RMSNorm) -> None:
-        self._attention = attention
-        self._mlp = mlp
-        self._input_norm = input_norm
-        self._post_norm = post_norm
+        self.attention = attention
+        self.mlp = mlp
+        self.input_norm = input_norm
+        self.post_norm = post_norm
 
     def __call__(
         self, x: torch.Tensor, rotation: Rotation, kv: LayerKV, step: Any, backend: AttentionBackend
     ) -> torch.Tensor:
-        x = x.add_(self._attention(self._input_norm(x), rotation, kv, step, backend))
-        return x.add_(self._mlp(self._post_norm(x)))
+        x = x.add_(self.attention(self.input_norm(x), rotation, kv, step, backend))
+        return x.add_(self.mlp(self.post_norm(x)))
 
 
 class Decoder:
@@ -54,17 +54,17 @@ class Decoder:
         hidden, vocabulary = config.hidden_size, config.vocab_size
         self.config = config
         self.params = params
-        self._backend = backend
-        self._blocks = blocks
-        self._embedding = params.tensor((vocabulary, hidden), {"model.embed_tokens.weight": vocabulary})
-        self._norm = RMSNorm(params, "model.norm", hidden, config.rms_norm_eps)
+        self.backend = backend
+        self.blocks = blocks
+        self.embedding = params.tensor((vocabulary, hidden), {"model.embed_tokens.weight": vocabulary})
+        self.norm = RMSNorm(params, "model.norm", hidden, config.rms_norm_eps)
         if config.tie_word_embeddings:
             # Checkpoints that were saved with the tie spelled out carry the same matrix twice.
             params.skip("lm_head.weight")
-            self._head = self._embedding
+            self.head = self.embedding
         else:
-            self._head = params.tensor((vocabulary, hidden), {"lm_head.weight": vocabulary})
-        self._rotary = Rotary(
+            self.head = params.tensor((vocabulary, hidden), {"lm_head.weight": vocabulary})
+        self.rotary = Rotary(
             config.head_dim,
             config.rope_theta,
             config.rope_scaling,
@@ -79,12 +79,12 @@ class Decoder:
 
     def __call__(self, step: Forward) -> torch.Tensor:
         """Computes the step's positions; gives float32 logits [s, vocabulary] of the sampled ones."""
-        x = F.embedding(step.tokens, self._embedding)
-        rotation = self._rotary(step.positions)
-        for block, kv in zip(self._blocks, step.kv, strict=True):
-            x = block(x, rotation, kv, step.attention, self._backend)
-        x = self._norm(x.index_select(0, step.sampled))
-        return F.linear(x, self._head).float()
+        x = F.embedding(step.tokens, self.embedding)
+        rotation = self.rotary(step.positions)
+        for block, kv in zip(self.blocks, step.kv, strict=True):
+            x = block(x, rotation, kv, step.attention, self.backend)
+        x = self.norm(x.index_select(0, step.sampled))
+        return F.linear(x, self.head).float()
 
 
 def gated_block(config: ModelConfig, params: Parameters, index: int, *, qk_norm: bool) -> Block:

@@ -13,9 +13,9 @@ class SwiGLU:
     """`down(silu(gate(x)) * up(x))`; x is [tokens, hidden]."""
 
     def __init__(self, params: Parameters, prefix: str, hidden: int, intermediate: int, bias: bool) -> None:
-        self._gate_up = Linear(params, prefix, hidden, {"gate_proj": intermediate, "up_proj": intermediate}, bias)
-        self._down = Linear(params, prefix, intermediate, {"down_proj": hidden}, bias)
+        self.gate_up = Linear(params, prefix, hidden, {"gate_proj": intermediate, "up_proj": intermediate}, bias)
+        self.down = Linear(params, prefix, intermediate, {"down_proj": hidden}, bias)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        gate, up = self._gate_up(x).chunk(2, dim=-1)
-        return self._down(F.silu(gate).mul_(up))
+        gate, up = self.gate_up(x).chunk(2, dim=-1)
+        return self.down(F.silu(gate).mul_(up))

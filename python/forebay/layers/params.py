@@ -66,6 +66,10 @@ class Parameters:
         if missing:
             raise WeightError(f"the checkpoint lacks {len(missing)} of {total} weights, the first is {min(missing)}")
 
+    def forget(self) -> None:
+        """Lets go of the tensors: whoever holds them decides how long they live. Nothing can be loaded afterwards."""
+        self._targets.clear()
+
     def randomise(self, seed: int, report: Report) -> None:
         """Fills every weight from `seed`: norms around one, the rest around zero and small."""
         generator = torch.Generator().manual_seed(seed)

@@ -36,13 +36,19 @@ class Rotary:
 
     def __call__(self, positions: torch.Tensor) -> Rotation:
         """Angles of `positions`, int64 [tokens]; the trigonometry is done in float32."""
+        cos, sin = self._angles(positions)
+        return Rotation(torch.cat((cos, cos), dim=-1)[:, None], torch.cat((-sin, sin), dim=-1)[:, None])
+
+    def table(self, positions: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosine and sine of the first `positions`, float32 [positions, head_dim / 2], rounded to the dtype."""
+        cos, sin = self._angles(torch.arange(positions, device=self._frequencies.device))
+        return cos.float().contiguous(), sin.float().contiguous()
+
+    def _angles(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         angles = positions[:, None].float() * self._frequencies
         cos = angles.cos() * self.attention_factor
         sin = angles.sin() * self.attention_factor
-        return Rotation(
-            torch.cat((cos, cos), dim=-1).to(self._dtype)[:, None],
-            torch.cat((-sin, sin), dim=-1).to(self._dtype)[:, None],
-        )
+        return cos.to(self._dtype), sin.to(self._dtype)
 
 
 def rotate(x: torch.Tensor, rotation: Rotation) -> torch.Tensor:

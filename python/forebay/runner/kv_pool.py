@@ -42,6 +42,8 @@ class KvPool:
     def __init__(self, model: ModelConfig, pages: int, page_size: int, dtype: torch.dtype, device: Device) -> None:
         shape = (pages * page_size, model.num_key_value_heads, model.head_dim)
         self.page_count = pages
+        self.page_size = page_size
+        self.dtype = dtype
         self.layers = [
             LayerKV(device.zeros(shape, dtype), device.zeros(shape, dtype)) for _ in range(model.num_hidden_layers)
         ]

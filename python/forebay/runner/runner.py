@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+from functools import cached_property
+
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from forebay.attention.backend import Batch
 from forebay.device import open_device
-from forebay.layers.decoder import Forward
 from forebay.layers.params import Parameters, Report
 from forebay.models import registry
+from forebay.runner.compute import Compute, Rows
 from forebay.runner.config import RunnerConfig
 from forebay.runner.kv_pool import KvPool, page_count
-from forebay.runner.sampler import Sampled, Sampler
-from forebay.runner.slots import Int64s, PlanError, SlotTables, ragged
+from forebay.runner.sampler import Sampled, Sampler, plain
+from forebay.runner.slots import Int64s, PlanError, SlotTables
 from forebay.weights.load import iter_weights
 from forebay.worker.wire import FLAG_SAMPLE, ROW_NOT_FINITE, ROW_OK, Int32s, Plan, SlotWord, StepResult
 
@@ -30,9 +31,8 @@ class ModelRunner:
         self.model_config = config.model_config
         self._arena = np.zeros(0, np.uint8) if arena is None else arena
         available = self.device.available_bytes()
-        self._attention = self.device.attention()
         params = Parameters(config.dtype, self.device.torch_device)
-        self.model = registry.build(self.model_config, params, self._attention, config.context_length)
+        self.model = registry.build(self.model_config, params, self.device.attention(), config.context_length)
         pages = page_count(config, self.model_config, available, params.nbytes)
         self.kv = KvPool(self.model_config, pages, config.page_size, config.dtype, self.device)
         self.tables = SlotTables(config, self.device)
@@ -84,24 +84,30 @@ class ModelRunner:
         self.tables.apply(plan, self._arena)
         result = StepResult(step=plan.step, row_errors=np.full(len(plan.rows), ROW_OK, np.int32))
         if len(plan.rows):
-            self._compute(plan.rows, result)
+            self._compute_rows(plan.rows, result)
         ended = self.device.clock_us()
         result.timing = np.array([ended - started, started - self._compute_ended_us], np.int32)
         self._compute_ended_us = ended
         return result
 
-    def _compute(self, rows: Int32s, result: StepResult) -> None:
-        slot, start, length, flags = rows.T.astype(np.int64)
+    def _compute_rows(self, planned: Int32s, result: StepResult) -> None:
+        slot, start, length, flags = planned.T.astype(np.int64)
         self._check_rows(slot, start, length)
-        logits = self._forward(slot, start, length, flags)
-        sampling = np.flatnonzero(flags & FLAG_SAMPLE)
-        if not len(sampling):
-            return
-        slots, positions = slot[sampling], start[sampling] + length[sampling]
-        sampled = self._sampler.sample(logits, slots, positions)
-        entries = self.device.upload(slots * self.tables.stride + positions)
-        self.tables.token_pool.view(-1).index_copy_(0, entries, sampled.tokens)
-        self._report(sampled, sampling, result)
+        rows = Rows(slot, start, length, np.flatnonzero(flags & FLAG_SAMPLE))
+        slots, positions = slot[rows.sampling], (start + length)[rows.sampling]
+        if self.tables.plain[slots].all():
+            sampled = plain(*self._compute.greedy(rows))
+        else:
+            sampled = self._sampler.sample(self._compute.logits(rows), slots, positions)
+        if len(slots):
+            entries = self.device.upload(slots * self.tables.stride + positions)
+            self.tables.token_pool.view(-1).index_copy_(0, entries, sampled.tokens)
+            self._report(sampled, rows.sampling, result)
+
+    @cached_property
+    def _compute(self) -> Compute:
+        """Made at the first step, when the weights are there: it may put them into another order."""
+        return self.device.compute(self.model, self.tables, self.kv)
 
     def _report(self, sampled: Sampled, rows: Int64s, result: StepResult) -> None:
         result.tokens = self.device.download(sampled.tokens)
@@ -109,32 +115,6 @@ class ModelRunner:
         if sampled.logprobs is not None:
             columns = sampled.logprobs.columns(self.device)
             result.logprob_counts, result.logprob_ids, result.logprob_values = columns
-
-    def _forward(self, slot: Int64s, start: Int64s, length: Int64s, flags: Int64s) -> torch.Tensor:
-        """Logits of the sampled rows [s, vocabulary], in row order."""
-        order = self._attention.order(length, start + length)
-        row_slot, row_start, row_length = slot[order], start[order], length[order]
-        offset = np.cumsum(row_length) - row_length
-        positions = ragged(row_start, row_length)
-        token_slot = np.repeat(row_slot, row_length)
-
-        tables, page_size = self.tables, self.config.page_size
-        upload = self.device.upload
-        page_entries = upload(token_slot * tables.pages_per_slot + positions // page_size)
-        pages = tables.page_table.view(-1).index_select(0, page_entries)
-        writes = pages.long() * page_size + upload(positions % page_size)
-        batch = Batch(row_start, row_length, offset, row_slot, tables.page_table, page_size, writes)
-
-        last = np.empty_like(offset)
-        last[order] = offset + row_length - 1
-        step = Forward(
-            tokens=tables.token_pool.view(-1).index_select(0, upload(token_slot * tables.stride + positions)),
-            positions=upload(positions),
-            sampled=upload(last[flags & FLAG_SAMPLE != 0]),
-            attention=self._attention.prepare(batch, self.config.dtype),
-            kv=self.kv.layers,
-        )
-        return self.model(step)
 
     def _check_rows(self, slot: Int64s, start: Int64s, length: Int64s) -> None:
         """Raises `PlanError` for rows outside the tables, which would read or write another slot's memory."""

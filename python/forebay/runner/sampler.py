@@ -10,6 +10,7 @@ import numpy.typing as npt
 import torch
 
 from forebay.device import Device
+from forebay.runner.compute import finite_rows
 from forebay.runner.slots import Int64s, SlotTables, penalised, ragged
 from forebay.runner.uniform import uniform
 from forebay.worker.wire import Float32s, Int32s, SlotFloat
@@ -42,6 +43,11 @@ class Logprobs:
         return self.counts, ids[self.wanted].astype(np.int32), values[self.wanted]
 
 
+def plain(tokens: torch.Tensor, finite: torch.Tensor) -> Sampled:
+    """What greedy rows that ask for nothing else sampled."""
+    return Sampled(_where_finite(finite, tokens), finite, None)
+
+
 class Sampler:
     """Samples rows by the parameters in the slot tables."""
 
@@ -51,10 +57,7 @@ class Sampler:
 
     def sample(self, logits: torch.Tensor, slots: Int64s, positions: Int64s) -> Sampled:
         """Tokens for `positions` [s] of `slots` [s] from float32 logits [s, vocabulary]."""
-        # A sum is finite exactly when all terms are, short of logits near the largest float, and one quick pass.
-        finite = logits.sum(dim=-1).isfinite()
-        if self._tables.plain[slots].all():
-            return Sampled(_where_finite(finite, logits.argmax(dim=-1)), finite, None)
+        finite = finite_rows(logits)
         adjusted = self._adjust(logits, slots, positions)
         drawn = self._tables.floats[slots, SlotFloat.TEMPERATURE] > 0
         if drawn.all():

@@ -1,0 +1,68 @@
+//! The types that weights, activations and pages have.
+
+/// A bfloat16 number as its bits.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+#[repr(transparent)]
+pub(crate) struct Bf16(pub(crate) u16);
+
+/// A number in memory; arithmetic is done in `f32`.
+pub(crate) trait Element: Copy + Default + Send + Sync + 'static {
+    /// Neighbours along the inner dimension that lie side by side in a packed panel, as the dot product instruction wants them.
+    const PAIR: usize;
+    /// Exact.
+    fn to_f32(self) -> f32;
+    /// To the nearest, ties to even.
+    fn from_f32(value: f32) -> Self;
+}
+
+impl Element for f32 {
+    const PAIR: usize = 1;
+    #[inline(always)]
+    fn to_f32(self) -> f32 {
+        self
+    }
+    #[inline(always)]
+    fn from_f32(value: f32) -> Self {
+        value
+    }
+}
+
+impl Element for Bf16 {
+    const PAIR: usize = 2;
+    #[inline(always)]
+    fn to_f32(self) -> f32 {
+        f32::from_bits(u32::from(self.0) << 16)
+    }
+    #[inline(always)]
+    fn from_f32(value: f32) -> Self {
+        let bits = value.to_bits();
+        let rounded = bits.wrapping_add(0x7fff + ((bits >> 16) & 1)) >> 16;
+        // Rounding could carry a not-a-number over to infinity or zero.
+        Self(if value.is_nan() { (bits >> 16) | 0x40 } else { rounded } as u16)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn bfloat16_rounds_to_nearest_even_and_keeps_specials() {
+        for (value, bits) in [
+            (1.0, 0x3f80),
+            (-2.5, 0xc020),
+            (1.0 + 1.0 / 256.0, 0x3f80),
+            (1.0 + 3.0 / 256.0, 0x3f82),
+            (f32::INFINITY, 0x7f80),
+            (f32::MAX, 0x7f80),
+            (0.0, 0),
+        ] {
+            assert_eq!(Bf16::from_f32(value).0, bits, "{value}");
+        }
+        assert!(Bf16::from_f32(f32::from_bits(0x7f80_0001)).to_f32().is_nan());
+        for bits in 0..=u16::MAX {
+            let value = Bf16(bits).to_f32();
+            assert!(value.is_nan() || Bf16::from_f32(value).0 == bits);
+        }
+    }
+}

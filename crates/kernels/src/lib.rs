@@ -1,0 +1,270 @@
+//! CPU kernels behind a C interface, loaded by the hand.
+//!
+//! A decoder is described once (`fb_model_new`) and then computed a step a call (`fb_step`): embedding, layers and head, with paged
+//! attention for prompt chunks and decode rows alike. One call a step, because what a step costs beside its arithmetic is the crossing
+//! of boundaries: a few microseconds for each of hundreds of operators would be most of a small model's step.
+//!
+//! Inside: `tile` holds the innermost loops for each kind of processor, `pack` the order of weights that they read, `matmul` and
+//! `attention` what is built of them, `model` the list of a step's parts, `team` the threads.
+//!
+//! Every result is computed by one thread in an order that depends on its own row only. So tokens do not change with the batch, the
+//! chunking or the number of threads.
+#![expect(unsafe_code, reason = "a C interface to vector instructions")]
+
+mod attention;
+mod element;
+mod math;
+mod matmul;
+mod model;
+mod pack;
+mod team;
+mod tile;
+
+use std::ffi::{CStr, c_char};
+
+use crate::element::{Bf16, Element};
+use crate::model::{Model, Step, StepError};
+use crate::team::{Member, Team};
+use crate::tile::{Kernel, Plain};
+
+pub use crate::model::{LayerSpec, ModelSpec, StepSpec};
+pub use crate::team::TeamSpec;
+
+/// The interface's version: a caller that was made for another one must not call.
+const VERSION: u32 = 1;
+
+/// A decoder of either type.
+pub struct AnyModel(Typed);
+
+enum Typed {
+    Float32(Model<f32>),
+    Bfloat16(Model<Bf16>),
+}
+
+/// What this processor can do, best first.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Level {
+    #[cfg(target_arch = "x86_64")]
+    Avx512Bf16,
+    #[cfg(target_arch = "x86_64")]
+    Avx512,
+    #[cfg(target_arch = "x86_64")]
+    Avx2,
+    Baseline,
+}
+
+impl Level {
+    fn detect() -> Self {
+        #[cfg(target_arch = "x86_64")]
+        {
+            if is_x86_feature_detected!("avx512bw") && is_x86_feature_detected!("avx512dq") {
+                if is_x86_feature_detected!("avx512bf16") {
+                    return Self::Avx512Bf16;
+                }
+                return Self::Avx512;
+            }
+            if is_x86_feature_detected!("avx2") {
+                return Self::Avx2;
+            }
+        }
+        Self::Baseline
+    }
+
+    fn name(self) -> &'static CStr {
+        match self {
+            #[cfg(target_arch = "x86_64")]
+            Self::Avx512Bf16 => c"avx512bf16",
+            #[cfg(target_arch = "x86_64")]
+            Self::Avx512 => c"avx512",
+            #[cfg(target_arch = "x86_64")]
+            Self::Avx2 => c"avx2",
+            Self::Baseline => c"baseline",
+        }
+    }
+}
+
+/// The body of a member, compiled for one kind of processor: everything it calls is inlined into it, so that plain loops become that
+/// processor's vectors too.
+macro_rules! bodies {
+    ($($(#[$attribute:meta])* $name:ident: $element:ty, $kernel:ty;)*) => {
+        $(
+            $(#[$attribute])*
+            unsafe fn $name(step: &Step<'_, $element>, member: &Member<'_>) {
+                // SAFETY: the caller detected the features.
+                unsafe { step.compute::<$kernel>(member) }
+            }
+        )*
+    };
+}
+
+bodies! {
+    baseline_f32: f32, Plain;
+    baseline_bf16: Bf16, Plain;
+}
+#[cfg(target_arch = "x86_64")]
+bodies! {
+    #[target_feature(enable = "avx2")]
+    avx2_f32: f32, Plain;
+    #[target_feature(enable = "avx2")]
+    avx2_bf16: Bf16, Plain;
+    #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
+    avx512_f32: f32, tile::Avx512;
+    #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
+    avx512_bf16: Bf16, Plain;
+    #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16")]
+    avx512bf16_bf16: Bf16, tile::Avx512Bf16;
+}
+
+type Body<E> = unsafe fn(&Step<'_, E>, &Member<'_>);
+
+fn body_f32(level: Level) -> Body<f32> {
+    match level {
+        #[cfg(target_arch = "x86_64")]
+        Level::Avx512Bf16 | Level::Avx512 => avx512_f32,
+        #[cfg(target_arch = "x86_64")]
+        Level::Avx2 => avx2_f32,
+        Level::Baseline => baseline_f32,
+    }
+}
+
+fn body_bf16(level: Level) -> Body<Bf16> {
+    match level {
+        #[cfg(target_arch = "x86_64")]
+        Level::Avx512Bf16 => avx512bf16_bf16,
+        #[cfg(target_arch = "x86_64")]
+        Level::Avx512 => avx512_bf16,
+        #[cfg(target_arch = "x86_64")]
+        Level::Avx2 => avx2_bf16,
+        Level::Baseline => baseline_bf16,
+    }
+}
+
+unsafe fn compute<E: Element>(
+    model: &mut Model<E>,
+    step: &StepSpec,
+    body: Body<E>,
+) -> Result<(), StepError> {
+    let run = |team: &Team, view: &Step<'_, E>| {
+        // SAFETY: once a member; `body` fits the processor.
+        team.run(|member| unsafe { body(view, &member) });
+    };
+    // SAFETY: the caller's description.
+    unsafe { model.step(step, run) }
+}
+
+/// [`VERSION`].
+#[unsafe(no_mangle)]
+pub extern "C" fn fb_version() -> u32 {
+    VERSION
+}
+
+/// The instructions in use: avx512bf16, avx512, avx2 or baseline.
+#[unsafe(no_mangle)]
+pub extern "C" fn fb_level() -> *const c_char {
+    Level::detect().name().as_ptr()
+}
+
+/// Elements of a packed matrix of `outputs` and `inputs`. `interleaved` as in [`fb_pack`].
+#[unsafe(no_mangle)]
+pub extern "C" fn fb_packed_len(outputs: usize, inputs: usize, interleaved: bool) -> usize {
+    pack::packed_len(pack::padded_outputs(outputs, interleaved), inputs)
+}
+
+/// Packs `source` `[outputs, inputs]`, `inputs` even; `dtype` as in [`ModelSpec`]. `interleaved`: the first half of the outputs gate the second.
+///
+/// # Safety
+/// `source` is a whole matrix, `packed` has room for [`fb_packed_len`] elements.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn fb_pack(
+    dtype: u32,
+    source: *const u8,
+    outputs: usize,
+    inputs: usize,
+    interleaved: bool,
+    packed: *mut u8,
+) {
+    unsafe fn typed<E: Element, K: Kernel<E>>(
+        source: *const u8,
+        (outputs, inputs, interleaved): (usize, usize, bool),
+        packed: *mut u8,
+    ) {
+        let length = fb_packed_len(outputs, inputs, interleaved);
+        // SAFETY: the caller's description; `K` fits the processor.
+        unsafe {
+            let source = std::slice::from_raw_parts(source.cast::<E>(), outputs * inputs);
+            let packed = std::slice::from_raw_parts_mut(packed.cast::<E>(), length);
+            pack::pack::<E, K>(source, outputs, inputs, interleaved, packed);
+        }
+    }
+    let shape = (outputs, inputs, interleaved);
+    // SAFETY: the caller's description; kernels fit the processor.
+    unsafe {
+        match (dtype, Level::detect()) {
+            #[cfg(target_arch = "x86_64")]
+            (0, Level::Avx512 | Level::Avx512Bf16) => {
+                typed::<f32, tile::Avx512>(source, shape, packed)
+            }
+            #[cfg(target_arch = "x86_64")]
+            (1, Level::Avx512Bf16) => typed::<Bf16, tile::Avx512Bf16>(source, shape, packed),
+            (0, _) => typed::<f32, Plain>(source, shape, packed),
+            _ => typed::<Bf16, Plain>(source, shape, packed),
+        }
+    }
+}
+
+/// A decoder that computes with `spec.threads` threads; null if an inner dimension is odd, which the kernels cannot do.
+///
+/// # Safety
+/// `spec` and `team` describe what is there; everything but the descriptions themselves stays until [`fb_model_free`].
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn fb_model_new(
+    spec: *const ModelSpec,
+    team: *const TeamSpec,
+) -> *mut AnyModel {
+    // SAFETY: the caller's descriptions.
+    let (spec, team) = unsafe { (&*spec, &*team) };
+    if !spec.is_even() {
+        return std::ptr::null_mut();
+    }
+    let team = Team { threads: spec.threads.max(1) as usize, open_mp: team.open_mp() };
+    // SAFETY: the caller's description.
+    let model = unsafe {
+        match spec.dtype {
+            0 => Typed::Float32(Model::new(spec, team)),
+            _ => Typed::Bfloat16(Model::new(spec, team)),
+        }
+    };
+    Box::into_raw(Box::new(AnyModel(model)))
+}
+
+/// Frees a model; null is nothing.
+///
+/// # Safety
+/// `model` is of [`fb_model_new`] and not used again.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn fb_model_free(model: *mut AnyModel) {
+    if !model.is_null() {
+        // SAFETY: the caller's word.
+        drop(unsafe { Box::from_raw(model) });
+    }
+}
+
+/// Computes a step. 0, or why not: 1 a page that is not there, 2 a token that is not of the vocabulary.
+///
+/// # Safety
+/// `model` is of [`fb_model_new`] and computes nothing else; `step` describes what is there, with rows inside the tables.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn fb_step(model: *mut AnyModel, step: *const StepSpec) -> i32 {
+    let level = Level::detect();
+    // SAFETY: the caller's description; bodies fit the processor.
+    let result = unsafe {
+        match &mut (*model).0 {
+            Typed::Float32(model) => compute(model, &*step, body_f32(level)),
+            Typed::Bfloat16(model) => compute(model, &*step, body_bf16(level)),
+        }
+    };
+    match result {
+        Ok(()) => 0,
+        Err(error) => error as i32,
+    }
+}

@@ -1,0 +1,104 @@
+//! Weights in the order in which the matrix kernels read them.
+//!
+//! A matrix `[n, k]` becomes panels of [`NR`] outputs: panel `p` holds, for each group of `PAIR` inner positions, the group's values of
+//! outputs `p * NR ..`, so that one vector load brings one group of many outputs (Goto & van de Geijn 2008).
+
+use crate::element::Element;
+use crate::tile::Kernel;
+
+/// Outputs a panel.
+pub(crate) const NR: usize = 32;
+/// Outputs of each of the two halves of an interleaved panel.
+pub(crate) const HALF: usize = NR / 2;
+
+/// Elements of a packed `[n, k]` matrix; `n` is rounded up to whole panels.
+#[must_use]
+pub(crate) fn packed_len(n: usize, k: usize) -> usize {
+    n.div_ceil(NR) * panel_len(k)
+}
+
+/// Outputs with those that pad an interleaved matrix.
+#[must_use]
+pub(crate) fn padded_outputs(outputs: usize, interleaved: bool) -> usize {
+    if interleaved { 2 * (outputs / 2).next_multiple_of(HALF) } else { outputs }
+}
+
+/// Elements of one panel.
+#[must_use]
+#[inline(always)]
+pub(crate) fn panel_len(k: usize) -> usize {
+    k * NR
+}
+
+/// Packs the row-major `source` `[n, k]`. What pads is zero.
+///
+/// `interleaved`: the first half of the rows are gates, the second half what they gate; a panel gets [`HALF`] of each, so that both
+/// factors of a product are computed together.
+///
+/// # Panics
+/// The lengths do not fit `n` and `k`, or `k` is not a multiple of `E::PAIR`.
+///
+/// # Safety
+/// The processor can run `K`.
+pub(crate) unsafe fn pack<E: Element, K: Kernel<E>>(
+    source: &[E],
+    n: usize,
+    k: usize,
+    interleaved: bool,
+    packed: &mut [E],
+) {
+    assert_eq!(source.len(), n * k, "a whole matrix");
+    assert_eq!(k % E::PAIR, 0, "whole pairs");
+    let outputs = padded_outputs(n, interleaved);
+    assert_eq!(packed.len(), packed_len(outputs, k), "room for the packed matrix");
+    let zeros = vec![E::default(); k];
+    for (p, panel) in packed.chunks_exact_mut(panel_len(k)).enumerate() {
+        let rows: [*const E; NR] = std::array::from_fn(|column| {
+            let (row, end) = if interleaved {
+                let gate = p * HALF + column % HALF;
+                if column < HALF { (gate, n / 2) } else { (gate + n / 2, n) }
+            } else {
+                (p * NR + column, n)
+            };
+            if row < end { source[row * k..].as_ptr() } else { zeros.as_ptr() }
+        });
+        // SAFETY: whole rows, and a whole panel.
+        unsafe { K::pack_rows(&rows, k, panel.as_mut_ptr()) };
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::element::Bf16;
+    use crate::tile::Plain;
+
+    #[test]
+    fn every_weight_has_its_place() {
+        let (n, k) = (35, 4);
+        let source: Vec<Bf16> = (0..n * k).map(|i| Bf16(i as u16 + 1)).collect();
+        let mut packed = vec![Bf16(9); packed_len(n, k)];
+        // SAFETY: plain loops.
+        unsafe { pack::<Bf16, Plain>(&source, n, k, false, &mut packed) };
+        assert_eq!(packed.len(), 2 * 4 * NR);
+        for row in 0..n {
+            for inner in 0..k {
+                let at = (row / NR) * 4 * NR + (inner / 2 * NR + row % NR) * 2 + inner % 2;
+                assert_eq!(packed[at], source[row * k + inner]);
+            }
+        }
+        assert_eq!(packed.iter().filter(|value| value.0 == 0).count(), packed.len() - source.len());
+    }
+
+    #[test]
+    fn gates_lie_beside_what_they_gate() {
+        let half = 20;
+        let source: Vec<f32> = (0..2 * half).map(|i| i as f32 + 1.0).collect();
+        let mut packed = vec![0.0; packed_len(64, 1)];
+        // SAFETY: plain loops.
+        unsafe { pack::<f32, Plain>(&source, 2 * half, 1, true, &mut packed) };
+        assert_eq!(packed[..NR], [&source[..HALF], &source[half..half + HALF]].concat());
+        assert_eq!(packed[NR..NR + 5], [17.0, 18.0, 19.0, 20.0, 0.0]);
+        assert_eq!(packed[NR + HALF..NR + HALF + 5], [37.0, 38.0, 39.0, 40.0, 0.0]);
+    }
+}

@@ -1,0 +1,141 @@
+//! The threads that share a step's work.
+//!
+//! PyTorch computes with OpenMP. A pool of our own would fight that one for the processors: its threads spin for a while after each
+//! region. So the very same threads are used, through the entry points that compilers call (the GNU OpenMP ABI), given as addresses
+//! by whoever loaded the library. Without OpenMP, threads are started for each call.
+
+use std::ffi::{c_int, c_uint, c_void};
+use std::sync::Barrier;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+type Entry = unsafe extern "C" fn(*mut c_void);
+type Parallel = unsafe extern "C" fn(Entry, *mut c_void, c_uint, c_uint);
+type Number = unsafe extern "C" fn() -> c_int;
+
+/// `GOMP_parallel`, `GOMP_barrier`, `omp_get_thread_num` and `omp_get_num_threads` of a running OpenMP; null where there is none.
+#[repr(C)]
+pub struct TeamSpec {
+    parallel: Option<Parallel>,
+    barrier: Option<unsafe extern "C" fn()>,
+    thread: Option<Number>,
+    threads: Option<Number>,
+}
+
+impl TeamSpec {
+    pub(crate) fn open_mp(&self) -> Option<OpenMp> {
+        Some(OpenMp {
+            parallel: self.parallel?,
+            barrier: self.barrier?,
+            thread: self.thread?,
+            threads: self.threads?,
+        })
+    }
+}
+
+/// As [`TeamSpec`], complete.
+#[derive(Clone, Copy)]
+pub(crate) struct OpenMp {
+    parallel: Parallel,
+    barrier: unsafe extern "C" fn(),
+    thread: Number,
+    threads: Number,
+}
+
+/// A team of `threads` threads.
+#[derive(Clone, Copy)]
+pub(crate) struct Team {
+    pub(crate) threads: usize,
+    pub(crate) open_mp: Option<OpenMp>,
+}
+
+/// One thread of a running team.
+pub(crate) struct Member<'a> {
+    /// Below `members`, and no other's.
+    pub(crate) index: usize,
+    /// Members of this run: OpenMP may give fewer threads than were asked for.
+    pub(crate) members: usize,
+    meeting: Meeting<'a>,
+}
+
+enum Meeting<'a> {
+    Alone,
+    OpenMp(OpenMp),
+    Threads(&'a Barrier),
+}
+
+impl Member<'_> {
+    /// This member's part of `0 .. count`.
+    #[inline]
+    pub(crate) fn share(&self, count: usize) -> std::ops::Range<usize> {
+        self.index * count / self.members..(self.index + 1) * count / self.members
+    }
+
+    /// Waits until every member has come here.
+    #[inline]
+    pub(crate) fn meet(&self) {
+        match &self.meeting {
+            Meeting::Alone => {}
+            // SAFETY: called by every member of a parallel region, as many times.
+            Meeting::OpenMp(open_mp) => unsafe { (open_mp.barrier)() },
+            Meeting::Threads(barrier) => drop(barrier.wait()),
+        }
+    }
+}
+
+/// Work that members take piece by piece: whoever is held up takes less.
+#[derive(Default)]
+pub(crate) struct Queue(AtomicUsize);
+
+impl Queue {
+    /// The next piece.
+    #[inline]
+    pub(crate) fn next(&self) -> usize {
+        self.0.fetch_add(1, Ordering::Relaxed)
+    }
+
+    pub(crate) fn reset(&mut self) {
+        *self.0.get_mut() = 0;
+    }
+}
+
+impl Team {
+    /// Runs `work` on every member and returns when all are done.
+    pub(crate) fn run<F: Fn(Member<'_>) + Sync>(&self, work: F) {
+        if self.threads == 1 {
+            return work(Member { index: 0, members: 1, meeting: Meeting::Alone });
+        }
+        match self.open_mp {
+            Some(open_mp) => {
+                let region = (&work, open_mp);
+                let data = (&raw const region).cast_mut().cast();
+                let threads = c_uint::try_from(self.threads).unwrap_or(1);
+                // SAFETY: `enter` reads a region of this type, which outlives the call.
+                unsafe { (open_mp.parallel)(enter::<F>, data, threads, 0) };
+            }
+            None => {
+                let barrier = Barrier::new(self.threads);
+                let member = |index| {
+                    let meeting = Meeting::Threads(&barrier);
+                    work(Member { index, members: self.threads, meeting });
+                };
+                let member = &member;
+                std::thread::scope(|scope| {
+                    for index in 1..self.threads {
+                        scope.spawn(move || member(index));
+                    }
+                    member(0);
+                });
+            }
+        }
+    }
+}
+
+unsafe extern "C" fn enter<F: Fn(Member<'_>) + Sync>(data: *mut c_void) {
+    // SAFETY: `Team::run` passes a region of this type and waits for this function.
+    let (work, open_mp) = unsafe { &*data.cast::<(&F, OpenMp)>() };
+    // SAFETY: asked inside a parallel region, of it.
+    let (index, members) = unsafe { ((open_mp.thread)(), (open_mp.threads)()) };
+    let number = |n: c_int| usize::try_from(n).unwrap_or(0);
+    let meeting = Meeting::OpenMp(*open_mp);
+    work(Member { index: number(index), members: number(members), meeting });
+}

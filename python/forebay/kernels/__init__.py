@@ -1,0 +1,1 @@
+"""The CPU's compiled kernels: a whole step of a decoder in one call."""

@@ -1,0 +1,151 @@
+"""A decoder's step as one call into the compiled kernels."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+import weakref
+from typing import TYPE_CHECKING
+
+import torch
+
+from forebay.kernels.library import KernelsUnavailableError, LayerSpec, ModelSpec, StepSpec, library, open_mp
+from forebay.layers.decoder import Decoder
+from forebay.layers.linear import Linear
+from forebay.layers.norm import RMSNorm
+from forebay.runner.slots import PlanError
+
+if TYPE_CHECKING:
+    from forebay.runner.compute import Rows
+    from forebay.runner.kv_pool import KvPool
+    from forebay.runner.slots import SlotTables
+
+CHOICES = ("native", "torch")
+DTYPES = {torch.float32: 0, torch.bfloat16: 1}
+ERRORS = {1: "a row has a position without a page", 2: "a row has a token that is not of the vocabulary"}
+
+
+def native_wanted() -> bool:
+    """Whether to compute with the compiled kernels: as FOREBAY_KERNELS says (native, torch), else if they are there."""
+    choice = os.environ.get("FOREBAY_KERNELS")
+    if choice == "torch":
+        return False
+    if choice not in (None, *CHOICES):
+        raise ValueError(f"FOREBAY_KERNELS is {choice!r}: use {' or '.join(CHOICES)}")
+    try:
+        library()
+    except KernelsUnavailableError as error:
+        if choice == "native":
+            raise
+        print(f"computing with PyTorch's operators only, which is slower: {error}", file=sys.stderr)
+        return False
+    return True
+
+
+def level() -> str:
+    """The instructions that the kernels use on this processor."""
+    name: bytes = library().fb_level()
+    return name.decode()
+
+
+class NativeCompute:
+    """Implements `Compute`. The matrices of the model are moved: its own forward pass can't be used afterwards."""
+
+    def __init__(self, model: Decoder, tables: SlotTables, kv: KvPool, threads: int) -> None:
+        self._library = library()
+        self._tables = tables
+        self._vocabulary = model.config.vocab_size
+        # Everything that the description points to.
+        self._kept: list[object] = [model, tables, kv]
+        layers = (LayerSpec * len(model.blocks))()
+        for layer, block, pages in zip(layers, model.blocks, kv.layers, strict=True):
+            attention, mlp = block.attention, block.mlp
+            layer.input_norm = self._vector(block.input_norm)
+            layer.qkv, layer.qkv_bias = self._matrix(attention.qkv)
+            if attention.norms is not None:
+                layer.q_norm, layer.k_norm = (self._vector(norm) for norm in attention.norms)
+            layer.output, layer.output_bias = self._matrix(attention.output)
+            layer.post_norm = self._vector(block.post_norm)
+            layer.gate_up, layer.gate_up_bias = self._matrix(mlp.gate_up, interleaved=True)
+            layer.down, layer.down_bias = self._matrix(mlp.down)
+            layer.keys, layer.values = pages.keys.data_ptr(), pages.values.data_ptr()
+        config = model.config
+        cos, sin = model.rotary.table(tables.context_length)
+        self._kept += [layers, cos, sin, model.embedding]
+        spec = ModelSpec(
+            dtype=DTYPES[kv.dtype],
+            layers=len(layers),
+            hidden=config.hidden_size,
+            heads=config.num_attention_heads,
+            kv_heads=config.num_key_value_heads,
+            head_dim=config.head_dim,
+            intermediate=config.intermediate_size,
+            vocabulary=config.vocab_size,
+            positions=tables.context_length,
+            page_size=kv.page_size,
+            page_count=kv.page_count,
+            threads=threads,
+            eps=config.rms_norm_eps,
+            scale=config.head_dim**-0.5,
+            embedding=model.embedding.data_ptr(),
+            final_norm=self._vector(model.norm),
+            head=self._packed(model.head),
+            cos=cos.data_ptr(),
+            sin=sin.data_ptr(),
+            layer=layers,
+        )
+        model.params.forget()
+        self._model = self._library.fb_model_new(ctypes.byref(spec), ctypes.byref(open_mp()))
+        weakref.finalize(self, self._library.fb_model_free, self._model)
+
+    @staticmethod
+    def supports(model: Decoder) -> bool:
+        """Whether the kernels can compute the model: they take inner dimensions two by two."""
+        config = model.config
+        return all(size % 2 == 0 for size in (config.hidden_size, config.intermediate_size, config.head_dim))
+
+    def logits(self, rows: Rows) -> torch.Tensor:
+        logits = torch.empty(len(rows.sampling), self._vocabulary)
+        self._step(rows, StepSpec(logits=logits.data_ptr()))
+        return logits
+
+    def greedy(self, rows: Rows) -> tuple[torch.Tensor, torch.Tensor]:
+        tokens = torch.empty(len(rows.sampling), dtype=torch.int32)
+        finite = torch.empty(len(rows.sampling), dtype=torch.bool)
+        self._step(rows, StepSpec(best=tokens.data_ptr(), finite=finite.data_ptr()))
+        return tokens, finite
+
+    def _step(self, rows: Rows, step: StepSpec) -> None:
+        tables = self._tables
+        columns = [torch.from_numpy(column).contiguous() for column in (rows.slot, rows.start, rows.length)]
+        sampling = torch.from_numpy(rows.sampling)
+        step.rows = len(rows.slot)
+        step.slot, step.start, step.length = (column.data_ptr() for column in columns)
+        step.tokens, step.token_stride = tables.token_pool.data_ptr(), tables.stride
+        step.pages, step.page_stride = tables.page_table.data_ptr(), tables.pages_per_slot
+        step.sample, step.sampled = sampling.data_ptr(), len(sampling)
+        error = self._library.fb_step(self._model, ctypes.byref(step))
+        if error:
+            raise PlanError(ERRORS[error])
+
+    def _vector(self, norm: RMSNorm) -> int:
+        return self._pointer(norm.weight)
+
+    def _matrix(self, linear: Linear, *, interleaved: bool = False) -> tuple[int, int | None]:
+        packed = self._packed(linear.weight, interleaved=interleaved)
+        # The packed copy is the one that is used: free this one before the next is packed.
+        linear.weight = linear.weight.new_empty(0)
+        return packed, None if linear.bias is None else self._pointer(linear.bias)
+
+    def _packed(self, weight: torch.Tensor, *, interleaved: bool = False) -> int:
+        outputs, inputs = weight.shape
+        packed = torch.empty(self._library.fb_packed_len(outputs, inputs, interleaved), dtype=weight.dtype)
+        self._library.fb_pack(
+            DTYPES[weight.dtype], weight.contiguous().data_ptr(), outputs, inputs, interleaved, packed.data_ptr()
+        )
+        return self._pointer(packed)
+
+    def _pointer(self, tensor: torch.Tensor) -> int:
+        self._kept.append(tensor)
+        return tensor.data_ptr()

@@ -1,0 +1,131 @@
+"""The shared library `crates/kernels` and its C interface."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from ctypes import POINTER, Structure, c_bool, c_char_p, c_float, c_int32, c_size_t, c_uint32, c_uint64, c_void_p
+from functools import cache
+from pathlib import Path
+
+VERSION = 1
+NAME = {"darwin": "libforebay_kernels.dylib"}.get(sys.platform, "libforebay_kernels.so")
+
+
+class KernelsUnavailableError(RuntimeError):
+    """The library is not there, or is not the one that this code was written for."""
+
+
+class TeamSpec(Structure):
+    """Entry points of the running OpenMP, all null where there is none."""
+
+    _fields_ = [(name, c_void_p) for name in ("parallel", "barrier", "thread", "threads")]
+
+
+class LayerSpec(Structure):
+    """One layer; see `crates/kernels/src/model.rs`."""
+
+    _fields_ = [
+        (name, c_void_p)
+        for name in (
+            "input_norm",
+            "qkv",
+            "qkv_bias",
+            "q_norm",
+            "k_norm",
+            "output",
+            "output_bias",
+            "post_norm",
+            "gate_up",
+            "gate_up_bias",
+            "down",
+            "down_bias",
+            "keys",
+            "values",
+        )
+    ]
+
+
+class ModelSpec(Structure):
+    """A decoder; see `crates/kernels/src/model.rs`."""
+
+    _fields_ = [
+        *(
+            (name, c_uint32)
+            for name in (
+                "dtype",
+                "layers",
+                "hidden",
+                "heads",
+                "kv_heads",
+                "head_dim",
+                "intermediate",
+                "vocabulary",
+                "positions",
+                "page_size",
+                "page_count",
+                "threads",
+            )
+        ),
+        ("eps", c_float),
+        ("scale", c_float),
+        *((name, c_void_p) for name in ("embedding", "final_norm", "head", "cos", "sin")),
+        ("layer", POINTER(LayerSpec)),
+    ]
+
+
+class StepSpec(Structure):
+    """A step; see `crates/kernels/src/model.rs`."""
+
+    _fields_ = [
+        ("rows", c_uint64),
+        *((name, c_void_p) for name in ("slot", "start", "length")),
+        ("tokens", c_void_p),
+        ("token_stride", c_uint64),
+        ("pages", c_void_p),
+        ("page_stride", c_uint64),
+        ("sample", c_void_p),
+        ("sampled", c_uint64),
+        *((name, c_void_p) for name in ("logits", "best", "finite")),
+    ]
+
+
+@cache
+def library() -> ctypes.CDLL:
+    """The loaded library; raises `KernelsUnavailableError`."""
+    path = Path(__file__).with_name(NAME)
+    try:
+        loaded = ctypes.CDLL(str(path))
+    except OSError as error:
+        raise KernelsUnavailableError(f"the compiled kernels cannot be loaded: {error}") from error
+    if loaded.fb_version() != VERSION:
+        raise KernelsUnavailableError(
+            f"{path} has version {loaded.fb_version()}, this code needs {VERSION}: rebuild it"
+        )
+    loaded.fb_level.restype = c_char_p
+    loaded.fb_packed_len.argtypes = [c_size_t, c_size_t, c_bool]
+    loaded.fb_packed_len.restype = c_size_t
+    loaded.fb_pack.argtypes = [c_uint32, c_void_p, c_size_t, c_size_t, c_bool, c_void_p]
+    loaded.fb_pack.restype = None
+    loaded.fb_model_new.argtypes = [POINTER(ModelSpec), POINTER(TeamSpec)]
+    loaded.fb_model_new.restype = c_void_p
+    loaded.fb_model_free.argtypes = [c_void_p]
+    loaded.fb_model_free.restype = None
+    loaded.fb_step.argtypes = [c_void_p, POINTER(StepSpec)]
+    loaded.fb_step.restype = c_int32
+    return loaded
+
+
+def open_mp() -> TeamSpec:
+    """The GNU OpenMP that PyTorch has loaded: its threads are to be shared, not to be fought for the processors."""
+    try:
+        mapped = Path("/proc/self/maps").read_text()
+    except OSError:
+        return TeamSpec()
+    paths = {line.split(maxsplit=5)[5] for line in mapped.splitlines() if "libgomp" in line}
+    if len(paths) != 1:
+        # None, or several teams of threads and no telling which of them PyTorch computes with.
+        return TeamSpec()
+    gomp = ctypes.CDLL(paths.pop())
+    names = ("GOMP_parallel", "GOMP_barrier", "omp_get_thread_num", "omp_get_num_threads")
+    return TeamSpec(*(ctypes.cast(getattr(gomp, name), c_void_p) for name in names))

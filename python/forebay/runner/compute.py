@@ -1,0 +1,84 @@
+"""From a step's rows to logits: what the runner asks, and PyTorch's answer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from forebay.attention.backend import Batch
+from forebay.device import Device
+from forebay.layers.decoder import Decoder, Forward
+from forebay.runner.kv_pool import KvPool
+from forebay.runner.slots import Int64s, SlotTables, ragged
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A step's rows, checked against the tables; `r` rows, of which `s` sample."""
+
+    slot: Int64s  # [r]
+    start: Int64s  # [r] positions already in the pages
+    length: Int64s  # [r]
+    sampling: Int64s  # [s], ascending
+
+
+class Compute(Protocol):
+    """Computes rows: writes their keys and values, and gives what follows the last token of those that sample."""
+
+    def logits(self, rows: Rows) -> torch.Tensor:
+        """float32 [s, vocabulary], in row order."""
+
+    def greedy(self, rows: Rows) -> tuple[torch.Tensor, torch.Tensor]:
+        """The most likely tokens, int32 [s], the first of equal ones, and whether all logits were finite, bool [s]."""
+
+
+def greedy_of(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """`Compute.greedy` from `Compute.logits`."""
+    return logits.argmax(dim=-1).int(), finite_rows(logits)
+
+
+def finite_rows(logits: torch.Tensor) -> torch.Tensor:
+    """Which rows [s] of logits [s, vocabulary] are finite."""
+    # A sum is finite exactly when all terms are, short of logits near the largest float, and one quick pass.
+    return logits.sum(dim=-1).isfinite()
+
+
+class TorchCompute:
+    """A model's forward pass, operator by operator, on any device. The reference for every other way."""
+
+    def __init__(self, model: Decoder, tables: SlotTables, kv: KvPool, device: Device) -> None:
+        self._model = model
+        self._tables = tables
+        self._kv = kv
+        self._device = device
+
+    def logits(self, rows: Rows) -> torch.Tensor:
+        attention = self._model.backend
+        order = attention.order(rows.length, rows.start + rows.length)
+        row_slot, row_start, row_length = rows.slot[order], rows.start[order], rows.length[order]
+        offset = np.cumsum(row_length) - row_length
+        positions = ragged(row_start, row_length)
+        token_slot = np.repeat(row_slot, row_length)
+
+        tables, page_size, upload = self._tables, self._kv.page_size, self._device.upload
+        page_entries = upload(token_slot * tables.pages_per_slot + positions // page_size)
+        pages = tables.page_table.view(-1).index_select(0, page_entries)
+        writes = pages.long() * page_size + upload(positions % page_size)
+        batch = Batch(row_start, row_length, offset, row_slot, tables.page_table, page_size, writes)
+
+        last = np.empty_like(offset)
+        last[order] = offset + row_length - 1
+        step = Forward(
+            tokens=tables.token_pool.view(-1).index_select(0, upload(token_slot * tables.stride + positions)),
+            positions=upload(positions),
+            sampled=upload(last[rows.sampling]),
+            attention=attention.prepare(batch, self._kv.dtype),
+            kv=self._kv.layers,
+        )
+        return self._model(step)
+
+    def greedy(self, rows: Rows) -> tuple[torch.Tensor, torch.Tensor]:
+        return greedy_of(self.logits(rows))

@@ -1,0 +1,138 @@
+"""The compiled kernels against PyTorch's operators, and against themselves however a step is put together."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from forebay.kernels import library as binding
+from forebay.kernels.compute import NativeCompute, level, native_wanted
+from forebay.runner.compute import Rows, TorchCompute
+from forebay.runner.config import RunnerConfig
+from forebay.runner.runner import ModelRunner
+from tests.hand.support import FAMILIES, reference_model, runner_of, wire_config
+
+PAGES = 64
+Step = list[tuple[int, int, int]]  # slot, start, length of each row
+
+
+def filled(family: str, dtype: str, **changes: object) -> ModelRunner:
+    """A runner with random weights, tokens in four slots and pages in no order."""
+    runner = runner_of(reference_model(family), dtype=dtype, max_total_tokens=PAGES * 8, page_size=8, **changes)
+    random = np.random.default_rng(5)
+    tables = runner.tables
+    tables.token_pool[:4] = torch.from_numpy(random.integers(0, 131, tables.token_pool[:4].shape))
+    pages = random.permutation(PAGES)[: 4 * tables.pages_per_slot].reshape(4, -1)
+    tables.page_table[:4] = torch.from_numpy(pages)
+    return runner
+
+
+def native(runner: ModelRunner, threads: int = 2) -> NativeCompute:
+    return NativeCompute(runner.model, runner.tables, runner.kv, threads)
+
+
+def rows(step: Step) -> Rows:
+    slot, start, length = np.array(step, np.int64).T
+    return Rows(slot, start, length, np.arange(len(step)))
+
+
+STEPS: list[Step] = [
+    [(0, 0, 37), (1, 0, 1), (2, 0, 50)],
+    [(0, 37, 1), (2, 50, 20), (1, 1, 33)],
+    [(1, 34, 1), (0, 38, 1), (2, 70, 1), (3, 0, 90)],
+    [(3, 90, 1)],
+]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_are_those_of_torch(family: str, dtype: str) -> None:
+    expected_runner, runner = (filled(family, dtype, context_length=96) for _ in range(2))
+    expected = TorchCompute(expected_runner.model, expected_runner.tables, expected_runner.kv, expected_runner.device)
+    compute = native(runner)
+    for step in STEPS:
+        found, wanted = compute.logits(rows(step)), expected.logits(rows(step))
+        # bfloat16 has 8 bits, and the two round at different places: the bound is on the typical difference.
+        typical = {"float32": 2e-6, "bfloat16": 0.02}[dtype] * max(1.0, float(wanted.std()))
+        assert float((found - wanted).square().mean().sqrt()) < typical
+        tokens, finite = compute.greedy(rows(step))
+        assert tokens.tolist() == found.argmax(dim=-1).tolist()
+        assert finite.all()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_a_row_gets_the_same_bits_in_any_company(dtype: str, threads: int) -> None:
+    whole, pieces = (filled("llama", dtype, context_length=96) for _ in range(2))
+    alone = native(whole, threads=1)
+    wanted = [alone.logits(rows([(slot, 0, 80)]))[0] for slot in range(3)]
+    mixed = native(pieces, threads)
+    mixed.logits(rows([(0, 0, 33), (1, 0, 7), (2, 0, 79)]))
+    mixed.logits(rows([(1, 7, 60), (0, 33, 46)]))
+    found = mixed.logits(rows([(2, 79, 1), (0, 79, 1), (1, 67, 13)]))
+    for slot, row in ((2, 0), (0, 1), (1, 2)):
+        assert torch.equal(found[row], wanted[slot])
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_rows_that_are_not_finite_are_told_and_keep_to_themselves(bad: float) -> None:
+    runner = filled("llama", "float32", context_length=96)
+    compute = native(runner)
+    compute.logits(rows([(0, 0, 20), (1, 0, 20)]))
+    page = int(runner.tables.page_table[0, 0])
+    runner.kv.layers[0].values[page * 8] = bad
+    logits = compute.logits(rows([(0, 20, 1), (1, 20, 1)]))
+    assert logits.isfinite().all(dim=-1).tolist() == [False, True]
+    assert compute.greedy(rows([(0, 20, 1), (1, 20, 1)]))[1].tolist() == [False, True]
+
+
+def test_of_equal_logits_the_first_wins() -> None:
+    runner = filled("llama-untied-biases", "float32", context_length=96)
+    runner.model.head[:] = runner.model.head[3]
+    assert native(runner).greedy(rows([(0, 0, 5)]))[0].tolist() == [0]
+
+
+def test_steps_that_sample_nothing_only_write_pages() -> None:
+    runner = filled("qwen3", "float32", context_length=96)
+    compute = native(runner)
+    step = Rows(np.array([0]), np.array([0]), np.array([9]), np.zeros(0, np.int64))
+    assert compute.logits(step).shape == (0, 131)
+    assert compute.greedy(step)[0].shape == (0,)
+    written = [int(page) * 8 for page in runner.tables.page_table[0, :2]]
+    keys = runner.kv.layers[-1].keys
+    assert keys[written[0] : written[0] + 8].abs().sum(dim=(1, 2)).gt(0).all()
+    assert keys[written[1] + 1 : written[1] + 8].eq(0).all()
+
+
+def test_odd_sizes_are_left_to_torch() -> None:
+    config = {
+        **reference_model("llama").config.to_dict(),
+        "intermediate_size": 97,
+        "architectures": ["LlamaForCausalLM"],
+    }
+    runner = ModelRunner(RunnerConfig.from_dict(wire_config(config, load_format="dummy")))
+    assert not NativeCompute.supports(runner.model)
+    runner.load(lambda done, total: None)
+    runner.warm_up()
+
+
+def test_the_choice(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert level() in ("avx512bf16", "avx512", "avx2", "baseline")
+    for choice, wanted in (("native", True), ("torch", False)):
+        monkeypatch.setenv("FOREBAY_KERNELS", choice)
+        assert native_wanted() is wanted
+    monkeypatch.setenv("FOREBAY_KERNELS", "fast")
+    with pytest.raises(ValueError, match="native or torch"):
+        native_wanted()
+    monkeypatch.setattr(binding, "NAME", "none.so")
+    binding.library.cache_clear()
+    try:
+        monkeypatch.setenv("FOREBAY_KERNELS", "native")
+        with pytest.raises(binding.KernelsUnavailableError):
+            native_wanted()
+        monkeypatch.delenv("FOREBAY_KERNELS")
+        assert not native_wanted()
+        assert "slower" in capsys.readouterr().err
+    finally:
+        binding.library.cache_clear()
