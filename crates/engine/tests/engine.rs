@@ -10,7 +10,7 @@ use forebay_engine::{
     OutputSink, Policy, RequestError, RequestId, Status, SubmitError,
 };
 use forebay_protocol::SamplingParams;
-use forebay_sim::{DeviceModel, SimClock, SimConfig, SimControl, SimExecutor, next_token};
+use forebay_sim::{DeviceModel, SimClock, SimConfig, SimControl, SimExecutor, SimText, next_token};
 
 const VOCAB: u32 = 1000;
 /// Far longer than anything here takes: a test that reaches it hangs.
@@ -82,10 +82,19 @@ impl Rig {
         let clock = SimClock::virtual_time();
         let (executor, control) = SimExecutor::new(SimConfig {
             clock: clock.clone(),
-            model: DeviceModel { step_us: 1000.0, row_us: 10.0, token_us: 5.0, context_us: 0.1 },
+            model: DeviceModel {
+                step_us: 1000.0,
+                row_us: 10.0,
+                token_us: 5.0,
+                context_us: 0.1,
+                ..DeviceModel::INSTANT
+            },
+            seed: 0,
             load_us: 1_000_000,
             page_count: pages,
             vocab_size: VOCAB,
+            text: text(),
+            device: "sim".into(),
         });
         breaking(&control);
         let (sender, outputs) = channel();
@@ -140,6 +149,11 @@ impl Rig {
     }
 }
 
+/// Any token may follow any other, and none is an end.
+fn text() -> SimText {
+    SimText::endless((0..VOCAB as i32).collect())
+}
+
 fn request(id: u64, prompt: Vec<i32>, max_tokens: u32) -> EngineRequest {
     let sampling = SamplingParams::default();
     EngineRequest {
@@ -161,9 +175,9 @@ fn prompt(id: u64) -> Vec<i32> {
 
 /// What the simulated model gives a request that runs alone.
 fn alone(mut tokens: Vec<i32>, count: u32) -> Vec<i32> {
-    let start = tokens.len();
+    let (text, start) = (text(), tokens.len());
     for _ in 0..count {
-        tokens.push(next_token(&tokens, VOCAB));
+        tokens.push(next_token(&text, &tokens, start));
     }
     tokens.split_off(start)
 }

@@ -2,16 +2,20 @@
 
 use anyhow::{Result, bail};
 use forebay_engine::{EngineConfig, Policy};
+use forebay_sim::Profile;
 use serde::Serialize;
 use serde_json::{Map, Value, json};
 
-use crate::flags::{Device, Dtype, LoadFormat, SchedulePolicy, ServeFlags};
+use crate::flags::{Device, Dtype, LoadFormat, SchedulePolicy, ServeFlags, SimFlags};
 use crate::model::Model;
 
 /// Size of the arena; memory is used only where something is written.
 pub(crate) const ARENA_BYTES: u32 = 64 << 20;
 /// A laptop's owner wants most of the memory for other things.
 const CPU_MEM_FRACTION: f64 = 0.3;
+const SIM_PROFILE: &str = "instant";
+/// About the length of a chat answer.
+const SIM_OUTPUT_TOKENS: u32 = 256;
 
 /// Everything that was decided before the hand started.
 #[derive(Debug, Clone, Serialize)]
@@ -40,6 +44,25 @@ pub(crate) struct Config {
     pub(crate) drain_timeout_s: f64,
     pub(crate) hand_restarts: u32,
     pub(crate) seed: u64,
+    /// Nothing is computed: answers are made up, in the time that this says. `None` with a real device.
+    pub(crate) simulated: Option<Simulated>,
+}
+
+/// What stands in for a device.
+#[derive(Debug, Clone, Serialize)]
+pub(crate) struct Simulated {
+    pub(crate) profile: String,
+    #[serde(flatten)]
+    pub(crate) content: Profile,
+    pub(crate) output_tokens: u32,
+}
+
+impl Simulated {
+    fn resolve(flags: &SimFlags) -> Result<Self> {
+        let content = Profile::find(flags.sim_profile.as_deref().unwrap_or(SIM_PROFILE))?;
+        let output_tokens = flags.sim_output_tokens.unwrap_or(SIM_OUTPUT_TOKENS);
+        Ok(Self { profile: content.name.clone(), content, output_tokens })
+    }
 }
 
 impl Config {
@@ -54,6 +77,13 @@ impl Config {
         if context_length < 2 {
             bail!("--context-length must be at least 2: one token in, one token out");
         }
+        let simulated = match flags.run.device {
+            Device::Sim => Some(Simulated::resolve(&flags.sim)?),
+            _ if flags.sim.sim_profile.is_some() || flags.sim.sim_output_tokens.is_some() => {
+                bail!("--sim-profile and --sim-output-tokens are for --device sim")
+            }
+            Device::Cpu => None,
+        };
         let schedule = &flags.schedule;
         let running = schedule.max_running_requests;
         let mut names = flags.http.served_model_name.clone();
@@ -68,8 +98,9 @@ impl Config {
             served_model_names: names,
             device: match flags.run.device {
                 Device::Cpu => "cpu",
+                Device::Sim => "sim",
             },
-            dtype: dtype(flags.loading.dtype),
+            dtype: if simulated.is_some() { "none" } else { dtype(flags.loading.dtype) },
             load_format: match flags.loading.load_format {
                 LoadFormat::Auto => "auto",
                 LoadFormat::Dummy => "dummy",
@@ -95,6 +126,7 @@ impl Config {
             drain_timeout_s: flags.http.drain_timeout.as_secs_f64(),
             hand_restarts: flags.run.hand_restarts,
             seed: flags.loading.seed,
+            simulated,
         })
     }
 

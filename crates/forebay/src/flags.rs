@@ -1,25 +1,12 @@
-//! The command line, exactly as typed. Nothing is resolved here: see `config`.
+//! The flags of `serve`, exactly as typed. Nothing is resolved here: see `config`.
 
 use std::path::PathBuf;
 use std::time::Duration;
 
-use clap::{Args, Parser, Subcommand, ValueEnum};
+use clap::{Args, ValueEnum};
 use serde::Serialize;
 
-/// LLM serving whose host side never makes the accelerator wait.
-#[derive(Debug, Parser)]
-#[command(name = "forebay", version, about)]
-pub(crate) struct Flags {
-    #[command(subcommand)]
-    pub(crate) command: Command,
-}
-
-#[derive(Debug, Subcommand)]
-pub(crate) enum Command {
-    /// Serve a model behind an OpenAI-compatible API.
-    #[command(args_override_self = true)]
-    Serve(Box<ServeFlags>),
-}
+use crate::model::Source;
 
 #[derive(Debug, Args)]
 pub(crate) struct ServeFlags {
@@ -38,10 +25,34 @@ pub(crate) struct ServeFlags {
     #[command(flatten)]
     pub(crate) run: RunFlags,
     #[command(flatten)]
+    pub(crate) sim: SimFlags,
+    #[command(flatten)]
     pub(crate) log: LogFlags,
 }
 
 impl ServeFlags {
+    /// Where the model comes from.
+    pub(crate) fn source(&self) -> Source<'_> {
+        Source {
+            revision: self.loading.revision.as_deref(),
+            download_dir: self.loading.download_dir.as_deref(),
+            offline: self.loading.offline,
+        }
+    }
+
+    /// Flags about arithmetic and memory that a simulated device does not have.
+    pub(crate) fn without_effect_on_sim(&self) -> Vec<&'static str> {
+        [
+            ("--dtype", self.loading.dtype != Dtype::Auto),
+            ("--load-format", self.loading.load_format != LoadFormat::Auto),
+            ("--mem-fraction-static", self.schedule.mem_fraction_static.is_some()),
+            ("--threads", self.run.threads.is_some()),
+        ]
+        .into_iter()
+        .filter_map(|(flag, given)| given.then_some(flag))
+        .collect()
+    }
+
     /// The model as it was typed, in either spelling.
     pub(crate) fn model_name(&self) -> Option<&str> {
         self.model.as_deref().or(self.model_path.as_deref())
@@ -107,7 +118,7 @@ pub(crate) struct ModelFlags {
     /// Where default sampling parameters come from.
     #[arg(long, value_enum, default_value_t)]
     pub(crate) generation_config: GenerationConfig,
-    /// Seed of dummy weights.
+    /// Seed of dummy weights, and of the jitter of a simulated device.
     #[arg(long, default_value_t = 0)]
     pub(crate) seed: u64,
 }
@@ -150,7 +161,7 @@ pub(crate) struct ScheduleFlags {
 #[derive(Debug, Args)]
 #[command(next_help_heading = "Hand")]
 pub(crate) struct RunFlags {
-    /// Where the model runs.
+    /// Where the model runs; `sim` answers made-up words in the time that a device would take.
     #[arg(long, value_enum, default_value_t)]
     pub(crate) device: Device,
     /// Threads of the model's arithmetic [default: the physical cores that it may use].
@@ -165,6 +176,20 @@ pub(crate) struct RunFlags {
     /// The interpreter [default: the one beside this program, else the virtual environment's, else python3].
     #[arg(long, env = "FOREBAY_PYTHON", value_name = "FILE")]
     pub(crate) python: Option<PathBuf>,
+    /// Write what each step asked and how long it took to this file, one JSON object a line (see `forebay sim fit`).
+    #[arg(long, value_name = "FILE")]
+    pub(crate) record_steps: Option<PathBuf>,
+}
+
+#[derive(Debug, Args)]
+#[command(next_help_heading = "Simulated device (--device sim)")]
+pub(crate) struct SimFlags {
+    /// How long steps take: a name that `forebay sim profiles` lists, or a TOML file [default: instant].
+    #[arg(long, value_name = "NAME|FILE")]
+    pub(crate) sim_profile: Option<String>,
+    /// Mean length of an answer that may end by itself; lengths are spread evenly from 1 to nearly twice this [default: 256].
+    #[arg(long, value_name = "TOKENS", value_parser = clap::value_parser!(u32).range(1..=1 << 24))]
+    pub(crate) sim_output_tokens: Option<u32>,
 }
 
 #[derive(Debug, Args)]
@@ -208,6 +233,7 @@ pub(crate) enum Dtype {
 pub(crate) enum Device {
     #[default]
     Cpu,
+    Sim,
 }
 
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, ValueEnum, Serialize)]
@@ -243,17 +269,5 @@ fn fraction(text: &str) -> Result<f64, String> {
     match text.parse::<f64>() {
         Ok(value) if value > 0.0 && value <= 1.0 => Ok(value),
         _ => Err("expected a number above 0 and at most 1".into()),
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use clap::CommandFactory;
-
-    use super::*;
-
-    #[test]
-    fn flags_are_consistent() {
-        Flags::command().debug_assert();
     }
 }

@@ -29,6 +29,17 @@ impl Drop for Logs {
     }
 }
 
+/// Shows warnings of the commands that print their results themselves.
+pub(crate) fn init_warnings() -> Result<()> {
+    let ansi = std::io::stderr().is_terminal();
+    let lines = fmt::layer().with_writer(std::io::stderr).with_target(false).with_ansi(ansi);
+    let lines = lines.without_time().compact().with_filter(LevelFilter::WARN);
+    tracing_subscriber::registry()
+        .with(lines)
+        .try_init()
+        .context("cannot install the log subscriber")
+}
+
 /// Installs the subscriber of the process.
 pub(crate) fn init(flags: &LogFlags) -> Result<Logs> {
     let filter = EnvFilter::try_new(&flags.log_level).context("--log-level")?;

@@ -1,28 +1,47 @@
 //! The `forebay` binary: flags to configuration, and the parts put together.
 
+mod command;
 mod config;
 mod flags;
 mod logs;
 mod model;
 mod serve;
+mod simulate;
+mod tokenizers;
 mod watch;
 
 use std::process::ExitCode;
 
+use anyhow::Result;
 use clap::Parser;
 
-use crate::flags::{Command, Flags};
+use crate::command::{BenchCommand, Command, EvalCommand, Flags, SimCommand};
+use crate::tokenizers::Tokenizers;
 
 #[global_allocator]
 static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
 
 fn main() -> ExitCode {
-    let Command::Serve(flags) = Flags::parse().command;
-    match serve::run(&flags) {
+    match run(Flags::parse().command) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
             eprintln!("error: {error:#}");
             ExitCode::FAILURE
         }
+    }
+}
+
+fn run(command: Command) -> Result<()> {
+    if !matches!(command, Command::Serve(_)) {
+        logs::init_warnings()?;
+    }
+    match command {
+        Command::Serve(flags) => serve::run(&flags),
+        Command::Bench(BenchCommand::Serve(args)) => forebay_bench::serve(&args, &Tokenizers),
+        Command::Bench(BenchCommand::Report(args)) => forebay_bench::report(&args),
+        Command::Eval(EvalCommand::Gsm8k(args)) => forebay_bench::gsm8k(&args),
+        Command::Sim(SimCommand::Fit(flags)) => simulate::run_fit(&flags),
+        Command::Sim(SimCommand::Profiles(flags)) => simulate::run_profiles(&flags),
+        Command::Plan(args) => forebay_bench::plan(&args),
     }
 }

@@ -8,8 +8,6 @@ use anyhow::{Context, Result, bail};
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
-use crate::flags::{LoadFormat, ModelFlags};
-
 /// What `python -m forebay.weights.fetch` prints.
 #[derive(Debug, Clone, Deserialize, Serialize)]
 pub(crate) struct Model {
@@ -45,20 +43,28 @@ impl Model {
     }
 }
 
+/// Where models come from.
+#[derive(Debug, Default, Clone, Copy)]
+pub(crate) struct Source<'a> {
+    pub(crate) revision: Option<&'a str>,
+    pub(crate) download_dir: Option<&'a Path>,
+    pub(crate) offline: bool,
+}
+
 /// Resolves `name`, downloading what is missing; progress goes to stderr.
-pub(crate) fn fetch(python: &Path, name: &str, flags: &ModelFlags) -> Result<Model> {
+pub(crate) fn fetch(python: &Path, name: &str, source: Source<'_>, weights: bool) -> Result<Model> {
     let mut command = Command::new(python);
     command.args(["-m", "forebay.weights.fetch", name]);
-    if let Some(revision) = &flags.revision {
+    if let Some(revision) = source.revision {
         command.args(["--revision", revision]);
     }
-    if let Some(dir) = &flags.download_dir {
+    if let Some(dir) = source.download_dir {
         command.arg("--cache-dir").arg(dir);
     }
-    if flags.offline {
+    if source.offline {
         command.arg("--offline");
     }
-    if flags.load_format == LoadFormat::Dummy {
+    if !weights {
         command.arg("--no-weights");
     }
     let output = command

@@ -1,14 +1,17 @@
 //! `forebay serve`: starts the parts in order and stops them in reverse.
 
+use std::fs::File;
 use std::net::TcpListener;
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
 use forebay_api::GenerationDefaults;
-use forebay_engine::{Engine, EngineHandle, Status, SystemClock};
+use forebay_engine::{Clock, Engine, EngineHandle, Executor, Status, SystemClock};
 use forebay_hand::{HandExecutor, HandSpec};
 use forebay_server::{AppState, Metrics, ModelInfo, ServerConfig, egress};
+use forebay_sim::{Recorder, SimClock, SimExecutor};
 use forebay_text::{ChatTemplate, TextPool, Tokenizer};
 use serde_json::Value;
 use tokio::signal::unix::{SignalKind, signal};
@@ -16,9 +19,9 @@ use tokio::sync::oneshot;
 use tracing::{info, warn};
 
 use crate::config::{ARENA_BYTES, Config};
-use crate::flags::{GenerationConfig, ServeFlags};
+use crate::flags::{Device, GenerationConfig, LoadFormat, ServeFlags};
 use crate::model::{Model, fetch, find_python};
-use crate::{logs, watch};
+use crate::{logs, simulate, watch};
 
 /// Steps and registrations that may wait for the egress thread before the engine waits for it.
 const EGRESS_STEPS: usize = 1024;
@@ -33,9 +36,15 @@ pub(crate) fn run(flags: &ServeFlags) -> Result<()> {
     let listener = TcpListener::bind((flags.http.host.as_str(), flags.http.port))
         .with_context(|| format!("cannot listen on {}:{}", flags.http.host, flags.http.port))?;
     let python = find_python(flags.run.python.as_deref());
-    let model = fetch(&python, name, &flags.loading)?;
+    let simulated = flags.run.device == Device::Sim;
+    let weights = !simulated && flags.loading.load_format != LoadFormat::Dummy;
+    let model = fetch(&python, name, flags.source(), weights)?;
     let config = Config::resolve(flags, &model)?;
     info!(model = %config.model, context_length = config.context_length, dtype = config.dtype, "resolved");
+    let idle_flags = flags.without_effect_on_sim();
+    if simulated && !idle_flags.is_empty() {
+        warn!("without effect on a simulated device: {}", idle_flags.join(", "));
+    }
 
     let tokenizer = Arc::new(Tokenizer::from_file(&model.tokenizer)?);
     let template = chat_template(flags, &model)?.map(Arc::new);
@@ -45,24 +54,16 @@ pub(crate) fn run(flags: &ServeFlags) -> Result<()> {
     let text_threads = usize::from(config.text_threads);
     let text = TextPool::new(tokenizer.clone(), template, text_threads, TEXT_QUEUE);
     let metrics = Arc::new(Metrics::new(&config.served_model_names[0], config.context_length)?);
-    let (sink, egress) = egress(tokenizer, metrics.clone(), EGRESS_STEPS)?;
+    let (sink, egress) = egress(tokenizer.clone(), metrics.clone(), EGRESS_STEPS)?;
 
-    let executor = HandExecutor::new(HandSpec {
-        program: python,
-        args: vec!["-m".into(), "forebay.worker".into()],
-        env: Vec::new(),
-        config: config.hand(&model),
-        world_size: 1,
-        arena_bytes: ARENA_BYTES,
-    })?;
+    let (executor, clock) = executor(flags, python, &config, &model, &tokenizer)?;
     let (ended, engine_ended) = oneshot::channel();
     let on_exit = Box::new(move || {
         // Nobody waits any more when the server went first.
         let _ = ended.send(());
     });
-    let clock = Arc::new(SystemClock::default());
     let (engine, thread) =
-        Engine::start(config.engine(), Box::new(executor), Box::new(sink), clock, on_exit)?;
+        Engine::start(config.engine(), executor, Box::new(sink), clock, on_exit)?;
 
     let info = ModelInfo {
         served_names: config.served_model_names.clone(),
@@ -97,6 +98,37 @@ pub(crate) fn run(flags: &ServeFlags) -> Result<()> {
     served
 }
 
+/// The hand, or what stands in for it; recorded if that was asked for.
+fn executor(
+    flags: &ServeFlags,
+    python: PathBuf,
+    config: &Config,
+    model: &Model,
+    tokenizer: &Tokenizer,
+) -> Result<(Box<dyn Executor>, Arc<dyn Clock>)> {
+    let (executor, clock): (Box<dyn Executor>, Arc<dyn Clock>) = match &config.simulated {
+        Some(simulated) => {
+            let clock = SimClock::real();
+            let sim = simulate::config(config, simulated, model, tokenizer, clock.clone())?;
+            (Box::new(SimExecutor::new(sim).0), Arc::new(clock))
+        }
+        None => {
+            let hand = HandExecutor::new(HandSpec {
+                program: python,
+                args: vec!["-m".into(), "forebay.worker".into()],
+                env: Vec::new(),
+                config: config.hand(model),
+                world_size: 1,
+                arena_bytes: ARENA_BYTES,
+            })?;
+            (Box::new(hand), Arc::new(SystemClock::default()))
+        }
+    };
+    let Some(file) = &flags.run.record_steps else { return Ok((executor, clock)) };
+    let steps = File::create(file).with_context(|| format!("--record-steps {}", file.display()))?;
+    Ok((Box::new(Recorder::new(executor, steps)?), clock))
+}
+
 async fn serve(
     listener: TcpListener,
     state: AppState,
@@ -109,11 +141,12 @@ async fn serve(
     let listener = tokio::net::TcpListener::from_std(listener)?;
     let url = format!("http://{}", listener.local_addr()?);
     let name = config.served_model_names[0].clone();
+    let simulated = config.simulated.clone();
     let greeting = {
         let engine = engine.clone();
         tokio::spawn(async move {
             if watch::loading(&engine).await {
-                eprintln!("{}", watch::banner(&url, &name));
+                eprintln!("{}", watch::banner(&url, &name, simulated.as_ref()));
             }
         })
     };

@@ -7,6 +7,8 @@ use indicatif::{ProgressBar, ProgressStyle};
 use tokio::time::sleep;
 use tracing::{error, info};
 
+use crate::config::Simulated;
+
 const LOADING_POLL: Duration = Duration::from_millis(50);
 
 /// Shows how loading goes; true once the hand is ready.
@@ -45,12 +47,18 @@ pub(crate) async fn loading(engine: &EngineHandle) -> bool {
 }
 
 /// Tells a newcomer what to do next.
-pub(crate) fn banner(url: &str, model: &str) -> String {
+pub(crate) fn banner(url: &str, model: &str, simulated: Option<&Simulated>) -> String {
+    let warning = simulated.map_or(String::new(), |sim| {
+        format!(
+            "\n  SIMULATED: the answers are made-up words, in the time of the profile {} ({}).\n",
+            sim.profile, sim.content.device
+        )
+    });
     let body = format!(
         r#"{{"model": "{model}", "stream": true, "messages": [{{"role": "user", "content": "Why is the sky blue?"}}]}}"#
     );
     format!(
-        "\n  Forebay serves {model} at {url}\n\n  Try it:\n\n    curl -N {url}/v1/chat/completions -H 'Content-Type: application/json' \\\n      -d '{body}'\n\n  Metrics: {url}/metrics   API: {url}/openapi.json   Stop: Ctrl-C\n"
+        "\n  Forebay serves {model} at {url}\n{warning}\n  Try it:\n\n    curl -N {url}/v1/chat/completions -H 'Content-Type: application/json' \\\n      -d '{body}'\n\n  Metrics: {url}/metrics   API: {url}/openapi.json   Stop: Ctrl-C\n"
     )
 }
 

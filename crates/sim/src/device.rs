@@ -1,107 +1,59 @@
-//! What the simulated device computes, and how long that takes.
+//! What the simulated device computes.
 
-use std::collections::HashMap;
+use forebay_protocol::{ROW_OK, StepPlan, StepResult};
 
-use forebay_protocol::{ROW_OK, SlotWrite, StepPlan, StepResult};
-use xxhash_rust::xxh3::{Xxh3, xxh3_64_with_seed};
-
-/// Microseconds that a step takes: linear in what a device mainly spends time on.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub struct DeviceModel {
-    /// Any step.
-    pub step_us: f64,
-    /// Each row.
-    pub row_us: f64,
-    /// Each token computed.
-    pub token_us: f64,
-    /// Each position of context that a row attends to.
-    pub context_us: f64,
-}
-
-impl DeviceModel {
-    /// A device that takes no time.
-    pub const INSTANT: Self = Self { step_us: 0.0, row_us: 0.0, token_us: 0.0, context_us: 0.0 };
-
-    pub(crate) fn duration_us(&self, plan: &StepPlan) -> u64 {
-        let mut time = self.step_us;
-        for row in plan.rows() {
-            time += self.row_us
-                + self.token_us * f64::from(row.length)
-                + self.context_us * f64::from(row.start + row.length);
-        }
-        time.round() as u64
-    }
-}
-
-/// The token that follows `tokens`, below `vocab_size`.
-#[must_use]
-pub fn next_token(tokens: &[i32], vocab_size: u32) -> i32 {
-    let mut sequence = Sequence::default();
-    sequence.extend(tokens);
-    sequence.next(vocab_size)
-}
-
-/// All tokens of a slot, as a running hash.
-#[derive(Clone, Default)]
-struct Sequence {
-    hash: Xxh3,
-    length: u32,
-}
-
-impl Sequence {
-    fn extend(&mut self, tokens: &[i32]) {
-        for token in tokens {
-            self.hash.update(&token.to_le_bytes());
-        }
-        self.length += tokens.len() as u32;
-    }
-
-    fn next(&self, vocab_size: u32) -> i32 {
-        let mixed = xxh3_64_with_seed(&self.length.to_le_bytes(), self.hash.digest());
-        (mixed % u64::from(vocab_size)) as i32
-    }
-}
+use crate::text::{Sequence, SimText};
 
 /// A row of the simulated device tables.
+#[derive(Debug, Default)]
 struct Slot {
     sequence: Sequence,
     min_total: u32,
+    /// Mostly empty, and then without memory.
     stop_ids: Vec<i32>,
     logprobs: Option<u8>,
 }
 
 impl Slot {
-    fn sample(&mut self, vocab_size: u32) -> i32 {
-        let mut token = self.sequence.next(vocab_size);
-        while self.sequence.length < self.min_total && self.stop_ids.contains(&token) {
-            token = (token + 1) % vocab_size.cast_signed();
-        }
-        self.sequence.extend(&[token]);
-        token
+    fn sample(&mut self, text: &SimText) -> i32 {
+        let early = self.sequence.length < self.min_total;
+        let suppressed = if early { self.stop_ids.as_slice() } else { &[] };
+        self.sequence.say(text, suppressed)
     }
 }
 
 /// The device tables of the simulation.
-#[derive(Default)]
+#[derive(Debug, Default)]
 pub(crate) struct Device {
-    slots: HashMap<u32, Slot>,
+    slots: Vec<Slot>,
 }
 
 impl Device {
     /// Executes a plan; the result's times are left at 0.
-    pub(crate) fn execute(&mut self, plan: &StepPlan, vocab_size: u32) -> StepResult {
+    pub(crate) fn execute(&mut self, plan: &StepPlan, text: &SimText) -> StepResult {
         for new in plan.new_slots() {
-            let mut sequence = Sequence::default();
-            sequence.extend(new.tokens);
-            let SlotWrite { slot, min_total, logprobs, .. } = new;
-            let stop_ids = new.stop_ids.to_vec();
-            self.slots.insert(slot, Slot { sequence, min_total, stop_ids, logprobs });
+            let at = new.slot as usize;
+            if self.slots.len() <= at {
+                self.slots.resize_with(at + 1, Slot::default);
+            }
+            let slot = &mut self.slots[at];
+            let prompt_len = new.prompt_len as usize;
+            slot.sequence = Sequence::new(text, new.tokens, prompt_len, new.min_total);
+            slot.min_total = new.min_total;
+            slot.stop_ids.clear();
+            slot.stop_ids.extend_from_slice(new.stop_ids);
+            slot.logprobs = new.logprobs;
         }
-        let mut result = StepResult { step: plan.step(), ..StepResult::default() };
-        let mut counts = Vec::new();
-        for row in plan.rows() {
-            result.row_errors.push(ROW_OK);
-            let Some(slot) = self.slots.get_mut(&row.slot).filter(|_| row.sample) else {
+        let rows = plan.rows();
+        let mut result = StepResult {
+            step: plan.step(),
+            row_errors: vec![ROW_OK; rows.len()],
+            tokens: Vec::with_capacity(rows.len()),
+            ..StepResult::default()
+        };
+        for row in rows.filter(|row| row.sample) {
+            let Some(slot) = self.slots.get_mut(row.slot as usize) else {
+                debug_assert!(false, "slot {} was never written", row.slot);
                 continue;
             };
             debug_assert_eq!(
@@ -109,22 +61,28 @@ impl Device {
                 row.start + row.length,
                 "the row must end the slot"
             );
-            let token = slot.sample(vocab_size);
-            result.tokens.push(token);
-            counts.push(slot.logprobs.map_or(0, |n| i32::from(n) + 1));
+            let token = slot.sample(text);
             if let Some(top) = slot.logprobs {
-                let top = 0..i32::from(top);
-                result.logprob_ids.push(token);
-                result
-                    .logprob_ids
-                    .extend(top.clone().map(|i| (token + i) % vocab_size.cast_signed()));
-                result.logprob_values.push(-0.5);
-                result.logprob_values.extend(top.map(|i| -0.5 - i as f32));
+                // Rows before this one did not ask.
+                result.logprob_counts.resize(result.tokens.len(), 0);
+                result.logprob_counts.push(i32::from(top) + 1);
+                push_logprobs(&mut result, text, token, usize::from(top));
             }
+            result.tokens.push(token);
         }
-        if counts.iter().any(|&n| n > 0) {
-            result.logprob_counts = counts;
+        if !result.logprob_counts.is_empty() {
+            result.logprob_counts.resize(result.tokens.len(), 0);
         }
         result
+    }
+}
+
+/// Made-up log-probabilities: the sampled token is always the most likely one.
+fn push_logprobs(result: &mut StepResult, text: &SimText, token: i32, top: usize) {
+    result.logprob_ids.push(token);
+    result.logprob_values.push(-0.5);
+    for rank in 0..top {
+        result.logprob_ids.push(text.alternative(token, rank));
+        result.logprob_values.push(-0.5 - rank as f32);
     }
 }

@@ -8,8 +8,11 @@ use forebay_engine::{Clock, Executor, HandFacts, Signal, Wake};
 use forebay_protocol::{StepPlan, StepResult};
 use parking_lot::{Condvar, Mutex};
 
-use crate::clock::SimClock;
-use crate::device::{Device, DeviceModel};
+use crate::clock::{self, SimClock};
+use crate::device::Device;
+use crate::load::StepLoad;
+use crate::profile::{DeviceModel, Jitter};
+use crate::text::SimText;
 
 /// What is simulated.
 #[derive(Clone)]
@@ -18,12 +21,18 @@ pub struct SimConfig {
     pub clock: SimClock,
     /// How long steps take.
     pub model: DeviceModel,
+    /// Seed of the jitter.
+    pub seed: u64,
     /// Microseconds from spawn to ready.
     pub load_us: u64,
     /// Pages of the KV pool.
     pub page_count: u32,
-    /// Tokens are drawn from `0 .. vocab_size`.
+    /// Rows of the output head; every token of `text` is below it.
     pub vocab_size: u32,
+    /// What requests say.
+    pub text: SimText,
+    /// The device's name.
+    pub device: String,
 }
 
 /// Injects faults into a running simulation, from any thread.
@@ -100,6 +109,7 @@ struct Pending {
 /// A simulated rank group.
 pub struct SimExecutor {
     config: SimConfig,
+    jitter: Jitter,
     control: SimControl,
     device: Device,
     pending: VecDeque<Pending>,
@@ -115,6 +125,7 @@ impl SimExecutor {
     pub fn new(config: SimConfig) -> (Self, SimControl) {
         let control = SimControl::default();
         let executor = Self {
+            jitter: Jitter::new(config.model.jitter_sigma, config.seed),
             config,
             control: control.clone(),
             device: Device::default(),
@@ -142,7 +153,7 @@ impl SimExecutor {
                     vocab_size: self.config.vocab_size,
                     weight_bytes: 0,
                     kv_bytes: 0,
-                    device: "sim".into(),
+                    device: self.config.device.clone(),
                     load_seconds: self.config.load_us as f64 / 1e6,
                 })
             }
@@ -155,6 +166,9 @@ impl SimExecutor {
 impl Executor for SimExecutor {
     fn start(&mut self) {
         let now = self.config.clock.now_us();
+        if matches!(self.config.clock, SimClock::Real(_)) {
+            clock::sleep_exactly();
+        }
         self.device = Device::default();
         self.pending.clear();
         self.poisoned.clear();
@@ -186,13 +200,15 @@ impl Executor for SimExecutor {
             }
         }
         let start = self.busy_until.max(self.config.clock.now_us());
-        let mut result = self.device.execute(plan, self.config.vocab_size);
-        let device_us = self.config.model.duration_us(plan);
+        let mut result = self.device.execute(plan, &self.config.text);
+        let median = self.config.model.median_us(&StepLoad::of(plan));
+        let device_us = (median * self.jitter.factor(plan.step())).round() as u64;
         result.device_us = u32::try_from(device_us).unwrap_or(u32::MAX);
         result.gap_us = u32::try_from(start - self.last_end).unwrap_or(u32::MAX);
         self.busy_until = start + device_us;
         self.last_end = self.busy_until;
-        let deadly = plan.rows().any(|row| self.poisoned.contains(&row.slot));
+        let deadly =
+            !self.poisoned.is_empty() && plan.rows().any(|row| self.poisoned.contains(&row.slot));
         let outcome = Some(if deadly { Err("poisoned") } else { Ok(result) });
         self.pending.push_back(Pending { at_us: self.busy_until, outcome });
     }

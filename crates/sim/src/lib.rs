@@ -3,11 +3,26 @@
 //! The token at a position is a hash of all tokens before it, so a request gets the same tokens whatever the batch, the chunking, the
 //! prefix hits, the lookahead, preemption or replay: exactly the invariance that a real model has in exact arithmetic. Time is
 //! the machine's or virtual; virtual time jumps from event to event and makes hours of traffic a matter of CPU seconds.
+//!
+//! How long a step takes is said by a [`Profile`], a TOML file, built in or made by [`fit`] from what a [`Recorder`] wrote about a
+//! real device. docs/simulation.md is the user's page.
 
 mod clock;
 mod device;
 mod executor;
+mod fit;
+mod load;
+mod profile;
+mod record;
+mod samples;
+mod solve;
+mod text;
 
 pub use clock::SimClock;
-pub use device::{DeviceModel, next_token};
 pub use executor::{SimConfig, SimControl, SimExecutor};
+pub use fit::{Fit, fit};
+pub use load::StepLoad;
+pub use profile::{DeviceModel, Jitter, Profile, ProfileError};
+pub use record::{Recorder, StepRecord};
+pub use samples::{FitError, Sample, read_samples};
+pub use text::{SimText, next_token};

@@ -1,0 +1,244 @@
+//! A lean HTTP/1.1 client for streams: keep-alive connections, and an answer that is only looked at as far as its times need it.
+//!
+//! ```text
+//! let client = Client::new(Target::new(backend, &ServerFlags)?, timeout);       // one server and one route
+//! let body = options.body(backend, &item)?;                                     // RequestOptions: model, stream, stop, extra, ...
+//! let reply = client.send(body, expected_chunks, clock, &live).await;           // never fails: a failure is in the reply
+//! let (record, exact) = reply.into_record(intended_us, &asked);                 // after the run: decodes the text
+//! ```
+//!
+//! `run::drive` sends many requests by a schedule or at a concurrency and gives all replies.
+
+mod backend;
+mod link;
+mod load;
+mod reply;
+mod scan;
+mod sse;
+mod target;
+mod wire;
+
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail};
+use bytes::Bytes;
+use http::Method;
+use serde_json::Value;
+
+pub use backend::Backend;
+pub(crate) use backend::{Dialect, RequestOptions};
+pub(crate) use load::rest;
+pub(crate) use reply::{Asked, Reply};
+pub use target::ServerFlags;
+pub(crate) use target::Target;
+
+use link::{Answer, BROKE, Link};
+use sse::Lines;
+
+const OK: u16 = 200;
+
+/// Microseconds from the start of a run.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Clock(Instant);
+
+impl Clock {
+    /// Starts now.
+    pub(crate) fn start() -> Self {
+        Self(Instant::now())
+    }
+
+    /// What it shows.
+    pub(crate) fn now_us(self) -> u64 {
+        u64::try_from(self.0.elapsed().as_micros()).unwrap_or(u64::MAX)
+    }
+
+    /// The moment at which it shows `elapsed`.
+    pub(crate) fn at(self, elapsed: Duration) -> Instant {
+        self.0 + elapsed
+    }
+}
+
+/// Counts of a run that others may look at while it goes on.
+#[derive(Debug, Default)]
+pub(crate) struct Live {
+    /// Requests that were sent.
+    pub(crate) sent: AtomicU64,
+    /// Requests that ended.
+    pub(crate) ended: AtomicU64,
+    /// Requests that were sent too late.
+    pub(crate) late: AtomicU64,
+    /// Chunks that came.
+    pub(crate) chunks: AtomicU64,
+}
+
+/// Sends requests to one route of one server.
+pub(crate) struct Client {
+    target: Target,
+    timeout: Duration,
+    idle: Mutex<Vec<Link>>,
+}
+
+impl Client {
+    /// A client without connections. A request that takes longer than `timeout` fails.
+    pub(crate) fn new(target: Target, timeout: Duration) -> Self {
+        Self { target, timeout, idle: Mutex::default() }
+    }
+
+    /// The server it talks to.
+    pub(crate) fn target(&self) -> &Target {
+        &self.target
+    }
+
+    /// Sends a request and reads its answer to the end; what goes wrong is in the reply.
+    pub(crate) async fn send(
+        &self,
+        body: Bytes,
+        expected_chunks: usize,
+        clock: Clock,
+        live: &Live,
+    ) -> Reply {
+        let dialect = self.target.backend.dialect();
+        let mut reply = Reply::new(dialect, clock.now_us(), expected_chunks);
+        live.sent.fetch_add(1, Ordering::Relaxed);
+        let exchange = self.exchange(body, &mut reply, clock, live);
+        let failure = match tokio::time::timeout(self.timeout, exchange).await {
+            Ok(Ok(())) => None,
+            Ok(Err(error)) => Some(format!("{error:#}")),
+            Err(_) => Some(format!("no complete answer within {} s", self.timeout.as_secs_f64())),
+        };
+        if let Some(failure) = failure {
+            reply.end_us = clock.now_us();
+            reply.fail(failure);
+        }
+        live.ended.fetch_add(1, Ordering::Relaxed);
+        reply
+    }
+
+    async fn exchange(
+        &self,
+        body: Bytes,
+        reply: &mut Reply,
+        clock: Clock,
+        live: &Live,
+    ) -> Result<()> {
+        let answer = self.request(&Method::POST, &self.target.route, body).await?;
+        if answer.head.status == OK && answer.head.is_stream {
+            return self.read_stream(answer, reply, clock, live).await;
+        }
+        let status = answer.head.status;
+        let body = self.read_whole(answer).await?;
+        reply.end_us = clock.now_us();
+        if status == OK {
+            reply.whole(&body, reply.end_us);
+            live.chunks.fetch_add(reply.chunk_count() as u64, Ordering::Relaxed);
+        } else {
+            reply.refused(status, &body);
+        }
+        Ok(())
+    }
+
+    /// Asks another route of the server; gives the body of its answer.
+    ///
+    /// # Errors
+    ///
+    /// The server does not answer, or not with success.
+    pub(crate) async fn call(&self, method: Method, path: &str) -> Result<Vec<u8>> {
+        let (status, body) = self.status(method, path).await?;
+        if !(200..300).contains(&status) {
+            bail!("{path} answered HTTP {status}");
+        }
+        Ok(body)
+    }
+
+    /// The first model that the server lists, and where the server says to have it from.
+    ///
+    /// # Errors
+    ///
+    /// The server does not answer, or lists none.
+    pub(crate) async fn first_model(&self) -> Result<(String, Option<String>)> {
+        let body = self.call(Method::GET, "/v1/models").await?;
+        let list: Value = serde_json::from_slice(&body).context("/v1/models is not JSON")?;
+        let first = &list["data"][0];
+        let id = first["id"].as_str().context("/v1/models lists no model")?;
+        Ok((id.to_owned(), first["root"].as_str().map(str::to_owned)))
+    }
+
+    /// As [`Client::call`], for any status.
+    ///
+    /// # Errors
+    ///
+    /// The server does not answer.
+    pub(crate) async fn status(&self, method: Method, path: &str) -> Result<(u16, Vec<u8>)> {
+        let path = self.target.path(path);
+        let exchange = async {
+            let answer = self.request(&method, &path, Bytes::new()).await?;
+            anyhow::Ok((answer.head.status, self.read_whole(answer).await?))
+        };
+        tokio::time::timeout(self.timeout, exchange)
+            .await
+            .with_context(|| format!("{path} did not answer in time"))?
+    }
+
+    /// Sends a request and waits for the head of its answer.
+    ///
+    /// A server may close a connection just when it is used again, so a request that breaks one before there is any answer is
+    /// sent a second time, on a new connection.
+    async fn request(&self, method: &Method, path: &str, body: Bytes) -> Result<Answer> {
+        let head = self.target.head(method, path, body.len());
+        if let Some(link) = self.idle_link()
+            && let Ok(answer) = link.send(head.clone(), body.clone()).await
+        {
+            return Ok(answer);
+        }
+        let link = Link::open(&self.target.addresses).await.context("cannot connect")?;
+        link.send(head, body).await.context(BROKE)
+    }
+
+    /// A connection that was used before and that the server has not closed.
+    fn idle_link(&self) -> Option<Link> {
+        let mut idle = self.idle.lock().unwrap_or_else(PoisonError::into_inner);
+        std::iter::from_fn(|| idle.pop()).find(Link::is_idle)
+    }
+
+    fn keep(&self, answer: Answer) {
+        let mut idle = self.idle.lock().unwrap_or_else(PoisonError::into_inner);
+        idle.extend(answer.into_link());
+    }
+
+    async fn read_stream(
+        &self,
+        mut answer: Answer,
+        reply: &mut Reply,
+        clock: Clock,
+        live: &Live,
+    ) -> Result<()> {
+        let mut lines = Lines::default();
+        loop {
+            let before = reply.chunk_count();
+            let mut now = None;
+            let more = answer
+                .next(|piece| {
+                    let now = *now.get_or_insert_with(|| clock.now_us());
+                    lines.feed(piece, |payload| reply.event(payload, now));
+                })
+                .await?;
+            reply.end_us = now.unwrap_or(reply.end_us);
+            live.chunks.fetch_add((reply.chunk_count() - before) as u64, Ordering::Relaxed);
+            if !more {
+                break;
+            }
+        }
+        reply.end_of_stream();
+        self.keep(answer);
+        Ok(())
+    }
+
+    async fn read_whole(&self, mut answer: Answer) -> Result<Vec<u8>> {
+        let mut whole = Vec::new();
+        while answer.next(|piece| whole.extend_from_slice(piece)).await? {}
+        self.keep(answer);
+        Ok(whole)
+    }
+}

@@ -1,0 +1,467 @@
+//! What came back for one request: kept cheaply while the run goes on, turned into a [`Record`] after it.
+
+use serde::Deserialize;
+use serde::de::IgnoredAny;
+use serde_json::Value;
+
+use crate::record::{Chunk, Outcome, Record};
+
+use super::backend::Dialect;
+use super::scan::{self, Fields};
+
+/// What the schedule and the dataset say about a request.
+#[derive(Debug, Clone, Copy, Default)]
+pub(crate) struct Asked {
+    /// Tokens of text in the prompt, by the client's count.
+    pub(crate) text_tokens: u32,
+    /// Tokens to generate.
+    pub(crate) output_tokens: u32,
+    /// Whether the prompt has images.
+    pub(crate) images: bool,
+}
+
+/// An answer, as far as it was read.
+#[derive(Debug)]
+pub(crate) struct Reply {
+    /// When it began to be sent, connection set-up included; microseconds from the start of the run, as all times here.
+    pub(crate) sent_us: u64,
+    /// When the last of it was read, or it failed.
+    pub(crate) end_us: u64,
+    dialect: Dialect,
+    /// The text between its quotes, with its escapes. `Chunk::text_bytes` counts in it until [`Reply::into_record`].
+    text: Vec<u8>,
+    chunks: Vec<Chunk>,
+    /// Whether each event has all of the text so far, as /generate sends it unless a flag of the server says otherwise.
+    whole_text: bool,
+    prompt_tokens: Option<u32>,
+    completion_tokens: Option<u32>,
+    /// Whether every chunk came with the token count so far.
+    counted: bool,
+    done: bool,
+    error: Option<String>,
+}
+
+impl Reply {
+    /// Nothing read yet. `expected_chunks` saves growing.
+    pub(super) fn new(dialect: Dialect, sent_us: u64, expected_chunks: usize) -> Self {
+        Self {
+            sent_us,
+            end_us: sent_us,
+            dialect,
+            text: Vec::new(),
+            chunks: Vec::with_capacity(expected_chunks),
+            whole_text: dialect == Dialect::Generate,
+            prompt_tokens: None,
+            completion_tokens: None,
+            counted: true,
+            done: false,
+            error: None,
+        }
+    }
+
+    /// Whether it ended as it should.
+    pub(crate) fn succeeded(&self) -> bool {
+        self.error.is_none()
+    }
+
+    /// Pieces that came so far.
+    pub(super) fn chunk_count(&self) -> usize {
+        self.chunks.len()
+    }
+
+    /// Takes the payload of an event of a stream.
+    pub(super) fn event(&mut self, payload: &[u8], at_us: u64) {
+        if payload == b"[DONE]" {
+            self.done = true;
+            return;
+        }
+        let fields = match self.dialect {
+            Dialect::Completions => scan::completions(payload),
+            Dialect::Chat => scan::chat(payload),
+            Dialect::Generate => scan::generate(payload),
+            Dialect::Embeddings => None,
+        };
+        match fields {
+            Some(fields) => self.fields(fields, at_us),
+            None => self.document(payload, at_us),
+        }
+    }
+
+    fn fields(&mut self, fields: Fields<'_>, at_us: u64) {
+        let new = if self.whole_text {
+            self.grow(fields.text[0], fields.finished)
+        } else {
+            fields.text.iter().for_each(|text| self.text.extend_from_slice(text));
+            fields.text[0].len() + fields.text[1].len()
+        };
+        self.prompt_tokens = fields.prompt_tokens.or(self.prompt_tokens);
+        let tokens = match fields.completion_tokens {
+            Some(count) => count.saturating_sub(self.completion_tokens.replace(count).unwrap_or(0)),
+            None => 0,
+        };
+        let text_bytes = u32::try_from(new).unwrap_or(u32::MAX);
+        // A server that counts in every event may send a token that has no text, such as the end of sequence.
+        if text_bytes > 0 || (tokens > 0 && self.counted && !self.chunks.is_empty()) {
+            self.counted &= fields.completion_tokens.is_some();
+            self.chunks.push(Chunk { at_us, text_bytes, tokens });
+        }
+    }
+
+    /// Takes the text of an event that may be all of the text so far, and says how many bytes are new.
+    fn grow(&mut self, text: &[u8], finished: bool) -> usize {
+        if let Some(new) = text.strip_prefix(&self.text[..]) {
+            self.text.extend_from_slice(new);
+            return new.len();
+        }
+        if text.is_empty() {
+            return 0;
+        }
+        if finished && self.text.starts_with(text) {
+            self.cut(text.len());
+            return 0;
+        }
+        self.restart_as_new();
+        self.text.extend_from_slice(text);
+        text.len()
+    }
+
+    /// The last event of all has less text, since what began a stop string was streamed before it was known as one.
+    fn cut(&mut self, length: usize) {
+        self.text.truncate(length);
+        let mut left = length;
+        for chunk in &mut self.chunks {
+            let kept = left.min(chunk.text_bytes as usize);
+            chunk.text_bytes = u32::try_from(kept).unwrap_or(u32::MAX);
+            left -= kept;
+        }
+    }
+
+    /// Each text so far began with the one before, yet this one does not: they were pieces that looked alike.
+    fn restart_as_new(&mut self) {
+        let (mut end, mut joined) = (0, Vec::new());
+        for chunk in &mut self.chunks {
+            end += chunk.text_bytes as usize;
+            joined.extend_from_slice(&self.text[..end]);
+            chunk.text_bytes = u32::try_from(end).unwrap_or(u32::MAX);
+        }
+        self.whole_text = false;
+        self.text = joined;
+    }
+
+    /// Takes an event of an unusual shape, or the whole of an answer that is no stream.
+    fn document(&mut self, json: &[u8], at_us: u64) {
+        let Ok(document) = serde_json::from_slice::<Value>(json) else {
+            self.fail(format!("not JSON: {}", excerpt(json)));
+            return;
+        };
+        if let Some(message) = error_message(&document) {
+            self.fail(message);
+            return;
+        }
+        // /generate answers a list of prompts, even of one, with a list.
+        let document = document.get(0).unwrap_or(&document);
+        let choice = &document["choices"][0];
+        let message =
+            if choice["delta"].is_object() { &choice["delta"] } else { &choice["message"] };
+        let reasoning =
+            ["reasoning_content", "reasoning"].iter().find_map(|key| message[*key].as_str());
+        let content = [&document["text"], &choice["text"], &message["content"]]
+            .into_iter()
+            .find_map(Value::as_str);
+        let usage = if self.dialect == Dialect::Generate { "meta_info" } else { "usage" };
+        let count = |name: &str| u32::try_from(document[usage][name].as_u64()?).ok();
+        let (reasoning, content) = (escaped(reasoning), escaped(content));
+        let text = match self.dialect {
+            Dialect::Generate => [&content[..], b""],
+            _ => [&reasoning[..], &content[..]],
+        };
+        self.fields(
+            Fields {
+                text,
+                prompt_tokens: count("prompt_tokens"),
+                completion_tokens: count("completion_tokens"),
+                finished: true,
+            },
+            at_us,
+        );
+    }
+
+    /// Takes the end of a stream.
+    pub(super) fn end_of_stream(&mut self) {
+        if !self.done {
+            self.fail("the stream ended without [DONE]".into());
+        }
+    }
+
+    /// Takes an answer that is no stream.
+    pub(super) fn whole(&mut self, body: &[u8], at_us: u64) {
+        if self.dialect != Dialect::Embeddings {
+            return self.document(body, at_us);
+        }
+        match serde_json::from_slice::<Embeddings>(body) {
+            Ok(Embeddings { usage, .. }) => {
+                self.prompt_tokens = usage.map(|usage| usage.prompt_tokens);
+                self.completion_tokens = Some(0);
+            }
+            Err(_) => self.document(body, at_us),
+        }
+    }
+
+    /// Takes an answer with another status than 200.
+    pub(super) fn refused(&mut self, status: u16, body: &[u8]) {
+        let message = serde_json::from_slice(body).ok().as_ref().and_then(error_message);
+        let message = message.unwrap_or_else(|| excerpt(body));
+        self.fail(format!("HTTP {status}: {message}").trim_end_matches([' ', ':']).to_owned());
+    }
+
+    /// Takes a failure; the first one counts.
+    pub(super) fn fail(&mut self, message: String) {
+        self.error.get_or_insert(message);
+    }
+
+    /// The record, and whether the tokens of its chunks are the server's. If not, they are 0 but when there is one for each chunk.
+    pub(crate) fn into_record(self, intended_us: u64, asked: &Asked) -> (Record, bool) {
+        let mut chunks = self.chunks;
+        let output_tokens = self.completion_tokens.unwrap_or(match &self.error {
+            None => asked.output_tokens,
+            Some(_) => 0,
+        });
+        let mut text = String::with_capacity(self.text.len());
+        let mut raw = &self.text[..];
+        for chunk in &mut chunks {
+            let (piece, rest) = raw.split_at((chunk.text_bytes as usize).min(raw.len()));
+            let before = text.len();
+            scan::unescape(piece, &mut text);
+            chunk.text_bytes = u32::try_from(text.len() - before).unwrap_or(u32::MAX);
+            raw = rest;
+        }
+        let exact = share_counts(&mut chunks, output_tokens, self.counted);
+        let input_tokens = self.prompt_tokens.unwrap_or(asked.text_tokens);
+        let record = Record {
+            intended_us,
+            sent_us: self.sent_us,
+            end_us: self.end_us,
+            chunks,
+            input_tokens,
+            vision_tokens: if asked.images {
+                input_tokens.saturating_sub(asked.text_tokens)
+            } else {
+                0
+            },
+            output_tokens,
+            text,
+            outcome: match self.error {
+                None => Outcome::Success,
+                Some(message) => Outcome::Failed(message),
+            },
+        };
+        (record, exact)
+    }
+}
+
+/// Gives each chunk its tokens if that needs no guess, and says whether it did.
+fn share_counts(chunks: &mut [Chunk], output_tokens: u32, counted: bool) -> bool {
+    if counted {
+        let told: u32 = chunks.iter().map(|chunk| chunk.tokens).sum();
+        if let Some(last) = chunks.last_mut() {
+            last.tokens += output_tokens.saturating_sub(told);
+        }
+        return true;
+    }
+    let each = u32::from(chunks.len() == output_tokens as usize);
+    chunks.iter_mut().for_each(|chunk| chunk.tokens = each);
+    each == 1
+}
+
+#[derive(Deserialize)]
+struct Embeddings {
+    #[serde(rename = "data")]
+    _data: Vec<IgnoredAny>,
+    usage: Option<EmbeddingUsage>,
+}
+
+#[derive(Deserialize)]
+struct EmbeddingUsage {
+    prompt_tokens: u32,
+}
+
+fn escaped(text: Option<&str>) -> Vec<u8> {
+    let Some(text) = text else { return Vec::new() };
+    let quoted = Value::from(text).to_string().into_bytes();
+    quoted[1..quoted.len() - 1].to_vec()
+}
+
+/// The message of an error as OpenAI, vLLM, SGLang and llama.cpp send them.
+fn error_message(document: &Value) -> Option<String> {
+    let error = match document.get("error") {
+        Some(error) if !error.is_null() => error,
+        _ if document["object"] == "error" => document,
+        _ if document.get("detail").is_some() => &document["detail"],
+        _ => return None,
+    };
+    let message = error.get("message").unwrap_or(error);
+    Some(message.as_str().map_or_else(|| message.to_string(), str::to_owned))
+}
+
+/// The beginning of a body, for people.
+fn excerpt(body: &[u8]) -> String {
+    let text = String::from_utf8_lossy(body);
+    text.trim().chars().take(200).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const ASKED: Asked = Asked { text_tokens: 9, output_tokens: 5, images: false };
+
+    fn read(dialect: Dialect, events: &[&str]) -> (Record, bool) {
+        let mut reply = Reply::new(dialect, 0, 0);
+        for (at, event) in events.iter().enumerate() {
+            reply.event(event.as_bytes(), at as u64);
+        }
+        reply.end_of_stream();
+        reply.into_record(0, &ASKED)
+    }
+
+    fn shape(record: &Record) -> Vec<(u64, u32, u32)> {
+        record.chunks.iter().map(|chunk| (chunk.at_us, chunk.text_bytes, chunk.tokens)).collect()
+    }
+
+    #[test]
+    fn one_chunk_a_token_needs_no_guess() {
+        let events = [
+            r#"{"choices":[{"delta":{"role":"assistant","content":""}}],"usage":null}"#,
+            r#"{"choices":[{"delta":{"reasoning_content":"\u00e9\n"}}],"usage":null}"#,
+            r#"{"choices":[{"delta":{"content":"xyz"}}],"usage":null}"#,
+            r#"{"choices":[{"delta":{},"finish_reason":"length"}],"usage":null}"#,
+            r#"{"choices":[],"usage":{"prompt_tokens":12,"completion_tokens":2}}"#,
+            "[DONE]",
+        ];
+        let (record, exact) = read(Dialect::Chat, &events);
+        assert!(exact);
+        assert_eq!(record.outcome, Outcome::Success);
+        assert_eq!(record.text, "é\nxyz");
+        assert_eq!((record.input_tokens, record.output_tokens), (12, 2));
+        assert_eq!(shape(&record), [(1, 3, 1), (2, 3, 1)]);
+    }
+
+    #[test]
+    fn merged_tokens_without_counts_are_left_to_guess() {
+        let events = [
+            r#"{"choices":[{"text":"ab"}]}"#,
+            r#"{"choices":[{"text":"c"}],"usage":{"prompt_tokens":12,"completion_tokens":3}}"#,
+            "[DONE]",
+        ];
+        let (record, exact) = read(Dialect::Completions, &events);
+        assert!(!exact);
+        assert_eq!(record.output_tokens, 3);
+        assert_eq!(shape(&record), [(0, 2, 0), (1, 1, 0)]);
+        let (record, _) = read(Dialect::Completions, &[r#"{"choices":[{"text":"ab"}]}"#, "[DONE]"]);
+        assert_eq!((record.input_tokens, record.output_tokens), (9, 5), "what was asked for");
+    }
+
+    #[test]
+    fn continuous_usage_gives_exact_tokens() {
+        let event = |text: &str, count: u32| {
+            format!(
+                r#"{{"choices":[{{"text":"{text}"}}],"usage":{{"prompt_tokens":4,"completion_tokens":{count}}}}}"#
+            )
+        };
+        let events = [event("ab", 2), event("c", 3), event("", 4)];
+        let events = [&events[0], &events[1], &events[2], "[DONE]"];
+        let (record, exact) = read(Dialect::Completions, &events);
+        assert!(exact);
+        assert_eq!(shape(&record), [(0, 2, 2), (1, 1, 1), (2, 0, 1)]);
+    }
+
+    fn generated(text: &str, count: u32) -> String {
+        format!(
+            r#"{{"text": "{text}", "meta_info": {{"prompt_tokens": 6, "completion_tokens": {count}, "x": 1}}}}"#
+        )
+    }
+
+    #[test]
+    fn generate_may_send_all_text_or_only_the_new() {
+        let whole = [generated("ab", 1), generated("abc\\n", 3), generated("abc\\n", 4)];
+        let new = [generated("ab", 1), generated("c\\n", 3), generated("", 4)];
+        for events in [whole, new] {
+            let (record, exact) =
+                read(Dialect::Generate, &[&events[0], &events[1], &events[2], "[DONE]"]);
+            assert!(exact);
+            assert_eq!(record.text, "abc\n");
+            assert_eq!((record.input_tokens, record.output_tokens), (6, 4));
+            assert_eq!(shape(&record), [(0, 2, 1), (1, 2, 2), (2, 0, 1)]);
+        }
+    }
+
+    #[test]
+    fn new_pieces_that_begin_alike_are_not_lost() {
+        let events =
+            [generated("a", 1), generated("ab", 2), generated("abc", 3), generated("x", 4)];
+        let events: Vec<&str> = events.iter().map(String::as_str).chain(["[DONE]"]).collect();
+        let (record, _) = read(Dialect::Generate, &events);
+        assert_eq!(record.text, "aababcx");
+        assert_eq!(shape(&record), [(0, 1, 1), (1, 2, 1), (2, 3, 1), (3, 1, 1)]);
+    }
+
+    #[test]
+    fn the_last_text_may_be_cut_before_a_stop_string() {
+        let finished = r#"{"text": "abc", "meta_info": {"finish_reason": {"type": "stop"}, "completion_tokens": 3}}"#;
+        let events = [&generated("ab", 1), &generated("abcStop", 2), finished, "[DONE]"];
+        let (record, _) = read(Dialect::Generate, &events);
+        assert_eq!(record.text, "abc");
+        assert_eq!(shape(&record), [(0, 2, 1), (1, 1, 1), (2, 0, 1)]);
+    }
+
+    #[test]
+    fn failures_in_a_stream_are_failures() {
+        let failed = |events: &[&str]| match read(Dialect::Completions, events).0.outcome {
+            Outcome::Failed(message) => message,
+            Outcome::Success => panic!("{events:?} did not fail"),
+        };
+        let text = r#"{"choices":[{"text":"ab"}]}"#;
+        assert_eq!(failed(&[text, r#"{"error":{"message":"boom","code":500}}"#, "[DONE]"]), "boom");
+        assert_eq!(failed(&[r#"{"object":"error","message":"old"}"#, "[DONE]"]), "old");
+        assert_eq!(failed(&[text]), "the stream ended without [DONE]");
+        assert_eq!(failed(&["nonsense", "[DONE]"]), "not JSON: nonsense");
+    }
+
+    #[test]
+    fn answers_that_are_no_streams() {
+        let whole = |dialect, body: &str| {
+            let mut reply = Reply::new(dialect, 0, 0);
+            reply.whole(body.as_bytes(), 8);
+            reply.into_record(0, &Asked { images: dialect == Dialect::Chat, ..ASKED }).0
+        };
+        let chat = r#"{"choices":[{"message":{"reasoning":"r","content":"c"}}],"usage":{"prompt_tokens":30,"completion_tokens":2}}"#;
+        let record = whole(Dialect::Chat, chat);
+        assert_eq!((record.text.as_str(), shape(&record)), ("rc", vec![(8, 2, 2)]));
+        assert_eq!((record.input_tokens, record.vision_tokens), (30, 21));
+        let record = whole(Dialect::Generate, &format!("[{}]", generated("ab", 3)));
+        assert_eq!((record.text.as_str(), shape(&record)), ("ab", vec![(8, 2, 3)]));
+        let record = whole(
+            Dialect::Embeddings,
+            r#"{"data":[{"embedding":[1]}],"usage":{"prompt_tokens":3}}"#,
+        );
+        assert_eq!(
+            (record.input_tokens, record.output_tokens, record.outcome),
+            (3, 0, Outcome::Success)
+        );
+        let record = whole(Dialect::Embeddings, r#"{"error":"no"}"#);
+        assert_eq!(record.outcome, Outcome::Failed("no".into()));
+    }
+
+    #[test]
+    fn a_refusal_says_why() {
+        let refused = |body: &str| {
+            let mut reply = Reply::new(Dialect::Chat, 0, 0);
+            reply.refused(429, body.as_bytes());
+            reply.into_record(0, &ASKED).0.outcome
+        };
+        let failed = |message: &str| Outcome::Failed(message.into());
+        assert_eq!(refused(r#"{"error":{"message":"full"}}"#), failed("HTTP 429: full"));
+        assert_eq!(refused("busy\n"), failed("HTTP 429: busy"));
+        assert_eq!(refused(""), failed("HTTP 429"));
+    }
+}

@@ -1,0 +1,25 @@
+//! Files with one JSON value a line.
+
+use std::fs::File;
+use std::io::{BufRead as _, BufReader};
+use std::path::Path;
+
+use anyhow::Context as _;
+use serde::de::DeserializeOwned;
+
+/// The value of every line of `path` that is not blank, as `(line number, value)`.
+///
+/// # Errors
+/// If the file cannot be read, or a line is not such a value: the message names the line.
+pub(crate) fn read<T: DeserializeOwned>(path: &Path) -> anyhow::Result<Vec<(usize, T)>> {
+    let file = File::open(path).with_context(|| path.display().to_string())?;
+    let mut values = Vec::new();
+    for (index, line) in BufReader::new(file).lines().enumerate() {
+        let place = || format!("{}, line {}", path.display(), index + 1);
+        let line = line.with_context(place)?;
+        if !line.trim().is_empty() {
+            values.push((index + 1, serde_json::from_str(&line).with_context(place)?));
+        }
+    }
+    Ok(values)
+}

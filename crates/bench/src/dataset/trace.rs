@@ -1,0 +1,170 @@
+//! Recorded traffic in Mooncake's format: JSONL with `timestamp` in milliseconds, `input_length` and `output_length` in
+//! tokens, and `hash_ids`, a name for each 512 tokens of the prompt and all that is before them.
+
+use std::path::Path;
+use std::time::Duration;
+
+use anyhow::{Context as _, ensure};
+use rayon::prelude::*;
+use serde::Deserialize;
+
+use super::args::DatasetArgs;
+use super::jsonl;
+use super::seed::{Purpose, generator};
+use super::words::{Drawn, Words};
+use crate::WorkItem;
+
+/// Tokens that one hash id stands for; the last of a prompt may stand for fewer.
+pub const BLOCK_TOKENS: u32 = 512;
+
+/// One request of a trace.
+#[derive(Debug, Clone, PartialEq, Deserialize)]
+pub struct TraceEntry {
+    /// When it arrived, in milliseconds from the start of the recording.
+    #[serde(rename = "timestamp")]
+    pub timestamp_ms: f64,
+    /// Tokens of the prompt.
+    pub input_length: u32,
+    /// Tokens that were generated.
+    pub output_length: u32,
+    /// One name for each [`BLOCK_TOKENS`] of the prompt; equal names, equal tokens. Empty if it is not known.
+    #[serde(default)]
+    pub hash_ids: Vec<u64>,
+}
+
+/// The requests of a trace, by time.
+///
+/// # Errors
+/// If the file cannot be read, is empty, or a line of it is not a request: no tokens, a time that is not a time, or
+/// another number of hash ids than the prompt has blocks. The message names the line.
+pub fn read(path: &Path) -> anyhow::Result<Vec<TraceEntry>> {
+    let mut entries = Vec::new();
+    for (line, entry) in jsonl::read::<TraceEntry>(path)? {
+        entry.check().with_context(|| format!("{}, line {line}", path.display()))?;
+        entries.push(entry);
+    }
+    ensure!(!entries.is_empty(), "{}: the trace has no requests", path.display());
+    entries.sort_by(|one, other| one.timestamp_ms.total_cmp(&other.timestamp_ms));
+    Ok(entries)
+}
+
+impl TraceEntry {
+    fn check(&self) -> anyhow::Result<()> {
+        ensure!(self.input_length > 0, "input_length is 0");
+        ensure!(self.output_length > 0, "output_length is 0");
+        ensure!(
+            Duration::try_from_secs_f64(self.timestamp_ms / 1000.0).is_ok(),
+            "timestamp {} is not a time in milliseconds",
+            self.timestamp_ms
+        );
+        let blocks = self.input_length.div_ceil(BLOCK_TOKENS) as usize;
+        ensure!(
+            self.hash_ids.is_empty() || self.hash_ids.len() == blocks,
+            "{} tokens are {blocks} blocks of {BLOCK_TOKENS}, but there are {} hash_ids",
+            self.input_length,
+            self.hash_ids.len()
+        );
+        Ok(())
+    }
+
+    /// When it arrived, from `start_ms`.
+    fn arrival(&self, start_ms: f64) -> Duration {
+        // Not negative, as the entries are sorted, and checked not to be too large.
+        Duration::from_secs_f64(((self.timestamp_ms - start_ms) / 1000.0).max(0.0))
+    }
+
+    /// The words of the prompt: those of each block are drawn by its hash id alone. `index` names a prompt that has
+    /// no hash ids.
+    fn draw(&self, words: &Words<'_>, seed: u64, index: u64, tokens: u32) -> Drawn {
+        let mut drawn = Drawn::with_capacity(tokens as usize);
+        if self.hash_ids.is_empty() {
+            words.draw(&mut generator(seed, Purpose::Words, index), tokens, &mut drawn);
+        }
+        for &hash in &self.hash_ids {
+            let count = (tokens - drawn.len() as u32).min(BLOCK_TOKENS);
+            words.draw(&mut generator(seed, Purpose::Shared, hash), count, &mut drawn);
+        }
+        drawn
+    }
+}
+
+/// The first `count` requests of a trace; equal hash ids become equal tokens.
+///
+/// # Errors
+/// If a text cannot be encoded.
+pub(crate) fn items(
+    entries: &[TraceEntry],
+    args: &DatasetArgs,
+    seed: u64,
+    words: &Words<'_>,
+) -> anyhow::Result<Vec<WorkItem>> {
+    let start_ms = entries.first().map_or(0.0, |entry| entry.timestamp_ms);
+    let count = args.num_prompts.map_or(entries.len(), |count| count as usize);
+    if count > entries.len() {
+        tracing::warn!("the trace has {} requests, not {count}", entries.len());
+    }
+    let work = entries.par_iter().take(count).enumerate().map(|(index, entry)| {
+        let longest = args.trace_max_input_len.unwrap_or(u32::MAX);
+        let tokens = entry.input_length.min(longest);
+        let text = words.text(&entry.draw(words, seed, index as u64, tokens))?;
+        Ok(WorkItem {
+            text_tokens: text.tokens(),
+            prompt: text.prompt(args.tokenize_prompt),
+            output_tokens: entry.output_length,
+            arrival: Some(entry.arrival(start_ms)),
+        })
+    });
+    work.collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Write as _;
+
+    use super::*;
+
+    fn read_text(text: &str) -> anyhow::Result<Vec<TraceEntry>> {
+        let mut file = tempfile::NamedTempFile::new()?;
+        file.write_all(text.as_bytes())?;
+        read(file.path())
+    }
+
+    #[test]
+    fn entries_come_by_time() {
+        let entries = read_text(concat!(
+            r#"{"timestamp": 30, "input_length": 600, "output_length": 5, "hash_ids": [1, 2]}"#,
+            "\n\n",
+            r#"{"timestamp": 10.5, "input_length": 512, "output_length": 1, "hash_ids": [1]}"#,
+            "\n",
+            r#"{"timestamp": 20, "input_length": 9, "output_length": 2}"#,
+        ));
+        let entries = entries.expect("a trace");
+        let times: Vec<f64> = entries.iter().map(|entry| entry.timestamp_ms).collect();
+        assert_eq!(times, [10.5, 20.0, 30.0]);
+        assert_eq!(entries[2].hash_ids, [1, 2]);
+        assert_eq!(entries[1].hash_ids, [0; 0]);
+        assert_eq!(entries[2].arrival(10.5), Duration::from_micros(19_500));
+    }
+
+    #[test]
+    fn a_wrong_line_is_named() {
+        let good =
+            r#"{"timestamp": 0, "input_length": 513, "output_length": 1, "hash_ids": [1, 2]}"#;
+        for (wrong, why) in [
+            (good.replace("[1, 2]", "[1]"), "2 blocks"),
+            (good.replace("513", "0"), "input_length is 0"),
+            (good.replace("\"output_length\": 1", "\"output_length\": 0"), "output_length is 0"),
+            (good.replace("\"timestamp\": 0", "\"timestamp\": -5"), "not a time"),
+            (good.replace("\"timestamp\": 0", "\"timestamp\": 1e300"), "not a time"),
+            (good.replace("\"timestamp\": 0, ", ""), "timestamp"),
+            (good.replace("513", "-1"), "integer `-1`"),
+            ("nonsense".to_owned(), "expected"),
+        ] {
+            let error = read_text(&format!("{good}\n{wrong}\n")).expect_err(&wrong);
+            let message = format!("{error:#}");
+            assert!(message.contains("line 2") && message.contains(why), "{message}");
+        }
+        assert!(read_text("\n").expect_err("empty").to_string().contains("no requests"));
+        assert!(read(Path::new("/nowhere/trace.jsonl")).is_err());
+    }
+}

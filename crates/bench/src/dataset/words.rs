@@ -1,0 +1,329 @@
+//! Text of a wanted number of tokens.
+
+use anyhow::{Context as _, ensure};
+use forebay_text::Tokenizer;
+use rand::RngExt as _;
+use rand::rngs::ChaCha12Rng;
+use rayon::prelude::*;
+
+use crate::Prompt;
+
+/// Fewer words than this would make prompts that repeat themselves.
+const FEWEST_WORDS: usize = 8;
+/// Rounds of cutting and encoding again before a text of almost the wanted length is taken.
+const ROUNDS: usize = 8;
+
+/// A text and its tokens.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Text {
+    /// The text.
+    pub(crate) text: String,
+    /// What the tokenizer makes of it, without special tokens.
+    pub(crate) ids: Vec<u32>,
+}
+
+impl Text {
+    /// How many tokens.
+    pub(crate) fn tokens(&self) -> u32 {
+        // A text of 4 billion tokens does not fit in memory.
+        self.ids.len() as u32
+    }
+
+    /// The prompt, as text or as ids.
+    pub(crate) fn prompt(self, as_ids: bool) -> Prompt {
+        if as_ids { Prompt::Tokens(self.ids) } else { Prompt::Text(self.text) }
+    }
+}
+
+/// A tokenizer, and words that stay one token each wherever they stand in a text.
+///
+/// A word is lower-case ASCII letters, and it is one token both at the start of a text and after a space. No token of
+/// the vocabulary holds a space after a letter, so no token can reach from one word into the next, and the tokens of a
+/// text of words are the tokens of the words: any number of tokens can be put together without encoding anything.
+/// A tokenizer without such words (characters, a tiny vocabulary) gets texts of any of its tokens, which are encoded
+/// again and cut until the length is right.
+#[derive(Debug)]
+pub(crate) struct Words<'t> {
+    tokenizer: &'t Tokenizer,
+    words: Vec<Word>,
+    /// Where there are no words: every token that is whole characters.
+    tokens: Vec<u32>,
+}
+
+#[derive(Debug)]
+struct Word {
+    /// A space, and the word.
+    text: String,
+    /// Its token at the start of a text.
+    first: u32,
+    /// Its token after a space.
+    id: u32,
+}
+
+/// Words (or tokens) that were drawn: numbers that only [`Words`] can read.
+pub(crate) type Drawn = Vec<u32>;
+
+impl<'t> Words<'t> {
+    /// Looks for words in the vocabulary.
+    ///
+    /// # Errors
+    /// If the vocabulary has no token that is text.
+    pub(crate) fn new(tokenizer: &'t Tokenizer) -> anyhow::Result<Self> {
+        let vocabulary: Vec<(u32, String)> = (0..tokenizer.vocab_size() as u32)
+            .filter(|&id| !tokenizer.is_special(id.cast_signed()))
+            .map(|id| (id, tokenizer.token_text(id.cast_signed())))
+            .filter(|(_, text)| !text.is_empty() && !text.contains('\u{fffd}'))
+            .collect();
+        let words = Self::find(tokenizer, &vocabulary);
+        let tokens = if words.is_empty() {
+            vocabulary.into_iter().map(|(id, _)| id).collect()
+        } else {
+            Vec::new()
+        };
+        ensure!(!words.is_empty() || !tokens.is_empty(), "the tokenizer has no token that is text");
+        Ok(Self { tokenizer, words, tokens })
+    }
+
+    fn find(tokenizer: &Tokenizer, vocabulary: &[(u32, String)]) -> Vec<Word> {
+        if vocabulary.iter().any(|(_, text)| reaches_over_a_space(text)) {
+            return Vec::new();
+        }
+        let mut texts: Vec<&str> = vocabulary
+            .iter()
+            .map(|(_, text)| text.trim_start_matches(' '))
+            .filter(|text| text.len() > 1 && text.bytes().all(|byte| byte.is_ascii_lowercase()))
+            .collect();
+        texts.sort_unstable();
+        texts.dedup();
+        let words: Vec<Word> =
+            texts.par_iter().filter_map(|text| Word::new(tokenizer, text)).collect();
+        if words.len() < FEWEST_WORDS { Vec::new() } else { words }
+    }
+
+    /// Draws `count` words.
+    pub(crate) fn draw(&self, generator: &mut ChaCha12Rng, count: u32, into: &mut Drawn) {
+        let choices = self.words.len().max(self.tokens.len()) as u32;
+        into.extend((0..count).map(|_| generator.random_range(0..choices)));
+    }
+
+    /// The text of drawn words: as many tokens as words, where the tokenizer has words.
+    ///
+    /// # Errors
+    /// If the tokenizer cannot encode the text of its own tokens.
+    pub(crate) fn text(&self, drawn: &[u32]) -> anyhow::Result<Text> {
+        if self.words.is_empty() {
+            let ids: Vec<u32> = drawn.iter().map(|&at| self.tokens[at as usize]).collect();
+            return self.fit(&ids, drawn.len());
+        }
+        let length = drawn.iter().map(|&at| self.words[at as usize].text.len()).sum();
+        let mut text = String::with_capacity(length);
+        let mut ids = Vec::with_capacity(drawn.len());
+        for &at in drawn {
+            let word = &self.words[at as usize];
+            if ids.is_empty() {
+                text.push_str(word.text.trim_start());
+                ids.push(word.first);
+            } else {
+                text.push_str(&word.text);
+                ids.push(word.id);
+            }
+        }
+        Ok(Text { text, ids })
+    }
+
+    /// Draws the tokens of `count` words that stand after another word; `None` if there are no words.
+    pub(crate) fn draw_ids(&self, generator: &mut ChaCha12Rng, count: usize) -> Option<Vec<u32>> {
+        let choices = self.words.len();
+        let draw = |_| self.words[generator.random_range(0..choices)].id;
+        (choices > 0).then(|| (0..count).map(draw).collect())
+    }
+
+    /// Where the tokens can be taken apart: every place between a token that ends in an ASCII letter and one that is a
+    /// space and an ASCII letter or more. The texts on the two sides of such a place encode to the tokens on its two
+    /// sides, and so does any text that is put together at such places. None if there are no words.
+    pub(crate) fn joints(&self, ids: &[u32]) -> Vec<usize> {
+        if self.words.is_empty() {
+            return Vec::new();
+        }
+        let texts = ids.iter().map(|id| self.tokenizer.token_bytes(id.cast_signed()));
+        let sides: Vec<(bool, bool)> = texts
+            .map(|text| {
+                let starts = text.len() > 1 && text[0] == b' ' && text[1].is_ascii_alphabetic();
+                (starts, text.last().is_some_and(u8::is_ascii_alphabetic))
+            })
+            .collect();
+        (1..ids.len()).filter(|&at| sides[at - 1].1 && sides[at].0).collect()
+    }
+
+    /// The text of tokens.
+    ///
+    /// # Errors
+    /// If the tokenizer cannot decode them.
+    pub(crate) fn decode(&self, ids: &[u32]) -> anyhow::Result<String> {
+        let ids: Vec<i32> = ids.iter().map(|id| id.cast_signed()).collect();
+        Ok(self.tokenizer.decode(&ids, false)?)
+    }
+
+    /// What the tokenizer makes of a text.
+    ///
+    /// # Errors
+    /// If it cannot encode it.
+    pub(crate) fn encode(&self, text: &str) -> anyhow::Result<Vec<u32>> {
+        let ids = self.tokenizer.encode(text, false)?;
+        Ok(ids.into_iter().map(i32::cast_unsigned).collect())
+    }
+
+    /// A text of `wanted` tokens that begins as `source` does, and repeats it where it is too short.
+    ///
+    /// Text that is cut does not always encode to the tokens that were kept, so it is encoded again, and cut or filled
+    /// up, a few times. [`Text::ids`] is always what the text encodes to, also in the rare case (some tokenizers without
+    /// words) that this never becomes quite as long as wanted.
+    ///
+    /// # Errors
+    /// If `source` is empty, or the tokenizer cannot encode what it decoded.
+    pub(crate) fn fit(&self, source: &[u32], wanted: usize) -> anyhow::Result<Text> {
+        ensure!(!source.is_empty(), "there is no token to make a text of");
+        let mut filler = source.iter().copied().cycle();
+        let mut ids: Vec<u32> = filler.by_ref().take(wanted).collect();
+        let mut best: Option<Text> = None;
+        for _ in 0..ROUNDS {
+            let text = self.decode_whole(&mut ids)?;
+            let found = Text { ids: self.encode(&text)?, text };
+            let missing = wanted.abs_diff(found.ids.len());
+            ids.clear();
+            ids.extend(found.ids.iter().take(wanted));
+            if best.as_ref().is_none_or(|best| missing < wanted.abs_diff(best.ids.len())) {
+                best = Some(found);
+            }
+            if missing == 0 {
+                break;
+            }
+            let lacking = wanted - ids.len();
+            if self.words.is_empty() {
+                ids.extend(filler.by_ref().take(lacking));
+            } else {
+                ids.extend(self.words.iter().map(|word| word.id).cycle().take(lacking));
+            }
+        }
+        best.context("no round was made")
+    }
+
+    /// The text of `ids`, less those at the end that are a part of a character.
+    fn decode_whole(&self, ids: &mut Vec<u32>) -> anyhow::Result<String> {
+        let mut text = self.decode(ids)?;
+        while text.ends_with('\u{fffd}') && ids.len() > 1 {
+            ids.pop();
+            text = self.decode(ids)?;
+        }
+        Ok(text)
+    }
+}
+
+impl Word {
+    /// `text` as a word, if it is one token everywhere.
+    fn new(tokenizer: &Tokenizer, text: &str) -> Option<Self> {
+        let ids = tokenizer.encode(&format!("{text} {text} {text}"), false).ok()?;
+        match ids[..] {
+            [first, id, again] if id == again => Some(Self {
+                text: format!(" {text}"),
+                first: first.cast_unsigned(),
+                id: id.cast_unsigned(),
+            }),
+            _ => None,
+        }
+    }
+}
+
+/// Whether a token holds a space after a letter.
+fn reaches_over_a_space(token: &str) -> bool {
+    token.as_bytes().windows(2).any(|pair| pair[0].is_ascii_alphabetic() && pair[1] == b' ')
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::dataset::seed::{Purpose, generator};
+    use crate::dataset::tests::{TOKENIZERS, tokenizer};
+
+    fn drawn(words: &Words<'_>, seed: u64, count: u32) -> Drawn {
+        let mut drawn = Drawn::new();
+        words.draw(&mut generator(seed, Purpose::Words, 0), count, &mut drawn);
+        drawn
+    }
+
+    const SOURCES: [&str; 5] = [
+        "The turbine hall was quiet, and nobody had asked why the lights were off.",
+        "def main() -> int:\n    return 0  # nothing\n",
+        "日本語のテキストと中文文本。",
+        "👍🏽 naïve café — señor",
+        "x",
+    ];
+
+    #[test]
+    fn the_counted_tokens_are_those_of_the_text_for_every_tokenizer() {
+        for name in TOKENIZERS {
+            let tokenizer = tokenizer(name);
+            let words = Words::new(&tokenizer).expect("tokens");
+            for seed in 0..20 {
+                let text = words.text(&drawn(&words, seed, 50)).expect("a text");
+                assert_eq!(words.encode(&text.text).expect("tokens"), text.ids, "{name}");
+            }
+            for source in SOURCES {
+                let ids = words.encode(source).expect("tokens");
+                let text = words.fit(&ids, 40).expect("a text");
+                assert_eq!(words.encode(&text.text).expect("tokens"), text.ids, "{name}");
+            }
+        }
+    }
+
+    #[test]
+    fn a_tokenizer_whose_tokens_span_words_has_none() {
+        let mut json = super::super::tests::json("tiny_llama");
+        let vocabulary = json["model"]["vocab"].as_object_mut().expect("a vocabulary");
+        vocabulary.insert("ofĠthe".to_owned(), 2048.into());
+        let spanning = Tokenizer::from_bytes(json.to_string().as_bytes()).expect("a tokenizer");
+        let words = Words::new(&spanning).expect("tokens");
+        assert!(words.words.is_empty());
+        let text = words.text(&drawn(&words, 1, 30)).expect("a text");
+        assert_eq!(words.encode(&text.text).expect("tokens"), text.ids);
+    }
+
+    #[test]
+    fn nothing_cannot_be_repeated() {
+        let tokenizer = tokenizer("tiny_llama");
+        let words = Words::new(&tokenizer).expect("words");
+        assert!(words.fit(&[], 5).is_err());
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(64))]
+
+        #[test]
+        fn words_are_one_token_each(seed: u64, count in 1_u32..200) {
+            let tokenizer = tokenizer("tiny_llama");
+            let words = Words::new(&tokenizer).expect("words");
+            let text = words.text(&drawn(&words, seed, count)).expect("a text");
+            prop_assert_eq!(text.ids.len(), count as usize);
+            prop_assert_eq!(text.text.trim(), &text.text);
+            prop_assert_eq!(words.encode(&text.text).expect("tokens"), text.ids);
+        }
+
+        #[test]
+        fn any_text_is_cut_or_repeated_to_the_wanted_length(
+            source in prop_oneof![
+                prop::sample::select(SOURCES.to_vec()).prop_map(str::to_owned),
+                "\\PC{1,40}",
+            ],
+            wanted in 8_usize..120,
+        ) {
+            let tokenizer = tokenizer("tiny_llama");
+            let words = Words::new(&tokenizer).expect("words");
+            let ids = words.encode(&source).expect("tokens");
+            let text = words.fit(&ids, wanted).expect("a text");
+            prop_assert_eq!(text.ids.len(), wanted, "{:?}", text.text);
+            prop_assert_eq!(words.encode(&text.text).expect("tokens"), text.ids);
+        }
+    }
+}

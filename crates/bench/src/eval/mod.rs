@@ -1,0 +1,225 @@
+//! How well a served model answers: few-shot GSM8K (Cobbe et al. 2021), asked and scored as SGLang's `few_shot_gsm8k` does, except that
+//! the examples come from the training questions and are never among those that are scored.
+
+mod exam;
+mod score;
+
+use std::fs::{self, File};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
+
+use anyhow::{Context as _, Result, bail, ensure};
+use bytes::Bytes;
+use clap::Args;
+use indicatif::{ProgressBar, ProgressStyle};
+use serde::Serialize;
+use tokio::task::JoinSet;
+
+use crate::client::{Asked, Client, Clock, Dialect, Live, RequestOptions, ServerFlags, Target};
+use crate::item::{Prompt, WorkItem};
+use crate::record::Record;
+
+use exam::{Exam, STOP};
+use score::{Answer, Score};
+
+/// Flags of `forebay eval gsm8k`.
+#[derive(Debug, Clone, Args)]
+pub struct Gsm8kArgs {
+    /// Name of the model as the server knows it [default: the first that /v1/models lists].
+    #[arg(long, value_name = "NAME")]
+    pub model: Option<String>,
+    /// GSM8K's test questions, a JSON object a line.
+    #[arg(long, value_name = "FILE")]
+    pub data_path: PathBuf,
+    /// GSM8K's training questions, of which the first are the examples in each prompt.
+    #[arg(long, value_name = "FILE")]
+    pub train_path: PathBuf,
+    /// Examples in each prompt.
+    #[arg(long, value_name = "N", default_value_t = 5)]
+    pub num_shots: usize,
+    /// Questions to ask, from the first on.
+    #[arg(long, value_name = "N", default_value_t = 200)]
+    pub num_questions: usize,
+    /// Most requests at a time.
+    #[arg(long, value_name = "N", default_value_t = 128, value_parser = clap::value_parser!(u32).range(1..))]
+    pub parallel: u32,
+    /// Most tokens of an answer.
+    #[arg(long, value_name = "N", default_value_t = 512, value_parser = clap::value_parser!(u32).range(1..))]
+    pub max_new_tokens: u32,
+    /// How often to send a request again that failed; what fails every time is reported and scored neither right nor wrong.
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    pub retries: u32,
+    /// Seconds after which a request has failed.
+    #[arg(long, value_name = "SECONDS", default_value_t = 21600, value_parser = clap::value_parser!(u64).range(1..))]
+    pub timeout: u64,
+    /// Write the numbers and what they belong to as a JSON object.
+    #[arg(long, value_name = "FILE")]
+    pub output_file: Option<PathBuf>,
+    /// Write every prompt and answer, a JSON object a line.
+    #[arg(long, value_name = "FILE")]
+    pub raw_result_file: Option<PathBuf>,
+    /// The server to ask.
+    #[command(flatten)]
+    pub server: ServerFlags,
+}
+
+/// What `--output-file` holds.
+#[derive(Debug, Serialize)]
+struct Summary<'a> {
+    task: &'static str,
+    backend: &'static str,
+    base_url: String,
+    model: &'a str,
+    num_shots: usize,
+    parallel: u32,
+    max_new_tokens: u32,
+    #[serde(flatten)]
+    score: &'a Score,
+    /// Requests that were sent again.
+    retried: u64,
+    date: String,
+    forebay_version: &'static str,
+}
+
+/// Asks the questions, prints accuracy, share of invalid answers, latency and output throughput, and writes the files.
+///
+/// # Errors
+///
+/// The questions are no fair exam, the server cannot be found, a file cannot be written, or a request failed; in the last case the
+/// numbers of the others are printed and written all the same.
+pub fn gsm8k(args: &Gsm8kArgs) -> Result<()> {
+    let questions = exam::read(&args.data_path)?;
+    let examples = exam::read(&args.train_path)?;
+    let exam = Exam::new(&questions, &examples, args.num_shots, args.num_questions)?;
+    let dialect = args.server.backend.dialect();
+    ensure!(dialect != Dialect::Embeddings, "embeddings answer no question");
+    for path in [&args.output_file, &args.raw_result_file].into_iter().flatten() {
+        check_writable(path)?;
+    }
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+    let (model, run) = runtime.block_on(async {
+        let client = Client::new(Target::new(&args.server)?, Duration::from_secs(args.timeout));
+        let model = match &args.model {
+            Some(model) => model.clone(),
+            None => {
+                client
+                    .first_model()
+                    .await
+                    .context("the server does not say its model; give --model")?
+                    .0
+            }
+        };
+        let run = ask(args, client, &model, &exam.prompts).await?;
+        anyhow::Ok((model, run))
+    })?;
+    let start = run.records.iter().map(|record| record.sent_us).min().unwrap_or(0);
+    let end = run.records.iter().map(|record| record.end_us).max().unwrap_or(0);
+    let asked = exam.prompts.into_iter().zip(exam.labels).zip(run.records).enumerate();
+    let answers: Vec<_> = asked
+        .map(|(index, ((prompt, label), record))| Answer::new(index, prompt, label, record))
+        .collect();
+    let score = Score::new(&answers, (end - start) as f64 / 1e6);
+    println!("{score}");
+    if let Some(path) = &args.raw_result_file {
+        let lines: Vec<_> = answers.iter().map(serde_json::to_string).collect::<Result<_, _>>()?;
+        fs::write(path, lines.join("\n") + "\n").with_context(|| cannot_write(path))?;
+    }
+    if let Some(path) = &args.output_file {
+        let summary = Summary {
+            task: "gsm8k",
+            backend: args.server.backend.name(),
+            base_url: args.server.url(),
+            model: &model,
+            num_shots: args.num_shots,
+            parallel: args.parallel,
+            max_new_tokens: args.max_new_tokens,
+            score: &score,
+            retried: run.retried,
+            date: jiff::Timestamp::now().to_string(),
+            forebay_version: env!("CARGO_PKG_VERSION"),
+        };
+        let text = serde_json::to_string_pretty(&summary)? + "\n";
+        fs::write(path, text).with_context(|| cannot_write(path))?;
+    }
+    if score.failed > 0 {
+        bail!("{} of {} requests failed", score.failed, score.num_questions);
+    }
+    Ok(())
+}
+
+/// Finds out before the run, and without harm to what is there, what would else be found out after it.
+fn check_writable(path: &Path) -> Result<()> {
+    let mut options = File::options();
+    options.create(true).append(true).open(path).with_context(|| cannot_write(path))?;
+    Ok(())
+}
+
+fn cannot_write(path: &Path) -> String {
+    format!("cannot write {}", path.display())
+}
+
+/// What came back.
+struct Run {
+    /// One a prompt, in their order.
+    records: Vec<Record>,
+    retried: u64,
+}
+
+/// Asks all prompts, `--parallel` at a time, each of them as soon as a place is free.
+async fn ask(args: &Gsm8kArgs, client: Client, model: &str, prompts: &[String]) -> Result<Run> {
+    let options = RequestOptions {
+        model: model.to_owned(),
+        temperature: 0.0,
+        stop: STOP.map(str::to_owned).to_vec(),
+        ..RequestOptions::default()
+    };
+    let bodies: Vec<Bytes> = prompts
+        .iter()
+        .map(|prompt| {
+            let prompt = Prompt::Text(prompt.clone());
+            let output_tokens = args.max_new_tokens;
+            let item = WorkItem { prompt, text_tokens: 0, output_tokens, arrival: None };
+            options.body(args.server.backend, &item)
+        })
+        .collect::<Result<_>>()?;
+    let (client, live, clock) = (Arc::new(client), Arc::new(Live::default()), Clock::start());
+    let retries = args.retries;
+    let progress = ProgressBar::new(bodies.len() as u64).with_style(ProgressStyle::with_template(
+        "{elapsed_precise} {wide_bar} {pos}/{len} answers, {msg}",
+    )?);
+    let mut waiting = bodies.into_iter().enumerate();
+    let mut asking = JoinSet::new();
+    let mut records = vec![Record::default(); prompts.len()];
+    let (mut retried, mut failed) = (0, 0);
+    progress.set_message("none failed");
+    loop {
+        while asking.len() < args.parallel as usize
+            && let Some((index, body)) = waiting.next()
+        {
+            let (client, live) = (Arc::clone(&client), Arc::clone(&live));
+            asking.spawn(async move {
+                let mut again = 0;
+                let mut reply = client.send(body.clone(), 1, clock, &live).await;
+                while !reply.succeeded() && again < retries {
+                    again += 1;
+                    reply = client.send(body.clone(), 1, clock, &live).await;
+                }
+                (index, reply, again)
+            });
+        }
+        let Some(joined) = asking.join_next().await else { break };
+        let (index, reply, again) = joined?;
+        retried += u64::from(again);
+        if !reply.succeeded() {
+            failed += 1;
+            progress.set_message(format!("{failed} failed"));
+        }
+        let intended = reply.sent_us;
+        let asked = Asked { output_tokens: args.max_new_tokens, ..Asked::default() };
+        (records[index], _) = reply.into_record(intended, &asked);
+        progress.inc(1);
+    }
+    progress.finish_and_clear();
+    Ok(Run { records, retried })
+}

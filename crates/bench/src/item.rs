@@ -1,0 +1,38 @@
+//! What a dataset gives.
+
+use std::time::Duration;
+
+/// One request, before it is known which server answers it.
+#[derive(Debug, Clone, PartialEq)]
+pub struct WorkItem {
+    /// What is asked.
+    pub prompt: Prompt,
+    /// Tokens of text in the prompt, by the client's tokenizer; the chat template is not counted.
+    pub text_tokens: u32,
+    /// Tokens to generate; 0 for embeddings.
+    pub output_tokens: u32,
+    /// When a trace says that it arrives, from the trace's start.
+    pub arrival: Option<Duration>,
+}
+
+/// A prompt in one of the shapes that servers take.
+#[derive(Debug, Clone, PartialEq)]
+pub enum Prompt {
+    /// Text; chat backends send it as one user message.
+    Text(String),
+    /// Token ids, for completions and /generate only.
+    Tokens(Vec<u32>),
+    /// One user message of several parts, for chat backends only.
+    Parts(Vec<Part>),
+    /// The inputs of one embeddings request.
+    Inputs(Vec<String>),
+}
+
+/// A part of a chat message.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Part {
+    /// Text.
+    Text(String),
+    /// A `data:` address of an image.
+    Image(String),
+}

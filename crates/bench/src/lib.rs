@@ -1,0 +1,37 @@
+//! Load generator and report: what users know as `bench_serving`, an accuracy evaluation, and capacity planning.
+//!
+//! `dataset` makes [`WorkItem`]s, `arrival` says when each is to be sent, `client` sends them and keeps a [`Record`] of each, `summary`
+//! turns records into the table, `output` is the file of a run, `report` a page made of such files.
+
+pub mod arrival;
+mod client;
+mod cpu;
+pub mod dataset;
+mod eval;
+mod flags;
+mod item;
+mod output;
+mod plan;
+mod progress;
+mod record;
+mod report;
+mod run;
+mod serve;
+mod summary;
+mod table;
+mod tokens;
+
+pub use eval::{Gsm8kArgs, gsm8k};
+pub use item::{Part, Prompt, WorkItem};
+pub use plan::{PlanArgs, Router, Slo, SloMetric, plan};
+pub use record::{Chunk, Outcome, Record};
+
+pub use client::{Backend, ServerFlags};
+pub use flags::{RequestFlags, ResultFlags, RunFlags, ServeArgs};
+pub use output::{
+    Costs, Details, Histogram, Latencies, ProcessCpu, Rate, RunFile, Second, Settings, Summary,
+};
+pub use report::{ReportArgs, report, report_run};
+pub use serve::serve;
+pub use summary::Stats;
+pub use tokens::TokenizerFinder;

@@ -1,0 +1,159 @@
+//! The flags of `forebay plan`.
+
+use std::path::PathBuf;
+
+use clap::{Args, ValueEnum};
+use serde::Serialize;
+
+/// Flags of `forebay plan`. Those that `serve` has as well mean the same and have the same defaults.
+#[derive(Debug, Clone, Args)]
+pub struct PlanArgs {
+    /// The traffic: one JSON object a line with timestamp (ms), input_length, output_length and hash_ids (Mooncake's format).
+    #[arg(long, value_name = "FILE")]
+    pub trace: PathBuf,
+    /// The device: a name that `forebay sim profiles` lists, or a TOML file.
+    #[arg(long, value_name = "NAME|FILE")]
+    pub sim_profile: String,
+    /// An objective in milliseconds, such as ttft:500, tpot:30 or e2el:20000. May be repeated.
+    #[arg(long, value_name = "METRIC:MS", required = true, value_parser = Slo::parse)]
+    pub slo: Vec<Slo>,
+    /// The percentile of each metric that must meet its objective.
+    #[arg(long, value_name = "P", default_value_t = 99.0, value_parser = percent)]
+    pub slo_percentile: f64,
+    /// Instead: the share of the requests that must meet all objectives.
+    #[arg(long, value_name = "SHARE", conflicts_with = "slo_percentile", value_parser = share)]
+    pub goodput: Option<f64>,
+    /// Most replicas to try.
+    #[arg(long, value_name = "N", default_value_t = 64, value_parser = clap::value_parser!(u32).range(1..=4096))]
+    pub max_replicas: u32,
+    /// Which replica a request goes to.
+    #[arg(long, value_enum, default_value_t)]
+    pub router: Router,
+    /// Let the traffic come this many times as fast as it was recorded.
+    #[arg(long, value_name = "FACTOR", default_value_t = 1.0, value_parser = positive)]
+    pub speed: f64,
+    /// Only the first requests of the trace.
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
+    pub num_prompts: Option<u32>,
+    /// Write everything to this file, as JSON.
+    #[arg(long, value_name = "FILE")]
+    pub output_file: Option<PathBuf>,
+    /// Most requests that run at a time on a replica.
+    #[arg(long, visible_alias = "max-num-seqs", default_value_t = 256, value_parser = clap::value_parser!(u32).range(1..=65536))]
+    pub max_running_requests: u32,
+    /// Most tokens a step.
+    #[arg(long, visible_alias = "max-num-batched-tokens", default_value_t = 1024, value_parser = clap::value_parser!(u32).range(1..))]
+    pub chunked_prefill_size: u32,
+    /// Tokens a KV page.
+    #[arg(long, default_value_t = 16, value_parser = clap::value_parser!(u32).range(1..=4096))]
+    pub page_size: u32,
+    /// Size of a replica's KV pool in tokens [default: the profile's].
+    #[arg(long, value_name = "TOKENS", value_parser = clap::value_parser!(u64).range(1..))]
+    pub max_total_tokens: Option<u64>,
+    /// Do not share the KV pages of equal beginnings.
+    #[arg(long, visible_alias = "no-enable-prefix-caching")]
+    pub disable_radix_cache: bool,
+    /// Steps planned ahead of the one that computes; 0 is the serial loop.
+    #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u32).range(0..=1))]
+    pub lookahead: u32,
+    /// Seed of the jitter.
+    #[arg(long, default_value_t = 0)]
+    pub seed: u64,
+}
+
+/// Which replica a request goes to.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, ValueEnum, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Router {
+    /// Each in turn.
+    #[default]
+    RoundRobin,
+    /// The one with the fewest requests.
+    LeastLoaded,
+    /// The one with the fewest tokens to compute before this request's first: those that wait there, and what it has not cached of this.
+    PrefixAware,
+}
+
+/// A latency.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum SloMetric {
+    /// Time to the first token, from the arrival.
+    Ttft,
+    /// Mean time of each further token.
+    Tpot,
+    /// Time to the last token, from the arrival.
+    E2el,
+}
+
+/// A latency, and how long it may be.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize)]
+pub struct Slo {
+    /// The latency.
+    pub metric: SloMetric,
+    /// Its limit in milliseconds.
+    pub limit_ms: f64,
+}
+
+impl Slo {
+    /// `ttft:500` and the like.
+    fn parse(text: &str) -> Result<Self, String> {
+        let expected = "expected ttft:MS, tpot:MS or e2el:MS";
+        let (metric, limit) = text.split_once(':').ok_or(expected)?;
+        let metric = match metric {
+            "ttft" => SloMetric::Ttft,
+            "tpot" => SloMetric::Tpot,
+            "e2el" => SloMetric::E2el,
+            _ => return Err(expected.to_owned()),
+        };
+        Ok(Self { metric, limit_ms: positive(limit)? })
+    }
+}
+
+/// When a number of replicas is enough.
+#[derive(Debug, Clone, Serialize)]
+pub(crate) struct Goal {
+    pub(crate) slos: Vec<Slo>,
+    /// The percentile of each latency that must meet its limit, where no goodput is asked for.
+    pub(crate) percentile: f64,
+    /// The share of requests that must meet all limits.
+    pub(crate) goodput: Option<f64>,
+}
+
+impl PlanArgs {
+    /// When a number of replicas is enough.
+    pub(crate) fn goal(&self) -> Goal {
+        let (slos, percentile) = (self.slo.clone(), self.slo_percentile);
+        Goal { slos, percentile, goodput: self.goodput }
+    }
+}
+
+fn number(text: &str, fits: impl Fn(f64) -> bool, expected: &str) -> Result<f64, String> {
+    text.parse().ok().filter(|&value| fits(value)).ok_or_else(|| expected.to_owned())
+}
+
+fn positive(text: &str) -> Result<f64, String> {
+    number(text, |value| value > 0.0 && value.is_finite(), "expected a number above 0")
+}
+
+fn percent(text: &str) -> Result<f64, String> {
+    number(text, |value| value > 0.0 && value <= 100.0, "expected a percentile up to 100")
+}
+
+fn share(text: &str) -> Result<f64, String> {
+    number(text, |value| value > 0.0 && value <= 1.0, "expected a share, such as 0.99")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn objectives_are_read_or_refused() {
+        let slo = Slo::parse("tpot:12.5").expect("an objective");
+        assert_eq!(slo, Slo { metric: SloMetric::Tpot, limit_ms: 12.5 });
+        for wrong in ["ttft", "ttft:", "ttft:-1", "ttft:0", "ttft:inf", "itl:5", "500"] {
+            assert!(Slo::parse(wrong).is_err(), "{wrong}");
+        }
+    }
+}

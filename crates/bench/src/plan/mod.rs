@@ -1,0 +1,70 @@
+//! Capacity planning: how many replicas a recorded traffic needs.
+//!
+//! `simulate` runs the traffic against replicas in virtual time: real schedulers, with a profile's step times in place of devices.
+//! `search` looks for the least number that meets the objectives, `outcome` says what one number of replicas gives, `report` shows it.
+
+mod args;
+mod outcome;
+mod replica;
+mod report;
+mod router;
+mod search;
+mod simulate;
+#[cfg(test)]
+mod tests;
+mod traffic;
+
+use anyhow::{Context, Result, bail};
+use forebay_sim::Profile;
+
+pub use args::{PlanArgs, Router, Slo, SloMetric};
+
+use crate::dataset::trace;
+use outcome::Outcome;
+use report::PlanFile;
+use simulate::Setup;
+use traffic::Traffic;
+
+/// `forebay plan`: prints how many replicas meet the objectives, and what each tried number gives.
+///
+/// # Errors
+/// The trace or the profile can't be read, or no number up to `--max-replicas` meets the objectives.
+pub fn plan(args: &PlanArgs) -> Result<()> {
+    let profile = Profile::find(&args.sim_profile)?;
+    let entries = trace::read(&args.trace)?;
+    let traffic = Traffic::new(&entries, args.num_prompts, args.speed)?;
+    let setup = Setup::new(args, &profile);
+    let goal = args.goal();
+    report::print_head(args, &profile, &traffic);
+    let started = cpu_seconds();
+    let mut rows = report::Rows::default();
+    let mut tried = Vec::new();
+    let answer = search::least(args.max_replicas, |replicas| {
+        let outcome = Outcome::of(&simulate::run(&setup, &traffic, replicas), &goal);
+        rows.print(&outcome);
+        let met = outcome.met;
+        tried.push(outcome);
+        met
+    });
+    tried.sort_by_key(|outcome| outcome.replicas);
+    let cpu_seconds = cpu_seconds() - started;
+    let file = PlanFile::new(args, &profile, &traffic, answer, tried, cpu_seconds);
+    file.print();
+    if let Some(path) = &args.output_file {
+        let text = serde_json::to_string_pretty(&file)?;
+        std::fs::write(path, text + "\n").with_context(|| path.display().to_string())?;
+    }
+    if answer.is_none() {
+        bail!(
+            "the objectives are not met by 1 replica up to {} (--max-replicas)",
+            args.max_replicas
+        );
+    }
+    Ok(())
+}
+
+/// CPU time of this thread.
+fn cpu_seconds() -> f64 {
+    let time = rustix::time::clock_gettime(rustix::time::ClockId::ThreadCPUTime);
+    time.tv_sec as f64 + time.tv_nsec as f64 / 1e9
+}

@@ -1,0 +1,138 @@
+//! One replica in virtual time: a real scheduler, and a device that only takes time.
+
+use std::collections::VecDeque;
+
+use forebay_protocol::{ROW_OK, SamplingParams, StepPlan, StepResult};
+use forebay_scheduler::{Event, MAX_IN_FLIGHT, Policy, Request, Scheduler, SchedulerConfig};
+use forebay_sim::{DeviceModel, Jitter, StepLoad};
+
+use super::simulate::Setup;
+use super::traffic::Arrival;
+
+/// A step that the device computes, or will.
+#[derive(Debug, Clone, Copy)]
+struct Flight {
+    step: u64,
+    rows: usize,
+    sampled: usize,
+    ends_us: u64,
+}
+
+/// A replica.
+pub(crate) struct Replica {
+    scheduler: Scheduler,
+    model: DeviceModel,
+    jitter: Jitter,
+    /// Plans in flight at most.
+    depth: usize,
+    flights: VecDeque<Flight>,
+    free_at_us: u64,
+    /// Microseconds that the device computed.
+    pub(crate) busy_us: u64,
+    /// Requests that have not ended.
+    pub(crate) alive: u32,
+    /// Most requests that waited at a time.
+    pub(crate) queue_peak: usize,
+    /// The next generated token. Generated tokens count up from the lowest integer, so that they are equal to no other token.
+    next_token: i32,
+    plan: StepPlan,
+    result: StepResult,
+    events: Vec<Event>,
+}
+
+impl Replica {
+    /// Number `index` of the replicas of `setup`.
+    pub(crate) fn new(setup: &Setup, index: u32) -> Self {
+        let slots = setup.max_running + setup.max_running.div_ceil(2);
+        let scheduler = Scheduler::new(SchedulerConfig {
+            slots,
+            max_running: setup.max_running,
+            pages: setup.pages,
+            page_size: setup.page_size,
+            token_budget: setup.token_budget,
+            prefix_cache: setup.prefix_cache,
+            policy: Policy::Fcfs,
+        });
+        Self {
+            scheduler,
+            model: setup.model,
+            jitter: Jitter::new(setup.model.jitter_sigma, setup.seed.wrapping_add(index.into())),
+            depth: (setup.lookahead as usize + 1).min(MAX_IN_FLIGHT),
+            flights: VecDeque::new(),
+            free_at_us: 0,
+            busy_us: 0,
+            alive: 0,
+            queue_peak: 0,
+            next_token: i32::MIN,
+            plan: StepPlan::default(),
+            result: StepResult::default(),
+            events: Vec::new(),
+        }
+    }
+
+    /// Takes a request.
+    pub(crate) fn submit(&mut self, id: u64, arrival: &Arrival) {
+        self.alive += 1;
+        self.scheduler.submit(Request {
+            id,
+            prompt: arrival.prompt(),
+            max_tokens: arrival.output,
+            stop_ids: Vec::new(),
+            sampling: SamplingParams::default(),
+            priority: 0,
+            cache_salt: 0,
+        });
+    }
+
+    /// Plans as far ahead as the engine does.
+    pub(crate) fn feed(&mut self, now_us: u64) {
+        while self.flights.len() < self.depth
+            && self.scheduler.next_plan(&mut self.plan, &mut self.events)
+        {
+            let step = self.plan.step();
+            let median = self.model.median_us(&StepLoad::of(&self.plan));
+            let device_us = (median * self.jitter.factor(step)).round() as u64;
+            let ends_us = self.free_at_us.max(now_us) + device_us;
+            self.free_at_us = ends_us;
+            self.busy_us += device_us;
+            let rows = self.plan.rows();
+            let flight = Flight {
+                step,
+                ends_us,
+                rows: rows.len(),
+                sampled: rows.filter(|row| row.sample).count(),
+            };
+            self.flights.push_back(flight);
+        }
+        self.queue_peak = self.queue_peak.max(self.scheduler.stats().waiting);
+    }
+
+    /// When the oldest step ends.
+    pub(crate) fn ends_us(&self) -> Option<u64> {
+        self.flights.front().map(|flight| flight.ends_us)
+    }
+
+    /// Ends the oldest step.
+    pub(crate) fn end_step(&mut self) {
+        let Some(flight) = self.flights.pop_front() else { return };
+        self.result.step = flight.step;
+        self.result.row_errors.resize(flight.rows, ROW_OK);
+        self.result.tokens.clear();
+        for _ in 0..flight.sampled {
+            self.result.tokens.push(self.next_token);
+            self.next_token = self.next_token.wrapping_add(1) | i32::MIN;
+        }
+        let applied = self.scheduler.apply(&self.result, &mut self.events);
+        debug_assert!(applied.is_ok(), "{applied:?}");
+    }
+
+    /// What has happened since the last call.
+    pub(crate) fn events(&mut self) -> std::vec::Drain<'_, Event> {
+        self.events.drain(..)
+    }
+
+    /// The scheduler's counters.
+    pub(crate) fn stats(&self) -> forebay_scheduler::Stats {
+        self.scheduler.stats()
+    }
+}

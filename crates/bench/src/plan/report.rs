@@ -1,0 +1,216 @@
+//! What a plan looks like, for people and for programs.
+
+use std::path::PathBuf;
+
+use forebay_sim::{DeviceModel, Profile};
+use serde::Serialize;
+
+use super::args::{Goal, PlanArgs, Router, SloMetric};
+use super::outcome::{Latency, Outcome};
+use super::traffic::Traffic;
+
+/// The share of busy time below which it is not for want of devices that an objective is missed.
+const IDLE: f64 = 0.25;
+
+/// The file of a plan.
+#[derive(Debug, Serialize)]
+pub(crate) struct PlanFile {
+    forebay_version: &'static str,
+    trace: PathBuf,
+    speed: f64,
+    requests: usize,
+    traffic_seconds: f64,
+    input_tokens: u64,
+    output_tokens: u64,
+    profile: String,
+    profile_origin: String,
+    device: String,
+    model: String,
+    step_time: DeviceModel,
+    kv_tokens: u64,
+    page_size: u32,
+    max_running_requests: u32,
+    chunked_prefill_size: u32,
+    prefix_cache: bool,
+    lookahead: u32,
+    router: Router,
+    goal: Goal,
+    /// The least number of replicas that meets the goal; `null` if none up to the largest tried does.
+    answer: Option<u32>,
+    /// By the number of replicas.
+    tried: Vec<Outcome>,
+    /// Time that passed in all simulations together.
+    simulated_seconds: f64,
+    cpu_seconds: f64,
+}
+
+impl PlanFile {
+    /// Everything about a plan.
+    pub(crate) fn new(
+        args: &PlanArgs,
+        profile: &Profile,
+        traffic: &Traffic,
+        answer: Option<u32>,
+        tried: Vec<Outcome>,
+        cpu_seconds: f64,
+    ) -> Self {
+        let (input_tokens, output_tokens) = tokens(traffic);
+        Self {
+            forebay_version: env!("CARGO_PKG_VERSION"),
+            trace: args.trace.clone(),
+            speed: args.speed,
+            requests: traffic.arrivals.len(),
+            traffic_seconds: traffic.duration_us() as f64 / 1e6,
+            input_tokens,
+            output_tokens,
+            profile: profile.name.clone(),
+            profile_origin: profile.origin.clone(),
+            device: profile.device.clone(),
+            model: profile.model.clone(),
+            step_time: profile.time,
+            kv_tokens: args.max_total_tokens.unwrap_or(profile.kv_tokens),
+            page_size: args.page_size,
+            max_running_requests: args.max_running_requests,
+            chunked_prefill_size: args.chunked_prefill_size,
+            prefix_cache: !args.disable_radix_cache,
+            lookahead: args.lookahead,
+            router: args.router,
+            goal: args.goal(),
+            answer,
+            simulated_seconds: tried.iter().map(|outcome| outcome.makespan_s).sum(),
+            tried,
+            cpu_seconds,
+        }
+    }
+
+    /// The last lines.
+    pub(crate) fn print(&self) {
+        println!();
+        match self.answer {
+            Some(1) => println!("Enough: 1 replica."),
+            Some(answer) => println!("Enough: {answer} replicas."),
+            None => self.print_why_not(),
+        }
+        if let Some(refused) = self.tried.iter().map(|o| o.refused).max().filter(|&n| n > 0) {
+            println!(
+                "{refused} requests are larger than the KV pool of a replica and were refused."
+            );
+        }
+        println!(
+            "Simulated {:.0} s of traffic in {:.2} s of CPU: {:.0} times as fast as it happens.",
+            self.simulated_seconds,
+            self.cpu_seconds,
+            self.simulated_seconds / self.cpu_seconds.max(1e-9),
+        );
+    }
+}
+
+impl PlanFile {
+    fn print_why_not(&self) {
+        let Some(most) = self.tried.last() else { return };
+        println!("Not enough: {} replicas.", most.replicas);
+        if most.utilisation < IDLE {
+            println!(
+                "Their devices have work only {:.0} % of the time: more of them would hardly help. \
+                 A request alone is too slow for the objectives.",
+                100.0 * most.utilisation
+            );
+        }
+    }
+}
+
+fn tokens(traffic: &Traffic) -> (u64, u64) {
+    traffic.arrivals.iter().fold((0, 0), |(input, output), arrival| {
+        (input + u64::from(arrival.input), output + u64::from(arrival.output))
+    })
+}
+
+/// What is planned.
+pub(crate) fn print_head(args: &PlanArgs, profile: &Profile, traffic: &Traffic) {
+    let (input, output) = tokens(traffic);
+    let requests = traffic.arrivals.len();
+    println!("Device   {}: {}, {}", profile.name, profile.device, profile.model);
+    println!(
+        "Traffic  {requests} requests in {:.0} s, {:.0} prompt and {:.0} output tokens each on average",
+        traffic.duration_us() as f64 / 1e6,
+        input as f64 / requests as f64,
+        output as f64 / requests as f64,
+    );
+    println!("Goal     {}\n", goal(&args.goal()));
+}
+
+fn goal(goal: &Goal) -> String {
+    let limits: Vec<String> = (goal.slos.iter())
+        .map(|slo| {
+            let name = match slo.metric {
+                SloMetric::Ttft => "time to first token",
+                SloMetric::Tpot => "time per output token",
+                SloMetric::E2el => "whole time",
+            };
+            format!("{name} at most {} ms", slo.limit_ms)
+        })
+        .collect();
+    let limits = limits.join(", ");
+    match goal.goodput {
+        Some(wanted) => format!("{limits}, for {} % of the requests", 100.0 * wanted),
+        None => format!("{limits}, at the {}th percentile", goal.percentile),
+    }
+}
+
+/// Prints a row as soon as it is known.
+#[derive(Debug, Default)]
+pub(crate) struct Rows {
+    begun: bool,
+}
+
+impl Rows {
+    /// A number of replicas, under a heading if it is the first.
+    pub(crate) fn print(&mut self, outcome: &Outcome) {
+        if !std::mem::replace(&mut self.begun, true) {
+            println!(
+                "{:>8}  {:^5}  {:^26}  {:^20}  {:^19}  {:>7}  {:>6}  {:>6}  {:>10}",
+                "", "", "TTFT ms", "TPOT ms", "E2E s", "prefix", "device", "queue", ""
+            );
+            println!(
+                "{:>8}  {:>5}  {:>8} {:>8} {:>8}  {:>6} {:>6} {:>6}  {:>6} {:>6} {:>5}  {:>7}  {:>6}  {:>6}  {:>10}",
+                "replicas",
+                "meets",
+                "p50",
+                "p90",
+                "p99",
+                "p50",
+                "p90",
+                "p99",
+                "p50",
+                "p90",
+                "p99",
+                "hits",
+                "busy",
+                "peak",
+                "goodput"
+            );
+        }
+        println!("{}", row(outcome));
+    }
+}
+
+fn row(outcome: &Outcome) -> String {
+    let show = |value: Option<f64>, scale: f64, digits| {
+        value.map_or("never".to_owned(), |value| format!("{:.digits$}", value / scale))
+    };
+    let three = |latency: &Latency, scale, digits| {
+        [latency.p50, latency.p90, latency.p99].map(|value| show(value, scale, digits))
+    };
+    let [t50, t90, t99] = three(&outcome.ttft_ms, 1.0, 0);
+    let [o50, o90, o99] = three(&outcome.tpot_ms, 1.0, 1);
+    let [e50, e90, e99] = three(&outcome.e2el_ms, 1000.0, 1);
+    format!(
+        "{:>8}  {:>5}  {t50:>8} {t90:>8} {t99:>8}  {o50:>6} {o90:>6} {o99:>6}  {e50:>6} {e90:>6} {e99:>5}  {:>6.1}%  {:>5.1}%  {:>6}  {:>9.2}%",
+        outcome.replicas,
+        if outcome.met { "yes" } else { "no" },
+        100.0 * outcome.prefix_hit_rate,
+        100.0 * outcome.utilisation,
+        outcome.queue_peak,
+        100.0 * outcome.goodput,
+    )
+}

@@ -1,0 +1,183 @@
+//! Traffic against replicas, event by event.
+
+use std::cmp::Reverse;
+use std::collections::BinaryHeap;
+
+use forebay_scheduler::Event;
+use forebay_sim::{DeviceModel, Profile};
+
+use super::args::{PlanArgs, Router};
+use super::replica::Replica;
+use super::router::Routing;
+use super::traffic::Traffic;
+
+/// What every replica is, and how requests come to them.
+#[derive(Debug, Clone)]
+pub(crate) struct Setup {
+    pub(crate) model: DeviceModel,
+    pub(crate) pages: u32,
+    pub(crate) page_size: u32,
+    pub(crate) max_running: u32,
+    pub(crate) token_budget: u32,
+    pub(crate) prefix_cache: bool,
+    pub(crate) lookahead: u32,
+    pub(crate) seed: u64,
+    pub(crate) router: Router,
+}
+
+impl Setup {
+    /// What the flags say.
+    pub(crate) fn new(args: &PlanArgs, profile: &Profile) -> Self {
+        Self {
+            model: profile.time,
+            pages: profile.page_count(args.page_size, args.max_total_tokens),
+            page_size: args.page_size,
+            max_running: args.max_running_requests,
+            token_budget: args.chunked_prefill_size,
+            prefix_cache: !args.disable_radix_cache,
+            lookahead: args.lookahead,
+            seed: args.seed,
+            router: args.router,
+        }
+    }
+
+    /// Tokens in the KV pool of a replica.
+    pub(crate) fn pool(&self) -> u64 {
+        u64::from(self.pages) * u64::from(self.page_size)
+    }
+}
+
+/// What became of a request. Times in microseconds from the first arrival.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub(crate) struct Life {
+    pub(crate) arrived_us: u64,
+    pub(crate) first_us: u64,
+    pub(crate) last_us: u64,
+    /// Tokens generated.
+    pub(crate) tokens: u32,
+    /// Terminal events; it is refused if there is none, because it alone is larger than the KV pool.
+    pub(crate) ends: u32,
+}
+
+/// What became of all.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct Run {
+    pub(crate) replicas: u32,
+    /// One a request, in the order of their arrival.
+    pub(crate) lives: Vec<Life>,
+    /// Microseconds from the first arrival to the last end.
+    pub(crate) makespan_us: u64,
+    pub(crate) busy_us: u64,
+    pub(crate) steps: u64,
+    pub(crate) prompt_tokens: u64,
+    pub(crate) cached_tokens: u64,
+    pub(crate) preemptions: u64,
+    /// Most requests that waited at a time at one replica.
+    pub(crate) queue_peak: usize,
+}
+
+/// Replicas, and when each has something to do.
+struct Simulation {
+    replicas: Vec<Replica>,
+    routing: Routing,
+    /// The end of the oldest step of each replica that computes.
+    ends: BinaryHeap<Reverse<(u64, usize)>>,
+    lives: Vec<Life>,
+}
+
+/// Runs the traffic against `replicas` replicas. The same arguments always give the same run.
+pub(crate) fn run(setup: &Setup, traffic: &Traffic, replicas: u32) -> Run {
+    let mut simulation = Simulation {
+        replicas: (0..replicas).map(|index| Replica::new(setup, index)).collect(),
+        routing: Routing::new(setup.router, replicas, setup.pool()),
+        ends: BinaryHeap::new(),
+        lives: Vec::with_capacity(traffic.arrivals.len()),
+    };
+    for (id, arrival) in traffic.arrivals.iter().enumerate() {
+        simulation.until(arrival.at_us);
+        simulation.lives.push(Life { arrived_us: arrival.at_us, ..Life::default() });
+        if u64::from(arrival.input) + u64::from(arrival.output) <= setup.pool() {
+            let id = id as u64;
+            let at = simulation.routing.route(id, arrival);
+            simulation.replicas[at].submit(id, arrival);
+            simulation.feed(at, arrival.at_us);
+        }
+    }
+    simulation.until(u64::MAX);
+    simulation.finish(replicas)
+}
+
+impl Simulation {
+    /// Lets time pass up to `to_us`. A step that ends when a request arrives ends first.
+    fn until(&mut self, to_us: u64) {
+        while let Some(&Reverse((now_us, at))) = self.ends.peek() {
+            if now_us > to_us {
+                return;
+            }
+            self.ends.pop();
+            self.replicas[at].end_step();
+            self.take_events(at, now_us);
+            self.feed_and_wait(at, now_us);
+        }
+    }
+
+    /// A request has come.
+    fn feed(&mut self, at: usize, now_us: u64) {
+        if self.replicas[at].ends_us().is_some() {
+            // Its next event is known already.
+            self.replicas[at].feed(now_us);
+            self.take_events(at, now_us);
+        } else {
+            self.feed_and_wait(at, now_us);
+        }
+    }
+
+    fn feed_and_wait(&mut self, at: usize, now_us: u64) {
+        self.replicas[at].feed(now_us);
+        self.take_events(at, now_us);
+        if let Some(ends_us) = self.replicas[at].ends_us() {
+            self.ends.push(Reverse((ends_us, at)));
+        }
+    }
+
+    fn take_events(&mut self, at: usize, now_us: u64) {
+        let replica = &mut self.replicas[at];
+        let mut ended = 0;
+        for event in replica.events() {
+            match event {
+                Event::Token { id, .. } => {
+                    let life = &mut self.lives[id as usize];
+                    life.tokens += 1;
+                    life.last_us = now_us;
+                    if life.tokens == 1 {
+                        life.first_us = now_us;
+                        self.routing.first_token(id);
+                    }
+                }
+                Event::Finished { id, .. } => {
+                    self.lives[id as usize].ends += 1;
+                    self.routing.ended(at);
+                    ended += 1;
+                }
+                Event::Admitted { .. } | Event::Preempted { .. } => {}
+            }
+        }
+        replica.alive -= ended;
+    }
+
+    fn finish(self, replicas: u32) -> Run {
+        let makespan_us = self.lives.iter().map(|life| life.last_us).max().unwrap_or(0);
+        let mut run = Run { replicas, makespan_us, lives: self.lives, ..Run::default() };
+        for replica in &self.replicas {
+            debug_assert_eq!(replica.alive, 0, "every request ends");
+            let stats = replica.stats();
+            run.busy_us += replica.busy_us;
+            run.steps += stats.steps;
+            run.prompt_tokens += stats.prefix_queries;
+            run.cached_tokens += stats.prefix_hits;
+            run.preemptions += stats.preemptions;
+            run.queue_peak = run.queue_peak.max(replica.queue_peak);
+        }
+        run
+    }
+}

@@ -1,0 +1,267 @@
+//! The simulation against arithmetic by hand, against the real engine, and against what must hold for any traffic.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+use std::sync::mpsc::{Sender, channel};
+use std::time::Duration;
+
+use forebay_engine::{
+    Clock, Engine, EngineConfig, EngineRequest, Output, OutputSink, Policy, RequestId, Status,
+};
+use forebay_protocol::SamplingParams;
+use forebay_sim::{DeviceModel, SimClock, SimConfig, SimExecutor, SimText};
+use proptest::prelude::*;
+
+use super::args::Router;
+use super::simulate::{Life, Run, Setup, run};
+use super::traffic::{Arrival, Traffic};
+
+const MODEL: DeviceModel = DeviceModel {
+    step_us: 1000.0,
+    row_us: 10.0,
+    token_us: 5.0,
+    context_us: 0.1,
+    ..DeviceModel::INSTANT
+};
+
+fn setup(model: DeviceModel) -> Setup {
+    Setup {
+        model,
+        pages: 400,
+        page_size: 16,
+        max_running: 8,
+        token_budget: 256,
+        prefix_cache: true,
+        lookahead: 1,
+        seed: 3,
+        router: Router::RoundRobin,
+    }
+}
+
+fn arrival(at_us: u64, input: u32, output: u32, blocks: &[u32]) -> Arrival {
+    Arrival { at_us, input, output, blocks: blocks.to_vec() }
+}
+
+#[test]
+fn two_requests_take_what_they_take_by_hand() {
+    let model = DeviceModel { step_us: 1000.0, token_us: 10.0, ..DeviceModel::INSTANT };
+    let arrivals = vec![arrival(0, 100, 3, &[0]), arrival(500, 60, 2, &[1])];
+    let traffic = Traffic { arrivals };
+    for (lookahead, expected) in [
+        // Serial: prefill of 100 until 2000; then one row and the other's prefill of 60, 61 tokens, until 3610; then a row each, 2 tokens,
+        // until 4630. The first request has its three tokens, the second its two.
+        (0, [(2000, 4630), (3610, 4630)]),
+        // The step after the first is planned before the second request is there, so it has one row, until 3010. Then 61 tokens until
+        // 4620, with which the first request ends, and the second's last row until 5630.
+        (1, [(2000, 4620), (4620, 5630)]),
+    ] {
+        let setup = Setup { lookahead, ..setup(model) };
+        let run = run(&setup, &traffic, 1);
+        let times: Vec<(u64, u64)> = run.lives.iter().map(|l| (l.first_us, l.last_us)).collect();
+        assert_eq!(times, expected, "lookahead {lookahead}");
+        assert_eq!(run.busy_us, run.makespan_us, "the device never waits");
+    }
+}
+
+#[test]
+fn equal_beginnings_are_computed_once() {
+    let arrivals = vec![arrival(0, 600, 2, &[0, 1]), arrival(1_000_000, 700, 2, &[0, 2])];
+    let traffic = Traffic { arrivals };
+    let shared = run(&setup(MODEL), &traffic, 1);
+    assert_eq!((shared.prompt_tokens, shared.cached_tokens), (1300, 512));
+    let apart = run(&setup(MODEL), &traffic, 2);
+    assert_eq!(apart.cached_tokens, 0, "each replica has a cache of its own");
+    let aware = Setup { router: Router::PrefixAware, ..setup(MODEL) };
+    assert_eq!(run(&aware, &traffic, 2).cached_tokens, 512);
+    let off = Setup { prefix_cache: false, ..setup(MODEL) };
+    assert_eq!(run(&off, &traffic, 1).cached_tokens, 0);
+}
+
+#[test]
+fn what_is_larger_than_the_pool_is_refused() {
+    let blocks: Vec<u32> = (0..13).collect();
+    let arrivals = vec![arrival(0, 6399, 2, &blocks), arrival(0, 6399, 1, &blocks)];
+    let run = run(&setup(MODEL), &Traffic { arrivals }, 1);
+    let ends: Vec<u32> = run.lives.iter().map(|life| life.ends).collect();
+    assert_eq!(ends, [0, 1]);
+}
+
+/// A request in every 20 ms, in conversations that share their beginnings.
+fn steady(requests: u32) -> Traffic {
+    let arrivals = (0..requests).map(|i| {
+        let (conversation, turn) = (i % 7, i / 7 % 5);
+        let blocks: Vec<u32> = (0..=turn).map(|t| conversation * 5 + t).collect();
+        arrival(u64::from(i) * 20_000, turn * 512 + 300, 20 + i % 30, &blocks)
+    });
+    Traffic { arrivals: arrivals.collect() }
+}
+
+#[test]
+fn more_replicas_make_it_faster() {
+    let traffic = steady(600);
+    for router in [Router::RoundRobin, Router::LeastLoaded, Router::PrefixAware] {
+        let setup = Setup { router, ..setup(MODEL) };
+        let mean_ms = |replicas| {
+            let lives = run(&setup, &traffic, replicas).lives;
+            let sum: u64 = lives.iter().map(|life| life.last_us - life.arrived_us).sum();
+            sum as f64 / lives.len() as f64 / 1000.0
+        };
+        let means: Vec<f64> = [1, 2, 4, 8].map(mean_ms).to_vec();
+        for pair in means.windows(2) {
+            assert!(pair[1] < pair[0] * 1.05, "{router:?}: {means:?}");
+        }
+        assert!(means[0] > 2.0 * means[3], "one alone is overloaded: {means:?}");
+    }
+}
+
+fn check(run: &Run, traffic: &Traffic, pool: u64) {
+    assert_eq!(run.lives.len(), traffic.arrivals.len());
+    for (life, arrival) in run.lives.iter().zip(&traffic.arrivals) {
+        if u64::from(arrival.input) + u64::from(arrival.output) > pool {
+            assert_eq!(*life, Life { arrived_us: arrival.at_us, ..Life::default() });
+            continue;
+        }
+        assert_eq!(life.ends, 1, "every request ends once");
+        assert_eq!(life.tokens, arrival.output);
+        assert!(arrival.at_us < life.first_us && life.first_us <= life.last_us);
+    }
+    assert!(run.busy_us <= run.makespan_us * u64::from(run.replicas));
+    assert!(run.cached_tokens <= run.prompt_tokens);
+}
+
+fn any_traffic() -> impl Strategy<Value = Traffic> {
+    let request = (0..200_000_u64, 1..1500_u32, 1..40_u32, 0..6_u32);
+    prop::collection::vec(request, 1..40).prop_map(|mut requests| {
+        requests.sort_unstable();
+        let arrivals = requests.iter().map(|&(at_us, input, output, family)| {
+            let blocks: Vec<u32> = (0..input.div_ceil(512)).map(|b| family * 3 + b).collect();
+            arrival(at_us, input, output, &blocks)
+        });
+        Traffic { arrivals: arrivals.collect() }
+    })
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(48))]
+
+    #[test]
+    fn every_request_ends_once_and_the_same_way_each_time(
+        traffic in any_traffic(),
+        replicas in 1..5_u32,
+        pages in 10..120_u32,
+        lookahead in 0..2_u32,
+        router in prop::sample::select(vec![
+            Router::RoundRobin, Router::LeastLoaded, Router::PrefixAware,
+        ]),
+    ) {
+        let model = DeviceModel { jitter_sigma: 0.1, ..MODEL };
+        let setup = Setup { pages, lookahead, router, ..setup(model) };
+        let first = run(&setup, &traffic, replicas);
+        check(&first, &traffic, setup.pool());
+        let second = run(&setup, &traffic, replicas);
+        prop_assert_eq!(first.lives, second.lives);
+    }
+}
+
+/// Tells the time of every output.
+struct TimedSink {
+    clock: SimClock,
+    outputs: Sender<(u64, Output)>,
+}
+
+impl OutputSink for TimedSink {
+    fn deliver(&mut self, outputs: Vec<Output>) {
+        for output in outputs {
+            // The test may be over.
+            let _ = self.outputs.send((self.clock.now_us(), output));
+        }
+    }
+}
+
+/// The first and the last token's time of each request in the real engine, request 0 planned before the others come.
+fn in_the_engine(setup: &Setup, traffic: &Traffic) -> HashMap<u64, (u64, u64)> {
+    let clock = SimClock::virtual_time();
+    let (executor, control) = SimExecutor::new(SimConfig {
+        clock: clock.clone(),
+        model: setup.model,
+        seed: setup.seed,
+        load_us: 0,
+        page_count: setup.pages,
+        vocab_size: 1 << 30,
+        text: SimText::endless(vec![1 << 29]),
+        device: "sim".into(),
+    });
+    let (sender, outputs) = channel();
+    let (handle, _thread) = Engine::start(
+        EngineConfig {
+            max_running: setup.max_running,
+            slots: setup.max_running + setup.max_running.div_ceil(2),
+            page_size: setup.page_size,
+            token_budget: setup.token_budget,
+            prefix_cache: setup.prefix_cache,
+            policy: Policy::Fcfs,
+            lookahead: setup.lookahead,
+            max_queued: 1000,
+            context_length: 6000,
+            watchdog_us: 1 << 40,
+            restart_limit: 0,
+        },
+        Box::new(executor),
+        Box::new(TimedSink { clock: clock.clone(), outputs: sender }),
+        Arc::new(clock),
+        Box::new(|| {}),
+    )
+    .expect("thread");
+    while handle.status() != Status::Ready {
+        std::thread::yield_now();
+    }
+    control.hold();
+    for (id, arrival) in (0..).zip(&traffic.arrivals) {
+        let request = EngineRequest {
+            id: RequestId(id),
+            prompt: arrival.prompt(),
+            max_tokens: arrival.output,
+            stop_ids: Vec::new(),
+            sampling: SamplingParams::default(),
+            priority: 0,
+        };
+        handle.submit(request).expect("accepted");
+        while id == 0 && handle.stats().running == 0 {
+            std::thread::yield_now();
+        }
+    }
+    control.release();
+    let mut times: HashMap<u64, (u64, u64)> = HashMap::new();
+    let mut alive = traffic.arrivals.len();
+    while alive > 0 {
+        let (at_us, output) = outputs.recv_timeout(Duration::from_secs(60)).expect("output");
+        if output.token.is_some() {
+            let (_, last) = times.entry(output.id.0).or_insert((at_us, at_us));
+            *last = at_us;
+        }
+        alive -= usize::from(output.finish.is_some());
+    }
+    times
+}
+
+#[test]
+fn the_real_engine_takes_the_same_time_for_everything() {
+    // All but the first come while the first step computes, so it does not matter when exactly.
+    let arrivals = (0..40_u32).map(|i| {
+        let blocks: Vec<u32> = (0..=i % 3).map(|b| i % 4 * 3 + b).collect();
+        arrival(u64::from(i.min(1)), i % 3 * 512 + 200 + i, 1 + i * 7 % 60, &blocks)
+    });
+    let traffic = Traffic { arrivals: arrivals.collect() };
+    for lookahead in [0, 1] {
+        for pages in [130, 400] {
+            let model = DeviceModel { jitter_sigma: 0.2, ..MODEL };
+            let setup = Setup { pages, lookahead, ..setup(model) };
+            let planned = run(&setup, &traffic, 1);
+            let real = in_the_engine(&setup, &traffic);
+            for (id, life) in (0..).zip(&planned.lives) {
+                let planned = (life.first_us, life.last_us);
+                assert_eq!(real[&id], planned, "request {id}, lookahead {lookahead}");
+            }
+        }
+    }
+}

@@ -1,0 +1,117 @@
+//! A trace as the simulation needs it: times, lengths, and tokens that are equal where the trace says that they are.
+
+use std::collections::HashMap;
+
+use anyhow::{Result, ensure};
+
+use crate::dataset::trace::{BLOCK_TOKENS, TraceEntry};
+
+/// Blocks whose tokens have names of their own in the lower half of the 32-bit integers.
+const MAX_BLOCKS: u32 = (1 << 31) / BLOCK_TOKENS;
+
+/// A request of the traffic.
+#[derive(Debug, Clone)]
+pub(crate) struct Arrival {
+    /// Microseconds from the first one.
+    pub(crate) at_us: u64,
+    /// Tokens of the prompt.
+    pub(crate) input: u32,
+    /// Tokens to generate.
+    pub(crate) output: u32,
+    /// Numbers of the prompt's blocks of [`BLOCK_TOKENS`] tokens, from 0 without gaps.
+    pub(crate) blocks: Vec<u32>,
+}
+
+impl Arrival {
+    /// The prompt. Token `j` of block `b` is `512 b + j`: equal in equal blocks and in no others, and cheaper to make than to keep.
+    pub(crate) fn prompt(&self) -> Vec<i32> {
+        let mut tokens = Vec::with_capacity(self.blocks.len() * BLOCK_TOKENS as usize);
+        for &block in &self.blocks {
+            let first = (block * BLOCK_TOKENS).cast_signed();
+            tokens.extend(first..=first + (BLOCK_TOKENS - 1).cast_signed());
+        }
+        tokens.truncate(self.input as usize);
+        tokens
+    }
+}
+
+/// What comes when.
+#[derive(Debug, Clone)]
+pub(crate) struct Traffic {
+    /// By time.
+    pub(crate) arrivals: Vec<Arrival>,
+}
+
+impl Traffic {
+    /// The first `most` requests of a trace, `speed` times as fast.
+    ///
+    /// # Errors
+    /// More different blocks than there are names for.
+    pub(crate) fn new(entries: &[TraceEntry], most: Option<u32>, speed: f64) -> Result<Self> {
+        let mut numbers: HashMap<u64, u32> = HashMap::new();
+        let mut next = 0;
+        let mut fresh = || {
+            next += 1;
+            next - 1
+        };
+        let start_ms = entries.first().map_or(0.0, |entry| entry.timestamp_ms);
+        let most = most.map_or(entries.len(), |most| most as usize);
+        let arrivals: Vec<Arrival> = entries
+            .iter()
+            .take(most)
+            .map(|entry| {
+                let blocks = if entry.hash_ids.is_empty() {
+                    (0..entry.input_length.div_ceil(BLOCK_TOKENS)).map(|_| fresh()).collect()
+                } else {
+                    let number = |id| *numbers.entry(id).or_insert_with(&mut fresh);
+                    entry.hash_ids.iter().copied().map(number).collect()
+                };
+                Arrival {
+                    at_us: ((entry.timestamp_ms - start_ms) * 1000.0 / speed).round() as u64,
+                    input: entry.input_length,
+                    output: entry.output_length,
+                    blocks,
+                }
+            })
+            .collect();
+        ensure!(next <= MAX_BLOCKS, "the trace has more than {MAX_BLOCKS} different blocks");
+        Ok(Self { arrivals })
+    }
+
+    /// Microseconds from the first arrival to the last.
+    pub(crate) fn duration_us(&self) -> u64 {
+        self.arrivals.last().map_or(0, |last| last.at_us)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn entry(timestamp_ms: f64, input_length: u32, hash_ids: &[u64]) -> TraceEntry {
+        TraceEntry { timestamp_ms, input_length, output_length: 1, hash_ids: hash_ids.to_vec() }
+    }
+
+    #[test]
+    fn prompts_are_equal_as_far_as_their_hash_ids() {
+        let big = u64::MAX;
+        let entries = [
+            entry(100.0, 1030, &[big, 7, 9]),
+            entry(350.0, 1100, &[big, 7, 8]),
+            entry(400.0, 520, &[]),
+            entry(400.0, 520, &[]),
+        ];
+        let traffic = Traffic::new(&entries, None, 2.0).expect("traffic");
+        let prompts: Vec<Vec<i32>> = traffic.arrivals.iter().map(Arrival::prompt).collect();
+        let lengths: Vec<usize> = prompts.iter().map(Vec::len).collect();
+        assert_eq!(lengths, [1030, 1100, 520, 520]);
+        assert_eq!(prompts[0][..1024], prompts[1][..1024]);
+        assert_ne!(prompts[0][1024], prompts[1][1024]);
+        assert_ne!(prompts[2][0], prompts[3][0], "without hash ids nothing is shared");
+        let times: Vec<u64> = traffic.arrivals.iter().map(|arrival| arrival.at_us).collect();
+        assert_eq!(times, [0, 125_000, 150_000, 150_000]);
+        assert_eq!(traffic.duration_us(), 150_000);
+        let first = Traffic::new(&entries, Some(2), 1.0).expect("traffic");
+        assert_eq!(first.arrivals.len(), 2);
+    }
+}

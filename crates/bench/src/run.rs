@@ -1,0 +1,197 @@
+//! Sends requests by a schedule (open loop), at a concurrency (closed loop), or both, and collects the replies.
+//!
+//! A thread wakes at each intended arrival, since the runtime's own timers are no finer than a millisecond. With a concurrency, as many
+//! tasks take the arrived requests in order, each one at a time: a place is a task that waits. Without one, each arrival gets a task.
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result};
+use bytes::Bytes;
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+use tokio::sync::Mutex;
+use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
+use tokio::task::JoinSet;
+
+use crate::client::{self, Client, Clock, Live, Reply};
+use crate::cpu;
+
+/// Chunks that a reply has room for at first; longer answers make it grow.
+const ROOM_FOR_CHUNKS: u32 = 1024;
+
+/// A request to send.
+#[derive(Debug, Clone)]
+pub(crate) struct Work {
+    /// Body of the request.
+    pub(crate) body: Bytes,
+    /// Tokens that it asks for.
+    pub(crate) output_tokens: u32,
+    /// When to send it, from the start of the run.
+    pub(crate) arrival: Duration,
+}
+
+/// What became of a request.
+#[derive(Debug)]
+pub(crate) struct Sent {
+    /// Its place in the list of work.
+    pub(crate) index: usize,
+    /// When it should have been sent: when it arrived, or without arrival times when a place became free.
+    pub(crate) intended_us: u64,
+    /// From the moment at which it had arrived and a place was free until it was sent.
+    pub(crate) late_us: u64,
+    /// What came back.
+    pub(crate) reply: Reply,
+}
+
+/// What became of all requests.
+#[derive(Debug)]
+pub(crate) struct Driven {
+    /// Those that ended, in the order of the work.
+    pub(crate) sent: Vec<Sent>,
+    /// Whether the user stopped the run before its end.
+    pub(crate) interrupted: bool,
+    /// CPU time of this process from the start of the run to its end.
+    pub(crate) client_cpu: Duration,
+}
+
+/// A runtime with `threads` threads and nothing to share work among if it is one. Unless it has to be `precise`, busy threads rest.
+///
+/// # Errors
+///
+/// The system has no thread or no file descriptor left.
+pub(crate) fn runtime(threads: usize, precise: bool) -> Result<tokio::runtime::Runtime> {
+    let mut builder = if threads == 1 {
+        tokio::runtime::Builder::new_current_thread()
+    } else {
+        tokio::runtime::Builder::new_multi_thread()
+    };
+    if threads > 1 {
+        builder.worker_threads(threads);
+    }
+    if !precise {
+        builder.on_thread_park(client::rest);
+    }
+    builder.enable_all().build().context("cannot start the client")
+}
+
+/// Allows as many open files as this process may allow itself: each request under way has a connection.
+pub(crate) fn raise_file_limit() {
+    let Rlimit { current, maximum } = getrlimit(Resource::Nofile);
+    if current != maximum {
+        // Not fatal: the failures of connections will say what is wrong.
+        let _ = setrlimit(Resource::Nofile, Rlimit { current: maximum, maximum });
+    }
+}
+
+/// Sends all of `work`, at most `max_concurrency` at a time, until all replies are there or the user presses Ctrl-C.
+///
+/// Sends later than `late_after` are counted in `live`.
+pub(crate) async fn drive(
+    client: Arc<Client>,
+    work: Vec<Work>,
+    max_concurrency: Option<usize>,
+    late_after: Duration,
+    live: Arc<Live>,
+) -> Driven {
+    let total = work.len();
+    let arrivals: Vec<Duration> = work.iter().map(|work| work.arrival).collect();
+    let at_once = arrivals.iter().all(Duration::is_zero);
+    let (arrive, mut arrived) = unbounded_channel();
+    let (replies, mut replied) = unbounded_channel();
+    let cpu_before = cpu::own();
+    let clock = Clock::start();
+    let run = Arc::new(Run { client, work, at_once, late_after, clock, live, replies });
+    let _pacer = Pacer::start(arrivals, clock, arrive);
+    // Dropping it ends what is still under way.
+    let mut tasks = JoinSet::new();
+    if let Some(places) = max_concurrency {
+        let (_, nothing) = unbounded_channel();
+        let queue = Arc::new(Mutex::new(std::mem::replace(&mut arrived, nothing)));
+        for _ in 0..places.min(total) {
+            tasks.spawn(Arc::clone(&run).place(Arc::clone(&queue)));
+        }
+    }
+    let mut sent = Vec::with_capacity(total);
+    let mut interrupted = false;
+    let mut interrupt = std::pin::pin!(tokio::signal::ctrl_c());
+    while sent.len() < total && !interrupted {
+        tokio::select! {
+            Some(index) = arrived.recv() => {
+                let run = Arc::clone(&run);
+                tasks.spawn(async move { run.send(index, None).await; });
+            }
+            Some(reply) = replied.recv() => sent.push(reply),
+            _ = &mut interrupt => interrupted = true,
+        }
+    }
+    let client_cpu = cpu::own().saturating_sub(cpu_before);
+    sent.sort_unstable_by_key(|sent: &Sent| sent.index);
+    Driven { sent, interrupted, client_cpu }
+}
+
+/// What the tasks of a run share.
+struct Run {
+    client: Arc<Client>,
+    work: Vec<Work>,
+    /// Whether there are no arrival times to keep.
+    at_once: bool,
+    late_after: Duration,
+    clock: Clock,
+    live: Arc<Live>,
+    replies: UnboundedSender<Sent>,
+}
+
+impl Run {
+    /// Takes what has arrived, one request at a time.
+    async fn place(self: Arc<Self>, queue: Arc<Mutex<UnboundedReceiver<usize>>>) {
+        let mut free_us = 0;
+        loop {
+            // The lock is fair, so the place that has waited longest takes the next request.
+            let next = queue.lock().await.recv().await;
+            let Some(index) = next else { return };
+            free_us = self.send(index, Some(free_us)).await;
+        }
+    }
+
+    /// Sends a request for which a place is free since `free_us`, if places are limited; says when it ended.
+    async fn send(&self, index: usize, free_us: Option<u64>) -> u64 {
+        let work = &self.work[index];
+        let chunks = work.output_tokens.min(ROOM_FOR_CHUNKS) as usize;
+        let reply = self.client.send(work.body.clone(), chunks, self.clock, &self.live).await;
+        let arrival_us = u64::try_from(work.arrival.as_micros()).unwrap_or(u64::MAX);
+        let due_us = arrival_us.max(free_us.unwrap_or(0));
+        let late_us = reply.sent_us.saturating_sub(due_us);
+        if Duration::from_micros(late_us) > self.late_after {
+            self.live.late.fetch_add(1, Ordering::Relaxed);
+        }
+        let intended_us = if self.at_once { due_us } else { arrival_us };
+        let end_us = reply.end_us;
+        // Nobody listens any more after an interrupt.
+        let _ = self.replies.send(Sent { index, intended_us, late_us, reply });
+        end_us
+    }
+}
+
+/// The thread that wakes at each arrival; it ends when this is dropped.
+struct Pacer {
+    _stop: Sender<()>,
+}
+
+impl Pacer {
+    fn start(arrivals: Vec<Duration>, clock: Clock, arrive: UnboundedSender<usize>) -> Self {
+        let (stop, stopped) = channel::<()>();
+        std::thread::spawn(move || {
+            for (index, arrival) in arrivals.into_iter().enumerate() {
+                let wait = clock.at(arrival).saturating_duration_since(Instant::now());
+                let stop =
+                    !wait.is_zero() && stopped.recv_timeout(wait) != Err(RecvTimeoutError::Timeout);
+                if stop || arrive.send(index).is_err() {
+                    return;
+                }
+            }
+        });
+        Self { _stop: stop }
+    }
+}

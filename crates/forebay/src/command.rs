@@ -1,0 +1,68 @@
+//! The command line: which command, and its flags as the crate that does the work declares them.
+
+use clap::{Parser, Subcommand};
+use forebay_bench::{Gsm8kArgs, PlanArgs, ReportArgs, ServeArgs};
+
+use crate::flags::ServeFlags;
+use crate::simulate::{FitFlags, ProfilesFlags};
+
+/// LLM serving whose host side never makes the accelerator wait.
+#[derive(Debug, Parser)]
+#[command(name = "forebay", version, about)]
+pub(crate) struct Flags {
+    #[command(subcommand)]
+    pub(crate) command: Command,
+}
+
+#[derive(Debug, Subcommand)]
+pub(crate) enum Command {
+    /// Serve a model behind an OpenAI-compatible API.
+    #[command(args_override_self = true)]
+    Serve(Box<ServeFlags>),
+    /// Measure a server, and show what was measured.
+    #[command(subcommand)]
+    Bench(BenchCommand),
+    /// Measure how well a served model answers.
+    #[command(subcommand)]
+    Eval(EvalCommand),
+    /// Profiles of simulated devices, for `serve --device sim` and for `plan`.
+    #[command(subcommand)]
+    Sim(SimCommand),
+    /// Say how many replicas a recorded traffic needs.
+    Plan(Box<PlanArgs>),
+}
+
+#[derive(Debug, Subcommand)]
+pub(crate) enum BenchCommand {
+    /// Send requests to a server and measure it.
+    #[command(args_override_self = true)]
+    Serve(Box<ServeArgs>),
+    /// Make a page of result files.
+    Report(ReportArgs),
+}
+
+#[derive(Debug, Subcommand)]
+pub(crate) enum EvalCommand {
+    /// Few-shot accuracy on GSM8K, grade school mathematics.
+    Gsm8k(Box<Gsm8kArgs>),
+}
+
+#[derive(Debug, Subcommand)]
+pub(crate) enum SimCommand {
+    /// Make a profile from measured step times.
+    Fit(FitFlags),
+    /// List the built-in profiles, or print the file of one.
+    Profiles(ProfilesFlags),
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::CommandFactory;
+
+    use super::*;
+
+    #[test]
+    fn flags_are_consistent() {
+        Flags::command().debug_assert();
+    }
+}

@@ -1,0 +1,175 @@
+//! The simulated device: what it says, and the commands that make and show profiles.
+
+use std::path::PathBuf;
+
+use anyhow::{Context, Result, bail};
+use clap::Args;
+use forebay_sim::{Fit, Profile, SimClock, SimConfig, SimText, fit, read_samples};
+use forebay_text::Tokenizer;
+
+use crate::config::{Config, Simulated};
+use crate::model::Model;
+
+/// Fewer words than this would make a dull text: other pieces are taken as well then.
+const MIN_WORDS: usize = 64;
+/// More would only be rarer: vocabularies are sorted by frequency, more or less.
+const MAX_WORDS: usize = 2048;
+
+/// What is simulated in place of the hand.
+pub(crate) fn config(
+    config: &Config,
+    simulated: &Simulated,
+    model: &Model,
+    tokenizer: &Tokenizer,
+    clock: SimClock,
+) -> Result<SimConfig> {
+    let profile = &simulated.content;
+    let words = words(tokenizer, model.vocab_size);
+    if words.is_empty() {
+        bail!("the tokenizer has no token that a simulated device could say");
+    }
+    let end = model.eos_token_ids.iter().find(|&&id| (id as u32) < model.vocab_size);
+    Ok(SimConfig {
+        clock,
+        model: profile.time,
+        seed: config.seed,
+        load_us: (profile.load_s * 1e6) as u64,
+        page_count: profile.page_count(config.page_size, config.max_total_tokens),
+        vocab_size: model.vocab_size,
+        text: match end {
+            Some(&end) => SimText::ending(words, end, simulated.output_tokens),
+            None => SimText::endless(words),
+        },
+        device: format!("simulated {}", profile.device),
+    })
+}
+
+/// Ids that read well one after the other: lower-case words with a space before them, or what comes closest in this vocabulary.
+fn words(tokenizer: &Tokenizer, vocab_size: u32) -> Vec<i32> {
+    let known = u32::try_from(tokenizer.vocab_size()).unwrap_or(u32::MAX).min(vocab_size);
+    let ids: Vec<i32> = (0..known.cast_signed()).filter(|&id| !tokenizer.is_special(id)).collect();
+    let word = |bytes: &[u8]| {
+        let letters = bytes.strip_prefix(b" ");
+        letters.is_some_and(|l| l.len() > 1 && l.iter().all(u8::is_ascii_lowercase))
+    };
+    let readable =
+        |bytes: &[u8]| !bytes.is_empty() && bytes.iter().all(|b| (b' '..=b'~').contains(b));
+    let those = |fits: &dyn Fn(&[u8]) -> bool| -> Vec<i32> {
+        ids.iter().copied().filter(|&id| fits(&tokenizer.token_bytes(id))).collect()
+    };
+    let found = [those(&word), those(&readable)].into_iter().find(|w| w.len() >= MIN_WORDS);
+    let mut words = found.unwrap_or(ids);
+    words.truncate(MAX_WORDS);
+    words
+}
+
+/// Flags of `sim fit`.
+#[derive(Debug, Args)]
+pub(crate) struct FitFlags {
+    /// Recordings of `serve --record-steps`, or CSV tables with the columns rows, prefill_tokens, context and step_us (and, where
+    /// known, decode_rows and attention).
+    #[arg(required = true, value_name = "FILE")]
+    files: Vec<PathBuf>,
+    /// Where the profile goes; its name is the file's [default: printed].
+    #[arg(short, long, value_name = "FILE.toml")]
+    output: Option<PathBuf>,
+    /// The device that was measured.
+    #[arg(long, value_name = "TEXT")]
+    device_name: String,
+    /// The model that it computed, and its arithmetic.
+    #[arg(long, value_name = "TEXT")]
+    model: String,
+    /// Positions of its KV pool (kv tokens; the pages that `serve` logs when the hand is ready, times the page size).
+    #[arg(long, value_name = "TOKENS", value_parser = clap::value_parser!(u64).range(1..))]
+    kv_tokens: u64,
+    /// Seconds that it takes to load.
+    #[arg(long, value_name = "SECONDS", default_value_t = 0.0)]
+    load_seconds: f64,
+    /// How the steps were measured, for the profile's origin.
+    #[arg(long, value_name = "TEXT")]
+    note: Option<String>,
+}
+
+/// Flags of `sim profiles`.
+#[derive(Debug, Args)]
+pub(crate) struct ProfilesFlags {
+    /// Print this profile's file, to begin another one with.
+    #[arg(value_name = "NAME|FILE")]
+    name: Option<String>,
+}
+
+/// `forebay sim fit`.
+pub(crate) fn run_fit(flags: &FitFlags) -> Result<()> {
+    let mut samples = Vec::new();
+    for file in &flags.files {
+        samples.extend(read_samples(file)?);
+    }
+    let fitted = fit(&samples)?;
+    eprintln!("{}", summary(&fitted));
+    let note = flags.note.as_ref().map_or(String::new(), |note| format!("{note} "));
+    let version = env!("CARGO_PKG_VERSION");
+    let profile = Profile {
+        name: String::new(),
+        origin: format!("{note}Fitted by forebay {version} sim fit: {}.", summary(&fitted)),
+        device: flags.device_name.clone(),
+        model: flags.model.clone(),
+        kv_tokens: flags.kv_tokens,
+        load_s: flags.load_seconds,
+        time: fitted.model,
+    };
+    let text = profile.to_toml()?;
+    // What is written here is read by the same rules later: better to fail now.
+    Profile::from_toml("fitted", &text)?;
+    match &flags.output {
+        Some(file) => std::fs::write(file, text).with_context(|| file.display().to_string()),
+        None => {
+            print!("{text}");
+            Ok(())
+        }
+    }
+}
+
+fn summary(fit: &Fit) -> String {
+    let [p50, p90, p99] = fit.error_percentiles.map(|error| 100.0 * error);
+    format!(
+        "{} steps, {} outliers left out, R2 {:.4}, relative error {p50:.1} % at the median, {p90:.1} % at p90, {p99:.1} % at p99",
+        fit.samples, fit.outliers, fit.r2
+    )
+}
+
+/// `forebay sim profiles`.
+pub(crate) fn run_profiles(flags: &ProfilesFlags) -> Result<()> {
+    if let Some(name) = &flags.name {
+        print!("{}", Profile::find(name)?.to_toml()?);
+        return Ok(());
+    }
+    for profile in Profile::built_in()? {
+        println!("{}", profile.name);
+        println!("  device  {}", profile.device);
+        println!("  model   {}", profile.model);
+        println!("  pool    {} tokens", profile.kv_tokens);
+        println!("  origin  {}\n", profile.origin);
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::path::Path;
+
+    use super::*;
+
+    #[test]
+    fn words_can_be_read_and_are_no_special_tokens() {
+        let file = "../text/tests/data/tiny-llama-tokenizer.json";
+        let path = Path::new(env!("CARGO_MANIFEST_DIR")).join(file);
+        let tokenizer = Tokenizer::from_file(&path).expect("tokenizer");
+        let all = words(&tokenizer, u32::MAX);
+        assert!(all.len() >= MIN_WORDS);
+        let text = tokenizer.decode(&all, false).expect("text");
+        assert!(text.bytes().all(|b| b == b' ' || b.is_ascii_lowercase()), "{text}");
+        assert!(all.iter().all(|&id| !tokenizer.is_special(id)));
+        let below = words(&tokenizer, 500);
+        assert!(below.iter().all(|id| (0..500).contains(id)), "ids of the model's head only");
+    }
+}

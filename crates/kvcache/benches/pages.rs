@@ -1,0 +1,116 @@
+//! What pages and blocks cost, at 64 to 4096 prompts of 4096 tokens whose blocks the pool holds. `cargo bench -p forebay-kvcache`.
+//!
+//! Every operation is O(1) a page whatever else the pool holds. What grows with the pool is the memory that the operations are spread
+//! over: from some size on each costs a miss of the processor's caches.
+
+use std::hint::black_box;
+use std::time::Duration;
+
+use criterion::{BenchmarkId, Criterion, Throughput};
+use forebay_kvcache::{BlockHash, Lease, PagePool};
+
+const PROMPTS: [u32; 4] = [64, 256, 1024, 4096];
+const PAGE_SIZE: u32 = 16;
+const PROMPT_TOKENS: u32 = 4096;
+const BLOCKS: u32 = PROMPT_TOKENS / PAGE_SIZE;
+/// Coprime to every number of prompts, so that neighbours in time are no neighbours in memory.
+const STRIDE: u32 = 37;
+
+fn main() {
+    let mut criterion = Criterion::default()
+        .sample_size(30)
+        .warm_up_time(Duration::from_millis(500))
+        .measurement_time(Duration::from_secs(2))
+        .configure_from_args();
+    names(&mut criterion);
+    pages(&mut criterion);
+    criterion.final_summary();
+}
+
+fn prompt(number: u32) -> Vec<i32> {
+    (0..PROMPT_TOKENS).map(|at| (number * PROMPT_TOKENS + at).cast_signed()).collect()
+}
+
+fn block_names(prompt: &[i32]) -> Vec<BlockHash> {
+    let chain = prompt.chunks(PAGE_SIZE as usize).scan(BlockHash::root(0), |parent, tokens| {
+        *parent = parent.child(tokens);
+        Some(*parent)
+    });
+    chain.collect()
+}
+
+/// A pool full of blocks that nobody uses, and their names by prompt. `spare` more pages hold nothing.
+fn resident(prompts: u32, spare: u32) -> (PagePool, Vec<Vec<BlockHash>>) {
+    let mut pool = PagePool::new(prompts * BLOCKS + spare);
+    let names: Vec<_> = (0..prompts).map(|number| block_names(&prompt(number))).collect();
+    for prompt in &names {
+        let mut leases = allocate(&mut pool, BLOCKS);
+        for (lease, &name) in leases.iter().zip(prompt) {
+            assert!(pool.name(lease, name), "prompts have nothing in common");
+        }
+        pool.release_all(&mut leases);
+    }
+    (pool, names)
+}
+
+fn allocate(pool: &mut PagePool, pages: u32) -> Vec<Lease> {
+    let leases: Vec<_> = (0..pages).map_while(|_| pool.allocate()).collect();
+    assert_eq!(leases.len(), pages as usize, "the pool has room");
+    leases
+}
+
+/// Names of a prompt's blocks. An element is a block.
+fn names(criterion: &mut Criterion) {
+    let mut group = criterion.benchmark_group("names");
+    let prompt = prompt(0);
+    group.throughput(Throughput::Elements(u64::from(BLOCKS)));
+    group.bench_function("prompt", |bencher| bencher.iter(|| block_names(black_box(&prompt))));
+    group.finish();
+}
+
+/// An element is a page.
+fn pages(criterion: &mut Criterion) {
+    let mut group = criterion.benchmark_group("pages");
+    group.throughput(Throughput::Elements(u64::from(BLOCKS)));
+    for prompts in PROMPTS {
+        let (mut pool, names) = resident(prompts, BLOCKS);
+        group.bench_function(BenchmarkId::new("allocate and release, free", prompts), |bencher| {
+            bencher.iter(|| {
+                let mut leases = allocate(&mut pool, BLOCKS);
+                pool.release_all(&mut leases);
+            });
+        });
+        let mut number = 0;
+        group.bench_function(BenchmarkId::new("look up and release, found", prompts), |bencher| {
+            bencher.iter(|| {
+                number = (number + STRIDE) % prompts;
+                let found = names[number as usize].iter().map_while(|&name| pool.share(name));
+                let mut leases: Vec<_> = found.collect();
+                assert_eq!(leases.len(), BLOCKS as usize, "the whole prompt is there");
+                pool.release_all(&mut leases);
+            });
+        });
+        let absent = block_names(&prompt(prompts));
+        group.bench_function(BenchmarkId::new("look up, absent", prompts), |bencher| {
+            bencher.iter(|| {
+                let found = absent.iter().filter(|&&name| pool.share(name).is_some()).count();
+                assert_eq!(found, 0, "nobody asked for it before");
+            });
+        });
+        // Every page taken is the oldest block's, and becomes the newest's: the pool stays full of named blocks.
+        let mut held = allocate(&mut pool, BLOCKS);
+        let mut parent = BlockHash::root(1);
+        group.bench_function(BenchmarkId::new("evict, name and release", prompts), |bencher| {
+            bencher.iter(|| {
+                let mut leases = allocate(&mut pool, BLOCKS);
+                for lease in &leases {
+                    parent = parent.child(&[0; PAGE_SIZE as usize]);
+                    assert!(pool.name(lease, parent), "the chain never comes back");
+                }
+                pool.release_all(&mut leases);
+            });
+        });
+        pool.release_all(&mut held);
+    }
+    group.finish();
+}

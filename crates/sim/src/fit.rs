@@ -1,0 +1,193 @@
+//! A profile from measured steps.
+
+use crate::profile::DeviceModel;
+use crate::samples::{FitError, Sample};
+use crate::solve::{COLUMNS, Equation, non_negative};
+
+const MIN_SAMPLES: usize = 10;
+/// Samples that the search for the knee looks at.
+const SEARCH_SAMPLES: usize = 4000;
+/// Knees tried before the best is refined.
+const KNEES: usize = 40;
+/// A knee must make the error smaller by this factor, or the straight line is taken.
+const KNEE_PAYS: f64 = 0.97;
+const ROUNDS: usize = 12;
+/// Standard deviations from which on an error counts less (Huber 1964), and not at all.
+const HUBER: f64 = 1.345;
+const OUTLIER: f64 = 6.0;
+/// The relative error below which samples are exact.
+const EXACT: f64 = 1e-7;
+/// Makes a median of absolute errors the standard deviation of normal ones.
+const MEDIAN_TO_SIGMA: f64 = 1.4826;
+
+/// A fitted model, and how far it is from the samples.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Fit {
+    /// The model. Its jitter is what it leaves unexplained.
+    pub model: DeviceModel,
+    /// Steps that were looked at.
+    pub samples: usize,
+    /// Steps so far from the model that they were left out in the end.
+    pub outliers: usize,
+    /// The share of the variance of the step time that the model explains, without the outliers.
+    pub r2: f64,
+    /// The relative error of all steps at the 50th, 90th and 99th percentile.
+    pub error_percentiles: [f64; 3],
+}
+
+/// Fits a model to measured steps: least squares of the relative errors with no negative time, robust against steps that something
+/// else held up, for the knee of the roofline that explains most.
+///
+/// # Errors
+/// Too few steps took time.
+pub fn fit(samples: &[Sample]) -> Result<Fit, FitError> {
+    let timed: Vec<Sample> = samples.iter().copied().filter(|s| s.step_us > 0.0).collect();
+    if timed.len() < MIN_SAMPLES {
+        return Err(FitError::TooFew { found: timed.len(), needed: MIN_SAMPLES });
+    }
+    let every = timed.len().div_ceil(SEARCH_SAMPLES);
+    let few: Vec<Sample> = timed.iter().copied().step_by(every).collect();
+    let best = Robust::new(&timed, best_knee(&few));
+    let model = best.model();
+    let errors = sorted(best.errors.iter().map(|e| e.abs()).collect());
+    let kept: Vec<(f64, f64)> = (timed.iter().zip(&best.errors))
+        .filter(|(_, error)| error.abs() <= OUTLIER * best.sigma)
+        .map(|(s, error)| (s.step_us, s.step_us - s.step_us / (1.0 + error)))
+        .collect();
+    let mean = kept.iter().map(|(y, _)| y).sum::<f64>() / kept.len() as f64;
+    let total: f64 = kept.iter().map(|(y, _)| (y - mean).powi(2)).sum();
+    let left: f64 = kept.iter().map(|(_, error)| error.powi(2)).sum();
+    Ok(Fit {
+        model,
+        samples: timed.len(),
+        outliers: timed.len() - kept.len(),
+        r2: if total > 0.0 { 1.0 - left / total } else { 1.0 },
+        error_percentiles: [0.5, 0.9, 0.99].map(|p| percentile(&errors, p)),
+    })
+}
+
+/// The number of tokens below which the weights hide their arithmetic; 0: never.
+fn best_knee(samples: &[Sample]) -> f64 {
+    let tokens = sorted(samples.iter().map(|s| f64::from(s.load.tokens())).collect());
+    let mut knees: Vec<f64> =
+        (0..KNEES).map(|i| percentile(&tokens, i as f64 / (KNEES - 1) as f64)).collect();
+    knees.dedup();
+    let loss = |knee: f64| Robust::new(samples, knee).loss();
+    let straight = loss(0.0);
+    let losses: Vec<f64> = knees.iter().map(|&knee| loss(knee)).collect();
+    let least = (0..knees.len()).min_by(|&a, &b| losses[a].total_cmp(&losses[b])).unwrap_or(0);
+    let mut low = knees[least.saturating_sub(1)];
+    let mut high = knees[(least + 1).min(knees.len() - 1)];
+    for _ in 0..16 {
+        let (a, b) = (low + (high - low) / 3.0, high - (high - low) / 3.0);
+        if loss(a) <= loss(b) {
+            high = b;
+        } else {
+            low = a;
+        }
+    }
+    let middle = f64::midpoint(low, high);
+    let (knee, least) = match loss(middle) {
+        refined if refined < losses[least] => (middle, refined),
+        _ => (knees[least], losses[least]),
+    };
+    // A knee at the largest step is a straight line with another name for its constant.
+    let real = knee < percentile(&tokens, 1.0) && least < KNEE_PAYS * straight;
+    if real { knee } else { 0.0 }
+}
+
+/// A robust solution for one knee.
+struct Robust {
+    knee: f64,
+    times: [f64; COLUMNS],
+    /// `measured / modelled - 1` of each sample.
+    errors: Vec<f64>,
+    /// The standard deviation of the errors, judged by their median.
+    sigma: f64,
+}
+
+impl Robust {
+    fn new(samples: &[Sample], knee: f64) -> Self {
+        let equations: Vec<Equation> = samples.iter().map(|s| equation(s, knee)).collect();
+        let measured = sorted(samples.iter().map(|s| s.step_us).collect());
+        let floor = percentile(&measured, 0.5) * 1e-3;
+        // Relative to what was measured at first, to what is modelled from then on.
+        let mut weights: Vec<f64> = samples.iter().map(|s| s.step_us.max(floor).powi(-2)).collect();
+        let mut times = [0.0; COLUMNS];
+        let mut errors = vec![0.0; samples.len()];
+        let mut sigma = 0.0;
+        for round in 0..ROUNDS {
+            times = non_negative(equations.iter().copied().zip(weights.iter().copied()));
+            let modelled = |e: &Equation| {
+                let sum: f64 = e.columns.iter().zip(times).map(|(x, time)| x * time).sum();
+                sum.max(floor)
+            };
+            for (error, equation) in errors.iter_mut().zip(&equations) {
+                *error = equation.target / modelled(equation) - 1.0;
+            }
+            let absolute = sorted(errors.iter().map(|e| e.abs()).collect());
+            sigma = (MEDIAN_TO_SIGMA * percentile(&absolute, 0.5)).max(EXACT);
+            let strict = round >= ROUNDS / 2;
+            for ((weight, error), equation) in weights.iter_mut().zip(&errors).zip(&equations) {
+                let doubt = match error.abs() / sigma {
+                    far if far > OUTLIER && strict => 0.0,
+                    far if far > HUBER => HUBER / far,
+                    _ => 1.0,
+                };
+                *weight = doubt * modelled(equation).powi(-2);
+            }
+        }
+        Self { knee, times, errors, sigma }
+    }
+
+    /// The mean square of the smaller nine tenths of the errors.
+    fn loss(&self) -> f64 {
+        let absolute = sorted(self.errors.iter().map(|e| e.abs()).collect());
+        let most = (absolute.len() * 9).div_ceil(10);
+        absolute[..most].iter().map(|e| e * e).sum::<f64>() / most as f64
+    }
+
+    fn model(&self) -> DeviceModel {
+        let [step_us, token_us, row_us, context_us, attention_us] = self.times.map(rounded);
+        DeviceModel {
+            step_us,
+            weights_us: rounded(token_us * self.knee),
+            token_us,
+            row_us,
+            context_us,
+            attention_us,
+            jitter_sigma: if self.sigma > EXACT { rounded(self.sigma.min(1.0)) } else { 0.0 },
+        }
+    }
+}
+
+fn equation(sample: &Sample, knee: f64) -> Equation {
+    let load = &sample.load;
+    let columns = [
+        1.0,
+        f64::from(load.tokens()).max(knee),
+        f64::from(load.rows),
+        load.context as f64,
+        load.attention as f64,
+    ];
+    Equation { columns, target: sample.step_us }
+}
+
+/// Five significant digits: more would claim a precision that no measurement has.
+fn rounded(value: f64) -> f64 {
+    if value == 0.0 {
+        return 0.0;
+    }
+    let scale = 10_f64.powi(4 - value.abs().log10().floor() as i32);
+    (value * scale).round() / scale
+}
+
+fn sorted(mut values: Vec<f64>) -> Vec<f64> {
+    values.sort_unstable_by(f64::total_cmp);
+    values
+}
+
+/// The value at a share of the way through sorted values.
+fn percentile(sorted: &[f64], share: f64) -> f64 {
+    sorted[((sorted.len() - 1) as f64 * share).round() as usize]
+}

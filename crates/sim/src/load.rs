@@ -1,0 +1,75 @@
+//! What a step asks of a device, in the numbers that its time depends on.
+
+use forebay_protocol::StepPlan;
+use serde::{Deserialize, Serialize};
+
+/// The work of one step.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct StepLoad {
+    /// All rows.
+    pub rows: u32,
+    /// Rows that compute one position and sample: decoding requests (and prefills with one position left, which cost the same).
+    pub decode_rows: u32,
+    /// Positions computed in the other rows.
+    pub prefill_tokens: u32,
+    /// Positions whose keys and values are read: the ends of all rows, summed.
+    pub context: u64,
+    /// Pairs of a computed position and one that it attends to.
+    pub attention: u64,
+}
+
+impl StepLoad {
+    /// The work of a plan.
+    #[must_use]
+    pub fn of(plan: &StepPlan) -> Self {
+        let mut load = Self::default();
+        for row in plan.rows() {
+            load.add(row.start, row.length, row.sample);
+        }
+        load
+    }
+
+    fn add(&mut self, start: u32, length: u32, sample: bool) {
+        self.rows += 1;
+        if length == 1 && sample {
+            self.decode_rows += 1;
+        } else {
+            self.prefill_tokens += length;
+        }
+        let (start, length) = (u64::from(start), u64::from(length));
+        self.context += start + length;
+        self.attention += length * start + length * (length + 1) / 2;
+    }
+
+    /// Positions computed.
+    #[must_use]
+    pub fn tokens(&self) -> u32 {
+        self.decode_rows + self.prefill_tokens
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use forebay_protocol::Row;
+
+    use super::*;
+
+    #[test]
+    fn rows_are_counted_by_what_they_cost() {
+        let mut plan = StepPlan::default();
+        plan.begin(1);
+        for (slot, start, length, sample) in [(0, 9, 1, true), (1, 0, 4, true), (2, 4, 1, false)] {
+            plan.push_row(Row { slot, start, length, sample });
+        }
+        let load = StepLoad::of(&plan);
+        let expected = StepLoad {
+            rows: 3,
+            decode_rows: 1,
+            prefill_tokens: 5,
+            context: 10 + 4 + 5,
+            attention: 10 + (1 + 2 + 3 + 4) + 5,
+        };
+        assert_eq!(load, expected);
+        assert_eq!(load.tokens(), 6);
+    }
+}

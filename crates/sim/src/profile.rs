@@ -1,0 +1,313 @@
+//! How long a device takes, and where that is known from.
+
+use std::path::Path;
+
+use serde::{Deserialize, Serialize};
+use thiserror::Error;
+
+use crate::load::StepLoad;
+
+/// Microseconds of a step:
+/// `step_us + max(weights_us, token_us * tokens) + row_us * rows + context_us * context + attention_us * attention`.
+///
+/// The maximum is the roofline (Williams, Waterman, Patterson 2009) of the matrix multiplications: a step reads all weights, however few
+/// tokens it computes, and the arithmetic of the tokens hides behind that until there are many.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct DeviceModel {
+    /// Any step: launches, sampling, what else does not depend on its content.
+    pub step_us: f64,
+    /// Reading the weights.
+    pub weights_us: f64,
+    /// Each token computed.
+    pub token_us: f64,
+    /// Each row.
+    pub row_us: f64,
+    /// Each position whose keys and values are read.
+    pub context_us: f64,
+    /// Each pair of a computed position and one that it attends to.
+    pub attention_us: f64,
+    /// Standard deviation of the logarithm of a step's time: 0.1 is about 10 % jitter.
+    pub jitter_sigma: f64,
+}
+
+impl DeviceModel {
+    /// A device that takes no time.
+    pub const INSTANT: Self = Self {
+        step_us: 0.0,
+        weights_us: 0.0,
+        token_us: 0.0,
+        row_us: 0.0,
+        context_us: 0.0,
+        attention_us: 0.0,
+        jitter_sigma: 0.0,
+    };
+
+    /// The time of a step without jitter, in microseconds. With jitter it is the median.
+    #[must_use]
+    pub fn median_us(&self, load: &StepLoad) -> f64 {
+        self.step_us
+            + self.weights_us.max(self.token_us * f64::from(load.tokens()))
+            + self.row_us * f64::from(load.rows)
+            + self.context_us * load.context as f64
+            + self.attention_us * load.attention as f64
+    }
+
+    fn check(&self) -> Result<(), String> {
+        let fields = [
+            ("step_us", self.step_us),
+            ("weights_us", self.weights_us),
+            ("token_us", self.token_us),
+            ("row_us", self.row_us),
+            ("context_us", self.context_us),
+            ("attention_us", self.attention_us),
+            ("jitter_sigma", self.jitter_sigma),
+        ];
+        match fields.into_iter().find(|(_, value)| !(value.is_finite() && *value >= 0.0)) {
+            Some((name, value)) => Err(format!("{name} = {value}: expected a number from 0 on")),
+            None if self.jitter_sigma > 1.0 => Err("jitter_sigma is above 1".to_owned()),
+            None => Ok(()),
+        }
+    }
+}
+
+/// Log-normal noise with median 1, a function of the seed and the step's number.
+#[derive(Debug, Clone, Copy)]
+pub struct Jitter {
+    sigma: f64,
+    seed: u64,
+}
+
+impl Jitter {
+    /// Noise with the standard deviation `sigma` of its logarithm.
+    #[must_use]
+    pub fn new(sigma: f64, seed: u64) -> Self {
+        Self { sigma, seed }
+    }
+
+    /// What the time of step `step` is multiplied by.
+    #[must_use]
+    pub fn factor(&self, step: u64) -> f64 {
+        if self.sigma == 0.0 {
+            return 1.0;
+        }
+        // Two uniform numbers of 32 bits, made normal (Box and Muller 1958).
+        let bits = splitmix(splitmix(self.seed) ^ step);
+        let unit = |bits: u64| ((bits & 0xffff_ffff) as f64 + 0.5) / 4_294_967_296.0;
+        let radius = (-2.0 * unit(bits).ln()).sqrt();
+        let normal = radius * (std::f64::consts::TAU * unit(bits >> 32)).cos();
+        (self.sigma * normal).exp()
+    }
+}
+
+/// One step of SplitMix64 (Steele, Lea, Flood 2014).
+fn splitmix(seed: u64) -> u64 {
+    let mut z = seed.wrapping_add(0x9e37_79b9_7f4a_7c15);
+    z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    z ^ (z >> 31)
+}
+
+/// A device with a model on it, as far as the host can tell.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Profile {
+    /// The built-in name, or the file's without its ending.
+    #[serde(skip)]
+    pub name: String,
+    /// Where the numbers are from: measured where and how, or computed from what.
+    pub origin: String,
+    /// The device.
+    pub device: String,
+    /// The model, and its arithmetic.
+    pub model: String,
+    /// Positions of the KV pool.
+    pub kv_tokens: u64,
+    /// Seconds from the start of the process until it takes plans.
+    #[serde(default)]
+    pub load_s: f64,
+    /// The time of a step.
+    pub time: DeviceModel,
+}
+
+/// Why there is no profile.
+#[derive(Debug, Error)]
+pub enum ProfileError {
+    /// It is neither built in nor a file.
+    #[error("{name} is neither a profile that is built in ({built_in}) nor a file")]
+    Unknown {
+        /// What was asked for.
+        name: String,
+        /// The names there are.
+        built_in: String,
+    },
+    /// The file can't be read.
+    #[error("{path}: {source}")]
+    Read {
+        /// The file.
+        path: String,
+        /// Why.
+        source: std::io::Error,
+    },
+    /// It does not say what a profile says.
+    #[error("profile {name}: {reason}")]
+    Malformed {
+        /// The profile.
+        name: String,
+        /// What is wrong, and where.
+        reason: String,
+    },
+}
+
+const BUILT_IN: [(&str, &str); 4] = [
+    ("instant", include_str!("../profiles/instant.toml")),
+    ("cpu1-smollm2-135m", include_str!("../profiles/cpu1-smollm2-135m.toml")),
+    ("h100-llama-3.1-8b", include_str!("../profiles/h100-llama-3.1-8b.toml")),
+    ("h200-qwen3-0.6b", include_str!("../profiles/h200-qwen3-0.6b.toml")),
+];
+
+impl Profile {
+    /// Those that are built in.
+    ///
+    /// # Errors
+    /// None: the tests read each.
+    pub fn built_in() -> Result<Vec<Self>, ProfileError> {
+        BUILT_IN.iter().map(|(name, text)| Self::from_toml(name, text)).collect()
+    }
+
+    /// The profile with a built-in name, or in a file.
+    ///
+    /// # Errors
+    /// There is no such profile, or it is malformed.
+    pub fn find(name: &str) -> Result<Self, ProfileError> {
+        if let Some((name, text)) = BUILT_IN.iter().find(|(built_in, _)| *built_in == name) {
+            return Self::from_toml(name, text);
+        }
+        let path = Path::new(name);
+        if path.extension().is_none_or(|ending| ending != "toml") && !path.is_file() {
+            let names: Vec<&str> = BUILT_IN.iter().map(|(name, _)| *name).collect();
+            let built_in = names.join(", ");
+            return Err(ProfileError::Unknown { name: name.to_owned(), built_in });
+        }
+        let text = std::fs::read_to_string(path)
+            .map_err(|source| ProfileError::Read { path: name.to_owned(), source })?;
+        let stem = path.file_stem().map_or(name.into(), |stem| stem.to_string_lossy());
+        Self::from_toml(&stem, &text)
+    }
+
+    /// A profile from the content of its file.
+    ///
+    /// # Errors
+    /// It is no TOML, has keys that profiles don't have or lacks some, or a number is out of range.
+    pub fn from_toml(name: &str, text: &str) -> Result<Self, ProfileError> {
+        let malformed = |reason| ProfileError::Malformed { name: name.to_owned(), reason };
+        let mut profile: Self =
+            toml::from_str(text).map_err(|error| malformed(error.to_string()))?;
+        profile.name = name.to_owned();
+        profile.time.check().map_err(malformed)?;
+        if !(profile.load_s.is_finite() && (0.0..=3600.0).contains(&profile.load_s)) {
+            return Err(malformed("load_s: expected seconds, at most an hour".to_owned()));
+        }
+        if profile.kv_tokens == 0 {
+            return Err(malformed("kv_tokens: nothing can run without a KV pool".to_owned()));
+        }
+        Ok(profile)
+    }
+
+    /// The content of the profile's file.
+    ///
+    /// # Errors
+    /// A number that TOML does not have: not from a profile that was read or fitted.
+    pub fn to_toml(&self) -> Result<String, ProfileError> {
+        toml::to_string(self).map_err(|error| ProfileError::Malformed {
+            name: self.name.clone(),
+            reason: error.to_string(),
+        })
+    }
+
+    /// Pages of the KV pool.
+    #[must_use]
+    pub fn page_count(&self, page_size: u32, max_total_tokens: Option<u64>) -> u32 {
+        let tokens = max_total_tokens.unwrap_or(self.kv_tokens);
+        u32::try_from(tokens / u64::from(page_size)).unwrap_or(u32::MAX).max(1)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_built_in_profiles_can_be_read_and_tell_their_origin() {
+        let profiles = Profile::built_in().expect("profiles");
+        assert!(profiles.iter().all(|profile| profile.origin.len() > 20));
+        assert!(profiles.iter().any(|profile| profile.time == DeviceModel::INSTANT));
+        for profile in profiles {
+            assert_eq!(Profile::find(&profile.name).expect("found"), profile);
+        }
+    }
+
+    #[test]
+    fn a_profile_survives_its_file() {
+        for profile in Profile::built_in().expect("profiles") {
+            let text = profile.to_toml().expect("TOML");
+            assert_eq!(Profile::from_toml(&profile.name, &text).expect("read"), profile);
+        }
+    }
+
+    #[test]
+    fn what_is_wrong_is_named() {
+        let (_, good) = BUILT_IN[0];
+        let cases = [
+            (good.replace("kv_tokens", "kv_token"), "kv_token"),
+            (format!("{good}\nstep_ms = 1\n"), "step_ms"),
+            (good.replace("step_us = 0.0", "step_us = -1.0"), "step_us"),
+            (good.replace("step_us = 0.0", "step_us = nan"), "step_us"),
+            (good.replace("step_us = 0.0", "jitter_sigma = 3"), "jitter_sigma"),
+            (good.replace("load_s = 0.0", "load_s = -2.0"), "load_s"),
+        ];
+        for (text, word) in cases {
+            assert_ne!(text, good, "the case changes something");
+            let error = Profile::from_toml("bad", &text).expect_err(word);
+            assert!(error.to_string().contains(word), "{error}");
+        }
+        let error = Profile::find("h300").expect_err("no such profile");
+        assert!(error.to_string().contains("h200-qwen3-0.6b"), "{error}");
+        assert!(matches!(Profile::find("missing.toml"), Err(ProfileError::Read { .. })));
+    }
+
+    #[test]
+    fn weights_hide_the_arithmetic_of_few_tokens() {
+        let model = DeviceModel {
+            step_us: 100.0,
+            weights_us: 400.0,
+            token_us: 2.0,
+            row_us: 1.0,
+            context_us: 0.01,
+            attention_us: 0.001,
+            jitter_sigma: 0.0,
+        };
+        let load = |decode_rows: u32, prefill_tokens| StepLoad {
+            rows: decode_rows,
+            decode_rows,
+            prefill_tokens,
+            context: 1000,
+            attention: 2000,
+        };
+        assert_eq!(model.median_us(&load(10, 0)), 100.0 + 400.0 + 10.0 + 10.0 + 2.0);
+        assert_eq!(model.median_us(&load(10, 390)), 100.0 + 800.0 + 10.0 + 10.0 + 2.0);
+    }
+
+    #[test]
+    fn jitter_is_log_normal_with_median_1_and_a_function_of_the_step() {
+        let jitter = Jitter::new(0.2, 5);
+        let logs: Vec<f64> = (0..20_000).map(|step| jitter.factor(step).ln()).collect();
+        let mean = logs.iter().sum::<f64>() / logs.len() as f64;
+        let variance = logs.iter().map(|x| (x - mean).powi(2)).sum::<f64>() / logs.len() as f64;
+        assert!(mean.abs() < 0.01, "{mean}");
+        assert!((variance.sqrt() - 0.2).abs() < 0.01, "{variance}");
+        assert_eq!(jitter.factor(3), Jitter::new(0.2, 5).factor(3));
+        assert_ne!(jitter.factor(3), Jitter::new(0.2, 6).factor(3));
+        assert_eq!(Jitter::new(0.0, 5).factor(3), 1.0);
+    }
+}

@@ -1,0 +1,128 @@
+//! Writes down what each step asked of a device and how long that took, for [`crate::fit`].
+
+use std::collections::VecDeque;
+use std::io::{BufWriter, Write};
+use std::sync::Arc;
+use std::thread::JoinHandle;
+
+use crossbeam_channel::{Receiver, Sender, TrySendError, bounded};
+use forebay_engine::{Executor, Signal, Wake};
+use forebay_protocol::StepPlan;
+use serde::{Deserialize, Serialize};
+use tracing::{error, info};
+
+use crate::load::StepLoad;
+
+/// Steps that may wait for the file. Whoever is slower than the device loses steps, not the device its time.
+const QUEUE: usize = 16_384;
+
+/// A line of a recording.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct StepRecord {
+    /// The step's number.
+    pub step: u64,
+    /// What it asked.
+    #[serde(flatten)]
+    pub load: StepLoad,
+    /// Microseconds that the device computed.
+    pub device_us: u32,
+    /// Microseconds that it had waited since the step before.
+    pub gap_us: u32,
+}
+
+/// An executor that records the steps of another one.
+pub struct Recorder {
+    inner: Box<dyn Executor>,
+    in_flight: VecDeque<StepLoad>,
+    /// `None` only while it is being dropped.
+    steps: Option<Sender<StepRecord>>,
+    dropped: u64,
+    writer: Option<JoinHandle<()>>,
+}
+
+impl Recorder {
+    /// Records the steps of `inner` into `file`, one JSON object a line, written by a thread of its own.
+    ///
+    /// # Errors
+    /// The thread could not be created.
+    pub fn new(
+        inner: Box<dyn Executor>,
+        file: impl Write + Send + 'static,
+    ) -> std::io::Result<Self> {
+        let (steps, queue) = bounded(QUEUE);
+        let writer = std::thread::Builder::new().name("step recorder".into()).spawn(move || {
+            if let Err(why) = write_all(&queue, BufWriter::new(file)) {
+                error!("steps are no longer recorded: {why}");
+            }
+        })?;
+        let (steps, writer) = (Some(steps), Some(writer));
+        Ok(Self { inner, in_flight: VecDeque::new(), steps, dropped: 0, writer })
+    }
+
+    fn record(&mut self, step: StepRecord) {
+        if let Some(steps) = &self.steps
+            && let Err(TrySendError::Full(_)) = steps.try_send(step)
+        {
+            self.dropped += 1;
+        }
+    }
+}
+
+fn write_all(queue: &Receiver<StepRecord>, mut file: impl Write) -> std::io::Result<()> {
+    while let Ok(step) = queue.recv() {
+        serde_json::to_writer(&mut file, &step)?;
+        file.write_all(b"\n")?;
+        if queue.is_empty() {
+            file.flush()?;
+        }
+    }
+    file.flush()
+}
+
+impl Executor for Recorder {
+    fn start(&mut self) {
+        self.in_flight.clear();
+        self.inner.start();
+    }
+
+    fn submit(&mut self, plan: &mut StepPlan) {
+        self.in_flight.push_back(StepLoad::of(plan));
+        self.inner.submit(plan);
+    }
+
+    fn wait(&mut self, timeout_us: Option<u64>) -> Signal {
+        let signal = self.inner.wait(timeout_us);
+        match &signal {
+            Signal::Result(result) => {
+                if let Some(load) = self.in_flight.pop_front() {
+                    let (device_us, gap_us) = (result.device_us, result.gap_us);
+                    self.record(StepRecord { step: result.step, load, device_us, gap_us });
+                }
+            }
+            Signal::Died(_) => self.in_flight.clear(),
+            _ => {}
+        }
+        signal
+    }
+
+    fn stop(&mut self) {
+        self.inner.stop();
+    }
+
+    fn waker(&self) -> Arc<dyn Wake> {
+        self.inner.waker()
+    }
+}
+
+impl Drop for Recorder {
+    fn drop(&mut self) {
+        self.steps = None;
+        if let Some(writer) = self.writer.take() {
+            // What went wrong in it was said by itself.
+            let _ = writer.join();
+        }
+        if self.dropped > 0 {
+            info!(steps = self.dropped, "steps were not recorded, the file was too slow");
+        }
+    }
+}

@@ -1,0 +1,216 @@
+//! What a simulated request says: words drawn by a hash of all that was said before, and an end.
+
+use std::sync::Arc;
+
+/// Constants of a multiply-and-fold mix; any odd numbers with about half of their bits set do.
+const SPREAD: u64 = 0x9e37_79b9_7f4a_7c15;
+const FOLD: u64 = 0xd6e8_feb8_6659_fd93;
+
+/// How simulated text is made.
+#[derive(Debug, Clone)]
+pub struct SimText {
+    words: Arc<[i32]>,
+    end: Option<i32>,
+    mean_tokens: u32,
+}
+
+impl SimText {
+    /// Tokens drawn from `words`, all equally likely, without an end of their own.
+    ///
+    /// # Panics
+    /// Without words there is nothing to say.
+    #[must_use]
+    pub fn endless(mut words: Vec<i32>) -> Self {
+        assert!(!words.is_empty(), "there is nothing to say");
+        words.sort_unstable();
+        Self { words: words.into(), end: None, mean_tokens: 0 }
+    }
+
+    /// The same, with the token `end` at the end of an answer. Answers have `mean_tokens` tokens on average, `end` included: their lengths
+    /// are spread evenly over `1 ..= 2 * mean_tokens - 1`, each drawn by a hash of its prompt.
+    #[must_use]
+    pub fn ending(words: Vec<i32>, end: i32, mean_tokens: u32) -> Self {
+        Self { end: Some(end), mean_tokens: mean_tokens.max(1), ..Self::endless(words) }
+    }
+
+    /// The word `rank` places after `token`: what is said to have been nearly as likely.
+    pub(crate) fn alternative(&self, token: i32, rank: usize) -> i32 {
+        match self.words.binary_search(&token) {
+            Ok(at) => self.words[(at + rank) % self.words.len()],
+            Err(_) if rank == 0 => token,
+            Err(at) => self.words[(at + rank) % self.words.len()],
+        }
+    }
+
+    /// Tokens of the answer to a prompt, `end` included.
+    fn answer_length(&self, prompt: Mix) -> u32 {
+        let lengths = 2 * u64::from(self.mean_tokens) - 1;
+        1 + prompt.draw(SPREAD, lengths) as u32
+    }
+}
+
+/// The token that follows `tokens`, of which the first `prompt_len` are the prompt, when nothing is suppressed.
+#[must_use]
+pub fn next_token(text: &SimText, tokens: &[i32], prompt_len: usize) -> i32 {
+    let mut sequence = Sequence::new(text, tokens, prompt_len, 0);
+    sequence.say(text, &[])
+}
+
+/// All tokens of a slot in 64 bits.
+#[derive(Debug, Clone, Copy)]
+struct Mix(u64);
+
+impl Mix {
+    const EMPTY: Self = Self(SPREAD);
+
+    fn push(&mut self, token: i32) {
+        self.0 = fold(self.0 ^ u64::from(token.cast_unsigned()), FOLD).rotate_left(23) ^ FOLD;
+    }
+
+    /// A number below `below`.
+    fn draw(self, purpose: u64, below: u64) -> u64 {
+        let mixed = fold(self.0 ^ purpose, SPREAD);
+        ((u128::from(mixed) * u128::from(below)) >> 64) as u64
+    }
+}
+
+fn fold(a: u64, b: u64) -> u64 {
+    let product = u128::from(a ^ SPREAD) * u128::from(b);
+    (product >> 64) as u64 ^ product as u64
+}
+
+/// A slot's tokens as far as the next one depends on them.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Sequence {
+    mix: Mix,
+    /// Tokens so far.
+    pub(crate) length: u32,
+    /// The position of the end; `u32::MAX`: none.
+    end_at: u32,
+}
+
+impl Default for Sequence {
+    fn default() -> Self {
+        Self { mix: Mix::EMPTY, length: 0, end_at: u32::MAX }
+    }
+}
+
+impl Sequence {
+    /// A slot written with `tokens`; no stop id may stand before position `min_total`.
+    pub(crate) fn new(text: &SimText, tokens: &[i32], prompt_len: usize, min_total: u32) -> Self {
+        let (prompt, said) = tokens.split_at(prompt_len.min(tokens.len()));
+        let mut sequence = Self::default();
+        sequence.extend(prompt);
+        if text.end.is_some() {
+            let end_at = sequence.length + text.answer_length(sequence.mix) - 1;
+            sequence.end_at = end_at.max(min_total);
+        }
+        sequence.extend(said);
+        sequence
+    }
+
+    fn extend(&mut self, tokens: &[i32]) {
+        for &token in tokens {
+            self.mix.push(token);
+        }
+        self.length += tokens.len() as u32;
+    }
+
+    /// The next token, none of `suppressed`.
+    pub(crate) fn say(&mut self, text: &SimText, suppressed: &[i32]) -> i32 {
+        let token = match text.end {
+            Some(end) if self.length == self.end_at => end,
+            _ => {
+                let words = text.words.len();
+                let mut at = self.mix.draw(u64::from(self.length), words as u64) as usize;
+                // Who suppresses every word gets one of them all the same.
+                for _ in 0..suppressed.len() {
+                    if !suppressed.contains(&text.words[at]) {
+                        break;
+                    }
+                    at = (at + 1) % words;
+                }
+                text.words[at]
+            }
+        };
+        self.mix.push(token);
+        self.length += 1;
+        token
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    const END: i32 = 7;
+
+    fn words() -> Vec<i32> {
+        (100..200).collect()
+    }
+
+    /// What is said after `prompt`, until the end or `most` tokens.
+    fn answer(text: &SimText, prompt: &[i32], most: usize) -> Vec<i32> {
+        let mut tokens = prompt.to_vec();
+        while tokens.len() < prompt.len() + most && tokens.last() != Some(&END) {
+            tokens.push(next_token(text, &tokens, prompt.len()));
+        }
+        tokens.split_off(prompt.len())
+    }
+
+    #[test]
+    fn the_mean_length_is_as_asked() {
+        let text = SimText::ending(words(), END, 20);
+        let lengths: Vec<usize> = (0..2000).map(|i| answer(&text, &[i, 3], 100).len()).collect();
+        assert!(lengths.iter().all(|n| (1..=39).contains(n)));
+        let mean = lengths.iter().sum::<usize>() as f64 / lengths.len() as f64;
+        // The standard error is 11.3 / sqrt(2000) = 0.25.
+        assert!((mean - 20.0).abs() < 1.25, "{mean}");
+    }
+
+    #[test]
+    fn words_are_about_equally_frequent() {
+        let text = SimText::endless(words());
+        let mut seen = [0_u32; 100];
+        for token in answer(&text, &[1], 20_000) {
+            seen[(token - 100) as usize] += 1;
+        }
+        // Poisson with mean 200, so this is more than 7 standard deviations on either side.
+        assert!(seen.iter().all(|n| (100..300).contains(n)), "{seen:?}");
+    }
+
+    proptest! {
+        #[test]
+        fn a_replay_at_any_place_says_the_same(
+            prompt in prop::collection::vec(0..50_i32, 1..20),
+            cut in 0..30_usize,
+            min_tokens in 0..40_u32,
+        ) {
+            let text = SimText::ending(words(), END, 15);
+            let min_total = prompt.len() as u32 + min_tokens;
+            let mut whole = Sequence::new(&text, &prompt, prompt.len(), min_total);
+            let said: Vec<i32> = (0..40).map(|_| whole.say(&text, &[])).collect();
+            let so_far: Vec<i32> = prompt.iter().chain(&said[..cut]).copied().collect();
+            let mut again = Sequence::new(&text, &so_far, prompt.len(), min_total);
+            let rest: Vec<i32> = (cut..40).map(|_| again.say(&text, &[])).collect();
+            prop_assert_eq!(&said[cut..], &rest);
+            let ends = said.iter().filter(|&&token| token == END).count();
+            prop_assert!(ends <= 1);
+            prop_assert!(!said[..min_tokens as usize].contains(&END));
+        }
+
+        #[test]
+        fn nothing_suppressed_is_said(
+            prompt in prop::collection::vec(0..50_i32, 1..20),
+            suppressed in prop::collection::vec(100..110_i32, 0..9),
+        ) {
+            let text = SimText::endless((100..110).collect::<Vec<_>>());
+            let mut sequence = Sequence::new(&text, &prompt, prompt.len(), 0);
+            for _ in 0..20 {
+                prop_assert!(!suppressed.contains(&sequence.say(&text, &suppressed)));
+            }
+        }
+    }
+}
