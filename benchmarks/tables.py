@@ -1,0 +1,216 @@
+"""Tables of results, and the sections of docs/performance.md that hold them.
+
+    python -m benchmarks.tables          # puts benchmarks/results/*.json into docs/performance.md
+    python -m benchmarks.tables --check  # exits 1 if that would change it
+
+A section is what stands between `<!-- bench:NAME -->` and `<!-- /bench -->`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from benchmarks import records
+from benchmarks.records import Ratio, Results, median_of
+from benchmarks.servers import FOREBAY_CPU, FOREBAY_SIM, ROOT
+
+DOCUMENT = ROOT / "docs/performance.md"
+_SECTION = re.compile(r"(<!-- bench:(?P<name>[\w-]+) -->\n).*?(<!-- /bench -->)", re.DOTALL)
+_PROCESSES = 4
+"""As many processes as a cell shows."""
+
+
+def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table: the first column is text, the others are numbers."""
+    rule = ["---", *["---:"] * (len(head) - 1)]
+    return "\n".join(f"| {' | '.join(row)} |" for row in [head, rule, *rows])
+
+
+def number(value: float | None) -> str:
+    """Three digits or more, and no false ones after them; a dash for what was not measured."""
+    if value is None:
+        return "-"
+    if abs(value) >= 100:
+        return f"{value:.0f}"
+    return f"{value:.1f}" if abs(value) >= 10 else f"{value:.2f}"
+
+
+def spread(ratio: Ratio | None) -> str:
+    """A ratio, with its least and its most where they say something else."""
+    if ratio is None:
+        return "-"
+    middle, least, most = (f"{value:.2f}" for value in (ratio.median, ratio.least, ratio.most))
+    return middle if least == most else f"{middle} ({least}-{most})"
+
+
+def processes(found: Results, workload: str, server: str) -> str:
+    """Who used the CPU: the largest first."""
+    rows = [
+        run.values["processes_us_per_token"] for run in found.runs if (run.workload, run.server) == (workload, server)
+    ]
+    largest = sorted(median_of(rows).items(), key=lambda item: -item[1])[:_PROCESSES]
+    return ", ".join(f"{name} {number(value)}" for name, value in largest)
+
+
+def client_share(found: Results, workload: str, server: str) -> str:
+    """The load generator's CPU time as a share of the server's; a mark where it is over a third."""
+    ours = found.median(workload, server, "client_cpu_us_per_token")
+    theirs = found.median(workload, server, "server_cpu_us_per_token")
+    if ours is None or not theirs:
+        return "-"
+    share = ours / theirs
+    return f"{share:.0%}" + (" (!)" if share > 1 / 3 else "")
+
+
+def chunks_per_second(found: Results, workload: str, server: str) -> str:
+    """Pieces that were sent: a server that puts several tokens into one does less for each token."""
+    tokens = found.median(workload, server, "output_throughput")
+    chunks = found.median(workload, server, "chunks_per_token")
+    return number(None if tokens is None or chunks is None else tokens * chunks)
+
+
+def servers_table(found: Results, ours: Sequence[str], first: str, throughput: str) -> str:
+    """A row for each workload and server; the last columns are the ratios of our throughput to the row's."""
+    measured = {run.server for run in found.runs}
+    ours = [name for name in ours if name in measured]
+    head = [first, "server", "tokens/s", "TTFT ms", "TPOT ms", "ITL ms", "chunks/token", "CPU us/token", "of which"]
+    head += ["chunks/s", "client CPU/server CPU", *(f"{name} / this" for name in ours)]
+    rows = []
+    for workload in found.workloads():
+        for server in found.servers(workload):
+            keys = (
+                throughput,
+                "mean_ttft_ms",
+                "mean_tpot_ms",
+                "mean_itl_ms",
+                "chunks_per_token",
+                "server_cpu_us_per_token",
+            )
+            row = [workload, server, *(number(found.median(workload, server, key)) for key in keys)]
+            row += [
+                processes(found, workload, server),
+                chunks_per_second(found, workload, server),
+                client_share(found, workload, server),
+            ]
+            row += [spread(found.ratio(workload, name, server, throughput)) for name in ours]
+            rows.append(row)
+    return markdown(head, rows)
+
+
+def host_ceiling(found: Results) -> str:
+    """Streams against servers."""
+    return servers_table(found, [FOREBAY_SIM.name, FOREBAY_CPU.name], "streams", "output_throughput")
+
+
+def cpu_model(found: Results) -> str:
+    """Generation, and then prompts only, where input tokens count."""
+    prefill = {workload for workload in found.workloads() if workload.startswith("prefill")}
+    parts = []
+    for names, throughput, title in (
+        (set(found.workloads()) - prefill, "output_throughput", "Output tokens per second:"),
+        (prefill, "input_throughput", "Input tokens per second (CPU still per output token):"),
+    ):
+        part = Results(**{**vars(found), "runs": [run for run in found.runs if run.workload in names]})
+        if part.runs:
+            parts.append(f"{title}\n\n{servers_table(part, [FOREBAY_CPU.name], 'workload', throughput)}")
+    return "\n\n".join(parts)
+
+
+def ablations(found: Results) -> str:
+    """On by off for every switch: throughput and latency."""
+    head = [
+        "switch",
+        "workload",
+        "tokens/s on",
+        "off",
+        "throughput on/off",
+        "TTFT on/off",
+        "ITL on/off",
+        "CPU/token on/off",
+    ]
+    keys = ("output_throughput", "mean_ttft_ms", "mean_itl_ms", "server_cpu_us_per_token")
+    rows = []
+    for case in found.workloads():
+        switch, _, workload = case.partition(": ")
+        throughputs = [number(found.median(case, state, "output_throughput")) for state in ("on", "off")]
+        rows.append([switch, workload, *throughputs, *(spread(found.ratio(case, "on", "off", key)) for key in keys)])
+    return markdown(head, rows)
+
+
+def agreement(found: Results) -> str:
+    """What several clients say of the same server; in brackets our number by theirs."""
+    keys = {
+        "output_throughput": "tokens/s",
+        "mean_ttft_ms": "mean TTFT ms",
+        "mean_tpot_ms": "mean TPOT ms",
+        "mean_itl_ms": "mean ITL ms",
+    }
+    rows = []
+    for workload in found.workloads():
+        ours, *others = found.servers(workload)
+        rows.append([workload, ours, *(number(found.median(workload, ours, key)) for key in keys)])
+        for client in others:
+            cells = [
+                f"{number(found.median(workload, client, key))} [{spread(found.ratio(workload, ours, client, key))}]"
+                for key in keys
+            ]
+            rows.append([workload, client, *cells])
+    return markdown(["workload", "client", *keys.values()], rows)
+
+
+KINDS: dict[str, Callable[[Results], str]] = {
+    "host_ceiling": host_ceiling,
+    "cpu_model": cpu_model,
+    "ablations": ablations,
+    "agreement": agreement,
+}
+
+
+def render(found: Results) -> str:
+    """The table of a benchmark, and under it what it is of."""
+    about = found.machine
+    lines = [KINDS[found.benchmark](found), ""]
+    lines.append(
+        f"{found.date}, {about['cpu']}, {about['cores']} cores, {about['memory_gib']} GiB, Linux {about['kernel']}, "
+        f"Python {about['python']}, torch {about['torch']}, Forebay {about['forebay']} ({about['commit']}); "
+        f"medians of {found.rounds} alternating rounds, ratios of the same round (least-most)."
+    )
+    lines += [f"{name}: {note}." for name, note in found.notes.items()]
+    lines += [f"Left out: {name} ({reason})." for name, reason in found.skipped.items()]
+    return "\n".join(lines)
+
+
+def fill(document: str, rendered: dict[str, str]) -> str:
+    """The document with the sections replaced that there are results for."""
+
+    def section(match: re.Match[str]) -> str:
+        text = rendered.get(match["name"])
+        return match[0] if text is None else f"{match[1]}{text}\n{match[3]}"
+
+    return _SECTION.sub(section, document)
+
+
+def committed(folder: Path) -> dict[str, str]:
+    """The rendered table of every benchmark that has a file of results."""
+    return {
+        name: render(records.read(folder / f"{name}.json")) for name in KINDS if (folder / f"{name}.json").is_file()
+    }
+
+
+def main() -> None:
+    """The command."""
+    flags = argparse.ArgumentParser(description="Put the committed results into docs/performance.md.")
+    flags.add_argument("--check", action="store_true", help="change nothing; exit 1 if something would change")
+    check: bool = flags.parse_args().check
+    before = DOCUMENT.read_text(encoding="utf-8")
+    after = fill(before, committed(records.RESULTS))
+    if check and after != before:
+        raise SystemExit("docs/performance.md is not what benchmarks/results says: python -m benchmarks.tables")
+    DOCUMENT.write_text(after, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
