@@ -10,7 +10,9 @@ use anyhow::{Context, Result, bail};
 use forebay_api::GenerationDefaults;
 use forebay_engine::{Clock, Engine, EngineHandle, Executor, Status, SystemClock};
 use forebay_hand::{HandExecutor, HandSpec};
-use forebay_server::{AppState, Metrics, ModelInfo, ServerConfig, egress};
+use forebay_server::{
+    AppState, EgressConfig, EgressMode, Metrics, ModelInfo, ServerConfig, egress,
+};
 use forebay_sim::{Recorder, SimClock, SimExecutor};
 use forebay_text::{ChatTemplate, TextPool, Tokenizer};
 use serde_json::Value;
@@ -19,11 +21,11 @@ use tokio::sync::oneshot;
 use tracing::{info, warn};
 
 use crate::config::{ARENA_BYTES, Config};
-use crate::flags::{Device, GenerationConfig, LoadFormat, ServeFlags};
+use crate::flags::{Device, Egress, GenerationConfig, LoadFormat, ServeFlags};
 use crate::model::{Model, fetch, find_python};
 use crate::{logs, simulate, watch};
 
-/// Steps and registrations that may wait for the egress thread before the engine waits for it.
+/// Steps and registrations that may wait for an egress thread before the engine waits for it.
 const EGRESS_STEPS: usize = 1024;
 /// Prompts that may wait for the text threads, beyond those that the engine queues.
 const TEXT_QUEUE: usize = 1024;
@@ -54,7 +56,12 @@ pub(crate) fn run(flags: &ServeFlags) -> Result<()> {
     let text_threads = usize::from(config.text_threads);
     let text = TextPool::new(tokenizer.clone(), template, text_threads, TEXT_QUEUE);
     let metrics = Arc::new(Metrics::new(&config.served_model_names[0], config.context_length)?);
-    let (sink, egress) = egress(tokenizer.clone(), metrics.clone(), EGRESS_STEPS)?;
+    let egress_config = EgressConfig {
+        threads: config.egress_threads.into(),
+        capacity: EGRESS_STEPS,
+        window: Duration::from_micros(config.stream_flush_us),
+    };
+    let (sink, egress) = egress(&tokenizer, &metrics, egress_config)?;
 
     let (executor, clock) = executor(flags, python, &config, &model, &tokenizer)?;
     let (ended, engine_ended) = oneshot::channel();
@@ -80,6 +87,12 @@ pub(crate) fn run(flags: &ServeFlags) -> Result<()> {
         header_timeout: flags.http.receive_timeout,
         body_timeout: flags.http.receive_timeout,
         drain_timeout: flags.http.drain_timeout,
+        egress: match config.egress {
+            Egress::Direct => EgressMode::Direct,
+            Egress::Tasks => EgressMode::Tasks,
+            Egress::Naive => EgressMode::Naive,
+        },
+        stream_interval: config.stream_interval,
         info: serde_json::to_value(&config)?,
         ..ServerConfig::default()
     };
