@@ -1,5 +1,6 @@
 //! `forebay serve`: starts the parts in order and stops them in reverse.
 
+use std::ffi::OsString;
 use std::fs::File;
 use std::net::TcpListener;
 use std::path::PathBuf;
@@ -129,7 +130,7 @@ fn executor(
             let hand = HandExecutor::new(HandSpec {
                 program: python,
                 args: vec!["-m".into(), "forebay.worker".into()],
-                env: Vec::new(),
+                env: hand_environment(),
                 config: config.hand(model),
                 world_size: 1,
                 arena_bytes: ARENA_BYTES,
@@ -140,6 +141,16 @@ fn executor(
     let Some(file) = &flags.run.record_steps else { return Ok((executor, clock)) };
     let steps = File::create(file).with_context(|| format!("--record-steps {}", file.display()))?;
     Ok((Box::new(Recorder::new(executor, steps)?), clock))
+}
+
+/// glibc shall ask for huge pages where it maps large blocks, unless the user has said what it shall do: a step on a CPU reads all
+/// weights, and looking up every 4 KiB of them is up to a tenth of its time.
+fn hand_environment() -> Vec<(OsString, OsString)> {
+    const TUNABLES: &str = "GLIBC_TUNABLES";
+    match std::env::var_os(TUNABLES) {
+        Some(_) => Vec::new(),
+        None => vec![(TUNABLES.into(), "glibc.malloc.hugetlb=1".into())],
+    }
 }
 
 async fn serve(
