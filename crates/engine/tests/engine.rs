@@ -160,6 +160,7 @@ fn request(id: u64, prompt: Vec<i32>, max_tokens: u32) -> EngineRequest {
         id: RequestId(id),
         prompt,
         max_tokens,
+        pooling: None,
         stop_ids: Vec::new(),
         sampling,
         priority: 0,

@@ -151,6 +151,7 @@ impl Call {
                     id,
                     prompt: prompt.clone(),
                     max_tokens,
+                    pooling: None,
                     stop_ids: stop_ids.clone(),
                     sampling: generation.params(seed, choice),
                     priority: generation.priority,

@@ -67,7 +67,7 @@ impl Fake {
     ) {
         let admission = first.then_some(Admission { cached_tokens: 1, queue_us: 5 });
         let token = Some(SampledToken { id: token, logprobs: None });
-        self.deliver(vec![Output { id, admission, token, finish }]);
+        self.deliver(vec![Output { id, admission, token, pooled: None, finish }]);
     }
 
     pub(crate) fn refuse_after(&self, requests: usize, error: SubmitError) {
@@ -101,6 +101,7 @@ impl Fake {
                 id: request.id,
                 admission: (index == 0).then_some(Admission { cached_tokens: 1, queue_us: 5 }),
                 token: Some(SampledToken { id, logprobs: request.sampling.logprobs.map(entries) }),
+                pooled: None,
                 finish: finish.clone(),
             };
             self.deliver(vec![output]);
@@ -131,7 +132,7 @@ impl Engine for Fake {
     fn abort(&self, id: RequestId) {
         if self.alive.lock().contains(&id) {
             let finish = Some(FinishReason::Abort);
-            self.deliver(vec![Output { id, admission: None, token: None, finish }]);
+            self.deliver(vec![Output { id, admission: None, token: None, pooled: None, finish }]);
         }
         self.events.send(Event::Abort(id)).ok();
     }
