@@ -242,7 +242,8 @@ fn finish_name(end: &End) -> &'static str {
     finish_reason(end).unwrap_or("error")
 }
 
-fn submit_error(error: SubmitError) -> ApiError {
+/// What a client is told whose request was not taken.
+pub(crate) fn submit_error(error: SubmitError) -> ApiError {
     let reason = error.to_string();
     match error {
         SubmitError::QueueFull { .. } => ApiError::Overloaded { reason },

@@ -6,6 +6,8 @@ use std::time::Duration;
 use forebay_api::GenerationDefaults;
 use serde_json::Value;
 
+use crate::pooling::PooledModel;
+
 /// How the server behaves. The listener is opened by the caller.
 #[derive(Debug, Clone)]
 pub struct ServerConfig {
@@ -50,4 +52,6 @@ pub struct ModelInfo {
     pub eos: Arc<[i32]>,
     /// Sampling parameters that the model's generation config sets.
     pub defaults: GenerationDefaults,
+    /// What it makes in place of text.
+    pub pooling: Option<PooledModel>,
 }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 
 
-class Group(NamedTuple):
+@dataclass(frozen=True)
+class Group:
     """Prompts of equal length, one after the other."""
 
     first: int  # the first prompt's first token

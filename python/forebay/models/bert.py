@@ -95,13 +95,13 @@ class Bert:
         x = self._norm(x)
         for block in self._blocks:
             x = block(x, packed.groups)
-        pooled = torch.cat([self._pool(x, part) for part in packed.groups])
-        if self._head is None:
-            return pooled
-        pooler, classifier = self._head
-        return classifier(torch.tanh(pooler(pooled.to(x.dtype)))).float()
+        vectors = torch.cat([self._pool(x, part) for part in packed.groups])
+        if self._head is not None:
+            pooler, classifier = self._head
+            vectors = classifier(torch.tanh(pooler(vectors.to(x.dtype)))).float()
+        return vectors
 
     def _pool(self, x: torch.Tensor, part: Group) -> torch.Tensor:
         """float32 [prompts of the group, hidden]."""
-        states = x[part.tokens].unflatten(0, (part.count, part.length))
+        states: torch.Tensor = x[part.tokens].unflatten(0, (part.count, part.length))
         return states[:, 0].float() if self.pooling.kind == "cls" else states.mean(dim=1, dtype=torch.float32)

@@ -50,6 +50,13 @@ class ModelRunner:
         self._sampler = Sampler(self.tables, self.device)
         self._compute_ended_us = self.device.clock_us()
 
+    @property
+    def decoder(self) -> Decoder:
+        """The model; raises `PlanError` if it is an encoder."""
+        if isinstance(self.model, Bert):
+            raise PlanError("an encoder generates nothing")
+        return self.model
+
     def load(self, report: Report) -> None:
         """Fills the weights from the checkpoint, or from the seed; `report` gets (loaded, total) tensors."""
         if self.config.load_format == "dummy":
@@ -91,7 +98,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def step(self, plan: Plan) -> StepResult:
-        """Applies the plan's writes, computes its rows, samples or pools those that ask. The plan may be overwritten then."""
+        """Applies the plan's writes, computes its rows, samples or pools. The plan may be overwritten then."""
         started = self.device.clock_us()
         self.tables.apply(plan, self._arena)
         result = StepResult(step=plan.step, row_errors=np.full(len(plan.rows), ROW_OK, np.int32))
@@ -130,15 +137,13 @@ class ModelRunner:
     @cached_property
     def _compute(self) -> Compute:
         """Made at the first step, when the weights are there: it may put them into another order."""
-        if isinstance(self.model, Bert):
-            raise PlanError("an encoder generates nothing")
-        return self.device.compute(self.model, self.tables, self.kv)
+        return self.device.compute(self.decoder, self.tables, self.kv)
 
     @cached_property
     def _pooler(self) -> Pooler:
         if isinstance(self.model, Bert):
             return EncoderCompute(self.model, self.tables, self.device)
-        return TorchCompute(self.model, self.tables, self.kv, self.device)
+        return TorchCompute(self.decoder, self.tables, self.kv, self.device)
 
     def _report(self, sampled: Sampled, rows: Int64s, result: StepResult) -> None:
         result.tokens = self.device.download(sampled.tokens)

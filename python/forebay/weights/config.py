@@ -126,9 +126,8 @@ def _architecture(d: dict[str, Any]) -> str:
             if known in SUPPORTED_ARCHITECTURES:
                 return known
     found = ", ".join(names) or f"model_type {d.get('model_type')!r}"
-    raise UnsupportedModelError(
-        f"the architecture {found} is not supported; supported: {', '.join((*SUPPORTED_ARCHITECTURES, *ENCODER_ARCHITECTURES))}"
-    )
+    supported = ", ".join((*SUPPORTED_ARCHITECTURES, *ENCODER_ARCHITECTURES))
+    raise UnsupportedModelError(f"the architecture {found} is not supported; supported: {supported}")
 
 
 def _integer(d: dict[str, Any], key: str) -> int:

@@ -52,9 +52,7 @@ def describe_path(path: Path, cache: Path, *, weights: bool = True, embedding: b
     raise ModelError(f"{path} is neither a directory nor a .gguf file")
 
 
-def describe_directory(
-    directory: Path, name: str, *, weights: bool = True, embedding: bool = False
-) -> dict[str, Any]:
+def describe_directory(directory: Path, name: str, *, weights: bool = True, embedding: bool = False) -> dict[str, Any]:
     """The model in a directory in the layout of Hugging Face, with safetensors. Raises ModelError."""
     config = read_json(directory / "config.json")
     tokenizer = directory / "tokenizer.json"

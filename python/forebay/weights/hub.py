@@ -78,7 +78,8 @@ def describe_hub_model(
 ) -> dict[str, Any]:
     """Downloads what is missing, safetensors only if `weights`, and describes the model. Raises ModelError.
 
-    With `embedding` a model that could generate is one that pools. `hub_cache` is a folder in the layout of `huggingface_hub`; None is the one that the environment names.
+    With `embedding` a model that could generate is one that pools. `hub_cache` is a folder in the layout of
+    `huggingface_hub`; None is the one that the environment names.
     """
     if offline:
         # Read once, when huggingface_hub is imported.

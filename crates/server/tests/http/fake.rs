@@ -210,6 +210,7 @@ impl TestServer {
             root: "tiny".into(),
             eos: [EOS].into(),
             defaults: GenerationDefaults { top_p: Some(0.9), ..GenerationDefaults::default() },
+            pooling: None,
         };
         let state = AppState::new(config, model, engine.clone(), Arc::new(text), egress, metrics);
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
