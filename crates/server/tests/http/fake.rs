@@ -10,7 +10,9 @@ use forebay_engine::{
     Admission, EngineRequest, Facts, FinishReason, Output, OutputSink, RequestId, SampledToken,
     Stats, Status, SubmitError,
 };
-use forebay_server::{AppState, EgressSink, Engine, Metrics, ModelInfo, ServerConfig};
+use forebay_server::{
+    AppState, Engine, Metrics, ModelInfo, PooledModel, PoolingTask, ServerConfig,
+};
 use forebay_text::{ChatTemplate, TextPool, Tokenizer};
 use parking_lot::Mutex;
 use serde_json::json;
@@ -33,7 +35,7 @@ pub(crate) enum Event {
 
 /// An engine that answers by itself with `script`, or does what the test says.
 pub(crate) struct Fake {
-    sink: Mutex<Option<EgressSink>>,
+    sink: Mutex<Option<Box<dyn OutputSink>>>,
     pub(crate) status: Mutex<Status>,
     /// After this many requests, this error.
     refuse: Mutex<Option<(usize, SubmitError)>>,
@@ -83,7 +85,20 @@ impl Fake {
         *self.sink.lock() = None;
     }
 
+    /// The vector of a pooled request, and its end.
+    pub(crate) fn vector(&self, id: RequestId, vector: [f32; 3]) {
+        let admission = Some(Admission { cached_tokens: 0, queue_us: 5 });
+        let (pooled, finish) = (Some(vector.into()), Some(FinishReason::Length));
+        self.deliver(vec![Output { id, admission, token: None, pooled, finish }]);
+    }
+
+    /// Answers a pooled request with its number of tokens, its first token and where its second text begins; one of generation with
+    /// `script`.
     fn play(&self, request: &EngineRequest, script: &[i32]) {
+        if let Some(pooling) = request.pooling {
+            let numbers = [request.prompt.len() as i32, request.prompt[0], pooling.segment as i32];
+            return self.vector(request.id, numbers.map(|n| n as f32));
+        }
         let length = request.max_tokens as usize;
         for (index, &id) in script.iter().cycle().take(length).enumerate() {
             let finish = if request.stop_ids.contains(&id) {
@@ -184,6 +199,19 @@ impl TestServer {
     }
 
     pub(crate) async fn start(script: Option<&str>, change: fn(&mut ServerConfig)) -> Self {
+        Self::serving(script, change, None).await
+    }
+
+    /// A server of a model that pools to three numbers, and squeezes scores; the test answers unless `plays`.
+    pub(crate) async fn pooling(task: PoolingTask, plays: bool) -> Self {
+        Self::serving(plays.then_some("a"), |_| {}, Some(task)).await
+    }
+
+    async fn serving(
+        script: Option<&str>,
+        change: fn(&mut ServerConfig),
+        task: Option<PoolingTask>,
+    ) -> Self {
         let manifest = Path::new(env!("CARGO_MANIFEST_DIR"));
         let file = manifest.join("../text/tests/data/tiny-llama-tokenizer.json");
         let tokenizer = Arc::new(Tokenizer::from_file(&file).unwrap());
@@ -192,6 +220,12 @@ impl TestServer {
         let metrics = Arc::new(Metrics::new("tiny", CONTEXT).unwrap());
         let (sink, egress) =
             forebay_server::egress(Arc::clone(&tokenizer), Arc::clone(&metrics), 256).unwrap();
+        let mut sink: Box<dyn OutputSink> = Box::new(sink);
+        let pooling = task.map(|task| {
+            let (pooled_sink, outputs) = forebay_server::pooled(Arc::clone(&metrics), 256).unwrap();
+            sink = Box::new(pooled_sink);
+            PooledModel { task, size: 3, normalize: false, sigmoid: true, outputs }
+        });
         let (sender, events) = mpsc::unbounded_channel();
         let engine = Arc::new(Fake {
             sink: Mutex::new(Some(sink)),
@@ -210,7 +244,7 @@ impl TestServer {
             root: "tiny".into(),
             eos: [EOS].into(),
             defaults: GenerationDefaults { top_p: Some(0.9), ..GenerationDefaults::default() },
-            pooling: None,
+            pooling,
         };
         let state = AppState::new(config, model, engine.clone(), Arc::new(text), egress, metrics);
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
