@@ -1,5 +1,6 @@
 //! `forebay serve`: starts the parts in order and stops them in reverse.
 
+use std::ffi::OsString;
 use std::fs::File;
 use std::net::TcpListener;
 use std::path::PathBuf;
@@ -11,7 +12,8 @@ use forebay_api::GenerationDefaults;
 use forebay_engine::{Clock, Engine, EngineHandle, Executor, OutputSink, Status, SystemClock};
 use forebay_hand::{HandExecutor, HandSpec};
 use forebay_server::{
-    AppState, Metrics, ModelInfo, PooledModel, PoolingTask, ServerConfig, egress, pooled,
+    AppState, EgressConfig, EgressMode, Metrics, ModelInfo, PooledModel, PoolingTask, ServerConfig,
+    egress, pooled,
 };
 use forebay_sim::{Recorder, SimClock, SimExecutor};
 use forebay_text::{ChatTemplate, TextPool, Tokenizer};
@@ -21,11 +23,11 @@ use tokio::sync::oneshot;
 use tracing::{info, warn};
 
 use crate::config::{ARENA_BYTES, Config};
-use crate::flags::{Device, GenerationConfig, LoadFormat, ServeFlags};
+use crate::flags::{Device, Egress, GenerationConfig, LoadFormat, ServeFlags};
 use crate::model::{Model, Task, fetch, find_python};
 use crate::{logs, simulate, watch};
 
-/// Steps and registrations that may wait for the egress thread before the engine waits for it.
+/// Steps and registrations that may wait for an egress thread before the engine waits for it.
 const EGRESS_STEPS: usize = 1024;
 /// Prompts that may wait for the text threads, beyond those that the engine queues.
 const TEXT_QUEUE: usize = 1024;
@@ -56,7 +58,12 @@ pub(crate) fn run(flags: &ServeFlags) -> Result<()> {
     let text_threads = usize::from(config.text_threads);
     let text = TextPool::new(tokenizer.clone(), template, text_threads, TEXT_QUEUE);
     let metrics = Arc::new(Metrics::new(&config.served_model_names[0], config.context_length)?);
-    let (sink, egress) = egress(tokenizer.clone(), metrics.clone(), EGRESS_STEPS)?;
+    let egress_config = EgressConfig {
+        threads: config.egress_threads.into(),
+        capacity: EGRESS_STEPS,
+        window: Duration::from_micros(config.stream_flush_us),
+    };
+    let (sink, egress) = egress(&tokenizer, &metrics, egress_config)?;
     let mut sink: Box<dyn OutputSink> = Box::new(sink);
     let mut pooling = None;
     if let Some(told) = &model.pooling {
@@ -98,6 +105,12 @@ pub(crate) fn run(flags: &ServeFlags) -> Result<()> {
         header_timeout: flags.http.receive_timeout,
         body_timeout: flags.http.receive_timeout,
         drain_timeout: flags.http.drain_timeout,
+        egress: match config.egress {
+            Egress::Direct => EgressMode::Direct,
+            Egress::Tasks => EgressMode::Tasks,
+            Egress::Naive => EgressMode::Naive,
+        },
+        stream_interval: config.stream_interval,
         info: serde_json::to_value(&config)?,
         ..ServerConfig::default()
     };
@@ -134,7 +147,7 @@ fn executor(
             let hand = HandExecutor::new(HandSpec {
                 program: python,
                 args: vec!["-m".into(), "forebay.worker".into()],
-                env: Vec::new(),
+                env: hand_environment(),
                 config: config.hand(model),
                 world_size: 1,
                 arena_bytes: ARENA_BYTES,
@@ -145,6 +158,16 @@ fn executor(
     let Some(file) = &flags.run.record_steps else { return Ok((executor, clock)) };
     let steps = File::create(file).with_context(|| format!("--record-steps {}", file.display()))?;
     Ok((Box::new(Recorder::new(executor, steps)?), clock))
+}
+
+/// glibc shall ask for huge pages where it maps large blocks, unless the user has said what it shall do: a step on a CPU reads all
+/// weights, and looking up every 4 KiB of them is up to a tenth of its time.
+fn hand_environment() -> Vec<(OsString, OsString)> {
+    const TUNABLES: &str = "GLIBC_TUNABLES";
+    match std::env::var_os(TUNABLES) {
+        Some(_) => Vec::new(),
+        None => vec![(TUNABLES.into(), "glibc.malloc.hugetlb=1".into())],
+    }
 }
 
 async fn serve(

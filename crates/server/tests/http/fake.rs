@@ -11,7 +11,7 @@ use forebay_engine::{
     Stats, Status, SubmitError,
 };
 use forebay_server::{
-    AppState, Engine, Metrics, ModelInfo, PooledModel, PoolingTask, ServerConfig,
+    AppState, EgressConfig, Engine, Metrics, ModelInfo, PooledModel, PoolingTask, ServerConfig,
 };
 use forebay_text::{ChatTemplate, TextPool, Tokenizer};
 use parking_lot::Mutex;
@@ -199,16 +199,26 @@ impl TestServer {
     }
 
     pub(crate) async fn start(script: Option<&str>, change: fn(&mut ServerConfig)) -> Self {
-        Self::serving(script, change, None).await
+        Self::serving(script, Duration::ZERO, change, None).await
+    }
+
+    /// With a window between two chunks of a stream.
+    pub(crate) async fn start_with(
+        script: Option<&str>,
+        window: Duration,
+        change: fn(&mut ServerConfig),
+    ) -> Self {
+        Self::serving(script, window, change, None).await
     }
 
     /// A server of a model that pools to three numbers, and squeezes scores; the test answers unless `plays`.
     pub(crate) async fn pooling(task: PoolingTask, plays: bool) -> Self {
-        Self::serving(plays.then_some("a"), |_| {}, Some(task)).await
+        Self::serving(plays.then_some("a"), Duration::ZERO, |_| {}, Some(task)).await
     }
 
     async fn serving(
         script: Option<&str>,
+        window: Duration,
         change: fn(&mut ServerConfig),
         task: Option<PoolingTask>,
     ) -> Self {
@@ -218,8 +228,8 @@ impl TestServer {
         let template = ChatTemplate::new(TEMPLATE, None, None, &Default::default()).unwrap();
         let text = TextPool::new(Arc::clone(&tokenizer), Some(Arc::new(template)), 1, 16);
         let metrics = Arc::new(Metrics::new("tiny", CONTEXT).unwrap());
-        let (sink, egress) =
-            forebay_server::egress(Arc::clone(&tokenizer), Arc::clone(&metrics), 256).unwrap();
+        let egress_config = EgressConfig { threads: 2, capacity: 256, window };
+        let (sink, egress) = forebay_server::egress(&tokenizer, &metrics, egress_config).unwrap();
         let mut sink: Box<dyn OutputSink> = Box::new(sink);
         let pooling = task.map(|task| {
             let (pooled_sink, outputs) = forebay_server::pooled(Arc::clone(&metrics), 256).unwrap();

@@ -9,3 +9,4 @@ mod generation;
 mod info;
 mod lifecycle;
 mod pooling;
+mod streams;
