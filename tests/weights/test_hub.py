@@ -147,7 +147,7 @@ def test_a_token_opens_what_is_private(hub: Hub, tmp_path: Path) -> None:
         (["config.json", "tokenizer.json", "pytorch_model.bin"], None, "only pickle files"),
         (["tokenizer.json", "pytorch_model.bin"], None, "only pickle files"),
         (["config.json", "tokenizer.json"], None, "no weights"),
-        ([], "BertModel", "the architecture BertModel is not supported"),
+        ([], "BertForMaskedLM", "the architecture BertForMaskedLM is not supported"),
     ],
 )
 def test_what_can_not_be_run_is_not_downloaded(

@@ -11,7 +11,7 @@ import numpy as np
 from forebay.worker import wire
 
 FOLDER = Path(__file__).parent
-FLOAT_COLUMNS = ("slot_floats", "bias_values", "logprob_values")
+FLOAT_COLUMNS = ("slot_floats", "bias_values", "logprob_values", "pooled")
 
 
 def descriptions() -> list[dict[str, Any]]:

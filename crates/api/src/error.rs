@@ -55,6 +55,19 @@ pub enum ApiError {
         /// Tokens asked for, where the client said so.
         max_tokens: Option<u32>,
     },
+    /// An input of a request that generates nothing does not fit.
+    #[error(
+        "This model's maximum context length is {limit} tokens. However, `{param}` has {tokens}. \
+         Please cut it, or let the server do so with `truncate_prompt_tokens`."
+    )]
+    InputTooLong {
+        /// Path of the input.
+        param: String,
+        /// Positions an input may use.
+        limit: u32,
+        /// Tokens of the input.
+        tokens: usize,
+    },
     /// No such model.
     #[error("The model `{model}` does not exist.")]
     UnknownModel {
@@ -160,6 +173,7 @@ impl ApiError {
             | Self::Invalid { .. }
             | Self::Unsupported { .. }
             | Self::ContextLength { .. }
+            | Self::InputTooLong { .. }
             | Self::CacheInUse => 400,
             Self::Unauthorized => 401,
             Self::UnknownModel { .. } | Self::UnknownRoute { .. } => 404,
@@ -194,7 +208,9 @@ impl ApiError {
 
     fn param(&self) -> Option<String> {
         match self {
-            Self::Invalid { param, .. } | Self::Unsupported { param } => Some(param.clone()),
+            Self::Invalid { param, .. }
+            | Self::Unsupported { param }
+            | Self::InputTooLong { param, .. } => Some(param.clone()),
             Self::ContextLength { param, .. } => Some((*param).to_owned()),
             Self::UnknownModel { .. } => Some("model".to_owned()),
             _ => None,
@@ -208,7 +224,9 @@ impl ApiError {
             Self::BrokenBody { .. } => Some("broken_body"),
             Self::Invalid { .. } => Some("invalid_value"),
             Self::Unsupported { .. } => Some("unsupported_parameter"),
-            Self::ContextLength { .. } => Some("context_length_exceeded"),
+            Self::ContextLength { .. } | Self::InputTooLong { .. } => {
+                Some("context_length_exceeded")
+            }
             Self::UnknownModel { .. } => Some("model_not_found"),
             Self::Unauthorized => Some("invalid_api_key"),
             Self::UnknownRoute { .. } => Some("unknown_url"),

@@ -2,22 +2,29 @@
 //!
 //! Three dialects are spoken: OpenAI's chat completions and completions (with the extensions that vLLM made common) and
 //! SGLang's native `/generate`. All three are validated into one [`Generation`]; past it nothing needs checking but
-//! the prompt's length, which is known only once the text is tokenised ([`Generation::room`]).
+//! the prompt's length, which is known only once the text is tokenised ([`Generation::room`]). Beside them stand the routes of models
+//! that make vectors and scores of prompts: OpenAI's embeddings, Jina's and Cohere's rerank, vLLM's score.
 
 mod chat;
 mod completions;
+mod embeddings;
 mod error;
 mod generate;
 mod inert;
 mod openai;
 mod parse;
 mod prompt;
+mod rerank;
 mod response;
 mod sampling;
 mod tokenize;
 
 pub use chat::{ChatMessage, ChatPrompt, ChatRequest, ContentPart, MessageContent, ValidChat};
 pub use completions::{CompletionRequest, ValidCompletion};
+pub use embeddings::{
+    Embedding, EmbeddingRequest, EmbeddingResponse, EncodingFormat, MAX_INPUTS, PoolingUsage,
+    ValidEmbedding, Vector,
+};
 pub use error::{ApiError, ErrorBody, ErrorObject};
 pub use generate::{
     GenerateFinish, GenerateItem, GenerateMeta, GenerateOutput, GenerateRequest, GenerateSampling,
@@ -27,6 +34,10 @@ pub use inert::Inert;
 pub use openai::{ResponseFormat, StreamOptions, Streaming};
 pub use parse::parse;
 pub use prompt::{Prompt, Prompts, Strings};
+pub use rerank::{
+    Document, Pairs, RerankDocument, RerankRequest, RerankResponse, RerankResult, ScoreData,
+    ScoreRequest, ScoreResponse, ValidRerank,
+};
 pub use response::{
     ChatChoice, ChatChunkChoice, ChatCompletion, ChatDelta, ChatLogprobs, ChatTokenLogprob,
     ChatTopLogprob, Completion, CompletionChoice, CompletionLogprobs, ModelCard, ModelList,

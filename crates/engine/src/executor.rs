@@ -7,7 +7,7 @@ use forebay_protocol::{StepPlan, StepResult};
 /// What a hand reports once it is ready (docs/protocol.md, `ready`).
 #[derive(Debug, Clone, PartialEq)]
 pub struct HandFacts {
-    /// Pages of the KV pool.
+    /// Pages of the KV pool; 0: the model keeps no keys and values, and its prompts must not be cut.
     pub page_count: u32,
     /// Rows of the output head.
     pub vocab_size: u32,

@@ -20,6 +20,7 @@ mod types;
 
 pub use clock::{Clock, SystemClock};
 pub use executor::{Executor, HandFacts, Signal, Wake};
+pub use forebay_protocol::Pooling;
 pub use forebay_scheduler::Policy;
 pub use handle::EngineHandle;
 pub use owner::{Engine, EngineConfig, EngineThread};

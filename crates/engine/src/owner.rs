@@ -241,6 +241,7 @@ impl Owner {
             id: request.id.0,
             prompt: request.prompt,
             max_tokens: request.max_tokens,
+            pooling: request.pooling,
             stop_ids: request.stop_ids,
             sampling: request.sampling,
             priority: request.priority,
@@ -303,10 +304,14 @@ impl Owner {
                     }
                 }
                 Event::Token { id, token, logprobs } => {
-                    let admission =
-                        if self.admissions.is_empty() { None } else { self.admissions.remove(&id) };
                     let token = Some(SampledToken { id: token, logprobs });
-                    self.outputs.push(Output { id: RequestId(id), admission, token, finish: None });
+                    let (admission, id) = (self.take_admission(id), RequestId(id));
+                    self.outputs.push(Output { id, admission, token, pooled: None, finish: None });
+                }
+                Event::Pooled { id, vector } => {
+                    let pooled = Some(vector);
+                    let (admission, id) = (self.take_admission(id), RequestId(id));
+                    self.outputs.push(Output { id, admission, token: None, pooled, finish: None });
                 }
                 Event::Finished { id, reason } => {
                     let finish = match reason {
@@ -322,6 +327,10 @@ impl Owner {
         self.events = events;
     }
 
+    fn take_admission(&mut self, id: u64) -> Option<Admission> {
+        if self.admissions.is_empty() { None } else { self.admissions.remove(&id) }
+    }
+
     /// The terminal output of a request that the scheduler no longer knows.
     fn end(&mut self, id: u64, finish: FinishReason) {
         if self.arrivals.remove(&id).is_some() {
@@ -333,7 +342,8 @@ impl Owner {
             Some(last) if last.id == id && last.finish.is_none() => last.finish = Some(finish),
             _ => {
                 let finish = Some(finish);
-                self.outputs.push(Output { id, admission: None, token: None, finish });
+                let ended = Output { id, admission: None, token: None, pooled: None, finish };
+                self.outputs.push(ended);
             }
         }
     }
@@ -426,7 +436,8 @@ impl Owner {
         let pool = pages.saturating_mul(self.config.page_size);
         info!(device = %facts.device, pages, seconds = facts.load_seconds, "hand ready");
         if self.scheduler.is_none() {
-            let context_length = self.config.context_length.min(pool);
+            let longest = if pages == 0 { u32::MAX } else { pool };
+            let context_length = self.config.context_length.min(longest);
             if context_length < self.config.context_length {
                 warn!(context_length, "the KV pool is smaller than the context length");
             }

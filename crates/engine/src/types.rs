@@ -1,6 +1,6 @@
 //! What crosses the engine thread's border: requests in, outputs out, status beside them.
 
-use forebay_protocol::SamplingParams;
+use forebay_protocol::{Pooling, SamplingParams};
 use thiserror::Error;
 
 /// A request's name, unique for the life of the process (client-supplied ids never come this far).
@@ -14,8 +14,10 @@ pub struct EngineRequest {
     pub id: RequestId,
     /// Prompt token ids, at least one, each below the vocabulary size.
     pub prompt: Vec<i32>,
-    /// Most tokens to generate, at least one; `prompt.len() + max_tokens` is at most the context length.
+    /// Most tokens to generate, at least one; 0 exactly where `pooling` is set. `prompt.len() + max_tokens` is at most the context length.
     pub max_tokens: u32,
+    /// One vector is made of the prompt, and nothing is generated. For models that pool, and no others.
+    pub pooling: Option<Pooling>,
     /// Token ids that end the request: end-of-sequence (unless ignored) and the client's `stop_token_ids`.
     pub stop_ids: Vec<i32>,
     /// How tokens are sampled; `seed` is always set, at random where the client gave none.
@@ -32,7 +34,7 @@ pub enum FinishReason {
         /// The id that ended it.
         token: i32,
     },
-    /// `max_tokens` were generated.
+    /// `max_tokens` were generated, or the vector was computed.
     Length,
     /// [`crate::EngineHandle::abort`] was called, or the engine shut down.
     Abort,
@@ -77,10 +79,12 @@ pub struct Admission {
 pub struct Output {
     /// Whose.
     pub id: RequestId,
-    /// Set in the request's first output that carries a token (the request may also end without ever having one).
+    /// Set in the request's first output that carries a token or a vector (the request may also end without ever having one).
     pub admission: Option<Admission>,
     /// The token of this step.
     pub token: Option<SampledToken>,
+    /// The vector of a pooled request, as the model made it: neither cut nor normalised.
+    pub pooled: Option<Box<[f32]>>,
     /// Set exactly once, in the request's last output.
     pub finish: Option<FinishReason>,
 }
@@ -127,11 +131,11 @@ pub enum Status {
 /// The hand's facts and what follows from them, known once the engine has been ready.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Facts {
-    /// Positions a request may use: the configured context length, or the whole KV pool where that is smaller.
+    /// Positions a request may use: the configured context length, or the whole KV pool where that is smaller and there is one.
     pub context_length: u32,
     /// Rows of the output head.
     pub vocab_size: u32,
-    /// Pages of the KV pool.
+    /// Pages of the KV pool; 0: the model keeps no keys and values.
     pub page_count: u32,
     /// Tokens a page.
     pub page_size: u32,

@@ -7,10 +7,12 @@ use std::time::Duration;
 
 use forebay_engine::{
     Engine, EngineConfig, EngineHandle, EngineRequest, EngineThread, FinishReason, Output,
-    OutputSink, Policy, RequestError, RequestId, Status, SubmitError,
+    OutputSink, Policy, Pooling, RequestError, RequestId, Status, SubmitError,
 };
 use forebay_protocol::SamplingParams;
-use forebay_sim::{DeviceModel, SimClock, SimConfig, SimControl, SimExecutor, SimText, next_token};
+use forebay_sim::{
+    DeviceModel, SimClock, SimConfig, SimControl, SimExecutor, SimText, next_token, vector,
+};
 
 const VOCAB: u32 = 1000;
 /// Far longer than anything here takes: a test that reaches it hangs.
@@ -151,7 +153,7 @@ impl Rig {
 
 /// Any token may follow any other, and none is an end.
 fn text() -> SimText {
-    SimText::endless((0..VOCAB as i32).collect())
+    SimText::endless((0..VOCAB as i32).collect()).with_vectors(8)
 }
 
 fn request(id: u64, prompt: Vec<i32>, max_tokens: u32) -> EngineRequest {
@@ -160,6 +162,7 @@ fn request(id: u64, prompt: Vec<i32>, max_tokens: u32) -> EngineRequest {
         id: RequestId(id),
         prompt,
         max_tokens,
+        pooling: None,
         stop_ids: Vec::new(),
         sampling,
         priority: 0,
@@ -371,4 +374,42 @@ fn a_stop_id_ends_a_request_but_not_before_min_tokens() {
     assert_eq!(stories[&0].tokens, free[..=first]);
     assert_eq!(stories[&0].ends, [FinishReason::Stop { token: stop }]);
     assert!(stories[&1].tokens.len() > first + 1);
+}
+
+/// The simulated model's vectors of prompts that are packed into steps, chunked, or computed again after the hand was killed.
+#[test]
+fn vectors_do_not_depend_on_the_batch_the_pages_or_a_death() {
+    for (pages, kills) in [(0, false), (500, false), (40, false), (0, true), (500, true)] {
+        let mut seen = 0;
+        let hook: Hook = Box::new(move |control, outputs| {
+            seen += outputs.len();
+            if kills && seen >= 20 {
+                seen = 0;
+                control.kill();
+            }
+        });
+        let rig = Rig::broken(config(), pages, |_| {}, hook);
+        let facts = rig.handle.facts().expect("ready");
+        assert_eq!(facts.context_length, if pages == 40 { 160 } else { 256 });
+        for id in 0..100 {
+            let pooling = Some(Pooling { segment: 0 });
+            rig.handle
+                .submit(EngineRequest { pooling, ..request(id, prompt(id), 0) })
+                .expect("taken");
+        }
+        rig.control.release();
+        let mut ended = 0;
+        while ended < 100 {
+            for output in rig.outputs.recv_timeout(PATIENCE).expect("outputs") {
+                assert_eq!((output.token, output.finish), (None, Some(FinishReason::Length)));
+                assert!(output.admission.is_some());
+                let expected = vector(&text(), &prompt(output.id.0));
+                assert_eq!(output.pooled.as_deref(), Some(&expected[..]));
+                ended += 1;
+            }
+        }
+        let stats = rig.handle.stats();
+        assert_eq!((stats.generated_tokens, stats.pages_held), (0, 0));
+        assert_eq!(stats.hand_deaths > 0, kills);
+    }
 }

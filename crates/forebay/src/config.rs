@@ -7,7 +7,7 @@ use serde::Serialize;
 use serde_json::{Map, Value, json};
 
 use crate::flags::{Device, Dtype, Egress, LoadFormat, SchedulePolicy, ServeFlags, SimFlags};
-use crate::model::Model;
+use crate::model::{Model, Pooling};
 
 /// Size of the arena; memory is used only where something is written.
 pub(crate) const ARENA_BYTES: u32 = 64 << 20;
@@ -48,6 +48,8 @@ pub(crate) struct Config {
     pub(crate) drain_timeout_s: f64,
     pub(crate) hand_restarts: u32,
     pub(crate) seed: u64,
+    /// What the model makes in place of tokens.
+    pub(crate) pooling: Option<Pooling>,
     /// Nothing is computed: answers are made up, in the time that this says. `None` with a real device.
     pub(crate) simulated: Option<Simulated>,
 }
@@ -72,10 +74,19 @@ impl Simulated {
 impl Config {
     pub(crate) fn resolve(flags: &ServeFlags, model: &Model) -> Result<Self> {
         let longest = model.context_length;
-        let context_length = flags.loading.context_length.unwrap_or(longest);
+        let usual = model.pooling.as_ref().and_then(|pooling| pooling.max_length);
+        let default = usual.unwrap_or(longest).min(longest);
+        let context_length = flags.loading.context_length.unwrap_or(default);
         if context_length > longest {
             bail!(
                 "--context-length {context_length} is more than the model was made for ({longest})"
+            );
+        }
+        let step = flags.schedule.chunked_prefill_size;
+        if model.pooling.as_ref().is_some_and(Pooling::whole_prompts) && step < context_length {
+            bail!(
+                "--chunked-prefill-size {step} is less than the context length of {context_length}, and this model's prompts must \
+                 fit into one step: raise it, or lower --context-length"
             );
         }
         if context_length < 2 {
@@ -134,6 +145,7 @@ impl Config {
             drain_timeout_s: flags.http.drain_timeout.as_secs_f64(),
             hand_restarts: flags.run.hand_restarts,
             seed: flags.loading.seed,
+            pooling: model.pooling.clone(),
             simulated,
         })
     }
@@ -169,6 +181,7 @@ impl Config {
                 "directory": model.directory,
                 "files": model.files,
                 "config": model.config,
+                "pooling": model.pooling,
             },
             "load_format": self.load_format,
             "device": self.device,

@@ -37,6 +37,7 @@ impl ServeFlags {
             revision: self.loading.revision.as_deref(),
             download_dir: self.loading.download_dir.as_deref(),
             offline: self.loading.offline,
+            embedding: self.loading.is_embedding,
         }
     }
 
@@ -116,6 +117,10 @@ pub(crate) struct ModelFlags {
     /// Use only what was downloaded before.
     #[arg(long)]
     pub(crate) offline: bool,
+    /// Serve any causal model as an embedder: /v1/embeddings answers with its last token's state. Encoders, and repositories that say
+    /// that they are embedders, need no flag.
+    #[arg(long)]
+    pub(crate) is_embedding: bool,
     /// `dummy` fills the weights with random numbers; config and tokenizer are enough then.
     #[arg(long, value_enum, default_value_t)]
     pub(crate) load_format: LoadFormat,

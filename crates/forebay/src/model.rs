@@ -25,6 +25,32 @@ pub(crate) struct Model {
     pub(crate) eos_token: Option<String>,
     pub(crate) context_length: u32,
     pub(crate) vocab_size: u32,
+    pub(crate) pooling: Option<Pooling>,
+}
+
+/// What a model makes in place of tokens, as `forebay.weights.pooling` describes it.
+#[derive(Debug, Clone, Deserialize, Serialize)]
+pub(crate) struct Pooling {
+    pub(crate) task: Task,
+    pub(crate) kind: String,
+    pub(crate) size: u32,
+    pub(crate) normalize: bool,
+    pub(crate) sigmoid: bool,
+    pub(crate) max_length: Option<u32>,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub(crate) enum Task {
+    Embed,
+    Score,
+}
+
+impl Pooling {
+    /// Whether every position sees the whole prompt, so that the model keeps nothing and its prompts can't be cut into chunks.
+    pub(crate) fn whole_prompts(&self) -> bool {
+        self.kind != "last"
+    }
 }
 
 impl Model {
@@ -49,6 +75,8 @@ pub(crate) struct Source<'a> {
     pub(crate) revision: Option<&'a str>,
     pub(crate) download_dir: Option<&'a Path>,
     pub(crate) offline: bool,
+    /// The model is to pool, also one that could generate.
+    pub(crate) embedding: bool,
 }
 
 /// Resolves `name`, downloading what is missing; progress goes to stderr.
@@ -63,6 +91,9 @@ pub(crate) fn fetch(python: &Path, name: &str, source: Source<'_>, weights: bool
     }
     if source.offline {
         command.arg("--offline");
+    }
+    if source.embedding {
+        command.arg("--is-embedding");
     }
     if !weights {
         command.arg("--no-weights");

@@ -9,10 +9,11 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
 use forebay_api::GenerationDefaults;
-use forebay_engine::{Clock, Engine, EngineHandle, Executor, Status, SystemClock};
+use forebay_engine::{Clock, Engine, EngineHandle, Executor, OutputSink, Status, SystemClock};
 use forebay_hand::{HandExecutor, HandSpec};
 use forebay_server::{
-    AppState, EgressConfig, EgressMode, Metrics, ModelInfo, ServerConfig, egress,
+    AppState, EgressConfig, EgressMode, Metrics, ModelInfo, PooledModel, PoolingTask, ServerConfig,
+    egress, pooled,
 };
 use forebay_sim::{Recorder, SimClock, SimExecutor};
 use forebay_text::{ChatTemplate, TextPool, Tokenizer};
@@ -23,7 +24,7 @@ use tracing::{info, warn};
 
 use crate::config::{ARENA_BYTES, Config};
 use crate::flags::{Device, Egress, GenerationConfig, LoadFormat, ServeFlags};
-use crate::model::{Model, fetch, find_python};
+use crate::model::{Model, Task, fetch, find_python};
 use crate::{logs, simulate, watch};
 
 /// Steps and registrations that may wait for an egress thread before the engine waits for it.
@@ -51,7 +52,7 @@ pub(crate) fn run(flags: &ServeFlags) -> Result<()> {
 
     let tokenizer = Arc::new(Tokenizer::from_file(&model.tokenizer)?);
     let template = chat_template(flags, &model)?.map(Arc::new);
-    if template.is_none() {
+    if template.is_none() && model.pooling.is_none() {
         warn!("the model has no chat template: /v1/chat/completions will answer 400");
     }
     let text_threads = usize::from(config.text_threads);
@@ -63,6 +64,22 @@ pub(crate) fn run(flags: &ServeFlags) -> Result<()> {
         window: Duration::from_micros(config.stream_flush_us),
     };
     let (sink, egress) = egress(&tokenizer, &metrics, egress_config)?;
+    let mut sink: Box<dyn OutputSink> = Box::new(sink);
+    let mut pooling = None;
+    if let Some(told) = &model.pooling {
+        let (pooled_sink, outputs) = pooled(metrics.clone(), EGRESS_STEPS)?;
+        sink = Box::new(pooled_sink);
+        pooling = Some(PooledModel {
+            task: match told.task {
+                Task::Embed => PoolingTask::Embed,
+                Task::Score => PoolingTask::Score,
+            },
+            size: told.size as usize,
+            normalize: told.normalize,
+            sigmoid: told.sigmoid,
+            outputs,
+        });
+    }
 
     let (executor, clock) = executor(flags, python, &config, &model, &tokenizer)?;
     let (ended, engine_ended) = oneshot::channel();
@@ -70,8 +87,7 @@ pub(crate) fn run(flags: &ServeFlags) -> Result<()> {
         // Nobody waits any more when the server went first.
         let _ = ended.send(());
     });
-    let (engine, thread) =
-        Engine::start(config.engine(), executor, Box::new(sink), clock, on_exit)?;
+    let (engine, thread) = Engine::start(config.engine(), executor, sink, clock, on_exit)?;
 
     let info = ModelInfo {
         served_names: config.served_model_names.clone(),
@@ -81,6 +97,7 @@ pub(crate) fn run(flags: &ServeFlags) -> Result<()> {
             GenerationConfig::Auto => defaults(&model),
             GenerationConfig::None => GenerationDefaults::default(),
         },
+        pooling,
     };
     let server = ServerConfig {
         api_key: flags.http.api_key.clone(),
@@ -166,11 +183,12 @@ async fn serve(
     let url = format!("http://{}", listener.local_addr()?);
     let name = config.served_model_names[0].clone();
     let simulated = config.simulated.clone();
+    let task = config.pooling.as_ref().map(|pooling| pooling.task);
     let greeting = {
         let engine = engine.clone();
         tokio::spawn(async move {
             if watch::loading(&engine).await {
-                eprintln!("{}", watch::banner(&url, &name, simulated.as_ref()));
+                eprintln!("{}", watch::banner(&url, &name, task, simulated.as_ref()));
             }
         })
     };

@@ -8,7 +8,7 @@ use forebay_sim::{Fit, Profile, SimClock, SimConfig, SimText, fit, read_samples}
 use forebay_text::Tokenizer;
 
 use crate::config::{Config, Simulated};
-use crate::model::Model;
+use crate::model::{Model, Pooling};
 
 /// Fewer words than this would make a dull text: other pieces are taken as well then.
 const MIN_WORDS: usize = 64;
@@ -29,17 +29,22 @@ pub(crate) fn config(
         bail!("the tokenizer has no token that a simulated device could say");
     }
     let end = model.eos_token_ids.iter().find(|&&id| (id as u32) < model.vocab_size);
+    let text = match end {
+        Some(&end) => SimText::ending(words, end, simulated.output_tokens),
+        None => SimText::endless(words),
+    };
+    let keeps_nothing = model.pooling.as_ref().is_some_and(Pooling::whole_prompts);
     Ok(SimConfig {
         clock,
         model: profile.time,
         seed: config.seed,
         load_us: (profile.load_s * 1e6) as u64,
-        page_count: profile.page_count(config.page_size, config.max_total_tokens),
-        vocab_size: model.vocab_size,
-        text: match end {
-            Some(&end) => SimText::ending(words, end, simulated.output_tokens),
-            None => SimText::endless(words),
+        page_count: match keeps_nothing {
+            true => 0,
+            false => profile.page_count(config.page_size, config.max_total_tokens),
         },
+        vocab_size: model.vocab_size,
+        text: text.with_vectors(model.pooling.as_ref().map_or(1, |pooling| pooling.size)),
         device: format!("simulated {}", profile.device),
     })
 }

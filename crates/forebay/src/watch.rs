@@ -8,6 +8,7 @@ use tokio::time::sleep;
 use tracing::{error, info};
 
 use crate::config::Simulated;
+use crate::model::Task;
 
 const LOADING_POLL: Duration = Duration::from_millis(50);
 
@@ -47,18 +48,32 @@ pub(crate) async fn loading(engine: &EngineHandle) -> bool {
 }
 
 /// Tells a newcomer what to do next.
-pub(crate) fn banner(url: &str, model: &str, simulated: Option<&Simulated>) -> String {
+pub(crate) fn banner(
+    url: &str,
+    model: &str,
+    task: Option<Task>,
+    simulated: Option<&Simulated>,
+) -> String {
     let warning = simulated.map_or(String::new(), |sim| {
         format!(
             "\n  SIMULATED: the answers are made-up words, in the time of the profile {} ({}).\n",
             sim.profile, sim.content.device
         )
     });
-    let body = format!(
-        r#"{{"model": "{model}", "stream": true, "messages": [{{"role": "user", "content": "Why is the sky blue?"}}]}}"#
-    );
+    let (route, question) = match task {
+        None => (
+            "v1/chat/completions",
+            r#""stream": true, "messages": [{"role": "user", "content": "Why is the sky blue?"}]"#,
+        ),
+        Some(Task::Embed) => ("v1/embeddings", r#""input": "Why is the sky blue?""#),
+        Some(Task::Score) => (
+            "rerank",
+            r#""query": "Why is the sky blue?", "documents": ["Light scatters.", "Grass is green."]"#,
+        ),
+    };
+    let body = format!(r#"{{"model": "{model}", {question}}}"#);
     format!(
-        "\n  Forebay serves {model} at {url}\n{warning}\n  Try it:\n\n    curl -N {url}/v1/chat/completions -H 'Content-Type: application/json' \\\n      -d '{body}'\n\n  Metrics: {url}/metrics   API: {url}/openapi.json   Stop: Ctrl-C\n"
+        "\n  Forebay serves {model} at {url}\n{warning}\n  Try it:\n\n    curl -N {url}/{route} -H 'Content-Type: application/json' \\\n      -d '{body}'\n\n  Metrics: {url}/metrics   API: {url}/openapi.json   Stop: Ctrl-C\n"
     )
 }
 

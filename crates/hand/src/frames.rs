@@ -147,7 +147,7 @@ mod tests {
         for step in 1..4 {
             plan.begin(step);
             for slot in 0..step as u32 {
-                plan.push_row(Row { slot, start: 3, length: 1, sample: true });
+                plan.push_row(Row { slot, start: 3, length: 1, sample: true, pool: false });
             }
             let mut one = Vec::new();
             plan.encode(&mut one);

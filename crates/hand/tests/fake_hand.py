@@ -39,7 +39,7 @@ def send(kind, step, columns):
     """Writes a frame of integer columns."""
     words = [len(c) for c in columns] + [w for c in columns for w in c]
     head = struct.pack(
-        "<4sHHQII", b"FBAY", int(os.environ.get("FAKE_VERSION", "1")), kind, step, len(columns), len(words)
+        "<4sHHQII", b"FBAY", int(os.environ.get("FAKE_VERSION", "2")), kind, step, len(columns), len(words)
     )
     SOCKET.sendall(head + struct.pack(f"<{len(words)}i", *words))
 
@@ -83,4 +83,4 @@ while True:
     if columns[0] and columns[0][10] >= 0:
         arena = os.pread(4, 4, columns[0][10])
         first = struct.unpack("<i", arena)[0]
-    send(RESULT, step, [[first] * sampled, [0] * (len(rows) // 4), [], [], [], [11, 22]])
+    send(RESULT, step, [[first] * sampled, [0] * (len(rows) // 4), [], [], [], [11, 22], []])

@@ -62,8 +62,15 @@ fn plan(step: u64, tokens: &[i32]) -> StepPlan {
     plan.begin(step);
     let params = SamplingParams::default();
     let prompt_len = tokens.len() as u32;
-    plan.write_slot(&NewSlot { slot: 0, tokens, prompt_len, params: &params, stop_ids: &[] });
-    plan.push_row(Row { slot: 0, start: 0, length: prompt_len, sample: true });
+    plan.write_slot(&NewSlot {
+        slot: 0,
+        tokens,
+        prompt_len,
+        params: &params,
+        stop_ids: &[],
+        segment: 0,
+    });
+    plan.push_row(Row { slot: 0, start: 0, length: prompt_len, sample: true, pool: false });
     plan
 }
 

@@ -8,7 +8,7 @@ mod plan;
 mod result;
 
 pub use frame::{Frame, FrameError, HEADER_BYTES, Header, Kind, MAX_WORDS, VERSION, encode_json};
-pub use plan::{NewSlot, PlanColumn, Row, SamplingParams, SlotWrite, StepPlan};
+pub use plan::{NewSlot, PlanColumn, Pooling, Row, SamplingParams, SlotWrite, StepPlan};
 pub use result::{ROW_NOT_FINITE, ROW_OK, ResultColumn, SampledLogprobs, StepResult};
 
 #[cfg(target_endian = "big")]

@@ -8,8 +8,12 @@ const SLOT_WORDS: usize = 12;
 const SLOT_FLOATS: usize = 6;
 /// Word of `arena_offset` in a slot record.
 const ARENA_WORD: usize = 10;
+/// Word of `segment` in a slot record.
+const SEGMENT_WORD: usize = 11;
 /// Row flag: sample the last position.
 const FLAG_SAMPLE: i32 = 1;
+/// Row flag: pool the slot's states.
+const FLAG_POOL: i32 = 2;
 
 /// Index of a column in a plan frame.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -77,6 +81,13 @@ impl Default for SamplingParams {
     }
 }
 
+/// How a prompt that is to become a vector is read, in place of sampling parameters.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Pooling {
+    /// Where the second text of a pair begins; 0: the prompt is one text.
+    pub segment: u32,
+}
+
 /// A slot to overwrite: its tokens and how it samples.
 #[derive(Debug, Clone, Copy)]
 pub struct NewSlot<'a> {
@@ -90,6 +101,8 @@ pub struct NewSlot<'a> {
     pub params: &'a SamplingParams,
     /// End-of-sequence and stop ids, suppressed while fewer than `min_tokens` are generated.
     pub stop_ids: &'a [i32],
+    /// Where the second text of a pair begins; 0: the prompt is one text.
+    pub segment: u32,
 }
 
 /// A new slot as it stands in a plan.
@@ -107,6 +120,8 @@ pub struct SlotWrite<'a> {
     pub stop_ids: &'a [i32],
     /// Log-probabilities asked for.
     pub logprobs: Option<u8>,
+    /// Where the second text of a pair begins; 0: the prompt is one text.
+    pub segment: u32,
 }
 
 fn take<'a>(rest: &mut &'a [i32], count: usize) -> &'a [i32] {
@@ -126,6 +141,8 @@ pub struct Row {
     pub length: u32,
     /// Sample a token for position `start + length`.
     pub sample: bool,
+    /// Make one vector of the slot's positions, of which these are the last. Not with `sample`.
+    pub pool: bool,
 }
 
 /// One step of work for a rank group, as flat columns that are reused from step to step.
@@ -179,7 +196,7 @@ impl StepPlan {
             stop_ids.len() as i32,
             params.logit_bias.len() as i32,
             -1,
-            0,
+            new.segment.cast_signed(),
         ]);
         self.slot_floats.extend_from_slice(&[
             params.temperature,
@@ -204,7 +221,8 @@ impl StepPlan {
 
     /// Adds a row.
     pub fn push_row(&mut self, row: Row) {
-        let flags = if row.sample { FLAG_SAMPLE } else { 0 };
+        let sample = if row.sample { FLAG_SAMPLE } else { 0 };
+        let flags = sample | if row.pool { FLAG_POOL } else { 0 };
         self.rows.extend_from_slice(&[
             row.slot.cast_signed(),
             row.start.cast_signed(),
@@ -220,6 +238,7 @@ impl StepPlan {
             start: r[1].cast_unsigned(),
             length: r[2].cast_unsigned(),
             sample: r[3] & FLAG_SAMPLE != 0,
+            pool: r[3] & FLAG_POOL != 0,
         })
     }
 
@@ -235,6 +254,7 @@ impl StepPlan {
                 min_total: record[6].cast_unsigned(),
                 stop_ids: take(&mut stop_ids, record[8] as usize),
                 logprobs: u8::try_from(record[7]).ok(),
+                segment: record[SEGMENT_WORD].cast_unsigned(),
             }
         })
     }
@@ -357,6 +377,7 @@ mod tests {
                 prompt_len: tokens.len() as u32,
                 params: &params,
                 stop_ids: &[],
+                segment: 0,
             });
         }
         let mut arena = Vec::new();

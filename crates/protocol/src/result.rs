@@ -22,6 +22,8 @@ pub enum ResultColumn {
     LogprobValues = 4,
     /// Microseconds: device, gap.
     Timing = 5,
+    /// Pooled vectors.
+    Pooled = 6,
 }
 
 /// Log-probabilities of one sampled position: the sampled token first, then the most likely in descending order.
@@ -52,6 +54,8 @@ pub struct StepResult {
     pub device_us: u32,
     /// Microseconds between the end of the previous step's compute and the start of this one's.
     pub gap_us: u32,
+    /// The vectors of the pooled rows, in row order, one after the other and all equally long.
+    pub pooled: Vec<f32>,
 }
 
 impl StepResult {
@@ -82,6 +86,7 @@ impl StepResult {
                 &self.logprob_ids,
                 as_words(&self.logprob_values),
                 &[self.device_us.cast_signed(), self.gap_us.cast_signed()],
+                as_words(&self.pooled),
             ],
             out,
         );
@@ -95,7 +100,7 @@ impl StepResult {
         if frame.header().kind != Kind::Result {
             return Err(FrameError::Malformed("not a result"));
         }
-        let [tokens, row_errors, counts, ids, values, timing] = frame.exactly::<6>()?;
+        let [tokens, row_errors, counts, ids, values, timing, pooled] = frame.exactly::<7>()?;
         if counts.iter().any(|&n| n < 0) {
             return Err(FrameError::Malformed("negative count"));
         }
@@ -117,6 +122,7 @@ impl StepResult {
             logprob_values: floats(values).to_vec(),
             device_us: timing[0].cast_unsigned(),
             gap_us: timing[1].cast_unsigned(),
+            pooled: floats(pooled).to_vec(),
         })
     }
 }

@@ -21,7 +21,7 @@ fn frame(bytes: &[u8]) -> Frame {
     Frame::new(Header::decode(head).expect("a good header"), words).expect("a good frame")
 }
 
-const FLOAT_COLUMNS: [&str; 3] = ["slot_floats", "bias_values", "logprob_values"];
+const FLOAT_COLUMNS: [&str; 4] = ["slot_floats", "bias_values", "logprob_values", "pooled"];
 
 fn column(name: &str, values: &Value) -> Vec<i32> {
     let word = |value: &Value| match FLOAT_COLUMNS.contains(&name) {
@@ -76,6 +76,32 @@ fn both_languages_write_the_same_bytes() {
     }
 }
 
+/// The same for a prompt that is pooled.
+#[test]
+fn the_scheduler_s_calls_write_the_golden_pooling_plan() {
+    let (folder, _) = fixtures();
+    let bytes = std::fs::read(folder.join("plan_pool.bin")).expect("the file");
+    let mut plan = StepPlan::default();
+    plan.begin(5);
+    let params = SamplingParams::default();
+    for (slot, tokens, segment) in [(2, [101, 7592, 102, 0], 0), (0, [101, 9, 102, 8], 3)] {
+        let tokens = if segment == 0 { &tokens[..3] } else { &tokens[..] };
+        let prompt_len = tokens.len() as u32;
+        plan.write_slot(&NewSlot {
+            slot,
+            tokens,
+            prompt_len,
+            params: &params,
+            stop_ids: &[],
+            segment,
+        });
+        plan.push_row(Row { slot, start: 0, length: prompt_len, sample: false, pool: true });
+    }
+    let mut got = Vec::new();
+    plan.encode(&mut got);
+    assert_eq!(got, bytes);
+}
+
 /// The fixture is built once more through the calls that the scheduler makes, so that they can't drift from the bytes.
 #[test]
 fn the_scheduler_s_calls_write_the_golden_plan() {
@@ -84,9 +110,9 @@ fn the_scheduler_s_calls_write_the_golden_plan() {
     let mut plan = StepPlan::default();
     plan.begin(1_099_511_627_783);
     plan.write_page(3, 8, 41);
-    plan.push_row(Row { slot: 0, start: 17, length: 1, sample: true });
-    plan.push_row(Row { slot: 3, start: 128, length: 1, sample: true });
-    plan.push_row(Row { slot: 2, start: 5, length: 1, sample: false });
+    plan.push_row(Row { slot: 0, start: 17, length: 1, sample: true, pool: false });
+    plan.push_row(Row { slot: 3, start: 128, length: 1, sample: true, pool: false });
+    plan.push_row(Row { slot: 2, start: 5, length: 1, sample: false, pool: false });
     let mut got = Vec::new();
     plan.encode(&mut got);
     assert_eq!(got, bytes);
@@ -112,6 +138,7 @@ fn a_new_slot_reads_back_as_written() {
         prompt_len: 2,
         params: &params,
         stop_ids: &[2, 5],
+        segment: 3,
     });
     let mut bytes = Vec::new();
     plan.encode(&mut bytes);
@@ -120,4 +147,5 @@ fn a_new_slot_reads_back_as_written() {
     assert_eq!(new.len(), 1);
     assert_eq!((new[0].slot, new[0].tokens, new[0].prompt_len), (7, &tokens[..], 2));
     assert_eq!((new[0].min_total, new[0].stop_ids, new[0].logprobs), (12, &[2, 5][..], Some(5)));
+    assert_eq!(new[0].segment, 3);
 }

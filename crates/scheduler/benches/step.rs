@@ -84,6 +84,7 @@ impl Replica {
             id: self.submitted,
             prompt,
             max_tokens,
+            pooling: None,
             stop_ids: vec![STOP_ID],
             sampling: SamplingParams::default(),
             priority: 0,

@@ -22,13 +22,15 @@ impl Scheduler {
         };
         self.counters.steps += 1;
         let mut sampled = result.tokens.iter().zip(result.logprobs());
+        let mut vectors = result.pooled.chunks_exact(vector_size(result, flight.pooled));
         for (row, &error) in flight.rows.iter().zip(&result.row_errors) {
             let token = if row.sample { sampled.next() } else { None };
+            let vector = if row.pool { vectors.next() } else { None };
             if self.requests.get(row.handle).is_none() {
                 continue;
             }
             if error == ROW_OK {
-                self.computed(row, token, events);
+                self.computed(row, token, vector, events);
             } else {
                 self.not_finite(row.handle, events);
             }
@@ -38,7 +40,7 @@ impl Scheduler {
             self.give_back(retired);
         }
         flight.rows.clear();
-        flight.sampled = 0;
+        (flight.sampled, flight.pooled) = (0, 0);
         self.spare.push(flight);
         Ok(())
     }
@@ -47,11 +49,19 @@ impl Scheduler {
         &mut self,
         row: &FlightRow,
         sampled: Option<(&i32, Option<SampledLogprobs<'_>>)>,
+        vector: Option<&[f32]>,
         events: &mut Vec<Event>,
     ) {
         let entry = &mut self.requests[row.handle];
         let prompt = row.start.min(entry.prompt_len)..row.end.min(entry.prompt_len);
         self.counters.prompt_tokens += u64::from(prompt.end - prompt.start);
+        if let Some(vector) = vector {
+            let id = entry.id;
+            events.push(Event::Pooled { id, vector: vector.into() });
+            events.push(Event::Finished { id, reason: Finish::Length });
+            self.remove(row.handle);
+            return;
+        }
         if let Some((&token, logprobs)) = sampled {
             debug_assert_eq!(entry.known(), row.end, "results come in order");
             entry.tokens.push(token);
@@ -72,7 +82,7 @@ impl Scheduler {
         self.clear_suspect(row, events);
     }
 
-    /// Ends a request whose logits were not finite. All its blocks are forgotten, also those that it got from others: they may be
+    /// Ends a request whose logits or vector were not finite. All its blocks are forgotten, also those that it got from others: they may be
     /// the reason, and would go on to spoil whoever shares them next.
     fn not_finite(&mut self, handle: Handle, events: &mut Vec<Event>) {
         let entry = &self.requests[handle];
@@ -82,6 +92,11 @@ impl Scheduler {
         }
         self.remove(handle);
     }
+}
+
+/// Numbers a vector; at least 1, so that nothing can be cut into it too.
+fn vector_size(result: &StepResult, vectors: usize) -> usize {
+    result.pooled.len().checked_div(vectors).unwrap_or(0).max(1)
 }
 
 fn check_shape(result: &StepResult, flight: &Flight) -> Result<(), ApplyError> {
@@ -98,6 +113,7 @@ fn check_shape(result: &StepResult, flight: &Flight) -> Result<(), ApplyError> {
     };
     check("row_errors", flight.rows.len(), result.row_errors.len())?;
     check("tokens", flight.sampled, result.tokens.len())?;
+    check("pooled", vector_size(result, flight.pooled) * flight.pooled, result.pooled.len())?;
     if !result.logprob_counts.is_empty() {
         check("logprob_counts", flight.sampled, result.logprob_counts.len())?;
     }

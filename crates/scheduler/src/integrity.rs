@@ -17,10 +17,12 @@ impl Scheduler {
             self.check_places(handle, entry)?;
         }
         let residents = self.requests.iter().filter(|(_, e)| e.state.residence().is_some()).count();
+        let pooled = self.requests.iter().filter(|(_, e)| matches!(e.state, State::Pooled(_)));
+        let planned = self.prefills.len() + self.decodes.len() + pooled.count();
         let listed = [
             ("id", self.by_id.len(), self.requests.len()),
             ("residents", self.residents.len(), residents),
-            ("prefills and decodes", self.prefills.len() + self.decodes.len(), residents),
+            ("prefills, decodes and pooled", planned, residents),
             ("steps", self.building.rows.len() + self.building.retired.len(), 0),
         ];
         for (what, listed, expected) in listed {
@@ -57,8 +59,11 @@ impl Scheduler {
     }
 
     fn check_numbers(&self, handle: Handle, entry: &Entry) -> Result<(), String> {
-        let rows = self.in_flight.iter().flat_map(|flight| &flight.rows);
-        let pending = rows.filter(|row| row.handle == handle && row.sample).count() as u32;
+        let rows_of = |handle| {
+            let rows = self.in_flight.iter().flat_map(|flight| &flight.rows);
+            rows.filter(move |row| row.handle == handle)
+        };
+        let pending = rows_of(handle).filter(|row| row.sample).count() as u32;
         let (cached, computed, total) = (entry.cached, entry.computed, entry.total);
         let told =
             || format!("request {}: {cached} cached, {computed} computed, {total} total", entry.id);
@@ -70,25 +75,37 @@ impl Scheduler {
             return ensure(computed == 0, || format!("{}, but it owns no page", told()));
         };
         let room = residence.leases.len() as u32 * self.config.page_size;
-        ensure(computed <= room, || format!("{}, but pages for {room}", told()))?;
-        let decoding = matches!(entry.state, State::Decode { .. });
-        ensure(!decoding || computed + 1 == total, || format!("{}, but it decodes", told()))
+        ensure(computed <= room || self.keeps_nothing(), || {
+            format!("{}, but pages for {room}", told())
+        })?;
+        match entry.state {
+            State::Decode { .. } => {
+                ensure(computed + 1 == total, || format!("{}, but it decodes", told()))
+            }
+            State::Pooled(_) => {
+                let pooling = rows_of(handle).any(|row| row.pool);
+                ensure(computed == total && pooling, || format!("{}, but it is pooled", told()))
+            }
+            State::Waiting | State::Prefill(_) => Ok(()),
+        }
     }
 
     fn check_places(&self, handle: Handle, entry: &Entry) -> Result<(), String> {
         let key = &entry.key;
         let resident = entry.state.residence().is_some();
-        let decoding = match entry.state {
-            State::Decode { at, .. } => self.decodes.get(at) == Some(&handle),
-            State::Waiting | State::Prefill(_) => false,
+        let misplaced = match entry.state {
+            State::Decode { at, .. } => self.decodes.get(at) != Some(&handle),
+            State::Waiting | State::Prefill(_) | State::Pooled(_) => false,
         };
+        let prefill = matches!(entry.state, State::Prefill(_));
         let suspect = entry.mark.is_some();
         let places = [
             ("by_id", self.by_id.get(&entry.id) == Some(&handle), true),
             ("waiting", self.waiting.get(key) == Some(&handle), !resident && !suspect),
             ("suspects", self.suspects.get(key) == Some(&handle), suspect),
             ("residents", self.residents.get(key) == Some(&handle), resident),
-            ("prefills", self.prefills.get(key) == Some(&handle), resident && !decoding),
+            ("prefills", self.prefills.get(key) == Some(&handle), prefill),
+            ("another's place among the decodes", misplaced, false),
         ];
         for (place, is, should) in places {
             ensure(is == should, || format!("request {} in {place}: {is}", entry.id))?;

@@ -5,7 +5,10 @@
 //! one's tokens are known.
 //!
 //! A request carries `cached <= computed <= total`: positions found in the prefix cache, positions computed or planned, tokens that exist or
-//! will exist when the steps in flight are done. A request can be planned while `computed < total`, and a row that reaches `total` samples.
+//! will exist when the steps in flight are done. A request can be planned while `computed < total`, and a row that reaches `total` samples,
+//! or ends a request that asks for a vector of its prompt ([`Request::pooling`]).
+//!
+//! Without pages ([`SchedulerConfig::pages`] is 0) nothing is kept between steps: every prompt is one row, and many share a step.
 //!
 //! The rules, by file: `plan` (who gets a row), `retire` (slots and pages, preemption), `apply` (tokens, ends), `reset` (the hand died,
 //! quarantine), `integrity` (what is always true).
@@ -49,7 +52,7 @@ pub struct SchedulerConfig {
     pub slots: u32,
     /// Most requests that have a slot at a time.
     pub max_running: u32,
-    /// Pages of the device.
+    /// Pages of the device; 0: the model keeps no keys and values, so that a prompt is computed whole or not at all.
     pub pages: u32,
     /// Positions a page.
     pub page_size: u32,
@@ -69,7 +72,7 @@ pub enum Finish {
         /// The id.
         token: i32,
     },
-    /// It has all the tokens it may have.
+    /// It has all the tokens it may have, or its vector.
     Length,
     /// Its logits were not finite.
     NotFinite,
@@ -95,6 +98,13 @@ pub enum Event {
         token: i32,
         /// When asked for: the sampled token first, then the most likely, descending; natural logarithms.
         logprobs: Option<Box<[(i32, f32)]>>,
+    },
+    /// Its vector was computed.
+    Pooled {
+        /// Whose.
+        id: u64,
+        /// As the model made it, neither cut nor normalised.
+        vector: Box<[f32]>,
     },
     /// It ended.
     Finished {
@@ -178,6 +188,7 @@ struct FlightRow {
     start: u32,
     end: u32,
     sample: bool,
+    pool: bool,
 }
 
 /// A slot and pages that wait for the last step that names them.
@@ -193,6 +204,7 @@ struct Flight {
     step: u64,
     rows: Vec<FlightRow>,
     sampled: usize,
+    pooled: usize,
     retired: Vec<Retired>,
 }
 
@@ -233,10 +245,10 @@ impl Scheduler {
     /// A scheduler with nothing to do. The first step is 1.
     ///
     /// # Panics
-    /// With a number in `config` that is 0.
+    /// With a number in `config` that is 0 and must not be.
     #[must_use]
     pub fn new(config: SchedulerConfig) -> Self {
-        let numbers = [config.slots, config.max_running, config.pages, config.page_size];
+        let numbers = [config.slots, config.max_running, config.page_size];
         assert!(numbers.iter().all(|&n| n > 0), "nothing can run with {config:?}");
         Self {
             pool: PagePool::new(config.pages),
@@ -263,10 +275,13 @@ impl Scheduler {
     /// Queues a request. It was validated before: unique id, at least one prompt token and one token to generate, and alone it fits into
     /// the page pool.
     pub fn submit(&mut self, request: Request) {
-        debug_assert!(!request.prompt.is_empty() && request.max_tokens > 0, "validated");
+        debug_assert!(!request.prompt.is_empty(), "validated");
+        debug_assert!(request.pooling.is_some() == (request.max_tokens == 0), "validated");
+        debug_assert!(!self.keeps_nothing() || request.pooling.is_some(), "decoding needs pages");
         debug_assert!(
-            request.prompt.len() as u64 + u64::from(request.max_tokens)
-                <= u64::from(self.config.pages) * u64::from(self.config.page_size),
+            self.keeps_nothing()
+                || request.prompt.len() as u64 + u64::from(request.max_tokens)
+                    <= u64::from(self.config.pages) * u64::from(self.config.page_size),
             "a request alone fits into the pool"
         );
         let rank = match self.config.policy {
@@ -321,6 +336,11 @@ impl Scheduler {
     /// Ids of the live requests, the same order in every run.
     pub fn live(&self) -> impl Iterator<Item = u64> {
         self.requests.iter().map(|(_, entry)| entry.id)
+    }
+
+    /// Whether the model has no keys and values, and so no pages.
+    fn keeps_nothing(&self) -> bool {
+        self.config.pages == 0
     }
 
     /// Takes a request out of everything.

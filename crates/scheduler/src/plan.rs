@@ -115,6 +115,10 @@ impl Scheduler {
             if self.blocked == Some(key) || entry.known() < entry.total {
                 return;
             }
+            // A prompt that must not be cut waits for a step with room for all of it, unless it is longer than any has.
+            if self.keeps_nothing() && entry.total > *budget && !self.building.rows.is_empty() {
+                return;
+            }
             let Some(slot) = self.free_slots.pop() else {
                 return;
             };
@@ -125,7 +129,8 @@ impl Scheduler {
             };
             self.waiting.remove(&key);
             self.move_in(handle, slot, leases, plan, events);
-            *budget -= self.push_row(handle, *budget, plan);
+            let most = if self.keeps_nothing() { u32::MAX } else { *budget };
+            *budget = budget.saturating_sub(self.push_row(handle, most, plan));
         }
     }
 
@@ -139,16 +144,20 @@ impl Scheduler {
         queue.first_key_value().map(|(&key, &handle)| (key, handle))
     }
 
-    /// Leases pages for all known tokens of a request and the next one: first those that hold its leading blocks (`cached` tells how
+    /// Leases pages for all known tokens of a request and, if it generates, the next one: first those that hold its leading blocks (`cached` tells how
     /// many positions), then new ones. `None`, and nothing is leased, if there are too few.
     fn lease_pages(&mut self, handle: Handle) -> Option<Vec<Lease>> {
+        if self.keeps_nothing() {
+            return Some(Vec::new());
+        }
         let page_size = self.config.page_size;
         let entry = &mut self.requests[handle];
         let known = entry.known();
-        let pages = (known + 1).div_ceil(page_size) as usize;
+        let next = u32::from(entry.pooling.is_none());
+        let pages = (known + next).div_ceil(page_size) as usize;
         let mut leases = Vec::with_capacity(pages);
         if self.config.prefix_cache {
-            // One token at least is left to compute: without a row there are no logits.
+            // One token at least is left to compute: without a row there are no logits, and no vector.
             let blocks = ((known - 1) / page_size) as usize;
             for &name in entry.name_blocks(blocks, page_size as usize) {
                 let Some(lease) = self.pool.share(name) else {
@@ -187,6 +196,7 @@ impl Scheduler {
             prompt_len: entry.prompt_len,
             params: &entry.sampling,
             stop_ids: &entry.stop_ids,
+            segment: entry.pooling.map_or(0, |pooling| pooling.segment),
         });
         for (index, lease) in leases.iter().enumerate() {
             plan.write_page(slot, index as u32, lease.page());
@@ -195,7 +205,7 @@ impl Scheduler {
         entry.state = State::Prefill(Residence { slot, leases, named, last_step: 0 });
         let replayed = std::mem::replace(&mut entry.admitted_before, true);
         let cached_tokens = if replayed { 0 } else { entry.cached };
-        if !replayed && self.config.prefix_cache {
+        if !replayed && self.config.prefix_cache && self.config.pages > 0 {
             self.counters.prefix_queries += u64::from(entry.prompt_len);
             self.counters.prefix_hits += u64::from(cached_tokens);
         }
@@ -205,27 +215,35 @@ impl Scheduler {
     }
 
     /// Plans up to `most` of a resident's positions and returns how many. The row that reaches `total` samples, and from then on the
-    /// request decodes.
+    /// request decodes; or it pools, and there is nothing more to plan.
     fn push_row(&mut self, handle: Handle, most: u32, plan: &mut StepPlan) -> u32 {
         let entry = &mut self.requests[handle];
         let (start, length) = (entry.computed, most.min(entry.total - entry.computed));
         let end = start + length;
-        let sample = end == entry.total;
+        let (sample, pool) = match entry.pooling {
+            None => (end == entry.total, false),
+            Some(_) => (false, end == entry.total),
+        };
         entry.computed = end;
         entry.total += u32::from(sample);
         let Some(residence) = entry.state.residence_mut() else {
             return 0;
         };
         residence.last_step = self.building.step;
-        plan.push_row(Row { slot: residence.slot, start, length, sample });
-        self.building.rows.push(FlightRow { handle, start, end, sample });
+        plan.push_row(Row { slot: residence.slot, start, length, sample, pool });
+        self.building.rows.push(FlightRow { handle, start, end, sample, pool });
         self.building.sampled += usize::from(sample);
-        if sample {
+        self.building.pooled += usize::from(pool);
+        if sample || pool {
             entry.state = match std::mem::replace(&mut entry.state, State::Waiting) {
                 State::Prefill(residence) => {
                     self.prefills.remove(&entry.key);
-                    self.decodes.push(handle);
-                    State::Decode { residence, at: self.decodes.len() - 1 }
+                    if pool {
+                        State::Pooled(residence)
+                    } else {
+                        self.decodes.push(handle);
+                        State::Decode { residence, at: self.decodes.len() - 1 }
+                    }
                 }
                 other => other,
             };
@@ -235,11 +253,12 @@ impl Scheduler {
 
     /// Offers a resident's blocks to the cache whose tokens are known and whose keys and values are planned.
     pub(crate) fn offer_blocks(&mut self, handle: Handle) {
+        let cached = self.config.prefix_cache && !self.keeps_nothing();
         let page_size = self.config.page_size;
         let entry = &mut self.requests[handle];
         let ready = entry.computed.min(entry.known()) / page_size;
         let named = entry.state.residence().map_or(ready, |residence| residence.named);
-        if !self.config.prefix_cache || named >= ready {
+        if !cached || named >= ready {
             return;
         }
         entry.name_blocks(ready as usize, page_size as usize);

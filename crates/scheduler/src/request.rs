@@ -1,7 +1,7 @@
 //! A request as the scheduler sees it: its tokens, its three numbers, and what it owns on the device.
 
 use forebay_kvcache::{BlockHash, Lease};
-use forebay_protocol::SamplingParams;
+use forebay_protocol::{Pooling, SamplingParams};
 
 /// A validated request. Nothing in it can be refused any more.
 #[derive(Debug, Clone)]
@@ -10,8 +10,11 @@ pub struct Request {
     pub id: u64,
     /// Prompt token ids, at least one.
     pub prompt: Vec<i32>,
-    /// Most tokens to generate, at least one. `prompt.len() + max_tokens` positions fit into the page pool.
+    /// Most tokens to generate, at least one; 0 exactly where `pooling` is set. `prompt.len() + max_tokens` positions fit into the page
+    /// pool, if the model has one.
     pub max_tokens: u32,
+    /// One vector is made of the prompt, and nothing is generated.
+    pub pooling: Option<Pooling>,
     /// Token ids that end the request, in any order.
     pub stop_ids: Vec<i32>,
     /// How its tokens are sampled.
@@ -51,20 +54,26 @@ pub(crate) enum State {
     Prefill(Residence),
     /// One token a step, each from the one before. `at` is its index in the scheduler's list.
     Decode { residence: Residence, at: usize },
+    /// All of its prompt is planned, and its vector will come with the last step that names it.
+    Pooled(Residence),
 }
 
 impl State {
     pub(crate) fn residence(&self) -> Option<&Residence> {
         match self {
             Self::Waiting => None,
-            Self::Prefill(residence) | Self::Decode { residence, .. } => Some(residence),
+            Self::Prefill(residence) | Self::Decode { residence, .. } | Self::Pooled(residence) => {
+                Some(residence)
+            }
         }
     }
 
     pub(crate) fn residence_mut(&mut self) -> Option<&mut Residence> {
         match self {
             Self::Waiting => None,
-            Self::Prefill(residence) | Self::Decode { residence, .. } => Some(residence),
+            Self::Prefill(residence) | Self::Decode { residence, .. } | Self::Pooled(residence) => {
+                Some(residence)
+            }
         }
     }
 }
@@ -92,6 +101,7 @@ pub(crate) struct Entry {
     /// Sorted.
     pub(crate) stop_ids: Vec<i32>,
     pub(crate) sampling: SamplingParams,
+    pub(crate) pooling: Option<Pooling>,
     /// The parent of the first block.
     root: BlockHash,
     /// Names of its leading full blocks, as far as they were needed.
@@ -116,6 +126,7 @@ impl Entry {
             admitted_before: false,
             stop_ids,
             sampling: request.sampling,
+            pooling: request.pooling,
             root: BlockHash::root(request.cache_salt),
             names: Vec::new(),
             tokens: request.prompt,

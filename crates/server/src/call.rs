@@ -116,6 +116,7 @@ impl Call {
                     id,
                     prompt: prompt.clone(),
                     max_tokens,
+                    pooling: None,
                     stop_ids: stop_ids.clone(),
                     sampling: generation.params(seed, choice),
                     priority: generation.priority,
@@ -215,7 +216,8 @@ fn finish_name(end: &End) -> &'static str {
     finish_reason(end).unwrap_or("error")
 }
 
-fn submit_error(error: SubmitError) -> ApiError {
+/// What a client is told whose request was not taken.
+pub(crate) fn submit_error(error: SubmitError) -> ApiError {
     let reason = error.to_string();
     match error {
         SubmitError::QueueFull { .. } => ApiError::Overloaded { reason },

@@ -6,6 +6,8 @@ use std::time::Duration;
 use forebay_api::GenerationDefaults;
 use serde_json::Value;
 
+use crate::pooling::PooledModel;
+
 /// How streamed chunks get to their sockets.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum EgressMode {
@@ -68,4 +70,6 @@ pub struct ModelInfo {
     pub eos: Arc<[i32]>,
     /// Sampling parameters that the model's generation config sets.
     pub defaults: GenerationDefaults,
+    /// What it makes in place of text.
+    pub pooling: Option<PooledModel>,
 }

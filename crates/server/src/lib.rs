@@ -4,12 +4,14 @@
 //! `call` registers each choice with the egress thread and submits it to the engine. Its way out: the engine's outputs go through
 //! [`EgressSink`] to the egress thread, which makes text of them. Chunks of a stream it writes to the socket itself (`line`); an answer in one
 //! piece, what a slow reader could not take, and every end it leaves in the request's mailbox, from where the response takes it (`sse`).
-//! A response that is dropped aborts what it waits for.
+//! A response that is dropped aborts what it waits for. The outputs of a model that pools are vectors and take another way
+//! ([`PooledSink`], `pooling`).
 //!
 //! | threads | who | what |
 //! |---|---|---|
 //! | the caller's runtime (2 to 4) | [`serve`] | connections, parsing, validation, heads and ends of responses |
 //! | 1 or more | [`egress()`] | detokenisation, stop strings, chunks, request metrics |
+//! | 1, where the model pools | [`pooled()`] | vectors to the requests that wait for them, request metrics |
 //! | N | `forebay_text::TextPool` | templates, tokenisation |
 
 mod call;
@@ -22,6 +24,7 @@ mod line;
 mod mailbox;
 mod metrics;
 mod outlet;
+mod pooling;
 mod reply;
 mod routes;
 mod serve;
@@ -35,5 +38,6 @@ pub use config::{EgressMode, ModelInfo, ServerConfig};
 pub use egress::{Egress, EgressConfig, EgressSink, egress};
 pub use engine::Engine;
 pub use metrics::Metrics;
+pub use pooling::{Pooled, PooledModel, PooledSink, PoolingTask, pooled};
 pub use serve::serve;
 pub use state::AppState;

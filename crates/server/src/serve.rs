@@ -51,7 +51,7 @@ pub async fn serve(
     let drained = async {
         if timeout(state.config.drain_timeout, state.idle()).await.is_err() {
             tracing::warn!("requests are still running after the drain timeout: aborting them");
-            state.egress.abort_all();
+            state.abort_all();
         }
     };
     connections.accept_until(&listener, drained).await;

@@ -105,6 +105,14 @@ impl Inner {
         }
     }
 
+    /// Aborts every request.
+    pub(crate) fn abort_all(&self) {
+        self.egress.abort_all();
+        if let Some(model) = &self.model.pooling {
+            model.outputs.abort_all();
+        }
+    }
+
     /// Counts a call until the guard is dropped.
     pub(crate) fn enter(self: &Arc<Self>) -> LiveGuard {
         self.live.send_modify(|live| *live += 1);

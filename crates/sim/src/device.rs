@@ -51,7 +51,7 @@ impl Device {
             tokens: Vec::with_capacity(rows.len()),
             ..StepResult::default()
         };
-        for row in rows.filter(|row| row.sample) {
+        for row in rows.filter(|row| row.sample || row.pool) {
             let Some(slot) = self.slots.get_mut(row.slot as usize) else {
                 debug_assert!(false, "slot {} was never written", row.slot);
                 continue;
@@ -61,6 +61,10 @@ impl Device {
                 row.start + row.length,
                 "the row must end the slot"
             );
+            if row.pool {
+                slot.sequence.pool(text, &mut result.pooled);
+                continue;
+            }
             let token = slot.sample(text);
             if let Some(top) = slot.logprobs {
                 // Rows before this one did not ask.

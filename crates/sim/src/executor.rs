@@ -25,7 +25,7 @@ pub struct SimConfig {
     pub seed: u64,
     /// Microseconds from spawn to ready.
     pub load_us: u64,
-    /// Pages of the KV pool.
+    /// Pages of the KV pool; 0 for a model that keeps no keys and values.
     pub page_count: u32,
     /// Rows of the output head; every token of `text` is below it.
     pub vocab_size: u32,

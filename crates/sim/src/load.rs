@@ -59,7 +59,7 @@ mod tests {
         let mut plan = StepPlan::default();
         plan.begin(1);
         for (slot, start, length, sample) in [(0, 9, 1, true), (1, 0, 4, true), (2, 4, 1, false)] {
-            plan.push_row(Row { slot, start, length, sample });
+            plan.push_row(Row { slot, start, length, sample, pool: false });
         }
         let load = StepLoad::of(&plan);
         let expected = StepLoad {

@@ -12,6 +12,7 @@ pub struct SimText {
     words: Arc<[i32]>,
     end: Option<i32>,
     mean_tokens: u32,
+    vector_size: usize,
 }
 
 impl SimText {
@@ -23,7 +24,7 @@ impl SimText {
     pub fn endless(mut words: Vec<i32>) -> Self {
         assert!(!words.is_empty(), "there is nothing to say");
         words.sort_unstable();
-        Self { words: words.into(), end: None, mean_tokens: 0 }
+        Self { words: words.into(), end: None, mean_tokens: 0, vector_size: 1 }
     }
 
     /// The same, with the token `end` at the end of an answer. Answers have `mean_tokens` tokens on average, `end` included: their lengths
@@ -31,6 +32,12 @@ impl SimText {
     #[must_use]
     pub fn ending(words: Vec<i32>, end: i32, mean_tokens: u32) -> Self {
         Self { end: Some(end), mean_tokens: mean_tokens.max(1), ..Self::endless(words) }
+    }
+
+    /// The same, for a model that makes vectors of `size` numbers of its prompts.
+    #[must_use]
+    pub fn with_vectors(self, size: u32) -> Self {
+        Self { vector_size: size.max(1) as usize, ..self }
     }
 
     /// The word `rank` places after `token`: what is said to have been nearly as likely.
@@ -54,6 +61,14 @@ impl SimText {
 pub fn next_token(text: &SimText, tokens: &[i32], prompt_len: usize) -> i32 {
     let mut sequence = Sequence::new(text, tokens, prompt_len, 0);
     sequence.say(text, &[])
+}
+
+/// The vector of a prompt, of length 1 (or a single number between -1 and 1): a hash of all its tokens.
+#[must_use]
+pub fn vector(text: &SimText, prompt: &[i32]) -> Vec<f32> {
+    let mut vector = Vec::with_capacity(text.vector_size);
+    Sequence::new(text, prompt, prompt.len(), 0).pool(text, &mut vector);
+    vector
 }
 
 /// All tokens of a slot in 64 bits.
@@ -114,6 +129,20 @@ impl Sequence {
             self.mix.push(token);
         }
         self.length += tokens.len() as u32;
+    }
+
+    /// Adds the vector of all tokens so far to `out`.
+    pub(crate) fn pool(&self, text: &SimText, out: &mut Vec<f32>) {
+        const STEPS: u64 = 1 << 24;
+        let from = out.len();
+        out.extend((0..text.vector_size as u64).map(|at| {
+            let drawn = self.mix.draw(fold(at + 1, FOLD), STEPS);
+            drawn as f32 / (STEPS / 2) as f32 - 1.0
+        }));
+        if text.vector_size > 1 {
+            let length = out[from..].iter().map(|x| x * x).sum::<f32>().sqrt();
+            out[from..].iter_mut().for_each(|x| *x /= length);
+        }
     }
 
     /// The next token, none of `suppressed`.
@@ -199,6 +228,21 @@ mod tests {
             let ends = said.iter().filter(|&&token| token == END).count();
             prop_assert!(ends <= 1);
             prop_assert!(!said[..min_tokens as usize].contains(&END));
+        }
+
+        #[test]
+        fn vectors_have_length_1_and_tell_prompts_apart(
+            prompt in prop::collection::vec(0..50_i32, 1..20), at in any::<prop::sample::Index>(),
+        ) {
+            let text = SimText::endless(words()).with_vectors(64);
+            let one = vector(&text, &prompt);
+            prop_assert_eq!(one.len(), 64);
+            prop_assert!((one.iter().map(|x| x * x).sum::<f32>() - 1.0).abs() < 1e-5);
+            prop_assert_eq!(&vector(&text, &prompt), &one);
+            let mut other = prompt.clone();
+            other[at.index(prompt.len())] += 1;
+            let cosine: f32 = one.iter().zip(vector(&text, &other)).map(|(x, y)| x * y).sum();
+            prop_assert!(cosine < 0.9, "{}", cosine);
         }
 
         #[test]

@@ -39,11 +39,18 @@ fn shapes() -> impl Iterator<Item = Vec<Row>> {
                 start: 10 + (slot * 37 + i * 11) % 900,
                 length: 1,
                 sample: true,
+                pool: false,
             })
             .collect();
         if i % 3 == 0 || decodes == 0 {
             let start = (i * 13) % 700;
-            rows.push(Row { slot: 100, start, length: 16 + (i * 29) % 500, sample: false });
+            rows.push(Row {
+                slot: 100,
+                start,
+                length: 16 + (i * 29) % 500,
+                sample: false,
+                pool: false,
+            });
         }
         rows
     })
@@ -80,6 +87,7 @@ fn record(model: DeviceModel, file: &Scratch) {
                     prompt_len,
                     params,
                     stop_ids: &[],
+                    segment: 0,
                 });
             }
             plan.push_row(row);

@@ -125,6 +125,20 @@ impl TextPool {
         self.run(encode_all).await
     }
 
+    /// The token ids of pairs of texts and where the second of each begins, in order. They take one place in the queue.
+    ///
+    /// # Errors
+    /// As [`TextPool::encode`].
+    pub async fn encode_pairs(
+        &self,
+        pairs: Vec<(String, String)>,
+    ) -> Result<Vec<(Vec<i32>, u32)>, TextError> {
+        let encode_all = move |tools: &Tools| {
+            pairs.iter().map(|(first, second)| tools.tokenizer.encode_pair(first, second)).collect()
+        };
+        self.run(encode_all).await
+    }
+
     /// The tokenizer that the threads use.
     pub fn tokenizer(&self) -> &Arc<Tokenizer> {
         &self.tools.tokenizer

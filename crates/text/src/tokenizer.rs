@@ -121,6 +121,22 @@ impl Tokenizer {
         Ok(encoding.get_ids().iter().map(|id| id.cast_signed()).collect())
     }
 
+    /// The ids of two texts as one prompt, with what the post-processor puts around and between them, and where the second one
+    /// begins.
+    ///
+    /// # Errors
+    /// As [`Tokenizer::encode`].
+    pub fn encode_pair(&self, first: &str, second: &str) -> Result<(Vec<i32>, u32), TextError> {
+        let encoding = self
+            .inner
+            .encode_fast((first, second), true)
+            .map_err(|error| TextError::Encode(error.to_string()))?;
+        let types = encoding.get_type_ids();
+        let begins = types.iter().position(|&kind| kind == 1).unwrap_or(types.len());
+        let ids = encoding.get_ids().iter().map(|id| id.cast_signed()).collect();
+        Ok((ids, u32::try_from(begins).unwrap_or(u32::MAX)))
+    }
+
     /// The text of `ids`, exactly as Hugging Face's `decode` gives it. Ids that no token has are ignored.
     ///
     /// # Errors

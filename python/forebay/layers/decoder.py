@@ -17,6 +17,8 @@ from forebay.layers.params import Parameters, Report, ignore
 from forebay.layers.rotary import Rotary, Rotation
 from forebay.weights.config import ModelConfig
 
+_ROOTS = ("model.", "lm_head.")
+
 
 @dataclass(frozen=True)
 class Forward:
@@ -58,10 +60,10 @@ class Decoder:
         self.blocks = blocks
         self.embedding = params.tensor((vocabulary, hidden), {"model.embed_tokens.weight": vocabulary})
         self.norm = RMSNorm(params, "model.norm", hidden, config.rms_norm_eps)
-        if config.tie_word_embeddings:
+        self.head = self.embedding
+        if config.headless or config.tie_word_embeddings:
             # Checkpoints that were saved with the tie spelled out carry the same matrix twice.
             params.skip("lm_head.weight")
-            self.head = self.embedding
         else:
             self.head = params.tensor((vocabulary, hidden), {"lm_head.weight": vocabulary})
         self.rotary = Rotary(
@@ -75,16 +77,22 @@ class Decoder:
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], report: Report = ignore) -> None:
         """Copies checkpoint tensors, by Hugging Face name, into place; raises `WeightError` if they do not fit."""
+        if self.config.headless:
+            # A checkpoint that was saved without a head names the parts of the body only.
+            weights = ((name if name.startswith(_ROOTS) else f"model.{name}", tensor) for name, tensor in weights)
         self.params.load(weights, report)
 
     def __call__(self, step: Forward) -> torch.Tensor:
-        """Computes the step's positions; gives float32 logits [s, vocabulary] of the sampled ones."""
+        """Computes the step's positions; gives float32 logits [s, vocabulary] of the sampled ones.
+
+        Without a head their final states, [s, hidden].
+        """
         x = F.embedding(step.tokens, self.embedding)
         rotation = self.rotary(step.positions)
         for block, kv in zip(self.blocks, step.kv, strict=True):
             x = block(x, rotation, kv, step.attention, self.backend)
         x = self.norm(x.index_select(0, step.sampled))
-        return F.linear(x, self.head).float()
+        return (x if self.config.headless else F.linear(x, self.head)).float()
 
 
 def gated_block(config: ModelConfig, params: Parameters, index: int, *, qk_norm: bool) -> Block:

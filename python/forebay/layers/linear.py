@@ -14,12 +14,13 @@ class Linear:
     def __init__(
         self, params: Parameters, prefix: str, inputs: int, outputs: dict[str, int], bias: bool = False
     ) -> None:
-        """`outputs` maps the names under `prefix` to their widths."""
+        """`outputs` maps the names under `prefix` to their widths; "" is the root of all names."""
         rows = sum(outputs.values())
-        self.weight = params.tensor((rows, inputs), {f"{prefix}.{name}.weight": n for name, n in outputs.items()})
+        prefix = f"{prefix}." if prefix else ""
+        self.weight = params.tensor((rows, inputs), {f"{prefix}{name}.weight": n for name, n in outputs.items()})
         self.bias: torch.Tensor | None = None
         if bias:
-            self.bias = params.tensor((rows,), {f"{prefix}.{name}.bias": n for name, n in outputs.items()})
+            self.bias = params.tensor((rows,), {f"{prefix}{name}.bias": n for name, n in outputs.items()})
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return F.linear(x, self.weight, self.bias)

@@ -18,3 +18,16 @@ class RMSNorm:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return F.rms_norm(x, self._shape, self.weight, self._eps)
+
+
+class LayerNorm:
+    """Layer normalisation (Ba et al. 2016) of the last dimension, with scale and shift."""
+
+    def __init__(self, params: Parameters, name: str, size: int, eps: float) -> None:
+        self.weight = params.tensor((size,), {f"{name}.weight": size})
+        self.bias = params.tensor((size,), {f"{name}.bias": size})
+        self._shape = (size,)
+        self._eps = eps
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return F.layer_norm(x, self._shape, self.weight, self.bias, self._eps)

@@ -76,5 +76,5 @@ class Parameters:
         total = len(self._targets)
         for done, (name, target) in enumerate(self._targets.items(), start=1):
             noise = torch.randn(target.shape, generator=generator) * 0.02
-            target.copy_(noise + 1 if name.endswith("norm.weight") else noise)
+            target.copy_(noise + 1 if name.lower().endswith("norm.weight") else noise)
             report(done, total)

@@ -8,8 +8,11 @@ from forebay.attention.backend import AttentionBackend
 from forebay.layers.decoder import Decoder
 from forebay.layers.params import Parameters
 from forebay.models import llama, qwen2, qwen3
+from forebay.models.bert import Bert
 from forebay.weights.config import ModelConfig
-from forebay.weights.errors import UnsupportedModelError
+from forebay.weights.encoder_config import EncoderConfig
+from forebay.weights.errors import ModelError, UnsupportedModelError
+from forebay.weights.pooling import Pooling
 
 FAMILIES: dict[str, Callable[[ModelConfig, Parameters, AttentionBackend], Decoder]] = {
     "LlamaForCausalLM": llama.build,
@@ -27,3 +30,10 @@ def build(config: ModelConfig, params: Parameters, backend: AttentionBackend, co
             f"serve it with a context length of at most that, not {context_length}"
         )
     return FAMILIES[config.architecture](config, params, backend)
+
+
+def build_encoder(config: EncoderConfig, pooling: Pooling | None, params: Parameters) -> Bert:
+    """The encoder of `config`, its weights allocated and not filled; raises `ModelError` unless it is told to pool."""
+    if pooling is None:
+        raise ModelError(f"{config.architecture} can't generate, and the config has no `pooling`")
+    return Bert(config, pooling, params)

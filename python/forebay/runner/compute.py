@@ -22,7 +22,7 @@ class Rows:
     slot: Int64s  # [r]
     start: Int64s  # [r] positions already in the pages
     length: Int64s  # [r]
-    sampling: Int64s  # [s], ascending
+    sampling: Int64s  # [s], ascending: those that give a token, or a vector where the model pools
 
 
 class Compute(Protocol):
@@ -33,6 +33,13 @@ class Compute(Protocol):
 
     def greedy(self, rows: Rows) -> tuple[torch.Tensor, torch.Tensor]:
         """The most likely tokens, int32 [s], the first of equal ones, and whether all logits were finite, bool [s]."""
+
+
+class Pooler(Protocol):
+    """Computes rows: gives one vector of each prompt that ends with them."""
+
+    def pool(self, rows: Rows) -> torch.Tensor:
+        """float32 [s, size], in row order; neither cut nor normalised."""
 
 
 def greedy_of(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -79,6 +86,10 @@ class TorchCompute:
             kv=self._kv.layers,
         )
         return self._model(step)
+
+    def pool(self, rows: Rows) -> torch.Tensor:
+        # A decoder without a head gives the states themselves, and causal models pool the last one only.
+        return self.logits(rows)
 
     def greedy(self, rows: Rows) -> tuple[torch.Tensor, torch.Tensor]:
         return greedy_of(self.logits(rows))

@@ -8,7 +8,9 @@ from typing import Any
 
 import torch
 
-from forebay.weights.config import ModelConfig
+from forebay.weights.config import ModelConfig, shape_of
+from forebay.weights.encoder_config import EncoderConfig
+from forebay.weights.pooling import Pooling
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 LOAD_FORMATS = ("auto", "dummy")
@@ -56,9 +58,15 @@ class RunnerConfig:
         return config
 
     @property
-    def model_config(self) -> ModelConfig:
+    def model_config(self) -> ModelConfig | EncoderConfig:
         """The model's own configuration."""
-        return ModelConfig.from_dict(dict(self.model["config"]))
+        return shape_of(dict(self.model["config"]), headless=self.pooling is not None)
+
+    @property
+    def pooling(self) -> Pooling | None:
+        """How the model pools; None: it generates."""
+        values = self.model.get("pooling")
+        return None if values is None else Pooling.from_dict(values)
 
     @property
     def pages_per_slot(self) -> int:

@@ -39,11 +39,18 @@ def page_count(config: RunnerConfig, model: ModelConfig, available_bytes: int, w
 class KvPool:
     """Keys and values `[page_count, page_size, kv_heads, head_dim]` of every layer, zero until written."""
 
-    def __init__(self, model: ModelConfig, pages: int, page_size: int, dtype: torch.dtype, device: Device) -> None:
-        shape = (pages * page_size, model.num_key_value_heads, model.head_dim)
+    def __init__(
+        self, model: ModelConfig | None, pages: int, page_size: int, dtype: torch.dtype, device: Device
+    ) -> None:
+        """`model` None: a pool of nothing, for a model that keeps nothing."""
         self.page_count = pages
         self.page_size = page_size
         self.dtype = dtype
+        self.layers: list[LayerKV] = []
+        self.nbytes = 0
+        if model is None:
+            return
+        shape = (pages * page_size, model.num_key_value_heads, model.head_dim)
         self.layers = [
             LayerKV(device.zeros(shape, dtype), device.zeros(shape, dtype)) for _ in range(model.num_hidden_layers)
         ]

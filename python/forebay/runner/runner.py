@@ -9,15 +9,19 @@ import numpy.typing as npt
 import torch
 
 from forebay.device import open_device
+from forebay.layers.decoder import Decoder
 from forebay.layers.params import Parameters, Report
 from forebay.models import registry
-from forebay.runner.compute import Compute, Rows
+from forebay.models.bert import Bert
+from forebay.runner.compute import Compute, Pooler, Rows, TorchCompute, finite_rows
 from forebay.runner.config import RunnerConfig
+from forebay.runner.encoder import EncoderCompute
 from forebay.runner.kv_pool import KvPool, page_count
 from forebay.runner.sampler import Sampled, Sampler, plain
 from forebay.runner.slots import Int64s, PlanError, SlotTables
+from forebay.weights.encoder_config import EncoderConfig
 from forebay.weights.load import iter_weights
-from forebay.worker.wire import FLAG_SAMPLE, ROW_NOT_FINITE, ROW_OK, Int32s, Plan, SlotWord, StepResult
+from forebay.worker.wire import FLAG_POOL, FLAG_SAMPLE, ROW_NOT_FINITE, ROW_OK, Int32s, Plan, SlotWord, StepResult
 
 
 class ModelRunner:
@@ -32,12 +36,26 @@ class ModelRunner:
         self._arena = np.zeros(0, np.uint8) if arena is None else arena
         available = self.device.available_bytes()
         params = Parameters(config.dtype, self.device.torch_device)
-        self.model = registry.build(self.model_config, params, self.device.attention(), config.context_length)
-        pages = page_count(config, self.model_config, available, params.nbytes)
-        self.kv = KvPool(self.model_config, pages, config.page_size, config.dtype, self.device)
+        self.model: Decoder | Bert
+        if isinstance(self.model_config, EncoderConfig):
+            self.model = registry.build_encoder(self.model_config, config.pooling, params)
+            self.kv = KvPool(None, 0, config.page_size, config.dtype, self.device)
+        else:
+            self.model = registry.build(self.model_config, params, self.device.attention(), config.context_length)
+            pages = page_count(config, self.model_config, available, params.nbytes)
+            self.kv = KvPool(self.model_config, pages, config.page_size, config.dtype, self.device)
+        # What a row may ask for: a model that pools does nothing else.
+        self._flag = FLAG_SAMPLE if config.pooling is None else FLAG_POOL
         self.tables = SlotTables(config, self.device)
         self._sampler = Sampler(self.tables, self.device)
         self._compute_ended_us = self.device.clock_us()
+
+    @property
+    def decoder(self) -> Decoder:
+        """The model; raises `PlanError` if it is an encoder."""
+        if isinstance(self.model, Bert):
+            raise PlanError("an encoder generates nothing")
+        return self.model
 
     def load(self, report: Report) -> None:
         """Fills the weights from the checkpoint, or from the seed; `report` gets (loaded, total) tensors."""
@@ -47,7 +65,7 @@ class ModelRunner:
             self.model.load_weights(iter_weights(dict(self.config.model), self.model_config), report)
 
     def warm_up(self) -> None:
-        """Runs a tiny prompt and a decode row, so that no request pays for what libraries set up at first use.
+        """Runs a tiny prompt and, if the model generates, a decode row: no request pays for what libraries set up.
 
         Leaves the tables as they were; the first page's content is overwritten by whoever gets it.
         """
@@ -60,10 +78,11 @@ class ModelRunner:
             slot_floats=np.array([[0, 1, 0, 1, 0, 0]], np.float32),
             tokens=np.zeros(length, np.int32),
             page_writes=np.zeros((1, 3), np.int32),
-            rows=np.array([[0, 0, length, FLAG_SAMPLE]], np.int32),
+            rows=np.array([[0, 0, length, self._flag]], np.int32),
         )
         self.step(plan)
-        self.step(Plan(rows=np.array([[0, length - 1, 1, FLAG_SAMPLE]], np.int32)))
+        if self._flag == FLAG_SAMPLE:
+            self.step(Plan(rows=np.array([[0, length - 1, 1, FLAG_SAMPLE]], np.int32)))
         self.tables.page_table.fill_(-1)
         self._compute_ended_us = self.device.clock_us()
 
@@ -79,7 +98,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def step(self, plan: Plan) -> StepResult:
-        """Applies the plan's writes, computes its rows, samples those that ask. The plan may be overwritten then."""
+        """Applies the plan's writes, computes its rows, samples or pools. The plan may be overwritten then."""
         started = self.device.clock_us()
         self.tables.apply(plan, self._arena)
         result = StepResult(step=plan.step, row_errors=np.full(len(plan.rows), ROW_OK, np.int32))
@@ -93,7 +112,12 @@ class ModelRunner:
     def _compute_rows(self, planned: Int32s, result: StepResult) -> None:
         slot, start, length, flags = planned.T.astype(np.int64)
         self._check_rows(slot, start, length)
-        rows = Rows(slot, start, length, np.flatnonzero(flags & FLAG_SAMPLE))
+        if (flags & ~self._flag).any():
+            raise PlanError(f"rows with the flags {flags.tolist()}, of which the model knows {self._flag}")
+        rows = Rows(slot, start, length, np.flatnonzero(flags))
+        if self._flag == FLAG_POOL:
+            self._pool(rows, result)
+            return
         slots, positions = slot[rows.sampling], (start + length)[rows.sampling]
         if self.tables.plain[slots].all():
             sampled = plain(*self._compute.greedy(rows))
@@ -104,10 +128,22 @@ class ModelRunner:
             self.tables.token_pool.view(-1).index_copy_(0, entries, sampled.tokens)
             self._report(sampled, rows.sampling, result)
 
+    def _pool(self, rows: Rows, result: StepResult) -> None:
+        vectors = self._pooler.pool(rows)
+        finite = self.device.download(finite_rows(vectors))
+        result.row_errors[rows.sampling[~finite]] = ROW_NOT_FINITE
+        result.pooled = self.device.download(vectors).ravel()
+
     @cached_property
     def _compute(self) -> Compute:
         """Made at the first step, when the weights are there: it may put them into another order."""
-        return self.device.compute(self.model, self.tables, self.kv)
+        return self.device.compute(self.decoder, self.tables, self.kv)
+
+    @cached_property
+    def _pooler(self) -> Pooler:
+        if isinstance(self.model, Bert):
+            return EncoderCompute(self.model, self.tables, self.device)
+        return TorchCompute(self.decoder, self.tables, self.kv, self.device)
 
     def _report(self, sampled: Sampled, rows: Int64s, result: StepResult) -> None:
         result.tokens = self.device.download(sampled.tokens)

@@ -33,6 +33,7 @@ class SlotTables:
             (config.slots, self.pages_per_slot), -1, dtype=torch.int32, device=device.torch_device
         )
         self.prompt_len = np.zeros(config.slots, np.int32)
+        self.segment = np.zeros(config.slots, np.int32)
         self.top_k = np.zeros(config.slots, np.int32)
         self.min_total = np.zeros(config.slots, np.int32)
         self.logprobs = np.full(config.slots, -1, np.int32)
@@ -62,6 +63,7 @@ class SlotTables:
         _within(counts, self.stride + 1, "new slot: token count")
 
         self.prompt_len[slot] = records[:, SlotWord.PROMPT_LEN]
+        self.segment[slot] = records[:, SlotWord.SEGMENT]
         self.top_k[slot] = records[:, SlotWord.TOP_K]
         self.min_total[slot] = records[:, SlotWord.MIN_TOTAL]
         self.logprobs[slot] = records[:, SlotWord.LOGPROBS]

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from forebay.weights.encoder_config import ENCODER_ARCHITECTURES, EncoderConfig, is_encoder
 from forebay.weights.errors import UnsupportedModelError
 
-__all__ = ["SUPPORTED_ARCHITECTURES", "SUPPORTED_ROPE_TYPES", "ModelConfig", "UnsupportedModelError", "token_ids"]
+__all__ = [
+    "SUPPORTED_ARCHITECTURES",
+    "SUPPORTED_ROPE_TYPES",
+    "ModelConfig",
+    "UnsupportedModelError",
+    "shape_of",
+    "token_ids",
+]
 
 SUPPORTED_ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 SUPPORTED_ROPE_TYPES = ("linear", "llama3", "yarn")
@@ -44,6 +52,8 @@ class ModelConfig:
     sliding_window: int | None
     """Tokens that a position sees, itself included; None where no layer has a window."""
     eos_token_ids: tuple[int, ...]
+    headless: bool = False
+    """The final states are wanted, not the logits that the output head makes of them."""
 
     @classmethod
     def from_dict(cls, d: dict[str, Any]) -> ModelConfig:
@@ -94,6 +104,13 @@ class ModelConfig:
         return max(self.max_position_embeddings, int(original * float(scaling["factor"])))
 
 
+def shape_of(d: dict[str, Any], *, headless: bool = False) -> ModelConfig | EncoderConfig:
+    """The configuration of whatever kind of model a `config.json` describes; `headless` as in `ModelConfig`."""
+    if is_encoder(d):
+        return EncoderConfig.from_dict(d)
+    return replace(ModelConfig.from_dict(d), headless=headless)
+
+
 def token_ids(value: Any) -> tuple[int, ...]:
     """A token id, a list of them or nothing, as the `eos_token_id` of the two config files may be."""
     if value is None:
@@ -104,12 +121,13 @@ def token_ids(value: Any) -> tuple[int, ...]:
 def _architecture(d: dict[str, Any]) -> str:
     names = [str(name) for name in d.get("architectures") or []]
     for name in names:
-        if name in SUPPORTED_ARCHITECTURES:
-            return name
+        # A checkpoint without an output head carries the name of the body.
+        for known in (name, f"{name.removesuffix('Model')}ForCausalLM"):
+            if known in SUPPORTED_ARCHITECTURES:
+                return known
     found = ", ".join(names) or f"model_type {d.get('model_type')!r}"
-    raise UnsupportedModelError(
-        f"the architecture {found} is not supported; supported: {', '.join(SUPPORTED_ARCHITECTURES)}"
-    )
+    supported = ", ".join((*SUPPORTED_ARCHITECTURES, *ENCODER_ARCHITECTURES))
+    raise UnsupportedModelError(f"the architecture {found} is not supported; supported: {supported}")
 
 
 def _integer(d: dict[str, Any], key: str) -> int:

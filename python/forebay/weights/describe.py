@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from forebay.weights.cache import atomic_file
-from forebay.weights.config import ModelConfig, token_ids
+from forebay.weights.config import ModelConfig, shape_of, token_ids
 from forebay.weights.errors import ModelError
+from forebay.weights.files import read_json
+from forebay.weights.pooling import Pooling, read_pooling
 
 __all__ = [
     "INDEX",
@@ -20,7 +22,6 @@ __all__ = [
     "describe_gguf",
     "describe_path",
     "gguf_parts",
-    "read_json",
     "safetensors_names",
 ]
 
@@ -34,21 +35,24 @@ _REBUILD_VERSION = 1
 _KEY_BYTES = 32 << 20
 
 
-def describe_path(path: Path, cache: Path, *, weights: bool = True) -> dict[str, Any]:
-    """The model in a directory or a GGUF file; without `weights` a directory needs none. Raises ModelError."""
+def describe_path(path: Path, cache: Path, *, weights: bool = True, embedding: bool = False) -> dict[str, Any]:
+    """The model in a directory or a GGUF file; without `weights` a directory needs none. Raises ModelError.
+
+    With `embedding` a model that could generate is one that pools.
+    """
     path = path.absolute()
     if path.is_dir():
-        return _describe_any_directory(path, cache, weights=weights)
+        return _describe_any_directory(path, cache, weights=weights, embedding=embedding)
     if not path.is_file():
         raise ModelError(f"{path} doesn't exist")
     if path.suffix == ".gguf":
-        return describe_gguf(gguf_parts(path), path.stem, cache)
+        return describe_gguf(gguf_parts(path), path.stem, cache, embedding=embedding)
     if path.suffix in PICKLES:
         raise ModelError(f"{path} is a pickle file, which can run code when it is read; use safetensors or GGUF")
     raise ModelError(f"{path} is neither a directory nor a .gguf file")
 
 
-def describe_directory(directory: Path, name: str, *, weights: bool = True) -> dict[str, Any]:
+def describe_directory(directory: Path, name: str, *, weights: bool = True, embedding: bool = False) -> dict[str, Any]:
     """The model in a directory in the layout of Hugging Face, with safetensors. Raises ModelError."""
     config = read_json(directory / "config.json")
     tokenizer = directory / "tokenizer.json"
@@ -73,10 +77,11 @@ def describe_directory(directory: Path, name: str, *, weights: bool = True) -> d
         eos=eos,
         bos_token=_token_text(tokenizer_config, "bos_token") or _token_text(special, "bos_token"),
         eos_token=_token_text(tokenizer_config, "eos_token") or _token_text(special, "eos_token"),
+        pooling=read_pooling(config, directory, forced=embedding),
     )
 
 
-def describe_gguf(files: list[Path], name: str, cache: Path) -> dict[str, Any]:
+def describe_gguf(files: list[Path], name: str, cache: Path, *, embedding: bool = False) -> dict[str, Any]:
     """The model in a GGUF file and its further parts. What it lacks is rebuilt into the cache. Raises ModelError."""
     folder = cache / "gguf" / _content_key(files)
     facts_path = folder / "facts.json"
@@ -97,6 +102,7 @@ def describe_gguf(files: list[Path], name: str, cache: Path) -> dict[str, Any]:
         eos=token_ids(facts["config"]["eos_token_id"]),
         bos_token=facts["bos_token"],
         eos_token=facts["eos_token"],
+        pooling=read_pooling(facts["config"], None, forced=embedding),
     )
 
 
@@ -145,17 +151,17 @@ def _no_weights(names: list[str], directory: Path | None) -> list[str]:
     raise ModelError(f"{where} no weights: neither *.safetensors nor *.gguf")
 
 
-def _describe_any_directory(directory: Path, cache: Path, *, weights: bool) -> dict[str, Any]:
+def _describe_any_directory(directory: Path, cache: Path, *, weights: bool, embedding: bool) -> dict[str, Any]:
     present = sorted(entry.name for entry in directory.iterdir() if entry.is_file())
     ggufs = [name for name in present if name.endswith(".gguf")]
     if any(name.endswith(".safetensors") for name in present) or not ggufs:
         if "config.json" not in present:
             raise ModelError(f"{directory} is no model: it has neither config.json nor a .gguf file")
-        return describe_directory(directory, directory.name, weights=weights)
+        return describe_directory(directory, directory.name, weights=weights, embedding=embedding)
     parts = gguf_parts(directory / ggufs[0])
     if {part.name for part in parts} != set(ggufs):
         raise ModelError(f"{directory} has several models, name one of them: {', '.join(ggufs)}")
-    return describe_gguf(parts, directory.name, cache)
+    return describe_gguf(parts, directory.name, cache, embedding=embedding)
 
 
 def _rebuild(files: list[Path], facts_path: Path, tokenizer: Path) -> None:
@@ -209,8 +215,9 @@ def _description(
     eos: tuple[int, ...],
     bos_token: str | None,
     eos_token: str | None,
+    pooling: Pooling | None,
 ) -> dict[str, Any]:
-    parsed = ModelConfig.from_dict(config)
+    parsed = shape_of(config)
     return {
         "name": name,
         "format": kind,
@@ -226,6 +233,7 @@ def _description(
         "eos_token": eos_token,
         "context_length": parsed.longest_context,
         "vocab_size": parsed.vocab_size,
+        "pooling": None if pooling is None else pooling.to_dict(),
     }
 
 
@@ -247,23 +255,6 @@ def _token_text(config: dict[str, Any], key: str) -> str | None:
     if isinstance(value, dict):
         value = value.get("content")
     return value if isinstance(value, str) else None
-
-
-def read_json(path: Path, *, optional: bool = False) -> dict[str, Any]:
-    """The object in a JSON file; empty for a file that is optional and not there. Raises ModelError."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        if optional:
-            return {}
-        raise ModelError(f"{path.parent} has no {path.name}") from None
-    except OSError as error:
-        raise ModelError(f"{path} can't be read: {error.strerror}") from error
-    except ValueError as error:
-        raise ModelError(f"{path} is not JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise ModelError(f"{path} is not a JSON object")
-    return value
 
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:

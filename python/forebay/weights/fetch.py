@@ -31,17 +31,20 @@ def fetch(
     cache_dir: str | Path | None = None,
     offline: bool = False,
     weights: bool = True,
+    embedding: bool = False,
 ) -> dict[str, Any]:
     """Finds or downloads `model`, without its safetensors unless `weights`. Returns what the module prints.
 
+    With `embedding` a model that could generate is described as one that pools.
     Raises ModelError.
     """
     cache = cache_directory(cache_dir)
     path = Path(model).expanduser()
     if model == embedded.NAME:
-        return describe_gguf([embedded.find_or_download(cache, offline=offline)], embedded.TITLE, cache)
+        file = embedded.find_or_download(cache, offline=offline)
+        return describe_gguf([file], embedded.TITLE, cache, embedding=embedding)
     if path.exists() or model.startswith((".", "/", "~")):
-        return describe_path(path, cache, weights=weights)
+        return describe_path(path, cache, weights=weights, embedding=embedding)
 
     from forebay.weights import hub
 
@@ -51,7 +54,9 @@ def fetch(
             f"{model!r} is neither a file or directory here, nor a model of the hub (org/name), nor {embedded.NAME!r}"
         )
     hub_cache = cache / "hub" if cache_dir is not None else None
-    return hub.describe_hub_model(named, cache, hub_cache=hub_cache, offline=offline, weights=weights)
+    return hub.describe_hub_model(
+        named, cache, hub_cache=hub_cache, offline=offline, weights=weights, embedding=embedding
+    )
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -66,6 +71,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--no-weights", action="store_true", help="for dummy weights: a GGUF file is needed all the same"
     )
+    parser.add_argument("--is-embedding", action="store_true", help="the model is to pool, not to generate")
     options = parser.parse_args(arguments)
     try:
         with _only_errors():
@@ -75,6 +81,7 @@ def main(arguments: list[str] | None = None) -> int:
                 cache_dir=options.cache_dir,
                 offline=options.offline,
                 weights=not options.no_weights,
+                embedding=options.is_embedding,
             )
     except ModelError as error:
         print(f"error: {error}", file=sys.stderr)

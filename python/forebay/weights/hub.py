@@ -15,16 +15,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
-from forebay.weights.config import ModelConfig
+from forebay.weights.config import shape_of
 from forebay.weights.describe import (
     INDEX,
     describe_directory,
     describe_gguf,
     gguf_parts,
-    read_json,
     safetensors_names,
 )
 from forebay.weights.errors import ModelError, UnsupportedModelError
+from forebay.weights.files import read_json
+from forebay.weights.pooling import pooling_files
 
 __all__ = ["HubModel", "describe_hub_model"]
 
@@ -67,11 +68,18 @@ class HubModel:
 
 
 def describe_hub_model(
-    model: HubModel, cache: Path, *, hub_cache: Path | None, offline: bool, weights: bool = True
+    model: HubModel,
+    cache: Path,
+    *,
+    hub_cache: Path | None,
+    offline: bool,
+    weights: bool = True,
+    embedding: bool = False,
 ) -> dict[str, Any]:
     """Downloads what is missing, safetensors only if `weights`, and describes the model. Raises ModelError.
 
-    `hub_cache` is a folder in the layout of `huggingface_hub`; None is the one that the environment names.
+    With `embedding` a model that could generate is one that pools. `hub_cache` is a folder in the layout of
+    `huggingface_hub`; None is the one that the environment names.
     """
     if offline:
         # Read once, when huggingface_hub is imported.
@@ -81,7 +89,7 @@ def describe_hub_model(
     snapshot = _Snapshot(model, hub_cache, offline=offline or constants.HF_HUB_OFFLINE)
     names = snapshot.names()
     try:
-        return _describe_snapshot(model, snapshot, names, cache, weights=weights)
+        return _describe_snapshot(model, snapshot, names, cache, weights=weights, embedding=embedding)
     except UnsupportedModelError:
         raise
     except ModelError as error:
@@ -93,20 +101,21 @@ def describe_hub_model(
 
 
 def _describe_snapshot(
-    model: HubModel, snapshot: _Snapshot, names: list[str], cache: Path, *, weights: bool
+    model: HubModel, snapshot: _Snapshot, names: list[str], cache: Path, *, weights: bool, embedding: bool
 ) -> dict[str, Any]:
     ggufs = _chosen_ggufs(model, names)
     if ggufs:
         directory = snapshot.download(ggufs)
-        return describe_gguf(gguf_parts(directory / ggufs[0]), model.repository, cache)
+        return describe_gguf(gguf_parts(directory / ggufs[0]), model.repository, cache, embedding=embedding)
     files = safetensors_names(names) if weights else []
     for needed in ("config.json", "tokenizer.json"):
         if needed not in names:
             raise ModelError(f"{model.repository} has no {needed}, without which its weights can't be used")
     # First what is small: a model that can't be run should say so before gigabytes are downloaded.
-    ModelConfig.from_dict(read_json(snapshot.download(["config.json"]) / "config.json"))
-    small = [name for name in _SMALL_FILES if name in names]
-    return describe_directory(snapshot.download(small + files), model.repository, weights=weights)
+    shape_of(read_json(snapshot.download(["config.json"]) / "config.json"))
+    small = [name for name in _SMALL_FILES if name in names] + pooling_files(names)
+    directory = snapshot.download(small + files)
+    return describe_directory(directory, model.repository, weights=weights, embedding=embedding)
 
 
 def _chosen_ggufs(model: HubModel, names: list[str]) -> list[str]:

@@ -9,6 +9,7 @@ import torch
 from safetensors import safe_open
 
 from forebay.weights.config import ModelConfig
+from forebay.weights.encoder_config import EncoderConfig
 from forebay.weights.errors import ModelError
 from forebay.weights.gguf_file import GgufFiles
 from forebay.weights.gguf_tensors import hf_tensor_names, iter_tensors
@@ -16,7 +17,7 @@ from forebay.weights.gguf_tensors import hf_tensor_names, iter_tensors
 __all__ = ["count_weights", "iter_weights"]
 
 
-def iter_weights(model: dict[str, Any], config: ModelConfig) -> Iterator[tuple[str, torch.Tensor]]:
+def iter_weights(model: dict[str, Any], config: ModelConfig | EncoderConfig) -> Iterator[tuple[str, torch.Tensor]]:
     """Yields each weight's name (`model.layers.0.self_attn.q_proj.weight`, ...) and value, on the CPU.
 
     `model` is what `forebay.weights.fetch` prints; its `format` and `files` are used. Safetensors keep the type of the
@@ -24,7 +25,7 @@ def iter_weights(model: dict[str, Any], config: ModelConfig) -> Iterator[tuple[s
     dequantised to float32. A tied `lm_head.weight` and buffers that the model computes itself are left out.
     """
     if model["format"] == "gguf":
-        yield from iter_tensors(GgufFiles.open(model["files"]), config)
+        yield from iter_tensors(GgufFiles.open(model["files"]), _of_gguf(config))
         return
     for path in _safetensors(model):
         with safe_open(path, framework="pt", device="cpu") as file:
@@ -33,10 +34,10 @@ def iter_weights(model: dict[str, Any], config: ModelConfig) -> Iterator[tuple[s
                     yield name, file.get_tensor(name)
 
 
-def count_weights(model: dict[str, Any], config: ModelConfig) -> int:
+def count_weights(model: dict[str, Any], config: ModelConfig | EncoderConfig) -> int:
     """How many weights `iter_weights` will yield, read from the files' headers only."""
     if model["format"] == "gguf":
-        return len(hf_tensor_names(GgufFiles.open(model["files"]), config))
+        return len(hf_tensor_names(GgufFiles.open(model["files"]), _of_gguf(config)))
     total = 0
     for path in _safetensors(model):
         with safe_open(path, framework="pt", device="cpu") as file:
@@ -50,8 +51,14 @@ def _safetensors(model: dict[str, Any]) -> list[str]:
     return [str(path) for path in model["files"]]
 
 
-def _wanted(name: str, config: ModelConfig) -> bool:
-    if name == "lm_head.weight" and config.tie_word_embeddings:
+def _of_gguf(config: ModelConfig | EncoderConfig) -> ModelConfig:
+    if isinstance(config, EncoderConfig):
+        raise ModelError(f"{config.architecture} is read from safetensors only")
+    return config
+
+
+def _wanted(name: str, config: ModelConfig | EncoderConfig) -> bool:
+    if name == "lm_head.weight" and isinstance(config, ModelConfig) and config.tie_word_embeddings:
         return False
     # Old Llama checkpoints carry the inverse frequencies of the rotary embedding as a buffer.
     return not name.endswith(".rotary_emb.inv_freq")

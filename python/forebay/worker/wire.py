@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 MAGIC = b"FBAY"
-VERSION = 1
+VERSION = 2
 HEADER_BYTES = 24
 MAX_WORDS = 1 << 26
 
@@ -27,6 +27,7 @@ SLOT_FLOATS = 6
 PAGE_WRITE_WORDS = 3
 ROW_WORDS = 4
 FLAG_SAMPLE = 1
+FLAG_POOL = 2
 ROW_OK = 0
 ROW_NOT_FINITE = 1
 
@@ -58,6 +59,7 @@ class SlotWord(IntEnum):
     STOP_COUNT = 8
     BIAS_COUNT = 9
     ARENA_OFFSET = 10
+    SEGMENT = 11
 
 
 class SlotFloat(IntEnum):
@@ -232,7 +234,10 @@ class Plan:
 
 @dataclass
 class StepResult:
-    """What one step gave. Shapes: `s` sampled rows, `r` rows, `e` log-probability entries of all sampled rows."""
+    """What one step gave.
+
+    Shapes: `s` sampled rows, `r` rows, `e` log-probability entries of all sampled rows, `p` pooled rows.
+    """
 
     step: int = 0
     tokens: Int32s = _ints(0)  # [s]
@@ -241,11 +246,12 @@ class StepResult:
     logprob_ids: Int32s = _ints(0)  # [e]: a row's sampled token, then its most likely tokens
     logprob_values: Float32s = _floats(0)  # [e]: natural logarithms
     timing: Int32s = _ints(2)  # microseconds: the step's compute, the gap before it
+    pooled: Float32s = _floats(0)  # [p * size]: the vectors one after the other
 
     @classmethod
     def decode(cls, frame: Frame) -> StepResult:
         """Reads a result's frame in place; raises `WireError` when the columns' lengths contradict each other."""
-        tokens, row_errors, counts, ids, values, timing = _columns(frame, Kind.RESULT, 6)
+        tokens, row_errors, counts, ids, values, timing, pooled = _columns(frame, Kind.RESULT, 7)
         if counts.size and counts.min() < 0:
             raise WireError("malformed frame: negative count")
         if not (
@@ -255,7 +261,8 @@ class StepResult:
             and timing.size == 2
         ):
             raise WireError("malformed frame: result columns disagree")
-        return cls(frame.step, tokens, row_errors, counts, ids, values.view(np.float32), timing)
+        floats = values.view(np.float32), pooled.view(np.float32)
+        return cls(frame.step, tokens, row_errors, counts, ids, floats[0], timing, floats[1])
 
     def encode(self) -> bytes:
         """The result's frame."""

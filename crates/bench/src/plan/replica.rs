@@ -77,6 +77,7 @@ impl Replica {
             id,
             prompt: arrival.prompt(),
             max_tokens: arrival.output,
+            pooling: None,
             stop_ids: Vec::new(),
             sampling: SamplingParams::default(),
             priority: 0,

@@ -159,7 +159,7 @@ impl Simulation {
                     self.routing.ended(at);
                     ended += 1;
                 }
-                Event::Admitted { .. } | Event::Preempted { .. } => {}
+                Event::Admitted { .. } | Event::Pooled { .. } | Event::Preempted { .. } => {}
             }
         }
         replica.alive -= ended;

@@ -35,6 +35,13 @@ pub(crate) fn next_token(tokens: &[i32]) -> Option<i32> {
     (!tokens.contains(&NAN_TOKEN)).then_some((content % VOCAB as u64) as i32)
 }
 
+/// The vector of `tokens`; `None` where it is not finite.
+pub(crate) fn vector(tokens: &[i32], segment: u32) -> Option<[f32; 2]> {
+    let content = contents(tokens).last().expect("at least one token");
+    (!tokens.contains(&NAN_TOKEN)).then_some([(content % 4096) as f32, segment as f32])
+}
+
+/// Without pages it keeps nothing, and takes whole prompts only.
 pub(crate) struct Device {
     page_size: usize,
     slots: Vec<DeviceSlot>,
@@ -44,6 +51,7 @@ pub(crate) struct Device {
 #[derive(Clone)]
 struct DeviceSlot {
     tokens: Vec<i32>,
+    segment: u32,
     pages: Vec<u32>,
 }
 
@@ -53,7 +61,7 @@ pub(crate) struct Death;
 
 impl Device {
     pub(crate) fn new(slots: u32, pages: u32, page_size: u32) -> Self {
-        let slot = DeviceSlot { tokens: vec![], pages: vec![NO_PAGE; pages as usize] };
+        let slot = DeviceSlot { tokens: vec![], segment: 0, pages: vec![NO_PAGE; pages as usize] };
         Self {
             page_size: page_size as usize,
             slots: vec![slot; slots as usize],
@@ -63,13 +71,17 @@ impl Device {
 
     /// Pages that a row reads or writes.
     pub(crate) fn pages_read(&self, row: &Row) -> Vec<u32> {
+        if self.pages.is_empty() {
+            return vec![];
+        }
         let end = (row.start + row.length) as usize;
         self.slots[row.slot as usize].pages[..end.div_ceil(self.page_size)].to_vec()
     }
 
     /// Pages that a row writes.
     pub(crate) fn pages_written(&self, row: &Row) -> Vec<u32> {
-        self.pages_read(row).split_off(row.start as usize / self.page_size)
+        let mut pages = self.pages_read(row);
+        pages.split_off(pages.len().min(row.start as usize / self.page_size))
     }
 
     /// The first part of a step: slots and page table.
@@ -77,6 +89,7 @@ impl Device {
         for new in plan.new_slots() {
             let slot = &mut self.slots[new.slot as usize];
             slot.tokens = new.tokens.to_vec();
+            slot.segment = new.segment;
             // A page table is never cleared on the device; here it is, so that a page that the plan forgot to write is noticed.
             slot.pages.fill(NO_PAGE);
         }
@@ -98,7 +111,8 @@ impl Device {
             if slot.tokens[..end].contains(&KILL_TOKEN) {
                 return Err(Death);
             }
-            for (position, content) in contents(&slot.tokens[..end]).enumerate().skip(start) {
+            let kept = if self.pages.is_empty() { 0 } else { end };
+            for (position, content) in contents(&slot.tokens[..kept]).enumerate().skip(start) {
                 let page = slot.pages[position / self.page_size] as usize;
                 self.pages[page][position % self.page_size] = content;
             }
@@ -108,7 +122,11 @@ impl Device {
                 slot.tokens.push(next.unwrap_or(0));
                 result.tokens.push(next.unwrap_or(0));
             }
-            let fine = next.is_some() || !row.sample;
+            if row.pool {
+                assert_eq!(end, slot.tokens.len(), "{row:?} pools what is known");
+                result.pooled.extend(vector(&slot.tokens, slot.segment).unwrap_or_default());
+            }
+            let fine = next.is_some() || !(row.sample || row.pool);
             result.row_errors.push(if fine { ROW_OK } else { ROW_NOT_FINITE });
         }
         Ok(result)
@@ -116,6 +134,10 @@ impl Device {
 
     fn check_reads(&self, row: &Row) {
         let slot = &self.slots[row.slot as usize];
+        if self.pages.is_empty() {
+            assert_eq!((row.start, row.length as usize), (0, slot.tokens.len()), "{row:?} is cut");
+            return;
+        }
         let read = contents(&slot.tokens).take(row.start as usize).enumerate();
         for (position, expected) in read {
             let page = slot.pages[position / self.page_size];

@@ -2,12 +2,12 @@
 
 use std::collections::{BTreeMap, VecDeque};
 
-use forebay_protocol::{SamplingParams, StepPlan, StepResult};
+use forebay_protocol::{Pooling, SamplingParams, StepPlan, StepResult};
 use forebay_scheduler::{
     Event, Finish, MAX_IN_FLIGHT, Policy, Request, Scheduler, SchedulerConfig,
 };
 
-use crate::device::{Device, next_token};
+use crate::device::{Device, next_token, vector};
 
 /// A small machine.
 pub(crate) fn config() -> SchedulerConfig {
@@ -28,6 +28,7 @@ pub(crate) fn request(id: u64, prompt: Vec<i32>, max_tokens: u32) -> Request {
         id,
         prompt,
         max_tokens,
+        pooling: None,
         stop_ids: vec![],
         sampling: SamplingParams::default(),
         priority: 0,
@@ -35,10 +36,19 @@ pub(crate) fn request(id: u64, prompt: Vec<i32>, max_tokens: u32) -> Request {
     }
 }
 
+/// A request for a vector.
+pub(crate) fn pooled(id: u64, prompt: Vec<i32>, segment: u32) -> Request {
+    Request { pooling: Some(Pooling { segment }), ..request(id, prompt, 0) }
+}
+
 /// What a request gives when it is alone.
 pub(crate) fn alone(request: &Request) -> (Vec<i32>, Finish) {
     let mut tokens = request.prompt.clone();
     let mut given = Vec::new();
+    if request.pooling.is_some() {
+        let finite = next_token(&tokens).is_some();
+        return (given, if finite { Finish::Length } else { Finish::NotFinite });
+    }
     loop {
         let Some(token) = next_token(&tokens) else {
             return (given, Finish::NotFinite);
@@ -60,6 +70,7 @@ pub(crate) struct Client {
     order: (i64, usize),
     expected: (Vec<i32>, Finish),
     pub(crate) tokens: Vec<i32>,
+    pub(crate) vector: Option<Box<[f32]>>,
     /// It ended, this way; `None` inside: aborted or poisoned.
     pub(crate) end: Option<Option<Finish>>,
     pub(crate) resident: bool,
@@ -122,6 +133,7 @@ impl Harness {
             order: (rank, self.clients.len()),
             expected: alone(&request),
             tokens: vec![],
+            vector: None,
             end: None,
             resident: false,
             admissions: 0,
@@ -192,8 +204,10 @@ impl Harness {
         let mut events = Vec::new();
         self.scheduler.apply(&result, &mut events).expect("the result fits the plan");
         for event in events {
-            let (Event::Token { id, .. } | Event::Finished { id, .. } | Event::Preempted { id }) =
-                event
+            let (Event::Token { id, .. }
+            | Event::Pooled { id, .. }
+            | Event::Finished { id, .. }
+            | Event::Preempted { id }) = event
             else {
                 panic!("a result does not bring {event:?}")
             };
@@ -204,6 +218,9 @@ impl Harness {
                     let at = client.tokens.len();
                     assert_eq!(client.expected.0.get(at), Some(&token), "token {at} of {id}");
                     client.tokens.push(token);
+                }
+                Event::Pooled { vector, .. } => {
+                    assert_eq!(client.vector.replace(vector), None, "a second vector of {id}");
                 }
                 Event::Finished { reason, .. } => client.end = Some(Some(reason)),
                 _ => {
@@ -263,6 +280,9 @@ impl Harness {
             let end = client.end.unwrap_or_else(|| panic!("request {id} did not end"));
             if let Some(reason) = end {
                 assert_eq!((&client.tokens, reason), (&client.expected.0, client.expected.1));
+                let pooling = client.request.pooling.filter(|_| reason == Finish::Length);
+                let expected = pooling.and_then(|p| vector(&client.request.prompt, p.segment));
+                assert_eq!(client.vector.as_deref(), expected.as_ref().map(|v| &v[..]));
             }
         }
         let stats = self.scheduler.stats();
@@ -316,7 +336,9 @@ impl Harness {
         let mut slots: Vec<u32> = plan.rows().map(|row| row.slot).collect();
         let length: u32 = plan.rows().map(|row| row.length).sum();
         let decodes = plan.rows().filter(|row| row.length == 1 && row.sample).count() as u32;
-        assert!(length <= self.config.token_budget.max(decodes + self.config.page_size));
+        let budget = self.config.token_budget.max(decodes + self.config.page_size);
+        let alone = self.config.pages == 0 && plan.rows().len() == 1;
+        assert!(length <= budget || alone);
         for slot in plan.new_slots().map(|new| new.slot) {
             assert!(slots.contains(&slot), "slot {slot} is written for nothing");
             let named = self.flights.iter().any(|flight| flight.slots.contains(&slot));
@@ -343,7 +365,10 @@ impl Harness {
             client.idle = 0;
             assert!(client.end.is_none() && client.resident, "{id} has a row for nothing");
             let last = client.request.prompt.len() as u32 + client.request.max_tokens;
-            assert!(row.start + row.length < last, "the last token needs no compute");
+            let computed = row.start + row.length - u32::from(row.pool);
+            assert!(computed < last, "the last token needs no compute");
+            assert!(!row.sample || client.request.pooling.is_none());
+            assert!(!row.pool || client.request.pooling.is_some());
             flight.slots.push(row.slot);
             flight.ids.push(id);
             flight.named.extend(self.device.pages_read(&row).into_iter().map(|p| (p, row.slot)));

@@ -4,7 +4,7 @@ use forebay_scheduler::{Policy, Request, SchedulerConfig};
 use proptest::prelude::*;
 
 use crate::device::{KILL_TOKEN, NAN_TOKEN, VOCAB};
-use crate::harness::{Harness, config, request};
+use crate::harness::{Harness, config, pooled, request};
 
 #[derive(Debug, Clone)]
 enum Op {
@@ -26,13 +26,21 @@ struct Ask {
     stop: Option<i32>,
     priority: i32,
     salt: u64,
+    /// Asks for a vector of its prompt, with this segment; on a machine without pages everybody does.
+    pooled: Option<u32>,
 }
 
 impl Ask {
     fn request(&self, id: u64, config: &SchedulerConfig) -> Request {
-        let room = (config.pages * config.page_size) as usize;
+        let encoder = config.pages == 0;
+        let room = if encoder { usize::MAX } else { (config.pages * config.page_size) as usize };
         let text = (0..self.shared as i32).map(|at| (at * (self.text + 1) + at / 7) % VOCAB);
         let mut prompt: Vec<i32> = text.chain(self.own.iter().copied()).collect();
+        if let Some(segment) = self.pooled.or(encoder.then_some(0)) {
+            prompt.truncate(room);
+            let (priority, cache_salt) = (self.priority, self.salt);
+            return Request { priority, cache_salt, ..pooled(id, prompt, segment) };
+        }
         prompt.truncate(room - 1);
         let max_tokens = self.max_tokens.min((room - prompt.len()) as u32);
         Request {
@@ -58,8 +66,9 @@ fn ask(special: &'static [i32]) -> impl Strategy<Value = Ask> {
         prop::option::weighted(0.3, 0..VOCAB),
         -1..2_i32,
         prop_oneof![5 => Just(0_u64), 1 => Just(1)],
+        prop::option::weighted(0.3, 0..4_u32),
     )
-        .prop_map(|(text, shared, own, max_tokens, stop, priority, salt)| Ask {
+        .prop_map(|(text, shared, own, max_tokens, stop, priority, salt, pooled)| Ask {
             text,
             shared,
             own,
@@ -67,6 +76,7 @@ fn ask(special: &'static [i32]) -> impl Strategy<Value = Ask> {
             stop,
             priority,
             salt,
+            pooled,
         })
 }
 
@@ -83,7 +93,8 @@ fn ops(special: &'static [i32], kill: u32) -> impl Strategy<Value = Vec<Op>> {
 }
 
 fn machines() -> impl Strategy<Value = SchedulerConfig> {
-    (1..7_u32, 0..3_u32, 6..30_u32, 1..6_u32, 0..24_u32, any::<bool>(), any::<bool>()).prop_map(
+    let pages = prop_oneof![4 => 6..30_u32, 1 => Just(0)];
+    (1..7_u32, 0..3_u32, pages, 1..6_u32, 0..24_u32, any::<bool>(), any::<bool>()).prop_map(
         |(max_running, spare, pages, page_size, token_budget, prefix_cache, fcfs)| {
             SchedulerConfig {
                 slots: max_running + spare,
@@ -159,7 +170,7 @@ proptest! {
     ) {
         let policy = if fcfs { Policy::Fcfs } else { Policy::Priority };
         let config = SchedulerConfig { policy, prefix_cache, ..config() };
-        let ops = asks.into_iter().map(|ask| Op::Submit(Ask { max_tokens: 64, stop: None, ..ask }));
+        let ops = asks.into_iter().map(|ask| Op::Submit(Ask { max_tokens: 64, stop: None, pooled: None, ..ask }));
         let harness = run(config, depth, ops.collect());
         prop_assert_eq!(
             harness.scheduler.stats().preemptions,

@@ -4,7 +4,7 @@ use forebay_protocol::{Row, SamplingParams, StepPlan, StepResult};
 use forebay_scheduler::{ApplyError, Event, Finish, Policy, Request, Scheduler, SchedulerConfig};
 
 use crate::device::{NAN_TOKEN, VOCAB};
-use crate::harness::{Harness, alone, config, request};
+use crate::harness::{Harness, alone, config, pooled, request};
 
 fn rows(harness: &Harness) -> Vec<(u32, u32, bool)> {
     harness.plan.rows().map(|row| (row.start, row.length, row.sample)).collect()
@@ -268,4 +268,63 @@ fn no_more_than_two_plans_are_in_flight_and_unknown_ids_are_nobody() {
     assert!(!scheduler.abort(2));
     assert!(scheduler.abort(1) && !scheduler.abort(1));
     assert_eq!(scheduler.check_integrity(), Ok(()));
+}
+
+#[test]
+fn a_prompt_to_be_pooled_is_chunked_shares_blocks_and_leaves_its_pages_with_its_vector() {
+    let mut harness = Harness::new(SchedulerConfig { token_budget: 8, ..config() }, 2);
+    harness.submit(pooled(1, text(12), 0));
+    assert!(harness.plan() && harness.plan());
+    assert_eq!(rows(&harness), [(8, 4, false)]);
+    assert!(harness.plan.rows().all(|row| row.pool));
+    assert_eq!(harness.scheduler.stats().pages_held, 3, "nothing is kept for a next token");
+    assert!(!harness.plan(), "there is no decoding after it");
+    assert!(harness.apply() && harness.apply());
+    assert_eq!(harness.ended(1).1, Some(Some(Finish::Length)));
+    assert_eq!(harness.scheduler.stats().pages_held, 0);
+    harness.submit(pooled(2, text(12), 0));
+    assert!(harness.plan());
+    assert_eq!(rows(&harness), [(8, 4, false)], "two blocks are found, the last is computed again");
+    harness.drain();
+}
+
+#[test]
+fn without_pages_prompts_are_packed_and_never_cut() {
+    let encoder = SchedulerConfig { pages: 0, token_budget: 10, max_running: 5, ..config() };
+    let mut harness = Harness::new(encoder, 2);
+    for (id, length) in [(1, 4), (2, 5), (3, 2), (4, 30), (5, 3)] {
+        harness.submit(pooled(id, text(length), 0));
+    }
+    assert!(harness.plan());
+    assert_eq!(rows(&harness), [(0, 4, false), (0, 5, false)], "one is left of the ten");
+    assert!(harness.plan());
+    assert_eq!(rows(&harness), [(0, 2, false)], "the long one waits for a step of its own");
+    assert!(harness.apply() && harness.plan());
+    assert_eq!(rows(&harness), [(0, 30, false)]);
+    harness.drain();
+    let stats = harness.scheduler.stats();
+    assert_eq!((stats.prompt_tokens, stats.generated_tokens, stats.prefix_queries), (44, 0, 0));
+}
+
+#[test]
+fn vectors_that_do_not_fit_their_rows_are_refused() {
+    let mut scheduler = Scheduler::new(SchedulerConfig { pages: 0, ..config() });
+    let (mut plan, mut events) = (StepPlan::default(), Vec::new());
+    scheduler.submit(pooled(1, text(3), 0));
+    scheduler.submit(pooled(2, text(4), 2));
+    assert!(scheduler.next_plan(&mut plan, &mut events));
+    events.clear();
+    let good = StepResult { step: 1, row_errors: vec![0, 1], ..Default::default() };
+    for pooled in [vec![], vec![1.0], vec![1.0; 3]] {
+        let refused = scheduler.apply(&StepResult { pooled, ..good.clone() }, &mut events);
+        assert!(matches!(refused, Err(ApplyError::Column { column: "pooled", .. })), "{refused:?}");
+    }
+    let pooled = vec![0.5, -1.0, f32::NAN, 2.0];
+    scheduler.apply(&StepResult { pooled, ..good }, &mut events).unwrap();
+    let expected = [
+        Event::Pooled { id: 1, vector: [0.5, -1.0].into() },
+        Event::Finished { id: 1, reason: Finish::Length },
+        Event::Finished { id: 2, reason: Finish::NotFinite },
+    ];
+    assert_eq!(events, expected);
 }

@@ -24,6 +24,8 @@ use crate::mailbox;
 use crate::metrics::Metrics;
 use stream::{Due, Scratch, Stream};
 
+pub(crate) use stream::request_error;
+
 /// How the egress threads work.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct EgressConfig {

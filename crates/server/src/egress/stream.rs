@@ -178,7 +178,8 @@ impl Stream {
     }
 }
 
-fn request_error(error: &RequestError) -> ApiError {
+/// What a client is told whose request failed.
+pub(crate) fn request_error(error: &RequestError) -> ApiError {
     let reason = error.to_string();
     match error {
         RequestError::NotFinite => ApiError::Internal { reason, code: Some("not_finite") },

@@ -15,6 +15,7 @@ use tokio::time::timeout;
 use utoipa::ToSchema;
 
 use crate::call::{Call, Submission};
+use crate::pooling::{Input, PooledCall};
 use crate::reply::{self, Failure};
 use crate::state::{Shared, not_serving};
 
@@ -86,7 +87,7 @@ pub(crate) async fn health(State(state): State<Shared>) -> Result<Response, Fail
     }
 }
 
-/// Whether the model generates: asks it for one token.
+/// Whether the model computes: asks it for one token, or for the vector of one.
 #[utoipa::path(
     get,
     path = "/health_generate",
@@ -99,6 +100,12 @@ pub(crate) async fn health_generate(State(state): State<Shared>) -> Result<Respo
     let arrived = Instant::now();
     let limits = state.admit()?;
     let token = state.model.eos.first().copied().unwrap_or(0);
+    if let Some(model) = &state.model.pooling {
+        let inputs = vec![Input { tokens: vec![token], segment: 0 }];
+        let place = ("input", i32::MAX);
+        let call = PooledCall::start(&state, model, inputs, limits, place, arrived)?;
+        return in_time(&state, call.named("health").collect()).await;
+    }
     let request = json!({
         "input_ids": [token],
         "sampling_params": {"max_new_tokens": 1, "temperature": 0, "ignore_eos": true},
@@ -110,14 +117,22 @@ pub(crate) async fn health_generate(State(state): State<Shared>) -> Result<Respo
         submissions.push(Submission::new(vec![token], item.generation, limits, "input_ids")?);
     }
     let mut call = Call::start(&state, submissions, false, arrived)?.named("health");
+    in_time(&state, call.collect()).await
+}
+
+/// Whether the answer to a health request came in time.
+async fn in_time<T>(
+    state: &Shared,
+    answer: impl Future<Output = Result<T, ApiError>>,
+) -> Result<Response, Failure> {
     let limit = state.config.health_timeout;
-    match timeout(limit, call.collect()).await {
+    match timeout(limit, answer).await {
         Ok(result) => {
             result?;
             Ok(reply::ok(&Healthy { status: "ready" }))
         }
         Err(_) => {
-            let reason = format!("the model gave no token within {} seconds", limit.as_secs());
+            let reason = format!("the model gave nothing within {} seconds", limit.as_secs());
             Err(Failure(ApiError::Unavailable { reason, code: "unresponsive" }))
         }
     }

@@ -2,9 +2,11 @@
 
 mod chat;
 mod completions;
+mod embeddings;
 mod generate;
 mod info;
 mod openapi;
+mod rerank;
 mod tokenize;
 
 use axum::Router;
@@ -26,12 +28,21 @@ const MAX_REQUEST_ID: usize = 256;
 
 /// All routes. Health and metrics need no API key.
 pub(crate) fn router(state: Shared) -> Router {
-    let keyed = Router::new()
+    let generating = Router::new()
         .route("/v1/chat/completions", post(chat::chat_completions))
         .route("/v1/completions", post(completions::completions))
+        .route("/generate", post(generate::generate))
+        .route_layer(from_fn_with_state(state.clone(), check_generator));
+    let keyed = Router::new()
+        .merge(generating)
+        .route("/v1/embeddings", post(embeddings::embeddings))
+        .route("/rerank", post(rerank::rerank))
+        .route("/v1/rerank", post(rerank::rerank))
+        .route("/v2/rerank", post(rerank::rerank))
+        .route("/score", post(rerank::score))
+        .route("/v1/score", post(rerank::score))
         .route("/v1/models", get(info::models))
         .route("/v1/models/{*id}", get(info::model))
-        .route("/generate", post(generate::generate))
         .route("/tokenize", post(tokenize::tokenize))
         .route("/detokenize", post(tokenize::detokenize))
         .route("/server_info", get(info::server_info))
@@ -64,6 +75,14 @@ async fn check_key(State(state): State<Shared>, request: Request, next: Next) ->
         next.run(request).await
     } else {
         Failure(ApiError::Unauthorized).into_response()
+    }
+}
+
+/// A model that pools generates nothing.
+async fn check_generator(State(state): State<Shared>, request: Request, next: Next) -> Response {
+    match state.generator() {
+        Ok(()) => next.run(request).await,
+        Err(error) => Failure(error).into_response(),
     }
 }
 

@@ -11,6 +11,9 @@ use crate::reply;
     paths(
         super::chat::chat_completions,
         super::completions::completions,
+        super::embeddings::embeddings,
+        super::rerank::rerank,
+        super::rerank::score,
         super::info::models,
         super::info::model,
         super::generate::generate,

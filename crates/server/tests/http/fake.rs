@@ -11,7 +11,7 @@ use forebay_engine::{
     Stats, Status, SubmitError,
 };
 use forebay_server::{
-    AppState, EgressConfig, EgressSink, Engine, Metrics, ModelInfo, ServerConfig,
+    AppState, EgressConfig, Engine, Metrics, ModelInfo, PooledModel, PoolingTask, ServerConfig,
 };
 use forebay_text::{ChatTemplate, TextPool, Tokenizer};
 use parking_lot::Mutex;
@@ -35,7 +35,7 @@ pub(crate) enum Event {
 
 /// An engine that answers by itself with `script`, or does what the test says.
 pub(crate) struct Fake {
-    sink: Mutex<Option<EgressSink>>,
+    sink: Mutex<Option<Box<dyn OutputSink>>>,
     pub(crate) status: Mutex<Status>,
     /// After this many requests, this error.
     refuse: Mutex<Option<(usize, SubmitError)>>,
@@ -69,7 +69,7 @@ impl Fake {
     ) {
         let admission = first.then_some(Admission { cached_tokens: 1, queue_us: 5 });
         let token = Some(SampledToken { id: token, logprobs: None });
-        self.deliver(vec![Output { id, admission, token, finish }]);
+        self.deliver(vec![Output { id, admission, token, pooled: None, finish }]);
     }
 
     pub(crate) fn refuse_after(&self, requests: usize, error: SubmitError) {
@@ -85,7 +85,20 @@ impl Fake {
         *self.sink.lock() = None;
     }
 
+    /// The vector of a pooled request, and its end.
+    pub(crate) fn vector(&self, id: RequestId, vector: [f32; 3]) {
+        let admission = Some(Admission { cached_tokens: 0, queue_us: 5 });
+        let (pooled, finish) = (Some(vector.into()), Some(FinishReason::Length));
+        self.deliver(vec![Output { id, admission, token: None, pooled, finish }]);
+    }
+
+    /// Answers a pooled request with its number of tokens, its first token and where its second text begins; one of generation with
+    /// `script`.
     fn play(&self, request: &EngineRequest, script: &[i32]) {
+        if let Some(pooling) = request.pooling {
+            let numbers = [request.prompt.len() as i32, request.prompt[0], pooling.segment as i32];
+            return self.vector(request.id, numbers.map(|n| n as f32));
+        }
         let length = request.max_tokens as usize;
         for (index, &id) in script.iter().cycle().take(length).enumerate() {
             let finish = if request.stop_ids.contains(&id) {
@@ -103,6 +116,7 @@ impl Fake {
                 id: request.id,
                 admission: (index == 0).then_some(Admission { cached_tokens: 1, queue_us: 5 }),
                 token: Some(SampledToken { id, logprobs: request.sampling.logprobs.map(entries) }),
+                pooled: None,
                 finish: finish.clone(),
             };
             self.deliver(vec![output]);
@@ -133,7 +147,7 @@ impl Engine for Fake {
     fn abort(&self, id: RequestId) {
         if self.alive.lock().contains(&id) {
             let finish = Some(FinishReason::Abort);
-            self.deliver(vec![Output { id, admission: None, token: None, finish }]);
+            self.deliver(vec![Output { id, admission: None, token: None, pooled: None, finish }]);
         }
         self.events.send(Event::Abort(id)).ok();
     }
@@ -185,7 +199,7 @@ impl TestServer {
     }
 
     pub(crate) async fn start(script: Option<&str>, change: fn(&mut ServerConfig)) -> Self {
-        Self::start_with(script, Duration::ZERO, change).await
+        Self::serving(script, Duration::ZERO, change, None).await
     }
 
     /// With a window between two chunks of a stream.
@@ -193,6 +207,20 @@ impl TestServer {
         script: Option<&str>,
         window: Duration,
         change: fn(&mut ServerConfig),
+    ) -> Self {
+        Self::serving(script, window, change, None).await
+    }
+
+    /// A server of a model that pools to three numbers, and squeezes scores; the test answers unless `plays`.
+    pub(crate) async fn pooling(task: PoolingTask, plays: bool) -> Self {
+        Self::serving(plays.then_some("a"), Duration::ZERO, |_| {}, Some(task)).await
+    }
+
+    async fn serving(
+        script: Option<&str>,
+        window: Duration,
+        change: fn(&mut ServerConfig),
+        task: Option<PoolingTask>,
     ) -> Self {
         let manifest = Path::new(env!("CARGO_MANIFEST_DIR"));
         let file = manifest.join("../text/tests/data/tiny-llama-tokenizer.json");
@@ -202,6 +230,12 @@ impl TestServer {
         let metrics = Arc::new(Metrics::new("tiny", CONTEXT).unwrap());
         let egress_config = EgressConfig { threads: 2, capacity: 256, window };
         let (sink, egress) = forebay_server::egress(&tokenizer, &metrics, egress_config).unwrap();
+        let mut sink: Box<dyn OutputSink> = Box::new(sink);
+        let pooling = task.map(|task| {
+            let (pooled_sink, outputs) = forebay_server::pooled(Arc::clone(&metrics), 256).unwrap();
+            sink = Box::new(pooled_sink);
+            PooledModel { task, size: 3, normalize: false, sigmoid: true, outputs }
+        });
         let (sender, events) = mpsc::unbounded_channel();
         let engine = Arc::new(Fake {
             sink: Mutex::new(Some(sink)),
@@ -220,6 +254,7 @@ impl TestServer {
             root: "tiny".into(),
             eos: [EOS].into(),
             defaults: GenerationDefaults { top_p: Some(0.9), ..GenerationDefaults::default() },
+            pooling,
         };
         let state = AppState::new(config, model, engine.clone(), Arc::new(text), egress, metrics);
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();

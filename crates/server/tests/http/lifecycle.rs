@@ -77,7 +77,13 @@ async fn a_request_that_cannot_be_served_gets_its_error() {
         let whole = server.connect(CHAT, &body);
         let [id, other] = [server.submitted().await.id, server.submitted().await.id];
         let finish = Some(FinishReason::Error(error));
-        server.engine.deliver(vec![Output { id, admission: None, token: None, finish }]);
+        server.engine.deliver(vec![Output {
+            id,
+            admission: None,
+            token: None,
+            pooled: None,
+            finish,
+        }]);
         let (got, answer) = whole.await.unwrap();
         assert_eq!((got, &answer["error"]["code"]), (status, &json!(code)));
         assert_eq!(server.aborted().await, other);

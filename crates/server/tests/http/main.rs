@@ -8,4 +8,5 @@ mod fake;
 mod generation;
 mod info;
 mod lifecycle;
+mod pooling;
 mod streams;

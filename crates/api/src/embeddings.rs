@@ -1,0 +1,257 @@
+//! `POST /v1/embeddings`.
+
+use serde::{Deserialize, Serialize};
+use utoipa::ToSchema;
+
+use crate::error::ApiError;
+use crate::prompt::{Prompt, Prompts};
+use crate::sampling::Limits;
+
+/// Most inputs of a request, as with OpenAI.
+pub const MAX_INPUTS: usize = 2048;
+
+/// Texts to turn into vectors.
+#[derive(Debug, Deserialize, ToSchema)]
+pub struct EmbeddingRequest {
+    /// Name of the model; the served one where absent.
+    pub model: Option<String>,
+    /// A string, a list of strings, a list of token ids, or a list of lists of token ids.
+    #[schema(value_type = Object)]
+    pub input: Prompts,
+    /// How vectors are written: `float` (a list of numbers, the default) or `base64` (of little-endian float32).
+    pub encoding_format: Option<EncodingFormat>,
+    /// Keep this many of each vector's first numbers; all where absent. For models that were trained for it (Matryoshka).
+    pub dimensions: Option<u32>,
+    /// Divide each vector by its length; absent: as the model's authors do.
+    pub normalize: Option<bool>,
+    /// Cut inputs to this many tokens instead of refusing those that are too long; -1: to as many as the model takes.
+    pub truncate_prompt_tokens: Option<i64>,
+    /// Put the tokenizer's special tokens around a text; true where absent.
+    pub add_special_tokens: Option<bool>,
+    /// Larger is sooner, under the priority policy.
+    pub priority: Option<i32>,
+    /// Accepted; nothing depends on it.
+    pub user: Option<String>,
+}
+
+/// How vectors are written.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Deserialize, ToSchema)]
+#[serde(rename_all = "lowercase")]
+pub enum EncodingFormat {
+    /// A list of numbers.
+    #[default]
+    Float,
+    /// Little-endian float32 in base64.
+    Base64,
+}
+
+/// An embeddings request without anything left to check but the inputs' lengths.
+#[derive(Debug, PartialEq)]
+pub struct ValidEmbedding {
+    /// From 1 to [`MAX_INPUTS`].
+    pub prompts: Vec<Prompt>,
+    /// How vectors are written.
+    pub format: EncodingFormat,
+    /// Numbers to keep of each vector, at most its size.
+    pub dimensions: Option<usize>,
+    /// Divide each vector by its length.
+    pub normalize: bool,
+    /// Cut inputs to this many tokens, at least one and at most the context length.
+    pub truncate: Option<usize>,
+    /// The tokenizer's special tokens go around texts.
+    pub add_special_tokens: bool,
+    /// Place in the queue.
+    pub priority: i32,
+}
+
+impl EmbeddingRequest {
+    /// Checks everything that can be checked before the inputs are tokenised. Vectors have `size` numbers, and `normalized` tells
+    /// whether the model's authors divide them by their length.
+    ///
+    /// # Errors
+    /// The first parameter that is out of range.
+    pub fn validate(
+        self,
+        limits: Limits,
+        size: usize,
+        normalized: bool,
+    ) -> Result<ValidEmbedding, ApiError> {
+        let prompts = self.input.validate("input", limits.vocab_size)?;
+        check_inputs("input", prompts.len())?;
+        let dimensions = self.dimensions.map(|kept| kept as usize);
+        if let Some(kept) = dimensions.filter(|kept| !(1..=size).contains(kept)) {
+            let reason = format!("`dimensions`: {kept} is not within 1 to {size}");
+            return Err(ApiError::invalid("dimensions", reason));
+        }
+        Ok(ValidEmbedding {
+            prompts,
+            format: self.encoding_format.unwrap_or_default(),
+            dimensions,
+            normalize: self.normalize.unwrap_or(normalized),
+            truncate: check_truncate(self.truncate_prompt_tokens, limits)?,
+            add_special_tokens: self.add_special_tokens.unwrap_or(true),
+            priority: self.priority.unwrap_or(0),
+        })
+    }
+}
+
+/// Refuses more inputs than a request may have.
+pub(crate) fn check_inputs(param: &str, count: usize) -> Result<(), ApiError> {
+    if count <= MAX_INPUTS {
+        return Ok(());
+    }
+    let reason = format!("`{param}`: {count} inputs are more than the limit of {MAX_INPUTS}");
+    Err(ApiError::invalid(param, reason))
+}
+
+/// The tokens that prompts are cut to.
+pub(crate) fn check_truncate(
+    asked: Option<i64>,
+    limits: Limits,
+) -> Result<Option<usize>, ApiError> {
+    const NAME: &str = "truncate_prompt_tokens";
+    let longest = limits.context_length as usize;
+    match asked {
+        None => Ok(None),
+        Some(-1) => Ok(Some(longest)),
+        Some(asked) => match usize::try_from(asked) {
+            Ok(count) if (1..=longest).contains(&count) => Ok(Some(count)),
+            _ => {
+                let reason = format!("`{NAME}`: {asked} is neither -1 nor within 1 to {longest}");
+                Err(ApiError::invalid(NAME, reason))
+            }
+        },
+    }
+}
+
+/// Vectors of the inputs.
+#[derive(Debug, Serialize, ToSchema)]
+pub struct EmbeddingResponse {
+    /// `embd-` and a random number.
+    pub id: String,
+    /// `list`.
+    pub object: &'static str,
+    /// Seconds since 1970.
+    pub created: u64,
+    /// Name of the model.
+    pub model: String,
+    /// One an input, in their order.
+    pub data: Vec<Embedding>,
+    /// Tokens it took.
+    pub usage: PoolingUsage,
+}
+
+/// The vector of one input.
+#[derive(Debug, Serialize, ToSchema)]
+pub struct Embedding {
+    /// `embedding`.
+    pub object: &'static str,
+    /// Number of the input.
+    pub index: usize,
+    /// The vector.
+    pub embedding: Vector,
+}
+
+/// A vector as it is written.
+#[derive(Debug, Serialize, ToSchema)]
+#[serde(untagged)]
+pub enum Vector {
+    /// A list of numbers.
+    Float(Vec<f32>),
+    /// Little-endian float32 in base64.
+    Base64(String),
+}
+
+/// Tokens that a request without an answer's text took.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, ToSchema)]
+pub struct PoolingUsage {
+    /// Tokens of all inputs.
+    pub prompt_tokens: u32,
+    /// The same.
+    pub total_tokens: u32,
+}
+
+impl PoolingUsage {
+    /// Of inputs of so many tokens.
+    pub fn new(prompt_tokens: u32) -> Self {
+        Self { prompt_tokens, total_tokens: prompt_tokens }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::{Value, json};
+
+    use super::*;
+
+    const LIMITS: Limits = Limits { context_length: 100, vocab_size: 1000 };
+
+    fn validate(body: Value) -> Result<ValidEmbedding, ApiError> {
+        let request: EmbeddingRequest = crate::parse(body.to_string().as_bytes())?;
+        request.validate(LIMITS, 384, true)
+    }
+
+    #[test]
+    fn defaults_are_openai_s() {
+        let valid = validate(json!({"model": "m", "input": "a", "user": "u"})).unwrap();
+        let expected = ValidEmbedding {
+            prompts: vec![Prompt::Text("a".into())],
+            format: EncodingFormat::Float,
+            dimensions: None,
+            normalize: true,
+            truncate: None,
+            add_special_tokens: true,
+            priority: 0,
+        };
+        assert_eq!(valid, expected);
+    }
+
+    #[test]
+    fn inputs_have_four_shapes_and_a_limit() {
+        for (input, count) in [
+            (json!("a"), 1),
+            (json!(["a", "b"]), 2),
+            (json!([1, 2, 3]), 1),
+            (json!([[1], [2]]), 2),
+            (json!(vec!["a"; MAX_INPUTS]), MAX_INPUTS),
+        ] {
+            assert_eq!(validate(json!({"input": input})).unwrap().prompts.len(), count);
+        }
+    }
+
+    #[test]
+    fn truncation_is_to_a_number_or_to_what_fits() {
+        for (asked, expected) in [(json!(-1), Some(100)), (json!(7), Some(7)), (json!(null), None)]
+        {
+            let body = json!({"input": "a", "truncate_prompt_tokens": asked});
+            assert_eq!(validate(body).unwrap().truncate, expected);
+        }
+    }
+
+    #[test]
+    fn what_is_wrong_is_named() {
+        let with = |key: &str, value: Value| {
+            let mut body = json!({"input": "a"});
+            body[key] = value;
+            body
+        };
+        let cases = [
+            (json!({}), "input"),
+            (with("input", json!([])), "input"),
+            (with("input", json!([[]])), "input[0]"),
+            (with("input", json!([1000])), "input[0]"),
+            (with("input", json!(vec!["a"; MAX_INPUTS + 1])), "input"),
+            (with("dimensions", json!(0)), "dimensions"),
+            (with("dimensions", json!(385)), "dimensions"),
+            (with("encoding_format", json!("int8")), "encoding_format"),
+            (with("truncate_prompt_tokens", json!(0)), "truncate_prompt_tokens"),
+            (with("truncate_prompt_tokens", json!(101)), "truncate_prompt_tokens"),
+            (with("truncate_prompt_tokens", json!(-2)), "truncate_prompt_tokens"),
+        ];
+        for (body, expected) in cases {
+            let error = validate(body.clone()).unwrap_err();
+            assert_eq!(error.body().error.param.as_deref(), Some(expected), "{body}");
+            assert_eq!(error.status(), 400);
+        }
+    }
+}

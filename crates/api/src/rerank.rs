@@ -1,0 +1,276 @@
+//! `/rerank` and `/score`: how well texts go together.
+
+use serde::{Deserialize, Serialize};
+use utoipa::ToSchema;
+
+use crate::embeddings::{PoolingUsage, check_inputs, check_truncate};
+use crate::error::ApiError;
+use crate::prompt::Strings;
+use crate::sampling::Limits;
+
+/// Documents to put into the order of how well they answer a query, in the shape of Jina and Cohere.
+#[derive(Debug, Deserialize, ToSchema)]
+pub struct RerankRequest {
+    /// Name of the model; the served one where absent.
+    pub model: Option<String>,
+    /// The query.
+    pub query: String,
+    /// Strings, or objects with a `text`.
+    pub documents: Vec<Document>,
+    /// Return this many of the best; all where absent or 0.
+    pub top_n: Option<usize>,
+    /// Return the documents' texts too; true where absent.
+    pub return_documents: Option<bool>,
+    /// Cut the documents so that this many tokens are left of each pair; -1: as many as the model takes.
+    pub truncate_prompt_tokens: Option<i64>,
+    /// Larger is sooner, under the priority policy.
+    pub priority: Option<i32>,
+    /// Accepted; nothing depends on it.
+    pub user: Option<String>,
+}
+
+/// A document of a request.
+#[derive(Debug, Deserialize, ToSchema)]
+#[serde(untagged, expecting = "expected a string or an object with a `text`")]
+pub enum Document {
+    /// Its text.
+    Plain(String),
+    /// Cohere's form.
+    Object {
+        /// Its text.
+        text: String,
+    },
+}
+
+impl Document {
+    fn into_text(self) -> String {
+        let (Self::Plain(text) | Self::Object { text }) = self;
+        text
+    }
+}
+
+/// Texts to compare, in the shape of vLLM.
+#[derive(Debug, Deserialize, ToSchema)]
+pub struct ScoreRequest {
+    /// Name of the model; the served one where absent.
+    pub model: Option<String>,
+    /// A string, compared with each of `text_2`, or as many as there.
+    #[schema(value_type = Vec<String>)]
+    pub text_1: Strings,
+    /// A string or a list of strings.
+    #[schema(value_type = Vec<String>)]
+    pub text_2: Strings,
+    /// Cut the second texts so that this many tokens are left of each pair; -1: as many as the model takes.
+    pub truncate_prompt_tokens: Option<i64>,
+    /// Larger is sooner, under the priority policy.
+    pub priority: Option<i32>,
+    /// Accepted; nothing depends on it.
+    pub user: Option<String>,
+}
+
+/// Pairs of texts to score, with nothing left to check but their lengths.
+#[derive(Debug, PartialEq, Eq)]
+pub struct Pairs {
+    /// One, or as many as `second`.
+    pub first: Vec<String>,
+    /// At least one.
+    pub second: Vec<String>,
+    /// Tokens to keep of a pair.
+    pub truncate: Option<usize>,
+    /// Place in the queue.
+    pub priority: i32,
+    /// The parameters that carry `first` and `second`.
+    pub params: [&'static str; 2],
+}
+
+/// A valid rerank request.
+#[derive(Debug, PartialEq, Eq)]
+pub struct ValidRerank {
+    /// The query with each document.
+    pub pairs: Pairs,
+    /// How many to return, at most as many as there are documents.
+    pub top_n: usize,
+    /// Whether to return their texts.
+    pub return_documents: bool,
+}
+
+impl RerankRequest {
+    /// Checks everything that can be checked before the texts are tokenised.
+    ///
+    /// # Errors
+    /// The first parameter that is out of range.
+    pub fn validate(self, limits: Limits) -> Result<ValidRerank, ApiError> {
+        let second: Vec<String> = self.documents.into_iter().map(Document::into_text).collect();
+        let top_n = self.top_n.filter(|&n| n > 0).unwrap_or(second.len()).min(second.len());
+        let pairs = Pairs {
+            first: vec![self.query],
+            second,
+            truncate: check_truncate(self.truncate_prompt_tokens, limits)?,
+            priority: self.priority.unwrap_or(0),
+            params: ["query", "documents"],
+        };
+        pairs.check()?;
+        Ok(ValidRerank { pairs, top_n, return_documents: self.return_documents.unwrap_or(true) })
+    }
+}
+
+impl ScoreRequest {
+    /// Checks everything that can be checked before the texts are tokenised.
+    ///
+    /// # Errors
+    /// The first parameter that is out of range.
+    pub fn validate(self, limits: Limits) -> Result<Pairs, ApiError> {
+        let pairs = Pairs {
+            first: self.text_1.0,
+            second: self.text_2.0,
+            truncate: check_truncate(self.truncate_prompt_tokens, limits)?,
+            priority: self.priority.unwrap_or(0),
+            params: ["text_1", "text_2"],
+        };
+        pairs.check()?;
+        Ok(pairs)
+    }
+}
+
+impl Pairs {
+    fn check(&self) -> Result<(), ApiError> {
+        let (first, second, param) = (self.first.len(), self.second.len(), self.params[1]);
+        if second == 0 {
+            return Err(ApiError::invalid(param, format!("`{param}`: at least one is needed")));
+        }
+        if first != 1 && first != second {
+            let reason =
+                format!("`text_1`: one text or as many as `text_2` ({second}), not {first}");
+            return Err(ApiError::invalid("text_1", reason));
+        }
+        check_inputs(param, second)
+    }
+
+    /// The first text of pair `index`.
+    pub fn first_of(&self, index: usize) -> &str {
+        self.first.get(index).or(self.first.first()).map_or("", String::as_str)
+    }
+}
+
+/// Documents in the order of how well they answer the query.
+#[derive(Debug, Serialize, ToSchema)]
+pub struct RerankResponse {
+    /// `rerank-` and a random number.
+    pub id: String,
+    /// Name of the model.
+    pub model: String,
+    /// Tokens it took.
+    pub usage: PoolingUsage,
+    /// The best first.
+    pub results: Vec<RerankResult>,
+}
+
+/// A document's place.
+#[derive(Debug, Serialize, ToSchema)]
+pub struct RerankResult {
+    /// Number of the document in the request.
+    pub index: usize,
+    /// The document, where asked for.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub document: Option<RerankDocument>,
+    /// Larger is better.
+    pub relevance_score: f32,
+}
+
+/// A document of a response.
+#[derive(Debug, Serialize, ToSchema)]
+pub struct RerankDocument {
+    /// Its text.
+    pub text: String,
+}
+
+/// Scores of pairs.
+#[derive(Debug, Serialize, ToSchema)]
+pub struct ScoreResponse {
+    /// `score-` and a random number.
+    pub id: String,
+    /// `list`.
+    pub object: &'static str,
+    /// Seconds since 1970.
+    pub created: u64,
+    /// Name of the model.
+    pub model: String,
+    /// One a pair, in their order.
+    pub data: Vec<ScoreData>,
+    /// Tokens it took.
+    pub usage: PoolingUsage,
+}
+
+/// The score of a pair.
+#[derive(Debug, Serialize, ToSchema)]
+pub struct ScoreData {
+    /// Number of the pair.
+    pub index: usize,
+    /// `score`.
+    pub object: &'static str,
+    /// Larger is better.
+    pub score: f32,
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::{Value, json};
+
+    use super::*;
+
+    const LIMITS: Limits = Limits { context_length: 100, vocab_size: 1000 };
+
+    fn rerank(body: Value) -> Result<ValidRerank, ApiError> {
+        crate::parse::<RerankRequest>(body.to_string().as_bytes())?.validate(LIMITS)
+    }
+
+    fn score(body: Value) -> Result<Pairs, ApiError> {
+        crate::parse::<ScoreRequest>(body.to_string().as_bytes())?.validate(LIMITS)
+    }
+
+    #[test]
+    fn documents_are_strings_or_objects() {
+        let valid = rerank(json!({"query": "q", "documents": ["a", {"text": "b"}]})).unwrap();
+        assert_eq!(valid.pairs.second, ["a", "b"]);
+        assert_eq!((valid.top_n, valid.return_documents), (2, true));
+        for (asked, expected) in [(1, 1), (0, 2), (9, 2)] {
+            let body = json!({"query": "q", "documents": ["a", "b"], "top_n": asked});
+            assert_eq!(rerank(body).unwrap().top_n, expected);
+        }
+    }
+
+    #[test]
+    fn one_text_goes_with_all_or_each_with_its_own() {
+        let one = score(json!({"text_1": "a", "text_2": ["b", "c"]})).unwrap();
+        assert_eq!([one.first_of(0), one.first_of(1)], ["a", "a"]);
+        let each = score(json!({"text_1": ["a", "x"], "text_2": ["b", "c"]})).unwrap();
+        assert_eq!([each.first_of(0), each.first_of(1)], ["a", "x"]);
+    }
+
+    #[test]
+    fn what_is_wrong_is_named() {
+        let param = |error: ApiError| error.body().error.param.unwrap_or_default();
+        for (body, expected) in [
+            (json!({"documents": ["a"]}), "query"),
+            (json!({"query": "q"}), "documents"),
+            (json!({"query": "q", "documents": []}), "documents"),
+            (json!({"query": "q", "documents": ["a", 3]}), "documents[1]"),
+            (json!({"query": "q", "documents": vec!["a"; 2049]}), "documents"),
+            (json!({"query": "q", "documents": ["a"], "top_n": -1}), "top_n"),
+        ] {
+            assert_eq!(param(rerank(body.clone()).unwrap_err()), expected, "{body}");
+        }
+        for (body, expected) in [
+            (json!({"text_1": "a"}), "text_2"),
+            (json!({"text_1": "a", "text_2": []}), "text_2"),
+            (json!({"text_1": [], "text_2": ["a"]}), "text_1"),
+            (json!({"text_1": ["a", "b"], "text_2": ["a", "b", "c"]}), "text_1"),
+            (
+                json!({"text_1": "a", "text_2": "b", "truncate_prompt_tokens": 101}),
+                "truncate_prompt_tokens",
+            ),
+        ] {
+            assert_eq!(param(score(body.clone()).unwrap_err()), expected, "{body}");
+        }
+    }
+}

@@ -1,0 +1,129 @@
+//! A client's request for vectors as one engine request an input.
+
+use std::sync::Arc;
+use std::time::Instant;
+
+use forebay_api::{ApiError, Limits, PoolingUsage};
+use forebay_engine::{EngineRequest, Pooling, RequestId};
+use tokio::sync::oneshot;
+
+use super::PooledModel;
+use super::inputs::Input;
+use super::lane::{Answer, Expected};
+use crate::call::submit_error;
+use crate::engine::Engine;
+use crate::state::{LiveGuard, Shared};
+
+/// Engine requests of one client request. Dropping it aborts those that have not ended: this is how a client that has gone away frees
+/// what it held.
+pub(crate) struct PooledCall {
+    engine: Arc<dyn Engine>,
+    /// Empty once all have ended.
+    alive: Vec<RequestId>,
+    answer: oneshot::Receiver<Answer>,
+    usage: PoolingUsage,
+    span: tracing::Span,
+    _live: LiveGuard,
+}
+
+impl PooledCall {
+    /// Submits every input, at least one, or none; those came in `param`.
+    ///
+    /// # Errors
+    /// An input is too long, or the engine refuses one.
+    pub(crate) fn start(
+        state: &Shared,
+        model: &PooledModel,
+        inputs: Vec<Input>,
+        limits: Limits,
+        (param, priority): (&str, i32),
+        arrived: Instant,
+    ) -> Result<Self, ApiError> {
+        check_lengths(&inputs, limits.context_length, param)?;
+        let ids: Vec<RequestId> = inputs.iter().map(|_| state.next_id()).collect();
+        let tokens = |input: &Input| u32::try_from(input.tokens.len()).unwrap_or(u32::MAX);
+        let prompt_tokens: Vec<u32> = inputs.iter().map(tokens).collect();
+        let usage = PoolingUsage::new(prompt_tokens.iter().sum());
+        let span = tracing::info_span!(
+            "request",
+            id = tracing::field::Empty,
+            model = state.model.served_names.first(),
+            prompt_tokens = usage.prompt_tokens,
+            inputs = ids.len(),
+            finish = tracing::field::Empty,
+        );
+        let (reply, answer) = oneshot::channel();
+        model.outputs.expect(Expected { ids: ids.clone(), prompt_tokens, arrived, reply })?;
+        let mut call = Self {
+            engine: Arc::clone(&state.engine),
+            alive: Vec::with_capacity(ids.len()),
+            answer,
+            usage,
+            span,
+            _live: state.enter(),
+        };
+        for (input, &id) in inputs.into_iter().zip(&ids) {
+            let request = EngineRequest {
+                id,
+                prompt: input.tokens,
+                max_tokens: 0,
+                pooling: Some(Pooling { segment: input.segment }),
+                stop_ids: Vec::new(),
+                sampling: Default::default(),
+                priority,
+            };
+            if let Err(error) = state.engine.submit(request) {
+                model.outputs.forget(ids.clone());
+                return Err(submit_error(error));
+            }
+            call.alive.push(id);
+        }
+        Ok(call)
+    }
+
+    /// The response's name, for the trace.
+    pub(crate) fn named(self, id: &str) -> Self {
+        self.span.record("id", id);
+        self
+    }
+
+    /// Tokens of all inputs.
+    pub(crate) fn usage(&self) -> PoolingUsage {
+        self.usage
+    }
+
+    /// Waits for the vectors of all inputs, in their order, as the model made them.
+    ///
+    /// # Errors
+    /// That of the first input that was not served; the others are aborted.
+    pub(crate) async fn collect(&mut self) -> Answer {
+        let gone =
+            || ApiError::Unavailable { reason: "the engine has ended".into(), code: "failed" };
+        let answer = (&mut self.answer).await.unwrap_or_else(|_| Err(gone()));
+        if answer.is_ok() {
+            self.alive.clear();
+        }
+        self.span.record("finish", if answer.is_ok() { "stop" } else { "error" });
+        answer
+    }
+}
+
+impl Drop for PooledCall {
+    fn drop(&mut self) {
+        for &id in &self.alive {
+            self.engine.abort(id);
+        }
+        if !self.alive.is_empty() {
+            self.span.record("finish", "disconnect");
+        }
+    }
+}
+
+/// Refuses inputs of `param` that are longer than `limit` tokens.
+pub(crate) fn check_lengths(inputs: &[Input], limit: u32, param: &str) -> Result<(), ApiError> {
+    let Some(at) = inputs.iter().position(|input| input.tokens.len() > limit as usize) else {
+        return Ok(());
+    };
+    let param = if inputs.len() == 1 { param.to_owned() } else { format!("{param}[{at}]") };
+    Err(ApiError::InputTooLong { param, limit, tokens: inputs[at].tokens.len() })
+}

@@ -1,0 +1,113 @@
+//! Texts to prompts, cut where the client asks for it.
+
+use forebay_api::{ApiError, Pairs, Prompt};
+use forebay_text::TextPool;
+
+use crate::text::{encode_prompts, text_error};
+
+/// A prompt to pool.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) struct Input {
+    /// Token ids.
+    pub(crate) tokens: Vec<i32>,
+    /// Where the second text of a pair begins; 0: one text.
+    pub(crate) segment: u32,
+}
+
+/// Tokenises what is text and cuts what is longer than `limit`.
+pub(crate) async fn encode_inputs(
+    text: &TextPool,
+    mut prompts: Vec<Prompt>,
+    add_special_tokens: bool,
+    limit: Option<usize>,
+    param: &'static str,
+) -> Result<Vec<Input>, ApiError> {
+    // What the tokenizer puts around a text stays when the text is cut; around an empty one there is nothing else.
+    let is_text: Vec<bool> = prompts.iter().map(|p| matches!(p, Prompt::Text(_))).collect();
+    if limit.is_some() {
+        prompts.push(Prompt::Text(String::new()));
+    }
+    let mut encoded = encode_prompts(text, prompts, add_special_tokens, param).await?;
+    if let Some(limit) = limit {
+        let frame = encoded.pop().unwrap_or_default();
+        for (tokens, &is_text) in encoded.iter_mut().zip(&is_text) {
+            cut(tokens, if is_text { &frame } else { &[] }, limit, 0);
+        }
+    }
+    let inputs: Vec<Input> =
+        encoded.into_iter().map(|tokens| Input { tokens, segment: 0 }).collect();
+    match inputs.iter().position(|input| input.tokens.is_empty()) {
+        None => Ok(inputs),
+        Some(at) => {
+            let param = if inputs.len() == 1 { param.to_owned() } else { format!("{param}[{at}]") };
+            Err(ApiError::invalid(&param, format!("`{param}`: the text has no tokens")))
+        }
+    }
+}
+
+/// Tokenises pairs, and cuts the second texts of those that are longer than asked.
+pub(crate) async fn encode_pairs(text: &TextPool, pairs: &Pairs) -> Result<Vec<Input>, ApiError> {
+    let mut texts: Vec<(String, String)> = (0..)
+        .zip(&pairs.second)
+        .map(|(index, second)| (pairs.first_of(index).to_owned(), second.clone()))
+        .collect();
+    if pairs.truncate.is_some() {
+        texts.push((String::new(), String::new()));
+    }
+    let encoded =
+        text.encode_pairs(texts).await.map_err(|error| text_error(error, pairs.params[1]))?;
+    let mut inputs: Vec<Input> =
+        encoded.into_iter().map(|(tokens, segment)| Input { tokens, segment }).collect();
+    if let Some(limit) = pairs.truncate {
+        let frame = inputs.pop().map_or(Vec::new(), |input| input.tokens);
+        for Input { tokens, segment } in &mut inputs {
+            cut(tokens, &frame, limit, *segment as usize);
+            if tokens.len() > limit {
+                let param = "truncate_prompt_tokens";
+                let reason =
+                    format!("`{param}`: {limit} tokens have no room for the first text of a pair");
+                return Err(ApiError::invalid(param, reason));
+            }
+        }
+    }
+    Ok(inputs)
+}
+
+/// Cuts `tokens` to `limit`, but not below the first `kept` and what the end has in common with `frame`.
+fn cut(tokens: &mut Vec<i32>, frame: &[i32], limit: usize, kept: usize) {
+    let excess = tokens.len().saturating_sub(limit);
+    let equal = tokens.iter().rev().zip(frame.iter().rev()).take_while(|(a, b)| a == b);
+    let end = tokens.len() - equal.count();
+    tokens.drain(end.saturating_sub(excess).max(kept).min(end)..end);
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn cut_to(tokens: &[i32], frame: &[i32], limit: usize, kept: usize) -> Vec<i32> {
+        let mut tokens = tokens.to_vec();
+        cut(&mut tokens, frame, limit, kept);
+        tokens
+    }
+
+    #[test]
+    fn special_tokens_stay_at_both_ends() {
+        let frame = [101, 102];
+        assert_eq!(cut_to(&[101, 1, 2, 3, 102], &frame, 4, 0), [101, 1, 2, 102]);
+        assert_eq!(cut_to(&[101, 1, 2, 3, 102], &frame, 5, 0), [101, 1, 2, 3, 102]);
+        assert_eq!(cut_to(&[101, 1, 102], &frame, 1, 0), [102]);
+        assert_eq!(cut_to(&[1, 2, 3], &[], 2, 0), [1, 2], "ids of the client's own");
+    }
+
+    #[test]
+    fn of_a_pair_only_the_second_text_is_cut() {
+        let (pair, frame) = ([101, 1, 2, 102, 3, 4, 5, 102], [101, 102, 102]);
+        assert_eq!(cut_to(&pair, &frame, 6, 4), [101, 1, 2, 102, 3, 102]);
+        assert_eq!(
+            cut_to(&pair, &frame, 2, 4),
+            [101, 1, 2, 102, 102],
+            "still too long, and refused"
+        );
+    }
+}

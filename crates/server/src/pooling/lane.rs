@@ -1,0 +1,197 @@
+//! From the engine's outputs to whoever waits for all of a request's vectors, on a thread of its own as with text.
+//!
+//! One lane leads into the thread, so that a call, announced before its inputs are submitted, is always ahead of their outputs.
+
+use std::collections::HashMap;
+use std::io;
+use std::sync::Arc;
+use std::time::Instant;
+
+use crossbeam_channel::{Receiver, Sender};
+use forebay_api::ApiError;
+use forebay_engine::{FinishReason, Output, OutputSink, RequestId};
+use tokio::sync::oneshot;
+
+use crate::egress::request_error;
+use crate::metrics::{Metrics, Timeline};
+
+/// A call's answer: the vectors of its inputs, in their order, as the model made them.
+pub(super) type Answer = Result<Vec<Box<[f32]>>, ApiError>;
+
+/// A call that waits.
+pub(super) struct Expected {
+    /// Its inputs, at least one; the first one's name is the call's.
+    pub(super) ids: Vec<RequestId>,
+    /// Tokens of each.
+    pub(super) prompt_tokens: Vec<u32>,
+    pub(super) arrived: Instant,
+    pub(super) reply: oneshot::Sender<Answer>,
+}
+
+enum Message {
+    Expect(Expected),
+    Outputs(Vec<Output>),
+    Forget(Vec<RequestId>),
+    AbortAll,
+    EngineGone,
+}
+
+/// The engine's side: give it to the engine when it is started.
+#[derive(Debug)]
+pub struct PooledSink {
+    lane: Sender<Message>,
+}
+
+impl OutputSink for PooledSink {
+    fn deliver(&mut self, outputs: Vec<Output>) {
+        // A closed lane means that the thread has ended; every call has got its answer by then.
+        let _ = self.lane.send(Message::Outputs(outputs));
+    }
+}
+
+impl Drop for PooledSink {
+    fn drop(&mut self) {
+        let _ = self.lane.send(Message::EngineGone);
+    }
+}
+
+/// The server's side. The thread ends when every clone and the sink are gone.
+#[derive(Debug, Clone)]
+pub struct Pooled {
+    lane: Sender<Message>,
+}
+
+impl Pooled {
+    /// Announces a call; to be called before its inputs are submitted.
+    pub(super) fn expect(&self, expected: Expected) -> Result<(), ApiError> {
+        self.lane.send(Message::Expect(expected)).map_err(|_| engine_gone())
+    }
+
+    /// Takes back a call that could not be submitted, all of its inputs.
+    pub(super) fn forget(&self, ids: Vec<RequestId>) {
+        let _ = self.lane.send(Message::Forget(ids));
+    }
+
+    /// Ends every call; whoever waited aborts its inputs.
+    pub(crate) fn abort_all(&self) {
+        let _ = self.lane.send(Message::AbortAll);
+    }
+}
+
+/// Starts the thread, with room for `capacity` steps and calls.
+///
+/// # Errors
+/// The system has no room for a thread.
+pub fn pooled(metrics: Arc<Metrics>, capacity: usize) -> io::Result<(PooledSink, Pooled)> {
+    let (lane, receiver) = crossbeam_channel::bounded(capacity.max(1));
+    let owner =
+        Owner { metrics, inputs: HashMap::new(), calls: HashMap::new(), engine_gone: false };
+    std::thread::Builder::new().name("pooled".into()).spawn(move || owner.run(&receiver))?;
+    Ok((PooledSink { lane: lane.clone() }, Pooled { lane }))
+}
+
+fn engine_gone() -> ApiError {
+    ApiError::Unavailable { reason: "the engine has ended".into(), code: "failed" }
+}
+
+struct Input {
+    call: RequestId,
+    at: usize,
+    timeline: Timeline,
+}
+
+struct Call {
+    vectors: Vec<Box<[f32]>>,
+    missing: usize,
+    reply: oneshot::Sender<Answer>,
+}
+
+/// The state of the thread.
+struct Owner {
+    metrics: Arc<Metrics>,
+    /// Inputs that have not ended.
+    inputs: HashMap<RequestId, Input>,
+    /// Calls that have not been answered.
+    calls: HashMap<RequestId, Call>,
+    engine_gone: bool,
+}
+
+impl Owner {
+    fn run(mut self, lane: &Receiver<Message>) {
+        for message in lane {
+            match message {
+                Message::Expect(expected) => self.expect(expected),
+                Message::Outputs(outputs) => {
+                    let now = Instant::now();
+                    for output in outputs {
+                        self.apply(output, now);
+                    }
+                }
+                Message::Forget(ids) => {
+                    for id in ids {
+                        self.inputs.remove(&id);
+                        self.calls.remove(&id);
+                    }
+                }
+                Message::AbortAll => self.answer_all(&ApiError::Aborted),
+                Message::EngineGone => {
+                    self.engine_gone = true;
+                    self.answer_all(&engine_gone());
+                    for (_, input) in self.inputs.drain() {
+                        self.metrics.finished(&input.timeline, "error", Instant::now());
+                    }
+                }
+            }
+        }
+    }
+
+    fn expect(&mut self, expected: Expected) {
+        let Expected { ids, prompt_tokens, arrived, reply } = expected;
+        let Some(&call) = ids.first() else { return };
+        if self.engine_gone {
+            // Whoever has stopped waiting needs no answer, here and below.
+            let _ = reply.send(Err(engine_gone()));
+            return;
+        }
+        let missing = ids.len();
+        let vectors = vec![Box::default(); missing];
+        self.calls.insert(call, Call { vectors, missing, reply });
+        for (at, (id, tokens)) in ids.into_iter().zip(prompt_tokens).enumerate() {
+            self.inputs.insert(id, Input { call, at, timeline: Timeline::new(arrived, tokens) });
+        }
+    }
+
+    fn apply(&mut self, output: Output, now: Instant) {
+        let Some(input) = self.inputs.get_mut(&output.id) else { return };
+        if let Some(admission) = output.admission {
+            input.timeline.admitted(admission.queue_us);
+        }
+        let (call, at) = (input.call, input.at);
+        if let (Some(vector), Some(call)) = (output.pooled, self.calls.get_mut(&call)) {
+            call.vectors[at] = vector;
+        }
+        let Some(finish) = output.finish else { return };
+        let (label, error) = match finish {
+            FinishReason::Stop { .. } | FinishReason::Length => ("stop", None),
+            FinishReason::Abort => ("abort", Some(ApiError::Aborted)),
+            FinishReason::Error(error) => ("error", Some(request_error(&error))),
+        };
+        self.metrics.finished(&input.timeline, label, now);
+        self.inputs.remove(&output.id);
+        let Some(waiting) = self.calls.get_mut(&call) else { return };
+        waiting.missing -= 1;
+        if waiting.missing > 0 && error.is_none() {
+            return;
+        }
+        // The first error answers for all: whoever waited aborts the others.
+        if let Some(Call { vectors, reply, .. }) = self.calls.remove(&call) {
+            let _ = reply.send(error.map_or(Ok(vectors), Err));
+        }
+    }
+
+    fn answer_all(&mut self, error: &ApiError) {
+        for (_, call) in self.calls.drain() {
+            let _ = call.reply.send(Err(error.clone()));
+        }
+    }
+}

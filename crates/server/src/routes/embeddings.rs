@@ -1,0 +1,79 @@
+//! `POST /v1/embeddings`.
+
+use std::time::Instant;
+
+use axum::body::Body;
+use axum::extract::State;
+use axum::response::Response;
+use forebay_api::{
+    ApiError, Embedding, EmbeddingRequest, EmbeddingResponse, ErrorBody, PoolingUsage,
+};
+
+use super::random_hex;
+use crate::limits;
+use crate::pooling::{Form, PooledCall, encode_inputs, form};
+use crate::reply::{self, Failure};
+use crate::state::{Shared, now};
+
+/// Numbers in a response from which on it is written beside the HTTP threads: others wait for those.
+const LARGE: usize = 1 << 15;
+
+/// Turns texts into vectors.
+#[utoipa::path(
+    post,
+    path = "/v1/embeddings",
+    request_body = EmbeddingRequest,
+    responses(
+        (status = 200, description = "A vector for each input", body = EmbeddingResponse),
+        (status = "default", description = "An error", body = ErrorBody),
+    ),
+)]
+pub(crate) async fn embeddings(
+    State(state): State<Shared>,
+    body: Body,
+) -> Result<Response, Failure> {
+    let arrived = Instant::now();
+    let request: EmbeddingRequest = limits::read(body, &state.config).await?;
+    let name = state.model_name(request.model.as_deref())?;
+    let model = state.embedder()?;
+    let model_limits = state.admit()?;
+    let valid = request.validate(model_limits, model.size, model.normalize)?;
+    let special = valid.add_special_tokens;
+    let inputs =
+        encode_inputs(&state.text, valid.prompts, special, valid.truncate, "input").await?;
+    let id = format!("embd-{}", random_hex());
+    let place = ("input", valid.priority);
+    let mut call =
+        PooledCall::start(&state, model, inputs, model_limits, place, arrived)?.named(&id);
+    let vectors = call.collect().await?;
+    let wanted =
+        Form { dimensions: valid.dimensions, normalize: valid.normalize, format: valid.format };
+    let usage = call.usage();
+    let large = vectors.len() * model.size >= LARGE;
+    let write = move || reply::ok(&response(vectors, wanted, id, name, usage));
+    if large {
+        let written = tokio::task::spawn_blocking(write).await;
+        return Ok(written
+            .map_err(|error| ApiError::Internal { reason: error.to_string(), code: None })?);
+    }
+    Ok(write())
+}
+
+fn response(
+    vectors: Vec<Box<[f32]>>,
+    wanted: Form,
+    id: String,
+    model: String,
+    usage: PoolingUsage,
+) -> EmbeddingResponse {
+    let embed =
+        |(index, vector)| Embedding { object: "embedding", index, embedding: form(vector, wanted) };
+    EmbeddingResponse {
+        id,
+        object: "list",
+        created: now(),
+        model,
+        data: vectors.into_iter().enumerate().map(embed).collect(),
+        usage,
+    }
+}

@@ -1,0 +1,113 @@
+//! `POST /rerank` and `POST /score`, under each of the paths that clients know.
+
+use std::time::Instant;
+
+use axum::body::Body;
+use axum::extract::State;
+use axum::response::Response;
+use forebay_api::{
+    ApiError, ErrorBody, Pairs, PoolingUsage, Prompt, RerankDocument, RerankRequest,
+    RerankResponse, RerankResult, ScoreData, ScoreRequest, ScoreResponse,
+};
+
+use super::random_hex;
+use crate::limits;
+use crate::pooling::{
+    PooledCall, PoolingTask, check_lengths, cosine, encode_inputs, encode_pairs, scores,
+};
+use crate::reply::{self, Failure};
+use crate::state::{Shared, now};
+
+/// Puts documents into the order of how well they answer a query.
+#[utoipa::path(
+    post,
+    path = "/rerank",
+    request_body = RerankRequest,
+    responses(
+        (status = 200, description = "The best documents first", body = RerankResponse),
+        (status = "default", description = "An error", body = ErrorBody),
+    ),
+)]
+pub(crate) async fn rerank(State(state): State<Shared>, body: Body) -> Result<Response, Failure> {
+    let arrived = Instant::now();
+    let request: RerankRequest = limits::read(body, &state.config).await?;
+    let model = state.model_name(request.model.as_deref())?;
+    state.pooled_model()?;
+    let valid = request.validate(state.admit()?)?;
+    let id = format!("rerank-{}", random_hex());
+    let (found, usage) = score_pairs(&state, &valid.pairs, &id, arrived).await?;
+    let mut order: Vec<usize> = (0..found.len()).collect();
+    // Of equal scores the first document stays first.
+    order.sort_by(|&a, &b| found[b].total_cmp(&found[a]));
+    order.truncate(valid.top_n);
+    let mut documents = valid.pairs.second;
+    let results = order.into_iter().map(|index| RerankResult {
+        index,
+        document: valid
+            .return_documents
+            .then(|| RerankDocument { text: std::mem::take(&mut documents[index]) }),
+        relevance_score: found[index],
+    });
+    Ok(reply::ok(&RerankResponse { id, model, usage, results: results.collect() }))
+}
+
+/// Scores how well the texts of pairs go together.
+#[utoipa::path(
+    post,
+    path = "/score",
+    request_body = ScoreRequest,
+    responses(
+        (status = 200, description = "A score for each pair", body = ScoreResponse),
+        (status = "default", description = "An error", body = ErrorBody),
+    ),
+)]
+pub(crate) async fn score(State(state): State<Shared>, body: Body) -> Result<Response, Failure> {
+    let arrived = Instant::now();
+    let request: ScoreRequest = limits::read(body, &state.config).await?;
+    let model = state.model_name(request.model.as_deref())?;
+    state.pooled_model()?;
+    let pairs = request.validate(state.admit()?)?;
+    let id = format!("score-{}", random_hex());
+    let (found, usage) = score_pairs(&state, &pairs, &id, arrived).await?;
+    let data = found.into_iter().enumerate();
+    let data = data.map(|(index, score)| ScoreData { index, object: "score", score }).collect();
+    Ok(reply::ok(&ScoreResponse { id, object: "list", created: now(), model, data, usage }))
+}
+
+/// A score for each pair: what a cross-encoder says, or the cosine of an embedder's vectors.
+async fn score_pairs(
+    state: &Shared,
+    pairs: &Pairs,
+    id: &str,
+    arrived: Instant,
+) -> Result<(Vec<f32>, PoolingUsage), ApiError> {
+    let model = state.pooled_model()?;
+    let limits = state.limits()?;
+    let inputs = match model.task {
+        PoolingTask::Score => encode_pairs(&state.text, pairs).await?,
+        PoolingTask::Embed => {
+            let mut inputs = Vec::with_capacity(pairs.first.len() + pairs.second.len());
+            for (texts, param) in [&pairs.first, &pairs.second].into_iter().zip(pairs.params) {
+                let texts = texts.iter().cloned().map(Prompt::Text).collect();
+                let encoded =
+                    encode_inputs(&state.text, texts, true, pairs.truncate, param).await?;
+                check_lengths(&encoded, limits.context_length, param)?;
+                inputs.extend(encoded);
+            }
+            inputs
+        }
+    };
+    let place = (pairs.params[1], pairs.priority);
+    let call = PooledCall::start(state, model, inputs, limits, place, arrived)?;
+    let mut call = call.named(id);
+    let vectors = call.collect().await?;
+    let found = match model.task {
+        PoolingTask::Score => scores(&vectors, model.sigmoid),
+        PoolingTask::Embed => {
+            let (first, second) = vectors.split_at(pairs.first.len());
+            let partner = |index| first.get(index).unwrap_or(&first[0]);
+            second.iter().enumerate().map(|(index, b)| cosine(partner(index), b)).collect()
+        }
+    };
+    Ok((found, call.usage()))
+}

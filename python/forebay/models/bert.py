@@ -1,0 +1,107 @@
+"""BERT (Devlin et al. 2019), as an embedder and as a cross-encoder: every position sees the whole prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from forebay.attention.whole import Group, attend
+from forebay.layers.linear import Linear
+from forebay.layers.norm import LayerNorm
+from forebay.layers.params import Parameters, Report, ignore
+from forebay.weights.encoder_config import EncoderConfig
+from forebay.weights.pooling import Pooling
+
+_BODY = "bert."
+_ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "gelu": F.gelu,
+    "gelu_new": lambda x: F.gelu(x, approximate="tanh"),
+    "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "relu": F.relu,
+}
+
+
+@dataclass(frozen=True)
+class Packed:
+    """Whole prompts one after the other, sorted by length; `n` tokens, `r` prompts."""
+
+    tokens: torch.Tensor  # int32 [n]
+    positions: torch.Tensor  # int64 [n]
+    segments: torch.Tensor  # int64 [n]: 0 in the first text of a pair, 1 in the second
+    groups: Sequence[Group]
+
+
+class Block:
+    """One layer: `norm(x + attention(x))`, then `norm(x + mlp(x))`."""
+
+    def __init__(self, config: EncoderConfig, params: Parameters, index: int) -> None:
+        prefix, hidden = f"encoder.layer.{index}", config.hidden_size
+        self._heads = config.num_attention_heads
+        self._activation = _ACTIVATIONS[config.hidden_act]
+        parts = {"query": hidden, "key": hidden, "value": hidden}
+        self._qkv = Linear(params, f"{prefix}.attention.self", hidden, parts, bias=True)
+        self._output = Linear(params, f"{prefix}.attention.output", hidden, {"dense": hidden}, bias=True)
+        eps = config.layer_norm_eps
+        self._attention_norm = LayerNorm(params, f"{prefix}.attention.output.LayerNorm", hidden, eps)
+        self._up = Linear(params, f"{prefix}.intermediate", hidden, {"dense": config.intermediate_size}, bias=True)
+        self._down = Linear(params, f"{prefix}.output", config.intermediate_size, {"dense": hidden}, bias=True)
+        self._output_norm = LayerNorm(params, f"{prefix}.output.LayerNorm", hidden, eps)
+
+    def __call__(self, x: torch.Tensor, groups: Sequence[Group]) -> torch.Tensor:
+        """x is [n, hidden]."""
+        q, k, v = self._qkv(x).view(x.shape[0], 3, self._heads, -1).unbind(1)
+        x = self._attention_norm(self._output(attend(q, k, v, groups)).add_(x))
+        return self._output_norm(self._down(self._activation(self._up(x))).add_(x))
+
+
+class Bert:
+    """The encoder and what makes one vector of each prompt's states."""
+
+    def __init__(self, config: EncoderConfig, pooling: Pooling, params: Parameters) -> None:
+        hidden = config.hidden_size
+        self.config = config
+        self.params = params
+        self.pooling = pooling
+
+        def table(name: str, rows: int) -> torch.Tensor:
+            return params.tensor((rows, hidden), {f"embeddings.{name}_embeddings.weight": rows})
+
+        self._words = table("word", config.vocab_size)
+        self._positions = table("position", config.max_position_embeddings)
+        self._types = table("token_type", config.type_vocab_size)
+        self._norm = LayerNorm(params, "embeddings.LayerNorm", hidden, config.layer_norm_eps)
+        self._blocks = [Block(config, params, index) for index in range(config.num_hidden_layers)]
+        params.skip("embeddings.position_ids")
+        self._head: tuple[Linear, Linear] | None = None
+        if pooling.task == "score":
+            pooler = Linear(params, "pooler", hidden, {"dense": hidden}, bias=True)
+            self._head = pooler, Linear(params, "", hidden, {"classifier": pooling.size}, bias=True)
+        else:
+            params.skip("pooler.dense.weight")
+            params.skip("pooler.dense.bias")
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], report: Report = ignore) -> None:
+        """Copies checkpoint tensors, by Hugging Face name, into place; raises `WeightError` if they do not fit."""
+        self.params.load(((name.removeprefix(_BODY), tensor) for name, tensor in weights), report)
+
+    def __call__(self, packed: Packed) -> torch.Tensor:
+        """One vector a prompt, float32 [r, size]: pooled and otherwise as the last layer left it, or a logit."""
+        x = F.embedding(packed.tokens, self._words)
+        x += F.embedding(packed.positions, self._positions)
+        x += F.embedding(packed.segments, self._types)
+        x = self._norm(x)
+        for block in self._blocks:
+            x = block(x, packed.groups)
+        vectors = torch.cat([self._pool(x, part) for part in packed.groups])
+        if self._head is not None:
+            pooler, classifier = self._head
+            vectors = classifier(torch.tanh(pooler(vectors.to(x.dtype)))).float()
+        return vectors
+
+    def _pool(self, x: torch.Tensor, part: Group) -> torch.Tensor:
+        """float32 [prompts of the group, hidden]."""
+        states: torch.Tensor = x[part.tokens].unflatten(0, (part.count, part.length))
+        return states[:, 0].float() if self.pooling.kind == "cls" else states.mean(dim=1, dtype=torch.float32)

@@ -1,0 +1,66 @@
+"""The shape of a BERT, read from its `config.json`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from forebay.weights.errors import UnsupportedModelError
+
+__all__ = ["ENCODER_ARCHITECTURES", "EncoderConfig", "is_encoder"]
+
+ENCODER_ARCHITECTURES = ("BertModel", "BertForSequenceClassification")
+_ACTIVATIONS = ("gelu", "gelu_new", "gelu_pytorch_tanh", "relu")
+
+
+@dataclass(frozen=True)
+class EncoderConfig:
+    """Everything that the model code needs to build itself. Sizes are numbers of elements, positions are tokens."""
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    layer_norm_eps: float
+    max_position_embeddings: int
+    type_vocab_size: int
+    hidden_act: str
+
+    @classmethod
+    def from_dict(cls, d: dict[str, Any]) -> EncoderConfig:
+        """Reads a `config.json`; raises UnsupportedModelError for what would be computed wrongly."""
+        kind = d.get("position_embedding_type") or "absolute"
+        if kind != "absolute":
+            raise UnsupportedModelError(f"position_embedding_type {kind!r} is not supported; supported: absolute")
+        activation = str(d.get("hidden_act") or "gelu")
+        if activation not in _ACTIVATIONS:
+            raise UnsupportedModelError(f"hidden_act {activation!r} is not supported: use {', '.join(_ACTIVATIONS)}")
+        if d.get("is_decoder"):
+            raise UnsupportedModelError("a BERT that is a decoder is not supported")
+        try:
+            return cls(
+                architecture=next(name for name in d["architectures"] if name in ENCODER_ARCHITECTURES),
+                vocab_size=int(d["vocab_size"]),
+                hidden_size=int(d["hidden_size"]),
+                intermediate_size=int(d["intermediate_size"]),
+                num_hidden_layers=int(d["num_hidden_layers"]),
+                num_attention_heads=int(d["num_attention_heads"]),
+                layer_norm_eps=float(d.get("layer_norm_eps", 1e-12)),
+                max_position_embeddings=int(d.get("max_position_embeddings", 512)),
+                type_vocab_size=int(d.get("type_vocab_size", 2)),
+                hidden_act=activation,
+            )
+        except KeyError as error:
+            raise UnsupportedModelError(f"the model's config has no {error.args[0]!r}") from error
+
+    @property
+    def longest_context(self) -> int:
+        """Positions that a prompt may use."""
+        return self.max_position_embeddings
+
+
+def is_encoder(d: dict[str, Any]) -> bool:
+    """Whether a `config.json` is that of a model of `EncoderConfig`."""
+    return any(name in ENCODER_ARCHITECTURES for name in d.get("architectures") or [])

@@ -1,0 +1,40 @@
+"""The small JSON files of a model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from forebay.weights.errors import ModelError
+
+__all__ = ["read_json", "read_json_list"]
+
+
+def read_json(path: Path, *, optional: bool = False) -> dict[str, Any]:
+    """The object in a JSON file; empty for a file that is optional and not there. Raises ModelError."""
+    value = _read(path, optional=optional, missing={})
+    if not isinstance(value, dict):
+        raise ModelError(f"{path} is not a JSON object")
+    return value
+
+
+def read_json_list(path: Path) -> list[Any]:
+    """The list in a JSON file; empty where there is no such file. Raises ModelError."""
+    value = _read(path, optional=True, missing=[])
+    if not isinstance(value, list):
+        raise ModelError(f"{path} is not a JSON list")
+    return value
+
+
+def _read(path: Path, *, optional: bool, missing: Any) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        if optional:
+            return missing
+        raise ModelError(f"{path.parent} has no {path.name}") from None
+    except OSError as error:
+        raise ModelError(f"{path} can't be read: {error.strerror}") from error
+    except ValueError as error:
+        raise ModelError(f"{path} is not JSON: {error}") from error

@@ -1,0 +1,81 @@
+"""Models that make vectors and scores, and what transformers says about them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModel, AutoModelForSequenceClassification, AutoTokenizer, BertConfig
+
+from benchmarks.models import unpack_minilm
+from tests.e2e.models import Model
+
+
+class Encoder(Model):
+    """A BERT in a directory as on the hub."""
+
+    kind: Any = AutoModel
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(directory.name, directory, directory / "tokenizer.json")
+        self.hub_tokenizer: Any = AutoTokenizer.from_pretrained(directory)
+        self.model: Any = self.kind.from_pretrained(directory, dtype=torch.float32).eval()
+
+    def ids(self, text: str, **options: Any) -> list[int]:
+        """The tokens of a text, the special ones included."""
+        ids: list[int] = self.hub_tokenizer(text, **options)["input_ids"]
+        return ids
+
+
+class MiniLM(Encoder):
+    """all-MiniLM-L6-v2."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(unpack_minilm(directory))
+
+    def vectors(self, prompts: Sequence[Sequence[int]]) -> torch.Tensor:
+        """What sentence-transformers computes: the mean state, of length 1; float32 [prompts, 384]."""
+        with torch.inference_mode():
+            states = [self.model(input_ids=torch.tensor([list(ids)])).last_hidden_state[0] for ids in prompts]
+        return torch.nn.functional.normalize(torch.stack([state.mean(0) for state in states]), dim=-1)
+
+
+class CrossEncoder(Encoder):
+    """A random cross-encoder with the vocabulary of MiniLM."""
+
+    kind = AutoModelForSequenceClassification
+
+    def __init__(self, directory: Path, minilm: MiniLM) -> None:
+        sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+        config = BertConfig(**sizes | {"vocab_size": 30522, "max_position_embeddings": 128, "num_labels": 1})
+        torch.manual_seed(3)
+        model: Any = self.kind.from_config(config)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                norm = name.endswith("LayerNorm.weight")
+                parameter.copy_(torch.randn_like(parameter) * 0.15 + norm)
+        model.save_pretrained(directory)
+        for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"):
+            shutil.copyfile(Path(minilm.path) / name, directory / name)
+        super().__init__(directory)
+
+    def logits(self, pairs: Sequence[tuple[str, str]]) -> list[float]:
+        """The logit of each pair."""
+        with torch.inference_mode():
+            inputs = [self.hub_tokenizer(*pair, return_tensors="pt") for pair in pairs]
+            return [float(self.model(**one).logits[0, 0]) for one in inputs]
+
+
+def as_sentence_transformers(directory: Path) -> None:
+    """Adds the files by which a causal model's repository says that it is an embedder."""
+    types = ["Transformer", "Pooling", "Normalize"]
+    modules = [
+        {"path": f"{at}_{name}", "type": f"sentence_transformers.models.{name}"} for at, name in enumerate(types)
+    ]
+    (directory / "modules.json").write_text(json.dumps(modules))
+    (directory / "1_Pooling").mkdir()
+    (directory / "1_Pooling/config.json").write_text(json.dumps({"pooling_mode_lasttoken": True}))
