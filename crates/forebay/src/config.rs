@@ -8,6 +8,7 @@ use serde_json::{Map, Value, json};
 
 use crate::flags::{Device, Dtype, LoadFormat, SchedulePolicy, ServeFlags, SimFlags};
 use crate::model::Model;
+use crate::text::{TokenizerBackend, TokenizerMode};
 
 /// Size of the arena; memory is used only where something is written.
 pub(crate) const ARENA_BYTES: u32 = 64 << 20;
@@ -40,6 +41,9 @@ pub(crate) struct Config {
     pub(crate) threads: Option<u32>,
     pub(crate) http_threads: u16,
     pub(crate) text_threads: u16,
+    pub(crate) tokenizer_backend: TokenizerBackend,
+    pub(crate) tokenizer_mode: TokenizerMode,
+    pub(crate) text_cache_bytes: usize,
     pub(crate) watchdog_timeout_s: f64,
     pub(crate) drain_timeout_s: f64,
     pub(crate) hand_restarts: u32,
@@ -122,6 +126,9 @@ impl Config {
             threads: flags.run.threads,
             http_threads: flags.http.http_threads,
             text_threads: flags.http.text_threads,
+            tokenizer_backend: flags.text.tokenizer_backend,
+            tokenizer_mode: flags.text.tokenizer_mode,
+            text_cache_bytes: flags.text.text_cache_bytes,
             watchdog_timeout_s: flags.run.watchdog_timeout.as_secs_f64(),
             drain_timeout_s: flags.http.drain_timeout.as_secs_f64(),
             hand_restarts: flags.run.hand_restarts,

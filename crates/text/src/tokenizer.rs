@@ -134,7 +134,12 @@ impl Tokenizer {
         let cuts = Cuts::of(&file);
         let fast = match backend {
             Backend::Hf => None,
-            Backend::Fastokens => Some(Fast::new(file, &inner)?),
+            Backend::Fastokens if scheme == Scheme::Bytes => Some(Fast::new(file, &inner)?),
+            Backend::Fastokens => {
+                // It was seen to take text that reads like a byte token for that byte.
+                let why = "fastokens is for byte-level tokenizers only, and this is none";
+                return Err(TextError::Load(why.to_owned()));
+            }
         };
         let frame = frame(&inner)?;
         Ok(Self { inner, fast, scheme, table, cuts, frame })
@@ -146,7 +151,7 @@ impl Tokenizer {
     /// # Errors
     /// [`TextError::Encode`] if the model has no token for a part of the text and no unknown token either.
     pub fn encode(&self, text: &str, add_special_tokens: bool) -> Result<Vec<i32>, TextError> {
-        if let Some(fast) = &self.fast {
+        if let Some(fast) = self.fast.as_ref().filter(|fast| fast.takes(text)) {
             return fast.encode(text, add_special_tokens);
         }
         let encoding = self

@@ -41,8 +41,7 @@ impl Follow {
     /// `None` for a pattern that is not understood: one with another lookaround, anchors, possessive or atomic parts,
     /// one that can match nothing, or one that looks ahead after something else than a space.
     pub(crate) fn new(pattern: &str) -> Option<Self> {
-        // This parser reads a possessive quantifier as two greedy ones, as the library's does after `{n}`.
-        if ["++", "*+", "?+"].iter().any(|quantifier| pattern.contains(quantifier)) {
+        if has_possessive(pattern) {
             return None;
         }
         let plain = pattern.replace(r"(?!\S)", &LOOKAHEAD.to_string());
@@ -174,6 +173,23 @@ impl Follow {
     }
 }
 
+/// Whether there is a quantifier that gives nothing back: this parser reads one as two greedy quantifiers.
+fn has_possessive(pattern: &str) -> bool {
+    let (mut classes, mut after_quantifier) = (0_u32, false);
+    let mut characters = pattern.chars();
+    while let Some(character) = characters.next() {
+        match character {
+            '\\' => _ = characters.next(),
+            '[' => classes += 1,
+            ']' => classes = classes.saturating_sub(1),
+            '+' if classes == 0 && after_quantifier => return true,
+            _ => {}
+        }
+        after_quantifier = matches!(character, '+' | '*' | '?');
+    }
+    false
+}
+
 /// Whether `set` holds `character`.
 pub(crate) fn contains(set: &[(char, char)], character: char) -> bool {
     let after = set.partition_point(|&(start, _)| start <= character);
@@ -219,6 +235,13 @@ mod tests {
     }
 
     #[test]
+    fn plus_signs_that_possess_nothing() {
+        for pattern in ["[*+]", r"a\++", r"[\[*+]b", "a{2}+", "a+b+"] {
+            assert!(Follow::new(pattern).is_some(), "{pattern}");
+        }
+    }
+
+    #[test]
     fn what_is_not_understood_is_refused() {
         for pattern in [
             "a*",
@@ -229,6 +252,7 @@ mod tests {
             "(?=a)b",
             "a(?!b)",
             "a++",
+            r"[+\]]?+a",
             "(?>a)",
             r"a(?!\S)|b",
             r"(?!\S)a",
