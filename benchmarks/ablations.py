@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from benchmarks import compare, models, records
 from benchmarks.load import Workload
-from benchmarks.servers import STEPS_OF_5_MS, Forebay, Setting
+from benchmarks.servers import STEPS_OF_5_MS, TOKEN_EVERY_30_US, Forebay, Setting
 
 TINY = Setting(model="tiny", streams=256, context=512, threads=1)
 PREFIXES = (
@@ -20,6 +20,7 @@ PREFIXES = (
 )
 CHAT = Workload("chat, tiny model", TINY, 10, 128, requests=1024)
 CHAT_5_MS = Workload("chat, simulated steps of 5 ms", TINY, 10, 128, requests=1024)
+CHAT_30_US = Workload("chat, a simulated token every 30 us", replace(TINY, streams=2048), 10, 128, requests=4096)
 SHARED = Workload(
     "48 prompts with 8 beginnings of 1024 tokens, SmolLM2",
     Setting(model="smollm2", streams=8, context=2048, step_tokens=1024),
@@ -77,6 +78,8 @@ class Switch:
 SWITCHES = [
     Switch("lookahead", (), ("--lookahead", "0"), CHAT_5_MS, profile=STEPS_OF_5_MS),
     Switch("lookahead", (), ("--lookahead", "0"), CHAT),
+    Switch("direct egress", (), ("--egress", "naive"), CHAT_30_US, profile=TOKEN_EVERY_30_US),
+    Switch("direct egress", (), ("--egress", "naive"), CHAT),
     Switch("prefix cache", (), ("--disable-radix-cache",), SHARED),
     Switch("text threads", (), ("--tokenizer-mode", "inline"), SHORT_AT_ONCE, profile=STEPS_OF_5_MS),
     Switch("text cache", (), ("--text-cache-bytes", "0"), LONG_SHARED, profile=STEPS_OF_5_MS),

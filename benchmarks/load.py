@@ -119,6 +119,8 @@ def kept(run: Mapping[str, Any]) -> dict[str, Any]:
     tokens = max(run["total_output_tokens"], 1)
     return {key: run[key] for key in KEPT} | {
         "requests": run["num_prompts"],
+        "server_user_us_per_token": sum(one["user_seconds"] for one in run["server_cpu"] or []) * 1e6 / tokens,
+        "server_kernel_us_per_token": sum(one["system_seconds"] for one in run["server_cpu"] or []) * 1e6 / tokens,
         "processes_us_per_token": by_name(run["server_cpu"] or [], tokens),
     }
 

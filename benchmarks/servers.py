@@ -19,6 +19,8 @@ FOREBAY = ROOT / ".venv/bin/forebay"
 SGLANG_STUBS = ROOT / "benchmarks/peers/sglang"
 STEPS_OF_5_MS = str(ROOT / "benchmarks/profiles/steps-of-5-ms.toml")
 """A simulated device whose every step takes 5 ms."""
+TOKEN_EVERY_30_US = str(ROOT / "benchmarks/profiles/30-us-a-token.toml")
+"""A simulated device that makes 33 000 tokens a second, whatever the number of streams."""
 LLAMA_SLOTS = 256
 """The most sequences that llama.cpp can be built with by default."""
 

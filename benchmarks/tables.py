@@ -140,6 +140,19 @@ def ablations(found: Results) -> str:
     return markdown(head, rows)
 
 
+def egress(found: Results) -> str:
+    """CPU time of a chunk for each way of writing it; the ratios are of the others to the first."""
+    head = ["streams", "chunks written by", "CPU us/token", "user", "kernel", "chunks/token", "ITL ms", "p99 ITL ms"]
+    keys = ("server_cpu_us_per_token", "server_user_us_per_token", "server_kernel_us_per_token", "chunks_per_token")
+    rows = []
+    for workload in found.workloads():
+        first = found.servers(workload)[0]
+        for server in found.servers(workload):
+            cells = [number(found.median(workload, server, key)) for key in (*keys, "mean_itl_ms", "p99_itl_ms")]
+            rows.append([workload, server, *cells, spread(found.ratio(workload, server, first, keys[0]))])
+    return markdown([*head, "CPU / direct"], rows)
+
+
 def agreement(found: Results) -> str:
     """What several clients say of the same server; in brackets our number by theirs."""
     keys = {
@@ -165,6 +178,7 @@ KINDS: dict[str, Callable[[Results], str]] = {
     "host_ceiling": host_ceiling,
     "cpu_model": cpu_model,
     "ablations": ablations,
+    "egress": egress,
     "agreement": agreement,
 }
 

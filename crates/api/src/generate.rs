@@ -117,6 +117,8 @@ pub struct GenerateSampling {
     pub skip_special_tokens: Option<bool>,
     /// Accepted; tokenizers with fast detokenisation put no such spaces.
     pub spaces_between_special_tokens: Option<bool>,
+    /// Tokens to gather for an event of the stream; the server's flag where absent. The first token does not wait.
+    pub stream_interval: Option<u32>,
     #[serde(default)]
     #[schema(ignore)]
     json_schema: Inert,
@@ -334,6 +336,7 @@ impl GenerateSampling {
             ignore_eos: self.ignore_eos,
             skip_special_tokens: self.skip_special_tokens,
             priority,
+            stream_interval: self.stream_interval,
             logprobs,
         };
         fields.validate(defaults, limits)

@@ -118,6 +118,8 @@ macro_rules! openai_request {
             pub stream: Option<bool>,
             /// Options of the stream.
             pub stream_options: Option<$crate::openai::StreamOptions>,
+            /// Tokens to gather for a chunk of the stream; the server's flag where absent. The first token does not wait.
+            pub stream_interval: Option<u32>,
             /// Only `{"type": "text"}` is served.
             pub response_format: Option<$crate::openai::ResponseFormat>,
             #[serde(default)] #[schema(ignore)] guided_json: $crate::inert::Inert,
@@ -191,6 +193,7 @@ macro_rules! openai_request {
                     ignore_eos: self.ignore_eos,
                     skip_special_tokens: self.skip_special_tokens,
                     priority: self.priority,
+                    stream_interval: self.stream_interval,
                     logprobs: None,
                 }
             }

@@ -74,6 +74,8 @@ pub struct Generation {
     pub skip_special_tokens: bool,
     /// Larger is sooner, under the priority policy.
     pub priority: i32,
+    /// Tokens to gather for a chunk of a stream, at least one.
+    pub stream_interval: Option<u32>,
 }
 
 impl Generation {
@@ -159,6 +161,7 @@ pub(crate) struct Fields {
     pub(crate) ignore_eos: Option<bool>,
     pub(crate) skip_special_tokens: Option<bool>,
     pub(crate) priority: Option<i32>,
+    pub(crate) stream_interval: Option<u32>,
     /// Already checked by [`check_logprobs`].
     pub(crate) logprobs: Option<u8>,
 }
@@ -231,6 +234,10 @@ impl Fields {
                 return Err(out_of_range(&param, reason));
             }
         }
+        if self.stream_interval == Some(0) {
+            let param = format!("{prefix}stream_interval");
+            return Err(out_of_range(&param, "must be at least 1".to_owned()));
+        }
         let logit_bias = biases(prefix, self.logit_bias.unwrap_or_default(), limits)?;
         let sampling = SamplingParams {
             temperature: self.temperature.or(defaults.temperature).unwrap_or(1.0),
@@ -259,6 +266,7 @@ impl Fields {
             ignore_eos: self.ignore_eos.unwrap_or(false),
             skip_special_tokens: self.skip_special_tokens.unwrap_or(true),
             priority: self.priority.unwrap_or(0),
+            stream_interval: self.stream_interval,
         })
     }
 }
@@ -341,6 +349,7 @@ mod tests {
             (Fields { n: Some(129), ..fields() }, "n"),
             (Fields { max_tokens: Some(0), ..fields() }, "max_tokens"),
             (Fields { max_tokens: Some(3), min_tokens: Some(4), ..fields() }, "min_tokens"),
+            (Fields { stream_interval: Some(0), ..fields() }, "stream_interval"),
             (Fields { stop: strings(17), ..fields() }, "stop"),
             (Fields { stop: Some(Strings(vec![String::new()])), ..fields() }, "stop[0]"),
             (Fields { stop_token_ids: Some(vec![1, 1000]), ..fields() }, "stop_token_ids[1]"),

@@ -6,7 +6,7 @@ use forebay_sim::Profile;
 use serde::Serialize;
 use serde_json::{Map, Value, json};
 
-use crate::flags::{Device, Dtype, LoadFormat, SchedulePolicy, ServeFlags, SimFlags};
+use crate::flags::{Device, Dtype, Egress, LoadFormat, SchedulePolicy, ServeFlags, SimFlags};
 use crate::model::Model;
 use crate::text::{TokenizerBackend, TokenizerMode};
 
@@ -44,6 +44,10 @@ pub(crate) struct Config {
     pub(crate) tokenizer_backend: TokenizerBackend,
     pub(crate) tokenizer_mode: TokenizerMode,
     pub(crate) text_cache_bytes: usize,
+    pub(crate) egress_threads: u16,
+    pub(crate) egress: Egress,
+    pub(crate) stream_interval: u32,
+    pub(crate) stream_flush_us: u64,
     pub(crate) watchdog_timeout_s: f64,
     pub(crate) drain_timeout_s: f64,
     pub(crate) hand_restarts: u32,
@@ -129,6 +133,10 @@ impl Config {
             tokenizer_backend: flags.text.tokenizer_backend,
             tokenizer_mode: flags.text.tokenizer_mode,
             text_cache_bytes: flags.text.text_cache_bytes,
+            egress_threads: flags.http.egress_threads.unwrap_or_else(egress_threads),
+            egress: flags.http.egress,
+            stream_interval: flags.http.stream_interval,
+            stream_flush_us: flags.http.stream_flush_us,
             watchdog_timeout_s: flags.run.watchdog_timeout.as_secs_f64(),
             drain_timeout_s: flags.http.drain_timeout.as_secs_f64(),
             hand_restarts: flags.run.hand_restarts,
@@ -185,6 +193,12 @@ impl Config {
             _ => Map::new(),
         }
     }
+}
+
+/// One thread writes more than 100 000 chunks a second, which is more than most devices make.
+fn egress_threads() -> u16 {
+    let cores = std::thread::available_parallelism().map_or(1, usize::from);
+    u16::try_from(1 + cores / 16).unwrap_or(u16::MAX).min(8)
 }
 
 fn dtype(flag: Dtype) -> &'static str {

@@ -83,9 +83,22 @@ pub(crate) struct HttpFlags {
     /// Seconds that a request's head, and then its body, may take to arrive; also how long an idle connection is kept.
     #[arg(long, default_value = "60", value_parser = seconds)]
     pub(crate) receive_timeout: Duration,
-    /// Threads that parse requests and write streams.
+    /// Threads that parse requests, and write heads and ends of answers.
     #[arg(long, default_value_t = 2, value_parser = clap::value_parser!(u16).range(1..=64))]
     pub(crate) http_threads: u16,
+    /// Threads that make text of tokens and write streams [default: 1, and one more for every 16 cores].
+    #[arg(long, value_parser = clap::value_parser!(u16).range(1..=64))]
+    pub(crate) egress_threads: Option<u16>,
+    /// Who writes a stream's chunks: `direct`, the threads that make them; `tasks`, the connections' tasks, woken for what is pending; `naive`, those,
+    /// woken for every token. The last two are there to be measured.
+    #[arg(long, value_enum, default_value_t)]
+    pub(crate) egress: Egress,
+    /// Tokens that a stream gathers for a chunk; requests may say otherwise. The first token and the end do not wait.
+    #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..))]
+    pub(crate) stream_interval: u32,
+    /// Least microseconds between two chunks of a stream: what comes sooner is merged. The first token and the end do not wait.
+    #[arg(long, value_name = "MICROSECONDS", default_value_t = 0, value_parser = clap::value_parser!(u64).range(..=60_000_000))]
+    pub(crate) stream_flush_us: u64,
     /// Threads that apply chat templates and tokenise.
     #[arg(long, default_value_t = 2, value_parser = clap::value_parser!(u16).range(1..=256))]
     pub(crate) text_threads: u16,
@@ -229,6 +242,15 @@ pub(crate) enum Dtype {
     Bfloat16,
     #[value(alias = "float", alias = "fp32")]
     Float32,
+}
+
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, ValueEnum, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub(crate) enum Egress {
+    #[default]
+    Direct,
+    Tasks,
+    Naive,
 }
 
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, ValueEnum, Serialize)]

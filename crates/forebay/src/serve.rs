@@ -1,5 +1,6 @@
 //! `forebay serve`: starts the parts in order and stops them in reverse.
 
+use std::ffi::OsString;
 use std::fs::File;
 use std::net::TcpListener;
 use std::path::PathBuf;
@@ -10,7 +11,9 @@ use anyhow::{Context, Result, bail};
 use forebay_api::GenerationDefaults;
 use forebay_engine::{Clock, Engine, EngineHandle, Executor, Status, SystemClock};
 use forebay_hand::{HandExecutor, HandSpec};
-use forebay_server::{AppState, Metrics, ModelInfo, ServerConfig, egress};
+use forebay_server::{
+    AppState, EgressConfig, EgressMode, Metrics, ModelInfo, ServerConfig, egress,
+};
 use forebay_sim::{Recorder, SimClock, SimExecutor};
 use forebay_text::{ChatTemplate, Tokenizer};
 use serde_json::Value;
@@ -19,11 +22,11 @@ use tokio::sync::oneshot;
 use tracing::{info, warn};
 
 use crate::config::{ARENA_BYTES, Config};
-use crate::flags::{Device, GenerationConfig, LoadFormat, ServeFlags};
+use crate::flags::{Device, Egress, GenerationConfig, LoadFormat, ServeFlags};
 use crate::model::{Model, fetch, find_python};
 use crate::{logs, simulate, watch};
 
-/// Steps and registrations that may wait for the egress thread before the engine waits for it.
+/// Steps and registrations that may wait for an egress thread before the engine waits for it.
 const EGRESS_STEPS: usize = 1024;
 
 /// Serves until a signal, or until the engine ends.
@@ -52,7 +55,12 @@ pub(crate) fn run(flags: &ServeFlags) -> Result<()> {
     }
     let text = flags.text.pool(&config, tokenizer.clone(), template)?;
     let metrics = Arc::new(Metrics::new(&config.served_model_names[0], config.context_length)?);
-    let (sink, egress) = egress(tokenizer.clone(), metrics.clone(), EGRESS_STEPS)?;
+    let egress_config = EgressConfig {
+        threads: config.egress_threads.into(),
+        capacity: EGRESS_STEPS,
+        window: Duration::from_micros(config.stream_flush_us),
+    };
+    let (sink, egress) = egress(&tokenizer, &metrics, egress_config)?;
 
     let (executor, clock) = executor(flags, python, &config, &model, &tokenizer)?;
     let (ended, engine_ended) = oneshot::channel();
@@ -78,6 +86,12 @@ pub(crate) fn run(flags: &ServeFlags) -> Result<()> {
         header_timeout: flags.http.receive_timeout,
         body_timeout: flags.http.receive_timeout,
         drain_timeout: flags.http.drain_timeout,
+        egress: match config.egress {
+            Egress::Direct => EgressMode::Direct,
+            Egress::Tasks => EgressMode::Tasks,
+            Egress::Naive => EgressMode::Naive,
+        },
+        stream_interval: config.stream_interval,
         info: serde_json::to_value(&config)?,
         ..ServerConfig::default()
     };
@@ -114,7 +128,7 @@ fn executor(
             let hand = HandExecutor::new(HandSpec {
                 program: python,
                 args: vec!["-m".into(), "forebay.worker".into()],
-                env: Vec::new(),
+                env: hand_environment(),
                 config: config.hand(model),
                 world_size: 1,
                 arena_bytes: ARENA_BYTES,
@@ -125,6 +139,16 @@ fn executor(
     let Some(file) = &flags.run.record_steps else { return Ok((executor, clock)) };
     let steps = File::create(file).with_context(|| format!("--record-steps {}", file.display()))?;
     Ok((Box::new(Recorder::new(executor, steps)?), clock))
+}
+
+/// glibc shall ask for huge pages where it maps large blocks, unless the user has said what it shall do: a step on a CPU reads all
+/// weights, and looking up every 4 KiB of them is up to a tenth of its time.
+fn hand_environment() -> Vec<(OsString, OsString)> {
+    const TUNABLES: &str = "GLIBC_TUNABLES";
+    match std::env::var_os(TUNABLES) {
+        Some(_) => Vec::new(),
+        None => vec![(TUNABLES.into(), "glibc.malloc.hugetlb=1".into())],
+    }
 }
 
 async fn serve(

@@ -10,6 +10,8 @@ use crate::tile::{Kernel, MAX_ROWS, Tile};
 
 /// Query rows (tokens times heads of a group) that share a packed block of keys.
 const QUERY_ROWS: usize = 48;
+/// Bytes.
+const CACHE_LINE: usize = 64;
 
 /// Heads and their pages.
 #[derive(Clone, Copy)]
@@ -111,15 +113,34 @@ pub(crate) unsafe fn attend<E: Element, K: Kernel<E>>(
 
     let end = unit.position + unit.tokens;
     let mut tile: Tile = [[0.0; NR]; MAX_ROWS];
-    for first in (0..end).step_by(NR) {
+    // Where the entries of NR positions begin; 0 for those that are not seen.
+    let entries_of = |first: usize| {
         let mut entries = [0usize; NR];
-        let seen = (end - first).min(NR);
-        for (j, entry) in entries.iter_mut().enumerate().take(seen) {
-            let position = first + j;
+        let (mut page, mut within) = (first / shape.page_size, first % shape.page_size);
+        for entry in entries.iter_mut().take(end.saturating_sub(first)) {
             // SAFETY: the contract: a page for every position.
-            let page = unsafe { *unit.pages.add(position / shape.page_size) } as usize;
-            let index = page * shape.page_size + position % shape.page_size;
+            let index = unsafe { *unit.pages.add(page) } as usize * shape.page_size + within;
             *entry = (index * shape.kv_heads + unit.kv_head) * dim;
+            within += 1;
+            if within == shape.page_size {
+                (page, within) = (page + 1, 0);
+            }
+        }
+        entries
+    };
+    let mut next = entries_of(0);
+    for first in (0..end).step_by(NR) {
+        let seen = (end - first).min(NR);
+        let entries = next;
+        // The rows lie scattered over the pool: those of the next block are fetched while this one is computed.
+        next = entries_of(first + NR);
+        if first + NR < end {
+            for entry in next.iter().take(end - first - NR) {
+                for at in (0..dim).step_by(CACHE_LINE / size_of::<E>()) {
+                    K::prefetch(keys.wrapping_add(entry + at));
+                    K::prefetch(values.wrapping_add(entry + at));
+                }
+            }
         }
         let zeros = scratch.zeros.as_ptr();
         let row_of = |j: usize, from: *const E| {
@@ -130,8 +151,14 @@ pub(crate) unsafe fn attend<E: Element, K: Kernel<E>>(
         // SAFETY: rows of `dim` elements, and a buffer for them.
         unsafe { K::pack_rows(&key_rows, dim, scratch.keys.as_mut_ptr()) };
         let value_rows: [*const E; NR] = std::array::from_fn(|j| row_of(j, values));
-        // SAFETY: as above.
-        unsafe { pack_values(&value_rows, dim, &mut scratch.values) };
+        for (panel, packed) in scratch.values.chunks_exact_mut(NR * NR).enumerate() {
+            let from = panel * NR;
+            // SAFETY: rows of `dim` elements, and a panel; columns from `dim` on have been zero from the beginning.
+            unsafe {
+                let rows = value_rows.map(|row| row.add(from));
+                K::pack_columns(&rows, (dim - from).min(NR), packed.as_mut_ptr());
+            }
+        }
 
         // Queries before the block see nothing of it.
         let from_row = (first.saturating_sub(unit.position)) * group;
@@ -225,27 +252,4 @@ fn soften<E: Element>(
     *largest = now;
     *total = *total * decay + lanes.iter().sum::<f32>();
     decay
-}
-
-/// Packs [`NR`] positions' values as the panels of a matrix whose inner dimension is the position.
-#[inline(always)]
-unsafe fn pack_values<E: Element>(rows: &[*const E; NR], dim: usize, packed: &mut [E]) {
-    for (panel, packed) in packed.chunks_exact_mut(NR * NR).enumerate() {
-        let width = (dim - panel * NR).min(NR);
-        for (group, packed) in packed.chunks_exact_mut(NR * E::PAIR).enumerate() {
-            // SAFETY: each row has `dim` elements.
-            let row = |within: usize| unsafe {
-                std::slice::from_raw_parts(rows[group * E::PAIR + within].add(panel * NR), width)
-            };
-            if E::PAIR == 1 {
-                packed[..width].copy_from_slice(row(0));
-            } else {
-                let (first, second) = (row(0), row(1));
-                for ((pair, &a), &b) in packed.chunks_exact_mut(2).zip(first).zip(second) {
-                    pair[0] = a;
-                    pair[1] = b;
-                }
-            }
-        }
-    }
 }

@@ -35,6 +35,15 @@ pub(crate) unsafe trait Kernel<E: Element>: 'static {
     /// # Safety
     /// Each of `rows` can be read for `k` elements, `panel` written for `k * NR`; `k` is a multiple of `E::PAIR`.
     unsafe fn pack_rows(rows: &[*const E; NR], k: usize, panel: *mut E);
+
+    /// Packs `width` columns of [`NR`] rows as a panel whose inner dimension is the row; zeros in the columns from `width` on stay zeros.
+    ///
+    /// # Safety
+    /// Each of `rows` can be read for `width` elements, at most [`NR`]; `panel` can be written for `NR * NR`.
+    unsafe fn pack_columns(rows: &[*const E; NR], width: usize, panel: *mut E);
+
+    /// Begins to load the cache line at `address`, which need not be valid.
+    fn prefetch(address: *const E);
 }
 
 /// Plain loops, which the compiler turns into the vectors of whatever processor the caller is compiled for.
@@ -80,6 +89,20 @@ unsafe impl<E: Element> Kernel<E> for Plain {
             }
         }
     }
+
+    #[inline(always)]
+    unsafe fn pack_columns(rows: &[*const E; NR], width: usize, panel: *mut E) {
+        for (inner, &row) in rows.iter().enumerate() {
+            for column in 0..width {
+                let at = (inner / E::PAIR * NR + column) * E::PAIR + inner % E::PAIR;
+                // SAFETY: inside the row and the panel, by the contract.
+                unsafe { *panel.add(at) = *row.add(column) };
+            }
+        }
+    }
+
+    #[inline(always)]
+    fn prefetch(_: *const E) {}
 }
 
 #[cfg(target_arch = "x86_64")]
@@ -137,6 +160,20 @@ mod x86 {
             // SAFETY: the caller's contract; an f32 is a dword.
             unsafe { transpose_rows(&rows.map(<*const f32>::cast), k, panel.cast()) }
         }
+
+        #[inline(always)]
+        unsafe fn pack_columns(rows: &[*const f32; NR], width: usize, panel: *mut f32) {
+            for (inner, row) in rows.iter().enumerate() {
+                // SAFETY: inside the row and the panel, by the contract.
+                unsafe { std::ptr::copy_nonoverlapping(*row, panel.add(inner * NR), width) };
+            }
+        }
+
+        #[inline(always)]
+        fn prefetch(address: *const f32) {
+            // SAFETY: a prefetch of a wrong address does nothing.
+            unsafe { _mm_prefetch::<_MM_HINT_T0>(address.cast()) };
+        }
     }
 
     // SAFETY: callers detect avx512f, avx512bw and avx512bf16.
@@ -160,6 +197,18 @@ mod x86 {
         unsafe fn pack_rows(rows: &[*const Bf16; NR], k: usize, panel: *mut Bf16) {
             // SAFETY: the caller's contract; a pair is a dword.
             unsafe { transpose_rows(&rows.map(<*const Bf16>::cast), k / 2, panel.cast()) }
+        }
+
+        #[inline(always)]
+        unsafe fn pack_columns(rows: &[*const Bf16; NR], width: usize, panel: *mut Bf16) {
+            // SAFETY: the caller's contract.
+            unsafe { interleave_rows(rows, width, panel) }
+        }
+
+        #[inline(always)]
+        fn prefetch(address: *const Bf16) {
+            // SAFETY: a prefetch of a wrong address does nothing.
+            unsafe { _mm_prefetch::<_MM_HINT_T0>(address.cast()) };
         }
     }
 
@@ -221,6 +270,30 @@ mod x86 {
             unsafe {
                 _mm512_storeu_ps(row.as_mut_ptr(), sum[0]);
                 _mm512_storeu_ps(row.as_mut_ptr().add(16), sum[1]);
+            }
+        }
+    }
+
+    /// `panel[(i * NR + c) * 2 + j] = rows[2 * i + j][c]` for `c < width`.
+    #[target_feature(enable = "avx512f,avx512bw")]
+    unsafe fn interleave_rows(rows: &[*const Bf16; NR], width: usize, panel: *mut Bf16) {
+        // Words 0 to 31 are the first row's, 32 to 63 the second's.
+        let order: [[i16; 32]; 2] = std::array::from_fn(|half| {
+            std::array::from_fn(|at| (half * 16 + at / 2 + at % 2 * 32) as i16)
+        });
+        let mask = if width == NR { u32::MAX } else { (1u32 << width) - 1 };
+        // SAFETY: only what the mask names is read, inside the rows; the panel has NR / 2 pairs of NR columns.
+        unsafe {
+            let [left, right] = order.map(|order| _mm512_loadu_si512(order.as_ptr().cast()));
+            for (pair, rows) in rows.chunks_exact(2).enumerate() {
+                let first = _mm512_maskz_loadu_epi16(mask, rows[0].cast());
+                let second = _mm512_maskz_loadu_epi16(mask, rows[1].cast());
+                let to = panel.add(pair * 2 * NR);
+                _mm512_storeu_si512(to.cast(), _mm512_permutex2var_epi16(first, left, second));
+                _mm512_storeu_si512(
+                    to.add(NR).cast(),
+                    _mm512_permutex2var_epi16(first, right, second),
+                );
             }
         }
     }
@@ -313,6 +386,16 @@ mod tests {
         // SAFETY: whole rows of k, and a panel of k.
         unsafe { K::pack_rows(&pointers, k, again.as_mut_ptr()) };
         assert_eq!(panel, again);
+        let width = k.min(NR);
+        let (mut plain, mut fast) = (vec![E::default(); NR * NR], vec![E::default(); NR * NR]);
+        // SAFETY: rows of k, at least width; panels of NR rows.
+        unsafe {
+            Plain::pack_columns(&pointers, width, plain.as_mut_ptr());
+            K::pack_columns(&pointers, width, fast.as_mut_ptr());
+        }
+        for (at, (plain, fast)) in plain.iter().zip(&fast).enumerate() {
+            assert!(at / E::PAIR % NR >= width || plain == fast, "element {at}");
+        }
         let rows = rows.min(K::ROWS);
         let a: Vec<E> = numbers(rows * (k + 3), !seed);
         let mut out = [[f32::NAN; NR]; MAX_ROWS];

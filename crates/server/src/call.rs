@@ -8,10 +8,14 @@ use std::time::Instant;
 use forebay_api::{ApiError, Generation, Limits};
 use forebay_engine::{EngineRequest, RequestId, SubmitError};
 
+use crate::config::EgressMode;
+use crate::delta::{Delta, End};
 use crate::egress::Registration;
 use crate::engine::Engine;
-use crate::mailbox::{Delta, End, Receiver, Wake, mailbox};
+use crate::mailbox::{Receiver, Wake, mailbox};
+use crate::outlet::{Encoder, Outlet};
 use crate::state::{LiveGuard, Shared};
+use crate::tally::Tally;
 
 /// One prompt with its parameters.
 pub(crate) struct Submission {
@@ -45,49 +49,8 @@ pub(crate) struct Call {
     /// By choice; `None` once it has ended.
     alive: Vec<Option<RequestId>>,
     receiver: Receiver,
-    tally: Tally,
     span: tracing::Span,
     _live: LiveGuard,
-}
-
-/// Tokens of a call so far.
-#[derive(Debug, Clone, Default)]
-pub(crate) struct Tally {
-    /// Prompt tokens of each prompt.
-    prompts: Vec<u32>,
-    /// Prompt tokens of each prompt found in the prefix cache.
-    cached: Vec<u32>,
-    /// Generated tokens by choice.
-    generated: Vec<u32>,
-    /// Prompt that a choice answers.
-    prompt_of: Vec<usize>,
-}
-
-impl Tally {
-    /// Of the whole call: each prompt is counted once.
-    pub(crate) fn usage(&self) -> forebay_api::Usage {
-        forebay_api::Usage::new(
-            self.prompts.iter().sum(),
-            self.generated.iter().sum(),
-            self.cached.iter().sum(),
-        )
-    }
-
-    /// Of one choice.
-    pub(crate) fn usage_of(&self, choice: u32) -> forebay_api::Usage {
-        let prompt = self.prompt_of[choice as usize];
-        let generated = self.generated[choice as usize];
-        forebay_api::Usage::new(self.prompts[prompt], generated, self.cached[prompt])
-    }
-
-    fn add(&mut self, choice: u32, delta: &Delta) {
-        let prompt = self.prompt_of[choice as usize];
-        self.generated[choice as usize] += u32::try_from(delta.tokens.len()).unwrap_or(u32::MAX);
-        if let Some(cached) = delta.cached_tokens {
-            // The choices of a prompt share its pages; what one of them found is what the client is told.
-            self.cached[prompt] = self.cached[prompt].max(cached);
-        }
-    }
 }
 
 impl Call {
@@ -98,23 +61,23 @@ impl Call {
     pub(crate) fn start(
         state: &Shared,
         submissions: Vec<Submission>,
-        wake: Wake,
+        streamed: bool,
         arrived: Instant,
     ) -> Result<Self, ApiError> {
-        let counts = || submissions.iter().map(|submission| submission.generation.n);
-        let prompt_of = counts().enumerate().flat_map(|(index, n)| (0..n).map(move |_| index));
-        let tally = Tally {
-            prompts: submissions.iter().map(Submission::prompt_tokens).collect(),
-            cached: vec![0; submissions.len()],
-            generated: vec![0; counts().sum::<u32>() as usize],
-            prompt_of: prompt_of.collect(),
+        let prompts = submissions.iter();
+        let tally = Tally::new(prompts.map(|prompt| (prompt.prompt_tokens(), prompt.generation.n)));
+        let prompt_tokens = tally.prompt_tokens();
+        let wake = match (streamed, state.config.egress) {
+            (false, _) => Wake::AtEnd,
+            (true, EgressMode::Naive) => Wake::EveryDelta,
+            (true, EgressMode::Direct | EgressMode::Tasks) => Wake::Pending,
         };
-        let (senders, receiver) = mailbox(counts().sum(), wake);
+        let (senders, receiver) = mailbox(tally, wake);
         let span = tracing::info_span!(
             "request",
             id = tracing::field::Empty,
             model = state.model.served_names.first(),
-            prompt_tokens = tally.prompts.iter().sum::<u32>(),
+            prompt_tokens,
             completion_tokens = tracing::field::Empty,
             finish = tracing::field::Empty,
         );
@@ -122,7 +85,6 @@ impl Call {
             engine: Arc::clone(&state.engine),
             alive: Vec::with_capacity(senders.len()),
             receiver,
-            tally,
             span,
             _live: state.enter(),
         };
@@ -132,6 +94,8 @@ impl Call {
             let Submission { prompt, generation, max_tokens } = submission;
             let seed = generation.seed.unwrap_or_else(rand::random);
             state.metrics.submitted(generation.n);
+            let interval = streamed
+                .then(|| generation.stream_interval.unwrap_or(state.config.stream_interval));
             let stop_ids = generation.stop_ids(&state.model.eos);
             for (choice, sender) in (0..generation.n).zip(&mut senders) {
                 let id = state.next_id();
@@ -146,6 +110,7 @@ impl Call {
                     eos: Arc::clone(&state.model.eos),
                     prompt_tokens,
                     arrived,
+                    interval,
                 })?;
                 let request = EngineRequest {
                     id,
@@ -166,8 +131,18 @@ impl Call {
     }
 
     /// Tokens so far.
-    pub(crate) fn tally(&self) -> &Tally {
-        &self.tally
+    pub(crate) fn tally(&self) -> Tally {
+        self.receiver.tally()
+    }
+
+    /// Has what comes from now on written through `outlet`.
+    pub(crate) fn lend(&self, outlet: Outlet) {
+        self.receiver.lend(outlet);
+    }
+
+    /// Calls `write` with the encoder that was lent.
+    pub(crate) fn encode<R>(&self, write: impl FnOnce(&mut dyn Encoder, &Tally) -> R) -> Option<R> {
+        self.receiver.encode(write)
     }
 
     /// The response's name, for the trace.
@@ -187,7 +162,6 @@ impl Call {
             return Poll::Pending;
         }
         for (choice, delta) in &out[from..] {
-            self.tally.add(*choice, delta);
             if let Some(end) = &delta.end {
                 self.alive[*choice as usize] = None;
                 self.span.record("finish", finish_name(end));
@@ -224,7 +198,7 @@ impl Drop for Call {
             self.engine.abort(*id);
             self.span.record("finish", "disconnect");
         }
-        self.span.record("completion_tokens", self.tally.generated.iter().sum::<u32>());
+        self.span.record("completion_tokens", self.receiver.tally().generated_tokens());
     }
 }
 

@@ -6,6 +6,18 @@ use std::time::Duration;
 use forebay_api::GenerationDefaults;
 use serde_json::Value;
 
+/// How streamed chunks get to their sockets.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub enum EgressMode {
+    /// The egress thread writes them: prepared events, no wake-up.
+    #[default]
+    Direct,
+    /// The connections' tasks write them: prepared events, one wake-up for all that is pending.
+    Tasks,
+    /// As servers do it that take every token by itself: a wake-up, a chunk object and a write each. To measure the others by.
+    Naive,
+}
+
 /// How the server behaves. The listener is opened by the caller.
 #[derive(Debug, Clone)]
 pub struct ServerConfig {
@@ -21,6 +33,10 @@ pub struct ServerConfig {
     pub drain_timeout: Duration,
     /// Longest time that /health_generate waits for its token.
     pub health_timeout: Duration,
+    /// How chunks get to their sockets.
+    pub egress: EgressMode,
+    /// Tokens that a stream gathers before it gets a chunk, where the request does not say; the first token and the end do not wait.
+    pub stream_interval: u32,
     /// The resolved configuration, as /server_info shows it.
     pub info: Value,
 }
@@ -34,6 +50,8 @@ impl Default for ServerConfig {
             body_timeout: Duration::from_secs(60),
             drain_timeout: Duration::from_secs(30),
             health_timeout: Duration::from_secs(20),
+            egress: EgressMode::default(),
+            stream_interval: 1,
             info: Value::Null,
         }
     }

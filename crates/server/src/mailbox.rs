@@ -1,106 +1,110 @@
-//! Where the egress thread leaves a request's output for its HTTP response.
+//! Where the egress thread leaves a request's output for its HTTP response, or passes it by.
 //!
 //! A mailbox has one pending delta a choice. Writing merges into it, reading takes it away: a reader that is slow finds more at
 //! once, nothing is dropped, and memory is bounded by the request's own output.
+//!
+//! A streamed response lends the mailbox its encoder and its connection. As long as the connection's line is open and nothing is pending,
+//! a delta does not stop here: it is written to the socket by the thread that brings it, and the response is not woken. The response gets
+//! the rest: what comes while the line is shut (a slow reader, an answer whose head has not been written), and every end.
 
+use std::collections::VecDeque;
 use std::sync::Arc;
 use std::task::{Context, Poll, Waker};
 
 use forebay_api::ApiError;
 use parking_lot::Mutex;
 
-/// A token with its log-probabilities, as text.
-#[derive(Debug, Clone, PartialEq)]
-pub(crate) struct TokenLogprobs {
-    /// The sampled token.
-    pub(crate) sampled: Candidate,
-    /// The most likely ones, descending.
-    pub(crate) top: Vec<Candidate>,
-}
-
-/// A token that could have been sampled.
-#[derive(Debug, Clone, PartialEq)]
-pub(crate) struct Candidate {
-    pub(crate) id: i32,
-    pub(crate) text: String,
-    pub(crate) bytes: Vec<u8>,
-    /// Natural logarithm, finite.
-    pub(crate) logprob: f32,
-}
-
-/// What ended a choice.
-#[derive(Debug, Clone, PartialEq)]
-pub(crate) enum End {
-    /// End-of-sequence was sampled.
-    Eos(i32),
-    /// A stop token of the client was sampled.
-    Token(i32),
-    /// A stop string was found.
-    Text(String),
-    /// As many tokens as asked for.
-    Length,
-    /// It was not served to its end.
-    Error(ApiError),
-}
-
-/// What is new in a choice since the last delta.
-#[derive(Debug, Clone, Default, PartialEq)]
-pub(crate) struct Delta {
-    /// New text. Some tokens' text may still be held back.
-    pub(crate) text: String,
-    /// New tokens, a stop token included.
-    pub(crate) tokens: Vec<i32>,
-    /// One a token of `tokens`, where asked for.
-    pub(crate) logprobs: Vec<TokenLogprobs>,
-    /// With the first token: prompt tokens found in the prefix cache.
-    pub(crate) cached_tokens: Option<u32>,
-    /// Set in the last delta.
-    pub(crate) end: Option<End>,
-}
-
-impl Delta {
-    /// Adds what came later and leaves it empty.
-    pub(crate) fn merge(&mut self, newer: &mut Self) {
-        self.text.push_str(&newer.text);
-        newer.text.clear();
-        self.tokens.append(&mut newer.tokens);
-        self.logprobs.append(&mut newer.logprobs);
-        self.cached_tokens = self.cached_tokens.or(newer.cached_tokens.take());
-        self.end = self.end.take().or(newer.end.take());
-    }
-}
+use crate::delta::{Delta, End};
+use crate::line::{Line, Written};
+use crate::outlet::{Chunk, Encoder, Outlet};
+use crate::tally::Tally;
 
 /// When a reader is woken.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Wake {
-    /// At every delta, for a stream.
+    /// For a stream: when something is pending. Deltas that come before it looks are merged.
+    Pending,
+    /// For a stream, as servers without batching do it: at every delta, and each is read by itself.
     EveryDelta,
     /// When all choices have ended, or one in an error.
     AtEnd,
 }
 
-#[derive(Debug)]
 struct Inner {
+    /// By choice.
     deltas: Vec<Option<Delta>>,
     /// Choices that have a delta.
     dirty: Vec<u32>,
+    /// Instead of both, with [`Wake::EveryDelta`].
+    queue: VecDeque<(u32, Delta)>,
+    tally: Tally,
     running: usize,
     failed: bool,
     wake: Wake,
     waker: Option<Waker>,
+    outlet: Option<Outlet>,
 }
 
 impl Inner {
+    fn is_empty(&self) -> bool {
+        self.dirty.is_empty() && self.queue.is_empty()
+    }
+
     fn ready(&self) -> bool {
         match self.wake {
-            Wake::EveryDelta => !self.dirty.is_empty() || self.running == 0,
+            Wake::Pending | Wake::EveryDelta => !self.is_empty() || self.running == 0,
             Wake::AtEnd => self.failed || self.running == 0,
         }
+    }
+
+    fn line(&self) -> Option<&Line> {
+        self.outlet.as_ref()?.line.as_deref()
+    }
+
+    /// Writes the delta to the socket if that can be done now, and leaves it empty. `None`: it has to be left here.
+    fn pass(&mut self, choice: u32, delta: &mut Delta, chunk: &mut Chunk) -> Option<Written> {
+        if delta.end.is_some() || !self.is_empty() {
+            return None;
+        }
+        let Outlet { encoder, line: Some(line) } = self.outlet.as_mut()? else { return None };
+        if !line.is_open() {
+            return None;
+        }
+        self.tally.add(choice, delta);
+        let events = chunk.start();
+        let encoded = encoder.delta(choice, delta, &self.tally, events);
+        delta.clear();
+        if let Err(error) = encoded {
+            let reason = format!("a chunk could not be written as JSON: {error}");
+            delta.end = Some(End::Error(ApiError::Internal { reason, code: None }));
+            return None;
+        }
+        let chunk = chunk.finish();
+        Some(if chunk.is_empty() { Written::Whole } else { line.write(chunk) })
+    }
+
+    /// Keeps the delta until it is read; gives who is to be woken.
+    fn leave(&mut self, choice: u32, delta: &mut Delta) -> Option<Waker> {
+        if let Some(end) = &delta.end {
+            self.running -= 1;
+            self.failed |= matches!(end, End::Error(_));
+        }
+        if self.wake == Wake::EveryDelta {
+            self.queue.push_back((choice, std::mem::take(delta)));
+        } else {
+            match &mut self.deltas[choice as usize] {
+                Some(pending) => pending.merge(delta),
+                empty => {
+                    *empty = Some(std::mem::take(delta));
+                    self.dirty.push(choice);
+                }
+            }
+        }
+        if self.ready() { self.waker.take() } else { None }
     }
 }
 
 /// Writes one choice of a mailbox. Dropped before the end, it ends the choice with an error: a reader always sees an end.
-#[derive(Debug)]
 pub(crate) struct Sender {
     inner: Arc<Mutex<Inner>>,
     choice: u32,
@@ -108,45 +112,43 @@ pub(crate) struct Sender {
 }
 
 /// Reads a mailbox.
-#[derive(Debug)]
 pub(crate) struct Receiver {
     inner: Arc<Mutex<Inner>>,
 }
 
-/// A mailbox for `choices` choices.
-pub(crate) fn mailbox(choices: u32, wake: Wake) -> (Vec<Sender>, Receiver) {
+/// A mailbox for the choices of `tally`.
+pub(crate) fn mailbox(tally: Tally, wake: Wake) -> (Vec<Sender>, Receiver) {
+    let choices = tally.choices();
     let inner = Arc::new(Mutex::new(Inner {
-        deltas: vec![None; choices as usize],
-        dirty: Vec::with_capacity(choices as usize),
-        running: choices as usize,
+        deltas: vec![None; choices],
+        dirty: Vec::with_capacity(choices),
+        queue: VecDeque::new(),
+        tally,
+        running: choices,
         failed: false,
         wake,
         waker: None,
+        outlet: None,
     }));
     let sender = |choice| Sender { inner: Arc::clone(&inner), choice, ended: false };
-    ((0..choices).map(sender).collect(), Receiver { inner })
+    let senders = (0..u32::try_from(choices).unwrap_or(u32::MAX)).map(sender).collect();
+    (senders, Receiver { inner })
 }
 
 impl Sender {
-    /// Merges `delta` into what is pending and leaves it empty. Nothing may follow a delta with an end.
-    pub(crate) fn send(&mut self, delta: &mut Delta) {
+    /// Passes `delta` on, or merges it into what is pending, and leaves it empty. Nothing may follow a delta with an end.
+    pub(crate) fn send(&mut self, delta: &mut Delta, chunk: &mut Chunk) {
         debug_assert!(!self.ended, "a choice ends once");
-        let waker = {
-            let mut inner = self.inner.lock();
-            if let Some(end) = &delta.end {
-                self.ended = true;
-                inner.running -= 1;
-                inner.failed |= matches!(end, End::Error(_));
+        let mut inner = self.inner.lock();
+        let waker = match inner.pass(self.choice, delta, chunk) {
+            Some(Written::Whole) => None,
+            Some(Written::Waiting) => inner.waker.take(),
+            None => {
+                self.ended = delta.end.is_some();
+                inner.leave(self.choice, delta)
             }
-            match &mut inner.deltas[self.choice as usize] {
-                Some(pending) => pending.merge(delta),
-                empty => {
-                    *empty = Some(std::mem::take(delta));
-                    inner.dirty.push(self.choice);
-                }
-            }
-            if inner.ready() { inner.waker.take() } else { None }
         };
+        drop(inner);
         if let Some(waker) = waker {
             waker.wake();
         }
@@ -154,20 +156,43 @@ impl Sender {
 
     /// Ends the choice with an error.
     pub(crate) fn fail(mut self, error: ApiError) {
-        self.send(&mut Delta { end: Some(End::Error(error)), ..Delta::default() });
+        self.end(error);
+    }
+
+    fn end(&mut self, error: ApiError) {
+        let mut delta = Delta { end: Some(End::Error(error)), ..Delta::default() };
+        self.send(&mut delta, &mut Chunk::default());
     }
 }
 
 impl Drop for Sender {
     fn drop(&mut self) {
         if !self.ended {
-            self.send(&mut Delta { end: Some(End::Error(ApiError::Aborted)), ..Delta::default() });
+            self.end(ApiError::Aborted);
         }
     }
 }
 
 impl Receiver {
-    /// Takes everything that is pending into `out` (choice, delta); ready with nothing once all choices have ended and been taken.
+    /// From here on deltas may be written through `outlet`, which writes what is read here too: see [`Receiver::encode`].
+    pub(crate) fn lend(&self, outlet: Outlet) {
+        self.inner.lock().outlet = Some(outlet);
+    }
+
+    /// Calls `write` with the encoder, if one was lent.
+    pub(crate) fn encode<R>(&self, write: impl FnOnce(&mut dyn Encoder, &Tally) -> R) -> Option<R> {
+        let mut inner = self.inner.lock();
+        let inner = &mut *inner;
+        let outlet = inner.outlet.as_mut()?;
+        Some(write(outlet.encoder.as_mut(), &inner.tally))
+    }
+
+    /// Tokens that were read or passed by.
+    pub(crate) fn tally(&self) -> Tally {
+        self.inner.lock().tally.clone()
+    }
+
+    /// Takes what is pending into `out` (choice, delta); ready with nothing once all choices have ended and been taken.
     pub(crate) fn poll(
         &mut self,
         context: &mut Context<'_>,
@@ -180,13 +205,35 @@ impl Receiver {
                 Some(waker) => waker.clone_from(context.waker()),
                 None => inner.waker = Some(context.waker().clone()),
             }
+            if let Some(line) = inner.line() {
+                line.ask();
+            }
             return Poll::Pending;
         }
+        // What is read here goes through hyper: nothing may overtake it.
+        if let Some(line) = inner.line() {
+            line.shut();
+        }
+        let from = out.len();
+        out.extend(inner.queue.pop_front());
         for choice in inner.dirty.drain(..) {
             let delta = inner.deltas[choice as usize].take();
             out.extend(delta.map(|delta| (choice, delta)));
         }
+        for (choice, delta) in &out[from..] {
+            inner.tally.add(*choice, delta);
+        }
         Poll::Ready(())
+    }
+}
+
+impl Drop for Receiver {
+    fn drop(&mut self) {
+        let mut inner = self.inner.lock();
+        if let Some(line) = inner.line() {
+            line.shut();
+        }
+        inner.outlet = None;
     }
 }
 
@@ -196,14 +243,27 @@ mod tests {
     use std::task::Wake as _;
 
     use proptest::prelude::*;
+    use tokio::io::{AsyncReadExt, AsyncWriteExt};
 
     use super::*;
+    use crate::line::LineIo;
 
     #[derive(Default)]
     struct Count(AtomicUsize);
     impl std::task::Wake for Count {
         fn wake(self: Arc<Self>) {
             self.0.fetch_add(1, Ordering::Relaxed);
+        }
+    }
+
+    fn tally(choices: u32) -> Tally {
+        Tally::new([(1, choices)].into_iter())
+    }
+
+    impl Sender {
+        fn send_delta(&mut self, mut delta: Delta) {
+            self.send(&mut delta, &mut Chunk::default());
+            assert_eq!(delta, Delta::default());
         }
     }
 
@@ -225,14 +285,14 @@ mod tests {
 
     #[test]
     fn a_slow_reader_gets_merged_deltas_and_one_wake() {
-        let (mut senders, mut receiver) = mailbox(1, Wake::EveryDelta);
+        let (mut senders, mut receiver) = mailbox(tally(1), Wake::Pending);
         let count = Arc::new(Count::default());
         assert_eq!(take(&mut receiver, &count), None);
         for id in 0..3 {
-            senders[0].send(&mut token(id));
+            senders[0].send_delta(token(id));
         }
         assert_eq!(count.0.load(Ordering::Relaxed), 1);
-        senders[0].send(&mut end(End::Length));
+        senders[0].send_delta(end(End::Length));
         let merged = Delta {
             text: "0 1 2 ".into(),
             tokens: vec![0, 1, 2],
@@ -245,22 +305,22 @@ mod tests {
 
     #[test]
     fn a_reader_of_the_whole_is_woken_once() {
-        let (mut senders, mut receiver) = mailbox(2, Wake::AtEnd);
+        let (mut senders, mut receiver) = mailbox(tally(2), Wake::AtEnd);
         let count = Arc::new(Count::default());
-        senders[0].send(&mut token(1));
+        senders[0].send_delta(token(1));
         assert_eq!(take(&mut receiver, &count), None);
-        senders[0].send(&mut end(End::Length));
-        senders[1].send(&mut token(2));
+        senders[0].send_delta(end(End::Length));
+        senders[1].send_delta(token(2));
         assert_eq!(count.0.load(Ordering::Relaxed), 0);
-        senders[1].send(&mut end(End::Eos(2)));
+        senders[1].send_delta(end(End::Eos(2)));
         assert_eq!(count.0.load(Ordering::Relaxed), 1);
         assert_eq!(take(&mut receiver, &count).unwrap().len(), 2);
     }
 
     #[test]
     fn a_lost_sender_ends_its_choice() {
-        for wake in [Wake::EveryDelta, Wake::AtEnd] {
-            let (senders, mut receiver) = mailbox(2, wake);
+        for wake in [Wake::Pending, Wake::AtEnd] {
+            let (senders, mut receiver) = mailbox(tally(2), wake);
             let count = Arc::new(Count::default());
             assert_eq!(take(&mut receiver, &count), None);
             drop(senders);
@@ -271,13 +331,84 @@ mod tests {
         Arc::new(Count::default()).wake();
     }
 
+    /// Writes the text, in brackets.
+    struct Brackets;
+    impl Encoder for Brackets {
+        fn delta(
+            &mut self,
+            _: u32,
+            delta: &mut Delta,
+            tally: &Tally,
+            out: &mut Vec<u8>,
+        ) -> serde_json::Result<()> {
+            if !delta.text.is_empty() {
+                let text = format!("[{}{}]", delta.text, tally.generated_tokens());
+                out.extend_from_slice(text.as_bytes());
+            }
+            Ok(())
+        }
+        fn end(&mut self, _: &Tally, _: &mut Vec<u8>) -> serde_json::Result<()> {
+            Ok(())
+        }
+    }
+
+    #[tokio::test]
+    async fn an_open_line_takes_deltas_past_the_reader() {
+        let (line, mut client) = Line::pair().await;
+        let mut io = LineIo(Arc::clone(&line));
+        let (mut senders, mut receiver) = mailbox(tally(1), Wake::Pending);
+        receiver.lend(Outlet { encoder: Box::new(Brackets), line: Some(Arc::clone(&line)) });
+        let count = Arc::new(Count::default());
+        let wakes = || count.0.load(Ordering::Relaxed);
+        // Nobody has asked for the line yet.
+        io.flush().await.unwrap();
+        senders[0].send_delta(token(1));
+        assert_eq!(take(&mut receiver, &count), Some(vec![(0, token(1))]));
+        assert_eq!(take(&mut receiver, &count), None);
+        // Asked, but hyper still holds something.
+        senders[0].send_delta(token(2));
+        assert_eq!(wakes(), 1);
+        assert_eq!(take(&mut receiver, &count), Some(vec![(0, token(2))]));
+        assert_eq!(take(&mut receiver, &count), None);
+        io.flush().await.unwrap();
+        senders[0].send_delta(token(3));
+        senders[0].send_delta(Delta { tokens: vec![4], ..Delta::default() });
+        senders[0].send_delta(token(5));
+        let mut got = [0; 20];
+        client.read_exact(&mut got).await.unwrap();
+        assert_eq!(std::str::from_utf8(&got), Ok("5\r\n[3 3]\r\n5\r\n[5 5]\r\n"));
+        assert_eq!(wakes(), 1);
+        // The end is the reader's, and whatever it reads shuts the line.
+        senders[0].send_delta(end(End::Length));
+        assert_eq!(wakes(), 2);
+        assert_eq!(take(&mut receiver, &count), Some(vec![(0, end(End::Length))]));
+        assert!(!line.is_open());
+        assert_eq!(receiver.tally().generated_tokens(), 5);
+    }
+
+    #[tokio::test]
+    async fn a_reader_that_has_gone_shuts_the_line() {
+        let (line, _client) = Line::pair().await;
+        let mut io = LineIo(Arc::clone(&line));
+        let (mut senders, mut receiver) = mailbox(tally(1), Wake::Pending);
+        receiver.lend(Outlet { encoder: Box::new(Brackets), line: Some(Arc::clone(&line)) });
+        assert_eq!(take(&mut receiver, &Arc::default()), None);
+        io.flush().await.unwrap();
+        assert!(line.is_open());
+        drop(receiver);
+        assert!(!line.is_open());
+        senders[0].send_delta(token(1));
+        senders[0].send_delta(end(End::Length));
+    }
+
     proptest! {
         /// Whatever the interleaving, each choice's deltas add up to what was sent, in order, with the one end last.
         #[test]
         fn nothing_is_lost_or_reordered(
             moves in proptest::collection::vec((0u32..3, any::<bool>()), 0..60),
+            wake in prop_oneof![Just(Wake::Pending), Just(Wake::EveryDelta)],
         ) {
-            let (mut senders, mut receiver) = mailbox(3, Wake::EveryDelta);
+            let (mut senders, mut receiver) = mailbox(tally(3), wake);
             let count = Arc::new(Count::default());
             let mut sent = vec![Vec::new(); 3];
             let mut got: Vec<Delta> = vec![Delta::default(); 3];
@@ -294,11 +425,11 @@ mod tests {
                     }
                 } else {
                     sent[choice as usize].push(next as i32);
-                    senders[choice as usize].send(&mut token(next as i32));
+                    senders[choice as usize].send_delta(token(next as i32));
                 }
             }
             for sender in &mut senders {
-                sender.send(&mut end(End::Length));
+                sender.send_delta(end(End::Length));
             }
             while let Some(batch) = take(&mut receiver, &count).filter(|batch| !batch.is_empty()) {
                 collect(batch);

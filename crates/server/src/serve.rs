@@ -5,6 +5,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use axum::Router;
+use hyper::Request;
+use hyper::body::Incoming;
 use hyper::server::conn::http1;
 use hyper_util::rt::{TokioIo, TokioTimer};
 use hyper_util::server::graceful::GracefulShutdown;
@@ -12,7 +14,9 @@ use hyper_util::service::TowerToHyperService;
 use tokio::net::{TcpListener, TcpStream};
 use tokio::task::JoinSet;
 use tokio::time::{sleep, timeout};
+use tower::ServiceExt;
 
+use crate::line::{Line, LineIo};
 use crate::routes;
 use crate::state::AppState;
 
@@ -85,10 +89,16 @@ impl Connections {
     fn spawn(&mut self, stream: TcpStream) {
         // Events are small and each matters; failing to say so only costs latency.
         let _ = stream.set_nodelay(true);
+        let line = Line::new(stream);
+        let io = TokioIo::new(LineIo(Arc::clone(&line)));
+        let service = self.router.clone().map_request(move |mut request: Request<Incoming>| {
+            request.extensions_mut().insert(Arc::clone(&line));
+            request
+        });
         let connection = http1::Builder::new()
             .timer(TokioTimer::new())
             .header_read_timeout(self.header_timeout)
-            .serve_connection(TokioIo::new(stream), TowerToHyperService::new(self.router.clone()));
+            .serve_connection(io, TowerToHyperService::new(service));
         let connection = self.graceful.watch(connection);
         self.tasks.spawn(async move {
             if let Err(error) = connection.await {

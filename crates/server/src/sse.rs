@@ -1,7 +1,7 @@
 //! Server-sent events: a call's deltas as the frames of a response body.
 //!
-//! A frame carries everything that was pending when the connection could take more. A stream ends with `data: [DONE]`, also
-//! after an error, which is an event `data: {"error": ...}` of its own.
+//! A frame carries everything that was pending when the connection could take more. Most chunks never come here: see `mailbox`.
+//! A stream ends with `data: [DONE]`, also after an error, which is an event `data: {"error": ...}` of its own.
 
 use std::convert::Infallible;
 use std::io::{self, Write};
@@ -19,24 +19,13 @@ use serde::Serialize;
 use serde_json::Serializer;
 use serde_json::ser::Formatter;
 
-use crate::call::{Call, Tally};
-use crate::mailbox::{Delta, End};
+use crate::call::Call;
+use crate::config::EgressMode;
+use crate::delta::{Delta, End};
+use crate::outlet::{Encoder, Outlet};
+use crate::wire::Wire;
 
 const DONE: &[u8] = b"data: [DONE]\n\n";
-
-/// Writes the events of one dialect. A delta never has an error for an end.
-pub(crate) trait Encoder: Send + Unpin + 'static {
-    /// Appends the events of a delta.
-    fn delta(
-        &mut self,
-        choice: u32,
-        delta: Delta,
-        tally: &Tally,
-        out: &mut Vec<u8>,
-    ) -> serde_json::Result<()>;
-    /// Appends what comes after the last delta.
-    fn end(&mut self, tally: &Tally, out: &mut Vec<u8>) -> serde_json::Result<()>;
-}
 
 /// JSON without the characters that are line ends to Unicode but not to server-sent events: clients that cut streams with
 /// Python's `splitlines`, as httpx does, would cut an event at them.
@@ -48,6 +37,9 @@ impl Formatter for OneLine {
         writer: &mut W,
         fragment: &str,
     ) -> io::Result<()> {
+        if fragment.is_ascii() {
+            return writer.write_all(fragment.as_bytes());
+        }
         let mut written = 0;
         for (at, found) in fragment.match_indices(['\u{85}', '\u{2028}', '\u{2029}']) {
             writer.write_all(&fragment.as_bytes()[written..at])?;
@@ -59,7 +51,7 @@ impl Formatter for OneLine {
     }
 }
 
-fn write_json<T: Serialize>(value: &T, out: &mut Vec<u8>) -> serde_json::Result<()> {
+fn write_json<T: Serialize + ?Sized>(value: &T, out: &mut Vec<u8>) -> serde_json::Result<()> {
     value.serialize(&mut Serializer::with_formatter(out, OneLine))
 }
 
@@ -71,33 +63,60 @@ pub(crate) fn event<T: Serialize>(value: &T, out: &mut Vec<u8>) -> serde_json::R
     Ok(())
 }
 
-/// Events of OpenAI's dialects: all that is the same in every chunk is written once.
+/// What is the same in all chunks of a response.
+#[derive(Debug, Serialize)]
+struct Head {
+    id: String,
+    object: &'static str,
+    created: u64,
+    model: String,
+}
+
+/// Events of OpenAI's dialects.
 pub(crate) struct Chunks {
-    head: Vec<u8>,
+    head: Head,
     streaming: Streaming,
+    /// An event up to its choices. `None`: every chunk is written as a whole.
+    prepared: Option<Vec<u8>>,
+}
+
+/// An event with one text in it, all but that text.
+pub(crate) struct Cut {
+    before: Vec<u8>,
+    after: Vec<u8>,
+}
+
+impl Cut {
+    /// Appends the event with its text.
+    pub(crate) fn write(&self, text: &str, out: &mut Vec<u8>) -> serde_json::Result<()> {
+        out.extend_from_slice(&self.before);
+        write_json(text, out)?;
+        out.extend_from_slice(&self.after);
+        Ok(())
+    }
 }
 
 impl Chunks {
-    /// Chunks of the response `id`.
+    /// Chunks of the response `id`. All that is the same in every chunk is written once, unless `egress` is the naive one.
     pub(crate) fn new(
         id: &str,
-        object: &str,
+        object: &'static str,
         created: u64,
         model: &str,
         streaming: Streaming,
+        egress: EgressMode,
     ) -> serde_json::Result<Self> {
-        #[derive(Serialize)]
-        struct Head<'a> {
-            id: &'a str,
-            object: &'a str,
-            created: u64,
-            model: &'a str,
-            choices: [(); 0],
-        }
-        let mut head = b"data: ".to_vec();
-        serde_json::to_writer(&mut head, &Head { id, object, created, model, choices: [] })?;
-        head.truncate(head.len() - b"]}".len());
-        Ok(Self { head, streaming })
+        let head = Head { id: id.to_owned(), object, created, model: model.to_owned() };
+        let prepared = if egress == EgressMode::Naive {
+            None
+        } else {
+            let mut event = b"data: ".to_vec();
+            serde_json::to_writer(&mut event, &head)?;
+            event.truncate(event.len() - b"}".len());
+            event.extend_from_slice(b",\"choices\":[");
+            Some(event)
+        };
+        Ok(Self { head, streaming, prepared })
     }
 
     /// Appends a chunk with one choice.
@@ -107,10 +126,27 @@ impl Chunks {
         usage: impl FnOnce() -> Usage,
         out: &mut Vec<u8>,
     ) -> serde_json::Result<()> {
-        out.extend_from_slice(&self.head);
-        write_json(choice, out)?;
         let usage = self.streaming.continuous_usage.then(usage);
-        self.tail(usage, out)
+        self.chunk(Some(choice), usage, out)
+    }
+
+    /// The event with this choice, cut around the value of its one field `field`, an empty string. `None`: chunks differ in more than that.
+    pub(crate) fn cut<T: Serialize>(
+        &self,
+        choice: &T,
+        field: &str,
+    ) -> serde_json::Result<Option<Cut>> {
+        if self.streaming.continuous_usage || self.prepared.is_none() {
+            return Ok(None);
+        }
+        let mut event = Vec::new();
+        self.chunk(Some(choice), None, &mut event)?;
+        let empty = format!("\"{field}\":\"\"");
+        let found = event.windows(empty.len()).rposition(|window| window == empty.as_bytes());
+        Ok(found.map(|at| {
+            let value = at + empty.len() - b"\"\"".len();
+            Cut { before: event[..value].to_vec(), after: event[at + empty.len()..].to_vec() }
+        }))
     }
 
     /// Appends the chunk that has only the usage, if it was asked for.
@@ -118,13 +154,26 @@ impl Chunks {
         if !self.streaming.include_usage {
             return Ok(());
         }
-        out.extend_from_slice(&self.head);
-        self.tail(Some(usage), out)
+        self.chunk(None::<&()>, Some(usage), out)
     }
 
-    fn tail(&self, usage: Option<Usage>, out: &mut Vec<u8>) -> serde_json::Result<()> {
+    fn chunk<T: Serialize>(
+        &self,
+        choice: Option<&T>,
+        usage: Option<Usage>,
+        out: &mut Vec<u8>,
+    ) -> serde_json::Result<()> {
+        // With `include_usage`, chunks without it say so: null.
+        let usage = self.streaming.include_usage.then_some(usage);
+        let Some(prepared) = &self.prepared else {
+            return event(&Whole { head: &self.head, choices: choice.as_slice(), usage }, out);
+        };
+        out.extend_from_slice(prepared);
+        if let Some(choice) = choice {
+            write_json(choice, out)?;
+        }
         out.push(b']');
-        if self.streaming.include_usage {
+        if let Some(usage) = usage {
             out.extend_from_slice(b",\"usage\":");
             serde_json::to_writer(&mut *out, &usage)?;
         }
@@ -133,36 +182,49 @@ impl Chunks {
     }
 }
 
+/// A chunk, for whom nothing was prepared.
+#[derive(Serialize)]
+struct Whole<'a, T> {
+    #[serde(flatten)]
+    head: &'a Head,
+    choices: &'a [&'a T],
+    #[serde(skip_serializing_if = "Option::is_none")]
+    usage: Option<Option<Usage>>,
+}
+
 /// The body of a streamed response. Dropping it drops the call, which aborts what has not ended.
-struct EventBody<E> {
+struct EventBody {
     /// `None` once the stream has ended.
     call: Option<Call>,
-    encoder: E,
     batch: Vec<(u32, Delta)>,
 }
 
-impl<E: Encoder> EventBody<E> {
+impl EventBody {
     /// Encodes the batch; true if the stream goes on.
     fn encode(&mut self, call: &Call, more: bool, out: &mut Vec<u8>) -> Result<bool, ApiError> {
         let failed = |error: serde_json::Error| ApiError::Internal {
             reason: format!("a chunk could not be written as JSON: {error}"),
             code: None,
         };
-        for (choice, delta) in self.batch.drain(..) {
-            if let Some(End::Error(error)) = delta.end {
-                return Err(error);
+        let encoded = call.encode(|encoder, tally| {
+            for (choice, mut delta) in self.batch.drain(..) {
+                match delta.end.take() {
+                    Some(End::Error(error)) => return Err(error),
+                    end => delta.end = end,
+                }
+                encoder.delta(choice, &mut delta, tally, out).map_err(failed)?;
             }
-            self.encoder.delta(choice, delta, call.tally(), out).map_err(failed)?;
-        }
-        if !more {
-            self.encoder.end(call.tally(), out).map_err(failed)?;
-            out.extend_from_slice(DONE);
-        }
-        Ok(more)
+            if !more {
+                encoder.end(tally, out).map_err(failed)?;
+                out.extend_from_slice(DONE);
+            }
+            Ok(more)
+        });
+        encoded.unwrap_or(Err(ApiError::Aborted))
     }
 }
 
-impl<E: Encoder> HttpBody for EventBody<E> {
+impl HttpBody for EventBody {
     type Data = Bytes;
     type Error = Infallible;
 
@@ -198,9 +260,10 @@ impl<E: Encoder> HttpBody for EventBody<E> {
     }
 }
 
-/// A streamed response.
-pub(crate) fn stream<E: Encoder>(call: Call, encoder: E) -> Response {
-    let body = EventBody { call: Some(call), encoder, batch: Vec::new() };
+/// A streamed response to what came by `wire`.
+pub(crate) fn stream(call: Call, encoder: impl Encoder, wire: Wire) -> Response {
+    call.lend(Outlet { encoder: Box::new(encoder), line: wire.0 });
+    let body = EventBody { call: Some(call), batch: Vec::new() };
     let mut response = Response::new(Body::new(body));
     for (name, value) in [
         (CONTENT_TYPE, "text/event-stream; charset=utf-8"),
@@ -217,9 +280,8 @@ pub(crate) fn stream<E: Encoder>(call: Call, encoder: E) -> Response {
 mod tests {
     use super::*;
 
-    fn chunks(include_usage: bool, continuous_usage: bool) -> String {
-        let streaming = Streaming { include_usage, continuous_usage };
-        let chunks = Chunks::new("i\"d", "chunk", 7, "m", streaming).unwrap();
+    fn write(streaming: Streaming, egress: EgressMode) -> String {
+        let chunks = Chunks::new("i\"d", "chunk", 7, "m", streaming, egress).unwrap();
         let mut out = Vec::new();
         chunks.choice(&1, || Usage::new(1, 2, 0), &mut out).unwrap();
         chunks.usage(Usage::new(1, 3, 0), &mut out).unwrap();
@@ -247,9 +309,40 @@ mod tests {
                 r#""usage":{{"prompt_tokens":1,"total_tokens":{total},"completion_tokens":{new},"prompt_tokens_details":{{"cached_tokens":0}}}}"#
             )
         };
-        assert_eq!(chunks(false, false), format!("{head}1]}}\n\n"));
         let last = format!("{head}],{}}}\n\n", usage(4, 3));
-        assert_eq!(chunks(true, false), format!("{head}1],\"usage\":null}}\n\n{last}"));
-        assert_eq!(chunks(true, true), format!("{head}1],{}}}\n\n{last}", usage(3, 2)));
+        for egress in [EgressMode::Direct, EgressMode::Naive] {
+            let chunks = |include_usage, continuous_usage| {
+                write(Streaming { include_usage, continuous_usage }, egress)
+            };
+            assert_eq!(chunks(false, false), format!("{head}1]}}\n\n"));
+            assert_eq!(chunks(true, false), format!("{head}1],\"usage\":null}}\n\n{last}"));
+            assert_eq!(chunks(true, true), format!("{head}1],{}}}\n\n{last}", usage(3, 2)));
+        }
+    }
+
+    #[test]
+    fn a_cut_event_is_the_event() {
+        #[derive(Serialize)]
+        struct Choice<'a> {
+            text: &'a str,
+            finish: Option<()>,
+        }
+        for include_usage in [false, true] {
+            let streaming = Streaming { include_usage, continuous_usage: false };
+            // A model's name may look like what is searched.
+            let model = r#"text":"","text":""#;
+            let chunks = |egress| Chunks::new("id", "o", 1, model, streaming, egress).unwrap();
+            let prepared = chunks(EgressMode::Direct);
+            let cut = prepared.cut(&Choice { text: "", finish: None }, "text").unwrap().unwrap();
+            for text in ["", "x", "a \"quoted\"\n\u{2028} é"] {
+                let (mut whole, mut parts) = (Vec::new(), Vec::new());
+                let choice = Choice { text, finish: None };
+                prepared.choice(&choice, || Usage::new(0, 0, 0), &mut whole).unwrap();
+                cut.write(text, &mut parts).unwrap();
+                assert_eq!(String::from_utf8(parts), String::from_utf8(whole));
+            }
+            let naive = chunks(EgressMode::Naive);
+            assert!(naive.cut(&Choice { text: "", finish: None }, "text").unwrap().is_none());
+        }
     }
 }

@@ -11,13 +11,16 @@ use forebay_api::{
 };
 
 use super::{random_hex, stop_reason};
-use crate::call::{Call, Submission, Tally, finish_reason};
+use crate::call::{Call, Submission, finish_reason};
+use crate::delta::{Delta, TokenLogprobs};
 use crate::limits;
-use crate::mailbox::{Delta, TokenLogprobs, Wake};
+use crate::outlet::Encoder;
 use crate::reply::{self, Failure};
-use crate::sse::{self, Chunks, Encoder};
+use crate::sse::{self, Chunks, Cut};
 use crate::state::{Shared, now};
+use crate::tally::Tally;
 use crate::text::encode_chat;
+use crate::wire::Wire;
 
 /// Answers a conversation. With `stream`, chunks come as server-sent events.
 #[utoipa::path(
@@ -31,6 +34,7 @@ use crate::text::encode_chat;
 )]
 pub(crate) async fn chat_completions(
     State(state): State<Shared>,
+    wire: Wire,
     body: Body,
 ) -> Result<Response, Failure> {
     let arrived = Instant::now();
@@ -44,13 +48,14 @@ pub(crate) async fn chat_completions(
     let submission = Submission::new(prompt, chat.generation, model_limits, "messages")?;
 
     let id = format!("chatcmpl-{}", random_hex());
-    let wake = if chat.streaming.is_some() { Wake::EveryDelta } else { Wake::AtEnd };
-    let mut call = Call::start(&state, vec![submission], wake, arrived)?.named(&id);
+    let mut call =
+        Call::start(&state, vec![submission], chat.streaming.is_some(), arrived)?.named(&id);
     if let Some(streaming) = chat.streaming {
-        let chunks = Chunks::new(&id, "chat.completion.chunk", now(), &model, streaming)
+        let egress = state.config.egress;
+        let chunks = Chunks::new(&id, "chat.completion.chunk", now(), &model, streaming, egress)
             .map_err(reply::unwritable)?;
-        let encoder = ChatEncoder { chunks, with_logprobs, opened: vec![false; n as usize] };
-        return Ok(sse::stream(call, encoder));
+        let choices = (0..n).map(|_| ChoiceState::default()).collect();
+        return Ok(sse::stream(call, ChatEncoder { chunks, with_logprobs, choices }, wire));
     }
     let deltas = call.collect().await?;
     let choices = (0..).zip(deltas).map(|(index, delta)| choice(index, delta, with_logprobs));
@@ -91,39 +96,54 @@ fn logprobs(tokens: Vec<TokenLogprobs>) -> ChatLogprobs {
 struct ChatEncoder {
     chunks: Chunks,
     with_logprobs: bool,
-    /// Choices whose role has been sent.
-    opened: Vec<bool>,
+    choices: Vec<ChoiceState>,
+}
+
+#[derive(Default)]
+struct ChoiceState {
+    /// The role has been sent.
+    opened: bool,
+    /// The chunk of a text alone, once the role has been sent.
+    content: Option<Cut>,
 }
 
 impl Encoder for ChatEncoder {
     fn delta(
         &mut self,
         index: u32,
-        delta: Delta,
+        delta: &mut Delta,
         tally: &Tally,
         out: &mut Vec<u8>,
     ) -> serde_json::Result<()> {
+        let Self { chunks, with_logprobs, choices } = self;
+        let state = &mut choices[index as usize];
         let usage = || tally.usage();
-        let chunk = |delta: ChatDelta<'static>| ChatChunkChoice {
+        let chunk = |delta| ChatChunkChoice {
             index,
             delta,
             logprobs: None,
             finish_reason: None,
             stop_reason: None,
         };
-        if !std::mem::replace(&mut self.opened[index as usize], true) {
+        if !state.opened {
+            state.opened = true;
             let role = ChatDelta { role: Some("assistant"), content: Some("") };
-            self.chunks.choice(&chunk(role), usage, out)?;
+            chunks.choice(&chunk(role), usage, out)?;
+            if !*with_logprobs {
+                let content = ChatDelta { role: None, content: Some("") };
+                state.content = chunks.cut(&chunk(content), "content")?;
+            }
         }
         if !delta.text.is_empty() || !delta.logprobs.is_empty() {
-            let content = ChatChunkChoice {
-                index,
-                delta: ChatDelta { role: None, content: Some(&delta.text) },
-                logprobs: self.with_logprobs.then(|| logprobs(delta.logprobs)),
-                finish_reason: None,
-                stop_reason: None,
-            };
-            self.chunks.choice(&content, usage, out)?;
+            if let Some(content) = &state.content {
+                content.write(&delta.text, out)?;
+            } else {
+                let content = ChatChunkChoice {
+                    logprobs: with_logprobs.then(|| logprobs(std::mem::take(&mut delta.logprobs))),
+                    ..chunk(ChatDelta { role: None, content: Some(&delta.text) })
+                };
+                chunks.choice(&content, usage, out)?;
+            }
         }
         if let Some(end) = &delta.end {
             let last = ChatChunkChoice {
@@ -131,7 +151,7 @@ impl Encoder for ChatEncoder {
                 stop_reason: stop_reason(end),
                 ..chunk(ChatDelta::default())
             };
-            self.chunks.choice(&last, usage, out)?;
+            chunks.choice(&last, usage, out)?;
         }
         Ok(())
     }

@@ -13,13 +13,16 @@ use forebay_text::Tokenizer;
 use serde_json::{Map, Value};
 
 use super::{random_hex, stop_reason};
-use crate::call::{Call, Submission, Tally, finish_reason};
+use crate::call::{Call, Submission, finish_reason};
+use crate::delta::{Candidate, Delta, TokenLogprobs};
 use crate::limits;
-use crate::mailbox::{Candidate, Delta, TokenLogprobs, Wake};
+use crate::outlet::Encoder;
 use crate::reply::{self, Failure};
-use crate::sse::{self, Chunks, Encoder};
+use crate::sse::{self, Chunks, Cut};
 use crate::state::{Shared, now};
+use crate::tally::Tally;
 use crate::text::{encode_prompts, text_error};
+use crate::wire::Wire;
 
 /// Continues one or more prompts. With `stream`, chunks come as server-sent events.
 #[utoipa::path(
@@ -33,6 +36,7 @@ use crate::text::{encode_prompts, text_error};
 )]
 pub(crate) async fn completions(
     State(state): State<Shared>,
+    wire: Wire,
     body: Body,
 ) -> Result<Response, Failure> {
     let arrived = Instant::now();
@@ -63,15 +67,15 @@ pub(crate) async fn completions(
     let mut states: Vec<ChoiceState> = echoes
         .into_iter()
         .flat_map(|echo| std::iter::repeat_n(echo, n))
-        .map(|echo| ChoiceState { echo, offset: 0, with_logprobs })
+        .map(|echo| ChoiceState { echo, with_logprobs, ..ChoiceState::default() })
         .collect();
     let id = format!("cmpl-{}", random_hex());
-    let wake = if valid.streaming.is_some() { Wake::EveryDelta } else { Wake::AtEnd };
-    let mut call = Call::start(&state, submissions, wake, arrived)?.named(&id);
+    let mut call = Call::start(&state, submissions, valid.streaming.is_some(), arrived)?.named(&id);
     if let Some(streaming) = valid.streaming {
-        let chunks = Chunks::new(&id, "text_completion", now(), &model, streaming)
+        let egress = state.config.egress;
+        let chunks = Chunks::new(&id, "text_completion", now(), &model, streaming, egress)
             .map_err(reply::unwritable)?;
-        return Ok(sse::stream(call, CompletionEncoder { chunks, states }));
+        return Ok(sse::stream(call, CompletionEncoder { chunks, states }, wire));
     }
     let deltas = call.collect().await?;
     let choices = (0..).zip(deltas).zip(&mut states);
@@ -80,7 +84,9 @@ pub(crate) async fn completions(
         object: "text_completion",
         created: now(),
         model,
-        choices: choices.map(|((index, delta), state)| state.choice(index, delta)).collect(),
+        choices: choices
+            .map(|((index, mut delta), state)| state.choice(index, &mut delta))
+            .collect(),
         usage: call.tally().usage(),
     }))
 }
@@ -99,22 +105,27 @@ fn prompt_text(
 }
 
 /// What a choice has to remember from chunk to chunk.
+#[derive(Default)]
 struct ChoiceState {
     /// Prompt text that is still to be sent.
     echo: String,
     /// Characters of all tokens' text so far.
     offset: u32,
     with_logprobs: bool,
+    /// The chunk of a text alone.
+    plain: Option<Cut>,
 }
 
 impl ChoiceState {
-    fn choice(&mut self, index: u32, delta: Delta) -> CompletionChoice {
+    fn choice(&mut self, index: u32, delta: &mut Delta) -> CompletionChoice {
         let mut text = std::mem::take(&mut self.echo);
         text.push_str(&delta.text);
         CompletionChoice {
             index,
             text,
-            logprobs: self.with_logprobs.then(|| self.logprobs(delta.logprobs)),
+            logprobs: self
+                .with_logprobs
+                .then(|| self.logprobs(std::mem::take(&mut delta.logprobs))),
             finish_reason: delta.end.as_ref().and_then(finish_reason),
             stop_reason: delta.end.as_ref().and_then(stop_reason),
         }
@@ -146,7 +157,7 @@ impl Encoder for CompletionEncoder {
     fn delta(
         &mut self,
         index: u32,
-        delta: Delta,
+        delta: &mut Delta,
         tally: &Tally,
         out: &mut Vec<u8>,
     ) -> serde_json::Result<()> {
@@ -154,6 +165,16 @@ impl Encoder for CompletionEncoder {
         let silent = delta.text.is_empty() && delta.logprobs.is_empty() && state.echo.is_empty();
         if silent && delta.end.is_none() {
             return Ok(());
+        }
+        let is_plain = delta.end.is_none() && state.echo.is_empty() && !state.with_logprobs;
+        if is_plain {
+            if state.plain.is_none() {
+                let empty = state.choice(index, &mut Delta::default());
+                state.plain = self.chunks.cut(&empty, "text")?;
+            }
+            if let Some(plain) = &state.plain {
+                return plain.write(&delta.text, out);
+            }
         }
         let choice = state.choice(index, delta);
         self.chunks.choice(&choice, || tally.usage(), out)
@@ -172,7 +193,7 @@ fn shortest(value: f32) -> Value {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::mailbox::End;
+    use crate::delta::End;
 
     fn token(text: &str, logprob: f32, top: &[(&str, f32)]) -> TokenLogprobs {
         let candidate = |text: &str, logprob| Candidate {
@@ -189,24 +210,25 @@ mod tests {
 
     #[test]
     fn offsets_go_on_over_chunks_and_the_sampled_token_is_among_the_likely() {
-        let mut state = ChoiceState { echo: "p".into(), offset: 0, with_logprobs: true };
-        let first = Delta {
+        let mut state =
+            ChoiceState { echo: "p".into(), with_logprobs: true, ..ChoiceState::default() };
+        let mut first = Delta {
             text: "né".into(),
             logprobs: vec![token("né", -1.0, &[("x", -0.5)]), token("!", -2.0, &[("!", -2.0)])],
             ..Delta::default()
         };
-        let choice = state.choice(0, first);
+        let choice = state.choice(0, &mut first);
         assert_eq!(choice.text, "pné");
         let lists = choice.logprobs.unwrap();
         assert_eq!(lists.text_offset, [0, 2]);
         assert_eq!(lists.top_logprobs[0].keys().collect::<Vec<_>>(), ["x", "né"]);
         assert_eq!(lists.top_logprobs[1].len(), 1);
-        let second = Delta {
+        let mut second = Delta {
             logprobs: vec![token("z", -1.0, &[])],
             end: Some(End::Length),
             ..Delta::default()
         };
-        let choice = state.choice(0, second);
+        let choice = state.choice(0, &mut second);
         assert_eq!((choice.text.as_str(), choice.finish_reason), ("", Some("length")));
         assert_eq!(choice.logprobs.unwrap().text_offset, [3]);
     }

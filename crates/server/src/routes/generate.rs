@@ -11,13 +11,16 @@ use forebay_api::{
 };
 
 use super::random_hex;
-use crate::call::{Call, Submission, Tally};
+use crate::call::{Call, Submission};
+use crate::delta::{Candidate, Delta, End};
 use crate::limits;
-use crate::mailbox::{Candidate, Delta, End, Wake};
+use crate::outlet::Encoder;
 use crate::reply::{self, Failure};
-use crate::sse::{self, Encoder};
+use crate::sse;
 use crate::state::Shared;
+use crate::tally::Tally;
 use crate::text::encode_prompts;
+use crate::wire::Wire;
 
 /// Continues a prompt or a batch of prompts. With `stream`, each event carries the text so far.
 #[utoipa::path(
@@ -29,7 +32,11 @@ use crate::text::encode_prompts;
         (status = "default", description = "An error", body = ErrorBody),
     ),
 )]
-pub(crate) async fn generate(State(state): State<Shared>, body: Body) -> Result<Response, Failure> {
+pub(crate) async fn generate(
+    State(state): State<Shared>,
+    wire: Wire,
+    body: Body,
+) -> Result<Response, Failure> {
     let arrived = Instant::now();
     let request: GenerateRequest = limits::read(body, &state.config).await?;
     let param = request.prompt_param();
@@ -60,16 +67,16 @@ pub(crate) async fn generate(State(state): State<Shared>, body: Body) -> Result<
     let submissions = submissions.collect::<Result<Vec<_>, _>>()?;
 
     let id = outputs.first().map(|output| output.id.clone()).unwrap_or_default();
-    let wake = if valid.stream { Wake::EveryDelta } else { Wake::AtEnd };
-    let mut call = Call::start(&state, submissions, wake, arrived)?.named(&id);
+    let mut call = Call::start(&state, submissions, valid.stream, arrived)?.named(&id);
     if valid.stream {
-        return Ok(sse::stream(call, GenerateEncoder { outputs, batch: valid.batch }));
+        return Ok(sse::stream(call, GenerateEncoder { outputs, batch: valid.batch }, wire));
     }
     let deltas = call.collect().await?;
     let mut whole = Vec::with_capacity(deltas.len());
+    let tally = call.tally();
     for ((choice, delta), mut output) in (0..).zip(deltas).zip(outputs) {
         output.total = delta;
-        whole.push(output.output(choice, None, call.tally()));
+        whole.push(output.output(choice, None, &tally));
     }
     match <[GenerateOutput; 1]>::try_from(whole) {
         Ok([one]) if !valid.batch => Ok(reply::ok(&one)),
@@ -135,12 +142,12 @@ impl Encoder for GenerateEncoder {
     fn delta(
         &mut self,
         choice: u32,
-        mut delta: Delta,
+        delta: &mut Delta,
         tally: &Tally,
         out: &mut Vec<u8>,
     ) -> serde_json::Result<()> {
         let output = &mut self.outputs[choice as usize];
-        output.total.merge(&mut delta);
+        output.total.merge(delta);
         sse::event(&output.output(choice, self.batch.then_some(choice), tally), out)
     }
 

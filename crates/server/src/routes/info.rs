@@ -15,7 +15,6 @@ use tokio::time::timeout;
 use utoipa::ToSchema;
 
 use crate::call::{Call, Submission};
-use crate::mailbox::Wake;
 use crate::reply::{self, Failure};
 use crate::state::{Shared, not_serving};
 
@@ -110,7 +109,7 @@ pub(crate) async fn health_generate(State(state): State<Shared>) -> Result<Respo
     for item in request.validate(&state.model.defaults, limits)?.items {
         submissions.push(Submission::new(vec![token], item.generation, limits, "input_ids")?);
     }
-    let mut call = Call::start(&state, submissions, Wake::AtEnd, arrived)?.named("health");
+    let mut call = Call::start(&state, submissions, false, arrived)?.named("health");
     let limit = state.config.health_timeout;
     match timeout(limit, call.collect()).await {
         Ok(result) => {

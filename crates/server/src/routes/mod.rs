@@ -15,8 +15,8 @@ use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
 use forebay_api::{ApiError, StopReason};
 
+use crate::delta::End;
 use crate::limits::authorized;
-use crate::mailbox::End;
 use crate::reply::Failure;
 use crate::state::Shared;
 

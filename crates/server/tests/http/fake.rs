@@ -10,7 +10,9 @@ use forebay_engine::{
     Admission, EngineRequest, Facts, FinishReason, Output, OutputSink, RequestId, SampledToken,
     Stats, Status, SubmitError,
 };
-use forebay_server::{AppState, EgressSink, Engine, Metrics, ModelInfo, ServerConfig};
+use forebay_server::{
+    AppState, EgressConfig, EgressSink, Engine, Metrics, ModelInfo, ServerConfig,
+};
 use forebay_text::{ChatTemplate, TextPool, Tokenizer};
 use parking_lot::Mutex;
 use serde_json::json;
@@ -183,14 +185,23 @@ impl TestServer {
     }
 
     pub(crate) async fn start(script: Option<&str>, change: fn(&mut ServerConfig)) -> Self {
+        Self::start_with(script, Duration::ZERO, change).await
+    }
+
+    /// With a window between two chunks of a stream.
+    pub(crate) async fn start_with(
+        script: Option<&str>,
+        window: Duration,
+        change: fn(&mut ServerConfig),
+    ) -> Self {
         let manifest = Path::new(env!("CARGO_MANIFEST_DIR"));
         let file = manifest.join("../text/tests/data/tiny-llama-tokenizer.json");
         let tokenizer = Arc::new(Tokenizer::from_file(&file).unwrap());
         let template = ChatTemplate::new(TEMPLATE, None, None, &Default::default()).unwrap();
         let text = TextPool::new(Arc::clone(&tokenizer), Some(Arc::new(template)), 1, 16);
         let metrics = Arc::new(Metrics::new("tiny", CONTEXT).unwrap());
-        let (sink, egress) =
-            forebay_server::egress(Arc::clone(&tokenizer), Arc::clone(&metrics), 256).unwrap();
+        let egress_config = EgressConfig { threads: 2, capacity: 256, window };
+        let (sink, egress) = forebay_server::egress(&tokenizer, &metrics, egress_config).unwrap();
         let (sender, events) = mpsc::unbounded_channel();
         let engine = Arc::new(Fake {
             sink: Mutex::new(Some(sink)),

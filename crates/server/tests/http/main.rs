@@ -8,3 +8,4 @@ mod fake;
 mod generation;
 mod info;
 mod lifecycle;
+mod streams;

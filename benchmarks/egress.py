@@ -1,0 +1,45 @@
+"""What a streamed chunk costs on its way out, by who writes it: CPU microseconds, user and kernel.
+
+    python -m benchmarks.egress --rounds 3 --streams 64,2048
+
+The simulated device makes a token every 30 microseconds whatever the number of streams: slowly enough for a chunk each,
+so that what is compared is the cost of a chunk and not how many are merged. The whole process is counted: sockets,
+detokenisation, scheduler.
+"""
+
+from __future__ import annotations
+
+from benchmarks import compare, models, records
+from benchmarks.load import Workload
+from benchmarks.servers import TOKEN_EVERY_30_US, Forebay, Setting
+
+STREAMS = [64, 512, 2048, 4096]
+MODES = ["direct", "tasks", "naive"]
+ANSWER = 128
+
+
+def workload(streams: int) -> Workload:
+    """Enough tokens for seconds."""
+    setting = Setting(model="tiny", streams=streams, context=512)
+    return Workload(str(streams), setting, 10, ANSWER, requests=max(2048, 2 * streams))
+
+
+def server(mode: str) -> Forebay:
+    """Forebay with chunks written that way."""
+    return Forebay(mode, "forebay-chat", flags=("--egress", mode), profile=TOKEN_EVERY_30_US)
+
+
+def main() -> None:
+    """The command."""
+    flags = compare.parser("CPU time of a streamed chunk, by who writes it.", rounds=3)
+    flags.add_argument("--streams", type=compare.numbers, default=STREAMS, metavar="N,N")
+    chosen = flags.parse_args()
+    found = records.new("egress", chosen.rounds)
+    models.build(force=False)
+    for streams in chosen.streams:
+        compare.measure_in_turn(found, workload(streams), [server(mode) for mode in MODES], chosen.rounds)
+    compare.finish(found, chosen.output)
+
+
+if __name__ == "__main__":
+    main()

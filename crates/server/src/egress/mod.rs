@@ -1,0 +1,295 @@
+//! The egress threads: from the engine's outputs to text, and to the sockets of streams.
+//!
+//! A request belongs to one of them by its name. One lane leads into each, so that a request's registration, sent before the request is submitted,
+//! is always ahead of its outputs. Lanes are bounded: an engine that is faster than its streams waits here. A thread waits for nothing
+//! but its lane (sockets are written without waiting), so a place in it is never more than one step's work away, for HTTP threads too.
+
+mod stream;
+
+use std::cmp::Reverse;
+use std::collections::{BinaryHeap, HashMap};
+use std::io;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use crossbeam_channel::{Receiver, RecvTimeoutError, Sender};
+use forebay_api::ApiError;
+use forebay_engine::{Output, OutputSink, RequestId};
+use forebay_text::Tokenizer;
+use rustc_hash::FxBuildHasher;
+
+use crate::delta::End;
+use crate::engine::Engine;
+use crate::mailbox;
+use crate::metrics::Metrics;
+use stream::{Due, Scratch, Stream};
+
+/// How the egress threads work.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct EgressConfig {
+    /// Threads, at least one.
+    pub threads: usize,
+    /// Steps and registrations that may wait for each.
+    pub capacity: usize,
+    /// Least time between two chunks of a stream: what comes sooner is merged. The first token and the end do not wait.
+    pub window: Duration,
+}
+
+/// What the egress thread has to know of a request.
+pub(crate) struct Registration {
+    pub(crate) id: RequestId,
+    pub(crate) sender: mailbox::Sender,
+    pub(crate) engine: Arc<dyn Engine>,
+    pub(crate) stop: Vec<String>,
+    pub(crate) include_stop: bool,
+    pub(crate) skip_special_tokens: bool,
+    /// Stop strings do not count up to here.
+    pub(crate) min_tokens: u32,
+    /// To tell end-of-sequence from the client's own stop tokens.
+    pub(crate) eos: Arc<[i32]>,
+    pub(crate) prompt_tokens: u32,
+    pub(crate) arrived: Instant,
+    /// Tokens to gather for a chunk; `None`: nobody reads before the end.
+    pub(crate) interval: Option<u32>,
+}
+
+enum Message {
+    Register(Box<Registration>),
+    Outputs(Vec<Output>),
+    Forget(RequestId),
+    AbortAll,
+    EngineGone,
+}
+
+/// The engine's side of the egress threads: give it to the engine when it is started.
+#[derive(Debug)]
+pub struct EgressSink {
+    lanes: Lanes,
+}
+
+impl OutputSink for EgressSink {
+    fn deliver(&mut self, outputs: Vec<Output>) {
+        // A closed lane means that the thread has ended; every stream has got its end by then.
+        if let [lane] = &self.lanes.0[..] {
+            let _ = lane.send(Message::Outputs(outputs));
+            return;
+        }
+        let mut parts = vec![Vec::new(); self.lanes.0.len()];
+        for output in outputs {
+            parts[self.lanes.index(output.id)].push(output);
+        }
+        for (lane, part) in self.lanes.0.iter().zip(parts) {
+            if !part.is_empty() {
+                let _ = lane.send(Message::Outputs(part));
+            }
+        }
+    }
+}
+
+impl Drop for EgressSink {
+    fn drop(&mut self) {
+        self.lanes.send_all(|| Message::EngineGone);
+    }
+}
+
+/// The server's side of the egress threads. They end when every clone and the sink are gone.
+#[derive(Debug, Clone)]
+pub struct Egress {
+    lanes: Lanes,
+}
+
+impl Egress {
+    /// Announces a request; to be called before it is submitted.
+    pub(crate) fn register(&self, registration: Registration) -> Result<(), ApiError> {
+        let lane = self.lanes.of(registration.id);
+        lane.send(Message::Register(Box::new(registration))).map_err(|_| ApiError::Internal {
+            reason: "the egress thread has ended".into(),
+            code: Some("egress_gone"),
+        })
+    }
+
+    /// Takes back the registration of a request that could not be submitted.
+    pub(crate) fn forget(&self, id: RequestId) {
+        let _ = self.lanes.of(id).send(Message::Forget(id));
+    }
+
+    /// Aborts every request; each gets its end at once.
+    pub(crate) fn abort_all(&self) {
+        self.lanes.send_all(|| Message::AbortAll);
+    }
+}
+
+/// One lane a thread.
+#[derive(Debug, Clone)]
+struct Lanes(Arc<[Sender<Message>]>);
+
+impl Lanes {
+    fn index(&self, id: RequestId) -> usize {
+        // Names are given in order, so this spreads requests evenly.
+        (id.0 % self.0.len() as u64) as usize
+    }
+
+    fn of(&self, id: RequestId) -> &Sender<Message> {
+        &self.0[self.index(id)]
+    }
+
+    fn send_all(&self, message: impl Fn() -> Message) {
+        for lane in self.0.iter() {
+            let _ = lane.send(message());
+        }
+    }
+}
+
+/// Starts the egress threads.
+///
+/// # Errors
+/// The system has no room for a thread.
+pub fn egress(
+    tokenizer: &Arc<Tokenizer>,
+    metrics: &Arc<Metrics>,
+    config: EgressConfig,
+) -> io::Result<(EgressSink, Egress)> {
+    let start = |_| {
+        let (lane, receiver) = crossbeam_channel::bounded(config.capacity.max(1));
+        let owner = Owner {
+            tokenizer: Arc::clone(tokenizer),
+            metrics: Arc::clone(metrics),
+            window: config.window,
+            streams: HashMap::default(),
+            alarms: BinaryHeap::new(),
+            engine_gone: false,
+        };
+        std::thread::Builder::new().name("egress".into()).spawn(move || owner.run(&receiver))?;
+        Ok(lane)
+    };
+    let lanes = Lanes((0..config.threads.max(1)).map(start).collect::<io::Result<_>>()?);
+    Ok((EgressSink { lanes: lanes.clone() }, Egress { lanes }))
+}
+
+/// The state of an egress thread.
+struct Owner {
+    tokenizer: Arc<Tokenizer>,
+    metrics: Arc<Metrics>,
+    window: Duration,
+    streams: HashMap<RequestId, Stream, FxBuildHasher>,
+    /// Streams with something that the window holds back, and until when.
+    alarms: BinaryHeap<Reverse<(Instant, RequestId)>>,
+    engine_gone: bool,
+}
+
+impl Owner {
+    fn run(mut self, lane: &Receiver<Message>) {
+        let mut scratch = Scratch::default();
+        loop {
+            let message = match self.alarms.peek() {
+                None => lane.recv().map_err(|_| RecvTimeoutError::Disconnected),
+                Some(&Reverse((next, _))) => lane.recv_deadline(next),
+            };
+            match message {
+                Ok(message) => self.take(message, &mut scratch),
+                Err(RecvTimeoutError::Timeout) => {}
+                Err(RecvTimeoutError::Disconnected) => return,
+            }
+            self.ring(&mut scratch);
+        }
+    }
+
+    fn take(&mut self, message: Message, scratch: &mut Scratch) {
+        match message {
+            Message::Register(registration) => self.register(*registration),
+            Message::Outputs(outputs) => {
+                let now = Instant::now();
+                for output in outputs {
+                    self.apply(output, now, scratch);
+                }
+            }
+            Message::Forget(id) => drop(self.streams.remove(&id)),
+            Message::AbortAll => {
+                for (id, stream) in self.streams.drain() {
+                    stream.engine.abort(id);
+                    self.metrics.finished(&stream.timeline, "abort", Instant::now());
+                    stream.fail(ApiError::Aborted);
+                }
+            }
+            Message::EngineGone => {
+                self.engine_gone = true;
+                for (_, stream) in self.streams.drain() {
+                    self.metrics.finished(&stream.timeline, "error", Instant::now());
+                    stream.fail(engine_gone());
+                }
+            }
+        }
+    }
+
+    /// Sends what the window has held back long enough.
+    fn ring(&mut self, scratch: &mut Scratch) {
+        if self.alarms.is_empty() {
+            return;
+        }
+        let now = Instant::now();
+        while let Some(&Reverse((next, id))) = self.alarms.peek()
+            && next <= now
+        {
+            self.alarms.pop();
+            if let Some(stream) = self.streams.get_mut(&id) {
+                stream.noted = false;
+                if stream.due(now) == Due::Now {
+                    stream.send(now, scratch);
+                }
+            }
+        }
+    }
+
+    fn register(&mut self, registration: Registration) {
+        if self.engine_gone {
+            return registration.sender.fail(engine_gone());
+        }
+        let id = registration.id;
+        self.streams.insert(id, Stream::new(registration, &self.tokenizer, self.window));
+    }
+
+    fn apply(&mut self, output: Output, now: Instant, scratch: &mut Scratch) {
+        let id = output.id;
+        // Outputs of a request that a stop string ended keep coming until the engine has seen the abort.
+        let Some(stream) = self.streams.get_mut(&id) else { return };
+        let alive = output.finish.is_none();
+        if let Some(admission) = output.admission {
+            stream.timeline.admitted(admission.queue_us);
+        }
+        if output.token.is_some() {
+            self.metrics.token(&mut stream.timeline, now);
+        }
+        stream.apply(output, &self.tokenizer, scratch);
+        if let Some(end) = stream.end() {
+            self.metrics.finished(&stream.timeline, reason_label(end), now);
+            if alive {
+                stream.engine.abort(id);
+            }
+            stream.send(now, scratch);
+            self.streams.remove(&id);
+            return;
+        }
+        match stream.due(now) {
+            Due::Now => stream.send(now, scratch),
+            Due::Later => {}
+            Due::At(time) if !stream.noted => {
+                stream.noted = true;
+                self.alarms.push(Reverse((time, id)));
+            }
+            Due::At(_) => {}
+        }
+    }
+}
+
+fn engine_gone() -> ApiError {
+    ApiError::Unavailable { reason: "the engine has ended".into(), code: "failed" }
+}
+
+fn reason_label(end: &End) -> &'static str {
+    match end {
+        End::Eos(_) | End::Token(_) | End::Text(_) => "stop",
+        End::Length => "length",
+        End::Error(ApiError::Aborted) => "abort",
+        End::Error(_) => "error",
+    }
+}

@@ -1,0 +1,188 @@
+//! One request on its way out: tokens to text, and when its chunks are due.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use forebay_api::ApiError;
+use forebay_engine::{FinishReason, Output, RequestError, SampledToken};
+use forebay_text::{Detokenizer, StopStrings, Tokenizer};
+
+use super::Registration;
+use crate::delta::{Candidate, Delta, End, TokenLogprobs};
+use crate::engine::Engine;
+use crate::mailbox;
+use crate::metrics::Timeline;
+use crate::outlet::Chunk;
+
+/// Log-probabilities below this are written as this: JSON has no minus infinity.
+const SMALLEST_LOGPROB: f32 = -9999.0;
+
+/// Buffers that are used again from token to token.
+#[derive(Default)]
+pub(super) struct Scratch {
+    fresh: String,
+    chunk: Chunk,
+}
+
+/// When a stream's next chunk may be sent.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Due {
+    /// Now.
+    Now,
+    /// When more tokens have come.
+    Later,
+    /// At this time.
+    At(Instant),
+}
+
+/// A request on its way out.
+pub(super) struct Stream {
+    sender: mailbox::Sender,
+    pub(super) engine: Arc<dyn Engine>,
+    detokenizer: Detokenizer,
+    stops: StopStrings,
+    stop: Vec<String>,
+    include_stop: bool,
+    min_tokens: u32,
+    eos: Arc<[i32]>,
+    pub(super) timeline: Timeline,
+    /// What has not been sent.
+    delta: Delta,
+    /// Tokens to gather for a chunk; `None`: nobody reads before the end.
+    interval: Option<u32>,
+    /// Least time between two chunks.
+    window: Duration,
+    /// When the last chunk was sent.
+    sent: Option<Instant>,
+    /// A time at which what is there will be sent has been noted.
+    pub(super) noted: bool,
+}
+
+impl Stream {
+    pub(super) fn new(
+        registration: Registration,
+        tokenizer: &Arc<Tokenizer>,
+        window: Duration,
+    ) -> Self {
+        let Registration { stop, include_stop, skip_special_tokens, .. } = registration;
+        Self {
+            sender: registration.sender,
+            engine: registration.engine,
+            detokenizer: Detokenizer::new(Arc::clone(tokenizer), skip_special_tokens),
+            stops: StopStrings::new(&stop, include_stop),
+            stop,
+            include_stop,
+            min_tokens: registration.min_tokens,
+            eos: registration.eos,
+            timeline: Timeline::new(registration.arrived, registration.prompt_tokens),
+            delta: Delta::default(),
+            interval: registration.interval,
+            window,
+            sent: None,
+            noted: false,
+        }
+    }
+
+    /// What ended it.
+    pub(super) fn end(&self) -> Option<&End> {
+        self.delta.end.as_ref()
+    }
+
+    /// Whether what has come up to `now` is to be sent: a first token and an end do not wait.
+    pub(super) fn due(&self, now: Instant) -> Due {
+        if self.delta.end.is_some() {
+            return Due::Now;
+        }
+        let (Some(interval), gathered) = (self.interval, self.delta.tokens.len()) else {
+            return Due::Later;
+        };
+        match self.sent {
+            _ if gathered == 0 => Due::Later,
+            None => Due::Now,
+            Some(_) if gathered < interval as usize => Due::Later,
+            Some(sent) if now < sent + self.window => Due::At(sent + self.window),
+            Some(_) => Due::Now,
+        }
+    }
+
+    /// Sends what has come.
+    pub(super) fn send(&mut self, now: Instant, scratch: &mut Scratch) {
+        self.sent = Some(now);
+        self.sender.send(&mut self.delta, &mut scratch.chunk);
+    }
+
+    /// Ends it with an error.
+    pub(super) fn fail(self, error: ApiError) {
+        self.sender.fail(error);
+    }
+
+    /// Adds what an output brings to what is to be sent.
+    pub(super) fn apply(&mut self, output: Output, tokenizer: &Tokenizer, scratch: &mut Scratch) {
+        scratch.fresh.clear();
+        if let Some(admission) = output.admission {
+            self.delta.cached_tokens = Some(admission.cached_tokens);
+        }
+        let mut matched = None;
+        if let Some(token) = output.token {
+            let stopped = matches!(output.finish, Some(FinishReason::Stop { .. }));
+            if !stopped || self.include_stop {
+                self.detokenizer.push(token.id, &mut scratch.fresh);
+            }
+            self.delta.tokens.push(token.id);
+            self.logprobs(token, tokenizer);
+            matched = self.text(&scratch.fresh);
+        }
+        let end = match output.finish {
+            _ if matched.is_some() => None,
+            None => None,
+            Some(FinishReason::Stop { token }) if self.eos.contains(&token) => {
+                Some(End::Eos(token))
+            }
+            Some(FinishReason::Stop { token }) => Some(End::Token(token)),
+            Some(FinishReason::Length) => Some(End::Length),
+            Some(FinishReason::Abort) => Some(End::Error(ApiError::Aborted)),
+            Some(FinishReason::Error(error)) => Some(End::Error(request_error(&error))),
+        };
+        if end.is_some() {
+            scratch.fresh.clear();
+            self.detokenizer.finish(&mut scratch.fresh);
+            matched = self.text(&scratch.fresh);
+            if matched.is_none() {
+                self.stops.finish(&mut self.delta.text);
+            }
+        }
+        self.delta.end = matched.map(|index| End::Text(self.stop[index].clone())).or(end);
+    }
+
+    /// Adds new text, less what may become a stop string; `Some(index)` if one was found.
+    fn text(&mut self, fresh: &str) -> Option<usize> {
+        if self.timeline.generated <= self.min_tokens {
+            self.delta.text.push_str(fresh);
+            return None;
+        }
+        self.stops.push(fresh, &mut self.delta.text)
+    }
+
+    fn logprobs(&mut self, token: SampledToken, tokenizer: &Tokenizer) {
+        let Some(entries) = token.logprobs else { return };
+        let mut candidates = entries.iter().map(|&(id, logprob)| Candidate {
+            id,
+            text: tokenizer.token_text(id),
+            bytes: tokenizer.token_bytes(id),
+            logprob: logprob.max(SMALLEST_LOGPROB),
+        });
+        if let Some(sampled) = candidates.next() {
+            let top = candidates.collect();
+            self.delta.logprobs.push(TokenLogprobs { sampled, top });
+        }
+    }
+}
+
+fn request_error(error: &RequestError) -> ApiError {
+    let reason = error.to_string();
+    match error {
+        RequestError::NotFinite => ApiError::Internal { reason, code: Some("not_finite") },
+        RequestError::Poisoned => ApiError::Internal { reason, code: Some("poisoned") },
+        RequestError::HandFailed(_) => ApiError::Unavailable { reason, code: "failed" },
+    }
+}

@@ -1,0 +1,79 @@
+//! What a streamed response lends to its mailbox, so that others can write its events.
+
+use std::sync::Arc;
+
+use crate::delta::Delta;
+use crate::line::Line;
+use crate::tally::Tally;
+
+/// Writes the events of one dialect. A delta never has an error for an end.
+pub(crate) trait Encoder: Send + 'static {
+    /// Appends the events of a delta, which may be taken apart.
+    fn delta(
+        &mut self,
+        choice: u32,
+        delta: &mut Delta,
+        tally: &Tally,
+        out: &mut Vec<u8>,
+    ) -> serde_json::Result<()>;
+    /// Appends what comes after the last delta.
+    fn end(&mut self, tally: &Tally, out: &mut Vec<u8>) -> serde_json::Result<()>;
+}
+
+/// What a streamed response lends.
+pub(crate) struct Outlet {
+    pub(crate) encoder: Box<dyn Encoder>,
+    /// `None`: everything goes through the response.
+    pub(crate) line: Option<Arc<Line>>,
+}
+
+/// A buffer for one chunk of HTTP/1.1's chunked coding (RFC 9112, section 7.1), used again and again.
+#[derive(Debug, Default)]
+pub(crate) struct Chunk(Vec<u8>);
+
+impl Chunk {
+    /// Room for the size line: 8 hexadecimal digits at most, CR, LF.
+    const HEAD: usize = 10;
+
+    /// The empty content, to be appended to.
+    pub(crate) fn start(&mut self) -> &mut Vec<u8> {
+        self.0.clear();
+        self.0.resize(Self::HEAD, 0);
+        &mut self.0
+    }
+
+    /// The chunk of what was appended; empty if nothing was, since an empty chunk would end the body.
+    pub(crate) fn finish(&mut self) -> &[u8] {
+        let mut size = self.0.len() - Self::HEAD;
+        if size == 0 {
+            return &[];
+        }
+        let mut at = Self::HEAD - 2;
+        self.0[at..Self::HEAD].copy_from_slice(b"\r\n");
+        while size > 0 && at > 0 {
+            at -= 1;
+            self.0[at] = b"0123456789abcdef"[size & 15];
+            size >>= 4;
+        }
+        self.0.extend_from_slice(b"\r\n");
+        &self.0[at..]
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_chunk_is_its_size_in_hexadecimal_and_its_content() {
+        let mut chunk = Chunk::default();
+        for size in [1, 9, 15, 16, 255, 256, 4095, 70_000] {
+            let content = vec![b'x'; size];
+            chunk.start().extend_from_slice(&content);
+            let expected = [format!("{size:x}\r\n").as_bytes(), &content, b"\r\n"].concat();
+            assert_eq!(chunk.finish(), expected);
+        }
+        chunk.start();
+        assert!(chunk.finish().is_empty());
+    }
+}

@@ -1,0 +1,69 @@
+//! Tokens of a call, for its usage.
+
+use forebay_api::Usage;
+
+use crate::delta::Delta;
+
+/// Tokens of a call so far.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct Tally {
+    /// Prompt tokens of each prompt.
+    prompts: Vec<u32>,
+    /// Prompt tokens of each prompt found in the prefix cache.
+    cached: Vec<u32>,
+    /// Generated tokens by choice.
+    generated: Vec<u32>,
+    /// Prompt that a choice answers.
+    prompt_of: Vec<usize>,
+}
+
+impl Tally {
+    /// For prompts of these numbers of tokens, each with this number of choices.
+    pub(crate) fn new(prompts: impl Iterator<Item = (u32, u32)>) -> Self {
+        let mut tally = Self::default();
+        for (index, (tokens, choices)) in prompts.enumerate() {
+            tally.prompts.push(tokens);
+            tally.cached.push(0);
+            tally.prompt_of.extend((0..choices).map(|_| index));
+        }
+        tally.generated = vec![0; tally.prompt_of.len()];
+        tally
+    }
+
+    /// Choices of all prompts.
+    pub(crate) fn choices(&self) -> usize {
+        self.generated.len()
+    }
+
+    /// Tokens of all prompts.
+    pub(crate) fn prompt_tokens(&self) -> u32 {
+        self.prompts.iter().sum()
+    }
+
+    /// Tokens generated in all choices.
+    pub(crate) fn generated_tokens(&self) -> u32 {
+        self.generated.iter().sum()
+    }
+
+    /// Of the whole call: each prompt is counted once.
+    pub(crate) fn usage(&self) -> Usage {
+        Usage::new(self.prompt_tokens(), self.generated_tokens(), self.cached.iter().sum())
+    }
+
+    /// Of one choice.
+    pub(crate) fn usage_of(&self, choice: u32) -> Usage {
+        let prompt = self.prompt_of[choice as usize];
+        let generated = self.generated[choice as usize];
+        Usage::new(self.prompts[prompt], generated, self.cached[prompt])
+    }
+
+    /// Counts what a delta brings.
+    pub(crate) fn add(&mut self, choice: u32, delta: &Delta) {
+        let prompt = self.prompt_of[choice as usize];
+        self.generated[choice as usize] += u32::try_from(delta.tokens.len()).unwrap_or(u32::MAX);
+        if let Some(cached) = delta.cached_tokens {
+            // The choices of a prompt share its pages; what one of them found is what the client is told.
+            self.cached[prompt] = self.cached[prompt].max(cached);
+        }
+    }
+}

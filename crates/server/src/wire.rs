@@ -1,0 +1,24 @@
+//! The connection that a request came by, as far as its answer may use it.
+
+use std::convert::Infallible;
+use std::sync::Arc;
+
+use axum::extract::FromRequestParts;
+use axum::http::Version;
+use axum::http::request::Parts;
+
+use crate::config::EgressMode;
+use crate::line::Line;
+use crate::state::Shared;
+
+/// The line to write chunks to past hyper; `None` where that is switched off, or where answers have no chunks (HTTP/1.0).
+pub(crate) struct Wire(pub(crate) Option<Arc<Line>>);
+
+impl FromRequestParts<Shared> for Wire {
+    type Rejection = Infallible;
+
+    async fn from_request_parts(parts: &mut Parts, state: &Shared) -> Result<Self, Infallible> {
+        let usable = state.config.egress == EgressMode::Direct && parts.version == Version::HTTP_11;
+        Ok(Self(usable.then(|| parts.extensions.get::<Arc<Line>>().cloned()).flatten()))
+    }
+}
