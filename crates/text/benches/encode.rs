@@ -21,12 +21,14 @@ const LONG_BYTES: usize = 400_000;
 const BACKLOG: usize = 1000;
 const THREADS: usize = 2;
 
-fn load(backend: Backend) -> Arc<Tokenizer> {
-    let given = std::env::var_os("FOREBAY_BENCH_TOKENIZER").map(PathBuf::from);
+fn file() -> PathBuf {
     let tests =
         || PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("tests/data/tiny-llama-tokenizer.json");
-    let file = given.unwrap_or_else(tests);
-    Arc::new(Tokenizer::from_file_for(&file, backend).expect("a tokenizer"))
+    std::env::var_os("FOREBAY_BENCH_TOKENIZER").map_or_else(tests, PathBuf::from)
+}
+
+fn load(backend: Backend) -> Arc<Tokenizer> {
+    Arc::new(Tokenizer::from_file_for(&file(), backend).expect("a tokenizer"))
 }
 
 fn pool(tokenizer: &Arc<Tokenizer>, mode: TextMode, cache_bytes: usize) -> TextPool {
@@ -49,7 +51,7 @@ fn text(bytes: usize, seed: u64) -> String {
         state ^= state >> 7;
         state ^= state << 17;
         text.push_str(words[(state >> 33) as usize % words.len()]);
-        text.push(if state % 17 == 0 { '\n' } else { ' ' });
+        text.push(if state.is_multiple_of(17) { '\n' } else { ' ' });
     }
     text
 }
@@ -73,7 +75,7 @@ fn conversation(turns: u64, seed: u64) -> String {
 fn lone(c: &mut Criterion) {
     let mut group = c.benchmark_group("lone");
     for (backend, tokenizer) in backends() {
-        for bytes in [64, SHORT_BYTES] {
+        for bytes in [64, 256, SHORT_BYTES] {
             let text = text(bytes, 1);
             for (name, mode) in [("inline", TextMode::Inline), ("pool", TextMode::Auto)] {
                 let (pool, runtime) = (pool(&tokenizer, mode, 0), runtime());
@@ -109,11 +111,7 @@ fn backlog(c: &mut Criterion) {
         }
     }
     // The alternative to a thread that encodes its batch by itself: one call a batch, spread by the library.
-    let file = std::env::var_os("FOREBAY_BENCH_TOKENIZER").map(PathBuf::from);
-    let file = file.unwrap_or_else(|| {
-        PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("tests/data/tiny-llama-tokenizer.json")
-    });
-    let library = tokenizers::Tokenizer::from_file(file).expect("a tokenizer");
+    let library = tokenizers::Tokenizer::from_file(file()).expect("a tokenizer");
     for batch in [32, BACKLOG] {
         group.bench_function(format!("hf/encode-batch-of-{batch}"), |b| {
             b.iter(|| {

@@ -13,7 +13,7 @@ use crate::tokenizer::Tokenizer;
 const PART_BYTES: usize = 8 << 10;
 /// Texts below this are encoded whole without a look at the cache, and parts of this size are what it keeps: encoding
 /// so little costs about as much as finding out that it need not be encoded.
-const KEPT_BYTES: usize = 1 << 10;
+const KEPT_BYTES: usize = 2 << 10;
 
 /// A tokenizer with the memory of what it encoded.
 #[derive(Debug)]

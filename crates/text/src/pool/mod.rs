@@ -28,6 +28,8 @@ use work::{Input, Job, Tools};
 
 /// Room for a template's recursion and a deeply nested tool description; only what is used is ever real memory.
 const STACK_BYTES: usize = 8 << 20;
+/// Text of so few tokens is encoded by whoever asks: that takes about as long as waking a thread would.
+const WAKE_TOKENS: usize = 32;
 /// Room for the history of some hundreds of long conversations.
 const CACHE_BYTES: usize = 64 << 20;
 
@@ -69,7 +71,7 @@ pub struct Encoded {
 /// Where inputs are encoded.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum TextMode {
-    /// On the pool's threads.
+    /// On the pool's threads, but for what is so short that waking one costs as much as encoding it.
     #[default]
     Auto,
     /// On the thread that asks, which does nothing else meanwhile: what the pool is measured against.
@@ -239,12 +241,13 @@ impl TextPool {
     }
 
     async fn run(&self, input: Input) -> Result<Vec<Encoded>, TextError> {
-        if self.mode == TextMode::Inline {
+        let tokens = input.tokens();
+        let is_tiny = tokens <= WAKE_TOKENS && matches!(input, Input::Texts { .. });
+        if is_tiny || self.mode == TextMode::Inline {
             self.shared.inputs.fetch_add(1, Ordering::Relaxed);
             return input.encode(&self.shared.tools);
         }
         let (reply, answer) = oneshot::channel();
-        let tokens = input.tokens();
         self.shared.queue.push(Job { input, tokens, reply })?;
         answer.await.unwrap_or(Err(TextError::Closed))
     }

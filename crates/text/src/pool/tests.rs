@@ -55,6 +55,11 @@ fn chat() -> TextInput {
     }
 }
 
+/// A text that is worth a thread.
+fn sentence() -> TextInput {
+    text(&prose(200, 1))
+}
+
 /// A text of `bytes` bytes or a little more, unlike that of another `seed`.
 fn prose(bytes: usize, seed: usize) -> String {
     let mut text = String::new();
@@ -101,12 +106,21 @@ fn texts_are_encoded() {
 }
 
 #[test]
+fn what_is_tiny_waits_for_nobody() {
+    let (pool, stops) = stoppable(&config(1, 1));
+    let busy = occupy(&pool, &stops);
+    assert!(block_on(pool.encode(text("hello"))).is_ok());
+    drop(stops);
+    assert!(block_on(busy).is_ok());
+}
+
+#[test]
 fn a_full_queue_is_busy_at_once_and_order_is_kept() {
     let (pool, stops) = stoppable(&config(1, 1));
     let busy = occupy(&pool, &stops);
-    let waiting = submit(&pool, text("a"));
+    let waiting = submit(&pool, sentence());
     assert_eq!(pool.stats().waiting, 1);
-    let mut refused = pin!(pool.encode(text("b")));
+    let mut refused = pin!(pool.encode(sentence()));
     assert_eq!(poll_once(refused.as_mut()), Poll::Ready(Err(TextError::Busy)));
     drop(stops);
     assert!(block_on(busy).is_ok());
@@ -118,7 +132,7 @@ fn a_dropped_future_cancels_its_input() {
     let (pool, stops) = stoppable(&config(1, 3));
     let busy = occupy(&pool, &stops);
     drop(submit(&pool, chat()));
-    let last = submit(&pool, text("a"));
+    let last = submit(&pool, sentence());
     stops.go_on.send(()).expect("a thread waits");
     assert!(block_on(busy).is_ok());
     assert!(block_on(last).is_ok());
@@ -130,7 +144,7 @@ fn a_dropped_future_cancels_its_input() {
 #[test]
 fn what_waits_is_taken_together_up_to_a_number_of_tokens() {
     for (count, bytes, inputs, batches) in
-        [(40, 4, None, 1), (40, 4, NonZeroUsize::new(10), 4), (4, 4500, None, 4)]
+        [(40, 150, None, 1), (40, 150, NonZeroUsize::new(10), 4), (4, 4500, None, 4)]
     {
         let (pool, stops) = stoppable(&TextConfig { batch_inputs: inputs, ..config(1, 100) });
         let busy = occupy(&pool, &stops);
@@ -151,7 +165,7 @@ fn what_waits_is_taken_together_up_to_a_number_of_tokens() {
 fn several_threads_share_what_waits() {
     let (pool, stops) = stoppable(&config(2, 100));
     let busy = [occupy(&pool, &stops), occupy(&pool, &stops)];
-    let waiting: Vec<_> = (0..10).map(|_| submit(&pool, text("a"))).collect();
+    let waiting: Vec<_> = (0..10).map(|_| submit(&pool, sentence())).collect();
     stops.go_on.send(()).expect("a thread waits");
     // One thread goes on: it takes its half of what is there each time.
     for waiting in waiting {
@@ -170,7 +184,7 @@ fn a_short_input_overtakes_a_long_one_that_came_before() {
     let busy = occupy(&pool, &stops);
     let long = prose(2 << 20, 1);
     let mut waiting_long = submit(&pool, text(&long));
-    let short = submit(&pool, text("short"));
+    let short = submit(&pool, sentence());
     drop(stops);
     assert!(block_on(busy).is_ok());
     assert!(block_on(short).is_ok());
@@ -275,7 +289,7 @@ fn a_panic_is_an_error_and_the_thread_lives_on() {
         let config = TextConfig { mode, ..config(1, 1) };
         let pool = TextPool::with_config(tokenizer(), Some(Arc::clone(&template)), &config);
         assert!(matches!(block_on(pool.encode(chat())), Err(TextError::Encode(_))));
-        assert!(block_on(pool.encode(text("a"))).is_ok());
+        assert!(block_on(pool.encode(sentence())).is_ok());
     }
 }
 
