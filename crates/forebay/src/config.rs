@@ -8,6 +8,7 @@ use serde_json::{Map, Value, json};
 
 use crate::flags::{Device, Dtype, Egress, LoadFormat, SchedulePolicy, ServeFlags, SimFlags};
 use crate::model::{Model, Pooling};
+use crate::text::{TokenizerBackend, TokenizerMode};
 
 /// Size of the arena; memory is used only where something is written.
 pub(crate) const ARENA_BYTES: u32 = 64 << 20;
@@ -40,6 +41,9 @@ pub(crate) struct Config {
     pub(crate) threads: Option<u32>,
     pub(crate) http_threads: u16,
     pub(crate) text_threads: u16,
+    pub(crate) tokenizer_backend: TokenizerBackend,
+    pub(crate) tokenizer_mode: TokenizerMode,
+    pub(crate) text_cache_bytes: usize,
     pub(crate) egress_threads: u16,
     pub(crate) egress: Egress,
     pub(crate) stream_interval: u32,
@@ -137,6 +141,9 @@ impl Config {
             threads: flags.run.threads,
             http_threads: flags.http.http_threads,
             text_threads: flags.http.text_threads,
+            tokenizer_backend: flags.text.tokenizer_backend,
+            tokenizer_mode: flags.text.tokenizer_mode,
+            text_cache_bytes: flags.text.text_cache_bytes,
             egress_threads: flags.http.egress_threads.unwrap_or_else(egress_threads),
             egress: flags.http.egress,
             stream_interval: flags.http.stream_interval,

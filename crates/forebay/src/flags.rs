@@ -7,6 +7,7 @@ use clap::{Args, ValueEnum};
 use serde::Serialize;
 
 use crate::model::Source;
+use crate::text::TextFlags;
 
 #[derive(Debug, Args)]
 pub(crate) struct ServeFlags {
@@ -18,6 +19,8 @@ pub(crate) struct ServeFlags {
     pub(crate) model_path: Option<String>,
     #[command(flatten)]
     pub(crate) http: HttpFlags,
+    #[command(flatten)]
+    pub(crate) text: TextFlags,
     #[command(flatten)]
     pub(crate) loading: ModelFlags,
     #[command(flatten)]
@@ -287,7 +290,7 @@ pub(crate) enum LogFormat {
     Json,
 }
 
-fn seconds(text: &str) -> Result<Duration, String> {
+pub(crate) fn seconds(text: &str) -> Result<Duration, String> {
     let value: f64 = text.parse().map_err(|_| "expected seconds")?;
     Duration::try_from_secs_f64(value).map_err(|e| e.to_string())
 }
