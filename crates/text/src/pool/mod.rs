@@ -24,7 +24,7 @@ use crate::error::TextError;
 use crate::template::ChatTemplate;
 use crate::tokenizer::Tokenizer;
 use queue::{Queue, Task};
-use work::{Input, Job, Tools};
+use work::{Input, Job, Reply, Started, Tools};
 
 /// Room for a template's recursion and a deeply nested tool description; only what is used is ever real memory.
 const STACK_BYTES: usize = 8 << 20;
@@ -288,7 +288,12 @@ impl Shared {
             match task {
                 Task::Batch(jobs) => {
                     count(&self.batches);
-                    jobs.into_iter().for_each(|job| self.start(job));
+                    let done: Vec<_> = jobs.into_iter().filter_map(|job| self.start(job)).collect();
+                    // All at once: each answer may wake a thread that would want this processor.
+                    for (reply, result) in done {
+                        // The caller may have gone by now; then nobody wants the answer.
+                        let _ = reply.send(result);
+                    }
                 }
                 Task::Piece(long, _) if long.is_over() => self.queue.forget(&long),
                 Task::Piece(long, piece) => long.encode(piece, &self.tools),
@@ -296,15 +301,19 @@ impl Shared {
         }
     }
 
-    fn start(&self, job: Job) {
+    fn start(&self, job: Job) -> Option<(Reply, Result<Vec<Encoded>, TextError>)> {
         if job.reply.is_closed() {
             self.cancelled.fetch_add(1, Ordering::Relaxed);
-            return;
+            return None;
         }
         self.inputs.fetch_add(1, Ordering::Relaxed);
-        if let Some(long) = job.start(&self.tools) {
-            self.cut.fetch_add(1, Ordering::Relaxed);
-            self.queue.push_long(long);
+        match job.start(&self.tools) {
+            Started::Done(reply, result) => Some((reply, result)),
+            Started::Long(long) => {
+                self.cut.fetch_add(1, Ordering::Relaxed);
+                self.queue.push_long(long);
+                None
+            }
         }
     }
 }

@@ -81,6 +81,14 @@ fn poll_once<F: Future + ?Sized>(future: Pin<&mut F>) -> Poll<F::Output> {
 
 type Pending<'a, T> = Pin<Box<dyn Future<Output = Result<T, TextError>> + 'a>>;
 
+/// Starts an input that is long.
+fn cut(job: Job, tools: &Tools) -> Arc<work::Long> {
+    match job.start(tools) {
+        Started::Long(long) => long,
+        Started::Done(..) => panic!("it is short"),
+    }
+}
+
 /// Submits an input and does not wait for it.
 fn submit(pool: &TextPool, input: TextInput) -> Pending<'_, Encoded> {
     let mut pending: Pending<'_, Encoded> = Box::pin(pool.encode(input));
@@ -217,7 +225,7 @@ fn a_long_input_that_is_cancelled_stops_between_pieces() {
             add_special_tokens: false,
         };
         let job = Job { tokens: input.tokens(), input, reply };
-        (job.start(&tools).expect("long"), answer, tools)
+        (cut(job, &tools), answer, tools)
     };
     let text = prose(30_000, 1);
     let queue = Queue::new(1, 1, None);
@@ -245,8 +253,8 @@ fn pieces_of_long_inputs_and_batches_take_turns() {
     };
     let (first, _first_answer) = job(&text);
     let (second, _second_answer) = job(&text);
-    let first = first.start(&tools).expect("long");
-    let second = second.start(&tools).expect("long");
+    let first = cut(first, &tools);
+    let second = cut(second, &tools);
     assert_eq!((first.pieces(), second.pieces()), (3, 3));
     queue.push_long(Arc::clone(&first));
     queue.push_long(Arc::clone(&second));

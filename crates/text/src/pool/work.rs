@@ -146,21 +146,29 @@ impl Input {
     }
 }
 
+/// What has become of an input that was started.
+#[derive(Debug)]
+pub(super) enum Started {
+    /// It is encoded, or has failed; the answer is still to be given.
+    Done(Reply, Result<Vec<Encoded>, TextError>),
+    /// It is long and was cut.
+    Long(Arc<Long>),
+}
+
 impl Job {
-    /// Encodes an input, or returns it as pieces if it is long.
-    pub(super) fn start(self, tools: &Tools) -> Option<Arc<Long>> {
+    /// Encodes an input, or cuts it if it is long.
+    pub(super) fn start(self, tools: &Tools) -> Started {
         let planned = guarded(|| self.input.plan(tools));
         let result = match planned {
             Ok(planned) if planned.pieces() > 1 => {
                 let left = AtomicUsize::new(planned.pieces());
-                return Some(Arc::new(Long { planned, left, reply: Mutex::new(Some(self.reply)) }));
+                let reply = Mutex::new(Some(self.reply));
+                return Started::Long(Arc::new(Long { planned, left, reply }));
             }
             Ok(mut planned) => guarded(|| planned.encode(tools)),
             Err(error) => Err(error),
         };
-        // The caller may have gone by now; then nobody wants the answer.
-        let _ = self.reply.send(result);
-        None
+        Started::Done(self.reply, result)
     }
 }
 
