@@ -49,6 +49,7 @@ bench-embeddings: bench-build $(STAMPS)/embedder ## measure the latency of embed
 
 bench-micro: ## run the microbenchmarks of the scheduler and the pages (5 minutes)
 	cargo bench --locked -p forebay-scheduler -p forebay-kvcache
+	$(BIN)/python -m benchmarks.micro
 
 bench-build: $(STAMPS)/model
 	@$(MAKE) --no-print-directory build PROFILE=release

@@ -169,6 +169,18 @@ def profile(found: Results) -> str:
     return markdown(["where", "CPU us/token", "share"], rows)
 
 
+def micro(found: Results) -> str:
+    """A row for each operation, a column for each size, and what the largest costs beside the smallest."""
+    sizes = sorted({run.server for run in found.runs if run.server.isdigit()}, key=int)
+    rows = []
+    for operation in found.workloads():
+        costs = [found.median(operation, size, "ns_per_element") for size in sizes]
+        measured = [cost for cost in costs if cost is not None]
+        growth = f"{measured[-1] / measured[0]:.2f}" if len(measured) > 1 else "-"
+        rows.append([operation, *(number(cost) for cost in costs), growth])
+    return markdown(["nanoseconds", *sizes, "largest / smallest"], rows)
+
+
 def agreement(found: Results) -> str:
     """What several clients say of the same server; in brackets our number by theirs."""
     keys = {
@@ -208,6 +220,7 @@ KINDS: dict[str, Callable[[Results], str]] = {
     "ablations": ablations,
     "egress": egress,
     "profile": profile,
+    "micro": micro,
     "agreement": agreement,
     "embeddings": embeddings,
 }

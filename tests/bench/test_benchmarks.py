@@ -21,6 +21,7 @@ from benchmarks import (
     cpu_model,
     host_ceiling,
     load,
+    micro,
     models,
     profile,
     records,
@@ -390,6 +391,18 @@ tracing
         "text: chat template and tokeniser",
         "other threads",
     ]
+
+
+def test_estimates_of_criterion_are_told_for_each_element(tmp_path: Path) -> None:
+    for running, nanoseconds in [(64, 6400.0), (256, 51200.0)]:
+        folder = tmp_path / f"decode/steady/{running}/new"
+        folder.mkdir(parents=True)
+        about: dict[str, Any] = {"group_id": "decode", "function_id": "steady", "value_str": str(running)}
+        about["throughput"] = {"Elements": running}
+        (folder / "benchmark.json").write_text(json.dumps(about))
+        (folder / "estimates.json").write_text(json.dumps({"median": {"point_estimate": nanoseconds}}))
+    found = Results("micro", runs=micro.estimates(tmp_path))
+    assert "| decode: steady | 100 | 200 | 2.00 |" in tables.micro(found)
 
 
 def test_the_profile_adds_up() -> None:

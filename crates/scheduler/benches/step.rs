@@ -170,21 +170,22 @@ fn evicting(running: u32) -> Replica {
     decoding(replica, running)
 }
 
-/// The time of as many calls of `step` as criterion wants; and makes the replica anew after each `STEPS` of them.
+/// The time of as many calls of `step`, each of `steps_a_call` steps, as criterion wants; the replica is made anew after each `STEPS` steps.
 fn time_steps(
-    steps: u64,
+    calls: u64,
+    steps_a_call: u32,
     make: impl Fn() -> Replica,
     mut step: impl FnMut(&mut Replica) -> Duration,
 ) -> Duration {
     let mut time = Duration::ZERO;
     let mut replica = make();
     let mut left = STEPS;
-    for _ in 0..steps {
-        if left == 0 {
+    for _ in 0..calls {
+        if left < steps_a_call {
             replica = make();
             left = STEPS;
         }
-        left -= 1;
+        left -= steps_a_call;
         time += step(&mut replica);
         assert_eq!(replica.scheduler.stats().preemptions, 0, "there are pages for everybody");
     }
@@ -203,13 +204,13 @@ fn decode(criterion: &mut Criterion) {
             group.bench_function(BenchmarkId::new(name, running), |bencher| {
                 bencher.iter_custom(|steps| {
                     let steady = || decoding(Replica::new(running, STEADY_PAGES), running);
-                    time_steps(steps, steady, |replica| part(replica.step()))
+                    time_steps(steps, 1, steady, |replica| part(replica.step()))
                 });
             });
         }
         group.bench_function(BenchmarkId::new("evicting", running), |bencher| {
             bencher.iter_custom(|steps| {
-                time_steps(steps, || evicting(running), |replica| replica.step().both())
+                time_steps(steps, 1, || evicting(running), |replica| replica.step().both())
             });
         });
     }
@@ -233,7 +234,7 @@ fn churn(criterion: &mut Criterion) {
         group.throughput(Throughput::Elements(u64::from(running)));
         group.bench_function(BenchmarkId::new("step", running), |bencher| {
             bencher.iter_custom(|steps| {
-                time_steps(steps, steady, |replica| {
+                time_steps(steps, 1, steady, |replica| {
                     let submit = arrive(replica, lifetime);
                     submit + replica.step().both()
                 })
@@ -273,7 +274,7 @@ fn prefill(criterion: &mut Criterion) {
         group.throughput(Throughput::Elements(u64::from((SHARED + OWN) / PAGE_SIZE)));
         group.bench_function(BenchmarkId::new("request", running), |bencher| {
             bencher.iter_custom(|requests| {
-                time_steps(requests, with_shared, |replica| {
+                time_steps(requests, OWN / CHUNK, with_shared, |replica| {
                     let number = replica.submitted as i32;
                     let mut prompt = shared.clone();
                     prompt.extend((0..OWN as i32).map(|at| (number << 12) + at));
