@@ -176,8 +176,8 @@ def micro(found: Results) -> str:
     for operation in found.workloads():
         costs = [found.median(operation, size, "ns_per_element") for size in sizes]
         measured = [cost for cost in costs if cost is not None]
-        growth = f"{measured[-1] / measured[0]:.2f}" if len(measured) > 1 else "-"
-        rows.append([operation, *(number(cost) for cost in costs), growth])
+        if measured:
+            rows.append([operation, *(number(cost) for cost in costs), f"{measured[-1] / measured[0]:.2f}"])
     return markdown(["nanoseconds", *sizes, "largest / smallest"], rows)
 
 
