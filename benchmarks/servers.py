@@ -7,6 +7,7 @@ differs is said in `note`, which the tables show.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -53,7 +54,7 @@ class Setting:
 
 
 @dataclass(frozen=True)
-class Server:
+class Server(ABC):
     """One kind of server."""
 
     name: str
@@ -62,13 +63,13 @@ class Server:
     note: str = ""
     """What is to be known when its numbers are read."""
 
+    @abstractmethod
     def missing(self) -> str | None:
         """Why it cannot be started here; None if it can."""
-        raise NotImplementedError
 
+    @abstractmethod
     def command(self, setting: Setting, port: int) -> list[str]:
         """The program and its arguments."""
-        raise NotImplementedError
 
     def environment(self, setting: Setting) -> dict[str, str]:
         """Variables to set on top of ours."""
