@@ -20,7 +20,7 @@ from transformers import (
 
 from forebay.runner.config import RunnerConfig
 from forebay.runner.runner import ModelRunner
-from forebay.worker.wire import FLAG_SAMPLE, Float32s, Int32s, Plan, StepResult
+from forebay.worker.wire import FLAG_SAMPLE, SLOT_WORDS, Float32s, Int32s, Plan, StepResult
 
 TINY: dict[str, Any] = {
     "vocab_size": 131,
@@ -151,11 +151,12 @@ class PlanBuilder:
         sampling: Sampling = Sampling(),
         prompt_len: int | None = None,
         arena_offset: int = -1,
+        embeds_offset: int = -1,
     ) -> None:
         s = sampling
         prompt_len = len(tokens) if prompt_len is None else prompt_len
         low, high = np.array([s.seed], np.uint64).view(np.int32).tolist()
-        counts = [len(s.stop_ids), len(s.bias), arena_offset, 0]
+        counts = [len(s.stop_ids), len(s.bias), arena_offset, 0, embeds_offset]
         self.slots.append([slot, len(tokens), prompt_len, s.top_k, low, high, s.min_total, s.logprobs, *counts])
         self.slot_floats.append(
             [s.temperature, s.top_p, s.min_p, s.repetition_penalty, s.presence_penalty, s.frequency_penalty]
@@ -171,7 +172,7 @@ class PlanBuilder:
     def build(self) -> Plan:
         return Plan(
             self.step,
-            _ints(self.slots, 12),
+            _ints(self.slots, SLOT_WORDS),
             np.array(self.slot_floats, np.float32).reshape(-1, 6),
             _ints(self.tokens),
             _ints(self.stop_ids),

@@ -95,6 +95,7 @@ impl Rig {
             load_us: 1_000_000,
             page_count: pages,
             vocab_size: VOCAB,
+            hidden_size: 4,
             text: text(),
             device: "sim".into(),
         });
@@ -166,6 +167,7 @@ fn request(id: u64, prompt: Vec<i32>, max_tokens: u32) -> EngineRequest {
         stop_ids: Vec::new(),
         sampling,
         priority: 0,
+        embeds: None,
     }
 }
 

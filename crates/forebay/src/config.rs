@@ -9,8 +9,6 @@ use serde_json::{Map, Value, json};
 use crate::flags::{Device, Dtype, Egress, LoadFormat, SchedulePolicy, ServeFlags, SimFlags};
 use crate::model::{Model, Pooling};
 
-/// Size of the arena; memory is used only where something is written.
-pub(crate) const ARENA_BYTES: u32 = 64 << 20;
 /// A laptop's owner wants most of the memory for other things.
 const CPU_MEM_FRACTION: f64 = 0.3;
 const SIM_PROFILE: &str = "instant";
@@ -40,6 +38,9 @@ pub(crate) struct Config {
     pub(crate) threads: Option<u32>,
     pub(crate) http_threads: u16,
     pub(crate) text_threads: u16,
+    pub(crate) intake_threads: u16,
+    pub(crate) inline_intake: bool,
+    pub(crate) arena_bytes: u32,
     pub(crate) egress_threads: u16,
     pub(crate) egress: Egress,
     pub(crate) stream_interval: u32,
@@ -137,6 +138,9 @@ impl Config {
             threads: flags.run.threads,
             http_threads: flags.http.http_threads,
             text_threads: flags.http.text_threads,
+            intake_threads: flags.http.intake_threads,
+            inline_intake: flags.http.inline_intake,
+            arena_bytes: flags.run.arena_bytes,
             egress_threads: flags.http.egress_threads.unwrap_or_else(egress_threads),
             egress: flags.http.egress,
             stream_interval: flags.http.stream_interval,
