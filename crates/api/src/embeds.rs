@@ -224,7 +224,8 @@ impl<'de> Deserialize<'de> for PromptEmbeds {
                 if text.is_empty() {
                     return Ok(PromptEmbeds::default());
                 }
-                EmbeddedPrompt::deserialize(text.into_deserializer()).map(|one| PromptEmbeds(vec![one]))
+                EmbeddedPrompt::deserialize(text.into_deserializer())
+                    .map(|one| PromptEmbeds(vec![one]))
             }
             fn visit_unit<E>(self) -> Result<PromptEmbeds, E> {
                 Ok(PromptEmbeds::default())

@@ -100,7 +100,9 @@ pub enum ApiError {
         limit: usize,
     },
     /// A prompt's embeddings are more than the arena can hold.
-    #[error("`{param}` needs {bytes} bytes of the arena, which has {limit}: --arena-bytes makes it larger")]
+    #[error(
+        "`{param}` needs {bytes} bytes of the arena, which has {limit}: --arena-bytes makes it larger"
+    )]
     PayloadTooLarge {
         /// The parameter.
         param: &'static str,

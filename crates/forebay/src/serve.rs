@@ -12,8 +12,8 @@ use forebay_api::GenerationDefaults;
 use forebay_engine::{Clock, Engine, EngineHandle, Executor, OutputSink, Status, SystemClock};
 use forebay_hand::{Arena, HandExecutor, HandSpec};
 use forebay_server::{
-    AppState, EgressConfig, EgressMode, Intake, IntakeMode, Metrics, ModelInfo, PooledModel, PoolingTask, ServerConfig,
-    egress, pooled,
+    AppState, EgressConfig, EgressMode, Intake, IntakeMode, Metrics, ModelInfo, PooledModel,
+    PoolingTask, ServerConfig, egress, pooled,
 };
 use forebay_sim::{Recorder, SimClock, SimExecutor};
 use forebay_text::{ChatTemplate, TextPool, Tokenizer};

@@ -25,7 +25,9 @@ class Forward:
     """One step as the model sees it; `n` tokens, `s` sampled rows."""
 
     tokens: torch.Tensor  # int32 [n]
-    given: Sequence[tuple[int, torch.Tensor]]  # (first of the n tokens, their inputs [m, hidden] in place of embeddings)
+    given: Sequence[
+        tuple[int, torch.Tensor]
+    ]  # (first of the n tokens, their inputs [m, hidden] in place of embeddings)
     positions: torch.Tensor  # int64 [n]
     sampled: torch.Tensor  # int64 [s]: which of the n tokens get logits
     attention: Any  # what the backend prepared for this step

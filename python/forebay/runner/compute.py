@@ -83,7 +83,7 @@ class TorchCompute:
         last[order] = offset + row_length - 1
         step = Forward(
             tokens=tables.token_pool.view(-1).index_select(0, upload(token_slot * tables.stride + positions)),
-            given=[(span.at, self._prompts.rows(int(row_slot[span.row]), span).to(self._device.torch_device)) for span in spans],
+            given=[(span.at, self._prompts.rows(span).to(self._device.torch_device)) for span in spans],
             positions=upload(positions),
             sampled=upload(last[rows.sampling]),
             attention=attention.prepare(batch, self._kv.dtype),

@@ -13,9 +13,9 @@ from forebay.runner.slots import Int64s, PlanError, SlotTables
 
 @dataclass(frozen=True)
 class Span:
-    """Positions `first .. first + count` of a row's slot, which are the step's tokens `at .. at + count`."""
+    """Positions `first .. first + count` of a slot, which are the step's tokens `at .. at + count`."""
 
-    row: int
+    slot: int
     at: int
     first: int
     count: int
@@ -24,9 +24,7 @@ class Span:
 class PromptRows:
     """The embeddings of prompts in the arena: `prompt_len` rows of `hidden` elements a slot that has any."""
 
-    def __init__(
-        self, arena: npt.NDArray[np.uint8], tables: SlotTables, hidden: int, dtype: torch.dtype
-    ) -> None:
+    def __init__(self, arena: npt.NDArray[np.uint8], tables: SlotTables, hidden: int, dtype: torch.dtype) -> None:
         self._arena = arena
         self._tables = tables
         self._hidden = hidden
@@ -41,7 +39,7 @@ class PromptRows:
         return used
 
     def addresses(self, slot: Int64s, used: npt.NDArray[np.bool_]) -> Int64s:
-        """Where the embedding of position 0 of each row's slot is in this process's memory; 0 where not `used`. [r]"""
+        """Where the embedding of position 0 of each row's slot is in this process's memory; 0 where not `used`, [r]."""
         return np.where(used, self._arena.ctypes.data + self._tables.embeds[slot], 0)
 
     def spans(self, slot: Int64s, start: Int64s, length: Int64s) -> list[Span]:
@@ -49,11 +47,12 @@ class PromptRows:
         used = self.used(slot, start)
         at = np.cumsum(length) - length
         counts = np.minimum(length, self._tables.prompt_len[slot] - start)
-        return [Span(row, int(at[row]), int(start[row]), int(counts[row])) for row in np.flatnonzero(used).tolist()]
+        columns = (column[used].tolist() for column in (slot, at, start, counts))
+        return [Span(*values) for values in zip(*columns, strict=True)]
 
-    def rows(self, slot: int, span: Span) -> torch.Tensor:
+    def rows(self, span: Span) -> torch.Tensor:
         """The embeddings [count, hidden] of a span, copied: nothing of a step refers to the arena when it is over."""
-        first = int(self._tables.embeds[slot]) + span.first * self._row_bytes
+        first = int(self._tables.embeds[span.slot]) + span.first * self._row_bytes
         data = self._arena[first : first + span.count * self._row_bytes].copy()
         return torch.from_numpy(data).view(self._dtype).view(span.count, self._hidden)
 

@@ -106,7 +106,7 @@ class Sampler:
         tables = self._tables
         rows, vocabulary = logits.shape
         # The tokens of a prompt that came as embeddings say nothing, and are not seen.
-        first = np.where(tables.embeds[slots] >= 0, tables.prompt_len[slots], 0)
+        first = np.where(tables.embeds[slots] >= 0, tables.prompt_len[slots], 0).astype(np.int64)
         counted = positions - first
         entries = self._upload(ragged(slots * tables.stride + first, counted))
         tokens = tables.token_pool.view(-1).index_select(0, entries).long()

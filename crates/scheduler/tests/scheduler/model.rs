@@ -72,16 +72,8 @@ fn ask(special: &'static [i32]) -> impl Strategy<Value = Ask> {
         prop::option::weighted(0.3, 0..4_u32),
         prop::option::weighted(0.3, 0..3_u32),
     )
-        .prop_map(|(text, shared, own, max_tokens, stop, priority, salt, pooled, embeds)| Ask {
-            text,
-            shared,
-            own,
-            max_tokens,
-            stop,
-            priority,
-            salt,
-            pooled,
-            embeds,
+        .prop_map(|(text, shared, own, max_tokens, stop, priority, salt, pooled, embeds)| {
+            Ask { text, shared, own, max_tokens, stop, priority, salt, pooled, embeds }
         })
 }
 

@@ -42,11 +42,7 @@ impl Intake {
     ///
     /// # Errors
     /// The system refuses a thread.
-    pub fn start(
-        mode: IntakeMode,
-        payloads: Arc<dyn Payloads>,
-        queue: usize,
-    ) -> io::Result<Self> {
+    pub fn start(mode: IntakeMode, payloads: Arc<dyn Payloads>, queue: usize) -> io::Result<Self> {
         Ok(Self { workers: Workers::start(mode, queue)?, room: Room::new(payloads, queue) })
     }
 

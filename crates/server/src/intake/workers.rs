@@ -34,10 +34,7 @@ enum Lane {
 }
 
 enum Lanes {
-    Threads {
-        begun: Sender<Job>,
-        new: Sender<Job>,
-    },
+    Threads { begun: Sender<Job>, new: Sender<Job> },
     Engine(Arc<dyn Engine>),
     Closed,
 }
