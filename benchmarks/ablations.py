@@ -29,6 +29,25 @@ SHARED = Workload(
     requests=48,
     arguments=PREFIXES,
 )
+LONG_PREFIXES = (
+    *("--dataset-name", "generated-shared-prefix", "--gsp-num-groups", "24", "--gsp-prompts-per-group", "20"),
+    *("--gsp-system-prompt-len", "6000", "--gsp-question-len", "64", "--gsp-output-len", "16"),
+)
+LONG_SHARED = Workload(
+    "480 prompts with 24 beginnings of 6000 tokens, simulated steps of 5 ms",
+    Setting(model="smollm2", streams=64, context=8192, step_tokens=65536),
+    6064,
+    16,
+    requests=480,
+    arguments=LONG_PREFIXES,
+)
+SHORT_AT_ONCE = Workload(
+    "500 tokens in and 1 out, 256 at once, simulated steps of 5 ms",
+    Setting(model="smollm2", streams=256, context=1024, step_tokens=65536),
+    500,
+    1,
+    requests=4096,
+)
 
 
 @dataclass(frozen=True)
@@ -62,6 +81,8 @@ SWITCHES = [
     Switch("direct egress", (), ("--egress", "naive"), CHAT_30_US, profile=TOKEN_EVERY_30_US),
     Switch("direct egress", (), ("--egress", "naive"), CHAT),
     Switch("prefix cache", (), ("--disable-radix-cache",), SHARED),
+    Switch("text threads", (), ("--tokenizer-mode", "inline"), SHORT_AT_ONCE, profile=STEPS_OF_5_MS),
+    Switch("text cache", (), ("--text-cache-bytes", "0"), LONG_SHARED, profile=STEPS_OF_5_MS),
 ]
 
 

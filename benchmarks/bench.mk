@@ -21,7 +21,8 @@ LLAMA_JOBS ?= 2
 LLAMA_CMAKE := -DCMAKE_BUILD_TYPE=Release -DGGML_NATIVE=ON -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF \
 	-DLLAMA_BUILD_APP=OFF -DLLAMA_USE_PREBUILT_UI=OFF -DLLAMA_OPENSSL=OFF
 
-.PHONY: bench bench-setup bench-ablations bench-egress bench-agreement bench-embeddings bench-micro bench-lock bench-build
+.PHONY: bench bench-setup bench-ablations bench-egress bench-profile bench-agreement bench-embeddings bench-micro \
+	bench-lock bench-build
 
 bench-setup: $(PEERS:%=$(BENCH_STAMPS)/%) ## install the peers in PEERS that benchmarks compare with (12 GB, 20 minutes)
 
@@ -36,6 +37,9 @@ bench-ablations: bench-build ## measure what each mechanism is worth: on/off rat
 bench-egress: bench-build ## measure what a streamed chunk costs, by who writes it, and what a socket write does (10 minutes)
 	$(BIN)/python -m benchmarks.egress $(BENCH_ROUNDS) $(if $(STREAMS),--streams $(STREAMS))
 	cargo bench --locked -p forebay-server --bench socket_writes
+
+bench-profile: bench-build ## say where the CPU time of a streamed token goes; needs perf (1 minute)
+	$(BIN)/python -m benchmarks.profile $(BENCH_ROUNDS)
 
 bench-agreement: bench-build ## compare our load generator with vLLM's, on the same server (10 minutes)
 	$(BIN)/python -m benchmarks.agreement $(BENCH_ROUNDS)

@@ -55,8 +55,8 @@ def client_command(server: Server, rate: float, seconds: float, url: str, pid: i
         *("--dataset-name", "random", "--random-range-ratio", "1"),
         *("--random-input-len", str(INPUT), "--random-output-len", "1"),
         *("--num-prompts", str(max(10, round(rate * seconds))), "--request-rate", str(rate)),
-        *("--warmup-requests", "4", "--seed", str(SEED), "--no-progress", "--percentile-metrics", "e2el"),
-        *("--metric-percentiles", "90,99", "--server-pid", str(pid), "--output-file", str(output)),
+        *("--warmup-requests", "4", "--seed", str(SEED), "--no-progress"),
+        *("--server-pid", str(pid), "--output-file", str(output)),
     ]
 
 

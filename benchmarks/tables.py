@@ -153,6 +153,19 @@ def egress(found: Results) -> str:
     return markdown([*head, "CPU / direct"], rows)
 
 
+def profile(found: Results) -> str:
+    """Microseconds of each group of samples, and their sum."""
+    rows = []
+    for workload in found.workloads():
+        runs = [run.values for run in found.runs if run.workload == workload]
+        groups = median_of(values["groups_us_per_token"] for values in runs)
+        total = sum(groups.values())
+        ordered = sorted(groups.items(), key=lambda item: -item[1])
+        rows += [[name, f"{value:.2f}", f"{value / total:.0%}"] for name, value in ordered if value >= total / 200]
+        rows.append([f"all, {workload}", f"{total:.2f}", ""])
+    return markdown(["where", "CPU us/token", "share"], rows)
+
+
 def agreement(found: Results) -> str:
     """What several clients say of the same server; in brackets our number by theirs."""
     keys = {
@@ -191,6 +204,7 @@ KINDS: dict[str, Callable[[Results], str]] = {
     "cpu_model": cpu_model,
     "ablations": ablations,
     "egress": egress,
+    "profile": profile,
     "agreement": agreement,
     "embeddings": embeddings,
 }

@@ -14,7 +14,19 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import ablations, agreement, compare, cpu_model, host_ceiling, load, models, records, servers, tables
+from benchmarks import (
+    ablations,
+    agreement,
+    compare,
+    cpu_model,
+    host_ceiling,
+    load,
+    models,
+    profile,
+    records,
+    servers,
+    tables,
+)
 from benchmarks.processes import Running, ServerError, Stat, below, free_port, parse_stat, processes, survivors
 from benchmarks.records import Ratio, Results, Run, paired_ratio
 from benchmarks.rust_frontend import unpack
@@ -347,6 +359,55 @@ def test_the_prefix_cache_is_off_unless_it_is_asked_for() -> None:
     flag = "--disable-radix-cache"
     assert flag in servers.FOREBAY_CPU.command(setting, 1)
     assert flag not in replace(servers.FOREBAY_CPU, prefix_cache=True).command(setting, 1)
+
+
+def test_samples_are_grouped_by_thread_and_stack() -> None:
+    script = """egress
+\tffff __tcp_transmit_skb
+\tffff tcp_sendmsg
+\t10a __send
+
+egress
+\tffff sock_def_readable
+\tffff net_rx_action
+\tffff tcp_sendmsg
+
+egress
+\t5 <forebay_server::routes::chat::ChatEncoder as forebay_server::outlet::Encoder>::delta
+
+text-0
+\t5 something
+
+tracing
+\t5 something
+"""
+    found = [profile.group(*sample) for sample in profile.samples(script)]
+    assert found == [
+        "egress: kernel: TCP send",
+        "egress: kernel: waking the client",
+        "egress: encoding the chunk",
+        "text: chat template and tokeniser",
+        "other threads",
+    ]
+
+
+def test_the_profile_adds_up() -> None:
+    groups = {"a": 6.0, "b": 2.0, "c": 0.001}
+    found = measured("profile", [("2048 streams", "direct", 1, values(1.0, groups_us_per_token=groups))])
+    text = tables.profile(found)
+    assert "| a | 6.00 | 75% |" in text
+    assert "| all, 2048 streams | 8.00 |  |" in text
+    assert "| c |" not in text
+
+
+def test_the_cost_of_a_chunk_is_compared_with_the_first() -> None:
+    def cost(us: float) -> dict[str, Any]:
+        return values(1.0, server_cpu_us_per_token=us, server_user_us_per_token=us / 4, p99_itl_ms=3.0)
+
+    runs = [("64", "direct", 1, cost(8.0)), ("64", "naive", 1, cost(12.0))]
+    text = tables.egress(measured("egress", runs))
+    assert "| 64 | direct | 8.00 | 2.00 | - | 0.50 | 2.00 | 3.00 | 1.00 |" in text
+    assert "| 64 | naive | 12.0 | 3.00 | - | 0.50 | 2.00 | 3.00 | 1.50 |" in text
 
 
 @pytest.mark.parametrize("switch", ablations.SWITCHES, ids=lambda switch: switch.title)

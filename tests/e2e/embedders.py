@@ -47,13 +47,19 @@ class MiniLM(Encoder):
 class CrossEncoder(Encoder):
     """A random cross-encoder with the vocabulary of MiniLM."""
 
-    kind = AutoModelForSequenceClassification
+    kind: Any = AutoModelForSequenceClassification
 
     def __init__(self, directory: Path, minilm: MiniLM) -> None:
-        sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+        sizes: dict[str, Any] = {
+            "hidden_size": 64,
+            "intermediate_size": 128,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+        }
         config = BertConfig(**sizes | {"vocab_size": 30522, "max_position_embeddings": 128, "num_labels": 1})
         torch.manual_seed(3)
-        model: Any = self.kind.from_config(config)
+        kind: Any = self.kind
+        model = kind.from_config(config)
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 norm = name.endswith("LayerNorm.weight")

@@ -291,7 +291,7 @@ def test_a_generator_makes_no_vectors(models: Models, serve: Serve) -> None:
 
 
 def test_prompts_of_an_encoder_must_fit_into_a_step(minilm: MiniLM) -> None:
-    command = [BINARY, "serve", minilm.path, "--port", "0", "--chunked-prefill-size", "100"]
+    command = [str(BINARY), "serve", str(minilm.path), "--port", "0", "--chunked-prefill-size", "100"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 1
     assert "must fit into one step" in done.stderr
@@ -303,7 +303,7 @@ def test_a_simulated_device_embeds(minilm: MiniLM, serve: Serve, tmp_path: Path)
     np.testing.assert_allclose(np.linalg.norm(found, axis=1), 1, atol=1e-5)
     np.testing.assert_array_equal(embed(server, TEXTS[::-1]), found[::-1])
     output = tmp_path / "run.jsonl"
-    command = [BINARY, "bench", "serve", "--backend", "openai-embeddings", "--base-url", server.url]
+    command = [str(BINARY), "bench", "serve", "--backend", "openai-embeddings", "--base-url", server.url]
     command += ["--model", minilm.name, "--tokenizer", str(minilm.path), "--random-input-len", "500"]
     command += ["--random-range-ratio", "1", "--num-prompts", "50", "--max-concurrency", "10", "--no-progress"]
     command += ["--dataset-name", "random", "--random-output-len", "1", "--output-file", str(output)]

@@ -8,6 +8,7 @@ use serde_json::{Map, Value, json};
 
 use crate::flags::{Device, Dtype, Egress, LoadFormat, SchedulePolicy, ServeFlags, SimFlags};
 use crate::model::{Model, Pooling};
+use crate::text::{TokenizerBackend, TokenizerMode};
 
 /// A laptop's owner wants most of the memory for other things.
 const CPU_MEM_FRACTION: f64 = 0.3;
@@ -41,6 +42,9 @@ pub(crate) struct Config {
     pub(crate) intake_threads: u16,
     pub(crate) inline_intake: bool,
     pub(crate) arena_bytes: u32,
+    pub(crate) tokenizer_backend: TokenizerBackend,
+    pub(crate) tokenizer_mode: TokenizerMode,
+    pub(crate) text_cache_bytes: usize,
     pub(crate) egress_threads: u16,
     pub(crate) egress: Egress,
     pub(crate) stream_interval: u32,
@@ -141,6 +145,9 @@ impl Config {
             intake_threads: flags.http.intake_threads,
             inline_intake: flags.http.inline_intake,
             arena_bytes: flags.run.arena_bytes,
+            tokenizer_backend: flags.text.tokenizer_backend,
+            tokenizer_mode: flags.text.tokenizer_mode,
+            text_cache_bytes: flags.text.text_cache_bytes,
             egress_threads: flags.http.egress_threads.unwrap_or_else(egress_threads),
             egress: flags.http.egress,
             stream_interval: flags.http.stream_interval,

@@ -8,6 +8,7 @@ use forebay_hand::MAX_ARENA_BYTES;
 use serde::Serialize;
 
 use crate::model::Source;
+use crate::text::TextFlags;
 
 #[derive(Debug, Args)]
 pub(crate) struct ServeFlags {
@@ -19,6 +20,8 @@ pub(crate) struct ServeFlags {
     pub(crate) model_path: Option<String>,
     #[command(flatten)]
     pub(crate) http: HttpFlags,
+    #[command(flatten)]
+    pub(crate) text: TextFlags,
     #[command(flatten)]
     pub(crate) loading: ModelFlags,
     #[command(flatten)]
@@ -298,7 +301,7 @@ pub(crate) enum LogFormat {
     Json,
 }
 
-fn seconds(text: &str) -> Result<Duration, String> {
+pub(crate) fn seconds(text: &str) -> Result<Duration, String> {
     let value: f64 = text.parse().map_err(|_| "expected seconds")?;
     Duration::try_from_secs_f64(value).map_err(|e| e.to_string())
 }

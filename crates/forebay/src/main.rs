@@ -7,6 +7,7 @@ mod logs;
 mod model;
 mod serve;
 mod simulate;
+mod text;
 mod tokenizers;
 mod watch;
 

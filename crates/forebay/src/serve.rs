@@ -16,7 +16,7 @@ use forebay_server::{
     PoolingTask, ServerConfig, egress, pooled,
 };
 use forebay_sim::{Recorder, SimClock, SimExecutor};
-use forebay_text::{ChatTemplate, TextPool, Tokenizer};
+use forebay_text::{ChatTemplate, Tokenizer};
 use serde_json::Value;
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::oneshot;
@@ -29,8 +29,6 @@ use crate::{logs, simulate, watch};
 
 /// Steps and registrations that may wait for an egress thread before the engine waits for it.
 const EGRESS_STEPS: usize = 1024;
-/// Prompts that may wait for the text threads, beyond those that the engine queues.
-const TEXT_QUEUE: usize = 1024;
 
 /// Serves until a signal, or until the engine ends.
 pub(crate) fn run(flags: &ServeFlags) -> Result<()> {
@@ -50,13 +48,13 @@ pub(crate) fn run(flags: &ServeFlags) -> Result<()> {
         warn!("without effect on a simulated device: {}", idle_flags.join(", "));
     }
 
-    let tokenizer = Arc::new(Tokenizer::from_file(&model.tokenizer)?);
+    let backend = flags.text.tokenizer_backend.into();
+    let tokenizer = Arc::new(Tokenizer::from_file_for(&model.tokenizer, backend)?);
     let template = chat_template(flags, &model)?.map(Arc::new);
     if template.is_none() && model.pooling.is_none() {
         warn!("the model has no chat template: /v1/chat/completions will answer 400");
     }
-    let text_threads = usize::from(config.text_threads);
-    let text = TextPool::new(tokenizer.clone(), template, text_threads, TEXT_QUEUE);
+    let text = flags.text.pool(&config, tokenizer.clone(), template)?;
     let metrics = Arc::new(Metrics::new(&config.served_model_names[0], config.context_length)?);
     let egress_config = EgressConfig {
         threads: config.egress_threads.into(),

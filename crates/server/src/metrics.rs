@@ -5,6 +5,7 @@
 use std::time::{Duration, Instant};
 
 use forebay_engine::Stats;
+use forebay_text::TextStats;
 use parking_lot::Mutex;
 use prometheus::{
     Counter, CounterVec, Encoder, Gauge, Histogram, HistogramOpts, Opts, Registry, TextEncoder,
@@ -71,7 +72,8 @@ impl Timeline {
 pub struct Metrics {
     registry: Registry,
     requests: RequestMetrics,
-    engine: Mutex<EngineMetrics>,
+    engine: Mutex<ReadMetrics<Stats>>,
+    text: Mutex<ReadMetrics<TextStats>>,
 }
 
 #[derive(Debug)]
@@ -90,10 +92,37 @@ struct RequestMetrics {
     choices: Histogram,
 }
 
+/// Metrics that are read from a snapshot `S`.
 #[derive(Debug)]
-struct EngineMetrics {
-    gauges: Vec<(Gauge, Read)>,
-    counters: Vec<(Counter, Read)>,
+struct ReadMetrics<S> {
+    gauges: Vec<(Gauge, Read<S>)>,
+    counters: Vec<(Counter, Read<S>)>,
+}
+
+impl<S> ReadMetrics<S> {
+    fn new(
+        r: &Registrar,
+        gauges: &[Source<S>],
+        counters: &[Source<S>],
+    ) -> prometheus::Result<Self> {
+        let gauges = gauges.iter().map(|&(name, help, read)| Ok((r.gauge(name, help)?, read)));
+        let counters =
+            counters.iter().map(|&(name, help, read)| Ok((r.counter(name, help)?, read)));
+        Ok(Self {
+            gauges: gauges.collect::<prometheus::Result<_>>()?,
+            counters: counters.collect::<prometheus::Result<_>>()?,
+        })
+    }
+
+    fn read(&self, snapshot: &S) {
+        for (gauge, read) in &self.gauges {
+            gauge.set(read(snapshot));
+        }
+        for (counter, read) in &self.counters {
+            // Two scrapes may come with their snapshots swapped; counters never go back.
+            counter.inc_by((read(snapshot) - counter.get()).max(0.0));
+        }
+    }
 }
 
 /// Registers metrics of one model.
@@ -127,12 +156,12 @@ impl Registrar {
     }
 }
 
-/// Reads one number of the engine's snapshot.
-type Read = fn(&Stats) -> f64;
-/// Name, help and source of what the engine's snapshot tells.
-type FromStats = (&'static str, &'static str, Read);
+/// Reads one number of a snapshot.
+type Read<S> = fn(&S) -> f64;
+/// Name, help and source of what a snapshot tells.
+type Source<S> = (&'static str, &'static str, Read<S>);
 
-const GAUGES: &[FromStats] = &[
+const GAUGES: &[Source<Stats>] = &[
     ("vllm:num_requests_running", "Requests in model execution batches.", |s| s.running as f64),
     ("vllm:num_requests_waiting", "Requests waiting to be processed.", |s| s.waiting as f64),
     ("vllm:kv_cache_usage_perc", "KV cache usage, 1 means 100 percent.", |s| {
@@ -141,7 +170,7 @@ const GAUGES: &[FromStats] = &[
     }),
 ];
 
-const COUNTERS: &[FromStats] = &[
+const COUNTERS: &[Source<Stats>] = &[
     ("vllm:prefix_cache_queries_total", "Prompt tokens looked up in the prefix cache.", |s| {
         s.prefix_queries as f64
     }),
@@ -163,6 +192,34 @@ const COUNTERS: &[FromStats] = &[
     ("forebay:hand_deaths_total", "Times a hand died.", |s| s.hand_deaths as f64),
     ("forebay:requests_replayed_total", "Requests replayed after a hand's death.", |s| {
         s.replayed as f64
+    }),
+];
+
+const TEXT_GAUGES: &[Source<TextStats>] = &[
+    ("forebay:text_inputs_waiting", "Prompts waiting for a text thread.", |s| s.waiting as f64),
+    ("forebay:text_cache_bytes", "Bytes that the cache of encoded text uses.", |s| {
+        s.cache_bytes as f64
+    }),
+];
+
+const TEXT_COUNTERS: &[Source<TextStats>] = &[
+    ("forebay:text_inputs_total", "Prompts that were tokenised.", |s| s.inputs as f64),
+    ("forebay:text_batches_total", "Times that a text thread took waiting prompts.", |s| {
+        s.batches as f64
+    }),
+    ("forebay:text_inputs_cut_total", "Prompts that were cut into pieces.", |s| s.cut as f64),
+    (
+        "forebay:text_inputs_cancelled_total",
+        "Prompts whose client had gone before they were tokenised.",
+        |s| s.cancelled as f64,
+    ),
+    (
+        "forebay:text_cache_queries_total",
+        "Bytes of text looked up in the cache of encoded text.",
+        |s| s.cache_queries as f64,
+    ),
+    ("forebay:text_cache_hits_total", "Bytes of text found in the cache of encoded text.", |s| {
+        s.cache_hits as f64
     }),
 ];
 
@@ -238,14 +295,14 @@ impl Metrics {
                 &[1.0, 2.0, 5.0, 10.0, 20.0],
             )?,
         };
-        let gauges = GAUGES.iter().map(|&(name, help, read)| Ok((r.gauge(name, help)?, read)));
-        let counters =
-            COUNTERS.iter().map(|&(name, help, read)| Ok((r.counter(name, help)?, read)));
-        let engine = EngineMetrics {
-            gauges: gauges.collect::<prometheus::Result<_>>()?,
-            counters: counters.collect::<prometheus::Result<_>>()?,
-        };
-        Ok(Self { registry: r.registry, requests, engine: Mutex::new(engine) })
+        let engine = ReadMetrics::new(&r, GAUGES, COUNTERS)?;
+        let text = ReadMetrics::new(&r, TEXT_GAUGES, TEXT_COUNTERS)?;
+        Ok(Self {
+            registry: r.registry,
+            requests,
+            engine: Mutex::new(engine),
+            text: Mutex::new(text),
+        })
     }
 
     /// A prompt with `n` choices was submitted.
@@ -288,22 +345,18 @@ impl Metrics {
         }
     }
 
-    /// The text exposition, with the engine's numbers as of `stats`.
+    /// The text exposition, with the numbers of the engine as of `stats` and of the text pool as of `text`.
     ///
     /// # Errors
     /// The encoder fails.
-    pub(crate) fn render(&self, stats: &Stats) -> prometheus::Result<Vec<u8>> {
+    pub(crate) fn render(&self, stats: &Stats, text: &TextStats) -> prometheus::Result<Vec<u8>> {
+        // A scrape's counters are not mixed with those of another one.
         let engine = self.engine.lock();
-        for (gauge, read) in &engine.gauges {
-            gauge.set(read(stats));
-        }
-        for (counter, read) in &engine.counters {
-            // Two scrapes may come with their snapshots swapped; counters never go back.
-            counter.inc_by((read(stats) - counter.get()).max(0.0));
-        }
-        let mut text = Vec::new();
-        TextEncoder::new().encode(&self.registry.gather(), &mut text)?;
-        Ok(text)
+        engine.read(stats);
+        self.text.lock().read(text);
+        let mut written = Vec::new();
+        TextEncoder::new().encode(&self.registry.gather(), &mut written)?;
+        Ok(written)
     }
 }
 
@@ -338,7 +391,8 @@ mod tests {
             prompt_tokens: 7,
             ..Stats::default()
         };
-        let render = |stats| String::from_utf8(metrics.render(stats).unwrap()).unwrap();
+        let text = TextStats { waiting: 2, cache_hits: 5, ..TextStats::default() };
+        let render = |stats| String::from_utf8(metrics.render(stats, &text).unwrap()).unwrap();
         render(&stats);
         let text = render(&stats);
         for line in [
@@ -357,6 +411,8 @@ mod tests {
             "vllm:inter_token_latency_seconds_count{engine=\"0\",model_name=\"tiny\"} 1",
             "vllm:request_queue_time_seconds_sum{engine=\"0\",model_name=\"tiny\"} 2",
             "vllm:request_generation_tokens_sum{engine=\"0\",model_name=\"tiny\"} 2",
+            "forebay:text_inputs_waiting{engine=\"0\",model_name=\"tiny\"} 2",
+            "forebay:text_cache_hits_total{engine=\"0\",model_name=\"tiny\"} 5",
         ] {
             assert!(text.lines().any(|found| found == line), "{line} is not in\n{text}");
         }

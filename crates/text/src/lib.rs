@@ -1,7 +1,8 @@
 //! Text in and text out: tokenisation, chat templates, incremental detokenisation and stop strings.
 //!
 //! Going in, a [`TextPool`] runs chat templates ([`ChatTemplate`]) and the tokenizer ([`Tokenizer`]) on its own
-//! threads, so that a long prompt never holds up an HTTP thread. Coming out, each request has one [`Detokenizer`]
+//! threads, so that a long prompt never holds up an HTTP thread. Its [`Encoder`] cuts long texts where this changes no
+//! id and remembers what was encoded before, so that a conversation's history is encoded once. Coming out, each request has one [`Detokenizer`]
 //! and one [`StopStrings`]: token ids become text that is final, with nothing of a stop string in it.
 //!
 //! The reference for all of it is Hugging Face: `tokenizers` for ids and text, `transformers` with `jinja2` for
@@ -12,7 +13,11 @@
 //! | N, given by the caller | [`TextPool`] | render, encode |
 //! | none | everything else | runs on the caller's thread |
 
+mod backend;
+mod cache;
+mod cut;
 mod detokenizer;
+mod encoder;
 mod error;
 mod pool;
 mod scheme;
@@ -20,9 +25,11 @@ mod stop;
 mod template;
 mod tokenizer;
 
+pub use backend::Backend;
 pub use detokenizer::Detokenizer;
+pub use encoder::Encoder;
 pub use error::TextError;
-pub use pool::{Encoded, TextInput, TextPool};
+pub use pool::{Encoded, TextConfig, TextInput, TextMode, TextPool, TextStats};
 pub use stop::StopStrings;
 pub use template::{ChatRender, ChatTemplate, ContentFormat};
 pub use tokenizer::Tokenizer;

@@ -2,8 +2,11 @@
 
 use std::path::Path;
 
-use tokenizers::Model as _;
+use serde_json::Value;
+use tokenizers::{Encoding, Model as _, Token};
 
+use crate::backend::{Backend, Fast};
+use crate::cut::Cuts;
 use crate::error::TextError;
 use crate::scheme::{Piece, Scheme};
 
@@ -14,9 +17,16 @@ const LARGEST_ID: u32 = (1 << 24) - 1;
 #[derive(Debug)]
 pub struct Tokenizer {
     inner: tokenizers::Tokenizer,
+    /// What encodes instead of `inner`.
+    fast: Option<Fast>,
     scheme: Scheme,
     table: Table,
+    cuts: Cuts,
+    frame: Option<Frame>,
 }
+
+/// The ids that the post-processor puts before and after those of a text.
+pub(crate) type Frame = (Vec<i32>, Vec<i32>);
 
 /// What every id adds to the text, by id: one run of bytes and an end and a kind for each id.
 #[derive(Debug, Default)]
@@ -58,26 +68,42 @@ impl Table {
 }
 
 impl Tokenizer {
+    /// Loads a `tokenizer.json` for [`Backend::Hf`].
+    ///
+    /// # Errors
+    /// [`TextError::Load`] if the file cannot be read or is not a tokenizer.
+    pub fn from_file(path: &Path) -> Result<Self, TextError> {
+        Self::from_file_for(path, Backend::Hf)
+    }
+
     /// Loads a `tokenizer.json`.
     ///
     /// Padding and truncation that the file may ask for are switched off, as transformers does for one text.
     ///
     /// # Errors
-    /// [`TextError::Load`] if the file cannot be read or is not a tokenizer.
-    pub fn from_file(path: &Path) -> Result<Self, TextError> {
+    /// [`TextError::Load`] if the file cannot be read, is not a tokenizer, or is not one for this backend.
+    pub fn from_file_for(path: &Path, backend: Backend) -> Result<Self, TextError> {
         let json = std::fs::read(path)
             .map_err(|error| TextError::Load(format!("{}: {error}", path.display())))?;
-        Self::from_bytes(&json).map_err(|error| match error {
+        Self::from_bytes_for(&json, backend).map_err(|error| match error {
             TextError::Load(why) => TextError::Load(format!("{}: {why}", path.display())),
             other => other,
         })
     }
 
-    /// Loads a tokenizer from the content of a `tokenizer.json`.
+    /// Loads a tokenizer for [`Backend::Hf`] from the content of a `tokenizer.json`.
     ///
     /// # Errors
     /// [`TextError::Load`] if this is not a tokenizer.
     pub fn from_bytes(json: &[u8]) -> Result<Self, TextError> {
+        Self::from_bytes_for(json, Backend::Hf)
+    }
+
+    /// Loads a tokenizer from the content of a `tokenizer.json`.
+    ///
+    /// # Errors
+    /// [`TextError::Load`] if this is not a tokenizer, or not one for this backend.
+    pub fn from_bytes_for(json: &[u8], backend: Backend) -> Result<Self, TextError> {
         let load = |error: &dyn std::fmt::Display| TextError::Load(error.to_string());
         let mut inner = tokenizers::Tokenizer::from_bytes(json).map_err(|error| load(&error))?;
         inner.with_truncation(None).map_err(|error| load(&error))?;
@@ -104,7 +130,19 @@ impl Tokenizer {
                 Piece::Byte(byte) => table.push(Kind::Byte, special, &[byte])?,
             }
         }
-        Ok(Self { inner, scheme, table })
+        let file: Value = serde_json::from_slice(json).map_err(|error| load(&error))?;
+        let cuts = Cuts::of(&file);
+        let fast = match backend {
+            Backend::Hf => None,
+            Backend::Fastokens if scheme == Scheme::Bytes => Some(Fast::new(file, &inner)?),
+            Backend::Fastokens => {
+                // It was seen to take text that reads like a byte token for that byte.
+                let why = "fastokens is for byte-level tokenizers only, and this is none";
+                return Err(TextError::Load(why.to_owned()));
+            }
+        };
+        let frame = frame(&inner)?;
+        Ok(Self { inner, fast, scheme, table, cuts, frame })
     }
 
     /// The ids of `text`. Special tokens written out in the text are recognised, as Hugging Face does.
@@ -113,6 +151,9 @@ impl Tokenizer {
     /// # Errors
     /// [`TextError::Encode`] if the model has no token for a part of the text and no unknown token either.
     pub fn encode(&self, text: &str, add_special_tokens: bool) -> Result<Vec<i32>, TextError> {
+        if let Some(fast) = self.fast.as_ref().filter(|fast| fast.takes(text)) {
+            return fast.encode(text, add_special_tokens);
+        }
         let encoding = self
             .inner
             .encode_fast(text, add_special_tokens)
@@ -187,6 +228,16 @@ impl Tokenizer {
         id.and_then(|id| self.table.special.get(id)).copied().unwrap_or(false)
     }
 
+    /// Where texts may be cut.
+    pub(crate) fn cuts(&self) -> &Cuts {
+        &self.cuts
+    }
+
+    /// What the post-processor adds, if it is the same for every text.
+    pub(crate) fn frame(&self) -> Option<&Frame> {
+        self.frame.as_ref()
+    }
+
     pub(crate) fn scheme(&self) -> &Scheme {
         &self.scheme
     }
@@ -207,4 +258,21 @@ impl Tokenizer {
 fn decoded_token(inner: &tokenizers::Tokenizer, id: u32) -> Option<String> {
     let added = inner.get_added_vocabulary().simple_id_to_token(id);
     added.or_else(|| inner.get_model().id_to_token(id))
+}
+
+/// What the post-processor puts around a text's ids, learnt from a text of one id that no token has; `None` if it does
+/// something else than to put ids around them.
+fn frame(inner: &tokenizers::Tokenizer) -> Result<Option<Frame>, TextError> {
+    const TEXT: u32 = u32::MAX;
+    let text = Encoding::from_tokens(vec![Token::new(TEXT, "a".to_owned(), (0, 1))], 0);
+    let framed = inner
+        .post_process(text, None, true)
+        .map_err(|error| TextError::Load(format!("the post-processor: {error}")))?;
+    let ids = framed.get_ids();
+    let signed = |ids: &[u32]| ids.iter().map(|id| id.cast_signed()).collect::<Vec<i32>>();
+    let mut around = ids.split(|&id| id == TEXT).map(signed);
+    Ok(match (around.next(), around.next(), around.next()) {
+        (Some(before), Some(after), None) => Some((before, after)),
+        _ => None,
+    })
 }

@@ -1,0 +1,126 @@
+//! Encoded text, kept for the next turn of its conversation.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use lru::LruCache;
+use parking_lot::Mutex;
+
+/// What an entry costs besides its text and ids: the allocations' headers and the table's slot.
+const ENTRY_BYTES: usize = 128;
+
+/// The ids of parts of texts, by the parts themselves: at most a number of bytes, the least recently used go first.
+///
+/// A part is the whole key, so what is found is what encoding it would give; no hash is believed.
+#[derive(Debug)]
+pub(crate) struct TextCache {
+    entries: Mutex<Entries>,
+    limit: usize,
+    looked_up: AtomicU64,
+    found: AtomicU64,
+}
+
+#[derive(Debug)]
+struct Entries {
+    ids: LruCache<Box<str>, Arc<[i32]>>,
+    bytes: usize,
+}
+
+impl TextCache {
+    /// An empty cache for `limit` bytes of text, ids and what keeping them costs.
+    pub(crate) fn new(limit: usize) -> Self {
+        let entries = Entries { ids: LruCache::unbounded(), bytes: 0 };
+        Self {
+            entries: Mutex::new(entries),
+            limit,
+            looked_up: AtomicU64::new(0),
+            found: AtomicU64::new(0),
+        }
+    }
+
+    /// The ids of each part that is there.
+    pub(crate) fn get_all(&self, parts: &[&str]) -> Vec<Option<Arc<[i32]>>> {
+        let found: Vec<_> = {
+            let mut entries = self.entries.lock();
+            parts.iter().map(|&part| entries.ids.get(part).cloned()).collect()
+        };
+        let looked_up: usize = parts.iter().map(|part| part.len()).sum();
+        let hits = parts.iter().zip(&found).filter(|(_, ids)| ids.is_some());
+        let hits: usize = hits.map(|(part, _)| part.len()).sum();
+        self.looked_up.fetch_add(looked_up as u64, Ordering::Relaxed);
+        self.found.fetch_add(hits as u64, Ordering::Relaxed);
+        found
+    }
+
+    /// Keeps the ids of a part. One that is as large as the whole cache is not kept.
+    pub(crate) fn insert(&self, part: &str, ids: Arc<[i32]>) {
+        let bytes = cost(part, &ids);
+        if bytes > self.limit {
+            return;
+        }
+        let mut entries = self.entries.lock();
+        if let Some((part, ids)) = entries.ids.push(part.into(), ids) {
+            // Two requests with the same part encoded it at the same time.
+            entries.bytes -= cost(&part, &ids);
+        }
+        entries.bytes += bytes;
+        while entries.bytes > self.limit {
+            let Some((part, ids)) = entries.ids.pop_lru() else { return };
+            entries.bytes -= cost(&part, &ids);
+        }
+    }
+
+    /// Bytes of text looked up and found so far, and bytes in use now.
+    pub(crate) fn counts(&self) -> (u64, u64, usize) {
+        let count = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
+        (count(&self.looked_up), count(&self.found), self.entries.lock().bytes)
+    }
+}
+
+fn cost(part: &str, ids: &[i32]) -> usize {
+    part.len() + size_of_val(ids) + ENTRY_BYTES
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn ids(part: &str) -> Arc<[i32]> {
+        part.bytes().map(i32::from).collect()
+    }
+
+    #[test]
+    fn the_least_recently_used_goes_first() {
+        let cache = TextCache::new(2 * cost("a", &ids("a")));
+        cache.insert("a", ids("a"));
+        cache.insert("b", ids("b"));
+        assert_eq!(cache.get_all(&["a"]), [Some(ids("a"))]);
+        cache.insert("c", ids("c"));
+        assert_eq!(cache.get_all(&["a", "b", "c"]), [Some(ids("a")), None, Some(ids("c"))]);
+        let (looked_up, found, _) = cache.counts();
+        assert_eq!((looked_up, found), (4, 3));
+    }
+
+    proptest! {
+        #[test]
+        fn it_holds_no_more_than_it_may_and_nothing_wrong(
+            limit in 0..2000_usize,
+            parts in prop::collection::vec("[ab]{0,200}", 0..60),
+        ) {
+            let cache = TextCache::new(limit);
+            for part in &parts {
+                if let [Some(found)] = &cache.get_all(&[part])[..] {
+                    prop_assert_eq!(found, &ids(part));
+                }
+                cache.insert(part, ids(part));
+                let bytes = cache.counts().2;
+                prop_assert!(bytes <= limit);
+                let kept: usize = cache.entries.lock().ids.iter().map(|(part, ids)| cost(part, ids)).sum();
+                prop_assert_eq!(kept, bytes);
+                let fits = cost(part, &ids(part)) <= limit;
+                prop_assert_eq!(cache.get_all(&[part])[0].is_some(), fits);
+            }
+        }
+    }
+}

@@ -1,0 +1,319 @@
+//! Threads that render and tokenise, so that a long prompt never holds up an HTTP thread.
+//!
+//! A thread that has nothing to do takes an input as soon as it comes: nothing waits for company. Batches form only
+//! from what has come while every thread was busy: a thread takes its share of that, bounded by an estimate of tokens,
+//! and encodes it without another look at the queue. Long inputs are cut, and their pieces take turns with the batches,
+//! over all threads: a short input waits for one piece at most. The threads are all there is: no library is asked to
+//! use more.
+
+mod queue;
+#[cfg(test)]
+mod tests;
+mod work;
+
+use std::num::NonZeroUsize;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::thread::JoinHandle;
+
+use serde_json::{Map, Value};
+use tokio::sync::oneshot;
+
+use crate::encoder::Encoder;
+use crate::error::TextError;
+use crate::template::ChatTemplate;
+use crate::tokenizer::Tokenizer;
+use queue::{Queue, Task};
+use work::{Input, Job, Reply, Started, Tools};
+
+/// Room for a template's recursion and a deeply nested tool description; only what is used is ever real memory.
+const STACK_BYTES: usize = 8 << 20;
+/// Text of so few tokens is encoded by whoever asks: that takes about as long as waking a thread would.
+const WAKE_TOKENS: usize = 32;
+/// Room for the history of some hundreds of long conversations.
+const CACHE_BYTES: usize = 64 << 20;
+
+/// What is to be turned into token ids.
+#[derive(Debug, Clone, PartialEq)]
+pub enum TextInput {
+    /// A text as it is.
+    Text {
+        /// The text. Special tokens written out in it are recognised.
+        text: String,
+        /// Run the tokenizer's post-processor (a leading bos token, say).
+        add_special_tokens: bool,
+    },
+    /// A chat, to be rendered by the model's template. Nothing is added to what the template writes, as with
+    /// transformers' `apply_chat_template`.
+    Chat {
+        /// A list of messages, each an object.
+        messages: Value,
+        /// A list of tool descriptions.
+        tools: Option<Value>,
+        /// End with the beginning of the assistant's answer.
+        add_generation_prompt: bool,
+        /// End inside the last message, for the model to go on with it.
+        continue_final_message: bool,
+        /// More variables for the template; `documents` is one that transformers names.
+        kwargs: Map<String, Value>,
+    },
+}
+
+/// A tokenised input.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Encoded {
+    /// The token ids.
+    pub ids: Vec<i32>,
+    /// The rendered prompt, where the input was a chat.
+    pub text: Option<String>,
+    /// Where the second text begins, where the input was a pair.
+    pub second: Option<u32>,
+}
+
+/// Where inputs are encoded.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub enum TextMode {
+    /// On the pool's threads, but for what is so short that waking one costs as much as encoding it.
+    #[default]
+    Auto,
+    /// On the thread that asks, which does nothing else meanwhile: what the pool is measured against.
+    Inline,
+}
+
+/// How a pool works.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct TextConfig {
+    /// Threads, at least one.
+    pub threads: usize,
+    /// Inputs that may wait, at least one.
+    pub queue: usize,
+    /// Where inputs are encoded.
+    pub mode: TextMode,
+    /// Bytes of encoded text that are kept for the next turn of a conversation; 0 keeps none.
+    pub cache_bytes: usize,
+    /// The most inputs that a thread takes at a time, whatever their size.
+    pub batch_inputs: Option<NonZeroUsize>,
+}
+
+impl Default for TextConfig {
+    fn default() -> Self {
+        Self {
+            threads: 2,
+            queue: 1024,
+            mode: TextMode::Auto,
+            cache_bytes: CACHE_BYTES,
+            batch_inputs: None,
+        }
+    }
+}
+
+/// What a pool has done so far, and what is in it now.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct TextStats {
+    /// Inputs that wait for a thread.
+    pub waiting: usize,
+    /// Inputs that were started.
+    pub inputs: u64,
+    /// Times that a thread took waiting inputs.
+    pub batches: u64,
+    /// Inputs that were cut into pieces for several threads.
+    pub cut: u64,
+    /// Inputs whose caller had gone before they were encoded.
+    pub cancelled: u64,
+    /// Bytes of text that were looked up in the cache.
+    pub cache_queries: u64,
+    /// Bytes of text that were found there.
+    pub cache_hits: u64,
+    /// Bytes that the cache uses.
+    pub cache_bytes: usize,
+}
+
+/// Threads that render chats and tokenise, with one bounded queue.
+///
+/// A caller that stops waiting (drops its future) cancels its input: what has not been started of it is skipped.
+#[derive(Debug)]
+pub struct TextPool {
+    shared: Arc<Shared>,
+    mode: TextMode,
+    threads: Vec<JoinHandle<()>>,
+}
+
+#[derive(Debug)]
+struct Shared {
+    tools: Tools,
+    queue: Queue,
+    inputs: AtomicU64,
+    batches: AtomicU64,
+    cut: AtomicU64,
+    cancelled: AtomicU64,
+}
+
+impl TextPool {
+    /// Starts `threads` threads, at least one, with room for `queue` waiting inputs, at least one.
+    ///
+    /// # Panics
+    /// If the system refuses a thread, as [`std::thread::spawn`] does.
+    pub fn new(
+        tokenizer: Arc<Tokenizer>,
+        template: Option<Arc<ChatTemplate>>,
+        threads: usize,
+        queue: usize,
+    ) -> Self {
+        let config = TextConfig { threads, queue, ..TextConfig::default() };
+        Self::with_config(tokenizer, template, &config)
+    }
+
+    /// Starts a pool.
+    ///
+    /// # Panics
+    /// If the system refuses a thread, as [`std::thread::spawn`] does.
+    pub fn with_config(
+        tokenizer: Arc<Tokenizer>,
+        template: Option<Arc<ChatTemplate>>,
+        config: &TextConfig,
+    ) -> Self {
+        let encoder = Encoder::new(tokenizer, config.cache_bytes);
+        let threads = config.threads.max(1);
+        let shared = Arc::new(Shared {
+            tools: Tools { encoder, template },
+            queue: Queue::new(config.queue.max(1), threads, config.batch_inputs),
+            inputs: AtomicU64::new(0),
+            batches: AtomicU64::new(0),
+            cut: AtomicU64::new(0),
+            cancelled: AtomicU64::new(0),
+        });
+        let worker = |index: usize| {
+            let shared = Arc::clone(&shared);
+            std::thread::Builder::new()
+                .name(format!("text-{index}"))
+                .stack_size(STACK_BYTES)
+                .spawn(move || shared.work())
+                .expect("the system has room for a thread at start")
+        };
+        let threads = match config.mode {
+            TextMode::Auto => (0..threads).map(worker).collect(),
+            TextMode::Inline => Vec::new(),
+        };
+        Self { shared, mode: config.mode, threads }
+    }
+
+    /// The token ids of one input.
+    ///
+    /// # Errors
+    /// [`TextError::Busy`], at once, when the queue is full; [`TextError::NoTemplate`] for a chat without a template;
+    /// [`TextError::Template`] and [`TextError::Encode`] for what cannot be rendered or encoded.
+    pub async fn encode(&self, input: TextInput) -> Result<Encoded, TextError> {
+        let mut encoded = self.run(input.into()).await?;
+        encoded.pop().ok_or_else(|| TextError::Encode("nothing to encode".to_owned()))
+    }
+
+    /// The token ids of several texts, in order. They take one place in the queue, so that all are taken or none.
+    ///
+    /// # Errors
+    /// As [`TextPool::encode`].
+    pub async fn encode_all(
+        &self,
+        texts: Vec<String>,
+        add_special_tokens: bool,
+    ) -> Result<Vec<Vec<i32>>, TextError> {
+        let encoded = self.run(Input::Texts { texts, add_special_tokens }).await?;
+        Ok(encoded.into_iter().map(|encoded| encoded.ids).collect())
+    }
+
+    /// The token ids of pairs of texts and where the second of each begins, in order. They take one place in the queue.
+    ///
+    /// # Errors
+    /// As [`TextPool::encode`].
+    pub async fn encode_pairs(
+        &self,
+        pairs: Vec<(String, String)>,
+    ) -> Result<Vec<(Vec<i32>, u32)>, TextError> {
+        let encoded = self.run(Input::Pairs(pairs)).await?;
+        let pair = |Encoded { ids, second, .. }| (ids, second.unwrap_or_default());
+        Ok(encoded.into_iter().map(pair).collect())
+    }
+
+    /// The tokenizer that the threads use.
+    pub fn tokenizer(&self) -> &Arc<Tokenizer> {
+        self.shared.tools.encoder.tokenizer()
+    }
+
+    /// What the pool has done so far.
+    pub fn stats(&self) -> TextStats {
+        let shared = &self.shared;
+        let count = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
+        let (cache_queries, cache_hits, cache_bytes) = shared.tools.encoder.cache_counts();
+        TextStats {
+            waiting: shared.queue.waiting(),
+            inputs: count(&shared.inputs),
+            batches: count(&shared.batches),
+            cut: count(&shared.cut),
+            cancelled: count(&shared.cancelled),
+            cache_queries,
+            cache_hits,
+            cache_bytes,
+        }
+    }
+
+    async fn run(&self, input: Input) -> Result<Vec<Encoded>, TextError> {
+        let tokens = input.tokens();
+        let is_tiny = tokens <= WAKE_TOKENS && matches!(input, Input::Texts { .. });
+        if is_tiny || self.mode == TextMode::Inline {
+            self.shared.inputs.fetch_add(1, Ordering::Relaxed);
+            return input.encode(&self.shared.tools);
+        }
+        let (reply, answer) = oneshot::channel();
+        self.shared.queue.push(Job { input, tokens, reply })?;
+        answer.await.unwrap_or(Err(TextError::Closed))
+    }
+}
+
+impl Drop for TextPool {
+    fn drop(&mut self) {
+        self.shared.queue.close();
+        for thread in self.threads.drain(..) {
+            // A worker catches its inputs' panics, so there is nothing to learn from how it ended.
+            let _ = thread.join();
+        }
+    }
+}
+
+impl Shared {
+    /// What each thread does.
+    fn work(&self) {
+        let count = |counter: &AtomicU64| counter.fetch_add(1, Ordering::Relaxed);
+        let mut after_batch = false;
+        while let Some(task) = self.queue.take(after_batch) {
+            after_batch = matches!(task, Task::Batch(_));
+            match task {
+                Task::Batch(jobs) => {
+                    count(&self.batches);
+                    let done: Vec<_> = jobs.into_iter().filter_map(|job| self.start(job)).collect();
+                    // All at once: each answer may wake a thread that would want this processor.
+                    for (reply, result) in done {
+                        // The caller may have gone by now; then nobody wants the answer.
+                        let _ = reply.send(result);
+                    }
+                }
+                Task::Piece(long, _) if long.is_over() => self.queue.forget(&long),
+                Task::Piece(long, piece) => long.encode(piece, &self.tools),
+            }
+        }
+    }
+
+    fn start(&self, job: Job) -> Option<(Reply, Result<Vec<Encoded>, TextError>)> {
+        if job.reply.is_closed() {
+            self.cancelled.fetch_add(1, Ordering::Relaxed);
+            return None;
+        }
+        self.inputs.fetch_add(1, Ordering::Relaxed);
+        match job.start(&self.tools) {
+            Started::Done(reply, result) => Some((reply, result)),
+            Started::Long(long) => {
+                self.cut.fetch_add(1, Ordering::Relaxed);
+                self.queue.push_long(long);
+                None
+            }
+        }
+    }
+}

@@ -1,0 +1,138 @@
+//! What waits for the text threads, and in which order they take it.
+
+use std::collections::VecDeque;
+use std::num::NonZeroUsize;
+use std::sync::Arc;
+
+use parking_lot::{Condvar, Mutex};
+
+use super::work::{Job, Long};
+use crate::error::TextError;
+
+/// Estimated tokens that a thread takes at a time: a few milliseconds of work at most.
+const BATCH_TOKENS: usize = 2048;
+
+/// The two lanes: whole inputs, first come first served, and long inputs that have been cut, which take turns piece by
+/// piece.
+#[derive(Debug)]
+pub(super) struct Queue {
+    lanes: Mutex<Lanes>,
+    ready: Condvar,
+    limit: usize,
+    threads: usize,
+    batch_inputs: Option<NonZeroUsize>,
+}
+
+#[derive(Debug, Default)]
+struct Lanes {
+    waiting: VecDeque<Job>,
+    /// Estimated tokens of `waiting`.
+    tokens: usize,
+    /// Inputs with their next piece.
+    long: VecDeque<(Arc<Long>, usize)>,
+    closed: bool,
+}
+
+/// What a thread does next.
+#[derive(Debug)]
+pub(super) enum Task {
+    Batch(Vec<Job>),
+    Piece(Arc<Long>, usize),
+}
+
+impl Queue {
+    /// A queue for `limit` waiting inputs, taken by `threads` threads at most `batch_inputs` at a time.
+    pub(super) fn new(limit: usize, threads: usize, batch_inputs: Option<NonZeroUsize>) -> Self {
+        let lanes = Mutex::new(Lanes::default());
+        Self { lanes, ready: Condvar::new(), limit, threads, batch_inputs }
+    }
+
+    /// Puts an input at the end.
+    ///
+    /// # Errors
+    /// There is no room for it.
+    pub(super) fn push(&self, job: Job) -> Result<(), TextError> {
+        {
+            let mut lanes = self.lanes.lock();
+            if lanes.closed {
+                return Err(TextError::Closed);
+            }
+            if lanes.waiting.len() >= self.limit {
+                return Err(TextError::Busy);
+            }
+            lanes.tokens += job.tokens;
+            lanes.waiting.push_back(job);
+        }
+        self.ready.notify_one();
+        Ok(())
+    }
+
+    /// Puts the pieces of an input up for every thread.
+    pub(super) fn push_long(&self, long: Arc<Long>) {
+        self.lanes.lock().long.push_back((long, 0));
+        self.ready.notify_all();
+    }
+
+    /// Drops the pieces of an input that nobody has taken.
+    pub(super) fn forget(&self, long: &Arc<Long>) {
+        self.lanes.lock().long.retain(|(other, _)| !Arc::ptr_eq(other, long));
+    }
+
+    /// Waits for something to do; `None` once the queue is closed and empty. A thread that got a batch is given a piece
+    /// next and the other way round, where there are both.
+    pub(super) fn take(&self, after_batch: bool) -> Option<Task> {
+        let mut lanes = self.lanes.lock();
+        loop {
+            let piece = |lanes: &mut Lanes| lanes.piece();
+            let batch = |lanes: &mut Lanes| lanes.batch(self.threads, self.batch_inputs);
+            let task = if after_batch {
+                piece(&mut lanes).or_else(|| batch(&mut lanes))
+            } else {
+                batch(&mut lanes).or_else(|| piece(&mut lanes))
+            };
+            if task.is_some() || lanes.closed {
+                return task;
+            }
+            self.ready.wait(&mut lanes);
+        }
+    }
+
+    /// Takes nothing more in; threads end when what there is has been done.
+    pub(super) fn close(&self) {
+        self.lanes.lock().closed = true;
+        self.ready.notify_all();
+    }
+
+    /// How many inputs wait.
+    pub(super) fn waiting(&self) -> usize {
+        self.lanes.lock().waiting.len()
+    }
+}
+
+impl Lanes {
+    /// A thread's share of what waits, so that it leaves something to the others.
+    fn batch(&mut self, threads: usize, inputs: Option<NonZeroUsize>) -> Option<Task> {
+        let share = self.tokens.div_ceil(threads).min(BATCH_TOKENS);
+        let most = inputs.map_or(usize::MAX, NonZeroUsize::get);
+        let mut batch = Vec::new();
+        let mut tokens = 0;
+        while batch.len() < most
+            && let Some(next) = self.waiting.front()
+            && (tokens == 0 || tokens + next.tokens <= share)
+            && let Some(job) = self.waiting.pop_front()
+        {
+            tokens += job.tokens;
+            batch.push(job);
+        }
+        self.tokens -= tokens;
+        (!batch.is_empty()).then_some(Task::Batch(batch))
+    }
+
+    fn piece(&mut self) -> Option<Task> {
+        let (long, piece) = self.long.pop_front()?;
+        if piece + 1 < long.pieces() {
+            self.long.push_back((Arc::clone(&long), piece + 1));
+        }
+        Some(Task::Piece(long, piece))
+    }
+}
