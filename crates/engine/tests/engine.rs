@@ -504,11 +504,11 @@ fn a_payload_of_a_request_that_is_not_served_is_given_back() {
     let (waiting, back, _) = embedded(0, 60);
     rig.handle.submit(waiting).expect("room");
     rig.handle.abort(RequestId(0));
+    rig.control.release();
     back.recv_timeout(PATIENCE).expect("given back");
     let (alive, back, _) = embedded(1, 200);
     rig.handle.submit(alive).expect("room");
     rig.handle.stop();
-    rig.control.release();
     back.recv_timeout(PATIENCE).expect("given back");
 }
 

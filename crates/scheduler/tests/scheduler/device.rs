@@ -99,7 +99,7 @@ impl Device {
         for new in plan.new_slots() {
             let slot = &mut self.slots[new.slot as usize];
             let (prompt, generated) = new.tokens.split_at(new.prompt_len as usize);
-            slot.tokens = [&read_prompt(prompt, new.embeds), generated].concat();
+            slot.tokens = [read_prompt(prompt, new.embeds).as_slice(), generated].concat();
             slot.segment = new.segment;
             // A page table is never cleared on the device; here it is, so that a page that the plan forgot to write is noticed.
             slot.pages.fill(NO_PAGE);

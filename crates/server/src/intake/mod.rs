@@ -70,7 +70,7 @@ impl Intake {
     ) -> Result<Vec<(u32, Embeds)>, ApiError> {
         let bytes = prompts.iter().map(|prompt| prompt.bytes(dtype)).sum();
         let payload: Arc<dyn Payload> = self.room.take(bytes, param).await?.into();
-        let write = move || {
+        let write = move || -> Result<Vec<(u32, Embeds)>, ApiError> {
             let mut at = 0;
             let mut placed = Vec::with_capacity(prompts.len());
             for prompt in &prompts {

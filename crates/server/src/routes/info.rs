@@ -171,6 +171,8 @@ pub(crate) async fn server_info(State(state): State<Shared>) -> Response {
             "vocab_size": facts.vocab_size,
             "page_count": facts.page_count,
             "page_size": facts.page_size,
+            "hidden_size": facts.hidden_size,
+            "dtype": facts.dtype.name(),
             "weight_bytes": facts.weight_bytes,
             "kv_bytes": facts.kv_bytes,
             "device": facts.device,
