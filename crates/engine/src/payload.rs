@@ -9,6 +9,8 @@ use std::sync::Arc;
 pub trait Payloads: Send + Sync {
     /// Bytes that can be there at a time, when nothing else is.
     fn capacity(&self) -> usize;
+    /// Bytes that somebody has.
+    fn used(&self) -> usize;
     /// Room for `bytes` bytes; `None` when there is none now.
     fn reserve(&self, bytes: usize) -> Option<Box<dyn Payload>>;
     /// Has `notify` called whenever room was given back. It is called on any thread and must be quick.

@@ -70,6 +70,10 @@ impl Payloads for Arena {
         self.0.bytes as usize
     }
 
+    fn used(&self) -> usize {
+        self.capacity() - self.0.space.lock().free()
+    }
+
     fn reserve(&self, bytes: usize) -> Option<Box<dyn Payload>> {
         Some(Box::new(self.take(bytes)?))
     }
@@ -152,7 +156,9 @@ mod tests {
         second.write(40, &[7; 60]).expect("inside");
         assert_eq!(read(&arena, &second, 100), [[2; 40].as_slice(), &[7; 60]].concat());
         assert!(second.write(41, &[8; 60]).is_err(), "the region has 100 bytes");
+        assert_eq!(arena.used(), 2 * 128);
         drop((first, second));
+        assert_eq!(arena.used(), 0);
         assert!(arena.place(&[3; 4096]).is_some());
     }
 

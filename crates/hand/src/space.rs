@@ -24,6 +24,11 @@ impl Space {
         Self { free: (bytes > 0).then_some((0, bytes)).into_iter().collect() }
     }
 
+    /// Bytes that nobody has.
+    pub(crate) fn free(&self) -> usize {
+        self.free.values().sum()
+    }
+
     /// `bytes` bytes or a few more.
     pub(crate) fn take(&mut self, bytes: usize) -> Option<Range> {
         let rounded = bytes.max(1).checked_next_multiple_of(ALIGN)?;

@@ -37,6 +37,17 @@ pub struct Intake {
     room: Room,
 }
 
+/// What waits, and what the arena holds.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub(crate) struct IntakeStats {
+    /// Large bodies that wait to be parsed.
+    pub(crate) unread: usize,
+    /// Requests that wait for room in the arena.
+    pub(crate) in_line: usize,
+    /// Bytes of the arena that somebody has.
+    pub(crate) arena_bytes: usize,
+}
+
 impl Intake {
     /// Starts the threads. At most `queue` bodies wait to be parsed, and at most as many requests for room in `payloads`.
     ///
@@ -44,6 +55,15 @@ impl Intake {
     /// The system refuses a thread.
     pub fn start(mode: IntakeMode, payloads: Arc<dyn Payloads>, queue: usize) -> io::Result<Self> {
         Ok(Self { workers: Workers::start(mode, queue)?, room: Room::new(payloads, queue) })
+    }
+
+    /// This moment.
+    pub(crate) fn stats(&self) -> IntakeStats {
+        IntakeStats {
+            unread: self.workers.waiting(),
+            in_line: self.room.in_line(),
+            arena_bytes: self.room.used(),
+        }
     }
 
     /// Parses a body, where nobody waits for it if it is large.

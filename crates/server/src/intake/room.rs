@@ -26,6 +26,16 @@ impl Room {
         Self { payloads, freed, turn: Mutex::new(()), places: Semaphore::new(limit), limit }
     }
 
+    /// How many are in line, those included that are about to get what they asked for.
+    pub(crate) fn in_line(&self) -> usize {
+        self.limit - self.places.available_permits()
+    }
+
+    /// Bytes of the arena that somebody has.
+    pub(crate) fn used(&self) -> usize {
+        self.payloads.used()
+    }
+
     /// Waits for room for `bytes` bytes, all at once: who has some and waited for more could wait for ever. Dropping the future leaves the line.
     pub(crate) async fn take(
         &self,
@@ -98,6 +108,9 @@ mod tests {
         fn capacity(&self) -> usize {
             100
         }
+        fn used(&self) -> usize {
+            100 - self.free.load(Ordering::SeqCst)
+        }
         fn reserve(&self, bytes: usize) -> Option<Box<dyn Payload>> {
             let left = |free: usize| free.checked_sub(bytes);
             self.free.fetch_update(Ordering::SeqCst, Ordering::SeqCst, left).ok()?;
@@ -138,11 +151,13 @@ mod tests {
         assert!(poll(large.as_mut()).is_pending());
         assert!(poll(small.as_mut()).is_pending(), "it would fit, but it is not its turn");
         assert!(poll(last.as_mut()).is_pending());
+        assert_eq!((room.in_line(), room.used()), (3, 60));
         drop(large);
         let small = got(small.as_mut());
         assert!(poll(last.as_mut()).is_pending(), "10 are left");
         drop(first);
         let last = got(last.as_mut());
+        assert_eq!(room.in_line(), 0);
         drop((small, last));
         got(pin!(room.take(100, "p")));
     }

@@ -57,6 +57,11 @@ impl Workers {
         Ok(Self { lanes, threads, places: Arc::new(Semaphore::new(queue)), queue })
     }
 
+    /// How many requests have not begun.
+    pub(crate) fn waiting(&self) -> usize {
+        self.queue - self.places.available_permits()
+    }
+
     /// The first work of a request, if there is a place in the queue.
     pub(crate) async fn begin<T: Send + 'static>(
         &self,

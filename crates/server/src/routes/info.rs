@@ -249,7 +249,8 @@ pub(crate) async fn flush_cache(State(state): State<Shared>) -> Result<Response,
     responses((status = 200, description = "The metrics", body = String, content_type = "text/plain")),
 )]
 pub(crate) async fn metrics(State(state): State<Shared>) -> Result<Response, Failure> {
-    let written = state.metrics.render(&state.engine.stats(), &state.text.stats());
+    let written =
+        state.metrics.render(&state.engine.stats(), &state.text.stats(), &state.intake.stats());
     let text = written.map_err(|error| {
         let reason = format!("the metrics could not be written: {error}");
         ApiError::Internal { reason, code: None }

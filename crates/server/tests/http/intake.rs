@@ -57,9 +57,9 @@ async fn embeddings_are_where_the_hand_reads_them() {
         server.engine.token(request.id, 5, true, Some(FinishReason::Length));
         let (status, answer) = answer.await.unwrap();
         assert_eq!((status, &answer["usage"]["prompt_tokens"]), (200, &json!(3)), "{answer}");
-        assert_eq!(server.memory.taken(), 3 * ROW, "the engine still has the request");
+        assert_eq!(server.memory.used(), 3 * ROW, "the engine still has the request");
         drop(request);
-        assert_eq!(server.memory.taken(), 0);
+        assert_eq!(server.memory.used(), 0);
     }
 }
 
@@ -76,9 +76,9 @@ async fn prompts_and_choices_of_a_request_share_a_payload() {
         assert_eq!(read(&server, &request), bytes(expected));
         requests.push(request);
     }
-    assert_eq!(server.memory.taken(), 7 * ROW);
+    assert_eq!(server.memory.used(), 7 * ROW);
     drop(requests);
-    assert_eq!(server.memory.taken(), 0);
+    assert_eq!(server.memory.used(), 0);
 }
 
 #[tokio::test]
@@ -108,7 +108,7 @@ async fn what_is_wrong_is_named_and_leaves_nothing_behind() {
         assert_eq!((status, &error["param"]), (expected, &json!(param)), "{answer}");
         assert!(error["message"].as_str().unwrap().contains(message), "{answer}");
         assert_eq!(error["type"], "invalid_request_error");
-        assert_eq!(server.memory.taken(), 0);
+        assert_eq!(server.memory.used(), 0);
     }
 }
 
@@ -145,7 +145,30 @@ async fn a_full_arena_makes_requests_wait_and_then_refuses_them() {
         assert_eq!(answer.await.unwrap().0, 200);
         drop(server.submitted().await);
     }
-    assert_eq!(server.memory.taken(), 0);
+    assert_eq!(server.memory.used(), 0);
+}
+
+#[tokio::test]
+async fn a_client_that_leaves_the_line_makes_room_in_it() {
+    let mut server = TestServer::with_intake(Some("a"), IntakeKind::Threads).await;
+    let hold = server.memory.reserve(MEMORY).unwrap();
+    let in_line = async |count: usize| {
+        let wanted =
+            format!("forebay:intake_requests_waiting{{engine=\"0\",model_name=\"tiny\"}} {count}");
+        while !server.get("/metrics").await.1.contains(&wanted) {
+            tokio::task::yield_now().await;
+        }
+    };
+    let gone = server.connect(COMPLETIONS, &ask(rows(2)));
+    in_line(1).await;
+    gone.abort();
+    in_line(0).await;
+    let stays = server.connect(COMPLETIONS, &ask(rows(3)));
+    in_line(1).await;
+    drop(hold);
+    assert_eq!(stays.await.unwrap().0, 200);
+    assert_eq!(server.submitted().await.prompt.len(), 3, "nobody asked for the other any more");
+    assert_eq!(server.memory.used(), 0);
 }
 
 #[tokio::test]

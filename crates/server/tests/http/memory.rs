@@ -28,16 +28,15 @@ impl Memory {
     pub(crate) fn read(&self, offset: u32, bytes: usize) -> Vec<u8> {
         self.0.bytes.lock()[offset as usize..offset as usize + bytes].to_vec()
     }
-
-    /// Bytes that somebody has.
-    pub(crate) fn taken(&self) -> usize {
-        self.0.taken.lock().iter().map(|(_, bytes)| bytes).sum()
-    }
 }
 
 impl Payloads for Memory {
     fn capacity(&self) -> usize {
         self.0.bytes.lock().len()
+    }
+
+    fn used(&self) -> usize {
+        self.0.taken.lock().iter().map(|(_, bytes)| bytes).sum()
     }
 
     fn reserve(&self, bytes: usize) -> Option<Box<dyn Payload>> {
