@@ -14,6 +14,7 @@ use std::sync::Arc;
 use forebay_api::{ApiError, EmbeddedPrompt, parse};
 use forebay_engine::{Dtype, Embeds, Payload, Payloads};
 use serde::de::DeserializeOwned;
+use tokio::sync::Semaphore;
 
 use crate::engine::Engine;
 use crate::limits::Pieces;
@@ -54,6 +55,7 @@ impl Intake {
     /// # Errors
     /// The system refuses a thread.
     pub fn start(mode: IntakeMode, payloads: Arc<dyn Payloads>, queue: usize) -> io::Result<Self> {
+        let queue = queue.min(Semaphore::MAX_PERMITS);
         Ok(Self { workers: Workers::start(mode, queue)?, room: Room::new(payloads, queue) })
     }
 
