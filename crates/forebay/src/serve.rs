@@ -29,6 +29,9 @@ use crate::{logs, simulate, watch};
 
 /// Steps and registrations that may wait for an egress thread before the engine waits for it.
 const EGRESS_STEPS: usize = 1024;
+/// Connections that may wait to be accepted, as far as the system allows it. Of a burst beyond that, connections are dropped, and tried
+/// again a second later; the standard library asks for 128.
+const BACKLOG: i32 = 65_535;
 
 /// Serves until a signal, or until the engine ends.
 pub(crate) fn run(flags: &ServeFlags) -> Result<()> {
@@ -37,6 +40,7 @@ pub(crate) fn run(flags: &ServeFlags) -> Result<()> {
     // Taken before minutes of downloads, so that a port in use is said at once.
     let listener = TcpListener::bind((flags.http.host.as_str(), flags.http.port))
         .with_context(|| format!("cannot listen on {}:{}", flags.http.host, flags.http.port))?;
+    rustix::net::listen(&listener, BACKLOG)?;
     let python = find_python(flags.run.python.as_deref());
     let simulated = flags.run.device == Device::Sim;
     let weights = !simulated && flags.loading.load_format != LoadFormat::Dummy;

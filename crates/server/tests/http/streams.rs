@@ -250,3 +250,23 @@ async fn what_a_window_held_back_comes_without_another_token() {
     drop(pending);
     assert_eq!(server.aborted().await, id);
 }
+
+#[tokio::test]
+async fn a_thread_that_is_behind_writes_fewer_and_longer_chunks() {
+    let mut server = TestServer::driven().await;
+    let mut pending = server.open(CHAT, hello(json!({})).to_string()).await;
+    let id = server.submitted().await.id;
+    let tokens: Vec<i32> = (0..5_000).map(|index| 300 + index % 200).collect();
+    // Steps come faster than anybody can write.
+    for (index, &token) in tokens.iter().enumerate() {
+        server.engine.token(id, token, index == 0, None);
+    }
+    server.engine.token(id, EOS, false, Some(FinishReason::Stop { token: EOS }));
+    let mut stream = String::new();
+    while let Some(frame) = pending.frame().await {
+        stream.push_str(&frame);
+    }
+    let events = events(&stream);
+    assert_eq!(pieces(&events).concat(), server.tokenizer.decode(&tokens, true).unwrap());
+    assert!(events.len() < tokens.len(), "{} events", events.len());
+}
