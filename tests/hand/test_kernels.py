@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -17,7 +19,7 @@ PAGES = 64
 Step = list[tuple[int, int, int]]  # slot, start, length of each row
 
 
-def filled(family: str, dtype: str, **changes: object) -> ModelRunner:
+def filled(family: str, dtype: str, **changes: Any) -> ModelRunner:
     """A runner with random weights, tokens in four slots and pages in no order."""
     runner = runner_of(reference_model(family), dtype=dtype, max_total_tokens=PAGES * 8, page_size=8, **changes)
     random = np.random.default_rng(5)
