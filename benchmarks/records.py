@@ -42,6 +42,8 @@ class Results:
     """What is to be known of each server."""
     skipped: dict[str, str] = field(default_factory=dict)
     """Servers, or a workload on a server, that were left out, and why."""
+    elsewhere: dict[str, str] = field(default_factory=dict)
+    """What the same idea as a switch's was published to gain."""
     runs: list[Run] = field(default_factory=list)
 
     def workloads(self) -> list[str]:

@@ -130,13 +130,16 @@ def ablations(found: Results) -> str:
         "TTFT on/off",
         "ITL on/off",
         "CPU/token on/off",
+        "P99 TTFT on/off",
+        "published elsewhere",
     ]
-    keys = ("output_throughput", "mean_ttft_ms", "mean_itl_ms", "server_cpu_us_per_token")
+    keys = ("output_throughput", "mean_ttft_ms", "mean_itl_ms", "server_cpu_us_per_token", "p99_ttft_ms")
     rows = []
     for case in found.workloads():
         switch, _, workload = case.partition(": ")
         throughputs = [number(found.median(case, state, "output_throughput")) for state in ("on", "off")]
-        rows.append([switch, workload, *throughputs, *(spread(found.ratio(case, "on", "off", key)) for key in keys)])
+        ratios = [spread(found.ratio(case, "on", "off", key)) for key in keys]
+        rows.append([switch, workload, *throughputs, *ratios, found.elsewhere.get(switch, "-")])
     return markdown(head, rows)
 
 

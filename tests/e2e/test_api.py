@@ -17,6 +17,12 @@ from tests.e2e.server import Server
 ROUTES = {
     "/v1/chat/completions": {"post"},
     "/v1/completions": {"post"},
+    "/v1/embeddings": {"post"},
+    "/rerank": {"post"},
+    "/v1/rerank": {"post"},
+    "/v2/rerank": {"post"},
+    "/score": {"post"},
+    "/v1/score": {"post"},
     "/v1/models": {"get"},
     "/v1/models/{id}": {"get"},
     "/generate": {"post"},

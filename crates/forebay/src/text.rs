@@ -13,7 +13,8 @@ use tracing::warn;
 use crate::config::Config;
 use crate::flags::seconds;
 
-/// Prompts that may wait for the text threads, beyond those that the engine queues.
+/// Prompts that may wait for the text threads, beyond those that the engine queues; as many as the engine may queue where that is more, so that
+/// whoever allows a large queue can have it filled at once.
 const QUEUE: usize = 1024;
 
 #[derive(Debug, Args)]
@@ -87,7 +88,7 @@ impl TextFlags {
         }
         let pool = TextConfig {
             threads: config.text_threads.into(),
-            queue: QUEUE,
+            queue: QUEUE.max(config.max_queued_requests),
             mode: match self.tokenizer_mode {
                 TokenizerMode::Auto => TextMode::Auto,
                 TokenizerMode::Inline => TextMode::Inline,

@@ -216,7 +216,11 @@ impl Owner {
     fn take(&mut self, message: Message, now: Instant, behind: bool, scratch: &mut Scratch) {
         match message {
             Message::Register(registration) => self.register(*registration),
-            Message::Outputs(outputs) => {
+            Message::Outputs(mut outputs) => {
+                // Somebody waits for a first token more than for any other, and writing a large step's chunks takes a while.
+                if outputs.iter().any(|output| output.admission.is_some()) {
+                    outputs.sort_by_key(|output| output.admission.is_none());
+                }
                 for output in outputs {
                     self.apply(output, now, behind, scratch);
                 }

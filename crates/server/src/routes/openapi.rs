@@ -41,9 +41,20 @@ pub(super) async fn openapi() -> Response {
     reply::ok(&document())
 }
 
-/// The document, with an operation id of its own for each method of a route that has several.
+/// Further paths of a route, as clients of other servers know it.
+const ALIASES: [(&str, &str); 3] =
+    [("/v1/rerank", "/rerank"), ("/v2/rerank", "/rerank"), ("/v1/score", "/score")];
+
+/// The document, with an operation id of its own for each path of a route and each method of a path that has several.
 fn document() -> utoipa::openapi::OpenApi {
     let mut document = Document::openapi();
+    for (alias, path) in ALIASES {
+        let Some(mut item) = document.paths.paths.get(path).cloned() else { continue };
+        if let Some(operation) = &mut item.post {
+            operation.operation_id = Some(alias.trim_start_matches('/').replace('/', "_"));
+        }
+        document.paths.paths.insert(alias.to_owned(), item);
+    }
     for item in document.paths.paths.values_mut() {
         if item.get.is_some()
             && let Some(id) = item.post.as_mut().and_then(|post| post.operation_id.as_mut())
