@@ -202,6 +202,21 @@ def agreement(found: Results) -> str:
     return markdown(["workload", "client", *keys.values()], rows)
 
 
+def intake(found: Results) -> str:
+    """Gaps between tokens with and without a burst; the ratios are of the p99 to the first row's."""
+    head = ["streams", "beside them", "ITL p50 ms", "p99 ms", "max ms", "p99 / no burst", "slowest of the burst ms"]
+    keys = ("median_itl_ms", "p99_itl_ms", "max_itl_ms")
+    rows = []
+    for workload in found.workloads():
+        first = found.servers(workload)[0]
+        for server in found.servers(workload):
+            cells = [number(found.median(workload, server, key)) for key in keys]
+            cells.append(spread(found.ratio(workload, server, first, "p99_itl_ms")))
+            cells.append(number(found.median(workload, server, "slowest_of_burst_ms")))
+            rows.append([workload, server, *cells])
+    return markdown(head, rows)
+
+
 def embeddings(found: Results) -> str:
     """Latency by rate; a rate at which the load generator was late does not count."""
     head = ["rate", "server", "inputs/s", "P50 ms", "P90 ms", "P99 ms", "sent late"]
@@ -223,6 +238,7 @@ KINDS: dict[str, Callable[[Results], str]] = {
     "micro": micro,
     "agreement": agreement,
     "embeddings": embeddings,
+    "intake": intake,
 }
 
 

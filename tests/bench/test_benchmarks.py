@@ -1,18 +1,23 @@
 from __future__ import annotations
 
 import argparse
+import base64
 import json
 import re
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import zipfile
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load as load_tensors
 
 from benchmarks import (
     ablations,
@@ -20,6 +25,7 @@ from benchmarks import (
     compare,
     cpu_model,
     host_ceiling,
+    intake,
     load,
     micro,
     models,
@@ -286,6 +292,54 @@ def test_agreement_shows_our_number_by_theirs() -> None:
     _, _, ours, theirs = cells(tables.agreement(found))
     assert ours[:3] == ["w", "ours", "101"]
     assert theirs[:3] == ["w", "theirs", "100 [1.01]"]
+
+
+def test_the_intake_table_compares_with_the_row_without_a_burst() -> None:
+    gaps = {"median_itl_ms": 5.1, "max_itl_ms": 9.0}
+    quiet = values(1.0, p99_itl_ms=6.0, slowest_of_burst_ms=None, **gaps)
+    found = measured(
+        "intake",
+        [
+            ("64", "no burst", 1, quiet),
+            ("64", "burst", 1, values(1.0, p99_itl_ms=9.0, slowest_of_burst_ms=450.0, **gaps)),
+        ],
+    )
+    _, _, first, second = cells(tables.intake(found))
+    assert first == ["64", "no burst", "5.10", "6.00", "9.00", "1.00", "-"]
+    assert second == ["64", "burst", "5.10", "9.00", "9.00", "1.50", "450"]
+
+
+def test_a_request_of_the_burst_is_what_the_server_reads() -> None:
+    head, _, body = intake.request(positions=3, hidden=4).partition(b"\r\n\r\n")
+    assert f"Content-Length: {len(body)}".encode() in head
+    embeds = load_tensors(base64.b64decode(json.loads(body)["prompt_embeds"]))
+    assert [(tensor.shape, tensor.dtype) for tensor in embeds.values()] == [((3, 4), torch.bfloat16)]
+
+
+@pytest.mark.parametrize("status", [200, 429])
+def test_a_burst_is_sent_at_once_and_refusals_are_errors(status: int) -> None:
+    content = b"POST / HTTP/1.1\r\n\r\n" + b"x" * (3 << 20)
+    together = threading.Barrier(4)
+
+    def answer(connection: socket.socket) -> None:
+        # None is answered before all have begun.
+        left = len(content)
+        together.wait(60)
+        while left and (piece := connection.recv(1 << 16)):
+            left -= len(piece)
+        connection.sendall(f"HTTP/1.1 {status} x\r\n\r\n".encode())
+        connection.close()
+
+    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(5) as threads:
+        port = listener.getsockname()[1]
+        sent = threads.submit(intake.burst, port, content, 4)
+        for _ in range(4):
+            threads.submit(answer, listener.accept()[0])
+        if status == 200:
+            assert len(sent.result(60)) == 4
+        else:
+            with pytest.raises(ServerError, match="429"):
+                sent.result(60)
 
 
 def test_what_was_left_out_is_said_below_the_table() -> None:

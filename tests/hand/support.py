@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from transformers import (
     LlamaConfig,
@@ -20,7 +21,7 @@ from transformers import (
 
 from forebay.runner.config import RunnerConfig
 from forebay.runner.runner import ModelRunner
-from forebay.worker.wire import FLAG_SAMPLE, Float32s, Int32s, Plan, StepResult
+from forebay.worker.wire import FLAG_SAMPLE, SLOT_WORDS, Float32s, Int32s, Plan, StepResult
 
 TINY: dict[str, Any] = {
     "vocab_size": 131,
@@ -105,10 +106,10 @@ def wire_config(model_config: dict[str, Any], **changes: Any) -> dict[str, Any]:
     }
 
 
-def runner_of(model: Any, **changes: Any) -> ModelRunner:
+def runner_of(model: Any, arena: npt.NDArray[np.uint8] | None = None, **changes: Any) -> ModelRunner:
     """A runner with the weights of a transformers model."""
     config = wire_config(hf_config(model.config, type(model).__name__), **changes)
-    runner = ModelRunner(RunnerConfig.from_dict(config))
+    runner = ModelRunner(RunnerConfig.from_dict(config), arena)
     runner.model.load_weights(model.state_dict().items())
     return runner
 
@@ -151,11 +152,12 @@ class PlanBuilder:
         sampling: Sampling = Sampling(),
         prompt_len: int | None = None,
         arena_offset: int = -1,
+        embeds_offset: int = -1,
     ) -> None:
         s = sampling
         prompt_len = len(tokens) if prompt_len is None else prompt_len
         low, high = np.array([s.seed], np.uint64).view(np.int32).tolist()
-        counts = [len(s.stop_ids), len(s.bias), arena_offset, 0]
+        counts = [len(s.stop_ids), len(s.bias), arena_offset, 0, embeds_offset]
         self.slots.append([slot, len(tokens), prompt_len, s.top_k, low, high, s.min_total, s.logprobs, *counts])
         self.slot_floats.append(
             [s.temperature, s.top_p, s.min_p, s.repetition_penalty, s.presence_penalty, s.frequency_penalty]
@@ -171,7 +173,7 @@ class PlanBuilder:
     def build(self) -> Plan:
         return Plan(
             self.step,
-            _ints(self.slots, 12),
+            _ints(self.slots, SLOT_WORDS),
             np.array(self.slot_floats, np.float32).reshape(-1, 6),
             _ints(self.tokens),
             _ints(self.stop_ids),
@@ -198,6 +200,8 @@ class Request:
     """Step before which it is not looked at."""
     replayed: list[int] = field(default_factory=list)
     """Tokens that an earlier life generated."""
+    embeds_offset: int = -1
+    """Where the prompt's embeddings are in the arena; then the hand is not told its tokens."""
     tokens: list[int] = field(default_factory=list)
     logprobs: list[tuple[Int32s, Float32s]] = field(default_factory=list)
     computed: int = 0
@@ -239,9 +243,15 @@ class MiniBrain:
                 free.append(request.slot)
 
     def _admit(self, request: Request, builder: PlanBuilder) -> None:
-        tokens = request.prompt + request.replayed
+        known = [0] * len(request.prompt) if request.embeds_offset >= 0 else request.prompt
         request.tokens = list(request.replayed)
-        builder.slot(request.slot, tokens, request.sampling, prompt_len=len(request.prompt))
+        builder.slot(
+            request.slot,
+            known + request.replayed,
+            request.sampling,
+            prompt_len=len(request.prompt),
+            embeds_offset=request.embeds_offset,
+        )
         total = len(request.prompt) + request.count
         for index in range(-(-total // self.runner.config.page_size)):
             builder.page_writes.append((request.slot, index, self.pages.pop()))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -17,7 +19,7 @@ PAGES = 64
 Step = list[tuple[int, int, int]]  # slot, start, length of each row
 
 
-def filled(family: str, dtype: str, **changes: object) -> ModelRunner:
+def filled(family: str, dtype: str, **changes: Any) -> ModelRunner:
     """A runner with random weights, tokens in four slots and pages in no order."""
     runner = runner_of(reference_model(family), dtype=dtype, max_total_tokens=PAGES * 8, page_size=8, **changes)
     random = np.random.default_rng(5)
@@ -29,7 +31,7 @@ def filled(family: str, dtype: str, **changes: object) -> ModelRunner:
 
 
 def native(runner: ModelRunner, threads: int = 2) -> NativeCompute:
-    return NativeCompute(runner.decoder, runner.tables, runner.kv, threads)
+    return NativeCompute(runner.decoder, runner.tables, runner.kv, runner.prompts, threads)
 
 
 def rows(step: Step) -> Rows:
@@ -49,7 +51,13 @@ STEPS: list[Step] = [
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_are_those_of_torch(family: str, dtype: str) -> None:
     expected_runner, runner = (filled(family, dtype, context_length=96) for _ in range(2))
-    expected = TorchCompute(expected_runner.decoder, expected_runner.tables, expected_runner.kv, expected_runner.device)
+    expected = TorchCompute(
+        expected_runner.decoder,
+        expected_runner.tables,
+        expected_runner.kv,
+        expected_runner.prompts,
+        expected_runner.device,
+    )
     compute = native(runner)
     for step in STEPS:
         found, wanted = compute.logits(rows(step)), expected.logits(rows(step))

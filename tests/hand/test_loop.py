@@ -133,6 +133,8 @@ def test_from_hello_to_shutdown(tmp_path: Path) -> None:
         assert facts == {
             "page_count": 192,
             "vocab_size": 131,
+            "hidden_size": 64,
+            "dtype": "float32",
             "weight_bytes": weight_bytes,
             "kv_bytes": 192 * 4 * 2 * 3 * 2 * 32 * 4,
             "device": "cpu",

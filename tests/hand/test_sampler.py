@@ -230,3 +230,16 @@ def test_a_slot_forgets_its_last_request() -> None:
     sampled = Sampler(tables, DEVICE).sample(logits, np.array([0]), np.array([2]))
     assert sampled.tokens.tolist() == [3]
     assert sampled.logprobs is None
+
+
+def test_the_placeholders_of_an_embedded_prompt_were_not_seen() -> None:
+    tables = SlotTables(CONFIG, DEVICE)
+    builder = PlanBuilder()
+    penalty = Sampling(repetition_penalty=4.0)
+    for slot, embeds_offset in enumerate([-1, 0]):
+        builder.slot(slot, [0, 0, 0, 5], penalty, prompt_len=3, embeds_offset=embeds_offset)
+    tables.apply(builder.build(), np.zeros(0, np.uint8))
+    logits = torch.zeros(2, VOCABULARY)
+    logits[:, :6] = torch.tensor([2.0, 1.0, 0.0, 0.0, 0.0, 3.0])
+    sampled = Sampler(tables, DEVICE).sample(logits, np.array([0, 1]), np.array([4, 4]))
+    assert sampled.tokens.tolist() == [1, 0], "the generated 5 is penalised in both, the prompt's 0 in the first"

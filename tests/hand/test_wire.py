@@ -121,7 +121,7 @@ def patched(data: bytes, at: int, form: str, value: int | bytes) -> bytes:
     ("at", "form", "value", "message"),
     [
         (0, "4s", b"FBAX", "magic"),
-        (4, "<H", 1, "protocol version 1, but this hand speaks 2"),
+        (4, "<H", 1, "protocol version 1, but this hand speaks 3"),
         (6, "<H", 99, "kind 99"),
         (20, "<I", wire.MAX_WORDS + 1, "over the limit"),
         (16, "<I", 1000, "more columns than words"),

@@ -1,5 +1,6 @@
 //! `POST /v1/completions`.
 
+use crate::embeds::PromptEmbeds;
 use crate::error::ApiError;
 use crate::inert::Inert;
 use crate::openai::{StreamOptions, Streaming, openai_request};
@@ -15,8 +16,13 @@ openai_request! {
     /// A completion request.
     pub struct CompletionRequest {
         /// A string, a list of strings, a list of token ids, or a list of lists of token ids.
-        #[schema(value_type = Object)]
-        pub prompt: Prompts,
+        #[schema(value_type = Option<Object>)]
+        pub prompt: Option<Prompts>,
+        /// In place of `prompt`: embeddings, one row of the model's hidden size a position, as the bytes of a safetensors file with one tensor, in base64;
+        /// or a list of them.
+        #[serde(default)]
+        #[schema(value_type = Option<Vec<String>>)]
+        pub prompt_embeds: PromptEmbeds,
         /// Repeat the prompt at the head of the text.
         pub echo: Option<bool>,
         /// Alternatives to return for each token, 0 to 20; absent: no log-probabilities.
@@ -24,15 +30,23 @@ openai_request! {
         /// Must equal `n`.
         pub best_of: Option<u32>,
         #[serde(default)] #[schema(ignore)] suffix: Inert,
-        #[serde(default)] #[schema(ignore)] prompt_embeds: Inert,
     }
+}
+
+/// What is to be continued.
+#[derive(Debug, PartialEq)]
+pub enum CompletionPrompts {
+    /// Texts and token ids.
+    Prompts(Vec<Prompt>),
+    /// Embeddings, still to be read.
+    Embeds(PromptEmbeds),
 }
 
 /// A completion request without anything left to check but the prompts' lengths.
 #[derive(Debug)]
 pub struct ValidCompletion {
     /// At least one.
-    pub prompts: Vec<Prompt>,
+    pub prompts: CompletionPrompts,
     /// The tokenizer's special tokens go around text prompts.
     pub add_special_tokens: bool,
     /// The prompt's text comes first.
@@ -55,7 +69,6 @@ impl CompletionRequest {
     ) -> Result<ValidCompletion, ApiError> {
         self.refuse_shared()?;
         self.suffix.refuse("suffix")?;
-        self.prompt_embeds.refuse("prompt_embeds")?;
         let n = self.n.unwrap_or(1);
         if self.best_of.is_some_and(|best_of| best_of != n) {
             return Err(ApiError::invalid(
@@ -74,8 +87,28 @@ impl CompletionRequest {
         let fields =
             Fields { logprobs, default_max_tokens: Some(DEFAULT_MAX_TOKENS), ..self.take_fields() };
         let generation = fields.validate(defaults, limits)?;
-        let prompts = self.prompt.validate("prompt", limits.vocab_size)?;
-        check_total("prompt", prompts.len().saturating_mul(generation.n as usize))?;
+        let (prompts, param, count) = if self.prompt_embeds.is_empty() {
+            let given = self.prompt.ok_or_else(|| {
+                ApiError::invalid("prompt", "one of `prompt` and `prompt_embeds` is needed")
+            })?;
+            let prompts = given.validate("prompt", limits.vocab_size)?;
+            let count = prompts.len();
+            (CompletionPrompts::Prompts(prompts), "prompt", count)
+        } else {
+            // Clients that insist on a prompt send an empty one.
+            if self.prompt.as_ref().is_some_and(|prompt| !prompt.is_empty()) {
+                return Err(ApiError::invalid(
+                    "prompt_embeds",
+                    "`prompt_embeds` and `prompt` exclude each other",
+                ));
+            }
+            if echo {
+                return Err(ApiError::invalid("echo", "`echo`: embeddings have no text"));
+            }
+            let count = self.prompt_embeds.len();
+            (CompletionPrompts::Embeds(self.prompt_embeds), "prompt_embeds", count)
+        };
+        check_total(param, count.saturating_mul(generation.n as usize))?;
         Ok(ValidCompletion {
             generation,
             streaming: StreamOptions::check(self.stream, self.stream_options)?,
@@ -109,7 +142,8 @@ mod tests {
     fn legacy_defaults() {
         let completion = validate(json!({"best_of": 1, "suffix": null})).unwrap();
         assert_eq!(completion.generation.max_tokens, MaxTokens::AtMost(16));
-        assert_eq!(completion.prompts, [Prompt::Text("once".into())]);
+        let once = vec![Prompt::Text("once".into())];
+        assert_eq!(completion.prompts, CompletionPrompts::Prompts(once));
         assert!(completion.add_special_tokens && !completion.echo);
     }
 
@@ -130,7 +164,35 @@ mod tests {
             assert_eq!(error.body().error.param.as_deref(), Some(expected), "{case}");
             assert_eq!(error.status(), 400);
         }
-        let missing = crate::parse::<CompletionRequest>(b"{}").unwrap_err();
+        let missing = validate(json!({"prompt": null, "prompt_embeds": ""})).unwrap_err();
         assert_eq!(missing.body().error.param.as_deref(), Some("prompt"));
+    }
+
+    /// One position of one float32.
+    fn embeds() -> String {
+        let header = br#"{"x":{"dtype":"F32","shape":[1,1],"data_offsets":[0,4]}}"#;
+        let file = [&(header.len() as u64).to_le_bytes()[..], header, &[0; 4]].concat();
+        base64::Engine::encode(&base64::prelude::BASE64_STANDARD, file)
+    }
+
+    #[test]
+    fn embeddings_stand_in_place_of_a_prompt() {
+        for prompt in [json!(null), json!(""), json!([])] {
+            let one = validate(json!({"prompt": prompt, "prompt_embeds": embeds()})).unwrap();
+            assert!(matches!(one.prompts, CompletionPrompts::Embeds(embeds) if embeds.len() == 1));
+        }
+        for (more, expected) in [
+            (json!({"prompt": "once"}), "prompt_embeds"),
+            (json!({"prompt": [7]}), "prompt_embeds"),
+            (json!({"prompt": "", "echo": true}), "echo"),
+            (json!({"prompt": "", "prompt_embeds": vec![embeds(); 33], "n": 128}), "prompt_embeds"),
+        ] {
+            let mut body = json!({"prompt_embeds": embeds()});
+            for (key, value) in more.as_object().unwrap() {
+                body[key] = value.clone();
+            }
+            let error = validate(body).unwrap_err();
+            assert_eq!(error.body().error.param.as_deref(), Some(expected), "{more}");
+        }
     }
 }

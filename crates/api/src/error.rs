@@ -99,6 +99,18 @@ pub enum ApiError {
         /// The limit in bytes.
         limit: usize,
     },
+    /// A prompt's embeddings are more than the arena can hold.
+    #[error(
+        "`{param}` needs {bytes} bytes of the arena, which has {limit}: --arena-bytes makes it larger"
+    )]
+    PayloadTooLarge {
+        /// The parameter.
+        param: &'static str,
+        /// What it needs.
+        bytes: usize,
+        /// What there is, when nobody else is there.
+        limit: usize,
+    },
     /// The body did not arrive in time.
     #[error("the request body did not arrive within {seconds} seconds")]
     BodyTimeout {
@@ -179,7 +191,7 @@ impl ApiError {
             Self::UnknownModel { .. } | Self::UnknownRoute { .. } => 404,
             Self::MethodNotAllowed { .. } => 405,
             Self::BodyTimeout { .. } => 408,
-            Self::BodyTooLarge { .. } => 413,
+            Self::BodyTooLarge { .. } | Self::PayloadTooLarge { .. } => 413,
             Self::Overloaded { .. } => 429,
             Self::Internal { .. } => 500,
             Self::Draining | Self::Unavailable { .. } | Self::Aborted => 503,
@@ -211,7 +223,9 @@ impl ApiError {
             Self::Invalid { param, .. }
             | Self::Unsupported { param }
             | Self::InputTooLong { param, .. } => Some(param.clone()),
-            Self::ContextLength { param, .. } => Some((*param).to_owned()),
+            Self::ContextLength { param, .. } | Self::PayloadTooLarge { param, .. } => {
+                Some((*param).to_owned())
+            }
             Self::UnknownModel { .. } => Some("model".to_owned()),
             _ => None,
         }
@@ -232,6 +246,7 @@ impl ApiError {
             Self::UnknownRoute { .. } => Some("unknown_url"),
             Self::MethodNotAllowed { .. } => Some("method_not_allowed"),
             Self::BodyTooLarge { .. } => Some("body_too_large"),
+            Self::PayloadTooLarge { .. } => Some("payload_too_large"),
             Self::BodyTimeout { .. } => Some("body_timeout"),
             Self::Overloaded { .. } => Some("queue_full"),
             Self::Draining => Some("draining"),

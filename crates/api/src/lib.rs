@@ -8,6 +8,7 @@
 mod chat;
 mod completions;
 mod embeddings;
+mod embeds;
 mod error;
 mod generate;
 mod inert;
@@ -20,11 +21,12 @@ mod sampling;
 mod tokenize;
 
 pub use chat::{ChatMessage, ChatPrompt, ChatRequest, ContentPart, MessageContent, ValidChat};
-pub use completions::{CompletionRequest, ValidCompletion};
+pub use completions::{CompletionPrompts, CompletionRequest, ValidCompletion};
 pub use embeddings::{
     Embedding, EmbeddingRequest, EmbeddingResponse, EncodingFormat, MAX_INPUTS, PoolingUsage,
     ValidEmbedding, Vector,
 };
+pub use embeds::{EmbeddedPrompt, PromptEmbeds};
 pub use error::{ApiError, ErrorBody, ErrorObject};
 pub use generate::{
     GenerateFinish, GenerateItem, GenerateMeta, GenerateOutput, GenerateRequest, GenerateSampling,

@@ -34,6 +34,16 @@ impl Prompts {
         matches!(self, Self::Texts(_) | Self::TokenLists(_))
     }
 
+    /// Whether there is nothing in it.
+    pub fn is_empty(&self) -> bool {
+        match self {
+            Self::Text(text) => text.is_empty(),
+            Self::Texts(texts) => texts.is_empty(),
+            Self::Tokens(ids) => ids.is_empty(),
+            Self::TokenLists(lists) => lists.is_empty(),
+        }
+    }
+
     /// Checks the ids against the vocabulary and splits the batch.
     ///
     /// # Errors

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use forebay_protocol::{StepPlan, StepResult};
+use forebay_protocol::{Dtype, StepPlan, StepResult};
 
 /// What a hand reports once it is ready (docs/protocol.md, `ready`).
 #[derive(Debug, Clone, PartialEq)]
@@ -11,6 +11,10 @@ pub struct HandFacts {
     pub page_count: u32,
     /// Rows of the output head.
     pub vocab_size: u32,
+    /// Elements of an embedding.
+    pub hidden_size: u32,
+    /// Type of the model's activations, and so of the embeddings that it is given.
+    pub dtype: Dtype,
     /// Bytes of weights.
     pub weight_bytes: u64,
     /// Bytes of the KV pool.

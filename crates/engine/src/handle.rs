@@ -16,6 +16,7 @@ pub(crate) enum Order {
     Submit { request: EngineRequest, at_us: u64 },
     Abort(RequestId),
     FlushCache(Box<dyn FnOnce(bool) + Send>),
+    Run(Box<dyn FnOnce() + Send>),
     Stop,
 }
 
@@ -77,6 +78,12 @@ impl EngineHandle {
     /// Drops every unreferenced block of the prefix cache; `reply` gets false when running requests kept some.
     pub fn flush_cache(&self, reply: Box<dyn FnOnce(bool) + Send>) {
         self.order(Order::FlushCache(reply));
+    }
+
+    /// Has the engine thread do `work` between two steps. Everything waits meanwhile: it is there to measure what it costs to do work here
+    /// that other threads could do.
+    pub fn run(&self, work: Box<dyn FnOnce() + Send>) {
+        self.order(Order::Run(work));
     }
 
     /// Refuses new requests from now on.

@@ -9,21 +9,26 @@
 //! [`SubmitError::QueueFull`] at the door); aborts are not, because they matter most under the overload that would drop them. Out of
 //! the thread goes one [`OutputSink::deliver`] a step.
 //!
+//! What is too big for plans ([`Payload`]) lies in memory that the hand reads. Whoever submits has put it there; the thread keeps it until
+//! the request has ended and no step in flight can read it.
+//!
 //! The thread reads no clock but the [`Clock`] it is given, so that tests and planning run in virtual time.
 
 mod clock;
 mod executor;
 mod handle;
 mod owner;
+mod payload;
 mod recovery;
 mod types;
 
 pub use clock::{Clock, SystemClock};
 pub use executor::{Executor, HandFacts, Signal, Wake};
-pub use forebay_protocol::Pooling;
+pub use forebay_protocol::{Dtype, Pooling};
 pub use forebay_scheduler::Policy;
 pub use handle::EngineHandle;
 pub use owner::{Engine, EngineConfig, EngineThread};
+pub use payload::{Embeds, Payload, Payloads};
 pub use types::{
     Admission, EngineRequest, Facts, FinishReason, Output, OutputSink, RequestError, RequestId,
     SampledToken, Stats, Status, SubmitError,

@@ -15,6 +15,7 @@ use tracing::{error, info, warn};
 use crate::clock::Clock;
 use crate::executor::{Executor, HandFacts, Signal};
 use crate::handle::{EngineHandle, Order, Shared};
+use crate::payload::Held;
 use crate::recovery::{Recovery, Verdict};
 use crate::types::{
     Admission, EngineRequest, Facts, FinishReason, Output, OutputSink, RequestError, RequestId,
@@ -144,6 +145,10 @@ struct Owner {
     arrivals: HashMap<u64, u64>,
     /// Admissions whose first token has not come yet.
     admissions: HashMap<u64, Admission>,
+    /// What requests have in the arena.
+    payloads: Held,
+    /// The last step that was handed over.
+    last_step: u64,
     stats: Stats,
     /// When the hand last showed life while a step was in flight.
     progress_us: u64,
@@ -178,6 +183,8 @@ impl Owner {
             outputs: Vec::new(),
             arrivals: HashMap::new(),
             admissions: HashMap::new(),
+            payloads: Held::default(),
+            last_step: 0,
             stats: Stats::default(),
             progress_us: 0,
             rested: true,
@@ -219,6 +226,7 @@ impl Owner {
                 Order::FlushCache(reply) => {
                     reply(self.scheduler.as_mut().is_none_or(Scheduler::flush_cache));
                 }
+                Order::Run(work) => work(),
                 Order::Stop => return false,
             }
             self.unchecked = true;
@@ -237,6 +245,10 @@ impl Owner {
             let finish = FinishReason::Error(RequestError::HandFailed(reason));
             return self.end(request.id.0, finish);
         };
+        let embeds = request.embeds.map(|embeds| {
+            self.payloads.hold(request.id.0, embeds.payload);
+            embeds.offset
+        });
         scheduler.submit(Request {
             id: request.id.0,
             prompt: request.prompt,
@@ -246,6 +258,7 @@ impl Owner {
             sampling: request.sampling,
             priority: request.priority,
             cache_salt: 0,
+            embeds,
         });
     }
 
@@ -265,6 +278,7 @@ impl Owner {
             if std::mem::take(&mut self.rested) {
                 self.rested_step = Some(self.plan.step());
             }
+            self.last_step = self.plan.step();
             self.executor.submit(&mut self.plan);
         }
         self.rested |= scheduler.in_flight() == 0;
@@ -281,6 +295,7 @@ impl Owner {
         }
         self.recovery.works();
         self.progress_us = self.shared.clock.now_us();
+        self.payloads.answered(result.step);
         self.stats.steps += 1;
         self.stats.device_us += u64::from(result.device_us);
         if self.rested_step != Some(result.step) {
@@ -337,6 +352,8 @@ impl Owner {
             self.shared.queued.fetch_sub(1, Ordering::AcqRel);
         }
         self.admissions.remove(&id);
+        let in_flight = self.scheduler.as_ref().is_some_and(|scheduler| scheduler.in_flight() > 0);
+        self.payloads.retire(id, in_flight.then_some(self.last_step));
         let id = RequestId(id);
         match self.outputs.last_mut() {
             Some(last) if last.id == id && last.finish.is_none() => last.finish = Some(finish),
@@ -444,6 +461,8 @@ impl Owner {
             *self.shared.facts.lock() = Some(Facts {
                 context_length,
                 vocab_size: facts.vocab_size,
+                hidden_size: facts.hidden_size,
+                dtype: facts.dtype,
                 page_count: pages,
                 page_size: self.config.page_size,
                 weight_bytes: facts.weight_bytes,
@@ -470,6 +489,7 @@ impl Owner {
     fn died(&mut self, reason: &str) {
         let was_up = std::mem::take(&mut self.up);
         self.stats.hand_deaths += 1;
+        self.payloads.hand_died();
         self.unchecked = true;
         if was_up && let Some(scheduler) = self.scheduler.as_mut() {
             for id in scheduler.reset() {

@@ -1,7 +1,9 @@
 //! What crosses the engine thread's border: requests in, outputs out, status beside them.
 
-use forebay_protocol::{Pooling, SamplingParams};
+use forebay_protocol::{Dtype, Pooling, SamplingParams};
 use thiserror::Error;
+
+use crate::payload::Embeds;
 
 /// A request's name, unique for the life of the process (client-supplied ids never come this far).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -12,7 +14,7 @@ pub struct RequestId(pub u64);
 pub struct EngineRequest {
     /// Unique name.
     pub id: RequestId,
-    /// Prompt token ids, at least one, each below the vocabulary size.
+    /// Prompt token ids, at least one, each below the vocabulary size. With `embeds` they only say how many positions the prompt has.
     pub prompt: Vec<i32>,
     /// Most tokens to generate, at least one; 0 exactly where `pooling` is set. `prompt.len() + max_tokens` is at most the context length.
     pub max_tokens: u32,
@@ -24,6 +26,8 @@ pub struct EngineRequest {
     pub sampling: SamplingParams,
     /// Place in the queue, under the priority policies.
     pub priority: i32,
+    /// Embeddings in place of the prompt's tokens, one row of `hidden_size` elements each.
+    pub embeds: Option<Embeds>,
 }
 
 /// Why a request ended.
@@ -135,6 +139,10 @@ pub struct Facts {
     pub context_length: u32,
     /// Rows of the output head.
     pub vocab_size: u32,
+    /// Elements of an embedding.
+    pub hidden_size: u32,
+    /// Their type.
+    pub dtype: Dtype,
     /// Pages of the KV pool; 0: the model keeps no keys and values.
     pub page_count: u32,
     /// Tokens a page.

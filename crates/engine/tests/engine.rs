@@ -2,12 +2,13 @@
 
 use std::collections::HashMap;
 use std::sync::Arc;
-use std::sync::mpsc::{Receiver, Sender, channel};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::{Receiver, Sender, TryRecvError, channel};
 use std::time::Duration;
 
 use forebay_engine::{
-    Engine, EngineConfig, EngineHandle, EngineRequest, EngineThread, FinishReason, Output,
-    OutputSink, Policy, Pooling, RequestError, RequestId, Status, SubmitError,
+    Embeds, Engine, EngineConfig, EngineHandle, EngineRequest, EngineThread, FinishReason, Output,
+    OutputSink, Payload, Policy, Pooling, RequestError, RequestId, Status, SubmitError,
 };
 use forebay_protocol::SamplingParams;
 use forebay_sim::{
@@ -95,6 +96,7 @@ impl Rig {
             load_us: 1_000_000,
             page_count: pages,
             vocab_size: VOCAB,
+            hidden_size: 4,
             text: text(),
             device: "sim".into(),
         });
@@ -166,6 +168,7 @@ fn request(id: u64, prompt: Vec<i32>, max_tokens: u32) -> EngineRequest {
         stop_ids: Vec::new(),
         sampling,
         priority: 0,
+        embeds: None,
     }
 }
 
@@ -412,4 +415,110 @@ fn vectors_do_not_depend_on_the_batch_the_pages_or_a_death() {
         assert_eq!((stats.generated_tokens, stats.pages_held), (0, 0));
         assert_eq!(stats.hand_deaths > 0, kills);
     }
+}
+
+/// What lies in the arena, and tells when it is given back.
+#[derive(Debug)]
+struct Lent {
+    returned: Sender<()>,
+    is_there: Arc<AtomicBool>,
+}
+
+impl Payload for Lent {
+    fn offset(&self) -> u32 {
+        64
+    }
+    fn write(&self, _: usize, _: &[u8]) -> std::io::Result<()> {
+        Ok(())
+    }
+}
+
+impl Drop for Lent {
+    fn drop(&mut self) {
+        self.is_there.store(false, Ordering::SeqCst);
+        // The test may be over.
+        let _ = self.returned.send(());
+    }
+}
+
+/// A request with embeddings, what comes when they are given back, and whether they are there.
+fn embedded(id: u64, max_tokens: u32) -> (EngineRequest, Receiver<()>, Arc<AtomicBool>) {
+    let (returned, back) = channel();
+    let is_there = Arc::new(AtomicBool::new(true));
+    let payload = Arc::new(Lent { returned, is_there: is_there.clone() });
+    let embeds = Some(Embeds { payload, offset: 64 });
+    (EngineRequest { embeds, ..request(id, vec![0; 40], max_tokens) }, back, is_there)
+}
+
+#[test]
+fn a_payload_is_there_for_every_replay_and_given_back_at_the_end() {
+    let (request, back, is_there) = embedded(0, 60);
+    let mut seen = 0;
+    let hook: Hook = Box::new(move |control, outputs| {
+        seen += outputs.len();
+        if outputs.iter().all(|output| output.finish.is_none()) {
+            assert!(is_there.load(Ordering::SeqCst), "a replay could not read it");
+        }
+        if seen % 20 == 10 {
+            control.kill();
+        }
+    });
+    let rig = Rig::hooked(config(), hook);
+    rig.handle.submit(request).expect("room");
+    let stories = rig.follow(1);
+    assert_eq!(stories[&0].tokens, alone(vec![0; 40], 60));
+    assert!(rig.handle.stats().replayed >= 2);
+    back.recv_timeout(PATIENCE).expect("given back");
+}
+
+/// Ends a request while a step that reads its embeddings is in flight, lets `then` happen, and waits for them.
+fn ended_in_flight(then: impl FnOnce(&SimControl)) {
+    let rig = Rig::hooked(config(), once(SimControl::hold));
+    let (request, back, _) = embedded(0, 60);
+    rig.handle.submit(request).expect("room");
+    rig.control.release();
+    let first = rig.outputs.recv_timeout(PATIENCE).expect("outputs");
+    assert_eq!(first[0].finish, None);
+    rig.handle.abort(RequestId(0));
+    let last = rig.outputs.recv_timeout(PATIENCE).expect("outputs");
+    assert_eq!(last[0].finish, Some(FinishReason::Abort));
+    assert_eq!(back.try_recv(), Err(TryRecvError::Empty), "a step in flight may still read it");
+    then(&rig.control);
+    rig.control.release();
+    back.recv_timeout(PATIENCE).expect("given back");
+}
+
+#[test]
+fn a_payload_outlives_its_request_until_the_step_in_flight_is_answered() {
+    ended_in_flight(|_| {});
+}
+
+#[test]
+fn a_payload_outlives_its_request_until_the_hand_is_dead() {
+    ended_in_flight(SimControl::kill);
+}
+
+#[test]
+fn a_payload_of_a_request_that_is_not_served_is_given_back() {
+    let rig = Rig::start(config(), 500);
+    let (waiting, back, _) = embedded(0, 60);
+    rig.handle.submit(waiting).expect("room");
+    rig.handle.abort(RequestId(0));
+    rig.control.release();
+    back.recv_timeout(PATIENCE).expect("given back");
+    let (alive, back, _) = embedded(1, 200);
+    rig.handle.submit(alive).expect("room");
+    rig.handle.stop();
+    back.recv_timeout(PATIENCE).expect("given back");
+}
+
+#[test]
+fn the_engine_s_thread_does_what_it_is_told() {
+    let rig = Rig::start(config(), 500);
+    let (sender, done) = channel();
+    rig.handle.run(Box::new(move || {
+        let name = std::thread::current().name().map(str::to_owned);
+        sender.send(name).expect("the test waits");
+    }));
+    assert_eq!(done.recv_timeout(PATIENCE).expect("done").as_deref(), Some("engine"));
 }

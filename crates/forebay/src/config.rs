@@ -10,8 +10,6 @@ use crate::flags::{Device, Dtype, Egress, LoadFormat, SchedulePolicy, ServeFlags
 use crate::model::{Model, Pooling};
 use crate::text::{TokenizerBackend, TokenizerMode};
 
-/// Size of the arena; memory is used only where something is written.
-pub(crate) const ARENA_BYTES: u32 = 64 << 20;
 /// A laptop's owner wants most of the memory for other things.
 const CPU_MEM_FRACTION: f64 = 0.3;
 const SIM_PROFILE: &str = "instant";
@@ -41,6 +39,9 @@ pub(crate) struct Config {
     pub(crate) threads: Option<u32>,
     pub(crate) http_threads: u16,
     pub(crate) text_threads: u16,
+    pub(crate) intake_threads: u16,
+    pub(crate) inline_intake: bool,
+    pub(crate) arena_bytes: u32,
     pub(crate) tokenizer_backend: TokenizerBackend,
     pub(crate) tokenizer_mode: TokenizerMode,
     pub(crate) text_cache_bytes: usize,
@@ -141,6 +142,9 @@ impl Config {
             threads: flags.run.threads,
             http_threads: flags.http.http_threads,
             text_threads: flags.http.text_threads,
+            intake_threads: flags.http.intake_threads,
+            inline_intake: flags.http.inline_intake,
+            arena_bytes: flags.run.arena_bytes,
             tokenizer_backend: flags.text.tokenizer_backend,
             tokenizer_mode: flags.text.tokenizer_mode,
             text_cache_bytes: flags.text.text_cache_bytes,

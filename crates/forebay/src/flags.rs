@@ -4,6 +4,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use clap::{Args, ValueEnum};
+use forebay_hand::MAX_ARENA_BYTES;
 use serde::Serialize;
 
 use crate::model::Source;
@@ -103,6 +104,12 @@ pub(crate) struct HttpFlags {
     /// Threads that apply chat templates and tokenise.
     #[arg(long, default_value_t = 2, value_parser = clap::value_parser!(u16).range(1..=256))]
     pub(crate) text_threads: u16,
+    /// Threads that parse large requests and put embeddings into the arena.
+    #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..=64))]
+    pub(crate) intake_threads: u16,
+    /// Have the engine thread do what the intake threads do, so that every step waits for it: to measure what they are worth.
+    #[arg(long)]
+    pub(crate) inline_intake: bool,
     /// Seconds that running requests get to finish after SIGTERM.
     #[arg(long, default_value = "30", value_parser = seconds)]
     pub(crate) drain_timeout: Duration,
@@ -191,6 +198,10 @@ pub(crate) struct RunFlags {
     /// Seconds without a result after which the hand is taken for hung and respawned.
     #[arg(long, default_value = "300", value_parser = seconds)]
     pub(crate) watchdog_timeout: Duration,
+    /// Bytes of the memory that carries embeddings to the hand; requests for which it has no room wait. It is used only where something was
+    /// written.
+    #[arg(long, value_name = "BYTES", default_value_t = 256 << 20, value_parser = clap::value_parser!(u32).range(65536..=i64::from(MAX_ARENA_BYTES)))]
+    pub(crate) arena_bytes: u32,
     /// Failed respawns in a row before the hand is given up.
     #[arg(long, default_value_t = 3)]
     pub(crate) hand_restarts: u32,

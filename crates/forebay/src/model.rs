@@ -54,6 +54,12 @@ impl Pooling {
 }
 
 impl Model {
+    /// Elements of an embedding; 0 where the configuration does not say.
+    pub(crate) fn hidden_size(&self) -> u32 {
+        let size = self.config.get("hidden_size").and_then(Value::as_u64);
+        size.and_then(|size| u32::try_from(size).ok()).unwrap_or_default()
+    }
+
     /// The other special tokens that chat templates may name as variables.
     pub(crate) fn named_special_tokens(&self) -> BTreeMap<String, String> {
         let content = |value: &Value| match value {

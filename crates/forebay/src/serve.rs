@@ -10,10 +10,10 @@ use std::time::Duration;
 use anyhow::{Context, Result, bail};
 use forebay_api::GenerationDefaults;
 use forebay_engine::{Clock, Engine, EngineHandle, Executor, OutputSink, Status, SystemClock};
-use forebay_hand::{HandExecutor, HandSpec};
+use forebay_hand::{Arena, HandExecutor, HandSpec};
 use forebay_server::{
-    AppState, EgressConfig, EgressMode, Metrics, ModelInfo, PooledModel, PoolingTask, ServerConfig,
-    egress, pooled,
+    AppState, EgressConfig, EgressMode, Intake, IntakeMode, Metrics, ModelInfo, PooledModel,
+    PoolingTask, ServerConfig, egress, pooled,
 };
 use forebay_sim::{Recorder, SimClock, SimExecutor};
 use forebay_text::{ChatTemplate, Tokenizer};
@@ -22,7 +22,7 @@ use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::oneshot;
 use tracing::{info, warn};
 
-use crate::config::{ARENA_BYTES, Config};
+use crate::config::Config;
 use crate::flags::{Device, Egress, GenerationConfig, LoadFormat, ServeFlags};
 use crate::model::{Model, Task, fetch, find_python};
 use crate::{logs, simulate, watch};
@@ -83,7 +83,8 @@ pub(crate) fn run(flags: &ServeFlags) -> Result<()> {
         });
     }
 
-    let (executor, clock) = executor(flags, python, &config, &model, &tokenizer)?;
+    let arena = Arena::new(config.arena_bytes).context("no arena")?;
+    let (executor, clock) = executor(flags, python, &config, &model, &tokenizer, &arena)?;
     let (ended, engine_ended) = oneshot::channel();
     let on_exit = Box::new(move || {
         // Nobody waits any more when the server went first.
@@ -116,8 +117,14 @@ pub(crate) fn run(flags: &ServeFlags) -> Result<()> {
         info: serde_json::to_value(&config)?,
         ..ServerConfig::default()
     };
+    let intake_mode = match config.inline_intake {
+        true => IntakeMode::Engine(Arc::new(engine.clone())),
+        false => IntakeMode::Threads(config.intake_threads.into()),
+    };
+    let intake = Intake::start(intake_mode, Arc::new(arena), config.max_queued_requests)?;
+    let text = Arc::new(text);
     let state =
-        AppState::new(server, info, Arc::new(engine.clone()), Arc::new(text), egress, metrics);
+        AppState::new(server, info, Arc::new(engine.clone()), text, intake, egress, metrics);
     let runtime = tokio::runtime::Builder::new_multi_thread()
         .worker_threads(config.http_threads.into())
         .thread_name("http")
@@ -138,6 +145,7 @@ fn executor(
     config: &Config,
     model: &Model,
     tokenizer: &Tokenizer,
+    arena: &Arena,
 ) -> Result<(Box<dyn Executor>, Arc<dyn Clock>)> {
     let (executor, clock): (Box<dyn Executor>, Arc<dyn Clock>) = match &config.simulated {
         Some(simulated) => {
@@ -152,7 +160,7 @@ fn executor(
                 env: hand_environment(),
                 config: config.hand(model),
                 world_size: 1,
-                arena_bytes: ARENA_BYTES,
+                arena: arena.clone(),
             })?;
             (Box::new(hand), Arc::new(SystemClock::default()))
         }

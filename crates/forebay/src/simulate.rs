@@ -44,6 +44,7 @@ pub(crate) fn config(
             false => profile.page_count(config.page_size, config.max_total_tokens),
         },
         vocab_size: model.vocab_size,
+        hidden_size: model.hidden_size(),
         text: text.with_vectors(model.pooling.as_ref().map_or(1, |pooling| pooling.size)),
         device: format!("simulated {}", profile.device),
     })

@@ -1,160 +1,212 @@
 //! The shared-memory arena: what is too big for the socket, named by its offset in the plan.
 
-use std::collections::BTreeMap;
+use std::fmt;
+use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::{Arc, OnceLock};
 
-use memmap2::MmapMut;
+use forebay_engine::{Payload, Payloads};
+use parking_lot::Mutex;
 use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
 
-/// Regions start at multiples of this many bytes: a cache line.
-const ALIGN: usize = 64;
+use crate::space::{Range, Space};
 
-/// An anonymous file that brain and hand map. It has no name, so nothing is left behind however the processes end.
-pub(crate) struct Arena {
+/// Largest arena: plans name offsets as signed 32-bit words.
+pub const MAX_ARENA_BYTES: u32 = i32::MAX as u32;
+
+/// An anonymous file that a hand maps and the brain writes to, from any thread: what is put there is copied once, by the kernel. It has no
+/// name, so nothing is left behind however the processes end. Cheap to clone; it lives as long as a clone or a region does.
+#[derive(Clone)]
+pub struct Arena(Arc<Inner>);
+
+struct Inner {
     fd: OwnedFd,
-    map: MmapMut,
-    space: Space,
-}
-
-/// A part of the arena; give it back with [`Arena::release`].
-#[derive(Debug, PartialEq, Eq)]
-#[must_use]
-pub(crate) struct Region {
-    offset: usize,
-    bytes: usize,
-}
-
-impl Region {
-    /// Byte offset in the arena, as plans name it.
-    pub(crate) fn offset(&self) -> u32 {
-        // The arena's size is checked against u32 when it is made.
-        self.offset as u32
-    }
+    bytes: u32,
+    space: Mutex<Space>,
+    freed: OnceLock<Box<dyn Fn() + Send + Sync>>,
 }
 
 impl Arena {
-    /// An arena of `bytes` bytes. Memory is taken from the system only where something was written.
-    pub(crate) fn new(bytes: u32) -> std::io::Result<Self> {
+    /// An arena of `bytes` bytes, at most [`MAX_ARENA_BYTES`]. Memory is taken from the system only where something was written, and kept.
+    ///
+    /// # Errors
+    /// The system refuses it, or it is too large.
+    pub fn new(bytes: u32) -> io::Result<Self> {
+        if bytes > MAX_ARENA_BYTES {
+            return Err(io::Error::other("an arena is smaller than 2 GiB"));
+        }
         let fd = memfd_create("forebay-arena", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)?;
         ftruncate(&fd, u64::from(bytes))?;
         fcntl_add_seals(&fd, SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL)?;
-        #[expect(unsafe_code, reason = "mapping a file is unsafe where others may shrink it")]
-        // SAFETY: the file is anonymous and sealed against shrinking; the hand maps it read-only.
-        let map = unsafe { MmapMut::map_mut(&fd)? };
-        Ok(Self { fd, map, space: Space::new(bytes as usize) })
+        let space = Mutex::new(Space::new(bytes as usize));
+        Ok(Self(Arc::new(Inner { fd, bytes, space, freed: OnceLock::new() })))
     }
 
     pub(crate) fn fd(&self) -> BorrowedFd<'_> {
-        self.fd.as_fd()
+        self.0.fd.as_fd()
     }
 
-    pub(crate) fn bytes(&self) -> usize {
-        self.map.len()
+    pub(crate) fn bytes(&self) -> u32 {
+        self.0.bytes
+    }
+
+    /// Room for `bytes` bytes, with whatever was there before; `None` when there is none now.
+    #[must_use]
+    pub fn take(&self, bytes: usize) -> Option<Region> {
+        let range = self.0.space.lock().take(bytes)?;
+        Some(Region { range, bytes, arena: self.clone() })
     }
 
     /// Copies `bytes` in; `None` when there is no room now.
-    pub(crate) fn place(&mut self, bytes: &[u8]) -> Option<Region> {
-        let region = self.space.take(bytes.len())?;
-        self.map[region.offset..region.offset + bytes.len()].copy_from_slice(bytes);
+    pub(crate) fn place(&self, bytes: &[u8]) -> Option<Region> {
+        let region = self.take(bytes.len())?;
+        region.write(0, bytes).ok()?;
         Some(region)
     }
+}
 
-    pub(crate) fn release(&mut self, region: Region) {
-        self.space.give(region);
+impl Payloads for Arena {
+    fn capacity(&self) -> usize {
+        self.0.bytes as usize
     }
 
-    /// Forgets every region: the hand that read them is gone.
-    pub(crate) fn clear(&mut self) {
-        self.space = Space::new(self.map.len());
+    fn used(&self) -> usize {
+        self.capacity() - self.0.space.lock().free()
+    }
+
+    fn reserve(&self, bytes: usize) -> Option<Box<dyn Payload>> {
+        Some(Box::new(self.take(bytes)?))
+    }
+
+    /// The first to ask is told; there is one waiting line for an arena.
+    fn on_freed(&self, notify: Box<dyn Fn() + Send + Sync>) {
+        let is_first = self.0.freed.set(notify).is_ok();
+        debug_assert!(is_first, "an arena has one waiting line");
     }
 }
 
-/// First-fit allocator over free ranges that merge with their neighbours.
-#[derive(Debug)]
-struct Space {
-    /// Offset to length of each free range.
-    free: BTreeMap<usize, usize>,
+/// A part of the arena; dropping it gives it back.
+#[must_use]
+pub struct Region {
+    range: Range,
+    /// As asked for; the range may be longer.
+    bytes: usize,
+    arena: Arena,
 }
 
-impl Space {
-    fn new(bytes: usize) -> Self {
-        Self { free: (bytes > 0).then_some((0, bytes)).into_iter().collect() }
+impl Payload for Region {
+    fn offset(&self) -> u32 {
+        // An arena is smaller than this.
+        self.range.offset as u32
     }
 
-    fn take(&mut self, bytes: usize) -> Option<Region> {
-        let bytes = bytes.max(1).next_multiple_of(ALIGN);
-        let (&offset, &length) = self.free.iter().find(|&(_, &length)| length >= bytes)?;
-        self.free.remove(&offset);
-        if length > bytes {
-            self.free.insert(offset + bytes, length - bytes);
+    fn write(&self, at: usize, bytes: &[u8]) -> io::Result<()> {
+        if at + bytes.len() > self.bytes {
+            return Err(io::Error::other("more than the region holds"));
         }
-        Some(Region { offset, bytes })
+        let mut to = (self.range.offset + at) as u64;
+        let mut rest = bytes;
+        while !rest.is_empty() {
+            let written = match rustix::io::pwrite(self.arena.fd(), rest, to) {
+                Ok(written) => written,
+                Err(rustix::io::Errno::INTR) => continue,
+                Err(error) => return Err(error.into()),
+            };
+            to += written as u64;
+            rest = &rest[written..];
+        }
+        Ok(())
     }
+}
 
-    fn give(&mut self, region: Region) {
-        let Region { mut offset, mut bytes } = region;
-        if let Some((&before, &length)) = self.free.range(..offset).next_back() {
-            debug_assert!(before + length <= offset, "a region was released twice");
-            if before + length == offset {
-                self.free.remove(&before);
-                offset = before;
-                bytes += length;
-            }
+impl Drop for Region {
+    fn drop(&mut self) {
+        self.arena.0.space.lock().give(self.range);
+        if let Some(notify) = self.arena.0.freed.get() {
+            notify();
         }
-        if let Some(length) = self.free.remove(&(offset + bytes)) {
-            bytes += length;
-        }
-        self.free.insert(offset, bytes);
+    }
+}
+
+impl fmt::Debug for Region {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.range.fmt(f)
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use proptest::prelude::*;
+    use std::sync::mpsc;
 
     use super::*;
 
-    proptest! {
-        #[test]
-        fn regions_never_overlap_and_everything_comes_back(
-            steps in proptest::collection::vec((any::<bool>(), 1_usize..5000, any::<usize>()), 1..200)
-        ) {
-            let mut space = Space::new(64 * 1024);
-            let mut held: Vec<Region> = Vec::new();
-            for (take, bytes, pick) in steps {
-                if take {
-                    if let Some(new) = space.take(bytes) {
-                        prop_assert!(new.bytes >= bytes && new.offset + new.bytes <= 64 * 1024);
-                        for old in &held {
-                            let apart = new.offset + new.bytes <= old.offset
-                                || old.offset + old.bytes <= new.offset;
-                            prop_assert!(apart, "{new:?} overlaps {old:?}");
-                        }
-                        held.push(new);
-                    }
-                } else if !held.is_empty() {
-                    let region = held.swap_remove(pick % held.len());
-                    space.give(region);
-                }
-            }
-            for region in held {
-                space.give(region);
-            }
-            prop_assert_eq!(space.free, BTreeMap::from([(0, 64 * 1024)]));
-        }
+    fn read(arena: &Arena, region: &Region, bytes: usize) -> Vec<u8> {
+        let mut seen = vec![0; bytes];
+        rustix::io::pread(arena.fd(), &mut seen, u64::from(region.offset())).expect("read");
+        seen
     }
 
     #[test]
     fn what_is_placed_can_be_read_through_the_descriptor() {
-        let mut arena = Arena::new(4096).expect("arena");
+        let arena = Arena::new(4096).expect("arena");
         let first = arena.place(&[1; 100]).expect("room");
         let second = arena.place(&[2; 100]).expect("room");
         assert!(arena.place(&[3; 4096]).is_none());
-        let mut seen = [0; 100];
-        rustix::io::pread(arena.fd(), &mut seen, u64::from(second.offset())).expect("read");
-        assert_eq!(seen, [2; 100]);
-        arena.release(first);
-        arena.release(second);
+        assert_eq!(read(&arena, &second, 100), [2; 100]);
+        second.write(40, &[7; 60]).expect("inside");
+        assert_eq!(read(&arena, &second, 100), [[2; 40].as_slice(), &[7; 60]].concat());
+        assert!(second.write(41, &[8; 60]).is_err(), "the region has 100 bytes");
+        assert_eq!(arena.used(), 2 * 128);
+        drop((first, second));
+        assert_eq!(arena.used(), 0);
         assert!(arena.place(&[3; 4096]).is_some());
+    }
+
+    #[test]
+    fn threads_place_and_drop_without_meeting() {
+        const BYTES: u32 = 1 << 20;
+        let arena = Arena::new(BYTES).expect("arena");
+        std::thread::scope(|scope| {
+            for thread in 0..4_u8 {
+                let arena = arena.clone();
+                scope.spawn(move || {
+                    let mut held: Vec<(Region, Vec<u8>)> = Vec::new();
+                    for turn in 0..400_usize {
+                        let bytes = vec![thread * 40 + (turn % 40) as u8; 1 + turn * 7919 % 20_000];
+                        match arena.place(&bytes) {
+                            Some(region) => held.push((region, bytes)),
+                            None => held.clear(),
+                        }
+                        if turn % 3 == 0 && !held.is_empty() {
+                            let (region, bytes) = held.swap_remove(turn % held.len());
+                            assert_eq!(read(&arena, &region, bytes.len()), bytes);
+                        }
+                    }
+                });
+            }
+        });
+        assert!(arena.take(BYTES as usize).is_some(), "all of it has come back");
+    }
+
+    #[test]
+    fn whoever_waits_for_room_is_told_when_it_comes() {
+        let arena = Arena::new(4096).expect("arena");
+        let (sender, freed) = mpsc::channel();
+        arena.on_freed(Box::new(move || {
+            // Nobody listens any more once there was room enough.
+            let _ = sender.send(());
+        }));
+        let held: Vec<Region> = (0..4).map(|_| arena.take(1024).expect("room")).collect();
+        let waiting = std::thread::spawn({
+            let arena = arena.clone();
+            move || loop {
+                freed.recv().expect("room comes back");
+                if let Some(region) = arena.take(3072) {
+                    return region.offset();
+                }
+            }
+        });
+        held.into_iter().for_each(drop);
+        assert_eq!(waiting.join().expect("it got its room"), 0);
     }
 }

@@ -7,8 +7,8 @@ use std::process::Command;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use forebay_engine::{Executor, HandFacts, Signal, Wake};
-use forebay_protocol::{Frame, Kind, StepPlan, StepResult, encode_json};
+use forebay_engine::{Executor, HandFacts, Payload, Signal, Wake};
+use forebay_protocol::{Dtype, Frame, FrameError, Kind, StepPlan, StepResult, encode_json};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use serde::Deserialize;
 use serde_json::{Map, Value, json};
@@ -23,7 +23,7 @@ use crate::waker::EventWaker;
 const SPILL_TOKENS: usize = 2048;
 
 /// How to run a rank group.
-#[derive(Debug, Clone)]
+#[derive(Clone)]
 pub struct HandSpec {
     /// The interpreter.
     pub program: PathBuf,
@@ -35,8 +35,8 @@ pub struct HandSpec {
     pub config: Map<String, Value>,
     /// Number of ranks.
     pub world_size: u32,
-    /// Size of the arena.
-    pub arena_bytes: u32,
+    /// What is too big for the socket goes through here.
+    pub arena: Arena,
 }
 
 struct Rank {
@@ -53,7 +53,6 @@ struct Rank {
 /// Spawns, feeds and watches the processes of one rank group.
 pub struct HandExecutor {
     spec: HandSpec,
-    arena: Arena,
     waker: Arc<EventWaker>,
     ranks: Vec<Rank>,
     signals: VecDeque<Signal>,
@@ -66,6 +65,8 @@ pub struct HandExecutor {
 struct Ready {
     page_count: u32,
     vocab_size: u32,
+    hidden_size: u32,
+    dtype: String,
     weight_bytes: u64,
     kv_bytes: u64,
     device: String,
@@ -88,10 +89,9 @@ impl HandExecutor {
     /// Prepares a rank group; nothing runs before [`Executor::start`].
     ///
     /// # Errors
-    /// The system refuses the arena or the waker.
+    /// The system refuses the waker.
     pub fn new(spec: HandSpec) -> std::io::Result<Self> {
         Ok(Self {
-            arena: Arena::new(spec.arena_bytes)?,
             spec,
             waker: Arc::new(EventWaker::new()?),
             ranks: Vec::new(),
@@ -105,7 +105,7 @@ impl HandExecutor {
         let mut command = Command::new(&self.spec.program);
         command.args(&self.spec.args).envs(self.spec.env.iter().map(|(k, v)| (k, v)));
         Ok(Rank {
-            process: RankProcess::spawn(command, self.arena.fd())?,
+            process: RankProcess::spawn(command, self.spec.arena.fd())?,
             reader: FrameReader::default(),
             writer: FrameWriter::default(),
             facts: None,
@@ -118,7 +118,7 @@ impl HandExecutor {
         let mut config = self.spec.config.clone();
         config.insert("rank".into(), json!(rank));
         config.insert("world_size".into(), json!(self.spec.world_size));
-        config.insert("arena_bytes".into(), json!(self.arena.bytes()));
+        config.insert("arena_bytes".into(), json!(self.spec.arena.bytes()));
         encode_json(Kind::Config, &Value::Object(config).to_string())
     }
 
@@ -139,7 +139,6 @@ impl HandExecutor {
             reason = format!("rank {rank}: {reason}");
         }
         self.regions.clear();
-        self.arena.clear();
         self.signals.push_back(Signal::Died(reason));
     }
 
@@ -174,15 +173,16 @@ impl HandExecutor {
                 }
             }
             Kind::Ready => {
-                let Ready { page_count, vocab_size, weight_bytes, kv_bytes, device, load_seconds } =
-                    parse(frame)?;
+                let ready: Ready = parse(frame)?;
                 self.ranks[index].facts = Some(HandFacts {
-                    page_count,
-                    vocab_size,
-                    weight_bytes,
-                    kv_bytes,
-                    device,
-                    load_seconds,
+                    page_count: ready.page_count,
+                    vocab_size: ready.vocab_size,
+                    hidden_size: ready.hidden_size,
+                    dtype: Dtype::named(&ready.dtype).ok_or(FrameError::Malformed("dtype"))?,
+                    weight_bytes: ready.weight_bytes,
+                    kv_bytes: ready.kv_bytes,
+                    device: ready.device,
+                    load_seconds: ready.load_seconds,
                 });
                 self.group_ready();
             }
@@ -197,7 +197,7 @@ impl HandExecutor {
                 self.ranks[index].last_words = Some(error);
             }
             Kind::Config | Kind::Plan | Kind::Shutdown => {
-                return Err(forebay_protocol::FrameError::Malformed("a kind for hands only").into());
+                return Err(FrameError::Malformed("a kind for hands only").into());
             }
         }
         Ok(())
@@ -220,9 +220,7 @@ impl HandExecutor {
     }
 
     fn step_done(&mut self) {
-        for region in self.regions.pop_front().unwrap_or_default() {
-            self.arena.release(region);
-        }
+        self.regions.pop_front();
         let mut results = self.ranks.iter_mut().map(|rank| rank.results.pop_front());
         let first = results.next().flatten();
         results.for_each(drop);
@@ -264,7 +262,7 @@ impl HandExecutor {
 }
 
 fn parse<T: for<'a> Deserialize<'a>>(frame: &Frame) -> Result<T, StreamError> {
-    let malformed = |_| forebay_protocol::FrameError::Malformed("JSON").into();
+    let malformed = |_| FrameError::Malformed("JSON").into();
     serde_json::from_str(frame.json()?).map_err(malformed)
 }
 
@@ -289,7 +287,7 @@ impl Executor for HandExecutor {
     fn submit(&mut self, plan: &mut StepPlan) {
         let mut regions = Vec::new();
         plan.spill_tokens(SPILL_TOKENS, |tokens| {
-            let region = self.arena.place(bytemuck::cast_slice(tokens))?;
+            let region = self.spec.arena.place(bytemuck::cast_slice(tokens))?;
             let offset = region.offset();
             regions.push(region);
             Some(offset)
@@ -335,7 +333,6 @@ impl Executor for HandExecutor {
         }
         self.signals.clear();
         self.regions.clear();
-        self.arena.clear();
     }
 
     fn waker(&self) -> Arc<dyn Wake> {

@@ -39,7 +39,7 @@ def send(kind, step, columns):
     """Writes a frame of integer columns."""
     words = [len(c) for c in columns] + [w for c in columns for w in c]
     head = struct.pack(
-        "<4sHHQII", b"FBAY", int(os.environ.get("FAKE_VERSION", "2")), kind, step, len(columns), len(words)
+        "<4sHHQII", b"FBAY", int(os.environ.get("FAKE_VERSION", "3")), kind, step, len(columns), len(words)
     )
     SOCKET.sendall(head + struct.pack(f"<{len(words)}i", *words))
 
@@ -64,7 +64,8 @@ if behaviour == "child":
         file.write(f"{grandchild.pid}")
 send_json(PROGRESS, {"stage": "weights", "done": 1, "total": 2})
 pages = (config.get("max_total_tokens") or 1600) // config["page_size"]
-facts = {"page_count": pages, "vocab_size": 9, "weight_bytes": 1, "kv_bytes": 2, "device": "fake", "load_seconds": 0.5}
+facts = {"page_count": pages, "vocab_size": 9, "hidden_size": 4, "dtype": "float32", "weight_bytes": 1, "kv_bytes": 2}
+facts |= {"device": "fake", "load_seconds": 0.5}
 send_json(READY, facts)
 while True:
     kind, step, columns = read_frame()

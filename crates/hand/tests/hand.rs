@@ -3,8 +3,8 @@
 use std::path::Path;
 use std::time::Duration;
 
-use forebay_engine::{Executor, HandFacts, Signal};
-use forebay_hand::{HandExecutor, HandSpec};
+use forebay_engine::{Executor, HandFacts, Payloads, Signal};
+use forebay_hand::{Arena, HandExecutor, HandSpec};
 use forebay_protocol::{NewSlot, Row, SamplingParams, StepPlan, StepResult};
 use serde_json::{Map, Value, json};
 
@@ -21,7 +21,7 @@ fn spec(behaviour: &str) -> HandSpec {
         env: Vec::new(),
         config,
         world_size: 1,
-        arena_bytes: 1 << 20,
+        arena: Arena::new(1 << 20).expect("arena"),
     }
 }
 
@@ -69,6 +69,7 @@ fn plan(step: u64, tokens: &[i32]) -> StepPlan {
         params: &params,
         stop_ids: &[],
         segment: 0,
+        embeds: None,
     });
     plan.push_row(Row { slot: 0, start: 0, length: prompt_len, sample: true, pool: false });
     plan
@@ -104,6 +105,23 @@ fn long_prompts_travel_through_the_arena() {
         executor.submit(&mut plan(step, &[step as i32; 100_000]));
         assert_eq!(result(&mut executor).tokens, [step as i32]);
     }
+}
+
+#[test]
+fn what_requests_have_in_the_arena_outlives_the_hand() {
+    let spec = spec("crash");
+    let arena = spec.arena.clone();
+    let mut executor = executor(spec);
+    ready(&mut executor);
+    let held = arena.reserve(1000).expect("room");
+    held.write(0, &[7; 1000]).expect("memory");
+    executor.submit(&mut plan(1, &[5; 3000]));
+    assert!(arena.reserve((1 << 20) - 4096).is_none(), "the plan's tokens are there too");
+    death(&mut executor);
+    assert!(arena.reserve(1 << 20).is_none(), "the request's bytes stay");
+    let rest = arena.reserve((1 << 20) - 1024).expect("the plan's bytes do not");
+    drop((held, rest));
+    assert!(arena.reserve(1 << 20).is_some());
 }
 
 #[test]

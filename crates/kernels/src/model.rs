@@ -85,6 +85,10 @@ pub struct StepSpec {
     /// int64 `[sampled]`: rows whose last token gets logits, ascending.
     sample: *const i64,
     sampled: u64,
+    /// `[rows]`, or null for none: where the inputs `[positions, hidden]` of a row's slot begin, or null where the embedding has all of them.
+    given: *const *const c_void,
+    /// int64 `[rows]`, where `given` is: positions from here on have the inputs of the embedding.
+    given_until: *const i64,
     /// float32 `[sampled, vocabulary]`, or null where the most likely tokens are enough.
     logits: *mut f32,
     /// int32 and bool `[sampled]`, written when `logits` is null.
@@ -158,7 +162,7 @@ struct Work<E> {
     gated: Vec<E>,
     /// The last tokens of the sampled rows, normalised.
     last: Vec<E>,
-    tokens: Vec<Token>,
+    tokens: Vec<Token<E>>,
     units: Vec<Unit>,
     queues: Vec<Queue>,
     best: Vec<Best>,
@@ -166,8 +170,9 @@ struct Work<E> {
 }
 
 #[derive(Clone, Copy)]
-struct Token {
-    id: usize,
+struct Token<E> {
+    /// Its row of the embedding, or what was given in place of that.
+    input: *const E,
     position: usize,
     /// Where its keys and values go.
     entry: usize,
@@ -284,7 +289,6 @@ impl<E: Element> Model<E> {
             shape: self.shape,
             hidden: self.hidden,
             eps: self.eps,
-            embedding: self.embedding,
             cos: self.cos,
             sin: self.sin,
             final_norm: &self.final_norm,
@@ -320,8 +324,14 @@ impl<E: Element> Model<E> {
         let page_size = self.shape.page_size;
         let most = self.shape.unit_tokens();
         let mut row_end = Vec::with_capacity(count);
-        for ((&slot, &start), &length) in slots.iter().zip(starts).zip(lengths) {
+        for (row, ((&slot, &start), &length)) in slots.iter().zip(starts).zip(lengths).enumerate() {
             let (slot, start, length) = (slot as usize, start as usize, length as usize);
+            // SAFETY: the caller's description.
+            let (given, until) = match step.given.is_null() {
+                true => (std::ptr::null(), 0),
+                false => unsafe { (*step.given.add(row), *step.given_until.add(row)) },
+            };
+            let until = if given.is_null() { 0 } else { until as usize };
             // SAFETY: rows lie within the tables.
             let pages = unsafe { step.pages.add(slot * step.page_stride as usize) };
             let ids = unsafe { step.tokens.add(slot * step.token_stride as usize) };
@@ -342,7 +352,13 @@ impl<E: Element> Model<E> {
                 let id = unsafe { *ids.add(position) };
                 let id = usize::try_from(id).ok().filter(|&id| id < self.vocabulary);
                 let entry = page_of(position / page_size)? * page_size + position % page_size;
-                work.tokens.push(Token { id: id.ok_or(StepError::Token)?, position, entry });
+                let id = id.ok_or(StepError::Token)?;
+                // SAFETY: a row of what was given, or of the embedding.
+                let input = match position < until {
+                    true => unsafe { given.cast::<E>().add(position * self.hidden) },
+                    false => unsafe { self.embedding.add(id * self.hidden) },
+                };
+                work.tokens.push(Token { input, position, entry });
             }
             for kv_head in 0..self.shape.kv_heads {
                 for from in (0..length).step_by(most) {
@@ -384,14 +400,13 @@ pub(crate) struct Step<'a, E> {
     best: *mut Best,
     scratch: *mut Scratch<E>,
     logits: *mut f32,
-    tokens: &'a [Token],
+    tokens: &'a [Token<E>],
     units: &'a [Unit],
     queues: &'a [Queue],
     sampled: &'a [usize],
     shape: Shape,
     hidden: usize,
     eps: f32,
-    embedding: *const E,
     cos: *const f32,
     sin: *const f32,
     final_norm: &'a [f32],
@@ -412,12 +427,9 @@ impl<E: Element> Step<'_, E> {
         let count = self.tokens.len();
         let mine = member.share(count);
         for token in mine.clone() {
-            // SAFETY: a row of the embedding; this member's rows of x.
+            // SAFETY: a token's input; this member's rows of x.
             unsafe {
-                let from = std::slice::from_raw_parts(
-                    self.embedding.add(self.tokens[token].id * self.hidden),
-                    self.hidden,
-                );
+                let from = std::slice::from_raw_parts(self.tokens[token].input, self.hidden);
                 for (to, from) in self.row(token).iter_mut().zip(from) {
                     *to = from.to_f32();
                 }

@@ -4,7 +4,7 @@ use bytemuck::cast_slice;
 use thiserror::Error;
 
 /// Version of the protocol that this crate speaks.
-pub const VERSION: u16 = 2;
+pub const VERSION: u16 = 3;
 /// Bytes of the fixed header.
 pub const HEADER_BYTES: usize = 24;
 /// Most words a frame may hold after its header (256 MiB): a length beyond it is a broken stream, not a frame.

@@ -3,10 +3,12 @@
 //! `docs/protocol.md` is the specification. The Python twin is `python/forebay/worker/wire.py`; golden fixtures in
 //! `tests/wire/` are checked from both languages.
 
+mod dtype;
 mod frame;
 mod plan;
 mod result;
 
+pub use dtype::Dtype;
 pub use frame::{Frame, FrameError, HEADER_BYTES, Header, Kind, MAX_WORDS, VERSION, encode_json};
 pub use plan::{NewSlot, PlanColumn, Pooling, Row, SamplingParams, SlotWrite, StepPlan};
 pub use result::{ROW_NOT_FINITE, ROW_OK, ResultColumn, SampledLogprobs, StepResult};

@@ -3,13 +3,15 @@
 use crate::frame::{Frame, FrameError, Kind, as_words, encode, floats};
 
 /// Words of a new slot's record in the `slots` column.
-const SLOT_WORDS: usize = 12;
+const SLOT_WORDS: usize = 13;
 /// Words of a new slot's record in the `slot_floats` column.
 const SLOT_FLOATS: usize = 6;
 /// Word of `arena_offset` in a slot record.
 const ARENA_WORD: usize = 10;
 /// Word of `segment` in a slot record.
 const SEGMENT_WORD: usize = 11;
+/// Word of `embeds_offset` in a slot record.
+const EMBEDS_WORD: usize = 12;
 /// Row flag: sample the last position.
 const FLAG_SAMPLE: i32 = 1;
 /// Row flag: pool the slot's states.
@@ -103,6 +105,8 @@ pub struct NewSlot<'a> {
     pub stop_ids: &'a [i32],
     /// Where the second text of a pair begins; 0: the prompt is one text.
     pub segment: u32,
+    /// Byte offset in the arena of the prompt's embeddings, which stand for its tokens' own.
+    pub embeds: Option<u32>,
 }
 
 /// A new slot as it stands in a plan.
@@ -122,6 +126,8 @@ pub struct SlotWrite<'a> {
     pub logprobs: Option<u8>,
     /// Where the second text of a pair begins; 0: the prompt is one text.
     pub segment: u32,
+    /// Byte offset in the arena of the prompt's embeddings, which stand for its tokens' own.
+    pub embeds: Option<u32>,
 }
 
 fn take<'a>(rest: &mut &'a [i32], count: usize) -> &'a [i32] {
@@ -197,6 +203,7 @@ impl StepPlan {
             params.logit_bias.len() as i32,
             -1,
             new.segment.cast_signed(),
+            new.embeds.map_or(-1, u32::cast_signed),
         ]);
         self.slot_floats.extend_from_slice(&[
             params.temperature,
@@ -255,6 +262,7 @@ impl StepPlan {
                 stop_ids: take(&mut stop_ids, record[8] as usize),
                 logprobs: u8::try_from(record[7]).ok(),
                 segment: record[SEGMENT_WORD].cast_unsigned(),
+                embeds: u32::try_from(record[EMBEDS_WORD]).ok(),
             }
         })
     }
@@ -378,6 +386,7 @@ mod tests {
                 params: &params,
                 stop_ids: &[],
                 segment: 0,
+                embeds: None,
             });
         }
         let mut arena = Vec::new();

@@ -94,6 +94,7 @@ fn the_scheduler_s_calls_write_the_golden_pooling_plan() {
             params: &params,
             stop_ids: &[],
             segment,
+            embeds: None,
         });
         plan.push_row(Row { slot, start: 0, length: prompt_len, sample: false, pool: true });
     }
@@ -139,6 +140,7 @@ fn a_new_slot_reads_back_as_written() {
         params: &params,
         stop_ids: &[2, 5],
         segment: 3,
+        embeds: Some(640),
     });
     let mut bytes = Vec::new();
     plan.encode(&mut bytes);
@@ -147,5 +149,5 @@ fn a_new_slot_reads_back_as_written() {
     assert_eq!(new.len(), 1);
     assert_eq!((new[0].slot, new[0].tokens, new[0].prompt_len), (7, &tokens[..], 2));
     assert_eq!((new[0].min_total, new[0].stop_ids, new[0].logprobs), (12, &[2, 5][..], Some(5)));
-    assert_eq!(new[0].segment, 3);
+    assert_eq!((new[0].segment, new[0].embeds), (3, Some(640)));
 }

@@ -156,7 +156,7 @@ impl Scheduler {
         let next = u32::from(entry.pooling.is_none());
         let pages = (known + next).div_ceil(page_size) as usize;
         let mut leases = Vec::with_capacity(pages);
-        if self.config.prefix_cache {
+        if self.config.prefix_cache && entry.embeds.is_none() {
             // One token at least is left to compute: without a row there are no logits, and no vector.
             let blocks = ((known - 1) / page_size) as usize;
             for &name in entry.name_blocks(blocks, page_size as usize) {
@@ -197,6 +197,7 @@ impl Scheduler {
             params: &entry.sampling,
             stop_ids: &entry.stop_ids,
             segment: entry.pooling.map_or(0, |pooling| pooling.segment),
+            embeds: entry.embeds,
         });
         for (index, lease) in leases.iter().enumerate() {
             plan.write_page(slot, index as u32, lease.page());
@@ -205,7 +206,8 @@ impl Scheduler {
         entry.state = State::Prefill(Residence { slot, leases, named, last_step: 0 });
         let replayed = std::mem::replace(&mut entry.admitted_before, true);
         let cached_tokens = if replayed { 0 } else { entry.cached };
-        if !replayed && self.config.prefix_cache && self.config.pages > 0 {
+        let cacheable = self.config.prefix_cache && entry.embeds.is_none();
+        if !replayed && cacheable && self.config.pages > 0 {
             self.counters.prefix_queries += u64::from(entry.prompt_len);
             self.counters.prefix_hits += u64::from(cached_tokens);
         }
@@ -253,9 +255,10 @@ impl Scheduler {
 
     /// Offers a resident's blocks to the cache whose tokens are known and whose keys and values are planned.
     pub(crate) fn offer_blocks(&mut self, handle: Handle) {
-        let cached = self.config.prefix_cache && !self.keeps_nothing();
+        let caching = self.config.prefix_cache && !self.keeps_nothing();
         let page_size = self.config.page_size;
         let entry = &mut self.requests[handle];
+        let cached = caching && entry.embeds.is_none();
         let ready = entry.computed.min(entry.known()) / page_size;
         let named = entry.state.residence().map_or(ready, |residence| residence.named);
         if !cached || named >= ready {

@@ -23,6 +23,9 @@ pub struct Request {
     pub priority: i32,
     /// Requests share cached blocks only with requests of the same salt.
     pub cache_salt: u64,
+    /// Byte offset in the arena of embeddings that stand for the prompt's tokens. Its blocks are nobody's but its own: they have no name,
+    /// because its tokens do not say what is in them.
+    pub embeds: Option<u32>,
 }
 
 /// Place in the order of importance; smaller is more important. Kept for life, so whoever was preempted or replayed comes back first.
@@ -102,6 +105,7 @@ pub(crate) struct Entry {
     pub(crate) stop_ids: Vec<i32>,
     pub(crate) sampling: SamplingParams,
     pub(crate) pooling: Option<Pooling>,
+    pub(crate) embeds: Option<u32>,
     /// The parent of the first block.
     root: BlockHash,
     /// Names of its leading full blocks, as far as they were needed.
@@ -127,6 +131,7 @@ impl Entry {
             stop_ids,
             sampling: request.sampling,
             pooling: request.pooling,
+            embeds: request.embeds,
             root: BlockHash::root(request.cache_salt),
             names: Vec::new(),
             tokens: request.prompt,

@@ -6,7 +6,7 @@ use std::task::{Context, Poll};
 use std::time::Instant;
 
 use forebay_api::{ApiError, Generation, Limits};
-use forebay_engine::{EngineRequest, RequestId, SubmitError};
+use forebay_engine::{Embeds, EngineRequest, RequestId, SubmitError};
 
 use crate::config::EgressMode;
 use crate::delta::{Delta, End};
@@ -20,6 +20,8 @@ use crate::tally::Tally;
 /// One prompt with its parameters.
 pub(crate) struct Submission {
     pub(crate) prompt: Vec<i32>,
+    /// In place of the prompt's tokens.
+    pub(crate) embeds: Option<Embeds>,
     pub(crate) generation: Generation,
     /// Tokens to generate.
     pub(crate) max_tokens: u32,
@@ -34,7 +36,7 @@ impl Submission {
         param: &'static str,
     ) -> Result<Self, ApiError> {
         let max_tokens = generation.room(prompt.len(), limits, param)?;
-        Ok(Self { prompt, generation, max_tokens })
+        Ok(Self { prompt, embeds: None, generation, max_tokens })
     }
 
     fn prompt_tokens(&self) -> u32 {
@@ -91,7 +93,7 @@ impl Call {
         let mut senders = senders.into_iter();
         for submission in submissions {
             let prompt_tokens = submission.prompt_tokens();
-            let Submission { prompt, generation, max_tokens } = submission;
+            let Submission { prompt, embeds, generation, max_tokens } = submission;
             let seed = generation.seed.unwrap_or_else(rand::random);
             state.metrics.submitted(generation.n);
             let interval = streamed
@@ -120,6 +122,7 @@ impl Call {
                     stop_ids: stop_ids.clone(),
                     sampling: generation.params(seed, choice),
                     priority: generation.priority,
+                    embeds: embeds.clone(),
                 };
                 if let Err(error) = state.engine.submit(request) {
                     state.egress.forget(id);

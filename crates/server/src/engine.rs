@@ -17,6 +17,8 @@ pub trait Engine: Send + Sync + 'static {
     fn stats(&self) -> Stats;
     /// `None` until the engine has been ready.
     fn facts(&self) -> Option<Facts>;
+    /// Has the engine's own thread do `work`, which every step has to wait for.
+    fn run(&self, work: Box<dyn FnOnce() + Send>);
     /// Refuses new requests from now on.
     fn drain(&self);
     /// Drops the prefix cache; `reply` gets false when requests are alive and nothing was dropped.
@@ -38,6 +40,9 @@ impl Engine for EngineHandle {
     }
     fn facts(&self) -> Option<Facts> {
         self.facts()
+    }
+    fn run(&self, work: Box<dyn FnOnce() + Send>) {
+        self.run(work);
     }
     fn drain(&self) {
         self.drain();

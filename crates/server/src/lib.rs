@@ -1,6 +1,6 @@
 //! The HTTP server: routes, admission, streams, health, metrics and drain.
 //!
-//! A request's way in: [`serve`] accepts, `limits` reads the body, `forebay-api` validates, the text pool tokenises,
+//! A request's way in: [`serve`] accepts, `limits` reads the body, `intake` parses it on other threads if it is large, `forebay-api` validates, the text pool tokenises,
 //! `call` registers each choice with the egress thread and submits it to the engine. Its way out: the engine's outputs go through
 //! [`EgressSink`] to the egress thread, which makes text of them. Chunks of a stream it writes to the socket itself (`line`); an answer in one
 //! piece, what a slow reader could not take, and every end it leaves in the request's mailbox, from where the response takes it (`sse`).
@@ -12,6 +12,7 @@
 //! | the caller's runtime (2 to 4) | [`serve`] | connections, parsing, validation, heads and ends of responses |
 //! | 1 or more | [`egress()`] | detokenisation, stop strings, chunks, request metrics |
 //! | 1, where the model pools | [`pooled()`] | vectors to the requests that wait for them, request metrics |
+//! | 1 or more | [`Intake`] | parsing of large bodies, embeddings into the arena |
 //! | N | `forebay_text::TextPool` | templates, tokenisation |
 
 mod call;
@@ -19,6 +20,7 @@ mod config;
 mod delta;
 mod egress;
 mod engine;
+mod intake;
 mod limits;
 mod line;
 mod mailbox;
@@ -37,6 +39,7 @@ mod wire;
 pub use config::{EgressMode, ModelInfo, ServerConfig};
 pub use egress::{Egress, EgressConfig, EgressSink, egress};
 pub use engine::Engine;
+pub use intake::{Intake, IntakeMode};
 pub use metrics::Metrics;
 pub use pooling::{Pooled, PooledModel, PooledSink, PoolingTask, pooled};
 pub use serve::serve;

@@ -6,27 +6,45 @@ use axum::body::{Body, HttpBody};
 use axum::http::HeaderMap;
 use axum::http::header::AUTHORIZATION;
 use bytes::Bytes;
-use forebay_api::{ApiError, parse};
+use forebay_api::ApiError;
 use http_body_util::BodyExt;
 use serde::de::DeserializeOwned;
 use subtle::ConstantTimeEq;
 use tokio::time::timeout;
 
-use crate::config::ServerConfig;
+use crate::state::Shared;
 
 /// How long a refused body is read and thrown away, so that a client that is still sending gets to read the answer.
 const LINGER: Duration = Duration::from_secs(5);
 
+/// A body as it came in. Putting the pieces of a large one together takes a while, and is left to whoever parses it.
+#[derive(Debug, Default)]
+pub(crate) struct Pieces(Vec<Bytes>);
+
+impl Pieces {
+    /// Bytes.
+    pub(crate) fn len(&self) -> usize {
+        self.0.iter().map(Bytes::len).sum()
+    }
+
+    /// The whole. Most bodies come in one piece, which is not copied.
+    pub(crate) fn join(mut self) -> Bytes {
+        if self.0.len() > 1 { self.0.concat().into() } else { self.0.pop().unwrap_or_default() }
+    }
+}
+
 /// Reads and parses a body.
-pub(crate) async fn read<T: DeserializeOwned>(
-    body: Body,
-    config: &ServerConfig,
-) -> Result<T, ApiError> {
-    parse(&collect(body, config.max_body_bytes, config.body_timeout).await?)
+pub(crate) async fn read<T>(body: Body, state: &Shared) -> Result<T, ApiError>
+where
+    T: DeserializeOwned + Send + 'static,
+{
+    let config = &state.config;
+    let pieces = collect(body, config.max_body_bytes, config.body_timeout).await?;
+    state.intake.parse(pieces).await
 }
 
 /// Reads a body of at most `limit` bytes that has to arrive within `time`.
-async fn collect(mut body: Body, limit: usize, time: Duration) -> Result<Bytes, ApiError> {
+async fn collect(mut body: Body, limit: usize, time: Duration) -> Result<Pieces, ApiError> {
     // A declared length over the limit is refused before anything is read.
     let declared = body.size_hint().lower();
     let result = if declared > limit as u64 {
@@ -41,24 +59,19 @@ async fn collect(mut body: Body, limit: usize, time: Duration) -> Result<Bytes, 
     result
 }
 
-async fn read_frames(body: &mut Body, limit: usize) -> Result<Bytes, ApiError> {
-    let mut first: Option<Bytes> = None;
-    let mut rest: Vec<u8> = Vec::new();
+async fn read_frames(body: &mut Body, limit: usize) -> Result<Pieces, ApiError> {
+    let mut pieces = Vec::new();
+    let mut so_far = 0;
     while let Some(frame) = body.frame().await {
         let frame = frame.map_err(|error| ApiError::BrokenBody { reason: error.to_string() })?;
         let Ok(data) = frame.into_data() else { continue };
-        let so_far = first.as_ref().map_or(0, Bytes::len) + rest.len();
-        if so_far + data.len() > limit {
+        so_far += data.len();
+        if so_far > limit {
             return Err(ApiError::BodyTooLarge { limit });
         }
-        // Most bodies come in one piece, which need not be copied.
-        match &first {
-            None => first = Some(data),
-            Some(_) => rest.extend_from_slice(&data),
-        }
+        pieces.push(data);
     }
-    let first = first.unwrap_or_default();
-    if rest.is_empty() { Ok(first) } else { Ok([&first[..], &rest].concat().into()) }
+    Ok(Pieces(pieces))
 }
 
 async fn discard(mut body: Body) {
@@ -100,9 +113,9 @@ mod tests {
     async fn bodies_up_to_the_limit() {
         let time = Duration::from_secs(60);
         let full = collect(Body::from(vec![7; 10]), 10, time).await.unwrap();
-        assert_eq!(full, vec![7; 10]);
+        assert_eq!(full.join(), vec![7; 10]);
         let over = collect(Body::from(vec![7; 11]), 10, time).await;
-        assert_eq!(over, Err(ApiError::BodyTooLarge { limit: 10 }));
-        assert_eq!(collect(Body::empty(), 10, time).await.unwrap(), Bytes::new());
+        assert_eq!(over.unwrap_err(), ApiError::BodyTooLarge { limit: 10 });
+        assert_eq!(collect(Body::empty(), 10, time).await.unwrap().join(), Bytes::new());
     }
 }

@@ -11,6 +11,8 @@ use prometheus::{
     Counter, CounterVec, Encoder, Gauge, Histogram, HistogramOpts, Opts, Registry, TextEncoder,
 };
 
+use crate::intake::IntakeStats;
+
 /// Bounds of vLLM's histogram of the time to the first token, in seconds.
 const FIRST_TOKEN: &[f64] = &[
     0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0,
@@ -74,6 +76,7 @@ pub struct Metrics {
     requests: RequestMetrics,
     engine: Mutex<ReadMetrics<Stats>>,
     text: Mutex<ReadMetrics<TextStats>>,
+    intake: Mutex<ReadMetrics<IntakeStats>>,
 }
 
 #[derive(Debug)]
@@ -223,6 +226,14 @@ const TEXT_COUNTERS: &[Source<TextStats>] = &[
     }),
 ];
 
+const INTAKE_GAUGES: &[Source<IntakeStats>] = &[
+    ("forebay:intake_bodies_waiting", "Large bodies waiting to be parsed.", |s| s.unread as f64),
+    ("forebay:intake_requests_waiting", "Requests waiting for room in the arena.", |s| {
+        s.in_line as f64
+    }),
+    ("forebay:arena_used_bytes", "Bytes of the arena in use.", |s| s.arena_bytes as f64),
+];
+
 impl Metrics {
     /// Metrics labelled with the served name of the model; token histograms reach up to `context_length`.
     ///
@@ -297,11 +308,13 @@ impl Metrics {
         };
         let engine = ReadMetrics::new(&r, GAUGES, COUNTERS)?;
         let text = ReadMetrics::new(&r, TEXT_GAUGES, TEXT_COUNTERS)?;
+        let intake = ReadMetrics::new(&r, INTAKE_GAUGES, &[])?;
         Ok(Self {
             registry: r.registry,
             requests,
             engine: Mutex::new(engine),
             text: Mutex::new(text),
+            intake: Mutex::new(intake),
         })
     }
 
@@ -349,11 +362,17 @@ impl Metrics {
     ///
     /// # Errors
     /// The encoder fails.
-    pub(crate) fn render(&self, stats: &Stats, text: &TextStats) -> prometheus::Result<Vec<u8>> {
+    pub(crate) fn render(
+        &self,
+        stats: &Stats,
+        text: &TextStats,
+        intake: &IntakeStats,
+    ) -> prometheus::Result<Vec<u8>> {
         // A scrape's counters are not mixed with those of another one.
         let engine = self.engine.lock();
         engine.read(stats);
         self.text.lock().read(text);
+        self.intake.lock().read(intake);
         let mut written = Vec::new();
         TextEncoder::new().encode(&self.registry.gather(), &mut written)?;
         Ok(written)
@@ -392,7 +411,9 @@ mod tests {
             ..Stats::default()
         };
         let text = TextStats { waiting: 2, cache_hits: 5, ..TextStats::default() };
-        let render = |stats| String::from_utf8(metrics.render(stats, &text).unwrap()).unwrap();
+        let intake = IntakeStats { in_line: 4, ..IntakeStats::default() };
+        let render = |stats| metrics.render(stats, &text, &intake).unwrap();
+        let render = |stats| String::from_utf8(render(stats)).unwrap();
         render(&stats);
         let text = render(&stats);
         for line in [
@@ -413,6 +434,7 @@ mod tests {
             "vllm:request_generation_tokens_sum{engine=\"0\",model_name=\"tiny\"} 2",
             "forebay:text_inputs_waiting{engine=\"0\",model_name=\"tiny\"} 2",
             "forebay:text_cache_hits_total{engine=\"0\",model_name=\"tiny\"} 5",
+            "forebay:intake_requests_waiting{engine=\"0\",model_name=\"tiny\"} 4",
         ] {
             assert!(text.lines().any(|found| found == line), "{line} is not in\n{text}");
         }

@@ -5,13 +5,14 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use forebay_api::{ApiError, Limits};
-use forebay_engine::{RequestId, Status};
+use forebay_engine::{Dtype, RequestId, Status};
 use forebay_text::TextPool;
 use tokio::sync::watch;
 
 use crate::config::{ModelInfo, ServerConfig};
 use crate::egress::Egress;
 use crate::engine::Engine;
+use crate::intake::Intake;
 use crate::metrics::Metrics;
 
 /// What the server is made of.
@@ -27,6 +28,7 @@ pub(crate) struct Inner {
     pub(crate) model: ModelInfo,
     pub(crate) engine: Arc<dyn Engine>,
     pub(crate) text: Arc<TextPool>,
+    pub(crate) intake: Intake,
     pub(crate) egress: Egress,
     pub(crate) metrics: Arc<Metrics>,
     /// Seconds since 1970 at the start.
@@ -43,6 +45,7 @@ impl AppState {
         model: ModelInfo,
         engine: Arc<dyn Engine>,
         text: Arc<TextPool>,
+        intake: Intake,
         egress: Egress,
         metrics: Arc<Metrics>,
     ) -> Self {
@@ -51,6 +54,7 @@ impl AppState {
             model,
             engine,
             text,
+            intake,
             egress,
             metrics,
             started: now(),
@@ -90,6 +94,15 @@ impl Inner {
     pub(crate) fn limits(&self) -> Result<Limits, ApiError> {
         let facts = self.engine.facts().ok_or_else(|| not_serving(self.engine.status()))?;
         Ok(Limits { context_length: facts.context_length, vocab_size: facts.vocab_size })
+    }
+
+    /// Elements of an embedding of the loaded model, and their type.
+    ///
+    /// # Errors
+    /// It has not been loaded yet.
+    pub(crate) fn embeddings(&self) -> Result<(u32, Dtype), ApiError> {
+        let facts = self.engine.facts().ok_or_else(|| not_serving(self.engine.status()))?;
+        Ok((facts.hidden_size, facts.dtype))
     }
 
     /// The served name that a request means.

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use forebay_engine::{Clock, Executor, HandFacts, Signal, Wake};
-use forebay_protocol::{StepPlan, StepResult};
+use forebay_protocol::{Dtype, StepPlan, StepResult};
 use parking_lot::{Condvar, Mutex};
 
 use crate::clock::{self, SimClock};
@@ -29,6 +29,8 @@ pub struct SimConfig {
     pub page_count: u32,
     /// Rows of the output head; every token of `text` is below it.
     pub vocab_size: u32,
+    /// Elements of an embedding, as if it were bfloat16; nothing reads any.
+    pub hidden_size: u32,
     /// What requests say.
     pub text: SimText,
     /// The device's name.
@@ -151,6 +153,8 @@ impl SimExecutor {
                 Signal::Ready(HandFacts {
                     page_count: self.config.page_count,
                     vocab_size: self.config.vocab_size,
+                    hidden_size: self.config.hidden_size,
+                    dtype: Dtype::Bfloat16,
                     weight_bytes: 0,
                     kv_bytes: 0,
                     device: self.config.device.clone(),

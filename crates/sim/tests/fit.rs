@@ -65,6 +65,7 @@ fn record(model: DeviceModel, file: &Scratch) {
         load_us: 0,
         page_count: 10,
         vocab_size: 10,
+        hidden_size: 1,
         text: SimText::endless((0..10).collect()),
         device: "sim".into(),
     });
@@ -88,6 +89,7 @@ fn record(model: DeviceModel, file: &Scratch) {
                     params,
                     stop_ids: &[],
                     segment: 0,
+                    embeds: None,
                 });
             }
             plan.push_row(row);
@@ -194,6 +196,7 @@ fn a_recorder_passes_wakes_on() {
         load_us: 5,
         page_count: 10,
         vocab_size: 10,
+        hidden_size: 1,
         text: SimText::endless(vec![1]),
         device: "sim".into(),
     };

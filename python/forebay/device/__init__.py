@@ -12,6 +12,7 @@ from forebay.attention.backend import AttentionBackend
 if TYPE_CHECKING:
     from forebay.layers.decoder import Decoder
     from forebay.runner.compute import Compute
+    from forebay.runner.inputs import PromptRows
     from forebay.runner.kv_pool import KvPool
     from forebay.runner.slots import SlotTables
 
@@ -39,7 +40,7 @@ class Device(Protocol):
     def attention(self) -> AttentionBackend:
         """The attention implementation of this device."""
 
-    def compute(self, model: Decoder, tables: SlotTables, kv: KvPool) -> Compute:
+    def compute(self, model: Decoder, tables: SlotTables, kv: KvPool, prompts: PromptRows) -> Compute:
         """How this device computes the rows of a model whose weights are loaded."""
 
     def upload(self, array: npt.NDArray[Any]) -> torch.Tensor:

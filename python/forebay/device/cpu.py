@@ -17,6 +17,7 @@ from forebay.attention.cpu import CpuAttention
 from forebay.kernels.compute import NativeCompute, native_wanted
 from forebay.layers.decoder import Decoder
 from forebay.runner.compute import Compute, TorchCompute
+from forebay.runner.inputs import PromptRows
 from forebay.runner.kv_pool import KvPool
 from forebay.runner.slots import SlotTables
 
@@ -48,10 +49,10 @@ class CpuDevice:
     def attention(self) -> AttentionBackend:
         return CpuAttention()
 
-    def compute(self, model: Decoder, tables: SlotTables, kv: KvPool) -> Compute:
+    def compute(self, model: Decoder, tables: SlotTables, kv: KvPool, prompts: PromptRows) -> Compute:
         if self._native and NativeCompute.supports(model):
-            return NativeCompute(model, tables, kv, torch.get_num_threads())
-        return TorchCompute(model, tables, kv, self)
+            return NativeCompute(model, tables, kv, prompts, torch.get_num_threads())
+        return TorchCompute(model, tables, kv, prompts, self)
 
     def upload(self, array: npt.NDArray[Any]) -> torch.Tensor:
         return torch.from_numpy(array)

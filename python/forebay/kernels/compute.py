@@ -8,6 +8,7 @@ import sys
 import weakref
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from forebay.kernels.library import KernelsUnavailableError, LayerSpec, ModelSpec, StepSpec, library, open_mp
@@ -18,6 +19,7 @@ from forebay.runner.slots import PlanError
 
 if TYPE_CHECKING:
     from forebay.runner.compute import Rows
+    from forebay.runner.inputs import PromptRows
     from forebay.runner.kv_pool import KvPool
     from forebay.runner.slots import SlotTables
 
@@ -52,9 +54,10 @@ def level() -> str:
 class NativeCompute:
     """Implements `Compute`. The matrices of the model are moved: its own forward pass can't be used afterwards."""
 
-    def __init__(self, model: Decoder, tables: SlotTables, kv: KvPool, threads: int) -> None:
+    def __init__(self, model: Decoder, tables: SlotTables, kv: KvPool, prompts: PromptRows, threads: int) -> None:
         self._library = library()
         self._tables = tables
+        self._prompts = prompts
         self._vocabulary = model.config.vocab_size
         # Everything that the description points to.
         self._kept: list[object] = [model, tables, kv]
@@ -125,6 +128,11 @@ class NativeCompute:
         step.tokens, step.token_stride = tables.token_pool.data_ptr(), tables.stride
         step.pages, step.page_stride = tables.page_table.data_ptr(), tables.pages_per_slot
         step.sample, step.sampled = sampling.data_ptr(), len(sampling)
+        given = self._prompts.used(rows.slot, rows.start)
+        if given.any():
+            addresses = torch.from_numpy(self._prompts.addresses(rows.slot, given))
+            until = torch.from_numpy(tables.prompt_len[rows.slot].astype(np.int64))
+            step.given, step.given_until = addresses.data_ptr(), until.data_ptr()
         error = self._library.fb_step(self._model, ctypes.byref(step))
         if error:
             raise PlanError(ERRORS[error])

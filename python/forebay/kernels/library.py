@@ -8,7 +8,7 @@ from ctypes import POINTER, Structure, c_bool, c_char_p, c_float, c_int32, c_siz
 from functools import cache
 from pathlib import Path
 
-VERSION = 1
+VERSION = 2
 NAME = {"darwin": "libforebay_kernels.dylib"}.get(sys.platform, "libforebay_kernels.so")
 
 
@@ -86,6 +86,7 @@ class StepSpec(Structure):
         ("page_stride", c_uint64),
         ("sample", c_void_p),
         ("sampled", c_uint64),
+        *((name, c_void_p) for name in ("given", "given_until")),
         *((name, c_void_p) for name in ("logits", "best", "finite")),
     ]
 

@@ -25,6 +25,9 @@ class Forward:
     """One step as the model sees it; `n` tokens, `s` sampled rows."""
 
     tokens: torch.Tensor  # int32 [n]
+    given: Sequence[
+        tuple[int, torch.Tensor]
+    ]  # (first of the n tokens, their inputs [m, hidden] in place of embeddings)
     positions: torch.Tensor  # int64 [n]
     sampled: torch.Tensor  # int64 [s]: which of the n tokens get logits
     attention: Any  # what the backend prepared for this step
@@ -88,6 +91,8 @@ class Decoder:
         Without a head their final states, [s, hidden].
         """
         x = F.embedding(step.tokens, self.embedding)
+        for first, rows in step.given:
+            x[first : first + len(rows)] = rows
         rotation = self.rotary(step.positions)
         for block, kv in zip(self.blocks, step.kv, strict=True):
             x = block(x, rotation, kv, step.attention, self.backend)

@@ -11,6 +11,7 @@ import torch
 from forebay.attention.backend import Batch
 from forebay.device import Device
 from forebay.layers.decoder import Decoder, Forward
+from forebay.runner.inputs import PromptRows
 from forebay.runner.kv_pool import KvPool
 from forebay.runner.slots import Int64s, SlotTables, ragged
 
@@ -56,10 +57,11 @@ def finite_rows(logits: torch.Tensor) -> torch.Tensor:
 class TorchCompute:
     """A model's forward pass, operator by operator, on any device. The reference for every other way."""
 
-    def __init__(self, model: Decoder, tables: SlotTables, kv: KvPool, device: Device) -> None:
+    def __init__(self, model: Decoder, tables: SlotTables, kv: KvPool, prompts: PromptRows, device: Device) -> None:
         self._model = model
         self._tables = tables
         self._kv = kv
+        self._prompts = prompts
         self._device = device
 
     def logits(self, rows: Rows) -> torch.Tensor:
@@ -76,10 +78,12 @@ class TorchCompute:
         writes = pages.long() * page_size + upload(positions % page_size)
         batch = Batch(row_start, row_length, offset, row_slot, tables.page_table, page_size, writes)
 
+        spans = self._prompts.spans(row_slot, row_start, row_length)
         last = np.empty_like(offset)
         last[order] = offset + row_length - 1
         step = Forward(
             tokens=tables.token_pool.view(-1).index_select(0, upload(token_slot * tables.stride + positions)),
+            given=[(span.at, self._prompts.rows(span).to(self._device.torch_device)) for span in spans],
             positions=upload(positions),
             sampled=upload(last[rows.sampling]),
             attention=attention.prepare(batch, self._kv.dtype),

@@ -14,14 +14,25 @@ from forebay.layers.params import Parameters, Report
 from forebay.models import registry
 from forebay.models.bert import Bert
 from forebay.runner.compute import Compute, Pooler, Rows, TorchCompute, finite_rows
-from forebay.runner.config import RunnerConfig
+from forebay.runner.config import DTYPES, RunnerConfig
 from forebay.runner.encoder import EncoderCompute
+from forebay.runner.inputs import PromptRows
 from forebay.runner.kv_pool import KvPool, page_count
 from forebay.runner.sampler import Sampled, Sampler, plain
 from forebay.runner.slots import Int64s, PlanError, SlotTables
 from forebay.weights.encoder_config import EncoderConfig
 from forebay.weights.load import iter_weights
-from forebay.worker.wire import FLAG_POOL, FLAG_SAMPLE, ROW_NOT_FINITE, ROW_OK, Int32s, Plan, SlotWord, StepResult
+from forebay.worker.wire import (
+    FLAG_POOL,
+    FLAG_SAMPLE,
+    ROW_NOT_FINITE,
+    ROW_OK,
+    SLOT_WORDS,
+    Int32s,
+    Plan,
+    SlotWord,
+    StepResult,
+)
 
 
 class ModelRunner:
@@ -47,6 +58,7 @@ class ModelRunner:
         # What a row may ask for: a model that pools does nothing else.
         self._flag = FLAG_SAMPLE if config.pooling is None else FLAG_POOL
         self.tables = SlotTables(config, self.device)
+        self.prompts = PromptRows(self._arena, self.tables, self.model_config.hidden_size, config.dtype)
         self._sampler = Sampler(self.tables, self.device)
         self._compute_ended_us = self.device.clock_us()
 
@@ -70,9 +82,9 @@ class ModelRunner:
         Leaves the tables as they were; the first page's content is overwritten by whoever gets it.
         """
         length = min(2, self.config.context_length, self.config.page_size)
-        slots = np.zeros((1, 12), np.int32)
+        slots = np.zeros((1, SLOT_WORDS), np.int32)
         slots[0, [SlotWord.TOKEN_COUNT, SlotWord.PROMPT_LEN]] = length
-        slots[0, [SlotWord.LOGPROBS, SlotWord.ARENA_OFFSET]] = -1
+        slots[0, [SlotWord.LOGPROBS, SlotWord.ARENA_OFFSET, SlotWord.EMBEDS_OFFSET]] = -1
         plan = Plan(
             slots=slots,
             slot_floats=np.array([[0, 1, 0, 1, 0, 0]], np.float32),
@@ -91,6 +103,8 @@ class ModelRunner:
         return {
             "page_count": self.kv.page_count,
             "vocab_size": self.model_config.vocab_size,
+            "hidden_size": self.model_config.hidden_size,
+            "dtype": next(name for name, dtype in DTYPES.items() if dtype == self.config.dtype),
             "weight_bytes": self.model.params.nbytes,
             "kv_bytes": self.kv.nbytes,
             "device": self.device.name,
@@ -137,13 +151,13 @@ class ModelRunner:
     @cached_property
     def _compute(self) -> Compute:
         """Made at the first step, when the weights are there: it may put them into another order."""
-        return self.device.compute(self.decoder, self.tables, self.kv)
+        return self.device.compute(self.decoder, self.tables, self.kv, self.prompts)
 
     @cached_property
     def _pooler(self) -> Pooler:
         if isinstance(self.model, Bert):
             return EncoderCompute(self.model, self.tables, self.device)
-        return TorchCompute(self.decoder, self.tables, self.kv, self.device)
+        return TorchCompute(self.decoder, self.tables, self.kv, self.prompts, self.device)
 
     def _report(self, sampled: Sampled, rows: Int64s, result: StepResult) -> None:
         result.tokens = self.device.download(sampled.tokens)

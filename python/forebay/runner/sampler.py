@@ -105,10 +105,13 @@ class Sampler:
     def _penalise(self, logits: torch.Tensor, slots: Int64s, positions: Int64s) -> torch.Tensor:
         tables = self._tables
         rows, vocabulary = logits.shape
-        entries = self._upload(ragged(slots * tables.stride, positions))
+        # The tokens of a prompt that came as embeddings say nothing, and are not seen.
+        first = np.where(tables.embeds[slots] >= 0, tables.prompt_len[slots], 0).astype(np.int64)
+        counted = positions - first
+        entries = self._upload(ragged(slots * tables.stride + first, counted))
         tokens = tables.token_pool.view(-1).index_select(0, entries).long()
-        flat = self._upload(np.repeat(np.arange(rows, dtype=np.int64) * vocabulary, positions)) + tokens
-        generated = ragged(np.zeros_like(positions), positions) >= np.repeat(tables.prompt_len[slots], positions)
+        flat = self._upload(np.repeat(np.arange(rows, dtype=np.int64) * vocabulary, counted)) + tokens
+        generated = ragged(first, counted) >= np.repeat(tables.prompt_len[slots], counted)
         seen = torch.zeros(rows * vocabulary, dtype=torch.bool, device=logits.device).index_fill_(0, flat, True)
         counts = torch.zeros(rows * vocabulary, device=logits.device)
         counts.index_add_(0, flat, self._upload(generated.astype(np.float32)))

@@ -34,6 +34,8 @@ class SlotTables:
         )
         self.prompt_len = np.zeros(config.slots, np.int32)
         self.segment = np.zeros(config.slots, np.int32)
+        # Where a prompt's embeddings begin in the arena, in bytes; -1: its tokens have those of the model.
+        self.embeds = np.full(config.slots, -1, np.int64)
         self.top_k = np.zeros(config.slots, np.int32)
         self.min_total = np.zeros(config.slots, np.int32)
         self.logprobs = np.full(config.slots, -1, np.int32)
@@ -64,6 +66,7 @@ class SlotTables:
 
         self.prompt_len[slot] = records[:, SlotWord.PROMPT_LEN]
         self.segment[slot] = records[:, SlotWord.SEGMENT]
+        self.embeds[slot] = records[:, SlotWord.EMBEDS_OFFSET]
         self.top_k[slot] = records[:, SlotWord.TOP_K]
         self.min_total[slot] = records[:, SlotWord.MIN_TOTAL]
         self.logprobs[slot] = records[:, SlotWord.LOGPROBS]

@@ -18,11 +18,11 @@ import numpy as np
 import numpy.typing as npt
 
 MAGIC = b"FBAY"
-VERSION = 2
+VERSION = 3
 HEADER_BYTES = 24
 MAX_WORDS = 1 << 26
 
-SLOT_WORDS = 12
+SLOT_WORDS = 13
 SLOT_FLOATS = 6
 PAGE_WRITE_WORDS = 3
 ROW_WORDS = 4
@@ -60,6 +60,7 @@ class SlotWord(IntEnum):
     BIAS_COUNT = 9
     ARENA_OFFSET = 10
     SEGMENT = 11
+    EMBEDS_OFFSET = 12
 
 
 class SlotFloat(IntEnum):
@@ -185,7 +186,7 @@ class Plan:
     """One step of work. Shapes: `n` new slots, `p` page-table writes, `r` rows."""
 
     step: int = 0
-    slots: Int32s = _ints(0, SLOT_WORDS)  # [n, 12], fields by SlotWord
+    slots: Int32s = _ints(0, SLOT_WORDS)  # [n, 13], fields by SlotWord
     slot_floats: Float32s = _floats(0, SLOT_FLOATS)  # [n, 6], fields by SlotFloat
     tokens: Int32s = _ints(0)  # ragged, of the new slots whose ARENA_OFFSET is -1
     stop_ids: Int32s = _ints(0)  # ragged, STOP_COUNT a new slot

@@ -82,6 +82,7 @@ impl Replica {
             sampling: SamplingParams::default(),
             priority: 0,
             cache_salt: 0,
+            embeds: None,
         });
     }
 

@@ -188,6 +188,7 @@ fn in_the_engine(setup: &Setup, traffic: &Traffic) -> HashMap<u64, (u64, u64)> {
         load_us: 0,
         page_count: setup.pages,
         vocab_size: 1 << 30,
+        hidden_size: 1,
         text: SimText::endless(vec![1 << 29]),
         device: "sim".into(),
     });
@@ -225,6 +226,7 @@ fn in_the_engine(setup: &Setup, traffic: &Traffic) -> HashMap<u64, (u64, u64)> {
             stop_ids: Vec::new(),
             sampling: SamplingParams::default(),
             priority: 0,
+            embeds: None,
         };
         handle.submit(request).expect("accepted");
         while id == 0 && handle.stats().running == 0 {

@@ -29,6 +29,16 @@ fn contents(tokens: &[i32]) -> impl Iterator<Item = u64> + '_ {
     })
 }
 
+/// What the hand reads of a prompt: embeddings, where it has them, each standing for a token that depends on where they lie.
+pub(crate) fn read_prompt(tokens: &[i32], embeds: Option<u32>) -> Vec<i32> {
+    let Some(offset) = embeds else { return tokens.to_vec() };
+    let embedded = |(at, &token): (usize, &i32)| match token {
+        NAN_TOKEN | KILL_TOKEN => token,
+        _ => VOCAB + (offset.cast_signed() + at as i32) % 64,
+    };
+    tokens.iter().enumerate().map(embedded).collect()
+}
+
 /// The token after `tokens`; `None` where the logits are not finite.
 pub(crate) fn next_token(tokens: &[i32]) -> Option<i32> {
     let content = contents(tokens).last().expect("at least one token");
@@ -88,7 +98,8 @@ impl Device {
     pub(crate) fn write_tables(&mut self, plan: &StepPlan) {
         for new in plan.new_slots() {
             let slot = &mut self.slots[new.slot as usize];
-            slot.tokens = new.tokens.to_vec();
+            let (prompt, generated) = new.tokens.split_at(new.prompt_len as usize);
+            slot.tokens = [read_prompt(prompt, new.embeds).as_slice(), generated].concat();
             slot.segment = new.segment;
             // A page table is never cleared on the device; here it is, so that a page that the plan forgot to write is noticed.
             slot.pages.fill(NO_PAGE);

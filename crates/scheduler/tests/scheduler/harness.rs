@@ -7,7 +7,7 @@ use forebay_scheduler::{
     Event, Finish, MAX_IN_FLIGHT, Policy, Request, Scheduler, SchedulerConfig,
 };
 
-use crate::device::{Device, next_token, vector};
+use crate::device::{Device, next_token, read_prompt, vector};
 
 /// A small machine.
 pub(crate) fn config() -> SchedulerConfig {
@@ -33,6 +33,7 @@ pub(crate) fn request(id: u64, prompt: Vec<i32>, max_tokens: u32) -> Request {
         sampling: SamplingParams::default(),
         priority: 0,
         cache_salt: 0,
+        embeds: None,
     }
 }
 
@@ -43,7 +44,7 @@ pub(crate) fn pooled(id: u64, prompt: Vec<i32>, segment: u32) -> Request {
 
 /// What a request gives when it is alone.
 pub(crate) fn alone(request: &Request) -> (Vec<i32>, Finish) {
-    let mut tokens = request.prompt.clone();
+    let mut tokens = read_prompt(&request.prompt, request.embeds);
     let mut given = Vec::new();
     if request.pooling.is_some() {
         let finite = next_token(&tokens).is_some();
@@ -281,7 +282,8 @@ impl Harness {
             if let Some(reason) = end {
                 assert_eq!((&client.tokens, reason), (&client.expected.0, client.expected.1));
                 let pooling = client.request.pooling.filter(|_| reason == Finish::Length);
-                let expected = pooling.and_then(|p| vector(&client.request.prompt, p.segment));
+                let prompt = read_prompt(&client.request.prompt, client.request.embeds);
+                let expected = pooling.and_then(|p| vector(&prompt, p.segment));
                 assert_eq!(client.vector.as_deref(), expected.as_ref().map(|v| &v[..]));
             }
         }
@@ -319,6 +321,7 @@ impl Harness {
         assert!(!replayed || cached_tokens == 0);
         assert!((cached_tokens as usize) < client.request.prompt.len());
         assert_eq!(cached_tokens % self.config.page_size, 0);
+        assert!(cached_tokens == 0 || client.request.embeds.is_none(), "{id} has no names to find");
         client.cached_tokens += cached_tokens;
         client.admissions += 1;
         client.idle = 0;

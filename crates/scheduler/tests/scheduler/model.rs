@@ -28,6 +28,8 @@ struct Ask {
     salt: u64,
     /// Asks for a vector of its prompt, with this segment; on a machine without pages everybody does.
     pooled: Option<u32>,
+    /// Has embeddings for tokens, at this offset.
+    embeds: Option<u32>,
 }
 
 impl Ask {
@@ -38,8 +40,8 @@ impl Ask {
         let mut prompt: Vec<i32> = text.chain(self.own.iter().copied()).collect();
         if let Some(segment) = self.pooled.or(encoder.then_some(0)) {
             prompt.truncate(room);
-            let (priority, cache_salt) = (self.priority, self.salt);
-            return Request { priority, cache_salt, ..pooled(id, prompt, segment) };
+            let (priority, cache_salt, embeds) = (self.priority, self.salt, self.embeds);
+            return Request { priority, cache_salt, embeds, ..pooled(id, prompt, segment) };
         }
         prompt.truncate(room - 1);
         let max_tokens = self.max_tokens.min((room - prompt.len()) as u32);
@@ -47,6 +49,7 @@ impl Ask {
             stop_ids: self.stop.into_iter().chain([VOCAB + 5, VOCAB + 3]).collect(),
             priority: self.priority,
             cache_salt: self.salt,
+            embeds: self.embeds,
             ..request(id, prompt, max_tokens)
         }
     }
@@ -67,16 +70,10 @@ fn ask(special: &'static [i32]) -> impl Strategy<Value = Ask> {
         -1..2_i32,
         prop_oneof![5 => Just(0_u64), 1 => Just(1)],
         prop::option::weighted(0.3, 0..4_u32),
+        prop::option::weighted(0.3, 0..3_u32),
     )
-        .prop_map(|(text, shared, own, max_tokens, stop, priority, salt, pooled)| Ask {
-            text,
-            shared,
-            own,
-            max_tokens,
-            stop,
-            priority,
-            salt,
-            pooled,
+        .prop_map(|(text, shared, own, max_tokens, stop, priority, salt, pooled, embeds)| {
+            Ask { text, shared, own, max_tokens, stop, priority, salt, pooled, embeds }
         })
 }
 

@@ -94,6 +94,21 @@ fn a_prefix_is_shared_with_the_next_plan_by_whole_blocks() {
 }
 
 #[test]
+fn embedded_prompts_share_nothing() {
+    let mut harness = Harness::new(config(), 2);
+    for (id, embeds) in [(1, Some(0)), (2, Some(0)), (3, None), (4, Some(1))] {
+        harness.submit(Request { embeds, ..request(id, text(12), 4) });
+        assert!(harness.plan());
+        harness.apply();
+    }
+    harness.drain();
+    assert!((1..=4).all(|id| harness.clients[&id].cached_tokens == 0));
+    let stats = harness.scheduler.stats();
+    assert_eq!((stats.prefix_queries, stats.prefix_hits), (12, 0), "only tokens are looked up");
+    assert_eq!(stats.prompt_tokens, 48);
+}
+
+#[test]
 fn generated_blocks_are_shared_too() {
     let mut harness = Harness::new(config(), 2);
     let first = request(1, text(6), 8);

@@ -71,6 +71,7 @@ impl PooledCall {
                 stop_ids: Vec::new(),
                 sampling: Default::default(),
                 priority,
+                embeds: None,
             };
             if let Err(error) = state.engine.submit(request) {
                 model.outputs.forget(ids.clone());

@@ -38,7 +38,7 @@ pub(crate) async fn chat_completions(
     body: Body,
 ) -> Result<Response, Failure> {
     let arrived = Instant::now();
-    let request: ChatRequest = limits::read(body, &state.config).await?;
+    let request: ChatRequest = limits::read(body, &state).await?;
     let model = state.model_name(request.model.as_deref())?;
     let model_limits = state.admit()?;
     let chat = request.validate(&state.model.defaults, model_limits)?;

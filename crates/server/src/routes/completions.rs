@@ -6,8 +6,8 @@ use axum::body::Body;
 use axum::extract::State;
 use axum::response::Response;
 use forebay_api::{
-    ApiError, Completion, CompletionChoice, CompletionLogprobs, CompletionRequest, ErrorBody,
-    Prompt,
+    ApiError, Completion, CompletionChoice, CompletionLogprobs, CompletionPrompts,
+    CompletionRequest, ErrorBody, Generation, Limits, Prompt, PromptEmbeds,
 };
 use forebay_text::Tokenizer;
 use serde_json::{Map, Value};
@@ -40,27 +40,33 @@ pub(crate) async fn completions(
     body: Body,
 ) -> Result<Response, Failure> {
     let arrived = Instant::now();
-    let request: CompletionRequest = limits::read(body, &state.config).await?;
+    let request: CompletionRequest = limits::read(body, &state).await?;
     let model = state.model_name(request.model.as_deref())?;
     let model_limits = state.admit()?;
     let valid = request.validate(&state.model.defaults, model_limits)?;
     let generation = valid.generation;
     let skip_special = generation.skip_special_tokens;
-    let echoes = if valid.echo {
-        let prompts = valid.prompts.iter();
-        let tokenizer = state.text.tokenizer();
-        prompts
-            .map(|prompt| prompt_text(prompt, tokenizer, skip_special))
-            .collect::<Result<_, _>>()?
-    } else {
-        vec![String::new(); valid.prompts.len()]
+    let mut echoes = Vec::new();
+    let submissions = match valid.prompts {
+        CompletionPrompts::Prompts(prompts) => {
+            if valid.echo {
+                let tokenizer = state.text.tokenizer();
+                for prompt in &prompts {
+                    echoes.push(prompt_text(prompt, tokenizer, skip_special)?);
+                }
+            }
+            let encoded =
+                encode_prompts(&state.text, prompts, valid.add_special_tokens, "prompt").await?;
+            let submissions = encoded
+                .into_iter()
+                .map(|ids| Submission::new(ids, generation.clone(), model_limits, "prompt"));
+            submissions.collect::<Result<Vec<_>, _>>()?
+        }
+        CompletionPrompts::Embeds(embeds) => {
+            embedded(&state, embeds, &generation, model_limits).await?
+        }
     };
-    let prompts =
-        encode_prompts(&state.text, valid.prompts, valid.add_special_tokens, "prompt").await?;
-    let submissions = prompts
-        .into_iter()
-        .map(|ids| Submission::new(ids, generation.clone(), model_limits, "prompt"));
-    let submissions = submissions.collect::<Result<Vec<_>, _>>()?;
+    echoes.resize(submissions.len(), String::new());
 
     let n = generation.n as usize;
     let with_logprobs = generation.sampling.logprobs.is_some();
@@ -89,6 +95,29 @@ pub(crate) async fn completions(
             .collect(),
         usage: call.tally().usage(),
     }))
+}
+
+/// Puts embeddings where the hand finds them. What does not fit the context is refused before it takes room from others.
+async fn embedded(
+    state: &Shared,
+    embeds: PromptEmbeds,
+    generation: &Generation,
+    limits: Limits,
+) -> Result<Vec<Submission>, ApiError> {
+    const PARAM: &str = "prompt_embeds";
+    let (hidden_size, dtype) = state.embeddings()?;
+    let prompts = embeds.check(PARAM, hidden_size)?;
+    for prompt in &prompts {
+        generation.room(prompt.rows() as usize, limits, PARAM)?;
+    }
+    let placed = state.intake.place(prompts, dtype, PARAM).await?;
+    let submissions = placed.into_iter().map(|(rows, embeds)| {
+        // The tokens only say how many positions there are.
+        let tokens = vec![0; rows as usize];
+        let submission = Submission::new(tokens, generation.clone(), limits, PARAM)?;
+        Ok(Submission { embeds: Some(embeds), ..submission })
+    });
+    submissions.collect()
 }
 
 fn prompt_text(

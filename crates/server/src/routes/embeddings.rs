@@ -33,7 +33,7 @@ pub(crate) async fn embeddings(
     body: Body,
 ) -> Result<Response, Failure> {
     let arrived = Instant::now();
-    let request: EmbeddingRequest = limits::read(body, &state.config).await?;
+    let request: EmbeddingRequest = limits::read(body, &state).await?;
     let name = state.model_name(request.model.as_deref())?;
     let model = state.embedder()?;
     let model_limits = state.admit()?;

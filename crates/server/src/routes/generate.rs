@@ -38,7 +38,7 @@ pub(crate) async fn generate(
     body: Body,
 ) -> Result<Response, Failure> {
     let arrived = Instant::now();
-    let request: GenerateRequest = limits::read(body, &state.config).await?;
+    let request: GenerateRequest = limits::read(body, &state).await?;
     let param = request.prompt_param();
     let model_limits = state.admit()?;
     let valid = request.validate(&state.model.defaults, model_limits)?;

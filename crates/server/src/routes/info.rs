@@ -171,6 +171,8 @@ pub(crate) async fn server_info(State(state): State<Shared>) -> Response {
             "vocab_size": facts.vocab_size,
             "page_count": facts.page_count,
             "page_size": facts.page_size,
+            "hidden_size": facts.hidden_size,
+            "dtype": facts.dtype.name(),
             "weight_bytes": facts.weight_bytes,
             "kv_bytes": facts.kv_bytes,
             "device": facts.device,
@@ -247,7 +249,8 @@ pub(crate) async fn flush_cache(State(state): State<Shared>) -> Result<Response,
     responses((status = 200, description = "The metrics", body = String, content_type = "text/plain")),
 )]
 pub(crate) async fn metrics(State(state): State<Shared>) -> Result<Response, Failure> {
-    let written = state.metrics.render(&state.engine.stats(), &state.text.stats());
+    let written =
+        state.metrics.render(&state.engine.stats(), &state.text.stats(), &state.intake.stats());
     let text = written.map_err(|error| {
         let reason = format!("the metrics could not be written: {error}");
         ApiError::Internal { reason, code: None }

@@ -30,7 +30,7 @@ use crate::state::{Shared, now};
 )]
 pub(crate) async fn rerank(State(state): State<Shared>, body: Body) -> Result<Response, Failure> {
     let arrived = Instant::now();
-    let request: RerankRequest = limits::read(body, &state.config).await?;
+    let request: RerankRequest = limits::read(body, &state).await?;
     let model = state.model_name(request.model.as_deref())?;
     state.pooled_model()?;
     let valid = request.validate(state.admit()?)?;
@@ -63,7 +63,7 @@ pub(crate) async fn rerank(State(state): State<Shared>, body: Body) -> Result<Re
 )]
 pub(crate) async fn score(State(state): State<Shared>, body: Body) -> Result<Response, Failure> {
     let arrived = Instant::now();
-    let request: ScoreRequest = limits::read(body, &state.config).await?;
+    let request: ScoreRequest = limits::read(body, &state).await?;
     let model = state.model_name(request.model.as_deref())?;
     state.pooled_model()?;
     let pairs = request.validate(state.admit()?)?;

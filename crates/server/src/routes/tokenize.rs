@@ -24,7 +24,7 @@ use crate::text::{encode_chat, encode_prompts, text_error};
     ),
 )]
 pub(crate) async fn tokenize(State(state): State<Shared>, body: Body) -> Result<Response, Failure> {
-    let request: TokenizeRequest = limits::read(body, &state.config).await?;
+    let request: TokenizeRequest = limits::read(body, &state).await?;
     state.model_name(request.model.as_deref())?;
     let max_model_len = state.limits()?.context_length;
     let with_strings = request.return_token_strs.unwrap_or(false);
@@ -55,7 +55,7 @@ pub(crate) async fn detokenize(
     State(state): State<Shared>,
     body: Body,
 ) -> Result<Response, Failure> {
-    let request: DetokenizeRequest = limits::read(body, &state.config).await?;
+    let request: DetokenizeRequest = limits::read(body, &state).await?;
     state.model_name(request.model.as_deref())?;
     let tokens = request.validate(state.limits()?.vocab_size)?;
     let text = std::sync::Arc::clone(&state.text);

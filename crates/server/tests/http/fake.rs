@@ -7,11 +7,12 @@ use std::time::Duration;
 
 use forebay_api::GenerationDefaults;
 use forebay_engine::{
-    Admission, EngineRequest, Facts, FinishReason, Output, OutputSink, RequestId, SampledToken,
-    Stats, Status, SubmitError,
+    Admission, Dtype, EngineRequest, Facts, FinishReason, Output, OutputSink, RequestId,
+    SampledToken, Stats, Status, SubmitError,
 };
 use forebay_server::{
-    AppState, EgressConfig, Engine, Metrics, ModelInfo, PooledModel, PoolingTask, ServerConfig,
+    AppState, EgressConfig, Engine, Intake, IntakeMode, Metrics, ModelInfo, PooledModel,
+    PoolingTask, ServerConfig,
 };
 use forebay_text::{ChatTemplate, TextPool, Tokenizer};
 use parking_lot::Mutex;
@@ -20,8 +21,16 @@ use tokio::net::TcpListener;
 use tokio::sync::{mpsc, oneshot};
 use tokio::task::JoinHandle;
 
+use crate::memory::Memory;
+
 pub(crate) const CONTEXT: u32 = 64;
 pub(crate) const EOS: i32 = 2;
+/// Elements of an embedding.
+pub(crate) const HIDDEN: u32 = 4;
+/// Bytes that payloads may take.
+pub(crate) const MEMORY: usize = 1024;
+/// Large requests that may wait.
+pub(crate) const QUEUE: usize = 3;
 const TEMPLATE: &str = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}\
     {% if messages[0].content == 'refuse' %}{{ raise_exception('no') }}{% endif %}\
     {% if add_generation_prompt %}assistant:{% endif %}";
@@ -31,6 +40,13 @@ const TEMPLATE: &str = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{%
 pub(crate) enum Event {
     Submit(EngineRequest),
     Abort(RequestId),
+}
+
+/// Where large requests are read.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum IntakeKind {
+    Threads,
+    Inline,
 }
 
 /// An engine that answers by itself with `script`, or does what the test says.
@@ -161,6 +177,8 @@ impl Engine for Fake {
         (!matches!(*self.status.lock(), Status::Starting(_))).then(|| Facts {
             context_length: CONTEXT,
             vocab_size: self.vocab_size,
+            hidden_size: HIDDEN,
+            dtype: Dtype::Bfloat16,
             page_count: 8,
             page_size: 16,
             weight_bytes: 1,
@@ -168,6 +186,9 @@ impl Engine for Fake {
             device: "fake".into(),
             load_seconds: 0.5,
         })
+    }
+    fn run(&self, work: Box<dyn FnOnce() + Send>) {
+        work();
     }
     fn drain(&self) {
         *self.status.lock() = Status::Draining;
@@ -182,6 +203,7 @@ pub(crate) struct TestServer {
     pub(crate) address: SocketAddr,
     pub(crate) engine: Arc<Fake>,
     pub(crate) tokenizer: Arc<Tokenizer>,
+    pub(crate) memory: Memory,
     events: mpsc::UnboundedReceiver<Event>,
     shutdown: Option<oneshot::Sender<()>>,
     serving: JoinHandle<std::io::Result<()>>,
@@ -199,7 +221,7 @@ impl TestServer {
     }
 
     pub(crate) async fn start(script: Option<&str>, change: fn(&mut ServerConfig)) -> Self {
-        Self::serving(script, Duration::ZERO, change, None).await
+        Self::serving(script, Duration::ZERO, change, None, IntakeKind::Threads).await
     }
 
     /// With a window between two chunks of a stream.
@@ -208,12 +230,18 @@ impl TestServer {
         window: Duration,
         change: fn(&mut ServerConfig),
     ) -> Self {
-        Self::serving(script, window, change, None).await
+        Self::serving(script, window, change, None, IntakeKind::Threads).await
+    }
+
+    /// With large requests read there.
+    pub(crate) async fn with_intake(script: Option<&str>, intake: IntakeKind) -> Self {
+        Self::serving(script, Duration::ZERO, |_| {}, None, intake).await
     }
 
     /// A server of a model that pools to three numbers, and squeezes scores; the test answers unless `plays`.
     pub(crate) async fn pooling(task: PoolingTask, plays: bool) -> Self {
-        Self::serving(plays.then_some("a"), Duration::ZERO, |_| {}, Some(task)).await
+        let script = plays.then_some("a");
+        Self::serving(script, Duration::ZERO, |_| {}, Some(task), IntakeKind::Threads).await
     }
 
     async fn serving(
@@ -221,6 +249,7 @@ impl TestServer {
         window: Duration,
         change: fn(&mut ServerConfig),
         task: Option<PoolingTask>,
+        intake: IntakeKind,
     ) -> Self {
         let manifest = Path::new(env!("CARGO_MANIFEST_DIR"));
         let file = manifest.join("../text/tests/data/tiny-llama-tokenizer.json");
@@ -256,14 +285,21 @@ impl TestServer {
             defaults: GenerationDefaults { top_p: Some(0.9), ..GenerationDefaults::default() },
             pooling,
         };
-        let state = AppState::new(config, model, engine.clone(), Arc::new(text), egress, metrics);
+        let mode = match intake {
+            IntakeKind::Threads => IntakeMode::Threads(1),
+            IntakeKind::Inline => IntakeMode::Engine(engine.clone()),
+        };
+        let memory = Memory::new(MEMORY);
+        let intake = Intake::start(mode, Arc::new(memory.clone()), QUEUE).unwrap();
+        let text = Arc::new(text);
+        let state = AppState::new(config, model, engine.clone(), text, intake, egress, metrics);
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap();
         let (shutdown, stop) = oneshot::channel();
         let serving = tokio::spawn(forebay_server::serve(listener, state, async {
             stop.await.ok();
         }));
-        Self { address, engine, tokenizer, events, shutdown: Some(shutdown), serving }
+        Self { address, engine, tokenizer, memory, events, shutdown: Some(shutdown), serving }
     }
 
     /// The next request that the engine got.

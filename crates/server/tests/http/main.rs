@@ -7,6 +7,8 @@ mod errors;
 mod fake;
 mod generation;
 mod info;
+mod intake;
 mod lifecycle;
+mod memory;
 mod pooling;
 mod streams;

@@ -1,0 +1,184 @@
+"""What a burst of large requests does to the streams beside it: gaps between tokens, by who reads the burst.
+
+    python -m benchmarks.intake --rounds 3
+
+64 streams decode on a simulated device whose every step takes 5 ms, whatever is in it. Once a second 96 requests with
+1.4 MB of embeddings each (as many positions as an image has in SGLang's own measurement) come at the same moment. So
+what moves the gaps between the streams' tokens is the host: parsing, base64, conversion, the copy into the arena; and,
+on a machine with few cores, the kernel that carries 180 MB over loopback and the clients, which are there in each row
+with a burst.
+"""
+
+from __future__ import annotations
+
+import base64
+import http.client
+import json
+import re
+import selectors
+import socket
+import tempfile
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save
+
+from benchmarks import compare, models, records
+from benchmarks.load import Workload, client_command, run_client, start
+from benchmarks.processes import Running, ServerError
+from benchmarks.servers import STEPS_OF_5_MS, Forebay, Server, Setting
+
+STREAMS = 64
+TOKENS = 1400
+"""Of each stream: 7 seconds."""
+BURSTS = 5
+EVERY_SECONDS = 1.0
+REQUESTS = 96
+POSITIONS = 1250
+HIDDEN = 576
+"""SmolLM2's: 1.44 MB in bfloat16."""
+PIECE = 1 << 18
+PATIENCE_SECONDS = 60.0
+SETTING = Setting(model="smollm2", streams=STREAMS + REQUESTS, context=2048)
+WORKLOAD = Workload(f"{STREAMS} streams", SETTING, 10, TOKENS, requests=STREAMS, warmup=0)
+KEPT = ("output_throughput", "mean_itl_ms", "median_itl_ms", "p99_itl_ms", "max_itl_ms")
+"""The keys of `forebay bench serve --output-file` that the results keep."""
+
+
+@dataclass(frozen=True)
+class Case(Forebay):
+    """Forebay, and what happens to it."""
+
+    burst: bool = True
+
+
+CASES = [
+    Case("no burst", "forebay-chat", profile=STEPS_OF_5_MS, burst=False),
+    Case("burst", "forebay-chat", profile=STEPS_OF_5_MS),
+    Case("burst, --inline-intake", "forebay-chat", flags=("--inline-intake",), profile=STEPS_OF_5_MS),
+]
+
+
+def request(positions: int = POSITIONS, hidden: int = HIDDEN) -> bytes:
+    """One request of the burst, head and body."""
+    rows = torch.zeros(positions, hidden, dtype=torch.bfloat16)
+    embeds = base64.b64encode(save({"embeds": rows})).decode()
+    body = json.dumps({"prompt_embeds": embeds, "max_tokens": 1}).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: bench\r\nConnection: close\r\nContent-Length: {len(body)}\r\n\r\n"
+    return head.encode() + body
+
+
+@dataclass
+class _Sender:
+    """One connection of a burst."""
+
+    connection: socket.socket
+    left: memoryview
+    answer: bytearray = field(default_factory=bytearray)
+
+
+def burst(port: int, content: bytes, count: int) -> list[float]:
+    """Sends `count` equal requests at once, from one thread; seconds until each was answered.
+
+    Raises ServerError if one was refused.
+    """
+    seconds = []
+    with ExitStack() as open_ones, selectors.DefaultSelector() as selector:
+        for _ in range(count):
+            connection = open_ones.enter_context(socket.create_connection(("127.0.0.1", port)))
+            connection.setblocking(False)
+            selector.register(connection, selectors.EVENT_WRITE, _Sender(connection, memoryview(content)))
+        began = time.monotonic()
+        while selector.get_map():
+            ready = selector.select(PATIENCE_SECONDS)
+            if not ready:
+                raise ServerError(f"nothing happened to a burst for {PATIENCE_SECONDS:.0f} s")
+            for key, _ in ready:
+                if _move(selector, key.data):
+                    seconds.append(time.monotonic() - began)
+    return seconds
+
+
+def _move(selector: selectors.BaseSelector, sender: _Sender) -> bool:
+    """Sends or receives what is possible now; whether it is the end."""
+    connection = sender.connection
+    if sender.left:
+        sender.left = sender.left[connection.send(sender.left[:PIECE]) :]
+        if not sender.left:
+            selector.modify(connection, selectors.EVENT_READ, sender)
+        return False
+    if piece := connection.recv(PIECE):
+        sender.answer += piece
+        return False
+    selector.unregister(connection)
+    connection.close()
+    if not sender.answer.startswith(b"HTTP/1.1 200 "):
+        raise ServerError(f"a request of the burst was answered {bytes(sender.answer[:500])!r}")
+    return True
+
+
+def running_requests(port: int) -> float:
+    """How many the server says it runs."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE_SECONDS)
+    try:
+        connection.request("GET", "/metrics")
+        found = re.search(r"^vllm:num_requests_running\S* (\S+)$", connection.getresponse().read().decode(), re.M)
+    finally:
+        connection.close()
+    return float(found[1]) if found else 0.0
+
+
+def bursts(running: Running, streams: Future[str], content: bytes, send: Callable[..., list[float]] = burst) -> float:
+    """Waits until all streams run, then sends the bursts; milliseconds of the slowest request of all.
+
+    Raises ServerError if the streams end before the bursts do.
+    """
+    while running_requests(running.port) < STREAMS:
+        if streams.done():
+            raise ServerError(f"the streams ended before all of them ran: {streams.result()[-500:]}")
+        time.sleep(0.05)
+    slowest, began = 0.0, time.monotonic()
+    for number in range(BURSTS):
+        time.sleep(max(0.0, began + number * EVERY_SECONDS - time.monotonic()))
+        slowest = max(slowest, *send(running.port, content, REQUESTS))
+        if streams.done():
+            raise ServerError(f"the streams ended in burst {number + 1} of {BURSTS}: they are too short")
+    return 1e3 * slowest
+
+
+def measure(server: Server, workload: Workload) -> dict[str, Any]:
+    """Streams, and bursts beside them. Returns the kept keys. Raises ServerError."""
+    content = request()
+    with (
+        start(server, workload.setting) as running,
+        tempfile.TemporaryDirectory(prefix="forebay-bench-") as folder,
+        ThreadPoolExecutor(1) as threads,
+    ):
+        output = Path(folder) / "run.jsonl"
+        streams = threads.submit(run_client, client_command(server, workload, running.url, running.pid, output))
+        slowest = bursts(running, streams, content) if isinstance(server, Case) and server.burst else None
+        streams.result()
+        run = json.loads(output.read_text(encoding="utf-8").splitlines()[-1])
+    if run["failed"]:
+        raise ServerError(f"{server.name}: {run['failed']} streams failed: {run['errors']}")
+    return {key: run[key] for key in KEPT} | {"slowest_of_burst_ms": slowest}
+
+
+def main() -> None:
+    """The command."""
+    flags = compare.parser("Gaps between the tokens of streams while large requests come in.", rounds=3)
+    chosen = flags.parse_args()
+    found = records.new("intake", chosen.rounds)
+    models.build(force=False)
+    compare.measure_in_turn(found, WORKLOAD, CASES, chosen.rounds, measure)
+    compare.finish(found, chosen.output)
+
+
+if __name__ == "__main__":
+    main()

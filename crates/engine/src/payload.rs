@@ -1,0 +1,73 @@
+//! What is too big for plans: bytes in memory that the hand reads, and how long they must stay there.
+
+use std::collections::{HashMap, VecDeque};
+use std::fmt::Debug;
+use std::io;
+use std::sync::Arc;
+
+/// Room that the hand reads from (the arena).
+pub trait Payloads: Send + Sync {
+    /// Bytes that can be there at a time, when nothing else is.
+    fn capacity(&self) -> usize;
+    /// Bytes that somebody has.
+    fn used(&self) -> usize;
+    /// Room for `bytes` bytes; `None` when there is none now.
+    fn reserve(&self, bytes: usize) -> Option<Box<dyn Payload>>;
+    /// Has `notify` called whenever room was given back. It is called on any thread and must be quick.
+    fn on_freed(&self, notify: Box<dyn Fn() + Send + Sync>);
+}
+
+/// A part of that room. Dropping it gives it back.
+pub trait Payload: Debug + Send + Sync {
+    /// Where it begins, as plans name it.
+    fn offset(&self) -> u32;
+    /// Writes `bytes` from its byte `at` on. The hand must not have been told of it yet.
+    ///
+    /// # Errors
+    /// It does not fit, or the system has no memory for it.
+    fn write(&self, at: usize, bytes: &[u8]) -> io::Result<()>;
+}
+
+/// Embeddings that stand for a prompt's tokens.
+#[derive(Debug, Clone)]
+pub struct Embeds {
+    /// What holds them; several requests may share it.
+    pub payload: Arc<dyn Payload>,
+    /// Byte offset of the first row, as plans name it: inside the payload.
+    pub offset: u32,
+}
+
+/// The payloads of live requests, and those that a step in flight may still read although their request has ended.
+#[derive(Debug, Default)]
+pub(crate) struct Held {
+    live: HashMap<u64, Arc<dyn Payload>>,
+    /// With the last step that was planned while the request was alive, in order.
+    retired: VecDeque<(u64, Arc<dyn Payload>)>,
+}
+
+impl Held {
+    pub(crate) fn hold(&mut self, request: u64, payload: Arc<dyn Payload>) {
+        self.live.insert(request, payload);
+    }
+
+    /// The request has ended; `last_step` is the last one planned, if it is still in flight.
+    pub(crate) fn retire(&mut self, request: u64, last_step: Option<u64>) {
+        if let Some(payload) = self.live.remove(&request)
+            && let Some(step) = last_step
+        {
+            self.retired.push_back((step, payload));
+        }
+    }
+
+    /// The hand has answered this step, and all before it.
+    pub(crate) fn answered(&mut self, step: u64) {
+        while self.retired.front().is_some_and(|(last, _)| *last <= step) {
+            self.retired.pop_front();
+        }
+    }
+
+    /// The hand is gone, and reads nothing any more.
+    pub(crate) fn hand_died(&mut self) {
+        self.retired.clear();
+    }
+}

@@ -1,0 +1,36 @@
+//! The types that a model computes in.
+
+/// Type of a model's activations, and of the embeddings that it is given.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Dtype {
+    /// IEEE single precision.
+    Float32,
+    /// The upper half of single precision.
+    Bfloat16,
+}
+
+impl Dtype {
+    /// Its name in `config` and `ready`.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Float32 => "float32",
+            Self::Bfloat16 => "bfloat16",
+        }
+    }
+
+    /// The type of that name.
+    #[must_use]
+    pub fn named(name: &str) -> Option<Self> {
+        [Self::Float32, Self::Bfloat16].into_iter().find(|dtype| dtype.name() == name)
+    }
+
+    /// Bytes of an element.
+    #[must_use]
+    pub fn bytes(self) -> usize {
+        match self {
+            Self::Float32 => 4,
+            Self::Bfloat16 => 2,
+        }
+    }
+}

@@ -1,0 +1,119 @@
+//! Large requests, kept away from everything that a step or a stream waits for.
+//!
+//! A body above [`LARGE_BODY`] is parsed by the intake threads, and so is base64 decoded, which is part of parsing. What is then too big for a
+//! plan is put into the memory that the hand reads (`forebay_engine::Payloads`): first there must be room, for which requests wait in
+//! line (`room`), then the intake threads convert it and write it there, once. Only then is the request submitted. A client that goes away
+//! gives back what it has, wherever it is on this way.
+
+mod room;
+mod workers;
+
+use std::io;
+use std::sync::Arc;
+
+use forebay_api::{ApiError, EmbeddedPrompt, parse};
+use forebay_engine::{Dtype, Embeds, Payload, Payloads};
+use serde::de::DeserializeOwned;
+use tokio::sync::Semaphore;
+
+use crate::engine::Engine;
+use crate::limits::Pieces;
+use room::Room;
+use workers::Workers;
+
+/// Bytes from which on parsing a body takes longer than giving it to another thread, many times over.
+const LARGE_BODY: usize = 64 << 10;
+
+/// Who does the work.
+pub enum IntakeMode {
+    /// This many threads of its own.
+    Threads(usize),
+    /// The engine's thread, between two steps: what the others are measured against.
+    Engine(Arc<dyn Engine>),
+}
+
+/// Parses large bodies and puts payloads where the hand finds them.
+pub struct Intake {
+    workers: Workers,
+    room: Room,
+}
+
+/// What waits, and what the arena holds.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub(crate) struct IntakeStats {
+    /// Large bodies that wait to be parsed.
+    pub(crate) unread: usize,
+    /// Requests that wait for room in the arena.
+    pub(crate) in_line: usize,
+    /// Bytes of the arena that somebody has.
+    pub(crate) arena_bytes: usize,
+}
+
+impl Intake {
+    /// Starts the threads. At most `queue` bodies wait to be parsed, and at most as many requests for room in `payloads`.
+    ///
+    /// # Errors
+    /// The system refuses a thread.
+    pub fn start(mode: IntakeMode, payloads: Arc<dyn Payloads>, queue: usize) -> io::Result<Self> {
+        let queue = queue.min(Semaphore::MAX_PERMITS);
+        Ok(Self { workers: Workers::start(mode, queue)?, room: Room::new(payloads, queue) })
+    }
+
+    /// This moment.
+    pub(crate) fn stats(&self) -> IntakeStats {
+        IntakeStats {
+            unread: self.workers.waiting(),
+            in_line: self.room.in_line(),
+            arena_bytes: self.room.used(),
+        }
+    }
+
+    /// Parses a body, where nobody waits for it if it is large.
+    pub(crate) async fn parse<T>(&self, body: Pieces) -> Result<T, ApiError>
+    where
+        T: DeserializeOwned + Send + 'static,
+    {
+        if body.len() < LARGE_BODY {
+            return parse(&body.join());
+        }
+        self.workers.begin(move || parse(&body.join())).await
+    }
+
+    /// Puts the embeddings of a request's prompts, which came in `param`, where the hand reads them; gives the number of positions of each,
+    /// and where it is.
+    ///
+    /// # Errors
+    /// There will never be room, too many wait for it, or an element is not finite.
+    pub(crate) async fn place(
+        &self,
+        prompts: Vec<EmbeddedPrompt>,
+        dtype: Dtype,
+        param: &'static str,
+    ) -> Result<Vec<(u32, Embeds)>, ApiError> {
+        let bytes = prompts.iter().map(|prompt| prompt.bytes(dtype)).sum();
+        let payload: Arc<dyn Payload> = self.room.take(bytes, param).await?.into();
+        let write = move || -> Result<Vec<(u32, Embeds)>, ApiError> {
+            let mut at = 0;
+            let mut placed = Vec::with_capacity(prompts.len());
+            for prompt in &prompts {
+                // Offsets of the arena fit into 32 bits, and this one is inside it.
+                let offset = payload.offset() + at as u32;
+                placed.push((prompt.rows(), Embeds { payload: Arc::clone(&payload), offset }));
+                prompt.convert(dtype, |piece| {
+                    payload.write(at, piece).map_err(no_memory)?;
+                    at += piece.len();
+                    Ok(())
+                })?;
+            }
+            Ok(placed)
+        };
+        self.workers.go_on(write).await
+    }
+}
+
+fn no_memory(error: io::Error) -> ApiError {
+    ApiError::Internal {
+        reason: format!("the arena could not be written: {error}"),
+        code: Some("arena_write"),
+    }
+}

@@ -1,0 +1,195 @@
+//! The line of those who wait for room in the arena.
+
+use std::sync::Arc;
+
+use forebay_api::ApiError;
+use forebay_engine::{Payload, Payloads};
+use tokio::sync::{Mutex, Notify, Semaphore};
+
+/// Room in the arena, given in the order in which it was asked for: a small request does not overtake a large one, which would never get any.
+pub(crate) struct Room {
+    payloads: Arc<dyn Payloads>,
+    freed: Arc<Notify>,
+    /// Held by whoever is first in line.
+    turn: Mutex<()>,
+    places: Semaphore,
+    limit: usize,
+}
+
+impl Room {
+    /// With at most `limit` requests in line.
+    pub(crate) fn new(payloads: Arc<dyn Payloads>, limit: usize) -> Self {
+        let freed = Arc::new(Notify::new());
+        let told = Arc::clone(&freed);
+        // Only the first in line listens. If it is between two looks, the notice is kept for it.
+        payloads.on_freed(Box::new(move || told.notify_one()));
+        Self { payloads, freed, turn: Mutex::new(()), places: Semaphore::new(limit), limit }
+    }
+
+    /// How many are in line, those included that are about to get what they asked for.
+    pub(crate) fn in_line(&self) -> usize {
+        self.limit - self.places.available_permits()
+    }
+
+    /// Bytes of the arena that somebody has.
+    pub(crate) fn used(&self) -> usize {
+        self.payloads.used()
+    }
+
+    /// Waits for room for `bytes` bytes, all at once: who has some and waited for more could wait for ever. Dropping the future leaves the line.
+    pub(crate) async fn take(
+        &self,
+        bytes: usize,
+        param: &'static str,
+    ) -> Result<Box<dyn Payload>, ApiError> {
+        let limit = self.payloads.capacity();
+        if bytes > limit {
+            return Err(ApiError::PayloadTooLarge { param, bytes, limit });
+        }
+        let _place = self.places.try_acquire().map_err(|_| {
+            let reason = format!("{} requests wait for room in the arena", self.limit);
+            ApiError::Overloaded { reason }
+        })?;
+        let _turn = self.turn.lock().await;
+        loop {
+            if let Some(payload) = self.payloads.reserve(bytes) {
+                return Ok(payload);
+            }
+            self.freed.notified().await;
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::future::Future;
+    use std::io;
+    use std::pin::{Pin, pin};
+    use std::sync::atomic::{AtomicUsize, Ordering};
+    use std::task::{Context, Poll, Waker};
+
+    use super::*;
+
+    /// A number of bytes, wherever they are.
+    #[derive(Clone, Default)]
+    struct Bytes {
+        free: Arc<AtomicUsize>,
+        freed: Arc<parking_lot::Mutex<Option<Notice>>>,
+    }
+    type Notice = Box<dyn Fn() + Send + Sync>;
+
+    struct Part(usize, Bytes);
+
+    impl std::fmt::Debug for Part {
+        fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+            self.0.fmt(f)
+        }
+    }
+
+    impl Payload for Part {
+        fn offset(&self) -> u32 {
+            0
+        }
+        fn write(&self, _: usize, _: &[u8]) -> io::Result<()> {
+            Ok(())
+        }
+    }
+
+    impl Drop for Part {
+        fn drop(&mut self) {
+            self.1.free.fetch_add(self.0, Ordering::SeqCst);
+            if let Some(notify) = &*self.1.freed.lock() {
+                notify();
+            }
+        }
+    }
+
+    impl Payloads for Bytes {
+        fn capacity(&self) -> usize {
+            100
+        }
+        fn used(&self) -> usize {
+            100 - self.free.load(Ordering::SeqCst)
+        }
+        fn reserve(&self, bytes: usize) -> Option<Box<dyn Payload>> {
+            let left = |free: usize| free.checked_sub(bytes);
+            self.free.fetch_update(Ordering::SeqCst, Ordering::SeqCst, left).ok()?;
+            Some(Box::new(Part(bytes, self.clone())))
+        }
+        fn on_freed(&self, notify: Notice) {
+            *self.freed.lock() = Some(notify);
+        }
+    }
+
+    fn room(limit: usize) -> Room {
+        let bytes = Bytes::default();
+        bytes.free.store(100, Ordering::SeqCst);
+        Room::new(Arc::new(bytes), limit)
+    }
+
+    fn poll<F: Future>(future: Pin<&mut F>) -> Poll<F::Output> {
+        future.poll(&mut Context::from_waker(Waker::noop()))
+    }
+
+    fn got<F>(future: Pin<&mut F>) -> Box<dyn Payload>
+    where
+        F: Future<Output = Result<Box<dyn Payload>, ApiError>>,
+    {
+        match poll(future) {
+            Poll::Ready(Ok(payload)) => payload,
+            other => panic!("{other:?}"),
+        }
+    }
+
+    #[test]
+    fn nobody_overtakes_and_whoever_leaves_makes_room_in_the_line() {
+        let room = room(10);
+        let first = got(pin!(room.take(60, "p")));
+        let mut large = Box::pin(room.take(90, "p"));
+        let mut small = Box::pin(room.take(30, "p"));
+        let mut last = Box::pin(room.take(20, "p"));
+        assert!(poll(large.as_mut()).is_pending());
+        assert!(poll(small.as_mut()).is_pending(), "it would fit, but it is not its turn");
+        assert!(poll(last.as_mut()).is_pending());
+        assert_eq!((room.in_line(), room.used()), (3, 60));
+        drop(large);
+        let small = got(small.as_mut());
+        assert!(poll(last.as_mut()).is_pending(), "10 are left");
+        drop(first);
+        let last = got(last.as_mut());
+        assert_eq!(room.in_line(), 0);
+        drop((small, last));
+        got(pin!(room.take(100, "p")));
+    }
+
+    #[test]
+    fn room_that_came_back_between_two_looks_is_not_missed() {
+        let room = room(10);
+        let first = got(pin!(room.take(100, "p")));
+        let mut second = Box::pin(room.take(100, "p"));
+        // The notice comes when nobody listens.
+        drop(first);
+        let second = got(second.as_mut());
+        let mut third = Box::pin(room.take(50, "p"));
+        assert!(poll(third.as_mut()).is_pending());
+        drop(second);
+        got(third.as_mut());
+    }
+
+    #[test]
+    fn the_line_is_bounded() {
+        let room = room(2);
+        let all = got(pin!(room.take(100, "p")));
+        let mut waiting = [Box::pin(room.take(1, "p")), Box::pin(room.take(1, "p"))];
+        for one in &mut waiting {
+            assert!(poll(one.as_mut()).is_pending());
+        }
+        let refused = poll(pin!(room.take(1, "p")));
+        assert!(matches!(refused, Poll::Ready(Err(ApiError::Overloaded { .. }))));
+        let never = poll(pin!(room.take(101, "p")));
+        let expected = ApiError::PayloadTooLarge { param: "p", bytes: 101, limit: 100 };
+        assert!(matches!(never, Poll::Ready(Err(error)) if error == expected));
+        drop(all);
+        got(waiting[0].as_mut());
+    }
+}

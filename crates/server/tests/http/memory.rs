@@ -1,0 +1,93 @@
+//! Room for payloads in the test's own memory.
+
+use std::io;
+use std::sync::Arc;
+
+use forebay_engine::{Payload, Payloads};
+use parking_lot::Mutex;
+
+/// Bytes, and who has which of them. A clone is the same memory.
+#[derive(Clone, Default)]
+pub(crate) struct Memory(Arc<Inner>);
+
+#[derive(Default)]
+struct Inner {
+    bytes: Mutex<Vec<u8>>,
+    /// First byte and number of bytes of each, in order.
+    taken: Mutex<Vec<(usize, usize)>>,
+    freed: Mutex<Option<Box<dyn Fn() + Send + Sync>>>,
+}
+
+impl Memory {
+    pub(crate) fn new(capacity: usize) -> Self {
+        let memory = Self::default();
+        memory.0.bytes.lock().resize(capacity, 0xff);
+        memory
+    }
+
+    pub(crate) fn read(&self, offset: u32, bytes: usize) -> Vec<u8> {
+        self.0.bytes.lock()[offset as usize..offset as usize + bytes].to_vec()
+    }
+}
+
+impl Payloads for Memory {
+    fn capacity(&self) -> usize {
+        self.0.bytes.lock().len()
+    }
+
+    fn used(&self) -> usize {
+        self.0.taken.lock().iter().map(|(_, bytes)| bytes).sum()
+    }
+
+    fn reserve(&self, bytes: usize) -> Option<Box<dyn Payload>> {
+        let capacity = self.capacity();
+        let mut taken = self.0.taken.lock();
+        let ends = taken.iter().map(|(offset, bytes)| offset + bytes);
+        let starts: Vec<usize> = [0].into_iter().chain(ends).collect();
+        let gap = (0..starts.len()).find(|&at| {
+            let end = taken.get(at).map_or(capacity, |(offset, _)| *offset);
+            end - starts[at] >= bytes
+        })?;
+        let offset = starts[gap];
+        taken.insert(gap, (offset, bytes));
+        Some(Box::new(Part { offset, bytes, memory: self.clone() }))
+    }
+
+    fn on_freed(&self, notify: Box<dyn Fn() + Send + Sync>) {
+        *self.0.freed.lock() = Some(notify);
+    }
+}
+
+struct Part {
+    offset: usize,
+    bytes: usize,
+    memory: Memory,
+}
+
+impl Payload for Part {
+    fn offset(&self) -> u32 {
+        self.offset as u32
+    }
+
+    fn write(&self, at: usize, bytes: &[u8]) -> io::Result<()> {
+        assert!(at + bytes.len() <= self.bytes);
+        let first = self.offset + at;
+        self.memory.0.bytes.lock()[first..first + bytes.len()].copy_from_slice(bytes);
+        Ok(())
+    }
+}
+
+impl Drop for Part {
+    fn drop(&mut self) {
+        self.memory.0.taken.lock().retain(|&(offset, _)| offset != self.offset);
+        if let Some(notify) = &*self.memory.0.freed.lock() {
+            notify();
+        }
+    }
+}
+
+impl std::fmt::Debug for Part {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{} bytes at {}", self.bytes, self.offset)
+    }
+}
