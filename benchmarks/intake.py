@@ -5,8 +5,8 @@
 64 streams decode on a simulated device whose every step takes 5 ms, whatever is in it. Once a second 96 requests with
 1.4 MB of embeddings each (as many positions as an image has in SGLang's own measurement) come at the same moment. So
 what moves the gaps between the streams' tokens is the host: parsing, base64, conversion, the copy into the arena; and,
-on a machine with few cores, the kernel that carries 180 MB over loopback and the clients, which are there in each row
-with a burst.
+on a machine with few cores, the kernel that carries 180 MB over loopback and the clients. One row shows what these do
+by themselves: its bursts go to a process that throws them away.
 """
 
 from __future__ import annotations
@@ -14,15 +14,21 @@ from __future__ import annotations
 import base64
 import http.client
 import json
+import os
 import re
 import selectors
 import socket
+import socketserver
 import tempfile
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from enum import Enum
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -45,21 +51,32 @@ HIDDEN = 576
 """SmolLM2's: 1.44 MB in bfloat16."""
 PIECE = 1 << 18
 PATIENCE_SECONDS = 60.0
+CLIENT_NICENESS = 10
+"""Of those who send and throw away: real ones are on other machines."""
 SETTING = Setting(model="smollm2", streams=STREAMS + REQUESTS, context=2048)
 WORKLOAD = Workload(f"{STREAMS} streams", SETTING, 10, TOKENS, requests=STREAMS, warmup=0)
 KEPT = ("output_throughput", "mean_itl_ms", "median_itl_ms", "p99_itl_ms", "max_itl_ms")
 """The keys of `forebay bench serve --output-file` that the results keep."""
 
 
+class Bursts(Enum):
+    """Where the large requests go."""
+
+    NOWHERE = "not sent"
+    ELSEWHERE = "to a process that throws them away"
+    HERE = "to the server"
+
+
 @dataclass(frozen=True)
 class Case(Forebay):
-    """Forebay, and what happens to it."""
+    """Forebay, and what happens beside its streams."""
 
-    burst: bool = True
+    bursts: Bursts = Bursts.HERE
 
 
 CASES = [
-    Case("no burst", "forebay-chat", profile=STEPS_OF_5_MS, burst=False),
+    Case("no burst", "forebay-chat", profile=STEPS_OF_5_MS, bursts=Bursts.NOWHERE),
+    Case("burst, thrown away elsewhere", "forebay-chat", profile=STEPS_OF_5_MS, bursts=Bursts.ELSEWHERE),
     Case("burst", "forebay-chat", profile=STEPS_OF_5_MS),
     Case("burst, --inline-intake", "forebay-chat", flags=("--inline-intake",), profile=STEPS_OF_5_MS),
 ]
@@ -123,6 +140,45 @@ def _move(selector: selectors.BaseSelector, sender: _Sender) -> bool:
     return True
 
 
+class _ThrowAway(socketserver.BaseRequestHandler):
+    """Reads one request and says that all is well."""
+
+    def handle(self) -> None:
+        """One connection."""
+        piece = self.request.recv(PIECE)
+        head, _, body = piece.partition(b"\r\n\r\n")
+        left = int(re.findall(rb"Content-Length: (\d+)", head)[0]) - len(body)
+        while left > 0 and (piece := self.request.recv(PIECE)):
+            left -= len(piece)
+        self.request.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n")
+
+
+class _Elsewhere(socketserver.ThreadingTCPServer):
+    request_queue_size = REQUESTS
+    daemon_threads = True
+
+
+def _throw_away(told: Connection) -> None:
+    os.nice(CLIENT_NICENESS)
+    with _Elsewhere(("127.0.0.1", 0), _ThrowAway) as server:
+        told.send(server.server_address[1])
+        server.serve_forever()
+
+
+@contextmanager
+def elsewhere() -> Iterator[int]:
+    """The port of a process that reads requests and throws them away."""
+    spawn = get_context("spawn")
+    ours, theirs = spawn.Pipe()
+    process = spawn.Process(target=_throw_away, args=(theirs,), daemon=True)
+    process.start()
+    try:
+        yield ours.recv()
+    finally:
+        process.kill()
+        process.join()
+
+
 def running_requests(port: int) -> float:
     """How many the server says it runs."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE_SECONDS)
@@ -134,8 +190,10 @@ def running_requests(port: int) -> float:
     return float(found[1]) if found else 0.0
 
 
-def bursts(running: Running, streams: Future[str], content: bytes, send: Callable[..., list[float]] = burst) -> float:
-    """Waits until all streams run, then sends the bursts; milliseconds of the slowest request of all.
+def bursts(
+    running: Running, port: int, streams: Future[str], content: bytes, send: Callable[..., list[float]] = burst
+) -> float:
+    """Waits until all streams run, then sends the bursts to `port`; milliseconds of the slowest request of all.
 
     Raises ServerError if the streams end before the bursts do.
     """
@@ -146,23 +204,33 @@ def bursts(running: Running, streams: Future[str], content: bytes, send: Callabl
     slowest, began = 0.0, time.monotonic()
     for number in range(BURSTS):
         time.sleep(max(0.0, began + number * EVERY_SECONDS - time.monotonic()))
-        slowest = max(slowest, *send(running.port, content, REQUESTS))
+        slowest = max(slowest, *send(port, content, REQUESTS))
         if streams.done():
             raise ServerError(f"the streams ended in burst {number + 1} of {BURSTS}: they are too short")
     return 1e3 * slowest
 
 
+def _stand_back() -> None:
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), CLIENT_NICENESS)
+
+
 def measure(server: Server, workload: Workload) -> dict[str, Any]:
     """Streams, and bursts beside them. Returns the kept keys. Raises ServerError."""
     content = request()
+    where = server.bursts if isinstance(server, Case) else Bursts.HERE
     with (
         start(server, workload.setting) as running,
+        elsewhere() as other_port,
         tempfile.TemporaryDirectory(prefix="forebay-bench-") as folder,
         ThreadPoolExecutor(1) as threads,
+        ThreadPoolExecutor(1, initializer=_stand_back) as sender,
     ):
         output = Path(folder) / "run.jsonl"
         streams = threads.submit(run_client, client_command(server, workload, running.url, running.pid, output))
-        slowest = bursts(running, streams, content) if isinstance(server, Case) and server.burst else None
+        slowest = None
+        if where is not Bursts.NOWHERE:
+            port = running.port if where is Bursts.HERE else other_port
+            slowest = sender.submit(bursts, running, port, streams, content).result()
         streams.result()
         run = json.loads(output.read_text(encoding="utf-8").splitlines()[-1])
     if run["failed"]:

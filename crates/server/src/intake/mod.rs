@@ -22,7 +22,10 @@ use room::Room;
 use workers::Workers;
 
 /// Bytes from which on parsing a body takes longer than giving it to another thread, many times over.
-const LARGE_BODY: usize = 64 << 10;
+pub(crate) const LARGE_BODY: usize = 64 << 10;
+
+/// Large bodies that are read at a time: as many as keep the threads busy.
+const READERS: usize = 1;
 
 /// Who does the work.
 pub enum IntakeMode {
@@ -36,6 +39,7 @@ pub enum IntakeMode {
 pub struct Intake {
     workers: Workers,
     room: Room,
+    turns: Semaphore,
 }
 
 /// What waits, and what the arena holds.
@@ -56,7 +60,20 @@ impl Intake {
     /// The system refuses a thread.
     pub fn start(mode: IntakeMode, payloads: Arc<dyn Payloads>, queue: usize) -> io::Result<Self> {
         let queue = queue.min(Semaphore::MAX_PERMITS);
-        Ok(Self { workers: Workers::start(mode, queue)?, room: Room::new(payloads, queue) })
+        let turns = match &mode {
+            IntakeMode::Threads(count) => READERS.max(*count),
+            IntakeMode::Engine(_) => READERS,
+        };
+        Ok(Self {
+            workers: Workers::start(mode, queue)?,
+            room: Room::new(payloads, queue),
+            turns: Semaphore::new(turns),
+        })
+    }
+
+    /// Who may read a large body now.
+    pub(crate) fn turns(&self) -> &Semaphore {
+        &self.turns
     }
 
     /// This moment.
