@@ -45,7 +45,7 @@ bench-agreement: bench-build ## compare our load generator with vLLM's, on the s
 	$(BIN)/python -m benchmarks.agreement $(BENCH_ROUNDS)
 
 bench-embeddings: bench-build $(STAMPS)/embedder ## measure the latency of embeddings at rising rates (5 minutes)
-	$(BIN)/python -m benchmarks.embeddings $(BENCH_ROUNDS) --servers 'forebay-sim forebay $(filter vllm,$(PEERS))'
+	$(BIN)/python -m benchmarks.embeddings $(BENCH_ROUNDS) --servers 'forebay-sim forebay-sim-inline forebay $(filter vllm,$(PEERS))'
 
 bench-intake: bench-build ## measure what a burst of large requests does to the streams beside it (2 minutes)
 	$(BIN)/python -m benchmarks.intake $(BENCH_ROUNDS)

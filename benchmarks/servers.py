@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from benchmarks import models
@@ -226,6 +226,9 @@ class Sglang(Server):
 FOREBAY_SIM = Forebay(
     "forebay, sim hand", "forebay-chat", "the device is simulated and takes no time", profile="instant"
 )
+FOREBAY_SIM_INLINE = replace(
+    FOREBAY_SIM, name="forebay, sim hand, inline", note="http threads tokenise", flags=("--tokenizer-mode", "inline")
+)
 FOREBAY_CPU = Forebay("forebay", "forebay-chat")
 VLLM = Vllm("vllm", "vllm-chat", "0.32, Python front end")
 VLLM_RUST = Vllm("vllm, Rust front", "vllm-chat", "0.32, vLLM's own Rust front end", rust=True)
@@ -234,6 +237,7 @@ LLAMA = Llama("llama-server", "llama-server-chat", f"llama.cpp b11434, at most {
 
 BY_KEY: dict[str, Server] = {
     "forebay-sim": FOREBAY_SIM,
+    "forebay-sim-inline": FOREBAY_SIM_INLINE,
     "forebay": FOREBAY_CPU,
     "vllm-rust": VLLM_RUST,
     "vllm": VLLM,

@@ -21,6 +21,17 @@ class Linear:
         self.bias: torch.Tensor | None = None
         if bias:
             self.bias = params.tensor((rows,), {f"{prefix}{name}.bias": n for name, n in outputs.items()})
+        self._packed: torch.Tensor | None = None
+        params.when_packed(self._pack)
+
+    def _pack(self) -> None:
+        """Keeps the weight in oneDNN's own order only, which F.linear would bring it into at each call."""
+        if self.weight.device.type == "cpu" and torch.backends.mkldnn.is_available():
+            self._packed = torch.ops.mkldnn._reorder_linear_weight(self.weight)
+            self.weight = self.weight.new_empty(0)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return F.linear(x, self.weight, self.bias)
+        if self._packed is None:
+            return F.linear(x, self.weight, self.bias)
+        y: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
+        return y

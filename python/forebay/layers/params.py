@@ -28,6 +28,7 @@ class Parameters:
         self.device = device
         self._targets: dict[str, torch.Tensor] = {}
         self._skipped: set[str] = set()
+        self._packing: list[Callable[[], None]] = []
         self._bytes = 0
 
     def tensor(self, shape: tuple[int, ...], parts: dict[str, int]) -> torch.Tensor:
@@ -37,6 +38,16 @@ class Parameters:
             self._targets[name] = part
         self._bytes += tensor.nbytes
         return tensor
+
+    def when_packed(self, pack: Callable[[], None]) -> None:
+        """Has `pack` called when the weights are there and shall be put into the order that suits the processor."""
+        self._packing.append(pack)
+
+    def pack(self) -> None:
+        """Has every layer that knows a faster order for its weights use it. Nothing can be loaded afterwards."""
+        self.forget()
+        for pack in self._packing:
+            pack()
 
     def skip(self, name: str) -> None:
         """A weight that some checkpoints carry and the model does not need."""

@@ -155,6 +155,7 @@ class ModelRunner:
 
     @cached_property
     def _pooler(self) -> Pooler:
+        self.model.params.pack()
         if isinstance(self.model, Bert):
             return EncoderCompute(self.model, self.tables, self.device)
         return TorchCompute(self.decoder, self.tables, self.kv, self.prompts, self.device)
