@@ -14,6 +14,7 @@ mod generate;
 mod inert;
 mod openai;
 mod parse;
+pub mod peer;
 mod prompt;
 mod rerank;
 mod response;
