@@ -252,6 +252,7 @@ impl Owner {
         scheduler.submit(Request {
             id: request.id.0,
             prompt: request.prompt,
+            generated: request.generated,
             max_tokens: request.max_tokens,
             pooling: request.pooling,
             stop_ids: request.stop_ids,

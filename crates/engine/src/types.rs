@@ -16,6 +16,9 @@ pub struct EngineRequest {
     pub id: RequestId,
     /// Prompt token ids, at least one, each below the vocabulary size. With `embeds` they only say how many positions the prompt has.
     pub prompt: Vec<i32>,
+    /// Tokens that were generated before, by another brain or another replica; none is in `stop_ids`, and they are fewer than `max_tokens`,
+    /// which counts them. The request goes on after them, exactly as if it had generated them here, and only what is new comes out.
+    pub generated: Vec<i32>,
     /// Most tokens to generate, at least one; 0 exactly where `pooling` is set. `prompt.len() + max_tokens` is at most the context length.
     pub max_tokens: u32,
     /// One vector is made of the prompt, and nothing is generated. For models that pool, and no others.

@@ -163,6 +163,7 @@ fn request(id: u64, prompt: Vec<i32>, max_tokens: u32) -> EngineRequest {
     EngineRequest {
         id: RequestId(id),
         prompt,
+        generated: Vec::new(),
         max_tokens,
         pooling: None,
         stop_ids: Vec::new(),
@@ -215,6 +216,25 @@ fn the_tokens_do_not_depend_on_lookahead_or_memory() {
             assert_eq!(stats.pages_held + stats.pages_cached + stats.pages_free, pages as usize);
             assert_eq!(stats.preemptions > 0, pages == 64, "{stats:?}");
         }
+    }
+}
+
+#[test]
+fn a_request_goes_on_after_tokens_that_it_was_given_elsewhere() {
+    let rig = Rig::start(config(), 500);
+    for id in 0..20 {
+        let mut given = alone(prompt(id), 40);
+        given.truncate(2 * id as usize);
+        rig.handle
+            .submit(EngineRequest { generated: given, ..request(id, prompt(id), 40) })
+            .expect("room");
+    }
+    let stories = rig.follow(20);
+    for id in 0..20 {
+        let rest = alone(prompt(id), 40).split_off(2 * id as usize);
+        assert_eq!(stories[&id].tokens, rest, "request {id}");
+        assert_eq!(stories[&id].ends, [FinishReason::Length]);
+        assert_eq!(stories[&id].admissions, 1, "to this brain it is new");
     }
 }
 

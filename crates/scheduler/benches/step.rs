@@ -83,6 +83,7 @@ impl Replica {
         self.scheduler.submit(Request {
             id: self.submitted,
             prompt,
+            generated: Vec::new(),
             max_tokens,
             pooling: None,
             stop_ids: vec![STOP_ID],

@@ -277,6 +277,10 @@ impl Scheduler {
     pub fn submit(&mut self, request: Request) {
         debug_assert!(!request.prompt.is_empty(), "validated");
         debug_assert!(request.pooling.is_some() == (request.max_tokens == 0), "validated");
+        debug_assert!(
+            request.generated.is_empty() || request.generated.len() < request.max_tokens as usize,
+            "there is something left to generate"
+        );
         debug_assert!(!self.keeps_nothing() || request.pooling.is_some(), "decoding needs pages");
         debug_assert!(
             self.keeps_nothing()

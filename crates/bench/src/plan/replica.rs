@@ -76,6 +76,7 @@ impl Replica {
         self.scheduler.submit(Request {
             id,
             prompt: arrival.prompt(),
+            generated: Vec::new(),
             max_tokens: arrival.output,
             pooling: None,
             stop_ids: Vec::new(),

@@ -221,6 +221,7 @@ fn in_the_engine(setup: &Setup, traffic: &Traffic) -> HashMap<u64, (u64, u64)> {
         let request = EngineRequest {
             id: RequestId(id),
             prompt: arrival.prompt(),
+            generated: Vec::new(),
             max_tokens: arrival.output,
             pooling: None,
             stop_ids: Vec::new(),
