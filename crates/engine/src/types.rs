@@ -1,6 +1,7 @@
 //! What crosses the engine thread's border: requests in, outputs out, status beside them.
 
 use forebay_protocol::{Dtype, Pooling, SamplingParams};
+use forebay_scheduler::BlockEvent;
 use thiserror::Error;
 
 use crate::payload::Embeds;
@@ -101,6 +102,12 @@ pub struct Output {
 pub trait OutputSink: Send {
     /// Takes a step's outputs, in any order between requests.
     fn deliver(&mut self, outputs: Vec<Output>);
+}
+
+/// Hears which blocks enter and leave a replica's prefix cache, called on the engine thread at most once a step. Must not block.
+pub trait BlockObserver: Send {
+    /// Takes the changes since the last call, in their order.
+    fn changed(&mut self, events: Vec<BlockEvent>);
 }
 
 /// Why a request was not taken.

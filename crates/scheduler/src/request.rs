@@ -12,6 +12,8 @@ pub struct Request {
     pub prompt: Vec<i32>,
     /// Tokens generated before, somewhere else: it goes on after them as after a replay. Fewer than `max_tokens`, which counts them.
     pub generated: Vec<i32>,
+    /// Names of the leading full blocks of prompt and generated tokens, as far as somebody has computed them already.
+    pub names: Vec<BlockHash>,
     /// Most tokens to generate, at least one; 0 exactly where `pooling` is set. `prompt.len() + max_tokens` positions fit into the page
     /// pool, if the model has one.
     pub max_tokens: u32,
@@ -137,7 +139,7 @@ impl Entry {
             pooling: request.pooling,
             embeds: request.embeds,
             root: BlockHash::root(request.cache_salt),
-            names: Vec::new(),
+            names: request.names,
             tokens,
         }
     }

@@ -18,6 +18,7 @@ pub(crate) fn config() -> SchedulerConfig {
         page_size: 4,
         token_budget: 16,
         prefix_cache: true,
+        block_events: true,
         policy: Policy::Fcfs,
     }
 }
@@ -28,6 +29,7 @@ pub(crate) fn request(id: u64, prompt: Vec<i32>, max_tokens: u32) -> Request {
         id,
         prompt,
         generated: vec![],
+        names: Vec::new(),
         max_tokens,
         pooling: None,
         stop_ids: vec![],
@@ -266,9 +268,12 @@ impl Harness {
 
     /// Runs until everybody has ended, and checks that they did as they should.
     pub(crate) fn drain(&mut self) {
-        let work: usize =
-            self.clients.values().map(|c| c.request.prompt.len() + c.expected.0.len()).sum::<usize>()
-                + self.clients.values().map(|c| c.request.generated.len()).sum::<usize>();
+        let work: usize = self
+            .clients
+            .values()
+            .map(|c| c.request.prompt.len() + c.expected.0.len())
+            .sum::<usize>()
+            + self.clients.values().map(|c| c.request.generated.len()).sum::<usize>();
         let mut rounds = 20 * work * self.clients.len().max(1) + 100;
         while self.scheduler.live().next().is_some() || self.scheduler.in_flight() > 0 {
             let idle = self.scheduler.in_flight() == 0;

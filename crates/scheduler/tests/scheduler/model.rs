@@ -77,9 +77,11 @@ fn ask(special: &'static [i32]) -> impl Strategy<Value = Ask> {
         prop::option::weighted(0.3, 0..4_u32),
         prop::option::weighted(0.3, 0..3_u32),
     )
-        .prop_map(|(text, shared, own, (max_tokens, resumed), stop, priority, salt, pooled, embeds)| {
-            Ask { text, shared, own, max_tokens, resumed, stop, priority, salt, pooled, embeds }
-        })
+        .prop_map(
+            |(text, shared, own, (max_tokens, resumed), stop, priority, salt, pooled, embeds)| {
+                Ask { text, shared, own, max_tokens, resumed, stop, priority, salt, pooled, embeds }
+            },
+        )
 }
 
 fn ops(special: &'static [i32], kill: u32) -> impl Strategy<Value = Vec<Op>> {
@@ -105,6 +107,7 @@ fn machines() -> impl Strategy<Value = SchedulerConfig> {
                 page_size,
                 token_budget,
                 prefix_cache,
+                block_events: true,
                 policy: if fcfs { Policy::Fcfs } else { Policy::Priority },
             }
         },
