@@ -20,16 +20,17 @@ mod handle;
 mod owner;
 mod payload;
 mod recovery;
+mod thread;
 mod types;
 
 pub use clock::{Clock, SystemClock};
 pub use executor::{Executor, HandFacts, Signal, Wake};
 pub use forebay_protocol::{Dtype, Pooling};
-pub use forebay_scheduler::Policy;
+pub use forebay_scheduler::{BlockEvent, BlockHash, Policy};
 pub use handle::EngineHandle;
-pub use owner::{Engine, EngineConfig, EngineThread};
 pub use payload::{Embeds, Payload, Payloads};
+pub use thread::{Engine, EngineConfig, EngineThread, Hooks};
 pub use types::{
-    Admission, EngineRequest, Facts, FinishReason, Output, OutputSink, RequestError, RequestId,
-    SampledToken, Stats, Status, SubmitError,
+    Admission, BlockObserver, EngineRequest, Facts, FinishReason, Output, OutputSink, RequestError,
+    RequestId, SampledToken, Stats, Status, SubmitError,
 };

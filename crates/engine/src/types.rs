@@ -1,6 +1,7 @@
 //! What crosses the engine thread's border: requests in, outputs out, status beside them.
 
 use forebay_protocol::{Dtype, Pooling, SamplingParams};
+use forebay_scheduler::BlockEvent;
 use thiserror::Error;
 
 use crate::payload::Embeds;
@@ -16,6 +17,9 @@ pub struct EngineRequest {
     pub id: RequestId,
     /// Prompt token ids, at least one, each below the vocabulary size. With `embeds` they only say how many positions the prompt has.
     pub prompt: Vec<i32>,
+    /// Tokens that were generated before, by another brain or another replica; none is in `stop_ids`, and they are fewer than `max_tokens`,
+    /// which counts them. The request goes on after them, exactly as if it had generated them here, and only what is new comes out.
+    pub generated: Vec<i32>,
     /// Most tokens to generate, at least one; 0 exactly where `pooling` is set. `prompt.len() + max_tokens` is at most the context length.
     pub max_tokens: u32,
     /// One vector is made of the prompt, and nothing is generated. For models that pool, and no others.
@@ -98,6 +102,12 @@ pub struct Output {
 pub trait OutputSink: Send {
     /// Takes a step's outputs, in any order between requests.
     fn deliver(&mut self, outputs: Vec<Output>);
+}
+
+/// Hears which blocks enter and leave a replica's prefix cache, called on the engine thread at most once a step. Must not block.
+pub trait BlockObserver: Send {
+    /// Takes the changes since the last call, in their order.
+    fn changed(&mut self, events: Vec<BlockEvent>);
 }
 
 /// Why a request was not taken.

@@ -9,7 +9,9 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
 use forebay_api::GenerationDefaults;
-use forebay_engine::{Clock, Engine, EngineHandle, Executor, OutputSink, Status, SystemClock};
+use forebay_engine::{
+    Clock, Engine, EngineHandle, Executor, Hooks, OutputSink, Status, SystemClock,
+};
 use forebay_hand::{Arena, HandExecutor, HandSpec};
 use forebay_server::{
     AppState, EgressConfig, EgressMode, Intake, IntakeMode, Metrics, ModelInfo, PooledModel,
@@ -90,7 +92,8 @@ pub(crate) fn run(flags: &ServeFlags) -> Result<()> {
         // Nobody waits any more when the server went first.
         let _ = ended.send(());
     });
-    let (engine, thread) = Engine::start(config.engine(), executor, sink, clock, on_exit)?;
+    let (engine, thread) =
+        Engine::start(config.engine(), executor, clock, Hooks { on_exit, ..Hooks::new(sink) })?;
 
     let info = ModelInfo {
         served_names: config.served_model_names.clone(),

@@ -69,6 +69,7 @@ impl Replica {
                 page_size: PAGE_SIZE,
                 token_budget: running + CHUNK,
                 prefix_cache: true,
+                block_events: false,
                 policy: Policy::Fcfs,
             }),
             plan: StepPlan::default(),
@@ -83,6 +84,8 @@ impl Replica {
         self.scheduler.submit(Request {
             id: self.submitted,
             prompt,
+            generated: Vec::new(),
+            names: Vec::new(),
             max_tokens,
             pooling: None,
             stop_ids: vec![STOP_ID],

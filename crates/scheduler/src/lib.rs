@@ -23,6 +23,7 @@ mod slab;
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
 
+pub use forebay_kvcache::{BlockEvent, BlockHash};
 use forebay_kvcache::{Lease, PagePool};
 use thiserror::Error;
 
@@ -60,6 +61,8 @@ pub struct SchedulerConfig {
     pub token_budget: u32,
     /// Whether blocks are shared between requests.
     pub prefix_cache: bool,
+    /// Whether somebody takes [`Scheduler::take_block_events`].
+    pub block_events: bool,
     /// Who goes first.
     pub policy: Policy,
 }
@@ -250,8 +253,12 @@ impl Scheduler {
     pub fn new(config: SchedulerConfig) -> Self {
         let numbers = [config.slots, config.max_running, config.page_size];
         assert!(numbers.iter().all(|&n| n > 0), "nothing can run with {config:?}");
+        let mut pool = PagePool::new(config.pages);
+        if config.block_events {
+            pool.note_events();
+        }
         Self {
-            pool: PagePool::new(config.pages),
+            pool,
             free_slots: (0..config.slots).rev().collect(),
             requests: Slab::new(),
             by_id: HashMap::new(),
@@ -277,6 +284,10 @@ impl Scheduler {
     pub fn submit(&mut self, request: Request) {
         debug_assert!(!request.prompt.is_empty(), "validated");
         debug_assert!(request.pooling.is_some() == (request.max_tokens == 0), "validated");
+        debug_assert!(
+            request.generated.is_empty() || request.generated.len() < request.max_tokens as usize,
+            "there is something left to generate"
+        );
         debug_assert!(!self.keeps_nothing() || request.pooling.is_some(), "decoding needs pages");
         debug_assert!(
             self.keeps_nothing()
@@ -311,6 +322,11 @@ impl Scheduler {
     pub fn flush_cache(&mut self) -> bool {
         self.pool.flush();
         self.pool.blocks() == 0
+    }
+
+    /// Appends which blocks entered and left the prefix cache since the last time.
+    pub fn take_block_events(&mut self, into: &mut Vec<BlockEvent>) {
+        self.pool.take_events(into);
     }
 
     /// The numbers of this moment.

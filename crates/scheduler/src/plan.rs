@@ -205,7 +205,7 @@ impl Scheduler {
         let named = entry.cached / page_size;
         entry.state = State::Prefill(Residence { slot, leases, named, last_step: 0 });
         let replayed = std::mem::replace(&mut entry.admitted_before, true);
-        let cached_tokens = if replayed { 0 } else { entry.cached };
+        let cached_tokens = if replayed { 0 } else { entry.cached.min(entry.prompt_len) };
         let cacheable = self.config.prefix_cache && entry.embeds.is_none();
         if !replayed && cacheable && self.config.pages > 0 {
             self.counters.prefix_queries += u64::from(entry.prompt_len);

@@ -10,6 +10,10 @@ pub struct Request {
     pub id: u64,
     /// Prompt token ids, at least one.
     pub prompt: Vec<i32>,
+    /// Tokens generated before, somewhere else: it goes on after them as after a replay. Fewer than `max_tokens`, which counts them.
+    pub generated: Vec<i32>,
+    /// Names of the leading full blocks of prompt and generated tokens, as far as somebody has computed them already.
+    pub names: Vec<BlockHash>,
     /// Most tokens to generate, at least one; 0 exactly where `pooling` is set. `prompt.len() + max_tokens` positions fit into the page
     /// pool, if the model has one.
     pub max_tokens: u32,
@@ -115,6 +119,8 @@ pub(crate) struct Entry {
 impl Entry {
     pub(crate) fn new(request: Request, key: Key) -> Self {
         let prompt_len = request.prompt.len() as u32;
+        let mut tokens = request.prompt;
+        tokens.extend_from_slice(&request.generated);
         let mut stop_ids = request.stop_ids;
         stop_ids.sort_unstable();
         Self {
@@ -124,7 +130,7 @@ impl Entry {
             limit: prompt_len.saturating_add(request.max_tokens),
             cached: 0,
             computed: 0,
-            total: prompt_len,
+            total: tokens.len() as u32,
             state: State::Waiting,
             mark: None,
             admitted_before: false,
@@ -133,8 +139,8 @@ impl Entry {
             pooling: request.pooling,
             embeds: request.embeds,
             root: BlockHash::root(request.cache_salt),
-            names: Vec::new(),
-            tokens: request.prompt,
+            names: request.names,
+            tokens,
         }
     }
 

@@ -117,6 +117,7 @@ impl Call {
                 let request = EngineRequest {
                     id,
                     prompt: prompt.clone(),
+                    generated: Vec::new(),
                     max_tokens,
                     pooling: None,
                     stop_ids: stop_ids.clone(),

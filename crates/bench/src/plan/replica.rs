@@ -51,6 +51,7 @@ impl Replica {
             page_size: setup.page_size,
             token_budget: setup.token_budget,
             prefix_cache: setup.prefix_cache,
+            block_events: false,
             policy: Policy::Fcfs,
         });
         Self {
@@ -76,6 +77,8 @@ impl Replica {
         self.scheduler.submit(Request {
             id,
             prompt: arrival.prompt(),
+            generated: Vec::new(),
+            names: Vec::new(),
             max_tokens: arrival.output,
             pooling: None,
             stop_ids: Vec::new(),

@@ -18,6 +18,7 @@ pub(crate) fn config() -> SchedulerConfig {
         page_size: 4,
         token_budget: 16,
         prefix_cache: true,
+        block_events: true,
         policy: Policy::Fcfs,
     }
 }
@@ -27,6 +28,8 @@ pub(crate) fn request(id: u64, prompt: Vec<i32>, max_tokens: u32) -> Request {
     Request {
         id,
         prompt,
+        generated: vec![],
+        names: Vec::new(),
         max_tokens,
         pooling: None,
         stop_ids: vec![],
@@ -42,9 +45,10 @@ pub(crate) fn pooled(id: u64, prompt: Vec<i32>, segment: u32) -> Request {
     Request { pooling: Some(Pooling { segment }), ..request(id, prompt, 0) }
 }
 
-/// What a request gives when it is alone.
+/// What a request gives when it is alone, after what it was given before.
 pub(crate) fn alone(request: &Request) -> (Vec<i32>, Finish) {
     let mut tokens = read_prompt(&request.prompt, request.embeds);
+    tokens.extend_from_slice(&request.generated);
     let mut given = Vec::new();
     if request.pooling.is_some() {
         let finite = next_token(&tokens).is_some();
@@ -59,7 +63,7 @@ pub(crate) fn alone(request: &Request) -> (Vec<i32>, Finish) {
         if request.stop_ids.contains(&token) {
             return (given, Finish::Stop { token });
         }
-        if given.len() == request.max_tokens as usize {
+        if request.generated.len() + given.len() == request.max_tokens as usize {
             return (given, Finish::Length);
         }
     }
@@ -264,8 +268,12 @@ impl Harness {
 
     /// Runs until everybody has ended, and checks that they did as they should.
     pub(crate) fn drain(&mut self) {
-        let work: usize =
-            self.clients.values().map(|c| c.request.prompt.len() + c.expected.0.len()).sum();
+        let work: usize = self
+            .clients
+            .values()
+            .map(|c| c.request.prompt.len() + c.expected.0.len())
+            .sum::<usize>()
+            + self.clients.values().map(|c| c.request.generated.len()).sum::<usize>();
         let mut rounds = 20 * work * self.clients.len().max(1) + 100;
         while self.scheduler.live().next().is_some() || self.scheduler.in_flight() > 0 {
             let idle = self.scheduler.in_flight() == 0;
@@ -319,8 +327,10 @@ impl Harness {
         assert!(!std::mem::replace(&mut client.resident, true), "{id} is admitted twice");
         assert_eq!(replayed, client.admissions > 0);
         assert!(!replayed || cached_tokens == 0);
-        assert!((cached_tokens as usize) < client.request.prompt.len());
-        assert_eq!(cached_tokens % self.config.page_size, 0);
+        let prompt = client.request.prompt.len();
+        let resumed = !client.request.generated.is_empty();
+        assert!((cached_tokens as usize) < prompt || (resumed && cached_tokens as usize == prompt));
+        assert!(cached_tokens.is_multiple_of(self.config.page_size) || resumed);
         assert!(cached_tokens == 0 || client.request.embeds.is_none(), "{id} has no names to find");
         client.cached_tokens += cached_tokens;
         client.admissions += 1;

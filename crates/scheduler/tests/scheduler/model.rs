@@ -4,7 +4,7 @@ use forebay_scheduler::{Policy, Request, SchedulerConfig};
 use proptest::prelude::*;
 
 use crate::device::{KILL_TOKEN, NAN_TOKEN, VOCAB};
-use crate::harness::{Harness, config, pooled, request};
+use crate::harness::{Harness, alone, config, pooled, request};
 
 #[derive(Debug, Clone)]
 enum Op {
@@ -23,6 +23,8 @@ struct Ask {
     shared: usize,
     own: Vec<i32>,
     max_tokens: u32,
+    /// It was given up to this many tokens before.
+    resumed: usize,
     stop: Option<i32>,
     priority: i32,
     salt: u64,
@@ -45,13 +47,16 @@ impl Ask {
         }
         prompt.truncate(room - 1);
         let max_tokens = self.max_tokens.min((room - prompt.len()) as u32);
-        Request {
+        let whole = Request {
             stop_ids: self.stop.into_iter().chain([VOCAB + 5, VOCAB + 3]).collect(),
             priority: self.priority,
             cache_salt: self.salt,
             embeds: self.embeds,
             ..request(id, prompt, max_tokens)
-        }
+        };
+        let mut generated = alone(&whole).0;
+        generated.truncate(self.resumed.min(generated.len().saturating_sub(1)));
+        Request { generated, ..whole }
     }
 }
 
@@ -65,16 +70,18 @@ fn ask(special: &'static [i32]) -> impl Strategy<Value = Ask> {
         0..3_i32,
         0..40_usize,
         prop::collection::vec(own, 1..6),
-        1..24_u32,
+        (1..24_u32, prop_oneof![3 => Just(0), 1 => 1..24_usize]),
         prop::option::weighted(0.3, 0..VOCAB),
         -1..2_i32,
         prop_oneof![5 => Just(0_u64), 1 => Just(1)],
         prop::option::weighted(0.3, 0..4_u32),
         prop::option::weighted(0.3, 0..3_u32),
     )
-        .prop_map(|(text, shared, own, max_tokens, stop, priority, salt, pooled, embeds)| {
-            Ask { text, shared, own, max_tokens, stop, priority, salt, pooled, embeds }
-        })
+        .prop_map(
+            |(text, shared, own, (max_tokens, resumed), stop, priority, salt, pooled, embeds)| {
+                Ask { text, shared, own, max_tokens, resumed, stop, priority, salt, pooled, embeds }
+            },
+        )
 }
 
 fn ops(special: &'static [i32], kill: u32) -> impl Strategy<Value = Vec<Op>> {
@@ -100,6 +107,7 @@ fn machines() -> impl Strategy<Value = SchedulerConfig> {
                 page_size,
                 token_budget,
                 prefix_cache,
+                block_events: true,
                 policy: if fcfs { Policy::Fcfs } else { Policy::Priority },
             }
         },

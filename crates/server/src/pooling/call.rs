@@ -66,6 +66,7 @@ impl PooledCall {
             let request = EngineRequest {
                 id,
                 prompt: input.tokens,
+                generated: Vec::new(),
                 max_tokens: 0,
                 pooling: Some(Pooling { segment: input.segment }),
                 stop_ids: Vec::new(),
