@@ -227,18 +227,26 @@ pub(crate) struct SimFlags {
 #[derive(Debug, Args)]
 #[command(next_help_heading = "Logs")]
 pub(crate) struct LogFlags {
-    /// error, warn, info, debug, trace, or a filter such as `info,forebay_engine=debug`.
-    #[arg(long, default_value = "info")]
-    pub(crate) log_level: String,
-    /// One JSON object a line, or text.
-    #[arg(long, value_enum, default_value_t)]
-    pub(crate) log_format: LogFormat,
+    #[command(flatten)]
+    pub(crate) lines: LineFlags,
     /// Seconds between step log lines; 0 for none.
     #[arg(long, default_value = "10", value_parser = seconds)]
     pub(crate) log_interval: Duration,
     /// Send tracing spans to this OTLP/HTTP endpoint (for example http://127.0.0.1:4318/v1/traces).
     #[arg(long, value_name = "URL")]
     pub(crate) otlp_traces_endpoint: Option<String>,
+}
+
+/// What log lines look like.
+#[derive(Debug, Args)]
+#[command(next_help_heading = "Logging")]
+pub(crate) struct LineFlags {
+    /// error, warn, info, debug, trace, or a filter such as `info,forebay_engine=debug`.
+    #[arg(long, default_value = "info")]
+    pub(crate) log_level: String,
+    /// One JSON object a line, or text.
+    #[arg(long, value_enum, default_value_t)]
+    pub(crate) log_format: LogFormat,
 }
 
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, ValueEnum, Serialize)]

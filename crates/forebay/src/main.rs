@@ -5,6 +5,7 @@ mod config;
 mod flags;
 mod logs;
 mod model;
+mod route;
 mod serve;
 mod simulate;
 mod text;
@@ -33,11 +34,12 @@ fn main() -> ExitCode {
 }
 
 fn run(command: Command) -> Result<()> {
-    if !matches!(command, Command::Serve(_)) {
+    if !matches!(command, Command::Serve(_) | Command::Route(_)) {
         logs::init_warnings()?;
     }
     match command {
         Command::Serve(flags) => serve::run(&flags),
+        Command::Route(flags) => route::run(&flags),
         Command::Bench(BenchCommand::Serve(args)) => forebay_bench::serve(&args, &Tokenizers),
         Command::Bench(BenchCommand::Report(args)) => forebay_bench::report(&args),
         Command::Eval(EvalCommand::Gsm8k(args)) => forebay_bench::gsm8k(&args),

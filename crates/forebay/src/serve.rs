@@ -10,11 +10,11 @@ use std::time::Duration;
 use anyhow::{Context, Result, bail};
 use forebay_api::GenerationDefaults;
 use forebay_engine::{
-    Clock, Engine, EngineHandle, Executor, Hooks, OutputSink, Status, SystemClock,
+    BlockObserver, Clock, Engine, EngineHandle, Executor, Hooks, OutputSink, Status, SystemClock,
 };
 use forebay_hand::{Arena, HandExecutor, HandSpec};
 use forebay_server::{
-    AppState, EgressConfig, EgressMode, Intake, IntakeMode, Metrics, ModelInfo, PooledModel,
+    AppState, BlockLog, EgressConfig, EgressMode, Intake, IntakeMode, Metrics, ModelInfo, PooledModel,
     PoolingTask, ServerConfig, egress, pooled,
 };
 use forebay_sim::{Recorder, SimClock, SimExecutor};
@@ -33,11 +33,11 @@ use crate::{logs, simulate, watch};
 const EGRESS_STEPS: usize = 1024;
 /// Connections that may wait to be accepted, as far as the system allows it. Of a burst beyond that, connections are dropped, and tried
 /// again a second later; the standard library asks for 128.
-const BACKLOG: i32 = 65_535;
+pub(crate) const BACKLOG: i32 = 65_535;
 
 /// Serves until a signal, or until the engine ends.
 pub(crate) fn run(flags: &ServeFlags) -> Result<()> {
-    let logs = logs::init(&flags.log)?;
+    let logs = logs::init(&flags.log.lines, flags.log.otlp_traces_endpoint.as_deref())?;
     let name = flags.model_name().context("no model named")?;
     // Taken before minutes of downloads, so that a port in use is said at once.
     let listener = TcpListener::bind((flags.http.host.as_str(), flags.http.port))
@@ -92,8 +92,10 @@ pub(crate) fn run(flags: &ServeFlags) -> Result<()> {
         // Nobody waits any more when the server went first.
         let _ = ended.send(());
     });
-    let (engine, thread) =
-        Engine::start(config.engine(), executor, clock, Hooks { on_exit, ..Hooks::new(sink) })?;
+    let blocks = config.prefix_cache.then(BlockLog::default);
+    let observer = blocks.as_ref().map(|log| Box::new(log.replica()) as Box<dyn BlockObserver>);
+    let hooks = Hooks { sink, blocks: observer, on_exit };
+    let (engine, thread) = Engine::start(config.engine(), executor, clock, hooks)?;
 
     let info = ModelInfo {
         served_names: config.served_model_names.clone(),
@@ -127,7 +129,7 @@ pub(crate) fn run(flags: &ServeFlags) -> Result<()> {
     let intake = Intake::start(intake_mode, Arc::new(arena), config.max_queued_requests)?;
     let text = Arc::new(text);
     let state =
-        AppState::new(server, info, Arc::new(engine.clone()), text, intake, egress, metrics);
+        AppState::new(server, info, Arc::new(engine.clone()), text, intake, egress, metrics, blocks);
     let runtime = tokio::runtime::Builder::new_multi_thread()
         .worker_threads(config.http_threads.into())
         .thread_name("http")

@@ -3,7 +3,8 @@
 use std::time::Duration;
 
 use axum::body::{Body, HttpBody};
-use axum::http::HeaderMap;
+use axum::extract::Query;
+use axum::http::{HeaderMap, Uri};
 use axum::http::header::AUTHORIZATION;
 use bytes::Bytes;
 use forebay_api::ApiError;
@@ -41,6 +42,20 @@ where
     let config = &state.config;
     let pieces = collect(body, config.max_body_bytes, config.body_timeout).await?;
     state.intake.parse(pieces).await
+}
+
+/// A body as it is.
+pub(crate) async fn whole(body: Body, state: &Shared) -> Result<Bytes, ApiError> {
+    let config = &state.config;
+    Ok(collect(body, config.max_body_bytes, config.body_timeout).await?.join())
+}
+
+/// What a URL asks for after its `?`.
+pub(crate) fn query<T: DeserializeOwned>(uri: &Uri) -> Result<T, ApiError> {
+    match Query::try_from_uri(uri) {
+        Ok(Query(query)) => Ok(query),
+        Err(error) => Err(ApiError::invalid("query", error.body_text())),
+    }
 }
 
 /// Reads a body of at most `limit` bytes that has to arrive within `time`.

@@ -23,6 +23,7 @@ use crate::delta::End;
 use crate::engine::Engine;
 use crate::mailbox;
 use crate::metrics::Metrics;
+use crate::speller::Speller;
 use stream::{Due, Scratch, Stream};
 
 pub(crate) use stream::request_error;
@@ -46,11 +47,8 @@ pub(crate) struct Registration {
     pub(crate) id: RequestId,
     pub(crate) sender: mailbox::Sender,
     pub(crate) engine: Arc<dyn Engine>,
-    pub(crate) stop: Vec<String>,
-    pub(crate) include_stop: bool,
-    pub(crate) skip_special_tokens: bool,
-    /// Stop strings do not count up to here.
-    pub(crate) min_tokens: u32,
+    /// Where it goes on with another's stream, it has read that.
+    pub(crate) speller: Speller,
     /// To tell end-of-sequence from the client's own stop tokens.
     pub(crate) eos: Arc<[i32]>,
     pub(crate) prompt_tokens: u32,
@@ -274,7 +272,7 @@ impl Owner {
             return registration.sender.fail(engine_gone());
         }
         let id = registration.id;
-        self.streams.insert(id, Stream::new(registration, &self.tokenizer, self.window));
+        self.streams.insert(id, Stream::new(registration, self.window));
     }
 
     fn apply(&mut self, output: Output, now: Instant, behind: bool, scratch: &mut Scratch) {

@@ -12,6 +12,7 @@ use super::inputs::Input;
 use super::lane::{Answer, Expected};
 use crate::call::submit_error;
 use crate::engine::Engine;
+use crate::peers::Peer;
 use crate::state::{LiveGuard, Shared};
 
 /// Engine requests of one client request. Dropping it aborts those that have not ended: this is how a client that has gone away frees
@@ -38,6 +39,7 @@ impl PooledCall {
         limits: Limits,
         (param, priority): (&str, i32),
         arrived: Instant,
+        peer: &Peer,
     ) -> Result<Self, ApiError> {
         check_lengths(&inputs, limits.context_length, param)?;
         let ids: Vec<RequestId> = inputs.iter().map(|_| state.next_id()).collect();
@@ -60,7 +62,7 @@ impl PooledCall {
             answer,
             usage,
             span,
-            _live: state.enter(),
+            _live: state.enter(peer),
         };
         for (input, &id) in inputs.into_iter().zip(&ids) {
             let request = EngineRequest {

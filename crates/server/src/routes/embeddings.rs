@@ -11,6 +11,7 @@ use forebay_api::{
 
 use super::random_hex;
 use crate::limits;
+use crate::peers::Peer;
 use crate::pooling::{Form, PooledCall, encode_inputs, form};
 use crate::reply::{self, Failure};
 use crate::state::{Shared, now};
@@ -30,6 +31,7 @@ const LARGE: usize = 1 << 15;
 )]
 pub(crate) async fn embeddings(
     State(state): State<Shared>,
+    peer: Peer,
     body: Body,
 ) -> Result<Response, Failure> {
     let arrived = Instant::now();
@@ -44,7 +46,7 @@ pub(crate) async fn embeddings(
     let id = format!("embd-{}", random_hex());
     let place = ("input", valid.priority);
     let mut call =
-        PooledCall::start(&state, model, inputs, model_limits, place, arrived)?.named(&id);
+        PooledCall::start(&state, model, inputs, model_limits, place, arrived, &peer)?.named(&id);
     let vectors = call.collect().await?;
     let wanted =
         Form { dimensions: valid.dimensions, normalize: valid.normalize, format: valid.format };

@@ -15,6 +15,7 @@ use tokio::time::timeout;
 use utoipa::ToSchema;
 
 use crate::call::{Call, Submission};
+use crate::peers::Peer;
 use crate::pooling::{Input, PooledCall};
 use crate::reply::{self, Failure};
 use crate::state::{Shared, not_serving};
@@ -103,7 +104,7 @@ pub(crate) async fn health_generate(State(state): State<Shared>) -> Result<Respo
     if let Some(model) = &state.model.pooling {
         let inputs = vec![Input { tokens: vec![token], segment: 0 }];
         let place = ("input", i32::MAX);
-        let call = PooledCall::start(&state, model, inputs, limits, place, arrived)?;
+        let call = PooledCall::start(&state, model, inputs, limits, place, arrived, &Peer::default())?;
         return in_time(&state, call.named("health").collect()).await;
     }
     let request = json!({
@@ -116,7 +117,7 @@ pub(crate) async fn health_generate(State(state): State<Shared>) -> Result<Respo
     for item in request.validate(&state.model.defaults, limits)?.items {
         submissions.push(Submission::new(vec![token], item.generation, limits, "input_ids")?);
     }
-    let mut call = Call::start(&state, submissions, false, arrived)?.named("health");
+    let mut call = Call::start(&state, submissions, false, arrived, &Peer::default())?.named("health");
     in_time(&state, call.collect()).await
 }
 
@@ -192,7 +193,7 @@ pub(crate) async fn server_info(State(state): State<Shared>) -> Response {
     })
 }
 
-fn stats(stats: &Stats) -> Value {
+pub(super) fn stats(stats: &Stats) -> Value {
     json!({
         "running": stats.running,
         "waiting": stats.waiting,

@@ -20,6 +20,8 @@ use crate::reply;
         super::tokenize::tokenize,
         super::tokenize::detokenize,
         super::info::server_info,
+        super::loads::loads,
+        crate::peers::blocks::blocks,
         super::info::flush_cache,
         super::info::health,
         super::info::health_generate,
