@@ -34,16 +34,22 @@ def free_port() -> int:
 
 
 class Server:
-    """A running `forebay serve`. Always `kill` it."""
+    """A running `forebay serve`, or `forebay route`. Always `kill` it."""
 
-    def __init__(self, model: str | Path, *flags: str, log: Path, environment: Mapping[str, str] | None = None) -> None:
-        self.port = free_port()
+    def __init__(
+        self,
+        *arguments: str | Path,
+        log: Path,
+        environment: Mapping[str, str] | None = None,
+        command: str = "serve",
+        port: int | None = None,
+    ) -> None:
+        self.port = port or free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self._log = log
-        command = [BINARY, "serve", model, "--port", str(self.port), *flags]
         with log.open("wb") as file:
             self.process = subprocess.Popen(
-                command,
+                [BINARY, command, *arguments, "--port", str(self.port)],
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=file,

@@ -21,6 +21,7 @@ ALLOWED: dict[str, set[str]] = {
     "text": set(),
     "api": {"engine", "text", "protocol"},
     "server": {"api", "engine", "text"},
+    "router": {"api"},
     "kernels": set(),
     "bench": {"protocol", "kvcache", "scheduler", "engine", "sim", "text"},
 }

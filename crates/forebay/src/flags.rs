@@ -239,7 +239,7 @@ pub(crate) struct LogFlags {
 
 /// What log lines look like.
 #[derive(Debug, Args)]
-#[command(next_help_heading = "Logging")]
+#[command(next_help_heading = "Logs")]
 pub(crate) struct LineFlags {
     /// error, warn, info, debug, trace, or a filter such as `info,forebay_engine=debug`.
     #[arg(long, default_value = "info")]

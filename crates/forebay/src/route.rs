@@ -267,7 +267,8 @@ mod tests {
         assert_eq!(plain.health, HealthConfig::default());
         assert_eq!(plain.thresholds, Thresholds::default());
         assert_eq!((plain.watch, plain.policy), (Watch::Acknowledged, Policy::CacheAware));
-        let other = config(&["--worker-urls", "a:1", "--load-watch-interval", "0.02", "--disable-retries"]);
+        let other =
+            config(&["--worker-urls", "a:1", "--load-watch-interval", "0.02", "--disable-retries"]);
         assert_eq!(other.watch, Watch::Polled(Duration::from_millis(20)));
         assert_eq!(other.retry.retries, 0);
         let breaker = config(&["--disable-circuit-breaker", "--policy", "power_of_two"]);

@@ -14,8 +14,8 @@ use forebay_engine::{
 };
 use forebay_hand::{Arena, HandExecutor, HandSpec};
 use forebay_server::{
-    AppState, BlockLog, EgressConfig, EgressMode, Intake, IntakeMode, Metrics, ModelInfo, PooledModel,
-    PoolingTask, ServerConfig, egress, pooled,
+    AppState, BlockLog, EgressConfig, EgressMode, Intake, IntakeMode, Metrics, ModelInfo,
+    PooledModel, PoolingTask, ServerConfig, egress, pooled,
 };
 use forebay_sim::{Recorder, SimClock, SimExecutor};
 use forebay_text::{ChatTemplate, Tokenizer};
@@ -128,8 +128,16 @@ pub(crate) fn run(flags: &ServeFlags) -> Result<()> {
     };
     let intake = Intake::start(intake_mode, Arc::new(arena), config.max_queued_requests)?;
     let text = Arc::new(text);
-    let state =
-        AppState::new(server, info, Arc::new(engine.clone()), text, intake, egress, metrics, blocks);
+    let state = AppState::new(
+        server,
+        info,
+        Arc::new(engine.clone()),
+        text,
+        intake,
+        egress,
+        metrics,
+        blocks,
+    );
     let runtime = tokio::runtime::Builder::new_multi_thread()
         .worker_threads(config.http_threads.into())
         .thread_name("http")

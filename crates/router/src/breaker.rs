@@ -31,9 +31,14 @@ impl Default for BreakerConfig {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum State {
     Closed,
-    Open { until: Instant },
+    Open {
+        until: Instant,
+    },
     /// Requests pass one after the other until `successes` of them went well.
-    Trying { successes: usize, under_way: bool },
+    Trying {
+        successes: usize,
+        under_way: bool,
+    },
 }
 
 /// The breaker of one backend.
@@ -134,7 +139,8 @@ mod tests {
     const SECOND: Duration = Duration::from_secs(1);
 
     fn breaker() -> Breaker {
-        let config = BreakerConfig { failures: 3, successes: 2, pause: 10 * SECOND, window: 5 * SECOND };
+        let config =
+            BreakerConfig { failures: 3, successes: 2, pause: 10 * SECOND, window: 5 * SECOND };
         Breaker::new(config)
     }
 

@@ -224,7 +224,8 @@ mod tests {
     #[test]
     fn reports_of_a_backend_that_came_back_count_again() {
         let mut ledger = books();
-        let report = |epoch, at, requests| LoadReport { epoch, at, requests, ..LoadReport::default() };
+        let report =
+            |epoch, at, requests| LoadReport { epoch, at, requests, ..LoadReport::default() };
         assert!(ledger.report(report(1, 9, 4)));
         assert!(!ledger.report(report(1, 8, 7)));
         assert_eq!(ledger.requests(), 4);

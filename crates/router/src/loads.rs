@@ -47,7 +47,8 @@ pub(crate) fn metrics(shared: &Shared) -> prometheus::Result<Vec<u8>> {
         registry.register(Box::new(metric))?;
     }
     let gauge = |name: &str, help: &str| {
-        let metric = IntGaugeVec::new(Opts::new(format!("forebay_router_{name}"), help), &["backend"])?;
+        let metric =
+            IntGaugeVec::new(Opts::new(format!("forebay_router_{name}"), help), &["backend"])?;
         registry.register(Box::new(metric.clone()))?;
         prometheus::Result::Ok(metric)
     };

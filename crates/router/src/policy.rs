@@ -84,7 +84,9 @@ impl Chooser {
             }
             (Policy::CacheAware, _) => self.cache_aware(candidates),
             (Policy::Session, Some(key)) => rendezvous(candidates, key),
-            (Policy::ShortestQueue, _) | (Policy::Session, None) => self.least(candidates, |_| true),
+            (Policy::ShortestQueue, _) | (Policy::Session, None) => {
+                self.least(candidates, |_| true)
+            }
         })
     }
 
@@ -129,8 +131,7 @@ mod tests {
     use super::*;
 
     fn candidates(loads: &[u32]) -> Vec<Candidate> {
-        let candidate =
-            |(name, &requests)| Candidate { name, requests, tokens: 0, cached: 0.0 };
+        let candidate = |(name, &requests)| Candidate { name, requests, tokens: 0, cached: 0.0 };
         (0..).zip(loads).map(candidate).collect()
     }
 

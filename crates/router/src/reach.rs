@@ -8,9 +8,7 @@ use std::time::Instant;
 
 use bytes::{Bytes, BytesMut};
 use forebay_api::ApiError;
-use forebay_api::peer::{
-    BLOCKS_HEADER, LOAD_HEADER, LoadReport, STREAM_HEADER, decode_blocks,
-};
+use forebay_api::peer::{BLOCKS_HEADER, LOAD_HEADER, LoadReport, STREAM_HEADER, decode_blocks};
 use http::header::CONTENT_TYPE;
 use http::{HeaderMap, HeaderValue, Request, Response, StatusCode};
 use http_body_util::Full;
@@ -191,7 +189,8 @@ async fn answered(
     let backend = &sent.backend;
     let mut link = match worker.idle.take(backend.id) {
         Some(link) => link,
-        None => match timeout(worker.shared.config.connect_timeout, Link::open(&backend.url)).await {
+        None => match timeout(worker.shared.config.connect_timeout, Link::open(&backend.url)).await
+        {
             Ok(link) => link.map_err(Trouble::Connect)?,
             Err(_) => {
                 let late = std::io::Error::from(std::io::ErrorKind::TimedOut);
@@ -200,13 +199,16 @@ async fn answered(
         },
     };
     let stale = link.is_used();
-    let sending = link.send(request);
-    tokio::pin!(sending);
-    let response = poll_fn(|context| match sending.as_mut().poll(context) {
-        Poll::Ready(response) => Poll::Ready(response.map_err(Broken::Link)),
-        Poll::Pending => vigil.poll(context).map(Err),
-    });
-    match response.await {
+    let response = {
+        let sending = link.send(request);
+        tokio::pin!(sending);
+        let response = poll_fn(|context| match sending.as_mut().poll(context) {
+            Poll::Ready(response) => Poll::Ready(response.map_err(Broken::Link)),
+            Poll::Pending => vigil.poll(context).map(Err),
+        });
+        response.await
+    };
+    match response {
         Ok(response) => Ok((link, response)),
         Err(Broken::Link(_)) if stale => Err(Trouble::Stale),
         Err(broken) => Err(Trouble::Broken(broken)),

@@ -188,7 +188,8 @@ impl Body for Relay {
                 State::Recovering(recovery) => match recovery.as_mut().poll(context) {
                     Poll::Ready(Ok(Reached { kind, first, flow, .. })) => {
                         this.kind = kind;
-                        this.state = flow.map_or(State::Over, |flow| State::Flowing(Box::new(flow)));
+                        this.state =
+                            flow.map_or(State::Over, |flow| State::Flowing(Box::new(flow)));
                         if !first.is_empty() {
                             return this.give(first);
                         }
@@ -196,8 +197,9 @@ impl Body for Relay {
                     Poll::Ready(Err(Failure::Api(error))) => return this.fail(&error),
                     Poll::Ready(Err(Failure::Refused(response))) => {
                         let status = response.status().as_u16();
-                        let reason =
-                            format!("no other backend goes on with the stream: the last answered {status}");
+                        let reason = format!(
+                            "no other backend goes on with the stream: the last answered {status}"
+                        );
                         let error = ApiError::Unavailable { reason, code: "backend_failed" };
                         return this.fail(&error);
                     }

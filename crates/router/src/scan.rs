@@ -8,7 +8,7 @@ use memchr::{memchr, memchr2};
 pub(crate) fn members(json: &[u8]) -> Members<'_> {
     let mut members = Members { json, at: 0 };
     members.skip_spaces();
-    if members.take(b'{').is_none() {
+    if members.eat(b'{').is_none() {
         members.at = json.len();
     }
     members
@@ -29,14 +29,14 @@ impl<'a> Iterator for Members<'a> {
         self.skip_string()?;
         let name = &self.json[name + 1..self.at - 1];
         self.skip_spaces();
-        self.take(b':')?;
+        self.eat(b':')?;
         self.skip_spaces();
         let value = self.at;
         self.skip_value()?;
         let value = self.json[value..self.at].trim_ascii_end();
         self.skip_spaces();
         // The last member has no comma, and the next call finds no name.
-        let _ = self.take(b',');
+        let _ = self.eat(b',');
         Some((name, value))
     }
 }
@@ -47,15 +47,15 @@ impl Members<'_> {
         self.at += rest.len() - rest.trim_ascii_start().len();
     }
 
-    fn take(&mut self, byte: u8) -> Option<()> {
+    fn eat(&mut self, byte: u8) -> Option<()> {
         (self.json.get(self.at) == Some(&byte)).then(|| self.at += 1)
     }
 
     fn skip_string(&mut self) -> Option<()> {
-        self.take(b'"')?;
+        self.eat(b'"')?;
         loop {
             self.at += memchr2(b'"', b'\\', &self.json[self.at..])?;
-            if self.take(b'"').is_some() {
+            if self.eat(b'"').is_some() {
                 return Some(());
             }
             self.at += 2;

@@ -41,7 +41,9 @@ const POLL: Duration = Duration::from_millis(5);
 #[derive(Debug, Error)]
 pub enum StartError {
     /// No backends are named, and none can register.
-    #[error("no backends: --backends, --backends-file, --backends-dns or --registration-key is needed")]
+    #[error(
+        "no backends: --backends, --backends-file, --backends-dns or --registration-key is needed"
+    )]
     NoBackends,
     /// A backend's URL is none.
     #[error(transparent)]
@@ -76,7 +78,8 @@ impl Router {
     /// No backend can ever be there, or the system gives no threads.
     pub fn start(config: RouterConfig, listener: TcpListener) -> Result<Self, StartError> {
         let sources = config.sources.clone();
-        let urls: Result<Vec<_>, _> = sources.urls.iter().map(|url| BackendUrl::parse(url)).collect();
+        let urls: Result<Vec<_>, _> =
+            sources.urls.iter().map(|url| BackendUrl::parse(url)).collect();
         let (urls, named) = (urls?, sources.file.is_some() || !sources.dns.is_empty());
         if urls.is_empty() && !named && sources.registration_key.is_none() {
             return Err(StartError::NoBackends);

@@ -161,14 +161,18 @@ async fn pass_on(
     let body = collect(body, config.max_payload, config.receive_timeout).await?;
     let deadline = Instant::now() + config.request_timeout;
     let ask = Arc::new(Ask::new(parts, body, config.policy, deadline));
-    match reach(worker, &ask, None, None).await {
+    let mut cut = shared.cut.subscribe();
+    let reached = tokio::select! {
+        reached = reach(worker, &ask, None, None) => reached,
+        // The sender lives as long as the worker does.
+        _ = cut.wait_for(|&cut| cut) => Err(Failure::Api(ApiError::Aborted)),
+    };
+    match reached {
         Ok(Reached { head, kind, first, flow }) => {
             let relay = Relay::new(Arc::clone(worker), ask, kind, first, flow, live);
             Ok(Response::from_parts(head, Answer::Relayed(Box::new(relay))))
         }
-        Err(Failure::Refused(response)) => {
-            Ok(response.map(|body| Answer::Own(Full::new(body))))
-        }
+        Err(Failure::Refused(response)) => Ok(response.map(|body| Answer::Own(Full::new(body)))),
         Err(Failure::Api(error)) => {
             shared.totals.errors.fetch_add(1, Ordering::Relaxed);
             Err(error)

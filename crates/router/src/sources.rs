@@ -43,7 +43,9 @@ pub(crate) async fn follow_file(shared: Arc<Shared>, file: std::path::PathBuf) {
                 last = Some(urls);
             }
             Ok(_) => {}
-            Err(error) => tracing::warn!(file = %file.display(), error, "backends stay as they are"),
+            Err(error) => {
+                tracing::warn!(file = %file.display(), error, "backends stay as they are")
+            }
         }
         sleep(shared.config.sources.interval).await;
     }
@@ -81,7 +83,10 @@ mod tests {
     #[test]
     fn a_list_has_comments_and_empty_lines() {
         let urls = listed("# all\n\nhttp://a:1\n  b:2 # second\n").unwrap();
-        assert_eq!(urls.iter().map(BackendUrl::url).collect::<Vec<_>>(), ["http://a:1", "http://b:2"]);
+        assert_eq!(
+            urls.iter().map(BackendUrl::url).collect::<Vec<_>>(),
+            ["http://a:1", "http://b:2"]
+        );
         assert!(listed("http://a:1\nftp://b").is_err());
     }
 }

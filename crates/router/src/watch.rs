@@ -94,17 +94,17 @@ async fn ask(
     headers.insert(HOST, backend.host.clone());
     let tag = RouterTag { router: shared.id, seq: 0, floor: 0, seed: 0, blocks: false };
     let key = shared.config.api_key.as_ref().map(|key| format!("Bearer {key}"));
-    for (name, value) in [
-        (HeaderName::from_static(ROUTER_HEADER), Some(tag.encode())),
-        (AUTHORIZATION, key),
-    ] {
+    for (name, value) in
+        [(HeaderName::from_static(ROUTER_HEADER), Some(tag.encode())), (AUTHORIZATION, key)]
+    {
         if let Some(value) = value.and_then(|value| HeaderValue::from_str(&value).ok()) {
             headers.insert(name, value);
         }
     }
     let (head, mut body) = open.send(request).await?.into_parts();
     let mut whole = Vec::new();
-    while let Some(frame) = std::future::poll_fn(|context| open.poll_frame(&mut body, context)).await
+    while let Some(frame) =
+        std::future::poll_fn(|context| open.poll_frame(&mut body, context)).await
     {
         if let Ok(data) = frame?.into_data() {
             whole.extend_from_slice(&data);
@@ -131,7 +131,10 @@ async fn question(
 }
 
 /// Takes an answer's report; false if there is none, as with servers of others.
-fn take_report(backend: &Backend, answer: &Result<(StatusCode, HeaderMap, Bytes), LinkError>) -> bool {
+fn take_report(
+    backend: &Backend,
+    answer: &Result<(StatusCode, HeaderMap, Bytes), LinkError>,
+) -> bool {
     let Ok((StatusCode::OK, _, body)) = answer else { return false };
     match serde_json::from_slice::<LoadReport>(body) {
         Ok(report) => {

@@ -80,7 +80,8 @@ impl Call {
             peer.name_blocks(state, &submission.prompt);
         }
         let prompts = submissions.iter();
-        let mut tally = Tally::new(prompts.map(|prompt| (prompt.prompt_tokens(), prompt.generation.n)));
+        let mut tally =
+            Tally::new(prompts.map(|prompt| (prompt.prompt_tokens(), prompt.generation.n)));
         let prompt_tokens = tally.prompt_tokens();
         let wake = match (streamed, state.config.egress) {
             (false, _) => Wake::AtEnd,
@@ -240,7 +241,9 @@ fn check_resume(
     streamed: bool,
     state: &Shared,
 ) -> Result<(), ApiError> {
-    let error = |reason: &str| Err(ApiError::invalid(RESUME_HEADER, format!("`{RESUME_HEADER}`: {reason}")));
+    let error = |reason: &str| {
+        Err(ApiError::invalid(RESUME_HEADER, format!("`{RESUME_HEADER}`: {reason}")))
+    };
     let [submission] = submissions else { return error("the request has more than one prompt") };
     if !streamed || submission.generation.n != 1 {
         return error("the request has no stream, or more than one choice");

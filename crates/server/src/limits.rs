@@ -4,8 +4,8 @@ use std::time::Duration;
 
 use axum::body::{Body, HttpBody};
 use axum::extract::Query;
-use axum::http::{HeaderMap, Uri};
 use axum::http::header::AUTHORIZATION;
+use axum::http::{HeaderMap, Uri};
 use bytes::Bytes;
 use forebay_api::ApiError;
 use http_body_util::BodyExt;

@@ -356,7 +356,8 @@ mod tests {
             let streaming = Streaming { include_usage, continuous_usage: false };
             // A model's name may look like what is searched.
             let model = r#"text":"","text":""#;
-            let chunks = |egress| Chunks::new(&name("id", 1), "o", model, streaming, egress).unwrap();
+            let chunks =
+                |egress| Chunks::new(&name("id", 1), "o", model, streaming, egress).unwrap();
             let prepared = chunks(EgressMode::Direct);
             let cut = prepared.cut(&Choice { text: "", finish: None }, "text").unwrap().unwrap();
             for text in ["", "x", "a \"quoted\"\n\u{2028} é"] {

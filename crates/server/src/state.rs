@@ -4,15 +4,15 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{SystemTime, UNIX_EPOCH};
 
-use forebay_api::{ApiError, Limits};
-use forebay_engine::{Dtype, RequestId, Status};
-use forebay_text::TextPool;
 use crate::config::{ModelInfo, ServerConfig};
 use crate::egress::Egress;
 use crate::engine::Engine;
 use crate::intake::Intake;
 use crate::metrics::Metrics;
 use crate::peers::{BlockLog, Book, Peer};
+use forebay_api::{ApiError, Limits};
+use forebay_engine::{Dtype, RequestId, Status};
+use forebay_text::TextPool;
 
 /// What the server is made of.
 #[derive(Clone)]
@@ -42,7 +42,10 @@ pub(crate) struct Inner {
 impl AppState {
     /// Puts the parts together. `egress` is the other end of the sink that `engine` was started with, `blocks` the log that hears of its prefix
     /// caches, if there are any.
-    #[expect(clippy::too_many_arguments, reason = "one for each part, and they are put together once")]
+    #[expect(
+        clippy::too_many_arguments,
+        reason = "one for each part, and they are put together once"
+    )]
     pub fn new(
         config: ServerConfig,
         model: ModelInfo,

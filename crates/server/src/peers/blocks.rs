@@ -5,8 +5,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use axum::extract::State;
-use axum::http::{HeaderValue, Uri};
 use axum::http::header::CONTENT_TYPE;
+use axum::http::{HeaderValue, Uri};
 use axum::response::Response;
 use forebay_api::ApiError;
 use forebay_engine::{BlockEvent, BlockHash, BlockObserver};
@@ -173,10 +173,7 @@ pub(crate) struct Since {
     ),
     responses((status = 200, description = "Numbers", content_type = "application/octet-stream")),
 )]
-pub(crate) async fn blocks(
-    State(state): State<Shared>,
-    uri: Uri,
-) -> Result<Response, Failure> {
+pub(crate) async fn blocks(State(state): State<Shared>, uri: Uri) -> Result<Response, Failure> {
     let since: Since = limits::query(&uri)?;
     let Some(blocks) = &state.blocks else {
         let reason = "the prefix cache is off".to_owned();

@@ -29,8 +29,8 @@ use crate::routes::random_hex;
 use crate::state::{Shared, now};
 use crate::tally::Tally;
 
-pub use blocks::{BlockLog, ReplicaBlocks};
 pub(crate) use blocks::wait;
+pub use blocks::{BlockLog, ReplicaBlocks};
 pub(crate) use book::Book;
 use book::Pace;
 

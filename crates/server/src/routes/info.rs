@@ -104,7 +104,8 @@ pub(crate) async fn health_generate(State(state): State<Shared>) -> Result<Respo
     if let Some(model) = &state.model.pooling {
         let inputs = vec![Input { tokens: vec![token], segment: 0 }];
         let place = ("input", i32::MAX);
-        let call = PooledCall::start(&state, model, inputs, limits, place, arrived, &Peer::default())?;
+        let call =
+            PooledCall::start(&state, model, inputs, limits, place, arrived, &Peer::default())?;
         return in_time(&state, call.named("health").collect()).await;
     }
     let request = json!({
@@ -117,7 +118,8 @@ pub(crate) async fn health_generate(State(state): State<Shared>) -> Result<Respo
     for item in request.validate(&state.model.defaults, limits)?.items {
         submissions.push(Submission::new(vec![token], item.generation, limits, "input_ids")?);
     }
-    let mut call = Call::start(&state, submissions, false, arrived, &Peer::default())?.named("health");
+    let mut call =
+        Call::start(&state, submissions, false, arrived, &Peer::default())?.named("health");
     in_time(&state, call.collect()).await
 }
 

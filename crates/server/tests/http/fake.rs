@@ -292,7 +292,8 @@ impl TestServer {
         let memory = Memory::new(MEMORY);
         let intake = Intake::start(mode, Arc::new(memory.clone()), QUEUE).unwrap();
         let text = Arc::new(text);
-        let state = AppState::new(config, model, engine.clone(), text, intake, egress, metrics, None);
+        let state =
+            AppState::new(config, model, engine.clone(), text, intake, egress, metrics, None);
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap();
         let (shutdown, stop) = oneshot::channel();
