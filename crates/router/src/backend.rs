@@ -88,6 +88,8 @@ pub(crate) enum Check {
     Fine,
     /// It answers, and takes none: it loads, or drains. What it has it may finish.
     Refuses,
+    /// Nobody listens there. Connections that are open may live on: so do some servers shut down.
+    Absent,
     /// It does not answer.
     Silent,
 }
@@ -205,50 +207,42 @@ impl Backend {
         self.state.lock().breaker.name()
     }
 
-    /// Nobody listens there any more.
-    pub(crate) fn unreachable(&self) {
-        let was_up = std::mem::take(&mut self.state.lock().health.up);
-        if was_up {
-            tracing::warn!(backend = self.url.url(), "backend cannot be reached");
-            self.lost();
-        }
-        self.suspected.notify_one();
-    }
-
-    /// Takes the outcome of a health check; true if it is up then.
+    /// Takes the outcome of a health check, or what a request has found; true if it is up then.
     pub(crate) fn checked(&self, check: Check, config: &HealthConfig) -> bool {
         let mut state = self.state.lock();
-        let health = &mut state.health;
+        let State { ledger, breaker, health } = &mut *state;
         if check == Check::Fine {
             health.failures = 0;
             health.successes += 1;
             // What never failed need not prove itself.
             if !health.up && (!health.was_up || health.successes >= config.successes) {
                 (health.up, health.was_up) = (true, true);
-                state.breaker.reset();
+                breaker.reset();
                 tracing::info!(backend = self.url.url(), "backend is up");
             }
-            return state.health.up;
+            return health.up;
         }
         health.successes = 0;
         health.failures += 1;
-        let out = health.failures >= config.failures || check == Check::Refuses;
-        let lost = health.failures == config.failures && check == Check::Silent;
-        if out && std::mem::take(&mut health.up) {
+        let enough = health.failures >= config.failures;
+        if (enough || check != Check::Silent) && std::mem::take(&mut health.up) {
             tracing::warn!(backend = self.url.url(), ?check, "backend is down");
         }
         let up = health.up;
+        // What it has reported and stored is void once it is gone; what it refuses to take it may still finish.
+        let gone = check == Check::Absent || check == Check::Silent && enough;
+        if gone {
+            ledger.forget();
+        }
         drop(state);
-        if lost {
-            self.lost();
+        if gone {
+            self.stored.lock().clear();
+        }
+        // Connections of a process that has ended break by themselves; those of one that hangs do not.
+        if gone && check == Check::Silent {
+            self.gone.notify_waiters();
         }
         up
-    }
-
-    fn lost(&self) {
-        self.state.lock().ledger.forget();
-        self.stored.lock().clear();
-        self.gone.notify_waiters();
     }
 }
 
@@ -329,7 +323,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn those_who_wait_hear_that_it_is_gone_but_not_that_it_drains() {
+    async fn those_who_wait_hear_that_it_hangs_but_not_that_it_drains() {
         let (backend, config) = (backend(), HealthConfig::default());
         backend.checked(Check::Fine, &config);
         let mut waiting = std::pin::pin!(backend.gone.notified());
@@ -338,7 +332,9 @@ mod tests {
         assert!(!waiting.as_mut().enable());
         backend.checked(Check::Fine, &config);
         backend.checked(Check::Fine, &config);
-        backend.unreachable();
+        backend.checked(Check::Absent, &config);
+        assert!(!waiting.as_mut().enable());
+        (0..3).for_each(|_| drop(backend.checked(Check::Silent, &config)));
         assert!(waiting.as_mut().enable());
         assert!(backend.candidate(Instant::now()).is_none());
     }

@@ -41,6 +41,16 @@ pub(crate) enum LinkError {
     Broken(#[from] hyper::Error),
 }
 
+impl LinkError {
+    /// Whether nobody listens at the address.
+    pub(crate) fn is_refused(&self) -> bool {
+        match self {
+            Self::Connect(error) => error.kind() == std::io::ErrorKind::ConnectionRefused,
+            Self::Broken(_) => false,
+        }
+    }
+}
+
 impl Link {
     /// Opens a connection.
     pub(crate) async fn open(url: &BackendUrl) -> Result<Self, LinkError> {

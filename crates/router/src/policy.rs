@@ -153,7 +153,8 @@ mod tests {
             let mut chooser = chooser(Policy::ShortestQueue);
             let mut loads = vec![0; backends];
             for _ in 0..requests {
-                loads[chooser.choose(&candidates(&loads), None).unwrap()] += 1;
+                let chosen = chooser.choose(&candidates(&loads), None).unwrap();
+                loads[chosen] += 1;
             }
             let (least, most) = (loads.iter().min().unwrap(), loads.iter().max().unwrap());
             prop_assert!(most - least <= 1);

@@ -16,7 +16,7 @@ use hyper::body::Incoming;
 use tokio::time::{sleep, timeout};
 
 use crate::ask::{Ask, Resume, keep_end_to_end};
-use crate::backend::Sent;
+use crate::backend::{Check, Sent};
 use crate::flow::{Broken, Flow, Vigil};
 use crate::link::{Link, LinkError};
 use crate::shared::Worker;
@@ -103,7 +103,9 @@ pub(crate) async fn reach(
             }
             Trouble::Connect(reason) => {
                 tracing::debug!(backend = url, %reason, "no connection");
-                backend.unreachable();
+                if reason.is_refused() {
+                    backend.checked(Check::Absent, &shared.config.health);
+                }
                 let reason = "the backend could not be reached".to_owned();
                 Failure::Api(ApiError::Unavailable { reason, code: "backend_failed" })
             }

@@ -139,7 +139,8 @@ mod tests {
         #[test]
         fn any_bytes_end(json in prop::collection::vec(prop::sample::select(b"{}[]\",:\\ ax1".to_vec()), 0..40)) {
             prop_assert!(members(&json).count() <= json.len());
-            prop_assert!(members(&[b"{", &json[..]].concat()).count() <= json.len() + 1);
+            let opened = [b"{", &json[..]].concat();
+            prop_assert!(members(&opened).count() <= opened.len());
         }
     }
 

@@ -55,12 +55,7 @@ async fn check_health(shared: &Shared, backend: &Backend) {
         let check = match question(shared, backend, None, &config.path, config.timeout).await {
             Ok((StatusCode::OK, ..)) => Check::Fine,
             Ok(_) => Check::Refuses,
-            Err(LinkError::Connect(error))
-                if error.kind() == std::io::ErrorKind::ConnectionRefused =>
-            {
-                backend.unreachable();
-                Check::Silent
-            }
+            Err(error) if error.is_refused() => Check::Absent,
             Err(_) => Check::Silent,
         };
         let fine = backend.checked(check, config) && check == Check::Fine;

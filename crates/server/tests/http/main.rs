@@ -10,5 +10,6 @@ mod info;
 mod intake;
 mod lifecycle;
 mod memory;
+mod peers;
 mod pooling;
 mod streams;
