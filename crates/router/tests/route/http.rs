@@ -80,7 +80,10 @@ pub(crate) fn read_body(reader: &mut impl BufRead, message: &mut Message) {
         message.whole = reader.read_exact(&mut message.body).is_ok();
     } else if message.header("transfer-encoding").is_some() {
         while let Some(chunk) = read_chunk(reader) {
-            message.whole = chunk.is_empty();
+            if chunk.is_empty() {
+                message.whole = true;
+                return;
+            }
             message.body.extend(chunk);
         }
     } else {
