@@ -115,7 +115,8 @@ def requests(model: Model) -> list[tuple[str, Json]]:
         made += [
             ("/v1/chat/completions", {"model": model.name, **chat}),
             ("/v1/chat/completions", {"model": model.name, **chat, "logprobs": True, "top_logprobs": 2}),
-            ("/v1/completions", {"prompt": prompt, "max_tokens": TOKENS, "logprobs": 2, "echo": True, **ends}),
+            ("/v1/completions", {"prompt": prompt, "max_tokens": TOKENS, "logprobs": 2, **ends}),
+            ("/v1/completions", {"prompt": prompt, "max_tokens": TOKENS, "echo": True, **ends}),
             ("/v1/completions", {"prompt": prompt, "max_tokens": TOKENS, "stop": ["qqq", "zzz"], **ends, **usage}),
             ("/generate", {"text": prompt, "sampling_params": {"max_new_tokens": TOKENS, **ends}}),
         ]
@@ -178,7 +179,7 @@ def test_the_openai_client_sees_no_difference(simulated: Cluster, tiny: Model) -
 
 def test_nobody_notices_that_backends_die(simulated: Cluster, tiny: Model) -> None:
     simulated.add(3)
-    router = simulated.route()
+    router = simulated.route("--policy", "shortest_queue")
     asked = requests(tiny)
 
     async def expectations() -> list[Json]:
@@ -269,7 +270,8 @@ def test_a_client_that_goes_away_frees_the_backend(simulated: Cluster) -> None:
     router = simulated.route()
     body = {"prompt": "p", "max_tokens": 3000, "ignore_eos": True, "stream": True}
     with router.http.stream("POST", "/v1/completions", json=body) as response:
-        next(response.iter_lines())
+        lines = response.iter_lines()
+        next(lines)
         [load] = loads(router)
         assert (load["own"], load["requests"]) == (1, 1)
         # Reports ride on the stream.
@@ -283,7 +285,8 @@ def test_a_router_hears_of_the_requests_of_others(simulated: Cluster) -> None:
     router = simulated.route()
     body = {"prompt": "p", "max_tokens": 3000, "ignore_eos": True, "stream": True}
     with simulated.backends[0].http.stream("POST", "/v1/completions", json=body) as response:
-        next(response.iter_lines())
+        lines = response.iter_lines()
+        next(lines)
         eventually(lambda: loads(router)[0]["requests"] == 1, "it hears of it")
         assert loads(router)[0]["own"] == 0
     eventually(lambda: loads(router)[0]["requests"] == 0, "it hears of its end")
