@@ -2,10 +2,10 @@
 
     python -m benchmarks.router --rounds 3 [--scenes latency,ceiling,seed,...]
 
-*latency* and *ceiling* compare a backend with and without a router in front of it. The others have four backends, each of
-which runs as many requests as it is sent, so that what moves the numbers is where requests go: `most` is the most
-that any backend had at a time while all clients were busy (a quarter of them is perfect), asked of the backends themselves
-every 20 ms.
+*latency* and *ceiling* compare a backend with and without a router in front of it. The others have four backends, each
+of which runs as many requests as it is sent, so that what moves the numbers is where requests go: `most` is the most
+that any backend had at a time while all clients were busy (a quarter of them is perfect), asked of the backends
+themselves every 20 ms.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import random
 import statistics
 import tempfile
 import threading
-import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -170,7 +169,7 @@ def key_of(scene: Scene) -> str:
 
 
 def prompts(seed: int, count: int) -> str:
-    """A file of prompts with heavy-tailed lengths: most answers are short, some are fifty times as long (Pareto, index 1.2)."""
+    """A file of prompts with heavy-tailed lengths: most answers are short, some fifty times as long (Pareto, 1.2)."""
     draw = random.Random(seed)
     words = ["river", "stone", "lamp", "seven", "green", "under", "walk", "paper"]
     rows = []
@@ -225,7 +224,7 @@ class Sampler(threading.Thread):
 
 
 def spread(counts: Sequence[Sequence[int]], clients: int) -> dict[str, float]:
-    """The most that a backend had while at least 95 of 100 clients were busy, and the mean difference of most and least then."""
+    """The most that a backend had, and the mean difference of most and least, while 95 % of clients were busy."""
     busy = [looks for looks in counts if sum(looks) >= 0.95 * clients]
     if not busy:
         return {}
@@ -242,8 +241,10 @@ def cpu_seconds(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / TICKS
 
 
-def measure(front: Front, scene: Scene) -> dict[str, Any]:
+def measure(front: Server, scene: Workload) -> dict[str, Any]:
     """Backends, the front, and the load. Raises ServerError."""
+    assert isinstance(front, Front)
+    assert isinstance(scene, Scene)
     with ExitStack() as running, tempfile.TemporaryDirectory(prefix="forebay-bench-") as folder:
         backends = []
         for number, profile in enumerate(scene.profiles):

@@ -8,6 +8,7 @@ import random
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +86,11 @@ def loads(router: Server) -> list[Json]:
     return found
 
 
+def is_busy(router: Server, index: int) -> bool:
+    """Whether a backend has at least two requests of the router."""
+    return bool(loads(router)[index]["own"] >= 2)
+
+
 def cluster(folder: Path, model: Model, *flags: str) -> Iterator[Cluster]:
     with ExitStack() as stack:
         yield Cluster(folder, stack, (model.path, *FLAGS, *flags))
@@ -105,7 +111,7 @@ def real(tmp_path: Path, tiny: Model) -> Iterator[Cluster]:
 
 
 def requests(model: Model) -> list[tuple[str, Json]]:
-    """Streams in every dialect, with all that a second brain has to go on with: stop strings, counts, log-probabilities."""
+    """Streams in every dialect, with all that has to go on: stop strings, counts, log-probabilities."""
     ends: Json = {"ignore_eos": True, "temperature": 0}
     made: list[tuple[str, Json]] = []
     for number in range(4):
@@ -124,7 +130,7 @@ def requests(model: Model) -> list[tuple[str, Json]]:
 
 
 def summary(path: str, chunks: list[Json]) -> Json:
-    """What a stream said in the end, however it was cut into chunks. Everything that names it must be the same in all chunks."""
+    """What a stream said in the end, however it was cut into chunks. Its name must be the same in all of them."""
     assert not any("error" in chunk for chunk in chunks), chunks[-1]
     if path == "/generate":
         last = chunks[-1]
@@ -218,7 +224,7 @@ def test_nobody_notices_that_backends_die(simulated: Cluster, tiny: Model) -> No
                 await asyncio.to_thread(simulated.kill, victim)
                 await progress(lambda: done[0], "requests are answered by the others")
                 await asyncio.to_thread(simulated.revive, victim)
-                await eventually_async(lambda: loads(router)[victim]["own"] >= 2, "the load is spread again")
+                await eventually_async(partial(is_busy, router, victim), "the load is spread again")
             stop.set()
             await asyncio.gather(*clients)
 
