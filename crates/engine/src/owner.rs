@@ -160,6 +160,7 @@ impl Owner {
             priority: request.priority,
             cache_salt: 0,
             embeds,
+            past,
         });
     }
 

@@ -3,7 +3,7 @@
 use std::collections::VecDeque;
 
 use forebay_protocol::{ROW_OK, SamplingParams, StepPlan, StepResult};
-use forebay_scheduler::{Event, MAX_IN_FLIGHT, Policy, Request, Scheduler, SchedulerConfig};
+use forebay_scheduler::{Event, MAX_IN_FLIGHT, Past, Policy, Request, Scheduler, SchedulerConfig};
 use forebay_sim::{DeviceModel, Jitter, StepLoad};
 
 use super::simulate::Setup;
@@ -86,6 +86,7 @@ impl Replica {
             priority: 0,
             cache_salt: 0,
             embeds: None,
+            past: Past::default(),
         });
     }
 
