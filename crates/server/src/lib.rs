@@ -29,6 +29,7 @@ mod outlet;
 mod pooling;
 mod reply;
 mod routes;
+mod routing;
 mod serve;
 mod sse;
 mod state;

@@ -16,6 +16,7 @@ use crate::delta::{Delta, TokenLogprobs};
 use crate::limits;
 use crate::outlet::Encoder;
 use crate::reply::{self, Failure};
+use crate::routing::Routing;
 use crate::sse::{self, Chunks, Cut};
 use crate::state::{Shared, now};
 use crate::tally::Tally;
@@ -35,13 +36,15 @@ use crate::wire::Wire;
 pub(crate) async fn chat_completions(
     State(state): State<Shared>,
     wire: Wire,
+    routing: Routing,
     body: Body,
 ) -> Result<Response, Failure> {
     let arrived = Instant::now();
     let request: ChatRequest = limits::read(body, &state).await?;
     let model = state.model_name(request.model.as_deref())?;
     let model_limits = state.admit()?;
-    let chat = request.validate(&state.model.defaults, model_limits)?;
+    let mut chat = request.validate(&state.model.defaults, model_limits)?;
+    routing.fill(&mut chat.generation);
     let prompt = encode_chat(&state.text, chat.prompt).await?;
     let with_logprobs = chat.generation.sampling.logprobs.is_some();
     let n = chat.generation.n;

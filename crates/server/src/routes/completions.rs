@@ -18,6 +18,7 @@ use crate::delta::{Candidate, Delta, TokenLogprobs};
 use crate::limits;
 use crate::outlet::Encoder;
 use crate::reply::{self, Failure};
+use crate::routing::Routing;
 use crate::sse::{self, Chunks, Cut};
 use crate::state::{Shared, now};
 use crate::tally::Tally;
@@ -37,6 +38,7 @@ use crate::wire::Wire;
 pub(crate) async fn completions(
     State(state): State<Shared>,
     wire: Wire,
+    routing: Routing,
     body: Body,
 ) -> Result<Response, Failure> {
     let arrived = Instant::now();
@@ -44,7 +46,8 @@ pub(crate) async fn completions(
     let model = state.model_name(request.model.as_deref())?;
     let model_limits = state.admit()?;
     let valid = request.validate(&state.model.defaults, model_limits)?;
-    let generation = valid.generation;
+    let mut generation = valid.generation;
+    routing.fill(&mut generation);
     let skip_special = generation.skip_special_tokens;
     let mut echoes = Vec::new();
     let submissions = match valid.prompts {

@@ -6,6 +6,7 @@ mod embeddings;
 mod generate;
 mod info;
 mod openapi;
+mod replicas;
 mod rerank;
 mod tokenize;
 
@@ -46,6 +47,8 @@ pub(crate) fn router(state: Shared) -> Router {
         .route("/tokenize", post(tokenize::tokenize))
         .route("/detokenize", post(tokenize::detokenize))
         .route("/server_info", get(info::server_info))
+        .route("/replicas/{replica}/drain", post(replicas::drain))
+        .route("/replicas/{replica}/resume", post(replicas::resume))
         .route("/flush_cache", get(info::flush_cache).post(info::flush_cache))
         .layer(from_fn_with_state(state.clone(), check_key));
     Router::new()

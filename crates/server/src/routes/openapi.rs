@@ -21,6 +21,8 @@ use crate::reply;
         super::tokenize::detokenize,
         super::info::server_info,
         super::info::flush_cache,
+        super::replicas::drain,
+        super::replicas::resume,
         super::info::health,
         super::info::health_generate,
         super::info::metrics,

@@ -13,9 +13,10 @@ use forebay_api::{
 use super::random_hex;
 use crate::limits;
 use crate::pooling::{
-    PooledCall, PoolingTask, check_lengths, cosine, encode_inputs, encode_pairs, scores,
+    Place, PooledCall, PoolingTask, check_lengths, cosine, encode_inputs, encode_pairs, scores,
 };
 use crate::reply::{self, Failure};
+use crate::routing::Routing;
 use crate::state::{Shared, now};
 
 /// Puts documents into the order of how well they answer a query.
@@ -28,14 +29,18 @@ use crate::state::{Shared, now};
         (status = "default", description = "An error", body = ErrorBody),
     ),
 )]
-pub(crate) async fn rerank(State(state): State<Shared>, body: Body) -> Result<Response, Failure> {
+pub(crate) async fn rerank(
+    State(state): State<Shared>,
+    routing: Routing,
+    body: Body,
+) -> Result<Response, Failure> {
     let arrived = Instant::now();
     let request: RerankRequest = limits::read(body, &state).await?;
     let model = state.model_name(request.model.as_deref())?;
     state.pooled_model()?;
     let valid = request.validate(state.admit()?)?;
     let id = format!("rerank-{}", random_hex());
-    let (found, usage) = score_pairs(&state, &valid.pairs, &id, arrived).await?;
+    let (found, usage) = score_pairs(&state, &valid.pairs, &id, routing, arrived).await?;
     let mut order: Vec<usize> = (0..found.len()).collect();
     // Of equal scores the first document stays first.
     order.sort_by(|&a, &b| found[b].total_cmp(&found[a]));
@@ -61,14 +66,18 @@ pub(crate) async fn rerank(State(state): State<Shared>, body: Body) -> Result<Re
         (status = "default", description = "An error", body = ErrorBody),
     ),
 )]
-pub(crate) async fn score(State(state): State<Shared>, body: Body) -> Result<Response, Failure> {
+pub(crate) async fn score(
+    State(state): State<Shared>,
+    routing: Routing,
+    body: Body,
+) -> Result<Response, Failure> {
     let arrived = Instant::now();
     let request: ScoreRequest = limits::read(body, &state).await?;
     let model = state.model_name(request.model.as_deref())?;
     state.pooled_model()?;
     let pairs = request.validate(state.admit()?)?;
     let id = format!("score-{}", random_hex());
-    let (found, usage) = score_pairs(&state, &pairs, &id, arrived).await?;
+    let (found, usage) = score_pairs(&state, &pairs, &id, routing, arrived).await?;
     let data = found.into_iter().enumerate();
     let data = data.map(|(index, score)| ScoreData { index, object: "score", score }).collect();
     Ok(reply::ok(&ScoreResponse { id, object: "list", created: now(), model, data, usage }))
@@ -79,6 +88,7 @@ async fn score_pairs(
     state: &Shared,
     pairs: &Pairs,
     id: &str,
+    routing: Routing,
     arrived: Instant,
 ) -> Result<(Vec<f32>, PoolingUsage), ApiError> {
     let model = state.pooled_model()?;
@@ -97,7 +107,7 @@ async fn score_pairs(
             inputs
         }
     };
-    let place = (pairs.params[1], pairs.priority);
+    let place = Place { param: pairs.params[1], priority: pairs.priority, route: routing.0 };
     let call = PooledCall::start(state, model, inputs, limits, place, arrived)?;
     let mut call = call.named(id);
     let vectors = call.collect().await?;
