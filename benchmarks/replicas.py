@@ -2,8 +2,9 @@
 
     python -m benchmarks.replicas --rounds 3 --only rounds tails
 
-The hands are simulated (an H100 with Llama-3.1-8B by its data sheet), so that all that differs is who gets which request.
-How many requests a replica has is asked of the server all the time; the most that it ever had is the server's own count.
+The hands are simulated (an H100 with Llama-3.1-8B by its data sheet), so that all that differs is who gets which
+request. How many requests a replica has is asked of the server all the time; the most that it ever had is the server's
+own count.
 """
 
 from __future__ import annotations
@@ -60,7 +61,9 @@ SCENARIOS = [
     _scenario("rounds", "100 clients, 500 in, 300 out, ending together", 500),
     _scenario("tails", "100 clients, lengths with a heavy tail", 600, tail=True),
     _scenario("prefixes", "100 clients, 24 beginnings of 2048 tokens", 600, *PREFIXES),
-    _scenario("slow", "100 clients, 500 in, 300 out, one replica at half speed", 500, profiles=(H100, H100, H100, HALF_SPEED)),
+    _scenario(
+        "slow", "100 clients, 500 in, 300 out, one replica at half speed", 500, profiles=(H100, H100, H100, HALF_SPEED)
+    ),
     _scenario("bursts", "bursts, 60 requests/s, 500 in, 300 out", 600, "--request-rate", "60", "--burstiness", "0.05"),
 ]
 
@@ -132,7 +135,7 @@ class Sampler:
 
 
 def balance(counts: Sequence[Sequence[int]], peaks: Sequence[int]) -> dict[str, float]:
-    """How even it was: the most requests at one replica, and the mean difference between the fullest and the emptiest."""
+    """How even it was: the most requests at one replica, and the mean of the fullest less the emptiest."""
     busy = [sample for sample in counts if sum(sample) > 0]
     return {
         "most_at_one": float(max(peaks, default=0)),
@@ -141,7 +144,7 @@ def balance(counts: Sequence[Sequence[int]], peaks: Sequence[int]) -> dict[str, 
 
 
 def heavy_tail(path: Path, requests: int, seed: int) -> None:
-    """A dataset of prompts and answers whose lengths are log-normal: medians of 200 and 100 tokens, one in a hundred more than ten times that."""
+    """A dataset of log-normal lengths: medians of 200 words and 100 tokens, one in a hundred ten times as long."""
     draw = random.Random(seed)
     with path.open("w", encoding="utf-8") as file:
         for _ in range(requests):

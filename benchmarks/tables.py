@@ -231,7 +231,16 @@ def embeddings(found: Results) -> str:
 
 def replicas(found: Results) -> str:
     """How even each policy is, and its latencies; the ratios are to the first policy's."""
-    head = ["scenario", "replica chosen by", "most at one", "mean spread", "P99 TTFT ms", "TPOT ms", "P99 TPOT ms", "tokens/s"]
+    head = [
+        "scenario",
+        "replica chosen by",
+        "most at one",
+        "mean spread",
+        "P99 TTFT ms",
+        "TPOT ms",
+        "P99 TPOT ms",
+        "tokens/s",
+    ]
     head += ["tokens/s / first", "P99 TTFT / first"]
     keys = ("most_at_one", "mean_spread", "p99_ttft_ms", "mean_tpot_ms", "p99_tpot_ms", "output_throughput")
     rows = []

@@ -119,7 +119,7 @@ fn cores(cpus: &[usize]) -> Vec<Vec<usize>> {
         cpu_list(text.trim()).ok()
     };
     let mut cores: Vec<Vec<usize>> = Vec::new();
-    let mut seen = BTreeSet::new();
+    let mut seen: BTreeSet<usize> = BTreeSet::new();
     for &cpu in cpus {
         if seen.contains(&cpu) {
             continue;

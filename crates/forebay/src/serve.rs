@@ -9,9 +9,7 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
 use forebay_api::GenerationDefaults;
-use forebay_engine::{
-    Clock, Engine, EngineHandle, Executor, Hooks, OutputSink, Status, SystemClock,
-};
+use forebay_engine::{Clock, EngineThread, Executor, OutputSink, Status, SystemClock};
 use forebay_hand::{Arena, HandExecutor, HandSpec};
 use forebay_replicas::{Member, Replicas};
 use forebay_server::{

@@ -39,7 +39,7 @@ pub struct Member {
 
 pub(crate) struct Shared {
     pub(crate) dispatch: Mutex<Dispatch>,
-    /// `None`: there is nothing to choose by it.
+    /// `None`: the policy does not ask what is cached.
     blocks: Option<Blocks>,
     clock: Arc<dyn Clock>,
     engines: OnceLock<Vec<EngineHandle>>,
@@ -67,12 +67,14 @@ impl Replicas {
         let caching = members.iter().all(|member| member.config.prefix_cache);
         let page_size = members.first().map(|member| member.config.page_size);
         let page_size = page_size.filter(|_| caching);
+        let informed =
+            count > 1 && matches!(config.method, Method::TotalTokens | Method::PrefixAware);
         let mut dispatch = Dispatch::new(count, config.method, config.watch_interval_us);
         // A single one is always the one.
         dispatch.up = vec![count == 1; count];
         let shared = Arc::new(Shared {
             dispatch: Mutex::new(dispatch),
-            blocks: page_size.filter(|_| count > 1).map(|size| Blocks::new(count, size)),
+            blocks: page_size.filter(|_| informed).map(|size| Blocks::new(count, size)),
             clock: Arc::clone(&clock),
             engines: OnceLock::new(),
             draining: AtomicBool::new(false),

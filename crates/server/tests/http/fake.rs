@@ -39,7 +39,7 @@ const TEMPLATE: &str = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{%
 /// What the server did to the engine.
 #[derive(Debug)]
 pub(crate) enum Event {
-    Submit(EngineRequest),
+    Submit(Box<EngineRequest>),
     Drain(usize, bool),
     Abort(RequestId),
 }
@@ -161,7 +161,7 @@ impl Engine for Fake {
         if let Some(script) = &self.script {
             self.play(&request, script);
         }
-        self.events.send(Event::Submit(request)).ok();
+        self.events.send(Event::Submit(Box::new(request))).ok();
         Ok(())
     }
     fn abort(&self, id: RequestId) {
@@ -329,7 +329,7 @@ impl TestServer {
     /// The next request that the engine got.
     pub(crate) async fn submitted(&mut self) -> EngineRequest {
         match self.event().await {
-            Event::Submit(request) => request,
+            Event::Submit(request) => *request,
             event => panic!("{event:?}"),
         }
     }
@@ -342,7 +342,7 @@ impl TestServer {
         }
     }
 
-    async fn event(&mut self) -> Event {
+    pub(crate) async fn event(&mut self) -> Event {
         let next = tokio::time::timeout(Duration::from_secs(20), self.events.recv());
         next.await.expect("the server does something").unwrap()
     }

@@ -11,4 +11,5 @@ mod intake;
 mod lifecycle;
 mod memory;
 mod pooling;
+mod replicas;
 mod streams;
