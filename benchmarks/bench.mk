@@ -21,7 +21,7 @@ LLAMA_JOBS ?= 2
 LLAMA_CMAKE := -DCMAKE_BUILD_TYPE=Release -DGGML_NATIVE=ON -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF \
 	-DLLAMA_BUILD_APP=OFF -DLLAMA_USE_PREBUILT_UI=OFF -DLLAMA_OPENSSL=OFF
 
-.PHONY: bench bench-setup bench-ablations bench-egress bench-profile bench-agreement bench-embeddings bench-intake bench-router bench-micro \
+.PHONY: bench bench-setup bench-ablations bench-egress bench-profile bench-agreement bench-embeddings bench-intake bench-replicas bench-router bench-micro \
 	bench-lock bench-build
 
 bench-setup: $(PEERS:%=$(BENCH_STAMPS)/%) ## install the peers in PEERS that benchmarks compare with (12 GB, 20 minutes)
@@ -52,6 +52,9 @@ bench-intake: bench-build ## measure what a burst of large requests does to the 
 
 bench-router: bench-build ## measure routers in front of simulated backends: latency, ceiling, spread (30 minutes)
 	$(BIN)/python -m benchmarks.router $(BENCH_ROUNDS)
+
+bench-replicas: bench-build ## measure how each policy spreads requests over four replicas (40 minutes)
+	$(BIN)/python -m benchmarks.replicas $(BENCH_ROUNDS)
 
 bench-micro: ## run the microbenchmarks of the scheduler and the pages (5 minutes)
 	cargo bench --locked -p forebay-scheduler -p forebay-kvcache

@@ -261,6 +261,30 @@ def embeddings(found: Results) -> str:
     return markdown(head, rows)
 
 
+def replicas(found: Results) -> str:
+    """How even each policy is, and its latencies; the ratios are to the first policy's."""
+    head = [
+        "scenario",
+        "replica chosen by",
+        "most at one",
+        "mean spread",
+        "P99 TTFT ms",
+        "TPOT ms",
+        "P99 TPOT ms",
+        "tokens/s",
+    ]
+    head += ["tokens/s / first", "P99 TTFT / first"]
+    keys = ("most_at_one", "mean_spread", "p99_ttft_ms", "mean_tpot_ms", "p99_tpot_ms", "output_throughput")
+    rows = []
+    for workload in found.workloads():
+        first = found.servers(workload)[0]
+        for server in found.servers(workload):
+            cells = [number(found.median(workload, server, key)) for key in keys]
+            cells += [spread(found.ratio(workload, server, first, key)) for key in ("output_throughput", "p99_ttft_ms")]
+            rows.append([workload, server, *cells])
+    return markdown(head, rows)
+
+
 KINDS: dict[str, Callable[[Results], str]] = {
     "host_ceiling": host_ceiling,
     "cpu_model": cpu_model,
@@ -272,6 +296,7 @@ KINDS: dict[str, Callable[[Results], str]] = {
     "embeddings": embeddings,
     "intake": intake,
     "router": router,
+    "replicas": replicas,
 }
 
 

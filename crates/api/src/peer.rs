@@ -99,7 +99,7 @@ pub struct LoadReport {
     pub running: u32,
     /// Choices waiting for one.
     pub waiting: u32,
-    /// Positions that running choices hold.
+    /// Tokens of work left: to be computed of prompts, and to be generated as far as anybody can say.
     pub tokens: u64,
     /// Pages that nobody holds.
     pub pages_free: u64,

@@ -9,6 +9,8 @@
 //! [`SubmitError::QueueFull`] at the door); aborts are not, because they matter most under the overload that would drop them. Out of
 //! the thread goes one [`OutputSink::deliver`] a step.
 //!
+//! Where there are other replicas ([`Peers`]), a thread that loses its hand gives its requests to them instead of waiting for the respawn.
+//!
 //! What is too big for plans ([`Payload`]) lies in memory that the hand reads. Whoever submits has put it there; the thread keeps it until
 //! the request has ended and no step in flight can read it.
 //!
@@ -31,6 +33,6 @@ pub use handle::EngineHandle;
 pub use payload::{Embeds, Payload, Payloads};
 pub use thread::{Engine, EngineConfig, EngineThread, Hooks};
 pub use types::{
-    Admission, BlockObserver, EngineRequest, Facts, FinishReason, Output, OutputSink, RequestError,
-    RequestId, SampledToken, Stats, Status, SubmitError,
+    Admission, BlockObserver, EngineRequest, Facts, FinishReason, Orphan, Output, OutputSink,
+    Peers, RequestError, RequestId, Route, SampledToken, Stats, Status, SubmitError,
 };

@@ -1,12 +1,14 @@
 //! The loop that owns a replica.
 
+mod handover;
+
 use std::collections::HashMap;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use crossbeam_channel::Receiver;
 use forebay_protocol::{StepPlan, StepResult};
-use forebay_scheduler::{Event, Finish, Request, Scheduler, SchedulerConfig};
+use forebay_scheduler::{Event, Finish, Past, Request, Scheduler, SchedulerConfig};
 use tracing::{error, info, warn};
 
 use crate::executor::{Executor, HandFacts, Signal};
@@ -15,18 +17,22 @@ use crate::payload::Held;
 use crate::recovery::{Recovery, Verdict};
 use crate::thread::EngineConfig;
 use crate::types::{
-    Admission, BlockObserver, EngineRequest, Facts, FinishReason, Output, OutputSink, RequestError,
-    RequestId, SampledToken, Stats, Status,
+    Admission, BlockObserver, EngineRequest, Facts, FinishReason, Output, OutputSink, Peers,
+    RequestError, RequestId, SampledToken, Stats, Status,
 };
 
 /// Quiet time after which an idle engine checks its books.
 const IDLE_CHECK_US: u64 = 100_000;
+
+/// Who hears of outputs, of blocks, and of the hand's death.
+type Listeners = (Box<dyn OutputSink>, Option<Box<dyn BlockObserver>>, Option<Box<dyn Peers>>);
 
 pub(crate) struct Owner {
     config: EngineConfig,
     executor: Box<dyn Executor>,
     sink: Box<dyn OutputSink>,
     blocks: Option<Box<dyn BlockObserver>>,
+    peers: Option<Box<dyn Peers>>,
     shared: Arc<Shared>,
     lane: Receiver<Order>,
     /// Known with the hand's first facts.
@@ -60,8 +66,7 @@ impl Owner {
     pub(crate) fn new(
         config: EngineConfig,
         executor: Box<dyn Executor>,
-        sink: Box<dyn OutputSink>,
-        blocks: Option<Box<dyn BlockObserver>>,
+        (sink, blocks, peers): Listeners,
         shared: Arc<Shared>,
         lane: Receiver<Order>,
     ) -> Self {
@@ -71,6 +76,7 @@ impl Owner {
             executor,
             sink,
             blocks,
+            peers,
             shared,
             lane,
             scheduler: None,
@@ -114,12 +120,24 @@ impl Owner {
 
     /// Takes every waiting order; false after [`Order::Stop`].
     fn take_orders(&mut self) -> bool {
+        let mut entered = false;
         while let Ok(order) = self.lane.try_recv() {
             match order {
-                Order::Submit { request, at_us } => self.submit(request, at_us),
+                Order::Submit { request, at_us } => {
+                    self.arrivals.insert(request.id.0, at_us);
+                    self.enter(*request, Past::default());
+                    entered = true;
+                }
+                Order::Adopt(orphan) => {
+                    self.adopt(*orphan);
+                    entered = true;
+                }
+                Order::HandOver => entered = true,
                 Order::Abort(id) => {
                     if self.scheduler.as_mut().is_some_and(|s| s.abort(id.0)) {
                         self.end(id.0, FinishReason::Abort);
+                    } else if let Some(peers) = &self.peers {
+                        peers.abort(id);
                     }
                 }
                 Order::FlushCache(reply) => {
@@ -130,17 +148,16 @@ impl Owner {
             }
             self.unchecked = true;
         }
+        if entered && !self.up {
+            self.give_away();
+        }
         true
     }
 
-    fn submit(&mut self, request: EngineRequest, at_us: u64) {
-        self.arrivals.insert(request.id.0, at_us);
-        let failed = match &*self.shared.status.lock() {
-            Status::Failed(reason) => Some(reason.clone()),
-            _ => None,
-        };
-        let Some(scheduler) = self.scheduler.as_mut().filter(|_| failed.is_none()) else {
-            let reason = failed.unwrap_or_else(|| "it is still starting".into());
+    /// Queues a request. Where the hand is gone, it is decided afterwards what becomes of it.
+    fn enter(&mut self, request: EngineRequest, past: Past) {
+        let Some(scheduler) = self.scheduler.as_mut() else {
+            let reason = "it is still starting".into();
             let finish = FinishReason::Error(RequestError::HandFailed(reason));
             return self.end(request.id.0, finish);
         };
@@ -152,7 +169,7 @@ impl Owner {
             id: request.id.0,
             prompt: request.prompt,
             generated: request.generated,
-            names: Vec::new(),
+            names: request.names,
             max_tokens: request.max_tokens,
             pooling: request.pooling,
             stop_ids: request.stop_ids,
@@ -160,6 +177,7 @@ impl Owner {
             priority: request.priority,
             cache_salt: 0,
             embeds,
+            past,
         });
     }
 
@@ -398,6 +416,9 @@ impl Owner {
         self.up = true;
         self.rested = true;
         *self.shared.status.lock() = Status::Ready;
+        if let Some(peers) = &self.peers {
+            peers.up(true);
+        }
     }
 
     fn died(&mut self, reason: &str) {
@@ -411,6 +432,9 @@ impl Owner {
                 self.end(id, FinishReason::Error(RequestError::Poisoned));
             }
         }
+        if let Some(peers) = &self.peers {
+            peers.up(false);
+        }
         match self.recovery.died(self.shared.clock.now_us()) {
             Verdict::RestartAt(at) => {
                 warn!("the hand died ({reason}); it is respawned and requests are replayed");
@@ -420,10 +444,9 @@ impl Owner {
             Verdict::GiveUp => {
                 error!("the hand cannot start: {reason}");
                 *self.shared.status.lock() = Status::Failed(reason.to_owned());
-                let failed = || FinishReason::Error(RequestError::HandFailed(reason.to_owned()));
-                self.end_all(failed);
             }
         }
+        self.give_away();
     }
 
     fn restart_if_due(&mut self) {

@@ -14,7 +14,7 @@ use crate::clock::Clock;
 use crate::executor::Executor;
 use crate::handle::{EngineHandle, Shared};
 use crate::owner::Owner;
-use crate::types::{BlockObserver, OutputSink, Stats, Status};
+use crate::types::{BlockObserver, OutputSink, Peers, Stats, Status};
 
 /// Everything the engine decides by; resolved, with nothing left to guess.
 #[derive(Debug, Clone)]
@@ -49,6 +49,10 @@ pub struct Hooks {
     pub sink: Box<dyn OutputSink>,
     /// Gets every change of the prefix cache. `None` costs nothing.
     pub blocks: Option<Box<dyn BlockObserver>>,
+    /// Where requests go when the hand dies. `None`: they wait for its respawn.
+    pub peers: Option<Box<dyn Peers>>,
+    /// Counts requests that were submitted and never yet admitted, of all engines that share it and so the limit.
+    pub queued: Arc<AtomicUsize>,
     /// Called when the thread ends, for whatever reason, after the others were dropped.
     pub on_exit: Box<dyn FnOnce() + Send>,
 }
@@ -57,7 +61,7 @@ impl Hooks {
     /// Outputs go to `sink`, and nobody wants to know more.
     #[must_use]
     pub fn new(sink: Box<dyn OutputSink>) -> Self {
-        Self { sink, blocks: None, on_exit: Box::new(|| {}) }
+        Self { sink, blocks: None, peers: None, queued: Arc::default(), on_exit: Box::new(|| {}) }
     }
 }
 
@@ -103,12 +107,12 @@ impl Engine {
         clock: Arc<dyn Clock>,
         hooks: Hooks,
     ) -> std::io::Result<(EngineHandle, EngineThread)> {
-        let Hooks { sink, blocks, on_exit } = hooks;
+        let Hooks { sink, blocks, peers, queued, on_exit } = hooks;
         let (orders, lane) = unbounded();
         let shared = Arc::new(Shared {
             clock,
             waker: executor.waker(),
-            queued: AtomicUsize::new(0),
+            queued,
             max_queued: config.max_queued,
             draining: AtomicBool::new(false),
             status: Mutex::new(Status::Starting("spawning".into())),
@@ -117,7 +121,7 @@ impl Engine {
         });
         let handle = EngineHandle { shared: shared.clone(), orders };
         let thread = std::thread::Builder::new().name("engine".into()).spawn(move || {
-            let owner = Owner::new(config, executor, sink, blocks, shared.clone(), lane);
+            let owner = Owner::new(config, executor, (sink, blocks, peers), shared.clone(), lane);
             if let Err(panic) = catch_unwind(AssertUnwindSafe(|| owner.run())) {
                 let text = panic
                     .downcast_ref::<String>()

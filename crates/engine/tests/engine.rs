@@ -9,7 +9,7 @@ use std::time::Duration;
 use forebay_engine::{
     BlockEvent, BlockHash, BlockObserver, Embeds, Engine, EngineConfig, EngineHandle,
     EngineRequest, EngineThread, FinishReason, Hooks, Output, OutputSink, Payload, Policy, Pooling,
-    RequestError, RequestId, Status, SubmitError,
+    RequestError, RequestId, Route, Status, SubmitError,
 };
 use forebay_protocol::SamplingParams;
 use forebay_sim::{
@@ -175,12 +175,14 @@ fn request(id: u64, prompt: Vec<i32>, max_tokens: u32) -> EngineRequest {
         id: RequestId(id),
         prompt,
         generated: Vec::new(),
+        names: Vec::new(),
         max_tokens,
         pooling: None,
         stop_ids: Vec::new(),
         sampling,
         priority: 0,
         embeds: None,
+        route: Route::default(),
     }
 }
 

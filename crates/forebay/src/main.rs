@@ -1,5 +1,6 @@
 //! The `forebay` binary: flags to configuration, and the parts put together.
 
+mod affinity;
 mod command;
 mod config;
 mod flags;

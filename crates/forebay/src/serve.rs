@@ -3,16 +3,17 @@
 use std::ffi::OsString;
 use std::fs::File;
 use std::net::TcpListener;
-use std::path::PathBuf;
+use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
 use forebay_api::GenerationDefaults;
 use forebay_engine::{
-    BlockObserver, Clock, Engine, EngineHandle, Executor, Hooks, OutputSink, Status, SystemClock,
+    BlockObserver, Clock, EngineThread, Executor, OutputSink, Status, SystemClock,
 };
 use forebay_hand::{Arena, HandExecutor, HandSpec};
+use forebay_replicas::{Member, Replicas};
 use forebay_server::{
     AppState, BlockLog, EgressConfig, EgressMode, Intake, IntakeMode, Metrics, ModelInfo,
     PooledModel, PoolingTask, ServerConfig, egress, pooled,
@@ -27,7 +28,7 @@ use tracing::{info, warn};
 use crate::config::Config;
 use crate::flags::{Device, Egress, GenerationConfig, LoadFormat, ServeFlags};
 use crate::model::{Model, Task, fetch, find_python};
-use crate::{logs, simulate, watch};
+use crate::{affinity, logs, simulate, watch};
 
 /// Steps and registrations that may wait for an egress thread before the engine waits for it.
 const EGRESS_STEPS: usize = 1024;
@@ -48,6 +49,9 @@ pub(crate) fn run(flags: &ServeFlags) -> Result<()> {
     let weights = !simulated && flags.loading.load_format != LoadFormat::Dummy;
     let model = fetch(&python, name, flags.source(), weights)?;
     let config = Config::resolve(flags, &model)?;
+    if !config.cpu_affinity.brain.is_empty() {
+        affinity::pin(&config.cpu_affinity.brain)?;
+    }
     info!(model = %config.model, context_length = config.context_length, dtype = config.dtype, "resolved");
     let idle_flags = flags.without_effect_on_sim();
     if simulated && !idle_flags.is_empty() {
@@ -61,18 +65,22 @@ pub(crate) fn run(flags: &ServeFlags) -> Result<()> {
         warn!("the model has no chat template: /v1/chat/completions will answer 400");
     }
     let text = flags.text.pool(&config, tokenizer.clone(), template)?;
-    let metrics = Arc::new(Metrics::new(&config.served_model_names[0], config.context_length)?);
+    let metrics = Arc::new(Metrics::new(
+        &config.served_model_names[0],
+        config.context_length,
+        config.dp_size,
+    )?);
     let egress_config = EgressConfig {
         threads: config.egress_threads.into(),
         capacity: EGRESS_STEPS,
         window: Duration::from_micros(config.stream_flush_us),
     };
     let (sink, egress) = egress(&tokenizer, &metrics, egress_config)?;
-    let mut sink: Box<dyn OutputSink> = Box::new(sink);
+    let mut sink: Box<dyn Fn() -> Box<dyn OutputSink>> = Box::new(move || Box::new(sink.clone()));
     let mut pooling = None;
     if let Some(told) = &model.pooling {
         let (pooled_sink, outputs) = pooled(metrics.clone(), EGRESS_STEPS)?;
-        sink = Box::new(pooled_sink);
+        sink = Box::new(move || Box::new(pooled_sink.clone()));
         pooling = Some(PooledModel {
             task: match told.task {
                 Task::Embed => PoolingTask::Embed,
@@ -86,16 +94,23 @@ pub(crate) fn run(flags: &ServeFlags) -> Result<()> {
     }
 
     let arena = Arena::new(config.arena_bytes).context("no arena")?;
-    let (executor, clock) = executor(flags, python, &config, &model, &tokenizer, &arena)?;
+    let (executors, clock) = executors(flags, &python, &config, &model, &tokenizer, &arena)?;
     let (ended, engine_ended) = oneshot::channel();
-    let on_exit = Box::new(move || {
+    let on_exit = move || {
         // Nobody waits any more when the server went first.
         let _ = ended.send(());
-    });
-    let blocks = config.prefix_cache.then(BlockLog::default);
-    let observer = blocks.as_ref().map(|log| Box::new(log.replica()) as Box<dyn BlockObserver>);
-    let hooks = Hooks { sink, blocks: observer, on_exit };
-    let (engine, thread) = Engine::start(config.engine(), executor, clock, hooks)?;
+    };
+    let block_log = config.prefix_cache.then(BlockLog::default);
+    let member = |executor| Member {
+        config: config.engine(),
+        executor,
+        sink: sink(),
+        blocks: block_log.as_ref().map(|log| Box::new(log.replica()) as Box<dyn BlockObserver>),
+    };
+    let members = executors.into_iter().map(member).collect();
+    let (engine, threads) = Replicas::start(config.replicas(), members, clock, on_exit)?;
+    // Only the engines' own clones may keep the streams waiting for an end.
+    drop(sink);
 
     let info = ModelInfo {
         served_names: config.served_model_names.clone(),
@@ -136,7 +151,7 @@ pub(crate) fn run(flags: &ServeFlags) -> Result<()> {
         intake,
         egress,
         metrics,
-        blocks,
+        block_log,
     );
     let runtime = tokio::runtime::Builder::new_multi_thread()
         .worker_threads(config.http_threads.into())
@@ -145,42 +160,53 @@ pub(crate) fn run(flags: &ServeFlags) -> Result<()> {
         .build()?;
     let served = runtime.block_on(serve(listener, state, &engine, &config, flags, engine_ended));
     engine.stop();
-    thread.join();
+    threads.into_iter().for_each(EngineThread::join);
     runtime.shutdown_timeout(Duration::from_secs(1));
     drop(logs);
     served
 }
 
-/// The hand, or what stands in for it; recorded if that was asked for.
-fn executor(
+/// The hands, or what stands in for them; recorded if that was asked for.
+fn executors(
     flags: &ServeFlags,
-    python: PathBuf,
+    python: &Path,
     config: &Config,
     model: &Model,
     tokenizer: &Tokenizer,
     arena: &Arena,
-) -> Result<(Box<dyn Executor>, Arc<dyn Clock>)> {
-    let (executor, clock): (Box<dyn Executor>, Arc<dyn Clock>) = match &config.simulated {
-        Some(simulated) => {
-            let clock = SimClock::real();
-            let sim = simulate::config(config, simulated, model, tokenizer, clock.clone())?;
-            (Box::new(SimExecutor::new(sim).0), Arc::new(clock))
+) -> Result<(Vec<Box<dyn Executor>>, Arc<dyn Clock>)> {
+    let mut executors: Vec<Box<dyn Executor>> = Vec::new();
+    let clock: Arc<dyn Clock> = if config.simulated.is_some() {
+        let clock = SimClock::real();
+        for (replica, simulated) in (0..).zip(&config.simulated_replicas) {
+            let clock = clock.clone();
+            let sim = simulate::config(config, simulated, model, tokenizer, clock, replica)?;
+            executors.push(Box::new(SimExecutor::new(sim).0));
         }
-        None => {
-            let hand = HandExecutor::new(HandSpec {
-                program: python,
+        Arc::new(clock)
+    } else {
+        for replica in 0..config.dp_size as usize {
+            executors.push(Box::new(HandExecutor::new(HandSpec {
+                program: python.to_owned(),
                 args: vec!["-m".into(), "forebay.worker".into()],
                 env: hand_environment(),
                 config: config.hand(model),
                 world_size: 1,
                 arena: arena.clone(),
-            })?;
-            (Box::new(hand), Arc::new(SystemClock::default()))
+                cpus: config.cpu_affinity.hands.get(replica).cloned().unwrap_or_default(),
+            })?));
         }
+        Arc::new(SystemClock::default())
     };
-    let Some(file) = &flags.run.record_steps else { return Ok((executor, clock)) };
-    let steps = File::create(file).with_context(|| format!("--record-steps {}", file.display()))?;
-    Ok((Box::new(Recorder::new(executor, steps)?), clock))
+    // Of one replica only, which was checked.
+    if let Some(file) = &flags.run.record_steps
+        && let Some(executor) = executors.pop()
+    {
+        let steps =
+            File::create(file).with_context(|| format!("--record-steps {}", file.display()))?;
+        executors.push(Box::new(Recorder::new(executor, steps)?));
+    }
+    Ok((executors, clock))
 }
 
 /// glibc shall ask for huge pages where it maps large blocks, unless the user has said what it shall do: a step on a CPU reads all
@@ -196,7 +222,7 @@ fn hand_environment() -> Vec<(OsString, OsString)> {
 async fn serve(
     listener: TcpListener,
     state: AppState,
-    engine: &EngineHandle,
+    engine: &Replicas,
     config: &Config,
     flags: &ServeFlags,
     engine_ended: oneshot::Receiver<()>,

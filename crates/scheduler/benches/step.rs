@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use criterion::{BenchmarkId, Criterion, Throughput};
 use forebay_protocol::{ROW_OK, SamplingParams, StepPlan, StepResult};
-use forebay_scheduler::{Event, Policy, Request, Scheduler, SchedulerConfig};
+use forebay_scheduler::{Event, Past, Policy, Request, Scheduler, SchedulerConfig};
 
 const RUNNING: [u32; 4] = [64, 256, 1024, 4096];
 const PAGE_SIZE: u32 = 16;
@@ -93,6 +93,7 @@ impl Replica {
             priority: 0,
             cache_salt: 0,
             embeds: None,
+            past: Past::default(),
         });
     }
 

@@ -30,7 +30,7 @@ use thiserror::Error;
 use crate::request::{Entry, Key, State};
 use crate::slab::{Handle, Slab};
 
-pub use crate::request::Request;
+pub use crate::request::{Past, Request};
 
 /// Most plans whose results are outstanding. A caller may stay below: with one at a time it is the serial loop, and gives the same tokens.
 pub const MAX_IN_FLIGHT: usize = 2;
@@ -116,8 +116,7 @@ pub enum Event {
         /// Why.
         reason: Finish,
     },
-    /// It lost its slot and pages to a more important one, or after a death of the hand to one that is still to be tried, and waits
-    /// again.
+    /// It lost its slot and pages to a more important one, or to a suspect that is to be tried, and waits again.
     Preempted {
         /// Whose.
         id: u64,
@@ -219,13 +218,15 @@ pub struct Scheduler {
     free_slots: Vec<u32>,
     requests: Slab<Entry>,
     by_id: HashMap<u64, Handle>,
-    next_arrival: u64,
+    next_arrival: i64,
+    /// The place of the next one that another scheduler had admitted.
+    next_return: i64,
 
     /// Who waits, without the suspects.
     waiting: BTreeMap<Key, Handle>,
     /// The waiting request that did not fit, until pages come back: looking again before is a waste.
     blocked: Option<Key>,
-    /// Suspects of the hand's death, resident or not. While there are any, only the first of them runs.
+    /// Suspects of the hand's death, resident or not. While there are any, only the first of them has rows.
     suspects: BTreeMap<Key, Handle>,
     /// Everybody with a slot.
     residents: BTreeMap<Key, Handle>,
@@ -263,6 +264,7 @@ impl Scheduler {
             requests: Slab::new(),
             by_id: HashMap::new(),
             next_arrival: 0,
+            next_return: i64::MIN,
             waiting: BTreeMap::new(),
             blocked: None,
             suspects: BTreeMap::new(),
@@ -300,13 +302,16 @@ impl Scheduler {
             Policy::Priority => -i64::from(request.priority),
             Policy::PriorityAscending => i64::from(request.priority),
         };
-        let key = Key { rank, arrival: self.next_arrival };
-        self.next_arrival += 1;
-        let id = request.id;
+        let counter =
+            if request.past.admitted { &mut self.next_return } else { &mut self.next_arrival };
+        let key = Key { rank, arrival: *counter };
+        *counter += 1;
+        let (id, suspect) = (request.id, request.past.suspect.is_some());
         let handle = self.requests.insert(Entry::new(request, key));
         let previous = self.by_id.insert(id, handle);
         debug_assert!(previous.is_none(), "two live requests with id {id}");
-        self.waiting.insert(key, handle);
+        let queue = if suspect { &mut self.suspects } else { &mut self.waiting };
+        queue.insert(key, handle);
     }
 
     /// Ends a request without an event: the caller tells its client. False: there is no such request (any more).

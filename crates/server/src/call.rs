@@ -140,12 +140,14 @@ impl Call {
                     id,
                     prompt: prompt.clone(),
                     generated: resume.map_or_else(Vec::new, |resume| resume.generated.clone()),
+                    names: Vec::new(),
                     max_tokens,
                     pooling: None,
                     stop_ids: stop_ids.clone(),
                     sampling: generation.params(seed, choice),
                     priority: generation.priority,
                     embeds: embeds.clone(),
+                    route: generation.route.clone(),
                 };
                 if let Err(error) = state.engine.submit(request) {
                     state.egress.forget(id);

@@ -32,6 +32,7 @@ mod peers;
 mod pooling;
 mod reply;
 mod routes;
+mod routing;
 mod serve;
 mod speller;
 mod sse;

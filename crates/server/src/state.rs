@@ -101,7 +101,11 @@ impl Inner {
     /// It has not been loaded yet.
     pub(crate) fn limits(&self) -> Result<Limits, ApiError> {
         let facts = self.engine.facts().ok_or_else(|| not_serving(self.engine.status()))?;
-        Ok(Limits { context_length: facts.context_length, vocab_size: facts.vocab_size })
+        Ok(Limits {
+            context_length: facts.context_length,
+            vocab_size: facts.vocab_size,
+            replicas: self.engine.count(),
+        })
     }
 
     /// Elements of an embedding of the loaded model, and their type.

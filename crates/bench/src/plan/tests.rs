@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use forebay_engine::{
     Clock, Engine, EngineConfig, EngineRequest, Hooks, Output, OutputSink, Policy, RequestId,
-    Status,
+    Route, Status,
 };
 use forebay_protocol::SamplingParams;
 use forebay_sim::{DeviceModel, SimClock, SimConfig, SimExecutor, SimText};
@@ -222,12 +222,14 @@ fn in_the_engine(setup: &Setup, traffic: &Traffic) -> HashMap<u64, (u64, u64)> {
             id: RequestId(id),
             prompt: arrival.prompt(),
             generated: Vec::new(),
+            names: Vec::new(),
             max_tokens: arrival.output,
             pooling: None,
             stop_ids: Vec::new(),
             sampling: SamplingParams::default(),
             priority: 0,
             embeds: None,
+            route: Route::default(),
         };
         handle.submit(request).expect("accepted");
         while id == 0 && handle.stats().running == 0 {

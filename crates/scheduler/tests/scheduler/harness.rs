@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, VecDeque};
 
 use forebay_protocol::{Pooling, SamplingParams, StepPlan, StepResult};
 use forebay_scheduler::{
-    Event, Finish, MAX_IN_FLIGHT, Policy, Request, Scheduler, SchedulerConfig,
+    Event, Finish, MAX_IN_FLIGHT, Past, Policy, Request, Scheduler, SchedulerConfig,
 };
 
 use crate::device::{Device, next_token, read_prompt, vector};
@@ -37,6 +37,7 @@ pub(crate) fn request(id: u64, prompt: Vec<i32>, max_tokens: u32) -> Request {
         priority: 0,
         cache_salt: 0,
         embeds: None,
+        past: Past::default(),
     }
 }
 
@@ -177,7 +178,7 @@ impl Harness {
                     self.admitted(id, cached_tokens, replayed);
                 }
                 Event::Preempted { id } => {
-                    let first = self.most_important();
+                    let first = self.most_important().filter(|_| !self.was_reset);
                     assert_ne!(first, Some(id), "the most important is never preempted");
                     self.preempted(id);
                 }
@@ -209,10 +210,8 @@ impl Harness {
         let mut events = Vec::new();
         self.scheduler.apply(&result, &mut events).expect("the result fits the plan");
         for event in events {
-            let (Event::Token { id, .. }
-            | Event::Pooled { id, .. }
-            | Event::Finished { id, .. }
-            | Event::Preempted { id }) = event
+            let (Event::Token { id, .. } | Event::Pooled { id, .. } | Event::Finished { id, .. }) =
+                event
             else {
                 panic!("a result does not bring {event:?}")
             };
@@ -228,10 +227,7 @@ impl Harness {
                     assert_eq!(client.vector.replace(vector), None, "a second vector of {id}");
                 }
                 Event::Finished { reason, .. } => client.end = Some(Some(reason)),
-                _ => {
-                    assert!(self.was_reset, "only a cleared suspect makes room here");
-                    self.preempted(id);
-                }
+                Event::Admitted { .. } | Event::Preempted { .. } => {}
             }
         }
         self.check();
@@ -264,6 +260,23 @@ impl Harness {
         assert_eq!(self.scheduler.stats().pages_free, self.config.pages as usize);
         self.check();
         poisoned
+    }
+
+    /// The hand has died: everybody alive is given to a harness that goes on with it.
+    pub(crate) fn move_to(&mut self, other: &mut Self) {
+        other.was_reset = true;
+        for request in self.scheduler.surrender() {
+            let client = self.clients.remove(&request.id).expect("submitted");
+            assert_eq!(client.end, None);
+            let so_far = [client.request.generated.as_slice(), &client.tokens].concat();
+            assert_eq!(request.generated, so_far, "{}", request.id);
+            assert_eq!(request.past.admitted, client.admissions > 0);
+            other.clients.insert(request.id, client);
+            other.scheduler.submit(request);
+        }
+        assert_eq!(self.live().count(), 0);
+        self.check();
+        other.check();
     }
 
     /// Runs until everybody has ended, and checks that they did as they should.

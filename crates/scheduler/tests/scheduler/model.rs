@@ -84,16 +84,19 @@ fn ask(special: &'static [i32]) -> impl Strategy<Value = Ask> {
         )
 }
 
-fn ops(special: &'static [i32], kill: u32) -> impl Strategy<Value = Vec<Op>> {
-    let op = prop_oneof![
+fn op(special: &'static [i32], kill: u32) -> impl Strategy<Value = Op> {
+    prop_oneof![
         5 => ask(special).prop_map(Op::Submit),
         1 => any::<usize>().prop_map(Op::Abort),
         14 => Just(Op::Plan),
         13 => Just(Op::Apply),
         1 => Just(Op::Flush),
         kill => Just(Op::Kill),
-    ];
-    prop::collection::vec(op, 1..120)
+    ]
+}
+
+fn ops(special: &'static [i32], kill: u32) -> impl Strategy<Value = Vec<Op>> {
+    prop::collection::vec(op(special, kill), 1..120)
 }
 
 fn machines() -> impl Strategy<Value = SchedulerConfig> {
@@ -132,6 +135,44 @@ fn run(config: SchedulerConfig, depth: usize, ops: Vec<Op>) -> Harness {
     harness
 }
 
+/// What happens to two replicas that take over each other's requests.
+#[derive(Debug, Clone)]
+struct PairOp {
+    /// At the second one.
+    second: bool,
+    op: Op,
+}
+
+fn run_pair(config: SchedulerConfig, depth: usize, ops: Vec<PairOp>) -> [Harness; 2] {
+    let mut pair = [Harness::new(config.clone(), depth), Harness::new(config.clone(), depth)];
+    let mut submitted = 0;
+    for PairOp { second, op } in ops {
+        let [first, last] = &mut pair;
+        let (here, there) = if second { (last, first) } else { (first, last) };
+        match op {
+            Op::Submit(ask) => {
+                here.submit(ask.request(submitted, &config));
+                submitted += 1;
+            }
+            Op::Abort(at) => {
+                let id = here.clients.keys().copied().nth(at % here.clients.len().max(1));
+                id.into_iter().for_each(|id| here.abort(id));
+            }
+            Op::Plan => _ = here.plan(),
+            Op::Apply => _ = here.apply(),
+            Op::Flush => _ = here.scheduler.flush_cache(),
+            Op::Kill => {
+                here.reset();
+                here.move_to(there);
+            }
+        }
+    }
+    for harness in &mut pair {
+        harness.drain();
+    }
+    pair
+}
+
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(1024))]
 
@@ -147,6 +188,15 @@ proptest! {
         config in machines(), depth in 1..=2_usize, ops in ops(&[NAN_TOKEN], 1),
     ) {
         run(config, depth, ops);
+    }
+
+    #[test]
+    fn everybody_ends_as_if_alone_whoever_takes_them_over(
+        config in machines(), depth in 1..=2_usize,
+        ops in prop::collection::vec((any::<bool>(), op(&[NAN_TOKEN, KILL_TOKEN], 1)), 1..160),
+    ) {
+        let ops = ops.into_iter().map(|(second, op)| PairOp { second, op }).collect();
+        run_pair(config, depth, ops);
     }
 
     /// No kills from outside here, so only killers may be given up, and all of them are unless aborted or done for otherwise.

@@ -65,11 +65,17 @@ enum Message {
     EngineGone,
 }
 
-/// The engine's side of the egress threads: give it to the engine when it is started.
-#[derive(Debug)]
+/// The engines' side of the egress threads: give a clone to each engine when it is started. When the last is dropped, nobody will end
+/// what has not ended.
+#[derive(Debug, Clone)]
 pub struct EgressSink {
     lanes: Lanes,
+    _last: Arc<Last>,
 }
+
+/// Dropped with the last clone of the sink.
+#[derive(Debug)]
+struct Last(Lanes);
 
 impl OutputSink for EgressSink {
     fn deliver(&mut self, outputs: Vec<Output>) {
@@ -90,9 +96,9 @@ impl OutputSink for EgressSink {
     }
 }
 
-impl Drop for EgressSink {
+impl Drop for Last {
     fn drop(&mut self) {
-        self.lanes.send_all(|| Message::EngineGone);
+        self.0.send_all(|| Message::EngineGone);
     }
 }
 
@@ -168,7 +174,8 @@ pub fn egress(
         Ok(lane)
     };
     let lanes = Lanes((0..config.threads.max(1)).map(start).collect::<io::Result<_>>()?);
-    Ok((EgressSink { lanes: lanes.clone() }, Egress { lanes }))
+    let last = Arc::new(Last(lanes.clone()));
+    Ok((EgressSink { lanes: lanes.clone(), _last: last }, Egress { lanes }))
 }
 
 /// The state of an egress thread.

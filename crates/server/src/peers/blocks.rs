@@ -32,11 +32,7 @@ fn short(name: BlockHash) -> u64 {
 
 /// The names of a prompt's blocks.
 pub(super) fn names(state: &Shared, prompt: &[i32]) -> Vec<u64> {
-    let page_size = state.engine.facts().map_or(0, |facts| facts.page_size as usize);
-    if page_size == 0 {
-        return Vec::new();
-    }
-    BlockHash::chain(0, prompt, page_size).into_iter().map(short).collect()
+    state.engine.block_names(prompt).into_iter().map(short).collect()
 }
 
 #[derive(Debug, Default)]

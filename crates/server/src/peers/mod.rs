@@ -115,11 +115,11 @@ impl Peer {
 /// What this brain has to do, as `router` is told.
 pub(crate) fn report(state: &Shared, router: Option<u64>) -> LoadReport {
     let stats = state.engine.stats();
-    let page_size = state.engine.facts().map_or(0, |facts| facts.page_size);
+    let replicas = state.engine.replicas();
     LoadReport {
         running: u32::try_from(stats.running).unwrap_or(u32::MAX),
         waiting: u32::try_from(stats.waiting).unwrap_or(u32::MAX),
-        tokens: stats.pages_held as u64 * u64::from(page_size),
+        tokens: replicas.iter().map(|replica| replica.load.work.tokens()).sum(),
         pages_free: (stats.pages_free + stats.pages_cached) as u64,
         ..state.book.report(router)
     }

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use forebay_api::{ApiError, Limits, PoolingUsage};
-use forebay_engine::{EngineRequest, Pooling, RequestId};
+use forebay_engine::{EngineRequest, Pooling, RequestId, Route};
 use tokio::sync::oneshot;
 
 use super::PooledModel;
@@ -27,8 +27,18 @@ pub(crate) struct PooledCall {
     _live: LiveGuard,
 }
 
+/// Where a call's inputs came from, and where they go.
+pub(crate) struct Place<'a> {
+    /// The parameter that carries them.
+    pub(crate) param: &'a str,
+    /// Larger is sooner, under the priority policy.
+    pub(crate) priority: i32,
+    /// The replica that is wanted.
+    pub(crate) route: Route,
+}
+
 impl PooledCall {
-    /// Submits every input, at least one, or none; those came in `param`.
+    /// Submits every input, at least one, or none; `place` says where from and where to.
     ///
     /// # Errors
     /// An input is too long, or the engine refuses one.
@@ -37,7 +47,7 @@ impl PooledCall {
         model: &PooledModel,
         inputs: Vec<Input>,
         limits: Limits,
-        (param, priority): (&str, i32),
+        Place { param, priority, route }: Place<'_>,
         arrived: Instant,
         peer: &Peer,
     ) -> Result<Self, ApiError> {
@@ -69,12 +79,14 @@ impl PooledCall {
                 id,
                 prompt: input.tokens,
                 generated: Vec::new(),
+                names: Vec::new(),
                 max_tokens: 0,
                 pooling: Some(Pooling { segment: input.segment }),
                 stop_ids: Vec::new(),
                 sampling: Default::default(),
                 priority,
                 embeds: None,
+                route: route.clone(),
             };
             if let Err(error) = state.engine.submit(request) {
                 model.outputs.forget(ids.clone());

@@ -17,6 +17,7 @@ use crate::limits;
 use crate::outlet::Encoder;
 use crate::peers::Peer;
 use crate::reply::{self, Failure};
+use crate::routing::Routing;
 use crate::sse::{self, Chunks, Cut};
 use crate::state::Shared;
 use crate::tally::Tally;
@@ -37,13 +38,15 @@ pub(crate) async fn chat_completions(
     State(state): State<Shared>,
     wire: Wire,
     peer: Peer,
+    routing: Routing,
     body: Body,
 ) -> Result<Response, Failure> {
     let arrived = Instant::now();
     let request: ChatRequest = limits::read(body, &state).await?;
     let model = state.model_name(request.model.as_deref())?;
     let model_limits = state.admit()?;
-    let chat = request.validate(&state.model.defaults, model_limits)?;
+    let mut chat = request.validate(&state.model.defaults, model_limits)?;
+    routing.fill(&mut chat.generation);
     let prompt = encode_chat(&state.text, chat.prompt).await?;
     let with_logprobs = chat.generation.sampling.logprobs.is_some();
     let n = chat.generation.n;

@@ -19,6 +19,7 @@ use crate::limits;
 use crate::outlet::Encoder;
 use crate::peers::Peer;
 use crate::reply::{self, Failure};
+use crate::routing::Routing;
 use crate::sse::{self, Chunks, Cut};
 use crate::state::Shared;
 use crate::tally::Tally;
@@ -39,6 +40,7 @@ pub(crate) async fn completions(
     State(state): State<Shared>,
     wire: Wire,
     peer: Peer,
+    routing: Routing,
     body: Body,
 ) -> Result<Response, Failure> {
     let arrived = Instant::now();
@@ -46,7 +48,8 @@ pub(crate) async fn completions(
     let model = state.model_name(request.model.as_deref())?;
     let model_limits = state.admit()?;
     let valid = request.validate(&state.model.defaults, model_limits)?;
-    let generation = valid.generation;
+    let mut generation = valid.generation;
+    routing.fill(&mut generation);
     let skip_special = generation.skip_special_tokens;
     let mut echoes = Vec::new();
     let submissions = match valid.prompts {

@@ -17,6 +17,7 @@ use crate::limits;
 use crate::outlet::Encoder;
 use crate::peers::Peer;
 use crate::reply::{self, Failure};
+use crate::routing::Routing;
 use crate::sse;
 use crate::state::Shared;
 use crate::tally::Tally;
@@ -37,6 +38,7 @@ pub(crate) async fn generate(
     State(state): State<Shared>,
     wire: Wire,
     peer: Peer,
+    routing: Routing,
     body: Body,
 ) -> Result<Response, Failure> {
     let arrived = Instant::now();
@@ -47,7 +49,8 @@ pub(crate) async fn generate(
     let mut prompts = Vec::with_capacity(valid.items.len());
     let mut generations = Vec::with_capacity(valid.items.len());
     let mut outputs = Vec::new();
-    for item in valid.items {
+    for mut item in valid.items {
+        routing.fill(&mut item.generation);
         let id = item.rid.unwrap_or_else(random_hex);
         for _ in 0..item.generation.n {
             outputs.push(Accumulated {

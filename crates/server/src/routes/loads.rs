@@ -9,7 +9,7 @@ use serde_json::Value;
 use tokio::time::timeout;
 use utoipa::ToSchema;
 
-use super::info::stats;
+use super::info::internal_state;
 use crate::limits;
 use crate::peers::{Peer, report, wait};
 use crate::reply::{self, Failure};
@@ -27,7 +27,7 @@ pub(crate) struct When {
 /// What the server has to do, as a whole and in each replica.
 #[derive(Serialize, ToSchema)]
 pub(crate) struct Loads {
-    /// As routers are told: `requests` are alive, `running` choices have a slot, `waiting` ones have none, `tokens` positions are held,
+    /// As routers are told: `requests` are alive, `running` choices have a slot, `waiting` ones have none, `tokens` of work are left,
     /// `pages_free` can be taken.
     #[serde(flatten)]
     #[schema(value_type = Object)]
@@ -60,5 +60,6 @@ pub(crate) async fn loads(
         let _ = timeout(limit, live.wait_for(|&live| live != known)).await;
     }
     let report = report(&state, peer.tag().map(|tag| tag.router));
-    Ok(reply::ok(&Loads { report, loads: vec![stats(&state.engine.stats())] }))
+    let loads = state.engine.replicas().iter().map(internal_state).collect();
+    Ok(reply::ok(&Loads { report, loads }))
 }

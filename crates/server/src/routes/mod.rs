@@ -7,6 +7,7 @@ mod generate;
 mod info;
 mod loads;
 mod openapi;
+mod replicas;
 mod rerank;
 mod tokenize;
 
@@ -51,6 +52,8 @@ pub(crate) fn router(state: Shared) -> Router {
         .route("/server_info", get(info::server_info))
         .route("/v1/loads", get(loads::loads))
         .route("/v1/blocks", get(blocks))
+        .route("/replicas/{replica}/drain", post(replicas::drain))
+        .route("/replicas/{replica}/resume", post(replicas::resume))
         .route("/flush_cache", get(info::flush_cache).post(info::flush_cache))
         .layer(from_fn_with_state(state.clone(), talk))
         .layer(from_fn_with_state(state.clone(), check_key));

@@ -23,6 +23,8 @@ use crate::reply;
         super::loads::loads,
         crate::peers::blocks::blocks,
         super::info::flush_cache,
+        super::replicas::drain,
+        super::replicas::resume,
         super::info::health,
         super::info::health_generate,
         super::info::metrics,

@@ -12,4 +12,5 @@ mod lifecycle;
 mod memory;
 mod peers;
 mod pooling;
+mod replicas;
 mod streams;
