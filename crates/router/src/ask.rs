@@ -165,7 +165,7 @@ fn prompt(body: &[u8]) -> Option<&[u8]> {
     let fields: [&[u8]; 5] = [b"messages", b"prompt", b"text", b"input_ids", b"input"];
     let (_, value) = members(body).find(|(name, _)| fields.contains(name))?;
     // Without the quote or bracket at its end, a longer prompt begins with a shorter one.
-    Some(&value[..value.len() - 1])
+    value.split_last().map(|(_, text)| text)
 }
 
 #[cfg(test)]
@@ -213,5 +213,6 @@ mod tests {
         assert_eq!(find(r#"{"prompt":"abc"}"#), b"\"abc");
         assert_eq!(find(r#"{"input_ids":[1,2]}"#), b"[1,2");
         assert_eq!(prompt(b"{}"), None);
+        assert_eq!(prompt(b"{\"prompt\":}"), None);
     }
 }

@@ -30,6 +30,9 @@ struct Entry {
     until: Option<Instant>,
 }
 
+/// Is told of each new backend.
+pub(crate) type Added = Box<dyn Fn(&Arc<Backend>) + Send + Sync>;
+
 /// The list. A backend is on it as long as one source names it.
 pub(crate) struct Registry {
     sources: Mutex<BTreeMap<Source, Entry>>,
@@ -38,16 +41,12 @@ pub(crate) struct Registry {
     accounting: Accounting,
     breaker: BreakerConfig,
     /// Told of each new backend.
-    added: Box<dyn Fn(&Arc<Backend>) + Send + Sync>,
+    added: Added,
 }
 
 impl Registry {
     /// An empty list. `added` is called with each backend that comes.
-    pub(crate) fn new(
-        accounting: Accounting,
-        breaker: BreakerConfig,
-        added: Box<dyn Fn(&Arc<Backend>) + Send + Sync>,
-    ) -> Self {
+    pub(crate) fn new(accounting: Accounting, breaker: BreakerConfig, added: Added) -> Self {
         Self {
             sources: Mutex::default(),
             current: RwLock::new(Arc::new([])),

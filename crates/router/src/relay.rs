@@ -26,6 +26,9 @@ pub(crate) struct Cut(Broken);
 
 type Recovery = Pin<Box<dyn Future<Output = Result<Reached, Failure>> + Send>>;
 
+/// What a poll gives.
+type Polled = Poll<Option<Result<Frame<Bytes>, Cut>>>;
+
 enum State {
     /// Bytes come.
     Flowing(Box<Flow>),
@@ -69,13 +72,13 @@ impl Relay {
         Self { worker, ask, kind, first, state, between: true, cut, _live: live }
     }
 
-    fn give(&mut self, bytes: Bytes) -> Poll<Option<Result<Frame<Bytes>, Cut>>> {
+    fn give(&mut self, bytes: Bytes) -> Polled {
         self.between = bytes.ends_with(b"\n\n");
         Poll::Ready(Some(Ok(Frame::data(bytes))))
     }
 
     /// The stream ends here, with an error that the client can read.
-    fn fail(&mut self, error: &ApiError) -> Poll<Option<Result<Frame<Bytes>, Cut>>> {
+    fn fail(&mut self, error: &ApiError) -> Polled {
         self.worker.shared.totals.errors.fetch_add(1, Ordering::Relaxed);
         self.state = State::Over;
         tracing::warn!(%error, "stream failed");
@@ -87,7 +90,7 @@ impl Relay {
     }
 
     /// What comes after a backend has failed in the middle.
-    fn broke(&mut self, reason: Broken) -> Option<Poll<Option<Result<Frame<Bytes>, Cut>>>> {
+    fn broke(&mut self, reason: Broken) -> Option<Polled> {
         let State::Flowing(mut flow) = std::mem::replace(&mut self.state, State::Over) else {
             return None;
         };
@@ -148,10 +151,7 @@ impl Body for Relay {
     type Data = Bytes;
     type Error = Cut;
 
-    fn poll_frame(
-        self: Pin<&mut Self>,
-        context: &mut Context<'_>,
-    ) -> Poll<Option<Result<Frame<Bytes>, Cut>>> {
+    fn poll_frame(self: Pin<&mut Self>, context: &mut Context<'_>) -> Polled {
         let this = self.get_mut();
         if !this.first.is_empty() {
             let first = std::mem::take(&mut this.first);
