@@ -67,10 +67,10 @@ fn text() -> SimText {
 
 impl Rig {
     fn start(count: usize, method: Method) -> Self {
-        Self::with(count, ReplicasConfig { method, watch_interval_us: 0 })
+        Self::with(count, ReplicasConfig { method, watch_interval_us: 0 }, config())
     }
 
-    fn with(count: usize, how: ReplicasConfig) -> Self {
+    fn with(count: usize, how: ReplicasConfig, config: EngineConfig) -> Self {
         let clock = SimClock::real();
         let (sender, outputs) = channel();
         let (mut members, mut controls) = (Vec::new(), Vec::new());
@@ -88,7 +88,8 @@ impl Rig {
             });
             controls.push(control);
             let sink = Box::new(ChannelSink(sender.clone()));
-            members.push(Member { config: config(), executor: Box::new(executor), sink });
+            let config = config.clone();
+            members.push(Member { config, executor: Box::new(executor), sink });
         }
         let (replicas, threads) =
             Replicas::start(how, members, Arc::new(clock), || {}).expect("threads");
@@ -233,7 +234,9 @@ fn a_hundred_clients_of_four_replicas_are_never_more_than_25_at_one() {
 #[test]
 fn streams_survive_twenty_kills_and_the_hands_come_back() {
     for method in METHODS {
-        let mut rig = Rig::start(4, method);
+        let how = ReplicasConfig { method, watch_interval_us: 0 };
+        // A hand that is killed before it has done anything counts as one that did not start.
+        let mut rig = Rig::with(4, how, EngineConfig { restart_limit: 1000, ..config() });
         let (mut next, mut ended, mut kills) = (0, 0, 0);
         while next < 60 {
             rig.replicas.submit(request(next, prompt(next), 150)).expect("room");
@@ -407,7 +410,7 @@ fn prompts_with_the_same_beginning_find_it() {
 #[test]
 fn polled_loads_are_not_looked_at_in_between() {
     let polled = ReplicasConfig { method: Method::ShortestQueue, watch_interval_us: u64::MAX / 2 };
-    let mut rig = Rig::with(3, polled);
+    let mut rig = Rig::with(3, polled, config());
     // The only report said that nobody has anything to do, so everybody takes turns, however long the requests are.
     for id in 0..30 {
         let long = if id % 3 == 0 { 300 } else { 1 };
