@@ -2,12 +2,13 @@
 
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::time::Duration;
 
 use forebay_engine::{
-    EngineConfig, EngineRequest, EngineThread, FinishReason, Output, OutputSink, Policy,
-    RequestError, RequestId, Route, Status, SubmitError,
+    Embeds, EngineConfig, EngineRequest, EngineThread, FinishReason, Output, OutputSink, Payload,
+    Policy, RequestError, RequestId, Route, Status, SubmitError,
 };
 use forebay_protocol::SamplingParams;
 use forebay_replicas::{Member, Method, Replicas, ReplicasConfig};
@@ -33,7 +34,7 @@ struct Rig {
     controls: Vec<SimControl>,
     outputs: Receiver<Vec<Output>>,
     stories: HashMap<u64, Story>,
-    _threads: Vec<EngineThread>,
+    threads: Vec<EngineThread>,
 }
 
 /// All that a request gave.
@@ -93,7 +94,7 @@ impl Rig {
         }
         let (replicas, threads) =
             Replicas::start(how, members, Arc::new(clock), || {}).expect("threads");
-        let rig = Self { replicas, controls, outputs, stories: HashMap::new(), _threads: threads };
+        let rig = Self { replicas, controls, outputs, stories: HashMap::new(), threads };
         rig.settled(|states| states.iter().all(|status| *status == Status::Ready));
         rig
     }
@@ -437,4 +438,47 @@ fn the_queues_limit_holds_for_all_together() {
     rig.controls.iter().for_each(SimControl::release);
     rig.follow(taken as usize);
     rig.assert_idle();
+}
+
+/// Room in the arena that says when it is given back.
+#[derive(Debug)]
+struct Room(Arc<AtomicUsize>);
+
+impl Payload for Room {
+    fn offset(&self) -> u32 {
+        0
+    }
+
+    fn write(&self, _: usize, _: &[u8]) -> std::io::Result<()> {
+        Ok(())
+    }
+}
+
+impl Drop for Room {
+    fn drop(&mut self) {
+        self.0.fetch_add(1, Ordering::SeqCst);
+    }
+}
+
+#[test]
+fn what_lies_in_the_arena_moves_with_its_request_and_is_given_back_once() {
+    let mut rig = Rig::start(3, Method::RoundRobin);
+    let back = Arc::new(AtomicUsize::new(0));
+    for id in 0..30 {
+        let payload = Arc::new(Room(Arc::clone(&back)));
+        let embeds = Some(Embeds { payload, offset: 0 });
+        let request = EngineRequest { embeds, ..request(id, vec![0; 30], 100) };
+        rig.replicas.submit(request).expect("room");
+    }
+    rig.next();
+    let before = back.load(Ordering::SeqCst);
+    assert!(before < 30, "those that go on still have it");
+    rig.controls[0].kill();
+    rig.controls[1].kill();
+    let ended = rig.stories.values().filter(|story| !story.ends.is_empty()).count();
+    rig.follow(30 - ended);
+    assert!(rig.stories.values().all(|story| story.tokens.len() == 100));
+    rig.replicas.stop();
+    rig.threads.drain(..).for_each(EngineThread::join);
+    assert_eq!(back.load(Ordering::SeqCst), 30);
 }
