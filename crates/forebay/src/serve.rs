@@ -98,7 +98,8 @@ pub(crate) fn run(flags: &ServeFlags) -> Result<()> {
         // Nobody waits any more when the server went first.
         let _ = ended.send(());
     };
-    let member = |executor| Member { config: config.engine(), executor, sink: sink() };
+    let member =
+        |executor| Member { config: config.engine(), executor, sink: sink(), blocks: None };
     let members = executors.into_iter().map(member).collect();
     let (engine, threads) = Replicas::start(config.replicas(), members, clock, on_exit)?;
     // Only the engines' own clones may keep the streams waiting for an end.

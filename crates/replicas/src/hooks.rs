@@ -79,6 +79,27 @@ impl BlockObserver for Observer {
     }
 }
 
+/// Several observers of one cache.
+pub(crate) struct Observers(Vec<Box<dyn BlockObserver>>);
+
+impl Observers {
+    /// As one; `None`: nobody listens.
+    pub(crate) fn join(mut all: Vec<Box<dyn BlockObserver>>) -> Option<Box<dyn BlockObserver>> {
+        match all.len() {
+            0 | 1 => all.pop(),
+            _ => Some(Box::new(Self(all))),
+        }
+    }
+}
+
+impl BlockObserver for Observers {
+    fn changed(&mut self, events: Vec<BlockEvent>) {
+        for observer in &mut self.0 {
+            observer.changed(events.clone());
+        }
+    }
+}
+
 /// The others, as replica `at` sees them.
 pub(crate) struct Others {
     pub(crate) shared: Arc<Shared>,

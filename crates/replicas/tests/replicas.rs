@@ -7,8 +7,8 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 use std::time::Duration;
 
 use forebay_engine::{
-    Embeds, EngineConfig, EngineRequest, EngineThread, FinishReason, Output, OutputSink, Payload,
-    Policy, RequestError, RequestId, Route, Status, SubmitError,
+    BlockEvent, BlockObserver, Embeds, EngineConfig, EngineRequest, EngineThread, FinishReason,
+    Output, OutputSink, Payload, Policy, RequestError, RequestId, Route, Status, SubmitError,
 };
 use forebay_protocol::SamplingParams;
 use forebay_replicas::{Member, Method, Replicas, ReplicasConfig};
@@ -29,12 +29,24 @@ impl OutputSink for ChannelSink {
     }
 }
 
+/// Counts blocks that any replica has stored.
+#[derive(Clone, Default)]
+struct Stored(Arc<AtomicUsize>);
+
+impl BlockObserver for Stored {
+    fn changed(&mut self, events: Vec<BlockEvent>) {
+        let stored = events.iter().filter(|event| matches!(event, BlockEvent::Stored(_)));
+        self.0.fetch_add(stored.count(), Ordering::SeqCst);
+    }
+}
+
 struct Rig {
     replicas: Replicas,
     controls: Vec<SimControl>,
     outputs: Receiver<Vec<Output>>,
     stories: HashMap<u64, Story>,
     threads: Vec<EngineThread>,
+    stored: Stored,
 }
 
 /// All that a request gave.
@@ -75,6 +87,7 @@ impl Rig {
         let clock = SimClock::real();
         let (sender, outputs) = channel();
         let (mut members, mut controls) = (Vec::new(), Vec::new());
+        let stored = Stored::default();
         for _ in 0..count {
             let (executor, control) = SimExecutor::new(SimConfig {
                 clock: clock.clone(),
@@ -90,11 +103,12 @@ impl Rig {
             controls.push(control);
             let sink = Box::new(ChannelSink(sender.clone()));
             let config = config.clone();
-            members.push(Member { config, executor: Box::new(executor), sink });
+            let blocks: Option<Box<dyn BlockObserver>> = Some(Box::new(stored.clone()));
+            members.push(Member { config, executor: Box::new(executor), sink, blocks });
         }
         let (replicas, threads) =
             Replicas::start(how, members, Arc::new(clock), || {}).expect("threads");
-        let rig = Self { replicas, controls, outputs, stories: HashMap::new(), threads };
+        let rig = Self { replicas, controls, outputs, stories: HashMap::new(), threads, stored };
         rig.settled(|states| states.iter().all(|status| *status == Status::Ready));
         rig
     }
@@ -405,6 +419,8 @@ fn prompts_with_the_same_beginning_find_it() {
     }
     let stats = rig.replicas.stats();
     assert_eq!(stats.prefix_hits, 5 * 4 * 80, "each family is computed once: {stats:?}");
+    // 20 blocks of a family's beginning, and one that each turn's answer fills.
+    assert_eq!(rig.stored.0.load(Ordering::SeqCst), 4 * 20 + 6 * 4, "others hear of blocks too");
     assert!(rig.dispatched().iter().all(|&count| count == 6));
 }
 
