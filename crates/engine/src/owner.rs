@@ -415,10 +415,11 @@ impl Owner {
         self.recovery.ready(self.shared.clock.now_us());
         self.up = true;
         self.rested = true;
-        *self.shared.status.lock() = Status::Ready;
+        // Whoever sees that it is ready may rely on its being in the set.
         if let Some(peers) = &self.peers {
             peers.up(true);
         }
+        *self.shared.status.lock() = Status::Ready;
     }
 
     fn died(&mut self, reason: &str) {

@@ -166,6 +166,9 @@ pub(crate) fn run(flags: &ServeFlags) -> Result<()> {
     served
 }
 
+/// One a replica, and the clock that they all live by.
+type Executors = (Vec<Box<dyn Executor>>, Arc<dyn Clock>);
+
 /// The hands, or what stands in for them; recorded if that was asked for.
 fn executors(
     flags: &ServeFlags,
@@ -174,7 +177,7 @@ fn executors(
     model: &Model,
     tokenizer: &Tokenizer,
     arena: &Arena,
-) -> Result<(Vec<Box<dyn Executor>>, Arc<dyn Clock>)> {
+) -> Result<Executors> {
     let mut executors: Vec<Box<dyn Executor>> = Vec::new();
     let clock: Arc<dyn Clock> = if config.simulated.is_some() {
         let clock = SimClock::real();

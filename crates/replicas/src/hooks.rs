@@ -70,17 +70,33 @@ impl Drop for CountingSink {
 pub(crate) struct Observer {
     pub(crate) lane: crossbeam_channel::Sender<News>,
     pub(crate) at: usize,
-    /// Who hears of them too.
-    pub(crate) others: Option<Box<dyn BlockObserver>>,
 }
 
 impl BlockObserver for Observer {
     fn changed(&mut self, events: Vec<BlockEvent>) {
-        if let Some(others) = &mut self.others {
-            others.changed(events.clone());
-        }
         // The set may be gone before its engines.
         let _ = self.lane.send(News::Changed(self.at, events));
+    }
+}
+
+/// Several observers of one cache.
+pub(crate) struct Observers(Vec<Box<dyn BlockObserver>>);
+
+impl Observers {
+    /// As one; `None`: nobody listens.
+    pub(crate) fn join(mut all: Vec<Box<dyn BlockObserver>>) -> Option<Box<dyn BlockObserver>> {
+        match all.len() {
+            0 | 1 => all.pop(),
+            _ => Some(Box::new(Self(all))),
+        }
+    }
+}
+
+impl BlockObserver for Observers {
+    fn changed(&mut self, events: Vec<BlockEvent>) {
+        for observer in &mut self.0 {
+            observer.changed(events.clone());
+        }
     }
 }
 

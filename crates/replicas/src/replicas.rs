@@ -14,7 +14,7 @@ use parking_lot::Mutex;
 
 use crate::blocks::{Blocks, News};
 use crate::dispatch::{Asked, Coming, Dispatch};
-use crate::hooks::{CountingSink, Observer, Others};
+use crate::hooks::{CountingSink, Observer, Observers, Others};
 use crate::status::{ReplicaReport, combined_facts, combined_stats, combined_status};
 
 /// How requests are spread.
@@ -35,7 +35,7 @@ pub struct Member {
     pub executor: Box<dyn Executor>,
     /// Where its outputs go.
     pub sink: Box<dyn OutputSink>,
-    /// Who else hears of its prefix cache.
+    /// Who else hears of its prefix cache, beside the dispatcher.
     pub blocks: Option<Box<dyn BlockObserver>>,
 }
 
@@ -86,19 +86,20 @@ impl Replicas {
         let on_exit = Arc::new(Mutex::new(Some(on_exit)));
         let (mut engines, mut threads) = (Vec::new(), Vec::new());
         for (at, Member { config, executor, sink, blocks }) in members.into_iter().enumerate() {
-            let lane = shared.blocks.as_ref().map(|blocks| blocks.lane.clone());
-            let observer = match (lane, blocks) {
-                (None, others) => others,
-                (Some(lane), others) => {
-                    Some(Box::new(Observer { lane, at, others }) as Box<dyn BlockObserver>)
-                }
-            };
+            let observers: Vec<Box<dyn BlockObserver>> = shared
+                .blocks
+                .as_ref()
+                .map(|index| Observer { lane: index.lane.clone(), at })
+                .into_iter()
+                .map(|observer| -> Box<dyn BlockObserver> { Box::new(observer) })
+                .chain(blocks)
+                .collect();
             let peers =
                 || -> Box<dyn Peers> { Box::new(Others { shared: Arc::clone(&shared), at }) };
             let on_exit = Arc::clone(&on_exit);
             let hooks = Hooks {
                 sink: Box::new(CountingSink { shared: Arc::clone(&shared), at, inner: sink }),
-                blocks: observer,
+                blocks: Observers::join(observers),
                 peers: (count > 1).then(peers),
                 queued: Arc::clone(&queued),
                 on_exit: Box::new(move || {

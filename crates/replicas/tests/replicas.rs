@@ -2,12 +2,13 @@
 
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::time::Duration;
 
 use forebay_engine::{
-    EngineConfig, EngineRequest, EngineThread, FinishReason, Output, OutputSink, Policy,
-    RequestError, RequestId, Route, Status, SubmitError,
+    BlockEvent, BlockObserver, Embeds, EngineConfig, EngineRequest, EngineThread, FinishReason,
+    Output, OutputSink, Payload, Policy, RequestError, RequestId, Route, Status, SubmitError,
 };
 use forebay_protocol::SamplingParams;
 use forebay_replicas::{Member, Method, Replicas, ReplicasConfig};
@@ -28,12 +29,24 @@ impl OutputSink for ChannelSink {
     }
 }
 
+/// Counts blocks that any replica has stored.
+#[derive(Clone, Default)]
+struct Stored(Arc<AtomicUsize>);
+
+impl BlockObserver for Stored {
+    fn changed(&mut self, events: Vec<BlockEvent>) {
+        let stored = events.iter().filter(|event| matches!(event, BlockEvent::Stored(_)));
+        self.0.fetch_add(stored.count(), Ordering::SeqCst);
+    }
+}
+
 struct Rig {
     replicas: Replicas,
     controls: Vec<SimControl>,
     outputs: Receiver<Vec<Output>>,
     stories: HashMap<u64, Story>,
-    _threads: Vec<EngineThread>,
+    threads: Vec<EngineThread>,
+    stored: Stored,
 }
 
 /// All that a request gave.
@@ -67,13 +80,14 @@ fn text() -> SimText {
 
 impl Rig {
     fn start(count: usize, method: Method) -> Self {
-        Self::with(count, ReplicasConfig { method, watch_interval_us: 0 })
+        Self::with(count, ReplicasConfig { method, watch_interval_us: 0 }, config())
     }
 
-    fn with(count: usize, how: ReplicasConfig) -> Self {
+    fn with(count: usize, how: ReplicasConfig, config: EngineConfig) -> Self {
         let clock = SimClock::real();
         let (sender, outputs) = channel();
         let (mut members, mut controls) = (Vec::new(), Vec::new());
+        let stored = Stored::default();
         for _ in 0..count {
             let (executor, control) = SimExecutor::new(SimConfig {
                 clock: clock.clone(),
@@ -88,16 +102,13 @@ impl Rig {
             });
             controls.push(control);
             let sink = Box::new(ChannelSink(sender.clone()));
-            members.push(Member {
-                config: config(),
-                executor: Box::new(executor),
-                sink,
-                blocks: None,
-            });
+            let config = config.clone();
+            let blocks: Option<Box<dyn BlockObserver>> = Some(Box::new(stored.clone()));
+            members.push(Member { config, executor: Box::new(executor), sink, blocks });
         }
         let (replicas, threads) =
             Replicas::start(how, members, Arc::new(clock), || {}).expect("threads");
-        let rig = Self { replicas, controls, outputs, stories: HashMap::new(), _threads: threads };
+        let rig = Self { replicas, controls, outputs, stories: HashMap::new(), threads, stored };
         rig.settled(|states| states.iter().all(|status| *status == Status::Ready));
         rig
     }
@@ -238,7 +249,9 @@ fn a_hundred_clients_of_four_replicas_are_never_more_than_25_at_one() {
 #[test]
 fn streams_survive_twenty_kills_and_the_hands_come_back() {
     for method in METHODS {
-        let mut rig = Rig::start(4, method);
+        let how = ReplicasConfig { method, watch_interval_us: 0 };
+        // A hand that is killed before it has done anything counts as one that did not start.
+        let mut rig = Rig::with(4, how, EngineConfig { restart_limit: 1000, ..config() });
         let (mut next, mut ended, mut kills) = (0, 0, 0);
         while next < 60 {
             rig.replicas.submit(request(next, prompt(next), 150)).expect("room");
@@ -406,13 +419,15 @@ fn prompts_with_the_same_beginning_find_it() {
     }
     let stats = rig.replicas.stats();
     assert_eq!(stats.prefix_hits, 5 * 4 * 80, "each family is computed once: {stats:?}");
+    // 20 blocks of a family's beginning, and one that each turn's answer fills.
+    assert_eq!(rig.stored.0.load(Ordering::SeqCst), 4 * 20 + 6 * 4, "others hear of blocks too");
     assert!(rig.dispatched().iter().all(|&count| count == 6));
 }
 
 #[test]
 fn polled_loads_are_not_looked_at_in_between() {
     let polled = ReplicasConfig { method: Method::ShortestQueue, watch_interval_us: u64::MAX / 2 };
-    let mut rig = Rig::with(3, polled);
+    let mut rig = Rig::with(3, polled, config());
     // The only report said that nobody has anything to do, so everybody takes turns, however long the requests are.
     for id in 0..30 {
         let long = if id % 3 == 0 { 300 } else { 1 };
@@ -439,4 +454,47 @@ fn the_queues_limit_holds_for_all_together() {
     rig.controls.iter().for_each(SimControl::release);
     rig.follow(taken as usize);
     rig.assert_idle();
+}
+
+/// Room in the arena that says when it is given back.
+#[derive(Debug)]
+struct Room(Arc<AtomicUsize>);
+
+impl Payload for Room {
+    fn offset(&self) -> u32 {
+        0
+    }
+
+    fn write(&self, _: usize, _: &[u8]) -> std::io::Result<()> {
+        Ok(())
+    }
+}
+
+impl Drop for Room {
+    fn drop(&mut self) {
+        self.0.fetch_add(1, Ordering::SeqCst);
+    }
+}
+
+#[test]
+fn what_lies_in_the_arena_moves_with_its_request_and_is_given_back_once() {
+    let mut rig = Rig::start(3, Method::RoundRobin);
+    let back = Arc::new(AtomicUsize::new(0));
+    for id in 0..30 {
+        let payload = Arc::new(Room(Arc::clone(&back)));
+        let embeds = Some(Embeds { payload, offset: 0 });
+        let request = EngineRequest { embeds, ..request(id, vec![0; 30], 100) };
+        rig.replicas.submit(request).expect("room");
+    }
+    rig.next();
+    let before = back.load(Ordering::SeqCst);
+    assert!(before < 30, "those that go on still have it");
+    rig.controls[0].kill();
+    rig.controls[1].kill();
+    let ended = rig.stories.values().filter(|story| !story.ends.is_empty()).count();
+    rig.follow(30 - ended);
+    assert!(rig.stories.values().all(|story| story.tokens.len() == 100));
+    rig.replicas.stop();
+    rig.threads.drain(..).for_each(EngineThread::join);
+    assert_eq!(back.load(Ordering::SeqCst), 30);
 }

@@ -19,17 +19,16 @@ impl Owner {
     /// There is no hand: other replicas get all requests, if they can take any. What is left waits for the respawn, or ends if there
     /// will be none.
     pub(super) fn give_away(&mut self) {
-        if let (Some(peers), Some(scheduler)) = (self.peers.take(), self.scheduler.as_mut()) {
-            if peers.others_up() {
-                let taken = scheduler.surrender();
-                // What they have said here comes before what they say there.
-                self.deliver();
-                let orphans = taken.into_iter().map(|request| self.orphan(request)).collect();
-                for orphan in peers.adopt(orphans) {
-                    self.adopt(orphan);
-                }
+        let others = self.peers.as_ref().is_some_and(|peers| peers.others_up());
+        if let Some(scheduler) = self.scheduler.as_mut().filter(|_| others) {
+            let taken = scheduler.surrender();
+            // What they have said here comes before what they say there.
+            self.deliver();
+            let orphans = taken.into_iter().map(|request| self.orphan(request)).collect();
+            let left = self.peers.as_ref().map_or_else(Vec::new, |peers| peers.adopt(orphans));
+            for orphan in left {
+                self.adopt(orphan);
             }
-            self.peers = Some(peers);
         }
         let failed = match &*self.shared.status.lock() {
             Status::Failed(reason) => Some(reason.clone()),
