@@ -21,7 +21,7 @@ LLAMA_JOBS ?= 2
 LLAMA_CMAKE := -DCMAKE_BUILD_TYPE=Release -DGGML_NATIVE=ON -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF \
 	-DLLAMA_BUILD_APP=OFF -DLLAMA_USE_PREBUILT_UI=OFF -DLLAMA_OPENSSL=OFF
 
-.PHONY: bench bench-setup bench-ablations bench-egress bench-profile bench-agreement bench-embeddings bench-intake bench-micro \
+.PHONY: bench bench-setup bench-ablations bench-egress bench-profile bench-agreement bench-embeddings bench-intake bench-replicas bench-router bench-micro \
 	bench-lock bench-build
 
 bench-setup: $(PEERS:%=$(BENCH_STAMPS)/%) ## install the peers in PEERS that benchmarks compare with (12 GB, 20 minutes)
@@ -50,6 +50,12 @@ bench-embeddings: bench-build $(STAMPS)/embedder ## measure the latency of embed
 bench-intake: bench-build ## measure what a burst of large requests does to the streams beside it (2 minutes)
 	$(BIN)/python -m benchmarks.intake $(BENCH_ROUNDS)
 
+bench-router: bench-build ## measure routers in front of simulated backends: latency, ceiling, spread (30 minutes)
+	$(BIN)/python -m benchmarks.router $(BENCH_ROUNDS)
+
+bench-replicas: bench-build ## measure how each policy spreads requests over four replicas (40 minutes)
+	$(BIN)/python -m benchmarks.replicas $(BENCH_ROUNDS)
+
 bench-micro: ## run the microbenchmarks of the scheduler and the pages (5 minutes)
 	cargo bench --locked -p forebay-scheduler -p forebay-kvcache
 	$(BIN)/python -m benchmarks.micro
@@ -62,6 +68,7 @@ bench-lock: $(STAMPS)/uv ## pin benchmarks/requirements/*.in to *.txt again (UPG
 		-o $(BENCH_PINS)/vllm.txt
 	$(BENCH_LOCK) --python-version 3.11 --override $(BENCH_PINS)/sglang.overrides $(BENCH_PINS)/sglang.in \
 		-o $(BENCH_PINS)/sglang.txt
+	$(BENCH_LOCK) --python-version 3.10 $(BENCH_PINS)/sglang-router.in -o $(BENCH_PINS)/sglang-router.txt
 	$(BENCH_LOCK) --python-version 3.11 --no-deps $(BENCH_PINS)/vllm-rust.in -o $(BENCH_PINS)/vllm-rust.txt
 	$(BENCH_LOCK) --python-version 3.10 --no-deps $(BENCH_PINS)/llama.in -o $(BENCH_PINS)/llama.txt
 	$(BENCH_LOCK) --python-version 3.10 $(BENCH_PINS)/llama-build.in -o $(BENCH_PINS)/llama-build.txt
@@ -85,6 +92,13 @@ $(BENCH_STAMPS)/sglang: $(BENCH_PINS)/sglang.txt | $(STAMPS)/uv
 	@echo '==> Installing SGLang without its kernels: about 3 GB to download, 6 GB on disk'
 	@$(UV) venv --quiet --clear --python $(BIN)/python $(BENCH_VENVS)/sglang
 	@$(UV) pip install --python $(BENCH_VENVS)/sglang/bin/python --no-deps --require-hashes --compile-bytecode -r $<
+	@mkdir -p $(@D) && touch $@
+
+# The wheel wants nothing that launching it with these flags needs.
+$(BENCH_STAMPS)/sglang-router: $(BENCH_PINS)/sglang-router.txt | $(STAMPS)/uv
+	@echo '==> Installing the router of SGLang: about 30 MB to download'
+	@$(UV) venv --quiet --clear --python $(BIN)/python $(BENCH_VENVS)/sglang-router
+	@$(UV) pip install --python $(BENCH_VENVS)/sglang-router/bin/python --require-hashes --compile-bytecode -r $<
 	@mkdir -p $(@D) && touch $@
 
 # Importing the package makes the links between its libraries, which a wheel cannot hold.

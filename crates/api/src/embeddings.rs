@@ -184,7 +184,7 @@ mod tests {
 
     use super::*;
 
-    const LIMITS: Limits = Limits { context_length: 100, vocab_size: 1000 };
+    const LIMITS: Limits = Limits { context_length: 100, vocab_size: 1000, replicas: 2 };
 
     fn validate(body: Value) -> Result<ValidEmbedding, ApiError> {
         let request: EmbeddingRequest = crate::parse(body.to_string().as_bytes())?;

@@ -47,6 +47,11 @@ pub struct GenerateRequest {
     pub rid: Option<Strings>,
     /// Larger is sooner, under the priority policy.
     pub priority: Option<i32>,
+    /// Requests with the same key are computed by the same replica.
+    pub routing_key: Option<String>,
+    /// Number of the replica that is to compute it; `data_parallel_rank` is its older name.
+    #[serde(alias = "data_parallel_rank")]
+    pub routed_dp_rank: Option<i64>,
     #[serde(default)]
     #[schema(ignore)]
     input_embeds: Inert,
@@ -257,18 +262,23 @@ impl GenerateRequest {
         } else {
             None
         };
+        let outer = Outer {
+            logprobs,
+            priority: self.priority,
+            key: self.routing_key,
+            rank: self.routed_dp_rank,
+        };
         let generations = match self.sampling_params {
             None => {
                 let params = GenerateSampling::default();
-                vec![params.validate(logprobs, self.priority, defaults, limits)?; count]
+                vec![params.validate(&outer, defaults, limits)?; count]
             }
             Some(OneOrMany::One(params)) => {
-                vec![params.validate(logprobs, self.priority, defaults, limits)?; count]
+                vec![params.validate(&outer, defaults, limits)?; count]
             }
             Some(OneOrMany::Many(list)) => {
                 one_each("sampling_params", list.len())?;
-                let validate =
-                    |p: GenerateSampling| p.validate(logprobs, self.priority, defaults, limits);
+                let validate = |p: GenerateSampling| p.validate(&outer, defaults, limits);
                 list.into_iter().map(validate).collect::<Result<_, _>>()?
             }
         };
@@ -296,11 +306,18 @@ impl GenerateRequest {
     }
 }
 
+/// What does not come with the sampling parameters.
+struct Outer {
+    logprobs: Option<u8>,
+    priority: Option<i32>,
+    key: Option<String>,
+    rank: Option<i64>,
+}
+
 impl GenerateSampling {
     fn validate(
         self,
-        logprobs: Option<u8>,
-        priority: Option<i32>,
+        outer: &Outer,
         defaults: &GenerationDefaults,
         limits: Limits,
     ) -> Result<Generation, ApiError> {
@@ -335,9 +352,11 @@ impl GenerateSampling {
             stop_token_ids: self.stop_token_ids,
             ignore_eos: self.ignore_eos,
             skip_special_tokens: self.skip_special_tokens,
-            priority,
+            priority: outer.priority,
             stream_interval: self.stream_interval,
-            logprobs,
+            routing_key: outer.key.clone(),
+            routed_dp_rank: outer.rank,
+            logprobs: outer.logprobs,
         };
         fields.validate(defaults, limits)
     }
@@ -430,7 +449,7 @@ mod tests {
         let request: GenerateRequest = crate::parse(body.to_string().as_bytes())?;
         request.validate(
             &GenerationDefaults::default(),
-            Limits { context_length: 100, vocab_size: 1000 },
+            Limits { context_length: 100, vocab_size: 1000, replicas: 2 },
         )
     }
 

@@ -14,9 +14,11 @@ mod generate;
 mod inert;
 mod openai;
 mod parse;
+pub mod peer;
 mod prompt;
 mod rerank;
 mod response;
+mod route;
 mod sampling;
 mod tokenize;
 
@@ -45,6 +47,7 @@ pub use response::{
     ChatTopLogprob, Completion, CompletionChoice, CompletionLogprobs, ModelCard, ModelList,
     PromptTokensDetails, ResponseMessage, StopReason, Usage,
 };
+pub use route::route;
 pub use sampling::{Generation, GenerationDefaults, Limits, MaxTokens, choice_seed};
 pub use tokenize::{
     DetokenizeRequest, DetokenizeResponse, TokenizeInput, TokenizeRequest, TokenizeResponse,

@@ -120,6 +120,11 @@ macro_rules! openai_request {
             pub stream_options: Option<$crate::openai::StreamOptions>,
             /// Tokens to gather for a chunk of the stream; the server's flag where absent. The first token does not wait.
             pub stream_interval: Option<u32>,
+            /// Requests with the same key are computed by the same replica.
+            pub routing_key: Option<String>,
+            /// Number of the replica that is to compute it; `data_parallel_rank` is its older name.
+            #[serde(alias = "data_parallel_rank")]
+            pub routed_dp_rank: Option<i64>,
             /// Only `{"type": "text"}` is served.
             pub response_format: Option<$crate::openai::ResponseFormat>,
             #[serde(default)] #[schema(ignore)] guided_json: $crate::inert::Inert,
@@ -194,6 +199,8 @@ macro_rules! openai_request {
                     skip_special_tokens: self.skip_special_tokens,
                     priority: self.priority,
                     stream_interval: self.stream_interval,
+                    routing_key: self.routing_key.take(),
+                    routed_dp_rank: self.routed_dp_rank,
                     logprobs: None,
                 }
             }

@@ -218,7 +218,7 @@ mod tests {
 
     use super::*;
 
-    const LIMITS: Limits = Limits { context_length: 100, vocab_size: 1000 };
+    const LIMITS: Limits = Limits { context_length: 100, vocab_size: 1000, replicas: 2 };
 
     fn rerank(body: Value) -> Result<ValidRerank, ApiError> {
         crate::parse::<RerankRequest>(body.to_string().as_bytes())?.validate(LIMITS)

@@ -2,10 +2,12 @@
 
 use std::collections::HashMap;
 
+use forebay_engine::Route;
 use forebay_protocol::SamplingParams;
 
 use crate::error::ApiError;
 use crate::prompt::{Strings, in_vocabulary};
+use crate::route::route;
 
 /// Most stop strings a request may have.
 const MAX_STOPS: usize = 16;
@@ -38,6 +40,8 @@ pub struct Limits {
     pub context_length: u32,
     /// Token ids are below this.
     pub vocab_size: u32,
+    /// Replicas are numbered from 0 to below this.
+    pub replicas: u32,
 }
 
 /// How many tokens to generate.
@@ -76,6 +80,8 @@ pub struct Generation {
     pub priority: i32,
     /// Tokens to gather for a chunk of a stream, at least one.
     pub stream_interval: Option<u32>,
+    /// Where it wants to be computed.
+    pub route: Route,
 }
 
 impl Generation {
@@ -162,6 +168,8 @@ pub(crate) struct Fields {
     pub(crate) skip_special_tokens: Option<bool>,
     pub(crate) priority: Option<i32>,
     pub(crate) stream_interval: Option<u32>,
+    pub(crate) routing_key: Option<String>,
+    pub(crate) routed_dp_rank: Option<i64>,
     /// Already checked by [`check_logprobs`].
     pub(crate) logprobs: Option<u8>,
 }
@@ -238,6 +246,8 @@ impl Fields {
             let param = format!("{prefix}stream_interval");
             return Err(out_of_range(&param, "must be at least 1".to_owned()));
         }
+        let key = ("routing_key", self.routing_key.as_deref());
+        let route = route(key, ("routed_dp_rank", self.routed_dp_rank), limits)?;
         let logit_bias = biases(prefix, self.logit_bias.unwrap_or_default(), limits)?;
         let sampling = SamplingParams {
             temperature: self.temperature.or(defaults.temperature).unwrap_or(1.0),
@@ -267,6 +277,7 @@ impl Fields {
             skip_special_tokens: self.skip_special_tokens.unwrap_or(true),
             priority: self.priority.unwrap_or(0),
             stream_interval: self.stream_interval,
+            route,
         })
     }
 }
@@ -321,7 +332,7 @@ mod tests {
 
     use super::*;
 
-    const LIMITS: Limits = Limits { context_length: 100, vocab_size: 1000 };
+    const LIMITS: Limits = Limits { context_length: 100, vocab_size: 1000, replicas: 2 };
 
     fn validate(fields: Fields) -> Result<Generation, ApiError> {
         fields.validate(&GenerationDefaults::default(), LIMITS)
@@ -350,6 +361,10 @@ mod tests {
             (Fields { max_tokens: Some(0), ..fields() }, "max_tokens"),
             (Fields { max_tokens: Some(3), min_tokens: Some(4), ..fields() }, "min_tokens"),
             (Fields { stream_interval: Some(0), ..fields() }, "stream_interval"),
+            (Fields { routed_dp_rank: Some(2), ..fields() }, "routed_dp_rank"),
+            (Fields { routed_dp_rank: Some(-1), ..fields() }, "routed_dp_rank"),
+            (Fields { routing_key: Some(String::new()), ..fields() }, "routing_key"),
+            (Fields { routing_key: Some("k".repeat(513)), ..fields() }, "routing_key"),
             (Fields { stop: strings(17), ..fields() }, "stop"),
             (Fields { stop: Some(Strings(vec![String::new()])), ..fields() }, "stop[0]"),
             (Fields { stop_token_ids: Some(vec![1, 1000]), ..fields() }, "stop_token_ids[1]"),

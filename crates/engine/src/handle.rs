@@ -8,12 +8,14 @@ use parking_lot::Mutex;
 
 use crate::clock::Clock;
 use crate::executor::Wake;
-use crate::types::{EngineRequest, Facts, RequestId, Stats, Status, SubmitError};
+use crate::types::{EngineRequest, Facts, Orphan, RequestId, Stats, Status, SubmitError};
 
 /// An order to the engine thread. One lane for all keeps an abort behind its submit; submits are bounded by [`Shared::queued`], the
 /// rest must not be.
 pub(crate) enum Order {
-    Submit { request: EngineRequest, at_us: u64 },
+    Submit { request: Box<EngineRequest>, at_us: u64 },
+    Adopt(Box<Orphan>),
+    HandOver,
     Abort(RequestId),
     FlushCache(Box<dyn FnOnce(bool) + Send>),
     Run(Box<dyn FnOnce() + Send>),
@@ -25,7 +27,7 @@ pub(crate) struct Shared {
     pub(crate) clock: Arc<dyn Clock>,
     pub(crate) waker: Arc<dyn Wake>,
     /// Requests submitted and never yet admitted.
-    pub(crate) queued: AtomicUsize,
+    pub(crate) queued: Arc<AtomicUsize>,
     pub(crate) max_queued: usize,
     pub(crate) draining: AtomicBool,
     pub(crate) status: Mutex<Status>,
@@ -63,11 +65,25 @@ impl EngineHandle {
             .queued
             .fetch_update(Ordering::AcqRel, Ordering::Acquire, take)
             .map_err(|_| SubmitError::QueueFull { limit })?;
-        if self.orders.send(Order::Submit { request, at_us: shared.clock.now_us() }).is_err() {
+        if self
+            .orders
+            .send(Order::Submit { request: Box::new(request), at_us: shared.clock.now_us() })
+            .is_err()
+        {
             return Err(SubmitError::Unavailable("the engine thread has ended".into()));
         }
         shared.waker.wake();
         Ok(())
+    }
+
+    /// Has the engine go on with a request that another one has lost. It counts as queued there already, or never will.
+    pub fn adopt(&self, orphan: Orphan) {
+        self.order(Order::Adopt(Box::new(orphan)));
+    }
+
+    /// Another replica can take requests over: if the engine has no hand, it gives its own away.
+    pub fn hand_over(&self) {
+        self.order(Order::HandOver);
     }
 
     /// Ends a request. Its terminal output has [`crate::FinishReason::Abort`], unless it ended by itself before.

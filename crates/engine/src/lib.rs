@@ -9,6 +9,8 @@
 //! [`SubmitError::QueueFull`] at the door); aborts are not, because they matter most under the overload that would drop them. Out of
 //! the thread goes one [`OutputSink::deliver`] a step.
 //!
+//! Where there are other replicas ([`Peers`]), a thread that loses its hand gives its requests to them instead of waiting for the respawn.
+//!
 //! What is too big for plans ([`Payload`]) lies in memory that the hand reads. Whoever submits has put it there; the thread keeps it until
 //! the request has ended and no step in flight can read it.
 //!
@@ -20,16 +22,17 @@ mod handle;
 mod owner;
 mod payload;
 mod recovery;
+mod thread;
 mod types;
 
 pub use clock::{Clock, SystemClock};
 pub use executor::{Executor, HandFacts, Signal, Wake};
 pub use forebay_protocol::{Dtype, Pooling};
-pub use forebay_scheduler::Policy;
+pub use forebay_scheduler::{BlockEvent, BlockHash, Policy};
 pub use handle::EngineHandle;
-pub use owner::{Engine, EngineConfig, EngineThread};
 pub use payload::{Embeds, Payload, Payloads};
+pub use thread::{Engine, EngineConfig, EngineThread, Hooks};
 pub use types::{
-    Admission, EngineRequest, Facts, FinishReason, Output, OutputSink, RequestError, RequestId,
-    SampledToken, Stats, Status, SubmitError,
+    Admission, BlockObserver, EngineRequest, Facts, FinishReason, Orphan, Output, OutputSink,
+    Peers, RequestError, RequestId, Route, SampledToken, Stats, Status, SubmitError,
 };

@@ -1,135 +1,38 @@
 //! The loop that owns a replica.
 
-use std::collections::HashMap;
-use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::thread::JoinHandle;
+mod handover;
 
-use crossbeam_channel::{Receiver, unbounded};
+use std::collections::HashMap;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use crossbeam_channel::Receiver;
 use forebay_protocol::{StepPlan, StepResult};
-use forebay_scheduler::{Event, Finish, Policy, Request, Scheduler, SchedulerConfig};
-use parking_lot::Mutex;
+use forebay_scheduler::{Event, Finish, Past, Request, Scheduler, SchedulerConfig};
 use tracing::{error, info, warn};
 
-use crate::clock::Clock;
 use crate::executor::{Executor, HandFacts, Signal};
-use crate::handle::{EngineHandle, Order, Shared};
+use crate::handle::{Order, Shared};
 use crate::payload::Held;
 use crate::recovery::{Recovery, Verdict};
+use crate::thread::EngineConfig;
 use crate::types::{
-    Admission, EngineRequest, Facts, FinishReason, Output, OutputSink, RequestError, RequestId,
-    SampledToken, Stats, Status,
+    Admission, BlockObserver, EngineRequest, Facts, FinishReason, Output, OutputSink, Peers,
+    RequestError, RequestId, SampledToken, Stats, Status,
 };
 
 /// Quiet time after which an idle engine checks its books.
 const IDLE_CHECK_US: u64 = 100_000;
 
-/// Everything the engine decides by; resolved, with nothing left to guess.
-#[derive(Debug, Clone)]
-pub struct EngineConfig {
-    /// Most requests that run at a time.
-    pub max_running: u32,
-    /// Rows of the device tables; more than `max_running`, because a slot is retired before it is free.
-    pub slots: u32,
-    /// Positions a page.
-    pub page_size: u32,
-    /// Most tokens a step (chunked prefill).
-    pub token_budget: u32,
-    /// Share full pages between requests with the same beginning.
-    pub prefix_cache: bool,
-    /// Order of the waiting queue.
-    pub policy: Policy,
-    /// Steps planned ahead of the one that computes: 0 (serial) or 1.
-    pub lookahead: u32,
-    /// Most requests that wait.
-    pub max_queued: usize,
-    /// Positions a request may use.
-    pub context_length: u32,
-    /// Microseconds without a result after which the hand is taken for hung.
-    pub watchdog_us: u64,
-    /// Failed starts in a row before a hand that once worked is given up.
-    pub restart_limit: u32,
-}
+/// Who hears of outputs, of blocks, and of the hand's death.
+type Listeners = (Box<dyn OutputSink>, Option<Box<dyn BlockObserver>>, Option<Box<dyn Peers>>);
 
-/// Starts engine threads.
-#[derive(Debug)]
-pub struct Engine;
-
-/// The running thread. Dropping it stops the engine and waits for it.
-pub struct EngineThread {
-    handle: EngineHandle,
-    thread: Option<JoinHandle<()>>,
-}
-
-impl EngineThread {
-    /// Waits until the thread has ended (after [`EngineHandle::stop`], or because it panicked).
-    pub fn join(mut self) {
-        self.wait();
-    }
-
-    fn wait(&mut self) {
-        if let Some(thread) = self.thread.take() {
-            // A panic was caught and reported inside the thread.
-            let _ = thread.join();
-        }
-    }
-}
-
-impl Drop for EngineThread {
-    fn drop(&mut self) {
-        self.handle.stop();
-        self.wait();
-    }
-}
-
-impl Engine {
-    /// Starts the owner thread of a replica, which starts its hand. `on_exit` is called when the thread ends, for whatever reason, after
-    /// the sink was dropped.
-    ///
-    /// # Errors
-    /// The thread could not be created.
-    pub fn start(
-        config: EngineConfig,
-        executor: Box<dyn Executor>,
-        sink: Box<dyn OutputSink>,
-        clock: Arc<dyn Clock>,
-        on_exit: Box<dyn FnOnce() + Send>,
-    ) -> std::io::Result<(EngineHandle, EngineThread)> {
-        let (orders, lane) = unbounded();
-        let shared = Arc::new(Shared {
-            clock,
-            waker: executor.waker(),
-            queued: AtomicUsize::new(0),
-            max_queued: config.max_queued,
-            draining: AtomicBool::new(false),
-            status: Mutex::new(Status::Starting("spawning".into())),
-            stats: Mutex::new(Stats::default()),
-            facts: Mutex::new(None),
-        });
-        let handle = EngineHandle { shared: shared.clone(), orders };
-        let thread = std::thread::Builder::new().name("engine".into()).spawn(move || {
-            let owner = Owner::new(config, executor, sink, shared.clone(), lane);
-            if let Err(panic) = catch_unwind(AssertUnwindSafe(|| owner.run())) {
-                let text = panic
-                    .downcast_ref::<String>()
-                    .map(String::as_str)
-                    .or_else(|| panic.downcast_ref::<&str>().copied())
-                    .unwrap_or("no message");
-                error!("the engine thread panicked: {text}");
-                *shared.status.lock() =
-                    Status::Failed(format!("the engine thread panicked: {text}"));
-            }
-            on_exit();
-        })?;
-        Ok((handle.clone(), EngineThread { handle, thread: Some(thread) }))
-    }
-}
-
-struct Owner {
+pub(crate) struct Owner {
     config: EngineConfig,
     executor: Box<dyn Executor>,
     sink: Box<dyn OutputSink>,
+    blocks: Option<Box<dyn BlockObserver>>,
+    peers: Option<Box<dyn Peers>>,
     shared: Arc<Shared>,
     lane: Receiver<Order>,
     /// Known with the hand's first facts.
@@ -160,10 +63,10 @@ struct Owner {
 }
 
 impl Owner {
-    fn new(
+    pub(crate) fn new(
         config: EngineConfig,
         executor: Box<dyn Executor>,
-        sink: Box<dyn OutputSink>,
+        (sink, blocks, peers): Listeners,
         shared: Arc<Shared>,
         lane: Receiver<Order>,
     ) -> Self {
@@ -172,6 +75,8 @@ impl Owner {
             config,
             executor,
             sink,
+            blocks,
+            peers,
             shared,
             lane,
             scheduler: None,
@@ -193,7 +98,7 @@ impl Owner {
         }
     }
 
-    fn run(mut self) {
+    pub(crate) fn run(mut self) {
         self.executor.start();
         while self.take_orders() {
             self.restart_if_due();
@@ -215,12 +120,24 @@ impl Owner {
 
     /// Takes every waiting order; false after [`Order::Stop`].
     fn take_orders(&mut self) -> bool {
+        let mut entered = false;
         while let Ok(order) = self.lane.try_recv() {
             match order {
-                Order::Submit { request, at_us } => self.submit(request, at_us),
+                Order::Submit { request, at_us } => {
+                    self.arrivals.insert(request.id.0, at_us);
+                    self.enter(*request, Past::default());
+                    entered = true;
+                }
+                Order::Adopt(orphan) => {
+                    self.adopt(*orphan);
+                    entered = true;
+                }
+                Order::HandOver => entered = true,
                 Order::Abort(id) => {
                     if self.scheduler.as_mut().is_some_and(|s| s.abort(id.0)) {
                         self.end(id.0, FinishReason::Abort);
+                    } else if let Some(peers) = &self.peers {
+                        peers.abort(id);
                     }
                 }
                 Order::FlushCache(reply) => {
@@ -231,17 +148,16 @@ impl Owner {
             }
             self.unchecked = true;
         }
+        if entered && !self.up {
+            self.give_away();
+        }
         true
     }
 
-    fn submit(&mut self, request: EngineRequest, at_us: u64) {
-        self.arrivals.insert(request.id.0, at_us);
-        let failed = match &*self.shared.status.lock() {
-            Status::Failed(reason) => Some(reason.clone()),
-            _ => None,
-        };
-        let Some(scheduler) = self.scheduler.as_mut().filter(|_| failed.is_none()) else {
-            let reason = failed.unwrap_or_else(|| "it is still starting".into());
+    /// Queues a request. Where the hand is gone, it is decided afterwards what becomes of it.
+    fn enter(&mut self, request: EngineRequest, past: Past) {
+        let Some(scheduler) = self.scheduler.as_mut() else {
+            let reason = "it is still starting".into();
             let finish = FinishReason::Error(RequestError::HandFailed(reason));
             return self.end(request.id.0, finish);
         };
@@ -252,6 +168,8 @@ impl Owner {
         scheduler.submit(Request {
             id: request.id.0,
             prompt: request.prompt,
+            generated: request.generated,
+            names: request.names,
             max_tokens: request.max_tokens,
             pooling: request.pooling,
             stop_ids: request.stop_ids,
@@ -259,6 +177,7 @@ impl Owner {
             priority: request.priority,
             cache_salt: 0,
             embeds,
+            past,
         });
     }
 
@@ -379,9 +298,21 @@ impl Owner {
 
     fn deliver(&mut self) {
         self.publish();
+        self.tell_blocks();
         if !self.outputs.is_empty() {
             let next = Vec::with_capacity(self.outputs.len());
             self.sink.deliver(std::mem::replace(&mut self.outputs, next));
+        }
+    }
+
+    fn tell_blocks(&mut self) {
+        let (Some(observer), Some(scheduler)) = (&mut self.blocks, &mut self.scheduler) else {
+            return;
+        };
+        let mut events = Vec::new();
+        scheduler.take_block_events(&mut events);
+        if !events.is_empty() {
+            observer.changed(events);
         }
     }
 
@@ -477,12 +408,17 @@ impl Owner {
                 page_size: self.config.page_size,
                 token_budget: self.config.token_budget,
                 prefix_cache: self.config.prefix_cache,
+                block_events: self.blocks.is_some(),
                 policy: self.config.policy,
             }));
         }
         self.recovery.ready(self.shared.clock.now_us());
         self.up = true;
         self.rested = true;
+        // Whoever sees that it is ready may rely on its being in the set.
+        if let Some(peers) = &self.peers {
+            peers.up(true);
+        }
         *self.shared.status.lock() = Status::Ready;
     }
 
@@ -497,6 +433,9 @@ impl Owner {
                 self.end(id, FinishReason::Error(RequestError::Poisoned));
             }
         }
+        if let Some(peers) = &self.peers {
+            peers.up(false);
+        }
         match self.recovery.died(self.shared.clock.now_us()) {
             Verdict::RestartAt(at) => {
                 warn!("the hand died ({reason}); it is respawned and requests are replayed");
@@ -506,10 +445,9 @@ impl Owner {
             Verdict::GiveUp => {
                 error!("the hand cannot start: {reason}");
                 *self.shared.status.lock() = Status::Failed(reason.to_owned());
-                let failed = || FinishReason::Error(RequestError::HandFailed(reason.to_owned()));
-                self.end_all(failed);
             }
         }
+        self.give_away();
     }
 
     fn restart_if_due(&mut self) {

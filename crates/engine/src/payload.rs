@@ -50,6 +50,11 @@ impl Held {
         self.live.insert(request, payload);
     }
 
+    /// The request goes to another engine, and no step is in flight.
+    pub(crate) fn give(&mut self, request: u64) -> Option<Arc<dyn Payload>> {
+        self.live.remove(&request)
+    }
+
     /// The request has ended; `last_step` is the last one planned, if it is still in flight.
     pub(crate) fn retire(&mut self, request: u64, last_step: Option<u64>) {
         if let Some(payload) = self.live.remove(&request)

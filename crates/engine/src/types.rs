@@ -1,6 +1,9 @@
 //! What crosses the engine thread's border: requests in, outputs out, status beside them.
 
+use std::sync::Arc;
+
 use forebay_protocol::{Dtype, Pooling, SamplingParams};
+use forebay_scheduler::{BlockEvent, BlockHash, Past};
 use thiserror::Error;
 
 use crate::payload::Embeds;
@@ -16,6 +19,11 @@ pub struct EngineRequest {
     pub id: RequestId,
     /// Prompt token ids, at least one, each below the vocabulary size. With `embeds` they only say how many positions the prompt has.
     pub prompt: Vec<i32>,
+    /// Tokens that were generated before, by another brain or another replica; none is in `stop_ids`, and they are fewer than `max_tokens`,
+    /// which counts them. The request goes on after them, exactly as if it had generated them here, and only what is new comes out.
+    pub generated: Vec<i32>,
+    /// Names of the leading full blocks of both, as far as they were computed already.
+    pub names: Vec<BlockHash>,
     /// Most tokens to generate, at least one; 0 exactly where `pooling` is set. `prompt.len() + max_tokens` is at most the context length.
     pub max_tokens: u32,
     /// One vector is made of the prompt, and nothing is generated. For models that pool, and no others.
@@ -28,6 +36,41 @@ pub struct EngineRequest {
     pub priority: i32,
     /// Embeddings in place of the prompt's tokens, one row of `hidden_size` elements each.
     pub embeds: Option<Embeds>,
+    /// What its client wants of the choice of a replica.
+    pub route: Route,
+}
+
+/// What a client wants of the choice of a replica.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Route {
+    /// Requests with the same key go to the same replica, as long as it is there.
+    pub key: Option<Arc<str>>,
+    /// This replica.
+    pub replica: Option<u32>,
+}
+
+/// A request whose hand has died, on its way to another replica.
+#[derive(Debug)]
+pub struct Orphan {
+    /// The request, with what it has generated so far.
+    pub request: EngineRequest,
+    pub(crate) past: Past,
+    /// When it was submitted, if it was never admitted.
+    pub(crate) queued_since: Option<u64>,
+    /// What is to be told with its first token, if it was admitted and has none.
+    pub(crate) admission: Option<Admission>,
+}
+
+/// The other replicas, as an engine sees them. Called on the engine thread; must not wait for another engine.
+pub trait Peers: Send {
+    /// The engine's hand takes plans from now on, or is gone.
+    fn up(&self, up: bool);
+    /// Whether another replica's hand takes plans.
+    fn others_up(&self) -> bool;
+    /// Takes over requests of an engine that has lost its hand; gives back those that nobody can take now.
+    fn adopt(&self, orphans: Vec<Orphan>) -> Vec<Orphan>;
+    /// The engine was told to end a request that it does not have: perhaps it was taken over meanwhile.
+    fn abort(&self, id: RequestId);
 }
 
 /// Why a request ended.
@@ -98,6 +141,12 @@ pub struct Output {
 pub trait OutputSink: Send {
     /// Takes a step's outputs, in any order between requests.
     fn deliver(&mut self, outputs: Vec<Output>);
+}
+
+/// Hears which blocks enter and leave a replica's prefix cache, called on the engine thread at most once a step. Must not block.
+pub trait BlockObserver: Send {
+    /// Takes the changes since the last call, in their order.
+    fn changed(&mut self, events: Vec<BlockEvent>);
 }
 
 /// Why a request was not taken.

@@ -1,14 +1,15 @@
 //! The owner thread against a simulated hand in virtual time.
 
-use std::collections::HashMap;
-use std::sync::Arc;
+use std::collections::{HashMap, HashSet};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, Sender, TryRecvError, channel};
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use forebay_engine::{
-    Embeds, Engine, EngineConfig, EngineHandle, EngineRequest, EngineThread, FinishReason, Output,
-    OutputSink, Payload, Policy, Pooling, RequestError, RequestId, Status, SubmitError,
+    BlockEvent, BlockHash, BlockObserver, Embeds, Engine, EngineConfig, EngineHandle,
+    EngineRequest, EngineThread, FinishReason, Hooks, Output, OutputSink, Payload, Policy, Pooling,
+    RequestError, RequestId, Route, Status, SubmitError,
 };
 use forebay_protocol::SamplingParams;
 use forebay_sim::{
@@ -82,6 +83,16 @@ impl Rig {
         breaking: impl FnOnce(&SimControl),
         hook: Hook,
     ) -> Self {
+        Self::observed(config, pages, breaking, hook, None)
+    }
+
+    fn observed(
+        config: EngineConfig,
+        pages: u32,
+        breaking: impl FnOnce(&SimControl),
+        hook: Hook,
+        blocks: Option<Box<dyn BlockObserver>>,
+    ) -> Self {
         let clock = SimClock::virtual_time();
         let (executor, control) = SimExecutor::new(SimConfig {
             clock: clock.clone(),
@@ -102,12 +113,12 @@ impl Rig {
         });
         breaking(&control);
         let (sender, outputs) = channel();
+        let sink = ChannelSink { outputs: sender, control: control.clone(), hook };
         let (handle, thread) = Engine::start(
             config,
             Box::new(executor),
-            Box::new(ChannelSink { outputs: sender, control: control.clone(), hook }),
             Arc::new(clock),
-            Box::new(|| {}),
+            Hooks { blocks, ..Hooks::new(Box::new(sink)) },
         )
         .expect("thread");
         let rig = Self { handle, control, outputs, _thread: thread };
@@ -163,12 +174,15 @@ fn request(id: u64, prompt: Vec<i32>, max_tokens: u32) -> EngineRequest {
     EngineRequest {
         id: RequestId(id),
         prompt,
+        generated: Vec::new(),
+        names: Vec::new(),
         max_tokens,
         pooling: None,
         stop_ids: Vec::new(),
         sampling,
         priority: 0,
         embeds: None,
+        route: Route::default(),
     }
 }
 
@@ -219,6 +233,25 @@ fn the_tokens_do_not_depend_on_lookahead_or_memory() {
 }
 
 #[test]
+fn a_request_goes_on_after_tokens_that_it_was_given_elsewhere() {
+    let rig = Rig::start(config(), 500);
+    for id in 0..20 {
+        let mut given = alone(prompt(id), 40);
+        given.truncate(2 * id as usize);
+        rig.handle
+            .submit(EngineRequest { generated: given, ..request(id, prompt(id), 40) })
+            .expect("room");
+    }
+    let stories = rig.follow(20);
+    for id in 0..20 {
+        let rest = alone(prompt(id), 40).split_off(2 * id as usize);
+        assert_eq!(stories[&id].tokens, rest, "request {id}");
+        assert_eq!(stories[&id].ends, [FinishReason::Length]);
+        assert_eq!(stories[&id].admissions, 1, "to this brain it is new");
+    }
+}
+
+#[test]
 fn streams_survive_twenty_kills() {
     for lookahead in [0, 1] {
         let (mut kills, mut tokens, mut next) = (0, 0, 20);
@@ -264,6 +297,53 @@ fn a_poisonous_request_is_given_up_and_its_neighbours_are_not() {
     }
     rig.settled(|status| *status == Status::Ready);
     assert_eq!(rig.handle.stats().hand_deaths, 2);
+}
+
+/// Knows a prefix cache by its events.
+#[derive(Clone, Default)]
+struct Mirror(Arc<Mutex<HashSet<BlockHash>>>);
+
+impl BlockObserver for Mirror {
+    fn changed(&mut self, events: Vec<BlockEvent>) {
+        let mut blocks = self.0.lock().expect("no panic");
+        for event in events {
+            match event {
+                BlockEvent::Stored(name) => assert!(blocks.insert(name), "stored twice"),
+                BlockEvent::Dropped(name) => assert!(blocks.remove(&name), "was not there"),
+                BlockEvent::Cleared => blocks.clear(),
+            }
+        }
+    }
+}
+
+#[test]
+fn an_observer_knows_the_prefix_cache_whatever_happens_to_the_hand() {
+    let mirror = Mirror::default();
+    let (mut tokens, mut killed) = (0, false);
+    let hook: Hook = Box::new(move |control, outputs| {
+        tokens += outputs.len();
+        if tokens > 200 && !std::mem::replace(&mut killed, true) {
+            control.kill();
+        }
+    });
+    let blocks: Box<dyn BlockObserver> = Box::new(mirror.clone());
+    let rig = Rig::observed(config(), 64, |_| {}, hook, Some(blocks));
+    for id in 0..30 {
+        rig.handle.submit(request(id, prompt(id), 40)).expect("room");
+    }
+    rig.follow(30);
+    let known = mirror.0.lock().expect("no panic").len();
+    assert!(known > 0);
+    assert_eq!(rig.handle.stats().pages_cached, known, "nobody holds any more");
+    let (sender, flushed) = channel();
+    rig.handle.flush_cache(Box::new(move |done| {
+        let _ = sender.send(done);
+    }));
+    assert!(flushed.recv_timeout(PATIENCE).expect("an answer"));
+    // Observers hear of it before the next outputs.
+    rig.handle.submit(request(99, vec![1], 1)).expect("room");
+    rig.follow(1);
+    assert_eq!(mirror.0.lock().expect("no panic").len(), 0);
 }
 
 /// A hook that breaks something at the first step that gave outputs.

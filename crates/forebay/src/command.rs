@@ -4,6 +4,7 @@ use clap::{Parser, Subcommand};
 use forebay_bench::{Gsm8kArgs, PlanArgs, ReportArgs, ServeArgs};
 
 use crate::flags::ServeFlags;
+use crate::route::RouteFlags;
 use crate::simulate::{FitFlags, ProfilesFlags};
 
 /// LLM serving whose host side never makes the accelerator wait.
@@ -19,6 +20,9 @@ pub(crate) enum Command {
     /// Serve a model behind an OpenAI-compatible API.
     #[command(args_override_self = true)]
     Serve(Box<ServeFlags>),
+    /// Spread requests over several servers behind one address.
+    #[command(args_override_self = true)]
+    Route(Box<RouteFlags>),
     /// Measure a server, and show what was measured.
     #[command(subcommand)]
     Bench(BenchCommand),

@@ -2,11 +2,15 @@
 
 use anyhow::{Result, bail};
 use forebay_engine::{EngineConfig, Policy};
+use forebay_replicas::ReplicasConfig;
 use forebay_sim::Profile;
 use serde::Serialize;
 use serde_json::{Map, Value, json};
 
-use crate::flags::{Device, Dtype, Egress, LoadFormat, SchedulePolicy, ServeFlags, SimFlags};
+use crate::affinity::{Affinity, threads_each};
+use crate::flags::{
+    Device, Dtype, Egress, LoadBalance, LoadFormat, SchedulePolicy, ServeFlags, SimFlags,
+};
 use crate::model::{Model, Pooling};
 use crate::text::{TokenizerBackend, TokenizerMode};
 
@@ -29,6 +33,10 @@ pub(crate) struct Config {
     pub(crate) slots: u32,
     pub(crate) max_running_requests: u32,
     pub(crate) max_queued_requests: usize,
+    pub(crate) dp_size: u32,
+    pub(crate) load_balance_method: LoadBalance,
+    pub(crate) load_watch_interval_s: f64,
+    pub(crate) cpu_affinity: Affinity,
     pub(crate) chunked_prefill_size: u32,
     pub(crate) mem_fraction_static: f64,
     pub(crate) max_total_tokens: Option<u64>,
@@ -57,6 +65,9 @@ pub(crate) struct Config {
     pub(crate) pooling: Option<Pooling>,
     /// Nothing is computed: answers are made up, in the time that this says. `None` with a real device.
     pub(crate) simulated: Option<Simulated>,
+    /// The same, of each replica.
+    #[serde(skip)]
+    pub(crate) simulated_replicas: Vec<Simulated>,
 }
 
 /// What stands in for a device.
@@ -69,10 +80,20 @@ pub(crate) struct Simulated {
 }
 
 impl Simulated {
-    fn resolve(flags: &SimFlags) -> Result<Self> {
-        let content = Profile::find(flags.sim_profile.as_deref().unwrap_or(SIM_PROFILE))?;
+    /// One for each replica.
+    fn resolve(flags: &SimFlags, replicas: u32) -> Result<Vec<Self>> {
         let output_tokens = flags.sim_output_tokens.unwrap_or(SIM_OUTPUT_TOKENS);
-        Ok(Self { profile: content.name.clone(), content, output_tokens })
+        let names: Vec<&str> = match flags.sim_profile.as_slice() {
+            [] => vec![SIM_PROFILE; replicas as usize],
+            [one] => vec![one; replicas as usize],
+            many if many.len() == replicas as usize => many.iter().map(String::as_str).collect(),
+            many => bail!("--sim-profile: {} profiles for {replicas} replicas", many.len()),
+        };
+        let simulated = names.into_iter().map(|name| {
+            let content = Profile::find(name)?;
+            Ok(Self { profile: content.name.clone(), content, output_tokens })
+        });
+        simulated.collect()
     }
 }
 
@@ -97,12 +118,30 @@ impl Config {
         if context_length < 2 {
             bail!("--context-length must be at least 2: one token in, one token out");
         }
-        let simulated = match flags.run.device {
-            Device::Sim => Some(Simulated::resolve(&flags.sim)?),
-            _ if flags.sim.sim_profile.is_some() || flags.sim.sim_output_tokens.is_some() => {
+        let dp_size = flags.replicas.dp_size;
+        let simulated_replicas = match flags.run.device {
+            Device::Sim => Simulated::resolve(&flags.sim, dp_size)?,
+            _ if !flags.sim.sim_profile.is_empty() || flags.sim.sim_output_tokens.is_some() => {
                 bail!("--sim-profile and --sim-output-tokens are for --device sim")
             }
-            Device::Cpu => None,
+            Device::Cpu => Vec::new(),
+        };
+        let simulated = simulated_replicas.first().cloned();
+        if flags.run.record_steps.is_some() && dp_size > 1 {
+            bail!("--record-steps writes the steps of one replica: --dp-size must be 1");
+        }
+        let balance = flags.replicas.load_balance_method;
+        if !flags.replicas.load_watch_interval.is_zero() && balance != LoadBalance::ShortestQueue {
+            bail!("--load-watch-interval is for --load-balance-method shortest_queue");
+        }
+        let affinity = match &flags.replicas.cpu_affinity {
+            Some(flag) => flag.resolve(dp_size)?,
+            None => Affinity::default(),
+        };
+        let undivided = affinity.hands.is_empty() && flags.run.device == Device::Cpu;
+        let threads = match flags.run.threads {
+            None if dp_size > 1 && undivided => Some(threads_each(dp_size)?),
+            given => given,
         };
         let schedule = &flags.schedule;
         let running = schedule.max_running_requests;
@@ -132,14 +171,20 @@ impl Config {
             slots: running + running.div_ceil(2),
             max_running_requests: running,
             max_queued_requests: schedule.max_queued_requests,
+            dp_size,
+            load_balance_method: balance,
+            load_watch_interval_s: flags.replicas.load_watch_interval.as_secs_f64(),
+            cpu_affinity: affinity,
             chunked_prefill_size: schedule.chunked_prefill_size,
-            mem_fraction_static: schedule.mem_fraction_static.unwrap_or(CPU_MEM_FRACTION),
+            // The hands look at the same free memory at about the same time.
+            mem_fraction_static: schedule.mem_fraction_static.unwrap_or(CPU_MEM_FRACTION)
+                / f64::from(dp_size),
             max_total_tokens: schedule.max_total_tokens,
             prefix_cache: !schedule.disable_radix_cache,
             schedule_policy: schedule.schedule_policy,
             schedule_low_priority_values_first: schedule.schedule_low_priority_values_first,
             lookahead: schedule.lookahead,
-            threads: flags.run.threads,
+            threads,
             http_threads: flags.http.http_threads,
             text_threads: flags.http.text_threads,
             intake_threads: flags.http.intake_threads,
@@ -158,7 +203,16 @@ impl Config {
             seed: flags.loading.seed,
             pooling: model.pooling.clone(),
             simulated,
+            simulated_replicas,
         })
+    }
+
+    /// How requests are spread.
+    pub(crate) fn replicas(&self) -> ReplicasConfig {
+        ReplicasConfig {
+            method: self.load_balance_method.into(),
+            watch_interval_us: (self.load_watch_interval_s * 1e6) as u64,
+        }
     }
 
     /// The part that decides in the brain.

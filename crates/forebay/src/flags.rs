@@ -4,9 +4,11 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use clap::{Args, ValueEnum};
+use forebay_balance::Method;
 use forebay_hand::MAX_ARENA_BYTES;
 use serde::Serialize;
 
+use crate::affinity::AffinityFlag;
 use crate::model::Source;
 use crate::text::TextFlags;
 
@@ -26,6 +28,8 @@ pub(crate) struct ServeFlags {
     pub(crate) loading: ModelFlags,
     #[command(flatten)]
     pub(crate) schedule: ScheduleFlags,
+    #[command(flatten)]
+    pub(crate) replicas: ReplicaFlags,
     #[command(flatten)]
     pub(crate) run: RunFlags,
     #[command(flatten)]
@@ -166,7 +170,7 @@ pub(crate) struct ScheduleFlags {
     /// Tokens a KV page.
     #[arg(long, visible_alias = "block-size", default_value_t = 16, value_parser = clap::value_parser!(u32).range(1..=4096))]
     pub(crate) page_size: u32,
-    /// Share of the device's free memory for weights and KV pages [default: 0.3 on a CPU].
+    /// Share of the device's free memory for weights and KV pages; replicas on a CPU divide it [default: 0.3 on a CPU].
     #[arg(long, visible_alias = "gpu-memory-utilization", value_parser = fraction)]
     pub(crate) mem_fraction_static: Option<f64>,
     /// Size of the KV pool in tokens, instead of a share of memory.
@@ -184,6 +188,26 @@ pub(crate) struct ScheduleFlags {
     /// Steps planned ahead of the one that computes; 0 is the serial loop.
     #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u32).range(0..=1))]
     pub(crate) lookahead: u32,
+}
+
+#[derive(Debug, Args)]
+#[command(next_help_heading = "Replicas")]
+pub(crate) struct ReplicaFlags {
+    /// Whole copies of the model, each with a hand and a scheduler of its own. Limits of a step, of running requests and of the KV pool are each
+    /// one's; the queue's is that of all together.
+    #[arg(long, visible_alias = "data-parallel-size", value_name = "REPLICAS", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=256))]
+    pub(crate) dp_size: u32,
+    /// How a replica is chosen for a request that names none.
+    #[arg(long, value_enum, default_value_t)]
+    pub(crate) load_balance_method: LoadBalance,
+    /// Look at the replicas' loads only every so many seconds and know nothing in between, with `shortest_queue`: to measure what exact loads are
+    /// worth. 0: loads are exact.
+    #[arg(long, value_name = "SECONDS", default_value = "0", value_parser = seconds)]
+    pub(crate) load_watch_interval: Duration,
+    /// Processors of the brain's threads and of each hand: `[brain=LIST|]LIST|LIST...`, such as `brain=0-1|2-15|16-31`, one list a replica or
+    /// one for all; or `auto`, which divides the cores among the hands [default: any].
+    #[arg(long, value_name = "LISTS")]
+    pub(crate) cpu_affinity: Option<AffinityFlag>,
 }
 
 #[derive(Debug, Args)]
@@ -216,9 +240,10 @@ pub(crate) struct RunFlags {
 #[derive(Debug, Args)]
 #[command(next_help_heading = "Simulated device (--device sim)")]
 pub(crate) struct SimFlags {
-    /// How long steps take: a name that `forebay sim profiles` lists, or a TOML file [default: instant].
-    #[arg(long, value_name = "NAME|FILE")]
-    pub(crate) sim_profile: Option<String>,
+    /// How long steps take: a name that `forebay sim profiles` lists, or a TOML file; or one for each replica, with commas between them [default:
+    /// instant].
+    #[arg(long, value_name = "NAME|FILE", value_delimiter = ',')]
+    pub(crate) sim_profile: Vec<String>,
     /// Mean length of an answer that may end by itself; lengths are spread evenly from 1 to nearly twice this [default: 256].
     #[arg(long, value_name = "TOKENS", value_parser = clap::value_parser!(u32).range(1..=1 << 24))]
     pub(crate) sim_output_tokens: Option<u32>,
@@ -227,18 +252,26 @@ pub(crate) struct SimFlags {
 #[derive(Debug, Args)]
 #[command(next_help_heading = "Logs")]
 pub(crate) struct LogFlags {
-    /// error, warn, info, debug, trace, or a filter such as `info,forebay_engine=debug`.
-    #[arg(long, default_value = "info")]
-    pub(crate) log_level: String,
-    /// One JSON object a line, or text.
-    #[arg(long, value_enum, default_value_t)]
-    pub(crate) log_format: LogFormat,
+    #[command(flatten)]
+    pub(crate) lines: LineFlags,
     /// Seconds between step log lines; 0 for none.
     #[arg(long, default_value = "10", value_parser = seconds)]
     pub(crate) log_interval: Duration,
     /// Send tracing spans to this OTLP/HTTP endpoint (for example http://127.0.0.1:4318/v1/traces).
     #[arg(long, value_name = "URL")]
     pub(crate) otlp_traces_endpoint: Option<String>,
+}
+
+/// What log lines look like.
+#[derive(Debug, Args)]
+#[command(next_help_heading = "Logs")]
+pub(crate) struct LineFlags {
+    /// error, warn, info, debug, trace, or a filter such as `info,forebay_engine=debug`.
+    #[arg(long, default_value = "info")]
+    pub(crate) log_level: String,
+    /// One JSON object a line, or text.
+    #[arg(long, value_enum, default_value_t)]
+    pub(crate) log_format: LogFormat,
 }
 
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, ValueEnum, Serialize)]
@@ -275,6 +308,34 @@ pub(crate) enum Device {
     #[default]
     Cpu,
     Sim,
+}
+
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, ValueEnum, Serialize)]
+#[value(rename_all = "snake_case")]
+#[serde(rename_all = "snake_case")]
+pub(crate) enum LoadBalance {
+    /// One after the other.
+    RoundRobin,
+    /// The fewest requests.
+    #[value(alias = "total_requests")]
+    ShortestQueue,
+    /// The fewest tokens left to compute and to generate.
+    TotalTokens,
+    /// The longest cached beginning, weighed against imbalance; else the fewest requests.
+    #[default]
+    #[value(alias = "auto")]
+    PrefixAware,
+}
+
+impl From<LoadBalance> for Method {
+    fn from(flag: LoadBalance) -> Self {
+        match flag {
+            LoadBalance::RoundRobin => Self::RoundRobin,
+            LoadBalance::ShortestQueue => Self::ShortestQueue,
+            LoadBalance::TotalTokens => Self::TotalTokens,
+            LoadBalance::PrefixAware => Self::PrefixAware,
+        }
+    }
 }
 
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, ValueEnum, Serialize)]

@@ -12,7 +12,7 @@ use tracing_subscriber::layer::SubscriberExt;
 use tracing_subscriber::util::SubscriberInitExt;
 use tracing_subscriber::{EnvFilter, Layer, fmt};
 
-use crate::flags::{LogFlags, LogFormat};
+use crate::flags::{LineFlags, LogFormat};
 
 /// Keeps the span exporter alive; its last spans are sent when this is dropped.
 pub(crate) struct Logs {
@@ -40,8 +40,8 @@ pub(crate) fn init_warnings() -> Result<()> {
         .context("cannot install the log subscriber")
 }
 
-/// Installs the subscriber of the process.
-pub(crate) fn init(flags: &LogFlags) -> Result<Logs> {
+/// Installs the subscriber of the process. Spans are sent to `endpoint`.
+pub(crate) fn init(flags: &LineFlags, endpoint: Option<&str>) -> Result<Logs> {
     let filter = EnvFilter::try_new(&flags.log_level).context("--log-level")?;
     let ansi = std::io::stderr().is_terminal();
     let lines = fmt::layer().with_writer(std::io::stderr).with_target(false).with_ansi(ansi);
@@ -49,7 +49,7 @@ pub(crate) fn init(flags: &LogFlags) -> Result<Logs> {
         LogFormat::Text => lines.compact().boxed(),
         LogFormat::Json => lines.json().flatten_event(true).boxed(),
     };
-    let spans = match &flags.otlp_traces_endpoint {
+    let spans = match endpoint {
         None => None,
         Some(endpoint) => {
             let exporter = SpanExporter::builder()

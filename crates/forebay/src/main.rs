@@ -1,10 +1,12 @@
 //! The `forebay` binary: flags to configuration, and the parts put together.
 
+mod affinity;
 mod command;
 mod config;
 mod flags;
 mod logs;
 mod model;
+mod route;
 mod serve;
 mod simulate;
 mod text;
@@ -34,11 +36,12 @@ fn main() -> ExitCode {
 }
 
 fn run(command: Command) -> Result<()> {
-    if !matches!(command, Command::Serve(_)) {
+    if !matches!(command, Command::Serve(_) | Command::Route(_)) {
         logs::init_warnings()?;
     }
     match command {
         Command::Serve(flags) => serve::run(&flags),
+        Command::Route(flags) => route::run(&flags),
         Command::Bench(BenchCommand::Serve(args)) => forebay_bench::serve(&args, &Tokenizers),
         Command::Bench(BenchCommand::Report(args)) => forebay_bench::report(&args),
         Command::Eval(EvalCommand::Gsm8k(args)) => forebay_bench::gsm8k(&args),

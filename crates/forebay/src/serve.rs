@@ -3,17 +3,20 @@
 use std::ffi::OsString;
 use std::fs::File;
 use std::net::TcpListener;
-use std::path::PathBuf;
+use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
 use forebay_api::GenerationDefaults;
-use forebay_engine::{Clock, Engine, EngineHandle, Executor, OutputSink, Status, SystemClock};
+use forebay_engine::{
+    BlockObserver, Clock, EngineThread, Executor, OutputSink, Status, SystemClock,
+};
 use forebay_hand::{Arena, HandExecutor, HandSpec};
+use forebay_replicas::{Member, Replicas};
 use forebay_server::{
-    AppState, EgressConfig, EgressMode, Intake, IntakeMode, Metrics, ModelInfo, PooledModel,
-    PoolingTask, ServerConfig, egress, pooled,
+    AppState, BlockLog, EgressConfig, EgressMode, Intake, IntakeMode, Metrics, ModelInfo,
+    PooledModel, PoolingTask, ServerConfig, egress, pooled,
 };
 use forebay_sim::{Recorder, SimClock, SimExecutor};
 use forebay_text::{ChatTemplate, Tokenizer};
@@ -25,17 +28,17 @@ use tracing::{info, warn};
 use crate::config::Config;
 use crate::flags::{Device, Egress, GenerationConfig, LoadFormat, ServeFlags};
 use crate::model::{Model, Task, fetch, find_python};
-use crate::{logs, simulate, threads, watch};
+use crate::{affinity, logs, simulate, threads, watch};
 
 /// Steps and registrations that may wait for an egress thread before the engine waits for it.
 const EGRESS_STEPS: usize = 1024;
 /// Connections that may wait to be accepted, as far as the system allows it. Of a burst beyond that, connections are dropped, and tried
 /// again a second later; the standard library asks for 128.
-const BACKLOG: i32 = 65_535;
+pub(crate) const BACKLOG: i32 = 65_535;
 
 /// Serves until a signal, or until the engine ends.
 pub(crate) fn run(flags: &ServeFlags) -> Result<()> {
-    let logs = logs::init(&flags.log)?;
+    let logs = logs::init(&flags.log.lines, flags.log.otlp_traces_endpoint.as_deref())?;
     let name = flags.model_name().context("no model named")?;
     // Taken before minutes of downloads, so that a port in use is said at once.
     let listener = TcpListener::bind((flags.http.host.as_str(), flags.http.port))
@@ -46,6 +49,9 @@ pub(crate) fn run(flags: &ServeFlags) -> Result<()> {
     let weights = !simulated && flags.loading.load_format != LoadFormat::Dummy;
     let model = fetch(&python, name, flags.source(), weights)?;
     let config = Config::resolve(flags, &model)?;
+    if !config.cpu_affinity.brain.is_empty() {
+        affinity::pin(&config.cpu_affinity.brain)?;
+    }
     info!(model = %config.model, context_length = config.context_length, dtype = config.dtype, "resolved");
     let idle_flags = flags.without_effect_on_sim();
     if simulated && !idle_flags.is_empty() {
@@ -59,18 +65,22 @@ pub(crate) fn run(flags: &ServeFlags) -> Result<()> {
         warn!("the model has no chat template: /v1/chat/completions will answer 400");
     }
     let text = flags.text.pool(&config, tokenizer.clone(), template)?;
-    let metrics = Arc::new(Metrics::new(&config.served_model_names[0], config.context_length)?);
+    let metrics = Arc::new(Metrics::new(
+        &config.served_model_names[0],
+        config.context_length,
+        config.dp_size,
+    )?);
     let egress_config = EgressConfig {
         threads: config.egress_threads.into(),
         capacity: EGRESS_STEPS,
         window: Duration::from_micros(config.stream_flush_us),
     };
     let (sink, egress) = egress(&tokenizer, &metrics, egress_config)?;
-    let mut sink: Box<dyn OutputSink> = Box::new(sink);
+    let mut sink: Box<dyn Fn() -> Box<dyn OutputSink>> = Box::new(move || Box::new(sink.clone()));
     let mut pooling = None;
     if let Some(told) = &model.pooling {
         let (pooled_sink, outputs) = pooled(metrics.clone(), EGRESS_STEPS)?;
-        sink = Box::new(pooled_sink);
+        sink = Box::new(move || Box::new(pooled_sink.clone()));
         pooling = Some(PooledModel {
             task: match told.task {
                 Task::Embed => PoolingTask::Embed,
@@ -84,13 +94,23 @@ pub(crate) fn run(flags: &ServeFlags) -> Result<()> {
     }
 
     let arena = Arena::new(config.arena_bytes).context("no arena")?;
-    let (executor, clock) = executor(flags, python, &config, &model, &tokenizer, &arena)?;
+    let (executors, clock) = executors(flags, &python, &config, &model, &tokenizer, &arena)?;
     let (ended, engine_ended) = oneshot::channel();
-    let on_exit = Box::new(move || {
+    let on_exit = move || {
         // Nobody waits any more when the server went first.
         let _ = ended.send(());
-    });
-    let (engine, thread) = Engine::start(config.engine(), executor, sink, clock, on_exit)?;
+    };
+    let block_log = config.prefix_cache.then(BlockLog::default);
+    let member = |executor| Member {
+        config: config.engine(),
+        executor,
+        sink: sink(),
+        blocks: block_log.as_ref().map(|log| Box::new(log.replica()) as Box<dyn BlockObserver>),
+    };
+    let members = executors.into_iter().map(member).collect();
+    let (engine, threads) = Replicas::start(config.replicas(), members, clock, on_exit)?;
+    // Only the engines' own clones may keep the streams waiting for an end.
+    drop(sink);
 
     let info = ModelInfo {
         served_names: config.served_model_names.clone(),
@@ -123,8 +143,16 @@ pub(crate) fn run(flags: &ServeFlags) -> Result<()> {
     };
     let intake = Intake::start(intake_mode, Arc::new(arena), config.max_queued_requests)?;
     let text = Arc::new(text);
-    let state =
-        AppState::new(server, info, Arc::new(engine.clone()), text, intake, egress, metrics);
+    let state = AppState::new(
+        server,
+        info,
+        Arc::new(engine.clone()),
+        text,
+        intake,
+        egress,
+        metrics,
+        block_log,
+    );
     let runtime = tokio::runtime::Builder::new_multi_thread()
         .worker_threads(config.http_threads.into())
         .thread_name("http")
@@ -133,42 +161,56 @@ pub(crate) fn run(flags: &ServeFlags) -> Result<()> {
     threads::first_things_first()?;
     let served = runtime.block_on(serve(listener, state, &engine, &config, flags, engine_ended));
     engine.stop();
-    thread.join();
+    threads.into_iter().for_each(EngineThread::join);
     runtime.shutdown_timeout(Duration::from_secs(1));
     drop(logs);
     served
 }
 
-/// The hand, or what stands in for it; recorded if that was asked for.
-fn executor(
+/// One a replica, and the clock that they all live by.
+type Executors = (Vec<Box<dyn Executor>>, Arc<dyn Clock>);
+
+/// The hands, or what stands in for them; recorded if that was asked for.
+fn executors(
     flags: &ServeFlags,
-    python: PathBuf,
+    python: &Path,
     config: &Config,
     model: &Model,
     tokenizer: &Tokenizer,
     arena: &Arena,
-) -> Result<(Box<dyn Executor>, Arc<dyn Clock>)> {
-    let (executor, clock): (Box<dyn Executor>, Arc<dyn Clock>) = match &config.simulated {
-        Some(simulated) => {
-            let clock = SimClock::real();
-            let sim = simulate::config(config, simulated, model, tokenizer, clock.clone())?;
-            (Box::new(SimExecutor::new(sim).0), Arc::new(clock))
+) -> Result<Executors> {
+    let mut executors: Vec<Box<dyn Executor>> = Vec::new();
+    let clock: Arc<dyn Clock> = if config.simulated.is_some() {
+        let clock = SimClock::real();
+        for (replica, simulated) in (0..).zip(&config.simulated_replicas) {
+            let clock = clock.clone();
+            let sim = simulate::config(config, simulated, model, tokenizer, clock, replica)?;
+            executors.push(Box::new(SimExecutor::new(sim).0));
         }
-        None => {
-            let hand = HandExecutor::new(HandSpec {
-                program: python,
+        Arc::new(clock)
+    } else {
+        for replica in 0..config.dp_size as usize {
+            executors.push(Box::new(HandExecutor::new(HandSpec {
+                program: python.to_owned(),
                 args: vec!["-m".into(), "forebay.worker".into()],
                 env: hand_environment(),
                 config: config.hand(model),
                 world_size: 1,
                 arena: arena.clone(),
-            })?;
-            (Box::new(hand), Arc::new(SystemClock::default()))
+                cpus: config.cpu_affinity.hands.get(replica).cloned().unwrap_or_default(),
+            })?));
         }
+        Arc::new(SystemClock::default())
     };
-    let Some(file) = &flags.run.record_steps else { return Ok((executor, clock)) };
-    let steps = File::create(file).with_context(|| format!("--record-steps {}", file.display()))?;
-    Ok((Box::new(Recorder::new(executor, steps)?), clock))
+    // Of one replica only, which was checked.
+    if let Some(file) = &flags.run.record_steps
+        && let Some(executor) = executors.pop()
+    {
+        let steps =
+            File::create(file).with_context(|| format!("--record-steps {}", file.display()))?;
+        executors.push(Box::new(Recorder::new(executor, steps)?));
+    }
+    Ok((executors, clock))
 }
 
 /// glibc shall ask for huge pages where it maps large blocks, unless the user has said what it shall do: a step on a CPU reads all
@@ -184,7 +226,7 @@ fn hand_environment() -> Vec<(OsString, OsString)> {
 async fn serve(
     listener: TcpListener,
     state: AppState,
-    engine: &EngineHandle,
+    engine: &Replicas,
     config: &Config,
     flags: &ServeFlags,
     engine_ended: oneshot::Receiver<()>,

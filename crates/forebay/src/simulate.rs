@@ -15,13 +15,14 @@ const MIN_WORDS: usize = 64;
 /// More would only be rarer: vocabularies are sorted by frequency, more or less.
 const MAX_WORDS: usize = 2048;
 
-/// What is simulated in place of the hand.
+/// What is simulated in place of a replica's hand.
 pub(crate) fn config(
     config: &Config,
     simulated: &Simulated,
     model: &Model,
     tokenizer: &Tokenizer,
     clock: SimClock,
+    replica: u64,
 ) -> Result<SimConfig> {
     let profile = &simulated.content;
     let words = words(tokenizer, model.vocab_size);
@@ -37,7 +38,7 @@ pub(crate) fn config(
     Ok(SimConfig {
         clock,
         model: profile.time,
-        seed: config.seed,
+        seed: config.seed.wrapping_add(replica),
         load_us: (profile.load_s * 1e6) as u64,
         page_count: match keeps_nothing {
             true => 0,

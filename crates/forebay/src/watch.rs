@@ -2,7 +2,8 @@
 
 use std::time::{Duration, Instant};
 
-use forebay_engine::{EngineHandle, Stats, Status};
+use forebay_engine::{Stats, Status};
+use forebay_replicas::Replicas;
 use indicatif::{ProgressBar, ProgressStyle};
 use tokio::time::sleep;
 use tracing::{error, info};
@@ -13,7 +14,7 @@ use crate::model::Task;
 const LOADING_POLL: Duration = Duration::from_millis(50);
 
 /// Shows how loading goes; true once the hand is ready.
-pub(crate) async fn loading(engine: &EngineHandle) -> bool {
+pub(crate) async fn loading(engine: &Replicas) -> bool {
     let bar = ProgressBar::new(0);
     if let Ok(style) = ProgressStyle::with_template("{spinner} loading {msg} {bar:30} {pos}/{len}")
     {
@@ -77,16 +78,24 @@ pub(crate) fn banner(
     )
 }
 
-/// Writes a line about the steps of each interval in which something happened.
-pub(crate) async fn step_log(engine: EngineHandle, interval: Duration) {
-    let mut last = engine.stats();
+/// Writes a line about the steps of each interval in which something happened, for each replica.
+pub(crate) async fn step_log(engine: Replicas, interval: Duration) {
+    let stats = || engine.reports().into_iter().map(|report| report.stats);
+    let mut last: Vec<Stats> = stats().collect();
     let mut since = Instant::now();
     loop {
         sleep(interval).await;
-        let now = engine.stats();
+        let now: Vec<Stats> = stats().collect();
         let seconds = since.elapsed().as_secs_f64();
-        if now.steps != last.steps || now.running + now.waiting > 0 {
-            info!("{}", step_line(&last, &now, seconds));
+        for (replica, (last, now)) in last.iter().zip(&now).enumerate() {
+            if now.steps == last.steps && now.running + now.waiting == 0 {
+                continue;
+            }
+            let line = step_line(last, now, seconds);
+            match engine.count() {
+                1 => info!("{line}"),
+                _ => info!(replica, "{line}"),
+            }
         }
         (last, since) = (now, Instant::now());
     }

@@ -37,6 +37,8 @@ pub struct HandSpec {
     pub world_size: u32,
     /// What is too big for the socket goes through here.
     pub arena: Arena,
+    /// Processors that the ranks may run on, by number; none: any.
+    pub cpus: Vec<usize>,
 }
 
 struct Rank {
@@ -105,7 +107,7 @@ impl HandExecutor {
         let mut command = Command::new(&self.spec.program);
         command.args(&self.spec.args).envs(self.spec.env.iter().map(|(k, v)| (k, v)));
         Ok(Rank {
-            process: RankProcess::spawn(command, self.spec.arena.fd())?,
+            process: RankProcess::spawn(command, self.spec.arena.fd(), &self.spec.cpus)?,
             reader: FrameReader::default(),
             writer: FrameWriter::default(),
             facts: None,

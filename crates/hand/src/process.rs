@@ -12,6 +12,7 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::{
     Pid, PidfdFlags, Signal, kill_process_group, pidfd_open, set_parent_process_death_signal,
 };
+use rustix::thread::{CpuSet, sched_setaffinity};
 
 /// Where the hand finds its socket.
 const SOCKET_FD: i32 = 3;
@@ -31,8 +32,12 @@ pub(crate) struct RankProcess {
 }
 
 impl RankProcess {
-    /// Spawns `command` with a fresh socket as descriptor 3 and the arena as 4.
-    pub(crate) fn spawn(mut command: Command, arena: BorrowedFd<'_>) -> io::Result<Self> {
+    /// Spawns `command` with a fresh socket as descriptor 3 and the arena as 4, on these processors if any are given.
+    pub(crate) fn spawn(
+        mut command: Command,
+        arena: BorrowedFd<'_>,
+        cpus: &[usize],
+    ) -> io::Result<Self> {
         let (near, far) = UnixStream::pair()?;
         near.set_nonblocking(true)?;
         let log = Stdio::from(io::stderr().as_fd().try_clone_to_owned()?);
@@ -43,10 +48,18 @@ impl RankProcess {
                 FdMapping { parent_fd: arena.try_clone_to_owned()?, child_fd: ARENA_FD },
             ])
             .map_err(io::Error::other)?;
+        let mut set = CpuSet::new();
+        cpus.iter().for_each(|&cpu| set.set(cpu));
+        let pinned = !cpus.is_empty();
         #[expect(unsafe_code, reason = "pre_exec runs between fork and exec")]
-        // SAFETY: prctl is async-signal-safe; the closure touches no memory of the parent.
+        // SAFETY: prctl and sched_setaffinity are system calls and async-signal-safe; the closure owns what it reads.
         unsafe {
-            command.pre_exec(|| Ok(set_parent_process_death_signal(Some(Signal::KILL))?));
+            command.pre_exec(move || {
+                if pinned {
+                    sched_setaffinity(None, &set)?;
+                }
+                Ok(set_parent_process_death_signal(Some(Signal::KILL))?)
+            });
         }
         let mut child = command.spawn()?;
         let raw = child.id().cast_signed();

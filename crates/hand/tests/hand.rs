@@ -22,6 +22,7 @@ fn spec(behaviour: &str) -> HandSpec {
         config,
         world_size: 1,
         arena: Arena::new(1 << 20).expect("arena"),
+        cpus: Vec::new(),
     }
 }
 

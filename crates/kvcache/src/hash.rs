@@ -39,6 +39,30 @@ impl BlockHash {
         }
         Self(hasher.digest128())
     }
+
+    /// The names of the full blocks at the beginning of `tokens`, `page_size` tokens each, for requests with this salt.
+    #[must_use]
+    pub fn chain(cache_salt: u64, tokens: &[i32], page_size: usize) -> Vec<Self> {
+        let mut parent = Self::root(cache_salt);
+        let name = |block| {
+            parent = parent.child(block);
+            parent
+        };
+        tokens.chunks_exact(page_size).map(name).collect()
+    }
+
+    /// The name as a number, for those who hand it on.
+    #[must_use]
+    pub fn number(self) -> u128 {
+        self.0
+    }
+}
+
+impl From<u128> for BlockHash {
+    /// The name that somebody else has computed by the same rules.
+    fn from(number: u128) -> Self {
+        Self(number)
+    }
 }
 
 /// Hashes a [`BlockHash`] to its low half: it is a good hash already.
@@ -87,6 +111,14 @@ mod tests {
             }
         }
         assert_eq!(root.child(&[1, 2]), BlockHash::root(0).child(&[1, 2]));
+    }
+
+    #[test]
+    fn a_chain_names_the_full_blocks_only() {
+        let first = BlockHash::root(3).child(&[1, 2]);
+        assert_eq!(BlockHash::chain(3, &[1, 2, 3, 4, 5], 2), [first, first.child(&[3, 4])]);
+        assert_eq!(BlockHash::chain(3, &[1], 2), []);
+        assert_eq!(BlockHash::from(first.number()), first);
     }
 
     #[test]

@@ -7,9 +7,11 @@
 //! Every page is in exactly one of three states: *free* (holds nothing worth keeping), *cached* (holds a named block that nobody uses)
 //! or *held* (leased at least once). `free + cached + held` is always the number of pages.
 
+mod event;
 mod hash;
 mod lru;
 mod pool;
 
+pub use event::BlockEvent;
 pub use hash::BlockHash;
 pub use pool::{Counts, Lease, PagePool};

@@ -2,6 +2,7 @@
 
 use std::collections::HashMap;
 
+use crate::event::{BlockEvent, Journal};
 use crate::hash::{BlockHash, BuildNameHasher};
 use crate::lru::Lru;
 
@@ -55,6 +56,7 @@ pub struct PagePool {
     named: HashMap<BlockHash, u32, BuildNameHasher>,
     free: Vec<u32>,
     cached: Lru,
+    journal: Journal,
 }
 
 impl PagePool {
@@ -66,7 +68,18 @@ impl PagePool {
             named: HashMap::default(),
             free: (0..pages).rev().collect(),
             cached: Lru::new(pages),
+            journal: Journal::default(),
         }
+    }
+
+    /// Has the pool note from now on which blocks it gets and loses. Whoever asks must take them.
+    pub fn note_events(&mut self) {
+        self.journal.begin();
+    }
+
+    /// Appends what was noted since the last time.
+    pub fn take_events(&mut self, into: &mut Vec<BlockEvent>) {
+        self.journal.take(into);
     }
 
     /// Leases a page whose content is nobody's: a free one, else the one whose block was unused the longest, which is forgotten.
@@ -103,6 +116,7 @@ impl PagePool {
         }
         entry.name = Some(name);
         self.named.insert(name, lease.0);
+        self.journal.note(BlockEvent::Stored(name));
         true
     }
 
@@ -148,6 +162,9 @@ impl PagePool {
         while let Some(page) = self.cached.pop_oldest() {
             self.drop_name(page);
             self.free.push(page);
+        }
+        if self.named.is_empty() {
+            self.journal.cleared();
         }
     }
 
@@ -215,6 +232,7 @@ impl PagePool {
     fn drop_name(&mut self, page: u32) {
         if let Some(name) = self.pages[page as usize].name.take() {
             self.named.remove(&name);
+            self.journal.note(BlockEvent::Dropped(name));
         }
     }
 }

@@ -1,6 +1,8 @@
 //! The pool against a naive model: maps and vectors that are searched from end to end.
 
-use forebay_kvcache::{BlockHash, Counts, Lease, PagePool};
+use std::collections::HashSet;
+
+use forebay_kvcache::{BlockEvent, BlockHash, Counts, Lease, PagePool};
 use proptest::prelude::*;
 
 const PAGES: u32 = 6;
@@ -76,6 +78,9 @@ impl Model {
 fn check(ops: Vec<Op>) {
     let names: Vec<BlockHash> = (0..NAMES).map(|n| BlockHash::root(3).child(&[n as i32])).collect();
     let mut pool = PagePool::new(PAGES);
+    pool.note_events();
+    // What somebody else knows of the pool, by its events alone.
+    let (mut known, mut events) = (HashSet::new(), Vec::new());
     let mut model = Model { pages: vec![(0, None); PAGES as usize], cached: vec![] };
     let mut leases: Vec<Lease> = Vec::new();
     for op in ops {
@@ -133,6 +138,16 @@ fn check(ops: Vec<Op>) {
                 }
             }
         }
+        pool.take_events(&mut events);
+        for event in events.drain(..) {
+            match event {
+                BlockEvent::Stored(name) => assert!(known.insert(name), "stored twice"),
+                BlockEvent::Dropped(name) => assert!(known.remove(&name), "was not there"),
+                BlockEvent::Cleared => known.clear(),
+            }
+        }
+        let held = model.pages.iter().filter_map(|page| page.1);
+        assert_eq!(known, held.map(|name| names[name]).collect());
         let counts = pool.counts();
         assert_eq!(counts, model.counts());
         assert_eq!(counts.free + counts.cached + counts.held, PAGES);

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use criterion::{BenchmarkId, Criterion, Throughput};
 use forebay_protocol::{ROW_OK, SamplingParams, StepPlan, StepResult};
-use forebay_scheduler::{Event, Policy, Request, Scheduler, SchedulerConfig};
+use forebay_scheduler::{Event, Past, Policy, Request, Scheduler, SchedulerConfig};
 
 const RUNNING: [u32; 4] = [64, 256, 1024, 4096];
 const PAGE_SIZE: u32 = 16;
@@ -69,6 +69,7 @@ impl Replica {
                 page_size: PAGE_SIZE,
                 token_budget: running + CHUNK,
                 prefix_cache: true,
+                block_events: false,
                 policy: Policy::Fcfs,
             }),
             plan: StepPlan::default(),
@@ -83,6 +84,8 @@ impl Replica {
         self.scheduler.submit(Request {
             id: self.submitted,
             prompt,
+            generated: Vec::new(),
+            names: Vec::new(),
             max_tokens,
             pooling: None,
             stop_ids: vec![STOP_ID],
@@ -90,6 +93,7 @@ impl Replica {
             priority: 0,
             cache_salt: 0,
             embeds: None,
+            past: Past::default(),
         });
     }
 

@@ -79,7 +79,7 @@ impl Scheduler {
                 return;
             }
         }
-        self.clear_suspect(row, events);
+        self.clear_suspect(row);
     }
 
     /// Ends a request whose logits or vector were not finite. All its blocks are forgotten, also those that it got from others: they may be

@@ -23,13 +23,14 @@ mod slab;
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
 
+pub use forebay_kvcache::{BlockEvent, BlockHash};
 use forebay_kvcache::{Lease, PagePool};
 use thiserror::Error;
 
 use crate::request::{Entry, Key, State};
 use crate::slab::{Handle, Slab};
 
-pub use crate::request::Request;
+pub use crate::request::{Past, Request};
 
 /// Most plans whose results are outstanding. A caller may stay below: with one at a time it is the serial loop, and gives the same tokens.
 pub const MAX_IN_FLIGHT: usize = 2;
@@ -60,6 +61,8 @@ pub struct SchedulerConfig {
     pub token_budget: u32,
     /// Whether blocks are shared between requests.
     pub prefix_cache: bool,
+    /// Whether somebody takes [`Scheduler::take_block_events`].
+    pub block_events: bool,
     /// Who goes first.
     pub policy: Policy,
 }
@@ -113,8 +116,7 @@ pub enum Event {
         /// Why.
         reason: Finish,
     },
-    /// It lost its slot and pages to a more important one, or after a death of the hand to one that is still to be tried, and waits
-    /// again.
+    /// It lost its slot and pages to a more important one, or to a suspect that is to be tried, and waits again.
     Preempted {
         /// Whose.
         id: u64,
@@ -216,13 +218,15 @@ pub struct Scheduler {
     free_slots: Vec<u32>,
     requests: Slab<Entry>,
     by_id: HashMap<u64, Handle>,
-    next_arrival: u64,
+    next_arrival: i64,
+    /// The place of the next one that another scheduler had admitted.
+    next_return: i64,
 
     /// Who waits, without the suspects.
     waiting: BTreeMap<Key, Handle>,
     /// The waiting request that did not fit, until pages come back: looking again before is a waste.
     blocked: Option<Key>,
-    /// Suspects of the hand's death, resident or not. While there are any, only the first of them runs.
+    /// Suspects of the hand's death, resident or not. While there are any, only the first of them has rows.
     suspects: BTreeMap<Key, Handle>,
     /// Everybody with a slot.
     residents: BTreeMap<Key, Handle>,
@@ -250,12 +254,17 @@ impl Scheduler {
     pub fn new(config: SchedulerConfig) -> Self {
         let numbers = [config.slots, config.max_running, config.page_size];
         assert!(numbers.iter().all(|&n| n > 0), "nothing can run with {config:?}");
+        let mut pool = PagePool::new(config.pages);
+        if config.block_events {
+            pool.note_events();
+        }
         Self {
-            pool: PagePool::new(config.pages),
+            pool,
             free_slots: (0..config.slots).rev().collect(),
             requests: Slab::new(),
             by_id: HashMap::new(),
             next_arrival: 0,
+            next_return: i64::MIN,
             waiting: BTreeMap::new(),
             blocked: None,
             suspects: BTreeMap::new(),
@@ -277,6 +286,10 @@ impl Scheduler {
     pub fn submit(&mut self, request: Request) {
         debug_assert!(!request.prompt.is_empty(), "validated");
         debug_assert!(request.pooling.is_some() == (request.max_tokens == 0), "validated");
+        debug_assert!(
+            request.generated.is_empty() || request.generated.len() < request.max_tokens as usize,
+            "there is something left to generate"
+        );
         debug_assert!(!self.keeps_nothing() || request.pooling.is_some(), "decoding needs pages");
         debug_assert!(
             self.keeps_nothing()
@@ -289,13 +302,16 @@ impl Scheduler {
             Policy::Priority => -i64::from(request.priority),
             Policy::PriorityAscending => i64::from(request.priority),
         };
-        let key = Key { rank, arrival: self.next_arrival };
-        self.next_arrival += 1;
-        let id = request.id;
+        let counter =
+            if request.past.admitted { &mut self.next_return } else { &mut self.next_arrival };
+        let key = Key { rank, arrival: *counter };
+        *counter += 1;
+        let (id, suspect) = (request.id, request.past.suspect.is_some());
         let handle = self.requests.insert(Entry::new(request, key));
         let previous = self.by_id.insert(id, handle);
         debug_assert!(previous.is_none(), "two live requests with id {id}");
-        self.waiting.insert(key, handle);
+        let queue = if suspect { &mut self.suspects } else { &mut self.waiting };
+        queue.insert(key, handle);
     }
 
     /// Ends a request without an event: the caller tells its client. False: there is no such request (any more).
@@ -311,6 +327,11 @@ impl Scheduler {
     pub fn flush_cache(&mut self) -> bool {
         self.pool.flush();
         self.pool.blocks() == 0
+    }
+
+    /// Appends which blocks entered and left the prefix cache since the last time.
+    pub fn take_block_events(&mut self, into: &mut Vec<BlockEvent>) {
+        self.pool.take_events(into);
     }
 
     /// The numbers of this moment.

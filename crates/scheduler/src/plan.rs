@@ -1,4 +1,5 @@
-//! Who gets a row of the next step: the decoding requests, then those in the middle of prefill, then new ones.
+//! Who gets a row of the next step: the decoding requests, then those in the middle of prefill, then new ones. In quarantine: one suspect,
+//! alone.
 
 use forebay_kvcache::Lease;
 use forebay_protocol::{NewSlot, Row, StepPlan};
@@ -15,14 +16,10 @@ impl Scheduler {
             return false;
         }
         self.building.step = self.next_step;
-        self.grow_decodes(plan, events);
-        self.plan_decodes(plan);
-        let decodes = self.building.rows.len();
-        let left = self.config.token_budget.saturating_sub(decodes as u32);
-        // Without the floor, enough decoding requests would starve prefill for ever.
-        let mut budget = left.max(self.config.page_size);
-        self.plan_prefills(&mut budget, plan);
-        self.admit(&mut budget, plan, events);
+        let decodes = match self.suspects.first_key_value() {
+            Some((_, &suspect)) => self.plan_suspect(suspect, plan, events),
+            None => self.plan_everybody(plan, events),
+        };
         if self.building.rows.is_empty() {
             return false;
         }
@@ -34,6 +31,71 @@ impl Scheduler {
         let empty = self.spare.pop().unwrap_or_default();
         self.in_flight.push_back(std::mem::replace(&mut self.building, empty));
         true
+    }
+
+    /// Plans rows for all that there is room for; returns how many of them decode.
+    fn plan_everybody(&mut self, plan: &mut StepPlan, events: &mut Vec<Event>) -> usize {
+        self.grow_decodes(plan, events);
+        self.plan_decodes(plan);
+        let decodes = self.building.rows.len();
+        let left = self.config.token_budget.saturating_sub(decodes as u32);
+        // Without the floor, enough decoding requests would starve prefill for ever.
+        let mut budget = left.max(self.config.page_size);
+        self.plan_prefills(&mut budget, plan);
+        self.admit(&mut budget, plan, events);
+        decodes
+    }
+
+    /// Plans a row for a suspect and for nobody else: the others keep their pages as far as it does not need them, and wait. Returns
+    /// how many of its rows decode.
+    fn plan_suspect(
+        &mut self,
+        handle: Handle,
+        plan: &mut StepPlan,
+        events: &mut Vec<Event>,
+    ) -> usize {
+        let whole = if self.keeps_nothing() { u32::MAX } else { 0 };
+        let budget = self.config.token_budget.max(self.config.page_size).max(whole);
+        if self.requests[handle].state.residence().is_none() {
+            let Some((slot, leases)) = self.make_room(handle, events) else { return 0 };
+            self.move_in(handle, slot, leases, plan, events);
+        }
+        match self.requests[handle].state {
+            State::Prefill(_) => {
+                self.push_row(handle, budget, plan);
+                0
+            }
+            State::Decode { .. } if self.requests[handle].plannable() => {
+                if self.lacks_page(handle) {
+                    self.grow(handle, plan, events);
+                }
+                let fits = matches!(self.requests[handle].state, State::Decode { .. })
+                    && !self.lacks_page(handle);
+                if fits { self.push_row(handle, 1, plan) as usize } else { 0 }
+            }
+            State::Decode { .. } | State::Pooled(_) | State::Waiting => 0,
+        }
+    }
+
+    /// A slot and pages for a suspect, at the cost of the least important residents. `None`: they are retired, and not back yet, or tokens of its own are
+    /// in flight.
+    fn make_room(&mut self, handle: Handle, events: &mut Vec<Event>) -> Option<(u32, Vec<Lease>)> {
+        let entry = &self.requests[handle];
+        if entry.known() < entry.total {
+            return None;
+        }
+        loop {
+            if (self.residents.len() as u64) < u64::from(self.config.max_running)
+                && let Some(slot) = self.free_slots.pop()
+            {
+                if let Some(leases) = self.lease_pages(handle) {
+                    return Some((slot, leases));
+                }
+                self.free_slots.push(slot);
+            }
+            let (_, &victim) = self.residents.last_key_value()?;
+            self.preempt(victim, events);
+        }
     }
 
     /// Gives a page to each decoding request whose next position begins one, the most important first.
@@ -136,12 +198,7 @@ impl Scheduler {
 
     /// The waiting request whose turn it is; nobody overtakes it.
     fn next_candidate(&self) -> Option<(Key, Handle)> {
-        let queue = match self.suspects.is_empty() {
-            true => &self.waiting,
-            false if self.residents.is_empty() => &self.suspects,
-            false => return None,
-        };
-        queue.first_key_value().map(|(&key, &handle)| (key, handle))
+        self.waiting.first_key_value().map(|(&key, &handle)| (key, handle))
     }
 
     /// Leases pages for all known tokens of a request and, if it generates, the next one: first those that hold its leading blocks (`cached` tells how
@@ -205,7 +262,7 @@ impl Scheduler {
         let named = entry.cached / page_size;
         entry.state = State::Prefill(Residence { slot, leases, named, last_step: 0 });
         let replayed = std::mem::replace(&mut entry.admitted_before, true);
-        let cached_tokens = if replayed { 0 } else { entry.cached };
+        let cached_tokens = if replayed { 0 } else { entry.cached.min(entry.prompt_len) };
         let cacheable = self.config.prefix_cache && entry.embeds.is_none();
         if !replayed && cacheable && self.config.pages > 0 {
             self.counters.prefix_queries += u64::from(entry.prompt_len);

@@ -10,6 +10,10 @@ pub struct Request {
     pub id: u64,
     /// Prompt token ids, at least one.
     pub prompt: Vec<i32>,
+    /// Tokens generated before, somewhere else: it goes on after them as after a replay. Fewer than `max_tokens`, which counts them.
+    pub generated: Vec<i32>,
+    /// Names of the leading full blocks of prompt and generated tokens, as far as somebody has computed them already.
+    pub names: Vec<BlockHash>,
     /// Most tokens to generate, at least one; 0 exactly where `pooling` is set. `prompt.len() + max_tokens` positions fit into the page
     /// pool, if the model has one.
     pub max_tokens: u32,
@@ -26,6 +30,17 @@ pub struct Request {
     /// Byte offset in the arena of embeddings that stand for the prompt's tokens. Its blocks are nobody's but its own: they have no name,
     /// because its tokens do not say what is in them.
     pub embeds: Option<u32>,
+    /// What it has been through with another scheduler, if there was one.
+    pub past: Past,
+}
+
+/// What a request brings along from the scheduler that surrendered it ([`crate::Scheduler::surrender`]).
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Past {
+    /// It was admitted there: it goes before whoever never was, and its next admission is a replay.
+    pub admitted: bool,
+    /// It is suspected of having killed the hand there, and is tried alone until it has got past this many positions.
+    pub suspect: Option<u32>,
 }
 
 /// Place in the order of importance; smaller is more important. Kept for life, so whoever was preempted or replayed comes back first.
@@ -33,7 +48,8 @@ pub struct Request {
 pub(crate) struct Key {
     /// Negated priority, or 0 for everybody.
     pub(crate) rank: i64,
-    pub(crate) arrival: u64,
+    /// Below 0 for those that came from another scheduler, which had admitted them.
+    pub(crate) arrival: i64,
 }
 
 /// What a request owns on the device while it runs.
@@ -101,6 +117,8 @@ pub(crate) struct Entry {
     /// Set while the request is suspected of having killed the hand: the number of positions it must get past to be cleared.
     pub(crate) mark: Option<u32>,
     pub(crate) admitted_before: bool,
+    priority: i32,
+    cache_salt: u64,
     /// Sorted.
     pub(crate) stop_ids: Vec<i32>,
     pub(crate) sampling: SamplingParams,
@@ -115,6 +133,8 @@ pub(crate) struct Entry {
 impl Entry {
     pub(crate) fn new(request: Request, key: Key) -> Self {
         let prompt_len = request.prompt.len() as u32;
+        let mut tokens = request.prompt;
+        tokens.extend_from_slice(&request.generated);
         let mut stop_ids = request.stop_ids;
         stop_ids.sort_unstable();
         Self {
@@ -124,17 +144,38 @@ impl Entry {
             limit: prompt_len.saturating_add(request.max_tokens),
             cached: 0,
             computed: 0,
-            total: prompt_len,
+            total: tokens.len() as u32,
             state: State::Waiting,
-            mark: None,
-            admitted_before: false,
+            mark: request.past.suspect,
+            admitted_before: request.past.admitted,
+            priority: request.priority,
+            cache_salt: request.cache_salt,
             stop_ids,
             sampling: request.sampling,
             pooling: request.pooling,
             embeds: request.embeds,
             root: BlockHash::root(request.cache_salt),
-            names: Vec::new(),
-            tokens: request.prompt,
+            names: request.names,
+            tokens,
+        }
+    }
+
+    /// The request that another scheduler can go on with.
+    pub(crate) fn surrender(mut self) -> Request {
+        let generated = self.tokens.split_off(self.prompt_len as usize);
+        Request {
+            id: self.id,
+            prompt: self.tokens,
+            generated,
+            names: self.names,
+            max_tokens: self.limit - self.prompt_len,
+            pooling: self.pooling,
+            stop_ids: self.stop_ids,
+            sampling: self.sampling,
+            priority: self.priority,
+            cache_salt: self.cache_salt,
+            embeds: self.embeds,
+            past: Past { admitted: self.admitted_before, suspect: self.mark },
         }
     }
 

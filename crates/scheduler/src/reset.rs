@@ -1,11 +1,12 @@
 //! The death of the hand, and the search for who killed it.
 //!
 //! Whoever had a row in flight when the hand died is a *suspect*. Suspects are replayed first, one at a time and alone in flight
-//! (*quarantine*), each until it has got past the point where it was, or has ended. A suspect that is in flight when the hand dies again
+//! (*quarantine*), each until it has got past the point where it was, or has ended; other residents keep their pages and have no rows meanwhile. A suspect that is in flight when the hand dies again
 //! was alone with it: it is *poisoned* and given up. So nobody is given up for what another request did, and nobody before it was in flight at
-//! two deaths.
+//! two deaths. Where another replica takes the requests over, suspects remain suspects there.
 
-use crate::{Event, FlightRow, Scheduler};
+use crate::request::Entry;
+use crate::{FlightRow, Request, Scheduler};
 
 impl Scheduler {
     /// The hand died: nothing is left of the device's state and of what was in flight. Live requests wait to be replayed from their
@@ -55,16 +56,31 @@ impl Scheduler {
         })
     }
 
-    /// Clears a suspect that has got past its mark. If others are still to be tried, it makes room for them.
-    pub(crate) fn clear_suspect(&mut self, row: &FlightRow, events: &mut Vec<Event>) {
+    /// Gives every live request away, the most important first, to be submitted to another scheduler. No step may be in flight: they are
+    /// surrendered after [`Self::reset`], or before there was a step.
+    pub fn surrender(&mut self) -> Vec<Request> {
+        debug_assert!(self.in_flight.is_empty(), "results would come for nobody");
+        self.release_everything();
+        let mut keys: Vec<_> = self.requests.iter().map(|(at, entry)| (entry.key, at)).collect();
+        keys.sort_unstable_by_key(|&(key, _)| key);
+        self.by_id.clear();
+        self.waiting.clear();
+        self.suspects.clear();
+        let taken = keys.into_iter().filter_map(|(_, handle)| self.requests.remove(handle));
+        taken.map(Entry::surrender).collect()
+    }
+
+    /// Clears a suspect that has got past its mark.
+    pub(crate) fn clear_suspect(&mut self, row: &FlightRow) {
         let entry = &mut self.requests[row.handle];
         if entry.mark.is_none_or(|mark| row.end < mark) {
             return;
         }
         entry.mark = None;
-        self.suspects.remove(&entry.key);
-        if !self.suspects.is_empty() {
-            self.preempt(row.handle, events);
+        let (key, resident) = (entry.key, entry.state.residence().is_some());
+        self.suspects.remove(&key);
+        if !resident {
+            self.waiting.insert(key, row.handle);
         }
     }
 }

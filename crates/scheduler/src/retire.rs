@@ -10,7 +10,9 @@ impl Scheduler {
     pub(crate) fn preempt(&mut self, handle: Handle, events: &mut Vec<Event>) {
         self.vacate(handle);
         let entry = &self.requests[handle];
-        self.waiting.insert(entry.key, handle);
+        if entry.mark.is_none() {
+            self.waiting.insert(entry.key, handle);
+        }
         self.counters.preemptions += 1;
         events.push(Event::Preempted { id: entry.id });
     }

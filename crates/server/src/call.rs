@@ -5,15 +5,18 @@ use std::sync::Arc;
 use std::task::{Context, Poll};
 use std::time::Instant;
 
+use forebay_api::peer::RESUME_HEADER;
 use forebay_api::{ApiError, Generation, Limits};
 use forebay_engine::{Embeds, EngineRequest, RequestId, SubmitError};
 
 use crate::config::EgressMode;
-use crate::delta::{Delta, End};
+use crate::delta::{Candidate, Delta, End, TokenLogprobs};
 use crate::egress::Registration;
 use crate::engine::Engine;
 use crate::mailbox::{Receiver, Wake, mailbox};
 use crate::outlet::{Encoder, Outlet};
+use crate::peers::{Peer, Resume};
+use crate::speller::Speller;
 use crate::state::{LiveGuard, Shared};
 use crate::tally::Tally;
 
@@ -52,11 +55,13 @@ pub(crate) struct Call {
     alive: Vec<Option<RequestId>>,
     receiver: Receiver,
     span: tracing::Span,
+    /// What the client has of a stream that began at another brain.
+    before: Option<Delta>,
     _live: LiveGuard,
 }
 
 impl Call {
-    /// Submits every choice of every prompt, or none.
+    /// Submits every choice of every prompt, or none; `peer` is who sent it.
     ///
     /// # Errors
     /// The engine refuses one of them.
@@ -65,15 +70,33 @@ impl Call {
         submissions: Vec<Submission>,
         streamed: bool,
         arrived: Instant,
+        peer: &Peer,
     ) -> Result<Self, ApiError> {
+        let resume = peer.resume();
+        if let Some(resume) = resume {
+            check_resume(resume, &submissions, streamed, state)?;
+        }
+        if let Some(submission) = submissions.first() {
+            peer.name_blocks(state, &submission.prompt);
+        }
         let prompts = submissions.iter();
-        let tally = Tally::new(prompts.map(|prompt| (prompt.prompt_tokens(), prompt.generation.n)));
+        let mut tally =
+            Tally::new(prompts.map(|prompt| (prompt.prompt_tokens(), prompt.generation.n)));
         let prompt_tokens = tally.prompt_tokens();
         let wake = match (streamed, state.config.egress) {
             (false, _) => Wake::AtEnd,
             (true, EgressMode::Naive) => Wake::EveryDelta,
             (true, EgressMode::Direct | EgressMode::Tasks) => Wake::Pending,
         };
+        let spell = |generation: &Generation| Speller::new(state.text.tokenizer(), generation);
+        let mut resumed = None;
+        if let (Some(resume), Some(submission)) = (resume, submissions.first()) {
+            let mut speller = spell(&submission.generation);
+            let before = before(&mut speller, resume, &submission.generation, state);
+            tally.add(0, &before);
+            resumed = Some((speller, before));
+        }
+        let (mut speller, before) = resumed.unzip();
         let (senders, receiver) = mailbox(tally, wake);
         let span = tracing::info_span!(
             "request",
@@ -88,13 +111,15 @@ impl Call {
             alive: Vec::with_capacity(senders.len()),
             receiver,
             span,
-            _live: state.enter(),
+            before,
+            _live: state.enter(peer),
         };
         let mut senders = senders.into_iter();
         for submission in submissions {
             let prompt_tokens = submission.prompt_tokens();
             let Submission { prompt, embeds, generation, max_tokens } = submission;
-            let seed = generation.seed.unwrap_or_else(rand::random);
+            let seed = generation.seed.or(peer.tag().map(|tag| tag.seed));
+            let seed = seed.unwrap_or_else(rand::random);
             state.metrics.submitted(generation.n);
             let interval = streamed
                 .then(|| generation.stream_interval.unwrap_or(state.config.stream_interval));
@@ -105,10 +130,7 @@ impl Call {
                     id,
                     sender,
                     engine: Arc::clone(&state.engine),
-                    stop: generation.stop.clone(),
-                    include_stop: generation.include_stop,
-                    skip_special_tokens: generation.skip_special_tokens,
-                    min_tokens: generation.sampling.min_tokens,
+                    speller: speller.take().unwrap_or_else(|| spell(&generation)),
                     eos: Arc::clone(&state.model.eos),
                     prompt_tokens,
                     arrived,
@@ -117,12 +139,15 @@ impl Call {
                 let request = EngineRequest {
                     id,
                     prompt: prompt.clone(),
+                    generated: resume.map_or_else(Vec::new, |resume| resume.generated.clone()),
+                    names: Vec::new(),
                     max_tokens,
                     pooling: None,
                     stop_ids: stop_ids.clone(),
                     sampling: generation.params(seed, choice),
                     priority: generation.priority,
                     embeds: embeds.clone(),
+                    route: generation.route.clone(),
                 };
                 if let Err(error) = state.engine.submit(request) {
                     state.egress.forget(id);
@@ -137,6 +162,11 @@ impl Call {
     /// Tokens so far.
     pub(crate) fn tally(&self) -> Tally {
         self.receiver.tally()
+    }
+
+    /// What the client has of a stream that began at another brain.
+    pub(crate) fn take_before(&mut self) -> Option<Delta> {
+        self.before.take()
     }
 
     /// Has what comes from now on written through `outlet`.
@@ -204,6 +234,53 @@ impl Drop for Call {
         }
         self.span.record("completion_tokens", self.receiver.tally().generated_tokens());
     }
+}
+
+/// Only a stream with one choice is gone on with, and only if there is anything left of it.
+fn check_resume(
+    resume: &Resume,
+    submissions: &[Submission],
+    streamed: bool,
+    state: &Shared,
+) -> Result<(), ApiError> {
+    let error = |reason: &str| {
+        Err(ApiError::invalid(RESUME_HEADER, format!("`{RESUME_HEADER}`: {reason}")))
+    };
+    let [submission] = submissions else { return error("the request has more than one prompt") };
+    if !streamed || submission.generation.n != 1 {
+        return error("the request has no stream, or more than one choice");
+    }
+    let ids = &resume.generated;
+    if ids.len() >= submission.max_tokens as usize {
+        return error("the request has all its tokens");
+    }
+    let vocabulary = 0..i32::try_from(state.limits()?.vocab_size).unwrap_or(i32::MAX);
+    let stop_ids = submission.generation.stop_ids(&state.model.eos);
+    if ids.iter().any(|id| !vocabulary.contains(id) || stop_ids.contains(id)) {
+        return error("a token is not in the vocabulary, or ends the request");
+    }
+    Ok(())
+}
+
+/// Has `speller` read what the client has; gives that as one delta.
+fn before(
+    speller: &mut Speller,
+    resume: &Resume,
+    generation: &Generation,
+    state: &Shared,
+) -> Delta {
+    let mut before = Delta { tokens: resume.generated.clone(), ..Delta::default() };
+    let mut fresh = String::new();
+    for &id in &resume.generated {
+        speller.push(id, false, &mut fresh, &mut before.text);
+        if generation.sampling.logprobs.is_some() {
+            let text = state.text.tokenizer().token_text(id);
+            // Only its length is of use: the rest has been sent.
+            let sampled = Candidate { id, text, bytes: Vec::new(), logprob: 0.0 };
+            before.logprobs.push(TokenLogprobs { sampled, top: Vec::new() });
+        }
+    }
+    before
 }
 
 /// OpenAI's word for an end; `None` for an error.

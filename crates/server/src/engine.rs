@@ -1,6 +1,7 @@
 //! The engine as the server sees it.
 
-use forebay_engine::{EngineHandle, EngineRequest, Facts, RequestId, Stats, Status, SubmitError};
+use forebay_engine::{BlockHash, EngineRequest, Facts, RequestId, Stats, Status, SubmitError};
+use forebay_replicas::{ReplicaReport, Replicas};
 
 /// What the server needs of an engine. No call blocks.
 pub trait Engine: Send + Sync + 'static {
@@ -13,8 +14,16 @@ pub trait Engine: Send + Sync + 'static {
     fn abort(&self, id: RequestId);
     /// The engine's state.
     fn status(&self) -> Status;
-    /// The snapshot after the last step.
+    /// The snapshot after the last step, of all replicas together.
     fn stats(&self) -> Stats;
+    /// How many replicas there are.
+    fn count(&self) -> u32;
+    /// Each replica by itself.
+    fn replicas(&self) -> Vec<ReplicaReport>;
+    /// A replica gets no new requests from now on, or gets them again; false: there is no such replica.
+    fn drain_replica(&self, replica: usize, drained: bool) -> bool;
+    /// The names of a prompt's full blocks, as the prefix cache knows them.
+    fn block_names(&self, prompt: &[i32]) -> Vec<BlockHash>;
     /// `None` until the engine has been ready.
     fn facts(&self) -> Option<Facts>;
     /// Has the engine's own thread do `work`, which every step has to wait for.
@@ -25,7 +34,7 @@ pub trait Engine: Send + Sync + 'static {
     fn flush_cache(&self, reply: Box<dyn FnOnce(bool) + Send>);
 }
 
-impl Engine for EngineHandle {
+impl Engine for Replicas {
     fn submit(&self, request: EngineRequest) -> Result<(), SubmitError> {
         self.submit(request)
     }
@@ -37,6 +46,18 @@ impl Engine for EngineHandle {
     }
     fn stats(&self) -> Stats {
         self.stats()
+    }
+    fn count(&self) -> u32 {
+        self.count()
+    }
+    fn replicas(&self) -> Vec<ReplicaReport> {
+        self.reports()
+    }
+    fn drain_replica(&self, replica: usize, drained: bool) -> bool {
+        self.drain_replica(replica, drained)
+    }
+    fn block_names(&self, prompt: &[i32]) -> Vec<BlockHash> {
+        self.block_names(prompt)
     }
     fn facts(&self) -> Option<Facts> {
         self.facts()

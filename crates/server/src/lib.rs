@@ -7,6 +7,8 @@
 //! A response that is dropped aborts what it waits for. The outputs of a model that pools are vectors and take another way
 //! ([`PooledSink`], `pooling`).
 //!
+//! Where a router is in front, `peers` reads what it says and answers it: load, blocks, and what another brain needs to go on with a stream.
+//!
 //! | threads | who | what |
 //! |---|---|---|
 //! | the caller's runtime (2 to 4) | [`serve`] | connections, parsing, validation, heads and ends of responses |
@@ -26,10 +28,13 @@ mod line;
 mod mailbox;
 mod metrics;
 mod outlet;
+mod peers;
 mod pooling;
 mod reply;
 mod routes;
+mod routing;
 mod serve;
+mod speller;
 mod sse;
 mod state;
 mod tally;
@@ -41,6 +46,7 @@ pub use egress::{Egress, EgressConfig, EgressSink, egress};
 pub use engine::Engine;
 pub use intake::{Intake, IntakeMode};
 pub use metrics::Metrics;
+pub use peers::{BlockLog, ReplicaBlocks};
 pub use pooling::{Pooled, PooledModel, PooledSink, PoolingTask, pooled};
 pub use serve::serve;
 pub use state::AppState;

@@ -3,8 +3,9 @@
 use std::time::Duration;
 
 use axum::body::{Body, HttpBody};
-use axum::http::HeaderMap;
+use axum::extract::Query;
 use axum::http::header::AUTHORIZATION;
+use axum::http::{HeaderMap, Uri};
 use bytes::Bytes;
 use forebay_api::ApiError;
 use http_body_util::BodyExt;
@@ -47,6 +48,22 @@ where
     let turns = state.intake.turns();
     let (pieces, _turn) = collect(body, config.max_body_bytes, config.body_timeout, turns).await?;
     state.intake.parse(pieces).await
+}
+
+/// A body as it is.
+pub(crate) async fn whole(body: Body, state: &Shared) -> Result<Bytes, ApiError> {
+    let config = &state.config;
+    let turns = state.intake.turns();
+    let (pieces, _turn) = collect(body, config.max_body_bytes, config.body_timeout, turns).await?;
+    Ok(pieces.join())
+}
+
+/// What a URL asks for after its `?`.
+pub(crate) fn query<T: DeserializeOwned>(uri: &Uri) -> Result<T, ApiError> {
+    match Query::try_from_uri(uri) {
+        Ok(Query(query)) => Ok(query),
+        Err(error) => Err(ApiError::invalid("query", error.body_text())),
+    }
 }
 
 /// Reads a body of at most `limit` bytes that has to arrive within `time`. A large one is read when it is its turn, which lasts until the

@@ -334,6 +334,10 @@ mod tests {
     /// Writes the text, in brackets.
     struct Brackets;
     impl Encoder for Brackets {
+        fn resumable(&self) -> bool {
+            false
+        }
+        fn resume(&mut self, _: &Delta) {}
         fn delta(
             &mut self,
             _: u32,

@@ -4,7 +4,8 @@
 
 use std::time::{Duration, Instant};
 
-use forebay_engine::Stats;
+use forebay_engine::Status;
+use forebay_replicas::ReplicaReport;
 use forebay_text::TextStats;
 use parking_lot::Mutex;
 use prometheus::{
@@ -74,7 +75,7 @@ impl Timeline {
 pub struct Metrics {
     registry: Registry,
     requests: RequestMetrics,
-    engine: Mutex<ReadMetrics<Stats>>,
+    replicas: Vec<Mutex<ReadMetrics<ReplicaReport>>>,
     text: Mutex<ReadMetrics<TextStats>>,
     intake: Mutex<ReadMetrics<IntakeStats>>,
 }
@@ -132,11 +133,15 @@ impl<S> ReadMetrics<S> {
 struct Registrar {
     registry: Registry,
     model: String,
+    /// The replica; 0 also for what is not a replica's.
+    engine: String,
 }
 
 impl Registrar {
     fn opts(&self, name: &str, help: &str) -> Opts {
-        Opts::new(name, help).const_label("model_name", &self.model).const_label("engine", "0")
+        Opts::new(name, help)
+            .const_label("model_name", &self.model)
+            .const_label("engine", &self.engine)
     }
 
     fn gauge(&self, name: &str, help: &str) -> prometheus::Result<Gauge> {
@@ -164,37 +169,52 @@ type Read<S> = fn(&S) -> f64;
 /// Name, help and source of what a snapshot tells.
 type Source<S> = (&'static str, &'static str, Read<S>);
 
-const GAUGES: &[Source<Stats>] = &[
-    ("vllm:num_requests_running", "Requests in model execution batches.", |s| s.running as f64),
-    ("vllm:num_requests_waiting", "Requests waiting to be processed.", |s| s.waiting as f64),
-    ("vllm:kv_cache_usage_perc", "KV cache usage, 1 means 100 percent.", |s| {
+const GAUGES: &[Source<ReplicaReport>] = &[
+    ("vllm:num_requests_running", "Requests in model execution batches.", |r| {
+        r.stats.running as f64
+    }),
+    ("vllm:num_requests_waiting", "Requests waiting to be processed.", |r| r.stats.waiting as f64),
+    ("forebay:replica_up", "Whether the replica's hand takes plans.", |r| {
+        f64::from(u8::from(matches!(r.status, Status::Ready | Status::Draining)))
+    }),
+    ("forebay:replica_requests", "Requests sent to the replica that have not ended.", |r| {
+        r.load.requests as f64
+    }),
+    ("forebay:replica_requests_peak", "Most of them at a time.", |r| r.load.peak as f64),
+    ("vllm:kv_cache_usage_perc", "KV cache usage, 1 means 100 percent.", |r| {
+        let s = &r.stats;
         let pages = s.pages_held + s.pages_cached + s.pages_free;
         if pages == 0 { 0.0 } else { s.pages_held as f64 / pages as f64 }
     }),
 ];
 
-const COUNTERS: &[Source<Stats>] = &[
-    ("vllm:prefix_cache_queries_total", "Prompt tokens looked up in the prefix cache.", |s| {
-        s.prefix_queries as f64
+const COUNTERS: &[Source<ReplicaReport>] = &[
+    ("vllm:prefix_cache_queries_total", "Prompt tokens looked up in the prefix cache.", |r| {
+        r.stats.prefix_queries as f64
     }),
-    ("vllm:prefix_cache_hits_total", "Prompt tokens found in the prefix cache.", |s| {
-        s.prefix_hits as f64
+    ("vllm:prefix_cache_hits_total", "Prompt tokens found in the prefix cache.", |r| {
+        r.stats.prefix_hits as f64
     }),
-    ("vllm:num_preemptions_total", "Preemptions.", |s| s.preemptions as f64),
-    ("vllm:prompt_tokens_total", "Prefill tokens processed.", |s| s.prompt_tokens as f64),
-    ("vllm:generation_tokens_total", "Generation tokens processed.", |s| s.generated_tokens as f64),
+    ("vllm:num_preemptions_total", "Preemptions.", |r| r.stats.preemptions as f64),
+    ("vllm:prompt_tokens_total", "Prefill tokens processed.", |r| r.stats.prompt_tokens as f64),
+    ("vllm:generation_tokens_total", "Generation tokens processed.", |r| {
+        r.stats.generated_tokens as f64
+    }),
     (
         "forebay:device_idle_seconds_total",
         "Seconds the device sat idle between steps although there was work.",
-        |s| s.idle_us as f64 / 1e6,
+        |r| r.stats.idle_us as f64 / 1e6,
     ),
-    ("forebay:device_busy_seconds_total", "Seconds the device computed.", |s| {
-        s.device_us as f64 / 1e6
+    ("forebay:device_busy_seconds_total", "Seconds the device computed.", |r| {
+        r.stats.device_us as f64 / 1e6
     }),
-    ("forebay:steps_total", "Steps whose results were applied.", |s| s.steps as f64),
-    ("forebay:hand_deaths_total", "Times a hand died.", |s| s.hand_deaths as f64),
-    ("forebay:requests_replayed_total", "Requests replayed after a hand's death.", |s| {
-        s.replayed as f64
+    ("forebay:steps_total", "Steps whose results were applied.", |r| r.stats.steps as f64),
+    ("forebay:hand_deaths_total", "Times a hand died.", |r| r.stats.hand_deaths as f64),
+    ("forebay:requests_replayed_total", "Requests replayed after a hand's death.", |r| {
+        r.stats.replayed as f64
+    }),
+    ("forebay:requests_dispatched_total", "Requests sent to the replica.", |r| {
+        r.load.dispatched as f64
     }),
 ];
 
@@ -235,12 +255,18 @@ const INTAKE_GAUGES: &[Source<IntakeStats>] = &[
 ];
 
 impl Metrics {
-    /// Metrics labelled with the served name of the model; token histograms reach up to `context_length`.
+    /// Metrics labelled with the served name of the model and the replica; token histograms reach up to `context_length`.
     ///
     /// # Errors
     /// A metric that prometheus does not accept.
-    pub fn new(model: &str, context_length: u32) -> prometheus::Result<Self> {
-        let r = Registrar { registry: Registry::new(), model: model.to_owned() };
+    pub fn new(model: &str, context_length: u32, replicas: u32) -> prometheus::Result<Self> {
+        let registrar = |registry: &Registry, engine: u32| Registrar {
+            registry: registry.clone(),
+            model: model.to_owned(),
+            engine: engine.to_string(),
+        };
+        let registry = Registry::new();
+        let r = registrar(&registry, 0);
         let success = r.opts("vllm:request_success_total", "Requests that ended, by reason.");
         let success = CounterVec::new(success, &["finished_reason"])?;
         r.registry.register(Box::new(success.clone()))?;
@@ -306,13 +332,17 @@ impl Metrics {
                 &[1.0, 2.0, 5.0, 10.0, 20.0],
             )?,
         };
-        let engine = ReadMetrics::new(&r, GAUGES, COUNTERS)?;
+        let replicas = (0..replicas).map(|replica| {
+            let read = ReadMetrics::new(&registrar(&registry, replica), GAUGES, COUNTERS)?;
+            Ok(Mutex::new(read))
+        });
+        let replicas = replicas.collect::<prometheus::Result<_>>()?;
         let text = ReadMetrics::new(&r, TEXT_GAUGES, TEXT_COUNTERS)?;
         let intake = ReadMetrics::new(&r, INTAKE_GAUGES, &[])?;
         Ok(Self {
-            registry: r.registry,
+            registry,
             requests,
-            engine: Mutex::new(engine),
+            replicas,
             text: Mutex::new(text),
             intake: Mutex::new(intake),
         })
@@ -358,19 +388,19 @@ impl Metrics {
         }
     }
 
-    /// The text exposition, with the numbers of the engine as of `stats` and of the text pool as of `text`.
+    /// The text exposition, with the numbers of the replicas as of `replicas` and of the text pool as of `text`.
     ///
     /// # Errors
     /// The encoder fails.
     pub(crate) fn render(
         &self,
-        stats: &Stats,
+        replicas: &[ReplicaReport],
         text: &TextStats,
         intake: &IntakeStats,
     ) -> prometheus::Result<Vec<u8>> {
-        // A scrape's counters are not mixed with those of another one.
-        let engine = self.engine.lock();
-        engine.read(stats);
+        for (read, report) in self.replicas.iter().zip(replicas) {
+            read.lock().read(report);
+        }
         self.text.lock().read(text);
         self.intake.lock().read(intake);
         let mut written = Vec::new();
@@ -385,6 +415,9 @@ fn seconds(from: Instant, to: Instant) -> f64 {
 
 #[cfg(test)]
 mod tests {
+    use forebay_engine::Stats;
+    use forebay_replicas::Load;
+
     use super::*;
 
     #[test]
@@ -395,7 +428,7 @@ mod tests {
 
     #[test]
     fn exposition_has_the_names_and_types_that_dashboards_use() {
-        let metrics = Metrics::new("tiny", 100).unwrap();
+        let metrics = Metrics::new("tiny", 100, 2).unwrap();
         let start = Instant::now();
         let mut timeline = Timeline::new(start, 7);
         timeline.admitted(2_000_000);
@@ -412,13 +445,25 @@ mod tests {
         };
         let text = TextStats { waiting: 2, cache_hits: 5, ..TextStats::default() };
         let intake = IntakeStats { in_line: 4, ..IntakeStats::default() };
-        let render = |stats| metrics.render(stats, &text, &intake).unwrap();
-        let render = |stats| String::from_utf8(render(stats)).unwrap();
-        render(&stats);
-        let text = render(&stats);
+        let report = |stats, status| ReplicaReport {
+            status,
+            stats,
+            load: Load { requests: 5, peak: 7, ..Load::default() },
+            drained: false,
+        };
+        let lost = Status::Recovering("killed".into());
+        let replicas = [report(stats, Status::Ready), report(Stats { running: 4, ..stats }, lost)];
+        let render = || metrics.render(&replicas, &text, &intake).unwrap();
+        render();
+        let text = String::from_utf8(render()).unwrap();
         for line in [
             "# TYPE vllm:num_requests_running gauge",
             "vllm:num_requests_running{engine=\"0\",model_name=\"tiny\"} 3",
+            "vllm:num_requests_running{engine=\"1\",model_name=\"tiny\"} 4",
+            "forebay:replica_up{engine=\"0\",model_name=\"tiny\"} 1",
+            "forebay:replica_up{engine=\"1\",model_name=\"tiny\"} 0",
+            "forebay:replica_requests{engine=\"0\",model_name=\"tiny\"} 5",
+            "forebay:replica_requests_peak{engine=\"1\",model_name=\"tiny\"} 7",
             "vllm:kv_cache_usage_perc{engine=\"0\",model_name=\"tiny\"} 0.25",
             "# TYPE vllm:prompt_tokens_total counter",
             "vllm:prompt_tokens_total{engine=\"0\",model_name=\"tiny\"} 7",

@@ -16,6 +16,11 @@ pub(crate) trait Encoder: Send + 'static {
         tally: &Tally,
         out: &mut Vec<u8>,
     ) -> serde_json::Result<()>;
+    /// Whether another brain's encoder could go on with the response at any delta: it has one choice, and what was written is
+    /// known from its tokens.
+    fn resumable(&self) -> bool;
+    /// Goes on after `before`, which another brain has written. Only called where it is resumable, before anything else.
+    fn resume(&mut self, before: &Delta);
     /// Appends what comes after the last delta.
     fn end(&mut self, tally: &Tally, out: &mut Vec<u8>) -> serde_json::Result<()>;
 }

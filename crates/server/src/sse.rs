@@ -13,6 +13,7 @@ use axum::http::header::{CACHE_CONTROL, CONTENT_TYPE};
 use axum::http::{HeaderName, HeaderValue};
 use axum::response::Response;
 use bytes::Bytes;
+use forebay_api::peer::{RESUME_HEADER, StreamName};
 use forebay_api::{ApiError, Streaming, Usage};
 use hyper::body::Frame;
 use serde::Serialize;
@@ -23,6 +24,9 @@ use crate::call::Call;
 use crate::config::EgressMode;
 use crate::delta::{Delta, End};
 use crate::outlet::{Encoder, Outlet};
+use crate::peers::Peer;
+use crate::reply::Failure;
+use crate::state::Shared;
 use crate::wire::Wire;
 
 const DONE: &[u8] = b"data: [DONE]\n\n";
@@ -97,16 +101,16 @@ impl Cut {
 }
 
 impl Chunks {
-    /// Chunks of the response `id`. All that is the same in every chunk is written once, unless `egress` is the naive one.
+    /// Chunks of the response `name`. All that is the same in every chunk is written once, unless `egress` is the naive one.
     pub(crate) fn new(
-        id: &str,
+        name: &StreamName,
         object: &'static str,
-        created: u64,
         model: &str,
         streaming: Streaming,
         egress: EgressMode,
     ) -> serde_json::Result<Self> {
-        let head = Head { id: id.to_owned(), object, created, model: model.to_owned() };
+        let StreamName { id, created } = name.clone();
+        let head = Head { id, object, created, model: model.to_owned() };
         let prepared = if egress == EgressMode::Naive {
             None
         } else {
@@ -260,9 +264,26 @@ impl HttpBody for EventBody {
     }
 }
 
-/// A streamed response to what came by `wire`.
-pub(crate) fn stream(call: Call, encoder: impl Encoder, wire: Wire) -> Response {
-    call.lend(Outlet { encoder: Box::new(encoder), line: wire.0 });
+/// A streamed response, named `name`, to what came by `wire` from `peer`.
+///
+/// # Errors
+/// It should go on with another brain's stream, and cannot.
+pub(crate) fn stream(
+    state: &Shared,
+    mut call: Call,
+    encoder: impl Encoder,
+    wire: Wire,
+    (peer, name): (&Peer, &StreamName),
+) -> Result<Response, Failure> {
+    let mut encoder: Box<dyn Encoder> = Box::new(encoder);
+    if let Some(before) = call.take_before() {
+        if !encoder.resumable() {
+            let reason = format!("`{RESUME_HEADER}`: such a stream cannot be gone on with");
+            return Err(Failure(ApiError::invalid(RESUME_HEADER, reason)));
+        }
+        encoder.resume(&before);
+    }
+    call.lend(Outlet { encoder: peer.tagged(state, name, encoder), line: wire.0 });
     let body = EventBody { call: Some(call), batch: Vec::new() };
     let mut response = Response::new(Body::new(body));
     for (name, value) in [
@@ -273,15 +294,19 @@ pub(crate) fn stream(call: Call, encoder: impl Encoder, wire: Wire) -> Response 
     ] {
         response.headers_mut().insert(name, HeaderValue::from_static(value));
     }
-    response
+    Ok(response)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
+    fn name(id: &str, created: u64) -> StreamName {
+        StreamName { id: id.into(), created }
+    }
+
     fn write(streaming: Streaming, egress: EgressMode) -> String {
-        let chunks = Chunks::new("i\"d", "chunk", 7, "m", streaming, egress).unwrap();
+        let chunks = Chunks::new(&name("i\"d", 7), "chunk", "m", streaming, egress).unwrap();
         let mut out = Vec::new();
         chunks.choice(&1, || Usage::new(1, 2, 0), &mut out).unwrap();
         chunks.usage(Usage::new(1, 3, 0), &mut out).unwrap();
@@ -331,7 +356,8 @@ mod tests {
             let streaming = Streaming { include_usage, continuous_usage: false };
             // A model's name may look like what is searched.
             let model = r#"text":"","text":""#;
-            let chunks = |egress| Chunks::new("id", "o", 1, model, streaming, egress).unwrap();
+            let chunks =
+                |egress| Chunks::new(&name("id", 1), "o", model, streaming, egress).unwrap();
             let prepared = chunks(EgressMode::Direct);
             let cut = prepared.cut(&Choice { text: "", finish: None }, "text").unwrap().unwrap();
             for text in ["", "x", "a \"quoted\"\n\u{2028} é"] {

@@ -4,16 +4,15 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{SystemTime, UNIX_EPOCH};
 
-use forebay_api::{ApiError, Limits};
-use forebay_engine::{Dtype, RequestId, Status};
-use forebay_text::TextPool;
-use tokio::sync::watch;
-
 use crate::config::{ModelInfo, ServerConfig};
 use crate::egress::Egress;
 use crate::engine::Engine;
 use crate::intake::Intake;
 use crate::metrics::Metrics;
+use crate::peers::{BlockLog, Book, Peer};
+use forebay_api::{ApiError, Limits};
+use forebay_engine::{Dtype, RequestId, Status};
+use forebay_text::TextPool;
 
 /// What the server is made of.
 #[derive(Clone)]
@@ -33,13 +32,20 @@ pub(crate) struct Inner {
     pub(crate) metrics: Arc<Metrics>,
     /// Seconds since 1970 at the start.
     pub(crate) started: u64,
+    /// Calls whose response is not finished.
+    pub(crate) book: Book,
+    /// What the prefix caches hold.
+    pub(crate) blocks: Option<BlockLog>,
     next_id: AtomicU64,
-    /// Number of calls whose response is not finished.
-    live: watch::Sender<usize>,
 }
 
 impl AppState {
-    /// Puts the parts together. `egress` is the other end of the sink that `engine` was started with.
+    /// Puts the parts together. `egress` is the other end of the sink that `engine` was started with, `blocks` the log that hears of its prefix
+    /// caches, if there are any.
+    #[expect(
+        clippy::too_many_arguments,
+        reason = "one for each part, and they are put together once"
+    )]
     pub fn new(
         config: ServerConfig,
         model: ModelInfo,
@@ -48,6 +54,7 @@ impl AppState {
         intake: Intake,
         egress: Egress,
         metrics: Arc<Metrics>,
+        blocks: Option<BlockLog>,
     ) -> Self {
         let inner = Inner {
             config,
@@ -58,8 +65,9 @@ impl AppState {
             egress,
             metrics,
             started: now(),
+            book: Book::new(),
+            blocks,
             next_id: AtomicU64::new(1),
-            live: watch::Sender::new(0),
         };
         Self(Arc::new(inner))
     }
@@ -93,7 +101,11 @@ impl Inner {
     /// It has not been loaded yet.
     pub(crate) fn limits(&self) -> Result<Limits, ApiError> {
         let facts = self.engine.facts().ok_or_else(|| not_serving(self.engine.status()))?;
-        Ok(Limits { context_length: facts.context_length, vocab_size: facts.vocab_size })
+        Ok(Limits {
+            context_length: facts.context_length,
+            vocab_size: facts.vocab_size,
+            replicas: self.engine.count(),
+        })
     }
 
     /// Elements of an embedding of the loaded model, and their type.
@@ -126,25 +138,29 @@ impl Inner {
         }
     }
 
-    /// Counts a call until the guard is dropped.
-    pub(crate) fn enter(self: &Arc<Self>) -> LiveGuard {
-        self.live.send_modify(|live| *live += 1);
-        LiveGuard(Arc::clone(self))
+    /// Counts a call, which `peer` sent, until the guard is dropped.
+    pub(crate) fn enter(self: &Arc<Self>, peer: &Peer) -> LiveGuard {
+        let tag = peer.tag();
+        self.book.enter(tag);
+        LiveGuard { state: Arc::clone(self), router: tag.map(|tag| tag.router) }
     }
 
     /// Waits until no call is alive.
     pub(crate) async fn idle(&self) {
-        // The sender lives in self, so waiting cannot fail.
-        let _ = self.live.subscribe().wait_for(|&live| live == 0).await;
+        // The book lives in self, so waiting cannot fail.
+        let _ = self.book.watch().wait_for(|&live| live == 0).await;
     }
 }
 
 /// Counts a call as alive.
-pub(crate) struct LiveGuard(Arc<Inner>);
+pub(crate) struct LiveGuard {
+    state: Shared,
+    router: Option<u64>,
+}
 
 impl Drop for LiveGuard {
     fn drop(&mut self) {
-        self.0.live.send_modify(|live| *live -= 1);
+        self.state.book.leave(self.router);
     }
 }
 

@@ -3,9 +3,12 @@
 use std::collections::VecDeque;
 
 use forebay_protocol::{ROW_OK, SamplingParams, StepPlan, StepResult};
-use forebay_scheduler::{Event, MAX_IN_FLIGHT, Policy, Request, Scheduler, SchedulerConfig};
+use forebay_scheduler::{
+    BlockEvent, BlockHash, Event, MAX_IN_FLIGHT, Past, Policy, Request, Scheduler, SchedulerConfig,
+};
 use forebay_sim::{DeviceModel, Jitter, StepLoad};
 
+use super::args::Router;
 use super::simulate::Setup;
 use super::traffic::Arrival;
 
@@ -51,6 +54,7 @@ impl Replica {
             page_size: setup.page_size,
             token_budget: setup.token_budget,
             prefix_cache: setup.prefix_cache,
+            block_events: setup.router == Router::PrefixAware && setup.prefix_cache,
             policy: Policy::Fcfs,
         });
         Self {
@@ -70,12 +74,14 @@ impl Replica {
         }
     }
 
-    /// Takes a request.
-    pub(crate) fn submit(&mut self, id: u64, arrival: &Arrival) {
+    /// Takes a request and the names of its blocks, as far as they are known.
+    pub(crate) fn submit(&mut self, id: u64, arrival: &Arrival, names: Vec<BlockHash>) {
         self.alive += 1;
         self.scheduler.submit(Request {
             id,
             prompt: arrival.prompt(),
+            generated: Vec::new(),
+            names,
             max_tokens: arrival.output,
             pooling: None,
             stop_ids: Vec::new(),
@@ -83,6 +89,7 @@ impl Replica {
             priority: 0,
             cache_salt: 0,
             embeds: None,
+            past: Past::default(),
         });
     }
 
@@ -131,6 +138,11 @@ impl Replica {
     /// What has happened since the last call.
     pub(crate) fn events(&mut self) -> std::vec::Drain<'_, Event> {
         self.events.drain(..)
+    }
+
+    /// Which blocks came and went since the last call.
+    pub(crate) fn take_block_events(&mut self, into: &mut Vec<BlockEvent>) {
+        self.scheduler.take_block_events(into);
     }
 
     /// The scheduler's counters.

@@ -3,7 +3,7 @@
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
 
-use forebay_scheduler::Event;
+use forebay_scheduler::{BlockEvent, Event};
 use forebay_sim::{DeviceModel, Profile};
 
 use super::args::{PlanArgs, Router};
@@ -83,23 +83,26 @@ struct Simulation {
     /// The end of the oldest step of each replica that computes.
     ends: BinaryHeap<Reverse<(u64, usize)>>,
     lives: Vec<Life>,
+    /// Empty between calls, kept for its memory.
+    blocks: Vec<BlockEvent>,
 }
 
 /// Runs the traffic against `replicas` replicas. The same arguments always give the same run.
 pub(crate) fn run(setup: &Setup, traffic: &Traffic, replicas: u32) -> Run {
     let mut simulation = Simulation {
         replicas: (0..replicas).map(|index| Replica::new(setup, index)).collect(),
-        routing: Routing::new(setup.router, replicas, setup.pool()),
+        routing: Routing::new(setup.router, replicas, setup.page_size),
         ends: BinaryHeap::new(),
         lives: Vec::with_capacity(traffic.arrivals.len()),
+        blocks: Vec::new(),
     };
     for (id, arrival) in traffic.arrivals.iter().enumerate() {
         simulation.until(arrival.at_us);
         simulation.lives.push(Life { arrived_us: arrival.at_us, ..Life::default() });
         if u64::from(arrival.input) + u64::from(arrival.output) <= setup.pool() {
             let id = id as u64;
-            let at = simulation.routing.route(id, arrival);
-            simulation.replicas[at].submit(id, arrival);
+            let (at, names) = simulation.routing.route(id, arrival);
+            simulation.replicas[at].submit(id, arrival, names);
             simulation.feed(at, arrival.at_us);
         }
     }
@@ -156,13 +159,15 @@ impl Simulation {
                 }
                 Event::Finished { id, .. } => {
                     self.lives[id as usize].ends += 1;
-                    self.routing.ended(at);
+                    self.routing.ended(id);
                     ended += 1;
                 }
                 Event::Admitted { .. } | Event::Pooled { .. } | Event::Preempted { .. } => {}
             }
         }
         replica.alive -= ended;
+        replica.take_block_events(&mut self.blocks);
+        self.routing.changed(at, &mut self.blocks);
     }
 
     fn finish(self, replicas: u32) -> Run {

@@ -6,7 +6,8 @@ use std::sync::mpsc::{Sender, channel};
 use std::time::Duration;
 
 use forebay_engine::{
-    Clock, Engine, EngineConfig, EngineRequest, Output, OutputSink, Policy, RequestId, Status,
+    Clock, Engine, EngineConfig, EngineRequest, Hooks, Output, OutputSink, Policy, RequestId,
+    Route, Status,
 };
 use forebay_protocol::SamplingParams;
 use forebay_sim::{DeviceModel, SimClock, SimConfig, SimExecutor, SimText};
@@ -208,9 +209,8 @@ fn in_the_engine(setup: &Setup, traffic: &Traffic) -> HashMap<u64, (u64, u64)> {
             restart_limit: 0,
         },
         Box::new(executor),
-        Box::new(TimedSink { clock: clock.clone(), outputs: sender }),
-        Arc::new(clock),
-        Box::new(|| {}),
+        Arc::new(clock.clone()),
+        Hooks::new(Box::new(TimedSink { clock, outputs: sender })),
     )
     .expect("thread");
     while handle.status() != Status::Ready {
@@ -221,12 +221,15 @@ fn in_the_engine(setup: &Setup, traffic: &Traffic) -> HashMap<u64, (u64, u64)> {
         let request = EngineRequest {
             id: RequestId(id),
             prompt: arrival.prompt(),
+            generated: Vec::new(),
+            names: Vec::new(),
             max_tokens: arrival.output,
             pooling: None,
             stop_ids: Vec::new(),
             sampling: SamplingParams::default(),
             priority: 0,
             embeds: None,
+            route: Route::default(),
         };
         handle.submit(request).expect("accepted");
         while id == 0 && handle.stats().running == 0 {

@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, VecDeque};
 
 use forebay_protocol::{Pooling, SamplingParams, StepPlan, StepResult};
 use forebay_scheduler::{
-    Event, Finish, MAX_IN_FLIGHT, Policy, Request, Scheduler, SchedulerConfig,
+    Event, Finish, MAX_IN_FLIGHT, Past, Policy, Request, Scheduler, SchedulerConfig,
 };
 
 use crate::device::{Device, next_token, read_prompt, vector};
@@ -18,6 +18,7 @@ pub(crate) fn config() -> SchedulerConfig {
         page_size: 4,
         token_budget: 16,
         prefix_cache: true,
+        block_events: true,
         policy: Policy::Fcfs,
     }
 }
@@ -27,6 +28,8 @@ pub(crate) fn request(id: u64, prompt: Vec<i32>, max_tokens: u32) -> Request {
     Request {
         id,
         prompt,
+        generated: vec![],
+        names: Vec::new(),
         max_tokens,
         pooling: None,
         stop_ids: vec![],
@@ -34,6 +37,7 @@ pub(crate) fn request(id: u64, prompt: Vec<i32>, max_tokens: u32) -> Request {
         priority: 0,
         cache_salt: 0,
         embeds: None,
+        past: Past::default(),
     }
 }
 
@@ -42,9 +46,10 @@ pub(crate) fn pooled(id: u64, prompt: Vec<i32>, segment: u32) -> Request {
     Request { pooling: Some(Pooling { segment }), ..request(id, prompt, 0) }
 }
 
-/// What a request gives when it is alone.
+/// What a request gives when it is alone, after what it was given before.
 pub(crate) fn alone(request: &Request) -> (Vec<i32>, Finish) {
     let mut tokens = read_prompt(&request.prompt, request.embeds);
+    tokens.extend_from_slice(&request.generated);
     let mut given = Vec::new();
     if request.pooling.is_some() {
         let finite = next_token(&tokens).is_some();
@@ -59,7 +64,7 @@ pub(crate) fn alone(request: &Request) -> (Vec<i32>, Finish) {
         if request.stop_ids.contains(&token) {
             return (given, Finish::Stop { token });
         }
-        if given.len() == request.max_tokens as usize {
+        if request.generated.len() + given.len() == request.max_tokens as usize {
             return (given, Finish::Length);
         }
     }
@@ -173,7 +178,7 @@ impl Harness {
                     self.admitted(id, cached_tokens, replayed);
                 }
                 Event::Preempted { id } => {
-                    let first = self.most_important();
+                    let first = self.most_important().filter(|_| !self.was_reset);
                     assert_ne!(first, Some(id), "the most important is never preempted");
                     self.preempted(id);
                 }
@@ -205,10 +210,8 @@ impl Harness {
         let mut events = Vec::new();
         self.scheduler.apply(&result, &mut events).expect("the result fits the plan");
         for event in events {
-            let (Event::Token { id, .. }
-            | Event::Pooled { id, .. }
-            | Event::Finished { id, .. }
-            | Event::Preempted { id }) = event
+            let (Event::Token { id, .. } | Event::Pooled { id, .. } | Event::Finished { id, .. }) =
+                event
             else {
                 panic!("a result does not bring {event:?}")
             };
@@ -224,10 +227,7 @@ impl Harness {
                     assert_eq!(client.vector.replace(vector), None, "a second vector of {id}");
                 }
                 Event::Finished { reason, .. } => client.end = Some(Some(reason)),
-                _ => {
-                    assert!(self.was_reset, "only a cleared suspect makes room here");
-                    self.preempted(id);
-                }
+                Event::Admitted { .. } | Event::Preempted { .. } => {}
             }
         }
         self.check();
@@ -262,10 +262,31 @@ impl Harness {
         poisoned
     }
 
+    /// The hand has died: everybody alive is given to a harness that goes on with it.
+    pub(crate) fn move_to(&mut self, other: &mut Self) {
+        other.was_reset = true;
+        for request in self.scheduler.surrender() {
+            let client = self.clients.remove(&request.id).expect("submitted");
+            assert_eq!(client.end, None);
+            let so_far = [client.request.generated.as_slice(), &client.tokens].concat();
+            assert_eq!(request.generated, so_far, "{}", request.id);
+            assert_eq!(request.past.admitted, client.admissions > 0);
+            other.clients.insert(request.id, client);
+            other.scheduler.submit(request);
+        }
+        assert_eq!(self.live().count(), 0);
+        self.check();
+        other.check();
+    }
+
     /// Runs until everybody has ended, and checks that they did as they should.
     pub(crate) fn drain(&mut self) {
-        let work: usize =
-            self.clients.values().map(|c| c.request.prompt.len() + c.expected.0.len()).sum();
+        let work: usize = self
+            .clients
+            .values()
+            .map(|c| c.request.prompt.len() + c.expected.0.len())
+            .sum::<usize>()
+            + self.clients.values().map(|c| c.request.generated.len()).sum::<usize>();
         let mut rounds = 20 * work * self.clients.len().max(1) + 100;
         while self.scheduler.live().next().is_some() || self.scheduler.in_flight() > 0 {
             let idle = self.scheduler.in_flight() == 0;
@@ -319,8 +340,10 @@ impl Harness {
         assert!(!std::mem::replace(&mut client.resident, true), "{id} is admitted twice");
         assert_eq!(replayed, client.admissions > 0);
         assert!(!replayed || cached_tokens == 0);
-        assert!((cached_tokens as usize) < client.request.prompt.len());
-        assert_eq!(cached_tokens % self.config.page_size, 0);
+        let prompt = client.request.prompt.len();
+        let resumed = !client.request.generated.is_empty();
+        assert!((cached_tokens as usize) < prompt || (resumed && cached_tokens as usize == prompt));
+        assert!(cached_tokens.is_multiple_of(self.config.page_size) || resumed);
         assert!(cached_tokens == 0 || client.request.embeds.is_none(), "{id} has no names to find");
         client.cached_tokens += cached_tokens;
         client.admissions += 1;

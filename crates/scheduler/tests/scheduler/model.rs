@@ -4,7 +4,7 @@ use forebay_scheduler::{Policy, Request, SchedulerConfig};
 use proptest::prelude::*;
 
 use crate::device::{KILL_TOKEN, NAN_TOKEN, VOCAB};
-use crate::harness::{Harness, config, pooled, request};
+use crate::harness::{Harness, alone, config, pooled, request};
 
 #[derive(Debug, Clone)]
 enum Op {
@@ -23,6 +23,8 @@ struct Ask {
     shared: usize,
     own: Vec<i32>,
     max_tokens: u32,
+    /// It was given up to this many tokens before.
+    resumed: usize,
     stop: Option<i32>,
     priority: i32,
     salt: u64,
@@ -45,13 +47,16 @@ impl Ask {
         }
         prompt.truncate(room - 1);
         let max_tokens = self.max_tokens.min((room - prompt.len()) as u32);
-        Request {
+        let whole = Request {
             stop_ids: self.stop.into_iter().chain([VOCAB + 5, VOCAB + 3]).collect(),
             priority: self.priority,
             cache_salt: self.salt,
             embeds: self.embeds,
             ..request(id, prompt, max_tokens)
-        }
+        };
+        let mut generated = alone(&whole).0;
+        generated.truncate(self.resumed.min(generated.len().saturating_sub(1)));
+        Request { generated, ..whole }
     }
 }
 
@@ -65,28 +70,33 @@ fn ask(special: &'static [i32]) -> impl Strategy<Value = Ask> {
         0..3_i32,
         0..40_usize,
         prop::collection::vec(own, 1..6),
-        1..24_u32,
+        (1..24_u32, prop_oneof![3 => Just(0), 1 => 1..24_usize]),
         prop::option::weighted(0.3, 0..VOCAB),
         -1..2_i32,
         prop_oneof![5 => Just(0_u64), 1 => Just(1)],
         prop::option::weighted(0.3, 0..4_u32),
         prop::option::weighted(0.3, 0..3_u32),
     )
-        .prop_map(|(text, shared, own, max_tokens, stop, priority, salt, pooled, embeds)| {
-            Ask { text, shared, own, max_tokens, stop, priority, salt, pooled, embeds }
-        })
+        .prop_map(
+            |(text, shared, own, (max_tokens, resumed), stop, priority, salt, pooled, embeds)| {
+                Ask { text, shared, own, max_tokens, resumed, stop, priority, salt, pooled, embeds }
+            },
+        )
 }
 
-fn ops(special: &'static [i32], kill: u32) -> impl Strategy<Value = Vec<Op>> {
-    let op = prop_oneof![
+fn op(special: &'static [i32], kill: u32) -> impl Strategy<Value = Op> {
+    prop_oneof![
         5 => ask(special).prop_map(Op::Submit),
         1 => any::<usize>().prop_map(Op::Abort),
         14 => Just(Op::Plan),
         13 => Just(Op::Apply),
         1 => Just(Op::Flush),
         kill => Just(Op::Kill),
-    ];
-    prop::collection::vec(op, 1..120)
+    ]
+}
+
+fn ops(special: &'static [i32], kill: u32) -> impl Strategy<Value = Vec<Op>> {
+    prop::collection::vec(op(special, kill), 1..120)
 }
 
 fn machines() -> impl Strategy<Value = SchedulerConfig> {
@@ -100,6 +110,7 @@ fn machines() -> impl Strategy<Value = SchedulerConfig> {
                 page_size,
                 token_budget,
                 prefix_cache,
+                block_events: true,
                 policy: if fcfs { Policy::Fcfs } else { Policy::Priority },
             }
         },
@@ -124,6 +135,44 @@ fn run(config: SchedulerConfig, depth: usize, ops: Vec<Op>) -> Harness {
     harness
 }
 
+/// What happens to two replicas that take over each other's requests.
+#[derive(Debug, Clone)]
+struct PairOp {
+    /// At the second one.
+    second: bool,
+    op: Op,
+}
+
+fn run_pair(config: SchedulerConfig, depth: usize, ops: Vec<PairOp>) -> [Harness; 2] {
+    let mut pair = [Harness::new(config.clone(), depth), Harness::new(config.clone(), depth)];
+    let mut submitted = 0;
+    for PairOp { second, op } in ops {
+        let [first, last] = &mut pair;
+        let (here, there) = if second { (last, first) } else { (first, last) };
+        match op {
+            Op::Submit(ask) => {
+                here.submit(ask.request(submitted, &config));
+                submitted += 1;
+            }
+            Op::Abort(at) => {
+                let id = here.clients.keys().copied().nth(at % here.clients.len().max(1));
+                id.into_iter().for_each(|id| here.abort(id));
+            }
+            Op::Plan => _ = here.plan(),
+            Op::Apply => _ = here.apply(),
+            Op::Flush => _ = here.scheduler.flush_cache(),
+            Op::Kill => {
+                here.reset();
+                here.move_to(there);
+            }
+        }
+    }
+    for harness in &mut pair {
+        harness.drain();
+    }
+    pair
+}
+
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(1024))]
 
@@ -139,6 +188,15 @@ proptest! {
         config in machines(), depth in 1..=2_usize, ops in ops(&[NAN_TOKEN], 1),
     ) {
         run(config, depth, ops);
+    }
+
+    #[test]
+    fn everybody_ends_as_if_alone_whoever_takes_them_over(
+        config in machines(), depth in 1..=2_usize,
+        ops in prop::collection::vec((any::<bool>(), op(&[NAN_TOKEN, KILL_TOKEN], 1)), 1..160),
+    ) {
+        let ops = ops.into_iter().map(|(second, op)| PairOp { second, op }).collect();
+        run_pair(config, depth, ops);
     }
 
     /// No kills from outside here, so only killers may be given up, and all of them are unless aborted or done for otherwise.

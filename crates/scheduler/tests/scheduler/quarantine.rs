@@ -1,6 +1,6 @@
 //! Who is blamed for the death of the hand.
 
-use forebay_scheduler::Finish;
+use forebay_scheduler::{Finish, SchedulerConfig};
 
 use crate::device::KILL_TOKEN;
 use crate::harness::{Harness, config, request};
@@ -87,18 +87,20 @@ fn a_suspect_must_get_past_all_of_its_rows_that_were_in_flight() {
 }
 
 #[test]
-fn a_cleared_suspect_does_not_come_back_before_its_tokens_in_flight() {
+fn a_cleared_suspect_keeps_its_pages_and_waits_for_the_others_trial() {
     let mut harness = Harness::new(config(), 2);
     harness.submit(request(1, vec![1, 2], 8));
     harness.submit(request(2, vec![3, 4], 8));
     assert!(harness.plan());
     harness.reset();
     assert!(harness.plan() && harness.plan() && harness.apply());
-    assert_eq!(harness.clients[&1].preemptions, 1, "cleared, and a second step is in flight");
-    harness.abort(2);
+    assert!(harness.clients[&1].resident, "cleared, and a second step is in flight");
     assert!(!harness.plan());
     assert!(harness.apply() && harness.plan());
-    assert_eq!(harness.plan.rows().map(|row| row.start + row.length).collect::<Vec<_>>(), [4]);
+    assert_eq!(harness.plan.rows().len(), 1);
+    assert!(harness.clients[&1].resident && harness.clients[&2].resident);
+    assert!(harness.apply() && harness.plan());
+    assert_eq!(harness.plan.rows().len(), 2, "both");
     harness.drain();
 }
 
@@ -113,4 +115,50 @@ fn a_death_with_nothing_in_flight_makes_no_suspects() {
     assert!(harness.plan());
     assert_eq!(harness.plan.rows().len(), 3);
     harness.drain();
+}
+
+#[test]
+fn suspects_of_another_hand_are_tried_alone_while_residents_hold_on() {
+    let (mut dead, mut other) = (Harness::new(config(), 2), Harness::new(config(), 2));
+    for id in 0..2 {
+        other.submit(request(id, vec![5, 6, id as i32], 8));
+    }
+    assert!(other.plan() && other.apply() && other.plan(), "they decode");
+    dead.submit(request(2, vec![1, 2], 8));
+    dead.submit(request(3, vec![3, KILL_TOKEN], 8));
+    assert!(dead.plan());
+    dead.submit(request(4, vec![7, 8], 8));
+    assert_eq!(dead.reset(), []);
+    dead.move_to(&mut other);
+    assert!(!other.plan(), "a step of the residents is in flight");
+    assert!(other.apply() && other.plan());
+    assert_eq!(other.plan.rows().len(), 1);
+    assert!(other.apply() && other.plan());
+    assert_eq!(other.plan.rows().len(), 1);
+    assert!([0, 1, 2, 3].iter().all(|id| other.clients[id].resident));
+    assert_eq!(other.reset(), [3], "the second death it was in flight at, and alone");
+    assert!(other.plan());
+    assert_eq!(other.plan.rows().len(), 4, "nobody else is suspected");
+    other.drain();
+    for id in [0, 1, 2, 4] {
+        assert_eq!(other.ended(id).1, Some(Some(Finish::Length)));
+    }
+}
+
+#[test]
+fn a_suspect_of_another_hand_takes_pages_if_there_is_no_room() {
+    let small = || SchedulerConfig { max_running: 1, slots: 1, ..config() };
+    let (mut dead, mut other) = (Harness::new(small(), 2), Harness::new(small(), 2));
+    other.submit(request(0, vec![5, 6], 8));
+    assert!(other.plan() && other.apply());
+    dead.submit(request(1, vec![1, 2], 8));
+    assert!(dead.plan());
+    dead.reset();
+    dead.move_to(&mut other);
+    assert!(other.plan());
+    assert!(!other.clients[&0].resident && other.clients[&1].resident);
+    other.drain();
+    for id in 0..2 {
+        assert_eq!(other.ended(id).1, Some(Some(Finish::Length)));
+    }
 }

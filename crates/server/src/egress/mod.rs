@@ -23,6 +23,7 @@ use crate::delta::End;
 use crate::engine::Engine;
 use crate::mailbox;
 use crate::metrics::Metrics;
+use crate::speller::Speller;
 use stream::{Due, Scratch, Stream};
 
 pub(crate) use stream::request_error;
@@ -46,11 +47,8 @@ pub(crate) struct Registration {
     pub(crate) id: RequestId,
     pub(crate) sender: mailbox::Sender,
     pub(crate) engine: Arc<dyn Engine>,
-    pub(crate) stop: Vec<String>,
-    pub(crate) include_stop: bool,
-    pub(crate) skip_special_tokens: bool,
-    /// Stop strings do not count up to here.
-    pub(crate) min_tokens: u32,
+    /// Where it goes on with another's stream, it has read that.
+    pub(crate) speller: Speller,
     /// To tell end-of-sequence from the client's own stop tokens.
     pub(crate) eos: Arc<[i32]>,
     pub(crate) prompt_tokens: u32,
@@ -67,11 +65,17 @@ enum Message {
     EngineGone,
 }
 
-/// The engine's side of the egress threads: give it to the engine when it is started.
-#[derive(Debug)]
+/// The engines' side of the egress threads: give a clone to each engine when it is started. When the last is dropped, nobody will end
+/// what has not ended.
+#[derive(Debug, Clone)]
 pub struct EgressSink {
     lanes: Lanes,
+    _last: Arc<Last>,
 }
+
+/// Dropped with the last clone of the sink.
+#[derive(Debug)]
+struct Last(Lanes);
 
 impl OutputSink for EgressSink {
     fn deliver(&mut self, outputs: Vec<Output>) {
@@ -92,9 +96,9 @@ impl OutputSink for EgressSink {
     }
 }
 
-impl Drop for EgressSink {
+impl Drop for Last {
     fn drop(&mut self) {
-        self.lanes.send_all(|| Message::EngineGone);
+        self.0.send_all(|| Message::EngineGone);
     }
 }
 
@@ -170,7 +174,8 @@ pub fn egress(
         Ok(lane)
     };
     let lanes = Lanes((0..config.threads.max(1)).map(start).collect::<io::Result<_>>()?);
-    Ok((EgressSink { lanes: lanes.clone() }, Egress { lanes }))
+    let last = Arc::new(Last(lanes.clone()));
+    Ok((EgressSink { lanes: lanes.clone(), _last: last }, Egress { lanes }))
 }
 
 /// The state of an egress thread.
@@ -274,7 +279,7 @@ impl Owner {
             return registration.sender.fail(engine_gone());
         }
         let id = registration.id;
-        self.streams.insert(id, Stream::new(registration, &self.tokenizer, self.window));
+        self.streams.insert(id, Stream::new(registration, self.window));
     }
 
     fn apply(&mut self, output: Output, now: Instant, behind: bool, scratch: &mut Scratch) {

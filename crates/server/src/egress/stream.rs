@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use forebay_api::ApiError;
 use forebay_engine::{FinishReason, Output, RequestError, SampledToken};
-use forebay_text::{Detokenizer, StopStrings, Tokenizer};
+use forebay_text::Tokenizer;
 
 use super::Registration;
 use crate::delta::{Candidate, Delta, End, TokenLogprobs};
@@ -13,6 +13,7 @@ use crate::engine::Engine;
 use crate::mailbox;
 use crate::metrics::Timeline;
 use crate::outlet::Chunk;
+use crate::speller::Speller;
 
 /// Log-probabilities below this are written as this: JSON has no minus infinity.
 const SMALLEST_LOGPROB: f32 = -9999.0;
@@ -39,11 +40,7 @@ pub(super) enum Due {
 pub(super) struct Stream {
     sender: mailbox::Sender,
     pub(super) engine: Arc<dyn Engine>,
-    detokenizer: Detokenizer,
-    stops: StopStrings,
-    stop: Vec<String>,
-    include_stop: bool,
-    min_tokens: u32,
+    speller: Speller,
     eos: Arc<[i32]>,
     pub(super) timeline: Timeline,
     /// What has not been sent.
@@ -59,20 +56,11 @@ pub(super) struct Stream {
 }
 
 impl Stream {
-    pub(super) fn new(
-        registration: Registration,
-        tokenizer: &Arc<Tokenizer>,
-        window: Duration,
-    ) -> Self {
-        let Registration { stop, include_stop, skip_special_tokens, .. } = registration;
+    pub(super) fn new(registration: Registration, window: Duration) -> Self {
         Self {
             sender: registration.sender,
             engine: registration.engine,
-            detokenizer: Detokenizer::new(Arc::clone(tokenizer), skip_special_tokens),
-            stops: StopStrings::new(&stop, include_stop),
-            stop,
-            include_stop,
-            min_tokens: registration.min_tokens,
+            speller: registration.speller,
             eos: registration.eos,
             timeline: Timeline::new(registration.arrived, registration.prompt_tokens),
             delta: Delta::default(),
@@ -118,19 +106,16 @@ impl Stream {
 
     /// Adds what an output brings to what is to be sent.
     pub(super) fn apply(&mut self, output: Output, tokenizer: &Tokenizer, scratch: &mut Scratch) {
-        scratch.fresh.clear();
         if let Some(admission) = output.admission {
             self.delta.cached_tokens = Some(admission.cached_tokens);
         }
         let mut matched = None;
         if let Some(token) = output.token {
-            let stopped = matches!(output.finish, Some(FinishReason::Stop { .. }));
-            if !stopped || self.include_stop {
-                self.detokenizer.push(token.id, &mut scratch.fresh);
-            }
+            let ends = matches!(output.finish, Some(FinishReason::Stop { .. }));
+            let (fresh, text) = (&mut scratch.fresh, &mut self.delta.text);
+            matched = self.speller.push(token.id, ends, fresh, text);
             self.delta.tokens.push(token.id);
             self.logprobs(token, tokenizer);
-            matched = self.text(&scratch.fresh);
         }
         let end = match output.finish {
             _ if matched.is_some() => None,
@@ -144,23 +129,9 @@ impl Stream {
             Some(FinishReason::Error(error)) => Some(End::Error(request_error(&error))),
         };
         if end.is_some() {
-            scratch.fresh.clear();
-            self.detokenizer.finish(&mut scratch.fresh);
-            matched = self.text(&scratch.fresh);
-            if matched.is_none() {
-                self.stops.finish(&mut self.delta.text);
-            }
+            matched = self.speller.finish(&mut scratch.fresh, &mut self.delta.text);
         }
-        self.delta.end = matched.map(|index| End::Text(self.stop[index].clone())).or(end);
-    }
-
-    /// Adds new text, less what may become a stop string; `Some(index)` if one was found.
-    fn text(&mut self, fresh: &str) -> Option<usize> {
-        if self.timeline.generated <= self.min_tokens {
-            self.delta.text.push_str(fresh);
-            return None;
-        }
-        self.stops.push(fresh, &mut self.delta.text)
+        self.delta.end = matched.map(|index| End::Text(self.speller.stop(index))).or(end);
     }
 
     fn logprobs(&mut self, token: SampledToken, tokenizer: &Tokenizer) {

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use forebay_api::{ApiError, Limits, PoolingUsage};
-use forebay_engine::{EngineRequest, Pooling, RequestId};
+use forebay_engine::{EngineRequest, Pooling, RequestId, Route};
 use tokio::sync::oneshot;
 
 use super::PooledModel;
@@ -12,6 +12,7 @@ use super::inputs::Input;
 use super::lane::{Answer, Expected};
 use crate::call::submit_error;
 use crate::engine::Engine;
+use crate::peers::Peer;
 use crate::state::{LiveGuard, Shared};
 
 /// Engine requests of one client request. Dropping it aborts those that have not ended: this is how a client that has gone away frees
@@ -26,8 +27,18 @@ pub(crate) struct PooledCall {
     _live: LiveGuard,
 }
 
+/// Where a call's inputs came from, and where they go.
+pub(crate) struct Place<'a> {
+    /// The parameter that carries them.
+    pub(crate) param: &'a str,
+    /// Larger is sooner, under the priority policy.
+    pub(crate) priority: i32,
+    /// The replica that is wanted.
+    pub(crate) route: Route,
+}
+
 impl PooledCall {
-    /// Submits every input, at least one, or none; those came in `param`.
+    /// Submits every input, at least one, or none; `place` says where from and where to.
     ///
     /// # Errors
     /// An input is too long, or the engine refuses one.
@@ -36,8 +47,9 @@ impl PooledCall {
         model: &PooledModel,
         inputs: Vec<Input>,
         limits: Limits,
-        (param, priority): (&str, i32),
+        Place { param, priority, route }: Place<'_>,
         arrived: Instant,
+        peer: &Peer,
     ) -> Result<Self, ApiError> {
         check_lengths(&inputs, limits.context_length, param)?;
         let ids: Vec<RequestId> = inputs.iter().map(|_| state.next_id()).collect();
@@ -60,18 +72,21 @@ impl PooledCall {
             answer,
             usage,
             span,
-            _live: state.enter(),
+            _live: state.enter(peer),
         };
         for (input, &id) in inputs.into_iter().zip(&ids) {
             let request = EngineRequest {
                 id,
                 prompt: input.tokens,
+                generated: Vec::new(),
+                names: Vec::new(),
                 max_tokens: 0,
                 pooling: Some(Pooling { segment: input.segment }),
                 stop_ids: Vec::new(),
                 sampling: Default::default(),
                 priority,
                 embeds: None,
+                route: route.clone(),
             };
             if let Err(error) = state.engine.submit(request) {
                 model.outputs.forget(ids.clone());

@@ -36,11 +36,16 @@ enum Message {
     EngineGone,
 }
 
-/// The engine's side: give it to the engine when it is started.
-#[derive(Debug)]
+/// The engines' side: give a clone to each engine when it is started. When the last is dropped, nobody will end what has not ended.
+#[derive(Debug, Clone)]
 pub struct PooledSink {
     lane: Sender<Message>,
+    _last: Arc<Last>,
 }
+
+/// Dropped with the last clone of the sink.
+#[derive(Debug)]
+struct Last(Sender<Message>);
 
 impl OutputSink for PooledSink {
     fn deliver(&mut self, outputs: Vec<Output>) {
@@ -49,9 +54,9 @@ impl OutputSink for PooledSink {
     }
 }
 
-impl Drop for PooledSink {
+impl Drop for Last {
     fn drop(&mut self) {
-        let _ = self.lane.send(Message::EngineGone);
+        let _ = self.0.send(Message::EngineGone);
     }
 }
 
@@ -87,7 +92,8 @@ pub fn pooled(metrics: Arc<Metrics>, capacity: usize) -> io::Result<(PooledSink,
     let owner =
         Owner { metrics, inputs: HashMap::new(), calls: HashMap::new(), engine_gone: false };
     std::thread::Builder::new().name("pooled".into()).spawn(move || owner.run(&receiver))?;
-    Ok((PooledSink { lane: lane.clone() }, Pooled { lane }))
+    let last = Arc::new(Last(lane.clone()));
+    Ok((PooledSink { lane: lane.clone(), _last: last }, Pooled { lane }))
 }
 
 fn engine_gone() -> ApiError {

@@ -12,7 +12,7 @@ use forebay_api::ApiError;
 
 pub use lane::{Pooled, PooledSink, pooled};
 
-pub(crate) use call::{PooledCall, check_lengths};
+pub(crate) use call::{Place, PooledCall, check_lengths};
 pub(crate) use inputs::{Input, encode_inputs, encode_pairs};
 pub(crate) use vectors::{Form, cosine, form, scores};
 

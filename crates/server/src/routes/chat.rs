@@ -10,14 +10,16 @@ use forebay_api::{
     ChatTokenLogprob, ChatTopLogprob, ErrorBody, ResponseMessage,
 };
 
-use super::{random_hex, stop_reason};
+use super::stop_reason;
 use crate::call::{Call, Submission, finish_reason};
 use crate::delta::{Delta, TokenLogprobs};
 use crate::limits;
 use crate::outlet::Encoder;
+use crate::peers::Peer;
 use crate::reply::{self, Failure};
+use crate::routing::Routing;
 use crate::sse::{self, Chunks, Cut};
-use crate::state::{Shared, now};
+use crate::state::Shared;
 use crate::tally::Tally;
 use crate::text::encode_chat;
 use crate::wire::Wire;
@@ -35,34 +37,38 @@ use crate::wire::Wire;
 pub(crate) async fn chat_completions(
     State(state): State<Shared>,
     wire: Wire,
+    peer: Peer,
+    routing: Routing,
     body: Body,
 ) -> Result<Response, Failure> {
     let arrived = Instant::now();
     let request: ChatRequest = limits::read(body, &state).await?;
     let model = state.model_name(request.model.as_deref())?;
     let model_limits = state.admit()?;
-    let chat = request.validate(&state.model.defaults, model_limits)?;
+    let mut chat = request.validate(&state.model.defaults, model_limits)?;
+    routing.fill(&mut chat.generation);
     let prompt = encode_chat(&state.text, chat.prompt).await?;
     let with_logprobs = chat.generation.sampling.logprobs.is_some();
     let n = chat.generation.n;
     let submission = Submission::new(prompt, chat.generation, model_limits, "messages")?;
 
-    let id = format!("chatcmpl-{}", random_hex());
-    let mut call =
-        Call::start(&state, vec![submission], chat.streaming.is_some(), arrived)?.named(&id);
+    let name = peer.name("chatcmpl-");
+    let (id, streamed) = (&name.id, chat.streaming.is_some());
+    let mut call = Call::start(&state, vec![submission], streamed, arrived, &peer)?.named(id);
     if let Some(streaming) = chat.streaming {
         let egress = state.config.egress;
-        let chunks = Chunks::new(&id, "chat.completion.chunk", now(), &model, streaming, egress)
+        let chunks = Chunks::new(&name, "chat.completion.chunk", &model, streaming, egress)
             .map_err(reply::unwritable)?;
         let choices = (0..n).map(|_| ChoiceState::default()).collect();
-        return Ok(sse::stream(call, ChatEncoder { chunks, with_logprobs, choices }, wire));
+        let encoder = ChatEncoder { chunks, with_logprobs, choices };
+        return sse::stream(&state, call, encoder, wire, (&peer, &name));
     }
     let deltas = call.collect().await?;
     let choices = (0..).zip(deltas).map(|(index, delta)| choice(index, delta, with_logprobs));
     Ok(reply::ok(&ChatCompletion {
-        id,
+        id: name.id,
         object: "chat.completion",
-        created: now(),
+        created: name.created,
         model,
         choices: choices.collect::<Result<_, _>>()?,
         usage: call.tally().usage(),
@@ -129,10 +135,10 @@ impl Encoder for ChatEncoder {
             state.opened = true;
             let role = ChatDelta { role: Some("assistant"), content: Some("") };
             chunks.choice(&chunk(role), usage, out)?;
-            if !*with_logprobs {
-                let content = ChatDelta { role: None, content: Some("") };
-                state.content = chunks.cut(&chunk(content), "content")?;
-            }
+        }
+        if state.content.is_none() && !*with_logprobs {
+            let content = ChatDelta { role: None, content: Some("") };
+            state.content = chunks.cut(&chunk(content), "content")?;
         }
         if !delta.text.is_empty() || !delta.logprobs.is_empty() {
             if let Some(content) = &state.content {
@@ -158,5 +164,16 @@ impl Encoder for ChatEncoder {
 
     fn end(&mut self, tally: &Tally, out: &mut Vec<u8>) -> serde_json::Result<()> {
         self.chunks.usage(tally.usage(), out)
+    }
+
+    fn resumable(&self) -> bool {
+        self.choices.len() == 1
+    }
+
+    fn resume(&mut self, before: &Delta) {
+        for choice in &mut self.choices {
+            // The role went ahead of the first token.
+            choice.opened = !before.tokens.is_empty();
+        }
     }
 }

@@ -12,14 +12,16 @@ use forebay_api::{
 use forebay_text::Tokenizer;
 use serde_json::{Map, Value};
 
-use super::{random_hex, stop_reason};
+use super::stop_reason;
 use crate::call::{Call, Submission, finish_reason};
 use crate::delta::{Candidate, Delta, TokenLogprobs};
 use crate::limits;
 use crate::outlet::Encoder;
+use crate::peers::Peer;
 use crate::reply::{self, Failure};
+use crate::routing::Routing;
 use crate::sse::{self, Chunks, Cut};
-use crate::state::{Shared, now};
+use crate::state::Shared;
 use crate::tally::Tally;
 use crate::text::{encode_prompts, text_error};
 use crate::wire::Wire;
@@ -37,6 +39,8 @@ use crate::wire::Wire;
 pub(crate) async fn completions(
     State(state): State<Shared>,
     wire: Wire,
+    peer: Peer,
+    routing: Routing,
     body: Body,
 ) -> Result<Response, Failure> {
     let arrived = Instant::now();
@@ -44,7 +48,8 @@ pub(crate) async fn completions(
     let model = state.model_name(request.model.as_deref())?;
     let model_limits = state.admit()?;
     let valid = request.validate(&state.model.defaults, model_limits)?;
-    let generation = valid.generation;
+    let mut generation = valid.generation;
+    routing.fill(&mut generation);
     let skip_special = generation.skip_special_tokens;
     let mut echoes = Vec::new();
     let submissions = match valid.prompts {
@@ -75,20 +80,22 @@ pub(crate) async fn completions(
         .flat_map(|echo| std::iter::repeat_n(echo, n))
         .map(|echo| ChoiceState { echo, with_logprobs, ..ChoiceState::default() })
         .collect();
-    let id = format!("cmpl-{}", random_hex());
-    let mut call = Call::start(&state, submissions, valid.streaming.is_some(), arrived)?.named(&id);
+    let name = peer.name("cmpl-");
+    let (id, streamed) = (&name.id, valid.streaming.is_some());
+    let mut call = Call::start(&state, submissions, streamed, arrived, &peer)?.named(id);
     if let Some(streaming) = valid.streaming {
         let egress = state.config.egress;
-        let chunks = Chunks::new(&id, "text_completion", now(), &model, streaming, egress)
+        let chunks = Chunks::new(&name, "text_completion", &model, streaming, egress)
             .map_err(reply::unwritable)?;
-        return Ok(sse::stream(call, CompletionEncoder { chunks, states }, wire));
+        let encoder = CompletionEncoder { chunks, states };
+        return sse::stream(&state, call, encoder, wire, (&peer, &name));
     }
     let deltas = call.collect().await?;
     let choices = (0..).zip(deltas).zip(&mut states);
     Ok(reply::ok(&Completion {
-        id,
+        id: name.id,
         object: "text_completion",
-        created: now(),
+        created: name.created,
         model,
         choices: choices
             .map(|((index, mut delta), state)| state.choice(index, &mut delta))
@@ -211,6 +218,21 @@ impl Encoder for CompletionEncoder {
 
     fn end(&mut self, tally: &Tally, out: &mut Vec<u8>) -> serde_json::Result<()> {
         self.chunks.usage(tally.usage(), out)
+    }
+
+    fn resumable(&self) -> bool {
+        self.states.len() == 1
+    }
+
+    fn resume(&mut self, before: &Delta) {
+        for state in &mut self.states {
+            // The prompt went ahead of the first token.
+            if !before.tokens.is_empty() {
+                state.echo.clear();
+            }
+            let lengths = before.logprobs.iter().map(|token| token.sampled.text.chars().count());
+            state.offset += u32::try_from(lengths.sum::<usize>()).unwrap_or(u32::MAX);
+        }
     }
 }
 

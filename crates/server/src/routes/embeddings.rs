@@ -11,8 +11,10 @@ use forebay_api::{
 
 use super::random_hex;
 use crate::limits;
-use crate::pooling::{Form, PooledCall, encode_inputs, form};
+use crate::peers::Peer;
+use crate::pooling::{Form, Place, PooledCall, encode_inputs, form};
 use crate::reply::{self, Failure};
+use crate::routing::Routing;
 use crate::state::{Shared, now};
 
 /// Numbers in a response from which on it is written beside the HTTP threads: others wait for those.
@@ -30,6 +32,8 @@ const LARGE: usize = 1 << 15;
 )]
 pub(crate) async fn embeddings(
     State(state): State<Shared>,
+    peer: Peer,
+    routing: Routing,
     body: Body,
 ) -> Result<Response, Failure> {
     let arrived = Instant::now();
@@ -42,9 +46,9 @@ pub(crate) async fn embeddings(
     let inputs =
         encode_inputs(&state.text, valid.prompts, special, valid.truncate, "input").await?;
     let id = format!("embd-{}", random_hex());
-    let place = ("input", valid.priority);
+    let place = Place { param: "input", priority: valid.priority, route: routing.0 };
     let mut call =
-        PooledCall::start(&state, model, inputs, model_limits, place, arrived)?.named(&id);
+        PooledCall::start(&state, model, inputs, model_limits, place, arrived, &peer)?.named(&id);
     let vectors = call.collect().await?;
     let wanted =
         Form { dimensions: valid.dimensions, normalize: valid.normalize, format: valid.format };

@@ -15,7 +15,9 @@ use crate::call::{Call, Submission};
 use crate::delta::{Candidate, Delta, End};
 use crate::limits;
 use crate::outlet::Encoder;
+use crate::peers::Peer;
 use crate::reply::{self, Failure};
+use crate::routing::Routing;
 use crate::sse;
 use crate::state::Shared;
 use crate::tally::Tally;
@@ -35,6 +37,8 @@ use crate::wire::Wire;
 pub(crate) async fn generate(
     State(state): State<Shared>,
     wire: Wire,
+    peer: Peer,
+    routing: Routing,
     body: Body,
 ) -> Result<Response, Failure> {
     let arrived = Instant::now();
@@ -45,7 +49,8 @@ pub(crate) async fn generate(
     let mut prompts = Vec::with_capacity(valid.items.len());
     let mut generations = Vec::with_capacity(valid.items.len());
     let mut outputs = Vec::new();
-    for item in valid.items {
+    for mut item in valid.items {
+        routing.fill(&mut item.generation);
         let id = item.rid.unwrap_or_else(random_hex);
         for _ in 0..item.generation.n {
             outputs.push(Accumulated {
@@ -66,10 +71,16 @@ pub(crate) async fn generate(
         .map(|(ids, generation)| Submission::new(ids, generation, model_limits, param));
     let submissions = submissions.collect::<Result<Vec<_>, _>>()?;
 
-    let id = outputs.first().map(|output| output.id.clone()).unwrap_or_default();
-    let mut call = Call::start(&state, submissions, valid.stream, arrived)?.named(&id);
+    let mut name = peer.name("");
+    match (peer.resume(), outputs.first_mut()) {
+        (None, Some(output)) => name.id.clone_from(&output.id),
+        (Some(_), Some(output)) => output.id.clone_from(&name.id),
+        (_, None) => {}
+    }
+    let mut call = Call::start(&state, submissions, valid.stream, arrived, &peer)?.named(&name.id);
     if valid.stream {
-        return Ok(sse::stream(call, GenerateEncoder { outputs, batch: valid.batch }, wire));
+        let encoder = GenerateEncoder { outputs, batch: valid.batch };
+        return sse::stream(&state, call, encoder, wire, (&peer, &name));
     }
     let deltas = call.collect().await?;
     let mut whole = Vec::with_capacity(deltas.len());
@@ -153,5 +164,16 @@ impl Encoder for GenerateEncoder {
 
     fn end(&mut self, _: &Tally, _: &mut Vec<u8>) -> serde_json::Result<()> {
         Ok(())
+    }
+
+    fn resumable(&self) -> bool {
+        // Each event has all log-probabilities so far, which another brain does not have.
+        matches!(&self.outputs[..], [output] if !output.with_logprobs)
+    }
+
+    fn resume(&mut self, before: &Delta) {
+        for output in &mut self.outputs {
+            output.total.merge(&mut before.clone());
+        }
     }
 }

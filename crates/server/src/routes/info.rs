@@ -7,7 +7,8 @@ use axum::http::HeaderValue;
 use axum::http::header::CONTENT_TYPE;
 use axum::response::Response;
 use forebay_api::{ApiError, ErrorBody, GenerateRequest, ModelCard, ModelList};
-use forebay_engine::{Stats, Status};
+use forebay_engine::{Route, Status};
+use forebay_replicas::ReplicaReport;
 use serde::Serialize;
 use serde_json::{Value, json};
 use tokio::sync::oneshot;
@@ -15,7 +16,8 @@ use tokio::time::timeout;
 use utoipa::ToSchema;
 
 use crate::call::{Call, Submission};
-use crate::pooling::{Input, PooledCall};
+use crate::peers::Peer;
+use crate::pooling::{Input, Place, PooledCall};
 use crate::reply::{self, Failure};
 use crate::state::{Shared, not_serving};
 
@@ -67,6 +69,18 @@ fn card(state: &Shared, name: &str) -> ModelCard {
 pub(crate) struct Healthy {
     /// `ready`.
     status: &'static str,
+    /// The state of each replica, where there are several: `ready`, or why not.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    replicas: Vec<String>,
+}
+
+impl Healthy {
+    fn of(state: &Shared) -> Self {
+        let replicas = state.engine.replicas();
+        let lines = replicas.into_iter().map(|replica| status_line(replica.status));
+        let replicas = Some(lines.collect::<Vec<_>>()).filter(|lines| lines.len() > 1);
+        Self { status: "ready", replicas: replicas.unwrap_or_default() }
+    }
 }
 
 /// Whether the server takes requests and serves them now.
@@ -82,7 +96,7 @@ pub(crate) struct Healthy {
 )]
 pub(crate) async fn health(State(state): State<Shared>) -> Result<Response, Failure> {
     match state.engine.status() {
-        Status::Ready => Ok(reply::ok(&Healthy { status: "ready" })),
+        Status::Ready => Ok(reply::ok(&Healthy::of(&state))),
         status => Err(Failure(not_serving(status))),
     }
 }
@@ -102,8 +116,9 @@ pub(crate) async fn health_generate(State(state): State<Shared>) -> Result<Respo
     let token = state.model.eos.first().copied().unwrap_or(0);
     if let Some(model) = &state.model.pooling {
         let inputs = vec![Input { tokens: vec![token], segment: 0 }];
-        let place = ("input", i32::MAX);
-        let call = PooledCall::start(&state, model, inputs, limits, place, arrived)?;
+        let place = Place { param: "input", priority: i32::MAX, route: Route::default() };
+        let call =
+            PooledCall::start(&state, model, inputs, limits, place, arrived, &Peer::default())?;
         return in_time(&state, call.named("health").collect()).await;
     }
     let request = json!({
@@ -116,7 +131,8 @@ pub(crate) async fn health_generate(State(state): State<Shared>) -> Result<Respo
     for item in request.validate(&state.model.defaults, limits)?.items {
         submissions.push(Submission::new(vec![token], item.generation, limits, "input_ids")?);
     }
-    let mut call = Call::start(&state, submissions, false, arrived)?.named("health");
+    let mut call =
+        Call::start(&state, submissions, false, arrived, &Peer::default())?.named("health");
     in_time(&state, call.collect()).await
 }
 
@@ -129,7 +145,7 @@ async fn in_time<T>(
     match timeout(limit, answer).await {
         Ok(result) => {
             result?;
-            Ok(reply::ok(&Healthy { status: "ready" }))
+            Ok(reply::ok(&Healthy::of(state)))
         }
         Err(_) => {
             let reason = format!("the model gave nothing within {} seconds", limit.as_secs());
@@ -182,18 +198,28 @@ pub(crate) async fn server_info(State(state): State<Shared>) -> Response {
     reply::ok(&ServerInfo {
         version: env!("CARGO_PKG_VERSION"),
         served_model_names: state.model.served_names.clone(),
-        status: match state.engine.status() {
-            Status::Ready => "ready".to_owned(),
-            status => not_serving(status).to_string(),
-        },
+        status: status_line(state.engine.status()),
         config: state.config.info.clone(),
         facts: facts.unwrap_or(Value::Null),
-        internal_states: vec![stats(&state.engine.stats())],
+        internal_states: state.engine.replicas().iter().map(internal_state).collect(),
     })
 }
 
-fn stats(stats: &Stats) -> Value {
+fn status_line(status: Status) -> String {
+    match status {
+        Status::Ready => "ready".to_owned(),
+        status => not_serving(status).to_string(),
+    }
+}
+
+pub(super) fn internal_state(replica: &ReplicaReport) -> Value {
+    let stats = &replica.stats;
     json!({
+        "status": status_line(replica.status.clone()),
+        "drained": replica.drained,
+        "requests": replica.load.requests,
+        "requests_peak": replica.load.peak,
+        "dispatched": replica.load.dispatched,
         "running": stats.running,
         "waiting": stats.waiting,
         "pages_held": stats.pages_held,
@@ -250,7 +276,7 @@ pub(crate) async fn flush_cache(State(state): State<Shared>) -> Result<Response,
 )]
 pub(crate) async fn metrics(State(state): State<Shared>) -> Result<Response, Failure> {
     let written =
-        state.metrics.render(&state.engine.stats(), &state.text.stats(), &state.intake.stats());
+        state.metrics.render(&state.engine.replicas(), &state.text.stats(), &state.intake.stats());
     let text = written.map_err(|error| {
         let reason = format!("the metrics could not be written: {error}");
         ApiError::Internal { reason, code: None }

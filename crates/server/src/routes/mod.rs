@@ -5,7 +5,9 @@ mod completions;
 mod embeddings;
 mod generate;
 mod info;
+mod loads;
 mod openapi;
+mod replicas;
 mod rerank;
 mod tokenize;
 
@@ -19,6 +21,8 @@ use forebay_api::{ApiError, StopReason};
 
 use crate::delta::End;
 use crate::limits::authorized;
+use crate::peers::blocks::blocks;
+use crate::peers::talk;
 use crate::reply::Failure;
 use crate::state::Shared;
 
@@ -46,7 +50,12 @@ pub(crate) fn router(state: Shared) -> Router {
         .route("/tokenize", post(tokenize::tokenize))
         .route("/detokenize", post(tokenize::detokenize))
         .route("/server_info", get(info::server_info))
+        .route("/v1/loads", get(loads::loads))
+        .route("/v1/blocks", get(blocks))
+        .route("/replicas/{replica}/drain", post(replicas::drain))
+        .route("/replicas/{replica}/resume", post(replicas::resume))
         .route("/flush_cache", get(info::flush_cache).post(info::flush_cache))
+        .layer(from_fn_with_state(state.clone(), talk))
         .layer(from_fn_with_state(state.clone(), check_key));
     Router::new()
         .merge(keyed)
@@ -98,7 +107,7 @@ async fn name_request(request: Request, next: Next) -> Response {
 }
 
 /// 128 random bits as 32 hexadecimal digits.
-fn random_hex() -> String {
+pub(crate) fn random_hex() -> String {
     format!("{:032x}", rand::random::<u128>())
 }
 

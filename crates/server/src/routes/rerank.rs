@@ -12,10 +12,12 @@ use forebay_api::{
 
 use super::random_hex;
 use crate::limits;
+use crate::peers::Peer;
 use crate::pooling::{
-    PooledCall, PoolingTask, check_lengths, cosine, encode_inputs, encode_pairs, scores,
+    Place, PooledCall, PoolingTask, check_lengths, cosine, encode_inputs, encode_pairs, scores,
 };
 use crate::reply::{self, Failure};
+use crate::routing::Routing;
 use crate::state::{Shared, now};
 
 /// Puts documents into the order of how well they answer a query.
@@ -28,14 +30,19 @@ use crate::state::{Shared, now};
         (status = "default", description = "An error", body = ErrorBody),
     ),
 )]
-pub(crate) async fn rerank(State(state): State<Shared>, body: Body) -> Result<Response, Failure> {
+pub(crate) async fn rerank(
+    State(state): State<Shared>,
+    peer: Peer,
+    routing: Routing,
+    body: Body,
+) -> Result<Response, Failure> {
     let arrived = Instant::now();
     let request: RerankRequest = limits::read(body, &state).await?;
     let model = state.model_name(request.model.as_deref())?;
     state.pooled_model()?;
     let valid = request.validate(state.admit()?)?;
     let id = format!("rerank-{}", random_hex());
-    let (found, usage) = score_pairs(&state, &valid.pairs, &id, arrived).await?;
+    let (found, usage) = score_pairs(&state, &valid.pairs, (&id, arrived), routing, &peer).await?;
     let mut order: Vec<usize> = (0..found.len()).collect();
     // Of equal scores the first document stays first.
     order.sort_by(|&a, &b| found[b].total_cmp(&found[a]));
@@ -61,14 +68,19 @@ pub(crate) async fn rerank(State(state): State<Shared>, body: Body) -> Result<Re
         (status = "default", description = "An error", body = ErrorBody),
     ),
 )]
-pub(crate) async fn score(State(state): State<Shared>, body: Body) -> Result<Response, Failure> {
+pub(crate) async fn score(
+    State(state): State<Shared>,
+    peer: Peer,
+    routing: Routing,
+    body: Body,
+) -> Result<Response, Failure> {
     let arrived = Instant::now();
     let request: ScoreRequest = limits::read(body, &state).await?;
     let model = state.model_name(request.model.as_deref())?;
     state.pooled_model()?;
     let pairs = request.validate(state.admit()?)?;
     let id = format!("score-{}", random_hex());
-    let (found, usage) = score_pairs(&state, &pairs, &id, arrived).await?;
+    let (found, usage) = score_pairs(&state, &pairs, (&id, arrived), routing, &peer).await?;
     let data = found.into_iter().enumerate();
     let data = data.map(|(index, score)| ScoreData { index, object: "score", score }).collect();
     Ok(reply::ok(&ScoreResponse { id, object: "list", created: now(), model, data, usage }))
@@ -78,8 +90,9 @@ pub(crate) async fn score(State(state): State<Shared>, body: Body) -> Result<Res
 async fn score_pairs(
     state: &Shared,
     pairs: &Pairs,
-    id: &str,
-    arrived: Instant,
+    (id, arrived): (&str, Instant),
+    routing: Routing,
+    peer: &Peer,
 ) -> Result<(Vec<f32>, PoolingUsage), ApiError> {
     let model = state.pooled_model()?;
     let limits = state.limits()?;
@@ -97,8 +110,8 @@ async fn score_pairs(
             inputs
         }
     };
-    let place = (pairs.params[1], pairs.priority);
-    let call = PooledCall::start(state, model, inputs, limits, place, arrived)?;
+    let place = Place { param: pairs.params[1], priority: pairs.priority, route: routing.0 };
+    let call = PooledCall::start(state, model, inputs, limits, place, arrived, peer)?;
     let mut call = call.named(id);
     let vectors = call.collect().await?;
     let found = match model.task {

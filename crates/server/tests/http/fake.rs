@@ -7,9 +7,10 @@ use std::time::Duration;
 
 use forebay_api::GenerationDefaults;
 use forebay_engine::{
-    Admission, Dtype, EngineRequest, Facts, FinishReason, Output, OutputSink, RequestId,
+    Admission, BlockHash, Dtype, EngineRequest, Facts, FinishReason, Output, OutputSink, RequestId,
     SampledToken, Stats, Status, SubmitError,
 };
+use forebay_replicas::{Load, ReplicaReport};
 use forebay_server::{
     AppState, EgressConfig, Engine, Intake, IntakeMode, Metrics, ModelInfo, PooledModel,
     PoolingTask, ServerConfig,
@@ -38,7 +39,8 @@ const TEMPLATE: &str = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{%
 /// What the server did to the engine.
 #[derive(Debug)]
 pub(crate) enum Event {
-    Submit(EngineRequest),
+    Submit(Box<EngineRequest>),
+    Drain(usize, bool),
     Abort(RequestId),
 }
 
@@ -56,6 +58,8 @@ pub(crate) struct Fake {
     /// After this many requests, this error.
     refuse: Mutex<Option<(usize, SubmitError)>>,
     pub(crate) stats: Mutex<Stats>,
+    /// Of each replica.
+    pub(crate) loads: Mutex<Vec<Load>>,
     /// Tokens that every request generates; `None`: the test drives.
     script: Option<Vec<i32>>,
     alive: Mutex<Vec<RequestId>>,
@@ -157,7 +161,7 @@ impl Engine for Fake {
         if let Some(script) = &self.script {
             self.play(&request, script);
         }
-        self.events.send(Event::Submit(request)).ok();
+        self.events.send(Event::Submit(Box::new(request))).ok();
         Ok(())
     }
     fn abort(&self, id: RequestId) {
@@ -172,6 +176,25 @@ impl Engine for Fake {
     }
     fn stats(&self) -> Stats {
         *self.stats.lock()
+    }
+    fn count(&self) -> u32 {
+        self.loads.lock().len() as u32
+    }
+    fn replicas(&self) -> Vec<ReplicaReport> {
+        let report = |load| ReplicaReport {
+            status: self.status.lock().clone(),
+            stats: *self.stats.lock(),
+            load,
+            drained: false,
+        };
+        self.loads.lock().iter().copied().map(report).collect()
+    }
+    fn drain_replica(&self, replica: usize, drained: bool) -> bool {
+        self.events.send(Event::Drain(replica, drained)).ok();
+        replica < self.loads.lock().len()
+    }
+    fn block_names(&self, prompt: &[i32]) -> Vec<BlockHash> {
+        BlockHash::chain(0, prompt, 16)
     }
     fn facts(&self) -> Option<Facts> {
         (!matches!(*self.status.lock(), Status::Starting(_))).then(|| Facts {
@@ -256,7 +279,7 @@ impl TestServer {
         let tokenizer = Arc::new(Tokenizer::from_file(&file).unwrap());
         let template = ChatTemplate::new(TEMPLATE, None, None, &Default::default()).unwrap();
         let text = TextPool::new(Arc::clone(&tokenizer), Some(Arc::new(template)), 1, 16);
-        let metrics = Arc::new(Metrics::new("tiny", CONTEXT).unwrap());
+        let metrics = Arc::new(Metrics::new("tiny", CONTEXT, 1).unwrap());
         let egress_config = EgressConfig { threads: 2, capacity: 256, window };
         let (sink, egress) = forebay_server::egress(&tokenizer, &metrics, egress_config).unwrap();
         let mut sink: Box<dyn OutputSink> = Box::new(sink);
@@ -271,6 +294,7 @@ impl TestServer {
             status: Mutex::new(Status::Ready),
             refuse: Mutex::new(None),
             stats: Mutex::default(),
+            loads: Mutex::new(vec![Load::default()]),
             script: script.map(|script| tokenizer.encode(script, false).unwrap()),
             alive: Mutex::default(),
             events: sender,
@@ -292,7 +316,8 @@ impl TestServer {
         let memory = Memory::new(MEMORY);
         let intake = Intake::start(mode, Arc::new(memory.clone()), QUEUE).unwrap();
         let text = Arc::new(text);
-        let state = AppState::new(config, model, engine.clone(), text, intake, egress, metrics);
+        let state =
+            AppState::new(config, model, engine.clone(), text, intake, egress, metrics, None);
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap();
         let (shutdown, stop) = oneshot::channel();
@@ -305,7 +330,7 @@ impl TestServer {
     /// The next request that the engine got.
     pub(crate) async fn submitted(&mut self) -> EngineRequest {
         match self.event().await {
-            Event::Submit(request) => request,
+            Event::Submit(request) => *request,
             event => panic!("{event:?}"),
         }
     }
@@ -318,7 +343,7 @@ impl TestServer {
         }
     }
 
-    async fn event(&mut self) -> Event {
+    pub(crate) async fn event(&mut self) -> Event {
         let next = tokio::time::timeout(Duration::from_secs(20), self.events.recv());
         next.await.expect("the server does something").unwrap()
     }

@@ -10,5 +10,7 @@ mod info;
 mod intake;
 mod lifecycle;
 mod memory;
+mod peers;
 mod pooling;
+mod replicas;
 mod streams;

@@ -1,0 +1,301 @@
+"""Routers in front of simulated backends: what they add, what they can carry, and how evenly they spread.
+
+    python -m benchmarks.router --rounds 3 [--scenes latency,ceiling,seed,...]
+
+*latency* and *ceiling* compare a backend with and without a router in front of it. The others have four backends, each
+of which runs as many requests as it is sent, so that what moves the numbers is where requests go: `most` is the most
+that any backend had at a time while all clients were busy (a quarter of them is perfect), asked of the backends
+themselves every 20 ms.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import random
+import statistics
+import tempfile
+import threading
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks import compare, models, records
+from benchmarks.load import LOGS, SEED, Workload, client_command, kept, run_client, start
+from benchmarks.processes import Running, ServerError, free_port
+from benchmarks.servers import (
+    FOREBAY,
+    STEPS_OF_5_MS,
+    TOKEN_EVERY_30_US,
+    VENVS,
+    Forebay,
+    Server,
+    Setting,
+)
+
+BACKENDS = 4
+SAMPLE_SECONDS = 0.02
+START_SECONDS = 60.0
+SLOW = str(Path(__file__).parent / "profiles/steps-of-15-ms.toml")
+"""A simulated device whose steps take three times as long as the others'."""
+TICKS = os.sysconf("SC_CLK_TCK")
+
+
+@dataclass(frozen=True)
+class Scene(Workload):
+    """A workload, and what stands behind the router."""
+
+    profiles: tuple[str, ...] = (STEPS_OF_5_MS,) * BACKENDS
+    """One a backend."""
+    policies: bool = True
+    """Whether every policy is tried, or only the default one."""
+
+
+@dataclass(frozen=True)
+class Front(Server):
+    """What clients talk to: a router, or the first backend itself."""
+
+    flags: tuple[str, ...] = ()
+
+    def missing(self) -> str | None:
+        return None if FOREBAY.is_file() else "make build PROFILE=release"
+
+    def command(self, setting: Setting, port: int) -> list[str]:
+        raise NotImplementedError("a front is started with its backends")
+
+    def start(self, backends: Sequence[Running]) -> Running | None:
+        """The router; None: the first backend is the front."""
+        return None
+
+
+@dataclass(frozen=True)
+class ForebayRouter(Front):
+    """`forebay route`."""
+
+    def start(self, backends: Sequence[Running]) -> Running | None:
+        urls = ",".join(backend.url for backend in backends)
+        command = [str(FOREBAY), "route", "--backends", urls, "--log-level", "warn", *self.flags]
+        return _ready(command, self.name)
+
+
+@dataclass(frozen=True)
+class SglangRouter(Front):
+    """SGLang's router, as its wheel has it."""
+
+    python: Path = field(default=VENVS / "sglang-router/bin/python", repr=False)
+
+    def missing(self) -> str | None:
+        return None if self.python.is_file() else "make bench-setup PEERS=sglang-router installs it"
+
+    def start(self, backends: Sequence[Running]) -> Running | None:
+        urls = [backend.url for backend in backends]
+        launch = [str(self.python), "-m", "sglang_router.launch_router", "--worker-urls", *urls]
+        # Its metrics would take a port that may not be free.
+        metrics = ["--prometheus-port", str(free_port()), "--log-level", "warn"]
+        return _ready([*launch, *metrics, *self.flags], self.name)
+
+
+def _ready(command: Sequence[str], name: str) -> Running:
+    port = free_port()
+    log = LOGS / f"router-{name.replace(' ', '-').replace(',', '')}.log"
+    running = Running([*command, "--host", "127.0.0.1", "--port", str(port)], {}, port, log)
+    try:
+        running.wait_until_ready("/health", START_SECONDS)
+    except BaseException:
+        running.stop()
+        raise
+    return running
+
+
+def _policy(name: str, *flags: str) -> ForebayRouter:
+    return ForebayRouter(f"{name}{' '.join(['', *flags])}", "forebay-chat", flags=("--policy", name, *flags))
+
+
+def _sglang(policy: str) -> SglangRouter:
+    return SglangRouter(f"sglang-router {policy}", "forebay-chat", flags=("--policy", policy))
+
+
+DIRECT = Front("direct", "forebay-chat")
+DEFAULT = _policy("cache_aware")
+PEER = _sglang("cache_aware")
+FRONTS: list[Front] = [
+    DEFAULT,
+    _policy("shortest_queue"),
+    _policy("shortest_queue", "--no-load-acknowledgement"),
+    _policy("shortest_queue", "--load-watch-interval", "0.02"),
+    _policy("power_of_two"),
+    _policy("round_robin"),
+    _policy("random"),
+    PEER,
+    _sglang("power_of_two"),
+    _sglang("round_robin"),
+]
+
+CLIENTS = 100
+SPREAD = Setting(model="smollm2", streams=CLIENTS, context=4096)
+SCENES = [
+    Scene(
+        "latency: one stream, one token",
+        Setting(model="tiny", streams=1),
+        input_tokens=64,
+        output_tokens=1,
+        requests=1000,
+        profiles=(TOKEN_EVERY_30_US,),
+        policies=False,
+    ),
+    Scene(
+        "ceiling: 512 streams",
+        Setting(model="tiny", streams=512),
+        input_tokens=32,
+        output_tokens=400,
+        requests=1024,
+        profiles=(TOKEN_EVERY_30_US,),
+        policies=False,
+    ),
+    Scene("seed: 500 in, 1500 out, rounds that end together", SPREAD, 500, 1500, requests=400),
+    Scene("heavy tails", SPREAD, 200, 200, requests=800),
+    Scene("shared prefixes", replace(SPREAD, context=8192), 0, 0, requests=800),
+    Scene("one slow backend", SPREAD, 200, 200, requests=1000, profiles=(STEPS_OF_5_MS,) * 3 + (SLOW,)),
+    Scene("bursts", SPREAD, 200, 200, requests=800),
+]
+
+
+def key_of(scene: Scene) -> str:
+    """The name that the command line knows it by."""
+    return scene.name.partition(":")[0].replace(" ", "-")
+
+
+def prompts(seed: int, count: int) -> str:
+    """A file of prompts with heavy-tailed lengths: most answers are short, some fifty times as long (Pareto, 1.2)."""
+    draw = random.Random(seed)
+    words = ["river", "stone", "lamp", "seven", "green", "under", "walk", "paper"]
+    rows = []
+    for _ in range(count):
+        prompt = " ".join(draw.choices(words, k=min(1500, int(40 * draw.paretovariate(1.2)))))
+        rows.append(json.dumps({"prompt": prompt, "output_tokens": min(2000, int(40 * draw.paretovariate(1.2)))}))
+    return "\n".join(rows) + "\n"
+
+
+def arguments(scene: Scene, folder: Path) -> tuple[str, ...]:
+    """What the load generator is told beyond lengths and numbers."""
+    match key_of(scene):
+        case "heavy-tails":
+            file = folder / "prompts.jsonl"
+            file.write_text(prompts(SEED, scene.requests), encoding="utf-8")
+            return ("--dataset-name", "custom", "--dataset-path", str(file))
+        case "shared-prefixes":
+            groups = ("--gsp-num-groups", "40", "--gsp-prompts-per-group", str(scene.requests // 40))
+            lengths = ("--gsp-system-prompt-len", "2048", "--gsp-question-len", "64", "--gsp-output-len", "100")
+            return ("--dataset-name", "generated-shared-prefix", *groups, *lengths)
+        case "bursts":
+            return ("--request-rate", "60", "--burstiness", "0.05")
+        case _:
+            return ()
+
+
+class Sampler(threading.Thread):
+    """Asks backends how many requests they have, again and again."""
+
+    def __init__(self, backends: Sequence[Running]) -> None:
+        super().__init__(daemon=True)
+        self._ports = [backend.port for backend in backends]
+        self._done = threading.Event()
+        self.counts: list[list[int]] = []
+        """Of each backend, at each look."""
+
+    def run(self) -> None:
+        connections = [http.client.HTTPConnection("127.0.0.1", port, timeout=10) for port in self._ports]
+        while not self._done.wait(SAMPLE_SECONDS):
+            looks = []
+            for connection in connections:
+                connection.request("GET", "/v1/loads")
+                looks.append(int(json.loads(connection.getresponse().read())["requests"]))
+            self.counts.append(looks)
+        for connection in connections:
+            connection.close()
+
+    def stop(self) -> None:
+        """Looks no more."""
+        self._done.set()
+        self.join()
+
+
+def spread(counts: Sequence[Sequence[int]], clients: int) -> dict[str, float]:
+    """The most that a backend had, and the mean difference of most and least, while 95 % of clients were busy."""
+    busy = [looks for looks in counts if sum(looks) >= 0.95 * clients]
+    if not busy:
+        return {}
+    return {
+        "most": max(max(looks) for looks in busy),
+        "mean_spread": round(statistics.mean(max(looks) - min(looks) for looks in busy), 2),
+        "looks": len(busy),
+    }
+
+
+def cpu_seconds(pid: int) -> float:
+    """CPU time of a process so far, all its threads."""
+    fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(") ")[2].split()
+    return (int(fields[11]) + int(fields[12])) / TICKS
+
+
+def measure(front: Server, scene: Workload) -> dict[str, Any]:
+    """Backends, the front, and the load. Raises ServerError."""
+    assert isinstance(front, Front)
+    assert isinstance(scene, Scene)
+    with ExitStack() as running, tempfile.TemporaryDirectory(prefix="forebay-bench-") as folder:
+        backends = []
+        for number, profile in enumerate(scene.profiles):
+            backend = Forebay(f"backend {number}", "forebay-chat", profile=profile, prefix_cache=True)
+            backends.append(running.enter_context(start(backend, scene.setting)))
+        router = front.start(backends)
+        if router is not None:
+            running.enter_context(router)
+        entrance = router or backends[0]
+        processes = {"router": router.pid} if router else {}
+        processes["backend"] = backends[0].pid
+        before = {name: cpu_seconds(pid) for name, pid in processes.items()}
+        output = Path(folder) / "run.jsonl"
+        workload = replace(scene, arguments=arguments(scene, Path(folder)))
+        sampler = Sampler(backends)
+        if scene.policies:
+            sampler.start()
+        run_client(client_command(front, workload, entrance.url, entrance.pid, output))
+        if scene.policies:
+            sampler.stop()
+        used = {name: cpu_seconds(pid) - before[name] for name, pid in processes.items()}
+        run = json.loads(output.read_text(encoding="utf-8").splitlines()[-1])
+    if run["failed"]:
+        raise ServerError(f"{front.name}: {run['failed']} requests failed: {run['errors']}")
+    tokens = max(run["total_output_tokens"], 1)
+    costs = {f"{name}_us_per_token": round(seconds * 1e6 / tokens, 3) for name, seconds in used.items()}
+    return kept(run) | spread(sampler.counts, scene.setting.streams) | costs
+
+
+def main() -> None:
+    """The command."""
+    flags = compare.parser("Routers in front of simulated backends.", rounds=3)
+    keys = [key_of(scene) for scene in SCENES]
+    flags.add_argument("--scenes", default=",".join(keys), help="of %(default)s")
+    asked = flags.parse_args()
+    wanted = asked.scenes.replace(",", " ").split()
+    if unknown := [name for name in wanted if name not in keys]:
+        raise SystemExit(f"no scene is called {', '.join(unknown)}: there are {', '.join(keys)}")
+    found = records.new("router", asked.rounds)
+    models.build(force=False)
+    for scene in SCENES:
+        if key_of(scene) not in wanted:
+            continue
+        fronts = FRONTS if scene.policies else [DIRECT, DEFAULT, PEER]
+        there = [front for front in fronts if not front.missing()]
+        for front in fronts:
+            if reason := front.missing():
+                found.skipped[front.name] = reason
+        compare.measure_in_turn(found, scene, there, asked.rounds, measure)
+    compare.finish(found, asked.output)
+
+
+if __name__ == "__main__":
+    main()

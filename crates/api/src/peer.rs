@@ -1,0 +1,297 @@
+//! What a router and a brain tell each other beside a client's request: request headers, response headers, and comments in streams.
+//!
+//! None of it is sent to anybody who did not ask with [`ROUTER_HEADER`].
+
+use std::io::Write;
+use std::str::FromStr;
+
+use serde::{Deserialize, Serialize};
+use thiserror::Error;
+
+/// Of a request: who sends it, see [`RouterTag`].
+pub const ROUTER_HEADER: &str = "x-forebay-router";
+/// Of a response: see [`LoadReport`].
+pub const LOAD_HEADER: &str = "x-forebay-load";
+/// Of a stream that another brain can go on with: its name. Of a request that asks to go on with one: the same.
+pub const STREAM_HEADER: &str = "x-forebay-stream";
+/// Of a request that goes on with a stream: how many bytes of the body are token ids, ahead of what the client sent.
+pub const RESUME_HEADER: &str = "x-forebay-resume";
+/// Of a response: names of blocks of the prompt, see [`sample_blocks`].
+pub const BLOCKS_HEADER: &str = "x-forebay-blocks";
+/// What a comment of a stream begins with.
+pub const COMMENT: &[u8] = b": forebay ";
+/// Most names that [`BLOCKS_HEADER`] has.
+pub const MAX_SAMPLED_BLOCKS: usize = 32;
+
+/// A header or comment is not what it has to be.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Error)]
+#[error("`{0}` is missing or malformed")]
+pub struct PeerError(pub &'static str);
+
+/// `key=value` pairs joined with semicolons, looked up one by one.
+struct Pairs<'a>(&'a str);
+
+impl Pairs<'_> {
+    fn get<T: FromStr>(&self, name: &'static str) -> Result<T, PeerError> {
+        self.find(name).and_then(|value| value.parse().ok()).ok_or(PeerError(name))
+    }
+
+    fn find(&self, name: &str) -> Option<&str> {
+        let mut pairs = self.0.split(';').filter_map(|pair| pair.split_once('='));
+        pairs.find_map(|(key, value)| (key == name).then_some(value))
+    }
+}
+
+/// What a router says with each request.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct RouterTag {
+    /// Its name, drawn when it started.
+    pub router: u64,
+    /// Number of this dispatch to this backend, from 1.
+    pub seq: u64,
+    /// Every dispatch below this has arrived, or never will.
+    pub floor: u64,
+    /// The seed to sample with where the client gave none, so that another brain draws the same tokens.
+    pub seed: u64,
+    /// The response shall name the prompt's blocks.
+    pub blocks: bool,
+}
+
+impl RouterTag {
+    /// The value of [`ROUTER_HEADER`].
+    #[must_use]
+    pub fn encode(&self) -> String {
+        let Self { router, seq, floor, seed, blocks } = self;
+        let blocks = u8::from(*blocks);
+        format!("router={router};seq={seq};floor={floor};seed={seed};blocks={blocks}")
+    }
+
+    /// Reads the value of [`ROUTER_HEADER`].
+    ///
+    /// # Errors
+    /// A part is missing or no number.
+    pub fn decode(text: &str) -> Result<Self, PeerError> {
+        let pairs = Pairs(text);
+        Ok(Self {
+            router: pairs.get("router")?,
+            seq: pairs.get("seq")?,
+            floor: pairs.get("floor")?,
+            seed: pairs.get("seed")?,
+            blocks: pairs.get::<u8>("blocks")? != 0,
+        })
+    }
+}
+
+/// What a brain has to do, at one moment, as one router is told.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct LoadReport {
+    /// Drawn when the brain started: numbers of another epoch mean nothing.
+    pub epoch: u64,
+    /// Number of this report; larger is later.
+    pub at: u64,
+    /// Every dispatch of this router up to this number is counted here, or has ended.
+    pub seen: u64,
+    /// Requests of this router that are alive.
+    pub own: u32,
+    /// Requests of everybody that are alive, streams and whole answers alike.
+    pub requests: u32,
+    /// Choices with a slot.
+    pub running: u32,
+    /// Choices waiting for one.
+    pub waiting: u32,
+    /// Tokens of work left: to be computed of prompts, and to be generated as far as anybody can say.
+    pub tokens: u64,
+    /// Pages that nobody holds.
+    pub pages_free: u64,
+}
+
+impl LoadReport {
+    /// Appends it as [`LOAD_HEADER`] and comments carry it.
+    pub fn encode(&self, out: &mut Vec<u8>) {
+        let Self { epoch, at, seen, own, requests, running, waiting, tokens, pages_free } = self;
+        // A Vec takes everything that is written to it.
+        let _ = write!(
+            out,
+            "epoch={epoch};at={at};seen={seen};own={own};requests={requests};running={running};\
+             waiting={waiting};tokens={tokens};pages={pages_free}"
+        );
+    }
+
+    /// Reads what [`LoadReport::encode`] wrote.
+    ///
+    /// # Errors
+    /// A part is missing or no number.
+    pub fn decode(text: &str) -> Result<Self, PeerError> {
+        let pairs = Pairs(text);
+        Ok(Self {
+            epoch: pairs.get("epoch")?,
+            at: pairs.get("at")?,
+            seen: pairs.get("seen")?,
+            own: pairs.get("own")?,
+            requests: pairs.get("requests")?,
+            running: pairs.get("running")?,
+            waiting: pairs.get("waiting")?,
+            tokens: pairs.get("tokens")?,
+            pages_free: pairs.get("pages")?,
+        })
+    }
+}
+
+/// A comment in a stream. All that came before it is complete: who has that and the ids of all comments so far can have the
+/// stream continued by another brain.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Comment<'a> {
+    /// Ids of the tokens since the last comment, in decimal, joined with commas.
+    pub ids: &'a str,
+    /// The load, every few milliseconds.
+    pub report: Option<LoadReport>,
+}
+
+/// Appends a comment, with its line end.
+pub fn write_comment(ids: &[i32], report: Option<&LoadReport>, out: &mut Vec<u8>) {
+    out.extend_from_slice(COMMENT);
+    write_ids(ids, out);
+    if let Some(report) = report {
+        out.push(b' ');
+        report.encode(out);
+    }
+    out.push(b'\n');
+}
+
+/// Reads a line that begins with [`COMMENT`], without its end.
+#[must_use]
+pub fn read_comment(line: &[u8]) -> Option<Comment<'_>> {
+    let text = std::str::from_utf8(line.strip_prefix(COMMENT)?).ok()?;
+    let (ids, report) = match text.split_once(' ') {
+        None => (text, None),
+        Some((ids, report)) => (ids, LoadReport::decode(report).ok()),
+    };
+    Some(Comment { ids, report })
+}
+
+fn write_ids(ids: &[i32], out: &mut Vec<u8>) {
+    for (index, id) in ids.iter().enumerate() {
+        if index > 0 {
+            out.push(b',');
+        }
+        // A Vec takes everything that is written to it.
+        let _ = write!(out, "{id}");
+    }
+}
+
+/// Reads ids in decimal, joined with commas.
+///
+/// # Errors
+/// One is no number.
+pub fn read_ids(text: &str) -> Result<Vec<i32>, PeerError> {
+    let ids = text.split(',').filter(|part| !part.is_empty());
+    ids.map(|id| id.parse().map_err(|_| PeerError(RESUME_HEADER))).collect()
+}
+
+/// What names a stream: a brain that goes on with it writes the same into its chunks.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct StreamName {
+    /// The response's id.
+    pub id: String,
+    /// Seconds since 1970.
+    pub created: u64,
+}
+
+impl StreamName {
+    /// The value of [`STREAM_HEADER`].
+    #[must_use]
+    pub fn encode(&self) -> String {
+        format!("{};{}", self.created, self.id)
+    }
+
+    /// Reads the value of [`STREAM_HEADER`].
+    ///
+    /// # Errors
+    /// There is no time in it.
+    pub fn decode(text: &str) -> Result<Self, PeerError> {
+        let (created, id) = text.split_once(';').ok_or(PeerError(STREAM_HEADER))?;
+        let created = created.parse().map_err(|_| PeerError(STREAM_HEADER))?;
+        Ok(Self { id: id.to_owned(), created })
+    }
+}
+
+/// Of a chain of block names, at most [`MAX_SAMPLED_BLOCKS`], evenly spread and the last one among them: enough to say how much of a prompt
+/// a cache holds, in a header of half a kilobyte.
+#[must_use]
+pub fn sample_blocks(names: &[u64]) -> Vec<u64> {
+    let count = names.len().min(MAX_SAMPLED_BLOCKS);
+    (1..=count).map(|part| names[part * names.len() / count - 1]).collect()
+}
+
+/// The value of [`BLOCKS_HEADER`]: hexadecimal names joined with commas.
+#[must_use]
+pub fn encode_blocks(names: &[u64]) -> String {
+    names.iter().map(|name| format!("{name:x}")).collect::<Vec<_>>().join(",")
+}
+
+/// Reads the value of [`BLOCKS_HEADER`].
+///
+/// # Errors
+/// One is no hexadecimal number.
+pub fn decode_blocks(text: &str) -> Result<Vec<u64>, PeerError> {
+    let names = text.split(',').filter(|part| !part.is_empty());
+    names.map(|name| u64::from_str_radix(name, 16).map_err(|_| PeerError(BLOCKS_HEADER))).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    proptest! {
+        #[test]
+        fn what_is_written_is_read(
+            numbers in prop::array::uniform5(any::<u64>()),
+            small in prop::array::uniform4(any::<u32>()),
+            ids in prop::collection::vec(any::<i32>(), 0..9),
+            blocks: bool,
+            with_report: bool,
+            id in "[ -~]{0,20}",
+        ) {
+            let [epoch, at, seen, tokens, pages_free] = numbers;
+            let [own, requests, running, waiting] = small;
+            let tag = RouterTag { router: epoch, seq: at, floor: seen, seed: tokens, blocks };
+            prop_assert_eq!(RouterTag::decode(&tag.encode()), Ok(tag));
+            let report =
+                LoadReport { epoch, at, seen, own, requests, running, waiting, tokens, pages_free };
+            let report = with_report.then_some(report);
+            let mut line = Vec::new();
+            write_comment(&ids, report.as_ref(), &mut line);
+            prop_assert_eq!(line.pop(), Some(b'\n'));
+            let comment = read_comment(&line).unwrap();
+            prop_assert_eq!(comment.report, report);
+            prop_assert_eq!(read_ids(comment.ids), Ok(ids));
+            let name = StreamName { id, created: at };
+            prop_assert_eq!(StreamName::decode(&name.encode()), Ok(name));
+            prop_assert_eq!(decode_blocks(&encode_blocks(&numbers)), Ok(numbers.to_vec()));
+        }
+
+        #[test]
+        fn any_text_is_read_or_refused(text in "\\PC{0,40}") {
+            let _ = (RouterTag::decode(&text), LoadReport::decode(&text), StreamName::decode(&text));
+            let _ = (read_comment(text.as_bytes()), read_ids(&text), decode_blocks(&text));
+        }
+
+        #[test]
+        fn samples_are_in_order_and_reach_the_end(length in 0usize..200) {
+            let names: Vec<u64> = (0..length as u64).collect();
+            let sampled = sample_blocks(&names);
+            prop_assert_eq!(sampled.len(), length.min(MAX_SAMPLED_BLOCKS));
+            prop_assert!(sampled.is_sorted_by(|a, b| a < b));
+            prop_assert_eq!(sampled.last(), names.last());
+        }
+    }
+
+    #[test]
+    fn keys_that_a_newer_peer_adds_are_skipped() {
+        let tag = RouterTag::decode("router=1;new=x;seq=2;floor=1;seed=3;blocks=0").unwrap();
+        assert_eq!((tag.seq, tag.blocks), (2, false));
+        assert_eq!(RouterTag::decode("router=1;seq=x"), Err(PeerError("seq")));
+    }
+}

@@ -1,0 +1,37 @@
+//! What clients may say about the choice of a replica.
+
+use forebay_engine::Route;
+
+use crate::error::ApiError;
+use crate::sampling::Limits;
+
+/// Longest key in bytes.
+const MAX_KEY: usize = 512;
+
+/// Checks a key that came in one parameter and the number of a replica that came in another.
+///
+/// # Errors
+/// The key is empty or too long, or there is no such replica.
+pub fn route(
+    (key_param, key): (&str, Option<&str>),
+    (replica_param, replica): (&str, Option<i64>),
+    limits: Limits,
+) -> Result<Route, ApiError> {
+    let wrong =
+        |param: &str, reason: String| Err(ApiError::invalid(param, format!("`{param}`: {reason}")));
+    if key.is_some_and(str::is_empty) {
+        return wrong(key_param, "must not be empty".into());
+    }
+    if let Some(key) = key.filter(|key| key.len() > MAX_KEY) {
+        return wrong(key_param, format!("{} bytes are more than {MAX_KEY}", key.len()));
+    }
+    let replica = match replica.map(|given| (given, u32::try_from(given))) {
+        None => None,
+        Some((_, Ok(replica))) if replica < limits.replicas => Some(replica),
+        Some((given, _)) => {
+            let most = limits.replicas.saturating_sub(1);
+            return wrong(replica_param, format!("{given} is not a replica from 0 to {most}"));
+        }
+    };
+    Ok(Route { key: key.map(Into::into), replica })
+}

@@ -1,0 +1,116 @@
+//! What every target has to do, by what was sent there and what has come back.
+
+use std::collections::HashMap;
+
+use rustc_hash::FxBuildHasher;
+
+/// The work of one request, in tokens.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Work {
+    /// Tokens to compute before its first one: those of its prompt that are not cached.
+    pub prefill: u64,
+    /// Tokens that it will generate, as far as anybody can say.
+    pub decode: u64,
+}
+
+impl Work {
+    /// Both.
+    #[must_use]
+    pub fn tokens(&self) -> u64 {
+        self.prefill + self.decode
+    }
+}
+
+/// The work of one target.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Load {
+    /// Requests that have not ended.
+    pub requests: u64,
+    /// What is left of their work.
+    pub work: Work,
+    /// Those that have not begun to generate.
+    pub in_prefill: u64,
+    /// Most requests at a time, ever.
+    pub peak: u64,
+    /// Requests that ever came here.
+    pub dispatched: u64,
+}
+
+#[derive(Debug, Clone, Copy)]
+struct Entry {
+    target: usize,
+    work: Work,
+    started: bool,
+}
+
+/// Loads that are exact: a request counts from the moment it is sent to the moment its end is seen, and nothing else changes a count.
+/// Every operation is O(1).
+#[derive(Debug, Clone)]
+pub struct Ledger {
+    loads: Vec<Load>,
+    entries: HashMap<u64, Entry, FxBuildHasher>,
+}
+
+impl Ledger {
+    /// Of `targets` idle targets.
+    #[must_use]
+    pub fn new(targets: usize) -> Self {
+        Self { loads: vec![Load::default(); targets], entries: HashMap::default() }
+    }
+
+    /// By target.
+    #[must_use]
+    pub fn loads(&self) -> &[Load] {
+        &self.loads
+    }
+
+    /// Where a request is; `None` once it has ended.
+    #[must_use]
+    pub fn target(&self, id: u64) -> Option<usize> {
+        self.entries.get(&id).map(|entry| entry.target)
+    }
+
+    /// The requests of a target, in no order.
+    pub fn requests(&self, target: usize) -> impl Iterator<Item = u64> {
+        self.entries.iter().filter(move |(_, entry)| entry.target == target).map(|(&id, _)| id)
+    }
+
+    /// A request was sent to a target; one that was somewhere before is there no more.
+    pub fn sent(&mut self, id: u64, target: usize, work: Work) {
+        self.ended(id);
+        let load = &mut self.loads[target];
+        load.requests += 1;
+        load.in_prefill += 1;
+        load.work.prefill += work.prefill;
+        load.work.decode += work.decode;
+        load.peak = load.peak.max(load.requests);
+        load.dispatched += 1;
+        self.entries.insert(id, Entry { target, work, started: false });
+    }
+
+    /// A request has generated `tokens` more tokens. True: they are the first since it was sent.
+    pub fn generated(&mut self, id: u64, tokens: u64) -> bool {
+        let Some(entry) = self.entries.get_mut(&id) else { return false };
+        let load = &mut self.loads[entry.target];
+        let left = entry.work.decode.saturating_sub(tokens);
+        load.work.decode -= entry.work.decode - left;
+        entry.work.decode = left;
+        if std::mem::replace(&mut entry.started, true) {
+            return false;
+        }
+        load.in_prefill -= 1;
+        load.work.prefill -= std::mem::take(&mut entry.work.prefill);
+        true
+    }
+
+    /// A request has ended. Its target, unless it had ended before.
+    pub fn ended(&mut self, id: u64) -> Option<usize> {
+        let entry = self.entries.remove(&id)?;
+        let load = &mut self.loads[entry.target];
+        load.requests -= 1;
+        load.in_prefill -= u64::from(!entry.started);
+        load.work.prefill -= entry.work.prefill;
+        load.work.decode -= entry.work.decode;
+        Some(entry.target)
+    }
+}

@@ -1,0 +1,111 @@
+//! Which target holds which blocks.
+
+use std::collections::HashMap;
+use std::hash::Hash;
+
+use rustc_hash::FxBuildHasher;
+
+/// What a target has to do with a block. One of the two is always set.
+#[derive(Debug, Clone, Copy)]
+struct Place {
+    target: usize,
+    stored: bool,
+    /// How many requests on their way will bring it.
+    expected: u32,
+}
+
+/// The blocks that each target holds, as its events say, and those that it will hold because a request with them was sent there. `N` is the
+/// name of a block, which stands for everything up to its end.
+#[derive(Debug, Clone)]
+pub struct PrefixIndex<N> {
+    targets: usize,
+    places: HashMap<N, Vec<Place>, FxBuildHasher>,
+}
+
+impl<N: Copy + Eq + Hash> PrefixIndex<N> {
+    /// Of empty targets.
+    #[must_use]
+    pub fn new(targets: usize) -> Self {
+        Self { targets, places: HashMap::default() }
+    }
+
+    /// A target holds a block.
+    pub fn stored(&mut self, target: usize, name: N) {
+        self.change(target, name, |place| place.stored = true);
+    }
+
+    /// A target holds a block no more.
+    pub fn dropped(&mut self, target: usize, name: N) {
+        self.change(target, name, |place| place.stored = false);
+    }
+
+    /// A target holds nothing. O(blocks of all targets).
+    pub fn cleared(&mut self, target: usize) {
+        self.places.retain(|_, places| {
+            for place in places.iter_mut().filter(|place| place.target == target) {
+                place.stored = false;
+            }
+            places.retain(|place| place.stored || place.expected > 0);
+            !places.is_empty()
+        });
+    }
+
+    /// A request with these blocks was sent to a target.
+    pub fn expect(&mut self, target: usize, names: &[N]) {
+        for &name in names {
+            self.change(target, name, |place| place.expected += 1);
+        }
+    }
+
+    /// That request has computed its blocks, so that the target has told of them, or it never will.
+    pub fn settled(&mut self, target: usize, names: &[N]) {
+        for &name in names {
+            self.change(target, name, |place| place.expected = place.expected.saturating_sub(1));
+        }
+    }
+
+    /// How many of these leading blocks each target holds or will hold.
+    #[must_use]
+    pub fn lookup(&self, names: &[N]) -> Vec<u64> {
+        let mut blocks = vec![0; self.targets];
+        let places = |name: &N| self.places.get(name).map_or(&[][..], Vec::as_slice);
+        let first = names.first().map_or(&[][..], places);
+        let mut left: Vec<usize> = first.iter().map(|place| place.target).collect();
+        for (depth, name) in (1..).zip(names) {
+            let places = places(name);
+            left.retain(|&target| places.iter().any(|place| place.target == target));
+            if left.is_empty() {
+                break;
+            }
+            left.iter().for_each(|&target| blocks[target] = depth);
+        }
+        blocks
+    }
+
+    /// Names that some target holds or will hold.
+    #[must_use]
+    pub fn len(&self) -> usize {
+        self.places.len()
+    }
+
+    /// Nothing is known.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.places.is_empty()
+    }
+
+    fn change(&mut self, target: usize, name: N, change: impl FnOnce(&mut Place)) {
+        let places = self.places.entry(name).or_default();
+        let at = places.iter().position(|place| place.target == target).unwrap_or_else(|| {
+            places.push(Place { target, stored: false, expected: 0 });
+            places.len() - 1
+        });
+        change(&mut places[at]);
+        if !places[at].stored && places[at].expected == 0 {
+            places.swap_remove(at);
+        }
+        if places.is_empty() {
+            self.places.remove(&name);
+        }
+    }
+}

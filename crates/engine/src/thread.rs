@@ -1,0 +1,139 @@
+//! The engine's thread: what it is started with, and its end.
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicUsize};
+use std::thread::JoinHandle;
+
+use crossbeam_channel::unbounded;
+use forebay_scheduler::Policy;
+use parking_lot::Mutex;
+use tracing::error;
+
+use crate::clock::Clock;
+use crate::executor::Executor;
+use crate::handle::{EngineHandle, Shared};
+use crate::owner::Owner;
+use crate::types::{BlockObserver, OutputSink, Peers, Stats, Status};
+
+/// Everything the engine decides by; resolved, with nothing left to guess.
+#[derive(Debug, Clone)]
+pub struct EngineConfig {
+    /// Most requests that run at a time.
+    pub max_running: u32,
+    /// Rows of the device tables; more than `max_running`, because a slot is retired before it is free.
+    pub slots: u32,
+    /// Positions a page.
+    pub page_size: u32,
+    /// Most tokens a step (chunked prefill).
+    pub token_budget: u32,
+    /// Share full pages between requests with the same beginning.
+    pub prefix_cache: bool,
+    /// Order of the waiting queue.
+    pub policy: Policy,
+    /// Steps planned ahead of the one that computes: 0 (serial) or 1.
+    pub lookahead: u32,
+    /// Most requests that wait.
+    pub max_queued: usize,
+    /// Positions a request may use.
+    pub context_length: u32,
+    /// Microseconds without a result after which the hand is taken for hung.
+    pub watchdog_us: u64,
+    /// Failed starts in a row before a hand that once worked is given up.
+    pub restart_limit: u32,
+}
+
+/// Who hears of what an engine does.
+pub struct Hooks {
+    /// Gets every output.
+    pub sink: Box<dyn OutputSink>,
+    /// Gets every change of the prefix cache. `None` costs nothing.
+    pub blocks: Option<Box<dyn BlockObserver>>,
+    /// Where requests go when the hand dies. `None`: they wait for its respawn.
+    pub peers: Option<Box<dyn Peers>>,
+    /// Counts requests that were submitted and never yet admitted, of all engines that share it and so the limit.
+    pub queued: Arc<AtomicUsize>,
+    /// Called when the thread ends, for whatever reason, after the others were dropped.
+    pub on_exit: Box<dyn FnOnce() + Send>,
+}
+
+impl Hooks {
+    /// Outputs go to `sink`, and nobody wants to know more.
+    #[must_use]
+    pub fn new(sink: Box<dyn OutputSink>) -> Self {
+        Self { sink, blocks: None, peers: None, queued: Arc::default(), on_exit: Box::new(|| {}) }
+    }
+}
+
+/// Starts engine threads.
+#[derive(Debug)]
+pub struct Engine;
+
+/// The running thread. Dropping it stops the engine and waits for it.
+pub struct EngineThread {
+    handle: EngineHandle,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl EngineThread {
+    /// Waits until the thread has ended (after [`EngineHandle::stop`], or because it panicked).
+    pub fn join(mut self) {
+        self.wait();
+    }
+
+    fn wait(&mut self) {
+        if let Some(thread) = self.thread.take() {
+            // A panic was caught and reported inside the thread.
+            let _ = thread.join();
+        }
+    }
+}
+
+impl Drop for EngineThread {
+    fn drop(&mut self) {
+        self.handle.stop();
+        self.wait();
+    }
+}
+
+impl Engine {
+    /// Starts the owner thread of a replica, which starts its hand.
+    ///
+    /// # Errors
+    /// The thread could not be created.
+    pub fn start(
+        config: EngineConfig,
+        executor: Box<dyn Executor>,
+        clock: Arc<dyn Clock>,
+        hooks: Hooks,
+    ) -> std::io::Result<(EngineHandle, EngineThread)> {
+        let Hooks { sink, blocks, peers, queued, on_exit } = hooks;
+        let (orders, lane) = unbounded();
+        let shared = Arc::new(Shared {
+            clock,
+            waker: executor.waker(),
+            queued,
+            max_queued: config.max_queued,
+            draining: AtomicBool::new(false),
+            status: Mutex::new(Status::Starting("spawning".into())),
+            stats: Mutex::new(Stats::default()),
+            facts: Mutex::new(None),
+        });
+        let handle = EngineHandle { shared: shared.clone(), orders };
+        let thread = std::thread::Builder::new().name("engine".into()).spawn(move || {
+            let owner = Owner::new(config, executor, (sink, blocks, peers), shared.clone(), lane);
+            if let Err(panic) = catch_unwind(AssertUnwindSafe(|| owner.run())) {
+                let text = panic
+                    .downcast_ref::<String>()
+                    .map(String::as_str)
+                    .or_else(|| panic.downcast_ref::<&str>().copied())
+                    .unwrap_or("no message");
+                error!("the engine thread panicked: {text}");
+                *shared.status.lock() =
+                    Status::Failed(format!("the engine thread panicked: {text}"));
+            }
+            on_exit();
+        })?;
+        Ok((handle.clone(), EngineThread { handle, thread: Some(thread) }))
+    }
+}

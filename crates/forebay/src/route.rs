@@ -1,0 +1,284 @@
+//! `forebay route`: flags to the router's configuration, and its life.
+
+use std::net::TcpListener;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use anyhow::{Context, Result};
+use clap::Args;
+use forebay_router::{
+    BreakerConfig, HealthConfig, Policy, RetryConfig, Router, RouterConfig, Sources, Thresholds,
+    Watch,
+};
+use tokio::signal::unix::{SignalKind, signal};
+use tracing::info;
+
+use crate::flags::{LineFlags, seconds};
+use crate::{logs, serve};
+
+#[derive(Debug, Args)]
+pub(crate) struct RouteFlags {
+    /// Address to listen on.
+    #[arg(long, default_value = "127.0.0.1")]
+    host: String,
+    /// Port to listen on; 0 takes a free one.
+    #[arg(long, default_value_t = 30000)]
+    port: u16,
+    /// Threads that pass on requests; each is one core's worth.
+    #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..=64))]
+    threads: u16,
+    /// Seconds that running requests get to finish after SIGTERM.
+    #[arg(long, default_value = "30", value_parser = seconds)]
+    drain_timeout: Duration,
+    /// Seconds that a request's head, and then its body, may take to arrive; also how long an idle connection is kept.
+    #[arg(long, default_value = "60", value_parser = seconds)]
+    receive_timeout: Duration,
+    /// Largest request body in bytes.
+    #[arg(long, default_value_t = 512 << 20)]
+    max_payload_size: usize,
+    /// Seconds that a request may take.
+    #[arg(long, default_value = "1800", value_parser = seconds)]
+    request_timeout_secs: Duration,
+    #[command(flatten)]
+    backends: BackendFlags,
+    #[command(flatten)]
+    choice: ChoiceFlags,
+    #[command(flatten)]
+    trouble: TroubleFlags,
+    #[command(flatten)]
+    log: LineFlags,
+}
+
+#[derive(Debug, Args)]
+#[command(next_help_heading = "Backends")]
+struct BackendFlags {
+    /// URLs, as in http://10.0.0.1:8000,http://10.0.0.2:8000.
+    #[arg(long, value_delimiter = ',', num_args = 1.., value_name = "URL", visible_alias = "worker-urls")]
+    backends: Vec<String>,
+    /// File with one URL a line; it is read again when it changes.
+    #[arg(long, value_name = "FILE")]
+    backends_file: Option<PathBuf>,
+    /// Names that are resolved again and again, as in workers.internal:8000: every address is a backend.
+    #[arg(long, value_delimiter = ',', num_args = 1.., value_name = "NAME:PORT")]
+    backends_dns: Vec<String>,
+    /// Seconds between two looks at the file and the names.
+    #[arg(long, default_value = "5", value_parser = seconds)]
+    backends_interval: Duration,
+    /// Lets backends register: POST /backends {"url", "ttl"}, DELETE /backends {"url"}, with `Authorization: Bearer KEY`.
+    #[arg(long, env = "FOREBAY_REGISTRATION_KEY", hide_env_values = true, value_name = "KEY")]
+    registration_key: Option<String>,
+    /// Key that the router itself shows to backends when it asks for their load. Clients' own keys are passed on.
+    #[arg(long, env = "FOREBAY_API_KEY", hide_env_values = true)]
+    api_key: Option<String>,
+}
+
+#[derive(Debug, Args)]
+#[command(next_help_heading = "Choice")]
+struct ChoiceFlags {
+    /// How a backend is chosen.
+    #[arg(long, value_enum, default_value_t)]
+    policy: Policy,
+    /// cache_aware: least share of a prompt for which a backend is chosen by its cache.
+    #[arg(long, default_value_t = 0.3)]
+    cache_threshold: f32,
+    /// cache_aware: requests by which loads may differ before caches do not count.
+    #[arg(long, default_value_t = 64)]
+    balance_abs_threshold: u32,
+    /// cache_aware: factor by which loads may differ before caches do not count; both have to be exceeded.
+    #[arg(long, default_value_t = 1.5)]
+    balance_rel_threshold: f32,
+    /// Ask each backend for its load every so many seconds, in place of reports on responses. To measure those by.
+    #[arg(long, value_parser = seconds, value_name = "SECONDS", conflicts_with = "no_load_acknowledgement")]
+    load_watch_interval: Option<Duration>,
+    /// Let reports on responses erase what was dispatched since they were made. To measure what acknowledgement is worth.
+    #[arg(long)]
+    no_load_acknowledgement: bool,
+}
+
+#[derive(Debug, Args)]
+#[command(next_help_heading = "Trouble")]
+struct TroubleFlags {
+    /// Attempts after a first one that produced nothing.
+    #[arg(long, default_value_t = 5)]
+    retry_max_retries: u32,
+    /// Milliseconds to wait once every backend was tried.
+    #[arg(long, default_value_t = 50)]
+    retry_initial_backoff_ms: u64,
+    /// Longest such wait.
+    #[arg(long, default_value_t = 30_000)]
+    retry_max_backoff_ms: u64,
+    /// What a wait is longer than the one before.
+    #[arg(long, default_value_t = 1.5)]
+    retry_backoff_multiplier: f64,
+    /// Share of a wait that is left to chance, 0 to 1.
+    #[arg(long, default_value_t = 0.2, value_parser = share)]
+    retry_jitter_factor: f64,
+    /// Give up after one attempt. Streams that break are taken over all the same.
+    #[arg(long)]
+    disable_retries: bool,
+    /// Failures that open a backend's circuit breaker.
+    #[arg(long, default_value_t = 10)]
+    cb_failure_threshold: usize,
+    /// Successes that close it again.
+    #[arg(long, default_value_t = 3)]
+    cb_success_threshold: usize,
+    /// Seconds that it stays open.
+    #[arg(long, default_value = "60", value_parser = seconds)]
+    cb_timeout_duration_secs: Duration,
+    /// Seconds that a failure counts.
+    #[arg(long, default_value = "120", value_parser = seconds)]
+    cb_window_duration_secs: Duration,
+    /// Never leave a failing backend alone.
+    #[arg(long)]
+    disable_circuit_breaker: bool,
+    /// Path that a backend answers with 200 while it takes requests.
+    #[arg(long, default_value = "/health", value_name = "PATH")]
+    health_check_endpoint: String,
+    /// Seconds between two health checks.
+    #[arg(long, default_value = "5", value_parser = seconds)]
+    health_check_interval_secs: Duration,
+    /// Seconds that one may take.
+    #[arg(long, default_value = "5", value_parser = seconds)]
+    health_check_timeout_secs: Duration,
+    /// Failures in a row that take a backend out.
+    #[arg(long, default_value_t = 3, value_parser = clap::value_parser!(u32).range(1..))]
+    health_failure_threshold: u32,
+    /// Successes in a row that bring it back.
+    #[arg(long, default_value_t = 2)]
+    health_success_threshold: u32,
+    /// Seconds that a connection to a backend may take to open.
+    #[arg(long, default_value = "5", value_parser = seconds)]
+    connect_timeout_secs: Duration,
+}
+
+fn share(text: &str) -> Result<f64, String> {
+    match text.parse() {
+        Ok(share @ 0.0..=1.0) => Ok(share),
+        _ => Err("not between 0 and 1".to_owned()),
+    }
+}
+
+impl RouteFlags {
+    fn config(&self) -> RouterConfig {
+        let Self { backends, choice, trouble, .. } = self;
+        let millis = Duration::from_millis;
+        RouterConfig {
+            policy: choice.policy,
+            thresholds: Thresholds {
+                cache: choice.cache_threshold,
+                balance_abs: choice.balance_abs_threshold,
+                balance_rel: choice.balance_rel_threshold,
+            },
+            watch: match choice.load_watch_interval {
+                Some(interval) => Watch::Polled(interval),
+                None if choice.no_load_acknowledgement => Watch::Unacknowledged,
+                None => Watch::Acknowledged,
+            },
+            sources: Sources {
+                urls: backends.backends.clone(),
+                file: backends.backends_file.clone(),
+                dns: backends.backends_dns.clone(),
+                interval: backends.backends_interval,
+                registration_key: backends.registration_key.clone(),
+            },
+            health: HealthConfig {
+                path: trouble.health_check_endpoint.clone(),
+                interval: trouble.health_check_interval_secs,
+                timeout: trouble.health_check_timeout_secs,
+                failures: trouble.health_failure_threshold,
+                successes: trouble.health_success_threshold,
+            },
+            breaker: BreakerConfig {
+                failures: match trouble.disable_circuit_breaker {
+                    true => 0,
+                    false => trouble.cb_failure_threshold,
+                },
+                successes: trouble.cb_success_threshold,
+                pause: trouble.cb_timeout_duration_secs,
+                window: trouble.cb_window_duration_secs,
+            },
+            retry: RetryConfig {
+                retries: if trouble.disable_retries { 0 } else { trouble.retry_max_retries },
+                first_pause: millis(trouble.retry_initial_backoff_ms),
+                last_pause: millis(trouble.retry_max_backoff_ms),
+                factor: trouble.retry_backoff_multiplier,
+                jitter: trouble.retry_jitter_factor,
+            },
+            request_timeout: self.request_timeout_secs,
+            connect_timeout: trouble.connect_timeout_secs,
+            receive_timeout: self.receive_timeout,
+            max_payload: self.max_payload_size,
+            drain_timeout: self.drain_timeout,
+            api_key: backends.api_key.clone(),
+            threads: self.threads.into(),
+        }
+    }
+}
+
+/// Routes until a signal.
+pub(crate) fn run(flags: &RouteFlags) -> Result<()> {
+    let logs = logs::init(&flags.log, None)?;
+    let listener = TcpListener::bind((flags.host.as_str(), flags.port))
+        .with_context(|| format!("cannot listen on {}:{}", flags.host, flags.port))?;
+    rustix::net::listen(&listener, serve::BACKLOG)?;
+    let address = listener.local_addr()?;
+    // Before anything is served, so that no signal is missed.
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+    let (mut interrupt, mut terminate) = {
+        let _entered = runtime.enter();
+        (signal(SignalKind::interrupt())?, signal(SignalKind::terminate())?)
+    };
+    let router = Router::start(flags.config(), listener)?;
+    eprintln!("Routing on http://{address}");
+    runtime.block_on(async {
+        tokio::select! {
+            _ = interrupt.recv() => {}
+            _ = terminate.recv() => {}
+        }
+    });
+    info!("draining");
+    router.stop();
+    drop(logs);
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::Parser;
+
+    use super::*;
+
+    #[derive(Parser)]
+    struct Only {
+        #[command(flatten)]
+        flags: RouteFlags,
+    }
+
+    fn config(arguments: &[&str]) -> RouterConfig {
+        Only::try_parse_from([&["route"], arguments].concat()).unwrap().flags.config()
+    }
+
+    #[test]
+    fn flags_become_the_configuration() {
+        let plain = config(&["--backends", "a:1,b:2"]);
+        assert_eq!(plain.sources.urls, ["a:1", "b:2"]);
+        assert_eq!(plain.breaker, BreakerConfig::default());
+        assert_eq!(plain.retry, RetryConfig::default());
+        assert_eq!(plain.health, HealthConfig::default());
+        assert_eq!(plain.thresholds, Thresholds::default());
+        assert_eq!((plain.watch, plain.policy), (Watch::Acknowledged, Policy::CacheAware));
+        let other =
+            config(&["--worker-urls", "a:1", "--load-watch-interval", "0.02", "--disable-retries"]);
+        assert_eq!(other.watch, Watch::Polled(Duration::from_millis(20)));
+        assert_eq!(other.retry.retries, 0);
+        let breaker = config(&["--disable-circuit-breaker", "--policy", "power_of_two"]);
+        assert_eq!((breaker.breaker.failures, breaker.policy), (0, Policy::PowerOfTwo));
+    }
+
+    #[test]
+    fn two_ways_to_know_the_load_are_too_many() {
+        let both = ["route", "--load-watch-interval", "1", "--no-load-acknowledgement"];
+        assert!(Only::try_parse_from(both).is_err());
+        assert!(Only::try_parse_from(["route", "--retry-jitter-factor", "2"]).is_err());
+    }
+}

@@ -1,0 +1,61 @@
+//! Which replica holds which blocks of the prefix cache.
+
+use crossbeam_channel::{Receiver, Sender, unbounded};
+use forebay_balance::PrefixIndex;
+use forebay_engine::{BlockEvent, BlockHash};
+use parking_lot::Mutex;
+
+/// News for the index.
+pub(crate) enum News {
+    /// A replica's cache has changed.
+    Changed(usize, Vec<BlockEvent>),
+    /// A request with these blocks was sent to a replica.
+    Sent(usize, Vec<BlockHash>),
+    /// It has computed them, or never will.
+    Settled(usize, Vec<BlockHash>),
+}
+
+/// The index, and the lane of what it does not know yet. Whoever looks something up applies the news first: so engine threads never
+/// wait for it, and the work is done by those who want the answer. What is in the lane is bounded by what happens between two requests.
+pub(crate) struct Blocks {
+    index: Mutex<PrefixIndex<BlockHash>>,
+    news: Receiver<News>,
+    /// The other end, to be cloned.
+    pub(crate) lane: Sender<News>,
+    page_size: u64,
+}
+
+impl Blocks {
+    pub(crate) fn new(replicas: usize, page_size: u32) -> Self {
+        let (lane, news) = unbounded();
+        let index = Mutex::new(PrefixIndex::new(replicas));
+        Self { index, news, lane, page_size: page_size.into() }
+    }
+
+    /// How many tokens of a prompt with these leading blocks each replica has cached.
+    pub(crate) fn cached(&self, names: &[BlockHash]) -> Vec<u64> {
+        let mut index = self.index.lock();
+        for news in self.news.try_iter() {
+            match news {
+                News::Changed(at, events) => {
+                    for event in events {
+                        match event {
+                            BlockEvent::Stored(name) => index.stored(at, name),
+                            BlockEvent::Dropped(name) => index.dropped(at, name),
+                            BlockEvent::Cleared => index.cleared(at),
+                        }
+                    }
+                }
+                News::Sent(at, names) => index.expect(at, &names),
+                News::Settled(at, names) => index.settled(at, &names),
+            }
+        }
+        let blocks = index.lookup(names);
+        blocks.into_iter().map(|blocks| blocks * self.page_size).collect()
+    }
+
+    /// There is somebody to take it: the receiver lives as long as this.
+    pub(crate) fn tell(&self, news: News) {
+        let _ = self.lane.send(news);
+    }
+}

@@ -1,0 +1,146 @@
+//! The choice of a replica, and the books that it is made by.
+
+use std::collections::HashMap;
+
+use forebay_balance::{Ask, Balancer, Budget, Ledger, Method, Work, preferred};
+use forebay_engine::{BlockHash, Route};
+
+/// Weight of the newest answer's length in the mean of all, one in so many.
+const NEWEST: u64 = 32;
+
+/// A request, as far as the choice depends on it.
+pub(crate) struct Asked<'a> {
+    pub(crate) id: u64,
+    pub(crate) route: &'a Route,
+    /// Tokens to compute before the next one is generated, if nothing is cached.
+    pub(crate) tokens: u64,
+    /// Most tokens that it may still generate.
+    pub(crate) room: u64,
+    /// Tokens that each replica has cached; empty: none.
+    pub(crate) cached: Vec<u64>,
+    /// Its leading blocks, to be remembered until it has computed them.
+    pub(crate) names: Vec<BlockHash>,
+}
+
+/// Blocks that a request will bring to its replica.
+pub(crate) struct Coming {
+    pub(crate) target: usize,
+    pub(crate) names: Vec<BlockHash>,
+}
+
+/// Everything under the dispatch lock.
+pub(crate) struct Dispatch {
+    pub(crate) ledger: Ledger,
+    balancer: Balancer,
+    /// Loads that are known only now and then, where that is asked for.
+    polled: Option<Polled>,
+    /// Whose hand takes plans.
+    pub(crate) up: Vec<bool>,
+    /// Who takes no new requests although it could.
+    pub(crate) drained: Vec<bool>,
+    /// Blocks of requests that have not begun to generate.
+    coming: HashMap<u64, Coming>,
+    lengths: Lengths,
+}
+
+struct Polled {
+    budget: Budget,
+    interval_us: u64,
+    due_us: u64,
+}
+
+/// How long answers are, for those who want to know before.
+#[derive(Default)]
+struct Lengths {
+    generated: HashMap<u64, u64>,
+    mean: Option<u64>,
+}
+
+impl Dispatch {
+    pub(crate) fn new(replicas: usize, method: Method, watch_interval_us: u64) -> Self {
+        let polled =
+            || Polled { budget: Budget::default(), interval_us: watch_interval_us, due_us: 0 };
+        Self {
+            ledger: Ledger::new(replicas),
+            balancer: Balancer::new(method),
+            polled: (watch_interval_us > 0).then(polled),
+            up: vec![false; replicas],
+            drained: vec![false; replicas],
+            coming: HashMap::new(),
+            lengths: Lengths::default(),
+        }
+    }
+
+    /// Whether a request can be sent to a replica now.
+    pub(crate) fn open(&self, at: usize) -> bool {
+        self.up[at] && !self.drained[at]
+    }
+
+    /// Whether somebody looks at the work of single requests: then each token counts.
+    fn counts_tokens(&self) -> bool {
+        self.balancer.method() == Method::TotalTokens
+    }
+
+    /// Chooses a replica among those that are `open` and enters the request there. `None`: there is none. `poll` tells the loads as the
+    /// replicas report them.
+    pub(crate) fn send(
+        &mut self,
+        asked: Asked<'_>,
+        open: impl Fn(usize) -> bool,
+        now_us: u64,
+        poll: impl FnOnce() -> Vec<u64>,
+    ) -> Option<usize> {
+        let Asked { id, route, tokens, room, cached, names } = asked;
+        let replicas = self.up.len();
+        let ask = Ask { tokens, cached: &cached };
+        let named = route.replica.map(|at| at as usize).filter(|&at| at < replicas && open(at));
+        let sticky = || preferred(route.key.as_ref()?, replicas, &open);
+        let target = match (named.or_else(sticky), &mut self.polled) {
+            (Some(target), _) => target,
+            (None, Some(polled)) => {
+                if now_us >= polled.due_us {
+                    polled.due_us = now_us + polled.interval_us;
+                    polled.budget.reported(&poll());
+                }
+                polled.budget.take(replicas, &open)?
+            }
+            (None, None) => self.balancer.choose(self.ledger.loads(), &open, &ask)?,
+        };
+        let decode = self.lengths.mean.map_or(room, |mean| mean.min(room));
+        self.ledger.sent(id, target, Work { prefill: ask.uncached(target), decode });
+        if self.counts_tokens() {
+            self.lengths.generated.insert(id, 0);
+        }
+        if !names.is_empty() {
+            self.coming.insert(id, Coming { target, names });
+        }
+        Some(target)
+    }
+
+    /// A request has generated a token. Gives what its replica now has told of by itself.
+    pub(crate) fn token(&mut self, at: usize, id: u64) -> Option<Coming> {
+        if self.counts_tokens()
+            && let Some(generated) = self.lengths.generated.get_mut(&id)
+        {
+            *generated += 1;
+        } else if self.ledger.loads()[at].in_prefill == 0 {
+            return None;
+        }
+        if self.ledger.generated(id, 1) { self.coming.remove(&id) } else { None }
+    }
+
+    /// A request goes to another replica. Gives what it will not bring to this one any more.
+    pub(crate) fn moved(&mut self, id: u64) -> Option<Coming> {
+        self.coming.remove(&id)
+    }
+
+    /// A request has ended.
+    pub(crate) fn ended(&mut self, id: u64) -> Option<Coming> {
+        self.ledger.ended(id);
+        if let Some(generated) = self.lengths.generated.remove(&id).filter(|&tokens| tokens > 0) {
+            let mean = self.lengths.mean.get_or_insert(generated);
+            *mean = (*mean * (NEWEST - 1) + generated).div_ceil(NEWEST);
+        }
+        self.coming.remove(&id)
+    }
+}

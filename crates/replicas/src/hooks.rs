@@ -1,0 +1,145 @@
+//! What an engine tells the set that it belongs to.
+
+use std::sync::Arc;
+
+use forebay_engine::{
+    BlockEvent, BlockObserver, FinishReason, Orphan, Output, OutputSink, Peers, RequestError,
+    RequestId,
+};
+use tracing::info;
+
+use crate::blocks::News;
+use crate::replicas::Shared;
+
+/// Takes the ends of requests off the ledger on their way out.
+pub(crate) struct CountingSink {
+    pub(crate) shared: Arc<Shared>,
+    pub(crate) at: usize,
+    pub(crate) inner: Box<dyn OutputSink>,
+}
+
+impl OutputSink for CountingSink {
+    fn deliver(&mut self, outputs: Vec<Output>) {
+        let mut settled = Vec::new();
+        {
+            let mut dispatch = self.shared.dispatch.lock();
+            for output in &outputs {
+                let id = output.id.0;
+                if output.token.is_some() {
+                    settled.extend(dispatch.token(self.at, id));
+                }
+                if output.finish.is_some() {
+                    settled.extend(dispatch.ended(id));
+                }
+            }
+        }
+        self.shared.settled(settled);
+        self.inner.deliver(outputs);
+    }
+}
+
+impl Drop for CountingSink {
+    /// The engine has ended, and perhaps not in order: nobody else will end what it still had.
+    fn drop(&mut self) {
+        let mut settled = Vec::new();
+        let left: Vec<u64> = {
+            let mut dispatch = self.shared.dispatch.lock();
+            dispatch.up[self.at] = false;
+            let left: Vec<u64> = dispatch.ledger.requests(self.at).collect();
+            settled.extend(left.iter().filter_map(|&id| dispatch.ended(id)));
+            left
+        };
+        self.shared.settled(settled);
+        if left.is_empty() {
+            return;
+        }
+        let reason = "the engine has ended".to_owned();
+        let finish = FinishReason::Error(RequestError::HandFailed(reason));
+        let end = |id| Output {
+            id: RequestId(id),
+            admission: None,
+            token: None,
+            pooled: None,
+            finish: Some(finish.clone()),
+        };
+        self.inner.deliver(left.into_iter().map(end).collect());
+    }
+}
+
+/// Sends changes of a prefix cache to the index.
+pub(crate) struct Observer {
+    pub(crate) lane: crossbeam_channel::Sender<News>,
+    pub(crate) at: usize,
+}
+
+impl BlockObserver for Observer {
+    fn changed(&mut self, events: Vec<BlockEvent>) {
+        // The set may be gone before its engines.
+        let _ = self.lane.send(News::Changed(self.at, events));
+    }
+}
+
+/// Several observers of one cache.
+pub(crate) struct Observers(Vec<Box<dyn BlockObserver>>);
+
+impl Observers {
+    /// As one; `None`: nobody listens.
+    pub(crate) fn join(mut all: Vec<Box<dyn BlockObserver>>) -> Option<Box<dyn BlockObserver>> {
+        match all.len() {
+            0 | 1 => all.pop(),
+            _ => Some(Box::new(Self(all))),
+        }
+    }
+}
+
+impl BlockObserver for Observers {
+    fn changed(&mut self, events: Vec<BlockEvent>) {
+        for observer in &mut self.0 {
+            observer.changed(events.clone());
+        }
+    }
+}
+
+/// The others, as replica `at` sees them.
+pub(crate) struct Others {
+    pub(crate) shared: Arc<Shared>,
+    pub(crate) at: usize,
+}
+
+impl Peers for Others {
+    fn up(&self, up: bool) {
+        self.shared.dispatch.lock().up[self.at] = up;
+        info!(replica = self.at, up, "the set of replicas has changed");
+        if up {
+            // Somebody may have waited for anybody to come back.
+            let others = self.shared.engines().iter().enumerate();
+            for (_, engine) in others.filter(|&(other, _)| other != self.at) {
+                engine.hand_over();
+            }
+        }
+    }
+
+    fn others_up(&self) -> bool {
+        let dispatch = self.shared.dispatch.lock();
+        (0..dispatch.up.len()).any(|other| other != self.at && dispatch.open(other))
+    }
+
+    fn adopt(&self, orphans: Vec<Orphan>) -> Vec<Orphan> {
+        let count = orphans.len();
+        let left: Vec<Orphan> =
+            orphans.into_iter().filter_map(|orphan| self.shared.adopt(self.at, orphan)).collect();
+        if left.len() < count {
+            info!(replica = self.at, requests = count - left.len(), "other replicas go on");
+        }
+        left
+    }
+
+    fn abort(&self, id: RequestId) {
+        let dispatch = self.shared.dispatch.lock();
+        if let Some(at) = dispatch.ledger.target(id.0).filter(|&at| at != self.at)
+            && let Some(engine) = self.shared.engines().get(at)
+        {
+            engine.abort(id);
+        }
+    }
+}

@@ -1,0 +1,333 @@
+//! N engines that look like one.
+
+use std::io;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, OnceLock};
+
+use forebay_balance::Method;
+use forebay_engine::{
+    BlockHash, BlockObserver, Clock, Engine, EngineConfig, EngineHandle, EngineRequest,
+    EngineThread, Executor, Facts, Hooks, Orphan, OutputSink, Peers, RequestId, Stats, Status,
+    SubmitError,
+};
+use parking_lot::Mutex;
+
+use crate::blocks::{Blocks, News};
+use crate::dispatch::{Asked, Coming, Dispatch};
+use crate::hooks::{CountingSink, Observer, Observers, Others};
+use crate::status::{ReplicaReport, combined_facts, combined_stats, combined_status};
+
+/// How requests are spread.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct ReplicasConfig {
+    /// The policy.
+    pub method: Method,
+    /// Microseconds between two looks at the replicas' own numbers, with nothing known in between; 0: exact loads. Then the policy is
+    /// that of [`forebay_balance::Budget`], and there to be measured against.
+    pub watch_interval_us: u64,
+}
+
+/// What a replica is made of.
+pub struct Member {
+    /// Its limits; those of the queue hold for all replicas together.
+    pub config: EngineConfig,
+    /// Its hand.
+    pub executor: Box<dyn Executor>,
+    /// Where its outputs go.
+    pub sink: Box<dyn OutputSink>,
+    /// Who else hears of its prefix cache, beside the dispatcher.
+    pub blocks: Option<Box<dyn BlockObserver>>,
+}
+
+pub(crate) struct Shared {
+    pub(crate) dispatch: Mutex<Dispatch>,
+    /// `None`: the policy does not ask what is cached.
+    blocks: Option<Blocks>,
+    clock: Arc<dyn Clock>,
+    engines: OnceLock<Vec<EngineHandle>>,
+    draining: AtomicBool,
+    /// Tokens a block, where requests share any.
+    page_size: Option<usize>,
+}
+
+/// The replicas of one brain. Cheap to clone; no call blocks.
+#[derive(Clone)]
+pub struct Replicas(Arc<Shared>);
+
+impl Replicas {
+    /// Starts an engine thread for each member. `on_exit` is called when the first of them ends.
+    ///
+    /// # Errors
+    /// A thread could not be created.
+    pub fn start(
+        config: ReplicasConfig,
+        members: Vec<Member>,
+        clock: Arc<dyn Clock>,
+        on_exit: impl FnOnce() + Send + 'static,
+    ) -> io::Result<(Self, Vec<EngineThread>)> {
+        let count = members.len();
+        let caching = members.iter().all(|member| member.config.prefix_cache);
+        let page_size = members.first().map(|member| member.config.page_size);
+        let page_size = page_size.filter(|_| caching);
+        let informed =
+            count > 1 && matches!(config.method, Method::TotalTokens | Method::PrefixAware);
+        let mut dispatch = Dispatch::new(count, config.method, config.watch_interval_us);
+        // A single one is always the one.
+        dispatch.up = vec![count == 1; count];
+        let shared = Arc::new(Shared {
+            dispatch: Mutex::new(dispatch),
+            blocks: page_size.filter(|_| informed).map(|size| Blocks::new(count, size)),
+            clock: Arc::clone(&clock),
+            engines: OnceLock::new(),
+            draining: AtomicBool::new(false),
+            page_size: page_size.map(|size| size as usize),
+        });
+        let queued = Arc::new(AtomicUsize::new(0));
+        let on_exit = Arc::new(Mutex::new(Some(on_exit)));
+        let (mut engines, mut threads) = (Vec::new(), Vec::new());
+        for (at, Member { config, executor, sink, blocks }) in members.into_iter().enumerate() {
+            let observers: Vec<Box<dyn BlockObserver>> = shared
+                .blocks
+                .as_ref()
+                .map(|index| Observer { lane: index.lane.clone(), at })
+                .into_iter()
+                .map(|observer| -> Box<dyn BlockObserver> { Box::new(observer) })
+                .chain(blocks)
+                .collect();
+            let peers =
+                || -> Box<dyn Peers> { Box::new(Others { shared: Arc::clone(&shared), at }) };
+            let on_exit = Arc::clone(&on_exit);
+            let hooks = Hooks {
+                sink: Box::new(CountingSink { shared: Arc::clone(&shared), at, inner: sink }),
+                blocks: Observers::join(observers),
+                peers: (count > 1).then(peers),
+                queued: Arc::clone(&queued),
+                on_exit: Box::new(move || {
+                    if let Some(on_exit) = on_exit.lock().take() {
+                        on_exit();
+                    }
+                }),
+            };
+            let (engine, thread) = Engine::start(config, executor, Arc::clone(&clock), hooks)?;
+            engines.push(engine);
+            threads.push(thread);
+        }
+        // Nobody else sets it.
+        let _ = shared.engines.set(engines);
+        Ok((Self(shared), threads))
+    }
+
+    /// Gives a request to a replica. Exactly one output with `finish` follows an `Ok`.
+    ///
+    /// # Errors
+    /// The queue is full, the server drains, or no replica will ever take it.
+    pub fn submit(&self, mut request: EngineRequest) -> Result<(), SubmitError> {
+        let shared = &self.0;
+        if shared.draining.load(Ordering::Acquire) {
+            return Err(SubmitError::Draining);
+        }
+        if request.names.is_empty() && request.embeds.is_none() {
+            request.names = shared.names(&request.prompt, &request.generated);
+        }
+        let id = request.id;
+        let engines = shared.engines();
+        let waiting =
+            |at: usize| matches!(engines[at].status(), Status::Ready | Status::Recovering(_));
+        let asked = shared.ask(&request);
+        let mut dispatch = shared.dispatch.lock();
+        let anybody = (0..engines.len()).any(|at| dispatch.open(at));
+        let open: Vec<bool> = (0..engines.len())
+            .map(
+                |at| if anybody { dispatch.open(at) } else { !dispatch.drained[at] && waiting(at) },
+            )
+            .collect();
+        let Some(at) = shared.send(&mut dispatch, asked, &open) else {
+            drop(dispatch);
+            let reason = match self.status() {
+                Status::Failed(reason) | Status::Starting(reason) => reason,
+                _ => "no replica takes requests".into(),
+            };
+            return Err(SubmitError::Unavailable(reason));
+        };
+        drop(dispatch);
+        engines[at].submit(request).inspect_err(|_| {
+            let coming = shared.dispatch.lock().ended(id.0);
+            shared.settled(coming);
+        })
+    }
+
+    /// Ends a request, wherever it is. Its terminal output has [`forebay_engine::FinishReason::Abort`], unless it ended by itself before.
+    pub fn abort(&self, id: RequestId) {
+        // Under the lock, so that a request on its way from one replica to another is found at one of them.
+        let dispatch = self.0.dispatch.lock();
+        if let Some(at) = dispatch.ledger.target(id.0) {
+            self.0.engines()[at].abort(id);
+        }
+    }
+
+    /// Drops every unreferenced block of all prefix caches; `reply` gets false when running requests kept some.
+    pub fn flush_cache(&self, reply: Box<dyn FnOnce(bool) + Send>) {
+        let engines = self.0.engines();
+        let waiting = Arc::new(Mutex::new((engines.len(), true, Some(reply))));
+        for engine in engines {
+            let waiting = Arc::clone(&waiting);
+            engine.flush_cache(Box::new(move |flushed| {
+                let mut waiting = waiting.lock();
+                waiting.0 -= 1;
+                waiting.1 &= flushed;
+                if waiting.0 == 0 {
+                    let all = waiting.1;
+                    waiting.2.take().into_iter().for_each(|reply| reply(all));
+                }
+            }));
+        }
+    }
+
+    /// Has the first replica's engine thread do `work` between two steps.
+    pub fn run(&self, work: Box<dyn FnOnce() + Send>) {
+        if let Some(engine) = self.0.engines().first() {
+            engine.run(work);
+        }
+    }
+
+    /// Refuses new requests from now on.
+    pub fn drain(&self) {
+        self.0.draining.store(true, Ordering::Release);
+        self.0.engines().iter().for_each(EngineHandle::drain);
+    }
+
+    /// A replica gets no new requests from now on, or gets them again; false: there is none with this number.
+    pub fn drain_replica(&self, at: usize, drained: bool) -> bool {
+        let mut dispatch = self.0.dispatch.lock();
+        let found = dispatch.drained.get_mut(at).map(|place| *place = drained);
+        found.is_some()
+    }
+
+    /// Aborts what is alive, stops the hands and ends the threads.
+    pub fn stop(&self) {
+        self.0.draining.store(true, Ordering::Release);
+        self.0.engines().iter().for_each(EngineHandle::stop);
+    }
+
+    /// How many there are.
+    #[must_use]
+    pub fn count(&self) -> u32 {
+        // Their number came as one.
+        self.0.engines().len() as u32
+    }
+
+    /// The state of all together.
+    #[must_use]
+    pub fn status(&self) -> Status {
+        combined_status(self.0.engines().iter().map(EngineHandle::status).collect())
+    }
+
+    /// All counted together.
+    #[must_use]
+    pub fn stats(&self) -> Stats {
+        combined_stats(self.0.engines().iter().map(EngineHandle::stats))
+    }
+
+    /// What holds for every replica that has been ready; `None` until one has.
+    #[must_use]
+    pub fn facts(&self) -> Option<Facts> {
+        combined_facts(self.0.engines().iter().filter_map(EngineHandle::facts))
+    }
+
+    /// Each by itself.
+    #[must_use]
+    pub fn reports(&self) -> Vec<ReplicaReport> {
+        let dispatch = self.0.dispatch.lock();
+        let loads = dispatch.ledger.loads().iter().zip(&dispatch.drained);
+        let engines = self.0.engines().iter();
+        let report = |(engine, (load, drained)): (&EngineHandle, (&_, &bool))| ReplicaReport {
+            status: engine.status(),
+            stats: engine.stats(),
+            load: *load,
+            drained: *drained,
+        };
+        engines.zip(loads).map(report).collect()
+    }
+
+    /// The names of a prompt's full blocks; empty where nothing is shared.
+    #[must_use]
+    pub fn block_names(&self, prompt: &[i32]) -> Vec<BlockHash> {
+        self.0.names(prompt, &[])
+    }
+}
+
+impl Shared {
+    /// Empty until all have been started.
+    pub(crate) fn engines(&self) -> &[EngineHandle] {
+        self.engines.get().map_or(&[], Vec::as_slice)
+    }
+
+    fn names(&self, prompt: &[i32], generated: &[i32]) -> Vec<BlockHash> {
+        match self.page_size {
+            None => Vec::new(),
+            Some(page_size) if generated.is_empty() => BlockHash::chain(0, prompt, page_size),
+            Some(page_size) => BlockHash::chain(0, &[prompt, generated].concat(), page_size),
+        }
+    }
+
+    /// What the choice depends on, looked up outside of the dispatch lock.
+    fn ask<'a>(&self, request: &'a EngineRequest) -> Asked<'a> {
+        let known = (request.prompt.len() + request.generated.len()) as u64;
+        let names = &request.names;
+        let cached = match &self.blocks {
+            // One token at least is left to compute.
+            Some(blocks) => blocks.cached(names).into_iter().map(|n| n.min(known - 1)).collect(),
+            None => Vec::new(),
+        };
+        Asked {
+            id: request.id.0,
+            route: &request.route,
+            tokens: known,
+            room: u64::from(request.max_tokens).saturating_sub(request.generated.len() as u64),
+            names: if self.blocks.is_some() { names.clone() } else { Vec::new() },
+            cached,
+        }
+    }
+
+    fn send(&self, dispatch: &mut Dispatch, asked: Asked<'_>, open: &[bool]) -> Option<usize> {
+        let names = asked.names.clone();
+        let reported = || {
+            let stats = self.engines().iter().map(EngineHandle::stats);
+            stats.map(|stats| (stats.running + stats.waiting) as u64).collect()
+        };
+        let at = dispatch.send(asked, |at| open[at], self.clock.now_us(), reported)?;
+        if let Some(blocks) = self.blocks.as_ref().filter(|_| !names.is_empty()) {
+            blocks.tell(News::Sent(at, names));
+        }
+        Some(at)
+    }
+
+    /// Requests have told of their blocks themselves by now.
+    pub(crate) fn settled(&self, coming: impl IntoIterator<Item = Coming>) {
+        if let Some(blocks) = &self.blocks {
+            for Coming { target, names } in coming {
+                blocks.tell(News::Settled(target, names));
+            }
+        }
+    }
+
+    /// Sends a request that replica `from` has lost to another one; gives it back if there is none.
+    pub(crate) fn adopt(&self, from: usize, orphan: Orphan) -> Option<Orphan> {
+        let asked = self.ask(&orphan.request);
+        let id = orphan.request.id.0;
+        let mut dispatch = self.dispatch.lock();
+        let open: Vec<bool> =
+            (0..dispatch.up.len()).map(|at| at != from && dispatch.open(at)).collect();
+        if !open.contains(&true) {
+            return Some(orphan);
+        }
+        let before = dispatch.moved(id);
+        self.settled(before);
+        match self.send(&mut dispatch, asked, &open) {
+            // Under the lock, so that an abort goes to where the request is.
+            Some(at) => self.engines()[at].adopt(orphan),
+            None => return Some(orphan),
+        }
+        None
+    }
+}

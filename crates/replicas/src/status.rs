@@ -1,0 +1,80 @@
+//! Many replicas told as one.
+
+use forebay_balance::Load;
+use forebay_engine::{Facts, Stats, Status};
+
+/// One replica.
+#[derive(Debug, Clone)]
+pub struct ReplicaReport {
+    /// As its engine says.
+    pub status: Status,
+    /// After its last step.
+    pub stats: Stats,
+    /// By the ledger: this moment.
+    pub load: Load,
+    /// It finishes what it has and gets nothing new.
+    pub drained: bool,
+}
+
+/// The state of all: ready as soon as none is loading for the first time and one is ready. A replica that has failed counts only when all
+/// have.
+#[must_use]
+pub fn combined_status(all: Vec<Status>) -> Status {
+    let rank = |status: &Status| match status {
+        Status::Starting(_) => 0,
+        Status::Draining => 1,
+        Status::Ready => 2,
+        Status::Recovering(_) => 3,
+        Status::Failed(_) => 4,
+    };
+    let first = all.into_iter().min_by_key(rank);
+    first.unwrap_or_else(|| Status::Failed("there is no replica".into()))
+}
+
+/// Everything counted, and everything there is.
+#[must_use]
+pub fn combined_stats(all: impl IntoIterator<Item = Stats>) -> Stats {
+    all.into_iter().fold(Stats::default(), |sum, one| Stats {
+        running: sum.running + one.running,
+        waiting: sum.waiting + one.waiting,
+        pages_held: sum.pages_held + one.pages_held,
+        pages_cached: sum.pages_cached + one.pages_cached,
+        pages_free: sum.pages_free + one.pages_free,
+        prefix_queries: sum.prefix_queries + one.prefix_queries,
+        prefix_hits: sum.prefix_hits + one.prefix_hits,
+        prompt_tokens: sum.prompt_tokens + one.prompt_tokens,
+        generated_tokens: sum.generated_tokens + one.generated_tokens,
+        preemptions: sum.preemptions + one.preemptions,
+        steps: sum.steps + one.steps,
+        device_us: sum.device_us + one.device_us,
+        idle_us: sum.idle_us + one.idle_us,
+        hand_deaths: sum.hand_deaths + one.hand_deaths,
+        replayed: sum.replayed + one.replayed,
+    })
+}
+
+/// What holds for every replica: any request must fit into any of them.
+#[must_use]
+pub fn combined_facts(all: impl IntoIterator<Item = Facts>) -> Option<Facts> {
+    all.into_iter().reduce(|a, b| if b.context_length < a.context_length { b } else { a })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn one_ready_replica_is_enough_but_not_before_all_have_loaded() {
+        let (loading, lost) = (Status::Starting("weights".into()), Status::Failed("no".into()));
+        let again = Status::Recovering("killed".into());
+        for (all, expected) in [
+            (vec![Status::Ready, loading.clone()], loading.clone()),
+            (vec![Status::Ready, lost.clone(), again.clone()], Status::Ready),
+            (vec![lost.clone(), again.clone()], again),
+            (vec![lost.clone(), lost.clone()], lost),
+            (vec![Status::Draining, Status::Draining], Status::Draining),
+        ] {
+            assert_eq!(combined_status(all), expected);
+        }
+    }
+}

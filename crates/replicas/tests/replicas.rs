@@ -1,0 +1,500 @@
+//! Engines with simulated hands, in real time: whatever dies, every request ends once and says what it would have said alone.
+
+use std::collections::{HashMap, HashSet};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::time::Duration;
+
+use forebay_engine::{
+    BlockEvent, BlockObserver, Embeds, EngineConfig, EngineRequest, EngineThread, FinishReason,
+    Output, OutputSink, Payload, Policy, RequestError, RequestId, Route, Status, SubmitError,
+};
+use forebay_protocol::SamplingParams;
+use forebay_replicas::{Member, Method, Replicas, ReplicasConfig};
+use forebay_sim::{DeviceModel, SimClock, SimConfig, SimControl, SimExecutor, SimText, next_token};
+
+const VOCAB: u32 = 1000;
+/// Far longer than anything here takes: a test that reaches it hangs.
+const PATIENCE: Duration = Duration::from_secs(60);
+const METHODS: [Method; 4] =
+    [Method::RoundRobin, Method::ShortestQueue, Method::TotalTokens, Method::PrefixAware];
+
+struct ChannelSink(Sender<Vec<Output>>);
+
+impl OutputSink for ChannelSink {
+    fn deliver(&mut self, outputs: Vec<Output>) {
+        // The test may be over.
+        let _ = self.0.send(outputs);
+    }
+}
+
+/// Counts blocks that any replica has stored.
+#[derive(Clone, Default)]
+struct Stored(Arc<AtomicUsize>);
+
+impl BlockObserver for Stored {
+    fn changed(&mut self, events: Vec<BlockEvent>) {
+        let stored = events.iter().filter(|event| matches!(event, BlockEvent::Stored(_)));
+        self.0.fetch_add(stored.count(), Ordering::SeqCst);
+    }
+}
+
+struct Rig {
+    replicas: Replicas,
+    controls: Vec<SimControl>,
+    outputs: Receiver<Vec<Output>>,
+    stories: HashMap<u64, Story>,
+    threads: Vec<EngineThread>,
+    stored: Stored,
+}
+
+/// All that a request gave.
+#[derive(Debug, Default)]
+struct Story {
+    tokens: Vec<i32>,
+    admissions: usize,
+    ends: Vec<FinishReason>,
+}
+
+fn config() -> EngineConfig {
+    EngineConfig {
+        max_running: 16,
+        slots: 24,
+        page_size: 4,
+        token_budget: 64,
+        prefix_cache: true,
+        policy: Policy::Fcfs,
+        lookahead: 1,
+        max_queued: 1000,
+        context_length: 400,
+        watchdog_us: 60_000_000,
+        restart_limit: 3,
+    }
+}
+
+/// Any token may follow any other, and none is an end.
+fn text() -> SimText {
+    SimText::endless((0..VOCAB as i32).collect())
+}
+
+impl Rig {
+    fn start(count: usize, method: Method) -> Self {
+        Self::with(count, ReplicasConfig { method, watch_interval_us: 0 }, config())
+    }
+
+    fn with(count: usize, how: ReplicasConfig, config: EngineConfig) -> Self {
+        let clock = SimClock::real();
+        let (sender, outputs) = channel();
+        let (mut members, mut controls) = (Vec::new(), Vec::new());
+        let stored = Stored::default();
+        for _ in 0..count {
+            let (executor, control) = SimExecutor::new(SimConfig {
+                clock: clock.clone(),
+                model: DeviceModel { step_us: 100.0, ..DeviceModel::INSTANT },
+                seed: 0,
+                load_us: 1000,
+                page_count: 1000,
+                vocab_size: VOCAB,
+                hidden_size: 4,
+                text: text(),
+                device: "sim".into(),
+            });
+            controls.push(control);
+            let sink = Box::new(ChannelSink(sender.clone()));
+            let config = config.clone();
+            let blocks: Option<Box<dyn BlockObserver>> = Some(Box::new(stored.clone()));
+            members.push(Member { config, executor: Box::new(executor), sink, blocks });
+        }
+        let (replicas, threads) =
+            Replicas::start(how, members, Arc::new(clock), || {}).expect("threads");
+        let rig = Self { replicas, controls, outputs, stories: HashMap::new(), threads, stored };
+        rig.settled(|states| states.iter().all(|status| *status == Status::Ready));
+        rig
+    }
+
+    fn states(&self) -> Vec<Status> {
+        self.replicas.reports().into_iter().map(|report| report.status).collect()
+    }
+
+    /// Waits for states; there is no event to wait for, and no assertion hangs on how long it takes.
+    fn settled(&self, wanted: impl Fn(&[Status]) -> bool) {
+        while !wanted(&self.states()) {
+            std::thread::yield_now();
+        }
+    }
+
+    /// Takes the next outputs and gives the ids that have ended with them.
+    fn next(&mut self) -> Vec<u64> {
+        let mut ended = Vec::new();
+        for output in self.outputs.recv_timeout(PATIENCE).expect("outputs") {
+            let id = output.id.0;
+            let story = self.stories.entry(id).or_default();
+            assert!(story.ends.is_empty(), "something after the end: {output:?}");
+            story.admissions += usize::from(output.admission.is_some());
+            if let Some(token) = output.token {
+                assert_eq!(story.admissions, 1, "the admission comes with the first token");
+                story.tokens.push(token.id);
+            }
+            if let Some(finish) = output.finish {
+                story.ends.push(finish);
+                ended.push(id);
+            }
+        }
+        ended
+    }
+
+    fn follow(&mut self, mut count: usize) {
+        while count > 0 {
+            count -= self.next().len();
+        }
+    }
+
+    fn assert_exact(&self, id: u64, max_tokens: u32) {
+        let story = &self.stories[&id];
+        assert_eq!(story.tokens, alone(prompt(id), max_tokens), "request {id}");
+        assert_eq!(story.ends, [FinishReason::Length], "request {id}");
+    }
+
+    /// Nobody has anything to do, and the books say so.
+    fn assert_idle(&self) {
+        for report in self.replicas.reports() {
+            let load = report.load;
+            assert_eq!((load.requests, load.in_prefill, load.work.tokens()), (0, 0, 0));
+        }
+    }
+
+    fn dispatched(&self) -> Vec<u64> {
+        self.replicas.reports().iter().map(|report| report.load.dispatched).collect()
+    }
+}
+
+fn request(id: u64, prompt: Vec<i32>, max_tokens: u32) -> EngineRequest {
+    EngineRequest {
+        id: RequestId(id),
+        prompt,
+        generated: Vec::new(),
+        names: Vec::new(),
+        max_tokens,
+        pooling: None,
+        stop_ids: Vec::new(),
+        sampling: SamplingParams::default(),
+        priority: 0,
+        embeds: None,
+        route: Route::default(),
+    }
+}
+
+/// Prompts of many lengths, some with a common beginning.
+fn prompt(id: u64) -> Vec<i32> {
+    let common = if id.is_multiple_of(3) { 40 } else { 0 };
+    let own = 1 + (id as i32 * 7) % 60;
+    (0..common).chain((0..own).map(|i| (id as i32 * 31 + i) % VOCAB as i32)).collect()
+}
+
+/// What the simulated model gives a request that runs alone.
+fn alone(mut tokens: Vec<i32>, count: u32) -> Vec<i32> {
+    let (text, start) = (text(), tokens.len());
+    for _ in 0..count {
+        tokens.push(next_token(&text, &tokens, start));
+    }
+    tokens.split_off(start)
+}
+
+fn lengths(id: u64) -> u32 {
+    1 + (id as u32 * 13) % 90
+}
+
+#[test]
+fn the_tokens_do_not_depend_on_the_replicas_or_the_policy() {
+    for (count, method) in METHODS.map(|method| (4, method)).into_iter().chain([(1, METHODS[3])]) {
+        let mut rig = Rig::start(count, method);
+        for id in 0..100 {
+            rig.replicas.submit(request(id, prompt(id), lengths(id))).expect("room");
+        }
+        rig.follow(100);
+        (0..100).for_each(|id| rig.assert_exact(id, lengths(id)));
+        rig.assert_idle();
+        assert_eq!(rig.dispatched().iter().sum::<u64>(), 100);
+        if method == Method::RoundRobin {
+            assert_eq!(rig.dispatched(), [25; 4]);
+        }
+    }
+}
+
+#[test]
+fn a_hundred_clients_of_four_replicas_are_never_more_than_25_at_one() {
+    for method in [Method::ShortestQueue, Method::PrefixAware] {
+        let mut rig = Rig::start(4, method);
+        let equal = |id: u64| request(id, (0..16).map(|i| (id as i32 + i) % 1000).collect(), 12);
+        for id in 0..100 {
+            rig.replicas.submit(equal(id)).expect("room");
+        }
+        let (mut next, mut ended) = (100, 0);
+        while ended < 500 {
+            for _ in rig.next() {
+                ended += 1;
+                if next < 500 {
+                    rig.replicas.submit(equal(next)).expect("room");
+                    next += 1;
+                }
+            }
+        }
+        let peaks: Vec<u64> = rig.replicas.reports().iter().map(|r| r.load.peak).collect();
+        assert_eq!(peaks, [25; 4], "{method:?}");
+        rig.assert_idle();
+    }
+}
+
+#[test]
+fn streams_survive_twenty_kills_and_the_hands_come_back() {
+    for method in METHODS {
+        let how = ReplicasConfig { method, watch_interval_us: 0 };
+        // A hand that is killed before it has done anything counts as one that did not start.
+        let mut rig = Rig::with(4, how, EngineConfig { restart_limit: 1000, ..config() });
+        let (mut next, mut ended, mut kills) = (0, 0, 0);
+        while next < 60 {
+            rig.replicas.submit(request(next, prompt(next), 150)).expect("room");
+            next += 1;
+        }
+        while ended < next {
+            ended += rig.next().len() as u64;
+            if kills < 20 && rig.states().iter().all(|status| *status == Status::Ready) {
+                rig.controls[kills % 4].kill();
+                kills += 1;
+            }
+            if kills < 20 && next - ended < 40 {
+                rig.replicas.submit(request(next, prompt(next), 150)).expect("room");
+                next += 1;
+            }
+        }
+        assert_eq!(kills, 20, "{method:?}");
+        (0..next).for_each(|id| rig.assert_exact(id, 150));
+        rig.settled(|states| states.iter().all(|status| *status == Status::Ready));
+        rig.assert_idle();
+        let stats = rig.replicas.stats();
+        assert!(stats.hand_deaths >= 17, "the last kills may have hit nobody: {stats:?}");
+        assert!(stats.replayed > 0, "{stats:?}");
+    }
+}
+
+#[test]
+fn a_dead_replicas_requests_do_not_wait_for_it() {
+    let mut rig = Rig::start(3, Method::RoundRobin);
+    for id in 0..30 {
+        rig.replicas.submit(request(id, prompt(id), 60)).expect("room");
+    }
+    rig.controls[1].fail_starts(1000);
+    rig.controls[1].kill();
+    rig.follow(30);
+    (0..30).for_each(|id| rig.assert_exact(id, 60));
+    rig.settled(|states| matches!(states[1], Status::Failed(_)));
+    assert_eq!(rig.replicas.status(), Status::Ready);
+    let before = rig.dispatched()[1];
+    for id in 30..60 {
+        rig.replicas.submit(request(id, prompt(id), 5)).expect("room");
+    }
+    rig.follow(30);
+    assert_eq!(rig.dispatched()[1], before, "who has failed stays out");
+    for other in [0, 2] {
+        rig.controls[other].fail_starts(1000);
+        rig.controls[other].kill();
+    }
+    rig.settled(|states| states.iter().all(|status| matches!(status, Status::Failed(_))));
+    assert!(matches!(rig.replicas.status(), Status::Failed(_)));
+    let refused = rig.replicas.submit(request(99, vec![1], 1));
+    assert_eq!(refused, Err(SubmitError::Unavailable("start refused".into())));
+    rig.assert_idle();
+}
+
+#[test]
+fn when_all_hands_are_gone_requests_wait_for_the_first_to_come_back() {
+    let mut rig = Rig::start(3, Method::ShortestQueue);
+    for id in 0..30 {
+        rig.replicas.submit(request(id, prompt(id), 80)).expect("room");
+    }
+    rig.controls.iter().for_each(SimControl::kill);
+    for id in 30..40 {
+        rig.replicas.submit(request(id, prompt(id), 80)).expect("room");
+    }
+    rig.follow(40);
+    (0..40).for_each(|id| rig.assert_exact(id, 80));
+    rig.assert_idle();
+}
+
+#[test]
+fn a_poisonous_request_takes_two_hands_with_it_and_nobody_else() {
+    let mut rig = Rig::start(4, Method::RoundRobin);
+    rig.controls.iter().for_each(|control| control.poison(777));
+    for id in 0..24 {
+        let mut prompt: Vec<i32> = prompt(id).into_iter().map(|token| token % 500).collect();
+        if id == 5 {
+            prompt.push(777);
+        }
+        rig.replicas.submit(request(id, prompt, 20)).expect("room");
+    }
+    rig.follow(24);
+    for id in 0..24 {
+        let story = &rig.stories[&id];
+        if id == 5 {
+            assert_eq!(story.ends, [FinishReason::Error(RequestError::Poisoned)]);
+        } else {
+            assert_eq!(
+                (story.ends.as_slice(), story.tokens.len()),
+                (&[FinishReason::Length][..], 20)
+            );
+        }
+    }
+    assert_eq!(rig.replicas.stats().hand_deaths, 2);
+    rig.assert_idle();
+}
+
+#[test]
+fn aborts_find_requests_on_their_way() {
+    let mut rig = Rig::start(3, Method::ShortestQueue);
+    let mut open: HashSet<u64> = (0..120).collect();
+    for id in 0..120 {
+        rig.replicas.submit(request(id, prompt(id), 200)).expect("room");
+    }
+    for turn in 0..120_u64 {
+        if turn.is_multiple_of(20) {
+            rig.controls[turn as usize / 20 % 3].kill();
+        }
+        rig.replicas.abort(RequestId(turn));
+        rig.replicas.abort(RequestId(turn));
+    }
+    while !open.is_empty() {
+        for id in rig.next() {
+            assert!(open.remove(&id));
+        }
+    }
+    // Those that were quick may have ended by themselves.
+    let fine = |end: &FinishReason| matches!(end, FinishReason::Abort | FinishReason::Length);
+    assert!(rig.stories.values().all(|story| story.ends.len() == 1 && fine(&story.ends[0])));
+    rig.assert_idle();
+}
+
+#[test]
+fn clients_choose_a_replica_or_stay_at_one() {
+    let mut rig = Rig::start(4, Method::ShortestQueue);
+    for id in 0..12 {
+        let route = Route { key: None, replica: Some(2) };
+        rig.replicas.submit(EngineRequest { route, ..request(id, prompt(id), 3) }).expect("room");
+    }
+    rig.follow(12);
+    assert_eq!(rig.dispatched(), [0, 0, 12, 0]);
+    for id in 12..32 {
+        let route = Route { key: Some("one session".into()), replica: None };
+        rig.replicas.submit(EngineRequest { route, ..request(id, prompt(id), 3) }).expect("room");
+    }
+    rig.follow(20);
+    let sent = rig.dispatched();
+    assert!(sent.iter().any(|&count| count % 12 == 20 % 12), "all went to one: {sent:?}");
+    assert!(rig.replicas.drain_replica(2, true));
+    assert!(!rig.replicas.drain_replica(4, true));
+    let before = rig.dispatched()[2];
+    for id in 32..52 {
+        rig.replicas.submit(request(id, prompt(id), 3)).expect("room");
+    }
+    rig.follow(20);
+    assert_eq!(rig.dispatched()[2], before, "a drained one gets nothing");
+    rig.replicas.drain_replica(2, false);
+    rig.replicas.submit(request(52, prompt(52), 3)).expect("room");
+    rig.follow(1);
+    rig.assert_idle();
+}
+
+#[test]
+fn prompts_with_the_same_beginning_find_it() {
+    let mut rig = Rig::start(4, Method::PrefixAware);
+    let of = |family: u64, turn: i32| -> Vec<i32> {
+        (0..80).map(|i| (family as i32 * 97 + i) % 1000).chain([turn, turn + 1]).collect()
+    };
+    for turn in 0..6 {
+        for family in 0..4 {
+            let id = turn * 4 + family;
+            rig.replicas.submit(request(id, of(family, turn as i32), 4)).expect("room");
+        }
+        rig.follow(4);
+    }
+    let stats = rig.replicas.stats();
+    assert_eq!(stats.prefix_hits, 5 * 4 * 80, "each family is computed once: {stats:?}");
+    // 20 blocks of a family's beginning, and one that each turn's answer fills.
+    assert_eq!(rig.stored.0.load(Ordering::SeqCst), 4 * 20 + 6 * 4, "others hear of blocks too");
+    assert!(rig.dispatched().iter().all(|&count| count == 6));
+}
+
+#[test]
+fn polled_loads_are_not_looked_at_in_between() {
+    let polled = ReplicasConfig { method: Method::ShortestQueue, watch_interval_us: u64::MAX / 2 };
+    let mut rig = Rig::with(3, polled, config());
+    // The only report said that nobody has anything to do, so everybody takes turns, however long the requests are.
+    for id in 0..30 {
+        let long = if id % 3 == 0 { 300 } else { 1 };
+        rig.replicas.submit(request(id, prompt(id), long)).expect("room");
+    }
+    assert_eq!(rig.dispatched(), [10; 3]);
+    rig.follow(30);
+    rig.assert_idle();
+}
+
+#[test]
+fn the_queues_limit_holds_for_all_together() {
+    let mut rig = Rig::start(2, Method::RoundRobin);
+    rig.controls.iter().for_each(SimControl::hold);
+    let mut taken = 0;
+    let refused = loop {
+        match rig.replicas.submit(request(taken, prompt(taken), 1)) {
+            Ok(()) => taken += 1,
+            Err(error) => break error,
+        }
+    };
+    assert_eq!(refused, SubmitError::QueueFull { limit: 1000 });
+    assert!((1000..=1000 + 2 * 16).contains(&taken), "{taken}");
+    rig.controls.iter().for_each(SimControl::release);
+    rig.follow(taken as usize);
+    rig.assert_idle();
+}
+
+/// Room in the arena that says when it is given back.
+#[derive(Debug)]
+struct Room(Arc<AtomicUsize>);
+
+impl Payload for Room {
+    fn offset(&self) -> u32 {
+        0
+    }
+
+    fn write(&self, _: usize, _: &[u8]) -> std::io::Result<()> {
+        Ok(())
+    }
+}
+
+impl Drop for Room {
+    fn drop(&mut self) {
+        self.0.fetch_add(1, Ordering::SeqCst);
+    }
+}
+
+#[test]
+fn what_lies_in_the_arena_moves_with_its_request_and_is_given_back_once() {
+    let mut rig = Rig::start(3, Method::RoundRobin);
+    let back = Arc::new(AtomicUsize::new(0));
+    for id in 0..30 {
+        let payload = Arc::new(Room(Arc::clone(&back)));
+        let embeds = Some(Embeds { payload, offset: 0 });
+        let request = EngineRequest { embeds, ..request(id, vec![0; 30], 100) };
+        rig.replicas.submit(request).expect("room");
+    }
+    rig.next();
+    let before = back.load(Ordering::SeqCst);
+    assert!(before < 30, "those that go on still have it");
+    rig.controls[0].kill();
+    rig.controls[1].kill();
+    let ended = rig.stories.values().filter(|story| !story.ends.is_empty()).count();
+    rig.follow(30 - ended);
+    assert!(rig.stories.values().all(|story| story.tokens.len() == 100));
+    rig.replicas.stop();
+    rig.threads.drain(..).for_each(EngineThread::join);
+    assert_eq!(back.load(Ordering::SeqCst), 30);
+}

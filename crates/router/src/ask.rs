@@ -1,0 +1,218 @@
+//! A client's request, as it is sent to backends: once, or again.
+
+use std::time::Instant;
+
+use bytes::Bytes;
+use forebay_api::peer::{RESUME_HEADER, ROUTER_HEADER, RouterTag, STREAM_HEADER};
+use http::header::{
+    CONNECTION, CONTENT_LENGTH, EXPECT, HOST, PROXY_AUTHENTICATE, PROXY_AUTHORIZATION, TE, TRAILER,
+    TRANSFER_ENCODING, UPGRADE,
+};
+use http::request::Parts;
+use http::uri::PathAndQuery;
+use http::{HeaderMap, HeaderName, HeaderValue, Method, Request, Uri};
+use http_body_util::Full;
+use xxhash_rust::xxh3::xxh3_64;
+
+use crate::backend::Sent;
+use crate::index::Texts;
+use crate::policy::Policy;
+use crate::scan::{members, plain_string};
+
+const ROUTING_KEY: &str = "x-routing-key";
+const ROUTING_KEY_OF_SGLANG: &str = "x-smg-routing-key";
+/// What begins the names of headers that only routers and brains exchange.
+const OURS: &str = "x-forebay-";
+/// Bytes of a body for one token, to weigh a request by before anybody has seen its tokens.
+const BYTES_A_TOKEN: usize = 4;
+
+/// A client's request.
+#[derive(Debug)]
+pub(crate) struct Ask {
+    method: Method,
+    path: PathAndQuery,
+    headers: HeaderMap,
+    body: Bytes,
+    /// To sample with where the client gave no seed.
+    seed: u64,
+    /// Until when it has to be answered.
+    pub(crate) deadline: Instant,
+    /// The client's key, for `session`.
+    pub(crate) key: Option<u64>,
+    /// Names of the prompt's beginnings, for `cache_aware`.
+    pub(crate) texts: Option<Texts>,
+}
+
+/// What another brain has to know to go on with a stream.
+#[derive(Debug, Clone)]
+pub(crate) struct Resume {
+    /// The stream's name, as the first brain wrote it.
+    pub(crate) name: HeaderValue,
+    /// Ids of the tokens that the client has, in decimal, each with a comma.
+    pub(crate) ids: Vec<u8>,
+}
+
+impl Ask {
+    /// Reads of a request what `policy` wants to know.
+    pub(crate) fn new(mut parts: Parts, body: Bytes, policy: Policy, deadline: Instant) -> Self {
+        let key = (policy == Policy::Session).then(|| routing_key(&parts.headers, &body)).flatten();
+        let texts = (policy == Policy::CacheAware).then(|| prompt(&body).map(Texts::new)).flatten();
+        keep_end_to_end(&mut parts.headers);
+        parts.headers.remove(HOST);
+        parts.headers.remove(CONTENT_LENGTH);
+        parts.headers.remove(EXPECT);
+        let path = parts.uri.path_and_query().cloned();
+        Self {
+            method: parts.method,
+            path: path.unwrap_or(PathAndQuery::from_static("/")),
+            headers: parts.headers,
+            body,
+            seed: rand::random(),
+            deadline,
+            key,
+            texts,
+        }
+    }
+
+    /// About how many tokens it has.
+    pub(crate) fn tokens(&self) -> u32 {
+        u32::try_from(self.body.len() / BYTES_A_TOKEN).unwrap_or(u32::MAX)
+    }
+
+    /// The request to a backend.
+    pub(crate) fn request(
+        &self,
+        router: u64,
+        sent: &Sent,
+        resume: Option<&Resume>,
+    ) -> Request<Full<Bytes>> {
+        let tag = RouterTag {
+            router,
+            seq: sent.seq,
+            floor: sent.floor,
+            seed: self.seed,
+            blocks: self.texts.is_some(),
+        };
+        let body = match resume {
+            None => self.body.clone(),
+            Some(resume) => [&resume.ids[..], &self.body].concat().into(),
+        };
+        let mut request = Request::new(Full::new(body));
+        *request.method_mut() = self.method.clone();
+        *request.uri_mut() = Uri::from(self.path.clone());
+        let headers = request.headers_mut();
+        headers.clone_from(&self.headers);
+        headers.insert(HOST, sent.backend.host.clone());
+        // Digits, letters and semicolons.
+        if let Ok(tag) = HeaderValue::from_str(&tag.encode()) {
+            headers.insert(HeaderName::from_static(ROUTER_HEADER), tag);
+        }
+        if let Some(resume) = resume {
+            headers.insert(HeaderName::from_static(STREAM_HEADER), resume.name.clone());
+            let length = HeaderValue::from(resume.ids.len());
+            headers.insert(HeaderName::from_static(RESUME_HEADER), length);
+        }
+        request
+    }
+}
+
+/// Leaves only headers that are meant for the other end.
+pub(crate) fn keep_end_to_end(headers: &mut HeaderMap) {
+    let mut named: Vec<HeaderName> = Vec::new();
+    for value in headers.get_all(CONNECTION) {
+        let names = value.to_str().unwrap_or_default().split(',');
+        named.extend(names.filter_map(|name| name.trim().parse::<HeaderName>().ok()));
+    }
+    let hop = [
+        CONNECTION,
+        HeaderName::from_static("keep-alive"),
+        PROXY_AUTHENTICATE,
+        PROXY_AUTHORIZATION,
+        TE,
+        TRAILER,
+        TRANSFER_ENCODING,
+        UPGRADE,
+    ];
+    for name in named.iter().chain(&hop) {
+        headers.remove(name);
+    }
+    let ours = |name: &&HeaderName| name.as_str().starts_with(OURS);
+    let ours: Vec<HeaderName> = headers.keys().filter(ours).cloned().collect();
+    for name in ours {
+        headers.remove(name);
+    }
+}
+
+/// What keeps a client's requests together.
+fn routing_key(headers: &HeaderMap, body: &[u8]) -> Option<u64> {
+    let header = headers.get(ROUTING_KEY).or_else(|| headers.get(ROUTING_KEY_OF_SGLANG));
+    if let Some(key) = header {
+        return Some(xxh3_64(key.as_bytes()));
+    }
+    let fields: [&[u8]; 3] = [b"routing_key", b"session_id", b"user"];
+    let mut found = [None; 3];
+    for (name, value) in members(body) {
+        if let Some(place) = fields.iter().position(|&field| field == name) {
+            found[place] = Some(value);
+        }
+    }
+    let key = found.into_iter().flatten().find(|&value| value != b"null")?;
+    Some(xxh3_64(plain_string(key).unwrap_or(key)))
+}
+
+/// The prompt, as it is written in the body.
+fn prompt(body: &[u8]) -> Option<&[u8]> {
+    let fields: [&[u8]; 5] = [b"messages", b"prompt", b"text", b"input_ids", b"input"];
+    let (_, value) = members(body).find(|(name, _)| fields.contains(name))?;
+    // Without the quote or bracket at its end, a longer prompt begins with a shorter one.
+    value.split_last().map(|(_, text)| text)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn headers(pairs: &[(&'static str, &'static str)]) -> HeaderMap {
+        let pair =
+            |&(name, value)| (HeaderName::from_static(name), HeaderValue::from_static(value));
+        pairs.iter().map(pair).collect()
+    }
+
+    #[test]
+    fn only_what_is_meant_for_the_other_end_is_passed_on() {
+        let mut found = headers(&[
+            ("connection", "close, X-Private"),
+            ("x-private", "1"),
+            ("keep-alive", "5"),
+            ("x-forebay-load", "1"),
+            ("authorization", "Bearer k"),
+        ]);
+        keep_end_to_end(&mut found);
+        assert_eq!(found, headers(&[("authorization", "Bearer k")]));
+    }
+
+    #[test]
+    fn a_key_is_the_same_in_a_header_and_in_a_field() {
+        let in_header = routing_key(&headers(&[("x-routing-key", "ann")]), b"{}");
+        assert!(in_header.is_some());
+        assert_eq!(routing_key(&headers(&[("x-smg-routing-key", "ann")]), b"{}"), in_header);
+        let body = |text: &str| routing_key(&HeaderMap::new(), text.as_bytes());
+        assert_eq!(body(r#"{"user":"bob","routing_key":"ann"}"#), in_header);
+        assert_eq!(body(r#"{"user":"ann","routing_key":null}"#), in_header);
+        assert_ne!(body(r#"{"user":"bob"}"#), in_header);
+        assert_eq!(body(r#"{"prompt":"x"}"#), None);
+        assert_eq!(body("not json"), None);
+    }
+
+    #[test]
+    fn a_longer_prompt_begins_with_a_shorter_one() {
+        let find = |body: &'static str| prompt(body.as_bytes()).unwrap();
+        let short = find(r#"{"model":"m","messages":[{"role":"user","content":"a"}]}"#);
+        let long = find(r#"{"messages":[{"role":"user","content":"a"},{"role":"x"}],"n":1}"#);
+        assert!(long.starts_with(short));
+        assert_eq!(find(r#"{"prompt":"abc"}"#), b"\"abc");
+        assert_eq!(find(r#"{"input_ids":[1,2]}"#), b"[1,2");
+        assert_eq!(prompt(b"{}"), None);
+        assert_eq!(prompt(b"{\"prompt\":}"), None);
+    }
+}

@@ -1,0 +1,194 @@
+//! A circuit breaker: a backend that fails again and again is left alone for a while, then tried with a few requests.
+
+use std::collections::VecDeque;
+use std::time::{Duration, Instant};
+
+/// When a breaker opens and closes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct BreakerConfig {
+    /// Failures within `window` that open it; 0: it never opens.
+    pub failures: usize,
+    /// Successes that close it again.
+    pub successes: usize,
+    /// How long it stays open.
+    pub pause: Duration,
+    /// How long a failure counts.
+    pub window: Duration,
+}
+
+impl Default for BreakerConfig {
+    /// As SGLang's router.
+    fn default() -> Self {
+        Self {
+            failures: 10,
+            successes: 3,
+            pause: Duration::from_secs(60),
+            window: Duration::from_secs(120),
+        }
+    }
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum State {
+    Closed,
+    Open {
+        until: Instant,
+    },
+    /// Requests pass one after the other until `successes` of them went well.
+    Trying {
+        successes: usize,
+        under_way: bool,
+    },
+}
+
+/// The breaker of one backend.
+#[derive(Debug)]
+pub struct Breaker {
+    config: BreakerConfig,
+    state: State,
+    failures: VecDeque<Instant>,
+}
+
+impl Breaker {
+    /// A closed one.
+    #[must_use]
+    pub fn new(config: BreakerConfig) -> Self {
+        Self { config, state: State::Closed, failures: VecDeque::new() }
+    }
+
+    /// Whether a request may pass at `now`.
+    #[must_use]
+    pub fn allows(&self, now: Instant) -> bool {
+        match self.state {
+            State::Closed => true,
+            State::Open { until } => now >= until,
+            State::Trying { under_way, .. } => !under_way,
+        }
+    }
+
+    /// A request passes.
+    pub fn pass(&mut self, now: Instant) {
+        match &mut self.state {
+            State::Open { until } if now >= *until => {
+                self.state = State::Trying { successes: 0, under_way: true };
+            }
+            State::Trying { under_way, .. } => *under_way = true,
+            State::Closed | State::Open { .. } => {}
+        }
+    }
+
+    /// A request that passed went well.
+    pub fn succeed(&mut self) {
+        if let State::Trying { successes, under_way } = &mut self.state {
+            *successes += 1;
+            *under_way = false;
+            if *successes >= self.config.successes {
+                self.state = State::Closed;
+                self.failures.clear();
+            }
+        }
+    }
+
+    /// A request that passed was neither: its client went away.
+    pub fn forgo(&mut self) {
+        if let State::Trying { under_way, .. } = &mut self.state {
+            *under_way = false;
+        }
+    }
+
+    /// A request that passed failed.
+    pub fn fail(&mut self, now: Instant) {
+        let open = State::Open { until: now + self.config.pause };
+        match self.state {
+            State::Open { .. } => {}
+            State::Trying { .. } => self.state = open,
+            State::Closed => {
+                self.failures.push_back(now);
+                while self.failures.front().is_some_and(|&first| first + self.config.window < now) {
+                    self.failures.pop_front();
+                }
+                if self.config.failures > 0 && self.failures.len() >= self.config.failures {
+                    self.failures.clear();
+                    self.state = open;
+                }
+            }
+        }
+    }
+
+    /// The backend answers its health checks again after it was gone: what it did before says nothing.
+    pub fn reset(&mut self) {
+        self.state = State::Closed;
+        self.failures.clear();
+    }
+
+    /// `closed`, `open` or `trying`.
+    #[must_use]
+    pub fn name(&self) -> &'static str {
+        match self.state {
+            State::Closed => "closed",
+            State::Open { .. } => "open",
+            State::Trying { .. } => "trying",
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const SECOND: Duration = Duration::from_secs(1);
+
+    fn breaker() -> Breaker {
+        let config =
+            BreakerConfig { failures: 3, successes: 2, pause: 10 * SECOND, window: 5 * SECOND };
+        Breaker::new(config)
+    }
+
+    #[test]
+    fn only_failures_close_together_open_it() {
+        let (mut breaker, start) = (breaker(), Instant::now());
+        for second in [0, 3, 6, 9, 12] {
+            breaker.fail(start + second * SECOND);
+        }
+        assert!(breaker.allows(start + 12 * SECOND));
+        breaker.fail(start + 12 * SECOND);
+        assert!(!breaker.allows(start + 21 * SECOND));
+        assert!(breaker.allows(start + 22 * SECOND));
+    }
+
+    #[test]
+    fn it_is_tried_one_by_one_before_it_closes() {
+        let (mut breaker, start) = (breaker(), Instant::now());
+        (0..3).for_each(|_| breaker.fail(start));
+        let later = start + 10 * SECOND;
+        breaker.pass(later);
+        assert!(!breaker.allows(later), "one is under way");
+        breaker.succeed();
+        assert_eq!(breaker.name(), "trying");
+        breaker.pass(later);
+        breaker.forgo();
+        breaker.pass(later);
+        breaker.succeed();
+        assert_eq!(breaker.name(), "closed");
+    }
+
+    #[test]
+    fn a_failed_trial_opens_it_again() {
+        let (mut breaker, start) = (breaker(), Instant::now());
+        (0..3).for_each(|_| breaker.fail(start));
+        let later = start + 10 * SECOND;
+        breaker.pass(later);
+        breaker.fail(later);
+        assert!(!breaker.allows(later + 9 * SECOND) && breaker.allows(later + 10 * SECOND));
+        breaker.reset();
+        assert!(breaker.allows(later));
+    }
+
+    #[test]
+    fn zero_failures_switch_it_off() {
+        let mut breaker = Breaker::new(BreakerConfig { failures: 0, ..BreakerConfig::default() });
+        let now = Instant::now();
+        (0..50).for_each(|_| breaker.fail(now));
+        assert!(breaker.allows(now));
+    }
+}

@@ -1,0 +1,99 @@
+//! A backend's response, as it comes.
+
+use std::pin::Pin;
+use std::sync::Arc;
+use std::task::{Context, Poll};
+use std::time::Instant;
+
+use bytes::Bytes;
+use hyper::body::Incoming;
+use tokio::sync::futures::OwnedNotified;
+use tokio::time::{Sleep, sleep_until};
+
+use crate::backend::{Backend, Sent};
+use crate::link::Link;
+use crate::shared::Worker;
+
+/// Why a response does not come, or not to its end.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum Broken {
+    #[error("the connection to the backend broke: {0}")]
+    Link(#[from] hyper::Error),
+    #[error("the backend does not answer its health checks")]
+    Gone,
+    #[error("the request took longer than --request-timeout-secs allows")]
+    Deadline,
+}
+
+/// Ready when there is no point in waiting for a backend any longer.
+pub(crate) struct Vigil {
+    gone: Pin<Box<OwnedNotified>>,
+    deadline: Pin<Box<Sleep>>,
+}
+
+impl Vigil {
+    pub(crate) fn new(backend: &Backend, deadline: Instant) -> Self {
+        let mut gone = Box::pin(Arc::clone(&backend.gone).notified_owned());
+        gone.as_mut().enable();
+        Self { gone, deadline: Box::pin(sleep_until(deadline.into())) }
+    }
+
+    pub(crate) fn poll(&mut self, context: &mut Context<'_>) -> Poll<Broken> {
+        if self.gone.as_mut().poll(context).is_ready() {
+            return Poll::Ready(Broken::Gone);
+        }
+        self.deadline.as_mut().poll(context).map(|()| Broken::Deadline)
+    }
+}
+
+/// The body of a response that is under way. Dropping it closes the connection, which aborts the request.
+pub(crate) struct Flow {
+    pub(crate) sent: Sent,
+    link: Link,
+    body: Incoming,
+    vigil: Vigil,
+    worker: Arc<Worker>,
+}
+
+impl Flow {
+    pub(crate) fn new(
+        sent: Sent,
+        link: Link,
+        body: Incoming,
+        vigil: Vigil,
+        worker: Arc<Worker>,
+    ) -> Self {
+        Self { sent, link, body, vigil, worker }
+    }
+
+    /// The next bytes; `None` at the end.
+    pub(crate) fn poll_data(
+        &mut self,
+        context: &mut Context<'_>,
+    ) -> Poll<Option<Result<Bytes, Broken>>> {
+        loop {
+            let frame = match self.link.poll_frame(&mut self.body, context) {
+                Poll::Ready(Some(Ok(frame))) => frame,
+                Poll::Ready(Some(Err(error))) => return Poll::Ready(Some(Err(error.into()))),
+                Poll::Ready(None) => return Poll::Ready(None),
+                Poll::Pending => return self.vigil.poll(context).map(|broken| Some(Err(broken))),
+            };
+            // Trailers are for nobody.
+            if let Ok(data) = frame.into_data()
+                && !data.is_empty()
+            {
+                return Poll::Ready(Some(Ok(data)));
+            }
+        }
+    }
+
+    /// Whose it is.
+    pub(crate) fn worker(&self) -> &Arc<Worker> {
+        &self.worker
+    }
+
+    /// The end has come: the connection can be used again.
+    pub(crate) fn end(self) {
+        self.worker.idle.put(self.sent.backend.id, self.link);
+    }
+}

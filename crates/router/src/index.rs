@@ -1,0 +1,202 @@
+//! Which backend has how much of a prompt in its prefix cache.
+//!
+//! The router has texts, the backends have blocks of tokens. A backend names blocks of each prompt in its response's head; from then on the
+//! texts of that prompt stand for these blocks, and what a backend stores and drops of them it tells as it happens. A text whose blocks
+//! are not known yet is with the backend that it was sent to last. See `docs/adr/0013`.
+
+use lru::LruCache;
+use rustc_hash::{FxBuildHasher, FxHashSet};
+use xxhash_rust::xxh3::xxh3_64_with_seed;
+
+/// Bytes of text that are named together: about two pages of 16 tokens.
+const TEXT_BLOCK: usize = 128;
+/// Most texts that are known; the least recently used are forgotten.
+const MAX_TEXTS: usize = 1 << 20;
+
+/// Names of a prompt's beginnings: of its first 128 bytes, its first 256, and so on. The last one is the whole.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub(crate) struct Texts(Vec<u64>);
+
+impl Texts {
+    /// Names the beginnings of `prompt`.
+    pub(crate) fn new(prompt: &[u8]) -> Self {
+        let names = prompt.chunks(TEXT_BLOCK).scan(0, |parent, block| {
+            *parent = xxh3_64_with_seed(block, *parent);
+            Some(*parent)
+        });
+        Self(names.collect())
+    }
+}
+
+/// What a text stands for.
+#[derive(Debug, Clone, Copy)]
+struct Known {
+    /// The last block that lies within it, as far as a backend has told.
+    block: Option<u64>,
+    /// The backend that it was sent to last.
+    sent_to: u32,
+}
+
+/// A prompt's beginning, and what it stands for.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Part {
+    /// Share of the prompt, above 0, at most 1.
+    share: f32,
+    known: Known,
+}
+
+/// Texts, and the blocks that they stand for.
+#[derive(Debug)]
+pub(crate) struct TextIndex {
+    known: LruCache<u64, Known, FxBuildHasher>,
+    limit: usize,
+}
+
+impl Default for TextIndex {
+    fn default() -> Self {
+        // A bounded table would take all its memory at once.
+        Self { known: LruCache::unbounded_with_hasher(FxBuildHasher), limit: MAX_TEXTS }
+    }
+}
+
+impl TextIndex {
+    /// What is known of a prompt's beginnings, the longest first.
+    pub(crate) fn parts(&mut self, texts: &Texts) -> Vec<Part> {
+        let count = texts.0.len();
+        let mut parts: Vec<Part> = Vec::new();
+        for (index, text) in texts.0.iter().enumerate().rev() {
+            let Some(&known) = self.known.get(text) else { continue };
+            let same = |part: &Part| match known.block {
+                Some(_) => part.known.block == known.block,
+                None => part.known.block.is_none() && part.known.sent_to == known.sent_to,
+            };
+            if !parts.last().is_some_and(same) {
+                parts.push(Part { share: (index + 1) as f32 / count as f32, known });
+            }
+        }
+        parts
+    }
+
+    /// Notes that a prompt goes to a backend.
+    pub(crate) fn sent(&mut self, texts: &Texts, backend: u32) {
+        for &text in &texts.0 {
+            let none = || Known { block: None, sent_to: backend };
+            self.known.get_or_insert_mut(text, none).sent_to = backend;
+        }
+        while self.known.len() > self.limit {
+            self.known.pop_lru();
+        }
+    }
+
+    /// Notes that a prompt's blocks are named `blocks`, evenly spread over it, the last at its end.
+    pub(crate) fn learn(&mut self, texts: &Texts, blocks: &[u64]) {
+        let count = texts.0.len();
+        for (index, text) in texts.0.iter().enumerate() {
+            let within = (index + 1) * blocks.len() / count;
+            if let Some(known) = self.known.get_mut(text)
+                && within > 0
+            {
+                known.block = Some(blocks[within - 1]);
+            }
+        }
+    }
+}
+
+/// What a backend has in its prefix cache.
+#[derive(Debug, Default)]
+pub(crate) struct Stored(FxHashSet<u64>);
+
+impl Stored {
+    /// Takes a batch of events: names, the lowest bit set for a block that was stored, clear for one that was dropped.
+    pub(crate) fn apply(&mut self, events: impl Iterator<Item = u64>) {
+        for event in events {
+            if event & 1 == 1 {
+                self.0.insert(event | 1);
+            } else {
+                self.0.remove(&(event | 1));
+            }
+        }
+    }
+
+    /// Forgets everything.
+    pub(crate) fn clear(&mut self) {
+        self.0.clear();
+    }
+
+    /// Blocks.
+    pub(crate) fn len(&self) -> usize {
+        self.0.len()
+    }
+
+    /// The share of a prompt that `backend`, whose blocks these are, has.
+    pub(crate) fn share(&self, parts: &[Part], backend: u32) -> f32 {
+        let has = |part: &&Part| match part.known.block {
+            Some(block) => self.0.contains(&(block | 1)),
+            None => part.known.sent_to == backend,
+        };
+        parts.iter().find(has).map_or(0.0, |part| part.share)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn stored(names: &[u64]) -> Stored {
+        let mut stored = Stored::default();
+        stored.apply(names.iter().map(|name| name | 1));
+        stored
+    }
+
+    #[test]
+    fn a_text_is_where_its_blocks_are() {
+        let mut index = TextIndex::default();
+        let texts = Texts::new(&[b'x'; 4 * TEXT_BLOCK]);
+        assert!(index.parts(&texts).is_empty());
+        index.sent(&texts, 7);
+        let parts = index.parts(&texts);
+        assert_eq!((stored(&[]).share(&parts, 7), stored(&[]).share(&parts, 8)), (1.0, 0.0));
+        index.learn(&texts, &[20, 40, 60, 80]);
+        let parts = index.parts(&texts);
+        // Now only blocks count.
+        assert_eq!(stored(&[]).share(&parts, 7), 0.0);
+        assert_eq!(stored(&[20, 40]).share(&parts, 8), 0.5);
+        assert_eq!(stored(&[20, 40, 60, 80]).share(&parts, 8), 1.0);
+        let longer = Texts::new(&[&[b'x'; 4 * TEXT_BLOCK][..], &[b'y'; 4 * TEXT_BLOCK]].concat());
+        assert_eq!(stored(&[80]).share(&index.parts(&longer), 8), 0.5);
+        assert!(index.parts(&Texts::new(&[b'z'; 2 * TEXT_BLOCK])).is_empty());
+    }
+
+    #[test]
+    fn the_oldest_texts_are_forgotten() {
+        let mut index = TextIndex { limit: 3, ..TextIndex::default() };
+        let texts = |byte| Texts::new(&[byte; 2 * TEXT_BLOCK]);
+        index.sent(&texts(1), 0);
+        index.sent(&texts(2), 0);
+        assert_eq!(index.known.len(), 3);
+        assert_eq!(index.parts(&texts(2))[0].share, 1.0);
+    }
+
+    proptest! {
+        #[test]
+        fn events_leave_what_was_stored_and_not_dropped(events in prop::collection::vec(0u64..12, 0..60)) {
+            let mut stored = Stored::default();
+            stored.apply(events.iter().copied());
+            for name in 0..6 {
+                let last = events.iter().rfind(|&&event| event >> 1 == name);
+                prop_assert_eq!(stored.0.contains(&(name << 1 | 1)), last.is_some_and(|event| event & 1 == 1));
+            }
+        }
+
+        /// A longer common beginning never makes the known share of it smaller.
+        #[test]
+        fn texts_share_their_beginnings(length in 1usize..2000, more in 0usize..500) {
+            let long: Vec<u8> = (0..length + more).map(|at| (at % 251) as u8).collect();
+            let (short, long) = (Texts::new(&long[..length]), Texts::new(&long));
+            let whole = length / TEXT_BLOCK;
+            prop_assert_eq!(&short.0[..whole], &long.0[..whole]);
+        }
+    }
+}

@@ -1,0 +1,143 @@
+//! A connection to a backend.
+//!
+//! Nobody but its user drives it: reading a frame, waiting for a head and dropping it all happen where the client's response is made. So a
+//! frame costs no second task, a client that does not read stops the backend's socket, and a client that goes away closes it.
+
+use std::collections::HashMap;
+use std::future::poll_fn;
+use std::pin::Pin;
+use std::task::{Context, Poll, Waker};
+
+use bytes::Bytes;
+use http::{Request, Response};
+use http_body_util::Full;
+use hyper::body::{Body, Frame, Incoming};
+use hyper::client::conn::http1::{Builder, Connection, SendRequest};
+use hyper_util::rt::TokioIo;
+use parking_lot::Mutex;
+use rustc_hash::FxBuildHasher;
+use tokio::net::TcpStream;
+
+use crate::backend::BackendUrl;
+
+/// Most idle connections that are kept for each backend.
+const MAX_IDLE: usize = 1024;
+
+/// A connection and its driver.
+pub(crate) struct Link {
+    sender: SendRequest<Full<Bytes>>,
+    connection: Pin<Box<Connection<TokioIo<TcpStream>, Full<Bytes>>>>,
+    closed: bool,
+    /// It has answered before.
+    used: bool,
+}
+
+/// A backend cannot be talked to.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum LinkError {
+    #[error("no connection: {0}")]
+    Connect(std::io::Error),
+    #[error("the connection broke: {0}")]
+    Broken(#[from] hyper::Error),
+}
+
+impl LinkError {
+    /// Whether nobody listens at the address.
+    pub(crate) fn is_refused(&self) -> bool {
+        match self {
+            Self::Connect(error) => error.kind() == std::io::ErrorKind::ConnectionRefused,
+            Self::Broken(_) => false,
+        }
+    }
+}
+
+impl Link {
+    /// Opens a connection.
+    pub(crate) async fn open(url: &BackendUrl) -> Result<Self, LinkError> {
+        let socket = TcpStream::connect(url.address()).await.map_err(LinkError::Connect)?;
+        socket.set_nodelay(true).map_err(LinkError::Connect)?;
+        let (sender, connection) = Builder::new().handshake(TokioIo::new(socket)).await?;
+        Ok(Self { sender, connection: Box::pin(connection), closed: false, used: false })
+    }
+
+    /// Whether it has answered before: then the backend may have closed it in the meantime, and a failure says nothing.
+    pub(crate) fn is_used(&self) -> bool {
+        self.used
+    }
+
+    fn drive(&mut self, context: &mut Context<'_>) {
+        // What a connection ends with is told to whoever waits for a head or a frame too.
+        self.closed = self.closed || self.connection.as_mut().poll(context).is_ready();
+    }
+
+    /// Whether another request can be sent.
+    fn is_ready(&mut self) -> bool {
+        self.drive(&mut Context::from_waker(Waker::noop()));
+        !self.closed && self.sender.is_ready()
+    }
+
+    /// Sends a request and waits for the response's head.
+    pub(crate) async fn send(
+        &mut self,
+        request: Request<Full<Bytes>>,
+    ) -> hyper::Result<Response<Incoming>> {
+        let mut response = Box::pin(self.sender.send_request(request));
+        let response = poll_fn(|context| {
+            self.drive(context);
+            response.as_mut().poll(context)
+        });
+        let response = response.await?;
+        self.used = true;
+        Ok(response)
+    }
+
+    /// The next frame of a response's body.
+    pub(crate) fn poll_frame(
+        &mut self,
+        body: &mut Incoming,
+        context: &mut Context<'_>,
+    ) -> Poll<Option<hyper::Result<Frame<Bytes>>>> {
+        if let ready @ Poll::Ready(_) = Pin::new(&mut *body).poll_frame(context) {
+            return ready;
+        }
+        self.drive(context);
+        Pin::new(body).poll_frame(context)
+    }
+}
+
+/// Connections that nobody uses, by backend. Each thread has its own.
+#[derive(Default)]
+pub(crate) struct Idle(Mutex<HashMap<u32, Vec<Link>, FxBuildHasher>>);
+
+impl Idle {
+    /// A connection that can be used.
+    pub(crate) fn take(&self, backend: u32) -> Option<Link> {
+        let mut idle = self.0.lock();
+        let links = idle.get_mut(&backend)?;
+        while let Some(mut link) = links.pop() {
+            if link.is_ready() {
+                return Some(link);
+            }
+        }
+        None
+    }
+
+    /// Keeps a connection whose response has been read to its end.
+    pub(crate) fn put(&self, backend: u32, mut link: Link) {
+        if link.is_ready() {
+            let mut idle = self.0.lock();
+            let links = idle.entry(backend).or_default();
+            if links.len() < MAX_IDLE {
+                links.push(link);
+            }
+        }
+    }
+
+    /// Closes those that the backend has closed, and those of backends that are not `wanted` any more.
+    pub(crate) fn prune(&self, wanted: impl Fn(u32) -> bool) {
+        self.0.lock().retain(|&backend, links| {
+            links.retain_mut(Link::is_ready);
+            wanted(backend) && !links.is_empty()
+        });
+    }
+}

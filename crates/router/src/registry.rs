@@ -1,0 +1,170 @@
+//! The list of backends, and who named them.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::{Duration, Instant};
+
+use parking_lot::{Mutex, RwLock};
+
+use crate::backend::{Backend, BackendUrl};
+use crate::breaker::BreakerConfig;
+use crate::ledger::Accounting;
+
+/// Who names backends.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) enum Source {
+    /// The command line.
+    Flags,
+    /// The file.
+    File,
+    /// A name that was resolved.
+    Dns(String),
+    /// Backends themselves, each for some time.
+    Lease(String),
+}
+
+#[derive(Debug, Clone)]
+struct Entry {
+    urls: Vec<BackendUrl>,
+    until: Option<Instant>,
+}
+
+/// Is told of each new backend.
+pub(crate) type Added = Box<dyn Fn(&Arc<Backend>) + Send + Sync>;
+
+/// The list. A backend is on it as long as one source names it.
+pub(crate) struct Registry {
+    sources: Mutex<BTreeMap<Source, Entry>>,
+    current: RwLock<Arc<[Arc<Backend>]>>,
+    next_id: AtomicU32,
+    accounting: Accounting,
+    breaker: BreakerConfig,
+    /// Told of each new backend.
+    added: Added,
+}
+
+impl Registry {
+    /// An empty list. `added` is called with each backend that comes.
+    pub(crate) fn new(accounting: Accounting, breaker: BreakerConfig, added: Added) -> Self {
+        Self {
+            sources: Mutex::default(),
+            current: RwLock::new(Arc::new([])),
+            next_id: AtomicU32::new(1),
+            accounting,
+            breaker,
+            added,
+        }
+    }
+
+    /// The list as it is now.
+    pub(crate) fn current(&self) -> Arc<[Arc<Backend>]> {
+        Arc::clone(&self.current.read())
+    }
+
+    /// Sets what a source names, for some time or until it says otherwise.
+    pub(crate) fn set(&self, source: Source, urls: Vec<BackendUrl>, ttl: Option<Duration>) {
+        let mut sources = self.sources.lock();
+        sources.insert(source, Entry { urls, until: ttl.map(|ttl| Instant::now() + ttl) });
+        self.rebuild(&sources);
+    }
+
+    /// Takes back what a source named; false if it named nothing.
+    pub(crate) fn remove(&self, source: &Source) -> bool {
+        let mut sources = self.sources.lock();
+        let removed = sources.remove(source).is_some();
+        self.rebuild(&sources);
+        removed
+    }
+
+    /// Ends leases that were not renewed by `now`.
+    pub(crate) fn expire(&self, now: Instant) {
+        let mut sources = self.sources.lock();
+        let before = sources.len();
+        sources.retain(|_, entry| entry.until.is_none_or(|until| now < until));
+        if sources.len() != before {
+            self.rebuild(&sources);
+        }
+    }
+
+    /// Called with the sources locked, so that lists follow one another in order.
+    fn rebuild(&self, sources: &BTreeMap<Source, Entry>) {
+        let old = self.current();
+        let mut new: Vec<Arc<Backend>> = Vec::new();
+        let mut fresh = Vec::new();
+        for url in sources.values().flat_map(|entry| &entry.urls) {
+            if new.iter().any(|backend| backend.url == *url) {
+                continue;
+            }
+            let known = old.iter().find(|backend| backend.url == *url);
+            new.push(known.cloned().unwrap_or_else(|| {
+                let id = self.next_id.fetch_add(1, Ordering::Relaxed);
+                let backend = Backend::new(id, url.clone(), self.accounting, self.breaker);
+                let backend = Arc::new(backend);
+                fresh.push(Arc::clone(&backend));
+                backend
+            }));
+        }
+        for backend in old.iter().filter(|old| !new.iter().any(|kept| kept.id == old.id)) {
+            tracing::info!(backend = backend.url.url(), "backend is off the list");
+            backend.removed.store(true, Ordering::Release);
+            backend.suspected.notify_one();
+        }
+        *self.current.write() = new.into();
+        for backend in &fresh {
+            tracing::info!(backend = backend.url.url(), "backend is on the list");
+            (self.added)(backend);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn urls(names: &[&str]) -> Vec<BackendUrl> {
+        names.iter().map(|name| BackendUrl::parse(name).unwrap()).collect()
+    }
+
+    fn registry() -> (Registry, Arc<Mutex<Vec<u32>>>) {
+        let added = Arc::new(Mutex::new(Vec::new()));
+        let note = Arc::clone(&added);
+        let registry = Registry::new(
+            Accounting::Acknowledged,
+            BreakerConfig::default(),
+            Box::new(move |backend| note.lock().push(backend.id)),
+        );
+        (registry, added)
+    }
+
+    fn names(registry: &Registry) -> Vec<String> {
+        registry.current().iter().map(|backend| backend.url.url()).collect()
+    }
+
+    #[test]
+    fn a_backend_stays_as_long_as_one_source_names_it() {
+        let (registry, added) = registry();
+        registry.set(Source::Flags, urls(&["a:1", "b:1"]), None);
+        registry.set(Source::File, urls(&["b:1", "c:1"]), None);
+        assert_eq!(names(&registry), ["http://a:1", "http://b:1", "http://c:1"]);
+        let b = registry.current()[1].clone();
+        registry.set(Source::Flags, urls(&["a:1"]), None);
+        assert_eq!(registry.current()[1].id, b.id);
+        assert!(registry.remove(&Source::File) && !registry.remove(&Source::File));
+        assert_eq!(names(&registry), ["http://a:1"]);
+        assert!(b.removed.load(Ordering::Relaxed));
+        assert_eq!(*added.lock(), [1, 2, 3]);
+    }
+
+    #[test]
+    fn a_lease_ends_unless_it_is_renewed() {
+        let (registry, _) = registry();
+        let (start, ttl) = (Instant::now(), Duration::from_secs(10));
+        registry.set(Source::Lease("a".into()), urls(&["a:1"]), Some(ttl));
+        registry.set(Source::Lease("b".into()), urls(&["b:1"]), Some(3 * ttl));
+        registry.expire(start + ttl / 2);
+        assert_eq!(names(&registry).len(), 2);
+        registry.expire(start + 2 * ttl);
+        assert_eq!(names(&registry), ["http://b:1"]);
+    }
+}

@@ -1,0 +1,233 @@
+//! A response on its way to the client, whatever happens to the backends behind it.
+//!
+//! A stream that a brain has tagged goes on with another brain when it breaks. Any other stream ends with an error event, and
+//! what is no stream ends by closing the connection, since its length can't be kept any more.
+
+use std::pin::Pin;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::task::{Context, Poll};
+
+use bytes::Bytes;
+use forebay_api::ApiError;
+use http::HeaderValue;
+use hyper::body::{Body, Frame, SizeHint};
+
+use crate::ask::{Ask, Resume};
+use crate::flow::{Broken, Flow};
+use crate::reach::{Failure, Kind, Reached, reach, tell, unanswered};
+use crate::shared::{Live, Worker};
+use crate::tape::Tape;
+
+/// The connection to the client has to be closed: the response can't be completed.
+#[derive(Debug, thiserror::Error)]
+#[error("the response broke: {0}")]
+pub(crate) struct Cut(Broken);
+
+type Recovery = Pin<Box<dyn Future<Output = Result<Reached, Failure>> + Send>>;
+
+/// What a poll gives.
+type Polled = Poll<Option<Result<Frame<Bytes>, Cut>>>;
+
+enum State {
+    /// Bytes come.
+    Flowing(Box<Flow>),
+    /// Another backend is being looked for, to go on.
+    Recovering(Recovery),
+    /// Everything has been given.
+    Over,
+}
+
+/// The body of a response.
+pub(crate) struct Relay {
+    worker: Arc<Worker>,
+    ask: Arc<Ask>,
+    kind: Kind,
+    /// To be given before anything else.
+    first: Bytes,
+    state: State,
+    /// The last bytes given were the end of an event.
+    between: bool,
+    /// The router ends what is alive.
+    cut: Pin<Box<dyn Future<Output = ()> + Send>>,
+    _live: Live,
+}
+
+impl Relay {
+    /// A relay of what was reached for a client's request.
+    pub(crate) fn new(
+        worker: Arc<Worker>,
+        ask: Arc<Ask>,
+        kind: Kind,
+        first: Bytes,
+        flow: Option<Flow>,
+        live: Live,
+    ) -> Self {
+        let state = flow.map_or(State::Over, |flow| State::Flowing(Box::new(flow)));
+        let mut cut = worker.shared.cut.subscribe();
+        let cut = Box::pin(async move {
+            // The sender lives as long as the worker does.
+            let _ = cut.wait_for(|&cut| cut).await;
+        });
+        Self { worker, ask, kind, first, state, between: true, cut, _live: live }
+    }
+
+    fn give(&mut self, bytes: Bytes) -> Polled {
+        self.between = bytes.ends_with(b"\n\n");
+        Poll::Ready(Some(Ok(Frame::data(bytes))))
+    }
+
+    /// The stream ends here, with an error that the client can read.
+    fn fail(&mut self, error: &ApiError) -> Polled {
+        self.worker.shared.totals.errors.fetch_add(1, Ordering::Relaxed);
+        self.state = State::Over;
+        tracing::warn!(%error, "stream failed");
+        // An event that was cut in the middle is ended first.
+        let gap = if self.between { "" } else { "\n\n" };
+        let body = serde_json::to_string(&error.body()).unwrap_or_default();
+        let end = format!("{gap}data: {body}\n\ndata: [DONE]\n\n");
+        Poll::Ready(Some(Ok(Frame::data(end.into()))))
+    }
+
+    /// What comes after a backend has failed in the middle.
+    fn broke(&mut self, reason: Broken) -> Option<Polled> {
+        let State::Flowing(mut flow) = std::mem::replace(&mut self.state, State::Over) else {
+            return None;
+        };
+        let may_go_on = !matches!(reason, Broken::Deadline);
+        if may_go_on {
+            flow.sent.failed();
+        }
+        tracing::debug!(backend = flow.sent.backend.url.url(), %reason, "a response broke");
+        match std::mem::replace(&mut self.kind, Kind::Events) {
+            Kind::Plain => {
+                self.worker.shared.totals.errors.fetch_add(1, Ordering::Relaxed);
+                Some(Poll::Ready(Some(Err(Cut(reason)))))
+            }
+            Kind::Tape(tape, name) if may_go_on => {
+                self.recover(&flow, tape, name);
+                None
+            }
+            Kind::Events | Kind::Tape(..) => Some(self.fail(&unanswered(&reason))),
+        }
+    }
+
+    fn recover(&mut self, flow: &Flow, tape: Tape, name: HeaderValue) {
+        let backend = &flow.sent.backend;
+        self.worker.shared.totals.failovers.fetch_add(1, Ordering::Relaxed);
+        let (worker, ask) = (Arc::clone(&self.worker), Arc::clone(&self.ask));
+        let (resume, failed) = (Resume { name, ids: tape.into_ids() }, backend.id);
+        self.state = State::Recovering(Box::pin(async move {
+            let reached = reach(&worker, &ask, Some(&resume), Some(failed)).await?;
+            if let Some(flow) = &reached.flow {
+                flow.sent.backend.counters.taken_over.fetch_add(1, Ordering::Relaxed);
+            }
+            Ok(reached)
+        }));
+    }
+
+    /// What a backend's bytes are to the client.
+    fn pass(&mut self, bytes: Bytes) -> Bytes {
+        match (&mut self.kind, &self.state) {
+            (Kind::Tape(tape, _), State::Flowing(flow)) => {
+                let bytes = tape.push(&bytes);
+                tell(tape, flow);
+                bytes
+            }
+            _ => bytes,
+        }
+    }
+
+    /// What was held back until the end.
+    fn rest(&mut self) -> Bytes {
+        match &mut self.kind {
+            Kind::Tape(tape, _) => tape.finish(),
+            Kind::Plain | Kind::Events => Bytes::new(),
+        }
+    }
+}
+
+impl Body for Relay {
+    type Data = Bytes;
+    type Error = Cut;
+
+    fn poll_frame(self: Pin<&mut Self>, context: &mut Context<'_>) -> Polled {
+        let this = self.get_mut();
+        if !this.first.is_empty() {
+            let first = std::mem::take(&mut this.first);
+            return this.give(first);
+        }
+        loop {
+            match &mut this.state {
+                State::Over => return Poll::Ready(None),
+                State::Flowing(flow) => match flow.poll_data(context) {
+                    Poll::Ready(Some(Ok(bytes))) => {
+                        let bytes = this.pass(bytes);
+                        if !bytes.is_empty() {
+                            return this.give(bytes);
+                        }
+                    }
+                    Poll::Ready(Some(Err(reason))) => {
+                        if let Some(answer) = this.broke(reason) {
+                            return answer;
+                        }
+                    }
+                    Poll::Ready(None) => {
+                        if let State::Flowing(flow) =
+                            std::mem::replace(&mut this.state, State::Over)
+                        {
+                            flow.end();
+                        }
+                        let rest = this.rest();
+                        if !rest.is_empty() {
+                            return this.give(rest);
+                        }
+                    }
+                    Poll::Pending => break,
+                },
+                State::Recovering(recovery) => match recovery.as_mut().poll(context) {
+                    Poll::Ready(Ok(Reached { kind, first, flow, .. })) => {
+                        this.kind = kind;
+                        this.state =
+                            flow.map_or(State::Over, |flow| State::Flowing(Box::new(flow)));
+                        if !first.is_empty() {
+                            return this.give(first);
+                        }
+                    }
+                    Poll::Ready(Err(Failure::Api(error))) => return this.fail(&error),
+                    Poll::Ready(Err(Failure::Refused(response))) => {
+                        let status = response.status().as_u16();
+                        let reason = format!(
+                            "no other backend goes on with the stream: the last answered {status}"
+                        );
+                        let error = ApiError::Unavailable { reason, code: "backend_failed" };
+                        return this.fail(&error);
+                    }
+                    Poll::Pending => break,
+                },
+            }
+        }
+        // Asked last, since it is never ready while there is anything to do.
+        if this.cut.as_mut().poll(context).is_ready() {
+            return match this.kind {
+                Kind::Plain => {
+                    this.state = State::Over;
+                    Poll::Ready(Some(Err(Cut(Broken::Gone))))
+                }
+                Kind::Events | Kind::Tape(..) => this.fail(&ApiError::Aborted),
+            };
+        }
+        Poll::Pending
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.first.is_empty() && matches!(self.state, State::Over)
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        match self.state {
+            State::Over => SizeHint::with_exact(self.first.len() as u64),
+            State::Flowing(_) | State::Recovering(_) => SizeHint::default(),
+        }
+    }
+}

@@ -1,0 +1,229 @@
+//! The threads, the accept loops and the way down.
+
+use std::convert::Infallible;
+use std::io;
+use std::net::TcpListener;
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, OnceLock, Weak};
+use std::time::Duration;
+
+use hyper::server::conn::http1;
+use hyper::service::service_fn;
+use hyper_util::rt::{TokioIo, TokioTimer};
+use hyper_util::server::graceful::GracefulShutdown;
+use thiserror::Error;
+use tokio::net::TcpStream;
+use tokio::runtime::{Builder, Handle, Runtime};
+use tokio::sync::watch;
+use tokio::task::JoinSet;
+use tokio::time::{interval, sleep, timeout};
+
+use crate::backend::{Backend, BackendUrl, UrlError};
+use crate::config::RouterConfig;
+use crate::link::Idle;
+use crate::registry::{Registry, Source};
+use crate::service::answer;
+use crate::shared::{Shared, Worker};
+use crate::sources::{end_leases, follow_file, follow_name, read_list};
+use crate::watch::watch;
+
+/// How long connections may take to end once no request is alive.
+const CLOSE_TIMEOUT: Duration = Duration::from_secs(5);
+/// How long to wait after the system refused a connection, most likely for want of descriptors.
+const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
+/// How often idle connections are looked at.
+const PRUNE: Duration = Duration::from_secs(10);
+/// How long the first health checks are waited for.
+const FIRST_CHECKS: Duration = Duration::from_secs(2);
+const POLL: Duration = Duration::from_millis(5);
+
+/// Why a router does not start.
+#[derive(Debug, Error)]
+pub enum StartError {
+    /// No backends are named, and none can register.
+    #[error(
+        "no backends: --backends, --backends-file, --backends-dns or --registration-key is needed"
+    )]
+    NoBackends,
+    /// A backend's URL is none.
+    #[error(transparent)]
+    Url(#[from] UrlError),
+    /// The file of backends cannot be read.
+    #[error("the file of backends: {0}")]
+    File(String),
+    /// No thread, or no listener.
+    #[error(transparent)]
+    Io(#[from] io::Error),
+}
+
+/// A router that runs until it is told to stop.
+pub struct Router {
+    shared: Arc<Shared>,
+    stop: watch::Sender<Stage>,
+    threads: Vec<std::thread::JoinHandle<()>>,
+    /// Runs what is asked of backends without a client.
+    watching: Runtime,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+enum Stage {
+    Serving,
+    Closing,
+}
+
+impl Router {
+    /// Starts the threads. The listener takes connections once every named backend was asked once whether it lives.
+    ///
+    /// # Errors
+    /// No backend can ever be there, or the system gives no threads.
+    pub fn start(config: RouterConfig, listener: TcpListener) -> Result<Self, StartError> {
+        let sources = config.sources.clone();
+        let urls: Result<Vec<_>, _> =
+            sources.urls.iter().map(|url| BackendUrl::parse(url)).collect();
+        let (urls, named) = (urls?, sources.file.is_some() || !sources.dns.is_empty());
+        if urls.is_empty() && !named && sources.registration_key.is_none() {
+            return Err(StartError::NoBackends);
+        }
+        if let Some(file) = &sources.file {
+            read_list(file).map_err(StartError::File)?;
+        }
+        let watching = Builder::new_multi_thread()
+            .worker_threads(1)
+            .thread_name("watch")
+            .enable_all()
+            .build()?;
+        let shared = shared(config, watching.handle().clone());
+        shared.registry.set(Source::Flags, urls, None);
+        if let Some(file) = sources.file {
+            watching.spawn(follow_file(Arc::clone(&shared), file));
+        }
+        for name in sources.dns {
+            watching.spawn(follow_name(Arc::clone(&shared), name));
+        }
+        watching.spawn(end_leases(Arc::clone(&shared)));
+        watching.block_on(first_checks(&shared));
+
+        listener.set_nonblocking(true)?;
+        let stop = watch::Sender::new(Stage::Serving);
+        let mut threads = Vec::new();
+        for _ in 0..shared.config.threads.max(1) {
+            let worker = Arc::new(Worker { shared: Arc::clone(&shared), idle: Idle::default() });
+            let (listener, stages) = (listener.try_clone()?, stop.subscribe());
+            let runtime = Builder::new_current_thread().enable_all().build()?;
+            let run = move || {
+                if let Err(error) = runtime.block_on(work(&worker, listener, stages)) {
+                    tracing::error!(%error, "a thread of the router cannot listen");
+                }
+            };
+            threads.push(std::thread::Builder::new().name("route".into()).spawn(run)?);
+        }
+        Ok(Self { shared, stop, threads, watching })
+    }
+
+    /// Refuses new requests, lets the running ones finish within the drain timeout, ends what is left, and stops.
+    pub fn stop(self) {
+        self.shared.draining.store(true, Ordering::Release);
+        let limit = self.shared.config.drain_timeout;
+        let drained = async { timeout(limit, self.shared.idle()).await };
+        if self.watching.block_on(drained).is_err() {
+            tracing::warn!("requests are still running after the drain timeout: ending them");
+            self.shared.cut.send_replace(true);
+        }
+        self.stop.send_replace(Stage::Closing);
+        for thread in self.threads {
+            // A panic was printed by its thread.
+            let _ = thread.join();
+        }
+        self.watching.shutdown_timeout(Duration::from_secs(1));
+    }
+}
+
+/// Backends that come are watched by `runtime`.
+fn shared(config: RouterConfig, runtime: Handle) -> Arc<Shared> {
+    let whole: Arc<OnceLock<Weak<Shared>>> = Arc::default();
+    let later = Arc::clone(&whole);
+    let added = move |backend: &Arc<Backend>| {
+        if let Some(shared) = later.get().and_then(Weak::upgrade) {
+            runtime.spawn(watch(shared, Arc::clone(backend)));
+        }
+    };
+    let accounting = config.watch.accounting();
+    let registry = Registry::new(accounting, config.breaker, Box::new(added));
+    let shared = Arc::new(Shared::new(config, registry));
+    // It was empty until now, and backends are named only after this.
+    let _ = whole.set(Arc::downgrade(&shared));
+    shared
+}
+
+/// Waits until the backends on the list are up, for a while.
+async fn first_checks(shared: &Shared) {
+    let up = async {
+        while !shared.registry.current().iter().all(|backend| backend.is_up()) {
+            sleep(POLL).await;
+        }
+    };
+    if timeout(FIRST_CHECKS, up).await.is_err() {
+        tracing::warn!("not all backends are up");
+    }
+}
+
+/// One thread's connections.
+async fn work(
+    worker: &Arc<Worker>,
+    listener: TcpListener,
+    mut stages: watch::Receiver<Stage>,
+) -> io::Result<()> {
+    let listener = tokio::net::TcpListener::from_std(listener)?;
+    let graceful = GracefulShutdown::new();
+    let mut tasks = JoinSet::new();
+    let mut pruning = interval(PRUNE);
+    loop {
+        tokio::select! {
+            // The sender lives until the thread has ended.
+            _ = stages.wait_for(|&stage| stage == Stage::Closing) => break,
+            accepted = listener.accept() => match accepted {
+                Ok((stream, _)) => { tasks.spawn(connection(worker, stream, &graceful)); }
+                Err(error) => {
+                    tracing::warn!(%error, "a connection could not be accepted");
+                    sleep(ACCEPT_PAUSE).await;
+                }
+            },
+            Some(_) = tasks.join_next() => {}
+            _ = pruning.tick() => {
+                let backends = worker.shared.registry.current();
+                worker.idle.prune(|id| backends.iter().any(|backend| backend.id == id));
+            }
+        }
+    }
+    drop(listener);
+    if timeout(CLOSE_TIMEOUT, graceful.shutdown()).await.is_err() {
+        tracing::warn!("some connections did not end in time and are cut");
+    }
+    tasks.shutdown().await;
+    Ok(())
+}
+
+fn connection(
+    worker: &Arc<Worker>,
+    stream: TcpStream,
+    graceful: &GracefulShutdown,
+) -> impl Future<Output = ()> + Send + 'static {
+    // Events are small and each matters; failing to say so only costs latency.
+    let _ = stream.set_nodelay(true);
+    let header_timeout = worker.shared.config.receive_timeout;
+    let worker = Arc::clone(worker);
+    let service = service_fn(move |request| {
+        let worker = Arc::clone(&worker);
+        async move { Ok::<_, Infallible>(answer(worker, request).await) }
+    });
+    let connection = http1::Builder::new()
+        .timer(TokioTimer::new())
+        .header_read_timeout(header_timeout)
+        .serve_connection(TokioIo::new(stream), service);
+    let connection = graceful.watch(connection);
+    async move {
+        if let Err(error) = connection.await {
+            tracing::debug!(%error, "a connection ended early");
+        }
+    }
+}

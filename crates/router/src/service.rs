@@ -1,0 +1,345 @@
+//! What a client asks of the router: to be passed on, or to be told about the router itself.
+
+use std::convert::Infallible;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::task::{Context, Poll};
+use std::time::{Duration, Instant};
+
+use bytes::{Bytes, BytesMut};
+use forebay_api::{ApiError, parse};
+use http::header::{AUTHORIZATION, CONTENT_TYPE, RETRY_AFTER};
+use http::{HeaderValue, Method, Request, Response, StatusCode};
+use http_body_util::{BodyExt, Full};
+use hyper::body::{Body, Frame, Incoming, SizeHint};
+use serde::{Deserialize, Serialize};
+use serde_json::json;
+use subtle::ConstantTimeEq;
+use tokio::time::timeout;
+
+use crate::ask::Ask;
+use crate::backend::BackendUrl;
+use crate::loads::{loads, metrics};
+use crate::reach::{Failure, Reached, reach};
+use crate::registry::Source;
+use crate::relay::{Cut, Relay};
+use crate::shared::Worker;
+
+/// Longest lease of a backend that registers.
+const LONGEST_LEASE: Duration = Duration::from_secs(86_400);
+/// The media type of Prometheus' text exposition.
+const EXPOSITION: &str = "text/plain; version=0.0.4; charset=utf-8";
+
+/// Routes that are passed on with POST.
+const POSTED: &[&str] = &[
+    "/v1/chat/completions",
+    "/v1/completions",
+    "/v1/responses",
+    "/generate",
+    "/v1/embeddings",
+    "/embeddings",
+    "/pooling",
+    "/classify",
+    "/v1/classify",
+    "/rerank",
+    "/v1/rerank",
+    "/v2/rerank",
+    "/score",
+    "/v1/score",
+    "/tokenize",
+    "/detokenize",
+];
+
+/// A response of the router.
+pub(crate) enum Answer {
+    /// Its own.
+    Own(Full<Bytes>),
+    /// A backend's.
+    Relayed(Box<Relay>),
+}
+
+impl Body for Answer {
+    type Data = Bytes;
+    type Error = Cut;
+
+    fn poll_frame(
+        self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, Cut>>> {
+        match self.get_mut() {
+            Self::Own(body) => Pin::new(body)
+                .poll_frame(context)
+                .map(|frame| frame.map(|frame| frame.map_err(|never: Infallible| match never {}))),
+            Self::Relayed(relay) => Pin::new(relay.as_mut()).poll_frame(context),
+        }
+    }
+
+    fn is_end_stream(&self) -> bool {
+        match self {
+            Self::Own(body) => body.is_end_stream(),
+            Self::Relayed(relay) => relay.is_end_stream(),
+        }
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        match self {
+            Self::Own(body) => body.size_hint(),
+            Self::Relayed(relay) => relay.size_hint(),
+        }
+    }
+}
+
+/// Answers a request.
+pub(crate) async fn answer(worker: Arc<Worker>, request: Request<Incoming>) -> Response<Answer> {
+    let answered = match route(&request) {
+        Ok(Route::PassOn) => pass_on(&worker, request).await,
+        Ok(Route::Own(own)) => own_answer(&worker, own, request).await,
+        Err(error) => Err(error),
+    };
+    answered.unwrap_or_else(|error| refusal(&error))
+}
+
+enum Route {
+    PassOn,
+    Own(Own),
+}
+
+#[derive(Clone, Copy)]
+enum Own {
+    Health,
+    Ping,
+    Version,
+    Metrics,
+    Loads,
+    Backends,
+    Register,
+    Unregister,
+}
+
+fn route<B>(request: &Request<B>) -> Result<Route, ApiError> {
+    let (method, path) = (request.method(), request.uri().path());
+    let own = match (method, path) {
+        (&Method::GET, "/health") => Own::Health,
+        (&Method::GET | &Method::POST, "/ping") => Own::Ping,
+        (&Method::GET, "/version") => Own::Version,
+        (&Method::GET, "/metrics") => Own::Metrics,
+        (&Method::GET, "/v1/loads") => Own::Loads,
+        (&Method::GET, "/backends") => Own::Backends,
+        (&Method::POST, "/backends") => Own::Register,
+        (&Method::DELETE, "/backends") => Own::Unregister,
+        (&Method::POST, path) if POSTED.contains(&path) => return Ok(Route::PassOn),
+        (&Method::GET, path) if path == "/v1/models" || path.starts_with("/v1/models/") => {
+            return Ok(Route::PassOn);
+        }
+        (&Method::GET, "/server_info" | "/openapi.json" | "/health_generate") => {
+            return Ok(Route::PassOn);
+        }
+        (method, path) => {
+            let (method, path) = (method.to_string(), path.to_owned());
+            let known = POSTED.contains(&path.as_str()) || path.starts_with("/v1/models");
+            return Err(match known {
+                true => ApiError::MethodNotAllowed { method, path },
+                false => ApiError::UnknownRoute { method, path },
+            });
+        }
+    };
+    Ok(Route::Own(own))
+}
+
+async fn pass_on(
+    worker: &Arc<Worker>,
+    request: Request<Incoming>,
+) -> Result<Response<Answer>, ApiError> {
+    let shared = &worker.shared;
+    if shared.draining.load(Ordering::Acquire) {
+        return Err(ApiError::Draining);
+    }
+    let live = shared.enter();
+    let config = &shared.config;
+    let (parts, body) = request.into_parts();
+    let body = collect(body, config.max_payload, config.receive_timeout).await?;
+    let deadline = Instant::now() + config.request_timeout;
+    let ask = Arc::new(Ask::new(parts, body, config.policy, deadline));
+    let mut cut = shared.cut.subscribe();
+    let reached = tokio::select! {
+        reached = reach(worker, &ask, None, None) => reached,
+        // The sender lives as long as the worker does.
+        _ = cut.wait_for(|&cut| cut) => Err(Failure::Api(ApiError::Aborted)),
+    };
+    match reached {
+        Ok(Reached { head, kind, first, flow }) => {
+            let relay = Relay::new(Arc::clone(worker), ask, kind, first, flow, live);
+            Ok(Response::from_parts(head, Answer::Relayed(Box::new(relay))))
+        }
+        Err(Failure::Refused(response)) => Ok(response.map(|body| Answer::Own(Full::new(body)))),
+        Err(Failure::Api(error)) => {
+            shared.totals.errors.fetch_add(1, Ordering::Relaxed);
+            Err(error)
+        }
+    }
+}
+
+/// Reads a body of at most `limit` bytes that has to arrive within `time`.
+async fn collect(mut body: Incoming, limit: usize, time: Duration) -> Result<Bytes, ApiError> {
+    if body.size_hint().lower() > limit as u64 {
+        return Err(ApiError::BodyTooLarge { limit });
+    }
+    let read = async {
+        let mut whole = BytesMut::new();
+        let mut only = Bytes::new();
+        while let Some(frame) = body.frame().await {
+            let frame =
+                frame.map_err(|error| ApiError::BrokenBody { reason: error.to_string() })?;
+            let Ok(data) = frame.into_data() else { continue };
+            if whole.len() + only.len() + data.len() > limit {
+                return Err(ApiError::BodyTooLarge { limit });
+            }
+            // Most bodies come in one piece, which is not copied.
+            if only.is_empty() && whole.is_empty() {
+                only = data;
+            } else {
+                whole.extend_from_slice(&std::mem::take(&mut only));
+                whole.extend_from_slice(&data);
+            }
+        }
+        Ok(if whole.is_empty() { only } else { whole.freeze() })
+    };
+    let late = ApiError::BodyTimeout { seconds: time.as_secs() };
+    timeout(time, read).await.unwrap_or(Err(late))
+}
+
+/// A backend that registers.
+#[derive(Debug, Deserialize)]
+struct Registration {
+    url: String,
+    /// Seconds after which it is forgotten, unless it registers again.
+    ttl: Option<f64>,
+}
+
+async fn own_answer(
+    worker: &Arc<Worker>,
+    own: Own,
+    request: Request<Incoming>,
+) -> Result<Response<Answer>, ApiError> {
+    let shared = &worker.shared;
+    match own {
+        Own::Health => {
+            if shared.draining.load(Ordering::Acquire) {
+                return Err(ApiError::Draining);
+            }
+            let up = shared.registry.current().iter().filter(|backend| backend.is_up()).count();
+            if up == 0 {
+                let reason = "no backend takes requests now".to_owned();
+                return Err(ApiError::Unavailable { reason, code: "no_backend" });
+            }
+            Ok(ok(&json!({"status": "ready", "backends": up})))
+        }
+        Own::Ping => Ok(ok(&json!({}))),
+        Own::Version => Ok(ok(&json!({"version": env!("CARGO_PKG_VERSION")}))),
+        Own::Loads => Ok(ok(&loads(shared))),
+        Own::Metrics => {
+            let text = metrics(shared).map_err(|error| {
+                let reason = format!("the metrics could not be written: {error}");
+                ApiError::Internal { reason, code: None }
+            })?;
+            let mut response = Response::new(Answer::Own(Full::new(text.into())));
+            response.headers_mut().insert(CONTENT_TYPE, HeaderValue::from_static(EXPOSITION));
+            Ok(response)
+        }
+        Own::Backends => {
+            let backends = shared.registry.current();
+            let urls: Vec<String> = backends.iter().map(|backend| backend.url.url()).collect();
+            Ok(ok(&json!({"backends": urls})))
+        }
+        Own::Register | Own::Unregister => {
+            let Some(key) = &shared.config.sources.registration_key else {
+                let (method, path) = (request.method().to_string(), "/backends".to_owned());
+                return Err(ApiError::UnknownRoute { method, path });
+            };
+            let given = request.headers().get(AUTHORIZATION).map(HeaderValue::as_bytes);
+            let wanted = format!("Bearer {key}");
+            if !given.is_some_and(|given| given.ct_eq(wanted.as_bytes()).into()) {
+                return Err(ApiError::Unauthorized);
+            }
+            let body = collect(request.into_body(), 1 << 16, shared.config.receive_timeout).await?;
+            let registration: Registration = parse(&body)?;
+            let url = BackendUrl::parse(&registration.url)
+                .map_err(|error| ApiError::invalid("url", error.to_string()))?;
+            let source = Source::Lease(url.url());
+            if matches!(own, Own::Unregister) {
+                return Ok(ok(&json!({"removed": shared.registry.remove(&source)})));
+            }
+            let ttl = lease(registration.ttl)?;
+            shared.registry.set(source, vec![url], ttl);
+            Ok(ok(&json!({"registered": true})))
+        }
+    }
+}
+
+fn lease(ttl: Option<f64>) -> Result<Option<Duration>, ApiError> {
+    let longest = LONGEST_LEASE.as_secs_f64();
+    match ttl {
+        None => Ok(None),
+        Some(seconds) if seconds > 0.0 && seconds <= longest => {
+            Ok(Some(Duration::from_secs_f64(seconds)))
+        }
+        Some(seconds) => {
+            let reason = format!("`ttl`: {seconds} is not above 0 and at most {longest} seconds");
+            Err(ApiError::invalid("ttl", reason))
+        }
+    }
+}
+
+fn ok<T: Serialize>(value: &T) -> Response<Answer> {
+    written(StatusCode::OK, value)
+}
+
+fn written<T: Serialize>(status: StatusCode, value: &T) -> Response<Answer> {
+    // Numbers and strings: nothing that JSON can't hold.
+    let body = serde_json::to_vec(value).unwrap_or_default();
+    let mut response = Response::new(Answer::Own(Full::new(body.into())));
+    *response.status_mut() = status;
+    let json = HeaderValue::from_static("application/json");
+    response.headers_mut().insert(CONTENT_TYPE, json);
+    response
+}
+
+fn refusal(error: &ApiError) -> Response<Answer> {
+    let status = StatusCode::from_u16(error.status()).unwrap_or(StatusCode::INTERNAL_SERVER_ERROR);
+    tracing::debug!(status = status.as_u16(), %error, "request refused");
+    let mut response = written(status, &error.body());
+    if let Some(seconds) = error.retry_after() {
+        response.headers_mut().insert(RETRY_AFTER, HeaderValue::from(seconds));
+    }
+    response
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn routes() {
+        let of = |method: Method, path: &str| {
+            let mut request = Request::new(());
+            *request.method_mut() = method;
+            *request.uri_mut() = path.parse().unwrap();
+            route(&request).map(|route| matches!(route, Route::PassOn))
+        };
+        assert_eq!(of(Method::POST, "/v1/chat/completions?x=1"), Ok(true));
+        assert_eq!(of(Method::GET, "/v1/models/org/name"), Ok(true));
+        assert_eq!(of(Method::GET, "/v1/loads"), Ok(false));
+        assert_eq!(of(Method::GET, "/generate").unwrap_err().status(), 405);
+        assert_eq!(of(Method::POST, "/flush_cache").unwrap_err().status(), 404);
+    }
+
+    #[test]
+    fn leases() {
+        assert_eq!(lease(None), Ok(None));
+        assert_eq!(lease(Some(2.5)), Ok(Some(Duration::from_millis(2500))));
+        for wrong in [0.0, -1.0, f64::NAN, 1e9] {
+            assert_eq!(lease(Some(wrong)).unwrap_err().status(), 400, "{wrong}");
+        }
+    }
+}

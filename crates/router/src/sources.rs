@@ -1,0 +1,92 @@
+//! Backends from a file and from names, looked up again and again, and leases that end.
+
+use std::net::SocketAddr;
+use std::path::Path;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use tokio::net::lookup_host;
+use tokio::time::sleep;
+
+use crate::backend::{BackendUrl, UrlError};
+use crate::registry::Source;
+use crate::shared::Shared;
+
+/// How often leases are looked at.
+const LEASES: Duration = Duration::from_millis(500);
+
+/// The URLs in the text of a file: one a line, `#` begins a comment.
+///
+/// # Errors
+/// A line is no URL of a backend.
+pub(crate) fn listed(text: &str) -> Result<Vec<BackendUrl>, UrlError> {
+    let lines = text.lines().map(|line| line.split('#').next().unwrap_or_default().trim());
+    lines.filter(|line| !line.is_empty()).map(BackendUrl::parse).collect()
+}
+
+/// Reads a file of backends.
+///
+/// # Errors
+/// It cannot be read, or a line is no URL.
+pub(crate) fn read_list(file: &Path) -> Result<Vec<BackendUrl>, String> {
+    let text = std::fs::read_to_string(file).map_err(|error| error.to_string())?;
+    listed(&text).map_err(|error| error.to_string())
+}
+
+/// Follows a file for ever. While it cannot be read, what it said last holds.
+pub(crate) async fn follow_file(shared: Arc<Shared>, file: std::path::PathBuf) {
+    let mut last = None;
+    loop {
+        match read_list(&file) {
+            Ok(urls) if last.as_ref() != Some(&urls) => {
+                shared.registry.set(Source::File, urls.clone(), None);
+                last = Some(urls);
+            }
+            Ok(_) => {}
+            Err(error) => {
+                tracing::warn!(file = %file.display(), error, "backends stay as they are")
+            }
+        }
+        sleep(shared.config.sources.interval).await;
+    }
+}
+
+/// Follows a name for ever. While it cannot be resolved, what it said last holds.
+pub(crate) async fn follow_name(shared: Arc<Shared>, name: String) {
+    loop {
+        match lookup_host(&name).await {
+            Ok(addresses) => {
+                let mut addresses: Vec<SocketAddr> = addresses.collect();
+                addresses.sort_unstable();
+                let urls =
+                    addresses.iter().flat_map(|address| BackendUrl::parse(&address.to_string()));
+                shared.registry.set(Source::Dns(name.clone()), urls.collect(), None);
+            }
+            Err(error) => tracing::warn!(name, %error, "backends stay as they are"),
+        }
+        sleep(shared.config.sources.interval).await;
+    }
+}
+
+/// Ends leases for ever.
+pub(crate) async fn end_leases(shared: Arc<Shared>) {
+    loop {
+        sleep(LEASES).await;
+        shared.registry.expire(Instant::now());
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_list_has_comments_and_empty_lines() {
+        let urls = listed("# all\n\nhttp://a:1\n  b:2 # second\n").unwrap();
+        assert_eq!(
+            urls.iter().map(BackendUrl::url).collect::<Vec<_>>(),
+            ["http://a:1", "http://b:2"]
+        );
+        assert!(listed("http://a:1\nftp://b").is_err());
+    }
+}

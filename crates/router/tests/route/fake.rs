@@ -1,0 +1,291 @@
+//! Backends that do as they are told, wrong things too.
+
+use std::collections::VecDeque;
+use std::io::{BufReader, Write};
+use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::sync::{Arc, Mutex};
+
+use forebay_api::peer::{LoadReport, RouterTag, read_ids, write_comment};
+
+use crate::http::{Message, read_body, read_head};
+
+/// What becomes of one request.
+#[derive(Debug, Clone)]
+pub(crate) enum Act {
+    /// A JSON answer.
+    Answer(u16, String),
+    /// The connection is closed before anything is answered.
+    DieFirst,
+    /// The same after the head of a stream.
+    DieAfterHead,
+    /// Bytes of a body, and then the connection is closed.
+    DieAfter(&'static str, Vec<u8>),
+    /// A stream as servers of others write it, whole.
+    Stream(Vec<u8>),
+    /// A brain's stream of this many tokens, of which it writes these many bytes at most.
+    Tokens(u32, usize),
+    /// Nothing, until the connection is closed by the other end.
+    Hang,
+    /// The beginning of a stream, and nothing more.
+    HangAfter(Vec<u8>),
+    /// A JSON answer, once somebody says so.
+    Wait(Arc<Gate>),
+}
+
+/// Something to wait for.
+#[derive(Debug)]
+pub(crate) struct Gate(Mutex<Receiver<()>>);
+
+impl Gate {
+    /// A gate for one, and what opens it when it is dropped or used.
+    pub(crate) fn new() -> (Arc<Self>, Sender<()>) {
+        let (sender, receiver) = channel();
+        (Arc::new(Self(Mutex::new(receiver))), sender)
+    }
+}
+
+#[derive(Default)]
+struct State {
+    script: Arc<Mutex<VecDeque<Act>>>,
+    seen: Mutex<Vec<Message>>,
+    /// Says that it takes requests.
+    healthy: AtomicBool,
+    /// Answers nothing at all.
+    deaf: AtomicBool,
+    brain: bool,
+    connections: AtomicUsize,
+    alive: AtomicUsize,
+    most_alive: AtomicUsize,
+    hung_up: Mutex<Option<Sender<()>>>,
+}
+
+/// Tokens of a brain's stream.
+pub(crate) const TOKENS: u32 = 6;
+
+/// A backend. What the script does not say is answered as it should be.
+pub(crate) struct Fake {
+    pub(crate) address: SocketAddr,
+    state: Arc<State>,
+}
+
+impl Fake {
+    /// A server of others.
+    pub(crate) fn other() -> Self {
+        Self::start(State::default())
+    }
+
+    /// A brain.
+    pub(crate) fn brain() -> Self {
+        Self::start(State { brain: true, ..State::default() })
+    }
+
+    /// Brains with one script: whoever is asked does what is next.
+    pub(crate) fn brains(count: usize) -> Vec<Self> {
+        let script: Arc<Mutex<VecDeque<Act>>> = Arc::default();
+        let brain = || State { brain: true, script: Arc::clone(&script), ..State::default() };
+        (0..count).map(|_| Self::start(brain())).collect()
+    }
+
+    fn start(state: State) -> Self {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let address = listener.local_addr().unwrap();
+        let state = Arc::new(state);
+        state.healthy.store(true, Ordering::SeqCst);
+        let shared = Arc::clone(&state);
+        std::thread::spawn(move || {
+            for socket in listener.incoming() {
+                let state = Arc::clone(&shared);
+                std::thread::spawn(move || state.serve(socket.unwrap()));
+            }
+        });
+        Self { address, state }
+    }
+
+    pub(crate) fn url(&self) -> String {
+        format!("http://{}", self.address)
+    }
+
+    /// Adds to what is done with the next requests.
+    pub(crate) fn will(&self, acts: impl IntoIterator<Item = Act>) -> &Self {
+        self.state.script.lock().unwrap().extend(acts);
+        self
+    }
+
+    /// Clients' requests so far.
+    pub(crate) fn seen(&self) -> Vec<Message> {
+        self.state.seen.lock().unwrap().clone()
+    }
+
+    pub(crate) fn connections(&self) -> usize {
+        self.state.connections.load(Ordering::SeqCst)
+    }
+
+    /// The most requests that it had at a time.
+    pub(crate) fn most_alive(&self) -> usize {
+        self.state.most_alive.load(Ordering::SeqCst)
+    }
+
+    pub(crate) fn set_healthy(&self, healthy: bool) {
+        self.state.healthy.store(healthy, Ordering::SeqCst);
+    }
+
+    /// From now on it answers nothing.
+    pub(crate) fn stop_listening(&self) {
+        self.state.deaf.store(true, Ordering::SeqCst);
+    }
+
+    /// Hears of it when a client of a request that hangs goes away.
+    pub(crate) fn hung_up(&self) -> Receiver<()> {
+        let (sender, receiver) = channel();
+        *self.state.hung_up.lock().unwrap() = Some(sender);
+        receiver
+    }
+}
+
+impl State {
+    fn serve(&self, mut socket: TcpStream) {
+        self.connections.fetch_add(1, Ordering::SeqCst);
+        let mut reader = BufReader::new(socket.try_clone().unwrap());
+        while let Some(mut request) = read_head(&mut reader) {
+            read_body(&mut reader, &mut request);
+            if self.deaf.load(Ordering::SeqCst) {
+                continue;
+            }
+            let goes_on = match request.path() {
+                "/health" => {
+                    let status = if self.healthy.load(Ordering::SeqCst) { 200 } else { 503 };
+                    answer(&mut socket, status, "{}", "")
+                }
+                path if path.starts_with("/v1/loads") && self.brain => {
+                    let report = LoadReport::default();
+                    answer(&mut socket, 200, &serde_json::to_string(&report).unwrap(), "")
+                }
+                path if path.starts_with("/v1/loads") => answer(&mut socket, 404, "{}", ""),
+                _ => {
+                    let alive = self.alive.fetch_add(1, Ordering::SeqCst) + 1;
+                    self.most_alive.fetch_max(alive, Ordering::SeqCst);
+                    self.seen.lock().unwrap().push(request.clone());
+                    let act = self.script.lock().unwrap().pop_front();
+                    let act = act.unwrap_or(match self.brain {
+                        true => Act::Tokens(TOKENS, usize::MAX),
+                        false => Act::Answer(200, "{\"ok\":true}".into()),
+                    });
+                    let goes_on = self.act(act, &mut socket, &mut reader, &request);
+                    self.alive.fetch_sub(1, Ordering::SeqCst);
+                    goes_on
+                }
+            };
+            if !goes_on {
+                let _ = socket.shutdown(Shutdown::Both);
+                return;
+            }
+        }
+    }
+
+    fn act(
+        &self,
+        act: Act,
+        socket: &mut TcpStream,
+        reader: &mut BufReader<TcpStream>,
+        request: &Message,
+    ) -> bool {
+        match act {
+            Act::Answer(status, body) => answer(socket, status, &body, ""),
+            Act::DieFirst => false,
+            Act::DieAfterHead => {
+                stream_head(socket, "");
+                false
+            }
+            Act::DieAfter(kind, body) => {
+                let head = format!(
+                    "HTTP/1.1 200 OK\r\nContent-Type: {kind}\r\nTransfer-Encoding: chunked\r\n\r\n"
+                );
+                let _ = socket.write_all(head.as_bytes());
+                chunk(socket, &body);
+                false
+            }
+            Act::Stream(body) => {
+                stream_head(socket, "");
+                chunk(socket, &body) && socket.write_all(b"0\r\n\r\n").is_ok()
+            }
+            Act::Tokens(count, most) => tokens(socket, request, count, most),
+            Act::Hang => {
+                while read_head(reader).is_some() {}
+                if let Some(hung_up) = &*self.hung_up.lock().unwrap() {
+                    let _ = hung_up.send(());
+                }
+                false
+            }
+            Act::HangAfter(half) => {
+                stream_head(socket, "");
+                chunk(socket, &half);
+                while read_head(reader).is_some() {}
+                false
+            }
+            Act::Wait(gate) => {
+                let _ = gate.0.lock().unwrap().recv();
+                answer(socket, 200, "{\"ok\":true}", "")
+            }
+        }
+    }
+}
+
+fn answer(socket: &mut TcpStream, status: u16, body: &str, headers: &str) -> bool {
+    let length = body.len();
+    let text = format!(
+        "HTTP/1.1 {status} X\r\nContent-Type: application/json\r\nContent-Length: {length}\r\nX-Own: 1\r\n\
+         X-Forebay-Secret: 1\r\n{headers}\r\n{body}"
+    );
+    socket.write_all(text.as_bytes()).is_ok()
+}
+
+fn stream_head(socket: &mut TcpStream, headers: &str) {
+    let head = format!(
+        "HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n{headers}\r\n"
+    );
+    let _ = socket.write_all(head.as_bytes());
+}
+
+fn chunk(socket: &mut TcpStream, body: &[u8]) -> bool {
+    let framed = [format!("{:x}\r\n", body.len()).as_bytes(), body, b"\r\n"].concat();
+    body.is_empty() || socket.write_all(&framed).is_ok()
+}
+
+/// A brain's stream: token 3 * i at position i, whose text says so. Goes on where it is told to, and stops after `most` bytes of body,
+/// wherever that is.
+fn tokens(socket: &mut TcpStream, request: &Message, count: u32, most: usize) -> bool {
+    let tag = RouterTag::decode(request.header("x-forebay-router").unwrap()).unwrap();
+    let resumed = request.header("x-forebay-resume").map(|length| length.parse().unwrap());
+    let from = resumed.map_or(0, |length: usize| {
+        let ids = read_ids(std::str::from_utf8(&request.body[..length]).unwrap()).unwrap();
+        assert_eq!(ids, (0..ids.len() as i32).map(|id| 3 * id).collect::<Vec<_>>());
+        ids.len() as u32
+    });
+    let name = request.header("x-forebay-stream").unwrap_or("5;first").to_owned();
+    let report = LoadReport { at: 1, seen: tag.seq, own: 1, requests: 1, ..LoadReport::default() };
+    let mut encoded = Vec::new();
+    report.encode(&mut encoded);
+    let load = String::from_utf8(encoded).unwrap();
+    stream_head(socket, &format!("X-Forebay-Stream: {name}\r\nX-Forebay-Load: {load}\r\n"));
+    let mut left = most;
+    for position in from..count {
+        let (id, last) = (3 * position as i32, position + 1 == count);
+        let mut body = format!("data: {{\"name\":\"{name}\",\"text\":\"{id} \"}}\n\n").into_bytes();
+        if last {
+            body.extend(b"data: [DONE]\n\n");
+        } else {
+            write_comment(&[id], (position % 2 == 0).then_some(&report), &mut body);
+        }
+        if body.len() > left {
+            chunk(socket, &body[..left]);
+            return false;
+        }
+        left -= body.len();
+        if !chunk(socket, &body) {
+            return false;
+        }
+    }
+    left > 0 && socket.write_all(b"0\r\n\r\n").is_ok()
+}

@@ -1,0 +1,286 @@
+//! Which blocks this brain has in its prefix caches, for routers that send prompts to where their beginnings are.
+
+use std::collections::{HashMap, VecDeque};
+use std::sync::Arc;
+use std::time::Duration;
+
+use axum::extract::State;
+use axum::http::header::CONTENT_TYPE;
+use axum::http::{HeaderValue, Uri};
+use axum::response::Response;
+use forebay_api::ApiError;
+use forebay_engine::{BlockEvent, BlockHash, BlockObserver};
+use parking_lot::Mutex;
+use rustc_hash::{FxBuildHasher, FxHashSet};
+use serde::Deserialize;
+use tokio::sync::watch;
+use tokio::time::timeout;
+
+use crate::limits;
+use crate::reply::Failure;
+use crate::state::Shared;
+
+/// Events that are kept for routers that follow; who is further behind gets everything anew.
+const KEPT: usize = 1 << 16;
+/// Longest wait for an event.
+const LONGEST_WAIT: Duration = Duration::from_secs(60);
+
+/// The name of a block as routers know it: half of its hash, the lowest bit for *stored* or *dropped*.
+fn short(name: BlockHash) -> u64 {
+    name.number() as u64 | 1
+}
+
+/// The names of a prompt's blocks.
+pub(super) fn names(state: &Shared, prompt: &[i32]) -> Vec<u64> {
+    state.engine.block_names(prompt).into_iter().map(short).collect()
+}
+
+#[derive(Debug, Default)]
+struct Log {
+    /// How many replicas hold each block.
+    holders: HashMap<u64, u32, FxBuildHasher>,
+    events: VecDeque<u64>,
+    /// Number of the first of them.
+    first: u64,
+}
+
+impl Log {
+    fn next(&self) -> u64 {
+        self.first + self.events.len() as u64
+    }
+
+    fn push(&mut self, event: u64) {
+        if self.events.len() == KEPT {
+            self.events.pop_front();
+            self.first += 1;
+        }
+        self.events.push_back(event);
+    }
+
+    fn stored(&mut self, name: u64) {
+        let holders = self.holders.entry(name).or_insert(0);
+        *holders += 1;
+        if *holders == 1 {
+            self.push(name);
+        }
+    }
+
+    fn dropped(&mut self, name: u64) {
+        if let Some(holders) = self.holders.get_mut(&name) {
+            *holders -= 1;
+            if *holders == 0 {
+                self.holders.remove(&name);
+                self.push(name & !1);
+            }
+        }
+    }
+
+    /// The answer to who has all events before number `after`: the number of the next, whether all starts anew, and events.
+    fn since(&self, after: u64) -> Vec<u8> {
+        let mut out = self.next().to_le_bytes().to_vec();
+        let known = after >= self.first && after <= self.next();
+        out.extend_from_slice(&u64::from(!known).to_le_bytes());
+        if known {
+            let new = self.events.iter().skip((after - self.first) as usize);
+            new.for_each(|event| out.extend_from_slice(&event.to_le_bytes()));
+        } else {
+            self.holders.keys().for_each(|name| out.extend_from_slice(&name.to_le_bytes()));
+        }
+        out
+    }
+}
+
+/// The blocks of all replicas, and their changes.
+#[derive(Debug, Clone)]
+pub struct BlockLog {
+    log: Arc<Mutex<Log>>,
+    changed: watch::Sender<()>,
+}
+
+impl Default for BlockLog {
+    /// A log whose first number was drawn: a router that followed an earlier brain here is told everything anew.
+    fn default() -> Self {
+        let first = u64::from(rand::random::<u32>()) << 16 | 1;
+        Self {
+            log: Arc::new(Mutex::new(Log { first, ..Log::default() })),
+            changed: watch::Sender::new(()),
+        }
+    }
+}
+
+impl BlockLog {
+    /// What hears of one replica's changes.
+    #[must_use]
+    pub fn replica(&self) -> ReplicaBlocks {
+        ReplicaBlocks { log: self.clone(), blocks: FxHashSet::default() }
+    }
+}
+
+/// Passes on what one replica stores and drops.
+#[derive(Debug)]
+pub struct ReplicaBlocks {
+    log: BlockLog,
+    blocks: FxHashSet<u64>,
+}
+
+impl BlockObserver for ReplicaBlocks {
+    fn changed(&mut self, events: Vec<BlockEvent>) {
+        let mut log = self.log.log.lock();
+        for event in events {
+            match event {
+                BlockEvent::Stored(name) => {
+                    if self.blocks.insert(short(name)) {
+                        log.stored(short(name));
+                    }
+                }
+                BlockEvent::Dropped(name) => {
+                    if self.blocks.remove(&short(name)) {
+                        log.dropped(short(name));
+                    }
+                }
+                BlockEvent::Cleared => self.blocks.drain().for_each(|name| log.dropped(name)),
+            }
+        }
+        drop(log);
+        self.log.changed.send_replace(());
+    }
+}
+
+/// From where on, and for how long.
+#[derive(Debug, Deserialize)]
+pub(crate) struct Since {
+    #[serde(default)]
+    after: u64,
+    /// Seconds to wait for a change.
+    #[serde(default)]
+    wait: f64,
+}
+
+/// What prefix caches have stored and dropped, for routers.
+///
+/// Little-endian numbers of 64 bits: the number to ask for next, 1 if all that was told before is void, and names of blocks, odd
+/// where stored and even where dropped.
+#[utoipa::path(
+    get,
+    path = "/v1/blocks",
+    params(
+        ("after" = Option<u64>, Query, description = "The number that the last answer began with"),
+        ("wait" = Option<f64>, Query, description = "Seconds to wait for a change"),
+    ),
+    responses((status = 200, description = "Numbers", content_type = "application/octet-stream")),
+)]
+pub(crate) async fn blocks(State(state): State<Shared>, uri: Uri) -> Result<Response, Failure> {
+    let since: Since = limits::query(&uri)?;
+    let Some(blocks) = &state.blocks else {
+        let reason = "the prefix cache is off".to_owned();
+        return Err(Failure(ApiError::Unavailable { reason, code: "no_prefix_cache" }));
+    };
+    let mut changed = blocks.changed.subscribe();
+    let wait = wait(since.wait)?;
+    if blocks.log.lock().next() == since.after {
+        // Late is as good as nothing new.
+        let _ = timeout(wait, changed.changed()).await;
+    }
+    let body = blocks.log.lock().since(since.after);
+    let mut response = Response::new(body.into());
+    let bytes = HeaderValue::from_static("application/octet-stream");
+    response.headers_mut().insert(CONTENT_TYPE, bytes);
+    Ok(response)
+}
+
+/// A client's number of seconds to wait.
+pub(crate) fn wait(seconds: f64) -> Result<Duration, ApiError> {
+    let wait = Duration::try_from_secs_f64(seconds)
+        .map_err(|error| ApiError::invalid("wait", format!("`wait`: {error}")))?;
+    Ok(wait.min(LONGEST_WAIT))
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn numbers(bytes: &[u8]) -> Vec<u64> {
+        bytes.chunks(8).map(|part| u64::from_le_bytes(part.try_into().unwrap())).collect()
+    }
+
+    /// A router that follows.
+    #[derive(Default)]
+    struct Follower {
+        after: u64,
+        blocks: FxHashSet<u64>,
+    }
+
+    impl Follower {
+        fn read(&mut self, log: &BlockLog) {
+            let numbers = numbers(&log.log.lock().since(self.after));
+            self.after = numbers[0];
+            if numbers[1] == 1 {
+                self.blocks.clear();
+            }
+            for &event in &numbers[2..] {
+                if event & 1 == 1 {
+                    self.blocks.insert(event);
+                } else {
+                    self.blocks.remove(&(event | 1));
+                }
+            }
+        }
+    }
+
+    proptest! {
+        /// Whenever a follower looks, and whatever replicas hold in common, it knows what at least one of them holds.
+        #[test]
+        fn a_follower_knows_what_is_there(
+            moves in prop::collection::vec((0usize..2, 0u128..8, 0u8..10), 0..120),
+        ) {
+            let log = BlockLog::default();
+            let mut replicas = [log.replica(), log.replica()];
+            let mut held = [FxHashSet::default(), FxHashSet::default()];
+            let mut follower = Follower::default();
+            for (replica, name, kind) in moves {
+                let name = BlockHash::from(name << 1);
+                match kind {
+                    0..5 if held[replica].insert(short(name)) => {
+                        replicas[replica].changed(vec![BlockEvent::Stored(name)]);
+                    }
+                    5..8 if held[replica].remove(&short(name)) => {
+                        replicas[replica].changed(vec![BlockEvent::Dropped(name)]);
+                    }
+                    8 => {
+                        held[replica].clear();
+                        replicas[replica].changed(vec![BlockEvent::Cleared]);
+                    }
+                    9 => follower.read(&log),
+                    _ => {}
+                }
+            }
+            follower.read(&log);
+            prop_assert_eq!(follower.blocks, &held[0] | &held[1]);
+        }
+    }
+
+    #[test]
+    fn who_is_too_far_behind_starts_anew() {
+        let log = BlockLog::default();
+        let mut replica = log.replica();
+        let mut follower = Follower::default();
+        follower.read(&log);
+        let names = (0..KEPT as u128 + 10).map(|name| BlockHash::from(name << 1));
+        replica.changed(names.map(BlockEvent::Stored).collect());
+        let answer = numbers(&log.log.lock().since(follower.after));
+        assert_eq!((answer[1], answer.len()), (1, KEPT + 12));
+        follower.read(&log);
+        assert_eq!(follower.blocks.len(), KEPT + 10);
+        // The next number of another brain is nothing that this one has.
+        assert_eq!(numbers(&log.log.lock().since(7))[1], 1);
+    }
+
+    #[test]
+    fn waits() {
+        assert_eq!(wait(0.5).unwrap(), Duration::from_millis(500));
+        assert_eq!(wait(1e9).unwrap(), LONGEST_WAIT);
+        assert!(wait(-1.0).is_err() && wait(f64::NAN).is_err());
+    }
+}

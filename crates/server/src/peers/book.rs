@@ -1,0 +1,198 @@
+//! What routers have sent here, and what they are told of the load.
+
+use std::collections::{BTreeSet, HashMap};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+use forebay_api::peer::{LoadReport, RouterTag};
+use parking_lot::Mutex;
+use rustc_hash::FxBuildHasher;
+use tokio::sync::watch;
+
+/// Least time between two reports in streams to the same router: every response's head has one anyway.
+const BETWEEN_COMMENTS: Duration = Duration::from_millis(4);
+/// Routers that are remembered; those with nothing here are forgotten first.
+const MAX_ROUTERS: usize = 64;
+
+/// What is known of one router.
+#[derive(Debug, Default)]
+struct Sender {
+    /// Every dispatch up to this has arrived, or never will.
+    low: u64,
+    /// Dispatches beyond it that have arrived.
+    above: BTreeSet<u64>,
+    /// Calls of this router that are alive.
+    own: u32,
+    /// When a stream carried a report last, in microseconds since the start.
+    commented: Arc<AtomicU64>,
+}
+
+impl Sender {
+    fn arrived(&mut self, tag: &RouterTag) {
+        self.low = self.low.max(tag.floor.saturating_sub(1));
+        if tag.seq > self.low {
+            self.above.insert(tag.seq);
+        }
+        while self.above.first().is_some_and(|&first| first <= self.low + 1) {
+            self.low = self.low.max(self.above.pop_first().unwrap_or(0));
+        }
+    }
+}
+
+/// All calls that are alive, and whose they are.
+#[derive(Debug)]
+pub(crate) struct Book {
+    epoch: u64,
+    start: Instant,
+    reports: AtomicU64,
+    /// Calls that are alive.
+    live: watch::Sender<usize>,
+    routers: Mutex<HashMap<u64, Sender, FxBuildHasher>>,
+}
+
+impl Book {
+    pub(crate) fn new() -> Self {
+        Self {
+            epoch: rand::random(),
+            start: Instant::now(),
+            reports: AtomicU64::new(0),
+            live: watch::Sender::new(0),
+            routers: Mutex::default(),
+        }
+    }
+
+    /// A call begins; `tag` is its router's.
+    pub(crate) fn enter(&self, tag: Option<&RouterTag>) {
+        let Some(tag) = tag else { return self.live.send_modify(|live| *live += 1) };
+        let mut routers = self.routers.lock();
+        if !routers.contains_key(&tag.router) && routers.len() >= MAX_ROUTERS {
+            routers.retain(|_, sender| sender.own > 0);
+        }
+        let sender = routers.entry(tag.router).or_default();
+        sender.arrived(tag);
+        sender.own += 1;
+        // Still locked: a report counts a call among all and among the router's, or among neither.
+        self.live.send_modify(|live| *live += 1);
+    }
+
+    /// A call of `router` has ended.
+    pub(crate) fn leave(&self, router: Option<u64>) {
+        let Some(router) = router else { return self.live.send_modify(|live| *live -= 1) };
+        let mut routers = self.routers.lock();
+        if let Some(sender) = routers.get_mut(&router) {
+            sender.own -= 1;
+        }
+        self.live.send_modify(|live| *live -= 1);
+    }
+
+    /// The calls' part of a report to a router; the engine's part is left empty.
+    pub(crate) fn report(&self, router: Option<u64>) -> LoadReport {
+        let routers = self.routers.lock();
+        let sender = router.and_then(|router| routers.get(&router));
+        LoadReport {
+            epoch: self.epoch,
+            at: self.reports.fetch_add(1, Ordering::Relaxed) + 1,
+            seen: sender.map_or(0, |sender| sender.low),
+            own: sender.map_or(0, |sender| sender.own),
+            requests: u32::try_from(*self.live.borrow()).unwrap_or(u32::MAX),
+            ..LoadReport::default()
+        }
+    }
+
+    /// Says when a router's streams shall carry a report.
+    pub(crate) fn pace(&self, router: u64) -> Pace {
+        let mut routers = self.routers.lock();
+        let commented = Arc::clone(&routers.entry(router).or_default().commented);
+        Pace { start: self.start, commented }
+    }
+
+    /// Follows the number of calls that are alive.
+    pub(crate) fn watch(&self) -> watch::Receiver<usize> {
+        self.live.subscribe()
+    }
+}
+
+/// Says when a report is due, over all streams to one router.
+#[derive(Debug)]
+pub(crate) struct Pace {
+    start: Instant,
+    commented: Arc<AtomicU64>,
+}
+
+impl Pace {
+    /// Whether this stream is to carry a report at `now`; others will not for a while then.
+    pub(crate) fn is_due(&self, now: Instant) -> bool {
+        let micros = |time: Duration| u64::try_from(time.as_micros()).unwrap_or(u64::MAX);
+        let now = micros(now.saturating_duration_since(self.start));
+        let last = self.commented.load(Ordering::Relaxed);
+        now >= last.saturating_add(micros(BETWEEN_COMMENTS))
+            && self
+                .commented
+                .compare_exchange(last, now, Ordering::Relaxed, Ordering::Relaxed)
+                .is_ok()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn tag(router: u64, seq: u64, floor: u64) -> RouterTag {
+        RouterTag { router, seq, floor, seed: 0, blocks: false }
+    }
+
+    #[test]
+    fn each_router_hears_of_its_own_calls_and_of_all() {
+        let book = Book::new();
+        book.enter(None);
+        book.enter(Some(&tag(1, 1, 1)));
+        book.enter(Some(&tag(2, 1, 1)));
+        book.enter(Some(&tag(1, 2, 1)));
+        let (one, two) = (book.report(Some(1)), book.report(Some(2)));
+        assert_eq!((one.own, one.requests, one.seen), (2, 4, 2));
+        assert_eq!((two.own, two.requests, two.seen), (1, 4, 1));
+        assert!(two.at > one.at && two.epoch == one.epoch);
+        book.leave(Some(1));
+        book.leave(None);
+        let one = book.report(Some(1));
+        assert_eq!((one.own, one.requests, one.seen), (1, 2, 2));
+        assert_eq!(book.report(None).requests, 2);
+    }
+
+    #[test]
+    fn a_lost_dispatch_is_passed_by_the_floor() {
+        let book = Book::new();
+        book.enter(Some(&tag(1, 1, 1)));
+        book.enter(Some(&tag(1, 3, 1)));
+        assert_eq!(book.report(Some(1)).seen, 1);
+        book.enter(Some(&tag(1, 4, 3)));
+        assert_eq!(book.report(Some(1)).seen, 4);
+    }
+
+    #[test]
+    fn one_stream_in_a_while_carries_a_report() {
+        let book = Book::new();
+        let (one, two) = (book.pace(1), book.pace(1));
+        let start = book.start + BETWEEN_COMMENTS;
+        assert!(one.is_due(start) && !two.is_due(start) && book.pace(2).is_due(start));
+        assert!(!one.is_due(start + BETWEEN_COMMENTS / 2));
+        assert!(two.is_due(start + BETWEEN_COMMENTS));
+    }
+
+    proptest! {
+        /// In whatever order dispatches arrive, `seen` is the end of what has arrived without a gap.
+        #[test]
+        fn seen_is_without_gaps(order in Just((1..20u64).collect::<Vec<_>>()).prop_shuffle(), count in 1usize..19) {
+            let book = Book::new();
+            let arrived = &order[..count];
+            for &seq in arrived {
+                book.enter(Some(&tag(1, seq, 1)));
+            }
+            let whole = (1..).take_while(|seq| arrived.contains(seq)).count() as u64;
+            prop_assert_eq!(book.report(Some(1)).seen, whole);
+        }
+    }
+}

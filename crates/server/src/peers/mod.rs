@@ -1,0 +1,232 @@
+//! Routers in front of this brain: who sends a request, what it is told in return, and streams that began at another brain.
+//!
+//! Nothing here happens to a request without the header [`ROUTER_HEADER`]. See `docs/adr/0013` for what is exchanged.
+
+pub(crate) mod blocks;
+mod book;
+
+use std::convert::Infallible;
+use std::sync::{Arc, OnceLock};
+use std::time::Instant;
+
+use axum::body::Body;
+use axum::extract::{FromRequestParts, Request, State};
+use axum::http::request::Parts;
+use axum::http::{HeaderMap, HeaderValue};
+use axum::middleware::Next;
+use axum::response::{IntoResponse, Response};
+use forebay_api::ApiError;
+use forebay_api::peer::{
+    BLOCKS_HEADER, LOAD_HEADER, LoadReport, RESUME_HEADER, ROUTER_HEADER, RouterTag, STREAM_HEADER,
+    StreamName, encode_blocks, read_ids, sample_blocks, write_comment,
+};
+
+use crate::delta::Delta;
+use crate::limits;
+use crate::outlet::Encoder;
+use crate::reply::Failure;
+use crate::routes::random_hex;
+use crate::state::{Shared, now};
+use crate::tally::Tally;
+
+pub(crate) use blocks::wait;
+pub use blocks::{BlockLog, ReplicaBlocks};
+pub(crate) use book::Book;
+use book::Pace;
+
+/// A stream that began at another brain.
+#[derive(Debug)]
+pub(crate) struct Resume {
+    name: StreamName,
+    /// Tokens that the client has.
+    pub(crate) generated: Vec<i32>,
+}
+
+/// What came with a request of a router, and what its response is to say.
+#[derive(Debug)]
+struct Exchange {
+    tag: RouterTag,
+    resume: Option<Resume>,
+    /// Names of the prompt's blocks.
+    blocks: OnceLock<String>,
+    /// Name of a stream that another brain can go on with.
+    stream: OnceLock<String>,
+}
+
+/// The router that sent a request; most have none.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct Peer(Option<Arc<Exchange>>);
+
+impl FromRequestParts<Shared> for Peer {
+    type Rejection = Infallible;
+
+    async fn from_request_parts(parts: &mut Parts, _: &Shared) -> Result<Self, Infallible> {
+        Ok(Self(parts.extensions.get::<Arc<Exchange>>().cloned()))
+    }
+}
+
+impl Peer {
+    pub(crate) fn tag(&self) -> Option<&RouterTag> {
+        self.0.as_ref().map(|exchange| &exchange.tag)
+    }
+
+    /// The stream that this request goes on with.
+    pub(crate) fn resume(&self) -> Option<&Resume> {
+        self.0.as_ref()?.resume.as_ref()
+    }
+
+    /// The response's name: a new one, unless it goes on with another's.
+    pub(crate) fn name(&self, prefix: &str) -> StreamName {
+        match self.resume() {
+            Some(resume) => resume.name.clone(),
+            None => StreamName { id: format!("{prefix}{}", random_hex()), created: now() },
+        }
+    }
+
+    /// Has the response's head name the blocks of a prompt, where that is wanted.
+    pub(crate) fn name_blocks(&self, state: &Shared, prompt: &[i32]) {
+        let Some(exchange) = &self.0 else { return };
+        if exchange.tag.blocks {
+            let names = sample_blocks(&blocks::names(state, prompt));
+            // The first prompt of several stands for all.
+            let _ = exchange.blocks.set(encode_blocks(&names));
+        }
+    }
+
+    /// Has a stream carry what another brain needs to go on with it.
+    pub(crate) fn tagged(
+        &self,
+        state: &Shared,
+        name: &StreamName,
+        encoder: Box<dyn Encoder>,
+    ) -> Box<dyn Encoder> {
+        let Some(exchange) = &self.0 else { return encoder };
+        if !encoder.resumable() {
+            return encoder;
+        }
+        // A stream is made once a request.
+        let _ = exchange.stream.set(name.encode());
+        let router = exchange.tag.router;
+        let pace = state.book.pace(router);
+        Box::new(Tagged { encoder, ids: Vec::new(), router, pace, state: Arc::clone(state) })
+    }
+}
+
+/// What this brain has to do, as `router` is told.
+pub(crate) fn report(state: &Shared, router: Option<u64>) -> LoadReport {
+    let stats = state.engine.stats();
+    let replicas = state.engine.replicas();
+    LoadReport {
+        running: u32::try_from(stats.running).unwrap_or(u32::MAX),
+        waiting: u32::try_from(stats.waiting).unwrap_or(u32::MAX),
+        tokens: replicas.iter().map(|replica| replica.load.work.tokens()).sum(),
+        pages_free: (stats.pages_free + stats.pages_cached) as u64,
+        ..state.book.report(router)
+    }
+}
+
+/// Events with a comment after each delta but the last: its tokens, and now and then the load.
+struct Tagged {
+    encoder: Box<dyn Encoder>,
+    ids: Vec<i32>,
+    router: u64,
+    pace: Pace,
+    state: Shared,
+}
+
+impl Encoder for Tagged {
+    fn delta(
+        &mut self,
+        choice: u32,
+        delta: &mut Delta,
+        tally: &Tally,
+        out: &mut Vec<u8>,
+    ) -> serde_json::Result<()> {
+        // The encoder may take the delta apart.
+        self.ids.clone_from(&delta.tokens);
+        let ends = delta.end.is_some();
+        self.encoder.delta(choice, delta, tally, out)?;
+        // Without a comment, the end is passed on only when all of it is there: another brain would not know what is missing.
+        if !ends {
+            let due = self.pace.is_due(Instant::now());
+            let report = due.then(|| report(&self.state, Some(self.router)));
+            write_comment(&self.ids, report.as_ref(), out);
+        }
+        Ok(())
+    }
+
+    fn end(&mut self, tally: &Tally, out: &mut Vec<u8>) -> serde_json::Result<()> {
+        self.encoder.end(tally, out)
+    }
+
+    fn resumable(&self) -> bool {
+        true
+    }
+
+    fn resume(&mut self, before: &Delta) {
+        self.encoder.resume(before);
+    }
+}
+
+/// Reads what a router says, and tells it what it wants to know.
+pub(crate) async fn talk(State(state): State<Shared>, request: Request, next: Next) -> Response {
+    if !request.headers().contains_key(ROUTER_HEADER) {
+        return next.run(request).await;
+    }
+    let (exchange, mut request) = match read(&state, request).await {
+        Ok(read) => read,
+        Err(error) => return Failure(error).into_response(),
+    };
+    let exchange = Arc::new(exchange);
+    request.extensions_mut().insert(Arc::clone(&exchange));
+    let mut response = next.run(request).await;
+    let mut load = Vec::new();
+    report(&state, Some(exchange.tag.router)).encode(&mut load);
+    let headers = response.headers_mut();
+    insert(headers, LOAD_HEADER, &load);
+    for (name, value) in [(BLOCKS_HEADER, &exchange.blocks), (STREAM_HEADER, &exchange.stream)] {
+        if let Some(value) = value.get() {
+            insert(headers, name, value.as_bytes());
+        }
+    }
+    response
+}
+
+fn insert(headers: &mut HeaderMap, name: &'static str, value: &[u8]) {
+    // Clients may name their requests with bytes that a header can't have: such a stream can't be gone on with.
+    if let Ok(value) = HeaderValue::from_bytes(value) {
+        headers.insert(name, value);
+    }
+}
+
+/// Takes what a router says off a request.
+async fn read(state: &Shared, request: Request) -> Result<(Exchange, Request), ApiError> {
+    let (parts, body) = request.into_parts();
+    let text = |name: &'static str| {
+        parts.headers.get(name).map(|value| {
+            value.to_str().map_err(|_| ApiError::invalid(name, format!("`{name}`: not text")))
+        })
+    };
+    let wrong = |name: &'static str, error: &dyn std::fmt::Display| {
+        ApiError::invalid(name, format!("`{name}`: {error}"))
+    };
+    let tag = RouterTag::decode(text(ROUTER_HEADER).transpose()?.unwrap_or_default())
+        .map_err(|error| wrong(ROUTER_HEADER, &error))?;
+    let (mut resume, mut body) = (None, body);
+    if let Some(length) = text(RESUME_HEADER).transpose()? {
+        let length: usize = length.parse().map_err(|error| wrong(RESUME_HEADER, &error))?;
+        let name = StreamName::decode(text(STREAM_HEADER).transpose()?.unwrap_or_default())
+            .map_err(|error| wrong(STREAM_HEADER, &error))?;
+        let mut whole = limits::whole(body, state).await?;
+        if length > whole.len() {
+            return Err(wrong(RESUME_HEADER, &"more bytes than the body has"));
+        }
+        let ids = whole.split_to(length);
+        let ids = std::str::from_utf8(&ids).map_err(|error| wrong(RESUME_HEADER, &error))?;
+        let generated = read_ids(ids).map_err(|error| wrong(RESUME_HEADER, &error))?;
+        resume = Some(Resume { name, generated });
+        body = Body::from(whole);
+    }
+    let exchange = Exchange { tag, resume, blocks: OnceLock::new(), stream: OnceLock::new() };
+    Ok((exchange, Request::from_parts(parts, body)))
+}

@@ -1,0 +1,65 @@
+//! What the server has to do.
+
+use axum::extract::State;
+use axum::http::Uri;
+use axum::response::Response;
+use forebay_api::peer::LoadReport;
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+use tokio::time::timeout;
+use utoipa::ToSchema;
+
+use super::info::internal_state;
+use crate::limits;
+use crate::peers::{Peer, report, wait};
+use crate::reply::{self, Failure};
+use crate::state::Shared;
+
+/// When to answer.
+#[derive(Debug, Deserialize)]
+pub(crate) struct When {
+    /// Seconds to wait until the number of requests is another than `requests`.
+    #[serde(default)]
+    wait: f64,
+    requests: Option<usize>,
+}
+
+/// What the server has to do, as a whole and in each replica.
+#[derive(Serialize, ToSchema)]
+pub(crate) struct Loads {
+    /// As routers are told: `requests` are alive, `running` choices have a slot, `waiting` ones have none, `tokens` of work are left,
+    /// `pages_free` can be taken.
+    #[serde(flatten)]
+    #[schema(value_type = Object)]
+    report: LoadReport,
+    /// One object a replica: what is running, what was counted.
+    #[schema(value_type = Vec<Object>)]
+    loads: Vec<Value>,
+}
+
+/// Tells what the server has to do, now or when that changes.
+#[utoipa::path(
+    get,
+    path = "/v1/loads",
+    params(
+        ("wait" = Option<f64>, Query, description = "Seconds to wait until the number of requests is another than `requests`"),
+        ("requests" = Option<u64>, Query, description = "The number of requests that the client knows of"),
+    ),
+    responses((status = 200, description = "The load", body = Loads)),
+)]
+pub(crate) async fn loads(
+    State(state): State<Shared>,
+    uri: Uri,
+    peer: Peer,
+) -> Result<Response, Failure> {
+    let when: When = limits::query(&uri)?;
+    let limit = wait(when.wait)?;
+    if let Some(known) = when.requests {
+        let mut live = state.book.watch();
+        // Late is as good as unchanged.
+        let _ = timeout(limit, live.wait_for(|&live| live != known)).await;
+    }
+    let report = report(&state, peer.tag().map(|tag| tag.router));
+    let loads = state.engine.replicas().iter().map(internal_state).collect();
+    Ok(reply::ok(&Loads { report, loads }))
+}

@@ -1,0 +1,65 @@
+//! Taking a replica out of the set and back.
+
+use axum::extract::{Path, State};
+use axum::response::Response;
+use forebay_api::{ApiError, ErrorBody};
+use serde::Serialize;
+use utoipa::ToSchema;
+
+use crate::reply::{self, Failure};
+use crate::state::Shared;
+
+/// Whether a replica gets new requests.
+#[derive(Serialize, ToSchema)]
+pub(crate) struct Drained {
+    /// Its number.
+    replica: u32,
+    /// It gets none.
+    drained: bool,
+}
+
+/// Sends no new requests to a replica; those that it has are finished.
+#[utoipa::path(
+    post,
+    path = "/replicas/{replica}/drain",
+    params(("replica" = u32, Path, description = "The replica's number")),
+    responses(
+        (status = 200, description = "It gets no new requests", body = Drained),
+        (status = "default", description = "An error", body = ErrorBody),
+    ),
+)]
+pub(crate) async fn drain(
+    State(state): State<Shared>,
+    Path(replica): Path<String>,
+) -> Result<Response, Failure> {
+    set(&state, &replica, true)
+}
+
+/// Sends requests to a drained replica again.
+#[utoipa::path(
+    post,
+    path = "/replicas/{replica}/resume",
+    params(("replica" = u32, Path, description = "The replica's number")),
+    responses(
+        (status = 200, description = "It gets requests again", body = Drained),
+        (status = "default", description = "An error", body = ErrorBody),
+    ),
+)]
+pub(crate) async fn resume(
+    State(state): State<Shared>,
+    Path(replica): Path<String>,
+) -> Result<Response, Failure> {
+    set(&state, &replica, false)
+}
+
+fn set(state: &Shared, replica: &str, drained: bool) -> Result<Response, Failure> {
+    let number = replica.parse::<u32>().ok();
+    match number.filter(|&at| state.engine.drain_replica(at as usize, drained)) {
+        Some(replica) => Ok(reply::ok(&Drained { replica, drained })),
+        None => {
+            let most = state.engine.count().saturating_sub(1);
+            let reason = format!("`{replica}` is not a replica from 0 to {most}");
+            Err(Failure(ApiError::invalid("replica", reason)))
+        }
+    }
+}

@@ -1,0 +1,57 @@
+//! Headers by which clients say where a request is to be computed, for those who cannot change its body.
+
+use axum::extract::FromRequestParts;
+use axum::http::HeaderMap;
+use axum::http::request::Parts;
+use forebay_api::{ApiError, Generation, route};
+use forebay_engine::Route;
+
+use crate::reply::Failure;
+use crate::state::Shared;
+
+/// Ours, and that of SGLang's router.
+const KEY_HEADERS: [&str; 2] = ["x-routing-key", "x-smg-routing-key"];
+/// As vLLM has it.
+const RANK_HEADER: &str = "x-data-parallel-rank";
+
+/// What the headers say.
+pub(crate) struct Routing(pub(crate) Route);
+
+impl Routing {
+    /// Fills in what the body does not say.
+    pub(crate) fn fill(&self, generation: &mut Generation) {
+        let Route { key, replica } = &self.0;
+        let route = &mut generation.route;
+        if route.key.is_none() && route.replica.is_none() {
+            (route.key, route.replica) = (key.clone(), *replica);
+        }
+    }
+}
+
+impl FromRequestParts<Shared> for Routing {
+    type Rejection = Failure;
+
+    async fn from_request_parts(parts: &mut Parts, state: &Shared) -> Result<Self, Failure> {
+        let headers = &parts.headers;
+        let mut key = (KEY_HEADERS[0], None);
+        for name in KEY_HEADERS {
+            if let (None, Some(value)) = (key.1, text(headers, name)?) {
+                key = (name, Some(value));
+            }
+        }
+        let rank = text(headers, RANK_HEADER)?;
+        let parsed = rank.map(str::parse).transpose().map_err(|_| {
+            let reason = format!("`{RANK_HEADER}`: expected the number of a replica");
+            ApiError::invalid(RANK_HEADER, reason)
+        })?;
+        if key.1.is_none() && parsed.is_none() {
+            return Ok(Self(Route::default()));
+        }
+        Ok(Self(route(key, (RANK_HEADER, parsed), state.limits()?)?))
+    }
+}
+
+fn text<'a>(headers: &'a HeaderMap, name: &str) -> Result<Option<&'a str>, ApiError> {
+    let value = headers.get(name).map(|value| value.to_str()).transpose();
+    value.map_err(|_| ApiError::invalid(name, format!("`{name}`: expected ASCII")))
+}

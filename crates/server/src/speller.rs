@@ -1,0 +1,75 @@
+//! From one request's tokens to text that may be sent.
+
+use std::sync::Arc;
+
+use forebay_api::Generation;
+use forebay_text::{Detokenizer, StopStrings, Tokenizer};
+
+/// Makes text of tokens, holds back what may become a stop string, and finds those.
+#[derive(Debug)]
+pub(crate) struct Speller {
+    detokenizer: Detokenizer,
+    stops: StopStrings,
+    stop: Vec<String>,
+    /// Whether the token that ends the request is spelled too.
+    include_stop: bool,
+    /// Stop strings do not count up to here.
+    min_tokens: u32,
+    tokens: u32,
+}
+
+impl Speller {
+    /// At the start of a request's text.
+    pub(crate) fn new(tokenizer: &Arc<Tokenizer>, generation: &Generation) -> Self {
+        let Generation { stop, include_stop, skip_special_tokens, .. } = generation;
+        Self {
+            detokenizer: Detokenizer::new(Arc::clone(tokenizer), *skip_special_tokens),
+            stops: StopStrings::new(stop, *include_stop),
+            stop: stop.clone(),
+            include_stop: *include_stop,
+            min_tokens: generation.sampling.min_tokens,
+            tokens: 0,
+        }
+    }
+
+    /// Appends the text that a token brings; `Some(index)` if a stop string was found. `ends`: it is the stop token that ended the request.
+    /// `fresh` is a buffer.
+    pub(crate) fn push(
+        &mut self,
+        id: i32,
+        ends: bool,
+        fresh: &mut String,
+        out: &mut String,
+    ) -> Option<usize> {
+        fresh.clear();
+        self.tokens += 1;
+        if !ends || self.include_stop {
+            self.detokenizer.push(id, fresh);
+        }
+        self.text(fresh, out)
+    }
+
+    /// Appends what was held back: the request has ended.
+    pub(crate) fn finish(&mut self, fresh: &mut String, out: &mut String) -> Option<usize> {
+        fresh.clear();
+        self.detokenizer.finish(fresh);
+        let matched = self.text(fresh, out);
+        if matched.is_none() {
+            self.stops.finish(out);
+        }
+        matched
+    }
+
+    /// A stop string that was found.
+    pub(crate) fn stop(&self, index: usize) -> String {
+        self.stop[index].clone()
+    }
+
+    fn text(&mut self, fresh: &str, out: &mut String) -> Option<usize> {
+        if self.tokens <= self.min_tokens {
+            out.push_str(fresh);
+            return None;
+        }
+        self.stops.push(fresh, out)
+    }
+}

@@ -1,0 +1,355 @@
+"""`forebay route` in front of real brains, which die."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+
+from tests.e2e.client import Json, async_client, events, openai_client, stream_events
+from tests.e2e.conftest import FLAGS
+from tests.e2e.models import Model
+from tests.e2e.server import Server
+from tests.e2e.waiting import eventually, eventually_async
+
+KILLS = 20
+"""How often a backend dies under load."""
+CLIENTS = 24
+TOKENS = 60
+PROFILE = """
+origin = "made up for a test"
+device = "a steady one"
+model = "any"
+kv_tokens = 65536
+
+[time]
+step_us = 2000.0
+"""
+HEALTH = ("--health-check-interval-secs", "0.1", "--cb-failure-threshold", "100000", "--log-level", "warn")
+
+
+@dataclass
+class Cluster:
+    """Backends, each of which can die and come back at the same address, and a router in front of them."""
+
+    folder: Path
+    stack: ExitStack
+    arguments: tuple[str | Path, ...]
+    backends: list[Server] = field(default_factory=list)
+    logs: int = 0
+
+    def start(self, *arguments: str | Path, command: str = "serve", port: int | None = None) -> Server:
+        """A server that is killed in the end."""
+        self.logs += 1
+        log = self.folder / f"{command}-{self.logs}.log"
+        server = Server(*arguments, log=log, command=command, port=port)
+        self.stack.callback(server.kill)
+        return server
+
+    def add(self, count: int) -> None:
+        """Starts backends."""
+        started = [self.start(*self.arguments) for _ in range(count)]
+        for backend in started:
+            backend.wait_for_health()
+        self.backends += started
+
+    def route(self, *flags: str) -> Server:
+        """Starts a router and waits until it knows all backends."""
+        urls = ",".join(backend.url for backend in self.backends)
+        router = self.start("--backends", urls, *HEALTH, *flags, command="route")
+        router.wait_for_health()
+        eventually(lambda: all(load["forebay"] for load in loads(router)), "all are known as brains")
+        return router
+
+    def kill(self, index: int) -> None:
+        """Ends a backend as the kernel does when there is no memory left."""
+        self.backends[index].kill()
+
+    def revive(self, index: int) -> None:
+        """Starts it again where it was."""
+        self.backends[index] = self.start(*self.arguments, port=self.backends[index].port)
+        self.backends[index].wait_for_health()
+
+
+def loads(router: Server) -> list[Json]:
+    """What the router knows of each backend."""
+    found: list[Json] = router.http.get("/v1/loads").json()["loads"]
+    return found
+
+
+def is_busy(router: Server, index: int) -> bool:
+    """Whether a backend has at least two requests of the router."""
+    return bool(loads(router)[index]["own"] >= 2)
+
+
+def cluster(folder: Path, model: Model, *flags: str) -> Iterator[Cluster]:
+    with ExitStack() as stack:
+        yield Cluster(folder, stack, (model.path, *FLAGS, *flags))
+
+
+@pytest.fixture
+def simulated(tmp_path: Path, tiny: Model) -> Iterator[Cluster]:
+    """Backends with a simulated device."""
+    profile = tmp_path / "profile.toml"
+    profile.write_text(PROFILE)
+    yield from cluster(tmp_path, tiny, "--device", "sim", "--sim-profile", str(profile))
+
+
+@pytest.fixture
+def real(tmp_path: Path, tiny: Model) -> Iterator[Cluster]:
+    """Backends that compute."""
+    yield from cluster(tmp_path, tiny, "--threads", str(tiny.threads))
+
+
+def requests(model: Model) -> list[tuple[str, Json]]:
+    """Streams in every dialect, with all that has to go on: stop strings, counts, log-probabilities."""
+    ends: Json = {"ignore_eos": True, "temperature": 0}
+    made: list[tuple[str, Json]] = []
+    for number in range(4):
+        prompt = f"Tell me about number {number}." * (number + 1)
+        usage = {"stream_options": {"include_usage": True}}
+        chat = {"messages": [{"role": "user", "content": prompt}], "max_tokens": TOKENS + number, **ends, **usage}
+        made += [
+            ("/v1/chat/completions", {"model": model.name, **chat}),
+            ("/v1/chat/completions", {"model": model.name, **chat, "logprobs": True, "top_logprobs": 2}),
+            ("/v1/completions", {"prompt": prompt, "max_tokens": TOKENS, "logprobs": 2, **ends}),
+            ("/v1/completions", {"prompt": prompt, "max_tokens": TOKENS, "echo": True, **ends}),
+            ("/v1/completions", {"prompt": prompt, "max_tokens": TOKENS, "stop": ["qqq", "zzz"], **ends, **usage}),
+            ("/generate", {"text": prompt, "sampling_params": {"max_new_tokens": TOKENS, **ends}}),
+        ]
+    return made
+
+
+def summary(path: str, chunks: list[Json]) -> Json:
+    """What a stream said in the end, however it was cut into chunks. Its name must be the same in all of them."""
+    assert not any("error" in chunk for chunk in chunks), chunks[-1]
+    if path == "/generate":
+        last = chunks[-1]
+        meta = last["meta_info"]
+        assert {chunk["meta_info"]["id"] for chunk in chunks} == {meta["id"]}
+        return {"text": last["text"], "ids": last["output_ids"], "finish": meta["finish_reason"]}
+    assert len({(chunk["id"], chunk["created"]) for chunk in chunks}) == 1
+    choices = [choice for chunk in chunks for choice in chunk["choices"]]
+    is_chat = path == "/v1/chat/completions"
+    texts = [choice["delta"].get("content") or "" if is_chat else choice["text"] for choice in choices]
+    logprobs: list[Any] = []
+    for found in (choice.get("logprobs") for choice in choices):
+        if found and is_chat:
+            logprobs += found["content"]
+        elif found:
+            logprobs += zip(found["tokens"], found["text_offset"], found["token_logprobs"], strict=True)
+    usages = [chunk["usage"] for chunk in chunks if chunk.get("usage")]
+    return {
+        "text": "".join(texts),
+        "roles": [choice["delta"]["role"] for choice in choices if is_chat and choice["delta"].get("role")],
+        "finish": [choice["finish_reason"] for choice in choices if choice["finish_reason"]],
+        "logprobs": logprobs,
+        "usage": [(usage["prompt_tokens"], usage["completion_tokens"]) for usage in usages],
+    }
+
+
+async def stream(client: httpx2.AsyncClient, path: str, body: Json) -> Json:
+    """The summary of one stream."""
+    return summary(path, [chunk async for chunk in stream_events(client, path, {**body, "stream": True})])
+
+
+def test_the_openai_client_sees_no_difference(simulated: Cluster, tiny: Model) -> None:
+    simulated.add(2)
+    router = simulated.route()
+    direct, routed = openai_client(simulated.backends[0]), openai_client(router)
+    assert [model.id for model in routed.models.list()] == [model.id for model in direct.models.list()]
+    options: Any = {
+        "model": tiny.name,
+        "messages": [{"role": "user", "content": "Hello."}],
+        "max_tokens": 20,
+        "extra_body": {"ignore_eos": True},
+    }
+    whole = routed.chat.completions.create(**options)
+    assert whole.choices == direct.chat.completions.create(**options).choices
+    chunks = list(routed.chat.completions.create(stream=True, **options))
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+    assert text == whole.choices[0].message.content
+    wrong = router.post("/v1/chat/completions", {"messages": 3})
+    assert wrong.json() == simulated.backends[0].post("/v1/chat/completions", {"messages": 3}).json()
+    assert "x-forebay-load" not in wrong.headers
+
+
+def test_nobody_notices_that_backends_die(simulated: Cluster, tiny: Model) -> None:
+    simulated.add(3)
+    router = simulated.route("--policy", "shortest_queue")
+    asked = requests(tiny)
+
+    async def expectations() -> list[Json]:
+        async with async_client(simulated.backends[0]) as client:
+            return [await stream(client, path, body) for path, body in asked]
+
+    expected = asyncio.run(expectations())
+    failures: list[str] = []
+    done = [0]
+
+    async def client_loop(client: httpx2.AsyncClient, stop: asyncio.Event, seed: int) -> None:
+        draw = random.Random(seed)
+        while not stop.is_set():
+            index = draw.randrange(len(asked))
+            path, body = asked[index]
+            try:
+                found = await stream(client, path, body)
+            except (AssertionError, httpx2.HTTPError) as error:
+                failures.append(f"{path}: {error!r}")
+                continue
+            if found != expected[index]:
+                failures.append(f"{path}: {json.dumps(found)[:300]} is not {json.dumps(expected[index])[:300]}")
+            done[0] += 1
+
+    async def progress(of: Callable[[], int], what: str) -> None:
+        before = of()
+        await eventually_async(lambda: of() >= before + CLIENTS, what)
+
+    async def run() -> None:
+        stop = asyncio.Event()
+        async with async_client(router) as client:
+            clients = [asyncio.create_task(client_loop(client, stop, seed)) for seed in range(CLIENTS)]
+            for kill in range(KILLS):
+                await progress(lambda: done[0], "requests are answered")
+                victim = kill % len(simulated.backends)
+                await asyncio.to_thread(simulated.kill, victim)
+                await progress(lambda: done[0], "requests are answered by the others")
+                await asyncio.to_thread(simulated.revive, victim)
+                await eventually_async(partial(is_busy, router, victim), "the load is spread again")
+            stop.set()
+            await asyncio.gather(*clients)
+
+    asyncio.run(run())
+    assert not failures, f"{len(failures)} of {done[0]}: {failures[:3]}"
+    assert router.metric("forebay_router_failovers_total") >= KILLS
+    assert router.metric("forebay_router_errors_total") == 0
+
+
+def killed_in_the_middle(cluster: Cluster, router: Server, path: str, body: Json) -> list[Json]:
+    """The events of a stream whose backend dies after some of them."""
+    found = []
+    with router.http.stream("POST", path, json={**body, "stream": True}) as response:
+        assert response.status_code == 200
+        lines = response.iter_lines()
+        text = []
+        for line in lines:
+            text.append(line)
+            found = [one for one in text if one.startswith("data: {")]
+            if len(found) == 8:
+                break
+        busy = next(index for index, load in enumerate(loads(router)) if load["own"])
+        cluster.kill(busy)
+        text += list(lines)
+    return events("\n".join(text))
+
+
+@pytest.mark.parametrize("sampling", [{"temperature": 0}, {"temperature": 0.9, "seed": 7, "frequency_penalty": 0.5}])
+def test_the_tokens_of_a_real_model_do_not_depend_on_who_computes_them(real: Cluster, sampling: Json) -> None:
+    real.add(2)
+    router = real.route()
+    body = {"prompt": "Once upon a time", "max_tokens": 600, "ignore_eos": True, **sampling}
+    whole = real.backends[0].ask("/v1/completions", body)
+    chunks = killed_in_the_middle(real, router, "/v1/completions", body)
+    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == whole["choices"][0]["text"]
+    assert router.metric("forebay_router_failovers_total") == 1
+
+
+def test_a_stream_with_several_choices_ends_with_an_error(simulated: Cluster) -> None:
+    simulated.add(2)
+    router = simulated.route()
+    body = {"prompt": "p", "n": 2, "max_tokens": 2000, "ignore_eos": True}
+    last = killed_in_the_middle(simulated, router, "/v1/completions", body)[-1]
+    assert last["error"]["code"] == "backend_failed"
+
+
+def test_a_client_that_goes_away_frees_the_backend(simulated: Cluster) -> None:
+    simulated.add(1)
+    router = simulated.route()
+    body = {"prompt": "p", "max_tokens": 3000, "ignore_eos": True, "stream": True}
+    with router.http.stream("POST", "/v1/completions", json=body) as response:
+        lines = response.iter_lines()
+        next(lines)
+        [load] = loads(router)
+        assert (load["own"], load["requests"]) == (1, 1)
+        # Reports ride on the stream.
+        eventually(lambda: loads(router)[0]["report"]["running"] == 1, "the backend has told of it")
+    simulated.backends[0].wait_until_idle()
+    eventually(lambda: loads(router)[0]["requests"] == 0, "the books are empty")
+
+
+def test_a_router_hears_of_the_requests_of_others(simulated: Cluster) -> None:
+    simulated.add(1)
+    router = simulated.route()
+    body = {"prompt": "p", "max_tokens": 3000, "ignore_eos": True, "stream": True}
+    with simulated.backends[0].http.stream("POST", "/v1/completions", json=body) as response:
+        lines = response.iter_lines()
+        next(lines)
+        eventually(lambda: loads(router)[0]["requests"] == 1, "it hears of it")
+        assert loads(router)[0]["own"] == 0
+    eventually(lambda: loads(router)[0]["requests"] == 0, "it hears of its end")
+
+
+def test_prompts_go_where_their_beginnings_are(simulated: Cluster) -> None:
+    simulated.add(3)
+    router = simulated.route("--policy", "cache_aware")
+    long = "The story of a river that wanted to be a lake. " * 12
+    for story in range(3):
+        for question in range(4):
+            body = {"prompt": f"{story}{long} Question {question}?", "max_tokens": 4}
+            router.ask("/v1/completions", body)
+            eventually(lambda: any(load["blocks"] for load in loads(router)), "blocks are told of")
+    cached = [backend.metric("vllm:prefix_cache_hits_total") for backend in simulated.backends]
+    queries = [backend.metric("vllm:prefix_cache_queries_total") for backend in simulated.backends]
+    # All but the first question of each story find nearly all of it.
+    assert sum(cached) > 0.6 * sum(queries), (cached, queries)
+
+
+def test_wrong_words_of_a_router_are_refused(simulated: Cluster) -> None:
+    simulated.add(1)
+    [backend] = simulated.backends
+    body = {"prompt": "p", "max_tokens": 4, "stream": True}
+    tag = "router=1;seq=1;floor=1;seed=1;blocks=0"
+
+    def param(headers: dict[str, str], **change: Any) -> str:
+        response = backend.post("/v1/completions", {**body, **change}, headers=headers)
+        assert response.status_code == 400, response.text
+        error = response.json()["error"]
+        assert error["type"] == "invalid_request_error"
+        found: str = error["param"]
+        return found
+
+    assert param({"x-forebay-router": "nonsense"}) == "x-forebay-router"
+    named = {"x-forebay-router": tag, "x-forebay-stream": "5;name"}
+    assert param({"x-forebay-router": tag, "x-forebay-resume": "0"}) == "x-forebay-stream"
+    assert param({**named, "x-forebay-resume": "9999"}) == "x-forebay-resume"
+    assert param({**named, "x-forebay-resume": "0"}, n=2) == "x-forebay-resume"
+    assert param({**named, "x-forebay-resume": "0"}, stream=False) == "x-forebay-resume"
+    content = json.dumps(body)
+    for ids in ("1,2,3,4,", "-1,", "999999,"):
+        headers = {**named, "x-forebay-resume": str(len(ids))}
+        response = backend.http.post("/v1/completions", content=ids + content, headers=headers)
+        assert response.json()["error"]["param"] == "x-forebay-resume", ids
+    for path in ("/v1/loads?wait=x", "/v1/loads?wait=-1", "/v1/blocks?after=x"):
+        assert backend.http.get(path).status_code == 400
+
+
+def test_it_drains_when_it_is_told_to_stop(simulated: Cluster) -> None:
+    simulated.add(1)
+    router = simulated.route()
+    body = {"prompt": "p", "max_tokens": 300, "ignore_eos": True, "stream": True}
+    with router.http.stream("POST", "/v1/completions", json=body) as response:
+        lines = response.iter_lines()
+        first = next(lines)
+        router.process.terminate()
+        text = "\n".join([first, *lines])
+    assert len(events(text)) >= 100
+    assert router.process.wait(30) == 0
