@@ -1,6 +1,6 @@
 //! The little HTTP that the tests speak by hand, so that they see every byte.
 
-use std::io::{BufRead, BufReader, Read, Write};
+use std::io::{BufRead, BufReader, Write};
 use std::net::{SocketAddr, TcpStream};
 use std::time::Duration;
 

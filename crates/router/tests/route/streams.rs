@@ -166,7 +166,9 @@ fn a_slow_client_slows_its_backend_and_loses_nothing() {
                         Ok(taken) => left = &left[taken..],
                         // Nobody takes any more: what is under way is bounded.
                         Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => {
-                            drop(stuck.take().map(|stuck| stuck.send(())));
+                            if let Some(stuck) = stuck.take() {
+                                stuck.send(()).unwrap();
+                            }
                         }
                         Err(error) => panic!("{error}"),
                     }
