@@ -260,8 +260,13 @@ async fn serve(
         greeting.abort();
     };
     forebay_server::serve(listener, state, stopped).await?;
-    if engine_died && let Status::Failed(reason) = engine.status() {
-        bail!("{reason}");
+    if engine_died {
+        // One is enough to end all: its state cannot be trusted.
+        for report in engine.reports() {
+            if let Status::Failed(reason) = report.status {
+                bail!("{reason}");
+            }
+        }
     }
     info!("drained, stopping");
     Ok(())

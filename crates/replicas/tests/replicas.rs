@@ -8,7 +8,8 @@ use std::time::Duration;
 
 use forebay_engine::{
     BlockEvent, BlockObserver, Embeds, EngineConfig, EngineRequest, EngineThread, FinishReason,
-    Output, OutputSink, Payload, Policy, RequestError, RequestId, Route, Status, SubmitError,
+    Output, OutputSink, Payload, Policy, RequestError, RequestId, Route, Stats, Status,
+    SubmitError,
 };
 use forebay_protocol::SamplingParams;
 use forebay_replicas::{Member, Method, Replicas, ReplicasConfig};
@@ -120,6 +121,12 @@ impl Rig {
     /// Waits for states; there is no event to wait for, and no assertion hangs on how long it takes.
     fn settled(&self, wanted: impl Fn(&[Status]) -> bool) {
         while !wanted(&self.states()) {
+            std::thread::yield_now();
+        }
+    }
+
+    fn wait_for(&self, wanted: impl Fn(&Stats) -> bool) {
+        while !wanted(&self.replicas.stats()) {
             std::thread::yield_now();
         }
     }
@@ -262,6 +269,7 @@ fn streams_survive_twenty_kills_and_the_hands_come_back() {
             if kills < 20 && rig.states().iter().all(|status| *status == Status::Ready) {
                 rig.controls[kills % 4].kill();
                 kills += 1;
+                rig.wait_for(|stats| stats.hand_deaths == kills as u64);
             }
             if kills < 20 && next - ended < 40 {
                 rig.replicas.submit(request(next, prompt(next), 150)).expect("room");
@@ -272,9 +280,7 @@ fn streams_survive_twenty_kills_and_the_hands_come_back() {
         (0..next).for_each(|id| rig.assert_exact(id, 150));
         rig.settled(|states| states.iter().all(|status| *status == Status::Ready));
         rig.assert_idle();
-        let stats = rig.replicas.stats();
-        assert!(stats.hand_deaths >= 17, "the last kills may have hit nobody: {stats:?}");
-        assert!(stats.replayed > 0, "{stats:?}");
+        assert!(rig.replicas.stats().replayed > 0);
     }
 }
 
@@ -309,14 +315,19 @@ fn a_dead_replicas_requests_do_not_wait_for_it() {
 
 #[test]
 fn when_all_hands_are_gone_requests_wait_for_the_first_to_come_back() {
-    let mut rig = Rig::start(3, Method::ShortestQueue);
+    let how = ReplicasConfig { method: Method::ShortestQueue, watch_interval_us: 0 };
+    let mut rig = Rig::with(3, how, EngineConfig { token_budget: 4096, ..config() });
+    // All die with their own requests in flight: who died alone with one of another's suspects would have to blame it.
+    rig.controls.iter().for_each(SimControl::hold);
     for id in 0..30 {
         rig.replicas.submit(request(id, prompt(id), 80)).expect("room");
     }
+    rig.wait_for(|stats| stats.running == 30);
     rig.controls.iter().for_each(SimControl::kill);
     for id in 30..40 {
         rig.replicas.submit(request(id, prompt(id), 80)).expect("room");
     }
+    rig.controls.iter().for_each(SimControl::release);
     rig.follow(40);
     (0..40).for_each(|id| rig.assert_exact(id, 80));
     rig.assert_idle();
@@ -486,13 +497,11 @@ fn what_lies_in_the_arena_moves_with_its_request_and_is_given_back_once() {
         let request = EngineRequest { embeds, ..request(id, vec![0; 30], 100) };
         rig.replicas.submit(request).expect("room");
     }
-    rig.next();
+    rig.wait_for(|stats| stats.generated_tokens > 0);
     let before = back.load(Ordering::SeqCst);
     assert!(before < 30, "those that go on still have it");
     rig.controls[0].kill();
-    rig.controls[1].kill();
-    let ended = rig.stories.values().filter(|story| !story.ends.is_empty()).count();
-    rig.follow(30 - ended);
+    rig.follow(30);
     assert!(rig.stories.values().all(|story| story.tokens.len() == 100));
     rig.replicas.stop();
     rig.threads.drain(..).for_each(EngineThread::join);
