@@ -13,6 +13,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -113,10 +114,20 @@ def timed(work: Callable[[], object]) -> float:
     return (time.perf_counter() - started) * 1e3
 
 
-def measure(case: Case, compute: NativeCompute, others: dict[str, list[Product]], rounds: int) -> dict[str, list[float]]:
-    """Milliseconds of each part, by the kernels and (`onednn ...`) by oneDNN; one number a round."""
+Measured = dict[str, list[float]]
+"""Milliseconds of each part, by the kernels and (`onednn ...`) by oneDNN; one number a round."""
+
+
+def all_of(products: Iterable[Product], rows: int) -> None:
+    """Computes them one after the other."""
+    for product in products:
+        product(rows)
+
+
+def measure(case: Case, compute: NativeCompute, others: dict[str, list[Product]], rounds: int) -> Measured:
+    """Kernels and oneDNN in turns."""
     step = case.step()
-    found: dict[str, list[float]] = {}
+    found: Measured = {}
     for turn in range(rounds + 1):
         ours = {}
         compute.watch()
@@ -124,7 +135,7 @@ def measure(case: Case, compute: NativeCompute, others: dict[str, list[Product]]
         ours.update(zip(PARTS, (float(time_) / 1e6 for time_ in compute.times), strict=True))
         for name, products in others.items():
             count = case.rows if name == "head" else case.rows * case.length
-            ours[f"onednn {name}"] = timed(lambda: [product(count) for product in products])
+            ours[f"onednn {name}"] = timed(partial(all_of, products, count))
         # The first one warms up.
         if turn > 0:
             for name, value in ours.items():
@@ -132,7 +143,7 @@ def measure(case: Case, compute: NativeCompute, others: dict[str, list[Product]]
     return found
 
 
-def table(results: Iterable[tuple[Case, dict[str, list[float]]]], operations: dict[str, float]) -> str:
+def table(results: Iterable[tuple[Case, Measured]], operations: dict[str, float]) -> str:
     """Markdown: a line a case and part, with what it reached."""
     lines = ["| step | part | ms | GFLOP/s | oneDNN ms | oneDNN / ours |", "| --- | --- | ---: | ---: | ---: | ---: |"]
     for case, found in results:

@@ -89,9 +89,7 @@ def test_logits_are_those_of_torch(family: str, dtype: str, page_size: int, inst
 @pytest.mark.parametrize("page_size", PAGE_SIZES)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("threads", [1, 2, 3])
-def test_a_row_gets_the_same_bits_in_any_company(
-    dtype: str, threads: int, page_size: int, instructions: str
-) -> None:
+def test_a_row_gets_the_same_bits_in_any_company(dtype: str, threads: int, page_size: int, instructions: str) -> None:
     whole, pieces = (filled("llama", dtype, page_size, context_length=96) for _ in range(2))
     alone = native(whole, threads=1)
     wanted = [alone.logits(rows([(slot, 0, 80)]))[0] for slot in range(3)]

@@ -12,7 +12,7 @@ VERSION = 3
 PARTS = ("norm", "qkv", "keep", "attend", "output", "gate_up", "down", "head")
 """What a step's time is told for."""
 LEVELS = ("avx512bf16", "avx512", "avx2", "baseline")
-"""Instructions that there are kernels for, best first; those of other processors than this one's kind are not known to the library."""
+"""Instructions that there are kernels for, best first; the library knows those of its own kind of processor."""
 NAME = {"darwin": "libforebay_kernels.dylib"}.get(sys.platform, "libforebay_kernels.so")
 
 
