@@ -34,6 +34,8 @@ pub(crate) struct Queries {
 #[derive(Clone, Copy)]
 pub(crate) struct Unit {
     pub(crate) queries: Queries,
+    /// Key heads, from `queries.held.kv_head` on; several only of a single query.
+    pub(crate) heads: usize,
     from: usize,
     until: usize,
     /// Which of the splits it is a part of.
@@ -47,7 +49,12 @@ impl Unit {
     }
 
     fn pairs(&self) -> usize {
-        self.queries.tokens * (self.until - self.from)
+        self.heads * self.queries.tokens * (self.until - self.from)
+    }
+
+    /// Query heads of all its queries.
+    fn rows(&self, shape: &Shape) -> usize {
+        self.heads * self.queries.tokens * shape.group()
     }
 }
 
@@ -58,6 +65,8 @@ struct Split {
     left: AtomicUsize,
     /// Where the parts' sums begin.
     at: usize,
+    /// Query heads.
+    rows: usize,
 }
 
 /// The attention of a step.
@@ -74,10 +83,12 @@ impl Work {
         self.splits.clear();
     }
 
-    /// Adds `queries`, whose `held.kv_head` is any, for all heads.
-    pub(crate) fn add(&mut self, shape: &Shape, queries: Queries) {
+    /// Adds `queries`, whose `held.kv_head` is any, for all heads. `together`: where there is a single query, its heads are a unit, since they lie
+    /// side by side in memory.
+    pub(crate) fn add(&mut self, shape: &Shape, queries: Queries, together: bool) {
         let most = (QUERY_ROWS / shape.group()).max(1);
-        for kv_head in 0..shape.kv_heads {
+        let heads = if together && queries.tokens == 1 { shape.kv_heads } else { 1 };
+        for kv_head in (0..shape.kv_heads).step_by(heads) {
             let held = Held { kv_head, ..queries.held };
             for first in (0..queries.tokens).step_by(most) {
                 let (token, to) = (queries.token + first, queries.to + first);
@@ -85,14 +96,15 @@ impl Work {
                 let position = queries.position + first;
                 let queries = Queries { token, to, tokens, position, held };
                 let until = position + tokens;
-                let unit = Unit { queries, from: 0, until, split: None };
+                let unit = Unit { queries, heads, from: 0, until, split: None };
                 if tokens > 1 || until <= SPAN {
                     self.units.push(unit);
                     continue;
                 }
                 let split = Some(self.splits.len());
                 let parts = until.div_ceil(SPAN);
-                self.splits.push(Split { parts, left: AtomicUsize::new(parts), at: 0 });
+                let rows = unit.rows(shape);
+                self.splits.push(Split { parts, left: AtomicUsize::new(parts), at: 0, rows });
                 self.units.extend((0..parts).map(|part| {
                     let from = part * SPAN;
                     Unit { from, until: until.min(from + SPAN), split, ..unit }
@@ -108,7 +120,7 @@ impl Work {
         let mut at = 0;
         for split in &mut self.splits {
             split.at = at;
-            at += split.parts * part_len(shape);
+            at += split.parts * part_len(shape, split.rows);
         }
         if self.sums.len() < at {
             self.sums.resize(at, 0.0);
@@ -121,9 +133,9 @@ impl Work {
     }
 }
 
-/// Floats of a split's part: a row of sums a head of the group, then their maxima and totals.
-fn part_len(shape: &Shape) -> usize {
-    shape.group() * (shape.padded() + 2)
+/// Floats of a split's part: sums of each query head, then their maxima and totals.
+fn part_len(shape: &Shape, rows: usize) -> usize {
+    rows * (shape.padded() + 2)
 }
 
 /// [`Work`] as members share it.
@@ -186,7 +198,7 @@ pub(crate) struct Scratch<E> {
 
 impl<E: Element> Scratch<E> {
     pub(crate) fn new(shape: &Shape) -> Self {
-        let rows = QUERY_ROWS.max(shape.group());
+        let rows = QUERY_ROWS.max(shape.heads);
         let zero = E::default();
         Self {
             queries: vec![zero; rows * shape.head_dim],
@@ -214,7 +226,7 @@ pub(crate) unsafe fn attend<E: Element, K: Kernel<E>>(
     out: *mut E,
     scratch: &mut Scratch<E>,
 ) {
-    let rows = unit.queries.tokens * shape.group();
+    let rows = unit.rows(shape);
     for span in (unit.from..unit.until).step_by(SPAN) {
         let seeing = span.saturating_sub(unit.queries.position) * shape.group();
         // SAFETY: the contract.
@@ -253,25 +265,25 @@ unsafe fn hand_in<V: Vector>(
     part: usize,
     sums: &mut Sums,
 ) -> bool {
-    let (group, padded, length) = (shape.group(), shape.padded(), part_len(shape));
     let split = &shared.splits[split];
+    let (rows, padded, length) = (split.rows, shape.padded(), part_len(shape, split.rows));
     // SAFETY: the split's sums; each part is written by one member before it counts down, and read after all have.
     let part_of = |part: usize| unsafe {
         std::slice::from_raw_parts_mut(shared.sums.add(split.at + part * length), length)
     };
     let mine = part_of(part);
-    mine[..group * padded].copy_from_slice(&sums.output[..group * padded]);
-    mine[group * padded..][..group].copy_from_slice(&sums.largest[..group]);
-    mine[group * padded + group..].copy_from_slice(&sums.total[..group]);
+    mine[..rows * padded].copy_from_slice(&sums.output[..rows * padded]);
+    mine[rows * padded..][..rows].copy_from_slice(&sums.largest[..rows]);
+    mine[rows * padded + rows..].copy_from_slice(&sums.total[..rows]);
     if split.left.fetch_sub(1, Ordering::AcqRel) > 1 {
         return false;
     }
     split.left.store(split.parts, Ordering::Relaxed);
-    sums.clear(0..group, padded);
+    sums.clear(0..rows, padded);
     for part in 0..split.parts {
         let part = part_of(part);
-        for row in 0..group {
-            let (largest, total) = (part[group * padded + row], part[group * padded + group + row]);
+        for row in 0..rows {
+            let (largest, total) = (part[rows * padded + row], part[rows * padded + rows + row]);
             sums.merge::<V>(row, &part[row * padded..][..padded], largest, total);
         }
     }
@@ -281,10 +293,11 @@ unsafe fn hand_in<V: Vector>(
 #[inline(always)]
 unsafe fn write<E: Element, K: Kernel<E>>(shape: &Shape, unit: &Unit, sums: &Sums, out: *mut E) {
     let (dim, padded, group) = (shape.head_dim, shape.padded(), shape.group());
-    let Queries { to, tokens, held, .. } = unit.queries;
-    for row in 0..tokens * group {
+    let Queries { to, held, .. } = unit.queries;
+    let together = unit.heads * group;
+    for row in 0..unit.rows(shape) {
         let factor = 1.0 / sums.total[row];
-        let head = (to + row / group) * shape.heads + held.kv_head * group + row % group;
+        let head = (to + row / together) * shape.heads + held.kv_head * group + row % together;
         // SAFETY: inside out, by the contract of `attend`.
         let to = unsafe { std::slice::from_raw_parts_mut(out.add(head * dim), dim) };
         for (at, to) in to.chunks_mut(LANES).enumerate() {
@@ -314,13 +327,16 @@ unsafe fn attend_span<E: Element, K: Kernel<E>>(
     scratch: &mut Scratch<E>,
 ) {
     let (dim, padded, group) = (shape.head_dim, shape.padded(), shape.group());
-    let Queries { tokens, position, ref held, .. } = unit.queries;
+    let Queries { tokens, position, held, .. } = unit.queries;
     let rows = tokens * group;
     let end = unit.until.min(span + SPAN);
-    scratch.span.clear(span.saturating_sub(position) * group..rows, padded);
+    scratch.span.clear(span.saturating_sub(position) * group..unit.rows(shape), padded);
     let mut scores: Scores = [[0.0; BLOCK]; QUERIES];
     let scale = shape.scale * std::f32::consts::LOG2_E;
-    for first in (span..end).step_by(BLOCK) {
+    let blocks = (span..end).step_by(BLOCK);
+    for (first, head) in blocks.flat_map(|first| (0..unit.heads).map(move |head| (first, head))) {
+        let held = &Held { kv_head: held.kv_head + head, ..held };
+        let base = head * rows;
         let groups = (end - first).div_ceil(GROUP).min(GROUPS);
         let mut keys = [std::ptr::null(); GROUPS];
         let mut values = [std::ptr::null(); GROUPS];
@@ -341,13 +357,15 @@ unsafe fn attend_span<E: Element, K: Kernel<E>>(
 
         // Queries before the block see nothing of it.
         let mut row = first.saturating_sub(position) * group;
-        let mut ahead = (first + BLOCK..end).step_by(GROUP).take(GROUPS);
+        // Of several heads, the processor itself fetches the next one's keys: they follow.
+        let next = if unit.heads == 1 { first + BLOCK } else { end };
+        let mut ahead = (next..end).step_by(GROUP).take(GROUPS);
         while row < rows {
             let left = rows - row;
             let count = left.div_ceil(left.div_ceil(QUERIES));
             // SAFETY: `count` rows of queries; groups of keys.
             unsafe {
-                let queries = scratch.queries.as_ptr().add(row * dim);
+                let queries = scratch.queries.as_ptr().add((base + row) * dim);
                 K::scores(queries, count, &keys, dim, &mut scores);
                 for next in ahead.by_ref() {
                     pool.prefetch::<K>(shape, held, next, pool.keys);
@@ -360,14 +378,14 @@ unsafe fn attend_span<E: Element, K: Kernel<E>>(
                     &scores[r],
                     visible,
                     scale,
-                    &mut scratch.span.largest[row + r],
-                    &mut scratch.span.total[row + r],
+                    &mut scratch.span.largest[base + row + r],
+                    &mut scratch.span.total[base + row + r],
                     &mut scratch.weights[r * BLOCK..][..BLOCK],
                 );
             }
             // SAFETY: `count` rows of weights and sums; groups of values.
             unsafe {
-                let output = scratch.span.output.as_mut_ptr().add(row * padded);
+                let output = scratch.span.output.as_mut_ptr().add((base + row) * padded);
                 let weights = scratch.weights.as_ptr();
                 K::mix(weights, count, &values[..groups], padded, &decay, output);
             }
@@ -415,3 +433,6 @@ fn soften<E: Element, K: Kernel<E>>(
     *total = *total * decay + sum.sum();
     decay
 }
+
+#[cfg(test)]
+mod tests;

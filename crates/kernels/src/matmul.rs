@@ -232,3 +232,6 @@ unsafe fn write<V: Vector>(left: V, right: V, to: *mut f32, width: usize) {
         }
     }
 }
+
+#[cfg(test)]
+mod tests;

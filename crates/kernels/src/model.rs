@@ -151,6 +151,9 @@ pub(crate) struct Model<E> {
     work: Work<E>,
 }
 
+/// Rows a member from which on a row's heads need not be shared among members.
+const ROWS_A_MEMBER: usize = 4;
+
 /// Buffers of a step, kept from step to step.
 #[derive(Default)]
 struct Work<E> {
@@ -323,6 +326,7 @@ impl<E: Element> Model<E> {
         work.attention.clear();
         work.last_attention.clear();
         let page_size = self.shape.page_size;
+        let together = count >= ROWS_A_MEMBER * self.team.threads;
         let mut rows = Vec::with_capacity(count);
         for (row, ((&slot, &start), &length)) in slots.iter().zip(starts).zip(lengths).enumerate() {
             let (slot, start, length) = (slot as usize, start as usize, length as usize);
@@ -363,7 +367,7 @@ impl<E: Element> Model<E> {
             let held = Held { pages, kv_head: 0 };
             let queries =
                 Queries { token: first, to: first, tokens: length, position: start, held };
-            work.attention.add(&self.shape, queries);
+            work.attention.add(&self.shape, queries, together);
             rows.push(queries);
         }
         // SAFETY: the caller's description.
@@ -377,7 +381,7 @@ impl<E: Element> Model<E> {
                 let Queries { token, tokens, position, held, .. } = rows[row as usize];
                 let (token, position) = (token + tokens - 1, position + tokens - 1);
                 let queries = Queries { token, to, tokens: 1, position, held };
-                work.last_attention.add(&self.shape, queries);
+                work.last_attention.add(&self.shape, queries, together);
             }
         }
         work.attention.arrange(&self.shape);

@@ -283,8 +283,10 @@ impl<E: Element> Step<'_, E> {
                 // SAFETY: a unit is taken by one member, and what it writes is its own; its pages were checked.
                 unsafe {
                     if self.decodes && unit.sees_itself() {
-                        let head = (unit.queries.token, unit.queries.held.kv_head);
-                        self.keep::<K>(layer, head, scratch);
+                        let first = unit.queries.held.kv_head;
+                        for kv_head in first..first + unit.heads {
+                            self.keep::<K>(layer, (unit.queries.token, kv_head), scratch);
+                        }
                     }
                     self.turn_queries::<K>(layer, unit, scratch);
                     let out = self.attended;
@@ -304,6 +306,7 @@ impl<E: Element> Step<'_, E> {
     ) {
         let Shape { heads, kv_heads, head_dim: dim, .. } = self.shape;
         let group = self.shape.group();
+        let together = unit.heads * group;
         let norm = layer.qk_norm.as_ref().map(|(norm, _)| norm.as_slice());
         for index in 0..unit.queries.tokens {
             let token = unit.queries.token + index;
@@ -311,12 +314,12 @@ impl<E: Element> Step<'_, E> {
             unsafe {
                 let angles = self.angles(self.tokens[token].position);
                 let first = token * (heads + 2 * kv_heads) + unit.queries.held.kv_head * group;
-                for head in 0..group {
+                for head in 0..together {
                     let from = self.qkv.add((first + head) * dim);
                     let from = std::slice::from_raw_parts(from, dim);
                     scratch.head.copy_from_slice(from);
                     turn::<K::Vector>(&mut scratch.head, norm, self.eps, angles);
-                    let to = &mut scratch.queries[(index * group + head) * dim..][..dim];
+                    let to = &mut scratch.queries[(index * together + head) * dim..][..dim];
                     math::narrow::<E, K>(&scratch.head, to);
                 }
             }
