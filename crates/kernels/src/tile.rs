@@ -27,6 +27,10 @@ pub(crate) type Scores = [[f32; BLOCK]; QUERIES];
 
 /// What a tile begins to load beside its work, from an address that need not be valid.
 #[derive(Clone, Copy)]
+#[cfg_attr(
+    not(target_arch = "x86_64"),
+    expect(dead_code, reason = "other processors' kernels load nothing ahead")
+)]
 pub(crate) enum Ahead<E> {
     Nothing,
     /// Half as much as a panel has.
