@@ -26,7 +26,7 @@ UV_LOCK := $(UV) pip compile --quiet --python $(BIN)/python --universal --python
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup setup-dev build serve test test-rust test-python e2e check lint fmt docs wheel wheel-test lock ci \
+.PHONY: help setup setup-dev build serve test test-rust test-asan test-python e2e check lint fmt docs wheel wheel-test lock ci \
 	clean distclean
 
 help: ## print this list
@@ -88,6 +88,10 @@ test: test-rust test-python ## run every test that needs no GPU
 
 test-rust: ## run the Rust tests
 	cargo test $(CARGO_FLAGS)
+
+test-asan: ## run the tests of the CPU kernels under the address sanitizer; needs a nightly Rust toolchain
+	RUSTFLAGS='-Zsanitizer=address' cargo +nightly test --locked --package forebay-kernels --lib \
+		--target $$(rustc -vV | sed -n 's/^host: //p') --target-dir $(TARGET_DIR)/asan
 
 test-python: build setup-dev ## run the Python tests, the end-to-end tests among them
 	$(BIN)/python -m pytest $(PYTEST_ARGS)

@@ -21,8 +21,8 @@ LLAMA_JOBS ?= 2
 LLAMA_CMAKE := -DCMAKE_BUILD_TYPE=Release -DGGML_NATIVE=ON -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF \
 	-DLLAMA_BUILD_APP=OFF -DLLAMA_USE_PREBUILT_UI=OFF -DLLAMA_OPENSSL=OFF
 
-.PHONY: bench bench-setup bench-ablations bench-egress bench-profile bench-agreement bench-embeddings bench-intake bench-replicas bench-router bench-micro \
-	bench-lock bench-build
+.PHONY: bench bench-setup bench-cpu bench-ablations bench-egress bench-profile bench-agreement bench-embeddings \
+	bench-intake bench-replicas bench-router bench-micro bench-lock bench-build
 
 bench-setup: $(PEERS:%=$(BENCH_STAMPS)/%) ## install the peers in PEERS that benchmarks compare with (12 GB, 20 minutes)
 
@@ -30,6 +30,11 @@ bench: bench-build ## compare with the installed peers: host ceiling, then a rea
 	$(BIN)/python -m benchmarks.host_ceiling $(BENCH_ROUNDS) $(if $(STREAMS),--streams $(STREAMS)) \
 		--servers 'forebay-sim forebay $(PEERS)'
 	$(BIN)/python -m benchmarks.cpu_model $(BENCH_ROUNDS) --servers 'forebay $(BENCH_CPU_PEERS)'
+
+bench-cpu: bench-build ## a real model on the CPU beside its peers, where a step's time goes, and the machine's limits (2 hours)
+	$(BIN)/python -m benchmarks.cpu_model $(or $(BENCH_ROUNDS),--rounds 5) --servers 'forebay $(BENCH_CPU_PEERS)'
+	$(BIN)/python -m benchmarks.cpu_parts
+	cargo run --locked --release -p forebay-kernels --example roofline
 
 bench-ablations: bench-build ## measure what each mechanism is worth: on/off ratios (15 minutes)
 	$(BIN)/python -m benchmarks.ablations $(BENCH_ROUNDS)

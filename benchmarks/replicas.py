@@ -79,7 +79,7 @@ class Policy(Forebay):
 
     def of(self, scenario: Scenario) -> Policy:
         """The same, on the devices of a scenario."""
-        flags = ("--dp-size", str(REPLICAS), "--load-balance-method", self.method)
+        flags: tuple[str, ...] = ("--dp-size", str(REPLICAS), "--load-balance-method", self.method)
         if self.watch_seconds:
             flags += ("--load-watch-interval", str(self.watch_seconds))
         return replace(self, profile=",".join(scenario.profiles), flags=flags)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -15,17 +16,21 @@ from forebay.runner.config import RunnerConfig
 from forebay.runner.runner import ModelRunner
 from tests.hand.support import FAMILIES, reference_model, runner_of, wire_config
 
-PAGES = 64
+PAGE_SIZES = (8, 16)
+"""Keys and values lie in the order that the kernels read, or cannot."""
+POSITIONS = 512
 Step = list[tuple[int, int, int]]  # slot, start, length of each row
 
 
-def filled(family: str, dtype: str, **changes: Any) -> ModelRunner:
+def filled(family: str, dtype: str, page_size: int = 16, **changes: Any) -> ModelRunner:
     """A runner with random weights, tokens in four slots and pages in no order."""
-    runner = runner_of(reference_model(family), dtype=dtype, max_total_tokens=PAGES * 8, page_size=8, **changes)
+    pages_per_slot = -(-changes["context_length"] // page_size)
+    positions = max(POSITIONS, 4 * pages_per_slot * page_size)
+    runner = runner_of(reference_model(family), dtype=dtype, max_total_tokens=positions, page_size=page_size, **changes)
     random = np.random.default_rng(5)
     tables = runner.tables
     tables.token_pool[:4] = torch.from_numpy(random.integers(0, 131, tables.token_pool[:4].shape))
-    pages = random.permutation(PAGES)[: 4 * tables.pages_per_slot].reshape(4, -1)
+    pages = random.permutation(positions // page_size)[: 4 * tables.pages_per_slot].reshape(4, -1)
     tables.page_table[:4] = torch.from_numpy(pages)
     return runner
 
@@ -47,10 +52,22 @@ STEPS: list[Step] = [
 ]
 
 
+@pytest.fixture(params=binding.LEVELS)
+def instructions(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Every level that the processor has."""
+    best = binding.LEVELS.index(level())
+    if binding.LEVELS.index(request.param) < best:
+        pytest.skip(f"the processor has {level()} only")
+    assert binding.library().fb_limit(request.param.encode())
+    yield request.param
+    binding.library().fb_limit(binding.LEVELS[0].encode())
+
+
+@pytest.mark.parametrize("page_size", PAGE_SIZES)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_logits_are_those_of_torch(family: str, dtype: str) -> None:
-    expected_runner, runner = (filled(family, dtype, context_length=96) for _ in range(2))
+def test_logits_are_those_of_torch(family: str, dtype: str, page_size: int, instructions: str) -> None:
+    expected_runner, runner = (filled(family, dtype, page_size, context_length=96) for _ in range(2))
     expected = TorchCompute(
         expected_runner.decoder,
         expected_runner.tables,
@@ -69,10 +86,11 @@ def test_logits_are_those_of_torch(family: str, dtype: str) -> None:
         assert finite.all()
 
 
+@pytest.mark.parametrize("page_size", PAGE_SIZES)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("threads", [1, 2, 3])
-def test_a_row_gets_the_same_bits_in_any_company(dtype: str, threads: int) -> None:
-    whole, pieces = (filled("llama", dtype, context_length=96) for _ in range(2))
+def test_a_row_gets_the_same_bits_in_any_company(dtype: str, threads: int, page_size: int, instructions: str) -> None:
+    whole, pieces = (filled("llama", dtype, page_size, context_length=96) for _ in range(2))
     alone = native(whole, threads=1)
     wanted = [alone.logits(rows([(slot, 0, 80)]))[0] for slot in range(3)]
     mixed = native(pieces, threads)
@@ -83,13 +101,37 @@ def test_a_row_gets_the_same_bits_in_any_company(dtype: str, threads: int) -> No
         assert torch.equal(found[row], wanted[slot])
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_a_long_row_that_threads_share_gets_the_bits_of_its_prompt(dtype: str, threads: int) -> None:
+    length = 1300  # two whole spans of attention, and a part of one
+    runner = filled("llama", dtype, context_length=length)
+    alone = native(runner, threads=1)
+    step = Rows(np.array([0]), np.array([0]), np.array([length - 1]), np.zeros(0, np.int64))
+    alone.logits(step)
+    wanted = alone.logits(rows([(0, length - 2, 2)]))
+    shared = native(filled("llama", dtype, context_length=length), threads)
+    for start in range(0, length - 1, 433):
+        shared.logits(Rows(np.array([0]), np.array([start]), np.array([433]), np.zeros(0, np.int64)))
+    for _ in range(2):
+        assert torch.equal(shared.logits(rows([(0, length - 1, 1)])), wanted)
+
+
+@pytest.mark.parametrize("page_size", PAGE_SIZES)
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_rows_that_are_not_finite_are_told_and_keep_to_themselves(bad: float) -> None:
-    runner = filled("llama", "float32", context_length=96)
+def test_rows_that_are_not_finite_are_told_and_keep_to_themselves(bad: float, page_size: int) -> None:
+    runner = filled("llama", "float32", page_size, context_length=96)
     compute = native(runner)
-    compute.logits(rows([(0, 0, 20), (1, 0, 20)]))
+    # What was on a page before its owner wrote there is nobody's business.
+    for slot, length in ((0, 20), (1, 20)):
+        first_unwritten = -(-length // page_size) - 1
+        for page in runner.tables.page_table[slot, first_unwritten:].tolist():
+            for layer in runner.kv.layers:
+                layer.values[page * page_size : (page + 1) * page_size] = bad
+                layer.keys[page * page_size : (page + 1) * page_size] = bad
+    assert compute.logits(rows([(0, 0, 20), (1, 0, 20)])).isfinite().all()
     page = int(runner.tables.page_table[0, 0])
-    runner.kv.layers[0].values[page * 8] = bad
+    runner.kv.layers[0].values[page * page_size : (page + 1) * page_size] = bad
     logits = compute.logits(rows([(0, 20, 1), (1, 20, 1)]))
     assert logits.isfinite().all(dim=-1).tolist() == [False, True]
     assert compute.greedy(rows([(0, 20, 1), (1, 20, 1)]))[1].tolist() == [False, True]
@@ -107,10 +149,10 @@ def test_steps_that_sample_nothing_only_write_pages() -> None:
     step = Rows(np.array([0]), np.array([0]), np.array([9]), np.zeros(0, np.int64))
     assert compute.logits(step).shape == (0, 131)
     assert compute.greedy(step)[0].shape == (0,)
-    written = [int(page) * 8 for page in runner.tables.page_table[0, :2]]
     keys = runner.kv.layers[-1].keys
-    assert keys[written[0] : written[0] + 8].abs().sum(dim=(1, 2)).gt(0).all()
-    assert keys[written[1] + 1 : written[1] + 8].eq(0).all()
+    written, *others = keys.view(-1, 16, *keys.shape[1:])[runner.tables.page_table[0].long()]
+    assert int(written.ne(0).sum()) == 9 * keys[0].numel()
+    assert all(page.eq(0).all() for page in others)
 
 
 def test_odd_sizes_are_left_to_torch() -> None:
@@ -133,6 +175,10 @@ def test_the_choice(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtu
     monkeypatch.setenv("FOREBAY_KERNELS", "fast")
     with pytest.raises(ValueError, match="native or torch"):
         native_wanted()
+    monkeypatch.setenv("FOREBAY_KERNELS", "baseline")
+    assert native_wanted()
+    assert level() == "baseline"
+    binding.library().fb_limit(binding.LEVELS[0].encode())
     monkeypatch.setattr(binding, "NAME", "none.so")
     binding.library.cache_clear()
     try:

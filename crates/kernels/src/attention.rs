@@ -1,255 +1,438 @@
 //! Attention over paged keys and values, for prompt chunks and decode rows alike.
 //!
-//! Keys are taken in blocks of [`NR`] positions, counted from the request's beginning, with a running maximum and sum (Dao et al. 2022).
-//! A query's result depends on nothing but its own row: not on how its prompt was cut into chunks, nor on what is computed beside it.
+//! Keys are taken in blocks of [`BLOCK`] positions with a running maximum and sum (Dao et al. 2022), and blocks in spans of [`SPAN`] positions, which
+//! are put together at the end (Dao et al. 2023): members share a long row by spans. Both are counted from the request's beginning. So
+//! a query's result depends on nothing but its own row: not on how its prompt was cut into chunks, nor on what is computed beside it.
+
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 use crate::element::Element;
 use crate::math;
-use crate::pack::NR;
-use crate::tile::{Kernel, MAX_ROWS, Tile};
+use crate::pages::{Held, Ordered, Pool, Shape};
+use crate::tile::{BLOCK, GROUP, GROUPS, Kernel, LANES, QUERIES, Scores};
+use crate::vector::Vector;
 
-/// Query rows (tokens times heads of a group) that share a packed block of keys.
+/// Query rows (tokens times heads of a group) of a unit: they share a block while it is in the first cache.
 const QUERY_ROWS: usize = 48;
-/// Bytes.
-const CACHE_LINE: usize = 64;
+/// Positions that are summed by themselves.
+const SPAN: usize = 512;
 
-/// Heads and their pages.
+/// Some queries of a row, for every head of a group.
 #[derive(Clone, Copy)]
-pub(crate) struct Shape {
-    pub(crate) heads: usize,
-    pub(crate) kv_heads: usize,
-    pub(crate) head_dim: usize,
-    pub(crate) page_size: usize,
-    pub(crate) scale: f32,
-}
-
-impl Shape {
-    /// Query heads that share a key head.
-    pub(crate) fn group(&self) -> usize {
-        self.heads / self.kv_heads
-    }
-
-    /// Tokens a unit of work, for one key head.
-    pub(crate) fn unit_tokens(&self) -> usize {
-        (QUERY_ROWS / self.group()).max(1)
-    }
-
-    fn padded(&self) -> usize {
-        self.head_dim.next_multiple_of(NR)
-    }
-}
-
-/// One unit of work: some queries of a row, for every head of a group.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Unit {
+pub(crate) struct Queries {
     /// First query, as a token of the step.
     pub(crate) token: usize,
-    /// Queries.
+    /// Where its result goes, as a row of the output.
+    pub(crate) to: usize,
     pub(crate) tokens: usize,
     /// Position of the first query.
     pub(crate) position: usize,
-    /// The row's part of the page table.
-    pub(crate) pages: *const i32,
-    /// Which key head.
-    pub(crate) kv_head: usize,
+    pub(crate) held: Held,
+}
+
+/// One unit of work: queries, and the positions that they look at.
+#[derive(Clone, Copy)]
+pub(crate) struct Unit {
+    pub(crate) queries: Queries,
+    /// Key heads, from `queries.held.kv_head` on; several only of a single query.
+    pub(crate) heads: usize,
+    from: usize,
+    until: usize,
+    /// Which of the splits it is a part of.
+    split: Option<usize>,
+}
+
+impl Unit {
+    /// Whether the last of its queries is among the positions that it looks at.
+    pub(crate) fn sees_itself(&self) -> bool {
+        self.until == self.queries.position + self.queries.tokens
+    }
+
+    fn pairs(&self) -> usize {
+        self.heads * self.queries.tokens * (self.until - self.from)
+    }
+
+    /// Query heads of all its queries.
+    fn rows(&self, shape: &Shape) -> usize {
+        self.heads * self.queries.tokens * shape.group()
+    }
+}
+
+/// A single query's spans, which whoever ends last puts together.
+struct Split {
+    parts: usize,
+    /// Parts that are not there yet.
+    left: AtomicUsize,
+    /// Where the parts' sums begin.
+    at: usize,
+    /// Query heads.
+    rows: usize,
+}
+
+/// The attention of a step.
+#[derive(Default)]
+pub(crate) struct Work {
+    pub(crate) units: Vec<Unit>,
+    splits: Vec<Split>,
+    sums: Vec<f32>,
+}
+
+impl Work {
+    pub(crate) fn clear(&mut self) {
+        self.units.clear();
+        self.splits.clear();
+    }
+
+    /// Adds `queries`, whose `held.kv_head` is any, for all heads. `together`: where there is a single query, its heads are a unit, since they lie
+    /// side by side in memory.
+    pub(crate) fn add(&mut self, shape: &Shape, queries: Queries, together: bool) {
+        let most = (QUERY_ROWS / shape.group()).max(1);
+        let heads = if together && queries.tokens == 1 { shape.kv_heads } else { 1 };
+        for kv_head in (0..shape.kv_heads).step_by(heads) {
+            let held = Held { kv_head, ..queries.held };
+            for first in (0..queries.tokens).step_by(most) {
+                let (token, to) = (queries.token + first, queries.to + first);
+                let tokens = most.min(queries.tokens - first);
+                let position = queries.position + first;
+                let queries = Queries { token, to, tokens, position, held };
+                let until = position + tokens;
+                let unit = Unit { queries, heads, from: 0, until, split: None };
+                if tokens > 1 || until <= SPAN {
+                    self.units.push(unit);
+                    continue;
+                }
+                let split = Some(self.splits.len());
+                let parts = until.div_ceil(SPAN);
+                let rows = unit.rows(shape);
+                self.splits.push(Split { parts, left: AtomicUsize::new(parts), at: 0, rows });
+                self.units.extend((0..parts).map(|part| {
+                    let from = part * SPAN;
+                    Unit { from, until: until.min(from + SPAN), split, ..unit }
+                }));
+            }
+        }
+    }
+
+    /// After the last of [`Self::add`].
+    pub(crate) fn arrange(&mut self, shape: &Shape) {
+        // The longest first, so that nobody is left with a long one at the end.
+        self.units.sort_by_key(|unit| std::cmp::Reverse(unit.pairs()));
+        let mut at = 0;
+        for split in &mut self.splits {
+            split.at = at;
+            at += split.parts * part_len(shape, split.rows);
+        }
+        if self.sums.len() < at {
+            self.sums.resize(at, 0.0);
+        }
+    }
+
+    /// As members share it.
+    pub(crate) fn shared(&mut self) -> Shared<'_> {
+        Shared { units: &self.units, splits: &self.splits, sums: self.sums.as_mut_ptr() }
+    }
+}
+
+/// Floats of a split's part: sums of each query head, then their maxima and totals.
+fn part_len(shape: &Shape, rows: usize) -> usize {
+    rows * (shape.padded() + 2)
+}
+
+/// [`Work`] as members share it.
+#[derive(Clone, Copy)]
+pub(crate) struct Shared<'a> {
+    pub(crate) units: &'a [Unit],
+    splits: &'a [Split],
+    sums: *mut f32,
+}
+
+/// Weighted sums of values, with what the weights are relative to and what they add up to; one of each a row.
+struct Sums {
+    output: Vec<f32>,
+    largest: Vec<f32>,
+    total: Vec<f32>,
+}
+
+impl Sums {
+    fn new(rows: usize, padded: usize) -> Self {
+        Self { output: vec![0.0; rows * padded], largest: vec![0.0; rows], total: vec![0.0; rows] }
+    }
+
+    #[inline(always)]
+    fn clear(&mut self, rows: std::ops::Range<usize>, padded: usize) {
+        self.output[rows.start * padded..rows.end * padded].fill(0.0);
+        self.largest[rows.clone()].fill(f32::NEG_INFINITY);
+        self.total[rows].fill(0.0);
+    }
+
+    /// Adds a row of sums over later positions.
+    #[inline(always)]
+    fn merge<V: Vector>(&mut self, row: usize, output: &[f32], largest: f32, total: f32) {
+        let before = self.largest[row];
+        let now = if largest > before { largest } else { before };
+        let (mine, theirs) = (math::exp2_of::<V>(before - now), math::exp2_of::<V>(largest - now));
+        let sums = &mut self.output[row * output.len()..][..output.len()];
+        for (sum, other) in sums.chunks_exact_mut(LANES).zip(output.chunks_exact(LANES)) {
+            // SAFETY: whole vectors.
+            unsafe {
+                let other = V::load(other.as_ptr()).mul(V::splat(theirs));
+                V::load(sum.as_ptr()).fused(V::splat(mine), other).store(sum.as_mut_ptr());
+            }
+        }
+        self.largest[row] = now;
+        self.total[row] = self.total[row] * mine + total * theirs;
+    }
 }
 
 /// One member's buffers.
 pub(crate) struct Scratch<E> {
-    queries: Vec<E>,
-    keys: Vec<E>,
-    values: Vec<E>,
+    /// `[rows, head_dim]` of a unit, as its keys are: turned, in their type.
+    pub(crate) queries: Vec<E>,
+    /// One head while it is turned.
+    pub(crate) head: Vec<f32>,
+    ordered: Ordered<E>,
     weights: Vec<E>,
-    output: Vec<f32>,
-    largest: Vec<f32>,
-    total: Vec<f32>,
-    zeros: Vec<E>,
+    span: Sums,
+    sums: Sums,
 }
 
 impl<E: Element> Scratch<E> {
     pub(crate) fn new(shape: &Shape) -> Self {
-        let rows = shape.unit_tokens() * shape.group();
+        let rows = QUERY_ROWS.max(shape.heads);
         let zero = E::default();
         Self {
             queries: vec![zero; rows * shape.head_dim],
-            keys: vec![zero; NR * shape.head_dim],
-            values: vec![zero; NR * shape.padded()],
-            weights: vec![zero; MAX_ROWS * NR],
-            output: vec![0.0; rows * shape.padded()],
-            largest: vec![0.0; rows],
-            total: vec![0.0; rows],
-            zeros: vec![zero; shape.padded()],
+            head: vec![0.0; shape.head_dim],
+            ordered: Ordered::new(shape),
+            weights: vec![zero; QUERIES * BLOCK],
+            span: Sums::new(rows, shape.padded()),
+            sums: Sums::new(rows, shape.padded()),
         }
     }
 }
 
-/// Attends a unit's queries `q` `[tokens of the step, heads, head_dim]` and writes `out`, the same shape.
+/// Attends a unit's queries, which are in the scratch, and writes their part of `out` `[rows, heads, head_dim]`, unless others of the same split
+/// have yet to end.
 ///
 /// # Safety
-/// The unit lies within `q` and `out`; its pages are pages of `keys` and `values` `[entries, kv_heads, head_dim]` for every position up to
-/// that of its last query; nobody else writes its part of `out`.
+/// The unit lies within `out`; its pages are pages of the pool for every position that it looks at; nobody else writes its part of `out`, or
+/// the scratch.
 #[inline(always)]
 pub(crate) unsafe fn attend<E: Element, K: Kernel<E>>(
     shape: &Shape,
+    shared: Shared<'_>,
     unit: &Unit,
-    q: *const E,
-    (keys, values): (*const E, *const E),
+    pool: Pool<E>,
     out: *mut E,
     scratch: &mut Scratch<E>,
 ) {
-    let (dim, padded, group) = (shape.head_dim, shape.padded(), shape.group());
-    let rows = unit.tokens * group;
-    // SAFETY (of every access through q and out): the contract.
-    let head_at = |row: usize| {
-        ((unit.token + row / group) * shape.heads + unit.kv_head * group + row % group) * dim
-    };
-    for row in 0..rows {
-        let from = unsafe { std::slice::from_raw_parts(q.add(head_at(row)), dim) };
-        scratch.queries[row * dim..][..dim].copy_from_slice(from);
-    }
-    scratch.output[..rows * padded].fill(0.0);
-    scratch.largest[..rows].fill(f32::NEG_INFINITY);
-    scratch.total[..rows].fill(0.0);
-
-    let end = unit.position + unit.tokens;
-    let mut tile: Tile = [[0.0; NR]; MAX_ROWS];
-    // Where the entries of NR positions begin; 0 for those that are not seen.
-    let entries_of = |first: usize| {
-        let mut entries = [0usize; NR];
-        let (mut page, mut within) = (first / shape.page_size, first % shape.page_size);
-        for entry in entries.iter_mut().take(end.saturating_sub(first)) {
-            // SAFETY: the contract: a page for every position.
-            let index = unsafe { *unit.pages.add(page) } as usize * shape.page_size + within;
-            *entry = (index * shape.kv_heads + unit.kv_head) * dim;
-            within += 1;
-            if within == shape.page_size {
-                (page, within) = (page + 1, 0);
-            }
+    let rows = unit.rows(shape);
+    for span in (unit.from..unit.until).step_by(SPAN) {
+        let seeing = span.saturating_sub(unit.queries.position) * shape.group();
+        // SAFETY: the contract.
+        unsafe { attend_span::<E, K>(shape, unit, span, pool, scratch) };
+        if span == unit.from {
+            std::mem::swap(&mut scratch.span, &mut scratch.sums);
+            continue;
         }
-        entries
+        let padded = shape.padded();
+        for row in seeing..rows {
+            let part = &scratch.span;
+            let output = &part.output[row * padded..][..padded];
+            scratch.sums.merge::<K::Vector>(row, output, part.largest[row], part.total[row]);
+        }
+    }
+    // SAFETY: the contract.
+    unsafe {
+        if let Some(split) = unit.split
+            && !hand_in::<K::Vector>(shape, shared, split, unit.from / SPAN, &mut scratch.sums)
+        {
+            return;
+        }
+        write::<E, K>(shape, unit, &scratch.sums, out);
+    }
+}
+
+/// Puts a part's sums to those of its split; whether it is complete, and `sums` are all of it.
+///
+/// # Safety
+/// The part is handed in once a layer, and `shared` is of this shape.
+#[inline(always)]
+unsafe fn hand_in<V: Vector>(
+    shape: &Shape,
+    shared: Shared<'_>,
+    split: usize,
+    part: usize,
+    sums: &mut Sums,
+) -> bool {
+    let split = &shared.splits[split];
+    let (rows, padded, length) = (split.rows, shape.padded(), part_len(shape, split.rows));
+    // SAFETY: the split's sums; each part is written by one member before it counts down, and read after all have.
+    let part_of = |part: usize| unsafe {
+        std::slice::from_raw_parts_mut(shared.sums.add(split.at + part * length), length)
     };
-    let mut next = entries_of(0);
-    for first in (0..end).step_by(NR) {
-        let seen = (end - first).min(NR);
-        let entries = next;
-        // The rows lie scattered over the pool: those of the next block are fetched while this one is computed.
-        next = entries_of(first + NR);
-        if first + NR < end {
-            for entry in next.iter().take(end - first - NR) {
-                for at in (0..dim).step_by(CACHE_LINE / size_of::<E>()) {
-                    K::prefetch(keys.wrapping_add(entry + at));
-                    K::prefetch(values.wrapping_add(entry + at));
+    let mine = part_of(part);
+    mine[..rows * padded].copy_from_slice(&sums.output[..rows * padded]);
+    mine[rows * padded..][..rows].copy_from_slice(&sums.largest[..rows]);
+    mine[rows * padded + rows..].copy_from_slice(&sums.total[..rows]);
+    if split.left.fetch_sub(1, Ordering::AcqRel) > 1 {
+        return false;
+    }
+    split.left.store(split.parts, Ordering::Relaxed);
+    sums.clear(0..rows, padded);
+    for part in 0..split.parts {
+        let part = part_of(part);
+        for row in 0..rows {
+            let (largest, total) = (part[rows * padded + row], part[rows * padded + rows + row]);
+            sums.merge::<V>(row, &part[row * padded..][..padded], largest, total);
+        }
+    }
+    true
+}
+
+#[inline(always)]
+unsafe fn write<E: Element, K: Kernel<E>>(shape: &Shape, unit: &Unit, sums: &Sums, out: *mut E) {
+    let (dim, padded, group) = (shape.head_dim, shape.padded(), shape.group());
+    let Queries { to, held, .. } = unit.queries;
+    let together = unit.heads * group;
+    for row in 0..unit.rows(shape) {
+        let factor = 1.0 / sums.total[row];
+        let head = (to + row / together) * shape.heads + held.kv_head * group + row % together;
+        // SAFETY: inside out, by the contract of `attend`.
+        let to = unsafe { std::slice::from_raw_parts_mut(out.add(head * dim), dim) };
+        for (at, to) in to.chunks_mut(LANES).enumerate() {
+            let from = &sums.output[row * padded + at * LANES..][..LANES];
+            // SAFETY: a whole vector, and room for one.
+            unsafe {
+                let result = K::Vector::load(from.as_ptr()).mul(K::Vector::splat(factor));
+                if to.len() == LANES {
+                    K::narrow(result, to.as_mut_ptr());
+                } else {
+                    let mut narrow = [E::default(); LANES];
+                    K::narrow(result, narrow.as_mut_ptr());
+                    to.copy_from_slice(&narrow[..to.len()]);
                 }
             }
         }
-        let zeros = scratch.zeros.as_ptr();
-        let row_of = |j: usize, from: *const E| {
-            // SAFETY: an entry of the pool.
-            if j < seen { unsafe { from.add(entries[j]) } } else { zeros }
-        };
-        let key_rows: [*const E; NR] = std::array::from_fn(|j| row_of(j, keys));
-        // SAFETY: rows of `dim` elements, and a buffer for them.
-        unsafe { K::pack_rows(&key_rows, dim, scratch.keys.as_mut_ptr()) };
-        let value_rows: [*const E; NR] = std::array::from_fn(|j| row_of(j, values));
-        for (panel, packed) in scratch.values.chunks_exact_mut(NR * NR).enumerate() {
-            let from = panel * NR;
-            // SAFETY: rows of `dim` elements, and a panel; columns from `dim` on have been zero from the beginning.
+    }
+}
+
+/// Fills `scratch.span` with the sums over a span, of the queries that see something of it.
+#[inline(always)]
+unsafe fn attend_span<E: Element, K: Kernel<E>>(
+    shape: &Shape,
+    unit: &Unit,
+    span: usize,
+    pool: Pool<E>,
+    scratch: &mut Scratch<E>,
+) {
+    let (dim, padded, group) = (shape.head_dim, shape.padded(), shape.group());
+    let Queries { tokens, position, held, .. } = unit.queries;
+    let rows = tokens * group;
+    let end = unit.until.min(span + SPAN);
+    scratch.span.clear(span.saturating_sub(position) * group..unit.rows(shape), padded);
+    let mut scores: Scores = [[0.0; BLOCK]; QUERIES];
+    let scale = shape.scale * std::f32::consts::LOG2_E;
+    let blocks = (span..end).step_by(BLOCK);
+    for (first, head) in blocks.flat_map(|first| (0..unit.heads).map(move |head| (first, head))) {
+        let held = &Held { kv_head: held.kv_head + head, ..held };
+        let base = head * rows;
+        let groups = (end - first).div_ceil(GROUP).min(GROUPS);
+        let mut keys = [std::ptr::null(); GROUPS];
+        let mut values = [std::ptr::null(); GROUPS];
+        for group in 0..groups {
+            let first = first + group * GROUP;
+            let seen = (end - first).min(GROUP);
+            // SAFETY: pages are there for what is seen, by the contract of `attend`; what comes now is loaded early, the positions lying
+            // scattered over the pool.
             unsafe {
-                let rows = value_rows.map(|row| row.add(from));
-                K::pack_columns(&rows, (dim - from).min(NR), packed.as_mut_ptr());
+                (keys[group], values[group]) =
+                    pool.group::<K>(shape, held, (first, seen), &mut scratch.ordered, group);
+                pool.prefetch::<K>(shape, held, first, pool.values);
             }
         }
+        // Scores that nobody uses are computed of what is at hand.
+        let any = keys[0];
+        keys[groups..].fill(any);
 
         // Queries before the block see nothing of it.
-        let from_row = (first.saturating_sub(unit.position)) * group;
-        let mut row = from_row;
+        let mut row = first.saturating_sub(position) * group;
+        // Of several heads, the processor itself fetches the next one's keys: they follow.
+        let next = if unit.heads == 1 { first + BLOCK } else { end };
+        let mut ahead = (next..end).step_by(GROUP).take(GROUPS);
         while row < rows {
-            let count = (rows - row).min(K::ROWS);
-            // SAFETY: `count` rows of queries, a panel of `dim`.
+            let left = rows - row;
+            let count = left.div_ceil(left.div_ceil(QUERIES));
+            // SAFETY: `count` rows of queries; groups of keys.
             unsafe {
-                K::tile(
-                    scratch.queries.as_ptr().add(row * dim),
-                    dim,
-                    count,
-                    scratch.keys.as_ptr(),
-                    dim,
-                    &mut tile,
-                );
+                let queries = scratch.queries.as_ptr().add((base + row) * dim);
+                K::scores(queries, count, &keys, dim, &mut scores);
+                for next in ahead.by_ref() {
+                    pool.prefetch::<K>(shape, held, next, pool.keys);
+                }
             }
-            let mut decay = [0.0f32; MAX_ROWS];
+            let mut decay = [0.0f32; QUERIES];
             for r in 0..count {
-                let position = unit.position + (row + r) / group;
-                let visible = (position + 1 - first).min(NR);
-                decay[r] = soften(
-                    &mut tile[r],
+                let visible = (position + (row + r) / group + 1 - first).min(BLOCK);
+                decay[r] = soften::<E, K>(
+                    &scores[r],
                     visible,
-                    shape.scale,
-                    &mut scratch.largest[row + r],
-                    &mut scratch.total[row + r],
-                    &mut scratch.weights[r * NR..][..NR],
+                    scale,
+                    &mut scratch.span.largest[base + row + r],
+                    &mut scratch.span.total[base + row + r],
+                    &mut scratch.weights[r * BLOCK..][..BLOCK],
                 );
             }
-            for panel in 0..padded / NR {
-                // SAFETY: `count` rows of NR weights, a panel of NR positions.
-                unsafe {
-                    let part = scratch.values.as_ptr().add(panel * NR * NR);
-                    K::tile(scratch.weights.as_ptr(), NR, count, part, NR, &mut tile);
-                }
-                for r in 0..count {
-                    let output = &mut scratch.output[(row + r) * padded + panel * NR..][..NR];
-                    for (output, &new) in output.iter_mut().zip(&tile[r]) {
-                        *output = *output * decay[r] + new;
-                    }
-                }
+            // SAFETY: `count` rows of weights and sums; groups of values.
+            unsafe {
+                let output = scratch.span.output.as_mut_ptr().add((base + row) * padded);
+                let weights = scratch.weights.as_ptr();
+                K::mix(weights, count, &values[..groups], padded, &decay, output);
             }
             row += count;
-        }
-    }
-    for row in 0..rows {
-        let factor = 1.0 / scratch.total[row];
-        let to = unsafe { std::slice::from_raw_parts_mut(out.add(head_at(row)), dim) };
-        for (to, &sum) in to.iter_mut().zip(&scratch.output[row * padded..][..dim]) {
-            *to = E::from_f32(sum * factor);
         }
     }
 }
 
 /// One row's part of a softmax that is taken block by block: turns scores into weights relative to the largest so far, and gives the
-/// factor by which what was summed before has to shrink.
+/// factor by which what was summed before has to shrink. Powers are of two: `scale` has the logarithm.
 #[inline(always)]
-fn soften<E: Element>(
-    scores: &mut [f32; NR],
+fn soften<E: Element, K: Kernel<E>>(
+    scores: &[f32; BLOCK],
     visible: usize,
     scale: f32,
     largest: &mut f32,
     total: &mut f32,
     weights: &mut [E],
 ) -> f32 {
-    for (j, score) in scores.iter_mut().enumerate() {
-        *score = if j < visible { *score * scale } else { f32::NEG_INFINITY };
+    let scale = K::Vector::splat(scale);
+    let mut groups = [scale; GROUPS];
+    for (group, scores) in groups.iter_mut().zip(scores.as_chunks::<GROUP>().0) {
+        // SAFETY: a whole vector.
+        *group = unsafe { K::Vector::load(scores.as_ptr()) }.mul(scale);
     }
-    let mut lanes = [f32::NEG_INFINITY; 16];
-    for half in scores.chunks_exact(16) {
-        for (lane, &score) in lanes.iter_mut().zip(half) {
-            *lane = if score > *lane { score } else { *lane };
+    if visible < BLOCK {
+        for (at, group) in groups.iter_mut().enumerate() {
+            *group = group.only(visible.saturating_sub(at * GROUP).min(GROUP));
         }
     }
     let before = *largest;
-    let now = lanes.iter().fold(before, |a, &b| if b > a { b } else { a });
-    for score in scores.iter_mut() {
-        *score = math::exp(*score - now);
+    let block = groups[0].larger(groups[1]).larger(groups[2].larger(groups[3])).largest();
+    let now = if block > before { block } else { before };
+    let shift = K::Vector::splat(now);
+    let mut sum = K::Vector::splat(0.0);
+    let (weights, _) = weights.as_chunks_mut::<GROUP>();
+    for (group, weights) in groups.iter().zip(weights) {
+        let weight = math::exp2(group.sub(shift));
+        sum = sum.add(weight);
+        // SAFETY: room for a vector.
+        unsafe { K::narrow(weight, weights.as_mut_ptr()) };
     }
-    for (weight, &score) in weights.iter_mut().zip(scores.iter()) {
-        *weight = E::from_f32(score);
-    }
-    let decay = math::exp(before - now);
-    let mut lanes = [0.0; 16];
-    for half in scores.chunks_exact(16) {
-        for (lane, &score) in lanes.iter_mut().zip(half) {
-            *lane += score;
-        }
-    }
+    let decay = math::exp2_of::<K::Vector>(before - now);
     *largest = now;
-    *total = *total * decay + lanes.iter().sum::<f32>();
+    *total = *total * decay + sum.sum();
     decay
 }
+
+#[cfg(test)]
+mod tests;

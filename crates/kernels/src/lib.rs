@@ -4,8 +4,9 @@
 //! attention for prompt chunks and decode rows alike. One call a step, because what a step costs beside its arithmetic is the crossing
 //! of boundaries: a few microseconds for each of hundreds of operators would be most of a small model's step.
 //!
-//! Inside: `tile` holds the innermost loops for each kind of processor, `pack` the order of weights that they read, `matmul` and
-//! `attention` what is built of them, `model` the list of a step's parts, `team` the threads.
+//! Inside: `tile` holds the innermost loops, for each kind of processor (`x86`), `pack` and `pages` the order of weights, keys and values that they
+//! read, `matmul` and `attention` what is built of them, `model` the description of a decoder, `step` the list of what is computed, `team` the
+//! threads.
 //!
 //! Every result is computed by one thread in an order that depends on its own row only. So tokens do not change with the batch, the
 //! chunking or the number of threads.
@@ -17,13 +18,20 @@ mod math;
 mod matmul;
 mod model;
 mod pack;
+mod pages;
+mod step;
 mod team;
 mod tile;
+mod vector;
+#[cfg(target_arch = "x86_64")]
+mod x86;
 
 use std::ffi::{CStr, c_char};
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 use crate::element::{Bf16, Element};
-use crate::model::{Model, Step, StepError};
+use crate::model::{Model, StepError};
+use crate::step::Step;
 use crate::team::{Member, Team};
 use crate::tile::{Kernel, Plain};
 
@@ -31,7 +39,7 @@ pub use crate::model::{LayerSpec, ModelSpec, StepSpec};
 pub use crate::team::TeamSpec;
 
 /// The interface's version: a caller that was made for another one must not call.
-const VERSION: u32 = 2;
+const VERSION: u32 = 3;
 
 /// A decoder of either type.
 pub struct AnyModel(Typed);
@@ -42,7 +50,7 @@ enum Typed {
 }
 
 /// What this processor can do, best first.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 enum Level {
     #[cfg(target_arch = "x86_64")]
     Avx512Bf16,
@@ -53,7 +61,25 @@ enum Level {
     Baseline,
 }
 
+/// The level that is not to be exceeded, as its place in [`Level::ALL`].
+static LIMIT: AtomicUsize = AtomicUsize::new(0);
+
 impl Level {
+    const ALL: &[Self] = &[
+        #[cfg(target_arch = "x86_64")]
+        Self::Avx512Bf16,
+        #[cfg(target_arch = "x86_64")]
+        Self::Avx512,
+        #[cfg(target_arch = "x86_64")]
+        Self::Avx2,
+        Self::Baseline,
+    ];
+
+    /// The one to use.
+    fn current() -> Self {
+        Self::detect().max(Self::ALL[LIMIT.load(Ordering::Relaxed)])
+    }
+
     fn detect() -> Self {
         #[cfg(target_arch = "x86_64")]
         {
@@ -161,7 +187,22 @@ pub extern "C" fn fb_version() -> u32 {
 /// The instructions in use: avx512bf16, avx512, avx2 or baseline.
 #[unsafe(no_mangle)]
 pub extern "C" fn fb_level() -> *const c_char {
-    Level::detect().name().as_ptr()
+    Level::current().name().as_ptr()
+}
+
+/// Uses nothing better than the level of this name from now on, for whoever wants to test or compare; false if there is none.
+///
+/// # Safety
+/// `name` is a string; nothing else of the library runs.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn fb_limit(name: *const c_char) -> bool {
+    // SAFETY: the caller's word.
+    let name = unsafe { CStr::from_ptr(name) };
+    let found = Level::ALL.iter().position(|level| level.name() == name);
+    if let Some(index) = found {
+        LIMIT.store(index, Ordering::Relaxed);
+    }
+    found.is_some()
 }
 
 /// Elements of a packed matrix of `outputs` and `inputs`. `interleaved` as in [`fb_pack`].
@@ -199,7 +240,7 @@ pub unsafe extern "C" fn fb_pack(
     let shape = (outputs, inputs, interleaved);
     // SAFETY: the caller's description; kernels fit the processor.
     unsafe {
-        match (dtype, Level::detect()) {
+        match (dtype, Level::current()) {
             #[cfg(target_arch = "x86_64")]
             (0, Level::Avx512 | Level::Avx512Bf16) => {
                 typed::<f32, tile::Avx512>(source, shape, packed)
@@ -255,7 +296,7 @@ pub unsafe extern "C" fn fb_model_free(model: *mut AnyModel) {
 /// `model` is of [`fb_model_new`] and computes nothing else; `step` describes what is there, with rows inside the tables.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn fb_step(model: *mut AnyModel, step: *const StepSpec) -> i32 {
-    let level = Level::detect();
+    let level = Level::current();
     // SAFETY: the caller's description; bodies fit the processor.
     let result = unsafe {
         match &mut (*model).0 {

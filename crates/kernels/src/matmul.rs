@@ -4,10 +4,14 @@ use crate::element::Element;
 use crate::math;
 use crate::pack::{HALF, NR, padded_outputs, panel_len};
 use crate::team::Queue;
-use crate::tile::{Kernel, MAX_ROWS, Tile};
+use crate::tile::{Ahead, Kernel, MAX_ROWS, Tile};
+use crate::vector::Vector;
 
 /// Rows that one piece of work computes with a panel: their activations stay in the second-level cache from panel to panel.
 const BLOCK_ROWS: usize = 192;
+
+/// Bytes between what a tile computes with and what it begins to load: more than memory sends in the time that it takes to answer.
+const AHEAD: usize = 4096;
 
 /// A packed weight matrix.
 #[derive(Clone, Copy)]
@@ -49,6 +53,21 @@ impl Best {
         }
         self.finite = finite;
     }
+
+    /// Looks at the first `width` of a panel's results, whose outputs begin at `from`.
+    #[inline(always)]
+    fn look<V: Vector>(&mut self, results: &[f32; NR], from: usize, width: usize) {
+        // SAFETY: two vectors. What pads is zero, and finite.
+        let (left, right) =
+            unsafe { (V::load(results.as_ptr()), V::load(results.as_ptr().add(HALF))) };
+        self.finite &= left.is_finite() && right.is_finite();
+        let seen = left.only(width.min(HALF)).larger(right.only(width.saturating_sub(HALF)));
+        let largest = seen.largest();
+        if largest > self.value || (largest == self.value && from < self.output as usize) {
+            let at = results[..width].iter().position(|&value| value == largest).unwrap_or(0);
+            (self.value, self.output) = (largest, (from + at) as u32);
+        }
+    }
 }
 
 /// Where results go.
@@ -71,7 +90,7 @@ pub(crate) enum Out<E> {
 /// [`Out::Best`], which is each member's own.
 #[inline(always)]
 pub(crate) unsafe fn multiply<E: Element, K: Kernel<E>>(
-    queue: &Queue,
+    (queue, members): (&Queue, usize),
     rows: Rows<E>,
     matrix: &Matrix<'_, E>,
     out: Out<E>,
@@ -81,31 +100,44 @@ pub(crate) unsafe fn multiply<E: Element, K: Kernel<E>>(
     let pieces = panels * rows.count.div_ceil(BLOCK_ROWS);
     let mut tile: Tile = [[0.0; NR]; MAX_ROWS];
     loop {
-        let piece = queue.next();
-        if piece >= pieces {
+        let mine = queue.take(pieces, members);
+        if mine.is_empty() {
             break;
         }
-        let (block, panel) = (piece / panels, piece % panels);
-        let mut row = block * BLOCK_ROWS;
-        let end = (row + BLOCK_ROWS).min(rows.count);
-        while row < end {
+        for piece in mine {
+            let (block, panel) = (piece / panels, piece % panels);
+            let mut row = block * BLOCK_ROWS;
+            let end = (row + BLOCK_ROWS).min(rows.count);
             // Equal tiles: a last one of a single row would cost as much as a full one.
-            let left = end - row;
-            let count = left.div_ceil(left.div_ceil(K::ROWS));
-            // SAFETY: inside the rows and the panels.
-            unsafe {
-                let a = rows.first.add(row * matrix.inputs);
-                let weights = matrix.panels.add(panel * length);
-                K::tile(a, matrix.inputs, count, weights, matrix.inputs, &mut tile);
-                finish(&tile[..count], row, panel, matrix, out);
+            let tiles = (end - row).div_ceil(K::ROWS);
+            for left in (1..=tiles).rev() {
+                let count = (end - row).div_ceil(left);
+                // SAFETY: inside the rows and the panels.
+                unsafe {
+                    let a = rows.first.add(row * matrix.inputs);
+                    let weights = matrix.panels.add(panel * length);
+                    // Weights come from memory. A single tile begins to load what it will soon need; of several, the last two do for the
+                    // next panel, and the others find theirs in the cache.
+                    let ahead = match left {
+                        1 if tiles == 1 => {
+                            Ahead::Whole(weights.wrapping_add(AHEAD / size_of::<E>()))
+                        }
+                        1 => Ahead::Half(weights.wrapping_add(length + length / 2)),
+                        2 => Ahead::Half(weights.wrapping_add(length)),
+                        _ => Ahead::Nothing,
+                    };
+                    K::tile(a, matrix.inputs, count, weights, matrix.inputs, ahead, &mut tile);
+                    finish::<E, K>(&tile[..count], row, panel, matrix, out);
+                }
+                row += count;
             }
-            row += count;
         }
     }
 }
 
+/// What is done with a tile.
 #[inline(always)]
-unsafe fn finish<E: Element>(
+unsafe fn finish<E: Element, K: Kernel<E>>(
     tile: &[[f32; NR]],
     row: usize,
     panel: usize,
@@ -116,64 +148,90 @@ unsafe fn finish<E: Element>(
     let from = panel * NR;
     let width = outputs.saturating_sub(from).min(NR);
     let mut bias = [0.0; NR];
-    if !matrix.bias.is_empty() && !matches!(out, Out::Gate(_)) {
-        bias[..width].copy_from_slice(&matrix.bias[from..from + width]);
-    }
-    for (r, sums) in tile.iter().enumerate() {
-        let row = row + r;
+    if !matrix.bias.is_empty() {
+        let half = outputs / 2;
         match out {
-            Out::Store(to) => {
-                // SAFETY: this piece's part of `to`.
-                let to =
-                    unsafe { std::slice::from_raw_parts_mut(to.add(row * outputs + from), width) };
-                for ((to, &sum), &bias) in to.iter_mut().zip(sums).zip(&bias) {
-                    *to = sum + bias;
-                }
-            }
-            Out::Add(to) => {
-                // SAFETY: as above.
-                let to =
-                    unsafe { std::slice::from_raw_parts_mut(to.add(row * outputs + from), width) };
-                for ((to, &sum), &bias) in to.iter_mut().zip(sums).zip(&bias) {
-                    *to += sum + bias;
-                }
-            }
-            Out::Gate(to) => {
-                let half = outputs / 2;
+            Out::Gate(_) => {
                 let from = panel * HALF;
                 let width = half.saturating_sub(from).min(HALF);
-                // SAFETY: as above.
-                let to =
-                    unsafe { std::slice::from_raw_parts_mut(to.add(row * half + from), width) };
-                let mut gates = [0.0; HALF];
-                let mut ups = [0.0; HALF];
-                if !matrix.bias.is_empty() {
-                    gates[..width].copy_from_slice(&matrix.bias[from..from + width]);
-                    ups[..width].copy_from_slice(&matrix.bias[half + from..half + from + width]);
-                }
-                for j in 0..HALF {
-                    gates[j] = math::silu(gates[j] + sums[j]) * (ups[j] + sums[HALF + j]);
-                }
-                for (to, &gated) in to.iter_mut().zip(&gates) {
-                    *to = E::from_f32(gated);
-                }
+                bias[..width].copy_from_slice(&matrix.bias[from..from + width]);
+                bias[HALF..HALF + width].copy_from_slice(&matrix.bias[half + from..][..width]);
             }
-            Out::Best(to) => {
-                // SAFETY: this member's own.
-                let best = unsafe { &mut *to.add(row) };
-                let mut largest = f32::NEG_INFINITY;
-                let mut finite = true;
-                for &sum in &sums[..width] {
-                    largest = if sum > largest { sum } else { largest };
-                    finite &= sum.is_finite();
+            _ => bias[..width].copy_from_slice(&matrix.bias[from..from + width]),
+        }
+    }
+    // SAFETY: two vectors.
+    let [bias, other_bias] = unsafe { halves::<K::Vector>(bias.as_ptr()) };
+    for (sums, row) in tile.iter().zip(row..) {
+        // SAFETY: two vectors of sums; this piece's part of what is written.
+        unsafe {
+            if let Out::Best(to) = out {
+                (*to.add(row)).look::<K::Vector>(sums, from, width);
+                continue;
+            }
+            let [left, right] = halves::<K::Vector>(sums.as_ptr());
+            let (left, right) = (left.add(bias), right.add(other_bias));
+            match out {
+                Out::Store(to) => {
+                    write(left, right, to.add(row * outputs + from), width);
                 }
-                best.finite &= finite;
-                if largest >= best.value {
-                    let at = sums[..width].iter().position(|&sum| sum == largest).unwrap_or(0);
-                    let output = (from + at) as u32;
-                    best.merge(Best { value: largest, output, finite });
+                Out::Add(to) => {
+                    let to = to.add(row * outputs + from);
+                    let mut before = [0.0; NR];
+                    let before = match width {
+                        NR => to.cast_const(),
+                        _ => {
+                            before[..width].copy_from_slice(std::slice::from_raw_parts(to, width));
+                            before.as_ptr()
+                        }
+                    };
+                    let [old_left, old_right] = halves::<K::Vector>(before);
+                    write(old_left.add(left), old_right.add(right), to, width);
                 }
+                Out::Gate(to) => {
+                    let (from, half) = (panel * HALF, outputs / 2);
+                    let to = to.add(row * half + from);
+                    let gated = math::silu(left).mul(right);
+                    if from + HALF <= half {
+                        K::narrow(gated, to);
+                    } else {
+                        let mut narrow = [E::default(); HALF];
+                        K::narrow(gated, narrow.as_mut_ptr());
+                        let width = half.saturating_sub(from);
+                        std::ptr::copy_nonoverlapping(narrow.as_ptr(), to, width);
+                    }
+                }
+                Out::Best(_) => {}
             }
         }
     }
 }
+
+/// # Safety
+/// `from` can be read for [`NR`] floats.
+#[inline(always)]
+unsafe fn halves<V: Vector>(from: *const f32) -> [V; 2] {
+    // SAFETY: the contract.
+    unsafe { [V::load(from), V::load(from.add(HALF))] }
+}
+
+/// Writes the first `width` of both vectors' lanes.
+///
+/// # Safety
+/// `to` can be written for as many.
+#[inline(always)]
+unsafe fn write<V: Vector>(left: V, right: V, to: *mut f32, width: usize) {
+    // SAFETY: the contract.
+    unsafe {
+        if width == NR {
+            left.store(to);
+            right.store(to.add(HALF));
+        } else {
+            let both = [left.to_array(), right.to_array()];
+            std::ptr::copy_nonoverlapping(both.as_flattened().as_ptr(), to, width);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;

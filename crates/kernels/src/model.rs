@@ -2,12 +2,12 @@
 
 use std::ffi::c_void;
 
-use crate::attention::{self, Scratch, Shape, Unit};
+use crate::attention::{self, Queries, Scratch};
 use crate::element::Element;
-use crate::math;
-use crate::matmul::{Best, Matrix, Out, Rows, multiply};
-use crate::team::{Member, Queue, Team};
-use crate::tile::Kernel;
+use crate::matmul::{Best, Matrix};
+use crate::pages::{Held, Pool, Shape};
+use crate::step::{FEW, QUEUES_A_LAYER, Step};
+use crate::team::{Queue, Team};
 
 /// One layer, as the caller describes it. Matrices are packed, vectors as in the checkpoint; a null pointer is what the layer has not.
 #[derive(Clone, Copy)]
@@ -94,6 +94,8 @@ pub struct StepSpec {
     /// int32 and bool `[sampled]`, written when `logits` is null.
     best: *mut i32,
     finite: *mut u8,
+    /// `[PARTS]`, or null: what each of [`crate::step::Part`] took is added here, in nanoseconds.
+    times: *mut u64,
 }
 
 /// Why a step was not computed. Nothing was written.
@@ -106,19 +108,18 @@ pub(crate) enum StepError {
     Token = 2,
 }
 
-struct Layer<E> {
-    input_norm: Vec<f32>,
-    qkv: Owned<E>,
-    qk_norm: Option<(Vec<f32>, Vec<f32>)>,
-    output: Owned<E>,
-    post_norm: Vec<f32>,
-    gate_up: Owned<E>,
-    down: Owned<E>,
-    keys: *mut E,
-    values: *mut E,
+pub(crate) struct Layer<E> {
+    pub(crate) input_norm: Vec<f32>,
+    pub(crate) qkv: Owned<E>,
+    pub(crate) qk_norm: Option<(Vec<f32>, Vec<f32>)>,
+    pub(crate) output: Owned<E>,
+    pub(crate) post_norm: Vec<f32>,
+    pub(crate) gate_up: Owned<E>,
+    pub(crate) down: Owned<E>,
+    pub(crate) pool: Pool<E>,
 }
 
-struct Owned<E> {
+pub(crate) struct Owned<E> {
     panels: *const E,
     outputs: usize,
     inputs: usize,
@@ -126,7 +127,7 @@ struct Owned<E> {
 }
 
 impl<E> Owned<E> {
-    fn matrix(&self) -> Matrix<'_, E> {
+    pub(crate) fn matrix(&self) -> Matrix<'_, E> {
         let Self { panels, outputs, inputs, ref bias } = *self;
         Matrix { panels, outputs, inputs, bias }
     }
@@ -150,36 +151,37 @@ pub(crate) struct Model<E> {
     work: Work<E>,
 }
 
+/// Rows a member from which on a row's heads need not be shared among members.
+const ROWS_A_MEMBER: usize = 4;
+
 /// Buffers of a step, kept from step to step.
 #[derive(Default)]
 struct Work<E> {
     /// The residual stream `[tokens, hidden]`.
     x: Vec<f32>,
+    /// The same of the tokens that sample, once the others are done.
+    sampled_x: Vec<f32>,
     normed: Vec<E>,
     qkv: Vec<f32>,
-    q: Vec<E>,
     attended: Vec<E>,
     gated: Vec<E>,
-    /// The last tokens of the sampled rows, normalised.
-    last: Vec<E>,
     tokens: Vec<Token<E>>,
-    units: Vec<Unit>,
+    attention: attention::Work,
+    /// Of the last layer, where it is not the same.
+    last_attention: attention::Work,
     queues: Vec<Queue>,
     best: Vec<Best>,
     scratch: Vec<Scratch<E>>,
 }
 
 #[derive(Clone, Copy)]
-struct Token<E> {
+pub(crate) struct Token<E> {
     /// Its row of the embedding, or what was given in place of that.
-    input: *const E,
-    position: usize,
+    pub(crate) input: *const E,
+    pub(crate) position: usize,
     /// Where its keys and values go.
-    entry: usize,
+    pub(crate) entry: usize,
 }
-
-/// Pieces of work a layer takes from queues: four products and the attention.
-const QUEUES_A_LAYER: usize = 5;
 
 impl<E: Element> Model<E> {
     /// # Safety
@@ -217,8 +219,7 @@ impl<E: Element> Model<E> {
             post_norm: vector(layer.post_norm, hidden),
             gate_up: owned(layer.gate_up, 2 * intermediate, hidden, layer.gate_up_bias),
             down: owned(layer.down, hidden, intermediate, layer.down_bias),
-            keys: layer.keys.cast(),
-            values: layer.values.cast(),
+            pool: Pool { keys: layer.keys.cast(), values: layer.values.cast() },
         };
         let mut work = Work { scratch: Vec::new(), ..Work::default() };
         work.scratch.resize_with(team.threads, || Scratch::new(&shape));
@@ -255,17 +256,17 @@ impl<E: Element> Model<E> {
         let last = unsafe { self.lay_out(step)? };
         let count = self.work.tokens.len();
         let sampled = last.len();
+        let decodes = count == step.rows as usize && count == sampled;
         let projected = self.layers.first().map_or(0, |layer| layer.qkv.outputs);
         let queries = self.shape.heads * self.shape.head_dim;
         let zero = E::default();
         let work = &mut self.work;
         grow(&mut work.x, count * self.hidden, 0.0);
-        grow(&mut work.normed, count * self.hidden, zero);
+        grow(&mut work.sampled_x, sampled * self.hidden, 0.0);
+        grow(&mut work.normed, count.max(self.team.threads * FEW) * self.hidden, zero);
         grow(&mut work.qkv, count * projected, 0.0);
-        grow(&mut work.q, count * queries, zero);
         grow(&mut work.attended, count * queries, zero);
         grow(&mut work.gated, count * self.intermediate, zero);
-        grow(&mut work.last, sampled * self.hidden, zero);
         work.queues.iter_mut().for_each(Queue::reset);
         work.best.clear();
         if step.logits.is_null() {
@@ -273,19 +274,21 @@ impl<E: Element> Model<E> {
         }
         let view = Step {
             x: work.x.as_mut_ptr(),
+            sampled_x: work.sampled_x.as_mut_ptr(),
             normed: work.normed.as_mut_ptr(),
             qkv: work.qkv.as_mut_ptr(),
-            q: work.q.as_mut_ptr(),
             attended: work.attended.as_mut_ptr(),
             gated: work.gated.as_mut_ptr(),
-            last: work.last.as_mut_ptr(),
             best: work.best.as_mut_ptr(),
             scratch: work.scratch.as_mut_ptr(),
             logits: step.logits,
+            times: step.times,
             tokens: &work.tokens,
-            units: &work.units,
+            attention: work.attention.shared(),
+            last_attention: work.last_attention.shared(),
             queues: &work.queues,
             sampled: &last,
+            decodes,
             shape: self.shape,
             hidden: self.hidden,
             eps: self.eps,
@@ -320,10 +323,11 @@ impl<E: Element> Model<E> {
         let (slots, starts, lengths) = (column(step.slot), column(step.start), column(step.length));
         let work = &mut self.work;
         work.tokens.clear();
-        work.units.clear();
+        work.attention.clear();
+        work.last_attention.clear();
         let page_size = self.shape.page_size;
-        let most = self.shape.unit_tokens();
-        let mut row_end = Vec::with_capacity(count);
+        let together = count >= ROWS_A_MEMBER * self.team.threads;
+        let mut rows = Vec::with_capacity(count);
         for (row, ((&slot, &start), &length)) in slots.iter().zip(starts).zip(lengths).enumerate() {
             let (slot, start, length) = (slot as usize, start as usize, length as usize);
             // SAFETY: the caller's description.
@@ -360,209 +364,34 @@ impl<E: Element> Model<E> {
                 };
                 work.tokens.push(Token { input, position, entry });
             }
-            for kv_head in 0..self.shape.kv_heads {
-                for from in (0..length).step_by(most) {
-                    work.units.push(Unit {
-                        token: first + from,
-                        tokens: most.min(length - from),
-                        position: start + from,
-                        pages,
-                        kv_head,
-                    });
-                }
-            }
-            row_end.push(work.tokens.len());
+            let held = Held { pages, kv_head: 0 };
+            let queries =
+                Queries { token: first, to: first, tokens: length, position: start, held };
+            work.attention.add(&self.shape, queries, together);
+            rows.push(queries);
         }
-        // The longest first, so that nobody is left with a long one at the end.
-        work.units
-            .sort_by_key(|unit| std::cmp::Reverse(unit.tokens * (unit.position + unit.tokens)));
         // SAFETY: the caller's description.
         let sample = unsafe { std::slice::from_raw_parts(step.sample, step.sampled as usize) };
-        Ok(sample.iter().map(|&row| row_end[row as usize] - 1).collect())
+        let last_of = |&row: &i64| {
+            let Queries { token, tokens, .. } = rows[row as usize];
+            token + tokens - 1
+        };
+        if sample.len() < work.tokens.len() {
+            for (to, &row) in sample.iter().enumerate() {
+                let Queries { token, tokens, position, held, .. } = rows[row as usize];
+                let (token, position) = (token + tokens - 1, position + tokens - 1);
+                let queries = Queries { token, to, tokens: 1, position, held };
+                work.last_attention.add(&self.shape, queries, together);
+            }
+        }
+        work.attention.arrange(&self.shape);
+        work.last_attention.arrange(&self.shape);
+        Ok(sample.iter().map(last_of).collect())
     }
 }
 
 fn grow<T: Clone>(buffer: &mut Vec<T>, length: usize, value: T) {
     if buffer.len() < length {
         buffer.resize(length, value);
-    }
-}
-
-/// A step as its members see it: buffers that they share, each writing its own part between two meetings.
-pub(crate) struct Step<'a, E> {
-    x: *mut f32,
-    normed: *mut E,
-    qkv: *mut f32,
-    q: *mut E,
-    attended: *mut E,
-    gated: *mut E,
-    last: *mut E,
-    best: *mut Best,
-    scratch: *mut Scratch<E>,
-    logits: *mut f32,
-    tokens: &'a [Token<E>],
-    units: &'a [Unit],
-    queues: &'a [Queue],
-    sampled: &'a [usize],
-    shape: Shape,
-    hidden: usize,
-    eps: f32,
-    cos: *const f32,
-    sin: *const f32,
-    final_norm: &'a [f32],
-    head: Matrix<'a, E>,
-    layers: &'a [Layer<E>],
-}
-
-// SAFETY: what the pointers reach is written by one member at a time, see `compute`.
-unsafe impl<E> Sync for Step<'_, E> {}
-
-impl<E: Element> Step<'_, E> {
-    /// One member's share of the step.
-    ///
-    /// # Safety
-    /// Called once by each member of the team; the processor can run `K`.
-    #[inline(always)]
-    pub(crate) unsafe fn compute<K: Kernel<E>>(&self, member: &Member<'_>) {
-        let count = self.tokens.len();
-        let mine = member.share(count);
-        for token in mine.clone() {
-            // SAFETY: a token's input; this member's rows of x.
-            unsafe {
-                let from = std::slice::from_raw_parts(self.tokens[token].input, self.hidden);
-                for (to, from) in self.row(token).iter_mut().zip(from) {
-                    *to = from.to_f32();
-                }
-            }
-        }
-        for (layer, queues) in self.layers.iter().zip(self.queues.chunks_exact(QUEUES_A_LAYER)) {
-            // SAFETY: between meetings, members write only what is theirs by share or by queue.
-            unsafe {
-                self.normalise(mine.clone(), &layer.input_norm);
-                member.meet();
-                let normed = Rows { first: self.normed.cast_const(), count };
-                multiply::<E, K>(&queues[0], normed, &layer.qkv.matrix(), Out::Store(self.qkv));
-                member.meet();
-                for token in mine.clone() {
-                    self.rotate_and_keep(layer, token);
-                }
-                member.meet();
-                self.attend::<K>(layer, &queues[1], member.index);
-                member.meet();
-                let attended = Rows { first: self.attended.cast_const(), count };
-                multiply::<E, K>(&queues[2], attended, &layer.output.matrix(), Out::Add(self.x));
-                member.meet();
-                self.normalise(mine.clone(), &layer.post_norm);
-                member.meet();
-                multiply::<E, K>(
-                    &queues[3],
-                    normed,
-                    &layer.gate_up.matrix(),
-                    Out::Gate(self.gated),
-                );
-                member.meet();
-                let gated = Rows { first: self.gated.cast_const(), count };
-                multiply::<E, K>(&queues[4], gated, &layer.down.matrix(), Out::Add(self.x));
-                member.meet();
-            }
-        }
-        for index in member.share(self.sampled.len()) {
-            // SAFETY: this member's rows of `last`.
-            unsafe {
-                let to =
-                    std::slice::from_raw_parts_mut(self.last.add(index * self.hidden), self.hidden);
-                math::rms_norm(self.row(self.sampled[index]), self.final_norm, self.eps, to);
-            }
-        }
-        member.meet();
-        let last = Rows { first: self.last.cast_const(), count: self.sampled.len() };
-        let queue = &self.queues[self.layers.len() * QUEUES_A_LAYER];
-        // SAFETY: logits by queue; each member has its own best.
-        unsafe {
-            let out = if self.logits.is_null() {
-                Out::Best(self.best.add(member.index * self.sampled.len()))
-            } else {
-                Out::Store(self.logits)
-            };
-            multiply::<E, K>(queue, last, &self.head, out);
-        }
-    }
-
-    /// # Safety
-    /// No other member writes this token's row now.
-    #[inline(always)]
-    #[expect(
-        clippy::mut_from_ref,
-        reason = "members share the buffer and each writes its own rows"
-    )]
-    unsafe fn row(&self, token: usize) -> &mut [f32] {
-        // SAFETY: inside x, see above.
-        unsafe { std::slice::from_raw_parts_mut(self.x.add(token * self.hidden), self.hidden) }
-    }
-
-    #[inline(always)]
-    unsafe fn normalise(&self, tokens: std::ops::Range<usize>, weight: &[f32]) {
-        for token in tokens {
-            // SAFETY: this member's rows of x and of what is normalised.
-            unsafe {
-                let to = std::slice::from_raw_parts_mut(
-                    self.normed.add(token * self.hidden),
-                    self.hidden,
-                );
-                math::rms_norm(self.row(token), weight, self.eps, to);
-            }
-        }
-    }
-
-    /// Normalises, where the model does, and rotates a token's queries and keys, and writes keys and values to their page.
-    #[inline(always)]
-    unsafe fn rotate_and_keep(&self, layer: &Layer<E>, token: usize) {
-        let Shape { heads, kv_heads, head_dim: dim, .. } = self.shape;
-        let Token { position, entry, .. } = self.tokens[token];
-        let width = layer.qkv.outputs;
-        // SAFETY: this member's token; the entry belongs to it alone.
-        unsafe {
-            let qkv = std::slice::from_raw_parts_mut(self.qkv.add(token * width), width);
-            let cos = std::slice::from_raw_parts(self.cos.add(position * dim / 2), dim / 2);
-            let sin = std::slice::from_raw_parts(self.sin.add(position * dim / 2), dim / 2);
-            let q = std::slice::from_raw_parts_mut(self.q.add(token * heads * dim), heads * dim);
-            let pages = entry * kv_heads * dim;
-            let keys = std::slice::from_raw_parts_mut(layer.keys.add(pages), kv_heads * dim);
-            let values = std::slice::from_raw_parts_mut(layer.values.add(pages), kv_heads * dim);
-            let (queries, rest) = qkv.split_at_mut(heads * dim);
-            let (fresh, fresh_values) = rest.split_at_mut(kv_heads * dim);
-            for (which, (from, to)) in [(queries, q), (fresh, keys)].into_iter().enumerate() {
-                for (head, to) in from.chunks_exact_mut(dim).zip(to.chunks_exact_mut(dim)) {
-                    if let Some((q_norm, k_norm)) = &layer.qk_norm {
-                        let weight = if which == 0 { q_norm } else { k_norm };
-                        let factor = math::rms_factor(head, self.eps);
-                        for (x, &weight) in head.iter_mut().zip(weight) {
-                            *x = *x * factor * weight;
-                        }
-                    }
-                    math::rotate(head, cos, sin);
-                    for (to, &x) in to.iter_mut().zip(head.iter()) {
-                        *to = E::from_f32(x);
-                    }
-                }
-            }
-            for (to, &x) in values.iter_mut().zip(fresh_values.iter()) {
-                *to = E::from_f32(x);
-            }
-        }
-    }
-
-    #[inline(always)]
-    unsafe fn attend<K: Kernel<E>>(&self, layer: &Layer<E>, queue: &Queue, member: usize) {
-        loop {
-            let piece = queue.next();
-            let Some(unit) = self.units.get(piece) else { break };
-            // SAFETY: a unit is taken by one member; its pages were checked; the scratch is the member's.
-            unsafe {
-                let pool = (layer.keys.cast_const(), layer.values.cast_const());
-                let scratch = &mut *self.scratch.add(member);
-                attention::attend::<E, K>(&self.shape, unit, self.q, pool, self.attended, scratch);
-            }
-        }
     }
 }

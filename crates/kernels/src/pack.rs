@@ -4,12 +4,12 @@
 //! outputs `p * NR ..`, so that one vector load brings one group of many outputs (Goto & van de Geijn 2008).
 
 use crate::element::Element;
-use crate::tile::Kernel;
+use crate::tile::{Kernel, LANES};
 
 /// Outputs a panel.
-pub(crate) const NR: usize = 32;
+pub(crate) const NR: usize = 2 * LANES;
 /// Outputs of each of the two halves of an interleaved panel.
-pub(crate) const HALF: usize = NR / 2;
+pub(crate) const HALF: usize = LANES;
 
 /// Elements of a packed `[n, k]` matrix; `n` is rounded up to whole panels.
 #[must_use]
@@ -62,8 +62,11 @@ pub(crate) unsafe fn pack<E: Element, K: Kernel<E>>(
             };
             if row < end { source[row * k..].as_ptr() } else { zeros.as_ptr() }
         });
-        // SAFETY: whole rows, and a whole panel.
-        unsafe { K::pack_rows(&rows, k, panel.as_mut_ptr()) };
+        let (halves, _) = rows.as_chunks();
+        for (half, rows) in halves.iter().enumerate() {
+            // SAFETY: whole rows, and a whole panel of two halves side by side.
+            unsafe { K::pack_rows(rows, k, panel.as_mut_ptr().add(half * LANES * E::PAIR), NR) };
+        }
     }
 }
 

@@ -5,6 +5,7 @@
 //! by whoever loaded the library. Without OpenMP, threads are started for each call.
 
 use std::ffi::{c_int, c_uint, c_void};
+use std::ops::Range;
 use std::sync::Barrier;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
@@ -66,7 +67,7 @@ enum Meeting<'a> {
 impl Member<'_> {
     /// This member's part of `0 .. count`.
     #[inline]
-    pub(crate) fn share(&self, count: usize) -> std::ops::Range<usize> {
+    pub(crate) fn share(&self, count: usize) -> Range<usize> {
         self.index * count / self.members..(self.index + 1) * count / self.members
     }
 
@@ -82,15 +83,23 @@ impl Member<'_> {
     }
 }
 
-/// Work that members take piece by piece: whoever is held up takes less.
+/// Work that members take part by part: whoever is held up takes less.
 #[derive(Default)]
 pub(crate) struct Queue(AtomicUsize);
 
 impl Queue {
-    /// The next piece.
+    /// The next of `total` pieces, none when all are taken. First many at a time, since taking costs the time in which a processor asks another one
+    /// for the counter; at the end one by one, so that all end together.
     #[inline]
-    pub(crate) fn next(&self) -> usize {
-        self.0.fetch_add(1, Ordering::Relaxed)
+    pub(crate) fn take(&self, total: usize, members: usize) -> Range<usize> {
+        let mut from = self.0.load(Ordering::Relaxed);
+        loop {
+            let until = from + total.saturating_sub(from).div_ceil(2 * members);
+            match self.0.compare_exchange_weak(from, until, Ordering::Relaxed, Ordering::Relaxed) {
+                Ok(_) => return from..until,
+                Err(now) => from = now,
+            }
+        }
     }
 
     pub(crate) fn reset(&mut self) {
@@ -138,4 +147,30 @@ unsafe extern "C" fn enter<F: Fn(Member<'_>) + Sync>(data: *mut c_void) {
     let number = |n: c_int| usize::try_from(n).unwrap_or(0);
     let meeting = Meeting::OpenMp(*open_mp);
     work(Member { index: number(index), members: number(members), meeting });
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    proptest! {
+        #[test]
+        fn every_piece_is_taken_once(total in 0usize..500, members in 1usize..6, threads in 1usize..4) {
+            let queue = Queue::default();
+            let taken: Vec<AtomicUsize> = (0..total).map(|_| AtomicUsize::new(0)).collect();
+            let team = Team { threads, open_mp: None };
+            team.run(|_| loop {
+                let mine = queue.take(total, members);
+                if mine.is_empty() {
+                    break;
+                }
+                for piece in mine {
+                    taken[piece].fetch_add(1, Ordering::Relaxed);
+                }
+            });
+            prop_assert!(taken.iter().all(|count| count.load(Ordering::Relaxed) == 1));
+        }
+    }
 }

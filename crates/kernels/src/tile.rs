@@ -1,12 +1,43 @@
-//! The innermost loops: a few rows times one packed panel, for each kind of processor.
+//! The innermost loops: a few rows times packed panels, for each kind of processor.
 
-use crate::element::{Bf16, Element};
+use crate::element::Element;
 use crate::pack::NR;
+use crate::vector::{Array, Vector};
+
+#[cfg(target_arch = "x86_64")]
+pub(crate) use crate::x86::{Avx512, Avx512Bf16};
 
 /// Results of a tile: one array of outputs a row.
 pub(crate) type Tile = [[f32; NR]; MAX_ROWS];
 /// Rows of the largest tile.
 pub(crate) const MAX_ROWS: usize = 12;
+
+/// Lanes of a vector: what all loops over vectors are written for, whatever the processor has.
+pub(crate) const LANES: usize = 16;
+/// Positions of keys or values that lie together, see [`crate::pages`].
+pub(crate) const GROUP: usize = LANES;
+/// Groups of a block of attention.
+pub(crate) const GROUPS: usize = 4;
+/// Positions of a block of attention.
+pub(crate) const BLOCK: usize = GROUP * GROUPS;
+/// Queries that share a block while it is in registers.
+pub(crate) const QUERIES: usize = 6;
+/// Scores, and then weights, of some queries for a block.
+pub(crate) type Scores = [[f32; BLOCK]; QUERIES];
+
+/// What a tile begins to load beside its work, from an address that need not be valid.
+#[derive(Clone, Copy)]
+#[cfg_attr(
+    not(target_arch = "x86_64"),
+    expect(dead_code, reason = "other processors' kernels load nothing ahead")
+)]
+pub(crate) enum Ahead<E> {
+    Nothing,
+    /// Half as much as a panel has.
+    Half(*const E),
+    /// As much as a panel has.
+    Whole(*const E),
+}
 
 /// A processor's way of computing with elements `E`.
 ///
@@ -15,6 +46,8 @@ pub(crate) const MAX_ROWS: usize = 12;
 pub(crate) unsafe trait Kernel<E: Element>: 'static {
     /// Rows that a tile may have, at most [`MAX_ROWS`].
     const ROWS: usize;
+    /// Its floats.
+    type Vector: Vector;
 
     /// `out[r] = a[r * stride ..][.. k] · panel` for `r < rows`.
     ///
@@ -27,20 +60,47 @@ pub(crate) unsafe trait Kernel<E: Element>: 'static {
         rows: usize,
         panel: *const E,
         k: usize,
+        ahead: Ahead<E>,
         out: &mut Tile,
     );
 
-    /// Packs [`NR`] rows of `k` elements, as [`crate::pack::pack`] does one panel.
+    /// `out[r] = queries[r * dim ..][.. dim] · keys` for `r < rows`.
     ///
     /// # Safety
-    /// Each of `rows` can be read for `k` elements, `panel` written for `k * NR`; `k` is a multiple of `E::PAIR`.
-    unsafe fn pack_rows(rows: &[*const E; NR], k: usize, panel: *mut E);
+    /// `queries` has `rows` rows of `dim` elements, `keys` are groups of keys; `dim` is a multiple of `E::PAIR`; `1 <= rows <= QUERIES`.
+    unsafe fn scores(
+        queries: *const E,
+        rows: usize,
+        keys: &[*const E; GROUPS],
+        dim: usize,
+        out: &mut Scores,
+    );
 
-    /// Packs `width` columns of [`NR`] rows as a panel whose inner dimension is the row; zeros in the columns from `width` on stay zeros.
+    /// `out[r * dim ..][.. dim] = out[r * dim ..][.. dim] * decay[r] + weights[r] · values`, for `r < rows`.
     ///
     /// # Safety
-    /// Each of `rows` can be read for `width` elements, at most [`NR`]; `panel` can be written for `NR * NR`.
-    unsafe fn pack_columns(rows: &[*const E; NR], width: usize, panel: *mut E);
+    /// `weights` has `rows` rows of [`BLOCK`] elements, `out` `rows` rows of `dim`; `values` are groups of values, `dim` wide; `dim` is a multiple of
+    /// [`LANES`]; `1 <= rows <= QUERIES`.
+    unsafe fn mix(
+        weights: *const E,
+        rows: usize,
+        values: &[*const E],
+        dim: usize,
+        decay: &[f32; QUERIES],
+        out: *mut f32,
+    );
+
+    /// `panel[d * pitch + r] = rows[r][d]` for groups of `E::PAIR` elements.
+    ///
+    /// # Safety
+    /// Each of `rows` can be read for `k` elements, a multiple of `E::PAIR`; `panel` can be written wherever the formula says.
+    unsafe fn pack_rows(rows: &[*const E; LANES], k: usize, panel: *mut E, pitch: usize);
+
+    /// Rounds to elements.
+    ///
+    /// # Safety
+    /// `to` can be written for [`LANES`] elements.
+    unsafe fn narrow(values: Self::Vector, to: *mut E);
 
     /// Begins to load the cache line at `address`, which need not be valid.
     fn prefetch(address: *const E);
@@ -52,6 +112,7 @@ pub(crate) struct Plain;
 // SAFETY: no special instructions.
 unsafe impl<E: Element> Kernel<E> for Plain {
     const ROWS: usize = 4;
+    type Vector = Array;
 
     #[inline(always)]
     unsafe fn tile(
@@ -60,30 +121,66 @@ unsafe impl<E: Element> Kernel<E> for Plain {
         rows: usize,
         panel: *const E,
         k: usize,
+        _: Ahead<E>,
         out: &mut Tile,
     ) {
         for (r, sums) in out.iter_mut().enumerate().take(rows) {
-            let mut sum = [0.0; NR];
-            for group in 0..k / E::PAIR {
-                for within in 0..E::PAIR {
-                    // SAFETY: inside row r, by the contract.
-                    let x = unsafe { (*a.add(r * stride + group * E::PAIR + within)).to_f32() };
-                    for (column, sum) in sum.iter_mut().enumerate() {
-                        let at = (group * NR + column) * E::PAIR + within;
-                        // SAFETY: inside the panel, by the contract.
-                        *sum += x * unsafe { (*panel.add(at)).to_f32() };
-                    }
-                }
-            }
-            *sums = sum;
+            // SAFETY: row r and the panel, by the contract.
+            unsafe { *sums = product(a.add(r * stride), panel, k) };
         }
     }
 
     #[inline(always)]
-    unsafe fn pack_rows(rows: &[*const E; NR], k: usize, panel: *mut E) {
+    unsafe fn scores(
+        queries: *const E,
+        rows: usize,
+        keys: &[*const E; GROUPS],
+        dim: usize,
+        out: &mut Scores,
+    ) {
+        for (r, sums) in out.iter_mut().enumerate().take(rows) {
+            for (sums, &keys) in sums.chunks_exact_mut(GROUP).zip(keys) {
+                // SAFETY: a query and a group of keys, by the contract.
+                let group: [f32; GROUP] = unsafe { product(queries.add(r * dim), keys, dim) };
+                sums.copy_from_slice(&group);
+            }
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn mix(
+        weights: *const E,
+        rows: usize,
+        values: &[*const E],
+        dim: usize,
+        decay: &[f32; QUERIES],
+        out: *mut f32,
+    ) {
+        for (r, &decay) in decay.iter().enumerate().take(rows) {
+            // SAFETY: a row of out, by the contract.
+            let out = unsafe { std::slice::from_raw_parts_mut(out.add(r * dim), dim) };
+            out.iter_mut().for_each(|out| *out *= decay);
+            for (group, &values) in values.iter().enumerate() {
+                for position in 0..GROUP {
+                    let (pair, within) = (position / E::PAIR, position % E::PAIR);
+                    // SAFETY: inside the weights and the group, by the contract.
+                    unsafe {
+                        let weight = (*weights.add(r * BLOCK + group * GROUP + position)).to_f32();
+                        let values = values.add(pair * dim * E::PAIR + within);
+                        for (d, out) in out.iter_mut().enumerate() {
+                            *out += weight * (*values.add(d * E::PAIR)).to_f32();
+                        }
+                    }
+                }
+            }
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn pack_rows(rows: &[*const E; LANES], k: usize, panel: *mut E, pitch: usize) {
         for (column, &row) in rows.iter().enumerate() {
             for inner in 0..k {
-                let at = (inner / E::PAIR * NR + column) * E::PAIR + inner % E::PAIR;
+                let at = (inner / E::PAIR * pitch + column) * E::PAIR + inner % E::PAIR;
                 // SAFETY: inside the row and the panel, by the contract.
                 unsafe { *panel.add(at) = *row.add(inner) };
             }
@@ -91,277 +188,50 @@ unsafe impl<E: Element> Kernel<E> for Plain {
     }
 
     #[inline(always)]
-    unsafe fn pack_columns(rows: &[*const E; NR], width: usize, panel: *mut E) {
-        for (inner, &row) in rows.iter().enumerate() {
-            for column in 0..width {
-                let at = (inner / E::PAIR * NR + column) * E::PAIR + inner % E::PAIR;
-                // SAFETY: inside the row and the panel, by the contract.
-                unsafe { *panel.add(at) = *row.add(column) };
-            }
-        }
+    unsafe fn narrow(values: Array, to: *mut E) {
+        // SAFETY: the contract.
+        unsafe { to.cast::<[E; LANES]>().write(values.to_array().map(E::from_f32)) };
     }
 
     #[inline(always)]
     fn prefetch(_: *const E) {}
 }
 
-#[cfg(target_arch = "x86_64")]
-pub(crate) use x86::{Avx512, Avx512Bf16};
-
-#[cfg(target_arch = "x86_64")]
-mod x86 {
-    use std::arch::x86_64::*;
-
-    use super::{Bf16, Kernel, NR, Tile};
-
-    /// `f32` with AVX-512.
-    pub(crate) struct Avx512;
-    /// bfloat16 with AVX-512's dot products of pairs.
-    pub(crate) struct Avx512Bf16;
-
-    macro_rules! dispatch {
-        ($rows:expr, $function:ident ( $($argument:expr),* )) => {
-            match $rows {
-                1 => $function::<1>($($argument),*),
-                2 => $function::<2>($($argument),*),
-                3 => $function::<3>($($argument),*),
-                4 => $function::<4>($($argument),*),
-                5 => $function::<5>($($argument),*),
-                6 => $function::<6>($($argument),*),
-                7 => $function::<7>($($argument),*),
-                8 => $function::<8>($($argument),*),
-                9 => $function::<9>($($argument),*),
-                10 => $function::<10>($($argument),*),
-                11 => $function::<11>($($argument),*),
-                _ => $function::<12>($($argument),*),
-            }
-        };
-    }
-
-    // SAFETY: callers detect avx512f and avx512bw.
-    unsafe impl Kernel<f32> for Avx512 {
-        const ROWS: usize = 12;
-
-        #[inline(always)]
-        unsafe fn tile(
-            a: *const f32,
-            stride: usize,
-            rows: usize,
-            panel: *const f32,
-            k: usize,
-            out: &mut Tile,
-        ) {
-            // SAFETY: the caller's contract.
-            unsafe { dispatch!(rows, tile_f32(a, stride, panel, k, out)) }
-        }
-
-        #[inline(always)]
-        unsafe fn pack_rows(rows: &[*const f32; NR], k: usize, panel: *mut f32) {
-            // SAFETY: the caller's contract; an f32 is a dword.
-            unsafe { transpose_rows(&rows.map(<*const f32>::cast), k, panel.cast()) }
-        }
-
-        #[inline(always)]
-        unsafe fn pack_columns(rows: &[*const f32; NR], width: usize, panel: *mut f32) {
-            for (inner, row) in rows.iter().enumerate() {
-                // SAFETY: inside the row and the panel, by the contract.
-                unsafe { std::ptr::copy_nonoverlapping(*row, panel.add(inner * NR), width) };
-            }
-        }
-
-        #[inline(always)]
-        fn prefetch(address: *const f32) {
-            // SAFETY: a prefetch of a wrong address does nothing.
-            unsafe { _mm_prefetch::<_MM_HINT_T0>(address.cast()) };
-        }
-    }
-
-    // SAFETY: callers detect avx512f, avx512bw and avx512bf16.
-    unsafe impl Kernel<Bf16> for Avx512Bf16 {
-        const ROWS: usize = 12;
-
-        #[inline(always)]
-        unsafe fn tile(
-            a: *const Bf16,
-            stride: usize,
-            rows: usize,
-            panel: *const Bf16,
-            k: usize,
-            out: &mut Tile,
-        ) {
-            // SAFETY: the caller's contract.
-            unsafe { dispatch!(rows, tile_bf16(a, stride, panel, k, out)) }
-        }
-
-        #[inline(always)]
-        unsafe fn pack_rows(rows: &[*const Bf16; NR], k: usize, panel: *mut Bf16) {
-            // SAFETY: the caller's contract; a pair is a dword.
-            unsafe { transpose_rows(&rows.map(<*const Bf16>::cast), k / 2, panel.cast()) }
-        }
-
-        #[inline(always)]
-        unsafe fn pack_columns(rows: &[*const Bf16; NR], width: usize, panel: *mut Bf16) {
-            // SAFETY: the caller's contract.
-            unsafe { interleave_rows(rows, width, panel) }
-        }
-
-        #[inline(always)]
-        fn prefetch(address: *const Bf16) {
-            // SAFETY: a prefetch of a wrong address does nothing.
-            unsafe { _mm_prefetch::<_MM_HINT_T0>(address.cast()) };
-        }
-    }
-
-    #[target_feature(enable = "avx512f,avx512bw")]
-    unsafe fn tile_f32<const M: usize>(
-        a: *const f32,
-        stride: usize,
-        panel: *const f32,
-        k: usize,
-        out: &mut Tile,
-    ) {
-        let mut sums = [[_mm512_setzero_ps(); 2]; M];
-        for inner in 0..k {
-            // SAFETY: inside the panel and the rows, by the contract of `Kernel::tile`.
-            unsafe {
-                let left = _mm512_loadu_ps(panel.add(inner * NR));
-                let right = _mm512_loadu_ps(panel.add(inner * NR + 16));
-                for (r, sum) in sums.iter_mut().enumerate() {
-                    let x = _mm512_set1_ps(*a.add(r * stride + inner));
-                    sum[0] = _mm512_fmadd_ps(x, left, sum[0]);
-                    sum[1] = _mm512_fmadd_ps(x, right, sum[1]);
-                }
-            }
-        }
-        store(&sums, out);
-    }
-
-    #[target_feature(enable = "avx512f,avx512bw,avx512bf16")]
-    unsafe fn tile_bf16<const M: usize>(
-        a: *const Bf16,
-        stride: usize,
-        panel: *const Bf16,
-        k: usize,
-        out: &mut Tile,
-    ) {
-        let mut sums = [[_mm512_setzero_ps(); 2]; M];
-        for pair in 0..k / 2 {
-            // SAFETY: inside the panel and the rows, by the contract of `Kernel::tile`; loads may be unaligned.
-            unsafe {
-                let at = panel.add(pair * 2 * NR).cast::<i32>();
-                let left: __m512bh = std::mem::transmute(_mm512_loadu_si512(at.cast()));
-                let right: __m512bh = std::mem::transmute(_mm512_loadu_si512(at.add(16).cast()));
-                for (r, sum) in sums.iter_mut().enumerate() {
-                    let x = a.add(r * stride + 2 * pair).cast::<i32>().read_unaligned();
-                    let x: __m512bh = std::mem::transmute(_mm512_set1_epi32(x));
-                    sum[0] = _mm512_dpbf16_ps(sum[0], x, left);
-                    sum[1] = _mm512_dpbf16_ps(sum[1], x, right);
-                }
-            }
-        }
-        store(&sums, out);
-    }
-
-    #[inline]
-    #[target_feature(enable = "avx512f,avx512bw")]
-    fn store<const M: usize>(sums: &[[__m512; 2]; M], out: &mut Tile) {
-        for (sum, row) in sums.iter().zip(out) {
-            // SAFETY: a row holds two vectors.
-            unsafe {
-                _mm512_storeu_ps(row.as_mut_ptr(), sum[0]);
-                _mm512_storeu_ps(row.as_mut_ptr().add(16), sum[1]);
+/// `row[.. k] · panel`, `N` outputs wide.
+///
+/// # Safety
+/// The row has `k` elements, the panel `k * N`.
+#[inline(always)]
+unsafe fn product<E: Element, const N: usize>(
+    row: *const E,
+    panel: *const E,
+    k: usize,
+) -> [f32; N] {
+    let mut sums = [0.0; N];
+    for group in 0..k / E::PAIR {
+        for within in 0..E::PAIR {
+            // SAFETY: inside the row, by the contract.
+            let x = unsafe { (*row.add(group * E::PAIR + within)).to_f32() };
+            for (column, sum) in sums.iter_mut().enumerate() {
+                let at = (group * N + column) * E::PAIR + within;
+                // SAFETY: inside the panel, by the contract.
+                *sum += x * unsafe { (*panel.add(at)).to_f32() };
             }
         }
     }
-
-    /// `panel[(i * NR + c) * 2 + j] = rows[2 * i + j][c]` for `c < width`.
-    #[target_feature(enable = "avx512f,avx512bw")]
-    unsafe fn interleave_rows(rows: &[*const Bf16; NR], width: usize, panel: *mut Bf16) {
-        // Words 0 to 31 are the first row's, 32 to 63 the second's.
-        let order: [[i16; 32]; 2] = std::array::from_fn(|half| {
-            std::array::from_fn(|at| (half * 16 + at / 2 + at % 2 * 32) as i16)
-        });
-        let mask = if width == NR { u32::MAX } else { (1u32 << width) - 1 };
-        // SAFETY: only what the mask names is read, inside the rows; the panel has NR / 2 pairs of NR columns.
-        unsafe {
-            let [left, right] = order.map(|order| _mm512_loadu_si512(order.as_ptr().cast()));
-            for (pair, rows) in rows.chunks_exact(2).enumerate() {
-                let first = _mm512_maskz_loadu_epi16(mask, rows[0].cast());
-                let second = _mm512_maskz_loadu_epi16(mask, rows[1].cast());
-                let to = panel.add(pair * 2 * NR);
-                _mm512_storeu_si512(to.cast(), _mm512_permutex2var_epi16(first, left, second));
-                _mm512_storeu_si512(
-                    to.add(NR).cast(),
-                    _mm512_permutex2var_epi16(first, right, second),
-                );
-            }
-        }
-    }
-
-    /// `panel[d * NR + r] = rows[r][d]` for dwords, `d < count`.
-    #[target_feature(enable = "avx512f,avx512bw")]
-    unsafe fn transpose_rows(rows: &[*const i32; NR], count: usize, panel: *mut i32) {
-        for (half, rows) in rows.chunks_exact(16).enumerate() {
-            for first in (0..count).step_by(16) {
-                let width = (count - first).min(16);
-                let mask = ((1u32 << width) - 1) as u16;
-                let mut block = [_mm512_setzero_si512(); 16];
-                for (vector, row) in block.iter_mut().zip(rows) {
-                    // SAFETY: only what the mask names is read, and that is inside the row.
-                    *vector = unsafe { _mm512_maskz_loadu_epi32(mask, row.add(first)) };
-                }
-                transpose(&mut block);
-                for (d, vector) in block.iter().enumerate().take(width) {
-                    // SAFETY: inside the panel: first + d < count.
-                    unsafe {
-                        _mm512_storeu_si512(
-                            panel.add((first + d) * NR + half * 16).cast(),
-                            *vector,
-                        );
-                    }
-                }
-            }
-        }
-    }
-
-    /// Transposes 16 x 16 dwords.
-    #[inline]
-    #[target_feature(enable = "avx512f,avx512bw")]
-    fn transpose(block: &mut [__m512i; 16]) {
-        let mut t = *block;
-        for i in 0..8 {
-            t[2 * i] = _mm512_unpacklo_epi32(block[2 * i], block[2 * i + 1]);
-            t[2 * i + 1] = _mm512_unpackhi_epi32(block[2 * i], block[2 * i + 1]);
-        }
-        let mut u = t;
-        for i in 0..4 {
-            u[4 * i] = _mm512_unpacklo_epi64(t[4 * i], t[4 * i + 2]);
-            u[4 * i + 1] = _mm512_unpackhi_epi64(t[4 * i], t[4 * i + 2]);
-            u[4 * i + 2] = _mm512_unpacklo_epi64(t[4 * i + 1], t[4 * i + 3]);
-            u[4 * i + 3] = _mm512_unpackhi_epi64(t[4 * i + 1], t[4 * i + 3]);
-        }
-        // u[4 i + j] lane l holds rows 4 i .. 4 i + 4 of column 4 l + j.
-        for j in 0..4 {
-            let low01 = _mm512_shuffle_i32x4::<0x88>(u[j], u[4 + j]);
-            let high01 = _mm512_shuffle_i32x4::<0xdd>(u[j], u[4 + j]);
-            let low23 = _mm512_shuffle_i32x4::<0x88>(u[8 + j], u[12 + j]);
-            let high23 = _mm512_shuffle_i32x4::<0xdd>(u[8 + j], u[12 + j]);
-            block[j] = _mm512_shuffle_i32x4::<0x88>(low01, low23);
-            block[8 + j] = _mm512_shuffle_i32x4::<0xdd>(low01, low23);
-            block[4 + j] = _mm512_shuffle_i32x4::<0x88>(high01, high23);
-            block[12 + j] = _mm512_shuffle_i32x4::<0xdd>(high01, high23);
-        }
-    }
+    sums
 }
 
 #[cfg(test)]
-mod tests {
+pub(crate) mod tests {
     use proptest::prelude::*;
 
     use super::*;
+    use crate::element::Bf16;
     use crate::pack::{pack, packed_len};
 
-    fn numbers<E: Element>(count: usize, seed: u32) -> Vec<E> {
+    /// Numbers between -0.5 and 0.5.
+    pub(crate) fn numbers<E: Element>(count: usize, seed: u32) -> Vec<E> {
         let mut state = seed | 1;
         let mut next = || {
             state ^= state << 13;
@@ -372,63 +242,168 @@ mod tests {
         (0..count).map(|_| next()).collect()
     }
 
-    fn check<E: Element + std::fmt::Debug + PartialEq, K: Kernel<E>>(
+    fn exact<E: Element>(a: &[E], b: &[E]) -> f64 {
+        a.iter().zip(b).map(|(a, b)| f64::from(a.to_f32()) * f64::from(b.to_f32())).sum()
+    }
+
+    fn close(found: f32, exact: f64, terms: usize) {
+        let bound = 1e-5 * (terms as f64).sqrt();
+        assert!((f64::from(found) - exact).abs() < bound, "{found} {exact}");
+    }
+
+    fn check_tile<E: Element + std::fmt::Debug + PartialEq, K: Kernel<E>>(
         k: usize,
         rows: usize,
         seed: u32,
     ) {
         let weights: Vec<E> = numbers(NR * k, seed);
-        let mut panel = vec![E::default(); packed_len(NR, k)];
-        // SAFETY: plain loops.
-        unsafe { pack::<E, Plain>(&weights, NR, k, false, &mut panel) };
-        let pointers: [*const E; NR] = std::array::from_fn(|r| weights[r * k..].as_ptr());
-        let mut again = vec![E::default(); panel.len()];
-        // SAFETY: whole rows of k, and a panel of k.
-        unsafe { K::pack_rows(&pointers, k, again.as_mut_ptr()) };
-        assert_eq!(panel, again);
-        let width = k.min(NR);
-        let (mut plain, mut fast) = (vec![E::default(); NR * NR], vec![E::default(); NR * NR]);
-        // SAFETY: rows of k, at least width; panels of NR rows.
+        let (mut plain, mut panel) =
+            (vec![E::default(); packed_len(NR, k)], vec![E::default(); packed_len(NR, k)]);
+        // SAFETY: the caller detected the features.
         unsafe {
-            Plain::pack_columns(&pointers, width, plain.as_mut_ptr());
-            K::pack_columns(&pointers, width, fast.as_mut_ptr());
+            pack::<E, Plain>(&weights, NR, k, false, &mut plain);
+            pack::<E, K>(&weights, NR, k, false, &mut panel);
         }
-        for (at, (plain, fast)) in plain.iter().zip(&fast).enumerate() {
-            assert!(at / E::PAIR % NR >= width || plain == fast, "element {at}");
-        }
+        assert_eq!(plain, panel);
         let rows = rows.min(K::ROWS);
         let a: Vec<E> = numbers(rows * (k + 3), !seed);
-        let mut out = [[f32::NAN; NR]; MAX_ROWS];
-        // SAFETY: rows of k + 3 elements, a panel of k.
-        unsafe { K::tile(a.as_ptr(), k + 3, rows, panel.as_ptr(), k, &mut out) };
-        for (r, row) in out.iter().enumerate().take(rows) {
-            for (column, &found) in row.iter().enumerate() {
-                let exact: f64 = (0..k)
-                    .map(|i| {
-                        f64::from(a[r * (k + 3) + i].to_f32())
-                            * f64::from(weights[column * k + i].to_f32())
-                    })
-                    .sum();
-                assert!(
-                    (f64::from(found) - exact).abs() < 1e-5 * (k as f64).sqrt(),
-                    "{found} {exact}"
-                );
+        for ahead in [Ahead::Nothing, Ahead::Half(panel.as_ptr()), Ahead::Whole(std::ptr::null())] {
+            let mut out = [[f32::NAN; NR]; MAX_ROWS];
+            // SAFETY: rows of k + 3 elements, a panel of k.
+            unsafe { K::tile(a.as_ptr(), k + 3, rows, panel.as_ptr(), k, ahead, &mut out) };
+            for (r, row) in out.iter().enumerate().take(rows) {
+                for (column, &found) in row.iter().enumerate() {
+                    let exact = exact(&a[r * (k + 3)..][..k], &weights[column * k..][..k]);
+                    close(found, exact, k);
+                }
             }
         }
     }
 
+    fn check_attention<E: Element, K: Kernel<E>>(
+        (dim, padded): (usize, usize),
+        (rows, groups): (usize, usize),
+        seed: u32,
+    ) {
+        let queries: Vec<E> = numbers(rows * dim, seed);
+        let keys: Vec<E> = numbers(GROUPS * GROUP * dim, !seed);
+        let group = |index: usize| keys[index * GROUP * dim..].as_ptr();
+        let mut scores = [[f32::NAN; BLOCK]; QUERIES];
+        // SAFETY: queries and groups of the sizes given.
+        unsafe {
+            let keys = std::array::from_fn(group);
+            K::scores(queries.as_ptr(), rows, &keys, dim, &mut scores);
+        }
+        for r in 0..rows {
+            for (position, &found) in scores[r].iter().enumerate() {
+                let (group, lane) = (position / GROUP * GROUP * dim, position % GROUP);
+                let key: Vec<E> = (0..dim)
+                    .map(|d| keys[group + (d / E::PAIR * GROUP + lane) * E::PAIR + d % E::PAIR])
+                    .collect();
+                close(found, exact(&queries[r * dim..][..dim], &key), dim);
+            }
+        }
+
+        let weights: Vec<E> = numbers(QUERIES * BLOCK, seed ^ 77);
+        let values: Vec<E> = numbers(groups * GROUP * padded, seed ^ 99);
+        let decay: [f32; QUERIES] = std::array::from_fn(|r| r as f32 / 4.0);
+        let before: Vec<f32> = numbers(rows * padded, seed ^ 55);
+        let mut out = before.clone();
+        // SAFETY: as above.
+        unsafe {
+            let values: Vec<*const E> =
+                (0..groups).map(|group| values[group * GROUP * padded..].as_ptr()).collect();
+            K::mix(weights.as_ptr(), rows, &values, padded, &decay, out.as_mut_ptr());
+        }
+        for (at, &found) in out.iter().enumerate() {
+            let (r, d) = (at / padded, at % padded);
+            let value: Vec<E> = (0..groups * GROUP)
+                .map(|position| {
+                    let (group, within) = (position / GROUP, position % GROUP);
+                    let row = group * GROUP + within / E::PAIR * E::PAIR;
+                    values[row * padded + d * E::PAIR + within % E::PAIR]
+                })
+                .collect();
+            let added = exact(&weights[r * BLOCK..][..groups * GROUP], &value);
+            close(found, f64::from(before[at]) * f64::from(decay[r]) + added, groups * GROUP);
+        }
+        check_vector::<E, K>(seed);
+    }
+
+    /// The processor's vector against the plain one.
+    fn check_vector<E: Element, K: Kernel<E>>(seed: u32) {
+        let numbers: Vec<f32> = numbers(3 * LANES, seed);
+        // SAFETY: whole vectors.
+        let both = |at: usize| unsafe {
+            let from = numbers.as_ptr().add(at * LANES);
+            (K::Vector::load(from), Array::load(from))
+        };
+        let ((a, x), (b, y), (c, z)) = (both(0), both(1), both(2));
+        let count = seed as usize % (LANES + 1);
+        let same = |found: K::Vector, wanted: Array| {
+            for (found, wanted) in found.to_array().into_iter().zip(wanted.to_array()) {
+                let close = (found - wanted).abs() <= 1e-5 * wanted.abs().max(1.0);
+                assert!(found == wanted || close, "{found} {wanted}");
+            }
+        };
+        same(a.add(b), x.add(y));
+        same(a.sub(b), x.sub(y));
+        same(a.mul(b), x.mul(y));
+        same(a.div(b.add(K::Vector::splat(1.0))), x.div(y.add(Array::splat(1.0))));
+        same(a.fused(b, c), x.fused(y, z));
+        same(a.larger(b), x.larger(y));
+        same(a.at_least(0.1).at_most(0.3), x.at_least(0.1).at_most(0.3));
+        let (hundreds, others) = (K::Vector::splat(-700.0), Array::splat(-700.0));
+        same(a.mul(hundreds).round(), x.mul(others).round());
+        let (n, m) = (a.mul(hundreds).at_least(-200.0).at_most(127.0).round(), {
+            x.mul(others).at_least(-200.0).at_most(127.0).round()
+        });
+        same(b.times_power(n), y.times_power(m));
+        same(a.only(count), x.only(count));
+        close(a.sum(), numbers[..LANES].iter().copied().map(f64::from).sum(), LANES);
+        assert_eq!(a.largest(), x.largest());
+        for special in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
+            let mut lanes = x.to_array();
+            lanes[count % LANES] = special;
+            // SAFETY: whole vectors.
+            let (odd, plain) =
+                unsafe { (K::Vector::load(lanes.as_ptr()), Array::load(lanes.as_ptr())) };
+            assert!(a.is_finite() && x.is_finite() && !odd.is_finite() && !plain.is_finite());
+            assert_eq!(
+                odd.at_least(-1.0).at_most(1.0).to_array()[count % LANES].is_nan(),
+                special.is_nan()
+            );
+        }
+        let mut narrow = [E::default(); LANES];
+        // SAFETY: as many as there are.
+        unsafe { K::narrow(a, narrow.as_mut_ptr()) };
+        for (found, &wanted) in narrow.iter().zip(&numbers) {
+            assert_eq!(found.to_f32(), E::from_f32(wanted).to_f32());
+        }
+    }
+
+    fn check<E: Element + std::fmt::Debug + PartialEq, K: Kernel<E>>(
+        k: usize,
+        rows: usize,
+        seed: u32,
+    ) {
+        check_tile::<E, K>(k, rows, seed);
+        let sizes = (k, (k % 96 + 1).next_multiple_of(LANES));
+        check_attention::<E, K>(sizes, (rows.min(QUERIES), seed as usize % GROUPS + 1), seed);
+    }
+
     proptest! {
         #[test]
-        fn tiles_are_products(k in 1usize..100, rows in 1usize..=MAX_ROWS, seed: u32) {
+        fn kernels_compute_products(k in 1usize..100, rows in 1usize..=MAX_ROWS, seed: u32) {
             check::<f32, Plain>(k, rows, seed);
             check::<Bf16, Plain>(2 * k, rows, seed);
             #[cfg(target_arch = "x86_64")]
             {
-                if is_x86_feature_detected!("avx512bw") {
+                if is_x86_feature_detected!("avx512bw") && is_x86_feature_detected!("avx512dq") {
                     check::<f32, Avx512>(k, rows, seed);
-                }
-                if is_x86_feature_detected!("avx512bf16") {
-                    check::<Bf16, Avx512Bf16>(2 * k, rows, seed);
+                    if is_x86_feature_detected!("avx512bf16") {
+                        check::<Bf16, Avx512Bf16>(2 * k, rows, seed);
+                    }
                 }
             }
         }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import mmap
 import os
@@ -44,6 +45,10 @@ class CpuDevice:
         # kernel's own zero pages cost nothing until somebody writes there.
         size = math.prod(shape) * dtype.itemsize
         mapped = mmap.mmap(-1, max(1, size), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            # Attention reads a pool all over: with small pages it waits for the page tables as well.
+            with contextlib.suppress(OSError):
+                mapped.madvise(mmap.MADV_HUGEPAGE)
         return torch.frombuffer(mapped, dtype=dtype, count=math.prod(shape)).view(shape)
 
     def attention(self) -> AttentionBackend:

@@ -11,7 +11,16 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from forebay.kernels.library import KernelsUnavailableError, LayerSpec, ModelSpec, StepSpec, library, open_mp
+from forebay.kernels.library import (
+    LEVELS,
+    PARTS,
+    KernelsUnavailableError,
+    LayerSpec,
+    ModelSpec,
+    StepSpec,
+    library,
+    open_mp,
+)
 from forebay.layers.decoder import Decoder
 from forebay.layers.linear import Linear
 from forebay.layers.norm import RMSNorm
@@ -23,25 +32,30 @@ if TYPE_CHECKING:
     from forebay.runner.kv_pool import KvPool
     from forebay.runner.slots import SlotTables
 
-CHOICES = ("native", "torch")
+CHOICES = ("native", "torch", *LEVELS)
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 ERRORS = {1: "a row has a position without a page", 2: "a row has a token that is not of the vocabulary"}
 
 
 def native_wanted() -> bool:
-    """Whether to compute with the compiled kernels: as FOREBAY_KERNELS says (native, torch), else if they are there."""
+    """Whether to compute with the compiled kernels: as FOREBAY_KERNELS says (native, torch), else if they are there.
+
+    A level (`LEVELS`) in its place means the compiled kernels with nothing better than these instructions.
+    """
     choice = os.environ.get("FOREBAY_KERNELS")
     if choice == "torch":
         return False
     if choice not in (None, *CHOICES):
         raise ValueError(f"FOREBAY_KERNELS is {choice!r}: use {' or '.join(CHOICES)}")
     try:
-        library()
+        loaded = library()
     except KernelsUnavailableError as error:
-        if choice == "native":
+        if choice is not None:
             raise
         print(f"computing with PyTorch's operators only, which is slower: {error}", file=sys.stderr)
         return False
+    if choice in LEVELS and not loaded.fb_limit(choice.encode()):
+        raise ValueError(f"FOREBAY_KERNELS is {choice!r}, which this kind of processor does not have")
     return True
 
 
@@ -58,6 +72,8 @@ class NativeCompute:
         self._library = library()
         self._tables = tables
         self._prompts = prompts
+        self.times = np.zeros(0, np.uint64)
+        """Nanoseconds that steps took for each of `PARTS`, once `watch` was called."""
         self._vocabulary = model.config.vocab_size
         # Everything that the description points to.
         self._kept: list[object] = [model, tables, kv]
@@ -108,6 +124,10 @@ class NativeCompute:
         config = model.config
         return all(size % 2 == 0 for size in (config.hidden_size, config.intermediate_size, config.head_dim))
 
+    def watch(self) -> None:
+        """Begins to add up `times`, at zero."""
+        self.times = np.zeros(len(PARTS), np.uint64)
+
     def logits(self, rows: Rows) -> torch.Tensor:
         logits = torch.empty(len(rows.sampling), self._vocabulary)
         self._step(rows, StepSpec(logits=logits.data_ptr()))
@@ -128,6 +148,8 @@ class NativeCompute:
         step.tokens, step.token_stride = tables.token_pool.data_ptr(), tables.stride
         step.pages, step.page_stride = tables.page_table.data_ptr(), tables.pages_per_slot
         step.sample, step.sampled = sampling.data_ptr(), len(sampling)
+        if len(self.times):
+            step.times = self.times.ctypes.data
         given = self._prompts.used(rows.slot, rows.start)
         if given.any():
             addresses = torch.from_numpy(self._prompts.addresses(rows.slot, given))

@@ -8,7 +8,11 @@ from ctypes import POINTER, Structure, c_bool, c_char_p, c_float, c_int32, c_siz
 from functools import cache
 from pathlib import Path
 
-VERSION = 2
+VERSION = 3
+PARTS = ("norm", "qkv", "keep", "attend", "output", "gate_up", "down", "head")
+"""What a step's time is told for."""
+LEVELS = ("avx512bf16", "avx512", "avx2", "baseline")
+"""Instructions that there are kernels for, best first; the library knows those of its own kind of processor."""
 NAME = {"darwin": "libforebay_kernels.dylib"}.get(sys.platform, "libforebay_kernels.so")
 
 
@@ -87,7 +91,7 @@ class StepSpec(Structure):
         ("sample", c_void_p),
         ("sampled", c_uint64),
         *((name, c_void_p) for name in ("given", "given_until")),
-        *((name, c_void_p) for name in ("logits", "best", "finite")),
+        *((name, c_void_p) for name in ("logits", "best", "finite", "times")),
     ]
 
 
@@ -104,6 +108,8 @@ def library() -> ctypes.CDLL:
             f"{path} has version {loaded.fb_version()}, this code needs {VERSION}: rebuild it"
         )
     loaded.fb_level.restype = c_char_p
+    loaded.fb_limit.argtypes = [c_char_p]
+    loaded.fb_limit.restype = c_bool
     loaded.fb_packed_len.argtypes = [c_size_t, c_size_t, c_bool]
     loaded.fb_packed_len.restype = c_size_t
     loaded.fb_pack.argtypes = [c_uint32, c_void_p, c_size_t, c_size_t, c_bool, c_void_p]

@@ -1,0 +1,93 @@
+//! What this machine can do at most: bfloat16 dot products and reads from memory, on one thread and on all.
+//!
+//! `cargo run --profile fast -p forebay-kernels --example roofline`
+#![expect(unsafe_code, reason = "instructions that no portable code names")]
+
+use std::hint::black_box;
+use std::time::Instant;
+
+const READ_BYTES: usize = 256 << 20;
+const ROUNDS: usize = 7;
+
+fn main() {
+    let all = std::thread::available_parallelism().map_or(1, usize::from);
+    let data = vec![1u64; READ_BYTES / 8];
+    for threads in [1, all] {
+        let dots = median(|| run(threads, |_| dots()));
+        let reads = median(|| {
+            run(threads, |thread| {
+                read(&data[thread * data.len() / threads..][..data.len() / threads])
+            })
+        });
+        println!(
+            "{threads} threads: bfloat16 dot products {:.0} GFLOP/s, reads {:.1} GB/s",
+            dots / 1e9,
+            reads / 1e9
+        );
+    }
+}
+
+/// Of a few rounds, against disturbances.
+fn median(mut measure: impl FnMut() -> f64) -> f64 {
+    let mut found: Vec<f64> = (0..ROUNDS).map(|_| measure()).collect();
+    found.sort_by(f64::total_cmp);
+    found[ROUNDS / 2]
+}
+
+/// Units of work a second, of all threads.
+fn run(threads: usize, work: impl Fn(usize) -> f64 + Sync) -> f64 {
+    let started = Instant::now();
+    let units: f64 = std::thread::scope(|scope| {
+        let work = &work;
+        let running: Vec<_> =
+            (0..threads).map(|thread| scope.spawn(move || work(thread))).collect();
+        running.into_iter().filter_map(|thread| thread.join().ok()).sum()
+    });
+    units / started.elapsed().as_secs_f64()
+}
+
+/// Bytes.
+fn read(data: &[u64]) -> f64 {
+    let mut sums = [0u64; 32];
+    for chunk in data.chunks_exact(32) {
+        for (sum, value) in sums.iter_mut().zip(chunk) {
+            *sum = sum.wrapping_add(*value);
+        }
+    }
+    black_box(sums);
+    size_of_val(data) as f64
+}
+
+/// Floating point operations.
+fn dots() -> f64 {
+    #[cfg(target_arch = "x86_64")]
+    if is_x86_feature_detected!("avx512bf16") {
+        // SAFETY: detected.
+        return unsafe { x86::dots() };
+    }
+    0.0
+}
+
+#[cfg(target_arch = "x86_64")]
+mod x86 {
+    use std::arch::x86_64::*;
+    use std::hint::black_box;
+
+    /// As many sums as hide the instruction's latency, in registers.
+    const SUMS: usize = 24;
+    const TIMES: usize = 2_000_000;
+
+    #[target_feature(enable = "avx512f,avx512bf16")]
+    pub(super) fn dots() -> f64 {
+        // SAFETY: the same bits.
+        let x: __m512bh = unsafe { std::mem::transmute(black_box(_mm512_setzero_si512())) };
+        let mut sums = [_mm512_setzero_ps(); SUMS];
+        for _ in 0..TIMES {
+            for sum in &mut sums {
+                *sum = _mm512_dpbf16_ps(*sum, x, x);
+            }
+        }
+        black_box(sums);
+        (TIMES * SUMS * 64) as f64
+    }
+}

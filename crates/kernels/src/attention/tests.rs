@@ -1,0 +1,138 @@
+//! Attention against the formula, however positions lie on pages and whoever computes which part.
+
+use proptest::prelude::*;
+
+use super::*;
+use crate::element::Bf16;
+use crate::tile::Plain;
+use crate::tile::tests::numbers;
+
+struct Sizes {
+    shape: Shape,
+    /// Positions, of which those from `start` on ask.
+    length: usize,
+    start: usize,
+    together: bool,
+    seed: u32,
+}
+
+fn check<E: Element, K: Kernel<E>>(sizes: &Sizes, bound: f64) {
+    let Sizes { shape, length, start, together, seed } = *sizes;
+    let Shape { heads, kv_heads, head_dim: dim, page_size, scale } = shape;
+    let tokens = length - start;
+    let (q, k, v): (Vec<E>, Vec<E>, Vec<E>) = (
+        numbers(tokens * heads * dim, seed),
+        numbers(length * kv_heads * dim, !seed),
+        numbers(length * kv_heads * dim, seed ^ 99),
+    );
+    // In no order, with what somebody else left there.
+    let count = length.div_ceil(page_size);
+    let pages: Vec<i32> = (0..count).map(|page| ((page * 7 + 3) % count) as i32).collect();
+    all_differ(&pages);
+    let left = vec![E::from_f32(f32::NAN); count * page_size * kv_heads * dim];
+    let (mut keys, mut values) = (left.clone(), left);
+    let pool = Pool { keys: keys.as_mut_ptr(), values: values.as_mut_ptr() };
+    for position in 0..length {
+        let entry = pages[position / page_size] as usize * page_size + position % page_size;
+        for head in 0..kv_heads {
+            let at = (position * kv_heads + head) * dim;
+            // SAFETY: an entry of the pool.
+            unsafe { pool.keep(&shape, (entry, head), &k[at..at + dim], &v[at..at + dim]) };
+        }
+    }
+
+    let mut work = Work::default();
+    let held = Held { pages: pages.as_ptr(), kv_head: 0 };
+    work.add(&shape, Queries { token: 0, to: 0, tokens, position: start, held }, together);
+    work.arrange(&shape);
+    let shared = work.shared();
+    let mut scratch = Scratch::<E>::new(&shape);
+    let mut out = vec![E::default(); tokens * heads * dim];
+    // Twice, as a second layer would.
+    for _ in 0..2 {
+        out.fill(E::default());
+        for unit in shared.units {
+            let together = unit.heads * shape.group();
+            for index in 0..unit.queries.tokens {
+                let first = unit.queries.held.kv_head * shape.group();
+                let from = ((unit.queries.token + index) * heads + first) * dim;
+                scratch.queries[index * together * dim..][..together * dim]
+                    .copy_from_slice(&q[from..][..together * dim]);
+            }
+            // SAFETY: a unit of these queries; every position has a page.
+            unsafe { attend::<E, K>(&shape, shared, unit, pool, out.as_mut_ptr(), &mut scratch) };
+        }
+    }
+    let dot = |a: &[E], b: &[E]| -> f64 {
+        a.iter().zip(b).map(|(a, b)| f64::from(a.to_f32()) * f64::from(b.to_f32())).sum()
+    };
+    for token in 0..tokens {
+        for head in 0..heads {
+            let at = (token * heads + head) * dim;
+            let row = |position: usize| (position * kv_heads + head / shape.group()) * dim;
+            let weights: Vec<f64> = (0..=start + token)
+                .map(|position| dot(&q[at..at + dim], &k[row(position)..][..dim]))
+                .map(|score| (score * f64::from(scale)).exp())
+                .collect();
+            let total: f64 = weights.iter().sum();
+            for d in 0..dim {
+                let exact: f64 = weights
+                    .iter()
+                    .enumerate()
+                    .map(|(position, weight)| weight * f64::from(v[row(position) + d].to_f32()))
+                    .sum();
+                let found = f64::from(out[at + d].to_f32());
+                assert!((found - exact / total).abs() < bound, "{found} {}", exact / total);
+            }
+        }
+    }
+}
+
+/// Every page is another one.
+fn all_differ(pages: &[i32]) {
+    let mut sorted = pages.to_vec();
+    sorted.sort_unstable();
+    sorted.dedup();
+    assert_eq!(sorted.len(), pages.len());
+}
+
+fn check_all(sizes: &Sizes) {
+    check::<f32, Plain>(sizes, 1e-5);
+    check::<Bf16, Plain>(sizes, 5e-3);
+    #[cfg(target_arch = "x86_64")]
+    if is_x86_feature_detected!("avx512bw") && is_x86_feature_detected!("avx512dq") {
+        check::<f32, crate::tile::Avx512>(sizes, 1e-5);
+        if is_x86_feature_detected!("avx512bf16") {
+            check::<Bf16, crate::tile::Avx512Bf16>(sizes, 5e-3);
+        }
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(48))]
+    #[test]
+    fn attention_is_the_formula(
+        (group, kv_heads) in (1usize..5, 1usize..4),
+        dim in prop::sample::select(vec![2usize, 16, 24, 64, 80]),
+        page_size in prop::sample::select(vec![1usize, 5, 16, 32]),
+        (length, asked) in (1usize..150, 1usize..40),
+        together: bool,
+        seed: u32,
+    ) {
+        // The pages' order needs a number of them that 7 does not divide.
+        let length = if length.div_ceil(page_size).is_multiple_of(7) { length + page_size } else { length };
+        let shape = Shape { heads: group * kv_heads, kv_heads, head_dim: dim, page_size, scale: 0.7 };
+        check_all(&Sizes { shape, length, start: length.saturating_sub(asked), together, seed });
+    }
+}
+
+#[test]
+fn spans_are_put_together() {
+    for (length, asked) in [(SPAN * 2 + 70, 1), (SPAN + 1, 1), (SPAN + 9, 30), (SPAN, 1)] {
+        for together in [false, true] {
+            let shape = Shape { heads: 6, kv_heads: 2, head_dim: 32, page_size: 16, scale: 0.5 };
+            let start = length - asked;
+            check_all(&Sizes { shape, length, start, together, seed: 5 });
+        }
+    }
+}

@@ -1,0 +1,226 @@
+//! How keys and values lie in their pages.
+//!
+//! Where sizes allow, [`GROUP`] positions of a head lie as the kernels read them, so that attention has nothing to put in order: keys
+//! `[dim / PAIR, GROUP, PAIR]`, values `[GROUP / PAIR, dim, PAIR]`, and of both `[entries / GROUP, kv_heads]` one after the other. A page is the same bytes
+//! at the same place as in any other order, so whoever copies whole pages need not know. Otherwise entries lie `[entries, kv_heads, dim]`, and
+//! groups are put in order whenever they are read.
+
+use crate::element::Element;
+use crate::math;
+use crate::tile::{GROUP, GROUPS, Kernel};
+use crate::vector::Vector;
+
+/// Bytes.
+const CACHE_LINE: usize = 64;
+
+/// Heads and their pages.
+#[derive(Clone, Copy)]
+pub(crate) struct Shape {
+    pub(crate) heads: usize,
+    pub(crate) kv_heads: usize,
+    pub(crate) head_dim: usize,
+    pub(crate) page_size: usize,
+    /// Of attention scores.
+    pub(crate) scale: f32,
+}
+
+impl Shape {
+    /// Query heads that share a key head.
+    pub(crate) fn group(&self) -> usize {
+        self.heads / self.kv_heads
+    }
+
+    /// Width of a head in vectors' lanes.
+    pub(crate) fn padded(&self) -> usize {
+        self.head_dim.next_multiple_of(GROUP)
+    }
+
+    fn in_order(&self) -> bool {
+        self.page_size.is_multiple_of(GROUP) && self.head_dim.is_multiple_of(GROUP)
+    }
+}
+
+/// A layer's pages.
+#[derive(Clone, Copy)]
+pub(crate) struct Pool<E> {
+    pub(crate) keys: *mut E,
+    pub(crate) values: *mut E,
+}
+
+/// Pages that a request's positions lie on, for one key head.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Held {
+    /// The row's part of the page table.
+    pub(crate) pages: *const i32,
+    pub(crate) kv_head: usize,
+}
+
+/// Groups that had to be put in order.
+pub(crate) struct Ordered<E> {
+    keys: Vec<E>,
+    values: Vec<E>,
+    zeros: Vec<E>,
+}
+
+impl<E: Element> Ordered<E> {
+    pub(crate) fn new(shape: &Shape) -> Self {
+        let size = GROUP * shape.padded();
+        let zero = E::default();
+        Self {
+            keys: vec![zero; GROUPS * size],
+            values: vec![zero; GROUPS * size],
+            zeros: vec![zero; shape.head_dim],
+        }
+    }
+}
+
+impl<E: Element> Pool<E> {
+    /// Writes an entry of a head.
+    ///
+    /// # Safety
+    /// The entry and the head are there; nobody else reads or writes them now.
+    #[inline(always)]
+    pub(crate) unsafe fn keep(
+        &self,
+        shape: &Shape,
+        (entry, kv_head): (usize, usize),
+        key: &[E],
+        value: &[E],
+    ) {
+        let dim = shape.head_dim;
+        // SAFETY: inside the entry's page, by the contract.
+        unsafe {
+            if shape.in_order() {
+                let lane = entry % GROUP;
+                let group = ((entry - lane) * shape.kv_heads + kv_head * GROUP) * dim;
+                let keys = self.keys.add(group + lane * E::PAIR);
+                for (pair, key) in key.chunks_exact(E::PAIR).enumerate() {
+                    let to = keys.add(pair * GROUP * E::PAIR);
+                    std::ptr::copy_nonoverlapping(key.as_ptr(), to, E::PAIR);
+                }
+                let values =
+                    self.values.add(group + lane / E::PAIR * dim * E::PAIR + lane % E::PAIR);
+                for (d, &value) in value.iter().enumerate() {
+                    *values.add(d * E::PAIR) = value;
+                }
+            } else {
+                let at = (entry * shape.kv_heads + kv_head) * dim;
+                std::ptr::copy_nonoverlapping(key.as_ptr(), self.keys.add(at), dim);
+                std::ptr::copy_nonoverlapping(value.as_ptr(), self.values.add(at), dim);
+            }
+        }
+    }
+
+    /// Begins to load the keys, or the values, of the group of positions that begins at `first`.
+    ///
+    /// # Safety
+    /// There is a page for `first`.
+    #[inline(always)]
+    pub(crate) unsafe fn prefetch<K: Kernel<E>>(
+        &self,
+        shape: &Shape,
+        held: &Held,
+        first: usize,
+        from: *const E,
+    ) {
+        if shape.in_order() {
+            let size = GROUP * shape.head_dim;
+            // SAFETY: the contract.
+            let group = unsafe { held.entry(shape, first) } * shape.kv_heads * shape.head_dim
+                + held.kv_head * size;
+            for at in (0..size).step_by(CACHE_LINE / size_of::<E>()) {
+                K::prefetch(from.wrapping_add(group + at));
+            }
+        }
+    }
+
+    /// Keys and values of the group of positions that begins at `first`, of which the first `seen` count: the others' keys may be
+    /// anything, their values are zero. What has to be put in order is put into `ordered`, at `slot`.
+    ///
+    /// # Safety
+    /// There are pages for the positions that are seen, and nobody writes them now.
+    #[inline(always)]
+    pub(crate) unsafe fn group<K: Kernel<E>>(
+        &self,
+        shape: &Shape,
+        held: &Held,
+        (first, seen): (usize, usize),
+        ordered: &mut Ordered<E>,
+        slot: usize,
+    ) -> (*const E, *const E) {
+        let (dim, padded) = (shape.head_dim, shape.padded());
+        let size = GROUP * padded;
+        let ordered_keys = &mut ordered.keys[slot * size..][..size];
+        let ordered_values = &mut ordered.values[slot * size..][..size];
+        // SAFETY: entries on pages that are there; rows and groups of the sizes that are used.
+        unsafe {
+            if shape.in_order() {
+                let group =
+                    (held.entry(shape, first) * shape.kv_heads + held.kv_head * GROUP) * dim;
+                let (keys, values) = (self.keys.add(group), self.values.add(group));
+                if seen == GROUP {
+                    return (keys, values);
+                }
+                // Whoever had the page before may have left what is not a number, which no weight makes nothing.
+                let values = std::slice::from_raw_parts(values, size);
+                for (pair, (to, from)) in ordered_values
+                    .chunks_exact_mut(dim * E::PAIR)
+                    .zip(values.chunks_exact(dim * E::PAIR))
+                    .enumerate()
+                {
+                    let seen = seen.saturating_sub(pair * E::PAIR);
+                    for (at, (to, &from)) in to.iter_mut().zip(from).enumerate() {
+                        *to = if at % E::PAIR < seen { from } else { E::default() };
+                    }
+                }
+                return (keys, ordered_values.as_ptr());
+            }
+            let zeros = ordered.zeros.as_ptr();
+            let row = |from: *mut E, position: usize| match position < seen {
+                true => {
+                    let entry = held.entry(shape, first + position);
+                    from.add((entry * shape.kv_heads + held.kv_head) * dim).cast_const()
+                }
+                false => zeros,
+            };
+            let keys: [*const E; GROUP] = std::array::from_fn(|at| row(self.keys, at));
+            K::pack_rows(&keys, dim, ordered_keys.as_mut_ptr(), GROUP);
+            for position in 0..GROUP {
+                let from = std::slice::from_raw_parts(row(self.values, position), dim);
+                let to = &mut ordered_values[position / E::PAIR * padded * E::PAIR..];
+                for (d, &value) in from.iter().enumerate() {
+                    to[d * E::PAIR + position % E::PAIR] = value;
+                }
+            }
+            (ordered_keys.as_ptr(), ordered_values.as_ptr())
+        }
+    }
+}
+
+impl Held {
+    /// # Safety
+    /// There is a page for the position.
+    #[inline(always)]
+    unsafe fn entry(&self, shape: &Shape, position: usize) -> usize {
+        // SAFETY: the contract.
+        let page = unsafe { *self.pages.add(position / shape.page_size) };
+        page as usize * shape.page_size + position % shape.page_size
+    }
+}
+
+/// Normalises, where the model does, and rotates a head.
+#[inline(always)]
+pub(crate) fn turn<V: Vector>(
+    head: &mut [f32],
+    norm: Option<&[f32]>,
+    eps: f32,
+    (cos, sin): (&[f32], &[f32]),
+) {
+    if let Some(weight) = norm {
+        let factor = math::rms_factor::<V>(head, eps);
+        for (x, &weight) in head.iter_mut().zip(weight) {
+            *x = *x * factor * weight;
+        }
+    }
+    math::rotate::<V>(head, cos, sin);
+}

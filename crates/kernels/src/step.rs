@@ -1,0 +1,328 @@
+//! One step of a decoder, as the members of a team compute it together.
+
+use std::ops::Range;
+use std::time::Instant;
+
+use crate::attention::{self, Scratch, Unit};
+use crate::element::Element;
+use crate::math;
+use crate::matmul::{Best, Matrix, Out, Rows, multiply};
+use crate::model::{Layer, Token};
+use crate::pages::{Shape, turn};
+use crate::team::{Member, Queue};
+use crate::tile::Kernel;
+
+/// Pieces of work a layer takes from queues: four products and the attention.
+pub(crate) const QUEUES_A_LAYER: usize = 5;
+
+/// Tokens up to which every member normalises all of them for itself: that is quicker than to meet.
+pub(crate) const FEW: usize = 16;
+
+/// What a step's time is spent on.
+#[derive(Clone, Copy)]
+pub(crate) enum Part {
+    /// Inputs and normalisation.
+    Norm,
+    Qkv,
+    /// Keys and values to their pages, where attention does not do that.
+    Keep,
+    Attend,
+    Output,
+    GateUp,
+    Down,
+    Head,
+}
+
+/// Adds up what parts take, as the first member sees it; nothing for the others.
+struct Watch {
+    times: *mut u64,
+    since: Option<Instant>,
+}
+
+impl Watch {
+    /// # Safety
+    /// `times` is null or has one place for each [`Part`], and is this member's while it watches.
+    unsafe fn new(times: *mut u64, member: &Member<'_>) -> Self {
+        let since = (!times.is_null() && member.index == 0).then(Instant::now);
+        Self { times, since }
+    }
+
+    #[inline(always)]
+    fn lap(&mut self, part: Part) {
+        if let Some(since) = self.since {
+            let now = Instant::now();
+            // SAFETY: see `new`.
+            unsafe { *self.times.add(part as usize) += (now - since).as_nanos() as u64 };
+            self.since = Some(now);
+        }
+    }
+}
+
+/// A step as its members see it: buffers that they share, each writing its own part between two meetings.
+pub(crate) struct Step<'a, E> {
+    pub(crate) x: *mut f32,
+    pub(crate) sampled_x: *mut f32,
+    pub(crate) normed: *mut E,
+    pub(crate) qkv: *mut f32,
+    pub(crate) attended: *mut E,
+    pub(crate) gated: *mut E,
+    pub(crate) best: *mut Best,
+    pub(crate) scratch: *mut Scratch<E>,
+    pub(crate) logits: *mut f32,
+    pub(crate) times: *mut u64,
+    pub(crate) tokens: &'a [Token<E>],
+    pub(crate) attention: attention::Shared<'a>,
+    pub(crate) last_attention: attention::Shared<'a>,
+    pub(crate) queues: &'a [Queue],
+    /// The tokens that sample, ascending.
+    pub(crate) sampled: &'a [usize],
+    /// Whether every token is a row of its own, and samples.
+    pub(crate) decodes: bool,
+    pub(crate) shape: Shape,
+    pub(crate) hidden: usize,
+    pub(crate) eps: f32,
+    pub(crate) cos: *const f32,
+    pub(crate) sin: *const f32,
+    pub(crate) final_norm: &'a [f32],
+    pub(crate) head: Matrix<'a, E>,
+    pub(crate) layers: &'a [Layer<E>],
+}
+
+// SAFETY: what the pointers reach is written by one member at a time, see `compute`.
+unsafe impl<E> Sync for Step<'_, E> {}
+
+/// The residual stream `[count, hidden]`.
+#[derive(Clone, Copy)]
+struct Stream {
+    x: *mut f32,
+    count: usize,
+}
+
+impl<E: Element> Step<'_, E> {
+    /// One member's share of the step.
+    ///
+    /// # Safety
+    /// Called once by each member of the team; the processor can run `K`.
+    #[inline(always)]
+    pub(crate) unsafe fn compute<K: Kernel<E>>(&self, member: &Member<'_>) {
+        let count = self.tokens.len();
+        let mut stream = Stream { x: self.x, count };
+        // SAFETY: between meetings, members write only what is theirs by share or by queue.
+        unsafe {
+            let mut watch = Watch::new(self.times, member);
+            self.embed(member, stream);
+            for (index, layer) in self.layers.iter().enumerate() {
+                let queues = &self.queues[index * QUEUES_A_LAYER..][..QUEUES_A_LAYER];
+                // No closure for what is done four times: it would not be compiled for the processor.
+                let queue = |index: usize| (&queues[index], member.members);
+                let normed = self.normalise::<K>(member, stream, &layer.input_norm);
+                watch.lap(Part::Norm);
+                multiply::<E, K>(queue(0), normed, &layer.qkv.matrix(), Out::Store(self.qkv));
+                member.meet();
+                watch.lap(Part::Qkv);
+                if !self.decodes {
+                    let scratch = &mut *self.scratch.add(member.index);
+                    for token in member.share(count) {
+                        for kv_head in 0..self.shape.kv_heads {
+                            self.keep::<K>(layer, (token, kv_head), scratch);
+                        }
+                    }
+                    member.meet();
+                    watch.lap(Part::Keep);
+                }
+                let mut attention = self.attention;
+                if index + 1 == self.layers.len() && self.sampled.len() < count {
+                    // Nobody will read what comes of the other tokens.
+                    let sampled = Stream { x: self.sampled_x, count: self.sampled.len() };
+                    for row in member.share(sampled.count) {
+                        let from = self.row(stream, self.sampled[row]);
+                        self.row(sampled, row).copy_from_slice(from);
+                    }
+                    stream = sampled;
+                    attention = self.last_attention;
+                }
+                self.attend::<K>(layer, attention, (&queues[4], member));
+                member.meet();
+                watch.lap(Part::Attend);
+                let attended = Rows { first: self.attended.cast_const(), count: stream.count };
+                multiply::<E, K>(queue(1), attended, &layer.output.matrix(), Out::Add(stream.x));
+                member.meet();
+                watch.lap(Part::Output);
+                let normed = self.normalise::<K>(member, stream, &layer.post_norm);
+                watch.lap(Part::Norm);
+                multiply::<E, K>(queue(2), normed, &layer.gate_up.matrix(), Out::Gate(self.gated));
+                member.meet();
+                watch.lap(Part::GateUp);
+                let gated = Rows { first: self.gated.cast_const(), count: stream.count };
+                multiply::<E, K>(queue(3), gated, &layer.down.matrix(), Out::Add(stream.x));
+                member.meet();
+                watch.lap(Part::Down);
+            }
+            let last = self.normalise::<K>(member, stream, self.final_norm);
+            watch.lap(Part::Norm);
+            let queue = &self.queues[self.layers.len() * QUEUES_A_LAYER];
+            let out = if self.logits.is_null() {
+                Out::Best(self.best.add(member.index * self.sampled.len()))
+            } else {
+                Out::Store(self.logits)
+            };
+            multiply::<E, K>((queue, member.members), last, &self.head, out);
+            member.meet();
+            watch.lap(Part::Head);
+        }
+    }
+
+    /// Fills the stream with the tokens' inputs.
+    #[inline(always)]
+    unsafe fn embed(&self, member: &Member<'_>, stream: Stream) {
+        for token in member.share(stream.count) {
+            // SAFETY: a token's input; this member's rows of x.
+            unsafe {
+                let from = std::slice::from_raw_parts(self.tokens[token].input, self.hidden);
+                for (to, from) in self.row(stream, token).iter_mut().zip(from) {
+                    *to = from.to_f32();
+                }
+            }
+        }
+        member.meet();
+    }
+
+    /// # Safety
+    /// No other member writes this row now, or reads it while this one writes.
+    #[inline(always)]
+    #[expect(
+        clippy::mut_from_ref,
+        reason = "members share the buffer and each writes its own rows"
+    )]
+    unsafe fn row(&self, stream: Stream, row: usize) -> &mut [f32] {
+        // SAFETY: inside x, see above.
+        unsafe { std::slice::from_raw_parts_mut(stream.x.add(row * self.hidden), self.hidden) }
+    }
+
+    /// The stream, normalised.
+    #[inline(always)]
+    unsafe fn normalise<K: Kernel<E>>(
+        &self,
+        member: &Member<'_>,
+        stream: Stream,
+        weight: &[f32],
+    ) -> Rows<E> {
+        let few = stream.count <= FEW;
+        let rows: Range<usize> = if few { 0..stream.count } else { member.share(stream.count) };
+        // SAFETY: this member's own part of what is normalised, or its share; nobody writes the stream now.
+        unsafe {
+            let first = self.normed.add(if few { member.index * FEW * self.hidden } else { 0 });
+            for row in rows {
+                let from = std::slice::from_raw_parts(stream.x.add(row * self.hidden), self.hidden);
+                let to = first.add(row * self.hidden);
+                let to = std::slice::from_raw_parts_mut(to, self.hidden);
+                math::rms_norm::<E, K>(from, weight, self.eps, to);
+            }
+            if !few {
+                member.meet();
+            }
+            Rows { first, count: stream.count }
+        }
+    }
+
+    /// The angles' cosines and sines at a position.
+    #[inline(always)]
+    unsafe fn angles(&self, position: usize) -> (&[f32], &[f32]) {
+        let half = self.shape.head_dim / 2;
+        // SAFETY: positions are those of the tables.
+        unsafe {
+            (
+                std::slice::from_raw_parts(self.cos.add(position * half), half),
+                std::slice::from_raw_parts(self.sin.add(position * half), half),
+            )
+        }
+    }
+
+    /// Writes a token's key and value to their page.
+    #[inline(always)]
+    unsafe fn keep<K: Kernel<E>>(
+        &self,
+        layer: &Layer<E>,
+        (token, kv_head): (usize, usize),
+        scratch: &mut Scratch<E>,
+    ) {
+        let Shape { heads, kv_heads, head_dim: dim, .. } = self.shape;
+        let Token { position, entry, .. } = self.tokens[token];
+        // SAFETY: this member's token and head; the entry belongs to it alone.
+        unsafe {
+            let heads_of = self.qkv.add(token * (heads + 2 * kv_heads) * dim);
+            let key = heads_of.add((heads + kv_head) * dim);
+            let key = std::slice::from_raw_parts_mut(key, dim);
+            let value = heads_of.add((heads + kv_heads + kv_head) * dim);
+            let value = std::slice::from_raw_parts(value, dim);
+            let norm = layer.qk_norm.as_ref().map(|(_, norm)| norm.as_slice());
+            turn::<K::Vector>(key, norm, self.eps, self.angles(position));
+            // Where the unit's queries will be: there is room for more than two heads.
+            let (narrow_key, rest) = scratch.queries.split_at_mut(dim);
+            math::narrow::<E, K>(key, narrow_key);
+            math::narrow::<E, K>(value, &mut rest[..dim]);
+            layer.pool.keep(&self.shape, (entry, kv_head), narrow_key, &rest[..dim]);
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn attend<K: Kernel<E>>(
+        &self,
+        layer: &Layer<E>,
+        shared: attention::Shared<'_>,
+        (queue, member): (&Queue, &Member<'_>),
+    ) {
+        // SAFETY: the member's own.
+        let scratch = unsafe { &mut *self.scratch.add(member.index) };
+        loop {
+            let mine = queue.take(shared.units.len(), member.members);
+            if mine.is_empty() {
+                break;
+            }
+            for unit in &shared.units[mine] {
+                // SAFETY: a unit is taken by one member, and what it writes is its own; its pages were checked.
+                unsafe {
+                    if self.decodes && unit.sees_itself() {
+                        let first = unit.queries.held.kv_head;
+                        for kv_head in first..first + unit.heads {
+                            self.keep::<K>(layer, (unit.queries.token, kv_head), scratch);
+                        }
+                    }
+                    self.turn_queries::<K>(layer, unit, scratch);
+                    let out = self.attended;
+                    attention::attend::<E, K>(&self.shape, shared, unit, layer.pool, out, scratch);
+                }
+            }
+        }
+    }
+
+    /// Puts a unit's queries, normalised where the model does that, and turned, into the scratch.
+    #[inline(always)]
+    unsafe fn turn_queries<K: Kernel<E>>(
+        &self,
+        layer: &Layer<E>,
+        unit: &Unit,
+        scratch: &mut Scratch<E>,
+    ) {
+        let Shape { heads, kv_heads, head_dim: dim, .. } = self.shape;
+        let group = self.shape.group();
+        let together = unit.heads * group;
+        let norm = layer.qk_norm.as_ref().map(|(norm, _)| norm.as_slice());
+        for index in 0..unit.queries.tokens {
+            let token = unit.queries.token + index;
+            // SAFETY: the unit's queries, which others that attend to parts of the same ones only read.
+            unsafe {
+                let angles = self.angles(self.tokens[token].position);
+                let first = token * (heads + 2 * kv_heads) + unit.queries.held.kv_head * group;
+                for head in 0..together {
+                    let from = self.qkv.add((first + head) * dim);
+                    let from = std::slice::from_raw_parts(from, dim);
+                    scratch.head.copy_from_slice(from);
+                    turn::<K::Vector>(&mut scratch.head, norm, self.eps, angles);
+                    let to = &mut scratch.queries[(index * together + head) * dim..][..dim];
+                    math::narrow::<E, K>(&scratch.head, to);
+                }
+            }
+        }
+    }
+}
