@@ -274,8 +274,9 @@ fn streams_survive_twenty_kills_and_the_hands_come_back() {
             });
             let ready = rig.states().iter().all(|status| *status == Status::Ready);
             if kills < 20 && ready && before.is_empty() {
-                let live = rig.stories.iter().filter(|(_, story)| story.ends.is_empty());
-                before = live.map(|(&id, story)| (id, story.tokens.len())).collect();
+                let tokens = |id: &u64| rig.stories.get(id).map_or(0, |story| story.tokens.len());
+                let ended = |id: &u64| rig.stories.get(id).is_some_and(|s| !s.ends.is_empty());
+                before = (0..next).filter(|id| !ended(id)).map(|id| (id, tokens(&id))).collect();
                 rig.controls[kills % 4].kill();
                 kills += 1;
                 rig.wait_for(|stats| stats.hand_deaths == kills as u64);
