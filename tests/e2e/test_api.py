@@ -15,6 +15,8 @@ from tests.e2e.models import TINY_CONTEXT, VOCABULARY, Model
 from tests.e2e.server import Server
 
 ROUTES = {
+    "/replicas/{replica}/drain": {"post"},
+    "/replicas/{replica}/resume": {"post"},
     "/v1/chat/completions": {"post"},
     "/v1/completions": {"post"},
     "/v1/embeddings": {"post"},
