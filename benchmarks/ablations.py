@@ -7,11 +7,13 @@ A switch is a line of `SWITCHES`: its name, the flags with which it is on and of
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
-from benchmarks import compare, models, records
-from benchmarks.load import Workload
-from benchmarks.servers import STEPS_OF_5_MS, TOKEN_EVERY_30_US, Forebay, Setting
+from benchmarks import compare, intake, models, records
+from benchmarks.load import Workload, measure
+from benchmarks.servers import STEPS_OF_5_MS, TOKEN_EVERY_30_US, Forebay, Server, Setting
 
 TINY = Setting(model="tiny", streams=256, context=512, threads=1)
 PREFIXES = (
@@ -62,6 +64,9 @@ class Switch:
     """Of the simulated device; None is the real hand."""
     elsewhere: str = ""
     """What the same idea was published to gain where it is a patch, on other machines and models."""
+    kind: type[Forebay] = Forebay
+    once: Callable[[Server, Workload], dict[str, Any]] = measure
+    """A measurement of a server of that kind."""
 
     @property
     def title(self) -> str:
@@ -72,12 +77,13 @@ class Switch:
     def servers(self) -> list[Forebay]:
         """On, and off."""
         return [
-            Forebay(state, "forebay-chat", flags=flags, prefix_cache=True, profile=self.profile)
+            self.kind(state, "forebay-chat", flags=flags, prefix_cache=True, profile=self.profile)
             for state, flags in (("on", self.on), ("off", self.off))
         ]
 
 
 STREAMING = "SGLang #22658: throughput x1.20, TPOT x0.84"
+INTAKE = "SGLang #13986: requests/s x1.05, P99 TTFT x0.95, P99 ITL x0.99"
 TOKENIZING = "SGLang #9382: P99 x0.10 at 500 requests/s, x1.28 at 300"
 
 SWITCHES = [
@@ -87,6 +93,16 @@ SWITCHES = [
     Switch("direct egress", (), ("--egress", "naive"), CHAT, elsewhere=STREAMING),
     Switch("prefix cache", (), ("--disable-radix-cache",), SHARED),
     Switch("text threads", (), ("--tokenizer-mode", "inline"), SHORT_AT_ONCE, STEPS_OF_5_MS, TOKENIZING),
+    Switch(
+        "intake threads",
+        (),
+        ("--inline-intake",),
+        replace(intake.WORKLOAD, name="64 streams of 5 ms steps beside bursts of 96 requests with 1.4 MB"),
+        STEPS_OF_5_MS,
+        INTAKE,
+        kind=intake.Case,
+        once=intake.measure,
+    ),
     Switch("text cache", (), ("--text-cache-bytes", "0"), LONG_SHARED, profile=STEPS_OF_5_MS),
 ]
 
@@ -103,7 +119,7 @@ def main() -> None:
     for switch in SWITCHES:
         if switch.name in chosen.only:
             workload = replace(switch.workload, name=switch.title)
-            compare.measure_in_turn(found, workload, switch.servers, chosen.rounds)
+            compare.measure_in_turn(found, workload, switch.servers, chosen.rounds, switch.once)
     compare.finish(found, chosen.output)
 
 

@@ -141,9 +141,13 @@ def ablations(found: Results) -> str:
         "ITL on/off",
         "CPU/token on/off",
         "P99 TTFT on/off",
+        "P99 ITL on/off",
         "published elsewhere",
     ]
-    keys = ("output_throughput", "mean_ttft_ms", "mean_itl_ms", "server_cpu_us_per_token", "p99_ttft_ms")
+    keys = (
+        *("output_throughput", "mean_ttft_ms", "mean_itl_ms", "server_cpu_us_per_token"),
+        *("p99_ttft_ms", "p99_itl_ms"),
+    )
     rows = []
     for case in found.workloads():
         switch, _, workload = case.partition(": ")
