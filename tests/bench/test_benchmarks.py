@@ -285,7 +285,7 @@ def test_an_ablation_is_on_by_off() -> None:
     found = measured("ablations", [(case, "on", 1, values(300.0)), (case, "off", 1, values(200.0, mean_itl_ms=4.0))])
     found.elsewhere = {"lookahead": "x1.20"}
     _, _, row = cells(tables.ablations(found))
-    assert row == ["lookahead", "chat", "300", "200", "1.50", "1.00", "0.50", "1.00", "-", "1.00", "x1.20"]
+    assert row == ["lookahead", "chat", "300", "200", "1.50", "1.00", "0.50", "1.00", "-", "-", "x1.20"]
 
 
 def test_agreement_shows_our_number_by_theirs() -> None:
