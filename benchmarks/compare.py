@@ -7,12 +7,15 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any, TypeVar
 
 from benchmarks import models, records, tables
 from benchmarks.load import Workload, measure
 from benchmarks.processes import ServerError
 from benchmarks.records import Results, Run
-from benchmarks.servers import BY_KEY, Server, chosen
+from benchmarks.servers import BY_KEY, Target, chosen
+
+T = TypeVar("T", bound=Target)
 
 
 def parser(description: str, *, rounds: int) -> argparse.ArgumentParser:
@@ -65,16 +68,16 @@ def compare(name: str, workloads: Sequence[Workload], keys: Sequence[str], round
     models.build(force=False)
     for workload in workloads:
         fitting = [server for server in servers if server.fits(workload.setting)]
-        measure_in_turn(found, workload, fitting, rounds)
+        measure_in_turn(found, workload, fitting, rounds, measure)
     return found
 
 
 def measure_in_turn(
     found: Results,
     workload: Workload,
-    servers: Sequence[Server],
+    servers: Sequence[T],
     rounds: int,
-    once: Callable[[Server, Workload], dict[str, object]] = measure,
+    once: Callable[[T, Workload], dict[str, Any]],
 ) -> None:
     """Adds `rounds` measurements of each server to `found`: A B, A B."""
     by_name = {server.name: server for server in servers}

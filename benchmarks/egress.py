@@ -10,7 +10,7 @@ detokenisation, scheduler.
 from __future__ import annotations
 
 from benchmarks import compare, models, records
-from benchmarks.load import Workload
+from benchmarks.load import Workload, measure
 from benchmarks.servers import TOKEN_EVERY_30_US, Forebay, Setting
 
 STREAMS = [64, 512, 2048, 4096]
@@ -37,7 +37,7 @@ def main() -> None:
     found = records.new("egress", chosen.rounds)
     models.build(force=False)
     for streams in chosen.streams:
-        compare.measure_in_turn(found, workload(streams), [server(mode) for mode in MODES], chosen.rounds)
+        compare.measure_in_turn(found, workload(streams), [server(mode) for mode in MODES], chosen.rounds, measure)
     compare.finish(found, chosen.output)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from benchmarks import models
 from benchmarks.processes import Running, ServerError, free_port
-from benchmarks.servers import FOREBAY, ROOT, SERVED_NAME, Server, Setting
+from benchmarks.servers import FOREBAY, ROOT, SERVED_NAME, Server, Setting, Target
 
 LOGS = ROOT / "benchmarks/.logs"
 RUN_SECONDS = 3600.0
@@ -53,7 +53,7 @@ class Workload:
     """Further flags of `forebay bench serve`."""
 
 
-def client_command(server: Server, workload: Workload, url: str, pid: int, output: Path) -> list[str]:
+def client_command(server: Target, workload: Workload, url: str, pid: int, output: Path) -> list[str]:
     """The load generator and its arguments."""
     dataset = (
         ()
@@ -95,7 +95,7 @@ def start(server: Server, setting: Setting) -> Running:
     return running
 
 
-def load(server: Server, workload: Workload, running: Running) -> dict[str, Any]:
+def load(server: Target, workload: Workload, running: Running) -> dict[str, Any]:
     """Loads a running server once."""
     with tempfile.TemporaryDirectory(prefix="forebay-bench-") as folder:
         output = Path(folder) / "run.jsonl"

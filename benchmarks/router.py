@@ -32,8 +32,8 @@ from benchmarks.servers import (
     TOKEN_EVERY_30_US,
     VENVS,
     Forebay,
-    Server,
     Setting,
+    Target,
 )
 
 BACKENDS = 4
@@ -55,16 +55,13 @@ class Scene(Workload):
 
 
 @dataclass(frozen=True)
-class Front(Server):
+class Front(Target):
     """What clients talk to: a router, or the first backend itself."""
 
     flags: tuple[str, ...] = ()
 
     def missing(self) -> str | None:
         return None if FOREBAY.is_file() else "make build PROFILE=release"
-
-    def command(self, setting: Setting, port: int) -> list[str]:
-        raise NotImplementedError("a front is started with its backends")
 
     def start(self, backends: Sequence[Running]) -> Running | None:
         """The router; None: the first backend is the front."""
@@ -241,9 +238,8 @@ def cpu_seconds(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / TICKS
 
 
-def measure(front: Server, scene: Workload) -> dict[str, Any]:
+def measure(front: Front, scene: Workload) -> dict[str, Any]:
     """Backends, the front, and the load. Raises ServerError."""
-    assert isinstance(front, Front)
     assert isinstance(scene, Scene)
     with ExitStack() as running, tempfile.TemporaryDirectory(prefix="forebay-bench-") as folder:
         backends = []

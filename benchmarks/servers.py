@@ -54,8 +54,8 @@ class Setting:
 
 
 @dataclass(frozen=True)
-class Server(ABC):
-    """One kind of server."""
+class Target(ABC):
+    """What the load generator talks to."""
 
     name: str
     backend: str
@@ -66,6 +66,11 @@ class Server(ABC):
     @abstractmethod
     def missing(self) -> str | None:
         """Why it cannot be started here; None if it can."""
+
+
+@dataclass(frozen=True)
+class Server(Target):
+    """One kind of server, which is one command."""
 
     @abstractmethod
     def command(self, setting: Setting, port: int) -> list[str]:
