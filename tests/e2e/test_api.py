@@ -36,6 +36,8 @@ ROUTES = {
     "/flush_cache": {"get", "post"},
     "/metrics": {"get"},
     "/openapi.json": {"get"},
+    "/v1/blocks": {"get"},
+    "/v1/loads": {"get"},
     "/version": {"get"},
     "/ping": {"get", "post"},
 }
