@@ -24,9 +24,6 @@ use workers::Workers;
 /// Bytes from which on parsing a body takes longer than giving it to another thread, many times over.
 pub(crate) const LARGE_BODY: usize = 64 << 10;
 
-/// Large bodies that are read at a time: as many as keep the threads busy.
-const READERS: usize = 1;
-
 /// Who does the work.
 pub enum IntakeMode {
     /// This many threads of its own.
@@ -60,9 +57,10 @@ impl Intake {
     /// The system refuses a thread.
     pub fn start(mode: IntakeMode, payloads: Arc<dyn Payloads>, queue: usize) -> io::Result<Self> {
         let queue = queue.min(Semaphore::MAX_PERMITS);
+        // As many large bodies are read at a time as are parsed.
         let turns = match &mode {
-            IntakeMode::Threads(count) => READERS.max(*count),
-            IntakeMode::Engine(_) => READERS,
+            IntakeMode::Threads(count) => (*count).max(1),
+            IntakeMode::Engine(_) => 1,
         };
         Ok(Self {
             workers: Workers::start(mode, queue)?,
