@@ -118,9 +118,11 @@ impl Rig {
         self.replicas.reports().into_iter().map(|report| report.status).collect()
     }
 
-    /// Waits for states; there is no event to wait for, and no assertion hangs on how long it takes.
+    /// Waits for states: there is no event to wait for.
     fn settled(&self, wanted: impl Fn(&[Status]) -> bool) {
+        let began = Instant::now();
         while !wanted(&self.states()) {
+            assert!(began.elapsed() < PATIENCE, "{:?}", self.states());
             std::thread::yield_now();
         }
     }
