@@ -61,6 +61,7 @@ def runner(directory: str, threads: int) -> ModelRunner:
         "load_format": "auto",
         "device": "cpu",
         "dtype": "bfloat16",
+        "quantization": None,
         "page_size": 16,
         "slots": SLOTS,
         "context_length": 1280,

@@ -92,6 +92,7 @@ def wire_config(model_config: dict[str, Any], **changes: Any) -> dict[str, Any]:
         "load_format": "dummy",
         "device": "cpu",
         "dtype": "float32",
+        "quantization": None,
         "page_size": 4,
         "slots": 8,
         "context_length": 96,

@@ -5,7 +5,7 @@
 //! of boundaries: a few microseconds for each of hundreds of operators would be most of a small model's step.
 //!
 //! Inside: `tile` holds the innermost loops, for each kind of processor (`x86`), `pack` and `pages` the order of weights, keys and values that they
-//! read, `matmul` and `attention` what is built of them, `model` the description of a decoder, `step` the list of what is computed, `team` the
+//! read; `dots` (`vnni`), `quantise` and `codes` are the same for quantised weights; `matmul` and `attention` what is built of them, `model` the description of a decoder, `step` the list of what is computed, `team` the
 //! threads.
 //!
 //! Every result is computed by one thread in an order that depends on its own row only. So tokens do not change with the batch, the
@@ -13,22 +13,29 @@
 #![expect(unsafe_code, reason = "a C interface to vector instructions")]
 
 mod attention;
+mod codes;
+mod dots;
 mod element;
 mod math;
 mod matmul;
 mod model;
 mod pack;
 mod pages;
+mod quantise;
 mod step;
 mod team;
 mod tile;
 mod vector;
+#[cfg(target_arch = "x86_64")]
+mod vnni;
 #[cfg(target_arch = "x86_64")]
 mod x86;
 
 use std::ffi::{CStr, c_char};
 use std::sync::atomic::{AtomicUsize, Ordering};
 
+use crate::codes::Format;
+use crate::dots::Portable;
 use crate::element::{Bf16, Element};
 use crate::model::{Model, StepError};
 use crate::step::Step;
@@ -39,7 +46,7 @@ pub use crate::model::{LayerSpec, ModelSpec, StepSpec};
 pub use crate::team::TeamSpec;
 
 /// The interface's version: a caller that was made for another one must not call.
-const VERSION: u32 = 3;
+const VERSION: u32 = 4;
 
 /// A decoder of either type.
 pub struct AnyModel(Typed);
@@ -55,6 +62,8 @@ enum Level {
     #[cfg(target_arch = "x86_64")]
     Avx512Bf16,
     #[cfg(target_arch = "x86_64")]
+    Avx512Vnni,
+    #[cfg(target_arch = "x86_64")]
     Avx512,
     #[cfg(target_arch = "x86_64")]
     Avx2,
@@ -68,6 +77,8 @@ impl Level {
     const ALL: &[Self] = &[
         #[cfg(target_arch = "x86_64")]
         Self::Avx512Bf16,
+        #[cfg(target_arch = "x86_64")]
+        Self::Avx512Vnni,
         #[cfg(target_arch = "x86_64")]
         Self::Avx512,
         #[cfg(target_arch = "x86_64")]
@@ -84,10 +95,14 @@ impl Level {
         #[cfg(target_arch = "x86_64")]
         {
             if is_x86_feature_detected!("avx512bw") && is_x86_feature_detected!("avx512dq") {
+                if !is_x86_feature_detected!("avx512vnni") {
+                    return Self::Avx512;
+                }
+                // Every processor with these has the former too.
                 if is_x86_feature_detected!("avx512bf16") {
                     return Self::Avx512Bf16;
                 }
-                return Self::Avx512;
+                return Self::Avx512Vnni;
             }
             if is_x86_feature_detected!("avx2") {
                 return Self::Avx2;
@@ -101,6 +116,8 @@ impl Level {
             #[cfg(target_arch = "x86_64")]
             Self::Avx512Bf16 => c"avx512bf16",
             #[cfg(target_arch = "x86_64")]
+            Self::Avx512Vnni => c"avx512vnni",
+            #[cfg(target_arch = "x86_64")]
             Self::Avx512 => c"avx512",
             #[cfg(target_arch = "x86_64")]
             Self::Avx2 => c"avx2",
@@ -112,33 +129,37 @@ impl Level {
 /// The body of a member, compiled for one kind of processor: everything it calls is inlined into it, so that plain loops become that
 /// processor's vectors too.
 macro_rules! bodies {
-    ($($(#[$attribute:meta])* $name:ident: $element:ty, $kernel:ty;)*) => {
+    ($($(#[$attribute:meta])* $name:ident: $element:ty, $kernel:ty, $dots:ty;)*) => {
         $(
             $(#[$attribute])*
             unsafe fn $name(step: &Step<'_, $element>, member: &Member<'_>) {
                 // SAFETY: the caller detected the features.
-                unsafe { step.compute::<$kernel>(member) }
+                unsafe { step.compute::<$kernel, $dots>(member) }
             }
         )*
     };
 }
 
 bodies! {
-    baseline_f32: f32, Plain;
-    baseline_bf16: Bf16, Plain;
+    baseline_f32: f32, Plain, Portable;
+    baseline_bf16: Bf16, Plain, Portable;
 }
 #[cfg(target_arch = "x86_64")]
 bodies! {
     #[target_feature(enable = "avx2")]
-    avx2_f32: f32, Plain;
+    avx2_f32: f32, Plain, Portable;
     #[target_feature(enable = "avx2")]
-    avx2_bf16: Bf16, Plain;
+    avx2_bf16: Bf16, Plain, Portable;
     #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
-    avx512_f32: f32, tile::Avx512;
+    avx512_f32: f32, tile::Avx512, Portable;
     #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
-    avx512_bf16: Bf16, Plain;
-    #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16")]
-    avx512bf16_bf16: Bf16, tile::Avx512Bf16;
+    avx512_bf16: Bf16, Plain, Portable;
+    #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")]
+    avx512vnni_f32: f32, tile::Avx512, dots::Vnni;
+    #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")]
+    avx512vnni_bf16: Bf16, Plain, dots::Vnni;
+    #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx512bf16")]
+    avx512bf16_bf16: Bf16, tile::Avx512Bf16, dots::Vnni;
 }
 
 type Body<E> = unsafe fn(&Step<'_, E>, &Member<'_>);
@@ -146,7 +167,9 @@ type Body<E> = unsafe fn(&Step<'_, E>, &Member<'_>);
 fn body_f32(level: Level) -> Body<f32> {
     match level {
         #[cfg(target_arch = "x86_64")]
-        Level::Avx512Bf16 | Level::Avx512 => avx512_f32,
+        Level::Avx512Bf16 | Level::Avx512Vnni => avx512vnni_f32,
+        #[cfg(target_arch = "x86_64")]
+        Level::Avx512 => avx512_f32,
         #[cfg(target_arch = "x86_64")]
         Level::Avx2 => avx2_f32,
         Level::Baseline => baseline_f32,
@@ -157,6 +180,8 @@ fn body_bf16(level: Level) -> Body<Bf16> {
     match level {
         #[cfg(target_arch = "x86_64")]
         Level::Avx512Bf16 => avx512bf16_bf16,
+        #[cfg(target_arch = "x86_64")]
+        Level::Avx512Vnni => avx512vnni_bf16,
         #[cfg(target_arch = "x86_64")]
         Level::Avx512 => avx512_bf16,
         #[cfg(target_arch = "x86_64")]
@@ -184,7 +209,7 @@ pub extern "C" fn fb_version() -> u32 {
     VERSION
 }
 
-/// The instructions in use: avx512bf16, avx512, avx2 or baseline.
+/// The instructions in use: avx512bf16, avx512vnni, avx512, avx2 or baseline.
 #[unsafe(no_mangle)]
 pub extern "C" fn fb_level() -> *const c_char {
     Level::current().name().as_ptr()
@@ -242,7 +267,7 @@ pub unsafe extern "C" fn fb_pack(
     unsafe {
         match (dtype, Level::current()) {
             #[cfg(target_arch = "x86_64")]
-            (0, Level::Avx512 | Level::Avx512Bf16) => {
+            (0, Level::Avx512 | Level::Avx512Vnni | Level::Avx512Bf16) => {
                 typed::<f32, tile::Avx512>(source, shape, packed)
             }
             #[cfg(target_arch = "x86_64")]
@@ -253,7 +278,82 @@ pub unsafe extern "C" fn fb_pack(
     }
 }
 
-/// A decoder that computes with `spec.threads` threads; null if an inner dimension is odd, which the kernels cannot do.
+/// Bytes of a packed matrix that is quantised as `format` says (1: int8, 2: `Q8_0`, 3: `Q4_0`, 4: `Q4_1`); 0 if there is no such format, or
+/// `inputs` is not a multiple of 32.
+#[unsafe(no_mangle)]
+pub extern "C" fn fb_quantised_bytes(
+    format: u32,
+    outputs: usize,
+    inputs: usize,
+    interleaved: bool,
+) -> usize {
+    Format::of(format)
+        .map_or(0, |format| quantise::quantised_bytes(format, outputs, inputs, interleaved))
+}
+
+/// Quantises `source` `[outputs, inputs]` to int8 with one scale an output, and packs it; otherwise as [`fb_pack`].
+///
+/// # Safety
+/// `source` is a whole matrix, `packed` has room for [`fb_quantised_bytes`], which are not 0.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn fb_quantise(
+    dtype: u32,
+    source: *const u8,
+    outputs: usize,
+    inputs: usize,
+    interleaved: bool,
+    packed: *mut u8,
+) {
+    let length = quantise::quantised_bytes(Format::Int8, outputs, inputs, interleaved);
+    // SAFETY: the caller's description.
+    unsafe {
+        let packed = std::slice::from_raw_parts_mut(packed, length);
+        if dtype == 0 {
+            let source = std::slice::from_raw_parts(source.cast::<f32>(), outputs * inputs);
+            quantise::quantise(source, outputs, inputs, interleaved, packed);
+        } else {
+            let source = std::slice::from_raw_parts(source.cast::<Bf16>(), outputs * inputs);
+            quantise::quantise(source, outputs, inputs, interleaved, packed);
+        }
+    }
+}
+
+/// Packs the rows of a GGUF tensor of a format, as they are stored, `source_bytes` in all; otherwise as [`fb_pack`]. False, and nothing
+/// done, if it is not such a tensor.
+///
+/// # Safety
+/// `source` can be read, `packed` has room for [`fb_quantised_bytes`].
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn fb_pack_blocks(
+    format: u32,
+    source: *const u8,
+    source_bytes: usize,
+    outputs: usize,
+    inputs: usize,
+    interleaved: bool,
+    packed: *mut u8,
+) -> bool {
+    let Some(format) = Format::of(format) else { return false };
+    let length = quantise::quantised_bytes(format, outputs, inputs, interleaved);
+    if length == 0
+        || source_bytes == 0
+        || source_bytes != quantise::stored_len(format, outputs, inputs)
+    {
+        return false;
+    }
+    // SAFETY: the caller's description.
+    let (source, packed) = unsafe {
+        (
+            std::slice::from_raw_parts(source, source_bytes),
+            std::slice::from_raw_parts_mut(packed, length),
+        )
+    };
+    quantise::pack_blocks(format, source, outputs, inputs, interleaved, packed);
+    true
+}
+
+/// A decoder that computes with `spec.threads` threads; null if an inner dimension is one that the kernels cannot do: odd, or of a quantised
+/// matrix and not a multiple of 32.
 ///
 /// # Safety
 /// `spec` and `team` describe what is there; everything but the descriptions themselves stays until [`fb_model_free`].
@@ -264,7 +364,8 @@ pub unsafe extern "C" fn fb_model_new(
 ) -> *mut AnyModel {
     // SAFETY: the caller's descriptions.
     let (spec, team) = unsafe { (&*spec, &*team) };
-    if !spec.is_even() {
+    // SAFETY: the caller's description.
+    if unsafe { !spec.is_possible() } {
         return std::ptr::null_mut();
     }
     let team = Team { threads: spec.threads.max(1) as usize, open_mp: team.open_mp() };

@@ -1,8 +1,11 @@
 //! Products with packed matrices, and what is done with each result while it is still in a register.
 
+use crate::codes::{Codes, Format};
+use crate::dots::Dots;
 use crate::element::Element;
 use crate::math;
 use crate::pack::{HALF, NR, padded_outputs, panel_len};
+use crate::quantise::panel_bytes;
 use crate::team::Queue;
 use crate::tile::{Ahead, Kernel, MAX_ROWS, Tile};
 use crate::vector::Vector;
@@ -16,8 +19,10 @@ const AHEAD: usize = 4096;
 /// A packed weight matrix.
 #[derive(Clone, Copy)]
 pub(crate) struct Matrix<'a, E> {
-    /// As [`crate::pack::pack`] leaves them.
+    /// As [`crate::pack::pack`] leaves them, or [`crate::quantise`] where there is a format.
     pub(crate) panels: *const E,
+    /// Of quantised weights.
+    pub(crate) format: Option<Format>,
     /// Outputs, without padding.
     pub(crate) outputs: usize,
     /// Inner dimension.
@@ -83,7 +88,7 @@ pub(crate) enum Out<E> {
     Best(*mut Best),
 }
 
-/// This member's share of `rows · matrix`.
+/// This member's share of `rows · matrix`, which is not quantised.
 ///
 /// # Safety
 /// The pointers are good for the sizes given; other members write the same `out` only through this function with the same `queue`, but a
@@ -127,6 +132,52 @@ pub(crate) unsafe fn multiply<E: Element, K: Kernel<E>>(
                         _ => Ahead::Nothing,
                     };
                     K::tile(a, matrix.inputs, count, weights, matrix.inputs, ahead, &mut tile);
+                    finish::<E, K>(&tile[..count], row, panel, matrix, out);
+                }
+                row += count;
+            }
+        }
+    }
+}
+
+/// This member's share of `rows · matrix`, of a quantised matrix of this format.
+///
+/// # Safety
+/// As of [`multiply`]; the codes are as the format shares scales.
+#[inline(always)]
+pub(crate) unsafe fn multiply_codes<E: Element, K: Kernel<E>, D: Dots>(
+    (queue, members): (&Queue, usize),
+    rows: Codes,
+    (matrix, format): (&Matrix<'_, E>, Format),
+    out: Out<E>,
+) {
+    let length = panel_bytes(format, matrix.inputs);
+    let panels = padded_outputs(matrix.outputs, matches!(out, Out::Gate(_))).div_ceil(NR);
+    let pieces = panels * rows.count.div_ceil(BLOCK_ROWS);
+    let mut tile: Tile = [[0.0; NR]; MAX_ROWS];
+    loop {
+        let mine = queue.take(pieces, members);
+        if mine.is_empty() {
+            break;
+        }
+        for piece in mine {
+            let (block, panel) = (piece / panels, piece % panels);
+            let mut row = block * BLOCK_ROWS;
+            let end = (row + BLOCK_ROWS).min(rows.count);
+            let tiles = (end - row).div_ceil(D::rows(format));
+            for left in (1..=tiles).rev() {
+                let count = (end - row).div_ceil(left);
+                // A single tile waits for memory all the time; the last of several loads the next panel.
+                let ahead = match left {
+                    1 if tiles == 1 => AHEAD,
+                    1 => length,
+                    _ => 0,
+                };
+                // SAFETY: inside the rows and the panels.
+                unsafe {
+                    let weights = matrix.panels.cast::<u8>().add(panel * length);
+                    let k = matrix.inputs;
+                    D::tile(format, &rows, (row, count), weights, k, ahead, &mut tile);
                     finish::<E, K>(&tile[..count], row, panel, matrix, out);
                 }
                 row += count;

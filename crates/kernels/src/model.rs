@@ -3,6 +3,7 @@
 use std::ffi::c_void;
 
 use crate::attention::{self, Queries, Scratch};
+use crate::codes::{CodesRoom, Format, SHARED};
 use crate::element::Element;
 use crate::matmul::{Best, Matrix};
 use crate::pages::{Held, Pool, Shape};
@@ -28,6 +29,8 @@ pub struct LayerSpec {
     /// `[entries, kv_heads, head_dim]`.
     keys: *mut c_void,
     values: *mut c_void,
+    /// Of the four matrices in the order above, see [`Format::of`].
+    formats: [u32; 4],
 }
 
 /// A decoder, as the caller describes it. What it points to lives as long as the model.
@@ -59,12 +62,25 @@ pub struct ModelSpec {
     cos: *const f32,
     sin: *const f32,
     layer: *const LayerSpec,
+    /// Of the head.
+    head_format: u32,
 }
 
 impl ModelSpec {
-    /// Whether all inner dimensions are even, as pairs need them.
-    pub(crate) fn is_even(&self) -> bool {
+    /// Whether all inner dimensions are even, as pairs need them, and those of quantised matrices multiples of [`SHARED`].
+    ///
+    /// # Safety
+    /// The description is true.
+    pub(crate) unsafe fn is_possible(&self) -> bool {
+        // SAFETY: the caller's description.
+        let layers = unsafe { std::slice::from_raw_parts(self.layer, self.layers as usize) };
+        let inputs = [self.hidden, self.heads * self.head_dim, self.hidden, self.intermediate];
+        let fits = |(format, inputs): (u32, u32)| {
+            Format::of(format).is_none() || (inputs as usize).is_multiple_of(SHARED)
+        };
         [self.hidden, self.head_dim, self.intermediate].iter().all(|size| size % 2 == 0)
+            && fits((self.head_format, self.hidden))
+            && layers.iter().all(|layer| layer.formats.into_iter().zip(inputs).all(fits))
     }
 }
 
@@ -121,6 +137,7 @@ pub(crate) struct Layer<E> {
 
 pub(crate) struct Owned<E> {
     panels: *const E,
+    format: Option<Format>,
     outputs: usize,
     inputs: usize,
     bias: Vec<f32>,
@@ -128,8 +145,8 @@ pub(crate) struct Owned<E> {
 
 impl<E> Owned<E> {
     pub(crate) fn matrix(&self) -> Matrix<'_, E> {
-        let Self { panels, outputs, inputs, ref bias } = *self;
-        Matrix { panels, outputs, inputs, bias }
+        let Self { panels, format, outputs, inputs, ref bias } = *self;
+        Matrix { panels, format, outputs, inputs, bias }
     }
 }
 
@@ -147,6 +164,8 @@ pub(crate) struct Model<E> {
     cos: *const f32,
     sin: *const f32,
     layers: Vec<Layer<E>>,
+    /// Whether any matrix is.
+    quantised: bool,
     team: Team,
     work: Work<E>,
 }
@@ -172,6 +191,10 @@ struct Work<E> {
     queues: Vec<Queue>,
     best: Vec<Best>,
     scratch: Vec<Scratch<E>>,
+    /// Activations as a quantised matrix takes them: codes, their scales and sums.
+    codes: Vec<i8>,
+    code_scales: Vec<f32>,
+    code_sums: Vec<i32>,
 }
 
 #[derive(Clone, Copy)]
@@ -205,20 +228,30 @@ impl<E: Element> Model<E> {
             let values = unsafe { std::slice::from_raw_parts(from.cast::<E>(), length) };
             values.iter().map(|value| value.to_f32()).collect()
         };
-        let owned = |panels: *const c_void, outputs: usize, inputs: usize, bias: *const c_void| {
-            Owned { panels: panels.cast(), outputs, inputs, bias: vector(bias, outputs) }
+        let owned = |(panels, format): (*const c_void, u32),
+                     (outputs, inputs): (usize, usize),
+                     bias: *const c_void| Owned {
+            panels: panels.cast(),
+            format: Format::of(format),
+            outputs,
+            inputs,
+            bias: vector(bias, outputs),
         };
         // SAFETY: the caller's description.
         let layers = unsafe { std::slice::from_raw_parts(spec.layer, spec.layers as usize) };
         let layer = |layer: &LayerSpec| Layer {
             input_norm: vector(layer.input_norm, hidden),
-            qkv: owned(layer.qkv, projected, hidden, layer.qkv_bias),
+            qkv: owned((layer.qkv, layer.formats[0]), (projected, hidden), layer.qkv_bias),
             qk_norm: (!layer.q_norm.is_null())
                 .then(|| (vector(layer.q_norm, dim), vector(layer.k_norm, dim))),
-            output: owned(layer.output, hidden, queries, layer.output_bias),
+            output: owned((layer.output, layer.formats[1]), (hidden, queries), layer.output_bias),
             post_norm: vector(layer.post_norm, hidden),
-            gate_up: owned(layer.gate_up, 2 * intermediate, hidden, layer.gate_up_bias),
-            down: owned(layer.down, hidden, intermediate, layer.down_bias),
+            gate_up: owned(
+                (layer.gate_up, layer.formats[2]),
+                (2 * intermediate, hidden),
+                layer.gate_up_bias,
+            ),
+            down: owned((layer.down, layer.formats[3]), (hidden, intermediate), layer.down_bias),
             pool: Pool { keys: layer.keys.cast(), values: layer.values.cast() },
         };
         let mut work = Work { scratch: Vec::new(), ..Work::default() };
@@ -233,10 +266,16 @@ impl<E: Element> Model<E> {
             eps: spec.eps,
             embedding: spec.embedding.cast(),
             final_norm: vector(spec.final_norm, hidden),
-            head: owned(spec.head, spec.vocabulary as usize, hidden, std::ptr::null()),
+            head: owned(
+                (spec.head, spec.head_format),
+                (spec.vocabulary as usize, hidden),
+                std::ptr::null(),
+            ),
             cos: spec.cos,
             sin: spec.sin,
             layers: layers.iter().map(layer).collect(),
+            quantised: Format::of(spec.head_format).is_some()
+                || layers.iter().flat_map(|layer| layer.formats).any(|it| Format::of(it).is_some()),
             team,
             work,
         }
@@ -267,6 +306,13 @@ impl<E: Element> Model<E> {
         grow(&mut work.qkv, count * projected, 0.0);
         grow(&mut work.attended, count * queries, zero);
         grow(&mut work.gated, count * self.intermediate, zero);
+        if self.quantised {
+            let widest = self.hidden.max(self.intermediate).max(queries);
+            let rows = count.max(self.team.threads * FEW);
+            grow(&mut work.codes, rows * widest, 0);
+            grow(&mut work.code_scales, rows * widest / SHARED, 0.0);
+            grow(&mut work.code_sums, rows * widest / SHARED, 0);
+        }
         work.queues.iter_mut().for_each(Queue::reset);
         work.best.clear();
         if step.logits.is_null() {
@@ -281,6 +327,11 @@ impl<E: Element> Model<E> {
             gated: work.gated.as_mut_ptr(),
             best: work.best.as_mut_ptr(),
             scratch: work.scratch.as_mut_ptr(),
+            codes: CodesRoom {
+                codes: work.codes.as_mut_ptr(),
+                scales: work.code_scales.as_mut_ptr(),
+                sums: work.code_sums.as_mut_ptr(),
+            },
             logits: step.logits,
             times: step.times,
             tokens: &work.tokens,

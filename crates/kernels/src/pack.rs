@@ -30,6 +30,18 @@ pub(crate) fn panel_len(k: usize) -> usize {
     k * NR
 }
 
+/// The row of an `[n, k]` matrix that is column `column` of panel `p`; none where the panel is padded.
+#[must_use]
+pub(crate) fn row_of(p: usize, column: usize, n: usize, interleaved: bool) -> Option<usize> {
+    let (row, end) = if interleaved {
+        let gate = p * HALF + column % HALF;
+        if column < HALF { (gate, n / 2) } else { (gate + n / 2, n) }
+    } else {
+        (p * NR + column, n)
+    };
+    (row < end).then_some(row)
+}
+
 /// Packs the row-major `source` `[n, k]`. What pads is zero.
 ///
 /// `interleaved`: the first half of the rows are gates, the second half what they gate; a panel gets [`HALF`] of each, so that both
@@ -53,15 +65,11 @@ pub(crate) unsafe fn pack<E: Element, K: Kernel<E>>(
     assert_eq!(packed.len(), packed_len(outputs, k), "room for the packed matrix");
     let zeros = vec![E::default(); k];
     for (p, panel) in packed.chunks_exact_mut(panel_len(k)).enumerate() {
-        let rows: [*const E; NR] = std::array::from_fn(|column| {
-            let (row, end) = if interleaved {
-                let gate = p * HALF + column % HALF;
-                if column < HALF { (gate, n / 2) } else { (gate + n / 2, n) }
-            } else {
-                (p * NR + column, n)
-            };
-            if row < end { source[row * k..].as_ptr() } else { zeros.as_ptr() }
-        });
+        let rows: [*const E; NR] =
+            std::array::from_fn(|column| match row_of(p, column, n, interleaved) {
+                Some(row) => source[row * k..].as_ptr(),
+                None => zeros.as_ptr(),
+            });
         let (halves, _) = rows.as_chunks();
         for (half, rows) in halves.iter().enumerate() {
             // SAFETY: whole rows, and a whole panel of two halves side by side.

@@ -4,9 +4,11 @@ use std::ops::Range;
 use std::time::Instant;
 
 use crate::attention::{self, Scratch, Unit};
+use crate::codes::{CodesRoom, encode};
+use crate::dots::Dots;
 use crate::element::Element;
 use crate::math;
-use crate::matmul::{Best, Matrix, Out, Rows, multiply};
+use crate::matmul::{Best, Matrix, Out, Rows, multiply, multiply_codes};
 use crate::model::{Layer, Token};
 use crate::pages::{Shape, turn};
 use crate::team::{Member, Queue};
@@ -68,6 +70,7 @@ pub(crate) struct Step<'a, E> {
     pub(crate) gated: *mut E,
     pub(crate) best: *mut Best,
     pub(crate) scratch: *mut Scratch<E>,
+    pub(crate) codes: CodesRoom,
     pub(crate) logits: *mut f32,
     pub(crate) times: *mut u64,
     pub(crate) tokens: &'a [Token<E>],
@@ -102,9 +105,9 @@ impl<E: Element> Step<'_, E> {
     /// One member's share of the step.
     ///
     /// # Safety
-    /// Called once by each member of the team; the processor can run `K`.
+    /// Called once by each member of the team; the processor can run `K` and `D`.
     #[inline(always)]
-    pub(crate) unsafe fn compute<K: Kernel<E>>(&self, member: &Member<'_>) {
+    pub(crate) unsafe fn compute<K: Kernel<E>, D: Dots>(&self, member: &Member<'_>) {
         let count = self.tokens.len();
         let mut stream = Stream { x: self.x, count };
         // SAFETY: between meetings, members write only what is theirs by share or by queue.
@@ -114,10 +117,11 @@ impl<E: Element> Step<'_, E> {
             for (index, layer) in self.layers.iter().enumerate() {
                 let queues = &self.queues[index * QUEUES_A_LAYER..][..QUEUES_A_LAYER];
                 // No closure for what is done four times: it would not be compiled for the processor.
-                let queue = |index: usize| (&queues[index], member.members);
+                let queue = |index: usize| (&queues[index], member);
                 let normed = self.normalise::<K>(member, stream, &layer.input_norm);
                 watch.lap(Part::Norm);
-                multiply::<E, K>(queue(0), normed, &layer.qkv.matrix(), Out::Store(self.qkv));
+                let qkv = Out::Store(self.qkv);
+                self.multiply::<K, D>(queue(0), normed, &layer.qkv.matrix(), qkv);
                 member.meet();
                 watch.lap(Part::Qkv);
                 if !self.decodes {
@@ -145,16 +149,18 @@ impl<E: Element> Step<'_, E> {
                 member.meet();
                 watch.lap(Part::Attend);
                 let attended = Rows { first: self.attended.cast_const(), count: stream.count };
-                multiply::<E, K>(queue(1), attended, &layer.output.matrix(), Out::Add(stream.x));
+                let added = Out::Add(stream.x);
+                self.multiply::<K, D>(queue(1), attended, &layer.output.matrix(), added);
                 member.meet();
                 watch.lap(Part::Output);
                 let normed = self.normalise::<K>(member, stream, &layer.post_norm);
                 watch.lap(Part::Norm);
-                multiply::<E, K>(queue(2), normed, &layer.gate_up.matrix(), Out::Gate(self.gated));
+                let gate = Out::Gate(self.gated);
+                self.multiply::<K, D>(queue(2), normed, &layer.gate_up.matrix(), gate);
                 member.meet();
                 watch.lap(Part::GateUp);
                 let gated = Rows { first: self.gated.cast_const(), count: stream.count };
-                multiply::<E, K>(queue(3), gated, &layer.down.matrix(), Out::Add(stream.x));
+                self.multiply::<K, D>(queue(3), gated, &layer.down.matrix(), added);
                 member.meet();
                 watch.lap(Part::Down);
             }
@@ -166,7 +172,7 @@ impl<E: Element> Step<'_, E> {
             } else {
                 Out::Store(self.logits)
             };
-            multiply::<E, K>((queue, member.members), last, &self.head, out);
+            self.multiply::<K, D>((queue, member), last, &self.head, out);
             member.meet();
             watch.lap(Part::Head);
         }
@@ -222,6 +228,40 @@ impl<E: Element> Step<'_, E> {
                 member.meet();
             }
             Rows { first, count: stream.count }
+        }
+    }
+
+    /// A product with whatever the matrix is stored as. Of a quantised one the rows become codes first: by every member for itself where
+    /// they are few, and otherwise by all together, who then meet.
+    #[inline(always)]
+    unsafe fn multiply<K: Kernel<E>, D: Dots>(
+        &self,
+        (queue, member): (&Queue, &Member<'_>),
+        rows: Rows<E>,
+        matrix: &Matrix<'_, E>,
+        out: Out<E>,
+    ) {
+        let queue = (queue, member.members);
+        // SAFETY: nobody writes the rows now; codes are this member's own, or its share. Whoever still read those of an earlier product was
+        // met since.
+        unsafe {
+            let Some(format) = matrix.format else {
+                multiply::<E, K>(queue, rows, matrix, out);
+                return;
+            };
+            let (inputs, shared) = (matrix.inputs, format.shared(matrix.inputs));
+            let few = rows.count <= FEW;
+            let room = self.codes.from(if few { member.index * FEW } else { 0 }, inputs, shared);
+            let mine: Range<usize> = if few { 0..rows.count } else { member.share(rows.count) };
+            for row in mine {
+                let from = rows.first.add(row * inputs);
+                encode::<E, K::Vector>(from, inputs, shared, room.from(row, inputs, shared));
+            }
+            if !few {
+                member.meet();
+            }
+            let codes = room.filled(rows.count);
+            multiply_codes::<E, K, D>(queue, codes, (matrix, format), out);
         }
     }
 

@@ -34,6 +34,11 @@ pub(crate) trait Vector: Copy {
     /// The largest lane, if all are numbers.
     fn largest(self) -> f32;
     fn is_finite(self) -> bool;
+    /// The lanes as bytes, of integers from -128 to 127.
+    ///
+    /// # Safety
+    /// `to` can be written for [`LANES`] bytes.
+    unsafe fn store_codes(self, to: *mut i8);
 
     /// The lanes.
     #[inline(always)]
@@ -141,5 +146,10 @@ impl Vector for Array {
     #[inline(always)]
     fn is_finite(self) -> bool {
         self.0.iter().all(|x| x.is_finite())
+    }
+    #[inline(always)]
+    unsafe fn store_codes(self, to: *mut i8) {
+        // SAFETY: the contract.
+        unsafe { to.cast::<[i8; LANES]>().write_unaligned(self.0.map(|x| x as i32 as i8)) };
     }
 }

@@ -162,6 +162,13 @@ impl Vector for Zmm {
         // Infinities, and what is not a number, quiet or signalling.
         unsafe { _mm512_fpclass_ps_mask::<0x99>(self.0) == 0 }
     }
+    #[inline(always)]
+    unsafe fn store_codes(self, to: *mut i8) {
+        unsafe {
+            let codes = _mm512_cvtsepi32_epi8(_mm512_cvtps_epi32(self.0));
+            _mm_storeu_si128(to.cast(), codes);
+        }
+    }
 }
 
 /// `M` rows times a panel: two vectors of outputs a row.

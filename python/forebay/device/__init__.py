@@ -31,6 +31,9 @@ class Device(Protocol):
     def check_dtype(self, dtype: torch.dtype) -> None:
         """Raises `ValueError` when the device can't compute in `dtype`."""
 
+    def check_quantization(self, quantization: str) -> None:
+        """Raises `ValueError` when the device has no products of quantised matrices."""
+
     def available_bytes(self) -> int:
         """Memory that can still be allocated."""
 

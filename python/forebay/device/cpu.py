@@ -6,6 +6,7 @@ import contextlib
 import math
 import mmap
 import os
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -15,12 +16,15 @@ import torch
 
 from forebay.attention.backend import AttentionBackend
 from forebay.attention.cpu import CpuAttention
-from forebay.kernels.compute import NativeCompute, native_wanted
+from forebay.kernels.compute import NativeCompute, level, native_wanted
+from forebay.kernels.library import WITH_BYTES
 from forebay.layers.decoder import Decoder
 from forebay.runner.compute import Compute, TorchCompute
 from forebay.runner.inputs import PromptRows
 from forebay.runner.kv_pool import KvPool
 from forebay.runner.slots import SlotTables
+from forebay.weights.errors import ModelError
+from forebay.weights.quantization import PLAIN
 
 
 class CpuDevice:
@@ -36,6 +40,15 @@ class CpuDevice:
     def check_dtype(self, dtype: torch.dtype) -> None:
         if dtype not in (torch.bfloat16, torch.float32):
             raise ValueError(f"dtype {dtype} is not supported on the CPU: use bfloat16 or float32")
+
+    def check_quantization(self, quantization: str) -> None:
+        if not self._native:
+            raise ValueError(f"quantization {quantization} needs the compiled kernels, and PyTorch's operators are in use")
+        if level() not in WITH_BYTES:
+            print(
+                f"quantised products use plain loops with {level()} instructions: bfloat16 or float32 may be faster",
+                file=sys.stderr,
+            )
 
     def available_bytes(self) -> int:
         return min(_host_available(), _cgroup_available())
@@ -57,6 +70,8 @@ class CpuDevice:
     def compute(self, model: Decoder, tables: SlotTables, kv: KvPool, prompts: PromptRows) -> Compute:
         if self._native and NativeCompute.supports(model):
             return NativeCompute(model, tables, kv, prompts, torch.get_num_threads())
+        if model.params.formats != PLAIN:
+            raise ModelError("the compiled kernels can't compute this model, and nothing else computes quantised ones")
         return TorchCompute(model, tables, kv, prompts, self)
 
     def upload(self, array: npt.NDArray[Any]) -> torch.Tensor:

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from forebay.kernels.library import (
+    FORMATS,
     LEVELS,
     PARTS,
     KernelsUnavailableError,
@@ -25,6 +26,7 @@ from forebay.layers.decoder import Decoder
 from forebay.layers.linear import Linear
 from forebay.layers.norm import RMSNorm
 from forebay.runner.slots import PlanError
+from forebay.weights.quantization import INT8
 
 if TYPE_CHECKING:
     from forebay.runner.compute import Rows
@@ -59,6 +61,10 @@ def native_wanted() -> bool:
     return True
 
 
+def _number(format_: str | None) -> int:
+    return 0 if format_ is None else FORMATS[format_]
+
+
 def level() -> str:
     """The instructions that the kernels use on this processor."""
     name: bytes = library().fb_level()
@@ -70,6 +76,7 @@ class NativeCompute:
 
     def __init__(self, model: Decoder, tables: SlotTables, kv: KvPool, prompts: PromptRows, threads: int) -> None:
         self._library = library()
+        self._params = model.params
         self._tables = tables
         self._prompts = prompts
         self.times = np.zeros(0, np.uint64)
@@ -88,6 +95,7 @@ class NativeCompute:
             layer.post_norm = self._vector(block.post_norm)
             layer.gate_up, layer.gate_up_bias = self._matrix(mlp.gate_up, interleaved=True)
             layer.down, layer.down_bias = self._matrix(mlp.down)
+            layer.formats[:] = [_number(of.format) for of in (attention.qkv, attention.output, mlp.gate_up, mlp.down)]
             layer.keys, layer.values = pages.keys.data_ptr(), pages.values.data_ptr()
         config = model.config
         cos, sin = model.rotary.table(tables.context_length)
@@ -109,7 +117,8 @@ class NativeCompute:
             scale=config.head_dim**-0.5,
             embedding=model.embedding.data_ptr(),
             final_norm=self._vector(model.norm),
-            head=self._packed(model.head),
+            head=self._head(model),
+            head_format=_number(model.head_format),
             cos=cos.data_ptr(),
             sin=sin.data_ptr(),
             layer=layers,
@@ -163,18 +172,44 @@ class NativeCompute:
         return self._pointer(norm.weight)
 
     def _matrix(self, linear: Linear, *, interleaved: bool = False) -> tuple[int, int | None]:
-        packed = self._packed(linear.weight, interleaved=interleaved)
+        packed = self._packed(linear.weight, linear.inputs, linear.format, interleaved=interleaved)
+        if linear.format is not None:
+            self._params.requantised(linear.weight.nbytes, packed.nbytes)
         # The packed copy is the one that is used: free this one before the next is packed.
         linear.weight = linear.weight.new_empty(0)
-        return packed, None if linear.bias is None else self._pointer(linear.bias)
+        return self._pointer(packed), None if linear.bias is None else self._pointer(linear.bias)
 
-    def _packed(self, weight: torch.Tensor, *, interleaved: bool = False) -> int:
-        outputs, inputs = weight.shape
-        packed = torch.empty(self._library.fb_packed_len(outputs, inputs, interleaved), dtype=weight.dtype)
-        self._library.fb_pack(
-            DTYPES[weight.dtype], weight.contiguous().data_ptr(), outputs, inputs, interleaved, packed.data_ptr()
-        )
+    def _head(self, model: Decoder) -> int:
+        packed = self._packed(model.head, model.config.hidden_size, model.head_format)
+        if model.head_format is not None:
+            # A tied embedding stays, for its rows are looked up.
+            tied = model.head is model.embedding
+            self._params.requantised(0 if tied else model.head.nbytes, packed.nbytes)
+        if model.head is not model.embedding:
+            model.head = model.head.new_empty(0)
         return self._pointer(packed)
+
+    def _packed(
+        self, weight: torch.Tensor, inputs: int, format_: str | None, *, interleaved: bool = False
+    ) -> torch.Tensor:
+        """The matrix as the kernels read it, quantised if its format is not that of `weight` yet."""
+        outputs = len(weight)
+        weight = weight.contiguous()
+        if format_ is None:
+            packed = torch.empty(self._library.fb_packed_len(outputs, inputs, interleaved), dtype=weight.dtype)
+            self._library.fb_pack(
+                DTYPES[weight.dtype], weight.data_ptr(), outputs, inputs, interleaved, packed.data_ptr()
+            )
+            return packed
+        number = FORMATS[format_]
+        size = self._library.fb_quantised_bytes(number, outputs, inputs, interleaved)
+        packed = torch.empty(size, dtype=torch.uint8)
+        shape = (outputs, inputs, interleaved, packed.data_ptr())
+        if format_ == INT8:
+            self._library.fb_quantise(DTYPES[weight.dtype], weight.data_ptr(), *shape)
+        elif not self._library.fb_pack_blocks(number, weight.data_ptr(), weight.nbytes, *shape):
+            raise ValueError(f"{weight.nbytes} bytes are no {format_} matrix of {outputs} x {inputs}")
+        return packed
 
     def _pointer(self, tensor: torch.Tensor) -> int:
         self._kept.append(tensor)

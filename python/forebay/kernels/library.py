@@ -8,11 +8,15 @@ from ctypes import POINTER, Structure, c_bool, c_char_p, c_float, c_int32, c_siz
 from functools import cache
 from pathlib import Path
 
-VERSION = 3
+VERSION = 4
 PARTS = ("norm", "qkv", "keep", "attend", "output", "gate_up", "down", "head")
 """What a step's time is told for."""
-LEVELS = ("avx512bf16", "avx512", "avx2", "baseline")
+LEVELS = ("avx512bf16", "avx512vnni", "avx512", "avx2", "baseline")
 """Instructions that there are kernels for, best first; the library knows those of its own kind of processor."""
+WITH_BYTES = ("avx512bf16", "avx512vnni")
+"""Those with dot products of bytes, which quantised matrices want."""
+FORMATS = {"INT8": 1, "Q8_0": 2, "Q4_0": 3, "Q4_1": 4}
+"""Of quantised matrices; 0 is a matrix of the model's dtype."""
 NAME = {"darwin": "libforebay_kernels.dylib"}.get(sys.platform, "libforebay_kernels.so")
 
 
@@ -30,23 +34,26 @@ class LayerSpec(Structure):
     """One layer; see `crates/kernels/src/model.rs`."""
 
     _fields_ = [
-        (name, c_void_p)
-        for name in (
-            "input_norm",
-            "qkv",
-            "qkv_bias",
-            "q_norm",
-            "k_norm",
-            "output",
-            "output_bias",
-            "post_norm",
-            "gate_up",
-            "gate_up_bias",
-            "down",
-            "down_bias",
-            "keys",
-            "values",
-        )
+        *(
+            (name, c_void_p)
+            for name in (
+                "input_norm",
+                "qkv",
+                "qkv_bias",
+                "q_norm",
+                "k_norm",
+                "output",
+                "output_bias",
+                "post_norm",
+                "gate_up",
+                "gate_up_bias",
+                "down",
+                "down_bias",
+                "keys",
+                "values",
+            )
+        ),
+        ("formats", c_uint32 * 4),
     ]
 
 
@@ -75,6 +82,7 @@ class ModelSpec(Structure):
         ("scale", c_float),
         *((name, c_void_p) for name in ("embedding", "final_norm", "head", "cos", "sin")),
         ("layer", POINTER(LayerSpec)),
+        ("head_format", c_uint32),
     ]
 
 
@@ -114,6 +122,12 @@ def library() -> ctypes.CDLL:
     loaded.fb_packed_len.restype = c_size_t
     loaded.fb_pack.argtypes = [c_uint32, c_void_p, c_size_t, c_size_t, c_bool, c_void_p]
     loaded.fb_pack.restype = None
+    loaded.fb_quantised_bytes.argtypes = [c_uint32, c_size_t, c_size_t, c_bool]
+    loaded.fb_quantised_bytes.restype = c_size_t
+    loaded.fb_quantise.argtypes = [c_uint32, c_void_p, c_size_t, c_size_t, c_bool, c_void_p]
+    loaded.fb_quantise.restype = None
+    loaded.fb_pack_blocks.argtypes = [c_uint32, c_void_p, c_size_t, c_size_t, c_size_t, c_bool, c_void_p]
+    loaded.fb_pack_blocks.restype = c_bool
     loaded.fb_model_new.argtypes = [POINTER(ModelSpec), POINTER(TeamSpec)]
     loaded.fb_model_new.restype = c_void_p
     loaded.fb_model_free.argtypes = [c_void_p]

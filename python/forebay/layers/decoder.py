@@ -16,6 +16,7 @@ from forebay.layers.norm import RMSNorm
 from forebay.layers.params import Parameters, Report, ignore
 from forebay.layers.rotary import Rotary, Rotation
 from forebay.weights.config import ModelConfig
+from forebay.weights.quantization import BLOCK_BYTES
 
 _ROOTS = ("model.", "lm_head.")
 
@@ -64,11 +65,16 @@ class Decoder:
         self.embedding = params.tensor((vocabulary, hidden), {"model.embed_tokens.weight": vocabulary})
         self.norm = RMSNorm(params, "model.norm", hidden, config.rms_norm_eps)
         self.head = self.embedding
-        if config.headless or config.tie_word_embeddings:
+        self.head_format: str | None = None
+        head = {"lm_head.weight": vocabulary}
+        if not config.headless:
+            self.head_format = params.formats.of(head, hidden)
+        if self.head_format in BLOCK_BYTES or not (config.headless or config.tie_word_embeddings):
+            # Also where it is tied: the rows of an embedding are looked up in the model's dtype.
+            self.head, self.head_format = params.matrix(hidden, head)
+        else:
             # Checkpoints that were saved with the tie spelled out carry the same matrix twice.
             params.skip("lm_head.weight")
-        else:
-            self.head = params.tensor((vocabulary, hidden), {"lm_head.weight": vocabulary})
         self.rotary = Rotary(
             config.head_dim,
             config.rope_theta,

@@ -17,7 +17,9 @@ class Linear:
         """`outputs` maps the names under `prefix` to their widths; "" is the root of all names."""
         rows = sum(outputs.values())
         prefix = f"{prefix}." if prefix else ""
-        self.weight = params.tensor((rows, inputs), {f"{prefix}{name}.weight": n for name, n in outputs.items()})
+        parts = {f"{prefix}{name}.weight": n for name, n in outputs.items()}
+        self.inputs = inputs
+        self.weight, self.format = params.matrix(inputs, parts)
         self.bias: torch.Tensor | None = None
         if bias:
             self.bias = params.tensor((rows,), {f"{prefix}{name}.bias": n for name, n in outputs.items()})

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 import torch
 
 from forebay.weights.errors import ModelError
+from forebay.weights.quantization import BLOCK_BYTES, PLAIN, SHARED, Formats
 
 Report = Callable[[int, int], None]
 """Called with the number of weights loaded so far and their total."""
@@ -23,9 +24,14 @@ class WeightError(ModelError):
 class Parameters:
     """Allocates weights and remembers which part of which tensor each checkpoint name fills."""
 
-    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, dtype: torch.dtype, device: torch.device, formats: Formats = PLAIN) -> None:
         self.dtype = dtype
         self.device = device
+        self.formats = formats
+        self.stored: dict[str, str] = {}
+        """Weights that are kept as the file has them, and their types; `load` wants their bytes."""
+        self.matrices = 0
+        """How many weights there are that could be kept so."""
         self._targets: dict[str, torch.Tensor] = {}
         self._skipped: set[str] = set()
         self._packing: list[Callable[[], None]] = []
@@ -33,7 +39,23 @@ class Parameters:
 
     def tensor(self, shape: tuple[int, ...], parts: dict[str, int]) -> torch.Tensor:
         """A new tensor of `shape` whose first dimension is split among `parts`: checkpoint name to number of rows."""
-        tensor = torch.empty(shape, dtype=self.dtype, device=self.device)
+        return self._allocate(shape, parts, self.dtype)
+
+    def matrix(self, inputs: int, parts: dict[str, int]) -> tuple[torch.Tensor, str | None]:
+        """A new matrix with rows of `inputs` elements, and the format that it has or shall get; `parts` as of `tensor`.
+
+        Of a format that the file stores it is uint8 [rows, bytes], otherwise [rows, inputs] in the model's dtype.
+        """
+        rows = sum(parts.values())
+        format_ = self.formats.of(parts, inputs)
+        self.matrices += len(parts)
+        if format_ not in BLOCK_BYTES:
+            return self.tensor((rows, inputs), parts), format_
+        self.stored |= dict.fromkeys(parts, format_)
+        return self._allocate((rows, inputs // SHARED * BLOCK_BYTES[format_]), parts, torch.uint8), format_
+
+    def _allocate(self, shape: tuple[int, ...], parts: dict[str, int], dtype: torch.dtype) -> torch.Tensor:
+        tensor = torch.empty(shape, dtype=dtype, device=self.device)
         for name, part in zip(parts, tensor.split(list(parts.values())), strict=True):
             self._targets[name] = part
         self._bytes += tensor.nbytes
@@ -52,6 +74,10 @@ class Parameters:
     def skip(self, name: str) -> None:
         """A weight that some checkpoints carry and the model does not need."""
         self._skipped.add(name)
+
+    def requantised(self, before: int, after: int) -> None:
+        """Notes that a tensor was replaced by one of another size in bytes."""
+        self._bytes += after - before
 
     @property
     def nbytes(self) -> int:

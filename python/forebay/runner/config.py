@@ -11,6 +11,7 @@ import torch
 from forebay.weights.config import ModelConfig, shape_of
 from forebay.weights.encoder_config import EncoderConfig
 from forebay.weights.pooling import Pooling
+from forebay.weights.quantization import QUANTIZATIONS
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 LOAD_FORMATS = ("auto", "dummy")
@@ -28,6 +29,7 @@ class RunnerConfig:
     load_format: str
     device: str
     dtype: torch.dtype
+    quantization: str | None
     page_size: int
     slots: int
     context_length: int
@@ -51,11 +53,23 @@ class RunnerConfig:
         config = cls(**{**chosen, "dtype": DTYPES[values["dtype"]]})
         if config.load_format not in LOAD_FORMATS:
             raise ConfigError(f"load format {config.load_format!r} is not supported: use {' or '.join(LOAD_FORMATS)}")
+        config._check_quantization()
         if min(config.page_size, config.slots, config.context_length) < 1:
             raise ConfigError("page_size, slots and context_length must be at least 1")
         if config.world_size != 1:
             raise ConfigError(f"{config.world_size} ranks are not supported: only 1 is")
         return config
+
+    def _check_quantization(self) -> None:
+        wanted = self.quantization
+        if wanted is None:
+            return
+        if wanted not in QUANTIZATIONS:
+            raise ConfigError(f"quantization {wanted!r} is not supported: use {' or '.join(QUANTIZATIONS)}")
+        if self.pooling is not None:
+            raise ConfigError(f"quantization {wanted} is for models that generate, not for those that pool")
+        if wanted == "gguf" and (self.model["format"] != "gguf" or self.load_format == "dummy"):
+            raise ConfigError("quantization gguf computes with the blocks of a GGUF file, and none is loaded")
 
     @property
     def model_config(self) -> ModelConfig | EncoderConfig:

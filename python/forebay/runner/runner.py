@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from collections import Counter
 from functools import cached_property
 
 import numpy as np
@@ -21,7 +23,11 @@ from forebay.runner.kv_pool import KvPool, page_count
 from forebay.runner.sampler import Sampled, Sampler, plain
 from forebay.runner.slots import Int64s, PlanError, SlotTables
 from forebay.weights.encoder_config import EncoderConfig
+from forebay.weights.errors import ModelError
+from forebay.weights.gguf_file import GgufFiles
+from forebay.weights.gguf_tensors import stored_formats
 from forebay.weights.load import iter_weights
+from forebay.weights.quantization import BLOCK_BYTES, PLAIN, Formats
 from forebay.worker.wire import (
     FLAG_POOL,
     FLAG_SAMPLE,
@@ -46,13 +52,16 @@ class ModelRunner:
         self.model_config = config.model_config
         self._arena = np.zeros(0, np.uint8) if arena is None else arena
         available = self.device.available_bytes()
-        params = Parameters(config.dtype, self.device.torch_device)
+        if config.quantization is not None:
+            self.device.check_quantization(config.quantization)
+        params = Parameters(config.dtype, self.device.torch_device, self._formats())
         self.model: Decoder | Bert
         if isinstance(self.model_config, EncoderConfig):
             self.model = registry.build_encoder(self.model_config, config.pooling, params)
             self.kv = KvPool(None, 0, config.page_size, config.dtype, self.device)
         else:
             self.model = registry.build(self.model_config, params, self.device.attention(), config.context_length)
+            self._tell_formats(params)
             pages = page_count(config, self.model_config, available, params.nbytes)
             self.kv = KvPool(self.model_config, pages, config.page_size, config.dtype, self.device)
         # What a row may ask for: a model that pools does nothing else.
@@ -61,6 +70,29 @@ class ModelRunner:
         self.prompts = PromptRows(self._arena, self.tables, self.model_config.hidden_size, config.dtype)
         self._sampler = Sampler(self.tables, self.device)
         self._compute_ended_us = self.device.clock_us()
+
+    def _formats(self) -> Formats:
+        """What the configuration wants quantised."""
+        config, model = self.config, self.model_config
+        if config.quantization == "w8a8_int8":
+            return Formats(int8=True)
+        if config.quantization == "gguf" and not isinstance(model, EncoderConfig):
+            return Formats(stored=stored_formats(GgufFiles.open(config.model["files"]), model))
+        return PLAIN
+
+    def _tell_formats(self, params: Parameters) -> None:
+        """Says what of a file is computed as it is stored; raises `ModelError` if that is nothing."""
+        if self.config.quantization != "gguf":
+            return
+        found = Counter(params.stored.values())
+        if not found:
+            raise ModelError(
+                f"no matrix of the file can be computed as it is stored: quantization gguf knows {', '.join(BLOCK_BYTES)}"
+            )
+        named = ", ".join(f"{count} {kind}" for kind, count in sorted(found.items()))
+        others = params.matrices - found.total()
+        dtype = self._dtype_name()
+        print(f"computing with {named} matrices as the file stores them, {others} in {dtype}", file=sys.stderr)
 
     @property
     def decoder(self) -> Decoder:
@@ -74,7 +106,8 @@ class ModelRunner:
         if self.config.load_format == "dummy":
             self.model.params.randomise(self.config.seed, report)
         else:
-            self.model.load_weights(iter_weights(dict(self.config.model), self.model_config), report)
+            stored = self.model.params.stored
+            self.model.load_weights(iter_weights(dict(self.config.model), self.model_config, stored), report)
 
     def warm_up(self) -> None:
         """Runs a tiny prompt and, if the model generates, a decode row: no request pays for what libraries set up.
@@ -104,11 +137,14 @@ class ModelRunner:
             "page_count": self.kv.page_count,
             "vocab_size": self.model_config.vocab_size,
             "hidden_size": self.model_config.hidden_size,
-            "dtype": next(name for name, dtype in DTYPES.items() if dtype == self.config.dtype),
+            "dtype": self._dtype_name(),
             "weight_bytes": self.model.params.nbytes,
             "kv_bytes": self.kv.nbytes,
             "device": self.device.name,
         }
+
+    def _dtype_name(self) -> str:
+        return next(name for name, dtype in DTYPES.items() if dtype == self.config.dtype)
 
     @torch.inference_mode()
     def step(self, plan: Plan) -> StepResult:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 import numpy as np
 import torch
@@ -12,8 +12,9 @@ from gguf.quants import dequantize
 from forebay.weights.config import ModelConfig
 from forebay.weights.errors import ModelError, UnsupportedModelError
 from forebay.weights.gguf_file import GgufFiles, GgufTensor
+from forebay.weights.quantization import BLOCK_BYTES
 
-__all__ = ["SUPPORTED_TYPES", "check_types", "hf_tensor_names", "iter_tensors"]
+__all__ = ["SUPPORTED_TYPES", "check_types", "hf_tensor_names", "iter_tensors", "stored_formats"]
 
 SUPPORTED_TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")
 
@@ -35,6 +36,7 @@ _LAYER_NAMES = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
+_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 # Tables for the rotary embedding: they are part of the config here (`gguf_config`), not weights.
 _ROPE_TENSORS = ("rope_freqs.weight",)
 
@@ -58,13 +60,34 @@ def hf_tensor_names(files: GgufFiles, config: ModelConfig) -> dict[str, str]:
     return names
 
 
-def iter_tensors(files: GgufFiles, config: ModelConfig) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields (Hugging Face name, float32 tensor) for each weight, one in memory at a time."""
+def stored_formats(files: GgufFiles, config: ModelConfig) -> dict[str, str]:
+    """Hugging Face name to type of the matrices that can be computed with as they are stored.
+
+    A tied head is the embedding's tensor under a name of its own.
+    """
+    names = hf_tensor_names(files, config)
+    if config.tie_word_embeddings:
+        names["token_embd.weight"] = _HEAD
+    types = {hf_name: files.tensors[name].type.name for name, hf_name in names.items()}
+    return {name: kind for name, kind in types.items() if kind in BLOCK_BYTES and name != _EMBEDDING}
+
+
+def iter_tensors(
+    files: GgufFiles, config: ModelConfig, as_stored: Collection[str] = ()
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields (Hugging Face name, float32 tensor) for each weight, one in memory at a time.
+
+    Of the names in `as_stored` it is the bytes of the file, uint8 [rows, bytes]; a tied head's as well, if it is named.
+    """
     check_types(files)
     # Only the llama converter reorders: it makes the two halves of a head alternate, as the original Llama code did.
     permuted = files.architecture == "llama"
     for name, hf_name in hf_tensor_names(files, config).items():
-        tensor = dequantized(files.tensors[name])
+        stored = files.tensors[name]
+        if hf_name == _EMBEDDING and config.tie_word_embeddings and _HEAD in as_stored:
+            yield _HEAD, torch.from_numpy(stored.data.copy())
+        # A row's blocks go where the row goes.
+        tensor = torch.from_numpy(stored.data.copy()) if hf_name in as_stored else dequantized(stored)
         if permuted and ".attn_q." in name:
             tensor = _halves(tensor, config.num_attention_heads)
         elif permuted and ".attn_k." in name:

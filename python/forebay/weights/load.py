@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
@@ -17,15 +17,17 @@ from forebay.weights.gguf_tensors import hf_tensor_names, iter_tensors
 __all__ = ["count_weights", "iter_weights"]
 
 
-def iter_weights(model: dict[str, Any], config: ModelConfig | EncoderConfig) -> Iterator[tuple[str, torch.Tensor]]:
+def iter_weights(
+    model: dict[str, Any], config: ModelConfig | EncoderConfig, as_stored: Collection[str] = ()
+) -> Iterator[tuple[str, torch.Tensor]]:
     """Yields each weight's name (`model.layers.0.self_attn.q_proj.weight`, ...) and value, on the CPU.
 
     `model` is what `forebay.weights.fetch` prints; its `format` and `files` are used. Safetensors keep the type of the
     file and lie in its memory map, one file at a time: copy what outlives the step of the iteration. GGUF tensors are
-    dequantised to float32. A tied `lm_head.weight` and buffers that the model computes itself are left out.
+    dequantised to float32, but those named in `as_stored`: of these it is the file's bytes. A tied `lm_head.weight` and buffers that the model computes itself are left out.
     """
     if model["format"] == "gguf":
-        yield from iter_tensors(GgufFiles.open(model["files"]), _of_gguf(config))
+        yield from iter_tensors(GgufFiles.open(model["files"]), _of_gguf(config), as_stored)
         return
     for path in _safetensors(model):
         with safe_open(path, framework="pt", device="cpu") as file:

@@ -64,7 +64,13 @@ fn check<E: Element, K: Kernel<E>>(
         packed
     };
     let (plain, gated) = (packed(false), packed(true));
-    let matrix = |panels: &[E]| Matrix { panels: panels.as_ptr(), outputs, inputs, bias: &bias };
+    let matrix = |panels: &[E]| Matrix {
+        panels: panels.as_ptr(),
+        format: None,
+        outputs,
+        inputs,
+        bias: &bias,
+    };
     let from = Rows { first: x.as_ptr(), count: rows };
     let close = |found: f32, exact: f64| {
         assert!((f64::from(found) - exact).abs() < bound * exact.abs().max(1.0), "{found} {exact}")

@@ -1,0 +1,272 @@
+//! Numbers as 8-bit integers with a scale: how quantised weights are stored, and activations made to fit them.
+//!
+//! Weights are kept as unsigned codes, activations as signed ones, because that is what the processors' dot products of bytes take. What
+//! an offset adds to a product is the offset times the sum of the activations, so each row brings its sums along and nothing is lost:
+//! integer sums are exact.
+
+use crate::element::Element;
+use crate::tile::LANES;
+use crate::vector::Vector;
+
+/// Inner positions that share a scale in the GGUF formats; all inner dimensions of quantised matrices are multiples of it.
+pub(crate) const SHARED: usize = 32;
+/// Activations' largest code.
+pub(crate) const LARGEST: f32 = 127.0;
+
+/// What codes of numbers up to `largest` are multiplied with: 0, and all codes with it, where there are only zeros, no numbers, or so little
+/// that its inverse is infinite.
+#[inline(always)]
+pub(crate) fn inverse_of(largest: f32) -> f32 {
+    if largest > 1e-36 { LARGEST / largest } else { 0.0 }
+}
+
+/// How the weights of a quantised matrix are stored.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Format {
+    /// 8 bits, one scale an output.
+    Int8,
+    /// 8 bits, a scale every [`SHARED`] positions: GGUF's `Q8_0`.
+    Q8_0,
+    /// 4 bits, a scale every [`SHARED`] positions: GGUF's `Q4_0`.
+    Q4_0,
+    /// 4 bits, a scale and a least value every [`SHARED`] positions: GGUF's `Q4_1`.
+    Q4_1,
+}
+
+impl Format {
+    /// As the C interface counts them; 0, and what is not known, is not quantised.
+    pub(crate) fn of(number: u32) -> Option<Self> {
+        [Self::Int8, Self::Q8_0, Self::Q4_0, Self::Q4_1]
+            .get(number.checked_sub(1)? as usize)
+            .copied()
+    }
+
+    /// What stands for zero.
+    pub(crate) const fn offset(self) -> i32 {
+        match self {
+            Self::Int8 | Self::Q8_0 => 128,
+            Self::Q4_0 => 8,
+            Self::Q4_1 => 0,
+        }
+    }
+
+    /// Whether two codes share a byte.
+    pub(crate) const fn is_narrow(self) -> bool {
+        matches!(self, Self::Q4_0 | Self::Q4_1)
+    }
+
+    /// Inner positions that share a scale, of `k`.
+    #[inline(always)]
+    pub(crate) const fn shared(self, k: usize) -> usize {
+        match self {
+            Self::Int8 => k,
+            _ => SHARED,
+        }
+    }
+}
+
+/// Activations as codes: of each row `inputs` of them, and scales and sums of those that share one.
+#[derive(Clone, Copy)]
+pub(crate) struct Codes {
+    pub(crate) codes: *const i8,
+    pub(crate) scales: *const f32,
+    pub(crate) sums: *const i32,
+    pub(crate) count: usize,
+}
+
+/// Room for activations as codes.
+#[derive(Clone, Copy)]
+pub(crate) struct CodesRoom {
+    pub(crate) codes: *mut i8,
+    pub(crate) scales: *mut f32,
+    pub(crate) sums: *mut i32,
+}
+
+impl CodesRoom {
+    /// The room from a row on, of rows that all have `inputs` positions, `shared` to a scale.
+    #[inline(always)]
+    pub(crate) fn from(self, row: usize, inputs: usize, shared: usize) -> Self {
+        let scales = inputs / shared;
+        Self {
+            codes: self.codes.wrapping_add(row * inputs),
+            scales: self.scales.wrapping_add(row * scales),
+            sums: self.sums.wrapping_add(row * scales),
+        }
+    }
+
+    #[inline(always)]
+    pub(crate) fn filled(self, count: usize) -> Codes {
+        Codes { codes: self.codes, scales: self.scales, sums: self.sums, count }
+    }
+}
+
+/// Makes codes of one row of activations, `shared` to a scale: symmetric, the largest of them exact, to the nearest. What has a number that
+/// is not finite gets a scale that is none.
+///
+/// # Safety
+/// `from` has `inputs` elements, `to` room for them; both `inputs` and `shared` are multiples of [`SHARED`].
+#[inline(always)]
+pub(crate) unsafe fn encode<E: Element, V: Vector>(
+    from: *const E,
+    inputs: usize,
+    shared: usize,
+    to: CodesRoom,
+) {
+    // SAFETY: whole vectors, by the contract.
+    unsafe {
+        for index in 0..inputs / shared {
+            let (from, codes) = (from.add(index * shared), to.codes.add(index * shared));
+            let mut largest = V::splat(0.0);
+            let mut finite = true;
+            for at in (0..shared).step_by(LANES) {
+                let x: V = widened(from.add(at));
+                finite &= x.is_finite();
+                largest = largest.larger(x).larger(V::splat(0.0).sub(x));
+            }
+            let largest = if finite { largest.largest() } else { f32::NAN };
+            let inverse = inverse_of(largest);
+            let mut sum = V::splat(0.0);
+            for at in (0..shared).step_by(LANES) {
+                let x: V = if finite { widened(from.add(at)) } else { V::splat(0.0) };
+                let x = x.mul(V::splat(inverse)).at_least(-LARGEST).at_most(LARGEST).round();
+                x.store_codes(codes.add(at));
+                sum = sum.add(x);
+            }
+            *to.scales.add(index) = largest / LARGEST;
+            // Floats below 2^24 that are integers add up exactly.
+            *to.sums.add(index) = sum.sum() as i32;
+        }
+    }
+}
+
+#[inline(always)]
+unsafe fn widened<E: Element, V: Vector>(from: *const E) -> V {
+    // SAFETY: the caller has a whole vector there.
+    unsafe {
+        let values: [f32; LANES] = std::array::from_fn(|lane| (*from.add(lane)).to_f32());
+        V::load(values.as_ptr())
+    }
+}
+
+/// A float of 16 bits.
+#[inline(always)]
+pub(crate) fn half_to_f32(bits: u16) -> f32 {
+    let bits = u32::from(bits);
+    // Its exponent in the place of a float's, and the difference of the two biases made good: exact for denormals too.
+    let value = f32::from_bits((bits & 0x7fff) << 13) * f32::from_bits((127 + 112) << 23);
+    let special = if bits & 0x7c00 == 0x7c00 { 0x7f80_0000 } else { 0 };
+    f32::from_bits(value.to_bits() | special | (bits & 0x8000) << 16)
+}
+
+#[cfg(test)]
+pub(crate) mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::element::Bf16;
+    use crate::vector::Array;
+
+    /// Rows as codes, owned.
+    pub(crate) struct Encoded {
+        pub(crate) codes: Vec<i8>,
+        pub(crate) scales: Vec<f32>,
+        pub(crate) sums: Vec<i32>,
+    }
+
+    impl Encoded {
+        pub(crate) fn of<E: Element, V: Vector>(x: &[E], inputs: usize, shared: usize) -> Self {
+            let scales = x.len() / shared;
+            let mut made =
+                Self { codes: vec![99; x.len()], scales: vec![9.0; scales], sums: vec![9; scales] };
+            let room = CodesRoom {
+                codes: made.codes.as_mut_ptr(),
+                scales: made.scales.as_mut_ptr(),
+                sums: made.sums.as_mut_ptr(),
+            };
+            for (row, x) in x.chunks_exact(inputs).enumerate() {
+                // SAFETY: rows and room of these sizes; the caller detected what `V` needs.
+                unsafe {
+                    encode::<E, V>(x.as_ptr(), inputs, shared, room.from(row, inputs, shared))
+                };
+            }
+            made
+        }
+
+        pub(crate) fn codes(&self, count: usize) -> Codes {
+            let Self { codes, scales, sums } = self;
+            Codes { codes: codes.as_ptr(), scales: scales.as_ptr(), sums: sums.as_ptr(), count }
+        }
+    }
+
+    fn check<V: Vector>(x: &[f32], shared: usize) {
+        let narrow: Vec<Bf16> = x.iter().map(|&x| Bf16::from_f32(x)).collect();
+        let wide: Vec<f32> = narrow.iter().map(|x| x.to_f32()).collect();
+        let made = Encoded::of::<Bf16, V>(&narrow, x.len(), shared);
+        let same = Encoded::of::<f32, Array>(&wide, x.len(), shared);
+        assert_eq!(made.codes, same.codes);
+        assert_eq!(made.sums, same.sums);
+        for (index, x) in wide.chunks_exact(shared).enumerate() {
+            let codes = &made.codes[index * shared..][..shared];
+            let scale = made.scales[index];
+            assert_eq!(scale.to_bits(), same.scales[index].to_bits());
+            assert_eq!(codes.iter().map(|&code| i32::from(code)).sum::<i32>(), made.sums[index]);
+            if x.iter().any(|x| !x.is_finite()) {
+                assert!(scale.is_nan());
+                continue;
+            }
+            for (x, &code) in x.iter().zip(codes) {
+                assert!((-127..=127).contains(&code));
+                let bound = scale * 0.5001 + 1e-36;
+                assert!((x - scale * f32::from(code)).abs() <= bound, "{x} {code} {scale}");
+            }
+        }
+    }
+
+    fn values() -> impl Strategy<Value = f32> {
+        prop_oneof![
+            8 => -4.0f32..4.0,
+            2 => Just(0.0f32),
+            1 => prop::sample::select(vec![1e30, -1e30, 1e-38, 1e-44]),
+        ]
+    }
+
+    proptest! {
+        #[test]
+        fn codes_are_the_nearest_at_every_level(
+            x in prop::collection::vec(values(), 96),
+            odd in prop::option::weighted(0.2, (0usize..96, prop::sample::select(vec![f32::NAN, f32::INFINITY, f32::NEG_INFINITY]))),
+            little in prop::sample::select(vec![0.0f32, 1e-40, 1e-30, 1.0, 1.0, 1.0]),
+        ) {
+            let mut x: Vec<f32> = x.iter().map(|x| x * little).collect();
+            if let Some((at, value)) = odd {
+                x[at] = value;
+            }
+            for shared in [32, 96] {
+                check::<Array>(&x, shared);
+                #[cfg(target_arch = "x86_64")]
+                if is_x86_feature_detected!("avx512bw") && is_x86_feature_detected!("avx512dq") {
+                    check::<crate::x86::Zmm>(&x, shared);
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn halves_are_widened_exactly() {
+        for (bits, value) in [
+            (0x0000, 0.0),
+            (0x3c00, 1.0),
+            (0xc000, -2.0),
+            (0x7bff, 65504.0),
+            (0x0001, 2f32.powi(-24)),
+            (0x03ff, 1023.0 * 2f32.powi(-24)),
+            (0x8400, -(2f32.powi(-14))),
+            (0x7c00, f32::INFINITY),
+            (0xfc00, f32::NEG_INFINITY),
+        ] {
+            assert_eq!(half_to_f32(bits), value, "{bits:x}");
+        }
+        assert!(half_to_f32(0x7e00).is_nan());
+        assert_eq!(half_to_f32(0x8000).to_bits(), 0x8000_0000);
+    }
+}

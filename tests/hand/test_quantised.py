@@ -1,0 +1,272 @@
+"""Quantised products: models against PyTorch with the same rounding, any company, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from gguf.quants import quantize
+
+from forebay.kernels import library as binding
+from forebay.kernels.compute import NativeCompute, level
+from forebay.runner.compute import Rows, TorchCompute
+from forebay.runner.config import RunnerConfig
+from forebay.runner.runner import ModelRunner
+from forebay.weights.gguf_config import hf_config as hf_config_of
+from forebay.weights.gguf_file import GgufFiles
+from tests.hand.support import FAMILIES, hf_config, reference_model, runner_of, wire_config
+from tests.weights.support import smollm2, tiny_metadata, tiny_tensors, tiny_tokenizer, write_gguf
+
+Q = gguf.GGMLQuantizationType
+Step = list[tuple[int, int, int]]  # slot, start, length of each row
+STEPS: list[Step] = [
+    [(0, 0, 37), (1, 0, 1), (2, 0, 50)],
+    [(1, 1, 1), (0, 37, 1), (2, 50, 1), (3, 0, 9)],
+]
+MIXED = {"attn_q": Q.Q4_0, "attn_k": Q.Q4_1, "attn_v": Q.Q4_0, "attn_output": Q.F16, "token_embd": Q.Q8_0}
+"""Types by tensor: what is fused is not all of one type, and what is not given is Q4_1."""
+
+
+def rows(step: Step) -> Rows:
+    slot, start, length = np.array(step, np.int64).T
+    return Rows(slot, start, length, np.arange(len(step)))
+
+
+def fill(runner: ModelRunner) -> ModelRunner:
+    """Puts random tokens into four slots, and pages in no order."""
+    random = np.random.default_rng(5)
+    tables = runner.tables
+    vocabulary = runner.model_config.vocab_size
+    tables.token_pool[:4] = torch.from_numpy(random.integers(0, vocabulary, tables.token_pool[:4].shape))
+    pages = random.permutation(runner.kv.page_count)[: 4 * tables.pages_per_slot].reshape(4, -1)
+    tables.page_table[:4] = torch.from_numpy(pages)
+    return runner
+
+
+def int8(family: str = "llama", dtype: str = "float32", quantization: str | None = "w8a8_int8") -> ModelRunner:
+    return fill(runner_of(reference_model(family), dtype=dtype, page_size=16, quantization=quantization))
+
+
+def loaded(path: Path, dtype: str = "float32", quantization: str | None = "gguf") -> ModelRunner:
+    model = {"format": "gguf", "files": [str(path)], "config": hf_config_of(GgufFiles.open([path]))}
+    config = wire_config({}, load_format="auto", page_size=16, dtype=dtype, quantization=quantization)
+    runner = ModelRunner(RunnerConfig.from_dict({**config, "model": model}))
+    runner.load(lambda done, total: None)
+    return fill(runner)
+
+
+def tiny(path: Path, types: dict[str, Any], architecture: str = "llama", *, tied: bool = True) -> Path:
+    """A small model whose matrices have these types, by the tensors' names; "" is what the others have."""
+    tensors = {}
+    for name, (values, kind) in tiny_tensors(architecture, tied=tied).items():
+        stem = name.removesuffix(".weight").rpartition(".")[2]
+        if values.ndim == 2:
+            kind = types.get(stem, types[""])
+            values = quantize(values * 0.12, kind)
+        tensors[name] = (values, kind)
+    return write_gguf(path, architecture, {**tiny_metadata(), **tiny_tokenizer()}, tensors)
+
+
+def native(runner: ModelRunner, threads: int = 2) -> NativeCompute:
+    return NativeCompute(runner.decoder, runner.tables, runner.kv, runner.prompts, threads)
+
+
+def reference(runner: ModelRunner) -> TorchCompute:
+    return TorchCompute(runner.decoder, runner.tables, runner.kv, runner.prompts, runner.device)
+
+
+def rounded(x: torch.Tensor, shared: int) -> torch.Tensor:
+    """What 8 bits and a scale for every `shared` elements leave of x."""
+    parts = x.float().unflatten(-1, (-1, shared))
+    scale = parts.abs().amax(-1, keepdim=True) / 127
+    return (scale * (parts / scale.clamp_min(1e-30)).round()).flatten(-2)
+
+
+def quantised_torch(monkeypatch: pytest.MonkeyPatch, shared: Callable[[torch.Tensor], int | None]) -> None:
+    """Has PyTorch's products round their inputs as the kernels do; `shared` of a weight: elements to a scale."""
+    exact = torch.nn.functional.linear
+
+    def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        count = shared(weight)
+        return exact(x if count is None else rounded(x, count).to(x.dtype), weight, bias)
+
+    monkeypatch.setattr(torch.nn.functional, "linear", linear)
+
+
+def check(compute: NativeCompute, expected: TorchCompute) -> None:
+    """Codes may differ by one where the two compute a number that is halfway: the bound is on the typical difference."""
+    for step in STEPS:
+        found, wanted = compute.logits(rows(step)), expected.logits(rows(step))
+        assert float((found - wanted).square().mean().sqrt()) < 0.02 * float(wanted.std())
+        tokens, finite = compute.greedy(rows(step))
+        assert tokens.tolist() == found.argmax(dim=-1).tolist()
+        assert finite.all()
+
+
+@pytest.fixture(params=binding.LEVELS)
+def instructions(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Every level that the processor has."""
+    if binding.LEVELS.index(request.param) < binding.LEVELS.index(level()):
+        pytest.skip(f"the processor has {level()} only")
+    assert binding.library().fb_limit(request.param.encode())
+    yield request.param
+    binding.library().fb_limit(binding.LEVELS[0].encode())
+
+
+@pytest.mark.parametrize("family", ["llama", "llama-untied-biases", "llama-head-dim", "qwen2", "qwen3"])
+def test_int8_logits_are_those_of_torch_that_rounds(
+    family: str, instructions: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compute = native(int8(family))
+    other = int8(family, quantization=None)
+    decoder = other.decoder
+    for block in decoder.blocks:
+        for of in (block.attention.qkv, block.attention.output, block.mlp.gate_up, block.mlp.down):
+            of.weight.copy_(rounded(of.weight, of.weight.shape[1]))
+    # The head is quantised, the embedding is not.
+    decoder.head = rounded(decoder.head, decoder.head.shape[1])
+    quantised_torch(monkeypatch, lambda weight: weight.shape[1])
+    check(compute, reference(other))
+
+
+@pytest.mark.parametrize(
+    ("types", "architecture", "tied"),
+    [
+        ({"": Q.Q4_0}, "llama", True),
+        ({"": Q.Q4_1, "token_embd": Q.Q8_0}, "llama", True),
+        ({"": Q.Q8_0}, "qwen3", False),
+        ({"": Q.Q4_1, **MIXED}, "qwen2", False),
+    ],
+)
+def test_gguf_logits_are_those_of_torch_that_rounds(
+    types: dict[str, Any],
+    architecture: str,
+    tied: bool,
+    instructions: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    path = tiny(tmp_path / "model.gguf", types, architecture, tied=tied)
+    compute = native(loaded(path))
+    other = loaded(path, quantization=None)
+    # What is fused and not all of one type, and what has a type without kernels, is computed as ever.
+    plain = [block.attention.qkv for block in other.decoder.blocks if "attn_q" in types]
+    plain += [block.attention.output for block in other.decoder.blocks if "attn_output" in types]
+    addresses = {of.weight.data_ptr() for of in plain}
+    quantised_torch(monkeypatch, lambda weight: None if weight.data_ptr() in addresses else 32)
+    check(compute, reference(other))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", ["int8", "Q4_0", "Q4_1", "Q8_0"])
+def test_a_row_gets_the_same_bits_in_any_company(dtype: str, kind: str, instructions: str, tmp_path: Path) -> None:
+    def runner() -> ModelRunner:
+        if kind == "int8":
+            return int8(dtype=dtype)
+        return loaded(tiny(tmp_path / "model.gguf", {"": Q[kind]}), dtype)
+
+    alone = native(runner(), threads=1)
+    wanted = [alone.logits(rows([(slot, 0, 80)]))[0] for slot in range(3)]
+    for threads in (1, 2, 3):
+        mixed = native(runner(), threads)
+        mixed.logits(rows([(0, 0, 33), (1, 0, 7), (2, 0, 79)]))
+        mixed.logits(rows([(1, 7, 60), (0, 33, 46)]))
+        found = mixed.logits(rows([(2, 79, 1), (0, 79, 1), (1, 67, 13)]))
+        for slot, row in ((2, 0), (0, 1), (1, 2)):
+            assert torch.equal(found[row], wanted[slot])
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("kind", ["int8", "gguf"])
+def test_rows_that_are_not_finite_are_told_and_keep_to_themselves(bad: float, kind: str, tmp_path: Path) -> None:
+    runner = int8() if kind == "int8" else loaded(tiny(tmp_path / "model.gguf", {"": Q.Q4_1}))
+    compute = native(runner)
+    compute.logits(rows([(0, 0, 20), (1, 0, 20)]))
+    page = int(runner.tables.page_table[0, 0])
+    runner.kv.layers[0].values[page * 16 : (page + 1) * 16] = bad
+    logits = compute.logits(rows([(0, 20, 1), (1, 20, 1)]))
+    assert logits.isfinite().all(dim=-1).tolist() == [False, True]
+    assert compute.greedy(rows([(0, 20, 1), (1, 20, 1)]))[1].tolist() == [False, True]
+
+
+def test_the_default_model_with_its_own_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    compute = native(loaded(smollm2()))
+    other = loaded(smollm2(), quantization=None)
+    quantised_torch(monkeypatch, lambda weight: 32)
+    step = rows([(0, 0, 12), (1, 0, 5)])
+    found, wanted = compute.logits(step), reference(other).logits(step)
+    # 30 layers make more of a code that differs by one than the small models do.
+    assert float((found - wanted).square().mean().sqrt()) < 0.03 * float(wanted.std())
+    assert found.argmax(dim=-1).tolist() == wanted.argmax(dim=-1).tolist()
+
+
+def test_what_is_stored_takes_no_more_memory_than_in_the_file(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = tiny(tmp_path / "model.gguf", {"": Q.Q4_0, "ffn_down": Q.Q5_0})
+    plain = loaded(path, quantization=None).facts()["weight_bytes"]
+    assert capfd.readouterr().err == ""
+    quantised = loaded(path).facts()["weight_bytes"]
+    assert isinstance(plain, int)
+    assert isinstance(quantised, int)
+    assert quantised < 0.6 * plain
+    told = "computing with 13 Q4_0 matrices as the file stores them, 2 in float32"
+    assert told in capfd.readouterr().err
+
+
+def test_int8_takes_the_memory_that_it_says() -> None:
+    plain, quantised = int8(quantization=None), int8()
+    native(plain)
+    native(quantised)
+    weights = sum(block.mlp.down.inputs * 64 for block in quantised.decoder.blocks)
+    saved = int(plain.facts()["weight_bytes"]) - int(quantised.facts()["weight_bytes"])
+    assert saved > 3 * weights
+
+
+def runner_with(**changes: Any) -> ModelRunner:
+    config = hf_config(FAMILIES["llama"][1], "LlamaForCausalLM")
+    return ModelRunner(RunnerConfig.from_dict(wire_config(config, **changes)))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"quantization": "fp4"}, "use w8a8_int8 or gguf"),
+        ({"quantization": "gguf"}, "none is loaded"),
+        ({"quantization": "w8a8_int8", "pooling": True}, "not for those that pool"),
+        ({"quantization": "w8a8_int8", "intermediate_size": 90}, "needs multiples of 32"),
+    ],
+)
+def test_what_can_not_be_quantised(changes: dict[str, Any], message: str) -> None:
+    config = {**hf_config(FAMILIES["llama"][1], "LlamaForCausalLM")}
+    config["intermediate_size"] = changes.pop("intermediate_size", 96)
+    wire = wire_config(config, **{key: value for key, value in changes.items() if key != "pooling"})
+    if changes.get("pooling"):
+        wire["model"]["pooling"] = {"kind": "last", "normalise": True}
+    with pytest.raises(ValueError, match=message):
+        ModelRunner(RunnerConfig.from_dict(wire))
+
+
+def test_a_file_without_a_type_that_there_are_kernels_for(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="knows Q8_0, Q4_0, Q4_1"):
+        loaded(tiny(tmp_path / "model.gguf", {"": Q.Q5_1}))
+
+
+def test_pytorch_has_no_such_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FOREBAY_KERNELS", "torch")
+    with pytest.raises(ValueError, match="needs the compiled kernels"):
+        runner_with(quantization="w8a8_int8")
+
+
+def test_a_level_without_dot_products_of_bytes_says_so(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FOREBAY_KERNELS", "baseline")
+    runner_with(quantization="w8a8_int8")
+    binding.library().fb_limit(binding.LEVELS[0].encode())
+    assert "plain loops with baseline" in capfd.readouterr().err
