@@ -5,6 +5,8 @@
 PEERS ?= vllm vllm-rust sglang llama
 # How often each thing is measured; empty means the benchmark's own number.
 ROUNDS ?=
+# GSM8K's test.jsonl, for the perplexities of bench-accuracy; empty means the short excerpt in tests/bench.
+TEXT ?=
 # Concurrent streams of the host ceiling, for example STREAMS=64,1024.
 STREAMS ?=
 
@@ -21,7 +23,7 @@ LLAMA_JOBS ?= 2
 LLAMA_CMAKE := -DCMAKE_BUILD_TYPE=Release -DGGML_NATIVE=ON -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF \
 	-DLLAMA_BUILD_APP=OFF -DLLAMA_USE_PREBUILT_UI=OFF -DLLAMA_OPENSSL=OFF
 
-.PHONY: bench bench-setup bench-cpu bench-ablations bench-egress bench-profile bench-agreement bench-embeddings \
+.PHONY: bench bench-setup bench-cpu bench-accuracy bench-ablations bench-egress bench-profile bench-agreement bench-embeddings \
 	bench-intake bench-replicas bench-router bench-micro bench-lock bench-build
 
 bench-setup: $(PEERS:%=$(BENCH_STAMPS)/%) ## install the peers in PEERS that benchmarks compare with (12 GB, 20 minutes)
@@ -35,6 +37,9 @@ bench-cpu: bench-build ## a real model on the CPU beside its peers, where a step
 	$(BIN)/python -m benchmarks.cpu_model $(or $(BENCH_ROUNDS),--rounds 5) --servers 'forebay $(BENCH_CPU_PEERS)'
 	$(BIN)/python -m benchmarks.cpu_parts
 	cargo run --locked --release -p forebay-kernels --example roofline
+
+bench-accuracy: bench-build ## perplexity, answers and steps of quantised products beside bfloat16 (6 minutes)
+	$(BIN)/python -m benchmarks.accuracy $(BENCH_ROUNDS) $(if $(TEXT),--text $(TEXT))
 
 bench-ablations: bench-build ## measure what each mechanism is worth: on/off ratios (15 minutes)
 	$(BIN)/python -m benchmarks.ablations $(BENCH_ROUNDS)

@@ -29,6 +29,7 @@ _ROUTER_KEYS = (
     "router_us_per_token",
     "backend_us_per_token",
 )
+_ACCURACY_KEYS = ("perplexity", "loss_over_base", "loss_error", "answers", "answers_equal", "median_agreed")
 _PROCESSES = 4
 """As many processes as a cell shows."""
 
@@ -289,6 +290,30 @@ def replicas(found: Results) -> str:
     return markdown(head, rows)
 
 
+def accuracy(found: Results) -> str:
+    """What each way of computing a model costs in accuracy, and then its steps; ratios are of bfloat16's time to its own."""
+    parts = []
+    if ways := found.servers("accuracy"):
+        rows = []
+        for way in ways:
+            median = {key: found.median("accuracy", way, key) for key in _ACCURACY_KEYS}
+            over, error = (median[key] or 0.0 for key in ("loss_over_base", "loss_error"))
+            same = f"{median['answers_equal']:.0f} of {median['answers']:.0f}"
+            perplexity = f"{median['perplexity']:.3f}"
+            rows.append([way, perplexity, f"{over:+.4f} ± {error:.4f}", same, number(median["median_agreed"])])
+        head = ["computed in", "perplexity", "loss over bfloat16's", "same answers", "median tokens until they differ"]
+        parts.append(markdown(head, rows))
+    steps = [workload for workload in found.workloads() if workload != "accuracy"]
+    rows = [
+        [step, way, number(found.median(step, way, "step_ms")), spread(found.ratio(step, "bfloat16", way, "step_ms"))]
+        for step in steps
+        for way in found.servers(step)
+    ]
+    if rows:
+        parts.append(markdown(["step", "computed in", "ms", "bfloat16 / this"], rows))
+    return "\n\n".join(parts)
+
+
 KINDS: dict[str, Callable[[Results], str]] = {
     "host_ceiling": host_ceiling,
     "cpu_model": cpu_model,
@@ -301,6 +326,7 @@ KINDS: dict[str, Callable[[Results], str]] = {
     "intake": intake,
     "router": router,
     "replicas": replicas,
+    "accuracy": accuracy,
 }
 
 

@@ -19,6 +19,7 @@ from forebay.runner.config import RunnerConfig
 from forebay.runner.runner import ModelRunner
 from forebay.weights.gguf_config import hf_config as hf_config_of
 from forebay.weights.gguf_file import GgufFiles
+from forebay.weights.pooling import Pooling
 from tests.hand.support import FAMILIES, hf_config, reference_model, runner_of, wire_config
 from tests.weights.support import smollm2, tiny_metadata, tiny_tensors, tiny_tokenizer, write_gguf
 
@@ -194,15 +195,22 @@ def test_rows_that_are_not_finite_are_told_and_keep_to_themselves(bad: float, ki
     assert compute.greedy(rows([(0, 20, 1), (1, 20, 1)]))[1].tolist() == [False, True]
 
 
-def test_the_default_model_with_its_own_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    compute = native(loaded(smollm2()))
-    other = loaded(smollm2(), quantization=None)
+def test_the_default_model_is_as_far_from_exact_as_rounding_makes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    runner, other = loaded(smollm2()), loaded(smollm2(), quantization=None)
+    # "The capital of France is": 30 layers make much of a code that differs by one where there is no sense in a text.
+    tokens = torch.tensor([504, 3575, 282, 4649, 314])
+    for each in (runner, other):
+        each.tables.token_pool[0, : len(tokens)] = tokens
+    step = rows([(0, 0, len(tokens))])
+    exact = reference(other).logits(step)
     quantised_torch(monkeypatch, lambda weight: 32)
-    step = rows([(0, 0, 12), (1, 0, 5)])
-    found, wanted = compute.logits(step), reference(other).logits(step)
-    # 30 layers make more of a code that differs by one than the small models do.
-    assert float((found - wanted).square().mean().sqrt()) < 0.03 * float(wanted.std())
-    assert found.argmax(dim=-1).tolist() == wanted.argmax(dim=-1).tolist()
+    found, wanted = native(runner).logits(step), reference(other).logits(step)
+
+    def distance(logits: torch.Tensor) -> float:
+        return float((logits - exact).square().mean().sqrt() / exact.std())
+
+    assert 0 < distance(found) < max(0.1, 1.5 * distance(wanted))
+    assert found.argmax() == exact.argmax()
 
 
 def test_what_is_stored_takes_no_more_memory_than_in_the_file(
@@ -247,7 +255,8 @@ def test_what_can_not_be_quantised(changes: dict[str, Any], message: str) -> Non
     config["intermediate_size"] = changes.pop("intermediate_size", 96)
     wire = wire_config(config, **{key: value for key, value in changes.items() if key != "pooling"})
     if changes.get("pooling"):
-        wire["model"]["pooling"] = {"kind": "last", "normalise": True}
+        pooling = Pooling("embed", "last", 64, normalize=True, sigmoid=False, max_length=None)
+        wire["model"]["pooling"] = pooling.to_dict()
     with pytest.raises(ValueError, match=message):
         ModelRunner(RunnerConfig.from_dict(wire))
 

@@ -9,7 +9,8 @@ use serde_json::{Map, Value, json};
 
 use crate::affinity::{Affinity, threads_each};
 use crate::flags::{
-    Device, Dtype, Egress, LoadBalance, LoadFormat, SchedulePolicy, ServeFlags, SimFlags,
+    Device, Dtype, Egress, LoadBalance, LoadFormat, Quantization, SchedulePolicy, ServeFlags,
+    SimFlags,
 };
 use crate::model::{Model, Pooling};
 use crate::text::{TokenizerBackend, TokenizerMode};
@@ -27,6 +28,7 @@ pub(crate) struct Config {
     pub(crate) served_model_names: Vec<String>,
     pub(crate) device: &'static str,
     pub(crate) dtype: &'static str,
+    pub(crate) quantization: Option<Quantization>,
     pub(crate) load_format: &'static str,
     pub(crate) context_length: u32,
     pub(crate) page_size: u32,
@@ -160,6 +162,7 @@ impl Config {
                 Device::Sim => "sim",
             },
             dtype: if simulated.is_some() { "none" } else { dtype(flags.loading.dtype) },
+            quantization: if simulated.is_some() { None } else { quantization(flags, model)? },
             load_format: match flags.loading.load_format {
                 LoadFormat::Auto => "auto",
                 LoadFormat::Dummy => "dummy",
@@ -251,6 +254,7 @@ impl Config {
             "load_format": self.load_format,
             "device": self.device,
             "dtype": self.dtype,
+            "quantization": self.quantization,
             "page_size": self.page_size,
             "slots": self.slots,
             "context_length": self.context_length,
@@ -270,6 +274,22 @@ impl Config {
 fn egress_threads() -> u16 {
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
     u16::try_from(1 + cores / 16).unwrap_or(u16::MAX).min(8)
+}
+
+/// The flag, where the model goes with it. What only the hand can know (its kernels, a file's formats), it says itself.
+fn quantization(flags: &ServeFlags, model: &Model) -> Result<Option<Quantization>> {
+    let wanted = flags.loading.quantization;
+    if wanted.is_some() && model.pooling.is_some() {
+        bail!("--quantization is for models that generate, and this one pools");
+    }
+    let dummy = flags.loading.load_format == LoadFormat::Dummy;
+    if wanted == Some(Quantization::Gguf) && (model.format != "gguf" || dummy) {
+        bail!(
+            "--quantization gguf computes with the blocks of a GGUF file: {}",
+            if dummy { "--load-format dummy loads none" } else { "the model is in safetensors" }
+        );
+    }
+    Ok(wanted)
 }
 
 fn dtype(flag: Dtype) -> &'static str {

@@ -54,6 +54,7 @@ impl ServeFlags {
         [
             ("--dtype", self.loading.dtype != Dtype::Auto),
             ("--load-format", self.loading.load_format != LoadFormat::Auto),
+            ("--quantization", self.loading.quantization.is_some()),
             ("--mem-fraction-static", self.schedule.mem_fraction_static.is_some()),
             ("--threads", self.run.threads.is_some()),
         ]
@@ -141,6 +142,10 @@ pub(crate) struct ModelFlags {
     /// Arithmetic; `auto` is bfloat16 where the processor computes it natively.
     #[arg(long, value_enum, default_value_t)]
     pub(crate) dtype: Dtype,
+    /// Compute products with 8-bit integers: `w8a8_int8` makes weights so while it loads them; `gguf` takes a GGUF file's Q8_0, Q4_0 and Q4_1
+    /// blocks as they are, and the rest of the file in DTYPE. Needs the compiled kernels.
+    #[arg(long, value_enum)]
+    pub(crate) quantization: Option<Quantization>,
     /// Longest prompt and answer together, in tokens [default: the model's].
     #[arg(long, visible_alias = "max-model-len", value_name = "TOKENS")]
     pub(crate) context_length: Option<u32>,
@@ -291,6 +296,19 @@ pub(crate) enum Dtype {
     Bfloat16,
     #[value(alias = "float", alias = "fp32")]
     Float32,
+}
+
+/// How matrices are computed with. The names are SGLang's.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize)]
+#[value(rename_all = "snake_case")]
+#[serde(rename_all = "snake_case")]
+pub(crate) enum Quantization {
+    /// Weights with a scale an output, activations with a scale a token.
+    #[value(name = "w8a8_int8")]
+    #[serde(rename = "w8a8_int8")]
+    W8A8Int8,
+    /// Both with a scale every 32 positions, as the file has them.
+    Gguf,
 }
 
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, ValueEnum, Serialize)]

@@ -1,0 +1,56 @@
+"""`--quantization`: the same tokens in any company, what /server_info says of it, and what is refused at start."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from tests.e2e.client import cut, native_one_by_one, native_together
+from tests.e2e.conftest import Models, Serve
+from tests.e2e.models import Model
+from tests.e2e.reference import prompts
+
+START_S = 60
+
+
+@pytest.mark.parametrize(("name", "quantization"), [("llama", "w8a8_int8"), ("smollm2", "gguf")])
+def test_tokens_depend_on_the_request_alone(serve: Serve, models: Models, name: str, quantization: str) -> None:
+    model = models(name)
+    server = serve(model, "--quantization", quantization, "--dtype", "bfloat16", "--chunked-prefill-size", "32")
+    count = 16 if name == "llama" else 8
+    asked = [
+        {"input_ids": prompt, "sampling_params": {"temperature": 0, "max_new_tokens": 12, "ignore_eos": True}}
+        for prompt in prompts(model, count, 90, seed=4)
+    ]
+    tokens = [answer["output_ids"] for answer in native_one_by_one(server, asked)]
+    shuffled = random.Random(1).sample(list(zip(asked, tokens, strict=True)), count)
+    for size in (count, 3):
+        for some in cut(shuffled, size):
+            found = native_together(server, [request for request, _ in some])
+            assert [answer["output_ids"] for answer in found] == [wanted for _, wanted in some]
+    assert server.http.get("/server_info").json()["config"]["quantization"] == quantization
+
+
+@pytest.mark.parametrize(
+    ("name", "flags", "message"),
+    [
+        ("llama", ["--quantization", "gguf"], "the model is in safetensors"),
+        ("llama", ["--quantization", "w8a8_int8", "--is-embedding"], "this one pools"),
+        ("smollm2", ["--quantization", "gguf", "--load-format", "dummy"], "--load-format dummy loads none"),
+        ("llama", ["--quantization", "fp4"], "possible values: w8a8_int8, gguf"),
+    ],
+)
+def test_what_does_not_go_together_is_said_at_start(
+    serve: Serve, models: Models, name: str, flags: list[str], message: str
+) -> None:
+    server = serve(models(name), *flags, healthy=False)
+    assert server.process.wait(START_S) != 0
+    assert message in server.log()
+
+
+def test_a_simulated_device_has_no_use_for_it(serve: Serve, tiny: Model) -> None:
+    server = serve(tiny, "--device", "sim", "--quantization", "w8a8_int8")
+    assert "without effect on a simulated device: " in server.log()
+    assert "--quantization" in server.log()
+    assert server.http.get("/server_info").json()["config"]["quantization"] is None
