@@ -199,11 +199,13 @@ def accuracy(
 def speed(results: records.Results, models: dict[str, Model]) -> None:
     """Steps of every way in turn, into the results."""
     for case, rows in cases().items():
-        for name, model in models.items():
+        for model in models.values():
             model.tables.token_pool.random_(0, 4096, generator=torch.Generator().manual_seed(1))
             if case.startswith("decode"):
                 for slot in range(SLOTS):
-                    model.compute.greedy(Rows(*(np.array([value]) for value in (slot, 0, CONTEXT)), np.zeros(0, np.int64)))
+                    model.compute.greedy(
+                        Rows(*(np.array([value]) for value in (slot, 0, CONTEXT)), np.zeros(0, np.int64))
+                    )
             model.compute.greedy(rows)
         repeats = 1 if case.startswith("prompt") else 5
         for round_ in range(1, results.rounds + 1):
@@ -220,7 +222,9 @@ def main() -> None:
     flags.add_argument("--text", type=Path, default=EXCERPT, help="GSM8K's test.jsonl")
     flags.add_argument("--rounds", type=int, default=7, help="of the steps")
     flags.add_argument("--threads", type=int, default=2)
-    flags.add_argument("--ways", default=";".join(way.name for way in WAYS), help="with semicolons; bfloat16 must be there")
+    flags.add_argument(
+        "--ways", default=";".join(way.name for way in WAYS), help="with semicolons; bfloat16 must be there"
+    )
     flags.add_argument("--only", choices=("accuracy", "speed"), help="measure only this")
     flags.add_argument("--output", type=Path, help="the file of results [default: the committed one]")
     chosen = flags.parse_args()
@@ -230,7 +234,9 @@ def main() -> None:
     questions = read(chosen.text)
     results = records.new("accuracy", chosen.rounds)
     with torch.inference_mode():
-        models = {way.name: Model(way, description, chosen.threads) for way in WAYS if way.name in chosen.ways.split(";")}
+        models = {
+            way.name: Model(way, description, chosen.threads) for way in WAYS if way.name in chosen.ways.split(";")
+        }
         if chosen.only != "speed":
             accuracy(results, models, questions, tokenizer)
         if chosen.only != "accuracy":

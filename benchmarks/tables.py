@@ -291,7 +291,7 @@ def replicas(found: Results) -> str:
 
 
 def accuracy(found: Results) -> str:
-    """What each way of computing a model costs in accuracy, and then its steps; ratios are of bfloat16's time to its own."""
+    """What each way of computing costs in accuracy, and then its steps; ratios are of bfloat16's time to its own."""
     parts = []
     if ways := found.servers("accuracy"):
         rows = []

@@ -43,7 +43,9 @@ class CpuDevice:
 
     def check_quantization(self, quantization: str) -> None:
         if not self._native:
-            raise ValueError(f"quantization {quantization} needs the compiled kernels, and PyTorch's operators are in use")
+            raise ValueError(
+                f"quantization {quantization} needs the compiled kernels, and PyTorch's operators are in use"
+            )
         if level() not in WITH_BYTES:
             print(
                 f"quantised products use plain loops with {level()} instructions: bfloat16 or float32 may be faster",

@@ -87,7 +87,7 @@ class ModelRunner:
         found = Counter(params.stored.values())
         if not found:
             raise ModelError(
-                f"no matrix of the file can be computed as it is stored: quantization gguf knows {', '.join(BLOCK_BYTES)}"
+                f"quantization gguf knows {', '.join(BLOCK_BYTES)}, and no matrix of the file is of these types"
             )
         named = ", ".join(f"{count} {kind}" for kind, count in sorted(found.items()))
         others = params.matrices - found.total()

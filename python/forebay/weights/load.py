@@ -24,7 +24,8 @@ def iter_weights(
 
     `model` is what `forebay.weights.fetch` prints; its `format` and `files` are used. Safetensors keep the type of the
     file and lie in its memory map, one file at a time: copy what outlives the step of the iteration. GGUF tensors are
-    dequantised to float32, but those named in `as_stored`: of these it is the file's bytes. A tied `lm_head.weight` and buffers that the model computes itself are left out.
+    dequantised to float32, but those named in `as_stored`: of these it is the file's bytes. A tied `lm_head.weight` and
+    buffers that the model computes itself are left out.
     """
     if model["format"] == "gguf":
         yield from iter_tensors(GgufFiles.open(model["files"]), _of_gguf(config), as_stored)
