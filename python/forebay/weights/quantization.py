@@ -41,8 +41,7 @@ class Formats:
                 )
             return INT8
         formats = {self.stored.get(name) for name in names}
-        # Panels of several formats in one matrix would be possible; files that mix formats that there are kernels for
-        # in what is fused here are rare.
+        # Panels of several formats in one matrix would be possible, and are left to a file that needs them.
         return formats.pop() if len(formats) == 1 else None
 
 
