@@ -17,6 +17,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -209,7 +210,7 @@ def speed(results: records.Results, models: dict[str, Model]) -> None:
         repeats = 1 if case.startswith("prompt") else 5
         for round_ in range(1, results.rounds + 1):
             for name, model in models.items():
-                times = [timed(lambda model=model, rows=rows: model.compute.greedy(rows)) for _ in range(repeats)]
+                times = [timed(partial(model.compute.greedy, rows)) for _ in range(repeats)]
                 results.runs.append(records.Run(case, name, round_, {"step_ms": statistics.median(times)}))
         for name in models:
             print(case, name, results.median(case, name, "step_ms"), flush=True)
