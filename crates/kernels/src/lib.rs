@@ -70,8 +70,10 @@ enum Level {
     Baseline,
 }
 
-/// The level that is not to be exceeded, as its place in [`Level::ALL`].
-static LIMIT: AtomicUsize = AtomicUsize::new(0);
+/// The level that is not to be exceeded, as its place in [`Level::ALL`], or [`PREFERRED`].
+static LIMIT: AtomicUsize = AtomicUsize::new(PREFERRED);
+/// The fastest level, which need not be the best.
+const PREFERRED: usize = usize::MAX;
 
 impl Level {
     const ALL: &[Self] = &[
@@ -88,7 +90,13 @@ impl Level {
 
     /// The one to use.
     fn current() -> Self {
-        Self::detect().max(Self::ALL[LIMIT.load(Ordering::Relaxed)])
+        let best = Self::detect();
+        match LIMIT.load(Ordering::Relaxed) {
+            #[cfg(target_arch = "x86_64")]
+            PREFERRED if best == Self::Avx512Bf16 && !x86::pairs_are_fast() => Self::Avx512Vnni,
+            PREFERRED => best,
+            limit => best.max(Self::ALL[limit]),
+        }
     }
 
     fn detect() -> Self {
@@ -153,11 +161,11 @@ bodies! {
     #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
     avx512_f32: f32, tile::Avx512, Portable;
     #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
-    avx512_bf16: Bf16, Plain, Portable;
+    avx512_bf16: Bf16, tile::Avx512Wide, Portable;
     #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")]
     avx512vnni_f32: f32, tile::Avx512, dots::Vnni;
     #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")]
-    avx512vnni_bf16: Bf16, Plain, dots::Vnni;
+    avx512vnni_bf16: Bf16, tile::Avx512Wide, dots::Vnni;
     #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx512bf16")]
     avx512bf16_bf16: Bf16, tile::Avx512Bf16, dots::Vnni;
 }
@@ -215,19 +223,24 @@ pub extern "C" fn fb_level() -> *const c_char {
     Level::current().name().as_ptr()
 }
 
-/// Uses nothing better than the level of this name from now on, for whoever wants to test or compare; false if there is none.
+/// Uses nothing better than the level of this name from now on, for whoever wants to test or compare; false if there is none. Null: the
+/// fastest again.
 ///
 /// # Safety
-/// `name` is a string; nothing else of the library runs.
+/// `name` is a string or null; nothing else of the library runs.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn fb_limit(name: *const c_char) -> bool {
-    // SAFETY: the caller's word.
-    let name = unsafe { CStr::from_ptr(name) };
-    let found = Level::ALL.iter().position(|level| level.name() == name);
-    if let Some(index) = found {
-        LIMIT.store(index, Ordering::Relaxed);
+    let limit = if name.is_null() {
+        Some(PREFERRED)
+    } else {
+        // SAFETY: the caller's word.
+        let name = unsafe { CStr::from_ptr(name) };
+        Level::ALL.iter().position(|level| level.name() == name)
+    };
+    if let Some(limit) = limit {
+        LIMIT.store(limit, Ordering::Relaxed);
     }
-    found.is_some()
+    limit.is_some()
 }
 
 /// Elements of a packed matrix of `outputs` and `inputs`. `interleaved` as in [`fb_pack`].
@@ -272,6 +285,10 @@ pub unsafe extern "C" fn fb_pack(
             }
             #[cfg(target_arch = "x86_64")]
             (1, Level::Avx512Bf16) => typed::<Bf16, tile::Avx512Bf16>(source, shape, packed),
+            #[cfg(target_arch = "x86_64")]
+            (1, Level::Avx512 | Level::Avx512Vnni) => {
+                typed::<Bf16, tile::Avx512Wide>(source, shape, packed)
+            }
             (0, _) => typed::<f32, Plain>(source, shape, packed),
             _ => typed::<Bf16, Plain>(source, shape, packed),
         }

@@ -5,7 +5,7 @@ use crate::pack::NR;
 use crate::vector::{Array, Vector};
 
 #[cfg(target_arch = "x86_64")]
-pub(crate) use crate::x86::{Avx512, Avx512Bf16};
+pub(crate) use crate::x86::{Avx512, Avx512Bf16, Avx512Wide};
 
 /// Results of a tile: one array of outputs a row.
 pub(crate) type Tile = [[f32; NR]; MAX_ROWS];
@@ -394,13 +394,14 @@ pub(crate) mod tests {
 
     proptest! {
         #[test]
-        fn kernels_compute_products(k in 1usize..100, rows in 1usize..=MAX_ROWS, seed: u32) {
+        fn kernels_compute_products(k in 1usize..160, rows in 1usize..=MAX_ROWS, seed: u32) {
             check::<f32, Plain>(k, rows, seed);
             check::<Bf16, Plain>(2 * k, rows, seed);
             #[cfg(target_arch = "x86_64")]
             {
                 if is_x86_feature_detected!("avx512bw") && is_x86_feature_detected!("avx512dq") {
                     check::<f32, Avx512>(k, rows, seed);
+                    check::<Bf16, Avx512Wide>(2 * k, rows, seed);
                     if is_x86_feature_detected!("avx512bf16") {
                         check::<Bf16, Avx512Bf16>(2 * k, rows, seed);
                     }

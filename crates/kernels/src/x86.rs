@@ -1,78 +1,21 @@
 //! [`Kernel`] with AVX-512.
 
+mod dot;
+mod wide;
+
 use std::arch::x86_64::*;
+use std::sync::OnceLock;
 
 use crate::element::{Bf16, Element};
-use crate::pack::NR;
-use crate::tile::{Ahead, BLOCK, GROUP, GROUPS, Kernel, LANES, QUERIES, Scores, Tile};
+use crate::tile::{Ahead, GROUPS, Kernel, LANES, QUERIES, Scores, Tile};
 use crate::vector::Vector;
 
 /// `f32` with AVX-512.
 pub(crate) struct Avx512;
 /// bfloat16 with AVX-512's dot products of pairs.
 pub(crate) struct Avx512Bf16;
-
-/// Elements as the loops want them: [`LANES`] dwords in a vector, a dword being a group of `PAIR` elements.
-trait Dot: Element {
-    /// # Safety
-    /// `at` can be read for [`LANES`] dwords; the processor has the instructions (here and below).
-    #[inline(always)]
-    unsafe fn load(at: *const Self) -> __m512 {
-        // SAFETY: the contract; loads may be unaligned.
-        unsafe { _mm512_loadu_ps(at.cast()) }
-    }
-
-    /// One dword in every lane.
-    ///
-    /// # Safety
-    /// `at` can be read for a dword.
-    #[inline(always)]
-    unsafe fn splat(at: *const Self) -> __m512 {
-        // SAFETY: the contract.
-        unsafe { _mm512_set1_ps(at.cast::<f32>().read_unaligned()) }
-    }
-
-    /// `sum + a · b`, dword by dword.
-    unsafe fn dot(sum: __m512, a: __m512, b: __m512) -> __m512;
-
-    /// # Safety
-    /// `to` can be written for [`LANES`] elements.
-    unsafe fn store(values: __m512, to: *mut Self);
-}
-
-impl Dot for f32 {
-    #[inline(always)]
-    unsafe fn dot(sum: __m512, a: __m512, b: __m512) -> __m512 {
-        // SAFETY: the processor has it.
-        unsafe { _mm512_fmadd_ps(a, b, sum) }
-    }
-
-    #[inline(always)]
-    unsafe fn store(values: __m512, to: *mut Self) {
-        // SAFETY: the contract.
-        unsafe { _mm512_storeu_ps(to, values) }
-    }
-}
-
-impl Dot for Bf16 {
-    #[inline(always)]
-    unsafe fn dot(sum: __m512, a: __m512, b: __m512) -> __m512 {
-        // SAFETY: the processor has it; the same bits as another type.
-        unsafe {
-            let a = std::mem::transmute::<__m512, __m512bh>(a);
-            _mm512_dpbf16_ps(sum, a, std::mem::transmute::<__m512, __m512bh>(b))
-        }
-    }
-
-    #[inline(always)]
-    unsafe fn store(values: __m512, to: *mut Self) {
-        // SAFETY: the contract; the same bits as another type.
-        unsafe {
-            let narrow = std::mem::transmute::<__m256bh, __m256i>(_mm512_cvtneps_pbh(values));
-            _mm256_storeu_si256(to.cast(), narrow);
-        }
-    }
-}
+/// bfloat16 with AVX-512's multiply-add of `f32`.
+pub(crate) struct Avx512Wide;
 
 /// A whole vector.
 #[derive(Clone, Copy)]
@@ -171,117 +114,6 @@ impl Vector for Zmm {
     }
 }
 
-/// `M` rows times a panel: two vectors of outputs a row.
-#[inline(always)]
-unsafe fn tile<E: Dot, const M: usize, const LINES: usize>(
-    a: *const E,
-    stride: usize,
-    panel: *const E,
-    k: usize,
-    ahead: *const E,
-    out: &mut Tile,
-) {
-    // SAFETY: inside the panel and the rows, by the contract of `Kernel::tile`; a prefetch of a wrong address does nothing.
-    unsafe {
-        let mut sums = [[_mm512_setzero_ps(); 2]; M];
-        for group in 0..k / E::PAIR {
-            let at = group * NR * E::PAIR;
-            let left = E::load(panel.add(at));
-            let right = E::load(panel.add(at + LANES * E::PAIR));
-            if LINES == 1 {
-                // Half as much as is read here, for later: not into the cache where it would be in the way.
-                _mm_prefetch::<_MM_HINT_T1>(ahead.wrapping_add(at / 2).cast());
-            } else if LINES == 2 {
-                let ahead = ahead.wrapping_add(at);
-                _mm_prefetch::<_MM_HINT_T0>(ahead.cast());
-                _mm_prefetch::<_MM_HINT_T0>(ahead.wrapping_add(LANES * E::PAIR).cast());
-            }
-            for (r, sums) in sums.iter_mut().enumerate() {
-                let x = E::splat(a.add(r * stride + group * E::PAIR));
-                sums[0] = E::dot(sums[0], x, left);
-                sums[1] = E::dot(sums[1], x, right);
-            }
-        }
-        for (sums, row) in sums.iter().zip(out) {
-            _mm512_storeu_ps(row.as_mut_ptr(), sums[0]);
-            _mm512_storeu_ps(row.as_mut_ptr().add(LANES), sums[1]);
-        }
-    }
-}
-
-#[inline(always)]
-unsafe fn scores<E: Dot, const M: usize, const G: usize>(
-    queries: *const E,
-    keys: &[*const E; G],
-    dim: usize,
-    out: &mut Scores,
-) {
-    // SAFETY: inside the queries and the groups, by the contract of `Kernel::scores`.
-    unsafe {
-        let mut sums = [[_mm512_setzero_ps(); G]; M];
-        for pair in 0..dim / E::PAIR {
-            let mut group = [_mm512_setzero_ps(); G];
-            for (group, keys) in group.iter_mut().zip(keys) {
-                *group = E::load(keys.add(pair * GROUP * E::PAIR));
-            }
-            for (r, sums) in sums.iter_mut().enumerate() {
-                let x = E::splat(queries.add(r * dim + pair * E::PAIR));
-                for (sum, group) in sums.iter_mut().zip(&group) {
-                    *sum = E::dot(*sum, x, *group);
-                }
-            }
-        }
-        for (sums, row) in sums.iter().zip(out) {
-            for (group, &sum) in sums.iter().enumerate() {
-                _mm512_storeu_ps(row.as_mut_ptr().add(group * GROUP), sum);
-            }
-        }
-    }
-}
-
-/// `C` vectors of the output's columns, from `column` on.
-#[inline(always)]
-unsafe fn mix<E: Dot, const M: usize, const C: usize>(
-    weights: *const E,
-    values: &[*const E],
-    (dim, column): (usize, usize),
-    decay: &[f32; QUERIES],
-    out: *mut f32,
-) {
-    // SAFETY: inside the weights, the groups and the output, by the contract of `Kernel::mix`.
-    unsafe {
-        let mut sums = [[_mm512_setzero_ps(); C]; M];
-        for (r, sums) in sums.iter_mut().enumerate() {
-            let decay = _mm512_set1_ps(decay[r]);
-            for (c, sum) in sums.iter_mut().enumerate() {
-                let before = _mm512_loadu_ps(out.add(r * dim + column + c * LANES));
-                *sum = _mm512_mul_ps(before, decay);
-            }
-        }
-        for (group, values) in values.iter().enumerate() {
-            for pair in 0..GROUP / E::PAIR {
-                let row = values.add((pair * dim + column) * E::PAIR);
-                let mut columns = [_mm512_setzero_ps(); C];
-                for (c, columns) in columns.iter_mut().enumerate() {
-                    *columns = E::load(row.add(c * LANES * E::PAIR));
-                }
-                for (r, sums) in sums.iter_mut().enumerate() {
-                    let at = r * BLOCK + group * GROUP + pair * E::PAIR;
-                    let x = E::splat(weights.add(at));
-                    for (sum, columns) in sums.iter_mut().zip(&columns) {
-                        *sum = E::dot(*sum, x, *columns);
-                    }
-                }
-            }
-        }
-        for (r, sums) in sums.iter().enumerate() {
-            for (c, &sum) in sums.iter().enumerate() {
-                _mm512_storeu_ps(out.add(r * dim + column + c * LANES), sum);
-            }
-        }
-    }
-}
-
 /// Calls the function for as many rows, the last one if there are more; `$second` is its second constant.
 macro_rules! dispatch {
     ($rows:expr, $function:ident $arguments:tt, $second:tt, $($few:literal)* | $most:literal) => {
@@ -292,10 +124,10 @@ macro_rules! dispatch {
     };
 }
 
-/// Implements [`Kernel`] with the loops above, compiled for `$features`. Each number of rows is a function of its own: inlined, all of them
-/// would be copied to every product.
+/// Implements [`Kernel`] with the loops of a module, compiled for `$features`. Each number of rows is a function of its own: inlined, all of
+/// them would be copied to every product.
 macro_rules! kernel {
-    ($name:ident: $element:ty, $features:literal) => {
+    ($name:ident: $element:ty, $features:literal, $loops:ident) => {
         const _: () = {
             #[target_feature(enable = $features)]
             unsafe fn tiles<const M: usize, const LINES: usize>(
@@ -307,7 +139,7 @@ macro_rules! kernel {
                 out: &mut Tile,
             ) {
                 // SAFETY: the caller's contract, here and below.
-                unsafe { tile::<$element, M, LINES>(a, stride, panel, k, ahead, out) }
+                unsafe { $loops::tile::<$element, M, LINES>(a, stride, panel, k, ahead, out) }
             }
 
             #[target_feature(enable = $features)]
@@ -317,7 +149,7 @@ macro_rules! kernel {
                 dim: usize,
                 out: &mut Scores,
             ) {
-                unsafe { scores::<$element, M, G>(queries, keys, dim, out) }
+                unsafe { $loops::scores::<$element, M, G>(queries, keys, dim, out) }
             }
 
             #[target_feature(enable = $features)]
@@ -328,7 +160,7 @@ macro_rules! kernel {
                 decay: &[f32; QUERIES],
                 out: *mut f32,
             ) {
-                unsafe { mix::<$element, M, C>(weights, values, columns, decay, out) }
+                unsafe { $loops::mix::<$element, M, C>(weights, values, columns, decay, out) }
             }
 
             // SAFETY: callers detect the features.
@@ -416,7 +248,7 @@ macro_rules! kernel {
 
                 #[inline(always)]
                 unsafe fn narrow(values: Zmm, to: *mut $element) {
-                    unsafe { Dot::store(values.0, to) }
+                    unsafe { $loops::store(values.0, to) }
                 }
 
                 #[inline(always)]
@@ -429,8 +261,17 @@ macro_rules! kernel {
     };
 }
 
-kernel!(Avx512: f32, "avx512f,avx512bw,avx512dq,avx512vl");
-kernel!(Avx512Bf16: Bf16, "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16");
+kernel!(Avx512: f32, "avx512f,avx512bw,avx512dq,avx512vl", dot);
+kernel!(Avx512Bf16: Bf16, "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16", dot);
+kernel!(Avx512Wide: Bf16, "avx512f,avx512bw,avx512dq,avx512vl", wide);
+
+/// Whether the processor's dot products of bfloat16 pairs are worth their while. Intel's take two cycles where two multiply-adds of as many
+/// `f32` take one, and are there for compatibility: its matrix extensions are what is fast. AMD's are twice as fast as multiply-adds.
+pub(crate) fn pairs_are_fast() -> bool {
+    static FAST: OnceLock<bool> = OnceLock::new();
+    // Asking makes a virtual machine's host answer, which takes its time.
+    *FAST.get_or_init(|| __cpuid(0).ebx.to_le_bytes() != *b"Genu")
+}
 
 /// `panel[d * pitch + r] = rows[r][d]` for dwords, `d < count`.
 #[target_feature(enable = "avx512f,avx512bw")]

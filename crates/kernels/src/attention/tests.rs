@@ -102,6 +102,7 @@ fn check_all(sizes: &Sizes) {
     #[cfg(target_arch = "x86_64")]
     if is_x86_feature_detected!("avx512bw") && is_x86_feature_detected!("avx512dq") {
         check::<f32, crate::tile::Avx512>(sizes, 1e-5);
+        check::<Bf16, crate::tile::Avx512Wide>(sizes, 5e-3);
         if is_x86_feature_detected!("avx512bf16") {
             check::<Bf16, crate::tile::Avx512Bf16>(sizes, 5e-3);
         }

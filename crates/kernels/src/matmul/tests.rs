@@ -132,6 +132,7 @@ proptest! {
         #[cfg(target_arch = "x86_64")]
         if is_x86_feature_detected!("avx512bw") && is_x86_feature_detected!("avx512dq") {
             check::<f32, crate::tile::Avx512>(sizes, biased, seed, 1e-5);
+            check::<Bf16, crate::tile::Avx512Wide>(sizes, biased, seed, 2e-2);
             if is_x86_feature_detected!("avx512bf16") {
                 check::<Bf16, crate::tile::Avx512Bf16>(sizes, biased, seed, 2e-2);
             }

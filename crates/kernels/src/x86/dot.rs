@@ -1,0 +1,190 @@
+//! The innermost loops where an instruction multiplies and adds a whole group of elements.
+
+use std::arch::x86_64::*;
+
+use crate::element::{Bf16, Element};
+use crate::pack::NR;
+use crate::tile::{BLOCK, GROUP, LANES, QUERIES, Scores, Tile};
+
+/// Elements as the loops want them: [`LANES`] dwords in a vector, a dword being a group of `PAIR` elements.
+pub(super) trait Dot: Element {
+    /// # Safety
+    /// `at` can be read for [`LANES`] dwords; the processor has the instructions (here and below).
+    #[inline(always)]
+    unsafe fn load(at: *const Self) -> __m512 {
+        // SAFETY: the contract; loads may be unaligned.
+        unsafe { _mm512_loadu_ps(at.cast()) }
+    }
+
+    /// One dword in every lane.
+    ///
+    /// # Safety
+    /// `at` can be read for a dword.
+    #[inline(always)]
+    unsafe fn splat(at: *const Self) -> __m512 {
+        // SAFETY: the contract.
+        unsafe { _mm512_set1_ps(at.cast::<f32>().read_unaligned()) }
+    }
+
+    /// `sum + a · b`, dword by dword.
+    unsafe fn dot(sum: __m512, a: __m512, b: __m512) -> __m512;
+
+    /// # Safety
+    /// `to` can be written for [`LANES`] elements.
+    unsafe fn store(values: __m512, to: *mut Self);
+}
+
+impl Dot for f32 {
+    #[inline(always)]
+    unsafe fn dot(sum: __m512, a: __m512, b: __m512) -> __m512 {
+        // SAFETY: the processor has it.
+        unsafe { _mm512_fmadd_ps(a, b, sum) }
+    }
+
+    #[inline(always)]
+    unsafe fn store(values: __m512, to: *mut Self) {
+        // SAFETY: the contract.
+        unsafe { _mm512_storeu_ps(to, values) }
+    }
+}
+
+impl Dot for Bf16 {
+    #[inline(always)]
+    unsafe fn dot(sum: __m512, a: __m512, b: __m512) -> __m512 {
+        // SAFETY: the processor has it; the same bits as another type.
+        unsafe {
+            let a = std::mem::transmute::<__m512, __m512bh>(a);
+            _mm512_dpbf16_ps(sum, a, std::mem::transmute::<__m512, __m512bh>(b))
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn store(values: __m512, to: *mut Self) {
+        // SAFETY: the contract; the same bits as another type.
+        unsafe {
+            let narrow = std::mem::transmute::<__m256bh, __m256i>(_mm512_cvtneps_pbh(values));
+            _mm256_storeu_si256(to.cast(), narrow);
+        }
+    }
+}
+
+/// Rounds to elements.
+///
+/// # Safety
+/// As of [`Dot::store`].
+#[inline(always)]
+pub(super) unsafe fn store<E: Dot>(values: __m512, to: *mut E) {
+    // SAFETY: the contract.
+    unsafe { E::store(values, to) }
+}
+
+/// `M` rows times a panel: two vectors of outputs a row.
+#[inline(always)]
+pub(super) unsafe fn tile<E: Dot, const M: usize, const LINES: usize>(
+    a: *const E,
+    stride: usize,
+    panel: *const E,
+    k: usize,
+    ahead: *const E,
+    out: &mut Tile,
+) {
+    // SAFETY: inside the panel and the rows, by the contract of `Kernel::tile`; a prefetch of a wrong address does nothing.
+    unsafe {
+        let mut sums = [[_mm512_setzero_ps(); 2]; M];
+        for group in 0..k / E::PAIR {
+            let at = group * NR * E::PAIR;
+            let left = E::load(panel.add(at));
+            let right = E::load(panel.add(at + LANES * E::PAIR));
+            if LINES == 1 {
+                // Half as much as is read here, for later: not into the cache where it would be in the way.
+                _mm_prefetch::<_MM_HINT_T1>(ahead.wrapping_add(at / 2).cast());
+            } else if LINES == 2 {
+                let ahead = ahead.wrapping_add(at);
+                _mm_prefetch::<_MM_HINT_T0>(ahead.cast());
+                _mm_prefetch::<_MM_HINT_T0>(ahead.wrapping_add(LANES * E::PAIR).cast());
+            }
+            for (r, sums) in sums.iter_mut().enumerate() {
+                let x = E::splat(a.add(r * stride + group * E::PAIR));
+                sums[0] = E::dot(sums[0], x, left);
+                sums[1] = E::dot(sums[1], x, right);
+            }
+        }
+        for (sums, row) in sums.iter().zip(out) {
+            _mm512_storeu_ps(row.as_mut_ptr(), sums[0]);
+            _mm512_storeu_ps(row.as_mut_ptr().add(LANES), sums[1]);
+        }
+    }
+}
+
+#[inline(always)]
+pub(super) unsafe fn scores<E: Dot, const M: usize, const G: usize>(
+    queries: *const E,
+    keys: &[*const E; G],
+    dim: usize,
+    out: &mut Scores,
+) {
+    // SAFETY: inside the queries and the groups, by the contract of `Kernel::scores`.
+    unsafe {
+        let mut sums = [[_mm512_setzero_ps(); G]; M];
+        for pair in 0..dim / E::PAIR {
+            let mut group = [_mm512_setzero_ps(); G];
+            for (group, keys) in group.iter_mut().zip(keys) {
+                *group = E::load(keys.add(pair * GROUP * E::PAIR));
+            }
+            for (r, sums) in sums.iter_mut().enumerate() {
+                let x = E::splat(queries.add(r * dim + pair * E::PAIR));
+                for (sum, group) in sums.iter_mut().zip(&group) {
+                    *sum = E::dot(*sum, x, *group);
+                }
+            }
+        }
+        for (sums, row) in sums.iter().zip(out) {
+            for (group, &sum) in sums.iter().enumerate() {
+                _mm512_storeu_ps(row.as_mut_ptr().add(group * GROUP), sum);
+            }
+        }
+    }
+}
+
+/// `C` vectors of the output's columns, from `column` on.
+#[inline(always)]
+pub(super) unsafe fn mix<E: Dot, const M: usize, const C: usize>(
+    weights: *const E,
+    values: &[*const E],
+    (dim, column): (usize, usize),
+    decay: &[f32; QUERIES],
+    out: *mut f32,
+) {
+    // SAFETY: inside the weights, the groups and the output, by the contract of `Kernel::mix`.
+    unsafe {
+        let mut sums = [[_mm512_setzero_ps(); C]; M];
+        for (r, sums) in sums.iter_mut().enumerate() {
+            let decay = _mm512_set1_ps(decay[r]);
+            for (c, sum) in sums.iter_mut().enumerate() {
+                let before = _mm512_loadu_ps(out.add(r * dim + column + c * LANES));
+                *sum = _mm512_mul_ps(before, decay);
+            }
+        }
+        for (group, values) in values.iter().enumerate() {
+            for pair in 0..GROUP / E::PAIR {
+                let row = values.add((pair * dim + column) * E::PAIR);
+                let mut columns = [_mm512_setzero_ps(); C];
+                for (c, columns) in columns.iter_mut().enumerate() {
+                    *columns = E::load(row.add(c * LANES * E::PAIR));
+                }
+                for (r, sums) in sums.iter_mut().enumerate() {
+                    let at = r * BLOCK + group * GROUP + pair * E::PAIR;
+                    let x = E::splat(weights.add(at));
+                    for (sum, columns) in sums.iter_mut().zip(&columns) {
+                        *sum = E::dot(*sum, x, *columns);
+                    }
+                }
+            }
+        }
+        for (r, sums) in sums.iter().enumerate() {
+            for (c, &sum) in sums.iter().enumerate() {
+                _mm512_storeu_ps(out.add(r * dim + column + c * LANES), sum);
+            }
+        }
+    }
+}

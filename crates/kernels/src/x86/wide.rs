@@ -1,0 +1,251 @@
+//! The innermost loops for bfloat16 where `f32` is multiplied: on processors without dot products of pairs, or with slow ones.
+//!
+//! A vector of weights becomes two of `f32`, once for all rows. The rows' own numbers are made `f32` before, some hundred
+//! at a time, so that multiply-adds take them from memory. Products are exact, and sums are taken pair by pair, the even one first.
+
+use std::arch::x86_64::*;
+use std::mem::MaybeUninit;
+
+use crate::element::Element;
+use crate::pack::NR;
+use crate::tile::{BLOCK, GROUP, LANES, QUERIES, Scores, Tile};
+
+/// Inner positions whose numbers are `f32` at a time: with those of all rows they fit into the first cache.
+const CHUNK: usize = 256;
+
+/// Numbers of `M` rows.
+type Numbers<const M: usize, const N: usize> = [[MaybeUninit<f32>; N]; M];
+
+/// Pairs of elements, which become `f32` without rounding.
+pub(super) trait Wide: Element {
+    /// The even or the odd ones of [`LANES`] pairs.
+    ///
+    /// # Safety
+    /// `at` can be read for them; the processor has the instructions (here and below).
+    unsafe fn every_other<const ODD: bool>(at: *const Self) -> __m512;
+
+    /// The first `count` of [`LANES`] elements; what follows is zero.
+    ///
+    /// # Safety
+    /// `at` can be read for `count` elements.
+    unsafe fn widen(at: *const Self, count: usize) -> __m512;
+
+    /// # Safety
+    /// `to` can be written for [`LANES`] elements.
+    unsafe fn narrow(values: __m512, to: *mut Self);
+}
+
+impl Wide for crate::element::Bf16 {
+    #[inline(always)]
+    unsafe fn every_other<const ODD: bool>(at: *const Self) -> __m512 {
+        // SAFETY: the contract.
+        unsafe {
+            let pairs = _mm512_loadu_si512(at.cast());
+            _mm512_castsi512_ps(if ODD {
+                _mm512_and_si512(pairs, _mm512_set1_epi32(0xffff_0000_u32.cast_signed()))
+            } else {
+                _mm512_slli_epi32::<16>(pairs)
+            })
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn widen(at: *const Self, count: usize) -> __m512 {
+        // SAFETY: the contract; what the mask leaves out is not read.
+        unsafe {
+            let mask = ((1u32 << count.min(LANES)) - 1) as u16;
+            let bits = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, at.cast()));
+            _mm512_castsi512_ps(_mm512_slli_epi32::<16>(bits))
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn narrow(values: __m512, to: *mut Self) {
+        // SAFETY: the contract.
+        unsafe {
+            let bits = _mm512_castps_si512(values);
+            let high = _mm512_srli_epi32::<16>(bits);
+            let even = _mm512_and_si512(high, _mm512_set1_epi32(1));
+            let half = _mm512_add_epi32(even, _mm512_set1_epi32(0x7fff));
+            let rounded = _mm512_srli_epi32::<16>(_mm512_add_epi32(bits, half));
+            // Rounding could carry what is not a number over to infinity or zero.
+            let odd = _mm512_cmp_ps_mask::<_CMP_UNORD_Q>(values, values);
+            let quiet = _mm512_or_si512(high, _mm512_set1_epi32(0x40));
+            let narrow = _mm512_cvtepi32_epi16(_mm512_mask_mov_epi32(rounded, odd, quiet));
+            _mm256_storeu_si256(to.cast(), narrow);
+        }
+    }
+}
+
+/// Rounds to elements.
+///
+/// # Safety
+/// As of [`Wide::narrow`].
+#[inline(always)]
+pub(super) unsafe fn store<E: Wide>(values: __m512, to: *mut E) {
+    // SAFETY: the contract.
+    unsafe { E::narrow(values, to) }
+}
+
+/// Makes `f32` of the first `count` elements of rows that are `stride` apart.
+///
+/// # Safety
+/// `from` has `M` such rows; `count` is at most `N`, which is a multiple of [`LANES`].
+#[inline(always)]
+unsafe fn widen<E: Wide, const M: usize, const N: usize>(
+    from: *const E,
+    stride: usize,
+    count: usize,
+    to: &mut Numbers<M, N>,
+) {
+    for (r, row) in to.iter_mut().enumerate() {
+        for at in (0..count).step_by(LANES) {
+            // SAFETY: inside the row, and the numbers: whole vectors fit.
+            unsafe {
+                let numbers = E::widen(from.add(r * stride + at), count - at);
+                _mm512_storeu_ps(row.as_mut_ptr().add(at).cast(), numbers);
+            }
+        }
+    }
+}
+
+/// Adds the number at `at` of each row, times the columns, to the row's sums.
+///
+/// # Safety
+/// The numbers were widened up to there.
+#[inline(always)]
+unsafe fn add<const M: usize, const N: usize, const C: usize>(
+    numbers: &Numbers<M, N>,
+    at: usize,
+    columns: [__m512; C],
+    sums: &mut [[__m512; C]; M],
+) {
+    for (sums, numbers) in sums.iter_mut().zip(numbers) {
+        // SAFETY: the contract.
+        let x = unsafe { _mm512_set1_ps(numbers[at].assume_init()) };
+        for (sum, column) in sums.iter_mut().zip(columns) {
+            // SAFETY: the processor has it.
+            *sum = unsafe { _mm512_fmadd_ps(x, column, *sum) };
+        }
+    }
+}
+
+/// Adds a pair of each row's numbers, which begins at `at`, times the pairs of `columns`: even ones, then odd ones, for lack of registers for
+/// both at a time.
+///
+/// # Safety
+/// The numbers were widened up to there; every column has [`LANES`] pairs.
+#[inline(always)]
+unsafe fn add_pair<E: Wide, const M: usize, const N: usize, const C: usize>(
+    numbers: &Numbers<M, N>,
+    at: usize,
+    columns: [*const E; C],
+    sums: &mut [[__m512; C]; M],
+) {
+    // SAFETY: the contract.
+    unsafe {
+        add(numbers, at, columns.map(|column| E::every_other::<false>(column)), sums);
+        add(numbers, at + 1, columns.map(|column| E::every_other::<true>(column)), sums);
+    }
+}
+
+/// `M` rows times a panel: two vectors of outputs a row.
+#[inline(always)]
+pub(super) unsafe fn tile<E: Wide, const M: usize, const LINES: usize>(
+    a: *const E,
+    stride: usize,
+    panel: *const E,
+    k: usize,
+    ahead: *const E,
+    out: &mut Tile,
+) {
+    // SAFETY: inside the panel and the rows, by the contract of `Kernel::tile`; a prefetch of a wrong address does nothing.
+    unsafe {
+        let mut sums = [[_mm512_setzero_ps(); 2]; M];
+        let mut numbers: Numbers<M, CHUNK> = [[MaybeUninit::uninit(); CHUNK]; M];
+        for first in (0..k).step_by(CHUNK) {
+            let count = CHUNK.min(k - first);
+            widen(a.add(first), stride, count, &mut numbers);
+            for inner in (0..count).step_by(E::PAIR) {
+                let at = (first + inner) * NR;
+                if LINES == 1 {
+                    // Half as much as is read here, for later: not into the cache where it would be in the way.
+                    _mm_prefetch::<_MM_HINT_T1>(ahead.wrapping_add(at / 2).cast());
+                } else if LINES == 2 {
+                    let ahead = ahead.wrapping_add(at);
+                    _mm_prefetch::<_MM_HINT_T0>(ahead.cast());
+                    _mm_prefetch::<_MM_HINT_T0>(ahead.wrapping_add(LANES * E::PAIR).cast());
+                }
+                let halves = [panel.add(at), panel.add(at + LANES * E::PAIR)];
+                add_pair(&numbers, inner, halves, &mut sums);
+            }
+        }
+        for (sums, row) in sums.iter().zip(out) {
+            _mm512_storeu_ps(row.as_mut_ptr(), sums[0]);
+            _mm512_storeu_ps(row.as_mut_ptr().add(LANES), sums[1]);
+        }
+    }
+}
+
+#[inline(always)]
+pub(super) unsafe fn scores<E: Wide, const M: usize, const G: usize>(
+    queries: *const E,
+    keys: &[*const E; G],
+    dim: usize,
+    out: &mut Scores,
+) {
+    // SAFETY: inside the queries and the groups, by the contract of `Kernel::scores`.
+    unsafe {
+        let mut sums = [[_mm512_setzero_ps(); G]; M];
+        let mut numbers: Numbers<M, CHUNK> = [[MaybeUninit::uninit(); CHUNK]; M];
+        for first in (0..dim).step_by(CHUNK) {
+            let count = CHUNK.min(dim - first);
+            widen(queries.add(first), dim, count, &mut numbers);
+            for inner in (0..count).step_by(E::PAIR) {
+                let groups = keys.map(|keys| keys.add((first + inner) * GROUP));
+                add_pair(&numbers, inner, groups, &mut sums);
+            }
+        }
+        for (sums, row) in sums.iter().zip(out) {
+            for (group, &sum) in sums.iter().enumerate() {
+                _mm512_storeu_ps(row.as_mut_ptr().add(group * GROUP), sum);
+            }
+        }
+    }
+}
+
+/// `C` vectors of the output's columns, from `column` on.
+#[inline(always)]
+pub(super) unsafe fn mix<E: Wide, const M: usize, const C: usize>(
+    weights: *const E,
+    values: &[*const E],
+    (dim, column): (usize, usize),
+    decay: &[f32; QUERIES],
+    out: *mut f32,
+) {
+    // SAFETY: inside the weights, the groups and the output, by the contract of `Kernel::mix`.
+    unsafe {
+        let mut sums = [[_mm512_setzero_ps(); C]; M];
+        for (r, sums) in sums.iter_mut().enumerate() {
+            let decay = _mm512_set1_ps(decay[r]);
+            for (c, sum) in sums.iter_mut().enumerate() {
+                let before = _mm512_loadu_ps(out.add(r * dim + column + c * LANES));
+                *sum = _mm512_mul_ps(before, decay);
+            }
+        }
+        let mut numbers: Numbers<M, BLOCK> = [[MaybeUninit::uninit(); BLOCK]; M];
+        widen(weights, BLOCK, values.len() * GROUP, &mut numbers);
+        for (group, values) in values.iter().enumerate() {
+            for position in (0..GROUP).step_by(E::PAIR) {
+                let row = values.add(position * dim + column * E::PAIR);
+                let columns = std::array::from_fn(|c| row.add(c * LANES * E::PAIR));
+                add_pair(&numbers, group * GROUP + position, columns, &mut sums);
+            }
+        }
+        for (r, sums) in sums.iter().enumerate() {
+            for (c, &sum) in sums.iter().enumerate() {
+                _mm512_storeu_ps(out.add(r * dim + column + c * LANES), sum);
+            }
+        }
+    }
+}
