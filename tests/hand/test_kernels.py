@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -50,18 +49,6 @@ STEPS: list[Step] = [
     [(1, 34, 1), (0, 38, 1), (2, 70, 1), (3, 0, 90)],
     [(3, 90, 1)],
 ]
-
-
-@pytest.fixture(params=binding.LEVELS)
-def instructions(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Every level that the processor has."""
-    assert binding.library().fb_limit(request.param.encode())
-    try:
-        if level() != request.param:
-            pytest.skip(f"the processor has {level()} only")
-        yield request.param
-    finally:
-        binding.library().fb_limit(None)
 
 
 @pytest.mark.parametrize("page_size", PAGE_SIZES)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -107,16 +107,6 @@ def check(compute: NativeCompute, expected: TorchCompute) -> None:
         tokens, finite = compute.greedy(rows(step))
         assert tokens.tolist() == found.argmax(dim=-1).tolist()
         assert finite.all()
-
-
-@pytest.fixture(params=binding.LEVELS)
-def instructions(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Every level that the processor has."""
-    if binding.LEVELS.index(request.param) < binding.LEVELS.index(level()):
-        pytest.skip(f"the processor has {level()} only")
-    assert binding.library().fb_limit(request.param.encode())
-    yield request.param
-    binding.library().fb_limit(binding.LEVELS[0].encode())
 
 
 @pytest.mark.parametrize("family", ["llama", "llama-untied-biases", "llama-head-dim", "qwen2", "qwen3"])
@@ -277,5 +267,5 @@ def test_a_level_without_dot_products_of_bytes_says_so(
 ) -> None:
     monkeypatch.setenv("FOREBAY_KERNELS", "baseline")
     runner_with(quantization="w8a8_int8")
-    binding.library().fb_limit(binding.LEVELS[0].encode())
+    binding.library().fb_limit(None)
     assert "plain loops with baseline" in capfd.readouterr().err
