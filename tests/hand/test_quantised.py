@@ -13,7 +13,7 @@ import torch
 from gguf.quants import quantize
 
 from forebay.kernels import library as binding
-from forebay.kernels.compute import NativeCompute, level
+from forebay.kernels.compute import NativeCompute
 from forebay.runner.compute import Rows, TorchCompute
 from forebay.runner.config import RunnerConfig
 from forebay.runner.runner import ModelRunner
