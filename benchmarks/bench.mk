@@ -23,7 +23,7 @@ LLAMA_JOBS ?= 2
 LLAMA_CMAKE := -DCMAKE_BUILD_TYPE=Release -DGGML_NATIVE=ON -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF \
 	-DLLAMA_BUILD_APP=OFF -DLLAMA_USE_PREBUILT_UI=OFF -DLLAMA_OPENSSL=OFF
 
-.PHONY: bench bench-setup bench-cpu bench-accuracy bench-ablations bench-egress bench-profile bench-agreement bench-embeddings \
+.PHONY: bench bench-setup bench-cpu bench-accuracy bench-startup bench-ablations bench-egress bench-profile bench-agreement bench-embeddings \
 	bench-intake bench-replicas bench-router bench-micro bench-lock bench-build
 
 bench-setup: $(PEERS:%=$(BENCH_STAMPS)/%) ## install the peers in PEERS that benchmarks compare with (12 GB, 20 minutes)
@@ -40,6 +40,9 @@ bench-cpu: bench-build ## a real model on the CPU beside its peers, where a step
 
 bench-accuracy: bench-build ## perplexity, answers and steps of quantised products beside bfloat16 (6 minutes)
 	$(BIN)/python -m benchmarks.accuracy $(BENCH_ROUNDS) $(if $(TEXT),--text $(TEXT))
+
+bench-startup: bench-build ## measure the seconds from the command to the first token, beside the installed peers (5 minutes)
+	$(BIN)/python -m benchmarks.startup $(BENCH_ROUNDS) --servers 'forebay $(filter vllm llama,$(PEERS))'
 
 bench-ablations: bench-build ## measure what each mechanism is worth: on/off ratios (15 minutes)
 	$(BIN)/python -m benchmarks.ablations $(BENCH_ROUNDS)

@@ -115,7 +115,7 @@ class Running:
     def __exit__(self, *_: object) -> None:
         self.stop()
 
-    def wait_until_ready(self, path: str, seconds: float) -> None:
+    def wait_until_ready(self, path: str, seconds: float, poll_seconds: float = POLL_SECONDS) -> None:
         """Waits until GET `path` is answered 200. Raises ServerError with the end of the log."""
         deadline = time.monotonic() + seconds
         while not self._answers(path):
@@ -123,7 +123,7 @@ class Running:
                 raise ServerError(f"ended with status {self._process.returncode}:\n{self._tail()}")
             if time.monotonic() > deadline:
                 raise ServerError(f"did not answer within {seconds:.0f} s:\n{self._tail()}")
-            time.sleep(POLL_SECONDS)
+            time.sleep(poll_seconds)
 
     def stop(self) -> None:
         """Ends the tree: the first process is asked to, what is left of the tree is killed."""

@@ -314,6 +314,21 @@ def accuracy(found: Results) -> str:
     return "\n\n".join(parts)
 
 
+def startup(found: Results) -> str:
+    """Seconds from the command on; the ratios are of each server to the first."""
+    head = ["files", "server", "ready s", "first token s", "first token / first server's"]
+    keys = ("ready_seconds", "first_token_seconds")
+    rows = []
+    for state in found.workloads():
+        first = found.servers(state)[0]
+        for server in found.servers(state):
+            cells = [number(found.median(state, server, key)) for key in keys]
+            rows.append(
+                [state.removeprefix("files "), server, *cells, spread(found.ratio(state, server, first, keys[1]))]
+            )
+    return markdown(head, rows)
+
+
 KINDS: dict[str, Callable[[Results], str]] = {
     "host_ceiling": host_ceiling,
     "cpu_model": cpu_model,
@@ -327,6 +342,7 @@ KINDS: dict[str, Callable[[Results], str]] = {
     "router": router,
     "replicas": replicas,
     "accuracy": accuracy,
+    "startup": startup,
 }
 
 

@@ -1,0 +1,95 @@
+"""From the command to the first token: SmolLM2-135M-Instruct on the CPU.
+
+    python -m benchmarks.startup --rounds 3
+
+Each server is started twice a round: after the files that it reads (its packages, its program, the weights) were put
+out of the kernel's page cache, and then with what that start left there. The clock runs from the start of the process.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from benchmarks import compare, models, records
+from benchmarks.load import LOGS
+from benchmarks.processes import Running, ServerError, free_port
+from benchmarks.records import Run
+from benchmarks.servers import FOREBAY, ROOT, SERVED_NAME, VENVS, Server, Setting, chosen
+
+SERVERS = ["forebay", "vllm", "llama"]
+SETTING = Setting(model="smollm2", streams=8)
+COLD, WARM = "files on disk", "files in memory"
+POLL_SECONDS = 0.02
+PATIENCE_SECONDS = 600.0
+
+
+def files(server: Server) -> Iterator[Path]:
+    """What a server may read: the environment its program is in, our kernels, the weights."""
+    program = Path(server.command(SETTING, 0)[0])
+    environment = next((folder for folder in program.parents if folder.parent in (ROOT, VENVS)), program.parent)
+    for folder in (environment, ROOT / "python", models.MODELS):
+        yield from (path for path in folder.rglob("*") if path.is_file() and not path.is_symlink())
+
+
+def evict(paths: Iterator[Path]) -> None:
+    """Asks the kernel to forget the contents of files. What a process has mapped stays."""
+    os.sync()
+    for path in paths:
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(descriptor)
+
+
+def measure(server: Server) -> dict[str, Any]:
+    """Seconds until the server is ready, and until it has answered with a token. Raises ServerError."""
+    port = free_port()
+    log = LOGS / f"startup-{server.name.replace(' ', '-').replace(',', '')}.log"
+    began = time.monotonic()
+    with Running(server.command(SETTING, port), server.environment(SETTING), port, log) as running:
+        running.wait_until_ready(server.health, PATIENCE_SECONDS, poll_seconds=POLL_SECONDS)
+        ready = time.monotonic() - began
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE_SECONDS)
+        try:
+            body = {"model": SERVED_NAME, "prompt": "Once upon a time", "max_tokens": 1}
+            connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
+            response = connection.getresponse()
+            answer = response.read()
+        finally:
+            connection.close()
+        if response.status != 200:
+            raise ServerError(f"{server.name} answered {response.status}: {answer[:500]!r}")
+        return {"ready_seconds": ready, "first_token_seconds": time.monotonic() - began}
+
+
+def main() -> None:
+    """The command."""
+    flags = compare.parser("From the command to the first token.", rounds=3)
+    compare.add_servers(flags, SERVERS)
+    asked = flags.parse_args()
+    if not FOREBAY.is_file():
+        raise SystemExit("make build PROFILE=release")
+    servers, skipped = chosen(asked.servers)
+    found = records.new("startup", asked.rounds)
+    found.skipped = dict(skipped)
+    models.build(force=False)
+    by_name = {server.name: server for server in servers}
+    for number, name in records.in_turn(asked.rounds, list(by_name)):
+        for state in (COLD, WARM):
+            if state == COLD:
+                evict(files(by_name[name]))
+            values = measure(by_name[name])
+            found.runs.append(Run(workload=state, server=name, round=number, values=values))
+            compare.say(f"  round {number} {name}, {state}: {values['first_token_seconds']:.1f} s")
+    compare.finish(found, asked.output)
+
+
+if __name__ == "__main__":
+    main()
