@@ -33,7 +33,7 @@ def test_what_is_forgotten_is_the_environment_of_the_program_and_the_weights(
     (tmp_path / "elsewhere").write_bytes(b"x")
     (environment / "lib/link").symlink_to(tmp_path / "elsewhere")
     monkeypatch.setattr(startup, "ROOT", tmp_path)
-    monkeypatch.setattr(startup.models, "MODELS", weights)
+    monkeypatch.setattr("benchmarks.models.MODELS", weights)
     monkeypatch.setattr("benchmarks.servers.FOREBAY", tmp_path / FOREBAY.relative_to(ROOT))
     found = list(startup.files(BY_KEY["forebay"]))
     assert {str(path.relative_to(tmp_path)) for path in found} == {
