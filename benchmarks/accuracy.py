@@ -25,11 +25,10 @@ import numpy as np
 import torch
 from tokenizers import Tokenizer
 
-from benchmarks import records
+from benchmarks import in_process, records
+from benchmarks.in_process import PAGE
 from forebay.kernels.compute import NativeCompute
 from forebay.runner.compute import Rows
-from forebay.runner.config import RunnerConfig
-from forebay.runner.runner import ModelRunner
 from forebay.weights.cache import cache_directory
 from forebay.weights.describe import describe_path
 from forebay.weights.embedded import find_or_download
@@ -39,7 +38,6 @@ SLOTS = 32
 WINDOW = 512
 PROMPT = 1024
 PROMPT_SLOT = SLOTS
-PAGE = 16
 ANSWER = 64
 """Tokens of an answer that are compared."""
 CONTEXT = 256
@@ -72,25 +70,15 @@ class Model:
 
     def __init__(self, way: Way, description: dict[str, Any], threads: int) -> None:
         pages, long = -(-WINDOW // PAGE) + -(-ANSWER // PAGE), PROMPT // PAGE
-        config = {
-            "model": description,
-            "load_format": "auto",
-            "device": "cpu",
-            "dtype": way.dtype,
-            "quantization": way.quantization,
-            "page_size": PAGE,
-            "slots": SLOTS + 1,
-            "context_length": PROMPT,
-            "mem_fraction_static": 0.5,
-            "max_total_tokens": (SLOTS * pages + long) * PAGE,
-            "arena_bytes": 0,
-            "rank": 0,
-            "world_size": 1,
-            "threads": threads,
-            "seed": 0,
-        }
-        runner = ModelRunner(RunnerConfig.from_dict(config))
-        runner.load(lambda done, total: None)
+        runner = in_process.runner(
+            description,
+            slots=SLOTS + 1,
+            context=PROMPT,
+            tokens=(SLOTS * pages + long) * PAGE,
+            threads=threads,
+            dtype=way.dtype,
+            quantization=way.quantization,
+        )
         self.tables = runner.tables
         order = torch.randperm(SLOTS * pages, generator=torch.Generator().manual_seed(0)).int()
         self.tables.page_table[:SLOTS, :pages] = order.view(SLOTS, pages)

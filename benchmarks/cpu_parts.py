@@ -19,11 +19,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from benchmarks import models
+from benchmarks import in_process, models
 from forebay.kernels.compute import NativeCompute
 from forebay.kernels.library import PARTS
 from forebay.runner.compute import Rows
-from forebay.runner.config import RunnerConfig
 from forebay.runner.runner import ModelRunner
 from forebay.weights.describe import describe_directory
 
@@ -31,6 +30,8 @@ CONTEXT = 256
 """Positions before a decode row."""
 PRODUCTS = ("qkv", "output", "gate_up", "down", "head")
 SLOTS = 64
+LONGEST = 1280
+"""Positions that a slot has room for."""
 
 
 @dataclass(frozen=True)
@@ -56,25 +57,8 @@ CASES = [
 
 def runner(directory: str, threads: int) -> ModelRunner:
     """The model with its weights and room for every case."""
-    config = {
-        "model": describe_directory(Path(directory), "model"),
-        "load_format": "auto",
-        "device": "cpu",
-        "dtype": "bfloat16",
-        "quantization": None,
-        "page_size": 16,
-        "slots": SLOTS,
-        "context_length": 1280,
-        "mem_fraction_static": 0.5,
-        "max_total_tokens": SLOTS * 1280,
-        "arena_bytes": 0,
-        "rank": 0,
-        "world_size": 1,
-        "threads": threads,
-        "seed": 0,
-    }
-    made = ModelRunner(RunnerConfig.from_dict(config))
-    made.load(lambda done, total: None)
+    described = describe_directory(Path(directory), "model")
+    made = in_process.runner(described, slots=SLOTS, context=LONGEST, tokens=SLOTS * LONGEST, threads=threads)
     pages = made.tables.pages_per_slot
     made.tables.page_table[:] = torch.randperm(SLOTS * pages).view(SLOTS, pages)
     made.tables.token_pool.random_(0, made.model_config.vocab_size)

@@ -143,7 +143,7 @@ pub(crate) struct ModelFlags {
     #[arg(long, value_enum, default_value_t)]
     pub(crate) dtype: Dtype,
     /// Compute products with 8-bit integers: `w8a8_int8` makes weights so while it loads them; `gguf` takes a GGUF file's Q8_0, Q4_0 and Q4_1
-    /// blocks as they are, and the rest of the file in DTYPE. Needs the compiled kernels.
+    /// blocks as they are, brings Q4_K into Q4_1, Q5 and Q6_K into Q8_0, and has the rest of the file in DTYPE. Needs the compiled kernels.
     #[arg(long, value_enum)]
     pub(crate) quantization: Option<Quantization>,
     /// Longest prompt and answer together, in tokens [default: the model's].

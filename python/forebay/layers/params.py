@@ -29,7 +29,7 @@ class Parameters:
         self.device = device
         self.formats = formats
         self.stored: dict[str, str] = {}
-        """Weights that are kept as the file has them, and their types; `load` wants their bytes."""
+        """Weights that are kept in blocks, and of which type; `load` wants their bytes."""
         self.matrices = 0
         """How many weights there are that could be kept so."""
         self._targets: dict[str, torch.Tensor] = {}
@@ -44,7 +44,7 @@ class Parameters:
     def matrix(self, inputs: int, parts: dict[str, int]) -> tuple[torch.Tensor, str | None]:
         """A new matrix with rows of `inputs` elements, and the format that it has or shall get; `parts` as of `tensor`.
 
-        Of a format that the file stores it is uint8 [rows, bytes], otherwise [rows, inputs] in the model's dtype.
+        Of a format in blocks it is uint8 [rows, bytes], otherwise [rows, inputs] in the model's dtype.
         """
         rows = sum(parts.values())
         format_ = self.formats.of(parts, inputs)

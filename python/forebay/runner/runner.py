@@ -27,7 +27,7 @@ from forebay.weights.errors import ModelError
 from forebay.weights.gguf_file import GgufFiles
 from forebay.weights.gguf_tensors import stored_formats
 from forebay.weights.load import iter_weights
-from forebay.weights.quantization import BLOCK_BYTES, PLAIN, Formats
+from forebay.weights.quantization import COMPUTED_AS, PLAIN, Formats
 from forebay.worker.wire import (
     FLAG_POOL,
     FLAG_SAMPLE,
@@ -84,15 +84,18 @@ class ModelRunner:
         """Says what of a file is computed as it is stored; raises `ModelError` if that is nothing."""
         if self.config.quantization != "gguf":
             return
-        found = Counter(params.stored.values())
-        if not found:
+        if not params.stored:
             raise ModelError(
-                f"quantization gguf knows {', '.join(BLOCK_BYTES)}, and no matrix of the file is of these types"
+                f"quantization gguf knows {', '.join(COMPUTED_AS)}, and no matrix of the file is of these types"
             )
-        named = ", ".join(f"{count} {kind}" for kind, count in sorted(found.items()))
-        others = params.matrices - found.total()
-        dtype = self._dtype_name()
-        print(f"computing with {named} matrices as the file stores them, {others} in {dtype}", file=sys.stderr)
+        kinds = Counter((params.formats.stored[name], kind) for name, kind in params.stored.items())
+        named = ", ".join(
+            f"{count} {kind}" if kind == stored else f"{count} {stored} as {kind}"
+            for (stored, kind), count in sorted(kinds.items())
+        )
+        others = params.matrices - kinds.total()
+        rest = f"; {others} matrices in {self._dtype_name()}" if others else ""
+        print(f"computing with blocks of the file: {named}{rest}", file=sys.stderr)
 
     @property
     def decoder(self) -> Decoder:
@@ -106,8 +109,8 @@ class ModelRunner:
         if self.config.load_format == "dummy":
             self.model.params.randomise(self.config.seed, report)
         else:
-            stored = self.model.params.stored
-            self.model.load_weights(iter_weights(dict(self.config.model), self.model_config, stored), report)
+            in_blocks = self.model.params.stored
+            self.model.load_weights(iter_weights(dict(self.config.model), self.model_config, in_blocks), report)
 
     def warm_up(self) -> None:
         """Runs a tiny prompt and, if the model generates, a decode row: no request pays for what libraries set up.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 import torch
@@ -11,8 +11,9 @@ from gguf.quants import dequantize
 
 from forebay.weights.config import ModelConfig
 from forebay.weights.errors import ModelError, UnsupportedModelError
+from forebay.weights.gguf_blocks import as_blocks
 from forebay.weights.gguf_file import GgufFiles, GgufTensor
-from forebay.weights.quantization import BLOCK_BYTES
+from forebay.weights.quantization import COMPUTED_AS
 
 __all__ = ["SUPPORTED_TYPES", "check_types", "hf_tensor_names", "iter_tensors", "stored_formats"]
 
@@ -61,7 +62,7 @@ def hf_tensor_names(files: GgufFiles, config: ModelConfig) -> dict[str, str]:
 
 
 def stored_formats(files: GgufFiles, config: ModelConfig) -> dict[str, str]:
-    """Hugging Face name to type of the matrices that can be computed with as they are stored.
+    """Hugging Face name to type of the matrices that can be computed with in blocks.
 
     A tied head is the embedding's tensor under a name of its own.
     """
@@ -69,25 +70,27 @@ def stored_formats(files: GgufFiles, config: ModelConfig) -> dict[str, str]:
     if config.tie_word_embeddings:
         names["token_embd.weight"] = _HEAD
     types = {hf_name: files.tensors[name].type.name for name, hf_name in names.items()}
-    return {name: kind for name, kind in types.items() if kind in BLOCK_BYTES and name != _EMBEDDING}
+    return {name: kind for name, kind in types.items() if kind in COMPUTED_AS and name != _EMBEDDING}
 
 
 def iter_tensors(
-    files: GgufFiles, config: ModelConfig, as_stored: Collection[str] = ()
+    files: GgufFiles, config: ModelConfig, in_blocks: Mapping[str, str] | None = None
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yields (Hugging Face name, float32 tensor) for each weight, one in memory at a time.
 
-    Of the names in `as_stored` it is the bytes of the file, uint8 [rows, bytes]; a tied head's as well, if it is named.
+    Of the names in `in_blocks` it is blocks of that type, uint8 [rows, bytes]; a tied head's as well, if it is named.
     """
+    in_blocks = in_blocks or {}
     check_types(files)
     # Only the llama converter reorders: it makes the two halves of a head alternate, as the original Llama code did.
     permuted = files.architecture == "llama"
     for name, hf_name in hf_tensor_names(files, config).items():
         stored = files.tensors[name]
-        if hf_name == _EMBEDDING and config.tie_word_embeddings and _HEAD in as_stored:
-            yield _HEAD, torch.from_numpy(stored.data.copy())
+        if hf_name == _EMBEDDING and config.tie_word_embeddings and _HEAD in in_blocks:
+            yield _HEAD, torch.from_numpy(as_blocks(stored, in_blocks[_HEAD]))
         # A row's blocks go where the row goes.
-        tensor = torch.from_numpy(stored.data.copy()) if hf_name in as_stored else dequantized(stored)
+        kind = in_blocks.get(hf_name)
+        tensor = dequantized(stored) if kind is None else torch.from_numpy(as_blocks(stored, kind))
         if permuted and ".attn_q." in name:
             tensor = _halves(tensor, config.num_attention_heads)
         elif permuted and ".attn_k." in name:

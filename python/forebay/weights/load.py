@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -18,17 +18,17 @@ __all__ = ["count_weights", "iter_weights"]
 
 
 def iter_weights(
-    model: dict[str, Any], config: ModelConfig | EncoderConfig, as_stored: Collection[str] = ()
+    model: dict[str, Any], config: ModelConfig | EncoderConfig, in_blocks: Mapping[str, str] | None = None
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yields each weight's name (`model.layers.0.self_attn.q_proj.weight`, ...) and value, on the CPU.
 
     `model` is what `forebay.weights.fetch` prints; its `format` and `files` are used. Safetensors keep the type of the
     file and lie in its memory map, one file at a time: copy what outlives the step of the iteration. GGUF tensors are
-    dequantised to float32, but those named in `as_stored`: of these it is the file's bytes. A tied `lm_head.weight` and
-    buffers that the model computes itself are left out.
+    dequantised to float32, but those named in `in_blocks`: of these it is blocks of that type. A tied `lm_head.weight`
+    and buffers that the model computes itself are left out.
     """
     if model["format"] == "gguf":
-        yield from iter_tensors(GgufFiles.open(model["files"]), _of_gguf(config), as_stored)
+        yield from iter_tensors(GgufFiles.open(model["files"]), _of_gguf(config), in_blocks)
         return
     for path in _safetensors(model):
         with safe_open(path, framework="pt", device="cpu") as file:

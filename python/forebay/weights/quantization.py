@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from forebay.weights.errors import ModelError
 
-__all__ = ["BLOCK_BYTES", "INT8", "PLAIN", "QUANTIZATIONS", "SHARED", "Formats"]
+__all__ = ["BLOCK_BYTES", "COMPUTED_AS", "INT8", "PLAIN", "QUANTIZATIONS", "SHARED", "Formats"]
 
 QUANTIZATIONS = ("w8a8_int8", "gguf")
 """What `--quantization` may say."""
@@ -15,6 +15,12 @@ SHARED = 32
 """Inner positions of a block; inner dimensions of quantised matrices are multiples of it."""
 BLOCK_BYTES = {"Q8_0": 34, "Q4_0": 18, "Q4_1": 20}
 """GGUF's types that there are kernels for, and what a block of them takes."""
+COMPUTED_AS = {
+    **{kind: kind for kind in BLOCK_BYTES},
+    "Q4_K": "Q4_1",
+    **dict.fromkeys(("Q5_0", "Q5_1", "Q5_K", "Q6_K"), "Q8_0"),
+}
+"""GGUF's types, and which of those with kernels a matrix is computed in."""
 INT8 = "INT8"
 """8 bits and one scale an output, made of a checkpoint's weights when they are loaded."""
 
@@ -26,7 +32,7 @@ class Formats:
     int8: bool = False
     """All of them are made int8."""
     stored: Mapping[str, str] = field(default_factory=dict)
-    """Checkpoint name to the type in which a file has it, where there are kernels for that."""
+    """Checkpoint name to the type in which a file has it, one of `COMPUTED_AS`."""
 
     def of(self, names: Iterable[str], inputs: int) -> str | None:
         """The format of a matrix with parts of these names, fused; None: it is one of the model's dtype.
@@ -40,9 +46,11 @@ class Formats:
                     f"{names[0]} has {inputs} inputs, and --quantization w8a8_int8 needs multiples of {SHARED}"
                 )
             return INT8
-        formats = {self.stored.get(name) for name in names}
-        # Panels of several formats in one matrix would be possible, and are left to a file that needs them.
-        return formats.pop() if len(formats) == 1 else None
+        if any(name not in self.stored for name in names):
+            return None
+        formats = {COMPUTED_AS[self.stored[name]] for name in names}
+        # Files give keys and values more bits than queries: the widest of the formats holds them all.
+        return formats.pop() if len(formats) == 1 else "Q8_0"
 
 
 PLAIN = Formats()

@@ -1,0 +1,63 @@
+"""GGUF's types that there are no kernels for, as blocks of a type that there are."""
+
+from __future__ import annotations
+
+from typing import Any, TypeAlias
+
+import numpy as np
+from gguf.constants import GGMLQuantizationType
+from gguf.quants import Q4_K, dequantize, quantize
+
+from forebay.weights.gguf_file import GgufTensor
+from forebay.weights.quantization import SHARED
+
+__all__ = ["as_blocks"]
+
+Bytes: TypeAlias = np.ndarray[Any, np.dtype[np.uint8]]
+
+_SUPER = 256
+"""Positions of a super-block of the K types (https://github.com/ggml-org/llama.cpp/pull/1684)."""
+_SAME_SCALE = ("Q4_0", "Q5_0")
+"""Types of signed codes and one scale for `SHARED` positions, as Q8_0 has them, in fewer bits."""
+
+
+def as_blocks(tensor: GgufTensor, kind: str) -> Bytes:
+    """The tensor's rows [rows, bytes] in blocks of type `kind`, Q8_0 or Q4_1; memory of its own.
+
+    Of the same type, the bytes of the file. Q4_K as Q4_1 keeps its codes, and its scales are rounded to half precision;
+    Q4_0 and Q5_0 as Q8_0 are exact; any other type as Q8_0 is rounded to the nearest of 255 steps.
+    """
+    stored = tensor.type.name
+    if stored == kind:
+        return np.array(tensor.data)
+    rows = len(tensor.data)
+    if stored == "Q4_K" and kind == "Q4_1":
+        return _q4_k_as_q4_1(tensor.data).reshape(rows, -1)
+    if kind != "Q8_0":
+        raise ValueError(f"{stored} as {kind}")
+    values = dequantize(tensor.data, tensor.type)
+    if stored in _SAME_SCALE:
+        return _with_scales(values, tensor.data).reshape(rows, -1)
+    return np.asarray(quantize(values, GGMLQuantizationType.Q8_0), np.uint8).reshape(rows, -1)
+
+
+def _q4_k_as_q4_1(data: Bytes) -> Bytes:
+    blocks = data.reshape(-1, 4 + Q4_K.K_SCALE_SIZE + _SUPER // 2)
+    both = blocks[:, :4].copy().view(np.float16).astype(np.float32)
+    scales, least = Q4_K.get_scale_min(blocks[:, 4 : 4 + Q4_K.K_SCALE_SIZE])
+    factors = np.stack([both[:, :1] * scales, -both[:, 1:] * least], axis=-1).astype(np.float16)
+    # Bytes hold codes of two sub-blocks there, and of the two halves of one block here.
+    pairs = blocks[:, 4 + Q4_K.K_SCALE_SIZE :].reshape(-1, _SUPER // SHARED // 2, 1, SHARED)
+    codes = (pairs >> np.array([0, 4], np.uint8)[:, None]) & np.uint8(15)
+    half = SHARED // 2
+    packed = codes[..., :half] | codes[..., half:] << np.uint8(4)
+    return np.concatenate([factors.reshape(-1, 2).view(np.uint8), packed.reshape(-1, half)], axis=1)
+
+
+def _with_scales(values: np.ndarray[Any, np.dtype[np.float32]], data: Bytes) -> Bytes:
+    """Blocks of Q8_0 with the scales that `data`'s blocks begin with."""
+    values = values.reshape(-1, SHARED)
+    scales = data.reshape(len(values), -1)[:, :2].copy()
+    steps = scales.view(np.float16).astype(np.float32)
+    codes = np.divide(values, steps, out=np.zeros_like(values), where=steps != 0)
+    return np.concatenate([scales, np.rint(codes).astype(np.int8).view(np.uint8)], axis=1)
