@@ -2,7 +2,8 @@
 
     python -m benchmarks.router --rounds 3 [--scenes latency,ceiling,seed,...]
 
-*latency* and *ceiling* compare a backend with and without a router in front of it. The others have four backends, each
+*latency*, *ceiling* and *merged-ceiling* compare a backend with and without a router in front of it; nginx, which knows
+nothing of models, shows what any proxy costs on the machine. The others have four backends, each
 of which runs as many requests as it is sent, so that what moves the numbers is where requests go: `most` is the most
 that any backend had at a time while all clients were busy (a quarter of them is perfect), asked of the backends
 themselves every 20 ms.
@@ -14,10 +15,11 @@ import http.client
 import json
 import os
 import random
+import shutil
 import statistics
 import tempfile
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -75,7 +77,7 @@ class ForebayRouter(Front):
     def start(self, backends: Sequence[Running]) -> Running | None:
         urls = ",".join(backend.url for backend in backends)
         command = [str(FOREBAY), "route", "--backends", urls, "--log-level", "warn", *self.flags]
-        return _ready(command, self.name)
+        return _ready(lambda port: [*command, "--host", "127.0.0.1", "--port", str(port)], self.name)
 
 
 @dataclass(frozen=True)
@@ -92,13 +94,61 @@ class SglangRouter(Front):
         launch = [str(self.python), "-m", "sglang_router.launch_router", "--worker-urls", *urls]
         # Its metrics would take a port that may not be free.
         metrics = ["--prometheus-port", str(free_port()), "--log-level", "warn"]
-        return _ready([*launch, *metrics, *self.flags], self.name)
+        command = [*launch, *metrics, *self.flags, "--host", "127.0.0.1"]
+        return _ready(lambda port: [*command, "--port", str(port)], self.name)
 
 
-def _ready(command: Sequence[str], name: str) -> Running:
+@dataclass(frozen=True)
+class Nginx(Front):
+    """nginx as a proxy with one worker, connections that are kept and nothing held back."""
+
+    def missing(self) -> str | None:
+        return None if _nginx() else "nginx is not installed (Debian's package nginx-light)"
+
+    def start(self, backends: Sequence[Running]) -> Running | None:
+        folder = Path(tempfile.mkdtemp(prefix="forebay-nginx-"))
+        servers = " ".join(f"server 127.0.0.1:{backend.port};" for backend in backends)
+        temporary = " ".join(
+            f"{what}_temp_path {folder}/{what};" for what in ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")
+        )
+
+        def command(port: int) -> list[str]:
+            config = folder / "nginx.conf"
+            text = NGINX_CONFIG.format(folder=folder, servers=servers, temporary=temporary, port=port)
+            config.write_text(text, encoding="utf-8")
+            return [str(_nginx()), "-c", str(config)]
+
+        try:
+            return _ready(command, self.name)
+        finally:
+            # It has read its configuration, and keeps open what it needs of the rest.
+            shutil.rmtree(folder)
+
+
+def _nginx() -> str | None:
+    return shutil.which("nginx", path=f"{os.environ.get('PATH', os.defpath)}:/usr/sbin")
+
+
+NGINX_CONFIG = """
+daemon off; worker_processes 1; pid {folder}/pid; error_log stderr;
+events {{ worker_connections 8192; }}
+http {{
+    access_log off; {temporary}
+    upstream backends {{ {servers} keepalive 1024; keepalive_requests 1000000; }}
+    server {{
+        listen 127.0.0.1:{port}; tcp_nodelay on; keepalive_requests 1000000;
+        location / {{
+            proxy_pass http://backends; proxy_http_version 1.1; proxy_set_header Connection ""; proxy_buffering off;
+        }}
+    }}
+}}
+"""
+
+
+def _ready(command: Callable[[int], Sequence[str]], name: str) -> Running:
     port = free_port()
     log = LOGS / f"router-{name.replace(' ', '-').replace(',', '')}.log"
-    running = Running([*command, "--host", "127.0.0.1", "--port", str(port)], {}, port, log)
+    running = Running(list(command(port)), {}, port, log)
     try:
         running.wait_until_ready("/health", START_SECONDS)
     except BaseException:
@@ -118,6 +168,7 @@ def _sglang(policy: str) -> SglangRouter:
 DIRECT = Front("direct", "forebay-chat")
 DEFAULT = _policy("cache_aware")
 PEER = _sglang("cache_aware")
+PROXY = Nginx("nginx", "forebay-chat")
 FRONTS: list[Front] = [
     DEFAULT,
     _policy("shortest_queue"),
@@ -150,6 +201,15 @@ SCENES = [
         output_tokens=400,
         requests=1024,
         profiles=(TOKEN_EVERY_30_US,),
+        policies=False,
+    ),
+    Scene(
+        "merged ceiling: 512 streams, a device that takes no time",
+        Setting(model="tiny", streams=512),
+        input_tokens=32,
+        output_tokens=400,
+        requests=2048,
+        profiles=("instant",),
         policies=False,
     ),
     Scene("seed: 500 in, 1500 out, rounds that end together", SPREAD, 500, 1500, requests=400),
@@ -233,9 +293,10 @@ def spread(counts: Sequence[Sequence[int]], clients: int) -> dict[str, float]:
 
 
 def cpu_seconds(pid: int) -> float:
-    """CPU time of a process so far, all its threads."""
+    """CPU time of a process and its children so far, all their threads."""
     fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(") ")[2].split()
-    return (int(fields[11]) + int(fields[12])) / TICKS
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text(encoding="utf-8").split()
+    return (int(fields[11]) + int(fields[12])) / TICKS + sum(cpu_seconds(int(child)) for child in children)
 
 
 def measure(front: Front, scene: Workload) -> dict[str, Any]:
@@ -284,7 +345,7 @@ def main() -> None:
     for scene in SCENES:
         if key_of(scene) not in wanted:
             continue
-        fronts = FRONTS if scene.policies else [DIRECT, DEFAULT, PEER]
+        fronts = FRONTS if scene.policies else [DIRECT, DEFAULT, PEER, PROXY]
         there = [front for front in fronts if not front.missing()]
         for front in fronts:
             if reason := front.missing():

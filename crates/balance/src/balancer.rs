@@ -40,9 +40,9 @@ impl Ask<'_> {
 }
 
 /// For a prompt that one target has cached as a whole it may have this many requests more than another, which has none of it ...
-const WHOLE_PROMPT: u64 = 8;
+const WHOLE_PROMPT: u64 = 16;
 /// ... and one more for every so many that the other has: among many requests a few more are not felt.
-const CROWD: u64 = 4;
+const CROWD: u64 = 2;
 
 /// A policy, and whose turn it is among equals.
 #[derive(Debug, Clone)]

@@ -229,8 +229,8 @@ fn a_cached_beginning_is_worth_some_imbalance_but_not_any() {
     assert_eq!(chosen(&[load(4, 0), load(2, 0)], &[0, 0]), Some(1), "nothing is cached");
     assert_eq!(chosen(&[load(4, 0), load(2, 0)], &[790, 0]), Some(0));
     assert_eq!(chosen(&[load(4, 0), load(2, 0)], &[790, 780]), Some(1), "both have it");
-    assert_eq!(chosen(&[load(11, 0), load(2, 0)], &[790, 0]), Some(1), "too many are there");
+    assert_eq!(chosen(&[load(19, 0), load(2, 0)], &[790, 0]), Some(1), "too many are there");
     assert_eq!(chosen(&[load(4, 0), load(2, 0)], &[64, 0]), Some(1), "too little for two more");
     assert_eq!(chosen(&[load(2, 700), load(2, 0)], &[640, 0]), Some(1), "prefill waits there");
-    assert_eq!(chosen(&[load(80, 0), load(64, 0)], &[790, 0]), Some(0), "in a crowd 16 are few");
+    assert_eq!(chosen(&[load(110, 0), load(64, 0)], &[790, 0]), Some(0), "in a crowd 46 are few");
 }

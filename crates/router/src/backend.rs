@@ -99,6 +99,8 @@ struct State {
     ledger: Ledger,
     breaker: Breaker,
     health: Health,
+    /// When a dispatch has ended last.
+    ended: Option<Instant>,
 }
 
 /// What is counted for /metrics.
@@ -149,6 +151,7 @@ impl Backend {
                 ledger: Ledger::new(accounting),
                 breaker: Breaker::new(breaker),
                 health: Health::default(),
+                ended: None,
             }),
             forebay: AtomicBool::new(false),
             stored: Mutex::default(),
@@ -202,6 +205,11 @@ impl Backend {
         (ledger.requests(), ledger.own(), ledger.last_report())
     }
 
+    /// When a request of ours has ended last.
+    pub(crate) fn ended(&self) -> Option<Instant> {
+        self.state.lock().ended
+    }
+
     /// The state of its circuit breaker.
     pub(crate) fn breaker(&self) -> &'static str {
         self.state.lock().breaker.name()
@@ -210,7 +218,7 @@ impl Backend {
     /// Takes the outcome of a health check, or what a request has found; true if it is up then.
     pub(crate) fn checked(&self, check: Check, config: &HealthConfig) -> bool {
         let mut state = self.state.lock();
-        let State { ledger, breaker, health } = &mut *state;
+        let State { ledger, breaker, health, .. } = &mut *state;
         if check == Check::Fine {
             health.failures = 0;
             health.successes += 1;
@@ -281,6 +289,7 @@ impl Drop for Sent {
     fn drop(&mut self) {
         let mut state = self.backend.state.lock();
         state.ledger.finish(self.seq);
+        state.ended = Some(Instant::now());
         if !self.judged {
             state.breaker.forgo();
         }

@@ -21,8 +21,13 @@ use crate::shared::Shared;
 const PROBE: Duration = Duration::from_secs(1);
 /// How long an idle backend may keep a question about its load.
 const WAIT: Duration = Duration::from_secs(20);
-/// Least time between two questions to the same backend.
+/// Least time between two questions to the same backend about its load.
 const PACE: Duration = Duration::from_millis(5);
+/// The same about its blocks: until they are known, a text counts for the backend that it was sent to.
+const BLOCKS_PACE: Duration = Duration::from_millis(20);
+/// How long a backend has to be without requests of ours before it is asked about its load: those that come one after the other bring it
+/// along, and a question between them would be answered just when the next one arrives.
+const QUIET: Duration = Duration::from_millis(100);
 /// Longest answer to any of these questions.
 const MAX_ANSWER: usize = 64 << 20;
 
@@ -160,6 +165,11 @@ async fn follow_load(shared: &Shared, backend: &Backend) {
             sleep(PROBE).await;
             continue;
         }
+        let quiet = backend.ended().map_or(QUIET, |ended| ended.elapsed());
+        if quiet < QUIET && !first {
+            sleep(QUIET - quiet).await;
+            continue;
+        }
         let path = match report {
             Some(report) if !first => {
                 format!("/v1/loads?wait={}&requests={}", WAIT.as_secs(), report.requests)
@@ -196,7 +206,7 @@ async fn follow_blocks(shared: &Shared, backend: &Backend) {
                 sleep(PROBE).await;
             }
         }
-        sleep(PACE).await;
+        sleep(BLOCKS_PACE).await;
     }
 }
 
