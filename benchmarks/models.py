@@ -53,6 +53,8 @@ class Model:
     """By Hugging Face's names, any floating dtype."""
     metadata: dict[str, Any]
     """The tokenizer, as GGUF has it: the keys tokenizer.*."""
+    architecture: str = "llama"
+    """GGUF's name for it."""
 
 
 def directory(name: str) -> Path:
@@ -81,13 +83,14 @@ def unpack_minilm(target: Path) -> Path:
     return target
 
 
-def smollm2() -> tuple[Model, dict[str, str]]:
-    """SmolLM2-135M-Instruct, and the Hugging Face name of every GGUF tensor."""
-    files = GgufFiles.open([find_or_download(cache_directory(), offline=False)])
+def read_gguf(path: Path) -> tuple[Model, dict[str, str]]:
+    """A model from its GGUF file, and the Hugging Face name of every tensor there."""
+    files = GgufFiles.open([path])
     config = hf_config(files)
     parsed = ModelConfig.from_dict(config)
     metadata = {key: value for key, value in files.metadata.items() if key.startswith("tokenizer.")}
-    return Model(config, dict(iter_tensors(files, parsed)), metadata), hf_tensor_names(files, parsed)
+    model = Model(config, dict(iter_tensors(files, parsed)), metadata, files.architecture)
+    return model, hf_tensor_names(files, parsed)
 
 
 def tiny(large: Model) -> Model:
@@ -176,7 +179,9 @@ def write_directory(model: Model, folder: Path) -> None:
 def write_gguf(model: Model, names: Iterable[tuple[str, str]], path: Path) -> None:
     """Writes the file that llama.cpp reads. `names` pairs GGUF's tensor names with Hugging Face's."""
     config, metadata = model.config, model.metadata
-    writer = GGUFWriter(path, "llama")
+    writer = GGUFWriter(path, model.architecture)
+    # Only Llama's queries and keys are in the order of the original code.
+    reordered = model.architecture == "llama"
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
     writer.add_block_count(config["num_hidden_layers"])
@@ -202,9 +207,9 @@ def write_gguf(model: Model, names: Iterable[tuple[str, str]], path: Path) -> No
         if tensor.dim() == 1:
             writer.add_tensor(name, tensor.float().numpy())
             continue
-        if ".attn_q." in name:
+        if reordered and ".attn_q." in name:
             tensor = alternate(tensor, config["num_attention_heads"])
-        elif ".attn_k." in name:
+        elif reordered and ".attn_k." in name:
             tensor = alternate(tensor, config["num_key_value_heads"])
         stored = tensor.to(torch.bfloat16).contiguous().view(torch.uint8).numpy()
         writer.add_tensor(name, stored, raw_dtype=GGMLQuantizationType.BF16)
@@ -245,24 +250,28 @@ def build_embedder(*, force: bool) -> None:
     partial.replace(embedder)
 
 
+def write(name: str, model: Model, hf_names: Mapping[str, str]) -> None:
+    """Writes a model in both formats; `hf_names` are the Hugging Face names of GGUF's tensors."""
+    pairs = [(gguf, hf) for gguf, hf in hf_names.items() if hf in model.tensors]
+    # What is there under its last name is whole.
+    partial = MODELS / f"{name}.partial"
+    shutil.rmtree(partial, ignore_errors=True)
+    write_directory(model, partial / "hf")
+    write_gguf(model, pairs, partial / "model.gguf")
+    shutil.rmtree(directory(name), ignore_errors=True)
+    (partial / "model.gguf").replace(gguf_file(name))
+    (partial / "hf").replace(directory(name))
+    partial.rmdir()
+
+
 def build(*, force: bool) -> list[str]:
     """Makes the models that generate, if they are missing; returns their names."""
     missing = [name for name in NAMES if force or not (directory(name).is_dir() and gguf_file(name).is_file())]
     if not missing:
         return []
-    large, hf_names = smollm2()
+    large, hf_names = read_gguf(find_or_download(cache_directory(), offline=False))
     for name in missing:
-        model = large if name == "smollm2" else tiny(large)
-        pairs = [(gguf, hf) for gguf, hf in hf_names.items() if hf in model.tensors]
-        # What is there under its last name is whole.
-        partial = MODELS / f"{name}.partial"
-        shutil.rmtree(partial, ignore_errors=True)
-        write_directory(model, partial / "hf")
-        write_gguf(model, pairs, partial / "model.gguf")
-        shutil.rmtree(directory(name), ignore_errors=True)
-        (partial / "model.gguf").replace(gguf_file(name))
-        (partial / "hf").replace(directory(name))
-        partial.rmdir()
+        write(name, large if name == "smollm2" else tiny(large), hf_names)
     return missing
 
 

@@ -332,6 +332,7 @@ def startup(found: Results) -> str:
 KINDS: dict[str, Callable[[Results], str]] = {
     "host_ceiling": host_ceiling,
     "cpu_model": cpu_model,
+    "cpu_coder": cpu_model,
     "ablations": ablations,
     "egress": egress,
     "profile": profile,

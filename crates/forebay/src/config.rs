@@ -18,6 +18,8 @@ use crate::text::{TokenizerBackend, TokenizerMode};
 /// A laptop's owner wants most of the memory for other things.
 const CPU_MEM_FRACTION: f64 = 0.3;
 const SIM_PROFILE: &str = "instant";
+/// A model of seven billion parameters in bfloat16 fits, two do not.
+const WEIGHT_CACHE_GIB: u32 = 16;
 /// About the length of a chat answer.
 const SIM_OUTPUT_TOKENS: u32 = 256;
 
@@ -30,6 +32,7 @@ pub(crate) struct Config {
     pub(crate) dtype: &'static str,
     pub(crate) quantization: Option<Quantization>,
     pub(crate) load_format: &'static str,
+    pub(crate) weight_cache_bytes: u64,
     pub(crate) context_length: u32,
     pub(crate) page_size: u32,
     pub(crate) slots: u32,
@@ -167,6 +170,9 @@ impl Config {
                 LoadFormat::Auto => "auto",
                 LoadFormat::Dummy => "dummy",
             },
+            weight_cache_bytes: u64::from(
+                flags.loading.weight_cache_gib.unwrap_or(WEIGHT_CACHE_GIB),
+            ) << 30,
             context_length,
             page_size: schedule.page_size,
             // A slot is free again only when the last step in flight that named it is done: without spares, requests that end together
@@ -250,11 +256,13 @@ impl Config {
                 "files": model.files,
                 "config": model.config,
                 "pooling": model.pooling,
+                "cache": model.cache,
             },
             "load_format": self.load_format,
             "device": self.device,
             "dtype": self.dtype,
             "quantization": self.quantization,
+            "weight_cache_bytes": self.weight_cache_bytes,
             "page_size": self.page_size,
             "slots": self.slots,
             "context_length": self.context_length,

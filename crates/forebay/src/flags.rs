@@ -55,6 +55,7 @@ impl ServeFlags {
             ("--dtype", self.loading.dtype != Dtype::Auto),
             ("--load-format", self.loading.load_format != LoadFormat::Auto),
             ("--quantization", self.loading.quantization.is_some()),
+            ("--weight-cache-gib", self.loading.weight_cache_gib.is_some()),
             ("--mem-fraction-static", self.schedule.mem_fraction_static.is_some()),
             ("--threads", self.run.threads.is_some()),
         ]
@@ -146,6 +147,10 @@ pub(crate) struct ModelFlags {
     /// blocks as they are, brings Q4_K into Q4_1, Q5 and Q6_K into Q8_0, and has the rest of the file in DTYPE. Needs the compiled kernels.
     #[arg(long, value_enum)]
     pub(crate) quantization: Option<Quantization>,
+    /// Gibibytes on disk for weights in the order in which the compiled kernels read them, so that the next start need not bring them into it;
+    /// 0: none [default: 16].
+    #[arg(long, value_name = "GIB", value_parser = clap::value_parser!(u32).range(..=1 << 20))]
+    pub(crate) weight_cache_gib: Option<u32>,
     /// Longest prompt and answer together, in tokens [default: the model's].
     #[arg(long, visible_alias = "max-model-len", value_name = "TOKENS")]
     pub(crate) context_length: Option<u32>,

@@ -26,6 +26,8 @@ pub(crate) struct Model {
     pub(crate) context_length: u32,
     pub(crate) vocab_size: u32,
     pub(crate) pooling: Option<Pooling>,
+    /// Where Forebay keeps what it makes of models.
+    pub(crate) cache: PathBuf,
 }
 
 /// What a model makes in place of tokens, as `forebay.weights.pooling` describes it.
