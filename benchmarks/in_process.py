@@ -38,6 +38,7 @@ def runner(
         "world_size": 1,
         "threads": threads,
         "seed": 0,
+        "weight_cache_bytes": 0,
     }
     made = ModelRunner(RunnerConfig.from_dict(config))
     made.load(lambda done, total: None)

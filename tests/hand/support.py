@@ -103,6 +103,7 @@ def wire_config(model_config: dict[str, Any], **changes: Any) -> dict[str, Any]:
         "world_size": 1,
         "threads": 1,
         "seed": 0,
+        "weight_cache_bytes": 0,
         **changes,
     }
 

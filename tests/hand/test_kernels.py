@@ -150,7 +150,7 @@ def test_odd_sizes_are_left_to_torch() -> None:
         "architectures": ["LlamaForCausalLM"],
     }
     runner = ModelRunner(RunnerConfig.from_dict(wire_config(config, load_format="dummy")))
-    assert not NativeCompute.supports(runner.decoder)
+    assert not NativeCompute.supports(runner.decoder.config)
     runner.load(lambda done, total: None)
     runner.warm_up()
 

@@ -118,6 +118,9 @@ def test_without_a_network_the_cache_is_used(hub: Hub, tmp_path: Path) -> None:
 def test_the_cache_may_be_elsewhere(hub: Hub, tmp_path: Path) -> None:
     found = answer(fetch(hub, tmp_path / "home", NAME, "--cache-dir", str(tmp_path / "chosen")))
     assert Path(found["directory"]).is_relative_to(tmp_path / "chosen" / "hub")
+    assert found["cache"] == str(tmp_path / "chosen")
+    usual = answer(fetch(hub, tmp_path / "home", NAME))
+    assert usual["cache"] == str(tmp_path / "home" / "forebay")
 
 
 def test_revisions(hub: Hub, tmp_path: Path) -> None:

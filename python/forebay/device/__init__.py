@@ -8,6 +8,7 @@ import numpy.typing as npt
 import torch
 
 from forebay.attention.backend import AttentionBackend
+from forebay.weights.config import ModelConfig
 
 if TYPE_CHECKING:
     from forebay.layers.decoder import Decoder
@@ -45,6 +46,9 @@ class Device(Protocol):
 
     def compute(self, model: Decoder, tables: SlotTables, kv: KvPool, prompts: PromptRows) -> Compute:
         """How this device computes the rows of a model whose weights are loaded."""
+
+    def weight_order(self, config: ModelConfig) -> str | None:
+        """A name for the order that `compute` brings matrices into; None: they stay as they were loaded."""
 
     def upload(self, array: npt.NDArray[Any]) -> torch.Tensor:
         """A host array as a tensor of the device, which may share its memory until the end of the step."""

@@ -17,12 +17,13 @@ import torch
 from forebay.attention.backend import AttentionBackend
 from forebay.attention.cpu import CpuAttention
 from forebay.kernels.compute import NativeCompute, level, native_wanted
-from forebay.kernels.library import WITH_BYTES
+from forebay.kernels.library import WITH_BYTES, build
 from forebay.layers.decoder import Decoder
 from forebay.runner.compute import Compute, TorchCompute
 from forebay.runner.inputs import PromptRows
 from forebay.runner.kv_pool import KvPool
 from forebay.runner.slots import SlotTables
+from forebay.weights.config import ModelConfig
 from forebay.weights.errors import ModelError
 from forebay.weights.quantization import PLAIN
 
@@ -70,11 +71,15 @@ class CpuDevice:
         return CpuAttention()
 
     def compute(self, model: Decoder, tables: SlotTables, kv: KvPool, prompts: PromptRows) -> Compute:
-        if self._native and NativeCompute.supports(model):
+        if self._native and NativeCompute.supports(model.config):
             return NativeCompute(model, tables, kv, prompts, torch.get_num_threads())
         if model.params.formats != PLAIN:
             raise ModelError("the compiled kernels can't compute this model, and nothing else computes quantised ones")
         return TorchCompute(model, tables, kv, prompts, self)
+
+    def weight_order(self, config: ModelConfig) -> str | None:
+        # All levels read the same order.
+        return build() if self._native and NativeCompute.supports(config) else None
 
     def upload(self, array: npt.NDArray[Any]) -> torch.Tensor:
         return torch.from_numpy(array)

@@ -22,10 +22,11 @@ from forebay.kernels.library import (
     library,
     open_mp,
 )
-from forebay.layers.decoder import Decoder
+from forebay.layers.decoder import HEAD, Decoder
 from forebay.layers.linear import Linear
 from forebay.layers.norm import RMSNorm
 from forebay.runner.slots import PlanError
+from forebay.weights.config import ModelConfig
 from forebay.weights.quantization import INT8
 
 if TYPE_CHECKING:
@@ -128,9 +129,8 @@ class NativeCompute:
         weakref.finalize(self, self._library.fb_model_free, self._model)
 
     @staticmethod
-    def supports(model: Decoder) -> bool:
+    def supports(config: ModelConfig) -> bool:
         """Whether the kernels can compute the model: they take inner dimensions two by two."""
-        config = model.config
         return all(size % 2 == 0 for size in (config.hidden_size, config.intermediate_size, config.head_dim))
 
     def watch(self) -> None:
@@ -172,7 +172,7 @@ class NativeCompute:
         return self._pointer(norm.weight)
 
     def _matrix(self, linear: Linear, *, interleaved: bool = False) -> tuple[int, int | None]:
-        packed = self._packed(linear.weight, linear.inputs, linear.format, interleaved=interleaved)
+        packed = self._packed(linear.name, linear.weight, linear.inputs, linear.format, interleaved=interleaved)
         if linear.format is not None:
             self._params.requantised(linear.weight.nbytes, packed.nbytes)
         # The packed copy is the one that is used: free this one before the next is packed.
@@ -180,7 +180,7 @@ class NativeCompute:
         return self._pointer(packed), None if linear.bias is None else self._pointer(linear.bias)
 
     def _head(self, model: Decoder) -> int:
-        packed = self._packed(model.head, model.config.hidden_size, model.head_format)
+        packed = self._packed(HEAD, model.head, model.config.hidden_size, model.head_format)
         if model.head_format is not None:
             # A tied embedding stays, for its rows are looked up.
             tied = model.head is model.embedding
@@ -190,26 +190,35 @@ class NativeCompute:
         return self._pointer(packed)
 
     def _packed(
-        self, weight: torch.Tensor, inputs: int, format_: str | None, *, interleaved: bool = False
+        self, name: str, weight: torch.Tensor, inputs: int, format_: str | None, *, interleaved: bool = False
     ) -> torch.Tensor:
-        """The matrix as the kernels read it, quantised if its format is not that of `weight` yet."""
-        outputs = len(weight)
-        weight = weight.contiguous()
+        """The matrix as the kernels read it: of an earlier start, or packed from `weight`."""
+        shape = (len(weight), inputs, interleaved)
         if format_ is None:
-            packed = torch.empty(self._library.fb_packed_len(outputs, inputs, interleaved), dtype=weight.dtype)
-            self._library.fb_pack(
-                DTYPES[weight.dtype], weight.data_ptr(), outputs, inputs, interleaved, packed.data_ptr()
-            )
-            return packed
-        number = FORMATS[format_]
-        size = self._library.fb_quantised_bytes(number, outputs, inputs, interleaved)
-        packed = torch.empty(size, dtype=torch.uint8)
-        shape = (outputs, inputs, interleaved, packed.data_ptr())
-        if format_ == INT8:
-            self._library.fb_quantise(DTYPES[weight.dtype], weight.data_ptr(), *shape)
-        elif not self._library.fb_pack_blocks(number, weight.data_ptr(), weight.nbytes, *shape):
-            raise ValueError(f"{weight.nbytes} bytes are no {format_} matrix of {outputs} x {inputs}")
+            room, dtype = self._library.fb_packed_len(*shape), weight.dtype
+        else:
+            room, dtype = self._library.fb_quantised_bytes(FORMATS[format_], *shape), torch.uint8
+        packed = self._params.packed.get(name)
+        if packed is None:
+            packed = self._params.packed[name] = torch.empty(room, dtype=dtype)
+            self._pack(weight.contiguous(), format_, shape, packed)
+        if (packed.shape, packed.dtype) != ((room,), dtype):
+            # The kernels would read beyond its end.
+            raise ValueError(f"{name} is packed as {packed.dtype} {list(packed.shape)}, not {dtype} [{room}]")
         return packed
+
+    def _pack(
+        self, weight: torch.Tensor, format_: str | None, shape: tuple[int, int, bool], packed: torch.Tensor
+    ) -> None:
+        """Packs, and quantises if the format is not that of `weight` yet; `shape`: outputs, inputs, interleaved."""
+        source, to = weight.data_ptr(), packed.data_ptr()
+        if format_ is None:
+            self._library.fb_pack(DTYPES[weight.dtype], source, *shape, to)
+        elif format_ == INT8:
+            self._library.fb_quantise(DTYPES[weight.dtype], source, *shape, to)
+        elif not self._library.fb_pack_blocks(FORMATS[format_], source, weight.nbytes, *shape, to):
+            outputs, inputs, _ = shape
+            raise ValueError(f"{weight.nbytes} bytes are no {format_} matrix of {outputs} x {inputs}")
 
     def _pointer(self, tensor: torch.Tensor) -> int:
         self._kept.append(tensor)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import sys
 from ctypes import POINTER, Structure, c_bool, c_char_p, c_float, c_int32, c_size_t, c_uint32, c_uint64, c_void_p
 from functools import cache
@@ -135,6 +136,12 @@ def library() -> ctypes.CDLL:
     loaded.fb_step.argtypes = [c_void_p, POINTER(StepSpec)]
     loaded.fb_step.restype = c_int32
     return loaded
+
+
+@cache
+def build() -> str:
+    """A name for what the loaded library does: its content. Packed weights may be of use to no other."""
+    return hashlib.blake2b(Path(library()._name).read_bytes(), digest_size=16).hexdigest()
 
 
 def open_mp() -> TeamSpec:

@@ -18,6 +18,8 @@ from forebay.layers.rotary import Rotary, Rotation
 from forebay.weights.config import ModelConfig
 from forebay.weights.quantization import BLOCK_BYTES
 
+HEAD = "lm_head.weight"
+"""The name of the head, also where it is the embedding."""
 _ROOTS = ("model.", "lm_head.")
 
 
@@ -66,7 +68,7 @@ class Decoder:
         self.norm = RMSNorm(params, "model.norm", hidden, config.rms_norm_eps)
         self.head = self.embedding
         self.head_format: str | None = None
-        head = {"lm_head.weight": vocabulary}
+        head = {HEAD: vocabulary}
         if not config.headless:
             self.head_format = params.formats.of(head, hidden)
         if self.head_format in BLOCK_BYTES or not (config.headless or config.tie_word_embeddings):
@@ -74,7 +76,7 @@ class Decoder:
             self.head, self.head_format = params.matrix(hidden, head)
         else:
             # Checkpoints that were saved with the tie spelled out carry the same matrix twice.
-            params.skip("lm_head.weight")
+            params.skip(HEAD)
         self.rotary = Rotary(
             config.head_dim,
             config.rope_theta,

@@ -18,6 +18,8 @@ class Linear:
         rows = sum(outputs.values())
         prefix = f"{prefix}." if prefix else ""
         parts = {f"{prefix}{name}.weight": n for name, n in outputs.items()}
+        self.name = next(iter(parts))
+        """What the whole matrix goes by."""
         self.inputs = inputs
         self.weight, self.format = params.matrix(inputs, parts)
         self.bias: torch.Tensor | None = None

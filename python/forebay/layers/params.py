@@ -32,6 +32,10 @@ class Parameters:
         """Weights that are kept in blocks, and of which type; `load` wants their bytes."""
         self.matrices = 0
         """How many weights there are that could be kept so."""
+        self.others: dict[str, torch.Tensor] = {}
+        """What is no matrix and stays as it was loaded (norms, biases, the embedding), by its first name."""
+        self.packed: dict[str, torch.Tensor] = {}
+        """Matrices in the order of the compiled kernels, by their first names: packed now, or by an earlier start."""
         self._targets: dict[str, torch.Tensor] = {}
         self._skipped: set[str] = set()
         self._packing: list[Callable[[], None]] = []
@@ -39,7 +43,9 @@ class Parameters:
 
     def tensor(self, shape: tuple[int, ...], parts: dict[str, int]) -> torch.Tensor:
         """A new tensor of `shape` whose first dimension is split among `parts`: checkpoint name to number of rows."""
-        return self._allocate(shape, parts, self.dtype)
+        tensor = self._allocate(shape, parts, self.dtype)
+        self.others[next(iter(parts))] = tensor
+        return tensor
 
     def matrix(self, inputs: int, parts: dict[str, int]) -> tuple[torch.Tensor, str | None]:
         """A new matrix with rows of `inputs` elements, and the format that it has or shall get; `parts` as of `tensor`.
@@ -50,7 +56,7 @@ class Parameters:
         format_ = self.formats.of(parts, inputs)
         self.matrices += len(parts)
         if format_ not in BLOCK_BYTES:
-            return self.tensor((rows, inputs), parts), format_
+            return self._allocate((rows, inputs), parts, self.dtype), format_
         self.stored |= dict.fromkeys(parts, format_)
         return self._allocate((rows, inputs // SHARED * BLOCK_BYTES[format_]), parts, torch.uint8), format_
 
@@ -78,6 +84,11 @@ class Parameters:
     def requantised(self, before: int, after: int) -> None:
         """Notes that a tensor was replaced by one of another size in bytes."""
         self._bytes += after - before
+
+    @property
+    def count(self) -> int:
+        """How many weights of a checkpoint there is room for."""
+        return len(self._targets)
 
     @property
     def nbytes(self) -> int:

@@ -40,6 +40,7 @@ class RunnerConfig:
     world_size: int
     threads: int | None
     seed: int
+    weight_cache_bytes: int
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> RunnerConfig:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections import Counter
 from functools import cached_property
 
@@ -19,6 +20,7 @@ from forebay.runner.compute import Compute, Pooler, Rows, TorchCompute, finite_r
 from forebay.runner.config import DTYPES, RunnerConfig
 from forebay.runner.encoder import EncoderCompute
 from forebay.runner.inputs import PromptRows
+from forebay.runner.kept import KeptWeights
 from forebay.runner.kv_pool import KvPool, page_count
 from forebay.runner.sampler import Sampled, Sampler, plain
 from forebay.runner.slots import Int64s, PlanError, SlotTables
@@ -54,6 +56,7 @@ class ModelRunner:
         available = self.device.available_bytes()
         if config.quantization is not None:
             self.device.check_quantization(config.quantization)
+        self._kept = KeptWeights.open(config, self.model_config, self.device)
         params = Parameters(config.dtype, self.device.torch_device, self._formats())
         self.model: Decoder | Bert
         if isinstance(self.model_config, EncoderConfig):
@@ -77,7 +80,10 @@ class ModelRunner:
         if config.quantization == "w8a8_int8":
             return Formats(int8=True)
         if config.quantization == "gguf" and not isinstance(model, EncoderConfig):
-            return Formats(stored=stored_formats(GgufFiles.open(config.model["files"]), model))
+            stored = None if self._kept is None else self._kept.stored
+            if stored is None:
+                stored = stored_formats(GgufFiles.open(config.model["files"]), model)
+            return Formats(stored=stored)
         return PLAIN
 
     def _tell_formats(self, params: Parameters) -> None:
@@ -105,12 +111,19 @@ class ModelRunner:
         return self.model
 
     def load(self, report: Report) -> None:
-        """Fills the weights from the checkpoint, or from the seed; `report` gets (loaded, total) tensors."""
+        """Fills the weights from the checkpoint, or from the seed; `report` gets (loaded, total) tensors.
+
+        Where an earlier start has kept what became of them, from there.
+        """
         if self.config.load_format == "dummy":
             self.model.params.randomise(self.config.seed, report)
-        else:
+        elif self._kept is None or not self._kept.load(self.model.params, report):
             in_blocks = self.model.params.stored
             self.model.load_weights(iter_weights(dict(self.config.model), self.model_config, in_blocks), report)
+
+    def keep_weights(self) -> threading.Thread | None:
+        """Begins to keep the weights for the next start, once a step was computed; None: there is nothing to do."""
+        return None if self._kept is None else self._kept.save(self.model.params)
 
     def warm_up(self) -> None:
         """Runs a tiny prompt and, if the model generates, a decode row: no request pays for what libraries set up.

@@ -39,6 +39,24 @@ def fetch(
     Raises ModelError.
     """
     cache = cache_directory(cache_dir)
+    hub_cache = cache / "hub" if cache_dir is not None else None
+    described = _described(
+        model, cache, hub_cache, revision=revision, offline=offline, weights=weights, embedding=embedding
+    )
+    # For the hand, which keeps there what it makes of the weights.
+    return {**described, "cache": str(cache)}
+
+
+def _described(
+    model: str,
+    cache: Path,
+    hub_cache: Path | None,
+    *,
+    revision: str | None,
+    offline: bool,
+    weights: bool,
+    embedding: bool,
+) -> dict[str, Any]:
     path = Path(model).expanduser()
     if model == embedded.NAME:
         file = embedded.find_or_download(cache, offline=offline)
@@ -53,7 +71,6 @@ def fetch(
         raise ModelError(
             f"{model!r} is neither a file or directory here, nor a model of the hub (org/name), nor {embedded.NAME!r}"
         )
-    hub_cache = cache / "hub" if cache_dir is not None else None
     return hub.describe_hub_model(
         named, cache, hub_cache=hub_cache, offline=offline, weights=weights, embedding=embedding
     )
