@@ -46,7 +46,7 @@ bench-accuracy: bench-build ## perplexity, answers and steps of quantised produc
 	$(BIN)/python -m benchmarks.accuracy $(BENCH_ROUNDS) $(if $(TEXT),--text $(TEXT))
 
 bench-startup: bench-build ## measure the seconds from the command to the first token, beside the installed peers (5 minutes)
-	$(BIN)/python -m benchmarks.startup $(BENCH_ROUNDS) --servers 'forebay $(filter vllm llama,$(PEERS))'
+	$(BIN)/python -m benchmarks.startup $(BENCH_ROUNDS) --servers 'forebay forebay-uncached $(filter vllm llama,$(PEERS))'
 
 bench-ablations: bench-build ## measure what each mechanism is worth: on/off ratios (15 minutes)
 	$(BIN)/python -m benchmarks.ablations $(BENCH_ROUNDS)

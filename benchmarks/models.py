@@ -34,6 +34,8 @@ from forebay.weights.gguf_tensors import hf_tensor_names, iter_tensors
 from forebay.weights.gguf_tokenizer import tokenizer_json
 
 MODELS = Path(__file__).resolve().parent / ".models"
+CACHE = MODELS / "cache"
+"""Where Forebay keeps what it makes of them."""
 NAMES = ("tiny", "smollm2")
 EMBEDDER = "minilm"
 TINY_VOCABULARY = 2048

@@ -126,6 +126,9 @@ class Forebay(Server):
             flags += ["--max-total-tokens", str(setting.kv_tokens)]
         return [str(FOREBAY), "serve", str(models.directory(setting.model)), *flags, *self.flags]
 
+    def environment(self, setting: Setting) -> dict[str, str]:
+        return {"FOREBAY_CACHE": str(models.CACHE)}
+
 
 @dataclass(frozen=True)
 class Vllm(Server):
@@ -235,6 +238,9 @@ FOREBAY_SIM_INLINE = replace(
     FOREBAY_SIM, name="forebay, sim hand, inline", note="http threads tokenise", flags=("--tokenizer-mode", "inline")
 )
 FOREBAY_CPU = Forebay("forebay", "forebay-chat")
+FOREBAY_UNCACHED = replace(
+    FOREBAY_CPU, name="forebay, no weight cache", note="as at its first start", flags=("--weight-cache-gib", "0")
+)
 VLLM = Vllm("vllm", "vllm-chat", "0.32, Python front end")
 VLLM_RUST = Vllm("vllm, Rust front", "vllm-chat", "0.32, vLLM's own Rust front end", rust=True)
 SGLANG = Sglang("sglang", "sglang-oai-chat", "0.5.23 on plain PyTorch, its own kernels are for GPUs")
@@ -244,6 +250,7 @@ BY_KEY: dict[str, Server] = {
     "forebay-sim": FOREBAY_SIM,
     "forebay-sim-inline": FOREBAY_SIM_INLINE,
     "forebay": FOREBAY_CPU,
+    "forebay-uncached": FOREBAY_UNCACHED,
     "vllm-rust": VLLM_RUST,
     "vllm": VLLM,
     "sglang": SGLANG,

@@ -4,6 +4,8 @@
 
 Each server is started twice a round: after the files that it reads (its packages, its program, the weights) were put
 out of the kernel's page cache, and then with what that start left there. The clock runs from the start of the process.
+Forebay keeps weights as it computes with them; its first start, which can't find them yet, is a server of its own here.
+*GGUF* is Forebay with the file that the default model comes in (Q4_1), whose weights have to be dequantised.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import json
 import os
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +23,29 @@ from benchmarks import compare, models, records
 from benchmarks.load import LOGS
 from benchmarks.processes import Running, ServerError, free_port
 from benchmarks.records import Run
-from benchmarks.servers import FOREBAY, ROOT, SERVED_NAME, VENVS, Server, Setting, chosen
+from benchmarks.servers import FOREBAY, FOREBAY_CPU, ROOT, SERVED_NAME, VENVS, Forebay, Server, Setting, chosen
 
-SERVERS = ["forebay", "vllm", "llama"]
+SERVERS = ["forebay", "forebay-uncached", "vllm", "llama"]
 SETTING = Setting(model="smollm2", streams=8)
 COLD, WARM = "files on disk", "files in memory"
 POLL_SECONDS = 0.02
 PATIENCE_SECONDS = 600.0
+FILL_SECONDS = 60.0
+
+
+@dataclass(frozen=True)
+class OfGguf(Forebay):
+    """Forebay with the default model as a GGUF file."""
+
+    def command(self, setting: Setting, port: int) -> list[str]:
+        directory = str(models.directory(setting.model))
+        return ["smollm2" if word == directory else word for word in super().command(setting, port)]
+
+
+GGUF: list[Server] = [
+    OfGguf("forebay, GGUF", "forebay-chat"),
+    OfGguf("forebay, GGUF, no weight cache", "forebay-chat", flags=("--weight-cache-gib", "0")),
+]
 
 
 def files(server: Server) -> Iterator[Path]:
@@ -46,6 +65,22 @@ def evict(paths: Iterator[Path]) -> None:
             os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
         finally:
             os.close(descriptor)
+
+
+def fill(server: Server) -> None:
+    """Starts Forebay until it has kept the weights. Raises ServerError."""
+    kept = models.CACHE / "packed"
+    port = free_port()
+    command, log = server.command(SETTING, port), LOGS / "startup-fill.log"
+    began = time.time()
+    with Running(command, server.environment(SETTING), port, log) as running:
+        running.wait_until_ready(server.health, PATIENCE_SECONDS)
+        ready = time.monotonic()
+        # A file that is not whole yet has a name with a dot; one that was there before is touched when it is read.
+        while not any(path.stat().st_mtime >= began for path in kept.glob("[!.]*")):
+            if time.monotonic() > ready + FILL_SECONDS:
+                raise ServerError(f"nothing is kept in {kept}: {log.read_text(encoding='utf-8')[-500:]}")
+            time.sleep(POLL_SECONDS)
 
 
 def measure(server: Server) -> dict[str, Any]:
@@ -77,10 +112,14 @@ def main() -> None:
     if not FOREBAY.is_file():
         raise SystemExit("make build PROFILE=release")
     servers, skipped = chosen(asked.servers)
+    servers += GGUF
     found = records.new("startup", asked.rounds)
     found.skipped = dict(skipped)
     models.build(force=False)
     by_name = {server.name: server for server in servers}
+    for kept in (FOREBAY_CPU, GGUF[0]):
+        if kept.name in by_name:
+            fill(kept)
     for number, name in records.in_turn(asked.rounds, list(by_name)):
         for state in (COLD, WARM):
             if state == COLD:
