@@ -18,6 +18,7 @@ from forebay.kernels import library as binding
 from forebay.runner import runner as runner_module
 from forebay.runner.config import RunnerConfig
 from forebay.runner.runner import ModelRunner
+from forebay.weights import packed
 from forebay.weights.gguf_config import hf_config as hf_config_of
 from forebay.weights.gguf_file import GgufFiles
 from forebay.weights.packed import PackedFile
@@ -204,6 +205,30 @@ def test_a_damaged_file_is_replaced(length: int, tmp_path: Path, capfd: pytest.C
     assert again.thread is not None
     assert path.read_bytes() == whole
     assert Start(model).thread is None
+
+
+def test_a_file_that_fails_while_it_is_read_is_loaded_after_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(5, "Input/output error")
+
+    model = in_gguf(tmp_path, MIXED | {"": Q.Q4_0}, "llama", tied=True)
+    wanted = Start(model, quantization="gguf")
+    monkeypatch.setattr(packed, "_read_all", fail)
+    found = Start(model, quantization="gguf")
+    assert "Input/output error" in capfd.readouterr().err
+    assert found.runner.facts() == wanted.runner.facts()
+    assert all(torch.equal(*pair) for pair in zip(found.logits(), wanted.logits(), strict=True))
+
+
+def test_what_is_read_has_no_memory_beside_it(tmp_path: Path) -> None:
+    model = safetensors(tmp_path)
+    Start(model)
+    config = wire_config({}, load_format="auto", weight_cache_bytes=LIMIT)
+    runner = ModelRunner(RunnerConfig.from_dict({**config, "model": model}))
+    assert all(block.mlp.down.weight.is_meta for block in runner.decoder.blocks)
+    assert not runner.decoder.embedding.is_meta
 
 
 def test_the_folder_keeps_to_its_limit(tmp_path: Path) -> None:

@@ -49,6 +49,7 @@ def test_a_directory(tmp_path: Path) -> None:
         "context_length": 128,
         "vocab_size": 258,
         "pooling": None,
+        "cache": str(tmp_path / "cache"),
     }
     assert not (tmp_path / "cache").exists()
 
@@ -66,6 +67,7 @@ def test_a_gguf_file_and_a_directory_with_one(tmp_path: Path) -> None:
     assert found["chat_template"] is None
     assert Path(found["tokenizer"]).is_relative_to(cache)
     assert count_weights(found, ModelConfig.from_dict(found["config"])) == 20
+    assert found.pop("cache") == str(cache)
     assert describe_path(path.parent, cache) == found | {"name": "m"}
 
 

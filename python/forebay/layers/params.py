@@ -24,9 +24,13 @@ class WeightError(ModelError):
 class Parameters:
     """Allocates weights and remembers which part of which tensor each checkpoint name fills."""
 
-    def __init__(self, dtype: torch.dtype, device: torch.device, formats: Formats = PLAIN) -> None:
+    def __init__(
+        self, dtype: torch.dtype, device: torch.device, formats: Formats = PLAIN, *, matrices: bool = True
+    ) -> None:
+        """Without `matrices` these get no memory, as if they were packed already: nothing but `packed` fills them."""
         self.dtype = dtype
         self.device = device
+        self._of_matrices = device if matrices else torch.device("meta")
         self.formats = formats
         self.stored: dict[str, str] = {}
         """Weights that are kept in blocks, and of which type; `load` wants their bytes."""
@@ -43,7 +47,7 @@ class Parameters:
 
     def tensor(self, shape: tuple[int, ...], parts: dict[str, int]) -> torch.Tensor:
         """A new tensor of `shape` whose first dimension is split among `parts`: checkpoint name to number of rows."""
-        tensor = self._allocate(shape, parts, self.dtype)
+        tensor = self._allocate(shape, parts, self.dtype, self.device)
         self.others[next(iter(parts))] = tensor
         return tensor
 
@@ -56,12 +60,15 @@ class Parameters:
         format_ = self.formats.of(parts, inputs)
         self.matrices += len(parts)
         if format_ not in BLOCK_BYTES:
-            return self._allocate((rows, inputs), parts, self.dtype), format_
+            return self._allocate((rows, inputs), parts, self.dtype, self._of_matrices), format_
         self.stored |= dict.fromkeys(parts, format_)
-        return self._allocate((rows, inputs // SHARED * BLOCK_BYTES[format_]), parts, torch.uint8), format_
+        shape = (rows, inputs // SHARED * BLOCK_BYTES[format_])
+        return self._allocate(shape, parts, torch.uint8, self._of_matrices), format_
 
-    def _allocate(self, shape: tuple[int, ...], parts: dict[str, int], dtype: torch.dtype) -> torch.Tensor:
-        tensor = torch.empty(shape, dtype=dtype, device=self.device)
+    def _allocate(
+        self, shape: tuple[int, ...], parts: dict[str, int], dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        tensor = torch.empty(shape, dtype=dtype, device=device)
         for name, part in zip(parts, tensor.split(list(parts.values())), strict=True):
             self._targets[name] = part
         self._bytes += tensor.nbytes

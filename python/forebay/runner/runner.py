@@ -57,15 +57,12 @@ class ModelRunner:
         if config.quantization is not None:
             self.device.check_quantization(config.quantization)
         self._kept = KeptWeights.open(config, self.model_config, self.device)
-        params = Parameters(config.dtype, self.device.torch_device, self._formats())
-        self.model: Decoder | Bert
+        self.model = self._build(matrices=self._kept is None or self._kept.stored is None)
         if isinstance(self.model_config, EncoderConfig):
-            self.model = registry.build_encoder(self.model_config, config.pooling, params)
             self.kv = KvPool(None, 0, config.page_size, config.dtype, self.device)
         else:
-            self.model = registry.build(self.model_config, params, self.device.attention(), config.context_length)
-            self._tell_formats(params)
-            pages = page_count(config, self.model_config, available, params.nbytes)
+            self._tell_formats(self.model.params)
+            pages = page_count(config, self.model_config, available, self.model.params.nbytes)
             self.kv = KvPool(self.model_config, pages, config.page_size, config.dtype, self.device)
         # What a row may ask for: a model that pools does nothing else.
         self._flag = FLAG_SAMPLE if config.pooling is None else FLAG_POOL
@@ -73,6 +70,14 @@ class ModelRunner:
         self.prompts = PromptRows(self._arena, self.tables, self.model_config.hidden_size, config.dtype)
         self._sampler = Sampler(self.tables, self.device)
         self._compute_ended_us = self.device.clock_us()
+
+    def _build(self, *, matrices: bool) -> Decoder | Bert:
+        """The model, its weights allocated; without `matrices` only what is no matrix."""
+        config, model = self.config, self.model_config
+        params = Parameters(config.dtype, self.device.torch_device, self._formats(), matrices=matrices)
+        if isinstance(model, EncoderConfig):
+            return registry.build_encoder(model, config.pooling, params)
+        return registry.build(model, params, self.device.attention(), config.context_length)
 
     def _formats(self) -> Formats:
         """What the configuration wants quantised."""
@@ -117,9 +122,13 @@ class ModelRunner:
         """
         if self.config.load_format == "dummy":
             self.model.params.randomise(self.config.seed, report)
-        elif self._kept is None or not self._kept.load(self.model.params, report):
-            in_blocks = self.model.params.stored
-            self.model.load_weights(iter_weights(dict(self.config.model), self.model_config, in_blocks), report)
+            return
+        if self._kept is not None and self._kept.stored is not None:
+            if self._kept.load(self.model.params, report):
+                return
+            self.model = self._build(matrices=True)
+        in_blocks = self.model.params.stored
+        self.model.load_weights(iter_weights(dict(self.config.model), self.model_config, in_blocks), report)
 
     def keep_weights(self) -> threading.Thread | None:
         """Begins to keep the weights for the next start, once a step was computed; None: there is nothing to do."""
