@@ -88,28 +88,22 @@ pub(crate) enum Out<E> {
     Best(*mut Best),
 }
 
-/// A tile's place in a product.
-struct Place {
-    /// Its first row.
-    row: usize,
-    /// Its rows.
-    count: usize,
-    panel: usize,
-    /// Tiles of this panel that this member has yet to compute, this one included.
-    left: usize,
-    /// Tiles that it computes of this panel, one after the other.
-    tiles: usize,
-}
-
-/// Goes through this member's share of a product of `rows` rows with `panels` panels, in tiles of at most `most` rows.
+/// This member's share of `rows · matrix`, which is not quantised.
+///
+/// # Safety
+/// The pointers are good for the sizes given; other members write the same `out` only through this function with the same `queue`, but a
+/// [`Out::Best`], which is each member's own.
 #[inline(always)]
-fn share(
+pub(crate) unsafe fn multiply<E: Element, K: Kernel<E>>(
     (queue, members): (&Queue, usize),
-    (rows, panels): (usize, usize),
-    most: usize,
-    mut tile: impl FnMut(Place),
+    rows: Rows<E>,
+    matrix: &Matrix<'_, E>,
+    out: Out<E>,
 ) {
-    let pieces = panels * rows.div_ceil(BLOCK_ROWS);
+    let length = panel_len(matrix.inputs);
+    let panels = padded_outputs(matrix.outputs, matches!(out, Out::Gate(_))).div_ceil(NR);
+    let pieces = panels * rows.count.div_ceil(BLOCK_ROWS);
+    let mut tile: Tile = [[0.0; NR]; MAX_ROWS];
     loop {
         let mine = queue.take(pieces, members);
         if mine.is_empty() {
@@ -118,50 +112,32 @@ fn share(
         for piece in mine {
             let (block, panel) = (piece / panels, piece % panels);
             let mut row = block * BLOCK_ROWS;
-            let end = (row + BLOCK_ROWS).min(rows);
+            let end = (row + BLOCK_ROWS).min(rows.count);
             // Equal tiles: a last one of a single row would cost as much as a full one.
-            let tiles = (end - row).div_ceil(most);
+            let tiles = (end - row).div_ceil(K::ROWS);
             for left in (1..=tiles).rev() {
                 let count = (end - row).div_ceil(left);
-                tile(Place { row, count, panel, left, tiles });
+                // SAFETY: inside the rows and the panels.
+                unsafe {
+                    let a = rows.first.add(row * matrix.inputs);
+                    let weights = matrix.panels.add(panel * length);
+                    // Weights come from memory. A single tile begins to load what it will soon need; of several, the last two do for the
+                    // next panel, and the others find theirs in the cache.
+                    let ahead = match left {
+                        1 if tiles == 1 => {
+                            Ahead::Whole(weights.wrapping_add(AHEAD / size_of::<E>()))
+                        }
+                        1 => Ahead::Half(weights.wrapping_add(length + length / 2)),
+                        2 => Ahead::Half(weights.wrapping_add(length)),
+                        _ => Ahead::Nothing,
+                    };
+                    K::tile(a, matrix.inputs, count, weights, matrix.inputs, ahead, &mut tile);
+                    finish::<E, K>(&tile[..count], row, panel, matrix, out);
+                }
                 row += count;
             }
         }
     }
-}
-
-/// This member's share of `rows · matrix`, which is not quantised.
-///
-/// # Safety
-/// The pointers are good for the sizes given; other members write the same `out` only through this function with the same `queue`, but a
-/// [`Out::Best`], which is each member's own.
-#[inline(always)]
-pub(crate) unsafe fn multiply<E: Element, K: Kernel<E>>(
-    team: (&Queue, usize),
-    rows: Rows<E>,
-    matrix: &Matrix<'_, E>,
-    out: Out<E>,
-) {
-    let length = panel_len(matrix.inputs);
-    let panels = padded_outputs(matrix.outputs, matches!(out, Out::Gate(_))).div_ceil(NR);
-    let mut tile: Tile = [[0.0; NR]; MAX_ROWS];
-    share(team, (rows.count, panels), K::ROWS, |Place { row, count, panel, left, tiles }| {
-        // SAFETY: inside the rows and the panels.
-        unsafe {
-            let a = rows.first.add(row * matrix.inputs);
-            let weights = matrix.panels.add(panel * length);
-            // Weights come from memory. A single tile begins to load what it will soon need; of several, the last two do for the next
-            // panel, and the others find theirs in the cache.
-            let ahead = match left {
-                1 if tiles == 1 => Ahead::Whole(weights.wrapping_add(AHEAD / size_of::<E>())),
-                1 => Ahead::Half(weights.wrapping_add(length + length / 2)),
-                2 => Ahead::Half(weights.wrapping_add(length)),
-                _ => Ahead::Nothing,
-            };
-            K::tile(a, matrix.inputs, count, weights, matrix.inputs, ahead, &mut tile);
-            finish::<E, K>(&tile[..count], row, panel, matrix, out);
-        }
-    });
 }
 
 /// This member's share of `rows · matrix`, of a quantised matrix of this format.
@@ -170,30 +146,44 @@ pub(crate) unsafe fn multiply<E: Element, K: Kernel<E>>(
 /// As of [`multiply`]; the codes are as the format shares scales.
 #[inline(always)]
 pub(crate) unsafe fn multiply_codes<E: Element, K: Kernel<E>, D: Dots>(
-    team: (&Queue, usize),
+    (queue, members): (&Queue, usize),
     rows: Codes,
     (matrix, format): (&Matrix<'_, E>, Format),
     out: Out<E>,
 ) {
     let length = panel_bytes(format, matrix.inputs);
     let panels = padded_outputs(matrix.outputs, matches!(out, Out::Gate(_))).div_ceil(NR);
+    let pieces = panels * rows.count.div_ceil(BLOCK_ROWS);
     let mut tile: Tile = [[0.0; NR]; MAX_ROWS];
-    share(team, (rows.count, panels), D::rows(format), |place| {
-        let Place { row, count, panel, left, tiles } = place;
-        // A single tile waits for memory all the time; the last of several loads the next panel.
-        let ahead = match left {
-            1 if tiles == 1 => AHEAD,
-            1 => length,
-            _ => 0,
-        };
-        // SAFETY: inside the rows and the panels.
-        unsafe {
-            let weights = matrix.panels.cast::<u8>().add(panel * length);
-            let k = matrix.inputs;
-            D::tile(format, &rows, (row, count), weights, k, ahead, &mut tile);
-            finish::<E, K>(&tile[..count], row, panel, matrix, out);
+    loop {
+        let mine = queue.take(pieces, members);
+        if mine.is_empty() {
+            break;
         }
-    });
+        for piece in mine {
+            let (block, panel) = (piece / panels, piece % panels);
+            let mut row = block * BLOCK_ROWS;
+            let end = (row + BLOCK_ROWS).min(rows.count);
+            let tiles = (end - row).div_ceil(D::rows(format));
+            for left in (1..=tiles).rev() {
+                let count = (end - row).div_ceil(left);
+                // A single tile waits for memory all the time; the last of several loads the next panel.
+                let ahead = match left {
+                    1 if tiles == 1 => AHEAD,
+                    1 => length,
+                    _ => 0,
+                };
+                // SAFETY: inside the rows and the panels.
+                unsafe {
+                    let weights = matrix.panels.cast::<u8>().add(panel * length);
+                    let k = matrix.inputs;
+                    D::tile(format, &rows, (row, count), weights, k, ahead, &mut tile);
+                    finish::<E, K>(&tile[..count], row, panel, matrix, out);
+                }
+                row += count;
+            }
+        }
+    }
 }
 
 /// What is done with a tile.
