@@ -317,3 +317,15 @@ def test_a_hand_is_ready_before_it_writes(tmp_path: Path, monkeypatch: pytest.Mo
     finally:
         gc.unfreeze()
     assert events[-2:] == [wire.Kind.READY, "keeps"]
+
+
+def test_a_matrix_that_is_nowhere_is_an_error(tmp_path: Path) -> None:
+    """And no address for the kernels to read from."""
+    model = safetensors(tmp_path)
+    Start(model)
+    config = wire_config({}, load_format="auto", weight_cache_bytes=LIMIT)
+    runner = ModelRunner(RunnerConfig.from_dict({**config, "model": model}))
+    runner.load(lambda done, total: None)
+    del runner.model.params.packed["model.layers.1.mlp.down_proj.weight"]
+    with pytest.raises(ValueError, match=r"layers\.1\.mlp\.down_proj\.weight is neither loaded nor packed"):
+        runner.warm_up()

@@ -200,6 +200,8 @@ class NativeCompute:
             room, dtype = self._library.fb_quantised_bytes(FORMATS[format_], *shape), torch.uint8
         packed = self._params.packed.get(name)
         if packed is None:
+            if weight.is_meta:
+                raise ValueError(f"{name} is neither loaded nor packed")
             packed = self._params.packed[name] = torch.empty(room, dtype=dtype)
             self._pack(weight.contiguous(), format_, shape, packed)
         if (packed.shape, packed.dtype) != ((room,), dtype):
