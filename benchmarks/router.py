@@ -167,6 +167,7 @@ def _sglang(policy: str) -> SglangRouter:
 
 DIRECT = Front("direct", "forebay-chat")
 DEFAULT = _policy("cache_aware")
+PLAIN = _policy("round_robin")
 PEER = _sglang("cache_aware")
 PROXY = Nginx("nginx", "forebay-chat")
 FRONTS: list[Front] = [
@@ -175,7 +176,7 @@ FRONTS: list[Front] = [
     _policy("shortest_queue", "--no-load-acknowledgement"),
     _policy("shortest_queue", "--load-watch-interval", "0.02"),
     _policy("power_of_two"),
-    _policy("round_robin"),
+    PLAIN,
     _policy("random"),
     PEER,
     _sglang("power_of_two"),
@@ -345,7 +346,7 @@ def main() -> None:
     for scene in SCENES:
         if key_of(scene) not in wanted:
             continue
-        fronts = FRONTS if scene.policies else [DIRECT, DEFAULT, PEER, PROXY]
+        fronts = FRONTS if scene.policies else [DIRECT, DEFAULT, PLAIN, PEER, PROXY]
         there = [front for front in fronts if not front.missing()]
         for front in fronts:
             if reason := front.missing():

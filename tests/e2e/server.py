@@ -18,6 +18,8 @@ from tests.e2e.waiting import eventually
 
 ROOT = Path(__file__).resolve().parents[2]
 BINARY = ROOT / ".venv/bin/forebay"
+CACHE = ROOT / ".pytest_cache/forebay"
+"""What servers keep of models: from one run to the next, and not where the developer's own servers keep it."""
 START_SECONDS = 120
 STOP_SECONDS = 30
 LOG_TAIL = 8000
@@ -53,7 +55,7 @@ class Server:
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=file,
-                env={**os.environ, "NO_COLOR": "1", **(environment or {})},
+                env={**os.environ, "NO_COLOR": "1", "FOREBAY_CACHE": str(CACHE), **(environment or {})},
             )
         self.http = httpx2.Client(base_url=self.url, timeout=60, trust_env=False)
         RUNNING.append(self)
