@@ -550,7 +550,7 @@ def test_heavy_tails_are_the_same_for_everybody_and_heavy() -> None:
 
 def test_scenes_have_names_for_the_command_line(tmp_path: Path) -> None:
     keys = [router.key_of(scene) for scene in router.SCENES]
-    assert keys[:3] == ["latency", "ceiling", "seed"]
+    assert keys[:4] == ["latency", "ceiling", "merged-ceiling", "seed"]
     assert len(set(keys)) == len(keys)
     tails = next(scene for scene in router.SCENES if router.key_of(scene) == "heavy-tails")
     file = Path(router.arguments(tails, tmp_path)[-1])
