@@ -45,7 +45,7 @@ bench-coder: bench-build ## the second real model, Qwen2.5-Coder-0.5B, beside it
 bench-accuracy: bench-build ## perplexity, answers and steps of quantised products beside bfloat16 (6 minutes)
 	$(BIN)/python -m benchmarks.accuracy $(BENCH_ROUNDS) $(if $(TEXT),--text $(TEXT))
 
-bench-startup: bench-build ## measure the seconds from the command to the first token, beside the installed peers (5 minutes)
+bench-startup: bench-build ## measure the seconds from the command to the first token, beside the installed peers (15 minutes)
 	$(BIN)/python -m benchmarks.startup $(BENCH_ROUNDS) --servers 'forebay forebay-uncached $(filter vllm llama,$(PEERS))'
 
 bench-ablations: bench-build ## measure what each mechanism is worth: on/off ratios (15 minutes)
@@ -67,7 +67,7 @@ bench-embeddings: bench-build $(STAMPS)/embedder ## measure the latency of embed
 bench-intake: bench-build ## measure what a burst of large requests does to the streams beside it (2 minutes)
 	$(BIN)/python -m benchmarks.intake $(BENCH_ROUNDS)
 
-bench-router: bench-build ## measure routers in front of simulated backends: latency, ceiling, spread (30 minutes)
+bench-router: bench-build ## measure routers in front of simulated backends: latency, ceilings, spread (80 minutes)
 	$(BIN)/python -m benchmarks.router $(BENCH_ROUNDS)
 
 bench-replicas: bench-build ## measure how each policy spreads requests over four replicas (40 minutes)

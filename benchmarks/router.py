@@ -185,6 +185,15 @@ FRONTS: list[Front] = [
 
 CLIENTS = 100
 SPREAD = Setting(model="smollm2", streams=CLIENTS, context=4096)
+CEILING = Scene(
+    "ceiling: 512 streams",
+    Setting(model="tiny", streams=512),
+    input_tokens=32,
+    output_tokens=400,
+    requests=1024,
+    profiles=(TOKEN_EVERY_30_US,),
+    policies=False,
+)
 SCENES = [
     Scene(
         "latency: one stream, one token",
@@ -195,23 +204,12 @@ SCENES = [
         profiles=(TOKEN_EVERY_30_US,),
         policies=False,
     ),
-    Scene(
-        "ceiling: 512 streams",
-        Setting(model="tiny", streams=512),
-        input_tokens=32,
-        output_tokens=400,
-        requests=1024,
-        profiles=(TOKEN_EVERY_30_US,),
-        policies=False,
-    ),
-    Scene(
-        "merged ceiling: 512 streams, a device that takes no time",
-        Setting(model="tiny", streams=512),
-        input_tokens=32,
-        output_tokens=400,
-        requests=2048,
+    CEILING,
+    replace(
+        CEILING,
+        name="merged ceiling: 512 streams, a device that takes no time",
+        requests=2 * CEILING.requests,
         profiles=("instant",),
-        policies=False,
     ),
     Scene("seed: 500 in, 1500 out, rounds that end together", SPREAD, 500, 1500, requests=400),
     Scene("heavy tails", SPREAD, 200, 200, requests=800),
