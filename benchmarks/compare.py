@@ -6,14 +6,16 @@ import argparse
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 from benchmarks import models, records, tables
-from benchmarks.load import Workload, measure
+from benchmarks.load import Workload, load, measure, start
 from benchmarks.processes import ServerError
 from benchmarks.records import Results, Run
-from benchmarks.servers import BY_KEY, Target, chosen
+from benchmarks.servers import BY_KEY, Server, Setting, Target, chosen
 
 T = TypeVar("T", bound=Target)
 
@@ -59,6 +61,42 @@ def say(text: str) -> None:
 
 def compare(name: str, workloads: Sequence[Workload], keys: Sequence[str], rounds: int) -> Results:
     """Measures every workload on every server that is installed. What fails is left out, and said."""
+    found, servers = _begin(name, keys, rounds)
+    for workload in workloads:
+        fitting = [server for server in servers if server.fits(workload.setting)]
+        measure_in_turn(found, workload, fitting, rounds, measure)
+    return found
+
+
+def compare_together(
+    name: str, workloads: Sequence[Workload], keys: Sequence[str], rounds: int, output: Path | None
+) -> Results:
+    """The same, but a server is started once a round and runs all workloads, for servers that take minutes to start.
+
+    What there is is written after each, so that hours of measurements outlive what ends them.
+    """
+    found, servers = _begin(name, keys, rounds)
+    setting = largest([workload.setting for workload in workloads])
+    by_name = {server.name: server for server in servers if server.fits(setting)}
+    for number, server in records.in_turn(rounds, list(by_name)):
+        _measure_all(found, by_name[server], setting, workloads, number)
+        if found.runs:
+            records.save(found, output)
+    return found
+
+
+def largest(settings: Sequence[Setting]) -> Setting:
+    """What a server needs that is to run all of them. They differ in sizes only."""
+    return replace(
+        settings[0],
+        streams=max(setting.streams for setting in settings),
+        context=max(setting.context for setting in settings),
+        step_tokens=max(setting.step_tokens for setting in settings),
+    )
+
+
+def _begin(name: str, keys: Sequence[str], rounds: int) -> tuple[Results, list[Server]]:
+    """Results with what is known beforehand, and the servers that are installed."""
     servers, skipped = chosen(keys)
     for server, reason in skipped.items():
         say(f"{server} is left out: {reason}")
@@ -66,10 +104,39 @@ def compare(name: str, workloads: Sequence[Workload], keys: Sequence[str], round
     found.skipped = dict(skipped)
     found.notes = {server.name: server.note for server in servers if server.note}
     models.build(force=False)
-    for workload in workloads:
-        fitting = [server for server in servers if server.fits(workload.setting)]
-        measure_in_turn(found, workload, fitting, rounds, measure)
-    return found
+    return found, servers
+
+
+def _measure_all(found: Results, server: Server, setting: Setting, workloads: Sequence[Workload], number: int) -> None:
+    """Adds one measurement of each workload to `found`."""
+    try:
+        running = start(server, setting)
+    except ServerError as error:
+        _leave_out(found, server.name, error)
+        return
+    with running:
+        for workload in workloads:
+            _add(found, workload, server.name, number, partial(load, server, workload, running))
+
+
+def _leave_out(found: Results, where: str, error: ServerError) -> None:
+    # A peer that cannot take a load must not end the run of all others.
+    found.skipped[where] = str(error).splitlines()[0]
+    say(f"  {where} is left out: {error}")
+
+
+def _add(found: Results, workload: Workload, server: str, number: int, once: Callable[[], dict[str, Any]]) -> None:
+    """Adds one measurement to `found`, unless there was trouble with it before."""
+    where = f"{workload.name}: {server}"
+    if where in found.skipped:
+        return
+    try:
+        values = once()
+    except ServerError as error:
+        _leave_out(found, where, error)
+        return
+    found.runs.append(Run(workload=workload.name, server=server, round=number, values=values))
+    say(f"  round {number} {where}: {values['output_throughput']:.0f} tokens/s")
 
 
 def measure_in_turn(
@@ -82,18 +149,7 @@ def measure_in_turn(
     """Adds `rounds` measurements of each server to `found`: A B, A B."""
     by_name = {server.name: server for server in servers}
     for number, server in records.in_turn(rounds, list(by_name)):
-        where = f"{workload.name}: {server}"
-        if where in found.skipped:
-            continue
-        try:
-            values = once(by_name[server], workload)
-        except ServerError as error:
-            # A peer that cannot take a load must not end the run of all others.
-            found.skipped[where] = str(error).splitlines()[0]
-            say(f"  {where} is left out: {error}")
-            continue
-        found.runs.append(Run(workload=workload.name, server=server, round=number, values=values))
-        say(f"  round {number} {where}: {values['output_throughput']:.0f} tokens/s")
+        _add(found, workload, server, number, partial(once, by_name[server], workload))
 
 
 def finish(found: Results, output: Path | None) -> None:

@@ -3,7 +3,8 @@
     python -m benchmarks.cpu_model --rounds 3
     python -m benchmarks.cpu_model --model qwen2.5-coder-0.5b
 
-256 tokens in and 128 out at several concurrencies, and prompts of 1024 tokens answered with one.
+256 tokens in and 128 out at several concurrencies, and prompts of 1024 tokens answered with one. A server is started
+once a round, for all of them.
 """
 
 from __future__ import annotations
@@ -14,18 +15,18 @@ from benchmarks.servers import Setting
 
 SERVERS = ["forebay", "vllm", "vllm-rust", "llama"]
 CONCURRENCY = [1, 8, 32, 64]
-PREFILL_CONCURRENCY = [1, 8]
+PREFILL_CONCURRENCY = [1]
 TEMPLATE = {"smollm2": 31, coder.NAME: 29}
 """Tokens that a model's chat template adds to a prompt."""
 RESULTS = {"smollm2": "cpu_model", coder.NAME: "cpu_coder"}
 """The names of the results."""
-REQUESTS = {1: 6, 8: 24, 32: 64, 64: 128}
+REQUESTS = {1: 6, 8: 24}
 
 
 def generation(concurrency: int, model: str = "smollm2") -> Workload:
     """256 in, 128 out."""
     setting = Setting(model=model, streams=concurrency, step_tokens=1024)
-    requests = REQUESTS.get(concurrency, 2 * concurrency)
+    requests = REQUESTS.get(concurrency, concurrency)
     return Workload(f"256/128, {concurrency} at a time", setting, 256 - TEMPLATE[model], 128, requests, warmup=2)
 
 
@@ -51,7 +52,8 @@ def main() -> None:
         coder.build()
     workloads = [generation(concurrency, model) for concurrency in chosen.concurrency]
     workloads += [prefill(concurrency, model) for concurrency in chosen.prefill_concurrency]
-    compare.finish(compare.compare(RESULTS[model], workloads, chosen.servers, chosen.rounds), chosen.output)
+    found = compare.compare_together(RESULTS[model], workloads, chosen.servers, chosen.rounds, chosen.output)
+    compare.finish(found, chosen.output)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ import sys
 import threading
 import zipfile
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -392,6 +393,33 @@ def test_a_failure_leaves_out_that_server_at_that_load_only() -> None:
     compare.measure_in_turn(found, workload, [servers.FOREBAY_CPU, servers.VLLM], 2, once)
     assert [(run.server, run.round) for run in found.runs] == [("forebay", 1), ("forebay", 2)]
     assert found.skipped == {"64: vllm": "too much"}
+
+
+def test_a_server_is_started_once_a_round_for_all_workloads(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    started: list[tuple[str, servers.Setting]] = []
+
+    def start(server: servers.Server, setting: servers.Setting) -> nullcontext[None]:
+        started.append((server.name, setting))
+        if server.name == "vllm":
+            raise ServerError("no memory\nand a log")
+        return nullcontext()
+
+    def once(server: servers.Server, workload: load.Workload, running: None) -> dict[str, object]:
+        return values(float(workload.setting.streams))
+
+    monkeypatch.setattr(compare, "start", start)
+    monkeypatch.setattr(compare, "load", once)
+    monkeypatch.setattr(models, "build", lambda force: None)
+    monkeypatch.setattr(compare, "chosen", lambda keys: ([servers.BY_KEY[key] for key in keys], {}))
+    workloads = [cpu_model.generation(8), cpu_model.prefill(1)]
+    path = tmp_path / "found.json"
+    found = compare.compare_together("cpu_model", workloads, ["forebay", "vllm"], 2, path)
+    assert [name for name, _ in started] == ["forebay", "vllm"] * 2
+    assert {(setting.streams, setting.context) for _, setting in started} == {(8, 1280)}
+    measured = [(run.round, run.workload, run.server) for run in found.runs]
+    assert measured == [(number, workload.name, "forebay") for number in (1, 2) for workload in workloads]
+    assert found.skipped == {"vllm": "no memory"}
+    assert records.read(path) == found
 
 
 def test_every_server_is_told_the_same() -> None:
