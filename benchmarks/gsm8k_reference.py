@@ -5,6 +5,16 @@ r"""Few-shot GSM8K on transformers, one question at a time: `forebay eval gsm8k`
     python -m benchmarks.gsm8k_reference --data-path test.jsonl --train-path train.jsonl \
         --output theirs.jsonl --compare ours.jsonl
 
+The second model is made by `python -m benchmarks.coder`; both sides then read the same files in bfloat16 and compute
+in float32:
+
+    forebay serve benchmarks/.models/qwen2.5-coder-0.5b --dtype float32
+    forebay eval gsm8k ...  # as above
+    python -m benchmarks.gsm8k_reference --model qwen2.5-coder-0.5b ...  # as above
+
+`--num-questions` may be smaller here than there: the first of ours are compared. `--record` puts the comparison into
+benchmarks/results/gsm8k.json, `python -m benchmarks.tables` from there into docs/performance.md.
+
 Prompts, stop strings and the reading of answers are written again here, from their description: what is compared
 shares no code.
 """
@@ -27,6 +37,7 @@ import torch
 from tokenizers import Tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
+from benchmarks import coder, gsm8k_results, models
 from tests.e2e.models import SmolLM2
 
 STOP = ("Question", "Assistant:", "<|separator|>")
@@ -80,6 +91,15 @@ def cut(text: str) -> str | None:
     return text[: min(found)] if found else None
 
 
+def location(name: str) -> Path:
+    """The directory of a model by its name; raises FileNotFoundError if it was not made or is none."""
+    folder = models.directory(name) if name == coder.NAME else Path(name)
+    if not folder.is_dir():
+        made = f": {coder.missing() or 'python -m benchmarks.coder makes it'}" if name == coder.NAME else ""
+        raise FileNotFoundError(f"there is no directory {folder}{made}")
+    return folder
+
+
 class Reference:
     """A model in transformers, float32, which generates greedily."""
 
@@ -90,14 +110,15 @@ class Reference:
 
     @classmethod
     def load(cls, name: str) -> Reference:
-        """`smollm2`, or a directory as on the hub."""
+        """`smollm2`, the name of the second model of the benchmarks, or a directory as on the hub."""
         if name == "smollm2":
             smollm2 = SmolLM2()
             config: Any = smollm2.reference.config
             return cls(smollm2.reference, smollm2.tokenizer, _ids(config.eos_token_id))
-        config = AutoConfig.from_pretrained(name)
-        model: Any = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
-        tokenizer = Tokenizer.from_file(str(Path(name, "tokenizer.json")))
+        folder = location(name)
+        config = AutoConfig.from_pretrained(folder)
+        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
         tokenizer.no_truncation()
         tokenizer.no_padding()
         return cls(model.eval(), tokenizer, _ids(config.eos_token_id) | _ids(model.generation_config.eos_token_id))
@@ -154,9 +175,12 @@ def _ids(ids: int | list[int] | None) -> set[int]:
 
 
 def differences(ours: Sequence[Mapping[str, Any]], theirs: Sequence[Mapping[str, Any]]) -> list[str]:
-    """What to tell about each question whose prompt, text or number is not the same in both; empty: they agree."""
+    """What to tell about each question whose prompt, text or number is not the same in both; empty: they agree.
+
+    Questions that only we were asked, after those of the reference, say nothing.
+    """
     found = []
-    if len(ours) != len(theirs):
+    if len(ours) < len(theirs):
         found.append(f"{len(ours)} answers, but the reference has {len(theirs)}")
     for one, other in zip(ours, theirs, strict=False):
         differing = [name for name in ("index", "prompt", "label", "text", "predicted") if one[name] != other[name]]
@@ -173,7 +197,7 @@ def differences(ours: Sequence[Mapping[str, Any]], theirs: Sequence[Mapping[str,
 def arguments() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--model", default="smollm2", help="smollm2, or a directory as on the hub")
+    parser.add_argument("--model", default="smollm2", help=f"smollm2, {coder.NAME} or a directory as on the hub")
     parser.add_argument("--data-path", type=Path, required=True, help="GSM8K's test questions")
     parser.add_argument("--train-path", type=Path, required=True, help="GSM8K's training questions")
     parser.add_argument("--num-shots", type=int, default=5)
@@ -182,7 +206,11 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, help="of PyTorch")
     parser.add_argument("--output", type=Path, required=True, help="a JSON object an answer, written as they come")
     parser.add_argument("--compare", type=Path, help="what --raw-result-file wrote; exit with 1 if it differs")
-    return parser.parse_args()
+    parser.add_argument("--record", action="store_true", help="put the comparison into the committed results")
+    chosen = parser.parse_args()
+    if chosen.record and chosen.compare is None:
+        parser.error("--record needs --compare")
+    return chosen
 
 
 def main() -> int:
@@ -211,7 +239,11 @@ def main() -> int:
     print(f"Output throughput: {sum(answer['tokens'] for answer in answers) / latency:.3f} token/s")
     if chosen.compare is None:
         return 0
-    found = differences(read_jsonl(chosen.compare), answers)
+    ours = read_jsonl(chosen.compare)
+    found = differences(ours, answers)
+    if chosen.record:
+        values = gsm8k_results.counts(ours, answers)
+        gsm8k_results.record(Path(chosen.model).name, {"shots": chosen.num_shots, **values})
     print("\n".join(found) or f"All {len(answers)} answers agree.")
     return 1 if found else 0
 

@@ -38,6 +38,7 @@ class Results:
     date: str = ""
     machine: dict[str, Any] = field(default_factory=dict)
     rounds: int = 0
+    """0: nothing was timed."""
     notes: dict[str, str] = field(default_factory=dict)
     """What is to be known of each server."""
     skipped: dict[str, str] = field(default_factory=dict)

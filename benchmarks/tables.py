@@ -13,8 +13,9 @@ import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from benchmarks import records
-from benchmarks.records import Ratio, Results, median_of
+from benchmarks import gsm8k_results, records
+from benchmarks.cells import markdown, number, spread
+from benchmarks.records import Results, median_of
 from benchmarks.servers import FOREBAY_CPU, FOREBAY_SIM, ROOT
 
 DOCUMENT = ROOT / "docs/performance.md"
@@ -32,29 +33,6 @@ _ROUTER_KEYS = (
 _ACCURACY_KEYS = ("perplexity", "loss_over_base", "loss_error", "answers", "answers_equal", "median_agreed")
 _PROCESSES = 4
 """As many processes as a cell shows."""
-
-
-def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table: the first column is text, the others are numbers."""
-    rule = ["---", *["---:"] * (len(head) - 1)]
-    return "\n".join(f"| {' | '.join(row)} |" for row in [head, rule, *rows])
-
-
-def number(value: float | None) -> str:
-    """Three digits or more, and no false ones after them; a dash for what was not measured."""
-    if value is None:
-        return "-"
-    if abs(value) >= 100:
-        return f"{value:.0f}"
-    return f"{value:.1f}" if abs(value) >= 10 else f"{value:.2f}"
-
-
-def spread(ratio: Ratio | None) -> str:
-    """A ratio, with its least and its most where they say something else."""
-    if ratio is None:
-        return "-"
-    middle, least, most = (f"{value:.2f}" for value in (ratio.median, ratio.least, ratio.most))
-    return middle if least == most else f"{middle} ({least}-{most})"
 
 
 def processes(found: Results, workload: str, server: str) -> str:
@@ -343,6 +321,7 @@ KINDS: dict[str, Callable[[Results], str]] = {
     "router": router,
     "replicas": replicas,
     "accuracy": accuracy,
+    "gsm8k": gsm8k_results.table,
     "startup": startup,
 }
 
@@ -353,9 +332,11 @@ def render(found: Results) -> str:
     lines = [KINDS[found.benchmark](found), ""]
     lines.append(
         f"{found.date}, {about['cpu']}, {about['cores']} cores, {about['memory_gib']} GiB, Linux {about['kernel']}, "
-        f"Python {about['python']}, torch {about['torch']}, Forebay {about['forebay']} ({about['commit']}); "
-        f"medians of {found.rounds} alternating rounds, ratios of the same round (least-most)."
+        f"Python {about['python']}, torch {about['torch']}, Forebay {about['forebay']} ({about['commit']})"
     )
+    if found.rounds:
+        lines[-1] += f"; medians of {found.rounds} alternating rounds, ratios of the same round (least-most)"
+    lines[-1] += "."
     lines += [f"{name}: {note}." for name, note in found.notes.items()]
     lines += [f"Left out: {name} ({reason})." for name, reason in found.skipped.items()]
     return "\n".join(lines)

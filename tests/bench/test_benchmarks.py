@@ -36,6 +36,7 @@ from benchmarks import (
     servers,
     tables,
 )
+from benchmarks.cells import number, spread
 from benchmarks.processes import Running, ServerError, Stat, below, free_port, parse_stat, processes, survivors
 from benchmarks.records import Ratio, Results, Run, paired_ratio
 from benchmarks.rust_frontend import unpack
@@ -154,6 +155,7 @@ def test_a_run_that_is_asked_to_end_ends_its_servers(tmp_path: Path) -> None:
 import sys
 from pathlib import Path
 from benchmarks.compare import parser
+from benchmarks.cells import number, spread
 from benchmarks.processes import Running
 parser("a run", rounds=1)
 server = [sys.executable, "-c", "import signal; signal.pause()"]
@@ -227,13 +229,13 @@ def test_cpu_time_is_summed_by_name() -> None:
 
 @pytest.mark.parametrize(("value", "shown"), [(None, "-"), (12345.6, "12346"), (43.21, "43.2"), (0.123, "0.12")])
 def test_numbers_have_three_digits_or_more(value: float | None, shown: str) -> None:
-    assert tables.number(value) == shown
+    assert number(value) == shown
 
 
 def test_a_ratio_shows_its_spread_if_it_has_one() -> None:
-    assert tables.spread(Ratio(2.0, 1.5, 2.25)) == "2.00 (1.50-2.25)"
-    assert tables.spread(Ratio(2.0, 1.999, 2.001)) == "2.00"
-    assert tables.spread(None) == "-"
+    assert spread(Ratio(2.0, 1.5, 2.25)) == "2.00 (1.50-2.25)"
+    assert spread(Ratio(2.0, 1.999, 2.001)) == "2.00"
+    assert spread(None) == "-"
 
 
 def cells(table: str) -> list[list[str]]:
