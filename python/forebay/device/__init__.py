@@ -50,6 +50,9 @@ class Device(Protocol):
     def weight_order(self, config: ModelConfig) -> str | None:
         """A name for the order that `compute` brings matrices into; None: they stay as they were loaded."""
 
+    def weight_bytes(self, model: Decoder) -> int:
+        """Bytes that the weights of a model take once `compute` has them in its order; they need not be loaded yet."""
+
     def upload(self, array: npt.NDArray[Any]) -> torch.Tensor:
         """A host array as a tensor of the device, which may share its memory until the end of the step."""
 

@@ -18,6 +18,7 @@ from forebay.attention.backend import AttentionBackend
 from forebay.attention.cpu import CpuAttention
 from forebay.kernels.compute import NativeCompute, level, native_wanted
 from forebay.kernels.library import WITH_BYTES, build
+from forebay.kernels.packing import packed_bytes
 from forebay.layers.decoder import Decoder
 from forebay.runner.compute import Compute, TorchCompute
 from forebay.runner.inputs import PromptRows
@@ -80,6 +81,11 @@ class CpuDevice:
     def weight_order(self, config: ModelConfig) -> str | None:
         # All levels read the same order.
         return build() if self._native and NativeCompute.supports(config) else None
+
+    def weight_bytes(self, model: Decoder) -> int:
+        if self._native and NativeCompute.supports(model.config):
+            return packed_bytes(model)
+        return model.params.nbytes
 
     def upload(self, array: npt.NDArray[Any]) -> torch.Tensor:
         return torch.from_numpy(array)

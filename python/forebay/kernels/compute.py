@@ -22,7 +22,8 @@ from forebay.kernels.library import (
     library,
     open_mp,
 )
-from forebay.layers.decoder import HEAD, Decoder
+from forebay.kernels.packing import Packing, head_packing, linear_packing
+from forebay.layers.decoder import Decoder
 from forebay.layers.linear import Linear
 from forebay.layers.norm import RMSNorm
 from forebay.runner.slots import PlanError
@@ -172,55 +173,43 @@ class NativeCompute:
         return self._pointer(norm.weight)
 
     def _matrix(self, linear: Linear, *, interleaved: bool = False) -> tuple[int, int | None]:
-        packed = self._packed(linear.name, linear.weight, linear.inputs, linear.format, interleaved=interleaved)
-        if linear.format is not None:
-            self._params.requantised(linear.weight.nbytes, packed.nbytes)
+        packing = linear_packing(linear, self._params.dtype, interleaved=interleaved)
+        packed = self._packed(packing, linear.weight)
         # The packed copy is the one that is used: free this one before the next is packed.
         linear.weight = linear.weight.new_empty(0)
         return self._pointer(packed), None if linear.bias is None else self._pointer(linear.bias)
 
     def _head(self, model: Decoder) -> int:
-        packed = self._packed(HEAD, model.head, model.config.hidden_size, model.head_format)
-        if model.head_format is not None:
-            # A tied embedding stays, for its rows are looked up.
-            tied = model.head is model.embedding
-            self._params.requantised(0 if tied else model.head.nbytes, packed.nbytes)
+        packed = self._packed(head_packing(model), model.head)
+        # A tied embedding stays, for its rows are looked up.
         if model.head is not model.embedding:
             model.head = model.head.new_empty(0)
         return self._pointer(packed)
 
-    def _packed(
-        self, name: str, weight: torch.Tensor, inputs: int, format_: str | None, *, interleaved: bool = False
-    ) -> torch.Tensor:
+    def _packed(self, packing: Packing, weight: torch.Tensor) -> torch.Tensor:
         """The matrix as the kernels read it: of an earlier start, or packed from `weight`."""
-        shape = (len(weight), inputs, interleaved)
-        if format_ is None:
-            room, dtype = self._library.fb_packed_len(*shape), weight.dtype
-        else:
-            room, dtype = self._library.fb_quantised_bytes(FORMATS[format_], *shape), torch.uint8
+        name, (room, dtype) = packing.name, packing.room
         packed = self._params.packed.get(name)
         if packed is None:
             if weight.is_meta:
                 raise ValueError(f"{name} is neither loaded nor packed")
             packed = self._params.packed[name] = torch.empty(room, dtype=dtype)
-            self._pack(weight.contiguous(), format_, shape, packed)
+            self._pack(weight.contiguous(), packing, packed)
         if (packed.shape, packed.dtype) != ((room,), dtype):
             # The kernels would read beyond its end.
             raise ValueError(f"{name} is packed as {packed.dtype} {list(packed.shape)}, not {dtype} [{room}]")
         return packed
 
-    def _pack(
-        self, weight: torch.Tensor, format_: str | None, shape: tuple[int, int, bool], packed: torch.Tensor
-    ) -> None:
-        """Packs, and quantises if the format is not that of `weight` yet; `shape`: outputs, inputs, interleaved."""
+    def _pack(self, weight: torch.Tensor, packing: Packing, packed: torch.Tensor) -> None:
+        """Packs, and quantises if the format is not that of `weight` yet."""
+        format_, shape = packing.format, packing.shape
         source, to = weight.data_ptr(), packed.data_ptr()
         if format_ is None:
             self._library.fb_pack(DTYPES[weight.dtype], source, *shape, to)
         elif format_ == INT8:
             self._library.fb_quantise(DTYPES[weight.dtype], source, *shape, to)
         elif not self._library.fb_pack_blocks(FORMATS[format_], source, weight.nbytes, *shape, to):
-            outputs, inputs, _ = shape
-            raise ValueError(f"{weight.nbytes} bytes are no {format_} matrix of {outputs} x {inputs}")
+            raise ValueError(f"{weight.nbytes} bytes are no {format_} matrix of {packing.outputs} x {packing.inputs}")
 
     def _pointer(self, tensor: torch.Tensor) -> int:
         self._kept.append(tensor)

@@ -88,10 +88,6 @@ class Parameters:
         """A weight that some checkpoints carry and the model does not need."""
         self._skipped.add(name)
 
-    def requantised(self, before: int, after: int) -> None:
-        """Notes that a tensor was replaced by one of another size in bytes."""
-        self._bytes += after - before
-
     @property
     def count(self) -> int:
         """How many weights of a checkpoint there is room for."""
@@ -99,7 +95,7 @@ class Parameters:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all weights."""
+        """Bytes of all weights as they are loaded; a device may compute with others (`Device.weight_bytes`)."""
         return self._bytes
 
     def load(self, weights: Iterable[tuple[str, torch.Tensor]], report: Report) -> None:

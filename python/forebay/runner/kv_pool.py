@@ -18,8 +18,9 @@ def page_bytes(model: ModelConfig, page_size: int, dtype: torch.dtype) -> int:
 def page_count(config: RunnerConfig, model: ModelConfig, available_bytes: int, weight_bytes: int) -> int:
     """Pages to allocate: a fixed number of tokens, or what fits the share of memory that weights leave.
 
-    `available_bytes` is what was free before the weights were allocated. More than every slot can fill is never taken
-    from memory; a fixed number is taken as it is.
+    `available_bytes` is what was free before the weights were allocated, `weight_bytes` what they take when steps are
+    computed. While they are loaded and packed it may be more, but then the pool's memory is not taken yet. More than
+    every slot can fill is never taken from memory; a fixed number is taken as it is.
     """
     if config.max_total_tokens is not None:
         count = config.max_total_tokens // config.page_size

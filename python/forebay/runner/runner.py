@@ -58,11 +58,13 @@ class ModelRunner:
             self.device.check_quantization(config.quantization)
         self._kept = KeptWeights.open(config, self.model_config, self.device)
         self.model = self._build(matrices=self._kept is None or self._kept.stored is None)
+        self.weight_bytes = self._weight_bytes()
+        """Bytes of the weights as they are computed with, also before they are loaded."""
         if isinstance(self.model_config, EncoderConfig):
             self.kv = KvPool(None, 0, config.page_size, config.dtype, self.device)
         else:
             self._tell_formats(self.model.params)
-            pages = page_count(config, self.model_config, available, self.model.params.nbytes)
+            pages = page_count(config, self.model_config, available, self.weight_bytes)
             self.kv = KvPool(self.model_config, pages, config.page_size, config.dtype, self.device)
         # What a row may ask for: a model that pools does nothing else.
         self._flag = FLAG_SAMPLE if config.pooling is None else FLAG_POOL
@@ -78,6 +80,12 @@ class ModelRunner:
         if isinstance(model, EncoderConfig):
             return registry.build_encoder(model, config.pooling, params)
         return registry.build(model, params, self.device.attention(), config.context_length)
+
+    def _weight_bytes(self) -> int:
+        """`weight_bytes` of the model that was built. One that pools is computed by PyTorch, with weights as loaded."""
+        if isinstance(self.model, Bert) or self.config.pooling is not None:
+            return self.model.params.nbytes
+        return self.device.weight_bytes(self.model)
 
     def _formats(self) -> Formats:
         """What the configuration wants quantised."""
@@ -163,7 +171,7 @@ class ModelRunner:
             "vocab_size": self.model_config.vocab_size,
             "hidden_size": self.model_config.hidden_size,
             "dtype": self._dtype_name(),
-            "weight_bytes": self.model.params.nbytes,
+            "weight_bytes": self.weight_bytes,
             "kv_bytes": self.kv.nbytes,
             "device": self.device.name,
         }

@@ -1,0 +1,71 @@
+"""How much room a decoder's matrices take once the compiled kernels have packed them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from forebay.kernels.library import FORMATS, library
+from forebay.layers.decoder import HEAD, Decoder
+from forebay.layers.linear import Linear
+
+
+@dataclass(frozen=True)
+class Packing:
+    """A matrix to be packed: what it is, not its values."""
+
+    name: str
+    outputs: int
+    inputs: int
+    dtype: torch.dtype
+    """Of a matrix that is not quantised."""
+    format: str | None
+    """One of `FORMATS`; None: it stays in its dtype."""
+    interleaved: bool = False
+    """The first half of the outputs gate the second."""
+
+    @property
+    def shape(self) -> tuple[int, int, bool]:
+        """As the library takes it."""
+        return self.outputs, self.inputs, self.interleaved
+
+    @property
+    def room(self) -> tuple[int, torch.dtype]:
+        """Elements of the packed matrix, and their type: bytes if it is quantised."""
+        if self.format is None:
+            return library().fb_packed_len(*self.shape), self.dtype
+        return library().fb_quantised_bytes(FORMATS[self.format], *self.shape), torch.uint8
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the packed matrix."""
+        elements, dtype = self.room
+        return elements * dtype.itemsize
+
+
+def linear_packing(linear: Linear, dtype: torch.dtype, *, interleaved: bool = False) -> Packing:
+    """The packing of a layer's matrix, which may have no memory; `dtype` is the model's."""
+    return Packing(linear.name, len(linear.weight), linear.inputs, dtype, linear.format, interleaved)
+
+
+def head_packing(model: Decoder) -> Packing:
+    """The packing of the head: a matrix of its own, also where it is the embedding, whose rows are looked up."""
+    return Packing(HEAD, len(model.head), model.config.hidden_size, model.params.dtype, model.head_format)
+
+
+def packings(model: Decoder) -> Iterator[Packing]:
+    """Every matrix of a model that is not packed yet."""
+    dtype = model.params.dtype
+    for block in model.blocks:
+        for linear in (block.attention.qkv, block.attention.output, block.mlp.down):
+            yield linear_packing(linear, dtype)
+        yield linear_packing(block.mlp.gate_up, dtype, interleaved=True)
+    yield head_packing(model)
+
+
+def packed_bytes(model: Decoder) -> int:
+    """Bytes that the weights of a model which is not packed yet will take: its matrices packed, the rest as it is."""
+    others = sum(tensor.nbytes for tensor in model.params.others.values())
+    return others + sum(packing.nbytes for packing in packings(model))
