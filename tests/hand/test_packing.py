@@ -7,8 +7,11 @@ from typing import Any
 
 import gguf
 import pytest
+import torch
 
 from forebay.device.cpu import CpuDevice
+from forebay.kernels.compute import NativeCompute
+from forebay.kernels.packing import Packing
 from forebay.layers.params import ignore
 from forebay.runner.config import RunnerConfig
 from forebay.runner.kv_pool import page_bytes
@@ -107,3 +110,20 @@ def test_the_pool_gets_what_packed_weights_leave(
     assert isinstance(model, ModelConfig)
     left = int(config.mem_fraction_static * available) - packed_bytes(runner)
     assert runner.kv.page_count == left // page_bytes(model, config.page_size, config.dtype)
+
+
+def test_matrices_go_one_by_one_as_they_are_packed(monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = runner_of(reference_model("llama-untied-biases"))
+    down = runner.decoder.blocks[0].mlp.down
+    pack = NativeCompute._pack
+    held: list[int] = []
+
+    def count(self: NativeCompute, weight: torch.Tensor, packing: Packing, packed: torch.Tensor) -> None:
+        held.append(runner.model.params.count + (packing.name != down.name and down.weight.numel() > 0))
+        pack(self, weight, packing, packed)
+
+    monkeypatch.setattr(NativeCompute, "_pack", count)
+    runner.warm_up()
+    # A layer is packed from its queries to its `down`: until then that is there, and nothing else holds any.
+    assert held == [1, 1, 1, *[0] * (len(held) - 3)]
+    assert len(held) == 4 * 3 + 1

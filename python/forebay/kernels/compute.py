@@ -84,6 +84,8 @@ class NativeCompute:
         self.times = np.zeros(0, np.uint64)
         """Nanoseconds that steps took for each of `PARTS`, once `watch` was called."""
         self._vocabulary = model.config.vocab_size
+        # It knows the matrices as well, and none of them would be freed as long as it does.
+        self._params.forget()
         # Everything that the description points to.
         self._kept: list[object] = [model, tables, kv]
         layers = (LayerSpec * len(model.blocks))()
@@ -125,7 +127,6 @@ class NativeCompute:
             sin=sin.data_ptr(),
             layer=layers,
         )
-        model.params.forget()
         self._model = self._library.fb_model_new(ctypes.byref(spec), ctypes.byref(open_mp()))
         weakref.finalize(self, self._library.fb_model_free, self._model)
 
