@@ -244,6 +244,10 @@ pub(crate) mod tests {
             for shared in [32, 96] {
                 check::<Array>(&x, shared);
                 #[cfg(target_arch = "x86_64")]
+                if crate::x86::has_avx2() {
+                    check::<crate::x86::Ymms>(&x, shared);
+                }
+                #[cfg(target_arch = "x86_64")]
                 if is_x86_feature_detected!("avx512bw") && is_x86_feature_detected!("avx512dq") {
                     check::<crate::x86::Zmm>(&x, shared);
                 }

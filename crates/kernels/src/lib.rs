@@ -112,7 +112,7 @@ impl Level {
                 }
                 return Self::Avx512Vnni;
             }
-            if is_x86_feature_detected!("avx2") {
+            if x86::has_avx2() {
                 return Self::Avx2;
             }
         }
@@ -154,10 +154,10 @@ bodies! {
 }
 #[cfg(target_arch = "x86_64")]
 bodies! {
-    #[target_feature(enable = "avx2")]
-    avx2_f32: f32, Plain, Portable;
-    #[target_feature(enable = "avx2")]
-    avx2_bf16: Bf16, Plain, Portable;
+    #[target_feature(enable = "avx2,fma,f16c")]
+    avx2_f32: f32, tile::Avx2, Portable;
+    #[target_feature(enable = "avx2,fma,f16c")]
+    avx2_bf16: Bf16, tile::Avx2, Portable;
     #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
     avx512_f32: f32, tile::Avx512, Portable;
     #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
@@ -289,6 +289,10 @@ pub unsafe extern "C" fn fb_pack(
             (1, Level::Avx512 | Level::Avx512Vnni) => {
                 typed::<Bf16, tile::Avx512Wide>(source, shape, packed)
             }
+            #[cfg(target_arch = "x86_64")]
+            (0, Level::Avx2) => typed::<f32, tile::Avx2>(source, shape, packed),
+            #[cfg(target_arch = "x86_64")]
+            (_, Level::Avx2) => typed::<Bf16, tile::Avx2>(source, shape, packed),
             (0, _) => typed::<f32, Plain>(source, shape, packed),
             _ => typed::<Bf16, Plain>(source, shape, packed),
         }

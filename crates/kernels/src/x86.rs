@@ -1,5 +1,6 @@
-//! [`Kernel`] with AVX-512.
+//! [`Kernel`] with AVX-512, and (`avx2`) with what most processors have.
 
+mod avx2;
 mod dot;
 mod wide;
 
@@ -9,6 +10,10 @@ use std::sync::OnceLock;
 use crate::element::{Bf16, Element};
 use crate::tile::{Ahead, GROUPS, Kernel, LANES, QUERIES, Scores, Tile};
 use crate::vector::Vector;
+
+pub(crate) use avx2::Avx2;
+#[cfg(test)]
+pub(crate) use avx2::Ymms;
 
 /// `f32` with AVX-512.
 pub(crate) struct Avx512;
@@ -264,6 +269,13 @@ macro_rules! kernel {
 kernel!(Avx512: f32, "avx512f,avx512bw,avx512dq,avx512vl", dot);
 kernel!(Avx512Bf16: Bf16, "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16", dot);
 kernel!(Avx512Wide: Bf16, "avx512f,avx512bw,avx512dq,avx512vl", wide);
+
+/// Whether the processor has what is used beside AVX2; some that have that alone are known.
+pub(crate) fn has_avx2() -> bool {
+    is_x86_feature_detected!("avx2")
+        && is_x86_feature_detected!("fma")
+        && is_x86_feature_detected!("f16c")
+}
 
 /// Whether the processor's dot products of bfloat16 pairs are worth their while. Intel's take two cycles where two multiply-adds of as many
 /// `f32` take one, and are there for compatibility: its matrix extensions are what is fast. AMD's are twice as fast as multiply-adds.

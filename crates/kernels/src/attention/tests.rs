@@ -100,6 +100,11 @@ fn check_all(sizes: &Sizes) {
     check::<f32, Plain>(sizes, 1e-5);
     check::<Bf16, Plain>(sizes, 5e-3);
     #[cfg(target_arch = "x86_64")]
+    if crate::x86::has_avx2() {
+        check::<f32, crate::tile::Avx2>(sizes, 1e-5);
+        check::<Bf16, crate::tile::Avx2>(sizes, 5e-3);
+    }
+    #[cfg(target_arch = "x86_64")]
     if is_x86_feature_detected!("avx512bw") && is_x86_feature_detected!("avx512dq") {
         check::<f32, crate::tile::Avx512>(sizes, 1e-5);
         check::<Bf16, crate::tile::Avx512Wide>(sizes, 5e-3);

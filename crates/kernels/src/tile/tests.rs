@@ -1,0 +1,206 @@
+//! Products, attention and vectors of every kind of processor against the formulas.
+
+use proptest::prelude::*;
+
+use super::*;
+use crate::element::Bf16;
+use crate::pack::{pack, packed_len};
+
+/// Numbers between -0.5 and 0.5.
+pub(crate) fn numbers<E: Element>(count: usize, seed: u32) -> Vec<E> {
+    let mut state = seed | 1;
+    let mut next = || {
+        state ^= state << 13;
+        state ^= state >> 17;
+        state ^= state << 5;
+        E::from_f32(state as f32 / u32::MAX as f32 - 0.5)
+    };
+    (0..count).map(|_| next()).collect()
+}
+
+fn exact<E: Element>(a: &[E], b: &[E]) -> f64 {
+    a.iter().zip(b).map(|(a, b)| f64::from(a.to_f32()) * f64::from(b.to_f32())).sum()
+}
+
+fn close(found: f32, exact: f64, terms: usize) {
+    let bound = 1e-5 * (terms as f64).sqrt();
+    assert!((f64::from(found) - exact).abs() < bound, "{found} {exact}");
+}
+
+fn check_tile<E: Element + std::fmt::Debug + PartialEq, K: Kernel<E>>(
+    k: usize,
+    rows: usize,
+    seed: u32,
+) {
+    let weights: Vec<E> = numbers(NR * k, seed);
+    let (mut plain, mut panel) =
+        (vec![E::default(); packed_len(NR, k)], vec![E::default(); packed_len(NR, k)]);
+    // SAFETY: the caller detected the features.
+    unsafe {
+        pack::<E, Plain>(&weights, NR, k, false, &mut plain);
+        pack::<E, K>(&weights, NR, k, false, &mut panel);
+    }
+    assert_eq!(plain, panel);
+    let rows = rows.min(K::ROWS);
+    let a: Vec<E> = numbers(rows * (k + 3), !seed);
+    for ahead in [Ahead::Nothing, Ahead::Half(panel.as_ptr()), Ahead::Whole(std::ptr::null())] {
+        let mut out = [[f32::NAN; NR]; MAX_ROWS];
+        // SAFETY: rows of k + 3 elements, a panel of k.
+        unsafe { K::tile(a.as_ptr(), k + 3, rows, panel.as_ptr(), k, ahead, &mut out) };
+        for (r, row) in out.iter().enumerate().take(rows) {
+            for (column, &found) in row.iter().enumerate() {
+                let exact = exact(&a[r * (k + 3)..][..k], &weights[column * k..][..k]);
+                close(found, exact, k);
+            }
+            let mut alone = [[f32::NAN; NR]; MAX_ROWS];
+            // SAFETY: as above.
+            unsafe {
+                let a = a.as_ptr().add(r * (k + 3));
+                K::tile(a, k + 3, 1, panel.as_ptr(), k, Ahead::Nothing, &mut alone);
+            }
+            assert_eq!(row, &alone[0], "whatever is computed beside it");
+        }
+    }
+}
+
+fn check_attention<E: Element, K: Kernel<E>>(
+    (dim, padded): (usize, usize),
+    (rows, groups): (usize, usize),
+    seed: u32,
+) {
+    let queries: Vec<E> = numbers(rows * dim, seed);
+    let keys: Vec<E> = numbers(GROUPS * GROUP * dim, !seed);
+    let group = |index: usize| keys[index * GROUP * dim..].as_ptr();
+    let mut scores = [[f32::NAN; BLOCK]; QUERIES];
+    // SAFETY: queries and groups of the sizes given.
+    unsafe {
+        let keys = std::array::from_fn(group);
+        K::scores(queries.as_ptr(), rows, &keys, dim, &mut scores);
+    }
+    for r in 0..rows {
+        let mut alone = [[f32::NAN; BLOCK]; QUERIES];
+        // SAFETY: as above.
+        unsafe {
+            let keys = std::array::from_fn(group);
+            K::scores(queries.as_ptr().add(r * dim), 1, &keys, dim, &mut alone);
+        }
+        assert_eq!(scores[r], alone[0], "whatever is computed beside it");
+        for (position, &found) in scores[r].iter().enumerate() {
+            let (group, lane) = (position / GROUP * GROUP * dim, position % GROUP);
+            let key: Vec<E> = (0..dim)
+                .map(|d| keys[group + (d / E::PAIR * GROUP + lane) * E::PAIR + d % E::PAIR])
+                .collect();
+            close(found, exact(&queries[r * dim..][..dim], &key), dim);
+        }
+    }
+
+    let weights: Vec<E> = numbers(QUERIES * BLOCK, seed ^ 77);
+    let values: Vec<E> = numbers(groups * GROUP * padded, seed ^ 99);
+    let decay: [f32; QUERIES] = std::array::from_fn(|r| r as f32 / 4.0);
+    let before: Vec<f32> = numbers(rows * padded, seed ^ 55);
+    let (mut out, mut alone) = (before.clone(), before.clone());
+    // SAFETY: as above.
+    unsafe {
+        let values: Vec<*const E> =
+            (0..groups).map(|group| values[group * GROUP * padded..].as_ptr()).collect();
+        K::mix(weights.as_ptr(), rows, &values, padded, &decay, out.as_mut_ptr());
+        for r in 0..rows {
+            let (weights, out) = (weights[r * BLOCK..].as_ptr(), &mut alone[r * padded..]);
+            K::mix(weights, 1, &values, padded, &[decay[r]; QUERIES], out.as_mut_ptr());
+        }
+    }
+    assert_eq!(out, alone, "whatever is computed beside it");
+    for (at, &found) in out.iter().enumerate() {
+        let (r, d) = (at / padded, at % padded);
+        let value: Vec<E> = (0..groups * GROUP)
+            .map(|position| {
+                let (group, within) = (position / GROUP, position % GROUP);
+                let row = group * GROUP + within / E::PAIR * E::PAIR;
+                values[row * padded + d * E::PAIR + within % E::PAIR]
+            })
+            .collect();
+        let added = exact(&weights[r * BLOCK..][..groups * GROUP], &value);
+        close(found, f64::from(before[at]) * f64::from(decay[r]) + added, groups * GROUP);
+    }
+    check_vector::<E, K>(seed);
+}
+
+/// The processor's vector against the plain one.
+fn check_vector<E: Element, K: Kernel<E>>(seed: u32) {
+    let numbers: Vec<f32> = numbers(3 * LANES, seed);
+    // SAFETY: whole vectors.
+    let both = |at: usize| unsafe {
+        let from = numbers.as_ptr().add(at * LANES);
+        (K::Vector::load(from), Array::load(from))
+    };
+    let ((a, x), (b, y), (c, z)) = (both(0), both(1), both(2));
+    let count = seed as usize % (LANES + 1);
+    let same = |found: K::Vector, wanted: Array| {
+        for (found, wanted) in found.to_array().into_iter().zip(wanted.to_array()) {
+            let close = (found - wanted).abs() <= 1e-5 * wanted.abs().max(1.0);
+            assert!(found == wanted || close, "{found} {wanted}");
+        }
+    };
+    same(a.add(b), x.add(y));
+    same(a.sub(b), x.sub(y));
+    same(a.mul(b), x.mul(y));
+    same(a.div(b.add(K::Vector::splat(1.0))), x.div(y.add(Array::splat(1.0))));
+    same(a.fused(b, c), x.fused(y, z));
+    same(a.larger(b), x.larger(y));
+    same(a.at_least(0.1).at_most(0.3), x.at_least(0.1).at_most(0.3));
+    let (hundreds, others) = (K::Vector::splat(-700.0), Array::splat(-700.0));
+    same(a.mul(hundreds).round(), x.mul(others).round());
+    let (n, m) = (a.mul(hundreds).at_least(-200.0).at_most(127.0).round(), {
+        x.mul(others).at_least(-200.0).at_most(127.0).round()
+    });
+    same(b.times_power(n), y.times_power(m));
+    same(a.only(count), x.only(count));
+    close(a.sum(), numbers[..LANES].iter().copied().map(f64::from).sum(), LANES);
+    assert_eq!(a.largest(), x.largest());
+    for special in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
+        let mut lanes = x.to_array();
+        lanes[count % LANES] = special;
+        // SAFETY: whole vectors.
+        let (odd, plain) =
+            unsafe { (K::Vector::load(lanes.as_ptr()), Array::load(lanes.as_ptr())) };
+        assert!(a.is_finite() && x.is_finite() && !odd.is_finite() && !plain.is_finite());
+        assert_eq!(
+            odd.at_least(-1.0).at_most(1.0).to_array()[count % LANES].is_nan(),
+            special.is_nan()
+        );
+    }
+    let mut narrow = [E::default(); LANES];
+    // SAFETY: as many as there are.
+    unsafe { K::narrow(a, narrow.as_mut_ptr()) };
+    for (found, &wanted) in narrow.iter().zip(&numbers) {
+        assert_eq!(found.to_f32(), E::from_f32(wanted).to_f32());
+    }
+}
+
+fn check<E: Element + std::fmt::Debug + PartialEq, K: Kernel<E>>(k: usize, rows: usize, seed: u32) {
+    check_tile::<E, K>(k, rows, seed);
+    let sizes = (k, (k % 96 + 1).next_multiple_of(LANES));
+    check_attention::<E, K>(sizes, (rows.min(QUERIES), seed as usize % GROUPS + 1), seed);
+}
+
+proptest! {
+    #[test]
+    fn kernels_compute_products(k in 1usize..160, rows in 1usize..=MAX_ROWS, seed: u32) {
+        check::<f32, Plain>(k, rows, seed);
+        check::<Bf16, Plain>(2 * k, rows, seed);
+        #[cfg(target_arch = "x86_64")]
+        {
+            if crate::x86::has_avx2() {
+                check::<f32, Avx2>(k, rows, seed);
+                check::<Bf16, Avx2>(2 * k, rows, seed);
+            }
+            if is_x86_feature_detected!("avx512bw") && is_x86_feature_detected!("avx512dq") {
+                check::<f32, Avx512>(k, rows, seed);
+                check::<Bf16, Avx512Wide>(2 * k, rows, seed);
+                if is_x86_feature_detected!("avx512bf16") {
+                    check::<Bf16, Avx512Bf16>(2 * k, rows, seed);
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,216 @@
+//! [`Kernel`] with AVX2 and its multiply-adds, for both types.
+
+mod loops;
+mod vector;
+
+use std::arch::x86_64::*;
+
+use crate::pack::NR;
+use crate::tile::{Ahead, BLOCK, GROUP, GROUPS, Kernel, LANES, QUERIES, Scores, Tile};
+use loops::{HALF_LANES, Wide};
+pub(crate) use vector::Ymms;
+
+/// `f32`, and bfloat16 multiplied as `f32`.
+pub(crate) struct Avx2;
+
+/// Calls the function for as many rows `M`, the last one if there are more, with `C` vectors of columns at a time for each. The sums, 2 `M` `C` registers, are
+/// at most 12 of 16, so that weights and a row's number have theirs too, and where possible 8 or more, so that none waits for its own last addition.
+macro_rules! dispatch {
+    ($rows:expr, $function:ident $arguments:tt, $last:tt, $($few:literal $columns:literal),* | $most:literal $fewest:literal) => {
+        match $rows {
+            $($few => $function::<E, $few, $columns, $last> $arguments,)*
+            _ => $function::<E, $most, $fewest, $last> $arguments,
+        }
+    };
+}
+
+/// `M` rows times a panel, of which a pass takes `C` halves.
+#[target_feature(enable = "avx2,fma")]
+unsafe fn tiles<E: Wide, const M: usize, const C: usize, const LINES: usize>(
+    (a, stride): (*const E, usize),
+    panel: *const E,
+    k: usize,
+    ahead: *const E,
+    out: &mut Tile,
+) {
+    // SAFETY: the contract of `Kernel::tile`; both halves are in the panel.
+    unsafe {
+        let halves = [panel, panel.add(LANES * E::PAIR)];
+        let out = out.as_flattened_mut().as_mut_ptr();
+        let pitch = NR * E::PAIR;
+        loops::products::<E, M, C, LINES>((a, stride), k, (&halves, pitch), ahead, (out, NR));
+    }
+}
+
+/// Scores of `M` queries, of `C` groups of keys a pass.
+#[target_feature(enable = "avx2,fma")]
+unsafe fn scored<E: Wide, const M: usize, const C: usize, const G: usize>(
+    queries: *const E,
+    keys: &[*const E; G],
+    dim: usize,
+    out: &mut Scores,
+) {
+    // SAFETY: the contract of `Kernel::scores`.
+    unsafe {
+        let out = out.as_flattened_mut().as_mut_ptr();
+        let (queries, keys) = ((queries, dim), (keys.as_slice(), GROUP * E::PAIR));
+        loops::products::<E, M, C, 0>(queries, dim, keys, queries.0, (out, BLOCK));
+    }
+}
+
+/// `C` vectors of `M` rows of the output, from `column` on.
+#[target_feature(enable = "avx2,fma")]
+unsafe fn mixed<E: Wide, const M: usize, const C: usize, const Q: usize>(
+    weights: *const E,
+    values: &[*const E],
+    columns: (usize, usize),
+    decay: &[f32; Q],
+    out: *mut f32,
+) {
+    // SAFETY: the contract of `Kernel::mix`.
+    unsafe { loops::mix::<E, M, C>(weights, values, columns, decay, out) }
+}
+
+// SAFETY (of every block): callers detect the features, and give what the trait wants.
+unsafe impl<E: Wide> Kernel<E> for Avx2 {
+    const ROWS: usize = 6;
+    type Vector = Ymms;
+
+    #[inline(always)]
+    unsafe fn tile(
+        a: *const E,
+        stride: usize,
+        rows: usize,
+        panel: *const E,
+        k: usize,
+        ahead: Ahead<E>,
+        out: &mut Tile,
+    ) {
+        let a = (a, stride);
+        unsafe {
+            match ahead {
+                Ahead::Nothing => {
+                    dispatch!(rows, tiles(a, panel, k, panel, out), 0,
+                                                            1 2, 2 2, 3 1, 4 1, 5 1 | 6 1)
+                }
+                Ahead::Half(ahead) => {
+                    dispatch!(rows, tiles(a, panel, k, ahead, out), 1,
+                                                            1 2, 2 2, 3 1, 4 1, 5 1 | 6 1)
+                }
+                Ahead::Whole(ahead) => {
+                    dispatch!(rows, tiles(a, panel, k, ahead, out), 2,
+                                                            1 2, 2 2, 3 1, 4 1, 5 1 | 6 1)
+                }
+            }
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn scores(
+        queries: *const E,
+        rows: usize,
+        keys: &[*const E; GROUPS],
+        dim: usize,
+        out: &mut Scores,
+    ) {
+        unsafe {
+            dispatch!(rows, scored(queries, keys, dim, out), GROUPS, 1 4, 2 2, 3 1, 4 1, 5 1 | 6 1)
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn mix(
+        weights: *const E,
+        rows: usize,
+        values: &[*const E],
+        dim: usize,
+        decay: &[f32; QUERIES],
+        out: *mut f32,
+    ) {
+        let width = match rows {
+            1 => 4 * LANES,
+            2 => 2 * LANES,
+            _ => LANES,
+        };
+        let wide = dim / width * width;
+        unsafe {
+            for column in (0..wide).step_by(width) {
+                dispatch!(rows, mixed(weights, values, (dim, column), decay, out), QUERIES,
+                                                            1 4, 2 2, 3 1, 4 1, 5 1 | 6 1);
+            }
+            for column in (wide..dim).step_by(LANES) {
+                dispatch!(rows, mixed(weights, values, (dim, column), decay, out), QUERIES,
+                                                            1 1 | 2 1);
+            }
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn pack_rows(rows: &[*const E; LANES], k: usize, panel: *mut E, pitch: usize) {
+        let count = k / E::PAIR;
+        for half in [0, HALF_LANES] {
+            let mut dwords = [std::ptr::null(); HALF_LANES];
+            for (dwords, row) in dwords.iter_mut().zip(&rows[half..]) {
+                *dwords = row.cast::<i32>();
+            }
+            unsafe { transpose_rows(&dwords, count, panel.cast::<i32>().add(half), pitch) };
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn narrow(values: Ymms, to: *mut E) {
+        unsafe { E::narrow(values.0, to) }
+    }
+
+    #[inline(always)]
+    fn prefetch(address: *const E) {
+        // SAFETY: a prefetch of a wrong address does nothing.
+        unsafe { _mm_prefetch::<_MM_HINT_T0>(address.cast()) };
+    }
+}
+
+/// `panel[d * pitch + r] = rows[r][d]` for dwords, `d < count`.
+#[target_feature(enable = "avx2")]
+unsafe fn transpose_rows(
+    rows: &[*const i32; HALF_LANES],
+    count: usize,
+    panel: *mut i32,
+    pitch: usize,
+) {
+    for first in (0..count).step_by(HALF_LANES) {
+        let width = (count - first).min(HALF_LANES);
+        let mut block = [_mm256_setzero_si256(); HALF_LANES];
+        for (vector, row) in block.iter_mut().zip(rows) {
+            // SAFETY: only the `width` dwords that are left of the row are read.
+            *vector = unsafe { loops::load_dwords(row.add(first), width) };
+        }
+        transpose(&mut block);
+        for (d, vector) in block.iter().enumerate().take(width) {
+            // SAFETY: inside the panel: first + d < count.
+            unsafe { _mm256_storeu_si256(panel.add((first + d) * pitch).cast(), *vector) };
+        }
+    }
+}
+
+/// Transposes 8 x 8 dwords.
+#[inline]
+#[target_feature(enable = "avx2")]
+fn transpose(block: &mut [__m256i; 8]) {
+    let mut t = *block;
+    for i in 0..4 {
+        t[2 * i] = _mm256_unpacklo_epi32(block[2 * i], block[2 * i + 1]);
+        t[2 * i + 1] = _mm256_unpackhi_epi32(block[2 * i], block[2 * i + 1]);
+    }
+    let mut u = t;
+    for i in 0..2 {
+        u[4 * i] = _mm256_unpacklo_epi64(t[4 * i], t[4 * i + 2]);
+        u[4 * i + 1] = _mm256_unpackhi_epi64(t[4 * i], t[4 * i + 2]);
+        u[4 * i + 2] = _mm256_unpacklo_epi64(t[4 * i + 1], t[4 * i + 3]);
+        u[4 * i + 3] = _mm256_unpackhi_epi64(t[4 * i + 1], t[4 * i + 3]);
+    }
+    // u[4 i + j] half l holds rows 4 i .. 4 i + 4 of column 4 l + j.
+    for j in 0..4 {
+        block[j] = _mm256_permute2x128_si256::<0x20>(u[j], u[4 + j]);
+        block[4 + j] = _mm256_permute2x128_si256::<0x31>(u[j], u[4 + j]);
+    }
+}

@@ -1,0 +1,379 @@
+//! The innermost loops with AVX2, for `f32` and for bfloat16 multiplied as such.
+//!
+//! As in [`wide`](super::super::wide), a vector of bfloat16 weights becomes two of `f32` for all rows of a tile together, and the rows' own numbers are made `f32` before.
+//! With 16 registers, sums of six rows and 16 columns are what leaves room for the rest: more columns are further passes over the rows. Each sum is one
+//! register from beginning to end, taken pair by pair, the even one first: how many rows and columns there are beside it makes no difference.
+
+use std::arch::asm;
+use std::arch::x86_64::*;
+use std::mem::MaybeUninit;
+
+use crate::element::{Bf16, Element};
+use crate::tile::{BLOCK, GROUP, GROUPS, LANES};
+
+/// Lanes of a register.
+pub(super) const HALF_LANES: usize = LANES / 2;
+/// Inner positions of a pass: rows' numbers as `f32`, and one half of the panel, fit into the first cache together.
+const CHUNK: usize = 256;
+
+/// Room for numbers of `M` rows: the first ones of pairs, then the second ones.
+pub(crate) type Room<const M: usize> = [[[MaybeUninit<f32>; CHUNK / 2]; 2]; M];
+/// Sums of `M` rows and `C` vectors of columns.
+type Sums<const M: usize, const C: usize> = [[[__m256; 2]; C]; M];
+
+/// Elements that become `f32` without rounding.
+pub(crate) trait Wide: Element {
+    /// The even or the odd ones of [`HALF_LANES`] pairs; where there are no pairs, the elements.
+    ///
+    /// # Safety
+    /// `at` can be read for them; the processor has the instructions (here and below).
+    unsafe fn every_other<const ODD: bool>(at: *const Self) -> __m256;
+
+    /// How far apart the [`numbers`](Self::numbers) of rows are that are `stride` apart.
+    fn apart(stride: usize) -> usize;
+
+    /// The first `count` numbers of rows that are `stride` apart, as a [`Room`] has them.
+    ///
+    /// # Safety
+    /// `from` has `M` such rows; `count` is at most [`CHUNK`], and whole pairs. The numbers are good as long as the rows and the room.
+    unsafe fn numbers<const M: usize>(
+        from: *const Self,
+        stride: usize,
+        count: usize,
+        room: &mut Room<M>,
+    ) -> *const f32;
+
+    /// # Safety
+    /// `to` can be written for [`LANES`] elements.
+    unsafe fn narrow(values: [__m256; 2], to: *mut Self);
+}
+
+impl Wide for f32 {
+    #[inline(always)]
+    unsafe fn every_other<const ODD: bool>(at: *const Self) -> __m256 {
+        // SAFETY: the contract.
+        unsafe { _mm256_loadu_ps(at) }
+    }
+
+    #[inline(always)]
+    fn apart(stride: usize) -> usize {
+        stride
+    }
+
+    #[inline(always)]
+    unsafe fn numbers<const M: usize>(
+        from: *const Self,
+        _: usize,
+        _: usize,
+        _: &mut Room<M>,
+    ) -> *const f32 {
+        from
+    }
+
+    #[inline(always)]
+    unsafe fn narrow(values: [__m256; 2], to: *mut Self) {
+        // SAFETY: the contract.
+        unsafe {
+            _mm256_storeu_ps(to, values[0]);
+            _mm256_storeu_ps(to.add(HALF_LANES), values[1]);
+        }
+    }
+}
+
+/// The halves of dwords as `f32`: the lower ones, or the upper ones.
+#[inline(always)]
+unsafe fn half_of<const ODD: bool>(pairs: __m256i) -> __m256 {
+    // SAFETY: the processor has them.
+    unsafe {
+        _mm256_castsi256_ps(if ODD {
+            _mm256_and_si256(pairs, _mm256_set1_epi32(0xffff_0000_u32.cast_signed()))
+        } else {
+            _mm256_slli_epi32::<16>(pairs)
+        })
+    }
+}
+
+/// The first `count` of [`HALF_LANES`] dwords; what follows is zero.
+///
+/// # Safety
+/// `at` can be read for as many; the processor has the instructions.
+#[inline(always)]
+pub(super) unsafe fn load_dwords(at: *const i32, count: usize) -> __m256i {
+    // SAFETY: the contract; what the mask leaves out is not read.
+    unsafe {
+        if count >= HALF_LANES {
+            return _mm256_loadu_si256(at.cast());
+        }
+        let lanes = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+        _mm256_maskload_epi32(at, _mm256_cmpgt_epi32(_mm256_set1_epi32(count as i32), lanes))
+    }
+}
+
+impl Wide for Bf16 {
+    #[inline(always)]
+    unsafe fn every_other<const ODD: bool>(at: *const Self) -> __m256 {
+        // SAFETY: the contract.
+        unsafe { half_of::<ODD>(_mm256_loadu_si256(at.cast())) }
+    }
+
+    #[inline(always)]
+    fn apart(_: usize) -> usize {
+        CHUNK
+    }
+
+    #[inline(always)]
+    unsafe fn numbers<const M: usize>(
+        from: *const Self,
+        stride: usize,
+        count: usize,
+        room: &mut Room<M>,
+    ) -> *const f32 {
+        let pairs = count / Self::PAIR;
+        for (r, [even, odd]) in room.iter_mut().enumerate() {
+            for at in (0..pairs).step_by(HALF_LANES) {
+                // SAFETY: inside the row, and the room: whole vectors fit.
+                unsafe {
+                    let dwords = from.add(r * stride).cast::<i32>().add(at);
+                    let dwords = load_dwords(dwords, pairs - at);
+                    let (even, odd) = (even.as_mut_ptr().add(at), odd.as_mut_ptr().add(at));
+                    _mm256_storeu_ps(even.cast(), half_of::<false>(dwords));
+                    _mm256_storeu_ps(odd.cast(), half_of::<true>(dwords));
+                }
+            }
+        }
+        room.as_ptr().cast()
+    }
+
+    #[inline(always)]
+    unsafe fn narrow(values: [__m256; 2], to: *mut Self) {
+        // SAFETY: the contract.
+        unsafe {
+            let (low, high) = (rounded(values[0]), rounded(values[1]));
+            // Packing goes by halves of registers: what came from one is brought together.
+            let words = _mm256_permute4x64_epi64::<0xd8>(_mm256_packus_epi32(low, high));
+            _mm256_storeu_si256(to.cast(), words);
+        }
+    }
+}
+
+/// Rounded to bfloat16, as dwords.
+#[inline(always)]
+unsafe fn rounded(values: __m256) -> __m256i {
+    // SAFETY: the processor has them.
+    unsafe {
+        let bits = _mm256_castps_si256(values);
+        let high = _mm256_srli_epi32::<16>(bits);
+        let even = _mm256_and_si256(high, _mm256_set1_epi32(1));
+        let half = _mm256_add_epi32(even, _mm256_set1_epi32(0x7fff));
+        let rounded = _mm256_srli_epi32::<16>(_mm256_add_epi32(bits, half));
+        // Rounding could carry what is not a number over to infinity or zero.
+        let odd = _mm256_castps_si256(_mm256_cmp_ps::<_CMP_UNORD_Q>(values, values));
+        let quiet = _mm256_or_si256(high, _mm256_set1_epi32(0x40));
+        _mm256_blendv_epi8(rounded, quiet, odd)
+    }
+}
+
+/// The same address, of which the compiler does not know that it is: it would keep what it loaded for even halves until odd ones are made of
+/// it, for which there are no registers, and put sums into memory instead.
+#[expect(clippy::pointers_in_nomem_asm_block, reason = "nothing is read at the address")]
+#[inline(always)]
+fn again<T>(mut address: *const T) -> *const T {
+    // SAFETY: does nothing.
+    unsafe {
+        asm!("/* {0} */", inout(reg) address, options(pure, nomem, nostack, preserves_flags));
+    }
+    address
+}
+
+/// Adds the rows' numbers of a pair, the even or the odd ones, times the columns to the sums. Of numbers and columns, the fewer are kept in registers, and
+/// the others are loaded one at a time.
+///
+/// # Safety
+/// The rows have the pair, and every column [`LANES`] of them.
+#[inline(always)]
+unsafe fn add<E: Wide, const ODD: bool, const M: usize, const C: usize>(
+    (numbers, apart): (*const f32, usize),
+    columns: &[*const E; C],
+    sums: &mut Sums<M, C>,
+) {
+    // SAFETY: the contract.
+    unsafe {
+        let numbers = if ODD { numbers.add(CHUNK / 2) } else { numbers };
+        if M > 2 * C {
+            let mut weights = [[_mm256_setzero_ps(); 2]; C];
+            for (weights, column) in weights.iter_mut().zip(columns) {
+                weights[0] = E::every_other::<ODD>(*column);
+                weights[1] = E::every_other::<ODD>(column.add(HALF_LANES * E::PAIR));
+            }
+            for (r, sums) in sums.iter_mut().enumerate() {
+                let x = _mm256_broadcast_ss(&*numbers.add(r * apart));
+                for (sums, weights) in sums.iter_mut().zip(&weights) {
+                    sums[0] = _mm256_fmadd_ps(x, weights[0], sums[0]);
+                    sums[1] = _mm256_fmadd_ps(x, weights[1], sums[1]);
+                }
+            }
+        } else {
+            let mut x = [_mm256_setzero_ps(); M];
+            for (r, x) in x.iter_mut().enumerate() {
+                *x = _mm256_broadcast_ss(&*numbers.add(r * apart));
+            }
+            for (c, column) in columns.iter().enumerate() {
+                for half in 0..2 {
+                    let column = column.add(half * HALF_LANES * E::PAIR);
+                    let weights = E::every_other::<ODD>(column);
+                    for (sums, x) in sums.iter_mut().zip(&x) {
+                        sums[c][half] = _mm256_fmadd_ps(*x, weights, sums[c][half]);
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// Adds the rows' numbers times columns to `out` `[M, width]`. The columns come in `runs` of `pairs` pairs that are `pitch` elements apart. `LINES` lines of what
+/// is `ahead` are begun to load for each pair: 2 are those of the columns, 1 is half as much.
+///
+/// # Safety
+/// Rows and columns have as many pairs, the output has room; the processor has the instructions.
+#[target_feature(enable = "avx2,fma")]
+unsafe fn add_runs<E: Wide, const M: usize, const C: usize, const LINES: usize>(
+    (mut numbers, stride): (*const f32, usize),
+    (runs, pairs, pitch): (&[[*const E; C]], usize, usize),
+    ahead: *const E,
+    (out, width): (*mut f32, usize),
+) {
+    // SAFETY: the contract; a prefetch of a wrong address does nothing.
+    unsafe {
+        let apart = E::apart(stride);
+        let mut sums = [[[_mm256_setzero_ps(); 2]; C]; M];
+        for (r, sums) in sums.iter_mut().enumerate() {
+            for (at, sum) in sums.as_flattened_mut().iter_mut().enumerate() {
+                *sum = _mm256_loadu_ps(out.add(r * width + at * HALF_LANES));
+            }
+        }
+        for columns in runs {
+            for pair in 0..pairs {
+                let at = pair * pitch;
+                if LINES == 1 {
+                    // For later: not into the cache where it would be in the way.
+                    _mm_prefetch::<_MM_HINT_T1>(ahead.wrapping_add(at / 2).cast());
+                }
+                let mut here = *columns;
+                for (c, here) in here.iter_mut().enumerate() {
+                    *here = here.add(at);
+                    if LINES == 2 {
+                        let ahead = ahead.wrapping_add(at + c * LANES * E::PAIR);
+                        _mm_prefetch::<_MM_HINT_T0>(ahead.cast());
+                    }
+                }
+                add::<E, false, M, C>((numbers, apart), &here, &mut sums);
+                if E::PAIR == 2 {
+                    for here in &mut here {
+                        *here = again(*here);
+                    }
+                    add::<E, true, M, C>((numbers, apart), &here, &mut sums);
+                }
+                numbers = numbers.add(1);
+            }
+        }
+        for (r, sums) in sums.iter().enumerate() {
+            for (at, sum) in sums.as_flattened().iter().enumerate() {
+                _mm256_storeu_ps(out.add(r * width + at * HALF_LANES), *sum);
+            }
+        }
+    }
+}
+
+/// [`add_runs`], which stays a function of its own: where the compiler sees several of these loops together, or how often they are run, it does not find registers for
+/// all. It is not asked to leave functions alone that have features of their own, so this one has none.
+///
+/// # Safety
+/// As of [`add_runs`].
+#[inline(never)]
+unsafe fn pass<E: Wide, const M: usize, const C: usize, const LINES: usize>(
+    numbers: (*const f32, usize),
+    columns: (&[[*const E; C]], usize, usize),
+    ahead: *const E,
+    out: (*mut f32, usize),
+) {
+    // SAFETY: the contract.
+    unsafe { add_runs::<E, M, C, LINES>(numbers, columns, ahead, out) }
+}
+
+/// `out[r * width + c * LANES ..] = rows[r * stride ..][.. k] · columns[c]`, `C` of the columns a pass: vectors of columns whose pairs are `pitch` elements apart. What is
+/// `ahead`: as of [`add_runs`].
+///
+/// # Safety
+/// Rows and columns have `k` positions, whole pairs; `C` divides the number of columns; the output has room.
+#[inline(always)]
+pub(super) unsafe fn products<E: Wide, const M: usize, const C: usize, const LINES: usize>(
+    (rows, stride): (*const E, usize),
+    k: usize,
+    (columns, pitch): (&[*const E], usize),
+    ahead: *const E,
+    (out, width): (*mut f32, usize),
+) {
+    // SAFETY: the contract.
+    unsafe {
+        for r in 0..M {
+            out.add(r * width).write_bytes(0, columns.len() * LANES);
+        }
+        let mut room: Room<M> = [[[MaybeUninit::uninit(); CHUNK / 2]; 2]; M];
+        for first in (0..k).step_by(CHUNK) {
+            let count = CHUNK.min(k - first);
+            let numbers = E::numbers(rows.add(first), stride, count, &mut room);
+            let (pairs, from) = (count / E::PAIR, first / E::PAIR * pitch);
+            for (index, columns) in columns.as_chunks::<C>().0.iter().enumerate() {
+                let mut here = *columns;
+                for here in &mut here {
+                    *here = here.add(from);
+                }
+                let (numbers, runs) = ((numbers, stride), (&[here][..], pairs, pitch));
+                let out = (out.add(index * C * LANES), width);
+                if LINES == 1 && index == 0 {
+                    pass::<E, M, C, 1>(numbers, runs, ahead.wrapping_add(from / 2), out);
+                } else if LINES == 2 {
+                    let ahead = ahead.wrapping_add(from + index * C * LANES * E::PAIR);
+                    pass::<E, M, C, 2>(numbers, runs, ahead, out);
+                } else {
+                    pass::<E, M, C, 0>(numbers, runs, ahead, out);
+                }
+            }
+        }
+    }
+}
+
+/// `C` vectors of the output's columns, from `column` on.
+///
+/// # Safety
+/// As [`Kernel::mix`](crate::tile::Kernel::mix), of `M` rows.
+#[inline(always)]
+pub(super) unsafe fn mix<E: Wide, const M: usize, const C: usize>(
+    weights: *const E,
+    values: &[*const E],
+    (dim, column): (usize, usize),
+    decay: &[f32],
+    out: *mut f32,
+) {
+    // SAFETY: the contract.
+    unsafe {
+        let out = out.add(column);
+        for (r, decay) in decay.iter().enumerate().take(M) {
+            let decay = _mm256_set1_ps(*decay);
+            for at in (0..C * LANES).step_by(HALF_LANES) {
+                let to = out.add(r * dim + at);
+                _mm256_storeu_ps(to, _mm256_mul_ps(_mm256_loadu_ps(to), decay));
+            }
+        }
+        let mut room: Room<M> = [[[MaybeUninit::uninit(); CHUNK / 2]; 2]; M];
+        let numbers = E::numbers(weights, BLOCK, values.len() * GROUP, &mut room);
+        let mut runs = [[weights; C]; GROUPS];
+        for (columns, values) in runs.iter_mut().zip(values) {
+            for (c, start) in columns.iter_mut().enumerate() {
+                *start = values.add((column + c * LANES) * E::PAIR);
+            }
+        }
+        let runs = (&runs[..values.len()], GROUP / E::PAIR, dim * E::PAIR);
+        pass::<E, M, C, 0>((numbers, BLOCK), runs, weights, (out, dim));
+    }
+}
