@@ -7,6 +7,8 @@ use crate::tile::Tile;
 
 #[cfg(target_arch = "x86_64")]
 pub(crate) use crate::vnni::Vnni;
+#[cfg(target_arch = "x86_64")]
+pub(crate) use crate::x86::{Avx2Dots, AvxVnni};
 
 /// Inner positions that lie together: as many bytes as one of a processor's dot products takes.
 pub(crate) const QUAD: usize = 4;

@@ -16,6 +16,7 @@ mod attention;
 mod codes;
 mod dots;
 mod element;
+mod level;
 mod math;
 mod matmul;
 mod model;
@@ -32,11 +33,11 @@ mod vnni;
 mod x86;
 
 use std::ffi::{CStr, c_char};
-use std::sync::atomic::{AtomicUsize, Ordering};
 
 use crate::codes::Format;
 use crate::dots::Portable;
 use crate::element::{Bf16, Element};
+use crate::level::Level;
 use crate::model::{Model, StepError};
 use crate::step::Step;
 use crate::team::{Member, Team};
@@ -54,84 +55,6 @@ pub struct AnyModel(Typed);
 enum Typed {
     Float32(Model<f32>),
     Bfloat16(Model<Bf16>),
-}
-
-/// What this processor can do, best first.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-enum Level {
-    #[cfg(target_arch = "x86_64")]
-    Avx512Bf16,
-    #[cfg(target_arch = "x86_64")]
-    Avx512Vnni,
-    #[cfg(target_arch = "x86_64")]
-    Avx512,
-    #[cfg(target_arch = "x86_64")]
-    Avx2,
-    Baseline,
-}
-
-/// The level that is not to be exceeded, as its place in [`Level::ALL`], or [`PREFERRED`].
-static LIMIT: AtomicUsize = AtomicUsize::new(PREFERRED);
-/// The fastest level, which need not be the best.
-const PREFERRED: usize = usize::MAX;
-
-impl Level {
-    const ALL: &[Self] = &[
-        #[cfg(target_arch = "x86_64")]
-        Self::Avx512Bf16,
-        #[cfg(target_arch = "x86_64")]
-        Self::Avx512Vnni,
-        #[cfg(target_arch = "x86_64")]
-        Self::Avx512,
-        #[cfg(target_arch = "x86_64")]
-        Self::Avx2,
-        Self::Baseline,
-    ];
-
-    /// The one to use.
-    fn current() -> Self {
-        let best = Self::detect();
-        match LIMIT.load(Ordering::Relaxed) {
-            #[cfg(target_arch = "x86_64")]
-            PREFERRED if best == Self::Avx512Bf16 && !x86::pairs_are_fast() => Self::Avx512Vnni,
-            PREFERRED => best,
-            limit => best.max(Self::ALL[limit]),
-        }
-    }
-
-    fn detect() -> Self {
-        #[cfg(target_arch = "x86_64")]
-        {
-            if is_x86_feature_detected!("avx512bw") && is_x86_feature_detected!("avx512dq") {
-                if !is_x86_feature_detected!("avx512vnni") {
-                    return Self::Avx512;
-                }
-                // Every processor with these has the former too.
-                if is_x86_feature_detected!("avx512bf16") {
-                    return Self::Avx512Bf16;
-                }
-                return Self::Avx512Vnni;
-            }
-            if x86::has_avx2() {
-                return Self::Avx2;
-            }
-        }
-        Self::Baseline
-    }
-
-    fn name(self) -> &'static CStr {
-        match self {
-            #[cfg(target_arch = "x86_64")]
-            Self::Avx512Bf16 => c"avx512bf16",
-            #[cfg(target_arch = "x86_64")]
-            Self::Avx512Vnni => c"avx512vnni",
-            #[cfg(target_arch = "x86_64")]
-            Self::Avx512 => c"avx512",
-            #[cfg(target_arch = "x86_64")]
-            Self::Avx2 => c"avx2",
-            Self::Baseline => c"baseline",
-        }
-    }
 }
 
 /// The body of a member, compiled for one kind of processor: everything it calls is inlined into it, so that plain loops become that
@@ -155,13 +78,17 @@ bodies! {
 #[cfg(target_arch = "x86_64")]
 bodies! {
     #[target_feature(enable = "avx2,fma,f16c")]
-    avx2_f32: f32, tile::Avx2, Portable;
+    avx2_f32: f32, tile::Avx2, dots::Avx2Dots;
     #[target_feature(enable = "avx2,fma,f16c")]
-    avx2_bf16: Bf16, tile::Avx2, Portable;
+    avx2_bf16: Bf16, tile::Avx2, dots::Avx2Dots;
+    #[target_feature(enable = "avx2,fma,f16c,avxvnni")]
+    avxvnni_f32: f32, tile::Avx2, dots::AvxVnni;
+    #[target_feature(enable = "avx2,fma,f16c,avxvnni")]
+    avxvnni_bf16: Bf16, tile::Avx2, dots::AvxVnni;
     #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
-    avx512_f32: f32, tile::Avx512, Portable;
+    avx512_f32: f32, tile::Avx512, dots::Avx2Dots;
     #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
-    avx512_bf16: Bf16, tile::Avx512Wide, Portable;
+    avx512_bf16: Bf16, tile::Avx512Wide, dots::Avx2Dots;
     #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")]
     avx512vnni_f32: f32, tile::Avx512, dots::Vnni;
     #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")]
@@ -179,6 +106,8 @@ fn body_f32(level: Level) -> Body<f32> {
         #[cfg(target_arch = "x86_64")]
         Level::Avx512 => avx512_f32,
         #[cfg(target_arch = "x86_64")]
+        Level::AvxVnni => avxvnni_f32,
+        #[cfg(target_arch = "x86_64")]
         Level::Avx2 => avx2_f32,
         Level::Baseline => baseline_f32,
     }
@@ -192,6 +121,8 @@ fn body_bf16(level: Level) -> Body<Bf16> {
         Level::Avx512Vnni => avx512vnni_bf16,
         #[cfg(target_arch = "x86_64")]
         Level::Avx512 => avx512_bf16,
+        #[cfg(target_arch = "x86_64")]
+        Level::AvxVnni => avxvnni_bf16,
         #[cfg(target_arch = "x86_64")]
         Level::Avx2 => avx2_bf16,
         Level::Baseline => baseline_bf16,
@@ -217,7 +148,7 @@ pub extern "C" fn fb_version() -> u32 {
     VERSION
 }
 
-/// The instructions in use: avx512bf16, avx512vnni, avx512, avx2 or baseline.
+/// The instructions in use: avx512bf16, avx512vnni, avx512, avxvnni, avx2 or baseline.
 #[unsafe(no_mangle)]
 pub extern "C" fn fb_level() -> *const c_char {
     Level::current().name().as_ptr()
@@ -230,17 +161,11 @@ pub extern "C" fn fb_level() -> *const c_char {
 /// `name` is a string or null; nothing else of the library runs.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn fb_limit(name: *const c_char) -> bool {
-    let limit = if name.is_null() {
-        Some(PREFERRED)
-    } else {
-        // SAFETY: the caller's word.
-        let name = unsafe { CStr::from_ptr(name) };
-        Level::ALL.iter().position(|level| level.name() == name)
-    };
-    if let Some(limit) = limit {
-        LIMIT.store(limit, Ordering::Relaxed);
+    if name.is_null() {
+        return Level::limit(None);
     }
-    limit.is_some()
+    // SAFETY: the caller's word.
+    Level::limit(Some(unsafe { CStr::from_ptr(name) }))
 }
 
 /// Elements of a packed matrix of `outputs` and `inputs`. `interleaved` as in [`fb_pack`].
@@ -290,9 +215,9 @@ pub unsafe extern "C" fn fb_pack(
                 typed::<Bf16, tile::Avx512Wide>(source, shape, packed)
             }
             #[cfg(target_arch = "x86_64")]
-            (0, Level::Avx2) => typed::<f32, tile::Avx2>(source, shape, packed),
+            (0, Level::Avx2 | Level::AvxVnni) => typed::<f32, tile::Avx2>(source, shape, packed),
             #[cfg(target_arch = "x86_64")]
-            (_, Level::Avx2) => typed::<Bf16, tile::Avx2>(source, shape, packed),
+            (_, Level::Avx2 | Level::AvxVnni) => typed::<Bf16, tile::Avx2>(source, shape, packed),
             (0, _) => typed::<f32, Plain>(source, shape, packed),
             _ => typed::<Bf16, Plain>(source, shape, packed),
         }

@@ -12,21 +12,50 @@ pub(crate) struct Vnni;
 
 /// A tile's rows, from its first one on.
 #[derive(Clone, Copy)]
-struct Operands {
-    codes: *const i8,
-    scales: *const f32,
-    sums: *const i32,
-    panel: *const u8,
-    k: usize,
-    ahead: usize,
+pub(crate) struct Operands {
+    pub(crate) codes: *const i8,
+    pub(crate) scales: *const f32,
+    pub(crate) sums: *const i32,
+    pub(crate) panel: *const u8,
+    pub(crate) k: usize,
+    pub(crate) ahead: usize,
 }
 
-const INT8: u32 = 0;
-const Q8_0: u32 = 1;
-const Q4_0: u32 = 2;
-const Q4_1: u32 = 3;
+impl Operands {
+    /// Rows of `k` positions from `row` on.
+    ///
+    /// # Safety
+    /// There is such a row.
+    #[inline(always)]
+    pub(crate) unsafe fn new(
+        format: Format,
+        rows: &Codes,
+        row: usize,
+        (panel, ahead): (*const u8, usize),
+        k: usize,
+    ) -> Self {
+        let first = row * (k / format.shared(k));
+        // SAFETY: the contract.
+        unsafe {
+            Self {
+                codes: rows.codes.add(row * k),
+                scales: rows.scales.add(first),
+                sums: rows.sums.add(first),
+                panel,
+                k,
+                ahead,
+            }
+        }
+    }
+}
 
-const fn format(number: u32) -> Format {
+/// Formats as constants of functions.
+pub(crate) const INT8: u32 = 0;
+pub(crate) const Q8_0: u32 = 1;
+pub(crate) const Q4_0: u32 = 2;
+pub(crate) const Q4_1: u32 = 3;
+
+pub(crate) const fn format(number: u32) -> Format {
     match number {
         INT8 => Format::Int8,
         Q8_0 => Format::Q8_0,
@@ -205,17 +234,9 @@ unsafe impl Dots for Vnni {
         ahead: usize,
         out: &mut Tile,
     ) {
-        let first = row * (k / format.shared(k));
         // SAFETY: the contract.
         unsafe {
-            let given = Operands {
-                codes: rows.codes.add(row * k),
-                scales: rows.scales.add(first),
-                sums: rows.sums.add(first),
-                panel,
-                k,
-                ahead,
-            };
+            let given = Operands::new(format, rows, row, (panel, ahead), k);
             match format {
                 Format::Int8 => {
                     dispatch!(whole, INT8, count, given, out, 1 2 3 4 5 6 7 8 9 10 11 | 12);

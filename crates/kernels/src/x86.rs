@@ -11,9 +11,9 @@ use crate::element::{Bf16, Element};
 use crate::tile::{Ahead, GROUPS, Kernel, LANES, QUERIES, Scores, Tile};
 use crate::vector::Vector;
 
-pub(crate) use avx2::Avx2;
 #[cfg(test)]
 pub(crate) use avx2::Ymms;
+pub(crate) use avx2::{Avx2, Avx2Dots, AvxVnni};
 
 /// `f32` with AVX-512.
 pub(crate) struct Avx512;
@@ -275,6 +275,11 @@ pub(crate) fn has_avx2() -> bool {
     is_x86_feature_detected!("avx2")
         && is_x86_feature_detected!("fma")
         && is_x86_feature_detected!("f16c")
+}
+
+/// Whether the processor has dot products of bytes beside AVX2, of 256 bits.
+pub(crate) fn has_avx_vnni() -> bool {
+    has_avx2() && is_x86_feature_detected!("avxvnni")
 }
 
 /// Whether the processor's dot products of bfloat16 pairs are worth their while. Intel's take two cycles where two multiply-adds of as many

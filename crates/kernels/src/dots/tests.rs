@@ -150,6 +150,23 @@ fn check_tiles<D: Dots>(format: Format, rows: usize, blocks: usize, seed: u32, e
     }
 }
 
+/// Levels that multiply and add at once give the same bits, as they have the same integers.
+#[cfg(target_arch = "x86_64")]
+fn check_same<D: Dots, Other: Dots>(
+    format: Format,
+    rows: usize,
+    blocks: usize,
+    seed: u32,
+    extreme: bool,
+) {
+    let inputs = blocks * SHARED;
+    let matrix = Quantised::of(format, (NR, inputs), false, seed, extreme);
+    let (coded, _) = encoded(&numbers::<f32>(rows * inputs, !seed), inputs, format);
+    let codes = coded.codes(rows);
+    let found = products::<D>(&matrix, &codes, 6, 0);
+    assert_eq!(found, products::<Other>(&matrix, &codes, 6, 0), "{format:?}");
+}
+
 /// Pointers that members share.
 struct Shared<T>(T);
 // SAFETY: members write different parts.
@@ -237,12 +254,24 @@ fn check(rows: usize, size: usize, seed: u32, extreme: bool) {
         check_tiles::<Portable>(format, rows, size, seed, extreme);
         check_finishes::<Portable>(format, rows, 7 * size, seed);
         #[cfg(target_arch = "x86_64")]
+        if crate::x86::has_avx2() {
+            check_tiles::<Avx2Dots>(format, rows, size, seed, extreme);
+            check_finishes::<Avx2Dots>(format, rows, 7 * size, seed);
+        }
+        #[cfg(target_arch = "x86_64")]
+        if crate::x86::has_avx_vnni() {
+            check_tiles::<AvxVnni>(format, rows, size, seed, extreme);
+            check_finishes::<AvxVnni>(format, rows, 7 * size, seed);
+            check_same::<Avx2Dots, AvxVnni>(format, rows, size, seed, extreme);
+        }
+        #[cfg(target_arch = "x86_64")]
         if is_x86_feature_detected!("avx512bw")
             && is_x86_feature_detected!("avx512dq")
             && is_x86_feature_detected!("avx512vnni")
         {
             check_tiles::<Vnni>(format, rows, size, seed, extreme);
             check_finishes::<Vnni>(format, rows, 7 * size, seed);
+            check_same::<Avx2Dots, Vnni>(format, rows, size, seed, extreme);
         }
     }
 }

@@ -1,5 +1,7 @@
 //! [`Kernel`] with AVX2 and its multiply-adds, for both types.
 
+mod bytes;
+mod dots;
 mod loops;
 mod vector;
 
@@ -9,6 +11,8 @@ use crate::pack::NR;
 use crate::tile::{Ahead, BLOCK, GROUP, GROUPS, Kernel, LANES, QUERIES, Scores, Tile};
 use loops::{HALF_LANES, Wide};
 pub(crate) use vector::Ymms;
+
+pub(crate) use dots::{Avx2Dots, AvxVnni};
 
 /// `f32`, and bfloat16 multiplied as `f32`.
 pub(crate) struct Avx2;

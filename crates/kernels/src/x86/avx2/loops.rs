@@ -177,7 +177,7 @@ unsafe fn rounded(values: __m256) -> __m256i {
 /// it, for which there are no registers, and put sums into memory instead.
 #[expect(clippy::pointers_in_nomem_asm_block, reason = "nothing is read at the address")]
 #[inline(always)]
-fn again<T>(mut address: *const T) -> *const T {
+pub(super) fn again<T>(mut address: *const T) -> *const T {
     // SAFETY: does nothing.
     unsafe {
         asm!("/* {0} */", inout(reg) address, options(pure, nomem, nostack, preserves_flags));
