@@ -1,4 +1,4 @@
-//! What this machine can do at most: bfloat16 dot products and reads from memory, on one thread and on all.
+//! What this machine can do at most: bfloat16 dot products, `f32` multiply-adds and reads from memory, on one thread and on all.
 //!
 //! `cargo run --profile fast -p forebay-kernels --example roofline`
 #![expect(unsafe_code, reason = "instructions that no portable code names")]
@@ -14,14 +14,16 @@ fn main() {
     let data = vec![1u64; READ_BYTES / 8];
     for threads in [1, all] {
         let dots = median(|| run(threads, |_| dots()));
+        let multiply_adds = median(|| run(threads, |_| multiply_adds()));
         let reads = median(|| {
             run(threads, |thread| {
                 read(&data[thread * data.len() / threads..][..data.len() / threads])
             })
         });
         println!(
-            "{threads} threads: bfloat16 dot products {:.0} GFLOP/s, reads {:.1} GB/s",
+            "{threads} threads: bfloat16 dot products {:.0} GFLOP/s, f32 multiply-adds {:.0} GFLOP/s, reads {:.1} GB/s",
             dots / 1e9,
+            multiply_adds / 1e9,
             reads / 1e9
         );
     }
@@ -68,6 +70,16 @@ fn dots() -> f64 {
     0.0
 }
 
+/// Floating point operations.
+fn multiply_adds() -> f64 {
+    #[cfg(target_arch = "x86_64")]
+    if is_x86_feature_detected!("avx512f") {
+        // SAFETY: detected.
+        return unsafe { x86::multiply_adds() };
+    }
+    0.0
+}
+
 #[cfg(target_arch = "x86_64")]
 mod x86 {
     use std::arch::x86_64::*;
@@ -89,5 +101,18 @@ mod x86 {
         }
         black_box(sums);
         (TIMES * SUMS * 64) as f64
+    }
+
+    #[target_feature(enable = "avx512f")]
+    pub(super) fn multiply_adds() -> f64 {
+        let x = black_box(_mm512_setzero_ps());
+        let mut sums = [_mm512_setzero_ps(); SUMS];
+        for _ in 0..TIMES {
+            for sum in &mut sums {
+                *sum = _mm512_fmadd_ps(x, x, *sum);
+            }
+        }
+        black_box(sums);
+        (TIMES * SUMS * 32) as f64
     }
 }
