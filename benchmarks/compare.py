@@ -108,7 +108,9 @@ def _begin(name: str, keys: Sequence[str], rounds: int) -> tuple[Results, list[S
 
 
 def _measure_all(found: Results, server: Server, setting: Setting, workloads: Sequence[Workload], number: int) -> None:
-    """Adds one measurement of each workload to `found`."""
+    """Adds one measurement of each workload to `found`, unless the server did not start before."""
+    if server.name in found.skipped:
+        return
     try:
         running = start(server, setting)
     except ServerError as error:
