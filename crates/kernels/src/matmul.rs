@@ -1,5 +1,8 @@
 //! Products with packed matrices, and what is done with each result while it is still in a register.
 
+use std::mem::MaybeUninit;
+use std::ops::Range;
+
 use crate::codes::{Codes, Format};
 use crate::dots::Dots;
 use crate::element::Element;
@@ -7,11 +10,14 @@ use crate::math;
 use crate::pack::{HALF, NR, padded_outputs, panel_len};
 use crate::quantise::panel_bytes;
 use crate::team::Queue;
-use crate::tile::{Ahead, Kernel, MAX_ROWS, Tile};
+use crate::tile::{Ahead, Kernel, MAX_ROWS, Outputs, Tile};
 use crate::vector::Vector;
 
 /// Rows that one piece of work computes with a panel: their activations stay in the second-level cache from panel to panel.
 const BLOCK_ROWS: usize = 192;
+
+/// Inner positions, about, that tiles compute one after the other: their part of the panel stays in the first cache.
+const CHUNK: usize = 192;
 
 /// Bytes between what a tile computes with and what it begins to load: more than memory sends in the time that it takes to answer.
 const AHEAD: usize = 4096;
@@ -36,6 +42,57 @@ pub(crate) struct Matrix<'a, E> {
 pub(crate) struct Rows<E> {
     pub(crate) first: *const E,
     pub(crate) count: usize,
+}
+
+impl<E: Element> Rows<E> {
+    /// Rows of each tile but the last: all have about as many, since a last one of a single row would cost as much as a full one.
+    #[inline(always)]
+    fn height<K: Kernel<E>>(&self) -> usize {
+        self.count.div_ceil(self.count.div_ceil(K::ROWS).max(1))
+    }
+
+    /// How many tiles they are.
+    #[inline(always)]
+    pub(crate) fn tiles<K: Kernel<E>>(&self) -> usize {
+        self.count.div_ceil(self.height::<K>().max(1))
+    }
+
+    /// The rows of some tiles.
+    #[inline(always)]
+    pub(crate) fn of_tiles<K: Kernel<E>>(&self, tiles: Range<usize>) -> Range<usize> {
+        let height = self.height::<K>();
+        (tiles.start * height).min(self.count)..(tiles.end * height).min(self.count)
+    }
+}
+
+/// Rows as tiles read them: see [`Kernel::arrange`].
+#[derive(Clone, Copy)]
+pub(crate) struct Arranged<N> {
+    numbers: *const N,
+    count: usize,
+    height: usize,
+}
+
+/// Arranges the rows of some tiles, each with `inputs` elements; what comes of it, once all tiles are.
+///
+/// # Safety
+/// The rows are there, `numbers` has room for all of them, and nobody else writes these.
+#[inline(always)]
+pub(crate) unsafe fn arrange<E: Element, K: Kernel<E>>(
+    rows: Rows<E>,
+    inputs: usize,
+    tiles: Range<usize>,
+    numbers: *mut K::Number,
+) -> Arranged<K::Number> {
+    let height = rows.height::<K>();
+    for row in rows.of_tiles::<K>(tiles).step_by(height.max(1)) {
+        let at = row * inputs;
+        // SAFETY: inside the rows, and as many numbers.
+        unsafe {
+            K::arrange(rows.first.add(at), height.min(rows.count - row), inputs, numbers.add(at));
+        }
+    }
+    Arranged { numbers, count: rows.count, height }
 }
 
 /// The most likely output of a row.
@@ -96,14 +153,16 @@ pub(crate) enum Out<E> {
 #[inline(always)]
 pub(crate) unsafe fn multiply<E: Element, K: Kernel<E>>(
     (queue, members): (&Queue, usize),
-    rows: Rows<E>,
+    rows: Arranged<K::Number>,
     matrix: &Matrix<'_, E>,
     out: Out<E>,
 ) {
-    let length = panel_len(matrix.inputs);
+    let Arranged { numbers, count, height } = rows;
+    let (inputs, length) = (matrix.inputs, panel_len(matrix.inputs));
     let panels = padded_outputs(matrix.outputs, matches!(out, Out::Gate(_))).div_ceil(NR);
-    let pieces = panels * rows.count.div_ceil(BLOCK_ROWS);
-    let mut tile: Tile = [[0.0; NR]; MAX_ROWS];
+    let block_rows = BLOCK_ROWS / height.max(1) * height;
+    let pieces = panels * count.div_ceil(block_rows.max(1));
+    let mut sums = [const { MaybeUninit::<Outputs>::uninit() }; BLOCK_ROWS];
     loop {
         let mine = queue.take(pieces, members);
         if mine.is_empty() {
@@ -111,33 +170,49 @@ pub(crate) unsafe fn multiply<E: Element, K: Kernel<E>>(
         }
         for piece in mine {
             let (block, panel) = (piece / panels, piece % panels);
-            let mut row = block * BLOCK_ROWS;
-            let end = (row + BLOCK_ROWS).min(rows.count);
-            // Equal tiles: a last one of a single row would cost as much as a full one.
-            let tiles = (end - row).div_ceil(K::ROWS);
-            for left in (1..=tiles).rev() {
-                let count = (end - row).div_ceil(left);
-                // SAFETY: inside the rows and the panels.
-                unsafe {
-                    let a = rows.first.add(row * matrix.inputs);
-                    let weights = matrix.panels.add(panel * length);
-                    // Weights come from memory. A single tile begins to load what it will soon need; of several, the last two do for the
-                    // next panel, and the others find theirs in the cache.
-                    let ahead = match left {
-                        1 if tiles == 1 => {
-                            Ahead::Whole(weights.wrapping_add(AHEAD / size_of::<E>()))
+            let start = block * block_rows;
+            let end = (start + block_rows).min(count);
+            let tiles = (end - start).div_ceil(height);
+            // A single tile reads the panel once, however long it is.
+            let chunk = if tiles == 1 { inputs } else { chunk_of(inputs, E::PAIR) };
+            for first in (0..inputs).step_by(chunk) {
+                let positions = chunk.min(inputs - first);
+                for tile in 0..tiles {
+                    let row = start + tile * height;
+                    let rows = height.min(end - row);
+                    // SAFETY: inside the rows, the panels and the block's sums, which are complete after the last chunk.
+                    unsafe {
+                        let weights = matrix.panels.add(panel * length + first * NR);
+                        // Weights come from memory. A single tile begins to load what it will soon need; of several, the last two do for
+                        // the next chunk, and the others find theirs in the cache.
+                        let next = weights.wrapping_add(positions * NR);
+                        let ahead = match tiles - tile {
+                            1 if tiles == 1 => {
+                                Ahead::Whole(weights.wrapping_add(AHEAD / size_of::<E>()))
+                            }
+                            1 => Ahead::Half(next.wrapping_add(positions * NR / 2)),
+                            2 => Ahead::Half(next),
+                            _ => Ahead::Nothing,
+                        };
+                        let numbers = numbers.add(row * inputs + first * rows);
+                        let sums = sums.as_mut_ptr().cast::<Outputs>().add(row - start);
+                        K::tile(numbers, rows, weights, positions, ahead, first > 0, sums);
+                        if first + positions == inputs {
+                            let sums = std::slice::from_raw_parts(sums, rows);
+                            finish::<E, K>(sums, row, panel, matrix, out);
                         }
-                        1 => Ahead::Half(weights.wrapping_add(length + length / 2)),
-                        2 => Ahead::Half(weights.wrapping_add(length)),
-                        _ => Ahead::Nothing,
-                    };
-                    K::tile(a, matrix.inputs, count, weights, matrix.inputs, ahead, &mut tile);
-                    finish::<E, K>(&tile[..count], row, panel, matrix, out);
+                    }
                 }
-                row += count;
             }
         }
     }
+}
+
+/// Inner positions of each chunk but the last: about [`CHUNK`], and whole groups.
+#[inline(always)]
+fn chunk_of(inputs: usize, group: usize) -> usize {
+    let chunks = (inputs + CHUNK / 2) / CHUNK;
+    inputs.div_ceil(chunks.max(1)).next_multiple_of(group)
 }
 
 /// This member's share of `rows · matrix`, of a quantised matrix of this format.

@@ -191,6 +191,8 @@ struct Work<E> {
     queues: Vec<Queue>,
     best: Vec<Best>,
     scratch: Vec<Scratch<E>>,
+    /// Activations as tiles read them: numbers of a type that the processor decides.
+    arranged: Vec<f32>,
     /// Activations as a quantised matrix takes them: codes, their scales and sums.
     codes: Vec<i8>,
     code_scales: Vec<f32>,
@@ -302,13 +304,14 @@ impl<E: Element> Model<E> {
         let work = &mut self.work;
         grow(&mut work.x, count * self.hidden, 0.0);
         grow(&mut work.sampled_x, sampled * self.hidden, 0.0);
-        grow(&mut work.normed, count.max(self.team.threads * FEW) * self.hidden, zero);
         grow(&mut work.qkv, count * projected, 0.0);
         grow(&mut work.attended, count * queries, zero);
         grow(&mut work.gated, count * self.intermediate, zero);
+        let widest = self.hidden.max(self.intermediate).max(queries);
+        let rows = count.max(self.team.threads * FEW);
+        grow(&mut work.normed, rows * self.hidden, zero);
+        grow(&mut work.arranged, rows * widest, 0.0);
         if self.quantised {
-            let widest = self.hidden.max(self.intermediate).max(queries);
-            let rows = count.max(self.team.threads * FEW);
             grow(&mut work.codes, rows * widest, 0);
             grow(&mut work.code_scales, rows * widest / SHARED, 0.0);
             grow(&mut work.code_sums, rows * widest / SHARED, 0);
@@ -327,6 +330,7 @@ impl<E: Element> Model<E> {
             gated: work.gated.as_mut_ptr(),
             best: work.best.as_mut_ptr(),
             scratch: work.scratch.as_mut_ptr(),
+            arranged: work.arranged.as_mut_ptr(),
             codes: CodesRoom {
                 codes: work.codes.as_mut_ptr(),
                 scales: work.code_scales.as_mut_ptr(),

@@ -8,7 +8,7 @@ use crate::codes::{CodesRoom, encode};
 use crate::dots::Dots;
 use crate::element::Element;
 use crate::math;
-use crate::matmul::{Best, Matrix, Out, Rows, multiply, multiply_codes};
+use crate::matmul::{Best, Matrix, Out, Rows, arrange, multiply, multiply_codes};
 use crate::model::{Layer, Token};
 use crate::pages::{Shape, turn};
 use crate::team::{Member, Queue};
@@ -70,6 +70,8 @@ pub(crate) struct Step<'a, E> {
     pub(crate) gated: *mut E,
     pub(crate) best: *mut Best,
     pub(crate) scratch: *mut Scratch<E>,
+    /// Room for numbers of any kind.
+    pub(crate) arranged: *mut f32,
     pub(crate) codes: CodesRoom,
     pub(crate) logits: *mut f32,
     pub(crate) times: *mut u64,
@@ -205,7 +207,7 @@ impl<E: Element> Step<'_, E> {
         unsafe { std::slice::from_raw_parts_mut(stream.x.add(row * self.hidden), self.hidden) }
     }
 
-    /// The stream, normalised.
+    /// The stream, normalised: this member's own of few rows, and of more what [`Self::multiply`] will make this member prepare.
     #[inline(always)]
     unsafe fn normalise<K: Kernel<E>>(
         &self,
@@ -213,26 +215,29 @@ impl<E: Element> Step<'_, E> {
         stream: Stream,
         weight: &[f32],
     ) -> Rows<E> {
-        let few = stream.count <= FEW;
-        let rows: Range<usize> = if few { 0..stream.count } else { member.share(stream.count) };
+        let own = if stream.count <= FEW { member.index * FEW * self.hidden } else { 0 };
         // SAFETY: this member's own part of what is normalised, or its share; nobody writes the stream now.
         unsafe {
-            let first = self.normed.add(if few { member.index * FEW * self.hidden } else { 0 });
-            for row in rows {
+            let rows = Rows { first: self.normed.add(own).cast_const(), count: stream.count };
+            for row in rows.of_tiles::<K>(self.tiles::<K>(member, rows)) {
                 let from = std::slice::from_raw_parts(stream.x.add(row * self.hidden), self.hidden);
-                let to = first.add(row * self.hidden);
+                let to = self.normed.add(own + row * self.hidden);
                 let to = std::slice::from_raw_parts_mut(to, self.hidden);
                 math::rms_norm::<E, K>(from, weight, self.eps, to);
             }
-            if !few {
-                member.meet();
-            }
-            Rows { first, count: stream.count }
+            rows
         }
     }
 
-    /// A product with whatever the matrix is stored as. Of a quantised one the rows become codes first: by every member for itself where
-    /// they are few, and otherwise by all together, who then meet.
+    /// The tiles that a member prepares: all of few rows, for itself, and its share of more, for everybody.
+    #[inline(always)]
+    fn tiles<K: Kernel<E>>(&self, member: &Member<'_>, rows: Rows<E>) -> Range<usize> {
+        let tiles = rows.tiles::<K>();
+        if rows.count <= FEW { 0..tiles } else { member.share(tiles) }
+    }
+
+    /// A product with whatever the matrix is stored as. First the rows become what it is multiplied with: codes where it is quantised, and otherwise numbers as
+    /// tiles read them. Every member does that for itself where they are few, and otherwise all do together, who then meet.
     #[inline(always)]
     unsafe fn multiply<K: Kernel<E>, D: Dots>(
         &self,
@@ -242,18 +247,25 @@ impl<E: Element> Step<'_, E> {
         out: Out<E>,
     ) {
         let queue = (queue, member.members);
-        // SAFETY: nobody writes the rows now; codes are this member's own, or its share. Whoever still read those of an earlier product was
-        // met since.
+        let inputs = matrix.inputs;
+        let few = rows.count <= FEW;
+        let own = if few { member.index * FEW } else { 0 };
+        let tiles = self.tiles::<K>(member, rows);
+        // SAFETY: nobody writes the rows now; what is made of them is this member's own, or its share. Whoever still read that of an earlier
+        // product was met since.
         unsafe {
             let Some(format) = matrix.format else {
+                let numbers = self.arranged.cast::<K::Number>().add(own * inputs);
+                let rows = arrange::<E, K>(rows, inputs, tiles, numbers);
+                if !few {
+                    member.meet();
+                }
                 multiply::<E, K>(queue, rows, matrix, out);
                 return;
             };
-            let (inputs, shared) = (matrix.inputs, format.shared(matrix.inputs));
-            let few = rows.count <= FEW;
-            let room = self.codes.from(if few { member.index * FEW } else { 0 }, inputs, shared);
-            let mine: Range<usize> = if few { 0..rows.count } else { member.share(rows.count) };
-            for row in mine {
+            let shared = format.shared(inputs);
+            let room = self.codes.from(own, inputs, shared);
+            for row in rows.of_tiles::<K>(tiles) {
                 let from = rows.first.add(row * inputs);
                 encode::<E, K::Vector>(from, inputs, shared, room.from(row, inputs, shared));
             }

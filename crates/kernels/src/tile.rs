@@ -7,8 +7,10 @@ use crate::vector::{Array, Vector};
 #[cfg(target_arch = "x86_64")]
 pub(crate) use crate::x86::{Avx2, Avx512, Avx512Bf16, Avx512Wide};
 
-/// Results of a tile: one array of outputs a row.
-pub(crate) type Tile = [[f32; NR]; MAX_ROWS];
+/// Results of a tile's row.
+pub(crate) type Outputs = [f32; NR];
+/// Results of a tile.
+pub(crate) type Tile = [Outputs; MAX_ROWS];
 /// Rows of the largest tile.
 pub(crate) const MAX_ROWS: usize = 12;
 
@@ -48,20 +50,30 @@ pub(crate) unsafe trait Kernel<E: Element>: 'static {
     const ROWS: usize;
     /// Its floats.
     type Vector: Vector;
+    /// What rows are computed with: elements, or what they become once for all panels. No larger than `f32`.
+    type Number: Copy;
 
-    /// `out[r] = a[r * stride ..][.. k] · panel` for `r < rows`.
+    /// Puts rows in the order in which [`Self::tile`] reads them: `rows` numbers of one inner position, or groups of `E::PAIR` where numbers are
+    /// elements, then those of the next. So what belongs to the positions from any group on begins `rows` times as far in.
     ///
     /// # Safety
-    /// `a` has `rows` rows of `k` elements, `stride` apart; `panel` is a packed panel of `k` inner positions, `k` a multiple of `E::PAIR`;
+    /// `a` has `rows` rows of `k` elements, one after the other; `numbers` has room for as many; `k` is a multiple of `E::PAIR`;
     /// `1 <= rows <= Self::ROWS`.
+    unsafe fn arrange(a: *const E, rows: usize, k: usize, numbers: *mut Self::Number);
+
+    /// `out[r] = a[r] · panel` for `r < rows`, or adds the product `more` to what is there.
+    ///
+    /// # Safety
+    /// `numbers` are `k` positions of `rows` rows, arranged; `panel` is `k` inner positions of a packed panel, `k` a multiple of `E::PAIR`; `out` has
+    /// `rows` rows; `1 <= rows <= Self::ROWS`.
     unsafe fn tile(
-        a: *const E,
-        stride: usize,
+        numbers: *const Self::Number,
         rows: usize,
         panel: *const E,
         k: usize,
         ahead: Ahead<E>,
-        out: &mut Tile,
+        more: bool,
+        out: *mut Outputs,
     );
 
     /// `out[r] = queries[r * dim ..][.. dim] · keys` for `r < rows`.
@@ -113,20 +125,35 @@ pub(crate) struct Plain;
 unsafe impl<E: Element> Kernel<E> for Plain {
     const ROWS: usize = 4;
     type Vector = Array;
+    type Number = E;
+
+    #[inline(always)]
+    unsafe fn arrange(a: *const E, rows: usize, k: usize, numbers: *mut E) {
+        for r in 0..rows {
+            for inner in 0..k {
+                let at = (inner / E::PAIR * rows + r) * E::PAIR + inner % E::PAIR;
+                // SAFETY: inside the row and the numbers, by the contract.
+                unsafe { *numbers.add(at) = *a.add(r * k + inner) };
+            }
+        }
+    }
 
     #[inline(always)]
     unsafe fn tile(
-        a: *const E,
-        stride: usize,
+        numbers: *const E,
         rows: usize,
         panel: *const E,
         k: usize,
         _: Ahead<E>,
-        out: &mut Tile,
+        more: bool,
+        out: *mut Outputs,
     ) {
-        for (r, sums) in out.iter_mut().enumerate().take(rows) {
+        for r in 0..rows {
             // SAFETY: row r and the panel, by the contract.
-            unsafe { *sums = product(a.add(r * stride), panel, k) };
+            unsafe {
+                let before = if more { *out.add(r) } else { [0.0; NR] };
+                *out.add(r) = product((numbers.add(r * E::PAIR), rows), panel, k, before);
+            }
         }
     }
 
@@ -141,7 +168,7 @@ unsafe impl<E: Element> Kernel<E> for Plain {
         for (r, sums) in out.iter_mut().enumerate().take(rows) {
             for (sums, &keys) in sums.chunks_exact_mut(GROUP).zip(keys) {
                 // SAFETY: a query and a group of keys, by the contract.
-                let group: [f32; GROUP] = unsafe { product(queries.add(r * dim), keys, dim) };
+                let group = unsafe { product((queries.add(r * dim), 1), keys, dim, [0.0; GROUP]) };
                 sums.copy_from_slice(&group);
             }
         }
@@ -197,21 +224,21 @@ unsafe impl<E: Element> Kernel<E> for Plain {
     fn prefetch(_: *const E) {}
 }
 
-/// `row[.. k] · panel`, `N` outputs wide.
+/// `sums + row[.. k] · panel`, `N` outputs wide. Groups of the row's elements are `apart` groups apart.
 ///
 /// # Safety
 /// The row has `k` elements, the panel `k * N`.
 #[inline(always)]
 unsafe fn product<E: Element, const N: usize>(
-    row: *const E,
+    (row, apart): (*const E, usize),
     panel: *const E,
     k: usize,
+    mut sums: [f32; N],
 ) -> [f32; N] {
-    let mut sums = [0.0; N];
     for group in 0..k / E::PAIR {
         for within in 0..E::PAIR {
             // SAFETY: inside the row, by the contract.
-            let x = unsafe { (*row.add(group * E::PAIR + within)).to_f32() };
+            let x = unsafe { (*row.add(group * apart * E::PAIR + within)).to_f32() };
             for (column, sum) in sums.iter_mut().enumerate() {
                 let at = (group * N + column) * E::PAIR + within;
                 // SAFETY: inside the panel, by the contract.

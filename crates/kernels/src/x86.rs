@@ -2,13 +2,14 @@
 
 mod avx2;
 mod dot;
+mod sums;
 mod wide;
 
 use std::arch::x86_64::*;
 use std::sync::OnceLock;
 
 use crate::element::{Bf16, Element};
-use crate::tile::{Ahead, GROUPS, Kernel, LANES, QUERIES, Scores, Tile};
+use crate::tile::{Ahead, GROUPS, Kernel, LANES, Outputs, QUERIES, Scores};
 use crate::vector::Vector;
 
 #[cfg(test)]
@@ -132,19 +133,41 @@ macro_rules! dispatch {
 /// Implements [`Kernel`] with the loops of a module, compiled for `$features`. Each number of rows is a function of its own: inlined, all of
 /// them would be copied to every product.
 macro_rules! kernel {
-    ($name:ident: $element:ty, $features:literal, $loops:ident) => {
+    ($name:ident: $element:ty as $number:ty, $features:literal, $loops:ident) => {
         const _: () = {
             #[target_feature(enable = $features)]
             unsafe fn tiles<const M: usize, const LINES: usize>(
-                a: *const $element,
-                stride: usize,
+                numbers: *const $number,
                 panel: *const $element,
                 k: usize,
                 ahead: *const $element,
-                out: &mut Tile,
+                more: bool,
+                out: *mut Outputs,
             ) {
                 // SAFETY: the caller's contract, here and below.
-                unsafe { $loops::tile::<$element, M, LINES>(a, stride, panel, k, ahead, out) }
+                unsafe { $loops::tile::<$element, M, LINES>(numbers, panel, k, ahead, more, out) }
+            }
+
+            #[target_feature(enable = $features)]
+            unsafe fn arranged(
+                a: *const $element,
+                rows: usize,
+                k: usize,
+                numbers: *mut $number,
+            ) {
+                if rows == 1 {
+                    // In order already.
+                    return unsafe { $loops::copy(a, k, numbers) };
+                }
+                let count = k / <$element as Element>::PAIR;
+                for first in (0..count).step_by(LANES) {
+                    let width = (count - first).min(LANES);
+                    let block = unsafe { columns(a.cast(), (rows, count), first) };
+                    for (d, &column) in block.iter().enumerate().take(width) {
+                        let at = (first + d) * rows * <$element as Element>::PAIR;
+                        unsafe { $loops::put::<$element>(column, rows, numbers.add(at)) };
+                    }
+                }
             }
 
             #[target_feature(enable = $features)]
@@ -172,30 +195,41 @@ macro_rules! kernel {
             unsafe impl Kernel<$element> for $name {
                 const ROWS: usize = 12;
                 type Vector = Zmm;
+                type Number = $number;
+
+                #[inline(always)]
+                unsafe fn arrange(
+                    a: *const $element,
+                    rows: usize,
+                    k: usize,
+                    numbers: *mut $number,
+                ) {
+                    unsafe { arranged(a, rows, k, numbers) }
+                }
 
                 #[inline(always)]
                 unsafe fn tile(
-                    a: *const $element,
-                    stride: usize,
+                    numbers: *const $number,
                     rows: usize,
                     panel: *const $element,
                     k: usize,
                     ahead: Ahead<$element>,
-                    out: &mut Tile,
+                    more: bool,
+                    out: *mut Outputs,
                 ) {
                     unsafe {
                         match ahead {
                             Ahead::Nothing => {
-                                let ahead = a;
-                                dispatch!(rows, tiles(a, stride, panel, k, ahead, out), 0,
+                                let ahead = panel;
+                                dispatch!(rows, tiles(numbers, panel, k, ahead, more, out), 0,
                                                     1 2 3 4 5 6 7 8 9 10 11 | 12)
                             }
                             Ahead::Half(ahead) => {
-                                dispatch!(rows, tiles(a, stride, panel, k, ahead, out), 1,
+                                dispatch!(rows, tiles(numbers, panel, k, ahead, more, out), 1,
                                                     1 2 3 4 5 6 7 8 9 10 11 | 12)
                             }
                             Ahead::Whole(ahead) => {
-                                dispatch!(rows, tiles(a, stride, panel, k, ahead, out), 2,
+                                dispatch!(rows, tiles(numbers, panel, k, ahead, more, out), 2,
                                                     1 2 3 4 5 6 7 8 9 10 11 | 12)
                             }
                         }
@@ -266,9 +300,9 @@ macro_rules! kernel {
     };
 }
 
-kernel!(Avx512: f32, "avx512f,avx512bw,avx512dq,avx512vl", dot);
-kernel!(Avx512Bf16: Bf16, "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16", dot);
-kernel!(Avx512Wide: Bf16, "avx512f,avx512bw,avx512dq,avx512vl", wide);
+kernel!(Avx512: f32 as f32, "avx512f,avx512bw,avx512dq,avx512vl", dot);
+kernel!(Avx512Bf16: Bf16 as Bf16, "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16", dot);
+kernel!(Avx512Wide: Bf16 as f32, "avx512f,avx512bw,avx512dq,avx512vl", wide);
 
 /// Whether the processor has what is used beside AVX2; some that have that alone are known.
 pub(crate) fn has_avx2() -> bool {
@@ -295,18 +329,46 @@ pub(crate) fn pairs_are_fast() -> bool {
 unsafe fn transpose_rows(rows: &[*const i32; LANES], count: usize, panel: *mut i32, pitch: usize) {
     for first in (0..count).step_by(LANES) {
         let width = (count - first).min(LANES);
-        let mask = ((1u32 << width) - 1) as u16;
-        let mut block = [_mm512_setzero_si512(); LANES];
-        for (vector, row) in block.iter_mut().zip(rows) {
-            // SAFETY: only what the mask names is read, and that is inside the row.
-            *vector = unsafe { _mm512_maskz_loadu_epi32(mask, row.add(first)) };
-        }
-        transpose(&mut block);
+        // SAFETY: only the `width` dwords that are left of each row are read.
+        let block = unsafe { transposed(rows, first, width) };
         for (d, vector) in block.iter().enumerate().take(width) {
             // SAFETY: inside the panel: first + d < count.
             unsafe { _mm512_storeu_si512(panel.add((first + d) * pitch).cast(), *vector) };
         }
     }
+}
+
+/// The columns `first ..` of a matrix of dwords `[rows, count]`, as many as there are of [`LANES`].
+///
+/// # Safety
+/// `a` is such a matrix of at most [`LANES`] rows.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw")]
+unsafe fn columns(a: *const i32, (rows, count): (usize, usize), first: usize) -> [__m512i; LANES] {
+    // The last row stands for those that are not there.
+    let mut each = [a.wrapping_add((rows - 1) * count); LANES];
+    for (r, row) in each.iter_mut().enumerate().take(rows) {
+        *row = a.wrapping_add(r * count);
+    }
+    // SAFETY: inside the rows.
+    unsafe { transposed(&each, first, (count - first).min(LANES)) }
+}
+
+/// The `width` dwords of each row from `first` on, column by column.
+///
+/// # Safety
+/// They can be read.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw")]
+unsafe fn transposed(rows: &[*const i32; LANES], first: usize, width: usize) -> [__m512i; LANES] {
+    let mask = ((1u32 << width) - 1) as u16;
+    let mut block = [_mm512_setzero_si512(); LANES];
+    for (vector, row) in block.iter_mut().zip(rows) {
+        // SAFETY: only what the mask names is read.
+        *vector = unsafe { _mm512_maskz_loadu_epi32(mask, row.add(first)) };
+    }
+    transpose(&mut block);
+    block
 }
 
 /// Transposes 16 x 16 dwords.

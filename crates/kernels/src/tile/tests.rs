@@ -42,24 +42,55 @@ fn check_tile<E: Element + std::fmt::Debug + PartialEq, K: Kernel<E>>(
     }
     assert_eq!(plain, panel);
     let rows = rows.min(K::ROWS);
-    let a: Vec<E> = numbers(rows * (k + 3), !seed);
+    let a: Vec<E> = numbers(rows * k, !seed);
+    let all = arranged::<E, K>(&a, rows, k);
+    let first = (seed as usize % (k / E::PAIR + 1)) * E::PAIR;
     for ahead in [Ahead::Nothing, Ahead::Half(panel.as_ptr()), Ahead::Whole(std::ptr::null())] {
         let mut out = [[f32::NAN; NR]; MAX_ROWS];
-        // SAFETY: rows of k + 3 elements, a panel of k.
-        unsafe { K::tile(a.as_ptr(), k + 3, rows, panel.as_ptr(), k, ahead, &mut out) };
+        let (to, all) = (out.as_mut_ptr(), all.as_ptr());
+        // SAFETY: `rows` rows of k positions, a panel of k; in one piece or in two.
+        unsafe {
+            if first == 0 {
+                K::tile(all, rows, panel.as_ptr(), k, ahead, false, to);
+            } else {
+                let (rest, later) = (panel.as_ptr().add(first * NR), all.add(first * rows));
+                K::tile(all, rows, panel.as_ptr(), first, ahead, false, to);
+                K::tile(later, rows, rest, k - first, ahead, true, to);
+            }
+        }
         for (r, row) in out.iter().enumerate().take(rows) {
+            let a = &a[r * k..][..k];
             for (column, &found) in row.iter().enumerate() {
-                let exact = exact(&a[r * (k + 3)..][..k], &weights[column * k..][..k]);
-                close(found, exact, k);
+                close(found, exact(a, &weights[column * k..][..k]), k);
             }
             let mut alone = [[f32::NAN; NR]; MAX_ROWS];
+            let numbers = arranged::<E, K>(a, 1, k);
             // SAFETY: as above.
             unsafe {
-                let a = a.as_ptr().add(r * (k + 3));
-                K::tile(a, k + 3, 1, panel.as_ptr(), k, Ahead::Nothing, &mut alone);
+                let (numbers, alone) = (numbers.as_ptr(), alone.as_mut_ptr());
+                K::tile(numbers, 1, panel.as_ptr(), k, Ahead::Nothing, false, alone);
             }
-            assert_eq!(row, &alone[0], "whatever is computed beside it");
+            assert_eq!(
+                row, &alone[0],
+                "whatever is computed beside it, and in however many pieces"
+            );
         }
+    }
+}
+
+/// Rows as tiles read them; nothing is written beyond them.
+fn arranged<E: Element, K: Kernel<E>>(a: &[E], rows: usize, k: usize) -> Vec<K::Number> {
+    let mut room = vec![u32::MAX; rows * k + MAX_ROWS];
+    // SAFETY: rows of k elements, and room for numbers, which are no larger.
+    unsafe {
+        let to = room.as_mut_ptr().cast::<K::Number>();
+        K::arrange(a.as_ptr(), rows, k, to);
+        assert!(
+            std::slice::from_raw_parts(to.add(rows * k).cast::<u8>(), 4)
+                .iter()
+                .all(|&byte| byte == 0xff)
+        );
+        std::slice::from_raw_parts(to, rows * k).to_vec()
     }
 }
 

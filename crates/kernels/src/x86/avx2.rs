@@ -8,7 +8,7 @@ mod vector;
 use std::arch::x86_64::*;
 
 use crate::pack::NR;
-use crate::tile::{Ahead, BLOCK, GROUP, GROUPS, Kernel, LANES, QUERIES, Scores, Tile};
+use crate::tile::{Ahead, GROUPS, Kernel, LANES, Outputs, QUERIES, Scores};
 use loops::{HALF_LANES, Wide};
 pub(crate) use vector::Ymms;
 
@@ -28,22 +28,17 @@ macro_rules! dispatch {
     };
 }
 
-/// `M` rows times a panel, of which a pass takes `C` halves.
+/// Adds `M` rows times a panel, of which a pass takes `C` halves.
 #[target_feature(enable = "avx2,fma")]
 unsafe fn tiles<E: Wide, const M: usize, const C: usize, const LINES: usize>(
-    (a, stride): (*const E, usize),
+    numbers: *const f32,
     panel: *const E,
     k: usize,
     ahead: *const E,
-    out: &mut Tile,
+    out: *mut f32,
 ) {
-    // SAFETY: the contract of `Kernel::tile`; both halves are in the panel.
-    unsafe {
-        let halves = [panel, panel.add(LANES * E::PAIR)];
-        let out = out.as_flattened_mut().as_mut_ptr();
-        let pitch = NR * E::PAIR;
-        loops::products::<E, M, C, LINES>((a, stride), k, (&halves, pitch), ahead, (out, NR));
-    }
+    // SAFETY: the contract of `Kernel::tile`.
+    unsafe { loops::tile::<E, M, C, LINES>(numbers, panel, k, ahead, out) }
 }
 
 /// Scores of `M` queries, of `C` groups of keys a pass.
@@ -55,11 +50,7 @@ unsafe fn scored<E: Wide, const M: usize, const C: usize, const G: usize>(
     out: &mut Scores,
 ) {
     // SAFETY: the contract of `Kernel::scores`.
-    unsafe {
-        let out = out.as_flattened_mut().as_mut_ptr();
-        let (queries, keys) = ((queries, dim), (keys.as_slice(), GROUP * E::PAIR));
-        loops::products::<E, M, C, 0>(queries, dim, keys, queries.0, (out, BLOCK));
-    }
+    unsafe { loops::scores::<E, M, C>(queries, keys, dim, out.as_flattened_mut().as_mut_ptr()) }
 }
 
 /// `C` vectors of `M` rows of the output, from `column` on.
@@ -79,30 +70,39 @@ unsafe fn mixed<E: Wide, const M: usize, const C: usize, const Q: usize>(
 unsafe impl<E: Wide> Kernel<E> for Avx2 {
     const ROWS: usize = 6;
     type Vector = Ymms;
+    type Number = f32;
+
+    #[inline(always)]
+    unsafe fn arrange(a: *const E, rows: usize, k: usize, numbers: *mut f32) {
+        unsafe { arranged::<E>(a, rows, k, numbers) }
+    }
 
     #[inline(always)]
     unsafe fn tile(
-        a: *const E,
-        stride: usize,
+        numbers: *const f32,
         rows: usize,
         panel: *const E,
         k: usize,
         ahead: Ahead<E>,
-        out: &mut Tile,
+        more: bool,
+        out: *mut Outputs,
     ) {
-        let a = (a, stride);
+        let out = out.cast::<f32>();
         unsafe {
+            if !more {
+                out.write_bytes(0, rows * NR);
+            }
             match ahead {
                 Ahead::Nothing => {
-                    dispatch!(rows, tiles(a, panel, k, panel, out), 0,
+                    dispatch!(rows, tiles(numbers, panel, k, panel, out), 0,
                                                             1 2, 2 2, 3 1, 4 1, 5 1 | 6 1)
                 }
                 Ahead::Half(ahead) => {
-                    dispatch!(rows, tiles(a, panel, k, ahead, out), 1,
+                    dispatch!(rows, tiles(numbers, panel, k, ahead, out), 1,
                                                             1 2, 2 2, 3 1, 4 1, 5 1 | 6 1)
                 }
                 Ahead::Whole(ahead) => {
-                    dispatch!(rows, tiles(a, panel, k, ahead, out), 2,
+                    dispatch!(rows, tiles(numbers, panel, k, ahead, out), 2,
                                                             1 2, 2 2, 3 1, 4 1, 5 1 | 6 1)
                 }
             }
@@ -173,6 +173,51 @@ unsafe impl<E: Wide> Kernel<E> for Avx2 {
     }
 }
 
+/// [`Kernel::arrange`].
+#[target_feature(enable = "avx2")]
+unsafe fn arranged<E: Wide>(a: *const E, rows: usize, k: usize, numbers: *mut f32) {
+    let count = k / E::PAIR;
+    // The last row stands for those that are not there.
+    let mut each = [a.wrapping_add((rows - 1) * k).cast::<i32>(); HALF_LANES];
+    for (r, each) in each.iter_mut().enumerate().take(rows) {
+        *each = a.wrapping_add(r * k).cast();
+    }
+    // SAFETY: inside the rows, and the numbers.
+    unsafe {
+        for first in (0..count).step_by(HALF_LANES) {
+            let width = (count - first).min(HALF_LANES);
+            let block = transposed(&each, first, width);
+            for (d, &column) in block.iter().enumerate().take(width) {
+                let at = (first + d) * E::PAIR;
+                put(E::half_of::<false>(column), rows, numbers.add(at * rows), k - at);
+                if E::PAIR == 2 {
+                    let odd = numbers.add((at + 1) * rows);
+                    put(E::half_of::<true>(column), rows, odd, k - at - 1);
+                }
+            }
+        }
+    }
+}
+
+/// Writes the first `rows` of a register, and more where that will be written later. Stores with a mask are slow on some processors.
+///
+/// # Safety
+/// `to` has room for `left` times `rows`, at most [`HALF_LANES`].
+#[inline]
+#[target_feature(enable = "avx2")]
+unsafe fn put(values: __m256, rows: usize, to: *mut f32, left: usize) {
+    // SAFETY: the contract.
+    unsafe {
+        if left * rows >= HALF_LANES {
+            _mm256_storeu_ps(to, values);
+        } else {
+            let mut last = [0.0; HALF_LANES];
+            _mm256_storeu_ps(last.as_mut_ptr(), values);
+            std::ptr::copy_nonoverlapping(last.as_ptr(), to, rows);
+        }
+    }
+}
+
 /// `panel[d * pitch + r] = rows[r][d]` for dwords, `d < count`.
 #[target_feature(enable = "avx2")]
 unsafe fn transpose_rows(
@@ -183,17 +228,33 @@ unsafe fn transpose_rows(
 ) {
     for first in (0..count).step_by(HALF_LANES) {
         let width = (count - first).min(HALF_LANES);
-        let mut block = [_mm256_setzero_si256(); HALF_LANES];
-        for (vector, row) in block.iter_mut().zip(rows) {
-            // SAFETY: only the `width` dwords that are left of the row are read.
-            *vector = unsafe { loops::load_dwords(row.add(first), width) };
-        }
-        transpose(&mut block);
+        // SAFETY: only the `width` dwords that are left of each row are read.
+        let block = unsafe { transposed(rows, first, width) };
         for (d, vector) in block.iter().enumerate().take(width) {
             // SAFETY: inside the panel: first + d < count.
             unsafe { _mm256_storeu_si256(panel.add((first + d) * pitch).cast(), *vector) };
         }
     }
+}
+
+/// The `width` dwords of each row from `first` on, column by column.
+///
+/// # Safety
+/// They can be read.
+#[inline]
+#[target_feature(enable = "avx2")]
+unsafe fn transposed(
+    rows: &[*const i32; HALF_LANES],
+    first: usize,
+    width: usize,
+) -> [__m256i; HALF_LANES] {
+    let mut block = [_mm256_setzero_si256(); HALF_LANES];
+    for (vector, row) in block.iter_mut().zip(rows) {
+        // SAFETY: the contract.
+        *vector = unsafe { loops::load_dwords(row.add(first), width) };
+    }
+    transpose(&mut block);
+    block
 }
 
 /// Transposes 8 x 8 dwords.

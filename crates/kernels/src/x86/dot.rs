@@ -4,7 +4,8 @@ use std::arch::x86_64::*;
 
 use crate::element::{Bf16, Element};
 use crate::pack::NR;
-use crate::tile::{BLOCK, GROUP, LANES, QUERIES, Scores, Tile};
+use crate::tile::{BLOCK, GROUP, LANES, Outputs, QUERIES, Scores};
+use crate::x86::sums::{begin_to_load, keep, start};
 
 /// Elements as the loops want them: [`LANES`] dwords in a vector, a dword being a group of `PAIR` elements.
 pub(super) trait Dot: Element {
@@ -78,41 +79,50 @@ pub(super) unsafe fn store<E: Dot>(values: __m512, to: *mut E) {
     unsafe { E::store(values, to) }
 }
 
+/// # Safety
+/// Both have room for `k` elements.
+#[inline(always)]
+pub(super) unsafe fn copy<E: Dot>(from: *const E, k: usize, to: *mut E) {
+    // SAFETY: the contract.
+    unsafe { std::ptr::copy_nonoverlapping(from, to, k) }
+}
+
+/// Writes a dword of each row.
+///
+/// # Safety
+/// `to` has room for a dword of `rows` rows, at most [`LANES`].
+#[inline(always)]
+pub(super) unsafe fn put<E: Dot>(dwords: __m512i, rows: usize, to: *mut E) {
+    let mask = ((1u32 << rows) - 1) as u16;
+    // SAFETY: the contract.
+    unsafe { _mm512_mask_storeu_epi32(to.cast(), mask, dwords) }
+}
+
 /// `M` rows times a panel: two vectors of outputs a row.
 #[inline(always)]
 pub(super) unsafe fn tile<E: Dot, const M: usize, const LINES: usize>(
-    a: *const E,
-    stride: usize,
+    numbers: *const E,
     panel: *const E,
     k: usize,
     ahead: *const E,
-    out: &mut Tile,
+    more: bool,
+    out: *mut Outputs,
 ) {
-    // SAFETY: inside the panel and the rows, by the contract of `Kernel::tile`; a prefetch of a wrong address does nothing.
+    // SAFETY: inside the panel and the rows, by the contract of `Kernel::tile`.
     unsafe {
-        let mut sums = [[_mm512_setzero_ps(); 2]; M];
-        for group in 0..k / E::PAIR {
-            let at = group * NR * E::PAIR;
+        let mut sums = start::<M>(more, out);
+        for inner in (0..k).step_by(E::PAIR) {
+            let at = inner * NR;
+            begin_to_load::<E, LINES>(ahead, at);
             let left = E::load(panel.add(at));
             let right = E::load(panel.add(at + LANES * E::PAIR));
-            if LINES == 1 {
-                // Half as much as is read here, for later: not into the cache where it would be in the way.
-                _mm_prefetch::<_MM_HINT_T1>(ahead.wrapping_add(at / 2).cast());
-            } else if LINES == 2 {
-                let ahead = ahead.wrapping_add(at);
-                _mm_prefetch::<_MM_HINT_T0>(ahead.cast());
-                _mm_prefetch::<_MM_HINT_T0>(ahead.wrapping_add(LANES * E::PAIR).cast());
-            }
             for (r, sums) in sums.iter_mut().enumerate() {
-                let x = E::splat(a.add(r * stride + group * E::PAIR));
+                let x = E::splat(numbers.add(inner * M + r * E::PAIR));
                 sums[0] = E::dot(sums[0], x, left);
                 sums[1] = E::dot(sums[1], x, right);
             }
         }
-        for (sums, row) in sums.iter().zip(out) {
-            _mm512_storeu_ps(row.as_mut_ptr(), sums[0]);
-            _mm512_storeu_ps(row.as_mut_ptr().add(LANES), sums[1]);
-        }
+        keep(&sums, out);
     }
 }
 

@@ -1,14 +1,15 @@
 //! The innermost loops for bfloat16 where `f32` is multiplied: on processors without dot products of pairs, or with slow ones.
 //!
-//! A vector of weights becomes two of `f32`, once for all rows. The rows' own numbers are made `f32` before, some hundred
-//! at a time, so that multiply-adds take them from memory. Products are exact, and sums are taken pair by pair, the even one first.
+//! A vector of weights becomes two of `f32`, once for all rows. The rows' own numbers are made `f32` before: of a product's rows once for all
+//! panels, of queries and attention's weights some hundred at a time. Products are exact, and sums are taken pair by pair, the even one first.
 
 use std::arch::x86_64::*;
 use std::mem::MaybeUninit;
 
 use crate::element::Element;
 use crate::pack::NR;
-use crate::tile::{BLOCK, GROUP, LANES, QUERIES, Scores, Tile};
+use crate::tile::{BLOCK, GROUP, LANES, Outputs, QUERIES, Scores};
+use crate::x86::sums::{begin_to_load, keep, start};
 
 /// Inner positions whose numbers are `f32` at a time: with those of all rows they fit into the first cache.
 const CHUNK: usize = 256;
@@ -21,8 +22,18 @@ pub(super) trait Wide: Element {
     /// The even or the odd ones of [`LANES`] pairs.
     ///
     /// # Safety
-    /// `at` can be read for them; the processor has the instructions (here and below).
-    unsafe fn every_other<const ODD: bool>(at: *const Self) -> __m512;
+    /// The processor has the instructions (here and below).
+    unsafe fn half_of<const ODD: bool>(pairs: __m512i) -> __m512;
+
+    /// [`Self::half_of`] what is at an address.
+    ///
+    /// # Safety
+    /// `at` can be read for [`LANES`] pairs.
+    #[inline(always)]
+    unsafe fn every_other<const ODD: bool>(at: *const Self) -> __m512 {
+        // SAFETY: the contract.
+        unsafe { Self::half_of::<ODD>(_mm512_loadu_si512(at.cast())) }
+    }
 
     /// The first `count` of [`LANES`] elements; what follows is zero.
     ///
@@ -37,10 +48,9 @@ pub(super) trait Wide: Element {
 
 impl Wide for crate::element::Bf16 {
     #[inline(always)]
-    unsafe fn every_other<const ODD: bool>(at: *const Self) -> __m512 {
+    unsafe fn half_of<const ODD: bool>(pairs: __m512i) -> __m512 {
         // SAFETY: the contract.
         unsafe {
-            let pairs = _mm512_loadu_si512(at.cast());
             _mm512_castsi512_ps(if ODD {
                 _mm512_and_si512(pairs, _mm512_set1_epi32(0xffff_0000_u32.cast_signed()))
             } else {
@@ -109,20 +119,19 @@ unsafe fn widen<E: Wide, const M: usize, const N: usize>(
     }
 }
 
-/// Adds the number at `at` of each row, times the columns, to the row's sums.
+/// Adds each row's number times the columns to the row's sums. Numbers are `apart` floats apart.
 ///
 /// # Safety
-/// The numbers were widened up to there.
+/// There is a number of each row.
 #[inline(always)]
-unsafe fn add<const M: usize, const N: usize, const C: usize>(
-    numbers: &Numbers<M, N>,
-    at: usize,
+unsafe fn add<const M: usize, const C: usize>(
+    (numbers, apart): (*const f32, usize),
     columns: [__m512; C],
     sums: &mut [[__m512; C]; M],
 ) {
-    for (sums, numbers) in sums.iter_mut().zip(numbers) {
+    for (r, sums) in sums.iter_mut().enumerate() {
         // SAFETY: the contract.
-        let x = unsafe { _mm512_set1_ps(numbers[at].assume_init()) };
+        let x = unsafe { _mm512_set1_ps(*numbers.add(r * apart)) };
         for (sum, column) in sums.iter_mut().zip(columns) {
             // SAFETY: the processor has it.
             *sum = unsafe { _mm512_fmadd_ps(x, column, *sum) };
@@ -130,60 +139,77 @@ unsafe fn add<const M: usize, const N: usize, const C: usize>(
     }
 }
 
-/// Adds a pair of each row's numbers, which begins at `at`, times the pairs of `columns`: even ones, then odd ones, for lack of registers for
-/// both at a time.
+/// Adds a pair of each row's numbers times the pairs of `columns`: even ones, then odd ones, for lack of registers for both at a time. Odd numbers
+/// are `odd` floats behind even ones, and those of rows `apart` floats apart.
 ///
 /// # Safety
-/// The numbers were widened up to there; every column has [`LANES`] pairs.
+/// There is a pair of each row; every column has [`LANES`] pairs.
 #[inline(always)]
-unsafe fn add_pair<E: Wide, const M: usize, const N: usize, const C: usize>(
-    numbers: &Numbers<M, N>,
-    at: usize,
+unsafe fn add_pair<E: Wide, const M: usize, const C: usize>(
+    numbers: *const f32,
+    (apart, odd): (usize, usize),
     columns: [*const E; C],
     sums: &mut [[__m512; C]; M],
 ) {
     // SAFETY: the contract.
     unsafe {
-        add(numbers, at, columns.map(|column| E::every_other::<false>(column)), sums);
-        add(numbers, at + 1, columns.map(|column| E::every_other::<true>(column)), sums);
+        let even = columns.map(|column| E::every_other::<false>(column));
+        add((numbers, apart), even, sums);
+        let others = columns.map(|column| E::every_other::<true>(column));
+        add((numbers.add(odd), apart), others, sums);
+    }
+}
+
+/// Makes `f32` of `k` elements.
+///
+/// # Safety
+/// There are as many, and room for them.
+#[inline(always)]
+pub(super) unsafe fn copy<E: Wide>(from: *const E, k: usize, to: *mut f32) {
+    for at in (0..k).step_by(LANES) {
+        let count = (k - at).min(LANES);
+        // SAFETY: the contract; no more than `count` are written.
+        unsafe {
+            let mask = ((1u32 << count) - 1) as u16;
+            _mm512_mask_storeu_ps(to.add(at), mask, E::widen(from.add(at), count));
+        }
+    }
+}
+
+/// Writes the numbers of the rows' pairs: those of even positions, then those of odd ones.
+///
+/// # Safety
+/// `to` has room for a pair of `rows` rows, at most [`LANES`].
+#[inline(always)]
+pub(super) unsafe fn put<E: Wide>(pairs: __m512i, rows: usize, to: *mut f32) {
+    let mask = ((1u32 << rows) - 1) as u16;
+    // SAFETY: the contract.
+    unsafe {
+        _mm512_mask_storeu_ps(to, mask, E::half_of::<false>(pairs));
+        _mm512_mask_storeu_ps(to.add(rows), mask, E::half_of::<true>(pairs));
     }
 }
 
 /// `M` rows times a panel: two vectors of outputs a row.
 #[inline(always)]
 pub(super) unsafe fn tile<E: Wide, const M: usize, const LINES: usize>(
-    a: *const E,
-    stride: usize,
+    numbers: *const f32,
     panel: *const E,
     k: usize,
     ahead: *const E,
-    out: &mut Tile,
+    more: bool,
+    out: *mut Outputs,
 ) {
-    // SAFETY: inside the panel and the rows, by the contract of `Kernel::tile`; a prefetch of a wrong address does nothing.
+    // SAFETY: inside the panel and the rows, by the contract of `Kernel::tile`.
     unsafe {
-        let mut sums = [[_mm512_setzero_ps(); 2]; M];
-        let mut numbers: Numbers<M, CHUNK> = [[MaybeUninit::uninit(); CHUNK]; M];
-        for first in (0..k).step_by(CHUNK) {
-            let count = CHUNK.min(k - first);
-            widen(a.add(first), stride, count, &mut numbers);
-            for inner in (0..count).step_by(E::PAIR) {
-                let at = (first + inner) * NR;
-                if LINES == 1 {
-                    // Half as much as is read here, for later: not into the cache where it would be in the way.
-                    _mm_prefetch::<_MM_HINT_T1>(ahead.wrapping_add(at / 2).cast());
-                } else if LINES == 2 {
-                    let ahead = ahead.wrapping_add(at);
-                    _mm_prefetch::<_MM_HINT_T0>(ahead.cast());
-                    _mm_prefetch::<_MM_HINT_T0>(ahead.wrapping_add(LANES * E::PAIR).cast());
-                }
-                let halves = [panel.add(at), panel.add(at + LANES * E::PAIR)];
-                add_pair(&numbers, inner, halves, &mut sums);
-            }
+        let mut sums = start::<M>(more, out);
+        for inner in (0..k).step_by(E::PAIR) {
+            let at = inner * NR;
+            begin_to_load::<E, LINES>(ahead, at);
+            let halves = [panel.add(at), panel.add(at + LANES * E::PAIR)];
+            add_pair(numbers.add(inner * M), (1, M), halves, &mut sums);
         }
-        for (sums, row) in sums.iter().zip(out) {
-            _mm512_storeu_ps(row.as_mut_ptr(), sums[0]);
-            _mm512_storeu_ps(row.as_mut_ptr().add(LANES), sums[1]);
-        }
+        keep(&sums, out);
     }
 }
 
@@ -203,7 +229,8 @@ pub(super) unsafe fn scores<E: Wide, const M: usize, const G: usize>(
             widen(queries.add(first), dim, count, &mut numbers);
             for inner in (0..count).step_by(E::PAIR) {
                 let groups = keys.map(|keys| keys.add((first + inner) * GROUP));
-                add_pair(&numbers, inner, groups, &mut sums);
+                let numbers = numbers.as_ptr().cast::<f32>().add(inner);
+                add_pair(numbers, (CHUNK, 1), groups, &mut sums);
             }
         }
         for (sums, row) in sums.iter().zip(out) {
@@ -239,7 +266,8 @@ pub(super) unsafe fn mix<E: Wide, const M: usize, const C: usize>(
             for position in (0..GROUP).step_by(E::PAIR) {
                 let row = values.add(position * dim + column * E::PAIR);
                 let columns = std::array::from_fn(|c| row.add(c * LANES * E::PAIR));
-                add_pair(&numbers, group * GROUP + position, columns, &mut sums);
+                let numbers = numbers.as_ptr().cast::<f32>().add(group * GROUP + position);
+                add_pair(numbers, (BLOCK, 1), columns, &mut sums);
             }
         }
         for (r, sums) in sums.iter().enumerate() {

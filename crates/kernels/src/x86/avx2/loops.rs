@@ -1,6 +1,7 @@
 //! The innermost loops with AVX2, for `f32` and for bfloat16 multiplied as such.
 //!
-//! As in [`wide`](super::super::wide), a vector of bfloat16 weights becomes two of `f32` for all rows of a tile together, and the rows' own numbers are made `f32` before.
+//! As in [`wide`](super::super::wide), a vector of bfloat16 weights becomes two of `f32` for all rows of a tile together, and the rows' own numbers are made `f32` before: of a
+//! product's rows once for all panels, of queries and attention's weights some hundred at a time.
 //! With 16 registers, sums of six rows and 16 columns are what leaves room for the rest: more columns are further passes over the rows. Each sum is one
 //! register from beginning to end, taken pair by pair, the even one first: how many rows and columns there are beside it makes no difference.
 
@@ -9,6 +10,7 @@ use std::arch::x86_64::*;
 use std::mem::MaybeUninit;
 
 use crate::element::{Bf16, Element};
+use crate::pack::NR;
 use crate::tile::{BLOCK, GROUP, GROUPS, LANES};
 
 /// Lanes of a register.
@@ -16,18 +18,28 @@ pub(super) const HALF_LANES: usize = LANES / 2;
 /// Inner positions of a pass: rows' numbers as `f32`, and one half of the panel, fit into the first cache together.
 const CHUNK: usize = 256;
 
-/// Room for numbers of `M` rows: the first ones of pairs, then the second ones.
-pub(crate) type Room<const M: usize> = [[[MaybeUninit<f32>; CHUNK / 2]; 2]; M];
+/// Room for numbers of `M` rows.
+pub(crate) type Room<const M: usize> = [[MaybeUninit<f32>; CHUNK]; M];
 /// Sums of `M` rows and `C` vectors of columns.
 type Sums<const M: usize, const C: usize> = [[[__m256; 2]; C]; M];
 
 /// Elements that become `f32` without rounding.
 pub(crate) trait Wide: Element {
-    /// The even or the odd ones of [`HALF_LANES`] pairs; where there are no pairs, the elements.
+    /// The even or the odd ones of [`HALF_LANES`] pairs, as dwords; where there are no pairs, the elements.
     ///
     /// # Safety
-    /// `at` can be read for them; the processor has the instructions (here and below).
-    unsafe fn every_other<const ODD: bool>(at: *const Self) -> __m256;
+    /// The processor has the instructions (here and below).
+    unsafe fn half_of<const ODD: bool>(pairs: __m256i) -> __m256;
+
+    /// [`Self::half_of`] what is at an address.
+    ///
+    /// # Safety
+    /// `at` can be read for them.
+    #[inline(always)]
+    unsafe fn every_other<const ODD: bool>(at: *const Self) -> __m256 {
+        // SAFETY: the contract.
+        unsafe { Self::half_of::<ODD>(_mm256_loadu_si256(at.cast())) }
+    }
 
     /// How far apart the [`numbers`](Self::numbers) of rows are that are `stride` apart.
     fn apart(stride: usize) -> usize;
@@ -50,9 +62,9 @@ pub(crate) trait Wide: Element {
 
 impl Wide for f32 {
     #[inline(always)]
-    unsafe fn every_other<const ODD: bool>(at: *const Self) -> __m256 {
-        // SAFETY: the contract.
-        unsafe { _mm256_loadu_ps(at) }
+    unsafe fn half_of<const ODD: bool>(dwords: __m256i) -> __m256 {
+        // SAFETY: the processor has it.
+        unsafe { _mm256_castsi256_ps(dwords) }
     }
 
     #[inline(always)]
@@ -80,19 +92,6 @@ impl Wide for f32 {
     }
 }
 
-/// The halves of dwords as `f32`: the lower ones, or the upper ones.
-#[inline(always)]
-unsafe fn half_of<const ODD: bool>(pairs: __m256i) -> __m256 {
-    // SAFETY: the processor has them.
-    unsafe {
-        _mm256_castsi256_ps(if ODD {
-            _mm256_and_si256(pairs, _mm256_set1_epi32(0xffff_0000_u32.cast_signed()))
-        } else {
-            _mm256_slli_epi32::<16>(pairs)
-        })
-    }
-}
-
 /// The first `count` of [`HALF_LANES`] dwords; what follows is zero.
 ///
 /// # Safety
@@ -111,9 +110,15 @@ pub(super) unsafe fn load_dwords(at: *const i32, count: usize) -> __m256i {
 
 impl Wide for Bf16 {
     #[inline(always)]
-    unsafe fn every_other<const ODD: bool>(at: *const Self) -> __m256 {
-        // SAFETY: the contract.
-        unsafe { half_of::<ODD>(_mm256_loadu_si256(at.cast())) }
+    unsafe fn half_of<const ODD: bool>(pairs: __m256i) -> __m256 {
+        // SAFETY: the processor has them.
+        unsafe {
+            _mm256_castsi256_ps(if ODD {
+                _mm256_and_si256(pairs, _mm256_set1_epi32(0xffff_0000_u32.cast_signed()))
+            } else {
+                _mm256_slli_epi32::<16>(pairs)
+            })
+        }
     }
 
     #[inline(always)]
@@ -128,16 +133,21 @@ impl Wide for Bf16 {
         count: usize,
         room: &mut Room<M>,
     ) -> *const f32 {
-        let pairs = count / Self::PAIR;
-        for (r, [even, odd]) in room.iter_mut().enumerate() {
-            for at in (0..pairs).step_by(HALF_LANES) {
+        for (r, row) in room.iter_mut().enumerate() {
+            for at in (0..count).step_by(HALF_LANES) {
                 // SAFETY: inside the row, and the room: whole vectors fit.
                 unsafe {
-                    let dwords = from.add(r * stride).cast::<i32>().add(at);
-                    let dwords = load_dwords(dwords, pairs - at);
-                    let (even, odd) = (even.as_mut_ptr().add(at), odd.as_mut_ptr().add(at));
-                    _mm256_storeu_ps(even.cast(), half_of::<false>(dwords));
-                    _mm256_storeu_ps(odd.cast(), half_of::<true>(dwords));
+                    let (from, left) = (from.add(r * stride + at), count - at);
+                    let words = if left < HALF_LANES {
+                        let mut last = [Self::default(); HALF_LANES];
+                        std::ptr::copy_nonoverlapping(from, last.as_mut_ptr(), left);
+                        _mm_loadu_si128(last.as_ptr().cast())
+                    } else {
+                        _mm_loadu_si128(from.cast())
+                    };
+                    let numbers = _mm256_slli_epi32::<16>(_mm256_cvtepu16_epi32(words));
+                    let to = row.as_mut_ptr().add(at);
+                    _mm256_storeu_si256(to.cast(), numbers);
                 }
             }
         }
@@ -185,11 +195,46 @@ pub(super) fn again<T>(mut address: *const T) -> *const T {
     address
 }
 
-/// Adds the rows' numbers of a pair, the even or the odd ones, times the columns to the sums. Of numbers and columns, the fewer are kept in registers, and
+/// Where rows' numbers are.
+pub(super) trait Numbers {
+    /// Floats between those of two rows, which are `apart` unless it is known better.
+    fn row<const M: usize>(apart: usize) -> usize;
+    /// Floats from a position to the next.
+    fn position<const M: usize>() -> usize;
+}
+
+/// A row's numbers side by side.
+pub(super) struct ByRow;
+/// As [`Kernel::arrange`](crate::tile::Kernel::arrange) leaves them.
+pub(super) struct Arranged;
+
+impl Numbers for ByRow {
+    #[inline(always)]
+    fn row<const M: usize>(apart: usize) -> usize {
+        apart
+    }
+    #[inline(always)]
+    fn position<const M: usize>() -> usize {
+        1
+    }
+}
+
+impl Numbers for Arranged {
+    #[inline(always)]
+    fn row<const M: usize>(_: usize) -> usize {
+        1
+    }
+    #[inline(always)]
+    fn position<const M: usize>() -> usize {
+        M
+    }
+}
+
+/// Adds the rows' numbers of a position times the columns, the even or the odd ones of pairs, to the sums. Of numbers and columns, the fewer are kept in registers, and
 /// the others are loaded one at a time.
 ///
 /// # Safety
-/// The rows have the pair, and every column [`LANES`] of them.
+/// Every row has a number there, and every column [`LANES`] pairs.
 #[inline(always)]
 unsafe fn add<E: Wide, const ODD: bool, const M: usize, const C: usize>(
     (numbers, apart): (*const f32, usize),
@@ -198,7 +243,6 @@ unsafe fn add<E: Wide, const ODD: bool, const M: usize, const C: usize>(
 ) {
     // SAFETY: the contract.
     unsafe {
-        let numbers = if ODD { numbers.add(CHUNK / 2) } else { numbers };
         if M > 2 * C {
             let mut weights = [[_mm256_setzero_ps(); 2]; C];
             for (weights, column) in weights.iter_mut().zip(columns) {
@@ -236,15 +280,15 @@ unsafe fn add<E: Wide, const ODD: bool, const M: usize, const C: usize>(
 /// # Safety
 /// Rows and columns have as many pairs, the output has room; the processor has the instructions.
 #[target_feature(enable = "avx2,fma")]
-unsafe fn add_runs<E: Wide, const M: usize, const C: usize, const LINES: usize>(
-    (mut numbers, stride): (*const f32, usize),
+unsafe fn add_runs<E: Wide, N: Numbers, const M: usize, const C: usize, const LINES: usize>(
+    (mut numbers, apart): (*const f32, usize),
     (runs, pairs, pitch): (&[[*const E; C]], usize, usize),
     ahead: *const E,
     (out, width): (*mut f32, usize),
 ) {
     // SAFETY: the contract; a prefetch of a wrong address does nothing.
     unsafe {
-        let apart = E::apart(stride);
+        let apart = N::row::<M>(apart);
         let mut sums = [[[_mm256_setzero_ps(); 2]; C]; M];
         for (r, sums) in sums.iter_mut().enumerate() {
             for (at, sum) in sums.as_flattened_mut().iter_mut().enumerate() {
@@ -271,9 +315,10 @@ unsafe fn add_runs<E: Wide, const M: usize, const C: usize, const LINES: usize>(
                     for here in &mut here {
                         *here = again(*here);
                     }
-                    add::<E, true, M, C>((numbers, apart), &here, &mut sums);
+                    let odd = numbers.add(N::position::<M>());
+                    add::<E, true, M, C>((odd, apart), &here, &mut sums);
                 }
-                numbers = numbers.add(1);
+                numbers = numbers.add(E::PAIR * N::position::<M>());
             }
         }
         for (r, sums) in sums.iter().enumerate() {
@@ -290,54 +335,73 @@ unsafe fn add_runs<E: Wide, const M: usize, const C: usize, const LINES: usize>(
 /// # Safety
 /// As of [`add_runs`].
 #[inline(never)]
-unsafe fn pass<E: Wide, const M: usize, const C: usize, const LINES: usize>(
+unsafe fn pass<E: Wide, N: Numbers, const M: usize, const C: usize, const LINES: usize>(
     numbers: (*const f32, usize),
     columns: (&[[*const E; C]], usize, usize),
     ahead: *const E,
     out: (*mut f32, usize),
 ) {
     // SAFETY: the contract.
-    unsafe { add_runs::<E, M, C, LINES>(numbers, columns, ahead, out) }
+    unsafe { add_runs::<E, N, M, C, LINES>(numbers, columns, ahead, out) }
 }
 
-/// `out[r * width + c * LANES ..] = rows[r * stride ..][.. k] · columns[c]`, `C` of the columns a pass: vectors of columns whose pairs are `pitch` elements apart. What is
-/// `ahead`: as of [`add_runs`].
+/// Adds `M` rows times a panel to `out`, `C` of its halves a pass. What is `ahead`: as of [`add_runs`].
 ///
 /// # Safety
-/// Rows and columns have `k` positions, whole pairs; `C` divides the number of columns; the output has room.
+/// As [`Kernel::tile`](crate::tile::Kernel::tile), of `M` rows; `C` is 1 or 2.
 #[inline(always)]
-pub(super) unsafe fn products<E: Wide, const M: usize, const C: usize, const LINES: usize>(
-    (rows, stride): (*const E, usize),
+pub(super) unsafe fn tile<E: Wide, const M: usize, const C: usize, const LINES: usize>(
+    numbers: *const f32,
+    panel: *const E,
     k: usize,
-    (columns, pitch): (&[*const E], usize),
     ahead: *const E,
-    (out, width): (*mut f32, usize),
+    out: *mut f32,
 ) {
     // SAFETY: the contract.
     unsafe {
-        for r in 0..M {
-            out.add(r * width).write_bytes(0, columns.len() * LANES);
+        let halves = [panel, panel.add(LANES * E::PAIR)];
+        let (pairs, pitch) = (k / E::PAIR, NR * E::PAIR);
+        for (index, columns) in halves.as_chunks::<C>().0.iter().enumerate() {
+            let (numbers, runs) = ((numbers, 1), (std::slice::from_ref(columns), pairs, pitch));
+            let out = (out.add(index * C * LANES), NR);
+            if LINES == 1 && index == 0 {
+                pass::<E, Arranged, M, C, 1>(numbers, runs, ahead, out);
+            } else if LINES == 2 {
+                let ahead = ahead.wrapping_add(index * C * LANES * E::PAIR);
+                pass::<E, Arranged, M, C, 2>(numbers, runs, ahead, out);
+            } else {
+                pass::<E, Arranged, M, C, 0>(numbers, runs, ahead, out);
+            }
         }
-        let mut room: Room<M> = [[[MaybeUninit::uninit(); CHUNK / 2]; 2]; M];
-        for first in (0..k).step_by(CHUNK) {
-            let count = CHUNK.min(k - first);
-            let numbers = E::numbers(rows.add(first), stride, count, &mut room);
-            let (pairs, from) = (count / E::PAIR, first / E::PAIR * pitch);
-            for (index, columns) in columns.as_chunks::<C>().0.iter().enumerate() {
-                let mut here = *columns;
+    }
+}
+
+/// Scores of `M` queries, of `C` groups of keys a pass, [`BLOCK`] a query.
+///
+/// # Safety
+/// As [`Kernel::scores`](crate::tile::Kernel::scores), of `M` queries; `C` divides the number of groups.
+#[inline(always)]
+pub(super) unsafe fn scores<E: Wide, const M: usize, const C: usize>(
+    queries: *const E,
+    keys: &[*const E],
+    dim: usize,
+    out: *mut f32,
+) {
+    // SAFETY: the contract.
+    unsafe {
+        out.write_bytes(0, M * BLOCK);
+        let mut room: Room<M> = [[MaybeUninit::uninit(); CHUNK]; M];
+        for first in (0..dim).step_by(CHUNK) {
+            let count = CHUNK.min(dim - first);
+            let numbers = E::numbers(queries.add(first), dim, count, &mut room);
+            for (index, keys) in keys.as_chunks::<C>().0.iter().enumerate() {
+                let mut here = *keys;
                 for here in &mut here {
-                    *here = here.add(from);
+                    *here = here.add(first * GROUP);
                 }
-                let (numbers, runs) = ((numbers, stride), (&[here][..], pairs, pitch));
-                let out = (out.add(index * C * LANES), width);
-                if LINES == 1 && index == 0 {
-                    pass::<E, M, C, 1>(numbers, runs, ahead.wrapping_add(from / 2), out);
-                } else if LINES == 2 {
-                    let ahead = ahead.wrapping_add(from + index * C * LANES * E::PAIR);
-                    pass::<E, M, C, 2>(numbers, runs, ahead, out);
-                } else {
-                    pass::<E, M, C, 0>(numbers, runs, ahead, out);
-                }
+                let runs = (&[here][..], count / E::PAIR, GROUP * E::PAIR);
+                let (numbers, out) = ((numbers, E::apart(dim)), out.add(index * C * LANES));
+                pass::<E, ByRow, M, C, 0>(numbers, runs, queries, (out, BLOCK));
             }
         }
     }
@@ -365,7 +429,7 @@ pub(super) unsafe fn mix<E: Wide, const M: usize, const C: usize>(
                 _mm256_storeu_ps(to, _mm256_mul_ps(_mm256_loadu_ps(to), decay));
             }
         }
-        let mut room: Room<M> = [[[MaybeUninit::uninit(); CHUNK / 2]; 2]; M];
+        let mut room: Room<M> = [[MaybeUninit::uninit(); CHUNK]; M];
         let numbers = E::numbers(weights, BLOCK, values.len() * GROUP, &mut room);
         let mut runs = [[weights; C]; GROUPS];
         for (columns, values) in runs.iter_mut().zip(values) {
@@ -374,6 +438,7 @@ pub(super) unsafe fn mix<E: Wide, const M: usize, const C: usize>(
             }
         }
         let runs = (&runs[..values.len()], GROUP / E::PAIR, dim * E::PAIR);
-        pass::<E, M, C, 0>((numbers, BLOCK), runs, weights, (out, dim));
+        let numbers = (numbers, E::apart(BLOCK));
+        pass::<E, ByRow, M, C, 0>(numbers, runs, weights, (out, dim));
     }
 }

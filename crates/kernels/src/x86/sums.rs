@@ -1,0 +1,61 @@
+//! What products with AVX-512 have in common, whatever they multiply.
+
+use std::arch::x86_64::*;
+
+use crate::element::Element;
+use crate::tile::{LANES, Outputs};
+
+/// Two vectors of outputs a row.
+pub(super) type Sums<const M: usize> = [[__m512; 2]; M];
+
+/// Nothing, or what is there already.
+///
+/// # Safety
+/// `out` has `M` rows; the processor has the instructions (here and below).
+#[inline(always)]
+pub(super) unsafe fn start<const M: usize>(more: bool, out: *const Outputs) -> Sums<M> {
+    // SAFETY: the contract; whole vectors.
+    unsafe {
+        let mut sums = [[_mm512_setzero_ps(); 2]; M];
+        if more {
+            for (r, sums) in sums.iter_mut().enumerate() {
+                let row = out.add(r).cast::<f32>();
+                *sums = [_mm512_loadu_ps(row), _mm512_loadu_ps(row.add(LANES))];
+            }
+        }
+        sums
+    }
+}
+
+/// # Safety
+/// `out` has room for `M` rows.
+#[inline(always)]
+pub(super) unsafe fn keep<const M: usize>(sums: &Sums<M>, out: *mut Outputs) {
+    for (r, sums) in sums.iter().enumerate() {
+        // SAFETY: the contract; whole vectors.
+        unsafe {
+            let row = out.add(r).cast::<f32>();
+            _mm512_storeu_ps(row, sums[0]);
+            _mm512_storeu_ps(row.add(LANES), sums[1]);
+        }
+    }
+}
+
+/// Begins to load what is `ahead`, beside the two vectors that are read at `at`: as much (2 `LINES`), or half of it.
+///
+/// # Safety
+/// None but the processor's: a prefetch of a wrong address does nothing.
+#[inline(always)]
+pub(super) unsafe fn begin_to_load<E: Element, const LINES: usize>(ahead: *const E, at: usize) {
+    // SAFETY: see above.
+    unsafe {
+        if LINES == 1 {
+            // For later: not into the cache where it would be in the way.
+            _mm_prefetch::<_MM_HINT_T1>(ahead.wrapping_add(at / 2).cast());
+        } else if LINES == 2 {
+            let ahead = ahead.wrapping_add(at);
+            _mm_prefetch::<_MM_HINT_T0>(ahead.cast());
+            _mm_prefetch::<_MM_HINT_T0>(ahead.wrapping_add(LANES * E::PAIR).cast());
+        }
+    }
+}
