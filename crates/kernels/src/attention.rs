@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use crate::element::Element;
 use crate::math;
 use crate::pages::{Held, Ordered, Pool, Shape};
-use crate::tile::{BLOCK, GROUP, GROUPS, Kernel, LANES, QUERIES, Scores};
+use crate::tile::{BLOCK, GROUP, GROUPS, Kernel, LANES, MAX_ROWS, Scores, tile_height};
 use crate::vector::Vector;
 
 /// Query rows (tokens times heads of a group) of a unit: they share a block while it is in the first cache.
@@ -191,7 +191,9 @@ pub(crate) struct Scratch<E> {
     /// One head while it is turned.
     pub(crate) head: Vec<f32>,
     ordered: Ordered<E>,
-    weights: Vec<E>,
+    /// The queries as tiles read them, and the weights of a tile's: numbers of a type that the processor decides.
+    arranged: Vec<f32>,
+    weights: Vec<f32>,
     span: Sums,
     sums: Sums,
 }
@@ -204,7 +206,8 @@ impl<E: Element> Scratch<E> {
             queries: vec![zero; rows * shape.head_dim],
             head: vec![0.0; shape.head_dim],
             ordered: Ordered::new(shape),
-            weights: vec![zero; QUERIES * BLOCK],
+            arranged: vec![0.0; rows * shape.head_dim],
+            weights: vec![0.0; MAX_ROWS * BLOCK],
             span: Sums::new(rows, shape.padded()),
             sums: Sums::new(rows, shape.padded()),
         }
@@ -227,6 +230,8 @@ pub(crate) unsafe fn attend<E: Element, K: Kernel<E>>(
     scratch: &mut Scratch<E>,
 ) {
     let rows = unit.rows(shape);
+    // SAFETY: the contract.
+    unsafe { arrange::<E, K>(shape, unit, scratch) };
     for span in (unit.from..unit.until).step_by(SPAN) {
         let seeing = span.saturating_sub(unit.queries.position) * shape.group();
         // SAFETY: the contract.
@@ -250,6 +255,23 @@ pub(crate) unsafe fn attend<E: Element, K: Kernel<E>>(
             return;
         }
         write::<E, K>(shape, unit, &scratch.sums, out);
+    }
+}
+
+/// Arranges a unit's queries, tile by tile of each head.
+#[inline(always)]
+unsafe fn arrange<E: Element, K: Kernel<E>>(shape: &Shape, unit: &Unit, scratch: &mut Scratch<E>) {
+    let (dim, rows) = (shape.head_dim, unit.queries.tokens * shape.group());
+    let height = tile_height(rows, K::ROWS);
+    for head in 0..unit.heads {
+        for row in (0..rows).step_by(height) {
+            let at = (head * rows + row) * dim;
+            // SAFETY: the unit's queries, and as many numbers, which are no larger than floats.
+            unsafe {
+                let to = scratch.arranged.as_mut_ptr().cast::<K::Number>().add(at);
+                K::arrange(scratch.queries.as_ptr().add(at), height.min(rows - row), dim, to);
+            }
+        }
     }
 }
 
@@ -331,7 +353,8 @@ unsafe fn attend_span<E: Element, K: Kernel<E>>(
     let rows = tokens * group;
     let end = unit.until.min(span + SPAN);
     scratch.span.clear(span.saturating_sub(position) * group..unit.rows(shape), padded);
-    let mut scores: Scores = [[0.0; BLOCK]; QUERIES];
+    let height = tile_height(rows, K::ROWS);
+    let mut scores: Scores = [[0.0; BLOCK]; MAX_ROWS];
     let scale = shape.scale * std::f32::consts::LOG2_E;
     let blocks = (span..end).step_by(BLOCK);
     for (first, head) in blocks.flat_map(|first| (0..unit.heads).map(move |head| (first, head))) {
@@ -355,55 +378,62 @@ unsafe fn attend_span<E: Element, K: Kernel<E>>(
         let any = keys[0];
         keys[groups..].fill(any);
 
-        // Queries before the block see nothing of it.
-        let mut row = first.saturating_sub(position) * group;
         // Of several heads, the processor itself fetches the next one's keys: they follow.
         let next = if unit.heads == 1 { first + BLOCK } else { end };
         let mut ahead = (next..end).step_by(GROUP).take(GROUPS);
-        while row < rows {
-            let left = rows - row;
-            let count = left.div_ceil(left.div_ceil(QUERIES));
+        for row in (0..rows).step_by(height) {
+            let count = height.min(rows - row);
+            let seen = |row: usize| (position + row / group + 1).saturating_sub(first).min(BLOCK);
+            // Queries before the block see nothing of it.
+            if seen(row + count - 1) == 0 {
+                continue;
+            }
             // SAFETY: `count` rows of queries; groups of keys.
             unsafe {
-                let queries = scratch.queries.as_ptr().add((base + row) * dim);
-                K::scores(queries, count, &keys, dim, &mut scores);
+                let queries = scratch.arranged.as_ptr().cast::<K::Number>();
+                K::scores(queries.add((base + row) * dim), count, &keys, dim, &mut scores);
                 for next in ahead.by_ref() {
                     pool.prefetch::<K>(shape, held, next, pool.keys);
                 }
             }
-            let mut decay = [0.0f32; QUERIES];
+            let weights = scratch.weights.as_mut_ptr().cast::<K::Number>();
+            let mut decay = [1.0f32; MAX_ROWS];
             for r in 0..count {
-                let visible = (position + (row + r) / group + 1 - first).min(BLOCK);
-                decay[r] = soften::<E, K>(
-                    &scores[r],
-                    visible,
-                    scale,
-                    &mut scratch.span.largest[base + row + r],
-                    &mut scratch.span.total[base + row + r],
-                    &mut scratch.weights[r * BLOCK..][..BLOCK],
-                );
+                // SAFETY: room for a tile's weights.
+                unsafe {
+                    decay[r] = soften::<E, K>(
+                        &scores[r],
+                        seen(row + r),
+                        scale,
+                        &mut scratch.span.largest[base + row + r],
+                        &mut scratch.span.total[base + row + r],
+                        weights.add(r * BLOCK),
+                    );
+                }
             }
             // SAFETY: `count` rows of weights and sums; groups of values.
             unsafe {
                 let output = scratch.span.output.as_mut_ptr().add((base + row) * padded);
-                let weights = scratch.weights.as_ptr();
                 K::mix(weights, count, &values[..groups], padded, &decay, output);
             }
-            row += count;
         }
     }
 }
 
 /// One row's part of a softmax that is taken block by block: turns scores into weights relative to the largest so far, and gives the
-/// factor by which what was summed before has to shrink. Powers are of two: `scale` has the logarithm.
+/// factor by which what was summed before has to shrink. Powers are of two: `scale` has the logarithm. Of a block of which nothing is `visible`, weights
+/// are zero and nothing shrinks.
+///
+/// # Safety
+/// `weights` has room for a block's.
 #[inline(always)]
-fn soften<E: Element, K: Kernel<E>>(
+unsafe fn soften<E: Element, K: Kernel<E>>(
     scores: &[f32; BLOCK],
     visible: usize,
     scale: f32,
     largest: &mut f32,
     total: &mut f32,
-    weights: &mut [E],
+    weights: *mut K::Number,
 ) -> f32 {
     let scale = K::Vector::splat(scale);
     let mut groups = [scale; GROUPS];
@@ -419,16 +449,16 @@ fn soften<E: Element, K: Kernel<E>>(
     let before = *largest;
     let block = groups[0].larger(groups[1]).larger(groups[2].larger(groups[3])).largest();
     let now = if block > before { block } else { before };
-    let shift = K::Vector::splat(now);
+    // Whatever is relative to nothing at all is nothing.
+    let shift = K::Vector::splat(if visible == 0 { 0.0 } else { now });
     let mut sum = K::Vector::splat(0.0);
-    let (weights, _) = weights.as_chunks_mut::<GROUP>();
-    for (group, weights) in groups.iter().zip(weights) {
+    for (at, group) in groups.iter().enumerate() {
         let weight = math::exp2(group.sub(shift));
         sum = sum.add(weight);
         // SAFETY: room for a vector.
-        unsafe { K::narrow(weight, weights.as_mut_ptr()) };
+        unsafe { K::number(weight, weights.add(at * GROUP)) };
     }
-    let decay = math::exp2_of::<K::Vector>(before - now);
+    let decay = if visible == 0 { 1.0 } else { math::exp2_of::<K::Vector>(before - now) };
     *largest = now;
     *total = *total * decay + sum.sum();
     decay

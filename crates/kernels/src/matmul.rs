@@ -10,7 +10,7 @@ use crate::math;
 use crate::pack::{HALF, NR, padded_outputs, panel_len};
 use crate::quantise::panel_bytes;
 use crate::team::Queue;
-use crate::tile::{Ahead, Kernel, MAX_ROWS, Outputs, Tile};
+use crate::tile::{Ahead, Kernel, MAX_ROWS, Outputs, Tile, tile_height};
 use crate::vector::Vector;
 
 /// Rows that one piece of work computes with a panel: their activations stay in the second-level cache from panel to panel.
@@ -45,10 +45,9 @@ pub(crate) struct Rows<E> {
 }
 
 impl<E: Element> Rows<E> {
-    /// Rows of each tile but the last: all have about as many, since a last one of a single row would cost as much as a full one.
     #[inline(always)]
     fn height<K: Kernel<E>>(&self) -> usize {
-        self.count.div_ceil(self.count.div_ceil(K::ROWS).max(1))
+        tile_height(self.count, K::ROWS)
     }
 
     /// How many tiles they are.

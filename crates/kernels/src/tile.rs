@@ -22,10 +22,14 @@ pub(crate) const GROUP: usize = LANES;
 pub(crate) const GROUPS: usize = 4;
 /// Positions of a block of attention.
 pub(crate) const BLOCK: usize = GROUP * GROUPS;
-/// Queries that share a block while it is in registers.
-pub(crate) const QUERIES: usize = 6;
-/// Scores, and then weights, of some queries for a block.
-pub(crate) type Scores = [[f32; BLOCK]; QUERIES];
+/// Scores of some queries for a block.
+pub(crate) type Scores = [[f32; BLOCK]; MAX_ROWS];
+
+/// Rows of each tile but the last, of tiles of at most `most` rows: all have about as many, since a last one of a single row would cost as much as a full one.
+#[inline(always)]
+pub(crate) fn tile_height(rows: usize, most: usize) -> usize {
+    rows.div_ceil(rows.div_ceil(most).max(1))
+}
 
 /// What a tile begins to load beside its work, from an address that need not be valid.
 #[derive(Clone, Copy)]
@@ -76,12 +80,12 @@ pub(crate) unsafe trait Kernel<E: Element>: 'static {
         out: *mut Outputs,
     );
 
-    /// `out[r] = queries[r * dim ..][.. dim] · keys` for `r < rows`.
+    /// `out[r] = queries[r] · keys` for `r < rows`.
     ///
     /// # Safety
-    /// `queries` has `rows` rows of `dim` elements, `keys` are groups of keys; `dim` is a multiple of `E::PAIR`; `1 <= rows <= QUERIES`.
+    /// `queries` are `dim` positions of `rows` rows, arranged; `keys` are groups of keys; `dim` is a multiple of `E::PAIR`; `1 <= rows <= Self::ROWS`.
     unsafe fn scores(
-        queries: *const E,
+        queries: *const Self::Number,
         rows: usize,
         keys: &[*const E; GROUPS],
         dim: usize,
@@ -91,16 +95,22 @@ pub(crate) unsafe trait Kernel<E: Element>: 'static {
     /// `out[r * dim ..][.. dim] = out[r * dim ..][.. dim] * decay[r] + weights[r] · values`, for `r < rows`.
     ///
     /// # Safety
-    /// `weights` has `rows` rows of [`BLOCK`] elements, `out` `rows` rows of `dim`; `values` are groups of values, `dim` wide; `dim` is a multiple of
-    /// [`LANES`]; `1 <= rows <= QUERIES`.
+    /// `weights` has `rows` rows of [`BLOCK`] numbers, `out` `rows` rows of `dim`; `values` are groups of values, `dim` wide; `dim` is a multiple of
+    /// [`LANES`]; `1 <= rows <= Self::ROWS`.
     unsafe fn mix(
-        weights: *const E,
+        weights: *const Self::Number,
         rows: usize,
         values: &[*const E],
         dim: usize,
-        decay: &[f32; QUERIES],
+        decay: &[f32; MAX_ROWS],
         out: *mut f32,
     );
+
+    /// Makes numbers of floats.
+    ///
+    /// # Safety
+    /// `to` can be written for [`LANES`] numbers.
+    unsafe fn number(values: Self::Vector, to: *mut Self::Number);
 
     /// `panel[d * pitch + r] = rows[r][d]` for groups of `E::PAIR` elements.
     ///
@@ -168,7 +178,9 @@ unsafe impl<E: Element> Kernel<E> for Plain {
         for (r, sums) in out.iter_mut().enumerate().take(rows) {
             for (sums, &keys) in sums.chunks_exact_mut(GROUP).zip(keys) {
                 // SAFETY: a query and a group of keys, by the contract.
-                let group = unsafe { product((queries.add(r * dim), 1), keys, dim, [0.0; GROUP]) };
+                let query = unsafe { queries.add(r * E::PAIR) };
+                // SAFETY: as above.
+                let group = unsafe { product((query, rows), keys, dim, [0.0; GROUP]) };
                 sums.copy_from_slice(&group);
             }
         }
@@ -180,7 +192,7 @@ unsafe impl<E: Element> Kernel<E> for Plain {
         rows: usize,
         values: &[*const E],
         dim: usize,
-        decay: &[f32; QUERIES],
+        decay: &[f32; MAX_ROWS],
         out: *mut f32,
     ) {
         for (r, &decay) in decay.iter().enumerate().take(rows) {
@@ -204,6 +216,12 @@ unsafe impl<E: Element> Kernel<E> for Plain {
     }
 
     #[inline(always)]
+    unsafe fn number(values: Array, to: *mut E) {
+        // SAFETY: the contract.
+        unsafe { to.cast::<[E; LANES]>().write(values.to_array().map(E::from_f32)) };
+    }
+
+    #[inline(always)]
     unsafe fn pack_rows(rows: &[*const E; LANES], k: usize, panel: *mut E, pitch: usize) {
         for (column, &row) in rows.iter().enumerate() {
             for inner in 0..k {
@@ -216,8 +234,8 @@ unsafe impl<E: Element> Kernel<E> for Plain {
 
     #[inline(always)]
     unsafe fn narrow(values: Array, to: *mut E) {
-        // SAFETY: the contract.
-        unsafe { to.cast::<[E; LANES]>().write(values.to_array().map(E::from_f32)) };
+        // SAFETY: the contract, which is the same.
+        unsafe { <Self as Kernel<E>>::number(values, to) };
     }
 
     #[inline(always)]

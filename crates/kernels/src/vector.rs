@@ -25,7 +25,7 @@ pub(crate) trait Vector: Copy {
     fn at_most(self, bound: f32) -> Self;
     /// To the nearest integer, of numbers below 2^22.
     fn round(self) -> Self;
-    /// `self * 2^n` for integers `n` from -200 to 127.
+    /// `self * 2^n` for integers `n` from -200 to 127; 0 below -126.
     fn times_power(self, n: Self) -> Self;
     /// Minus infinity in the lanes from `count` on.
     fn only(self, count: usize) -> Self;

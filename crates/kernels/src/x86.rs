@@ -9,7 +9,7 @@ use std::arch::x86_64::*;
 use std::sync::OnceLock;
 
 use crate::element::{Bf16, Element};
-use crate::tile::{Ahead, GROUPS, Kernel, LANES, Outputs, QUERIES, Scores};
+use crate::tile::{Ahead, GROUP, GROUPS, Kernel, LANES, MAX_ROWS, Outputs, Scores};
 use crate::vector::Vector;
 
 #[cfg(test)]
@@ -91,7 +91,11 @@ impl Vector for Zmm {
     }
     #[inline(always)]
     fn times_power(self, n: Self) -> Self {
-        Self(unsafe { _mm512_scalef_ps(self.0, n.0) })
+        // Results that are no normal numbers take a processor hundreds of cycles.
+        unsafe {
+            let normal = _mm512_cmp_ps_mask::<_CMP_NLT_UQ>(n.0, _mm512_set1_ps(-126.0));
+            Self(_mm512_maskz_scalef_ps(normal, self.0, n.0))
+        }
     }
     #[inline(always)]
     fn only(self, count: usize) -> Self {
@@ -119,6 +123,9 @@ impl Vector for Zmm {
         }
     }
 }
+
+/// Queries up to which four groups of keys, or vectors of a head, have room in registers at a time; of more there are two.
+const FEW: usize = 6;
 
 /// Calls the function for as many rows, the last one if there are more; `$second` is its second constant.
 macro_rules! dispatch {
@@ -172,20 +179,20 @@ macro_rules! kernel {
 
             #[target_feature(enable = $features)]
             unsafe fn scored<const M: usize, const G: usize>(
-                queries: *const $element,
+                queries: *const $number,
                 keys: &[*const $element; G],
                 dim: usize,
-                out: &mut Scores,
+                out: *mut f32,
             ) {
                 unsafe { $loops::scores::<$element, M, G>(queries, keys, dim, out) }
             }
 
             #[target_feature(enable = $features)]
             unsafe fn mixed<const M: usize, const C: usize>(
-                weights: *const $element,
+                weights: *const $number,
                 values: &[*const $element],
                 columns: (usize, usize),
-                decay: &[f32; QUERIES],
+                decay: &[f32; MAX_ROWS],
                 out: *mut f32,
             ) {
                 unsafe { $loops::mix::<$element, M, C>(weights, values, columns, decay, out) }
@@ -238,38 +245,56 @@ macro_rules! kernel {
 
                 #[inline(always)]
                 unsafe fn scores(
-                    queries: *const $element,
+                    queries: *const $number,
                     rows: usize,
                     keys: &[*const $element; GROUPS],
                     dim: usize,
                     out: &mut Scores,
                 ) {
+                    let out = out.as_flattened_mut().as_mut_ptr();
                     unsafe {
-                        dispatch!(rows, scored(queries, keys, dim, out), GROUPS, 1 2 3 4 5 | 6)
+                        if rows <= FEW {
+                            dispatch!(rows, scored(queries, keys, dim, out), GROUPS, 1 2 3 4 5 | 6);
+                            return;
+                        }
+                        for (half, keys) in keys.as_chunks::<2>().0.iter().enumerate() {
+                            let out = out.add(half * 2 * GROUP);
+                            dispatch!(rows, scored(queries, keys, dim, out), 2, 7 8 9 10 11 | 12);
+                        }
                     }
                 }
 
                 #[inline(always)]
                 unsafe fn mix(
-                    weights: *const $element,
+                    weights: *const $number,
                     rows: usize,
                     values: &[*const $element],
                     dim: usize,
-                    decay: &[f32; QUERIES],
+                    decay: &[f32; MAX_ROWS],
                     out: *mut f32,
                 ) {
-                    const WIDE: usize = 4 * LANES;
-                    let wide = dim / WIDE * WIDE;
+                    let width = if rows <= FEW { 4 * LANES } else { 2 * LANES };
+                    let wide = dim / width * width;
                     unsafe {
-                        for column in (0..wide).step_by(WIDE) {
-                            dispatch!(rows, mixed(weights, values, (dim, column), decay, out), 4,
+                        for column in (0..wide).step_by(width) {
+                            if rows <= FEW {
+                                dispatch!(rows, mixed(weights, values, (dim, column), decay, out), 4,
                                                                                 1 2 3 4 5 | 6);
+                            } else {
+                                dispatch!(rows, mixed(weights, values, (dim, column), decay, out), 2,
+                                                                            7 8 9 10 11 | 12);
+                            }
                         }
                         for column in (wide..dim).step_by(LANES) {
                             dispatch!(rows, mixed(weights, values, (dim, column), decay, out), 1,
-                                                                                1 2 3 4 5 | 6);
+                                                                1 2 3 4 5 6 7 8 9 10 11 | 12);
                         }
                     }
+                }
+
+                #[inline(always)]
+                unsafe fn number(values: Zmm, to: *mut $number) {
+                    unsafe { $loops::number::<$element>(values.0, to) }
                 }
 
                 #[inline(always)]

@@ -102,19 +102,18 @@ fn check_attention<E: Element, K: Kernel<E>>(
     let queries: Vec<E> = numbers(rows * dim, seed);
     let keys: Vec<E> = numbers(GROUPS * GROUP * dim, !seed);
     let group = |index: usize| keys[index * GROUP * dim..].as_ptr();
-    let mut scores = [[f32::NAN; BLOCK]; QUERIES];
-    // SAFETY: queries and groups of the sizes given.
-    unsafe {
-        let keys = std::array::from_fn(group);
-        K::scores(queries.as_ptr(), rows, &keys, dim, &mut scores);
-    }
-    for r in 0..rows {
-        let mut alone = [[f32::NAN; BLOCK]; QUERIES];
-        // SAFETY: as above.
+    let scores_of = |queries: &[E], rows: usize| -> Scores {
+        let mut scores = [[f32::NAN; BLOCK]; MAX_ROWS];
+        let queries = arranged::<E, K>(queries, rows, dim);
+        // SAFETY: queries and groups of the sizes given.
         unsafe {
-            let keys = std::array::from_fn(group);
-            K::scores(queries.as_ptr().add(r * dim), 1, &keys, dim, &mut alone);
+            K::scores(queries.as_ptr(), rows, &std::array::from_fn(group), dim, &mut scores);
         }
+        scores
+    };
+    let scores = scores_of(&queries, rows);
+    for r in 0..rows {
+        let alone = scores_of(&queries[r * dim..][..dim], 1);
         assert_eq!(scores[r], alone[0], "whatever is computed beside it");
         for (position, &found) in scores[r].iter().enumerate() {
             let (group, lane) = (position / GROUP * GROUP * dim, position % GROUP);
@@ -125,19 +124,27 @@ fn check_attention<E: Element, K: Kernel<E>>(
         }
     }
 
-    let weights: Vec<E> = numbers(QUERIES * BLOCK, seed ^ 77);
+    // Floats that are elements, so that making numbers of them changes nothing.
+    let weights: Vec<E> = numbers(MAX_ROWS * BLOCK, seed ^ 77);
+    let mut room = vec![0f32; weights.len()];
+    let weights_at = room.as_mut_ptr().cast::<K::Number>();
+    for (at, weights) in weights.chunks_exact(LANES).enumerate() {
+        let floats: Vec<f32> = weights.iter().map(|weight| weight.to_f32()).collect();
+        // SAFETY: whole vectors, and room for numbers, which are no larger.
+        unsafe { K::number(K::Vector::load(floats.as_ptr()), weights_at.add(at * LANES)) };
+    }
     let values: Vec<E> = numbers(groups * GROUP * padded, seed ^ 99);
-    let decay: [f32; QUERIES] = std::array::from_fn(|r| r as f32 / 4.0);
+    let decay: [f32; MAX_ROWS] = std::array::from_fn(|r| r as f32 / 4.0);
     let before: Vec<f32> = numbers(rows * padded, seed ^ 55);
     let (mut out, mut alone) = (before.clone(), before.clone());
     // SAFETY: as above.
     unsafe {
         let values: Vec<*const E> =
             (0..groups).map(|group| values[group * GROUP * padded..].as_ptr()).collect();
-        K::mix(weights.as_ptr(), rows, &values, padded, &decay, out.as_mut_ptr());
+        K::mix(weights_at, rows, &values, padded, &decay, out.as_mut_ptr());
         for r in 0..rows {
-            let (weights, out) = (weights[r * BLOCK..].as_ptr(), &mut alone[r * padded..]);
-            K::mix(weights, 1, &values, padded, &[decay[r]; QUERIES], out.as_mut_ptr());
+            let (weights, out) = (weights_at.add(r * BLOCK), &mut alone[r * padded..]);
+            K::mix(weights, 1, &values, padded, &[decay[r]; MAX_ROWS], out.as_mut_ptr());
         }
     }
     assert_eq!(out, alone, "whatever is computed beside it");
@@ -211,7 +218,7 @@ fn check_vector<E: Element, K: Kernel<E>>(seed: u32) {
 fn check<E: Element + std::fmt::Debug + PartialEq, K: Kernel<E>>(k: usize, rows: usize, seed: u32) {
     check_tile::<E, K>(k, rows, seed);
     let sizes = (k, (k % 96 + 1).next_multiple_of(LANES));
-    check_attention::<E, K>(sizes, (rows.min(QUERIES), seed as usize % GROUPS + 1), seed);
+    check_attention::<E, K>(sizes, (rows.min(K::ROWS), seed as usize % GROUPS + 1), seed);
 }
 
 proptest! {

@@ -8,7 +8,8 @@ mod vector;
 use std::arch::x86_64::*;
 
 use crate::pack::NR;
-use crate::tile::{Ahead, GROUPS, Kernel, LANES, Outputs, QUERIES, Scores};
+use crate::tile::{Ahead, GROUPS, Kernel, LANES, MAX_ROWS, Outputs, Scores};
+use crate::vector::Vector;
 use loops::{HALF_LANES, Wide};
 pub(crate) use vector::Ymms;
 
@@ -44,7 +45,7 @@ unsafe fn tiles<E: Wide, const M: usize, const C: usize, const LINES: usize>(
 /// Scores of `M` queries, of `C` groups of keys a pass.
 #[target_feature(enable = "avx2,fma")]
 unsafe fn scored<E: Wide, const M: usize, const C: usize, const G: usize>(
-    queries: *const E,
+    queries: *const f32,
     keys: &[*const E; G],
     dim: usize,
     out: &mut Scores,
@@ -56,7 +57,7 @@ unsafe fn scored<E: Wide, const M: usize, const C: usize, const G: usize>(
 /// `C` vectors of `M` rows of the output, from `column` on.
 #[target_feature(enable = "avx2,fma")]
 unsafe fn mixed<E: Wide, const M: usize, const C: usize, const Q: usize>(
-    weights: *const E,
+    weights: *const f32,
     values: &[*const E],
     columns: (usize, usize),
     decay: &[f32; Q],
@@ -111,7 +112,7 @@ unsafe impl<E: Wide> Kernel<E> for Avx2 {
 
     #[inline(always)]
     unsafe fn scores(
-        queries: *const E,
+        queries: *const f32,
         rows: usize,
         keys: &[*const E; GROUPS],
         dim: usize,
@@ -124,11 +125,11 @@ unsafe impl<E: Wide> Kernel<E> for Avx2 {
 
     #[inline(always)]
     unsafe fn mix(
-        weights: *const E,
+        weights: *const f32,
         rows: usize,
         values: &[*const E],
         dim: usize,
-        decay: &[f32; QUERIES],
+        decay: &[f32; MAX_ROWS],
         out: *mut f32,
     ) {
         let width = match rows {
@@ -139,14 +140,19 @@ unsafe impl<E: Wide> Kernel<E> for Avx2 {
         let wide = dim / width * width;
         unsafe {
             for column in (0..wide).step_by(width) {
-                dispatch!(rows, mixed(weights, values, (dim, column), decay, out), QUERIES,
+                dispatch!(rows, mixed(weights, values, (dim, column), decay, out), MAX_ROWS,
                                                             1 4, 2 2, 3 1, 4 1, 5 1 | 6 1);
             }
             for column in (wide..dim).step_by(LANES) {
-                dispatch!(rows, mixed(weights, values, (dim, column), decay, out), QUERIES,
+                dispatch!(rows, mixed(weights, values, (dim, column), decay, out), MAX_ROWS,
                                                             1 1 | 2 1);
             }
         }
+    }
+
+    #[inline(always)]
+    unsafe fn number(values: Ymms, to: *mut f32) {
+        unsafe { values.store(to) }
     }
 
     #[inline(always)]

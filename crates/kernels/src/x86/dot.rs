@@ -4,8 +4,8 @@ use std::arch::x86_64::*;
 
 use crate::element::{Bf16, Element};
 use crate::pack::NR;
-use crate::tile::{BLOCK, GROUP, LANES, Outputs, QUERIES, Scores};
-use crate::x86::sums::{begin_to_load, keep, start};
+use crate::tile::{BLOCK, GROUP, LANES, MAX_ROWS, Outputs};
+use crate::x86::sums::{begin_to_load, decayed, keep, keep_columns, start};
 
 /// Elements as the loops want them: [`LANES`] dwords in a vector, a dword being a group of `PAIR` elements.
 pub(super) trait Dot: Element {
@@ -87,6 +87,14 @@ pub(super) unsafe fn copy<E: Dot>(from: *const E, k: usize, to: *mut E) {
     unsafe { std::ptr::copy_nonoverlapping(from, to, k) }
 }
 
+/// # Safety
+/// `to` has room for [`LANES`] numbers.
+#[inline(always)]
+pub(super) unsafe fn number<E: Dot>(values: __m512, to: *mut E) {
+    // SAFETY: the contract.
+    unsafe { E::store(values, to) }
+}
+
 /// Writes a dword of each row.
 ///
 /// # Safety
@@ -126,33 +134,30 @@ pub(super) unsafe fn tile<E: Dot, const M: usize, const LINES: usize>(
     }
 }
 
+/// Scores of `M` queries, [`BLOCK`] apart.
 #[inline(always)]
 pub(super) unsafe fn scores<E: Dot, const M: usize, const G: usize>(
     queries: *const E,
     keys: &[*const E; G],
     dim: usize,
-    out: &mut Scores,
+    out: *mut f32,
 ) {
-    // SAFETY: inside the queries and the groups, by the contract of `Kernel::scores`.
+    // SAFETY: inside the queries, the groups and the output, by the contract of `Kernel::scores`.
     unsafe {
         let mut sums = [[_mm512_setzero_ps(); G]; M];
-        for pair in 0..dim / E::PAIR {
-            let mut group = [_mm512_setzero_ps(); G];
-            for (group, keys) in group.iter_mut().zip(keys) {
-                *group = E::load(keys.add(pair * GROUP * E::PAIR));
+        for inner in (0..dim).step_by(E::PAIR) {
+            let mut groups = [_mm512_setzero_ps(); G];
+            for (group, keys) in groups.iter_mut().zip(keys) {
+                *group = E::load(keys.add(inner * GROUP));
             }
             for (r, sums) in sums.iter_mut().enumerate() {
-                let x = E::splat(queries.add(r * dim + pair * E::PAIR));
-                for (sum, group) in sums.iter_mut().zip(&group) {
-                    *sum = E::dot(*sum, x, *group);
+                let x = E::splat(queries.add(inner * M + r * E::PAIR));
+                for (sum, group) in sums.iter_mut().zip(groups) {
+                    *sum = E::dot(*sum, x, group);
                 }
             }
         }
-        for (sums, row) in sums.iter().zip(out) {
-            for (group, &sum) in sums.iter().enumerate() {
-                _mm512_storeu_ps(row.as_mut_ptr().add(group * GROUP), sum);
-            }
-        }
+        keep_columns(&sums, out, BLOCK);
     }
 }
 
@@ -162,39 +167,28 @@ pub(super) unsafe fn mix<E: Dot, const M: usize, const C: usize>(
     weights: *const E,
     values: &[*const E],
     (dim, column): (usize, usize),
-    decay: &[f32; QUERIES],
+    decay: &[f32; MAX_ROWS],
     out: *mut f32,
 ) {
     // SAFETY: inside the weights, the groups and the output, by the contract of `Kernel::mix`.
     unsafe {
-        let mut sums = [[_mm512_setzero_ps(); C]; M];
-        for (r, sums) in sums.iter_mut().enumerate() {
-            let decay = _mm512_set1_ps(decay[r]);
-            for (c, sum) in sums.iter_mut().enumerate() {
-                let before = _mm512_loadu_ps(out.add(r * dim + column + c * LANES));
-                *sum = _mm512_mul_ps(before, decay);
-            }
-        }
+        let out = out.add(column);
+        let mut sums = decayed::<M, C>(out, dim, decay);
         for (group, values) in values.iter().enumerate() {
-            for pair in 0..GROUP / E::PAIR {
-                let row = values.add((pair * dim + column) * E::PAIR);
+            for position in (0..GROUP).step_by(E::PAIR) {
+                let row = values.add(position * dim + column * E::PAIR);
                 let mut columns = [_mm512_setzero_ps(); C];
                 for (c, columns) in columns.iter_mut().enumerate() {
                     *columns = E::load(row.add(c * LANES * E::PAIR));
                 }
                 for (r, sums) in sums.iter_mut().enumerate() {
-                    let at = r * BLOCK + group * GROUP + pair * E::PAIR;
-                    let x = E::splat(weights.add(at));
+                    let x = E::splat(weights.add(r * BLOCK + group * GROUP + position));
                     for (sum, columns) in sums.iter_mut().zip(&columns) {
                         *sum = E::dot(*sum, x, *columns);
                     }
                 }
             }
         }
-        for (r, sums) in sums.iter().enumerate() {
-            for (c, &sum) in sums.iter().enumerate() {
-                _mm512_storeu_ps(out.add(r * dim + column + c * LANES), sum);
-            }
-        }
+        keep_columns(&sums, out, dim);
     }
 }

@@ -3,7 +3,7 @@
 use std::arch::x86_64::*;
 
 use crate::element::Element;
-use crate::tile::{LANES, Outputs};
+use crate::tile::{LANES, MAX_ROWS, Outputs};
 
 /// Two vectors of outputs a row.
 pub(super) type Sums<const M: usize> = [[__m512; 2]; M];
@@ -37,6 +37,45 @@ pub(super) unsafe fn keep<const M: usize>(sums: &Sums<M>, out: *mut Outputs) {
             let row = out.add(r).cast::<f32>();
             _mm512_storeu_ps(row, sums[0]);
             _mm512_storeu_ps(row.add(LANES), sums[1]);
+        }
+    }
+}
+
+/// `C` vectors of `M` rows that are `pitch` apart, times the rows' decay.
+///
+/// # Safety
+/// `out` has as many.
+#[inline(always)]
+pub(super) unsafe fn decayed<const M: usize, const C: usize>(
+    out: *const f32,
+    pitch: usize,
+    decay: &[f32; MAX_ROWS],
+) -> [[__m512; C]; M] {
+    // SAFETY: the contract.
+    unsafe {
+        let mut sums = [[_mm512_setzero_ps(); C]; M];
+        for (r, (sums, &decay)) in sums.iter_mut().zip(decay).enumerate() {
+            let decay = _mm512_set1_ps(decay);
+            for (c, sum) in sums.iter_mut().enumerate() {
+                *sum = _mm512_mul_ps(_mm512_loadu_ps(out.add(r * pitch + c * LANES)), decay);
+            }
+        }
+        sums
+    }
+}
+
+/// # Safety
+/// As of [`decayed`].
+#[inline(always)]
+pub(super) unsafe fn keep_columns<const M: usize, const C: usize>(
+    sums: &[[__m512; C]; M],
+    out: *mut f32,
+    pitch: usize,
+) {
+    for (r, sums) in sums.iter().enumerate() {
+        for (c, &sum) in sums.iter().enumerate() {
+            // SAFETY: the contract.
+            unsafe { _mm512_storeu_ps(out.add(r * pitch + c * LANES), sum) };
         }
     }
 }

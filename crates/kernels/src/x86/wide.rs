@@ -1,21 +1,14 @@
 //! The innermost loops for bfloat16 where `f32` is multiplied: on processors without dot products of pairs, or with slow ones.
 //!
-//! A vector of weights becomes two of `f32`, once for all rows. The rows' own numbers are made `f32` before: of a product's rows once for all
-//! panels, of queries and attention's weights some hundred at a time. Products are exact, and sums are taken pair by pair, the even one first.
+//! A vector of weights becomes two of `f32`, once for all rows of a tile. The rows' own numbers are `f32` already, once for all panels. Products
+//! are exact, and sums are taken pair by pair, the even one first.
 
 use std::arch::x86_64::*;
-use std::mem::MaybeUninit;
 
 use crate::element::Element;
 use crate::pack::NR;
-use crate::tile::{BLOCK, GROUP, LANES, Outputs, QUERIES, Scores};
-use crate::x86::sums::{begin_to_load, keep, start};
-
-/// Inner positions whose numbers are `f32` at a time: with those of all rows they fit into the first cache.
-const CHUNK: usize = 256;
-
-/// Numbers of `M` rows.
-type Numbers<const M: usize, const N: usize> = [[MaybeUninit<f32>; N]; M];
+use crate::tile::{BLOCK, GROUP, LANES, MAX_ROWS, Outputs};
+use crate::x86::sums::{begin_to_load, decayed, keep, keep_columns, start};
 
 /// Pairs of elements, which become `f32` without rounding.
 pub(super) trait Wide: Element {
@@ -97,28 +90,6 @@ pub(super) unsafe fn store<E: Wide>(values: __m512, to: *mut E) {
     unsafe { E::narrow(values, to) }
 }
 
-/// Makes `f32` of the first `count` elements of rows that are `stride` apart.
-///
-/// # Safety
-/// `from` has `M` such rows; `count` is at most `N`, which is a multiple of [`LANES`].
-#[inline(always)]
-unsafe fn widen<E: Wide, const M: usize, const N: usize>(
-    from: *const E,
-    stride: usize,
-    count: usize,
-    to: &mut Numbers<M, N>,
-) {
-    for (r, row) in to.iter_mut().enumerate() {
-        for at in (0..count).step_by(LANES) {
-            // SAFETY: inside the row, and the numbers: whole vectors fit.
-            unsafe {
-                let numbers = E::widen(from.add(r * stride + at), count - at);
-                _mm512_storeu_ps(row.as_mut_ptr().add(at).cast(), numbers);
-            }
-        }
-    }
-}
-
 /// Adds each row's number times the columns to the row's sums. Numbers are `apart` floats apart.
 ///
 /// # Safety
@@ -153,10 +124,16 @@ unsafe fn add_pair<E: Wide, const M: usize, const C: usize>(
 ) {
     // SAFETY: the contract.
     unsafe {
-        let even = columns.map(|column| E::every_other::<false>(column));
-        add((numbers, apart), even, sums);
-        let others = columns.map(|column| E::every_other::<true>(column));
-        add((numbers.add(odd), apart), others, sums);
+        // No closures: they would not be compiled for the processor.
+        let mut here = [_mm512_setzero_ps(); C];
+        for (here, column) in here.iter_mut().zip(&columns) {
+            *here = E::every_other::<false>(*column);
+        }
+        add((numbers, apart), here, sums);
+        for (here, column) in here.iter_mut().zip(&columns) {
+            *here = E::every_other::<true>(*column);
+        }
+        add((numbers.add(odd), apart), here, sums);
     }
 }
 
@@ -174,6 +151,14 @@ pub(super) unsafe fn copy<E: Wide>(from: *const E, k: usize, to: *mut f32) {
             _mm512_mask_storeu_ps(to.add(at), mask, E::widen(from.add(at), count));
         }
     }
+}
+
+/// # Safety
+/// `to` has room for [`LANES`] numbers.
+#[inline(always)]
+pub(super) unsafe fn number<E: Wide>(values: __m512, to: *mut f32) {
+    // SAFETY: the contract.
+    unsafe { _mm512_storeu_ps(to, values) }
 }
 
 /// Writes the numbers of the rows' pairs: those of even positions, then those of odd ones.
@@ -213,67 +198,52 @@ pub(super) unsafe fn tile<E: Wide, const M: usize, const LINES: usize>(
     }
 }
 
+/// Scores of `M` queries, [`BLOCK`] apart.
 #[inline(always)]
 pub(super) unsafe fn scores<E: Wide, const M: usize, const G: usize>(
-    queries: *const E,
+    queries: *const f32,
     keys: &[*const E; G],
     dim: usize,
-    out: &mut Scores,
+    out: *mut f32,
 ) {
-    // SAFETY: inside the queries and the groups, by the contract of `Kernel::scores`.
+    // SAFETY: inside the queries, the groups and the output, by the contract of `Kernel::scores`.
     unsafe {
         let mut sums = [[_mm512_setzero_ps(); G]; M];
-        let mut numbers: Numbers<M, CHUNK> = [[MaybeUninit::uninit(); CHUNK]; M];
-        for first in (0..dim).step_by(CHUNK) {
-            let count = CHUNK.min(dim - first);
-            widen(queries.add(first), dim, count, &mut numbers);
-            for inner in (0..count).step_by(E::PAIR) {
-                let groups = keys.map(|keys| keys.add((first + inner) * GROUP));
-                let numbers = numbers.as_ptr().cast::<f32>().add(inner);
-                add_pair(numbers, (CHUNK, 1), groups, &mut sums);
+        for inner in (0..dim).step_by(E::PAIR) {
+            let mut groups = *keys;
+            for group in &mut groups {
+                *group = group.add(inner * GROUP);
             }
+            add_pair(queries.add(inner * M), (1, M), groups, &mut sums);
         }
-        for (sums, row) in sums.iter().zip(out) {
-            for (group, &sum) in sums.iter().enumerate() {
-                _mm512_storeu_ps(row.as_mut_ptr().add(group * GROUP), sum);
-            }
-        }
+        keep_columns(&sums, out, BLOCK);
     }
 }
 
 /// `C` vectors of the output's columns, from `column` on.
 #[inline(always)]
 pub(super) unsafe fn mix<E: Wide, const M: usize, const C: usize>(
-    weights: *const E,
+    weights: *const f32,
     values: &[*const E],
     (dim, column): (usize, usize),
-    decay: &[f32; QUERIES],
+    decay: &[f32; MAX_ROWS],
     out: *mut f32,
 ) {
     // SAFETY: inside the weights, the groups and the output, by the contract of `Kernel::mix`.
     unsafe {
-        let mut sums = [[_mm512_setzero_ps(); C]; M];
-        for (r, sums) in sums.iter_mut().enumerate() {
-            let decay = _mm512_set1_ps(decay[r]);
-            for (c, sum) in sums.iter_mut().enumerate() {
-                let before = _mm512_loadu_ps(out.add(r * dim + column + c * LANES));
-                *sum = _mm512_mul_ps(before, decay);
-            }
-        }
-        let mut numbers: Numbers<M, BLOCK> = [[MaybeUninit::uninit(); BLOCK]; M];
-        widen(weights, BLOCK, values.len() * GROUP, &mut numbers);
+        let out = out.add(column);
+        let mut sums = decayed::<M, C>(out, dim, decay);
         for (group, values) in values.iter().enumerate() {
             for position in (0..GROUP).step_by(E::PAIR) {
                 let row = values.add(position * dim + column * E::PAIR);
-                let columns = std::array::from_fn(|c| row.add(c * LANES * E::PAIR));
-                let numbers = numbers.as_ptr().cast::<f32>().add(group * GROUP + position);
-                add_pair(numbers, (BLOCK, 1), columns, &mut sums);
+                let mut columns = [row; C];
+                for (c, column) in columns.iter_mut().enumerate() {
+                    *column = row.add(c * LANES * E::PAIR);
+                }
+                let weights = weights.add(group * GROUP + position);
+                add_pair(weights, (BLOCK, 1), columns, &mut sums);
             }
         }
-        for (r, sums) in sums.iter().enumerate() {
-            for (c, &sum) in sums.iter().enumerate() {
-                _mm512_storeu_ps(out.add(r * dim + column + c * LANES), sum);
-            }
-        }
+        keep_columns(&sums, out, dim);
     }
 }

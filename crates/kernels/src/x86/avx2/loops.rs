@@ -1,13 +1,11 @@
 //! The innermost loops with AVX2, for `f32` and for bfloat16 multiplied as such.
 //!
-//! As in [`wide`](super::super::wide), a vector of bfloat16 weights becomes two of `f32` for all rows of a tile together, and the rows' own numbers are made `f32` before: of a
-//! product's rows once for all panels, of queries and attention's weights some hundred at a time.
+//! As in [`wide`](super::super::wide), a vector of bfloat16 weights becomes two of `f32` for all rows of a tile together, and the rows' own numbers are `f32` already.
 //! With 16 registers, sums of six rows and 16 columns are what leaves room for the rest: more columns are further passes over the rows. Each sum is one
 //! register from beginning to end, taken pair by pair, the even one first: how many rows and columns there are beside it makes no difference.
 
 use std::arch::asm;
 use std::arch::x86_64::*;
-use std::mem::MaybeUninit;
 
 use crate::element::{Bf16, Element};
 use crate::pack::NR;
@@ -15,11 +13,6 @@ use crate::tile::{BLOCK, GROUP, GROUPS, LANES};
 
 /// Lanes of a register.
 pub(super) const HALF_LANES: usize = LANES / 2;
-/// Inner positions of a pass: rows' numbers as `f32`, and one half of the panel, fit into the first cache together.
-const CHUNK: usize = 256;
-
-/// Room for numbers of `M` rows.
-pub(crate) type Room<const M: usize> = [[MaybeUninit<f32>; CHUNK]; M];
 /// Sums of `M` rows and `C` vectors of columns.
 type Sums<const M: usize, const C: usize> = [[[__m256; 2]; C]; M];
 
@@ -41,20 +34,6 @@ pub(crate) trait Wide: Element {
         unsafe { Self::half_of::<ODD>(_mm256_loadu_si256(at.cast())) }
     }
 
-    /// How far apart the [`numbers`](Self::numbers) of rows are that are `stride` apart.
-    fn apart(stride: usize) -> usize;
-
-    /// The first `count` numbers of rows that are `stride` apart, as a [`Room`] has them.
-    ///
-    /// # Safety
-    /// `from` has `M` such rows; `count` is at most [`CHUNK`], and whole pairs. The numbers are good as long as the rows and the room.
-    unsafe fn numbers<const M: usize>(
-        from: *const Self,
-        stride: usize,
-        count: usize,
-        room: &mut Room<M>,
-    ) -> *const f32;
-
     /// # Safety
     /// `to` can be written for [`LANES`] elements.
     unsafe fn narrow(values: [__m256; 2], to: *mut Self);
@@ -65,21 +44,6 @@ impl Wide for f32 {
     unsafe fn half_of<const ODD: bool>(dwords: __m256i) -> __m256 {
         // SAFETY: the processor has it.
         unsafe { _mm256_castsi256_ps(dwords) }
-    }
-
-    #[inline(always)]
-    fn apart(stride: usize) -> usize {
-        stride
-    }
-
-    #[inline(always)]
-    unsafe fn numbers<const M: usize>(
-        from: *const Self,
-        _: usize,
-        _: usize,
-        _: &mut Room<M>,
-    ) -> *const f32 {
-        from
     }
 
     #[inline(always)]
@@ -119,39 +83,6 @@ impl Wide for Bf16 {
                 _mm256_slli_epi32::<16>(pairs)
             })
         }
-    }
-
-    #[inline(always)]
-    fn apart(_: usize) -> usize {
-        CHUNK
-    }
-
-    #[inline(always)]
-    unsafe fn numbers<const M: usize>(
-        from: *const Self,
-        stride: usize,
-        count: usize,
-        room: &mut Room<M>,
-    ) -> *const f32 {
-        for (r, row) in room.iter_mut().enumerate() {
-            for at in (0..count).step_by(HALF_LANES) {
-                // SAFETY: inside the row, and the room: whole vectors fit.
-                unsafe {
-                    let (from, left) = (from.add(r * stride + at), count - at);
-                    let words = if left < HALF_LANES {
-                        let mut last = [Self::default(); HALF_LANES];
-                        std::ptr::copy_nonoverlapping(from, last.as_mut_ptr(), left);
-                        _mm_loadu_si128(last.as_ptr().cast())
-                    } else {
-                        _mm_loadu_si128(from.cast())
-                    };
-                    let numbers = _mm256_slli_epi32::<16>(_mm256_cvtepu16_epi32(words));
-                    let to = row.as_mut_ptr().add(at);
-                    _mm256_storeu_si256(to.cast(), numbers);
-                }
-            }
-        }
-        room.as_ptr().cast()
     }
 
     #[inline(always)]
@@ -196,23 +127,20 @@ pub(super) fn again<T>(mut address: *const T) -> *const T {
 }
 
 /// Where rows' numbers are.
-pub(super) trait Numbers {
-    /// Floats between those of two rows, which are `apart` unless it is known better.
-    fn row<const M: usize>(apart: usize) -> usize;
-    /// Floats from a position to the next.
+trait Numbers {
+    /// Floats between those of two rows.
+    const ROW: usize;
+    /// Floats from a position to the next, of `M` rows.
     fn position<const M: usize>() -> usize;
 }
 
-/// A row's numbers side by side.
-pub(super) struct ByRow;
+/// Each row's [`BLOCK`] side by side.
+struct ByRow;
 /// As [`Kernel::arrange`](crate::tile::Kernel::arrange) leaves them.
-pub(super) struct Arranged;
+struct Arranged;
 
 impl Numbers for ByRow {
-    #[inline(always)]
-    fn row<const M: usize>(apart: usize) -> usize {
-        apart
-    }
+    const ROW: usize = BLOCK;
     #[inline(always)]
     fn position<const M: usize>() -> usize {
         1
@@ -220,10 +148,7 @@ impl Numbers for ByRow {
 }
 
 impl Numbers for Arranged {
-    #[inline(always)]
-    fn row<const M: usize>(_: usize) -> usize {
-        1
-    }
+    const ROW: usize = 1;
     #[inline(always)]
     fn position<const M: usize>() -> usize {
         M
@@ -236,8 +161,8 @@ impl Numbers for Arranged {
 /// # Safety
 /// Every row has a number there, and every column [`LANES`] pairs.
 #[inline(always)]
-unsafe fn add<E: Wide, const ODD: bool, const M: usize, const C: usize>(
-    (numbers, apart): (*const f32, usize),
+unsafe fn add<E: Wide, N: Numbers, const ODD: bool, const M: usize, const C: usize>(
+    numbers: *const f32,
     columns: &[*const E; C],
     sums: &mut Sums<M, C>,
 ) {
@@ -250,7 +175,7 @@ unsafe fn add<E: Wide, const ODD: bool, const M: usize, const C: usize>(
                 weights[1] = E::every_other::<ODD>(column.add(HALF_LANES * E::PAIR));
             }
             for (r, sums) in sums.iter_mut().enumerate() {
-                let x = _mm256_broadcast_ss(&*numbers.add(r * apart));
+                let x = _mm256_broadcast_ss(&*numbers.add(r * N::ROW));
                 for (sums, weights) in sums.iter_mut().zip(&weights) {
                     sums[0] = _mm256_fmadd_ps(x, weights[0], sums[0]);
                     sums[1] = _mm256_fmadd_ps(x, weights[1], sums[1]);
@@ -259,7 +184,7 @@ unsafe fn add<E: Wide, const ODD: bool, const M: usize, const C: usize>(
         } else {
             let mut x = [_mm256_setzero_ps(); M];
             for (r, x) in x.iter_mut().enumerate() {
-                *x = _mm256_broadcast_ss(&*numbers.add(r * apart));
+                *x = _mm256_broadcast_ss(&*numbers.add(r * N::ROW));
             }
             for (c, column) in columns.iter().enumerate() {
                 for half in 0..2 {
@@ -281,14 +206,13 @@ unsafe fn add<E: Wide, const ODD: bool, const M: usize, const C: usize>(
 /// Rows and columns have as many pairs, the output has room; the processor has the instructions.
 #[target_feature(enable = "avx2,fma")]
 unsafe fn add_runs<E: Wide, N: Numbers, const M: usize, const C: usize, const LINES: usize>(
-    (mut numbers, apart): (*const f32, usize),
+    mut numbers: *const f32,
     (runs, pairs, pitch): (&[[*const E; C]], usize, usize),
     ahead: *const E,
     (out, width): (*mut f32, usize),
 ) {
     // SAFETY: the contract; a prefetch of a wrong address does nothing.
     unsafe {
-        let apart = N::row::<M>(apart);
         let mut sums = [[[_mm256_setzero_ps(); 2]; C]; M];
         for (r, sums) in sums.iter_mut().enumerate() {
             for (at, sum) in sums.as_flattened_mut().iter_mut().enumerate() {
@@ -310,13 +234,13 @@ unsafe fn add_runs<E: Wide, N: Numbers, const M: usize, const C: usize, const LI
                         _mm_prefetch::<_MM_HINT_T0>(ahead.cast());
                     }
                 }
-                add::<E, false, M, C>((numbers, apart), &here, &mut sums);
+                add::<E, N, false, M, C>(numbers, &here, &mut sums);
                 if E::PAIR == 2 {
                     for here in &mut here {
                         *here = again(*here);
                     }
                     let odd = numbers.add(N::position::<M>());
-                    add::<E, true, M, C>((odd, apart), &here, &mut sums);
+                    add::<E, N, true, M, C>(odd, &here, &mut sums);
                 }
                 numbers = numbers.add(E::PAIR * N::position::<M>());
             }
@@ -336,7 +260,7 @@ unsafe fn add_runs<E: Wide, N: Numbers, const M: usize, const C: usize, const LI
 /// As of [`add_runs`].
 #[inline(never)]
 unsafe fn pass<E: Wide, N: Numbers, const M: usize, const C: usize, const LINES: usize>(
-    numbers: (*const f32, usize),
+    numbers: *const f32,
     columns: (&[[*const E; C]], usize, usize),
     ahead: *const E,
     out: (*mut f32, usize),
@@ -362,7 +286,7 @@ pub(super) unsafe fn tile<E: Wide, const M: usize, const C: usize, const LINES: 
         let halves = [panel, panel.add(LANES * E::PAIR)];
         let (pairs, pitch) = (k / E::PAIR, NR * E::PAIR);
         for (index, columns) in halves.as_chunks::<C>().0.iter().enumerate() {
-            let (numbers, runs) = ((numbers, 1), (std::slice::from_ref(columns), pairs, pitch));
+            let runs = (std::slice::from_ref(columns), pairs, pitch);
             let out = (out.add(index * C * LANES), NR);
             if LINES == 1 && index == 0 {
                 pass::<E, Arranged, M, C, 1>(numbers, runs, ahead, out);
@@ -382,7 +306,7 @@ pub(super) unsafe fn tile<E: Wide, const M: usize, const C: usize, const LINES: 
 /// As [`Kernel::scores`](crate::tile::Kernel::scores), of `M` queries; `C` divides the number of groups.
 #[inline(always)]
 pub(super) unsafe fn scores<E: Wide, const M: usize, const C: usize>(
-    queries: *const E,
+    queries: *const f32,
     keys: &[*const E],
     dim: usize,
     out: *mut f32,
@@ -390,19 +314,10 @@ pub(super) unsafe fn scores<E: Wide, const M: usize, const C: usize>(
     // SAFETY: the contract.
     unsafe {
         out.write_bytes(0, M * BLOCK);
-        let mut room: Room<M> = [[MaybeUninit::uninit(); CHUNK]; M];
-        for first in (0..dim).step_by(CHUNK) {
-            let count = CHUNK.min(dim - first);
-            let numbers = E::numbers(queries.add(first), dim, count, &mut room);
-            for (index, keys) in keys.as_chunks::<C>().0.iter().enumerate() {
-                let mut here = *keys;
-                for here in &mut here {
-                    *here = here.add(first * GROUP);
-                }
-                let runs = (&[here][..], count / E::PAIR, GROUP * E::PAIR);
-                let (numbers, out) = ((numbers, E::apart(dim)), out.add(index * C * LANES));
-                pass::<E, ByRow, M, C, 0>(numbers, runs, queries, (out, BLOCK));
-            }
+        for (index, keys) in keys.as_chunks::<C>().0.iter().enumerate() {
+            let runs = (std::slice::from_ref(keys), dim / E::PAIR, GROUP * E::PAIR);
+            let out = (out.add(index * C * LANES), BLOCK);
+            pass::<E, Arranged, M, C, 0>(queries, runs, keys[0], out);
         }
     }
 }
@@ -413,7 +328,7 @@ pub(super) unsafe fn scores<E: Wide, const M: usize, const C: usize>(
 /// As [`Kernel::mix`](crate::tile::Kernel::mix), of `M` rows.
 #[inline(always)]
 pub(super) unsafe fn mix<E: Wide, const M: usize, const C: usize>(
-    weights: *const E,
+    weights: *const f32,
     values: &[*const E],
     (dim, column): (usize, usize),
     decay: &[f32],
@@ -429,16 +344,13 @@ pub(super) unsafe fn mix<E: Wide, const M: usize, const C: usize>(
                 _mm256_storeu_ps(to, _mm256_mul_ps(_mm256_loadu_ps(to), decay));
             }
         }
-        let mut room: Room<M> = [[MaybeUninit::uninit(); CHUNK]; M];
-        let numbers = E::numbers(weights, BLOCK, values.len() * GROUP, &mut room);
-        let mut runs = [[weights; C]; GROUPS];
+        let mut runs = [[values[0]; C]; GROUPS];
         for (columns, values) in runs.iter_mut().zip(values) {
             for (c, start) in columns.iter_mut().enumerate() {
                 *start = values.add((column + c * LANES) * E::PAIR);
             }
         }
         let runs = (&runs[..values.len()], GROUP / E::PAIR, dim * E::PAIR);
-        let numbers = (numbers, E::apart(BLOCK));
-        pass::<E, ByRow, M, C, 0>(numbers, runs, weights, (out, dim));
+        pass::<E, ByRow, M, C, 0>(weights, runs, values[0], (out, dim));
     }
 }
