@@ -14,7 +14,7 @@ use crate::tile::{Ahead, Kernel, MAX_ROWS, Outputs, Tile, tile_height};
 use crate::vector::Vector;
 
 /// Rows that one piece of work computes with a panel: their activations stay in the second-level cache from panel to panel.
-const BLOCK_ROWS: usize = 192;
+const BLOCK_ROWS: usize = 96;
 
 /// Inner positions, about, that tiles compute one after the other: their part of the panel stays in the first cache.
 const CHUNK: usize = 192;

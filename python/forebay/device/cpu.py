@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
-import mmap
 import os
 import sys
 import time
@@ -26,6 +24,7 @@ from forebay.runner.kv_pool import KvPool
 from forebay.runner.slots import SlotTables
 from forebay.weights.config import ModelConfig
 from forebay.weights.errors import ModelError
+from forebay.weights.memory import fresh
 from forebay.weights.quantization import PLAIN
 
 
@@ -58,15 +57,7 @@ class CpuDevice:
         return min(_host_available(), _cgroup_available())
 
     def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        # torch.zeros writes its zeros: seconds for a pool of gigabytes, and all of it resident from the start. The
-        # kernel's own zero pages cost nothing until somebody writes there.
-        size = math.prod(shape) * dtype.itemsize
-        mapped = mmap.mmap(-1, max(1, size), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        if hasattr(mmap, "MADV_HUGEPAGE"):
-            # Attention reads a pool all over: with small pages it waits for the page tables as well.
-            with contextlib.suppress(OSError):
-                mapped.madvise(mmap.MADV_HUGEPAGE)
-        return torch.frombuffer(mapped, dtype=dtype, count=math.prod(shape)).view(shape)
+        return fresh(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
 
     def attention(self) -> AttentionBackend:
         return CpuAttention()

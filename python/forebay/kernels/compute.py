@@ -22,12 +22,13 @@ from forebay.kernels.library import (
     library,
     open_mp,
 )
-from forebay.kernels.packing import Packing, head_packing, linear_packing
+from forebay.kernels.packing import Packing, head_packing, linear_packing, packings
 from forebay.layers.decoder import Decoder
 from forebay.layers.linear import Linear
 from forebay.layers.norm import RMSNorm
 from forebay.runner.slots import PlanError
 from forebay.weights.config import ModelConfig
+from forebay.weights.memory import Arena
 from forebay.weights.quantization import INT8
 
 if TYPE_CHECKING:
@@ -84,6 +85,7 @@ class NativeCompute:
         self.times = np.zeros(0, np.uint64)
         """Nanoseconds that steps took for each of `PARTS`, once `watch` was called."""
         self._vocabulary = model.config.vocab_size
+        self._room = Arena(packing.nbytes for packing in packings(model) if packing.name not in model.params.packed)
         # It knows the matrices as well, and none of them would be freed as long as it does.
         self._params.forget()
         # Everything that the description points to.
@@ -194,7 +196,7 @@ class NativeCompute:
         if packed is None:
             if weight.is_meta:
                 raise ValueError(f"{name} is neither loaded nor packed")
-            packed = self._params.packed[name] = torch.empty(room, dtype=dtype)
+            packed = self._params.packed[name] = self._room.take((room,), dtype)
             self._pack(weight.contiguous(), packing, packed)
         if (packed.shape, packed.dtype) != ((room,), dtype):
             # The kernels would read beyond its end.

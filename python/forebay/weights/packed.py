@@ -1,7 +1,7 @@
 """Weights as they are computed with, kept on disk from one start to the next.
 
-A file is safetensors, so that any tool can look into it. It is read into memory of its own, not mapped: what the
-allocator gets can lie in huge pages, and a step that reads all weights from 4 KiB pages of a mapping is slower.
+A file is safetensors, so that any tool can look into it. It is read into memory of its own, not mapped: that can lie in
+large pages, and a step that reads all weights from 4 KiB pages of a mapping is slower.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import torch
 
 from forebay.weights.cache import atomic_file
+from forebay.weights.memory import Arena
 
 __all__ = ["PackedFile", "content_key"]
 
@@ -116,9 +117,9 @@ class PackedFile:
         places = self._found.places
         try:
             _check(into, places)
-            others = {
-                name: torch.empty(place.shape, dtype=place.dtype) for name, place in places.items() if name not in into
-            }
+            missing = {name: place for name, place in places.items() if name not in into}
+            room = Arena(place.nbytes for place in missing.values())
+            others = {name: room.take(place.shape, place.dtype) for name, place in missing.items()}
             everything = {**into, **others}
             _read_all(self.path, [(everything[name], place.offset) for name, place in places.items()], report)
         except (OSError, _DamagedError) as error:
