@@ -125,7 +125,7 @@ impl Vector for Zmm {
 }
 
 /// Queries up to which four groups of keys, or vectors of a head, have room in registers at a time; of more there are two.
-const FEW: usize = 6;
+const FEW_QUERIES: usize = 6;
 
 /// Calls the function for as many rows, the last one if there are more; `$second` is its second constant.
 macro_rules! dispatch {
@@ -253,7 +253,7 @@ macro_rules! kernel {
                 ) {
                     let out = out.as_flattened_mut().as_mut_ptr();
                     unsafe {
-                        if rows <= FEW {
+                        if rows <= FEW_QUERIES {
                             dispatch!(rows, scored(queries, keys, dim, out), GROUPS, 1 2 3 4 5 | 6);
                             return;
                         }
@@ -273,11 +273,11 @@ macro_rules! kernel {
                     decay: &[f32; MAX_ROWS],
                     out: *mut f32,
                 ) {
-                    let width = if rows <= FEW { 4 * LANES } else { 2 * LANES };
+                    let width = if rows <= FEW_QUERIES { 4 * LANES } else { 2 * LANES };
                     let wide = dim / width * width;
                     unsafe {
                         for column in (0..wide).step_by(width) {
-                            if rows <= FEW {
+                            if rows <= FEW_QUERIES {
                                 dispatch!(rows, mixed(weights, values, (dim, column), decay, out), 4,
                                                                                 1 2 3 4 5 | 6);
                             } else {

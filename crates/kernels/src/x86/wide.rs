@@ -3,6 +3,7 @@
 //! A vector of weights becomes two of `f32`, once for all rows of a tile. The rows' own numbers are `f32` already, once for all panels. Products
 //! are exact, and sums are taken pair by pair, the even one first.
 
+use std::arch::asm;
 use std::arch::x86_64::*;
 
 use crate::element::Element;
@@ -90,35 +91,73 @@ pub(super) unsafe fn store<E: Wide>(values: __m512, to: *mut E) {
     unsafe { E::narrow(values, to) }
 }
 
-/// Adds each row's number times the columns to the row's sums. Numbers are `apart` floats apart.
+/// Adds a number times the columns to the sums. The number is that of row `R`, of rows that are `APART` floats apart.
+///
+/// Two columns take it from memory as they multiply, which the compiler does only for a number that is used once: an instruction less a
+/// row, of which a processor that shares its core with another one has few.
 ///
 /// # Safety
-/// There is a number of each row.
-#[inline(always)]
-unsafe fn add<const M: usize, const C: usize>(
-    (numbers, apart): (*const f32, usize),
-    columns: [__m512; C],
-    sums: &mut [[__m512; C]; M],
+/// There is such a number.
+#[inline]
+#[target_feature(enable = "avx512f")]
+unsafe fn add_row<const R: usize, const APART: usize, const C: usize>(
+    numbers: *const f32,
+    columns: &[__m512; C],
+    sums: &mut [__m512; C],
 ) {
-    for (r, sums) in sums.iter_mut().enumerate() {
-        // SAFETY: the contract.
-        let x = unsafe { _mm512_set1_ps(*numbers.add(r * apart)) };
-        for (sum, column) in sums.iter_mut().zip(columns) {
-            // SAFETY: the processor has it.
-            *sum = unsafe { _mm512_fmadd_ps(x, column, *sum) };
+    // SAFETY: the contract.
+    unsafe {
+        if C == 2 {
+            for (sum, column) in sums.iter_mut().zip(columns) {
+                asm!(
+                    "vfmadd231ps {sum}, {column}, dword ptr [{numbers} + {at}]{{1to16}}",
+                    sum = inout(zmm_reg) *sum,
+                    column = in(zmm_reg) *column,
+                    numbers = in(reg) numbers,
+                    at = const R * APART * size_of::<f32>(),
+                    options(pure, readonly, nostack, preserves_flags)
+                );
+            }
+        } else {
+            let x = _mm512_set1_ps(*numbers.add(R * APART));
+            for (sum, column) in sums.iter_mut().zip(columns) {
+                *sum = _mm512_fmadd_ps(x, *column, *sum);
+            }
         }
     }
 }
 
+/// Adds each row's number times the columns to the row's sums. Numbers are `APART` floats apart.
+///
+/// # Safety
+/// There is a number of each row.
+#[inline(always)]
+unsafe fn add<const M: usize, const APART: usize, const C: usize>(
+    numbers: *const f32,
+    columns: [__m512; C],
+    sums: &mut [[__m512; C]; M],
+) {
+    macro_rules! rows {
+        ($($row:literal)*) => {
+            // SAFETY: the contract.
+            $(if $row < M {
+                unsafe { add_row::<$row, APART, C>(numbers, &columns, &mut sums[$row]) };
+            })*
+        };
+    }
+    const { assert!(M <= 12, "every row is named") };
+    rows!(0 1 2 3 4 5 6 7 8 9 10 11);
+}
+
 /// Adds a pair of each row's numbers times the pairs of `columns`: even ones, then odd ones, for lack of registers for both at a time. Odd numbers
-/// are `odd` floats behind even ones, and those of rows `apart` floats apart.
+/// are `odd` floats behind even ones, and those of rows `APART` floats apart.
 ///
 /// # Safety
 /// There is a pair of each row; every column has [`LANES`] pairs.
 #[inline(always)]
-unsafe fn add_pair<E: Wide, const M: usize, const C: usize>(
+unsafe fn add_pair<E: Wide, const M: usize, const APART: usize, const C: usize>(
     numbers: *const f32,
-    (apart, odd): (usize, usize),
+    odd: usize,
     columns: [*const E; C],
     sums: &mut [[__m512; C]; M],
 ) {
@@ -129,11 +168,11 @@ unsafe fn add_pair<E: Wide, const M: usize, const C: usize>(
         for (here, column) in here.iter_mut().zip(&columns) {
             *here = E::every_other::<false>(*column);
         }
-        add((numbers, apart), here, sums);
+        add::<M, APART, C>(numbers, here, sums);
         for (here, column) in here.iter_mut().zip(&columns) {
             *here = E::every_other::<true>(*column);
         }
-        add((numbers.add(odd), apart), here, sums);
+        add::<M, APART, C>(numbers.add(odd), here, sums);
     }
 }
 
@@ -192,7 +231,7 @@ pub(super) unsafe fn tile<E: Wide, const M: usize, const LINES: usize>(
             let at = inner * NR;
             begin_to_load::<E, LINES>(ahead, at);
             let halves = [panel.add(at), panel.add(at + LANES * E::PAIR)];
-            add_pair(numbers.add(inner * M), (1, M), halves, &mut sums);
+            add_pair::<E, M, 1, 2>(numbers.add(inner * M), M, halves, &mut sums);
         }
         keep(&sums, out);
     }
@@ -214,7 +253,7 @@ pub(super) unsafe fn scores<E: Wide, const M: usize, const G: usize>(
             for group in &mut groups {
                 *group = group.add(inner * GROUP);
             }
-            add_pair(queries.add(inner * M), (1, M), groups, &mut sums);
+            add_pair::<E, M, 1, G>(queries.add(inner * M), M, groups, &mut sums);
         }
         keep_columns(&sums, out, BLOCK);
     }
@@ -241,7 +280,7 @@ pub(super) unsafe fn mix<E: Wide, const M: usize, const C: usize>(
                     *column = row.add(c * LANES * E::PAIR);
                 }
                 let weights = weights.add(group * GROUP + position);
-                add_pair(weights, (BLOCK, 1), columns, &mut sums);
+                add_pair::<E, M, BLOCK, C>(weights, 1, columns, &mut sums);
             }
         }
         keep_columns(&sums, out, dim);
