@@ -65,6 +65,15 @@ def runner(directory: str, threads: int) -> ModelRunner:
     return made
 
 
+def prepared(made: ModelRunner, threads: int) -> NativeCompute:
+    """Its matrices packed, and every slot filled up to the context."""
+    compute = NativeCompute(made.decoder, made.tables, made.kv, made.prompts, threads)
+    for slot in range(SLOTS):
+        one = np.array([slot])
+        compute.greedy(Rows(one, np.zeros(1, np.int64), np.full(1, CONTEXT + 1), np.zeros(1, np.int64)))
+    return compute
+
+
 Product = Callable[[int], None]
 
 
@@ -99,6 +108,14 @@ def timed(work: Callable[[], object]) -> float:
     return (time.perf_counter() - started) * 1e3
 
 
+def parts(compute: NativeCompute, step: Rows) -> dict[str, float]:
+    """Milliseconds of a step and its parts."""
+    compute.watch()
+    found = {"step": timed(lambda: compute.greedy(step))}
+    found.update(zip(PARTS, (float(part) / 1e6 for part in compute.times), strict=True))
+    return found
+
+
 Measured = dict[str, list[float]]
 """Milliseconds of each part, by the kernels and (`onednn ...`) by oneDNN; one number a round."""
 
@@ -114,10 +131,7 @@ def measure(case: Case, compute: NativeCompute, others: dict[str, list[Product]]
     step = case.step()
     found: Measured = {}
     for turn in range(rounds + 1):
-        ours = {}
-        compute.watch()
-        ours["step"] = timed(lambda: compute.greedy(step))
-        ours.update(zip(PARTS, (float(time_) / 1e6 for time_ in compute.times), strict=True))
+        ours = parts(compute, step)
         for name, products in others.items():
             count = case.rows if name == "head" else case.rows * case.length
             ours[f"onednn {name}"] = timed(partial(all_of, products, count))
@@ -159,10 +173,7 @@ def main() -> None:
         matrices = weights(made)
         operations = {name: 2.0 * sum(weight.numel() for weight in list_) for name, list_ in matrices.items()}
         others = {name: [prepacked(weight) for weight in list_] for name, list_ in matrices.items()}
-        compute = NativeCompute(made.decoder, made.tables, made.kv, made.prompts, chosen.threads)
-        for slot in range(SLOTS):
-            one = np.array([slot])
-            compute.greedy(Rows(one, np.zeros(1, np.int64), np.full(1, CONTEXT + 1), np.zeros(1, np.int64)))
+        compute = prepared(made, chosen.threads)
         cases = [case for case in CASES if chosen.cases in case.name]
         results = [(case, measure(case, compute, {} if chosen.no_onednn else others, chosen.rounds)) for case in cases]
     print(table(results, operations))

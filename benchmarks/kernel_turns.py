@@ -2,6 +2,7 @@
 
     python -m benchmarks.kernel_turns --old /elsewhere/libforebay_kernels.so
     python -m benchmarks.kernel_turns --old-level avx512bf16
+    FOREBAY_KERNELS=avx2 python -m benchmarks.kernel_turns --old /elsewhere/libforebay_kernels.so
 
 Steps as in `cpu_parts`, without a server. Each side is a process of its own, with its library beside a copy of the
 package; single steps alternate, and both processes are started anew several times, since where their memory happens
@@ -21,14 +22,11 @@ import tempfile
 import time
 from pathlib import Path
 
-import numpy as np
 import torch
 
 import forebay
 from benchmarks import cpu_parts, models
-from forebay.kernels.compute import NativeCompute
 from forebay.kernels.library import NAME, PARTS
-from forebay.runner.compute import Rows
 
 READY = "ready"
 REST = 0.03
@@ -43,21 +41,11 @@ Measured = dict[str, float]
 def work(model: str, threads: int) -> None:
     """One side: computes the steps whose names it reads, and prints what they took."""
     with torch.inference_mode():
-        made = cpu_parts.runner(model, threads)
-        compute = NativeCompute(made.decoder, made.tables, made.kv, made.prompts, threads)
-        one, nothing = np.zeros(1, np.int64), np.zeros(1, np.int64)
-        for slot in range(cpu_parts.SLOTS):
-            compute.greedy(Rows(one + slot, nothing, one + cpu_parts.CONTEXT + 1, nothing))
+        compute = cpu_parts.prepared(cpu_parts.runner(model, threads), threads)
         steps = {case.name: case.step() for case in cpu_parts.CASES}
         print(READY, flush=True)
         for line in sys.stdin:
-            step = steps[line.strip()]
-            compute.watch()
-            started = time.perf_counter()
-            compute.greedy(step)
-            found = {"step": (time.perf_counter() - started) * 1e3}
-            found.update(zip(PARTS, (float(part) / 1e6 for part in compute.times), strict=True))
-            print(json.dumps(found), flush=True)
+            print(json.dumps(cpu_parts.parts(compute, steps[line.strip()])), flush=True)
 
 
 class Side:
@@ -143,6 +131,8 @@ def main() -> None:
     if chosen.work:
         work(chosen.model, chosen.threads)
         return
+    if chosen.rounds * chosen.starts < 2:
+        flags.error("one pair says nothing: --rounds or --starts has to be larger")
     cases = [case.name for case in cpu_parts.CASES if chosen.cases in case.name]
     arguments = ["--model", chosen.model, "--threads", str(chosen.threads)]
     package = Path(forebay.__file__).parent
