@@ -4,12 +4,14 @@
 //! are put together at the end (Dao et al. 2023): members share a long row by spans. Both are counted from the request's beginning. So
 //! a query's result depends on nothing but its own row: not on how its prompt was cut into chunks, nor on what is computed beside it.
 
+mod blocks;
+
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use crate::element::Element;
 use crate::math;
 use crate::pages::{Held, Ordered, Pool, Shape};
-use crate::tile::{BLOCK, GROUP, GROUPS, Kernel, LANES, MAX_ROWS, Scores, tile_height};
+use crate::tile::{BLOCK, Kernel, LANES, MAX_ROWS, tile_height};
 use crate::vector::Vector;
 
 /// Query rows (tokens times heads of a group) of a unit: they share a block while it is in the first cache.
@@ -215,16 +217,16 @@ impl<E: Element> Scratch<E> {
 }
 
 /// Attends a unit's queries, which are in the scratch, and writes their part of `out` `[rows, heads, head_dim]`, unless others of the same split
-/// have yet to end.
+/// have yet to end. `then`: the unit that comes after it.
 ///
 /// # Safety
-/// The unit lies within `out`; its pages are pages of the pool for every position that it looks at; nobody else writes its part of `out`, or
+/// The unit lies within `out`; both units' pages are pages of the pool for every position that they look at; nobody else writes its part of `out`, or
 /// the scratch.
 #[inline(always)]
 pub(crate) unsafe fn attend<E: Element, K: Kernel<E>>(
     shape: &Shape,
     shared: Shared<'_>,
-    unit: &Unit,
+    (unit, then): (&Unit, Option<&Unit>),
     pool: Pool<E>,
     out: *mut E,
     scratch: &mut Scratch<E>,
@@ -235,7 +237,7 @@ pub(crate) unsafe fn attend<E: Element, K: Kernel<E>>(
     for span in (unit.from..unit.until).step_by(SPAN) {
         let seeing = span.saturating_sub(unit.queries.position) * shape.group();
         // SAFETY: the contract.
-        unsafe { attend_span::<E, K>(shape, unit, span, pool, scratch) };
+        unsafe { blocks::attend::<E, K>(shape, (unit, then), span, pool, scratch) };
         if span == unit.from {
             std::mem::swap(&mut scratch.span, &mut scratch.sums);
             continue;
@@ -337,131 +339,6 @@ unsafe fn write<E: Element, K: Kernel<E>>(shape: &Shape, unit: &Unit, sums: &Sum
             }
         }
     }
-}
-
-/// Fills `scratch.span` with the sums over a span, of the queries that see something of it.
-#[inline(always)]
-unsafe fn attend_span<E: Element, K: Kernel<E>>(
-    shape: &Shape,
-    unit: &Unit,
-    span: usize,
-    pool: Pool<E>,
-    scratch: &mut Scratch<E>,
-) {
-    let (dim, padded, group) = (shape.head_dim, shape.padded(), shape.group());
-    let Queries { tokens, position, held, .. } = unit.queries;
-    let rows = tokens * group;
-    let end = unit.until.min(span + SPAN);
-    scratch.span.clear(span.saturating_sub(position) * group..unit.rows(shape), padded);
-    let height = tile_height(rows, K::ROWS);
-    let mut scores: Scores = [[0.0; BLOCK]; MAX_ROWS];
-    let scale = shape.scale * std::f32::consts::LOG2_E;
-    let blocks = (span..end).step_by(BLOCK);
-    for (first, head) in blocks.flat_map(|first| (0..unit.heads).map(move |head| (first, head))) {
-        let held = &Held { kv_head: held.kv_head + head, ..held };
-        let base = head * rows;
-        let groups = (end - first).div_ceil(GROUP).min(GROUPS);
-        let mut keys = [std::ptr::null(); GROUPS];
-        let mut values = [std::ptr::null(); GROUPS];
-        for group in 0..groups {
-            let first = first + group * GROUP;
-            let seen = (end - first).min(GROUP);
-            // SAFETY: pages are there for what is seen, by the contract of `attend`; what comes now is loaded early, the positions lying
-            // scattered over the pool.
-            unsafe {
-                (keys[group], values[group]) =
-                    pool.group::<K>(shape, held, (first, seen), &mut scratch.ordered, group);
-                pool.prefetch::<K>(shape, held, first, pool.values);
-            }
-        }
-        // Scores that nobody uses are computed of what is at hand.
-        let any = keys[0];
-        keys[groups..].fill(any);
-
-        // Of several heads, the processor itself fetches the next one's keys: they follow.
-        let next = if unit.heads == 1 { first + BLOCK } else { end };
-        let mut ahead = (next..end).step_by(GROUP).take(GROUPS);
-        for row in (0..rows).step_by(height) {
-            let count = height.min(rows - row);
-            let seen = |row: usize| (position + row / group + 1).saturating_sub(first).min(BLOCK);
-            // Queries before the block see nothing of it.
-            if seen(row + count - 1) == 0 {
-                continue;
-            }
-            // SAFETY: `count` rows of queries; groups of keys.
-            unsafe {
-                let queries = scratch.arranged.as_ptr().cast::<K::Number>();
-                K::scores(queries.add((base + row) * dim), count, &keys, dim, &mut scores);
-                for next in ahead.by_ref() {
-                    pool.prefetch::<K>(shape, held, next, pool.keys);
-                }
-            }
-            let weights = scratch.weights.as_mut_ptr().cast::<K::Number>();
-            let mut decay = [1.0f32; MAX_ROWS];
-            for r in 0..count {
-                // SAFETY: room for a tile's weights.
-                unsafe {
-                    decay[r] = soften::<E, K>(
-                        &scores[r],
-                        seen(row + r),
-                        scale,
-                        &mut scratch.span.largest[base + row + r],
-                        &mut scratch.span.total[base + row + r],
-                        weights.add(r * BLOCK),
-                    );
-                }
-            }
-            // SAFETY: `count` rows of weights and sums; groups of values.
-            unsafe {
-                let output = scratch.span.output.as_mut_ptr().add((base + row) * padded);
-                K::mix(weights, count, &values[..groups], padded, &decay, output);
-            }
-        }
-    }
-}
-
-/// One row's part of a softmax that is taken block by block: turns scores into weights relative to the largest so far, and gives the
-/// factor by which what was summed before has to shrink. Powers are of two: `scale` has the logarithm. Of a block of which nothing is `visible`, weights
-/// are zero and nothing shrinks.
-///
-/// # Safety
-/// `weights` has room for a block's.
-#[inline(always)]
-unsafe fn soften<E: Element, K: Kernel<E>>(
-    scores: &[f32; BLOCK],
-    visible: usize,
-    scale: f32,
-    largest: &mut f32,
-    total: &mut f32,
-    weights: *mut K::Number,
-) -> f32 {
-    let scale = K::Vector::splat(scale);
-    let mut groups = [scale; GROUPS];
-    for (group, scores) in groups.iter_mut().zip(scores.as_chunks::<GROUP>().0) {
-        // SAFETY: a whole vector.
-        *group = unsafe { K::Vector::load(scores.as_ptr()) }.mul(scale);
-    }
-    if visible < BLOCK {
-        for (at, group) in groups.iter_mut().enumerate() {
-            *group = group.only(visible.saturating_sub(at * GROUP).min(GROUP));
-        }
-    }
-    let before = *largest;
-    let block = groups[0].larger(groups[1]).larger(groups[2].larger(groups[3])).largest();
-    let now = if block > before { block } else { before };
-    // Whatever is relative to nothing at all is nothing.
-    let shift = K::Vector::splat(if visible == 0 { 0.0 } else { now });
-    let mut sum = K::Vector::splat(0.0);
-    for (at, group) in groups.iter().enumerate() {
-        let weight = math::exp2(group.sub(shift));
-        sum = sum.add(weight);
-        // SAFETY: room for a vector.
-        unsafe { K::number(weight, weights.add(at * GROUP)) };
-    }
-    let decay = if visible == 0 { 1.0 } else { math::exp2_of::<K::Vector>(before - now) };
-    *largest = now;
-    *total = *total * decay + sum.sum();
-    decay
 }
 
 #[cfg(test)]

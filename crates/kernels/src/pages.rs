@@ -10,9 +10,6 @@ use crate::math;
 use crate::tile::{GROUP, GROUPS, Kernel};
 use crate::vector::Vector;
 
-/// Bytes.
-const CACHE_LINE: usize = 64;
-
 /// Heads and their pages.
 #[derive(Clone, Copy)]
 pub(crate) struct Shape {
@@ -111,27 +108,49 @@ impl<E: Element> Pool<E> {
         }
     }
 
-    /// Begins to load the keys, or the values, of the group of positions that begins at `first`.
+    /// Begins to load the lines that [`Self::keep`] will write of an entry: one of `parts` parts of its keys' lines, and with the first one all of its
+    /// values'.
+    #[inline(always)]
+    pub(crate) fn expect<K: Kernel<E>>(
+        &self,
+        shape: &Shape,
+        (entry, kv_head): (usize, usize),
+        (part, parts): (usize, usize),
+    ) {
+        if shape.in_order() {
+            let (lane, dim) = (entry % GROUP, shape.head_dim);
+            let group = ((entry - lane) * shape.kv_heads + kv_head * GROUP) * dim;
+            let line = GROUP * E::PAIR;
+            for pair in (part..dim / E::PAIR).step_by(parts) {
+                K::prefetch(self.keys.wrapping_add(group + pair * line));
+            }
+            if part == 0 {
+                let values = group + lane / E::PAIR * dim * E::PAIR;
+                for at in (0..dim * E::PAIR).step_by(line) {
+                    K::prefetch(self.values.wrapping_add(values + at));
+                }
+            }
+        }
+    }
+
+    /// Where the keys of the group of positions that begins at `first` lie; nothing where they have to be put in order first.
     ///
     /// # Safety
     /// There is a page for `first`.
     #[inline(always)]
-    pub(crate) unsafe fn prefetch<K: Kernel<E>>(
+    pub(crate) unsafe fn keys_at(
         &self,
         shape: &Shape,
         held: &Held,
         first: usize,
-        from: *const E,
-    ) {
-        if shape.in_order() {
-            let size = GROUP * shape.head_dim;
-            // SAFETY: the contract.
-            let group = unsafe { held.entry(shape, first) } * shape.kv_heads * shape.head_dim
-                + held.kv_head * size;
-            for at in (0..size).step_by(CACHE_LINE / size_of::<E>()) {
-                K::prefetch(from.wrapping_add(group + at));
-            }
+    ) -> Option<*const E> {
+        if !shape.in_order() {
+            return None;
         }
+        // SAFETY: the contract.
+        let entry = unsafe { held.entry(shape, first) };
+        let at = (entry * shape.kv_heads + held.kv_head * GROUP) * shape.head_dim;
+        Some(self.keys.wrapping_add(at))
     }
 
     /// Keys and values of the group of positions that begins at `first`, of which the first `seen` count: the others' keys may be
@@ -163,14 +182,17 @@ impl<E: Element> Pool<E> {
                 }
                 // Whoever had the page before may have left what is not a number, which no weight makes nothing.
                 let values = std::slice::from_raw_parts(values, size);
-                for (pair, (to, from)) in ordered_values
-                    .chunks_exact_mut(dim * E::PAIR)
-                    .zip(values.chunks_exact(dim * E::PAIR))
-                    .enumerate()
+                let pairs = ordered_values.chunks_exact_mut(dim * E::PAIR);
+                for (pair, (to, from)) in pairs.zip(values.chunks_exact(dim * E::PAIR)).enumerate()
                 {
-                    let seen = seen.saturating_sub(pair * E::PAIR);
-                    for (at, (to, &from)) in to.iter_mut().zip(from).enumerate() {
-                        *to = if at % E::PAIR < seen { from } else { E::default() };
+                    match seen.saturating_sub(pair * E::PAIR) {
+                        0 => to.fill(E::default()),
+                        seen if seen >= E::PAIR => to.copy_from_slice(from),
+                        seen => {
+                            for (at, (to, &from)) in to.iter_mut().zip(from).enumerate() {
+                                *to = if at % E::PAIR < seen { from } else { E::default() };
+                            }
+                        }
                     }
                 }
                 return (keys, ordered_values.as_ptr());

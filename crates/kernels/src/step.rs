@@ -331,7 +331,8 @@ impl<E: Element> Step<'_, E> {
             if mine.is_empty() {
                 break;
             }
-            for unit in &shared.units[mine] {
+            for index in mine {
+                let (unit, then) = (&shared.units[index], shared.units.get(index + 1));
                 // SAFETY: a unit is taken by one member, and what it writes is its own; its pages were checked.
                 unsafe {
                     if self.decodes && unit.sees_itself() {
@@ -340,9 +341,10 @@ impl<E: Element> Step<'_, E> {
                             self.keep::<K>(layer, (unit.queries.token, kv_head), scratch);
                         }
                     }
-                    self.turn_queries::<K>(layer, unit, scratch);
+                    self.turn_queries::<K>(layer, (unit, then), scratch);
                     let out = self.attended;
-                    attention::attend::<E, K>(&self.shape, shared, unit, layer.pool, out, scratch);
+                    let units = (unit, then);
+                    attention::attend::<E, K>(&self.shape, shared, units, layer.pool, out, scratch);
                 }
             }
         }
@@ -353,11 +355,12 @@ impl<E: Element> Step<'_, E> {
     unsafe fn turn_queries<K: Kernel<E>>(
         &self,
         layer: &Layer<E>,
-        unit: &Unit,
+        (unit, then): (&Unit, Option<&Unit>),
         scratch: &mut Scratch<E>,
     ) {
         let Shape { heads, kv_heads, head_dim: dim, .. } = self.shape;
         let group = self.shape.group();
+        let expected = then.filter(|then| self.decodes && then.sees_itself());
         let together = unit.heads * group;
         let norm = layer.qk_norm.as_ref().map(|(norm, _)| norm.as_slice());
         for index in 0..unit.queries.tokens {
@@ -373,6 +376,15 @@ impl<E: Element> Step<'_, E> {
                     turn::<K::Vector>(&mut scratch.head, norm, self.eps, angles);
                     let to = &mut scratch.queries[(index * together + head) * dim..][..dim];
                     math::narrow::<E, K>(&scratch.head, to);
+                    if let Some(then) = expected {
+                        let entry = self.tokens[then.queries.token].entry;
+                        let kv_head = then.queries.held.kv_head + head / group;
+                        layer.pool.expect::<K>(
+                            &self.shape,
+                            (entry, kv_head),
+                            (head % group, group),
+                        );
+                    }
                 }
             }
         }

@@ -80,7 +80,7 @@ pub(crate) unsafe trait Kernel<E: Element>: 'static {
         out: *mut Outputs,
     );
 
-    /// `out[r] = queries[r] · keys` for `r < rows`.
+    /// `out[r] = queries[r] · keys` for `r < rows`. What is `ahead` begins to be loaded: as much as the keys, from addresses that need not be valid.
     ///
     /// # Safety
     /// `queries` are `dim` positions of `rows` rows, arranged; `keys` are groups of keys; `dim` is a multiple of `E::PAIR`; `1 <= rows <= Self::ROWS`.
@@ -88,11 +88,13 @@ pub(crate) unsafe trait Kernel<E: Element>: 'static {
         queries: *const Self::Number,
         rows: usize,
         keys: &[*const E; GROUPS],
+        ahead: &[*const E; GROUPS],
         dim: usize,
         out: &mut Scores,
     );
 
-    /// `out[r * dim ..][.. dim] = out[r * dim ..][.. dim] * decay[r] + weights[r] · values`, for `r < rows`.
+    /// `out[r * dim ..][.. dim] = out[r * dim ..][.. dim] * decay[r] + weights[r] · values`, for `r < rows`. What is `ahead` begins to be loaded: as much as the
+    /// values, from addresses that need not be valid.
     ///
     /// # Safety
     /// `weights` has `rows` rows of [`BLOCK`] numbers, `out` `rows` rows of `dim`; `values` are groups of values, `dim` wide; `dim` is a multiple of
@@ -101,6 +103,7 @@ pub(crate) unsafe trait Kernel<E: Element>: 'static {
         weights: *const Self::Number,
         rows: usize,
         values: &[*const E],
+        ahead: &[*const E; GROUPS],
         dim: usize,
         decay: &[f32; MAX_ROWS],
         out: *mut f32,
@@ -124,7 +127,7 @@ pub(crate) unsafe trait Kernel<E: Element>: 'static {
     /// `to` can be written for [`LANES`] elements.
     unsafe fn narrow(values: Self::Vector, to: *mut E);
 
-    /// Begins to load the cache line at `address`, which need not be valid.
+    /// Begins to load the cache line at `address`, which need not be valid, into the second cache.
     fn prefetch(address: *const E);
 }
 
@@ -172,6 +175,7 @@ unsafe impl<E: Element> Kernel<E> for Plain {
         queries: *const E,
         rows: usize,
         keys: &[*const E; GROUPS],
+        _: &[*const E; GROUPS],
         dim: usize,
         out: &mut Scores,
     ) {
@@ -191,6 +195,7 @@ unsafe impl<E: Element> Kernel<E> for Plain {
         weights: *const E,
         rows: usize,
         values: &[*const E],
+        _: &[*const E; GROUPS],
         dim: usize,
         decay: &[f32; MAX_ROWS],
         out: *mut f32,

@@ -181,21 +181,23 @@ macro_rules! kernel {
             unsafe fn scored<const M: usize, const G: usize>(
                 queries: *const $number,
                 keys: &[*const $element; G],
+                ahead: &[*const $element; G],
                 dim: usize,
                 out: *mut f32,
             ) {
-                unsafe { $loops::scores::<$element, M, G>(queries, keys, dim, out) }
+                unsafe { $loops::scores::<$element, M, G>(queries, keys, ahead, dim, out) }
             }
 
             #[target_feature(enable = $features)]
             unsafe fn mixed<const M: usize, const C: usize>(
                 weights: *const $number,
                 values: &[*const $element],
+                ahead: &[*const $element; GROUPS],
                 columns: (usize, usize),
                 decay: &[f32; MAX_ROWS],
                 out: *mut f32,
             ) {
-                unsafe { $loops::mix::<$element, M, C>(weights, values, columns, decay, out) }
+                unsafe { $loops::mix::<$element, M, C>(weights, values, ahead, columns, decay, out) }
             }
 
             // SAFETY: callers detect the features.
@@ -248,18 +250,20 @@ macro_rules! kernel {
                     queries: *const $number,
                     rows: usize,
                     keys: &[*const $element; GROUPS],
+                    ahead: &[*const $element; GROUPS],
                     dim: usize,
                     out: &mut Scores,
                 ) {
                     let out = out.as_flattened_mut().as_mut_ptr();
                     unsafe {
                         if rows <= FEW_QUERIES {
-                            dispatch!(rows, scored(queries, keys, dim, out), GROUPS, 1 2 3 4 5 | 6);
+                            dispatch!(rows, scored(queries, keys, ahead, dim, out), GROUPS, 1 2 3 4 5 | 6);
                             return;
                         }
-                        for (half, keys) in keys.as_chunks::<2>().0.iter().enumerate() {
+                        let ahead = ahead.as_chunks::<2>().0;
+                        for (half, (keys, ahead)) in keys.as_chunks::<2>().0.iter().zip(ahead).enumerate() {
                             let out = out.add(half * 2 * GROUP);
-                            dispatch!(rows, scored(queries, keys, dim, out), 2, 7 8 9 10 11 | 12);
+                            dispatch!(rows, scored(queries, keys, ahead, dim, out), 2, 7 8 9 10 11 | 12);
                         }
                     }
                 }
@@ -269,6 +273,7 @@ macro_rules! kernel {
                     weights: *const $number,
                     rows: usize,
                     values: &[*const $element],
+                    ahead: &[*const $element; GROUPS],
                     dim: usize,
                     decay: &[f32; MAX_ROWS],
                     out: *mut f32,
@@ -278,15 +283,15 @@ macro_rules! kernel {
                     unsafe {
                         for column in (0..wide).step_by(width) {
                             if rows <= FEW_QUERIES {
-                                dispatch!(rows, mixed(weights, values, (dim, column), decay, out), 4,
+                                dispatch!(rows, mixed(weights, values, ahead, (dim, column), decay, out), 4,
                                                                                 1 2 3 4 5 | 6);
                             } else {
-                                dispatch!(rows, mixed(weights, values, (dim, column), decay, out), 2,
+                                dispatch!(rows, mixed(weights, values, ahead, (dim, column), decay, out), 2,
                                                                             7 8 9 10 11 | 12);
                             }
                         }
                         for column in (wide..dim).step_by(LANES) {
-                            dispatch!(rows, mixed(weights, values, (dim, column), decay, out), 1,
+                            dispatch!(rows, mixed(weights, values, ahead, (dim, column), decay, out), 1,
                                                                 1 2 3 4 5 6 7 8 9 10 11 | 12);
                         }
                     }
@@ -318,7 +323,7 @@ macro_rules! kernel {
                 #[inline(always)]
                 fn prefetch(address: *const $element) {
                     // SAFETY: a prefetch of a wrong address does nothing.
-                    unsafe { _mm_prefetch::<_MM_HINT_T0>(address.cast()) };
+                    unsafe { _mm_prefetch::<_MM_HINT_T1>(address.cast()) };
                 }
             }
         };

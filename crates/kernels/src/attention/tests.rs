@@ -51,7 +51,8 @@ fn check<E: Element, K: Kernel<E>>(sizes: &Sizes, bound: f64) {
     // Twice, as a second layer would.
     for _ in 0..2 {
         out.fill(E::default());
-        for unit in shared.units {
+        for (index, unit) in shared.units.iter().enumerate() {
+            let units = (unit, shared.units.get(index + 1));
             let together = unit.heads * shape.group();
             for index in 0..unit.queries.tokens {
                 let first = unit.queries.held.kv_head * shape.group();
@@ -60,7 +61,7 @@ fn check<E: Element, K: Kernel<E>>(sizes: &Sizes, bound: f64) {
                     .copy_from_slice(&q[from..][..together * dim]);
             }
             // SAFETY: a unit of these queries; every position has a page.
-            unsafe { attend::<E, K>(&shape, shared, unit, pool, out.as_mut_ptr(), &mut scratch) };
+            unsafe { attend::<E, K>(&shape, shared, units, pool, out.as_mut_ptr(), &mut scratch) };
         }
     }
     let dot = |a: &[E], b: &[E]| -> f64 {

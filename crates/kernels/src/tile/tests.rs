@@ -107,7 +107,8 @@ fn check_attention<E: Element, K: Kernel<E>>(
         let queries = arranged::<E, K>(queries, rows, dim);
         // SAFETY: queries and groups of the sizes given.
         unsafe {
-            K::scores(queries.as_ptr(), rows, &std::array::from_fn(group), dim, &mut scores);
+            let groups = std::array::from_fn(group);
+            K::scores(queries.as_ptr(), rows, &groups, &groups, dim, &mut scores);
         }
         scores
     };
@@ -141,10 +142,12 @@ fn check_attention<E: Element, K: Kernel<E>>(
     unsafe {
         let values: Vec<*const E> =
             (0..groups).map(|group| values[group * GROUP * padded..].as_ptr()).collect();
-        K::mix(weights_at, rows, &values, padded, &decay, out.as_mut_ptr());
+        let ahead = [std::ptr::null(); GROUPS];
+        K::mix(weights_at, rows, &values, &ahead, padded, &decay, out.as_mut_ptr());
         for r in 0..rows {
             let (weights, out) = (weights_at.add(r * BLOCK), &mut alone[r * padded..]);
-            K::mix(weights, 1, &values, padded, &[decay[r]; MAX_ROWS], out.as_mut_ptr());
+            let decay = [decay[r]; MAX_ROWS];
+            K::mix(weights, 1, &values, &ahead, padded, &decay, out.as_mut_ptr());
         }
     }
     assert_eq!(out, alone, "whatever is computed beside it");

@@ -47,11 +47,14 @@ unsafe fn tiles<E: Wide, const M: usize, const C: usize, const LINES: usize>(
 unsafe fn scored<E: Wide, const M: usize, const C: usize, const G: usize>(
     queries: *const f32,
     keys: &[*const E; G],
+    ahead: &[*const E; G],
     dim: usize,
     out: &mut Scores,
 ) {
     // SAFETY: the contract of `Kernel::scores`.
-    unsafe { loops::scores::<E, M, C>(queries, keys, dim, out.as_flattened_mut().as_mut_ptr()) }
+    unsafe {
+        loops::scores::<E, M, C>(queries, (keys, ahead), dim, out.as_flattened_mut().as_mut_ptr())
+    }
 }
 
 /// `C` vectors of `M` rows of the output, from `column` on.
@@ -59,12 +62,13 @@ unsafe fn scored<E: Wide, const M: usize, const C: usize, const G: usize>(
 unsafe fn mixed<E: Wide, const M: usize, const C: usize, const Q: usize>(
     weights: *const f32,
     values: &[*const E],
+    ahead: &[*const E; GROUPS],
     columns: (usize, usize),
     decay: &[f32; Q],
     out: *mut f32,
 ) {
     // SAFETY: the contract of `Kernel::mix`.
-    unsafe { loops::mix::<E, M, C>(weights, values, columns, decay, out) }
+    unsafe { loops::mix::<E, M, C>(weights, (values, ahead), columns, decay, out) }
 }
 
 // SAFETY (of every block): callers detect the features, and give what the trait wants.
@@ -115,11 +119,12 @@ unsafe impl<E: Wide> Kernel<E> for Avx2 {
         queries: *const f32,
         rows: usize,
         keys: &[*const E; GROUPS],
+        ahead: &[*const E; GROUPS],
         dim: usize,
         out: &mut Scores,
     ) {
         unsafe {
-            dispatch!(rows, scored(queries, keys, dim, out), GROUPS, 1 4, 2 2, 3 1, 4 1, 5 1 | 6 1)
+            dispatch!(rows, scored(queries, keys, ahead, dim, out), GROUPS, 1 4, 2 2, 3 1, 4 1, 5 1 | 6 1)
         }
     }
 
@@ -128,6 +133,7 @@ unsafe impl<E: Wide> Kernel<E> for Avx2 {
         weights: *const f32,
         rows: usize,
         values: &[*const E],
+        ahead: &[*const E; GROUPS],
         dim: usize,
         decay: &[f32; MAX_ROWS],
         out: *mut f32,
@@ -140,11 +146,11 @@ unsafe impl<E: Wide> Kernel<E> for Avx2 {
         let wide = dim / width * width;
         unsafe {
             for column in (0..wide).step_by(width) {
-                dispatch!(rows, mixed(weights, values, (dim, column), decay, out), MAX_ROWS,
+                dispatch!(rows, mixed(weights, values, ahead, (dim, column), decay, out), MAX_ROWS,
                                                             1 4, 2 2, 3 1, 4 1, 5 1 | 6 1);
             }
             for column in (wide..dim).step_by(LANES) {
-                dispatch!(rows, mixed(weights, values, (dim, column), decay, out), MAX_ROWS,
+                dispatch!(rows, mixed(weights, values, ahead, (dim, column), decay, out), MAX_ROWS,
                                                             1 1 | 2 1);
             }
         }
@@ -175,7 +181,7 @@ unsafe impl<E: Wide> Kernel<E> for Avx2 {
     #[inline(always)]
     fn prefetch(address: *const E) {
         // SAFETY: a prefetch of a wrong address does nothing.
-        unsafe { _mm_prefetch::<_MM_HINT_T0>(address.cast()) };
+        unsafe { _mm_prefetch::<_MM_HINT_T1>(address.cast()) };
     }
 }
 

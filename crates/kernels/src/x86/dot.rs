@@ -4,7 +4,7 @@ use std::arch::x86_64::*;
 
 use crate::element::{Bf16, Element};
 use crate::pack::NR;
-use crate::tile::{BLOCK, GROUP, LANES, MAX_ROWS, Outputs};
+use crate::tile::{BLOCK, GROUP, GROUPS, LANES, MAX_ROWS, Outputs};
 use crate::x86::sums::{begin_to_load, decayed, keep, keep_columns, start};
 
 /// Elements as the loops want them: [`LANES`] dwords in a vector, a dword being a group of `PAIR` elements.
@@ -139,6 +139,7 @@ pub(super) unsafe fn tile<E: Dot, const M: usize, const LINES: usize>(
 pub(super) unsafe fn scores<E: Dot, const M: usize, const G: usize>(
     queries: *const E,
     keys: &[*const E; G],
+    ahead: &[*const E; G],
     dim: usize,
     out: *mut f32,
 ) {
@@ -147,8 +148,9 @@ pub(super) unsafe fn scores<E: Dot, const M: usize, const G: usize>(
         let mut sums = [[_mm512_setzero_ps(); G]; M];
         for inner in (0..dim).step_by(E::PAIR) {
             let mut groups = [_mm512_setzero_ps(); G];
-            for (group, keys) in groups.iter_mut().zip(keys) {
+            for (group, (keys, ahead)) in groups.iter_mut().zip(keys.iter().zip(ahead)) {
                 *group = E::load(keys.add(inner * GROUP));
+                _mm_prefetch::<_MM_HINT_T0>(ahead.wrapping_add(inner * GROUP).cast());
             }
             for (r, sums) in sums.iter_mut().enumerate() {
                 let x = E::splat(queries.add(inner * M + r * E::PAIR));
@@ -166,6 +168,7 @@ pub(super) unsafe fn scores<E: Dot, const M: usize, const G: usize>(
 pub(super) unsafe fn mix<E: Dot, const M: usize, const C: usize>(
     weights: *const E,
     values: &[*const E],
+    ahead: &[*const E; GROUPS],
     (dim, column): (usize, usize),
     decay: &[f32; MAX_ROWS],
     out: *mut f32,
@@ -174,12 +177,14 @@ pub(super) unsafe fn mix<E: Dot, const M: usize, const C: usize>(
     unsafe {
         let out = out.add(column);
         let mut sums = decayed::<M, C>(out, dim, decay);
-        for (group, values) in values.iter().enumerate() {
+        for (group, (values, ahead)) in values.iter().zip(ahead).enumerate() {
             for position in (0..GROUP).step_by(E::PAIR) {
-                let row = values.add(position * dim + column * E::PAIR);
+                let at = position * dim + column * E::PAIR;
                 let mut columns = [_mm512_setzero_ps(); C];
                 for (c, columns) in columns.iter_mut().enumerate() {
-                    *columns = E::load(row.add(c * LANES * E::PAIR));
+                    let at = at + c * LANES * E::PAIR;
+                    *columns = E::load(values.add(at));
+                    _mm_prefetch::<_MM_HINT_T0>(ahead.wrapping_add(at).cast());
                 }
                 for (r, sums) in sums.iter_mut().enumerate() {
                     let x = E::splat(weights.add(r * BLOCK + group * GROUP + position));

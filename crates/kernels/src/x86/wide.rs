@@ -8,7 +8,7 @@ use std::arch::x86_64::*;
 
 use crate::element::Element;
 use crate::pack::NR;
-use crate::tile::{BLOCK, GROUP, LANES, MAX_ROWS, Outputs};
+use crate::tile::{BLOCK, GROUP, GROUPS, LANES, MAX_ROWS, Outputs};
 use crate::x86::sums::{begin_to_load, decayed, keep, keep_columns, start};
 
 /// Pairs of elements, which become `f32` without rounding.
@@ -242,6 +242,7 @@ pub(super) unsafe fn tile<E: Wide, const M: usize, const LINES: usize>(
 pub(super) unsafe fn scores<E: Wide, const M: usize, const G: usize>(
     queries: *const f32,
     keys: &[*const E; G],
+    ahead: &[*const E; G],
     dim: usize,
     out: *mut f32,
 ) {
@@ -250,8 +251,9 @@ pub(super) unsafe fn scores<E: Wide, const M: usize, const G: usize>(
         let mut sums = [[_mm512_setzero_ps(); G]; M];
         for inner in (0..dim).step_by(E::PAIR) {
             let mut groups = *keys;
-            for group in &mut groups {
+            for (group, ahead) in groups.iter_mut().zip(ahead) {
                 *group = group.add(inner * GROUP);
+                _mm_prefetch::<_MM_HINT_T1>(ahead.wrapping_add(inner * GROUP).cast());
             }
             add_pair::<E, M, 1, G>(queries.add(inner * M), M, groups, &mut sums);
         }
@@ -264,6 +266,7 @@ pub(super) unsafe fn scores<E: Wide, const M: usize, const G: usize>(
 pub(super) unsafe fn mix<E: Wide, const M: usize, const C: usize>(
     weights: *const f32,
     values: &[*const E],
+    ahead: &[*const E; GROUPS],
     (dim, column): (usize, usize),
     decay: &[f32; MAX_ROWS],
     out: *mut f32,
@@ -272,12 +275,14 @@ pub(super) unsafe fn mix<E: Wide, const M: usize, const C: usize>(
     unsafe {
         let out = out.add(column);
         let mut sums = decayed::<M, C>(out, dim, decay);
-        for (group, values) in values.iter().enumerate() {
+        for (group, (values, ahead)) in values.iter().zip(ahead).enumerate() {
             for position in (0..GROUP).step_by(E::PAIR) {
-                let row = values.add(position * dim + column * E::PAIR);
-                let mut columns = [row; C];
+                let at = position * dim + column * E::PAIR;
+                let mut columns = [*values; C];
                 for (c, column) in columns.iter_mut().enumerate() {
-                    *column = row.add(c * LANES * E::PAIR);
+                    let at = at + c * LANES * E::PAIR;
+                    *column = values.add(at);
+                    _mm_prefetch::<_MM_HINT_T1>(ahead.wrapping_add(at).cast());
                 }
                 let weights = weights.add(group * GROUP + position);
                 add_pair::<E, M, BLOCK, C>(weights, 1, columns, &mut sums);

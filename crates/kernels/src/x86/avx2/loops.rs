@@ -199,8 +199,8 @@ unsafe fn add<E: Wide, N: Numbers, const ODD: bool, const M: usize, const C: usi
     }
 }
 
-/// Adds the rows' numbers times columns to `out` `[M, width]`. The columns come in `runs` of `pairs` pairs that are `pitch` elements apart. `LINES` lines of what
-/// is `ahead` are begun to load for each pair: 2 are those of the columns, 1 is half as much.
+/// Adds the rows' numbers times columns to `out` `[M, width]`. The columns come in `runs` of `pairs` pairs that are `pitch` elements apart. What is `ahead` of each
+/// run begins to be loaded: as much as its columns where `LINES` are 2, half as much from the first address where they are 1.
 ///
 /// # Safety
 /// Rows and columns have as many pairs, the output has room; the processor has the instructions.
@@ -208,7 +208,7 @@ unsafe fn add<E: Wide, N: Numbers, const ODD: bool, const M: usize, const C: usi
 unsafe fn add_runs<E: Wide, N: Numbers, const M: usize, const C: usize, const LINES: usize>(
     mut numbers: *const f32,
     (runs, pairs, pitch): (&[[*const E; C]], usize, usize),
-    ahead: *const E,
+    ahead: &[[*const E; C]],
     (out, width): (*mut f32, usize),
 ) {
     // SAFETY: the contract; a prefetch of a wrong address does nothing.
@@ -219,19 +219,18 @@ unsafe fn add_runs<E: Wide, N: Numbers, const M: usize, const C: usize, const LI
                 *sum = _mm256_loadu_ps(out.add(r * width + at * HALF_LANES));
             }
         }
-        for columns in runs {
+        for (columns, ahead) in runs.iter().zip(ahead) {
             for pair in 0..pairs {
                 let at = pair * pitch;
                 if LINES == 1 {
                     // For later: not into the cache where it would be in the way.
-                    _mm_prefetch::<_MM_HINT_T1>(ahead.wrapping_add(at / 2).cast());
+                    _mm_prefetch::<_MM_HINT_T1>(ahead[0].wrapping_add(at / 2).cast());
                 }
                 let mut here = *columns;
                 for (c, here) in here.iter_mut().enumerate() {
                     *here = here.add(at);
                     if LINES == 2 {
-                        let ahead = ahead.wrapping_add(at + c * LANES * E::PAIR);
-                        _mm_prefetch::<_MM_HINT_T0>(ahead.cast());
+                        _mm_prefetch::<_MM_HINT_T0>(ahead[c].wrapping_add(at).cast());
                     }
                 }
                 add::<E, N, false, M, C>(numbers, &here, &mut sums);
@@ -262,7 +261,7 @@ unsafe fn add_runs<E: Wide, N: Numbers, const M: usize, const C: usize, const LI
 unsafe fn pass<E: Wide, N: Numbers, const M: usize, const C: usize, const LINES: usize>(
     numbers: *const f32,
     columns: (&[[*const E; C]], usize, usize),
-    ahead: *const E,
+    ahead: &[[*const E; C]],
     out: (*mut f32, usize),
 ) {
     // SAFETY: the contract.
@@ -288,13 +287,16 @@ pub(super) unsafe fn tile<E: Wide, const M: usize, const C: usize, const LINES: 
         for (index, columns) in halves.as_chunks::<C>().0.iter().enumerate() {
             let runs = (std::slice::from_ref(columns), pairs, pitch);
             let out = (out.add(index * C * LANES), NR);
+            let mut ahead = [[ahead; C]];
             if LINES == 1 && index == 0 {
-                pass::<E, Arranged, M, C, 1>(numbers, runs, ahead, out);
+                pass::<E, Arranged, M, C, 1>(numbers, runs, &ahead, out);
             } else if LINES == 2 {
-                let ahead = ahead.wrapping_add(index * C * LANES * E::PAIR);
-                pass::<E, Arranged, M, C, 2>(numbers, runs, ahead, out);
+                for (c, ahead) in ahead[0].iter_mut().enumerate() {
+                    *ahead = ahead.wrapping_add((index * C + c) * LANES * E::PAIR);
+                }
+                pass::<E, Arranged, M, C, 2>(numbers, runs, &ahead, out);
             } else {
-                pass::<E, Arranged, M, C, 0>(numbers, runs, ahead, out);
+                pass::<E, Arranged, M, C, 0>(numbers, runs, &ahead, out);
             }
         }
     }
@@ -307,17 +309,18 @@ pub(super) unsafe fn tile<E: Wide, const M: usize, const C: usize, const LINES: 
 #[inline(always)]
 pub(super) unsafe fn scores<E: Wide, const M: usize, const C: usize>(
     queries: *const f32,
-    keys: &[*const E],
+    (keys, ahead): (&[*const E], &[*const E]),
     dim: usize,
     out: *mut f32,
 ) {
     // SAFETY: the contract.
     unsafe {
         out.write_bytes(0, M * BLOCK);
+        let ahead = ahead.as_chunks::<C>().0;
         for (index, keys) in keys.as_chunks::<C>().0.iter().enumerate() {
             let runs = (std::slice::from_ref(keys), dim / E::PAIR, GROUP * E::PAIR);
             let out = (out.add(index * C * LANES), BLOCK);
-            pass::<E, Arranged, M, C, 0>(queries, runs, keys[0], out);
+            pass::<E, Arranged, M, C, 2>(queries, runs, &ahead[index..], out);
         }
     }
 }
@@ -329,7 +332,7 @@ pub(super) unsafe fn scores<E: Wide, const M: usize, const C: usize>(
 #[inline(always)]
 pub(super) unsafe fn mix<E: Wide, const M: usize, const C: usize>(
     weights: *const f32,
-    values: &[*const E],
+    (values, ahead): (&[*const E], &[*const E; GROUPS]),
     (dim, column): (usize, usize),
     decay: &[f32],
     out: *mut f32,
@@ -344,13 +347,23 @@ pub(super) unsafe fn mix<E: Wide, const M: usize, const C: usize>(
                 _mm256_storeu_ps(to, _mm256_mul_ps(_mm256_loadu_ps(to), decay));
             }
         }
-        let mut runs = [[values[0]; C]; GROUPS];
-        for (columns, values) in runs.iter_mut().zip(values) {
-            for (c, start) in columns.iter_mut().enumerate() {
-                *start = values.add((column + c * LANES) * E::PAIR);
-            }
-        }
+        let (runs, ahead) = (columns::<E, C>(values, column), columns::<E, C>(ahead, column));
         let runs = (&runs[..values.len()], GROUP / E::PAIR, dim * E::PAIR);
-        pass::<E, ByRow, M, C, 0>(weights, runs, values[0], (out, dim));
+        pass::<E, ByRow, M, C, 2>(weights, runs, &ahead, (out, dim));
     }
+}
+
+/// `C` vectors of columns of some groups of values, from `column` on.
+#[inline(always)]
+fn columns<E: Element, const C: usize>(
+    groups: &[*const E],
+    column: usize,
+) -> [[*const E; C]; GROUPS] {
+    let mut found = [[std::ptr::null(); C]; GROUPS];
+    for (columns, group) in found.iter_mut().zip(groups) {
+        for (c, start) in columns.iter_mut().enumerate() {
+            *start = group.wrapping_add((column + c * LANES) * E::PAIR);
+        }
+    }
+    found
 }

@@ -1,0 +1,202 @@
+//! The blocks of a span, one after the other: scores, weights, and the sums of values.
+
+use crate::attention::{Queries, SPAN, Scratch, Unit};
+use crate::element::Element;
+use crate::math;
+use crate::pages::{Held, Ordered, Pool, Shape};
+use crate::tile::{BLOCK, GROUP, GROUPS, Kernel, MAX_ROWS, Scores, tile_height};
+use crate::vector::Vector;
+
+/// Cache lines of a group that are begun to load beside the weights of a row.
+const LINES: usize = 16;
+
+/// Keys or values of a block, group by group.
+type Groups<E> = [*const E; GROUPS];
+
+/// Fills `scratch.span` with the sums over a span, of the queries that see something of it. `then`: the unit that comes after this one, whose first keys are begun
+/// to load.
+///
+/// # Safety
+/// As of [`attend`](super::attend), and `span` is where one of the unit's begins; pages of `then` are there as well.
+#[inline(always)]
+pub(super) unsafe fn attend<E: Element, K: Kernel<E>>(
+    shape: &Shape,
+    (unit, then): (&Unit, Option<&Unit>),
+    span: usize,
+    pool: Pool<E>,
+    scratch: &mut Scratch<E>,
+) {
+    let (dim, padded, group) = (shape.head_dim, shape.padded(), shape.group());
+    let Queries { tokens, position, held, .. } = unit.queries;
+    let rows = tokens * group;
+    let end = unit.until.min(span + SPAN);
+    scratch.span.clear(span.saturating_sub(position) * group..unit.rows(shape), padded);
+    let height = tile_height(rows, K::ROWS);
+    let mut scores: Scores = [[0.0; BLOCK]; MAX_ROWS];
+    let scale = shape.scale * std::f32::consts::LOG2_E;
+    let blocks = (span..end).step_by(BLOCK);
+    for (first, head) in blocks.flat_map(|first| (0..unit.heads).map(move |head| (first, head))) {
+        let base = head * rows;
+        let held = &Held { kv_head: held.kv_head + head, ..held };
+        let groups = (end - first).div_ceil(GROUP).min(GROUPS);
+        // SAFETY: pages are there for what is seen, by the contract of `attend`.
+        let ((keys, values), mut next) = unsafe {
+            (
+                groups_of::<E, K>(shape, pool, held, first..end, &mut scratch.ordered),
+                next_keys(shape, pool, (unit, then), (first, head)),
+            )
+        };
+        for row in (0..rows).step_by(height) {
+            let count = height.min(rows - row);
+            let seen = |row: usize| (position + row / group + 1).saturating_sub(first).min(BLOCK);
+            // Queries before the block see nothing of it.
+            if seen(row + count - 1) == 0 {
+                continue;
+            }
+            // Positions lie scattered over the pool. While the first tile computes with keys, their values begin to be loaded, and then the next keys. Later
+            // tiles find all that in the cache.
+            let next = next.take();
+            let ahead = if next.is_some() { values } else { keys };
+            // SAFETY: `count` rows of queries; groups of keys.
+            unsafe {
+                let queries = scratch.arranged.as_ptr().cast::<K::Number>();
+                K::scores(queries.add((base + row) * dim), count, &keys, &ahead, dim, &mut scores);
+            }
+            let weights = scratch.weights.as_mut_ptr().cast::<K::Number>();
+            let mut decay = [1.0f32; MAX_ROWS];
+            for r in 0..count {
+                if let Some(next) = &next {
+                    let (group, line) = (next[r % GROUPS], r / GROUPS * LINES);
+                    for line in line..(line + LINES).min(dim / E::PAIR) {
+                        K::prefetch(group.wrapping_add(line * GROUP * E::PAIR));
+                    }
+                }
+                // SAFETY: room for a tile's weights.
+                unsafe {
+                    decay[r] = soften::<E, K>(
+                        &scores[r],
+                        seen(row + r),
+                        scale,
+                        &mut scratch.span.largest[base + row + r],
+                        &mut scratch.span.total[base + row + r],
+                        weights.add(r * BLOCK),
+                    );
+                }
+            }
+            let ahead = next.unwrap_or(values);
+            // SAFETY: `count` rows of weights and sums; groups of values.
+            unsafe {
+                let output = scratch.span.output.as_mut_ptr().add((base + row) * padded);
+                K::mix(weights, count, &values[..groups], &ahead, padded, &decay, output);
+            }
+        }
+    }
+}
+
+/// The keys and values of a block of these positions, of which no more than [`BLOCK`] count. In place of groups that are not there stand others:
+/// scores that nobody uses are computed of what is at hand.
+///
+/// # Safety
+/// As of [`Pool::group`].
+#[inline(always)]
+unsafe fn groups_of<E: Element, K: Kernel<E>>(
+    shape: &Shape,
+    pool: Pool<E>,
+    held: &Held,
+    positions: std::ops::Range<usize>,
+    ordered: &mut Ordered<E>,
+) -> (Groups<E>, Groups<E>) {
+    let end = positions.end;
+    let mut keys = [std::ptr::null(); GROUPS];
+    let mut values = keys;
+    let mut groups = 0;
+    for first in positions.step_by(GROUP).take(GROUPS) {
+        let seen = (end - first).min(GROUP);
+        // SAFETY: the contract.
+        unsafe {
+            (keys[groups], values[groups]) =
+                pool.group::<K>(shape, held, (first, seen), ordered, groups);
+        }
+        groups += 1;
+    }
+    let (any, any_values) = (keys[0], values[0]);
+    keys[groups..].fill(any);
+    values[groups..].fill(any_values);
+    (keys, values)
+}
+
+/// The keys that are read after those of a unit's block and head: the next head's, the next block's, or the next unit's first; nothing where they have to be put in order
+/// first.
+///
+/// # Safety
+/// There are pages for both units.
+#[inline(always)]
+unsafe fn next_keys<E: Element>(
+    shape: &Shape,
+    pool: Pool<E>,
+    (unit, then): (&Unit, Option<&Unit>),
+    (first, head): (usize, usize),
+) -> Option<Groups<E>> {
+    let held = unit.queries.held;
+    let (held, positions) = if head + 1 < unit.heads {
+        (Held { kv_head: held.kv_head + head + 1, ..held }, first..unit.until)
+    } else if first + BLOCK < unit.until {
+        (held, first + BLOCK..unit.until)
+    } else {
+        let then = then.unwrap_or(unit);
+        (then.queries.held, then.from..then.until)
+    };
+    // SAFETY: the contract.
+    unsafe {
+        let any = pool.keys_at(shape, &held, positions.start)?;
+        let mut next = [any; GROUPS];
+        for (next, at) in next.iter_mut().zip(positions.step_by(GROUP)) {
+            *next = pool.keys_at(shape, &held, at)?;
+        }
+        Some(next)
+    }
+}
+
+/// One row's part of a softmax that is taken block by block: turns scores into weights relative to the largest so far, and gives the
+/// factor by which what was summed before has to shrink. Powers are of two: `scale` has the logarithm. Of a block of which nothing is `visible`, weights
+/// are zero and nothing shrinks.
+///
+/// # Safety
+/// `weights` has room for a block's.
+#[inline(always)]
+unsafe fn soften<E: Element, K: Kernel<E>>(
+    scores: &[f32; BLOCK],
+    visible: usize,
+    scale: f32,
+    largest: &mut f32,
+    total: &mut f32,
+    weights: *mut K::Number,
+) -> f32 {
+    let scale = K::Vector::splat(scale);
+    let mut groups = [scale; GROUPS];
+    for (group, scores) in groups.iter_mut().zip(scores.as_chunks::<GROUP>().0) {
+        // SAFETY: a whole vector.
+        *group = unsafe { K::Vector::load(scores.as_ptr()) }.mul(scale);
+    }
+    if visible < BLOCK {
+        for (at, group) in groups.iter_mut().enumerate() {
+            *group = group.only(visible.saturating_sub(at * GROUP).min(GROUP));
+        }
+    }
+    let before = *largest;
+    let block = groups[0].larger(groups[1]).larger(groups[2].larger(groups[3])).largest();
+    let now = if block > before { block } else { before };
+    // Whatever is relative to nothing at all is nothing.
+    let shift = K::Vector::splat(if visible == 0 { 0.0 } else { now });
+    let mut sum = K::Vector::splat(0.0);
+    for (at, group) in groups.iter().enumerate() {
+        let weight = math::exp2(group.sub(shift));
+        sum = sum.add(weight);
+        // SAFETY: room for a vector.
+        unsafe { K::number(weight, weights.add(at * GROUP)) };
+    }
+    let decay = if visible == 0 { 1.0 } else { math::exp2_of::<K::Vector>(before - now) };
+    *largest = now;
+    *total = *total * decay + sum.sum();
+    decay
+}
