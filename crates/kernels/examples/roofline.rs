@@ -8,25 +8,44 @@ use std::time::Instant;
 
 const READ_BYTES: usize = 256 << 20;
 const ROUNDS: usize = 7;
+/// Bytes between what is read and what is asked for, where lines are asked for ahead.
+const AHEAD: usize = 4096;
 
 fn main() {
     let all = std::thread::available_parallelism().map_or(1, usize::from);
-    let data = vec![1u64; READ_BYTES / 8];
+    let small = vec![1u64; READ_BYTES / 8];
+    let large = in_large_pages(READ_BYTES / 8);
     for threads in [1, all] {
         let dots = median(|| run(threads, |_| dots()));
         let multiply_adds = median(|| run(threads, |_| multiply_adds()));
-        let reads = median(|| {
-            run(threads, |thread| {
-                read(&data[thread * data.len() / threads..][..data.len() / threads])
-            })
-        });
+        let reads = |data: &[u64], ahead: usize| {
+            let part = data.len() / threads;
+            median(|| run(threads, |thread| read(&data[thread * part..][..part], ahead))) / 1e9
+        };
         println!(
-            "{threads} threads: bfloat16 dot products {:.0} GFLOP/s, f32 multiply-adds {:.0} GFLOP/s, reads {:.1} GB/s",
+            "{threads} threads: bfloat16 dot products {:.0} GFLOP/s, f32 multiply-adds {:.0} GFLOP/s, reads {:.1} GB/s, in large pages {:.1}, \
+             asked for ahead {:.1}",
             dots / 1e9,
             multiply_adds / 1e9,
-            reads / 1e9
+            reads(&small, 0),
+            reads(&large, 0),
+            reads(&large, AHEAD),
         );
     }
+}
+
+/// Ones, in large pages where the system has them.
+fn in_large_pages(count: usize) -> Vec<u64> {
+    let mut data: Vec<u64> = Vec::with_capacity(count);
+    #[cfg(target_os = "linux")]
+    // SAFETY: whole pages within the vector's room, and only what they are backed by changes.
+    let _ = unsafe {
+        let start = data.as_mut_ptr().cast::<u8>().map_addr(|at| at.next_multiple_of(1 << 21));
+        let room = count * size_of::<u64>() - (1 << 21);
+        rustix::mm::madvise(start.cast(), room, rustix::mm::Advice::LinuxHugepage)
+    };
+    data.resize(count, 1);
+    data
 }
 
 /// Of a few rounds, against disturbances.
@@ -49,9 +68,19 @@ fn run(threads: usize, work: impl Fn(usize) -> f64 + Sync) -> f64 {
 }
 
 /// Bytes.
-fn read(data: &[u64]) -> f64 {
+fn read(data: &[u64], ahead: usize) -> f64 {
     let mut sums = [0u64; 32];
     for chunk in data.chunks_exact(32) {
+        #[cfg(target_arch = "x86_64")]
+        if ahead > 0 {
+            use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
+            for line in chunk.chunks_exact(8) {
+                // SAFETY: a prefetch of a wrong address does nothing.
+                unsafe {
+                    _mm_prefetch::<_MM_HINT_T0>(line.as_ptr().cast::<i8>().wrapping_add(ahead));
+                }
+            }
+        }
         for (sum, value) in sums.iter_mut().zip(chunk) {
             *sum = sum.wrapping_add(*value);
         }

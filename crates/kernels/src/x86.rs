@@ -322,8 +322,7 @@ macro_rules! kernel {
 
                 #[inline(always)]
                 fn prefetch(address: *const $element) {
-                    // SAFETY: a prefetch of a wrong address does nothing.
-                    unsafe { _mm_prefetch::<_MM_HINT_T1>(address.cast()) };
+                    sums::ask(address);
                 }
             }
         };

@@ -5,7 +5,7 @@ use std::arch::x86_64::*;
 use crate::element::{Bf16, Element};
 use crate::pack::NR;
 use crate::tile::{BLOCK, GROUP, GROUPS, LANES, MAX_ROWS, Outputs};
-use crate::x86::sums::{begin_to_load, decayed, keep, keep_columns, start};
+use crate::x86::sums::{ask, begin_to_load, decayed, keep, keep_columns, start};
 
 /// Elements as the loops want them: [`LANES`] dwords in a vector, a dword being a group of `PAIR` elements.
 pub(super) trait Dot: Element {
@@ -150,7 +150,7 @@ pub(super) unsafe fn scores<E: Dot, const M: usize, const G: usize>(
             let mut groups = [_mm512_setzero_ps(); G];
             for (group, (keys, ahead)) in groups.iter_mut().zip(keys.iter().zip(ahead)) {
                 *group = E::load(keys.add(inner * GROUP));
-                _mm_prefetch::<_MM_HINT_T0>(ahead.wrapping_add(inner * GROUP).cast());
+                ask(ahead.wrapping_add(inner * GROUP));
             }
             for (r, sums) in sums.iter_mut().enumerate() {
                 let x = E::splat(queries.add(inner * M + r * E::PAIR));
@@ -184,7 +184,7 @@ pub(super) unsafe fn mix<E: Dot, const M: usize, const C: usize>(
                 for (c, columns) in columns.iter_mut().enumerate() {
                     let at = at + c * LANES * E::PAIR;
                     *columns = E::load(values.add(at));
-                    _mm_prefetch::<_MM_HINT_T0>(ahead.wrapping_add(at).cast());
+                    ask(ahead.wrapping_add(at));
                 }
                 for (r, sums) in sums.iter_mut().enumerate() {
                     let x = E::splat(weights.add(r * BLOCK + group * GROUP + position));

@@ -80,6 +80,13 @@ pub(super) unsafe fn keep_columns<const M: usize, const C: usize>(
     }
 }
 
+/// Begins to load a cache line that is read later: not into the first cache, where it would be in the way.
+#[inline(always)]
+pub(super) fn ask<E>(address: *const E) {
+    // SAFETY: a prefetch of a wrong address does nothing.
+    unsafe { _mm_prefetch::<_MM_HINT_T1>(address.cast()) };
+}
+
 /// Begins to load what is `ahead`, beside the two vectors that are read at `at`: as much (2 `LINES`), or half of it.
 ///
 /// # Safety
@@ -89,8 +96,7 @@ pub(super) unsafe fn begin_to_load<E: Element, const LINES: usize>(ahead: *const
     // SAFETY: see above.
     unsafe {
         if LINES == 1 {
-            // For later: not into the cache where it would be in the way.
-            _mm_prefetch::<_MM_HINT_T1>(ahead.wrapping_add(at / 2).cast());
+            ask(ahead.wrapping_add(at / 2));
         } else if LINES == 2 {
             let ahead = ahead.wrapping_add(at);
             _mm_prefetch::<_MM_HINT_T0>(ahead.cast());

@@ -9,7 +9,7 @@ use std::arch::x86_64::*;
 use crate::element::Element;
 use crate::pack::NR;
 use crate::tile::{BLOCK, GROUP, GROUPS, LANES, MAX_ROWS, Outputs};
-use crate::x86::sums::{begin_to_load, decayed, keep, keep_columns, start};
+use crate::x86::sums::{ask, begin_to_load, decayed, keep, keep_columns, start};
 
 /// Pairs of elements, which become `f32` without rounding.
 pub(super) trait Wide: Element {
@@ -253,7 +253,7 @@ pub(super) unsafe fn scores<E: Wide, const M: usize, const G: usize>(
             let mut groups = *keys;
             for (group, ahead) in groups.iter_mut().zip(ahead) {
                 *group = group.add(inner * GROUP);
-                _mm_prefetch::<_MM_HINT_T1>(ahead.wrapping_add(inner * GROUP).cast());
+                ask(ahead.wrapping_add(inner * GROUP));
             }
             add_pair::<E, M, 1, G>(queries.add(inner * M), M, groups, &mut sums);
         }
@@ -282,7 +282,7 @@ pub(super) unsafe fn mix<E: Wide, const M: usize, const C: usize>(
                 for (c, column) in columns.iter_mut().enumerate() {
                     let at = at + c * LANES * E::PAIR;
                     *column = values.add(at);
-                    _mm_prefetch::<_MM_HINT_T1>(ahead.wrapping_add(at).cast());
+                    ask(ahead.wrapping_add(at));
                 }
                 let weights = weights.add(group * GROUP + position);
                 add_pair::<E, M, BLOCK, C>(weights, 1, columns, &mut sums);
