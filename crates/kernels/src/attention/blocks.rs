@@ -125,8 +125,8 @@ unsafe fn groups_of<E: Element, K: Kernel<E>>(
     (keys, values)
 }
 
-/// The keys that are read after those of a unit's block and head: the next head's, the next block's, or the next unit's first; nothing where they have to be put in order
-/// first.
+/// The keys that are read after those of a unit's block and head: the next head's, the next block's, or the next unit's first (the last one's own again); nothing where
+/// they have to be put in order first.
 ///
 /// # Safety
 /// There are pages for both units.
