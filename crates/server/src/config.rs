@@ -6,6 +6,8 @@ use std::time::Duration;
 use forebay_api::GenerationDefaults;
 use serde_json::Value;
 
+use crate::client::TrustedProxies;
+use crate::keys::Keys;
 use crate::pooling::PooledModel;
 
 /// How streamed chunks get to their sockets.
@@ -23,8 +25,10 @@ pub enum EgressMode {
 /// How the server behaves. The listener is opened by the caller.
 #[derive(Debug, Clone)]
 pub struct ServerConfig {
-    /// Key that clients must send as a bearer token, if any.
-    pub api_key: Option<String>,
+    /// Keys of which clients must show one, if there are any.
+    pub api_keys: Keys,
+    /// Proxies that are believed when they tell whom a request came from.
+    pub trusted_proxies: TrustedProxies,
     /// Largest request body in bytes.
     pub max_body_bytes: usize,
     /// Longest time for a request's head to arrive; also how long an idle connection is kept.
@@ -46,7 +50,8 @@ pub struct ServerConfig {
 impl Default for ServerConfig {
     fn default() -> Self {
         Self {
-            api_key: None,
+            api_keys: Keys::default(),
+            trusted_proxies: TrustedProxies::default(),
             max_body_bytes: 64 << 20,
             header_timeout: Duration::from_secs(60),
             body_timeout: Duration::from_secs(60),

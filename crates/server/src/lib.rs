@@ -18,11 +18,13 @@
 //! | N | `forebay_text::TextPool` | templates, tokenisation |
 
 mod call;
+mod client;
 mod config;
 mod delta;
 mod egress;
 mod engine;
 mod intake;
+mod keys;
 mod limits;
 mod line;
 mod mailbox;
@@ -41,10 +43,12 @@ mod tally;
 mod text;
 mod wire;
 
+pub use client::TrustedProxies;
 pub use config::{EgressMode, ModelInfo, ServerConfig};
 pub use egress::{Egress, EgressConfig, EgressSink, egress};
 pub use engine::Engine;
 pub use intake::{Intake, IntakeMode};
+pub use keys::Keys;
 pub use metrics::Metrics;
 pub use peers::{BlockLog, ReplicaBlocks};
 pub use pooling::{Pooled, PooledModel, PooledSink, PoolingTask, pooled};

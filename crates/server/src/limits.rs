@@ -1,16 +1,14 @@
-//! What every request has to pass: size and time limits of its body, the API key.
+//! What every request has to pass: size and time limits of its body.
 
 use std::time::Duration;
 
 use axum::body::{Body, HttpBody};
 use axum::extract::Query;
-use axum::http::header::AUTHORIZATION;
-use axum::http::{HeaderMap, Uri};
+use axum::http::Uri;
 use bytes::Bytes;
 use forebay_api::ApiError;
 use http_body_util::BodyExt;
 use serde::de::DeserializeOwned;
-use subtle::ConstantTimeEq;
 use tokio::sync::{Semaphore, SemaphorePermit};
 use tokio::time::timeout;
 
@@ -126,40 +124,14 @@ async fn discard(mut body: Body) {
     while let Some(Ok(_)) = body.frame().await {}
 }
 
-/// Whether the headers carry the key, if one is set. Takes the same time wherever a wrong key differs.
-pub(crate) fn authorized(headers: &HeaderMap, key: Option<&str>) -> bool {
-    let Some(key) = key else { return true };
-    let given =
-        headers.get(AUTHORIZATION).and_then(|value| value.to_str().ok()).and_then(|value| {
-            let (scheme, token) = value.split_once(' ')?;
-            scheme.eq_ignore_ascii_case("bearer").then(|| token.trim())
-        });
-    given.is_some_and(|given| given.as_bytes().ct_eq(key.as_bytes()).into())
-}
-
 #[cfg(test)]
 mod tests {
     use std::pin::Pin;
     use std::task::{Context, Waker};
 
-    use axum::http::HeaderValue;
     use http_body_util::channel::Channel;
 
     use super::*;
-
-    #[test]
-    fn bearer_tokens() {
-        let with = |value: &'static str| {
-            let mut headers = HeaderMap::new();
-            headers.insert(AUTHORIZATION, HeaderValue::from_static(value));
-            authorized(&headers, Some("secret"))
-        };
-        assert!(with("Bearer secret") && with("bearer  secret"));
-        assert!(!with("Bearer secre") && !with("Bearer secret2") && !with("Basic secret"));
-        assert!(!with("secret"));
-        assert!(!authorized(&HeaderMap::new(), Some("secret")));
-        assert!(authorized(&HeaderMap::new(), None));
-    }
 
     async fn all(body: Body, limit: usize) -> Result<Bytes, ApiError> {
         let turns = Semaphore::new(1);

@@ -16,6 +16,7 @@ use tokio::task::JoinSet;
 use tokio::time::{sleep, timeout};
 use tower::ServiceExt;
 
+use crate::client::Remote;
 use crate::line::{Line, LineIo};
 use crate::routes;
 use crate::state::AppState;
@@ -75,7 +76,7 @@ impl Connections {
             tokio::select! {
                 () = &mut end => return,
                 accepted = listener.accept() => match accepted {
-                    Ok((stream, _)) => self.spawn(stream),
+                    Ok((stream, peer)) => self.spawn(stream, Remote::Ip(peer.ip().to_canonical())),
                     Err(error) => {
                         tracing::warn!(%error, "a connection could not be accepted");
                         sleep(ACCEPT_PAUSE).await;
@@ -86,13 +87,14 @@ impl Connections {
         }
     }
 
-    fn spawn(&mut self, stream: TcpStream) {
+    fn spawn(&mut self, stream: TcpStream, remote: Remote) {
         // Events are small and each matters; failing to say so only costs latency.
         let _ = stream.set_nodelay(true);
         let line = Line::new(stream);
         let io = TokioIo::new(LineIo(Arc::clone(&line)));
         let service = self.router.clone().map_request(move |mut request: Request<Incoming>| {
             request.extensions_mut().insert(Arc::clone(&line));
+            request.extensions_mut().insert(remote);
             request
         });
         let connection = http1::Builder::new()

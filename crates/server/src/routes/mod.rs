@@ -19,8 +19,8 @@ use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
 use forebay_api::{ApiError, StopReason};
 
+use crate::client::KeyId;
 use crate::delta::End;
-use crate::limits::authorized;
 use crate::peers::blocks::blocks;
 use crate::peers::talk;
 use crate::reply::Failure;
@@ -79,8 +79,13 @@ async fn method_not_allowed(method: Method, uri: Uri) -> Failure {
     Failure(ApiError::MethodNotAllowed { method: method.to_string(), path: uri.path().to_owned() })
 }
 
-async fn check_key(State(state): State<Shared>, request: Request, next: Next) -> Response {
-    if authorized(request.headers(), state.config.api_key.as_deref()) {
+async fn check_key(
+    State(state): State<Shared>,
+    key: KeyId,
+    request: Request,
+    next: Next,
+) -> Response {
+    if state.config.api_keys.is_empty() || key.0.is_some() {
         next.run(request).await
     } else {
         Failure(ApiError::Unauthorized).into_response()
