@@ -377,7 +377,7 @@ fn a_hand_that_does_not_come_back_ends_every_request() {
     });
     let rig = Rig::hooked(config(), hook);
     for id in 0..40 {
-        rig.handle.submit(request(id, prompt(id), 190)).expect("room");
+        rig.handle.submit(request(id, prompt(id), 150)).expect("room");
     }
     let stories = rig.follow(40);
     let failed = FinishReason::Error(RequestError::HandFailed("start refused".into()));
@@ -429,7 +429,7 @@ fn the_queue_is_bounded_and_drains() {
 fn stopping_ends_what_is_alive() {
     let rig = Rig::start(config(), 500);
     for id in 0..30 {
-        rig.handle.submit(request(id, prompt(id), 190)).expect("room");
+        rig.handle.submit(request(id, prompt(id), 150)).expect("room");
     }
     rig.handle.stop();
     let stories = rig.follow(30);

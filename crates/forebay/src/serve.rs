@@ -125,6 +125,7 @@ pub(crate) fn run(flags: &ServeFlags) -> Result<()> {
     let server = ServerConfig {
         api_keys: Keys::new(flags.http.api_key.clone()),
         trusted_proxies: flags.http.trusted_proxies.clone(),
+        max_client_priority: config.max_client_priority.unwrap_or(u32::MAX),
         max_body_bytes: flags.http.max_body_bytes,
         header_timeout: flags.http.receive_timeout,
         body_timeout: flags.http.receive_timeout,

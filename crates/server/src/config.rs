@@ -29,6 +29,8 @@ pub struct ServerConfig {
     pub api_keys: Keys,
     /// Proxies that are believed when they tell whom a request came from.
     pub trusted_proxies: TrustedProxies,
+    /// Largest `priority`, and smallest below 0, that clients may ask for.
+    pub max_client_priority: u32,
     /// Largest request body in bytes.
     pub max_body_bytes: usize,
     /// Longest time for a request's head to arrive; also how long an idle connection is kept.
@@ -52,6 +54,7 @@ impl Default for ServerConfig {
         Self {
             api_keys: Keys::default(),
             trusted_proxies: TrustedProxies::default(),
+            max_client_priority: u32::MAX,
             max_body_bytes: 64 << 20,
             header_timeout: Duration::from_secs(60),
             body_timeout: Duration::from_secs(60),

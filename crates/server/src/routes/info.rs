@@ -116,7 +116,7 @@ pub(crate) async fn health_generate(State(state): State<Shared>) -> Result<Respo
     let token = state.model.eos.first().copied().unwrap_or(0);
     if let Some(model) = &state.model.pooling {
         let inputs = vec![Input { tokens: vec![token], segment: 0 }];
-        let place = Place { param: "input", priority: i32::MAX, route: Route::default() };
+        let place = Place { param: "input", priority: 0, route: Route::default() };
         let call =
             PooledCall::start(&state, model, inputs, limits, place, arrived, &Peer::default())?;
         return in_time(&state, call.named("health").collect()).await;
@@ -124,7 +124,6 @@ pub(crate) async fn health_generate(State(state): State<Shared>) -> Result<Respo
     let request = json!({
         "input_ids": [token],
         "sampling_params": {"max_new_tokens": 1, "temperature": 0, "ignore_eos": true},
-        "priority": i32::MAX,
     });
     let request: GenerateRequest = serde_json::from_value(request).map_err(reply::unwritable)?;
     let mut submissions = Vec::new();
