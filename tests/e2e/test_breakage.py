@@ -308,7 +308,7 @@ def test_a_hand_that_hangs_while_it_comes_back_is_started_again(serve: Serve, ti
     python = tmp_path / "python"
     python.write_text(
         "#!/bin/sh\n"
-        f"case \"$*\" in *forebay.worker*) echo >> {count};; esac\n"
+        f'case "$*" in *forebay.worker*) echo >> {count};; esac\n'
         f"[ -f {count} ] && [ $(wc -l < {count}) = 2 ] && exec sleep 1000\n"
         f'exec {sys.executable} "$@"\n'
     )

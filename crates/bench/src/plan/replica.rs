@@ -4,7 +4,8 @@ use std::collections::VecDeque;
 
 use forebay_protocol::{ROW_OK, SamplingParams, StepPlan, StepResult};
 use forebay_scheduler::{
-    BlockEvent, BlockHash, Event, MAX_IN_FLIGHT, Past, Policy, Request, STEP_WORDS, Scheduler, SchedulerConfig,
+    BlockEvent, BlockHash, Event, MAX_IN_FLIGHT, Past, Policy, Request, STEP_WORDS, Scheduler,
+    SchedulerConfig,
 };
 use forebay_sim::{DeviceModel, Jitter, StepLoad};
 
