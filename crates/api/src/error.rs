@@ -77,6 +77,17 @@ pub enum ApiError {
     /// No API key, or the wrong one.
     #[error("Incorrect API key provided; send it as `Authorization: Bearer KEY`.")]
     Unauthorized,
+    /// Not for this client: another host or page.
+    #[error("{reason}")]
+    Forbidden {
+        /// One line, which names the flag.
+        reason: String,
+        /// A machine-readable code.
+        code: &'static str,
+    },
+    /// A browser sent it as no page may.
+    #[error("a request from a browser needs `Content-Type: application/json`")]
+    UnsupportedMediaType,
     /// No such route.
     #[error("Unknown request URL: {method} {path}. /openapi.json lists the routes.")]
     UnknownRoute {
@@ -188,10 +199,12 @@ impl ApiError {
             | Self::InputTooLong { .. }
             | Self::CacheInUse => 400,
             Self::Unauthorized => 401,
+            Self::Forbidden { .. } => 403,
             Self::UnknownModel { .. } | Self::UnknownRoute { .. } => 404,
             Self::MethodNotAllowed { .. } => 405,
             Self::BodyTimeout { .. } => 408,
             Self::BodyTooLarge { .. } | Self::PayloadTooLarge { .. } => 413,
+            Self::UnsupportedMediaType => 415,
             Self::Overloaded { .. } => 429,
             Self::Internal { .. } => 500,
             Self::Draining | Self::Unavailable { .. } | Self::Aborted => 503,
@@ -210,6 +223,7 @@ impl ApiError {
     fn kind(&self) -> &'static str {
         match self.status() {
             401 => "authentication_error",
+            403 => "permission_error",
             404 => "not_found_error",
             429 => "rate_limit_error",
             500 => "server_error",
@@ -243,6 +257,8 @@ impl ApiError {
             }
             Self::UnknownModel { .. } => Some("model_not_found"),
             Self::Unauthorized => Some("invalid_api_key"),
+            Self::Forbidden { code, .. } => Some(code),
+            Self::UnsupportedMediaType => Some("unsupported_media_type"),
             Self::UnknownRoute { .. } => Some("unknown_url"),
             Self::MethodNotAllowed { .. } => Some("method_not_allowed"),
             Self::BodyTooLarge { .. } => Some("body_too_large"),

@@ -6,6 +6,7 @@ use std::time::Duration;
 use clap::{Args, ValueEnum};
 use forebay_balance::Method;
 use forebay_hand::MAX_ARENA_BYTES;
+use forebay_server::TrustedProxies;
 use serde::Serialize;
 
 use crate::affinity::AffinityFlag;
@@ -85,6 +86,10 @@ pub(crate) struct HttpFlags {
     /// Clients must send `Authorization: Bearer KEY`.
     #[arg(long, env = "FOREBAY_API_KEY", hide_env_values = true)]
     pub(crate) api_key: Option<String>,
+    /// Proxies that are believed when X-Forwarded-For tells whom a request came from: addresses, networks (10.0.0.0/8), and `unix` for a Unix
+    /// socket's other end, with commas between them.
+    #[arg(long, value_name = "LIST", default_value = "", hide_default_value = true)]
+    pub(crate) trusted_proxies: TrustedProxies,
     /// Largest request body in bytes.
     #[arg(long, default_value_t = 64 << 20)]
     pub(crate) max_body_bytes: usize,

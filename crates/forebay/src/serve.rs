@@ -15,7 +15,7 @@ use forebay_engine::{
 use forebay_hand::{Arena, HandExecutor, HandSpec};
 use forebay_replicas::{Member, Replicas};
 use forebay_server::{
-    AppState, BlockLog, EgressConfig, EgressMode, Intake, IntakeMode, Metrics, ModelInfo,
+    AppState, BlockLog, EgressConfig, EgressMode, Intake, IntakeMode, Keys, Metrics, ModelInfo,
     PooledModel, PoolingTask, ServerConfig, egress, pooled,
 };
 use forebay_sim::{Recorder, SimClock, SimExecutor};
@@ -123,7 +123,8 @@ pub(crate) fn run(flags: &ServeFlags) -> Result<()> {
         pooling,
     };
     let server = ServerConfig {
-        api_key: flags.http.api_key.clone(),
+        api_keys: Keys::new(flags.http.api_key.clone()),
+        trusted_proxies: flags.http.trusted_proxies.clone(),
         max_body_bytes: flags.http.max_body_bytes,
         header_timeout: flags.http.receive_timeout,
         body_timeout: flags.http.receive_timeout,

@@ -6,6 +6,7 @@
 //! gives back what it has, wherever it is on this way.
 
 mod room;
+pub(crate) mod turns;
 mod workers;
 
 use std::io;
@@ -19,6 +20,7 @@ use tokio::sync::Semaphore;
 use crate::engine::Engine;
 use crate::limits::Pieces;
 use room::Room;
+use turns::Turns;
 use workers::Workers;
 
 /// Bytes from which on parsing a body takes longer than giving it to another thread, many times over.
@@ -36,7 +38,7 @@ pub enum IntakeMode {
 pub struct Intake {
     workers: Workers,
     room: Room,
-    turns: Semaphore,
+    turns: Turns,
 }
 
 /// What waits, and what the arena holds.
@@ -65,12 +67,12 @@ impl Intake {
         Ok(Self {
             workers: Workers::start(mode, queue)?,
             room: Room::new(payloads, queue),
-            turns: Semaphore::new(turns),
+            turns: Turns::new(turns),
         })
     }
 
     /// Who may read a large body now.
-    pub(crate) fn turns(&self) -> &Semaphore {
+    pub(crate) fn turns(&self) -> &Turns {
         &self.turns
     }
 

@@ -2,7 +2,6 @@
 
 use std::time::Instant;
 
-use axum::body::Body;
 use axum::extract::State;
 use axum::response::Response;
 use forebay_api::{
@@ -13,7 +12,7 @@ use forebay_api::{
 use super::stop_reason;
 use crate::call::{Call, Submission, finish_reason};
 use crate::delta::{Delta, TokenLogprobs};
-use crate::limits;
+use crate::limits::{self, Upload};
 use crate::outlet::Encoder;
 use crate::peers::Peer;
 use crate::reply::{self, Failure};
@@ -39,7 +38,7 @@ pub(crate) async fn chat_completions(
     wire: Wire,
     peer: Peer,
     routing: Routing,
-    body: Body,
+    body: Upload,
 ) -> Result<Response, Failure> {
     let arrived = Instant::now();
     let request: ChatRequest = limits::read(body, &state).await?;

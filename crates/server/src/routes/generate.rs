@@ -2,7 +2,6 @@
 
 use std::time::Instant;
 
-use axum::body::Body;
 use axum::extract::State;
 use axum::response::Response;
 use forebay_api::{
@@ -13,7 +12,7 @@ use forebay_api::{
 use super::random_hex;
 use crate::call::{Call, Submission};
 use crate::delta::{Candidate, Delta, End};
-use crate::limits;
+use crate::limits::{self, Upload};
 use crate::outlet::Encoder;
 use crate::peers::Peer;
 use crate::reply::{self, Failure};
@@ -39,7 +38,7 @@ pub(crate) async fn generate(
     wire: Wire,
     peer: Peer,
     routing: Routing,
-    body: Body,
+    body: Upload,
 ) -> Result<Response, Failure> {
     let arrived = Instant::now();
     let request: GenerateRequest = limits::read(body, &state).await?;

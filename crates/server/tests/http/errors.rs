@@ -3,6 +3,7 @@
 use std::time::Duration;
 
 use forebay_engine::{Status, SubmitError};
+use forebay_server::Keys;
 use http_body_util::Full;
 use hyper::Request;
 use serde_json::{Value, json};
@@ -192,7 +193,7 @@ async fn slow_clients_are_not_waited_for() {
 #[tokio::test]
 async fn the_api_key() {
     let server =
-        TestServer::start(Some("a"), |config| config.api_key = Some("secret".into())).await;
+        TestServer::start(Some("a"), |config| config.api_keys = Keys::new(["secret"])).await;
     let ask = async |path: &str, key: Option<&str>| {
         let mut request = Request::get(path).header("host", "x");
         if let Some(key) = key {
