@@ -36,6 +36,7 @@ mod routing;
 mod serve;
 mod speller;
 mod sse;
+mod stall;
 mod state;
 mod tally;
 mod text;

@@ -18,6 +18,7 @@ use tower::ServiceExt;
 
 use crate::line::{Line, LineIo};
 use crate::routes;
+use crate::stall::Stalling;
 use crate::state::AppState;
 
 /// How long connections may take to end once no request is alive.
@@ -41,6 +42,7 @@ pub async fn serve(
     let mut connections = Connections {
         router: routes::router(Arc::clone(state)),
         header_timeout: state.config.header_timeout,
+        send_timeout: state.config.send_timeout,
         graceful: GracefulShutdown::new(),
         tasks: JoinSet::new(),
     };
@@ -64,6 +66,7 @@ pub async fn serve(
 struct Connections {
     router: Router,
     header_timeout: Duration,
+    send_timeout: Duration,
     graceful: GracefulShutdown,
     tasks: JoinSet<()>,
 }
@@ -90,7 +93,7 @@ impl Connections {
         // Events are small and each matters; failing to say so only costs latency.
         let _ = stream.set_nodelay(true);
         let line = Line::new(stream);
-        let io = TokioIo::new(LineIo(Arc::clone(&line)));
+        let io = TokioIo::new(Stalling::new(LineIo(Arc::clone(&line)), self.send_timeout));
         let service = self.router.clone().map_request(move |mut request: Request<Incoming>| {
             request.extensions_mut().insert(Arc::clone(&line));
             request
