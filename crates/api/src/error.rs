@@ -122,6 +122,15 @@ pub enum ApiError {
         /// What there is, when nobody else is there.
         limit: usize,
     },
+    /// More of an answer waits for its client than the server keeps.
+    #[error(
+        "more than {limit} bytes of the answer wait to be read: read faster, ask for less, or have it streamed \
+         (--max-unread-bytes allows more)"
+    )]
+    AnswerTooLarge {
+        /// The limit in bytes.
+        limit: usize,
+    },
     /// The body did not arrive in time.
     #[error("the request body did not arrive within {seconds} seconds")]
     BodyTimeout {
@@ -203,7 +212,9 @@ impl ApiError {
             Self::UnknownModel { .. } | Self::UnknownRoute { .. } => 404,
             Self::MethodNotAllowed { .. } => 405,
             Self::BodyTimeout { .. } => 408,
-            Self::BodyTooLarge { .. } | Self::PayloadTooLarge { .. } => 413,
+            Self::BodyTooLarge { .. }
+            | Self::PayloadTooLarge { .. }
+            | Self::AnswerTooLarge { .. } => 413,
             Self::UnsupportedMediaType => 415,
             Self::Overloaded { .. } => 429,
             Self::Internal { .. } => 500,
@@ -263,6 +274,7 @@ impl ApiError {
             Self::MethodNotAllowed { .. } => Some("method_not_allowed"),
             Self::BodyTooLarge { .. } => Some("body_too_large"),
             Self::PayloadTooLarge { .. } => Some("payload_too_large"),
+            Self::AnswerTooLarge { .. } => Some("answer_too_large"),
             Self::BodyTimeout { .. } => Some("body_timeout"),
             Self::Overloaded { .. } => Some("queue_full"),
             Self::Draining => Some("draining"),

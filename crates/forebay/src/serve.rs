@@ -75,7 +75,7 @@ pub(crate) fn run(flags: &ServeFlags) -> Result<()> {
         capacity: EGRESS_STEPS,
         window: Duration::from_micros(config.stream_flush_us),
     };
-    let (sink, egress) = egress(&tokenizer, &metrics, egress_config)?;
+    let (sink, egress) = egress(&metrics, egress_config)?;
     let mut sink: Box<dyn Fn() -> Box<dyn OutputSink>> = Box::new(move || Box::new(sink.clone()));
     let mut pooling = None;
     if let Some(told) = &model.pooling {

@@ -47,6 +47,10 @@ pub struct ServerConfig {
     pub header_timeout: Duration,
     /// Longest time for a request's body to arrive.
     pub body_timeout: Duration,
+    /// Longest time in which a client may take nothing of what waits to be written to it. Then its connection is cut.
+    pub send_timeout: Duration,
+    /// Most bytes of a response that wait for its client, as they would be written; then it ends with an error.
+    pub max_unread_bytes: usize,
     /// How long running requests may go on after the shutdown signal.
     pub drain_timeout: Duration,
     /// Longest time that /health_generate waits for its token.
@@ -72,6 +76,8 @@ impl Default for ServerConfig {
             max_body_bytes: 64 << 20,
             header_timeout: Duration::from_secs(60),
             body_timeout: Duration::from_secs(60),
+            send_timeout: Duration::from_secs(60),
+            max_unread_bytes: 64 << 20,
             drain_timeout: Duration::from_secs(30),
             health_timeout: Duration::from_secs(20),
             egress: EgressMode::default(),

@@ -23,6 +23,7 @@ use crate::client::Remote;
 use crate::line::{Line, LineIo};
 use crate::places::Seat;
 use crate::socket::Socket;
+use crate::stall::Stalling;
 use crate::tls::Tls;
 
 /// What all connections of a listener have in common.
@@ -31,6 +32,8 @@ pub(crate) struct Setup {
     pub(crate) router: Router,
     /// Longest time for a head, and for a TLS handshake, to arrive.
     pub(crate) header_timeout: Duration,
+    /// Longest time in which a client takes nothing of what waits for it.
+    pub(crate) send_timeout: Duration,
     /// Whether a connection may carry a second request.
     pub(crate) keep_alive: bool,
     pub(crate) tls: Option<Tls>,
@@ -46,7 +49,7 @@ pub(crate) async fn run(
 ) {
     let (line, seat) = (Line::new(socket), Arc::new(seat));
     let answering = async {
-        let io = LineIo(Arc::clone(&line));
+        let io = Stalling::new(LineIo(Arc::clone(&line)), setup.send_timeout);
         match setup.tls.clone() {
             None => answer(&setup, io, Some(&line), remote, &seat, watcher).await,
             Some(tls) => match timeout(setup.header_timeout, tls.accept(io)).await {

@@ -43,6 +43,7 @@ mod serve;
 mod socket;
 mod speller;
 mod sse;
+mod stall;
 mod state;
 mod tally;
 mod text;

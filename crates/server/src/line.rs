@@ -11,11 +11,14 @@ use std::pin::Pin;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU8, Ordering};
 use std::task::{Context, Poll, ready};
+use std::time::Duration;
 
 use parking_lot::Mutex;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 
 use crate::socket::Socket;
+
+use crate::stall::Transport;
 
 const SHUT: u8 = 0;
 const ASKED: u8 = 1;
@@ -168,6 +171,17 @@ impl AsyncWrite for LineIo {
     }
 }
 
+impl Transport for LineIo {
+    fn backlog(&self) -> usize {
+        self.0.rest.lock().len()
+    }
+
+    fn give_up(&self) {
+        // Where the system refuses, it forgets after some minutes by itself.
+        let _ = rustix::net::sockopt::set_socket_linger(&self.0.socket, Some(Duration::ZERO));
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use std::future::poll_fn;
@@ -245,7 +259,7 @@ mod tests {
     async fn a_client_that_has_gone_is_hypers_to_find() {
         let (line, client) = Line::pair().await;
         let mut io = LineIo(Arc::clone(&line));
-        rustix::net::sockopt::set_socket_linger(&client, Some(std::time::Duration::ZERO)).unwrap();
+        rustix::net::sockopt::set_socket_linger(&client, Some(Duration::ZERO)).unwrap();
         drop(client);
         io.0.closed().await;
         line.ask();

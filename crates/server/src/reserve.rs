@@ -30,6 +30,8 @@ use crate::tls::Tls;
 pub(crate) const RESERVE: usize = 64;
 /// Longest time for a head to arrive there.
 const HEADER_TIMEOUT: Duration = Duration::from_secs(5);
+/// Longest time in which a client there takes nothing.
+const SEND_TIMEOUT: Duration = Duration::from_secs(5);
 const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
 
 fn health(state: Shared) -> Router<Shared> {
@@ -47,7 +49,13 @@ pub(crate) fn setup(state: Shared, tls: Option<Tls>) -> Setup {
         Failure(ApiError::Unavailable { reason, code: "too_many_connections" })
     };
     let router = health(Arc::clone(&state)).fallback(full).with_state(state);
-    Setup { router, header_timeout: HEADER_TIMEOUT, keep_alive: false, tls }
+    Setup {
+        router,
+        header_timeout: HEADER_TIMEOUT,
+        send_timeout: SEND_TIMEOUT,
+        keep_alive: false,
+        tls,
+    }
 }
 
 /// A thread that answers `/livez`, `/health` and `/metrics`. Dropping it ends it.
@@ -90,7 +98,13 @@ impl Drop for HealthThread {
 async fn answer(listener: Listener, state: Shared, mut stopped: oneshot::Receiver<()>) {
     let router = health(Arc::clone(&state)).route("/metrics", get(info::metrics));
     let router = router.with_state(state);
-    let setup = Setup { router, header_timeout: HEADER_TIMEOUT, keep_alive: true, tls: None };
+    let setup = Setup {
+        router,
+        header_timeout: HEADER_TIMEOUT,
+        send_timeout: SEND_TIMEOUT,
+        keep_alive: true,
+        tls: None,
+    };
     let (places, graceful) = (Places::new(RESERVE), GracefulShutdown::new());
     let mut tasks = JoinSet::new();
     loop {

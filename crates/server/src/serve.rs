@@ -77,6 +77,7 @@ impl Connections {
         let usual = Setup {
             router: routes::router(Arc::clone(state)),
             header_timeout: config.header_timeout,
+            send_timeout: config.send_timeout,
             keep_alive: true,
             tls: config.tls.clone(),
         };

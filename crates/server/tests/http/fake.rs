@@ -281,7 +281,7 @@ impl TestServer {
         let text = TextPool::new(Arc::clone(&tokenizer), Some(Arc::new(template)), 1, 16);
         let metrics = Arc::new(Metrics::new("tiny", CONTEXT, 1).unwrap());
         let egress_config = EgressConfig { threads: 2, capacity: 256, window };
-        let (sink, egress) = forebay_server::egress(&tokenizer, &metrics, egress_config).unwrap();
+        let (sink, egress) = forebay_server::egress(&metrics, egress_config).unwrap();
         let mut sink: Box<dyn OutputSink> = Box::new(sink);
         let pooling = task.map(|task| {
             let (pooled_sink, outputs) = forebay_server::pooled(Arc::clone(&metrics), 256).unwrap();
