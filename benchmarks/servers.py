@@ -107,7 +107,7 @@ class Forebay(Server):
     """The simulated device's profile; None is the real hand."""
 
     def missing(self) -> str | None:
-        return None if FOREBAY.is_file() else f"{FOREBAY.relative_to(ROOT)} is not there: make build PROFILE=release"
+        return None if FOREBAY.is_file() else f"{FOREBAY.relative_to(ROOT)} is not there: make build"
 
     def command(self, setting: Setting, port: int) -> list[str]:
         flags = [

@@ -1,11 +1,13 @@
 //! What the binary tells the server.
 
 use std::sync::Arc;
+use std::sync::atomic::AtomicU64;
 use std::time::Duration;
 
 use forebay_api::GenerationDefaults;
 use serde_json::Value;
 
+use crate::guard::Guard;
 use crate::pooling::PooledModel;
 
 /// How streamed chunks get to their sockets.
@@ -43,6 +45,10 @@ pub struct ServerConfig {
     pub egress: EgressMode,
     /// Tokens that a stream gathers before it gets a chunk, where the request does not say; the first token and the end do not wait.
     pub stream_interval: u32,
+    /// Watches over the threads: what it has seen, /health says.
+    pub guard: Guard,
+    /// Log lines that nobody took in time, for /metrics.
+    pub log_lines_dropped: Arc<AtomicU64>,
     /// The resolved configuration, as /server_info shows it.
     pub info: Value,
 }
@@ -60,6 +66,8 @@ impl Default for ServerConfig {
             health_timeout: Duration::from_secs(20),
             egress: EgressMode::default(),
             stream_interval: 1,
+            guard: Guard::default(),
+            log_lines_dropped: Arc::default(),
             info: Value::Null,
         }
     }

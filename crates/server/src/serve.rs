@@ -13,7 +13,7 @@ use hyper_util::server::graceful::GracefulShutdown;
 use hyper_util::service::TowerToHyperService;
 use tokio::net::{TcpListener, TcpStream};
 use tokio::task::JoinSet;
-use tokio::time::{sleep, timeout};
+use tokio::time::sleep;
 use tower::ServiceExt;
 
 use crate::line::{Line, LineIo};
@@ -23,12 +23,14 @@ use crate::state::AppState;
 
 /// How long connections may take to end once no request is alive.
 const CLOSE_TIMEOUT: Duration = Duration::from_secs(5);
+/// The same, once there is no more patience.
+const CUT_TIMEOUT: Duration = Duration::from_secs(1);
 /// How long to wait after the system refused a connection, most likely for want of descriptors.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
 
 /// Serves until `shutdown` is ready, then drains: new requests get 503 while the running ones have `drain_timeout` to finish. What is
-/// left then is aborted, each with its terminal event; connections are closed, and this returns. The engine is left drained,
-/// not stopped.
+/// left then, or as soon as `hurry` is ready, is aborted, each with its terminal event; connections are closed, and this returns. The engine
+/// is left drained, not stopped.
 ///
 /// # Errors
 /// None once it runs; the listener's address cannot be read.
@@ -36,6 +38,7 @@ pub async fn serve(
     listener: TcpListener,
     state: AppState,
     shutdown: impl Future<Output = ()>,
+    hurry: impl Future<Output = ()>,
 ) -> io::Result<()> {
     let state = state.shared();
     tracing::info!(address = %listener.local_addr()?, "listening");
@@ -50,15 +53,30 @@ pub async fn serve(
 
     state.engine.drain();
     tracing::info!(timeout = ?state.config.drain_timeout, "draining");
+    tokio::pin!(hurry);
+    let mut hurried = false;
     let drained = async {
-        if timeout(state.config.drain_timeout, state.idle()).await.is_err() {
-            tracing::warn!("requests are still running after the drain timeout: aborting them");
-            state.abort_all();
+        tokio::select! {
+            () = state.idle() => return,
+            () = sleep(state.config.drain_timeout) => {
+                tracing::warn!("requests are still running after the drain timeout: aborting them");
+            }
+            () = &mut hurry => {
+                tracing::warn!("told to stop at once: aborting the requests that are still running");
+                hurried = true;
+            }
         }
+        state.abort_all();
     };
     connections.accept_until(&listener, drained).await;
     drop(listener);
-    connections.close().await;
+    let patience = async {
+        tokio::select! {
+            () = sleep(CLOSE_TIMEOUT) => {}
+            () = async { if !hurried { hurry.await } } => sleep(CUT_TIMEOUT).await,
+        }
+    };
+    connections.close(patience).await;
     Ok(())
 }
 
@@ -84,7 +102,13 @@ impl Connections {
                         sleep(ACCEPT_PAUSE).await;
                     }
                 },
-                Some(_) = self.tasks.join_next() => {}
+                Some(ended) = self.tasks.join_next() => match ended {
+                    // What the connection held has been dropped: its request is aborted.
+                    Err(error) if error.is_panic() => {
+                        tracing::error!(%error, "a connection's task panicked");
+                    }
+                    _ => {}
+                }
             }
         }
     }
@@ -110,10 +134,11 @@ impl Connections {
         });
     }
 
-    async fn close(self) {
+    async fn close(self, patience: impl Future<Output = ()>) {
         let Self { graceful, mut tasks, .. } = self;
-        if timeout(CLOSE_TIMEOUT, graceful.shutdown()).await.is_err() {
-            tracing::warn!("some connections did not end in time and are cut");
+        tokio::select! {
+            () = graceful.shutdown() => {}
+            () = patience => tracing::warn!("some connections did not end in time and are cut"),
         }
         tasks.shutdown().await;
     }

@@ -20,6 +20,7 @@ use axum::routing::{get, post};
 use forebay_api::{ApiError, StopReason};
 
 use crate::delta::End;
+use crate::guard;
 use crate::limits::authorized;
 use crate::peers::blocks::blocks;
 use crate::peers::talk;
@@ -67,6 +68,7 @@ pub(crate) fn router(state: Shared) -> Router {
         .route("/ping", get(info::ping).post(info::ping))
         .fallback(unknown_route)
         .method_not_allowed_fallback(method_not_allowed)
+        .layer(from_fn(contain))
         .layer(from_fn(name_request))
         .with_state(state)
 }
@@ -93,6 +95,14 @@ async fn check_generator(State(state): State<Shared>, request: Request, next: Ne
         Ok(()) => next.run(request).await,
         Err(error) => Failure(error).into_response(),
     }
+}
+
+/// Answers a request that makes its handler panic; what the handler held is dropped by then, which aborts what it waited for.
+async fn contain(request: Request, next: Next) -> Response {
+    guard::contained(next.run(request)).await.unwrap_or_else(|panic| {
+        let reason = format!("the server failed on this request: {}", guard::message(&*panic));
+        Failure(ApiError::Internal { reason, code: Some("panic") }).into_response()
+    })
 }
 
 /// Echoes the client's name for the request, or makes one up.
