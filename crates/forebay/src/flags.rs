@@ -96,6 +96,12 @@ pub(crate) struct HttpFlags {
     /// Seconds that a request's head, and then its body, may take to arrive; also how long an idle connection is kept.
     #[arg(long, default_value = "60", value_parser = seconds)]
     pub(crate) receive_timeout: Duration,
+    /// Seconds in which a client may take nothing of what waits to be written to it; then its connection is cut, and its request ended.
+    #[arg(long, default_value = "60", value_parser = seconds)]
+    pub(crate) send_timeout: Duration,
+    /// Most bytes of an answer that wait for its client, as they would be written; then it ends with an error.
+    #[arg(long, default_value_t = 64 << 20)]
+    pub(crate) max_unread_bytes: usize,
     /// Threads that parse requests, and write heads and ends of answers.
     #[arg(long, default_value_t = 2, value_parser = clap::value_parser!(u16).range(1..=64))]
     pub(crate) http_threads: u16,

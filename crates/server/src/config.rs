@@ -1,6 +1,7 @@
 //! What the binary tells the server.
 
 use std::sync::Arc;
+use std::sync::atomic::AtomicU64;
 use std::time::Duration;
 
 use forebay_api::GenerationDefaults;
@@ -8,6 +9,7 @@ use serde_json::Value;
 
 use crate::access::Access;
 use crate::client::TrustedProxies;
+use crate::guard::Guard;
 use crate::keys::Keys;
 use crate::pooling::PooledModel;
 use crate::tls::Tls;
@@ -59,6 +61,10 @@ pub struct ServerConfig {
     pub egress: EgressMode,
     /// Tokens that a stream gathers before it gets a chunk, where the request does not say; the first token and the end do not wait.
     pub stream_interval: u32,
+    /// Watches over the threads: what it has seen, /health says.
+    pub guard: Guard,
+    /// Log lines that nobody took in time, for /metrics.
+    pub log_lines_dropped: Arc<AtomicU64>,
     /// The resolved configuration, as /server_info shows it.
     pub info: Value,
 }
@@ -82,6 +88,8 @@ impl Default for ServerConfig {
             health_timeout: Duration::from_secs(20),
             egress: EgressMode::default(),
             stream_interval: 1,
+            guard: Guard::default(),
+            log_lines_dropped: Arc::default(),
             info: Value::Null,
         }
     }
