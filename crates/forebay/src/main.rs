@@ -3,7 +3,9 @@
 mod affinity;
 mod command;
 mod config;
+mod descriptors;
 mod flags;
+mod listening;
 mod logs;
 mod model;
 mod route;

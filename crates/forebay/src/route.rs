@@ -1,10 +1,9 @@
 //! `forebay route`: flags to the router's configuration, and its life.
 
-use std::net::TcpListener;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use anyhow::{Context, Result};
+use anyhow::Result;
 use clap::Args;
 use forebay_router::{
     BreakerConfig, HealthConfig, Policy, RetryConfig, Router, RouterConfig, Sources, Thresholds,
@@ -14,7 +13,7 @@ use tokio::signal::unix::{SignalKind, signal};
 use tracing::info;
 
 use crate::flags::{LineFlags, seconds};
-use crate::{logs, serve};
+use crate::{descriptors, listening, logs, serve};
 
 #[derive(Debug, Args)]
 pub(crate) struct RouteFlags {
@@ -218,9 +217,9 @@ impl RouteFlags {
 /// Routes until a signal.
 pub(crate) fn run(flags: &RouteFlags) -> Result<()> {
     let logs = logs::init(&flags.log, None)?;
-    let listener = TcpListener::bind((flags.host.as_str(), flags.port))
-        .with_context(|| format!("cannot listen on {}:{}", flags.host, flags.port))?;
-    rustix::net::listen(&listener, serve::BACKLOG)?;
+    serve::warn_of_visible_keys();
+    descriptors::raise();
+    let listener = listening::tcp(&flags.host, flags.port)?;
     let address = listener.local_addr()?;
     // Before anything is served, so that no signal is missed.
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;

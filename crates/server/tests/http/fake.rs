@@ -3,6 +3,7 @@
 use std::net::SocketAddr;
 use std::path::Path;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 use forebay_api::GenerationDefaults;
@@ -12,7 +13,7 @@ use forebay_engine::{
 };
 use forebay_replicas::{Load, ReplicaReport};
 use forebay_server::{
-    AppState, EgressConfig, Engine, Intake, IntakeMode, Metrics, ModelInfo, PooledModel,
+    AppState, EgressConfig, Engine, Intake, IntakeMode, Listener, Metrics, ModelInfo, PooledModel,
     PoolingTask, ServerConfig,
 };
 use forebay_text::{ChatTemplate, TextPool, Tokenizer};
@@ -65,6 +66,9 @@ pub(crate) struct Fake {
     alive: Mutex<Vec<RequestId>>,
     events: mpsc::UnboundedSender<Event>,
     vocab_size: u32,
+    /// How often the server asked for the numbers.
+    looks: AtomicUsize,
+    submitted: AtomicUsize,
 }
 
 impl Fake {
@@ -94,6 +98,16 @@ impl Fake {
 
     pub(crate) fn refuse_after(&self, requests: usize, error: SubmitError) {
         *self.refuse.lock() = Some((requests, error));
+    }
+
+    /// How often the server asked for the numbers.
+    pub(crate) fn looks(&self) -> usize {
+        self.looks.load(Ordering::Relaxed)
+    }
+
+    /// Requests that were taken.
+    pub(crate) fn submitted(&self) -> usize {
+        self.submitted.load(Ordering::Relaxed)
     }
 
     pub(crate) fn refuse_nothing(&self) {
@@ -157,6 +171,7 @@ impl Engine for Fake {
         if *self.status.lock() == Status::Draining {
             return Err(SubmitError::Draining);
         }
+        self.submitted.fetch_add(1, Ordering::Relaxed);
         self.alive.lock().push(request.id);
         if let Some(script) = &self.script {
             self.play(&request, script);
@@ -175,6 +190,7 @@ impl Engine for Fake {
         self.status.lock().clone()
     }
     fn stats(&self) -> Stats {
+        self.looks.fetch_add(1, Ordering::Relaxed);
         *self.stats.lock()
     }
     fn count(&self) -> u32 {
@@ -227,6 +243,7 @@ pub(crate) struct TestServer {
     pub(crate) engine: Arc<Fake>,
     pub(crate) tokenizer: Arc<Tokenizer>,
     pub(crate) memory: Memory,
+    pub(crate) state: AppState,
     events: mpsc::UnboundedReceiver<Event>,
     shutdown: Option<oneshot::Sender<()>>,
     serving: JoinHandle<std::io::Result<()>>,
@@ -267,7 +284,31 @@ impl TestServer {
         Self::serving(script, Duration::ZERO, |_| {}, Some(task), IntakeKind::Threads).await
     }
 
+    /// With a listener of the test's.
+    pub(crate) async fn listening(
+        listener: impl Into<Listener>,
+        script: Option<&str>,
+        change: fn(&mut ServerConfig),
+    ) -> Self {
+        let nowhere = (listener.into(), SocketAddr::from(([0; 4], 0)));
+        Self::serving_at(nowhere, script, Duration::ZERO, change, None, IntakeKind::Threads).await
+    }
+
     async fn serving(
+        script: Option<&str>,
+        window: Duration,
+        change: fn(&mut ServerConfig),
+        task: Option<PoolingTask>,
+        intake: IntakeKind,
+    ) -> Self {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let address = listener.local_addr().unwrap();
+        let place = (listener.into(), address);
+        Self::serving_at(place, script, window, change, task, intake).await
+    }
+
+    async fn serving_at(
+        (listener, address): (Listener, SocketAddr),
         script: Option<&str>,
         window: Duration,
         change: fn(&mut ServerConfig),
@@ -299,6 +340,8 @@ impl TestServer {
             alive: Mutex::default(),
             events: sender,
             vocab_size: u32::try_from(tokenizer.vocab_size()).unwrap(),
+            looks: AtomicUsize::new(0),
+            submitted: AtomicUsize::new(0),
         });
         let mut config = ServerConfig { info: json!({"port": 1}), ..ServerConfig::default() };
         change(&mut config);
@@ -318,13 +361,20 @@ impl TestServer {
         let text = Arc::new(text);
         let state =
             AppState::new(config, model, engine.clone(), text, intake, egress, metrics, None);
-        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
-        let address = listener.local_addr().unwrap();
         let (shutdown, stop) = oneshot::channel();
-        let serving = tokio::spawn(forebay_server::serve(listener, state, async {
+        let serving = tokio::spawn(forebay_server::serve(listener, state.clone(), async {
             stop.await.ok();
         }));
-        Self { address, engine, tokenizer, memory, events, shutdown: Some(shutdown), serving }
+        Self {
+            address,
+            engine,
+            tokenizer,
+            memory,
+            state,
+            events,
+            shutdown: Some(shutdown),
+            serving,
+        }
     }
 
     /// The next request that the engine got.
