@@ -12,12 +12,13 @@ from typing import Any
 
 import httpx2
 
+from tests.binary import binary
 from tests.e2e.metrics import Metrics
 from tests.e2e.processes import alive, children, command_line, descendants
 from tests.e2e.waiting import eventually
 
 ROOT = Path(__file__).resolve().parents[2]
-BINARY = ROOT / ".venv/bin/forebay"
+BINARY = binary()
 CACHE = ROOT / ".pytest_cache/forebay"
 """What servers keep of models: from one run to the next, and not where the developer's own servers keep it."""
 START_SECONDS = 120

@@ -218,14 +218,15 @@ def endless(tokens: int = TINY_CONTEXT - 8) -> dict[str, Any]:
     return {"text": "a", "sampling_params": {"max_new_tokens": tokens, "ignore_eos": True}, "stream": True}
 
 
-def test_sigterm_drains(serve: Serve, tiny: Model) -> None:
+@pytest.mark.parametrize("told", [signal.SIGTERM, signal.SIGHUP])
+def test_being_told_to_stop_drains(serve: Serve, tiny: Model, told: signal.Signals) -> None:
     """What runs is finished; what comes is refused; then the server goes, and its hand with it."""
     server = serve(tiny)
     below = descendants(server.pid)
     with server.http.stream("POST", "/generate", json=endless()) as stream:
         lines = stream.iter_lines()
         first = next(lines)
-        server.process.send_signal(signal.SIGTERM)
+        server.process.send_signal(told)
         health = server.wait_for_health(503).json()["error"]
         assert health["code"] == "draining"
         refused = server.post("/v1/completions", {"prompt": "a"})
@@ -234,6 +235,22 @@ def test_sigterm_drains(serve: Serve, tiny: Model) -> None:
         assert refused.headers["retry-after"]
         rest = events("\n".join([first, *lines]))
     assert rest[-1]["meta_info"]["finish_reason"] == {"type": "length", "length": TINY_CONTEXT - 8}
+    assert server.process.wait(30) == 0
+    assert not any(alive(pid) for pid in below)
+
+
+def test_being_told_twice_to_stop_ends_what_still_runs(serve: Serve, tiny: Model) -> None:
+    """The drain timeout is half a minute; nobody waits for it."""
+    server = serve(tiny)
+    below = descendants(server.pid)
+    with server.http.stream("POST", "/generate", json=endless()) as stream:
+        lines = stream.iter_lines()
+        first = next(lines)
+        server.process.send_signal(signal.SIGTERM)
+        server.wait_for_health(503)
+        server.process.send_signal(signal.SIGINT)
+        rest = events("\n".join([first, *lines]))
+    assert rest[-1]["error"]["code"] == "aborted"
     assert server.process.wait(30) == 0
     assert not any(alive(pid) for pid in below)
 
@@ -313,7 +330,7 @@ def test_a_hand_that_hangs_while_it_comes_back_is_started_again(serve: Serve, ti
         f'exec {sys.executable} "$@"\n'
     )
     python.chmod(0o755)
-    server = serve(tiny, "--load-timeout", "20", "--python", python)
+    server = serve(tiny, "--load-timeout", "40", "--python", python)
     server.ask("/v1/completions", {"prompt": "a", "max_tokens": 3})
     hand = server.hand()
     assert hand

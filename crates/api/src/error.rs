@@ -77,6 +77,17 @@ pub enum ApiError {
     /// No API key, or the wrong one.
     #[error("Incorrect API key provided; send it as `Authorization: Bearer KEY`.")]
     Unauthorized,
+    /// Not for this client: another host or page.
+    #[error("{reason}")]
+    Forbidden {
+        /// One line, which names the flag.
+        reason: String,
+        /// A machine-readable code.
+        code: &'static str,
+    },
+    /// A browser sent it as no page may.
+    #[error("a request from a browser needs `Content-Type: application/json`")]
+    UnsupportedMediaType,
     /// No such route.
     #[error("Unknown request URL: {method} {path}. /openapi.json lists the routes.")]
     UnknownRoute {
@@ -109,6 +120,15 @@ pub enum ApiError {
         /// What it needs.
         bytes: usize,
         /// What there is, when nobody else is there.
+        limit: usize,
+    },
+    /// More of an answer waits for its client than the server keeps.
+    #[error(
+        "more than {limit} bytes of the answer wait to be read: read faster, ask for less, or have it streamed \
+         (--max-unread-bytes allows more)"
+    )]
+    AnswerTooLarge {
+        /// The limit in bytes.
         limit: usize,
     },
     /// The body did not arrive in time.
@@ -204,10 +224,14 @@ impl ApiError {
             | Self::InputTooLong { .. }
             | Self::CacheInUse => 400,
             Self::Unauthorized => 401,
+            Self::Forbidden { .. } => 403,
             Self::UnknownModel { .. } | Self::UnknownRoute { .. } => 404,
             Self::MethodNotAllowed { .. } => 405,
             Self::BodyTimeout { .. } => 408,
-            Self::BodyTooLarge { .. } | Self::PayloadTooLarge { .. } => 413,
+            Self::BodyTooLarge { .. }
+            | Self::PayloadTooLarge { .. }
+            | Self::AnswerTooLarge { .. } => 413,
+            Self::UnsupportedMediaType => 415,
             Self::Overloaded { .. } | Self::QueueFull { .. } => 429,
             Self::Internal { .. } => 500,
             Self::Draining
@@ -232,6 +256,7 @@ impl ApiError {
     fn kind(&self) -> &'static str {
         match self.status() {
             401 => "authentication_error",
+            403 => "permission_error",
             404 => "not_found_error",
             429 => "rate_limit_error",
             500 => "server_error",
@@ -265,10 +290,13 @@ impl ApiError {
             }
             Self::UnknownModel { .. } => Some("model_not_found"),
             Self::Unauthorized => Some("invalid_api_key"),
+            Self::Forbidden { code, .. } => Some(code),
+            Self::UnsupportedMediaType => Some("unsupported_media_type"),
             Self::UnknownRoute { .. } => Some("unknown_url"),
             Self::MethodNotAllowed { .. } => Some("method_not_allowed"),
             Self::BodyTooLarge { .. } => Some("body_too_large"),
             Self::PayloadTooLarge { .. } => Some("payload_too_large"),
+            Self::AnswerTooLarge { .. } => Some("answer_too_large"),
             Self::BodyTimeout { .. } => Some("body_timeout"),
             Self::Overloaded { .. } | Self::QueueFull { .. } => Some("queue_full"),
             Self::QueueTimeout { .. } => Some("queue_timeout"),

@@ -1,5 +1,7 @@
 //! The flags of `serve`, exactly as typed. Nothing is resolved here: see `config`.
 
+mod access;
+mod listening;
 mod schedule;
 
 use std::path::PathBuf;
@@ -8,10 +10,11 @@ use std::time::Duration;
 use clap::{Args, ValueEnum};
 use forebay_balance::Method;
 use forebay_hand::MAX_ARENA_BYTES;
-use forebay_server::TrustedProxies;
 use serde::Serialize;
 
-pub(crate) use schedule::{ScheduleFlags, SchedulePolicy};
+pub(crate) use self::access::{AccessFlags, visible_keys};
+pub(crate) use self::listening::ListenFlags;
+pub(crate) use self::schedule::{ScheduleFlags, SchedulePolicy};
 
 use crate::affinity::AffinityFlag;
 use crate::model::Source;
@@ -26,7 +29,11 @@ pub(crate) struct ServeFlags {
     #[arg(long, value_name = "MODEL", conflicts_with = "model")]
     pub(crate) model_path: Option<String>,
     #[command(flatten)]
+    pub(crate) listen: ListenFlags,
+    #[command(flatten)]
     pub(crate) http: HttpFlags,
+    #[command(flatten)]
+    pub(crate) access: AccessFlags,
     #[command(flatten)]
     pub(crate) text: TextFlags,
     #[command(flatten)]
@@ -78,28 +85,21 @@ impl ServeFlags {
 #[derive(Debug, Args)]
 #[command(next_help_heading = "HTTP")]
 pub(crate) struct HttpFlags {
-    /// Address to listen on.
-    #[arg(long, default_value = "127.0.0.1")]
-    pub(crate) host: String,
-    /// Port to listen on; 0 takes a free one.
-    #[arg(long, default_value_t = 8000)]
-    pub(crate) port: u16,
     /// Names that requests may call the model by; the first is shown [default: the model's own, and MODEL].
     #[arg(long, num_args = 1..)]
     pub(crate) served_model_name: Vec<String>,
-    /// Clients must send `Authorization: Bearer KEY`.
-    #[arg(long, env = "FOREBAY_API_KEY", hide_env_values = true)]
-    pub(crate) api_key: Option<String>,
-    /// Proxies that are believed when X-Forwarded-For tells whom a request came from: addresses, networks (10.0.0.0/8), and `unix` for a Unix
-    /// socket's other end, with commas between them.
-    #[arg(long, value_name = "LIST", default_value = "", hide_default_value = true)]
-    pub(crate) trusted_proxies: TrustedProxies,
     /// Largest request body in bytes.
     #[arg(long, default_value_t = 64 << 20)]
     pub(crate) max_body_bytes: usize,
     /// Seconds that a request's head, and then its body, may take to arrive; also how long an idle connection is kept.
     #[arg(long, default_value = "60", value_parser = seconds)]
     pub(crate) receive_timeout: Duration,
+    /// Seconds in which a client may take nothing of what waits to be written to it; then its connection is cut, and its request ended.
+    #[arg(long, default_value = "60", value_parser = seconds)]
+    pub(crate) send_timeout: Duration,
+    /// Most bytes of an answer that wait for its client, as they would be written; then it ends with an error.
+    #[arg(long, default_value_t = 64 << 20)]
+    pub(crate) max_unread_bytes: usize,
     /// Threads that parse requests, and write heads and ends of answers.
     #[arg(long, default_value_t = 2, value_parser = clap::value_parser!(u16).range(1..=64))]
     pub(crate) http_threads: u16,

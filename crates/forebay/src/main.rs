@@ -3,11 +3,15 @@
 mod affinity;
 mod command;
 mod config;
+mod descriptors;
 mod flags;
+mod lines;
+mod listening;
 mod logs;
 mod model;
 mod route;
 mod serve;
+mod signals;
 mod simulate;
 mod text;
 mod threads;

@@ -211,6 +211,12 @@ impl Replicas {
         found.is_some()
     }
 
+    /// Whether every replica was told to take no new requests.
+    #[must_use]
+    pub fn drained(&self) -> bool {
+        self.0.dispatch.lock().drained.iter().all(|&drained| drained)
+    }
+
     /// Aborts what is alive, stops the hands and ends the threads.
     pub fn stop(&self) {
         self.0.draining.store(true, Ordering::Release);
@@ -224,10 +230,12 @@ impl Replicas {
         self.0.engines().len() as u32
     }
 
-    /// The state of all together.
+    /// The state of all together. One that gets no new requests counts only where all get none.
     #[must_use]
     pub fn status(&self) -> Status {
-        combined_status(self.0.engines().iter().map(EngineHandle::status).collect())
+        let drained = self.0.dispatch.lock().drained.clone();
+        let all = self.0.engines().iter().map(EngineHandle::status);
+        combined_status(all.collect(), &drained)
     }
 
     /// All counted together.

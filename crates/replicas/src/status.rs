@@ -17,9 +17,12 @@ pub struct ReplicaReport {
 }
 
 /// The state of all: ready as soon as one is. One that is being restarted comes before those that load for the first time, because requests
-/// may wait for it; a replica that has failed counts only when all have.
+/// may wait for it; a replica that has failed counts only when all
+/// have, and one that is drained only when all are.
 #[must_use]
-pub fn combined_status(all: Vec<Status>) -> Status {
+pub fn combined_status(all: Vec<Status>, drained: &[bool]) -> Status {
+    let everyone = drained.iter().all(|&drained| drained);
+    let counts = |at: usize| everyone || !drained.get(at).copied().unwrap_or(false);
     let rank = |status: &Status| match status {
         Status::Draining => 0,
         Status::Ready => 1,
@@ -27,7 +30,8 @@ pub fn combined_status(all: Vec<Status>) -> Status {
         Status::Starting(_) => 3,
         Status::Failed(_) => 4,
     };
-    let first = all.into_iter().min_by_key(rank);
+    let counted = all.into_iter().enumerate().filter(|&(at, _)| counts(at));
+    let first = counted.map(|(_, status)| status).min_by_key(rank);
     first.unwrap_or_else(|| Status::Failed("there is no replica".into()))
 }
 
@@ -76,7 +80,10 @@ mod tests {
             (vec![lost.clone(), lost.clone()], lost),
             (vec![Status::Draining, Status::Draining], Status::Draining),
         ] {
-            assert_eq!(combined_status(all), expected);
+            assert_eq!(combined_status(all, &[false, false, false]), expected);
         }
+        let all = || vec![Status::Ready, Status::Failed("no".into())];
+        assert_eq!(combined_status(all(), &[true, false]), Status::Failed("no".into()));
+        assert_eq!(combined_status(all(), &[true, true]), Status::Ready);
     }
 }

@@ -10,7 +10,7 @@ use forebay_api::{ApiError, Generation, Limits};
 use forebay_engine::{Embeds, EngineRequest, RequestId, SubmitError};
 
 use crate::config::EgressMode;
-use crate::delta::{Candidate, Delta, End, TokenLogprobs};
+use crate::delta::{Delta, End};
 use crate::egress::Registration;
 use crate::engine::Engine;
 use crate::mailbox::{Receiver, Wake, mailbox};
@@ -95,12 +95,12 @@ impl Call {
         let mut resumed = None;
         if let (Some(resume), Some(submission)) = (resume, submissions.first()) {
             let mut speller = spell(&submission.generation);
-            let before = before(&mut speller, resume, &submission.generation, state);
+            let before = before(&mut speller, resume, &submission.generation);
             tally.add(0, &before);
             resumed = Some((speller, before));
         }
         let (mut speller, before) = resumed.unzip();
-        let (senders, receiver) = mailbox(tally, wake);
+        let (senders, receiver) = mailbox(tally, wake, state.config.max_unread_bytes);
         let span = tracing::info_span!(
             "request",
             id = tracing::field::Empty,
@@ -268,21 +268,14 @@ fn check_resume(
 }
 
 /// Has `speller` read what the client has; gives that as one delta.
-fn before(
-    speller: &mut Speller,
-    resume: &Resume,
-    generation: &Generation,
-    state: &Shared,
-) -> Delta {
+fn before(speller: &mut Speller, resume: &Resume, generation: &Generation) -> Delta {
     let mut before = Delta { tokens: resume.generated.clone(), ..Delta::default() };
     let mut fresh = String::new();
     for &id in &resume.generated {
         speller.push(id, false, &mut fresh, &mut before.text);
         if generation.sampling.logprobs.is_some() {
-            let text = state.text.tokenizer().token_text(id);
-            // Only its length is of use: the rest has been sent.
-            let sampled = Candidate { id, text, bytes: Vec::new(), logprob: 0.0 };
-            before.logprobs.push(TokenLogprobs { sampled, top: Vec::new() });
+            // Only the token's text is of use: the number has been sent.
+            before.logprobs.push(&[(id, 0.0)]);
         }
     }
     before

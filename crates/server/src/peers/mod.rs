@@ -23,7 +23,7 @@ use forebay_api::peer::{
 
 use crate::client::ClientId;
 use crate::delta::Delta;
-use crate::limits;
+use crate::limits::{self, Upload};
 use crate::outlet::Encoder;
 use crate::reply::Failure;
 use crate::routes::random_hex;
@@ -217,7 +217,8 @@ fn insert(headers: &mut HeaderMap, name: &'static str, value: &[u8]) {
 
 /// Takes what a router says off a request.
 async fn read(state: &Shared, request: Request) -> Result<(Exchange, Request), ApiError> {
-    let (parts, body) = request.into_parts();
+    let (mut parts, body) = request.into_parts();
+    let Ok(client) = ClientId::from_request_parts(&mut parts, state).await;
     let text = |name: &'static str| {
         parts.headers.get(name).map(|value| {
             value.to_str().map_err(|_| ApiError::invalid(name, format!("`{name}`: not text")))
@@ -233,7 +234,7 @@ async fn read(state: &Shared, request: Request) -> Result<(Exchange, Request), A
         let length: usize = length.parse().map_err(|error| wrong(RESUME_HEADER, &error))?;
         let name = StreamName::decode(text(STREAM_HEADER).transpose()?.unwrap_or_default())
             .map_err(|error| wrong(STREAM_HEADER, &error))?;
-        let mut whole = limits::whole(body, state).await?;
+        let mut whole = limits::whole(Upload::new(body, client), state).await?;
         if length > whole.len() {
             return Err(wrong(RESUME_HEADER, &"more bytes than the body has"));
         }
