@@ -335,7 +335,7 @@ def test_a_hand_that_hangs_while_it_comes_back_is_started_again(serve: Serve, ti
     hand = server.hand()
     assert hand
     os.kill(hand, signal.SIGKILL)
-    answer = server.ask("/v1/completions", {"prompt": "a", "max_tokens": 3})
+    answer = server.ask("/v1/completions", {"prompt": "a", "max_tokens": 3}, timeout=300)
     assert answer["usage"]["completion_tokens"] == 3
     assert server.metric("forebay:hand_deaths_total") == 2
 
