@@ -138,6 +138,7 @@ pub(crate) fn run(flags: &ServeFlags) -> Result<()> {
         trusted_proxies: flags.access.trusted_proxies.clone(),
         max_connections,
         tls,
+        max_client_priority: config.max_client_priority.unwrap_or(u32::MAX),
         max_body_bytes: flags.http.max_body_bytes,
         header_timeout: flags.http.receive_timeout,
         body_timeout: flags.http.receive_timeout,

@@ -43,6 +43,8 @@ pub struct ServerConfig {
     pub max_connections: usize,
     /// Certificate and key, where connections are encrypted.
     pub tls: Option<Tls>,
+    /// Largest `priority`, and smallest below 0, that clients may ask for.
+    pub max_client_priority: u32,
     /// Largest request body in bytes.
     pub max_body_bytes: usize,
     /// Longest time for a request's head to arrive; also how long an idle connection is kept.
@@ -79,6 +81,7 @@ impl Default for ServerConfig {
             trusted_proxies: TrustedProxies::default(),
             max_connections: 65_536,
             tls: None,
+            max_client_priority: u32::MAX,
             max_body_bytes: 64 << 20,
             header_timeout: Duration::from_secs(60),
             body_timeout: Duration::from_secs(60),

@@ -15,4 +15,5 @@ mod memory;
 mod peers;
 mod pooling;
 mod replicas;
+mod shares;
 mod streams;
