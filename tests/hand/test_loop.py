@@ -15,8 +15,9 @@ from typing import Any
 import numpy as np
 from safetensors.torch import save_file
 
-from forebay.worker import wire
-from forebay.worker.wire import Connection, Frame, Kind, StepResult
+from forebay.protocol.connection import Connection
+from forebay.protocol.frames import Frame, Kind, encode, encode_json
+from forebay.protocol.result import StepResult
 from tests.hand.process import PYTHON_PATH, spawn
 from tests.hand.support import (
     FAMILIES,
@@ -53,7 +54,7 @@ class Hand:
 
     def configure(self, **changes: Any) -> None:
         assert self.receive(Kind.HELLO).json() == {"rank": 0, "pid": self.pid}
-        self.connection.send(wire.encode_json(Kind.CONFIG, wire_config(QWEN3, arena_bytes=ARENA_BYTES, **changes)))
+        self.connection.send(encode_json(Kind.CONFIG, wire_config(QWEN3, arena_bytes=ARENA_BYTES, **changes)))
 
     def until_ready(self) -> tuple[list[dict[str, Any]], dict[str, Any]]:
         progress: list[dict[str, Any]] = []
@@ -173,7 +174,7 @@ def test_from_hello_to_shutdown(tmp_path: Path) -> None:
         os.kill(h.pid, signal.SIGINT)
         empty = h.step(PlanBuilder(10))
         assert empty.tokens.size == empty.row_errors.size == 0
-        h.connection.send(wire.encode(Kind.SHUTDOWN, 0, []))
+        h.connection.send(encode(Kind.SHUTDOWN, 0, []))
         assert h.exit_status() == 0
         assert h.errors() == ""
 
@@ -207,7 +208,7 @@ def fatal(h: Hand) -> str:
 def test_another_version_is_fatal(tmp_path: Path) -> None:
     with hand(tmp_path) as h:
         h.receive(Kind.HELLO)
-        config = bytearray(wire.encode_json(Kind.CONFIG, wire_config(QWEN3)))
+        config = bytearray(encode_json(Kind.CONFIG, wire_config(QWEN3)))
         config[4] = 9
         h.connection.send(bytes(config))
         assert "protocol version 9" in fatal(h)
@@ -216,7 +217,7 @@ def test_another_version_is_fatal(tmp_path: Path) -> None:
 def test_a_first_frame_that_is_no_config_is_fatal(tmp_path: Path) -> None:
     with hand(tmp_path) as h:
         h.receive(Kind.HELLO)
-        h.connection.send(wire.encode(Kind.SHUTDOWN, 0, []))
+        h.connection.send(encode(Kind.SHUTDOWN, 0, []))
         assert "expected config, got shutdown" in fatal(h)
 
 

@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from forebay.device.memory import HugePages
 from forebay.weights.cache import atomic_file
-from forebay.weights.memory import Arena
 
 __all__ = ["PackedFile", "content_key"]
 
@@ -118,7 +118,7 @@ class PackedFile:
         try:
             _check(into, places)
             missing = {name: place for name, place in places.items() if name not in into}
-            room = Arena(place.nbytes for place in missing.values())
+            room = HugePages(place.nbytes for place in missing.values())
             others = {name: room.take(place.shape, place.dtype) for name, place in missing.items()}
             everything = {**into, **others}
             _read_all(self.path, [(everything[name], place.offset) for name, place in places.items()], report)
