@@ -25,6 +25,7 @@ VOCABULARY = 23
 MASK = (1 << 64) - 1
 GOLDEN = 0x9E3779B97F4A7C15
 DEVICE = open_device("cpu", 1)
+DEFERRED = open_device("deferred", 1)
 CONFIG = RunnerConfig.from_dict(wire_config(hf_config(FAMILIES["llama"][1], "LlamaForCausalLM"), slots=6))
 
 
@@ -135,13 +136,16 @@ ROW = st.tuples(
 )
 
 
+@pytest.mark.parametrize("device", [DEVICE, DEFERRED], ids=["cpu", "deferred"])
 @settings(max_examples=300, deadline=None)
-@given(st.lists(ROW, min_size=1, max_size=6), st.data())
-def test_as_the_protocol_says(rows: list[tuple[list[int], Sampling, list[float]]], data: st.DataObject) -> None:
+@given(rows=st.lists(ROW, min_size=1, max_size=6), data=st.data())
+def test_as_the_protocol_says(
+    device: Device, rows: list[tuple[list[int], Sampling, list[float]]], data: st.DataObject
+) -> None:
     prompt_lens = [data.draw(st.integers(1, len(tokens))) for tokens, _, _ in rows]
     logits = torch.tensor([values for _, _, values in rows])
     inputs = [(tokens, prompt, sampling) for (tokens, sampling, _), prompt in zip(rows, prompt_lens, strict=True)]
-    sampled = sample(inputs, logits)
+    sampled = sample(inputs, logits, device)
     expected = [slow_sample(v, t, p, s) for (t, s, v), p in zip(rows, prompt_lens, strict=True)]
     assert sampled.tokens.tolist() == expected
     assert sampled.finite.all()

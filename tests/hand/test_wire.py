@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from forebay.protocol import frames
-from forebay.protocol.connection import Connection
+from forebay.protocol.connection import RING, Connection, Ring
 from forebay.protocol.frames import Frame, Header, Kind, WireError
 from forebay.protocol.plan import Plan
 from forebay.protocol.result import StepResult
@@ -194,6 +194,38 @@ def test_a_connection_reads_frames_of_all_sizes_whatever_the_pieces() -> None:
             np.testing.assert_array_equal(frame.columns[0], np.arange(size))
         assert connection.recv() is None
     writer.join()
+
+
+def test_a_ring_has_each_buffer_once_and_again_when_it_was_released() -> None:
+    made: list[int] = []
+
+    def allocate(size: int) -> Any:
+        made.append(size)
+        return np.zeros(size, np.uint8)
+
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        connection = Connection(ours)
+        connection.receive_into(Ring(allocate))
+        frames_: list[Frame] = []
+        for number in range(RING):
+            theirs.sendall(frames.encode(Kind.PLAN, number, [np.full(3 + 9000 * number, number, np.int32)]))
+            frame = connection.recv()
+            assert frame is not None
+            frames_.append(frame)
+        for number, frame in enumerate(frames_):
+            assert (frame.columns[0] == number).all()
+        for number in range(100, 100 + 3 * RING):
+            frames_[0].release()
+            theirs.sendall(frames.encode(Kind.PLAN, number, [np.full(2, number, np.int32)]))
+            frame = connection.recv()
+            assert frame is not None
+            frames_ = [*frames_[1:], frame]
+        assert [frame.columns[0].tolist() for frame in frames_] == [[n, n] for n in range(108, 112)]
+        assert len(made) <= 2 * RING
+        theirs.sendall(frames.encode(Kind.PLAN, 0, []))
+        with pytest.raises(WireError, match="more than 4 frames in flight"):
+            connection.recv()
 
 
 @pytest.mark.parametrize("kept", [10, 30])

@@ -20,13 +20,15 @@ _READS = {
     torch.Tensor.__index__,
     torch.Tensor.__array__,
     torch.Tensor.__contains__,
-    torch.Tensor.__iter__,
 }
-"""Methods of a tensor that give its values to the host. Iteration does not, but belongs in no step."""
+"""Methods of a tensor that give its values to the host."""
 _aten = torch.ops.aten
 _SHAPED_BY_VALUES = {
     _aten._local_scalar_dense,
+    _aten.item,
     _aten.nonzero,
+    _aten.nonzero_numpy,
+    _aten.argwhere,
     _aten.masked_select,
     _aten.unique_consecutive,
     _aten.unique_dim,
@@ -34,6 +36,7 @@ _SHAPED_BY_VALUES = {
     _aten._unique2,
     _aten.bincount,
     _aten.equal,
+    _aten.allclose,
     _aten.is_nonzero,
 }
 """Operators whose result, or the shape of it, the host has to be told."""
@@ -87,10 +90,10 @@ class NoWaits(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         packet = func.overloadpacket
-        waits = packet in _SHAPED_BY_VALUES
+        waits = packet in _SHAPED_BY_VALUES or func is _aten.where.default
         if packet in _INDEXING:
             waits = any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
-        if func is _aten.repeat_interleave.Tensor:
+        if func in (_aten.repeat_interleave.Tensor, _aten.repeat_interleave.self_Tensor):
             waits = kwargs.get("output_size") is None
         if waits:
             raise HiddenWaitError(f"{func} in queued work")

@@ -47,6 +47,11 @@ class TokenCounts:
         self._capacity = 0
         self._table = device.zeros((0, 2, vocabulary), torch.int32)
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all counters."""
+        return self._table.nbytes
+
     def lines(self, slots: Int64s) -> Int64s:
         """The lines of `slots` [r]; -1: none. For the host."""
         return self._line[slots]
