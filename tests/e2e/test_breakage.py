@@ -325,12 +325,12 @@ def test_a_hand_that_hangs_while_it_comes_back_is_started_again(serve: Serve, ti
     python = tmp_path / "python"
     python.write_text(
         "#!/bin/sh\n"
-        f"case \"$*\" in *forebay.worker*) echo >> {count};; esac\n"
+        f'case "$*" in *forebay.worker*) echo >> {count};; esac\n'
         f"[ -f {count} ] && [ $(wc -l < {count}) = 2 ] && exec sleep 1000\n"
         f'exec {sys.executable} "$@"\n'
     )
     python.chmod(0o755)
-    server = serve(tiny, "--load-timeout", "20", "--python", python)
+    server = serve(tiny, "--load-timeout", "40", "--python", python)
     server.ask("/v1/completions", {"prompt": "a", "max_tokens": 3})
     hand = server.hand()
     assert hand

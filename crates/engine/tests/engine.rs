@@ -362,30 +362,6 @@ fn a_hung_hand_is_respawned() {
 }
 
 #[test]
-fn a_hand_that_never_started_is_final() {
-    let rig = Rig::broken(config(), 500, |control| control.fail_starts(1), Box::new(|_, _| {}));
-    assert_eq!(rig.handle.status(), Status::Failed("start refused".into()));
-    let refused = rig.handle.submit(request(0, vec![1], 1));
-    assert_eq!(refused, Err(SubmitError::Unavailable("start refused".into())));
-}
-
-#[test]
-fn a_hand_that_does_not_come_back_ends_every_request() {
-    let hook = once(|control| {
-        control.fail_starts(100);
-        control.kill();
-    });
-    let rig = Rig::hooked(config(), hook);
-    for id in 0..40 {
-        rig.handle.submit(request(id, prompt(id), 150)).expect("room");
-    }
-    let stories = rig.follow(40);
-    let failed = FinishReason::Error(RequestError::HandFailed("start refused".into()));
-    assert!(stories.values().all(|story| story.ends == [failed.clone()]));
-    rig.settled(|status| matches!(status, Status::Failed(_)));
-}
-
-#[test]
 fn an_abort_frees_everything_and_ends_once() {
     let rig = Rig::start(config(), 500);
     for id in 0..40 {

@@ -14,7 +14,7 @@ use serde::Serialize;
 
 pub(crate) use self::access::{AccessFlags, visible_keys};
 pub(crate) use self::listening::ListenFlags;
-pub(crate) use schedule::{ScheduleFlags, SchedulePolicy};
+pub(crate) use self::schedule::{ScheduleFlags, SchedulePolicy};
 
 use crate::affinity::AffinityFlag;
 use crate::model::Source;

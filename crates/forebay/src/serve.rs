@@ -304,7 +304,7 @@ async fn serve(
     let hurry = signals::another(told.clone());
     forebay_server::serve(listener, state, stopped, hurry).await?;
     if engine_died {
-        // One is enough to end all: its state cannot be trusted.
+        // It panicked, and its state cannot be trusted; or no replica is left that could be started.
         for report in engine.reports() {
             if let Status::Failed(reason) = report.status {
                 bail!("{reason}");

@@ -30,7 +30,7 @@ pub use forebay_kvcache::{BlockEvent, BlockHash};
 use forebay_kvcache::{Lease, PagePool};
 use thiserror::Error;
 
-use crate::queue::Queue;
+use crate::queue::{PROBE_RANK, Queue};
 use crate::request::{Entry, Key, State};
 use crate::share::Shares;
 use crate::slab::{Handle, Slab};
@@ -314,7 +314,7 @@ impl Scheduler {
             "a request alone fits into the pool"
         );
         let rank = match self.config.policy {
-            _ if request.probe => i64::MIN,
+            _ if request.probe => PROBE_RANK,
             Policy::Fcfs => 0,
             Policy::Priority => -i64::from(request.priority),
             Policy::PriorityAscending => i64::from(request.priority),

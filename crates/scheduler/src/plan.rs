@@ -172,7 +172,7 @@ impl Scheduler {
 
     fn admit(&mut self, budget: &mut u32, plan: &mut StepPlan, events: &mut Vec<Event>) {
         let before = self.building.rows.len();
-        while *budget > 0 {
+        while *budget > 0 && self.has_place() {
             let Some(ticket) = self.next_candidate() else {
                 return;
             };
@@ -206,6 +206,12 @@ impl Scheduler {
             let most = if self.keeps_nothing() { u32::MAX } else { *budget };
             *budget = budget.saturating_sub(self.push_row(handle, most, plan));
         }
+    }
+
+    /// Whether one more may run, if it is the right one.
+    fn has_place(&self) -> bool {
+        let (running, most) = (self.residents.len() as u64, u64::from(self.config.max_running));
+        running < most || (running == most && self.queue.has_probe())
     }
 
     /// Whether one more may run, if it is this one.
