@@ -28,7 +28,7 @@ UV_LOCK := $(UV) pip compile --quiet --python $(BIN)/python --universal --python
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup setup-dev build build-tests serve test test-rust test-asan test-python e2e check lint fmt docs wheel wheel-test lock ci \
+.PHONY: help setup setup-dev build build-tests serve test test-rust test-asan test-python e2e check lint fmt deny docs wheel wheel-test lock ci \
 	clean distclean
 
 help: ## print this list
@@ -122,6 +122,9 @@ fmt: setup-dev ## rewrite the formatting of both languages
 	cargo fmt --all
 	$(BIN)/ruff check --fix-only
 	$(BIN)/ruff format
+
+deny: setup-dev ## check licences and sources of the Rust dependencies
+	PATH="$(CURDIR)/$(BIN):$$PATH" cargo deny --locked check bans licenses sources
 
 docs: ## build the Rust API documentation
 	RUSTDOCFLAGS='-D warnings' cargo doc $(CARGO_FLAGS) --no-deps

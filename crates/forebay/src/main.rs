@@ -3,8 +3,10 @@
 mod affinity;
 mod command;
 mod config;
+mod descriptors;
 mod flags;
 mod lines;
+mod listening;
 mod logs;
 mod model;
 mod route;

@@ -1,10 +1,9 @@
 //! `forebay route`: flags to the router's configuration, and its life.
 
-use std::net::TcpListener;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Result, bail};
 use clap::Args;
 use forebay_router::{
     BreakerConfig, HealthConfig, Policy, RetryConfig, Router, RouterConfig, Sources, Thresholds,
@@ -15,7 +14,7 @@ use tokio::runtime::Builder;
 use tracing::info;
 
 use crate::flags::{LineFlags, seconds};
-use crate::{logs, serve, signals};
+use crate::{descriptors, listening, logs, serve, signals};
 
 #[derive(Debug, Args)]
 pub(crate) struct RouteFlags {
@@ -220,9 +219,9 @@ impl RouteFlags {
 pub(crate) fn run(flags: &RouteFlags) -> Result<()> {
     let guard = Guard::default();
     let logs = logs::init(&flags.log, None, &guard)?;
-    let listener = TcpListener::bind((flags.host.as_str(), flags.port))
-        .with_context(|| format!("cannot listen on {}:{}", flags.host, flags.port))?;
-    rustix::net::listen(&listener, serve::BACKLOG)?;
+    serve::warn_of_visible_keys();
+    descriptors::raise();
+    let listener = listening::tcp(&flags.host, flags.port)?;
     let address = listener.local_addr()?;
     // It counts signals, also while the router is being stopped.
     let runtime = Builder::new_multi_thread()

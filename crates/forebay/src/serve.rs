@@ -2,7 +2,6 @@
 
 use std::ffi::OsString;
 use std::fs::File;
-use std::net::TcpListener;
 use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
@@ -15,8 +14,8 @@ use forebay_engine::{
 use forebay_hand::{Arena, HandExecutor, HandSpec};
 use forebay_replicas::{Member, Replicas};
 use forebay_server::{
-    AppState, BlockLog, EgressConfig, EgressMode, Guard, Intake, IntakeMode, Metrics, ModelInfo,
-    PooledModel, PoolingTask, ServerConfig, egress, pooled,
+    AppState, BlockLog, EgressConfig, EgressMode, Guard, HealthThread, Intake, IntakeMode, Metrics,
+    ModelInfo, PooledModel, PoolingTask, ServerConfig, egress, pooled,
 };
 use forebay_sim::{Recorder, SimClock, SimExecutor};
 use forebay_text::{ChatTemplate, Tokenizer};
@@ -25,26 +24,34 @@ use tokio::sync::oneshot;
 use tracing::{info, warn};
 
 use crate::config::Config;
-use crate::flags::{Device, Egress, GenerationConfig, LoadFormat, ServeFlags};
+use crate::flags::{Device, Egress, GenerationConfig, LoadFormat, ServeFlags, visible_keys};
+use crate::listening::{self, Bound};
 use crate::logs::Logs;
 use crate::model::{Model, Task, fetch, find_python};
-use crate::{affinity, logs, signals, simulate, threads, watch};
+use crate::{affinity, descriptors, logs, signals, simulate, threads, watch};
 
 /// Steps and registrations that may wait for an egress thread before the engine waits for it.
 const EGRESS_STEPS: usize = 1024;
-/// Connections that may wait to be accepted, as far as the system allows it. Of a burst beyond that, connections are dropped, and tried
-/// again a second later; the standard library asks for 128.
-pub(crate) const BACKLOG: i32 = 65_535;
 
 /// Serves until a signal, or until the engine ends.
 pub(crate) fn run(flags: &ServeFlags) -> Result<()> {
     let guard = Guard::default();
     let logs = logs::init(&flags.log.lines, flags.log.otlp_traces_endpoint.as_deref(), &guard)?;
+    warn_of_visible_keys();
     let name = flags.model_name().context("no model named")?;
     // Taken before minutes of downloads, so that a port in use is said at once.
-    let listener = TcpListener::bind((flags.http.host.as_str(), flags.http.port))
-        .with_context(|| format!("cannot listen on {}:{}", flags.http.host, flags.http.port))?;
-    rustix::net::listen(&listener, BACKLOG)?;
+    let bound = Bound::open(&flags.listen)?;
+    let health_port = flags.listen.health_port;
+    let health = health_port.map(|port| listening::tcp(&flags.listen.host, port)).transpose()?;
+    let descriptors = descriptors::raise();
+    let max_connections = descriptors::connections(
+        flags.listen.max_connections,
+        descriptors,
+        flags.replicas.dp_size,
+    )?;
+    let (api_keys, admin_keys) = (flags.access.keys()?, flags.access.admin_keys()?);
+    let access = flags.access.access(bound.loopback()?.as_deref(), &api_keys);
+    let tls = flags.access.tls()?;
     let python = find_python(flags.run.python.as_deref());
     let simulated = flags.run.device == Device::Sim;
     let weights = !simulated && flags.loading.load_format != LoadFormat::Dummy;
@@ -124,7 +131,14 @@ pub(crate) fn run(flags: &ServeFlags) -> Result<()> {
         pooling,
     };
     let server = ServerConfig {
-        api_key: flags.http.api_key.clone(),
+        api_keys,
+        admin_keys,
+        access,
+        root_path: flags.access.root_path.clone(),
+        trusted_proxies: flags.access.trusted_proxies.clone(),
+        max_connections,
+        tls,
+        max_client_priority: config.max_client_priority.unwrap_or(u32::MAX),
         max_body_bytes: flags.http.max_body_bytes,
         header_timeout: flags.http.receive_timeout,
         body_timeout: flags.http.receive_timeout,
@@ -164,8 +178,10 @@ pub(crate) fn run(flags: &ServeFlags) -> Result<()> {
         .enable_all()
         .build()?;
     threads::first_things_first()?;
+    let health = health.map(|listener| HealthThread::start(listener, &state)).transpose()?;
     let mut life = Life { engine_ended, guard, logs };
-    let served = runtime.block_on(serve(listener, state, &engine, &config, flags, &mut life));
+    let served = runtime.block_on(serve(bound, state, &engine, &config, flags, &mut life));
+    drop(health);
     engine.stop();
     threads.into_iter().for_each(EngineThread::join);
     runtime.shutdown_timeout(Duration::from_secs(1));
@@ -178,6 +194,16 @@ struct Life {
     engine_ended: oneshot::Receiver<()>,
     guard: Guard,
     logs: Logs,
+}
+
+/// Says which keys other users of the machine can read.
+pub(crate) fn warn_of_visible_keys() {
+    let arguments = std::env::args_os().map(|argument| argument.to_string_lossy().into_owned());
+    let visible = visible_keys(arguments);
+    if !visible.is_empty() {
+        let flags = visible.join(", ");
+        warn!("{flags}: the list of processes shows the key; a file or the environment does not");
+    }
 }
 
 /// One a replica, and the clock that they all live by.
@@ -237,16 +263,16 @@ fn hand_environment() -> Vec<(OsString, OsString)> {
 }
 
 async fn serve(
-    listener: TcpListener,
+    bound: Bound,
     state: AppState,
     engine: &Replicas,
     config: &Config,
     flags: &ServeFlags,
     Life { engine_ended, guard, logs }: &mut Life,
 ) -> Result<()> {
-    listener.set_nonblocking(true)?;
-    let listener = tokio::net::TcpListener::from_std(listener)?;
-    let url = format!("http://{}", listener.local_addr()?);
+    let (url, curl) = bound.url(flags.access.ssl_certfile.is_some())?;
+    let url = format!("{url}{}", flags.access.root_path);
+    let (listener, _file) = bound.listener()?;
     let name = config.served_model_names[0].clone();
     let simulated = config.simulated.clone();
     let task = config.pooling.as_ref().map(|pooling| pooling.task);
@@ -255,7 +281,7 @@ async fn serve(
         let lines = logs.lines().clone();
         let work = async move {
             if watch::loading(&engine).await {
-                let banner = watch::banner(&url, &name, task, simulated.as_ref());
+                let banner = watch::banner(&url, &curl, &name, task, simulated.as_ref());
                 lines.push_always(format!("{banner}\n").as_bytes());
             }
         };

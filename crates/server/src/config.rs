@@ -7,8 +7,12 @@ use std::time::Duration;
 use forebay_api::GenerationDefaults;
 use serde_json::Value;
 
+use crate::access::Access;
+use crate::client::TrustedProxies;
 use crate::guard::Guard;
+use crate::keys::Keys;
 use crate::pooling::PooledModel;
+use crate::tls::Tls;
 
 /// How streamed chunks get to their sockets.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -25,8 +29,22 @@ pub enum EgressMode {
 /// How the server behaves. The listener is opened by the caller.
 #[derive(Debug, Clone)]
 pub struct ServerConfig {
-    /// Key that clients must send as a bearer token, if any.
-    pub api_key: Option<String>,
+    /// Keys of which clients must show one, if there are any.
+    pub api_keys: Keys,
+    /// Keys for what changes the server or tells about it; these routes need one of them, if there are any. They are good for all else too.
+    pub admin_keys: Keys,
+    /// Hosts and pages whose requests are answered.
+    pub access: Access,
+    /// What paths may begin with, such as `/llm`: what a proxy in front has in its URLs. Empty, or without a slash at its end.
+    pub root_path: String,
+    /// Proxies that are believed when they tell whom a request came from.
+    pub trusted_proxies: TrustedProxies,
+    /// Most connections at a time. A few more are answered, with 503 or how the server is.
+    pub max_connections: usize,
+    /// Certificate and key, where connections are encrypted.
+    pub tls: Option<Tls>,
+    /// Largest `priority`, and smallest below 0, that clients may ask for.
+    pub max_client_priority: u32,
     /// Largest request body in bytes.
     pub max_body_bytes: usize,
     /// Longest time for a request's head to arrive; also how long an idle connection is kept.
@@ -56,7 +74,14 @@ pub struct ServerConfig {
 impl Default for ServerConfig {
     fn default() -> Self {
         Self {
-            api_key: None,
+            api_keys: Keys::default(),
+            admin_keys: Keys::default(),
+            access: Access::default(),
+            root_path: String::new(),
+            trusted_proxies: TrustedProxies::default(),
+            max_connections: 65_536,
+            tls: None,
+            max_client_priority: u32::MAX,
             max_body_bytes: 64 << 20,
             header_timeout: Duration::from_secs(60),
             body_timeout: Duration::from_secs(60),

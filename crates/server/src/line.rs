@@ -15,7 +15,8 @@ use std::time::Duration;
 
 use parking_lot::Mutex;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
-use tokio::net::TcpStream;
+
+use crate::socket::Socket;
 
 use crate::stall::Transport;
 
@@ -26,7 +27,7 @@ const OPEN: u8 = 2;
 /// A socket with a gate beside hyper.
 #[derive(Debug)]
 pub(crate) struct Line {
-    socket: TcpStream,
+    socket: Socket,
     gate: AtomicU8,
     /// The end of a chunk that the socket did not take whole.
     rest: Mutex<Vec<u8>>,
@@ -42,8 +43,15 @@ pub(crate) enum Written {
 }
 
 impl Line {
-    pub(crate) fn new(socket: TcpStream) -> Arc<Self> {
+    pub(crate) fn new(socket: Socket) -> Arc<Self> {
         Arc::new(Self { socket, gate: AtomicU8::new(SHUT), rest: Mutex::default() })
+    }
+
+    /// Waits until the client writes no more, also where what it wrote has not been read: hyper looks for the end only when it has nothing left
+    /// to read.
+    pub(crate) async fn closed(&self) {
+        // A socket that cannot be watched is broken.
+        let _ = self.socket.closed().await;
     }
 
     /// Lets the line open as soon as hyper has written what it holds.
@@ -91,7 +99,7 @@ impl Line {
     fn poll_with(
         &self,
         context: &mut Context<'_>,
-        write: impl Fn(&TcpStream) -> io::Result<usize>,
+        write: impl Fn(&Socket) -> io::Result<usize>,
     ) -> Poll<io::Result<usize>> {
         ready!(self.poll_rest(context))?;
         loop {
@@ -179,7 +187,7 @@ mod tests {
     use std::future::poll_fn;
 
     use tokio::io::{AsyncReadExt, AsyncWriteExt};
-    use tokio::net::TcpListener;
+    use tokio::net::{TcpListener, TcpStream};
 
     use super::*;
 
@@ -191,7 +199,7 @@ mod tests {
             let socket = listener.accept().await.unwrap().0;
             // The runtime has to see once that the socket takes data.
             socket.writable().await.unwrap();
-            (Self::new(socket), client)
+            (Self::new(Socket::Tcp(socket)), client)
         }
     }
 
@@ -253,7 +261,7 @@ mod tests {
         let mut io = LineIo(Arc::clone(&line));
         rustix::net::sockopt::set_socket_linger(&client, Some(Duration::ZERO)).unwrap();
         drop(client);
-        io.0.socket.readable().await.unwrap();
+        io.0.closed().await;
         line.ask();
         // The reset may be seen by either of them first.
         let flushed = io.flush().await;

@@ -6,6 +6,7 @@
 //! gives back what it has, wherever it is on this way.
 
 mod room;
+pub(crate) mod turns;
 mod workers;
 
 use std::io;
@@ -20,6 +21,7 @@ use crate::engine::Engine;
 use crate::guard::Guard;
 use crate::limits::Pieces;
 use room::Room;
+use turns::Turns;
 use workers::Workers;
 
 /// Bytes from which on parsing a body takes longer than giving it to another thread, many times over.
@@ -37,7 +39,7 @@ pub enum IntakeMode {
 pub struct Intake {
     workers: Workers,
     room: Room,
-    turns: Semaphore,
+    turns: Turns,
 }
 
 /// What waits, and what the arena holds.
@@ -71,12 +73,12 @@ impl Intake {
         Ok(Self {
             workers: Workers::start(mode, queue, guard)?,
             room: Room::new(payloads, queue),
-            turns: Semaphore::new(turns),
+            turns: Turns::new(turns),
         })
     }
 
     /// Who may read a large body now.
-    pub(crate) fn turns(&self) -> &Semaphore {
+    pub(crate) fn turns(&self) -> &Turns {
         &self.turns
     }
 

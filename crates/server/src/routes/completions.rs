@@ -3,7 +3,6 @@
 use std::sync::Arc;
 use std::time::Instant;
 
-use axum::body::Body;
 use axum::extract::State;
 use axum::response::Response;
 use forebay_api::{
@@ -16,7 +15,7 @@ use serde_json::{Map, Value};
 use super::stop_reason;
 use crate::call::{Call, Submission, finish_reason};
 use crate::delta::{Delta, Logprobs};
-use crate::limits;
+use crate::limits::{self, Upload};
 use crate::outlet::Encoder;
 use crate::peers::Peer;
 use crate::reply::{self, Failure};
@@ -42,7 +41,7 @@ pub(crate) async fn completions(
     wire: Wire,
     peer: Peer,
     routing: Routing,
-    body: Body,
+    body: Upload,
 ) -> Result<Response, Failure> {
     let arrived = Instant::now();
     let request: CompletionRequest = limits::read(body, &state).await?;

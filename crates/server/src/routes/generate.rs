@@ -3,7 +3,6 @@
 use std::sync::Arc;
 use std::time::Instant;
 
-use axum::body::Body;
 use axum::extract::State;
 use axum::response::Response;
 use forebay_api::{
@@ -15,7 +14,7 @@ use forebay_text::Tokenizer;
 use super::random_hex;
 use crate::call::{Call, Submission};
 use crate::delta::{Candidate, Delta, End};
-use crate::limits;
+use crate::limits::{self, Upload};
 use crate::outlet::Encoder;
 use crate::peers::Peer;
 use crate::reply::{self, Failure};
@@ -41,7 +40,7 @@ pub(crate) async fn generate(
     wire: Wire,
     peer: Peer,
     routing: Routing,
-    body: Body,
+    body: Upload,
 ) -> Result<Response, Failure> {
     let arrived = Instant::now();
     let request: GenerateRequest = limits::read(body, &state).await?;

@@ -1,19 +1,19 @@
 //! Models, health, metrics and what else is asked about the server itself.
 
 use std::sync::atomic::Ordering;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use axum::extract::{Path, State};
 use axum::http::HeaderValue;
 use axum::http::header::CONTENT_TYPE;
 use axum::response::Response;
-use forebay_api::{ApiError, ErrorBody, GenerateRequest, ModelCard, ModelList};
+use forebay_api::{ApiError, ErrorBody, GenerateRequest, Limits, ModelCard, ModelList};
 use forebay_engine::{Route, Status};
 use forebay_replicas::ReplicaReport;
 use serde::Serialize;
 use serde_json::{Value, json};
 use tokio::sync::oneshot;
-use tokio::time::timeout;
+use tokio::time::{sleep, timeout};
 use utoipa::ToSchema;
 
 use crate::call::{Call, Submission};
@@ -24,6 +24,8 @@ use crate::state::{Shared, not_serving};
 
 /// The media type of Prometheus' text exposition.
 const EXPOSITION: &str = "text/plain; version=0.0.4; charset=utf-8";
+/// How often a health request looks whether a step was done for others.
+const STEP_POLL: Duration = Duration::from_millis(10);
 
 /// Lists the served names.
 #[utoipa::path(
@@ -84,6 +86,16 @@ impl Healthy {
     }
 }
 
+/// Whether the process lives. It says nothing about the model: a process that loads or drains is alive.
+#[utoipa::path(
+    get,
+    path = "/livez",
+    responses((status = 200, description = "It does")),
+)]
+pub(crate) async fn live() -> Response {
+    reply::ok(&json!({"status": "alive"}))
+}
+
 /// Whether the server takes requests and serves them now.
 ///
 /// 503 with the reason in one line while the model loads, is restarted, has failed, every replica is drained, or the server drains.
@@ -105,7 +117,7 @@ pub(crate) async fn health(State(state): State<Shared>) -> Result<Response, Fail
     }
 }
 
-/// Whether the model computes: asks it for one token, or for the vector of one.
+/// Whether the model computes: it does a step for others now, or else is asked for one token, or for the vector of one.
 #[utoipa::path(
     get,
     path = "/health_generate",
@@ -117,27 +129,51 @@ pub(crate) async fn health(State(state): State<Shared>) -> Result<Response, Fail
 pub(crate) async fn health_generate(State(state): State<Shared>) -> Result<Response, Failure> {
     let arrived = Instant::now();
     let limits = state.admit()?;
+    in_time(&state, computes(&state, limits, arrived)).await
+}
+
+/// Waits for a sign that the model computes. A step for somebody else is one: a server whose queue is full is not to be taken for dead, nor
+/// to be given more to do.
+async fn computes(state: &Shared, limits: Limits, arrived: Instant) -> Result<(), ApiError> {
+    let before = state.engine.stats().steps;
+    loop {
+        let stats = state.engine.stats();
+        if stats.steps > before {
+            return Ok(());
+        }
+        if stats.running + stats.waiting == 0 {
+            match one_token(state, limits, arrived).await {
+                // Others have come in the meantime.
+                Err(ApiError::Overloaded { .. }) => {}
+                answer => return answer,
+            }
+        }
+        sleep(STEP_POLL).await;
+    }
+}
+
+async fn one_token(state: &Shared, limits: Limits, arrived: Instant) -> Result<(), ApiError> {
     let token = state.model.eos.first().copied().unwrap_or(0);
     if let Some(model) = &state.model.pooling {
         let inputs = vec![Input { tokens: vec![token], segment: 0 }];
-        let place = Place { param: "input", priority: i32::MAX, route: Route::default() };
+        let place = Place { param: "input", priority: 0, route: Route::default() };
         let call =
-            PooledCall::start(&state, model, inputs, limits, place, arrived, &Peer::default())?;
-        return in_time(&state, call.named("health").collect()).await;
+            PooledCall::start(state, model, inputs, limits, place, arrived, &Peer::default())?;
+        return call.named("health").collect().await.map(drop);
     }
     let request = json!({
         "input_ids": [token],
         "sampling_params": {"max_new_tokens": 1, "temperature": 0, "ignore_eos": true},
-        "priority": i32::MAX,
     });
-    let request: GenerateRequest = serde_json::from_value(request).map_err(reply::unwritable)?;
+    let request: GenerateRequest =
+        serde_json::from_value(request).map_err(|error| reply::unwritable(error).0)?;
     let mut submissions = Vec::new();
     for item in request.validate(&state.model.defaults, limits)?.items {
         submissions.push(Submission::new(vec![token], item.generation, limits, "input_ids")?);
     }
     let mut call =
-        Call::start(&state, submissions, false, arrived, &Peer::default())?.named("health");
-    in_time(&state, call.collect()).await
+        Call::start(state, submissions, false, arrived, &Peer::default())?.named("health");
+    call.collect().await.map(drop)
 }
 
 /// Whether the answer to a health request came in time.
@@ -254,7 +290,7 @@ pub(crate) struct Flushed {
 
 /// Empties the prefix cache. Only possible while nothing runs.
 #[utoipa::path(
-    method(get, post),
+    post,
     path = "/flush_cache",
     responses(
         (status = 200, description = "The cache is empty", body = Flushed),

@@ -1,6 +1,5 @@
 //! `POST /tokenize` and `POST /detokenize`.
 
-use axum::body::Body;
 use axum::extract::State;
 use axum::response::Response;
 use forebay_api::{
@@ -8,7 +7,7 @@ use forebay_api::{
     TokenizeResponse,
 };
 
-use crate::limits;
+use crate::limits::{self, Upload};
 use crate::reply::{self, Failure};
 use crate::state::Shared;
 use crate::text::{encode_chat, encode_prompts, text_error};
@@ -23,7 +22,10 @@ use crate::text::{encode_chat, encode_prompts, text_error};
         (status = "default", description = "An error", body = ErrorBody),
     ),
 )]
-pub(crate) async fn tokenize(State(state): State<Shared>, body: Body) -> Result<Response, Failure> {
+pub(crate) async fn tokenize(
+    State(state): State<Shared>,
+    body: Upload,
+) -> Result<Response, Failure> {
     let request: TokenizeRequest = limits::read(body, &state).await?;
     state.model_name(request.model.as_deref())?;
     let max_model_len = state.limits()?.context_length;
@@ -53,7 +55,7 @@ pub(crate) async fn tokenize(State(state): State<Shared>, body: Body) -> Result<
 )]
 pub(crate) async fn detokenize(
     State(state): State<Shared>,
-    body: Body,
+    body: Upload,
 ) -> Result<Response, Failure> {
     let request: DetokenizeRequest = limits::read(body, &state).await?;
     state.model_name(request.model.as_deref())?;

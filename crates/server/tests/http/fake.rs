@@ -3,6 +3,7 @@
 use std::net::SocketAddr;
 use std::path::Path;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 use forebay_api::GenerationDefaults;
@@ -12,8 +13,8 @@ use forebay_engine::{
 };
 use forebay_replicas::{Load, ReplicaReport};
 use forebay_server::{
-    AppState, EgressConfig, Engine, Guard, Intake, IntakeMode, Metrics, ModelInfo, PooledModel,
-    PoolingTask, ServerConfig,
+    AppState, EgressConfig, Engine, Guard, Intake, IntakeMode, Listener, Metrics, ModelInfo,
+    PooledModel, PoolingTask, ServerConfig,
 };
 use forebay_text::{ChatTemplate, TextPool, Tokenizer};
 use parking_lot::Mutex;
@@ -78,6 +79,9 @@ pub(crate) struct Fake {
     pub(crate) panic_at: Mutex<Option<Panic>>,
     events: mpsc::UnboundedSender<Event>,
     vocab_size: u32,
+    /// How often the server asked for the numbers.
+    looks: AtomicUsize,
+    submitted: AtomicUsize,
 }
 
 impl Fake {
@@ -120,6 +124,16 @@ impl Fake {
         if let (Some(Panic::Submit(more)), Panic::Submit(_)) = (&mut *panic_at, place) {
             *more -= 1;
         }
+    }
+
+    /// How often the server asked for the numbers.
+    pub(crate) fn looks(&self) -> usize {
+        self.looks.load(Ordering::Relaxed)
+    }
+
+    /// Requests that were taken.
+    pub(crate) fn submitted(&self) -> usize {
+        self.submitted.load(Ordering::Relaxed)
     }
 
     pub(crate) fn refuse_nothing(&self) {
@@ -184,6 +198,7 @@ impl Engine for Fake {
         if *self.status.lock() == Status::Draining {
             return Err(SubmitError::Draining);
         }
+        self.submitted.fetch_add(1, Ordering::Relaxed);
         self.alive.lock().push(request.id);
         if let Some(script) = &self.script {
             self.play(&request, script);
@@ -203,6 +218,7 @@ impl Engine for Fake {
         self.status.lock().clone()
     }
     fn stats(&self) -> Stats {
+        self.looks.fetch_add(1, Ordering::Relaxed);
         *self.stats.lock()
     }
     fn count(&self) -> u32 {
@@ -264,6 +280,7 @@ pub(crate) struct TestServer {
     pub(crate) tokenizer: Arc<Tokenizer>,
     pub(crate) memory: Memory,
     pub(crate) guard: Guard,
+    pub(crate) state: AppState,
     events: mpsc::UnboundedReceiver<Event>,
     shutdown: Option<oneshot::Sender<()>>,
     hurry: Option<oneshot::Sender<()>>,
@@ -305,7 +322,31 @@ impl TestServer {
         Self::serving(script, Duration::ZERO, |_| {}, Some(task), IntakeKind::Threads).await
     }
 
+    /// With a listener of the test's.
+    pub(crate) async fn listening(
+        listener: impl Into<Listener>,
+        script: Option<&str>,
+        change: fn(&mut ServerConfig),
+    ) -> Self {
+        let nowhere = (listener.into(), SocketAddr::from(([0; 4], 0)));
+        Self::serving_at(nowhere, script, Duration::ZERO, change, None, IntakeKind::Threads).await
+    }
+
     async fn serving(
+        script: Option<&str>,
+        window: Duration,
+        change: fn(&mut ServerConfig),
+        task: Option<PoolingTask>,
+        intake: IntakeKind,
+    ) -> Self {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let address = listener.local_addr().unwrap();
+        let place = (listener.into(), address);
+        Self::serving_at(place, script, window, change, task, intake).await
+    }
+
+    async fn serving_at(
+        (listener, address): (Listener, SocketAddr),
         script: Option<&str>,
         window: Duration,
         change: fn(&mut ServerConfig),
@@ -341,6 +382,8 @@ impl TestServer {
             panic_at: Mutex::default(),
             events: sender,
             vocab_size: u32::try_from(tokenizer.vocab_size()).unwrap(),
+            looks: AtomicUsize::new(0),
+            submitted: AtomicUsize::new(0),
         });
         let mut config = ServerConfig {
             info: json!({"port": 1}),
@@ -364,8 +407,6 @@ impl TestServer {
         let text = Arc::new(text);
         let state =
             AppState::new(config, model, engine.clone(), text, intake, egress, metrics, None);
-        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
-        let address = listener.local_addr().unwrap();
         let (shutdown, stop) = oneshot::channel::<()>();
         let (hurry, hurried) = oneshot::channel::<()>();
         let stop = async { stop.await.unwrap_or_default() };
@@ -374,13 +415,14 @@ impl TestServer {
                 std::future::pending::<()>().await;
             }
         };
-        let serving = tokio::spawn(forebay_server::serve(listener, state, stop, hurried));
+        let serving = tokio::spawn(forebay_server::serve(listener, state.clone(), stop, hurried));
         Self {
             address,
             engine,
             tokenizer,
             memory,
             guard,
+            state,
             events,
             shutdown: Some(shutdown),
             hurry: Some(hurry),
