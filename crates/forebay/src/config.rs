@@ -133,7 +133,7 @@ impl Config {
             _ if !flags.sim.sim_profile.is_empty() || flags.sim.sim_output_tokens.is_some() => {
                 bail!("--sim-profile and --sim-output-tokens are for --device sim")
             }
-            Device::Cpu => Vec::new(),
+            Device::Cpu | Device::Deferred => Vec::new(),
         };
         let simulated = simulated_replicas.first().cloned();
         if flags.run.record_steps.is_some() && dp_size > 1 {
@@ -147,7 +147,7 @@ impl Config {
             Some(flag) => flag.resolve(dp_size)?,
             None => Affinity::default(),
         };
-        let undivided = affinity.hands.is_empty() && flags.run.device == Device::Cpu;
+        let undivided = affinity.hands.is_empty() && flags.run.device != Device::Sim;
         let threads = match flags.run.threads {
             None if dp_size > 1 && undivided => Some(threads_each(dp_size)?),
             given => given,
@@ -167,6 +167,7 @@ impl Config {
             device: match flags.run.device {
                 Device::Cpu => "cpu",
                 Device::Sim => "sim",
+                Device::Deferred => "deferred",
             },
             dtype: if simulated.is_some() { "none" } else { dtype(flags.loading.dtype) },
             quantization: if simulated.is_some() { None } else { quantization(flags, model)? },

@@ -310,6 +310,9 @@ pub(crate) enum Device {
     #[default]
     Cpu,
     Sim,
+    /// For tests: a CPU whose work is done as late as an accelerator's may be.
+    #[value(hide = true)]
+    Deferred,
 }
 
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, ValueEnum, Serialize)]

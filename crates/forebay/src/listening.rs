@@ -75,7 +75,7 @@ impl Bound {
 #[derive(Debug)]
 pub(crate) struct SocketFile {
     path: PathBuf,
-    identity: (u64, u64),
+    identity: Identity,
 }
 
 impl Drop for SocketFile {
@@ -87,9 +87,12 @@ impl Drop for SocketFile {
     }
 }
 
-fn identity(path: &Path) -> io::Result<(u64, u64)> {
+/// Which file it is: its device and number, and when it was made, because numbers are used again.
+type Identity = (u64, u64, i64, i64);
+
+fn identity(path: &Path) -> io::Result<Identity> {
     let found = fs::symlink_metadata(path)?;
-    Ok((found.dev(), found.ino()))
+    Ok((found.dev(), found.ino(), found.ctime(), found.ctime_nsec()))
 }
 
 fn unix(path: &Path) -> Result<(UnixListener, SocketFile)> {

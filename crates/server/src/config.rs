@@ -39,12 +39,12 @@ pub struct ServerConfig {
     pub root_path: String,
     /// Proxies that are believed when they tell whom a request came from.
     pub trusted_proxies: TrustedProxies,
-    /// Largest `priority`, and smallest below 0, that clients may ask for.
-    pub max_client_priority: u32,
     /// Most connections at a time. A few more are answered, with 503 or how the server is.
     pub max_connections: usize,
     /// Certificate and key, where connections are encrypted.
     pub tls: Option<Tls>,
+    /// Largest `priority`, and smallest below 0, that clients may ask for.
+    pub max_client_priority: u32,
     /// Largest request body in bytes.
     pub max_body_bytes: usize,
     /// Longest time for a request's head to arrive; also how long an idle connection is kept.
@@ -79,9 +79,9 @@ impl Default for ServerConfig {
             access: Access::default(),
             root_path: String::new(),
             trusted_proxies: TrustedProxies::default(),
-            max_client_priority: u32::MAX,
             max_connections: 65_536,
             tls: None,
+            max_client_priority: u32::MAX,
             max_body_bytes: 64 << 20,
             header_timeout: Duration::from_secs(60),
             body_timeout: Duration::from_secs(60),

@@ -77,7 +77,9 @@ async fn the_longest_idle_connection_makes_room() {
         assert!(head(&mut other, HEALTH).await.starts_with("HTTP/1.1 200"));
         others.push(other);
     }
-    assert_eq!((rest(halfway).await, rest(waiting).await.is_empty()), (String::new(), false));
+    assert_eq!(rest(halfway).await, "");
+    // It had its answer, and ends all the same.
+    rest(waiting).await;
 }
 
 #[tokio::test]
@@ -130,11 +132,11 @@ async fn a_client_that_sends_more_and_leaves_is_seen_to_leave() {
         drop(client);
         assert_eq!(server.aborted().await, id);
     }
-    // More than anybody reads ahead.
+    // More than hyper reads at a time.
     let mut client = server.tcp().await;
     client.write_all(&chat(false)).await.unwrap();
     let id = server.submitted().await.id;
-    client.write_all(&vec![b'G'; 1 << 20]).await.ok();
+    client.write_all(&vec![b'G'; 16 << 10]).await.unwrap();
     drop(client);
     assert_eq!(server.aborted().await, id);
 }
@@ -144,7 +146,6 @@ async fn pipelined_requests_are_answered() {
     let server = TestServer::scripted("a").await;
     let mut client = server.tcp().await;
     client.write_all(&[HEALTH, HEALTH, CLOSING].concat()).await.unwrap();
-    client.shutdown().await.unwrap();
     assert_eq!(rest(client).await.matches("HTTP/1.1 200").count(), 3);
 }
 
