@@ -312,12 +312,19 @@ impl Owner {
         }
     }
 
+    /// How requests end while the hand is given up.
+    fn failure(&self) -> Option<FinishReason> {
+        match &*self.shared.status.lock() {
+            Status::Failed(reason) => {
+                Some(FinishReason::Error(RequestError::HandFailed(reason.clone())))
+            }
+            _ => None,
+        }
+    }
+
     /// Ends every request: because the hand does not come back, or because the engine stops.
     fn end_all(&mut self) {
-        let finish = match &*self.shared.status.lock() {
-            Status::Failed(reason) => FinishReason::Error(RequestError::HandFailed(reason.clone())),
-            _ => FinishReason::Abort,
-        };
+        let finish = self.failure().unwrap_or(FinishReason::Abort);
         let Some(scheduler) = self.scheduler.as_mut() else {
             return;
         };
