@@ -175,7 +175,7 @@ impl Owner {
             stop_ids: request.stop_ids,
             sampling: request.sampling,
             priority: request.priority,
-            cache_salt: 0,
+            cache_salt: request.salt,
             embeds,
             past,
         });
@@ -408,6 +408,7 @@ impl Owner {
                 page_size: self.config.page_size,
                 token_budget: self.config.token_budget,
                 prefix_cache: self.config.prefix_cache,
+                namer: self.config.namer.clone(),
                 block_events: self.blocks.is_some(),
                 policy: self.config.policy,
             }));

@@ -34,6 +34,8 @@ pub struct EngineRequest {
     pub sampling: SamplingParams,
     /// Place in the queue, under the priority policies.
     pub priority: i32,
+    /// Requests share cached pages only with requests of the same salt; 0: none was asked for.
+    pub salt: u64,
     /// Embeddings in place of the prompt's tokens, one row of `hidden_size` elements each.
     pub embeds: Option<Embeds>,
     /// What its client wants of the choice of a replica.

@@ -1,5 +1,7 @@
 //! The flags of `serve`, exactly as typed. Nothing is resolved here: see `config`.
 
+mod sharing;
+
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -13,6 +15,8 @@ use crate::affinity::AffinityFlag;
 use crate::model::Source;
 use crate::text::TextFlags;
 
+pub(crate) use sharing::SharingFlags;
+
 #[derive(Debug, Args)]
 pub(crate) struct ServeFlags {
     /// `smollm2` (the embedded default), a hub id (org/name or org/name@revision), a directory, or a .gguf file.
@@ -23,6 +27,8 @@ pub(crate) struct ServeFlags {
     pub(crate) model_path: Option<String>,
     #[command(flatten)]
     pub(crate) http: HttpFlags,
+    #[command(flatten)]
+    pub(crate) sharing: SharingFlags,
     #[command(flatten)]
     pub(crate) text: TextFlags,
     #[command(flatten)]

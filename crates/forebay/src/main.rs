@@ -7,6 +7,7 @@ mod flags;
 mod logs;
 mod model;
 mod route;
+mod secret;
 mod serve;
 mod simulate;
 mod text;

@@ -16,7 +16,7 @@ use forebay_hand::{Arena, HandExecutor, HandSpec};
 use forebay_replicas::{Member, Replicas};
 use forebay_server::{
     AppState, BlockLog, EgressConfig, EgressMode, Intake, IntakeMode, Keys, Metrics, ModelInfo,
-    PooledModel, PoolingTask, ServerConfig, egress, pooled,
+    PooledModel, PoolingTask, ServerConfig, Sharing, egress, pooled,
 };
 use forebay_sim::{Recorder, SimClock, SimExecutor};
 use forebay_text::{ChatTemplate, Tokenizer};
@@ -28,7 +28,7 @@ use tracing::{info, warn};
 use crate::config::Config;
 use crate::flags::{Device, Egress, GenerationConfig, LoadFormat, ServeFlags};
 use crate::model::{Model, Task, fetch, find_python};
-use crate::{affinity, logs, simulate, threads, watch};
+use crate::{affinity, logs, secret, simulate, threads, watch};
 
 /// Steps and registrations that may wait for an egress thread before the engine waits for it.
 const EGRESS_STEPS: usize = 1024;
@@ -93,6 +93,7 @@ pub(crate) fn run(flags: &ServeFlags) -> Result<()> {
         });
     }
 
+    let namer = secret::namer(flags.sharing.cache_secret_file.as_deref())?;
     let arena = Arena::new(config.arena_bytes).context("no arena")?;
     let (executors, clock) = executors(flags, &python, &config, &model, &tokenizer, &arena)?;
     let (ended, engine_ended) = oneshot::channel();
@@ -102,7 +103,7 @@ pub(crate) fn run(flags: &ServeFlags) -> Result<()> {
     };
     let block_log = config.prefix_cache.then(BlockLog::default);
     let member = |executor| Member {
-        config: config.engine(),
+        config: config.engine(namer.clone()),
         executor,
         sink: sink(),
         blocks: block_log.as_ref().map(|log| Box::new(log.replica()) as Box<dyn BlockObserver>),
@@ -124,6 +125,9 @@ pub(crate) fn run(flags: &ServeFlags) -> Result<()> {
     };
     let server = ServerConfig {
         api_keys: Keys::new(flags.http.api_key.clone()),
+        router_key: flags.sharing.router_key.clone(),
+        sharing: Sharing { namer, across_keys: flags.sharing.share_cache_across_keys },
+        hide_cached_tokens: flags.sharing.hide_cached_tokens,
         trusted_proxies: flags.http.trusted_proxies.clone(),
         max_body_bytes: flags.http.max_body_bytes,
         header_timeout: flags.http.receive_timeout,

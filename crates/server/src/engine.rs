@@ -22,8 +22,8 @@ pub trait Engine: Send + Sync + 'static {
     fn replicas(&self) -> Vec<ReplicaReport>;
     /// A replica gets no new requests from now on, or gets them again; false: there is no such replica.
     fn drain_replica(&self, replica: usize, drained: bool) -> bool;
-    /// The names of a prompt's full blocks, as the prefix cache knows them.
-    fn block_names(&self, prompt: &[i32]) -> Vec<BlockHash>;
+    /// The names of a prompt's full blocks for requests with this salt, as the prefix cache knows them.
+    fn block_names(&self, salt: u64, prompt: &[i32]) -> Vec<BlockHash>;
     /// `None` until the engine has been ready.
     fn facts(&self) -> Option<Facts>;
     /// Has the engine's own thread do `work`, which every step has to wait for.
@@ -56,8 +56,8 @@ impl Engine for Replicas {
     fn drain_replica(&self, replica: usize, drained: bool) -> bool {
         self.drain_replica(replica, drained)
     }
-    fn block_names(&self, prompt: &[i32]) -> Vec<BlockHash> {
-        self.block_names(prompt)
+    fn block_names(&self, salt: u64, prompt: &[i32]) -> Vec<BlockHash> {
+        self.block_names(salt, prompt)
     }
     fn facts(&self) -> Option<Facts> {
         self.facts()

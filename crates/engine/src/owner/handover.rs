@@ -56,6 +56,7 @@ impl Owner {
                 stop_ids: request.stop_ids,
                 sampling: request.sampling,
                 priority: request.priority,
+                salt: request.cache_salt,
                 embeds: embeds.map(|(offset, payload)| Embeds { payload, offset }),
                 // Whoever adopts it has noted where it wanted to go.
                 route: Route::default(),

@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, VecDeque};
 
 use forebay_protocol::{Pooling, SamplingParams, StepPlan, StepResult};
 use forebay_scheduler::{
-    Event, Finish, MAX_IN_FLIGHT, Past, Policy, Request, Scheduler, SchedulerConfig,
+    Event, Finish, MAX_IN_FLIGHT, Namer, Past, Policy, Request, Scheduler, SchedulerConfig,
 };
 
 use crate::device::{Device, next_token, read_prompt, vector};
@@ -18,6 +18,7 @@ pub(crate) fn config() -> SchedulerConfig {
         page_size: 4,
         token_budget: 16,
         prefix_cache: true,
+        namer: Namer::open(),
         block_events: true,
         policy: Policy::Fcfs,
     }

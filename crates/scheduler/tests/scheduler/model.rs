@@ -1,6 +1,6 @@
 //! Whatever happens around it, a request gives the tokens that it gives alone, and ends once.
 
-use forebay_scheduler::{Policy, Request, SchedulerConfig};
+use forebay_scheduler::{Namer, Policy, Request, SchedulerConfig};
 use proptest::prelude::*;
 
 use crate::device::{KILL_TOKEN, NAN_TOKEN, VOCAB};
@@ -110,6 +110,7 @@ fn machines() -> impl Strategy<Value = SchedulerConfig> {
                 page_size,
                 token_budget,
                 prefix_cache,
+                namer: Namer::open(),
                 block_events: true,
                 policy: if fcfs { Policy::Fcfs } else { Policy::Priority },
             }

@@ -153,10 +153,7 @@ impl Lanes {
 ///
 /// # Errors
 /// The system has no room for a thread.
-pub fn egress(
-    metrics: &Arc<Metrics>,
-    config: EgressConfig,
-) -> io::Result<(EgressSink, Egress)> {
+pub fn egress(metrics: &Arc<Metrics>, config: EgressConfig) -> io::Result<(EgressSink, Egress)> {
     let start = |_| {
         let (lane, receiver) = crossbeam_channel::bounded(config.capacity.max(1));
         let owner = Owner {

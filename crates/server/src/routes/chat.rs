@@ -65,7 +65,8 @@ pub(crate) async fn chat_completions(
         return sse::stream(&state, call, encoder, wire, (&peer, &name));
     }
     let deltas = call.collect().await?;
-    let choices = (0..).zip(deltas).map(|(index, delta)| choice(index, delta, tokenizer.as_deref()));
+    let choices =
+        (0..).zip(deltas).map(|(index, delta)| choice(index, delta, tokenizer.as_deref()));
     Ok(reply::ok(&ChatCompletion {
         id: name.id,
         object: "chat.completion",
@@ -76,11 +77,7 @@ pub(crate) async fn chat_completions(
     }))
 }
 
-fn choice(
-    index: u32,
-    delta: Delta,
-    tokenizer: Option<&Tokenizer>,
-) -> Result<ChatChoice, ApiError> {
+fn choice(index: u32, delta: Delta, tokenizer: Option<&Tokenizer>) -> Result<ChatChoice, ApiError> {
     let end = delta.end.ok_or(ApiError::Aborted)?;
     Ok(ChatChoice {
         index,
@@ -98,12 +95,7 @@ fn logprobs(tokenizer: &Tokenizer, tokens: &Logprobs) -> ChatLogprobs {
     };
     let entry = |(sampled, top): (Candidate, &[Candidate])| {
         let ChatTopLogprob { token, logprob, bytes } = likely(&sampled);
-        ChatTokenLogprob {
-            token,
-            logprob,
-            bytes,
-            top_logprobs: top.iter().map(likely).collect(),
-        }
+        ChatTokenLogprob { token, logprob, bytes, top_logprobs: top.iter().map(likely).collect() }
     };
     ChatLogprobs { content: tokens.iter().map(entry).collect() }
 }

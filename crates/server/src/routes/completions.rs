@@ -271,11 +271,8 @@ mod tests {
         let (the, dog) = (ids(" the")[0], ids(" dog")[0]);
         let (the_text, dog_text) = (tokenizer.token_text(the), tokenizer.token_text(dog));
         let length = characters(&the_text);
-        let mut state = ChoiceState {
-            echo: "p".into(),
-            tokenizer: Some(tokenizer),
-            ..ChoiceState::default()
-        };
+        let mut state =
+            ChoiceState { echo: "p".into(), tokenizer: Some(tokenizer), ..ChoiceState::default() };
         let mut first = Delta {
             text: "né".into(),
             logprobs: logprobs(&[&[(the, -1.0), (dog, -0.5)], &[(dog, -2.0), (dog, -2.0)]]),

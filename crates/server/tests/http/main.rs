@@ -13,4 +13,5 @@ mod memory;
 mod peers;
 mod pooling;
 mod replicas;
+mod sharing;
 mod streams;
