@@ -4,11 +4,11 @@ use std::net::TcpListener;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, bail};
 use clap::Args;
 use forebay_router::{
-    BreakerConfig, HealthConfig, Policy, RetryConfig, Router, RouterConfig, Sources, Thresholds,
-    Watch,
+    AllowedBackends, BodyLimits, BreakerConfig, HealthConfig, Policy, RetryConfig, Router,
+    RouterConfig, Sources, Thresholds, Watch,
 };
 use tokio::signal::unix::{SignalKind, signal};
 use tracing::info;
@@ -33,9 +33,10 @@ pub(crate) struct RouteFlags {
     /// Seconds that a request's head, and then its body, may take to arrive; also how long an idle connection is kept.
     #[arg(long, default_value = "60", value_parser = seconds)]
     receive_timeout: Duration,
-    /// Largest request body in bytes.
-    #[arg(long, default_value_t = 512 << 20)]
-    max_payload_size: usize,
+    #[command(flatten)]
+    bodies: BodyFlags,
+    #[command(flatten)]
+    keys: KeyFlags,
     /// Seconds that a request may take.
     #[arg(long, default_value = "1800", value_parser = seconds)]
     request_timeout_secs: Duration,
@@ -67,9 +68,63 @@ struct BackendFlags {
     /// Lets backends register: POST /backends {"url", "ttl"}, DELETE /backends {"url"}, with `Authorization: Bearer KEY`.
     #[arg(long, env = "FOREBAY_REGISTRATION_KEY", hide_env_values = true, value_name = "KEY")]
     registration_key: Option<String>,
-    /// Key that the router itself shows to backends when it asks for their load. Clients' own keys are passed on.
-    #[arg(long, env = "FOREBAY_API_KEY", hide_env_values = true)]
-    api_key: Option<String>,
+    /// Backends that may register, as in 10.0.0.0/8,*.brains.internal:8000; any where absent.
+    #[arg(long, value_delimiter = ',', num_args = 1.., value_name = "HOST")]
+    allowed_backends: Vec<AllowedBackends>,
+}
+
+#[derive(Debug, Args)]
+#[command(next_help_heading = "Bodies of requests")]
+struct BodyFlags {
+    /// Largest request body in bytes.
+    #[arg(long, default_value_t = 64 << 20, visible_alias = "max-body-bytes")]
+    max_payload_size: usize,
+    /// Largest request body in bytes without `prompt_embeds`.
+    #[arg(long, default_value_t = 4 << 20)]
+    max_json_bytes: usize,
+    /// Bytes that the bodies of all requests may take together; beyond that, requests get 429.
+    #[arg(long, default_value_t = 1 << 30)]
+    max_request_bytes_in_flight: usize,
+}
+
+#[derive(Debug, Args)]
+#[command(next_help_heading = "Keys")]
+struct KeyFlags {
+    /// Keys of which clients must show one as `Authorization: Bearer KEY`; it is passed on. The router shows the first where it asks
+    /// backends something.
+    #[arg(long, env = "FOREBAY_API_KEY", hide_env_values = true, value_name = "KEY")]
+    api_key: Vec<String>,
+    /// File with one such key a line.
+    #[arg(long, value_name = "FILE")]
+    api_key_file: Option<PathBuf>,
+    /// Key for /backends, /v1/loads and /metrics; a client's where absent.
+    #[arg(long, env = "FOREBAY_ADMIN_API_KEY", hide_env_values = true, value_name = "KEY")]
+    admin_api_key: Option<String>,
+    /// Key that the router shows to brains, as their --router-key.
+    #[arg(long, env = "FOREBAY_ROUTER_KEY", hide_env_values = true, value_name = "KEY")]
+    router_key: Option<String>,
+    /// Clients with different keys share cached prompts: where the brains have this flag.
+    #[arg(long)]
+    share_cache_across_keys: bool,
+}
+
+impl KeyFlags {
+    /// All keys of clients.
+    fn all(&self) -> Result<Vec<String>> {
+        let mut keys = self.api_key.clone();
+        if let Some(file) = &self.api_key_file {
+            let named = || format!("--api-key-file {}", file.display());
+            let text = std::fs::read_to_string(file).with_context(named)?;
+            let before = keys.len();
+            let lines = text.lines().map(str::trim).filter(|line| !line.is_empty());
+            keys.extend(lines.map(str::to_owned));
+            if keys.len() == before {
+                bail!("{}: there is no key in it", named());
+            }
+        }
+        keys.retain(|key| !key.is_empty());
+        Ok(keys)
+    }
 }
 
 #[derive(Debug, Args)]
@@ -159,10 +214,10 @@ fn share(text: &str) -> Result<f64, String> {
 }
 
 impl RouteFlags {
-    fn config(&self) -> RouterConfig {
-        let Self { backends, choice, trouble, .. } = self;
+    fn config(&self) -> Result<RouterConfig> {
+        let Self { backends, choice, trouble, bodies, keys, .. } = self;
         let millis = Duration::from_millis;
-        RouterConfig {
+        Ok(RouterConfig {
             policy: choice.policy,
             thresholds: Thresholds {
                 cache: choice.cache_threshold,
@@ -180,6 +235,7 @@ impl RouteFlags {
                 dns: backends.backends_dns.clone(),
                 interval: backends.backends_interval,
                 registration_key: backends.registration_key.clone(),
+                allowed: backends.allowed_backends.clone(),
             },
             health: HealthConfig {
                 path: trouble.health_check_endpoint.clone(),
@@ -207,17 +263,25 @@ impl RouteFlags {
             request_timeout: self.request_timeout_secs,
             connect_timeout: trouble.connect_timeout_secs,
             receive_timeout: self.receive_timeout,
-            max_payload: self.max_payload_size,
+            bodies: BodyLimits {
+                whole: bodies.max_payload_size,
+                json: bodies.max_json_bytes,
+                all: bodies.max_request_bytes_in_flight,
+            },
             drain_timeout: self.drain_timeout,
-            api_key: backends.api_key.clone(),
+            api_keys: keys.all()?,
+            admin_key: keys.admin_api_key.clone(),
+            router_key: keys.router_key.clone(),
+            share_cache_across_keys: keys.share_cache_across_keys,
             threads: self.threads.into(),
-        }
+        })
     }
 }
 
 /// Routes until a signal.
 pub(crate) fn run(flags: &RouteFlags) -> Result<()> {
     let logs = logs::init(&flags.log, None)?;
+    let config = flags.config()?;
     let listener = TcpListener::bind((flags.host.as_str(), flags.port))
         .with_context(|| format!("cannot listen on {}:{}", flags.host, flags.port))?;
     rustix::net::listen(&listener, serve::BACKLOG)?;
@@ -228,7 +292,7 @@ pub(crate) fn run(flags: &RouteFlags) -> Result<()> {
         let _entered = runtime.enter();
         (signal(SignalKind::interrupt())?, signal(SignalKind::terminate())?)
     };
-    let router = Router::start(flags.config(), listener)?;
+    let router = Router::start(config, listener)?;
     eprintln!("Routing on http://{address}");
     runtime.block_on(async {
         tokio::select! {
@@ -255,7 +319,7 @@ mod tests {
     }
 
     fn config(arguments: &[&str]) -> RouterConfig {
-        Only::try_parse_from([&["route"], arguments].concat()).unwrap().flags.config()
+        Only::try_parse_from([&["route"], arguments].concat()).unwrap().flags.config().unwrap()
     }
 
     #[test]
@@ -267,12 +331,26 @@ mod tests {
         assert_eq!(plain.health, HealthConfig::default());
         assert_eq!(plain.thresholds, Thresholds::default());
         assert_eq!((plain.watch, plain.policy), (Watch::Acknowledged, Policy::CacheAware));
+        assert_eq!(plain.bodies, BodyLimits::default());
         let other =
             config(&["--worker-urls", "a:1", "--load-watch-interval", "0.02", "--disable-retries"]);
         assert_eq!(other.watch, Watch::Polled(Duration::from_millis(20)));
         assert_eq!(other.retry.retries, 0);
         let breaker = config(&["--disable-circuit-breaker", "--policy", "power_of_two"]);
         assert_eq!((breaker.breaker.failures, breaker.policy), (0, Policy::PowerOfTwo));
+    }
+
+    #[test]
+    fn keys_come_from_flags_and_from_a_file() {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        std::fs::write(file.path(), "two\n\n three \n").unwrap();
+        let path = file.path().to_str().unwrap();
+        let found = config(&["--api-key", "one", "--api-key-file", path, "--router-key", "r"]);
+        assert_eq!(found.api_keys, ["one", "two", "three"]);
+        assert_eq!(found.router_key.as_deref(), Some("r"));
+        std::fs::write(file.path(), "\n").unwrap();
+        let empty = Only::try_parse_from(["route", "--api-key-file", path]).unwrap();
+        assert!(empty.flags.config().unwrap_err().to_string().contains("no key"));
     }
 
     #[test]

@@ -93,7 +93,7 @@ impl Router {
             .enable_all()
             .build()?;
         let shared = shared(config, watching.handle().clone());
-        shared.registry.set(Source::Flags, urls, None);
+        shared.registry.set(Source::Flags, urls);
         if let Some(file) = sources.file {
             watching.spawn(follow_file(Arc::clone(&shared), file));
         }
