@@ -109,7 +109,7 @@ class Forebay(Server):
     """The build that is measured."""
 
     def missing(self) -> str | None:
-        return None if self.binary.is_file() else f"{self.binary} is not there: make build PROFILE=release"
+        return None if self.binary.is_file() else f"{self.binary} is not there: make build"
 
     def command(self, setting: Setting, port: int) -> list[str]:
         flags = [

@@ -14,7 +14,7 @@ def test_each_side_starts_its_own_build() -> None:
     setting = Setting(model="tiny", streams=8)
     assert [old.command(setting, 1)[0], new.command(setting, 1)[0]] == ["/old/forebay", "/new/forebay"]
     assert old.command(setting, 1)[1:] == new.command(setting, 1)[1:]
-    assert old.missing() == "/old/forebay is not there: make build PROFILE=release"
+    assert old.missing() == "/old/forebay is not there: make build"
 
 
 def test_the_router_is_left_out_where_nobody_asks_for_it() -> None:

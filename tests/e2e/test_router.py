@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -342,7 +343,8 @@ def test_a_request_that_kills_brains_kills_two_and_the_fleet_lives(simulated: Cl
     assert answer.headers["x-should-retry"] == "false"
     assert len(dead) == 2
     text = router.post("/v1/completions", {"prompt": "p", **endless, "max_tokens": 20}).text
-    assert "error" not in text and len(events(text)) >= 20
+    assert "error" not in text
+    assert len(events(text)) >= 20
 
 
 def cached(server: Server, body: Json, key: str | None = None) -> int:
@@ -446,4 +448,19 @@ def test_it_drains_when_it_is_told_to_stop(simulated: Cluster) -> None:
         router.process.terminate()
         text = "\n".join([first, *lines])
     assert len(events(text)) >= 100
+    assert router.process.wait(30) == 0
+
+
+def test_it_ends_at_once_when_it_is_told_twice(simulated: Cluster) -> None:
+    simulated.add(1)
+    router = simulated.route("--drain-timeout", "3600")
+    body = {"prompt": "p", "max_tokens": 300, "ignore_eos": True, "stream": True}
+    with router.http.stream("POST", "/v1/completions", json=body) as response:
+        lines = response.iter_lines()
+        first = next(lines)
+        router.process.send_signal(signal.SIGHUP)
+        router.wait_for_health(503)
+        router.process.terminate()
+        rest = events("\n".join([first, *lines]))
+    assert rest[-1]["error"]["code"] == "aborted"
     assert router.process.wait(30) == 0

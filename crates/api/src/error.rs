@@ -143,6 +143,22 @@ pub enum ApiError {
         /// Which queue.
         reason: String,
     },
+    /// The waiting queue is full, or this client's part of it.
+    #[error("the server is overloaded, try again later: {reason}")]
+    QueueFull {
+        /// One line.
+        reason: String,
+        /// Seconds until there may be room.
+        retry_after: u32,
+    },
+    /// The request waited too long for its turn.
+    #[error("{reason}")]
+    QueueTimeout {
+        /// One line.
+        reason: String,
+        /// Seconds until the queue may be shorter.
+        retry_after: u32,
+    },
     /// Shutting down.
     #[error("the server is shutting down and takes no new requests")]
     Draining,
@@ -224,16 +240,22 @@ impl ApiError {
             | Self::PayloadTooLarge { .. }
             | Self::AnswerTooLarge { .. } => 413,
             Self::UnsupportedMediaType => 415,
-            Self::Overloaded { .. } => 429,
+            Self::Overloaded { .. } | Self::QueueFull { .. } => 429,
             Self::Internal { .. } => 500,
             Self::BackendDied { .. } => 502,
-            Self::Draining | Self::Unavailable { .. } | Self::Aborted => 503,
+            Self::Draining
+            | Self::Unavailable { .. }
+            | Self::QueueTimeout { .. }
+            | Self::Aborted => 503,
         }
     }
 
     /// Seconds after which a client may try again, for the `Retry-After` header.
     pub fn retry_after(&self) -> Option<u32> {
         match self {
+            Self::QueueFull { retry_after, .. } | Self::QueueTimeout { retry_after, .. } => {
+                Some(*retry_after)
+            }
             Self::Overloaded { .. } | Self::Draining | Self::Unavailable { .. } => Some(1),
             _ => None,
         }
@@ -285,7 +307,8 @@ impl ApiError {
             Self::PayloadTooLarge { .. } => Some("payload_too_large"),
             Self::AnswerTooLarge { .. } => Some("answer_too_large"),
             Self::BodyTimeout { .. } => Some("body_timeout"),
-            Self::Overloaded { .. } => Some("queue_full"),
+            Self::Overloaded { .. } | Self::QueueFull { .. } => Some("queue_full"),
+            Self::QueueTimeout { .. } => Some("queue_timeout"),
             Self::Draining => Some("draining"),
             Self::Unavailable { code, .. } => Some(code),
             Self::BackendDied { .. } => Some("backend_died_twice"),

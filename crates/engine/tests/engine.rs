@@ -61,10 +61,13 @@ fn config() -> EngineConfig {
         prefix_cache: true,
         namer: Namer::open(),
         policy: Policy::Fcfs,
+        fair: true,
         lookahead: 1,
         max_queued: 1000,
+        queue_timeout_us: 0,
         context_length: 256,
         watchdog_us: 10_000_000,
+        load_timeout_us: 0,
         restart_limit: 3,
     }
 }
@@ -183,6 +186,8 @@ fn request(id: u64, prompt: Vec<i32>, max_tokens: u32) -> EngineRequest {
         sampling,
         priority: 0,
         salt: 0,
+        client: 0,
+        probe: false,
         embeds: None,
         route: Route::default(),
     }
@@ -374,7 +379,7 @@ fn a_hand_that_does_not_come_back_ends_every_request() {
     });
     let rig = Rig::hooked(config(), hook);
     for id in 0..40 {
-        rig.handle.submit(request(id, prompt(id), 190)).expect("room");
+        rig.handle.submit(request(id, prompt(id), 150)).expect("room");
     }
     let stories = rig.follow(40);
     let failed = FinishReason::Error(RequestError::HandFailed("start refused".into()));
@@ -414,7 +419,7 @@ fn the_queue_is_bounded_and_drains() {
         }
         assert!(taken < 1000, "nobody was refused");
     };
-    assert_eq!(refused, SubmitError::QueueFull { limit: 5 });
+    assert!(matches!(refused, SubmitError::QueueFull { limit: 5, .. }), "{refused:?}");
     rig.handle.drain();
     assert_eq!(rig.handle.submit(request(9999, vec![1], 1)), Err(SubmitError::Draining));
     assert_eq!(rig.handle.status(), Status::Draining);
@@ -426,7 +431,7 @@ fn the_queue_is_bounded_and_drains() {
 fn stopping_ends_what_is_alive() {
     let rig = Rig::start(config(), 500);
     for id in 0..30 {
-        rig.handle.submit(request(id, prompt(id), 190)).expect("room");
+        rig.handle.submit(request(id, prompt(id), 150)).expect("room");
     }
     rig.handle.stop();
     let stories = rig.follow(30);

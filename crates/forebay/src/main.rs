@@ -3,12 +3,16 @@
 mod affinity;
 mod command;
 mod config;
+mod descriptors;
 mod flags;
+mod lines;
+mod listening;
 mod logs;
 mod model;
 mod route;
 mod secret;
 mod serve;
+mod signals;
 mod simulate;
 mod text;
 mod threads;

@@ -1,6 +1,5 @@
 //! `forebay route`: flags to the router's configuration, and its life.
 
-use std::net::TcpListener;
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -10,11 +9,12 @@ use forebay_router::{
     AllowedBackends, BodyLimits, BreakerConfig, HealthConfig, Policy, RetryConfig, Router,
     RouterConfig, Sources, Thresholds, Watch,
 };
-use tokio::signal::unix::{SignalKind, signal};
+use forebay_server::Guard;
+use tokio::runtime::Builder;
 use tracing::info;
 
 use crate::flags::{LineFlags, seconds};
-use crate::{logs, serve};
+use crate::{descriptors, listening, logs, serve, signals};
 
 #[derive(Debug, Args)]
 pub(crate) struct RouteFlags {
@@ -33,6 +33,9 @@ pub(crate) struct RouteFlags {
     /// Seconds that a request's head, and then its body, may take to arrive; also how long an idle connection is kept.
     #[arg(long, default_value = "60", value_parser = seconds)]
     receive_timeout: Duration,
+    /// Most connections of clients at a time; what the limit of open files leaves where absent, each with one to a backend.
+    #[arg(long, value_parser = clap::value_parser!(u32).range(1..))]
+    max_connections: Option<u32>,
     #[command(flatten)]
     bodies: BodyFlags,
     #[command(flatten)]
@@ -214,7 +217,8 @@ fn share(text: &str) -> Result<f64, String> {
 }
 
 impl RouteFlags {
-    fn config(&self) -> Result<RouterConfig> {
+    /// `limit` files may be open.
+    fn config(&self, limit: u64) -> Result<RouterConfig> {
         let Self { backends, choice, trouble, bodies, keys, .. } = self;
         let millis = Duration::from_millis;
         Ok(RouterConfig {
@@ -263,6 +267,8 @@ impl RouteFlags {
             request_timeout: self.request_timeout_secs,
             connect_timeout: trouble.connect_timeout_secs,
             receive_timeout: self.receive_timeout,
+            // Each needs another one to a backend.
+            max_connections: descriptors::connections(self.max_connections, limit / 2, 0)?,
             bodies: BodyLimits {
                 whole: bodies.max_payload_size,
                 json: bodies.max_json_bytes,
@@ -280,30 +286,38 @@ impl RouteFlags {
 
 /// Routes until a signal.
 pub(crate) fn run(flags: &RouteFlags) -> Result<()> {
-    let logs = logs::init(&flags.log, None)?;
-    let config = flags.config()?;
-    let listener = TcpListener::bind((flags.host.as_str(), flags.port))
-        .with_context(|| format!("cannot listen on {}:{}", flags.host, flags.port))?;
-    rustix::net::listen(&listener, serve::BACKLOG)?;
+    let guard = Guard::default();
+    let logs = logs::init(&flags.log, None, &guard)?;
+    serve::warn_of_visible_keys();
+    let config = flags.config(descriptors::raise())?;
+    let listener = listening::tcp(&flags.host, flags.port)?;
     let address = listener.local_addr()?;
+    // It counts signals, also while the router is being stopped.
+    let runtime = Builder::new_multi_thread()
+        .worker_threads(1)
+        .thread_name("signals")
+        .enable_all()
+        .build()?;
     // Before anything is served, so that no signal is missed.
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
-    let (mut interrupt, mut terminate) = {
-        let _entered = runtime.enter();
-        (signal(SignalKind::interrupt())?, signal(SignalKind::terminate())?)
-    };
+    let told = runtime.block_on(async { signals::count() })?;
     let router = Router::start(config, listener)?;
-    eprintln!("Routing on http://{address}");
+    logs.lines().push_always(format!("Routing on http://{address}\n").as_bytes());
     runtime.block_on(async {
         tokio::select! {
-            _ = interrupt.recv() => {}
-            _ = terminate.recv() => {}
+            () = signals::another(told.clone()) => {}
+            () = guard.failed() => {}
+            () = router.broken() => {}
         }
     });
     info!("draining");
-    router.stop();
+    let whole = router.stop(signals::another(told));
+    runtime.shutdown_background();
     drop(logs);
-    Ok(())
+    match guard.cause() {
+        Some(cause) => bail!("{cause}"),
+        None if !whole => bail!("a part of the router panicked"),
+        None => Ok(()),
+    }
 }
 
 #[cfg(test)]
@@ -319,7 +333,11 @@ mod tests {
     }
 
     fn config(arguments: &[&str]) -> RouterConfig {
-        Only::try_parse_from([&["route"], arguments].concat()).unwrap().flags.config().unwrap()
+        Only::try_parse_from([&["route"], arguments].concat())
+            .unwrap()
+            .flags
+            .config(1 << 20)
+            .unwrap()
     }
 
     #[test]
@@ -350,7 +368,7 @@ mod tests {
         assert_eq!(found.router_key.as_deref(), Some("r"));
         std::fs::write(file.path(), "\n").unwrap();
         let empty = Only::try_parse_from(["route", "--api-key-file", path]).unwrap();
-        assert!(empty.flags.config().unwrap_err().to_string().contains("no key"));
+        assert!(empty.flags.config(1 << 20).unwrap_err().to_string().contains("no key"));
     }
 
     #[test]

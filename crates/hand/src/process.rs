@@ -23,6 +23,16 @@ const PATIENCE: [Duration; 2] = [Duration::from_millis(500), Duration::from_secs
 /// How long a rank that closed its socket may take to leave an exit status.
 const LAST_BREATH: Duration = Duration::from_millis(500);
 
+/// Keeps keys from a program that is to be run: variables such as `FOREBAY_API_KEY` are for this process alone.
+pub fn without_keys(command: &mut Command) {
+    for (name, _) in std::env::vars_os() {
+        let text = name.to_string_lossy();
+        if text.starts_with("FOREBAY_") && text.ends_with("_KEY") {
+            command.env_remove(&name);
+        }
+    }
+}
+
 /// A spawned rank and the process group it leads.
 pub(crate) struct RankProcess {
     child: Child,

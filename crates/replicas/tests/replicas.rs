@@ -67,10 +67,13 @@ fn config() -> EngineConfig {
         prefix_cache: true,
         namer: Namer::open(),
         policy: Policy::Fcfs,
+        fair: true,
         lookahead: 1,
         max_queued: 1000,
+        queue_timeout_us: 0,
         context_length: 400,
         watchdog_us: 60_000_000,
+        load_timeout_us: 0,
         restart_limit: 3,
     }
 }
@@ -204,6 +207,8 @@ fn request(id: u64, prompt: Vec<i32>, max_tokens: u32) -> EngineRequest {
         sampling: SamplingParams::default(),
         priority: 0,
         salt: 0,
+        client: 0,
+        probe: false,
         embeds: None,
         route: Route::default(),
     }
@@ -510,7 +515,7 @@ fn the_queues_limit_holds_for_all_together() {
             Err(error) => break error,
         }
     };
-    assert_eq!(refused, SubmitError::QueueFull { limit: 1000 });
+    assert!(matches!(refused, SubmitError::QueueFull { limit: 1000, .. }), "{refused:?}");
     assert!((1000..=1000 + 2 * 16).contains(&taken), "{taken}");
     rig.controls.iter().for_each(SimControl::release);
     rig.follow(taken as usize);

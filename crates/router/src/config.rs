@@ -125,6 +125,8 @@ pub struct RouterConfig {
     pub connect_timeout: Duration,
     /// Longest time for a request's head, and then its body, to arrive.
     pub receive_timeout: Duration,
+    /// Most connections of clients at a time; those beyond are closed.
+    pub max_connections: usize,
     /// How large request bodies may be.
     pub bodies: BodyLimits,
     /// How long running requests may go on after the shutdown signal.
@@ -155,6 +157,7 @@ impl Default for RouterConfig {
             request_timeout: Duration::from_secs(1800),
             connect_timeout: Duration::from_secs(5),
             receive_timeout: Duration::from_secs(60),
+            max_connections: 65_536,
             bodies: BodyLimits::default(),
             drain_timeout: Duration::from_secs(30),
             api_keys: Vec::new(),

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use http::HeaderValue;
 use parking_lot::Mutex;
-use tokio::sync::watch;
+use tokio::sync::{Semaphore, watch};
 use xxhash_rust::xxh3::xxh3_64_with_seed;
 
 use crate::ask::{Ask, Reading};
@@ -40,6 +40,8 @@ pub(crate) struct Shared {
     pub(crate) own_key: Option<HeaderValue>,
     /// What names of texts begin with, so that nobody can construct texts with one name.
     text_root: u64,
+    /// For connections of clients.
+    pub(crate) places: Arc<Semaphore>,
     /// What the bodies of requests take.
     pub(crate) budget: Arc<Budget>,
     pub(crate) registry: Registry,
@@ -51,6 +53,8 @@ pub(crate) struct Shared {
     pub(crate) draining: AtomicBool,
     /// What is alive is to be ended.
     pub(crate) cut: watch::Sender<bool>,
+    /// A part of the router has panicked.
+    pub(crate) broken: watch::Sender<bool>,
     live: watch::Sender<usize>,
 }
 
@@ -69,6 +73,7 @@ impl Shared {
             router_key: config.router_key.as_deref().and_then(header),
             own_key,
             text_root: rand::random(),
+            places: Arc::new(Semaphore::new(config.max_connections.min(Semaphore::MAX_PERMITS))),
             budget: Budget::new(config.bodies.all),
             registry,
             index: Mutex::default(),
@@ -76,6 +81,7 @@ impl Shared {
             totals: Totals::default(),
             draining: AtomicBool::new(false),
             cut: watch::Sender::new(false),
+            broken: watch::Sender::new(false),
             live: watch::Sender::new(0),
             config,
         }
@@ -174,6 +180,17 @@ pub(crate) enum Choice {
     Nobody,
 }
 
+/// Dropped by a panic, it says that a part of the router is lost.
+pub(crate) struct Fuse(pub(crate) Arc<Shared>);
+
+impl Drop for Fuse {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            self.0.broken.send_replace(true);
+        }
+    }
+}
+
 /// Counts a request as alive.
 pub(crate) struct Live(Arc<Shared>);
 
@@ -196,4 +213,25 @@ impl Watch {
 pub(crate) struct Worker {
     pub(crate) shared: Arc<Shared>,
     pub(crate) idle: crate::link::Idle,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::ledger::Accounting;
+
+    #[test]
+    fn a_panic_blows_the_fuse_and_an_end_does_not() {
+        let registry = Registry::new(Accounting::Overwritten, Default::default(), Box::new(|_| {}));
+        let shared = Arc::new(Shared::new(RouterConfig::default(), registry));
+        drop(Fuse(Arc::clone(&shared)));
+        assert!(!*shared.broken.borrow());
+        let fuse = Fuse(Arc::clone(&shared));
+        let thread = std::thread::spawn(move || {
+            let _fuse = fuse;
+            panic!("as the test wants");
+        });
+        assert!(thread.join().is_err());
+        assert!(*shared.broken.borrow());
+    }
 }

@@ -76,6 +76,9 @@ impl Call {
         if let Some(resume) = resume {
             check_resume(resume, &submissions, streamed, state)?;
         }
+        for submission in &submissions {
+            check_priority(submission.generation.priority, state)?;
+        }
         if let Some(submission) = submissions.first() {
             let salt = peer.salt(state, submission.generation.cache_salt.as_deref());
             peer.name_blocks(state, salt, &submission.prompt);
@@ -152,6 +155,8 @@ impl Call {
                     sampling: generation.params(seed, choice),
                     priority: generation.priority,
                     salt,
+                    client: peer.client(),
+                    probe: peer.is_probe(),
                     embeds: embeds.clone(),
                     route: generation.route.clone(),
                 };
@@ -295,11 +300,24 @@ fn finish_name(end: &End) -> &'static str {
     finish_reason(end).unwrap_or("error")
 }
 
+/// Refuses a priority that clients may not ask for.
+pub(crate) fn check_priority(priority: i32, state: &Shared) -> Result<(), ApiError> {
+    let most = state.config.max_client_priority;
+    if priority.unsigned_abs() <= most {
+        return Ok(());
+    }
+    let reason = format!(
+        "`priority` must be from -{most} to {most}: the server was started with --max-client-priority {most}"
+    );
+    Err(ApiError::invalid("priority", reason))
+}
+
 /// What a client is told whose request was not taken.
 pub(crate) fn submit_error(error: SubmitError) -> ApiError {
     let reason = error.to_string();
     match error {
-        SubmitError::QueueFull { .. } => ApiError::Overloaded { reason },
+        SubmitError::QueueFull { retry_after, .. } => ApiError::QueueFull { reason, retry_after },
+        SubmitError::TooLarge { param, .. } => ApiError::invalid(param, reason),
         SubmitError::Draining => ApiError::Draining,
         SubmitError::Unavailable(_) => ApiError::Unavailable { reason, code: "unavailable" },
     }

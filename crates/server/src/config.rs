@@ -1,6 +1,7 @@
 //! What the binary tells the server.
 
 use std::sync::Arc;
+use std::sync::atomic::AtomicU64;
 use std::time::Duration;
 
 use forebay_api::GenerationDefaults;
@@ -9,6 +10,7 @@ use serde_json::Value;
 
 use crate::access::Access;
 use crate::client::TrustedProxies;
+use crate::guard::Guard;
 use crate::keys::Keys;
 use crate::pooling::PooledModel;
 use crate::tls::Tls;
@@ -57,6 +59,8 @@ pub struct ServerConfig {
     pub max_connections: usize,
     /// Certificate and key, where connections are encrypted.
     pub tls: Option<Tls>,
+    /// Largest `priority`, and smallest below 0, that clients may ask for.
+    pub max_client_priority: u32,
     /// Largest request body in bytes.
     pub max_body_bytes: usize,
     /// Longest time for a request's head to arrive; also how long an idle connection is kept.
@@ -75,6 +79,10 @@ pub struct ServerConfig {
     pub egress: EgressMode,
     /// Tokens that a stream gathers before it gets a chunk, where the request does not say; the first token and the end do not wait.
     pub stream_interval: u32,
+    /// Watches over the threads: what it has seen, /health says.
+    pub guard: Guard,
+    /// Log lines that nobody took in time, for /metrics.
+    pub log_lines_dropped: Arc<AtomicU64>,
     /// The resolved configuration, as /server_info shows it.
     pub info: Value,
 }
@@ -92,6 +100,7 @@ impl Default for ServerConfig {
             trusted_proxies: TrustedProxies::default(),
             max_connections: 65_536,
             tls: None,
+            max_client_priority: u32::MAX,
             max_body_bytes: 64 << 20,
             header_timeout: Duration::from_secs(60),
             body_timeout: Duration::from_secs(60),
@@ -101,6 +110,8 @@ impl Default for ServerConfig {
             health_timeout: Duration::from_secs(20),
             egress: EgressMode::default(),
             stream_interval: 1,
+            guard: Guard::default(),
+            log_lines_dropped: Arc::default(),
             info: Value::Null,
         }
     }

@@ -6,7 +6,7 @@
 use std::io;
 use std::net::TcpListener;
 use std::sync::Arc;
-use std::thread::{self, JoinHandle};
+use std::thread::JoinHandle;
 use std::time::Duration;
 
 use axum::Router;
@@ -72,6 +72,7 @@ impl HealthThread {
     /// The system gives no thread, or the listener cannot be waited for.
     pub fn start(listener: TcpListener, state: &AppState) -> io::Result<Self> {
         let state = Arc::clone(state.shared());
+        let guard = state.config.guard.clone();
         listener.set_nonblocking(true)?;
         let runtime = Builder::new_current_thread().enable_all().build()?;
         let listener = {
@@ -79,8 +80,13 @@ impl HealthThread {
             Listener::from(tokio::net::TcpListener::from_std(listener)?)
         };
         let (stop, stopped) = oneshot::channel();
-        let run = move || runtime.block_on(answer(listener, state, stopped));
-        let thread = thread::Builder::new().name("health".into()).spawn(run)?;
+        let mut work = Some(answer(listener, state, stopped));
+        let run = move || {
+            if let Some(work) = work.take() {
+                runtime.block_on(work);
+            }
+        };
+        let thread = guard.spawn("health", run)?;
         Ok(Self { stop: Some(stop), thread: Some(thread) })
     }
 }
@@ -89,7 +95,7 @@ impl Drop for HealthThread {
     fn drop(&mut self) {
         drop(self.stop.take());
         if let Some(thread) = self.thread.take() {
-            // A panic was printed by its thread.
+            // A panic was reported by its guard.
             let _ = thread.join();
         }
     }

@@ -11,7 +11,7 @@ use std::time::Duration;
 use hyper_util::server::graceful::GracefulShutdown;
 use rustix::io::Errno;
 use tokio::task::JoinSet;
-use tokio::time::{sleep, timeout};
+use tokio::time::sleep;
 
 use crate::client::Remote;
 use crate::connection::{self, Setup};
@@ -23,14 +23,16 @@ use crate::state::{AppState, Shared};
 
 /// How long connections may take to end once no request is alive.
 const CLOSE_TIMEOUT: Duration = Duration::from_secs(5);
+/// The same, once there is no more patience.
+const CUT_TIMEOUT: Duration = Duration::from_secs(1);
 /// How long to wait after the system refused a connection for a reason that is not the client's.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
 /// What is opened only to be closed.
 const NOTHING: &str = "/dev/null";
 
 /// Serves until `shutdown` is ready, then drains: new requests get 503 while the running ones have `drain_timeout` to finish. What is
-/// left then is aborted, each with its terminal event; connections are closed, and this returns. The engine is left drained,
-/// not stopped.
+/// left then, or as soon as `hurry` is ready, is aborted, each with its terminal event; connections are closed, and this returns. The engine
+/// is left drained, not stopped.
 ///
 /// # Errors
 /// None once it runs; the spare descriptor cannot be opened.
@@ -38,6 +40,7 @@ pub async fn serve(
     listener: impl Into<Listener>,
     state: AppState,
     shutdown: impl Future<Output = ()>,
+    hurry: impl Future<Output = ()>,
 ) -> io::Result<()> {
     let listener = listener.into();
     let state = state.shared();
@@ -47,15 +50,30 @@ pub async fn serve(
 
     state.engine.drain();
     tracing::info!(timeout = ?state.config.drain_timeout, "draining");
+    tokio::pin!(hurry);
+    let mut hurried = false;
     let drained = async {
-        if timeout(state.config.drain_timeout, state.idle()).await.is_err() {
-            tracing::warn!("requests are still running after the drain timeout: aborting them");
-            state.abort_all();
+        tokio::select! {
+            () = state.idle() => return,
+            () = sleep(state.config.drain_timeout) => {
+                tracing::warn!("requests are still running after the drain timeout: aborting them");
+            }
+            () = &mut hurry => {
+                tracing::warn!("told to stop at once: aborting the requests that are still running");
+                hurried = true;
+            }
         }
+        state.abort_all();
     };
     connections.accept_until(&listener, drained).await;
     drop(listener);
-    connections.close().await;
+    let patience = async {
+        tokio::select! {
+            () = sleep(CLOSE_TIMEOUT) => {}
+            () = async { if !hurried { hurry.await } } => sleep(CUT_TIMEOUT).await,
+        }
+    };
+    connections.close(patience).await;
     Ok(())
 }
 
@@ -100,7 +118,13 @@ impl Connections {
                     Ok((socket, remote)) => self.spawn(socket, remote),
                     Err(error) => self.recover(listener, &error).await,
                 },
-                Some(_) = self.tasks.join_next() => {}
+                Some(ended) = self.tasks.join_next() => match ended {
+                    // What the connection held has been dropped: its request is aborted.
+                    Err(error) if error.is_panic() => {
+                        tracing::error!(%error, "a connection's task panicked");
+                    }
+                    _ => {}
+                }
             }
         }
     }
@@ -134,13 +158,14 @@ impl Connections {
         sleep(ACCEPT_PAUSE).await;
     }
 
-    async fn close(self) {
+    async fn close(self, patience: impl Future<Output = ()>) {
         let Self { graceful, mut tasks, usual, reserve, .. } = self;
         // hyper waits for the rest of a head that has begun, and nobody else for the end of a handshake.
         usual.0.shed_all();
         reserve.0.shed_all();
-        if timeout(CLOSE_TIMEOUT, graceful.shutdown()).await.is_err() {
-            tracing::warn!("some connections did not end in time and are cut");
+        tokio::select! {
+            () = graceful.shutdown() => {}
+            () = patience => tracing::warn!("some connections did not end in time and are cut"),
         }
         tasks.shutdown().await;
     }

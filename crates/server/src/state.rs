@@ -92,11 +92,32 @@ impl Inner {
     /// # Errors
     /// New requests cannot be taken now.
     pub(crate) fn admit(&self) -> Result<Limits, ApiError> {
-        match self.engine.status() {
+        match self.status() {
             Status::Ready | Status::Recovering(_) => {}
             status => return Err(not_serving(status)),
         }
+        self.undrained()?;
         self.limits()
+    }
+
+    /// The engine's state; failed as well when a thread of the server has panicked.
+    pub(crate) fn status(&self) -> Status {
+        match self.config.guard.cause() {
+            Some(cause) => Status::Failed(cause),
+            None => self.engine.status(),
+        }
+    }
+
+    /// Whether a replica is left that may get new requests.
+    ///
+    /// # Errors
+    /// All have been taken out.
+    pub(crate) fn undrained(&self) -> Result<(), ApiError> {
+        if !self.engine.drained() {
+            return Ok(());
+        }
+        let reason = "every replica is drained: POST /replicas/N/resume brings one back".into();
+        Err(ApiError::Unavailable { reason, code: "drained" })
     }
 
     /// The limits of the loaded model.

@@ -29,7 +29,7 @@ pub use backend::Backend;
 pub use detokenizer::Detokenizer;
 pub use encoder::Encoder;
 pub use error::TextError;
-pub use pool::{Encoded, TextConfig, TextInput, TextMode, TextPool, TextStats};
+pub use pool::{Encoded, StartThread, TextConfig, TextInput, TextMode, TextPool, TextStats};
 pub use stop::StopStrings;
 pub use template::{ChatRender, ChatTemplate, ContentFormat};
 pub use tokenizer::Tokenizer;

@@ -4,8 +4,8 @@ use std::collections::VecDeque;
 
 use forebay_protocol::{ROW_OK, SamplingParams, StepPlan, StepResult};
 use forebay_scheduler::{
-    BlockEvent, BlockHash, Event, MAX_IN_FLIGHT, Namer, Past, Policy, Request, Scheduler,
-    SchedulerConfig,
+    BlockEvent, BlockHash, Event, MAX_IN_FLIGHT, Namer, Past, Policy, Request, STEP_WORDS,
+    Scheduler, SchedulerConfig,
 };
 use forebay_sim::{DeviceModel, Jitter, StepLoad};
 
@@ -58,6 +58,9 @@ impl Replica {
             namer: Namer::open(),
             block_events: setup.router == Router::PrefixAware && setup.prefix_cache,
             policy: Policy::Fcfs,
+            fair: true,
+            step_words: STEP_WORDS,
+            vector_size: 0,
         });
         Self {
             scheduler,
@@ -89,6 +92,8 @@ impl Replica {
             stop_ids: Vec::new(),
             sampling: SamplingParams::default(),
             priority: 0,
+            client: 0,
+            probe: false,
             cache_salt: 0,
             embeds: None,
             past: Past::default(),

@@ -3,7 +3,7 @@
 use std::io::Write;
 
 use crate::fake::{Act, Fake, Gate};
-use crate::http::{Client, Message, ask, get, post};
+use crate::http::{Client, Message, ask, get, post, read_head};
 use crate::{Rig, eventually};
 
 const CHAT: &str = "/v1/chat/completions";
@@ -101,6 +101,27 @@ fn all_bodies_together_have_a_bound() {
     assert_eq!(first.join().unwrap(), 200);
     eventually("it is given back", || rig.metric("forebay_router_body_bytes") == 0.0);
     assert_eq!(post(rig.address, CHAT, &large).status(), 200);
+}
+
+#[test]
+fn connections_beyond_the_limit_are_closed() {
+    let backend = Fake::other();
+    let rig = Rig::with(&[&backend], |config| config.max_connections = 1);
+    let mut first = Client::connect(rig.address);
+    first.send("POST", CHAT, &[], b"{}");
+    assert_eq!(first.answer().status(), 200);
+    let mut second = Client::connect(rig.address);
+    assert!(read_head(&mut second.0).is_none(), "it is closed without a word");
+    first.send("POST", CHAT, &[], b"{}");
+    assert_eq!(first.answer().status(), 200);
+    drop(first);
+    let again = || {
+        let mut client = Client::connect(rig.address);
+        // It may be closed before this.
+        let _ = client.0.get_mut().write_all(b"GET /health HTTP/1.1\r\nHost: test\r\n\r\n");
+        read_head(&mut client.0).is_some()
+    };
+    eventually("there is a place again", again);
 }
 
 #[test]

@@ -20,6 +20,7 @@ use rustc_hash::FxBuildHasher;
 
 use crate::delta::End;
 use crate::engine::Engine;
+use crate::guard::Guard;
 use crate::mailbox::{self, Sent};
 use crate::metrics::Metrics;
 use crate::speller::Speller;
@@ -149,14 +150,18 @@ impl Lanes {
     }
 }
 
-/// Starts the egress threads.
+/// Starts the egress threads, under `guard`.
 ///
 /// # Errors
 /// The system has no room for a thread.
-pub fn egress(metrics: &Arc<Metrics>, config: EgressConfig) -> io::Result<(EgressSink, Egress)> {
+pub fn egress(
+    metrics: &Arc<Metrics>,
+    config: EgressConfig,
+    guard: &Guard,
+) -> io::Result<(EgressSink, Egress)> {
     let start = |_| {
         let (lane, receiver) = crossbeam_channel::bounded(config.capacity.max(1));
-        let owner = Owner {
+        let mut owner = Owner {
             metrics: Arc::clone(metrics),
             window: config.window,
             streams: HashMap::default(),
@@ -164,7 +169,7 @@ pub fn egress(metrics: &Arc<Metrics>, config: EgressConfig) -> io::Result<(Egres
             gathered: Vec::new(),
             engine_gone: false,
         };
-        std::thread::Builder::new().name("egress".into()).spawn(move || owner.run(&receiver))?;
+        guard.spawn("egress", move || owner.run(&receiver))?;
         Ok(lane)
     };
     let lanes = Lanes((0..config.threads.max(1)).map(start).collect::<io::Result<_>>()?);
@@ -187,7 +192,7 @@ struct Owner {
 }
 
 impl Owner {
-    fn run(mut self, lane: &Receiver<Message>) {
+    fn run(&mut self, lane: &Receiver<Message>) {
         let mut scratch = Scratch::default();
         let mut gathering = None;
         loop {

@@ -18,6 +18,7 @@ use serde::de::DeserializeOwned;
 use tokio::sync::Semaphore;
 
 use crate::engine::Engine;
+use crate::guard::Guard;
 use crate::limits::Pieces;
 use room::Room;
 use turns::Turns;
@@ -53,11 +54,16 @@ pub(crate) struct IntakeStats {
 }
 
 impl Intake {
-    /// Starts the threads. At most `queue` bodies wait to be parsed, and at most as many requests for room in `payloads`.
+    /// Starts the threads, under `guard`. At most `queue` bodies wait to be parsed, and at most as many requests for room in `payloads`.
     ///
     /// # Errors
     /// The system refuses a thread.
-    pub fn start(mode: IntakeMode, payloads: Arc<dyn Payloads>, queue: usize) -> io::Result<Self> {
+    pub fn start(
+        mode: IntakeMode,
+        payloads: Arc<dyn Payloads>,
+        queue: usize,
+        guard: &Guard,
+    ) -> io::Result<Self> {
         let queue = queue.min(Semaphore::MAX_PERMITS);
         // As many large bodies are read at a time as are parsed.
         let turns = match &mode {
@@ -65,7 +71,7 @@ impl Intake {
             IntakeMode::Engine(_) => 1,
         };
         Ok(Self {
-            workers: Workers::start(mode, queue)?,
+            workers: Workers::start(mode, queue, guard)?,
             room: Room::new(payloads, queue),
             turns: Turns::new(turns),
         })

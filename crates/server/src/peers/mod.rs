@@ -23,8 +23,7 @@ use forebay_api::peer::{
 };
 use subtle::ConstantTimeEq;
 
-use crate::client::ClientId;
-use crate::client::KeyId;
+use crate::client::{ClientId, KeyId};
 use crate::delta::Delta;
 use crate::limits::{self, Upload};
 use crate::outlet::Encoder;
@@ -57,9 +56,11 @@ struct Exchange {
     stream: OnceLock<String>,
 }
 
-/// Who sent a request: the router, which most have none of, and the one whose cached blocks it may use.
+/// Who sent a request: a client, perhaps through a router. The default is the server itself, which asks whether the model computes.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Peer {
+    client: Option<ClientId>,
+    /// What its router says; most have none.
     exchange: Option<Arc<Exchange>>,
     /// The salt of its key; 0 where keys make no difference.
     tenant: u64,
@@ -69,17 +70,28 @@ impl FromRequestParts<Shared> for Peer {
     type Rejection = Infallible;
 
     async fn from_request_parts(parts: &mut Parts, state: &Shared) -> Result<Self, Infallible> {
+        let client = Some(ClientId::from_request_parts(parts, state).await?);
         let KeyId(key) = KeyId::from_request_parts(parts, state).await?;
         let exchange = parts.extensions.get::<Arc<Exchange>>().cloned();
         let sharing = &state.config.sharing;
         let apart = state.config.api_keys.len() > 1 && !sharing.across_keys;
         let key = key.filter(|_| apart).and_then(|at| state.config.api_keys.text(at));
         let tenant = key.map_or(0, |key| sharing.namer.salt(&[key.as_bytes()]));
-        Ok(Self { exchange, tenant })
+        Ok(Self { client, exchange, tenant })
     }
 }
 
 impl Peer {
+    /// Whose share of the queue the request takes.
+    pub(crate) fn client(&self) -> u64 {
+        self.client.map_or(0, |client| client.0)
+    }
+
+    /// Whether the server asks itself.
+    pub(crate) fn is_probe(&self) -> bool {
+        self.client.is_none()
+    }
+
     pub(crate) fn tag(&self) -> Option<&RouterTag> {
         self.exchange.as_ref().map(|exchange| &exchange.tag)
     }

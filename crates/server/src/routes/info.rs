@@ -1,5 +1,6 @@
 //! Models, health, metrics and what else is asked about the server itself.
 
+use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use axum::extract::{Path, State};
@@ -97,7 +98,7 @@ pub(crate) async fn live() -> Response {
 
 /// Whether the server takes requests and serves them now.
 ///
-/// 503 with the reason in one line while the model loads, is restarted, has failed, or the server drains.
+/// 503 with the reason in one line while the model loads, is restarted, has failed, every replica is drained, or the server drains.
 #[utoipa::path(
     get,
     path = "/health",
@@ -107,8 +108,11 @@ pub(crate) async fn live() -> Response {
     ),
 )]
 pub(crate) async fn health(State(state): State<Shared>) -> Result<Response, Failure> {
-    match state.engine.status() {
-        Status::Ready => Ok(reply::ok(&Healthy::of(&state))),
+    match state.status() {
+        Status::Ready => {
+            state.undrained()?;
+            Ok(reply::ok(&Healthy::of(&state)))
+        }
         status => Err(Failure(not_serving(status))),
     }
 }
@@ -235,7 +239,10 @@ pub(crate) async fn server_info(State(state): State<Shared>) -> Response {
     reply::ok(&ServerInfo {
         version: env!("CARGO_PKG_VERSION"),
         served_model_names: state.model.served_names.clone(),
-        status: status_line(state.engine.status()),
+        status: match state.undrained() {
+            Err(drained) => drained.to_string(),
+            Ok(()) => status_line(state.status()),
+        },
         config: state.config.info.clone(),
         facts: facts.unwrap_or(Value::Null),
         internal_states: state.engine.replicas().iter().map(internal_state).collect(),
@@ -312,8 +319,13 @@ pub(crate) async fn flush_cache(State(state): State<Shared>) -> Result<Response,
     responses((status = 200, description = "The metrics", body = String, content_type = "text/plain")),
 )]
 pub(crate) async fn metrics(State(state): State<Shared>) -> Result<Response, Failure> {
-    let written =
-        state.metrics.render(&state.engine.replicas(), &state.text.stats(), &state.intake.stats());
+    let dropped = state.config.log_lines_dropped.load(Ordering::Relaxed);
+    let written = state.metrics.render(
+        &state.engine.replicas(),
+        &state.text.stats(),
+        &state.intake.stats(),
+        dropped,
+    );
     let text = written.map_err(|error| {
         let reason = format!("the metrics could not be written: {error}");
         ApiError::Internal { reason, code: None }

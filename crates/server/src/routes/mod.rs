@@ -24,6 +24,7 @@ use tower::util::option_layer;
 use crate::access::{check_access, check_type};
 use crate::client::KeyId;
 use crate::delta::End;
+use crate::guard;
 use crate::peers::blocks::blocks;
 use crate::peers::{is_router, not_a_router, talk};
 use crate::reply::Failure;
@@ -86,6 +87,7 @@ pub(crate) fn router(state: Shared) -> Router {
         .method_not_allowed_fallback(method_not_allowed)
         .layer(option_layer(cors))
         .layer(from_fn_with_state(state.clone(), check_access))
+        .layer(from_fn(contain))
         .layer(from_fn(name_request));
     let root = state.config.root_path.clone();
     let routes = routes.with_state(state);
@@ -180,6 +182,14 @@ async fn check_generator(State(state): State<Shared>, request: Request, next: Ne
         Ok(()) => next.run(request).await,
         Err(error) => Failure(error).into_response(),
     }
+}
+
+/// Answers a request that makes its handler panic; what the handler held is dropped by then, which aborts what it waited for.
+async fn contain(request: Request, next: Next) -> Response {
+    guard::contained(next.run(request)).await.unwrap_or_else(|panic| {
+        let reason = format!("the server failed on this request: {}", guard::message(&*panic));
+        Failure(ApiError::Internal { reason, code: Some("panic") }).into_response()
+    })
 }
 
 /// Echoes the client's name for the request, or makes one up.

@@ -3,8 +3,8 @@
 use axum::extract::State;
 use axum::response::Response;
 use forebay_api::{
-    ApiError, DetokenizeRequest, DetokenizeResponse, ErrorBody, Prompt, TokenizeInput,
-    TokenizeRequest, TokenizeResponse,
+    DetokenizeRequest, DetokenizeResponse, ErrorBody, Prompt, TokenizeInput, TokenizeRequest,
+    TokenizeResponse,
 };
 
 use crate::limits::{self, Upload};
@@ -60,12 +60,7 @@ pub(crate) async fn detokenize(
     let request: DetokenizeRequest = limits::read(body, &state).await?;
     state.model_name(request.model.as_deref())?;
     let tokens = request.validate(state.limits()?.vocab_size)?;
-    let text = std::sync::Arc::clone(&state.text);
-    // Millions of ids take a while to decode, which an HTTP thread has no time for.
-    let decoded = tokio::task::spawn_blocking(move || text.tokenizer().decode(&tokens, false));
-    let prompt = decoded
-        .await
-        .map_err(|error| ApiError::Internal { reason: error.to_string(), code: None })?
-        .map_err(|error| text_error(error, "tokens"))?;
+    let decoded = state.text.decode(tokens).await;
+    let prompt = decoded.map_err(|error| text_error(error, "tokens"))?;
     Ok(reply::ok(&DetokenizeResponse { prompt }))
 }

@@ -29,8 +29,13 @@ pub(super) struct Tools {
 /// Text, or what becomes text.
 #[derive(Debug)]
 pub(super) enum Input {
-    Texts { texts: Vec<String>, add_special_tokens: bool },
+    Texts {
+        texts: Vec<String>,
+        add_special_tokens: bool,
+    },
     Pairs(Vec<(String, String)>),
+    /// To become text again.
+    Ids(Vec<i32>),
     Chat(Chat),
 }
 
@@ -103,6 +108,7 @@ impl Input {
         let bytes = match self {
             Self::Texts { texts, .. } => texts.iter().map(String::len).sum(),
             Self::Pairs(pairs) => pairs.iter().map(|(a, b)| a.len() + b.len()).sum(),
+            Self::Ids(ids) => return 1 + ids.len(),
             Self::Chat(chat) => {
                 text_bytes(&chat.messages) + chat.tools.as_ref().map_or(0, text_bytes)
             }
@@ -123,6 +129,10 @@ impl Input {
                     Ok(Encoded { ids, text: None, second: Some(begins) })
                 };
                 Ok(Planned::Done(pairs.iter().map(encode).collect::<Result<_, _>>()?))
+            }
+            Self::Ids(ids) => {
+                let text = Some(tools.encoder.tokenizer().decode(&ids, false)?);
+                Ok(Planned::Done(vec![Encoded { ids: Vec::new(), text, second: None }]))
             }
             Self::Chat(chat) => {
                 let template = tools.template.as_ref().ok_or(TextError::NoTemplate)?;
