@@ -201,9 +201,9 @@ impl Owner {
             stop_ids: request.stop_ids,
             sampling: request.sampling,
             priority: request.priority,
+            cache_salt: request.salt,
             client: request.client,
             probe: request.probe,
-            cache_salt: 0,
             embeds,
             past,
         });
@@ -468,6 +468,7 @@ impl Owner {
                 page_size: self.config.page_size,
                 token_budget: self.config.token_budget,
                 prefix_cache: self.config.prefix_cache,
+                namer: self.config.namer.clone(),
                 block_events: self.blocks.is_some(),
                 policy: self.config.policy,
                 fair: self.config.fair,

@@ -3,6 +3,7 @@
 mod access;
 mod listening;
 mod schedule;
+mod sharing;
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -20,6 +21,8 @@ use crate::affinity::AffinityFlag;
 use crate::model::Source;
 use crate::text::TextFlags;
 
+pub(crate) use sharing::SharingFlags;
+
 #[derive(Debug, Args)]
 pub(crate) struct ServeFlags {
     /// `smollm2` (the embedded default), a hub id (org/name or org/name@revision), a directory, or a .gguf file.
@@ -34,6 +37,8 @@ pub(crate) struct ServeFlags {
     pub(crate) http: HttpFlags,
     #[command(flatten)]
     pub(crate) access: AccessFlags,
+    #[command(flatten)]
+    pub(crate) sharing: SharingFlags,
     #[command(flatten)]
     pub(crate) text: TextFlags,
     #[command(flatten)]

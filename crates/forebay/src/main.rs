@@ -10,6 +10,7 @@ mod listening;
 mod logs;
 mod model;
 mod route;
+mod secret;
 mod serve;
 mod signals;
 mod simulate;

@@ -62,6 +62,7 @@ impl Owner {
                 stop_ids: request.stop_ids,
                 sampling: request.sampling,
                 priority: request.priority,
+                salt: request.cache_salt,
                 client: request.client,
                 probe: request.probe,
                 embeds: embeds.map(|(offset, payload)| Embeds { payload, offset }),
