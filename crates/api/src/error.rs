@@ -170,6 +170,14 @@ pub enum ApiError {
         /// The engine's state, as a machine-readable code.
         code: &'static str,
     },
+    /// Backends of a router died while they had the request. It may be what killed them.
+    #[error(
+        "{deaths} servers died while they had this request; it is not tried again, as it may be what they died of"
+    )]
+    BackendDied {
+        /// How many.
+        deaths: u8,
+    },
     /// The request was given up by the server.
     #[error("the request was aborted by the server before it was finished")]
     Aborted,
@@ -234,6 +242,7 @@ impl ApiError {
             Self::UnsupportedMediaType => 415,
             Self::Overloaded { .. } | Self::QueueFull { .. } => 429,
             Self::Internal { .. } => 500,
+            Self::BackendDied { .. } => 502,
             Self::Draining
             | Self::Unavailable { .. }
             | Self::QueueTimeout { .. }
@@ -259,7 +268,7 @@ impl ApiError {
             403 => "permission_error",
             404 => "not_found_error",
             429 => "rate_limit_error",
-            500 => "server_error",
+            500 | 502 => "server_error",
             503 => "service_unavailable_error",
             _ => "invalid_request_error",
         }
@@ -302,6 +311,7 @@ impl ApiError {
             Self::QueueTimeout { .. } => Some("queue_timeout"),
             Self::Draining => Some("draining"),
             Self::Unavailable { code, .. } => Some(code),
+            Self::BackendDied { .. } => Some("backend_died_twice"),
             Self::Aborted => Some("aborted"),
             Self::CacheInUse => Some("cache_in_use"),
             Self::Internal { code, .. } => *code,

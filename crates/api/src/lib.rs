@@ -19,6 +19,7 @@ mod prompt;
 mod rerank;
 mod response;
 mod route;
+mod salt;
 mod sampling;
 mod tokenize;
 

@@ -1,6 +1,7 @@
 //! Parameters that all dialects share, and their validation.
 
 use std::collections::HashMap;
+use std::sync::Arc;
 
 use forebay_engine::Route;
 use forebay_protocol::SamplingParams;
@@ -8,6 +9,7 @@ use forebay_protocol::SamplingParams;
 use crate::error::ApiError;
 use crate::prompt::{Strings, in_vocabulary};
 use crate::route::route;
+use crate::salt::check_salt;
 
 /// Most stop strings a request may have.
 const MAX_STOPS: usize = 16;
@@ -82,6 +84,8 @@ pub struct Generation {
     pub stream_interval: Option<u32>,
     /// Where it wants to be computed.
     pub route: Route,
+    /// Keeps its cached blocks apart from those of others.
+    pub cache_salt: Option<Arc<str>>,
 }
 
 impl Generation {
@@ -177,6 +181,7 @@ pub(crate) struct Fields {
     pub(crate) stream_interval: Option<u32>,
     pub(crate) routing_key: Option<String>,
     pub(crate) routed_dp_rank: Option<i64>,
+    pub(crate) cache_salt: Option<String>,
     /// Already checked by [`check_logprobs`].
     pub(crate) logprobs: Option<u8>,
 }
@@ -287,6 +292,7 @@ impl Fields {
             priority: self.priority.unwrap_or(0),
             stream_interval: self.stream_interval,
             route,
+            cache_salt: check_salt(self.cache_salt.as_deref())?,
         })
     }
 }

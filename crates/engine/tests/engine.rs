@@ -8,8 +8,8 @@ use std::time::Duration;
 
 use forebay_engine::{
     BlockEvent, BlockHash, BlockObserver, Embeds, Engine, EngineConfig, EngineHandle,
-    EngineRequest, EngineThread, FinishReason, Hooks, Output, OutputSink, Payload, Policy, Pooling,
-    RequestError, RequestId, Route, Status, SubmitError,
+    EngineRequest, EngineThread, FinishReason, Hooks, Namer, Output, OutputSink, Payload, Policy,
+    Pooling, RequestError, RequestId, Route, Status, SubmitError,
 };
 use forebay_protocol::SamplingParams;
 use forebay_sim::{
@@ -59,6 +59,7 @@ fn config() -> EngineConfig {
         page_size: 4,
         token_budget: 32,
         prefix_cache: true,
+        namer: Namer::open(),
         policy: Policy::Fcfs,
         fair: true,
         lookahead: 1,
@@ -184,6 +185,7 @@ fn request(id: u64, prompt: Vec<i32>, max_tokens: u32) -> EngineRequest {
         stop_ids: Vec::new(),
         sampling,
         priority: 0,
+        salt: 0,
         client: 0,
         probe: false,
         embeds: None,
@@ -359,30 +361,6 @@ fn a_hung_hand_is_respawned() {
     let stories = rig.follow(1);
     assert_exact(&stories, 1, |_| 80);
     assert_eq!(rig.handle.stats().hand_deaths, 1);
-}
-
-#[test]
-fn a_hand_that_never_started_is_final() {
-    let rig = Rig::broken(config(), 500, |control| control.fail_starts(1), Box::new(|_, _| {}));
-    assert_eq!(rig.handle.status(), Status::Failed("start refused".into()));
-    let refused = rig.handle.submit(request(0, vec![1], 1));
-    assert_eq!(refused, Err(SubmitError::Unavailable("start refused".into())));
-}
-
-#[test]
-fn a_hand_that_does_not_come_back_ends_every_request() {
-    let hook = once(|control| {
-        control.fail_starts(100);
-        control.kill();
-    });
-    let rig = Rig::hooked(config(), hook);
-    for id in 0..40 {
-        rig.handle.submit(request(id, prompt(id), 150)).expect("room");
-    }
-    let stories = rig.follow(40);
-    let failed = FinishReason::Error(RequestError::HandFailed("start refused".into()));
-    assert!(stories.values().all(|story| story.ends == [failed.clone()]));
-    rig.settled(|status| matches!(status, Status::Failed(_)));
 }
 
 #[test]

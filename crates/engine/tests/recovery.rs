@@ -195,13 +195,18 @@ fn a_hand_that_hangs_while_it_comes_back_is_started_again() {
 }
 
 #[test]
-fn a_first_start_that_hangs_is_told_and_ends_the_engine() {
-    let rig = Rig::broken(config(), None, |control| control.hang_starts(1));
-    rig.exit.recv_timeout(PATIENCE).expect("the engine ends");
-    let reason = "no sign of life for 20 s while it started".to_owned();
-    assert_eq!(rig.handle.status(), Status::Failed(reason.clone()));
-    let refused = rig.handle.submit(request(0, vec![1], 1));
-    assert_eq!(refused, Err(SubmitError::Unavailable(reason)));
+fn a_first_start_that_fails_or_hangs_is_final() {
+    let cases: [(fn(&SimControl), &str); 2] = [
+        (|control| control.fail_starts(1), "start refused"),
+        (|control| control.hang_starts(1), "no sign of life for 20 s while it started"),
+    ];
+    for (breaking, reason) in cases {
+        let rig = Rig::broken(config(), None, breaking);
+        rig.exit.recv_timeout(PATIENCE).expect("the engine ends");
+        assert_eq!(rig.handle.status(), Status::Failed(reason.to_owned()));
+        let refused = rig.handle.submit(request(0, vec![1], 1));
+        assert_eq!(refused, Err(SubmitError::Unavailable(reason.to_owned())));
+    }
 }
 
 #[test]

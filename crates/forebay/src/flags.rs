@@ -3,6 +3,7 @@
 mod access;
 mod listening;
 mod schedule;
+mod sharing;
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -14,11 +15,13 @@ use serde::Serialize;
 
 pub(crate) use self::access::{AccessFlags, visible_keys};
 pub(crate) use self::listening::ListenFlags;
-pub(crate) use schedule::{ScheduleFlags, SchedulePolicy};
+pub(crate) use self::schedule::{ScheduleFlags, SchedulePolicy};
 
 use crate::affinity::AffinityFlag;
 use crate::model::Source;
 use crate::text::TextFlags;
+
+pub(crate) use sharing::SharingFlags;
 
 #[derive(Debug, Args)]
 pub(crate) struct ServeFlags {
@@ -34,6 +37,8 @@ pub(crate) struct ServeFlags {
     pub(crate) http: HttpFlags,
     #[command(flatten)]
     pub(crate) access: AccessFlags,
+    #[command(flatten)]
+    pub(crate) sharing: SharingFlags,
     #[command(flatten)]
     pub(crate) text: TextFlags,
     #[command(flatten)]

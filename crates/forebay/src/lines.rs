@@ -16,7 +16,7 @@ use tracing_subscriber::fmt::MakeWriter;
 /// Bytes of lines that may wait.
 const MOST: usize = 4 << 20;
 /// How long the end of the process waits for lines to be taken.
-const LAST_LINES: Duration = Duration::from_secs(1);
+pub(crate) const LAST_LINES: Duration = Duration::from_secs(1);
 /// The same for a panic, which may be about to end the process.
 const PANIC: Duration = Duration::from_millis(200);
 

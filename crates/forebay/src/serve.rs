@@ -15,7 +15,7 @@ use forebay_hand::{Arena, HandExecutor, HandSpec};
 use forebay_replicas::{Member, Replicas};
 use forebay_server::{
     AppState, BlockLog, EgressConfig, EgressMode, Guard, HealthThread, Intake, IntakeMode, Metrics,
-    ModelInfo, PooledModel, PoolingTask, ServerConfig, egress, pooled,
+    ModelInfo, PooledModel, PoolingTask, ServerConfig, Sharing, egress, pooled,
 };
 use forebay_sim::{Recorder, SimClock, SimExecutor};
 use forebay_text::{ChatTemplate, Tokenizer};
@@ -28,7 +28,7 @@ use crate::flags::{Device, Egress, GenerationConfig, LoadFormat, ServeFlags, vis
 use crate::listening::{self, Bound};
 use crate::logs::Logs;
 use crate::model::{Model, Task, fetch, find_python};
-use crate::{affinity, descriptors, logs, signals, simulate, threads, watch};
+use crate::{affinity, descriptors, logs, secret, signals, simulate, threads, watch};
 
 /// Steps and registrations that may wait for an egress thread before the engine waits for it.
 const EGRESS_STEPS: usize = 1024;
@@ -101,6 +101,7 @@ pub(crate) fn run(flags: &ServeFlags) -> Result<()> {
         });
     }
 
+    let namer = secret::namer(flags.sharing.cache_secret_file.as_deref())?;
     let arena = Arena::new(config.arena_bytes).context("no arena")?;
     let (executors, clock) = executors(flags, &python, &config, &model, &tokenizer, &arena)?;
     let (ended, engine_ended) = oneshot::channel();
@@ -110,7 +111,7 @@ pub(crate) fn run(flags: &ServeFlags) -> Result<()> {
     };
     let block_log = config.prefix_cache.then(BlockLog::default);
     let member = |executor| Member {
-        config: config.engine(),
+        config: config.engine(namer.clone()),
         executor,
         sink: sink(),
         blocks: block_log.as_ref().map(|log| Box::new(log.replica()) as Box<dyn BlockObserver>),
@@ -134,6 +135,9 @@ pub(crate) fn run(flags: &ServeFlags) -> Result<()> {
         api_keys,
         admin_keys,
         access,
+        router_key: flags.sharing.router_key.clone(),
+        sharing: Sharing { namer, across_keys: flags.sharing.share_cache_across_keys },
+        hide_cached_tokens: flags.sharing.hide_cached_tokens,
         root_path: flags.access.root_path.clone(),
         trusted_proxies: flags.access.trusted_proxies.clone(),
         max_connections,
@@ -304,7 +308,7 @@ async fn serve(
     let hurry = signals::another(told.clone());
     forebay_server::serve(listener, state, stopped, hurry).await?;
     if engine_died {
-        // One is enough to end all: its state cannot be trusted.
+        // It panicked, and its state cannot be trusted; or no replica is left that could be started.
         for report in engine.reports() {
             if let Status::Failed(reason) = report.status {
                 bail!("{reason}");

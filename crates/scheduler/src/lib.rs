@@ -26,11 +26,11 @@ mod words;
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
 
-pub use forebay_kvcache::{BlockEvent, BlockHash};
+pub use forebay_kvcache::{BlockEvent, BlockHash, Namer};
 use forebay_kvcache::{Lease, PagePool};
 use thiserror::Error;
 
-use crate::queue::Queue;
+use crate::queue::{PROBE_RANK, Queue};
 use crate::request::{Entry, Key, State};
 use crate::share::Shares;
 use crate::slab::{Handle, Slab};
@@ -67,6 +67,8 @@ pub struct SchedulerConfig {
     pub token_budget: u32,
     /// Whether blocks are shared between requests.
     pub prefix_cache: bool,
+    /// Names blocks.
+    pub namer: Namer,
     /// Whether somebody takes [`Scheduler::take_block_events`].
     pub block_events: bool,
     /// Who goes first.
@@ -314,7 +316,7 @@ impl Scheduler {
             "a request alone fits into the pool"
         );
         let rank = match self.config.policy {
-            _ if request.probe => i64::MIN,
+            _ if request.probe => PROBE_RANK,
             Policy::Fcfs => 0,
             Policy::Priority => -i64::from(request.priority),
             Policy::PriorityAscending => i64::from(request.priority),
@@ -324,7 +326,7 @@ impl Scheduler {
         let key = Key { rank, arrival: *counter };
         *counter += 1;
         let (id, suspect) = (request.id, request.past.suspect.is_some());
-        let handle = self.requests.insert(Entry::new(request, key));
+        let handle = self.requests.insert(Entry::new(request, key, &self.config.namer));
         let previous = self.by_id.insert(id, handle);
         debug_assert!(previous.is_none(), "two live requests with id {id}");
         if suspect {

@@ -172,7 +172,7 @@ impl Scheduler {
 
     fn admit(&mut self, budget: &mut u32, plan: &mut StepPlan, events: &mut Vec<Event>) {
         let before = self.building.rows.len();
-        while *budget > 0 {
+        while *budget > 0 && self.has_place() {
             let Some(ticket) = self.next_candidate() else {
                 return;
             };
@@ -208,6 +208,12 @@ impl Scheduler {
         }
     }
 
+    /// Whether one more may run, if it is the right one.
+    fn has_place(&self) -> bool {
+        let (running, most) = (self.residents.len() as u64, u64::from(self.config.max_running));
+        running < most || (running == most && self.queue.has_probe())
+    }
+
     /// Whether one more may run, if it is this one.
     pub(crate) fn may_run(&self, handle: Handle) -> bool {
         let most = u64::from(self.config.max_running) + u64::from(self.requests[handle].probe);
@@ -234,7 +240,7 @@ impl Scheduler {
         if self.config.prefix_cache && entry.embeds.is_none() {
             // One token at least is left to compute: without a row there are no logits, and no vector.
             let blocks = ((known - 1) / page_size) as usize;
-            for &name in entry.name_blocks(blocks, page_size as usize) {
+            for &name in entry.name_blocks(blocks, page_size as usize, &self.config.namer) {
                 let Some(lease) = self.pool.share(name) else {
                     break;
                 };
@@ -332,7 +338,7 @@ impl Scheduler {
         if !cached || named >= ready {
             return;
         }
-        entry.name_blocks(ready as usize, page_size as usize);
+        entry.name_blocks(ready as usize, page_size as usize, &self.config.namer);
         if let Some(residence) = entry.state.residence_mut() {
             for block in named as usize..ready as usize {
                 self.pool.name(&residence.leases[block], entry.names[block]);

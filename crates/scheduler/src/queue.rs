@@ -11,6 +11,8 @@ use std::collections::{BTreeMap, HashMap};
 use crate::Handle;
 use crate::request::Key;
 
+/// Before every priority.
+pub(crate) const PROBE_RANK: i64 = i64::MIN;
 /// Units of virtual time a token, so that an even share of a small cost is more than nothing.
 const UNITS: u64 = 256;
 /// Clients without waiting requests that a rank remembers, before it forgets those that owe nothing. Twice as many are the most.
@@ -89,6 +91,13 @@ impl Queue {
             (_, Some((_, lane))) => lane.first(),
             (ticket, None) => ticket.copied(),
         }
+    }
+
+    /// Whether somebody waits who goes before everybody.
+    pub(crate) fn has_probe(&self) -> bool {
+        let ranks =
+            [self.returning.keys().next().map(|key| key.rank), self.lanes.keys().next().copied()];
+        ranks.contains(&Some(PROBE_RANK))
     }
 
     /// Whose turn it is among those of its rank that were never admitted, whoever goes before them.

@@ -1,6 +1,6 @@
 //! A request as the scheduler sees it: its tokens, its three numbers, and what it owns on the device.
 
-use forebay_kvcache::{BlockHash, Lease};
+use forebay_kvcache::{BlockHash, Lease, Namer};
 use forebay_protocol::{NewSlot, Pooling, SamplingParams};
 
 use crate::queue::Ticket;
@@ -140,7 +140,7 @@ pub(crate) struct Entry {
 }
 
 impl Entry {
-    pub(crate) fn new(request: Request, key: Key) -> Self {
+    pub(crate) fn new(request: Request, key: Key, namer: &Namer) -> Self {
         let prompt_len = request.prompt.len() as u32;
         let mut tokens = request.prompt;
         tokens.extend_from_slice(&request.generated);
@@ -165,7 +165,7 @@ impl Entry {
             sampling: request.sampling,
             pooling: request.pooling,
             embeds: request.embeds,
-            root: BlockHash::root(request.cache_salt),
+            root: namer.root(request.cache_salt),
             names: request.names,
             tokens,
         }
@@ -221,11 +221,16 @@ impl Entry {
     }
 
     /// Names its leading blocks up to number `blocks`, whose tokens must be known.
-    pub(crate) fn name_blocks(&mut self, blocks: usize, page_size: usize) -> &[BlockHash] {
+    pub(crate) fn name_blocks(
+        &mut self,
+        blocks: usize,
+        page_size: usize,
+        namer: &Namer,
+    ) -> &[BlockHash] {
         while self.names.len() < blocks {
             let at = self.names.len() * page_size;
             let parent = self.names.last().copied().unwrap_or(self.root);
-            self.names.push(parent.child(&self.tokens[at..at + page_size]));
+            self.names.push(namer.child(parent, &self.tokens[at..at + page_size]));
         }
         &self.names[..blocks]
     }

@@ -80,11 +80,15 @@ impl Call {
             check_priority(submission.generation.priority, state)?;
         }
         if let Some(submission) = submissions.first() {
-            peer.name_blocks(state, &submission.prompt);
+            let salt = peer.salt(state, submission.generation.cache_salt.as_deref());
+            peer.name_blocks(state, salt, &submission.prompt);
         }
         let prompts = submissions.iter();
         let mut tally =
             Tally::new(prompts.map(|prompt| (prompt.prompt_tokens(), prompt.generation.n)));
+        if state.config.hide_cached_tokens {
+            tally.hide_cached();
+        }
         let prompt_tokens = tally.prompt_tokens();
         let wake = match (streamed, state.config.egress) {
             (false, _) => Wake::AtEnd,
@@ -127,6 +131,7 @@ impl Call {
             let interval = streamed
                 .then(|| generation.stream_interval.unwrap_or(state.config.stream_interval));
             let stop_ids = generation.stop_ids(&state.model.eos);
+            let salt = peer.salt(state, generation.cache_salt.as_deref());
             for (choice, sender) in (0..generation.n).zip(&mut senders) {
                 let id = state.next_id();
                 state.egress.register(Registration {
@@ -149,6 +154,7 @@ impl Call {
                     stop_ids: stop_ids.clone(),
                     sampling: generation.params(seed, choice),
                     priority: generation.priority,
+                    salt,
                     client: peer.client(),
                     probe: peer.is_probe(),
                     embeds: embeds.clone(),

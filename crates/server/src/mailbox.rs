@@ -93,12 +93,16 @@ impl Inner {
 
     /// Keeps the delta until it is read; gives who is to be woken.
     fn leave(&mut self, choice: u32, delta: &mut Delta) -> Option<Waker> {
-        self.unread += delta.weight();
-        if delta.end.is_none() && (self.overflown || self.unread > self.limit) {
-            self.overflown = true;
-            self.forget();
+        let unread = self.unread + delta.weight();
+        if delta.end.is_none() && (self.overflown || unread > self.limit) {
+            if !self.overflown {
+                self.overflown = true;
+                self.forget();
+            }
             delta.clear();
             delta.end = Some(End::Error(ApiError::AnswerTooLarge { limit: self.limit }));
+        } else {
+            self.unread = unread;
         }
         if let Some(end) = &delta.end {
             self.running -= 1;

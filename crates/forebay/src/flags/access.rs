@@ -116,7 +116,7 @@ pub(crate) fn visible_keys(arguments: impl IntoIterator<Item = String>) -> Vec<&
     let is = |flag: &str| {
         given.iter().any(|argument| argument.split('=').next().is_some_and(|name| name == flag))
     };
-    ["--api-key", "--admin-api-key", "--registration-key"]
+    ["--api-key", "--admin-api-key", "--registration-key", "--router-key"]
         .into_iter()
         .filter(|flag| is(flag))
         .collect()

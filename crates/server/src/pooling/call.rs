@@ -33,6 +33,8 @@ pub(crate) struct Place<'a> {
     pub(crate) param: &'a str,
     /// Larger is sooner, under the priority policy.
     pub(crate) priority: i32,
+    /// Keeps its cached blocks apart from those of others.
+    pub(crate) cache_salt: Option<Arc<str>>,
     /// The replica that is wanted.
     pub(crate) route: Route,
 }
@@ -47,7 +49,7 @@ impl PooledCall {
         model: &PooledModel,
         inputs: Vec<Input>,
         limits: Limits,
-        Place { param, priority, route }: Place<'_>,
+        Place { param, priority, cache_salt, route }: Place<'_>,
         arrived: Instant,
         peer: &Peer,
     ) -> Result<Self, ApiError> {
@@ -75,6 +77,7 @@ impl PooledCall {
             span,
             _live: state.enter(peer),
         };
+        let salt = peer.salt(state, cache_salt.as_deref());
         for (input, &id) in inputs.into_iter().zip(&ids) {
             let request = EngineRequest {
                 id,
@@ -86,6 +89,7 @@ impl PooledCall {
                 stop_ids: Vec::new(),
                 sampling: Default::default(),
                 priority,
+                salt,
                 client: peer.client(),
                 probe: peer.is_probe(),
                 embeds: None,

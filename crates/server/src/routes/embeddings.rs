@@ -45,7 +45,8 @@ pub(crate) async fn embeddings(
     let inputs =
         encode_inputs(&state.text, valid.prompts, special, valid.truncate, "input").await?;
     let id = format!("embd-{}", random_hex());
-    let place = Place { param: "input", priority: valid.priority, route: routing.0 };
+    let (priority, cache_salt) = (valid.priority, valid.cache_salt);
+    let place = Place { param: "input", priority, cache_salt, route: routing.0 };
     let mut call =
         PooledCall::start(&state, model, inputs, model_limits, place, arrived, &peer)?.named(&id);
     let vectors = call.collect().await?;

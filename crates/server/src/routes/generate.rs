@@ -137,7 +137,7 @@ impl Accumulated {
                 }),
                 prompt_tokens: usage.prompt_tokens,
                 completion_tokens: usage.completion_tokens,
-                cached_tokens: usage.prompt_tokens_details.cached_tokens,
+                cached_tokens: usage.prompt_tokens_details.map(|details| details.cached_tokens),
                 e2e_latency: self.arrived.elapsed().as_secs_f64(),
                 output_token_logprobs: self.with_logprobs.then(sampled),
                 output_top_logprobs: (self.with_logprobs && has_top).then(top),

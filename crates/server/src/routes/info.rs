@@ -144,7 +144,7 @@ async fn computes(state: &Shared, limits: Limits, arrived: Instant) -> Result<()
         if stats.running + stats.waiting == 0 {
             match one_token(state, limits, arrived).await {
                 // Others have come in the meantime.
-                Err(ApiError::Overloaded { .. }) => {}
+                Err(ApiError::Overloaded { .. } | ApiError::QueueFull { .. }) => {}
                 answer => return answer,
             }
         }
@@ -156,7 +156,8 @@ async fn one_token(state: &Shared, limits: Limits, arrived: Instant) -> Result<(
     let token = state.model.eos.first().copied().unwrap_or(0);
     if let Some(model) = &state.model.pooling {
         let inputs = vec![Input { tokens: vec![token], segment: 0 }];
-        let place = Place { param: "input", priority: 0, route: Route::default() };
+        let place =
+            Place { param: "input", priority: 0, cache_salt: None, route: Route::default() };
         let call =
             PooledCall::start(state, model, inputs, limits, place, arrived, &Peer::default())?;
         return call.named("health").collect().await.map(drop);

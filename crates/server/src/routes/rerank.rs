@@ -109,7 +109,9 @@ async fn score_pairs(
             inputs
         }
     };
-    let place = Place { param: pairs.params[1], priority: pairs.priority, route: routing.0 };
+    let (param, priority) = (pairs.params[1], pairs.priority);
+    let cache_salt = pairs.cache_salt.clone();
+    let place = Place { param, priority, cache_salt, route: routing.0 };
     let call = PooledCall::start(state, model, inputs, limits, place, arrived, peer)?;
     let mut call = call.named(id);
     let vectors = call.collect().await?;

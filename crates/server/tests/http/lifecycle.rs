@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use forebay_engine::{FinishReason, Output, RequestError};
+use forebay_engine::{FinishReason, Output, RequestError, SampledToken};
 use serde_json::{Value, json};
 
 use crate::client::events;
@@ -225,9 +225,11 @@ async fn an_answer_that_grows_too_large_is_ended() {
     let whole = server.connect(CHAT, &hello(false));
     let id = server.submitted().await.id;
     let token = server.encode(" the")[0];
-    // Eight bytes each, as text and number.
-    for number in 0..50_000 {
-        server.engine.token(id, token, number == 0, None);
+    // Eight bytes each, as text and number; in few steps, so that nobody waits for room in the lane.
+    for _ in 0..5 {
+        let token = || Some(SampledToken { id: token, logprobs: None });
+        let output = || Output { id, admission: None, token: token(), pooled: None, finish: None };
+        server.engine.deliver((0..10_000).map(|_| output()).collect());
     }
     assert_eq!(server.aborted().await, id);
     let (status, answer) = whole.await.unwrap();
