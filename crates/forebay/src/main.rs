@@ -6,12 +6,14 @@ mod config;
 mod flags;
 mod logs;
 mod model;
+mod python;
 mod route;
 mod serve;
 mod simulate;
 mod text;
 mod threads;
 mod tokenizers;
+mod vocabulary;
 mod watch;
 
 use std::process::ExitCode;

@@ -90,7 +90,8 @@ pub(crate) struct Source<'a> {
 /// Resolves `name`, downloading what is missing; progress goes to stderr.
 pub(crate) fn fetch(python: &Path, name: &str, source: Source<'_>, weights: bool) -> Result<Model> {
     let mut command = Command::new(python);
-    command.args(["-m", "forebay.weights.fetch", name]);
+    command.args(crate::python::arguments("forebay.weights.fetch")).arg(name);
+    forebay_hand::withhold_keys(&mut command);
     if let Some(revision) = source.revision {
         command.args(["--revision", revision]);
     }

@@ -31,6 +31,29 @@ pub(crate) struct RankProcess {
     pub(crate) socket: UnixStream,
 }
 
+/// Takes the keys of this server's clients and of model hubs out of a child's environment: it computes, and needs none.
+/// Of a command that downloads models see [`withhold_keys`].
+fn withhold_all_keys(command: &mut Command) {
+    withhold_keys(command);
+    command.env_remove("HF_TOKEN").env_remove("HUGGING_FACE_HUB_TOKEN");
+}
+
+/// Takes the keys of this server's clients, those in variables such as `FOREBAY_API_KEY`, out of a child's environment.
+pub fn withhold_keys(command: &mut Command) {
+    let given = command.get_envs().map(|(name, _)| name.to_owned());
+    let names: Vec<_> = given.chain(std::env::vars_os().map(|(name, _)| name)).collect();
+    for name in names {
+        if name.to_str().is_some_and(is_key) {
+            command.env_remove(name);
+        }
+    }
+}
+
+fn is_key(name: &str) -> bool {
+    let secret = |word| name.contains(word);
+    name.starts_with("FOREBAY_") && ["KEY", "SECRET", "TOKEN", "PASSWORD"].into_iter().any(secret)
+}
+
 impl RankProcess {
     /// Spawns `command` with a fresh socket as descriptor 3 and the arena as 4, on these processors if any are given.
     pub(crate) fn spawn(
@@ -42,6 +65,7 @@ impl RankProcess {
         near.set_nonblocking(true)?;
         let log = Stdio::from(io::stderr().as_fd().try_clone_to_owned()?);
         command.stdin(Stdio::null()).stdout(log).process_group(0);
+        withhold_all_keys(&mut command);
         command
             .fd_mappings(vec![
                 FdMapping { parent_fd: far.into(), child_fd: SOCKET_FD },
@@ -123,5 +147,24 @@ fn describe(status: ExitStatus) -> String {
         (Some(signal), _) => format!("killed by signal {signal}"),
         (None, Some(code)) => format!("exit status {code}"),
         (None, None) => "ended".into(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_hand_gets_no_keys() {
+        let kept = "FOREBAY_KERNELS";
+        let keys =
+            ["FOREBAY_API_KEY", "FOREBAY_ADMIN_API_KEY", "FOREBAY_CACHE_SECRET_FILE", "HF_TOKEN"];
+        let check = keys.map(|key| format!("[ -z \"${key}\" ]")).join(" && ");
+        let mut command = Command::new("sh");
+        command.args(["-c", &format!("{check} && [ \"${kept}\" = yes ]")]).env(kept, "yes");
+        command.envs(keys.map(|key| (key, "a key")));
+        let arena = crate::Arena::new(0).expect("an arena");
+        let process = RankProcess::spawn(command, arena.fd(), &[]).expect("a shell");
+        assert_eq!(process.bury(), "exit status 0");
     }
 }

@@ -39,6 +39,8 @@ pub struct ServerConfig {
     pub egress: EgressMode,
     /// Tokens that a stream gathers before it gets a chunk, where the request does not say; the first token and the end do not wait.
     pub stream_interval: u32,
+    /// Tokens that /tokenize and /detokenize take at a time; `None`: four times the context, and 65536 at least.
+    pub max_tokenize_tokens: Option<usize>,
     /// The resolved configuration, as /server_info shows it.
     pub info: Value,
 }
@@ -54,6 +56,7 @@ impl Default for ServerConfig {
             health_timeout: Duration::from_secs(20),
             egress: EgressMode::default(),
             stream_interval: 1,
+            max_tokenize_tokens: None,
             info: Value::Null,
         }
     }
