@@ -88,7 +88,7 @@ impl Generation {
     /// Tokens to generate after a prompt of `prompt` tokens that came in `param`.
     ///
     /// # Errors
-    /// The prompt is empty, or it does not fit the context together with what is to be generated.
+    /// The prompt is empty, or it does not fit the context together with what is to be generated, or with the least of it.
     pub fn room(
         &self,
         prompt: usize,
@@ -102,13 +102,20 @@ impl Generation {
         let error = |max_tokens| ApiError::ContextLength { param, limit, prompt, max_tokens };
         let used = u32::try_from(prompt).unwrap_or(u32::MAX);
         let room = limit.saturating_sub(used);
-        match self.max_tokens {
-            MaxTokens::Exactly(wanted) if wanted > room => Err(error(Some(wanted))),
-            _ if room == 0 => Err(error(None)),
-            MaxTokens::Exactly(wanted) => Ok(wanted),
-            MaxTokens::AtMost(wanted) => Ok(wanted.min(room)),
-            MaxTokens::Rest => Ok(room),
+        let tokens = match self.max_tokens {
+            MaxTokens::Exactly(wanted) if wanted > room => return Err(error(Some(wanted))),
+            _ if room == 0 => return Err(error(None)),
+            MaxTokens::Exactly(wanted) => wanted,
+            MaxTokens::AtMost(wanted) => wanted.min(room),
+            MaxTokens::Rest => room,
+        };
+        let least = self.sampling.min_tokens;
+        if least > tokens {
+            let reason =
+                format!("{least} is more than the {tokens} tokens that are left to generate");
+            return Err(out_of_range("min_tokens", reason));
         }
+        Ok(tokens)
     }
 
     /// Sampling parameters of one choice, `seed` being the request's.
@@ -198,7 +205,9 @@ impl Fields {
         ] {
             number(name, value, |v| (-2.0..=2.0).contains(&v), "between -2 and 2")?;
         }
-        number("repetition_penalty", self.repetition_penalty, |v| v > 0.0, "above 0")?;
+        // Logits are divided and multiplied by it: far outside, they are no numbers any more.
+        let range = |penalty| (1e-3..=1e3).contains(&penalty);
+        number("repetition_penalty", self.repetition_penalty, range, "between 0.001 and 1000")?;
         let top_k = self.top_k.or(defaults.top_k).unwrap_or(0);
         if top_k < -1 {
             let reason = format!("{top_k} is neither -1 or 0 (off) nor at least 1");
@@ -356,6 +365,8 @@ mod tests {
             (Fields { presence_penalty: Some(2.1), ..fields() }, "presence_penalty"),
             (Fields { frequency_penalty: Some(-2.1), ..fields() }, "frequency_penalty"),
             (Fields { repetition_penalty: Some(0.0), ..fields() }, "repetition_penalty"),
+            (Fields { repetition_penalty: Some(1e-45), ..fields() }, "repetition_penalty"),
+            (Fields { repetition_penalty: Some(1e9), ..fields() }, "repetition_penalty"),
             (Fields { n: Some(0), ..fields() }, "n"),
             (Fields { n: Some(129), ..fields() }, "n"),
             (Fields { max_tokens: Some(0), ..fields() }, "max_tokens"),
@@ -381,6 +392,17 @@ mod tests {
         assert!(check_logprobs("logprobs", 21).is_err());
         assert!(check_logprobs("logprobs", -1).is_err());
         assert_eq!(check_logprobs("logprobs", 20), Ok(20));
+    }
+
+    #[test]
+    fn the_least_has_to_fit_the_room_too() {
+        let generation = validate(Fields { min_tokens: Some(50), ..fields() }).unwrap();
+        let room = LIMITS.context_length as usize;
+        assert_eq!(generation.room(room - 50, LIMITS, "prompt"), Ok(50));
+        match generation.room(room - 49, LIMITS, "prompt") {
+            Err(ApiError::Invalid { param, .. }) => assert_eq!(param, "min_tokens"),
+            other => panic!("{other:?}"),
+        }
     }
 
     #[test]

@@ -20,26 +20,13 @@ const SOCKET_FD: i32 = 3;
 const ARENA_FD: i32 = 4;
 /// From the order to exit to SIGTERM, and from there to SIGKILL.
 const PATIENCE: [Duration; 2] = [Duration::from_millis(500), Duration::from_secs(2)];
+/// From SIGKILL to the end. A process that the kernel holds, in a driver or on a file system that hangs, does not end by that either.
+const LAST_PATIENCE: Duration = Duration::from_secs(5);
 /// How long a rank that closed its socket may take to leave an exit status.
 const LAST_BREATH: Duration = Duration::from_millis(500);
 
-/// A spawned rank and the process group it leads.
-pub(crate) struct RankProcess {
-    child: Child,
-    pid: Pid,
-    pidfd: OwnedFd,
-    pub(crate) socket: UnixStream,
-}
-
-/// Takes the keys of this server's clients and of model hubs out of a child's environment: it computes, and needs none.
-/// Of a command that downloads models see [`withhold_keys`].
-fn withhold_all_keys(command: &mut Command) {
-    withhold_keys(command);
-    command.env_remove("HF_TOKEN").env_remove("HUGGING_FACE_HUB_TOKEN");
-}
-
-/// Takes the keys of this server's clients, those in variables such as `FOREBAY_API_KEY`, out of a child's environment.
-pub fn withhold_keys(command: &mut Command) {
+/// Keeps keys from a program that is to be run: variables such as `FOREBAY_API_KEY` are for this process alone.
+pub fn without_keys(command: &mut Command) {
     let given = command.get_envs().map(|(name, _)| name.to_owned());
     let names: Vec<_> = given.chain(std::env::vars_os().map(|(name, _)| name)).collect();
     for name in names {
@@ -50,8 +37,18 @@ pub fn withhold_keys(command: &mut Command) {
 }
 
 fn is_key(name: &str) -> bool {
-    let secret = |word| name.contains(word);
-    name.starts_with("FOREBAY_") && ["KEY", "SECRET", "TOKEN", "PASSWORD"].into_iter().any(secret)
+    let has = |word| name.contains(word);
+    name.starts_with("FOREBAY_") && ["KEY", "SECRET", "TOKEN", "PASSWORD"].into_iter().any(has)
+}
+
+/// A spawned rank and the process group it leads.
+pub(crate) struct RankProcess {
+    child: Child,
+    pid: Pid,
+    pidfd: OwnedFd,
+    /// It did not end when it was killed.
+    stuck: bool,
+    pub(crate) socket: UnixStream,
 }
 
 impl RankProcess {
@@ -65,7 +62,9 @@ impl RankProcess {
         near.set_nonblocking(true)?;
         let log = Stdio::from(io::stderr().as_fd().try_clone_to_owned()?);
         command.stdin(Stdio::null()).stdout(log).process_group(0);
-        withhold_all_keys(&mut command);
+        without_keys(&mut command);
+        // It downloads nothing either.
+        command.env_remove("HF_TOKEN").env_remove("HUGGING_FACE_HUB_TOKEN");
         command
             .fd_mappings(vec![
                 FdMapping { parent_fd: far.into(), child_fd: SOCKET_FD },
@@ -91,7 +90,7 @@ impl RankProcess {
             .ok_or_else(|| io::Error::other("no process id"))
             .and_then(|pid| Ok((pid, pidfd_open(pid, PidfdFlags::empty())?)));
         match opened {
-            Ok((pid, pidfd)) => Ok(Self { child, pid, pidfd, socket: near }),
+            Ok((pid, pidfd)) => Ok(Self { child, pid, pidfd, stuck: false, socket: near }),
             Err(error) => {
                 let _ = child.kill();
                 let _ = child.wait();
@@ -128,9 +127,14 @@ impl RankProcess {
         let _ = self.kill();
     }
 
-    /// SIGKILL to the whole group, also when its leader is already gone: what the leader started may still be there.
+    /// SIGKILL to the whole group, also when its leader is already gone: what the leader started may still be there. Nobody waits for a
+    /// process that does not end, since others can be served meanwhile.
     fn kill(&mut self) -> io::Result<ExitStatus> {
         let _ = kill_process_group(self.pid, Signal::KILL);
+        if self.stuck || !self.ended_within(LAST_PATIENCE) {
+            self.stuck = true;
+            return Err(io::Error::other("it does not end, the kernel holds it"));
+        }
         self.child.wait()
     }
 }

@@ -22,8 +22,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from forebay.device.memory import HugePages
 from forebay.weights.cache import atomic_file
-from forebay.weights.memory import Arena
 
 __all__ = ["PackedFile", "content_key"]
 
@@ -128,7 +128,7 @@ class PackedFile:
         try:
             _check(into, places)
             missing = {name: place for name, place in places.items() if name not in into}
-            room = Arena(place.nbytes for place in missing.values())
+            room = HugePages(place.nbytes for place in missing.values())
             others = {name: room.take(place.shape, place.dtype) for name, place in missing.items()}
             _read_all(self.path, self._found, {**into, **others}, report)
         except _WrongDataError as error:

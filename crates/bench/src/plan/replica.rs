@@ -4,7 +4,8 @@ use std::collections::VecDeque;
 
 use forebay_protocol::{ROW_OK, SamplingParams, StepPlan, StepResult};
 use forebay_scheduler::{
-    BlockEvent, BlockHash, Event, MAX_IN_FLIGHT, Past, Policy, Request, Scheduler, SchedulerConfig,
+    BlockEvent, BlockHash, Event, MAX_IN_FLIGHT, Past, Policy, Request, STEP_WORDS, Scheduler,
+    SchedulerConfig,
 };
 use forebay_sim::{DeviceModel, Jitter, StepLoad};
 
@@ -56,6 +57,9 @@ impl Replica {
             prefix_cache: setup.prefix_cache,
             block_events: setup.router == Router::PrefixAware && setup.prefix_cache,
             policy: Policy::Fcfs,
+            fair: true,
+            step_words: STEP_WORDS,
+            vector_size: 0,
         });
         Self {
             scheduler,
@@ -87,6 +91,8 @@ impl Replica {
             stop_ids: Vec::new(),
             sampling: SamplingParams::default(),
             priority: 0,
+            client: 0,
+            probe: false,
             cache_salt: 0,
             embeds: None,
             past: Past::default(),

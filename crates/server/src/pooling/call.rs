@@ -10,7 +10,7 @@ use tokio::sync::oneshot;
 use super::PooledModel;
 use super::inputs::Input;
 use super::lane::{Answer, Expected};
-use crate::call::submit_error;
+use crate::call::{check_priority, submit_error};
 use crate::engine::Engine;
 use crate::peers::Peer;
 use crate::state::{LiveGuard, Shared};
@@ -52,6 +52,7 @@ impl PooledCall {
         peer: &Peer,
     ) -> Result<Self, ApiError> {
         check_lengths(&inputs, limits.context_length, param)?;
+        check_priority(priority, state)?;
         let ids: Vec<RequestId> = inputs.iter().map(|_| state.next_id()).collect();
         let tokens = |input: &Input| u32::try_from(input.tokens.len()).unwrap_or(u32::MAX);
         let prompt_tokens: Vec<u32> = inputs.iter().map(tokens).collect();
@@ -85,6 +86,8 @@ impl PooledCall {
                 stop_ids: Vec::new(),
                 sampling: Default::default(),
                 priority,
+                client: peer.client(),
+                probe: peer.is_probe(),
                 embeds: None,
                 route: route.clone(),
             };

@@ -2,7 +2,6 @@
 
 use std::time::Instant;
 
-use axum::body::Body;
 use axum::extract::State;
 use axum::response::Response;
 use forebay_api::{
@@ -11,7 +10,7 @@ use forebay_api::{
 };
 
 use super::random_hex;
-use crate::limits;
+use crate::limits::{self, Upload};
 use crate::peers::Peer;
 use crate::pooling::{
     Place, PooledCall, PoolingTask, check_lengths, cosine, encode_inputs, encode_pairs, scores,
@@ -34,7 +33,7 @@ pub(crate) async fn rerank(
     State(state): State<Shared>,
     peer: Peer,
     routing: Routing,
-    body: Body,
+    body: Upload,
 ) -> Result<Response, Failure> {
     let arrived = Instant::now();
     let request: RerankRequest = limits::read(body, &state).await?;
@@ -72,7 +71,7 @@ pub(crate) async fn score(
     State(state): State<Shared>,
     peer: Peer,
     routing: Routing,
-    body: Body,
+    body: Upload,
 ) -> Result<Response, Failure> {
     let arrived = Instant::now();
     let request: ScoreRequest = limits::read(body, &state).await?;

@@ -1,6 +1,5 @@
 //! `POST /tokenize` and `POST /detokenize`.
 
-use axum::body::Body;
 use axum::extract::State;
 use axum::response::Response;
 use forebay_api::{
@@ -8,7 +7,7 @@ use forebay_api::{
     TokenizeRequest, TokenizeResponse,
 };
 
-use crate::limits;
+use crate::limits::{self, Upload};
 use crate::reply::{self, Failure};
 use crate::state::Shared;
 use crate::text::{encode_chat, encode_prompts, text_error};
@@ -26,7 +25,10 @@ const MOST_TOKENS: usize = 64 << 10;
         (status = "default", description = "An error", body = ErrorBody),
     ),
 )]
-pub(crate) async fn tokenize(State(state): State<Shared>, body: Body) -> Result<Response, Failure> {
+pub(crate) async fn tokenize(
+    State(state): State<Shared>,
+    body: Upload,
+) -> Result<Response, Failure> {
     let request: TokenizeRequest = limits::read(body, &state).await?;
     state.model_name(request.model.as_deref())?;
     let max_model_len = state.limits()?.context_length;
@@ -63,7 +65,7 @@ pub(crate) async fn tokenize(State(state): State<Shared>, body: Body) -> Result<
 )]
 pub(crate) async fn detokenize(
     State(state): State<Shared>,
-    body: Body,
+    body: Upload,
 ) -> Result<Response, Failure> {
     let request: DetokenizeRequest = limits::read(body, &state).await?;
     state.model_name(request.model.as_deref())?;
@@ -72,13 +74,8 @@ pub(crate) async fn detokenize(
     if tokens.len() > limit {
         return Err(too_many("tokens", limit).into());
     }
-    let text = std::sync::Arc::clone(&state.text);
-    // Millions of ids take a while to decode, which an HTTP thread has no time for.
-    let decoded = tokio::task::spawn_blocking(move || text.tokenizer().decode(&tokens, false));
-    let prompt = decoded
-        .await
-        .map_err(|error| ApiError::Internal { reason: error.to_string(), code: None })?
-        .map_err(|error| text_error(error, "tokens"))?;
+    let decoded = state.text.decode(tokens).await;
+    let prompt = decoded.map_err(|error| text_error(error, "tokens"))?;
     Ok(reply::ok(&DetokenizeResponse { prompt }))
 }
 

@@ -11,9 +11,11 @@ mod queue;
 mod tests;
 mod work;
 
+use std::io;
 use std::num::NonZeroUsize;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::thread::{Builder, JoinHandle};
 use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex};
@@ -136,6 +138,10 @@ pub struct TextStats {
     pub cache_bytes: usize,
 }
 
+/// Starts a thread, which works until it is done or panics.
+pub type StartThread<'a> =
+    &'a dyn Fn(Builder, Box<dyn FnMut() + Send>) -> io::Result<JoinHandle<()>>;
+
 /// Threads that render chats and tokenise, with one bounded queue.
 ///
 /// A caller that stops waiting (drops its future) cancels its input: what has not been started of it is skipped.
@@ -183,6 +189,21 @@ impl TextPool {
         template: Option<Arc<ChatTemplate>>,
         config: &TextConfig,
     ) -> Self {
+        Self::started_by(tokenizer, template, config, &|thread, work| thread.spawn(work))
+            .expect("the system has room for a thread at start")
+    }
+
+    /// Starts a pool whose threads `start` starts, which may watch over them. A thread that panics on an input goes on; if one ends in a
+    /// panic all the same, nothing more is taken in and what waits is answered [`TextError::Closed`].
+    ///
+    /// # Errors
+    /// The system refuses a thread.
+    pub fn started_by(
+        tokenizer: Arc<Tokenizer>,
+        template: Option<Arc<ChatTemplate>>,
+        config: &TextConfig,
+        start: StartThread<'_>,
+    ) -> io::Result<Self> {
         let guard = match &template {
             Some(template) if !config.special_tokens_in_content => {
                 Guard::new(tokenizer.special_texts(), template)
@@ -205,21 +226,19 @@ impl TextPool {
         let spawn = |name: String, work: fn(&Shared)| {
             let shared = Arc::clone(&shared);
             *shared.running.lock() += 1;
-            std::thread::Builder::new()
-                .name(name)
-                .stack_size(STACK_BYTES)
-                .spawn(move || {
-                    work(&shared);
-                    *shared.running.lock() -= 1;
-                    shared.ended.notify_all();
-                })
-                .expect("the system has room for a thread at start");
+            let thread = Builder::new().name(name).stack_size(STACK_BYTES);
+            let work = move || {
+                let _ended = Ended(&shared);
+                work(&shared);
+            };
+            // Nobody joins it: it may be in work that nobody waits for.
+            start(thread, Box::new(work)).map(drop)
         };
         if config.mode == TextMode::Auto {
-            (0..threads).for_each(|index| spawn(format!("text-{index}"), Shared::work));
-            spawn("text-long".to_owned(), Shared::work_long);
+            (0..threads).try_for_each(|index| spawn(format!("text-{index}"), Shared::work))?;
+            spawn("text-long".to_owned(), Shared::work_long)?;
         }
-        Self { shared, mode: config.mode, patience: PATIENCE }
+        Ok(Self { shared, mode: config.mode, patience: PATIENCE })
     }
 
     /// The same pool for texts that may have so many tokens each, special tokens included; `None`: as many as they have.
@@ -235,6 +254,15 @@ impl TextPool {
     /// As there.
     pub async fn encode(&self, input: TextInput) -> Result<Encoded, TextError> {
         self.within(None).encode(input).await
+    }
+
+    /// The text of token ids, special tokens included, exactly as Hugging Face's `decode` gives it.
+    ///
+    /// # Errors
+    /// As [`TextPool::encode`]; [`TextError::Decode`] if the decoder refuses the tokens.
+    pub async fn decode(&self, ids: Vec<i32>) -> Result<String, TextError> {
+        let decoded = self.run(Input::Ids(ids), None).await?.pop();
+        Ok(decoded.and_then(|decoded| decoded.text).unwrap_or_default())
     }
 
     /// The tokenizer that the threads use.
@@ -262,7 +290,7 @@ impl TextPool {
 
     async fn run(&self, input: Input, most: Option<usize>) -> Result<Vec<Encoded>, TextError> {
         let tokens = input.tokens();
-        let is_tiny = tokens <= WAKE_TOKENS && matches!(input, Input::Texts { .. });
+        let is_tiny = tokens <= WAKE_TOKENS && matches!(input, Input::Texts { .. } | Input::Ids(_));
         if is_tiny || self.mode == TextMode::Inline {
             self.shared.inputs.fetch_add(1, Ordering::Relaxed);
             return input.encode(&self.shared.tools, most);
@@ -335,9 +363,31 @@ impl Drop for TextPool {
     }
 }
 
+/// Says that a thread has ended, however that happened.
+struct Ended<'a>(&'a Shared);
+
+impl Drop for Ended<'_> {
+    fn drop(&mut self) {
+        *self.0.running.lock() -= 1;
+        self.0.ended.notify_all();
+    }
+}
+
+/// Leaves nobody waiting for a thread that has panicked.
+struct Leave<'a>(&'a Queue);
+
+impl Drop for Leave<'_> {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            self.0.abandon();
+        }
+    }
+}
+
 impl Shared {
     /// What each thread does.
     fn work(&self) {
+        let _leave = Leave(&self.queue);
         let count = |counter: &AtomicU64| counter.fetch_add(1, Ordering::Relaxed);
         let mut after_batch = false;
         while let Some(task) = self.queue.take(after_batch) {
@@ -360,6 +410,7 @@ impl Shared {
 
     /// What the thread of long pieces does.
     fn work_long(&self) {
+        let _leave = Leave(&self.queue);
         while let Some((long, piece)) = self.queue.take_long() {
             if long.is_over() {
                 self.queue.forget(&long);

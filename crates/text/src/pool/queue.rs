@@ -147,6 +147,15 @@ impl Queue {
         Some(Task::Piece(long, piece))
     }
 
+    /// Closes, and drops what waits.
+    pub(super) fn abandon(&self) {
+        let mut lanes = self.lanes.lock();
+        *lanes = Lanes { closed: true, ..Lanes::default() };
+        drop(lanes);
+        self.ready.notify_all();
+        self.long_ready.notify_all();
+    }
+
     /// How many inputs wait.
     pub(super) fn waiting(&self) -> usize {
         self.lanes.lock().waiting.len()

@@ -38,8 +38,13 @@ pub(super) struct Tools {
 /// Text, or what becomes text.
 #[derive(Debug)]
 pub(super) enum Input {
-    Texts { texts: Vec<String>, add_special_tokens: bool },
+    Texts {
+        texts: Vec<String>,
+        add_special_tokens: bool,
+    },
     Pairs(Vec<(String, String)>),
+    /// To become text again.
+    Ids(Vec<i32>),
     Chat(Box<Chat>),
 }
 
@@ -83,6 +88,7 @@ pub(super) enum Planned {
         rendered: Option<String>,
     },
     Pairs(Pairs),
+    Done(Vec<Encoded>),
 }
 
 /// Pairs of texts, some of which are encoded at a time.
@@ -122,6 +128,7 @@ impl Input {
         let bytes = match self {
             Self::Texts { texts, .. } => texts.iter().map(String::len).sum(),
             Self::Pairs(pairs) => pairs.iter().map(|(a, b)| a.len() + b.len()).sum(),
+            Self::Ids(ids) => return 1 + ids.len(),
             Self::Chat(chat) => {
                 text_bytes(&chat.messages) + chat.tools.as_ref().map_or(0, text_bytes)
             }
@@ -136,6 +143,10 @@ impl Input {
                 Ok(Planned::Cut { work: tools.encoder.plan(texts)?, rendered: None })
             }
             Self::Pairs(pairs) => Ok(Planned::Pairs(Pairs::new(pairs, &tools.encoder, most)?)),
+            Self::Ids(ids) => {
+                let text = Some(tools.encoder.tokenizer().decode(&ids, false)?);
+                Ok(Planned::Done(vec![Encoded { ids: Vec::new(), text, second: None }]))
+            }
             Self::Chat(chat) => {
                 let Rendered { text, client } = chat.render(tools)?;
                 let plain = tools.encoder.tokenizer().spelled(&text, &client);
@@ -262,6 +273,7 @@ impl Planned {
         match self {
             Self::Cut { work, .. } => work.pieces(),
             Self::Pairs(pairs) => pairs.pieces.len(),
+            Self::Done(_) => 1,
         }
     }
 
@@ -270,6 +282,7 @@ impl Planned {
             _ if piece >= self.pieces() => false,
             Self::Cut { work, .. } => work.is_long(piece),
             Self::Pairs(pairs) => pairs.is_long(piece),
+            Self::Done(_) => false,
         }
     }
 
@@ -282,6 +295,7 @@ impl Planned {
         match self {
             Self::Cut { work, .. } => tools.encoder.encode_piece(work, piece, go_on),
             Self::Pairs(pairs) => pairs.encode_piece(piece, &tools.encoder, go_on),
+            Self::Done(_) => Ok(()),
         }
     }
 
@@ -302,6 +316,7 @@ impl Planned {
                 let encoded = |one: &OnceLock<Encoded>| one.get().cloned().ok_or_else(missing);
                 pairs.encoded.iter().map(encoded).collect()
             }
+            Self::Done(encoded) => Ok(encoded.clone()),
         }
     }
 }
