@@ -55,6 +55,19 @@ pub enum ApiError {
         /// Tokens asked for, where the client said so.
         max_tokens: Option<u32>,
     },
+    /// A text has more tokens than it may, which was seen before all of it was encoded.
+    #[error(
+        "This model's maximum context length is {limit} tokens. However, `{param}` has at least {at_least}. \
+         Please reduce the length of the text."
+    )]
+    TextTooLong {
+        /// Path of the text.
+        param: String,
+        /// Tokens that it may have.
+        limit: usize,
+        /// Tokens that it has at least.
+        at_least: usize,
+    },
     /// An input of a request that generates nothing does not fit.
     #[error(
         "This model's maximum context length is {limit} tokens. However, `{param}` has {tokens}. \
@@ -230,6 +243,7 @@ impl ApiError {
             | Self::Unsupported { .. }
             | Self::ContextLength { .. }
             | Self::InputTooLong { .. }
+            | Self::TextTooLong { .. }
             | Self::CacheInUse => 400,
             Self::Unauthorized => 401,
             Self::Forbidden { .. } => 403,
@@ -278,7 +292,8 @@ impl ApiError {
         match self {
             Self::Invalid { param, .. }
             | Self::Unsupported { param }
-            | Self::InputTooLong { param, .. } => Some(param.clone()),
+            | Self::InputTooLong { param, .. }
+            | Self::TextTooLong { param, .. } => Some(param.clone()),
             Self::ContextLength { param, .. } | Self::PayloadTooLarge { param, .. } => {
                 Some((*param).to_owned())
             }
@@ -294,7 +309,7 @@ impl ApiError {
             Self::BrokenBody { .. } => Some("broken_body"),
             Self::Invalid { .. } => Some("invalid_value"),
             Self::Unsupported { .. } => Some("unsupported_parameter"),
-            Self::ContextLength { .. } | Self::InputTooLong { .. } => {
+            Self::ContextLength { .. } | Self::InputTooLong { .. } | Self::TextTooLong { .. } => {
                 Some("context_length_exceeded")
             }
             Self::UnknownModel { .. } => Some("model_not_found"),

@@ -9,6 +9,7 @@ mod lines;
 mod listening;
 mod logs;
 mod model;
+mod python;
 mod route;
 mod secret;
 mod serve;
@@ -17,6 +18,7 @@ mod simulate;
 mod text;
 mod threads;
 mod tokenizers;
+mod vocabulary;
 mod watch;
 
 use std::process::ExitCode;

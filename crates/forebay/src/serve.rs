@@ -2,6 +2,7 @@
 
 use std::ffi::OsString;
 use std::fs::File;
+use std::num::NonZeroUsize;
 use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
@@ -28,7 +29,9 @@ use crate::flags::{Device, Egress, GenerationConfig, LoadFormat, ServeFlags, vis
 use crate::listening::{self, Bound};
 use crate::logs::Logs;
 use crate::model::{Model, Task, fetch, find_python};
-use crate::{affinity, descriptors, logs, secret, signals, simulate, threads, watch};
+use crate::{
+    affinity, descriptors, logs, python, secret, signals, simulate, threads, vocabulary, watch,
+};
 
 /// Steps and registrations that may wait for an egress thread before the engine waits for it.
 const EGRESS_STEPS: usize = 1024;
@@ -68,6 +71,7 @@ pub(crate) fn run(flags: &ServeFlags) -> Result<()> {
 
     let backend = flags.text.tokenizer_backend.into();
     let tokenizer = Arc::new(Tokenizer::from_file_for(&model.tokenizer, backend)?);
+    let eos = vocabulary::check(&tokenizer, &model)?;
     let template = chat_template(flags, &model)?.map(Arc::new);
     if template.is_none() && model.pooling.is_none() {
         warn!("the model has no chat template: /v1/chat/completions will answer 400");
@@ -124,7 +128,7 @@ pub(crate) fn run(flags: &ServeFlags) -> Result<()> {
     let info = ModelInfo {
         served_names: config.served_model_names.clone(),
         root: name.to_owned(),
-        eos: model.eos_token_ids.clone().into(),
+        eos: eos.into(),
         defaults: match flags.loading.generation_config {
             GenerationConfig::Auto => defaults(&model),
             GenerationConfig::None => GenerationDefaults::default(),
@@ -155,6 +159,7 @@ pub(crate) fn run(flags: &ServeFlags) -> Result<()> {
             Egress::Naive => EgressMode::Naive,
         },
         stream_interval: config.stream_interval,
+        max_tokenize_tokens: flags.text.max_tokenize_tokens.map(NonZeroUsize::get),
         guard: guard.clone(),
         log_lines_dropped: logs.dropped(),
         info: serde_json::to_value(&config)?,
@@ -235,7 +240,7 @@ fn executors(
         for replica in 0..config.dp_size as usize {
             executors.push(Box::new(HandExecutor::new(HandSpec {
                 program: python.to_owned(),
-                args: vec!["-m".into(), "forebay.worker".into()],
+                args: python::arguments("forebay.worker"),
                 env: hand_environment(),
                 config: config.hand(model),
                 world_size: 1,

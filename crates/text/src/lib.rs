@@ -19,6 +19,8 @@ mod cut;
 mod detokenizer;
 mod encoder;
 mod error;
+mod measure;
+mod plain;
 mod pool;
 mod scheme;
 mod stop;
@@ -29,7 +31,9 @@ pub use backend::Backend;
 pub use detokenizer::Detokenizer;
 pub use encoder::Encoder;
 pub use error::TextError;
-pub use pool::{Encoded, StartThread, TextConfig, TextInput, TextMode, TextPool, TextStats};
+pub use pool::{
+    Encoded, StartThread, TextConfig, TextInput, TextMode, TextPool, TextStats, Within,
+};
 pub use stop::StopStrings;
 pub use template::{ChatRender, ChatTemplate, ContentFormat};
 pub use tokenizer::Tokenizer;

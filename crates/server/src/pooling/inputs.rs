@@ -1,7 +1,7 @@
 //! Texts to prompts, cut where the client asks for it.
 
 use forebay_api::{ApiError, Pairs, Prompt};
-use forebay_text::TextPool;
+use forebay_text::{TextError, TextPool};
 
 use crate::text::{encode_prompts, text_error};
 
@@ -14,12 +14,13 @@ pub(crate) struct Input {
     pub(crate) segment: u32,
 }
 
-/// Tokenises what is text and cuts what is longer than `limit`.
+/// Tokenises what is text and cuts what is longer than `limit`; without a limit nothing may have more than `most` tokens.
 pub(crate) async fn encode_inputs(
     text: &TextPool,
     mut prompts: Vec<Prompt>,
     add_special_tokens: bool,
     limit: Option<usize>,
+    most: usize,
     param: &'static str,
 ) -> Result<Vec<Input>, ApiError> {
     // What the tokenizer puts around a text stays when the text is cut; around an empty one there is nothing else.
@@ -27,7 +28,8 @@ pub(crate) async fn encode_inputs(
     if limit.is_some() {
         prompts.push(Prompt::Text(String::new()));
     }
-    let mut encoded = encode_prompts(text, prompts, add_special_tokens, param).await?;
+    let most = limit.is_none().then_some(most);
+    let mut encoded = encode_prompts(text, prompts, add_special_tokens, most, param).await?;
     if let Some(limit) = limit {
         let frame = encoded.pop().unwrap_or_default();
         for (tokens, &is_text) in encoded.iter_mut().zip(&is_text) {
@@ -45,8 +47,13 @@ pub(crate) async fn encode_inputs(
     }
 }
 
-/// Tokenises pairs, and cuts the second texts of those that are longer than asked.
-pub(crate) async fn encode_pairs(text: &TextPool, pairs: &Pairs) -> Result<Vec<Input>, ApiError> {
+/// Tokenises pairs, and cuts the second texts of those that are longer than asked; where nothing is cut none may have more
+/// than `most` tokens.
+pub(crate) async fn encode_pairs(
+    text: &TextPool,
+    pairs: &Pairs,
+    most: usize,
+) -> Result<Vec<Input>, ApiError> {
     let mut texts: Vec<(String, String)> = (0..)
         .zip(&pairs.second)
         .map(|(index, second)| (pairs.first_of(index).to_owned(), second.clone()))
@@ -54,8 +61,14 @@ pub(crate) async fn encode_pairs(text: &TextPool, pairs: &Pairs) -> Result<Vec<I
     if pairs.truncate.is_some() {
         texts.push((String::new(), String::new()));
     }
-    let encoded =
-        text.encode_pairs(texts).await.map_err(|error| text_error(error, pairs.params[1]))?;
+    let most = pairs.truncate.is_none().then_some(most);
+    let encoded = text.within(most).encode_pairs(texts).await;
+    let encoded = encoded.map_err(|error| match error {
+        TextError::TooLong { text, .. } if pairs.second.len() > 1 => {
+            text_error(error, &format!("{}[{text}]", pairs.params[1]))
+        }
+        error => text_error(error, pairs.params[1]),
+    })?;
     let mut inputs: Vec<Input> =
         encoded.into_iter().map(|(tokens, segment)| Input { tokens, segment }).collect();
     if let Some(limit) = pairs.truncate {

@@ -60,8 +60,9 @@ pub(crate) async fn completions(
                     echoes.push(prompt_text(prompt, tokenizer, skip_special)?);
                 }
             }
-            let encoded =
-                encode_prompts(&state.text, prompts, valid.add_special_tokens, "prompt").await?;
+            let most = Some(model_limits.context_length as usize);
+            let special = valid.add_special_tokens;
+            let encoded = encode_prompts(&state.text, prompts, special, most, "prompt").await?;
             let submissions = encoded
                 .into_iter()
                 .map(|ids| Submission::new(ids, generation.clone(), model_limits, "prompt"));

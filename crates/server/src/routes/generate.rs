@@ -65,7 +65,8 @@ pub(crate) async fn generate(
         prompts.push(item.prompt);
         generations.push(item.generation);
     }
-    let encoded = encode_prompts(&state.text, prompts, true, param).await?;
+    let most = Some(model_limits.context_length as usize);
+    let encoded = encode_prompts(&state.text, prompts, true, most, param).await?;
     let submissions = encoded
         .into_iter()
         .zip(generations)

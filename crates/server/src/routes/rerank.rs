@@ -96,13 +96,16 @@ async fn score_pairs(
     let model = state.pooled_model()?;
     let limits = state.limits()?;
     let inputs = match model.task {
-        PoolingTask::Score => encode_pairs(&state.text, pairs).await?,
+        PoolingTask::Score => {
+            encode_pairs(&state.text, pairs, limits.context_length as usize).await?
+        }
         PoolingTask::Embed => {
             let mut inputs = Vec::with_capacity(pairs.first.len() + pairs.second.len());
             for (texts, param) in [&pairs.first, &pairs.second].into_iter().zip(pairs.params) {
                 let texts = texts.iter().cloned().map(Prompt::Text).collect();
+                let most = limits.context_length as usize;
                 let encoded =
-                    encode_inputs(&state.text, texts, true, pairs.truncate, param).await?;
+                    encode_inputs(&state.text, texts, true, pairs.truncate, most, param).await?;
                 check_lengths(&encoded, limits.context_length, param)?;
                 inputs.extend(encoded);
             }
