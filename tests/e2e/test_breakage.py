@@ -341,7 +341,7 @@ def test_a_hand_that_hangs_while_it_comes_back_is_started_again(serve: Serve, ti
         f'exec {sys.executable} "$@"\n'
     )
     python.chmod(0o755)
-    server = serve(tiny, "--load-timeout", "40", "--python", python)
+    server = serve(tiny, "--load-timeout", "40", "--python", str(python))
     server.ask("/v1/completions", {"prompt": "a", "max_tokens": 3})
     hand = server.hand()
     assert hand

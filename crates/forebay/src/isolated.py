@@ -1,7 +1,10 @@
-# Runs the module that is named first with the arguments behind it, in an interpreter that was started with -I: neither
-# the current directory nor the environment says what is imported. Places that -I leaves out are appended, behind the
-# standard library, where the package is installed there: the user's own site-packages, and PYTHONPATH's absolute
-# folders if the package is nowhere else.
+"""Runs the module that is named first, with the arguments behind it.
+
+The interpreter was started with -I: neither the current directory nor the environment says what is imported. Places
+that -I leaves out are appended behind the standard library, where the package is installed there: the user's own
+site-packages, and PYTHONPATH's absolute folders if the package is nowhere else.
+"""
+
 import importlib.util
 import os
 import runpy
