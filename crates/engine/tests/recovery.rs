@@ -8,7 +8,8 @@ use std::time::Duration;
 
 use forebay_engine::{
     Clock, Engine, EngineConfig, EngineHandle, EngineRequest, EngineThread, FinishReason, Hooks,
-    Orphan, Output, OutputSink, Peers, Policy, RequestError, RequestId, Route, Status, SubmitError,
+    Namer, Orphan, Output, OutputSink, Peers, Policy, RequestError, RequestId, Route, Status,
+    SubmitError,
 };
 use forebay_protocol::SamplingParams;
 use forebay_sim::{DeviceModel, SimClock, SimConfig, SimControl, SimExecutor, SimText};
@@ -61,6 +62,7 @@ fn config() -> EngineConfig {
         page_size: 4,
         token_budget: 32,
         prefix_cache: true,
+        namer: Namer::open(),
         policy: Policy::Fcfs,
         fair: true,
         lookahead: 1,
@@ -155,6 +157,7 @@ fn request(id: u64, prompt: Vec<i32>, max_tokens: u32) -> EngineRequest {
         sampling: SamplingParams::default(),
         priority: 0,
         client: 0,
+        salt: 0,
         probe: false,
         embeds: None,
         route: Route::default(),

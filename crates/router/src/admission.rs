@@ -109,7 +109,7 @@ impl FromStr for AllowedBackends {
             let bits = bits.parse().ok().filter(|&bits| bits <= most).ok_or_else(wrong)?;
             Hosts::Network { address, bits }
         } else if let Some(domain) = host.strip_prefix('*') {
-            let below = domain.strip_prefix('.').is_some_and(|domain| is_name(domain));
+            let below = domain.strip_prefix('.').is_some_and(is_name);
             Hosts::Below(if below { domain.to_ascii_lowercase() } else { return Err(wrong()) })
         } else {
             let host = bare(host);

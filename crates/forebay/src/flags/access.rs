@@ -125,7 +125,8 @@ pub(crate) fn visible_keys(arguments: impl IntoIterator<Item = String>) -> Vec<&
 fn root_path(text: &str) -> Result<String, String> {
     let path = text.trim_end_matches('/');
     let plain = |byte: u8| byte.is_ascii_alphanumeric() || b"/-._~".contains(&byte);
-    if !path.is_empty() && !(path.starts_with('/') && path.bytes().all(plain)) {
+    let rooted = path.is_empty() || path.starts_with('/');
+    if !rooted || !path.bytes().all(plain) {
         return Err("expected a path such as /llm".into());
     }
     Ok(path.to_owned())

@@ -87,7 +87,7 @@ impl Measure {
                         Some("BertPreTokenizer" | "Whitespace" | "WhitespaceSplit")
                     )
                 };
-                if !splits.is_empty() && splits.iter().all(|step| at_spaces(step)) {
+                if !splits.is_empty() && splits.iter().all(at_spaces) {
                     Self::Words
                 } else {
                     Self::Unknown
