@@ -8,7 +8,8 @@ use std::time::Duration;
 
 use forebay_engine::{
     Clock, Engine, EngineConfig, EngineHandle, EngineRequest, EngineThread, FinishReason, Hooks,
-    Orphan, Output, OutputSink, Peers, Policy, RequestError, RequestId, Route, Status, SubmitError,
+    Namer, Orphan, Output, OutputSink, Peers, Policy, RequestError, RequestId, Route, Status,
+    SubmitError,
 };
 use forebay_protocol::SamplingParams;
 use forebay_sim::{DeviceModel, SimClock, SimConfig, SimControl, SimExecutor, SimText};
@@ -62,6 +63,7 @@ fn config() -> EngineConfig {
         token_budget: 32,
         prefix_cache: true,
         policy: Policy::Fcfs,
+        namer: Namer::open(),
         fair: true,
         lookahead: 1,
         max_queued: 64,
@@ -156,6 +158,7 @@ fn request(id: u64, prompt: Vec<i32>, max_tokens: u32) -> EngineRequest {
         priority: 0,
         client: 0,
         probe: false,
+        salt: 0,
         embeds: None,
         route: Route::default(),
     }

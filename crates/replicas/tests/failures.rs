@@ -5,8 +5,8 @@ use std::sync::mpsc::{Receiver, channel};
 use std::time::Duration;
 
 use forebay_engine::{
-    EngineConfig, EngineRequest, EngineThread, FinishReason, Output, OutputSink, Policy, RequestId,
-    Route, Status,
+    EngineConfig, EngineRequest, EngineThread, FinishReason, Namer, Output, OutputSink, Policy,
+    RequestId, Route, Status,
 };
 use forebay_protocol::SamplingParams;
 use forebay_replicas::{Member, Method, Replicas, ReplicasConfig};
@@ -59,6 +59,7 @@ fn start(pages: &[u32], breaking: impl Fn(usize, &SimControl)) -> Rig {
                 token_budget: 64,
                 prefix_cache: true,
                 policy: Policy::Fcfs,
+                namer: Namer::open(),
                 fair: true,
                 lookahead: 1,
                 max_queued: 1000,
@@ -118,6 +119,7 @@ fn request(id: u64, prompt: usize, max_tokens: u32) -> EngineRequest {
         priority: 0,
         client: 0,
         probe: false,
+        salt: 0,
         embeds: None,
         route: Route::default(),
     }
