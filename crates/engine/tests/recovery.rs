@@ -64,7 +64,6 @@ fn config() -> EngineConfig {
         prefix_cache: true,
         namer: Namer::open(),
         policy: Policy::Fcfs,
-        namer: Namer::open(),
         fair: true,
         lookahead: 1,
         max_queued: 64,
@@ -160,7 +159,6 @@ fn request(id: u64, prompt: Vec<i32>, max_tokens: u32) -> EngineRequest {
         client: 0,
         salt: 0,
         probe: false,
-        salt: 0,
         embeds: None,
         route: Route::default(),
     }

@@ -60,7 +60,6 @@ fn start(pages: &[u32], breaking: impl Fn(usize, &SimControl)) -> Rig {
                 prefix_cache: true,
                 namer: Namer::open(),
                 policy: Policy::Fcfs,
-                namer: Namer::open(),
                 fair: true,
                 lookahead: 1,
                 max_queued: 1000,
@@ -121,7 +120,6 @@ fn request(id: u64, prompt: usize, max_tokens: u32) -> EngineRequest {
         client: 0,
         salt: 0,
         probe: false,
-        salt: 0,
         embeds: None,
         route: Route::default(),
     }
