@@ -1,5 +1,7 @@
 //! The flags of `serve`, exactly as typed. Nothing is resolved here: see `config`.
 
+mod limits;
+
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -12,6 +14,8 @@ use crate::affinity::AffinityFlag;
 use crate::model::Source;
 use crate::text::TextFlags;
 
+pub(crate) use limits::LimitFlags;
+
 #[derive(Debug, Args)]
 pub(crate) struct ServeFlags {
     /// `smollm2` (the embedded default), a hub id (org/name or org/name@revision), a directory, or a .gguf file.
@@ -22,6 +26,8 @@ pub(crate) struct ServeFlags {
     pub(crate) model_path: Option<String>,
     #[command(flatten)]
     pub(crate) http: HttpFlags,
+    #[command(flatten)]
+    pub(crate) limits: LimitFlags,
     #[command(flatten)]
     pub(crate) text: TextFlags,
     #[command(flatten)]
@@ -85,9 +91,6 @@ pub(crate) struct HttpFlags {
     /// Clients must send `Authorization: Bearer KEY`.
     #[arg(long, env = "FOREBAY_API_KEY", hide_env_values = true)]
     pub(crate) api_key: Option<String>,
-    /// Largest request body in bytes.
-    #[arg(long, default_value_t = 64 << 20)]
-    pub(crate) max_body_bytes: usize,
     /// Seconds that a request's head, and then its body, may take to arrive; also how long an idle connection is kept.
     #[arg(long, default_value = "60", value_parser = seconds)]
     pub(crate) receive_timeout: Duration,

@@ -124,7 +124,9 @@ pub(crate) fn run(flags: &ServeFlags) -> Result<()> {
     };
     let server = ServerConfig {
         api_key: flags.http.api_key.clone(),
-        max_body_bytes: flags.http.max_body_bytes,
+        max_body_bytes: flags.limits.max_body_bytes,
+        max_json_bytes: flags.limits.max_json_bytes,
+        max_request_bytes_in_flight: config.max_request_bytes_in_flight,
         header_timeout: flags.http.receive_timeout,
         body_timeout: flags.http.receive_timeout,
         drain_timeout: flags.http.drain_timeout,

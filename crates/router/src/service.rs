@@ -183,7 +183,7 @@ async fn pass_on(
 /// Reads a body of at most `limit` bytes that has to arrive within `time`.
 async fn collect(mut body: Incoming, limit: usize, time: Duration) -> Result<Bytes, ApiError> {
     if body.size_hint().lower() > limit as u64 {
-        return Err(ApiError::BodyTooLarge { limit });
+        return Err(ApiError::BodyTooLarge { limit, flag: "--max-body-bytes" });
     }
     let read = async {
         let mut whole = BytesMut::new();
@@ -193,7 +193,7 @@ async fn collect(mut body: Incoming, limit: usize, time: Duration) -> Result<Byt
                 frame.map_err(|error| ApiError::BrokenBody { reason: error.to_string() })?;
             let Ok(data) = frame.into_data() else { continue };
             if whole.len() + only.len() + data.len() > limit {
-                return Err(ApiError::BodyTooLarge { limit });
+                return Err(ApiError::BodyTooLarge { limit, flag: "--max-body-bytes" });
             }
             // Most bodies come in one piece, which is not copied.
             if only.is_empty() && whole.is_empty() {

@@ -17,6 +17,7 @@
 //! | 1 or more | [`Intake`] | parsing of large bodies, embeddings into the arena |
 //! | N | `forebay_text::TextPool` | templates, tokenisation |
 
+mod budget;
 mod call;
 mod config;
 mod delta;

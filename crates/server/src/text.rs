@@ -1,10 +1,18 @@
 //! Prompts to token ids, on the text pool's threads.
 
+use std::sync::Arc;
+
 use forebay_api::{ApiError, ChatPrompt, Prompt};
 use forebay_text::{TextError, TextInput, TextPool};
 
-/// Renders and tokenises a conversation.
-pub(crate) async fn encode_chat(text: &TextPool, chat: ChatPrompt) -> Result<Vec<i32>, ApiError> {
+use crate::budget::Charge;
+
+/// Renders and tokenises a conversation, whose bytes were charged to `charge`.
+pub(crate) async fn encode_chat(
+    text: &TextPool,
+    chat: ChatPrompt,
+    charge: &Arc<Charge>,
+) -> Result<Vec<i32>, ApiError> {
     let input = TextInput::Chat {
         messages: chat.messages,
         tools: None,
@@ -12,16 +20,19 @@ pub(crate) async fn encode_chat(text: &TextPool, chat: ChatPrompt) -> Result<Vec
         continue_final_message: chat.continue_final_message,
         kwargs: chat.kwargs,
     };
-    let encoded = text.encode(input).await.map_err(|error| text_error(error, "messages"))?;
+    let keep = Arc::clone(charge);
+    let encoded =
+        text.keeping(keep).encode(input).await.map_err(|error| text_error(error, "messages"))?;
     Ok(encoded.ids)
 }
 
-/// Tokenises what is text, in one piece of work for the pool.
+/// Tokenises what is text, in one piece of work for the pool. Its bytes were charged to `charge`.
 pub(crate) async fn encode_prompts(
     text: &TextPool,
     prompts: Vec<Prompt>,
     add_special_tokens: bool,
     param: &'static str,
+    charge: &Arc<Charge>,
 ) -> Result<Vec<Vec<i32>>, ApiError> {
     let mut texts = Vec::new();
     let mut encoded: Vec<Option<Vec<i32>>> = Vec::with_capacity(prompts.len());
@@ -37,8 +48,9 @@ pub(crate) async fn encode_prompts(
     let mut fresh = if texts.is_empty() {
         Vec::new()
     } else {
-        let encode = text.encode_all(texts, add_special_tokens);
-        encode.await.map_err(|error| text_error(error, param))?
+        let keep = Arc::clone(charge);
+        let encoded = text.keeping(keep).encode_all(texts, add_special_tokens).await;
+        encoded.map_err(|error| text_error(error, param))?
     }
     .into_iter();
     Ok(encoded.into_iter().filter_map(|ids| ids.or_else(|| fresh.next())).collect())

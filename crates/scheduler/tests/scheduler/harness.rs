@@ -1,6 +1,7 @@
 //! A scheduler and a device in one, with every promise checked on the way.
 
 use std::collections::{BTreeMap, VecDeque};
+use std::sync::Arc;
 
 use forebay_protocol::{Pooling, SamplingParams, StepPlan, StepResult};
 use forebay_scheduler::{
@@ -27,12 +28,12 @@ pub(crate) fn config() -> SchedulerConfig {
 pub(crate) fn request(id: u64, prompt: Vec<i32>, max_tokens: u32) -> Request {
     Request {
         id,
-        prompt,
+        prompt: prompt.into(),
         generated: vec![],
-        names: Vec::new(),
+        names: Arc::default(),
         max_tokens,
         pooling: None,
-        stop_ids: vec![],
+        stop_ids: Arc::default(),
         sampling: SamplingParams::default(),
         priority: 0,
         cache_salt: 0,

@@ -48,7 +48,7 @@ impl Ask {
         prompt.truncate(room - 1);
         let max_tokens = self.max_tokens.min((room - prompt.len()) as u32);
         let whole = Request {
-            stop_ids: self.stop.into_iter().chain([VOCAB + 5, VOCAB + 3]).collect(),
+            stop_ids: self.stop.into_iter().chain([VOCAB + 3, VOCAB + 5]).collect(),
             priority: self.priority,
             cache_salt: self.salt,
             embeds: self.embeds,

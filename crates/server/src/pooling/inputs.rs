@@ -1,8 +1,11 @@
 //! Texts to prompts, cut where the client asks for it.
 
+use std::sync::Arc;
+
 use forebay_api::{ApiError, Pairs, Prompt};
 use forebay_text::TextPool;
 
+use crate::budget::Charge;
 use crate::text::{encode_prompts, text_error};
 
 /// A prompt to pool.
@@ -21,13 +24,14 @@ pub(crate) async fn encode_inputs(
     add_special_tokens: bool,
     limit: Option<usize>,
     param: &'static str,
+    charge: &Arc<Charge>,
 ) -> Result<Vec<Input>, ApiError> {
     // What the tokenizer puts around a text stays when the text is cut; around an empty one there is nothing else.
     let is_text: Vec<bool> = prompts.iter().map(|p| matches!(p, Prompt::Text(_))).collect();
     if limit.is_some() {
         prompts.push(Prompt::Text(String::new()));
     }
-    let mut encoded = encode_prompts(text, prompts, add_special_tokens, param).await?;
+    let mut encoded = encode_prompts(text, prompts, add_special_tokens, param, charge).await?;
     if let Some(limit) = limit {
         let frame = encoded.pop().unwrap_or_default();
         for (tokens, &is_text) in encoded.iter_mut().zip(&is_text) {
@@ -46,16 +50,25 @@ pub(crate) async fn encode_inputs(
 }
 
 /// Tokenises pairs, and cuts the second texts of those that are longer than asked.
-pub(crate) async fn encode_pairs(text: &TextPool, pairs: &Pairs) -> Result<Vec<Input>, ApiError> {
-    let mut texts: Vec<(String, String)> = (0..)
-        .zip(&pairs.second)
-        .map(|(index, second)| (pairs.first_of(index).to_owned(), second.clone()))
-        .collect();
+pub(crate) async fn encode_pairs(
+    text: &TextPool,
+    pairs: &Pairs,
+    charge: &Arc<Charge>,
+) -> Result<Vec<Input>, ApiError> {
+    // A query goes with all documents, and is there once.
+    let first: Vec<Arc<str>> = pairs.first.iter().map(|text| text.as_str().into()).collect();
+    let first_of = |index: usize| first.get(index).or(first.first()).map_or("".into(), Arc::clone);
+    let mut texts: Vec<(Arc<str>, String)> =
+        (0..).zip(&pairs.second).map(|(index, second)| (first_of(index), second.clone())).collect();
     if pairs.truncate.is_some() {
-        texts.push((String::new(), String::new()));
+        texts.push(("".into(), String::new()));
     }
-    let encoded =
-        text.encode_pairs(texts).await.map_err(|error| text_error(error, pairs.params[1]))?;
+    let keep = Arc::clone(charge);
+    let encoded = text
+        .keeping(keep)
+        .encode_pairs(texts)
+        .await
+        .map_err(|error| text_error(error, pairs.params[1]))?;
     let mut inputs: Vec<Input> =
         encoded.into_iter().map(|(tokens, segment)| Input { tokens, segment }).collect();
     if let Some(limit) = pairs.truncate {

@@ -11,7 +11,7 @@ use forebay_api::{
 };
 
 use super::stop_reason;
-use crate::call::{Call, Submission, finish_reason};
+use crate::call::{Call, Submission, Terms, finish_reason};
 use crate::delta::{Delta, TokenLogprobs};
 use crate::limits;
 use crate::outlet::Encoder;
@@ -42,19 +42,21 @@ pub(crate) async fn chat_completions(
     body: Body,
 ) -> Result<Response, Failure> {
     let arrived = Instant::now();
-    let request: ChatRequest = limits::read(body, &state).await?;
+    let (request, charge) = limits::read::<ChatRequest>(body, &state).await?;
     let model = state.model_name(request.model.as_deref())?;
     let model_limits = state.admit()?;
     let mut chat = request.validate(&state.model.defaults, model_limits)?;
     routing.fill(&mut chat.generation);
-    let prompt = encode_chat(&state.text, chat.prompt).await?;
+    let prompt = encode_chat(&state.text, chat.prompt, &charge).await?;
+    drop(charge);
     let with_logprobs = chat.generation.sampling.logprobs.is_some();
     let n = chat.generation.n;
-    let submission = Submission::new(prompt, chat.generation, model_limits, "messages")?;
+    let terms = Terms::new(chat.generation, &state.model.eos, model_limits);
+    let submission = Submission::new(prompt, terms, model_limits, "messages")?;
 
     let name = peer.name("chatcmpl-");
     let (id, streamed) = (&name.id, chat.streaming.is_some());
-    let mut call = Call::start(&state, vec![submission], streamed, arrived, &peer)?.named(id);
+    let mut call = Call::start(&state, vec![submission], streamed, arrived, &peer).await?.named(id);
     if let Some(streaming) = chat.streaming {
         let egress = state.config.egress;
         let chunks = Chunks::new(&name, "chat.completion.chunk", &model, streaming, egress)

@@ -1,5 +1,6 @@
 //! `POST /v1/completions`.
 
+use std::sync::Arc;
 use std::time::Instant;
 
 use axum::body::Body;
@@ -7,13 +8,13 @@ use axum::extract::State;
 use axum::response::Response;
 use forebay_api::{
     ApiError, Completion, CompletionChoice, CompletionLogprobs, CompletionPrompts,
-    CompletionRequest, ErrorBody, Generation, Limits, Prompt, PromptEmbeds,
+    CompletionRequest, ErrorBody, Limits, Prompt, PromptEmbeds,
 };
-use forebay_text::Tokenizer;
+use forebay_text::TextError;
 use serde_json::{Map, Value};
 
 use super::stop_reason;
-use crate::call::{Call, Submission, finish_reason};
+use crate::call::{Call, Submission, Terms, finish_reason};
 use crate::delta::{Candidate, Delta, TokenLogprobs};
 use crate::limits;
 use crate::outlet::Encoder;
@@ -44,37 +45,37 @@ pub(crate) async fn completions(
     body: Body,
 ) -> Result<Response, Failure> {
     let arrived = Instant::now();
-    let request: CompletionRequest = limits::read(body, &state).await?;
+    let (request, charge) = limits::read::<CompletionRequest>(body, &state).await?;
     let model = state.model_name(request.model.as_deref())?;
     let model_limits = state.admit()?;
     let valid = request.validate(&state.model.defaults, model_limits)?;
     let mut generation = valid.generation;
     routing.fill(&mut generation);
     let skip_special = generation.skip_special_tokens;
+    let n = generation.n as usize;
+    let with_logprobs = generation.sampling.logprobs.is_some();
+    let terms = Terms::new(generation, &state.model.eos, model_limits);
     let mut echoes = Vec::new();
     let submissions = match valid.prompts {
         CompletionPrompts::Prompts(prompts) => {
             if valid.echo {
-                let tokenizer = state.text.tokenizer();
-                for prompt in &prompts {
-                    echoes.push(prompt_text(prompt, tokenizer, skip_special)?);
-                }
+                echoes.extend(prompts.iter().map(|prompt| match prompt {
+                    Prompt::Text(text) => Some(text.as_str().into()),
+                    Prompt::Tokens(_) => None,
+                }));
             }
-            let encoded =
-                encode_prompts(&state.text, prompts, valid.add_special_tokens, "prompt").await?;
+            let special = valid.add_special_tokens;
+            let encoded = encode_prompts(&state.text, prompts, special, "prompt", &charge).await?;
             let submissions = encoded
                 .into_iter()
-                .map(|ids| Submission::new(ids, generation.clone(), model_limits, "prompt"));
+                .map(|ids| Submission::new(ids, Arc::clone(&terms), model_limits, "prompt"));
             submissions.collect::<Result<Vec<_>, _>>()?
         }
-        CompletionPrompts::Embeds(embeds) => {
-            embedded(&state, embeds, &generation, model_limits).await?
-        }
+        CompletionPrompts::Embeds(embeds) => embedded(&state, embeds, &terms, model_limits).await?,
     };
-    echoes.resize(submissions.len(), String::new());
+    let echoes = echo_texts(&state, echoes, &submissions, skip_special).await?;
+    drop(charge);
 
-    let n = generation.n as usize;
-    let with_logprobs = generation.sampling.logprobs.is_some();
     let mut states: Vec<ChoiceState> = echoes
         .into_iter()
         .flat_map(|echo| std::iter::repeat_n(echo, n))
@@ -82,7 +83,7 @@ pub(crate) async fn completions(
         .collect();
     let name = peer.name("cmpl-");
     let (id, streamed) = (&name.id, valid.streaming.is_some());
-    let mut call = Call::start(&state, submissions, streamed, arrived, &peer)?.named(id);
+    let mut call = Call::start(&state, submissions, streamed, arrived, &peer).await?.named(id);
     if let Some(streaming) = valid.streaming {
         let egress = state.config.egress;
         let chunks = Chunks::new(&name, "text_completion", &model, streaming, egress)
@@ -108,43 +109,59 @@ pub(crate) async fn completions(
 async fn embedded(
     state: &Shared,
     embeds: PromptEmbeds,
-    generation: &Generation,
+    terms: &Arc<Terms>,
     limits: Limits,
 ) -> Result<Vec<Submission>, ApiError> {
     const PARAM: &str = "prompt_embeds";
     let (hidden_size, dtype) = state.embeddings()?;
     let prompts = embeds.check(PARAM, hidden_size)?;
     for prompt in &prompts {
-        generation.room(prompt.rows() as usize, limits, PARAM)?;
+        terms.generation.room(prompt.rows() as usize, limits, PARAM)?;
     }
     let placed = state.intake.place(prompts, dtype, PARAM).await?;
     let submissions = placed.into_iter().map(|(rows, embeds)| {
         // The tokens only say how many positions there are.
         let tokens = vec![0; rows as usize];
-        let submission = Submission::new(tokens, generation.clone(), limits, PARAM)?;
+        let submission = Submission::new(tokens, Arc::clone(terms), limits, PARAM)?;
         Ok(Submission { embeds: Some(embeds), ..submission })
     });
     submissions.collect()
 }
 
-fn prompt_text(
-    prompt: &Prompt,
-    tokenizer: &Tokenizer,
+/// The text of each prompt, for all its choices; `None` where it is not wanted. `known` are those that came as text. The others fit the
+/// context by now, and are decoded where nobody waits for it.
+async fn echo_texts(
+    state: &Shared,
+    known: Vec<Option<Arc<str>>>,
+    submissions: &[Submission],
     skip_special_tokens: bool,
-) -> Result<String, ApiError> {
-    match prompt {
-        Prompt::Text(text) => Ok(text.clone()),
-        Prompt::Tokens(ids) => {
-            tokenizer.decode(ids, skip_special_tokens).map_err(|error| text_error(error, "prompt"))
-        }
+) -> Result<Vec<Option<Arc<str>>>, ApiError> {
+    if known.is_empty() {
+        return Ok(vec![None; submissions.len()]);
     }
+    if known.iter().all(Option::is_some) {
+        return Ok(known);
+    }
+    let prompts: Vec<Arc<[i32]>> = submissions.iter().map(|s| Arc::clone(&s.prompt)).collect();
+    let text = Arc::clone(&state.text);
+    let decode = move || {
+        let all = known.into_iter().zip(&prompts).map(|(known, prompt)| match known {
+            Some(known) => Ok(Some(known)),
+            None => Ok(Some(text.tokenizer().decode(prompt, skip_special_tokens)?.into())),
+        });
+        all.collect::<Result<Vec<_>, TextError>>()
+    };
+    tokio::task::spawn_blocking(decode)
+        .await
+        .map_err(|error| ApiError::Internal { reason: error.to_string(), code: None })?
+        .map_err(|error| text_error(error, "prompt"))
 }
 
 /// What a choice has to remember from chunk to chunk.
 #[derive(Default)]
 struct ChoiceState {
     /// Prompt text that is still to be sent.
-    echo: String,
+    echo: Option<Arc<str>>,
     /// Characters of all tokens' text so far.
     offset: u32,
     with_logprobs: bool,
@@ -154,8 +171,10 @@ struct ChoiceState {
 
 impl ChoiceState {
     fn choice(&mut self, index: u32, delta: &mut Delta) -> CompletionChoice {
-        let mut text = std::mem::take(&mut self.echo);
-        text.push_str(&delta.text);
+        let text = match self.echo.take() {
+            Some(echo) => [&*echo, &delta.text].concat(),
+            None => delta.text.clone(),
+        };
         CompletionChoice {
             index,
             text,
@@ -198,11 +217,11 @@ impl Encoder for CompletionEncoder {
         out: &mut Vec<u8>,
     ) -> serde_json::Result<()> {
         let state = &mut self.states[index as usize];
-        let silent = delta.text.is_empty() && delta.logprobs.is_empty() && state.echo.is_empty();
+        let silent = delta.text.is_empty() && delta.logprobs.is_empty() && state.echo.is_none();
         if silent && delta.end.is_none() {
             return Ok(());
         }
-        let is_plain = delta.end.is_none() && state.echo.is_empty() && !state.with_logprobs;
+        let is_plain = delta.end.is_none() && state.echo.is_none() && !state.with_logprobs;
         if is_plain {
             if state.plain.is_none() {
                 let empty = state.choice(index, &mut Delta::default());
@@ -228,7 +247,7 @@ impl Encoder for CompletionEncoder {
         for state in &mut self.states {
             // The prompt went ahead of the first token.
             if !before.tokens.is_empty() {
-                state.echo.clear();
+                state.echo = None;
             }
             let lengths = before.logprobs.iter().map(|token| token.sampled.text.chars().count());
             state.offset += u32::try_from(lengths.sum::<usize>()).unwrap_or(u32::MAX);
@@ -262,7 +281,7 @@ mod tests {
     #[test]
     fn offsets_go_on_over_chunks_and_the_sampled_token_is_among_the_likely() {
         let mut state =
-            ChoiceState { echo: "p".into(), with_logprobs: true, ..ChoiceState::default() };
+            ChoiceState { echo: Some("p".into()), with_logprobs: true, ..ChoiceState::default() };
         let mut first = Delta {
             text: "né".into(),
             logprobs: vec![token("né", -1.0, &[("x", -0.5)]), token("!", -2.0, &[("!", -2.0)])],

@@ -37,18 +37,21 @@ pub(crate) async fn embeddings(
     body: Body,
 ) -> Result<Response, Failure> {
     let arrived = Instant::now();
-    let request: EmbeddingRequest = limits::read(body, &state).await?;
+    let (request, charge) = limits::read::<EmbeddingRequest>(body, &state).await?;
     let name = state.model_name(request.model.as_deref())?;
     let model = state.embedder()?;
     let model_limits = state.admit()?;
     let valid = request.validate(model_limits, model.size, model.normalize)?;
     let special = valid.add_special_tokens;
     let inputs =
-        encode_inputs(&state.text, valid.prompts, special, valid.truncate, "input").await?;
+        encode_inputs(&state.text, valid.prompts, special, valid.truncate, "input", &charge)
+            .await?;
+    drop(charge);
     let id = format!("embd-{}", random_hex());
     let place = Place { param: "input", priority: valid.priority, route: routing.0 };
-    let mut call =
-        PooledCall::start(&state, model, inputs, model_limits, place, arrived, &peer)?.named(&id);
+    let call =
+        PooledCall::start(&state, model, inputs, model_limits, place, arrived, &peer).await?;
+    let mut call = call.named(&id);
     let vectors = call.collect().await?;
     let wanted =
         Form { dimensions: valid.dimensions, normalize: valid.normalize, format: valid.format };

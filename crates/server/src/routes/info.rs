@@ -15,7 +15,8 @@ use tokio::sync::oneshot;
 use tokio::time::timeout;
 use utoipa::ToSchema;
 
-use crate::call::{Call, Submission};
+use crate::call::{Call, Submission, Terms};
+use crate::intake::IntakeStats;
 use crate::peers::Peer;
 use crate::pooling::{Input, Place, PooledCall};
 use crate::reply::{self, Failure};
@@ -118,7 +119,8 @@ pub(crate) async fn health_generate(State(state): State<Shared>) -> Result<Respo
         let inputs = vec![Input { tokens: vec![token], segment: 0 }];
         let place = Place { param: "input", priority: i32::MAX, route: Route::default() };
         let call =
-            PooledCall::start(&state, model, inputs, limits, place, arrived, &Peer::default())?;
+            PooledCall::start(&state, model, inputs, limits, place, arrived, &Peer::default())
+                .await?;
         return in_time(&state, call.named("health").collect()).await;
     }
     let request = json!({
@@ -128,11 +130,12 @@ pub(crate) async fn health_generate(State(state): State<Shared>) -> Result<Respo
     });
     let request: GenerateRequest = serde_json::from_value(request).map_err(reply::unwritable)?;
     let mut submissions = Vec::new();
-    for item in request.validate(&state.model.defaults, limits)?.items {
-        submissions.push(Submission::new(vec![token], item.generation, limits, "input_ids")?);
+    for generation in request.validate(&state.model.defaults, limits)?.generations {
+        let terms = Terms::new(generation, &state.model.eos, limits);
+        submissions.push(Submission::new(vec![token], terms, limits, "input_ids")?);
     }
-    let mut call =
-        Call::start(&state, submissions, false, arrived, &Peer::default())?.named("health");
+    let call = Call::start(&state, submissions, false, arrived, &Peer::default()).await?;
+    let mut call = call.named("health");
     in_time(&state, call.collect()).await
 }
 
@@ -275,8 +278,8 @@ pub(crate) async fn flush_cache(State(state): State<Shared>) -> Result<Response,
     responses((status = 200, description = "The metrics", body = String, content_type = "text/plain")),
 )]
 pub(crate) async fn metrics(State(state): State<Shared>) -> Result<Response, Failure> {
-    let written =
-        state.metrics.render(&state.engine.replicas(), &state.text.stats(), &state.intake.stats());
+    let intake = IntakeStats { request_bytes: state.budget.used(), ..state.intake.stats() };
+    let written = state.metrics.render(&state.engine.replicas(), &state.text.stats(), &intake);
     let text = written.map_err(|error| {
         let reason = format!("the metrics could not be written: {error}");
         ApiError::Internal { reason, code: None }

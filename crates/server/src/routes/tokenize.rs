@@ -24,16 +24,18 @@ use crate::text::{encode_chat, encode_prompts, text_error};
     ),
 )]
 pub(crate) async fn tokenize(State(state): State<Shared>, body: Body) -> Result<Response, Failure> {
-    let request: TokenizeRequest = limits::read(body, &state).await?;
+    let (request, charge) = limits::read::<TokenizeRequest>(body, &state).await?;
     state.model_name(request.model.as_deref())?;
     let max_model_len = state.limits()?.context_length;
     let with_strings = request.return_token_strs.unwrap_or(false);
     let tokens = match request.validate()? {
         TokenizeInput::Text { text, add_special_tokens } => {
             let prompts = vec![Prompt::Text(text)];
-            encode_prompts(&state.text, prompts, add_special_tokens, "prompt").await?.concat()
+            let encoded =
+                encode_prompts(&state.text, prompts, add_special_tokens, "prompt", &charge);
+            encoded.await?.pop().unwrap_or_default()
         }
-        TokenizeInput::Chat(chat) => encode_chat(&state.text, chat).await?,
+        TokenizeInput::Chat(chat) => encode_chat(&state.text, chat, &charge).await?,
     };
     let tokenizer = state.text.tokenizer();
     let token_strs = with_strings
@@ -55,7 +57,7 @@ pub(crate) async fn detokenize(
     State(state): State<Shared>,
     body: Body,
 ) -> Result<Response, Failure> {
-    let request: DetokenizeRequest = limits::read(body, &state).await?;
+    let (request, _charge) = limits::read::<DetokenizeRequest>(body, &state).await?;
     state.model_name(request.model.as_deref())?;
     let tokens = request.validate(state.limits()?.vocab_size)?;
     let text = std::sync::Arc::clone(&state.text);

@@ -3,6 +3,7 @@
 use std::net::SocketAddr;
 use std::path::Path;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
 use std::time::Duration;
 
 use forebay_api::GenerationDefaults;
@@ -64,7 +65,8 @@ pub(crate) struct Fake {
     script: Option<Vec<i32>>,
     alive: Mutex<Vec<RequestId>>,
     events: mpsc::UnboundedSender<Event>,
-    vocab_size: u32,
+    pub(crate) vocab_size: AtomicU32,
+    submitted: AtomicUsize,
 }
 
 impl Fake {
@@ -94,6 +96,11 @@ impl Fake {
 
     pub(crate) fn refuse_after(&self, requests: usize, error: SubmitError) {
         *self.refuse.lock() = Some((requests, error));
+    }
+
+    /// Requests that it took.
+    pub(crate) fn submits(&self) -> usize {
+        self.submitted.load(Ordering::Relaxed)
     }
 
     pub(crate) fn refuse_nothing(&self) {
@@ -158,6 +165,7 @@ impl Engine for Fake {
             return Err(SubmitError::Draining);
         }
         self.alive.lock().push(request.id);
+        self.submitted.fetch_add(1, Ordering::Relaxed);
         if let Some(script) = &self.script {
             self.play(&request, script);
         }
@@ -199,7 +207,7 @@ impl Engine for Fake {
     fn facts(&self) -> Option<Facts> {
         (!matches!(*self.status.lock(), Status::Starting(_))).then(|| Facts {
             context_length: CONTEXT,
-            vocab_size: self.vocab_size,
+            vocab_size: self.vocab_size.load(Ordering::Relaxed),
             hidden_size: HIDDEN,
             dtype: Dtype::Bfloat16,
             page_count: 8,
@@ -298,7 +306,8 @@ impl TestServer {
             script: script.map(|script| tokenizer.encode(script, false).unwrap()),
             alive: Mutex::default(),
             events: sender,
-            vocab_size: u32::try_from(tokenizer.vocab_size()).unwrap(),
+            vocab_size: u32::try_from(tokenizer.vocab_size()).unwrap().into(),
+            submitted: AtomicUsize::new(0),
         });
         let mut config = ServerConfig { info: json!({"port": 1}), ..ServerConfig::default() };
         change(&mut config);
@@ -346,6 +355,11 @@ impl TestServer {
     pub(crate) async fn event(&mut self) -> Event {
         let next = tokio::time::timeout(Duration::from_secs(20), self.events.recv());
         next.await.expect("the server does something").unwrap()
+    }
+
+    /// What the server has done by now, if anything.
+    pub(crate) fn try_event(&mut self) -> Option<Event> {
+        self.events.try_recv().ok()
     }
 
     pub(crate) fn shut_down(&mut self) {

@@ -11,6 +11,7 @@ mod queue;
 mod tests;
 mod work;
 
+use std::any::Any;
 use std::num::NonZeroUsize;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -197,14 +198,18 @@ impl TextPool {
         Self { shared, mode: config.mode, threads }
     }
 
+    /// The pool, with something that is kept for as long as what is given to it: also when nobody waits for that any more.
+    pub fn keeping(&self, keep: Keep) -> Keeping<'_> {
+        Keeping { pool: self, keep: Some(keep) }
+    }
+
     /// The token ids of one input.
     ///
     /// # Errors
     /// [`TextError::Busy`], at once, when the queue is full; [`TextError::NoTemplate`] for a chat without a template;
     /// [`TextError::Template`] and [`TextError::Encode`] for what cannot be rendered or encoded.
     pub async fn encode(&self, input: TextInput) -> Result<Encoded, TextError> {
-        let mut encoded = self.run(input.into()).await?;
-        encoded.pop().ok_or_else(|| TextError::Encode("nothing to encode".to_owned()))
+        Keeping { pool: self, keep: None }.encode(input).await
     }
 
     /// The token ids of several texts, in order. They take one place in the queue, so that all are taken or none.
@@ -216,8 +221,7 @@ impl TextPool {
         texts: Vec<String>,
         add_special_tokens: bool,
     ) -> Result<Vec<Vec<i32>>, TextError> {
-        let encoded = self.run(Input::Texts { texts, add_special_tokens }).await?;
-        Ok(encoded.into_iter().map(|encoded| encoded.ids).collect())
+        Keeping { pool: self, keep: None }.encode_all(texts, add_special_tokens).await
     }
 
     /// The token ids of pairs of texts and where the second of each begins, in order. They take one place in the queue.
@@ -226,11 +230,9 @@ impl TextPool {
     /// As [`TextPool::encode`].
     pub async fn encode_pairs(
         &self,
-        pairs: Vec<(String, String)>,
+        pairs: Vec<(Arc<str>, String)>,
     ) -> Result<Vec<(Vec<i32>, u32)>, TextError> {
-        let encoded = self.run(Input::Pairs(pairs)).await?;
-        let pair = |Encoded { ids, second, .. }| (ids, second.unwrap_or_default());
-        Ok(encoded.into_iter().map(pair).collect())
+        Keeping { pool: self, keep: None }.encode_pairs(pairs).await
     }
 
     /// The tokenizer that the threads use.
@@ -255,7 +257,7 @@ impl TextPool {
         }
     }
 
-    async fn run(&self, input: Input) -> Result<Vec<Encoded>, TextError> {
+    async fn run(&self, input: Input, keep: Option<Keep>) -> Result<Vec<Encoded>, TextError> {
         let tokens = input.tokens();
         let is_tiny = tokens <= WAKE_TOKENS && matches!(input, Input::Texts { .. });
         if is_tiny || self.mode == TextMode::Inline {
@@ -263,8 +265,55 @@ impl TextPool {
             return input.encode(&self.shared.tools);
         }
         let (reply, answer) = oneshot::channel();
-        self.shared.queue.push(Job { input, tokens, reply })?;
+        self.shared.queue.push(Job { input, tokens, reply, keep })?;
         answer.await.unwrap_or(Err(TextError::Closed))
+    }
+}
+
+/// What is kept for as long as an input is in the pool.
+pub type Keep = Arc<dyn Any + Send + Sync>;
+
+/// See [`TextPool::keeping`].
+#[derive(Debug)]
+pub struct Keeping<'a> {
+    pool: &'a TextPool,
+    keep: Option<Keep>,
+}
+
+impl Keeping<'_> {
+    /// As [`TextPool::encode`].
+    ///
+    /// # Errors
+    /// As there.
+    pub async fn encode(self, input: TextInput) -> Result<Encoded, TextError> {
+        let mut encoded = self.pool.run(input.into(), self.keep).await?;
+        encoded.pop().ok_or_else(|| TextError::Encode("nothing to encode".to_owned()))
+    }
+
+    /// As [`TextPool::encode_all`].
+    ///
+    /// # Errors
+    /// As there.
+    pub async fn encode_all(
+        self,
+        texts: Vec<String>,
+        add_special_tokens: bool,
+    ) -> Result<Vec<Vec<i32>>, TextError> {
+        let encoded = self.pool.run(Input::Texts { texts, add_special_tokens }, self.keep).await?;
+        Ok(encoded.into_iter().map(|encoded| encoded.ids).collect())
+    }
+
+    /// As [`TextPool::encode_pairs`].
+    ///
+    /// # Errors
+    /// As there.
+    pub async fn encode_pairs(
+        self,
+        pairs: Vec<(Arc<str>, String)>,
+    ) -> Result<Vec<(Vec<i32>, u32)>, TextError> {
+        let encoded = self.pool.run(Input::Pairs(pairs), self.keep).await?;
+        let pair = |Encoded { ids, second, .. }| (ids, second.unwrap_or_default());
+        Ok(encoded.into_iter().map(pair).collect())
     }
 }
 

@@ -117,7 +117,8 @@ fn texts_are_encoded() {
 fn pairs_are_encoded_in_order_on_a_thread_and_in_line() {
     for mode in [TextMode::Auto, TextMode::Inline] {
         let pool = TextPool::with_config(tokenizer(), None, &TextConfig { mode, ..config(1, 4) });
-        let pairs: Vec<_> = (0..5).map(|seed| (prose(90, seed), prose(30, seed + 7))).collect();
+        let pair = |seed| (prose(90, seed).into(), prose(30, seed + 7));
+        let pairs: Vec<(Arc<str>, String)> = (0..5).map(pair).collect();
         let encoded = block_on(pool.encode_pairs(pairs.clone())).expect("pairs");
         let alone = pairs.iter().map(|(a, b)| tokenizer().encode_pair(a, b).expect("a pair"));
         assert_eq!(encoded, alone.collect::<Vec<_>>());
@@ -224,7 +225,7 @@ fn a_long_input_that_is_cancelled_stops_between_pieces() {
             texts: pieces.iter().map(|&piece| piece.to_owned()).collect(),
             add_special_tokens: false,
         };
-        let job = Job { tokens: input.tokens(), input, reply };
+        let job = Job { tokens: input.tokens(), input, reply, keep: None };
         (cut(job, &tools), answer, tools)
     };
     let text = prose(30_000, 1);
@@ -249,7 +250,7 @@ fn pieces_of_long_inputs_and_batches_take_turns() {
     let job = |text: &str| {
         let (reply, answer) = oneshot::channel();
         let input = Input::Texts { texts: vec![text.to_owned()], add_special_tokens: false };
-        (Job { tokens: input.tokens(), input, reply }, answer)
+        (Job { tokens: input.tokens(), input, reply, keep: None }, answer)
     };
     let (first, _first_answer) = job(&text);
     let (second, _second_answer) = job(&text);

@@ -8,7 +8,7 @@ use parking_lot::Mutex;
 use serde_json::{Map, Value};
 use tokio::sync::oneshot;
 
-use super::{Encoded, TextInput};
+use super::{Encoded, Keep, TextInput};
 use crate::encoder::{Encoder, Work};
 use crate::error::TextError;
 use crate::template::{ChatRender, ChatTemplate};
@@ -29,8 +29,12 @@ pub(super) struct Tools {
 /// Text, or what becomes text.
 #[derive(Debug)]
 pub(super) enum Input {
-    Texts { texts: Vec<String>, add_special_tokens: bool },
-    Pairs(Vec<(String, String)>),
+    Texts {
+        texts: Vec<String>,
+        add_special_tokens: bool,
+    },
+    /// The first texts are often one and the same.
+    Pairs(Vec<(Arc<str>, String)>),
     Chat(Chat),
 }
 
@@ -51,6 +55,8 @@ pub(super) struct Job {
     /// An estimate, at least one.
     pub(super) tokens: usize,
     pub(super) reply: Reply,
+    /// What goes when the input goes.
+    pub(super) keep: Option<Keep>,
 }
 
 /// An input that has been cut into pieces for several threads or several turns.
@@ -61,6 +67,8 @@ pub(super) struct Long {
     left: AtomicUsize,
     /// `None` once it is answered.
     reply: Mutex<Option<Reply>>,
+    /// What goes when the input goes.
+    _keep: Option<Keep>,
 }
 
 /// An input as text, cut; or what needs no cutting, done.
@@ -118,7 +126,7 @@ impl Input {
             }
             // An encoder's input is too short to be worth a cut, and each pair is another text.
             Self::Pairs(pairs) => {
-                let encode = |(first, second): &(String, String)| {
+                let encode = |(first, second): &(Arc<str>, String)| {
                     let (ids, begins) = tools.encoder.tokenizer().encode_pair(first, second)?;
                     Ok(Encoded { ids, text: None, second: Some(begins) })
                 };
@@ -163,7 +171,7 @@ impl Job {
             Ok(planned) if planned.pieces() > 1 => {
                 let left = AtomicUsize::new(planned.pieces());
                 let reply = Mutex::new(Some(self.reply));
-                return Started::Long(Arc::new(Long { planned, left, reply }));
+                return Started::Long(Arc::new(Long { planned, left, reply, _keep: self.keep }));
             }
             Ok(mut planned) => guarded(|| planned.encode(tools)),
             Err(error) => Err(error),
