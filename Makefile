@@ -3,8 +3,10 @@
 
 # The Python that makes .venv; empty means the first fitting one on PATH.
 PYTHON ?=
-# The cargo profile of build, test and lint: fast or release.
-PROFILE ?= fast
+# The cargo profile of build and serve, which users run: release or fast.
+PROFILE ?= release
+# The cargo profile of the tests and linters: fast checks debug assertions and overflows, and links quickly.
+TEST_PROFILE ?= fast
 # The cargo profile of the wheel. Continuous integration uses fast, so that nothing is compiled twice.
 WHEEL_PROFILE ?= release
 # What `make serve` serves, and further flags for it.
@@ -17,7 +19,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMPS := $(VENV)/.stamps
 TARGET_DIR := $(or $(CARGO_TARGET_DIR),target)
-CARGO_FLAGS := --workspace --locked --profile $(PROFILE)
+CARGO_FLAGS := --workspace --locked --profile $(TEST_PROFILE)
 UV := UV_PYTHON_DOWNLOADS=never $(BIN)/uv
 # Bytecode is compiled here, once, so that the first start of a hand does not have to.
 UV_INSTALL := $(UV) pip install --python $(BIN)/python --require-hashes --compile-bytecode
@@ -26,7 +28,7 @@ UV_LOCK := $(UV) pip compile --quiet --python $(BIN)/python --universal --python
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup setup-dev build serve test test-rust test-asan test-python e2e check lint fmt docs wheel wheel-test lock ci \
+.PHONY: help setup setup-dev build build-tests serve test test-rust test-asan test-python e2e check lint fmt deny docs wheel wheel-test lock ci \
 	clean distclean
 
 help: ## print this list
@@ -73,13 +75,19 @@ $(STAMPS)/package: scripts/link_package.py $(STAMPS)/uv
 	@$(BIN)/python scripts/link_package.py
 	@touch $@
 
-build: setup ## build the binary and the CPU kernels: leaves .venv/bin/forebay (about 5 minutes on 2 cores the first time)
-	cargo build $(CARGO_FLAGS) --bin forebay
+build: setup ## build the binary and the CPU kernels: leaves .venv/bin/forebay (some minutes the first time)
+	cargo build --workspace --locked --profile $(PROFILE) --bin forebay
 	cargo build --locked --profile $(PROFILE) --lib --package forebay-kernels
 	@$(BIN)/python scripts/place_kernels.py $(TARGET_DIR)/$(PROFILE)
 	@test $(TARGET_DIR)/$(PROFILE)/forebay -ef $(BIN)/forebay || \
 		ln -f $(TARGET_DIR)/$(PROFILE)/forebay $(BIN)/forebay 2>/dev/null || \
 		cp -f $(TARGET_DIR)/$(PROFILE)/forebay $(BIN)/forebay
+
+# What the Python tests run. It stays where cargo leaves it: .venv/bin/forebay is for users.
+build-tests: setup-dev
+	cargo build $(CARGO_FLAGS) --bin forebay
+	cargo build --locked --profile $(TEST_PROFILE) --lib --package forebay-kernels
+	@$(BIN)/python scripts/place_kernels.py $(TARGET_DIR)/$(TEST_PROFILE)
 
 serve: build $(STAMPS)/model ## serve MODEL (the default model unless given) on 127.0.0.1:8000
 	$(BIN)/forebay serve $(MODEL) $(ARGS)
@@ -93,11 +101,11 @@ test-asan: ## run the tests of the CPU kernels under the address sanitizer; need
 	RUSTFLAGS='-Zsanitizer=address' cargo +nightly test --locked --package forebay-kernels --lib \
 		--target $$(rustc -vV | sed -n 's/^host: //p') --target-dir $(TARGET_DIR)/asan
 
-test-python: build setup-dev ## run the Python tests, the end-to-end tests among them
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+test-python: build-tests ## run the Python tests, the end-to-end tests among them
+	FOREBAY_TEST_BINARY=$(abspath $(TARGET_DIR)/$(TEST_PROFILE)/forebay) $(BIN)/python -m pytest $(PYTEST_ARGS)
 
-e2e: build setup-dev ## run the end-to-end tests only
-	$(BIN)/python -m pytest tests/e2e $(PYTEST_ARGS)
+e2e: build-tests ## run the end-to-end tests only
+	FOREBAY_TEST_BINARY=$(abspath $(TARGET_DIR)/$(TEST_PROFILE)/forebay) $(BIN)/python -m pytest tests/e2e $(PYTEST_ARGS)
 
 check: setup-dev ## check the types of both languages, without building
 	cargo check $(CARGO_FLAGS) --all-targets
@@ -114,6 +122,9 @@ fmt: setup-dev ## rewrite the formatting of both languages
 	cargo fmt --all
 	$(BIN)/ruff check --fix-only
 	$(BIN)/ruff format
+
+deny: setup-dev ## check licences and sources of the Rust dependencies
+	PATH="$(CURDIR)/$(BIN):$$PATH" cargo deny --locked check bans licenses sources
 
 docs: ## build the Rust API documentation
 	RUSTDOCFLAGS='-D warnings' cargo doc $(CARGO_FLAGS) --no-deps

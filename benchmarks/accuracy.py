@@ -27,8 +27,9 @@ from tokenizers import Tokenizer
 
 from benchmarks import in_process, records
 from benchmarks.in_process import PAGE
-from forebay.kernels.compute import NativeCompute
-from forebay.runner.compute import Rows
+from forebay.compute.native import NativeCompute
+from forebay.compute.rows import Launch, Rows
+from forebay.device import open_device
 from forebay.weights.cache import cache_directory
 from forebay.weights.describe import describe_path
 from forebay.weights.embedded import find_or_download
@@ -65,6 +66,9 @@ WAYS = (
 )
 
 
+HOST = open_device("cpu", None)
+
+
 class Model:
     """The model computed one way, with room for a window in each slot and a long prompt in one more."""
 
@@ -92,15 +96,16 @@ class Model:
         self.tables.token_pool[slot, : len(tokens)] = torch.tensor(tokens, dtype=torch.int32)
 
 
-def step(slots: Sequence[int], start: int | Sequence[int], length: int | Sequence[int]) -> Rows:
+def step(slots: Sequence[int], start: int | Sequence[int], length: int | Sequence[int]) -> Launch:
     """Rows that all sample."""
     count = len(slots)
-    return Rows(
+    rows = Rows(
         np.array(slots, np.int64),
         np.broadcast_to(np.array(start, np.int64), count).copy(),
         np.broadcast_to(np.array(length, np.int64), count).copy(),
         np.arange(count),
     )
+    return Launch.of(rows, HOST)
 
 
 def read(path: Path) -> list[dict[str, str]]:
@@ -150,7 +155,7 @@ def timed(work: Callable[[], object]) -> float:
     return (time.perf_counter() - started) * 1e3
 
 
-def cases() -> dict[str, Rows]:
+def cases() -> dict[str, Launch]:
     """What is timed."""
     decodes = {f"decode, {rows} rows": step(range(rows), CONTEXT, 1) for rows in (1, 8, 32)}
     return {**decodes, f"prompt of {PROMPT}": step([PROMPT_SLOT], 0, PROMPT)}
@@ -191,14 +196,15 @@ def speed(results: records.Results, models: dict[str, Model]) -> None:
     for model in models.values():
         model.tables.token_pool.random_(0, 4096, generator=torch.Generator().manual_seed(1))
         for slot in range(SLOTS):
-            model.compute.greedy(Rows(np.array([slot]), np.array([0]), np.array([CONTEXT]), nothing))
-    for case, rows in cases().items():
+            rows = Rows(np.array([slot]), np.array([0]), np.array([CONTEXT]), nothing)
+            model.compute.greedy(Launch.of(rows, HOST))
+    for case, launch in cases().items():
         for model in models.values():
-            model.compute.greedy(rows)
+            model.compute.greedy(launch)
         repeats = 1 if case.startswith("prompt") else 5
         for round_ in range(1, results.rounds + 1):
             for name, model in models.items():
-                times = [timed(partial(model.compute.greedy, rows)) for _ in range(repeats)]
+                times = [timed(partial(model.compute.greedy, launch)) for _ in range(repeats)]
                 results.runs.append(records.Run(case, name, round_, {"step_ms": statistics.median(times)}))
         for name in models:
             print(case, name, results.median(case, name, "step_ms"), flush=True)

@@ -78,7 +78,7 @@ bench-micro: ## run the microbenchmarks of the scheduler and the pages (5 minute
 	$(BIN)/python -m benchmarks.micro
 
 bench-build: $(STAMPS)/model
-	@$(MAKE) --no-print-directory build PROFILE=release
+	@$(MAKE) --no-print-directory build
 
 bench-lock: $(STAMPS)/uv ## pin benchmarks/requirements/*.in to *.txt again (UPGRADE=1: at the newest versions)
 	$(BENCH_LOCK) --python-version 3.11 --override $(BENCH_PINS)/vllm.overrides $(BENCH_PINS)/vllm.in \

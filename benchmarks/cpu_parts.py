@@ -20,9 +20,10 @@ import numpy as np
 import torch
 
 from benchmarks import in_process, models
-from forebay.kernels.compute import NativeCompute
+from forebay.compute.native import NativeCompute
+from forebay.compute.rows import Launch, Rows
+from forebay.device import Device
 from forebay.kernels.library import PARTS
-from forebay.runner.compute import Rows
 from forebay.runner.runner import ModelRunner
 from forebay.weights.describe import describe_directory
 
@@ -43,10 +44,11 @@ class Case:
     start: int
     length: int
 
-    def step(self) -> Rows:
+    def step(self, device: Device) -> Launch:
         """As the runner would give it; every row samples."""
         every = np.arange(self.rows)
-        return Rows(every, np.full(self.rows, self.start), np.full(self.rows, self.length), every)
+        rows = Rows(every, np.full(self.rows, self.start), np.full(self.rows, self.length), every)
+        return Launch.of(rows, device)
 
 
 CASES = [
@@ -70,7 +72,8 @@ def prepared(made: ModelRunner, threads: int) -> NativeCompute:
     compute = NativeCompute(made.decoder, made.tables, made.kv, made.prompts, threads)
     for slot in range(SLOTS):
         one = np.array([slot])
-        compute.greedy(Rows(one, np.zeros(1, np.int64), np.full(1, CONTEXT + 1), np.zeros(1, np.int64)))
+        rows = Rows(one, np.zeros(1, np.int64), np.full(1, CONTEXT + 1), np.zeros(1, np.int64))
+        compute.greedy(Launch.of(rows, made.device))
     return compute
 
 
@@ -108,7 +111,7 @@ def timed(work: Callable[[], object]) -> float:
     return (time.perf_counter() - started) * 1e3
 
 
-def parts(compute: NativeCompute, step: Rows) -> dict[str, float]:
+def parts(compute: NativeCompute, step: Launch) -> dict[str, float]:
     """Milliseconds of a step and its parts."""
     compute.watch()
     found = {"step": timed(lambda: compute.greedy(step))}
@@ -126,9 +129,11 @@ def all_of(products: Iterable[Product], rows: int) -> None:
         product(rows)
 
 
-def measure(case: Case, compute: NativeCompute, others: dict[str, list[Product]], rounds: int) -> Measured:
+def measure(
+    case: Case, device: Device, compute: NativeCompute, others: dict[str, list[Product]], rounds: int
+) -> Measured:
     """Kernels and oneDNN in turns."""
-    step = case.step()
+    step = case.step(device)
     found: Measured = {}
     for turn in range(rounds + 1):
         ours = parts(compute, step)
@@ -174,8 +179,9 @@ def main() -> None:
         operations = {name: 2.0 * sum(weight.numel() for weight in list_) for name, list_ in matrices.items()}
         others = {name: [prepacked(weight) for weight in list_] for name, list_ in matrices.items()}
         compute = prepared(made, chosen.threads)
+        compared = {} if chosen.no_onednn else others
         cases = [case for case in CASES if chosen.cases in case.name]
-        results = [(case, measure(case, compute, {} if chosen.no_onednn else others, chosen.rounds)) for case in cases]
+        results = [(case, measure(case, made.device, compute, compared, chosen.rounds)) for case in cases]
     print(table(results, operations))
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from forebay.runner.config import RunnerConfig
 from forebay.runner.runner import ModelRunner
+from forebay.state.config import RunnerConfig
 
 PAGE = 16
 """Positions a page."""

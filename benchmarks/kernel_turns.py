@@ -41,8 +41,9 @@ Measured = dict[str, float]
 def work(model: str, threads: int) -> None:
     """One side: computes the steps whose names it reads, and prints what they took."""
     with torch.inference_mode():
-        compute = cpu_parts.prepared(cpu_parts.runner(model, threads), threads)
-        steps = {case.name: case.step() for case in cpu_parts.CASES}
+        made = cpu_parts.runner(model, threads)
+        compute = cpu_parts.prepared(made, threads)
+        steps = {case.name: case.step(made.device) for case in cpu_parts.CASES}
         print(READY, flush=True)
         for line in sys.stdin:
             print(json.dumps(cpu_parts.parts(compute, steps[line.strip()])), flush=True)

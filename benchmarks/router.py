@@ -63,7 +63,7 @@ class Front(Target):
     flags: tuple[str, ...] = ()
 
     def missing(self) -> str | None:
-        return None if FOREBAY.is_file() else "make build PROFILE=release"
+        return None if FOREBAY.is_file() else "make build"
 
     def start(self, backends: Sequence[Running]) -> Running | None:
         """The router; None: the first backend is the front."""

@@ -105,9 +105,11 @@ class Forebay(Server):
     """Whether equal beginnings share their pages."""
     profile: str | None = None
     """The simulated device's profile; None is the real hand."""
+    binary: Path = field(default=FOREBAY, repr=False)
+    """The build that is measured."""
 
     def missing(self) -> str | None:
-        return None if FOREBAY.is_file() else f"{FOREBAY.relative_to(ROOT)} is not there: make build PROFILE=release"
+        return None if self.binary.is_file() else f"{self.binary} is not there: make build"
 
     def command(self, setting: Setting, port: int) -> list[str]:
         flags = [
@@ -124,7 +126,7 @@ class Forebay(Server):
         else:
             flags += ["--dtype", setting.dtype, "--threads", str(setting.threads)]
             flags += ["--max-total-tokens", str(setting.kv_tokens)]
-        return [str(FOREBAY), "serve", str(models.directory(setting.model)), *flags, *self.flags]
+        return [str(self.binary), "serve", str(models.directory(setting.model)), *flags, *self.flags]
 
     def environment(self, setting: Setting) -> dict[str, str]:
         return {"FOREBAY_CACHE": str(models.CACHE)}

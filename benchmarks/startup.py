@@ -110,7 +110,7 @@ def main() -> None:
     compare.add_servers(flags, SERVERS)
     asked = flags.parse_args()
     if not FOREBAY.is_file():
-        raise SystemExit("make build PROFILE=release")
+        raise SystemExit("make build")
     servers, skipped = chosen(asked.servers)
     servers += GGUF
     found = records.new("startup", asked.rounds)

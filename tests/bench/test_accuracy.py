@@ -9,7 +9,7 @@ import torch
 
 from benchmarks import accuracy, tables
 from benchmarks.records import Results, Run
-from forebay.runner.compute import Rows
+from forebay.compute.rows import Rows
 
 
 class Favourite:

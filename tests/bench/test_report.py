@@ -16,8 +16,9 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
-BINARY = ROOT / ".venv/bin/forebay"
+from tests.binary import binary
+
+BINARY = binary()
 RUNS = Path(__file__).parent / "runs"
 ALL = ["forebay.jsonl", "vllm.json", "bench_serving.jsonl"]
 VOID = {"meta", "link", "br"}

@@ -30,7 +30,7 @@ class Models(Protocol):
 
 @pytest.fixture(scope="session", autouse=True)
 def _set_up() -> None:
-    assert BINARY.is_file(), "run `make build` first"
+    assert BINARY.is_file(), "run `make build-tests` first"
     # One token at a time gains nothing from a second thread, and loses much to it when something else runs as well.
     torch.set_num_threads(1)
 

@@ -12,12 +12,13 @@ from typing import Any
 
 import httpx2
 
+from tests.binary import binary
 from tests.e2e.metrics import Metrics
 from tests.e2e.processes import alive, children, command_line, descendants
 from tests.e2e.waiting import eventually
 
 ROOT = Path(__file__).resolve().parents[2]
-BINARY = ROOT / ".venv/bin/forebay"
+BINARY = binary()
 CACHE = ROOT / ".pytest_cache/forebay"
 """What servers keep of models: from one run to the next, and not where the developer's own servers keep it."""
 START_SECONDS = 120
@@ -69,7 +70,7 @@ class Server:
         return self._log.read_text(errors="replace")[-LOG_TAIL:]
 
     def wait_for_health(self, status: int = 200) -> httpx2.Response:
-        """Waits until /health answers with `status`."""
+        """Waits until /health answers with `status`; 200: until all replicas are ready."""
 
         def answer() -> httpx2.Response | None:
             assert self.process.poll() is None, f"ended with status {self.process.returncode}:\n{self.log()}"
@@ -77,7 +78,10 @@ class Server:
                 response = self.http.get("/health")
             except httpx2.TransportError:
                 return None
-            return response if response.status_code == status else None
+            if response.status_code != status:
+                return None
+            replicas = response.json().get("replicas", []) if status == 200 else []
+            return response if all(line == "ready" for line in replicas) else None
 
         found = eventually(answer, f"/health says {status}", START_SECONDS)
         assert found

@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 import signal
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -217,14 +218,15 @@ def endless(tokens: int = TINY_CONTEXT - 8) -> dict[str, Any]:
     return {"text": "a", "sampling_params": {"max_new_tokens": tokens, "ignore_eos": True}, "stream": True}
 
 
-def test_sigterm_drains(serve: Serve, tiny: Model) -> None:
+@pytest.mark.parametrize("told", [signal.SIGTERM, signal.SIGHUP])
+def test_being_told_to_stop_drains(serve: Serve, tiny: Model, told: signal.Signals) -> None:
     """What runs is finished; what comes is refused; then the server goes, and its hand with it."""
     server = serve(tiny)
     below = descendants(server.pid)
     with server.http.stream("POST", "/generate", json=endless()) as stream:
         lines = stream.iter_lines()
         first = next(lines)
-        server.process.send_signal(signal.SIGTERM)
+        server.process.send_signal(told)
         health = server.wait_for_health(503).json()["error"]
         assert health["code"] == "draining"
         refused = server.post("/v1/completions", {"prompt": "a"})
@@ -233,6 +235,22 @@ def test_sigterm_drains(serve: Serve, tiny: Model) -> None:
         assert refused.headers["retry-after"]
         rest = events("\n".join([first, *lines]))
     assert rest[-1]["meta_info"]["finish_reason"] == {"type": "length", "length": TINY_CONTEXT - 8}
+    assert server.process.wait(30) == 0
+    assert not any(alive(pid) for pid in below)
+
+
+def test_being_told_twice_to_stop_ends_what_still_runs(serve: Serve, tiny: Model) -> None:
+    """The drain timeout is half a minute; nobody waits for it."""
+    server = serve(tiny)
+    below = descendants(server.pid)
+    with server.http.stream("POST", "/generate", json=endless()) as stream:
+        lines = stream.iter_lines()
+        first = next(lines)
+        server.process.send_signal(signal.SIGTERM)
+        server.wait_for_health(503)
+        server.process.send_signal(signal.SIGINT)
+        rest = events("\n".join([first, *lines]))
+    assert rest[-1]["error"]["code"] == "aborted"
     assert server.process.wait(30) == 0
     assert not any(alive(pid) for pid in below)
 
@@ -283,30 +301,43 @@ def broken(model: Model, folder: Path, name: str) -> Model:
 
 
 @pytest.mark.parametrize("name", ["truncated", "nonsense", "other shapes"])
-def test_a_model_that_cannot_start_turns_health_red(serve: Serve, tiny: Model, tmp_path: Path, name: str) -> None:
+def test_a_model_that_cannot_start_ends_the_server(serve: Serve, tiny: Model, tmp_path: Path, name: str) -> None:
     folder = tmp_path / "models"
     folder.mkdir()
     server = serve(broken(tiny, folder, name), healthy=False)
+    below: set[int] = set()
 
-    def failed() -> dict[str, Any] | None:
-        error: dict[str, Any] = server.wait_for_health(503).json()["error"]
-        return error if error["code"] == "failed" else None
+    def ended() -> bool:
+        below.update(descendants(server.pid))
+        return server.process.poll() is not None
 
-    error = eventually(failed, "the failure is told", 60)
-    assert error
-    assert "\n" not in error["message"]
-    assert len(error["message"]) > len("the model is not available: ") + 10
-    for path, body in (
-        ("/v1/completions", {"prompt": "a"}),
-        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}),
-        ("/generate", {"text": "a"}),
-    ):
-        response = server.post(path, body)
-        assert response.status_code == 503
-        assert response.json()["error"]["message"] == error["message"]
-    assert server.http.get("/ping").status_code == 200
-    assert server.hand() is None
-    server.terminate()
+    eventually(ended, "it ends by itself, for a supervisor to see", 60)
+    assert server.process.returncode == 1
+    last = server.log().strip().splitlines()[-1]
+    assert last.startswith("error: ")
+    assert len(last) > len("error: ") + 10
+    assert not any(alive(pid) for pid in below)
+
+
+def test_a_hand_that_hangs_while_it_comes_back_is_started_again(serve: Serve, tiny: Model, tmp_path: Path) -> None:
+    """The second start of the interpreter sleeps: the server notices, and the third one serves."""
+    count = tmp_path / "starts"
+    python = tmp_path / "python"
+    python.write_text(
+        "#!/bin/sh\n"
+        f'case "$*" in *forebay.worker*) echo >> {count};; esac\n'
+        f"[ -f {count} ] && [ $(wc -l < {count}) = 2 ] && exec sleep 1000\n"
+        f'exec {sys.executable} "$@"\n'
+    )
+    python.chmod(0o755)
+    server = serve(tiny, "--load-timeout", "40", "--python", python)
+    server.ask("/v1/completions", {"prompt": "a", "max_tokens": 3})
+    hand = server.hand()
+    assert hand
+    os.kill(hand, signal.SIGKILL)
+    answer = server.ask("/v1/completions", {"prompt": "a", "max_tokens": 3})
+    assert answer["usage"]["completion_tokens"] == 3
+    assert server.metric("forebay:hand_deaths_total") == 2
 
 
 def test_an_architecture_that_is_not_supported_is_said_at_once(serve: Serve, tiny: Model, tmp_path: Path) -> None:

@@ -92,7 +92,7 @@ class Trickle:
 @pytest.fixture(scope="module", autouse=True)
 def slow_clients(server: Server) -> Iterator[dict[str, list[Future[bytes]]]]:
     """Slow clients that are at it while the other tests of this file run."""
-    post = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: 1000\r\n\r\n"
+    post = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 1000\r\n\r\n"
     with ThreadPoolExecutor(32) as pool:
 
         def start(head: bytes, drops: bytes) -> list[Future[bytes]]:
@@ -280,7 +280,7 @@ def test_a_body_over_the_limit_is_not_kept(server: Server) -> None:
     assert peak_memory(server.pid) - before < 10 * BODY_LIMIT
     # Only declared: the answer comes before a byte of the body is sent.
     with socket.create_connection(("127.0.0.1", server.port), timeout=30) as connection:
-        connection.sendall(b"POST /generate HTTP/1.1\r\nHost: a\r\nContent-Length: 104857600\r\n\r\n")
+        connection.sendall(b"POST /generate HTTP/1.1\r\nHost: localhost\r\nContent-Length: 104857600\r\n\r\n")
         assert connection.recv(4096).startswith(b"HTTP/1.1 413 ")
     # A body just below the limit is read, and found to be too long a prompt.
     large = server.post("/v1/completions", {"prompt": "a " * (BODY_LIMIT // 2 - 100)})
@@ -314,7 +314,7 @@ def test_requests_that_are_not_http(server: Server, request_bytes: bytes) -> Non
 def test_a_client_that_gives_up_in_the_body(server: Server) -> None:
     for _ in range(20):
         with socket.create_connection(("127.0.0.1", server.port), timeout=30) as connection:
-            connection.sendall(b"POST /generate HTTP/1.1\r\nHost: a\r\nContent-Length: 1000\r\n\r\n{")
+            connection.sendall(b"POST /generate HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000\r\n\r\n{")
     assert serves(server)
 
 

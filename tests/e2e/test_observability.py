@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 import shlex
+import signal
 import subprocess
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
+import httpx2
+
 from tests.e2e.conftest import Serve
 from tests.e2e.models import Model
+from tests.e2e.server import BINARY, START_SECONDS, free_port
 from tests.e2e.waiting import eventually
 
 PROMPT = {"prompt": "Rivers run", "max_tokens": 8, "temperature": 0, "ignore_eos": True}
@@ -79,3 +83,30 @@ def test_the_banner_shows_a_command_that_works(serve: Serve, tiny: Model) -> Non
     output = subprocess.run(shlex.split(command), capture_output=True, text=True, check=True, timeout=120).stdout
     assert output.rstrip().endswith("data: [DONE]")
     assert '"content"' in output
+
+
+def test_nobody_has_to_read_the_log(tiny: Model) -> None:
+    """A pipe that nobody empties is full after some hundred lines; requests are answered and the end is in order."""
+    port = free_port()
+    command = [BINARY, "serve", tiny.path, "--device", "sim", "--log-level", "debug", "--port", str(port)]
+    with (
+        subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE) as process,
+        httpx2.Client(base_url=f"http://127.0.0.1:{port}", timeout=30, trust_env=False) as client,
+    ):
+        try:
+
+            def is_healthy() -> bool:
+                try:
+                    return client.get("/health").status_code == 200
+                except httpx2.TransportError:
+                    return False
+
+            eventually(is_healthy, "/health says 200", START_SECONDS)
+            for _ in range(2000):
+                # Each refusal is a line.
+                assert client.get("/nothing").status_code == 404
+            assert is_healthy()
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(30) == 0
+        finally:
+            process.kill()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import signal
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -352,4 +353,19 @@ def test_it_drains_when_it_is_told_to_stop(simulated: Cluster) -> None:
         router.process.terminate()
         text = "\n".join([first, *lines])
     assert len(events(text)) >= 100
+    assert router.process.wait(30) == 0
+
+
+def test_it_ends_at_once_when_it_is_told_twice(simulated: Cluster) -> None:
+    simulated.add(1)
+    router = simulated.route("--drain-timeout", "3600")
+    body = {"prompt": "p", "max_tokens": 300, "ignore_eos": True, "stream": True}
+    with router.http.stream("POST", "/v1/completions", json=body) as response:
+        lines = response.iter_lines()
+        first = next(lines)
+        router.process.send_signal(signal.SIGHUP)
+        router.wait_for_health(503)
+        router.process.terminate()
+        rest = events("\n".join([first, *lines]))
+    assert rest[-1]["error"]["code"] == "aborted"
     assert router.process.wait(30) == 0

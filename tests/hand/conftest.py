@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from forebay.kernels import library as binding
-from forebay.kernels.compute import level
+from forebay.kernels.library import level
 
 
 @pytest.fixture(params=binding.LEVELS)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import pytest
 import torch
 from transformers import (
     LlamaConfig,
@@ -19,10 +21,18 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from forebay.runner.config import RunnerConfig
+from forebay.device import open_device
+from forebay.device.deferred import DeferredDevice
+from forebay.protocol.frames import Float32s, Int32s
+from forebay.protocol.plan import FLAG_SAMPLE, SLOT_WORDS, Plan
+from forebay.runner.launched import Launched
 from forebay.runner.runner import ModelRunner
-from forebay.worker.wire import FLAG_SAMPLE, SLOT_WORDS, Float32s, Int32s, Plan, StepResult
+from forebay.state.config import RunnerConfig
 
+HOST = open_device("cpu", 1)
+DEVICES = pytest.mark.parametrize(
+    ("device", "lookahead"), [("cpu", 0), ("cpu", 1), ("deferred", 0), ("deferred", 1)], ids=lambda value: str(value)
+)
 TINY: dict[str, Any] = {
     "vocab_size": 131,
     "hidden_size": 64,
@@ -183,7 +193,7 @@ class PlanBuilder:
             np.array([value for _, value in self.bias], np.float32),
             _ints(self.page_writes, 3),
             _ints(self.rows, 4),
-        )
+        ).staged()
 
 
 def _ints(values: Sequence[Any], width: int = 0) -> Int32s:
@@ -207,14 +217,20 @@ class Request:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[tuple[Int32s, Float32s]] = field(default_factory=list)
     computed: int = 0
+    sampled: int = 0
+    """Tokens that there are or will be when the steps in flight are done."""
     slot: int = -1
 
 
 class MiniBrain:
-    """Serves requests on a runner, serially: every step computes a chunk or a token of every running request."""
+    """Serves requests on a runner: every step computes a chunk or a token of every running request.
 
-    def __init__(self, runner: ModelRunner, seed: int = 0) -> None:
+    With a lookahead of 1 the next plan is launched before the last one's result is looked at.
+    """
+
+    def __init__(self, runner: ModelRunner, seed: int = 0, lookahead: int = 0) -> None:
         self.runner = runner
+        self._lookahead = lookahead
         self._random = np.random.default_rng(seed)
         self.pages = self._random.permutation(runner.kv.page_count).tolist()
         self._step = 0
@@ -224,6 +240,8 @@ class MiniBrain:
         free = list(slots) if slots is not None else self._random.permutation(self.runner.config.slots).tolist()
         waiting = list(requests)
         running: list[Request] = []
+        flying: deque[tuple[list[Request], Launched]] = deque()
+        first, waits = self._step, self._waits()
         while waiting or running:
             self._step += 1
             builder = PlanBuilder(self._step)
@@ -236,17 +254,23 @@ class MiniBrain:
                 self._admit(request, builder)
             self._random.shuffle(running)
             sampling = [request for request in running if self._advance(request, builder, chunk)]
-            result = self.runner.step(builder.build())
-            assert result.step == self._step
-            assert not result.row_errors.any()
-            self._collect(sampling, result)
-            for request in [r for r in running if len(r.tokens) == r.count]:
-                running.remove(request)
-                free.append(request.slot)
+            flying.append((sampling, self.runner.launch(builder.build())))
+            while len(flying) > (self._lookahead if waiting or running else 0):
+                self._collect(*flying.popleft())
+                for request in [r for r in running if len(r.tokens) == r.count]:
+                    running.remove(request)
+                    free.append(request.slot)
+        # A device that computes beside the host was waited for once a step, and at no other time.
+        assert self._waits() - waits in (0, self._step - first)
+
+    def _waits(self) -> int:
+        device = self.runner.device
+        return device.waits if isinstance(device, DeferredDevice) else 0
 
     def _admit(self, request: Request, builder: PlanBuilder) -> None:
         known = [0] * len(request.prompt) if request.embeds_offset >= 0 else request.prompt
         request.tokens = list(request.replayed)
+        request.sampled = len(request.tokens)
         builder.slot(
             request.slot,
             known + request.replayed,
@@ -260,15 +284,21 @@ class MiniBrain:
 
     @staticmethod
     def _advance(request: Request, builder: PlanBuilder, chunk: int) -> bool:
-        total = len(request.prompt) + len(request.tokens)
+        if request.sampled == request.count:
+            return False
+        total = len(request.prompt) + request.sampled
         length = min(chunk, total - request.computed)
         sample = request.computed + length == total
         builder.row(request.slot, request.computed, length, sample)
         request.computed += length
+        request.sampled += sample
         return sample
 
     @staticmethod
-    def _collect(sampling: Sequence[Request], result: StepResult) -> None:
+    def _collect(sampling: Sequence[Request], launched: Launched) -> None:
+        result = launched.collect()
+        assert result.step == launched.step
+        assert not result.row_errors.any()
         counts = result.logprob_counts if len(result.logprob_counts) else np.zeros(len(sampling), np.int32)
         at = 0
         for request, token, count in zip(sampling, result.tokens.tolist(), counts.tolist(), strict=True):

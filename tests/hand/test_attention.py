@@ -58,13 +58,15 @@ def check(rows: list[tuple[int, int]], heads: int, dtype: torch.dtype, tolerance
         start=starts[order],
         length=ordered,
         offset=np.cumsum(ordered) - ordered,
-        slot=order,
+        slots=torch.from_numpy(order),
+        ends=torch.from_numpy(starts[order] + ordered),
         page_table=torch.from_numpy(page_table.astype(np.int32)),
         page_size=PAGE,
-        writes=torch.from_numpy(np.concatenate(writes)),
     )
     q = torch.cat([queries[slot] for slot in order])
     k, v = (torch.cat([dense[slot][which, starts[slot] :] for slot in order]) for which in (0, 1))
+    entries = torch.from_numpy(np.concatenate(writes))
+    kv.keys[entries], kv.values[entries] = k, v
     out = backend.attend(q, k, v, kv, backend.prepare(batch, dtype))
 
     at = 0

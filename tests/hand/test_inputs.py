@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from forebay.runner.runner import ModelRunner
-from forebay.runner.slots import PlanError
+from forebay.state.slots import PlanError
 from tests.hand.support import (
     MiniBrain,
     PlanBuilder,
@@ -22,7 +22,7 @@ from tests.hand.support import (
 )
 
 COUNT = 10
-KERNELS = pytest.mark.parametrize("kernels", ["native", "torch"])
+KERNELS = pytest.mark.parametrize("kernels", ["native", "torch", "deferred"])
 
 
 @cache
@@ -67,10 +67,18 @@ def requests(offsets: list[int], every: int, kept: int = 0, family: str = "llama
     ]
 
 
-def runner(family: str, dtype: torch.dtype = torch.float32) -> tuple[ModelRunner, list[int]]:
+def choose(monkeypatch: pytest.MonkeyPatch, kernels: str) -> str:
+    """The device that computes with these kernels, or late."""
+    if kernels == "deferred":
+        return kernels
+    monkeypatch.setenv("FOREBAY_KERNELS", kernels)
+    return "cpu"
+
+
+def runner(family: str, device: str, dtype: torch.dtype = torch.float32) -> tuple[ModelRunner, list[int]]:
     arena, offsets = embedded(model_of(family), dtype)
     names = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
-    return runner_of(model_of(family), arena, dtype=names[dtype]), offsets
+    return runner_of(model_of(family), arena, dtype=names[dtype], device=device), offsets
 
 
 @KERNELS
@@ -80,29 +88,29 @@ def runner(family: str, dtype: torch.dtype = torch.float32) -> tuple[ModelRunner
 def test_embeddings_of_tokens_give_what_the_tokens_give(
     monkeypatch: pytest.MonkeyPatch, kernels: str, family: str, chunk: int, every: int
 ) -> None:
-    monkeypatch.setenv("FOREBAY_KERNELS", kernels)
-    tested, offsets = runner(family)
+    device = choose(monkeypatch, kernels)
+    tested, offsets = runner(family, device)
     asked = requests(offsets, every)
-    MiniBrain(tested, seed=chunk).serve(asked, chunk)
+    MiniBrain(tested, chunk, lookahead=kernels == "deferred").serve(asked, chunk)
     assert [request.tokens for request in asked] == expected(family)
 
 
 @KERNELS
 @pytest.mark.parametrize("kept", [1, COUNT - 1])
 def test_a_replay_reads_the_same_embeddings(monkeypatch: pytest.MonkeyPatch, kernels: str, kept: int) -> None:
-    monkeypatch.setenv("FOREBAY_KERNELS", kernels)
-    tested, offsets = runner("llama")
+    device = choose(monkeypatch, kernels)
+    tested, offsets = runner("llama", device)
     asked = requests(offsets, 2, kept)
-    MiniBrain(tested, seed=kept).serve(asked, chunk=16)
+    MiniBrain(tested, kept, lookahead=kernels == "deferred").serve(asked, chunk=16)
     assert [request.tokens for request in asked] == expected("llama")
 
 
 @KERNELS
 def test_the_same_in_bfloat16(monkeypatch: pytest.MonkeyPatch, kernels: str) -> None:
-    monkeypatch.setenv("FOREBAY_KERNELS", kernels)
+    device = choose(monkeypatch, kernels)
     given = []
     for every in (1, 100):
-        tested, offsets = runner("qwen2", torch.bfloat16)
+        tested, offsets = runner("qwen2", device, torch.bfloat16)
         asked = [Request(r.prompt, COUNT, embeds_offset=r.embeds_offset) for r in requests(offsets, every)]
         MiniBrain(tested).serve(asked, chunk=16)
         given.append([request.tokens for request in asked])
@@ -114,8 +122,8 @@ def test_the_same_in_bfloat16(monkeypatch: pytest.MonkeyPatch, kernels: str) -> 
 def test_embeddings_that_are_not_there(
     monkeypatch: pytest.MonkeyPatch, kernels: str, offset: int, message: str
 ) -> None:
-    monkeypatch.setenv("FOREBAY_KERNELS", kernels)
-    tested, _ = runner("llama")
+    device = choose(monkeypatch, kernels)
+    tested, _ = runner("llama", device)
     builder = PlanBuilder()
     builder.slot(0, [0, 0], embeds_offset=offset)
     builder.page_writes.append((0, 0, 0))

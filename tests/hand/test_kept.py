@@ -15,15 +15,16 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from forebay.kernels import library as binding
+from forebay.protocol import frames
 from forebay.runner import runner as runner_module
-from forebay.runner.config import RunnerConfig
 from forebay.runner.runner import ModelRunner
+from forebay.state.config import RunnerConfig
 from forebay.weights import packed
 from forebay.weights.gguf_config import hf_config as hf_config_of
 from forebay.weights.gguf_file import GgufFiles
 from forebay.weights.packed import PackedFile
 from forebay.weights.pooling import Pooling
-from forebay.worker import loop, wire
+from forebay.worker import loop
 from tests.hand.support import hf_config, reference_model, wire_config
 from tests.hand.test_quantised import MIXED, WITHOUT_KERNELS, fill, rows, tiny
 
@@ -188,7 +189,7 @@ def test_each_way_of_computing_has_a_file_of_its_own(tmp_path: Path) -> None:
 def test_other_kernels_pack_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = safetensors(tmp_path)
     Start(model)
-    monkeypatch.setattr("forebay.device.cpu.build", lambda: "of tomorrow")
+    monkeypatch.setattr("forebay.compute.choose.build", lambda: "of tomorrow")
     assert Start(model).thread is not None
 
 
@@ -308,7 +309,7 @@ def test_a_hand_is_ready_before_it_writes(tmp_path: Path, monkeypatch: pytest.Mo
 
     class Connection:
         def send(self, data: bytes) -> None:
-            events.append(wire.Header.decode(data[: wire.HEADER_BYTES]).kind)
+            events.append(frames.Header.decode(data[: frames.HEADER_BYTES]).kind)
 
     monkeypatch.setattr(ModelRunner, "keep_weights", lambda _: events.append("keeps"))
     config = wire_config({}, load_format="auto", weight_cache_bytes=LIMIT)
@@ -316,7 +317,7 @@ def test_a_hand_is_ready_before_it_writes(tmp_path: Path, monkeypatch: pytest.Mo
         loop._load(Connection(), {**config, "model": safetensors(tmp_path)})  # type: ignore[arg-type]
     finally:
         gc.unfreeze()
-    assert events[-2:] == [wire.Kind.READY, "keeps"]
+    assert events[-2:] == [frames.Kind.READY, "keeps"]
 
 
 def test_a_matrix_that_is_nowhere_is_an_error(tmp_path: Path) -> None:

@@ -8,12 +8,14 @@ import numpy as np
 import pytest
 import torch
 
+from forebay.compute.eager import TorchCompute
+from forebay.compute.native import NativeCompute
+from forebay.compute.rows import Launch, Rows
 from forebay.kernels import library as binding
-from forebay.kernels.compute import NativeCompute, level, native_wanted
-from forebay.runner.compute import Rows, TorchCompute
-from forebay.runner.config import RunnerConfig
+from forebay.kernels.library import level, native_wanted
 from forebay.runner.runner import ModelRunner
-from tests.hand.support import FAMILIES, reference_model, runner_of, wire_config
+from forebay.state.config import RunnerConfig
+from tests.hand.support import FAMILIES, HOST, reference_model, runner_of, wire_config
 
 PAGE_SIZES = (8, 16)
 """Keys and values lie in the order that the kernels read, or cannot."""
@@ -38,9 +40,14 @@ def native(runner: ModelRunner, threads: int = 2) -> NativeCompute:
     return NativeCompute(runner.decoder, runner.tables, runner.kv, runner.prompts, threads)
 
 
-def rows(step: Step) -> Rows:
+def rows(step: Step) -> Launch:
     slot, start, length = np.array(step, np.int64).T
-    return Rows(slot, start, length, np.arange(len(step)))
+    return Launch.of(Rows(slot, start, length, np.arange(len(step))), HOST)
+
+
+def silent(start: int, length: int) -> Launch:
+    """A row of slot 0 that does not sample."""
+    return Launch.of(Rows(np.array([0]), np.array([start]), np.array([length]), np.zeros(0, np.int64)), HOST)
 
 
 STEPS: list[Step] = [
@@ -95,12 +102,12 @@ def test_a_long_row_that_threads_share_gets_the_bits_of_its_prompt(dtype: str, t
     length = 1300  # two whole spans of attention, and a part of one
     runner = filled("llama", dtype, context_length=length)
     alone = native(runner, threads=1)
-    step = Rows(np.array([0]), np.array([0]), np.array([length - 1]), np.zeros(0, np.int64))
+    step = silent(0, length - 1)
     alone.logits(step)
     wanted = alone.logits(rows([(0, length - 2, 2)]))
     shared = native(filled("llama", dtype, context_length=length), threads)
     for start in range(0, length - 1, 433):
-        shared.logits(Rows(np.array([0]), np.array([start]), np.array([433]), np.zeros(0, np.int64)))
+        shared.logits(silent(start, 433))
     for _ in range(2):
         assert torch.equal(shared.logits(rows([(0, length - 1, 1)])), wanted)
 
@@ -134,7 +141,7 @@ def test_of_equal_logits_the_first_wins() -> None:
 def test_steps_that_sample_nothing_only_write_pages() -> None:
     runner = filled("qwen3", "float32", context_length=96)
     compute = native(runner)
-    step = Rows(np.array([0]), np.array([0]), np.array([9]), np.zeros(0, np.int64))
+    step = silent(0, 9)
     assert compute.logits(step).shape == (0, 131)
     assert compute.greedy(step)[0].shape == (0,)
     keys = runner.kv.layers[-1].keys

@@ -13,10 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 from safetensors.torch import save_file
 
-from forebay.worker import wire
-from forebay.worker.wire import Connection, Frame, Kind, StepResult
+from forebay.protocol.connection import Connection
+from forebay.protocol.frames import Frame, Kind, encode, encode_json
+from forebay.protocol.result import StepResult
 from tests.hand.process import PYTHON_PATH, spawn
 from tests.hand.support import (
     FAMILIES,
@@ -31,6 +33,7 @@ from tests.hand.support import (
 QWEN3 = hf_config(FAMILIES["qwen3"][1], "Qwen3ForCausalLM")
 ARENA_BYTES = 4096
 TIMEOUT_S = 120.0
+DEVICES = pytest.mark.parametrize("device", ["cpu", "deferred"])
 
 
 class Hand:
@@ -53,7 +56,7 @@ class Hand:
 
     def configure(self, **changes: Any) -> None:
         assert self.receive(Kind.HELLO).json() == {"rank": 0, "pid": self.pid}
-        self.connection.send(wire.encode_json(Kind.CONFIG, wire_config(QWEN3, arena_bytes=ARENA_BYTES, **changes)))
+        self.connection.send(encode_json(Kind.CONFIG, wire_config(QWEN3, arena_bytes=ARENA_BYTES, **changes)))
 
     def until_ready(self) -> tuple[list[dict[str, Any]], dict[str, Any]]:
         progress: list[dict[str, Any]] = []
@@ -116,7 +119,8 @@ def hand(folder: Path) -> Iterator[Hand]:
         os.close(arena)
 
 
-def test_from_hello_to_shutdown(tmp_path: Path) -> None:
+@DEVICES
+def test_from_hello_to_shutdown(tmp_path: Path, device: str) -> None:
     model = reference_model("qwen3")
     save_file(
         {name: tensor.contiguous() for name, tensor in model.state_dict().items()}, tmp_path / "model.safetensors"
@@ -124,12 +128,14 @@ def test_from_hello_to_shutdown(tmp_path: Path) -> None:
     files = {"format": "safetensors", "directory": str(tmp_path), "files": [str(tmp_path / "model.safetensors")]}
     prompt = list(range(40))
     with hand(tmp_path) as h:
-        h.configure(model={**files, "config": QWEN3}, load_format="auto")
+        h.configure(model={**files, "config": QWEN3}, load_format="auto", device=device)
         progress, facts = h.until_ready()
         assert [progress[0]["stage"], progress[1]["stage"]] == ["pytorch", "weights"]
         assert progress[-1]["done"] == progress[-1]["total"] == len(model.state_dict())
-        # The head is packed for 160 tokens: panels of the compiled kernels are 32 wide.
-        weight_bytes = sum(tensor.nbytes for tensor in model.state_dict().values()) + (160 - 131) * 64 * 4
+        weight_bytes = sum(tensor.nbytes for tensor in model.state_dict().values())
+        if device == "cpu":
+            # The head is packed for 160 tokens: panels of the compiled kernels are 32 wide.
+            weight_bytes += (160 - 131) * 64 * 4
         assert facts.pop("load_seconds") > 0
         assert facts == {
             "page_count": 192,
@@ -138,7 +144,7 @@ def test_from_hello_to_shutdown(tmp_path: Path) -> None:
             "dtype": "float32",
             "weight_bytes": weight_bytes,
             "kv_bytes": 192 * 4 * 2 * 3 * 2 * 32 * 4,
-            "device": "cpu",
+            "device": device,
         }
 
         os.pwrite(h.arena, np.array(prompt, np.int32).tobytes(), 256)
@@ -156,31 +162,33 @@ def test_from_hello_to_shutdown(tmp_path: Path) -> None:
         got = [[int(token)] for token in result.tokens]
 
         # Two plans in the socket at once: the second is there before the first is computed.
-        plans = []
-        for step in (8, 9):
-            builder = PlanBuilder(step)
-            builder.row(1, step - 5, 1)
-            builder.row(5, step + 32, 1)
-            plans.append(builder.build().encode())
-        h.connection.send(b"".join(plans))
-        for step in (8, 9):
-            result = StepResult.decode(h.receive(Kind.RESULT))
-            assert result.step == step
-            for tokens, token in zip(got, result.tokens.tolist(), strict=True):
-                tokens.append(token)
-        assert got == [greedy_reference(model, [5, 6, 7], 3)[0], greedy_reference(model, prompt, 3)[0]]
+        for steps in ((8, 9), (10, 11), (12, 13)):
+            plans = []
+            for step in steps:
+                builder = PlanBuilder(step)
+                builder.row(1, step - 5, 1)
+                builder.row(5, step + 32, 1)
+                plans.append(builder.build().encode())
+            h.connection.send(b"".join(plans))
+            for step in steps:
+                result = StepResult.decode(h.receive(Kind.RESULT))
+                assert result.step == step
+                for tokens, token in zip(got, result.tokens.tolist(), strict=True):
+                    tokens.append(token)
+        assert got == [greedy_reference(model, [5, 6, 7], 7)[0], greedy_reference(model, prompt, 7)[0]]
 
         os.kill(h.pid, signal.SIGINT)
-        empty = h.step(PlanBuilder(10))
+        empty = h.step(PlanBuilder(14))
         assert empty.tokens.size == empty.row_errors.size == 0
-        h.connection.send(wire.encode(Kind.SHUTDOWN, 0, []))
+        h.connection.send(encode(Kind.SHUTDOWN, 0, []))
         assert h.exit_status() == 0
         assert h.errors() == ""
 
 
-def test_end_of_file_is_the_order_to_exit(tmp_path: Path) -> None:
+@DEVICES
+def test_end_of_file_is_the_order_to_exit(tmp_path: Path, device: str) -> None:
     with hand(tmp_path) as h:
-        h.configure()
+        h.configure(device=device)
         h.until_ready()
         h.socket.shutdown(socket.SHUT_WR)
         assert h.exit_status() == 0
@@ -207,7 +215,7 @@ def fatal(h: Hand) -> str:
 def test_another_version_is_fatal(tmp_path: Path) -> None:
     with hand(tmp_path) as h:
         h.receive(Kind.HELLO)
-        config = bytearray(wire.encode_json(Kind.CONFIG, wire_config(QWEN3)))
+        config = bytearray(encode_json(Kind.CONFIG, wire_config(QWEN3)))
         config[4] = 9
         h.connection.send(bytes(config))
         assert "protocol version 9" in fatal(h)
@@ -216,7 +224,7 @@ def test_another_version_is_fatal(tmp_path: Path) -> None:
 def test_a_first_frame_that_is_no_config_is_fatal(tmp_path: Path) -> None:
     with hand(tmp_path) as h:
         h.receive(Kind.HELLO)
-        h.connection.send(wire.encode(Kind.SHUTDOWN, 0, []))
+        h.connection.send(encode(Kind.SHUTDOWN, 0, []))
         assert "expected config, got shutdown" in fatal(h)
 
 
@@ -226,9 +234,22 @@ def test_a_failure_to_load_is_fatal(tmp_path: Path) -> None:
         assert "lacks 36 of 36 weights" in fatal(h)
 
 
-def test_a_plan_that_names_a_page_nobody_wrote_is_fatal(tmp_path: Path) -> None:
+@DEVICES
+def test_what_was_launched_before_a_plan_that_is_refused_is_answered(tmp_path: Path, device: str) -> None:
     with hand(tmp_path) as h:
-        h.configure()
+        h.configure(device=device)
+        h.until_ready()
+        refused = PlanBuilder(2)
+        refused.row(99, 0, 1)
+        h.connection.send(PlanBuilder(1).build().encode() + refused.build().encode())
+        assert StepResult.decode(h.receive(Kind.RESULT)).step == 1
+        assert "outside of 8 slots" in fatal(h)
+
+
+@DEVICES
+def test_a_plan_that_names_a_page_nobody_wrote_is_fatal(tmp_path: Path, device: str) -> None:
+    with hand(tmp_path) as h:
+        h.configure(device=device)
         h.until_ready()
         builder = PlanBuilder()
         builder.row(0, 0, 1)

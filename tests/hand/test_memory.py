@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from forebay.weights.memory import Arena, fresh
+from forebay.device.memory import HugePages, fresh
 
 
 def test_tensors_of_an_arena_are_zeros_and_do_not_overlap() -> None:
     shapes = [((3, 5), torch.bfloat16), ((7,), torch.uint8), ((2, 2), torch.float32), ((0,), torch.float32)]
-    arena = Arena(torch.empty(shape, dtype=dtype).nbytes for shape, dtype in shapes)
+    arena = HugePages(torch.empty(shape, dtype=dtype).nbytes for shape, dtype in shapes)
     taken = [arena.take(shape, dtype) for shape, dtype in shapes]
     for number, (tensor, (shape, dtype)) in enumerate(zip(taken, shapes, strict=True), 1):
         assert tensor.shape == shape
@@ -22,7 +22,7 @@ def test_tensors_of_an_arena_are_zeros_and_do_not_overlap() -> None:
 
 
 def test_an_arena_does_not_give_what_it_was_not_asked_for() -> None:
-    arena = Arena([64])
+    arena = HugePages([64])
     with pytest.raises(ValueError, match="no room for 68 bytes: 64 are left"):
         arena.take((17,), torch.float32)
     assert fresh(0).nbytes == 0

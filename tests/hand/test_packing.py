@@ -9,13 +9,13 @@ import gguf
 import pytest
 import torch
 
+from forebay.compute.native import NativeCompute
 from forebay.device.cpu import CpuDevice
-from forebay.kernels.compute import NativeCompute
 from forebay.kernels.packing import Packing
 from forebay.layers.params import ignore
-from forebay.runner.config import RunnerConfig
-from forebay.runner.kv_pool import page_bytes
 from forebay.runner.runner import ModelRunner
+from forebay.state.config import RunnerConfig
+from forebay.state.pages import page_bytes
 from forebay.weights.config import ModelConfig
 from forebay.weights.pooling import Pooling
 from tests.hand.support import FAMILIES, hf_config, reference_model, runner_of, wire_config

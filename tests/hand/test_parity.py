@@ -8,10 +8,11 @@ import pytest
 import torch
 
 from forebay.models import registry
-from forebay.runner.config import RunnerConfig
 from forebay.runner.runner import ModelRunner
+from forebay.state.config import RunnerConfig
 from forebay.weights.errors import ModelError
 from tests.hand.support import (
+    DEVICES,
     FAMILIES,
     MiniBrain,
     PlanBuilder,
@@ -42,11 +43,12 @@ def expected(family: str) -> list[list[int]]:
     return [greedy_reference(model_of(family), prompt, COUNT)[0] for prompt in prompts(10)]
 
 
+@DEVICES
 @pytest.mark.parametrize("family", FAMILIES)
-def test_greedy_tokens_and_logprobs_are_those_of_transformers(family: str) -> None:
+def test_greedy_tokens_and_logprobs_are_those_of_transformers(family: str, device: str, lookahead: int) -> None:
     model = model_of(family)
     requests = [Request(prompt, COUNT, Sampling(logprobs=5)) for prompt in prompts(4)]
-    MiniBrain(runner_of(model)).serve(requests)
+    MiniBrain(runner_of(model, device=device), lookahead=lookahead).serve(requests)
     for request in requests:
         tokens, logprobs = greedy_reference(model, request.prompt, COUNT)
         assert request.tokens == tokens
@@ -59,35 +61,39 @@ def test_greedy_tokens_and_logprobs_are_those_of_transformers(family: str) -> No
             assert values[0] == values[1]
 
 
+@DEVICES
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 @pytest.mark.parametrize("chunk", [1, 3, 16, 1000])
-def test_chunks_and_mixed_batches_do_not_change_tokens(family: str, chunk: int) -> None:
+def test_chunks_and_mixed_batches_do_not_change_tokens(family: str, chunk: int, device: str, lookahead: int) -> None:
     requests = [Request(prompt, COUNT, arrival=2 * i) for i, prompt in enumerate(prompts(10))]
-    MiniBrain(runner_of(model_of(family)), seed=chunk).serve(requests, chunk)
+    MiniBrain(runner_of(model_of(family), device=device), chunk, lookahead).serve(requests, chunk)
     assert [request.tokens for request in requests] == expected(family)
 
 
+@DEVICES
 @pytest.mark.parametrize("seed", range(3))
-def test_pages_and_slots_do_not_change_tokens(seed: int) -> None:
-    runner = runner_of(model_of("llama-llama3"), page_size=[1, 7, 16][seed], max_total_tokens=2000)
+def test_pages_and_slots_do_not_change_tokens(seed: int, device: str, lookahead: int) -> None:
+    runner = runner_of(model_of("llama-llama3"), page_size=[1, 7, 16][seed], max_total_tokens=2000, device=device)
     requests = [Request(prompt, COUNT) for prompt in prompts(10)]
-    MiniBrain(runner, seed).serve(requests, chunk=16)
+    MiniBrain(runner, seed, lookahead).serve(requests, chunk=16)
     assert [request.tokens for request in requests] == expected("llama-llama3")
 
 
-def test_replay_goes_on_where_it_stopped() -> None:
-    runner = runner_of(model_of("qwen2"))
+@DEVICES
+def test_replay_goes_on_where_it_stopped(device: str, lookahead: int) -> None:
+    runner = runner_of(model_of("qwen2"), device=device)
     for kept in (1, 5, COUNT - 1):
         requests = [
             Request(prompt, COUNT, replayed=tokens[:kept])
             for prompt, tokens in zip(prompts(10), expected("qwen2"), strict=True)
         ]
-        MiniBrain(runner, kept).serve(requests)
+        MiniBrain(runner, kept, lookahead).serve(requests)
         assert [request.tokens for request in requests] == expected("qwen2")
 
 
-def test_a_prefix_shared_by_pages_is_not_computed_again() -> None:
-    runner = runner_of(model_of("qwen3"))
+@pytest.mark.parametrize("device", ["cpu", "deferred"])
+def test_a_prefix_shared_by_pages_is_not_computed_again(device: str) -> None:
+    runner = runner_of(model_of("qwen3"), device=device)
     prefix = prompts(1, seed=11)[0][:8]
     assert len(prefix) == 8
     first = PlanBuilder(1)
@@ -106,9 +112,10 @@ def test_a_prefix_shared_by_pages_is_not_computed_again() -> None:
     assert tokens == [greedy_reference(model_of("qwen3"), prefix + tail, 1)[0][0] for tail in tails]
 
 
-def test_the_next_plan_reads_tokens_the_brain_has_not_seen() -> None:
-    """Two plans are encoded before the first result is looked at, as with a lookahead of one."""
-    runner = runner_of(model_of("llama"))
+@pytest.mark.parametrize("device", ["cpu", "deferred"])
+def test_the_next_plan_reads_tokens_the_brain_has_not_seen(device: str) -> None:
+    """Two plans are launched before the first result is looked at, as with a lookahead of one."""
+    runner = runner_of(model_of("llama"), device=device)
     prompt = prompts(1, seed=5)[0]
     first = PlanBuilder(1)
     first.slot(3, prompt)
@@ -116,23 +123,68 @@ def test_the_next_plan_reads_tokens_the_brain_has_not_seen() -> None:
     first.row(3, 0, len(prompt))
     second = PlanBuilder(2)
     second.row(3, len(prompt), 1)
-    plans = [first.build(), second.build()]
-    tokens = [int(runner.step(plan).tokens[0]) for plan in plans]
+    launched = [runner.launch(plan) for plan in (first.build(), second.build())]
+    tokens = [int(step.collect().tokens[0]) for step in launched]
     assert tokens == greedy_reference(model_of("llama"), prompt, 2)[0]
 
 
-def test_context_can_be_filled_to_the_last_position() -> None:
-    runner = runner_of(model_of("llama"), context_length=16, page_size=5)
+def invariant(count: int) -> list[Request]:
+    """Requests that want of the sampler whatever there is."""
+    sampling = [
+        Sampling(repetition_penalty=1.3, frequency_penalty=0.4, presence_penalty=0.3),
+        Sampling(temperature=1.1, top_k=7, seed=3, repetition_penalty=0.8),
+        Sampling(temperature=0.9, top_p=0.8, seed=4, frequency_penalty=0.7, logprobs=3),
+        Sampling(temperature=1.4, min_p=0.02, top_p=0.95, seed=5, bias=((3, 4.0), (9, -2.0))),
+        Sampling(stop_ids=(5, 60, 61), min_total=70, presence_penalty=-0.5, bias=((5, 9.0),)),
+        Sampling(logprobs=0),
+    ]
+    return [
+        Request(prompt, COUNT, sampling[number % len(sampling)], arrival=number)
+        for number, prompt in enumerate(prompts(count, seed=21))
+    ]
+
+
+@cache
+def one_by_one() -> list[list[int]]:
+    """What each request gets alone, its penalties counted anew for every token as after a preemption."""
+    runner = runner_of(model_of("llama"), max_total_tokens=8 * 96 * 40)
+    brain = MiniBrain(runner)
+    found = []
+    for request in invariant(14):
+        tokens: list[int] = []
+        for count in range(1, COUNT + 1):
+            again = Request(request.prompt, count, request.sampling, replayed=list(tokens))
+            brain.pages = list(range(runner.kv.page_count))
+            brain.serve([again])
+            tokens = again.tokens
+        found.append(tokens)
+    return found
+
+
+@DEVICES
+@pytest.mark.parametrize("chunk", [9, 1000])
+def test_sampling_depends_on_the_request_alone(chunk: int, device: str, lookahead: int) -> None:
+    """Whatever is counted as it goes, by slots that others had before."""
+    requests = invariant(14)
+    runner = runner_of(model_of("llama"), device=device, max_total_tokens=8 * 96 * 4)
+    MiniBrain(runner, chunk, lookahead).serve(requests, chunk)
+    assert [request.tokens for request in requests] == one_by_one()
+
+
+@pytest.mark.parametrize("device", ["cpu", "deferred"])
+def test_context_can_be_filled_to_the_last_position(device: str) -> None:
+    runner = runner_of(model_of("llama"), context_length=16, page_size=5, device=device)
     request = Request([3, 14, 15, 92, 65, 35, 89, 79, 32, 38], 7)
     MiniBrain(runner).serve([request])
     assert request.tokens == greedy_reference(model_of("llama"), request.prompt, 7)[0]
 
 
-def test_a_request_that_is_not_finite_leaves_its_neighbours_and_heirs_alone() -> None:
+@pytest.mark.parametrize("device", ["cpu", "deferred"])
+def test_a_request_that_is_not_finite_leaves_its_neighbours_and_heirs_alone(device: str) -> None:
     model = reference_model("llama-mha")
     with torch.no_grad():
         model.get_input_embeddings().weight[130] = torch.nan
-    runner = runner_of(model, max_total_tokens=32)
+    runner = runner_of(model, max_total_tokens=32, device=device)
     healthy, sick = [1, 2, 3, 4, 5, 6], [7, 130, 8]
     builder = PlanBuilder(1)
     for slot, tokens in enumerate([healthy, sick, [*healthy, 7, 8, 9]]):

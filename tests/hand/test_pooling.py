@@ -20,11 +20,13 @@ from transformers import (
 )
 
 from benchmarks.models import unpack_minilm
-from forebay.runner.config import RunnerConfig
+from forebay.protocol.frames import Float32s
+from forebay.protocol.plan import FLAG_POOL
+from forebay.protocol.result import ROW_NOT_FINITE
 from forebay.runner.runner import ModelRunner
-from forebay.runner.slots import PlanError
+from forebay.state.config import RunnerConfig
+from forebay.state.slots import PlanError
 from forebay.weights.pooling import Pooling, read_pooling
-from forebay.worker.wire import FLAG_POOL, ROW_NOT_FINITE, Float32s
 from tests.hand.support import TINY, PlanBuilder, hf_config, wire_config
 
 BERT: dict[str, Any] = {

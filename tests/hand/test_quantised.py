@@ -12,15 +12,16 @@ import pytest
 import torch
 from gguf.quants import quantize
 
+from forebay.compute.eager import TorchCompute
+from forebay.compute.native import NativeCompute
+from forebay.compute.rows import Launch, Rows
 from forebay.kernels import library as binding
-from forebay.kernels.compute import NativeCompute
-from forebay.runner.compute import Rows, TorchCompute
-from forebay.runner.config import RunnerConfig
 from forebay.runner.runner import ModelRunner
+from forebay.state.config import RunnerConfig
 from forebay.weights.gguf_config import hf_config as hf_config_of
 from forebay.weights.gguf_file import GgufFiles
 from forebay.weights.pooling import Pooling
-from tests.hand.support import FAMILIES, hf_config, reference_model, runner_of, wire_config
+from tests.hand.support import FAMILIES, HOST, hf_config, reference_model, runner_of, wire_config
 from tests.weights.support import smollm2, tiny_metadata, tiny_tensors, tiny_tokenizer, write_gguf
 
 Q = gguf.GGMLQuantizationType
@@ -35,9 +36,9 @@ WITHOUT_KERNELS = {"attn_q": Q.Q5_0, "attn_k": Q.Q4_0, "attn_v": Q.Q8_0, "ffn_do
 """The same, and most of them have no kernels of their own."""
 
 
-def rows(step: Step) -> Rows:
+def rows(step: Step) -> Launch:
     slot, start, length = np.array(step, np.int64).T
-    return Rows(slot, start, length, np.arange(len(step)))
+    return Launch.of(Rows(slot, start, length, np.arange(len(step))), HOST)
 
 
 def fill(runner: ModelRunner) -> ModelRunner:

@@ -8,10 +8,11 @@ import pytest
 import torch
 
 from forebay.device import open_device
-from forebay.runner.config import RunnerConfig
-from forebay.runner.kv_pool import page_bytes, page_count
+from forebay.layers.params import ignore
 from forebay.runner.runner import ModelRunner
-from forebay.runner.slots import PlanError
+from forebay.state.config import RunnerConfig
+from forebay.state.pages import page_bytes, page_count
+from forebay.state.slots import PlanError
 from forebay.weights.config import ModelConfig
 from tests.hand.support import FAMILIES, PlanBuilder, hf_config, wire_config
 
@@ -78,6 +79,7 @@ def test_a_plan_outside_the_tables(write: Callable[[PlanBuilder], None], message
 
 def test_a_page_nobody_wrote_is_an_error() -> None:
     tested = runner()
+    tested.load(ignore)
     tested.warm_up()
     builder = PlanBuilder()
     builder.row(0, 0, 1)

@@ -1,25 +1,31 @@
 """The sampler against a slow one that follows the protocol's text a row and a token at a time."""
 
 import math
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forebay.device import open_device
-from forebay.runner.config import RunnerConfig
-from forebay.runner.sampler import Sampled, Sampler, most_likely
-from forebay.runner.slots import SlotTables
-from forebay.runner.uniform import splitmix64, uniform
+from forebay.compute.sampler import SampledColumns, Sampler
+from forebay.compute.uniform import splitmix64, uniform
+from forebay.device import Device, open_device
+from forebay.layers.ops import TorchOps, most_likely, nucleus
+from forebay.protocol.frames import Float32s, Int32s
+from forebay.state.config import RunnerConfig
+from forebay.state.slots import SlotTables
+from forebay.state.staging import StepInputs
 from tests.hand.support import FAMILIES, PlanBuilder, Sampling, hf_config, wire_config
 
 VOCABULARY = 23
 MASK = (1 << 64) - 1
 GOLDEN = 0x9E3779B97F4A7C15
 DEVICE = open_device("cpu", 1)
+DEFERRED = open_device("deferred", 1)
 CONFIG = RunnerConfig.from_dict(wire_config(hf_config(FAMILIES["llama"][1], "LlamaForCausalLM"), slots=6))
 
 
@@ -66,15 +72,46 @@ def slow_sample(logits: list[float], tokens: list[int], prompt_len: int, s: Samp
     raise AssertionError("u is below 1")
 
 
-def sample(rows: list[tuple[list[int], int, Sampling]], logits: torch.Tensor) -> Sampled:
+@dataclass
+class Given:
+    """What sampling gave, on the host."""
+
+    tokens: Int32s
+    finite: npt.NDArray[np.bool_]
+    logprobs: tuple[Int32s, Int32s, Float32s] | None
+
+
+class Rig:
+    """Tables and a sampler on a device, as the runner has them."""
+
+    def __init__(self, vocabulary: int, device: Device = DEVICE) -> None:
+        self.device = device
+        self.tables = SlotTables(CONFIG, vocabulary, device)
+        self.sampler = Sampler(self.tables, vocabulary, TorchOps(), device)
+
+    def apply(self, builder: PlanBuilder) -> None:
+        plan = builder.build()
+        writes = self.tables.read(plan, np.zeros(0, np.uint8))
+        assert writes is not None
+        inputs = StepInputs(plan, self.device)
+        self.device.queue(lambda: self.tables.write(writes, inputs))
+
+    def sample(self, logits: torch.Tensor, slots: Sequence[int], positions: Sequence[int]) -> Given:
+        ask = self.sampler.ask(np.asarray(slots, np.int64), np.asarray(positions, np.int64))
+        columns = SampledColumns(ask, self.device)
+        self.device.queue(lambda: columns.fill(self.sampler.sample(logits, ask)))
+        self.device.event().wait()
+        return Given(columns.tokens, columns.finite, columns.logprobs())
+
+
+def sample(rows: list[tuple[list[int], int, Sampling]], logits: torch.Tensor, device: Device = DEVICE) -> Given:
     """Samples rows of (tokens so far, prompt length, parameters), each in a slot of its own."""
-    tables = SlotTables(CONFIG, DEVICE)
+    tested = Rig(logits.shape[1], device)
     builder = PlanBuilder()
     for slot, (tokens, prompt_len, sampling) in enumerate(rows):
         builder.slot(slot, tokens, sampling, prompt_len)
-    tables.apply(builder.build(), np.zeros(0, np.uint8))
-    positions = np.array([len(tokens) for tokens, _, _ in rows], np.int64)
-    return Sampler(tables, DEVICE).sample(logits, np.arange(len(rows)), positions)
+    tested.apply(builder)
+    return tested.sample(logits, range(len(rows)), [len(tokens) for tokens, _, _ in rows])
 
 
 TOKEN = st.integers(0, VOCABULARY - 1)
@@ -99,13 +136,16 @@ ROW = st.tuples(
 )
 
 
+@pytest.mark.parametrize("device", [DEVICE, DEFERRED], ids=["cpu", "deferred"])
 @settings(max_examples=300, deadline=None)
-@given(st.lists(ROW, min_size=1, max_size=6), st.data())
-def test_as_the_protocol_says(rows: list[tuple[list[int], Sampling, list[float]]], data: st.DataObject) -> None:
+@given(rows=st.lists(ROW, min_size=1, max_size=6), data=st.data())
+def test_as_the_protocol_says(
+    device: Device, rows: list[tuple[list[int], Sampling, list[float]]], data: st.DataObject
+) -> None:
     prompt_lens = [data.draw(st.integers(1, len(tokens))) for tokens, _, _ in rows]
     logits = torch.tensor([values for _, _, values in rows])
     inputs = [(tokens, prompt, sampling) for (tokens, sampling, _), prompt in zip(rows, prompt_lens, strict=True)]
-    sampled = sample(inputs, logits)
+    sampled = sample(inputs, logits, device)
     expected = [slow_sample(v, t, p, s) for (t, s, v), p in zip(rows, prompt_lens, strict=True)]
     assert sampled.tokens.tolist() == expected
     assert sampled.finite.all()
@@ -145,24 +185,24 @@ def test_a_row_is_sampled_alike_alone_and_in_any_batch() -> None:
 
 def test_draws_follow_the_distribution() -> None:
     logits = torch.tensor([1.0, 0.0, -1.0, 2.0, 0.5])
-    tables = SlotTables(CONFIG, DEVICE)
+    # Positions of a real slot end with its context: here there are as many as it takes.
+    tested = Rig(5, device=DEVICE)
     builder = PlanBuilder()
     builder.slot(0, [0], Sampling(temperature=1.0, seed=99))
-    tables.apply(builder.build(), np.zeros(0, np.uint8))
+    tested.apply(builder)
     count = 20_000
-    tokens = (
-        Sampler(tables, DEVICE).sample(logits.expand(count, -1), np.zeros(count, np.int64), np.arange(count)).tokens
-    )
-    shares = torch.bincount(tokens, minlength=5) / count
+    tested.tables.token_pool = torch.zeros(count, dtype=torch.int32)
+    tokens = tested.sample(logits.expand(count, -1), [0] * count, range(count)).tokens
+    shares = torch.bincount(torch.from_numpy(tokens), minlength=5) / count
     torch.testing.assert_close(shares, logits.softmax(0), atol=0.012, rtol=0)
 
 
 @pytest.mark.parametrize("spread", [0.0, 0.001, 4.0])
-def test_the_nucleus_is_exact_where_it_is_wider_than_the_first_candidates(spread: float) -> None:
+def test_the_nucleus_is_exact_however_wide_it_is(spread: float) -> None:
     scaled = torch.randn(3, 5000, generator=torch.Generator().manual_seed(2)) * spread
     scaled = scaled - scaled.amax(-1, keepdim=True)
-    top_k, top_p = torch.tensor([0, 3000, 700]), torch.tensor([0.95, 0.5, 1.0])
-    keep = most_likely(scaled, top_k, top_p)
+    top_k, top_p = torch.tensor([3000, 700]), torch.tensor([0.95, 0.5, 1.0])
+    keep = torch.cat((nucleus(scaled[:1], top_p[:1]), most_likely(scaled[1:], top_k, top_p[1:], 3000)))
     for row, (k, p) in enumerate(zip([5000, 3000, 700], [0.95, 0.5, 1.0], strict=True)):
         order = torch.argsort(scaled[row], descending=True, stable=True)[:k]
         weights = scaled[row][order].double().exp()
@@ -208,7 +248,7 @@ def test_logprobs_are_of_the_unmodified_distribution() -> None:
     ]
     sampled = sample(rows, logits)
     assert sampled.logprobs is not None
-    counts, ids, values = sampled.logprobs.columns(DEVICE)
+    counts, ids, values = sampled.logprobs
     assert counts.tolist() == [1, 0, 4, 1 + VOCABULARY]
     expected = logits.log_softmax(-1)
     assert ids[:2].tolist() == [4, 4]
@@ -219,27 +259,27 @@ def test_logprobs_are_of_the_unmodified_distribution() -> None:
 
 
 def test_a_slot_forgets_its_last_request() -> None:
-    tables = SlotTables(CONFIG, DEVICE)
+    tested = Rig(VOCABULARY)
     busy = Sampling(stop_ids=(3,), min_total=50, bias=((7, 5.0),), repetition_penalty=9.0, logprobs=2, temperature=1.0)
     for sampling in (busy, Sampling()):
         builder = PlanBuilder()
         builder.slot(0, [3, 7], sampling)
-        tables.apply(builder.build(), np.zeros(0, np.uint8))
+        tested.apply(builder)
     logits = torch.zeros(1, VOCABULARY)
     logits[0, 3] = 1
-    sampled = Sampler(tables, DEVICE).sample(logits, np.array([0]), np.array([2]))
+    sampled = tested.sample(logits, [0], [2])
     assert sampled.tokens.tolist() == [3]
     assert sampled.logprobs is None
 
 
 def test_the_placeholders_of_an_embedded_prompt_were_not_seen() -> None:
-    tables = SlotTables(CONFIG, DEVICE)
+    tested = Rig(VOCABULARY)
     builder = PlanBuilder()
     penalty = Sampling(repetition_penalty=4.0)
     for slot, embeds_offset in enumerate([-1, 0]):
         builder.slot(slot, [0, 0, 0, 5], penalty, prompt_len=3, embeds_offset=embeds_offset)
-    tables.apply(builder.build(), np.zeros(0, np.uint8))
+    tested.apply(builder)
     logits = torch.zeros(2, VOCABULARY)
     logits[:, :6] = torch.tensor([2.0, 1.0, 0.0, 0.0, 0.0, 3.0])
-    sampled = Sampler(tables, DEVICE).sample(logits, np.array([0, 1]), np.array([4, 4]))
-    assert sampled.tokens.tolist() == [1, 0], "the generated 5 is penalised in both, the prompt's 0 in the first"
+    tokens = tested.sample(logits, [0, 1], [4, 4]).tokens.tolist()
+    assert tokens == [1, 0], "the generated 5 is penalised in both, the prompt's 0 in the first"

@@ -12,8 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from forebay.worker import wire
-from forebay.worker.wire import Connection, Frame, Header, Kind, Plan, StepResult, WireError
+from forebay.protocol import frames
+from forebay.protocol.connection import RING, Connection, Ring
+from forebay.protocol.frames import Frame, Header, Kind, WireError
+from forebay.protocol.plan import Plan
+from forebay.protocol.result import StepResult
 from tests.hand.support import PlanBuilder, Sampling
 from tests.wire.write_fixtures import FOLDER, columns, descriptions, encode
 
@@ -21,7 +24,7 @@ FIXTURES = {fixture["name"]: fixture for fixture in descriptions()}
 
 
 def frame_of(data: bytes) -> Frame:
-    return Frame.decode(Header.decode(data[: wire.HEADER_BYTES]), bytearray(data[wire.HEADER_BYTES :]))
+    return Frame.decode(Header.decode(data[: frames.HEADER_BYTES]), bytearray(data[frames.HEADER_BYTES :]))
 
 
 @pytest.mark.parametrize("fixture", FIXTURES.values(), ids=FIXTURES)
@@ -44,7 +47,7 @@ def test_golden_bytes_are_read_as_described(fixture: dict[str, Any]) -> None:
         assert record.encode() == data
     elif fixture["json"]:
         assert frame.json() == json.loads(fixture["json"])
-        assert wire.encode_json(frame.kind, frame.json()) == data
+        assert frames.encode_json(frame.kind, frame.json()) == data
     else:
         assert frame.columns == []
 
@@ -98,15 +101,15 @@ def test_a_plan_whose_columns_disagree_is_refused(plan: Plan, data: st.DataObjec
 
 
 @given(hnp.arrays(np.int32, st.integers(0, 5)), st.data())
-def test_any_frame_there_and_back(first: wire.Int32s, data: st.DataObject) -> None:
+def test_any_frame_there_and_back(first: frames.Int32s, data: st.DataObject) -> None:
     parts = [first, *data.draw(st.lists(hnp.arrays(np.int32, st.integers(0, 5)), max_size=9))]
-    frame = frame_of(wire.encode(Kind.PLAN, 3, parts))
+    frame = frame_of(frames.encode(Kind.PLAN, 3, parts))
     assert [column.tolist() for column in frame.columns] == [part.tolist() for part in parts]
 
 
 @given(st.dictionaries(st.text(), st.one_of(st.text(), st.integers(), st.none(), st.lists(st.booleans()))))
 def test_any_object_there_and_back(value: dict[str, Any]) -> None:
-    data = wire.encode_json(Kind.HELLO, value)
+    data = frames.encode_json(Kind.HELLO, value)
     assert len(data) % 4 == 0
     assert frame_of(data).json() == value
 
@@ -123,7 +126,7 @@ def patched(data: bytes, at: int, form: str, value: int | bytes) -> bytes:
         (0, "4s", b"FBAX", "magic"),
         (4, "<H", 1, "protocol version 1, but this hand speaks 3"),
         (6, "<H", 99, "kind 99"),
-        (20, "<I", wire.MAX_WORDS + 1, "over the limit"),
+        (20, "<I", frames.MAX_WORDS + 1, "over the limit"),
         (16, "<I", 1000, "more columns than words"),
         (24, "<I", 5, "column lengths"),
         (24, "<I", 2**32 - 1, "column lengths"),
@@ -163,17 +166,17 @@ def test_the_wrong_frame_is_refused() -> None:
     with pytest.raises(WireError, match="number of columns"):
         plan.json()
     with pytest.raises(WireError, match="number of columns"):
-        Plan.decode(frame_of(wire.encode(Kind.PLAN, 0, [])))
+        Plan.decode(frame_of(frames.encode(Kind.PLAN, 0, [])))
     with pytest.raises(WireError, match="JSON"):
-        frame_of(wire.encode_text(Kind.CONFIG, "{")).json()
+        frame_of(frames.encode_text(Kind.CONFIG, "{")).json()
     with pytest.raises(WireError, match="not an object"):
-        frame_of(wire.encode_text(Kind.CONFIG, "[]")).json()
+        frame_of(frames.encode_text(Kind.CONFIG, "[]")).json()
 
 
 def test_a_connection_reads_frames_of_all_sizes_whatever_the_pieces() -> None:
     ours, theirs = socket.socketpair()
     sizes = [0, 3, 100_000, 5, 300_000, 0]
-    data = b"".join(wire.encode(Kind.PLAN, size, [np.arange(size, dtype=np.int32)]) for size in sizes)
+    data = b"".join(frames.encode(Kind.PLAN, size, [np.arange(size, dtype=np.int32)]) for size in sizes)
 
     def write() -> None:
         with theirs:
@@ -191,6 +194,38 @@ def test_a_connection_reads_frames_of_all_sizes_whatever_the_pieces() -> None:
             np.testing.assert_array_equal(frame.columns[0], np.arange(size))
         assert connection.recv() is None
     writer.join()
+
+
+def test_a_ring_has_each_buffer_once_and_again_when_it_was_released() -> None:
+    made: list[int] = []
+
+    def allocate(size: int) -> Any:
+        made.append(size)
+        return np.zeros(size, np.uint8)
+
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        connection = Connection(ours)
+        connection.receive_into(Ring(allocate))
+        frames_: list[Frame] = []
+        for number in range(RING):
+            theirs.sendall(frames.encode(Kind.PLAN, number, [np.full(3 + 9000 * number, number, np.int32)]))
+            frame = connection.recv()
+            assert frame is not None
+            frames_.append(frame)
+        for number, frame in enumerate(frames_):
+            assert (frame.columns[0] == number).all()
+        for number in range(100, 100 + 3 * RING):
+            frames_[0].release()
+            theirs.sendall(frames.encode(Kind.PLAN, number, [np.full(2, number, np.int32)]))
+            frame = connection.recv()
+            assert frame is not None
+            frames_ = [*frames_[1:], frame]
+        assert [frame.columns[0].tolist() for frame in frames_] == [[n, n] for n in range(108, 112)]
+        assert len(made) <= 2 * RING
+        theirs.sendall(frames.encode(Kind.PLAN, 0, []))
+        with pytest.raises(WireError, match="more than 4 frames in flight"):
+            connection.recv()
 
 
 @pytest.mark.parametrize("kept", [10, 30])

@@ -12,6 +12,20 @@ import pytest
 from tests.structure.repository import files, inside, read
 
 SOURCE = "python"
+# What the modules of each package may import, besides those of their own.
+ALLOWED: dict[str, set[str]] = {
+    "protocol": set(),
+    "device": set(),
+    "attention": set(),
+    "weights": {"device"},
+    "layers": {"attention", "weights"},
+    "models": {"attention", "layers", "weights"},
+    "kernels": {"layers"},
+    "state": {"attention", "device", "protocol", "weights"},
+    "compute": {"attention", "device", "kernels", "layers", "models", "protocol", "state", "weights"},
+    "runner": {"compute", "device", "layers", "models", "protocol", "state", "weights"},
+    "worker": {"protocol", "runner", "state"},
+}
 # No module of the first may reach, through any number of imports, a module of the second.
 FORBIDDEN = [
     ("forebay.models", "forebay.worker"),
@@ -22,6 +36,8 @@ FORBIDDEN = [
     ("forebay.weights", "forebay.models"),
     ("forebay.weights", "forebay.runner"),
     ("forebay.weights", "forebay.worker"),
+    ("forebay.compute", "forebay.runner"),
+    ("forebay.runner", "forebay.worker"),
 ]
 
 
@@ -81,6 +97,59 @@ def chain(edges: dict[str, set[str]], source: str, target: str) -> list[str]:
             seen.add(following)
             queue.append([*path, following])
     return []
+
+
+def package_of(module: str) -> str:
+    """The folder of a module below `forebay`; empty for one that is in none."""
+    _, _, rest = module.partition(".")
+    return rest.split(".")[0] if "." in rest or rest in ALLOWED else ""
+
+
+def circle(edges: Mapping[str, set[str]]) -> list[str]:
+    """A circle of imports that begins and ends with the same node; empty when there is none."""
+    done: set[str] = set()
+
+    def walk(path: list[str]) -> list[str]:
+        for following in sorted(edges.get(path[-1], set())):
+            if following in path:
+                return [*path[path.index(following) :], following]
+            if following not in done and (found := walk([*path, following])):
+                return found
+        done.add(path[-1])
+        return []
+
+    return next((found for start in sorted(edges) if start not in done and (found := walk([start]))), [])
+
+
+def test_every_package_has_its_rule() -> None:
+    packages = {package_of(module) for module in graph()} - {""}
+    assert packages == set(ALLOWED)
+
+
+@pytest.mark.parametrize("package", ALLOWED)
+def test_a_package_imports_what_is_below_it(package: str) -> None:
+    found = [
+        f"{module} imports {target}"
+        for module, targets in graph().items()
+        if package_of(module) == package
+        for target in sorted(targets)
+        if package_of(target) not in {"", package, *ALLOWED[package]}
+    ]
+    assert not found
+
+
+def test_packages_have_floors() -> None:
+    assert not circle(ALLOWED)
+
+
+def test_no_module_imports_itself_by_others() -> None:
+    found = circle(graph())
+    assert not found, " imports ".join(found)
+
+
+def test_a_circle_is_found() -> None:
+    assert circle({"a": {"b"}, "b": {"c"}, "c": {"d", "b"}, "d": set()}) == ["b", "c", "b"]
+    assert not circle({"a": {"b", "c"}, "b": {"c"}, "c": set()})
 
 
 @pytest.mark.parametrize(("source", "target"), FORBIDDEN)

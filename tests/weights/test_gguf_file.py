@@ -1,5 +1,10 @@
 """The header reader against the gguf package's, and against damage."""
 
+import hashlib
+import os
+import stat
+import struct
+import tracemalloc
 from pathlib import Path
 
 import gguf
@@ -8,6 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from forebay.weights.describe import describe_path
 from forebay.weights.errors import ModelError, UnsupportedModelError
 from forebay.weights.gguf_file import GgufFile, GgufFiles
 from tests.weights.support import F32, tiny_gguf, write_gguf
@@ -95,3 +101,121 @@ def test_parts_are_one_model(tmp_path: Path) -> None:
     assert list(files.tensors) == ["a", "b"]
     with pytest.raises(ModelError, match="1 of 2 tensors"):
         GgufFiles.open(paths[:1])
+
+
+def header(*fields: bytes, tensors: int = 0, count: int | None = None) -> bytes:
+    """A file of nothing but a header with these fields, each a name and a value as they are stored."""
+    number = len(fields) if count is None else count
+    return b"GGUF" + struct.pack("<IQQ", 3, tensors, number) + b"".join(fields) + bytes(64)
+
+
+def field(name: bytes, kind: int, value: bytes) -> bytes:
+    return struct.pack("<Q", len(name)) + name + struct.pack("<I", kind) + value
+
+
+def array(kind: int, count: int, items: bytes = b"") -> bytes:
+    return struct.pack("<IQ", kind, count) + items
+
+
+def nested(depth: int) -> bytes:
+    return array(9, 1) * depth + array(4, 0)
+
+
+HUGE = 1 << 60
+BAD = {
+    "alignment 0": header(field(b"general.alignment", 4, struct.pack("<I", 0))),
+    "alignment of another kind": header(field(b"general.alignment", 8, struct.pack("<Q", 1) + b"x")),
+    "alignment that is a list": header(field(b"general.alignment", 9, array(4, 1, struct.pack("<I", 32)))),
+    "alignment that is no number": header(field(b"general.alignment", 6, struct.pack("<f", float("nan")))),
+    "alignment that is huge": header(field(b"general.alignment", 10, struct.pack("<Q", HUGE))),
+    "nested arrays": header(field(b"a", 9, nested(100_000))),
+    "many scalars": header(field(b"a", 9, array(0, HUGE))),
+    "many strings": header(field(b"a", 9, array(8, HUGE))),
+    "many arrays": header(field(b"a", 9, array(9, HUGE))),
+    "a long string": header(field(b"a", 8, struct.pack("<Q", HUGE))),
+    "a long name": header(struct.pack("<Q", HUGE)),
+    "many fields": header(count=HUGE),
+    "many tensors": header(tensors=HUGE),
+    "an unknown kind": header(field(b"a", 77, b"")),
+    "an array of an unknown kind": header(field(b"a", 9, array(77, 5))),
+    "a tensor that overflows": header(
+        struct.pack("<Q", 1) + b"t" + struct.pack("<IQQQIQ", 3, 1 << 32, 1 << 32, 1 << 32, 0, 0), tensors=1, count=0
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_what_no_header_says_is_one_line_and_takes_no_memory(name: str, tmp_path: Path) -> None:
+    path = tmp_path / "bad.gguf"
+    path.write_bytes(BAD[name])
+    tracemalloc.start()
+    try:
+        with pytest.raises(ModelError) as caught:
+            GgufFile(path)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert "\n" not in str(caught.value)
+    assert peak < 8 << 20
+
+
+def test_a_header_is_not_as_large_as_a_file_of_weights(tmp_path: Path) -> None:
+    """An array that reaches over all tensors would be a list of billions."""
+    path = tmp_path / "large.gguf"
+    path.write_bytes(header(field(b"a", 9, array(0, 1 << 30))))
+    # Takes no room on the disk.
+    os.truncate(path, 2 << 30)
+    tracemalloc.start()
+    try:
+        with pytest.raises(ModelError, match="more than"):
+            GgufFile(path)
+        assert tracemalloc.get_traced_memory()[1] < 8 << 20
+    finally:
+        tracemalloc.stop()
+
+
+@settings(deadline=None, max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_a_mutated_header_is_described_or_refused(whole: bytes, tmp_path: Path, data: st.DataObject) -> None:
+    """Whatever the bytes are, there is a description or one line, and memory in proportion."""
+    mutated = bytearray(whole)
+    for _ in range(data.draw(st.integers(1, 4))):
+        # What a number is depends on where it is: sizes, kinds and counts are among these.
+        place = data.draw(st.integers(0, 3000))
+        value = data.draw(st.sampled_from([0, 1, 7, 8, 9, 255, 1 << 31, HUGE, (1 << 64) - 1]))
+        width = data.draw(st.sampled_from([1, 4, 8]))
+        mutated[place : place + width] = (value & ((1 << 8 * width) - 1)).to_bytes(width, "little")
+    folder = tmp_path / hashlib.blake2b(mutated, digest_size=8).hexdigest()
+    folder.mkdir(exist_ok=True)
+    path = folder / "mutated.gguf"
+    path.write_bytes(mutated)
+    tracemalloc.start()
+    try:
+        describe_path(path, folder / "cache")
+    except ModelError as error:
+        assert "\n" not in str(error)
+    finally:
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+    assert peak < 64 << 20
+
+
+def test_a_rebuilt_tokenizer_is_on_the_disk_before_it_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events: list[str] = []
+    sync, replace = os.fsync, os.replace
+
+    def synced(descriptor: int) -> None:
+        is_folder = stat.S_ISDIR(os.fstat(descriptor).st_mode)
+        events.append("folder" if is_folder else "data")
+        sync(descriptor)
+
+    def replaced(source: str, target: Path) -> None:
+        events.append(Path(target).name)
+        replace(source, target)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(os, "replace", replaced)
+    describe_path(tiny_gguf(tmp_path / "x.gguf"), tmp_path / "cache")
+    assert events == ["data", "tokenizer.json", "folder", "data", "facts.json", "folder"]

@@ -138,6 +138,45 @@ def test_a_damaged_file_is_not_used_and_gets_replaced(
     assert capfd.readouterr().err == ""
 
 
+@pytest.mark.parametrize("place", [0, 137, 399, 400, 801, 1199])
+@pytest.mark.parametrize("bits", [1, 255])
+def test_wrong_data_is_not_used_and_removed(
+    place: int, bits: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(packed, "_CHUNK", 128)
+    path = write(tmp_path, "key", some())
+    data = bytearray(path.read_bytes())
+    data[-1200 + place] ^= bits
+    path.write_bytes(data)
+    file = PackedFile(tmp_path, "key", LIMIT)
+    # Its header is whole.
+    assert file.notes is not None
+    assert file.read({}, ignore) is None
+    (line,) = capfd.readouterr().err.splitlines()
+    assert f"weight {place // 400} is not what was written" in line
+    assert not path.exists()
+    assert file.notes is None
+    write(tmp_path, "key", some())
+    assert read(tmp_path, "key") is not None
+
+
+def test_a_file_that_is_distrusted_goes(tmp_path: Path) -> None:
+    path = write(tmp_path, "key", some())
+    file = PackedFile(tmp_path, "key", LIMIT)
+    file.remove()
+    assert file.notes is None
+    assert file.read({}, ignore) is None
+    assert not path.exists()
+    file.remove()
+
+
+def test_the_folder_is_for_its_owner_only(tmp_path: Path) -> None:
+    folder = tmp_path / "cache" / "packed"
+    write(folder, "key", some())
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert folder.parent.stat().st_mode & 0o077
+
+
 @pytest.mark.parametrize("damage", [cut, Path.unlink])
 def test_a_file_that_goes_away_while_it_is_read(
     damage: Callable[[Path], None], tmp_path: Path, capfd: pytest.CaptureFixture[str]

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from forebay.worker import wire
+from forebay.protocol import frames
 
 FOLDER = Path(__file__).parent
 FLOAT_COLUMNS = ("slot_floats", "bias_values", "logprob_values", "pooled")
@@ -30,10 +30,10 @@ def columns(fixture: dict[str, Any]) -> dict[str, Any]:
 
 def encode(fixture: dict[str, Any]) -> bytes:
     """The frame that a description means."""
-    kind = wire.Kind[fixture["kind"].upper()]
+    kind = frames.Kind[fixture["kind"].upper()]
     if "json" in fixture:
-        return wire.encode_text(kind, fixture["json"])
-    return wire.encode(kind, fixture["step"], list(columns(fixture).values()))
+        return frames.encode_text(kind, fixture["json"])
+    return frames.encode(kind, fixture["step"], list(columns(fixture).values()))
 
 
 if __name__ == "__main__":

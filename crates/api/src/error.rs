@@ -84,6 +84,17 @@ pub enum ApiError {
     /// No API key, or the wrong one.
     #[error("Incorrect API key provided; send it as `Authorization: Bearer KEY`.")]
     Unauthorized,
+    /// Not for this client: another host or page.
+    #[error("{reason}")]
+    Forbidden {
+        /// One line, which names the flag.
+        reason: String,
+        /// A machine-readable code.
+        code: &'static str,
+    },
+    /// A browser sent it as no page may.
+    #[error("a request from a browser needs `Content-Type: application/json`")]
+    UnsupportedMediaType,
     /// No such route.
     #[error("Unknown request URL: {method} {path}. /openapi.json lists the routes.")]
     UnknownRoute {
@@ -131,6 +142,15 @@ pub enum ApiError {
         /// What there is, when nobody else is there.
         limit: usize,
     },
+    /// More of an answer waits for its client than the server keeps.
+    #[error(
+        "more than {limit} bytes of the answer wait to be read: read faster, ask for less, or have it streamed \
+         (--max-unread-bytes allows more)"
+    )]
+    AnswerTooLarge {
+        /// The limit in bytes.
+        limit: usize,
+    },
     /// The body did not arrive in time.
     #[error("the request body did not arrive within {seconds} seconds")]
     BodyTimeout {
@@ -142,6 +162,22 @@ pub enum ApiError {
     Overloaded {
         /// Which queue.
         reason: String,
+    },
+    /// The waiting queue is full, or this client's part of it.
+    #[error("the server is overloaded, try again later: {reason}")]
+    QueueFull {
+        /// One line.
+        reason: String,
+        /// Seconds until there may be room.
+        retry_after: u32,
+    },
+    /// The request waited too long for its turn.
+    #[error("{reason}")]
+    QueueTimeout {
+        /// One line.
+        reason: String,
+        /// Seconds until the queue may be shorter.
+        retry_after: u32,
     },
     /// Shutting down.
     #[error("the server is shutting down and takes no new requests")]
@@ -208,21 +244,30 @@ impl ApiError {
             | Self::InputTooLong { .. }
             | Self::CacheInUse => 400,
             Self::Unauthorized => 401,
+            Self::Forbidden { .. } => 403,
             Self::UnknownModel { .. } | Self::UnknownRoute { .. } => 404,
             Self::MethodNotAllowed { .. } => 405,
             Self::BodyTimeout { .. } => 408,
             Self::BodyTooLarge { .. }
             | Self::RequestTooLarge { .. }
-            | Self::PayloadTooLarge { .. } => 413,
-            Self::Overloaded { .. } => 429,
+            | Self::PayloadTooLarge { .. }
+            | Self::AnswerTooLarge { .. } => 413,
+            Self::UnsupportedMediaType => 415,
+            Self::Overloaded { .. } | Self::QueueFull { .. } => 429,
             Self::Internal { .. } => 500,
-            Self::Draining | Self::Unavailable { .. } | Self::Aborted => 503,
+            Self::Draining
+            | Self::Unavailable { .. }
+            | Self::QueueTimeout { .. }
+            | Self::Aborted => 503,
         }
     }
 
     /// Seconds after which a client may try again, for the `Retry-After` header.
     pub fn retry_after(&self) -> Option<u32> {
         match self {
+            Self::QueueFull { retry_after, .. } | Self::QueueTimeout { retry_after, .. } => {
+                Some(*retry_after)
+            }
             Self::Overloaded { .. } | Self::Draining | Self::Unavailable { .. } => Some(1),
             _ => None,
         }
@@ -232,6 +277,7 @@ impl ApiError {
     fn kind(&self) -> &'static str {
         match self.status() {
             401 => "authentication_error",
+            403 => "permission_error",
             404 => "not_found_error",
             429 => "rate_limit_error",
             500 => "server_error",
@@ -265,13 +311,17 @@ impl ApiError {
             }
             Self::UnknownModel { .. } => Some("model_not_found"),
             Self::Unauthorized => Some("invalid_api_key"),
+            Self::Forbidden { code, .. } => Some(code),
+            Self::UnsupportedMediaType => Some("unsupported_media_type"),
             Self::UnknownRoute { .. } => Some("unknown_url"),
             Self::MethodNotAllowed { .. } => Some("method_not_allowed"),
             Self::BodyTooLarge { .. } => Some("body_too_large"),
             Self::RequestTooLarge { .. } => Some("request_too_large"),
             Self::PayloadTooLarge { .. } => Some("payload_too_large"),
+            Self::AnswerTooLarge { .. } => Some("answer_too_large"),
             Self::BodyTimeout { .. } => Some("body_timeout"),
-            Self::Overloaded { .. } => Some("queue_full"),
+            Self::Overloaded { .. } | Self::QueueFull { .. } => Some("queue_full"),
+            Self::QueueTimeout { .. } => Some("queue_timeout"),
             Self::Draining => Some("draining"),
             Self::Unavailable { code, .. } => Some(code),
             Self::Aborted => Some("aborted"),

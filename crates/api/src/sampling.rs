@@ -81,7 +81,7 @@ impl Generation {
     /// Tokens to generate after a prompt of `prompt` tokens that came in `param`.
     ///
     /// # Errors
-    /// The prompt is empty, or it does not fit the context together with what is to be generated.
+    /// The prompt is empty, or it does not fit the context together with what is to be generated, or with the least of it.
     pub fn room(
         &self,
         prompt: usize,
@@ -95,13 +95,20 @@ impl Generation {
         let error = |max_tokens| ApiError::ContextLength { param, limit, prompt, max_tokens };
         let used = u32::try_from(prompt).unwrap_or(u32::MAX);
         let room = limit.saturating_sub(used);
-        match self.max_tokens {
-            MaxTokens::Exactly(wanted) if wanted > room => Err(error(Some(wanted))),
-            _ if room == 0 => Err(error(None)),
-            MaxTokens::Exactly(wanted) => Ok(wanted),
-            MaxTokens::AtMost(wanted) => Ok(wanted.min(room)),
-            MaxTokens::Rest => Ok(room),
+        let tokens = match self.max_tokens {
+            MaxTokens::Exactly(wanted) if wanted > room => return Err(error(Some(wanted))),
+            _ if room == 0 => return Err(error(None)),
+            MaxTokens::Exactly(wanted) => wanted,
+            MaxTokens::AtMost(wanted) => wanted.min(room),
+            MaxTokens::Rest => room,
+        };
+        let least = self.sampling.min_tokens;
+        if least > tokens {
+            let reason =
+                format!("{least} is more than the {tokens} tokens that are left to generate");
+            return Err(out_of_range("min_tokens", reason));
         }
+        Ok(tokens)
     }
 
     /// Sampling parameters of one choice, `seed` being the request's.
@@ -318,6 +325,17 @@ mod tests {
         assert!(check_logprobs("logprobs", 21).is_err());
         assert!(check_logprobs("logprobs", -1).is_err());
         assert_eq!(check_logprobs("logprobs", 20), Ok(20));
+    }
+
+    #[test]
+    fn the_least_has_to_fit_the_room_too() {
+        let generation = validate(Fields { min_tokens: Some(50), ..fields() }).unwrap();
+        let room = LIMITS.context_length as usize;
+        assert_eq!(generation.room(room - 50, LIMITS, "prompt"), Ok(50));
+        match generation.room(room - 49, LIMITS, "prompt") {
+            Err(ApiError::Invalid { param, .. }) => assert_eq!(param, "min_tokens"),
+            other => panic!("{other:?}"),
+        }
     }
 
     #[test]

@@ -1,19 +1,21 @@
 //! The engine as other threads see it.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 
 use crossbeam_channel::Sender;
+use forebay_scheduler::{MAX_REQUEST_WORDS, request_words};
 use parking_lot::Mutex;
 
 use crate::clock::Clock;
 use crate::executor::Wake;
-use crate::types::{EngineRequest, Facts, Orphan, RequestId, Stats, Status, SubmitError};
+use crate::types::{Arrival, EngineRequest, Facts, Orphan, RequestId, Stats, Status, SubmitError};
+use crate::waiting::{Place, Waiting};
 
 /// An order to the engine thread. One lane for all keeps an abort behind its submit; submits are bounded by [`Shared::queued`], the
 /// rest must not be.
 pub(crate) enum Order {
-    Submit { request: Box<EngineRequest>, at_us: u64 },
+    Submit { request: Box<EngineRequest>, arrival: Arrival },
     Adopt(Box<Orphan>),
     HandOver,
     Abort(RequestId),
@@ -27,8 +29,12 @@ pub(crate) struct Shared {
     pub(crate) clock: Arc<dyn Clock>,
     pub(crate) waker: Arc<dyn Wake>,
     /// Requests submitted and never yet admitted.
-    pub(crate) queued: Arc<AtomicUsize>,
+    pub(crate) queued: Arc<Waiting>,
     pub(crate) max_queued: usize,
+    pub(crate) page_size: u32,
+    pub(crate) fair: bool,
+    /// Positions that a request may use here; 0 until the hand was ready.
+    pub(crate) room: AtomicU32,
     pub(crate) draining: AtomicBool,
     pub(crate) status: Mutex<Status>,
     pub(crate) stats: Mutex<Stats>,
@@ -46,7 +52,7 @@ impl EngineHandle {
     /// Gives a request to the engine. Exactly one output with `finish` will follow.
     ///
     /// # Errors
-    /// The queue is full, the server drains, or the hand is gone for good.
+    /// It is too large, the queue is full, the server drains, or the hand is gone for good.
     pub fn submit(&self, request: EngineRequest) -> Result<(), SubmitError> {
         let shared = &self.shared;
         if shared.draining.load(Ordering::Acquire) {
@@ -59,17 +65,18 @@ impl EngineHandle {
             }
             Status::Ready | Status::Recovering(_) | Status::Draining => {}
         }
-        let limit = shared.max_queued;
-        let take = |queued| (queued < limit).then_some(queued + 1);
-        shared
-            .queued
-            .fetch_update(Ordering::AcqRel, Ordering::Acquire, take)
-            .map_err(|_| SubmitError::QueueFull { limit })?;
-        if self
-            .orders
-            .send(Order::Submit { request: Box::new(request), at_us: shared.clock.now_us() })
-            .is_err()
-        {
+        check_words(&request, shared.page_size)?;
+        let place = Place {
+            client: if shared.fair { request.client } else { 0 },
+            tokens: positions(&request),
+            probe: request.probe,
+        };
+        let (limit, at_us) = (shared.max_queued, shared.clock.now_us());
+        let full = |retry_after| SubmitError::QueueFull { limit, retry_after };
+        shared.queued.enter(place, limit, at_us).map_err(full)?;
+        let arrival = Arrival { at_us, place };
+        if self.orders.send(Order::Submit { request: Box::new(request), arrival }).is_err() {
+            shared.queued.left(place, at_us);
             return Err(SubmitError::Unavailable("the engine thread has ended".into()));
         }
         shared.waker.wake();
@@ -136,6 +143,13 @@ impl EngineHandle {
         self.shared.facts.lock().clone()
     }
 
+    /// Whether a request fits into the pages of this replica's hand, as far as that is known.
+    #[must_use]
+    pub fn fits(&self, request: &EngineRequest) -> bool {
+        let room = self.shared.room.load(Ordering::Acquire);
+        room == 0 || positions(request) <= u64::from(room)
+    }
+
     /// Most requests that may wait.
     #[must_use]
     pub fn max_queued(&self) -> usize {
@@ -148,4 +162,21 @@ impl EngineHandle {
             self.shared.waker.wake();
         }
     }
+}
+
+/// Positions that a request may come to.
+pub(crate) fn positions(request: &EngineRequest) -> u64 {
+    request.prompt.len() as u64 + u64::from(request.max_tokens)
+}
+
+/// Refuses what no plan can carry.
+fn check_words(request: &EngineRequest, page_size: u32) -> Result<(), SubmitError> {
+    let suppressed = if request.sampling.min_tokens > 0 { request.stop_ids.len() } else { 0 };
+    let biases = request.sampling.logit_bias.len();
+    let words = request_words(positions(request), suppressed, biases, page_size);
+    if words <= MAX_REQUEST_WORDS {
+        return Ok(());
+    }
+    let param = if suppressed > 2 * biases { "stop_token_ids" } else { "logit_bias" };
+    Err(SubmitError::TooLarge { param, words, limit: MAX_REQUEST_WORDS })
 }

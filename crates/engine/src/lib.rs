@@ -24,6 +24,7 @@ mod payload;
 mod recovery;
 mod thread;
 mod types;
+mod waiting;
 
 pub use clock::{Clock, SystemClock};
 pub use executor::{Executor, HandFacts, Signal, Wake};
@@ -36,3 +37,4 @@ pub use types::{
     Admission, BlockObserver, EngineRequest, Facts, FinishReason, Orphan, Output, OutputSink,
     Peers, RequestError, RequestId, Route, SampledToken, Stats, Status, SubmitError,
 };
+pub use waiting::Waiting;

@@ -1,24 +1,25 @@
 //! The loop that owns a replica.
 
 mod handover;
+mod queue;
 
-use std::collections::HashMap;
+use std::collections::{BTreeSet, HashMap};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use crossbeam_channel::Receiver;
 use forebay_protocol::{StepPlan, StepResult};
-use forebay_scheduler::{Event, Finish, Past, Request, Scheduler, SchedulerConfig};
+use forebay_scheduler::{Event, Finish, Past, Request, STEP_WORDS, Scheduler, SchedulerConfig};
 use tracing::{error, info, warn};
 
 use crate::executor::{Executor, HandFacts, Signal};
-use crate::handle::{Order, Shared};
+use crate::handle::{Order, Shared, positions};
 use crate::payload::Held;
 use crate::recovery::{Recovery, Verdict};
 use crate::thread::EngineConfig;
 use crate::types::{
-    Admission, BlockObserver, EngineRequest, Facts, FinishReason, Output, OutputSink, Peers,
-    RequestError, RequestId, SampledToken, Stats, Status,
+    Admission, Arrival, BlockObserver, EngineRequest, Facts, FinishReason, Output, OutputSink,
+    Peers, RequestError, RequestId, SampledToken, Stats, Status,
 };
 
 /// Quiet time after which an idle engine checks its books.
@@ -41,11 +42,17 @@ pub(crate) struct Owner {
     up: bool,
     recovery: Recovery,
     restart_at: Option<u64>,
+    /// When the hand last showed life while it was starting.
+    loading_us: Option<u64>,
+    /// Neither this hand nor another one comes back.
+    over: bool,
     plan: StepPlan,
     events: Vec<Event>,
     outputs: Vec<Output>,
-    /// When each request came that was never admitted.
-    arrivals: HashMap<u64, u64>,
+    /// Requests that were never admitted.
+    arrivals: HashMap<u64, Arrival>,
+    /// When they have waited too long, and which; empty where they may wait as long as it takes.
+    deadlines: BTreeSet<(u64, u64)>,
     /// Admissions whose first token has not come yet.
     admissions: HashMap<u64, Admission>,
     /// What requests have in the arena.
@@ -83,10 +90,13 @@ impl Owner {
             up: false,
             recovery,
             restart_at: None,
+            loading_us: None,
+            over: false,
             plan: StepPlan::default(),
             events: Vec::new(),
             outputs: Vec::new(),
             arrivals: HashMap::new(),
+            deadlines: BTreeSet::new(),
             admissions: HashMap::new(),
             payloads: Held::default(),
             last_step: 0,
@@ -99,11 +109,15 @@ impl Owner {
     }
 
     pub(crate) fn run(mut self) {
-        self.executor.start();
+        self.start();
         while self.take_orders() {
             self.restart_if_due();
+            self.expire();
             self.feed();
             self.deliver();
+            if self.over {
+                break;
+            }
             match self.executor.wait(self.timeout()) {
                 Signal::Woken => {}
                 Signal::TimedOut => self.timed_out(),
@@ -114,8 +128,13 @@ impl Owner {
             }
         }
         self.executor.stop();
-        self.end_all(|| FinishReason::Abort);
+        self.end_all();
         self.deliver();
+    }
+
+    fn start(&mut self) {
+        self.loading_us = Some(self.shared.clock.now_us());
+        self.executor.start();
     }
 
     /// Takes every waiting order; false after [`Order::Stop`].
@@ -123,8 +142,8 @@ impl Owner {
         let mut entered = false;
         while let Ok(order) = self.lane.try_recv() {
             match order {
-                Order::Submit { request, at_us } => {
-                    self.arrivals.insert(request.id.0, at_us);
+                Order::Submit { request, arrival } => {
+                    self.arrived(request.id.0, arrival);
                     self.enter(*request, Past::default());
                     entered = true;
                 }
@@ -161,6 +180,13 @@ impl Owner {
             let finish = FinishReason::Error(RequestError::HandFailed(reason));
             return self.end(request.id.0, finish);
         };
+        let room = self.shared.room.load(Ordering::Acquire);
+        if positions(&request) > u64::from(room) {
+            // Another replica, with more memory, was ready when it was checked.
+            let reason = format!("of the replicas that are left, none has {room} positions");
+            let finish = FinishReason::Error(RequestError::HandFailed(reason));
+            return self.end(request.id.0, finish);
+        }
         let embeds = request.embeds.map(|embeds| {
             self.payloads.hold(request.id.0, embeds.payload);
             embeds.offset
@@ -175,6 +201,8 @@ impl Owner {
             stop_ids: request.stop_ids,
             sampling: request.sampling,
             priority: request.priority,
+            client: request.client,
+            probe: request.probe,
             cache_salt: 0,
             embeds,
             past,
@@ -231,9 +259,9 @@ impl Owner {
             match event {
                 Event::Admitted { id, cached_tokens, replayed } => {
                     self.stats.replayed += u64::from(replayed);
-                    if let Some(at) = self.arrivals.remove(&id) {
-                        self.shared.queued.fetch_sub(1, Ordering::AcqRel);
-                        let queue_us = now.saturating_sub(at);
+                    if let Some(Arrival { at_us, place }) = self.forget_arrival(id) {
+                        self.shared.queued.admitted(place, now);
+                        let queue_us = now.saturating_sub(at_us);
                         self.admissions.insert(id, Admission { cached_tokens, queue_us });
                     }
                 }
@@ -267,8 +295,8 @@ impl Owner {
 
     /// The terminal output of a request that the scheduler no longer knows.
     fn end(&mut self, id: u64, finish: FinishReason) {
-        if self.arrivals.remove(&id).is_some() {
-            self.shared.queued.fetch_sub(1, Ordering::AcqRel);
+        if let Some(Arrival { place, .. }) = self.forget_arrival(id) {
+            self.shared.queued.left(place, self.shared.clock.now_us());
         }
         self.admissions.remove(&id);
         let in_flight = self.scheduler.as_ref().is_some_and(|scheduler| scheduler.in_flight() > 0);
@@ -284,14 +312,19 @@ impl Owner {
         }
     }
 
-    fn end_all(&mut self, finish: impl Fn() -> FinishReason) {
+    /// Ends every request: because the hand does not come back, or because the engine stops.
+    fn end_all(&mut self) {
+        let finish = match &*self.shared.status.lock() {
+            Status::Failed(reason) => FinishReason::Error(RequestError::HandFailed(reason.clone())),
+            _ => FinishReason::Abort,
+        };
         let Some(scheduler) = self.scheduler.as_mut() else {
             return;
         };
         let ids: Vec<u64> = scheduler.live().collect();
         for id in ids {
             if self.scheduler.as_mut().is_some_and(|s| s.abort(id)) {
-                self.end(id, finish());
+                self.end(id, finish.clone());
             }
         }
     }
@@ -339,17 +372,35 @@ impl Owner {
 
     fn timeout(&self) -> Option<u64> {
         let now = self.shared.clock.now_us();
-        if let Some(at) = self.restart_at {
-            return Some(at.saturating_sub(now));
-        }
         let in_flight = self.scheduler.as_ref().is_some_and(|s| s.in_flight() > 0);
-        if in_flight {
-            return Some((self.progress_us + self.config.watchdog_us).saturating_sub(now));
-        }
-        (self.unchecked && self.up).then_some(IDLE_CHECK_US)
+        let hand = if self.restart_at.is_some() {
+            self.restart_at
+        } else if let Some(since) = self.loading_us {
+            let limit = self.config.load_timeout_us;
+            (limit > 0).then(|| since.saturating_add(limit))
+        } else if in_flight {
+            Some(self.progress_us.saturating_add(self.config.watchdog_us))
+        } else {
+            (self.unchecked && self.up).then_some(now.saturating_add(IDLE_CHECK_US))
+        };
+        let queue = self.deadlines.first().map(|&(at, _)| at);
+        let next = hand.into_iter().chain(queue).min()?;
+        Some(next.saturating_sub(now))
     }
 
     fn timed_out(&mut self) {
+        if let Some(since) = self.loading_us {
+            let limit = self.config.load_timeout_us;
+            let silent = self.shared.clock.now_us().saturating_sub(since);
+            if limit > 0 && silent >= limit {
+                self.executor.stop();
+                self.died(&format!(
+                    "no sign of life for {} s while it started",
+                    silent / 1_000_000
+                ));
+            }
+            return;
+        }
         let Some(scheduler) = &self.scheduler else {
             return;
         };
@@ -372,6 +423,7 @@ impl Owner {
     }
 
     fn loading(&mut self, stage: String) {
+        self.loading_us = Some(self.shared.clock.now_us());
         let mut status = self.shared.status.lock();
         *status = match &*status {
             Status::Recovering(_) => Status::Recovering(stage),
@@ -389,6 +441,7 @@ impl Owner {
             if context_length < self.config.context_length {
                 warn!(context_length, "the KV pool is smaller than the context length");
             }
+            self.shared.room.store(context_length, Ordering::Release);
             *self.shared.facts.lock() = Some(Facts {
                 context_length,
                 vocab_size: facts.vocab_size,
@@ -410,9 +463,13 @@ impl Owner {
                 prefix_cache: self.config.prefix_cache,
                 block_events: self.blocks.is_some(),
                 policy: self.config.policy,
+                fair: self.config.fair,
+                step_words: STEP_WORDS,
+                vector_size: facts.hidden_size,
             }));
         }
         self.recovery.ready(self.shared.clock.now_us());
+        self.loading_us = None;
         self.up = true;
         self.rested = true;
         // Whoever sees that it is ready may rely on its being in the set.
@@ -424,6 +481,8 @@ impl Owner {
 
     fn died(&mut self, reason: &str) {
         let was_up = std::mem::take(&mut self.up);
+        let computing = was_up && self.scheduler.as_ref().is_some_and(|s| s.in_flight() > 0);
+        self.loading_us = None;
         self.stats.hand_deaths += 1;
         self.payloads.hand_died();
         self.unchecked = true;
@@ -436,15 +495,17 @@ impl Owner {
         if let Some(peers) = &self.peers {
             peers.up(false);
         }
-        match self.recovery.died(self.shared.clock.now_us()) {
+        match self.recovery.died(self.shared.clock.now_us(), computing) {
             Verdict::RestartAt(at) => {
                 warn!("the hand died ({reason}); it is respawned and requests are replayed");
                 *self.shared.status.lock() = Status::Recovering(reason.to_owned());
                 self.restart_at = Some(at);
             }
-            Verdict::GiveUp => {
+            Verdict::GiveUp { again_at } => {
                 error!("the hand cannot start: {reason}");
                 *self.shared.status.lock() = Status::Failed(reason.to_owned());
+                self.over = self.peers.as_ref().is_none_or(|peers| !peers.others_live());
+                self.restart_at = (!self.over).then_some(again_at);
             }
         }
         self.give_away();
@@ -453,7 +514,17 @@ impl Owner {
     fn restart_if_due(&mut self) {
         if self.restart_at.is_some_and(|at| at <= self.shared.clock.now_us()) {
             self.restart_at = None;
-            self.executor.start();
+            {
+                let mut status = self.shared.status.lock();
+                if let Status::Failed(reason) = &*status {
+                    let again = format!("another try after: {reason}");
+                    *status = match self.scheduler {
+                        Some(_) => Status::Recovering(again),
+                        None => Status::Starting(again),
+                    };
+                }
+            }
+            self.start();
         }
     }
 }

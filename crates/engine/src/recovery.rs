@@ -5,16 +5,24 @@
 pub(crate) enum Verdict {
     /// Start again at this time.
     RestartAt(u64),
-    /// It will not come back.
-    GiveUp,
+    /// It will not come back by itself. Where others serve meanwhile, try once more at this time.
+    GiveUp {
+        /// When.
+        again_at: u64,
+    },
 }
 
 /// Counts failed starts. A hand that was ready once gets `limit` tries to come back; one that never was gets none, because what
 /// keeps it from starting (an unsupported model, too little memory) does not go away by itself.
+///
+/// A hand that dies while it computes did start: that is the doing of a request, which is suspected of it, and no failed start. However
+/// many such requests there are, each is given up after two deaths, and the hand never is.
 #[derive(Debug)]
 pub(crate) struct Recovery {
     limit: u32,
     failures: u32,
+    /// Times that it was given up since it worked.
+    given_up: u32,
     ready_since: Option<u64>,
     ever_ready: bool,
 }
@@ -22,10 +30,13 @@ pub(crate) struct Recovery {
 const FIRST_BACKOFF_US: u64 = 250_000;
 /// A hand that was ready this long did start, whatever killed it afterwards.
 const SETTLED_US: u64 = 5_000_000;
+/// From giving up to the next try, which doubles with each.
+const LONG_BACKOFF_US: u64 = 30_000_000;
+const LONGEST_BACKOFF_US: u64 = 300_000_000;
 
 impl Recovery {
     pub(crate) fn new(limit: u32) -> Self {
-        Self { limit, failures: 0, ready_since: None, ever_ready: false }
+        Self { limit, failures: 0, given_up: 0, ready_since: None, ever_ready: false }
     }
 
     /// The hand is ready.
@@ -36,17 +47,22 @@ impl Recovery {
 
     /// The hand answered a step.
     pub(crate) fn works(&mut self) {
-        self.failures = 0;
+        (self.failures, self.given_up) = (0, 0);
     }
 
-    /// The hand died.
-    pub(crate) fn died(&mut self, now_us: u64) -> Verdict {
+    /// The hand died; `computing`: with a step in flight.
+    pub(crate) fn died(&mut self, now_us: u64, computing: bool) -> Verdict {
         let up_us = self.ready_since.take().map(|since| now_us.saturating_sub(since));
-        if up_us.is_some_and(|up| up >= SETTLED_US) {
-            self.failures = 0;
+        if computing || up_us.is_some_and(|up| up >= SETTLED_US) {
+            self.works();
+        }
+        if computing {
+            return Verdict::RestartAt(now_us);
         }
         if !self.ever_ready || self.failures > self.limit {
-            return Verdict::GiveUp;
+            let wait = (LONG_BACKOFF_US << self.given_up.min(4)).min(LONGEST_BACKOFF_US);
+            self.given_up += 1;
+            return Verdict::GiveUp { again_at: now_us + wait };
         }
         self.failures += 1;
         // The first restart after a success is immediate.
@@ -62,21 +78,51 @@ impl Recovery {
 mod tests {
     use super::*;
 
+    const SECOND_US: u64 = 1_000_000;
+
+    fn given_up(seconds: u64) -> Verdict {
+        Verdict::GiveUp { again_at: seconds * SECOND_US }
+    }
+
     #[test]
-    fn a_first_start_that_fails_is_final() {
-        assert_eq!(Recovery::new(3).died(0), Verdict::GiveUp);
+    fn a_first_start_that_fails_is_given_up_at_once() {
+        assert_eq!(Recovery::new(3).died(0, false), given_up(30));
     }
 
     #[test]
     fn respawns_back_off_and_end() {
         let mut recovery = Recovery::new(2);
         recovery.ready(0);
-        assert_eq!(recovery.died(7), Verdict::RestartAt(7));
-        assert_eq!(recovery.died(0), Verdict::RestartAt(250_000));
-        assert_eq!(recovery.died(0), Verdict::RestartAt(500_000));
-        assert_eq!(recovery.died(0), Verdict::GiveUp);
+        assert_eq!(recovery.died(7, false), Verdict::RestartAt(7));
+        assert_eq!(recovery.died(0, false), Verdict::RestartAt(250_000));
+        assert_eq!(recovery.died(0, false), Verdict::RestartAt(500_000));
+        assert_eq!(recovery.died(0, false), given_up(30));
         recovery.works();
-        assert_eq!(recovery.died(9), Verdict::RestartAt(9));
+        assert_eq!(recovery.died(9, false), Verdict::RestartAt(9));
+    }
+
+    #[test]
+    fn whoever_was_given_up_is_tried_ever_more_seldom() {
+        let mut recovery = Recovery::new(0);
+        let waits = [30, 60, 120, 240, 300, 300];
+        assert!(waits.iter().all(|&wait| recovery.died(0, false) == given_up(wait)));
+        recovery.ready(0);
+        assert_eq!(recovery.died(SETTLED_US, false), Verdict::RestartAt(SETTLED_US));
+        assert_eq!(recovery.died(0, false), given_up(30), "it did work in between");
+    }
+
+    #[test]
+    fn deaths_that_a_request_is_blamed_for_do_not_add_up() {
+        let mut recovery = Recovery::new(0);
+        for now in 0..1000 {
+            recovery.ready(now);
+            assert_eq!(recovery.died(now, true), Verdict::RestartAt(now));
+        }
+        assert_eq!(recovery.died(1000, false), Verdict::RestartAt(1000), "the first failed start");
+        assert_eq!(
+            recovery.died(1000, false),
+            Verdict::GiveUp { again_at: 1000 + LONG_BACKOFF_US }
+        );
     }
 
     #[test]
@@ -85,7 +131,10 @@ mod tests {
         for round in 0..9 {
             let now = round * 10_000_000;
             recovery.ready(now);
-            assert_eq!(recovery.died(now + SETTLED_US), Verdict::RestartAt(now + SETTLED_US));
+            assert_eq!(
+                recovery.died(now + SETTLED_US, false),
+                Verdict::RestartAt(now + SETTLED_US)
+            );
         }
     }
 }

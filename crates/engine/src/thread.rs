@@ -2,7 +2,7 @@
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicUsize};
+use std::sync::atomic::{AtomicBool, AtomicU32};
 use std::thread::JoinHandle;
 
 use crossbeam_channel::unbounded;
@@ -15,6 +15,7 @@ use crate::executor::Executor;
 use crate::handle::{EngineHandle, Shared};
 use crate::owner::Owner;
 use crate::types::{BlockObserver, OutputSink, Peers, Stats, Status};
+use crate::waiting::Waiting;
 
 /// Everything the engine decides by; resolved, with nothing left to guess.
 #[derive(Debug, Clone)]
@@ -31,14 +32,20 @@ pub struct EngineConfig {
     pub prefix_cache: bool,
     /// Order of the waiting queue.
     pub policy: Policy,
+    /// Within a priority, clients take turns; otherwise all requests are as one client's.
+    pub fair: bool,
     /// Steps planned ahead of the one that computes: 0 (serial) or 1.
     pub lookahead: u32,
-    /// Most requests that wait.
+    /// Most requests that wait; see [`Waiting`] for what each client may have of it.
     pub max_queued: usize,
+    /// Microseconds that a request may wait to be admitted for the first time; 0: as long as it takes.
+    pub queue_timeout_us: u64,
     /// Positions a request may use.
     pub context_length: u32,
     /// Microseconds without a result after which the hand is taken for hung.
     pub watchdog_us: u64,
+    /// Microseconds without a sign of life after which a hand that starts is taken for hung; 0: as long as it takes.
+    pub load_timeout_us: u64,
     /// Failed starts in a row before a hand that once worked is given up.
     pub restart_limit: u32,
 }
@@ -52,7 +59,7 @@ pub struct Hooks {
     /// Where requests go when the hand dies. `None`: they wait for its respawn.
     pub peers: Option<Box<dyn Peers>>,
     /// Counts requests that were submitted and never yet admitted, of all engines that share it and so the limit.
-    pub queued: Arc<AtomicUsize>,
+    pub queued: Arc<Waiting>,
     /// Called when the thread ends, for whatever reason, after the others were dropped.
     pub on_exit: Box<dyn FnOnce() + Send>,
 }
@@ -114,6 +121,9 @@ impl Engine {
             waker: executor.waker(),
             queued,
             max_queued: config.max_queued,
+            page_size: config.page_size,
+            fair: config.fair,
+            room: AtomicU32::new(0),
             draining: AtomicBool::new(false),
             status: Mutex::new(Status::Starting("spawning".into())),
             stats: Mutex::new(Stats::default()),

@@ -7,6 +7,7 @@ use forebay_scheduler::{BlockEvent, BlockHash, Past};
 use thiserror::Error;
 
 use crate::payload::Embeds;
+use crate::waiting::Place;
 
 /// A request's name, unique for the life of the process (client-supplied ids never come this far).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -35,6 +36,10 @@ pub struct EngineRequest {
     pub sampling: SamplingParams,
     /// Place in the queue, under the priority policies.
     pub priority: i32,
+    /// Whose it is. Within a priority, clients take turns.
+    pub client: u64,
+    /// It asks whether the model computes: it is the next to be admitted, and a full queue does not refuse it.
+    pub probe: bool,
     /// Embeddings in place of the prompt's tokens, one row of `hidden_size` elements each.
     pub embeds: Option<Embeds>,
     /// What its client wants of the choice of a replica.
@@ -56,10 +61,18 @@ pub struct Orphan {
     /// The request, with what it has generated so far.
     pub request: EngineRequest,
     pub(crate) past: Past,
-    /// When it was submitted, if it was never admitted.
-    pub(crate) queued_since: Option<u64>,
+    /// When it came and what it takes of the queue, if it was never admitted.
+    pub(crate) queued: Option<Arrival>,
     /// What is to be told with its first token, if it was admitted and has none.
     pub(crate) admission: Option<Admission>,
+}
+
+/// A request that was never admitted.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Arrival {
+    /// When it was submitted.
+    pub(crate) at_us: u64,
+    pub(crate) place: Place,
 }
 
 /// The other replicas, as an engine sees them. Called on the engine thread; must not wait for another engine.
@@ -68,6 +81,9 @@ pub trait Peers: Send {
     fn up(&self, up: bool);
     /// Whether another replica's hand takes plans.
     fn others_up(&self) -> bool;
+    /// Whether another replica serves, or may again: all but those that have failed. An engine asks when it has itself failed, and has said
+    /// so by its status. So of several that fail at the same time, one at least sees that none is left.
+    fn others_live(&self) -> bool;
     /// Takes over requests of an engine that has lost its hand; gives back those that nobody can take now.
     fn adopt(&self, orphans: Vec<Orphan>) -> Vec<Orphan>;
     /// The engine was told to end a request that it does not have: perhaps it was taken over meanwhile.
@@ -102,6 +118,14 @@ pub enum RequestError {
     /// The hand is gone and does not come back.
     #[error("the model process is not available: {0}")]
     HandFailed(String),
+    /// It waited too long for a place.
+    #[error("the request waited {seconds} seconds for its turn and is not tried any more")]
+    QueueTimeout {
+        /// The limit.
+        seconds: u64,
+        /// Seconds after which another try may be worth while.
+        retry_after: u32,
+    },
 }
 
 /// A sampled token.
@@ -153,11 +177,25 @@ pub trait BlockObserver: Send {
 /// Why a request was not taken.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 pub enum SubmitError {
-    /// `max_queued_requests` are waiting: answer 429.
-    #[error("the waiting queue is full ({limit} requests)")]
+    /// `max_queued_requests` are waiting, or as many as one client may have: answer 429.
+    #[error("the waiting queue is full ({limit} requests, and a part of them for one client)")]
     QueueFull {
         /// The bound.
         limit: usize,
+        /// Seconds after which another try may be worth while.
+        retry_after: u32,
+    },
+    /// It is more than one step's plan can carry: answer 400.
+    #[error(
+        "the request does not fit into a step: with its prompt, answer, `{param}` and pages it comes to {words} words, and {limit} are the most"
+    )]
+    TooLarge {
+        /// The parameter that takes most, the prompt left aside.
+        param: &'static str,
+        /// Words of the plan that writes it.
+        words: u64,
+        /// The most.
+        limit: u64,
     },
     /// Shutting down: answer 503.
     #[error("the server is draining and takes no new requests")]

@@ -38,6 +38,9 @@ pub(crate) struct Config {
     pub(crate) slots: u32,
     pub(crate) max_running_requests: u32,
     pub(crate) max_queued_requests: usize,
+    pub(crate) queue_timeout_s: f64,
+    pub(crate) fair_queueing: bool,
+    pub(crate) max_client_priority: Option<u32>,
     pub(crate) dp_size: u32,
     pub(crate) load_balance_method: LoadBalance,
     pub(crate) load_watch_interval_s: f64,
@@ -64,6 +67,7 @@ pub(crate) struct Config {
     pub(crate) stream_interval: u32,
     pub(crate) stream_flush_us: u64,
     pub(crate) watchdog_timeout_s: f64,
+    pub(crate) load_timeout_s: f64,
     pub(crate) drain_timeout_s: f64,
     pub(crate) hand_restarts: u32,
     pub(crate) seed: u64,
@@ -130,7 +134,7 @@ impl Config {
             _ if !flags.sim.sim_profile.is_empty() || flags.sim.sim_output_tokens.is_some() => {
                 bail!("--sim-profile and --sim-output-tokens are for --device sim")
             }
-            Device::Cpu => Vec::new(),
+            Device::Cpu | Device::Deferred => Vec::new(),
         };
         let simulated = simulated_replicas.first().cloned();
         if flags.run.record_steps.is_some() && dp_size > 1 {
@@ -144,7 +148,7 @@ impl Config {
             Some(flag) => flag.resolve(dp_size)?,
             None => Affinity::default(),
         };
-        let undivided = affinity.hands.is_empty() && flags.run.device == Device::Cpu;
+        let undivided = affinity.hands.is_empty() && flags.run.device != Device::Sim;
         let threads = match flags.run.threads {
             None if dp_size > 1 && undivided => Some(threads_each(dp_size)?),
             given => given,
@@ -164,6 +168,7 @@ impl Config {
             device: match flags.run.device {
                 Device::Cpu => "cpu",
                 Device::Sim => "sim",
+                Device::Deferred => "deferred",
             },
             dtype: if simulated.is_some() { "none" } else { dtype(flags.loading.dtype) },
             quantization: if simulated.is_some() { None } else { quantization(flags, model)? },
@@ -181,6 +186,9 @@ impl Config {
             slots: running + running.div_ceil(2),
             max_running_requests: running,
             max_queued_requests: schedule.max_queued_requests,
+            queue_timeout_s: schedule.queue_timeout.as_secs_f64(),
+            fair_queueing: !schedule.disable_fair_queueing,
+            max_client_priority: schedule.max_client_priority,
             dp_size,
             load_balance_method: balance,
             load_watch_interval_s: flags.replicas.load_watch_interval.as_secs_f64(),
@@ -209,6 +217,7 @@ impl Config {
             stream_interval: flags.http.stream_interval,
             stream_flush_us: flags.http.stream_flush_us,
             watchdog_timeout_s: flags.run.watchdog_timeout.as_secs_f64(),
+            load_timeout_s: flags.run.load_timeout.as_secs_f64(),
             drain_timeout_s: flags.http.drain_timeout.as_secs_f64(),
             hand_restarts: flags.run.hand_restarts,
             seed: flags.loading.seed,
@@ -241,10 +250,13 @@ impl Config {
                 }
                 SchedulePolicy::Priority => Policy::Priority,
             },
+            fair: self.fair_queueing,
             lookahead: self.lookahead,
             max_queued: self.max_queued_requests,
+            queue_timeout_us: (self.queue_timeout_s * 1e6) as u64,
             context_length: self.context_length,
             watchdog_us: (self.watchdog_timeout_s * 1e6) as u64,
+            load_timeout_us: (self.load_timeout_s * 1e6) as u64,
             restart_limit: self.hand_restarts,
         }
     }

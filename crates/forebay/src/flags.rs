@@ -1,6 +1,9 @@
 //! The flags of `serve`, exactly as typed. Nothing is resolved here: see `config`.
 
+mod access;
 mod limits;
+mod listening;
+mod schedule;
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -9,6 +12,10 @@ use clap::{Args, ValueEnum};
 use forebay_balance::Method;
 use forebay_hand::MAX_ARENA_BYTES;
 use serde::Serialize;
+
+pub(crate) use self::access::{AccessFlags, visible_keys};
+pub(crate) use self::listening::ListenFlags;
+pub(crate) use self::schedule::{ScheduleFlags, SchedulePolicy};
 
 use crate::affinity::AffinityFlag;
 use crate::model::Source;
@@ -25,7 +32,11 @@ pub(crate) struct ServeFlags {
     #[arg(long, value_name = "MODEL", conflicts_with = "model")]
     pub(crate) model_path: Option<String>,
     #[command(flatten)]
+    pub(crate) listen: ListenFlags,
+    #[command(flatten)]
     pub(crate) http: HttpFlags,
+    #[command(flatten)]
+    pub(crate) access: AccessFlags,
     #[command(flatten)]
     pub(crate) limits: LimitFlags,
     #[command(flatten)]
@@ -79,21 +90,18 @@ impl ServeFlags {
 #[derive(Debug, Args)]
 #[command(next_help_heading = "HTTP")]
 pub(crate) struct HttpFlags {
-    /// Address to listen on.
-    #[arg(long, default_value = "127.0.0.1")]
-    pub(crate) host: String,
-    /// Port to listen on; 0 takes a free one.
-    #[arg(long, default_value_t = 8000)]
-    pub(crate) port: u16,
     /// Names that requests may call the model by; the first is shown [default: the model's own, and MODEL].
     #[arg(long, num_args = 1..)]
     pub(crate) served_model_name: Vec<String>,
-    /// Clients must send `Authorization: Bearer KEY`.
-    #[arg(long, env = "FOREBAY_API_KEY", hide_env_values = true)]
-    pub(crate) api_key: Option<String>,
     /// Seconds that a request's head, and then its body, may take to arrive; also how long an idle connection is kept.
     #[arg(long, default_value = "60", value_parser = seconds)]
     pub(crate) receive_timeout: Duration,
+    /// Seconds in which a client may take nothing of what waits to be written to it; then its connection is cut, and its request ended.
+    #[arg(long, default_value = "60", value_parser = seconds)]
+    pub(crate) send_timeout: Duration,
+    /// Most bytes of an answer that wait for its client, as they would be written; then it ends with an error.
+    #[arg(long, default_value_t = 64 << 20)]
+    pub(crate) max_unread_bytes: usize,
     /// Threads that parse requests, and write heads and ends of answers.
     #[arg(long, default_value_t = 2, value_parser = clap::value_parser!(u16).range(1..=64))]
     pub(crate) http_threads: u16,
@@ -169,41 +177,6 @@ pub(crate) struct ModelFlags {
 }
 
 #[derive(Debug, Args)]
-#[command(next_help_heading = "Scheduling")]
-pub(crate) struct ScheduleFlags {
-    /// Most requests that run at a time.
-    #[arg(long, visible_alias = "max-num-seqs", default_value_t = 256, value_parser = clap::value_parser!(u32).range(1..=65536))]
-    pub(crate) max_running_requests: u32,
-    /// Most requests that wait; more are answered 429.
-    #[arg(long, default_value_t = 4096)]
-    pub(crate) max_queued_requests: usize,
-    /// Most tokens a step; longer prompts are computed in chunks beside the running requests.
-    #[arg(long, visible_alias = "max-num-batched-tokens", default_value_t = 1024, value_parser = clap::value_parser!(u32).range(1..))]
-    pub(crate) chunked_prefill_size: u32,
-    /// Tokens a KV page.
-    #[arg(long, visible_alias = "block-size", default_value_t = 16, value_parser = clap::value_parser!(u32).range(1..=4096))]
-    pub(crate) page_size: u32,
-    /// Share of the device's free memory for weights and KV pages; replicas on a CPU divide it [default: 0.3 on a CPU].
-    #[arg(long, visible_alias = "gpu-memory-utilization", value_parser = fraction)]
-    pub(crate) mem_fraction_static: Option<f64>,
-    /// Size of the KV pool in tokens, instead of a share of memory.
-    #[arg(long, value_name = "TOKENS", value_parser = clap::value_parser!(u64).range(1..))]
-    pub(crate) max_total_tokens: Option<u64>,
-    /// Do not share the KV pages of equal beginnings.
-    #[arg(long, visible_alias = "no-enable-prefix-caching")]
-    pub(crate) disable_radix_cache: bool,
-    /// Order of the waiting queue.
-    #[arg(long, visible_alias = "scheduling-policy", value_enum, default_value_t)]
-    pub(crate) schedule_policy: SchedulePolicy,
-    /// With the priority policy, the smaller number goes first (as in vLLM).
-    #[arg(long)]
-    pub(crate) schedule_low_priority_values_first: bool,
-    /// Steps planned ahead of the one that computes; 0 is the serial loop.
-    #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u32).range(0..=1))]
-    pub(crate) lookahead: u32,
-}
-
-#[derive(Debug, Args)]
 #[command(next_help_heading = "Replicas")]
 pub(crate) struct ReplicaFlags {
     /// Whole copies of the model, each with a hand and a scheduler of its own. Limits of a step, of running requests and of the KV pool are each
@@ -235,11 +208,16 @@ pub(crate) struct RunFlags {
     /// Seconds without a result after which the hand is taken for hung and respawned.
     #[arg(long, default_value = "300", value_parser = seconds)]
     pub(crate) watchdog_timeout: Duration,
+    /// Seconds without a sign of life after which a hand that starts is taken for hung; each part of the weights that it has loaded is one. 0: as
+    /// long as it takes.
+    #[arg(long, default_value = "600", value_parser = seconds)]
+    pub(crate) load_timeout: Duration,
     /// Bytes of the memory that carries embeddings to the hand; requests for which it has no room wait. It is used only where something was
     /// written.
     #[arg(long, value_name = "BYTES", default_value_t = 256 << 20, value_parser = clap::value_parser!(u32).range(65536..=i64::from(MAX_ARENA_BYTES)))]
     pub(crate) arena_bytes: u32,
-    /// Failed respawns in a row before the hand is given up.
+    /// Failed respawns in a row before the hand is given up. While other replicas serve, it is tried again later, ever more seldom; when none is left,
+    /// the server ends with status 1. Deaths while it computes do not count: those are a request's doing.
     #[arg(long, default_value_t = 3)]
     pub(crate) hand_restarts: u32,
     /// The interpreter [default: the one beside this program, else the virtual environment's, else python3].
@@ -334,6 +312,9 @@ pub(crate) enum Device {
     #[default]
     Cpu,
     Sim,
+    /// For tests: a CPU whose work is done as late as an accelerator's may be.
+    #[value(hide = true)]
+    Deferred,
 }
 
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, ValueEnum, Serialize)]
@@ -364,14 +345,6 @@ impl From<LoadBalance> for Method {
     }
 }
 
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, ValueEnum, Serialize)]
-#[serde(rename_all = "lowercase")]
-pub(crate) enum SchedulePolicy {
-    #[default]
-    Fcfs,
-    Priority,
-}
-
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, ValueEnum)]
 pub(crate) enum GenerationConfig {
     /// The model's generation_config.json.
@@ -391,11 +364,4 @@ pub(crate) enum LogFormat {
 pub(crate) fn seconds(text: &str) -> Result<Duration, String> {
     let value: f64 = text.parse().map_err(|_| "expected seconds")?;
     Duration::try_from_secs_f64(value).map_err(|e| e.to_string())
-}
-
-fn fraction(text: &str) -> Result<f64, String> {
-    match text.parse::<f64>() {
-        Ok(value) if value > 0.0 && value <= 1.0 => Ok(value),
-        _ => Err("expected a number above 0 and at most 1".into()),
-    }
 }

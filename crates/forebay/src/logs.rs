@@ -1,8 +1,11 @@
 //! Where log lines and spans go.
 
 use std::io::IsTerminal;
+use std::sync::Arc;
+use std::sync::atomic::AtomicU64;
 
 use anyhow::{Context, Result};
+use forebay_server::Guard;
 use opentelemetry::trace::TracerProvider;
 use opentelemetry_otlp::{SpanExporter, WithExportConfig};
 use opentelemetry_sdk::Resource;
@@ -13,10 +16,24 @@ use tracing_subscriber::util::SubscriberInitExt;
 use tracing_subscriber::{EnvFilter, Layer, fmt};
 
 use crate::flags::{LineFlags, LogFormat};
+use crate::lines::Lines;
 
-/// Keeps the span exporter alive; its last spans are sent when this is dropped.
+/// Keeps the span exporter alive; its last spans are sent, and the last lines written, when this is dropped.
 pub(crate) struct Logs {
     spans: Option<SdkTracerProvider>,
+    lines: Lines,
+}
+
+impl Logs {
+    /// Where lines are left, for what is to stand between them.
+    pub(crate) fn lines(&self) -> &Lines {
+        &self.lines
+    }
+
+    /// Lines that nobody took in time.
+    pub(crate) fn dropped(&self) -> Arc<AtomicU64> {
+        self.lines.dropped()
+    }
 }
 
 impl Drop for Logs {
@@ -26,6 +43,7 @@ impl Drop for Logs {
         {
             tracing::warn!("the last spans were not sent: {error}");
         }
+        self.lines.finish();
     }
 }
 
@@ -40,11 +58,14 @@ pub(crate) fn init_warnings() -> Result<()> {
         .context("cannot install the log subscriber")
 }
 
-/// Installs the subscriber of the process. Spans are sent to `endpoint`.
-pub(crate) fn init(flags: &LineFlags, endpoint: Option<&str>) -> Result<Logs> {
+/// Installs the subscriber of the process, and has panics written as lines. Spans are sent to `endpoint`; `guard` watches over the thread that
+/// writes.
+pub(crate) fn init(flags: &LineFlags, endpoint: Option<&str>, guard: &Guard) -> Result<Logs> {
     let filter = EnvFilter::try_new(&flags.log_level).context("--log-level")?;
     let ansi = std::io::stderr().is_terminal();
-    let lines = fmt::layer().with_writer(std::io::stderr).with_target(false).with_ansi(ansi);
+    let (written, _) = Lines::start(std::io::stderr(), guard)?;
+    written.take_panics();
+    let lines = fmt::layer().with_writer(written.clone()).with_target(false).with_ansi(ansi);
     let lines = match flags.log_format {
         LogFormat::Text => lines.compact().boxed(),
         LogFormat::Json => lines.json().flatten_event(true).boxed(),
@@ -74,5 +95,5 @@ pub(crate) fn init(flags: &LineFlags, endpoint: Option<&str>) -> Result<Logs> {
         .with(lines.with_filter(filter))
         .try_init()
         .context("cannot install the log subscriber")?;
-    Ok(Logs { spans })
+    Ok(Logs { spans, lines: written })
 }

@@ -3,11 +3,15 @@
 mod affinity;
 mod command;
 mod config;
+mod descriptors;
 mod flags;
+mod lines;
+mod listening;
 mod logs;
 mod model;
 mod route;
 mod serve;
+mod signals;
 mod simulate;
 mod text;
 mod threads;
@@ -29,9 +33,22 @@ fn main() -> ExitCode {
     match run(Flags::parse().command) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            eprintln!("error: {error:#}");
+            say(format!("error: {error:#}"));
             ExitCode::FAILURE
         }
+    }
+}
+
+/// Writes the last line. A pipe that is full and that nobody reads does not keep the process.
+fn say(line: String) {
+    let (done, said) = std::sync::mpsc::channel();
+    let write = move || {
+        eprintln!("{line}");
+        // Whoever waited may have lost patience.
+        let _ = done.send(());
+    };
+    if std::thread::Builder::new().spawn(write).is_ok() {
+        let _ = said.recv_timeout(lines::LAST_LINES);
     }
 }
 

@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
 use anyhow::{Context, Result, bail};
+use forebay_hand::without_keys;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
@@ -90,6 +91,7 @@ pub(crate) struct Source<'a> {
 /// Resolves `name`, downloading what is missing; progress goes to stderr.
 pub(crate) fn fetch(python: &Path, name: &str, source: Source<'_>, weights: bool) -> Result<Model> {
     let mut command = Command::new(python);
+    without_keys(&mut command);
     command.args(["-m", "forebay.weights.fetch", name]);
     if let Some(revision) = source.revision {
         command.args(["--revision", revision]);

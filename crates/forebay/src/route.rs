@@ -1,20 +1,20 @@
 //! `forebay route`: flags to the router's configuration, and its life.
 
-use std::net::TcpListener;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use anyhow::{Context, Result};
+use anyhow::{Result, bail};
 use clap::Args;
 use forebay_router::{
     BreakerConfig, HealthConfig, Policy, RetryConfig, Router, RouterConfig, Sources, Thresholds,
     Watch,
 };
-use tokio::signal::unix::{SignalKind, signal};
+use forebay_server::Guard;
+use tokio::runtime::Builder;
 use tracing::info;
 
 use crate::flags::{LineFlags, seconds};
-use crate::{logs, serve};
+use crate::{descriptors, listening, logs, serve, signals};
 
 #[derive(Debug, Args)]
 pub(crate) struct RouteFlags {
@@ -217,29 +217,38 @@ impl RouteFlags {
 
 /// Routes until a signal.
 pub(crate) fn run(flags: &RouteFlags) -> Result<()> {
-    let logs = logs::init(&flags.log, None)?;
-    let listener = TcpListener::bind((flags.host.as_str(), flags.port))
-        .with_context(|| format!("cannot listen on {}:{}", flags.host, flags.port))?;
-    rustix::net::listen(&listener, serve::BACKLOG)?;
+    let guard = Guard::default();
+    let logs = logs::init(&flags.log, None, &guard)?;
+    serve::warn_of_visible_keys();
+    descriptors::raise();
+    let listener = listening::tcp(&flags.host, flags.port)?;
     let address = listener.local_addr()?;
+    // It counts signals, also while the router is being stopped.
+    let runtime = Builder::new_multi_thread()
+        .worker_threads(1)
+        .thread_name("signals")
+        .enable_all()
+        .build()?;
     // Before anything is served, so that no signal is missed.
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
-    let (mut interrupt, mut terminate) = {
-        let _entered = runtime.enter();
-        (signal(SignalKind::interrupt())?, signal(SignalKind::terminate())?)
-    };
+    let told = runtime.block_on(async { signals::count() })?;
     let router = Router::start(flags.config(), listener)?;
-    eprintln!("Routing on http://{address}");
+    logs.lines().push_always(format!("Routing on http://{address}\n").as_bytes());
     runtime.block_on(async {
         tokio::select! {
-            _ = interrupt.recv() => {}
-            _ = terminate.recv() => {}
+            () = signals::another(told.clone()) => {}
+            () = guard.failed() => {}
+            () = router.broken() => {}
         }
     });
     info!("draining");
-    router.stop();
+    let whole = router.stop(signals::another(told));
+    runtime.shutdown_background();
     drop(logs);
-    Ok(())
+    match guard.cause() {
+        Some(cause) => bail!("{cause}"),
+        None if !whole => bail!("a part of the router panicked"),
+        None => Ok(()),
+    }
 }
 
 #[cfg(test)]

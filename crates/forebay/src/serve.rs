@@ -2,7 +2,6 @@
 
 use std::ffi::OsString;
 use std::fs::File;
-use std::net::TcpListener;
 use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
@@ -15,35 +14,44 @@ use forebay_engine::{
 use forebay_hand::{Arena, HandExecutor, HandSpec};
 use forebay_replicas::{Member, Replicas};
 use forebay_server::{
-    AppState, BlockLog, EgressConfig, EgressMode, Intake, IntakeMode, Metrics, ModelInfo,
-    PooledModel, PoolingTask, ServerConfig, egress, pooled,
+    AppState, BlockLog, EgressConfig, EgressMode, Guard, HealthThread, Intake, IntakeMode, Metrics,
+    ModelInfo, PooledModel, PoolingTask, ServerConfig, egress, pooled,
 };
 use forebay_sim::{Recorder, SimClock, SimExecutor};
 use forebay_text::{ChatTemplate, Tokenizer};
 use serde_json::Value;
-use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::oneshot;
 use tracing::{info, warn};
 
 use crate::config::Config;
-use crate::flags::{Device, Egress, GenerationConfig, LoadFormat, ServeFlags};
+use crate::flags::{Device, Egress, GenerationConfig, LoadFormat, ServeFlags, visible_keys};
+use crate::listening::{self, Bound};
+use crate::logs::Logs;
 use crate::model::{Model, Task, fetch, find_python};
-use crate::{affinity, logs, simulate, threads, watch};
+use crate::{affinity, descriptors, logs, signals, simulate, threads, watch};
 
 /// Steps and registrations that may wait for an egress thread before the engine waits for it.
 const EGRESS_STEPS: usize = 1024;
-/// Connections that may wait to be accepted, as far as the system allows it. Of a burst beyond that, connections are dropped, and tried
-/// again a second later; the standard library asks for 128.
-pub(crate) const BACKLOG: i32 = 65_535;
 
 /// Serves until a signal, or until the engine ends.
 pub(crate) fn run(flags: &ServeFlags) -> Result<()> {
-    let logs = logs::init(&flags.log.lines, flags.log.otlp_traces_endpoint.as_deref())?;
+    let guard = Guard::default();
+    let logs = logs::init(&flags.log.lines, flags.log.otlp_traces_endpoint.as_deref(), &guard)?;
+    warn_of_visible_keys();
     let name = flags.model_name().context("no model named")?;
     // Taken before minutes of downloads, so that a port in use is said at once.
-    let listener = TcpListener::bind((flags.http.host.as_str(), flags.http.port))
-        .with_context(|| format!("cannot listen on {}:{}", flags.http.host, flags.http.port))?;
-    rustix::net::listen(&listener, BACKLOG)?;
+    let bound = Bound::open(&flags.listen)?;
+    let health_port = flags.listen.health_port;
+    let health = health_port.map(|port| listening::tcp(&flags.listen.host, port)).transpose()?;
+    let descriptors = descriptors::raise();
+    let max_connections = descriptors::connections(
+        flags.listen.max_connections,
+        descriptors,
+        flags.replicas.dp_size,
+    )?;
+    let (api_keys, admin_keys) = (flags.access.keys()?, flags.access.admin_keys()?);
+    let access = flags.access.access(bound.loopback()?.as_deref(), &api_keys);
+    let tls = flags.access.tls()?;
     let python = find_python(flags.run.python.as_deref());
     let simulated = flags.run.device == Device::Sim;
     let weights = !simulated && flags.loading.load_format != LoadFormat::Dummy;
@@ -64,7 +72,7 @@ pub(crate) fn run(flags: &ServeFlags) -> Result<()> {
     if template.is_none() && model.pooling.is_none() {
         warn!("the model has no chat template: /v1/chat/completions will answer 400");
     }
-    let text = flags.text.pool(&config, tokenizer.clone(), template)?;
+    let text = flags.text.pool(&config, tokenizer.clone(), template, &guard)?;
     let metrics = Arc::new(Metrics::new(
         &config.served_model_names[0],
         config.context_length,
@@ -75,11 +83,11 @@ pub(crate) fn run(flags: &ServeFlags) -> Result<()> {
         capacity: EGRESS_STEPS,
         window: Duration::from_micros(config.stream_flush_us),
     };
-    let (sink, egress) = egress(&tokenizer, &metrics, egress_config)?;
+    let (sink, egress) = egress(&metrics, egress_config, &guard)?;
     let mut sink: Box<dyn Fn() -> Box<dyn OutputSink>> = Box::new(move || Box::new(sink.clone()));
     let mut pooling = None;
     if let Some(told) = &model.pooling {
-        let (pooled_sink, outputs) = pooled(metrics.clone(), EGRESS_STEPS)?;
+        let (pooled_sink, outputs) = pooled(metrics.clone(), EGRESS_STEPS, &guard)?;
         sink = Box::new(move || Box::new(pooled_sink.clone()));
         pooling = Some(PooledModel {
             task: match told.task {
@@ -123,12 +131,21 @@ pub(crate) fn run(flags: &ServeFlags) -> Result<()> {
         pooling,
     };
     let server = ServerConfig {
-        api_key: flags.http.api_key.clone(),
+        api_keys,
+        admin_keys,
+        access,
+        root_path: flags.access.root_path.clone(),
+        trusted_proxies: flags.access.trusted_proxies.clone(),
+        max_connections,
+        tls,
+        max_client_priority: config.max_client_priority.unwrap_or(u32::MAX),
         max_body_bytes: flags.limits.max_body_bytes,
         max_json_bytes: flags.limits.max_json_bytes,
         max_request_bytes_in_flight: config.max_request_bytes_in_flight,
         header_timeout: flags.http.receive_timeout,
         body_timeout: flags.http.receive_timeout,
+        send_timeout: flags.http.send_timeout,
+        max_unread_bytes: flags.http.max_unread_bytes,
         drain_timeout: flags.http.drain_timeout,
         egress: match config.egress {
             Egress::Direct => EgressMode::Direct,
@@ -136,6 +153,8 @@ pub(crate) fn run(flags: &ServeFlags) -> Result<()> {
             Egress::Naive => EgressMode::Naive,
         },
         stream_interval: config.stream_interval,
+        guard: guard.clone(),
+        log_lines_dropped: logs.dropped(),
         info: serde_json::to_value(&config)?,
         ..ServerConfig::default()
     };
@@ -143,7 +162,7 @@ pub(crate) fn run(flags: &ServeFlags) -> Result<()> {
         true => IntakeMode::Engine(Arc::new(engine.clone())),
         false => IntakeMode::Threads(config.intake_threads.into()),
     };
-    let intake = Intake::start(intake_mode, Arc::new(arena), config.max_queued_requests)?;
+    let intake = Intake::start(intake_mode, Arc::new(arena), config.max_queued_requests, &guard)?;
     let text = Arc::new(text);
     let state = AppState::new(
         server,
@@ -161,12 +180,32 @@ pub(crate) fn run(flags: &ServeFlags) -> Result<()> {
         .enable_all()
         .build()?;
     threads::first_things_first()?;
-    let served = runtime.block_on(serve(listener, state, &engine, &config, flags, engine_ended));
+    let health = health.map(|listener| HealthThread::start(listener, &state)).transpose()?;
+    let mut life = Life { engine_ended, guard, logs };
+    let served = runtime.block_on(serve(bound, state, &engine, &config, flags, &mut life));
+    drop(health);
     engine.stop();
     threads.into_iter().for_each(EngineThread::join);
     runtime.shutdown_timeout(Duration::from_secs(1));
-    drop(logs);
+    drop(life);
     served
+}
+
+/// What ends the server without a signal, and who is told.
+struct Life {
+    engine_ended: oneshot::Receiver<()>,
+    guard: Guard,
+    logs: Logs,
+}
+
+/// Says which keys other users of the machine can read.
+pub(crate) fn warn_of_visible_keys() {
+    let arguments = std::env::args_os().map(|argument| argument.to_string_lossy().into_owned());
+    let visible = visible_keys(arguments);
+    if !visible.is_empty() {
+        let flags = visible.join(", ");
+        warn!("{flags}: the list of processes shows the key; a file or the environment does not");
+    }
 }
 
 /// One a replica, and the clock that they all live by.
@@ -226,49 +265,56 @@ fn hand_environment() -> Vec<(OsString, OsString)> {
 }
 
 async fn serve(
-    listener: TcpListener,
+    bound: Bound,
     state: AppState,
     engine: &Replicas,
     config: &Config,
     flags: &ServeFlags,
-    engine_ended: oneshot::Receiver<()>,
+    Life { engine_ended, guard, logs }: &mut Life,
 ) -> Result<()> {
-    listener.set_nonblocking(true)?;
-    let listener = tokio::net::TcpListener::from_std(listener)?;
-    let url = format!("http://{}", listener.local_addr()?);
+    let (url, curl) = bound.url(flags.access.ssl_certfile.is_some())?;
+    let url = format!("{url}{}", flags.access.root_path);
+    let (listener, _file) = bound.listener()?;
     let name = config.served_model_names[0].clone();
     let simulated = config.simulated.clone();
     let task = config.pooling.as_ref().map(|pooling| pooling.task);
     let greeting = {
         let engine = engine.clone();
-        tokio::spawn(async move {
+        let lines = logs.lines().clone();
+        let work = async move {
             if watch::loading(&engine).await {
-                eprintln!("{}", watch::banner(&url, &name, task, simulated.as_ref()));
+                let banner = watch::banner(&url, &curl, &name, task, simulated.as_ref());
+                lines.push_always(format!("{banner}\n").as_bytes());
             }
-        })
+        };
+        tokio::spawn(guard.clone().task("the banner", work))
     };
     if !flags.log.log_interval.is_zero() {
-        tokio::spawn(watch::step_log(engine.clone(), flags.log.log_interval));
+        let lines = watch::step_log(engine.clone(), flags.log.log_interval);
+        tokio::spawn(guard.clone().task("the step log", lines));
     }
-    let (mut interrupt, mut terminate) =
-        (signal(SignalKind::interrupt())?, signal(SignalKind::terminate())?);
+    let told = signals::count()?;
     let mut engine_died = false;
     let stopped = async {
         tokio::select! {
-            _ = interrupt.recv() => {}
-            _ = terminate.recv() => {}
+            () = signals::another(told.clone()) => {}
             _ = engine_ended => engine_died = true,
+            () = guard.failed() => {}
         }
         greeting.abort();
     };
-    forebay_server::serve(listener, state, stopped).await?;
+    let hurry = signals::another(told.clone());
+    forebay_server::serve(listener, state, stopped, hurry).await?;
     if engine_died {
-        // One is enough to end all: its state cannot be trusted.
+        // It panicked, and its state cannot be trusted; or no replica is left that could be started.
         for report in engine.reports() {
             if let Status::Failed(reason) = report.status {
                 bail!("{reason}");
             }
         }
+    }
+    if let Some(cause) = guard.cause() {
+        bail!("{cause}");
     }
     info!("drained, stopping");
     Ok(())

@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use anyhow::{Result, bail};
 use clap::{Args, ValueEnum};
+use forebay_server::Guard;
 use forebay_text::{Backend, ChatTemplate, TextConfig, TextMode, TextPool, Tokenizer};
 use serde::Serialize;
 use tracing::warn;
@@ -66,7 +67,7 @@ impl From<TokenizerBackend> for Backend {
 }
 
 impl TextFlags {
-    /// The threads that tokenise as these flags say.
+    /// The threads that tokenise as these flags say, under `guard`.
     ///
     /// # Errors
     /// Flags that exclude each other.
@@ -75,6 +76,7 @@ impl TextFlags {
         config: &Config,
         tokenizer: Arc<Tokenizer>,
         template: Option<Arc<ChatTemplate>>,
+        guard: &Guard,
     ) -> Result<TextPool> {
         if self.enable_dynamic_batch_tokenizer && self.tokenizer_mode == TokenizerMode::Inline {
             bail!(
@@ -96,6 +98,7 @@ impl TextFlags {
             cache_bytes: self.text_cache_bytes,
             batch_inputs: self.dynamic_batch_tokenizer_batch_size,
         };
-        Ok(TextPool::with_config(tokenizer, template, &pool))
+        let start = |thread, work: Box<dyn FnMut() + Send>| guard.start(thread, work);
+        Ok(TextPool::started_by(tokenizer, template, &pool, &start)?)
     }
 }

@@ -51,6 +51,7 @@ pub(crate) async fn loading(engine: &Replicas) -> bool {
 /// Tells a newcomer what to do next.
 pub(crate) fn banner(
     url: &str,
+    curl: &str,
     model: &str,
     task: Option<Task>,
     simulated: Option<&Simulated>,
@@ -74,7 +75,7 @@ pub(crate) fn banner(
     };
     let body = format!(r#"{{"model": "{model}", {question}}}"#);
     format!(
-        "\n  Forebay serves {model} at {url}\n{warning}\n  Try it:\n\n    curl -N {url}/{route} -H 'Content-Type: application/json' \\\n      -d '{body}'\n\n  Metrics: {url}/metrics   API: {url}/openapi.json   Stop: Ctrl-C\n"
+        "\n  Forebay serves {model} at {url}\n{warning}\n  Try it:\n\n    curl -N {curl}{url}/{route} -H 'Content-Type: application/json' \\\n      -d '{body}'\n\n  Metrics: {url}/metrics   API: {url}/openapi.json   Stop: Ctrl-C\n"
     )
 }
 

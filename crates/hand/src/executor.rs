@@ -16,7 +16,7 @@ use tracing::debug;
 
 use crate::arena::{Arena, Region};
 use crate::frames::{FrameReader, FrameWriter, StreamError};
-use crate::process::RankProcess;
+use crate::process::{RankProcess, without_keys};
 use crate::waker::EventWaker;
 
 /// Prompts from this many tokens on travel through the arena.
@@ -105,6 +105,7 @@ impl HandExecutor {
 
     fn spawn_rank(&self) -> std::io::Result<Rank> {
         let mut command = Command::new(&self.spec.program);
+        without_keys(&mut command);
         command.args(&self.spec.args).envs(self.spec.env.iter().map(|(k, v)| (k, v)));
         Ok(Rank {
             process: RankProcess::spawn(command, self.spec.arena.fd(), &self.spec.cpus)?,
@@ -116,7 +117,7 @@ impl HandExecutor {
         })
     }
 
-    fn config_frame(&self, rank: usize) -> Vec<u8> {
+    fn config_frame(&self, rank: usize) -> Result<Vec<u8>, FrameError> {
         let mut config = self.spec.config.clone();
         config.insert("rank".into(), json!(rank));
         config.insert("world_size".into(), json!(self.spec.world_size));
@@ -163,16 +164,16 @@ impl HandExecutor {
     fn take_frame(&mut self, index: usize, frame: &Frame) -> Result<(), StreamError> {
         match frame.header().kind {
             Kind::Hello => {
-                let config = self.config_frame(index);
+                let config = self.config_frame(index)?;
                 let rank = &mut self.ranks[index];
                 rank.writer.send(&mut rank.process.socket, &config)?;
+                // It lives: whoever waits for it may go on waiting.
+                self.signals.push_back(Signal::Progress("handshake".into()));
             }
             Kind::Progress => {
                 let progress: Progress = parse(frame)?;
-                if index == 0 {
-                    let Progress { stage, done, total } = progress;
-                    self.signals.push_back(Signal::Progress(format!("{stage} {done}/{total}")));
-                }
+                let Progress { stage, done, total } = progress;
+                self.signals.push_back(Signal::Progress(format!("{stage} {done}/{total}")));
             }
             Kind::Ready => {
                 let ready: Ready = parse(frame)?;
@@ -295,7 +296,12 @@ impl Executor for HandExecutor {
             Some(offset)
         });
         self.regions.push_back(regions);
-        plan.encode(&mut self.buffer);
+        if let Err(error) = plan.encode(&mut self.buffer) {
+            // The scheduler bounds the words of a step, so this is a fault of the brain. No plan may go missing.
+            self.stop();
+            self.signals.push_back(Signal::Died(format!("the plan cannot be sent: {error}")));
+            return;
+        }
         for index in 0..self.ranks.len() {
             let rank = &mut self.ranks[index];
             // Anything else than a closed or broken socket would be kept for later; the next wait reads last words and reports it.
@@ -325,10 +331,11 @@ impl Executor for HandExecutor {
     }
 
     fn stop(&mut self) {
-        let order = encode_json(Kind::Shutdown, "");
-        for rank in &mut self.ranks {
-            // A rank that can't be told is ended all the same.
-            let _ = rank.writer.send(&mut rank.process.socket, &order);
+        if let Ok(order) = encode_json(Kind::Shutdown, "") {
+            for rank in &mut self.ranks {
+                // A rank that can't be told is ended all the same.
+                let _ = rank.writer.send(&mut rank.process.socket, &order);
+            }
         }
         for rank in self.ranks.drain(..) {
             rank.process.end();

@@ -76,6 +76,9 @@ impl FrameReader {
     }
 }
 
+/// Bytes that a writer keeps room for while nothing waits.
+const KEPT_BYTES: usize = 1 << 20;
+
 /// Bytes that the socket has not taken yet.
 #[derive(Default)]
 pub(crate) struct FrameWriter {
@@ -104,6 +107,7 @@ impl FrameWriter {
         self.written += write_some(socket, &self.waiting[self.written..])?;
         if self.written == self.waiting.len() {
             self.waiting.clear();
+            self.waiting.shrink_to(KEPT_BYTES);
             self.written = 0;
         }
         Ok(())
@@ -150,7 +154,7 @@ mod tests {
                 plan.push_row(Row { slot, start: 3, length: 1, sample: true, pool: false });
             }
             let mut one = Vec::new();
-            plan.encode(&mut one);
+            plan.encode(&mut one).expect("within the limit");
             bytes.extend_from_slice(&one);
             sent.push(plan.clone());
         }
@@ -183,5 +187,6 @@ mod tests {
         }
         assert_eq!(got, bytes);
         assert!(writer.is_empty());
+        assert!(writer.waiting.capacity() <= KEPT_BYTES, "what was large once is given back");
     }
 }

@@ -16,4 +16,5 @@ mod waker;
 
 pub use arena::{Arena, MAX_ARENA_BYTES, Region};
 pub use executor::{HandExecutor, HandSpec};
+pub use process::without_keys;
 pub use slice::take_short_turns;

@@ -20,14 +20,28 @@ const SOCKET_FD: i32 = 3;
 const ARENA_FD: i32 = 4;
 /// From the order to exit to SIGTERM, and from there to SIGKILL.
 const PATIENCE: [Duration; 2] = [Duration::from_millis(500), Duration::from_secs(2)];
+/// From SIGKILL to the end. A process that the kernel holds, in a driver or on a file system that hangs, does not end by that either.
+const LAST_PATIENCE: Duration = Duration::from_secs(5);
 /// How long a rank that closed its socket may take to leave an exit status.
 const LAST_BREATH: Duration = Duration::from_millis(500);
+
+/// Keeps keys from a program that is to be run: variables such as `FOREBAY_API_KEY` are for this process alone.
+pub fn without_keys(command: &mut Command) {
+    for (name, _) in std::env::vars_os() {
+        let text = name.to_string_lossy();
+        if text.starts_with("FOREBAY_") && text.ends_with("_KEY") {
+            command.env_remove(&name);
+        }
+    }
+}
 
 /// A spawned rank and the process group it leads.
 pub(crate) struct RankProcess {
     child: Child,
     pid: Pid,
     pidfd: OwnedFd,
+    /// It did not end when it was killed.
+    stuck: bool,
     pub(crate) socket: UnixStream,
 }
 
@@ -67,7 +81,7 @@ impl RankProcess {
             .ok_or_else(|| io::Error::other("no process id"))
             .and_then(|pid| Ok((pid, pidfd_open(pid, PidfdFlags::empty())?)));
         match opened {
-            Ok((pid, pidfd)) => Ok(Self { child, pid, pidfd, socket: near }),
+            Ok((pid, pidfd)) => Ok(Self { child, pid, pidfd, stuck: false, socket: near }),
             Err(error) => {
                 let _ = child.kill();
                 let _ = child.wait();
@@ -104,9 +118,14 @@ impl RankProcess {
         let _ = self.kill();
     }
 
-    /// SIGKILL to the whole group, also when its leader is already gone: what the leader started may still be there.
+    /// SIGKILL to the whole group, also when its leader is already gone: what the leader started may still be there. Nobody waits for a
+    /// process that does not end, since others can be served meanwhile.
     fn kill(&mut self) -> io::Result<ExitStatus> {
         let _ = kill_process_group(self.pid, Signal::KILL);
+        if self.stuck || !self.ended_within(LAST_PATIENCE) {
+            self.stuck = true;
+            return Err(io::Error::other("it does not end, the kernel holds it"));
+        }
         self.child.wait()
     }
 }

@@ -7,8 +7,10 @@ use thiserror::Error;
 pub const VERSION: u16 = 3;
 /// Bytes of the fixed header.
 pub const HEADER_BYTES: usize = 24;
-/// Most words a frame may hold after its header (256 MiB): a length beyond it is a broken stream, not a frame.
+/// Most words a frame may hold after its header (256 MiB). Readers refuse more, so writers make no larger frame.
 pub const MAX_WORDS: u32 = 1 << 26;
+/// Bytes that an encoded frame's buffer keeps for the next one, whatever the largest frame was.
+const KEPT_BYTES: usize = 1 << 20;
 
 const MAGIC: [u8; 4] = *b"FBAY";
 
@@ -71,7 +73,7 @@ pub enum FrameError {
     Kind(u16),
     /// More words than any frame may have.
     #[error("frame of {0} words is over the limit")]
-    TooLarge(u32),
+    TooLarge(u64),
     /// The lengths do not add up, or a column has not the length that its meaning asks for.
     #[error("malformed frame: {0}")]
     Malformed(&'static str),
@@ -111,7 +113,7 @@ impl Header {
         let step = u64::from(u32_at(8)) | u64::from(u32_at(12)) << 32;
         let (columns, words) = (u32_at(16), u32_at(20));
         if words > MAX_WORDS {
-            return Err(FrameError::TooLarge(words));
+            return Err(FrameError::TooLarge(words.into()));
         }
         if columns > words {
             return Err(FrameError::Malformed("more columns than words"));
@@ -190,11 +192,26 @@ impl Frame {
     }
 }
 
-/// Writes a frame of word columns to `out`, replacing what it holds.
-pub(crate) fn encode(kind: Kind, step: u64, columns: &[&[i32]], out: &mut Vec<u8>) {
+/// Writes a frame of word columns to `out`, replacing what it holds. A buffer that grew for one large frame shrinks again.
+///
+/// # Errors
+/// The frame would be larger than a reader takes. `out` is empty then.
+pub(crate) fn encode(
+    kind: Kind,
+    step: u64,
+    columns: &[&[i32]],
+    out: &mut Vec<u8>,
+) -> Result<(), FrameError> {
     let words = columns.len() + columns.iter().map(|c| c.len()).sum::<usize>();
     out.clear();
-    out.reserve(HEADER_BYTES + 4 * words);
+    if words > MAX_WORDS as usize {
+        return Err(FrameError::TooLarge(words as u64));
+    }
+    let bytes = HEADER_BYTES + 4 * words;
+    if out.capacity() > KEPT_BYTES && bytes < out.capacity() / 4 {
+        out.shrink_to(KEPT_BYTES);
+    }
+    out.reserve(bytes);
     out.extend_from_slice(&MAGIC);
     out.extend_from_slice(&VERSION.to_le_bytes());
     out.extend_from_slice(&(kind as u16).to_le_bytes());
@@ -207,20 +224,23 @@ pub(crate) fn encode(kind: Kind, step: u64, columns: &[&[i32]], out: &mut Vec<u8
     for column in columns {
         out.extend_from_slice(cast_slice(column));
     }
+    Ok(())
 }
 
 /// Writes a frame whose one column is JSON text (empty text: no column, as `shutdown` has it).
-#[must_use]
-pub fn encode_json(kind: Kind, text: &str) -> Vec<u8> {
+///
+/// # Errors
+/// The text is longer than a frame may be.
+pub fn encode_json(kind: Kind, text: &str) -> Result<Vec<u8>, FrameError> {
     let mut out = Vec::new();
     if text.is_empty() {
-        encode(kind, 0, &[], &mut out);
-        return out;
+        encode(kind, 0, &[], &mut out)?;
+        return Ok(out);
     }
     let mut words = vec![i32::from_le_bytes(*b"    "); text.len().div_ceil(4)];
     bytemuck::cast_slice_mut::<i32, u8>(&mut words)[..text.len()].copy_from_slice(text.as_bytes());
-    encode(kind, 0, &[&words], &mut out);
-    out
+    encode(kind, 0, &[&words], &mut out)?;
+    Ok(out)
 }
 
 /// Words read as floats: the same bytes.
@@ -244,7 +264,7 @@ mod tests {
     #[test]
     fn json_survives_padding() {
         for text in ["{}", r#"{"a":1}"#, r#"{"é":"x"}"#, r#"{"abc":1234}"#] {
-            let bytes = encode_json(Kind::Hello, text);
+            let bytes = encode_json(Kind::Hello, text).expect("short");
             let header = header_of(&bytes).expect("header");
             let words = bytes[HEADER_BYTES..].chunks(4).map(bytemuck::pod_read_unaligned).collect();
             let frame = Frame::new(header, words).expect("frame");
@@ -254,7 +274,7 @@ mod tests {
 
     #[test]
     fn broken_headers_are_refused() {
-        let good = encode_json(Kind::Shutdown, "");
+        let good = encode_json(Kind::Shutdown, "").expect("short");
         assert_eq!(header_of(&good).expect("header").kind, Kind::Shutdown);
         let broken = |at: usize, value: u8| {
             let mut bytes = good.clone();
@@ -275,5 +295,34 @@ mod tests {
         assert!(Frame::new(header, vec![1, 1, 0, 0, 0]).is_err());
         assert!(Frame::new(header, vec![-1, 2, 0, 0, 0]).is_err());
         assert!(Frame::new(header, vec![1, 2, 0, 0]).is_err());
+    }
+
+    #[test]
+    fn a_writer_makes_no_frame_that_a_reader_refuses() {
+        let mut out = Vec::new();
+        // One column eight times: nothing of that size is copied.
+        let column = vec![0; (MAX_WORDS / 8) as usize];
+        let frame = |columns: &[&[i32]], out: &mut Vec<u8>| encode(Kind::Plan, 1, columns, out);
+        let refused = frame(&[&column[..]; 8], &mut out);
+        assert_eq!(refused, Err(FrameError::TooLarge(u64::from(MAX_WORDS) + 8)));
+        assert_eq!((out.len(), out.capacity()), (0, 0));
+        let last = column.len() - 8;
+        let mut columns = [&column[..]; 8];
+        columns[7] = &column[..last];
+        assert_eq!(frame(&columns, &mut out), Ok(()));
+        assert_eq!(header_of(&out).expect("a header that is taken").words, MAX_WORDS);
+    }
+
+    #[test]
+    fn a_buffer_that_grew_for_one_frame_shrinks_with_the_next() {
+        let mut out = Vec::new();
+        let large = vec![0; KEPT_BYTES];
+        encode(Kind::Plan, 1, &[&large], &mut out).expect("within the limit");
+        assert!(out.capacity() >= 4 * KEPT_BYTES);
+        encode(Kind::Plan, 2, &[&large[..100]], &mut out).expect("within the limit");
+        assert!(out.capacity() <= KEPT_BYTES);
+        let kept = out.as_ptr();
+        encode(Kind::Plan, 3, &[&large[..1000]], &mut out).expect("within the limit");
+        assert_eq!(out.as_ptr(), kept, "what is kept is enough for steps of any usual size");
     }
 }

@@ -10,7 +10,10 @@ mod result;
 
 pub use dtype::Dtype;
 pub use frame::{Frame, FrameError, HEADER_BYTES, Header, Kind, MAX_WORDS, VERSION, encode_json};
-pub use plan::{NewSlot, PlanColumn, Pooling, Row, SamplingParams, SlotWrite, StepPlan};
+pub use plan::{
+    NewSlot, PAGE_WRITE_WORDS, PlanColumn, Pooling, ROW_WORDS, Row, SamplingParams, SlotWrite,
+    StepPlan,
+};
 pub use result::{ROW_NOT_FINITE, ROW_OK, ResultColumn, SampledLogprobs, StepResult};
 
 #[cfg(target_endian = "big")]

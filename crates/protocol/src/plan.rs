@@ -4,6 +4,14 @@ use std::sync::Arc;
 
 use crate::frame::{Frame, FrameError, Kind, as_words, encode, floats};
 
+/// Columns of a plan.
+const COLUMNS: usize = 8;
+/// Words that an emptied column keeps, whatever it has held.
+const KEPT_WORDS: usize = 1 << 18;
+/// Words of a page-table write.
+pub const PAGE_WRITE_WORDS: usize = 3;
+/// Words of a row.
+pub const ROW_WORDS: usize = 4;
 /// Words of a new slot's record in the `slots` column.
 const SLOT_WORDS: usize = 13;
 /// Words of a new slot's record in the `slot_floats` column.
@@ -111,6 +119,20 @@ pub struct NewSlot<'a> {
     pub embeds: Option<u32>,
 }
 
+impl NewSlot<'_> {
+    /// Stop ids that the hand must know: those that it suppresses.
+    fn suppressed(&self) -> &[i32] {
+        if self.params.min_tokens == 0 { &[] } else { self.stop_ids }
+    }
+
+    /// Words that [`StepPlan::write_slot`] adds to a plan.
+    #[must_use]
+    pub fn words(&self) -> usize {
+        let lists = self.suppressed().len() + 2 * self.params.logit_bias.len();
+        SLOT_WORDS + SLOT_FLOATS + self.tokens.len() + lists
+    }
+}
+
 /// A new slot as it stands in a plan.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct SlotWrite<'a> {
@@ -130,6 +152,15 @@ pub struct SlotWrite<'a> {
     pub segment: u32,
     /// Byte offset in the arena of the prompt's embeddings, which stand for its tokens' own.
     pub embeds: Option<u32>,
+}
+
+/// Empties a column, and gives back what it has far more of than its last use.
+fn empty<T>(column: &mut Vec<T>) {
+    let used = column.len();
+    column.clear();
+    if column.capacity() > KEPT_WORDS && used < column.capacity() / 4 {
+        column.shrink_to(KEPT_WORDS);
+    }
 }
 
 fn take<'a>(rest: &mut &'a [i32], count: usize) -> &'a [i32] {
@@ -168,17 +199,17 @@ pub struct StepPlan {
 }
 
 impl StepPlan {
-    /// Empties the plan for step `step`, keeping its memory.
+    /// Empties the plan for step `step`. It keeps its memory, but not what only one large step needed.
     pub fn begin(&mut self, step: u64) {
         self.step = step;
-        self.slots.clear();
-        self.slot_floats.clear();
-        self.tokens.clear();
-        self.stop_ids.clear();
-        self.bias_ids.clear();
-        self.bias_values.clear();
-        self.page_writes.clear();
-        self.rows.clear();
+        empty(&mut self.slots);
+        empty(&mut self.slot_floats);
+        empty(&mut self.tokens);
+        empty(&mut self.stop_ids);
+        empty(&mut self.bias_ids);
+        empty(&mut self.bias_values);
+        empty(&mut self.page_writes);
+        empty(&mut self.rows);
     }
 
     /// The step's number.
@@ -191,7 +222,7 @@ impl StepPlan {
     pub fn write_slot(&mut self, new: &NewSlot<'_>) {
         let params = new.params;
         let min_total = new.prompt_len.saturating_add(params.min_tokens).min(i32::MAX as u32);
-        let stop_ids = if params.min_tokens == 0 { &[] } else { new.stop_ids };
+        let stop_ids = new.suppressed();
         self.slots.extend_from_slice(&[
             new.slot.cast_signed(),
             new.tokens.len() as i32,
@@ -242,7 +273,7 @@ impl StepPlan {
 
     /// The rows, in order.
     pub fn rows(&self) -> impl ExactSizeIterator<Item = Row> + '_ {
-        self.rows.chunks_exact(4).map(|r| Row {
+        self.rows.chunks_exact(ROW_WORDS).map(|r| Row {
             slot: r[0].cast_unsigned(),
             start: r[1].cast_unsigned(),
             length: r[2].cast_unsigned(),
@@ -272,7 +303,7 @@ impl StepPlan {
     /// The page-table writes: slot, index, page.
     pub fn page_writes(&self) -> impl ExactSizeIterator<Item = (u32, u32, u32)> + '_ {
         self.page_writes
-            .chunks_exact(3)
+            .chunks_exact(PAGE_WRITE_WORDS)
             .map(|w| (w[0].cast_unsigned(), w[1].cast_unsigned(), w[2].cast_unsigned()))
     }
 
@@ -305,8 +336,25 @@ impl StepPlan {
         self.tokens.truncate(write);
     }
 
+    /// Words of the plan's frame after its header, as long as nothing is spilled.
+    #[must_use]
+    pub fn words(&self) -> usize {
+        COLUMNS
+            + self.slots.len()
+            + self.slot_floats.len()
+            + self.tokens.len()
+            + self.stop_ids.len()
+            + self.bias_ids.len()
+            + self.bias_values.len()
+            + self.page_writes.len()
+            + self.rows.len()
+    }
+
     /// Writes the plan's frame to `out`, replacing what it holds.
-    pub fn encode(&self, out: &mut Vec<u8>) {
+    ///
+    /// # Errors
+    /// The frame would be larger than a reader takes.
+    pub fn encode(&self, out: &mut Vec<u8>) -> Result<(), FrameError> {
         encode(
             Kind::Plan,
             self.step,
@@ -321,7 +369,7 @@ impl StepPlan {
                 &self.rows,
             ],
             out,
-        );
+        )
     }
 
     /// Reads a plan's frame.
@@ -333,8 +381,11 @@ impl StepPlan {
             return Err(FrameError::Malformed("not a plan"));
         }
         let [slots, slot_floats, tokens, stop_ids, bias_ids, bias_values, page_writes, rows] =
-            frame.exactly::<8>()?;
-        if slots.len() % SLOT_WORDS != 0 || page_writes.len() % 3 != 0 || rows.len() % 4 != 0 {
+            frame.exactly::<COLUMNS>()?;
+        let whole = slots.len() % SLOT_WORDS == 0
+            && page_writes.len() % PAGE_WRITE_WORDS == 0
+            && rows.len() % ROW_WORDS == 0;
+        if !whole {
             return Err(FrameError::Malformed("plan record length"));
         }
         let (mut inline, mut stops, mut biases) = (0_i64, 0_i64, 0_i64);
@@ -407,5 +458,49 @@ mod tests {
             [(0, vec![1; 3]), (1, vec![]), (2, vec![3; 4]), (3, vec![4; 12])],
             "the fourth found the arena full and stays inline"
         );
+    }
+
+    #[test]
+    fn a_plan_knows_the_words_of_its_frame() {
+        let mut plan = StepPlan::default();
+        let params = SamplingParams {
+            min_tokens: 1,
+            logit_bias: vec![(1, 0.5), (2, 1.5)],
+            ..SamplingParams::default()
+        };
+        for params in [params.clone(), SamplingParams { min_tokens: 0, ..params }] {
+            plan.begin(1);
+            let tokens = [7; 5];
+            let stop_ids = &[1, 2, 3];
+            let new = NewSlot {
+                slot: 0,
+                tokens: &tokens,
+                prompt_len: 5,
+                params: &params,
+                stop_ids,
+                segment: 0,
+                embeds: None,
+            };
+            let empty = plan.words();
+            plan.write_slot(&new);
+            assert_eq!(plan.words(), empty + new.words());
+            plan.write_page(0, 0, 9);
+            plan.push_row(Row { slot: 0, start: 0, length: 5, sample: true, pool: false });
+            assert_eq!(plan.words(), empty + new.words() + PAGE_WRITE_WORDS + ROW_WORDS);
+            let mut bytes = Vec::new();
+            plan.encode(&mut bytes).expect("within the limit");
+            assert_eq!(bytes.len(), crate::HEADER_BYTES + 4 * plan.words());
+        }
+    }
+
+    #[test]
+    fn columns_that_grew_for_one_step_shrink_again() {
+        let mut plan = StepPlan::default();
+        plan.begin(1);
+        plan.tokens.resize(8 * KEPT_WORDS, 0);
+        plan.begin(2);
+        assert!(plan.tokens.capacity() >= 8 * KEPT_WORDS, "the next step may be as large");
+        plan.begin(3);
+        assert!(plan.tokens.capacity() <= KEPT_WORDS, "it was not");
     }
 }

@@ -75,7 +75,10 @@ impl StepResult {
     }
 
     /// Writes the result's frame to `out`, replacing what it holds.
-    pub fn encode(&self, out: &mut Vec<u8>) {
+    ///
+    /// # Errors
+    /// The frame would be larger than a reader takes.
+    pub fn encode(&self, out: &mut Vec<u8>) -> Result<(), FrameError> {
         encode(
             Kind::Result,
             self.step,
@@ -89,7 +92,7 @@ impl StepResult {
                 as_words(&self.pooled),
             ],
             out,
-        );
+        )
     }
 
     /// Reads a result's frame.

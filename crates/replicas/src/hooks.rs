@@ -124,6 +124,10 @@ impl Peers for Others {
         (0..dispatch.up.len()).any(|other| other != self.at && dispatch.open(other))
     }
 
+    fn others_live(&self) -> bool {
+        self.shared.others_live(self.at)
+    }
+
     fn adopt(&self, orphans: Vec<Orphan>) -> Vec<Orphan> {
         let count = orphans.len();
         let left: Vec<Orphan> =

@@ -1,14 +1,14 @@
 //! N engines that look like one.
 
 use std::io;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
 
 use forebay_balance::Method;
 use forebay_engine::{
     BlockHash, BlockObserver, Clock, Engine, EngineConfig, EngineHandle, EngineRequest,
     EngineThread, Executor, Facts, Hooks, Orphan, OutputSink, Peers, RequestId, Stats, Status,
-    SubmitError,
+    SubmitError, Waiting,
 };
 use parking_lot::Mutex;
 
@@ -82,7 +82,7 @@ impl Replicas {
             draining: AtomicBool::new(false),
             page_size: page_size.map(|size| size as usize),
         });
-        let queued = Arc::new(AtomicUsize::new(0));
+        let queued = Arc::new(Waiting::default());
         let on_exit = Arc::new(Mutex::new(Some(on_exit)));
         let (mut engines, mut threads) = (Vec::new(), Vec::new());
         for (at, Member { config, executor, sink, blocks }) in members.into_iter().enumerate() {
@@ -108,9 +108,17 @@ impl Replicas {
                     }
                 }),
             };
-            let (engine, thread) = Engine::start(config, executor, Arc::clone(&clock), hooks)?;
-            engines.push(engine);
-            threads.push(thread);
+            match Engine::start(config, executor, Arc::clone(&clock), hooks) {
+                Ok((engine, thread)) => {
+                    engines.push(engine);
+                    threads.push(thread);
+                }
+                Err(error) => {
+                    // Those that have been started may be waiting to hear of the others.
+                    let _ = shared.engines.set(engines);
+                    return Err(error);
+                }
+            }
         }
         // Nobody else sets it.
         let _ = shared.engines.set(engines);
@@ -134,13 +142,13 @@ impl Replicas {
         let waiting =
             |at: usize| matches!(engines[at].status(), Status::Ready | Status::Recovering(_));
         let asked = shared.ask(&request);
+        let fits: Vec<bool> = engines.iter().map(|engine| engine.fits(&request)).collect();
         let mut dispatch = shared.dispatch.lock();
-        let anybody = (0..engines.len()).any(|at| dispatch.open(at));
-        let open: Vec<bool> = (0..engines.len())
-            .map(
-                |at| if anybody { dispatch.open(at) } else { !dispatch.drained[at] && waiting(at) },
-            )
-            .collect();
+        let ready = |at: usize| dispatch.open(at) && fits[at];
+        let anybody = (0..engines.len()).any(ready);
+        let later = |at: usize| !dispatch.drained[at] && waiting(at) && fits[at];
+        let open: Vec<bool> =
+            (0..engines.len()).map(|at| if anybody { ready(at) } else { later(at) }).collect();
         let Some(at) = shared.send(&mut dispatch, asked, &open) else {
             drop(dispatch);
             let reason = match self.status() {
@@ -203,6 +211,12 @@ impl Replicas {
         found.is_some()
     }
 
+    /// Whether every replica was told to take no new requests.
+    #[must_use]
+    pub fn drained(&self) -> bool {
+        self.0.dispatch.lock().drained.iter().all(|&drained| drained)
+    }
+
     /// Aborts what is alive, stops the hands and ends the threads.
     pub fn stop(&self) {
         self.0.draining.store(true, Ordering::Release);
@@ -216,10 +230,12 @@ impl Replicas {
         self.0.engines().len() as u32
     }
 
-    /// The state of all together.
+    /// The state of all together. One that gets no new requests counts only where all get none.
     #[must_use]
     pub fn status(&self) -> Status {
-        combined_status(self.0.engines().iter().map(EngineHandle::status).collect())
+        let drained = self.0.dispatch.lock().drained.clone();
+        let all = self.0.engines().iter().map(EngineHandle::status);
+        combined_status(all.collect(), &drained)
     }
 
     /// All counted together.
@@ -228,7 +244,8 @@ impl Replicas {
         combined_stats(self.0.engines().iter().map(EngineHandle::stats))
     }
 
-    /// What holds for every replica that has been ready; `None` until one has.
+    /// What holds for every replica that has been ready; `None` until one has. One that is ready later may have less room: what does not
+    /// fit there goes to others.
     #[must_use]
     pub fn facts(&self) -> Option<Facts> {
         combined_facts(self.0.engines().iter().filter_map(EngineHandle::facts))
@@ -257,6 +274,13 @@ impl Replicas {
 }
 
 impl Shared {
+    /// Whether a replica other than `at` serves, or may again. Waits until all have been started.
+    pub(crate) fn others_live(&self, at: usize) -> bool {
+        let engines = self.engines.wait().iter().enumerate();
+        let mut others = engines.filter(|&(other, _)| other != at);
+        others.any(|(_, engine)| !matches!(engine.status(), Status::Failed(_)))
+    }
+
     /// Empty until all have been started.
     pub(crate) fn engines(&self) -> &[EngineHandle] {
         self.engines.get().map_or(&[], Vec::as_slice)
@@ -314,10 +338,12 @@ impl Shared {
     /// Sends a request that replica `from` has lost to another one; gives it back if there is none.
     pub(crate) fn adopt(&self, from: usize, orphan: Orphan) -> Option<Orphan> {
         let asked = self.ask(&orphan.request);
+        let fits: Vec<bool> =
+            self.engines().iter().map(|engine| engine.fits(&orphan.request)).collect();
         let id = orphan.request.id.0;
         let mut dispatch = self.dispatch.lock();
         let open: Vec<bool> =
-            (0..dispatch.up.len()).map(|at| at != from && dispatch.open(at)).collect();
+            (0..dispatch.up.len()).map(|at| at != from && dispatch.open(at) && fits[at]).collect();
         if !open.contains(&true) {
             return Some(orphan);
         }

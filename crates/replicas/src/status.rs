@@ -16,18 +16,22 @@ pub struct ReplicaReport {
     pub drained: bool,
 }
 
-/// The state of all: ready as soon as none is loading for the first time and one is ready. A replica that has failed counts only when all
-/// have.
+/// The state of all: ready as soon as one is. One that is being restarted comes before those that load for the first time, because requests
+/// may wait for it; a replica that has failed counts only when all
+/// have, and one that is drained only when all are.
 #[must_use]
-pub fn combined_status(all: Vec<Status>) -> Status {
+pub fn combined_status(all: Vec<Status>, drained: &[bool]) -> Status {
+    let everyone = drained.iter().all(|&drained| drained);
+    let counts = |at: usize| everyone || !drained.get(at).copied().unwrap_or(false);
     let rank = |status: &Status| match status {
-        Status::Starting(_) => 0,
-        Status::Draining => 1,
-        Status::Ready => 2,
-        Status::Recovering(_) => 3,
+        Status::Draining => 0,
+        Status::Ready => 1,
+        Status::Recovering(_) => 2,
+        Status::Starting(_) => 3,
         Status::Failed(_) => 4,
     };
-    let first = all.into_iter().min_by_key(rank);
+    let counted = all.into_iter().enumerate().filter(|&(at, _)| counts(at));
+    let first = counted.map(|(_, status)| status).min_by_key(rank);
     first.unwrap_or_else(|| Status::Failed("there is no replica".into()))
 }
 
@@ -64,17 +68,22 @@ mod tests {
     use super::*;
 
     #[test]
-    fn one_ready_replica_is_enough_but_not_before_all_have_loaded() {
+    fn one_ready_replica_is_enough() {
         let (loading, lost) = (Status::Starting("weights".into()), Status::Failed("no".into()));
         let again = Status::Recovering("killed".into());
         for (all, expected) in [
-            (vec![Status::Ready, loading.clone()], loading.clone()),
+            (vec![loading.clone(), Status::Ready], Status::Ready),
+            (vec![loading.clone(), again.clone()], again.clone()),
+            (vec![lost.clone(), loading.clone()], loading),
             (vec![Status::Ready, lost.clone(), again.clone()], Status::Ready),
             (vec![lost.clone(), again.clone()], again),
             (vec![lost.clone(), lost.clone()], lost),
             (vec![Status::Draining, Status::Draining], Status::Draining),
         ] {
-            assert_eq!(combined_status(all), expected);
+            assert_eq!(combined_status(all, &[false, false, false]), expected);
         }
+        let all = || vec![Status::Ready, Status::Failed("no".into())];
+        assert_eq!(combined_status(all(), &[true, false]), Status::Failed("no".into()));
+        assert_eq!(combined_status(all(), &[true, true]), Status::Ready);
     }
 }

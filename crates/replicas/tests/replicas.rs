@@ -66,10 +66,13 @@ fn config() -> EngineConfig {
         token_budget: 64,
         prefix_cache: true,
         policy: Policy::Fcfs,
+        fair: true,
         lookahead: 1,
         max_queued: 1000,
+        queue_timeout_us: 0,
         context_length: 400,
         watchdog_us: 60_000_000,
+        load_timeout_us: 0,
         restart_limit: 3,
     }
 }
@@ -202,6 +205,8 @@ fn request(id: u64, prompt: Vec<i32>, max_tokens: u32) -> EngineRequest {
         stop_ids: Arc::default(),
         sampling: SamplingParams::default(),
         priority: 0,
+        client: 0,
+        probe: false,
         embeds: None,
         route: Route::default(),
     }
@@ -488,7 +493,7 @@ fn the_queues_limit_holds_for_all_together() {
             Err(error) => break error,
         }
     };
-    assert_eq!(refused, SubmitError::QueueFull { limit: 1000 });
+    assert!(matches!(refused, SubmitError::QueueFull { limit: 1000, .. }), "{refused:?}");
     assert!((1000..=1000 + 2 * 16).contains(&taken), "{taken}");
     rig.controls.iter().for_each(SimControl::release);
     rig.follow(taken as usize);

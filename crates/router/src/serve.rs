@@ -23,12 +23,14 @@ use crate::config::RouterConfig;
 use crate::link::Idle;
 use crate::registry::{Registry, Source};
 use crate::service::answer;
-use crate::shared::{Shared, Worker};
+use crate::shared::{Fuse, Shared, Worker};
 use crate::sources::{end_leases, follow_file, follow_name, read_list};
 use crate::watch::watch;
 
 /// How long connections may take to end once no request is alive.
 const CLOSE_TIMEOUT: Duration = Duration::from_secs(5);
+/// The same, once there is no more patience.
+const CUT_TIMEOUT: Duration = Duration::from_secs(1);
 /// How long to wait after the system refused a connection, most likely for want of descriptors.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
 /// How often idle connections are looked at.
@@ -69,6 +71,8 @@ pub struct Router {
 enum Stage {
     Serving,
     Closing,
+    /// At once.
+    Cutting,
 }
 
 impl Router {
@@ -95,12 +99,12 @@ impl Router {
         let shared = shared(config, watching.handle().clone());
         shared.registry.set(Source::Flags, urls, None);
         if let Some(file) = sources.file {
-            watching.spawn(follow_file(Arc::clone(&shared), file));
+            watching.spawn(fused(&shared, follow_file(Arc::clone(&shared), file)));
         }
         for name in sources.dns {
-            watching.spawn(follow_name(Arc::clone(&shared), name));
+            watching.spawn(fused(&shared, follow_name(Arc::clone(&shared), name)));
         }
-        watching.spawn(end_leases(Arc::clone(&shared)));
+        watching.spawn(fused(&shared, end_leases(Arc::clone(&shared))));
         watching.block_on(first_checks(&shared));
 
         listener.set_nonblocking(true)?;
@@ -110,7 +114,9 @@ impl Router {
             let worker = Arc::new(Worker { shared: Arc::clone(&shared), idle: Idle::default() });
             let (listener, stages) = (listener.try_clone()?, stop.subscribe());
             let runtime = Builder::new_current_thread().enable_all().build()?;
+            let fuse = Fuse(Arc::clone(&shared));
             let run = move || {
+                let _fuse = fuse;
                 if let Err(error) = runtime.block_on(work(&worker, listener, stages)) {
                     tracing::error!(%error, "a thread of the router cannot listen");
                 }
@@ -120,21 +126,51 @@ impl Router {
         Ok(Self { shared, stop, threads, watching })
     }
 
-    /// Refuses new requests, lets the running ones finish within the drain timeout, ends what is left, and stops.
-    pub fn stop(self) {
+    /// Waits until a part of the router has panicked. Requests' own panics are theirs alone.
+    pub async fn broken(&self) {
+        // The sender lives in self, so waiting cannot fail.
+        let _ = self.shared.broken.subscribe().wait_for(|&broken| broken).await;
+    }
+
+    /// Refuses new requests, lets the running ones finish within the drain timeout or until `hurry` is ready, ends what is left, and stops.
+    /// False: a part of it had panicked.
+    pub fn stop(self, hurry: impl Future<Output = ()>) -> bool {
         self.shared.draining.store(true, Ordering::Release);
         let limit = self.shared.config.drain_timeout;
-        let drained = async { timeout(limit, self.shared.idle()).await };
-        if self.watching.block_on(drained).is_err() {
-            tracing::warn!("requests are still running after the drain timeout: ending them");
-            self.shared.cut.send_replace(true);
-        }
-        self.stop.send_replace(Stage::Closing);
+        let stage = self.watching.block_on(async {
+            tokio::select! {
+                () = self.shared.idle() => Stage::Closing,
+                () = sleep(limit) => {
+                    tracing::warn!("requests are still running after the drain timeout: ending them");
+                    self.shared.cut.send_replace(true);
+                    Stage::Closing
+                }
+                () = hurry => {
+                    tracing::warn!("told to stop at once: ending the requests that are still running");
+                    self.shared.cut.send_replace(true);
+                    Stage::Cutting
+                }
+            }
+        });
+        self.stop.send_replace(stage);
         for thread in self.threads {
-            // A panic was printed by its thread.
+            // A panic was printed by its thread, and blew its fuse.
             let _ = thread.join();
         }
         self.watching.shutdown_timeout(Duration::from_secs(1));
+        !*self.shared.broken.borrow()
+    }
+}
+
+/// A task without which the router cannot go on.
+fn fused(
+    shared: &Arc<Shared>,
+    work: impl Future<Output = ()> + Send + 'static,
+) -> impl Future<Output = ()> + Send + 'static {
+    let fuse = Fuse(Arc::clone(shared));
+    async move {
+        let _fuse = fuse;
+        work.await;
     }
 }
 
@@ -144,7 +180,7 @@ fn shared(config: RouterConfig, runtime: Handle) -> Arc<Shared> {
     let later = Arc::clone(&whole);
     let added = move |backend: &Arc<Backend>| {
         if let Some(shared) = later.get().and_then(Weak::upgrade) {
-            runtime.spawn(watch(shared, Arc::clone(backend)));
+            runtime.spawn(fused(&shared.clone(), watch(shared, Arc::clone(backend))));
         }
     };
     let accounting = config.watch.accounting();
@@ -180,7 +216,7 @@ async fn work(
     loop {
         tokio::select! {
             // The sender lives until the thread has ended.
-            _ = stages.wait_for(|&stage| stage == Stage::Closing) => break,
+            _ = stages.wait_for(|&stage| stage != Stage::Serving) => break,
             accepted = listener.accept() => match accepted {
                 Ok((stream, _)) => { tasks.spawn(connection(worker, stream, &graceful)); }
                 Err(error) => {
@@ -196,7 +232,11 @@ async fn work(
         }
     }
     drop(listener);
-    if timeout(CLOSE_TIMEOUT, graceful.shutdown()).await.is_err() {
+    let patience = match *stages.borrow() {
+        Stage::Cutting => CUT_TIMEOUT,
+        Stage::Serving | Stage::Closing => CLOSE_TIMEOUT,
+    };
+    if timeout(patience, graceful.shutdown()).await.is_err() {
         tracing::warn!("some connections did not end in time and are cut");
     }
     tasks.shutdown().await;

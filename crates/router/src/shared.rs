@@ -38,6 +38,8 @@ pub(crate) struct Shared {
     pub(crate) draining: AtomicBool,
     /// What is alive is to be ended.
     pub(crate) cut: watch::Sender<bool>,
+    /// A part of the router has panicked.
+    pub(crate) broken: watch::Sender<bool>,
     live: watch::Sender<usize>,
 }
 
@@ -51,6 +53,7 @@ impl Shared {
             totals: Totals::default(),
             draining: AtomicBool::new(false),
             cut: watch::Sender::new(false),
+            broken: watch::Sender::new(false),
             live: watch::Sender::new(0),
             config,
         }
@@ -108,6 +111,17 @@ impl Shared {
     }
 }
 
+/// Dropped by a panic, it says that a part of the router is lost.
+pub(crate) struct Fuse(pub(crate) Arc<Shared>);
+
+impl Drop for Fuse {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            self.0.broken.send_replace(true);
+        }
+    }
+}
+
 /// Counts a request as alive.
 pub(crate) struct Live(Arc<Shared>);
 
@@ -130,4 +144,25 @@ impl Watch {
 pub(crate) struct Worker {
     pub(crate) shared: Arc<Shared>,
     pub(crate) idle: crate::link::Idle,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::ledger::Accounting;
+
+    #[test]
+    fn a_panic_blows_the_fuse_and_an_end_does_not() {
+        let registry = Registry::new(Accounting::Overwritten, Default::default(), Box::new(|_| {}));
+        let shared = Arc::new(Shared::new(RouterConfig::default(), registry));
+        drop(Fuse(Arc::clone(&shared)));
+        assert!(!*shared.broken.borrow());
+        let fuse = Fuse(Arc::clone(&shared));
+        let thread = std::thread::spawn(move || {
+            let _fuse = fuse;
+            panic!("as the test wants");
+        });
+        assert!(thread.join().is_err());
+        assert!(*shared.broken.borrow());
+    }
 }

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 
 use criterion::{BenchmarkId, Criterion, Throughput};
 use forebay_protocol::{ROW_OK, SamplingParams, StepPlan, StepResult};
-use forebay_scheduler::{Event, Past, Policy, Request, Scheduler, SchedulerConfig};
+use forebay_scheduler::{Event, Past, Policy, Request, STEP_WORDS, Scheduler, SchedulerConfig};
 
 const RUNNING: [u32; 4] = [64, 256, 1024, 4096];
 const PAGE_SIZE: u32 = 16;
@@ -72,6 +72,9 @@ impl Replica {
                 prefix_cache: true,
                 block_events: false,
                 policy: Policy::Fcfs,
+                fair: true,
+                step_words: STEP_WORDS,
+                vector_size: 0,
             }),
             plan: StepPlan::default(),
             result: StepResult::default(),
@@ -92,6 +95,8 @@ impl Replica {
             stop_ids: [STOP_ID].into(),
             sampling: SamplingParams::default(),
             priority: 0,
+            client: 0,
+            probe: false,
             cache_salt: 0,
             embeds: None,
             past: Past::default(),

@@ -1,5 +1,7 @@
 //! What is true between any two calls.
 
+use std::collections::HashMap;
+
 use crate::request::Entry;
 use crate::{Handle, Scheduler, State};
 
@@ -28,7 +30,19 @@ impl Scheduler {
         for (what, listed, expected) in listed {
             ensure(listed == expected, || format!("{what}: {listed} listed, {expected} exist"))?;
         }
-        Ok(())
+        self.check_shares()
+    }
+
+    fn check_shares(&self) -> Result<(), String> {
+        let mut counts = HashMap::new();
+        for (_, &handle) in &self.residents {
+            *counts.entry(self.requests[handle].client).or_default() += 1;
+        }
+        let listed = self.shares.counts();
+        ensure(*listed == counts, || format!("shares: {listed:?} listed, {counts:?} exist"))?;
+        let promised = self.shares.promised();
+        let waits = promised.is_none_or(|ticket| self.queue.contains(&ticket));
+        ensure(waits, || format!("{promised:?} does not wait"))
     }
 
     /// Slots and leases of residents and retired ones are all that is missing from the pools.
@@ -101,7 +115,7 @@ impl Scheduler {
         let suspect = entry.mark.is_some();
         let places = [
             ("by_id", self.by_id.get(&entry.id) == Some(&handle), true),
-            ("waiting", self.waiting.get(key) == Some(&handle), !resident && !suspect),
+            ("queue", self.queue.contains(&entry.ticket(handle)), !resident && !suspect),
             ("suspects", self.suspects.get(key) == Some(&handle), suspect),
             ("residents", self.residents.get(key) == Some(&handle), resident),
             ("prefills", self.prefills.get(key) == Some(&handle), prefill),

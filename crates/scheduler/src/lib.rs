@@ -10,16 +10,19 @@
 //!
 //! Without pages ([`SchedulerConfig::pages`] is 0) nothing is kept between steps: every prompt is one row, and many share a step.
 //!
-//! The rules, by file: `plan` (who gets a row), `retire` (slots and pages, preemption), `apply` (tokens, ends), `reset` (the hand died,
+//! The rules, by file: `queue` (whose turn it is), `share` (who has to give way), `plan` (who gets a row), `words` (how large a plan may be), `retire` (slots and pages, preemption), `apply` (tokens, ends), `reset` (the hand died,
 //! quarantine), `integrity` (what is always true).
 
 mod apply;
 mod integrity;
 mod plan;
+mod queue;
 mod request;
 mod reset;
 mod retire;
+mod share;
 mod slab;
+mod words;
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
 
@@ -27,10 +30,13 @@ pub use forebay_kvcache::{BlockEvent, BlockHash};
 use forebay_kvcache::{Lease, PagePool};
 use thiserror::Error;
 
+use crate::queue::{PROBE_RANK, Queue};
 use crate::request::{Entry, Key, State};
+use crate::share::Shares;
 use crate::slab::{Handle, Slab};
 
 pub use crate::request::{Past, Request};
+pub use crate::words::{MAX_REQUEST_WORDS, STEP_WORDS, request_words};
 
 /// Most plans whose results are outstanding. A caller may stay below: with one at a time it is the serial loop, and gives the same tokens.
 pub const MAX_IN_FLIGHT: usize = 2;
@@ -65,6 +71,13 @@ pub struct SchedulerConfig {
     pub block_events: bool,
     /// Who goes first.
     pub policy: Policy,
+    /// Within a priority, clients take turns, and one that has nothing running need not wait for those of one that has much. Otherwise all
+    /// requests are as one client's.
+    pub fair: bool,
+    /// Words that a plan may have when another request is admitted to it; [`STEP_WORDS`] but in tests.
+    pub step_words: usize,
+    /// Numbers of a vector, where the model pools: results have a size too.
+    pub vector_size: u32,
 }
 
 /// Why a request ended.
@@ -223,7 +236,8 @@ pub struct Scheduler {
     next_return: i64,
 
     /// Who waits, without the suspects.
-    waiting: BTreeMap<Key, Handle>,
+    queue: Queue,
+    shares: Shares,
     /// The waiting request that did not fit, until pages come back: looking again before is a waste.
     blocked: Option<Key>,
     /// Suspects of the hand's death, resident or not. While there are any, only the first of them has rows.
@@ -254,6 +268,7 @@ impl Scheduler {
     pub fn new(config: SchedulerConfig) -> Self {
         let numbers = [config.slots, config.max_running, config.page_size];
         assert!(numbers.iter().all(|&n| n > 0), "nothing can run with {config:?}");
+        words::check_slots(config.slots);
         let mut pool = PagePool::new(config.pages);
         if config.block_events {
             pool.note_events();
@@ -265,7 +280,8 @@ impl Scheduler {
             by_id: HashMap::new(),
             next_arrival: 0,
             next_return: i64::MIN,
-            waiting: BTreeMap::new(),
+            queue: Queue::new(config.fair),
+            shares: Shares::default(),
             blocked: None,
             suspects: BTreeMap::new(),
             residents: BTreeMap::new(),
@@ -298,6 +314,7 @@ impl Scheduler {
             "a request alone fits into the pool"
         );
         let rank = match self.config.policy {
+            _ if request.probe => PROBE_RANK,
             Policy::Fcfs => 0,
             Policy::Priority => -i64::from(request.priority),
             Policy::PriorityAscending => i64::from(request.priority),
@@ -310,8 +327,18 @@ impl Scheduler {
         let handle = self.requests.insert(Entry::new(request, key));
         let previous = self.by_id.insert(id, handle);
         debug_assert!(previous.is_none(), "two live requests with id {id}");
-        let queue = if suspect { &mut self.suspects } else { &mut self.waiting };
-        queue.insert(key, handle);
+        if suspect {
+            self.suspects.insert(key, handle);
+        } else {
+            self.enqueue(handle);
+        }
+    }
+
+    /// Puts a request into the queue that is not there.
+    fn enqueue(&mut self, handle: Handle) {
+        let entry = &self.requests[handle];
+        self.queue.insert(entry.ticket(handle), entry.admitted_before);
+        self.shares.changed();
     }
 
     /// Ends a request without an event: the caller tells its client. False: there is no such request (any more).
@@ -371,7 +398,8 @@ impl Scheduler {
             return;
         };
         self.by_id.remove(&entry.id);
-        self.waiting.remove(&entry.key);
+        self.queue.remove(&entry.ticket(handle));
+        self.shares.gone(handle);
         self.suspects.remove(&entry.key);
     }
 }

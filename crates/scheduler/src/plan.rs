@@ -2,10 +2,11 @@
 //! alone.
 
 use forebay_kvcache::Lease;
-use forebay_protocol::{NewSlot, Row, StepPlan};
+use forebay_protocol::{Row, StepPlan};
 
+use crate::queue::Ticket;
 use crate::request::Residence;
-use crate::{Event, FlightRow, Handle, Key, MAX_IN_FLIGHT, Scheduler, State};
+use crate::{Event, FlightRow, Handle, MAX_IN_FLIGHT, Scheduler, State};
 
 impl Scheduler {
     /// Plans the next step. False: there is nothing to do now, because nothing is runnable or all of it waits for results in flight
@@ -35,6 +36,7 @@ impl Scheduler {
 
     /// Plans rows for all that there is room for; returns how many of them decode.
     fn plan_everybody(&mut self, plan: &mut StepPlan, events: &mut Vec<Event>) -> usize {
+        self.give_way(events);
         self.grow_decodes(plan, events);
         self.plan_decodes(plan);
         let decodes = self.building.rows.len();
@@ -169,16 +171,25 @@ impl Scheduler {
     }
 
     fn admit(&mut self, budget: &mut u32, plan: &mut StepPlan, events: &mut Vec<Event>) {
-        while *budget > 0 && (self.residents.len() as u64) < u64::from(self.config.max_running) {
-            let Some((key, handle)) = self.next_candidate() else {
+        let before = self.building.rows.len();
+        while *budget > 0 && self.has_place() {
+            let Some(ticket) = self.next_candidate() else {
                 return;
             };
+            let (key, handle) = (ticket.key, ticket.handle);
             let entry = &self.requests[handle];
-            if self.blocked == Some(key) || entry.known() < entry.total {
+            if entry.known() < entry.total {
                 return;
             }
             // A prompt that must not be cut waits for a step with room for all of it, unless it is longer than any has.
-            if self.keeps_nothing() && entry.total > *budget && !self.building.rows.is_empty() {
+            let whole = self.keeps_nothing() && entry.total > *budget;
+            if whole && !self.building.rows.is_empty() {
+                return;
+            }
+            if self.building.rows.len() > before && !self.has_words_for(handle, plan) {
+                return;
+            }
+            if self.blocked == Some(key) || !self.may_run(handle) {
                 return;
             }
             let Some(slot) = self.free_slots.pop() else {
@@ -187,18 +198,31 @@ impl Scheduler {
             let Some(leases) = self.lease_pages(handle) else {
                 self.free_slots.push(slot);
                 self.blocked = Some(key);
+                self.shares.changed();
                 return;
             };
-            self.waiting.remove(&key);
+            self.queue.admitted(&ticket);
             self.move_in(handle, slot, leases, plan, events);
             let most = if self.keeps_nothing() { u32::MAX } else { *budget };
             *budget = budget.saturating_sub(self.push_row(handle, most, plan));
         }
     }
 
+    /// Whether one more may run, if it is the right one.
+    fn has_place(&self) -> bool {
+        let (running, most) = (self.residents.len() as u64, u64::from(self.config.max_running));
+        running < most || (running == most && self.queue.has_probe())
+    }
+
+    /// Whether one more may run, if it is this one.
+    pub(crate) fn may_run(&self, handle: Handle) -> bool {
+        let most = u64::from(self.config.max_running) + u64::from(self.requests[handle].probe);
+        (self.residents.len() as u64) < most
+    }
+
     /// The waiting request whose turn it is; nobody overtakes it.
-    fn next_candidate(&self) -> Option<(Key, Handle)> {
-        self.waiting.first_key_value().map(|(&key, &handle)| (key, handle))
+    pub(crate) fn next_candidate(&self) -> Option<Ticket> {
+        self.shares.promised().or_else(|| self.queue.first())
     }
 
     /// Leases pages for all known tokens of a request and, if it generates, the next one: first those that hold its leading blocks (`cached` tells how
@@ -249,15 +273,7 @@ impl Scheduler {
         let page_size = self.config.page_size;
         let entry = &mut self.requests[handle];
         entry.computed = entry.cached;
-        plan.write_slot(&NewSlot {
-            slot,
-            tokens: &entry.tokens,
-            prompt_len: entry.prompt_len,
-            params: &entry.sampling,
-            stop_ids: &entry.stop_ids,
-            segment: entry.pooling.map_or(0, |pooling| pooling.segment),
-            embeds: entry.embeds,
-        });
+        plan.write_slot(&entry.slot(slot));
         for (index, lease) in leases.iter().enumerate() {
             plan.write_page(slot, index as u32, lease.page());
         }
@@ -273,6 +289,7 @@ impl Scheduler {
         events.push(Event::Admitted { id: entry.id, cached_tokens, replayed });
         self.residents.insert(entry.key, handle);
         self.prefills.insert(entry.key, handle);
+        self.shares.moved_in(entry.client, handle);
     }
 
     /// Plans up to `most` of a resident's positions and returns how many. The row that reaches `total` samples, and from then on the

@@ -3,7 +3,10 @@
 use std::sync::Arc;
 
 use forebay_kvcache::{BlockHash, Lease};
-use forebay_protocol::{Pooling, SamplingParams};
+use forebay_protocol::{NewSlot, Pooling, SamplingParams};
+
+use crate::queue::Ticket;
+use crate::slab::Handle;
 
 /// A validated request. Nothing in it can be refused any more.
 #[derive(Debug, Clone)]
@@ -27,6 +30,10 @@ pub struct Request {
     pub sampling: SamplingParams,
     /// Larger is sooner, under [`crate::Policy::Priority`].
     pub priority: i32,
+    /// Whose request it is: clients take turns.
+    pub client: u64,
+    /// It asks whether the model computes: it goes before everybody, and need not wait for one of [`crate::SchedulerConfig::max_running`].
+    pub probe: bool,
     /// Requests share cached blocks only with requests of the same salt.
     pub cache_salt: u64,
     /// Byte offset in the arena of embeddings that stand for the prompt's tokens. Its blocks are nobody's but its own: they have no name,
@@ -122,6 +129,8 @@ pub(crate) struct Entry {
     pub(crate) mark: Option<u32>,
     pub(crate) admitted_before: bool,
     priority: i32,
+    pub(crate) client: u64,
+    pub(crate) probe: bool,
     cache_salt: u64,
     /// Ascending.
     pub(crate) stop_ids: Arc<[i32]>,
@@ -160,6 +169,8 @@ impl Entry {
             mark: request.past.suspect,
             admitted_before: request.past.admitted,
             priority: request.priority,
+            client: request.client,
+            probe: request.probe,
             cache_salt: request.cache_salt,
             stop_ids: request.stop_ids,
             sampling: request.sampling,
@@ -169,6 +180,24 @@ impl Entry {
             names: Vec::new(),
             tokens: request.generated,
             shared: Some(Shared { prompt: request.prompt, names: request.names }),
+        }
+    }
+
+    /// Its place in the queue.
+    pub(crate) fn ticket(&self, handle: Handle) -> Ticket {
+        Ticket { key: self.key, handle, client: self.client, cost: self.limit.into() }
+    }
+
+    /// What a plan writes of it into a slot.
+    pub(crate) fn slot(&self, slot: u32) -> NewSlot<'_> {
+        NewSlot {
+            slot,
+            tokens: &self.tokens,
+            prompt_len: self.prompt_len,
+            params: &self.sampling,
+            stop_ids: &self.stop_ids,
+            segment: self.pooling.map_or(0, |pooling| pooling.segment),
+            embeds: self.embeds,
         }
     }
 
@@ -191,6 +220,8 @@ impl Entry {
             stop_ids: self.stop_ids,
             sampling: self.sampling,
             priority: self.priority,
+            client: self.client,
+            probe: self.probe,
             cache_salt: self.cache_salt,
             embeds: self.embeds,
             past: Past { admitted: self.admitted_before, suspect: self.mark },

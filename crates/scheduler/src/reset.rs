@@ -39,11 +39,12 @@ impl Scheduler {
         }
         for (handle, entry) in self.requests.iter_mut() {
             entry.total = entry.known();
+            let ticket = entry.ticket(handle);
             if entry.mark.is_some() {
-                self.waiting.remove(&entry.key);
+                self.queue.remove(&ticket);
                 self.suspects.insert(entry.key, handle);
-            } else {
-                self.waiting.insert(entry.key, handle);
+            } else if !self.queue.contains(&ticket) {
+                self.queue.insert(ticket, entry.admitted_before);
             }
         }
         poisoned
@@ -64,7 +65,7 @@ impl Scheduler {
         let mut keys: Vec<_> = self.requests.iter().map(|(at, entry)| (entry.key, at)).collect();
         keys.sort_unstable_by_key(|&(key, _)| key);
         self.by_id.clear();
-        self.waiting.clear();
+        self.queue.clear();
         self.suspects.clear();
         let taken = keys.into_iter().filter_map(|(_, handle)| self.requests.remove(handle));
         taken.map(Entry::surrender).collect()
@@ -80,7 +81,7 @@ impl Scheduler {
         let (key, resident) = (entry.key, entry.state.residence().is_some());
         self.suspects.remove(&key);
         if !resident {
-            self.waiting.insert(key, row.handle);
+            self.enqueue(row.handle);
         }
     }
 }

@@ -10,18 +10,19 @@ impl Scheduler {
     pub(crate) fn preempt(&mut self, handle: Handle, events: &mut Vec<Event>) {
         self.vacate(handle);
         let entry = &self.requests[handle];
-        if entry.mark.is_none() {
-            self.waiting.insert(entry.key, handle);
+        let (id, suspect) = (entry.id, entry.mark.is_some());
+        if !suspect {
+            self.enqueue(handle);
         }
         self.counters.preemptions += 1;
-        events.push(Event::Preempted { id: entry.id });
+        events.push(Event::Preempted { id });
     }
 
     /// Takes slot and pages from a request, if it has any, and retires them.
     pub(crate) fn vacate(&mut self, handle: Handle) {
         let entry = &mut self.requests[handle];
         (entry.cached, entry.computed) = (0, 0);
-        let key = entry.key;
+        let (key, client) = (entry.key, entry.client);
         let residence = match std::mem::replace(&mut entry.state, State::Waiting) {
             State::Waiting => return,
             State::Prefill(residence) => {
@@ -40,6 +41,7 @@ impl Scheduler {
             }
         };
         self.residents.remove(&key);
+        self.shares.moved_out(client);
         self.retire(residence);
     }
 
@@ -62,6 +64,7 @@ impl Scheduler {
 
     /// Returns everything to the pool, whatever is in flight: the device is gone, or the scheduler is.
     pub(crate) fn release_everything(&mut self) {
+        self.shares.forget_promise();
         while let Some(flight) = self.in_flight.pop_front() {
             for retired in flight.retired {
                 self.give_back(retired);

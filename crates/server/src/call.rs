@@ -12,7 +12,7 @@ use forebay_text::StopTable;
 
 use crate::budget::Charge;
 use crate::config::EgressMode;
-use crate::delta::{Candidate, Delta, End, TokenLogprobs};
+use crate::delta::{Delta, End};
 use crate::egress::Registration;
 use crate::engine::Engine;
 use crate::mailbox::{Receiver, Wake, mailbox};
@@ -107,6 +107,9 @@ impl Call {
         if let Some(resume) = resume {
             check_resume(resume, &submissions, streamed, state)?;
         }
+        for submission in &submissions {
+            check_priority(submission.terms.generation.priority, state)?;
+        }
         if let Some(submission) = submissions.first() {
             peer.name_blocks(state, &submission.prompt);
         }
@@ -122,14 +125,13 @@ impl Call {
         let spell = |terms: &Terms| Speller::new(state.text.tokenizer(), terms);
         let mut resumed = None;
         if let (Some(resume), Some(submission)) = (resume, submissions.first()) {
-            let generation = &submission.terms.generation;
             let mut speller = spell(&submission.terms);
-            let before = before(&mut speller, resume, generation, state);
+            let before = before(&mut speller, resume, &submission.terms.generation);
             tally.add(0, &before);
             resumed = Some((speller, before));
         }
         let (mut speller, before) = resumed.unzip();
-        let (senders, receiver) = mailbox(tally, wake);
+        let (senders, receiver) = mailbox(tally, wake, state.config.max_unread_bytes);
         let span = tracing::info_span!(
             "request",
             id = tracing::field::Empty,
@@ -183,6 +185,8 @@ impl Call {
                     stop_ids: Arc::clone(&terms.stop_ids),
                     sampling: generation.params(seed, choice),
                     priority: generation.priority,
+                    client: peer.client(),
+                    probe: peer.is_probe(),
                     embeds: embeds.clone(),
                     route: generation.route.clone(),
                 };
@@ -323,21 +327,14 @@ fn check_resume(
 }
 
 /// Has `speller` read what the client has; gives that as one delta.
-fn before(
-    speller: &mut Speller,
-    resume: &Resume,
-    generation: &Generation,
-    state: &Shared,
-) -> Delta {
+fn before(speller: &mut Speller, resume: &Resume, generation: &Generation) -> Delta {
     let mut before = Delta { tokens: resume.generated.clone(), ..Delta::default() };
     let mut fresh = String::new();
     for &id in &resume.generated {
         speller.push(id, false, &mut fresh, &mut before.text);
         if generation.sampling.logprobs.is_some() {
-            let text = state.text.tokenizer().token_text(id);
-            // Only its length is of use: the rest has been sent.
-            let sampled = Candidate { id, text, bytes: Vec::new(), logprob: 0.0 };
-            before.logprobs.push(TokenLogprobs { sampled, top: Vec::new() });
+            // Only the token's text is of use: the number has been sent.
+            before.logprobs.push(&[(id, 0.0)]);
         }
     }
     before
@@ -356,11 +353,24 @@ fn finish_name(end: &End) -> &'static str {
     finish_reason(end).unwrap_or("error")
 }
 
+/// Refuses a priority that clients may not ask for.
+pub(crate) fn check_priority(priority: i32, state: &Shared) -> Result<(), ApiError> {
+    let most = state.config.max_client_priority;
+    if priority.unsigned_abs() <= most {
+        return Ok(());
+    }
+    let reason = format!(
+        "`priority` must be from -{most} to {most}: the server was started with --max-client-priority {most}"
+    );
+    Err(ApiError::invalid("priority", reason))
+}
+
 /// What a client is told whose request was not taken.
 pub(crate) fn submit_error(error: SubmitError) -> ApiError {
     let reason = error.to_string();
     match error {
-        SubmitError::QueueFull { .. } => ApiError::Overloaded { reason },
+        SubmitError::QueueFull { retry_after, .. } => ApiError::QueueFull { reason, retry_after },
+        SubmitError::TooLarge { param, .. } => ApiError::invalid(param, reason),
         SubmitError::Draining => ApiError::Draining,
         SubmitError::Unavailable(_) => ApiError::Unavailable { reason, code: "unavailable" },
     }

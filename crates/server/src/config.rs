@@ -1,12 +1,18 @@
 //! What the binary tells the server.
 
 use std::sync::Arc;
+use std::sync::atomic::AtomicU64;
 use std::time::Duration;
 
 use forebay_api::GenerationDefaults;
 use serde_json::Value;
 
+use crate::access::Access;
+use crate::client::TrustedProxies;
+use crate::guard::Guard;
+use crate::keys::Keys;
 use crate::pooling::PooledModel;
+use crate::tls::Tls;
 
 /// How streamed chunks get to their sockets.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -23,8 +29,22 @@ pub enum EgressMode {
 /// How the server behaves. The listener is opened by the caller.
 #[derive(Debug, Clone)]
 pub struct ServerConfig {
-    /// Key that clients must send as a bearer token, if any.
-    pub api_key: Option<String>,
+    /// Keys of which clients must show one, if there are any.
+    pub api_keys: Keys,
+    /// Keys for what changes the server or tells about it; these routes need one of them, if there are any. They are good for all else too.
+    pub admin_keys: Keys,
+    /// Hosts and pages whose requests are answered.
+    pub access: Access,
+    /// What paths may begin with, such as `/llm`: what a proxy in front has in its URLs. Empty, or without a slash at its end.
+    pub root_path: String,
+    /// Proxies that are believed when they tell whom a request came from.
+    pub trusted_proxies: TrustedProxies,
+    /// Most connections at a time. A few more are answered, with 503 or how the server is.
+    pub max_connections: usize,
+    /// Certificate and key, where connections are encrypted.
+    pub tls: Option<Tls>,
+    /// Largest `priority`, and smallest below 0, that clients may ask for.
+    pub max_client_priority: u32,
     /// Largest request body in bytes; what is more than `max_json_bytes` of it must be embeddings.
     pub max_body_bytes: usize,
     /// Largest request body without its embeddings in bytes.
@@ -35,6 +55,10 @@ pub struct ServerConfig {
     pub header_timeout: Duration,
     /// Longest time for a request's body to arrive.
     pub body_timeout: Duration,
+    /// Longest time in which a client may take nothing of what waits to be written to it. Then its connection is cut.
+    pub send_timeout: Duration,
+    /// Most bytes of a response that wait for its client, as they would be written; then it ends with an error.
+    pub max_unread_bytes: usize,
     /// How long running requests may go on after the shutdown signal.
     pub drain_timeout: Duration,
     /// Longest time that /health_generate waits for its token.
@@ -43,6 +67,10 @@ pub struct ServerConfig {
     pub egress: EgressMode,
     /// Tokens that a stream gathers before it gets a chunk, where the request does not say; the first token and the end do not wait.
     pub stream_interval: u32,
+    /// Watches over the threads: what it has seen, /health says.
+    pub guard: Guard,
+    /// Log lines that nobody took in time, for /metrics.
+    pub log_lines_dropped: Arc<AtomicU64>,
     /// The resolved configuration, as /server_info shows it.
     pub info: Value,
 }
@@ -50,16 +78,27 @@ pub struct ServerConfig {
 impl Default for ServerConfig {
     fn default() -> Self {
         Self {
-            api_key: None,
+            api_keys: Keys::default(),
+            admin_keys: Keys::default(),
+            access: Access::default(),
+            root_path: String::new(),
+            trusted_proxies: TrustedProxies::default(),
+            max_connections: 65_536,
+            tls: None,
+            max_client_priority: u32::MAX,
             max_body_bytes: 64 << 20,
             max_json_bytes: 4 << 20,
             max_request_bytes_in_flight: 1 << 30,
             header_timeout: Duration::from_secs(60),
             body_timeout: Duration::from_secs(60),
+            send_timeout: Duration::from_secs(60),
+            max_unread_bytes: 64 << 20,
             drain_timeout: Duration::from_secs(30),
             health_timeout: Duration::from_secs(20),
             egress: EgressMode::default(),
             stream_interval: 1,
+            guard: Guard::default(),
+            log_lines_dropped: Arc::default(),
             info: Value::Null,
         }
     }

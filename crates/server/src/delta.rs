@@ -2,23 +2,64 @@
 
 use forebay_api::ApiError;
 
-/// A token with its log-probabilities, as text.
-#[derive(Debug, Clone, PartialEq)]
-pub(crate) struct TokenLogprobs {
-    /// The sampled token.
-    pub(crate) sampled: Candidate,
-    /// The most likely ones, descending.
-    pub(crate) top: Vec<Candidate>,
+/// Log-probabilities below this are written as this: JSON has no minus infinity.
+const SMALLEST_LOGPROB: f32 = -9999.0;
+/// About how many bytes of JSON a log-probability becomes: its token's text, the number, and its token's bytes one by one.
+const LOGPROB_JSON: usize = 96;
+
+/// A token that could have been sampled, and the natural logarithm of its probability, which is finite.
+pub(crate) type Candidate = (i32, f32);
+
+/// Log-probabilities of tokens, as numbers: 8 bytes a candidate and 4 a token. Text is made of them when they are written, so that a
+/// reader who is slow holds up numbers only.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub(crate) struct Logprobs {
+    /// Of all tokens, in order; of each the sampled one first, then the most likely ones, descending.
+    candidates: Vec<Candidate>,
+    /// Where each token's candidates end.
+    ends: Vec<u32>,
 }
 
-/// A token that could have been sampled.
-#[derive(Debug, Clone, PartialEq)]
-pub(crate) struct Candidate {
-    pub(crate) id: i32,
-    pub(crate) text: String,
-    pub(crate) bytes: Vec<u8>,
-    /// Natural logarithm, finite.
-    pub(crate) logprob: f32,
+impl Logprobs {
+    /// Whether there are none.
+    pub(crate) fn is_empty(&self) -> bool {
+        self.ends.is_empty()
+    }
+
+    /// Appends a token's candidates, the sampled one first. Without that one, there is nothing to append.
+    pub(crate) fn push(&mut self, candidates: &[Candidate]) {
+        if candidates.is_empty() {
+            return;
+        }
+        let finite = candidates.iter().map(|&(id, logprob)| (id, logprob.max(SMALLEST_LOGPROB)));
+        self.candidates.extend(finite);
+        self.end_token();
+    }
+
+    /// The sampled candidate of each token, and its most likely ones.
+    pub(crate) fn iter(&self) -> impl Iterator<Item = (Candidate, &[Candidate])> {
+        let starts = [0].into_iter().chain(self.ends.iter().copied());
+        starts.zip(&self.ends).filter_map(|(start, &end)| {
+            let (sampled, top) = self.candidates[start as usize..end as usize].split_first()?;
+            Some((*sampled, top))
+        })
+    }
+
+    fn end_token(&mut self) {
+        // Answers are bounded in bytes far below 2^32 candidates.
+        self.ends.push(u32::try_from(self.candidates.len()).unwrap_or(u32::MAX));
+    }
+
+    fn clear(&mut self) {
+        self.candidates.clear();
+        self.ends.clear();
+    }
+
+    fn append(&mut self, newer: &mut Self) {
+        let before = u32::try_from(self.candidates.len()).unwrap_or(u32::MAX);
+        self.candidates.append(&mut newer.candidates);
+        self.ends.extend(newer.ends.drain(..).map(|end| before.saturating_add(end)));
+    }
 }
 
 /// What ended a choice.
@@ -44,7 +85,7 @@ pub(crate) struct Delta {
     /// New tokens, a stop token included.
     pub(crate) tokens: Vec<i32>,
     /// One a token of `tokens`, where asked for.
-    pub(crate) logprobs: Vec<TokenLogprobs>,
+    pub(crate) logprobs: Logprobs,
     /// With the first token: prompt tokens found in the prefix cache.
     pub(crate) cached_tokens: Option<u32>,
     /// Set in the last delta.
@@ -69,5 +110,57 @@ impl Delta {
         self.logprobs.append(&mut newer.logprobs);
         self.cached_tokens = self.cached_tokens.or(newer.cached_tokens.take());
         self.end = self.end.take().or(newer.end.take());
+    }
+
+    /// About how many bytes it becomes when it is written; never less than it takes now.
+    pub(crate) fn weight(&self) -> usize {
+        self.text.len()
+            + self.tokens.len() * size_of::<i32>()
+            + self.logprobs.candidates.len() * LOGPROB_JSON
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    impl Logprobs {
+        /// Bytes of memory.
+        fn memory(&self) -> usize {
+            self.candidates.capacity() * size_of::<Candidate>()
+                + self.ends.capacity() * size_of::<u32>()
+        }
+    }
+
+    #[test]
+    fn a_token_with_twenty_alternatives_is_a_few_hundred_bytes() {
+        let candidates: Vec<Candidate> = (0..21).map(|id| (id, -(id as f32))).collect();
+        let mut all = Logprobs::default();
+        const TOKENS: usize = 10_000;
+        for _ in 0..TOKENS {
+            let mut one = Logprobs::default();
+            one.push(&candidates);
+            all.append(&mut one);
+        }
+        assert_eq!(all.iter().count(), TOKENS);
+        // As text, each of the 21 would be two allocations and 56 bytes beside them, 1.6 KB in all.
+        assert!(all.memory() <= TOKENS * 400, "{} bytes a token", all.memory() / TOKENS);
+        let delta = Delta { logprobs: all, tokens: vec![0; TOKENS], ..Delta::default() };
+        assert!(delta.weight() >= delta.logprobs.memory());
+    }
+
+    #[test]
+    fn what_is_merged_is_what_was_pushed() {
+        let tokens: [&[Candidate]; 4] =
+            [&[(1, -0.5), (2, f32::NEG_INFINITY)], &[], &[(3, -1.0)], &[(4, -2.0), (5, 0.0)]];
+        let mut all = Logprobs::default();
+        all.push(tokens[0]);
+        let mut newer = Logprobs::default();
+        tokens[1..].iter().for_each(|candidates| newer.push(candidates));
+        all.append(&mut newer);
+        assert!(newer.is_empty());
+        let expected: [(Candidate, &[Candidate]); 3] =
+            [((1, -0.5), &[(2, -9999.0)]), ((3, -1.0), &[]), ((4, -2.0), &[(5, 0.0)])];
+        assert_eq!(all.iter().collect::<Vec<_>>(), expected);
     }
 }

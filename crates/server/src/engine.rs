@@ -22,6 +22,8 @@ pub trait Engine: Send + Sync + 'static {
     fn replicas(&self) -> Vec<ReplicaReport>;
     /// A replica gets no new requests from now on, or gets them again; false: there is no such replica.
     fn drain_replica(&self, replica: usize, drained: bool) -> bool;
+    /// Whether every replica was told to take no new requests.
+    fn drained(&self) -> bool;
     /// The names of a prompt's full blocks, as the prefix cache knows them.
     fn block_names(&self, prompt: &[i32]) -> Vec<BlockHash>;
     /// `None` until the engine has been ready.
@@ -55,6 +57,9 @@ impl Engine for Replicas {
     }
     fn drain_replica(&self, replica: usize, drained: bool) -> bool {
         self.drain_replica(replica, drained)
+    }
+    fn drained(&self) -> bool {
+        self.drained()
     }
     fn block_names(&self, prompt: &[i32]) -> Vec<BlockHash> {
         self.block_names(prompt)

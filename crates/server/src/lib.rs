@@ -17,37 +17,54 @@
 //! | 1 or more | [`Intake`] | parsing of large bodies, embeddings into the arena |
 //! | N | `forebay_text::TextPool` | templates, tokenisation |
 
+mod access;
 mod budget;
 mod call;
+mod client;
 mod config;
+mod connection;
 mod delta;
 mod egress;
 mod engine;
+mod guard;
 mod intake;
+mod keys;
 mod limits;
 mod line;
 mod mailbox;
 mod metrics;
 mod outlet;
 mod peers;
+mod places;
 mod pooling;
 mod reply;
+mod reserve;
 mod routes;
 mod routing;
 mod serve;
+mod socket;
 mod speller;
 mod sse;
+mod stall;
 mod state;
 mod tally;
 mod text;
+mod tls;
 mod wire;
 
+pub use access::Access;
+pub use client::TrustedProxies;
 pub use config::{EgressMode, ModelInfo, ServerConfig};
 pub use egress::{Egress, EgressConfig, EgressSink, egress};
 pub use engine::Engine;
+pub use guard::Guard;
 pub use intake::{Intake, IntakeMode};
+pub use keys::Keys;
 pub use metrics::Metrics;
 pub use peers::{BlockLog, ReplicaBlocks};
 pub use pooling::{Pooled, PooledModel, PooledSink, PoolingTask, pooled};
+pub use reserve::HealthThread;
 pub use serve::serve;
+pub use socket::Listener;
 pub use state::AppState;
+pub use tls::Tls;

@@ -1,30 +1,27 @@
-//! What every request has to pass: size and time limits of its body, the API key.
+//! What every request has to pass: size and time limits of its body.
 
+use std::convert::Infallible;
 use std::sync::Arc;
 use std::time::Duration;
 
 use axum::body::{Body, HttpBody};
-use axum::extract::Query;
-use axum::http::header::AUTHORIZATION;
-use axum::http::{HeaderMap, Uri};
+use axum::extract::{FromRequest, FromRequestParts, Query, Request};
+use axum::http::Uri;
 use bytes::{Bytes, BytesMut};
 use forebay_api::ApiError;
 use forebay_api::limits::{Limited, takes_embeds};
 use http_body_util::BodyExt;
 use serde::de::DeserializeOwned;
-use subtle::ConstantTimeEq;
-use tokio::sync::{Semaphore, SemaphorePermit};
-use tokio::time::timeout;
+use tokio::time::{timeout, timeout_at};
 
 use crate::budget::Charge;
+use crate::client::ClientId;
 use crate::intake::LARGE_BODY;
+use crate::intake::turns::{Pace, Turn, Turns, Verdict};
 use crate::state::Shared;
 
 /// How long a refused body is read and thrown away, so that a client that is still sending gets to read the answer.
 const LINGER: Duration = Duration::from_secs(5);
-
-/// How long a client whose turn it is may send nothing before the next one's turn comes.
-const PATIENCE: Duration = Duration::from_millis(5);
 
 /// Bytes of a piece below which it is copied to the one before it: a client that sends a byte a piece would have us keep much more.
 const SMALL_PIECE: usize = 4096;
@@ -97,24 +94,46 @@ impl BodyLimit {
     }
 }
 
+/// A request's body, and whose it is.
+pub(crate) struct Upload {
+    body: Body,
+    client: ClientId,
+}
+
+impl Upload {
+    pub(crate) fn new(body: Body, client: ClientId) -> Self {
+        Self { body, client }
+    }
+}
+
+impl FromRequest<Shared> for Upload {
+    type Rejection = Infallible;
+
+    async fn from_request(request: Request, state: &Shared) -> Result<Self, Infallible> {
+        let (mut parts, body) = request.into_parts();
+        let client = ClientId::from_request_parts(&mut parts, state).await?;
+        Ok(Self::new(body, client))
+    }
+}
+
 /// Reads and parses a body. The charge is for what it takes: it is to be kept until that is gone.
-pub(crate) async fn read<T>(body: Body, state: &Shared) -> Result<(T, Arc<Charge>), ApiError>
+pub(crate) async fn read<T>(upload: Upload, state: &Shared) -> Result<(T, Arc<Charge>), ApiError>
 where
     T: DeserializeOwned + Limited + Send + 'static,
 {
     let limit = BodyLimit::of(state, takes_embeds(T::PARAMS));
     let charge = Arc::new(state.budget.open());
     let turns = state.intake.turns();
-    let (pieces, _turn) = collect(body, limit, state.config.body_timeout, turns, &charge).await?;
+    let (pieces, _turn) = collect(upload, limit, state.config.body_timeout, turns, &charge).await?;
     Ok((state.intake.parse(pieces, limit, &charge).await?, charge))
 }
 
 /// A body as it is, whatever route it is for.
-pub(crate) async fn whole(body: Body, state: &Shared) -> Result<(Bytes, Charge), ApiError> {
+pub(crate) async fn whole(upload: Upload, state: &Shared) -> Result<(Bytes, Charge), ApiError> {
     let limit = BodyLimit::of(state, true);
     let charge = state.budget.open();
     let turns = state.intake.turns();
-    let (pieces, _turn) = collect(body, limit, state.config.body_timeout, turns, &charge).await?;
+    let (pieces, _turn) = collect(upload, limit, state.config.body_timeout, turns, &charge).await?;
     Ok((pieces.join(), charge))
 }
 
@@ -128,20 +147,21 @@ pub(crate) fn query<T: DeserializeOwned>(uri: &Uri) -> Result<T, ApiError> {
 
 /// Reads a body of at most `limit` bytes that has to arrive within `time`. A large one is read when it is its turn, which lasts until the
 /// caller has parsed it: if all were read at once, all would lie in memory that has to be found and cleared first.
-async fn collect<'a>(
-    mut body: Body,
+async fn collect(
+    Upload { mut body, client }: Upload,
     limit: BodyLimit,
     time: Duration,
-    turns: &'a Semaphore,
+    turns: &Turns,
     charge: &Charge,
-) -> Result<(Pieces, Option<SemaphorePermit<'a>>), ApiError> {
+) -> Result<(Pieces, Option<Turn>), ApiError> {
     // A declared length over the limit is refused before anything is read.
     let declared = body.size_hint().lower();
     let result = if declared > limit.most as u64 {
         Err(limit.error(limit.most))
     } else {
         let expired = ApiError::BodyTimeout { seconds: time.as_secs() };
-        timeout(time, read_frames(&mut body, limit, turns, charge)).await.unwrap_or(Err(expired))
+        let read = read_frames(&mut body, client, limit, turns, charge);
+        timeout(time, read).await.unwrap_or(Err(expired))
     };
     let is_refused = matches!(
         result,
@@ -155,35 +175,39 @@ async fn collect<'a>(
     result
 }
 
-async fn read_frames<'a>(
+async fn read_frames(
     body: &mut Body,
+    client: ClientId,
     limit: BodyLimit,
-    turns: &'a Semaphore,
+    turns: &Turns,
     charge: &Charge,
-) -> Result<(Pieces, Option<SemaphorePermit<'a>>), ApiError> {
+) -> Result<(Pieces, Option<Turn>), ApiError> {
     // No more than the limit, which was checked.
     let declared = usize::try_from(body.size_hint().lower()).unwrap_or(0);
     let mut pieces = Pieces::default();
     let mut so_far = 0;
-    let mut turn = None;
+    let (mut turn, mut pace): (Option<Turn>, _) = (None, Pace::Steady);
     loop {
         if so_far >= LARGE_BODY && turn.is_none() {
-            // Nobody closes it, and if so, there would be nothing to wait for.
-            turn = turns.acquire().await.ok();
+            turn = Some(turns.take(client, pace).await);
         }
         // Who waits for a turn holds no more than what has come.
         let expected = if declared <= LARGE_BODY || turn.is_some() { declared } else { 0 };
         let come = if so_far > expected { so_far.next_multiple_of(LARGE_BODY) } else { expected };
         charge.unread(come)?;
-        let frame = match &turn {
-            None => body.frame().await,
-            Some(_) => match timeout(PATIENCE, body.frame()).await {
-                Ok(frame) => frame,
-                Err(_) => {
-                    turn = None;
-                    body.frame().await
+        let in_time = match &turn {
+            None => None,
+            Some(turn) => timeout_at(turn.deadline(), body.frame()).await.ok(),
+        };
+        let frame = match in_time {
+            Some(frame) => frame,
+            None => {
+                // Whoever sends nothing needs no turn.
+                if turn.take().is_some() {
+                    pace = Pace::Slow;
                 }
-            },
+                body.frame().await
+            }
         };
         let Some(frame) = frame else { return Ok((pieces, turn)) };
         let frame = frame.map_err(|error| ApiError::BrokenBody { reason: error.to_string() })?;
@@ -191,6 +215,11 @@ async fn read_frames<'a>(
         so_far += data.len();
         if so_far > limit.most {
             return Err(limit.error(limit.most));
+        }
+        match turn.as_mut().map(|turn| turn.arrived(data.len())) {
+            None | Some(Verdict::GoesOn) => {}
+            Some(Verdict::TooSlow) => (turn, pace) = (None, Pace::Slow),
+            Some(Verdict::Over) => (turn, pace) = (None, Pace::Steady),
         }
         pieces.push(data);
     }
@@ -200,51 +229,39 @@ async fn discard(mut body: Body) {
     while let Some(Ok(_)) = body.frame().await {}
 }
 
-/// Whether the headers carry the key, if one is set. Takes the same time wherever a wrong key differs.
-pub(crate) fn authorized(headers: &HeaderMap, key: Option<&str>) -> bool {
-    let Some(key) = key else { return true };
-    let given =
-        headers.get(AUTHORIZATION).and_then(|value| value.to_str().ok()).and_then(|value| {
-            let (scheme, token) = value.split_once(' ')?;
-            scheme.eq_ignore_ascii_case("bearer").then(|| token.trim())
-        });
-    given.is_some_and(|given| given.as_bytes().ct_eq(key.as_bytes()).into())
-}
-
 #[cfg(test)]
 mod tests {
     use std::pin::Pin;
+    use std::sync::Arc;
     use std::task::{Context, Waker};
 
-    use axum::http::HeaderValue;
     use http_body_util::channel::Channel;
+    use tokio::task::JoinSet;
+
+    use crate::intake::turns::PATIENCE;
 
     use super::*;
     use crate::budget::Budget;
 
-    #[test]
-    fn bearer_tokens() {
-        let with = |value: &'static str| {
-            let mut headers = HeaderMap::new();
-            headers.insert(AUTHORIZATION, HeaderValue::from_static(value));
-            authorized(&headers, Some("secret"))
-        };
-        assert!(with("Bearer secret") && with("bearer  secret"));
-        assert!(!with("Bearer secre") && !with("Bearer secret2") && !with("Basic secret"));
-        assert!(!with("secret"));
-        assert!(!authorized(&HeaderMap::new(), Some("secret")));
-        assert!(authorized(&HeaderMap::new(), None));
+    const CLIENT: ClientId = ClientId(1);
+    const TIME: Duration = Duration::from_secs(60);
+
+    fn upload(body: impl Into<Body>) -> Upload {
+        Upload::new(body.into(), CLIENT)
     }
 
     fn at_most(most: usize) -> BodyLimit {
         BodyLimit { most, json: most, json_flag: "--max-json-bytes" }
     }
 
+    fn free() -> Charge {
+        Budget::new(usize::MAX).open()
+    }
+
     async fn all(body: Body, limit: usize) -> Result<Bytes, ApiError> {
-        let turns = Semaphore::new(1);
-        let charge = Budget::new(usize::MAX).open();
-        let time = Duration::from_secs(60);
-        let (pieces, _) = collect(body, at_most(limit), time, &turns, &charge).await?;
+        let charge = free();
+        let (pieces, _) =
+            collect(upload(body), at_most(limit), TIME, &Turns::new(1), &charge).await?;
         Ok(pieces.join())
     }
 
@@ -263,18 +280,17 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn a_large_body_waits_for_its_turn_and_a_slow_one_gives_it_up() {
-        let turns = Semaphore::new(1);
-        let (time, limit) = (Duration::from_secs(60), at_most(4 * LARGE_BODY));
-        let charge = Budget::new(usize::MAX).open();
+        let turns = Turns::new(1);
+        let (limit, charge) = (at_most(4 * LARGE_BODY), free());
         let (mut slow, body) = Channel::<Bytes>::new(2);
         slow.send_data(vec![1; LARGE_BODY].into()).await.unwrap();
-        let mut slow_one = Box::pin(collect(Body::new(body), limit, time, &turns, &charge));
+        let mut slow_one = Box::pin(collect(upload(Body::new(body)), limit, TIME, &turns, &charge));
         assert!(!is_ready(&mut slow_one));
-        assert_eq!(turns.available_permits(), 0, "it has its turn");
+        assert_eq!(turns.free(), 0, "it has its turn");
 
-        let mut quick =
-            Box::pin(collect(vec![2; 2 * LARGE_BODY].into(), limit, time, &turns, &charge));
-        let mut small = Box::pin(collect(vec![3; 10].into(), limit, time, &turns, &charge));
+        let large = |times| upload(vec![2; times * LARGE_BODY]);
+        let mut quick = Box::pin(collect(large(2), limit, TIME, &turns, &charge));
+        let mut small = Box::pin(collect(upload(vec![3; 10]), limit, TIME, &turns, &charge));
         assert!(is_ready(&mut small), "small ones need no turn");
         assert!(!is_ready(&mut quick));
         tokio::time::advance(2 * PATIENCE).await;
@@ -282,11 +298,75 @@ mod tests {
         let (pieces, turn) = quick.await.unwrap();
         assert_eq!((pieces.len(), turn.is_some()), (2 * LARGE_BODY, true));
 
+        // From now on it waits among the slow ones, whatever the others do.
         slow.send_data(vec![1; 5].into()).await.unwrap();
         drop(slow);
-        assert!(!is_ready(&mut slow_one), "the quick one is being parsed");
+        let (pieces, slow_turn) = slow_one.await.unwrap();
+        assert_eq!((pieces.len(), slow_turn.is_some()), (LARGE_BODY + 5, true));
+        assert_eq!(turns.free(), 0, "the quick one is being parsed");
         drop(turn);
-        let (pieces, turn) = slow_one.await.unwrap();
-        assert_eq!((pieces.len(), turn.is_some()), (LARGE_BODY + 5, true));
+        assert_eq!(turns.free(), 1);
+    }
+
+    /// Forty bodies, a byte a millisecond each; gives how many turns were given before a large body of somebody else was read.
+    async fn turns_before(clients: u64) -> u64 {
+        let turns = Arc::new(Turns::new(1));
+        let mut trickles = JoinSet::new();
+        for number in 0..40 {
+            let (mut sender, body) = Channel::<Bytes>::new(1);
+            trickles.spawn(async move {
+                sender.send_data(vec![1; LARGE_BODY].into()).await.ok();
+                while sender.send_data(vec![1].into()).await.is_ok() {
+                    tokio::time::sleep(Duration::from_millis(1)).await;
+                }
+            });
+            let upload = Upload::new(Body::new(body), ClientId(2 + number % clients));
+            let turns = Arc::clone(&turns);
+            trickles.spawn(async move {
+                let limit = at_most(1 << 30);
+                collect(upload, limit, Duration::MAX, &turns, &free()).await.ok();
+            });
+        }
+        // Long enough for all of them to have had a turn.
+        tokio::time::sleep(Duration::from_secs(5)).await;
+        assert!(turns.given() > 40);
+        let before = turns.given();
+        let body = upload(vec![2; 32 * LARGE_BODY]);
+        let charge = free();
+        let read = collect(body, at_most(1 << 30), TIME, &turns, &charge);
+        let read = timeout(TIME, read).await;
+        assert_eq!(read.expect("it gets its turn").unwrap().0.len(), 32 * LARGE_BODY);
+        turns.given() - before
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn bodies_that_trickle_hold_nobody_up() {
+        for clients in [1, 40] {
+            assert!(turns_before(clients).await <= 2, "{clients} clients");
+        }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn clients_take_turns_whatever_they_send() {
+        let turns = Turns::new(1);
+        let first = turns.take(ClientId(1), Pace::Steady).await;
+        let mut greedy: Vec<_> =
+            (0..3).map(|_| Box::pin(turns.take(ClientId(1), Pace::Steady))).collect();
+        assert!(!greedy.iter_mut().any(is_ready));
+        let mut other = Box::pin(turns.take(ClientId(2), Pace::Steady));
+        assert!(!is_ready(&mut other));
+        // One that leaves the line is passed over.
+        let mut gone = Box::pin(turns.take(ClientId(3), Pace::Steady));
+        assert!(!is_ready(&mut gone));
+        drop(gone);
+        drop(first);
+        let [next, mut after, mut last] = <[_; 3]>::try_from(greedy).ok().unwrap();
+        drop(next.await);
+        let turn = other.await;
+        assert!(!is_ready(&mut after) && !is_ready(&mut last));
+        drop(turn);
+        drop(after.await);
+        drop(last.await);
+        assert_eq!(turns.free(), 1);
     }
 }

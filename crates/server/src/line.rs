@@ -11,10 +11,14 @@ use std::pin::Pin;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU8, Ordering};
 use std::task::{Context, Poll, ready};
+use std::time::Duration;
 
 use parking_lot::Mutex;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
-use tokio::net::TcpStream;
+
+use crate::socket::Socket;
+
+use crate::stall::Transport;
 
 const SHUT: u8 = 0;
 const ASKED: u8 = 1;
@@ -23,7 +27,7 @@ const OPEN: u8 = 2;
 /// A socket with a gate beside hyper.
 #[derive(Debug)]
 pub(crate) struct Line {
-    socket: TcpStream,
+    socket: Socket,
     gate: AtomicU8,
     /// The end of a chunk that the socket did not take whole.
     rest: Mutex<Vec<u8>>,
@@ -39,8 +43,15 @@ pub(crate) enum Written {
 }
 
 impl Line {
-    pub(crate) fn new(socket: TcpStream) -> Arc<Self> {
+    pub(crate) fn new(socket: Socket) -> Arc<Self> {
         Arc::new(Self { socket, gate: AtomicU8::new(SHUT), rest: Mutex::default() })
+    }
+
+    /// Waits until the client writes no more, also where what it wrote has not been read: hyper looks for the end only when it has nothing left
+    /// to read.
+    pub(crate) async fn closed(&self) {
+        // A socket that cannot be watched is broken.
+        let _ = self.socket.closed().await;
     }
 
     /// Lets the line open as soon as hyper has written what it holds.
@@ -88,7 +99,7 @@ impl Line {
     fn poll_with(
         &self,
         context: &mut Context<'_>,
-        write: impl Fn(&TcpStream) -> io::Result<usize>,
+        write: impl Fn(&Socket) -> io::Result<usize>,
     ) -> Poll<io::Result<usize>> {
         ready!(self.poll_rest(context))?;
         loop {
@@ -160,12 +171,23 @@ impl AsyncWrite for LineIo {
     }
 }
 
+impl Transport for LineIo {
+    fn backlog(&self) -> usize {
+        self.0.rest.lock().len()
+    }
+
+    fn give_up(&self) {
+        // Where the system refuses, it forgets after some minutes by itself.
+        let _ = rustix::net::sockopt::set_socket_linger(&self.0.socket, Some(Duration::ZERO));
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use std::future::poll_fn;
 
     use tokio::io::{AsyncReadExt, AsyncWriteExt};
-    use tokio::net::TcpListener;
+    use tokio::net::{TcpListener, TcpStream};
 
     use super::*;
 
@@ -177,7 +199,7 @@ mod tests {
             let socket = listener.accept().await.unwrap().0;
             // The runtime has to see once that the socket takes data.
             socket.writable().await.unwrap();
-            (Self::new(socket), client)
+            (Self::new(Socket::Tcp(socket)), client)
         }
     }
 
@@ -237,9 +259,9 @@ mod tests {
     async fn a_client_that_has_gone_is_hypers_to_find() {
         let (line, client) = Line::pair().await;
         let mut io = LineIo(Arc::clone(&line));
-        rustix::net::sockopt::set_socket_linger(&client, Some(std::time::Duration::ZERO)).unwrap();
+        rustix::net::sockopt::set_socket_linger(&client, Some(Duration::ZERO)).unwrap();
         drop(client);
-        io.0.socket.readable().await.unwrap();
+        io.0.closed().await;
         line.ask();
         // The reset may be seen by either of them first.
         let flushed = io.flush().await;

@@ -1,7 +1,8 @@
 //! Where the egress thread leaves a request's output for its HTTP response, or passes it by.
 //!
 //! A mailbox has one pending delta a choice. Writing merges into it, reading takes it away: a reader that is slow finds more at
-//! once, nothing is dropped, and memory is bounded by the request's own output.
+//! once, and nothing is dropped. What nobody has read may grow to a limit: then the response ends with an error, what it held is
+//! freed, and whoever writes is told to stop.
 //!
 //! A streamed response lends the mailbox its encoder and its connection. As long as the connection's line is open and nothing is pending,
 //! a delta does not stop here: it is written to the socket by the thread that brings it, and the response is not woken. The response gets
@@ -40,6 +41,13 @@ struct Inner {
     tally: Tally,
     running: usize,
     failed: bool,
+    /// Weight of what is pending, and how much of it there may be.
+    unread: usize,
+    limit: usize,
+    /// It has been more.
+    overflown: bool,
+    /// Nobody will read any more.
+    gone: bool,
     wake: Wake,
     waker: Option<Waker>,
     outlet: Option<Outlet>,
@@ -85,11 +93,25 @@ impl Inner {
 
     /// Keeps the delta until it is read; gives who is to be woken.
     fn leave(&mut self, choice: u32, delta: &mut Delta) -> Option<Waker> {
+        let unread = self.unread + delta.weight();
+        if delta.end.is_none() && (self.overflown || unread > self.limit) {
+            if !self.overflown {
+                self.overflown = true;
+                self.forget();
+            }
+            delta.clear();
+            delta.end = Some(End::Error(ApiError::AnswerTooLarge { limit: self.limit }));
+        } else {
+            self.unread = unread;
+        }
         if let Some(end) = &delta.end {
             self.running -= 1;
             self.failed |= matches!(end, End::Error(_));
         }
-        if self.wake == Wake::EveryDelta {
+        if self.gone {
+            self.unread = 0;
+            delta.clear();
+        } else if self.wake == Wake::EveryDelta {
             self.queue.push_back((choice, std::mem::take(delta)));
         } else {
             match &mut self.deltas[choice as usize] {
@@ -102,6 +124,23 @@ impl Inner {
         }
         if self.ready() { self.waker.take() } else { None }
     }
+
+    /// Drops what is pending.
+    fn forget(&mut self) {
+        self.deltas.fill(None);
+        self.dirty.clear();
+        self.queue = VecDeque::new();
+        self.unread = 0;
+    }
+}
+
+/// What became of a delta.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Sent {
+    /// More may follow.
+    Taken,
+    /// It was the last: it had an end, or too much had not been read.
+    Ended,
 }
 
 /// Writes one choice of a mailbox. Dropped before the end, it ends the choice with an error: a reader always sees an end.
@@ -116,8 +155,8 @@ pub(crate) struct Receiver {
     inner: Arc<Mutex<Inner>>,
 }
 
-/// A mailbox for the choices of `tally`.
-pub(crate) fn mailbox(tally: Tally, wake: Wake) -> (Vec<Sender>, Receiver) {
+/// A mailbox for the choices of `tally`, which holds deltas of about `limit` bytes ([`Delta::weight`]) in all that nobody has read.
+pub(crate) fn mailbox(tally: Tally, wake: Wake, limit: usize) -> (Vec<Sender>, Receiver) {
     let choices = tally.choices();
     let inner = Arc::new(Mutex::new(Inner {
         deltas: vec![None; choices],
@@ -126,6 +165,10 @@ pub(crate) fn mailbox(tally: Tally, wake: Wake) -> (Vec<Sender>, Receiver) {
         tally,
         running: choices,
         failed: false,
+        unread: 0,
+        limit,
+        overflown: false,
+        gone: false,
         wake,
         waker: None,
         outlet: None,
@@ -136,8 +179,9 @@ pub(crate) fn mailbox(tally: Tally, wake: Wake) -> (Vec<Sender>, Receiver) {
 }
 
 impl Sender {
-    /// Passes `delta` on, or merges it into what is pending, and leaves it empty. Nothing may follow a delta with an end.
-    pub(crate) fn send(&mut self, delta: &mut Delta, chunk: &mut Chunk) {
+    /// Passes `delta` on, or merges it into what is pending, and leaves it empty. Nothing may follow a delta with an end, nor
+    /// [`Sent::Ended`].
+    pub(crate) fn send(&mut self, delta: &mut Delta, chunk: &mut Chunk) -> Sent {
         debug_assert!(!self.ended, "a choice ends once");
         let mut inner = self.inner.lock();
         let waker = match inner.pass(self.choice, delta, chunk) {
@@ -145,13 +189,16 @@ impl Sender {
             Some(Written::Waiting) => inner.waker.take(),
             None => {
                 self.ended = delta.end.is_some();
-                inner.leave(self.choice, delta)
+                let waker = inner.leave(self.choice, delta);
+                self.ended |= inner.overflown;
+                waker
             }
         };
         drop(inner);
         if let Some(waker) = waker {
             waker.wake();
         }
+        if self.ended { Sent::Ended } else { Sent::Taken }
     }
 
     /// Ends the choice with an error.
@@ -221,6 +268,7 @@ impl Receiver {
             out.extend(delta.map(|delta| (choice, delta)));
         }
         for (choice, delta) in &out[from..] {
+            inner.unread -= delta.weight();
             inner.tally.add(*choice, delta);
         }
         Poll::Ready(())
@@ -234,6 +282,8 @@ impl Drop for Receiver {
             line.shut();
         }
         inner.outlet = None;
+        inner.gone = true;
+        inner.forget();
     }
 }
 
@@ -247,6 +297,9 @@ mod tests {
 
     use super::*;
     use crate::line::LineIo;
+
+    /// Bytes that these tests never reach.
+    const LIMIT: usize = 1 << 20;
 
     #[derive(Default)]
     struct Count(AtomicUsize);
@@ -285,7 +338,7 @@ mod tests {
 
     #[test]
     fn a_slow_reader_gets_merged_deltas_and_one_wake() {
-        let (mut senders, mut receiver) = mailbox(tally(1), Wake::Pending);
+        let (mut senders, mut receiver) = mailbox(tally(1), Wake::Pending, LIMIT);
         let count = Arc::new(Count::default());
         assert_eq!(take(&mut receiver, &count), None);
         for id in 0..3 {
@@ -305,7 +358,7 @@ mod tests {
 
     #[test]
     fn a_reader_of_the_whole_is_woken_once() {
-        let (mut senders, mut receiver) = mailbox(tally(2), Wake::AtEnd);
+        let (mut senders, mut receiver) = mailbox(tally(2), Wake::AtEnd, LIMIT);
         let count = Arc::new(Count::default());
         senders[0].send_delta(token(1));
         assert_eq!(take(&mut receiver, &count), None);
@@ -320,7 +373,7 @@ mod tests {
     #[test]
     fn a_lost_sender_ends_its_choice() {
         for wake in [Wake::Pending, Wake::AtEnd] {
-            let (senders, mut receiver) = mailbox(tally(2), wake);
+            let (senders, mut receiver) = mailbox(tally(2), wake, LIMIT);
             let count = Arc::new(Count::default());
             assert_eq!(take(&mut receiver, &count), None);
             drop(senders);
@@ -329,6 +382,47 @@ mod tests {
             assert_eq!(take(&mut receiver, &count), Some(vec![(0, error()), (1, error())]));
         }
         Arc::new(Count::default()).wake();
+    }
+
+    #[test]
+    fn what_nobody_reads_is_bounded_and_ends_in_an_error() {
+        for wake in [Wake::Pending, Wake::EveryDelta, Wake::AtEnd] {
+            let (mut senders, mut receiver) = mailbox(tally(2), wake, 1000);
+            let count = Arc::new(Count::default());
+            assert_eq!(take(&mut receiver, &count), None);
+            senders[0].send_delta(token(7));
+            let mut sent = 0;
+            let mut most = 0;
+            while senders[1].send(&mut token(8), &mut Chunk::default()) == Sent::Taken {
+                sent += token(8).weight();
+                most = most.max(receiver.inner.lock().unread);
+                assert!(sent < 2000, "{wake:?} is not bounded");
+            }
+            assert!((900..=1000).contains(&most), "{wake:?}: {most}");
+            assert_eq!(receiver.inner.lock().unread, 0, "what it held is freed");
+            // The first to write after that ends as well, and an end of its own is an end.
+            assert_eq!(senders[0].send(&mut token(9), &mut Chunk::default()), Sent::Ended);
+            drop(senders);
+            let mut got = take(&mut receiver, &count).unwrap();
+            got.extend(take(&mut receiver, &count).unwrap());
+            let error = end(End::Error(ApiError::AnswerTooLarge { limit: 1000 }));
+            assert_eq!(got, [(1, error.clone()), (0, error)]);
+        }
+    }
+
+    #[test]
+    fn what_is_read_makes_room() {
+        let (mut senders, mut receiver) = mailbox(tally(1), Wake::Pending, 100);
+        for id in 0..1000 {
+            assert_eq!(senders[0].send(&mut token(id), &mut Chunk::default()), Sent::Taken);
+            assert_eq!(take(&mut receiver, &Arc::default()), Some(vec![(0, token(id))]));
+        }
+        drop(receiver);
+        for id in 0..1000 {
+            assert_eq!(senders[0].send(&mut token(id), &mut Chunk::default()), Sent::Taken);
+        }
+        let inner = Arc::clone(&senders[0].inner);
+        assert!(inner.lock().is_empty(), "nothing is kept for nobody");
     }
 
     /// Writes the text, in brackets.
@@ -360,7 +454,7 @@ mod tests {
     async fn an_open_line_takes_deltas_past_the_reader() {
         let (line, mut client) = Line::pair().await;
         let mut io = LineIo(Arc::clone(&line));
-        let (mut senders, mut receiver) = mailbox(tally(1), Wake::Pending);
+        let (mut senders, mut receiver) = mailbox(tally(1), Wake::Pending, LIMIT);
         receiver.lend(Outlet { encoder: Box::new(Brackets), line: Some(Arc::clone(&line)) });
         let count = Arc::new(Count::default());
         let wakes = || count.0.load(Ordering::Relaxed);
@@ -394,7 +488,7 @@ mod tests {
     async fn a_reader_that_has_gone_shuts_the_line() {
         let (line, _client) = Line::pair().await;
         let mut io = LineIo(Arc::clone(&line));
-        let (mut senders, mut receiver) = mailbox(tally(1), Wake::Pending);
+        let (mut senders, mut receiver) = mailbox(tally(1), Wake::Pending, LIMIT);
         receiver.lend(Outlet { encoder: Box::new(Brackets), line: Some(Arc::clone(&line)) });
         assert_eq!(take(&mut receiver, &Arc::default()), None);
         io.flush().await.unwrap();
@@ -412,7 +506,7 @@ mod tests {
             moves in proptest::collection::vec((0u32..3, any::<bool>()), 0..60),
             wake in prop_oneof![Just(Wake::Pending), Just(Wake::EveryDelta)],
         ) {
-            let (mut senders, mut receiver) = mailbox(tally(3), wake);
+            let (mut senders, mut receiver) = mailbox(tally(3), wake, LIMIT);
             let count = Arc::new(Count::default());
             let mut sent = vec![Vec::new(); 3];
             let mut got: Vec<Delta> = vec![Delta::default(); 3];

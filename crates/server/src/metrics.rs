@@ -78,6 +78,7 @@ pub struct Metrics {
     replicas: Vec<Mutex<ReadMetrics<ReplicaReport>>>,
     text: Mutex<ReadMetrics<TextStats>>,
     intake: Mutex<ReadMetrics<IntakeStats>>,
+    log: Mutex<ReadMetrics<u64>>,
 }
 
 #[derive(Debug)]
@@ -259,6 +260,12 @@ const INTAKE_GAUGES: &[Source<IntakeStats>] = &[
     ),
 ];
 
+const LOG_COUNTERS: &[Source<u64>] = &[(
+    "forebay:log_lines_dropped_total",
+    "Log lines dropped because nobody took them in time.",
+    |&dropped| dropped as f64,
+)];
+
 impl Metrics {
     /// Metrics labelled with the served name of the model and the replica; token histograms reach up to `context_length`.
     ///
@@ -344,12 +351,14 @@ impl Metrics {
         let replicas = replicas.collect::<prometheus::Result<_>>()?;
         let text = ReadMetrics::new(&r, TEXT_GAUGES, TEXT_COUNTERS)?;
         let intake = ReadMetrics::new(&r, INTAKE_GAUGES, &[])?;
+        let log = ReadMetrics::new(&r, &[], LOG_COUNTERS)?;
         Ok(Self {
             registry,
             requests,
             replicas,
             text: Mutex::new(text),
             intake: Mutex::new(intake),
+            log: Mutex::new(log),
         })
     }
 
@@ -393,7 +402,8 @@ impl Metrics {
         }
     }
 
-    /// The text exposition, with the numbers of the replicas as of `replicas` and of the text pool as of `text`.
+    /// The text exposition, with the numbers of the replicas as of `replicas`, of the text pool as of `text`, and as many log lines dropped
+    /// as `dropped`.
     ///
     /// # Errors
     /// The encoder fails.
@@ -402,12 +412,14 @@ impl Metrics {
         replicas: &[ReplicaReport],
         text: &TextStats,
         intake: &IntakeStats,
+        dropped: u64,
     ) -> prometheus::Result<Vec<u8>> {
         for (read, report) in self.replicas.iter().zip(replicas) {
             read.lock().read(report);
         }
         self.text.lock().read(text);
         self.intake.lock().read(intake);
+        self.log.lock().read(&dropped);
         let mut written = Vec::new();
         TextEncoder::new().encode(&self.registry.gather(), &mut written)?;
         Ok(written)
@@ -458,7 +470,7 @@ mod tests {
         };
         let lost = Status::Recovering("killed".into());
         let replicas = [report(stats, Status::Ready), report(Stats { running: 4, ..stats }, lost)];
-        let render = || metrics.render(&replicas, &text, &intake).unwrap();
+        let render = || metrics.render(&replicas, &text, &intake, 6).unwrap();
         render();
         let text = String::from_utf8(render()).unwrap();
         for line in [
@@ -484,6 +496,7 @@ mod tests {
             "vllm:request_generation_tokens_sum{engine=\"0\",model_name=\"tiny\"} 2",
             "forebay:text_inputs_waiting{engine=\"0\",model_name=\"tiny\"} 2",
             "forebay:text_cache_hits_total{engine=\"0\",model_name=\"tiny\"} 5",
+            "forebay:log_lines_dropped_total{engine=\"0\",model_name=\"tiny\"} 6",
             "forebay:intake_requests_waiting{engine=\"0\",model_name=\"tiny\"} 4",
         ] {
             assert!(text.lines().any(|found| found == line), "{line} is not in\n{text}");

@@ -5,6 +5,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use crate::budget::Budget;
+use crate::client::Clients;
 use crate::config::{ModelInfo, ServerConfig};
 use crate::egress::Egress;
 use crate::engine::Engine;
@@ -36,6 +37,7 @@ pub(crate) struct Inner {
     pub(crate) metrics: Arc<Metrics>,
     /// Seconds since 1970 at the start.
     pub(crate) started: u64,
+    pub(crate) clients: Clients,
     /// Calls whose response is not finished.
     pub(crate) book: Book,
     /// What the prefix caches hold.
@@ -60,6 +62,7 @@ impl AppState {
         metrics: Arc<Metrics>,
         blocks: Option<BlockLog>,
     ) -> Self {
+        let clients = Clients::new(config.trusted_proxies.clone());
         let inner = Inner {
             budget: Budget::new(config.max_request_bytes_in_flight),
             config,
@@ -70,6 +73,7 @@ impl AppState {
             egress,
             metrics,
             started: now(),
+            clients,
             book: Book::new(),
             blocks,
             next_id: AtomicU64::new(1),
@@ -93,11 +97,32 @@ impl Inner {
     /// # Errors
     /// New requests cannot be taken now.
     pub(crate) fn admit(&self) -> Result<Limits, ApiError> {
-        match self.engine.status() {
+        match self.status() {
             Status::Ready | Status::Recovering(_) => {}
             status => return Err(not_serving(status)),
         }
+        self.undrained()?;
         self.limits()
+    }
+
+    /// The engine's state; failed as well when a thread of the server has panicked.
+    pub(crate) fn status(&self) -> Status {
+        match self.config.guard.cause() {
+            Some(cause) => Status::Failed(cause),
+            None => self.engine.status(),
+        }
+    }
+
+    /// Whether a replica is left that may get new requests.
+    ///
+    /// # Errors
+    /// All have been taken out.
+    pub(crate) fn undrained(&self) -> Result<(), ApiError> {
+        if !self.engine.drained() {
+            return Ok(());
+        }
+        let reason = "every replica is drained: POST /replicas/N/resume brings one back".into();
+        Err(ApiError::Unavailable { reason, code: "drained" })
     }
 
     /// The limits of the loaded model.

@@ -54,6 +54,7 @@ struct Faults {
     woken: bool,
     kill: bool,
     fail_starts: u32,
+    hang_starts: u32,
     poison: Option<i32>,
     hang: bool,
     held: bool,
@@ -68,6 +69,11 @@ impl SimControl {
     /// Lets the next `count` starts fail.
     pub fn fail_starts(&self, count: u32) {
         self.change(|faults| faults.fail_starts = count);
+    }
+
+    /// Lets the next `count` starts hang: they neither fail nor come to an end.
+    pub fn hang_starts(&self, count: u32) {
+        self.change(|faults| faults.hang_starts = count);
     }
 
     /// From now on a step that computes a slot written with this token kills the group.
@@ -181,6 +187,10 @@ impl Executor for SimExecutor {
         let mut faults = self.control.shared.faults.lock();
         faults.hang = false;
         faults.kill = false;
+        if faults.hang_starts > 0 {
+            faults.hang_starts -= 1;
+            return;
+        }
         let outcome = if faults.fail_starts > 0 {
             faults.fail_starts -= 1;
             Some(Err("start refused"))

@@ -29,7 +29,9 @@ pub use backend::Backend;
 pub use detokenizer::Detokenizer;
 pub use encoder::Encoder;
 pub use error::TextError;
-pub use pool::{Encoded, Keep, Keeping, TextConfig, TextInput, TextMode, TextPool, TextStats};
+pub use pool::{
+    Encoded, Keep, Keeping, StartThread, TextConfig, TextInput, TextMode, TextPool, TextStats,
+};
 pub use stop::{StopStrings, StopTable};
 pub use template::{ChatRender, ChatTemplate, ContentFormat};
 pub use tokenizer::Tokenizer;

@@ -21,19 +21,18 @@ class LayerKV(NamedTuple):
 
 @dataclass(frozen=True)
 class Batch:
-    """The rows of one step, in the order in which their tokens follow one another; `n` tokens, `r` rows."""
+    """The rows of one step, in the order in which their tokens follow one another; `r` rows.
 
-    start: Int64s  # [r] positions already in the pages
-    length: Int64s  # [r] tokens of the row
-    offset: Int64s  # [r] the row's first token among the n
-    slot: Int64s  # [r]
+    What decides is on the host, what is computed with is on the device.
+    """
+
+    start: Int64s  # [r], on the host: positions already in the pages
+    length: Int64s  # [r], on the host: tokens of the row
+    offset: Int64s  # [r], on the host: the row's first token
+    slots: torch.Tensor  # int64 [r], on the device
+    ends: torch.Tensor  # int64 [r], on the device: start + length
     page_table: torch.Tensor  # int32 [slots, pages a slot], on the device
     page_size: int
-    writes: torch.Tensor  # int64 [n], on the device: entry of `LayerKV` that each token is written to
-
-
-class StepAttention(Protocol):
-    """What a backend prepared once for all layers of a step."""
 
 
 class AttentionBackend(Protocol):
@@ -45,5 +44,5 @@ class AttentionBackend(Protocol):
     def prepare(self, batch: Batch, dtype: torch.dtype) -> Any:
         """Index tensors and masks that every layer of the step uses."""
 
-    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kv: LayerKV, step: Any) -> torch.Tensor:
-        """Writes k and v [n, kv_heads, head_dim] to their pages; q [n, heads, head_dim] gives [n, heads * head_dim]."""
+    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kv: LayerKV, prepared: Any) -> torch.Tensor:
+        """q [n, heads, head_dim] gives [n, heads * head_dim]; k and v [n, kv_heads, head_dim] are in their pages."""

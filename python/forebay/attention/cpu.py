@@ -42,7 +42,6 @@ class ChunkRow:
 class CpuStep:
     """A step's rows, decode groups first."""
 
-    writes: torch.Tensor
     groups: list[DecodeGroup]
     chunks: list[ChunkRow]
 
@@ -73,13 +72,11 @@ class CpuAttention:
                 groups.append(_decode_group(batch, ends, int(first), count, dtype))
                 first += count
         chunks = [self._chunk(batch, row, dtype) for row in range(decodes, len(ends))]
-        return CpuStep(batch.writes, groups, chunks)
+        return CpuStep(groups, chunks)
 
-    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kv: LayerKV, step: CpuStep) -> torch.Tensor:
-        kv.keys.index_copy_(0, step.writes, k)
-        kv.values.index_copy_(0, step.writes, v)
-        outputs = [_attend_decodes(q, kv, group) for group in step.groups]
-        outputs += [_attend_chunk(q, k, v, kv, chunk) for chunk in step.chunks]
+    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kv: LayerKV, prepared: CpuStep) -> torch.Tensor:
+        outputs = [_attend_decodes(q, kv, group) for group in prepared.groups]
+        outputs += [_attend_chunk(q, k, v, kv, chunk) for chunk in prepared.chunks]
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
     def _chunk(self, batch: Batch, row: int, dtype: torch.dtype) -> ChunkRow:
@@ -87,7 +84,8 @@ class CpuAttention:
         if start == 0:
             return ChunkRow(first, count, None, [])
         positions = torch.arange(start + count)
-        pages = batch.page_table[int(batch.slot[row])].index_select(0, positions // batch.page_size)
+        table = batch.page_table.index_select(0, batch.slots[row : row + 1])[0]
+        pages = table.index_select(0, positions // batch.page_size)
         entries = pages * batch.page_size + positions % batch.page_size
         blocks = []
         for begin in range(0, count, QUERY_BLOCK):
@@ -115,19 +113,19 @@ def _buckets(lengths: Int64s, ends: Int64s) -> Int64s:
 
 
 def _decode_group(batch: Batch, all_ends: Int64s, first: int, count: int, dtype: torch.dtype) -> DecodeGroup:
-    ends = torch.from_numpy(all_ends[first : first + count])[:, None]
-    slots = torch.from_numpy(batch.slot[first : first + count])
-    longest = int(ends.max())
+    rows = slice(first, first + count)
+    ends, slots = batch.ends[rows, None], batch.slots[rows]
+    longest, shortest = int(all_ends[rows].max()), int(all_ends[rows].min())
     ps = batch.page_size
     pages = batch.page_table[:, : -(-longest // ps)].index_select(0, slots).long()
     positions = torch.arange(longest)
     # Page table entries past a row's end are whatever was left there: replace what they name before it is used.
     last = pages.gather(1, (ends - 1) // ps) * ps + (ends - 1) % ps
     entries = (pages[:, :, None] * ps + torch.arange(ps)).view(count, -1)[:, :longest]
+    if shortest == longest:
+        return DecodeGroup(first, count, entries.reshape(-1), None)
     inside = positions < ends
     entries = torch.where(inside, entries, last).view(-1)
-    if bool(inside.all()):
-        return DecodeGroup(first, count, entries, None)
     mask = torch.zeros(count, longest, dtype=dtype).masked_fill_(~inside, -torch.inf)
     return DecodeGroup(first, count, entries, mask[:, None, None])
 

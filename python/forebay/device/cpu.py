@@ -4,54 +4,50 @@ from __future__ import annotations
 
 import math
 import os
-import sys
 import time
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import numpy.typing as npt
 import torch
 
-from forebay.attention.backend import AttentionBackend
-from forebay.attention.cpu import CpuAttention
-from forebay.kernels.compute import NativeCompute, level, native_wanted
-from forebay.kernels.library import WITH_BYTES, build
-from forebay.kernels.packing import packed_bytes
-from forebay.layers.decoder import Decoder
-from forebay.runner.compute import Compute, TorchCompute
-from forebay.runner.inputs import PromptRows
-from forebay.runner.kv_pool import KvPool
-from forebay.runner.slots import SlotTables
-from forebay.weights.config import ModelConfig
-from forebay.weights.errors import ModelError
-from forebay.weights.memory import fresh
-from forebay.weights.quantization import PLAIN
+from forebay.device.interface import Event, Work
+from forebay.device.memory import fresh
+
+
+class CpuEvent:
+    """A moment: all work before it was done when it was made."""
+
+    __slots__ = ("_ns",)
+
+    def __init__(self) -> None:
+        self._ns = time.perf_counter_ns()
+
+    def wait(self) -> None:
+        pass
+
+    def since(self, earlier: Event) -> int:
+        assert isinstance(earlier, CpuEvent)
+        return (self._ns - earlier._ns) // 1000
 
 
 class CpuDevice:
-    """CPU implementation of `Device`: everything is synchronous, so uploads are views and waiting is nothing."""
+    """CPU implementation of `Device`: work runs when it is queued, and copies in are views."""
 
     name = "cpu"
     torch_device = torch.device("cpu")
+    beside_host = False
+    runs_native = True
 
     def __init__(self, threads: int | None) -> None:
         torch.set_num_threads(threads or physical_cores())
-        self._native = native_wanted()
+        self._launching = nullcontext()
 
     def check_dtype(self, dtype: torch.dtype) -> None:
         if dtype not in (torch.bfloat16, torch.float32):
             raise ValueError(f"dtype {dtype} is not supported on the CPU: use bfloat16 or float32")
-
-    def check_quantization(self, quantization: str) -> None:
-        if not self._native:
-            raise ValueError(
-                f"quantization {quantization} needs the compiled kernels, and PyTorch's operators are in use"
-            )
-        if level() not in WITH_BYTES:
-            print(
-                f"quantised products use plain loops with {level()} instructions: bfloat16 or float32 may be faster",
-                file=sys.stderr,
-            )
 
     def available_bytes(self) -> int:
         return min(_host_available(), _cgroup_available())
@@ -59,33 +55,26 @@ class CpuDevice:
     def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         return fresh(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
 
-    def attention(self) -> AttentionBackend:
-        return CpuAttention()
+    def host_memory(self, size: int) -> npt.NDArray[np.uint8]:
+        return np.empty(size, np.uint8)
 
-    def compute(self, model: Decoder, tables: SlotTables, kv: KvPool, prompts: PromptRows) -> Compute:
-        if self._native and NativeCompute.supports(model.config):
-            return NativeCompute(model, tables, kv, prompts, torch.get_num_threads())
-        if model.params.formats != PLAIN:
-            raise ModelError("the compiled kernels can't compute this model, and nothing else computes quantised ones")
-        return TorchCompute(model, tables, kv, prompts, self)
+    def reuse(self, memory: npt.NDArray[Any]) -> None:
+        pass
 
-    def weight_order(self, config: ModelConfig) -> str | None:
-        # All levels read the same order.
-        return build() if self._native and NativeCompute.supports(config) else None
+    def launching(self) -> AbstractContextManager[object]:
+        return self._launching
 
-    def weight_bytes(self, model: Decoder) -> int:
-        if self._native and NativeCompute.supports(model.config):
-            return packed_bytes(model)
-        return model.params.nbytes
+    def queue(self, work: Work) -> None:
+        work()
 
-    def upload(self, array: npt.NDArray[Any]) -> torch.Tensor:
-        return torch.from_numpy(array)
+    def event(self) -> Event:
+        return CpuEvent()
 
-    def download(self, tensor: torch.Tensor) -> npt.NDArray[Any]:
-        return tensor.numpy()
+    def copy_in(self, *arrays: npt.NDArray[Any]) -> tuple[torch.Tensor, ...]:
+        return tuple(map(torch.from_numpy, arrays))
 
-    def clock_us(self) -> int:
-        return time.perf_counter_ns() // 1000
+    def copy_out(self, tensor: torch.Tensor, to: npt.NDArray[Any]) -> None:
+        torch.from_numpy(to).copy_(tensor)
 
 
 def physical_cores() -> int:

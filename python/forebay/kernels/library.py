@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import os
 import sys
 from ctypes import POINTER, Structure, c_bool, c_char_p, c_float, c_int32, c_size_t, c_uint32, c_uint64, c_void_p
 from functools import cache
@@ -18,6 +19,8 @@ WITH_BYTES = ("avx512bf16", "avx512vnni", "avx512", "avxvnni", "avx2")
 """Those with products of bytes, which quantised matrices want."""
 FORMATS = {"INT8": 1, "Q8_0": 2, "Q4_0": 3, "Q4_1": 4}
 """Of quantised matrices; 0 is a matrix of the model's dtype."""
+CHOICES = ("native", "torch", *LEVELS)
+"""What FOREBAY_KERNELS may say."""
 NAME = {"darwin": "libforebay_kernels.dylib"}.get(sys.platform, "libforebay_kernels.so")
 
 
@@ -136,6 +139,34 @@ def library() -> ctypes.CDLL:
     loaded.fb_step.argtypes = [c_void_p, POINTER(StepSpec)]
     loaded.fb_step.restype = c_int32
     return loaded
+
+
+def native_wanted() -> bool:
+    """Whether to compute with the compiled kernels: as FOREBAY_KERNELS says (native, torch), else if they are there.
+
+    A level (`LEVELS`) in its place means the compiled kernels with nothing better than these instructions.
+    """
+    choice = os.environ.get("FOREBAY_KERNELS")
+    if choice == "torch":
+        return False
+    if choice not in (None, *CHOICES):
+        raise ValueError(f"FOREBAY_KERNELS is {choice!r}: use {' or '.join(CHOICES)}")
+    try:
+        loaded = library()
+    except KernelsUnavailableError as error:
+        if choice is not None:
+            raise
+        print(f"computing with PyTorch's operators only, which is slower: {error}", file=sys.stderr)
+        return False
+    if choice in LEVELS and not loaded.fb_limit(choice.encode()):
+        raise ValueError(f"FOREBAY_KERNELS is {choice!r}, which this kind of processor does not have")
+    return True
+
+
+def level() -> str:
+    """The instructions that the kernels use on this processor."""
+    name: bytes = library().fb_level()
+    return name.decode()
 
 
 @cache

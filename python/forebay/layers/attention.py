@@ -2,24 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 
-from forebay.attention.backend import AttentionBackend, LayerKV, StepAttention
 from forebay.layers.linear import Linear
 from forebay.layers.norm import RMSNorm
+from forebay.layers.ops import Heads
 from forebay.layers.params import Parameters
-from forebay.layers.rotary import Rotation, rotate
-
-
-@dataclass(frozen=True)
-class Heads:
-    """Numbers of query and of key-value heads, and their width."""
-
-    queries: int
-    keys: int
-    dim: int
+from forebay.layers.step import Step
 
 
 class Attention:
@@ -29,6 +18,7 @@ class Attention:
         self,
         params: Parameters,
         prefix: str,
+        layer: int,
         hidden: int,
         heads: Heads,
         *,
@@ -36,7 +26,8 @@ class Attention:
         output_bias: bool,
         qk_norm_eps: float | None = None,
     ) -> None:
-        """`qk_norm_eps`: normalise each query and key head before rotating, as Qwen3 does; None: do not."""
+        """`layer` is its number. `qk_norm_eps`: normalise heads before rotating, as Qwen3 does; None: do not."""
+        self._layer = layer
         self._heads = heads
         widths = {
             "q_proj": heads.queries * heads.dim,
@@ -52,18 +43,6 @@ class Attention:
                 RMSNorm(params, f"{prefix}.k_norm", heads.dim, qk_norm_eps),
             )
 
-    def __call__(
-        self, x: torch.Tensor, rotation: Rotation, kv: LayerKV, step: StepAttention, backend: AttentionBackend
-    ) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, step: Step) -> torch.Tensor:
         """x is [tokens, hidden]."""
-        queries, keys = self._heads.queries, self._heads.keys
-        qkv = self.qkv(x).view(x.shape[0], queries + 2 * keys, self._heads.dim)
-        v = qkv[:, queries + keys :]
-        if self.norms is None:
-            rotated = rotate(qkv[:, : queries + keys], rotation)
-            q, k = rotated[:, :queries], rotated[:, queries:]
-        else:
-            q_norm, k_norm = self.norms
-            q = rotate(q_norm(qkv[:, :queries]), rotation)
-            k = rotate(k_norm(qkv[:, queries : queries + keys]), rotation)
-        return self.output(backend.attend(q, k, v, kv, step))
+        return self.output(step.attend(self._layer, self.qkv(x), self._heads, self.norms))

@@ -10,11 +10,13 @@ import torch
 import torch.nn.functional as F
 
 from forebay.attention.backend import AttentionBackend, LayerKV
-from forebay.layers.attention import Attention, Heads
+from forebay.layers.attention import Attention
 from forebay.layers.mlp import SwiGLU
 from forebay.layers.norm import RMSNorm
+from forebay.layers.ops import Heads, Ops
 from forebay.layers.params import Parameters, Report, ignore
-from forebay.layers.rotary import Rotary, Rotation
+from forebay.layers.rotary import Rotary
+from forebay.layers.step import Step
 from forebay.weights.config import ModelConfig
 from forebay.weights.quantization import BLOCK_BYTES
 
@@ -33,7 +35,8 @@ class Forward:
     ]  # (first of the n tokens, their inputs [m, hidden] in place of embeddings)
     positions: torch.Tensor  # int64 [n]
     sampled: torch.Tensor  # int64 [s]: which of the n tokens get logits
-    attention: Any  # what the backend prepared for this step
+    writes: torch.Tensor  # int64 [n]: entry of `LayerKV` that each token is written to
+    prepared: Any  # what the backend prepared for this step
     kv: Sequence[LayerKV]  # one a layer
 
 
@@ -46,23 +49,24 @@ class Block:
         self.input_norm = input_norm
         self.post_norm = post_norm
 
-    def __call__(
-        self, x: torch.Tensor, rotation: Rotation, kv: LayerKV, step: Any, backend: AttentionBackend
-    ) -> torch.Tensor:
-        x = x.add_(self.attention(self.input_norm(x), rotation, kv, step, backend))
-        return x.add_(self.mlp(self.post_norm(x)))
+    def __call__(self, x: torch.Tensor, residual: torch.Tensor | None, step: Step) -> tuple[torch.Tensor, torch.Tensor]:
+        """Takes and gives a layer's output without what goes around it: that is added with the next norm."""
+        x, residual = step.ops.norm(self.input_norm, x, residual)
+        x, residual = step.ops.norm(self.post_norm, self.attention(x, step), residual)
+        return self.mlp(x, step.ops), residual
 
 
 class Decoder:
     """A decoder-only language model. A family's file says what its blocks are made of."""
 
     def __init__(
-        self, config: ModelConfig, params: Parameters, blocks: Sequence[Block], backend: AttentionBackend
+        self, config: ModelConfig, params: Parameters, blocks: Sequence[Block], backend: AttentionBackend, ops: Ops
     ) -> None:
         hidden, vocabulary = config.hidden_size, config.vocab_size
         self.config = config
         self.params = params
         self.backend = backend
+        self.ops = ops
         self.blocks = blocks
         self.embedding = params.tensor((vocabulary, hidden), {"model.embed_tokens.weight": vocabulary})
         self.norm = RMSNorm(params, "model.norm", hidden, config.rms_norm_eps)
@@ -93,18 +97,23 @@ class Decoder:
             weights = ((name if name.startswith(_ROOTS) else f"model.{name}", tensor) for name, tensor in weights)
         self.params.load(weights, report)
 
-    def __call__(self, step: Forward) -> torch.Tensor:
+    def __call__(self, forward: Forward) -> torch.Tensor:
         """Computes the step's positions; gives float32 logits [s, vocabulary] of the sampled ones.
 
         Without a head their final states, [s, hidden].
         """
-        x = F.embedding(step.tokens, self.embedding)
-        for first, rows in step.given:
+        x = F.embedding(forward.tokens, self.embedding)
+        for first, rows in forward.given:
             x[first : first + len(rows)] = rows
-        rotation = self.rotary(step.positions)
-        for block, kv in zip(self.blocks, step.kv, strict=True):
-            x = block(x, rotation, kv, step.attention, self.backend)
-        x = self.norm(x.index_select(0, step.sampled))
+        rotation = self.rotary(forward.positions)
+        step = Step(rotation, forward.writes, forward.kv, self.backend, forward.prepared, self.ops)
+        residual: torch.Tensor | None = None
+        for block in self.blocks:
+            x, residual = block(x, residual, step)
+        x = x.index_select(0, forward.sampled)
+        if residual is not None:
+            residual = residual.index_select(0, forward.sampled)
+        x, _ = self.ops.norm(self.norm, x, residual)
         return (x if self.config.headless else F.linear(x, self.head)).float()
 
 
@@ -115,6 +124,7 @@ def gated_block(config: ModelConfig, params: Parameters, index: int, *, qk_norm:
     attention = Attention(
         params,
         f"{prefix}.self_attn",
+        index,
         hidden,
         Heads(config.num_attention_heads, config.num_key_value_heads, config.head_dim),
         qkv_bias=config.qkv_bias,

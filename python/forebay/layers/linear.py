@@ -8,6 +8,13 @@ import torch.nn.functional as F
 from forebay.layers.params import Parameters
 
 
+def _reorders(dtype: torch.dtype) -> bool:
+    """Whether oneDNN has an order of its own for matrices of this type, on this processor."""
+    if not torch.backends.mkldnn.is_available():
+        return False
+    return dtype != torch.bfloat16 or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
 class Linear:
     """`y = x W^T + b`; x is [tokens, inputs], y is [tokens, outputs], fused projections one after the other."""
 
@@ -30,7 +37,7 @@ class Linear:
 
     def _pack(self) -> None:
         """Keeps the weight in oneDNN's own order only, which F.linear would bring it into at each call."""
-        if self.weight.device.type == "cpu" and torch.backends.mkldnn.is_available():
+        if self.weight.device.type == "cpu" and _reorders(self.weight.dtype):
             self._packed = torch.ops.mkldnn._reorder_linear_weight(self.weight)
             self.weight = self.weight.new_empty(0)
 

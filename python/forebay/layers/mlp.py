@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 
 from forebay.layers.linear import Linear
+from forebay.layers.ops import Ops
 from forebay.layers.params import Parameters
 
 
@@ -16,6 +16,5 @@ class SwiGLU:
         self.gate_up = Linear(params, prefix, hidden, {"gate_proj": intermediate, "up_proj": intermediate}, bias)
         self.down = Linear(params, prefix, intermediate, {"down_proj": hidden}, bias)
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        gate, up = self.gate_up(x).chunk(2, dim=-1)
-        return self.down(F.silu(gate).mul_(up))
+    def __call__(self, x: torch.Tensor, ops: Ops) -> torch.Tensor:
+        return self.down(ops.gate(self.gate_up(x)))

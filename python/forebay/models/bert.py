@@ -76,7 +76,10 @@ class Bert:
         self._blocks = [Block(config, params, index) for index in range(config.num_hidden_layers)]
         params.skip("embeddings.position_ids")
         self._head: tuple[Linear, Linear] | None = None
+        self.size = hidden
+        """Numbers of a vector."""
         if pooling.task == "score":
+            self.size = pooling.size
             pooler = Linear(params, "pooler", hidden, {"dense": hidden}, bias=True)
             self._head = pooler, Linear(params, "", hidden, {"classifier": pooling.size}, bias=True)
         else:

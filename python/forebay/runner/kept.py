@@ -10,9 +10,9 @@ from pathlib import Path
 
 import torch
 
-from forebay.device import Device
+from forebay.compute.choose import Choice
 from forebay.layers.params import Parameters, Report
-from forebay.runner.config import RunnerConfig
+from forebay.state.config import RunnerConfig
 from forebay.weights.config import ModelConfig
 from forebay.weights.encoder_config import EncoderConfig
 from forebay.weights.packed import PackedFile, content_key
@@ -30,14 +30,14 @@ class KeptWeights:
         self._was_read = False
 
     @classmethod
-    def open(cls, config: RunnerConfig, model: ModelConfig | EncoderConfig, device: Device) -> KeptWeights | None:
+    def open(cls, config: RunnerConfig, model: ModelConfig | EncoderConfig, choice: Choice) -> KeptWeights | None:
         """What is kept for such a configuration; None: nothing ever is."""
         folder = config.model.get("cache")
         if folder is None or config.weight_cache_bytes == 0 or config.load_format != "auto":
             return None
         if config.pooling is not None or isinstance(model, EncoderConfig):
             return None
-        order = device.weight_order(model)
+        order = choice.weight_order(model)
         if order is None:
             return None
         facts = {
@@ -69,6 +69,12 @@ class KeptWeights:
         params.packed.update(found)
         self._was_read = True
         return True
+
+    def discard(self) -> bool:
+        """Removes what was read: it can't be what was written. False: nothing was read."""
+        if self._was_read:
+            self._file.path.unlink(missing_ok=True)
+        return self._was_read
 
     def save(self, params: Parameters) -> threading.Thread | None:
         """Has a thread write the weights, which nobody changes any more; None: they are there, or are not packed."""

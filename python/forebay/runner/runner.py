@@ -5,42 +5,42 @@ from __future__ import annotations
 import sys
 import threading
 from collections import Counter
-from functools import cached_property
+from dataclasses import replace
+from functools import cached_property, partial
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from forebay.compute.choose import Choice
+from forebay.compute.encoder import check_whole
+from forebay.compute.rows import Compute, Launch, Pooler, Rows
+from forebay.compute.sampler import Ask, Sampler
 from forebay.device import open_device
 from forebay.layers.decoder import Decoder
 from forebay.layers.params import Parameters, Report
 from forebay.models import registry
 from forebay.models.bert import Bert
-from forebay.runner.compute import Compute, Pooler, Rows, TorchCompute, finite_rows
-from forebay.runner.config import DTYPES, RunnerConfig
-from forebay.runner.encoder import EncoderCompute
-from forebay.runner.inputs import PromptRows
+from forebay.protocol.frames import Int32s
+from forebay.protocol.plan import FLAG_POOL, FLAG_SAMPLE, SLOT_WORDS, Plan, SlotWord
+from forebay.protocol.result import ROW_OK, StepResult
 from forebay.runner.kept import KeptWeights
-from forebay.runner.kv_pool import KvPool, page_count
-from forebay.runner.sampler import Sampled, Sampler, plain
-from forebay.runner.slots import Int64s, PlanError, SlotTables
+from forebay.runner.launched import Columns, Launched, NoColumns, TokenColumns, VectorColumns
+from forebay.state.config import DTYPES, RunnerConfig
+from forebay.state.inputs import PromptRows
+from forebay.state.pages import KvPool, page_count
+from forebay.state.slots import Int64s, PlanError, SlotTables
+from forebay.state.staging import StepInputs
 from forebay.weights.encoder_config import EncoderConfig
 from forebay.weights.errors import ModelError
 from forebay.weights.gguf_file import GgufFiles
 from forebay.weights.gguf_tensors import stored_formats
 from forebay.weights.load import iter_weights
 from forebay.weights.quantization import COMPUTED_AS, PLAIN, Formats
-from forebay.worker.wire import (
-    FLAG_POOL,
-    FLAG_SAMPLE,
-    ROW_NOT_FINITE,
-    ROW_OK,
-    SLOT_WORDS,
-    Int32s,
-    Plan,
-    SlotWord,
-    StepResult,
-)
+
+
+class NotFiniteError(ModelError):
+    """Weights with which not even a warm-up gives numbers."""
 
 
 class ModelRunner:
@@ -54,9 +54,10 @@ class ModelRunner:
         self.model_config = config.model_config
         self._arena = np.zeros(0, np.uint8) if arena is None else arena
         available = self.device.available_bytes()
+        self._choice = Choice(self.device)
         if config.quantization is not None:
-            self.device.check_quantization(config.quantization)
-        self._kept = KeptWeights.open(config, self.model_config, self.device)
+            self._choice.check_quantization(config.quantization)
+        self._kept = KeptWeights.open(config, self.model_config, self._choice)
         self.model = self._build(matrices=self._kept is None or self._kept.stored is None)
         self.weight_bytes = self._weight_bytes()
         """Bytes of the weights as they are computed with, also before they are loaded."""
@@ -68,10 +69,12 @@ class ModelRunner:
             self.kv = KvPool(self.model_config, pages, config.page_size, config.dtype, self.device)
         # What a row may ask for: a model that pools does nothing else.
         self._flag = FLAG_SAMPLE if config.pooling is None else FLAG_POOL
-        self.tables = SlotTables(config, self.device)
+        vocabulary = self.model_config.vocab_size
+        self.tables = SlotTables(config, vocabulary, self.device)
         self.prompts = PromptRows(self._arena, self.tables, self.model_config.hidden_size, config.dtype)
-        self._sampler = Sampler(self.tables, self.device)
-        self._compute_ended_us = self.device.clock_us()
+        self._ops = self._choice.ops()
+        self._sampler = Sampler(self.tables, vocabulary, self._ops, self.device)
+        self._ended = self.device.event()
 
     def _build(self, *, matrices: bool) -> Decoder | Bert:
         """The model, its weights allocated; without `matrices` only what is no matrix."""
@@ -79,13 +82,13 @@ class ModelRunner:
         params = Parameters(config.dtype, self.device.torch_device, self._formats(), matrices=matrices)
         if isinstance(model, EncoderConfig):
             return registry.build_encoder(model, config.pooling, params)
-        return registry.build(model, params, self.device.attention(), config.context_length)
+        return registry.build(model, params, self._choice.attention(), self._choice.ops(), config.context_length)
 
     def _weight_bytes(self) -> int:
         """`weight_bytes` of the model that was built. One that pools is computed by PyTorch, with weights as loaded."""
         if isinstance(self.model, Bert) or self.config.pooling is not None:
             return self.model.params.nbytes
-        return self.device.weight_bytes(self.model)
+        return self._choice.weight_bytes(self.model)
 
     def _formats(self) -> Formats:
         """What the configuration wants quantised."""
@@ -145,7 +148,8 @@ class ModelRunner:
     def warm_up(self) -> None:
         """Runs a tiny prompt and, if the model generates, a decode row: no request pays for what libraries set up.
 
-        Leaves the tables as they were; the first page's content is overwritten by whoever gets it.
+        Leaves the tables as they were; the first page's content is overwritten by whoever gets it. Raises
+        `NotFiniteError`; if the weights are those of an earlier start, the next one finds them no more.
         """
         length = min(2, self.config.context_length, self.config.page_size)
         slots = np.zeros((1, SLOT_WORDS), np.int32)
@@ -158,11 +162,20 @@ class ModelRunner:
             page_writes=np.zeros((1, 3), np.int32),
             rows=np.array([[0, 0, length, self._flag]], np.int32),
         )
-        self.step(plan)
+        self._warm(plan)
         if self._flag == FLAG_SAMPLE:
-            self.step(Plan(rows=np.array([[0, length - 1, 1, FLAG_SAMPLE]], np.int32)))
-        self.tables.page_table.fill_(-1)
-        self._compute_ended_us = self.device.clock_us()
+            self._warm(Plan(rows=np.array([[0, length - 1, 1, FLAG_SAMPLE]], np.int32)))
+        self.device.queue(self.tables.forget_pages)
+        self._ended = self.device.event()
+
+    def _warm(self, plan: Plan) -> None:
+        result = self.step(plan.staged())
+        if (result.row_errors == ROW_OK).all():
+            return
+        what = "the weights give results that are not finite"
+        if self._kept is not None and self._kept.discard():
+            what += "; they were kept by an earlier start and are removed: the next one reads the model's own files"
+        raise NotFiniteError(what)
 
     def facts(self) -> dict[str, int | str]:
         """What `ready` tells the brain, the loading time excepted."""
@@ -179,62 +192,78 @@ class ModelRunner:
     def _dtype_name(self) -> str:
         return next(name for name, dtype in DTYPES.items() if dtype == self.config.dtype)
 
-    @torch.inference_mode()
     def step(self, plan: Plan) -> StepResult:
-        """Applies the plan's writes, computes its rows, samples or pools. The plan may be overwritten then."""
-        started = self.device.clock_us()
-        self.tables.apply(plan, self._arena)
-        result = StepResult(step=plan.step, row_errors=np.full(len(plan.rows), ROW_OK, np.int32))
-        if len(plan.rows):
-            self._compute_rows(plan.rows, result)
-        ended = self.device.clock_us()
-        result.timing = np.array([ended - started, started - self._compute_ended_us], np.int32)
-        self._compute_ended_us = ended
-        return result
+        """Executes a plan and waits for its result."""
+        return self.launch(plan).collect()
 
-    def _compute_rows(self, planned: Int32s, result: StepResult) -> None:
+    @torch.inference_mode()
+    def launch(self, plan: Plan) -> Launched:
+        """Checks a plan, writes the host's tables, and queues the rest. Raises `PlanError`.
+
+        The plan is as it was received: its columns are views of its body, which is the launched step's from now on.
+        """
+        device = self.device
+        with device.launching():
+            begun = device.event()
+            inputs = StepInputs(plan, device)
+            writes = self.tables.read(plan, self._arena)
+            if writes is not None:
+                device.queue(partial(self.tables.write, writes, inputs))
+            columns = self._queue_rows(plan.rows, inputs) if len(plan.rows) else NoColumns()
+            before, self._ended = self._ended, device.event()
+        return Launched(plan.step, len(plan.rows), columns, before, begun, self._ended, partial(self._reuse, plan))
+
+    def _reuse(self, plan: Plan) -> None:
+        self.device.reuse(plan.body)
+        plan.release()
+
+    def _queue_rows(self, planned: Int32s, inputs: StepInputs) -> Columns:
         slot, start, length, flags = planned.T.astype(np.int64)
         self._check_rows(slot, start, length)
         if (flags & ~self._flag).any():
             raise PlanError(f"rows with the flags {flags.tolist()}, of which the model knows {self._flag}")
-        rows = Rows(slot, start, length, np.flatnonzero(flags))
+        given = self.prompts.given(slot, start)
         if self._flag == FLAG_POOL:
-            self._pool(rows, result)
-            return
-        slots, positions = slot[rows.sampling], (start + length)[rows.sampling]
-        if self.tables.plain[slots].all():
-            sampled = plain(*self._compute.greedy(rows))
-        else:
-            sampled = self._sampler.sample(self._compute.logits(rows), slots, positions)
-        if len(slots):
-            entries = self.device.upload(slots * self.tables.stride + positions)
-            self.tables.token_pool.view(-1).index_copy_(0, entries, sampled.tokens)
-            self._report(sampled, rows.sampling, result)
+            return self._queue_pooled(Rows(slot, start, length, np.flatnonzero(flags), given), inputs)
+        rows = Rows(slot, start, length, np.flatnonzero(flags), given)
+        ask = self._sampler.ask(slot[rows.sampling], (start + length)[rows.sampling])
+        columns = TokenColumns(ask, rows.sampling, self.device)
+        self.device.queue(partial(self._sample, Launch(rows, inputs), ask, columns))
+        return columns
 
-    def _pool(self, rows: Rows, result: StepResult) -> None:
-        vectors = self._pooler.pool(rows)
-        finite = self.device.download(finite_rows(vectors))
-        result.row_errors[rows.sampling[~finite]] = ROW_NOT_FINITE
-        result.pooled = self.device.download(vectors).ravel()
+    def _queue_pooled(self, rows: Rows, inputs: StepInputs) -> Columns:
+        if isinstance(self.model, Bert):
+            check_whole(rows)
+            rows = replace(rows, segment=self.tables.segment[rows.slot].astype(np.int64))
+        columns = VectorColumns(rows.sampling, self._vector_size, self.device)
+        self.device.queue(partial(self._pool, Launch(rows, inputs), columns))
+        return columns
+
+    def _sample(self, launch: Launch, ask: Ask, columns: TokenColumns) -> None:
+        """Work: computes rows, and samples those that do."""
+        if ask.plain:
+            sampled = self._sampler.greedy(*self._compute.greedy(launch), ask)
+        else:
+            sampled = self._sampler.sample(self._compute.logits(launch), ask)
+        columns.fill(sampled)
+
+    def _pool(self, launch: Launch, columns: VectorColumns) -> None:
+        """Work: computes rows, and makes vectors of prompts that end with them."""
+        vectors = self._pooler.pool(launch)
+        columns.fill(vectors, self._ops.finite(vectors))
+
+    @property
+    def _vector_size(self) -> int:
+        return self.model.size if isinstance(self.model, Bert) else self.model_config.hidden_size
 
     @cached_property
     def _compute(self) -> Compute:
-        """Made at the first step, when the weights are there: it may put them into another order."""
-        return self.device.compute(self.decoder, self.tables, self.kv, self.prompts)
+        """Made by the first step's work, when the weights are there: it may put them into another order."""
+        return self._choice.compute(self.decoder, self.tables, self.kv, self.prompts)
 
     @cached_property
     def _pooler(self) -> Pooler:
-        self.model.params.pack()
-        if isinstance(self.model, Bert):
-            return EncoderCompute(self.model, self.tables, self.device)
-        return TorchCompute(self.decoder, self.tables, self.kv, self.prompts, self.device)
-
-    def _report(self, sampled: Sampled, rows: Int64s, result: StepResult) -> None:
-        result.tokens = self.device.download(sampled.tokens)
-        result.row_errors[rows[~self.device.download(sampled.finite)]] = ROW_NOT_FINITE
-        if sampled.logprobs is not None:
-            columns = sampled.logprobs.columns(self.device)
-            result.logprob_counts, result.logprob_ids, result.logprob_values = columns
+        return self._choice.pooler(self.model, self.tables, self.kv, self.prompts)
 
     def _check_rows(self, slot: Int64s, start: Int64s, length: Int64s) -> None:
         """Raises `PlanError` for rows outside the tables, which would read or write another slot's memory."""

@@ -25,18 +25,30 @@ def cache_directory(chosen: str | Path | None = None) -> Path:
 def atomic_file(path: Path) -> Iterator[BinaryIO]:
     """A file to write that is at `path` when the block ends, and nowhere if it raises.
 
-    Readers see the old content or the new; of two writers at once the last wins.
+    Readers see the old content or the new, also after a power cut; of two writers at once the last wins.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     try:
         with os.fdopen(descriptor, "wb") as file:
             yield file
+            file.flush()
+            # Else the name could be on the disk before the data.
+            os.fsync(file.fileno())
         # A temporary file is for its owner only; what is cached is as readable as anything else the user makes.
         mask = os.umask(0)
         os.umask(mask)
         os.chmod(name, 0o666 & ~mask)
         os.replace(name, path)
+        _sync_folder(path.parent)
     except BaseException:
         Path(name).unlink(missing_ok=True)
         raise
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

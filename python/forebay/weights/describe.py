@@ -172,17 +172,25 @@ def _rebuild(files: list[Path], facts_path: Path, tokenizer: Path) -> None:
     from forebay.weights.gguf_tokenizer import special_token, tokenizer_json
 
     opened = GgufFiles.open(files)
-    check_types(opened)
-    config = hf_config(opened)
-    ModelConfig.from_dict(config)
-    facts = {
-        "config": config,
-        "chat_template": opened.metadata.get("tokenizer.chat_template"),
-        "bos_token": special_token(opened.metadata, "bos"),
-        "eos_token": special_token(opened.metadata, "eos"),
-    }
     try:
-        _write_json(tokenizer, tokenizer_json(opened.metadata))
+        check_types(opened)
+        config = hf_config(opened)
+        ModelConfig.from_dict(config)
+        facts = {
+            "config": config,
+            "chat_template": opened.metadata.get("tokenizer.chat_template"),
+            "bos_token": special_token(opened.metadata, "bos"),
+            "eos_token": special_token(opened.metadata, "eos"),
+        }
+        rebuilt = tokenizer_json(opened.metadata)
+    except ModelError:
+        raise
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        # A number where a text is expected, a list where a number is: the file says something that no model's does.
+        what = " ".join(f"{type(error).__name__}: {error}".split())
+        raise ModelError(f"{files[0]} has metadata that makes no sense: {what}") from error
+    try:
+        _write_json(tokenizer, rebuilt)
         _write_json(facts_path, facts)
     except OSError as error:
         raise ModelError(f"{facts_path.parent} can't be written: {error.strerror or error}") from error

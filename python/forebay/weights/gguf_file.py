@@ -6,6 +6,7 @@ this one walks the same bytes with `struct`. The format: https://github.com/ggml
 
 from __future__ import annotations
 
+import math
 import mmap
 import struct
 from collections.abc import Mapping, Sequence
@@ -38,6 +39,15 @@ _ARRAY = 9
 _U32 = _SCALARS[4]
 _U64 = _SCALARS[10]
 _MAX_DIMENSIONS = 4
+# Far beyond every known file: vocabularies have some hundred thousand tokens, templates some hundred KiB.
+_MAX_HEADER = 256 << 20
+_MAX_ELEMENTS = 1 << 25
+_MAX_DEPTH = 4
+_MAX_ALIGNMENT = 1 << 20
+# The fewest bytes of a string, an array, a field and a tensor's header in a file.
+_LEAST = {_STRING: 8, _ARRAY: 12}
+_LEAST_FIELD = 8 + 4 + 1
+_LEAST_TENSOR = 8 + 4 + 4 + 8
 
 
 @dataclass(frozen=True)
@@ -83,14 +93,19 @@ class GgufFile:
         version = self._scalar(_U32)
         if version not in (2, 3):
             raise UnsupportedModelError(f"{self.path} has version {version} of the format; supported: 2, 3")
+        self._elements = 0
         tensor_count = self._scalar(_U64)
         field_count = self._scalar(_U64)
+        self._claim(field_count, _LEAST_FIELD)
+        self._claim(tensor_count, _LEAST_TENSOR)
         self.metadata = {}
         for _ in range(field_count):
             name = self._string()
-            self.metadata[name] = self._value(self._scalar(_U32))
+            self.metadata[name] = self._value(self._scalar(_U32), 0)
         headers = [self._tensor_header() for _ in range(tensor_count)]
-        alignment = int(self.metadata.get("general.alignment", 32))
+        alignment = self.metadata.get("general.alignment", 32)
+        if type(alignment) is not int or not 1 <= alignment <= _MAX_ALIGNMENT:
+            raise ValueError(f"general.alignment is {str(alignment)[:40]}")
         start = -(-self._at // alignment) * alignment
         self.tensors = {name: self._tensor(name, shape, kind, start + offset) for name, shape, kind, offset in headers}
 
@@ -112,7 +127,7 @@ class GgufFile:
         if columns % block:
             raise ValueError(f"tensor {name!r} has rows of {columns} elements in blocks of {block}")
         row_bytes = columns // block * block_bytes
-        rows = int(np.prod(shape[:-1], dtype=np.int64)) if shape else 1
+        rows = math.prod(shape[:-1])
         if offset + rows * row_bytes > len(self._bytes):
             raise ValueError(f"the data of tensor {name!r} goes beyond the end of the file")
         data = np.frombuffer(self._bytes, np.uint8, rows * row_bytes, offset).reshape(rows, row_bytes)
@@ -128,30 +143,47 @@ class GgufFile:
         end = self._at + length
         if end > len(self._bytes):
             raise ValueError("a string goes beyond the end of the file")
+        self._check_size(end)
         raw = self._bytes[self._at : end]
         self._at = end
         # Vocabularies hold what their makers put there: a token that isn't UTF-8 must not keep a model from loading.
         return raw.decode("utf-8", errors="replace")
 
-    def _value(self, kind: int) -> Any:
+    def _value(self, kind: int, depth: int) -> Any:
         if kind == _STRING:
             return self._string()
         if kind == _ARRAY:
+            if depth == _MAX_DEPTH:
+                raise ValueError(f"arrays are inside each other more than {_MAX_DEPTH} deep")
             item = self._scalar(_U32)
             count = self._scalar(_U64)
             if item in _SCALARS:
                 return self._scalars(_SCALARS[item], count)
-            return [self._value(item) for _ in range(count)]
+            self._claim(count, _LEAST.get(item, 1))
+            return [self._value(item, depth + 1) for _ in range(count)]
         if kind not in _SCALARS:
             raise ValueError(f"metadata of the unknown type {kind}")
         return self._scalar(_SCALARS[kind])
 
     def _scalars(self, kind: struct.Struct, count: int) -> list[Any]:
-        if self._at + count * kind.size > len(self._bytes):
-            raise ValueError("an array goes beyond the end of the file")
+        self._claim(count, kind.size)
         values = struct.unpack_from(f"<{count}{kind.format[1:]}", self._bytes, self._at)
         self._at += count * kind.size
         return list(values)
+
+    def _claim(self, count: int, least: int) -> None:
+        """Before `count` things of at least `least` bytes are read: whether the file can have them. Raises ValueError."""
+        self._elements += count
+        end = self._at + count * least
+        if end > len(self._bytes):
+            raise ValueError("an array goes beyond the end of the file")
+        if self._elements > _MAX_ELEMENTS:
+            raise ValueError(f"its header has more than {_MAX_ELEMENTS} entries")
+        self._check_size(end)
+
+    def _check_size(self, end: int) -> None:
+        if end > _MAX_HEADER:
+            raise ValueError(f"its header has more than {_MAX_HEADER} bytes")
 
 
 @dataclass(frozen=True)
@@ -168,7 +200,7 @@ class GgufFiles:
         tensors = {name: tensor for file in files for name, tensor in file.tensors.items()}
         metadata = files[0].metadata
         expected = metadata.get("split.tensors.count")
-        if expected is not None and int(expected) != len(tensors):
+        if expected is not None and expected != len(tensors):
             raise ModelError(
                 f"{files[0].path} is one part of several: {len(tensors)} of {expected} tensors are in {len(files)}"
             )

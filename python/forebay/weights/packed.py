@@ -13,6 +13,7 @@ import math
 import os
 import shutil
 import sys
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -21,22 +22,23 @@ from typing import Any, NamedTuple
 
 import torch
 
+from forebay.device.memory import HugePages
 from forebay.weights.cache import atomic_file
-from forebay.weights.memory import Arena
 
 __all__ = ["PackedFile", "content_key"]
 
 # Goes up with every change to what is written, or to how a checkpoint's values become what is written.
-_VERSION = 1
+_VERSION = 2
 _EDGE = 1 << 20
 _PIECES = 64
 _PIECE = 4096
-# Of one read: enough that calls cost nothing, and that the threads end at about the same time.
+# Of one read, and of one sum: enough that calls cost nothing, and that the threads end at about the same time.
 _CHUNK = 16 << 20
 _LENGTH = 8  # of the number before the header: its bytes, little-endian
 _ALIGNMENT = 64
 _METADATA = "__metadata__"
 _SEAL = "seal"
+_SUMS = "sums"
 _DTYPES = {"BF16": torch.bfloat16, "F32": torch.float32, "U8": torch.uint8}
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
@@ -78,18 +80,26 @@ class _Place(NamedTuple):
 class _Header(NamedTuple):
     notes: Mapping[str, str]
     places: Mapping[str, _Place]
+    chunk: int
+    """Bytes of a tensor that have a sum of their own."""
+    sums: Mapping[str, Sequence[int]]
+    """The CRC-32 of each chunk of each tensor."""
 
 
 class _DamagedError(ValueError):
     """A file that is not what its name promises."""
 
 
+class _WrongDataError(_DamagedError):
+    """A file with the right header and other data."""
+
+
 class PackedFile:
     """The file of one key in a folder whose files take no more than a limit together. It need not be there.
 
     Nothing here is an error for whoever wants to serve a model: what can't be read is not there, and what can't be
-    written is not written; one line on standard error says why. Only the form of a file is checked: its data, like a
-    checkpoint's, is what the disk says.
+    written is not written; one line on standard error says why. Every byte is checked as it is read: a file whose data
+    is not what was written is removed, and as if it had not been there.
     """
 
     def __init__(self, folder: Path, key: str, limit: int) -> None:
@@ -118,10 +128,14 @@ class PackedFile:
         try:
             _check(into, places)
             missing = {name: place for name, place in places.items() if name not in into}
-            room = Arena(place.nbytes for place in missing.values())
+            room = HugePages(place.nbytes for place in missing.values())
             others = {name: room.take(place.shape, place.dtype) for name, place in missing.items()}
-            everything = {**into, **others}
-            _read_all(self.path, [(everything[name], place.offset) for name, place in places.items()], report)
+            _read_all(self.path, self._found, {**into, **others}, report)
+        except _WrongDataError as error:
+            # Its header is whole, so nobody would replace it.
+            self._say(f"is not used and removed: {error}")
+            self.remove()
+            return None
         except (OSError, _DamagedError) as error:
             self._say(f"is not used: {error}")
             return None
@@ -143,11 +157,14 @@ class PackedFile:
                         file.write(head)
                         for tensor in tensors.values():
                             file.write(_bytes_of(tensor))
-                        file.flush()
-                        # After a crash of the machine the name could be there without the data.
-                        os.fsync(file.fileno())
         except OSError as error:
             self._say(f"can't be written: {error}")
+
+    def remove(self) -> None:
+        """Takes the file away, as far as that is possible: what was read of it is not right."""
+        self._found = None
+        with suppress(OSError):
+            self.path.unlink()
 
     def _head(self, tensors: Mapping[str, torch.Tensor], notes: Mapping[str, str]) -> bytes:
         entries: dict[str, Any] = {_METADATA: dict(notes)}
@@ -156,6 +173,8 @@ class PackedFile:
             end = at + tensor.nbytes
             entries[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [at, end]}
             at = end
+        sums = {name: [zlib.crc32(chunk) for chunk in _chunks(_bytes_of(tensor))] for name, tensor in tensors.items()}
+        entries[_METADATA][_SUMS] = json.dumps({"chunk": _CHUNK, "crc32": sums})
         entries[_METADATA][_SEAL] = _seal(self.path.name, entries)
         text = json.dumps(entries).encode()
         text += b" " * (-(_LENGTH + len(text)) % _ALIGNMENT)
@@ -185,6 +204,9 @@ class PackedFile:
     def _only_writer(self) -> Iterator[None]:
         """Waits until no other process writes into the folder. A process that dies lets go."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
+        # Who can write here decides what is computed. A folder of somebody else's is that one's business.
+        with suppress(PermissionError):
+            self.path.parent.chmod(0o700)
         with (self.path.parent / ".lock").open("wb") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             yield
@@ -237,6 +259,7 @@ def _parse(text: bytes, start: int, size: int, key: str) -> _Header:
     if not whole:
         raise _DamagedError("it is damaged, or was made of something else")
     notes = entries.pop(_METADATA)
+    summed = json.loads(notes.pop(_SUMS))
     places = {
         name: _Place(_DTYPES[entry["dtype"]], tuple(entry["shape"]), start + entry["data_offsets"][0])
         for name, entry in entries.items()
@@ -244,7 +267,7 @@ def _parse(text: bytes, start: int, size: int, key: str) -> _Header:
     end = max((place.offset + place.nbytes for place in places.values()), default=start)
     if end != size:
         raise _DamagedError(f"it has {size} bytes in place of {end}")
-    return _Header(notes, places)
+    return _Header(notes, places, summed["chunk"], summed["crc32"])
 
 
 def _check(wanted: Mapping[str, torch.Tensor], places: Mapping[str, _Place]) -> None:
@@ -259,29 +282,46 @@ def _bytes_of(tensor: torch.Tensor) -> memoryview:
     return tensor.view(-1).view(torch.uint8).numpy().data
 
 
-def _read_all(path: Path, tensors: Sequence[tuple[torch.Tensor, int]], report: Report) -> None:
-    """Fills each tensor from its place in the file, with as many threads as compute."""
+def _chunks(memory: memoryview, size: int | None = None) -> Iterator[memoryview]:
+    size = size or _CHUNK
+    return (memory[start : start + size] for start in range(0, len(memory), size))
+
+
+class _Piece(NamedTuple):
+    """What one thread reads at a time."""
+
+    name: str
+    memory: memoryview
+    offset: int
+    sum: int
+
+
+def _read_all(path: Path, header: _Header, tensors: Mapping[str, torch.Tensor], report: Report) -> None:
+    """Fills each tensor from its place in the file, with as many threads as compute, and checks what was read."""
     pieces = [
-        (memory[start : start + _CHUNK], offset + start)
-        for memory, offset in ((_bytes_of(tensor), offset) for tensor, offset in tensors)
-        for start in range(0, len(memory), _CHUNK)
+        _Piece(name, chunk, place.offset + number * header.chunk, header.sums[name][number])
+        for name, place in header.places.items()
+        for number, chunk in enumerate(_chunks(_bytes_of(tensors[name]), header.chunk))
     ]
-    total = sum(len(memory) for memory, _ in pieces)
+    total = sum(len(piece.memory) for piece in pieces)
     done = 0
     with path.open("rb") as file, ThreadPoolExecutor(torch.get_num_threads()) as threads:
-        for length in threads.map(lambda piece: _read_piece(file.fileno(), *piece), pieces):
+        for length in threads.map(lambda piece: _read_piece(file.fileno(), piece), pieces):
             done += length
             report(done, total)
 
 
-def _read_piece(file: int, memory: memoryview, offset: int) -> int:
-    """Fills `memory` from `offset` on; gives its length."""
-    at = 0
+def _read_piece(file: int, piece: _Piece) -> int:
+    """Fills the piece's memory; gives its length."""
+    memory, at = piece.memory, 0
     while at < len(memory):
-        count = os.preadv(file, [memory[at:]], offset + at)
+        count = os.preadv(file, [memory[at:]], piece.offset + at)
         if count == 0:
             raise _DamagedError("it was cut while it was read")
         at += count
+    # It is in the processor's cache still, and the interpreter is free meanwhile.
+    if zlib.crc32(memory) != piece.sum:
+        raise _WrongDataError(f"{piece.name} is not what was written")
     return at
 
 

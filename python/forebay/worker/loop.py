@@ -16,7 +16,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from forebay.worker.wire import Connection, Kind, Plan, WireError, encode_json
+from forebay.protocol.connection import Connection, Ring
+from forebay.protocol.frames import Kind, WireError, encode_json
+from forebay.protocol.plan import Plan
+from forebay.worker.report import reporter
 
 if TYPE_CHECKING:
     from forebay.runner.runner import ModelRunner
@@ -57,10 +60,14 @@ def serve(connection: Connection) -> None:
     if frame.kind != Kind.CONFIG:
         raise WireError(f"expected config, got {frame.kind.name.lower()}")
     runner = _load(connection, frame.json())
-    while (frame := connection.recv()) is not None:
-        if frame.kind == Kind.SHUTDOWN:
-            return
-        connection.send(runner.step(Plan.decode(frame)).encode())
+    connection.receive_into(Ring(runner.device.host_memory))
+    reporting = reporter(connection, runner.device.beside_host)
+    try:
+        while (frame := connection.recv()) is not None and frame.kind != Kind.SHUTDOWN:
+            reporting.report(runner.launch(Plan.decode(frame)))
+    finally:
+        # Also after a plan that can't be executed: the brain gets the results of those before, then the reason.
+        reporting.close()
 
 
 def _load(connection: Connection, config: dict[str, Any]) -> ModelRunner:
@@ -73,8 +80,8 @@ def _load(connection: Connection, config: dict[str, Any]) -> ModelRunner:
         os.environ.setdefault("GOMP_SPINCOUNT", "20000")
     # Importing torch takes seconds: say so first.
     connection.send(encode_json(Kind.PROGRESS, {"stage": "pytorch", "done": 0, "total": 1}))
-    from forebay.runner.config import RunnerConfig
     from forebay.runner.runner import ModelRunner
+    from forebay.state.config import RunnerConfig
 
     resolved = RunnerConfig.from_dict(config)
     runner = ModelRunner(resolved, arena=_map_arena(resolved.arena_bytes))

@@ -177,7 +177,8 @@ const NUMBERS: &[Param] = &[
     number("seed", i64::MIN as f64, i64::MAX as f64),
     number("presence_penalty", -2.0, 2.0),
     number("frequency_penalty", -2.0, 2.0),
-    number("repetition_penalty", ABOVE_0, ANY),
+    // Logits are divided and multiplied by it: far outside, they are no numbers any more.
+    number("repetition_penalty", 1e-3, 1e3),
     flag("ignore_eos"),
     flag("skip_special_tokens"),
     flag("spaces_between_special_tokens"),

@@ -5,7 +5,8 @@ use std::sync::Arc;
 
 use forebay_protocol::{ROW_OK, SamplingParams, StepPlan, StepResult};
 use forebay_scheduler::{
-    BlockEvent, BlockHash, Event, MAX_IN_FLIGHT, Past, Policy, Request, Scheduler, SchedulerConfig,
+    BlockEvent, BlockHash, Event, MAX_IN_FLIGHT, Past, Policy, Request, STEP_WORDS, Scheduler,
+    SchedulerConfig,
 };
 use forebay_sim::{DeviceModel, Jitter, StepLoad};
 
@@ -57,6 +58,9 @@ impl Replica {
             prefix_cache: setup.prefix_cache,
             block_events: setup.router == Router::PrefixAware && setup.prefix_cache,
             policy: Policy::Fcfs,
+            fair: true,
+            step_words: STEP_WORDS,
+            vector_size: 0,
         });
         Self {
             scheduler,
@@ -88,6 +92,8 @@ impl Replica {
             stop_ids: Arc::default(),
             sampling: SamplingParams::default(),
             priority: 0,
+            client: 0,
+            probe: false,
             cache_salt: 0,
             embeds: None,
             past: Past::default(),

@@ -4,20 +4,22 @@ use forebay_scheduler::Request;
 
 use crate::owner::Owner;
 use crate::payload::Embeds;
-use crate::types::{EngineRequest, FinishReason, Orphan, RequestError, RequestId, Route, Status};
+use crate::types::{EngineRequest, Orphan, RequestId, Route};
 
 impl Owner {
     /// Goes on with a request that another engine has lost.
     pub(super) fn adopt(&mut self, orphan: Orphan) {
-        let Orphan { request, past, queued_since, admission } = orphan;
+        let Orphan { request, past, queued, admission } = orphan;
         let id = request.id.0;
-        self.arrivals.extend(queued_since.map(|at| (id, at)));
+        if let Some(arrival) = queued {
+            self.arrived(id, arrival);
+        }
         self.admissions.extend(admission.map(|admission| (id, admission)));
         self.enter(request, past);
     }
 
-    /// There is no hand: other replicas get all requests, if they can take any. What is left waits for the respawn, or ends if there
-    /// will be none.
+    /// There is no hand: other replicas get all requests, if they can take any. What is left waits for the first that comes back, or ends
+    /// if none will.
     pub(super) fn give_away(&mut self) {
         let others = self.peers.as_ref().is_some_and(|peers| peers.others_up());
         if let Some(scheduler) = self.scheduler.as_mut().filter(|_| others) {
@@ -30,12 +32,8 @@ impl Owner {
                 self.adopt(orphan);
             }
         }
-        let failed = match &*self.shared.status.lock() {
-            Status::Failed(reason) => Some(reason.clone()),
-            _ => None,
-        };
-        if let Some(reason) = failed {
-            self.end_all(|| FinishReason::Error(RequestError::HandFailed(reason.clone())));
+        if self.over {
+            self.end_all();
         }
     }
 
@@ -44,7 +42,7 @@ impl Owner {
         let embeds = request.embeds.zip(self.payloads.give(id));
         Orphan {
             past: request.past,
-            queued_since: self.arrivals.remove(&id),
+            queued: self.forget_arrival(id),
             admission: self.admissions.remove(&id),
             request: EngineRequest {
                 id: RequestId(id),
@@ -56,6 +54,8 @@ impl Owner {
                 stop_ids: request.stop_ids,
                 sampling: request.sampling,
                 priority: request.priority,
+                client: request.client,
+                probe: request.probe,
                 embeds: embeds.map(|(offset, payload)| Embeds { payload, offset }),
                 // Whoever adopts it has noted where it wanted to go.
                 route: Route::default(),

@@ -62,7 +62,8 @@ impl Rig {
 impl Drop for Rig {
     fn drop(&mut self) {
         if let Some(router) = self.router.take() {
-            router.stop();
+            let whole = router.stop(std::future::pending());
+            assert!(whole || std::thread::panicking());
         }
     }
 }

@@ -117,7 +117,7 @@ fn what_runs_may_finish_when_the_router_stops() {
     let asked = std::thread::spawn(move || post(address, CHAT, "{}"));
     eventually("it is there", || backend.seen().len() == 1);
     let router = rig.router.take().unwrap();
-    let stopping = std::thread::spawn(move || router.stop());
+    let stopping = std::thread::spawn(move || router.stop(std::future::pending()));
     eventually("new ones are refused", || get(address, "/health").status() == 503);
     assert_eq!(post(address, CHAT, "{}").json()["error"]["code"], "draining");
     drop(key);
@@ -137,7 +137,23 @@ fn what_does_not_finish_in_time_is_ended_with_an_error() {
     let mut client = Client::connect(address);
     client.send("POST", CHAT, &[], b"{}");
     let mut answer = client.head();
-    rig.router.take().unwrap().stop();
+    rig.router.take().unwrap().stop(std::future::pending());
+    read_body(&mut client.0, &mut answer);
+    let events = answer.events();
+    assert_eq!((events.len(), &events[1]["error"]["code"]), (2, &"aborted".into()));
+}
+
+#[test]
+fn what_runs_is_ended_at_once_when_there_is_no_more_patience() {
+    let backend = Fake::other();
+    let half = b"data: {\"name\":1}\n\n".to_vec();
+    backend.will([Act::HangAfter(half)]);
+    let hour = std::time::Duration::from_secs(3600);
+    let mut rig = Rig::with(&[&backend], |config| config.drain_timeout = hour);
+    let mut client = Client::connect(rig.address);
+    client.send("POST", CHAT, &[], b"{}");
+    let mut answer = client.head();
+    assert!(rig.router.take().unwrap().stop(std::future::ready(())));
     read_body(&mut client.0, &mut answer);
     let events = answer.events();
     assert_eq!((events.len(), &events[1]["error"]["code"]), (2, &"aborted".into()));

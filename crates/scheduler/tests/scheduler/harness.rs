@@ -3,9 +3,11 @@
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
 
-use forebay_protocol::{Pooling, SamplingParams, StepPlan, StepResult};
+use forebay_protocol::{
+    Frame, HEADER_BYTES, Header, Pooling, SamplingParams, StepPlan, StepResult,
+};
 use forebay_scheduler::{
-    Event, Finish, MAX_IN_FLIGHT, Past, Policy, Request, Scheduler, SchedulerConfig,
+    Event, Finish, MAX_IN_FLIGHT, Past, Policy, Request, STEP_WORDS, Scheduler, SchedulerConfig,
 };
 
 use crate::device::{Device, next_token, read_prompt, vector};
@@ -21,6 +23,9 @@ pub(crate) fn config() -> SchedulerConfig {
         prefix_cache: true,
         block_events: true,
         policy: Policy::Fcfs,
+        fair: false,
+        step_words: STEP_WORDS,
+        vector_size: 2,
     }
 }
 
@@ -36,6 +41,8 @@ pub(crate) fn request(id: u64, prompt: Vec<i32>, max_tokens: u32) -> Request {
         stop_ids: Arc::default(),
         sampling: SamplingParams::default(),
         priority: 0,
+        client: 0,
+        probe: false,
         cache_salt: 0,
         embeds: None,
         past: Past::default(),
@@ -132,6 +139,7 @@ impl Harness {
 
     pub(crate) fn submit(&mut self, request: Request) {
         let rank = match self.config.policy {
+            _ if request.probe => i64::MIN,
             Policy::Fcfs => 0,
             Policy::Priority => -i64::from(request.priority),
             Policy::PriorityAscending => i64::from(request.priority),
@@ -332,7 +340,7 @@ impl Harness {
 
     fn admitted(&mut self, id: u64, cached_tokens: u32, replayed: bool) {
         let order = self.clients[&id].order;
-        if !self.was_reset {
+        if !self.was_reset && !self.config.fair {
             let overtaken = self.live().find(|(_, other)| !other.resident && other.order < order);
             assert_eq!(overtaken.map(|(id, _)| id), None, "{id} overtakes");
         }
@@ -361,6 +369,7 @@ impl Harness {
         assert_eq!(plan.step(), self.last_step + 1, "steps are numbered without gaps");
         self.last_step = plan.step();
         let mut slots: Vec<u32> = plan.rows().map(|row| row.slot).collect();
+        check_words(plan, self.config.step_words);
         let length: u32 = plan.rows().map(|row| row.length).sum();
         let decodes = plan.rows().filter(|row| row.length == 1 && row.sample).count() as u32;
         let budget = self.config.token_budget.max(decodes + self.config.page_size);
@@ -428,6 +437,19 @@ impl Harness {
         assert_eq!(pages, self.config.pages as usize);
         assert_eq!(stats.running + stats.waiting, self.live().count());
         assert_eq!(self.scheduler.live().count(), self.live().count());
-        assert!(stats.running <= self.config.max_running as usize);
+        let probes = self.live().filter(|(_, client)| client.request.probe && client.resident);
+        assert!(stats.running <= self.config.max_running as usize + probes.count());
     }
+}
+
+/// Two new slots are within the limit, or there is only one; and a reader takes the plan.
+fn check_words(plan: &StepPlan, limit: usize) {
+    assert!(plan.words() <= limit || plan.new_slots().count() <= 1, "{} words", plan.words());
+    let mut bytes = Vec::new();
+    plan.encode(&mut bytes).expect("within the limit");
+    let (head, body) = bytes.split_at(HEADER_BYTES);
+    let header = Header::decode(head.try_into().expect("a header")).expect("a good one");
+    let words = body.chunks_exact(4).map(|w| i32::from_le_bytes(w.try_into().expect("four")));
+    let frame = Frame::new(header, words.collect()).expect("a frame");
+    assert_eq!(StepPlan::decode(&frame).as_ref(), Ok(plan));
 }

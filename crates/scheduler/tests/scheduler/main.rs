@@ -5,3 +5,4 @@ mod harness;
 mod model;
 mod quarantine;
 mod rules;
+mod shares;

@@ -1,6 +1,7 @@
 //! Whatever happens around it, a request gives the tokens that it gives alone, and ends once.
 
-use forebay_scheduler::{Policy, Request, SchedulerConfig};
+use forebay_protocol::SamplingParams;
+use forebay_scheduler::{Policy, Request, STEP_WORDS, SchedulerConfig};
 use proptest::prelude::*;
 
 use crate::device::{KILL_TOKEN, NAN_TOKEN, VOCAB};
@@ -27,6 +28,11 @@ struct Ask {
     resumed: usize,
     stop: Option<i32>,
     priority: i32,
+    client: u64,
+    /// Asks whether the model computes.
+    probe: bool,
+    /// Biases, stop ids that may be of use, or neither.
+    lists: usize,
     salt: u64,
     /// Asks for a vector of its prompt, with this segment; on a machine without pages everybody does.
     pooled: Option<u32>,
@@ -43,13 +49,22 @@ impl Ask {
         if let Some(segment) = self.pooled.or(encoder.then_some(0)) {
             prompt.truncate(room);
             let (priority, cache_salt, embeds) = (self.priority, self.salt, self.embeds);
-            return Request { priority, cache_salt, embeds, ..pooled(id, prompt, segment) };
+            let (client, probe) = (self.client, self.probe);
+            let pooled = pooled(id, prompt, segment);
+            return Request { priority, client, probe, cache_salt, embeds, ..pooled };
         }
         prompt.truncate(room - 1);
         let max_tokens = self.max_tokens.min((room - prompt.len()) as u32);
         let whole = Request {
             stop_ids: self.stop.into_iter().chain([VOCAB + 3, VOCAB + 5]).collect(),
+            sampling: SamplingParams {
+                // The device that these tests have knows no biases: they are there to take room.
+                logit_bias: vec![(0, 0.0); self.lists].into(),
+                ..SamplingParams::default()
+            },
             priority: self.priority,
+            client: self.client,
+            probe: self.probe,
             cache_salt: self.salt,
             embeds: self.embeds,
             ..request(id, prompt, max_tokens)
@@ -72,14 +87,34 @@ fn ask(special: &'static [i32]) -> impl Strategy<Value = Ask> {
         prop::collection::vec(own, 1..6),
         (1..24_u32, prop_oneof![3 => Just(0), 1 => 1..24_usize]),
         prop::option::weighted(0.3, 0..VOCAB),
-        -1..2_i32,
+        (
+            -1..2_i32,
+            0..3_u64,
+            prop::bool::weighted(0.05),
+            prop_oneof![3 => Just(0), 1 => 0..80_usize],
+        ),
         prop_oneof![5 => Just(0_u64), 1 => Just(1)],
         prop::option::weighted(0.3, 0..4_u32),
         prop::option::weighted(0.3, 0..3_u32),
     )
         .prop_map(
-            |(text, shared, own, (max_tokens, resumed), stop, priority, salt, pooled, embeds)| {
-                Ask { text, shared, own, max_tokens, resumed, stop, priority, salt, pooled, embeds }
+            |(text, shared, own, (max_tokens, resumed), stop, place, salt, pooled, embeds)| {
+                let (priority, client, probe, lists) = place;
+                Ask {
+                    text,
+                    shared,
+                    own,
+                    max_tokens,
+                    resumed,
+                    stop,
+                    priority,
+                    client,
+                    probe,
+                    lists,
+                    salt,
+                    pooled,
+                    embeds,
+                }
             },
         )
 }
@@ -101,8 +136,11 @@ fn ops(special: &'static [i32], kill: u32) -> impl Strategy<Value = Vec<Op>> {
 
 fn machines() -> impl Strategy<Value = SchedulerConfig> {
     let pages = prop_oneof![4 => 6..30_u32, 1 => Just(0)];
-    (1..7_u32, 0..3_u32, pages, 1..6_u32, 0..24_u32, any::<bool>(), any::<bool>()).prop_map(
-        |(max_running, spare, pages, page_size, token_budget, prefix_cache, fcfs)| {
+    let switches = (any::<bool>(), any::<bool>(), any::<bool>());
+    let step_words = prop_oneof![2 => Just(STEP_WORDS), 1 => 0..400_usize];
+    (1..7_u32, 0..3_u32, pages, 1..6_u32, 0..24_u32, step_words, switches).prop_map(
+        |(max_running, spare, pages, page_size, token_budget, step_words, switches)| {
+            let (prefix_cache, fcfs, fair) = switches;
             SchedulerConfig {
                 slots: max_running + spare,
                 max_running,
@@ -112,6 +150,9 @@ fn machines() -> impl Strategy<Value = SchedulerConfig> {
                 prefix_cache,
                 block_events: true,
                 policy: if fcfs { Policy::Fcfs } else { Policy::Priority },
+                fair,
+                step_words,
+                vector_size: 2,
             }
         },
     )
@@ -221,10 +262,10 @@ proptest! {
     #[test]
     fn a_crowd_in_a_small_pool_gets_through(
         asks in prop::collection::vec(ask(&[]), 4..12), depth in 1..=2_usize, fcfs in any::<bool>(),
-        prefix_cache in any::<bool>(),
+        prefix_cache in any::<bool>(), fair in any::<bool>(),
     ) {
         let policy = if fcfs { Policy::Fcfs } else { Policy::Priority };
-        let config = SchedulerConfig { policy, prefix_cache, ..config() };
+        let config = SchedulerConfig { policy, prefix_cache, fair, ..config() };
         let ops = asks.into_iter().map(|ask| Op::Submit(Ask { max_tokens: 64, stop: None, pooled: None, ..ask }));
         let harness = run(config, depth, ops.collect());
         prop_assert_eq!(

@@ -16,12 +16,12 @@ use std::time::{Duration, Instant};
 use crossbeam_channel::{Receiver, RecvTimeoutError, Sender};
 use forebay_api::ApiError;
 use forebay_engine::{Output, OutputSink, RequestId};
-use forebay_text::Tokenizer;
 use rustc_hash::FxBuildHasher;
 
 use crate::delta::End;
 use crate::engine::Engine;
-use crate::mailbox;
+use crate::guard::Guard;
+use crate::mailbox::{self, Sent};
 use crate::metrics::Metrics;
 use crate::speller::Speller;
 use stream::{Due, Scratch, Stream};
@@ -150,19 +150,18 @@ impl Lanes {
     }
 }
 
-/// Starts the egress threads.
+/// Starts the egress threads, under `guard`.
 ///
 /// # Errors
 /// The system has no room for a thread.
 pub fn egress(
-    tokenizer: &Arc<Tokenizer>,
     metrics: &Arc<Metrics>,
     config: EgressConfig,
+    guard: &Guard,
 ) -> io::Result<(EgressSink, Egress)> {
     let start = |_| {
         let (lane, receiver) = crossbeam_channel::bounded(config.capacity.max(1));
-        let owner = Owner {
-            tokenizer: Arc::clone(tokenizer),
+        let mut owner = Owner {
             metrics: Arc::clone(metrics),
             window: config.window,
             streams: HashMap::default(),
@@ -170,7 +169,7 @@ pub fn egress(
             gathered: Vec::new(),
             engine_gone: false,
         };
-        std::thread::Builder::new().name("egress".into()).spawn(move || owner.run(&receiver))?;
+        guard.spawn("egress", move || owner.run(&receiver))?;
         Ok(lane)
     };
     let lanes = Lanes((0..config.threads.max(1)).map(start).collect::<io::Result<_>>()?);
@@ -178,12 +177,13 @@ pub fn egress(
     Ok((EgressSink { lanes: lanes.clone(), _last: last }, Egress { lanes }))
 }
 
+type Streams = HashMap<RequestId, Stream, FxBuildHasher>;
+
 /// The state of an egress thread.
 struct Owner {
-    tokenizer: Arc<Tokenizer>,
     metrics: Arc<Metrics>,
     window: Duration,
-    streams: HashMap<RequestId, Stream, FxBuildHasher>,
+    streams: Streams,
     /// Streams with something that the window holds back, and until when.
     alarms: BinaryHeap<Reverse<(Instant, RequestId)>>,
     /// Streams with something that waits for the lane to be empty.
@@ -192,7 +192,7 @@ struct Owner {
 }
 
 impl Owner {
-    fn run(mut self, lane: &Receiver<Message>) {
+    fn run(&mut self, lane: &Receiver<Message>) {
         let mut scratch = Scratch::default();
         let mut gathering = None;
         loop {
@@ -253,8 +253,9 @@ impl Owner {
             // What the last step brought has taken along what was gathered before it, and left nothing.
             if let Some(stream) = self.streams.get_mut(&id)
                 && stream.due(now) == Due::Now
+                && stream.send(now, scratch) == Sent::Ended
             {
-                stream.send(now, scratch);
+                give_up(&mut self.streams, &self.metrics, id, now);
             }
         }
     }
@@ -267,8 +268,8 @@ impl Owner {
             self.alarms.pop();
             if let Some(stream) = self.streams.get_mut(&id) {
                 stream.noted = false;
-                if stream.due(now) == Due::Now {
-                    stream.send(now, scratch);
+                if stream.due(now) == Due::Now && stream.send(now, scratch) == Sent::Ended {
+                    give_up(&mut self.streams, &self.metrics, id, now);
                 }
             }
         }
@@ -293,19 +294,24 @@ impl Owner {
         if output.token.is_some() {
             self.metrics.token(&mut stream.timeline, now);
         }
-        stream.apply(output, &self.tokenizer, scratch);
+        stream.apply(output, scratch);
         if let Some(end) = stream.end() {
             self.metrics.finished(&stream.timeline, reason_label(end), now);
             if alive {
                 stream.engine.abort(id);
             }
-            stream.send(now, scratch);
+            // An end is taken, whatever nobody has read.
+            let _ = stream.send(now, scratch);
             self.streams.remove(&id);
             return;
         }
         match stream.due(now) {
             Due::Now if behind => self.gathered.push(id),
-            Due::Now => stream.send(now, scratch),
+            Due::Now => {
+                if stream.send(now, scratch) == Sent::Ended {
+                    give_up(&mut self.streams, &self.metrics, id, now);
+                }
+            }
             Due::Later => {}
             Due::At(time) if !stream.noted => {
                 stream.noted = true;
@@ -313,6 +319,14 @@ impl Owner {
             }
             Due::At(_) => {}
         }
+    }
+}
+
+/// Stops a request whose output nobody reads.
+fn give_up(streams: &mut Streams, metrics: &Metrics, id: RequestId, now: Instant) {
+    if let Some(stream) = streams.remove(&id) {
+        stream.engine.abort(id);
+        metrics.finished(&stream.timeline, "abort", now);
     }
 }
 

@@ -4,19 +4,18 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use forebay_api::ApiError;
-use forebay_engine::{FinishReason, Output, RequestError, SampledToken};
-use forebay_text::Tokenizer;
+use forebay_engine::{FinishReason, Output, RequestError};
 
 use super::Registration;
-use crate::delta::{Candidate, Delta, End, TokenLogprobs};
+use crate::delta::{Delta, End};
 use crate::engine::Engine;
-use crate::mailbox;
+use crate::mailbox::{self, Sent};
 use crate::metrics::Timeline;
 use crate::outlet::Chunk;
 use crate::speller::Speller;
 
-/// Log-probabilities below this are written as this: JSON has no minus infinity.
-const SMALLEST_LOGPROB: f32 = -9999.0;
+/// Bytes, about, that are gathered for a chunk, whatever interval was asked for.
+const MOST_GATHERED: usize = 64 << 10;
 
 /// Buffers that are used again from token to token.
 #[derive(Default)]
@@ -81,6 +80,10 @@ impl Stream {
         if self.delta.end.is_some() {
             return Due::Now;
         }
+        // The mailbox knows how much nobody has read, of all choices; what is kept here, it does not see.
+        if self.delta.weight() >= MOST_GATHERED {
+            return Due::Now;
+        }
         let (Some(interval), gathered) = (self.interval, self.delta.tokens.len()) else {
             return Due::Later;
         };
@@ -94,9 +97,9 @@ impl Stream {
     }
 
     /// Sends what has come.
-    pub(super) fn send(&mut self, now: Instant, scratch: &mut Scratch) {
+    pub(super) fn send(&mut self, now: Instant, scratch: &mut Scratch) -> Sent {
         self.sent = Some(now);
-        self.sender.send(&mut self.delta, &mut scratch.chunk);
+        self.sender.send(&mut self.delta, &mut scratch.chunk)
     }
 
     /// Ends it with an error.
@@ -105,7 +108,7 @@ impl Stream {
     }
 
     /// Adds what an output brings to what is to be sent.
-    pub(super) fn apply(&mut self, output: Output, tokenizer: &Tokenizer, scratch: &mut Scratch) {
+    pub(super) fn apply(&mut self, output: Output, scratch: &mut Scratch) {
         if let Some(admission) = output.admission {
             self.delta.cached_tokens = Some(admission.cached_tokens);
         }
@@ -115,7 +118,7 @@ impl Stream {
             let (fresh, text) = (&mut scratch.fresh, &mut self.delta.text);
             matched = self.speller.push(token.id, ends, fresh, text);
             self.delta.tokens.push(token.id);
-            self.logprobs(token, tokenizer);
+            self.delta.logprobs.push(token.logprobs.as_deref().unwrap_or_default());
         }
         let end = match output.finish {
             _ if matched.is_some() => None,
@@ -133,20 +136,6 @@ impl Stream {
         }
         self.delta.end = matched.map(|index| End::Text(self.speller.stop(index))).or(end);
     }
-
-    fn logprobs(&mut self, token: SampledToken, tokenizer: &Tokenizer) {
-        let Some(entries) = token.logprobs else { return };
-        let mut candidates = entries.iter().map(|&(id, logprob)| Candidate {
-            id,
-            text: tokenizer.token_text(id),
-            bytes: tokenizer.token_bytes(id),
-            logprob: logprob.max(SMALLEST_LOGPROB),
-        });
-        if let Some(sampled) = candidates.next() {
-            let top = candidates.collect();
-            self.delta.logprobs.push(TokenLogprobs { sampled, top });
-        }
-    }
 }
 
 /// What a client is told whose request failed.
@@ -156,5 +145,8 @@ pub(crate) fn request_error(error: &RequestError) -> ApiError {
         RequestError::NotFinite => ApiError::Internal { reason, code: Some("not_finite") },
         RequestError::Poisoned => ApiError::Internal { reason, code: Some("poisoned") },
         RequestError::HandFailed(_) => ApiError::Unavailable { reason, code: "failed" },
+        RequestError::QueueTimeout { retry_after, .. } => {
+            ApiError::QueueTimeout { reason, retry_after: *retry_after }
+        }
     }
 }

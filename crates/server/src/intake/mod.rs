@@ -6,6 +6,7 @@
 //! gives back what it has, wherever it is on this way.
 
 mod room;
+pub(crate) mod turns;
 mod workers;
 
 use std::io;
@@ -19,8 +20,10 @@ use tokio::sync::Semaphore;
 
 use crate::budget::Charge;
 use crate::engine::Engine;
+use crate::guard::Guard;
 use crate::limits::{BodyLimit, Pieces};
 use room::Room;
+use turns::Turns;
 use workers::Workers;
 
 /// Bytes from which on parsing a body takes longer than giving it to another thread, many times over.
@@ -38,7 +41,7 @@ pub enum IntakeMode {
 pub struct Intake {
     workers: Workers,
     room: Room,
-    turns: Semaphore,
+    turns: Turns,
 }
 
 /// What waits, and what the arena holds.
@@ -55,11 +58,16 @@ pub(crate) struct IntakeStats {
 }
 
 impl Intake {
-    /// Starts the threads. At most `queue` bodies wait to be parsed, and at most as many requests for room in `payloads`.
+    /// Starts the threads, under `guard`. At most `queue` bodies wait to be parsed, and at most as many requests for room in `payloads`.
     ///
     /// # Errors
     /// The system refuses a thread.
-    pub fn start(mode: IntakeMode, payloads: Arc<dyn Payloads>, queue: usize) -> io::Result<Self> {
+    pub fn start(
+        mode: IntakeMode,
+        payloads: Arc<dyn Payloads>,
+        queue: usize,
+        guard: &Guard,
+    ) -> io::Result<Self> {
         let queue = queue.min(Semaphore::MAX_PERMITS);
         // As many large bodies are read at a time as are parsed.
         let turns = match &mode {
@@ -67,14 +75,14 @@ impl Intake {
             IntakeMode::Engine(_) => 1,
         };
         Ok(Self {
-            workers: Workers::start(mode, queue)?,
+            workers: Workers::start(mode, queue, guard)?,
             room: Room::new(payloads, queue),
-            turns: Semaphore::new(turns),
+            turns: Turns::new(turns),
         })
     }
 
     /// Who may read a large body now.
-    pub(crate) fn turns(&self) -> &Semaphore {
+    pub(crate) fn turns(&self) -> &Turns {
         &self.turns
     }
 

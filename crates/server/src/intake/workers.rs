@@ -11,6 +11,7 @@ use tokio::sync::{Semaphore, oneshot};
 
 use super::IntakeMode;
 use crate::engine::Engine;
+use crate::guard::Guard;
 
 /// How much these threads stand back, in steps of `nice`: where processors are short, they are to be short here.
 const NICENESS: i32 = 10;
@@ -40,7 +41,7 @@ enum Lanes {
 }
 
 impl Workers {
-    pub(crate) fn start(mode: IntakeMode, queue: usize) -> io::Result<Self> {
+    pub(crate) fn start(mode: IntakeMode, queue: usize, guard: &Guard) -> io::Result<Self> {
         let mut threads = Vec::new();
         let lanes = match mode {
             IntakeMode::Engine(engine) => Lanes::Engine(engine),
@@ -48,8 +49,8 @@ impl Workers {
                 let ((begun, first), (new, second)) = (unbounded(), unbounded());
                 for index in 0..count.max(1) {
                     let (first, second) = (first.clone(), second.clone());
-                    let thread = std::thread::Builder::new().name(format!("intake-{index}"));
-                    threads.push(thread.spawn(move || work(&first, &second))?);
+                    let name = format!("intake-{index}");
+                    threads.push(guard.spawn(name, move || work(&first, &second))?);
                 }
                 Lanes::Threads { begun, new }
             }
@@ -142,5 +143,25 @@ fn work(begun: &Receiver<Job>, new: &Receiver<Job>) {
             Ok(job) => job(),
             Err(_) => return,
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn a_thread_that_panics_leaves_nobody_waiting_and_the_server_knows() {
+        let guard = Guard::default();
+        let workers = Workers::start(IntakeMode::Threads(1), 4, &guard).unwrap();
+        let contained = workers.begin::<()>(|| panic!("on this input")).await;
+        assert!(matches!(contained, Err(ApiError::Internal { .. })));
+        assert_eq!(guard.cause(), None, "one request's panic is its own");
+        let Lanes::Threads { new, .. } = &workers.lanes else { panic!("it has threads") };
+        new.send(Box::new(|| panic!("not on an input"))).unwrap();
+        let late = workers.begin(|| Ok(())).await;
+        assert_eq!(late, Err(ApiError::Draining));
+        let cause = guard.cause().expect("it is known by then");
+        assert!(cause.starts_with("the thread intake-0 panicked"), "{cause}");
     }
 }

@@ -15,6 +15,9 @@ const BETWEEN_COMMENTS: Duration = Duration::from_millis(4);
 /// Routers that are remembered; those with nothing here are forgotten first.
 const MAX_ROUTERS: usize = 64;
 
+/// Dispatches of a router that may have arrived ahead of an older one, which is given up beyond that.
+const MAX_AHEAD: usize = 4096;
+
 /// What is known of one router.
 #[derive(Debug, Default)]
 struct Sender {
@@ -34,7 +37,9 @@ impl Sender {
         if tag.seq > self.low {
             self.above.insert(tag.seq);
         }
-        while self.above.first().is_some_and(|&first| first <= self.low + 1) {
+        while self.above.len() > MAX_AHEAD
+            || self.above.first().is_some_and(|&first| first <= self.low.saturating_add(1))
+        {
             self.low = self.low.max(self.above.pop_first().unwrap_or(0));
         }
     }
@@ -170,6 +175,21 @@ mod tests {
         assert_eq!(book.report(Some(1)).seen, 1);
         book.enter(Some(&tag(1, 4, 3)));
         assert_eq!(book.report(Some(1)).seen, 4);
+    }
+
+    #[test]
+    fn a_router_with_gaps_does_not_make_the_book_grow() {
+        let book = Book::new();
+        let count = 3 * MAX_AHEAD as u64;
+        for number in 1..=count {
+            book.enter(Some(&tag(1, 2 * number, 1)));
+        }
+        let kept = book.routers.lock()[&1].above.len();
+        assert!(kept <= MAX_AHEAD, "{kept}");
+        assert_eq!(book.report(Some(1)).seen, 2 * (count - MAX_AHEAD as u64));
+        book.enter(Some(&tag(1, u64::MAX, 1)));
+        book.enter(Some(&tag(1, u64::MAX, u64::MAX)));
+        assert_eq!(book.report(Some(1)).seen, u64::MAX);
     }
 
     #[test]

@@ -21,8 +21,9 @@ use forebay_api::peer::{
     StreamName, encode_blocks, read_ids, sample_blocks, write_comment,
 };
 
+use crate::client::ClientId;
 use crate::delta::Delta;
-use crate::limits;
+use crate::limits::{self, Upload};
 use crate::outlet::Encoder;
 use crate::reply::Failure;
 use crate::routes::random_hex;
@@ -53,26 +54,41 @@ struct Exchange {
     stream: OnceLock<String>,
 }
 
-/// The router that sent a request; most have none.
+/// Who sent a request: a client, perhaps through a router. The default is the server itself, which asks whether the model computes.
 #[derive(Debug, Clone, Default)]
-pub(crate) struct Peer(Option<Arc<Exchange>>);
+pub(crate) struct Peer {
+    client: Option<ClientId>,
+    /// What its router says; most have none.
+    exchange: Option<Arc<Exchange>>,
+}
 
 impl FromRequestParts<Shared> for Peer {
     type Rejection = Infallible;
 
-    async fn from_request_parts(parts: &mut Parts, _: &Shared) -> Result<Self, Infallible> {
-        Ok(Self(parts.extensions.get::<Arc<Exchange>>().cloned()))
+    async fn from_request_parts(parts: &mut Parts, state: &Shared) -> Result<Self, Infallible> {
+        let client = Some(ClientId::from_request_parts(parts, state).await?);
+        Ok(Self { client, exchange: parts.extensions.get::<Arc<Exchange>>().cloned() })
     }
 }
 
 impl Peer {
+    /// Whose share of the queue the request takes.
+    pub(crate) fn client(&self) -> u64 {
+        self.client.map_or(0, |client| client.0)
+    }
+
+    /// Whether the server asks itself.
+    pub(crate) fn is_probe(&self) -> bool {
+        self.client.is_none()
+    }
+
     pub(crate) fn tag(&self) -> Option<&RouterTag> {
-        self.0.as_ref().map(|exchange| &exchange.tag)
+        self.exchange.as_ref().map(|exchange| &exchange.tag)
     }
 
     /// The stream that this request goes on with.
     pub(crate) fn resume(&self) -> Option<&Resume> {
-        self.0.as_ref()?.resume.as_ref()
+        self.exchange.as_ref()?.resume.as_ref()
     }
 
     /// The response's name: a new one, unless it goes on with another's.
@@ -85,7 +101,7 @@ impl Peer {
 
     /// Has the response's head name the blocks of a prompt, where that is wanted.
     pub(crate) fn name_blocks(&self, state: &Shared, prompt: &[i32]) {
-        let Some(exchange) = &self.0 else { return };
+        let Some(exchange) = &self.exchange else { return };
         if exchange.tag.blocks {
             let names = sample_blocks(&blocks::names(state, prompt));
             // The first prompt of several stands for all.
@@ -100,7 +116,7 @@ impl Peer {
         name: &StreamName,
         encoder: Box<dyn Encoder>,
     ) -> Box<dyn Encoder> {
-        let Some(exchange) = &self.0 else { return encoder };
+        let Some(exchange) = &self.exchange else { return encoder };
         if !encoder.resumable() {
             return encoder;
         }
@@ -201,7 +217,8 @@ fn insert(headers: &mut HeaderMap, name: &'static str, value: &[u8]) {
 
 /// Takes what a router says off a request.
 async fn read(state: &Shared, request: Request) -> Result<(Exchange, Request), ApiError> {
-    let (parts, body) = request.into_parts();
+    let (mut parts, body) = request.into_parts();
+    let Ok(client) = ClientId::from_request_parts(&mut parts, state).await;
     let text = |name: &'static str| {
         parts.headers.get(name).map(|value| {
             value.to_str().map_err(|_| ApiError::invalid(name, format!("`{name}`: not text")))
@@ -217,7 +234,7 @@ async fn read(state: &Shared, request: Request) -> Result<(Exchange, Request), A
         let length: usize = length.parse().map_err(|error| wrong(RESUME_HEADER, &error))?;
         let name = StreamName::decode(text(STREAM_HEADER).transpose()?.unwrap_or_default())
             .map_err(|error| wrong(STREAM_HEADER, &error))?;
-        let (mut whole, _charge) = limits::whole(body, state).await?;
+        let (mut whole, _charge) = limits::whole(Upload::new(body, client), state).await?;
         if length > whole.len() {
             return Err(wrong(RESUME_HEADER, &"more bytes than the body has"));
         }

@@ -11,7 +11,7 @@ use super::PooledModel;
 use super::inputs::Input;
 use super::lane::{Answer, Expected};
 use crate::budget::Charge;
-use crate::call::{CHOICES_A_TURN, check_tokens, submit_error};
+use crate::call::{CHOICES_A_TURN, check_priority, check_tokens, submit_error};
 use crate::engine::Engine;
 use crate::peers::Peer;
 use crate::state::{LiveGuard, Shared};
@@ -55,6 +55,7 @@ impl PooledCall {
         peer: &Peer,
     ) -> Result<Self, ApiError> {
         check_lengths(&inputs, limits.context_length, param)?;
+        check_priority(priority, state)?;
         for input in &inputs {
             check_tokens(&input.tokens, limits, param)?;
         }
@@ -97,6 +98,8 @@ impl PooledCall {
                 stop_ids: Arc::default(),
                 sampling: Default::default(),
                 priority,
+                client: peer.client(),
+                probe: peer.is_probe(),
                 embeds: None,
                 route: route.clone(),
             };

@@ -13,6 +13,7 @@ use forebay_engine::{FinishReason, Output, OutputSink, RequestId};
 use tokio::sync::oneshot;
 
 use crate::egress::request_error;
+use crate::guard::Guard;
 use crate::metrics::{Metrics, Timeline};
 
 /// A call's answer: the vectors of its inputs, in their order, as the model made them.
@@ -34,6 +35,8 @@ enum Message {
     Forget(Vec<RequestId>),
     AbortAll,
     EngineGone,
+    #[cfg(test)]
+    Panic,
 }
 
 /// The engines' side: give a clone to each engine when it is started. When the last is dropped, nobody will end what has not ended.
@@ -83,15 +86,19 @@ impl Pooled {
     }
 }
 
-/// Starts the thread, with room for `capacity` steps and calls.
+/// Starts the thread, under `guard`, with room for `capacity` steps and calls.
 ///
 /// # Errors
 /// The system has no room for a thread.
-pub fn pooled(metrics: Arc<Metrics>, capacity: usize) -> io::Result<(PooledSink, Pooled)> {
+pub fn pooled(
+    metrics: Arc<Metrics>,
+    capacity: usize,
+    guard: &Guard,
+) -> io::Result<(PooledSink, Pooled)> {
     let (lane, receiver) = crossbeam_channel::bounded(capacity.max(1));
-    let owner =
+    let mut owner =
         Owner { metrics, inputs: HashMap::new(), calls: HashMap::new(), engine_gone: false };
-    std::thread::Builder::new().name("pooled".into()).spawn(move || owner.run(&receiver))?;
+    guard.spawn("pooled", move || owner.run(&receiver))?;
     let last = Arc::new(Last(lane.clone()));
     Ok((PooledSink { lane: lane.clone(), _last: last }, Pooled { lane }))
 }
@@ -123,7 +130,7 @@ struct Owner {
 }
 
 impl Owner {
-    fn run(mut self, lane: &Receiver<Message>) {
+    fn run(&mut self, lane: &Receiver<Message>) {
         for message in lane {
             match message {
                 Message::Expect(expected) => self.expect(expected),
@@ -140,6 +147,8 @@ impl Owner {
                     }
                 }
                 Message::AbortAll => self.answer_all(&ApiError::Aborted),
+                #[cfg(test)]
+                Message::Panic => panic!("as the test wants"),
                 Message::EngineGone => {
                     self.engine_gone = true;
                     self.answer_all(&engine_gone());
@@ -198,6 +207,30 @@ impl Owner {
     fn answer_all(&mut self, error: &ApiError) {
         for (_, call) in self.calls.drain() {
             let _ = call.reply.send(Err(error.clone()));
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn a_thread_that_panics_ends_its_calls_and_the_server_knows() {
+        let guard = Guard::default();
+        let metrics = Arc::new(Metrics::new("tiny", 100, 1).unwrap());
+        let (mut sink, pooled) = pooled(metrics, 4, &guard).unwrap();
+        let (reply, answer) = oneshot::channel();
+        let (ids, arrived) = (vec![RequestId(1)], Instant::now());
+        let expected = Expected { ids, prompt_tokens: vec![1], arrived, reply };
+        pooled.expect(expected).unwrap();
+        pooled.lane.send(Message::Panic).unwrap();
+        assert!(answer.await.is_err(), "whoever waits learns that there will be no answer");
+        let cause = guard.cause().expect("it is known by then");
+        assert!(cause.starts_with("the thread pooled panicked"), "{cause}");
+        // The engines are not held up by a lane that nobody empties.
+        for _ in 0..10 {
+            sink.deliver(Vec::new());
         }
     }
 }

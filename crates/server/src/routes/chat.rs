@@ -1,19 +1,20 @@
 //! `POST /v1/chat/completions`.
 
+use std::sync::Arc;
 use std::time::Instant;
 
-use axum::body::Body;
 use axum::extract::State;
 use axum::response::Response;
 use forebay_api::{
     ApiError, ChatChoice, ChatChunkChoice, ChatCompletion, ChatDelta, ChatLogprobs, ChatRequest,
     ChatTokenLogprob, ChatTopLogprob, ErrorBody, ResponseMessage,
 };
+use forebay_text::Tokenizer;
 
 use super::stop_reason;
 use crate::call::{Call, Submission, Terms, finish_reason};
-use crate::delta::{Delta, TokenLogprobs};
-use crate::limits;
+use crate::delta::{Candidate, Delta, Logprobs};
+use crate::limits::{self, Upload};
 use crate::outlet::Encoder;
 use crate::peers::Peer;
 use crate::reply::{self, Failure};
@@ -39,7 +40,7 @@ pub(crate) async fn chat_completions(
     wire: Wire,
     peer: Peer,
     routing: Routing,
-    body: Body,
+    body: Upload,
 ) -> Result<Response, Failure> {
     let arrived = Instant::now();
     let (request, charge) = limits::read::<ChatRequest>(body, &state).await?;
@@ -49,7 +50,7 @@ pub(crate) async fn chat_completions(
     routing.fill(&mut chat.generation);
     let prompt = encode_chat(&state.text, chat.prompt, &charge).await?;
     drop(charge);
-    let with_logprobs = chat.generation.sampling.logprobs.is_some();
+    let tokenizer = chat.generation.sampling.logprobs.map(|_| state.text.tokenizer().clone());
     let n = chat.generation.n;
     let terms = Terms::new(chat.generation, &state.model.eos, model_limits);
     let submission = Submission::new(prompt, terms, model_limits, "messages")?;
@@ -62,11 +63,12 @@ pub(crate) async fn chat_completions(
         let chunks = Chunks::new(&name, "chat.completion.chunk", &model, streaming, egress)
             .map_err(reply::unwritable)?;
         let choices = (0..n).map(|_| ChoiceState::default()).collect();
-        let encoder = ChatEncoder { chunks, with_logprobs, choices };
+        let encoder = ChatEncoder { chunks, tokenizer, choices };
         return sse::stream(&state, call, encoder, wire, (&peer, &name));
     }
     let deltas = call.collect().await?;
-    let choices = (0..).zip(deltas).map(|(index, delta)| choice(index, delta, with_logprobs));
+    let choices =
+        (0..).zip(deltas).map(|(index, delta)| choice(index, delta, tokenizer.as_deref()));
     Ok(reply::ok(&ChatCompletion {
         id: name.id,
         object: "chat.completion",
@@ -77,33 +79,33 @@ pub(crate) async fn chat_completions(
     }))
 }
 
-fn choice(index: u32, delta: Delta, with_logprobs: bool) -> Result<ChatChoice, ApiError> {
+fn choice(index: u32, delta: Delta, tokenizer: Option<&Tokenizer>) -> Result<ChatChoice, ApiError> {
     let end = delta.end.ok_or(ApiError::Aborted)?;
     Ok(ChatChoice {
         index,
         message: ResponseMessage { role: "assistant", content: delta.text, refusal: None },
-        logprobs: with_logprobs.then(|| logprobs(delta.logprobs)),
+        logprobs: tokenizer.map(|tokenizer| logprobs(tokenizer, &delta.logprobs)),
         finish_reason: finish_reason(&end).unwrap_or_default(),
         stop_reason: stop_reason(&end),
     })
 }
 
-fn logprobs(tokens: Vec<TokenLogprobs>) -> ChatLogprobs {
-    let entry = |TokenLogprobs { sampled, top }| ChatTokenLogprob {
-        token: sampled.text,
-        logprob: sampled.logprob,
-        bytes: sampled.bytes,
-        top_logprobs: top
-            .into_iter()
-            .map(|c| ChatTopLogprob { token: c.text, logprob: c.logprob, bytes: c.bytes })
-            .collect(),
+fn logprobs(tokenizer: &Tokenizer, tokens: &Logprobs) -> ChatLogprobs {
+    let likely = |&(id, logprob): &Candidate| {
+        let (token, bytes) = (tokenizer.token_text(id), tokenizer.token_bytes(id));
+        ChatTopLogprob { token, logprob, bytes }
     };
-    ChatLogprobs { content: tokens.into_iter().map(entry).collect() }
+    let entry = |(sampled, top): (Candidate, &[Candidate])| {
+        let ChatTopLogprob { token, logprob, bytes } = likely(&sampled);
+        ChatTokenLogprob { token, logprob, bytes, top_logprobs: top.iter().map(likely).collect() }
+    };
+    ChatLogprobs { content: tokens.iter().map(entry).collect() }
 }
 
 struct ChatEncoder {
     chunks: Chunks,
-    with_logprobs: bool,
+    /// To write log-probabilities with, where they are asked for.
+    tokenizer: Option<Arc<Tokenizer>>,
     choices: Vec<ChoiceState>,
 }
 
@@ -123,7 +125,7 @@ impl Encoder for ChatEncoder {
         tally: &Tally,
         out: &mut Vec<u8>,
     ) -> serde_json::Result<()> {
-        let Self { chunks, with_logprobs, choices } = self;
+        let Self { chunks, tokenizer, choices } = self;
         let state = &mut choices[index as usize];
         let usage = || tally.usage();
         let chunk = |delta| ChatChunkChoice {
@@ -138,7 +140,7 @@ impl Encoder for ChatEncoder {
             let role = ChatDelta { role: Some("assistant"), content: Some("") };
             chunks.choice(&chunk(role), usage, out)?;
         }
-        if state.content.is_none() && !*with_logprobs {
+        if state.content.is_none() && tokenizer.is_none() {
             let content = ChatDelta { role: None, content: Some("") };
             state.content = chunks.cut(&chunk(content), "content")?;
         }
@@ -147,7 +149,7 @@ impl Encoder for ChatEncoder {
                 content.write(&delta.text, out)?;
             } else {
                 let content = ChatChunkChoice {
-                    logprobs: with_logprobs.then(|| logprobs(std::mem::take(&mut delta.logprobs))),
+                    logprobs: tokenizer.as_ref().map(|t| logprobs(t, &delta.logprobs)),
                     ..chunk(ChatDelta { role: None, content: Some(&delta.text) })
                 };
                 chunks.choice(&content, usage, out)?;

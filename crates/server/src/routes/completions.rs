@@ -3,20 +3,19 @@
 use std::sync::Arc;
 use std::time::Instant;
 
-use axum::body::Body;
 use axum::extract::State;
 use axum::response::Response;
 use forebay_api::{
     ApiError, Completion, CompletionChoice, CompletionLogprobs, CompletionPrompts,
     CompletionRequest, ErrorBody, Limits, Prompt, PromptEmbeds,
 };
-use forebay_text::TextError;
+use forebay_text::{TextError, Tokenizer};
 use serde_json::{Map, Value};
 
 use super::stop_reason;
 use crate::call::{Call, Submission, Terms, finish_reason};
-use crate::delta::{Candidate, Delta, TokenLogprobs};
-use crate::limits;
+use crate::delta::{Delta, Logprobs};
+use crate::limits::{self, Upload};
 use crate::outlet::Encoder;
 use crate::peers::Peer;
 use crate::reply::{self, Failure};
@@ -42,7 +41,7 @@ pub(crate) async fn completions(
     wire: Wire,
     peer: Peer,
     routing: Routing,
-    body: Body,
+    body: Upload,
 ) -> Result<Response, Failure> {
     let arrived = Instant::now();
     let (request, charge) = limits::read::<CompletionRequest>(body, &state).await?;
@@ -53,7 +52,7 @@ pub(crate) async fn completions(
     routing.fill(&mut generation);
     let skip_special = generation.skip_special_tokens;
     let n = generation.n as usize;
-    let with_logprobs = generation.sampling.logprobs.is_some();
+    let tokenizer = generation.sampling.logprobs.map(|_| state.text.tokenizer().clone());
     let terms = Terms::new(generation, &state.model.eos, model_limits);
     let mut echoes = Vec::new();
     let submissions = match valid.prompts {
@@ -79,7 +78,7 @@ pub(crate) async fn completions(
     let mut states: Vec<ChoiceState> = echoes
         .into_iter()
         .flat_map(|echo| std::iter::repeat_n(echo, n))
-        .map(|echo| ChoiceState { echo, with_logprobs, ..ChoiceState::default() })
+        .map(|echo| ChoiceState { echo, tokenizer: tokenizer.clone(), ..ChoiceState::default() })
         .collect();
     let name = peer.name("cmpl-");
     let (id, streamed) = (&name.id, valid.streaming.is_some());
@@ -164,7 +163,8 @@ struct ChoiceState {
     echo: Option<Arc<str>>,
     /// Characters of all tokens' text so far.
     offset: u32,
-    with_logprobs: bool,
+    /// To write log-probabilities with, where they are asked for.
+    tokenizer: Option<Arc<Tokenizer>>,
     /// The chunk of a text alone.
     plain: Option<Cut>,
 }
@@ -178,29 +178,34 @@ impl ChoiceState {
         CompletionChoice {
             index,
             text,
-            logprobs: self
-                .with_logprobs
-                .then(|| self.logprobs(std::mem::take(&mut delta.logprobs))),
+            logprobs: self.logprobs(&delta.logprobs),
             finish_reason: delta.end.as_ref().and_then(finish_reason),
             stop_reason: delta.end.as_ref().and_then(stop_reason),
         }
     }
 
-    fn logprobs(&mut self, tokens: Vec<TokenLogprobs>) -> CompletionLogprobs {
+    fn logprobs(&mut self, tokens: &Logprobs) -> Option<CompletionLogprobs> {
+        let tokenizer = self.tokenizer.as_deref()?;
         let mut lists = CompletionLogprobs::default();
-        for TokenLogprobs { sampled, top } in tokens {
+        for (sampled, top) in tokens.iter() {
+            let text = tokenizer.token_text(sampled.0);
             lists.text_offset.push(self.offset);
-            self.offset += u32::try_from(sampled.text.chars().count()).unwrap_or(u32::MAX);
-            lists.token_logprobs.push(sampled.logprob);
-            lists.tokens.push(sampled.text.clone());
+            self.offset += characters(&text);
+            lists.token_logprobs.push(sampled.1);
+            lists.tokens.push(text);
             let mut likely = Map::new();
-            for Candidate { text, logprob, .. } in top.into_iter().chain([sampled]) {
+            for &(id, logprob) in top.iter().chain([&sampled]) {
+                let text = tokenizer.token_text(id);
                 likely.entry(text).or_insert_with(|| shortest(logprob));
             }
             lists.top_logprobs.push(likely);
         }
-        lists
+        Some(lists)
     }
+}
+
+fn characters(text: &str) -> u32 {
+    u32::try_from(text.chars().count()).unwrap_or(u32::MAX)
 }
 
 struct CompletionEncoder {
@@ -221,7 +226,7 @@ impl Encoder for CompletionEncoder {
         if silent && delta.end.is_none() {
             return Ok(());
         }
-        let is_plain = delta.end.is_none() && state.echo.is_none() && !state.with_logprobs;
+        let is_plain = delta.end.is_none() && state.echo.is_none() && state.tokenizer.is_none();
         if is_plain {
             if state.plain.is_none() {
                 let empty = state.choice(index, &mut Delta::default());
@@ -249,8 +254,10 @@ impl Encoder for CompletionEncoder {
             if !before.tokens.is_empty() {
                 state.echo = None;
             }
-            let lengths = before.logprobs.iter().map(|token| token.sampled.text.chars().count());
-            state.offset += u32::try_from(lengths.sum::<usize>()).unwrap_or(u32::MAX);
+            if let Some(tokenizer) = &state.tokenizer {
+                let sampled = before.logprobs.iter().map(|((id, _), _)| tokenizer.token_text(id));
+                state.offset += sampled.map(|text| characters(&text)).sum::<u32>();
+            }
         }
     }
 }
@@ -262,44 +269,50 @@ fn shortest(value: f32) -> Value {
 
 #[cfg(test)]
 mod tests {
-    use super::*;
-    use crate::delta::End;
+    use std::path::Path;
 
-    fn token(text: &str, logprob: f32, top: &[(&str, f32)]) -> TokenLogprobs {
-        let candidate = |text: &str, logprob| Candidate {
-            id: 0,
-            text: text.into(),
-            bytes: text.into(),
-            logprob,
-        };
-        TokenLogprobs {
-            sampled: candidate(text, logprob),
-            top: top.iter().map(|&(text, logprob)| candidate(text, logprob)).collect(),
-        }
+    use super::*;
+    use crate::delta::{Candidate, End};
+
+    fn logprobs(tokens: &[&[Candidate]]) -> Logprobs {
+        let mut all = Logprobs::default();
+        tokens.iter().for_each(|candidates| all.push(candidates));
+        all
     }
 
     #[test]
     fn offsets_go_on_over_chunks_and_the_sampled_token_is_among_the_likely() {
-        let mut state =
-            ChoiceState { echo: Some("p".into()), with_logprobs: true, ..ChoiceState::default() };
+        let manifest = Path::new(env!("CARGO_MANIFEST_DIR"));
+        let file = manifest.join("../text/tests/data/tiny-llama-tokenizer.json");
+        let tokenizer = Arc::new(Tokenizer::from_file(&file).unwrap());
+        let ids = |text: &str| tokenizer.encode(text, false).unwrap();
+        let (the, dog) = (ids(" the")[0], ids(" dog")[0]);
+        let (the_text, dog_text) = (tokenizer.token_text(the), tokenizer.token_text(dog));
+        let length = characters(&the_text);
+        let mut state = ChoiceState {
+            echo: Some("p".into()),
+            tokenizer: Some(tokenizer),
+            ..ChoiceState::default()
+        };
         let mut first = Delta {
             text: "né".into(),
-            logprobs: vec![token("né", -1.0, &[("x", -0.5)]), token("!", -2.0, &[("!", -2.0)])],
+            logprobs: logprobs(&[&[(the, -1.0), (dog, -0.5)], &[(dog, -2.0), (dog, -2.0)]]),
             ..Delta::default()
         };
         let choice = state.choice(0, &mut first);
         assert_eq!(choice.text, "pné");
         let lists = choice.logprobs.unwrap();
-        assert_eq!(lists.text_offset, [0, 2]);
-        assert_eq!(lists.top_logprobs[0].keys().collect::<Vec<_>>(), ["x", "né"]);
+        assert_eq!(lists.text_offset, [0, length]);
+        assert_eq!(lists.tokens, [the_text.as_str(), &dog_text]);
+        assert_eq!(lists.top_logprobs[0].keys().collect::<Vec<_>>(), [&dog_text, &the_text]);
         assert_eq!(lists.top_logprobs[1].len(), 1);
         let mut second = Delta {
-            logprobs: vec![token("z", -1.0, &[])],
+            logprobs: logprobs(&[&[(the, -1.0)]]),
             end: Some(End::Length),
             ..Delta::default()
         };
         let choice = state.choice(0, &mut second);
         assert_eq!((choice.text.as_str(), choice.finish_reason), ("", Some("length")));
-        assert_eq!(choice.logprobs.unwrap().text_offset, [3]);
+        assert_eq!(choice.logprobs.unwrap().text_offset, [length + characters(&dog_text)]);
     }
 }

@@ -2,7 +2,6 @@
 
 use std::time::Instant;
 
-use axum::body::Body;
 use axum::extract::State;
 use axum::response::Response;
 use forebay_api::{
@@ -10,7 +9,7 @@ use forebay_api::{
 };
 
 use super::random_hex;
-use crate::limits;
+use crate::limits::{self, Upload};
 use crate::peers::Peer;
 use crate::pooling::{Form, Place, PooledCall, encode_inputs, form};
 use crate::reply::{self, Failure};
@@ -34,7 +33,7 @@ pub(crate) async fn embeddings(
     State(state): State<Shared>,
     peer: Peer,
     routing: Routing,
-    body: Body,
+    body: Upload,
 ) -> Result<Response, Failure> {
     let arrived = Instant::now();
     let (request, charge) = limits::read::<EmbeddingRequest>(body, &state).await?;

@@ -3,18 +3,18 @@
 use std::sync::Arc;
 use std::time::Instant;
 
-use axum::body::Body;
 use axum::extract::State;
 use axum::response::Response;
 use forebay_api::{
     ErrorBody, GenerateFinish, GenerateMeta, GenerateOutput, GenerateRequest, LogprobTriple,
     StopReason,
 };
+use forebay_text::Tokenizer;
 
 use super::random_hex;
 use crate::call::{Call, Submission, Terms};
 use crate::delta::{Candidate, Delta, End};
-use crate::limits;
+use crate::limits::{self, Upload};
 use crate::outlet::Encoder;
 use crate::peers::Peer;
 use crate::reply::{self, Failure};
@@ -40,7 +40,7 @@ pub(crate) async fn generate(
     wire: Wire,
     peer: Peer,
     routing: Routing,
-    body: Body,
+    body: Upload,
 ) -> Result<Response, Failure> {
     let arrived = Instant::now();
     let (request, charge) = limits::read::<GenerateRequest>(body, &state).await?;
@@ -63,7 +63,7 @@ pub(crate) async fn generate(
                 id: id.clone(),
                 arrived,
                 with_logprobs: generation.sampling.logprobs.is_some(),
-                text_in_logprobs: valid.text_in_logprobs,
+                text: valid.text_in_logprobs.then(|| state.text.tokenizer().clone()),
                 total: Delta::default(),
             });
         }
@@ -109,22 +109,23 @@ struct Accumulated {
     id: String,
     arrived: Instant,
     with_logprobs: bool,
-    text_in_logprobs: bool,
+    /// To write the texts of log-probabilities with, where they are asked for.
+    text: Option<Arc<Tokenizer>>,
     total: Delta,
 }
 
 impl Accumulated {
     fn output(&self, choice: u32, index: Option<u32>, tally: &Tally) -> GenerateOutput {
         let usage = tally.usage_of(choice);
-        let triple = |candidate: &Candidate| LogprobTriple {
-            logprob: candidate.logprob,
-            id: candidate.id,
-            text: self.text_in_logprobs.then(|| candidate.text.clone()),
+        let triple = |&(id, logprob): &Candidate| LogprobTriple {
+            logprob,
+            id,
+            text: self.text.as_ref().map(|tokenizer| tokenizer.token_text(id)),
         };
         let tokens = || self.total.logprobs.iter();
-        let sampled = || tokens().map(|token| triple(&token.sampled)).collect();
-        let top = || tokens().map(|token| token.top.iter().map(triple).collect()).collect();
-        let has_top = tokens().any(|token| !token.top.is_empty());
+        let sampled = || tokens().map(|(sampled, _)| triple(&sampled)).collect();
+        let top = || tokens().map(|(_, top)| top.iter().map(triple).collect()).collect();
+        let has_top = tokens().any(|(_, top)| !top.is_empty());
         GenerateOutput {
             index,
             text: self.total.text.clone(),

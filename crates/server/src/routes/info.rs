@@ -1,18 +1,19 @@
 //! Models, health, metrics and what else is asked about the server itself.
 
-use std::time::Instant;
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
 
 use axum::extract::{Path, State};
 use axum::http::HeaderValue;
 use axum::http::header::CONTENT_TYPE;
 use axum::response::Response;
-use forebay_api::{ApiError, ErrorBody, GenerateRequest, ModelCard, ModelList};
+use forebay_api::{ApiError, ErrorBody, GenerateRequest, Limits, ModelCard, ModelList};
 use forebay_engine::{Route, Status};
 use forebay_replicas::ReplicaReport;
 use serde::Serialize;
 use serde_json::{Value, json};
 use tokio::sync::oneshot;
-use tokio::time::timeout;
+use tokio::time::{sleep, timeout};
 use utoipa::ToSchema;
 
 use crate::call::{Call, Submission, Terms};
@@ -24,6 +25,8 @@ use crate::state::{Shared, not_serving};
 
 /// The media type of Prometheus' text exposition.
 const EXPOSITION: &str = "text/plain; version=0.0.4; charset=utf-8";
+/// How often a health request looks whether a step was done for others.
+const STEP_POLL: Duration = Duration::from_millis(10);
 
 /// Lists the served names.
 #[utoipa::path(
@@ -84,9 +87,19 @@ impl Healthy {
     }
 }
 
+/// Whether the process lives. It says nothing about the model: a process that loads or drains is alive.
+#[utoipa::path(
+    get,
+    path = "/livez",
+    responses((status = 200, description = "It does")),
+)]
+pub(crate) async fn live() -> Response {
+    reply::ok(&json!({"status": "alive"}))
+}
+
 /// Whether the server takes requests and serves them now.
 ///
-/// 503 with the reason in one line while the model loads, is restarted, has failed, or the server drains.
+/// 503 with the reason in one line while the model loads, is restarted, has failed, every replica is drained, or the server drains.
 #[utoipa::path(
     get,
     path = "/health",
@@ -96,13 +109,16 @@ impl Healthy {
     ),
 )]
 pub(crate) async fn health(State(state): State<Shared>) -> Result<Response, Failure> {
-    match state.engine.status() {
-        Status::Ready => Ok(reply::ok(&Healthy::of(&state))),
+    match state.status() {
+        Status::Ready => {
+            state.undrained()?;
+            Ok(reply::ok(&Healthy::of(&state)))
+        }
         status => Err(Failure(not_serving(status))),
     }
 }
 
-/// Whether the model computes: asks it for one token, or for the vector of one.
+/// Whether the model computes: it does a step for others now, or else is asked for one token, or for the vector of one.
 #[utoipa::path(
     get,
     path = "/health_generate",
@@ -114,29 +130,52 @@ pub(crate) async fn health(State(state): State<Shared>) -> Result<Response, Fail
 pub(crate) async fn health_generate(State(state): State<Shared>) -> Result<Response, Failure> {
     let arrived = Instant::now();
     let limits = state.admit()?;
+    in_time(&state, computes(&state, limits, arrived)).await
+}
+
+/// Waits for a sign that the model computes. A step for somebody else is one: a server whose queue is full is not to be taken for dead, nor
+/// to be given more to do.
+async fn computes(state: &Shared, limits: Limits, arrived: Instant) -> Result<(), ApiError> {
+    let before = state.engine.stats().steps;
+    loop {
+        let stats = state.engine.stats();
+        if stats.steps > before {
+            return Ok(());
+        }
+        if stats.running + stats.waiting == 0 {
+            match one_token(state, limits, arrived).await {
+                // Others have come in the meantime.
+                Err(ApiError::Overloaded { .. } | ApiError::QueueFull { .. }) => {}
+                answer => return answer,
+            }
+        }
+        sleep(STEP_POLL).await;
+    }
+}
+
+async fn one_token(state: &Shared, limits: Limits, arrived: Instant) -> Result<(), ApiError> {
     let token = state.model.eos.first().copied().unwrap_or(0);
     if let Some(model) = &state.model.pooling {
         let inputs = vec![Input { tokens: vec![token], segment: 0 }];
-        let place = Place { param: "input", priority: i32::MAX, route: Route::default() };
-        let call =
-            PooledCall::start(&state, model, inputs, limits, place, arrived, &Peer::default())
-                .await?;
-        return in_time(&state, call.named("health").collect()).await;
+        let place = Place { param: "input", priority: 0, route: Route::default() };
+        let peer = Peer::default();
+        let call = PooledCall::start(state, model, inputs, limits, place, arrived, &peer).await?;
+        return call.named("health").collect().await.map(drop);
     }
     let request = json!({
         "input_ids": [token],
         "sampling_params": {"max_new_tokens": 1, "temperature": 0, "ignore_eos": true},
-        "priority": i32::MAX,
     });
-    let request: GenerateRequest = serde_json::from_value(request).map_err(reply::unwritable)?;
+    let request: GenerateRequest =
+        serde_json::from_value(request).map_err(|error| reply::unwritable(error).0)?;
     let mut submissions = Vec::new();
     for generation in request.validate(&state.model.defaults, limits)?.generations {
         let terms = Terms::new(generation, &state.model.eos, limits);
         submissions.push(Submission::new(vec![token], terms, limits, "input_ids")?);
     }
-    let call = Call::start(&state, submissions, false, arrived, &Peer::default()).await?;
+    let call = Call::start(state, submissions, false, arrived, &Peer::default()).await?;
     let mut call = call.named("health");
-    in_time(&state, call.collect()).await
+    call.collect().await.map(drop)
 }
 
 /// Whether the answer to a health request came in time.
@@ -201,7 +240,10 @@ pub(crate) async fn server_info(State(state): State<Shared>) -> Response {
     reply::ok(&ServerInfo {
         version: env!("CARGO_PKG_VERSION"),
         served_model_names: state.model.served_names.clone(),
-        status: status_line(state.engine.status()),
+        status: match state.undrained() {
+            Err(drained) => drained.to_string(),
+            Ok(()) => status_line(state.status()),
+        },
         config: state.config.info.clone(),
         facts: facts.unwrap_or(Value::Null),
         internal_states: state.engine.replicas().iter().map(internal_state).collect(),
@@ -250,7 +292,7 @@ pub(crate) struct Flushed {
 
 /// Empties the prefix cache. Only possible while nothing runs.
 #[utoipa::path(
-    method(get, post),
+    post,
     path = "/flush_cache",
     responses(
         (status = 200, description = "The cache is empty", body = Flushed),
@@ -279,7 +321,9 @@ pub(crate) async fn flush_cache(State(state): State<Shared>) -> Result<Response,
 )]
 pub(crate) async fn metrics(State(state): State<Shared>) -> Result<Response, Failure> {
     let intake = IntakeStats { request_bytes: state.budget.used(), ..state.intake.stats() };
-    let written = state.metrics.render(&state.engine.replicas(), &state.text.stats(), &intake);
+    let dropped = state.config.log_lines_dropped.load(Ordering::Relaxed);
+    let written =
+        state.metrics.render(&state.engine.replicas(), &state.text.stats(), &intake, dropped);
     let text = written.map_err(|error| {
         let reason = format!("the metrics could not be written: {error}");
         ApiError::Internal { reason, code: None }

@@ -4,7 +4,7 @@ mod chat;
 mod completions;
 mod embeddings;
 mod generate;
-mod info;
+pub(crate) mod info;
 mod loads;
 mod openapi;
 mod replicas;
@@ -18,19 +18,23 @@ use axum::middleware::{Next, from_fn, from_fn_with_state};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
 use forebay_api::{ApiError, StopReason};
+use tower::ServiceExt;
+use tower::util::option_layer;
 
+use crate::access::{check_access, check_type};
+use crate::client::KeyId;
 use crate::delta::End;
-use crate::limits::authorized;
+use crate::guard;
 use crate::peers::blocks::blocks;
 use crate::peers::talk;
 use crate::reply::Failure;
 use crate::state::Shared;
 
-const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
+pub(crate) const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
 /// Longest `x-request-id` that is echoed, in bytes.
 const MAX_REQUEST_ID: usize = 256;
 
-/// All routes. Health and metrics need no API key.
+/// All routes. Health and metrics need no key.
 pub(crate) fn router(state: Shared) -> Router {
     let generating = Router::new()
         .route("/v1/chat/completions", post(chat::chat_completions))
@@ -49,26 +53,60 @@ pub(crate) fn router(state: Shared) -> Router {
         .route("/v1/models/{*id}", get(info::model))
         .route("/tokenize", post(tokenize::tokenize))
         .route("/detokenize", post(tokenize::detokenize))
-        .route("/server_info", get(info::server_info))
-        .route("/v1/loads", get(loads::loads))
         .route("/v1/blocks", get(blocks))
-        .route("/replicas/{replica}/drain", post(replicas::drain))
-        .route("/replicas/{replica}/resume", post(replicas::resume))
-        .route("/flush_cache", get(info::flush_cache).post(info::flush_cache))
+        .route("/health_generate", get(info::health_generate))
         .layer(from_fn_with_state(state.clone(), talk))
         .layer(from_fn_with_state(state.clone(), check_key));
-    Router::new()
-        .merge(keyed)
+    let admin = Router::new()
+        .route("/server_info", get(info::server_info))
+        .route("/v1/loads", get(loads::loads))
+        .route("/replicas/{replica}/drain", post(replicas::drain))
+        .route("/replicas/{replica}/resume", post(replicas::resume))
+        .route("/flush_cache", post(info::flush_cache))
+        .layer(from_fn_with_state(state.clone(), talk))
+        .layer(from_fn_with_state(state.clone(), check_admin));
+    let cors = state.config.access.cors();
+    let routes = Router::new()
+        .merge(keyed.layer(from_fn(check_type)))
+        .merge(admin.layer(from_fn(check_type)))
+        .route("/livez", get(info::live))
         .route("/health", get(info::health))
-        .route("/health_generate", get(info::health_generate))
         .route("/metrics", get(info::metrics))
         .route("/openapi.json", get(openapi::openapi))
         .route("/version", get(info::version))
         .route("/ping", get(info::ping).post(info::ping))
         .fallback(unknown_route)
         .method_not_allowed_fallback(method_not_allowed)
-        .layer(from_fn(name_request))
-        .with_state(state)
+        .layer(option_layer(cors))
+        .layer(from_fn_with_state(state.clone(), check_access))
+        .layer(from_fn(contain))
+        .layer(from_fn(name_request));
+    let root = state.config.root_path.clone();
+    let routes = routes.with_state(state);
+    if root.is_empty() {
+        return routes;
+    }
+    // Before a route is looked for.
+    let below = routes.map_request(move |mut request: Request| {
+        if let Some(uri) = without_root(request.uri(), &root) {
+            *request.uri_mut() = uri;
+        }
+        request
+    });
+    Router::new().fallback_service(below)
+}
+
+/// The URI less what a proxy put before its path; `None` if it does not begin with that.
+fn without_root(uri: &Uri, root: &str) -> Option<Uri> {
+    let rest = uri.path_and_query()?.as_str().strip_prefix(root)?;
+    let rest = match rest.as_bytes().first() {
+        Some(b'/') => rest.to_owned(),
+        None | Some(b'?') => format!("/{rest}"),
+        Some(_) => return None,
+    };
+    let mut parts = uri.clone().into_parts();
+    parts.path_and_query = Some(rest.parse().ok()?);
+    Uri::from_parts(parts).ok()
 }
 
 async fn unknown_route(method: Method, uri: Uri) -> Failure {
@@ -79,11 +117,33 @@ async fn method_not_allowed(method: Method, uri: Uri) -> Failure {
     Failure(ApiError::MethodNotAllowed { method: method.to_string(), path: uri.path().to_owned() })
 }
 
-async fn check_key(State(state): State<Shared>, request: Request, next: Next) -> Response {
-    if authorized(request.headers(), state.config.api_key.as_deref()) {
-        next.run(request).await
-    } else {
-        Failure(ApiError::Unauthorized).into_response()
+async fn check_key(
+    State(state): State<Shared>,
+    key: KeyId,
+    request: Request,
+    next: Next,
+) -> Response {
+    let config = &state.config;
+    let accepted = config.api_keys.is_empty()
+        || key.0.is_some()
+        || config.admin_keys.shown(request.headers()).is_some();
+    if accepted { next.run(request).await } else { Failure(ApiError::Unauthorized).into_response() }
+}
+
+/// Where there are keys for it, only those are good; otherwise whoever may use the model may do this too.
+async fn check_admin(
+    State(state): State<Shared>,
+    key: KeyId,
+    request: Request,
+    next: Next,
+) -> Response {
+    let keys = &state.config.admin_keys;
+    if keys.is_empty() {
+        return check_key(State(state), key, request, next).await;
+    }
+    match keys.shown(request.headers()) {
+        Some(_) => next.run(request).await,
+        None => Failure(ApiError::Unauthorized).into_response(),
     }
 }
 
@@ -93,6 +153,14 @@ async fn check_generator(State(state): State<Shared>, request: Request, next: Ne
         Ok(()) => next.run(request).await,
         Err(error) => Failure(error).into_response(),
     }
+}
+
+/// Answers a request that makes its handler panic; what the handler held is dropped by then, which aborts what it waited for.
+async fn contain(request: Request, next: Next) -> Response {
+    guard::contained(next.run(request)).await.unwrap_or_else(|panic| {
+        let reason = format!("the server failed on this request: {}", guard::message(&*panic));
+        Failure(ApiError::Internal { reason, code: Some("panic") }).into_response()
+    })
 }
 
 /// Echoes the client's name for the request, or makes one up.
@@ -117,5 +185,24 @@ fn stop_reason(end: &End) -> Option<StopReason> {
         End::Token(id) => Some(StopReason::Token(*id)),
         End::Text(text) => Some(StopReason::Text(text.clone())),
         End::Eos(_) | End::Length | End::Error(_) => None,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_root_is_taken_off_whole_names_only() {
+        let without = |uri: &str| {
+            let uri = without_root(&uri.parse().unwrap(), "/llm")?;
+            Some(uri.to_string())
+        };
+        assert_eq!(without("/llm/v1/models?a=b").as_deref(), Some("/v1/models?a=b"));
+        assert_eq!(without("/llm").as_deref(), Some("/"));
+        assert_eq!(without("/llm?a").as_deref(), Some("/?a"));
+        assert_eq!(without("http://h/llm/x").as_deref(), Some("http://h/x"));
+        assert_eq!(without("/llmx/v1"), None);
+        assert_eq!(without("/v1/models"), None);
     }
 }

@@ -1,9 +1,12 @@
 //! `GET /openapi.json`.
 
+use axum::extract::State;
 use axum::response::Response;
 use utoipa::OpenApi;
+use utoipa::openapi::Server;
 
 use crate::reply;
+use crate::state::Shared;
 
 #[derive(OpenApi)]
 #[openapi(
@@ -25,6 +28,7 @@ use crate::reply;
         super::info::flush_cache,
         super::replicas::drain,
         super::replicas::resume,
+        super::info::live,
         super::info::health,
         super::info::health_generate,
         super::info::metrics,
@@ -41,8 +45,12 @@ struct Document;
     path = "/openapi.json",
     responses((status = 200, description = "This document")),
 )]
-pub(super) async fn openapi() -> Response {
-    reply::ok(&document())
+pub(super) async fn openapi(State(state): State<Shared>) -> Response {
+    let mut document = document();
+    if !state.config.root_path.is_empty() {
+        document.servers = Some(vec![Server::new(state.config.root_path.as_str())]);
+    }
+    reply::ok(&document)
 }
 
 /// Further paths of a route, as clients of other servers know it.

@@ -16,6 +16,8 @@ pub(crate) struct Drained {
     replica: u32,
     /// It gets none.
     drained: bool,
+    /// Replicas that get new requests now. None: requests are answered 503, and /health says `drained`.
+    taking: usize,
 }
 
 /// Sends no new requests to a replica; those that it has are finished.
@@ -55,7 +57,11 @@ pub(crate) async fn resume(
 fn set(state: &Shared, replica: &str, drained: bool) -> Result<Response, Failure> {
     let number = replica.parse::<u32>().ok();
     match number.filter(|&at| state.engine.drain_replica(at as usize, drained)) {
-        Some(replica) => Ok(reply::ok(&Drained { replica, drained })),
+        Some(replica) => {
+            let all = state.engine.replicas();
+            let taking = all.iter().filter(|replica| !replica.drained).count();
+            Ok(reply::ok(&Drained { replica, drained, taking }))
+        }
         None => {
             let most = state.engine.count().saturating_sub(1);
             let reason = format!("`{replica}` is not a replica from 0 to {most}");

@@ -3,7 +3,6 @@
 use std::sync::Arc;
 use std::time::Instant;
 
-use axum::body::Body;
 use axum::extract::State;
 use axum::response::Response;
 use forebay_api::{
@@ -13,7 +12,7 @@ use forebay_api::{
 
 use super::random_hex;
 use crate::budget::Charge;
-use crate::limits;
+use crate::limits::{self, Upload};
 use crate::peers::Peer;
 use crate::pooling::{
     Place, PooledCall, PoolingTask, check_lengths, cosine, encode_inputs, encode_pairs, scores,
@@ -36,7 +35,7 @@ pub(crate) async fn rerank(
     State(state): State<Shared>,
     peer: Peer,
     routing: Routing,
-    body: Body,
+    body: Upload,
 ) -> Result<Response, Failure> {
     let arrived = Instant::now();
     let (request, charge) = limits::read::<RerankRequest>(body, &state).await?;
@@ -75,7 +74,7 @@ pub(crate) async fn score(
     State(state): State<Shared>,
     peer: Peer,
     routing: Routing,
-    body: Body,
+    body: Upload,
 ) -> Result<Response, Failure> {
     let arrived = Instant::now();
     let (request, charge) = limits::read::<ScoreRequest>(body, &state).await?;

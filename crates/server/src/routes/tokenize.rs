@@ -1,14 +1,13 @@
 //! `POST /tokenize` and `POST /detokenize`.
 
-use axum::body::Body;
 use axum::extract::State;
 use axum::response::Response;
 use forebay_api::{
-    ApiError, DetokenizeRequest, DetokenizeResponse, ErrorBody, Prompt, TokenizeInput,
-    TokenizeRequest, TokenizeResponse,
+    DetokenizeRequest, DetokenizeResponse, ErrorBody, Prompt, TokenizeInput, TokenizeRequest,
+    TokenizeResponse,
 };
 
-use crate::limits;
+use crate::limits::{self, Upload};
 use crate::reply::{self, Failure};
 use crate::state::Shared;
 use crate::text::{encode_chat, encode_prompts, text_error};
@@ -23,7 +22,10 @@ use crate::text::{encode_chat, encode_prompts, text_error};
         (status = "default", description = "An error", body = ErrorBody),
     ),
 )]
-pub(crate) async fn tokenize(State(state): State<Shared>, body: Body) -> Result<Response, Failure> {
+pub(crate) async fn tokenize(
+    State(state): State<Shared>,
+    body: Upload,
+) -> Result<Response, Failure> {
     let (request, charge) = limits::read::<TokenizeRequest>(body, &state).await?;
     state.model_name(request.model.as_deref())?;
     let max_model_len = state.limits()?.context_length;
@@ -55,17 +57,12 @@ pub(crate) async fn tokenize(State(state): State<Shared>, body: Body) -> Result<
 )]
 pub(crate) async fn detokenize(
     State(state): State<Shared>,
-    body: Body,
+    body: Upload,
 ) -> Result<Response, Failure> {
     let (request, _charge) = limits::read::<DetokenizeRequest>(body, &state).await?;
     state.model_name(request.model.as_deref())?;
     let tokens = request.validate(state.limits()?.vocab_size)?;
-    let text = std::sync::Arc::clone(&state.text);
-    // Millions of ids take a while to decode, which an HTTP thread has no time for.
-    let decoded = tokio::task::spawn_blocking(move || text.tokenizer().decode(&tokens, false));
-    let prompt = decoded
-        .await
-        .map_err(|error| ApiError::Internal { reason: error.to_string(), code: None })?
-        .map_err(|error| text_error(error, "tokens"))?;
+    let decoded = state.text.decode(tokens).await;
+    let prompt = decoded.map_err(|error| text_error(error, "tokens"))?;
     Ok(reply::ok(&DetokenizeResponse { prompt }))
 }

@@ -72,6 +72,11 @@ impl TestServer {
         })
     }
 
+    /// The same, for tests that want to see the head.
+    pub(crate) fn begin(&self, path: &str, body: &Value) -> JoinHandle<Pending> {
+        tokio::spawn(send(self.address, post(path, body.to_string())))
+    }
+
     pub(crate) async fn open(&self, path: &str, body: impl Into<Bytes>) -> Pending {
         self.send(post(path, body)).await
     }

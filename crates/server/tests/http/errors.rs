@@ -3,6 +3,7 @@
 use std::time::Duration;
 
 use forebay_engine::{Status, SubmitError};
+use forebay_server::Keys;
 use http_body_util::Full;
 use hyper::Request;
 use serde_json::{Value, json};
@@ -105,9 +106,9 @@ async fn routes_and_methods_that_do_not_exist() {
 #[tokio::test]
 async fn an_engine_that_takes_nothing() {
     let mut server = TestServer::driven().await;
-    server.engine.refuse_after(0, SubmitError::QueueFull { limit: 3 });
+    server.engine.refuse_after(0, SubmitError::QueueFull { limit: 3, retry_after: 17 });
     let pending = server.open(CHAT, hello().to_string()).await;
-    assert_eq!(pending.header("retry-after"), Some("1"));
+    assert_eq!(pending.header("retry-after"), Some("17"));
     let (status, answer) = pending.read().await;
     let answer: Value = serde_json::from_slice(&answer).unwrap();
     assert_eq!((status, error(&answer)), (429, ("rate_limit_error", None, "queue_full")));
@@ -140,7 +141,7 @@ async fn an_engine_that_takes_nothing() {
 #[tokio::test]
 async fn one_choice_refused_takes_the_others_back() {
     let mut server = TestServer::driven().await;
-    server.engine.refuse_after(1, SubmitError::QueueFull { limit: 1 });
+    server.engine.refuse_after(1, SubmitError::QueueFull { limit: 1, retry_after: 1 });
     let body = json!({"prompt": ["a", "b", "c"]});
     let (status, answer) = server.post("/v1/completions", body).await;
     assert_eq!((status, error(&answer).2), (429, "queue_full"));
@@ -192,7 +193,7 @@ async fn slow_clients_are_not_waited_for() {
 #[tokio::test]
 async fn the_api_key() {
     let server =
-        TestServer::start(Some("a"), |config| config.api_key = Some("secret".into())).await;
+        TestServer::start(Some("a"), |config| config.api_keys = Keys::new(["secret"])).await;
     let ask = async |path: &str, key: Option<&str>| {
         let mut request = Request::get(path).header("host", "x");
         if let Some(key) = key {

@@ -13,8 +13,8 @@ use forebay_engine::{
 };
 use forebay_replicas::{Load, ReplicaReport};
 use forebay_server::{
-    AppState, EgressConfig, Engine, Intake, IntakeMode, Metrics, ModelInfo, PooledModel,
-    PoolingTask, ServerConfig,
+    AppState, EgressConfig, Engine, Guard, Intake, IntakeMode, Listener, Metrics, ModelInfo,
+    PooledModel, PoolingTask, ServerConfig,
 };
 use forebay_text::{ChatTemplate, TextPool, Tokenizer};
 use parking_lot::Mutex;
@@ -52,6 +52,15 @@ pub(crate) enum IntakeKind {
     Inline,
 }
 
+/// Where the engine panics in the thread that calls it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Panic {
+    /// When a request is aborted.
+    Abort,
+    /// When a request is submitted after this many others.
+    Submit(usize),
+}
+
 /// An engine that answers by itself with `script`, or does what the test says.
 pub(crate) struct Fake {
     sink: Mutex<Option<Box<dyn OutputSink>>>,
@@ -64,8 +73,14 @@ pub(crate) struct Fake {
     /// Tokens that every request generates; `None`: the test drives.
     script: Option<Vec<i32>>,
     alive: Mutex<Vec<RequestId>>,
+    /// Each replica, whether it was drained.
+    drained: Mutex<Vec<bool>>,
+    /// What panics next, once.
+    pub(crate) panic_at: Mutex<Option<Panic>>,
     events: mpsc::UnboundedSender<Event>,
     pub(crate) vocab_size: AtomicU32,
+    /// How often the server asked for the numbers.
+    looks: AtomicUsize,
     submitted: AtomicUsize,
 }
 
@@ -98,8 +113,26 @@ impl Fake {
         *self.refuse.lock() = Some((requests, error));
     }
 
-    /// Requests that it took.
-    pub(crate) fn submits(&self) -> usize {
+    /// Panics if the test wants it here and now.
+    fn maybe_panic(&self, place: Panic) {
+        let mut panic_at = self.panic_at.lock();
+        if *panic_at == Some(place) {
+            *panic_at = None;
+            drop(panic_at);
+            panic!("as the test wants");
+        }
+        if let (Some(Panic::Submit(more)), Panic::Submit(_)) = (&mut *panic_at, place) {
+            *more -= 1;
+        }
+    }
+
+    /// How often the server asked for the numbers.
+    pub(crate) fn looks(&self) -> usize {
+        self.looks.load(Ordering::Relaxed)
+    }
+
+    /// Requests that were taken.
+    pub(crate) fn submitted(&self) -> usize {
         self.submitted.load(Ordering::Relaxed)
     }
 
@@ -156,6 +189,7 @@ impl Fake {
 
 impl Engine for Fake {
     fn submit(&self, request: EngineRequest) -> Result<(), SubmitError> {
+        self.maybe_panic(Panic::Submit(0));
         match &mut *self.refuse.lock() {
             Some((0, error)) => return Err(error.clone()),
             Some((more, _)) => *more -= 1,
@@ -164,8 +198,8 @@ impl Engine for Fake {
         if *self.status.lock() == Status::Draining {
             return Err(SubmitError::Draining);
         }
-        self.alive.lock().push(request.id);
         self.submitted.fetch_add(1, Ordering::Relaxed);
+        self.alive.lock().push(request.id);
         if let Some(script) = &self.script {
             self.play(&request, script);
         }
@@ -173,6 +207,7 @@ impl Engine for Fake {
         Ok(())
     }
     fn abort(&self, id: RequestId) {
+        self.maybe_panic(Panic::Abort);
         if self.alive.lock().contains(&id) {
             let finish = Some(FinishReason::Abort);
             self.deliver(vec![Output { id, admission: None, token: None, pooled: None, finish }]);
@@ -183,23 +218,32 @@ impl Engine for Fake {
         self.status.lock().clone()
     }
     fn stats(&self) -> Stats {
+        self.looks.fetch_add(1, Ordering::Relaxed);
         *self.stats.lock()
     }
     fn count(&self) -> u32 {
         self.loads.lock().len() as u32
     }
     fn replicas(&self) -> Vec<ReplicaReport> {
-        let report = |load| ReplicaReport {
+        let drained = self.drained.lock().clone();
+        let report = |(at, &load): (usize, &Load)| ReplicaReport {
             status: self.status.lock().clone(),
             stats: *self.stats.lock(),
             load,
-            drained: false,
+            drained: drained.get(at).copied().unwrap_or(false),
         };
-        self.loads.lock().iter().copied().map(report).collect()
+        self.loads.lock().iter().enumerate().map(report).collect()
     }
     fn drain_replica(&self, replica: usize, drained: bool) -> bool {
         self.events.send(Event::Drain(replica, drained)).ok();
-        replica < self.loads.lock().len()
+        let count = self.loads.lock().len();
+        let mut all = self.drained.lock();
+        all.resize(count, false);
+        all.get_mut(replica).map(|place| *place = drained).is_some()
+    }
+    fn drained(&self) -> bool {
+        let all = self.drained.lock();
+        !all.is_empty() && all.iter().all(|&drained| drained)
     }
     fn block_names(&self, prompt: &[i32]) -> Vec<BlockHash> {
         BlockHash::chain(0, prompt, 16)
@@ -235,8 +279,11 @@ pub(crate) struct TestServer {
     pub(crate) engine: Arc<Fake>,
     pub(crate) tokenizer: Arc<Tokenizer>,
     pub(crate) memory: Memory,
+    pub(crate) guard: Guard,
+    pub(crate) state: AppState,
     events: mpsc::UnboundedReceiver<Event>,
     shutdown: Option<oneshot::Sender<()>>,
+    hurry: Option<oneshot::Sender<()>>,
     serving: JoinHandle<std::io::Result<()>>,
 }
 
@@ -275,7 +322,31 @@ impl TestServer {
         Self::serving(script, Duration::ZERO, |_| {}, Some(task), IntakeKind::Threads).await
     }
 
+    /// With a listener of the test's.
+    pub(crate) async fn listening(
+        listener: impl Into<Listener>,
+        script: Option<&str>,
+        change: fn(&mut ServerConfig),
+    ) -> Self {
+        let nowhere = (listener.into(), SocketAddr::from(([0; 4], 0)));
+        Self::serving_at(nowhere, script, Duration::ZERO, change, None, IntakeKind::Threads).await
+    }
+
     async fn serving(
+        script: Option<&str>,
+        window: Duration,
+        change: fn(&mut ServerConfig),
+        task: Option<PoolingTask>,
+        intake: IntakeKind,
+    ) -> Self {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let address = listener.local_addr().unwrap();
+        let place = (listener.into(), address);
+        Self::serving_at(place, script, window, change, task, intake).await
+    }
+
+    async fn serving_at(
+        (listener, address): (Listener, SocketAddr),
         script: Option<&str>,
         window: Duration,
         change: fn(&mut ServerConfig),
@@ -288,11 +359,13 @@ impl TestServer {
         let template = ChatTemplate::new(TEMPLATE, None, None, &Default::default()).unwrap();
         let text = TextPool::new(Arc::clone(&tokenizer), Some(Arc::new(template)), 1, 16);
         let metrics = Arc::new(Metrics::new("tiny", CONTEXT, 1).unwrap());
+        let guard = Guard::default();
         let egress_config = EgressConfig { threads: 2, capacity: 256, window };
-        let (sink, egress) = forebay_server::egress(&tokenizer, &metrics, egress_config).unwrap();
+        let (sink, egress) = forebay_server::egress(&metrics, egress_config, &guard).unwrap();
         let mut sink: Box<dyn OutputSink> = Box::new(sink);
         let pooling = task.map(|task| {
-            let (pooled_sink, outputs) = forebay_server::pooled(Arc::clone(&metrics), 256).unwrap();
+            let started = forebay_server::pooled(Arc::clone(&metrics), 256, &guard);
+            let (pooled_sink, outputs) = started.unwrap();
             sink = Box::new(pooled_sink);
             PooledModel { task, size: 3, normalize: false, sigmoid: true, outputs }
         });
@@ -305,11 +378,18 @@ impl TestServer {
             loads: Mutex::new(vec![Load::default()]),
             script: script.map(|script| tokenizer.encode(script, false).unwrap()),
             alive: Mutex::default(),
+            drained: Mutex::default(),
+            panic_at: Mutex::default(),
             events: sender,
             vocab_size: u32::try_from(tokenizer.vocab_size()).unwrap().into(),
+            looks: AtomicUsize::new(0),
             submitted: AtomicUsize::new(0),
         });
-        let mut config = ServerConfig { info: json!({"port": 1}), ..ServerConfig::default() };
+        let mut config = ServerConfig {
+            info: json!({"port": 1}),
+            guard: guard.clone(),
+            ..ServerConfig::default()
+        };
         change(&mut config);
         let model = ModelInfo {
             served_names: vec!["tiny".into(), "org/tiny".into()],
@@ -323,17 +403,31 @@ impl TestServer {
             IntakeKind::Inline => IntakeMode::Engine(engine.clone()),
         };
         let memory = Memory::new(MEMORY);
-        let intake = Intake::start(mode, Arc::new(memory.clone()), QUEUE).unwrap();
+        let intake = Intake::start(mode, Arc::new(memory.clone()), QUEUE, &guard).unwrap();
         let text = Arc::new(text);
         let state =
             AppState::new(config, model, engine.clone(), text, intake, egress, metrics, None);
-        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
-        let address = listener.local_addr().unwrap();
-        let (shutdown, stop) = oneshot::channel();
-        let serving = tokio::spawn(forebay_server::serve(listener, state, async {
-            stop.await.ok();
-        }));
-        Self { address, engine, tokenizer, memory, events, shutdown: Some(shutdown), serving }
+        let (shutdown, stop) = oneshot::channel::<()>();
+        let (hurry, hurried) = oneshot::channel::<()>();
+        let stop = async { stop.await.unwrap_or_default() };
+        let hurried = async {
+            if hurried.await.is_err() {
+                std::future::pending::<()>().await;
+            }
+        };
+        let serving = tokio::spawn(forebay_server::serve(listener, state.clone(), stop, hurried));
+        Self {
+            address,
+            engine,
+            tokenizer,
+            memory,
+            guard,
+            state,
+            events,
+            shutdown: Some(shutdown),
+            hurry: Some(hurry),
+            serving,
+        }
     }
 
     /// The next request that the engine got.
@@ -364,6 +458,11 @@ impl TestServer {
 
     pub(crate) fn shut_down(&mut self) {
         self.shutdown.take().unwrap().send(()).unwrap();
+    }
+
+    /// Says that there is no more patience.
+    pub(crate) fn hurry(&mut self) {
+        self.hurry.take().unwrap().send(()).unwrap();
     }
 
     /// Waits for the server to end.

@@ -39,12 +39,12 @@ async fn the_cache_is_flushed_only_while_nothing_runs() {
     let body = json!({"text": "a"});
     let running = server.connect("/generate", &body);
     let id = server.submitted().await.id;
-    let (status, answer) = server.get_json("/flush_cache").await;
+    let (status, answer) = server.post("/flush_cache", json!({})).await;
     assert_eq!((status, &answer["error"]["code"]), (400, &json!("cache_in_use")));
     server.engine.token(id, EOS, true, Some(FinishReason::Stop { token: EOS }));
     let (_, answer) = running.await.unwrap();
     assert_eq!(answer["meta_info"]["finish_reason"], json!({"type": "stop", "matched": EOS}));
-    assert_eq!(server.get_json("/flush_cache").await.0, 200);
+    assert_eq!(server.post("/flush_cache", json!({})).await.0, 200);
 }
 
 #[tokio::test]
@@ -97,7 +97,7 @@ async fn the_description_lists_every_route() {
         ("post", "/tokenize"),
         ("post", "/detokenize"),
         ("get", "/server_info"),
-        ("get", "/flush_cache"),
+        ("get", "/livez"),
         ("post", "/flush_cache"),
         ("get", "/health"),
         ("get", "/health_generate"),

@@ -2,11 +2,11 @@
 
 use std::time::Duration;
 
-use forebay_engine::{FinishReason, Output, RequestError};
+use forebay_engine::{FinishReason, Output, RequestError, SampledToken};
 use serde_json::{Value, json};
 
 use crate::client::events;
-use crate::fake::TestServer;
+use crate::fake::{Panic, TestServer};
 
 const CHAT: &str = "/v1/chat/completions";
 
@@ -149,4 +149,89 @@ async fn shutting_down_aborts_what_does_not_finish() {
     aborted.sort();
     assert_eq!(aborted, [id, other]);
     server.ended().await;
+}
+
+#[tokio::test]
+async fn being_told_twice_to_stop_aborts_at_once() {
+    const HOUR: Duration = Duration::from_secs(3600);
+    let mut server = TestServer::start(None, |config| config.drain_timeout = HOUR).await;
+    let mut stream = server.open(CHAT, hello(true).to_string()).await;
+    server.submitted().await;
+    let whole = server.connect(CHAT, &hello(false));
+    server.submitted().await;
+    server.shut_down();
+    while server.get("/health").await.0 != 503 {}
+    server.hurry();
+    let mut text = String::new();
+    while let Some(frame) = stream.frame().await {
+        text.push_str(&frame);
+    }
+    assert_eq!(events(&text).last().unwrap()["error"]["code"], "aborted");
+    let (status, answer) = whole.await.unwrap();
+    assert_eq!((status, &answer["error"]["code"]), (503, &json!("aborted")));
+    server.ended().await;
+}
+
+#[tokio::test]
+async fn an_egress_thread_that_panics_ends_its_streams_and_turns_health_red() {
+    let mut server = TestServer::driven().await;
+    let mut body = hello(true);
+    body["stop"] = json!("dog");
+    let mut stream = server.open(CHAT, body.to_string()).await;
+    let id = server.submitted().await.id;
+    *server.engine.panic_at.lock() = Some(Panic::Abort);
+    // The stop string has the thread abort the request.
+    for (index, token) in server.encode("the lazy dog").into_iter().enumerate() {
+        server.engine.token(id, token, index == 0, None);
+    }
+    let mut text = String::new();
+    while let Some(frame) = stream.frame().await {
+        text.push_str(&frame);
+    }
+    let events = events(&text);
+    let errors = events.iter().filter(|event| event.get("error").is_some());
+    assert_eq!(errors.count(), 1);
+    assert_eq!(events.last().unwrap()["error"]["code"], "aborted");
+    server.guard.failed().await;
+    let (status, health) = server.get_json("/health").await;
+    assert_eq!((status, &health["error"]["code"]), (503, &json!("failed")));
+    let message = health["error"]["message"].as_str().unwrap();
+    assert!(message.contains("egress panicked: as the test wants"), "{message}");
+    assert_eq!(server.post(CHAT, hello(false)).await.0, 503);
+    // The process can end in order.
+    server.shut_down();
+    server.ended().await;
+}
+
+#[tokio::test]
+async fn a_handler_that_panics_fails_its_request_alone() {
+    let mut server = TestServer::driven().await;
+    let mut body = hello(false);
+    body["n"] = json!(3);
+    *server.engine.panic_at.lock() = Some(Panic::Submit(1));
+    let failed = server.connect(CHAT, &body);
+    let id = server.submitted().await.id;
+    assert_eq!(server.aborted().await, id, "what was submitted before is aborted");
+    let (status, answer) = failed.await.unwrap();
+    assert_eq!((status, &answer["error"]["code"]), (500, &json!("panic")));
+    assert_eq!(server.guard.cause(), None);
+    assert_eq!(server.get("/health").await.0, 200);
+}
+
+#[tokio::test]
+async fn an_answer_that_grows_too_large_is_ended() {
+    let small = |config: &mut forebay_server::ServerConfig| config.max_unread_bytes = 100_000;
+    let mut server = TestServer::start(None, small).await;
+    let whole = server.connect(CHAT, &hello(false));
+    let id = server.submitted().await.id;
+    let token = server.encode(" the")[0];
+    // Eight bytes each, as text and number; in few steps, so that nobody waits for room in the lane.
+    for _ in 0..5 {
+        let token = || Some(SampledToken { id: token, logprobs: None });
+        let output = || Output { id, admission: None, token: token(), pooled: None, finish: None };
+        server.engine.deliver((0..10_000).map(|_| output()).collect());
+    }
+    assert_eq!(server.aborted().await, id);
+    let (status, answer) = whole.await.unwrap();
+    assert_eq!((status, &answer["error"]["code"]), (413, &json!("answer_too_large")));
 }

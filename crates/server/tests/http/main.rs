@@ -2,7 +2,9 @@
 
 #![expect(clippy::unwrap_used, reason = "a helper that fails is a test that fails")]
 
+mod access;
 mod client;
+mod connections;
 mod errors;
 mod fake;
 mod generation;
@@ -14,4 +16,5 @@ mod memory;
 mod peers;
 mod pooling;
 mod replicas;
+mod shares;
 mod streams;

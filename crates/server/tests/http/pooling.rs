@@ -110,7 +110,7 @@ async fn the_first_error_answers_for_all() {
 #[tokio::test]
 async fn a_full_queue_takes_all_inputs_or_none() {
     let mut server = TestServer::pooling(PoolingTask::Embed, false).await;
-    server.engine.refuse_after(1, SubmitError::QueueFull { limit: 1 });
+    server.engine.refuse_after(1, SubmitError::QueueFull { limit: 1, retry_after: 1 });
     let (status, answer) = server.post(EMBEDDINGS, json!({"input": [[5], [6], [7]]})).await;
     assert_eq!((status, &answer["error"]["code"]), (429, &json!("queue_full")));
     let id = server.submitted().await.id;

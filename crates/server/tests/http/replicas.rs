@@ -114,9 +114,10 @@ async fn each_replica_is_shown() {
 #[tokio::test]
 async fn a_replica_is_taken_out_and_put_back() {
     let mut server = two_replicas().await;
-    for (action, drained) in [("drain", true), ("resume", false)] {
+    for (action, drained, taking) in [("drain", true, 1), ("resume", false, 2)] {
         let answer = server.post(&format!("/replicas/1/{action}"), json!(null)).await;
-        assert_eq!(answer, (200, json!({"replica": 1, "drained": drained})));
+        let expected = json!({"replica": 1, "drained": drained, "taking": taking});
+        assert_eq!(answer, (200, expected));
         match server.event().await {
             Event::Drain(1, told) => assert_eq!(told, drained),
             event => panic!("{event:?}"),
@@ -126,4 +127,21 @@ async fn a_replica_is_taken_out_and_put_back() {
         let (status, answer) = server.post(&format!("/replicas/{name}/drain"), json!(null)).await;
         assert_eq!((status, &answer["error"]["param"]), (400, &json!("replica")), "{answer}");
     }
+}
+
+#[tokio::test]
+async fn a_server_whose_replicas_are_all_drained_is_not_ready_and_says_why() {
+    let server = two_replicas().await;
+    let chat = || server.post(PATHS[0], body(PATHS[0], json!({})));
+    server.post("/replicas/0/drain", json!(null)).await;
+    assert_eq!((server.get("/health").await.0, chat().await.0), (200, 200));
+    let (status, last) = server.post("/replicas/1/drain", json!(null)).await;
+    assert_eq!((status, &last["taking"]), (200, &json!(0)));
+    let (status, health) = server.get_json("/health").await;
+    assert_eq!((status, &health["error"]["code"]), (503, &json!("drained")), "{health}");
+    let (status, refused) = chat().await;
+    assert_eq!((status, &refused["error"]["code"]), (503, &json!("drained")), "{refused}");
+    assert_eq!(server.get("/health_generate").await.0, 503);
+    server.post("/replicas/0/resume", json!(null)).await;
+    assert_eq!((server.get("/health").await.0, chat().await.0), (200, 200));
 }

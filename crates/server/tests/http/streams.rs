@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use forebay_engine::{FinishReason, RequestId};
+use forebay_engine::{FinishReason, Output, RequestId, SampledToken};
 use forebay_server::EgressMode;
 use serde_json::{Value, json};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
@@ -269,4 +269,48 @@ async fn a_thread_that_is_behind_writes_fewer_and_longer_chunks() {
     let events = events(&stream);
     assert_eq!(pieces(&events).concat(), server.tokenizer.decode(&tokens, true).unwrap());
     assert!(events.len() < tokens.len(), "{} events", events.len());
+}
+
+#[tokio::test]
+async fn a_client_that_stops_reading_is_cut_and_its_request_ended() {
+    for mode in [EgressMode::Direct, EgressMode::Tasks] {
+        let millis = |config: &mut forebay_server::ServerConfig| {
+            config.send_timeout = Duration::from_millis(20);
+        };
+        let mut server = match mode {
+            EgressMode::Direct => TestServer::start(None, millis).await,
+            _ => {
+                let tasks = |config: &mut forebay_server::ServerConfig| {
+                    config.send_timeout = Duration::from_millis(20);
+                    config.egress = EgressMode::Tasks;
+                };
+                TestServer::start(None, tasks).await
+            }
+        };
+        let mut socket = TcpStream::connect(server.address).await.unwrap();
+        let body = hello(json!({"logprobs": true})).to_string();
+        let length = body.len();
+        let request =
+            format!("POST {CHAT} HTTP/1.1\r\nhost: t\r\ncontent-length: {length}\r\n\r\n");
+        socket.write_all(request.as_bytes()).await.unwrap();
+        socket.write_all(body.as_bytes()).await.unwrap();
+        let id = server.submitted().await.id;
+        // More than the sockets of both sides hold.
+        let tokens = server.encode(&TEXT.repeat(2000));
+        for number in 0..100_000 {
+            let logprobs = Some(vec![(300, -1.0); 3].into());
+            server.engine.deliver(vec![Output {
+                id,
+                admission: None,
+                token: Some(SampledToken { id: tokens[number % tokens.len()], logprobs }),
+                pooled: None,
+                finish: None,
+            }]);
+        }
+        assert_eq!(server.aborted().await, id, "{mode:?}");
+        // The system forgets what it could not send, and what the client had not read is all that it gets.
+        let mut rest = Vec::new();
+        let end = socket.read_to_end(&mut rest).await;
+        assert!(end.is_err() || !rest.ends_with(b"0\r\n\r\n"), "{mode:?}");
+    }
 }

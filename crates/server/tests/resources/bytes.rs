@@ -78,7 +78,7 @@ async fn every_value(times: usize, bytes: usize, tokenised: bool) {
 
 #[tokio::test]
 async fn a_large_value_of_any_parameter_takes_four_times_its_bytes() {
-    every_value(4, 2 << 20, false).await;
+    every_value(4, 1 << 20, false).await;
 }
 
 #[tokio::test]

@@ -26,7 +26,7 @@ async fn longest_run(route: &str, body: serde_json::Value, choices: usize) -> us
         let mut before = 0;
         while !over.get() {
             yield_now().await;
-            let now = engine.submits();
+            let now = engine.submitted();
             worst.set(worst.get().max(now - before));
             before = now;
         }
@@ -69,10 +69,10 @@ async fn a_client_that_leaves_stops_the_submitting() {
     let engine = Arc::clone(&server.engine);
     // The aborts say that the call is gone.
     while !matches!(server.event().await, crate::fake::Event::Abort(_)) {}
-    let count = engine.submits();
+    let count = engine.submitted();
     assert!(count < 4 * PROMPTS, "{count} choices");
     for _ in 0..1000 {
         yield_now().await;
     }
-    assert_eq!(engine.submits(), count, "and no more come");
+    assert_eq!(engine.submitted(), count, "and no more come");
 }

@@ -12,10 +12,11 @@ mod tests;
 mod work;
 
 use std::any::Any;
+use std::io;
 use std::num::NonZeroUsize;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::thread::JoinHandle;
+use std::thread::{Builder, JoinHandle};
 
 use serde_json::{Map, Value};
 use tokio::sync::oneshot;
@@ -129,6 +130,10 @@ pub struct TextStats {
     pub cache_bytes: usize,
 }
 
+/// Starts a thread, which works until it is done or panics.
+pub type StartThread<'a> =
+    &'a dyn Fn(Builder, Box<dyn FnMut() + Send>) -> io::Result<JoinHandle<()>>;
+
 /// Threads that render chats and tokenise, with one bounded queue.
 ///
 /// A caller that stops waiting (drops its future) cancels its input: what has not been started of it is skipped.
@@ -173,6 +178,21 @@ impl TextPool {
         template: Option<Arc<ChatTemplate>>,
         config: &TextConfig,
     ) -> Self {
+        Self::started_by(tokenizer, template, config, &|thread, work| thread.spawn(work))
+            .expect("the system has room for a thread at start")
+    }
+
+    /// Starts a pool whose threads `start` starts, which may watch over them. A thread that panics on an input goes on; if one ends in a
+    /// panic all the same, nothing more is taken in and what waits is answered [`TextError::Closed`].
+    ///
+    /// # Errors
+    /// The system refuses a thread.
+    pub fn started_by(
+        tokenizer: Arc<Tokenizer>,
+        template: Option<Arc<ChatTemplate>>,
+        config: &TextConfig,
+        start: StartThread<'_>,
+    ) -> io::Result<Self> {
         let encoder = Encoder::new(tokenizer, config.cache_bytes);
         let threads = config.threads.max(1);
         let shared = Arc::new(Shared {
@@ -185,17 +205,14 @@ impl TextPool {
         });
         let worker = |index: usize| {
             let shared = Arc::clone(&shared);
-            std::thread::Builder::new()
-                .name(format!("text-{index}"))
-                .stack_size(STACK_BYTES)
-                .spawn(move || shared.work())
-                .expect("the system has room for a thread at start")
+            let thread = Builder::new().name(format!("text-{index}")).stack_size(STACK_BYTES);
+            start(thread, Box::new(move || shared.work()))
         };
         let threads = match config.mode {
-            TextMode::Auto => (0..threads).map(worker).collect(),
+            TextMode::Auto => (0..threads).map(worker).collect::<io::Result<_>>()?,
             TextMode::Inline => Vec::new(),
         };
-        Self { shared, mode: config.mode, threads }
+        Ok(Self { shared, mode: config.mode, threads })
     }
 
     /// The pool, with something that is kept for as long as what is given to it: also when nobody waits for that any more.
@@ -235,6 +252,15 @@ impl TextPool {
         Keeping { pool: self, keep: None }.encode_pairs(pairs).await
     }
 
+    /// The text of token ids, special tokens included, exactly as Hugging Face's `decode` gives it.
+    ///
+    /// # Errors
+    /// As [`TextPool::encode`]; [`TextError::Decode`] if the decoder refuses the tokens.
+    pub async fn decode(&self, ids: Vec<i32>) -> Result<String, TextError> {
+        let decoded = self.run(Input::Ids(ids), None).await?.pop();
+        Ok(decoded.and_then(|decoded| decoded.text).unwrap_or_default())
+    }
+
     /// The tokenizer that the threads use.
     pub fn tokenizer(&self) -> &Arc<Tokenizer> {
         self.shared.tools.encoder.tokenizer()
@@ -259,7 +285,7 @@ impl TextPool {
 
     async fn run(&self, input: Input, keep: Option<Keep>) -> Result<Vec<Encoded>, TextError> {
         let tokens = input.tokens();
-        let is_tiny = tokens <= WAKE_TOKENS && matches!(input, Input::Texts { .. });
+        let is_tiny = tokens <= WAKE_TOKENS && matches!(input, Input::Texts { .. } | Input::Ids(_));
         if is_tiny || self.mode == TextMode::Inline {
             self.shared.inputs.fetch_add(1, Ordering::Relaxed);
             return input.encode(&self.shared.tools);
@@ -327,9 +353,21 @@ impl Drop for TextPool {
     }
 }
 
+/// Leaves nobody waiting for a thread that has panicked.
+struct Leave<'a>(&'a Queue);
+
+impl Drop for Leave<'_> {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            self.0.abandon();
+        }
+    }
+}
+
 impl Shared {
     /// What each thread does.
     fn work(&self) {
+        let _leave = Leave(&self.queue);
         let count = |counter: &AtomicU64| counter.fetch_add(1, Ordering::Relaxed);
         let mut after_batch = false;
         while let Some(task) = self.queue.take(after_batch) {

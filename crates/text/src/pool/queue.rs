@@ -103,6 +103,14 @@ impl Queue {
         self.ready.notify_all();
     }
 
+    /// Closes, and drops what waits.
+    pub(super) fn abandon(&self) {
+        let mut lanes = self.lanes.lock();
+        *lanes = Lanes { closed: true, ..Lanes::default() };
+        drop(lanes);
+        self.ready.notify_all();
+    }
+
     /// How many inputs wait.
     pub(super) fn waiting(&self) -> usize {
         self.lanes.lock().waiting.len()

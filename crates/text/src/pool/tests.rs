@@ -347,3 +347,38 @@ fn dropping_the_pool_skips_what_nobody_waits_for() {
     drop(stops);
     drop(pool);
 }
+
+#[test]
+fn ids_become_text_on_a_thread_and_in_line() {
+    let (pool, stops) = stoppable(&config(1, 1));
+    let text = prose(4000, 3);
+    let ids = tokenizer().encode(&text, false).expect("ids");
+    assert_eq!(block_on(pool.decode(ids[..5].to_vec())), tokenizer().decode(&ids[..5], false));
+    let expected = tokenizer().decode(&ids, false);
+    let busy = occupy(&pool, &stops);
+    let mut waiting = pin!(pool.decode(ids.clone()));
+    assert!(poll_once(waiting.as_mut()).is_pending());
+    assert_eq!(block_on(pool.decode(ids)), Err(TextError::Busy));
+    drop(stops);
+    assert!(block_on(busy).is_ok());
+    assert_eq!(block_on(waiting), expected);
+}
+
+#[test]
+fn a_thread_that_panics_leaves_nobody_waiting() {
+    struct Refuse;
+    impl std::task::Wake for Refuse {
+        fn wake(self: Arc<Self>) {
+            panic!("not on an input");
+        }
+    }
+    let (pool, stops) = stoppable(&config(1, 4));
+    let mut poisoned = Box::pin(pool.encode(chat()));
+    let waker = Waker::from(Arc::new(Refuse));
+    assert!(poisoned.as_mut().poll(&mut Context::from_waker(&waker)).is_pending());
+    stops.started.recv().expect("a thread renders it");
+    let waiting = submit(&pool, sentence());
+    drop(stops);
+    assert_eq!(block_on(waiting), Err(TextError::Closed));
+    assert_eq!(block_on(pool.encode(sentence())), Err(TextError::Closed));
+}

@@ -35,6 +35,8 @@ pub(super) enum Input {
     },
     /// The first texts are often one and the same.
     Pairs(Vec<(Arc<str>, String)>),
+    /// To become text again.
+    Ids(Vec<i32>),
     Chat(Chat),
 }
 
@@ -111,6 +113,7 @@ impl Input {
         let bytes = match self {
             Self::Texts { texts, .. } => texts.iter().map(String::len).sum(),
             Self::Pairs(pairs) => pairs.iter().map(|(a, b)| a.len() + b.len()).sum(),
+            Self::Ids(ids) => return 1 + ids.len(),
             Self::Chat(chat) => {
                 text_bytes(&chat.messages) + chat.tools.as_ref().map_or(0, text_bytes)
             }
@@ -131,6 +134,10 @@ impl Input {
                     Ok(Encoded { ids, text: None, second: Some(begins) })
                 };
                 Ok(Planned::Done(pairs.iter().map(encode).collect::<Result<_, _>>()?))
+            }
+            Self::Ids(ids) => {
+                let text = Some(tools.encoder.tokenizer().decode(&ids, false)?);
+                Ok(Planned::Done(vec![Encoded { ids: Vec::new(), text, second: None }]))
             }
             Self::Chat(chat) => {
                 let template = tools.template.as_ref().ok_or(TextError::NoTemplate)?;

@@ -30,7 +30,7 @@ def _room(size: int) -> int:
     return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
-class Arena:
+class HugePages:
     """Room for tensors whose sizes are known before: each alone could be smaller than a large page."""
 
     def __init__(self, sizes: Iterable[int]) -> None:
@@ -39,7 +39,7 @@ class Arena:
         self._used = 0
 
     def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """The next one, zeros; the arena lives as long as any of them. ValueError: it has no room for that."""
+        """The next one, zeros; the memory lives as long as any of them. ValueError: it has no room for that."""
         size = math.prod(shape) * dtype.itemsize
         found = self._bytes[self._used : self._used + size]
         if len(found) < size:

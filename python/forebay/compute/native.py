@@ -3,75 +3,30 @@
 from __future__ import annotations
 
 import ctypes
-import os
-import sys
 import weakref
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from forebay.kernels.library import (
-    FORMATS,
-    LEVELS,
-    PARTS,
-    KernelsUnavailableError,
-    LayerSpec,
-    ModelSpec,
-    StepSpec,
-    library,
-    open_mp,
-)
+from forebay.compute.rows import Launch, Rows
+from forebay.device.memory import HugePages
+from forebay.kernels.library import FORMATS, PARTS, LayerSpec, ModelSpec, StepSpec, library, open_mp
 from forebay.kernels.packing import Packing, head_packing, linear_packing, packings
 from forebay.layers.decoder import Decoder
 from forebay.layers.linear import Linear
 from forebay.layers.norm import RMSNorm
-from forebay.runner.slots import PlanError
+from forebay.state.inputs import PromptRows
+from forebay.state.pages import KvPool
+from forebay.state.slots import PlanError, SlotTables
 from forebay.weights.config import ModelConfig
-from forebay.weights.memory import Arena
 from forebay.weights.quantization import INT8
 
-if TYPE_CHECKING:
-    from forebay.runner.compute import Rows
-    from forebay.runner.inputs import PromptRows
-    from forebay.runner.kv_pool import KvPool
-    from forebay.runner.slots import SlotTables
-
-CHOICES = ("native", "torch", *LEVELS)
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 ERRORS = {1: "a row has a position without a page", 2: "a row has a token that is not of the vocabulary"}
 
 
-def native_wanted() -> bool:
-    """Whether to compute with the compiled kernels: as FOREBAY_KERNELS says (native, torch), else if they are there.
-
-    A level (`LEVELS`) in its place means the compiled kernels with nothing better than these instructions.
-    """
-    choice = os.environ.get("FOREBAY_KERNELS")
-    if choice == "torch":
-        return False
-    if choice not in (None, *CHOICES):
-        raise ValueError(f"FOREBAY_KERNELS is {choice!r}: use {' or '.join(CHOICES)}")
-    try:
-        loaded = library()
-    except KernelsUnavailableError as error:
-        if choice is not None:
-            raise
-        print(f"computing with PyTorch's operators only, which is slower: {error}", file=sys.stderr)
-        return False
-    if choice in LEVELS and not loaded.fb_limit(choice.encode()):
-        raise ValueError(f"FOREBAY_KERNELS is {choice!r}, which this kind of processor does not have")
-    return True
-
-
 def _number(format_: str | None) -> int:
     return 0 if format_ is None else FORMATS[format_]
-
-
-def level() -> str:
-    """The instructions that the kernels use on this processor."""
-    name: bytes = library().fb_level()
-    return name.decode()
 
 
 class NativeCompute:
@@ -85,7 +40,7 @@ class NativeCompute:
         self.times = np.zeros(0, np.uint64)
         """Nanoseconds that steps took for each of `PARTS`, once `watch` was called."""
         self._vocabulary = model.config.vocab_size
-        self._room = Arena(packing.nbytes for packing in packings(model) if packing.name not in model.params.packed)
+        self._room = HugePages(packing.nbytes for packing in packings(model) if packing.name not in model.params.packed)
         # It knows the matrices as well, and none of them would be freed as long as it does.
         self._params.forget()
         # Everything that the description points to.
@@ -141,15 +96,16 @@ class NativeCompute:
         """Begins to add up `times`, at zero."""
         self.times = np.zeros(len(PARTS), np.uint64)
 
-    def logits(self, rows: Rows) -> torch.Tensor:
-        logits = torch.empty(len(rows.sampling), self._vocabulary)
-        self._step(rows, StepSpec(logits=logits.data_ptr()))
+    def logits(self, launch: Launch) -> torch.Tensor:
+        logits = torch.empty(len(launch.rows.sampling), self._vocabulary)
+        self._step(launch.rows, StepSpec(logits=logits.data_ptr()))
         return logits
 
-    def greedy(self, rows: Rows) -> tuple[torch.Tensor, torch.Tensor]:
-        tokens = torch.empty(len(rows.sampling), dtype=torch.int32)
-        finite = torch.empty(len(rows.sampling), dtype=torch.bool)
-        self._step(rows, StepSpec(best=tokens.data_ptr(), finite=finite.data_ptr()))
+    def greedy(self, launch: Launch) -> tuple[torch.Tensor, torch.Tensor]:
+        sampled = len(launch.rows.sampling)
+        tokens = torch.empty(sampled, dtype=torch.int32)
+        finite = torch.empty(sampled, dtype=torch.bool)
+        self._step(launch.rows, StepSpec(best=tokens.data_ptr(), finite=finite.data_ptr()))
         return tokens, finite
 
     def _step(self, rows: Rows, step: StepSpec) -> None:
@@ -163,11 +119,9 @@ class NativeCompute:
         step.sample, step.sampled = sampling.data_ptr(), len(sampling)
         if len(self.times):
             step.times = self.times.ctypes.data
-        given = self._prompts.used(rows.slot, rows.start)
-        if given.any():
-            addresses = torch.from_numpy(self._prompts.addresses(rows.slot, given))
-            until = torch.from_numpy(tables.prompt_len[rows.slot].astype(np.int64))
-            step.given, step.given_until = addresses.data_ptr(), until.data_ptr()
+        if rows.given is not None:
+            addresses = self._prompts.addresses(rows.given)
+            step.given, step.given_until = addresses.ctypes.data, rows.given.until.ctypes.data
         error = self._library.fb_step(self._model, ctypes.byref(step))
         if error:
             raise PlanError(ERRORS[error])

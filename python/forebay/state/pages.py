@@ -6,7 +6,7 @@ import torch
 
 from forebay.attention.backend import LayerKV
 from forebay.device import Device
-from forebay.runner.config import ConfigError, RunnerConfig
+from forebay.state.config import ConfigError, RunnerConfig
 from forebay.weights.config import ModelConfig
 
 

@@ -1,0 +1,45 @@
+//! Requests that wait for a place, and those that have waited too long.
+
+use crate::owner::Owner;
+use crate::types::{Arrival, FinishReason, RequestError};
+
+impl Owner {
+    /// A request begins to wait.
+    pub(super) fn arrived(&mut self, id: u64, arrival: Arrival) {
+        self.deadlines.extend(self.deadline(arrival).map(|at| (at, id)));
+        self.arrivals.insert(id, arrival);
+    }
+
+    /// A request waits no more; what it took of the queue is given back by the caller.
+    pub(super) fn forget_arrival(&mut self, id: u64) -> Option<Arrival> {
+        let arrival = self.arrivals.remove(&id)?;
+        if let Some(at) = self.deadline(arrival) {
+            self.deadlines.remove(&(at, id));
+        }
+        Some(arrival)
+    }
+
+    /// Ends those that have waited too long. Reads the clock only where somebody may have.
+    pub(super) fn expire(&mut self) {
+        let limit = self.config.queue_timeout_us;
+        while let Some(&(at, id)) = self.deadlines.first() {
+            let now = self.shared.clock.now_us();
+            if at > now {
+                return;
+            }
+            self.deadlines.pop_first();
+            if self.scheduler.as_mut().is_some_and(|scheduler| scheduler.abort(id)) {
+                let retry_after = self.shared.queued.retry_after(now);
+                let seconds = limit / 1_000_000;
+                let late = RequestError::QueueTimeout { seconds, retry_after };
+                self.end(id, FinishReason::Error(late));
+            }
+        }
+    }
+
+    fn deadline(&self, arrival: Arrival) -> Option<u64> {
+        let limit = self.config.queue_timeout_us;
+        let limited = limit > 0 && !arrival.place.probe;
+        limited.then(|| arrival.at_us.saturating_add(limit))
+    }
+}

@@ -1,0 +1,223 @@
+//! Who waits for a place, how much each client may have waiting, and how long it will take.
+
+use std::collections::HashMap;
+
+use parking_lot::Mutex;
+
+/// Probes that may wait at a time, whoever else does.
+const PROBES: usize = 16;
+/// Microseconds of a measurement of how fast the queue moves.
+const WINDOW_US: u64 = 10_000_000;
+/// Seconds that a client is asked to wait at most.
+const LONGEST_S: u64 = 60;
+
+/// Requests that were submitted and never yet admitted, of all engines that share it.
+///
+/// A client that is alone may fill the queue. As soon as others wait, it gets no more than half of it, and for those that have only a few
+/// requests waiting there is a quarter on top: a full queue is full for those who filled it.
+#[derive(Debug, Default)]
+pub struct Waiting(Mutex<Inner>);
+
+#[derive(Debug, Default)]
+struct Inner {
+    requests: usize,
+    tokens: u64,
+    clients: HashMap<u64, usize>,
+    probes: usize,
+    rate: Rate,
+}
+
+/// What a request takes of the queue.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Place {
+    /// Whose it is.
+    pub(crate) client: u64,
+    /// Tokens that it may come to.
+    pub(crate) tokens: u64,
+    /// It is not counted among the others.
+    pub(crate) probe: bool,
+}
+
+/// Tokens that left the queue for a place, over the time in which anybody waited.
+#[derive(Debug, Default)]
+struct Rate {
+    since_us: u64,
+    tokens: u64,
+    /// Tokens and microseconds of the window before.
+    before: (u64, u64),
+}
+
+impl Rate {
+    fn roll(&mut self, now_us: u64) {
+        self.before = (self.tokens, now_us.saturating_sub(self.since_us));
+        (self.since_us, self.tokens) = (now_us, 0);
+    }
+
+    fn note(&mut self, tokens: u64, now_us: u64) {
+        if now_us.saturating_sub(self.since_us) >= WINDOW_US {
+            self.roll(now_us);
+        }
+        self.tokens = self.tokens.saturating_add(tokens);
+    }
+
+    /// Seconds until so many tokens have left, as fast as they did of late.
+    fn seconds_for(&self, tokens: u64, now_us: u64) -> u64 {
+        let measured = u128::from(self.tokens) + u128::from(self.before.0);
+        let micros = now_us.saturating_sub(self.since_us).saturating_add(self.before.1);
+        let needed = u128::from(tokens) * u128::from(micros);
+        let seconds = needed.div_ceil(measured.max(1) * 1_000_000);
+        u64::try_from(seconds).unwrap_or(u64::MAX)
+    }
+}
+
+impl Waiting {
+    /// Takes a place among `limit`. The error is the number of seconds after which it may be worth another try.
+    pub(crate) fn enter(&self, place: Place, limit: usize, now_us: u64) -> Result<(), u32> {
+        let mut inner = self.0.lock();
+        if place.probe {
+            if inner.probes >= PROBES {
+                return Err(1);
+            }
+            inner.probes += 1;
+            return Ok(());
+        }
+        let own = inner.clients.get(&place.client).copied().unwrap_or(0);
+        let alone = own == inner.requests;
+        let share = if alone { limit } else { (limit / 2).max(1) };
+        let few = !alone && own < (limit / 16).max(1);
+        let room = if few { limit.saturating_add((limit / 4).max(1)) } else { limit };
+        if own >= share || inner.requests >= room {
+            return Err(inner.retry_after(now_us));
+        }
+        if inner.requests == 0 {
+            inner.rate.since_us = now_us;
+        }
+        inner.requests += 1;
+        inner.tokens = inner.tokens.saturating_add(place.tokens);
+        *inner.clients.entry(place.client).or_default() += 1;
+        Ok(())
+    }
+
+    /// The request has got what it waited for.
+    pub(crate) fn admitted(&self, place: Place, now_us: u64) {
+        let mut inner = self.0.lock();
+        if !place.probe {
+            inner.rate.note(place.tokens, now_us);
+        }
+        inner.leave(place, now_us);
+    }
+
+    /// The request waits no more, and has got nothing.
+    pub(crate) fn left(&self, place: Place, now_us: u64) {
+        self.0.lock().leave(place, now_us);
+    }
+
+    /// Seconds until what waits now will have a place, from 1 to 60.
+    pub(crate) fn retry_after(&self, now_us: u64) -> u32 {
+        self.0.lock().retry_after(now_us)
+    }
+}
+
+impl Inner {
+    fn leave(&mut self, place: Place, now_us: u64) {
+        if place.probe {
+            self.probes = self.probes.saturating_sub(1);
+            return;
+        }
+        self.requests = self.requests.saturating_sub(1);
+        self.tokens = self.tokens.saturating_sub(place.tokens);
+        if let Some(own) = self.clients.get_mut(&place.client) {
+            *own -= 1;
+            if *own == 0 {
+                self.clients.remove(&place.client);
+            }
+        }
+        if self.requests == 0 {
+            self.rate.roll(now_us);
+        }
+    }
+
+    fn retry_after(&self, now_us: u64) -> u32 {
+        let seconds = self.rate.seconds_for(self.tokens, now_us);
+        u32::try_from(seconds.clamp(1, LONGEST_S)).unwrap_or(1)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const SECOND: u64 = 1_000_000;
+
+    fn place(client: u64) -> Place {
+        Place { client, tokens: 100, probe: false }
+    }
+
+    fn fill(waiting: &Waiting, client: u64, limit: usize) -> usize {
+        (0..).take_while(|_| waiting.enter(place(client), limit, 0).is_ok()).count()
+    }
+
+    #[test]
+    fn a_client_alone_may_fill_the_queue_and_others_still_get_in() {
+        let waiting = Waiting::default();
+        assert_eq!(fill(&waiting, 1, 64), 64);
+        assert_eq!(fill(&waiting, 2, 64), 4, "a few of each");
+        assert_eq!(fill(&waiting, 3, 64), 4);
+        let more: usize = (4..100).map(|client| fill(&waiting, client, 64)).sum();
+        assert_eq!(more, 8, "but not without limit: 80 in all");
+        assert_eq!(fill(&waiting, 1, 64), 0);
+    }
+
+    #[test]
+    fn beside_others_a_client_has_half() {
+        let waiting = Waiting::default();
+        waiting.enter(place(1), 64, 0).expect("room");
+        assert_eq!(fill(&waiting, 2, 64), 32);
+        assert_eq!(fill(&waiting, 3, 64), 31);
+        waiting.left(place(2), 0);
+        waiting.left(place(1), 0);
+        assert_eq!(fill(&waiting, 2, 64), 1, "the places that it gave back");
+        assert_eq!(fill(&Waiting::default(), 1, 0), 0);
+    }
+
+    #[test]
+    fn probes_have_places_of_their_own() {
+        let waiting = Waiting::default();
+        fill(&waiting, 1, 5);
+        let probe = Place { probe: true, ..place(9) };
+        for _ in 0..PROBES {
+            waiting.enter(probe, 5, 0).expect("room");
+        }
+        assert_eq!(waiting.enter(probe, 5, 0), Err(1));
+        waiting.left(probe, 0);
+        waiting.enter(probe, 5, 0).expect("room");
+        assert_eq!(fill(&waiting, 2, 5), 1, "they take nothing from the others");
+    }
+
+    #[test]
+    fn the_time_to_wait_is_that_of_what_waits() {
+        let waiting = Waiting::default();
+        // Nobody waited for an hour, which says nothing of how fast the queue moves.
+        let start = 3600 * SECOND;
+        for _ in 0..50 {
+            waiting.enter(place(1), 1000, start).expect("room");
+        }
+        for second in 1..=20 {
+            waiting.admitted(place(1), start + second * SECOND);
+        }
+        let now = start + 20 * SECOND;
+        let thirty = waiting.retry_after(now);
+        assert!((28..=31).contains(&thirty), "30 are left, one a second: {thirty}");
+        for _ in 0..25 {
+            waiting.admitted(place(1), now);
+        }
+        let sooner = waiting.retry_after(now);
+        assert!(sooner < 5, "{sooner}");
+        for _ in 0..100_000 {
+            waiting.enter(place(1), 1_000_000, now).expect("room");
+        }
+        assert_eq!(waiting.retry_after(now + 10 * SECOND), 60);
+        let empty = Waiting::default();
+        assert_eq!(empty.retry_after(start), 1);
+    }
+}

@@ -1,0 +1,317 @@
+//! Hands that do not come up, requests that bring them down, and requests that wait: in virtual time.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::time::Duration;
+
+use forebay_engine::{
+    Clock, Engine, EngineConfig, EngineHandle, EngineRequest, EngineThread, FinishReason, Hooks,
+    Orphan, Output, OutputSink, Peers, Policy, RequestError, RequestId, Route, Status, SubmitError,
+};
+use forebay_protocol::SamplingParams;
+use forebay_sim::{DeviceModel, SimClock, SimConfig, SimControl, SimExecutor, SimText};
+
+const VOCAB: u32 = 1000;
+const POISON: i32 = 777;
+/// Far longer than anything here takes: a test that reaches it hangs.
+const PATIENCE: Duration = Duration::from_secs(60);
+const SECOND: u64 = 1_000_000;
+
+struct ChannelSink(Sender<Vec<Output>>);
+
+impl OutputSink for ChannelSink {
+    fn deliver(&mut self, outputs: Vec<Output>) {
+        // The test may be over.
+        let _ = self.0.send(outputs);
+    }
+}
+
+/// Other replicas that never take anything, and serve as long as they are told to.
+struct Others(Arc<AtomicBool>);
+
+impl Peers for Others {
+    fn up(&self, _: bool) {}
+    fn others_up(&self) -> bool {
+        false
+    }
+    fn others_live(&self) -> bool {
+        self.0.load(Ordering::SeqCst)
+    }
+    fn adopt(&self, orphans: Vec<Orphan>) -> Vec<Orphan> {
+        orphans
+    }
+    fn abort(&self, _: RequestId) {}
+}
+
+struct Rig {
+    handle: EngineHandle,
+    clock: SimClock,
+    control: SimControl,
+    outputs: Receiver<Vec<Output>>,
+    exit: Receiver<()>,
+    _thread: EngineThread,
+}
+
+fn config() -> EngineConfig {
+    EngineConfig {
+        max_running: 4,
+        slots: 6,
+        page_size: 4,
+        token_budget: 32,
+        prefix_cache: true,
+        policy: Policy::Fcfs,
+        fair: true,
+        lookahead: 1,
+        max_queued: 64,
+        queue_timeout_us: 0,
+        context_length: 400,
+        watchdog_us: 10 * SECOND,
+        load_timeout_us: 20 * SECOND,
+        restart_limit: 1,
+    }
+}
+
+impl Rig {
+    fn start(config: EngineConfig) -> Self {
+        let rig = Self::broken(config, None, |_| {});
+        rig.settled(|status| *status == Status::Ready);
+        // Virtual time would run away from the test's submits.
+        rig.control.hold();
+        rig
+    }
+
+    fn broken(
+        config: EngineConfig,
+        others: Option<Arc<AtomicBool>>,
+        breaking: impl FnOnce(&SimControl),
+    ) -> Self {
+        let clock = SimClock::virtual_time();
+        let (executor, control) = SimExecutor::new(SimConfig {
+            clock: clock.clone(),
+            model: DeviceModel { step_us: 10_000.0, ..DeviceModel::INSTANT },
+            seed: 0,
+            load_us: SECOND,
+            page_count: 500,
+            vocab_size: VOCAB,
+            hidden_size: 4,
+            text: SimText::endless((0..VOCAB as i32 / 2).collect()),
+            device: "sim".into(),
+        });
+        control.poison(POISON);
+        breaking(&control);
+        let (sender, outputs) = channel();
+        let (ended, exit) = channel();
+        let peers = others.map(|live| -> Box<dyn Peers> { Box::new(Others(live)) });
+        let on_exit = Box::new(move || {
+            // The test may be over.
+            let _ = ended.send(());
+        });
+        let hooks = Hooks { peers, on_exit, ..Hooks::new(Box::new(ChannelSink(sender))) };
+        let (handle, thread) =
+            Engine::start(config, Box::new(executor), Arc::new(clock.clone()), hooks)
+                .expect("thread");
+        Self { handle, clock, control, outputs, exit, _thread: thread }
+    }
+
+    /// Waits for a status; there is no event to wait for, and no assertion hangs on how long it takes.
+    fn settled(&self, wanted: impl Fn(&Status) -> bool) -> Status {
+        loop {
+            let status = self.handle.status();
+            if wanted(&status) {
+                return status;
+            }
+            std::thread::yield_now();
+        }
+    }
+
+    /// Lets time go on until `count` requests have ended, each once; tokens and end of each.
+    fn follow(&self, count: usize) -> HashMap<u64, (usize, FinishReason)> {
+        self.control.release();
+        let (mut tokens, mut ends) = (HashMap::new(), HashMap::new());
+        while ends.len() < count {
+            for output in self.outputs.recv_timeout(PATIENCE).expect("outputs") {
+                let id = output.id.0;
+                assert!(!ends.contains_key(&id), "something after the end: {output:?}");
+                let tokens = tokens.entry(id).or_insert(0);
+                *tokens += usize::from(output.token.is_some());
+                ends.extend(output.finish.map(|finish| (id, (*tokens, finish))));
+            }
+        }
+        ends
+    }
+}
+
+fn request(id: u64, prompt: Vec<i32>, max_tokens: u32) -> EngineRequest {
+    EngineRequest {
+        id: RequestId(id),
+        prompt,
+        generated: Vec::new(),
+        names: Vec::new(),
+        max_tokens,
+        pooling: None,
+        stop_ids: Vec::new(),
+        sampling: SamplingParams::default(),
+        priority: 0,
+        client: 0,
+        probe: false,
+        embeds: None,
+        route: Route::default(),
+    }
+}
+
+fn failed(reason: &str) -> FinishReason {
+    FinishReason::Error(RequestError::HandFailed(reason.into()))
+}
+
+#[test]
+fn however_many_requests_kill_the_hand_it_is_never_given_up() {
+    let rig = Rig::start(EngineConfig { restart_limit: 0, ..config() });
+    for id in 0..40 {
+        let prompt = if id % 4 == 3 { vec![1, 2, 3] } else { vec![1, POISON] };
+        rig.handle.submit(request(id, prompt, 10)).expect("room");
+    }
+    for (id, (tokens, finish)) in rig.follow(40) {
+        if id % 4 == 3 {
+            assert_eq!((tokens, finish), (10, FinishReason::Length), "request {id}");
+        } else {
+            assert_eq!(finish, FinishReason::Error(RequestError::Poisoned), "request {id}");
+        }
+    }
+    rig.settled(|status| *status == Status::Ready);
+    assert!(rig.handle.stats().hand_deaths >= 31, "each but the first in a batch of its own");
+}
+
+#[test]
+fn a_hand_that_hangs_while_it_comes_back_is_started_again() {
+    let rig = Rig::start(config());
+    rig.handle.submit(request(0, vec![1, 2], 50)).expect("room");
+    rig.control.hang_starts(1);
+    rig.control.kill();
+    assert_eq!(rig.follow(1)[&0], (50, FinishReason::Length));
+    assert_eq!(rig.handle.stats().hand_deaths, 2);
+    assert!(rig.clock.now_us() >= 20 * SECOND, "it had its time");
+}
+
+#[test]
+fn a_first_start_that_fails_or_hangs_is_final() {
+    let cases: [(fn(&SimControl), &str); 2] = [
+        (|control| control.fail_starts(1), "start refused"),
+        (|control| control.hang_starts(1), "no sign of life for 20 s while it started"),
+    ];
+    for (breaking, reason) in cases {
+        let rig = Rig::broken(config(), None, breaking);
+        rig.exit.recv_timeout(PATIENCE).expect("the engine ends");
+        assert_eq!(rig.handle.status(), Status::Failed(reason.to_owned()));
+        let refused = rig.handle.submit(request(0, vec![1], 1));
+        assert_eq!(refused, Err(SubmitError::Unavailable(reason.to_owned())));
+    }
+}
+
+#[test]
+fn when_the_only_hand_is_given_up_every_request_is_told_and_the_engine_ends() {
+    let rig = Rig::start(config());
+    for id in 0..20 {
+        rig.handle.submit(request(id, vec![1, 2], 50)).expect("room");
+    }
+    rig.control.fail_starts(1000);
+    rig.control.kill();
+    let ends = rig.follow(20);
+    assert!(ends.values().all(|(_, finish)| *finish == failed("start refused")));
+    rig.exit.recv_timeout(PATIENCE).expect("the engine ends");
+}
+
+#[test]
+fn a_hand_that_was_given_up_is_tried_again_as_long_as_another_serves() {
+    for first_start in [false, true] {
+        let others = Arc::new(AtomicBool::new(true));
+        let starts = if first_start { 3 } else { 0 };
+        let rig = Rig::broken(config(), Some(Arc::clone(&others)), |control| {
+            control.fail_starts(starts);
+        });
+        if !first_start {
+            rig.settled(|status| *status == Status::Ready);
+            rig.control.hold();
+            rig.handle.submit(request(0, vec![1, 2], 5)).expect("room");
+            rig.control.fail_starts(4);
+            rig.control.kill();
+            // It waits here, because the others that live are not up either.
+            assert_eq!(rig.follow(1)[&0], (5, FinishReason::Length));
+        }
+        rig.settled(|status| *status == Status::Ready);
+        let waited = if first_start { 30 + 60 + 120 } else { 30 + 60 };
+        assert!(rig.clock.now_us() >= waited * SECOND, "{} us", rig.clock.now_us());
+        others.store(false, Ordering::SeqCst);
+        rig.control.fail_starts(1000);
+        rig.control.kill();
+        rig.control.release();
+        rig.exit.recv_timeout(PATIENCE).expect("now that nobody else serves, it is final");
+        assert_eq!(rig.handle.status(), Status::Failed("start refused".into()));
+    }
+}
+
+#[test]
+fn who_waits_too_long_is_told_once_and_the_others_are_served() {
+    let config = EngineConfig { max_running: 1, queue_timeout_us: SECOND, ..config() };
+    let rig = Rig::start(config);
+    // A step takes 10 ms.
+    for (id, tokens) in [(0, 60), (1, 20), (2, 50), (3, 50)] {
+        rig.handle.submit(request(id, vec![1, 2], tokens)).expect("room");
+    }
+    let ends = rig.follow(4);
+    assert_eq!(ends[&0], (60, FinishReason::Length));
+    assert_eq!(ends[&1], (20, FinishReason::Length));
+    assert_eq!(
+        ends[&2],
+        (50, FinishReason::Length),
+        "admitted in time, and then it may take longer"
+    );
+    let (tokens, finish) = &ends[&3];
+    let FinishReason::Error(RequestError::QueueTimeout { seconds: 1, retry_after }) = finish else {
+        panic!("{finish:?}")
+    };
+    assert_eq!((*tokens, *retry_after), (0, 1), "nobody waits any more");
+    rig.control.hold();
+    for id in 4..64 + 4 {
+        rig.handle.submit(request(id, vec![1], 1)).expect("its place was given back");
+    }
+    rig.control.release();
+    rig.follow(64);
+}
+
+#[test]
+fn a_full_queue_has_room_for_other_clients_and_for_probes() {
+    let rig = Rig::start(EngineConfig { max_running: 1, slots: 2, ..config() });
+    let mut crowd = 0;
+    let refused = loop {
+        match rig.handle.submit(request(crowd, vec![1], 100)) {
+            Ok(()) => crowd += 1,
+            Err(error) => break error,
+        }
+        assert!(crowd < 1000, "nobody was refused");
+    };
+    assert!(matches!(refused, SubmitError::QueueFull { limit: 64, .. }), "{refused:?}");
+    let other = EngineRequest { client: 2, ..request(1000, vec![1], 2) };
+    rig.handle.submit(other).expect("one client has filled the queue, not this one");
+    let probe = EngineRequest { probe: true, ..request(1001, vec![1], 1) };
+    rig.handle.submit(probe).expect("there is always room for a probe");
+    rig.control.release();
+    let mut order = Vec::new();
+    while order.len() < crowd as usize + 2 {
+        let outputs = rig.outputs.recv_timeout(PATIENCE).expect("outputs");
+        order.extend(outputs.iter().filter(|o| o.finish.is_some()).map(|o| o.id.0));
+    }
+    assert_eq!(order[0], 1001, "before the one that was running");
+    let turn = order.iter().position(|&id| id == 1000).expect("it ended");
+    assert!(turn < 4, "its turn came after {turn} others");
+}
+
+#[test]
+fn what_no_plan_can_carry_is_refused_at_the_door() {
+    let rig = Rig::start(config());
+    let refused = rig.handle.submit(request(0, vec![1], u32::MAX));
+    let Err(SubmitError::TooLarge { param, words, limit }) = refused else { panic!("{refused:?}") };
+    assert_eq!(param, "logit_bias");
+    assert!(words > limit && limit < 1 << 26);
+}

@@ -1,0 +1,63 @@
+//! How many files and sockets this process may have open, and how many of them may be connections.
+
+use anyhow::{Result, bail};
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+use tracing::warn;
+
+/// More connections than this need a front with several processes anyway.
+const MOST_CONNECTIONS: u64 = 65_536;
+/// For files, logs, threads' wake-ups, connections beyond the limit that are told so, and new ones that are not counted yet.
+const OTHERS: u64 = 192;
+/// For a hand: its socket, its process, and what starting another one needs.
+const PER_HAND: u64 = 8;
+
+/// Raises the limit of open files to the most that this user may have. Gives the limit.
+pub(crate) fn raise() -> u64 {
+    let Rlimit { current, maximum } = getrlimit(Resource::Nofile);
+    if current != maximum
+        && let Err(error) = setrlimit(Resource::Nofile, Rlimit { current: maximum, maximum })
+    {
+        warn!(%error, "the limit of open files stays as it is");
+        return current.unwrap_or(u64::MAX);
+    }
+    maximum.unwrap_or(u64::MAX)
+}
+
+/// How many connections there may be where `limit` files may be open and `hands` hands run.
+///
+/// # Errors
+/// `wanted` is more than the limit leaves.
+pub(crate) fn connections(wanted: Option<u32>, limit: u64, hands: u32) -> Result<usize> {
+    let others = OTHERS + PER_HAND * u64::from(hands);
+    let room = limit.saturating_sub(others).max(limit / 2);
+    let connections = match wanted.map(u64::from) {
+        Some(wanted) if wanted > room => bail!(
+            "--max-connections {wanted}: of the {limit} files that may be open (ulimit -n), {room} can be connections"
+        ),
+        Some(wanted) => wanted,
+        None => room.min(MOST_CONNECTIONS),
+    };
+    Ok(usize::try_from(connections)?)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn connections_leave_descriptors_for_the_rest() {
+        assert_eq!(connections(None, 1 << 20, 1).unwrap(), 65_536);
+        assert_eq!(connections(None, 1024, 2).unwrap(), 1024 - 192 - 16);
+        assert_eq!(connections(None, 300, 1).unwrap(), 150);
+        assert_eq!(connections(Some(100), 1024, 1).unwrap(), 100);
+        assert_eq!(connections(Some(1 << 17), u64::MAX, 1).unwrap(), 1 << 17);
+        assert!(connections(Some(1000), 1024, 1).is_err());
+    }
+
+    #[test]
+    fn the_limit_is_the_most_there_is() {
+        let limit = raise();
+        let now = getrlimit(Resource::Nofile);
+        assert_eq!((now.current, now.current.unwrap_or(u64::MAX)), (now.maximum, limit));
+    }
+}

@@ -1,0 +1,191 @@
+//! Who may ask, and how they show it.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result, bail};
+use clap::Args;
+use forebay_server::{Access, Keys, Tls, TrustedProxies};
+
+/// Names that only this machine's own programs use for it.
+const LOCAL_HOSTS: [&str; 3] = ["localhost", "127.0.0.1", "::1"];
+
+#[derive(Debug, Args)]
+#[command(next_help_heading = "Access")]
+pub(crate) struct AccessFlags {
+    /// Clients must send `Authorization: Bearer KEY`, or `X-Api-Key: KEY`; may be given several times. Better in a file or in the
+    /// environment, where other users of the machine don't see it.
+    #[arg(long, value_name = "KEY", env = "FOREBAY_API_KEY", hide_env_values = true)]
+    pub(crate) api_key: Vec<String>,
+    /// File with such keys, one a line.
+    #[arg(long, value_name = "FILE")]
+    pub(crate) api_key_file: Option<PathBuf>,
+    /// Key for what changes the server or tells about it: draining, flushing, /server_info, /v1/loads. Without one, the other keys do.
+    #[arg(long, value_name = "KEY", env = "FOREBAY_ADMIN_API_KEY", hide_env_values = true)]
+    pub(crate) admin_api_key: Vec<String>,
+    /// File with such keys, one a line.
+    #[arg(long, value_name = "FILE")]
+    pub(crate) admin_api_key_file: Option<PathBuf>,
+    /// Hosts that requests may name: `*.example.com` is all below it, `*` any. With commas [default: any; with neither a key nor another address
+    /// than this machine's own, that and localhost, against pages that make a name of theirs mean this machine].
+    #[arg(long, value_name = "HOSTS", value_delimiter = ',')]
+    pub(crate) allowed_hosts: Vec<String>,
+    /// Web pages that may ask, as in https://chat.example.com; `*` is any. With commas [default: none].
+    #[arg(long, value_name = "ORIGINS", value_delimiter = ',')]
+    pub(crate) allowed_origins: Vec<String>,
+    /// What a proxy in front has before all paths, such as /llm; requests may have it or not.
+    #[arg(long, value_name = "PATH", default_value = "", hide_default_value = true, value_parser = root_path)]
+    pub(crate) root_path: String,
+    /// Proxies that are believed when X-Forwarded-For tells whom a request came from: addresses, networks (10.0.0.0/8), and `unix` for a Unix
+    /// socket's other end, with commas.
+    #[arg(long, value_name = "LIST", default_value = "", hide_default_value = true)]
+    pub(crate) trusted_proxies: TrustedProxies,
+    /// Certificate as PEM, with its chain after it: connections are encrypted.
+    #[arg(long, value_name = "FILE", requires = "ssl_keyfile")]
+    pub(crate) ssl_certfile: Option<PathBuf>,
+    /// Its key as PEM, not encrypted.
+    #[arg(long, value_name = "FILE", requires = "ssl_certfile")]
+    pub(crate) ssl_keyfile: Option<PathBuf>,
+}
+
+impl AccessFlags {
+    /// Keys for the model's use.
+    pub(crate) fn keys(&self) -> Result<Keys> {
+        keys("--api-key", &self.api_key, self.api_key_file.as_deref())
+    }
+
+    /// Keys for the rest.
+    pub(crate) fn admin_keys(&self) -> Result<Keys> {
+        keys("--admin-api-key", &self.admin_api_key, self.admin_api_key_file.as_deref())
+    }
+
+    /// What hosts and pages may ask a server that is bound to `loopback`, if it is bound to nothing else.
+    pub(crate) fn access(&self, loopback: Option<&str>, keys: &Keys) -> Access {
+        // Whoever has no key can be told apart from a web page by nothing else.
+        let local = loopback.filter(|_| keys.is_empty());
+        let allowed_hosts = match (self.allowed_hosts.as_slice(), local) {
+            ([], None) => None,
+            ([], Some(bound)) => {
+                Some(LOCAL_HOSTS.into_iter().chain([bound]).map(str::to_owned).collect())
+            }
+            (given, _) => Some(given.to_vec()),
+        };
+        Access {
+            allowed_hosts,
+            allowed_origins: self.allowed_origins.clone(),
+            refuse_other_origins: local.is_some(),
+        }
+    }
+
+    /// The certificate, where there is one.
+    pub(crate) fn tls(&self) -> Result<Option<Tls>> {
+        let (Some(certificate), Some(key)) = (&self.ssl_certfile, &self.ssl_keyfile) else {
+            return Ok(None);
+        };
+        match Tls::from_files(certificate, key) {
+            Ok(tls) => Ok(Some(tls)),
+            Err(reason) => bail!("{reason}"),
+        }
+    }
+}
+
+/// Keys given by a flag, its environment variable or a file.
+fn keys(flag: &str, given: &[String], file: Option<&Path>) -> Result<Keys> {
+    let mut all = given.to_vec();
+    if let Some(file) = file {
+        let text =
+            fs::read_to_string(file).with_context(|| format!("{flag}-file {}", file.display()))?;
+        let lines: Vec<_> = text.lines().map(str::trim).filter(|line| !line.is_empty()).collect();
+        if lines.is_empty() {
+            bail!("{flag}-file {}: it has no key", file.display());
+        }
+        all.extend(lines.into_iter().map(str::to_owned));
+    }
+    // A key that nobody can show would lock everybody out, and an empty one nobody.
+    if all.iter().any(|key| key.is_empty() || !key.bytes().all(|byte| byte.is_ascii_graphic())) {
+        bail!(
+            "{flag}: a key is made of at least one letter, digit or sign of ASCII, without spaces"
+        );
+    }
+    Ok(Keys::new(all))
+}
+
+/// Flags among `arguments` whose value is a secret.
+pub(crate) fn visible_keys(arguments: impl IntoIterator<Item = String>) -> Vec<&'static str> {
+    let given: Vec<String> = arguments.into_iter().collect();
+    let is = |flag: &str| {
+        given.iter().any(|argument| argument.split('=').next().is_some_and(|name| name == flag))
+    };
+    ["--api-key", "--admin-api-key", "--registration-key"]
+        .into_iter()
+        .filter(|flag| is(flag))
+        .collect()
+}
+
+fn root_path(text: &str) -> Result<String, String> {
+    let path = text.trim_end_matches('/');
+    let plain = |byte: u8| byte.is_ascii_alphanumeric() || b"/-._~".contains(&byte);
+    if !path.is_empty() && !(path.starts_with('/') && path.bytes().all(plain)) {
+        return Err("expected a path such as /llm".into());
+    }
+    Ok(path.to_owned())
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::Parser;
+
+    use super::*;
+
+    #[derive(Parser)]
+    #[command(args_override_self = true)]
+    struct Only {
+        #[command(flatten)]
+        flags: AccessFlags,
+    }
+
+    fn flags(arguments: &[&str]) -> AccessFlags {
+        Only::try_parse_from([&["serve"], arguments].concat()).unwrap().flags
+    }
+
+    #[test]
+    fn keys_add_up() {
+        let several = flags(&["--api-key", "a", "--api-key", "b"]);
+        assert_eq!(format!("{:?}", several.keys().unwrap()), "2 keys");
+        assert!(several.admin_keys().unwrap().is_empty());
+        for wrong in ["", "two words", "schlüssel"] {
+            assert!(flags(&["--api-key", wrong]).keys().is_err(), "{wrong}");
+        }
+        assert!(flags(&["--api-key-file", "/dev/null"]).keys().is_err());
+    }
+
+    #[test]
+    fn keys_in_the_process_list_are_noticed() {
+        let visible = |list: &[&str]| visible_keys(list.iter().map(|&item| item.to_owned()));
+        assert_eq!(visible(&["serve", "--api-key", "x"]), ["--api-key"]);
+        assert_eq!(visible(&["--admin-api-key=x", "--api-key-file=y"]), ["--admin-api-key"]);
+    }
+
+    #[test]
+    fn who_has_no_key_is_guarded_by_its_address() {
+        let none = Keys::default();
+        let plain = flags(&[]).access(Some("127.0.0.2"), &none);
+        let hosts = plain.allowed_hosts.unwrap();
+        assert_eq!(hosts, ["localhost", "127.0.0.1", "::1", "127.0.0.2"]);
+        assert!(plain.refuse_other_origins);
+        for (loopback, keys) in [(None, none.clone()), (Some("::1"), Keys::new(["a"]))] {
+            let open = flags(&[]).access(loopback, &keys);
+            assert!(open.allowed_hosts.is_none() && !open.refuse_other_origins);
+        }
+        let given = flags(&["--allowed-hosts", "a,b"]).access(None, &none);
+        assert_eq!(given.allowed_hosts.unwrap(), ["a", "b"]);
+    }
+
+    #[test]
+    fn a_root_is_a_path() {
+        assert_eq!(flags(&["--root-path", "/llm/"]).root_path, "/llm");
+        assert_eq!(flags(&["--root-path", "/"]).root_path, "");
+        assert!(Only::try_parse_from(["serve", "--root-path", "llm"]).is_err());
+        assert!(Only::try_parse_from(["serve", "--ssl-certfile", "x"]).is_err());
+    }
+}

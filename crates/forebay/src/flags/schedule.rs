@@ -1,0 +1,68 @@
+//! What runs, what waits, and in which order.
+
+use std::time::Duration;
+
+use clap::{Args, ValueEnum};
+use serde::Serialize;
+
+use super::seconds;
+
+#[derive(Debug, Args)]
+#[command(next_help_heading = "Scheduling")]
+pub(crate) struct ScheduleFlags {
+    /// Most requests that run at a time.
+    #[arg(long, visible_alias = "max-num-seqs", default_value_t = 256, value_parser = clap::value_parser!(u32).range(1..=65536))]
+    pub(crate) max_running_requests: u32,
+    /// Most requests that wait; more are answered 429. One client has at most half of it while others wait, and for clients with few
+    /// requests waiting there is a quarter more.
+    #[arg(long, default_value_t = 4096)]
+    pub(crate) max_queued_requests: usize,
+    /// Seconds that a request may wait for its turn, before it is answered 503 `queue_timeout`; 0: as long as its client does.
+    #[arg(long, default_value = "0", value_parser = seconds)]
+    pub(crate) queue_timeout: Duration,
+    /// All requests are as one client's: whoever came first goes first, with however many and however long requests.
+    #[arg(long)]
+    pub(crate) disable_fair_queueing: bool,
+    /// Largest `priority`, and smallest below 0, that clients may ask for; others are answered 400 [default: any].
+    #[arg(long, value_name = "PRIORITY", value_parser = clap::value_parser!(u32).range(..=1 << 31))]
+    pub(crate) max_client_priority: Option<u32>,
+    /// Most tokens a step; longer prompts are computed in chunks beside the running requests.
+    #[arg(long, visible_alias = "max-num-batched-tokens", default_value_t = 1024, value_parser = clap::value_parser!(u32).range(1..))]
+    pub(crate) chunked_prefill_size: u32,
+    /// Tokens a KV page.
+    #[arg(long, visible_alias = "block-size", default_value_t = 16, value_parser = clap::value_parser!(u32).range(1..=4096))]
+    pub(crate) page_size: u32,
+    /// Share of the device's free memory for weights and KV pages; replicas on a CPU divide it [default: 0.3 on a CPU].
+    #[arg(long, visible_alias = "gpu-memory-utilization", value_parser = fraction)]
+    pub(crate) mem_fraction_static: Option<f64>,
+    /// Size of the KV pool in tokens, instead of a share of memory.
+    #[arg(long, value_name = "TOKENS", value_parser = clap::value_parser!(u64).range(1..))]
+    pub(crate) max_total_tokens: Option<u64>,
+    /// Do not share the KV pages of equal beginnings.
+    #[arg(long, visible_alias = "no-enable-prefix-caching")]
+    pub(crate) disable_radix_cache: bool,
+    /// Order of the waiting queue.
+    #[arg(long, visible_alias = "scheduling-policy", value_enum, default_value_t)]
+    pub(crate) schedule_policy: SchedulePolicy,
+    /// With the priority policy, the smaller number goes first (as in vLLM).
+    #[arg(long)]
+    pub(crate) schedule_low_priority_values_first: bool,
+    /// Steps planned ahead of the one that computes; 0 is the serial loop.
+    #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u32).range(0..=1))]
+    pub(crate) lookahead: u32,
+}
+
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, ValueEnum, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub(crate) enum SchedulePolicy {
+    #[default]
+    Fcfs,
+    Priority,
+}
+
+fn fraction(text: &str) -> Result<f64, String> {
+    match text.parse::<f64>() {
+        Ok(value) if value > 0.0 && value <= 1.0 => Ok(value),
+        _ => Err("expected a number above 0 and at most 1".into()),
+    }
+}

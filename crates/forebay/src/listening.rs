@@ -1,0 +1,140 @@
+//! Opens what connections come by, before anything that takes long.
+
+use std::fs;
+use std::io;
+use std::net::TcpListener;
+use std::os::unix::fs::{FileTypeExt, MetadataExt};
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result, bail};
+use forebay_server::Listener;
+
+use crate::flags::ListenFlags;
+
+/// Connections that may wait to be accepted, as far as the system allows it. Of a burst beyond that, connections are dropped, and tried
+/// again a second later; the standard library asks for 128.
+const BACKLOG: i32 = 65_535;
+
+/// Listens on an address and port.
+pub(crate) fn tcp(host: &str, port: u16) -> Result<TcpListener> {
+    let listener = TcpListener::bind((host, port))
+        .with_context(|| format!("cannot listen on {host}:{port}"))?;
+    rustix::net::listen(&listener, BACKLOG)?;
+    listener.set_nonblocking(true)?;
+    Ok(listener)
+}
+
+/// What `serve` listens on.
+pub(crate) enum Bound {
+    Tcp(TcpListener),
+    Unix(UnixListener, SocketFile),
+}
+
+impl Bound {
+    /// Listens where the flags say.
+    pub(crate) fn open(flags: &ListenFlags) -> Result<Self> {
+        let Some(path) = &flags.uds else { return Ok(Self::Tcp(tcp(&flags.host, flags.port)?)) };
+        let (listener, file) =
+            unix(path).with_context(|| format!("cannot listen on {}", path.display()))?;
+        Ok(Self::Unix(listener, file))
+    }
+
+    /// The address, where it is one that only this machine can reach by TCP.
+    pub(crate) fn loopback(&self) -> Result<Option<String>> {
+        let Self::Tcp(listener) = self else { return Ok(None) };
+        let address = listener.local_addr()?.ip();
+        Ok(address.to_canonical().is_loopback().then(|| address.to_string()))
+    }
+
+    /// Where to ask, and what curl needs besides.
+    pub(crate) fn url(&self, encrypted: bool) -> Result<(String, String)> {
+        Ok(match self {
+            Self::Tcp(listener) => {
+                let scheme = if encrypted { "https" } else { "http" };
+                (format!("{scheme}://{}", listener.local_addr()?), String::new())
+            }
+            Self::Unix(_, file) => {
+                ("http://localhost".into(), format!("--unix-socket {} ", file.path.display()))
+            }
+        })
+    }
+
+    /// For the server. The file lives until the second part is dropped.
+    pub(crate) fn listener(self) -> io::Result<(Listener, Option<SocketFile>)> {
+        Ok(match self {
+            Self::Tcp(listener) => (tokio::net::TcpListener::from_std(listener)?.into(), None),
+            Self::Unix(listener, file) => {
+                (tokio::net::UnixListener::from_std(listener)?.into(), Some(file))
+            }
+        })
+    }
+}
+
+/// A socket's file, removed when this is dropped unless it is another's by then.
+#[derive(Debug)]
+pub(crate) struct SocketFile {
+    path: PathBuf,
+    identity: Identity,
+}
+
+impl Drop for SocketFile {
+    fn drop(&mut self) {
+        if identity(&self.path).is_ok_and(|now| now == self.identity) {
+            // Whoever starts next replaces it.
+            let _ = fs::remove_file(&self.path);
+        }
+    }
+}
+
+/// Which file it is: its device and number, and when it was made, because numbers are used again.
+type Identity = (u64, u64, i64, i64);
+
+fn identity(path: &Path) -> io::Result<Identity> {
+    let found = fs::symlink_metadata(path)?;
+    Ok((found.dev(), found.ino(), found.ctime(), found.ctime_nsec()))
+}
+
+fn unix(path: &Path) -> Result<(UnixListener, SocketFile)> {
+    match fs::symlink_metadata(path) {
+        Ok(found) if !found.file_type().is_socket() => bail!("there is a file that is no socket"),
+        Ok(_) => match UnixStream::connect(path) {
+            Err(error) if error.kind() == io::ErrorKind::ConnectionRefused => {
+                fs::remove_file(path)?;
+            }
+            Ok(_) => bail!("somebody listens there"),
+            Err(error) => return Err(error.into()),
+        },
+        Err(error) if error.kind() == io::ErrorKind::NotFound => {}
+        Err(error) => return Err(error.into()),
+    }
+    let listener = UnixListener::bind(path)?;
+    rustix::net::listen(&listener, BACKLOG)?;
+    listener.set_nonblocking(true)?;
+    Ok((listener, SocketFile { path: path.to_owned(), identity: identity(path)? }))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_socket_is_replaced_only_if_nobody_listens() {
+        let folder = std::env::temp_dir().join(format!("forebay-{}", std::process::id()));
+        fs::create_dir_all(&folder).unwrap();
+        let path = folder.join("socket");
+        let (listener, file) = unix(&path).unwrap();
+        assert!(unix(&path).unwrap_err().to_string().contains("somebody listens"));
+        // As a process leaves it that was killed.
+        drop(listener);
+        let (_listener, next) = unix(&path).unwrap();
+        // The first one's end is not the second one's.
+        drop(file);
+        assert!(path.exists());
+        drop(next);
+        assert!(!path.exists());
+        fs::write(&path, "precious").unwrap();
+        assert!(unix(&path).is_err() && fs::read(&path).unwrap() == b"precious");
+        fs::remove_dir_all(&folder).unwrap();
+    }
+}

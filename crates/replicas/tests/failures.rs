@@ -1,0 +1,173 @@
+//! Replicas of which some never come up.
+
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, channel};
+use std::time::Duration;
+
+use forebay_engine::{
+    EngineConfig, EngineRequest, EngineThread, FinishReason, Output, OutputSink, Policy, RequestId,
+    Route, Status,
+};
+use forebay_protocol::SamplingParams;
+use forebay_replicas::{Member, Method, Replicas, ReplicasConfig};
+use forebay_sim::{DeviceModel, SimClock, SimConfig, SimControl, SimExecutor, SimText};
+
+/// Far longer than anything here takes: a test that reaches it hangs.
+const PATIENCE: Duration = Duration::from_secs(60);
+
+struct ChannelSink(std::sync::mpsc::Sender<Vec<Output>>);
+
+impl OutputSink for ChannelSink {
+    fn deliver(&mut self, outputs: Vec<Output>) {
+        // The test may be over.
+        let _ = self.0.send(outputs);
+    }
+}
+
+struct Rig {
+    replicas: Replicas,
+    controls: Vec<SimControl>,
+    outputs: Receiver<Vec<Output>>,
+    exit: Receiver<()>,
+    _threads: Vec<EngineThread>,
+}
+
+/// One replica a number of pages; `breaking` is done to each before it starts.
+fn start(pages: &[u32], breaking: impl Fn(usize, &SimControl)) -> Rig {
+    let clock = SimClock::real();
+    let (sender, outputs) = channel();
+    let (mut members, mut controls) = (Vec::new(), Vec::new());
+    for (at, &page_count) in pages.iter().enumerate() {
+        let (executor, control) = SimExecutor::new(SimConfig {
+            clock: clock.clone(),
+            model: DeviceModel { step_us: 100.0, ..DeviceModel::INSTANT },
+            seed: 0,
+            load_us: 1000,
+            page_count,
+            vocab_size: 100,
+            hidden_size: 4,
+            text: SimText::endless((0..100).collect()),
+            device: "sim".into(),
+        });
+        breaking(at, &control);
+        controls.push(control);
+        members.push(Member {
+            config: EngineConfig {
+                max_running: 16,
+                slots: 24,
+                page_size: 4,
+                token_budget: 64,
+                prefix_cache: true,
+                policy: Policy::Fcfs,
+                fair: true,
+                lookahead: 1,
+                max_queued: 1000,
+                queue_timeout_us: 0,
+                context_length: 400,
+                watchdog_us: 60_000_000,
+                load_timeout_us: 0,
+                restart_limit: 0,
+            },
+            executor: Box::new(executor),
+            sink: Box::new(ChannelSink(sender.clone())),
+            blocks: None,
+        });
+    }
+    let how = ReplicasConfig { method: Method::RoundRobin, watch_interval_us: 0 };
+    let (ended, exit) = channel();
+    let on_exit = move || {
+        // The test may be over.
+        let _ = ended.send(());
+    };
+    let (replicas, threads) =
+        Replicas::start(how, members, Arc::new(clock), on_exit).expect("threads");
+    Rig { replicas, controls, outputs, exit, _threads: threads }
+}
+
+impl Rig {
+    /// Waits for states: there is no event to wait for.
+    fn settled(&self, wanted: impl Fn(&[Status]) -> bool) {
+        let states =
+            || self.replicas.reports().into_iter().map(|r| r.status).collect::<Vec<Status>>();
+        while !wanted(&states()) {
+            std::thread::yield_now();
+        }
+    }
+
+    /// The ends of the next `count` requests.
+    fn ends(&self, count: usize) -> Vec<(u64, FinishReason)> {
+        let mut ends = Vec::new();
+        while ends.len() < count {
+            let outputs = self.outputs.recv_timeout(PATIENCE).expect("outputs");
+            ends.extend(outputs.into_iter().filter_map(|o| Some((o.id.0, o.finish?))));
+        }
+        ends
+    }
+}
+
+fn request(id: u64, prompt: usize, max_tokens: u32) -> EngineRequest {
+    EngineRequest {
+        id: RequestId(id),
+        prompt: vec![1; prompt],
+        generated: Vec::new(),
+        names: Vec::new(),
+        max_tokens,
+        pooling: None,
+        stop_ids: Vec::new(),
+        sampling: SamplingParams::default(),
+        priority: 0,
+        client: 0,
+        probe: false,
+        embeds: None,
+        route: Route::default(),
+    }
+}
+
+#[test]
+fn one_that_hangs_at_its_first_start_keeps_nobody_from_serving() {
+    let rig = start(&[500, 500], |at, control| control.hang_starts(u32::from(at == 0)));
+    rig.settled(|states| states[1] == Status::Ready);
+    assert_eq!(rig.replicas.status(), Status::Ready);
+    assert!(matches!(rig.replicas.reports()[0].status, Status::Starting(_)), "and it is told");
+    for id in 0..10 {
+        rig.replicas.submit(request(id, 5, 5)).expect("taken");
+    }
+    assert!(rig.ends(10).iter().all(|(_, finish)| *finish == FinishReason::Length));
+}
+
+#[test]
+fn the_process_is_told_to_end_when_the_last_one_has_failed_and_not_before() {
+    for starts in [[1000, 1000, 1000], [1000, 0, 0], [0, 0, 0]] {
+        let rig = start(&[500; 3], |at, control| control.fail_starts(starts[at]));
+        rig.settled(|states| !states.iter().any(|status| matches!(status, Status::Starting(_))));
+        for (at, control) in rig.controls.iter().enumerate() {
+            if starts[at] == 0 {
+                assert_eq!(rig.replicas.status(), Status::Ready, "one is enough");
+                assert!(rig.exit.try_recv().is_err());
+                control.fail_starts(1000);
+                control.kill();
+                rig.settled(|states| matches!(states[at], Status::Failed(_)));
+            }
+        }
+        rig.exit.recv_timeout(PATIENCE).expect("nobody is left");
+        assert!(matches!(rig.replicas.status(), Status::Failed(_)));
+    }
+}
+
+/// The first to be ready does not know how much room the others will have.
+#[test]
+fn a_request_goes_where_it_fits() {
+    let rig = start(&[20, 100], |_, _| {});
+    rig.settled(|states| states.iter().all(|status| *status == Status::Ready));
+    for id in 0..20 {
+        rig.replicas.submit(request(id, 150, 50)).expect("the second has room");
+    }
+    assert!(rig.ends(20).iter().all(|(_, finish)| *finish == FinishReason::Length));
+    let sent: Vec<u64> = rig.replicas.reports().iter().map(|r| r.load.dispatched).collect();
+    assert_eq!(sent, [0, 20]);
+    rig.controls[1].fail_starts(1000);
+    rig.replicas.submit(request(20, 150, 200)).expect("taken");
+    rig.controls[1].kill();
+    let (_, finish) = &rig.ends(1)[0];
+    assert!(matches!(finish, FinishReason::Error(_)), "nobody who is left can take it: {finish:?}");
+}

@@ -1,0 +1,402 @@
+//! Who waits, and whose turn it is.
+//!
+//! Ranks (priorities) go first one after the other. Within a rank, whoever was admitted before goes first, by arrival; the others take turns
+//! by client, and each client's own requests by arrival. Turns are start-time fair queueing (Goyal, Vin and Cheng 1996): a request costs its
+//! prompt and the tokens that it may generate, its client's next one starts where it ends in virtual time, and the earliest start
+//! goes first. Virtual time grows by an even share of what is admitted, so that a stream of new clients cannot keep an older one waiting
+//! for ever. When nobody of a rank waits, its clients owe nothing any more.
+
+use std::collections::{BTreeMap, HashMap};
+
+use crate::Handle;
+use crate::request::Key;
+
+/// Before every priority.
+pub(crate) const PROBE_RANK: i64 = i64::MIN;
+/// Units of virtual time a token, so that an even share of a small cost is more than nothing.
+const UNITS: u64 = 256;
+/// Clients without waiting requests that a rank remembers, before it forgets those that owe nothing. Twice as many are the most.
+const REMEMBERED: usize = 1 << 14;
+
+/// A waiting request, as far as turns depend on it.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Ticket {
+    pub(crate) key: Key,
+    pub(crate) handle: Handle,
+    pub(crate) client: u64,
+    /// Tokens that it may come to.
+    pub(crate) cost: u64,
+}
+
+/// All waiting requests but the suspects.
+#[derive(Debug)]
+pub(crate) struct Queue {
+    /// Without it all requests are one client's: turns go by arrival.
+    fair: bool,
+    /// Those that were admitted before.
+    returning: BTreeMap<Key, Ticket>,
+    /// By rank. None is empty.
+    lanes: BTreeMap<i64, Lane>,
+}
+
+/// The requests of one rank that were never admitted.
+#[derive(Debug, Default)]
+struct Lane {
+    /// Virtual time, in units.
+    now: u64,
+    /// Clients with waiting requests, by the start of their first one and then by its arrival.
+    turns: BTreeMap<(u64, i64), u64>,
+    clients: HashMap<u64, Account>,
+    /// Clients to remember before looking for those that owe nothing.
+    sweep_at: usize,
+}
+
+/// A client's requests of one rank.
+#[derive(Debug, Default)]
+struct Account {
+    /// Where its first waiting request starts, or its next one may: the end of the last one that was admitted.
+    start: u64,
+    /// By arrival.
+    waiting: BTreeMap<i64, Ticket>,
+}
+
+impl Account {
+    /// Its place among the clients that wait.
+    fn turn(&self) -> Option<(u64, i64)> {
+        self.waiting.first_key_value().map(|(&arrival, _)| (self.start, arrival))
+    }
+}
+
+impl Queue {
+    pub(crate) fn new(fair: bool) -> Self {
+        Self { fair, returning: BTreeMap::new(), lanes: BTreeMap::new() }
+    }
+
+    /// Takes a request in. `returning`: it was admitted before.
+    pub(crate) fn insert(&mut self, ticket: Ticket, returning: bool) {
+        if returning {
+            self.returning.insert(ticket.key, ticket);
+        } else {
+            let client = self.client(&ticket);
+            self.lanes.entry(ticket.key.rank).or_default().insert(client, ticket);
+        }
+    }
+
+    /// Whose turn it is.
+    pub(crate) fn first(&self) -> Option<Ticket> {
+        let returning = self.returning.first_key_value().map(|(_, ticket)| ticket);
+        let fresh = self.lanes.first_key_value();
+        match (returning, fresh) {
+            (Some(ticket), Some((&rank, _))) if ticket.key.rank <= rank => Some(*ticket),
+            (_, Some((_, lane))) => lane.first(),
+            (ticket, None) => ticket.copied(),
+        }
+    }
+
+    /// Whether somebody waits who goes before everybody.
+    pub(crate) fn has_probe(&self) -> bool {
+        let ranks =
+            [self.returning.keys().next().map(|key| key.rank), self.lanes.keys().next().copied()];
+        ranks.contains(&Some(PROBE_RANK))
+    }
+
+    /// Whose turn it is among those of its rank that were never admitted, whoever goes before them.
+    pub(crate) fn first_fresh(&self, rank: i64) -> Option<Ticket> {
+        self.lanes.get(&rank)?.first()
+    }
+
+    /// Takes out a request that is admitted: its client has had its turn.
+    pub(crate) fn admitted(&mut self, ticket: &Ticket) {
+        self.take(ticket, true);
+    }
+
+    /// Takes out a request that was not admitted: it costs its client nothing.
+    pub(crate) fn remove(&mut self, ticket: &Ticket) {
+        self.take(ticket, false);
+    }
+
+    pub(crate) fn clear(&mut self) {
+        self.returning.clear();
+        self.lanes.clear();
+    }
+
+    /// Whether a request waits.
+    pub(crate) fn contains(&self, ticket: &Ticket) -> bool {
+        let Ticket { key, handle, .. } = ticket;
+        let account = || self.lanes.get(&key.rank)?.clients.get(&self.client(ticket));
+        let waiting = || account()?.waiting.get(&key.arrival);
+        self.returning.get(key).or_else(waiting).is_some_and(|found| found.handle == *handle)
+    }
+
+    fn client(&self, ticket: &Ticket) -> u64 {
+        if self.fair { ticket.client } else { 0 }
+    }
+
+    fn take(&mut self, ticket: &Ticket, admitted: bool) {
+        if self.returning.remove(&ticket.key).is_some() {
+            return;
+        }
+        let (client, rank) = (self.client(ticket), ticket.key.rank);
+        if let Some(lane) = self.lanes.get_mut(&rank) {
+            lane.take(client, ticket, admitted);
+            if lane.turns.is_empty() {
+                self.lanes.remove(&rank);
+            }
+        }
+    }
+}
+
+impl Lane {
+    fn insert(&mut self, client: u64, ticket: Ticket) {
+        let account = self.clients.entry(client).or_default();
+        match account.turn() {
+            Some(turn) if turn.1 > ticket.key.arrival => _ = self.turns.remove(&turn),
+            Some(_) => {}
+            None => account.start = account.start.max(self.now),
+        }
+        account.waiting.insert(ticket.key.arrival, ticket);
+        self.turns.extend(account.turn().map(|turn| (turn, client)));
+    }
+
+    fn first(&self) -> Option<Ticket> {
+        let (_, client) = self.turns.first_key_value()?;
+        self.clients[client].waiting.first_key_value().map(|(_, ticket)| *ticket)
+    }
+
+    fn take(&mut self, client: u64, ticket: &Ticket, admitted: bool) {
+        let active = self.turns.len() as u64;
+        let Some(account) = self.clients.get_mut(&client) else { return };
+        if let Some(turn) = account.turn() {
+            self.turns.remove(&turn);
+        }
+        if account.waiting.remove(&ticket.key.arrival).is_some() && admitted {
+            let cost = ticket.cost.saturating_mul(UNITS).max(1);
+            // One more than there are: who comes next is to be ahead of those who have just had their turn.
+            let share = cost.div_ceil(active + 1);
+            self.now = self.now.max(account.start).saturating_add(share);
+            account.start = account.start.saturating_add(cost);
+        }
+        match account.turn() {
+            Some(turn) => _ = self.turns.insert(turn, client),
+            None if account.start <= self.now => _ = self.clients.remove(&client),
+            None => self.sweep(),
+        }
+    }
+
+    /// Forgets clients that owe nothing, now and then, and all that have nothing here once there are too many.
+    fn sweep(&mut self) {
+        let idle = self.clients.len() - self.turns.len();
+        if idle <= self.sweep_at.max(64) {
+            return;
+        }
+        let now = self.now;
+        self.clients.retain(|_, account| !account.waiting.is_empty() || account.start > now);
+        let left = self.clients.len() - self.turns.len();
+        if left > REMEMBERED {
+            self.clients.retain(|_, account| !account.waiting.is_empty());
+        }
+        self.sweep_at = (2 * left).min(2 * REMEMBERED);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::slab::Slab;
+
+    /// The same in plain words, with everything looked for again each time and nobody forgotten as long as anybody of the rank waits.
+    #[derive(Default)]
+    struct Naive {
+        returning: Vec<Ticket>,
+        waiting: Vec<Ticket>,
+        now: HashMap<i64, u64>,
+        /// By rank and client.
+        start: HashMap<(i64, u64), u64>,
+    }
+
+    impl Naive {
+        fn insert(&mut self, ticket: Ticket, returning: bool) {
+            if returning {
+                return self.returning.push(ticket);
+            }
+            let account = (ticket.key.rank, ticket.client);
+            let waits = self.waiting.iter().any(|t| (t.key.rank, t.client) == account);
+            let start = self.start.entry(account).or_default();
+            if !waits {
+                *start = (*start).max(*self.now.entry(ticket.key.rank).or_default());
+            }
+            self.waiting.push(ticket);
+        }
+
+        fn first(&self) -> Option<Ticket> {
+            let returning = self.returning.iter().min_by_key(|ticket| ticket.key);
+            let fresh = self.waiting.iter().min_by_key(|ticket| {
+                let rank = ticket.key.rank;
+                (rank, self.start[&(rank, ticket.client)], ticket.key.arrival)
+            });
+            match (returning, fresh) {
+                (Some(one), Some(other)) if one.key.rank > other.key.rank => Some(*other),
+                (one, other) => one.or(other).copied(),
+            }
+        }
+
+        fn take(&mut self, ticket: &Ticket, admitted: bool) {
+            let rank = ticket.key.rank;
+            let fresh = self.waiting.iter().any(|t| t.key == ticket.key);
+            if fresh && admitted {
+                let of_rank = self.waiting.iter().filter(|t| t.key.rank == rank);
+                let clients: std::collections::HashSet<u64> = of_rank.map(|t| t.client).collect();
+                let start = self.start.get_mut(&(rank, ticket.client)).expect("it waits");
+                let cost = (ticket.cost * UNITS).max(1);
+                let now = self.now.get_mut(&rank).expect("somebody waits");
+                *now = (*now).max(*start) + cost.div_ceil(clients.len() as u64 + 1);
+                *start += cost;
+            }
+            self.waiting.retain(|t| t.key != ticket.key);
+            self.returning.retain(|t| t.key != ticket.key);
+            if !self.waiting.iter().any(|t| t.key.rank == rank) {
+                self.now.remove(&rank);
+                self.start.retain(|(of, _), _| *of != rank);
+            }
+        }
+    }
+
+    #[derive(Debug, Clone)]
+    enum Op {
+        Insert { client: u64, rank: i64, cost: u64, returning: bool },
+        Admit,
+        Remove(usize),
+    }
+
+    fn op() -> impl Strategy<Value = Op> {
+        let insert = (0..5_u64, -1..2_i64, 0..40_u64, prop::bool::weighted(0.1)).prop_map(
+            |(client, rank, cost, returning)| Op::Insert { client, rank, cost, returning },
+        );
+        prop_oneof![5 => insert, 4 => Just(Op::Admit), 1 => any::<usize>().prop_map(Op::Remove)]
+    }
+
+    fn handles(count: usize) -> Vec<Handle> {
+        let mut slab = Slab::new();
+        (0..count).map(|_| slab.insert(())).collect()
+    }
+
+    fn ticket(handle: Handle, arrival: i64, client: u64, cost: u64) -> Ticket {
+        Ticket { key: Key { rank: 0, arrival }, handle, client, cost }
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(512))]
+
+        #[test]
+        fn turns_are_those_of_a_naive_fair_queue(ops in prop::collection::vec(op(), 1..200)) {
+            let (mut queue, mut naive) = (Queue::new(true), Naive::default());
+            let mut waiting: Vec<Ticket> = Vec::new();
+            for ((at, op), handle) in (0..).zip(ops).zip(handles(200)) {
+                match op {
+                    Op::Insert { client, rank, cost, returning } => {
+                        let arrival = if returning { at - 1000 } else { at };
+                        let ticket = Ticket { key: Key { rank, arrival }, handle, client, cost };
+                        queue.insert(ticket, returning);
+                        naive.insert(ticket, returning);
+                        waiting.push(ticket);
+                    }
+                    Op::Admit => {
+                        let first = queue.first();
+                        prop_assert_eq!(first.map(|t| t.key), naive.first().map(|t| t.key));
+                        if let Some(ticket) = first {
+                            queue.admitted(&ticket);
+                            naive.take(&ticket, true);
+                            waiting.retain(|t| t.key != ticket.key);
+                        }
+                    }
+                    Op::Remove(_) if waiting.is_empty() => {}
+                    Op::Remove(at) => {
+                        let ticket = waiting.swap_remove(at % waiting.len());
+                        prop_assert!(queue.contains(&ticket));
+                        queue.remove(&ticket);
+                        naive.take(&ticket, false);
+                        prop_assert!(!queue.contains(&ticket));
+                    }
+                }
+            }
+        }
+
+        /// Between two clients that always have something waiting, what is admitted differs by no more than the two largest requests.
+        #[test]
+        fn two_busy_clients_get_the_same(costs in prop::collection::vec((1..50_u64, 1..500_u64), 40)) {
+            let mut queue = Queue::new(true);
+            let handles = handles(2 * costs.len());
+            for (at, (small, large)) in costs.iter().enumerate() {
+                queue.insert(ticket(handles[2 * at], 2 * at as i64, 0, *small), false);
+                queue.insert(ticket(handles[2 * at + 1], 2 * at as i64 + 1, 1, *large), false);
+            }
+            let mut admitted = [0_u64; 2];
+            let mut left = [costs.len(); 2];
+            while left.iter().all(|&left| left > 0) {
+                let first = queue.first().expect("both wait");
+                queue.admitted(&first);
+                admitted[first.client as usize] += first.cost;
+                left[first.client as usize] -= 1;
+                prop_assert!(admitted[0].abs_diff(admitted[1]) <= 550, "{admitted:?}");
+            }
+        }
+
+        /// Exactly by arrival, whatever requests cost.
+        #[test]
+        fn one_client_s_requests_go_by_arrival(
+            costs in prop::collection::vec(0..5000_u64, 1..60), fair in any::<bool>(),
+            several in any::<bool>(),
+        ) {
+            let mut queue = Queue::new(fair);
+            for ((at, &cost), handle) in (0..).zip(&costs).zip(handles(costs.len())) {
+                let client = if several && !fair { at as u64 % 3 } else { 7 };
+                queue.insert(ticket(handle, at, client, cost), false);
+                if at % 5 == 4 {
+                    let first = queue.first().expect("some wait");
+                    prop_assert_eq!(first.key.arrival, at / 5);
+                    queue.admitted(&first);
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn a_stream_of_new_clients_does_not_keep_an_old_one_waiting() {
+        let mut queue = Queue::new(true);
+        let handles = handles(1000);
+        queue.insert(ticket(handles[0], 0, 0, 100), false);
+        queue.insert(ticket(handles[1], 1, 0, 100), false);
+        let mut arrivals = 2_i64;
+        let mut admitted = Vec::new();
+        for &handle in &handles[2..] {
+            queue.insert(ticket(handle, arrivals, arrivals as u64, 10), false);
+            arrivals += 1;
+            let first = queue.first().expect("some wait");
+            queue.admitted(&first);
+            admitted.push(first.key.arrival);
+        }
+        let second = admitted.iter().position(|&arrival| arrival == 1).expect("it had its turn");
+        assert!(second < 100, "after {second} others");
+    }
+
+    #[test]
+    fn clients_that_owe_nothing_are_forgotten() {
+        let mut queue = Queue::new(true);
+        let handle = handles(1)[0];
+        queue.insert(ticket(handle, -1, u64::MAX, u64::MAX), false);
+        queue.insert(ticket(handle, 0, u64::MAX, 1), false);
+        for at in 1..200_000 {
+            queue.insert(ticket(handle, at, at as u64, 1 + at as u64 % 1000), false);
+            let first = queue.first().expect("some wait");
+            queue.admitted(&first);
+            let known = queue.lanes[&0].clients.len();
+            assert!(known <= 2 * REMEMBERED + 2, "{known} clients are known");
+        }
+        while let Some(ticket) = queue.first() {
+            queue.admitted(&ticket);
+        }
+        assert!(queue.lanes.is_empty());
+    }
+}

@@ -1,0 +1,60 @@
+//! How large a plan may be. The hand refuses a frame of more than [`MAX_WORDS`], so a plan must not come to that, whatever its requests
+//! bring along: prompts, biases, stop ids, pages.
+//!
+//! A plan that has admitted somebody admits the next one only while it stays within [`STEP_WORDS`], and one request alone is at most
+//! [`MAX_REQUEST_WORDS`], or refused at the door. Those who run already need a row and a page at most. So every plan fits, by construction.
+
+use forebay_protocol::{MAX_WORDS, NewSlot, PAGE_WRITE_WORDS, ROW_WORDS, SamplingParams, StepPlan};
+
+use crate::{Handle, Scheduler};
+
+/// Words that a plan may have when another request is admitted to it: 16 MiB, which takes the hand some milliseconds to read.
+pub const STEP_WORDS: usize = 1 << 22;
+/// Words for the rows and pages of those who run already.
+const RUNNING_WORDS: u64 = 1 << 20;
+/// Most words of a plan that one request may come to need. [`request_words`] counts them.
+pub const MAX_REQUEST_WORDS: u64 = MAX_WORDS as u64 - RUNNING_WORDS;
+
+/// Words of a plan that writes the whole of a request: `positions` tokens on pages of `page_size`, with so many stop ids and biases.
+#[must_use]
+pub fn request_words(positions: u64, stop_ids: usize, biases: usize, page_size: u32) -> u64 {
+    let params = SamplingParams::default();
+    let slot = NewSlot {
+        slot: 0,
+        tokens: &[],
+        prompt_len: 0,
+        params: &params,
+        stop_ids: &[],
+        segment: 0,
+        embeds: None,
+    };
+    let lists = stop_ids as u64 + 2 * biases as u64;
+    let pages = (positions + 1).div_ceil(u64::from(page_size.max(1)));
+    (slot.words() + ROW_WORDS) as u64 + positions + lists + PAGE_WRITE_WORDS as u64 * pages
+}
+
+/// Whether those who run fit into a plan that also admits the largest request.
+///
+/// # Panics
+/// They don't.
+pub(crate) fn check_slots(slots: u32) {
+    let each = (ROW_WORDS + PAGE_WRITE_WORDS) as u64;
+    let words = StepPlan::default().words() as u64 + each * u64::from(slots);
+    assert!(words <= RUNNING_WORDS, "a plan has no room for {slots} slots");
+}
+
+impl Scheduler {
+    /// Whether the plan, which has admitted somebody, has room for this one too, and so has the result.
+    pub(crate) fn has_words_for(&self, handle: Handle, plan: &StepPlan) -> bool {
+        let entry = &self.requests[handle];
+        let pages = if self.keeps_nothing() {
+            0
+        } else {
+            (entry.total as usize + 1).div_ceil(self.config.page_size as usize)
+        };
+        let words = entry.slot(0).words() + ROW_WORDS + PAGE_WRITE_WORDS * pages;
+        let vectors = self.building.pooled + usize::from(entry.pooling.is_some());
+        plan.words() + words <= self.config.step_words
+            && vectors * self.config.vector_size as usize <= STEP_WORDS
+    }
+}

@@ -1,0 +1,223 @@
+//! What a client gets beside others, and how large a plan gets.
+
+use forebay_protocol::{ROW_OK, SamplingParams, StepPlan, StepResult};
+use forebay_scheduler::{
+    Event, MAX_REQUEST_WORDS, Policy, Request, STEP_WORDS, Scheduler, SchedulerConfig,
+    request_words,
+};
+
+use crate::harness::{Harness, config, pooled, request};
+
+/// A scheduler and a device whose tokens mean nothing.
+struct Replica {
+    scheduler: Scheduler,
+    plan: StepPlan,
+    events: Vec<Event>,
+}
+
+impl Replica {
+    fn new(config: SchedulerConfig) -> Self {
+        let scheduler = Scheduler::new(config);
+        Self { scheduler, plan: StepPlan::default(), events: Vec::new() }
+    }
+
+    fn submit(&mut self, client: u64, id: u64, prompt: Vec<i32>, max_tokens: u32) {
+        self.scheduler.submit(Request { client, ..request(id, prompt, max_tokens) });
+    }
+
+    /// One step; the ids that were admitted.
+    fn step(&mut self) -> Vec<u64> {
+        self.events.clear();
+        let planned = self.scheduler.next_plan(&mut self.plan, &mut self.events);
+        assert!(planned, "there is work");
+        let admitted = |event: &Event| match event {
+            Event::Admitted { id, .. } => Some(*id),
+            _ => None,
+        };
+        let ids = self.events.iter().filter_map(admitted).collect();
+        let sampled = self.plan.rows().filter(|row| row.sample).count();
+        let result = StepResult {
+            step: self.plan.step(),
+            tokens: vec![7; sampled],
+            row_errors: vec![ROW_OK; self.plan.rows().len()],
+            ..StepResult::default()
+        };
+        self.scheduler.apply(&result, &mut self.events).expect("the result fits");
+        ids
+    }
+
+    /// Steps until `id` is admitted, at most `limit`.
+    fn steps_until(&mut self, id: u64, limit: usize) -> Option<usize> {
+        (1..=limit).find(|_| self.step().contains(&id))
+    }
+}
+
+fn large() -> SchedulerConfig {
+    SchedulerConfig {
+        slots: 384,
+        max_running: 256,
+        pages: 20_000,
+        page_size: 16,
+        token_budget: 1024,
+        fair: true,
+        ..config()
+    }
+}
+
+#[test]
+fn a_crowd_of_long_requests_does_not_keep_another_client_out() {
+    for (fair, pages) in [(true, 20_000), (true, 600), (false, 20_000)] {
+        let mut replica = Replica::new(SchedulerConfig { fair, pages, ..large() });
+        for id in 0..4352 {
+            replica.submit(1, id, vec![1], 8000);
+        }
+        for _ in 0..40 {
+            replica.step();
+        }
+        replica.submit(2, 9999, vec![1; 300], 10);
+        let waited = replica.steps_until(9999, 500);
+        if fair {
+            assert!(waited.is_some_and(|steps| steps <= 30), "with {pages} pages: {waited:?}");
+        } else {
+            assert_eq!(waited, None, "without turns it waits for one of the long ones to end");
+        }
+        assert_eq!(replica.scheduler.check_integrity(), Ok(()));
+    }
+}
+
+#[test]
+fn turns_go_by_what_requests_cost() {
+    let mut replica = Replica::new(SchedulerConfig { max_running: 1, slots: 2, ..large() });
+    for id in 0..20 {
+        replica.submit(1, id, vec![1; 10], 30);
+    }
+    for id in 100..120 {
+        replica.submit(2, id, vec![1; 5], 5);
+    }
+    let mut admitted = Vec::new();
+    while admitted.len() < 20 {
+        admitted.extend(replica.step());
+    }
+    // Nobody gives way here: one slot is no client's more than even share.
+    let cheap = admitted.iter().filter(|&&id| id >= 100).count();
+    assert_eq!(cheap, 16, "four of ten tokens each cost as much as one of forty: {admitted:?}");
+}
+
+#[test]
+fn nobody_gives_way_to_a_client_that_has_something_running_or_is_less_important() {
+    let config = SchedulerConfig { policy: Policy::Priority, max_running: 4, slots: 6, ..large() };
+    let mut replica = Replica::new(config);
+    for id in 0..4 {
+        let priority = 1;
+        let client = if id == 3 { 2 } else { 1 };
+        let request = Request { client, priority, ..request(id, vec![1; 20], 2000) };
+        replica.scheduler.submit(request);
+    }
+    assert_eq!(replica.step().len(), 4);
+    let second = Request { client: 2, priority: 1, ..request(4, vec![1], 5) };
+    replica.scheduler.submit(second);
+    assert_eq!(replica.steps_until(4, 200), None, "its client has a slot");
+    replica.scheduler.abort(4);
+    replica.scheduler.submit(Request { client: 3, priority: 0, ..request(5, vec![1], 5) });
+    assert_eq!(replica.steps_until(5, 200), None, "all others are more important");
+    replica.scheduler.submit(Request { client: 3, priority: 1, ..request(6, vec![1], 5) });
+    assert_eq!(replica.steps_until(6, 200), Some(1));
+    assert_eq!(replica.scheduler.stats().preemptions, 1);
+    assert_eq!(replica.scheduler.check_integrity(), Ok(()));
+}
+
+/// Each new client makes somebody give way who has to compute much again: most steps must not go into that.
+#[test]
+fn a_stream_of_new_clients_makes_others_give_way_only_now_and_then() {
+    let config = SchedulerConfig { max_running: 8, slots: 16, token_budget: 64, ..large() };
+    let mut replica = Replica::new(config);
+    for id in 0..8 {
+        replica.submit(1, id, vec![1; 640], 4000);
+    }
+    while replica.scheduler.stats().generated_tokens < 100 {
+        replica.step();
+    }
+    for client in 0..300 {
+        replica.submit(1000 + client, 1000 + client, vec![2], 2);
+        replica.step();
+    }
+    let given_way = replica.scheduler.stats().preemptions;
+    assert!((1..=300 / 40).contains(&given_way), "{given_way}, of ten steps' tokens each");
+}
+
+#[test]
+fn a_probe_goes_first_under_every_policy_and_needs_no_free_place() {
+    for policy in [Policy::Fcfs, Policy::Priority, Policy::PriorityAscending] {
+        for fair in [false, true] {
+            let config = SchedulerConfig { policy, fair, max_running: 2, slots: 4, ..large() };
+            let mut replica = Replica::new(config);
+            for (id, priority) in [(1, i32::MAX), (2, i32::MIN), (3, i32::MAX), (4, i32::MIN)] {
+                let busy = Request { priority, ..request(id, vec![1], 1000) };
+                replica.scheduler.submit(busy);
+            }
+            assert_eq!(replica.step().len(), 2);
+            replica.scheduler.submit(Request { probe: true, ..request(9, vec![1], 1) });
+            replica.scheduler.submit(Request { probe: true, ..request(10, vec![1], 1) });
+            assert_eq!(replica.step(), [9], "one more than may run, and not two");
+            assert_eq!(replica.step(), [10]);
+        }
+    }
+}
+
+#[test]
+fn what_is_too_much_for_one_plan_is_spread_over_several() {
+    let biased = |id| {
+        let logit_bias = vec![(1, 0.5); 1000];
+        let sampling = SamplingParams { logit_bias, ..SamplingParams::default() };
+        Request { sampling, ..request(id, vec![1; 3], 20) }
+    };
+    let config = SchedulerConfig { step_words: 7000, max_running: 9, slots: 12, ..large() };
+    let mut replica = Replica::new(config);
+    for id in 0..9 {
+        replica.scheduler.submit(biased(id));
+    }
+    let admitted: Vec<usize> = (0..4).map(|_| replica.step().len()).collect();
+    assert_eq!(admitted, [3, 3, 3, 0], "of two thousand words each");
+    let mut harness =
+        Harness::new(SchedulerConfig { step_words: 0, ..super::harness::config() }, 2);
+    for id in 0..5 {
+        harness.submit(biased(id));
+    }
+    assert!(harness.plan());
+    assert_eq!(harness.plan.new_slots().count(), 1, "one is admitted whatever it needs");
+    harness.drain();
+}
+
+#[test]
+fn results_have_a_limit_too() {
+    let config = SchedulerConfig { vector_size: 1 << 20, ..large() };
+    let mut replica = Replica::new(config);
+    for id in 0..20 {
+        replica.scheduler.submit(pooled(id, vec![1; 3], 0));
+    }
+    let planned = replica.scheduler.next_plan(&mut replica.plan, &mut replica.events);
+    assert!(planned);
+    assert_eq!(replica.plan.rows().len(), STEP_WORDS >> 20);
+}
+
+#[test]
+fn the_words_of_a_request_are_those_of_its_plan() {
+    let sampling = SamplingParams {
+        logit_bias: vec![(1, 0.5); 30],
+        min_tokens: 1,
+        ..SamplingParams::default()
+    };
+    let mut replica = Replica::new(large());
+    let one = Request { sampling, stop_ids: vec![1; 7], ..request(1, vec![3; 100], 1) };
+    replica.scheduler.submit(one);
+    replica.step();
+    let empty = StepPlan::default().words();
+    assert_eq!((replica.plan.words() - empty) as u64, request_words(100, 7, 30, 16));
+    assert!(request_words(10_000_000, 1024, 1024, 1) < MAX_REQUEST_WORDS, "a long context fits");
+}
+
+#[test]
+#[should_panic(expected = "no room for")]
+fn more_slots_than_a_plan_has_room_for_are_refused() {
+    drop(Scheduler::new(SchedulerConfig { slots: 150_000, ..large() }));
+}

@@ -1,0 +1,85 @@
+//! API keys: which ones are accepted, and which one a request shows.
+
+use std::fmt;
+
+use axum::http::HeaderMap;
+use axum::http::header::AUTHORIZATION;
+use subtle::ConstantTimeEq;
+
+/// Where some clients put their key instead of into `Authorization`.
+const X_API_KEY: &str = "x-api-key";
+
+/// Accepted keys, each known by its place. Shown nowhere: the debug form tells only how many there are.
+#[derive(Clone, Default)]
+pub struct Keys(Vec<Box<str>>);
+
+impl Keys {
+    /// These keys. Empty ones are left out: nobody can mean to accept them.
+    pub fn new<K: Into<String>>(keys: impl IntoIterator<Item = K>) -> Self {
+        let keys = keys.into_iter().map(|key| key.into().into_boxed_str());
+        Self(keys.filter(|key| !key.is_empty()).collect())
+    }
+
+    /// Whether nothing is asked of clients.
+    pub fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+
+    /// The place of the key that these headers carry. Takes the same time wherever a wrong key differs and whichever right one it is.
+    pub(crate) fn shown(&self, headers: &HeaderMap) -> Option<usize> {
+        let given = given(headers)?;
+        let mut found = None;
+        for (at, key) in self.0.iter().enumerate() {
+            if given.as_bytes().ct_eq(key.as_bytes()).into() {
+                found = Some(at);
+            }
+        }
+        found
+    }
+}
+
+impl fmt::Debug for Keys {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} keys", self.0.len())
+    }
+}
+
+/// The key in a request's head, accepted or not.
+fn given(headers: &HeaderMap) -> Option<&str> {
+    let bearer = || {
+        let (scheme, token) = headers.get(AUTHORIZATION)?.to_str().ok()?.split_once(' ')?;
+        scheme.eq_ignore_ascii_case("bearer").then(|| token.trim())
+    };
+    bearer().or_else(|| Some(headers.get(X_API_KEY)?.to_str().ok()?.trim()))
+}
+
+#[cfg(test)]
+mod tests {
+    use axum::http::{HeaderName, HeaderValue};
+
+    use super::*;
+
+    fn shown(keys: &Keys, name: HeaderName, value: &'static str) -> Option<usize> {
+        let headers = HeaderMap::from_iter([(name, HeaderValue::from_static(value))]);
+        keys.shown(&headers)
+    }
+
+    #[test]
+    fn keys_are_known_by_their_place() {
+        let keys = Keys::new(["secret", "", "other"]);
+        let bearer = |value| shown(&keys, AUTHORIZATION, value);
+        assert_eq!((bearer("Bearer secret"), bearer("bearer  other")), (Some(0), Some(1)));
+        for wrong in ["Bearer secre", "Bearer secret2", "Basic secret", "secret", "Bearer "] {
+            assert_eq!(bearer(wrong), None, "{wrong}");
+        }
+        assert_eq!(keys.shown(&HeaderMap::new()), None);
+        let header = HeaderName::from_static(X_API_KEY);
+        assert_eq!(shown(&keys, header.clone(), "other"), Some(1));
+        assert_eq!(shown(&keys, header, "Bearer other"), None);
+    }
+
+    #[test]
+    fn nobody_reads_a_key_in_a_log() {
+        assert_eq!(format!("{:?}", Keys::new(["secret", "other"])), "2 keys");
+    }
+}

@@ -1,0 +1,188 @@
+//! Places for connections: how many there may be, and which connection makes room for a new one.
+//!
+//! A connection is idle while no request of its client is being answered: it may have sent nothing, a part of a head, or wait for the
+//! next one. Nothing is lost when such a connection is closed, so at the limit the one that has been idle for longest goes.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
+
+use parking_lot::Mutex;
+use tokio::sync::Notify;
+
+const IDLE: u8 = 0;
+/// A request is being answered.
+const BUSY: u8 = 1;
+/// The answer is complete, and not all of it is with the system.
+const WRITING: u8 = 2;
+
+/// The places of one listener.
+#[derive(Debug)]
+pub(crate) struct Places {
+    limit: usize,
+    inner: Mutex<Inner>,
+}
+
+#[derive(Debug, Default)]
+struct Inner {
+    taken: usize,
+    /// By how long they have been idle, the longest first.
+    idle: BTreeMap<u64, Arc<Place>>,
+    next: u64,
+}
+
+impl Inner {
+    fn rest(&mut self, place: &Arc<Place>) {
+        self.next += 1;
+        place.since.store(self.next, Ordering::Relaxed);
+        self.idle.insert(self.next, Arc::clone(place));
+    }
+
+    fn shed(&mut self) -> bool {
+        let Some((_, oldest)) = self.idle.pop_first() else { return false };
+        oldest.go.notify_one();
+        true
+    }
+}
+
+/// What is known of a connection.
+#[derive(Debug)]
+pub(crate) struct Place {
+    state: AtomicU8,
+    /// Its key among the idle ones.
+    since: AtomicU64,
+    go: Notify,
+}
+
+/// A connection's right to be there, until it is dropped.
+#[derive(Debug)]
+pub(crate) struct Seat {
+    places: Arc<Places>,
+    place: Arc<Place>,
+}
+
+impl Places {
+    pub(crate) fn new(limit: usize) -> Arc<Self> {
+        Arc::new(Self { limit: limit.max(1), inner: Mutex::default() })
+    }
+
+    /// A place for a new connection; at the limit, that of the connection which has been idle for longest, which is told to go. `None`: all are
+    /// busy.
+    pub(crate) fn take(self: &Arc<Self>) -> Option<Seat> {
+        let mut inner = self.inner.lock();
+        if inner.taken >= self.limit && !inner.shed() {
+            return None;
+        }
+        // One that was told to go gives its place back in a moment.
+        inner.taken += 1;
+        let state = AtomicU8::new(IDLE);
+        let place = Arc::new(Place { state, since: AtomicU64::new(0), go: Notify::new() });
+        inner.rest(&place);
+        Some(Seat { places: Arc::clone(self), place })
+    }
+
+    /// Tells the connection that has been idle for longest to go.
+    pub(crate) fn shed(&self) -> bool {
+        self.inner.lock().shed()
+    }
+
+    /// Tells all idle connections to go.
+    pub(crate) fn shed_all(&self) {
+        let mut inner = self.inner.lock();
+        while inner.shed() {}
+    }
+}
+
+impl Seat {
+    /// Waits until another connection needs the place. Not once a request has come in the meantime: the new one is one too many then, for a
+    /// moment.
+    pub(crate) async fn told_to_go(&self) {
+        loop {
+            self.place.go.notified().await;
+            if self.place.state.load(Ordering::Acquire) == IDLE {
+                return;
+            }
+        }
+    }
+
+    /// A request's head is complete.
+    pub(crate) fn begin(&self) {
+        self.place.state.store(BUSY, Ordering::Release);
+        self.places.inner.lock().idle.remove(&self.place.since.load(Ordering::Relaxed));
+    }
+
+    /// Whether a request is being answered.
+    pub(crate) fn is_busy(&self) -> bool {
+        self.place.state.load(Ordering::Acquire) == BUSY
+    }
+
+    /// The answer is complete; the last of it is still to be written.
+    pub(crate) fn end(&self) {
+        self.place.state.store(WRITING, Ordering::Release);
+    }
+
+    /// All that there was to write is with the system.
+    pub(crate) fn flushed(&self) {
+        let state = &self.place.state;
+        // Looked at first: a stream is flushed often, and ends once.
+        if state.load(Ordering::Acquire) == WRITING {
+            state.store(IDLE, Ordering::Release);
+            self.places.inner.lock().rest(&self.place);
+        }
+    }
+}
+
+impl Drop for Seat {
+    fn drop(&mut self) {
+        let mut inner = self.places.inner.lock();
+        inner.taken -= 1;
+        inner.idle.remove(&self.place.since.load(Ordering::Relaxed));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::pin::pin;
+    use std::task::{Context, Waker};
+
+    use super::*;
+
+    fn goes(seat: &Seat) -> bool {
+        pin!(seat.told_to_go()).poll(&mut Context::from_waker(Waker::noop())).is_ready()
+    }
+
+    #[test]
+    fn the_connection_that_was_idle_for_longest_makes_room() {
+        let places = Places::new(3);
+        let seats: Vec<Seat> = (0..3).map(|_| places.take().unwrap()).collect();
+        seats[0].begin();
+        // The first is busy, so the second has been idle for longest.
+        let fourth = places.take().unwrap();
+        assert!(!goes(&seats[0]) && goes(&seats[1]) && !goes(&seats[2]));
+        // An answer that is not written yet is not cut.
+        seats[0].end();
+        let fifth = places.take().unwrap();
+        assert!(!goes(&seats[0]) && goes(&seats[2]) && !goes(&fourth));
+        seats[0].flushed();
+        let sixth = places.take().unwrap();
+        assert!(goes(&fourth) && !goes(&seats[0]));
+        // By now the first is older than the fifth? No: idle again after it.
+        drop((places.take().unwrap(), sixth));
+        assert!(goes(&fifth) && !goes(&seats[0]));
+    }
+
+    #[test]
+    fn busy_connections_keep_their_places() {
+        let places = Places::new(2);
+        let seats = [places.take().unwrap(), places.take().unwrap()];
+        seats.iter().for_each(Seat::begin);
+        assert!(places.take().is_none());
+        let [first, second] = seats;
+        drop(first);
+        let third = places.take().unwrap();
+        assert!(!goes(&second) && !goes(&third));
+        places.shed_all();
+        assert!(!goes(&second) && goes(&third));
+        assert!(!places.shed());
+    }
+}

@@ -1,0 +1,190 @@
+//! Cuts connections whose clients take nothing.
+//!
+//! A client that stops reading costs a descriptor, a task and the text that waits for it, for as long as it likes. So a write that waits has
+//! a limit, which every byte that goes out renews: a slow reader is served, one that has stopped is not. The error ends the
+//! connection, and with it the response, which aborts its request.
+
+use std::io::{self, IoSlice};
+use std::pin::Pin;
+use std::task::{Context, Poll, ready};
+use std::time::Duration;
+
+use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
+use tokio::time::{Sleep, sleep};
+
+/// What a connection is written to.
+pub(crate) trait Transport: AsyncRead + AsyncWrite + Unpin {
+    /// Bytes that go out before the next that are written, and whose progress a write that waits does not show.
+    fn backlog(&self) -> usize;
+    /// Has the system forget what it could not send, when the connection is closed.
+    fn give_up(&self);
+}
+
+/// A transport with a limit to the time in which nothing goes out.
+pub(crate) struct Stalling<T> {
+    io: T,
+    limit: Duration,
+    /// Set while a write waits.
+    alarm: Option<Pin<Box<Sleep>>>,
+}
+
+impl<T: Transport> Stalling<T> {
+    pub(crate) fn new(io: T, limit: Duration) -> Self {
+        Self { io, limit, alarm: None }
+    }
+
+    fn watched<R>(
+        &mut self,
+        context: &mut Context<'_>,
+        write: impl FnOnce(Pin<&mut T>, &mut Context<'_>) -> Poll<io::Result<R>>,
+    ) -> Poll<io::Result<R>> {
+        let before = self.io.backlog();
+        let written = write(Pin::new(&mut self.io), context);
+        if written.is_ready() || self.io.backlog() < before {
+            self.alarm = None;
+        }
+        if written.is_pending() {
+            let limit = self.limit;
+            let alarm = self.alarm.get_or_insert_with(|| Box::pin(sleep(limit)));
+            ready!(alarm.as_mut().poll(context));
+            tracing::debug!(?limit, "a client takes nothing: its connection is cut");
+            self.io.give_up();
+            return Poll::Ready(Err(io::ErrorKind::TimedOut.into()));
+        }
+        written
+    }
+}
+
+impl<T: Transport> AsyncRead for Stalling<T> {
+    fn poll_read(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+        buffer: &mut ReadBuf<'_>,
+    ) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.io).poll_read(context, buffer)
+    }
+}
+
+impl<T: Transport> AsyncWrite for Stalling<T> {
+    fn poll_write(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+        buffer: &[u8],
+    ) -> Poll<io::Result<usize>> {
+        self.watched(context, |io, context| io.poll_write(context, buffer))
+    }
+
+    fn poll_write_vectored(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+        buffers: &[IoSlice<'_>],
+    ) -> Poll<io::Result<usize>> {
+        self.watched(context, |io, context| io.poll_write_vectored(context, buffers))
+    }
+
+    fn is_write_vectored(&self) -> bool {
+        self.io.is_write_vectored()
+    }
+
+    fn poll_flush(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
+        self.watched(context, |io, context| io.poll_flush(context))
+    }
+
+    fn poll_shutdown(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
+        self.watched(context, |io, context| io.poll_shutdown(context))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::task::Waker;
+
+    use tokio::io::{AsyncReadExt, AsyncWriteExt, DuplexStream, duplex};
+    use tokio::time::advance;
+
+    use super::*;
+
+    impl Transport for DuplexStream {
+        fn backlog(&self) -> usize {
+            0
+        }
+        fn give_up(&self) {}
+    }
+
+    const LIMIT: Duration = Duration::from_secs(60);
+    const NEARLY: Duration = Duration::from_secs(59);
+
+    fn poll<T: Transport>(io: &mut Stalling<T>, bytes: &[u8]) -> Poll<io::Result<usize>> {
+        Pin::new(io).poll_write(&mut Context::from_waker(Waker::noop()), bytes)
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_reader_that_stops_is_cut_and_a_slow_one_is_not() {
+        let (mut client, server) = duplex(8);
+        let mut io = Stalling::new(server, LIMIT);
+        io.write_all(b"12345678").await.unwrap();
+        for _ in 0..5 {
+            assert!(poll(&mut io, b"9").is_pending());
+            advance(NEARLY).await;
+            assert!(poll(&mut io, b"9").is_pending());
+            // One byte is enough.
+            client.read_u8().await.unwrap();
+            assert!(matches!(poll(&mut io, b"9"), Poll::Ready(Ok(1))));
+        }
+        // Nothing waits: time does not count.
+        advance(10 * LIMIT).await;
+        assert!(poll(&mut io, b"9").is_pending());
+        advance(LIMIT).await;
+        let Poll::Ready(Err(error)) = poll(&mut io, b"9") else { panic!("it goes on waiting") };
+        assert_eq!(error.kind(), io::ErrorKind::TimedOut);
+    }
+
+    /// The rest of a chunk, which is taken from it bit by bit.
+    struct Rest(usize);
+
+    impl Transport for Rest {
+        fn backlog(&self) -> usize {
+            self.0
+        }
+        fn give_up(&self) {}
+    }
+
+    impl AsyncRead for Rest {
+        fn poll_read(
+            self: Pin<&mut Self>,
+            _: &mut Context<'_>,
+            _: &mut ReadBuf<'_>,
+        ) -> Poll<io::Result<()>> {
+            Poll::Pending
+        }
+    }
+
+    impl AsyncWrite for Rest {
+        fn poll_write(
+            mut self: Pin<&mut Self>,
+            _: &mut Context<'_>,
+            taken: &[u8],
+        ) -> Poll<io::Result<usize>> {
+            self.0 -= taken.len();
+            Poll::Pending
+        }
+        fn poll_flush(self: Pin<&mut Self>, _: &mut Context<'_>) -> Poll<io::Result<()>> {
+            Poll::Pending
+        }
+        fn poll_shutdown(self: Pin<&mut Self>, _: &mut Context<'_>) -> Poll<io::Result<()>> {
+            Poll::Pending
+        }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn what_is_ahead_of_a_write_counts_too() {
+        let mut io = Stalling::new(Rest(100), LIMIT);
+        for _ in 0..5 {
+            assert!(poll(&mut io, b"x").is_pending(), "a byte has gone out");
+            advance(NEARLY).await;
+            assert!(poll(&mut io, b"").is_pending());
+        }
+        advance(NEARLY).await;
+        assert!(matches!(poll(&mut io, b""), Poll::Ready(Err(_))));
+    }
+}

@@ -1,0 +1,81 @@
+"""Which way to compute a model on which device. Nothing else knows them all."""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+
+from forebay.attention.backend import AttentionBackend
+from forebay.attention.cpu import CpuAttention
+from forebay.compute.eager import TorchCompute
+from forebay.compute.encoder import EncoderCompute
+from forebay.compute.native import NativeCompute
+from forebay.compute.rows import Compute, Pooler
+from forebay.device import Device
+from forebay.kernels.library import WITH_BYTES, build, level, native_wanted
+from forebay.kernels.packing import packed_bytes
+from forebay.layers.decoder import Decoder
+from forebay.layers.ops import Ops, TorchOps
+from forebay.models.bert import Bert
+from forebay.state.inputs import PromptRows
+from forebay.state.pages import KvPool
+from forebay.state.slots import SlotTables
+from forebay.weights.config import ModelConfig
+from forebay.weights.errors import ModelError
+from forebay.weights.quantization import PLAIN
+
+
+class Choice:
+    """The ways that a device has to compute: made once, before a model is built."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._native = device.runs_native and native_wanted()
+
+    def check_quantization(self, quantization: str) -> None:
+        """Raises `ValueError` when there are no products of quantised matrices."""
+        if not self._native:
+            raise ValueError(
+                f"quantization {quantization} needs the compiled kernels, and PyTorch's operators are in use"
+            )
+        if level() not in WITH_BYTES:
+            print(
+                f"quantised products use plain loops with {level()} instructions: bfloat16 or float32 may be faster",
+                file=sys.stderr,
+            )
+
+    def attention(self) -> AttentionBackend:
+        """The attention that models are built with."""
+        return CpuAttention()
+
+    def ops(self) -> Ops:
+        """The operators that models are built with, and the sampler."""
+        return TorchOps()
+
+    def compute(self, model: Decoder, tables: SlotTables, kv: KvPool, prompts: PromptRows) -> Compute:
+        """How the rows of a model are computed whose weights are loaded."""
+        if self._packs(model.config):
+            return NativeCompute(model, tables, kv, prompts, torch.get_num_threads())
+        if model.params.formats != PLAIN:
+            raise ModelError("the compiled kernels can't compute this model, and nothing else computes quantised ones")
+        return TorchCompute(model, tables, kv, prompts, self._device)
+
+    def pooler(self, model: Decoder | Bert, tables: SlotTables, kv: KvPool, prompts: PromptRows) -> Pooler:
+        """How the rows of a model are pooled whose weights are loaded."""
+        model.params.pack()
+        if isinstance(model, Bert):
+            return EncoderCompute(model, tables, self._device)
+        return TorchCompute(model, tables, kv, prompts, self._device)
+
+    def weight_order(self, config: ModelConfig) -> str | None:
+        """A name for the order that `compute` brings matrices into; None: they stay as they were loaded."""
+        # All levels read the same order.
+        return build() if self._packs(config) else None
+
+    def weight_bytes(self, model: Decoder) -> int:
+        """Bytes that the weights of a model take once `compute` has them in its order; they need not be loaded yet."""
+        return packed_bytes(model) if self._packs(model.config) else model.params.nbytes
+
+    def _packs(self, config: ModelConfig) -> bool:
+        return self._native and NativeCompute.supports(config)

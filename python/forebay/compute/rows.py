@@ -1,0 +1,62 @@
+"""What the runner asks of a model, whoever computes it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from forebay.device import Device
+from forebay.protocol.plan import Plan
+from forebay.state.inputs import Given
+from forebay.state.slots import Int64s
+from forebay.state.staging import StepInputs
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A step's rows as the host knows them, checked against the tables; `r` rows, of which `s` sample."""
+
+    slot: Int64s  # [r]
+    start: Int64s  # [r] positions already in the pages
+    length: Int64s  # [r]
+    sampling: Int64s  # [s], ascending: those that give a token, or a vector where the model pools
+    given: Given | None = None  # those with inputs in the arena; None: there are none
+    segment: Int64s | None = None  # [r]: where the second text of a pair begins; None: the model knows no pairs
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What a step's work has: its rows, and the plan's columns on the device, which name the same rows."""
+
+    rows: Rows
+    inputs: StepInputs
+
+    @classmethod
+    def of(cls, rows: Rows, device: Device) -> Launch:
+        """Rows without a plan that brought them, for what measures or tests a compute by itself."""
+        flags = np.zeros_like(rows.slot)
+        words = np.stack((rows.slot, rows.start, rows.length, flags), axis=1).astype(np.int32)
+        return cls(rows, StepInputs(Plan(rows=words).staged(), device))
+
+
+class Compute(Protocol):
+    """Computes rows: writes their keys and values, and gives what follows the last token of those that sample.
+
+    Both are called as work.
+    """
+
+    def logits(self, launch: Launch) -> torch.Tensor:
+        """float32 [s, vocabulary], in row order."""
+
+    def greedy(self, launch: Launch) -> tuple[torch.Tensor, torch.Tensor]:
+        """The most likely tokens [s], the first of equal ones, and whether all logits were finite, bool [s]."""
+
+
+class Pooler(Protocol):
+    """Computes rows: gives one vector of each prompt that ends with them."""
+
+    def pool(self, launch: Launch) -> torch.Tensor:
+        """float32 [s, size], in row order; neither cut nor normalised. Called as work."""

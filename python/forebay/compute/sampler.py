@@ -1,0 +1,246 @@
+"""From logits to tokens, as `docs/protocol.md` orders it: adjust, filter, draw. Vectorised over rows.
+
+The host decides what a step's rows need (`Sampler.ask`, from the host's tables), the device computes it
+(`Sampler.sample`, as work): nothing that the device has computed says what to do next.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from forebay.compute.uniform import uniform
+from forebay.device import Device, host_array
+from forebay.layers.ops import Draw, Ops
+from forebay.protocol.frames import Float32s, Int32s
+from forebay.protocol.plan import SlotFloat
+from forebay.state.slots import Int64s, SlotTables, penalised
+
+_PENALTIES = (SlotFloat.REPETITION_PENALTY, SlotFloat.PRESENCE_PENALTY, SlotFloat.FREQUENCY_PENALTY)
+
+
+@dataclass
+class Ask:
+    """What the sampled rows of a step want, in the host's words; `s` rows."""
+
+    slots: Int64s  # [s]
+    positions: Int64s  # [s]
+    plain: bool  # the largest logit, and nothing else
+    columns: dict[str, npt.NDArray[Any]] = field(default_factory=dict)
+    """What the device is told, by name; what no row wants is not there."""
+    all_drawn: bool = False
+    width: int = 0
+    logprobs: AskedLogprobs | None = None
+
+
+@dataclass(frozen=True)
+class AskedLogprobs:
+    """Log-probabilities of the unmodified distribution, of the `a` rows that asked."""
+
+    counts: Int32s  # [s], entries a row
+    most: int  # the most likely tokens that any row asked for
+    wanted: npt.NDArray[np.bool_]  # [a, 1 + most]: the entries that the row asked for
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """What sampling gave, on the device; `s` rows."""
+
+    tokens: torch.Tensor  # int32 [s]; 0 where the logits were not finite
+    finite: torch.Tensor  # bool [s]
+    logprobs: tuple[torch.Tensor, torch.Tensor] | None
+    """Ids, int64 [a, 1 + most], of the sampled token and the most likely ones, and values, float32; None: not asked."""
+
+
+class SampledColumns:
+    """Host memory for what a step samples; it has the content when the step's last event is reached."""
+
+    def __init__(self, ask: Ask, device: Device) -> None:
+        self._device = device
+        self._asked = ask.logprobs
+        rows = len(ask.slots)
+        self.tokens: Int32s = host_array(device, (rows,), np.int32)
+        self.finite: npt.NDArray[np.bool_] = host_array(device, (rows,), np.bool_)
+        self._logprobs: tuple[Int64s, Float32s] | None = None
+        if self._asked is not None:
+            shape = self._asked.wanted.shape
+            self._logprobs = host_array(device, shape, np.int64), host_array(device, shape, np.float32)
+
+    def fill(self, sampled: Sampled) -> None:
+        """Copies. For work."""
+        self._device.copy_out(sampled.tokens, self.tokens)
+        self._device.copy_out(sampled.finite, self.finite)
+        if sampled.logprobs is not None:
+            assert self._logprobs is not None
+            self._device.copy_out(sampled.logprobs[0], self._logprobs[0])
+            self._device.copy_out(sampled.logprobs[1], self._logprobs[1])
+
+    def logprobs(self) -> tuple[Int32s, Int32s, Float32s] | None:
+        """The result's three columns: counts, ids, values; None: no row asked."""
+        if self._asked is None or self._logprobs is None:
+            return None
+        ids, values = self._logprobs
+        wanted = self._asked.wanted
+        return self._asked.counts, ids[wanted].astype(np.int32), values[wanted]
+
+
+class Sampler:
+    """Samples rows by the parameters in the slot tables, and keeps the tokens where the next step reads them."""
+
+    def __init__(self, tables: SlotTables, vocabulary: int, ops: Ops, device: Device) -> None:
+        self._tables = tables
+        self._vocabulary = vocabulary
+        self._ops = ops
+        self._device = device
+
+    def ask(self, slots: Int64s, positions: Int64s) -> Ask:
+        """What `positions` [s] of `slots` [s] want. For the host."""
+        tables = self._tables
+        ask = Ask(slots, positions, plain=bool(tables.plain[slots].all()))
+        ask.columns["entries"] = slots * tables.stride + positions
+        if not ask.plain:
+            self._ask_adjusted(ask)
+            self._ask_drawn(ask)
+            self._ask_logprobs(ask)
+        return ask
+
+    def greedy(self, best: torch.Tensor, finite: torch.Tensor, ask: Ask) -> Sampled:
+        """What rows sampled that want nothing but the largest logit. For work."""
+        (entries,) = self._device.copy_in(ask.columns["entries"])
+        tokens = _where_finite(finite, best)
+        self._tables.token_pool.view(-1).index_copy_(0, entries, tokens)
+        return Sampled(tokens, finite, None)
+
+    def sample(self, logits: torch.Tensor, ask: Ask) -> Sampled:
+        """Tokens from float32 logits [s, vocabulary]. For work."""
+        columns = dict(zip(ask.columns, self._device.copy_in(*ask.columns.values()), strict=True))
+        adjusted = self._adjust(logits, columns)
+        finite = self._ops.finite(logits)
+        tokens = _where_finite(finite, self._choose(adjusted, ask, columns))
+        self._tables.token_pool.view(-1).index_copy_(0, columns["entries"], tokens)
+        if "penalised" in columns:
+            self._tables.counts.add(columns["counters"], tokens.long().index_select(0, columns["penalised"]))
+        return Sampled(tokens, finite, self._logprobs(logits, tokens, ask.logprobs, columns))
+
+    def _choose(self, logits: torch.Tensor, ask: Ask, columns: dict[str, torch.Tensor]) -> torch.Tensor:
+        """Tokens int64 [s] from adjusted logits: drawn where there is a temperature, else the most likely."""
+        if ask.all_drawn:
+            return self._ops.sample(logits, _draw(columns, ask.width))
+        tokens, _ = self._ops.greedy(logits)
+        if "drawn" in columns:
+            rows = columns["drawn"]
+            tokens.index_copy_(0, rows, self._ops.sample(logits.index_select(0, rows), _draw(columns, ask.width)))
+        return tokens
+
+    def _ask_adjusted(self, ask: Ask) -> None:
+        tables, slots, columns = self._tables, ask.slots, ask.columns
+        biased = [row for row, slot in enumerate(slots.tolist()) if slot in tables.biases] if tables.biases else []
+        if biased:
+            parts = [tables.biases[int(slots[row])] for row in biased]
+            columns["bias_rows"], columns["bias_ids"] = _ragged_ids(biased, [ids for ids, _ in parts])
+            columns["bias_values"] = np.concatenate([values for _, values in parts])
+        rows = np.flatnonzero(penalised(tables.floats[slots]))
+        if len(rows):
+            lines = tables.counts.lines(slots[rows])
+            columns["penalised"], columns["lines"] = rows, lines
+            columns["counters"] = tables.counts.begin(lines)
+            columns["penalties"] = tables.floats[slots[rows]][:, list(_PENALTIES)]
+        if tables.stop_ids:
+            below = np.flatnonzero(ask.positions < tables.min_total[slots]).tolist()
+            early = [row for row in below if int(slots[row]) in tables.stop_ids]
+            if early:
+                ids = [tables.stop_ids[int(slots[row])] for row in early]
+                columns["early_rows"], columns["early_ids"] = _ragged_ids(early, ids)
+
+    def _ask_drawn(self, ask: Ask) -> None:
+        tables, columns = self._tables, ask.columns
+        drawn = np.flatnonzero(tables.floats[ask.slots, SlotFloat.TEMPERATURE] > 0)
+        if not len(drawn):
+            return
+        slots, floats = ask.slots[drawn], tables.floats[ask.slots[drawn]]
+        ask.all_drawn = len(drawn) == len(ask.slots)
+        columns["drawn"] = drawn
+        columns["temperature"] = floats[:, SlotFloat.TEMPERATURE]
+        columns["u"] = uniform(tables.seed[slots], ask.positions[drawn])
+        top_k, top_p, min_p = tables.top_k[slots], floats[:, SlotFloat.TOP_P], floats[:, SlotFloat.MIN_P]
+        limited = (top_k > 0) & (top_k < self._vocabulary)
+        if limited.any():
+            columns["limited"] = np.flatnonzero(limited)
+            columns["top_k"] = top_k[limited].astype(np.int64)
+            columns["top_p"] = top_p[limited]
+            ask.width = int(top_k[limited].max())
+        nucleus = ~limited & (top_p < 1)
+        if nucleus.any():
+            columns["nucleus"] = np.flatnonzero(nucleus)
+            columns["nucleus_p"] = top_p[nucleus]
+        if (min_p > 0).any():
+            columns["min_p"] = min_p
+
+    def _ask_logprobs(self, ask: Ask) -> None:
+        asked = self._tables.logprobs[ask.slots]
+        rows = np.flatnonzero(asked >= 0)
+        if not len(rows):
+            return
+        most = min(int(asked.max()), self._vocabulary)
+        counts = (np.minimum(asked, most) + 1).astype(np.int32)
+        ask.columns["logprob_rows"] = rows
+        ask.logprobs = AskedLogprobs(counts, most, np.arange(1 + most) < counts[rows][:, None])
+
+    def _adjust(self, logits: torch.Tensor, columns: dict[str, torch.Tensor]) -> torch.Tensor:
+        """Biases, penalties and suppressed stop ids; the logits themselves where no row asks for any."""
+        if not columns.keys() & {"bias_rows", "penalised", "early_rows"}:
+            return logits
+        logits = logits.clone()
+        if "bias_rows" in columns:
+            where = columns["bias_rows"], columns["bias_ids"]
+            logits.index_put_(where, columns["bias_values"], accumulate=True)
+        if "penalised" in columns:
+            rows = columns["penalised"]
+            seen, generated = self._tables.counts.select(columns["lines"])
+            logits.index_copy_(0, rows, _penalise(logits.index_select(0, rows), seen, generated, columns["penalties"]))
+        if "early_rows" in columns:
+            never = logits.new_full((), -torch.inf)
+            logits.index_put_((columns["early_rows"], columns["early_ids"]), never)
+        return logits
+
+    @staticmethod
+    def _logprobs(
+        logits: torch.Tensor, tokens: torch.Tensor, asked: AskedLogprobs | None, columns: dict[str, torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        if asked is None:
+            return None
+        rows = columns["logprob_rows"]
+        raw = logits.index_select(0, rows)
+        sampled = tokens.index_select(0, rows).long()[:, None]
+        ids = torch.cat((sampled, raw.topk(asked.most, dim=-1).indices), dim=1)
+        return ids, raw.log_softmax(dim=-1).gather(1, ids)
+
+
+def _draw(columns: dict[str, torch.Tensor], width: int) -> Draw:
+    limited = (columns["limited"], columns["top_k"], columns["top_p"]) if "limited" in columns else None
+    nucleus = (columns["nucleus"], columns["nucleus_p"]) if "nucleus" in columns else None
+    return Draw(columns["temperature"], columns["u"], limited, width, nucleus, columns.get("min_p"))
+
+
+def _penalise(
+    logits: torch.Tensor, seen: torch.Tensor, generated: torch.Tensor, penalties: torch.Tensor
+) -> torch.Tensor:
+    """All [p, vocabulary], but for `penalties` [p, 3]: repetition, presence, frequency."""
+    repetition, presence, frequency = penalties.unsqueeze(2).unbind(1)
+    repeated = torch.where(logits > 0, logits / repetition, logits * repetition)
+    logits = torch.where(seen > 0, repeated, logits)
+    return logits - frequency * generated - presence * (generated > 0)
+
+
+def _ragged_ids(rows: list[int], ids: list[Int32s]) -> tuple[Int64s, Int64s]:
+    """Index of ragged `ids` of `rows` in the logits."""
+    repeated = np.repeat(np.asarray(rows, np.int64), [len(part) for part in ids])
+    return repeated, np.concatenate(ids).astype(np.int64)
+
+
+def _where_finite(finite: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    return torch.where(finite, tokens, 0).int()

@@ -1,0 +1,122 @@
+"""A device for tests: the host's processors behind a queue, as late as an accelerator may be.
+
+Work runs on a thread of its own, in order, and not before somebody waits for an event behind it. Copies in are made
+when the work runs. Host memory that may be reused is filled with garbage at once, and so is memory that results will be
+copied to. A buffer that is reused too early, or a result that is read before its event, therefore gives wrong tokens,
+on any machine and every time. Work that waits in the middle raises `HiddenWaitError`.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from contextlib import AbstractContextManager
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from forebay.device.cpu import CpuDevice
+from forebay.device.interface import Event, Work
+from forebay.device.watch import NoOperators, NoWaits
+
+GARBAGE = 0x5C
+"""Every byte of memory that nobody may read: as a number of any type it is no token, no position and no slot."""
+
+
+class DeferredEvent:
+    """A place in the queue of a `DeferredDevice`."""
+
+    __slots__ = ("_device", "ns", "number")
+
+    def __init__(self, device: DeferredDevice, number: int) -> None:
+        self._device = device
+        self.number = number
+        """Its place in the queue, the first is 1."""
+        self.ns = 0
+        """When it was reached."""
+
+    def wait(self) -> None:
+        self._device.wait_for(self)
+
+    def since(self, earlier: Event) -> int:
+        assert isinstance(earlier, DeferredEvent)
+        return (self.ns - earlier.ns) // 1000
+
+
+class DeferredDevice(CpuDevice):
+    """Implements `Device` as an accelerator would that is never done before it has to be."""
+
+    name = "deferred"
+    beside_host = True
+    runs_native = False
+
+    def __init__(self, threads: int | None) -> None:
+        super().__init__(threads)
+        self.waits = 0
+        """How often somebody has waited for an event."""
+        self._changed = threading.Condition()
+        self._queue: deque[Work | DeferredEvent] = deque()
+        self._wanted = 0
+        """The last place in the queue that somebody waits for."""
+        self._reached = 0
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="deferred", daemon=True)
+        self._thread.start()
+
+    def host_memory(self, size: int) -> npt.NDArray[np.uint8]:
+        return np.full(size, GARBAGE, np.uint8)
+
+    def reuse(self, memory: npt.NDArray[Any]) -> None:
+        memory.view(np.uint8).fill(GARBAGE)
+
+    def launching(self) -> AbstractContextManager[object]:
+        return NoOperators()  # type: ignore[no-untyped-call]
+
+    def queue(self, work: Work) -> None:
+        with self._changed:
+            self._queue.append(work)
+
+    def event(self) -> Event:
+        with self._changed:
+            event = DeferredEvent(self, self._reached + len(self._queue) + 1)
+            self._queue.append(event)
+        return event
+
+    def copy_in(self, *arrays: npt.NDArray[Any]) -> tuple[torch.Tensor, ...]:
+        return tuple(torch.from_numpy(array.copy()) for array in arrays)
+
+    def wait_for(self, event: DeferredEvent) -> None:
+        """Has the queue run up to an event; raises what work of it has raised, now or before."""
+        with self._changed:
+            self.waits += 1
+            self._wanted = max(self._wanted, event.number)
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self._error is not None or self._reached >= event.number)
+            if self._error is not None:
+                raise self._error
+
+    def _run(self) -> None:
+        with torch.inference_mode():
+            while True:
+                with self._changed:
+                    self._changed.wait_for(lambda: self._reached < self._wanted)
+                    # It stays at the head until it is done, so that numbers of new events stay right.
+                    head = self._queue[0]
+                try:
+                    if isinstance(head, DeferredEvent):
+                        head.ns = time.perf_counter_ns()
+                    else:
+                        with NoWaits():
+                            head()
+                except BaseException as error:
+                    with self._changed:
+                        self._error = error
+                        self._changed.notify_all()
+                    return
+                with self._changed:
+                    self._queue.popleft()
+                    self._reached += 1
+                    self._changed.notify_all()

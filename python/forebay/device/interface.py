@@ -1,0 +1,90 @@
+"""What differs between devices, behind one interface. CUDA becomes a third implementation of it.
+
+A device executes *work* in the order in which it was queued, like a stream. Work is a function that calls PyTorch's
+operators. It may run long after `queue` has returned, so:
+
+- it refers to no host memory that anybody changes meanwhile, but for what it was promised (a plan's body, the arena);
+- nobody reads a tensor that it writes, or host memory that it copies to, before an event after it has been waited for;
+- it never waits for the device itself: it reads no value of a tensor, and no shape in it depends on one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, Protocol, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+Work: TypeAlias = Callable[[], None]
+
+
+class Event(Protocol):
+    """A place in a device's queue: it is reached when all work before it is done."""
+
+    def wait(self) -> None:
+        """Returns when the event is reached; raises what work before it has raised."""
+
+    def since(self, earlier: Event) -> int:
+        """Microseconds from an `earlier` event of the device to this one; both are reached."""
+
+
+class Device(Protocol):
+    """One accelerator, or the host's processors, as the runner sees it."""
+
+    @property
+    def name(self) -> str:
+        """What `ready` reports."""
+
+    @property
+    def torch_device(self) -> torch.device:
+        """Where tensors live."""
+
+    @property
+    def beside_host(self) -> bool:
+        """Whether work may still run when `queue` has returned."""
+
+    @property
+    def runs_native(self) -> bool:
+        """Whether compiled kernels of the host may be called with addresses of the device's memory, as work."""
+
+    def check_dtype(self, dtype: torch.dtype) -> None:
+        """Raises `ValueError` when the device can't compute in `dtype`."""
+
+    def available_bytes(self) -> int:
+        """Memory that can still be allocated."""
+
+    def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Zeroed memory for a long life and of any size; where the device can, it is taken as it is written."""
+
+    def host_memory(self, size: int) -> npt.NDArray[np.uint8]:
+        """Host memory, uint8 `[size]`, that the device copies from and to while the host goes on."""
+
+    def reuse(self, memory: npt.NDArray[Any]) -> None:
+        """Says that no work reads this host memory any more: others may write to it now."""
+
+    def launching(self) -> AbstractContextManager[object]:
+        """Entered by whoever prepares and queues a step's work."""
+
+    def queue(self, work: Work) -> None:
+        """Has `work` run after all that was queued before."""
+
+    def event(self) -> Event:
+        """The place behind all that was queued so far."""
+
+    def copy_in(self, *arrays: npt.NDArray[Any]) -> tuple[torch.Tensor, ...]:
+        """Host arrays as tensors of the device, in one copy; they may share its memory. For work.
+
+        The arrays keep their content until the step's last event is reached.
+        """
+
+    def copy_out(self, tensor: torch.Tensor, to: npt.NDArray[Any]) -> None:
+        """Copies to host memory, which has the content when the next event is reached. For work."""
+
+
+def host_array(device: Device, shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+    """Host memory of a device as an array."""
+    type_ = np.dtype(dtype)
+    return device.host_memory(int(np.prod(shape)) * type_.itemsize).view(type_).reshape(shape)

@@ -1,0 +1,100 @@
+"""What tells that host code reads a tensor's value where it should not: modes that see every operator of a thread."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+_READS = {
+    torch.Tensor.item,
+    torch.Tensor.tolist,
+    torch.Tensor.numpy,
+    torch.Tensor.cpu,
+    torch.Tensor.__bool__,
+    torch.Tensor.__int__,
+    torch.Tensor.__float__,
+    torch.Tensor.__index__,
+    torch.Tensor.__array__,
+    torch.Tensor.__contains__,
+}
+"""Methods of a tensor that give its values to the host."""
+_aten = torch.ops.aten
+_SHAPED_BY_VALUES = {
+    _aten._local_scalar_dense,
+    _aten.item,
+    _aten.nonzero,
+    _aten.nonzero_numpy,
+    _aten.argwhere,
+    _aten.masked_select,
+    _aten.unique_consecutive,
+    _aten.unique_dim,
+    _aten._unique,
+    _aten._unique2,
+    _aten.bincount,
+    _aten.equal,
+    _aten.allclose,
+    _aten.is_nonzero,
+}
+"""Operators whose result, or the shape of it, the host has to be told."""
+_INDEXING = {_aten.index, _aten.index_put, _aten.index_put_, _aten._index_put_impl_}
+
+
+class HiddenWaitError(RuntimeError):
+    """Work that would make the host wait for the device."""
+
+
+class StrayOperatorError(RuntimeError):
+    """An operator outside of work, which would run before what was queued."""
+
+
+class NoOperators(TorchDispatchMode):
+    """No operator at all: who prepares a step computes with the host's own arrays."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        raise StrayOperatorError(f"{func} was called outside of queued work")
+
+
+class _NoReads(TorchFunctionMode):
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in _READS:
+            raise HiddenWaitError(f"Tensor.{getattr(func, '__name__', func)} in queued work")
+        return func(*args, **(kwargs or {}))
+
+
+class NoWaits(TorchDispatchMode):
+    """No operator that the host would have to wait for."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._reads = _NoReads()
+
+    def __enter__(self) -> NoWaits:
+        self._reads.__enter__()  # type: ignore[no-untyped-call]
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        self._reads.__exit__(*error)  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        packet = func.overloadpacket
+        waits = packet in _SHAPED_BY_VALUES or func is _aten.where.default
+        if packet in _INDEXING:
+            waits = any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
+        if func in (_aten.repeat_interleave.Tensor, _aten.repeat_interleave.self_Tensor):
+            waits = kwargs.get("output_size") is None
+        if waits:
+            raise HiddenWaitError(f"{func} in queued work")
+        return func(*args, **kwargs)

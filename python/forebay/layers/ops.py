@@ -1,0 +1,206 @@
+"""What layers are made of besides matrix products and attention: the only place where a fused operator can come in.
+
+A model's file says what is computed, an `Ops` says how. `TorchOps` is the reference: it runs on every device, and every
+other way is held against it. No operator here waits for the device: no result's shape depends on values.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+
+from forebay.attention.backend import LayerKV
+from forebay.layers.norm import RMSNorm
+from forebay.layers.rotary import Rotation, rotate
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Numbers of query and of key-value heads, and their width."""
+
+    queries: int
+    keys: int
+    dim: int
+
+
+@dataclass(frozen=True)
+class Draw:
+    """How to draw tokens for the `r` rows that have a temperature. What the host decides is no tensor."""
+
+    temperature: torch.Tensor  # float32 [r]
+    u: torch.Tensor  # float64 [r]: where in the distribution the token is
+    limited: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None
+    """Rows with a `top_k`, int64 [l], which is int64 [l], and their `top_p`, float32 [l]; None: there are none."""
+    width: int
+    """The largest such `top_k`."""
+    nucleus: tuple[torch.Tensor, torch.Tensor] | None
+    """Rows with a `top_p` alone, int64 [n], which is float32 [n]; None: there are none."""
+    min_p: torch.Tensor | None  # float32 [r]; None: no row has one
+
+
+class Ops(Protocol):
+    """Operators that some device has a kernel for."""
+
+    def norm(self, norm: RMSNorm, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Gives `norm(x + residual)` and the sum [tokens, hidden]; x and the residual may be overwritten."""
+
+    def rotate_and_keep(
+        self,
+        qkv: torch.Tensor,
+        heads: Heads,
+        norms: tuple[RMSNorm, RMSNorm] | None,
+        rotation: Rotation,
+        kv: LayerKV,
+        writes: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Splits qkv [tokens, all heads * dim], normalises query and key heads by `norms` and rotates them.
+
+        Keys and values are written to the entries `writes` (int64 [tokens]) of the pages. Gives q, k and v, each
+        [tokens, heads, dim].
+        """
+
+    def gate(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """`silu(gate) * up` of [tokens, gates and then ups]."""
+
+    def greedy(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The first of the largest logits, int64 [s], and `finite` of the same."""
+
+    def finite(self, logits: torch.Tensor) -> torch.Tensor:
+        """Whether all of a row's logits [s, vocabulary] are finite, bool [s]."""
+
+    def sample(self, logits: torch.Tensor, draw: Draw) -> torch.Tensor:
+        """Tokens int64 [r] of float32 logits [r, vocabulary], as `docs/protocol.md` orders it."""
+
+
+class TorchOps:
+    """`Ops` in PyTorch's operators."""
+
+    def norm(self, norm: RMSNorm, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        summed = x if residual is None else residual.add_(x)
+        return norm(summed), summed
+
+    def rotate_and_keep(
+        self,
+        qkv: torch.Tensor,
+        heads: Heads,
+        norms: tuple[RMSNorm, RMSNorm] | None,
+        rotation: Rotation,
+        kv: LayerKV,
+        writes: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        queries, keys = heads.queries, heads.keys
+        qkv = qkv.view(qkv.shape[0], queries + 2 * keys, heads.dim)
+        v = qkv[:, queries + keys :]
+        if norms is None:
+            rotated = rotate(qkv[:, : queries + keys], rotation)
+            q, k = rotated[:, :queries], rotated[:, queries:]
+        else:
+            q_norm, k_norm = norms
+            q = rotate(q_norm(qkv[:, :queries]), rotation)
+            k = rotate(k_norm(qkv[:, queries : queries + keys]), rotation)
+        kv.keys.index_copy_(0, writes, k)
+        kv.values.index_copy_(0, writes, v)
+        return q, k, v
+
+    def gate(self, gate_up: torch.Tensor) -> torch.Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return F.silu(gate).mul_(up)
+
+    def greedy(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return logits.argmax(dim=-1), self.finite(logits)
+
+    def finite(self, logits: torch.Tensor) -> torch.Tensor:
+        # A sum is finite exactly when all terms are, short of logits near the largest float, and one quick pass.
+        return logits.sum(dim=-1).isfinite()
+
+    def sample(self, logits: torch.Tensor, draw: Draw) -> torch.Tensor:
+        # Relative to the largest, so that a tiny temperature can't overflow.
+        scaled = (logits - logits.amax(dim=-1, keepdim=True)) / draw.temperature[:, None]
+        weights = scaled.exp()
+        if draw.limited is not None:
+            rows, top_k, top_p = draw.limited
+            self._keep(weights, rows, most_likely(scaled.index_select(0, rows), top_k, top_p, draw.width))
+        if draw.nucleus is not None:
+            rows, top_p = draw.nucleus
+            self._keep(weights, rows, nucleus(scaled.index_select(0, rows), top_p))
+        if draw.min_p is not None:
+            # The largest weight is 1.
+            weights.masked_fill_(weights < draw.min_p[:, None], 0)
+        cumulative = weights.cumsum(dim=-1, dtype=torch.float64)
+        total = cumulative[:, -1:]
+        below = torch.minimum(draw.u[:, None] * total, torch.nextafter(total, torch.zeros_like(total)))
+        found = torch.searchsorted(cumulative, below, right=True)
+        # Only a row that is not finite finds nothing; its token does not count.
+        return found[:, 0].clamp_(max=logits.shape[1] - 1)
+
+    @staticmethod
+    def _keep(weights: torch.Tensor, rows: torch.Tensor, keep: torch.Tensor) -> None:
+        """Zeroes the weights of `rows` that are not kept."""
+        if len(rows) == len(weights):
+            weights.masked_fill_(~keep, 0)
+        else:
+            weights.index_copy_(0, rows, weights.index_select(0, rows).masked_fill_(~keep, 0))
+
+
+def most_likely(scaled: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, width: int) -> torch.Tensor:
+    """Which tokens `top_k` and then `top_p` (of what `top_k` kept; 1: off) keep; bool [r, vocabulary].
+
+    `scaled` [r, vocabulary] are logits whose largest is 0, `width` is the largest `top_k`, at most the vocabulary. Of
+    equal ones the lower ids are kept.
+    """
+    values = scaled.topk(width, dim=-1).values
+    ranked = torch.arange(width, device=scaled.device) < top_k[:, None]
+    weights = values.exp().double() * ranked
+    cumulative = weights.cumsum(dim=-1)
+    share = torch.where(top_p < 1, top_p.double(), torch.inf)[:, None]
+    goal = share * cumulative[:, -1:]
+    kept = (ranked & (cumulative - weights < goal)).sum(dim=-1, keepdim=True).clamp_(min=1)
+    threshold = values.gather(1, kept - 1)
+    larger = scaled > threshold
+    return larger | _first_of_equals(scaled == threshold, kept - larger.sum(dim=-1, keepdim=True))
+
+
+_LOW_BITS = 16
+_KEYS = 1 << _LOW_BITS
+
+
+def nucleus(scaled: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
+    """The smallest sets of most likely tokens with a share of at least `top_p` [r] below 1; bool [r, vocabulary].
+
+    `scaled` is as in `most_likely`. How many tokens that takes nobody knows before, so nothing is sorted: the bits of a
+    distance from the largest logit order tokens as the distance does, and where the sum of probabilities reaches its
+    goal is looked up in two tables, by the upper and by the lower half of the bits.
+    """
+    # No distance is -0, whose bits are those of no number at least 0.
+    keys = scaled.abs().view(torch.int32)
+    mass = scaled.exp().double()
+    goal = top_p.double()[:, None] * mass.sum(dim=-1, keepdim=True)
+    upper = (keys >> _LOW_BITS).long()
+    high, before = _reached(upper, mass, goal)
+    lower = (keys & (_KEYS - 1)).long()
+    inside = mass.masked_fill(upper != high, 0)
+    low, more = _reached(lower, inside, goal - before)
+    threshold = (high << _LOW_BITS | low).int()
+    # What is left of the goal, in tokens that are as likely as the threshold.
+    left = (goal - before - more) / (threshold.view(torch.float32).neg().exp().double())
+    return (keys < threshold) | _first_of_equals(
+        keys == threshold, left.nan_to_num_(1.0).ceil_().clamp_(1, mass.shape[1])
+    )
+
+
+def _reached(keys: torch.Tensor, mass: torch.Tensor, goal: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The first key [r, 1] with which the mass of all keys up to it reaches the goal, and the mass before it."""
+    table = torch.zeros(len(keys), _KEYS, dtype=mass.dtype, device=mass.device).scatter_add_(1, keys, mass)
+    cumulative = table.cumsum(dim=-1)
+    # Rounding may leave the goal above all sums: then it is the last key that any token has.
+    found = torch.searchsorted(cumulative, torch.minimum(goal, cumulative[:, -1:]).contiguous())
+    found = found.clamp_(max=_KEYS - 1)
+    return found, cumulative.gather(1, found) - table.gather(1, found)
+
+
+def _first_of_equals(equal: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
+    """The first `count` [r, 1] of the tokens that are `equal` [r, vocabulary]."""
+    return equal & (equal.cumsum(dim=-1) <= count)

@@ -1,0 +1,97 @@
+"""Frames over a connected stream socket."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from forebay.protocol.frames import HEADER_BYTES, Frame, Header, WireError, nothing
+
+RING = 4
+"""Buffers of a ring: two plans in flight, one that is being received, and one to spare."""
+_SMALLEST = 1 << 16
+
+Bytes: TypeAlias = npt.NDArray[np.uint8]
+Allocate: TypeAlias = Callable[[int], Bytes]
+"""Gives memory of so many bytes to receive into; a device gives what it copies from fastest."""
+
+
+class _Buffer:
+    def __init__(self, memory: Bytes) -> None:
+        self.memory = memory
+        self.taken = False
+
+    def release(self) -> None:
+        # By any thread: it is one assignment.
+        self.taken = False
+
+
+class Ring:
+    """Buffers that frames are received into, in turn. A frame's buffer is used again after its `release` only."""
+
+    def __init__(self, allocate: Allocate, count: int = RING) -> None:
+        self._allocate = allocate
+        self._buffers = [_Buffer(allocate(_SMALLEST)) for _ in range(count)]
+        self._next = 0
+
+    def take(self, size: int) -> tuple[memoryview, Callable[[], None]]:
+        """`size` bytes to receive into, and how to release them. `WireError`: the frame before is still in use."""
+        buffer = self._buffers[self._next]
+        if buffer.taken:
+            raise WireError(f"more than {len(self._buffers)} frames in flight")
+        self._next = (self._next + 1) % len(self._buffers)
+        if len(buffer.memory) < size:
+            buffer.memory = self._allocate(max(size, 2 * len(buffer.memory)))
+        buffer.taken = True
+        return buffer.memory.data[:size], buffer.release
+
+
+class Connection:
+    """Frames over a connected stream socket, each in memory of its own unless there is a ring to receive into."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._socket = sock
+        self._header = bytearray(HEADER_BYTES)
+        self._ring: Ring | None = None
+
+    def receive_into(self, ring: Ring) -> None:
+        """Has frames received into `ring` from now on: whoever gets one releases it."""
+        self._ring = ring
+
+    def send(self, data: bytes) -> None:
+        """Sends an encoded frame."""
+        self._socket.sendall(data)
+
+    def hear_no_more(self) -> None:
+        """Ends the stream of frames for whoever waits in `recv`; `send` goes on. From any thread."""
+        self._socket.shutdown(socket.SHUT_RD)
+
+    def recv(self) -> Frame | None:
+        """The next frame, or None at the end of the stream."""
+        if not self._fill(memoryview(self._header)):
+            return None
+        header = Header.decode(self._header)
+        size = 4 * header.words
+        if self._ring is None:
+            body, release = memoryview(bytearray(size)), nothing
+        else:
+            body, release = self._ring.take(size)
+        if size and not self._fill(body):
+            raise WireError("the stream ended in the middle of a frame")
+        return Frame.decode(header, body, release)
+
+    def _fill(self, view: memoryview) -> bool:
+        """Receives exactly `len(view)` bytes; False if the stream ended before the first."""
+        got = 0
+        while got < len(view):
+            count = self._socket.recv_into(view[got:])
+            if count == 0:
+                if got:
+                    raise WireError("the stream ended in the middle of a frame")
+                return False
+            got += count
+        return True

@@ -1,0 +1,52 @@
+"""A step result: what the hands say of one step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from forebay.protocol.frames import Float32s, Frame, Int32s, Kind, WireError, encode, floats, ints
+
+ROW_OK = 0
+ROW_NOT_FINITE = 1
+
+COLUMNS = ("tokens", "row_errors", "logprob_counts", "logprob_ids", "logprob_values", "timing", "pooled")
+"""The columns of a result's frame, in their order."""
+
+
+@dataclass
+class StepResult:
+    """What one step gave.
+
+    Shapes: `s` sampled rows, `r` rows, `e` log-probability entries of all sampled rows, `p` pooled rows.
+    """
+
+    step: int = 0
+    tokens: Int32s = ints(0)  # [s]
+    row_errors: Int32s = ints(0)  # [r]: ROW_OK or ROW_NOT_FINITE
+    logprob_counts: Int32s = ints(0)  # [s], or empty when no row asked
+    logprob_ids: Int32s = ints(0)  # [e]: a row's sampled token, then its most likely tokens
+    logprob_values: Float32s = floats(0)  # [e]: natural logarithms
+    timing: Int32s = ints(2)  # microseconds: the step's compute, the gap before it
+    pooled: Float32s = floats(0)  # [p * size]: the vectors one after the other
+
+    @classmethod
+    def decode(cls, frame: Frame) -> StepResult:
+        """Reads a result's frame in place; raises `WireError` when the columns' lengths contradict each other."""
+        tokens, row_errors, counts, ids, values, timing, pooled = frame.expect(Kind.RESULT, len(COLUMNS))
+        if counts.size and counts.min() < 0:
+            raise WireError("malformed frame: negative count")
+        if not (
+            tokens.size <= row_errors.size
+            and counts.size in (0, tokens.size)
+            and ids.size == values.size == counts.sum(dtype=np.int64)
+            and timing.size == 2
+        ):
+            raise WireError("malformed frame: result columns disagree")
+        values_, pooled_ = values.view(np.float32), pooled.view(np.float32)
+        return cls(frame.step, tokens, row_errors, counts, ids, values_, timing, pooled_)
+
+    def encode(self) -> bytes:
+        """The result's frame."""
+        return encode(Kind.RESULT, self.step, [getattr(self, name) for name in COLUMNS])

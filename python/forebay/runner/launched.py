@@ -1,0 +1,100 @@
+"""A step on its way through the device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from forebay.compute.sampler import Ask, Sampled, SampledColumns
+from forebay.device import Device, Event, host_array
+from forebay.protocol.frames import Float32s, Int32s
+from forebay.protocol.result import ROW_NOT_FINITE, ROW_OK, StepResult
+from forebay.state.slots import Int64s
+
+
+class Columns(Protocol):
+    """Host memory that a step's work copies its results to."""
+
+    def report(self, result: StepResult) -> None:
+        """Puts them into the result, once they are there."""
+
+
+class NoColumns:
+    """Of a step without rows."""
+
+    def report(self, result: StepResult) -> None:
+        pass
+
+
+class TokenColumns:
+    """Of a step whose rows sample."""
+
+    def __init__(self, ask: Ask, sampling: Int64s, device: Device) -> None:
+        self._sampling = sampling
+        self._sampled = SampledColumns(ask, device)
+
+    def fill(self, sampled: Sampled) -> None:
+        """For work."""
+        self._sampled.fill(sampled)
+
+    def report(self, result: StepResult) -> None:
+        result.tokens = self._sampled.tokens
+        _not_finite(result.row_errors, self._sampling, self._sampled.finite)
+        logprobs = self._sampled.logprobs()
+        if logprobs is not None:
+            result.logprob_counts, result.logprob_ids, result.logprob_values = logprobs
+
+
+class VectorColumns:
+    """Of a step whose rows are pooled."""
+
+    def __init__(self, sampling: Int64s, size: int, device: Device) -> None:
+        self._sampling = sampling
+        self._device = device
+        self._vectors: Float32s = host_array(device, (len(sampling), size), np.float32)
+        self._finite: npt.NDArray[np.bool_] = host_array(device, (len(sampling),), np.bool_)
+
+    def fill(self, vectors: torch.Tensor, finite: torch.Tensor) -> None:
+        """For work."""
+        self._device.copy_out(vectors, self._vectors)
+        self._device.copy_out(finite, self._finite)
+
+    def report(self, result: StepResult) -> None:
+        result.pooled = self._vectors.ravel()
+        _not_finite(result.row_errors, self._sampling, self._finite)
+
+
+@dataclass(frozen=True)
+class Launched:
+    """A plan whose work is queued.
+
+    The plan's body belongs to it until it is collected: nobody may write there before, and anybody may afterwards.
+    """
+
+    step: int
+    rows: int
+    columns: Columns
+    before: Event
+    """The end of the step before."""
+    begun: Event
+    ended: Event
+    release: Callable[[], None]
+
+    def collect(self) -> StepResult:
+        """Waits for the step's end and gives its result; once. By any thread, in the order of launches."""
+        self.ended.wait()
+        result = StepResult(self.step, row_errors=np.full(self.rows, ROW_OK, np.int32))
+        self.columns.report(result)
+        timing = self.ended.since(self.begun), self.begun.since(self.before)
+        result.timing = np.array(timing, np.int32)
+        self.release()
+        return result
+
+
+def _not_finite(row_errors: Int32s, rows: Int64s, finite: npt.NDArray[np.bool_]) -> None:
+    row_errors[rows[~finite]] = ROW_NOT_FINITE

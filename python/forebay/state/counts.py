@@ -1,0 +1,112 @@
+"""How often each token has come in a slot, for penalties."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from forebay.device import Device
+
+Int64s = npt.NDArray[np.int64]
+SEEN, GENERATED = range(2)
+_FIRST = 4
+"""Lines of the first table."""
+
+
+def ragged(first: Int64s, counts: Int64s) -> Int64s:
+    """The concatenation of `first[i] .. first[i] + counts[i]`."""
+    before = np.cumsum(counts) - counts
+    return np.repeat(first - before, counts) + np.arange(counts.sum(), dtype=np.int64)
+
+
+@dataclass(frozen=True)
+class Recount:
+    """Lines of the table that are made anew from a slot's tokens."""
+
+    lines: Int64s  # [l]
+    tokens: Int64s  # entries of the token pool that are counted
+    counters: Int64s  # one an entry: where its line's counters begin
+    capacity: int  # lines that the table has from now on
+
+
+class TokenCounts:
+    """Counters int32 `[lines, 2, vocabulary]` on the device, a line for every slot whose request has a penalty.
+
+    A line has two rows: of every token that was seen, and of those that were generated. The lines are given out and
+    counted by the host when a slot is written; the sampler adds each token as it is sampled.
+    """
+
+    def __init__(self, slots: int, vocabulary: int, device: Device) -> None:
+        self._device = device
+        self._vocabulary = vocabulary
+        self._line = np.full(slots, -1, np.int64)
+        self._free: list[int] = []
+        self._capacity = 0
+        self._table = device.zeros((0, 2, vocabulary), torch.int32)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all counters."""
+        return self._table.nbytes
+
+    def lines(self, slots: Int64s) -> Int64s:
+        """The lines of `slots` [r]; -1: none. For the host."""
+        return self._line[slots]
+
+    def renew(self, slots: Int64s, penalised: npt.NDArray[np.bool_]) -> Int64s:
+        """Takes the lines of `slots` [n] back and gives lines [l] to those that are `penalised`. For the host."""
+        if not penalised.any() and len(self._free) == self._capacity:
+            return np.zeros(0, np.int64)
+        old = self._line[slots]
+        self._free += old[old >= 0].tolist()
+        self._line[slots] = -1
+        wanted = slots[penalised]
+        while len(self._free) < len(wanted):
+            grown = min(max(_FIRST, 2 * self._capacity), len(self._line))
+            self._free += range(self._capacity, grown)
+            self._capacity = grown
+        self._line[wanted] = [self._free.pop() for _ in wanted]
+        return self._line[wanted]
+
+    def recount(self, lines: Int64s, stride: Int64s, first: Int64s, prompt_len: Int64s, counts: Int64s) -> Recount:
+        """What `write` does for new slots [l], whose tokens begin at `stride` in the pool. For the host.
+
+        Tokens `first .. counts` are seen, those from `prompt_len` on are generated.
+        """
+        begin = self.begin(lines)
+        own = np.maximum(prompt_len, first)
+        seen, generated = counts - first, np.maximum(counts - own, 0)
+        tokens = np.concatenate((ragged(stride + first, seen), ragged(stride + own, generated)))
+        repeated = np.repeat(begin, seen), np.repeat(begin + self._vocabulary, generated)
+        return Recount(lines, tokens, np.concatenate(repeated), self._capacity)
+
+    def write(self, recount: Recount, token_pool: torch.Tensor) -> None:
+        """Counts the tokens of new slots. For work."""
+        if recount.capacity > len(self._table):
+            grown = self._device.zeros((recount.capacity, 2, self._vocabulary), torch.int32)
+            grown[: len(self._table)] = self._table
+            self._table = grown
+        lines, tokens, counters = self._device.copy_in(recount.lines, recount.tokens, recount.counters)
+        self._table.index_fill_(0, lines, 0)
+        self._add(counters + token_pool.view(-1).index_select(0, tokens))
+
+    def add(self, begin: torch.Tensor, tokens: torch.Tensor) -> None:
+        """Counts a sampled token [l] in each line whose counters begin at `begin` [l]. For work."""
+        entries = begin + tokens
+        self._add(torch.cat((entries, entries + self._vocabulary)))
+
+    def begin(self, lines: Int64s) -> Int64s:
+        """Where the counters of `lines` begin. For the host."""
+        return lines * (2 * self._vocabulary)
+
+    def select(self, lines: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """How often each token was seen, and how often generated, [l, vocabulary] each. For work."""
+        found = self._table.index_select(0, lines)
+        return found[:, SEEN], found[:, GENERATED]
+
+    def _add(self, entries: torch.Tensor) -> None:
+        ones = torch.ones(1, dtype=torch.int32, device=entries.device).expand(len(entries))
+        self._table.view(-1).index_add_(0, entries, ones)

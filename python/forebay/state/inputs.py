@@ -1,0 +1,81 @@
+"""Input rows that requests bring along, in place of those of the embedding table."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from forebay.state.slots import Int64s, PlanError, SlotTables
+
+
+@dataclass(frozen=True)
+class Given:
+    """Which of a step's `r` rows begin at a position whose input is in the arena."""
+
+    used: npt.NDArray[np.bool_]  # [r]
+    embeds: Int64s  # [r]: where the embeddings of the row's slot begin in the arena, in bytes
+    until: Int64s  # [r]: the positions below have theirs there
+
+    def spans(self, order: Int64s, start: Int64s, length: Int64s) -> list[Span]:
+        """The same by the step's tokens, row after row in this order; `start` and `length` [r] are of the rows."""
+        used = self.used[order]
+        start, length = start[order], length[order]
+        at = np.cumsum(length) - length
+        counts = np.minimum(length, self.until[order] - start)
+        columns = (column[used].tolist() for column in (self.embeds[order], at, start, counts))
+        return [Span(*values) for values in zip(*columns, strict=True)]
+
+
+@dataclass(frozen=True)
+class Span:
+    """Positions `first .. first + count` of a slot, which are the step's tokens `at .. at + count`."""
+
+    embeds: int
+    at: int
+    first: int
+    count: int
+
+
+class PromptRows:
+    """The embeddings of prompts in the arena: `prompt_len` rows of `hidden` elements a slot that has any."""
+
+    def __init__(self, arena: npt.NDArray[np.uint8], tables: SlotTables, hidden: int, dtype: torch.dtype) -> None:
+        self._arena = arena
+        self._tables = tables
+        self._hidden = hidden
+        self._dtype = dtype
+        self._row_bytes = hidden * dtype.itemsize
+
+    def given(self, slot: Int64s, start: Int64s) -> Given | None:
+        """What of rows [r] that begin at `start` is in the arena; None: nothing. Raises `PlanError`. For the host."""
+        tables = self._tables
+        embeds, prompt_len = tables.embeds[slot], tables.prompt_len[slot].astype(np.int64)
+        used: npt.NDArray[np.bool_] = (embeds >= 0) & (start < prompt_len)
+        if not used.any():
+            return None
+        for number in slot[used].tolist():
+            self._check(number)
+        return Given(used, embeds, prompt_len)
+
+    def addresses(self, given: Given) -> Int64s:
+        """Where the embedding of position 0 of each row's slot is in this process's memory; 0 where not `used`, [r]."""
+        return np.where(given.used, self._arena.ctypes.data + given.embeds, 0)
+
+    def rows(self, span: Span) -> npt.NDArray[np.uint8]:
+        """The bytes of a span's embeddings, uint8 [count * row bytes], copied: no tensor refers to the arena."""
+        first = span.embeds + span.first * self._row_bytes
+        found: npt.NDArray[np.uint8] = self._arena[first : first + span.count * self._row_bytes].copy()
+        return found
+
+    def tensor(self, bytes_: torch.Tensor) -> torch.Tensor:
+        """The embeddings [count, hidden] that a span's bytes are. For work."""
+        return bytes_.view(self._dtype).view(-1, self._hidden)
+
+    def _check(self, slot: int) -> None:
+        first = int(self._tables.embeds[slot])
+        end = first + int(self._tables.prompt_len[slot]) * self._row_bytes
+        if end > len(self._arena) or first % self._dtype.itemsize:
+            raise PlanError(f"embeddings at bytes {first}..{end} of an arena of {len(self._arena)}")

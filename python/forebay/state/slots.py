@@ -1,0 +1,196 @@
+"""The slot tables: what each slot's tokens, pages and sampling parameters are."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from forebay.device import Device
+from forebay.protocol.frames import Float32s, Int32s
+from forebay.protocol.plan import PAGE_WRITE_WORDS, SLOT_WORDS, Plan, SlotFloat, SlotWord
+from forebay.state.config import RunnerConfig
+from forebay.state.counts import Int64s, Recount, TokenCounts, ragged
+from forebay.state.staging import StepInputs
+
+__all__ = ["Int64s", "PlanError", "SlotTables", "Writes", "penalised", "ragged"]
+
+
+class PlanError(ValueError):
+    """A plan that names what does not exist: the brain and the hand disagree about the tables."""
+
+
+@dataclass(frozen=True)
+class Writes:
+    """What of a plan's writes is left to do on the device, after the host's tables were written."""
+
+    tokens: int  # tokens of new slots in the plan itself
+    from_arena: tuple[Int64s, Int32s] | None  # entries of the token pool, and the tokens that they get
+    pages: bool  # whether the plan writes to page tables
+    recount: Recount | None
+
+
+class SlotTables:
+    """Rows by slot. Tokens, pages and counts lie on the device, sampling parameters on the host.
+
+    A plan is applied in two parts: `read` on the host, which may be a plan ahead of the device, and `write` as work.
+    What the host decides for a step comes from what it has read so far. Work uses no table of the host.
+    """
+
+    def __init__(self, config: RunnerConfig, vocabulary: int, device: Device) -> None:
+        self._device = device
+        self.slots = config.slots
+        self.context_length = config.context_length
+        self.pages_per_slot = config.pages_per_slot
+        self.stride = config.context_length + 1
+        # One more than the context: the token sampled at its very end is stored too.
+        self.token_pool = torch.zeros(config.slots, self.stride, dtype=torch.int32, device=device.torch_device)
+        # -1 makes a page that the brain forgot to write an error instead of someone else's page.
+        self.page_table = torch.full(
+            (config.slots, self.pages_per_slot), -1, dtype=torch.int32, device=device.torch_device
+        )
+        self.counts = TokenCounts(config.slots, vocabulary, device)
+        self.prompt_len = np.zeros(config.slots, np.int32)
+        self.segment = np.zeros(config.slots, np.int32)
+        # Where a prompt's embeddings begin in the arena, in bytes; -1: its tokens have those of the model.
+        self.embeds = np.full(config.slots, -1, np.int64)
+        self.top_k = np.zeros(config.slots, np.int32)
+        self.min_total = np.zeros(config.slots, np.int32)
+        self.logprobs = np.full(config.slots, -1, np.int32)
+        self.seed = np.zeros(config.slots, np.uint64)
+        self.floats = np.zeros((config.slots, len(SlotFloat)), np.float32)  # by SlotFloat
+        # Greedy and nothing else: what most rows of most servers ask for takes one comparison to recognise.
+        self.plain = np.zeros(config.slots, np.bool_)
+        self.stop_ids: dict[int, Int32s] = {}
+        self.biases: dict[int, tuple[Int32s, Float32s]] = {}
+
+    def read(self, plan: Plan, arena: npt.NDArray[np.uint8]) -> Writes | None:
+        """Overwrites the host's part of new slots; gives what is left for `write`, None if that is nothing.
+
+        Raises `PlanError`.
+        """
+        slots, pages = len(plan.slots) > 0, len(plan.page_writes) > 0
+        if not slots and not pages:
+            return None
+        if pages:
+            _within(plan.page_writes[:, 0], self.slots, "page write: slot")
+            _within(plan.page_writes[:, 1], self.pages_per_slot, "page write: index")
+        if not slots:
+            return Writes(0, None, pages, None)
+        slot = plan.slots[:, SlotWord.SLOT].astype(np.int64)
+        counts = plan.slots[:, SlotWord.TOKEN_COUNT].astype(np.int64)
+        _within(slot, self.slots, "new slot: slot")
+        if len(set(slot.tolist())) < len(slot):
+            raise PlanError(f"new slots {slot.tolist()} are not each another")
+        _within(counts, self.stride + 1, "new slot: token count")
+        self._read_parameters(plan, slot)
+        self._read_ragged(plan, slot)
+        from_arena = self._from_arena(plan.slots, slot, counts, arena)
+        return Writes(len(plan.tokens), from_arena, pages, self._recount(slot, counts))
+
+    def write(self, writes: Writes, inputs: StepInputs) -> None:
+        """Overwrites the device's part of new slots, and page table entries. For work."""
+        pool = self.token_pool.view(-1)
+        if writes.tokens:
+            pool.index_copy_(0, self._inline_entries(inputs, writes.tokens), inputs.column("tokens"))
+        if writes.from_arena is not None:
+            entries, tokens = self._device.copy_in(*writes.from_arena)
+            pool.index_copy_(0, entries, tokens)
+        if writes.pages:
+            slot, index, page = inputs.column("page_writes").view(-1, PAGE_WRITE_WORDS).unbind(1)
+            self.page_table.view(-1).index_copy_(0, slot.long() * self.pages_per_slot + index, page)
+        if writes.recount is not None:
+            self.counts.write(writes.recount, self.token_pool)
+
+    def forget_pages(self) -> None:
+        """Has no slot name a page. For work."""
+        self.page_table.fill_(-1)
+
+    def _inline_entries(self, inputs: StepInputs, total: int) -> torch.Tensor:
+        """Entries of the token pool, int64 [total], that the plan's own tokens are for. For work."""
+        records = inputs.records("slots", SLOT_WORDS)
+        counts = records[:, SlotWord.TOKEN_COUNT] * (records[:, SlotWord.ARENA_OFFSET] < 0)
+        first = records[:, SlotWord.SLOT] * self.stride - (counts.cumsum(0) - counts)
+        offsets = torch.arange(total, device=counts.device)
+        return first.repeat_interleave(counts, output_size=total) + offsets
+
+    def _read_parameters(self, plan: Plan, slot: Int64s) -> None:
+        records, floats = plan.slots, plan.slot_floats
+        self.prompt_len[slot] = records[:, SlotWord.PROMPT_LEN]
+        self.segment[slot] = records[:, SlotWord.SEGMENT]
+        self.embeds[slot] = records[:, SlotWord.EMBEDS_OFFSET]
+        self.top_k[slot] = records[:, SlotWord.TOP_K]
+        self.min_total[slot] = records[:, SlotWord.MIN_TOTAL]
+        self.logprobs[slot] = records[:, SlotWord.LOGPROBS]
+        halves = records[:, [SlotWord.SEED_LO, SlotWord.SEED_HI]].view(np.uint32).astype(np.uint64)
+        self.seed[slot] = halves[:, 0] | halves[:, 1] << np.uint64(32)
+        self.floats[slot] = floats
+        self.plain[slot] = (
+            (floats[:, SlotFloat.TEMPERATURE] == 0)
+            & ~penalised(floats)
+            & (records[:, SlotWord.LOGPROBS] < 0)
+            & (records[:, SlotWord.STOP_COUNT] == 0)
+            & (records[:, SlotWord.BIAS_COUNT] == 0)
+        )
+
+    def _read_ragged(self, plan: Plan, slot: Int64s) -> None:
+        stops, biases = plan.slots[:, SlotWord.STOP_COUNT], plan.slots[:, SlotWord.BIAS_COUNT]
+        if self.stop_ids or len(plan.stop_ids):
+            for number, ids in zip(slot.tolist(), np.split(plan.stop_ids, np.cumsum(stops)[:-1]), strict=True):
+                self.stop_ids.pop(number, None)
+                if len(ids):
+                    self.stop_ids[number] = ids.copy()
+        if self.biases or len(plan.bias_ids):
+            edges = np.cumsum(biases)[:-1]
+            parts = zip(np.split(plan.bias_ids, edges), np.split(plan.bias_values, edges), strict=True)
+            for number, (ids, values) in zip(slot.tolist(), parts, strict=True):
+                self.biases.pop(number, None)
+                if len(ids):
+                    self.biases[number] = (ids.copy(), values.copy())
+
+    def _from_arena(
+        self, records: Int32s, slot: Int64s, counts: Int64s, arena: npt.NDArray[np.uint8]
+    ) -> tuple[Int64s, Int32s] | None:
+        """`Writes.from_arena`, copied: it is read while the plan is, and nothing refers to it when the step is over."""
+        offsets = records[:, SlotWord.ARENA_OFFSET]
+        there = np.flatnonzero(offsets >= 0)
+        if not len(there):
+            return None
+        parts = [_tokens_at(arena, int(offsets[at]), int(counts[at])) for at in there]
+        return ragged(slot[there] * self.stride, counts[there]), np.concatenate(parts)
+
+    def _recount(self, slot: Int64s, counts: Int64s) -> Recount | None:
+        on = penalised(self.floats[slot])
+        lines = self.counts.renew(slot, on)
+        if not len(lines):
+            return None
+        mine = slot[on]
+        prompt_len = self.prompt_len[mine].astype(np.int64)
+        # The tokens of a prompt that came as embeddings say nothing, and are not seen.
+        first = np.where(self.embeds[mine] >= 0, np.minimum(prompt_len, counts[on]), 0)
+        return self.counts.recount(lines, mine * self.stride, first, prompt_len, counts[on])
+
+
+def _tokens_at(arena: npt.NDArray[np.uint8], offset: int, count: int) -> Int32s:
+    end = offset + 4 * count
+    if end > len(arena):
+        raise PlanError(f"tokens at bytes {offset}..{end} of an arena of {len(arena)}")
+    tokens: Int32s = arena[offset:end].copy().view(np.int32)
+    return tokens
+
+
+def penalised(floats: Float32s) -> npt.NDArray[np.bool_]:
+    """Which rows of a table by `SlotFloat` have a penalty that is on."""
+    on: npt.NDArray[np.bool_] = (
+        (floats[:, SlotFloat.REPETITION_PENALTY] != 1)
+        | (floats[:, SlotFloat.PRESENCE_PENALTY] != 0)
+        | (floats[:, SlotFloat.FREQUENCY_PENALTY] != 0)
+    )
+    return on
+
+
+def _within(values: Int64s | Int32s, limit: int, what: str) -> None:
+    if values.min() < 0 or values.max() >= limit:
+        raise PlanError(f"{what} {int(values.min())}..{int(values.max())} is not within 0..{limit}")

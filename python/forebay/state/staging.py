@@ -1,0 +1,28 @@
+"""A plan on the device."""
+
+from __future__ import annotations
+
+import torch
+
+from forebay.device import Device
+from forebay.protocol.plan import Plan
+
+
+class StepInputs:
+    """A plan's columns on the device, int32, by name: views of one copy of its frame's body. For work."""
+
+    def __init__(self, plan: Plan, device: Device) -> None:
+        self._plan = plan
+        self._device = device
+        self._body: torch.Tensor | None = None
+
+    def column(self, name: str) -> torch.Tensor:
+        """The words of a column, one after the other."""
+        if self._body is None:
+            # Many steps decode only and ask for nothing: where rows are read from host memory there is no copy at all.
+            (self._body,) = self._device.copy_in(self._plan.body)
+        return self._body[self._plan.place(name)]
+
+    def records(self, name: str, words: int) -> torch.Tensor:
+        """A column of records as int64 [records, words]."""
+        return self.column(name).view(-1, words).long()
