@@ -87,7 +87,8 @@ def request(positions: int = POSITIONS, hidden: int = HIDDEN) -> bytes:
     rows = torch.zeros(positions, hidden, dtype=torch.bfloat16)
     embeds = base64.b64encode(save({"embeds": rows})).decode()
     body = json.dumps({"prompt_embeds": embeds, "max_tokens": 1}).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Length: {len(body)}\r\n\r\n"
+    head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
+    head += f"Content-Length: {len(body)}\r\n\r\n"
     return head.encode() + body
 
 

@@ -9,7 +9,7 @@ import torch
 
 from benchmarks import accuracy, tables
 from benchmarks.records import Results, Run
-from forebay.compute.rows import Rows
+from forebay.compute.rows import Launch
 
 
 class Favourite:
@@ -25,11 +25,11 @@ class Favourite:
     def put(self, slot: int, tokens: list[int]) -> None:
         self.token_pool[slot, : len(tokens)] = torch.tensor(tokens, dtype=torch.int32)
 
-    def logits(self, rows: Rows) -> torch.Tensor:
-        return self._logits.expand(len(rows.slot), -1)
+    def logits(self, launch: Launch) -> torch.Tensor:
+        return self._logits.expand(len(launch.rows.slot), -1)
 
-    def greedy(self, rows: Rows) -> tuple[torch.Tensor, torch.Tensor]:
-        count = len(rows.slot)
+    def greedy(self, launch: Launch) -> tuple[torch.Tensor, torch.Tensor]:
+        count = len(launch.rows.slot)
         return self._logits.argmax().expand(count), torch.ones(count, dtype=torch.bool)
 
 

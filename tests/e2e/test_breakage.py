@@ -33,6 +33,7 @@ from tests.e2e.server import Server
 from tests.e2e.waiting import eventually, eventually_async
 
 KILLS = 20
+FEW_KILLS = 3
 STREAMS = 48
 TOP_K = 4
 # Tokens that a stream must have got since the hand died, to be sure that it is out of quarantine.
@@ -141,13 +142,13 @@ class Load:
         assert text == self._model.decode(wanted)
 
 
-async def kill_under_load(server: Server, load: Load) -> set[int]:
+async def kill_under_load(server: Server, load: Load, kills: int) -> set[int]:
     """Kills the hand again and again while all streams go on; the process ids of the dead."""
     killed: set[int] = set()
     running = asyncio.create_task(load.run(STREAMS))
     try:
         await eventually_async(lambda: running.done() or len(load.live) == STREAMS, "all streams run")
-        for number in range(1, KILLS + 1):
+        for number in range(1, kills + 1):
             moves = asyncio.create_task(load.everyone_moves())
             await asyncio.wait([running, moves], return_when=asyncio.FIRST_COMPLETED)
             if running.done():
@@ -169,13 +170,22 @@ async def kill_under_load(server: Server, load: Load) -> set[int]:
     return killed
 
 
-def test_twenty_deaths_of_the_hand_under_load(serve: Serve, tiny: Model) -> None:
+@pytest.mark.parametrize(
+    ("flags", "kills"),
+    [
+        ([], KILLS),
+        (["--device", "deferred", "--lookahead", "0"], FEW_KILLS),
+        (["--device", "deferred", "--lookahead", "1"], FEW_KILLS),
+    ],
+    ids=["cpu", "deferred-0", "deferred-1"],
+)
+def test_deaths_of_the_hand_under_load(serve: Serve, tiny: Model, flags: list[str], kills: int) -> None:
     """Every stream gets exactly the tokens that it gets when nothing happens."""
-    server = serve(tiny)
+    server = serve(tiny, *flags)
     expected = undisturbed(server, requests(tiny, 96))
     load = Load(server, tiny, expected)
-    killed = asyncio.run(kill_under_load(server, load))
-    assert len(killed) == KILLS
+    killed = asyncio.run(kill_under_load(server, load, kills))
+    assert len(killed) == kills
     assert load.finished >= STREAMS
     assert server.metric("forebay:requests_replayed_total") > STREAMS
     assert server.metric("vllm:request_success_total", finished_reason="error") == 0
@@ -186,8 +196,9 @@ def test_twenty_deaths_of_the_hand_under_load(serve: Serve, tiny: Model) -> None
 
 
 @pytest.mark.parametrize("lookahead", ["0", "1"])
-def test_a_death_of_an_idle_hand(serve: Serve, tiny: Model, lookahead: str) -> None:
-    server = serve(tiny, "--lookahead", lookahead)
+@pytest.mark.parametrize("device", ["cpu", "deferred"])
+def test_a_death_of_an_idle_hand(serve: Serve, tiny: Model, lookahead: str, device: str) -> None:
+    server = serve(tiny, "--lookahead", lookahead, "--device", device)
     expected = undisturbed(server, requests(tiny, 6))
     server.wait_until_idle()
     hand = server.hand()
@@ -330,12 +341,12 @@ def test_a_hand_that_hangs_while_it_comes_back_is_started_again(serve: Serve, ti
         f'exec {sys.executable} "$@"\n'
     )
     python.chmod(0o755)
-    server = serve(tiny, "--load-timeout", "40", "--python", python)
+    server = serve(tiny, "--load-timeout", "40", "--python", str(python))
     server.ask("/v1/completions", {"prompt": "a", "max_tokens": 3})
     hand = server.hand()
     assert hand
     os.kill(hand, signal.SIGKILL)
-    answer = server.ask("/v1/completions", {"prompt": "a", "max_tokens": 3})
+    answer = server.ask("/v1/completions", {"prompt": "a", "max_tokens": 3}, timeout=300)
     assert answer["usage"]["completion_tokens"] == 3
     assert server.metric("forebay:hand_deaths_total") == 2
 
@@ -352,8 +363,9 @@ def test_an_architecture_that_is_not_supported_is_said_at_once(serve: Serve, tin
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_client_that_goes_away_frees_its_request(serve: Serve, tiny: Model, stream: bool) -> None:
-    server = serve(tiny)
+@pytest.mark.parametrize("device", ["cpu", "deferred"])
+def test_a_client_that_goes_away_frees_its_request(serve: Serve, tiny: Model, stream: bool, device: str) -> None:
+    server = serve(tiny, "--device", device)
     body = {"model": tiny.name, "prompt": "a", "max_tokens": TINY_CONTEXT - 8, "n": 4, "ignore_eos": True}
 
     async def leave() -> None:

@@ -92,7 +92,8 @@ class Trickle:
 @pytest.fixture(scope="module", autouse=True)
 def slow_clients(server: Server) -> Iterator[dict[str, list[Future[bytes]]]]:
     """Slow clients that are at it while the other tests of this file run."""
-    post = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 1000\r\n\r\n"
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
+    post = head + b"Content-Type: application/json\r\nContent-Length: 1000\r\n\r\n"
     with ThreadPoolExecutor(32) as pool:
 
         def start(head: bytes, drops: bytes) -> list[Future[bytes]]:

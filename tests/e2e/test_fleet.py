@@ -12,6 +12,7 @@ import random
 import resource
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx2
 import pytest
@@ -85,7 +86,7 @@ KILLERS: dict[str, tuple[str, bytes]] = {
     ),
     "biases for each of many prompts": (
         "/v1/completions",
-        encoded({"prompt": ["a"] * 4000, "logit_bias": {str(token): 1 for token in range(VOCABULARY)}, "max_tokens": 2}),
+        encoded({"prompt": ["a"] * 4000, "logit_bias": {str(one): 1 for one in range(VOCABULARY)}, "max_tokens": 2}),
     ),
     "distinct stop ids, each compared with the others": (
         "/v1/completions",
@@ -144,7 +145,10 @@ def generated(seed: int) -> tuple[str, Json]:
     """A request at the limits, which must be served, or refused for what it asks in all."""
     draw = random.Random(seed)
     ids = draw.sample(range(VOCABULARY), 1024)
-    maybe = lambda value: value if draw.random() < 0.3 else None  # noqa: E731
+
+    def maybe(value: Any) -> Any:
+        return value if draw.random() < 0.3 else None
+
     shared: Json = {
         "stop": maybe(["s" * 256] * 16),
         "stop_token_ids": maybe(ids),
@@ -156,6 +160,7 @@ def generated(seed: int) -> tuple[str, Json]:
         "min_tokens": draw.choice([0, 1]),
     }
     most = draw.choice([1, 2, 16])
+    body: Json
     if draw.random() < 0.3:
         prompt = draw.choice(["a", "a " * (TINY_CONTEXT // 4), "\U0001f600" * 64])
         params = {**shared, "max_new_tokens": most, "n": draw.choice([1, 8])}

@@ -88,7 +88,7 @@ def test_the_banner_shows_a_command_that_works(serve: Serve, tiny: Model) -> Non
 def test_nobody_has_to_read_the_log(tiny: Model) -> None:
     """A pipe that nobody empties is full after some hundred lines; requests are answered and the end is in order."""
     port = free_port()
-    command = [BINARY, "serve", tiny.path, "--device", "sim", "--log-level", "debug", "--port", str(port)]
+    command = [str(BINARY), "serve", str(tiny.path), "--device", "sim", "--log-level", "debug", "--port", str(port)]
     with (
         subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE) as process,
         httpx2.Client(base_url=f"http://127.0.0.1:{port}", timeout=30, trust_env=False) as client,

@@ -6,6 +6,7 @@ import asyncio
 import json
 import random
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -312,6 +313,100 @@ def test_prompts_go_where_their_beginnings_are(simulated: Cluster) -> None:
     queries = [backend.metric("vllm:prefix_cache_queries_total") for backend in simulated.backends]
     # All but the first question of each story find nearly all of it.
     assert sum(cached) > 0.6 * sum(queries), (cached, queries)
+
+
+def test_a_request_that_kills_brains_kills_two_and_the_fleet_lives(simulated: Cluster) -> None:
+    simulated.add(3)
+    router = simulated.route("--policy", "shortest_queue")
+    # Fatal is a request that is asked for by name: whoever has it is killed.
+    endless = {"max_tokens": 3000, "ignore_eos": True, "stream": True}
+    dead: list[int] = []
+
+    def executioner() -> None:
+        while len(dead) < 3 and not over.is_set():
+            for index, backend in enumerate(simulated.backends):
+                if index not in dead and backend.metric("vllm:num_requests_running") > 0:
+                    dead.append(index)
+                    simulated.kill(index)
+            over.wait(0.001)
+
+    over = threading.Event()
+    watching = threading.Thread(target=executioner)
+    watching.start()
+    try:
+        answer = router.post("/v1/completions", {"prompt": "fatal", "max_tokens": 3000, "ignore_eos": True})
+    finally:
+        over.set()
+        watching.join()
+    assert answer.status_code == 502, answer.text
+    assert answer.json()["error"]["code"] == "backend_died_twice"
+    assert answer.headers["x-should-retry"] == "false"
+    assert len(dead) == 2
+    text = router.post("/v1/completions", {"prompt": "p", **endless, "max_tokens": 20}).text
+    assert "error" not in text
+    assert len(events(text)) >= 20
+
+
+def cached(server: Server, body: Json, key: str | None = None) -> int:
+    """How many tokens of a long prompt were found."""
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    answer = server.ask("/v1/completions", {"prompt": list(range(100, 180)), "max_tokens": 1, **body}, headers=headers)
+    found: int = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+    return found
+
+
+def test_salts_keep_prompts_apart(simulated: Cluster) -> None:
+    simulated.add(1)
+    [backend] = simulated.backends
+    salts: list[Json] = [{}, {"cache_salt": "a"}, {"cache_salt": "b"}]
+    assert [cached(backend, salt) for salt in salts * 2] == [0, 0, 0, 64, 64, 64]
+
+
+def test_clients_with_different_keys_find_nothing_of_each_other(simulated: Cluster) -> None:
+    backend = simulated.start(*simulated.arguments, "--api-key", "one", "--api-key", "two")
+    backend.wait_for_health()
+    assert [cached(backend, {}, key) for key in ("one", "two", "one", "two")] == [0, 0, 64, 64]
+
+
+def names(server: Server, headers: dict[str, str]) -> bytes:
+    """The names of a prompt's blocks, as a router is told them."""
+    tag = {"x-forebay-router": "router=1;seq=1;floor=1;seed=0;blocks=1", **headers}
+    answer = server.post("/v1/completions", {"prompt": list(range(100, 180)), "max_tokens": 1}, headers=tag)
+    assert answer.status_code == 200
+    return answer.headers.get("x-forebay-blocks", "").encode()
+
+
+def test_names_of_blocks_agree_by_their_secret_alone(simulated: Cluster, tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text("0123456789abcdef0123456789abcdef")
+    secret.chmod(0o600)
+    known = ("--cache-secret-file", str(secret))
+    servers = [simulated.start(*simulated.arguments, *flags) for flags in (known, known, (), ())]
+    for server in servers:
+        server.wait_for_health()
+    found = [names(server, {}) for server in servers]
+    assert all(found)
+    assert found[0] == found[1]
+    assert len(set(found)) == 3
+    short = tmp_path / "short"
+    short.write_text("too short")
+    refused = simulated.start(*simulated.arguments, "--cache-secret-file", str(short))
+    assert refused.process.wait(60) != 0
+    assert "9 bytes are too few" in refused.log()
+
+
+def test_only_a_router_with_the_key_hears_of_blocks(simulated: Cluster) -> None:
+    backend = simulated.start(*simulated.arguments, "--router-key", "between us")
+    backend.wait_for_health()
+    simulated.backends.append(backend)
+    right = {"x-forebay-router-key": "between us"}
+    assert names(backend, {}) == names(backend, {"x-forebay-router-key": "guessed"}) == b""
+    assert names(backend, right)
+    assert backend.http.get("/v1/blocks?after=0").status_code == 403
+    assert backend.http.get("/v1/blocks?after=0", headers=right).status_code == 200
+    router = simulated.route("--router-key", "between us")
+    router.ask("/v1/completions", {"prompt": "p " * 100, "max_tokens": 2})
+    eventually(lambda: loads(router)[0]["blocks"] > 0, "the router hears of blocks")
 
 
 def test_wrong_words_of_a_router_are_refused(simulated: Cluster) -> None:

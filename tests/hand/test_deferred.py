@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 
+from forebay.device import open_device
 from forebay.device.deferred import GARBAGE, DeferredDevice
 from forebay.device.watch import HiddenWaitError, StrayOperatorError
 from forebay.layers.ops import Draw, TorchOps
-from forebay.runner import runner as runner_module
 from forebay.runner.launched import Launched
 from forebay.runner.runner import ModelRunner
 from tests.hand.support import PlanBuilder, Sampling, greedy_reference, reference_model, runner_of
@@ -191,4 +191,4 @@ def test_a_body_is_garbage_when_it_was_collected_and_nothing_of_it_is_needed(run
 
 
 def test_the_runner_gets_it_by_name() -> None:
-    assert runner_module.open_device("deferred", 1).beside_host
+    assert open_device("deferred", 1).beside_host

@@ -151,7 +151,7 @@ def test_from_hello_to_shutdown(tmp_path: Path, device: str) -> None:
         first = PlanBuilder(7)
         first.slot(1, [5, 6, 7], Sampling(logprobs=2))
         first.slot(5, prompt, arena_offset=256)
-        first.page_writes += [(1, 0, 3), (1, 1, 9), *((5, index, 20 + index) for index in range(12))]
+        first.page_writes += [(1, 0, 3), (1, 1, 9), (1, 2, 11), *((5, index, 20 + index) for index in range(12))]
         first.row(1, 0, 3)
         first.row(5, 0, 40)
         result = h.step(first)

@@ -1,11 +1,14 @@
 //! `POST /v1/embeddings`.
 
+use std::sync::Arc;
+
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
 use crate::error::ApiError;
 use crate::limits::INPUTS;
 use crate::prompt::{Prompt, Prompts};
+use crate::salt::check_salt;
 use crate::sampling::Limits;
 
 /// Texts to turn into vectors.
@@ -28,6 +31,8 @@ pub struct EmbeddingRequest {
     pub add_special_tokens: Option<bool>,
     /// Larger is sooner, under the priority policy.
     pub priority: Option<i32>,
+    /// Blocks of the texts are shared only with requests of the same salt, 1 to 256 bytes.
+    pub cache_salt: Option<String>,
     /// Accepted; nothing depends on it.
     pub user: Option<String>,
 }
@@ -60,6 +65,8 @@ pub struct ValidEmbedding {
     pub add_special_tokens: bool,
     /// Place in the queue.
     pub priority: i32,
+    /// Keeps its cached blocks apart from those of others.
+    pub cache_salt: Option<Arc<str>>,
 }
 
 impl EmbeddingRequest {
@@ -89,6 +96,7 @@ impl EmbeddingRequest {
             truncate: check_truncate(self.truncate_prompt_tokens, limits)?,
             add_special_tokens: self.add_special_tokens.unwrap_or(true),
             priority: self.priority.unwrap_or(0),
+            cache_salt: check_salt(self.cache_salt.as_deref())?,
         })
     }
 }
@@ -202,6 +210,7 @@ mod tests {
             truncate: None,
             add_special_tokens: true,
             priority: 0,
+            cache_salt: None,
         };
         assert_eq!(valid, expected);
     }
@@ -241,6 +250,7 @@ mod tests {
             (with("input", json!([[]])), "input[0]"),
             (with("input", json!([1000])), "input[0]"),
             (with("input", json!(vec!["a"; INPUTS + 1])), "input"),
+            (with("cache_salt", json!("")), "cache_salt"),
             (with("dimensions", json!(0)), "dimensions"),
             (with("dimensions", json!(385)), "dimensions"),
             (with("encoding_format", json!("int8")), "encoding_format"),

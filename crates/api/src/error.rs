@@ -62,6 +62,19 @@ pub enum ApiError {
         /// Tokens asked for, where the client said so.
         max_tokens: Option<u32>,
     },
+    /// A text has more tokens than it may, which was seen before all of it was encoded.
+    #[error(
+        "This model's maximum context length is {limit} tokens. However, `{param}` has at least {at_least}. \
+         Please reduce the length of the text."
+    )]
+    TextTooLong {
+        /// Path of the text.
+        param: String,
+        /// Tokens that it may have.
+        limit: usize,
+        /// Tokens that it has at least.
+        at_least: usize,
+    },
     /// An input of a request that generates nothing does not fit.
     #[error(
         "This model's maximum context length is {limit} tokens. However, `{param}` has {tokens}. \
@@ -190,6 +203,14 @@ pub enum ApiError {
         /// The engine's state, as a machine-readable code.
         code: &'static str,
     },
+    /// Backends of a router died while they had the request. It may be what killed them.
+    #[error(
+        "{deaths} servers died while they had this request; it is not tried again, as it may be what they died of"
+    )]
+    BackendDied {
+        /// How many.
+        deaths: u8,
+    },
     /// The request was given up by the server.
     #[error("the request was aborted by the server before it was finished")]
     Aborted,
@@ -242,6 +263,7 @@ impl ApiError {
             | Self::Unsupported { .. }
             | Self::ContextLength { .. }
             | Self::InputTooLong { .. }
+            | Self::TextTooLong { .. }
             | Self::CacheInUse => 400,
             Self::Unauthorized => 401,
             Self::Forbidden { .. } => 403,
@@ -255,6 +277,7 @@ impl ApiError {
             Self::UnsupportedMediaType => 415,
             Self::Overloaded { .. } | Self::QueueFull { .. } => 429,
             Self::Internal { .. } => 500,
+            Self::BackendDied { .. } => 502,
             Self::Draining
             | Self::Unavailable { .. }
             | Self::QueueTimeout { .. }
@@ -280,7 +303,7 @@ impl ApiError {
             403 => "permission_error",
             404 => "not_found_error",
             429 => "rate_limit_error",
-            500 => "server_error",
+            500 | 502 => "server_error",
             503 => "service_unavailable_error",
             _ => "invalid_request_error",
         }
@@ -290,7 +313,8 @@ impl ApiError {
         match self {
             Self::Invalid { param, .. }
             | Self::Unsupported { param }
-            | Self::InputTooLong { param, .. } => Some(param.clone()),
+            | Self::InputTooLong { param, .. }
+            | Self::TextTooLong { param, .. } => Some(param.clone()),
             Self::ContextLength { param, .. } | Self::PayloadTooLarge { param, .. } => {
                 Some((*param).to_owned())
             }
@@ -306,7 +330,7 @@ impl ApiError {
             Self::BrokenBody { .. } => Some("broken_body"),
             Self::Invalid { .. } => Some("invalid_value"),
             Self::Unsupported { .. } => Some("unsupported_parameter"),
-            Self::ContextLength { .. } | Self::InputTooLong { .. } => {
+            Self::ContextLength { .. } | Self::InputTooLong { .. } | Self::TextTooLong { .. } => {
                 Some("context_length_exceeded")
             }
             Self::UnknownModel { .. } => Some("model_not_found"),
@@ -324,6 +348,7 @@ impl ApiError {
             Self::QueueTimeout { .. } => Some("queue_timeout"),
             Self::Draining => Some("draining"),
             Self::Unavailable { code, .. } => Some(code),
+            Self::BackendDied { .. } => Some("backend_died_twice"),
             Self::Aborted => Some("aborted"),
             Self::CacheInUse => Some("cache_in_use"),
             Self::Internal { code, .. } => *code,

@@ -52,6 +52,8 @@ pub struct GenerateRequest {
     /// Number of the replica that is to compute it; `data_parallel_rank` is its older name.
     #[serde(alias = "data_parallel_rank")]
     pub routed_dp_rank: Option<i64>,
+    /// Blocks of the prompts are shared only with requests of the same salt, 1 to 256 bytes.
+    pub cache_salt: Option<String>,
     #[serde(default)]
     #[schema(ignore)]
     input_embeds: Inert,
@@ -269,6 +271,7 @@ impl GenerateRequest {
             priority: self.priority,
             key: self.routing_key,
             rank: self.routed_dp_rank,
+            cache_salt: self.cache_salt,
         };
         let generations = match self.sampling_params {
             None => {
@@ -321,6 +324,7 @@ struct Outer {
     priority: Option<i32>,
     key: Option<String>,
     rank: Option<i64>,
+    cache_salt: Option<String>,
 }
 
 impl GenerateSampling {
@@ -365,6 +369,7 @@ impl GenerateSampling {
             stream_interval: self.stream_interval,
             routing_key: outer.key.clone(),
             routed_dp_rank: outer.rank,
+            cache_salt: outer.cache_salt.clone(),
             logprobs: outer.logprobs,
         };
         fields.validate(defaults, limits)
@@ -397,7 +402,8 @@ pub struct GenerateMeta {
     /// Tokens generated so far.
     pub completion_tokens: u32,
     /// Prompt tokens found in the prefix cache.
-    pub cached_tokens: u32,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub cached_tokens: Option<u32>,
     /// Seconds since the request arrived.
     pub e2e_latency: f64,
     /// One (log-probability, id, text) a generated token.

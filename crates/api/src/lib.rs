@@ -20,6 +20,7 @@ mod prompt;
 mod rerank;
 mod response;
 mod route;
+mod salt;
 mod sampling;
 mod tokenize;
 

@@ -125,6 +125,9 @@ macro_rules! openai_request {
             /// Number of the replica that is to compute it; `data_parallel_rank` is its older name.
             #[serde(alias = "data_parallel_rank")]
             pub routed_dp_rank: Option<i64>,
+            /// Blocks of the prompt are shared only with requests of the same salt, 1 to 256 bytes. Whoever does not know it cannot find
+            /// out by the time of an answer what was asked before.
+            pub cache_salt: Option<String>,
             /// Only `{"type": "text"}` is served.
             pub response_format: Option<$crate::openai::ResponseFormat>,
             #[serde(default)] #[schema(ignore)] guided_json: $crate::inert::Inert,
@@ -201,6 +204,7 @@ macro_rules! openai_request {
                     stream_interval: self.stream_interval,
                     routing_key: self.routing_key.take(),
                     routed_dp_rank: self.routed_dp_rank,
+                    cache_salt: self.cache_salt.take(),
                     logprobs: None,
                 }
             }

@@ -10,6 +10,10 @@ use thiserror::Error;
 
 /// Of a request: who sends it, see [`RouterTag`].
 pub const ROUTER_HEADER: &str = "x-forebay-router";
+/// Of a router's request: its key. Brains that have one do what routers ask only with it.
+pub const ROUTER_KEY_HEADER: &str = "x-forebay-router-key";
+/// Of a response: how many backends died under the request. It is not to be tried again.
+pub const DEATHS_HEADER: &str = "x-forebay-deaths";
 /// Of a response: see [`LoadReport`].
 pub const LOAD_HEADER: &str = "x-forebay-load";
 /// Of a stream that another brain can go on with: its name. Of a request that asks to go on with one: the same.
@@ -103,17 +107,21 @@ pub struct LoadReport {
     pub tokens: u64,
     /// Pages that nobody holds.
     pub pages_free: u64,
+    /// What its names of blocks can be told apart by from those of other brains: equal where they name equal blocks equally.
+    #[serde(default)]
+    pub names: u64,
 }
 
 impl LoadReport {
     /// Appends it as [`LOAD_HEADER`] and comments carry it.
     pub fn encode(&self, out: &mut Vec<u8>) {
-        let Self { epoch, at, seen, own, requests, running, waiting, tokens, pages_free } = self;
+        let Self { epoch, at, seen, own, requests, running, waiting, tokens, .. } = self;
+        let Self { pages_free, names, .. } = self;
         // A Vec takes everything that is written to it.
         let _ = write!(
             out,
             "epoch={epoch};at={at};seen={seen};own={own};requests={requests};running={running};\
-             waiting={waiting};tokens={tokens};pages={pages_free}"
+             waiting={waiting};tokens={tokens};pages={pages_free};names={names}"
         );
     }
 
@@ -133,6 +141,8 @@ impl LoadReport {
             waiting: pairs.get("waiting")?,
             tokens: pairs.get("tokens")?,
             pages_free: pairs.get("pages")?,
+            // Older brains say nothing of it, and all of those give the same names.
+            names: pairs.get("names").unwrap_or(0),
         })
     }
 }
@@ -247,19 +257,19 @@ mod tests {
     proptest! {
         #[test]
         fn what_is_written_is_read(
-            numbers in prop::array::uniform5(any::<u64>()),
+            numbers in prop::array::uniform6(any::<u64>()),
             small in prop::array::uniform4(any::<u32>()),
             ids in prop::collection::vec(any::<i32>(), 0..9),
             blocks: bool,
             with_report: bool,
             id in "[ -~]{0,20}",
         ) {
-            let [epoch, at, seen, tokens, pages_free] = numbers;
+            let [epoch, at, seen, tokens, pages_free, names] = numbers;
             let [own, requests, running, waiting] = small;
             let tag = RouterTag { router: epoch, seq: at, floor: seen, seed: tokens, blocks };
             prop_assert_eq!(RouterTag::decode(&tag.encode()), Ok(tag));
-            let report =
-                LoadReport { epoch, at, seen, own, requests, running, waiting, tokens, pages_free };
+            let report = LoadReport { epoch, at, seen, own, requests, running, waiting, ..LoadReport::default() };
+            let report = LoadReport { tokens, pages_free, names, ..report };
             let report = with_report.then_some(report);
             let mut line = Vec::new();
             write_comment(&ids, report.as_ref(), &mut line);

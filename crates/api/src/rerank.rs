@@ -1,6 +1,7 @@
 //! `/rerank` and `/score`: how well texts go together.
 
 use std::fmt;
+use std::sync::Arc;
 
 use serde::de::{Deserializer, IgnoredAny, MapAccess, Visitor};
 use serde::{Deserialize, Serialize};
@@ -10,6 +11,7 @@ use crate::embeddings::{PoolingUsage, check_inputs, check_truncate};
 use crate::error::ApiError;
 use crate::limits::PAIR_BYTES;
 use crate::prompt::Strings;
+use crate::salt::check_salt;
 use crate::sampling::Limits;
 
 /// Documents to put into the order of how well they answer a query, in the shape of Jina and Cohere.
@@ -29,6 +31,8 @@ pub struct RerankRequest {
     pub truncate_prompt_tokens: Option<i64>,
     /// Larger is sooner, under the priority policy.
     pub priority: Option<i32>,
+    /// Blocks of the texts are shared only with requests of the same salt, 1 to 256 bytes.
+    pub cache_salt: Option<String>,
     /// Accepted; nothing depends on it.
     pub user: Option<String>,
 }
@@ -105,6 +109,8 @@ pub struct ScoreRequest {
     pub truncate_prompt_tokens: Option<i64>,
     /// Larger is sooner, under the priority policy.
     pub priority: Option<i32>,
+    /// Blocks of the texts are shared only with requests of the same salt, 1 to 256 bytes.
+    pub cache_salt: Option<String>,
     /// Accepted; nothing depends on it.
     pub user: Option<String>,
 }
@@ -120,6 +126,8 @@ pub struct Pairs {
     pub truncate: Option<usize>,
     /// Place in the queue.
     pub priority: i32,
+    /// Keeps its cached blocks apart from those of others.
+    pub cache_salt: Option<Arc<str>>,
     /// The parameters that carry `first` and `second`.
     pub params: [&'static str; 2],
 }
@@ -148,6 +156,7 @@ impl RerankRequest {
             second,
             truncate: check_truncate(self.truncate_prompt_tokens, limits)?,
             priority: self.priority.unwrap_or(0),
+            cache_salt: check_salt(self.cache_salt.as_deref())?,
             params: ["query", "documents"],
         };
         pairs.check()?;
@@ -166,6 +175,7 @@ impl ScoreRequest {
             second: self.text_2.0,
             truncate: check_truncate(self.truncate_prompt_tokens, limits)?,
             priority: self.priority.unwrap_or(0),
+            cache_salt: check_salt(self.cache_salt.as_deref())?,
             params: ["text_1", "text_2"],
         };
         pairs.check()?;
@@ -311,6 +321,7 @@ mod tests {
             (json!({"query": "q", "documents": ["a", 3]}), "documents[1]"),
             (json!({"query": "q", "documents": vec!["a"; 2049]}), "documents"),
             (json!({"query": "q", "documents": ["a"], "top_n": -1}), "top_n"),
+            (json!({"query": "q", "documents": ["a"], "cache_salt": ""}), "cache_salt"),
         ] {
             assert_eq!(param(rerank(body.clone()).unwrap_err()), expected, "{body}");
         }

@@ -13,8 +13,9 @@ pub struct Usage {
     pub total_tokens: u32,
     /// Tokens generated in all choices, an end-of-sequence token included.
     pub completion_tokens: u32,
-    /// Details of `prompt_tokens`.
-    pub prompt_tokens_details: PromptTokensDetails,
+    /// Details of `prompt_tokens`, unless the server keeps them to itself.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub prompt_tokens_details: Option<PromptTokensDetails>,
 }
 
 /// Details of a prompt's tokens.
@@ -25,13 +26,14 @@ pub struct PromptTokensDetails {
 }
 
 impl Usage {
-    /// Puts the numbers together.
-    pub fn new(prompt_tokens: u32, completion_tokens: u32, cached_tokens: u32) -> Self {
+    /// Puts the numbers together; `cached_tokens` is `None` where it is not told.
+    pub fn new(prompt_tokens: u32, completion_tokens: u32, cached_tokens: Option<u32>) -> Self {
+        let details = |cached_tokens| PromptTokensDetails { cached_tokens };
         Self {
             prompt_tokens,
             total_tokens: prompt_tokens.saturating_add(completion_tokens),
             completion_tokens,
-            prompt_tokens_details: PromptTokensDetails { cached_tokens },
+            prompt_tokens_details: cached_tokens.map(details),
         }
     }
 }
@@ -243,11 +245,13 @@ mod tests {
 
     #[test]
     fn usage_adds_up() {
-        let usage = serde_json::to_value(Usage::new(3, 4, 2)).unwrap();
+        let usage = serde_json::to_value(Usage::new(3, 4, Some(2))).unwrap();
         assert_eq!(
             usage,
             json!({"prompt_tokens": 3, "total_tokens": 7, "completion_tokens": 4,
                    "prompt_tokens_details": {"cached_tokens": 2}})
         );
+        let hidden = serde_json::to_value(Usage::new(3, 4, None)).unwrap();
+        assert_eq!(hidden, json!({"prompt_tokens": 3, "total_tokens": 7, "completion_tokens": 4}));
     }
 }

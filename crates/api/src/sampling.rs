@@ -10,6 +10,7 @@ use crate::error::ApiError;
 use crate::limits::{LOGPROBS, TOTAL_CHOICES};
 use crate::prompt::{Strings, in_vocabulary};
 use crate::route::route;
+use crate::salt::check_salt;
 
 /// What the model's `generation_config.json` sets where the client does not.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
@@ -75,6 +76,8 @@ pub struct Generation {
     pub stream_interval: Option<u32>,
     /// Where it wants to be computed.
     pub route: Route,
+    /// Keeps its cached blocks apart from those of others.
+    pub cache_salt: Option<Arc<str>>,
 }
 
 impl Generation {
@@ -171,6 +174,7 @@ pub(crate) struct Fields {
     pub(crate) stream_interval: Option<u32>,
     pub(crate) routing_key: Option<String>,
     pub(crate) routed_dp_rank: Option<i64>,
+    pub(crate) cache_salt: Option<String>,
     /// Already checked by [`check_logprobs`].
     pub(crate) logprobs: Option<u8>,
 }
@@ -242,6 +246,7 @@ impl Fields {
             priority: self.priority.unwrap_or(0),
             stream_interval: self.stream_interval,
             route,
+            cache_salt: check_salt(self.cache_salt.as_deref())?,
         })
     }
 }

@@ -29,7 +29,7 @@ mod waiting;
 pub use clock::{Clock, SystemClock};
 pub use executor::{Executor, HandFacts, Signal, Wake};
 pub use forebay_protocol::{Dtype, Pooling};
-pub use forebay_scheduler::{BlockEvent, BlockHash, Policy};
+pub use forebay_scheduler::{BlockEvent, BlockHash, Namer, Policy};
 pub use handle::EngineHandle;
 pub use payload::{Embeds, Payload, Payloads};
 pub use thread::{Engine, EngineConfig, EngineThread, Hooks};

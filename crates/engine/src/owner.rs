@@ -201,9 +201,9 @@ impl Owner {
             stop_ids: request.stop_ids,
             sampling: request.sampling,
             priority: request.priority,
+            cache_salt: request.salt,
             client: request.client,
             probe: request.probe,
-            cache_salt: 0,
             embeds,
             past,
         });
@@ -312,12 +312,19 @@ impl Owner {
         }
     }
 
+    /// How requests end while the hand is given up.
+    fn failure(&self) -> Option<FinishReason> {
+        match &*self.shared.status.lock() {
+            Status::Failed(reason) => {
+                Some(FinishReason::Error(RequestError::HandFailed(reason.clone())))
+            }
+            _ => None,
+        }
+    }
+
     /// Ends every request: because the hand does not come back, or because the engine stops.
     fn end_all(&mut self) {
-        let finish = match &*self.shared.status.lock() {
-            Status::Failed(reason) => FinishReason::Error(RequestError::HandFailed(reason.clone())),
-            _ => FinishReason::Abort,
-        };
+        let finish = self.failure().unwrap_or(FinishReason::Abort);
         let Some(scheduler) = self.scheduler.as_mut() else {
             return;
         };
@@ -461,6 +468,7 @@ impl Owner {
                 page_size: self.config.page_size,
                 token_budget: self.config.token_budget,
                 prefix_cache: self.config.prefix_cache,
+                namer: self.config.namer.clone(),
                 block_events: self.blocks.is_some(),
                 policy: self.config.policy,
                 fair: self.config.fair,

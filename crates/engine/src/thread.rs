@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicBool, AtomicU32};
 use std::thread::JoinHandle;
 
 use crossbeam_channel::unbounded;
-use forebay_scheduler::Policy;
+use forebay_scheduler::{Namer, Policy};
 use parking_lot::Mutex;
 use tracing::error;
 
@@ -30,6 +30,8 @@ pub struct EngineConfig {
     pub token_budget: u32,
     /// Share full pages between requests with the same beginning.
     pub prefix_cache: bool,
+    /// Names those pages; the same for all replicas of a brain.
+    pub namer: Namer,
     /// Order of the waiting queue.
     pub policy: Policy,
     /// Within a priority, clients take turns; otherwise all requests are as one client's.

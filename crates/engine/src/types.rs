@@ -36,6 +36,8 @@ pub struct EngineRequest {
     pub sampling: SamplingParams,
     /// Place in the queue, under the priority policies.
     pub priority: i32,
+    /// Requests share cached pages only with requests of the same salt; 0: none was asked for.
+    pub salt: u64,
     /// Whose it is. Within a priority, clients take turns.
     pub client: u64,
     /// It asks whether the model computes: it is the next to be admitted, and a full queue does not refuse it.

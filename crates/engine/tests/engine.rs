@@ -8,8 +8,8 @@ use std::time::Duration;
 
 use forebay_engine::{
     BlockEvent, BlockHash, BlockObserver, Embeds, Engine, EngineConfig, EngineHandle,
-    EngineRequest, EngineThread, FinishReason, Hooks, Output, OutputSink, Payload, Policy, Pooling,
-    RequestError, RequestId, Route, Status, SubmitError,
+    EngineRequest, EngineThread, FinishReason, Hooks, Namer, Output, OutputSink, Payload, Policy,
+    Pooling, RequestError, RequestId, Route, Status, SubmitError,
 };
 use forebay_protocol::SamplingParams;
 use forebay_sim::{
@@ -59,6 +59,7 @@ fn config() -> EngineConfig {
         page_size: 4,
         token_budget: 32,
         prefix_cache: true,
+        namer: Namer::open(),
         policy: Policy::Fcfs,
         fair: true,
         lookahead: 1,
@@ -184,6 +185,7 @@ fn request(id: u64, prompt: Vec<i32>, max_tokens: u32) -> EngineRequest {
         stop_ids: Arc::default(),
         sampling,
         priority: 0,
+        salt: 0,
         client: 0,
         probe: false,
         embeds: None,

@@ -8,7 +8,8 @@ use std::time::Duration;
 
 use forebay_engine::{
     Clock, Engine, EngineConfig, EngineHandle, EngineRequest, EngineThread, FinishReason, Hooks,
-    Orphan, Output, OutputSink, Peers, Policy, RequestError, RequestId, Route, Status, SubmitError,
+    Namer, Orphan, Output, OutputSink, Peers, Policy, RequestError, RequestId, Route, Status,
+    SubmitError,
 };
 use forebay_protocol::SamplingParams;
 use forebay_sim::{DeviceModel, SimClock, SimConfig, SimControl, SimExecutor, SimText};
@@ -61,6 +62,7 @@ fn config() -> EngineConfig {
         page_size: 4,
         token_budget: 32,
         prefix_cache: true,
+        namer: Namer::open(),
         policy: Policy::Fcfs,
         fair: true,
         lookahead: 1,
@@ -155,6 +157,7 @@ fn request(id: u64, prompt: Vec<i32>, max_tokens: u32) -> EngineRequest {
         sampling: SamplingParams::default(),
         priority: 0,
         client: 0,
+        salt: 0,
         probe: false,
         embeds: None,
         route: Route::default(),
@@ -196,12 +199,12 @@ fn a_hand_that_hangs_while_it_comes_back_is_started_again() {
 
 #[test]
 fn a_first_start_that_fails_or_hangs_is_final() {
-    let cases: [(fn(&SimControl), &str); 2] = [
-        (|control| control.fail_starts(1), "start refused"),
-        (|control| control.hang_starts(1), "no sign of life for 20 s while it started"),
-    ];
-    for (breaking, reason) in cases {
-        let rig = Rig::broken(config(), None, breaking);
+    for (hangs, reason) in
+        [(false, "start refused"), (true, "no sign of life for 20 s while it started")]
+    {
+        let rig = Rig::broken(config(), None, |control| {
+            if hangs { control.hang_starts(1) } else { control.fail_starts(1) }
+        });
         rig.exit.recv_timeout(PATIENCE).expect("the engine ends");
         assert_eq!(rig.handle.status(), Status::Failed(reason.to_owned()));
         let refused = rig.handle.submit(request(0, vec![1], 1));

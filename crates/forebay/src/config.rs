@@ -1,7 +1,7 @@
 //! Flags and model made into one resolved configuration. What is printed at /server_info and sent to the hand is this.
 
 use anyhow::{Result, bail};
-use forebay_engine::{EngineConfig, Policy};
+use forebay_engine::{EngineConfig, Namer, Policy};
 use forebay_replicas::ReplicasConfig;
 use forebay_sim::Profile;
 use serde::Serialize;
@@ -236,13 +236,14 @@ impl Config {
     }
 
     /// The part that decides in the brain.
-    pub(crate) fn engine(&self) -> EngineConfig {
+    pub(crate) fn engine(&self, namer: Namer) -> EngineConfig {
         EngineConfig {
             max_running: self.max_running_requests,
             slots: self.slots,
             page_size: self.page_size,
             token_budget: self.chunked_prefill_size,
             prefix_cache: self.prefix_cache,
+            namer,
             policy: match self.schedule_policy {
                 SchedulePolicy::Fcfs => Policy::Fcfs,
                 SchedulePolicy::Priority if self.schedule_low_priority_values_first => {

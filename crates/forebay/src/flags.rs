@@ -4,6 +4,7 @@ mod access;
 mod limits;
 mod listening;
 mod schedule;
+mod sharing;
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -22,6 +23,7 @@ use crate::model::Source;
 use crate::text::TextFlags;
 
 pub(crate) use limits::LimitFlags;
+pub(crate) use sharing::SharingFlags;
 
 #[derive(Debug, Args)]
 pub(crate) struct ServeFlags {
@@ -39,6 +41,8 @@ pub(crate) struct ServeFlags {
     pub(crate) access: AccessFlags,
     #[command(flatten)]
     pub(crate) limits: LimitFlags,
+    #[command(flatten)]
+    pub(crate) sharing: SharingFlags,
     #[command(flatten)]
     pub(crate) text: TextFlags,
     #[command(flatten)]

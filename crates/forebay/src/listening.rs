@@ -6,6 +6,7 @@ use std::net::TcpListener;
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
+use std::time::SystemTime;
 
 use anyhow::{Context, Result, bail};
 use forebay_server::Listener;
@@ -88,11 +89,11 @@ impl Drop for SocketFile {
 }
 
 /// Which file it is: its device and number, and when it was made, because numbers are used again.
-type Identity = (u64, u64, i64, i64);
+type Identity = (u64, u64, Option<SystemTime>);
 
 fn identity(path: &Path) -> io::Result<Identity> {
     let found = fs::symlink_metadata(path)?;
-    Ok((found.dev(), found.ino(), found.ctime(), found.ctime_nsec()))
+    Ok((found.dev(), found.ino(), found.created().ok()))
 }
 
 fn unix(path: &Path) -> Result<(UnixListener, SocketFile)> {

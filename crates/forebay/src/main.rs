@@ -9,13 +9,16 @@ mod lines;
 mod listening;
 mod logs;
 mod model;
+mod python;
 mod route;
+mod secret;
 mod serve;
 mod signals;
 mod simulate;
 mod text;
 mod threads;
 mod tokenizers;
+mod vocabulary;
 mod watch;
 
 use std::process::ExitCode;

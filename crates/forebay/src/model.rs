@@ -92,7 +92,7 @@ pub(crate) struct Source<'a> {
 pub(crate) fn fetch(python: &Path, name: &str, source: Source<'_>, weights: bool) -> Result<Model> {
     let mut command = Command::new(python);
     without_keys(&mut command);
-    command.args(["-m", "forebay.weights.fetch", name]);
+    command.args(crate::python::arguments("forebay.weights.fetch")).arg(name);
     if let Some(revision) = source.revision {
         command.args(["--revision", revision]);
     }

@@ -3,11 +3,11 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
-use anyhow::{Result, bail};
+use anyhow::{Context, Result, bail};
 use clap::Args;
 use forebay_router::{
-    BreakerConfig, HealthConfig, Policy, RetryConfig, Router, RouterConfig, Sources, Thresholds,
-    Watch,
+    AllowedBackends, BodyLimits, BreakerConfig, HealthConfig, Policy, RetryConfig, Router,
+    RouterConfig, Sources, Thresholds, Watch,
 };
 use forebay_server::Guard;
 use tokio::runtime::Builder;
@@ -33,9 +33,13 @@ pub(crate) struct RouteFlags {
     /// Seconds that a request's head, and then its body, may take to arrive; also how long an idle connection is kept.
     #[arg(long, default_value = "60", value_parser = seconds)]
     receive_timeout: Duration,
-    /// Largest request body in bytes.
-    #[arg(long, default_value_t = 512 << 20)]
-    max_payload_size: usize,
+    /// Most connections of clients at a time; what the limit of open files leaves where absent, each with one to a backend.
+    #[arg(long, value_parser = clap::value_parser!(u32).range(1..))]
+    max_connections: Option<u32>,
+    #[command(flatten)]
+    bodies: BodyFlags,
+    #[command(flatten)]
+    keys: KeyFlags,
     /// Seconds that a request may take.
     #[arg(long, default_value = "1800", value_parser = seconds)]
     request_timeout_secs: Duration,
@@ -67,9 +71,63 @@ struct BackendFlags {
     /// Lets backends register: POST /backends {"url", "ttl"}, DELETE /backends {"url"}, with `Authorization: Bearer KEY`.
     #[arg(long, env = "FOREBAY_REGISTRATION_KEY", hide_env_values = true, value_name = "KEY")]
     registration_key: Option<String>,
-    /// Key that the router itself shows to backends when it asks for their load. Clients' own keys are passed on.
-    #[arg(long, env = "FOREBAY_API_KEY", hide_env_values = true)]
-    api_key: Option<String>,
+    /// Backends that may register, as in 10.0.0.0/8,*.brains.internal:8000; any where absent.
+    #[arg(long, value_delimiter = ',', num_args = 1.., value_name = "HOST")]
+    allowed_backends: Vec<AllowedBackends>,
+}
+
+#[derive(Debug, Args)]
+#[command(next_help_heading = "Bodies of requests")]
+struct BodyFlags {
+    /// Largest request body in bytes.
+    #[arg(long, default_value_t = 64 << 20, visible_alias = "max-body-bytes")]
+    max_payload_size: usize,
+    /// Largest request body in bytes without `prompt_embeds`.
+    #[arg(long, default_value_t = 4 << 20)]
+    max_json_bytes: usize,
+    /// Bytes that the bodies of all requests may take together; beyond that, requests get 429.
+    #[arg(long, default_value_t = 1 << 30)]
+    max_request_bytes_in_flight: usize,
+}
+
+#[derive(Debug, Args)]
+#[command(next_help_heading = "Keys")]
+struct KeyFlags {
+    /// Keys of which clients must show one as `Authorization: Bearer KEY`; it is passed on. The router shows the first where it asks
+    /// backends something.
+    #[arg(long, env = "FOREBAY_API_KEY", hide_env_values = true, value_name = "KEY")]
+    api_key: Vec<String>,
+    /// File with one such key a line.
+    #[arg(long, value_name = "FILE")]
+    api_key_file: Option<PathBuf>,
+    /// Key for /backends, /v1/loads and /metrics; a client's where absent.
+    #[arg(long, env = "FOREBAY_ADMIN_API_KEY", hide_env_values = true, value_name = "KEY")]
+    admin_api_key: Option<String>,
+    /// Key that the router shows to brains, as their --router-key.
+    #[arg(long, env = "FOREBAY_ROUTER_KEY", hide_env_values = true, value_name = "KEY")]
+    router_key: Option<String>,
+    /// Clients with different keys share cached prompts: where the brains have this flag.
+    #[arg(long)]
+    share_cache_across_keys: bool,
+}
+
+impl KeyFlags {
+    /// All keys of clients.
+    fn all(&self) -> Result<Vec<String>> {
+        let mut keys = self.api_key.clone();
+        if let Some(file) = &self.api_key_file {
+            let named = || format!("--api-key-file {}", file.display());
+            let text = std::fs::read_to_string(file).with_context(named)?;
+            let before = keys.len();
+            let lines = text.lines().map(str::trim).filter(|line| !line.is_empty());
+            keys.extend(lines.map(str::to_owned));
+            if keys.len() == before {
+                bail!("{}: there is no key in it", named());
+            }
+        }
+        keys.retain(|key| !key.is_empty());
+        Ok(keys)
+    }
 }
 
 #[derive(Debug, Args)]
@@ -159,10 +217,11 @@ fn share(text: &str) -> Result<f64, String> {
 }
 
 impl RouteFlags {
-    fn config(&self) -> RouterConfig {
-        let Self { backends, choice, trouble, .. } = self;
+    /// `limit` files may be open.
+    fn config(&self, limit: u64) -> Result<RouterConfig> {
+        let Self { backends, choice, trouble, bodies, keys, .. } = self;
         let millis = Duration::from_millis;
-        RouterConfig {
+        Ok(RouterConfig {
             policy: choice.policy,
             thresholds: Thresholds {
                 cache: choice.cache_threshold,
@@ -180,6 +239,7 @@ impl RouteFlags {
                 dns: backends.backends_dns.clone(),
                 interval: backends.backends_interval,
                 registration_key: backends.registration_key.clone(),
+                allowed: backends.allowed_backends.clone(),
             },
             health: HealthConfig {
                 path: trouble.health_check_endpoint.clone(),
@@ -207,11 +267,20 @@ impl RouteFlags {
             request_timeout: self.request_timeout_secs,
             connect_timeout: trouble.connect_timeout_secs,
             receive_timeout: self.receive_timeout,
-            max_payload: self.max_payload_size,
+            // Each needs another one to a backend.
+            max_connections: descriptors::connections(self.max_connections, limit / 2, 0)?,
+            bodies: BodyLimits {
+                whole: bodies.max_payload_size,
+                json: bodies.max_json_bytes,
+                all: bodies.max_request_bytes_in_flight,
+            },
             drain_timeout: self.drain_timeout,
-            api_key: backends.api_key.clone(),
+            api_keys: keys.all()?,
+            admin_key: keys.admin_api_key.clone(),
+            router_key: keys.router_key.clone(),
+            share_cache_across_keys: keys.share_cache_across_keys,
             threads: self.threads.into(),
-        }
+        })
     }
 }
 
@@ -220,7 +289,7 @@ pub(crate) fn run(flags: &RouteFlags) -> Result<()> {
     let guard = Guard::default();
     let logs = logs::init(&flags.log, None, &guard)?;
     serve::warn_of_visible_keys();
-    descriptors::raise();
+    let config = flags.config(descriptors::raise())?;
     let listener = listening::tcp(&flags.host, flags.port)?;
     let address = listener.local_addr()?;
     // It counts signals, also while the router is being stopped.
@@ -231,7 +300,7 @@ pub(crate) fn run(flags: &RouteFlags) -> Result<()> {
         .build()?;
     // Before anything is served, so that no signal is missed.
     let told = runtime.block_on(async { signals::count() })?;
-    let router = Router::start(flags.config(), listener)?;
+    let router = Router::start(config, listener)?;
     logs.lines().push_always(format!("Routing on http://{address}\n").as_bytes());
     runtime.block_on(async {
         tokio::select! {
@@ -264,7 +333,11 @@ mod tests {
     }
 
     fn config(arguments: &[&str]) -> RouterConfig {
-        Only::try_parse_from([&["route"], arguments].concat()).unwrap().flags.config()
+        Only::try_parse_from([&["route"], arguments].concat())
+            .unwrap()
+            .flags
+            .config(1 << 20)
+            .unwrap()
     }
 
     #[test]
@@ -276,12 +349,26 @@ mod tests {
         assert_eq!(plain.health, HealthConfig::default());
         assert_eq!(plain.thresholds, Thresholds::default());
         assert_eq!((plain.watch, plain.policy), (Watch::Acknowledged, Policy::CacheAware));
+        assert_eq!(plain.bodies, BodyLimits::default());
         let other =
             config(&["--worker-urls", "a:1", "--load-watch-interval", "0.02", "--disable-retries"]);
         assert_eq!(other.watch, Watch::Polled(Duration::from_millis(20)));
         assert_eq!(other.retry.retries, 0);
         let breaker = config(&["--disable-circuit-breaker", "--policy", "power_of_two"]);
         assert_eq!((breaker.breaker.failures, breaker.policy), (0, Policy::PowerOfTwo));
+    }
+
+    #[test]
+    fn keys_come_from_flags_and_from_a_file() {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        std::fs::write(file.path(), "two\n\n three \n").unwrap();
+        let path = file.path().to_str().unwrap();
+        let found = config(&["--api-key", "one", "--api-key-file", path, "--router-key", "r"]);
+        assert_eq!(found.api_keys, ["one", "two", "three"]);
+        assert_eq!(found.router_key.as_deref(), Some("r"));
+        std::fs::write(file.path(), "\n").unwrap();
+        let empty = Only::try_parse_from(["route", "--api-key-file", path]).unwrap();
+        assert!(empty.flags.config(1 << 20).unwrap_err().to_string().contains("no key"));
     }
 
     #[test]

@@ -2,6 +2,7 @@
 
 use std::ffi::OsString;
 use std::fs::File;
+use std::num::NonZeroUsize;
 use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
@@ -15,7 +16,7 @@ use forebay_hand::{Arena, HandExecutor, HandSpec};
 use forebay_replicas::{Member, Replicas};
 use forebay_server::{
     AppState, BlockLog, EgressConfig, EgressMode, Guard, HealthThread, Intake, IntakeMode, Metrics,
-    ModelInfo, PooledModel, PoolingTask, ServerConfig, egress, pooled,
+    ModelInfo, PooledModel, PoolingTask, ServerConfig, Sharing, egress, pooled,
 };
 use forebay_sim::{Recorder, SimClock, SimExecutor};
 use forebay_text::{ChatTemplate, Tokenizer};
@@ -28,7 +29,9 @@ use crate::flags::{Device, Egress, GenerationConfig, LoadFormat, ServeFlags, vis
 use crate::listening::{self, Bound};
 use crate::logs::Logs;
 use crate::model::{Model, Task, fetch, find_python};
-use crate::{affinity, descriptors, logs, signals, simulate, threads, watch};
+use crate::{
+    affinity, descriptors, logs, python, secret, signals, simulate, threads, vocabulary, watch,
+};
 
 /// Steps and registrations that may wait for an egress thread before the engine waits for it.
 const EGRESS_STEPS: usize = 1024;
@@ -68,6 +71,7 @@ pub(crate) fn run(flags: &ServeFlags) -> Result<()> {
 
     let backend = flags.text.tokenizer_backend.into();
     let tokenizer = Arc::new(Tokenizer::from_file_for(&model.tokenizer, backend)?);
+    let eos = vocabulary::check(&tokenizer, &model)?;
     let template = chat_template(flags, &model)?.map(Arc::new);
     if template.is_none() && model.pooling.is_none() {
         warn!("the model has no chat template: /v1/chat/completions will answer 400");
@@ -101,6 +105,7 @@ pub(crate) fn run(flags: &ServeFlags) -> Result<()> {
         });
     }
 
+    let namer = secret::namer(flags.sharing.cache_secret_file.as_deref())?;
     let arena = Arena::new(config.arena_bytes).context("no arena")?;
     let (executors, clock) = executors(flags, &python, &config, &model, &tokenizer, &arena)?;
     let (ended, engine_ended) = oneshot::channel();
@@ -110,7 +115,7 @@ pub(crate) fn run(flags: &ServeFlags) -> Result<()> {
     };
     let block_log = config.prefix_cache.then(BlockLog::default);
     let member = |executor| Member {
-        config: config.engine(),
+        config: config.engine(namer.clone()),
         executor,
         sink: sink(),
         blocks: block_log.as_ref().map(|log| Box::new(log.replica()) as Box<dyn BlockObserver>),
@@ -123,7 +128,7 @@ pub(crate) fn run(flags: &ServeFlags) -> Result<()> {
     let info = ModelInfo {
         served_names: config.served_model_names.clone(),
         root: name.to_owned(),
-        eos: model.eos_token_ids.clone().into(),
+        eos: eos.into(),
         defaults: match flags.loading.generation_config {
             GenerationConfig::Auto => defaults(&model),
             GenerationConfig::None => GenerationDefaults::default(),
@@ -134,6 +139,9 @@ pub(crate) fn run(flags: &ServeFlags) -> Result<()> {
         api_keys,
         admin_keys,
         access,
+        router_key: flags.sharing.router_key.clone(),
+        sharing: Sharing { namer, across_keys: flags.sharing.share_cache_across_keys },
+        hide_cached_tokens: flags.sharing.hide_cached_tokens,
         root_path: flags.access.root_path.clone(),
         trusted_proxies: flags.access.trusted_proxies.clone(),
         max_connections,
@@ -153,6 +161,7 @@ pub(crate) fn run(flags: &ServeFlags) -> Result<()> {
             Egress::Naive => EgressMode::Naive,
         },
         stream_interval: config.stream_interval,
+        max_tokenize_tokens: flags.text.max_tokenize_tokens.map(NonZeroUsize::get),
         guard: guard.clone(),
         log_lines_dropped: logs.dropped(),
         info: serde_json::to_value(&config)?,
@@ -233,7 +242,7 @@ fn executors(
         for replica in 0..config.dp_size as usize {
             executors.push(Box::new(HandExecutor::new(HandSpec {
                 program: python.to_owned(),
-                args: vec!["-m".into(), "forebay.worker".into()],
+                args: python::arguments("forebay.worker"),
                 env: hand_environment(),
                 config: config.hand(model),
                 world_size: 1,

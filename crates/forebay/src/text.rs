@@ -30,6 +30,12 @@ pub(crate) struct TextFlags {
     /// Bytes of tokenised text kept for the next turn of a conversation; 0 keeps none.
     #[arg(long, value_name = "BYTES", default_value_t = 64 << 20)]
     pub(crate) text_cache_bytes: usize,
+    /// Let the strings of chats write special tokens: without this, what looks like one in a message is text like other text.
+    #[arg(long)]
+    pub(crate) allow_special_tokens_in_content: bool,
+    /// Tokens that /tokenize and /detokenize take at a time [default: four times the context, and 65536 at least].
+    #[arg(long, value_name = "N")]
+    pub(crate) max_tokenize_tokens: Option<NonZeroUsize>,
     /// For those used to SGLang, and always on: what has come while the text threads were busy is tokenised together.
     #[arg(long)]
     pub(crate) enable_dynamic_batch_tokenizer: bool,
@@ -97,6 +103,7 @@ impl TextFlags {
             },
             cache_bytes: self.text_cache_bytes,
             batch_inputs: self.dynamic_batch_tokenizer_batch_size,
+            special_tokens_in_content: self.allow_special_tokens_in_content,
         };
         let start = |thread, work: Box<dyn FnMut() + Send>| guard.start(thread, work);
         Ok(TextPool::started_by(tokenizer, template, &pool, &start)?)

@@ -16,7 +16,7 @@ use tracing::debug;
 
 use crate::arena::{Arena, Region};
 use crate::frames::{FrameReader, FrameWriter, StreamError};
-use crate::process::{RankProcess, without_keys};
+use crate::process::RankProcess;
 use crate::waker::EventWaker;
 
 /// Prompts from this many tokens on travel through the arena.
@@ -105,7 +105,6 @@ impl HandExecutor {
 
     fn spawn_rank(&self) -> std::io::Result<Rank> {
         let mut command = Command::new(&self.spec.program);
-        without_keys(&mut command);
         command.args(&self.spec.args).envs(self.spec.env.iter().map(|(k, v)| (k, v)));
         Ok(Rank {
             process: RankProcess::spawn(command, self.spec.arena.fd(), &self.spec.cpus)?,

@@ -27,12 +27,18 @@ const LAST_BREATH: Duration = Duration::from_millis(500);
 
 /// Keeps keys from a program that is to be run: variables such as `FOREBAY_API_KEY` are for this process alone.
 pub fn without_keys(command: &mut Command) {
-    for (name, _) in std::env::vars_os() {
-        let text = name.to_string_lossy();
-        if text.starts_with("FOREBAY_") && text.ends_with("_KEY") {
-            command.env_remove(&name);
+    let given = command.get_envs().map(|(name, _)| name.to_owned());
+    let names: Vec<_> = given.chain(std::env::vars_os().map(|(name, _)| name)).collect();
+    for name in names {
+        if name.to_str().is_some_and(is_key) {
+            command.env_remove(name);
         }
     }
+}
+
+fn is_key(name: &str) -> bool {
+    let has = |word| name.contains(word);
+    name.starts_with("FOREBAY_") && ["KEY", "SECRET", "TOKEN", "PASSWORD"].into_iter().any(has)
 }
 
 /// A spawned rank and the process group it leads.
@@ -56,6 +62,9 @@ impl RankProcess {
         near.set_nonblocking(true)?;
         let log = Stdio::from(io::stderr().as_fd().try_clone_to_owned()?);
         command.stdin(Stdio::null()).stdout(log).process_group(0);
+        without_keys(&mut command);
+        // It downloads nothing either.
+        command.env_remove("HF_TOKEN").env_remove("HUGGING_FACE_HUB_TOKEN");
         command
             .fd_mappings(vec![
                 FdMapping { parent_fd: far.into(), child_fd: SOCKET_FD },
@@ -142,5 +151,24 @@ fn describe(status: ExitStatus) -> String {
         (Some(signal), _) => format!("killed by signal {signal}"),
         (None, Some(code)) => format!("exit status {code}"),
         (None, None) => "ended".into(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_hand_gets_no_keys() {
+        let kept = "FOREBAY_KERNELS";
+        let keys =
+            ["FOREBAY_API_KEY", "FOREBAY_ADMIN_API_KEY", "FOREBAY_CACHE_SECRET_FILE", "HF_TOKEN"];
+        let check = keys.map(|key| format!("[ -z \"${key}\" ]")).join(" && ");
+        let mut command = Command::new("sh");
+        command.args(["-c", &format!("{check} && [ \"${kept}\" = yes ]")]).env(kept, "yes");
+        command.envs(keys.map(|key| (key, "a key")));
+        let arena = crate::Arena::new(0).expect("an arena");
+        let process = RankProcess::spawn(command, arena.fd(), &[]).expect("a shell");
+        assert_eq!(process.bury(), "exit status 0");
     }
 }

@@ -7,7 +7,7 @@ use std::hint::black_box;
 use std::time::Duration;
 
 use criterion::{BenchmarkId, Criterion, Throughput};
-use forebay_kvcache::{BlockHash, Lease, PagePool};
+use forebay_kvcache::{BlockHash, Lease, Namer, PagePool};
 
 const PROMPTS: [u32; 4] = [64, 256, 1024, 4096];
 const PAGE_SIZE: u32 = 16;
@@ -32,11 +32,7 @@ fn prompt(number: u32) -> Vec<i32> {
 }
 
 fn block_names(prompt: &[i32]) -> Vec<BlockHash> {
-    let chain = prompt.chunks(PAGE_SIZE as usize).scan(BlockHash::root(0), |parent, tokens| {
-        *parent = parent.child(tokens);
-        Some(*parent)
-    });
-    chain.collect()
+    Namer::open().chain(0, prompt, PAGE_SIZE as usize)
 }
 
 /// A pool full of blocks that nobody uses, and their names by prompt. `spare` more pages hold nothing.
@@ -99,12 +95,13 @@ fn pages(criterion: &mut Criterion) {
         });
         // Every page taken is the oldest block's, and becomes the newest's: the pool stays full of named blocks.
         let mut held = allocate(&mut pool, BLOCKS);
-        let mut parent = BlockHash::root(1);
+        let namer = Namer::open();
+        let mut parent = namer.root(1);
         group.bench_function(BenchmarkId::new("evict, name and release", prompts), |bencher| {
             bencher.iter(|| {
                 let mut leases = allocate(&mut pool, BLOCKS);
                 for lease in &leases {
-                    parent = parent.child(&[0; PAGE_SIZE as usize]);
+                    parent = namer.child(parent, &[0; PAGE_SIZE as usize]);
                     assert!(pool.name(lease, parent), "the chain never comes back");
                 }
                 pool.release_all(&mut leases);

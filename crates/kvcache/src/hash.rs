@@ -1,56 +1,109 @@
 //! Names of blocks.
 
+use std::fmt;
 use std::hash::{BuildHasherDefault, Hasher};
+use std::sync::Arc;
 
-use xxhash_rust::xxh3::{Xxh3, xxh3_128};
+use xxhash_rust::xxh3::{xxh3_64_with_secret, xxh3_128_with_secret, xxh3_128_with_seed};
 
-/// Tokens copied to bytes at a time: a stack buffer of 256 bytes, a page of usual size in one go.
+/// Tokens that are hashed at a time: a stack buffer, and a page of usual size in one go.
 const CHUNK: usize = 64;
+/// Bytes of a name.
+const NAME: usize = 16;
+/// Bytes of the secret that XXH3 takes.
+const SECRET: usize = 192;
 
-/// The name of a block: a 128-bit XXH3 of its parent's name and its own tokens. Equal names are taken for equal content, without a look
-/// at the tokens.
+/// The name of a block: a 128-bit XXH3, keyed with a secret, of its parent's name and its own tokens ([`Namer`]). Equal names are taken
+/// for equal content, without a look at the tokens.
 ///
 /// Two different blocks among `n` have the same name with a probability of about `n^2 / 2^129`: 2^-65 for the 2^32 blocks that a
-/// busy replica sees in years. XXH3 is no cryptographic hash, though: who wants a collision can construct one. Tenants that must not
-/// trust each other's prompts need different, secret cache salts, which keep their names apart from the root on.
+/// busy replica sees in years.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct BlockHash(u128);
 
-impl BlockHash {
-    /// The parent of every first block. Requests with different salts share nothing.
+/// Names blocks with a secret.
+///
+/// Without the secret nobody can compute the name of a guessed prompt, or construct two prompts with one name. So names that
+/// leak tell nothing about prompts. XXH3 is no cryptographic hash: names are kept from clients all the same.
+/// Two namers with the same secret give the same names; all others share none.
+#[derive(Clone)]
+pub struct Namer(Arc<[u8; SECRET]>);
+
+impl fmt::Debug for Namer {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Namer(secret)")
+    }
+}
+
+impl Namer {
+    /// A namer with a secret of any length. 32 random bytes are enough.
     #[must_use]
-    pub fn root(cache_salt: u64) -> Self {
-        let mut bytes = *b"forebay block 1\0\0\0\0\0\0\0\0\0";
-        bytes[16..].copy_from_slice(&cache_salt.to_le_bytes());
-        Self(xxh3_128(&bytes))
+    pub fn new(secret: &[u8]) -> Self {
+        let mut expanded = [0; SECRET];
+        for (number, part) in (1..).zip(expanded.chunks_exact_mut(NAME)) {
+            part.copy_from_slice(&xxh3_128_with_seed(secret, number).to_le_bytes());
+        }
+        Self(Arc::new(expanded))
     }
 
-    /// The name of the block that follows this one and holds `tokens` (as many as a page has positions).
+    /// A namer without a secret, for tests and simulations: its names are the same everywhere.
     #[must_use]
-    pub fn child(self, tokens: &[i32]) -> Self {
-        let mut hasher = Xxh3::new();
-        hasher.update(&self.0.to_le_bytes());
-        for chunk in tokens.chunks(CHUNK) {
-            let mut bytes = [0; 4 * CHUNK];
-            for (place, token) in bytes.chunks_exact_mut(4).zip(chunk) {
+    pub fn open() -> Self {
+        Self::new(&[])
+    }
+
+    /// What this namer's names can be told apart by from those of others. It says nothing of the secret.
+    #[must_use]
+    pub fn id(&self) -> u64 {
+        xxh3_64_with_secret(b"forebay namer 1", &*self.0)
+    }
+
+    /// The salt that stands for these texts, never 0. Without the secret nobody can find other texts with the same one.
+    #[must_use]
+    pub fn salt(&self, texts: &[&[u8]]) -> u64 {
+        let mut bytes = b"forebay salt 1".to_vec();
+        for text in texts {
+            bytes.extend_from_slice(&(text.len() as u64).to_le_bytes());
+            bytes.extend_from_slice(text);
+        }
+        xxh3_64_with_secret(&bytes, &*self.0).max(1)
+    }
+
+    /// The parent of every first block. Requests with different salts share nothing.
+    #[must_use]
+    pub fn root(&self, salt: u64) -> BlockHash {
+        let mut bytes = *b"forebay block 2\0\0\0\0\0\0\0\0\0";
+        bytes[16..].copy_from_slice(&salt.to_le_bytes());
+        BlockHash(xxh3_128_with_secret(&bytes, &*self.0))
+    }
+
+    /// The name of the block that follows `parent` and holds `tokens` (as many as a page has positions).
+    #[must_use]
+    pub fn child(&self, parent: BlockHash, tokens: &[i32]) -> BlockHash {
+        let mut bytes = [0; NAME + 4 * CHUNK];
+        tokens.chunks(CHUNK).fold(parent, |parent, chunk| {
+            let used = NAME + 4 * chunk.len();
+            bytes[..NAME].copy_from_slice(&parent.0.to_le_bytes());
+            for (place, token) in bytes[NAME..used].chunks_exact_mut(4).zip(chunk) {
                 place.copy_from_slice(&token.to_le_bytes());
             }
-            hasher.update(&bytes[..4 * chunk.len()]);
-        }
-        Self(hasher.digest128())
+            BlockHash(xxh3_128_with_secret(&bytes[..used], &*self.0))
+        })
     }
 
     /// The names of the full blocks at the beginning of `tokens`, `page_size` tokens each, for requests with this salt.
     #[must_use]
-    pub fn chain(cache_salt: u64, tokens: &[i32], page_size: usize) -> Vec<Self> {
-        let mut parent = Self::root(cache_salt);
+    pub fn chain(&self, salt: u64, tokens: &[i32], page_size: usize) -> Vec<BlockHash> {
+        let mut parent = self.root(salt);
         let name = |block| {
-            parent = parent.child(block);
+            parent = self.child(parent, block);
             parent
         };
         tokens.chunks_exact(page_size).map(name).collect()
     }
+}
 
+impl BlockHash {
     /// The name as a number, for those who hand it on.
     #[must_use]
     pub fn number(self) -> u128 {
@@ -93,50 +146,87 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_name_depends_on_salt_parent_tokens_and_their_order() {
-        let root = BlockHash::root(0);
+    fn a_name_depends_on_secret_salt_parent_tokens_and_their_order() {
+        let (namer, other) = (Namer::open(), Namer::new(b"another"));
+        let root = namer.root(0);
         let names = [
             root,
-            BlockHash::root(1),
-            root.child(&[1, 2]),
-            root.child(&[2, 1]),
-            root.child(&[1, 2]).child(&[1, 2]),
-            BlockHash::root(1).child(&[1, 2]),
-            root.child(&[1]),
-            root.child(&[1, 2, 0]),
+            other.root(0),
+            namer.root(1),
+            namer.child(root, &[1, 2]),
+            namer.child(root, &[2, 1]),
+            other.child(root, &[1, 2]),
+            namer.child(namer.child(root, &[1, 2]), &[1, 2]),
+            namer.child(namer.root(1), &[1, 2]),
+            namer.child(root, &[1]),
+            namer.child(root, &[1, 2, 0]),
         ];
         for (i, a) in names.iter().enumerate() {
             for b in &names[i + 1..] {
                 assert_ne!(a, b);
             }
         }
-        assert_eq!(root.child(&[1, 2]), BlockHash::root(0).child(&[1, 2]));
+        assert_eq!(namer.child(root, &[1, 2]), Namer::new(&[]).child(root, &[1, 2]));
     }
 
     #[test]
     fn a_chain_names_the_full_blocks_only() {
-        let first = BlockHash::root(3).child(&[1, 2]);
-        assert_eq!(BlockHash::chain(3, &[1, 2, 3, 4, 5], 2), [first, first.child(&[3, 4])]);
-        assert_eq!(BlockHash::chain(3, &[1], 2), []);
+        let namer = Namer::open();
+        let first = namer.child(namer.root(3), &[1, 2]);
+        assert_eq!(namer.chain(3, &[1, 2, 3, 4, 5], 2), [first, namer.child(first, &[3, 4])]);
+        assert_eq!(namer.chain(3, &[1], 2), []);
         assert_eq!(BlockHash::from(first.number()), first);
     }
 
     #[test]
     fn long_blocks_are_hashed_whole() {
-        let mut tokens: Vec<i32> = (0..200).collect();
-        let name = BlockHash::root(0).child(&tokens);
+        let (namer, mut tokens) = (Namer::open(), (0..200).collect::<Vec<i32>>());
+        let of = |tokens: &[i32]| namer.child(namer.root(0), tokens);
+        let name = of(&tokens);
         for at in 0..tokens.len() {
             tokens[at] ^= 1 << 20;
-            assert_ne!(BlockHash::root(0).child(&tokens), name, "token {at} counts");
+            assert_ne!(of(&tokens), name, "token {at} counts");
             tokens[at] ^= 1 << 20;
         }
-        assert_eq!(BlockHash::root(0).child(&tokens), name);
+        assert_eq!(of(&tokens), name);
+    }
+
+    #[test]
+    fn every_byte_of_a_secret_counts() {
+        let mut secret: Vec<u8> = (0..100).collect();
+        let of = |secret: &[u8]| (Namer::new(secret).root(0), Namer::new(secret).id());
+        let (root, id) = of(&secret);
+        for at in 0..secret.len() {
+            secret[at] ^= 1;
+            let other = of(&secret);
+            assert!(other.0 != root && other.1 != id, "byte {at} counts");
+            secret[at] ^= 1;
+        }
+        assert_eq!(format!("{:?}", Namer::new(&secret)), "Namer(secret)");
+    }
+
+    #[test]
+    fn salts_are_apart_however_their_texts_are_cut() {
+        let namer = Namer::open();
+        let salts = [
+            namer.salt(&[]),
+            namer.salt(&[b""]),
+            namer.salt(&[b"ab"]),
+            namer.salt(&[b"a", b"b"]),
+            namer.salt(&[b"ab", b""]),
+            namer.salt(&[b"", b"ab"]),
+            Namer::new(b"another").salt(&[b"ab"]),
+        ];
+        for (i, a) in salts.iter().enumerate() {
+            assert!(*a != 0 && !salts[i + 1..].contains(a), "{i}");
+        }
     }
 
     #[test]
     fn names_do_not_change_between_releases() {
         // Other tiers and peers will hold names, so a change of the hash is a change of a format.
-        let name = BlockHash::root(7).child(&[1, -2, 3]);
-        assert_eq!(name.0, 126_234_796_457_742_804_698_401_826_325_641_901_135);
+        let namer = Namer::new(b"a secret of a fleet of brains...");
+        let name = namer.child(namer.root(7), &[1, -2, 3]);
+        assert_eq!(name.0, 103_190_697_308_449_210_558_721_140_308_450_583_814);
     }
 }

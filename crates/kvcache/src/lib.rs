@@ -13,5 +13,5 @@ mod lru;
 mod pool;
 
 pub use event::BlockEvent;
-pub use hash::BlockHash;
+pub use hash::{BlockHash, Namer};
 pub use pool::{Counts, Lease, PagePool};

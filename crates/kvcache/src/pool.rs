@@ -240,13 +240,10 @@ impl PagePool {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::hash::Namer;
 
     fn names(count: usize) -> Vec<BlockHash> {
-        let mut names = vec![BlockHash::root(0)];
-        while names.len() <= count {
-            names.push(names[names.len() - 1].child(&[1]));
-        }
-        names.split_off(1)
+        Namer::open().chain(0, &vec![1; count], 1)
     }
 
     #[test]

@@ -2,7 +2,7 @@
 
 use std::collections::HashSet;
 
-use forebay_kvcache::{BlockEvent, BlockHash, Counts, Lease, PagePool};
+use forebay_kvcache::{BlockEvent, BlockHash, Counts, Lease, Namer, PagePool};
 use proptest::prelude::*;
 
 const PAGES: u32 = 6;
@@ -76,7 +76,9 @@ impl Model {
 }
 
 fn check(ops: Vec<Op>) {
-    let names: Vec<BlockHash> = (0..NAMES).map(|n| BlockHash::root(3).child(&[n as i32])).collect();
+    let namer = Namer::open();
+    let name = |n| namer.child(namer.root(3), &[n as i32]);
+    let names: Vec<BlockHash> = (0..NAMES).map(name).collect();
     let mut pool = PagePool::new(PAGES);
     pool.note_events();
     // What somebody else knows of the pool, by its events alone.

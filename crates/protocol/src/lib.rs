@@ -1,6 +1,6 @@
 //! The step protocol between the brain and its hands: frames, plans and results as bytes. No I/O.
 //!
-//! `docs/protocol.md` is the specification. The Python twin is `python/forebay/worker/wire.py`; golden fixtures in
+//! `docs/protocol.md` is the specification. The Python twin is `python/forebay/protocol`; golden fixtures in
 //! `tests/wire/` are checked from both languages.
 
 mod dtype;

@@ -7,8 +7,8 @@ use std::sync::{Arc, OnceLock};
 use forebay_balance::Method;
 use forebay_engine::{
     BlockHash, BlockObserver, Clock, Engine, EngineConfig, EngineHandle, EngineRequest,
-    EngineThread, Executor, Facts, Hooks, Orphan, OutputSink, Peers, RequestId, Stats, Status,
-    SubmitError, Waiting,
+    EngineThread, Executor, Facts, Hooks, Namer, Orphan, OutputSink, Peers, RequestId, Stats,
+    Status, SubmitError, Waiting,
 };
 use parking_lot::Mutex;
 
@@ -29,7 +29,7 @@ pub struct ReplicasConfig {
 
 /// What a replica is made of.
 pub struct Member {
-    /// Its limits; those of the queue hold for all replicas together.
+    /// Its limits; those of the queue hold for all replicas together, which also have one namer.
     pub config: EngineConfig,
     /// Its hand.
     pub executor: Box<dyn Executor>,
@@ -46,8 +46,8 @@ pub(crate) struct Shared {
     clock: Arc<dyn Clock>,
     engines: OnceLock<Vec<EngineHandle>>,
     draining: AtomicBool,
-    /// Tokens a block, where requests share any.
-    page_size: Option<usize>,
+    /// Names blocks, and how many tokens each has, where requests share any.
+    naming: Option<(Namer, usize)>,
 }
 
 /// The replicas of one brain. Cheap to clone; no call blocks.
@@ -68,6 +68,7 @@ impl Replicas {
         let count = members.len();
         let caching = members.iter().all(|member| member.config.prefix_cache);
         let page_size = members.first().map(|member| member.config.page_size);
+        let namer = members.first().map(|member| member.config.namer.clone());
         let page_size = page_size.filter(|_| caching);
         let informed =
             count > 1 && matches!(config.method, Method::TotalTokens | Method::PrefixAware);
@@ -80,7 +81,7 @@ impl Replicas {
             clock: Arc::clone(&clock),
             engines: OnceLock::new(),
             draining: AtomicBool::new(false),
-            page_size: page_size.map(|size| size as usize),
+            naming: namer.zip(page_size.map(|size| size as usize)),
         });
         let queued = Arc::new(Waiting::default());
         let on_exit = Arc::new(Mutex::new(Some(on_exit)));
@@ -135,7 +136,7 @@ impl Replicas {
             return Err(SubmitError::Draining);
         }
         if request.names.is_empty() && request.embeds.is_none() {
-            request.names = shared.names(&request.prompt, &request.generated).into();
+            request.names = shared.names(request.salt, &request.prompt, &request.generated).into();
         }
         let id = request.id;
         let engines = shared.engines();
@@ -266,10 +267,10 @@ impl Replicas {
         engines.zip(loads).map(report).collect()
     }
 
-    /// The names of a prompt's full blocks; empty where nothing is shared.
+    /// The names of a prompt's full blocks for requests with this salt; empty where nothing is shared.
     #[must_use]
-    pub fn block_names(&self, prompt: &[i32]) -> Vec<BlockHash> {
-        self.0.names(prompt, &[])
+    pub fn block_names(&self, salt: u64, prompt: &[i32]) -> Vec<BlockHash> {
+        self.0.names(salt, prompt, &[])
     }
 }
 
@@ -286,11 +287,11 @@ impl Shared {
         self.engines.get().map_or(&[], Vec::as_slice)
     }
 
-    fn names(&self, prompt: &[i32], generated: &[i32]) -> Vec<BlockHash> {
-        match self.page_size {
+    fn names(&self, salt: u64, prompt: &[i32], generated: &[i32]) -> Vec<BlockHash> {
+        match &self.naming {
             None => Vec::new(),
-            Some(page_size) if generated.is_empty() => BlockHash::chain(0, prompt, page_size),
-            Some(page_size) => BlockHash::chain(0, &[prompt, generated].concat(), page_size),
+            Some((namer, size)) if generated.is_empty() => namer.chain(salt, prompt, *size),
+            Some((namer, size)) => namer.chain(salt, &[prompt, generated].concat(), *size),
         }
     }
 

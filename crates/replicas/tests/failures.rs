@@ -5,8 +5,8 @@ use std::sync::mpsc::{Receiver, channel};
 use std::time::Duration;
 
 use forebay_engine::{
-    EngineConfig, EngineRequest, EngineThread, FinishReason, Output, OutputSink, Policy, RequestId,
-    Route, Status,
+    EngineConfig, EngineRequest, EngineThread, FinishReason, Namer, Output, OutputSink, Policy,
+    RequestId, Route, Status,
 };
 use forebay_protocol::SamplingParams;
 use forebay_replicas::{Member, Method, Replicas, ReplicasConfig};
@@ -58,6 +58,7 @@ fn start(pages: &[u32], breaking: impl Fn(usize, &SimControl)) -> Rig {
                 page_size: 4,
                 token_budget: 64,
                 prefix_cache: true,
+                namer: Namer::open(),
                 policy: Policy::Fcfs,
                 fair: true,
                 lookahead: 1,
@@ -117,6 +118,7 @@ fn request(id: u64, prompt: usize, max_tokens: u32) -> EngineRequest {
         sampling: SamplingParams::default(),
         priority: 0,
         client: 0,
+        salt: 0,
         probe: false,
         embeds: None,
         route: Route::default(),

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use forebay_engine::{
     BlockEvent, BlockObserver, Embeds, EngineConfig, EngineRequest, EngineThread, FinishReason,
-    Output, OutputSink, Payload, Policy, RequestError, RequestId, Route, Stats, Status,
+    Namer, Output, OutputSink, Payload, Policy, RequestError, RequestId, Route, Stats, Status,
     SubmitError,
 };
 use forebay_protocol::SamplingParams;
@@ -65,6 +65,7 @@ fn config() -> EngineConfig {
         page_size: 4,
         token_budget: 64,
         prefix_cache: true,
+        namer: Namer::open(),
         policy: Policy::Fcfs,
         fair: true,
         lookahead: 1,
@@ -205,6 +206,7 @@ fn request(id: u64, prompt: Vec<i32>, max_tokens: u32) -> EngineRequest {
         stop_ids: Arc::default(),
         sampling: SamplingParams::default(),
         priority: 0,
+        salt: 0,
         client: 0,
         probe: false,
         embeds: None,
@@ -466,6 +468,26 @@ fn prompts_with_the_same_beginning_find_it() {
     // 20 blocks of a family's beginning, and one that each turn's answer fills.
     assert_eq!(rig.stored.0.load(Ordering::SeqCst), 4 * 20 + 6 * 4, "others hear of blocks too");
     assert!(rig.dispatched().iter().all(|&count| count == 6));
+}
+
+#[test]
+fn requests_with_different_salts_share_nothing_at_any_replica() {
+    for count in [1, 3] {
+        let mut rig = Rig::start(count, Method::PrefixAware);
+        let long = |id: u64, salt| EngineRequest { salt, ..request(id, (0..80).collect(), 5) };
+        let mut id = 0;
+        let mut hits = |salt| {
+            id += 1;
+            let before = rig.replicas.stats().prefix_hits;
+            rig.replicas.submit(long(id, salt)).expect("room");
+            rig.follow(1);
+            rig.replicas.stats().prefix_hits - before
+        };
+        // None, one, another, and each again.
+        assert_eq!([0, 7, 8, 0, 7, 8].map(&mut hits), [0, 0, 0, 76, 76, 76], "{count} replicas");
+        let names = |salt| rig.replicas.block_names(salt, &(0..80).collect::<Vec<_>>());
+        assert!(names(7).iter().all(|name| !names(8).contains(name) && !names(0).contains(name)));
+    }
 }
 
 #[test]

@@ -3,7 +3,9 @@
 use std::time::Instant;
 
 use bytes::Bytes;
-use forebay_api::peer::{RESUME_HEADER, ROUTER_HEADER, RouterTag, STREAM_HEADER};
+use forebay_api::peer::{
+    RESUME_HEADER, ROUTER_HEADER, ROUTER_KEY_HEADER, RouterTag, STREAM_HEADER,
+};
 use http::header::{
     CONNECTION, CONTENT_LENGTH, EXPECT, HOST, PROXY_AUTHENTICATE, PROXY_AUTHORIZATION, TE, TRAILER,
     TRANSFER_ENCODING, UPGRADE,
@@ -11,11 +13,14 @@ use http::header::{
 use http::request::Parts;
 use http::uri::PathAndQuery;
 use http::{HeaderMap, HeaderName, HeaderValue, Method, Request, Uri};
-use http_body_util::Full;
-use xxhash_rust::xxh3::xxh3_64;
+use parking_lot::Mutex;
+use xxhash_rust::xxh3::{xxh3_64, xxh3_64_with_seed};
 
 use crate::backend::Sent;
 use crate::index::Texts;
+use crate::intake::Held;
+use crate::past::Past;
+use crate::payload::Payload;
 use crate::policy::Policy;
 use crate::scan::{members, plain_string};
 
@@ -33,6 +38,8 @@ pub(crate) struct Ask {
     path: PathAndQuery,
     headers: HeaderMap,
     body: Bytes,
+    /// What the body takes of all that bodies may take.
+    _held: Held,
     /// To sample with where the client gave no seed.
     seed: u64,
     /// Until when it has to be answered.
@@ -41,6 +48,16 @@ pub(crate) struct Ask {
     pub(crate) key: Option<u64>,
     /// Names of the prompt's beginnings, for `cache_aware`.
     pub(crate) texts: Option<Texts>,
+    /// Backends that died while they had it.
+    pub(crate) past: Mutex<Past>,
+}
+
+/// What a request is read for.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Reading {
+    pub(crate) policy: Policy,
+    /// What texts of this client, without a salt of its own, begin with.
+    pub(crate) root: u64,
 }
 
 /// What another brain has to know to go on with a stream.
@@ -49,14 +66,19 @@ pub(crate) struct Resume {
     /// The stream's name, as the first brain wrote it.
     pub(crate) name: HeaderValue,
     /// Ids of the tokens that the client has, in decimal, each with a comma.
-    pub(crate) ids: Vec<u8>,
+    pub(crate) ids: Bytes,
 }
 
 impl Ask {
-    /// Reads of a request what `policy` wants to know.
-    pub(crate) fn new(mut parts: Parts, body: Bytes, policy: Policy, deadline: Instant) -> Self {
+    /// Reads of a request what a policy wants to know.
+    pub(crate) fn new(
+        mut parts: Parts,
+        (body, held): (Bytes, Held),
+        Reading { policy, root }: Reading,
+        deadline: Instant,
+    ) -> Self {
         let key = (policy == Policy::Session).then(|| routing_key(&parts.headers, &body)).flatten();
-        let texts = (policy == Policy::CacheAware).then(|| prompt(&body).map(Texts::new)).flatten();
+        let texts = (policy == Policy::CacheAware).then(|| texts(&body, root)).flatten();
         keep_end_to_end(&mut parts.headers);
         parts.headers.remove(HOST);
         parts.headers.remove(CONTENT_LENGTH);
@@ -67,10 +89,12 @@ impl Ask {
             path: path.unwrap_or(PathAndQuery::from_static("/")),
             headers: parts.headers,
             body,
+            _held: held,
             seed: rand::random(),
             deadline,
             key,
             texts,
+            past: Mutex::default(),
         }
     }
 
@@ -79,13 +103,13 @@ impl Ask {
         u32::try_from(self.body.len() / BYTES_A_TOKEN).unwrap_or(u32::MAX)
     }
 
-    /// The request to a backend.
+    /// The request to a backend, which is shown the router's name and key.
     pub(crate) fn request(
         &self,
-        router: u64,
+        (router, router_key): (u64, Option<&HeaderValue>),
         sent: &Sent,
         resume: Option<&Resume>,
-    ) -> Request<Full<Bytes>> {
+    ) -> Request<Payload> {
         let tag = RouterTag {
             router,
             seq: sent.seq,
@@ -94,10 +118,10 @@ impl Ask {
             blocks: self.texts.is_some(),
         };
         let body = match resume {
-            None => self.body.clone(),
-            Some(resume) => [&resume.ids[..], &self.body].concat().into(),
+            None => Payload::from(self.body.clone()),
+            Some(resume) => Payload::new(resume.ids.clone(), self.body.clone()),
         };
-        let mut request = Request::new(Full::new(body));
+        let mut request = Request::new(body);
         *request.method_mut() = self.method.clone();
         *request.uri_mut() = Uri::from(self.path.clone());
         let headers = request.headers_mut();
@@ -106,6 +130,9 @@ impl Ask {
         // Digits, letters and semicolons.
         if let Ok(tag) = HeaderValue::from_str(&tag.encode()) {
             headers.insert(HeaderName::from_static(ROUTER_HEADER), tag);
+        }
+        if let Some(key) = router_key {
+            headers.insert(HeaderName::from_static(ROUTER_KEY_HEADER), key.clone());
         }
         if let Some(resume) = resume {
             headers.insert(HeaderName::from_static(STREAM_HEADER), resume.name.clone());
@@ -160,12 +187,25 @@ fn routing_key(headers: &HeaderMap, body: &[u8]) -> Option<u64> {
     Some(xxh3_64(plain_string(key).unwrap_or(key)))
 }
 
-/// The prompt, as it is written in the body.
-fn prompt(body: &[u8]) -> Option<&[u8]> {
+/// Names of the prompt's beginnings. A prompt with a salt shares none with those that have another.
+fn texts(body: &[u8], root: u64) -> Option<Texts> {
+    let (prompt, salt) = prompt(body)?;
+    Some(Texts::new(salt.map_or(root, |salt| xxh3_64_with_seed(salt, root)), prompt))
+}
+
+/// The prompt and its salt, as they are written in the body.
+fn prompt(body: &[u8]) -> Option<(&[u8], Option<&[u8]>)> {
     let fields: [&[u8]; 5] = [b"messages", b"prompt", b"text", b"input_ids", b"input"];
-    let (_, value) = members(body).find(|(name, _)| fields.contains(name))?;
+    let (mut prompt, mut salt) = (None, None);
+    for (name, value) in members(body) {
+        if prompt.is_none() && fields.contains(&name) {
+            prompt = Some(value);
+        } else if name == b"cache_salt" && value != b"null" {
+            salt = Some(value);
+        }
+    }
     // Without the quote or bracket at its end, a longer prompt begins with a shorter one.
-    value.split_last().map(|(_, text)| text)
+    prompt?.split_last().map(|(_, text)| (text, salt))
 }
 
 #[cfg(test)]
@@ -206,7 +246,7 @@ mod tests {
 
     #[test]
     fn a_longer_prompt_begins_with_a_shorter_one() {
-        let find = |body: &'static str| prompt(body.as_bytes()).unwrap();
+        let find = |body: &'static str| prompt(body.as_bytes()).unwrap().0;
         let short = find(r#"{"model":"m","messages":[{"role":"user","content":"a"}]}"#);
         let long = find(r#"{"messages":[{"role":"user","content":"a"},{"role":"x"}],"n":1}"#);
         assert!(long.starts_with(short));
@@ -214,5 +254,22 @@ mod tests {
         assert_eq!(find(r#"{"input_ids":[1,2]}"#), b"[1,2");
         assert_eq!(prompt(b"{}"), None);
         assert_eq!(prompt(b"{\"prompt\":}"), None);
+    }
+
+    #[test]
+    fn texts_of_different_salts_and_clients_are_apart() {
+        let of = |body: &str, root| texts(body.as_bytes(), root).unwrap();
+        let plain = of(r#"{"prompt":"abc"}"#, 1);
+        assert_eq!(of(r#"{"prompt":"abc","cache_salt":null}"#, 1), plain);
+        assert_ne!(of(r#"{"prompt":"abc"}"#, 2), plain);
+        let salted = of(r#"{"prompt":"abc","cache_salt":"x"}"#, 1);
+        assert_eq!(of(r#"{"cache_salt":"x","prompt":"abc"}"#, 1), salted);
+        for other in [
+            of(r#"{"prompt":"abc","cache_salt":"y"}"#, 1),
+            of(r#"{"prompt":"abc","cache_salt":"x"}"#, 2),
+            plain,
+        ] {
+            assert_ne!(other, salted);
+        }
     }
 }

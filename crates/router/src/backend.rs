@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use forebay_api::peer::LoadReport;
 use http::HeaderValue;
@@ -16,6 +16,7 @@ use crate::breaker::{Breaker, BreakerConfig};
 use crate::config::HealthConfig;
 use crate::index::Stored;
 use crate::ledger::{Accounting, Ledger};
+use crate::past::Role;
 use crate::policy::Candidate;
 
 /// A URL that is none of a backend.
@@ -99,8 +100,43 @@ struct State {
     ledger: Ledger,
     breaker: Breaker,
     health: Health,
+    life: Life,
     /// When a dispatch has ended last.
     ended: Option<Instant>,
+}
+
+/// Whether it is the same process as before, and who is tried in it.
+#[derive(Debug, Default)]
+struct Life {
+    /// Deaths so far. A dispatch that breaks when there are more than at its beginning was in flight at one.
+    deaths: u64,
+    /// It was found dead and has not answered since.
+    dead: bool,
+    /// The process, as it calls itself; 0: not known.
+    epoch: u64,
+    /// The dispatch that is on trial.
+    trial: Option<u64>,
+    /// Deaths before the last one that came during a trial.
+    blamed: Option<u64>,
+}
+
+impl Life {
+    fn end(&mut self) {
+        if !std::mem::replace(&mut self.dead, true) {
+            self.deaths += 1;
+            self.epoch = 0;
+        }
+    }
+
+    /// It has answered, and calls itself `epoch`.
+    fn speak(&mut self, epoch: u64) {
+        let known = std::mem::replace(&mut self.epoch, epoch);
+        if known != 0 && known != epoch && !self.dead {
+            // It died and came back before anybody asked.
+            self.deaths += 1;
+        }
+        self.dead = false;
+    }
 }
 
 /// What is counted for /metrics.
@@ -122,8 +158,14 @@ pub(crate) struct Backend {
     state: Mutex<State>,
     /// Speaks of load, and goes on with streams.
     forebay: AtomicBool,
+    /// What it calls blocks can be told apart by this from what others call them.
+    names: AtomicU64,
     /// What it has in its prefix cache.
     pub(crate) stored: Mutex<Stored>,
+    /// Held by who finds out whether it has died: when it was last found alive.
+    pub(crate) inquest: tokio::sync::Mutex<Option<Instant>>,
+    /// Wakes those who wait for a place on trial, at any backend.
+    trials: Arc<Notify>,
     /// Wakes those who wait for something from it: nothing will come.
     pub(crate) gone: Arc<Notify>,
     /// Wakes its health check.
@@ -139,6 +181,7 @@ impl Backend {
         url: BackendUrl,
         accounting: Accounting,
         breaker: BreakerConfig,
+        trials: Arc<Notify>,
     ) -> Self {
         Self {
             id,
@@ -151,10 +194,14 @@ impl Backend {
                 ledger: Ledger::new(accounting),
                 breaker: Breaker::new(breaker),
                 health: Health::default(),
+                life: Life::default(),
                 ended: None,
             }),
             forebay: AtomicBool::new(false),
+            names: AtomicU64::new(0),
             stored: Mutex::default(),
+            inquest: tokio::sync::Mutex::default(),
+            trials,
             gone: Arc::default(),
             suspected: Notify::new(),
             removed: AtomicBool::new(false),
@@ -171,31 +218,78 @@ impl Backend {
         self.forebay.load(Ordering::Relaxed)
     }
 
-    /// It as a candidate; `None` while it takes no requests.
-    pub(crate) fn candidate(&self, now: Instant) -> Option<Candidate> {
+    /// It as a candidate, and whether a suspect is on trial here; `None` while it takes no requests.
+    pub(crate) fn candidate(&self, now: Instant) -> Option<(Candidate, bool)> {
         let state = self.state.lock();
-        (state.health.up && state.breaker.allows(now)).then(|| Candidate {
+        let candidate = || Candidate {
             name: self.name,
             requests: state.ledger.requests(),
             tokens: state.ledger.tokens(),
             cached: 0.0,
-        })
+        };
+        let takes = state.health.up && state.breaker.allows(now);
+        takes.then(|| (candidate(), state.life.trial.is_some()))
     }
 
-    /// Notes a dispatch.
-    pub(crate) fn begin(self: Arc<Self>, tokens: u32) -> Sent {
+    /// Notes a dispatch; `trial` is how long it is to be tried alone, if it is.
+    pub(crate) fn begin(self: Arc<Self>, tokens: u32, trial: Option<Duration>) -> Sent {
+        let now = Instant::now();
         let mut state = self.state.lock();
         let (seq, floor) = state.ledger.begin(tokens);
-        state.breaker.pass(Instant::now());
+        state.breaker.pass(now);
+        if trial.is_some() {
+            state.life.trial = Some(seq);
+        }
+        let life = state.life.deaths;
         drop(state);
         self.counters.dispatched.fetch_add(1, Ordering::Relaxed);
-        Sent { backend: self, seq, floor, judged: false }
+        let trial = trial.map(|time| now + time);
+        Sent { backend: self, seq, floor, life, since: now, trial, judged: false }
+    }
+
+    /// Ends a dispatch's trial, if it is on trial.
+    pub(crate) fn end_trial(&self, seq: u64) {
+        let mut state = self.state.lock();
+        if state.life.trial == Some(seq) {
+            state.life.trial = None;
+            drop(state);
+            self.trials.notify_waiters();
+        }
+    }
+
+    /// Deaths so far.
+    pub(crate) fn deaths(&self) -> u64 {
+        self.state.lock().life.deaths
+    }
+
+    /// How dispatch `seq` was involved in the death that ended life number `life`.
+    pub(crate) fn role(&self, seq: u64, life: u64) -> Role {
+        let mut state = self.state.lock();
+        let Life { trial, blamed, .. } = &mut state.life;
+        match *trial {
+            Some(tried) if tried == seq => {
+                *blamed = Some(life);
+                Role::OnTrial
+            }
+            Some(_) => Role::Bystander,
+            None if *blamed == Some(life) => Role::Bystander,
+            None => Role::Present,
+        }
+    }
+
+    /// What its names of blocks are told apart by.
+    pub(crate) fn names(&self) -> u64 {
+        self.names.load(Ordering::Relaxed)
     }
 
     /// Takes what a backend says of its load.
     pub(crate) fn report(&self, report: LoadReport) {
         self.forebay.store(true, Ordering::Relaxed);
-        self.state.lock().ledger.report(report);
+        self.names.store(report.names, Ordering::Relaxed);
+        let mut state = self.state.lock();
+        if state.ledger.report(report) {
+            state.life.speak(report.epoch);
+        }
     }
 
     /// Requests that it has, those of them that are ours, and its last report.
@@ -218,7 +312,10 @@ impl Backend {
     /// Takes the outcome of a health check, or what a request has found; true if it is up then.
     pub(crate) fn checked(&self, check: Check, config: &HealthConfig) -> bool {
         let mut state = self.state.lock();
-        let State { ledger, breaker, health, .. } = &mut *state;
+        let State { ledger, breaker, health, life, .. } = &mut *state;
+        if matches!(check, Check::Fine | Check::Refuses) {
+            life.dead = false;
+        }
         if check == Check::Fine {
             health.failures = 0;
             health.successes += 1;
@@ -241,6 +338,7 @@ impl Backend {
         let gone = check == Check::Absent || check == Check::Silent && enough;
         if gone {
             ledger.forget();
+            life.end();
         }
         drop(state);
         if gone {
@@ -260,6 +358,12 @@ pub(crate) struct Sent {
     pub(crate) backend: Arc<Backend>,
     pub(crate) seq: u64,
     pub(crate) floor: u64,
+    /// The backend's deaths before it.
+    pub(crate) life: u64,
+    /// When it was sent.
+    pub(crate) since: Instant,
+    /// Until when it is on trial, if it is.
+    pub(crate) trial: Option<Instant>,
     judged: bool,
 }
 
@@ -293,6 +397,10 @@ impl Drop for Sent {
         if !self.judged {
             state.breaker.forgo();
         }
+        drop(state);
+        if self.trial.is_some() {
+            self.backend.end_trial(self.seq);
+        }
     }
 }
 
@@ -315,7 +423,8 @@ mod tests {
 
     fn backend() -> Arc<Backend> {
         let url = BackendUrl::parse("a:1").unwrap();
-        Arc::new(Backend::new(1, url, Accounting::Acknowledged, BreakerConfig::default()))
+        let (books, breaker) = (Accounting::Acknowledged, BreakerConfig::default());
+        Arc::new(Backend::new(1, url, books, breaker, Arc::default()))
     }
 
     #[test]
@@ -353,9 +462,48 @@ mod tests {
     #[test]
     fn a_dispatch_counts_until_it_is_dropped() {
         let backend = backend();
-        let sent = Arc::clone(&backend).begin(10);
+        let sent = Arc::clone(&backend).begin(10, None);
         assert_eq!((sent.seq, sent.floor, backend.load().0), (1, 1, 1));
         drop(sent);
         assert_eq!(backend.load().0, 0);
+    }
+
+    #[test]
+    fn a_death_is_counted_once_until_it_answers_again() {
+        let (backend, config) = (backend(), HealthConfig::default());
+        backend.checked(Check::Fine, &config);
+        backend.checked(Check::Absent, &config);
+        backend.checked(Check::Absent, &config);
+        assert_eq!(backend.deaths(), 1);
+        backend.checked(Check::Refuses, &config);
+        backend.checked(Check::Absent, &config);
+        assert_eq!(backend.deaths(), 2);
+    }
+
+    #[test]
+    fn a_process_that_calls_itself_otherwise_has_died_before() {
+        let backend = backend();
+        let report = |epoch| LoadReport { epoch, at: 1, ..LoadReport::default() };
+        backend.report(report(1));
+        assert_eq!(backend.deaths(), 0);
+        backend.report(report(2));
+        assert_eq!(backend.deaths(), 1);
+        backend.checked(Check::Absent, &HealthConfig::default());
+        backend.report(report(3));
+        assert_eq!(backend.deaths(), 2, "the same death, heard of twice");
+    }
+
+    #[test]
+    fn one_is_on_trial_and_it_is_to_blame() {
+        let backend = backend();
+        let fresh = Arc::clone(&backend).begin(1, None);
+        let tried = Arc::clone(&backend).begin(1, Some(Duration::from_secs(1)));
+        assert!(backend.state.lock().life.trial.is_some());
+        assert_eq!(backend.role(fresh.seq, 0), Role::Bystander, "whoever asks first");
+        assert_eq!(backend.role(tried.seq, 0), Role::OnTrial);
+        drop(tried);
+        assert!(backend.state.lock().life.trial.is_none());
+        assert_eq!(backend.role(fresh.seq, 0), Role::Bystander);
+        assert_eq!(backend.role(fresh.seq, 1), Role::Present, "at another death");
     }
 }

@@ -3,7 +3,9 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
+use crate::admission::AllowedBackends;
 use crate::breaker::BreakerConfig;
+use crate::intake::BodyLimits;
 use crate::policy::{Policy, Thresholds};
 
 /// How the router hears of its backends' load.
@@ -31,6 +33,8 @@ pub struct Sources {
     pub interval: Duration,
     /// Backends may register over HTTP with this key.
     pub registration_key: Option<String>,
+    /// Which of them may; empty: any.
+    pub allowed: Vec<AllowedBackends>,
 }
 
 /// How backends are asked whether they live.
@@ -121,12 +125,21 @@ pub struct RouterConfig {
     pub connect_timeout: Duration,
     /// Longest time for a request's head, and then its body, to arrive.
     pub receive_timeout: Duration,
-    /// Largest request body in bytes.
-    pub max_payload: usize,
+    /// Most connections of clients at a time; those beyond are closed.
+    pub max_connections: usize,
+    /// How large request bodies may be.
+    pub bodies: BodyLimits,
     /// How long running requests may go on after the shutdown signal.
     pub drain_timeout: Duration,
-    /// Key that the router itself shows to backends, where it asks them something. Clients' keys are passed on.
-    pub api_key: Option<String>,
+    /// Keys of which clients must show one, if there are any; it is passed on. The router itself shows the first where it asks
+    /// backends something.
+    pub api_keys: Vec<String>,
+    /// Key that is needed to see what the router knows of its backends; where there is none, a client's will do.
+    pub admin_key: Option<String>,
+    /// Key that the router shows to brains: they tell only those routers what they know that have it.
+    pub router_key: Option<String>,
+    /// Clients with different keys share cached blocks at the backends.
+    pub share_cache_across_keys: bool,
     /// Threads that pass on requests.
     pub threads: usize,
 }
@@ -144,9 +157,13 @@ impl Default for RouterConfig {
             request_timeout: Duration::from_secs(1800),
             connect_timeout: Duration::from_secs(5),
             receive_timeout: Duration::from_secs(60),
-            max_payload: 512 << 20,
+            max_connections: 65_536,
+            bodies: BodyLimits::default(),
             drain_timeout: Duration::from_secs(30),
-            api_key: None,
+            api_keys: Vec::new(),
+            admin_key: None,
+            router_key: None,
+            share_cache_across_keys: false,
             threads: 1,
         }
     }

@@ -29,18 +29,38 @@ pub(crate) enum Broken {
 pub(crate) struct Vigil {
     gone: Pin<Box<OwnedNotified>>,
     deadline: Pin<Box<Sleep>>,
+    /// The end of its trial.
+    trial: Option<Trial>,
+}
+
+/// A trial that ends by itself: who has produced nothing by then is not on trial any more.
+struct Trial {
+    backend: Arc<Backend>,
+    seq: u64,
+    end: Pin<Box<Sleep>>,
 }
 
 impl Vigil {
-    pub(crate) fn new(backend: &Backend, deadline: Instant) -> Self {
-        let mut gone = Box::pin(Arc::clone(&backend.gone).notified_owned());
+    pub(crate) fn new(sent: &Sent, deadline: Instant) -> Self {
+        let mut gone = Box::pin(Arc::clone(&sent.backend.gone).notified_owned());
         gone.as_mut().enable();
-        Self { gone, deadline: Box::pin(sleep_until(deadline.into())) }
+        let trial = sent.trial.map(|end| Trial {
+            backend: Arc::clone(&sent.backend),
+            seq: sent.seq,
+            end: Box::pin(sleep_until(end.into())),
+        });
+        Self { gone, deadline: Box::pin(sleep_until(deadline.into())), trial }
     }
 
     pub(crate) fn poll(&mut self, context: &mut Context<'_>) -> Poll<Broken> {
         if self.gone.as_mut().poll(context).is_ready() {
             return Poll::Ready(Broken::Gone);
+        }
+        if let Some(trial) = &mut self.trial
+            && trial.end.as_mut().poll(context).is_ready()
+        {
+            trial.backend.end_trial(trial.seq);
+            self.trial = None;
         }
         self.deadline.as_mut().poll(context).map(|()| Broken::Deadline)
     }
@@ -85,6 +105,11 @@ impl Flow {
                 return Poll::Ready(Some(Ok(data)));
             }
         }
+    }
+
+    /// The dispatch alone, once nothing more can come.
+    pub(crate) fn into_sent(self) -> Sent {
+        self.sent
     }
 
     /// Whose it is.

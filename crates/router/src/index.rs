@@ -12,15 +12,17 @@ use xxhash_rust::xxh3::xxh3_64_with_seed;
 const TEXT_BLOCK: usize = 128;
 /// Most texts that are known; the least recently used are forgotten.
 const MAX_TEXTS: usize = 1 << 20;
+/// Brains with names of their own whose blocks are known for one text. Brains with one secret give the same names and count as one.
+const MAX_NAMERS: usize = 8;
 
 /// Names of a prompt's beginnings: of its first 128 bytes, its first 256, and so on. The last one is the whole.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(crate) struct Texts(Vec<u64>);
 
 impl Texts {
-    /// Names the beginnings of `prompt`.
-    pub(crate) fn new(prompt: &[u8]) -> Self {
-        let names = prompt.chunks(TEXT_BLOCK).scan(0, |parent, block| {
+    /// Names the beginnings of `prompt`. Those of another `salt` share none.
+    pub(crate) fn new(salt: u64, prompt: &[u8]) -> Self {
+        let names = prompt.chunks(TEXT_BLOCK).scan(salt, |parent, block| {
             *parent = xxh3_64_with_seed(block, *parent);
             Some(*parent)
         });
@@ -29,16 +31,34 @@ impl Texts {
 }
 
 /// What a text stands for.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone)]
 struct Known {
-    /// The last block that lies within it, as far as a backend has told.
-    block: Option<u64>,
+    /// The last block that lies within it, as each namer calls it, as far as a backend has told. The latest is the last.
+    blocks: Vec<(u64, u64)>,
     /// The backend that it was sent to last.
     sent_to: u32,
 }
 
+impl Known {
+    /// What `names` calls its last block.
+    fn block(&self, names: u64) -> Option<u64> {
+        self.blocks.iter().find(|(namer, _)| *namer == names).map(|&(_, block)| block)
+    }
+
+    fn learn(&mut self, names: u64, block: u64) {
+        if let Some(known) = self.blocks.iter_mut().find(|(namer, _)| *namer == names) {
+            known.1 = block;
+            return;
+        }
+        if self.blocks.len() == MAX_NAMERS {
+            self.blocks.remove(0);
+        }
+        self.blocks.push((names, block));
+    }
+}
+
 /// A prompt's beginning, and what it stands for.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone)]
 pub(crate) struct Part {
     /// Share of the prompt, above 0, at most 1.
     share: f32,
@@ -65,12 +85,12 @@ impl TextIndex {
         let count = texts.0.len();
         let mut parts: Vec<Part> = Vec::new();
         for (index, text) in texts.0.iter().enumerate().rev() {
-            let Some(&known) = self.known.get(text) else { continue };
-            let same = |part: &Part| match known.block {
-                Some(_) => part.known.block == known.block,
-                None => part.known.block.is_none() && part.known.sent_to == known.sent_to,
+            let Some(known) = self.known.get(text) else { continue };
+            let same = |part: &Part| {
+                part.known.blocks == known.blocks && part.known.sent_to == known.sent_to
             };
             if !parts.last().is_some_and(same) {
+                let known = known.clone();
                 parts.push(Part { share: (index + 1) as f32 / count as f32, known });
             }
         }
@@ -80,7 +100,7 @@ impl TextIndex {
     /// Notes that a prompt goes to a backend.
     pub(crate) fn sent(&mut self, texts: &Texts, backend: u32) {
         for &text in &texts.0 {
-            let none = || Known { block: None, sent_to: backend };
+            let none = || Known { blocks: Vec::new(), sent_to: backend };
             self.known.get_or_insert_mut(text, none).sent_to = backend;
         }
         while self.known.len() > self.limit {
@@ -88,15 +108,15 @@ impl TextIndex {
         }
     }
 
-    /// Notes that a prompt's blocks are named `blocks`, evenly spread over it, the last at its end.
-    pub(crate) fn learn(&mut self, texts: &Texts, blocks: &[u64]) {
+    /// Notes that `names` calls a prompt's blocks `blocks`, evenly spread over it, the last at its end.
+    pub(crate) fn learn(&mut self, texts: &Texts, names: u64, blocks: &[u64]) {
         let count = texts.0.len();
         for (index, text) in texts.0.iter().enumerate() {
             let within = (index + 1) * blocks.len() / count;
             if let Some(known) = self.known.get_mut(text)
                 && within > 0
             {
-                known.block = Some(blocks[within - 1]);
+                known.learn(names, blocks[within - 1]);
             }
         }
     }
@@ -128,9 +148,9 @@ impl Stored {
         self.0.len()
     }
 
-    /// The share of a prompt that `backend`, whose blocks these are, has.
-    pub(crate) fn share(&self, parts: &[Part], backend: u32) -> f32 {
-        let has = |part: &&Part| match part.known.block {
+    /// The share of a prompt that `backend`, whose blocks these are and have their names from `names`, has.
+    pub(crate) fn share(&self, parts: &[Part], backend: u32, names: u64) -> f32 {
+        let has = |part: &&Part| match part.known.block(names) {
             Some(block) => self.0.contains(&(block | 1)),
             None => part.known.sent_to == backend,
         };
@@ -153,26 +173,54 @@ mod tests {
     #[test]
     fn a_text_is_where_its_blocks_are() {
         let mut index = TextIndex::default();
-        let texts = Texts::new(&[b'x'; 4 * TEXT_BLOCK]);
+        let texts = Texts::new(0, &[b'x'; 4 * TEXT_BLOCK]);
         assert!(index.parts(&texts).is_empty());
         index.sent(&texts, 7);
         let parts = index.parts(&texts);
-        assert_eq!((stored(&[]).share(&parts, 7), stored(&[]).share(&parts, 8)), (1.0, 0.0));
-        index.learn(&texts, &[20, 40, 60, 80]);
+        assert_eq!((stored(&[]).share(&parts, 7, 1), stored(&[]).share(&parts, 8, 1)), (1.0, 0.0));
+        index.learn(&texts, 1, &[20, 40, 60, 80]);
         let parts = index.parts(&texts);
         // Now only blocks count.
-        assert_eq!(stored(&[]).share(&parts, 7), 0.0);
-        assert_eq!(stored(&[20, 40]).share(&parts, 8), 0.5);
-        assert_eq!(stored(&[20, 40, 60, 80]).share(&parts, 8), 1.0);
-        let longer = Texts::new(&[&[b'x'; 4 * TEXT_BLOCK][..], &[b'y'; 4 * TEXT_BLOCK]].concat());
-        assert_eq!(stored(&[80]).share(&index.parts(&longer), 8), 0.5);
-        assert!(index.parts(&Texts::new(&[b'z'; 2 * TEXT_BLOCK])).is_empty());
+        assert_eq!(stored(&[]).share(&parts, 7, 1), 0.0);
+        assert_eq!(stored(&[20, 40]).share(&parts, 8, 1), 0.5);
+        assert_eq!(stored(&[20, 40, 60, 80]).share(&parts, 8, 1), 1.0);
+        let longer = [&[b'x'; 4 * TEXT_BLOCK][..], &[b'y'; 4 * TEXT_BLOCK]].concat();
+        let longer = Texts::new(0, &longer);
+        assert_eq!(stored(&[80]).share(&index.parts(&longer), 8, 1), 0.5);
+        assert!(index.parts(&Texts::new(0, &[b'z'; 2 * TEXT_BLOCK])).is_empty());
+    }
+
+    #[test]
+    fn what_has_another_salt_is_another_text() {
+        let mut index = TextIndex::default();
+        let texts = |salt| Texts::new(salt, &[b'x'; 4 * TEXT_BLOCK]);
+        index.sent(&texts(1), 7);
+        index.learn(&texts(1), 0, &[20, 40, 60, 80]);
+        assert!(index.parts(&texts(2)).is_empty() && !index.parts(&texts(1)).is_empty());
+    }
+
+    #[test]
+    fn brains_with_names_of_their_own_are_each_understood() {
+        let mut index = TextIndex::default();
+        let texts = Texts::new(0, &[b'x'; 2 * TEXT_BLOCK]);
+        index.sent(&texts, 1);
+        index.learn(&texts, 100, &[20, 40]);
+        index.sent(&texts, 2);
+        index.learn(&texts, 200, &[60, 80]);
+        let parts = index.parts(&texts);
+        assert_eq!(stored(&[20, 40]).share(&parts, 1, 100), 1.0);
+        assert_eq!(stored(&[60]).share(&parts, 2, 200), 0.5);
+        assert_eq!(stored(&[20, 40]).share(&parts, 2, 200), 0.0, "names of another");
+        for names in 0..MAX_NAMERS as u64 {
+            index.learn(&texts, names, &[20, 40]);
+        }
+        assert_eq!(index.parts(&texts)[0].known.blocks.len(), MAX_NAMERS);
     }
 
     #[test]
     fn the_oldest_texts_are_forgotten() {
         let mut index = TextIndex { limit: 3, ..TextIndex::default() };
-        let texts = |byte| Texts::new(&[byte; 2 * TEXT_BLOCK]);
+        let texts = |byte| Texts::new(0, &[byte; 2 * TEXT_BLOCK]);
         index.sent(&texts(1), 0);
         index.sent(&texts(2), 0);
         assert_eq!(index.known.len(), 3);
@@ -194,7 +242,7 @@ mod tests {
         #[test]
         fn texts_share_their_beginnings(length in 1usize..2000, more in 0usize..500) {
             let long: Vec<u8> = (0..length + more).map(|at| (at % 251) as u8).collect();
-            let (short, long) = (Texts::new(&long[..length]), Texts::new(&long));
+            let (short, long) = (Texts::new(3, &long[..length]), Texts::new(3, &long));
             let whole = length / TEXT_BLOCK;
             prop_assert_eq!(&short.0[..whole], &long.0[..whole]);
         }

@@ -1,6 +1,6 @@
 //! An OpenAI-compatible proxy in front of several brains, or of servers of others: choice, retries, failover.
 //!
-//! A request's way: `service` reads its body, `ask` picks the few fields that matter, [`Shared::dispatch`](shared) chooses a backend and notes
+//! A request's way: `admission` asks for its key, `intake` reads its body, `ask` picks the few fields that matter, [`Shared::dispatch`](shared) chooses a backend and notes
 //! the dispatch in its [`Ledger`], `reach` sends it, again and elsewhere as long as nothing was produced. The response comes as a
 //! `flow`, is read by the client's own task, and given as a `relay`: bytes as they come, but for streams of brains, whose comments (`tape`) carry
 //! load and tokens, so that another brain can go on with a stream that breaks.
@@ -10,15 +10,19 @@
 //! | `--threads` | `serve` | connections: each thread accepts, and drives the connections to backends that its clients need |
 //! | 1 | `watch`, `sources` | health checks, load of idle backends, block events; the list of backends |
 
+mod admission;
 mod ask;
 mod backend;
 mod breaker;
 mod config;
 mod flow;
 mod index;
+mod intake;
 mod ledger;
 mod link;
 mod loads;
+mod past;
+mod payload;
 mod policy;
 mod reach;
 mod registry;
@@ -31,9 +35,11 @@ mod sources;
 mod tape;
 mod watch;
 
+pub use admission::{AllowedBackends, PatternError};
 pub use backend::{BackendUrl, UrlError};
 pub use breaker::{Breaker, BreakerConfig};
 pub use config::{HealthConfig, RetryConfig, RouterConfig, Sources, Watch};
+pub use intake::BodyLimits;
 pub use ledger::{Accounting, Ledger};
 pub use policy::{Candidate, Chooser, Policy, Thresholds};
 pub use serve::{Router, StartError};

@@ -10,7 +10,6 @@ use std::task::{Context, Poll, Waker};
 
 use bytes::Bytes;
 use http::{Request, Response};
-use http_body_util::Full;
 use hyper::body::{Body, Frame, Incoming};
 use hyper::client::conn::http1::{Builder, Connection, SendRequest};
 use hyper_util::rt::TokioIo;
@@ -19,14 +18,15 @@ use rustc_hash::FxBuildHasher;
 use tokio::net::TcpStream;
 
 use crate::backend::BackendUrl;
+use crate::payload::Payload;
 
 /// Most idle connections that are kept for each backend.
 const MAX_IDLE: usize = 1024;
 
 /// A connection and its driver.
 pub(crate) struct Link {
-    sender: SendRequest<Full<Bytes>>,
-    connection: Pin<Box<Connection<TokioIo<TcpStream>, Full<Bytes>>>>,
+    sender: SendRequest<Payload>,
+    connection: Pin<Box<Connection<TokioIo<TcpStream>, Payload>>>,
     closed: bool,
     /// It has answered before.
     used: bool,
@@ -79,7 +79,7 @@ impl Link {
     /// Sends a request and waits for the response's head.
     pub(crate) async fn send(
         &mut self,
-        request: Request<Full<Bytes>>,
+        request: Request<Payload>,
     ) -> hyper::Result<Response<Incoming>> {
         let mut response = Box::pin(self.sender.send_request(request));
         let response = poll_fn(|context| {

@@ -3,7 +3,7 @@
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use prometheus::core::{AtomicU64 as Counter, GenericCounterVec};
-use prometheus::{Encoder, IntCounter, IntGaugeVec, Opts, Registry, TextEncoder};
+use prometheus::{Encoder, IntCounter, IntGauge, IntGaugeVec, Opts, Registry, TextEncoder};
 use serde_json::{Value, json};
 
 use crate::shared::Shared;
@@ -41,6 +41,8 @@ pub(crate) fn metrics(shared: &Shared) -> prometheus::Result<Vec<u8>> {
         ("retries", "Attempts after a first one that produced nothing.", &totals.retries),
         ("failovers", "Streams that broke and went on with another backend.", &totals.failovers),
         ("errors", "Requests that ended with an error of the router.", &totals.errors),
+        ("suspects", "Times that a request was in flight at a backend's death.", &totals.suspects),
+        ("given_up", "Requests not tried again after deaths of backends.", &totals.given_up),
     ] {
         let metric = IntCounter::new(format!("forebay_router_{name}_total"), help)?;
         metric.inc_by(read(counter));
@@ -58,6 +60,9 @@ pub(crate) fn metrics(shared: &Shared) -> prometheus::Result<Vec<u8>> {
         registry.register(Box::new(metric.clone()))?;
         prometheus::Result::Ok(metric)
     };
+    let held = IntGauge::new("forebay_router_body_bytes", "Bytes of request bodies held.")?;
+    held.set(i64::try_from(shared.budget.taken()).unwrap_or(i64::MAX));
+    registry.register(Box::new(held))?;
     let up = gauge("backend_up", "Whether the backend takes requests.")?;
     let requests = gauge("backend_requests", "Requests that the backend has, everybody's.")?;
     let own = gauge("backend_own_requests", "Requests of this router that the backend has.")?;

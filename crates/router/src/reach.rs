@@ -8,19 +8,22 @@ use std::time::Instant;
 
 use bytes::{Bytes, BytesMut};
 use forebay_api::ApiError;
-use forebay_api::peer::{BLOCKS_HEADER, LOAD_HEADER, LoadReport, STREAM_HEADER, decode_blocks};
+use forebay_api::peer::{
+    BLOCKS_HEADER, DEATHS_HEADER, LOAD_HEADER, LoadReport, STREAM_HEADER, decode_blocks,
+};
 use http::header::CONTENT_TYPE;
 use http::{HeaderMap, HeaderValue, Request, Response, StatusCode};
-use http_body_util::Full;
 use hyper::body::Incoming;
-use tokio::time::{sleep, timeout};
+use tokio::time::{sleep, timeout, timeout_at};
 
 use crate::ask::{Ask, Resume, keep_end_to_end};
 use crate::backend::{Check, Sent};
 use crate::flow::{Broken, Flow, Vigil};
 use crate::link::{Link, LinkError};
-use crate::shared::Worker;
+use crate::payload::Payload;
+use crate::shared::{Choice, Shared, Worker};
 use crate::tape::Tape;
+use crate::watch::has_died;
 
 /// Most of an answer in one piece that is held back until it is whole, so that it can be asked for again if it breaks.
 const HOLD: usize = 1 << 20;
@@ -61,22 +64,43 @@ enum Trouble {
     Stale,
     Broken(Broken),
     Refused(Response<Bytes>),
+    /// The backend is a router that has given the request up.
+    GivenUp(Response<Bytes>),
 }
 
-/// Asks backends until one answers. With `resume`, until one goes on with that stream; `failed` is the one that broke it.
+/// An attempt that came to nothing.
+struct Failed {
+    trouble: Trouble,
+    /// The dispatch, where the backend may have died of it. Still open, so that nobody else is tried there until that is known.
+    sent: Option<Sent>,
+}
+
+impl From<Trouble> for Failed {
+    fn from(trouble: Trouble) -> Self {
+        Self { trouble, sent: None }
+    }
+}
+
+/// Asks backends until one answers. With `resume`, until one goes on with that stream, whose dispatch `broke`.
 pub(crate) async fn reach(
     worker: &Arc<Worker>,
     ask: &Ask,
     resume: Option<&Resume>,
-    failed: Option<u32>,
+    broke: Option<Sent>,
 ) -> Result<Reached, Failure> {
     let shared = &worker.shared;
     let retry = shared.config.retry;
-    let mut avoid: Vec<u32> = failed.into_iter().collect();
+    let mut avoid: Vec<u32> = Vec::new();
+    if let Some(sent) = broke {
+        avoid.push(sent.backend.id);
+        mourn(shared, ask, sent).await?;
+    }
     let mut last = None;
     let (mut attempts, mut rounds) = (0, 0);
+    // A connection that was idle says little when it fails. One such surprise is enough.
+    let mut fresh = false;
     loop {
-        let Some(sent) = shared.dispatch(ask, &avoid, resume.is_some()) else {
+        let Some(sent) = choose(shared, ask, &avoid, resume.is_some()).await else {
             // Everybody that can be asked has been.
             rounds += 1;
             let tried = !avoid.is_empty();
@@ -88,17 +112,31 @@ pub(crate) async fn reach(
             continue;
         };
         let backend = Arc::clone(&sent.backend);
-        let trouble = match attempt(worker, ask, resume, sent).await {
-            Ok(reached) => return Ok(reached),
-            Err(Trouble::Stale) => continue,
-            Err(trouble) => trouble,
+        let Failed { trouble, sent } = match attempt(worker, ask, resume, sent, fresh).await {
+            Ok(reached) => {
+                ask.past.lock().acquit();
+                if let Some(flow) = &reached.flow {
+                    backend.end_trial(flow.sent.seq);
+                }
+                return Ok(reached);
+            }
+            Err(failed) => failed,
+        };
+        let died = match sent {
+            Some(sent) => mourn(shared, ask, sent).await?,
+            None => false,
         };
         let url = backend.url.url();
         last = Some(match trouble {
+            Trouble::Stale if !died => {
+                fresh = true;
+                continue;
+            }
             Trouble::Refused(response) => Failure::Refused(response),
+            Trouble::GivenUp(response) => return Err(Failure::Refused(response)),
             Trouble::Broken(Broken::Deadline) => return Err(broken(&Broken::Deadline)),
             Trouble::Broken(reason) => {
-                tracing::debug!(backend = url, %reason, "no response");
+                tracing::debug!(backend = url, %reason, died, "no response");
                 broken(&reason)
             }
             Trouble::Connect(reason) => {
@@ -106,10 +144,9 @@ pub(crate) async fn reach(
                 if reason.is_refused() {
                     backend.checked(Check::Absent, &shared.config.health);
                 }
-                let reason = "the backend could not be reached".to_owned();
-                Failure::Api(ApiError::Unavailable { reason, code: "backend_failed" })
+                not_reached()
             }
-            Trouble::Stale => continue,
+            Trouble::Stale => not_reached(),
         });
         attempts += 1;
         if attempts > retry.retries {
@@ -120,9 +157,53 @@ pub(crate) async fn reach(
     }
 }
 
+/// A backend for the next attempt. A suspect waits until it can be tried alone somewhere.
+async fn choose(shared: &Shared, ask: &Ask, avoid: &[u32], resumed: bool) -> Option<Sent> {
+    loop {
+        let freed = shared.registry.trials.notified();
+        tokio::pin!(freed);
+        freed.as_mut().enable();
+        let trial = ask.past.lock().trial();
+        match shared.dispatch(ask, avoid, resumed, trial) {
+            Choice::Sent(sent) => return Some(sent),
+            Choice::Nobody => return None,
+            Choice::OnTrial => timeout_at(ask.deadline.into(), freed).await.ok()?,
+        }
+    }
+}
+
+/// Finds out whether a dispatch that broke was in flight at its backend's death, and notes it.
+///
+/// # Errors
+/// It was, and the request is not to be tried again.
+async fn mourn(shared: &Shared, ask: &Ask, sent: Sent) -> Result<bool, Failure> {
+    if !has_died(shared, &sent).await {
+        return Ok(false);
+    }
+    let backend = &sent.backend;
+    let role = backend.role(sent.seq, sent.life);
+    let (goes_on, deaths) = {
+        let mut past = ask.past.lock();
+        (past.died(role, sent.since, Instant::now()), past.deaths())
+    };
+    shared.totals.suspects.fetch_add(1, Ordering::Relaxed);
+    tracing::debug!(backend = backend.url.url(), ?role, deaths, "a backend died");
+    if goes_on {
+        return Ok(true);
+    }
+    shared.totals.given_up.fetch_add(1, Ordering::Relaxed);
+    tracing::warn!(deaths, "backends died while they had this request: it is not tried again");
+    Err(Failure::Api(ApiError::BackendDied { deaths }))
+}
+
 fn no_backend() -> Failure {
     let reason = "no backend takes requests now".to_owned();
     Failure::Api(ApiError::Unavailable { reason, code: "no_backend" })
+}
+
+fn not_reached() -> Failure {
+    let reason = "the backend could not be reached".to_owned();
+    Failure::Api(ApiError::Unavailable { reason, code: "backend_failed" })
 }
 
 fn broken(reason: &Broken) -> Failure {
@@ -138,28 +219,32 @@ pub(crate) fn unanswered(reason: &Broken) -> ApiError {
     ApiError::Unavailable { reason: reason.to_string(), code }
 }
 
+/// One attempt, with `fresh` on a connection that was not used before.
 async fn attempt(
     worker: &Arc<Worker>,
     ask: &Ask,
     resume: Option<&Resume>,
     mut sent: Sent,
-) -> Result<Reached, Trouble> {
+    fresh: bool,
+) -> Result<Reached, Failed> {
     let shared = &worker.shared;
-    let request = ask.request(shared.id, &sent, resume);
-    let mut vigil = Vigil::new(&sent.backend, ask.deadline);
-    let (link, response) = match answered(worker, &sent, request, &mut vigil).await {
+    let request = ask.request((shared.id, shared.router_key.as_ref()), &sent, resume);
+    let mut vigil = Vigil::new(&sent, ask.deadline);
+    let (link, response) = match answered(worker, &sent, request, &mut vigil, fresh).await {
         Ok(answered) => answered,
-        Err(trouble) => {
+        Err((trouble, was_sent)) => {
             if !matches!(trouble, Trouble::Stale) {
                 sent.failed();
             }
-            return Err(trouble);
+            return Err(Failed { trouble, sent: was_sent.then_some(sent) });
         }
     };
     let (mut head, body) = response.into_parts();
     let report = report(&head.headers).filter(|_| shared.uses_reports());
+    // For routers in front of this one, too.
+    let given_up = head.headers.remove(DEATHS_HEADER);
     let retriable = is_retriable(head.status);
-    if retriable && head.status != StatusCode::TOO_MANY_REQUESTS {
+    if retriable && head.status != StatusCode::TOO_MANY_REQUESTS && given_up.is_none() {
         sent.failed();
     }
     sent.answered(report);
@@ -167,36 +252,44 @@ async fn attempt(
         && let Some(blocks) = head.headers.get(BLOCKS_HEADER)
         && let Ok(blocks) = decode_blocks(blocks.to_str().unwrap_or_default())
     {
-        shared.index.lock().learn(texts, &blocks);
+        shared.index.lock().learn(texts, sent.backend.names(), &blocks);
     }
     let kind = kind(&head.headers, resume);
     let goes_on = head.status == StatusCode::OK && matches!(kind, Kind::Tape(..));
     keep_end_to_end(&mut head.headers);
+    if let Some(deaths) = &given_up {
+        head.headers.insert(DEATHS_HEADER, deaths.clone());
+    }
     let flow = Flow::new(sent, link, body, vigil, Arc::clone(worker));
-    let reached = first(Reached { head, kind, first: Bytes::new(), flow: Some(flow) }).await?;
+    let reached = first(Reached { head, kind, first: Bytes::new(), flow: None }, flow).await?;
     // A client that has half of a stream must not get something else after it.
     if retriable || resume.is_some() && !goes_on {
-        return Err(Trouble::Refused(Response::from_parts(reached.head, reached.first)));
+        let response = Response::from_parts(reached.head, reached.first);
+        return Err(match given_up {
+            Some(_) => Trouble::GivenUp(response).into(),
+            None => Trouble::Refused(response).into(),
+        });
     }
     Ok(reached)
 }
 
-/// Sends a request and waits for a response's head.
+/// Sends a request and waits for a response's head. What went wrong comes with whether the backend may have the request.
 async fn answered(
     worker: &Worker,
     sent: &Sent,
-    request: Request<Full<Bytes>>,
+    request: Request<Payload>,
     vigil: &mut Vigil,
-) -> Result<(Link, Response<Incoming>), Trouble> {
+    fresh: bool,
+) -> Result<(Link, Response<Incoming>), (Trouble, bool)> {
     let backend = &sent.backend;
-    let mut link = match worker.idle.take(backend.id) {
+    let mut link = match worker.idle.take(backend.id).filter(|_| !fresh) {
         Some(link) => link,
         None => match timeout(worker.shared.config.connect_timeout, Link::open(&backend.url)).await
         {
-            Ok(link) => link.map_err(Trouble::Connect)?,
+            Ok(link) => link.map_err(|error| (Trouble::Connect(error), false))?,
             Err(_) => {
                 let late = std::io::Error::from(std::io::ErrorKind::TimedOut);
-                return Err(Trouble::Connect(LinkError::Connect(late)));
+                return Err((Trouble::Connect(LinkError::Connect(late)), false));
             }
         },
     };
@@ -212,14 +305,18 @@ async fn answered(
     };
     match response {
         Ok(response) => Ok((link, response)),
-        Err(Broken::Link(_)) if stale => Err(Trouble::Stale),
-        Err(broken) => Err(Trouble::Broken(broken)),
+        Err(Broken::Link(error)) if stale => {
+            // It was closed before anything was sent.
+            let unsent = error.is_canceled();
+            Err((Trouble::Stale, !unsent))
+        }
+        Err(Broken::Deadline) => Err((Trouble::Broken(Broken::Deadline), false)),
+        Err(broken) => Err((Trouble::Broken(broken), true)),
     }
 }
 
 /// Waits for the first bytes of a response's body; of an answer in one piece, for all of it, unless it is large.
-async fn first(mut reached: Reached) -> Result<Reached, Trouble> {
-    let Some(mut flow) = reached.flow.take() else { return Ok(reached) };
+async fn first(mut reached: Reached, mut flow: Flow) -> Result<Reached, Failed> {
     let mut held = BytesMut::new();
     loop {
         match poll_fn(|context| flow.poll_data(context)).await {
@@ -238,11 +335,11 @@ async fn first(mut reached: Reached) -> Result<Reached, Trouble> {
                     }
                 }
             },
+            Some(Err(Broken::Deadline)) => return Err(Trouble::Broken(Broken::Deadline).into()),
             Some(Err(broken)) => {
-                if !matches!(broken, Broken::Deadline) {
-                    flow.sent.failed();
-                }
-                return Err(Trouble::Broken(broken));
+                flow.sent.failed();
+                let trouble = Trouble::Broken(broken);
+                return Err(Failed { trouble, sent: Some(flow.into_sent()) });
             }
             None => {
                 if let Kind::Tape(tape, _) = &mut reached.kind {
@@ -278,7 +375,7 @@ fn kind(headers: &HeaderMap, resume: Option<&Resume>) -> Kind {
     match headers.get(STREAM_HEADER) {
         _ if !events => Kind::Plain,
         Some(name) => {
-            let tape = resume.map_or_else(Tape::default, |resume| Tape::after(resume.ids.clone()));
+            let tape = resume.map_or_else(Tape::default, |resume| Tape::after(resume.ids.to_vec()));
             Kind::Tape(tape, name.clone())
         }
         None => Kind::Events,

@@ -6,6 +6,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
 use parking_lot::{Mutex, RwLock};
+use tokio::sync::Notify;
 
 use crate::backend::{Backend, BackendUrl};
 use crate::breaker::BreakerConfig;
@@ -40,6 +41,8 @@ pub(crate) struct Registry {
     next_id: AtomicU32,
     accounting: Accounting,
     breaker: BreakerConfig,
+    /// Wakes those who wait for a place on trial.
+    pub(crate) trials: Arc<Notify>,
     /// Told of each new backend.
     added: Added,
 }
@@ -53,6 +56,7 @@ impl Registry {
             next_id: AtomicU32::new(1),
             accounting,
             breaker,
+            trials: Arc::default(),
             added,
         }
     }
@@ -62,11 +66,29 @@ impl Registry {
         Arc::clone(&self.current.read())
     }
 
-    /// Sets what a source names, for some time or until it says otherwise.
-    pub(crate) fn set(&self, source: Source, urls: Vec<BackendUrl>, ttl: Option<Duration>) {
+    /// Sets what a source names, until it says otherwise.
+    pub(crate) fn set(&self, source: Source, urls: Vec<BackendUrl>) {
         let mut sources = self.sources.lock();
-        sources.insert(source, Entry { urls, until: ttl.map(|ttl| Instant::now() + ttl) });
+        sources.insert(source, Entry { urls, until: None });
         self.rebuild(&sources);
+    }
+
+    /// Adds a backend, or renews its lease. False: there are `most` others already.
+    pub(crate) fn lease(
+        &self,
+        source: Source,
+        url: BackendUrl,
+        ttl: Duration,
+        most: usize,
+    ) -> bool {
+        let mut sources = self.sources.lock();
+        let is_lease = |source: &&Source| matches!(source, Source::Lease(_));
+        if !sources.contains_key(&source) && sources.keys().filter(is_lease).count() >= most {
+            return false;
+        }
+        sources.insert(source, Entry { urls: vec![url], until: Some(Instant::now() + ttl) });
+        self.rebuild(&sources);
+        true
     }
 
     /// Takes back what a source named; false if it named nothing.
@@ -99,8 +121,9 @@ impl Registry {
             let known = old.iter().find(|backend| backend.url == *url);
             new.push(known.cloned().unwrap_or_else(|| {
                 let id = self.next_id.fetch_add(1, Ordering::Relaxed);
-                let backend = Backend::new(id, url.clone(), self.accounting, self.breaker);
-                let backend = Arc::new(backend);
+                let (books, breaker) = (self.accounting, self.breaker);
+                let trials = Arc::clone(&self.trials);
+                let backend = Arc::new(Backend::new(id, url.clone(), books, breaker, trials));
                 fresh.push(Arc::clone(&backend));
                 backend
             }));
@@ -144,11 +167,11 @@ mod tests {
     #[test]
     fn a_backend_stays_as_long_as_one_source_names_it() {
         let (registry, added) = registry();
-        registry.set(Source::Flags, urls(&["a:1", "b:1"]), None);
-        registry.set(Source::File, urls(&["b:1", "c:1"]), None);
+        registry.set(Source::Flags, urls(&["a:1", "b:1"]));
+        registry.set(Source::File, urls(&["b:1", "c:1"]));
         assert_eq!(names(&registry), ["http://a:1", "http://b:1", "http://c:1"]);
         let b = registry.current()[1].clone();
-        registry.set(Source::Flags, urls(&["a:1"]), None);
+        registry.set(Source::Flags, urls(&["a:1"]));
         assert_eq!(registry.current()[1].id, b.id);
         assert!(registry.remove(&Source::File) && !registry.remove(&Source::File));
         assert_eq!(names(&registry), ["http://a:1"]);
@@ -160,8 +183,13 @@ mod tests {
     fn a_lease_ends_unless_it_is_renewed() {
         let (registry, _) = registry();
         let (start, ttl) = (Instant::now(), Duration::from_secs(10));
-        registry.set(Source::Lease("a".into()), urls(&["a:1"]), Some(ttl));
-        registry.set(Source::Lease("b".into()), urls(&["b:1"]), Some(3 * ttl));
+        let lease = |name: &str, url, ttl| {
+            let url = BackendUrl::parse(url).unwrap();
+            registry.lease(Source::Lease(name.into()), url, ttl, 2)
+        };
+        assert!(lease("a", "a:1", ttl) && lease("b", "b:1", 3 * ttl));
+        assert!(!lease("c", "c:1", ttl), "there is room for two");
+        assert!(lease("a", "a:1", ttl), "which may be renewed");
         registry.expire(start + ttl / 2);
         assert_eq!(names(&registry).len(), 2);
         registry.expire(start + 2 * ttl);

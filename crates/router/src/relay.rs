@@ -14,6 +14,7 @@ use http::HeaderValue;
 use hyper::body::{Body, Frame, SizeHint};
 
 use crate::ask::{Ask, Resume};
+use crate::backend::Sent;
 use crate::flow::{Broken, Flow};
 use crate::reach::{Failure, Kind, Reached, reach, tell, unanswered};
 use crate::shared::{Live, Worker};
@@ -41,7 +42,8 @@ enum State {
 /// The body of a response.
 pub(crate) struct Relay {
     worker: Arc<Worker>,
-    ask: Arc<Ask>,
+    /// Kept, with its body, only where another backend may be asked to go on.
+    ask: Option<Arc<Ask>>,
     kind: Kind,
     /// To be given before anything else.
     first: Bytes,
@@ -64,6 +66,7 @@ impl Relay {
         live: Live,
     ) -> Self {
         let state = flow.map_or(State::Over, |flow| State::Flowing(Box::new(flow)));
+        let ask = Some(ask).filter(|_| matches!(kind, Kind::Tape(..)));
         let mut cut = worker.shared.cut.subscribe();
         let cut = Box::pin(async move {
             // The sender lives as long as the worker does.
@@ -99,26 +102,25 @@ impl Relay {
             flow.sent.failed();
         }
         tracing::debug!(backend = flow.sent.backend.url.url(), %reason, "a response broke");
-        match std::mem::replace(&mut self.kind, Kind::Events) {
-            Kind::Plain => {
+        match (std::mem::replace(&mut self.kind, Kind::Events), self.ask.clone()) {
+            (Kind::Plain, _) => {
                 self.worker.shared.totals.errors.fetch_add(1, Ordering::Relaxed);
                 Some(Poll::Ready(Some(Err(Cut(reason)))))
             }
-            Kind::Tape(tape, name) if may_go_on => {
-                self.recover(&flow, tape, name);
+            (Kind::Tape(tape, name), Some(ask)) if may_go_on => {
+                self.recover(flow.into_sent(), ask, tape, name);
                 None
             }
-            Kind::Events | Kind::Tape(..) => Some(self.fail(&unanswered(&reason))),
+            (Kind::Events | Kind::Tape(..), _) => Some(self.fail(&unanswered(&reason))),
         }
     }
 
-    fn recover(&mut self, flow: &Flow, tape: Tape, name: HeaderValue) {
-        let backend = &flow.sent.backend;
+    fn recover(&mut self, broke: Sent, ask: Arc<Ask>, tape: Tape, name: HeaderValue) {
         self.worker.shared.totals.failovers.fetch_add(1, Ordering::Relaxed);
-        let (worker, ask) = (Arc::clone(&self.worker), Arc::clone(&self.ask));
-        let (resume, failed) = (Resume { name, ids: tape.into_ids() }, backend.id);
+        let worker = Arc::clone(&self.worker);
+        let resume = Resume { name, ids: tape.into_ids().into() };
         self.state = State::Recovering(Box::pin(async move {
-            let reached = reach(&worker, &ask, Some(&resume), Some(failed)).await?;
+            let reached = reach(&worker, &ask, Some(&resume), Some(broke)).await?;
             if let Some(flow) = &reached.flow {
                 flow.sent.backend.counters.taken_over.fetch_add(1, Ordering::Relaxed);
             }

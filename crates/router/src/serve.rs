@@ -14,7 +14,7 @@ use hyper_util::server::graceful::GracefulShutdown;
 use thiserror::Error;
 use tokio::net::TcpStream;
 use tokio::runtime::{Builder, Handle, Runtime};
-use tokio::sync::watch;
+use tokio::sync::{OwnedSemaphorePermit, watch};
 use tokio::task::JoinSet;
 use tokio::time::{interval, sleep, timeout};
 
@@ -97,7 +97,7 @@ impl Router {
             .enable_all()
             .build()?;
         let shared = shared(config, watching.handle().clone());
-        shared.registry.set(Source::Flags, urls, None);
+        shared.registry.set(Source::Flags, urls);
         if let Some(file) = sources.file {
             watching.spawn(fused(&shared, follow_file(Arc::clone(&shared), file)));
         }
@@ -218,7 +218,10 @@ async fn work(
             // The sender lives until the thread has ended.
             _ = stages.wait_for(|&stage| stage != Stage::Serving) => break,
             accepted = listener.accept() => match accepted {
-                Ok((stream, _)) => { tasks.spawn(connection(worker, stream, &graceful)); }
+                Ok((stream, _)) => match Arc::clone(&worker.shared.places).try_acquire_owned() {
+                    Ok(place) => { tasks.spawn(connection(worker, stream, place, &graceful)); }
+                    Err(_) => tracing::debug!("a connection was closed: all places are taken"),
+                },
                 Err(error) => {
                     tracing::warn!(%error, "a connection could not be accepted");
                     sleep(ACCEPT_PAUSE).await;
@@ -246,6 +249,7 @@ async fn work(
 fn connection(
     worker: &Arc<Worker>,
     stream: TcpStream,
+    place: OwnedSemaphorePermit,
     graceful: &GracefulShutdown,
 ) -> impl Future<Output = ()> + Send + 'static {
     // Events are small and each matters; failing to say so only costs latency.
@@ -262,6 +266,7 @@ fn connection(
         .serve_connection(TokioIo::new(stream), service);
     let connection = graceful.watch(connection);
     async move {
+        let _place = place;
         if let Err(error) = connection.await {
             tracing::debug!(%error, "a connection ended early");
         }

@@ -7,27 +7,35 @@ use std::sync::atomic::Ordering;
 use std::task::{Context, Poll};
 use std::time::{Duration, Instant};
 
-use bytes::{Bytes, BytesMut};
+use bytes::Bytes;
+use forebay_api::peer::DEATHS_HEADER;
 use forebay_api::{ApiError, parse};
-use http::header::{AUTHORIZATION, CONTENT_TYPE, RETRY_AFTER};
+use http::header::{CONTENT_TYPE, RETRY_AFTER};
 use http::{HeaderValue, Method, Request, Response, StatusCode};
-use http_body_util::{BodyExt, Full};
+use http_body_util::Full;
 use hyper::body::{Body, Frame, Incoming, SizeHint};
 use serde::{Deserialize, Serialize};
 use serde_json::json;
-use subtle::ConstantTimeEq;
-use tokio::time::timeout;
 
+use crate::admission::{client, operator};
 use crate::ask::Ask;
 use crate::backend::BackendUrl;
+use crate::intake::{BodyLimits, collect};
 use crate::loads::{loads, metrics};
 use crate::reach::{Failure, Reached, reach};
 use crate::registry::Source;
 use crate::relay::{Cut, Relay};
 use crate::shared::Worker;
 
-/// Longest lease of a backend that registers.
+/// Longest lease of a backend that registers, and the lease of one that does not say.
 const LONGEST_LEASE: Duration = Duration::from_secs(86_400);
+const DEFAULT_LEASE: Duration = Duration::from_secs(60);
+/// Most backends that may have a lease.
+const MAX_LEASES: usize = 1024;
+/// Largest body of a registration.
+const REGISTRATION: BodyLimits = BodyLimits { whole: 1 << 16, json: 1 << 16, all: 0 };
+/// By this OpenAI's clients are told not to try again by themselves.
+const SHOULD_RETRY: &str = "x-should-retry";
 /// The media type of Prometheus' text exposition.
 const EXPOSITION: &str = "text/plain; version=0.0.4; charset=utf-8";
 
@@ -155,12 +163,14 @@ async fn pass_on(
     if shared.draining.load(Ordering::Acquire) {
         return Err(ApiError::Draining);
     }
-    let live = shared.enter();
     let config = &shared.config;
+    // Before anything of its body is read.
+    let reading = shared.reading(client(request.headers(), &config.api_keys)?);
+    let live = shared.enter();
     let (parts, body) = request.into_parts();
-    let body = collect(body, config.max_payload, config.receive_timeout).await?;
+    let body = collect(body, config.bodies, &shared.budget, config.receive_timeout).await?;
     let deadline = Instant::now() + config.request_timeout;
-    let ask = Arc::new(Ask::new(parts, body, config.policy, deadline));
+    let ask = Arc::new(Ask::new(parts, body, reading, deadline));
     let mut cut = shared.cut.subscribe();
     let reached = tokio::select! {
         reached = reach(worker, &ask, None, None) => reached,
@@ -180,40 +190,11 @@ async fn pass_on(
     }
 }
 
-/// Reads a body of at most `limit` bytes that has to arrive within `time`.
-async fn collect(mut body: Incoming, limit: usize, time: Duration) -> Result<Bytes, ApiError> {
-    if body.size_hint().lower() > limit as u64 {
-        return Err(ApiError::BodyTooLarge { limit, flag: "--max-body-bytes" });
-    }
-    let read = async {
-        let mut whole = BytesMut::new();
-        let mut only = Bytes::new();
-        while let Some(frame) = body.frame().await {
-            let frame =
-                frame.map_err(|error| ApiError::BrokenBody { reason: error.to_string() })?;
-            let Ok(data) = frame.into_data() else { continue };
-            if whole.len() + only.len() + data.len() > limit {
-                return Err(ApiError::BodyTooLarge { limit, flag: "--max-body-bytes" });
-            }
-            // Most bodies come in one piece, which is not copied.
-            if only.is_empty() && whole.is_empty() {
-                only = data;
-            } else {
-                whole.extend_from_slice(&std::mem::take(&mut only));
-                whole.extend_from_slice(&data);
-            }
-        }
-        Ok(if whole.is_empty() { only } else { whole.freeze() })
-    };
-    let late = ApiError::BodyTimeout { seconds: time.as_secs() };
-    timeout(time, read).await.unwrap_or(Err(late))
-}
-
 /// A backend that registers.
 #[derive(Debug, Deserialize)]
 struct Registration {
     url: String,
-    /// Seconds after which it is forgotten, unless it registers again.
+    /// Seconds after which it is forgotten, unless it registers again; a minute where absent.
     ttl: Option<f64>,
 }
 
@@ -223,6 +204,10 @@ async fn own_answer(
     request: Request<Incoming>,
 ) -> Result<Response<Answer>, ApiError> {
     let shared = &worker.shared;
+    if matches!(own, Own::Loads | Own::Metrics | Own::Backends) {
+        let config = &shared.config;
+        operator(request.headers(), &config.api_keys, config.admin_key.as_ref())?;
+    }
     match own {
         Own::Health => {
             if shared.draining.load(Ordering::Acquire) {
@@ -257,12 +242,10 @@ async fn own_answer(
                 let (method, path) = (request.method().to_string(), "/backends".to_owned());
                 return Err(ApiError::UnknownRoute { method, path });
             };
-            let given = request.headers().get(AUTHORIZATION).map(HeaderValue::as_bytes);
-            let wanted = format!("Bearer {key}");
-            if !given.is_some_and(|given| given.ct_eq(wanted.as_bytes()).into()) {
-                return Err(ApiError::Unauthorized);
-            }
-            let body = collect(request.into_body(), 1 << 16, shared.config.receive_timeout).await?;
+            client(request.headers(), std::slice::from_ref(key))?;
+            let time = shared.config.receive_timeout;
+            let (body, _held) =
+                collect(request.into_body(), REGISTRATION, &shared.budget, time).await?;
             let registration: Registration = parse(&body)?;
             let url = BackendUrl::parse(&registration.url)
                 .map_err(|error| ApiError::invalid("url", error.to_string()))?;
@@ -270,19 +253,27 @@ async fn own_answer(
             if matches!(own, Own::Unregister) {
                 return Ok(ok(&json!({"removed": shared.registry.remove(&source)})));
             }
+            let allowed = &shared.config.sources.allowed;
+            if !allowed.is_empty() && !allowed.iter().any(|pattern| pattern.allows(&url)) {
+                let reason = format!("{} is not one of --allowed-backends", url.url());
+                return Err(ApiError::Forbidden { reason, code: "backend_not_allowed" });
+            }
             let ttl = lease(registration.ttl)?;
-            shared.registry.set(source, vec![url], ttl);
-            Ok(ok(&json!({"registered": true})))
+            if !shared.registry.lease(source, url, ttl, MAX_LEASES) {
+                let reason = format!("{MAX_LEASES} backends are registered");
+                return Err(ApiError::Overloaded { reason });
+            }
+            Ok(ok(&json!({"registered": true, "ttl": ttl.as_secs_f64()})))
         }
     }
 }
 
-fn lease(ttl: Option<f64>) -> Result<Option<Duration>, ApiError> {
+fn lease(ttl: Option<f64>) -> Result<Duration, ApiError> {
     let longest = LONGEST_LEASE.as_secs_f64();
     match ttl {
-        None => Ok(None),
+        None => Ok(DEFAULT_LEASE),
         Some(seconds) if seconds > 0.0 && seconds <= longest => {
-            Ok(Some(Duration::from_secs_f64(seconds)))
+            Ok(Duration::from_secs_f64(seconds))
         }
         Some(seconds) => {
             let reason = format!("`ttl`: {seconds} is not above 0 and at most {longest} seconds");
@@ -312,6 +303,11 @@ fn refusal(error: &ApiError) -> Response<Answer> {
     if let Some(seconds) = error.retry_after() {
         response.headers_mut().insert(RETRY_AFTER, HeaderValue::from(seconds));
     }
+    if let ApiError::BackendDied { deaths } = error {
+        let headers = response.headers_mut();
+        headers.insert(DEATHS_HEADER, HeaderValue::from(u16::from(*deaths)));
+        headers.insert(SHOULD_RETRY, HeaderValue::from_static("false"));
+    }
     response
 }
 
@@ -336,8 +332,8 @@ mod tests {
 
     #[test]
     fn leases() {
-        assert_eq!(lease(None), Ok(None));
-        assert_eq!(lease(Some(2.5)), Ok(Some(Duration::from_millis(2500))));
+        assert_eq!(lease(None), Ok(DEFAULT_LEASE));
+        assert_eq!(lease(Some(2.5)), Ok(Duration::from_millis(2500)));
         for wrong in [0.0, -1.0, f64::NAN, 1e9] {
             assert_eq!(lease(Some(wrong)).unwrap_err().status(), 400, "{wrong}");
         }

@@ -2,15 +2,18 @@
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
+use http::HeaderValue;
 use parking_lot::Mutex;
-use tokio::sync::watch;
+use tokio::sync::{Semaphore, watch};
+use xxhash_rust::xxh3::xxh3_64_with_seed;
 
-use crate::ask::Ask;
+use crate::ask::{Ask, Reading};
 use crate::backend::Sent;
 use crate::config::{RouterConfig, Watch};
 use crate::index::TextIndex;
+use crate::intake::Budget;
 use crate::ledger::Accounting;
 use crate::policy::{Chooser, Policy};
 use crate::registry::Registry;
@@ -22,6 +25,9 @@ pub(crate) struct Totals {
     pub(crate) retries: AtomicU64,
     pub(crate) failovers: AtomicU64,
     pub(crate) errors: AtomicU64,
+    /// Requests that were in flight at a backend's death, and those of them that were not tried again.
+    pub(crate) suspects: AtomicU64,
+    pub(crate) given_up: AtomicU64,
 }
 
 /// What all threads share.
@@ -29,6 +35,15 @@ pub(crate) struct Shared {
     pub(crate) config: RouterConfig,
     /// The router's name to backends.
     pub(crate) id: u64,
+    /// The keys that it shows to them: its own, and in `Authorization` where it asks them something.
+    pub(crate) router_key: Option<HeaderValue>,
+    pub(crate) own_key: Option<HeaderValue>,
+    /// What names of texts begin with, so that nobody can construct texts with one name.
+    text_root: u64,
+    /// For connections of clients.
+    pub(crate) places: Arc<Semaphore>,
+    /// What the bodies of requests take.
+    pub(crate) budget: Arc<Budget>,
     pub(crate) registry: Registry,
     pub(crate) index: Mutex<TextIndex>,
     /// One choice at a time: the next one has to see this one's dispatch.
@@ -45,8 +60,21 @@ pub(crate) struct Shared {
 
 impl Shared {
     pub(crate) fn new(config: RouterConfig, registry: Registry) -> Self {
+        let header = |text: &str| {
+            let value = HeaderValue::from_str(text).ok();
+            value.map(|mut value| {
+                value.set_sensitive(true);
+                value
+            })
+        };
+        let own_key = config.api_keys.first().and_then(|key| header(&format!("Bearer {key}")));
         Self {
             id: rand::random(),
+            router_key: config.router_key.as_deref().and_then(header),
+            own_key,
+            text_root: rand::random(),
+            places: Arc::new(Semaphore::new(config.max_connections.min(Semaphore::MAX_PERMITS))),
+            budget: Budget::new(config.bodies.all),
             registry,
             index: Mutex::default(),
             chooser: Mutex::new(Chooser::new(config.policy, config.thresholds)),
@@ -60,31 +88,62 @@ impl Shared {
     }
 
     /// Chooses a backend for a request and notes the dispatch. `avoid` are those that have failed it; `resumed`: it has to be one that can go
-    /// on with a stream.
-    pub(crate) fn dispatch(&self, ask: &Ask, avoid: &[u32], resumed: bool) -> Option<Sent> {
+    /// on with a stream; `trial`: it is a suspect, and is tried alone for so long.
+    pub(crate) fn dispatch(
+        &self,
+        ask: &Ask,
+        avoid: &[u32],
+        resumed: bool,
+        trial: Option<Duration>,
+    ) -> Choice {
         let backends = self.registry.current();
         let now = Instant::now();
         let mut fit = Vec::with_capacity(backends.len());
         let mut candidates = Vec::with_capacity(backends.len());
+        let mut trying = 0;
         let mut chooser = self.chooser.lock();
         for backend in backends.iter() {
             let wanted = !avoid.contains(&backend.id) && (!resumed || backend.is_forebay());
-            if wanted && let Some(candidate) = backend.candidate(now) {
-                fit.push(backend);
+            if wanted && let Some((candidate, tries)) = backend.candidate(now) {
+                trying += usize::from(tries);
+                fit.push((backend, tries));
                 candidates.push(candidate);
             }
         }
+        if fit.is_empty() {
+            return Choice::Nobody;
+        }
+        if trial.is_some() && trying == fit.len() {
+            return Choice::OnTrial;
+        }
+        if trying > 0 && trying < fit.len() {
+            // Another suspect may not go there, and nobody else should: it could be there at a death.
+            let mut at = fit.iter().map(|(_, tries)| !tries);
+            candidates.retain(|_| at.next().unwrap_or(true));
+            fit.retain(|(_, tries)| !tries);
+        }
+        let fit: Vec<_> = fit.into_iter().map(|(backend, _)| backend).collect();
         if let Some(texts) = &ask.texts {
             let parts = self.index.lock().parts(texts);
             for (backend, candidate) in fit.iter().zip(&mut candidates) {
-                candidate.cached = backend.stored.lock().share(&parts, backend.id);
+                let names = backend.names();
+                candidate.cached = backend.stored.lock().share(&parts, backend.id, names);
             }
         }
-        let chosen = fit[chooser.choose(&candidates, ask.key)?];
+        let Some(chosen) = chooser.choose(&candidates, ask.key) else { return Choice::Nobody };
+        let chosen = fit[chosen];
         if let Some(texts) = &ask.texts {
             self.index.lock().sent(texts, chosen.id);
         }
-        Some(Arc::clone(chosen).begin(ask.tokens()))
+        Choice::Sent(Arc::clone(chosen).begin(ask.tokens(), trial))
+    }
+
+    /// How requests of a client with this key are read.
+    pub(crate) fn reading(&self, key: Option<&str>) -> Reading {
+        let apart = self.config.api_keys.len() > 1 && !self.config.share_cache_across_keys;
+        let key = key.filter(|_| apart).unwrap_or_default();
+        let root = xxh3_64_with_seed(key.as_bytes(), self.text_root);
+        Reading { policy: self.config.policy, root }
     }
 
     /// Whether backends' reports that ride on responses are used.
@@ -109,6 +168,16 @@ impl Shared {
         // The sender lives in self, so waiting cannot fail.
         let _ = self.live.subscribe().wait_for(|&live| live == 0).await;
     }
+}
+
+/// What became of a choice.
+pub(crate) enum Choice {
+    /// A backend gets the request.
+    Sent(Sent),
+    /// Those that could get it each have a suspect on trial.
+    OnTrial,
+    /// Nobody takes it.
+    Nobody,
 }
 
 /// Dropped by a panic, it says that a part of the router is lost.

@@ -39,7 +39,7 @@ pub(crate) async fn follow_file(shared: Arc<Shared>, file: std::path::PathBuf) {
     loop {
         match read_list(&file) {
             Ok(urls) if last.as_ref() != Some(&urls) => {
-                shared.registry.set(Source::File, urls.clone(), None);
+                shared.registry.set(Source::File, urls.clone());
                 last = Some(urls);
             }
             Ok(_) => {}
@@ -60,7 +60,7 @@ pub(crate) async fn follow_name(shared: Arc<Shared>, name: String) {
                 addresses.sort_unstable();
                 let urls =
                     addresses.iter().flat_map(|address| BackendUrl::parse(&address.to_string()));
-                shared.registry.set(Source::Dns(name.clone()), urls.collect(), None);
+                shared.registry.set(Source::Dns(name.clone()), urls.collect());
             }
             Err(error) => tracing::warn!(name, %error, "backends stay as they are"),
         }

@@ -5,16 +5,16 @@ use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
-use forebay_api::peer::{LoadReport, ROUTER_HEADER, RouterTag};
+use forebay_api::peer::{LoadReport, ROUTER_HEADER, ROUTER_KEY_HEADER, RouterTag};
 use http::header::{AUTHORIZATION, HOST};
 use http::{HeaderMap, HeaderName, HeaderValue, Request, StatusCode, Uri};
-use http_body_util::Full;
 use tokio::select;
 use tokio::time::{sleep, timeout};
 
-use crate::backend::{Backend, Check};
+use crate::backend::{Backend, Check, Sent};
 use crate::config::Watch;
 use crate::link::{Link, LinkError};
+use crate::payload::Payload;
 use crate::shared::Shared;
 
 /// How often a backend that is down, or has just failed, is asked.
@@ -77,6 +77,38 @@ async fn check_health(shared: &Shared, backend: &Backend) {
     }
 }
 
+/// Finds out whether a backend has died since dispatch `sent`, which broke: nobody answers there any more, or another process does.
+pub(crate) async fn has_died(shared: &Shared, sent: &Sent) -> bool {
+    let backend = &sent.backend;
+    let broke = Instant::now();
+    let died = || backend.deaths() != sent.life;
+    if died() {
+        return true;
+    }
+    // All that broke at the same time are answered by one question.
+    let mut found_alive = backend.inquest.lock().await;
+    if died() {
+        return true;
+    }
+    if found_alive.is_some_and(|asked| asked >= broke) {
+        return false;
+    }
+    let config = &shared.config.health;
+    let asked = Instant::now();
+    // What a brain calls itself tells it from one that was started in its place.
+    if backend.is_forebay() {
+        let answer = question(shared, backend, None, "/v1/loads", config.timeout).await;
+        take_report(backend, &answer);
+    }
+    let answer = question(shared, backend, None, &config.path, config.timeout).await;
+    if answer.is_err() {
+        backend.checked(Check::Absent, config);
+    } else {
+        *found_alive = Some(asked);
+    }
+    died()
+}
+
 /// Asks a backend something on a connection that is kept in `link`; status, headers and body.
 async fn ask(
     shared: &Shared,
@@ -88,17 +120,21 @@ async fn ask(
         Some(open) => open,
         None => Link::open(&backend.url).await?,
     };
-    let mut request = Request::new(Full::new(Bytes::new()));
+    let mut request = Request::new(Payload::default());
     *request.uri_mut() = path.parse().unwrap_or(Uri::from_static("/"));
     let headers = request.headers_mut();
     headers.insert(HOST, backend.host.clone());
     let tag = RouterTag { router: shared.id, seq: 0, floor: 0, seed: 0, blocks: false };
-    let key = shared.config.api_key.as_ref().map(|key| format!("Bearer {key}"));
-    for (name, value) in
-        [(HeaderName::from_static(ROUTER_HEADER), Some(tag.encode())), (AUTHORIZATION, key)]
-    {
-        if let Some(value) = value.and_then(|value| HeaderValue::from_str(&value).ok()) {
-            headers.insert(name, value);
+    // Digits, letters and semicolons.
+    if let Ok(tag) = HeaderValue::from_str(&tag.encode()) {
+        headers.insert(HeaderName::from_static(ROUTER_HEADER), tag);
+    }
+    for (name, key) in [
+        (HeaderName::from_static(ROUTER_KEY_HEADER), &shared.router_key),
+        (AUTHORIZATION, &shared.own_key),
+    ] {
+        if let Some(key) = key {
+            headers.insert(name, key.clone());
         }
     }
     let (head, mut body) = open.send(request).await?.into_parts();

@@ -10,7 +10,9 @@ use std::time::{Duration, Instant};
 
 use criterion::{BenchmarkId, Criterion, Throughput};
 use forebay_protocol::{ROW_OK, SamplingParams, StepPlan, StepResult};
-use forebay_scheduler::{Event, Past, Policy, Request, STEP_WORDS, Scheduler, SchedulerConfig};
+use forebay_scheduler::{
+    Event, Namer, Past, Policy, Request, STEP_WORDS, Scheduler, SchedulerConfig,
+};
 
 const RUNNING: [u32; 4] = [64, 256, 1024, 4096];
 const PAGE_SIZE: u32 = 16;
@@ -70,6 +72,7 @@ impl Replica {
                 page_size: PAGE_SIZE,
                 token_budget: running + CHUNK,
                 prefix_cache: true,
+                namer: Namer::open(),
                 block_events: false,
                 policy: Policy::Fcfs,
                 fair: true,

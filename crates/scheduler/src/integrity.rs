@@ -35,7 +35,7 @@ impl Scheduler {
 
     fn check_shares(&self) -> Result<(), String> {
         let mut counts = HashMap::new();
-        for (_, &handle) in &self.residents {
+        for &handle in self.residents.values() {
             *counts.entry(self.requests[handle].client).or_default() += 1;
         }
         let listed = self.shares.counts();

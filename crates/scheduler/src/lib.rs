@@ -26,7 +26,7 @@ mod words;
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
 
-pub use forebay_kvcache::{BlockEvent, BlockHash};
+pub use forebay_kvcache::{BlockEvent, BlockHash, Namer};
 use forebay_kvcache::{Lease, PagePool};
 use thiserror::Error;
 
@@ -67,6 +67,8 @@ pub struct SchedulerConfig {
     pub token_budget: u32,
     /// Whether blocks are shared between requests.
     pub prefix_cache: bool,
+    /// Names blocks.
+    pub namer: Namer,
     /// Whether somebody takes [`Scheduler::take_block_events`].
     pub block_events: bool,
     /// Who goes first.
@@ -324,7 +326,7 @@ impl Scheduler {
         let key = Key { rank, arrival: *counter };
         *counter += 1;
         let (id, suspect) = (request.id, request.past.suspect.is_some());
-        let handle = self.requests.insert(Entry::new(request, key));
+        let handle = self.requests.insert(Entry::new(request, key, &self.config.namer));
         let previous = self.by_id.insert(id, handle);
         debug_assert!(previous.is_none(), "two live requests with id {id}");
         if suspect {

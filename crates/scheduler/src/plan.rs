@@ -242,7 +242,7 @@ impl Scheduler {
         if self.config.prefix_cache && entry.embeds.is_none() {
             // One token at least is left to compute: without a row there are no logits, and no vector.
             let blocks = ((known - 1) / page_size) as usize;
-            for &name in entry.name_blocks(blocks, page_size as usize) {
+            for &name in entry.name_blocks(blocks, page_size as usize, &self.config.namer) {
                 let Some(lease) = self.pool.share(name) else {
                     break;
                 };
@@ -340,7 +340,7 @@ impl Scheduler {
         if !cached || named >= ready {
             return;
         }
-        entry.name_blocks(ready as usize, page_size as usize);
+        entry.name_blocks(ready as usize, page_size as usize, &self.config.namer);
         if let Some(residence) = entry.state.residence_mut() {
             for block in named as usize..ready as usize {
                 self.pool.name(&residence.leases[block], entry.names[block]);

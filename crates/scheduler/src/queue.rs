@@ -368,11 +368,9 @@ mod tests {
         let handles = handles(1000);
         queue.insert(ticket(handles[0], 0, 0, 100), false);
         queue.insert(ticket(handles[1], 1, 0, 100), false);
-        let mut arrivals = 2_i64;
         let mut admitted = Vec::new();
-        for &handle in &handles[2..] {
-            queue.insert(ticket(handle, arrivals, arrivals as u64, 10), false);
-            arrivals += 1;
+        for (arrival, &handle) in (2_i64..).zip(&handles[2..]) {
+            queue.insert(ticket(handle, arrival, arrival as u64, 10), false);
             let first = queue.first().expect("some wait");
             queue.admitted(&first);
             admitted.push(first.key.arrival);

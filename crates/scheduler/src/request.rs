@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use forebay_kvcache::{BlockHash, Lease};
+use forebay_kvcache::{BlockHash, Lease, Namer};
 use forebay_protocol::{NewSlot, Pooling, SamplingParams};
 
 use crate::queue::Ticket;
@@ -154,7 +154,7 @@ struct Shared {
 const SPARE_TOKENS: usize = 64;
 
 impl Entry {
-    pub(crate) fn new(request: Request, key: Key) -> Self {
+    pub(crate) fn new(request: Request, key: Key, namer: &Namer) -> Self {
         let prompt_len = request.prompt.len() as u32;
         debug_assert!(request.stop_ids.is_sorted(), "they are searched");
         Self {
@@ -176,7 +176,7 @@ impl Entry {
             sampling: request.sampling,
             pooling: request.pooling,
             embeds: request.embeds,
-            root: BlockHash::root(request.cache_salt),
+            root: namer.root(request.cache_salt),
             names: Vec::new(),
             tokens: request.generated,
             shared: Some(Shared { prompt: request.prompt, names: request.names }),
@@ -252,11 +252,16 @@ impl Entry {
     }
 
     /// Names its leading blocks up to number `blocks`, whose tokens must be known.
-    pub(crate) fn name_blocks(&mut self, blocks: usize, page_size: usize) -> &[BlockHash] {
+    pub(crate) fn name_blocks(
+        &mut self,
+        blocks: usize,
+        page_size: usize,
+        namer: &Namer,
+    ) -> &[BlockHash] {
         while self.names.len() < blocks {
             let at = self.names.len() * page_size;
             let parent = self.names.last().copied().unwrap_or(self.root);
-            self.names.push(parent.child(&self.tokens[at..at + page_size]));
+            self.names.push(namer.child(parent, &self.tokens[at..at + page_size]));
         }
         &self.names[..blocks]
     }

@@ -111,11 +111,15 @@ impl Call {
             check_priority(submission.terms.generation.priority, state)?;
         }
         if let Some(submission) = submissions.first() {
-            peer.name_blocks(state, &submission.prompt);
+            let salt = peer.salt(state, submission.terms.generation.cache_salt.as_deref());
+            peer.name_blocks(state, salt, &submission.prompt);
         }
         let prompts = submissions.iter();
         let mut tally =
             Tally::new(prompts.map(|prompt| (prompt.prompt_tokens(), prompt.terms.generation.n)));
+        if state.config.hide_cached_tokens {
+            tally.hide_cached();
+        }
         let prompt_tokens = tally.prompt_tokens();
         let wake = match (streamed, state.config.egress) {
             (false, _) => Wake::AtEnd,
@@ -152,7 +156,8 @@ impl Call {
         let mut senders = senders.into_iter();
         for submission in submissions {
             let prompt_tokens = submission.prompt_tokens();
-            let names = shared_names(state, &submission);
+            let salt = peer.salt(state, submission.terms.generation.cache_salt.as_deref());
+            let names = shared_names(state, salt, &submission);
             let Submission { prompt, embeds, terms, max_tokens } = submission;
             let generation = &terms.generation;
             let seed = generation.seed.or(peer.tag().map(|tag| tag.seed));
@@ -185,6 +190,7 @@ impl Call {
                     stop_ids: Arc::clone(&terms.stop_ids),
                     sampling: generation.params(seed, choice),
                     priority: generation.priority,
+                    salt,
                     client: peer.client(),
                     probe: peer.is_probe(),
                     embeds: embeds.clone(),
@@ -278,11 +284,11 @@ impl Drop for Call {
 }
 
 /// Names of the prompt's blocks, where several choices would each have them computed.
-fn shared_names(state: &Shared, submission: &Submission) -> Arc<[BlockHash]> {
+fn shared_names(state: &Shared, salt: u64, submission: &Submission) -> Arc<[BlockHash]> {
     if submission.terms.generation.n == 1 || submission.embeds.is_some() {
         return Arc::default();
     }
-    state.engine.block_names(&submission.prompt).into()
+    state.engine.block_names(salt, &submission.prompt).into()
 }
 
 /// Refuses a prompt, which came in `param`, with a token that the model does not have. Clients' ids were checked before: this is for

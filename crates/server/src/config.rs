@@ -5,6 +5,7 @@ use std::sync::atomic::AtomicU64;
 use std::time::Duration;
 
 use forebay_api::GenerationDefaults;
+use forebay_engine::Namer;
 use serde_json::Value;
 
 use crate::access::Access;
@@ -26,6 +27,15 @@ pub enum EgressMode {
     Naive,
 }
 
+/// Who shares cached blocks with whom.
+#[derive(Debug, Clone)]
+pub struct Sharing {
+    /// What the engine names blocks with. Salts are made with it too, so that nobody can find a second one for the same names.
+    pub namer: Namer,
+    /// Clients with different keys share blocks.
+    pub across_keys: bool,
+}
+
 /// How the server behaves. The listener is opened by the caller.
 #[derive(Debug, Clone)]
 pub struct ServerConfig {
@@ -33,6 +43,12 @@ pub struct ServerConfig {
     pub api_keys: Keys,
     /// Keys for what changes the server or tells about it; these routes need one of them, if there are any. They are good for all else too.
     pub admin_keys: Keys,
+    /// Key of routers, which are told what the prefix caches hold.
+    pub router_key: Option<String>,
+    /// Who shares cached blocks with whom.
+    pub sharing: Sharing,
+    /// Clients are not told how many of their tokens were found in the prefix cache.
+    pub hide_cached_tokens: bool,
     /// Hosts and pages whose requests are answered.
     pub access: Access,
     /// What paths may begin with, such as `/llm`: what a proxy in front has in its URLs. Empty, or without a slash at its end.
@@ -67,6 +83,8 @@ pub struct ServerConfig {
     pub egress: EgressMode,
     /// Tokens that a stream gathers before it gets a chunk, where the request does not say; the first token and the end do not wait.
     pub stream_interval: u32,
+    /// Tokens that /tokenize and /detokenize take at a time; `None`: four times the context, and 65536 at least.
+    pub max_tokenize_tokens: Option<usize>,
     /// Watches over the threads: what it has seen, /health says.
     pub guard: Guard,
     /// Log lines that nobody took in time, for /metrics.
@@ -80,6 +98,9 @@ impl Default for ServerConfig {
         Self {
             api_keys: Keys::default(),
             admin_keys: Keys::default(),
+            router_key: None,
+            sharing: Sharing { namer: Namer::open(), across_keys: false },
+            hide_cached_tokens: false,
             access: Access::default(),
             root_path: String::new(),
             trusted_proxies: TrustedProxies::default(),
@@ -97,6 +118,7 @@ impl Default for ServerConfig {
             health_timeout: Duration::from_secs(20),
             egress: EgressMode::default(),
             stream_interval: 1,
+            max_tokenize_tokens: None,
             guard: Guard::default(),
             log_lines_dropped: Arc::default(),
             info: Value::Null,

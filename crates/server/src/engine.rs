@@ -24,8 +24,8 @@ pub trait Engine: Send + Sync + 'static {
     fn drain_replica(&self, replica: usize, drained: bool) -> bool;
     /// Whether every replica was told to take no new requests.
     fn drained(&self) -> bool;
-    /// The names of a prompt's full blocks, as the prefix cache knows them.
-    fn block_names(&self, prompt: &[i32]) -> Vec<BlockHash>;
+    /// The names of a prompt's full blocks for requests with this salt, as the prefix cache knows them.
+    fn block_names(&self, salt: u64, prompt: &[i32]) -> Vec<BlockHash>;
     /// `None` until the engine has been ready.
     fn facts(&self) -> Option<Facts>;
     /// Has the engine's own thread do `work`, which every step has to wait for.
@@ -61,8 +61,8 @@ impl Engine for Replicas {
     fn drained(&self) -> bool {
         self.drained()
     }
-    fn block_names(&self, prompt: &[i32]) -> Vec<BlockHash> {
-        self.block_names(prompt)
+    fn block_names(&self, salt: u64, prompt: &[i32]) -> Vec<BlockHash> {
+        self.block_names(salt, prompt)
     }
     fn facts(&self) -> Option<Facts> {
         self.facts()

@@ -20,6 +20,16 @@ impl Keys {
         Self(keys.filter(|key| !key.is_empty()).collect())
     }
 
+    /// How many there are.
+    pub(crate) fn len(&self) -> usize {
+        self.0.len()
+    }
+
+    /// The key at a place.
+    pub(crate) fn text(&self, at: usize) -> Option<&str> {
+        self.0.get(at).map(|key| &**key)
+    }
+
     /// Whether nothing is asked of clients.
     pub fn is_empty(&self) -> bool {
         self.0.is_empty()

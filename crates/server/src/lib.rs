@@ -54,7 +54,7 @@ mod wire;
 
 pub use access::Access;
 pub use client::TrustedProxies;
-pub use config::{EgressMode, ModelInfo, ServerConfig};
+pub use config::{EgressMode, ModelInfo, ServerConfig, Sharing};
 pub use egress::{Egress, EgressConfig, EgressSink, egress};
 pub use engine::Engine;
 pub use guard::Guard;

@@ -308,8 +308,8 @@ mod tests {
     fn write(streaming: Streaming, egress: EgressMode) -> String {
         let chunks = Chunks::new(&name("i\"d", 7), "chunk", "m", streaming, egress).unwrap();
         let mut out = Vec::new();
-        chunks.choice(&1, || Usage::new(1, 2, 0), &mut out).unwrap();
-        chunks.usage(Usage::new(1, 3, 0), &mut out).unwrap();
+        chunks.choice(&1, || Usage::new(1, 2, Some(0)), &mut out).unwrap();
+        chunks.usage(Usage::new(1, 3, Some(0)), &mut out).unwrap();
         String::from_utf8(out).unwrap()
     }
 
@@ -363,7 +363,7 @@ mod tests {
             for text in ["", "x", "a \"quoted\"\n\u{2028} é"] {
                 let (mut whole, mut parts) = (Vec::new(), Vec::new());
                 let choice = Choice { text, finish: None };
-                prepared.choice(&choice, || Usage::new(0, 0, 0), &mut whole).unwrap();
+                prepared.choice(&choice, || Usage::new(0, 0, Some(0)), &mut whole).unwrap();
                 cut.write(text, &mut parts).unwrap();
                 assert_eq!(String::from_utf8(parts), String::from_utf8(whole));
             }

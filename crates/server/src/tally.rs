@@ -11,6 +11,8 @@ pub(crate) struct Tally {
     prompts: Vec<u32>,
     /// Prompt tokens of each prompt found in the prefix cache.
     cached: Vec<u32>,
+    /// Nobody is told of those.
+    hidden: bool,
     /// Generated tokens by choice.
     generated: Vec<u32>,
     /// Prompt that a choice answers.
@@ -30,6 +32,15 @@ impl Tally {
         tally
     }
 
+    /// Has the usage say nothing of the prefix cache.
+    pub(crate) fn hide_cached(&mut self) {
+        self.hidden = true;
+    }
+
+    fn shown(&self, cached: u32) -> Option<u32> {
+        (!self.hidden).then_some(cached)
+    }
+
     /// Choices of all prompts.
     pub(crate) fn choices(&self) -> usize {
         self.generated.len()
@@ -47,14 +58,15 @@ impl Tally {
 
     /// Of the whole call: each prompt is counted once.
     pub(crate) fn usage(&self) -> Usage {
-        Usage::new(self.prompt_tokens(), self.generated_tokens(), self.cached.iter().sum())
+        let cached = self.shown(self.cached.iter().sum());
+        Usage::new(self.prompt_tokens(), self.generated_tokens(), cached)
     }
 
     /// Of one choice.
     pub(crate) fn usage_of(&self, choice: u32) -> Usage {
         let prompt = self.prompt_of[choice as usize];
         let generated = self.generated[choice as usize];
-        Usage::new(self.prompts[prompt], generated, self.cached[prompt])
+        Usage::new(self.prompts[prompt], generated, self.shown(self.cached[prompt]))
     }
 
     /// Counts what a delta brings.

@@ -7,10 +7,14 @@ use forebay_text::{TextError, TextInput, TextPool};
 
 use crate::budget::Charge;
 
-/// Renders and tokenises a conversation, whose bytes were charged to `charge`.
+/// Renders and tokenises a conversation, which may have `most` tokens and whose bytes were charged to `charge`.
+///
+/// # Errors
+/// The template or the tokenizer refuses it, it is too long, or the text threads have no time.
 pub(crate) async fn encode_chat(
     text: &TextPool,
     chat: ChatPrompt,
+    most: usize,
     charge: &Arc<Charge>,
 ) -> Result<Vec<i32>, ApiError> {
     let input = TextInput::Chat {
@@ -20,26 +24,32 @@ pub(crate) async fn encode_chat(
         continue_final_message: chat.continue_final_message,
         kwargs: chat.kwargs,
     };
-    let keep = Arc::clone(charge);
-    let encoded =
-        text.keeping(keep).encode(input).await.map_err(|error| text_error(error, "messages"))?;
-    Ok(encoded.ids)
+    let encoded = text.within(most).keeping(charge.clone()).encode(input).await;
+    Ok(encoded.map_err(|error| text_error(error, "messages"))?.ids)
 }
 
-/// Tokenises what is text, in one piece of work for the pool. Its bytes were charged to `charge`.
+/// Tokenises what is text, in one piece of work for the pool; each may have `most` tokens, or any number with `None`. Their bytes were
+/// charged to `charge`.
+///
+/// # Errors
+/// The tokenizer refuses a text, one is too long, or the text threads have no time.
 pub(crate) async fn encode_prompts(
     text: &TextPool,
     prompts: Vec<Prompt>,
     add_special_tokens: bool,
+    most: Option<usize>,
     param: &'static str,
     charge: &Arc<Charge>,
 ) -> Result<Vec<Vec<i32>>, ApiError> {
     let mut texts = Vec::new();
+    // Where each text stands among the prompts.
+    let mut places = Vec::new();
     let mut encoded: Vec<Option<Vec<i32>>> = Vec::with_capacity(prompts.len());
     for prompt in prompts {
         match prompt {
             Prompt::Text(text) => {
                 texts.push(text);
+                places.push(encoded.len());
                 encoded.push(None);
             }
             Prompt::Tokens(ids) => encoded.push(Some(ids)),
@@ -48,9 +58,15 @@ pub(crate) async fn encode_prompts(
     let mut fresh = if texts.is_empty() {
         Vec::new()
     } else {
-        let keep = Arc::clone(charge);
-        let encoded = text.keeping(keep).encode_all(texts, add_special_tokens).await;
-        encoded.map_err(|error| text_error(error, param))?
+        let pool = text.within(most).keeping(charge.clone());
+        let encode = pool.encode_all(texts, add_special_tokens);
+        encode.await.map_err(|error| match error {
+            TextError::TooLong { text, .. } if encoded.len() > 1 => {
+                let place = places.get(text).copied().unwrap_or_default();
+                text_error(error, &format!("{param}[{place}]"))
+            }
+            error => text_error(error, param),
+        })?
     }
     .into_iter();
     Ok(encoded.into_iter().filter_map(|ids| ids.or_else(|| fresh.next())).collect())
@@ -61,7 +77,15 @@ pub(crate) fn text_error(error: TextError, param: &str) -> ApiError {
     let reason = error.to_string();
     match error {
         TextError::Busy => ApiError::Overloaded { reason },
+        TextError::TooLong { at_least, limit, .. } => {
+            ApiError::TextTooLong { param: param.to_owned(), limit, at_least }
+        }
+        // The template is the operator's, and so is what can be done about it.
+        TextError::Costly(_) => {
+            ApiError::Internal { reason, code: Some("chat_template_too_expensive") }
+        }
         TextError::NoTemplate
+        | TextError::Guarded
         | TextError::Encode(_)
         | TextError::Decode(_)
         | TextError::Template(_) => ApiError::invalid(param, format!("`{param}`: {reason}")),

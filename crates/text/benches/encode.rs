@@ -32,8 +32,14 @@ fn load(backend: Backend) -> Arc<Tokenizer> {
 }
 
 fn pool(tokenizer: &Arc<Tokenizer>, mode: TextMode, cache_bytes: usize) -> TextPool {
-    let config =
-        TextConfig { threads: THREADS, queue: 2 * BACKLOG, mode, cache_bytes, batch_inputs: None };
+    let config = TextConfig {
+        threads: THREADS,
+        queue: 2 * BACKLOG,
+        mode,
+        cache_bytes,
+        batch_inputs: None,
+        ..TextConfig::default()
+    };
     TextPool::with_config(Arc::clone(tokenizer), None, &config)
 }
 

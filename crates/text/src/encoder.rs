@@ -1,10 +1,13 @@
 //! Encoding in parts: what was encoded before is looked up, what is long is cut.
 
 use std::ops::Range;
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, OnceLock};
 
 use crate::cache::TextCache;
+use crate::cut::Cuts;
 use crate::error::TextError;
+use crate::plain::overlap;
 use crate::tokenizer::Tokenizer;
 
 /// Long texts are encoded in parts of at least this many bytes: large enough that cutting costs nothing, small enough
@@ -20,6 +23,23 @@ const KEPT_BYTES: usize = 2 << 10;
 pub struct Encoder {
     tokenizer: Arc<Tokenizer>,
     cache: Option<TextCache>,
+    /// Bytes of text that were encoded, or begun to be.
+    encoded: AtomicU64,
+}
+
+/// A part of at least this many bytes has no place for a cut for so long that its encoding would hold up others: it is
+/// encoded word by word, and not by the threads that the others wait for.
+const LONG_BYTES: usize = 64 << 10;
+
+/// Texts, and what is to be known of them before they are cut.
+#[derive(Debug, Default)]
+pub(crate) struct Texts {
+    pub(crate) texts: Vec<String>,
+    pub(crate) add_special_tokens: bool,
+    /// Tokens that each may have, those around it not counted: encoding ends where there are more.
+    pub(crate) most: Option<usize>,
+    /// Of the one text that a chat is: the special tokens that are ordinary text, as sorted ranges.
+    pub(crate) plain: Vec<Range<usize>>,
 }
 
 /// Texts on their way to ids: a list of parts, each of which can be encoded by itself, in any order.
@@ -27,6 +47,10 @@ pub struct Encoder {
 pub(crate) struct Work {
     texts: Vec<String>,
     add_special_tokens: bool,
+    most: Option<usize>,
+    plain: Vec<Range<usize>>,
+    /// Ids of each text so far.
+    counts: Vec<AtomicUsize>,
     parts: Vec<Part>,
     /// Parts that are encoded one after the other, about [`PART_BYTES`] together.
     pieces: Vec<Range<usize>>,
@@ -45,7 +69,8 @@ impl Encoder {
     /// An encoder that keeps at most `cache_bytes` of what it encoded; none with 0.
     pub fn new(tokenizer: Arc<Tokenizer>, cache_bytes: usize) -> Self {
         let cached = cache_bytes > 0 && !tokenizer.cuts().is_empty();
-        Self { tokenizer, cache: cached.then(|| TextCache::new(cache_bytes)) }
+        let cache = cached.then(|| TextCache::new(cache_bytes));
+        Self { tokenizer, cache, encoded: AtomicU64::new(0) }
     }
 
     /// The tokenizer.
@@ -59,13 +84,25 @@ impl Encoder {
     /// As [`Tokenizer::encode`].
     pub fn encode(&self, text: &str, add_special_tokens: bool) -> Result<Vec<i32>, TextError> {
         if text.len() < KEPT_BYTES {
+            self.note_encoded(text.len());
             return self.tokenizer.encode(text, add_special_tokens);
         }
-        let work = self.plan(vec![text.to_owned()], add_special_tokens);
+        let texts = vec![text.to_owned()];
+        let work = self.plan(Texts { texts, add_special_tokens, ..Texts::default() })?;
         for piece in 0..work.pieces() {
-            self.encode_piece(&work, piece)?;
+            self.encode_piece(&work, piece, &|| true)?;
         }
         Ok(self.finish(&work)?.pop().unwrap_or_default())
+    }
+
+    /// Bytes of text that were encoded so far, or begun to be: what the cache had is not among them.
+    pub fn encoded_bytes(&self) -> u64 {
+        self.encoded.load(Ordering::Relaxed)
+    }
+
+    /// Counts what is about to be encoded.
+    pub(crate) fn note_encoded(&self, bytes: usize) {
+        self.encoded.fetch_add(bytes as u64, Ordering::Relaxed);
     }
 
     /// Bytes of text looked up in the cache and found there so far, and bytes that it uses now.
@@ -74,12 +111,19 @@ impl Encoder {
     }
 
     /// Cuts texts into parts and looks up what is known of them.
-    pub(crate) fn plan(&self, texts: Vec<String>, add_special_tokens: bool) -> Work {
+    ///
+    /// # Errors
+    /// [`TextError::TooLong`] for a text that can't be short enough; nothing was encoded then.
+    pub(crate) fn plan(&self, texts: Texts) -> Result<Work, TextError> {
+        let Texts { texts, add_special_tokens, most, plain } = texts;
+        for (index, text) in texts.iter().enumerate() {
+            self.check_length(index, self.tokenizer.fewest_ids(text), most)?;
+        }
         let mut parts = Vec::new();
         let cuttable = !add_special_tokens || self.tokenizer.frame().is_some();
         for (index, text) in texts.iter().enumerate() {
             if cuttable {
-                self.cut(index, text, &mut parts);
+                self.cut(index, text, &plain, &mut parts);
             } else {
                 parts.push(Part::new(index, 0..text.len(), false));
             }
@@ -87,6 +131,10 @@ impl Encoder {
         let mut pieces = Vec::new();
         let (mut start, mut bytes) = (0, 0);
         for (at, part) in parts.iter().enumerate() {
+            if part.is_long() && start < at {
+                pieces.push(start..at);
+                (start, bytes) = (at, 0);
+            }
             if part.ids.get().is_none() {
                 bytes += part.range.len();
             }
@@ -98,10 +146,37 @@ impl Encoder {
         if start < parts.len() {
             pieces.push(start..parts.len());
         }
-        Work { texts, add_special_tokens, parts, pieces }
+        let counts = texts.iter().map(|_| AtomicUsize::new(0)).collect();
+        let work = Work { texts, add_special_tokens, most, plain, counts, parts, pieces };
+        for part in &work.parts {
+            if let Some(ids) = part.ids.get() {
+                self.count(&work, part.text, ids.len())?;
+            }
+        }
+        Ok(work)
     }
 
-    fn cut(&self, index: usize, text: &str, parts: &mut Vec<Part>) {
+    /// Adds to a text's ids.
+    fn count(&self, work: &Work, text: usize, ids: usize) -> Result<(), TextError> {
+        let before = work.counts[text].fetch_add(ids, Ordering::Relaxed);
+        self.check_length(text, before + ids, work.most)
+    }
+
+    /// # Errors
+    /// A text has at least so many tokens, and may have fewer.
+    pub(crate) fn check_length(
+        &self,
+        text: usize,
+        at_least: usize,
+        most: Option<usize>,
+    ) -> Result<(), TextError> {
+        match most {
+            Some(limit) if at_least > limit => Err(TextError::TooLong { text, at_least, limit }),
+            _ => Ok(()),
+        }
+    }
+
+    fn cut(&self, index: usize, text: &str, plain: &[Range<usize>], parts: &mut Vec<Part>) {
         let cuts = self.tokenizer.cuts();
         let (token, anywhere) = match self.cache {
             Some(_) => (KEPT_BYTES, PART_BYTES),
@@ -111,20 +186,27 @@ impl Encoder {
         let mut start = 0;
         // Where a part ends depends on nothing that comes after it: equal beginnings have equal parts.
         while text.len() - start > token
-            && let Some(end) = cuts.next(text, start + token, start + anywhere)
+            && let Some(end) = next_cut(cuts, text, plain, start + token, start + anywhere)
         {
-            parts.push(Part::new(index, start..end, self.cache.is_some()));
+            // The cache knows texts, and this one is not encoded as its text alone says.
+            let kept = self.cache.is_some() && !overlap(plain, &(start..end));
+            parts.push(Part::new(index, start..end, kept));
             start = end;
         }
         // The last part ends where the text does, which the next turn moves.
         parts.push(Part::new(index, start..text.len(), false));
         if let Some(cache) = &self.cache {
             let kept = &parts[from..parts.len() - 1];
-            let kept: Vec<&str> = kept.iter().map(|part| &text[part.range.clone()]).collect();
+            let kept: Vec<&str> = kept
+                .iter()
+                .filter(|part| part.kept)
+                .map(|part| &text[part.range.clone()])
+                .collect();
             if kept.is_empty() {
                 return;
             }
-            for (part, known) in parts[from..].iter_mut().zip(cache.get_all(&kept)) {
+            let looked_up = parts[from..].iter_mut().filter(|part| part.kept);
+            for (part, known) in looked_up.zip(cache.get_all(&kept)) {
                 if let Some(ids) = known {
                     part.ids = OnceLock::from(ids);
                 }
@@ -132,27 +214,73 @@ impl Encoder {
         }
     }
 
-    /// Encodes what is not known of a piece.
+    /// Encodes what is not known of a piece. `go_on` is asked now and then.
     ///
     /// # Errors
-    /// As [`Tokenizer::encode`].
-    pub(crate) fn encode_piece(&self, work: &Work, piece: usize) -> Result<(), TextError> {
+    /// As [`Tokenizer::encode`], [`TextError::TooLong`] as soon as a text has too many ids, and [`TextError::Closed`] once
+    /// `go_on` says no.
+    pub(crate) fn encode_piece(
+        &self,
+        work: &Work,
+        piece: usize,
+        go_on: &dyn Fn() -> bool,
+    ) -> Result<(), TextError> {
         for part in &work.parts[work.pieces[piece].clone()] {
             if part.ids.get().is_some() {
                 continue;
             }
-            let text = &work.texts[part.text];
-            let is_whole = part.range.len() == text.len();
-            let special = is_whole && work.add_special_tokens;
-            let part_text = &text[part.range.clone()];
-            let ids: Arc<[i32]> = self.tokenizer.encode(part_text, special)?.into();
-            if let Some(cache) = self.cache.as_ref().filter(|_| part.kept) {
-                cache.insert(part_text, Arc::clone(&ids));
+            if !go_on() {
+                return Err(TextError::Closed);
             }
+            let ids: Arc<[i32]> = self.encode_part(work, part, go_on)?.into();
+            if let Some(cache) = self.cache.as_ref().filter(|_| part.kept) {
+                cache.insert(&work.texts[part.text][part.range.clone()], Arc::clone(&ids));
+            }
+            self.count(work, part.text, ids.len())?;
             // A piece is encoded once.
             let _ = part.ids.set(ids);
         }
         Ok(())
+    }
+
+    fn encode_part(
+        &self,
+        work: &Work,
+        part: &Part,
+        go_on: &dyn Fn() -> bool,
+    ) -> Result<Vec<i32>, TextError> {
+        let text = &work.texts[part.text];
+        let part_text = &text[part.range.clone()];
+        self.note_encoded(part_text.len());
+        let plain: Vec<Range<usize>> = work
+            .plain
+            .iter()
+            .filter(|range| overlap(std::slice::from_ref(range), &part.range))
+            // No cut is inside of one.
+            .map(|range| range.start - part.range.start..range.end - part.range.start)
+            .collect();
+        let special = work.add_special_tokens && part.range.len() == text.len();
+        let in_words = part.is_long() && (!special || self.tokenizer.frame().is_some());
+        if plain.is_empty() && !in_words {
+            return self.tokenizer.encode(part_text, special);
+        }
+        let before = work.counts[part.text].load(Ordering::Relaxed);
+        let most = work.most.map(|most| most.saturating_sub(before));
+        // The number of ids is in what is said when there are too many.
+        let reached = std::cell::Cell::new(0);
+        let within = |ids: usize| {
+            reached.set(ids);
+            most.is_none_or(|most| ids <= most) && go_on()
+        };
+        let encoded = self.tokenizer.encode_plain(part_text, &plain, &within);
+        if matches!(encoded, Err(TextError::Closed)) {
+            self.check_length(part.text, before + reached.get(), work.most)?;
+        }
+        let ids = encoded?;
+        Ok(match self.tokenizer.frame().filter(|_| special) {
+            Some((first, last)) => [first.as_slice(), &ids, last].concat(),
+            None => ids,
+        })
     }
 
     /// The ids of each text, all pieces of which have been encoded.
@@ -188,10 +316,39 @@ impl Work {
     pub(crate) fn pieces(&self) -> usize {
         self.pieces.len()
     }
+
+    /// Whether this piece takes so long that it is not for the threads that others wait for.
+    pub(crate) fn is_long(&self, piece: usize) -> bool {
+        self.parts[self.pieces[piece].clone()].iter().any(Part::is_long)
+    }
+}
+
+/// As [`Cuts::next`], and not at or in one of `plain`, which is a token by its looks alone.
+fn next_cut(
+    cuts: &Cuts,
+    text: &str,
+    plain: &[Range<usize>],
+    mut token: usize,
+    mut anywhere: usize,
+) -> Option<usize> {
+    loop {
+        let place = cuts.next(text, token, anywhere)?;
+        let at = plain.partition_point(|range| range.end <= place);
+        match plain.get(at) {
+            Some(range) if range.start <= place => {
+                (token, anywhere) = (range.end, anywhere.max(range.end));
+            }
+            _ => return Some(place),
+        }
+    }
 }
 
 impl Part {
     fn new(text: usize, range: Range<usize>, kept: bool) -> Self {
         Self { text, range, kept, ids: OnceLock::new() }
+    }
+
+    fn is_long(&self) -> bool {
+        self.range.len() >= LONG_BYTES && self.ids.get().is_none()
     }
 }

@@ -22,6 +22,26 @@ pub enum TextError {
     /// `raise_exception`) this is the template author's message and nothing else.
     #[error("chat template: {0}")]
     Template(String),
+    /// The chat template took more time, text or depth than a template may: it is the template that has to change, or the
+    /// chat to be shorter.
+    #[error("the chat template is too expensive for this chat: {0}")]
+    Costly(String),
+    /// The chat template looks at special tokens in content itself, so that they can't be told from its own.
+    #[error(
+        "the chat template treats the special tokens in this chat in a way of its own: leave them out, or have the server \
+         started with --allow-special-tokens-in-content"
+    )]
+    Guarded,
+    /// A text has more tokens than it may; it was not encoded, or not to its end.
+    #[error("the text has at least {at_least} tokens, and {limit} may be")]
+    TooLong {
+        /// Which of the texts that came together, from 0.
+        text: usize,
+        /// Tokens that it has at least.
+        at_least: usize,
+        /// Tokens that it may have.
+        limit: usize,
+    },
     /// The tokenizer file could not be read or is not a tokenizer.
     #[error("cannot load the tokenizer: {0}")]
     Load(String),

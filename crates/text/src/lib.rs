@@ -19,6 +19,8 @@ mod cut;
 mod detokenizer;
 mod encoder;
 mod error;
+mod measure;
+mod plain;
 mod pool;
 mod scheme;
 mod stop;
@@ -30,7 +32,7 @@ pub use detokenizer::Detokenizer;
 pub use encoder::Encoder;
 pub use error::TextError;
 pub use pool::{
-    Encoded, Keep, Keeping, StartThread, TextConfig, TextInput, TextMode, TextPool, TextStats,
+    Encoded, Keep, StartThread, TextConfig, TextInput, TextMode, TextPool, TextStats, Within,
 };
 pub use stop::{StopStrings, StopTable};
 pub use template::{ChatRender, ChatTemplate, ContentFormat};

@@ -145,7 +145,7 @@ fn byte_level_bytes(token: &str) -> Vec<u8> {
 
 /// The byte that a character of the byte-level alphabet stands for (GPT-2's `bytes_to_unicode`, inverted): printable
 /// Latin-1 characters are themselves, the other 68 bytes are the characters from U+0100 on, in order.
-fn byte_of_char(c: char) -> Option<u8> {
+pub(crate) fn byte_of_char(c: char) -> Option<u8> {
     let code = u32::from(c);
     let byte = match code {
         0x21..=0x7e | 0xa1..=0xac | 0xae..=0xff => code,

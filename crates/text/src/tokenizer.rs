@@ -1,5 +1,6 @@
 //! A Hugging Face tokenizer, with a table of what each token adds to the text.
 
+use std::ops::Range;
 use std::path::Path;
 
 use serde_json::Value;
@@ -8,6 +9,8 @@ use tokenizers::{Encoding, Model as _, Token};
 use crate::backend::{Backend, Fast};
 use crate::cut::Cuts;
 use crate::error::TextError;
+use crate::measure::Measure;
+use crate::plain::Plain;
 use crate::scheme::{Piece, Scheme};
 
 /// Ids above this are taken for a broken file: the table below has an entry for every id up to the largest.
@@ -23,6 +26,8 @@ pub struct Tokenizer {
     table: Table,
     cuts: Cuts,
     frame: Option<Frame>,
+    measure: Measure,
+    plain: Plain,
 }
 
 /// The ids that the post-processor puts before and after those of a text.
@@ -64,6 +69,11 @@ impl Table {
         let Some(&kind) = self.kinds.get(id) else { return (Kind::Missing, &[]) };
         let start = id.checked_sub(1).map_or(0, |before| self.ends[before]);
         (kind, &self.bytes[start as usize..self.ends[id] as usize])
+    }
+
+    /// The bytes of `id`; `None` above the largest.
+    fn get_any(&self, id: u32) -> Option<&[u8]> {
+        ((id as usize) < self.kinds.len()).then(|| self.get(id).1)
     }
 }
 
@@ -132,6 +142,9 @@ impl Tokenizer {
         }
         let file: Value = serde_json::from_slice(json).map_err(|error| load(&error))?;
         let cuts = Cuts::of(&file);
+        let pieces = (0..).map_while(|id| table.get_any(id)).filter(|piece| !piece.is_empty());
+        let measure = Measure::of(&file, &scheme, pieces);
+        let plain = Plain::new(&inner)?;
         let fast = match backend {
             Backend::Hf => None,
             Backend::Fastokens if scheme == Scheme::Bytes => Some(Fast::new(file, &inner)?),
@@ -142,7 +155,7 @@ impl Tokenizer {
             }
         };
         let frame = frame(&inner)?;
-        Ok(Self { inner, fast, scheme, table, cuts, frame })
+        Ok(Self { inner, fast, scheme, table, cuts, frame, measure, plain })
     }
 
     /// The ids of `text`. Special tokens written out in the text are recognised, as Hugging Face does.
@@ -160,6 +173,51 @@ impl Tokenizer {
             .map_err(|error| TextError::Encode(error.to_string()))?;
         // No id is above LARGEST_ID.
         Ok(encoding.get_ids().iter().map(|id| id.cast_signed()).collect())
+    }
+
+    /// A number of ids that no encoding of `text` is below, those of the post-processor not counted. It costs a look at
+    /// each byte, and 0 is the answer of a tokenizer that may drop text.
+    ///
+    /// Where each byte has a token (byte-level BPE, and SentencePiece's BPE with byte fallback), each byte counts one over
+    /// the length of the longest token that has it; where text is composed first, what is not ASCII counts a quarter. Of a
+    /// Unigram tokenizer ASCII letters and digits count, by the longest token. Of WordPiece and WordLevel each word counts one.
+    pub fn fewest_ids(&self, text: &str) -> usize {
+        self.measure.fewest(text)
+    }
+
+    /// The ids of `text` as [`Tokenizer::encode`] gives them without what the post-processor adds, but that special tokens
+    /// that touch one of the ranges in `plain` (of bytes, sorted, not overlapping) are ordinary text. `go_on` is asked
+    /// before each word, with the number of ids so far.
+    ///
+    /// # Errors
+    /// As [`Tokenizer::encode`], and [`TextError::Closed`] where `go_on` says no.
+    pub(crate) fn encode_plain(
+        &self,
+        text: &str,
+        plain: &[Range<usize>],
+        go_on: &dyn Fn(usize) -> bool,
+    ) -> Result<Vec<i32>, TextError> {
+        self.plain.encode(&self.inner, text, plain, go_on)
+    }
+
+    /// The places of `text` where it spells a special token, as far as these touch one of `client` (sorted ranges).
+    pub(crate) fn spelled(&self, text: &str, client: &[Range<usize>]) -> Vec<Range<usize>> {
+        self.plain.spelled(text, client)
+    }
+
+    /// The texts of all special tokens.
+    pub(crate) fn special_texts(&self) -> Vec<String> {
+        let added = self.inner.get_added_vocabulary();
+        let tokens = added.get_added_tokens_decoder().values().map(|token| &token.content);
+        tokens.filter(|content| added.is_special_token(content)).cloned().collect()
+    }
+
+    /// The ids that are not below `limit`, in order, with their tokens: those that a model with an embedding of so many rows
+    /// has nothing for.
+    pub fn ids_from(&self, limit: u32) -> Vec<(i32, String)> {
+        let all = limit..u32::try_from(self.vocab_size()).unwrap_or(u32::MAX);
+        let token = |id: u32| Some((id.cast_signed(), self.inner.id_to_token(id)?));
+        all.filter_map(token).collect()
     }
 
     /// The ids of two texts as one prompt, with what the post-processor puts around and between them, and where the second one
@@ -236,6 +294,11 @@ impl Tokenizer {
     /// What the post-processor adds, if it is the same for every text.
     pub(crate) fn frame(&self) -> Option<&Frame> {
         self.frame.as_ref()
+    }
+
+    #[cfg(test)]
+    pub(crate) fn measure(&self) -> &Measure {
+        &self.measure
     }
 
     pub(crate) fn scheme(&self) -> &Scheme {

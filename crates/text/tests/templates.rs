@@ -207,6 +207,30 @@ fn endless_recursion_and_deep_nesting_are_errors() {
 }
 
 #[test]
+fn what_costs_too_much_is_said_so() {
+    let loops = "{% for i in range(9999) %}{% for j in range(9999) %}{% endfor %}{% endfor %}";
+    let in_macro = "{% macro m() %}{% for i in range(9999) %}{% set x = i %}{% endfor %}{% endmacro %}{% for i in range(9999) %}{% set y = m() %}{% endfor %}";
+    let prints = "{% for i in range(9999) %}{{ 'x' * 1000 }}{% endfor %}";
+    let raw = format!("{{% for i in range(9999) %}}{}{{% endfor %}}", "x".repeat(1000));
+    let captures = "{% set ns = namespace(x='xxxxxxxxxxxxxxxx') %}{% for i in range(40) %}{% set y %}{{ ns.x }}{{ ns.x }}{% endset %}{% set ns.x = y %}{% endfor %}";
+    let deep = "{% macro m(n) %}{{ m(n + 1) }}{% endmacro %}{{ m(0) }}";
+    for source in [loops, in_macro, prints, &raw, captures, deep] {
+        let messages = json!([]);
+        let rendered = template(source).render(&ChatRender::new(&messages));
+        assert!(matches!(rendered, Err(TextError::Costly(_))), "{source:.80} {rendered:.200?}");
+    }
+}
+
+#[test]
+fn long_chats_cost_what_they_are() {
+    let source = "{% for m in messages %}<|{{ m.role }}|>{{ m.content | trim }}\n{% endfor %}";
+    let one = json!({"role": "user", "content": "hello"});
+    let messages = Value::Array(vec![one; 100_000]);
+    let rendered = template(source).render(&ChatRender::new(&messages)).expect("text");
+    assert_eq!(rendered.len(), 100_000 * "<|user|>hello\n".len());
+}
+
+#[test]
 fn a_callers_variable_cannot_replace_the_chat() {
     let template = template("{{ bos_token }}{{ messages | length }}{{ mine }}");
     let kwargs = json!({"messages": "mine", "mine": "x", "bos_token": "y"});

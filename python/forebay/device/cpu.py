@@ -74,7 +74,7 @@ class CpuDevice:
         return tuple(map(torch.from_numpy, arrays))
 
     def copy_out(self, tensor: torch.Tensor, to: npt.NDArray[Any]) -> None:
-        torch.from_numpy(to).copy_(tensor)
+        to[...] = tensor.numpy()
 
 
 def physical_cores() -> int:

@@ -8,6 +8,7 @@ on any machine and every time. Work that waits in the middle raises `HiddenWaitE
 
 from __future__ import annotations
 
+import atexit
 import threading
 import time
 from collections import deque
@@ -62,9 +63,12 @@ class DeferredDevice(CpuDevice):
         self._wanted = 0
         """The last place in the queue that somebody waits for."""
         self._reached = 0
+        self._stopped = False
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="deferred", daemon=True)
         self._thread.start()
+        # A thread that still runs when the interpreter ends keeps libraries from putting their things away.
+        atexit.register(self._stop)
 
     def host_memory(self, size: int) -> npt.NDArray[np.uint8]:
         return np.full(size, GARBAGE, np.uint8)
@@ -88,6 +92,9 @@ class DeferredDevice(CpuDevice):
     def copy_in(self, *arrays: npt.NDArray[Any]) -> tuple[torch.Tensor, ...]:
         return tuple(torch.from_numpy(array.copy()) for array in arrays)
 
+    def copy_out(self, tensor: torch.Tensor, to: npt.NDArray[Any]) -> None:
+        torch.from_numpy(to).copy_(tensor)
+
     def wait_for(self, event: DeferredEvent) -> None:
         """Has the queue run up to an event; raises what work of it has raised, now or before."""
         with self._changed:
@@ -98,11 +105,19 @@ class DeferredDevice(CpuDevice):
             if self._error is not None:
                 raise self._error
 
+    def _stop(self) -> None:
+        with self._changed:
+            self._stopped = True
+            self._changed.notify_all()
+        self._thread.join()
+
     def _run(self) -> None:
         with torch.inference_mode():
             while True:
                 with self._changed:
-                    self._changed.wait_for(lambda: self._reached < self._wanted)
+                    self._changed.wait_for(lambda: self._stopped or self._reached < self._wanted)
+                    if self._stopped:
+                        return
                     # It stays at the head until it is done, so that numbers of new events stay right.
                     head = self._queue[0]
                 try:

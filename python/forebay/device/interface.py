@@ -10,6 +10,7 @@ operators. It may run long after `queue` has returned, so:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, Protocol, TypeAlias
@@ -87,4 +88,4 @@ class Device(Protocol):
 def host_array(device: Device, shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
     """Host memory of a device as an array."""
     type_ = np.dtype(dtype)
-    return device.host_memory(int(np.prod(shape)) * type_.itemsize).view(type_).reshape(shape)
+    return device.host_memory(math.prod(shape) * type_.itemsize).view(type_).reshape(shape)

@@ -51,7 +51,14 @@ class StrayOperatorError(RuntimeError):
     """An operator outside of work, which would run before what was queued."""
 
 
-class NoOperators(TorchDispatchMode):
+class _Mode(TorchDispatchMode):
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # Nothing is compiled here, and keeping a compiler away from a mode imports all of it.
+        return False
+
+
+class NoOperators(_Mode):
     """No operator at all: who prepares a step computes with the host's own arrays."""
 
     def __torch_dispatch__(
@@ -69,7 +76,7 @@ class _NoReads(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-class NoWaits(TorchDispatchMode):
+class NoWaits(_Mode):
     """No operator that the host would have to wait for."""
 
     def __init__(self) -> None:

@@ -13,7 +13,7 @@ import torch
 from forebay.compute.sampler import Ask, Sampled, SampledColumns
 from forebay.device import Device, Event, host_array
 from forebay.protocol.frames import Float32s, Int32s
-from forebay.protocol.result import ROW_NOT_FINITE, ROW_OK, StepResult
+from forebay.protocol.result import ROW_NOT_FINITE, StepResult
 from forebay.state.slots import Int64s
 
 
@@ -88,7 +88,7 @@ class Launched:
     def collect(self) -> StepResult:
         """Waits for the step's end and gives its result; once. By any thread, in the order of launches."""
         self.ended.wait()
-        result = StepResult(self.step, row_errors=np.full(self.rows, ROW_OK, np.int32))
+        result = StepResult(self.step, row_errors=np.zeros(self.rows, np.int32))
         self.columns.report(result)
         timing = self.ended.since(self.begun), self.begun.since(self.before)
         result.timing = np.array(timing, np.int32)

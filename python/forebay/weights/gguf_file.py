@@ -172,7 +172,7 @@ class GgufFile:
         return list(values)
 
     def _claim(self, count: int, least: int) -> None:
-        """Before `count` things of at least `least` bytes are read: whether the file can have them. Raises ValueError."""
+        """Raises ValueError unless the file can have `count` things of at least `least` bytes here."""
         self._elements += count
         end = self._at + count * least
         if end > len(self._bytes):

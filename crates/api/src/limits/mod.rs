@@ -49,6 +49,8 @@ pub const NAME_BYTES: usize = 1024;
 pub const WORD_BYTES: usize = 256;
 /// Longest routing key, in bytes.
 pub const ROUTING_KEY_BYTES: usize = 512;
+/// Longest cache salt, in bytes.
+pub const CACHE_SALT_BYTES: usize = 256;
 /// Longest string that is accepted where none is expected: the error shows it.
 pub const SHOWN_BYTES: usize = 64;
 

@@ -1,8 +1,8 @@
 //! The table.
 
 use super::{
-    BIASES, Bound, CHOICES, IDS, INPUTS, LOGPROBS, Limited, MESSAGES, NAME_BYTES, PROMPTS, Param,
-    Params, ROUTING_KEY_BYTES, STOP_BYTES, STOP_IDS, STOPS, WORD_BYTES,
+    BIASES, Bound, CACHE_SALT_BYTES, CHOICES, IDS, INPUTS, LOGPROBS, Limited, MESSAGES, NAME_BYTES,
+    PROMPTS, Param, Params, ROUTING_KEY_BYTES, STOP_BYTES, STOP_IDS, STOPS, WORD_BYTES,
 };
 use crate::chat::ChatRequest;
 use crate::completions::CompletionRequest;
@@ -140,6 +140,7 @@ const OPENAI: &[Param] = &[
     flag("stream"),
     param("stream_options", Bound::Object(&[STREAM_OPTIONS])),
     text("routing_key", ROUTING_KEY_BYTES),
+    text("cache_salt", CACHE_SALT_BYTES),
     number("routed_dp_rank", i64::MIN as f64, i64::MAX as f64),
     number("data_parallel_rank", i64::MIN as f64, i64::MAX as f64),
     param("response_format", Bound::Object(&[RESPONSE_FORMAT])),
@@ -204,6 +205,7 @@ const GENERATE: &[Param] = &[
     param("rid", Bound::Strings { count: PROMPTS, each: NAME_BYTES, total: PROMPTS * NAME_BYTES }),
     number("priority", i32::MIN as f64, i32::MAX as f64),
     text("routing_key", ROUTING_KEY_BYTES),
+    text("cache_salt", CACHE_SALT_BYTES),
     number("routed_dp_rank", i64::MIN as f64, i64::MAX as f64),
     number("data_parallel_rank", i64::MIN as f64, i64::MAX as f64),
     ignored("input_embeds"),
@@ -237,6 +239,7 @@ const POOLING: &[Param] = &[
     number("truncate_prompt_tokens", -1.0, u32::MAX as f64),
     number("priority", i32::MIN as f64, i32::MAX as f64),
     text("user", NAME_BYTES),
+    text("cache_salt", CACHE_SALT_BYTES),
 ];
 
 const EMBEDDING: &[Param] = &[

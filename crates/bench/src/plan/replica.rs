@@ -5,8 +5,8 @@ use std::sync::Arc;
 
 use forebay_protocol::{ROW_OK, SamplingParams, StepPlan, StepResult};
 use forebay_scheduler::{
-    BlockEvent, BlockHash, Event, MAX_IN_FLIGHT, Past, Policy, Request, STEP_WORDS, Scheduler,
-    SchedulerConfig,
+    BlockEvent, BlockHash, Event, MAX_IN_FLIGHT, Namer, Past, Policy, Request, STEP_WORDS,
+    Scheduler, SchedulerConfig,
 };
 use forebay_sim::{DeviceModel, Jitter, StepLoad};
 
@@ -56,6 +56,7 @@ impl Replica {
             page_size: setup.page_size,
             token_budget: setup.token_budget,
             prefix_cache: setup.prefix_cache,
+            namer: Namer::open(),
             block_events: setup.router == Router::PrefixAware && setup.prefix_cache,
             policy: Policy::Fcfs,
             fair: true,

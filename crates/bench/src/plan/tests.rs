@@ -6,8 +6,8 @@ use std::sync::mpsc::{Sender, channel};
 use std::time::Duration;
 
 use forebay_engine::{
-    Clock, Engine, EngineConfig, EngineRequest, Hooks, Output, OutputSink, Policy, RequestId,
-    Route, Status,
+    Clock, Engine, EngineConfig, EngineRequest, Hooks, Namer, Output, OutputSink, Policy,
+    RequestId, Route, Status,
 };
 use forebay_protocol::SamplingParams;
 use forebay_sim::{DeviceModel, SimClock, SimConfig, SimExecutor, SimText};
@@ -201,6 +201,7 @@ fn in_the_engine(setup: &Setup, traffic: &Traffic) -> HashMap<u64, (u64, u64)> {
             page_size: setup.page_size,
             token_budget: setup.token_budget,
             prefix_cache: setup.prefix_cache,
+            namer: Namer::open(),
             policy: Policy::Fcfs,
             fair: true,
             lookahead: setup.lookahead,
@@ -231,6 +232,7 @@ fn in_the_engine(setup: &Setup, traffic: &Traffic) -> HashMap<u64, (u64, u64)> {
             stop_ids: Arc::default(),
             sampling: SamplingParams::default(),
             priority: 0,
+            salt: 0,
             client: 0,
             probe: false,
             embeds: None,

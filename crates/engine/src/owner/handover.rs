@@ -28,8 +28,16 @@ impl Owner {
             self.deliver();
             let orphans = taken.into_iter().map(|request| self.orphan(request)).collect();
             let left = self.peers.as_ref().map_or_else(Vec::new, |peers| peers.adopt(orphans));
+            let failure = self.failure();
             for orphan in left {
+                let id = orphan.request.id.0;
                 self.adopt(orphan);
+                // Others could take requests, but not this one: it would wait for a hand that may never come back.
+                if let Some(finish) = &failure
+                    && self.scheduler.as_mut().is_some_and(|scheduler| scheduler.abort(id))
+                {
+                    self.end(id, finish.clone());
+                }
             }
         }
         if self.over {
@@ -54,6 +62,7 @@ impl Owner {
                 stop_ids: request.stop_ids,
                 sampling: request.sampling,
                 priority: request.priority,
+                salt: request.cache_salt,
                 client: request.client,
                 probe: request.probe,
                 embeds: embeds.map(|(offset, payload)| Embeds { payload, offset }),

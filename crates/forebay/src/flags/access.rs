@@ -116,7 +116,7 @@ pub(crate) fn visible_keys(arguments: impl IntoIterator<Item = String>) -> Vec<&
     let is = |flag: &str| {
         given.iter().any(|argument| argument.split('=').next().is_some_and(|name| name == flag))
     };
-    ["--api-key", "--admin-api-key", "--registration-key"]
+    ["--api-key", "--admin-api-key", "--registration-key", "--router-key"]
         .into_iter()
         .filter(|flag| is(flag))
         .collect()
@@ -125,7 +125,8 @@ pub(crate) fn visible_keys(arguments: impl IntoIterator<Item = String>) -> Vec<&
 fn root_path(text: &str) -> Result<String, String> {
     let path = text.trim_end_matches('/');
     let plain = |byte: u8| byte.is_ascii_alphanumeric() || b"/-._~".contains(&byte);
-    if !path.is_empty() && !(path.starts_with('/') && path.bytes().all(plain)) {
+    let rooted = path.is_empty() || path.starts_with('/');
+    if !rooted || !path.bytes().all(plain) {
         return Err("expected a path such as /llm".into());
     }
     Ok(path.to_owned())

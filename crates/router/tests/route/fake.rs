@@ -3,13 +3,14 @@
 use std::collections::VecDeque;
 use std::io::{BufReader, Write};
 use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex};
+use std::time::Instant;
 
 use forebay_api::peer::{LoadReport, RouterTag, read_ids, write_comment};
 
-use crate::http::{Message, read_body, read_head};
+use crate::http::{Message, PATIENCE, read_body, read_head};
 
 /// What becomes of one request.
 #[derive(Debug, Clone)]
@@ -26,12 +27,16 @@ pub(crate) enum Act {
     Stream(Vec<u8>),
     /// A brain's stream of this many tokens, of which it writes these many bytes at most.
     Tokens(u32, usize),
+    /// These many bytes of a brain's stream, and nothing more.
+    HangAfterTokens(usize),
     /// Nothing, until the connection is closed by the other end.
     Hang,
     /// The beginning of a stream, and nothing more.
     HangAfter(Vec<u8>),
     /// A JSON answer, once somebody says so.
     Wait(Arc<Gate>),
+    /// The backend dies.
+    Die,
 }
 
 /// Something to wait for.
@@ -46,6 +51,9 @@ impl Gate {
     }
 }
 
+/// A request with this in its body kills whatever backend has nothing else to do with it.
+pub(crate) const POISON: &str = "poison";
+
 #[derive(Default)]
 struct State {
     script: Arc<Mutex<VecDeque<Act>>>,
@@ -55,6 +63,11 @@ struct State {
     /// Answers nothing at all.
     deaf: AtomicBool,
     brain: bool,
+    /// Every connection, to be closed when it dies.
+    sockets: Mutex<Vec<TcpStream>>,
+    dead: AtomicBool,
+    /// What it calls its process.
+    epoch: AtomicU64,
     connections: AtomicUsize,
     alive: AtomicUsize,
     most_alive: AtomicUsize,
@@ -93,14 +106,51 @@ impl Fake {
         let address = listener.local_addr().unwrap();
         let state = Arc::new(state);
         state.healthy.store(true, Ordering::SeqCst);
-        let shared = Arc::clone(&state);
+        let fake = Self { address, state };
+        fake.listen(listener);
+        fake
+    }
+
+    fn listen(&self, listener: TcpListener) {
+        self.state.epoch.fetch_add(1, Ordering::SeqCst);
+        self.state.dead.store(false, Ordering::SeqCst);
+        let shared = Arc::clone(&self.state);
         std::thread::spawn(move || {
             for socket in listener.incoming() {
-                let state = Arc::clone(&shared);
-                std::thread::spawn(move || state.serve(socket.unwrap()));
+                let (state, socket) = (Arc::clone(&shared), socket.unwrap());
+                if state.dead.load(Ordering::SeqCst) {
+                    // From here on nobody listens, and whoever was connected hears of it.
+                    drop(listener);
+                    for socket in state.sockets.lock().unwrap().drain(..) {
+                        let _ = socket.shutdown(Shutdown::Both);
+                    }
+                    return;
+                }
+                state.sockets.lock().unwrap().push(socket.try_clone().unwrap());
+                std::thread::spawn(move || state.serve(socket));
             }
         });
-        Self { address, state }
+    }
+
+    /// The process ends: nobody listens, and all connections break.
+    pub(crate) fn die(&self) {
+        self.state.die(self.address);
+    }
+
+    /// It is started again at the same address.
+    pub(crate) fn revive(&self) {
+        let start = Instant::now();
+        loop {
+            match TcpListener::bind(self.address) {
+                Ok(listener) => return self.listen(listener),
+                Err(error) => assert!(start.elapsed() < PATIENCE, "{error}"),
+            }
+            std::thread::yield_now();
+        }
+    }
+
+    pub(crate) fn is_dead(&self) -> bool {
+        self.state.dead.load(Ordering::SeqCst)
     }
 
     pub(crate) fn url(&self) -> String {
@@ -145,6 +195,17 @@ impl Fake {
 }
 
 impl State {
+    fn die(&self, address: SocketAddr) {
+        if !self.dead.swap(true, Ordering::SeqCst) {
+            // Wakes who listens.
+            let _ = TcpStream::connect(address);
+        }
+    }
+
+    fn report(&self) -> LoadReport {
+        LoadReport { epoch: self.epoch.load(Ordering::SeqCst), ..LoadReport::default() }
+    }
+
     fn serve(&self, mut socket: TcpStream) {
         self.connections.fetch_add(1, Ordering::SeqCst);
         let mut reader = BufReader::new(socket.try_clone().unwrap());
@@ -159,7 +220,7 @@ impl State {
                     answer(&mut socket, status, "{}", "")
                 }
                 path if path.starts_with("/v1/loads") && self.brain => {
-                    let report = LoadReport::default();
+                    let report = self.report();
                     answer(&mut socket, 200, &serde_json::to_string(&report).unwrap(), "")
                 }
                 path if path.starts_with("/v1/loads") => answer(&mut socket, 404, "{}", ""),
@@ -168,7 +229,9 @@ impl State {
                     self.most_alive.fetch_max(alive, Ordering::SeqCst);
                     self.seen.lock().unwrap().push(request.clone());
                     let act = self.script.lock().unwrap().pop_front();
+                    let poisoned = String::from_utf8_lossy(&request.body).contains(POISON);
                     let act = act.unwrap_or(match self.brain {
+                        _ if poisoned => Act::Die,
                         true => Act::Tokens(TOKENS, usize::MAX),
                         false => Act::Answer(200, "{\"ok\":true}".into()),
                     });
@@ -194,6 +257,11 @@ impl State {
         match act {
             Act::Answer(status, body) => answer(socket, status, &body, ""),
             Act::DieFirst => false,
+            Act::Die => {
+                self.die(socket.local_addr().unwrap());
+                while read_head(reader).is_some() {}
+                false
+            }
             Act::DieAfterHead => {
                 stream_head(socket, "");
                 false
@@ -210,7 +278,12 @@ impl State {
                 stream_head(socket, "");
                 chunk(socket, &body) && socket.write_all(b"0\r\n\r\n").is_ok()
             }
-            Act::Tokens(count, most) => tokens(socket, request, count, most),
+            Act::Tokens(count, most) => tokens(socket, request, self.report(), (count, most)),
+            Act::HangAfterTokens(most) => {
+                tokens(socket, request, self.report(), (TOKENS, most));
+                while read_head(reader).is_some() {}
+                false
+            }
             Act::Hang => {
                 while read_head(reader).is_some() {}
                 if let Some(hung_up) = &*self.hung_up.lock().unwrap() {
@@ -255,7 +328,12 @@ fn chunk(socket: &mut TcpStream, body: &[u8]) -> bool {
 
 /// A brain's stream: token 3 * i at position i, whose text says so. Goes on where it is told to, and stops after `most` bytes of body,
 /// wherever that is.
-fn tokens(socket: &mut TcpStream, request: &Message, count: u32, most: usize) -> bool {
+fn tokens(
+    socket: &mut TcpStream,
+    request: &Message,
+    report: LoadReport,
+    (count, most): (u32, usize),
+) -> bool {
     let tag = RouterTag::decode(request.header("x-forebay-router").unwrap()).unwrap();
     let resumed = request.header("x-forebay-resume").map(|length| length.parse().unwrap());
     let from = resumed.map_or(0, |length: usize| {
@@ -264,7 +342,7 @@ fn tokens(socket: &mut TcpStream, request: &Message, count: u32, most: usize) ->
         ids.len() as u32
     });
     let name = request.header("x-forebay-stream").unwrap_or("5;first").to_owned();
-    let report = LoadReport { at: 1, seen: tag.seq, own: 1, requests: 1, ..LoadReport::default() };
+    let report = LoadReport { at: 1, seen: tag.seq, own: 1, requests: 1, ..report };
     let mut encoded = Vec::new();
     report.encode(&mut encoded);
     let load = String::from_utf8(encoded).unwrap();

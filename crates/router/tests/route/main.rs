@@ -2,6 +2,8 @@
 
 #![expect(clippy::unwrap_used, reason = "a helper that fails is a test that fails")]
 
+mod admission;
+mod deaths;
 mod fake;
 mod http;
 mod passing;

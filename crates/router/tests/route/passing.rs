@@ -36,7 +36,7 @@ fn what_a_client_sends_arrives_and_what_is_answered_too() {
 #[test]
 fn a_large_answer_and_a_large_request_are_passed_on_whole() {
     let backend = Fake::other();
-    let large = format!("\"{}\"", "x".repeat(5 << 20));
+    let large = format!("{{\"prompt_embeds\":\"{}\"}}", "x".repeat(5 << 20));
     backend.will([Act::Answer(200, large.clone())]);
     let rig = Rig::new(&[&backend]);
     let answer = post(rig.address, CHAT, &large);
@@ -125,7 +125,7 @@ fn nobody_listens_at_one_of_the_backends() {
 #[test]
 fn wrong_requests_are_told_so() {
     let backend = Fake::other();
-    let rig = Rig::with(&[&backend], |config| config.max_payload = 100);
+    let rig = Rig::with(&[&backend], |config| config.bodies.json = 100);
     let large = "x".repeat(101);
     assert_eq!(code(&post(rig.address, CHAT, &large)), (413, "body_too_large".into()));
     assert_eq!(code(&post(rig.address, "/nothing", "{}")), (404, "unknown_url".into()));
@@ -149,7 +149,7 @@ fn connections_are_used_again_and_closed_ones_are_not() {
     // The backend closes it with the next request in its hands: to the client that never happened.
     backend.will([Act::DieFirst]);
     assert_eq!(post(), 200);
-    assert_eq!(backend.connections(), before + 1);
+    assert_eq!(backend.connections(), before + 2, "one more, and one to ask whether it lives");
     assert_eq!(rig.metric("forebay_router_retries_total"), 0.0);
 }
 

@@ -7,7 +7,8 @@ use forebay_protocol::{
     Frame, HEADER_BYTES, Header, Pooling, SamplingParams, StepPlan, StepResult,
 };
 use forebay_scheduler::{
-    Event, Finish, MAX_IN_FLIGHT, Past, Policy, Request, STEP_WORDS, Scheduler, SchedulerConfig,
+    Event, Finish, MAX_IN_FLIGHT, Namer, Past, Policy, Request, STEP_WORDS, Scheduler,
+    SchedulerConfig,
 };
 
 use crate::device::{Device, next_token, read_prompt, vector};
@@ -21,6 +22,7 @@ pub(crate) fn config() -> SchedulerConfig {
         page_size: 4,
         token_budget: 16,
         prefix_cache: true,
+        namer: Namer::open(),
         block_events: true,
         policy: Policy::Fcfs,
         fair: false,

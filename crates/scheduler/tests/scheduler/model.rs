@@ -1,7 +1,7 @@
 //! Whatever happens around it, a request gives the tokens that it gives alone, and ends once.
 
 use forebay_protocol::SamplingParams;
-use forebay_scheduler::{Policy, Request, STEP_WORDS, SchedulerConfig};
+use forebay_scheduler::{Namer, Policy, Request, STEP_WORDS, SchedulerConfig};
 use proptest::prelude::*;
 
 use crate::device::{KILL_TOKEN, NAN_TOKEN, VOCAB};
@@ -148,6 +148,7 @@ fn machines() -> impl Strategy<Value = SchedulerConfig> {
                 page_size,
                 token_budget,
                 prefix_cache,
+                namer: Namer::open(),
                 block_events: true,
                 policy: if fcfs { Policy::Fcfs } else { Policy::Priority },
                 fair,

@@ -30,9 +30,9 @@ fn short(name: BlockHash) -> u64 {
     name.number() as u64 | 1
 }
 
-/// The names of a prompt's blocks.
-pub(super) fn names(state: &Shared, prompt: &[i32]) -> Vec<u64> {
-    state.engine.block_names(prompt).into_iter().map(short).collect()
+/// The names of a prompt's blocks, for requests with this salt.
+pub(super) fn names(state: &Shared, salt: u64, prompt: &[i32]) -> Vec<u64> {
+    state.engine.block_names(salt, prompt).into_iter().map(short).collect()
 }
 
 #[derive(Debug, Default)]

@@ -1,12 +1,13 @@
 //! Routers in front of this brain: who sends a request, what it is told in return, and streams that began at another brain.
 //!
-//! Nothing here happens to a request without the header [`ROUTER_HEADER`]. See `docs/adr/0013` for what is exchanged.
+//! Nothing here happens to a request without the header [`ROUTER_HEADER`], and without the router's key where this brain has any key. See
+//! `docs/adr/0013` for what is exchanged, and `docs/adr/0021` for the key.
 
 pub(crate) mod blocks;
 mod book;
 
 use std::convert::Infallible;
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, Once, OnceLock};
 use std::time::Instant;
 
 use axum::body::Body;
@@ -17,11 +18,12 @@ use axum::middleware::Next;
 use axum::response::{IntoResponse, Response};
 use forebay_api::ApiError;
 use forebay_api::peer::{
-    BLOCKS_HEADER, LOAD_HEADER, LoadReport, RESUME_HEADER, ROUTER_HEADER, RouterTag, STREAM_HEADER,
-    StreamName, encode_blocks, read_ids, sample_blocks, write_comment,
+    BLOCKS_HEADER, LOAD_HEADER, LoadReport, RESUME_HEADER, ROUTER_HEADER, ROUTER_KEY_HEADER,
+    RouterTag, STREAM_HEADER, StreamName, encode_blocks, read_ids, sample_blocks, write_comment,
 };
+use subtle::ConstantTimeEq;
 
-use crate::client::ClientId;
+use crate::client::{ClientId, KeyId};
 use crate::delta::Delta;
 use crate::limits::{self, Upload};
 use crate::outlet::Encoder;
@@ -60,6 +62,8 @@ pub(crate) struct Peer {
     client: Option<ClientId>,
     /// What its router says; most have none.
     exchange: Option<Arc<Exchange>>,
+    /// The salt of its key; 0 where keys make no difference.
+    tenant: u64,
 }
 
 impl FromRequestParts<Shared> for Peer {
@@ -67,7 +71,13 @@ impl FromRequestParts<Shared> for Peer {
 
     async fn from_request_parts(parts: &mut Parts, state: &Shared) -> Result<Self, Infallible> {
         let client = Some(ClientId::from_request_parts(parts, state).await?);
-        Ok(Self { client, exchange: parts.extensions.get::<Arc<Exchange>>().cloned() })
+        let KeyId(key) = KeyId::from_request_parts(parts, state).await?;
+        let exchange = parts.extensions.get::<Arc<Exchange>>().cloned();
+        let sharing = &state.config.sharing;
+        let apart = state.config.api_keys.len() > 1 && !sharing.across_keys;
+        let key = key.filter(|_| apart).and_then(|at| state.config.api_keys.text(at));
+        let tenant = key.map_or(0, |key| sharing.namer.salt(&[key.as_bytes()]));
+        Ok(Self { client, exchange, tenant })
     }
 }
 
@@ -86,6 +96,13 @@ impl Peer {
         self.exchange.as_ref().map(|exchange| &exchange.tag)
     }
 
+    /// The salt of a request whose client gave `cache_salt`: it shares cached blocks only with those that have the same.
+    pub(crate) fn salt(&self, state: &Shared, cache_salt: Option<&str>) -> u64 {
+        cache_salt.map_or(self.tenant, |salt| {
+            state.config.sharing.namer.salt(&[&self.tenant.to_le_bytes(), salt.as_bytes()])
+        })
+    }
+
     /// The stream that this request goes on with.
     pub(crate) fn resume(&self) -> Option<&Resume> {
         self.exchange.as_ref()?.resume.as_ref()
@@ -100,10 +117,10 @@ impl Peer {
     }
 
     /// Has the response's head name the blocks of a prompt, where that is wanted.
-    pub(crate) fn name_blocks(&self, state: &Shared, prompt: &[i32]) {
+    pub(crate) fn name_blocks(&self, state: &Shared, salt: u64, prompt: &[i32]) {
         let Some(exchange) = &self.exchange else { return };
         if exchange.tag.blocks {
-            let names = sample_blocks(&blocks::names(state, prompt));
+            let names = sample_blocks(&blocks::names(state, salt, prompt));
             // The first prompt of several stands for all.
             let _ = exchange.blocks.set(encode_blocks(&names));
         }
@@ -137,6 +154,7 @@ pub(crate) fn report(state: &Shared, router: Option<u64>) -> LoadReport {
         waiting: u32::try_from(stats.waiting).unwrap_or(u32::MAX),
         tokens: replicas.iter().map(|replica| replica.load.work.tokens()).sum(),
         pages_free: (stats.pages_free + stats.pages_cached) as u64,
+        names: state.config.sharing.namer.id(),
         ..state.book.report(router)
     }
 }
@@ -184,9 +202,37 @@ impl Encoder for Tagged {
     }
 }
 
+/// Whether a request comes from a router that may know what this brain knows. Without a key of routers that is whoever asks, but only
+/// where nobody needs any key.
+pub(crate) fn is_router(state: &Shared, headers: &HeaderMap) -> bool {
+    let config = &state.config;
+    match &config.router_key {
+        Some(key) => headers
+            .get(ROUTER_KEY_HEADER)
+            .is_some_and(|given| given.as_bytes().ct_eq(key.as_bytes()).into()),
+        None => config.api_keys.is_empty() && config.admin_keys.is_empty(),
+    }
+}
+
+/// What somebody is told who is no such router.
+pub(crate) fn not_a_router() -> ApiError {
+    let reason = "only routers with the key of this server may ask this: --router-key".to_owned();
+    ApiError::Forbidden { reason, code: "router_key_needed" }
+}
+
 /// Reads what a router says, and tells it what it wants to know.
 pub(crate) async fn talk(State(state): State<Shared>, request: Request, next: Next) -> Response {
     if !request.headers().contains_key(ROUTER_HEADER) {
+        return next.run(request).await;
+    }
+    if !is_router(&state, request.headers()) {
+        static WARNED: Once = Once::new();
+        WARNED.call_once(|| {
+            tracing::warn!("a router without the key of this server is answered as any client");
+        });
+        if request.headers().contains_key(RESUME_HEADER) {
+            return Failure(not_a_router()).into_response();
+        }
         return next.run(request).await;
     }
     let (exchange, mut request) = match read(&state, request).await {

@@ -35,6 +35,8 @@ pub(crate) struct Place<'a> {
     pub(crate) param: &'a str,
     /// Larger is sooner, under the priority policy.
     pub(crate) priority: i32,
+    /// Keeps its cached blocks apart from those of others.
+    pub(crate) cache_salt: Option<Arc<str>>,
     /// The replica that is wanted.
     pub(crate) route: Route,
 }
@@ -50,7 +52,7 @@ impl PooledCall {
         model: &PooledModel,
         inputs: Vec<Input>,
         limits: Limits,
-        Place { param, priority, route }: Place<'_>,
+        Place { param, priority, cache_salt, route }: Place<'_>,
         arrived: Instant,
         peer: &Peer,
     ) -> Result<Self, ApiError> {
@@ -84,6 +86,7 @@ impl PooledCall {
             _live: state.enter(peer),
             _charge: charge,
         };
+        let salt = peer.salt(state, cache_salt.as_deref());
         for (input, &id) in inputs.into_iter().zip(&ids) {
             if !call.alive.is_empty() && call.alive.len().is_multiple_of(CHOICES_A_TURN) {
                 tokio::task::yield_now().await;
@@ -98,6 +101,7 @@ impl PooledCall {
                 stop_ids: Arc::default(),
                 sampling: Default::default(),
                 priority,
+                salt,
                 client: peer.client(),
                 probe: peer.is_probe(),
                 embeds: None,

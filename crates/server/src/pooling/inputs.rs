@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use forebay_api::{ApiError, Pairs, Prompt};
-use forebay_text::TextPool;
+use forebay_text::{TextError, TextPool};
 
 use crate::budget::Charge;
 use crate::text::{encode_prompts, text_error};
@@ -17,12 +17,13 @@ pub(crate) struct Input {
     pub(crate) segment: u32,
 }
 
-/// Tokenises what is text and cuts what is longer than `limit`.
+/// Tokenises what is text and cuts what is longer than `limit`; without a limit nothing may have more than `most` tokens.
 pub(crate) async fn encode_inputs(
     text: &TextPool,
     mut prompts: Vec<Prompt>,
     add_special_tokens: bool,
     limit: Option<usize>,
+    most: usize,
     param: &'static str,
     charge: &Arc<Charge>,
 ) -> Result<Vec<Input>, ApiError> {
@@ -31,7 +32,9 @@ pub(crate) async fn encode_inputs(
     if limit.is_some() {
         prompts.push(Prompt::Text(String::new()));
     }
-    let mut encoded = encode_prompts(text, prompts, add_special_tokens, param, charge).await?;
+    let most = limit.is_none().then_some(most);
+    let mut encoded =
+        encode_prompts(text, prompts, add_special_tokens, most, param, charge).await?;
     if let Some(limit) = limit {
         let frame = encoded.pop().unwrap_or_default();
         for (tokens, &is_text) in encoded.iter_mut().zip(&is_text) {
@@ -49,10 +52,12 @@ pub(crate) async fn encode_inputs(
     }
 }
 
-/// Tokenises pairs, and cuts the second texts of those that are longer than asked.
+/// Tokenises pairs, and cuts the second texts of those that are longer than asked; where nothing is cut none may have more
+/// than `most` tokens.
 pub(crate) async fn encode_pairs(
     text: &TextPool,
     pairs: &Pairs,
+    most: usize,
     charge: &Arc<Charge>,
 ) -> Result<Vec<Input>, ApiError> {
     // A query goes with all documents, and is there once.
@@ -63,12 +68,14 @@ pub(crate) async fn encode_pairs(
     if pairs.truncate.is_some() {
         texts.push(("".into(), String::new()));
     }
-    let keep = Arc::clone(charge);
-    let encoded = text
-        .keeping(keep)
-        .encode_pairs(texts)
-        .await
-        .map_err(|error| text_error(error, pairs.params[1]))?;
+    let most = pairs.truncate.is_none().then_some(most);
+    let encoded = text.within(most).keeping(charge.clone()).encode_pairs(texts).await;
+    let encoded = encoded.map_err(|error| match error {
+        TextError::TooLong { text, .. } if pairs.second.len() > 1 => {
+            text_error(error, &format!("{}[{text}]", pairs.params[1]))
+        }
+        error => text_error(error, pairs.params[1]),
+    })?;
     let mut inputs: Vec<Input> =
         encoded.into_iter().map(|(tokens, segment)| Input { tokens, segment }).collect();
     if let Some(limit) = pairs.truncate {

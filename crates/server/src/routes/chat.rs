@@ -48,7 +48,8 @@ pub(crate) async fn chat_completions(
     let model_limits = state.admit()?;
     let mut chat = request.validate(&state.model.defaults, model_limits)?;
     routing.fill(&mut chat.generation);
-    let prompt = encode_chat(&state.text, chat.prompt, &charge).await?;
+    let most = model_limits.context_length as usize;
+    let prompt = encode_chat(&state.text, chat.prompt, most, &charge).await?;
     drop(charge);
     let tokenizer = chat.generation.sampling.logprobs.map(|_| state.text.tokenizer().clone());
     let n = chat.generation.n;

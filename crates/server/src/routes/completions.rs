@@ -63,8 +63,10 @@ pub(crate) async fn completions(
                     Prompt::Tokens(_) => None,
                 }));
             }
+            let most = Some(model_limits.context_length as usize);
             let special = valid.add_special_tokens;
-            let encoded = encode_prompts(&state.text, prompts, special, "prompt", &charge).await?;
+            let encoded =
+                encode_prompts(&state.text, prompts, special, most, "prompt", &charge).await?;
             let submissions = encoded
                 .into_iter()
                 .map(|ids| Submission::new(ids, Arc::clone(&terms), model_limits, "prompt"));

@@ -42,12 +42,14 @@ pub(crate) async fn embeddings(
     let model_limits = state.admit()?;
     let valid = request.validate(model_limits, model.size, model.normalize)?;
     let special = valid.add_special_tokens;
+    let most = model_limits.context_length as usize;
     let inputs =
-        encode_inputs(&state.text, valid.prompts, special, valid.truncate, "input", &charge)
+        encode_inputs(&state.text, valid.prompts, special, valid.truncate, most, "input", &charge)
             .await?;
     drop(charge);
     let id = format!("embd-{}", random_hex());
-    let place = Place { param: "input", priority: valid.priority, route: routing.0 };
+    let (priority, cache_salt) = (valid.priority, valid.cache_salt);
+    let place = Place { param: "input", priority, cache_salt, route: routing.0 };
     let call =
         PooledCall::start(&state, model, inputs, model_limits, place, arrived, &peer).await?;
     let mut call = call.named(&id);

@@ -70,7 +70,8 @@ pub(crate) async fn generate(
         prompts.push(item.prompt);
         terms_of.push(Arc::clone(&terms[item.generation]));
     }
-    let encoded = encode_prompts(&state.text, prompts, true, param, &charge).await?;
+    let most = Some(model_limits.context_length as usize);
+    let encoded = encode_prompts(&state.text, prompts, true, most, param, &charge).await?;
     drop(charge);
     let submissions = encoded
         .into_iter()
@@ -144,7 +145,7 @@ impl Accumulated {
                 }),
                 prompt_tokens: usage.prompt_tokens,
                 completion_tokens: usage.completion_tokens,
-                cached_tokens: usage.prompt_tokens_details.cached_tokens,
+                cached_tokens: usage.prompt_tokens_details.map(|details| details.cached_tokens),
                 e2e_latency: self.arrived.elapsed().as_secs_f64(),
                 output_token_logprobs: self.with_logprobs.then(sampled),
                 output_top_logprobs: (self.with_logprobs && has_top).then(top),

@@ -157,7 +157,8 @@ async fn one_token(state: &Shared, limits: Limits, arrived: Instant) -> Result<(
     let token = state.model.eos.first().copied().unwrap_or(0);
     if let Some(model) = &state.model.pooling {
         let inputs = vec![Input { tokens: vec![token], segment: 0 }];
-        let place = Place { param: "input", priority: 0, route: Route::default() };
+        let place =
+            Place { param: "input", priority: 0, cache_salt: None, route: Route::default() };
         let peer = Peer::default();
         let call = PooledCall::start(state, model, inputs, limits, place, arrived, &peer).await?;
         return call.named("health").collect().await.map(drop);

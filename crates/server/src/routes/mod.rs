@@ -26,7 +26,7 @@ use crate::client::KeyId;
 use crate::delta::End;
 use crate::guard;
 use crate::peers::blocks::blocks;
-use crate::peers::talk;
+use crate::peers::{is_router, not_a_router, talk};
 use crate::reply::Failure;
 use crate::state::Shared;
 
@@ -53,22 +53,30 @@ pub(crate) fn router(state: Shared) -> Router {
         .route("/v1/models/{*id}", get(info::model))
         .route("/tokenize", post(tokenize::tokenize))
         .route("/detokenize", post(tokenize::detokenize))
-        .route("/v1/blocks", get(blocks))
         .route("/health_generate", get(info::health_generate))
         .layer(from_fn_with_state(state.clone(), talk))
         .layer(from_fn_with_state(state.clone(), check_key));
     let admin = Router::new()
         .route("/server_info", get(info::server_info))
-        .route("/v1/loads", get(loads::loads))
         .route("/replicas/{replica}/drain", post(replicas::drain))
         .route("/replicas/{replica}/resume", post(replicas::resume))
         .route("/flush_cache", post(info::flush_cache))
         .layer(from_fn_with_state(state.clone(), talk))
         .layer(from_fn_with_state(state.clone(), check_admin));
+    let loads = Router::new()
+        .route("/v1/loads", get(loads::loads))
+        .layer(from_fn_with_state(state.clone(), talk))
+        .layer(from_fn_with_state(state.clone(), check_loads));
+    let blocks = Router::new()
+        .route("/v1/blocks", get(blocks))
+        .layer(from_fn_with_state(state.clone(), talk))
+        .layer(from_fn_with_state(state.clone(), check_router));
     let cors = state.config.access.cors();
     let routes = Router::new()
         .merge(keyed.layer(from_fn(check_type)))
         .merge(admin.layer(from_fn(check_type)))
+        .merge(loads)
+        .merge(blocks)
         .route("/livez", get(info::live))
         .route("/health", get(info::health))
         .route("/metrics", get(info::metrics))
@@ -144,6 +152,27 @@ async fn check_admin(
     match keys.shown(request.headers()) {
         Some(_) => next.run(request).await,
         None => Failure(ApiError::Unauthorized).into_response(),
+    }
+}
+
+/// What the server has to do, routers may know as well.
+async fn check_loads(
+    State(state): State<Shared>,
+    key: KeyId,
+    request: Request,
+    next: Next,
+) -> Response {
+    match is_router(&state, request.headers()) {
+        true => next.run(request).await,
+        false => check_admin(State(state), key, request, next).await,
+    }
+}
+
+/// Names of blocks are for routers alone.
+async fn check_router(State(state): State<Shared>, request: Request, next: Next) -> Response {
+    match is_router(&state, request.headers()) {
+        true => next.run(request).await,
+        false => Failure(not_a_router()).into_response(),
     }
 }
 

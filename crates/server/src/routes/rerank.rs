@@ -101,20 +101,26 @@ async fn score_pairs(
     let model = state.pooled_model()?;
     let limits = state.limits()?;
     let inputs = match model.task {
-        PoolingTask::Score => encode_pairs(&state.text, pairs, charge).await?,
+        PoolingTask::Score => {
+            encode_pairs(&state.text, pairs, limits.context_length as usize, charge).await?
+        }
         PoolingTask::Embed => {
             let mut inputs = Vec::with_capacity(pairs.first.len() + pairs.second.len());
             for (texts, param) in [&pairs.first, &pairs.second].into_iter().zip(pairs.params) {
                 let texts = texts.iter().cloned().map(Prompt::Text).collect();
+                let most = limits.context_length as usize;
                 let encoded =
-                    encode_inputs(&state.text, texts, true, pairs.truncate, param, charge).await?;
+                    encode_inputs(&state.text, texts, true, pairs.truncate, most, param, charge)
+                        .await?;
                 check_lengths(&encoded, limits.context_length, param)?;
                 inputs.extend(encoded);
             }
             inputs
         }
     };
-    let place = Place { param: pairs.params[1], priority: pairs.priority, route: routing.0 };
+    let (param, priority) = (pairs.params[1], pairs.priority);
+    let cache_salt = pairs.cache_salt.clone();
+    let place = Place { param, priority, cache_salt, route: routing.0 };
     let call = PooledCall::start(state, model, inputs, limits, place, arrived, peer).await?;
     let mut call = call.named(id);
     let vectors = call.collect().await?;

@@ -3,14 +3,17 @@
 use axum::extract::State;
 use axum::response::Response;
 use forebay_api::{
-    DetokenizeRequest, DetokenizeResponse, ErrorBody, Prompt, TokenizeInput, TokenizeRequest,
-    TokenizeResponse,
+    ApiError, DetokenizeRequest, DetokenizeResponse, ErrorBody, Prompt, TokenizeInput,
+    TokenizeRequest, TokenizeResponse,
 };
 
 use crate::limits::{self, Upload};
 use crate::reply::{self, Failure};
 use crate::state::Shared;
 use crate::text::{encode_chat, encode_prompts, text_error};
+
+/// What the routes here take with a model of any context, where nothing else is set.
+const MOST_TOKENS: usize = 64 << 10;
 
 /// Turns text or a conversation into token ids.
 #[utoipa::path(
@@ -30,15 +33,21 @@ pub(crate) async fn tokenize(
     state.model_name(request.model.as_deref())?;
     let max_model_len = state.limits()?.context_length;
     let with_strings = request.return_token_strs.unwrap_or(false);
-    let tokens = match request.validate()? {
+    let most = most_tokens(&state)?;
+    let encoded = match request.validate()? {
         TokenizeInput::Text { text, add_special_tokens } => {
             let prompts = vec![Prompt::Text(text)];
-            let encoded =
-                encode_prompts(&state.text, prompts, add_special_tokens, "prompt", &charge);
-            encoded.await?.pop().unwrap_or_default()
+            let special = add_special_tokens;
+            let encode =
+                encode_prompts(&state.text, prompts, special, Some(most), "prompt", &charge);
+            encode.await.map(|all| all.concat())
         }
-        TokenizeInput::Chat(chat) => encode_chat(&state.text, chat, &charge).await?,
+        TokenizeInput::Chat(chat) => encode_chat(&state.text, chat, most, &charge).await,
     };
+    let tokens = encoded.map_err(|error| match error {
+        ApiError::TextTooLong { param, limit, .. } => too_many(&param, limit),
+        other => other,
+    })?;
     let tokenizer = state.text.tokenizer();
     let token_strs = with_strings
         .then(|| tokens.iter().map(|&id| tokenizer.id_to_token(id).unwrap_or_default()).collect());
@@ -62,7 +71,24 @@ pub(crate) async fn detokenize(
     let (request, _charge) = limits::read::<DetokenizeRequest>(body, &state).await?;
     state.model_name(request.model.as_deref())?;
     let tokens = request.validate(state.limits()?.vocab_size)?;
+    let limit = most_tokens(&state)?;
+    if tokens.len() > limit {
+        return Err(too_many("tokens", limit).into());
+    }
     let decoded = state.text.decode(tokens).await;
     let prompt = decoded.map_err(|error| text_error(error, "tokens"))?;
     Ok(reply::ok(&DetokenizeResponse { prompt }))
+}
+
+fn too_many(param: &str, limit: usize) -> ApiError {
+    let reason = format!(
+        "`{param}`: more than {limit} tokens at a time; the server's --max-tokenize-tokens allows more"
+    );
+    ApiError::invalid(param, reason)
+}
+
+/// Tokens that these routes take at a time: more than a prompt may have, for those who cut a document by its tokens.
+fn most_tokens(state: &Shared) -> Result<usize, ApiError> {
+    let context = state.limits()?.context_length as usize;
+    Ok(state.config.max_tokenize_tokens.unwrap_or((4 * context).max(MOST_TOKENS)))
 }

@@ -93,6 +93,38 @@ async fn requests_that_cannot_be_served() {
 }
 
 #[tokio::test]
+async fn tokenizing_has_a_bound_of_its_own() {
+    let server = TestServer::scripted("a").await;
+    let (status, answer) = server.post("/tokenize", json!({"prompt": "word ".repeat(1000)})).await;
+    assert_eq!(status, 200, "more than the context: {answer}");
+    let (status, answer) =
+        server.post("/tokenize", json!({"prompt": "word ".repeat(70_000)})).await;
+    let invalid = "invalid_request_error";
+    assert_eq!((status, error(&answer)), (400, (invalid, Some("prompt"), "invalid_value")));
+    assert!(answer["error"]["message"].as_str().unwrap().contains("--max-tokenize-tokens"));
+    let (status, answer) = server.post("/detokenize", json!({"tokens": vec![1; 65_537]})).await;
+    assert_eq!((status, error(&answer)), (400, (invalid, Some("tokens"), "invalid_value")));
+}
+
+#[tokio::test]
+async fn a_prompt_that_is_far_too_long() {
+    let server = TestServer::scripted("a").await;
+    let long = "a".repeat(1 << 20);
+    let messages = json!([{"role": "user", "content": long}]);
+    let cases = [
+        (CHAT, json!({"messages": messages}), "messages"),
+        ("/v1/completions", json!({"prompt": long}), "prompt"),
+        ("/v1/completions", json!({"prompt": ["a", long]}), "prompt[1]"),
+        ("/generate", json!({"text": long}), "text"),
+    ];
+    for (route, body, param) in cases {
+        let (status, answer) = server.post(route, body).await;
+        let expected = ("invalid_request_error", Some(param), "context_length_exceeded");
+        assert_eq!((status, error(&answer)), (400, expected), "{answer}");
+    }
+}
+
+#[tokio::test]
 async fn routes_and_methods_that_do_not_exist() {
     let server = TestServer::scripted("a").await;
     let (status, answer) = server.get_json("/v1/nothing").await;

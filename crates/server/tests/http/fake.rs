@@ -8,8 +8,8 @@ use std::time::Duration;
 
 use forebay_api::GenerationDefaults;
 use forebay_engine::{
-    Admission, BlockHash, Dtype, EngineRequest, Facts, FinishReason, Output, OutputSink, RequestId,
-    SampledToken, Stats, Status, SubmitError,
+    Admission, BlockHash, Dtype, EngineRequest, Facts, FinishReason, Namer, Output, OutputSink,
+    RequestId, SampledToken, Stats, Status, SubmitError,
 };
 use forebay_replicas::{Load, ReplicaReport};
 use forebay_server::{
@@ -245,8 +245,8 @@ impl Engine for Fake {
         let all = self.drained.lock();
         !all.is_empty() && all.iter().all(|&drained| drained)
     }
-    fn block_names(&self, prompt: &[i32]) -> Vec<BlockHash> {
-        BlockHash::chain(0, prompt, 16)
+    fn block_names(&self, salt: u64, prompt: &[i32]) -> Vec<BlockHash> {
+        Namer::open().chain(salt, prompt, 16)
     }
     fn facts(&self) -> Option<Facts> {
         (!matches!(*self.status.lock(), Status::Starting(_))).then(|| Facts {

@@ -17,4 +17,5 @@ mod peers;
 mod pooling;
 mod replicas;
 mod shares;
+mod sharing;
 mod streams;

@@ -4,7 +4,7 @@ use forebay_api::peer::{
     BLOCKS_HEADER, LOAD_HEADER, LoadReport, RESUME_HEADER, ROUTER_HEADER, RouterTag, STREAM_HEADER,
     decode_blocks, read_comment, read_ids,
 };
-use forebay_engine::{BlockHash, FinishReason};
+use forebay_engine::{FinishReason, Namer};
 use http_body_util::Full;
 use hyper::Request;
 use serde_json::{Value, json};
@@ -217,7 +217,7 @@ async fn a_prompts_blocks_are_named_to_who_asks() {
     let body = json!({"prompt": prompt, "max_tokens": 2});
     let pending = routed(&server, "/v1/completions", &body, 1, None).await;
     let names = decode_blocks(pending.header(BLOCKS_HEADER).unwrap()).unwrap();
-    let chain = BlockHash::chain(0, &prompt, 16);
+    let chain = Namer::open().chain(0, &prompt, 16);
     assert_eq!(names, chain.iter().map(|name| name.number() as u64 | 1).collect::<Vec<_>>());
     assert_eq!(names.len(), 2);
     let (status, error) = server.get_json("/v1/blocks").await;

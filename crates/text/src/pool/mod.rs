@@ -3,8 +3,8 @@
 //! A thread that has nothing to do takes an input as soon as it comes: nothing waits for company. Batches form only
 //! from what has come while every thread was busy: a thread takes its share of that, bounded by an estimate of tokens,
 //! and encodes it without another look at the queue. Long inputs are cut, and their pieces take turns with the batches,
-//! over all threads: a short input waits for one piece at most. The threads are all there is: no library is asked to
-//! use more.
+//! over all threads: a short input waits for one piece at most. What can't be cut and is long has a thread of its own,
+//! one piece at a time. The threads are all there is: no library is asked to use more.
 
 mod queue;
 #[cfg(test)]
@@ -15,15 +15,17 @@ use std::any::Any;
 use std::io;
 use std::num::NonZeroUsize;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread::{Builder, JoinHandle};
+use std::time::{Duration, Instant};
 
+use parking_lot::{Condvar, Mutex};
 use serde_json::{Map, Value};
 use tokio::sync::oneshot;
 
 use crate::encoder::Encoder;
 use crate::error::TextError;
-use crate::template::ChatTemplate;
+use crate::template::{ChatTemplate, Guard};
 use crate::tokenizer::Tokenizer;
 use queue::{Queue, Task};
 use work::{Input, Job, Reply, Started, Tools};
@@ -32,6 +34,8 @@ use work::{Input, Job, Reply, Started, Tools};
 const STACK_BYTES: usize = 8 << 20;
 /// Text of so few tokens is encoded by whoever asks: that takes about as long as waking a thread would.
 const WAKE_TOKENS: usize = 32;
+/// How long the end of a pool waits for its threads; what they do then is nobody's any more.
+const PATIENCE: Duration = Duration::from_secs(1);
 /// Room for the history of some hundreds of long conversations.
 const CACHE_BYTES: usize = 64 << 20;
 
@@ -95,6 +99,8 @@ pub struct TextConfig {
     pub cache_bytes: usize,
     /// The most inputs that a thread takes at a time, whatever their size.
     pub batch_inputs: Option<NonZeroUsize>,
+    /// Special tokens in the strings of chats are special. Otherwise they are encoded as the text that they look like.
+    pub special_tokens_in_content: bool,
 }
 
 impl Default for TextConfig {
@@ -105,6 +111,7 @@ impl Default for TextConfig {
             mode: TextMode::Auto,
             cache_bytes: CACHE_BYTES,
             batch_inputs: None,
+            special_tokens_in_content: false,
         }
     }
 }
@@ -122,6 +129,8 @@ pub struct TextStats {
     pub cut: u64,
     /// Inputs whose caller had gone before they were encoded.
     pub cancelled: u64,
+    /// Bytes of text that were encoded, or begun to be.
+    pub encoded_bytes: u64,
     /// Bytes of text that were looked up in the cache.
     pub cache_queries: u64,
     /// Bytes of text that were found there.
@@ -141,13 +150,16 @@ pub type StartThread<'a> =
 pub struct TextPool {
     shared: Arc<Shared>,
     mode: TextMode,
-    threads: Vec<JoinHandle<()>>,
+    patience: Duration,
 }
 
 #[derive(Debug)]
 struct Shared {
     tools: Tools,
     queue: Queue,
+    /// Threads that have not ended, and whoever waits for that.
+    running: Mutex<usize>,
+    ended: Condvar,
     inputs: AtomicU64,
     batches: AtomicU64,
     cut: AtomicU64,
@@ -193,63 +205,56 @@ impl TextPool {
         config: &TextConfig,
         start: StartThread<'_>,
     ) -> io::Result<Self> {
+        let guard = match &template {
+            Some(template) if !config.special_tokens_in_content => {
+                Guard::new(tokenizer.special_texts(), template)
+            }
+            _ => None,
+        };
         let encoder = Encoder::new(tokenizer, config.cache_bytes);
+        let closed = AtomicBool::new(false);
         let threads = config.threads.max(1);
         let shared = Arc::new(Shared {
-            tools: Tools { encoder, template },
+            tools: Tools { encoder, template, guard, closed },
             queue: Queue::new(config.queue.max(1), threads, config.batch_inputs),
+            running: Mutex::new(0),
+            ended: Condvar::new(),
             inputs: AtomicU64::new(0),
             batches: AtomicU64::new(0),
             cut: AtomicU64::new(0),
             cancelled: AtomicU64::new(0),
         });
-        let worker = |index: usize| {
+        let spawn = |name: String, work: fn(&Shared)| {
             let shared = Arc::clone(&shared);
-            let thread = Builder::new().name(format!("text-{index}")).stack_size(STACK_BYTES);
-            start(thread, Box::new(move || shared.work()))
+            *shared.running.lock() += 1;
+            let thread = Builder::new().name(name).stack_size(STACK_BYTES);
+            let work = move || {
+                let _ended = Ended(&shared);
+                work(&shared);
+            };
+            // Nobody joins it: it may be in work that nobody waits for.
+            start(thread, Box::new(work)).map(drop)
         };
-        let threads = match config.mode {
-            TextMode::Auto => (0..threads).map(worker).collect::<io::Result<_>>()?,
-            TextMode::Inline => Vec::new(),
-        };
-        Ok(Self { shared, mode: config.mode, threads })
+        if config.mode == TextMode::Auto {
+            (0..threads).try_for_each(|index| spawn(format!("text-{index}"), Shared::work))?;
+            spawn("text-long".to_owned(), Shared::work_long)?;
+        }
+        Ok(Self { shared, mode: config.mode, patience: PATIENCE })
     }
 
-    /// The pool, with something that is kept for as long as what is given to it: also when nobody waits for that any more.
-    pub fn keeping(&self, keep: Keep) -> Keeping<'_> {
-        Keeping { pool: self, keep: Some(keep) }
+    /// The same pool for texts that may have so many tokens each, special tokens included; `None`: as many as they have.
+    ///
+    /// A text that can't be short enough is refused before it is encoded, and encoding ends once it has more.
+    pub fn within(&self, most: impl Into<Option<usize>>) -> Within<'_> {
+        Within { pool: self, most: most.into(), keep: None }
     }
 
-    /// The token ids of one input.
+    /// [`Within::encode`] without a limit.
     ///
     /// # Errors
-    /// [`TextError::Busy`], at once, when the queue is full; [`TextError::NoTemplate`] for a chat without a template;
-    /// [`TextError::Template`] and [`TextError::Encode`] for what cannot be rendered or encoded.
+    /// As there.
     pub async fn encode(&self, input: TextInput) -> Result<Encoded, TextError> {
-        Keeping { pool: self, keep: None }.encode(input).await
-    }
-
-    /// The token ids of several texts, in order. They take one place in the queue, so that all are taken or none.
-    ///
-    /// # Errors
-    /// As [`TextPool::encode`].
-    pub async fn encode_all(
-        &self,
-        texts: Vec<String>,
-        add_special_tokens: bool,
-    ) -> Result<Vec<Vec<i32>>, TextError> {
-        Keeping { pool: self, keep: None }.encode_all(texts, add_special_tokens).await
-    }
-
-    /// The token ids of pairs of texts and where the second of each begins, in order. They take one place in the queue.
-    ///
-    /// # Errors
-    /// As [`TextPool::encode`].
-    pub async fn encode_pairs(
-        &self,
-        pairs: Vec<(Arc<str>, String)>,
-    ) -> Result<Vec<(Vec<i32>, u32)>, TextError> {
-        Keeping { pool: self, keep: None }.encode_pairs(pairs).await
+        self.within(None).encode(input).await
     }
 
     /// The text of token ids, special tokens included, exactly as Hugging Face's `decode` gives it.
@@ -257,7 +262,7 @@ impl TextPool {
     /// # Errors
     /// As [`TextPool::encode`]; [`TextError::Decode`] if the decoder refuses the tokens.
     pub async fn decode(&self, ids: Vec<i32>) -> Result<String, TextError> {
-        let decoded = self.run(Input::Ids(ids), None).await?.pop();
+        let decoded = self.run(Input::Ids(ids), None, None).await?.pop();
         Ok(decoded.and_then(|decoded| decoded.text).unwrap_or_default())
     }
 
@@ -277,21 +282,27 @@ impl TextPool {
             batches: count(&shared.batches),
             cut: count(&shared.cut),
             cancelled: count(&shared.cancelled),
+            encoded_bytes: shared.tools.encoder.encoded_bytes(),
             cache_queries,
             cache_hits,
             cache_bytes,
         }
     }
 
-    async fn run(&self, input: Input, keep: Option<Keep>) -> Result<Vec<Encoded>, TextError> {
+    async fn run(
+        &self,
+        input: Input,
+        most: Option<usize>,
+        keep: Option<Keep>,
+    ) -> Result<Vec<Encoded>, TextError> {
         let tokens = input.tokens();
         let is_tiny = tokens <= WAKE_TOKENS && matches!(input, Input::Texts { .. } | Input::Ids(_));
         if is_tiny || self.mode == TextMode::Inline {
             self.shared.inputs.fetch_add(1, Ordering::Relaxed);
-            return input.encode(&self.shared.tools);
+            return input.encode(&self.shared.tools, most);
         }
         let (reply, answer) = oneshot::channel();
-        self.shared.queue.push(Job { input, tokens, reply, keep })?;
+        self.shared.queue.push(Job { input, most, tokens, reply, keep })?;
         answer.await.unwrap_or(Err(TextError::Closed))
     }
 }
@@ -299,57 +310,82 @@ impl TextPool {
 /// What is kept for as long as an input is in the pool.
 pub type Keep = Arc<dyn Any + Send + Sync>;
 
-/// See [`TextPool::keeping`].
-#[derive(Debug)]
-pub struct Keeping<'a> {
+/// A pool, and how long its inputs may be.
+#[derive(Debug, Clone)]
+pub struct Within<'a> {
     pool: &'a TextPool,
+    most: Option<usize>,
     keep: Option<Keep>,
 }
 
-impl Keeping<'_> {
-    /// As [`TextPool::encode`].
+impl Within<'_> {
+    /// With something that is kept for as long as what is given to the pool: also when nobody waits for that any more.
+    #[must_use]
+    pub fn keeping(self, keep: Keep) -> Self {
+        Self { keep: Some(keep), ..self }
+    }
+
+    /// The token ids of one input.
     ///
     /// # Errors
-    /// As there.
+    /// [`TextError::Busy`], at once, when the queue is full; [`TextError::NoTemplate`] for a chat without a template;
+    /// [`TextError::Template`], [`TextError::Costly`], [`TextError::Guarded`] and [`TextError::Encode`] for what cannot be
+    /// rendered or encoded; [`TextError::TooLong`] for what has more tokens than it may.
     pub async fn encode(self, input: TextInput) -> Result<Encoded, TextError> {
-        let mut encoded = self.pool.run(input.into(), self.keep).await?;
+        let mut encoded = self.pool.run(input.into(), self.most, self.keep).await?;
         encoded.pop().ok_or_else(|| TextError::Encode("nothing to encode".to_owned()))
     }
 
-    /// As [`TextPool::encode_all`].
+    /// The token ids of several texts, in order. They take one place in the queue, so that all are taken or none.
     ///
     /// # Errors
-    /// As there.
+    /// As [`Within::encode`].
     pub async fn encode_all(
         self,
         texts: Vec<String>,
         add_special_tokens: bool,
     ) -> Result<Vec<Vec<i32>>, TextError> {
-        let encoded = self.pool.run(Input::Texts { texts, add_special_tokens }, self.keep).await?;
+        let input = Input::Texts { texts, add_special_tokens };
+        let encoded = self.pool.run(input, self.most, self.keep).await?;
         Ok(encoded.into_iter().map(|encoded| encoded.ids).collect())
     }
 
-    /// As [`TextPool::encode_pairs`].
+    /// The token ids of pairs of texts and where the second of each begins, in order. They take one place in the queue.
     ///
     /// # Errors
-    /// As there.
+    /// As [`Within::encode`].
     pub async fn encode_pairs(
         self,
         pairs: Vec<(Arc<str>, String)>,
     ) -> Result<Vec<(Vec<i32>, u32)>, TextError> {
-        let encoded = self.pool.run(Input::Pairs(pairs), self.keep).await?;
+        let encoded = self.pool.run(Input::Pairs(pairs), self.most, self.keep).await?;
         let pair = |Encoded { ids, second, .. }| (ids, second.unwrap_or_default());
         Ok(encoded.into_iter().map(pair).collect())
     }
 }
 
 impl Drop for TextPool {
+    /// Waits for the threads, but not long: one may be in a template or a word that takes its time.
     fn drop(&mut self) {
+        self.shared.tools.closed.store(true, Ordering::Relaxed);
         self.shared.queue.close();
-        for thread in self.threads.drain(..) {
-            // A worker catches its inputs' panics, so there is nothing to learn from how it ended.
-            let _ = thread.join();
+        let until = Instant::now() + self.patience;
+        let mut running = self.shared.running.lock();
+        while *running > 0 {
+            if self.shared.ended.wait_until(&mut running, until).timed_out() {
+                break;
+            }
         }
+    }
+}
+
+/// Says that a thread has ended, however that happened.
+struct Ended<'a>(&'a Shared);
+
+impl Drop for Ended<'_> {
+    fn drop(&mut self) {
+        *self.0.running.lock() -= 1;
+        self.0.ended.notify_all();
     }
 }
 
@@ -384,6 +420,18 @@ impl Shared {
                 }
                 Task::Piece(long, _) if long.is_over() => self.queue.forget(&long),
                 Task::Piece(long, piece) => long.encode(piece, &self.tools),
+            }
+        }
+    }
+
+    /// What the thread of long pieces does.
+    fn work_long(&self) {
+        let _leave = Leave(&self.queue);
+        while let Some((long, piece)) = self.queue.take_long() {
+            if long.is_over() {
+                self.queue.forget(&long);
+            } else {
+                long.encode(piece, &self.tools);
             }
         }
     }

@@ -12,12 +12,14 @@ use crate::error::TextError;
 /// Estimated tokens that a thread takes at a time: a few milliseconds of work at most.
 const BATCH_TOKENS: usize = 2048;
 
-/// The two lanes: whole inputs, first come first served, and long inputs that have been cut, which take turns piece by
-/// piece.
+/// The lanes: whole inputs, first come first served; long inputs that have been cut, which take turns piece by piece; and
+/// pieces that could not be cut and are long themselves, which have a thread of their own.
 #[derive(Debug)]
 pub(super) struct Queue {
     lanes: Mutex<Lanes>,
     ready: Condvar,
+    /// Something for the thread of long pieces.
+    long_ready: Condvar,
     limit: usize,
     threads: usize,
     batch_inputs: Option<NonZeroUsize>,
@@ -30,6 +32,8 @@ struct Lanes {
     tokens: usize,
     /// Inputs with their next piece.
     long: VecDeque<(Arc<Long>, usize)>,
+    /// Inputs whose next piece is a long one.
+    long_pieces: VecDeque<(Arc<Long>, usize)>,
     closed: bool,
 }
 
@@ -44,7 +48,8 @@ impl Queue {
     /// A queue for `limit` waiting inputs, taken by `threads` threads at most `batch_inputs` at a time.
     pub(super) fn new(limit: usize, threads: usize, batch_inputs: Option<NonZeroUsize>) -> Self {
         let lanes = Mutex::new(Lanes::default());
-        Self { lanes, ready: Condvar::new(), limit, threads, batch_inputs }
+        let (ready, long_ready) = (Condvar::new(), Condvar::new());
+        Self { lanes, ready, long_ready, limit, threads, batch_inputs }
     }
 
     /// Puts an input at the end.
@@ -69,13 +74,43 @@ impl Queue {
 
     /// Puts the pieces of an input up for every thread.
     pub(super) fn push_long(&self, long: Arc<Long>) {
-        self.lanes.lock().long.push_back((long, 0));
+        self.put(&mut self.lanes.lock(), long, 0);
         self.ready.notify_all();
+    }
+
+    /// Puts an input into the lane of its next piece.
+    fn put(&self, lanes: &mut Lanes, long: Arc<Long>, piece: usize) {
+        if long.is_long(piece) {
+            lanes.long_pieces.push_back((long, piece));
+            self.long_ready.notify_one();
+        } else {
+            lanes.long.push_back((long, piece));
+        }
     }
 
     /// Drops the pieces of an input that nobody has taken.
     pub(super) fn forget(&self, long: &Arc<Long>) {
-        self.lanes.lock().long.retain(|(other, _)| !Arc::ptr_eq(other, long));
+        let mut lanes = self.lanes.lock();
+        lanes.long.retain(|(other, _)| !Arc::ptr_eq(other, long));
+        lanes.long_pieces.retain(|(other, _)| !Arc::ptr_eq(other, long));
+    }
+
+    /// Waits for a long piece, the oldest input's first; `None` once the queue is closed.
+    pub(super) fn take_long(&self) -> Option<(Arc<Long>, usize)> {
+        let mut lanes = self.lanes.lock();
+        loop {
+            if lanes.closed {
+                return None;
+            }
+            if let Some((long, piece)) = lanes.long_pieces.pop_front() {
+                if piece + 1 < long.pieces() {
+                    self.put(&mut lanes, Arc::clone(&long), piece + 1);
+                    self.ready.notify_one();
+                }
+                return Some((long, piece));
+            }
+            self.long_ready.wait(&mut lanes);
+        }
     }
 
     /// Waits for something to do; `None` once the queue is closed and empty. A thread that got a batch is given a piece
@@ -83,7 +118,7 @@ impl Queue {
     pub(super) fn take(&self, after_batch: bool) -> Option<Task> {
         let mut lanes = self.lanes.lock();
         loop {
-            let piece = |lanes: &mut Lanes| lanes.piece();
+            let piece = |lanes: &mut Lanes| self.piece(lanes);
             let batch = |lanes: &mut Lanes| lanes.batch(self.threads, self.batch_inputs);
             let task = if after_batch {
                 piece(&mut lanes).or_else(|| batch(&mut lanes))
@@ -97,10 +132,19 @@ impl Queue {
         }
     }
 
-    /// Takes nothing more in; threads end when what there is has been done.
+    /// Takes nothing more in; threads end when what there is has been done, but for long pieces.
     pub(super) fn close(&self) {
         self.lanes.lock().closed = true;
         self.ready.notify_all();
+        self.long_ready.notify_all();
+    }
+
+    fn piece(&self, lanes: &mut Lanes) -> Option<Task> {
+        let (long, piece) = lanes.long.pop_front()?;
+        if piece + 1 < long.pieces() {
+            self.put(lanes, Arc::clone(&long), piece + 1);
+        }
+        Some(Task::Piece(long, piece))
     }
 
     /// Closes, and drops what waits.
@@ -109,6 +153,7 @@ impl Queue {
         *lanes = Lanes { closed: true, ..Lanes::default() };
         drop(lanes);
         self.ready.notify_all();
+        self.long_ready.notify_all();
     }
 
     /// How many inputs wait.
@@ -134,13 +179,5 @@ impl Lanes {
         }
         self.tokens -= tokens;
         (!batch.is_empty()).then_some(Task::Batch(batch))
-    }
-
-    fn piece(&mut self) -> Option<Task> {
-        let (long, piece) = self.long.pop_front()?;
-        if piece + 1 < long.pieces() {
-            self.long.push_back((Arc::clone(&long), piece + 1));
-        }
-        Some(Task::Piece(long, piece))
     }
 }

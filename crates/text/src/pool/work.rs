@@ -1,20 +1,25 @@
 //! One input on its way through the pool.
 
+use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, OnceLock};
 
 use parking_lot::Mutex;
 use serde_json::{Map, Value};
 use tokio::sync::oneshot;
 
 use super::{Encoded, Keep, TextInput};
-use crate::encoder::{Encoder, Work};
+use crate::encoder::{Encoder, Texts, Work};
 use crate::error::TextError;
-use crate::template::{ChatRender, ChatTemplate};
+use crate::template::{ChatRender, ChatTemplate, Guard, Rendered, text_bytes};
 
 /// About how many bytes make a token.
 const BYTES_A_TOKEN: usize = 4;
+/// Pairs of about so many bytes are encoded at a time.
+const PAIRS_BYTES: usize = 8 << 10;
+/// A pair of so many bytes is not for the threads that others wait for.
+const LONG_PAIR_BYTES: usize = 64 << 10;
 
 /// Where an input's answer goes; closed once nobody waits for it.
 pub(super) type Reply = oneshot::Sender<Result<Vec<Encoded>, TextError>>;
@@ -24,6 +29,10 @@ pub(super) type Reply = oneshot::Sender<Result<Vec<Encoded>, TextError>>;
 pub(super) struct Tools {
     pub(super) encoder: Encoder,
     pub(super) template: Option<Arc<ChatTemplate>>,
+    /// Makes ordinary text of the special tokens in chats; `None`: they are special.
+    pub(super) guard: Option<Guard>,
+    /// The pool is closed: nobody waits for anything.
+    pub(super) closed: AtomicBool,
 }
 
 /// Text, or what becomes text.
@@ -37,7 +46,7 @@ pub(super) enum Input {
     Pairs(Vec<(Arc<str>, String)>),
     /// To become text again.
     Ids(Vec<i32>),
-    Chat(Chat),
+    Chat(Box<Chat>),
 }
 
 /// See [`TextInput::Chat`].
@@ -54,6 +63,8 @@ pub(super) struct Chat {
 #[derive(Debug)]
 pub(super) struct Job {
     pub(super) input: Input,
+    /// Tokens that each text may have.
+    pub(super) most: Option<usize>,
     /// An estimate, at least one.
     pub(super) tokens: usize,
     pub(super) reply: Reply,
@@ -73,7 +84,7 @@ pub(super) struct Long {
     _keep: Option<Keep>,
 }
 
-/// An input as text, cut; or what needs no cutting, done.
+/// An input as text, cut.
 #[derive(Debug)]
 pub(super) enum Planned {
     Cut {
@@ -81,7 +92,16 @@ pub(super) enum Planned {
         /// What a template rendered, for the answer.
         rendered: Option<String>,
     },
+    Pairs(Pairs),
     Done(Vec<Encoded>),
+}
+
+/// Pairs of texts, some of which are encoded at a time.
+#[derive(Debug)]
+pub(super) struct Pairs {
+    pairs: Vec<(Arc<str>, String)>,
+    encoded: Vec<OnceLock<Encoded>>,
+    pieces: Vec<Range<usize>>,
 }
 
 impl From<TextInput> for Input {
@@ -96,13 +116,13 @@ impl From<TextInput> for Input {
                 add_generation_prompt,
                 continue_final_message,
                 kwargs,
-            } => Self::Chat(Chat {
+            } => Self::Chat(Box::new(Chat {
                 messages,
                 tools,
                 add_generation_prompt,
                 continue_final_message,
                 kwargs,
-            }),
+            })),
         }
     }
 }
@@ -121,43 +141,105 @@ impl Input {
         1 + bytes / BYTES_A_TOKEN
     }
 
-    fn plan(self, tools: &Tools) -> Result<Planned, TextError> {
+    fn plan(self, tools: &Tools, most: Option<usize>) -> Result<Planned, TextError> {
         match self {
             Self::Texts { texts, add_special_tokens } => {
-                let work = tools.encoder.plan(texts, add_special_tokens);
-                Ok(Planned::Cut { work, rendered: None })
+                let texts = Texts { texts, add_special_tokens, most, plain: Vec::new() };
+                Ok(Planned::Cut { work: tools.encoder.plan(texts)?, rendered: None })
             }
-            // An encoder's input is too short to be worth a cut, and each pair is another text.
-            Self::Pairs(pairs) => {
-                let encode = |(first, second): &(Arc<str>, String)| {
-                    let (ids, begins) = tools.encoder.tokenizer().encode_pair(first, second)?;
-                    Ok(Encoded { ids, text: None, second: Some(begins) })
-                };
-                Ok(Planned::Done(pairs.iter().map(encode).collect::<Result<_, _>>()?))
-            }
+            Self::Pairs(pairs) => Ok(Planned::Pairs(Pairs::new(pairs, &tools.encoder, most)?)),
             Self::Ids(ids) => {
                 let text = Some(tools.encoder.tokenizer().decode(&ids, false)?);
                 Ok(Planned::Done(vec![Encoded { ids: Vec::new(), text, second: None }]))
             }
             Self::Chat(chat) => {
-                let template = tools.template.as_ref().ok_or(TextError::NoTemplate)?;
-                let text = template.render(&ChatRender {
-                    messages: &chat.messages,
-                    tools: chat.tools.as_ref(),
-                    documents: chat.kwargs.get("documents"),
-                    add_generation_prompt: chat.add_generation_prompt,
-                    continue_final_message: chat.continue_final_message,
-                    kwargs: Some(&chat.kwargs),
-                })?;
-                let work = tools.encoder.plan(vec![text.clone()], false);
-                Ok(Planned::Cut { work, rendered: Some(text) })
+                let Rendered { text, client } = chat.render(tools)?;
+                let plain = tools.encoder.tokenizer().spelled(&text, &client);
+                let texts =
+                    Texts { texts: vec![text.clone()], add_special_tokens: false, most, plain };
+                Ok(Planned::Cut { work: tools.encoder.plan(texts)?, rendered: Some(text) })
             }
         }
     }
 
     /// Does everything at once.
-    pub(super) fn encode(self, tools: &Tools) -> Result<Vec<Encoded>, TextError> {
-        guarded(|| self.plan(tools)?.encode(tools))
+    pub(super) fn encode(
+        self,
+        tools: &Tools,
+        most: Option<usize>,
+    ) -> Result<Vec<Encoded>, TextError> {
+        guarded(|| self.plan(tools, most)?.encode(tools, &|| true))
+    }
+}
+
+impl Chat {
+    fn render(&self, tools: &Tools) -> Result<Rendered, TextError> {
+        let template = tools.template.as_ref().ok_or(TextError::NoTemplate)?;
+        let chat = ChatRender {
+            messages: &self.messages,
+            tools: self.tools.as_ref(),
+            documents: self.kwargs.get("documents"),
+            add_generation_prompt: self.add_generation_prompt,
+            continue_final_message: self.continue_final_message,
+            kwargs: Some(&self.kwargs),
+        };
+        match &tools.guard {
+            Some(guard) => guard.render(template, &chat),
+            None => Ok(Rendered { text: template.render(&chat)?, client: Vec::new() }),
+        }
+    }
+}
+
+impl Pairs {
+    /// # Errors
+    /// A pair can't be short enough.
+    fn new(
+        pairs: Vec<(Arc<str>, String)>,
+        encoder: &Encoder,
+        most: Option<usize>,
+    ) -> Result<Self, TextError> {
+        let tokenizer = encoder.tokenizer();
+        let mut pieces: Vec<Range<usize>> = Vec::new();
+        let mut bytes = 0;
+        for (at, (first, second)) in pairs.iter().enumerate() {
+            let fewest = tokenizer.fewest_ids(first) + tokenizer.fewest_ids(second);
+            encoder.check_length(at, fewest, most)?;
+            let length = first.len() + second.len();
+            bytes += length;
+            match pieces.last_mut() {
+                Some(last) if bytes < PAIRS_BYTES => last.end = at + 1,
+                _ => {
+                    pieces.push(at..at + 1);
+                    bytes = length;
+                }
+            }
+        }
+        let encoded = pairs.iter().map(|_| OnceLock::new()).collect();
+        Ok(Self { pairs, encoded, pieces })
+    }
+
+    fn is_long(&self, piece: usize) -> bool {
+        let length = |at: usize| self.pairs[at].0.len() + self.pairs[at].1.len();
+        self.pieces[piece].clone().any(|at| length(at) >= LONG_PAIR_BYTES)
+    }
+
+    fn encode_piece(
+        &self,
+        piece: usize,
+        encoder: &Encoder,
+        go_on: &dyn Fn() -> bool,
+    ) -> Result<(), TextError> {
+        for at in self.pieces[piece].clone() {
+            if !go_on() {
+                return Err(TextError::Closed);
+            }
+            let (first, second) = &self.pairs[at];
+            encoder.note_encoded(first.len() + second.len());
+            let (ids, begins) = encoder.tokenizer().encode_pair(first, second)?;
+            // A piece is encoded once.
+            let _ = self.encoded[at].set(Encoded { ids, text: None, second: Some(begins) });
+        }
+        Ok(())
     }
 }
 
@@ -173,17 +255,21 @@ pub(super) enum Started {
 impl Job {
     /// Encodes an input, or cuts it if it is long.
     pub(super) fn start(self, tools: &Tools) -> Started {
-        let planned = guarded(|| self.input.plan(tools));
+        let Self { input, most, reply, keep, .. } = self;
+        let planned = guarded(|| input.plan(tools, most));
         let result = match planned {
-            Ok(planned) if planned.pieces() > 1 => {
+            Ok(planned) if planned.pieces() > 1 || planned.is_long(0) => {
                 let left = AtomicUsize::new(planned.pieces());
-                let reply = Mutex::new(Some(self.reply));
-                return Started::Long(Arc::new(Long { planned, left, reply, _keep: self.keep }));
+                let reply = Mutex::new(Some(reply));
+                return Started::Long(Arc::new(Long { planned, left, reply, _keep: keep }));
             }
-            Ok(mut planned) => guarded(|| planned.encode(tools)),
+            Ok(planned) => {
+                let go_on = || !reply.is_closed() && !tools.is_closed();
+                guarded(|| planned.encode(tools, &go_on))
+            }
             Err(error) => Err(error),
         };
-        Started::Done(self.reply, result)
+        Started::Done(reply, result)
     }
 }
 
@@ -191,19 +277,35 @@ impl Planned {
     fn pieces(&self) -> usize {
         match self {
             Self::Cut { work, .. } => work.pieces(),
+            Self::Pairs(pairs) => pairs.pieces.len(),
             Self::Done(_) => 1,
         }
     }
 
-    fn encode_piece(&self, piece: usize, tools: &Tools) -> Result<(), TextError> {
+    fn is_long(&self, piece: usize) -> bool {
         match self {
-            Self::Cut { work, .. } => tools.encoder.encode_piece(work, piece),
+            _ if piece >= self.pieces() => false,
+            Self::Cut { work, .. } => work.is_long(piece),
+            Self::Pairs(pairs) => pairs.is_long(piece),
+            Self::Done(_) => false,
+        }
+    }
+
+    fn encode_piece(
+        &self,
+        piece: usize,
+        tools: &Tools,
+        go_on: &dyn Fn() -> bool,
+    ) -> Result<(), TextError> {
+        match self {
+            Self::Cut { work, .. } => tools.encoder.encode_piece(work, piece, go_on),
+            Self::Pairs(pairs) => pairs.encode_piece(piece, &tools.encoder, go_on),
             Self::Done(_) => Ok(()),
         }
     }
 
-    fn encode(&mut self, tools: &Tools) -> Result<Vec<Encoded>, TextError> {
-        (0..self.pieces()).try_for_each(|piece| self.encode_piece(piece, tools))?;
+    fn encode(&self, tools: &Tools, go_on: &dyn Fn() -> bool) -> Result<Vec<Encoded>, TextError> {
+        (0..self.pieces()).try_for_each(|piece| self.encode_piece(piece, tools, go_on))?;
         self.finish(tools)
     }
 
@@ -214,14 +316,30 @@ impl Planned {
                 let encoded = |ids| Encoded { ids, text: rendered.clone(), second: None };
                 Ok(all.into_iter().map(encoded).collect())
             }
+            Self::Pairs(pairs) => {
+                let missing = || TextError::Encode("a pair was not encoded".to_owned());
+                let encoded = |one: &OnceLock<Encoded>| one.get().cloned().ok_or_else(missing);
+                pairs.encoded.iter().map(encoded).collect()
+            }
             Self::Done(encoded) => Ok(encoded.clone()),
         }
+    }
+}
+
+impl Tools {
+    pub(super) fn is_closed(&self) -> bool {
+        self.closed.load(Ordering::Relaxed)
     }
 }
 
 impl Long {
     pub(super) fn pieces(&self) -> usize {
         self.planned.pieces()
+    }
+
+    /// Whether a piece is for the thread of long ones.
+    pub(super) fn is_long(&self, piece: usize) -> bool {
+        self.planned.is_long(piece)
     }
 
     /// Whether nobody waits for the answer any more, or it has been given.
@@ -231,7 +349,8 @@ impl Long {
 
     /// Encodes one piece; the last one to end gives the answer, and so does a failure.
     pub(super) fn encode(&self, piece: usize, tools: &Tools) {
-        let result = guarded(|| self.planned.encode_piece(piece, tools));
+        let go_on = || !self.is_over() && !tools.is_closed();
+        let result = guarded(|| self.planned.encode_piece(piece, tools, &go_on));
         let result = match result {
             // Each piece's ids are written before its count, and all counts are read before the ids.
             Ok(()) if self.left.fetch_sub(1, Ordering::AcqRel) > 1 => return,
@@ -248,14 +367,4 @@ impl Long {
 fn guarded<T>(work: impl FnOnce() -> Result<T, TextError>) -> Result<T, TextError> {
     catch_unwind(AssertUnwindSafe(work))
         .unwrap_or_else(|_| Err(TextError::Encode("the tokeniser failed on this input".to_owned())))
-}
-
-/// Bytes of all strings in `value`.
-fn text_bytes(value: &Value) -> usize {
-    match value {
-        Value::String(text) => text.len(),
-        Value::Array(values) => values.iter().map(text_bytes).sum(),
-        Value::Object(fields) => fields.values().map(text_bytes).sum(),
-        Value::Null | Value::Bool(_) | Value::Number(_) => 0,
-    }
 }

@@ -2,12 +2,14 @@
 
 mod content;
 mod generation;
+mod guard;
 mod json;
 mod python;
 
 use std::borrow::Cow;
 use std::collections::BTreeMap;
 use std::fmt;
+use std::io;
 use std::sync::Arc;
 
 use jiff::Zoned;
@@ -15,10 +17,20 @@ use minijinja::value::Serde;
 use minijinja::{Environment, Error, ErrorKind, Value};
 
 pub use content::ContentFormat;
+pub(crate) use guard::{Guard, Rendered};
 
 use crate::error::TextError;
+use python::Printed;
 
 const NAME: &str = "chat_template";
+/// Instructions that a template may run for one chat: hundreds of thousands of messages with most templates, and about a
+/// second.
+const FUEL: u64 = 20_000_000;
+/// Macros and blocks inside each other; a tool's schema nests a few levels, of a few calls each.
+const RECURSION: usize = 250;
+/// Bytes that a template may print for one chat: this, and so much for each byte of the chat.
+const OUTPUT: usize = 4 << 20;
+const OUTPUT_A_BYTE: usize = 16;
 
 /// What transformers puts after the message to be continued, to find where the rendered text has to be cut.
 const CONTINUE_TAG: &str = "CONTINUE_FINAL_MESSAGE_TAG ";
@@ -106,6 +118,8 @@ impl ChatTemplate {
         clock: impl Fn() -> Zoned + Send + Sync + 'static,
     ) -> Result<Self, TextError> {
         let mut environment = python::environment().map_err(|error| template_error(&error))?;
+        environment.set_fuel(Some(FUEL));
+        environment.set_recursion_limit(RECURSION);
         environment.add_function("raise_exception", raise_exception);
         let clock: Clock = Arc::new(clock);
         environment.add_function("strftime_now", move |format: &str| strftime(&clock(), format));
@@ -140,7 +154,7 @@ impl ChatTemplate {
     ///
     /// # Errors
     /// [`TextError::Template`] if the template refuses the messages or fails on them, or if the last message is to be
-    /// continued and cannot be.
+    /// continued and cannot be; [`TextError::Costly`] if it runs for too long, prints too much or calls itself too often.
     pub fn render(&self, request: &ChatRender<'_>) -> Result<String, TextError> {
         if request.continue_final_message && request.add_generation_prompt {
             return Err(refused(
@@ -221,7 +235,56 @@ impl ChatTemplate {
         let context = Value::from_pairs(special.chain(kwargs).chain(fixed));
         let template =
             self.environment.get_template(NAME).map_err(|error| template_error(&error))?;
-        template.render(context).map_err(|error| template_error(&error))
+        let most = OUTPUT + OUTPUT_A_BYTE * chat_bytes(messages, request);
+        let printed = Printed::limited(most);
+        let mut out = Limited { bytes: Vec::new(), most };
+        let rendered = template.render_captured_to(context, &mut out);
+        drop(printed);
+        rendered.map_err(|error| template_error(&error))?;
+        String::from_utf8(out.bytes).map_err(|error| TextError::Template(error.to_string()))
+    }
+}
+
+/// What a template has written, up to a limit.
+struct Limited {
+    bytes: Vec<u8>,
+    most: usize,
+}
+
+impl io::Write for Limited {
+    fn write(&mut self, text: &[u8]) -> io::Result<usize> {
+        if self.bytes.len() + text.len() > self.most {
+            return Err(io::Error::other(TooMuch));
+        }
+        self.bytes.extend_from_slice(text);
+        Ok(text.len())
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+/// A template printed more than it may.
+#[derive(Debug, thiserror::Error)]
+#[error("it prints more than {OUTPUT} bytes and {OUTPUT_A_BYTE} for each byte of the chat")]
+struct TooMuch;
+
+/// Bytes of a chat's strings.
+fn chat_bytes(messages: &[serde_json::Value], request: &ChatRender<'_>) -> usize {
+    let given = [request.tools, request.documents].into_iter().flatten();
+    let kwargs = request.kwargs.into_iter().flat_map(serde_json::Map::values);
+    messages.iter().chain(given).chain(kwargs).map(text_bytes).sum()
+}
+
+/// Bytes of all strings in `value`, names not counted.
+pub(crate) fn text_bytes(value: &serde_json::Value) -> usize {
+    use serde_json::Value::{Array, Bool, Null, Number, Object, String};
+    match value {
+        String(text) => text.len(),
+        Array(values) => values.iter().map(text_bytes).sum(),
+        Object(fields) => fields.values().map(text_bytes).sum(),
+        Null | Bool(_) | Number(_) => 0,
     }
 }
 
@@ -268,6 +331,12 @@ fn raise_exception(message: &Value) -> Result<Value, Error> {
     Err(Error::new(ErrorKind::InvalidOperation, message.clone()).with_source(Raised(message)))
 }
 
+/// An error of the writer hides its cause from `source`.
+fn is_too_much(cause: &(dyn std::error::Error + 'static)) -> bool {
+    let inner = cause.downcast_ref::<io::Error>().and_then(io::Error::get_ref);
+    inner.is_some_and(|inner| inner.is::<TooMuch>())
+}
+
 fn strftime(now: &Zoned, format: &str) -> Result<String, Error> {
     jiff::fmt::strtime::format(format, now)
         .map_err(|error| Error::new(ErrorKind::InvalidOperation, format!("strftime_now: {error}")))
@@ -283,7 +352,18 @@ fn template_error(error: &Error) -> TextError {
         if let Some(raised) = cause.downcast_ref::<Raised>() {
             return TextError::Template(raised.0.clone());
         }
-        source = cause.source();
+        if cause.downcast_ref::<TooMuch>().is_some() || is_too_much(cause) {
+            return TextError::Costly(TooMuch.to_string());
+        }
+        match cause.downcast_ref::<Error>() {
+            Some(error) if error.kind() == ErrorKind::OutOfFuel => {
+                return TextError::Costly(format!("it runs for more than {FUEL} instructions"));
+            }
+            Some(error) if error.detail() == Some("recursion limit exceeded") => {
+                return TextError::Costly(format!("it nests deeper than {RECURSION} calls"));
+            }
+            _ => source = cause.source(),
+        }
     }
     let mut text = error.to_string();
     if let Some(cause) = std::error::Error::source(error) {

@@ -1,12 +1,42 @@
 //! What jinja2 templates take from Python: how values print, which methods strings and dictionaries have.
 
+use std::cell::Cell;
 use std::fmt::Write as _;
 
 use minijinja::value::{ValueKind, from_args};
 use minijinja::{Environment, Error, ErrorKind, Output, State, Value};
 use minijinja_contrib::pycompat;
 
-use super::{json, soft_string};
+use super::{TooMuch, json, soft_string};
+
+thread_local! {
+    /// Bytes that the template on this thread may still print, into variables too.
+    static PRINTABLE: Cell<usize> = const { Cell::new(usize::MAX) };
+}
+
+/// Limits what templates on this thread print, until it is dropped.
+#[derive(Debug)]
+pub(super) struct Printed(usize);
+
+impl Printed {
+    pub(super) fn limited(bytes: usize) -> Self {
+        Self(PRINTABLE.replace(bytes))
+    }
+}
+
+impl Drop for Printed {
+    fn drop(&mut self) {
+        PRINTABLE.set(self.0);
+    }
+}
+
+fn print(out: &mut Output, text: &str) -> Result<(), Error> {
+    let left = PRINTABLE.get().checked_sub(text.len()).ok_or_else(|| {
+        Error::new(ErrorKind::InvalidOperation, "too much output").with_source(TooMuch)
+    })?;
+    PRINTABLE.set(left);
+    out.write_str(text).map_err(Error::from)
+}
 
 /// An environment that renders as transformers' jinja2 environment does.
 pub(super) fn environment() -> Result<Environment<'static>, Error> {
@@ -16,7 +46,7 @@ pub(super) fn environment() -> Result<Environment<'static>, Error> {
     environment.set_syntax(syntax.build()?);
     environment.set_unknown_method_callback(method);
     environment.set_formatter(|out: &mut Output, _: &mut State, value: &Value| {
-        out.write_str(&soft_string(value)).map_err(Error::from)
+        print(out, &soft_string(value))
     });
     environment.add_filter("tojson", json::tojson);
     environment.add_filter("string", |value: &Value| Value::from(str(value)));

@@ -1,0 +1,225 @@
+//! Who may use the router: keys of clients and of operators, and which backends may register.
+
+use std::net::IpAddr;
+use std::str::FromStr;
+
+use forebay_api::ApiError;
+use http::HeaderMap;
+use http::header::AUTHORIZATION;
+use subtle::ConstantTimeEq;
+use thiserror::Error;
+
+use crate::backend::BackendUrl;
+
+/// Where some clients put their key instead of into `Authorization`.
+const X_API_KEY: &str = "x-api-key";
+
+/// The key in a request's head, right or wrong.
+fn given(headers: &HeaderMap) -> Option<&str> {
+    let bearer = || {
+        let (scheme, token) = headers.get(AUTHORIZATION)?.to_str().ok()?.split_once(' ')?;
+        scheme.eq_ignore_ascii_case("bearer").then(|| token.trim())
+    };
+    bearer().or_else(|| Some(headers.get(X_API_KEY)?.to_str().ok()?.trim()))
+}
+
+/// The one of `keys` that a request shows. Takes the same time wherever a wrong key differs and whichever right one it is.
+fn shown<'a>(headers: &HeaderMap, keys: impl Iterator<Item = &'a String>) -> Option<&'a str> {
+    let given = given(headers)?;
+    let mut found = None;
+    for key in keys {
+        if given.as_bytes().ct_eq(key.as_bytes()).into() {
+            found = Some(key.as_str());
+        }
+    }
+    found
+}
+
+/// The key of a client that may send requests: `None` where none is asked for.
+///
+/// # Errors
+/// It shows none of them.
+pub(crate) fn client<'a>(
+    headers: &HeaderMap,
+    keys: &'a [String],
+) -> Result<Option<&'a str>, ApiError> {
+    match shown(headers, keys.iter()) {
+        None if !keys.is_empty() => Err(ApiError::Unauthorized),
+        key => Ok(key),
+    }
+}
+
+/// Whether a request may see what the router knows of its backends: with the operator's key, or with a client's where there is no other.
+///
+/// # Errors
+/// It shows neither.
+pub(crate) fn operator(
+    headers: &HeaderMap,
+    keys: &[String],
+    admin: Option<&String>,
+) -> Result<(), ApiError> {
+    match admin {
+        None => client(headers, keys).map(|_| ()),
+        Some(_) if shown(headers, admin.into_iter()).is_some() => Ok(()),
+        Some(_) => Err(ApiError::Unauthorized),
+    }
+}
+
+/// A pattern that is none.
+#[derive(Debug, Clone, PartialEq, Eq, Error)]
+#[error(
+    "`{0}` is neither a host, nor *.DOMAIN, nor an address with a prefix length, each with :PORT or without"
+)]
+pub struct PatternError(String);
+
+/// Backends that may register.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct AllowedBackends {
+    host: Hosts,
+    port: Option<u16>,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq)]
+enum Hosts {
+    /// This one, in small letters.
+    One(String),
+    /// Those below a domain, with its dot.
+    Below(String),
+    /// Addresses that begin with the same bits.
+    Network { address: IpAddr, bits: u8 },
+}
+
+impl FromStr for AllowedBackends {
+    type Err = PatternError;
+
+    /// `10.0.0.7`, `10.0.0.0/8`, `[fd00::]/8:8000`, `brain-1:8000` or `*.brains.internal:8000`.
+    fn from_str(text: &str) -> Result<Self, PatternError> {
+        let wrong = || PatternError(text.to_owned());
+        let text = text.trim();
+        // The colons of an address of version 6 are in brackets.
+        let (host, port) = match text.rsplit_once(':') {
+            Some((host, port)) if !port.contains(']') => {
+                (host, Some(port.parse().map_err(|_| wrong())?))
+            }
+            _ => (text, None),
+        };
+        let host = if let Some((address, bits)) = host.split_once('/') {
+            let address: IpAddr = bare(address).parse().map_err(|_| wrong())?;
+            let most = if address.is_ipv4() { 32 } else { 128 };
+            let bits = bits.parse().ok().filter(|&bits| bits <= most).ok_or_else(wrong)?;
+            Hosts::Network { address, bits }
+        } else if let Some(domain) = host.strip_prefix('*') {
+            let below = domain.strip_prefix('.').is_some_and(is_name);
+            Hosts::Below(if below { domain.to_ascii_lowercase() } else { return Err(wrong()) })
+        } else {
+            let host = bare(host);
+            if host.parse::<IpAddr>().is_err() && !is_name(host) {
+                return Err(wrong());
+            }
+            Hosts::One(host.to_ascii_lowercase())
+        };
+        Ok(Self { host, port })
+    }
+}
+
+impl AllowedBackends {
+    /// Whether a backend is one of these.
+    pub(crate) fn allows(&self, url: &BackendUrl) -> bool {
+        let (host, port) = url.address();
+        let host = host.to_ascii_lowercase();
+        let fits = match &self.host {
+            Hosts::One(one) => *one == host,
+            Hosts::Below(domain) => host.ends_with(domain) && host.len() > domain.len(),
+            Hosts::Network { address, bits } => {
+                host.parse().is_ok_and(|other| same_bits(*address, other, *bits))
+            }
+        };
+        fits && self.port.is_none_or(|only| only == port)
+    }
+}
+
+fn bare(host: &str) -> &str {
+    host.strip_prefix('[').and_then(|host| host.strip_suffix(']')).unwrap_or(host)
+}
+
+fn is_name(host: &str) -> bool {
+    let fine = |byte: u8| byte.is_ascii_alphanumeric() || matches!(byte, b'-' | b'.' | b'_');
+    !host.is_empty() && host.bytes().all(fine)
+}
+
+fn same_bits(a: IpAddr, b: IpAddr, bits: u8) -> bool {
+    let shift = |width: u32| width - u32::from(bits);
+    match (a, b) {
+        (IpAddr::V4(a), IpAddr::V4(b)) => {
+            (a.to_bits() ^ b.to_bits()).checked_shr(shift(32)).unwrap_or(0) == 0
+        }
+        (IpAddr::V6(a), IpAddr::V6(b)) => {
+            (a.to_bits() ^ b.to_bits()).checked_shr(shift(128)).unwrap_or(0) == 0
+        }
+        _ => false,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use http::{HeaderName, HeaderValue};
+
+    use super::*;
+
+    fn head(name: HeaderName, value: &'static str) -> HeaderMap {
+        HeaderMap::from_iter([(name, HeaderValue::from_static(value))])
+    }
+
+    #[test]
+    fn any_of_the_keys_is_right_and_no_other() {
+        let keys = ["secret".to_owned(), "other".to_owned()];
+        let bearer = |value| client(&head(AUTHORIZATION, value), &keys);
+        assert_eq!(bearer("Bearer secret"), Ok(Some("secret")));
+        assert_eq!(bearer("bearer  other"), Ok(Some("other")));
+        let header = head(HeaderName::from_static(X_API_KEY), "other");
+        assert_eq!(client(&header, &keys), Ok(Some("other")));
+        for wrong in ["Bearer secre", "Bearer secret2", "Basic secret", "secret", "Bearer "] {
+            assert_eq!(bearer(wrong), Err(ApiError::Unauthorized), "{wrong}");
+        }
+        assert_eq!(client(&HeaderMap::new(), &keys), Err(ApiError::Unauthorized));
+        assert_eq!(client(&HeaderMap::new(), &[]), Ok(None));
+    }
+
+    #[test]
+    fn operators_need_their_own_key_where_there_is_one() {
+        let (keys, admin) = (["client".to_owned()], "admin".to_owned());
+        let with = |value| head(AUTHORIZATION, value);
+        assert!(operator(&with("Bearer admin"), &keys, Some(&admin)).is_ok());
+        assert!(operator(&with("Bearer client"), &keys, Some(&admin)).is_err());
+        assert!(operator(&with("Bearer client"), &keys, None).is_ok());
+        assert!(operator(&HeaderMap::new(), &keys, None).is_err());
+        assert!(operator(&HeaderMap::new(), &[], Some(&admin)).is_err());
+        assert!(operator(&HeaderMap::new(), &[], None).is_ok());
+    }
+
+    #[test]
+    fn backends_are_allowed_by_host_domain_or_network() {
+        let allows = |pattern: &str, url: &str| {
+            let pattern: AllowedBackends = pattern.parse().unwrap();
+            pattern.allows(&BackendUrl::parse(url).unwrap())
+        };
+        for (pattern, fine, wrong) in [
+            ("brain-1", "http://Brain-1:9", "http://brain-10:9"),
+            ("brain-1:9", "http://brain-1:9", "http://brain-1:8"),
+            ("*.brains.internal:9", "http://a.brains.internal:9", "http://brains.internal:9"),
+            ("*.brains.internal", "http://a.b.brains.internal", "http://abrains.internal"),
+            ("10.0.0.7", "http://10.0.0.7:1", "http://10.0.0.70:1"),
+            ("10.1.0.0/16", "http://10.1.255.1:1", "http://10.2.0.1:1"),
+            ("10.1.0.0/16:80", "http://10.1.255.1", "http://10.1.0.1:81"),
+            ("0.0.0.0/0", "http://1.2.3.4:1", "http://[::1]:1"),
+            ("[fd00::]/8:8000", "http://[fdab::1]:8000", "http://[fc00::1]:8000"),
+            ("[::1]", "http://[::1]:5", "http://[::2]:5"),
+        ] {
+            assert!(allows(pattern, fine), "{pattern} {fine}");
+            assert!(!allows(pattern, wrong), "{pattern} {wrong}");
+        }
+        for wrong in ["", "*", "*x", "10.0.0.0/33", "a/8", "host:x", "a b", "*.", "http://a"] {
+            assert!(wrong.parse::<AllowedBackends>().is_err(), "{wrong}");
+        }
+    }
+}

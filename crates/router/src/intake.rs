@@ -1,0 +1,273 @@
+//! Bodies of clients' requests, and how much of the router's memory they may take together.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
+
+use bytes::{Bytes, BytesMut};
+use forebay_api::ApiError;
+use http_body_util::BodyExt;
+use hyper::body::{Body, Incoming};
+use memchr::memmem;
+use tokio::time::timeout;
+
+/// Room that the first and the largest piece of a body get. A client that sends byte by byte takes no more than one that does not.
+const FIRST_PIECE: usize = 4 << 10;
+const LARGEST_PIECE: usize = 256 << 10;
+/// What a body has to have that is larger than JSON may be.
+const EMBEDS: &[u8] = b"\"prompt_embeds\"";
+
+/// How large bodies may be.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct BodyLimits {
+    /// Largest body in bytes.
+    pub whole: usize,
+    /// Largest body in bytes of a request without `prompt_embeds`.
+    pub json: usize,
+    /// Bytes that the bodies of all requests may take together.
+    pub all: usize,
+}
+
+impl Default for BodyLimits {
+    /// As a brain.
+    fn default() -> Self {
+        Self { whole: 64 << 20, json: 4 << 20, all: 1 << 30 }
+    }
+}
+
+/// What bodies take of the memory that they may take.
+#[derive(Debug)]
+pub(crate) struct Budget {
+    limit: usize,
+    taken: AtomicUsize,
+}
+
+impl Budget {
+    pub(crate) fn new(limit: usize) -> Arc<Self> {
+        Arc::new(Self { limit, taken: AtomicUsize::new(0) })
+    }
+
+    /// Bytes that are taken.
+    pub(crate) fn taken(&self) -> usize {
+        self.taken.load(Ordering::Relaxed)
+    }
+}
+
+/// What one request has taken of a budget. Dropping it gives all back.
+#[derive(Debug)]
+pub(crate) struct Held {
+    budget: Arc<Budget>,
+    bytes: usize,
+}
+
+impl Held {
+    fn take(&mut self, more: usize) -> Result<(), ApiError> {
+        let Budget { limit, taken } = &*self.budget;
+        let fits = |taken: usize| taken.checked_add(more).filter(|sum| sum <= limit);
+        if taken.fetch_update(Ordering::Relaxed, Ordering::Relaxed, fits).is_err() {
+            let reason = format!("the bodies of requests take all of their {limit} bytes");
+            return Err(ApiError::Overloaded { reason });
+        }
+        self.bytes += more;
+        Ok(())
+    }
+
+    fn give(&mut self, bytes: usize) {
+        self.bytes -= bytes;
+        self.budget.taken.fetch_sub(bytes, Ordering::Relaxed);
+    }
+}
+
+impl Drop for Held {
+    fn drop(&mut self) {
+        self.give(self.bytes);
+    }
+}
+
+/// A body while it arrives.
+struct Arriving {
+    limits: BodyLimits,
+    held: Held,
+    /// All of it, as long as it came in one go: most bodies do, and are not copied.
+    only: Bytes,
+    /// Filled one after the other, all but the last to the brim.
+    pieces: Vec<BytesMut>,
+    length: usize,
+}
+
+impl Arriving {
+    fn new(limits: BodyLimits, budget: &Arc<Budget>) -> Self {
+        let held = Held { budget: Arc::clone(budget), bytes: 0 };
+        Self { limits, held, only: Bytes::new(), pieces: Vec::new(), length: 0 }
+    }
+
+    fn push(&mut self, data: Bytes) -> Result<(), ApiError> {
+        let is_first = self.length == 0;
+        self.length += data.len();
+        if self.length > self.limits.whole {
+            return Err(ApiError::BodyTooLarge { limit: self.limits.whole });
+        }
+        if is_first {
+            self.held.take(data.len())?;
+            self.only = data;
+        } else {
+            let first = std::mem::take(&mut self.only);
+            self.copy(&first)?;
+            self.held.give(first.len());
+            self.copy(&data)?;
+        }
+        if self.length > self.limits.json && !self.has_embeds() {
+            return Err(ApiError::BodyTooLarge { limit: self.limits.json });
+        }
+        Ok(())
+    }
+
+    fn copy(&mut self, mut data: &[u8]) -> Result<(), ApiError> {
+        while !data.is_empty() {
+            let room = self.pieces.last().map_or(0, |piece| piece.capacity() - piece.len());
+            if room == 0 {
+                let size = (FIRST_PIECE << self.pieces.len().min(16)).min(LARGEST_PIECE);
+                self.held.take(size)?;
+                self.pieces.push(BytesMut::with_capacity(size));
+                continue;
+            }
+            let (now, later) = data.split_at(room.min(data.len()));
+            self.pieces.last_mut().into_iter().for_each(|piece| piece.extend_from_slice(now));
+            data = later;
+        }
+        Ok(())
+    }
+
+    /// Whether the beginning has the field that large bodies are for. Looked at once: at the first bytes over the limit.
+    fn has_embeds(&mut self) -> bool {
+        let has = |piece: &[u8]| memmem::find(piece, EMBEDS).is_some();
+        let found = has(&self.only) || self.pieces.iter().any(|piece| has(piece));
+        // The field may lie across two pieces.
+        let found = found
+            || self.pieces.windows(2).any(|pair| {
+                let end = &pair[0][pair[0].len().saturating_sub(EMBEDS.len())..];
+                let start = &pair[1][..pair[1].len().min(EMBEDS.len())];
+                has(&[end, start].concat())
+            });
+        if found {
+            self.limits.json = usize::MAX;
+        }
+        found
+    }
+
+    /// The whole, which takes as much room again for as long as it is put together.
+    fn join(mut self) -> Result<(Bytes, Held), ApiError> {
+        if self.pieces.is_empty() {
+            return Ok((self.only, self.held));
+        }
+        self.held.take(self.length)?;
+        let mut whole = Vec::with_capacity(self.length);
+        for piece in self.pieces {
+            // Each piece is given back before the next one is copied.
+            whole.extend_from_slice(&piece);
+        }
+        self.held.give(self.held.bytes - self.length);
+        Ok((whole.into(), self.held))
+    }
+}
+
+/// Reads a body that has to arrive within `time`.
+pub(crate) async fn collect(
+    mut body: Incoming,
+    limits: BodyLimits,
+    budget: &Arc<Budget>,
+    time: Duration,
+) -> Result<(Bytes, Held), ApiError> {
+    if body.size_hint().lower() > limits.whole as u64 {
+        return Err(ApiError::BodyTooLarge { limit: limits.whole });
+    }
+    let mut arriving = Arriving::new(limits, budget);
+    let read = async {
+        while let Some(frame) = body.frame().await {
+            let frame =
+                frame.map_err(|error| ApiError::BrokenBody { reason: error.to_string() })?;
+            if let Ok(data) = frame.into_data() {
+                arriving.push(data)?;
+            }
+        }
+        arriving.join()
+    };
+    let late = ApiError::BodyTimeout { seconds: time.as_secs() };
+    timeout(time, read).await.unwrap_or(Err(late))
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    const LIMITS: BodyLimits = BodyLimits { whole: 1 << 20, json: 64 << 10, all: 4 << 20 };
+
+    #[test]
+    fn a_trickle_takes_about_as_much_as_it_brings() {
+        let budget = Budget::new(usize::MAX);
+        let mut body = Arriving::new(LIMITS, &budget);
+        for sent in 1..=LIMITS.json {
+            body.push(Bytes::from_static(b"x")).unwrap();
+            assert!(budget.taken() <= 2 * sent + 2 * FIRST_PIECE, "{} for {sent}", budget.taken());
+        }
+        let (whole, held) = body.join().unwrap();
+        assert_eq!((whole.len(), budget.taken()), (LIMITS.json, LIMITS.json));
+        drop(held);
+        assert_eq!(budget.taken(), 0);
+    }
+
+    #[test]
+    fn only_embeddings_may_be_larger_than_json() {
+        let budget = Budget::new(LIMITS.all);
+        let large = vec![b' '; LIMITS.json];
+        let mut body = Arriving::new(LIMITS, &budget);
+        body.push(large.clone().into()).unwrap();
+        let error = body.push(Bytes::from_static(b"x")).unwrap_err();
+        assert_eq!(error, ApiError::BodyTooLarge { limit: LIMITS.json });
+        drop(body);
+        // Wherever the field lies.
+        for at in [0, FIRST_PIECE - 7, 3 * FIRST_PIECE - 1, LIMITS.json - EMBEDS.len()] {
+            let mut with = large.clone();
+            with[at..at + EMBEDS.len()].copy_from_slice(EMBEDS);
+            let mut body = Arriving::new(LIMITS, &budget);
+            body.push(with.into()).unwrap();
+            body.push(vec![b'x'; LIMITS.whole - LIMITS.json].into()).unwrap();
+            let error = body.push(Bytes::from_static(b"x")).unwrap_err();
+            assert_eq!(error, ApiError::BodyTooLarge { limit: LIMITS.whole }, "at {at}");
+        }
+        assert_eq!(budget.taken(), 0);
+    }
+
+    #[test]
+    fn a_spent_budget_refuses_and_what_ends_is_given_back() {
+        let budget = Budget::new(3 * FIRST_PIECE);
+        let mut first = Arriving::new(LIMITS, &budget);
+        first.push(vec![1; FIRST_PIECE].into()).unwrap();
+        let mut second = Arriving::new(LIMITS, &budget);
+        second.push(vec![2; 10].into()).unwrap();
+        let error = second.push(vec![2; 2 * FIRST_PIECE].into()).unwrap_err();
+        assert_eq!(error.status(), 429);
+        drop(first);
+        second.push(vec![2; 10].into()).unwrap();
+        drop(second);
+        assert_eq!(budget.taken(), 0);
+    }
+
+    proptest! {
+        /// However a body is cut, it comes out whole.
+        #[test]
+        fn bodies_are_put_together_again(cuts in prop::collection::vec(1usize..9000, 0..20)) {
+            let budget = Budget::new(usize::MAX);
+            let mut body = Arriving::new(BodyLimits { json: usize::MAX, ..LIMITS }, &budget);
+            let mut expected = Vec::new();
+            for cut in cuts {
+                let data: Vec<u8> = (0..cut).map(|at| (expected.len() + at) as u8).collect();
+                body.push(data.clone().into()).unwrap();
+                expected.extend(data);
+            }
+            prop_assert_eq!(body.join().unwrap().0, expected);
+        }
+    }
+}

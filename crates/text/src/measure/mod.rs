@@ -1,0 +1,278 @@
+//! How few tokens a text can have: a bound that costs a look at its bytes, so that nothing is encoded that cannot fit.
+
+#[cfg(test)]
+mod tests;
+
+use std::collections::HashSet;
+
+use serde_json::Value;
+
+use crate::scheme::Scheme;
+
+/// A token of one byte counts as this much; a token counts at least as much as all of its bytes together.
+const WHOLE: u64 = 1 << 32;
+/// By how much canonical composition may shorten text: U+1FBE, a diaeresis and an acute are 7 bytes, and U+0390 is 2.
+const COMPOSED: u64 = 4;
+/// What SentencePiece writes in place of a space; its bytes in a text count nothing, for they may have been a space.
+const METASPACE: &str = "\u{2581}";
+
+/// What is known of a tokenizer before it encodes: no text has fewer ids than [`Measure::fewest`] says.
+#[derive(Debug)]
+pub(crate) enum Measure {
+    /// Every byte of the text is in a token, and for each byte it is known how long a token with it can be. A byte's
+    /// weight is one over that length, so the weights of a token's bytes are at most 1 together.
+    Bytes {
+        weights: Box<[u64; 256]>,
+        /// Text is brought into composed form first, which may shorten what is not ASCII.
+        composes: bool,
+    },
+    /// These ASCII characters survive every normaliser and have tokens of their own, so each is in a token, none of
+    /// which has more than `longest` characters. What else a text has may be dropped, or become one unknown token.
+    Known { characters: [bool; 128], longest: usize },
+    /// Spaces separate tokens, and a word with an ASCII letter or digit is at least one token, however long it is.
+    Words,
+    /// Nothing is known: text may be dropped.
+    Unknown,
+}
+
+impl Measure {
+    /// The measure of a tokenizer, from the content of its `tokenizer.json`. `pieces` are the bytes that each id
+    /// stands for in a text, the empty ones left out.
+    pub(crate) fn of<'a>(
+        file: &Value,
+        scheme: &Scheme,
+        pieces: impl Iterator<Item = &'a [u8]>,
+    ) -> Self {
+        let Some(tokens) = Tokens::of(file) else { return Self::Unknown };
+        let model = &file["model"];
+        let kind = model["type"].as_str();
+        let steps = steps(&file["normalizer"], "normalizers");
+        let splits = steps_of_pre_tokenizer(file);
+        let plain_bpe = kind.is_none_or(|kind| kind == "BPE")
+            && ["continuing_subword_prefix", "end_of_word_suffix"]
+                .iter()
+                .all(|name| model[*name].as_str().is_none_or(str::is_empty));
+        match scheme {
+            Scheme::Bytes if plain_bpe && keeps_bytes(&splits) => match composes(&steps) {
+                Some(composes) => {
+                    let weights = tokens.without_dropped(weights(pieces, &tokens));
+                    Self::Bytes { weights, composes }
+                }
+                None => Self::Unknown,
+            },
+            Scheme::Pieces(_)
+                if plain_bpe
+                    && model["byte_fallback"] == true
+                    && tokens.has_byte_tokens()
+                    && steps.iter().all(|step| only_marks_spaces(step))
+                    && splits.iter().all(|step| step["type"] == "Metaspace") =>
+            {
+                let mut weights = weights(pieces, &tokens);
+                METASPACE.bytes().for_each(|byte| weights[usize::from(byte)] = 0);
+                Self::Bytes { weights, composes: false }
+            }
+            _ if kind == Some("Unigram") && steps.iter().all(|step| keeps_ascii(step)) => {
+                let keeps = splits.iter().all(|step| {
+                    matches!(step["type"].as_str(), Some("Metaspace" | "WhitespaceSplit"))
+                });
+                if keeps { tokens.known() } else { Self::Unknown }
+            }
+            _ if matches!(kind, Some("WordPiece" | "WordLevel"))
+                && steps.iter().all(|step| keeps_ascii(step))
+                && tokens.no_spaces =>
+            {
+                let at_spaces = |step: &&Value| {
+                    matches!(
+                        step["type"].as_str(),
+                        Some("BertPreTokenizer" | "Whitespace" | "WhitespaceSplit")
+                    )
+                };
+                if !splits.is_empty() && splits.iter().all(at_spaces) {
+                    Self::Words
+                } else {
+                    Self::Unknown
+                }
+            }
+            _ => Self::Unknown,
+        }
+    }
+
+    /// No encoding of `text` has fewer ids, special tokens around it not counted.
+    pub(crate) fn fewest(&self, text: &str) -> usize {
+        let count = match self {
+            Self::Bytes { weights, composes: false } => {
+                let weigh = |&byte: &u8| weights[usize::from(byte)];
+                text.as_bytes().iter().map(weigh).sum::<u64>().div_ceil(WHOLE)
+            }
+            Self::Bytes { weights, composes: true } => composed(weights, text).div_ceil(WHOLE),
+            Self::Known { characters, longest } => {
+                let known = |&&byte: &&u8| byte.is_ascii() && characters[usize::from(byte)];
+                text.as_bytes().iter().filter(known).count().div_ceil(*longest) as u64
+            }
+            // Only what every normaliser takes for a space; form feeds are dropped by some.
+            Self::Words => text
+                .split([' ', '\t', '\n', '\r'])
+                .filter(|word| word.bytes().any(|byte| byte.is_ascii_alphanumeric()))
+                .count() as u64,
+            Self::Unknown => 0,
+        };
+        usize::try_from(count).unwrap_or(usize::MAX)
+    }
+}
+
+/// The weight of a text that may be composed: an ASCII character before another one stays as it is, and the rest becomes
+/// at least one byte in [`COMPOSED`].
+fn composed(weights: &[u64; 256], text: &str) -> u64 {
+    let bytes = text.as_bytes();
+    // Of the bytes that text has.
+    let least = weights[..0xc0].iter().chain(&weights[0xc2..0xf5]).copied().min().unwrap_or(0);
+    let mut sum = 0_u64;
+    let mut others = 0_u64;
+    for (at, &byte) in bytes.iter().enumerate() {
+        let stays = byte.is_ascii() && bytes.get(at + 1).is_none_or(u8::is_ascii);
+        if stays {
+            sum += weights[usize::from(byte)];
+        } else {
+            others += 1;
+        }
+    }
+    sum + others / COMPOSED * least
+}
+
+/// What matters of the vocabulary.
+struct Tokens {
+    vocabulary: HashSet<String>,
+    added: Vec<String>,
+    /// An added token takes the spaces beside it, however many.
+    strips: bool,
+    /// No added token has a space in it or takes one.
+    no_spaces: bool,
+}
+
+impl Tokens {
+    fn of(file: &Value) -> Option<Self> {
+        let vocabulary = match &file["model"]["vocab"] {
+            Value::Object(tokens) => tokens.keys().cloned().collect(),
+            Value::Array(pieces) => {
+                pieces.iter().filter_map(|piece| piece[0].as_str().map(str::to_owned)).collect()
+            }
+            _ => return None,
+        };
+        let list = file["added_tokens"].as_array().map_or(&[][..], Vec::as_slice);
+        let added: Vec<String> =
+            list.iter().filter_map(|token| token["content"].as_str().map(str::to_owned)).collect();
+        let strips = list.iter().any(|token| token["lstrip"] == true || token["rstrip"] == true);
+        let no_spaces = !strips && !added.iter().any(|token| token.contains(char::is_whitespace));
+        Some(Self { vocabulary, added, strips, no_spaces })
+    }
+
+    /// Takes the weight of the bytes that have no token: they are dropped.
+    fn without_dropped(&self, mut weights: Box<[u64; 256]>) -> Box<[u64; 256]> {
+        let mut has = [false; 256];
+        for symbol in (0..0x144_u32).filter_map(char::from_u32) {
+            if let Some(byte) = crate::scheme::byte_of_char(symbol) {
+                has[usize::from(byte)] =
+                    self.vocabulary.contains(symbol.encode_utf8(&mut [0; 4]) as &str);
+            }
+        }
+        weights.iter_mut().zip(has).for_each(|(weight, has)| *weight *= u64::from(has));
+        weights
+    }
+
+    fn has_byte_tokens(&self) -> bool {
+        (0..=255_u8).all(|byte| self.vocabulary.contains(&format!("<0x{byte:02X}>")))
+    }
+
+    fn known(&self) -> Measure {
+        let has =
+            |byte: u8| self.vocabulary.contains(char::from(byte).encode_utf8(&mut [0; 4]) as &str);
+        // A normaliser may change the case.
+        let both = |byte: u8| has(byte.to_ascii_lowercase()) && has(byte.to_ascii_uppercase());
+        let known = |byte: usize| {
+            u8::try_from(byte).is_ok_and(|byte| byte.is_ascii_alphanumeric() && both(byte))
+        };
+        let lengths = self.vocabulary.iter().chain(&self.added).map(|token| token.chars().count());
+        Measure::Known {
+            characters: std::array::from_fn(known),
+            longest: lengths.max().unwrap_or(1).max(1),
+        }
+    }
+}
+
+/// One over the length of the longest token with each byte.
+fn weights<'a>(pieces: impl Iterator<Item = &'a [u8]>, tokens: &Tokens) -> Box<[u64; 256]> {
+    let mut longest = [1_u64; 256];
+    let mut note = |piece: &[u8]| {
+        for &byte in piece {
+            let longest = &mut longest[usize::from(byte)];
+            *longest = (*longest).max(piece.len() as u64);
+        }
+    };
+    pieces.for_each(&mut note);
+    tokens.added.iter().for_each(|token| note(token.as_bytes()));
+    let mut weights = Box::new(longest.map(|longest| WHOLE / longest));
+    if tokens.strips {
+        // White space is one of these characters, or has one of these bytes.
+        for c in ('\0'..=char::MAX).filter(|c| c.is_whitespace()) {
+            c.encode_utf8(&mut [0; 4]).bytes().for_each(|byte| weights[usize::from(byte)] = 0);
+        }
+    }
+    weights
+}
+
+/// The steps of a normaliser or pre-tokenizer, sequences flattened.
+fn steps<'a>(step: &'a Value, inner: &str) -> Vec<&'a Value> {
+    match step[inner].as_array() {
+        Some(list) => list.iter().flat_map(|step| steps(step, inner)).collect(),
+        None if step.is_null() => Vec::new(),
+        None => vec![step],
+    }
+}
+
+fn steps_of_pre_tokenizer(file: &Value) -> Vec<&Value> {
+    steps(&file["pre_tokenizer"], "pretokenizers")
+}
+
+/// Whether a byte-level pre-tokenizer drops nothing on the way to bytes.
+fn keeps_bytes(splits: &[&Value]) -> bool {
+    let keeps = |step: &&Value| match step["type"].as_str() {
+        Some("ByteLevel" | "Digits") => true,
+        Some("Split" | "Punctuation") => step["behavior"] != "Removed",
+        _ => false,
+    };
+    splits.iter().all(keeps) && splits.iter().any(|step| step["type"] == "ByteLevel")
+}
+
+/// Whether text is composed; `None` if something else happens to it.
+fn composes(steps: &[&Value]) -> Option<bool> {
+    let nfc = steps.iter().all(|step| step["type"] == "NFC");
+    nfc.then_some(!steps.is_empty())
+}
+
+/// Whether a normaliser does nothing but to write spaces otherwise and to put one first.
+fn only_marks_spaces(step: &Value) -> bool {
+    match step["type"].as_str() {
+        Some("Prepend") => true,
+        Some("Replace") => step["pattern"]["String"] == " " && step["content"] == METASPACE,
+        _ => false,
+    }
+}
+
+/// Whether a normaliser leaves ASCII letters and digits, but for their case, and the spaces between them.
+fn keeps_ascii(step: &Value) -> bool {
+    match step["type"].as_str() {
+        Some(
+            "NFC" | "NFD" | "NFKC" | "NFKD" | "Lowercase" | "StripAccents" | "Strip" | "Nmt"
+            | "Precompiled" | "Prepend" | "BertNormalizer",
+        ) => true,
+        Some("Replace") => {
+            let pattern = step["pattern"]["String"].as_str();
+            let spaces = step["pattern"]["Regex"] == " {2,}" && step["content"] != "";
+            spaces
+                || pattern.is_some_and(|p| {
+                    !p.contains(|c: char| c.is_ascii_alphanumeric() || c.is_whitespace())
+                })
+        }
+        _ => false,
+    }
+}

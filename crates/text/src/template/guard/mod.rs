@@ -1,0 +1,350 @@
+//! Special tokens in what clients write: found before the template runs, and found again in what it has rendered.
+//!
+//! A chat whose strings can put no special token together renders as ever. Otherwise it renders twice: as it is, and with
+//! twins in place of some characters of those tokens, which no special token has and no client wrote. Where the two texts
+//! differ by twins alone, the twins say which of the text is the client's; the text itself is the first one, so that
+//! nothing a template does with content (trimming, splitting, comparing, measuring) is changed by being watched. Where
+//! they differ otherwise the template has looked at such a token itself, and the chat is refused.
+
+#[cfg(test)]
+mod tests;
+
+use std::collections::{BTreeMap, HashMap, HashSet};
+use std::ops::Range;
+
+use aho_corasick::{AhoCorasick, Anchored, Input, StartKind};
+use serde_json::{Map, Value};
+
+use super::{ChatRender, ChatTemplate};
+use crate::error::TextError;
+
+/// Where twins are taken from: letters that print, have no case, are no spaces and that hardly any text has.
+const TWINS: Range<u32> = 0x2_0000..0x2_a6d0;
+
+/// A rendered chat.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Rendered {
+    pub(crate) text: String,
+    /// Sorted ranges of bytes that clients wrote; of those that matter at least one byte is here.
+    pub(crate) client: Vec<Range<usize>>,
+}
+
+/// Finds special tokens in chats for one template.
+#[derive(Debug)]
+pub(crate) struct Guard {
+    /// Special tokens, sorted.
+    tokens: Vec<String>,
+    finder: AhoCorasick,
+    /// First bytes of tokens that begin with no letter or digit.
+    firsts: Box<[bool; 256]>,
+    /// What the template's source has in quotes: where it may cut content.
+    literals: Option<AhoCorasick>,
+    /// Every character that gets a twin.
+    alphabet: Vec<char>,
+    /// Tokens that the template looks for in content, such as marks of reasoning: they are left to it.
+    inspected: HashSet<String>,
+}
+
+/// A chat with twins in it.
+struct Twinned {
+    messages: Value,
+    tools: Option<Value>,
+    documents: Option<Value>,
+    kwargs: Option<Map<String, Value>>,
+}
+
+/// Which character stands for which.
+struct Twins {
+    twin: HashMap<char, char>,
+    original: HashMap<char, char>,
+}
+
+impl Guard {
+    /// `None` if the tokenizer has no special tokens.
+    pub(crate) fn new(mut tokens: Vec<String>, template: &ChatTemplate) -> Option<Self> {
+        tokens.retain(|token| !token.is_empty());
+        tokens.sort();
+        tokens.dedup();
+        if tokens.is_empty() {
+            return None;
+        }
+        let finder = AhoCorasick::builder().start_kind(StartKind::Both).build(&tokens).ok()?;
+        let mut firsts = Box::new([false; 256]);
+        for token in &tokens {
+            if !token.starts_with(char::is_alphanumeric) {
+                firsts[usize::from(token.as_bytes()[0])] = true;
+            }
+        }
+        let literals = literals(&template.source);
+        let literals = (!literals.is_empty())
+            .then(|| AhoCorasick::builder().start_kind(StartKind::Both).build(&literals).ok())
+            .flatten();
+        let mut alphabet: Vec<char> = tokens.iter().flat_map(|token| token.chars()).collect();
+        alphabet.sort_unstable();
+        alphabet.dedup();
+        let mut guard =
+            Self { tokens, finder, firsts, literals, alphabet, inspected: HashSet::new() };
+        guard.inspected = guard.inspected_by(template);
+        Some(guard)
+    }
+
+    /// The tokens for which a short chat renders otherwise when they are watched.
+    fn inspected_by(&self, template: &ChatTemplate) -> HashSet<String> {
+        let differs = |token: &&String| {
+            template.source.contains(token.as_str())
+                && [format!("a {token} b"), token.to_string(), format!("{token}b{token}")]
+                    .iter()
+                    .flat_map(|content| probes(content))
+                    .any(|messages| {
+                        let chat = ChatRender::new(&messages);
+                        template.render(&chat).is_ok()
+                            && matches!(self.render(template, &chat), Err(TextError::Guarded))
+                    })
+        };
+        self.tokens.iter().filter(differs).cloned().collect()
+    }
+
+    /// Renders a chat and says what of it clients wrote, as far as that matters for special tokens.
+    ///
+    /// # Errors
+    /// As [`ChatTemplate::render`], and [`TextError::Guarded`].
+    pub(crate) fn render(
+        &self,
+        template: &ChatTemplate,
+        chat: &ChatRender<'_>,
+    ) -> Result<Rendered, TextError> {
+        let Some((twins, twinned)) = self.twinned(chat)? else {
+            return Ok(Rendered { text: template.render(chat)?, client: Vec::new() });
+        };
+        let shadow = ChatRender {
+            messages: &twinned.messages,
+            tools: twinned.tools.as_ref(),
+            documents: twinned.documents.as_ref(),
+            kwargs: twinned.kwargs.as_ref(),
+            ..*chat
+        };
+        // A template may print the time, which may change between the two.
+        for _ in 0..2 {
+            let text = template.render(chat)?;
+            let Ok(shadow) = template.render(&shadow) else { break };
+            if let Some(client) = twins.compare(&text, &shadow) {
+                return Ok(Rendered { text, client });
+            }
+        }
+        Err(TextError::Guarded)
+    }
+
+    /// The chat with twins; `None` if there is nothing in it that needs them.
+    fn twinned(&self, chat: &ChatRender<'_>) -> Result<Option<(Twins, Twinned)>, TextError> {
+        let empty = Map::new();
+        let kwargs = chat.kwargs.unwrap_or(&empty);
+        let values = [Some(chat.messages), chat.tools, chat.documents];
+        let mut values = values.into_iter().flatten().chain(kwargs.values());
+        let keys = || kwargs.keys().any(|key| self.finder.is_match(key));
+        if !values.any(|value| self.is_suspicious(value)) && !keys() {
+            return Ok(None);
+        }
+        let twins = Twins::new(&self.alphabet, chat).ok_or(TextError::Guarded)?;
+        let replace = |value: &Value| self.replaced(value, &twins);
+        let twinned = Twinned {
+            messages: replace(chat.messages),
+            tools: chat.tools.map(replace),
+            documents: chat.documents.map(replace),
+            kwargs: chat.kwargs.map(|kwargs| self.fields(kwargs, &twins)),
+        };
+        Ok(Some((twins, twinned)))
+    }
+
+    fn is_suspicious(&self, value: &Value) -> bool {
+        match value {
+            Value::String(text) => {
+                let has_whole = self.finder.is_match(text) && !self.whole(text).is_empty();
+                has_whole || self.beginnings(text).next().is_some()
+            }
+            Value::Array(values) => values.iter().any(|value| self.is_suspicious(value)),
+            Value::Object(fields) => fields
+                .iter()
+                .any(|(name, value)| self.finder.is_match(name) || self.is_suspicious(value)),
+            Value::Null | Value::Bool(_) | Value::Number(_) => false,
+        }
+    }
+
+    fn replaced(&self, value: &Value, twins: &Twins) -> Value {
+        match value {
+            Value::String(text) => Value::String(twins.put(text, &self.places(text))),
+            Value::Array(values) => {
+                values.iter().map(|value| self.replaced(value, twins)).collect()
+            }
+            Value::Object(fields) => Value::Object(self.fields(fields, twins)),
+            Value::Null | Value::Bool(_) | Value::Number(_) => value.clone(),
+        }
+    }
+
+    /// Of a name only whole tokens are replaced: templates know names.
+    fn fields(&self, fields: &Map<String, Value>, twins: &Twins) -> Map<String, Value> {
+        let field = |(name, value): (&String, &Value)| {
+            (twins.put(name, &self.whole(name)), self.replaced(value, twins))
+        };
+        fields.iter().map(field).collect()
+    }
+
+    /// Where `text` has special tokens, and beginnings of some which the template could complete with other text of the
+    /// client's: before a place where it may cut, or at the end.
+    fn places(&self, text: &str) -> Vec<Range<usize>> {
+        let mut places = self.whole(text);
+        places.extend(self.beginnings(text));
+        places
+    }
+
+    fn beginnings<'a>(&'a self, text: &'a str) -> impl Iterator<Item = Range<usize>> + 'a {
+        let end = text.trim_end().len();
+        let bytes = text.bytes().enumerate();
+        let starts =
+            bytes.filter(|&(at, byte)| self.firsts[usize::from(byte)] && text.is_char_boundary(at));
+        starts.filter_map(move |(at, _)| {
+            let length = self.beginning(&text[at..], end.saturating_sub(at))?;
+            Some(at..at + length)
+        })
+    }
+
+    fn whole(&self, text: &str) -> Vec<Range<usize>> {
+        let found = self.finder.find_overlapping_iter(text);
+        let left = |at: usize| self.inspected.contains(&self.tokens[at]);
+        found.filter(|found| !left(found.pattern().as_usize())).map(|found| found.range()).collect()
+    }
+
+    /// The length of the longest beginning of a token that `text` starts with, less than a whole one, behind which there
+    /// may be a cut. `end` is where trimming ends the text.
+    fn beginning(&self, text: &str, end: usize) -> Option<usize> {
+        if self.finder.find(Input::new(text).anchored(Anchored::Yes)).is_some() {
+            // A whole token, which is found or left as such.
+            return None;
+        }
+        let after = self.tokens.partition_point(|token| token.as_str() <= text);
+        let near = [after.checked_sub(1), Some(after)];
+        let near = near.into_iter().flatten().filter_map(|at| self.tokens.get(at));
+        let common = near.map(|token| common(token, text)).max()?;
+        let cut = |&length: &usize| {
+            length >= end
+                || self.literals.as_ref().is_some_and(|literals| {
+                    let rest = Input::new(&text[length..]).anchored(Anchored::Yes);
+                    literals.find(rest).is_some()
+                })
+        };
+        (1..=common).filter(|&length| text.is_char_boundary(length)).rev().find(cut)
+    }
+}
+
+/// Bytes that two texts have in common at their beginnings, in whole characters.
+fn common(left: &str, right: &str) -> usize {
+    let same = left.char_indices().zip(right.chars()).take_while(|((_, a), b)| a == b);
+    same.last().map_or(0, |((at, c), _)| at + c.len_utf8())
+}
+
+impl Twins {
+    /// Twins that nothing in the chat has; `None` if it has some of everything.
+    fn new(alphabet: &[char], chat: &ChatRender<'_>) -> Option<Self> {
+        let mut used = HashSet::new();
+        for value in [Some(chat.messages), chat.tools, chat.documents].into_iter().flatten() {
+            note_used(value, &mut used);
+        }
+        for (name, value) in chat.kwargs.into_iter().flatten() {
+            used.extend(name.chars().filter(|c| TWINS.contains(&u32::from(*c))));
+            note_used(value, &mut used);
+        }
+        used.extend(alphabet);
+        let free = TWINS.filter_map(char::from_u32).filter(|c| !used.contains(c));
+        let pairs: Vec<(char, char)> = alphabet.iter().copied().zip(free).collect();
+        (pairs.len() == alphabet.len()).then(|| Self {
+            twin: pairs.iter().copied().collect(),
+            original: pairs.iter().map(|&(original, twin)| (twin, original)).collect(),
+        })
+    }
+
+    /// The text with twins at some of these places: in place of signs, or of everything but spaces where there is none.
+    /// Quotes and what else is escaped in JSON stays.
+    fn put(&self, text: &str, places: &[Range<usize>]) -> String {
+        if places.is_empty() {
+            return text.to_owned();
+        }
+        let mut starts: BTreeMap<usize, char> = BTreeMap::new();
+        for place in places {
+            let stays =
+                |c: char| c.is_whitespace() || c.is_control() || matches!(c, '"' | '\\' | '\'');
+            let characters = || text[place.clone()].char_indices().filter(|(_, c)| !stays(*c));
+            let only_signs = characters().any(|(_, c)| !c.is_alphanumeric());
+            let wanted = characters().filter(|(_, c)| !only_signs || !c.is_alphanumeric());
+            starts
+                .extend(wanted.filter_map(|(at, c)| Some((place.start + at, *self.twin.get(&c)?))));
+        }
+        text.char_indices().map(|(at, c)| starts.get(&at).copied().unwrap_or(c)).collect()
+    }
+
+    /// The ranges of `text` where `shadow` has twins; `None` if the two differ by more than that.
+    fn compare(&self, text: &str, shadow: &str) -> Option<Vec<Range<usize>>> {
+        let mut client: Vec<Range<usize>> = Vec::new();
+        let mut shadow = shadow.chars();
+        for (at, c) in text.char_indices() {
+            let seen = shadow.next()?;
+            if seen == c {
+                continue;
+            }
+            if self.original.get(&seen) != Some(&c) {
+                return None;
+            }
+            let end = at + c.len_utf8();
+            match client.last_mut() {
+                Some(last) if last.end == at => last.end = end,
+                _ => client.push(at..end),
+            }
+        }
+        shadow.next().is_none().then_some(client)
+    }
+}
+
+fn note_used(value: &Value, used: &mut HashSet<char>) {
+    let note = |text: &str, used: &mut HashSet<char>| {
+        used.extend(text.chars().filter(|c| TWINS.contains(&u32::from(*c))));
+    };
+    match value {
+        Value::String(text) => note(text, used),
+        Value::Array(values) => values.iter().for_each(|value| note_used(value, used)),
+        Value::Object(fields) => fields.iter().for_each(|(name, value)| {
+            note(name, used);
+            note_used(value, used);
+        }),
+        Value::Null | Value::Bool(_) | Value::Number(_) => {}
+    }
+}
+
+/// Chats that show what a template does with a content.
+fn probes(content: &str) -> Vec<Value> {
+    let message = |role: &str, content: &str| serde_json::json!({"role": role, "content": content});
+    let user = message("user", content);
+    vec![
+        serde_json::json!([user]),
+        serde_json::json!([message("system", content), message("user", "u")]),
+        serde_json::json!([message("user", "u"), message("assistant", content)]),
+        serde_json::json!([message("user", "u"), message("assistant", content), user]),
+        serde_json::json!([
+            message("user", "u"),
+            message("assistant", "a"),
+            message("tool", content)
+        ]),
+    ]
+}
+
+/// The strings in quotes of a template's source, without what escapes mean in them.
+fn literals(source: &str) -> Vec<String> {
+    let mut found = HashSet::new();
+    for quote in ['"', '\''] {
+        // Every second piece is in quotes; where a quote is in another kind of text, pieces too many are no harm.
+        for piece in source.split(quote) {
+            let piece = piece.replace("\\n", "\n").replace("\\t", "\t").replace("\\\\", "\\");
+            if !piece.is_empty() && piece.len() <= 64 {
+                found.insert(piece);
+            }
+        }
+    }
+    found.into_iter().collect()
+}
