@@ -7,7 +7,7 @@ use serde_json::{Map, Value};
 use utoipa::ToSchema;
 
 use crate::error::ApiError;
-use crate::inert::Inert;
+use crate::inert::{Choice, Inert};
 use crate::openai::{StreamOptions, Streaming, openai_request};
 use crate::sampling::{Fields, Generation, GenerationDefaults, Limits, check_logprobs};
 
@@ -30,9 +30,9 @@ openai_request! {
         #[schema(value_type = Option<Object>)]
         pub chat_template_kwargs: Option<Map<String, Value>>,
         #[serde(default)] #[schema(ignore)] tools: Inert,
-        #[schema(ignore)] tool_choice: Option<Value>,
+        #[serde(default)] #[schema(ignore)] tool_choice: Choice,
         #[serde(default)] #[schema(ignore)] functions: Inert,
-        #[schema(ignore)] function_call: Option<Value>,
+        #[serde(default)] #[schema(ignore)] function_call: Choice,
         #[schema(ignore)] modalities: Option<Vec<String>>,
         #[serde(default)] #[schema(ignore)] audio: Inert,
         #[serde(default)] #[schema(ignore)] prediction: Inert,
@@ -255,17 +255,8 @@ impl ChatRequest {
         ] {
             inert.refuse(param)?;
         }
-        for (param, value) in
-            [("tool_choice", &self.tool_choice), ("function_call", &self.function_call)]
-        {
-            let harmless = match value {
-                None => true,
-                Some(value) => matches!(value.as_str(), Some("none" | "auto")),
-            };
-            if !harmless {
-                return Err(ApiError::unsupported(param));
-            }
-        }
+        self.tool_choice.refuse("tool_choice")?;
+        self.function_call.refuse("function_call")?;
         if self.add_special_tokens == Some(true) {
             return Err(ApiError::unsupported("add_special_tokens"));
         }
@@ -290,7 +281,8 @@ mod tests {
         for (key, value) in more.as_object().unwrap() {
             body[key] = value.clone();
         }
-        let request: ChatRequest = crate::parse(body.to_string().as_bytes())?;
+        let request =
+            crate::parse_request::<ChatRequest>(body.to_string().as_bytes(), |_| Ok(()))?.request;
         request.validate(&GenerationDefaults::default(), LIMITS)
     }
 

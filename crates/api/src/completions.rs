@@ -131,7 +131,9 @@ mod tests {
         for (key, value) in more.as_object().unwrap() {
             body[key] = value.clone();
         }
-        let request: CompletionRequest = crate::parse(body.to_string().as_bytes())?;
+        let request =
+            crate::parse_request::<CompletionRequest>(body.to_string().as_bytes(), |_| Ok(()))?
+                .request;
         request.validate(
             &GenerationDefaults::default(),
             Limits { context_length: 100, vocab_size: 1000, replicas: 2 },

@@ -6,12 +6,10 @@ use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
 use crate::error::ApiError;
+use crate::limits::INPUTS;
 use crate::prompt::{Prompt, Prompts};
 use crate::salt::check_salt;
 use crate::sampling::Limits;
-
-/// Most inputs of a request, as with OpenAI.
-pub const MAX_INPUTS: usize = 2048;
 
 /// Texts to turn into vectors.
 #[derive(Debug, Deserialize, ToSchema)]
@@ -53,7 +51,7 @@ pub enum EncodingFormat {
 /// An embeddings request without anything left to check but the inputs' lengths.
 #[derive(Debug, PartialEq)]
 pub struct ValidEmbedding {
-    /// From 1 to [`MAX_INPUTS`].
+    /// From 1 to [`crate::limits::INPUTS`].
     pub prompts: Vec<Prompt>,
     /// How vectors are written.
     pub format: EncodingFormat,
@@ -105,10 +103,10 @@ impl EmbeddingRequest {
 
 /// Refuses more inputs than a request may have.
 pub(crate) fn check_inputs(param: &str, count: usize) -> Result<(), ApiError> {
-    if count <= MAX_INPUTS {
+    if count <= INPUTS {
         return Ok(());
     }
-    let reason = format!("`{param}`: {count} inputs are more than the limit of {MAX_INPUTS}");
+    let reason = format!("`{param}`: {count} inputs are more than the limit of {INPUTS}");
     Err(ApiError::invalid(param, reason))
 }
 
@@ -195,7 +193,9 @@ mod tests {
     const LIMITS: Limits = Limits { context_length: 100, vocab_size: 1000, replicas: 2 };
 
     fn validate(body: Value) -> Result<ValidEmbedding, ApiError> {
-        let request: EmbeddingRequest = crate::parse(body.to_string().as_bytes())?;
+        let request =
+            crate::parse_request::<EmbeddingRequest>(body.to_string().as_bytes(), |_| Ok(()))?
+                .request;
         request.validate(LIMITS, 384, true)
     }
 
@@ -222,7 +222,7 @@ mod tests {
             (json!(["a", "b"]), 2),
             (json!([1, 2, 3]), 1),
             (json!([[1], [2]]), 2),
-            (json!(vec!["a"; MAX_INPUTS]), MAX_INPUTS),
+            (json!(vec!["a"; INPUTS]), INPUTS),
         ] {
             assert_eq!(validate(json!({"input": input})).unwrap().prompts.len(), count);
         }
@@ -249,7 +249,7 @@ mod tests {
             (with("input", json!([])), "input"),
             (with("input", json!([[]])), "input[0]"),
             (with("input", json!([1000])), "input[0]"),
-            (with("input", json!(vec!["a"; MAX_INPUTS + 1])), "input"),
+            (with("input", json!(vec!["a"; INPUTS + 1])), "input"),
             (with("cache_salt", json!("")), "cache_salt"),
             (with("dimensions", json!(0)), "dimensions"),
             (with("dimensions", json!(385)), "dimensions"),

@@ -4,6 +4,13 @@ use serde::{Deserialize, Serialize};
 use thiserror::Error;
 use utoipa::ToSchema;
 
+use crate::limits::cut;
+
+/// Most bytes of a message: what a client sent is in some of them.
+const MESSAGE_BYTES: usize = 1024;
+/// Most bytes of a parameter's path.
+const PARAM_BYTES: usize = 256;
+
 /// Why a request is answered with an error.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 pub enum ApiError {
@@ -118,9 +125,22 @@ pub enum ApiError {
         path: String,
     },
     /// The body is over the limit.
-    #[error("the request body is larger than the limit of {limit} bytes")]
+    #[error("the request body is larger than the limit of {limit} bytes ({flag})")]
     BodyTooLarge {
         /// The limit in bytes.
+        limit: usize,
+        /// Which flag sets it.
+        flag: &'static str,
+    },
+    /// The request needs more memory than all requests together may have.
+    #[error(
+        "the request needs about {bytes} bytes, and all requests together have {limit}: \
+         --max-request-bytes-in-flight makes that more"
+    )]
+    RequestTooLarge {
+        /// What it needs.
+        bytes: usize,
+        /// What there is, when nobody else is there.
         limit: usize,
     },
     /// A prompt's embeddings are more than the arena can hold.
@@ -251,6 +271,7 @@ impl ApiError {
             Self::MethodNotAllowed { .. } => 405,
             Self::BodyTimeout { .. } => 408,
             Self::BodyTooLarge { .. }
+            | Self::RequestTooLarge { .. }
             | Self::PayloadTooLarge { .. }
             | Self::AnswerTooLarge { .. } => 413,
             Self::UnsupportedMediaType => 415,
@@ -319,6 +340,7 @@ impl ApiError {
             Self::UnknownRoute { .. } => Some("unknown_url"),
             Self::MethodNotAllowed { .. } => Some("method_not_allowed"),
             Self::BodyTooLarge { .. } => Some("body_too_large"),
+            Self::RequestTooLarge { .. } => Some("request_too_large"),
             Self::PayloadTooLarge { .. } => Some("payload_too_large"),
             Self::AnswerTooLarge { .. } => Some("answer_too_large"),
             Self::BodyTimeout { .. } => Some("body_timeout"),
@@ -337,9 +359,9 @@ impl ApiError {
     pub fn body(&self) -> ErrorBody {
         ErrorBody {
             error: ErrorObject {
-                message: self.to_string(),
+                message: cut(&self.to_string(), MESSAGE_BYTES).into_owned(),
                 kind: self.kind().to_owned(),
-                param: self.param(),
+                param: self.param().map(|param| cut(&param, PARAM_BYTES).into_owned()),
                 code: self.code().map(str::to_owned),
             },
         }

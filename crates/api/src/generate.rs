@@ -186,8 +186,8 @@ pub struct GenerateItem {
     pub prompt: Prompt,
     /// The client's name for it.
     pub rid: Option<String>,
-    /// Everything else.
-    pub generation: Generation,
+    /// Number of its parameters in [`ValidGenerate::generations`].
+    pub generation: usize,
 }
 
 /// A native request without anything left to check but the prompts' lengths.
@@ -195,6 +195,8 @@ pub struct GenerateItem {
 pub struct ValidGenerate {
     /// At least one.
     pub items: Vec<GenerateItem>,
+    /// Everything else: one for all prompts, or one a prompt.
+    pub generations: Vec<Generation>,
     /// The response is a list.
     pub batch: bool,
     /// Server-sent events.
@@ -274,10 +276,10 @@ impl GenerateRequest {
         let generations = match self.sampling_params {
             None => {
                 let params = GenerateSampling::default();
-                vec![params.validate(&outer, defaults, limits)?; count]
+                vec![params.validate(&outer, defaults, limits)?]
             }
             Some(OneOrMany::One(params)) => {
-                vec![params.validate(&outer, defaults, limits)?; count]
+                vec![params.validate(&outer, defaults, limits)?]
             }
             Some(OneOrMany::Many(list)) => {
                 one_each("sampling_params", list.len())?;
@@ -292,16 +294,23 @@ impl GenerateRequest {
                 rids.into_iter().map(Some).collect()
             }
         };
-        check_total(param, generations.iter().map(|generation| generation.n as usize).sum())?;
+        let one = generations.len() == 1;
+        let n = |index: usize| generations[if one { 0 } else { index }].n as usize;
+        check_total(param, (0..count).map(n).sum())?;
         let batch = many || generations.iter().any(|generation| generation.n > 1);
         let items = prompts
             .into_iter()
             .zip(rids)
-            .zip(generations)
-            .map(|((prompt, rid), generation)| GenerateItem { prompt, rid, generation })
+            .enumerate()
+            .map(|(index, (prompt, rid))| GenerateItem {
+                prompt,
+                rid,
+                generation: if one { 0 } else { index },
+            })
             .collect();
         Ok(ValidGenerate {
             items,
+            generations,
             batch,
             stream: self.stream.unwrap_or(false),
             text_in_logprobs: self.return_text_in_logprobs.unwrap_or(false),
@@ -452,7 +461,9 @@ mod tests {
     use crate::sampling::MaxTokens;
 
     fn validate(body: Value) -> Result<ValidGenerate, ApiError> {
-        let request: GenerateRequest = crate::parse(body.to_string().as_bytes())?;
+        let request =
+            crate::parse_request::<GenerateRequest>(body.to_string().as_bytes(), |_| Ok(()))?
+                .request;
         request.validate(
             &GenerationDefaults::default(),
             Limits { context_length: 100, vocab_size: 1000, replicas: 2 },
@@ -463,7 +474,7 @@ mod tests {
     fn single_and_batch() {
         let one = validate(json!({"text": "a"})).unwrap();
         assert!(!one.batch && !one.stream);
-        assert_eq!(one.items[0].generation.max_tokens, MaxTokens::AtMost(128));
+        assert_eq!(one.generations[0].max_tokens, MaxTokens::AtMost(128));
 
         let two = validate(json!({
             "input_ids": [[1], [2, 3]],
@@ -474,12 +485,14 @@ mod tests {
         }))
         .unwrap();
         assert!(two.batch);
-        assert_eq!(two.items[0].generation.max_tokens, MaxTokens::Exactly(4));
-        assert_eq!(two.items[1].generation.seed, Some(9));
-        assert_eq!(two.items[1].generation.sampling.logprobs, Some(3));
+        assert_eq!(two.generations[two.items[0].generation].max_tokens, MaxTokens::Exactly(4));
+        assert_eq!(two.generations[1].seed, Some(9));
+        assert_eq!(two.generations[1].sampling.logprobs, Some(3));
         assert_eq!(two.items[1].prompt, Prompt::Tokens(vec![2, 3]));
         assert_eq!(two.items[1].rid.as_deref(), Some("y"));
 
+        let shared = validate(json!({"text": ["a", "b"], "sampling_params": {"n": 2}})).unwrap();
+        assert_eq!((shared.generations.len(), shared.items[1].generation), (1, 0));
         let choices = validate(json!({"text": "a", "sampling_params": {"n": 2}})).unwrap();
         assert!(choices.batch);
     }

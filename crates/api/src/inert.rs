@@ -17,49 +17,73 @@ impl Inert {
     }
 }
 
+/// A parameter like `tool_choice`, which asks for nothing where it says `auto` or `none` too.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Choice(bool);
+
+impl Choice {
+    /// Refuses the parameter if it asks for something.
+    pub fn refuse(self, param: &str) -> Result<(), ApiError> {
+        Inert(self.0).refuse(param)
+    }
+}
+
 impl<'de> Deserialize<'de> for Inert {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        struct Any;
-        impl<'de> Visitor<'de> for Any {
-            type Value = Inert;
+        deserializer.deserialize_any(Asks { nothing: str::is_empty }).map(Self)
+    }
+}
 
-            fn expecting(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-                f.write_str("any value")
-            }
-            fn visit_bool<E>(self, value: bool) -> Result<Inert, E> {
-                Ok(Inert(value))
-            }
-            fn visit_i64<E>(self, _: i64) -> Result<Inert, E> {
-                Ok(Inert(true))
-            }
-            fn visit_u64<E>(self, _: u64) -> Result<Inert, E> {
-                Ok(Inert(true))
-            }
-            fn visit_f64<E>(self, _: f64) -> Result<Inert, E> {
-                Ok(Inert(true))
-            }
-            fn visit_str<E>(self, value: &str) -> Result<Inert, E> {
-                Ok(Inert(!value.is_empty()))
-            }
-            fn visit_unit<E>(self) -> Result<Inert, E> {
-                Ok(Inert(false))
-            }
-            fn visit_seq<A: SeqAccess<'de>>(self, mut seq: A) -> Result<Inert, A::Error> {
-                let mut given = false;
-                while seq.next_element::<IgnoredAny>()?.is_some() {
-                    given = true;
-                }
-                Ok(Inert(given))
-            }
-            fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Inert, A::Error> {
-                let mut given = false;
-                while map.next_entry::<IgnoredAny, IgnoredAny>()?.is_some() {
-                    given = true;
-                }
-                Ok(Inert(given))
-            }
+impl<'de> Deserialize<'de> for Choice {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        let nothing = |text: &str| matches!(text, "auto" | "none");
+        deserializer.deserialize_any(Asks { nothing }).map(Self)
+    }
+}
+
+/// Tells whether a value asks for something, and keeps nothing of it.
+struct Asks {
+    /// Whether a string asks for nothing.
+    nothing: fn(&str) -> bool,
+}
+
+impl<'de> Visitor<'de> for Asks {
+    type Value = bool;
+
+    fn expecting(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("any value")
+    }
+    fn visit_bool<E>(self, value: bool) -> Result<bool, E> {
+        Ok(value)
+    }
+    fn visit_i64<E>(self, _: i64) -> Result<bool, E> {
+        Ok(true)
+    }
+    fn visit_u64<E>(self, _: u64) -> Result<bool, E> {
+        Ok(true)
+    }
+    fn visit_f64<E>(self, _: f64) -> Result<bool, E> {
+        Ok(true)
+    }
+    fn visit_str<E>(self, value: &str) -> Result<bool, E> {
+        Ok(!(self.nothing)(value))
+    }
+    fn visit_unit<E>(self) -> Result<bool, E> {
+        Ok(false)
+    }
+    fn visit_seq<A: SeqAccess<'de>>(self, mut seq: A) -> Result<bool, A::Error> {
+        let mut given = false;
+        while seq.next_element::<IgnoredAny>()?.is_some() {
+            given = true;
         }
-        deserializer.deserialize_any(Any)
+        Ok(given)
+    }
+    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<bool, A::Error> {
+        let mut given = false;
+        while map.next_entry::<IgnoredAny, IgnoredAny>()?.is_some() {
+            given = true;
+        }
+        Ok(given)
     }
 }
 

@@ -12,6 +12,7 @@ mod embeds;
 mod error;
 mod generate;
 mod inert;
+pub mod limits;
 mod openai;
 mod parse;
 pub mod peer;
@@ -26,8 +27,8 @@ mod tokenize;
 pub use chat::{ChatMessage, ChatPrompt, ChatRequest, ContentPart, MessageContent, ValidChat};
 pub use completions::{CompletionPrompts, CompletionRequest, ValidCompletion};
 pub use embeddings::{
-    Embedding, EmbeddingRequest, EmbeddingResponse, EncodingFormat, MAX_INPUTS, PoolingUsage,
-    ValidEmbedding, Vector,
+    Embedding, EmbeddingRequest, EmbeddingResponse, EncodingFormat, PoolingUsage, ValidEmbedding,
+    Vector,
 };
 pub use embeds::{EmbeddedPrompt, PromptEmbeds};
 pub use error::{ApiError, ErrorBody, ErrorObject};
@@ -35,9 +36,9 @@ pub use generate::{
     GenerateFinish, GenerateItem, GenerateMeta, GenerateOutput, GenerateRequest, GenerateSampling,
     LogprobTriple, OneOrMany, ValidGenerate,
 };
-pub use inert::Inert;
+pub use inert::{Choice, Inert};
 pub use openai::{ResponseFormat, StreamOptions, Streaming};
-pub use parse::parse;
+pub use parse::{Parsed, parse, parse_request};
 pub use prompt::{Prompt, Prompts, Strings};
 pub use rerank::{
     Document, Pairs, RerankDocument, RerankRequest, RerankResponse, RerankResult, ScoreData,

@@ -4,15 +4,45 @@ use serde::de::DeserializeOwned;
 use serde_json::error::Category;
 
 use crate::error::ApiError;
+use crate::limits::{self, Limited, Weight};
 
-/// Parses a request body.
+/// A parsed request, and how much was kept of its body.
+#[derive(Debug)]
+pub struct Parsed<T> {
+    /// The request.
+    pub request: T,
+    /// What it weighs.
+    pub weight: Weight,
+}
+
+/// Checks a request body against the limits of its type, and parses it.
+///
+/// # Errors
+/// As [`parse`]; [`ApiError::Invalid`] with the first parameter that is over its limit; or what `fits` says of the body's weight.
+pub fn parse_request<T: DeserializeOwned + Limited>(
+    body: &[u8],
+    fits: impl FnOnce(Weight) -> Result<(), ApiError>,
+) -> Result<Parsed<T>, ApiError> {
+    let text = text(body)?;
+    let weight = limits::check(text, T::PARAMS)?;
+    fits(weight)?;
+    Ok(Parsed { request: parse_text(text)?, weight })
+}
+
+/// Parses JSON.
 ///
 /// # Errors
 /// [`ApiError::InvalidUtf8`], [`ApiError::MalformedJson`] with the position, or [`ApiError::Invalid`] with the path of
 /// the parameter whose type is wrong or which is missing.
 pub fn parse<T: DeserializeOwned>(body: &[u8]) -> Result<T, ApiError> {
-    let text = std::str::from_utf8(body)
-        .map_err(|error| ApiError::InvalidUtf8 { offset: error.valid_up_to() })?;
+    parse_text(text(body)?)
+}
+
+fn text(body: &[u8]) -> Result<&str, ApiError> {
+    std::str::from_utf8(body).map_err(|error| ApiError::InvalidUtf8 { offset: error.valid_up_to() })
+}
+
+fn parse_text<T: DeserializeOwned>(text: &str) -> Result<T, ApiError> {
     let mut deserializer = serde_json::Deserializer::from_str(text);
     let value = serde_path_to_error::deserialize(&mut deserializer).map_err(|error| {
         let path = error.path().to_string();

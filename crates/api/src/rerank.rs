@@ -1,12 +1,15 @@
 //! `/rerank` and `/score`: how well texts go together.
 
+use std::fmt;
 use std::sync::Arc;
 
+use serde::de::{Deserializer, IgnoredAny, MapAccess, Visitor};
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
 use crate::embeddings::{PoolingUsage, check_inputs, check_truncate};
 use crate::error::ApiError;
+use crate::limits::PAIR_BYTES;
 use crate::prompt::Strings;
 use crate::salt::check_salt;
 use crate::sampling::Limits;
@@ -35,8 +38,8 @@ pub struct RerankRequest {
 }
 
 /// A document of a request.
-#[derive(Debug, Deserialize, ToSchema)]
-#[serde(untagged, expecting = "expected a string or an object with a `text`")]
+#[derive(Debug, Serialize, ToSchema)]
+#[serde(untagged)]
 pub enum Document {
     /// Its text.
     Plain(String),
@@ -45,6 +48,43 @@ pub enum Document {
         /// Its text.
         text: String,
     },
+}
+
+// An untagged enum would keep the whole object, whatever is in it, before it looks for the text.
+impl<'de> Deserialize<'de> for Document {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct DocumentVisitor;
+        impl<'de> Visitor<'de> for DocumentVisitor {
+            type Value = Document;
+
+            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str("a string or an object with a `text`")
+            }
+            fn visit_str<E>(self, text: &str) -> Result<Document, E> {
+                Ok(Document::Plain(text.to_owned()))
+            }
+            fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Document, A::Error> {
+                let mut found = None;
+                while let Some(key) = map.next_key::<Field>()? {
+                    match key {
+                        Field::Text => found = Some(map.next_value()?),
+                        Field::Other => drop(map.next_value::<IgnoredAny>()?),
+                    }
+                }
+                let text = found.ok_or_else(|| serde::de::Error::missing_field("text"))?;
+                Ok(Document::Object { text })
+            }
+        }
+        deserializer.deserialize_any(DocumentVisitor)
+    }
+}
+
+#[derive(Deserialize)]
+#[serde(field_identifier, rename_all = "lowercase")]
+enum Field {
+    Text,
+    #[serde(other)]
+    Other,
 }
 
 impl Document {
@@ -154,7 +194,16 @@ impl Pairs {
                 format!("`text_1`: one text or as many as `text_2` ({second}), not {first}");
             return Err(ApiError::invalid("text_1", reason));
         }
-        check_inputs(param, second)
+        check_inputs(param, second)?;
+        let bytes = |texts: &[String]| texts.iter().map(String::len).sum::<usize>();
+        let times = if first == second { 1 } else { second };
+        let total = bytes(&self.first).saturating_mul(times).saturating_add(bytes(&self.second));
+        if total > PAIR_BYTES {
+            let param = self.params[0];
+            let reason = format!("`{param}`: all pairs have {total} bytes, more than {PAIR_BYTES}");
+            return Err(ApiError::invalid(param, reason));
+        }
+        Ok(())
     }
 
     /// The first text of pair `index`.
@@ -232,11 +281,15 @@ mod tests {
     const LIMITS: Limits = Limits { context_length: 100, vocab_size: 1000, replicas: 2 };
 
     fn rerank(body: Value) -> Result<ValidRerank, ApiError> {
-        crate::parse::<RerankRequest>(body.to_string().as_bytes())?.validate(LIMITS)
+        crate::parse_request::<RerankRequest>(body.to_string().as_bytes(), |_| Ok(()))?
+            .request
+            .validate(LIMITS)
     }
 
     fn score(body: Value) -> Result<Pairs, ApiError> {
-        crate::parse::<ScoreRequest>(body.to_string().as_bytes())?.validate(LIMITS)
+        crate::parse_request::<ScoreRequest>(body.to_string().as_bytes(), |_| Ok(()))?
+            .request
+            .validate(LIMITS)
     }
 
     #[test]

@@ -3,10 +3,8 @@
 use forebay_engine::Route;
 
 use crate::error::ApiError;
+use crate::limits::ROUTING_KEY_BYTES;
 use crate::sampling::Limits;
-
-/// Longest key in bytes.
-const MAX_KEY: usize = 512;
 
 /// Checks a key that came in one parameter and the number of a replica that came in another.
 ///
@@ -22,8 +20,8 @@ pub fn route(
     if key.is_some_and(str::is_empty) {
         return wrong(key_param, "must not be empty".into());
     }
-    if let Some(key) = key.filter(|key| key.len() > MAX_KEY) {
-        return wrong(key_param, format!("{} bytes are more than {MAX_KEY}", key.len()));
+    if let Some(key) = key.filter(|key| key.len() > ROUTING_KEY_BYTES) {
+        return wrong(key_param, format!("{} bytes are more than {ROUTING_KEY_BYTES}", key.len()));
     }
     let replica = match replica.map(|given| (given, u32::try_from(given))) {
         None => None,

@@ -3,9 +3,8 @@
 use std::sync::Arc;
 
 use crate::error::ApiError;
+use crate::limits::CACHE_SALT_BYTES;
 
-/// Longest salt in bytes.
-const MAX_SALT: usize = 256;
 const PARAM: &str = "cache_salt";
 
 /// Checks a `cache_salt`.
@@ -16,8 +15,8 @@ pub(crate) fn check_salt(salt: Option<&str>) -> Result<Option<Arc<str>>, ApiErro
     let wrong = |reason: String| Err(ApiError::invalid(PARAM, format!("`{PARAM}`: {reason}")));
     match salt {
         Some("") => wrong("must not be empty".into()),
-        Some(salt) if salt.len() > MAX_SALT => {
-            wrong(format!("{} bytes are more than {MAX_SALT}", salt.len()))
+        Some(salt) if salt.len() > CACHE_SALT_BYTES => {
+            wrong(format!("{} bytes are more than {CACHE_SALT_BYTES}", salt.len()))
         }
         salt => Ok(salt.map(Into::into)),
     }
@@ -30,10 +29,11 @@ mod tests {
     #[test]
     fn a_salt_has_from_one_to_256_bytes() {
         assert_eq!(check_salt(None), Ok(None));
-        for fine in ["a", &"x".repeat(MAX_SALT)] {
+        for fine in ["a", &"x".repeat(CACHE_SALT_BYTES)] {
             assert_eq!(check_salt(Some(fine)), Ok(Some(fine.into())));
         }
-        for wrong in ["", &"x".repeat(MAX_SALT + 1), &"é".repeat(MAX_SALT / 2 + 1)] {
+        for wrong in ["", &"x".repeat(CACHE_SALT_BYTES + 1), &"é".repeat(CACHE_SALT_BYTES / 2 + 1)]
+        {
             let error = check_salt(Some(wrong)).unwrap_err();
             assert_eq!(error, ApiError::invalid(PARAM, error.to_string()));
         }

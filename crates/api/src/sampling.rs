@@ -7,18 +7,10 @@ use forebay_engine::Route;
 use forebay_protocol::SamplingParams;
 
 use crate::error::ApiError;
+use crate::limits::{LOGPROBS, TOTAL_CHOICES};
 use crate::prompt::{Strings, in_vocabulary};
 use crate::route::route;
 use crate::salt::check_salt;
-
-/// Most stop strings a request may have.
-const MAX_STOPS: usize = 16;
-/// Most choices a prompt may have.
-const MAX_CHOICES: u32 = 128;
-/// Most choices that all prompts of a request may have together.
-const MAX_TOTAL_CHOICES: usize = 4096;
-/// Most alternatives a token's log-probabilities may have.
-const MAX_LOGPROBS: u8 = 20;
 
 /// What the model's `generation_config.json` sets where the client does not.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
@@ -72,7 +64,7 @@ pub struct Generation {
     pub stop: Vec<String>,
     /// Whether the stop string, or the text of the stop token, belongs to the output.
     pub include_stop: bool,
-    /// Token ids that end the text, beside end-of-sequence.
+    /// Token ids that end the text, beside end-of-sequence; ascending, each once.
     pub stop_token_ids: Vec<i32>,
     /// End-of-sequence tokens are tokens like others.
     pub ignore_eos: bool,
@@ -127,17 +119,18 @@ impl Generation {
         SamplingParams { seed: choice_seed(seed, choice), ..self.sampling.clone() }
     }
 
-    /// Ids that end the request in the engine.
-    pub fn stop_ids(&self, eos: &[i32]) -> Vec<i32> {
+    /// Ids that end the request in the engine, ascending, each once. They are made once a request, and its choices share them.
+    pub fn stop_ids(&self, eos: &[i32]) -> Arc<[i32]> {
         let eos = if self.ignore_eos { &[] } else { eos };
-        let mut ids = eos.to_vec();
-        for id in &self.stop_token_ids {
-            if !ids.contains(id) {
-                ids.push(*id);
-            }
-        }
-        ids
+        ascending([eos, &self.stop_token_ids].concat()).into()
     }
+}
+
+/// The ids in order, each once.
+fn ascending(mut ids: Vec<i32>) -> Vec<i32> {
+    ids.sort_unstable();
+    ids.dedup();
+    ids
 }
 
 /// Seed of choice `choice` of a request with `seed`: choice 0 samples as a request with one choice would.
@@ -187,47 +180,16 @@ pub(crate) struct Fields {
 }
 
 impl Fields {
-    /// Checks everything; `defaults` fill what is absent.
+    /// Checks what depends on the model, and how parameters go together; `defaults` fill what is absent. Each by itself is within its
+    /// limit ([`crate::limits`]).
     pub(crate) fn validate(
         self,
         defaults: &GenerationDefaults,
         limits: Limits,
     ) -> Result<Generation, ApiError> {
         let prefix = self.prefix;
-        let number =
-            |name: &str, value: Option<f32>, fine: fn(f32) -> bool, range: &str| match value {
-                Some(value) if !(value.is_finite() && fine(value)) => {
-                    Err(out_of_range(&format!("{prefix}{name}"), format!("{value} is not {range}")))
-                }
-                _ => Ok(()),
-            };
-        number("temperature", self.temperature, |v| v >= 0.0, "zero or more")?;
-        number("top_p", self.top_p, |v| v > 0.0 && v <= 1.0, "above 0 and at most 1")?;
-        number("min_p", self.min_p, |v| (0.0..=1.0).contains(&v), "between 0 and 1")?;
-        for (name, value) in [
-            ("presence_penalty", self.presence_penalty),
-            ("frequency_penalty", self.frequency_penalty),
-        ] {
-            number(name, value, |v| (-2.0..=2.0).contains(&v), "between -2 and 2")?;
-        }
-        // Logits are divided and multiplied by it: far outside, they are no numbers any more.
-        let range = |penalty| (1e-3..=1e3).contains(&penalty);
-        number("repetition_penalty", self.repetition_penalty, range, "between 0.001 and 1000")?;
         let top_k = self.top_k.or(defaults.top_k).unwrap_or(0);
-        if top_k < -1 {
-            let reason = format!("{top_k} is neither -1 or 0 (off) nor at least 1");
-            return Err(out_of_range(&format!("{prefix}top_k"), reason));
-        }
-        let n = self.n.unwrap_or(1);
-        if !(1..=MAX_CHOICES).contains(&n) {
-            let reason = format!("{n} is not between 1 and {MAX_CHOICES}");
-            return Err(out_of_range(&format!("{prefix}n"), reason));
-        }
         let max_tokens = match (self.max_tokens, self.default_max_tokens) {
-            (Some(0), _) => {
-                let param = format!("{prefix}{}", self.max_tokens_name);
-                return Err(out_of_range(&param, "must be at least 1".to_owned()));
-            }
             (Some(wanted), _) => MaxTokens::Exactly(wanted),
             (None, Some(default)) => MaxTokens::AtMost(default),
             (None, None) => MaxTokens::Rest,
@@ -240,10 +202,6 @@ impl Fields {
             return Err(out_of_range(&format!("{prefix}min_tokens"), reason));
         }
         let stop = self.stop.unwrap_or_default().0;
-        if stop.len() > MAX_STOPS {
-            let reason = format!("{} strings are more than {MAX_STOPS}", stop.len());
-            return Err(out_of_range(&format!("{prefix}stop"), reason));
-        }
         if let Some(index) = stop.iter().position(String::is_empty) {
             let param = format!("{prefix}stop[{index}]");
             return Err(out_of_range(&param, "must not be empty".to_owned()));
@@ -255,10 +213,6 @@ impl Fields {
                 let reason = format!("token id {id} is not below {}", limits.vocab_size);
                 return Err(out_of_range(&param, reason));
             }
-        }
-        if self.stream_interval == Some(0) {
-            let param = format!("{prefix}stream_interval");
-            return Err(out_of_range(&param, "must be at least 1".to_owned()));
         }
         let key = ("routing_key", self.routing_key.as_deref());
         let route = route(key, ("routed_dp_rank", self.routed_dp_rank), limits)?;
@@ -282,11 +236,11 @@ impl Fields {
         Ok(Generation {
             sampling,
             seed: self.seed.map(i64::cast_unsigned),
-            n,
+            n: self.n.unwrap_or(1),
             max_tokens,
             stop,
             include_stop: self.include_stop_str_in_output.unwrap_or(false),
-            stop_token_ids,
+            stop_token_ids: ascending(stop_token_ids),
             ignore_eos: self.ignore_eos.unwrap_or(false),
             skip_special_tokens: self.skip_special_tokens.unwrap_or(true),
             priority: self.priority.unwrap_or(0),
@@ -306,7 +260,7 @@ fn biases(
     prefix: &str,
     given: HashMap<String, f32>,
     limits: Limits,
-) -> Result<Vec<(i32, f32)>, ApiError> {
+) -> Result<Arc<[(i32, f32)]>, ApiError> {
     let mut biases = Vec::with_capacity(given.len());
     for (key, bias) in given {
         let param = || format!("{prefix}logit_bias.{key}");
@@ -315,19 +269,16 @@ fn biases(
             let reason = format!("the key is not a token id below {}", limits.vocab_size);
             return Err(out_of_range(&param(), reason));
         };
-        if !(-100.0..=100.0).contains(&bias) {
-            return Err(out_of_range(&param(), format!("{bias} is not between -100 and 100")));
-        }
         biases.push((id, bias));
     }
     biases.sort_by_key(|&(id, _)| id);
-    Ok(biases)
+    Ok(biases.into())
 }
 
 /// Checks how many choices all of a request's prompts have together.
 pub(crate) fn check_total(param: &str, choices: usize) -> Result<(), ApiError> {
-    if choices > MAX_TOTAL_CHOICES {
-        let reason = format!("{choices} choices in all are more than {MAX_TOTAL_CHOICES}");
+    if choices > TOTAL_CHOICES {
+        let reason = format!("{choices} choices in all are more than {TOTAL_CHOICES}");
         return Err(out_of_range(param, reason));
     }
     Ok(())
@@ -337,8 +288,8 @@ pub(crate) fn check_total(param: &str, choices: usize) -> Result<(), ApiError> {
 pub(crate) fn check_logprobs(param: &str, count: i32) -> Result<u8, ApiError> {
     u8::try_from(count)
         .ok()
-        .filter(|&count| count <= MAX_LOGPROBS)
-        .ok_or_else(|| out_of_range(param, format!("{count} is not between 0 and {MAX_LOGPROBS}")))
+        .filter(|&count| count <= LOGPROBS)
+        .ok_or_else(|| out_of_range(param, format!("{count} is not between 0 and {LOGPROBS}")))
 }
 
 #[cfg(test)]
@@ -358,36 +309,17 @@ mod tests {
     }
 
     #[test]
-    fn every_range_is_checked_and_named() {
+    fn what_the_model_decides_is_checked_and_named() {
         let bias = |key: &str, value| Some(HashMap::from([(key.to_owned(), value)]));
-        let strings = |count| Some(Strings(vec!["x".to_owned(); count]));
         let cases = [
-            (Fields { temperature: Some(-0.1), ..fields() }, "temperature"),
-            (Fields { temperature: Some(f32::INFINITY), ..fields() }, "temperature"),
-            (Fields { top_p: Some(0.0), ..fields() }, "top_p"),
-            (Fields { top_p: Some(1.1), ..fields() }, "top_p"),
-            (Fields { min_p: Some(-0.1), ..fields() }, "min_p"),
-            (Fields { top_k: Some(-2), ..fields() }, "top_k"),
-            (Fields { presence_penalty: Some(2.1), ..fields() }, "presence_penalty"),
-            (Fields { frequency_penalty: Some(-2.1), ..fields() }, "frequency_penalty"),
-            (Fields { repetition_penalty: Some(0.0), ..fields() }, "repetition_penalty"),
-            (Fields { repetition_penalty: Some(1e-45), ..fields() }, "repetition_penalty"),
-            (Fields { repetition_penalty: Some(1e9), ..fields() }, "repetition_penalty"),
-            (Fields { n: Some(0), ..fields() }, "n"),
-            (Fields { n: Some(129), ..fields() }, "n"),
-            (Fields { max_tokens: Some(0), ..fields() }, "max_tokens"),
             (Fields { max_tokens: Some(3), min_tokens: Some(4), ..fields() }, "min_tokens"),
-            (Fields { stream_interval: Some(0), ..fields() }, "stream_interval"),
             (Fields { routed_dp_rank: Some(2), ..fields() }, "routed_dp_rank"),
             (Fields { routed_dp_rank: Some(-1), ..fields() }, "routed_dp_rank"),
             (Fields { routing_key: Some(String::new()), ..fields() }, "routing_key"),
-            (Fields { routing_key: Some("k".repeat(513)), ..fields() }, "routing_key"),
-            (Fields { stop: strings(17), ..fields() }, "stop"),
             (Fields { stop: Some(Strings(vec![String::new()])), ..fields() }, "stop[0]"),
             (Fields { stop_token_ids: Some(vec![1, 1000]), ..fields() }, "stop_token_ids[1]"),
             (Fields { logit_bias: bias("1000", 1.0), ..fields() }, "logit_bias.1000"),
             (Fields { logit_bias: bias("x", 1.0), ..fields() }, "logit_bias.x"),
-            (Fields { logit_bias: bias("7", 101.0), ..fields() }, "logit_bias.7"),
         ];
         for (fields, expected) in cases {
             match validate(fields) {
@@ -437,10 +369,10 @@ mod tests {
     #[test]
     fn stop_ids_are_eos_and_the_clients() {
         let mut generation =
-            validate(Fields { stop_token_ids: Some(vec![2, 5, 5]), ..fields() }).unwrap();
-        assert_eq!(generation.stop_ids(&[2, 3]), [2, 3, 5]);
+            validate(Fields { stop_token_ids: Some(vec![5, 2, 5]), ..fields() }).unwrap();
+        assert_eq!(generation.stop_ids(&[3, 2])[..], [2, 3, 5]);
         generation.ignore_eos = true;
-        assert_eq!(generation.stop_ids(&[2, 3]), [2, 5]);
+        assert_eq!(generation.stop_ids(&[2, 3])[..], [2, 5]);
     }
 
     #[test]

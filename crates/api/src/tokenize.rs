@@ -127,7 +127,7 @@ mod tests {
     use super::*;
 
     fn tokenize(body: &str) -> Result<TokenizeInput, ApiError> {
-        crate::parse::<TokenizeRequest>(body.as_bytes())?.validate()
+        crate::parse_request::<TokenizeRequest>(body.as_bytes(), |_| Ok(()))?.request.validate()
     }
 
     #[test]

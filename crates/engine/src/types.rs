@@ -19,18 +19,19 @@ pub struct EngineRequest {
     /// Unique name.
     pub id: RequestId,
     /// Prompt token ids, at least one, each below the vocabulary size. With `embeds` they only say how many positions the prompt has.
-    pub prompt: Vec<i32>,
+    /// The choices of a prompt share them.
+    pub prompt: Arc<[i32]>,
     /// Tokens that were generated before, by another brain or another replica; none is in `stop_ids`, and they are fewer than `max_tokens`,
     /// which counts them. The request goes on after them, exactly as if it had generated them here, and only what is new comes out.
     pub generated: Vec<i32>,
     /// Names of the leading full blocks of both, as far as they were computed already.
-    pub names: Vec<BlockHash>,
+    pub names: Arc<[BlockHash]>,
     /// Most tokens to generate, at least one; 0 exactly where `pooling` is set. `prompt.len() + max_tokens` is at most the context length.
     pub max_tokens: u32,
     /// One vector is made of the prompt, and nothing is generated. For models that pool, and no others.
     pub pooling: Option<Pooling>,
-    /// Token ids that end the request: end-of-sequence (unless ignored) and the client's `stop_token_ids`.
-    pub stop_ids: Vec<i32>,
+    /// Token ids that end the request: end-of-sequence (unless ignored) and the client's `stop_token_ids`; ascending, each once.
+    pub stop_ids: Arc<[i32]>,
     /// How tokens are sampled; `seed` is always set, at random where the client gave none.
     pub sampling: SamplingParams,
     /// Place in the queue, under the priority policies.

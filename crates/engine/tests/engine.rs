@@ -177,12 +177,12 @@ fn request(id: u64, prompt: Vec<i32>, max_tokens: u32) -> EngineRequest {
     let sampling = SamplingParams::default();
     EngineRequest {
         id: RequestId(id),
-        prompt,
+        prompt: prompt.into(),
         generated: Vec::new(),
-        names: Vec::new(),
+        names: Arc::default(),
         max_tokens,
         pooling: None,
-        stop_ids: Vec::new(),
+        stop_ids: Arc::default(),
         sampling,
         priority: 0,
         salt: 0,
@@ -422,7 +422,7 @@ fn a_stop_id_ends_a_request_but_not_before_min_tokens() {
     let stop = free[20];
     let first = free.iter().position(|&t| t == stop).expect("it is there");
     let mut one = request(0, prompt(1), 50);
-    one.stop_ids = vec![stop];
+    one.stop_ids = [stop].into();
     rig.handle.submit(one.clone()).expect("room");
     one.id = RequestId(1);
     one.sampling.min_tokens = first as u32 + 1;

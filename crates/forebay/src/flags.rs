@@ -1,6 +1,7 @@
 //! The flags of `serve`, exactly as typed. Nothing is resolved here: see `config`.
 
 mod access;
+mod limits;
 mod listening;
 mod schedule;
 mod sharing;
@@ -21,6 +22,7 @@ use crate::affinity::AffinityFlag;
 use crate::model::Source;
 use crate::text::TextFlags;
 
+pub(crate) use limits::LimitFlags;
 pub(crate) use sharing::SharingFlags;
 
 #[derive(Debug, Args)]
@@ -37,6 +39,8 @@ pub(crate) struct ServeFlags {
     pub(crate) http: HttpFlags,
     #[command(flatten)]
     pub(crate) access: AccessFlags,
+    #[command(flatten)]
+    pub(crate) limits: LimitFlags,
     #[command(flatten)]
     pub(crate) sharing: SharingFlags,
     #[command(flatten)]
@@ -93,9 +97,6 @@ pub(crate) struct HttpFlags {
     /// Names that requests may call the model by; the first is shown [default: the model's own, and MODEL].
     #[arg(long, num_args = 1..)]
     pub(crate) served_model_name: Vec<String>,
-    /// Largest request body in bytes.
-    #[arg(long, default_value_t = 64 << 20)]
-    pub(crate) max_body_bytes: usize,
     /// Seconds that a request's head, and then its body, may take to arrive; also how long an idle connection is kept.
     #[arg(long, default_value = "60", value_parser = seconds)]
     pub(crate) receive_timeout: Duration,

@@ -1,5 +1,7 @@
 //! The step plan: what the hand has to write and compute in one step.
 
+use std::sync::Arc;
+
 use crate::frame::{Frame, FrameError, Kind, as_words, encode, floats};
 
 /// Columns of a plan.
@@ -69,8 +71,8 @@ pub struct SamplingParams {
     pub min_tokens: u32,
     /// `None`: no log-probabilities; `Some(n)`: of the sampled token and the `n` most likely.
     pub logprobs: Option<u8>,
-    /// Added to the logits, by token id.
-    pub logit_bias: Vec<(i32, f32)>,
+    /// Added to the logits, by token id. The choices of a client's request share it.
+    pub logit_bias: Arc<[(i32, f32)]>,
 }
 
 impl Default for SamplingParams {
@@ -86,7 +88,7 @@ impl Default for SamplingParams {
             seed: 0,
             min_tokens: 0,
             logprobs: None,
-            logit_bias: Vec::new(),
+            logit_bias: Arc::default(),
         }
     }
 }
@@ -246,7 +248,7 @@ impl StepPlan {
         ]);
         self.tokens.extend_from_slice(new.tokens);
         self.stop_ids.extend_from_slice(stop_ids);
-        for &(id, value) in &params.logit_bias {
+        for &(id, value) in params.logit_bias.iter() {
             self.bias_ids.push(id);
             self.bias_values.push(value);
         }

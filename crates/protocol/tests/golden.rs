@@ -128,7 +128,7 @@ fn a_new_slot_reads_back_as_written() {
         seed: 0x1234_5678_dead_beef,
         min_tokens: 10,
         logprobs: Some(5),
-        logit_bias: vec![(10, -100.0), (20, 0.5)],
+        logit_bias: [(10, -100.0), (20, 0.5)].into(),
         ..SamplingParams::default()
     };
     let mut plan = StepPlan::default();

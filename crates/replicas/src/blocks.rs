@@ -1,5 +1,7 @@
 //! Which replica holds which blocks of the prefix cache.
 
+use std::sync::Arc;
+
 use crossbeam_channel::{Receiver, Sender, unbounded};
 use forebay_balance::PrefixIndex;
 use forebay_engine::{BlockEvent, BlockHash};
@@ -10,9 +12,9 @@ pub(crate) enum News {
     /// A replica's cache has changed.
     Changed(usize, Vec<BlockEvent>),
     /// A request with these blocks was sent to a replica.
-    Sent(usize, Vec<BlockHash>),
+    Sent(usize, Arc<[BlockHash]>),
     /// It has computed them, or never will.
-    Settled(usize, Vec<BlockHash>),
+    Settled(usize, Arc<[BlockHash]>),
 }
 
 /// The index, and the lane of what it does not know yet. Whoever looks something up applies the news first: so engine threads never

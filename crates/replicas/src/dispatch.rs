@@ -1,6 +1,7 @@
 //! The choice of a replica, and the books that it is made by.
 
 use std::collections::HashMap;
+use std::sync::Arc;
 
 use forebay_balance::{Ask, Balancer, Budget, Ledger, Method, Work, preferred};
 use forebay_engine::{BlockHash, Route};
@@ -19,13 +20,13 @@ pub(crate) struct Asked<'a> {
     /// Tokens that each replica has cached; empty: none.
     pub(crate) cached: Vec<u64>,
     /// Its leading blocks, to be remembered until it has computed them.
-    pub(crate) names: Vec<BlockHash>,
+    pub(crate) names: Arc<[BlockHash]>,
 }
 
 /// Blocks that a request will bring to its replica.
 pub(crate) struct Coming {
     pub(crate) target: usize,
-    pub(crate) names: Vec<BlockHash>,
+    pub(crate) names: Arc<[BlockHash]>,
 }
 
 /// Everything under the dispatch lock.

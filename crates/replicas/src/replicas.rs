@@ -136,7 +136,7 @@ impl Replicas {
             return Err(SubmitError::Draining);
         }
         if request.names.is_empty() && request.embeds.is_none() {
-            request.names = shared.names(request.salt, &request.prompt, &request.generated);
+            request.names = shared.names(request.salt, &request.prompt, &request.generated).into();
         }
         let id = request.id;
         let engines = shared.engines();
@@ -309,13 +309,13 @@ impl Shared {
             route: &request.route,
             tokens: known,
             room: u64::from(request.max_tokens).saturating_sub(request.generated.len() as u64),
-            names: if self.blocks.is_some() { names.clone() } else { Vec::new() },
+            names: if self.blocks.is_some() { Arc::clone(names) } else { Arc::default() },
             cached,
         }
     }
 
     fn send(&self, dispatch: &mut Dispatch, asked: Asked<'_>, open: &[bool]) -> Option<usize> {
-        let names = asked.names.clone();
+        let names = Arc::clone(&asked.names);
         let reported = || {
             let stats = self.engines().iter().map(EngineHandle::stats);
             stats.map(|stats| (stats.running + stats.waiting) as u64).collect()

@@ -198,12 +198,12 @@ impl Rig {
 fn request(id: u64, prompt: Vec<i32>, max_tokens: u32) -> EngineRequest {
     EngineRequest {
         id: RequestId(id),
-        prompt,
+        prompt: prompt.into(),
         generated: Vec::new(),
-        names: Vec::new(),
+        names: Arc::default(),
         max_tokens,
         pooling: None,
-        stop_ids: Vec::new(),
+        stop_ids: Arc::default(),
         sampling: SamplingParams::default(),
         priority: 0,
         salt: 0,

@@ -5,6 +5,7 @@
 //! read against the group `decode` of the same size, which changes nothing: against its `evicting`, since there too every page that
 //! is taken is taken from a cached block, as it is in a replica that has served for a while.
 
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use criterion::{BenchmarkId, Criterion, Throughput};
@@ -89,12 +90,12 @@ impl Replica {
         self.submitted += 1;
         self.scheduler.submit(Request {
             id: self.submitted,
-            prompt,
+            prompt: prompt.into(),
             generated: Vec::new(),
-            names: Vec::new(),
+            names: Arc::default(),
             max_tokens,
             pooling: None,
-            stop_ids: vec![STOP_ID],
+            stop_ids: [STOP_ID].into(),
             sampling: SamplingParams::default(),
             priority: 0,
             client: 0,

@@ -228,6 +228,8 @@ impl Scheduler {
     /// Leases pages for all known tokens of a request and, if it generates, the next one: first those that hold its leading blocks (`cached` tells how
     /// many positions), then new ones. `None`, and nothing is leased, if there are too few.
     fn lease_pages(&mut self, handle: Handle) -> Option<Vec<Lease>> {
+        // From here on it needs tokens of its own.
+        self.requests[handle].settle();
         if self.keeps_nothing() {
             return Some(Vec::new());
         }

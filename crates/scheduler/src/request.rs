@@ -1,5 +1,7 @@
 //! A request as the scheduler sees it: its tokens, its three numbers, and what it owns on the device.
 
+use std::sync::Arc;
+
 use forebay_kvcache::{BlockHash, Lease, Namer};
 use forebay_protocol::{NewSlot, Pooling, SamplingParams};
 
@@ -11,19 +13,19 @@ use crate::slab::Handle;
 pub struct Request {
     /// Unique name among the live requests.
     pub id: u64,
-    /// Prompt token ids, at least one.
-    pub prompt: Vec<i32>,
+    /// Prompt token ids, at least one. The choices of a prompt share them; each gets its own copy when it is admitted.
+    pub prompt: Arc<[i32]>,
     /// Tokens generated before, somewhere else: it goes on after them as after a replay. Fewer than `max_tokens`, which counts them.
     pub generated: Vec<i32>,
     /// Names of the leading full blocks of prompt and generated tokens, as far as somebody has computed them already.
-    pub names: Vec<BlockHash>,
+    pub names: Arc<[BlockHash]>,
     /// Most tokens to generate, at least one; 0 exactly where `pooling` is set. `prompt.len() + max_tokens` positions fit into the page
     /// pool, if the model has one.
     pub max_tokens: u32,
     /// One vector is made of the prompt, and nothing is generated.
     pub pooling: Option<Pooling>,
-    /// Token ids that end the request, in any order.
-    pub stop_ids: Vec<i32>,
+    /// Token ids that end the request, ascending.
+    pub stop_ids: Arc<[i32]>,
     /// How its tokens are sampled.
     pub sampling: SamplingParams,
     /// Larger is sooner, under [`crate::Policy::Priority`].
@@ -109,7 +111,9 @@ impl State {
 pub(crate) struct Entry {
     pub(crate) id: u64,
     pub(crate) key: Key,
-    /// Prompt and generated tokens as far as they are known.
+    /// What it shares with the other choices of its prompt, until its first admission.
+    shared: Option<Shared>,
+    /// Prompt and generated tokens as far as they are known; before the first admission the generated ones alone.
     pub(crate) tokens: Vec<i32>,
     pub(crate) prompt_len: u32,
     /// Most tokens it may ever have.
@@ -128,24 +132,31 @@ pub(crate) struct Entry {
     pub(crate) client: u64,
     pub(crate) probe: bool,
     cache_salt: u64,
-    /// Sorted.
-    pub(crate) stop_ids: Vec<i32>,
+    /// Ascending.
+    pub(crate) stop_ids: Arc<[i32]>,
     pub(crate) sampling: SamplingParams,
     pub(crate) pooling: Option<Pooling>,
     pub(crate) embeds: Option<u32>,
     /// The parent of the first block.
     root: BlockHash,
-    /// Names of its leading full blocks, as far as they were needed.
+    /// Names of its leading full blocks, as far as they were needed; empty before the first admission.
     pub(crate) names: Vec<BlockHash>,
 }
+
+/// What the choices of a prompt have in common while they wait: a thousand of them in the queue have one prompt.
+#[derive(Debug)]
+struct Shared {
+    prompt: Arc<[i32]>,
+    names: Arc<[BlockHash]>,
+}
+
+/// Tokens that an admitted request has room for beyond those it knows, so that its first steps allocate nothing.
+const SPARE_TOKENS: usize = 64;
 
 impl Entry {
     pub(crate) fn new(request: Request, key: Key, namer: &Namer) -> Self {
         let prompt_len = request.prompt.len() as u32;
-        let mut tokens = request.prompt;
-        tokens.extend_from_slice(&request.generated);
-        let mut stop_ids = request.stop_ids;
-        stop_ids.sort_unstable();
+        debug_assert!(request.stop_ids.is_sorted(), "they are searched");
         Self {
             id: request.id,
             key,
@@ -153,7 +164,7 @@ impl Entry {
             limit: prompt_len.saturating_add(request.max_tokens),
             cached: 0,
             computed: 0,
-            total: tokens.len() as u32,
+            total: prompt_len + request.generated.len() as u32,
             state: State::Waiting,
             mark: request.past.suspect,
             admitted_before: request.past.admitted,
@@ -161,13 +172,14 @@ impl Entry {
             client: request.client,
             probe: request.probe,
             cache_salt: request.cache_salt,
-            stop_ids,
+            stop_ids: request.stop_ids,
             sampling: request.sampling,
             pooling: request.pooling,
             embeds: request.embeds,
             root: namer.root(request.cache_salt),
-            names: request.names,
-            tokens,
+            names: Vec::new(),
+            tokens: request.generated,
+            shared: Some(Shared { prompt: request.prompt, names: request.names }),
         }
     }
 
@@ -191,12 +203,18 @@ impl Entry {
 
     /// The request that another scheduler can go on with.
     pub(crate) fn surrender(mut self) -> Request {
-        let generated = self.tokens.split_off(self.prompt_len as usize);
+        let (shared, generated) = match self.shared {
+            Some(shared) => (shared, self.tokens),
+            None => {
+                let generated = self.tokens.split_off(self.prompt_len as usize);
+                (Shared { prompt: self.tokens.into(), names: self.names.into() }, generated)
+            }
+        };
         Request {
             id: self.id,
-            prompt: self.tokens,
+            prompt: shared.prompt,
             generated,
-            names: self.names,
+            names: shared.names,
             max_tokens: self.limit - self.prompt_len,
             pooling: self.pooling,
             stop_ids: self.stop_ids,
@@ -212,7 +230,20 @@ impl Entry {
 
     /// Tokens that are known; at most `total`, and less while sampled ones are in flight.
     pub(crate) fn known(&self) -> u32 {
-        self.tokens.len() as u32
+        let shared = self.shared.as_ref().map_or(0, |shared| shared.prompt.len());
+        (shared + self.tokens.len()) as u32
+    }
+
+    /// Takes a copy of its own of what it shared: it is about to be admitted.
+    pub(crate) fn settle(&mut self) {
+        let Some(Shared { prompt, names }) = self.shared.take() else { return };
+        let left = (self.limit as usize).saturating_sub(prompt.len() + self.tokens.len());
+        let room = prompt.len() + self.tokens.len() + left.min(SPARE_TOKENS);
+        let mut tokens = Vec::with_capacity(room);
+        tokens.extend_from_slice(&prompt);
+        tokens.append(&mut self.tokens);
+        self.tokens = tokens;
+        self.names = names.to_vec();
     }
 
     /// Whether there is a position to compute that is not planned yet. The last token that the request may have needs no compute.

@@ -52,7 +52,9 @@ impl Scheduler {
         } else {
             (entry.total as usize + 1).div_ceil(self.config.page_size as usize)
         };
-        let words = entry.slot(0).words() + ROW_WORDS + PAGE_WRITE_WORDS * pages;
+        // What it still shares becomes its own, and part of the slot.
+        let shared = entry.known() as usize - entry.tokens.len();
+        let words = entry.slot(0).words() + shared + ROW_WORDS + PAGE_WRITE_WORDS * pages;
         let vectors = self.building.pooled + usize::from(entry.pooling.is_some());
         plan.words() + words <= self.config.step_words
             && vectors * self.config.vector_size as usize <= STEP_WORDS

@@ -7,8 +7,10 @@ use std::time::Instant;
 
 use forebay_api::peer::RESUME_HEADER;
 use forebay_api::{ApiError, Generation, Limits};
-use forebay_engine::{Embeds, EngineRequest, RequestId, SubmitError};
+use forebay_engine::{BlockHash, Embeds, EngineRequest, RequestId, SubmitError};
+use forebay_text::StopTable;
 
+use crate::budget::Charge;
 use crate::config::EgressMode;
 use crate::delta::{Delta, End};
 use crate::egress::Registration;
@@ -20,26 +22,52 @@ use crate::speller::Speller;
 use crate::state::{LiveGuard, Shared};
 use crate::tally::Tally;
 
+/// Choices that are submitted before the HTTP thread looks after others.
+pub(crate) const CHOICES_A_TURN: usize = 16;
+
+/// What prompts with the same parameters share, and all their choices.
+pub(crate) struct Terms {
+    pub(crate) generation: Generation,
+    /// Ascending, each once.
+    pub(crate) stop_ids: Arc<[i32]>,
+    /// The stop strings.
+    pub(crate) stops: Arc<StopTable>,
+}
+
+impl Terms {
+    /// With the end-of-sequence ids that the model of `limits` can make.
+    pub(crate) fn new(mut generation: Generation, eos: &[i32], limits: Limits) -> Arc<Self> {
+        let stops = Arc::new(StopTable::new(std::mem::take(&mut generation.stop)));
+        let mut stop_ids = generation.stop_ids(eos);
+        if first_unknown(&stop_ids, limits.vocab_size).is_some() {
+            let known = |id: &i32| first_unknown(&[*id], limits.vocab_size).is_none();
+            stop_ids = stop_ids.iter().copied().filter(known).collect();
+        }
+        Arc::new(Self { generation, stop_ids, stops })
+    }
+}
+
 /// One prompt with its parameters.
 pub(crate) struct Submission {
-    pub(crate) prompt: Vec<i32>,
+    pub(crate) prompt: Arc<[i32]>,
     /// In place of the prompt's tokens.
     pub(crate) embeds: Option<Embeds>,
-    pub(crate) generation: Generation,
+    pub(crate) terms: Arc<Terms>,
     /// Tokens to generate.
     pub(crate) max_tokens: u32,
 }
 
 impl Submission {
-    /// Checks that the prompt, which came in `param`, fits.
+    /// Checks that the prompt, which came in `param`, fits, and that the model knows its tokens, whoever made them.
     pub(crate) fn new(
         prompt: Vec<i32>,
-        generation: Generation,
+        terms: Arc<Terms>,
         limits: Limits,
         param: &'static str,
     ) -> Result<Self, ApiError> {
-        let max_tokens = generation.room(prompt.len(), limits, param)?;
-        Ok(Self { prompt, embeds: None, generation, max_tokens })
+        let max_tokens = terms.generation.room(prompt.len(), limits, param)?;
+        check_tokens(&prompt, limits, param)?;
+        Ok(Self { prompt: prompt.into(), embeds: None, terms, max_tokens })
     }
 
     fn prompt_tokens(&self) -> u32 {
@@ -58,34 +86,37 @@ pub(crate) struct Call {
     /// What the client has of a stream that began at another brain.
     before: Option<Delta>,
     _live: LiveGuard,
+    _charge: Charge,
 }
 
 impl Call {
-    /// Submits every choice of every prompt, or none; `peer` is who sent it.
+    /// Submits every choice of every prompt, or none; `peer` is who sent it. Of many choices it submits some at a time, and others get
+    /// the thread in between; dropping the future aborts those it has submitted.
     ///
     /// # Errors
-    /// The engine refuses one of them.
-    pub(crate) fn start(
+    /// There is no room for them, or the engine refuses one of them.
+    pub(crate) async fn start(
         state: &Shared,
         submissions: Vec<Submission>,
         streamed: bool,
         arrived: Instant,
         peer: &Peer,
     ) -> Result<Self, ApiError> {
+        let charge = state.budget.choices(&submissions)?;
         let resume = peer.resume();
         if let Some(resume) = resume {
             check_resume(resume, &submissions, streamed, state)?;
         }
         for submission in &submissions {
-            check_priority(submission.generation.priority, state)?;
+            check_priority(submission.terms.generation.priority, state)?;
         }
         if let Some(submission) = submissions.first() {
-            let salt = peer.salt(state, submission.generation.cache_salt.as_deref());
+            let salt = peer.salt(state, submission.terms.generation.cache_salt.as_deref());
             peer.name_blocks(state, salt, &submission.prompt);
         }
         let prompts = submissions.iter();
         let mut tally =
-            Tally::new(prompts.map(|prompt| (prompt.prompt_tokens(), prompt.generation.n)));
+            Tally::new(prompts.map(|prompt| (prompt.prompt_tokens(), prompt.terms.generation.n)));
         if state.config.hide_cached_tokens {
             tally.hide_cached();
         }
@@ -95,11 +126,11 @@ impl Call {
             (true, EgressMode::Naive) => Wake::EveryDelta,
             (true, EgressMode::Direct | EgressMode::Tasks) => Wake::Pending,
         };
-        let spell = |generation: &Generation| Speller::new(state.text.tokenizer(), generation);
+        let spell = |terms: &Terms| Speller::new(state.text.tokenizer(), terms);
         let mut resumed = None;
         if let (Some(resume), Some(submission)) = (resume, submissions.first()) {
-            let mut speller = spell(&submission.generation);
-            let before = before(&mut speller, resume, &submission.generation);
+            let mut speller = spell(&submission.terms);
+            let before = before(&mut speller, resume, &submission.terms.generation);
             tally.add(0, &before);
             resumed = Some((speller, before));
         }
@@ -120,25 +151,30 @@ impl Call {
             span,
             before,
             _live: state.enter(peer),
+            _charge: charge,
         };
         let mut senders = senders.into_iter();
         for submission in submissions {
             let prompt_tokens = submission.prompt_tokens();
-            let Submission { prompt, embeds, generation, max_tokens } = submission;
+            let salt = peer.salt(state, submission.terms.generation.cache_salt.as_deref());
+            let names = shared_names(state, salt, &submission);
+            let Submission { prompt, embeds, terms, max_tokens } = submission;
+            let generation = &terms.generation;
             let seed = generation.seed.or(peer.tag().map(|tag| tag.seed));
             let seed = seed.unwrap_or_else(rand::random);
             state.metrics.submitted(generation.n);
             let interval = streamed
                 .then(|| generation.stream_interval.unwrap_or(state.config.stream_interval));
-            let stop_ids = generation.stop_ids(&state.model.eos);
-            let salt = peer.salt(state, generation.cache_salt.as_deref());
             for (choice, sender) in (0..generation.n).zip(&mut senders) {
+                if !call.alive.is_empty() && call.alive.len().is_multiple_of(CHOICES_A_TURN) {
+                    tokio::task::yield_now().await;
+                }
                 let id = state.next_id();
                 state.egress.register(Registration {
                     id,
                     sender,
                     engine: Arc::clone(&state.engine),
-                    speller: speller.take().unwrap_or_else(|| spell(&generation)),
+                    speller: speller.take().unwrap_or_else(|| spell(&terms)),
                     eos: Arc::clone(&state.model.eos),
                     prompt_tokens,
                     arrived,
@@ -146,12 +182,12 @@ impl Call {
                 })?;
                 let request = EngineRequest {
                     id,
-                    prompt: prompt.clone(),
+                    prompt: Arc::clone(&prompt),
                     generated: resume.map_or_else(Vec::new, |resume| resume.generated.clone()),
-                    names: Vec::new(),
+                    names: Arc::clone(&names),
                     max_tokens,
                     pooling: None,
-                    stop_ids: stop_ids.clone(),
+                    stop_ids: Arc::clone(&terms.stop_ids),
                     sampling: generation.params(seed, choice),
                     priority: generation.priority,
                     salt,
@@ -247,6 +283,29 @@ impl Drop for Call {
     }
 }
 
+/// Names of the prompt's blocks, where several choices would each have them computed.
+fn shared_names(state: &Shared, salt: u64, submission: &Submission) -> Arc<[BlockHash]> {
+    if submission.terms.generation.n == 1 || submission.embeds.is_some() {
+        return Arc::default();
+    }
+    state.engine.block_names(salt, &submission.prompt).into()
+}
+
+/// Refuses a prompt, which came in `param`, with a token that the model does not have. Clients' ids were checked before: this is for
+/// texts, whose tokenizer may know more tokens than the model.
+pub(crate) fn check_tokens(ids: &[i32], limits: Limits, param: &str) -> Result<(), ApiError> {
+    let Some(id) = first_unknown(ids, limits.vocab_size) else { return Ok(()) };
+    let reason = format!(
+        "`{param}`: the text has token {id}, and the model has only those below {}",
+        limits.vocab_size
+    );
+    Err(ApiError::invalid(param, reason))
+}
+
+fn first_unknown(ids: &[i32], vocab_size: u32) -> Option<i32> {
+    ids.iter().copied().find(|&id| !u32::try_from(id).is_ok_and(|id| id < vocab_size))
+}
+
 /// Only a stream with one choice is gone on with, and only if there is anything left of it.
 fn check_resume(
     resume: &Resume,
@@ -258,7 +317,7 @@ fn check_resume(
         Err(ApiError::invalid(RESUME_HEADER, format!("`{RESUME_HEADER}`: {reason}")))
     };
     let [submission] = submissions else { return error("the request has more than one prompt") };
-    if !streamed || submission.generation.n != 1 {
+    if !streamed || submission.terms.generation.n != 1 {
         return error("the request has no stream, or more than one choice");
     }
     let ids = &resume.generated;
@@ -266,8 +325,8 @@ fn check_resume(
         return error("the request has all its tokens");
     }
     let vocabulary = 0..i32::try_from(state.limits()?.vocab_size).unwrap_or(i32::MAX);
-    let stop_ids = submission.generation.stop_ids(&state.model.eos);
-    if ids.iter().any(|id| !vocabulary.contains(id) || stop_ids.contains(id)) {
+    let ends = |id: &i32| submission.terms.stop_ids.binary_search(id).is_ok();
+    if ids.iter().any(|id| !vocabulary.contains(id) || ends(id)) {
         return error("a token is not in the vocabulary, or ends the request");
     }
     Ok(())

@@ -61,8 +61,12 @@ pub struct ServerConfig {
     pub tls: Option<Tls>,
     /// Largest `priority`, and smallest below 0, that clients may ask for.
     pub max_client_priority: u32,
-    /// Largest request body in bytes.
+    /// Largest request body in bytes; what is more than `max_json_bytes` of it must be embeddings.
     pub max_body_bytes: usize,
+    /// Largest request body without its embeddings in bytes.
+    pub max_json_bytes: usize,
+    /// Most bytes that all requests take together, from their bodies to what they are expected to generate.
+    pub max_request_bytes_in_flight: usize,
     /// Longest time for a request's head to arrive; also how long an idle connection is kept.
     pub header_timeout: Duration,
     /// Longest time for a request's body to arrive.
@@ -104,6 +108,8 @@ impl Default for ServerConfig {
             tls: None,
             max_client_priority: u32::MAX,
             max_body_bytes: 64 << 20,
+            max_json_bytes: 4 << 20,
+            max_request_bytes_in_flight: 1 << 30,
             header_timeout: Duration::from_secs(60),
             body_timeout: Duration::from_secs(60),
             send_timeout: Duration::from_secs(60),

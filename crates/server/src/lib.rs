@@ -18,6 +18,7 @@
 //! | N | `forebay_text::TextPool` | templates, tokenisation |
 
 mod access;
+mod budget;
 mod call;
 mod client;
 mod config;

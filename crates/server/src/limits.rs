@@ -1,17 +1,20 @@
 //! What every request has to pass: size and time limits of its body.
 
 use std::convert::Infallible;
+use std::sync::Arc;
 use std::time::Duration;
 
 use axum::body::{Body, HttpBody};
 use axum::extract::{FromRequest, FromRequestParts, Query, Request};
 use axum::http::Uri;
-use bytes::Bytes;
+use bytes::{Bytes, BytesMut};
 use forebay_api::ApiError;
+use forebay_api::limits::{Limited, takes_embeds};
 use http_body_util::BodyExt;
 use serde::de::DeserializeOwned;
 use tokio::time::{timeout, timeout_at};
 
+use crate::budget::Charge;
 use crate::client::ClientId;
 use crate::intake::LARGE_BODY;
 use crate::intake::turns::{Pace, Turn, Turns, Verdict};
@@ -20,19 +23,74 @@ use crate::state::Shared;
 /// How long a refused body is read and thrown away, so that a client that is still sending gets to read the answer.
 const LINGER: Duration = Duration::from_secs(5);
 
+/// Bytes of a piece below which it is copied to the one before it: a client that sends a byte a piece would have us keep much more.
+const SMALL_PIECE: usize = 4096;
+
 /// A body as it came in. Putting the pieces of a large one together takes a while, and is left to whoever parses it.
 #[derive(Debug, Default)]
-pub(crate) struct Pieces(Vec<Bytes>);
+pub(crate) struct Pieces {
+    whole: Vec<Bytes>,
+    /// Small ones that came last.
+    small: BytesMut,
+}
 
 impl Pieces {
     /// Bytes.
     pub(crate) fn len(&self) -> usize {
-        self.0.iter().map(Bytes::len).sum()
+        self.whole.iter().map(Bytes::len).sum::<usize>() + self.small.len()
+    }
+
+    fn push(&mut self, piece: Bytes) {
+        // The first is most often the only one.
+        let is_first = self.whole.is_empty() && self.small.is_empty();
+        if piece.len() < SMALL_PIECE && !is_first {
+            return self.small.extend_from_slice(&piece);
+        }
+        if !self.small.is_empty() {
+            self.whole.push(std::mem::take(&mut self.small).freeze());
+        }
+        self.whole.push(piece);
     }
 
     /// The whole. Most bodies come in one piece, which is not copied.
     pub(crate) fn join(mut self) -> Bytes {
-        if self.0.len() > 1 { self.0.concat().into() } else { self.0.pop().unwrap_or_default() }
+        if !self.small.is_empty() {
+            self.whole.push(self.small.freeze());
+        }
+        if self.whole.len() > 1 {
+            self.whole.concat().into()
+        } else {
+            self.whole.pop().unwrap_or_default()
+        }
+    }
+}
+
+/// Most bytes of a body.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct BodyLimit {
+    /// Bytes.
+    pub(crate) most: usize,
+    /// Bytes beside embeddings.
+    pub(crate) json: usize,
+    /// The flag that sets the latter.
+    pub(crate) json_flag: &'static str,
+}
+
+impl BodyLimit {
+    fn of(state: &Shared, embeds: bool) -> Self {
+        let config = &state.config;
+        let (json, json_flag) = if config.max_body_bytes < config.max_json_bytes {
+            (config.max_body_bytes, "--max-body-bytes")
+        } else {
+            (config.max_json_bytes, "--max-json-bytes")
+        };
+        Self { most: if embeds { config.max_body_bytes } else { json }, json, json_flag }
+    }
+
+    /// What a client is told whose body is over it.
+    pub(crate) fn error(self, limit: usize) -> ApiError {
+        let flag = if limit > self.json { "--max-body-bytes" } else { self.json_flag };
+        ApiError::BodyTooLarge { limit, flag }
     }
 }
 
@@ -58,25 +116,25 @@ impl FromRequest<Shared> for Upload {
     }
 }
 
-/// Reads and parses a body.
-pub(crate) async fn read<T>(upload: Upload, state: &Shared) -> Result<T, ApiError>
+/// Reads and parses a body. The charge is for what it takes: it is to be kept until that is gone.
+pub(crate) async fn read<T>(upload: Upload, state: &Shared) -> Result<(T, Arc<Charge>), ApiError>
 where
-    T: DeserializeOwned + Send + 'static,
+    T: DeserializeOwned + Limited + Send + 'static,
 {
-    let config = &state.config;
+    let limit = BodyLimit::of(state, takes_embeds(T::PARAMS));
+    let charge = Arc::new(state.budget.open());
     let turns = state.intake.turns();
-    let (pieces, _turn) =
-        collect(upload, config.max_body_bytes, config.body_timeout, turns).await?;
-    state.intake.parse(pieces).await
+    let (pieces, _turn) = collect(upload, limit, state.config.body_timeout, turns, &charge).await?;
+    Ok((state.intake.parse(pieces, limit, &charge).await?, charge))
 }
 
-/// A body as it is.
-pub(crate) async fn whole(upload: Upload, state: &Shared) -> Result<Bytes, ApiError> {
-    let config = &state.config;
+/// A body as it is, whatever route it is for.
+pub(crate) async fn whole(upload: Upload, state: &Shared) -> Result<(Bytes, Charge), ApiError> {
+    let limit = BodyLimit::of(state, true);
+    let charge = state.budget.open();
     let turns = state.intake.turns();
-    let (pieces, _turn) =
-        collect(upload, config.max_body_bytes, config.body_timeout, turns).await?;
-    Ok(pieces.join())
+    let (pieces, _turn) = collect(upload, limit, state.config.body_timeout, turns, &charge).await?;
+    Ok((pieces.join(), charge))
 }
 
 /// What a URL asks for after its `?`.
@@ -91,19 +149,27 @@ pub(crate) fn query<T: DeserializeOwned>(uri: &Uri) -> Result<T, ApiError> {
 /// caller has parsed it: if all were read at once, all would lie in memory that has to be found and cleared first.
 async fn collect(
     Upload { mut body, client }: Upload,
-    limit: usize,
+    limit: BodyLimit,
     time: Duration,
     turns: &Turns,
+    charge: &Charge,
 ) -> Result<(Pieces, Option<Turn>), ApiError> {
     // A declared length over the limit is refused before anything is read.
     let declared = body.size_hint().lower();
-    let result = if declared > limit as u64 {
-        Err(ApiError::BodyTooLarge { limit })
+    let result = if declared > limit.most as u64 {
+        Err(limit.error(limit.most))
     } else {
         let expired = ApiError::BodyTimeout { seconds: time.as_secs() };
-        timeout(time, read_frames(&mut body, client, limit, turns)).await.unwrap_or(Err(expired))
+        let read = read_frames(&mut body, client, limit, turns, charge);
+        timeout(time, read).await.unwrap_or(Err(expired))
     };
-    if matches!(result, Err(ApiError::BodyTooLarge { .. })) {
+    let is_refused = matches!(
+        result,
+        Err(ApiError::BodyTooLarge { .. }
+            | ApiError::RequestTooLarge { .. }
+            | ApiError::Overloaded { .. })
+    );
+    if is_refused {
         tokio::spawn(async move { timeout(LINGER, discard(body)).await });
     }
     result
@@ -112,16 +178,23 @@ async fn collect(
 async fn read_frames(
     body: &mut Body,
     client: ClientId,
-    limit: usize,
+    limit: BodyLimit,
     turns: &Turns,
+    charge: &Charge,
 ) -> Result<(Pieces, Option<Turn>), ApiError> {
-    let mut pieces = Vec::new();
+    // No more than the limit, which was checked.
+    let declared = usize::try_from(body.size_hint().lower()).unwrap_or(0);
+    let mut pieces = Pieces::default();
     let mut so_far = 0;
     let (mut turn, mut pace): (Option<Turn>, _) = (None, Pace::Steady);
     loop {
         if so_far >= LARGE_BODY && turn.is_none() {
             turn = Some(turns.take(client, pace).await);
         }
+        // Who waits for a turn holds no more than what has come.
+        let expected = if declared <= LARGE_BODY || turn.is_some() { declared } else { 0 };
+        let come = if so_far > expected { so_far.next_multiple_of(LARGE_BODY) } else { expected };
+        charge.unread(come)?;
         let in_time = match &turn {
             None => None,
             Some(turn) => timeout_at(turn.deadline(), body.frame()).await.ok(),
@@ -136,12 +209,12 @@ async fn read_frames(
                 body.frame().await
             }
         };
-        let Some(frame) = frame else { return Ok((Pieces(pieces), turn)) };
+        let Some(frame) = frame else { return Ok((pieces, turn)) };
         let frame = frame.map_err(|error| ApiError::BrokenBody { reason: error.to_string() })?;
         let Ok(data) = frame.into_data() else { continue };
         so_far += data.len();
-        if so_far > limit {
-            return Err(ApiError::BodyTooLarge { limit });
+        if so_far > limit.most {
+            return Err(limit.error(limit.most));
         }
         match turn.as_mut().map(|turn| turn.arrived(data.len())) {
             None | Some(Verdict::GoesOn) => {}
@@ -168,6 +241,7 @@ mod tests {
     use crate::intake::turns::PATIENCE;
 
     use super::*;
+    use crate::budget::Budget;
 
     const CLIENT: ClientId = ClientId(1);
     const TIME: Duration = Duration::from_secs(60);
@@ -176,8 +250,18 @@ mod tests {
         Upload::new(body.into(), CLIENT)
     }
 
+    fn at_most(most: usize) -> BodyLimit {
+        BodyLimit { most, json: most, json_flag: "--max-json-bytes" }
+    }
+
+    fn free() -> Charge {
+        Budget::new(usize::MAX).open()
+    }
+
     async fn all(body: Body, limit: usize) -> Result<Bytes, ApiError> {
-        let (pieces, _) = collect(upload(body), limit, TIME, &Turns::new(1)).await?;
+        let charge = free();
+        let (pieces, _) =
+            collect(upload(body), at_most(limit), TIME, &Turns::new(1), &charge).await?;
         Ok(pieces.join())
     }
 
@@ -185,7 +269,8 @@ mod tests {
     async fn bodies_up_to_the_limit() {
         assert_eq!(all(Body::from(vec![7; 10]), 10).await.unwrap(), vec![7; 10]);
         let over = all(Body::from(vec![7; 11]), 10).await;
-        assert_eq!(over.unwrap_err(), ApiError::BodyTooLarge { limit: 10 });
+        let flag = "--max-json-bytes";
+        assert_eq!(over.unwrap_err(), ApiError::BodyTooLarge { limit: 10, flag });
         assert_eq!(all(Body::empty(), 10).await.unwrap(), Bytes::new());
     }
 
@@ -196,16 +281,16 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn a_large_body_waits_for_its_turn_and_a_slow_one_gives_it_up() {
         let turns = Turns::new(1);
-        let limit = 4 * LARGE_BODY;
+        let (limit, charge) = (at_most(4 * LARGE_BODY), free());
         let (mut slow, body) = Channel::<Bytes>::new(2);
         slow.send_data(vec![1; LARGE_BODY].into()).await.unwrap();
-        let mut slow_one = Box::pin(collect(upload(Body::new(body)), limit, TIME, &turns));
+        let mut slow_one = Box::pin(collect(upload(Body::new(body)), limit, TIME, &turns, &charge));
         assert!(!is_ready(&mut slow_one));
         assert_eq!(turns.free(), 0, "it has its turn");
 
         let large = |times| upload(vec![2; times * LARGE_BODY]);
-        let mut quick = Box::pin(collect(large(2), limit, TIME, &turns));
-        let mut small = Box::pin(collect(upload(vec![3; 10]), limit, TIME, &turns));
+        let mut quick = Box::pin(collect(large(2), limit, TIME, &turns, &charge));
+        let mut small = Box::pin(collect(upload(vec![3; 10]), limit, TIME, &turns, &charge));
         assert!(is_ready(&mut small), "small ones need no turn");
         assert!(!is_ready(&mut quick));
         tokio::time::advance(2 * PATIENCE).await;
@@ -238,7 +323,8 @@ mod tests {
             let upload = Upload::new(Body::new(body), ClientId(2 + number % clients));
             let turns = Arc::clone(&turns);
             trickles.spawn(async move {
-                collect(upload, 1 << 30, Duration::MAX, &turns).await.ok();
+                let limit = at_most(1 << 30);
+                collect(upload, limit, Duration::MAX, &turns, &free()).await.ok();
             });
         }
         // Long enough for all of them to have had a turn.
@@ -246,7 +332,9 @@ mod tests {
         assert!(turns.given() > 40);
         let before = turns.given();
         let body = upload(vec![2; 32 * LARGE_BODY]);
-        let read = timeout(TIME, collect(body, 1 << 30, TIME, &turns)).await;
+        let charge = free();
+        let read = collect(body, at_most(1 << 30), TIME, &turns, &charge);
+        let read = timeout(TIME, read).await;
         assert_eq!(read.expect("it gets its turn").unwrap().0.len(), 32 * LARGE_BODY);
         turns.given() - before
     }

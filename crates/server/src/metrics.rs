@@ -253,6 +253,11 @@ const INTAKE_GAUGES: &[Source<IntakeStats>] = &[
         s.in_line as f64
     }),
     ("forebay:arena_used_bytes", "Bytes of the arena in use.", |s| s.arena_bytes as f64),
+    (
+        "forebay:request_bytes_in_flight",
+        "Bytes that requests in flight are charged, from body to expected output.",
+        |s| s.request_bytes as f64,
+    ),
 ];
 
 const LOG_COUNTERS: &[Source<u64>] = &[(

@@ -5,12 +5,13 @@ use std::sync::Arc;
 use forebay_api::Generation;
 use forebay_text::{Detokenizer, StopStrings, Tokenizer};
 
+use crate::call::Terms;
+
 /// Makes text of tokens, holds back what may become a stop string, and finds those.
 #[derive(Debug)]
 pub(crate) struct Speller {
     detokenizer: Detokenizer,
     stops: StopStrings,
-    stop: Vec<String>,
     /// Whether the token that ends the request is spelled too.
     include_stop: bool,
     /// Stop strings do not count up to here.
@@ -20,14 +21,13 @@ pub(crate) struct Speller {
 
 impl Speller {
     /// At the start of a request's text.
-    pub(crate) fn new(tokenizer: &Arc<Tokenizer>, generation: &Generation) -> Self {
-        let Generation { stop, include_stop, skip_special_tokens, .. } = generation;
+    pub(crate) fn new(tokenizer: &Arc<Tokenizer>, terms: &Terms) -> Self {
+        let Generation { include_stop, skip_special_tokens, .. } = &terms.generation;
         Self {
             detokenizer: Detokenizer::new(Arc::clone(tokenizer), *skip_special_tokens),
-            stops: StopStrings::new(stop, *include_stop),
-            stop: stop.clone(),
+            stops: StopStrings::new(Arc::clone(&terms.stops), *include_stop),
             include_stop: *include_stop,
-            min_tokens: generation.sampling.min_tokens,
+            min_tokens: terms.generation.sampling.min_tokens,
             tokens: 0,
         }
     }
@@ -62,7 +62,7 @@ impl Speller {
 
     /// A stop string that was found.
     pub(crate) fn stop(&self, index: usize) -> String {
-        self.stop[index].clone()
+        self.stops.text(index).to_owned()
     }
 
     fn text(&mut self, fresh: &str, out: &mut String) -> Option<usize> {

@@ -4,6 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{SystemTime, UNIX_EPOCH};
 
+use crate::budget::Budget;
 use crate::client::Clients;
 use crate::config::{ModelInfo, ServerConfig};
 use crate::egress::Egress;
@@ -11,6 +12,7 @@ use crate::engine::Engine;
 use crate::intake::Intake;
 use crate::metrics::Metrics;
 use crate::peers::{BlockLog, Book, Peer};
+use forebay_api::limits::{SHOWN_BYTES, cut};
 use forebay_api::{ApiError, Limits};
 use forebay_engine::{Dtype, RequestId, Status};
 use forebay_text::TextPool;
@@ -29,6 +31,8 @@ pub(crate) struct Inner {
     pub(crate) engine: Arc<dyn Engine>,
     pub(crate) text: Arc<TextPool>,
     pub(crate) intake: Intake,
+    /// Of bytes that requests take.
+    pub(crate) budget: Budget,
     pub(crate) egress: Egress,
     pub(crate) metrics: Arc<Metrics>,
     /// Seconds since 1970 at the start.
@@ -60,6 +64,7 @@ impl AppState {
     ) -> Self {
         let clients = Clients::new(config.trusted_proxies.clone());
         let inner = Inner {
+            budget: Budget::new(config.max_request_bytes_in_flight),
             config,
             model,
             engine,
@@ -151,7 +156,10 @@ impl Inner {
         match wanted {
             None => Ok(names.first().cloned().unwrap_or_default()),
             Some(wanted) if names.iter().any(|name| name == wanted) => Ok(wanted.to_owned()),
-            Some(wanted) => Err(ApiError::UnknownModel { model: wanted.to_owned() }),
+            Some(wanted) => {
+                let model = cut(wanted, SHOWN_BYTES).into_owned();
+                Err(ApiError::UnknownModel { model })
+            }
         }
     }
 

@@ -1,9 +1,13 @@
 //! Prompts to token ids, on the text pool's threads.
 
+use std::sync::Arc;
+
 use forebay_api::{ApiError, ChatPrompt, Prompt};
 use forebay_text::{TextError, TextInput, TextPool};
 
-/// Renders and tokenises a conversation, which may have `most` tokens.
+use crate::budget::Charge;
+
+/// Renders and tokenises a conversation, which may have `most` tokens and whose bytes were charged to `charge`.
 ///
 /// # Errors
 /// The template or the tokenizer refuses it, it is too long, or the text threads have no time.
@@ -11,6 +15,7 @@ pub(crate) async fn encode_chat(
     text: &TextPool,
     chat: ChatPrompt,
     most: usize,
+    charge: &Arc<Charge>,
 ) -> Result<Vec<i32>, ApiError> {
     let input = TextInput::Chat {
         messages: chat.messages,
@@ -19,11 +24,12 @@ pub(crate) async fn encode_chat(
         continue_final_message: chat.continue_final_message,
         kwargs: chat.kwargs,
     };
-    let encoded = text.within(most).encode(input).await;
+    let encoded = text.within(most).keeping(charge.clone()).encode(input).await;
     Ok(encoded.map_err(|error| text_error(error, "messages"))?.ids)
 }
 
-/// Tokenises what is text, in one piece of work for the pool; each may have `most` tokens, or any number with `None`.
+/// Tokenises what is text, in one piece of work for the pool; each may have `most` tokens, or any number with `None`. Their bytes were
+/// charged to `charge`.
 ///
 /// # Errors
 /// The tokenizer refuses a text, one is too long, or the text threads have no time.
@@ -33,6 +39,7 @@ pub(crate) async fn encode_prompts(
     add_special_tokens: bool,
     most: Option<usize>,
     param: &'static str,
+    charge: &Arc<Charge>,
 ) -> Result<Vec<Vec<i32>>, ApiError> {
     let mut texts = Vec::new();
     // Where each text stands among the prompts.
@@ -51,7 +58,8 @@ pub(crate) async fn encode_prompts(
     let mut fresh = if texts.is_empty() {
         Vec::new()
     } else {
-        let encode = text.within(most).encode_all(texts, add_special_tokens);
+        let pool = text.within(most).keeping(charge.clone());
+        let encode = pool.encode_all(texts, add_special_tokens);
         encode.await.map_err(|error| match error {
             TextError::TooLong { text, .. } if encoded.len() > 1 => {
                 let place = places.get(text).copied().unwrap_or_default();

@@ -32,8 +32,8 @@ pub use detokenizer::Detokenizer;
 pub use encoder::Encoder;
 pub use error::TextError;
 pub use pool::{
-    Encoded, StartThread, TextConfig, TextInput, TextMode, TextPool, TextStats, Within,
+    Encoded, Keep, StartThread, TextConfig, TextInput, TextMode, TextPool, TextStats, Within,
 };
-pub use stop::StopStrings;
+pub use stop::{StopStrings, StopTable};
 pub use template::{ChatRender, ChatTemplate, ContentFormat};
 pub use tokenizer::Tokenizer;

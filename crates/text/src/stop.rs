@@ -1,29 +1,37 @@
 //! Stop strings in a stream of text.
 
-/// Finds the stop strings of one request in text that comes in parts, and holds back what may be the beginning of one.
-///
-/// The match that ends earliest in the text wins; of several that end there, the longest, then the first listed. What
-/// is held back is the longest end of the text so far with which some stop string begins, and no more. Each byte costs
-/// one Knuth-Morris-Pratt step a stop string, amortised.
-#[derive(Debug)]
-pub struct StopStrings {
+use std::sync::Arc;
+
+/// The stop strings of a request, with what a search for them needs. It is made once and shared by all choices: a search of its own
+/// needs only [`StopStrings`].
+#[derive(Debug, Default, PartialEq, Eq)]
+pub struct StopTable {
+    /// As the client listed them.
+    texts: Vec<String>,
     stops: Vec<Stop>,
-    include_in_output: bool,
-    /// Text not given out yet: bytes from `held_from` on.
-    held: String,
-    held_from: usize,
-    matched: Option<usize>,
 }
 
-#[derive(Debug)]
+#[derive(Debug, PartialEq, Eq)]
 struct Stop {
     /// The caller's index.
     index: usize,
     text: Box<[u8]>,
     /// For each length of a matched beginning, the length of its longest proper end that is a beginning too.
-    fallback: Box<[usize]>,
-    /// How many bytes of `text` the stream so far ends with.
-    at: usize,
+    fallback: Box<[u32]>,
+}
+
+impl StopTable {
+    /// A table of `texts`, each shorter than 4 GiB; empty ones are ignored. It takes about six bytes a byte.
+    pub fn new(texts: Vec<String>) -> Self {
+        let indexed = texts.iter().enumerate().filter(|(_, text)| !text.is_empty());
+        let stops = indexed.map(|(index, text)| Stop::new(index, text)).collect();
+        Self { texts, stops }
+    }
+
+    /// The strings, as they were listed.
+    pub fn texts(&self) -> &[String] {
+        &self.texts
+    }
 }
 
 impl Stop {
@@ -32,40 +40,59 @@ impl Stop {
         let mut fallback = vec![0; text.len() + 1];
         let mut length = 0;
         for end in 1..text.len() {
-            while length > 0 && text[end] != text[length] {
-                length = fallback[length];
+            while length > 0 && text[end] != text[length as usize] {
+                length = fallback[length as usize];
             }
-            if text[end] == text[length] {
+            if text[end] == text[length as usize] {
                 length += 1;
             }
             fallback[end + 1] = length;
         }
-        Self { index, text, fallback: fallback.into(), at: 0 }
+        Self { index, text, fallback: fallback.into() }
     }
 
-    /// Reads one byte; true once the whole stop string has been read.
-    fn step(&mut self, byte: u8) -> bool {
-        while self.at > 0 && self.text[self.at] != byte {
-            self.at = self.fallback[self.at];
+    /// Reads one byte after `at` bytes of the string, which are not all; gives how many of them the text ends with now.
+    fn step(&self, mut at: u32, byte: u8) -> u32 {
+        while at > 0 && self.text[at as usize] != byte {
+            at = self.fallback[at as usize];
         }
-        if self.text[self.at] == byte {
-            self.at += 1;
-        }
-        self.at == self.text.len()
+        at + u32::from(self.text[at as usize] == byte)
     }
 }
 
+/// Finds the stop strings of one request in text that comes in parts, and holds back what may be the beginning of one.
+///
+/// The match that ends earliest in the text wins; of several that end there, the longest, then the first listed. What
+/// is held back is the longest end of the text so far with which some stop string begins, and no more. Each byte costs
+/// one Knuth-Morris-Pratt step a stop string, amortised.
+#[derive(Debug)]
+pub struct StopStrings {
+    table: Arc<StopTable>,
+    /// How many bytes of each string of the table the text so far ends with.
+    at: Box<[u32]>,
+    include_in_output: bool,
+    /// Text not given out yet: bytes from `held_from` on.
+    held: String,
+    held_from: usize,
+    matched: Option<usize>,
+}
+
 impl StopStrings {
-    /// Looks for `stops`; empty ones are ignored. With `include_in_output` a matched stop string is part of the text.
-    pub fn new(stops: &[String], include_in_output: bool) -> Self {
-        let indexed = stops.iter().enumerate().filter(|(_, stop)| !stop.is_empty());
+    /// Looks for the strings of `table`. With `include_in_output` a matched stop string is part of the text.
+    pub fn new(table: Arc<StopTable>, include_in_output: bool) -> Self {
         Self {
-            stops: indexed.map(|(index, stop)| Stop::new(index, stop)).collect(),
+            at: vec![0; table.stops.len()].into(),
+            table,
             include_in_output,
             held: String::new(),
             held_from: 0,
             matched: None,
         }
+    }
+
+    /// A string of the table, as it was listed.
+    pub fn text(&self, index: usize) -> &str {
+        &self.table.texts[index]
     }
 
     /// Reads `delta` and appends to `out` the text that can't be part of a stop string any more.
@@ -76,7 +103,7 @@ impl StopStrings {
         if self.matched.is_some() {
             return self.matched;
         }
-        if self.stops.is_empty() {
+        if self.at.is_empty() {
             out.push_str(delta);
             return None;
         }
@@ -84,9 +111,11 @@ impl StopStrings {
         self.held.push_str(delta);
         for (at, &byte) in delta.as_bytes().iter().enumerate() {
             let mut longest: Option<(usize, usize)> = None;
-            for stop in &mut self.stops {
-                if stop.step(byte) && longest.is_none_or(|(length, _)| stop.text.len() > length) {
-                    longest = Some((stop.text.len(), stop.index));
+            for (stop, at) in self.table.stops.iter().zip(&mut self.at) {
+                *at = stop.step(*at, byte);
+                let length = stop.text.len();
+                if *at as usize == length && longest.is_none_or(|(most, _)| length > most) {
+                    longest = Some((length, stop.index));
                 }
             }
             if let Some((length, index)) = longest {
@@ -99,7 +128,7 @@ impl StopStrings {
                 return self.matched;
             }
         }
-        let hold = self.stops.iter().map(|stop| stop.at).max().unwrap_or(0);
+        let hold = self.at.iter().max().map_or(0, |&at| at as usize);
         let end = self.held.len() - hold;
         out.push_str(&self.held[self.held_from..end]);
         self.held_from = end;
@@ -116,7 +145,7 @@ impl StopStrings {
         out.push_str(&self.held[self.held_from..]);
         self.held.clear();
         self.held_from = 0;
-        self.stops.iter_mut().for_each(|stop| stop.at = 0);
+        self.at.fill(0);
     }
 }
 
@@ -125,9 +154,14 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
+    fn search(stops: &[&str]) -> StopStrings {
+        let stops = stops.iter().map(|&stop| stop.to_owned()).collect();
+        StopStrings::new(Arc::new(StopTable::new(stops)), false)
+    }
+
     fn run(parts: &[&str], stops: &[&str], include: bool) -> (String, Option<usize>) {
         let stops: Vec<String> = stops.iter().map(|&stop| stop.to_owned()).collect();
-        let mut search = StopStrings::new(&stops, include);
+        let mut search = StopStrings::new(Arc::new(StopTable::new(stops)), include);
         let mut out = String::new();
         let mut found = None;
         for part in parts {
@@ -174,7 +208,7 @@ mod tests {
 
     #[test]
     fn only_a_possible_beginning_is_held_back() {
-        let mut search = StopStrings::new(&["</end>".to_owned()], false);
+        let mut search = search(&["</end>"]);
         let mut out = String::new();
         assert_eq!(search.push("one < two </en", &mut out), None);
         assert_eq!(out, "one < two ");
@@ -190,7 +224,7 @@ mod tests {
 
     #[test]
     fn after_a_match_nothing_more_comes_out() {
-        let mut search = StopStrings::new(&[String::new(), "b".to_owned()], false);
+        let mut search = search(&["", "b"]);
         let mut out = String::new();
         assert_eq!(search.push("abc", &mut out), Some(1));
         assert_eq!(search.push("ddd", &mut out), Some(1));
@@ -206,7 +240,8 @@ mod tests {
             stops in prop::collection::vec("[abé日]{0,4}", 0..4),
             include: bool,
         ) {
-            let mut search = StopStrings::new(&stops, include);
+            let table = Arc::new(StopTable::new(stops.clone()));
+            let mut search = StopStrings::new(table, include);
             let (mut out, mut found) = (String::new(), None);
             let mut text = String::new();
             for part in &parts {

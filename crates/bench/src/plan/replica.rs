@@ -1,6 +1,7 @@
 //! One replica in virtual time: a real scheduler, and a device that only takes time.
 
 use std::collections::VecDeque;
+use std::sync::Arc;
 
 use forebay_protocol::{ROW_OK, SamplingParams, StepPlan, StepResult};
 use forebay_scheduler::{
@@ -84,12 +85,12 @@ impl Replica {
         self.alive += 1;
         self.scheduler.submit(Request {
             id,
-            prompt: arrival.prompt(),
+            prompt: arrival.prompt().into(),
             generated: Vec::new(),
-            names,
+            names: names.into(),
             max_tokens: arrival.output,
             pooling: None,
-            stop_ids: Vec::new(),
+            stop_ids: Arc::default(),
             sampling: SamplingParams::default(),
             priority: 0,
             client: 0,

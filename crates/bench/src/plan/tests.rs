@@ -224,12 +224,12 @@ fn in_the_engine(setup: &Setup, traffic: &Traffic) -> HashMap<u64, (u64, u64)> {
     for (id, arrival) in (0..).zip(&traffic.arrivals) {
         let request = EngineRequest {
             id: RequestId(id),
-            prompt: arrival.prompt(),
+            prompt: arrival.prompt().into(),
             generated: Vec::new(),
-            names: Vec::new(),
+            names: Arc::default(),
             max_tokens: arrival.output,
             pooling: None,
-            stop_ids: Vec::new(),
+            stop_ids: Arc::default(),
             sampling: SamplingParams::default(),
             priority: 0,
             salt: 0,

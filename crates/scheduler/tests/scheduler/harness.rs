@@ -1,6 +1,7 @@
 //! A scheduler and a device in one, with every promise checked on the way.
 
 use std::collections::{BTreeMap, VecDeque};
+use std::sync::Arc;
 
 use forebay_protocol::{
     Frame, HEADER_BYTES, Header, Pooling, SamplingParams, StepPlan, StepResult,
@@ -34,12 +35,12 @@ pub(crate) fn config() -> SchedulerConfig {
 pub(crate) fn request(id: u64, prompt: Vec<i32>, max_tokens: u32) -> Request {
     Request {
         id,
-        prompt,
+        prompt: prompt.into(),
         generated: vec![],
-        names: Vec::new(),
+        names: Arc::default(),
         max_tokens,
         pooling: None,
-        stop_ids: vec![],
+        stop_ids: Arc::default(),
         sampling: SamplingParams::default(),
         priority: 0,
         client: 0,

@@ -56,10 +56,10 @@ impl Ask {
         prompt.truncate(room - 1);
         let max_tokens = self.max_tokens.min((room - prompt.len()) as u32);
         let whole = Request {
-            stop_ids: self.stop.into_iter().chain([VOCAB + 5, VOCAB + 3]).collect(),
+            stop_ids: self.stop.into_iter().chain([VOCAB + 3, VOCAB + 5]).collect(),
             sampling: SamplingParams {
                 // The device that these tests have knows no biases: they are there to take room.
-                logit_bias: vec![(0, 0.0); self.lists],
+                logit_bias: vec![(0, 0.0); self.lists].into(),
                 ..SamplingParams::default()
             },
             priority: self.priority,

@@ -168,7 +168,8 @@ fn a_probe_goes_first_under_every_policy_and_needs_no_free_place() {
 fn what_is_too_much_for_one_plan_is_spread_over_several() {
     let biased = |id| {
         let logit_bias = vec![(1, 0.5); 1000];
-        let sampling = SamplingParams { logit_bias, ..SamplingParams::default() };
+        let sampling =
+            SamplingParams { logit_bias: logit_bias.into(), ..SamplingParams::default() };
         Request { sampling, ..request(id, vec![1; 3], 20) }
     };
     let config = SchedulerConfig { step_words: 7000, max_running: 9, slots: 12, ..large() };
@@ -203,12 +204,12 @@ fn results_have_a_limit_too() {
 #[test]
 fn the_words_of_a_request_are_those_of_its_plan() {
     let sampling = SamplingParams {
-        logit_bias: vec![(1, 0.5); 30],
+        logit_bias: vec![(1, 0.5); 30].into(),
         min_tokens: 1,
         ..SamplingParams::default()
     };
     let mut replica = Replica::new(large());
-    let one = Request { sampling, stop_ids: vec![1; 7], ..request(1, vec![3; 100], 1) };
+    let one = Request { sampling, stop_ids: vec![1; 7].into(), ..request(1, vec![3; 100], 1) };
     replica.scheduler.submit(one);
     replica.step();
     let empty = StepPlan::default().words();

@@ -12,14 +12,16 @@ mod workers;
 use std::io;
 use std::sync::Arc;
 
-use forebay_api::{ApiError, EmbeddedPrompt, parse};
+use forebay_api::limits::{Limited, Weight};
+use forebay_api::{ApiError, EmbeddedPrompt, parse_request};
 use forebay_engine::{Dtype, Embeds, Payload, Payloads};
 use serde::de::DeserializeOwned;
 use tokio::sync::Semaphore;
 
+use crate::budget::Charge;
 use crate::engine::Engine;
 use crate::guard::Guard;
-use crate::limits::Pieces;
+use crate::limits::{BodyLimit, Pieces};
 use room::Room;
 use turns::Turns;
 use workers::Workers;
@@ -51,6 +53,8 @@ pub(crate) struct IntakeStats {
     pub(crate) in_line: usize,
     /// Bytes of the arena that somebody has.
     pub(crate) arena_bytes: usize,
+    /// Bytes that requests in flight are charged.
+    pub(crate) request_bytes: usize,
 }
 
 impl Intake {
@@ -88,18 +92,26 @@ impl Intake {
             unread: self.workers.waiting(),
             in_line: self.room.in_line(),
             arena_bytes: self.room.used(),
+            request_bytes: 0,
         }
     }
 
     /// Parses a body, where nobody waits for it if it is large.
-    pub(crate) async fn parse<T>(&self, body: Pieces) -> Result<T, ApiError>
+    pub(crate) async fn parse<T>(
+        &self,
+        body: Pieces,
+        limit: BodyLimit,
+        charge: &Arc<Charge>,
+    ) -> Result<T, ApiError>
     where
-        T: DeserializeOwned + Send + 'static,
+        T: DeserializeOwned + Limited + Send + 'static,
     {
         if body.len() < LARGE_BODY {
-            return parse(&body.join());
+            return parse_body(body, limit, charge);
         }
-        self.workers.begin(move || parse(&body.join())).await
+        // Whoever leaves meanwhile leaves the body, and what was charged for it.
+        let charge = Arc::clone(charge);
+        self.workers.begin(move || parse_body(body, limit, &charge)).await
     }
 
     /// Puts the embeddings of a request's prompts, which came in `param`, where the hand reads them; gives the number of positions of each,
@@ -132,6 +144,21 @@ impl Intake {
         };
         self.workers.go_on(write).await
     }
+}
+
+fn parse_body<T>(body: Pieces, limit: BodyLimit, charge: &Charge) -> Result<T, ApiError>
+where
+    T: DeserializeOwned + Limited,
+{
+    let body = body.join();
+    let fits = |weight: Weight| {
+        let json = body.len().saturating_sub(weight.embeds);
+        if json > limit.json { Err(limit.error(limit.json)) } else { Ok(()) }
+    };
+    let parsed = parse_request::<T>(&body, fits)?;
+    let Weight { values, embeds } = parsed.weight;
+    charge.read(body.len().saturating_sub(embeds), embeds, values)?;
+    Ok(parsed.request)
 }
 
 fn no_memory(error: io::Error) -> ApiError {

@@ -280,7 +280,7 @@ async fn read(state: &Shared, request: Request) -> Result<(Exchange, Request), A
         let length: usize = length.parse().map_err(|error| wrong(RESUME_HEADER, &error))?;
         let name = StreamName::decode(text(STREAM_HEADER).transpose()?.unwrap_or_default())
             .map_err(|error| wrong(STREAM_HEADER, &error))?;
-        let mut whole = limits::whole(Upload::new(body, client), state).await?;
+        let (mut whole, _charge) = limits::whole(Upload::new(body, client), state).await?;
         if length > whole.len() {
             return Err(wrong(RESUME_HEADER, &"more bytes than the body has"));
         }

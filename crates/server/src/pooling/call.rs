@@ -10,7 +10,8 @@ use tokio::sync::oneshot;
 use super::PooledModel;
 use super::inputs::Input;
 use super::lane::{Answer, Expected};
-use crate::call::{check_priority, submit_error};
+use crate::budget::Charge;
+use crate::call::{CHOICES_A_TURN, check_priority, check_tokens, submit_error};
 use crate::engine::Engine;
 use crate::peers::Peer;
 use crate::state::{LiveGuard, Shared};
@@ -25,6 +26,7 @@ pub(crate) struct PooledCall {
     usage: PoolingUsage,
     span: tracing::Span,
     _live: LiveGuard,
+    _charge: Charge,
 }
 
 /// Where a call's inputs came from, and where they go.
@@ -40,11 +42,12 @@ pub(crate) struct Place<'a> {
 }
 
 impl PooledCall {
-    /// Submits every input, at least one, or none; `place` says where from and where to.
+    /// Submits every input, at least one, or none; `place` says where from and where to. Of many it submits some at a time, and others get
+    /// the thread in between; dropping the future aborts those it has submitted.
     ///
     /// # Errors
-    /// An input is too long, or the engine refuses one.
-    pub(crate) fn start(
+    /// An input is too long or has an unknown token, there is no room for them, or the engine refuses one.
+    pub(crate) async fn start(
         state: &Shared,
         model: &PooledModel,
         inputs: Vec<Input>,
@@ -55,6 +58,11 @@ impl PooledCall {
     ) -> Result<Self, ApiError> {
         check_lengths(&inputs, limits.context_length, param)?;
         check_priority(priority, state)?;
+        for input in &inputs {
+            check_tokens(&input.tokens, limits, param)?;
+        }
+        let all = inputs.iter().map(|input| input.tokens.len()).sum();
+        let charge = state.budget.inputs(inputs.len(), all, model.size)?;
         let ids: Vec<RequestId> = inputs.iter().map(|_| state.next_id()).collect();
         let tokens = |input: &Input| u32::try_from(input.tokens.len()).unwrap_or(u32::MAX);
         let prompt_tokens: Vec<u32> = inputs.iter().map(tokens).collect();
@@ -76,17 +84,21 @@ impl PooledCall {
             usage,
             span,
             _live: state.enter(peer),
+            _charge: charge,
         };
         let salt = peer.salt(state, cache_salt.as_deref());
         for (input, &id) in inputs.into_iter().zip(&ids) {
+            if !call.alive.is_empty() && call.alive.len().is_multiple_of(CHOICES_A_TURN) {
+                tokio::task::yield_now().await;
+            }
             let request = EngineRequest {
                 id,
-                prompt: input.tokens,
+                prompt: input.tokens.into(),
                 generated: Vec::new(),
-                names: Vec::new(),
+                names: Arc::default(),
                 max_tokens: 0,
                 pooling: Some(Pooling { segment: input.segment }),
-                stop_ids: Vec::new(),
+                stop_ids: Arc::default(),
                 sampling: Default::default(),
                 priority,
                 salt,

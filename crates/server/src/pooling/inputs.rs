@@ -1,8 +1,11 @@
 //! Texts to prompts, cut where the client asks for it.
 
+use std::sync::Arc;
+
 use forebay_api::{ApiError, Pairs, Prompt};
 use forebay_text::{TextError, TextPool};
 
+use crate::budget::Charge;
 use crate::text::{encode_prompts, text_error};
 
 /// A prompt to pool.
@@ -22,6 +25,7 @@ pub(crate) async fn encode_inputs(
     limit: Option<usize>,
     most: usize,
     param: &'static str,
+    charge: &Arc<Charge>,
 ) -> Result<Vec<Input>, ApiError> {
     // What the tokenizer puts around a text stays when the text is cut; around an empty one there is nothing else.
     let is_text: Vec<bool> = prompts.iter().map(|p| matches!(p, Prompt::Text(_))).collect();
@@ -29,7 +33,8 @@ pub(crate) async fn encode_inputs(
         prompts.push(Prompt::Text(String::new()));
     }
     let most = limit.is_none().then_some(most);
-    let mut encoded = encode_prompts(text, prompts, add_special_tokens, most, param).await?;
+    let mut encoded =
+        encode_prompts(text, prompts, add_special_tokens, most, param, charge).await?;
     if let Some(limit) = limit {
         let frame = encoded.pop().unwrap_or_default();
         for (tokens, &is_text) in encoded.iter_mut().zip(&is_text) {
@@ -53,16 +58,18 @@ pub(crate) async fn encode_pairs(
     text: &TextPool,
     pairs: &Pairs,
     most: usize,
+    charge: &Arc<Charge>,
 ) -> Result<Vec<Input>, ApiError> {
-    let mut texts: Vec<(String, String)> = (0..)
-        .zip(&pairs.second)
-        .map(|(index, second)| (pairs.first_of(index).to_owned(), second.clone()))
-        .collect();
+    // A query goes with all documents, and is there once.
+    let first: Vec<Arc<str>> = pairs.first.iter().map(|text| text.as_str().into()).collect();
+    let first_of = |index: usize| first.get(index).or(first.first()).map_or("".into(), Arc::clone);
+    let mut texts: Vec<(Arc<str>, String)> =
+        (0..).zip(&pairs.second).map(|(index, second)| (first_of(index), second.clone())).collect();
     if pairs.truncate.is_some() {
-        texts.push((String::new(), String::new()));
+        texts.push(("".into(), String::new()));
     }
     let most = pairs.truncate.is_none().then_some(most);
-    let encoded = text.within(most).encode_pairs(texts).await;
+    let encoded = text.within(most).keeping(charge.clone()).encode_pairs(texts).await;
     let encoded = encoded.map_err(|error| match error {
         TextError::TooLong { text, .. } if pairs.second.len() > 1 => {
             text_error(error, &format!("{}[{text}]", pairs.params[1]))

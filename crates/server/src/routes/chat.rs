@@ -12,7 +12,7 @@ use forebay_api::{
 use forebay_text::Tokenizer;
 
 use super::stop_reason;
-use crate::call::{Call, Submission, finish_reason};
+use crate::call::{Call, Submission, Terms, finish_reason};
 use crate::delta::{Candidate, Delta, Logprobs};
 use crate::limits::{self, Upload};
 use crate::outlet::Encoder;
@@ -43,20 +43,22 @@ pub(crate) async fn chat_completions(
     body: Upload,
 ) -> Result<Response, Failure> {
     let arrived = Instant::now();
-    let request: ChatRequest = limits::read(body, &state).await?;
+    let (request, charge) = limits::read::<ChatRequest>(body, &state).await?;
     let model = state.model_name(request.model.as_deref())?;
     let model_limits = state.admit()?;
     let mut chat = request.validate(&state.model.defaults, model_limits)?;
     routing.fill(&mut chat.generation);
     let most = model_limits.context_length as usize;
-    let prompt = encode_chat(&state.text, chat.prompt, most).await?;
+    let prompt = encode_chat(&state.text, chat.prompt, most, &charge).await?;
+    drop(charge);
     let tokenizer = chat.generation.sampling.logprobs.map(|_| state.text.tokenizer().clone());
     let n = chat.generation.n;
-    let submission = Submission::new(prompt, chat.generation, model_limits, "messages")?;
+    let terms = Terms::new(chat.generation, &state.model.eos, model_limits);
+    let submission = Submission::new(prompt, terms, model_limits, "messages")?;
 
     let name = peer.name("chatcmpl-");
     let (id, streamed) = (&name.id, chat.streaming.is_some());
-    let mut call = Call::start(&state, vec![submission], streamed, arrived, &peer)?.named(id);
+    let mut call = Call::start(&state, vec![submission], streamed, arrived, &peer).await?.named(id);
     if let Some(streaming) = chat.streaming {
         let egress = state.config.egress;
         let chunks = Chunks::new(&name, "chat.completion.chunk", &model, streaming, egress)

@@ -7,13 +7,13 @@ use axum::extract::State;
 use axum::response::Response;
 use forebay_api::{
     ApiError, Completion, CompletionChoice, CompletionLogprobs, CompletionPrompts,
-    CompletionRequest, ErrorBody, Generation, Limits, Prompt, PromptEmbeds,
+    CompletionRequest, ErrorBody, Limits, Prompt, PromptEmbeds,
 };
-use forebay_text::Tokenizer;
+use forebay_text::{TextError, Tokenizer};
 use serde_json::{Map, Value};
 
 use super::stop_reason;
-use crate::call::{Call, Submission, finish_reason};
+use crate::call::{Call, Submission, Terms, finish_reason};
 use crate::delta::{Delta, Logprobs};
 use crate::limits::{self, Upload};
 use crate::outlet::Encoder;
@@ -44,38 +44,39 @@ pub(crate) async fn completions(
     body: Upload,
 ) -> Result<Response, Failure> {
     let arrived = Instant::now();
-    let request: CompletionRequest = limits::read(body, &state).await?;
+    let (request, charge) = limits::read::<CompletionRequest>(body, &state).await?;
     let model = state.model_name(request.model.as_deref())?;
     let model_limits = state.admit()?;
     let valid = request.validate(&state.model.defaults, model_limits)?;
     let mut generation = valid.generation;
     routing.fill(&mut generation);
     let skip_special = generation.skip_special_tokens;
+    let n = generation.n as usize;
+    let tokenizer = generation.sampling.logprobs.map(|_| state.text.tokenizer().clone());
+    let terms = Terms::new(generation, &state.model.eos, model_limits);
     let mut echoes = Vec::new();
     let submissions = match valid.prompts {
         CompletionPrompts::Prompts(prompts) => {
             if valid.echo {
-                let tokenizer = state.text.tokenizer();
-                for prompt in &prompts {
-                    echoes.push(prompt_text(prompt, tokenizer, skip_special)?);
-                }
+                echoes.extend(prompts.iter().map(|prompt| match prompt {
+                    Prompt::Text(text) => Some(text.as_str().into()),
+                    Prompt::Tokens(_) => None,
+                }));
             }
             let most = Some(model_limits.context_length as usize);
             let special = valid.add_special_tokens;
-            let encoded = encode_prompts(&state.text, prompts, special, most, "prompt").await?;
+            let encoded =
+                encode_prompts(&state.text, prompts, special, most, "prompt", &charge).await?;
             let submissions = encoded
                 .into_iter()
-                .map(|ids| Submission::new(ids, generation.clone(), model_limits, "prompt"));
+                .map(|ids| Submission::new(ids, Arc::clone(&terms), model_limits, "prompt"));
             submissions.collect::<Result<Vec<_>, _>>()?
         }
-        CompletionPrompts::Embeds(embeds) => {
-            embedded(&state, embeds, &generation, model_limits).await?
-        }
+        CompletionPrompts::Embeds(embeds) => embedded(&state, embeds, &terms, model_limits).await?,
     };
-    echoes.resize(submissions.len(), String::new());
+    let echoes = echo_texts(&state, echoes, &submissions, skip_special).await?;
+    drop(charge);
 
-    let n = generation.n as usize;
-    let tokenizer = generation.sampling.logprobs.map(|_| state.text.tokenizer().clone());
     let mut states: Vec<ChoiceState> = echoes
         .into_iter()
         .flat_map(|echo| std::iter::repeat_n(echo, n))
@@ -83,7 +84,7 @@ pub(crate) async fn completions(
         .collect();
     let name = peer.name("cmpl-");
     let (id, streamed) = (&name.id, valid.streaming.is_some());
-    let mut call = Call::start(&state, submissions, streamed, arrived, &peer)?.named(id);
+    let mut call = Call::start(&state, submissions, streamed, arrived, &peer).await?.named(id);
     if let Some(streaming) = valid.streaming {
         let egress = state.config.egress;
         let chunks = Chunks::new(&name, "text_completion", &model, streaming, egress)
@@ -109,43 +110,59 @@ pub(crate) async fn completions(
 async fn embedded(
     state: &Shared,
     embeds: PromptEmbeds,
-    generation: &Generation,
+    terms: &Arc<Terms>,
     limits: Limits,
 ) -> Result<Vec<Submission>, ApiError> {
     const PARAM: &str = "prompt_embeds";
     let (hidden_size, dtype) = state.embeddings()?;
     let prompts = embeds.check(PARAM, hidden_size)?;
     for prompt in &prompts {
-        generation.room(prompt.rows() as usize, limits, PARAM)?;
+        terms.generation.room(prompt.rows() as usize, limits, PARAM)?;
     }
     let placed = state.intake.place(prompts, dtype, PARAM).await?;
     let submissions = placed.into_iter().map(|(rows, embeds)| {
         // The tokens only say how many positions there are.
         let tokens = vec![0; rows as usize];
-        let submission = Submission::new(tokens, generation.clone(), limits, PARAM)?;
+        let submission = Submission::new(tokens, Arc::clone(terms), limits, PARAM)?;
         Ok(Submission { embeds: Some(embeds), ..submission })
     });
     submissions.collect()
 }
 
-fn prompt_text(
-    prompt: &Prompt,
-    tokenizer: &Tokenizer,
+/// The text of each prompt, for all its choices; `None` where it is not wanted. `known` are those that came as text. The others fit the
+/// context by now, and are decoded where nobody waits for it.
+async fn echo_texts(
+    state: &Shared,
+    known: Vec<Option<Arc<str>>>,
+    submissions: &[Submission],
     skip_special_tokens: bool,
-) -> Result<String, ApiError> {
-    match prompt {
-        Prompt::Text(text) => Ok(text.clone()),
-        Prompt::Tokens(ids) => {
-            tokenizer.decode(ids, skip_special_tokens).map_err(|error| text_error(error, "prompt"))
-        }
+) -> Result<Vec<Option<Arc<str>>>, ApiError> {
+    if known.is_empty() {
+        return Ok(vec![None; submissions.len()]);
     }
+    if known.iter().all(Option::is_some) {
+        return Ok(known);
+    }
+    let prompts: Vec<Arc<[i32]>> = submissions.iter().map(|s| Arc::clone(&s.prompt)).collect();
+    let text = Arc::clone(&state.text);
+    let decode = move || {
+        let all = known.into_iter().zip(&prompts).map(|(known, prompt)| match known {
+            Some(known) => Ok(Some(known)),
+            None => Ok(Some(text.tokenizer().decode(prompt, skip_special_tokens)?.into())),
+        });
+        all.collect::<Result<Vec<_>, TextError>>()
+    };
+    tokio::task::spawn_blocking(decode)
+        .await
+        .map_err(|error| ApiError::Internal { reason: error.to_string(), code: None })?
+        .map_err(|error| text_error(error, "prompt"))
 }
 
 /// What a choice has to remember from chunk to chunk.
 #[derive(Default)]
 struct ChoiceState {
     /// Prompt text that is still to be sent.
-    echo: String,
+    echo: Option<Arc<str>>,
     /// Characters of all tokens' text so far.
     offset: u32,
     /// To write log-probabilities with, where they are asked for.
@@ -156,8 +173,10 @@ struct ChoiceState {
 
 impl ChoiceState {
     fn choice(&mut self, index: u32, delta: &mut Delta) -> CompletionChoice {
-        let mut text = std::mem::take(&mut self.echo);
-        text.push_str(&delta.text);
+        let text = match self.echo.take() {
+            Some(echo) => [&*echo, &delta.text].concat(),
+            None => delta.text.clone(),
+        };
         CompletionChoice {
             index,
             text,
@@ -205,11 +224,11 @@ impl Encoder for CompletionEncoder {
         out: &mut Vec<u8>,
     ) -> serde_json::Result<()> {
         let state = &mut self.states[index as usize];
-        let silent = delta.text.is_empty() && delta.logprobs.is_empty() && state.echo.is_empty();
+        let silent = delta.text.is_empty() && delta.logprobs.is_empty() && state.echo.is_none();
         if silent && delta.end.is_none() {
             return Ok(());
         }
-        let is_plain = delta.end.is_none() && state.echo.is_empty() && state.tokenizer.is_none();
+        let is_plain = delta.end.is_none() && state.echo.is_none() && state.tokenizer.is_none();
         if is_plain {
             if state.plain.is_none() {
                 let empty = state.choice(index, &mut Delta::default());
@@ -235,7 +254,7 @@ impl Encoder for CompletionEncoder {
         for state in &mut self.states {
             // The prompt went ahead of the first token.
             if !before.tokens.is_empty() {
-                state.echo.clear();
+                state.echo = None;
             }
             if let Some(tokenizer) = &state.tokenizer {
                 let sampled = before.logprobs.iter().map(|((id, _), _)| tokenizer.token_text(id));
@@ -272,8 +291,11 @@ mod tests {
         let (the, dog) = (ids(" the")[0], ids(" dog")[0]);
         let (the_text, dog_text) = (tokenizer.token_text(the), tokenizer.token_text(dog));
         let length = characters(&the_text);
-        let mut state =
-            ChoiceState { echo: "p".into(), tokenizer: Some(tokenizer), ..ChoiceState::default() };
+        let mut state = ChoiceState {
+            echo: Some("p".into()),
+            tokenizer: Some(tokenizer),
+            ..ChoiceState::default()
+        };
         let mut first = Delta {
             text: "né".into(),
             logprobs: logprobs(&[&[(the, -1.0), (dog, -0.5)], &[(dog, -2.0), (dog, -2.0)]]),

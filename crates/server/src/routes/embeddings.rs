@@ -36,7 +36,7 @@ pub(crate) async fn embeddings(
     body: Upload,
 ) -> Result<Response, Failure> {
     let arrived = Instant::now();
-    let request: EmbeddingRequest = limits::read(body, &state).await?;
+    let (request, charge) = limits::read::<EmbeddingRequest>(body, &state).await?;
     let name = state.model_name(request.model.as_deref())?;
     let model = state.embedder()?;
     let model_limits = state.admit()?;
@@ -44,12 +44,15 @@ pub(crate) async fn embeddings(
     let special = valid.add_special_tokens;
     let most = model_limits.context_length as usize;
     let inputs =
-        encode_inputs(&state.text, valid.prompts, special, valid.truncate, most, "input").await?;
+        encode_inputs(&state.text, valid.prompts, special, valid.truncate, most, "input", &charge)
+            .await?;
+    drop(charge);
     let id = format!("embd-{}", random_hex());
     let (priority, cache_salt) = (valid.priority, valid.cache_salt);
     let place = Place { param: "input", priority, cache_salt, route: routing.0 };
-    let mut call =
-        PooledCall::start(&state, model, inputs, model_limits, place, arrived, &peer)?.named(&id);
+    let call =
+        PooledCall::start(&state, model, inputs, model_limits, place, arrived, &peer).await?;
+    let mut call = call.named(&id);
     let vectors = call.collect().await?;
     let wanted =
         Form { dimensions: valid.dimensions, normalize: valid.normalize, format: valid.format };

@@ -12,7 +12,7 @@ use forebay_api::{
 use forebay_text::Tokenizer;
 
 use super::random_hex;
-use crate::call::{Call, Submission};
+use crate::call::{Call, Submission, Terms};
 use crate::delta::{Candidate, Delta, End};
 use crate::limits::{self, Upload};
 use crate::outlet::Encoder;
@@ -43,34 +43,40 @@ pub(crate) async fn generate(
     body: Upload,
 ) -> Result<Response, Failure> {
     let arrived = Instant::now();
-    let request: GenerateRequest = limits::read(body, &state).await?;
+    let (request, charge) = limits::read::<GenerateRequest>(body, &state).await?;
     let param = request.prompt_param();
     let model_limits = state.admit()?;
     let valid = request.validate(&state.model.defaults, model_limits)?;
+    let terms = valid.generations.into_iter().map(|mut generation| {
+        routing.fill(&mut generation);
+        Terms::new(generation, &state.model.eos, model_limits)
+    });
+    let terms: Vec<Arc<Terms>> = terms.collect();
     let mut prompts = Vec::with_capacity(valid.items.len());
-    let mut generations = Vec::with_capacity(valid.items.len());
+    let mut terms_of = Vec::with_capacity(valid.items.len());
     let mut outputs = Vec::new();
-    for mut item in valid.items {
-        routing.fill(&mut item.generation);
+    for item in valid.items {
+        let generation = &terms[item.generation].generation;
         let id = item.rid.unwrap_or_else(random_hex);
-        for _ in 0..item.generation.n {
+        for _ in 0..generation.n {
             outputs.push(Accumulated {
                 id: id.clone(),
                 arrived,
-                with_logprobs: item.generation.sampling.logprobs.is_some(),
+                with_logprobs: generation.sampling.logprobs.is_some(),
                 text: valid.text_in_logprobs.then(|| state.text.tokenizer().clone()),
                 total: Delta::default(),
             });
         }
         prompts.push(item.prompt);
-        generations.push(item.generation);
+        terms_of.push(Arc::clone(&terms[item.generation]));
     }
     let most = Some(model_limits.context_length as usize);
-    let encoded = encode_prompts(&state.text, prompts, true, most, param).await?;
+    let encoded = encode_prompts(&state.text, prompts, true, most, param, &charge).await?;
+    drop(charge);
     let submissions = encoded
         .into_iter()
-        .zip(generations)
-        .map(|(ids, generation)| Submission::new(ids, generation, model_limits, param));
+        .zip(terms_of)
+        .map(|(ids, terms)| Submission::new(ids, terms, model_limits, param));
     let submissions = submissions.collect::<Result<Vec<_>, _>>()?;
 
     let mut name = peer.name("");
@@ -79,7 +85,8 @@ pub(crate) async fn generate(
         (Some(_), Some(output)) => output.id.clone_from(&name.id),
         (_, None) => {}
     }
-    let mut call = Call::start(&state, submissions, valid.stream, arrived, &peer)?.named(&name.id);
+    let call = Call::start(&state, submissions, valid.stream, arrived, &peer).await?;
+    let mut call = call.named(&name.id);
     if valid.stream {
         let encoder = GenerateEncoder { outputs, batch: valid.batch };
         return sse::stream(&state, call, encoder, wire, (&peer, &name));

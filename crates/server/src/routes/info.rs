@@ -16,7 +16,8 @@ use tokio::sync::oneshot;
 use tokio::time::{sleep, timeout};
 use utoipa::ToSchema;
 
-use crate::call::{Call, Submission};
+use crate::call::{Call, Submission, Terms};
+use crate::intake::IntakeStats;
 use crate::peers::Peer;
 use crate::pooling::{Input, Place, PooledCall};
 use crate::reply::{self, Failure};
@@ -158,8 +159,8 @@ async fn one_token(state: &Shared, limits: Limits, arrived: Instant) -> Result<(
         let inputs = vec![Input { tokens: vec![token], segment: 0 }];
         let place =
             Place { param: "input", priority: 0, cache_salt: None, route: Route::default() };
-        let call =
-            PooledCall::start(state, model, inputs, limits, place, arrived, &Peer::default())?;
+        let peer = Peer::default();
+        let call = PooledCall::start(state, model, inputs, limits, place, arrived, &peer).await?;
         return call.named("health").collect().await.map(drop);
     }
     let request = json!({
@@ -169,11 +170,12 @@ async fn one_token(state: &Shared, limits: Limits, arrived: Instant) -> Result<(
     let request: GenerateRequest =
         serde_json::from_value(request).map_err(|error| reply::unwritable(error).0)?;
     let mut submissions = Vec::new();
-    for item in request.validate(&state.model.defaults, limits)?.items {
-        submissions.push(Submission::new(vec![token], item.generation, limits, "input_ids")?);
+    for generation in request.validate(&state.model.defaults, limits)?.generations {
+        let terms = Terms::new(generation, &state.model.eos, limits);
+        submissions.push(Submission::new(vec![token], terms, limits, "input_ids")?);
     }
-    let mut call =
-        Call::start(state, submissions, false, arrived, &Peer::default())?.named("health");
+    let call = Call::start(state, submissions, false, arrived, &Peer::default()).await?;
+    let mut call = call.named("health");
     call.collect().await.map(drop)
 }
 
@@ -319,13 +321,10 @@ pub(crate) async fn flush_cache(State(state): State<Shared>) -> Result<Response,
     responses((status = 200, description = "The metrics", body = String, content_type = "text/plain")),
 )]
 pub(crate) async fn metrics(State(state): State<Shared>) -> Result<Response, Failure> {
+    let intake = IntakeStats { request_bytes: state.budget.used(), ..state.intake.stats() };
     let dropped = state.config.log_lines_dropped.load(Ordering::Relaxed);
-    let written = state.metrics.render(
-        &state.engine.replicas(),
-        &state.text.stats(),
-        &state.intake.stats(),
-        dropped,
-    );
+    let written =
+        state.metrics.render(&state.engine.replicas(), &state.text.stats(), &intake, dropped);
     let text = written.map_err(|error| {
         let reason = format!("the metrics could not be written: {error}");
         ApiError::Internal { reason, code: None }

@@ -1,5 +1,6 @@
 //! `POST /rerank` and `POST /score`, under each of the paths that clients know.
 
+use std::sync::Arc;
 use std::time::Instant;
 
 use axum::extract::State;
@@ -10,6 +11,7 @@ use forebay_api::{
 };
 
 use super::random_hex;
+use crate::budget::Charge;
 use crate::limits::{self, Upload};
 use crate::peers::Peer;
 use crate::pooling::{
@@ -36,12 +38,13 @@ pub(crate) async fn rerank(
     body: Upload,
 ) -> Result<Response, Failure> {
     let arrived = Instant::now();
-    let request: RerankRequest = limits::read(body, &state).await?;
+    let (request, charge) = limits::read::<RerankRequest>(body, &state).await?;
     let model = state.model_name(request.model.as_deref())?;
     state.pooled_model()?;
     let valid = request.validate(state.admit()?)?;
     let id = format!("rerank-{}", random_hex());
-    let (found, usage) = score_pairs(&state, &valid.pairs, (&id, arrived), routing, &peer).await?;
+    let (found, usage) =
+        score_pairs(&state, &valid.pairs, (&id, arrived), routing, &peer, &charge).await?;
     let mut order: Vec<usize> = (0..found.len()).collect();
     // Of equal scores the first document stays first.
     order.sort_by(|&a, &b| found[b].total_cmp(&found[a]));
@@ -74,12 +77,13 @@ pub(crate) async fn score(
     body: Upload,
 ) -> Result<Response, Failure> {
     let arrived = Instant::now();
-    let request: ScoreRequest = limits::read(body, &state).await?;
+    let (request, charge) = limits::read::<ScoreRequest>(body, &state).await?;
     let model = state.model_name(request.model.as_deref())?;
     state.pooled_model()?;
     let pairs = request.validate(state.admit()?)?;
     let id = format!("score-{}", random_hex());
-    let (found, usage) = score_pairs(&state, &pairs, (&id, arrived), routing, &peer).await?;
+    let (found, usage) =
+        score_pairs(&state, &pairs, (&id, arrived), routing, &peer, &charge).await?;
     let data = found.into_iter().enumerate();
     let data = data.map(|(index, score)| ScoreData { index, object: "score", score }).collect();
     Ok(reply::ok(&ScoreResponse { id, object: "list", created: now(), model, data, usage }))
@@ -92,12 +96,13 @@ async fn score_pairs(
     (id, arrived): (&str, Instant),
     routing: Routing,
     peer: &Peer,
+    charge: &Arc<Charge>,
 ) -> Result<(Vec<f32>, PoolingUsage), ApiError> {
     let model = state.pooled_model()?;
     let limits = state.limits()?;
     let inputs = match model.task {
         PoolingTask::Score => {
-            encode_pairs(&state.text, pairs, limits.context_length as usize).await?
+            encode_pairs(&state.text, pairs, limits.context_length as usize, charge).await?
         }
         PoolingTask::Embed => {
             let mut inputs = Vec::with_capacity(pairs.first.len() + pairs.second.len());
@@ -105,7 +110,8 @@ async fn score_pairs(
                 let texts = texts.iter().cloned().map(Prompt::Text).collect();
                 let most = limits.context_length as usize;
                 let encoded =
-                    encode_inputs(&state.text, texts, true, pairs.truncate, most, param).await?;
+                    encode_inputs(&state.text, texts, true, pairs.truncate, most, param, charge)
+                        .await?;
                 check_lengths(&encoded, limits.context_length, param)?;
                 inputs.extend(encoded);
             }
@@ -115,7 +121,7 @@ async fn score_pairs(
     let (param, priority) = (pairs.params[1], pairs.priority);
     let cache_salt = pairs.cache_salt.clone();
     let place = Place { param, priority, cache_salt, route: routing.0 };
-    let call = PooledCall::start(state, model, inputs, limits, place, arrived, peer)?;
+    let call = PooledCall::start(state, model, inputs, limits, place, arrived, peer).await?;
     let mut call = call.named(id);
     let vectors = call.collect().await?;
     let found = match model.task {

@@ -29,7 +29,7 @@ pub(crate) async fn tokenize(
     State(state): State<Shared>,
     body: Upload,
 ) -> Result<Response, Failure> {
-    let request: TokenizeRequest = limits::read(body, &state).await?;
+    let (request, charge) = limits::read::<TokenizeRequest>(body, &state).await?;
     state.model_name(request.model.as_deref())?;
     let max_model_len = state.limits()?.context_length;
     let with_strings = request.return_token_strs.unwrap_or(false);
@@ -37,11 +37,12 @@ pub(crate) async fn tokenize(
     let encoded = match request.validate()? {
         TokenizeInput::Text { text, add_special_tokens } => {
             let prompts = vec![Prompt::Text(text)];
+            let special = add_special_tokens;
             let encode =
-                encode_prompts(&state.text, prompts, add_special_tokens, Some(most), "prompt");
+                encode_prompts(&state.text, prompts, special, Some(most), "prompt", &charge);
             encode.await.map(|all| all.concat())
         }
-        TokenizeInput::Chat(chat) => encode_chat(&state.text, chat, most).await,
+        TokenizeInput::Chat(chat) => encode_chat(&state.text, chat, most, &charge).await,
     };
     let tokens = encoded.map_err(|error| match error {
         ApiError::TextTooLong { param, limit, .. } => too_many(&param, limit),
@@ -67,7 +68,7 @@ pub(crate) async fn detokenize(
     State(state): State<Shared>,
     body: Upload,
 ) -> Result<Response, Failure> {
-    let request: DetokenizeRequest = limits::read(body, &state).await?;
+    let (request, _charge) = limits::read::<DetokenizeRequest>(body, &state).await?;
     state.model_name(request.model.as_deref())?;
     let tokens = request.validate(state.limits()?.vocab_size)?;
     let limit = most_tokens(&state)?;

@@ -3,7 +3,7 @@
 use std::net::SocketAddr;
 use std::path::Path;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
 use std::time::Duration;
 
 use forebay_api::GenerationDefaults;
@@ -78,7 +78,7 @@ pub(crate) struct Fake {
     /// What panics next, once.
     pub(crate) panic_at: Mutex<Option<Panic>>,
     events: mpsc::UnboundedSender<Event>,
-    vocab_size: u32,
+    pub(crate) vocab_size: AtomicU32,
     /// How often the server asked for the numbers.
     looks: AtomicUsize,
     submitted: AtomicUsize,
@@ -251,7 +251,7 @@ impl Engine for Fake {
     fn facts(&self) -> Option<Facts> {
         (!matches!(*self.status.lock(), Status::Starting(_))).then(|| Facts {
             context_length: CONTEXT,
-            vocab_size: self.vocab_size,
+            vocab_size: self.vocab_size.load(Ordering::Relaxed),
             hidden_size: HIDDEN,
             dtype: Dtype::Bfloat16,
             page_count: 8,
@@ -381,7 +381,7 @@ impl TestServer {
             drained: Mutex::default(),
             panic_at: Mutex::default(),
             events: sender,
-            vocab_size: u32::try_from(tokenizer.vocab_size()).unwrap(),
+            vocab_size: u32::try_from(tokenizer.vocab_size()).unwrap().into(),
             looks: AtomicUsize::new(0),
             submitted: AtomicUsize::new(0),
         });
@@ -449,6 +449,11 @@ impl TestServer {
     pub(crate) async fn event(&mut self) -> Event {
         let next = tokio::time::timeout(Duration::from_secs(20), self.events.recv());
         next.await.expect("the server does something").unwrap()
+    }
+
+    /// What the server has done by now, if anything.
+    pub(crate) fn try_event(&mut self) -> Option<Event> {
+        self.events.try_recv().ok()
     }
 
     pub(crate) fn shut_down(&mut self) {

@@ -33,9 +33,9 @@ async fn a_chat_in_one_piece() {
     let (status, answer) = server.post(CHAT, body).await;
     assert_eq!(status, 200, "{answer}");
     let request = server.submitted().await;
-    assert_eq!(request.stop_ids, [EOS, 9]);
+    assert_eq!(request.stop_ids[..], [EOS, 9]);
     assert_eq!((request.sampling.seed, request.sampling.top_p, request.priority), (7, 0.9, 3));
-    assert_eq!(request.prompt, server.encode("user: hi\nassistant:"));
+    assert_eq!(request.prompt[..], server.encode("user: hi\nassistant:"));
     let choice = &answer["choices"][0];
     assert_eq!(choice["message"], json!({"role": "assistant", "content": TEXT, "refusal": null}));
     assert_eq!(choice["finish_reason"], "length");
@@ -216,7 +216,7 @@ async fn completions_of_tokens_with_log_probabilities() {
     let body = json!({"prompt": [5, 6, 7], "max_tokens": 4, "logprobs": 2});
     let (status, answer) = server.post("/v1/completions", body).await;
     assert_eq!(status, 200, "{answer}");
-    assert_eq!(server.submitted().await.prompt, [5, 6, 7]);
+    assert_eq!(server.submitted().await.prompt[..], [5, 6, 7]);
     let lists = &answer["choices"][0]["logprobs"];
     for name in ["tokens", "token_logprobs", "top_logprobs", "text_offset"] {
         assert_eq!(lists[name].as_array().unwrap().len(), 4, "{name}");

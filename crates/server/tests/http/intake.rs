@@ -52,7 +52,7 @@ async fn embeddings_are_where_the_hand_reads_them() {
         body["prompt"] = json!("");
         let answer = server.connect(COMPLETIONS, &body);
         let request = server.submitted().await;
-        assert_eq!((request.prompt.as_slice(), request.max_tokens), (&[0; 3][..], 1));
+        assert_eq!((&request.prompt[..], request.max_tokens), (&[0; 3][..], 1));
         assert_eq!(read(&server, &request), bytes(3));
         server.engine.token(request.id, 5, true, Some(FinishReason::Length));
         let (status, answer) = answer.await.unwrap();
@@ -178,7 +178,7 @@ async fn large_bodies_are_parsed_like_small_ones() {
         let body = json!({"prompt": "a", "max_tokens": 1, "user": "x".repeat(2 * LARGE)});
         let (status, answer) = server.post(COMPLETIONS, body).await;
         assert_eq!(status, 200, "{answer}");
-        assert_eq!(server.submitted().await.prompt, server.encode("a"));
+        assert_eq!(server.submitted().await.prompt[..], server.encode("a"));
         let wrong = json!({"user": "x".repeat(2 * LARGE), "prompt": "a", "max_tokens": "many"});
         let (status, answer) = server.post(COMPLETIONS, wrong).await;
         assert_eq!((status, &answer["error"]["param"]), (400, &json!("max_tokens")));

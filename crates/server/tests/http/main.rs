@@ -11,6 +11,7 @@ mod generation;
 mod info;
 mod intake;
 mod lifecycle;
+mod limits;
 mod memory;
 mod peers;
 mod pooling;

@@ -30,7 +30,10 @@ async fn answers_come_in_the_order_of_the_inputs() {
     let mut ids = Vec::new();
     for prompt in [vec![5, 6], vec![7], vec![8, 9, 10]] {
         let request = server.submitted().await;
-        assert_eq!((request.prompt, request.max_tokens, request.priority), (prompt, 0, 3));
+        assert_eq!(
+            (&request.prompt[..], request.max_tokens, request.priority),
+            (&prompt[..], 0, 3)
+        );
         assert!(request.pooling.is_some());
         ids.push(request.id);
     }

@@ -11,6 +11,7 @@ mod queue;
 mod tests;
 mod work;
 
+use std::any::Any;
 use std::io;
 use std::num::NonZeroUsize;
 use std::sync::Arc;
@@ -245,7 +246,7 @@ impl TextPool {
     ///
     /// A text that can't be short enough is refused before it is encoded, and encoding ends once it has more.
     pub fn within(&self, most: impl Into<Option<usize>>) -> Within<'_> {
-        Within { pool: self, most: most.into() }
+        Within { pool: self, most: most.into(), keep: None }
     }
 
     /// [`Within::encode`] without a limit.
@@ -261,7 +262,7 @@ impl TextPool {
     /// # Errors
     /// As [`TextPool::encode`]; [`TextError::Decode`] if the decoder refuses the tokens.
     pub async fn decode(&self, ids: Vec<i32>) -> Result<String, TextError> {
-        let decoded = self.run(Input::Ids(ids), None).await?.pop();
+        let decoded = self.run(Input::Ids(ids), None, None).await?.pop();
         Ok(decoded.and_then(|decoded| decoded.text).unwrap_or_default())
     }
 
@@ -288,7 +289,12 @@ impl TextPool {
         }
     }
 
-    async fn run(&self, input: Input, most: Option<usize>) -> Result<Vec<Encoded>, TextError> {
+    async fn run(
+        &self,
+        input: Input,
+        most: Option<usize>,
+        keep: Option<Keep>,
+    ) -> Result<Vec<Encoded>, TextError> {
         let tokens = input.tokens();
         let is_tiny = tokens <= WAKE_TOKENS && matches!(input, Input::Texts { .. } | Input::Ids(_));
         if is_tiny || self.mode == TextMode::Inline {
@@ -296,19 +302,29 @@ impl TextPool {
             return input.encode(&self.shared.tools, most);
         }
         let (reply, answer) = oneshot::channel();
-        self.shared.queue.push(Job { input, most, tokens, reply })?;
+        self.shared.queue.push(Job { input, most, tokens, reply, keep })?;
         answer.await.unwrap_or(Err(TextError::Closed))
     }
 }
 
+/// What is kept for as long as an input is in the pool.
+pub type Keep = Arc<dyn Any + Send + Sync>;
+
 /// A pool, and how long its inputs may be.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone)]
 pub struct Within<'a> {
     pool: &'a TextPool,
     most: Option<usize>,
+    keep: Option<Keep>,
 }
 
 impl Within<'_> {
+    /// With something that is kept for as long as what is given to the pool: also when nobody waits for that any more.
+    #[must_use]
+    pub fn keeping(self, keep: Keep) -> Self {
+        Self { keep: Some(keep), ..self }
+    }
+
     /// The token ids of one input.
     ///
     /// # Errors
@@ -316,7 +332,7 @@ impl Within<'_> {
     /// [`TextError::Template`], [`TextError::Costly`], [`TextError::Guarded`] and [`TextError::Encode`] for what cannot be
     /// rendered or encoded; [`TextError::TooLong`] for what has more tokens than it may.
     pub async fn encode(self, input: TextInput) -> Result<Encoded, TextError> {
-        let mut encoded = self.pool.run(input.into(), self.most).await?;
+        let mut encoded = self.pool.run(input.into(), self.most, self.keep).await?;
         encoded.pop().ok_or_else(|| TextError::Encode("nothing to encode".to_owned()))
     }
 
@@ -330,7 +346,7 @@ impl Within<'_> {
         add_special_tokens: bool,
     ) -> Result<Vec<Vec<i32>>, TextError> {
         let input = Input::Texts { texts, add_special_tokens };
-        let encoded = self.pool.run(input, self.most).await?;
+        let encoded = self.pool.run(input, self.most, self.keep).await?;
         Ok(encoded.into_iter().map(|encoded| encoded.ids).collect())
     }
 
@@ -340,9 +356,9 @@ impl Within<'_> {
     /// As [`Within::encode`].
     pub async fn encode_pairs(
         self,
-        pairs: Vec<(String, String)>,
+        pairs: Vec<(Arc<str>, String)>,
     ) -> Result<Vec<(Vec<i32>, u32)>, TextError> {
-        let encoded = self.pool.run(Input::Pairs(pairs), self.most).await?;
+        let encoded = self.pool.run(Input::Pairs(pairs), self.most, self.keep).await?;
         let pair = |Encoded { ids, second, .. }| (ids, second.unwrap_or_default());
         Ok(encoded.into_iter().map(pair).collect())
     }

@@ -124,7 +124,8 @@ fn texts_are_encoded() {
 fn pairs_are_encoded_in_order_on_a_thread_and_in_line() {
     for mode in [TextMode::Auto, TextMode::Inline] {
         let pool = TextPool::with_config(tokenizer(), None, &TextConfig { mode, ..config(1, 4) });
-        let pairs: Vec<_> = (0..5).map(|seed| (prose(90, seed), prose(30, seed + 7))).collect();
+        let pair = |seed| (prose(90, seed).into(), prose(30, seed + 7));
+        let pairs: Vec<(Arc<str>, String)> = (0..5).map(pair).collect();
         let encoded = block_on(pool.within(None).encode_pairs(pairs.clone())).expect("pairs");
         let alone = pairs.iter().map(|(a, b)| tokenizer().encode_pair(a, b).expect("a pair"));
         assert_eq!(encoded, alone.collect::<Vec<_>>());
@@ -231,7 +232,7 @@ fn a_long_input_that_is_cancelled_stops_between_pieces() {
             texts: pieces.iter().map(|&piece| piece.to_owned()).collect(),
             add_special_tokens: false,
         };
-        let job = Job { tokens: input.tokens(), input, most: None, reply };
+        let job = Job { tokens: input.tokens(), input, most: None, reply, keep: None };
         (cut(job, &tools), answer, tools)
     };
     let text = prose(30_000, 1);
@@ -256,7 +257,7 @@ fn pieces_of_long_inputs_and_batches_take_turns() {
     let job = |text: &str| {
         let (reply, answer) = oneshot::channel();
         let input = Input::Texts { texts: vec![text.to_owned()], add_special_tokens: false };
-        (Job { tokens: input.tokens(), input, most: None, reply }, answer)
+        (Job { tokens: input.tokens(), input, most: None, reply, keep: None }, answer)
     };
     let (first, _first_answer) = job(&text);
     let (second, _second_answer) = job(&text);
@@ -360,9 +361,9 @@ fn a_text_that_cannot_fit_is_not_encoded() {
             );
         };
         let within = pool.within(64);
-        refused(block_on(within.encode(text(&long))).map(drop), 0);
-        refused(block_on(within.encode_all(vec!["a".into(), long.clone()], true)).map(drop), 1);
-        let pairs = vec![("a".to_owned(), "b".to_owned()), ("a".to_owned(), long)];
+        refused(block_on(within.clone().encode(text(&long))).map(drop), 0);
+        refused(block_on(within.clone().encode_all(vec!["a".into(), long.clone()], true)).map(drop), 1);
+        let pairs = vec![("a".into(), "b".to_owned()), ("a".into(), long)];
         refused(block_on(within.encode_pairs(pairs)).map(drop), 1);
         assert_eq!(pool.stats().encoded_bytes, 0);
     }
@@ -444,7 +445,7 @@ fn long_pieces_are_not_for_the_threads_that_others_wait_for() {
     let start = |text: String| {
         let (reply, answer) = oneshot::channel();
         let input = Input::Texts { texts: vec![text], add_special_tokens: false };
-        let job = Job { tokens: input.tokens(), input, most: None, reply };
+        let job = Job { tokens: input.tokens(), input, most: None, reply, keep: None };
         (cut(job, &tools), answer)
     };
     // Two pieces that are cut, one that is not, two that are.

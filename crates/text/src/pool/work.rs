@@ -9,7 +9,7 @@ use parking_lot::Mutex;
 use serde_json::{Map, Value};
 use tokio::sync::oneshot;
 
-use super::{Encoded, TextInput};
+use super::{Encoded, Keep, TextInput};
 use crate::encoder::{Encoder, Texts, Work};
 use crate::error::TextError;
 use crate::template::{ChatRender, ChatTemplate, Guard, Rendered, text_bytes};
@@ -42,7 +42,8 @@ pub(super) enum Input {
         texts: Vec<String>,
         add_special_tokens: bool,
     },
-    Pairs(Vec<(String, String)>),
+    /// The first texts are often one and the same.
+    Pairs(Vec<(Arc<str>, String)>),
     /// To become text again.
     Ids(Vec<i32>),
     Chat(Box<Chat>),
@@ -67,6 +68,8 @@ pub(super) struct Job {
     /// An estimate, at least one.
     pub(super) tokens: usize,
     pub(super) reply: Reply,
+    /// What goes when the input goes.
+    pub(super) keep: Option<Keep>,
 }
 
 /// An input that has been cut into pieces for several threads or several turns.
@@ -77,6 +80,8 @@ pub(super) struct Long {
     left: AtomicUsize,
     /// `None` once it is answered.
     reply: Mutex<Option<Reply>>,
+    /// What goes when the input goes.
+    _keep: Option<Keep>,
 }
 
 /// An input as text, cut.
@@ -94,7 +99,7 @@ pub(super) enum Planned {
 /// Pairs of texts, some of which are encoded at a time.
 #[derive(Debug)]
 pub(super) struct Pairs {
-    pairs: Vec<(String, String)>,
+    pairs: Vec<(Arc<str>, String)>,
     encoded: Vec<OnceLock<Encoded>>,
     pieces: Vec<Range<usize>>,
 }
@@ -189,7 +194,7 @@ impl Pairs {
     /// # Errors
     /// A pair can't be short enough.
     fn new(
-        pairs: Vec<(String, String)>,
+        pairs: Vec<(Arc<str>, String)>,
         encoder: &Encoder,
         most: Option<usize>,
     ) -> Result<Self, TextError> {
@@ -250,13 +255,13 @@ pub(super) enum Started {
 impl Job {
     /// Encodes an input, or cuts it if it is long.
     pub(super) fn start(self, tools: &Tools) -> Started {
-        let Self { input, most, reply, .. } = self;
+        let Self { input, most, reply, keep, .. } = self;
         let planned = guarded(|| input.plan(tools, most));
         let result = match planned {
             Ok(planned) if planned.pieces() > 1 || planned.is_long(0) => {
                 let left = AtomicUsize::new(planned.pieces());
                 let reply = Mutex::new(Some(reply));
-                return Started::Long(Arc::new(Long { planned, left, reply }));
+                return Started::Long(Arc::new(Long { planned, left, reply, _keep: keep }));
             }
             Ok(planned) => {
                 let go_on = || !reply.is_closed() && !tools.is_closed();

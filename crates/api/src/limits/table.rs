@@ -1,0 +1,337 @@
+//! The table.
+
+use super::{
+    BIASES, Bound, CACHE_SALT_BYTES, CHOICES, IDS, INPUTS, LOGPROBS, Limited, MESSAGES, NAME_BYTES,
+    PROMPTS, Param, Params, ROUTING_KEY_BYTES, STOP_BYTES, STOP_IDS, STOPS, WORD_BYTES,
+};
+use crate::chat::ChatRequest;
+use crate::completions::CompletionRequest;
+use crate::embeddings::EmbeddingRequest;
+use crate::generate::GenerateRequest;
+use crate::rerank::{RerankRequest, ScoreRequest};
+use crate::tokenize::{DetokenizeRequest, TokenizeRequest};
+
+/// A route that takes a body.
+#[derive(Debug)]
+pub struct RouteLimits {
+    /// Its path, as it is documented.
+    pub path: &'static str,
+    /// Its parameters.
+    pub params: Params,
+}
+
+/// Every route that takes a body.
+pub const ROUTES: &[RouteLimits] = &[
+    RouteLimits { path: "/v1/chat/completions", params: ChatRequest::PARAMS },
+    RouteLimits { path: "/v1/completions", params: CompletionRequest::PARAMS },
+    RouteLimits { path: "/generate", params: GenerateRequest::PARAMS },
+    RouteLimits { path: "/v1/embeddings", params: EmbeddingRequest::PARAMS },
+    RouteLimits { path: "/rerank", params: RerankRequest::PARAMS },
+    RouteLimits { path: "/v1/rerank", params: RerankRequest::PARAMS },
+    RouteLimits { path: "/v2/rerank", params: RerankRequest::PARAMS },
+    RouteLimits { path: "/score", params: ScoreRequest::PARAMS },
+    RouteLimits { path: "/v1/score", params: ScoreRequest::PARAMS },
+    RouteLimits { path: "/tokenize", params: TokenizeRequest::PARAMS },
+    RouteLimits { path: "/detokenize", params: DetokenizeRequest::PARAMS },
+];
+
+impl Limited for ChatRequest {
+    const PARAMS: Params = &[CHAT, CONVERSATION, OPENAI, NUMBERS, LISTS];
+}
+impl Limited for CompletionRequest {
+    const PARAMS: Params = &[COMPLETION, OPENAI, NUMBERS, LISTS];
+}
+impl Limited for GenerateRequest {
+    const PARAMS: Params = &[GENERATE];
+}
+impl Limited for EmbeddingRequest {
+    const PARAMS: Params = &[EMBEDDING, POOLING];
+}
+impl Limited for RerankRequest {
+    const PARAMS: Params = &[RERANK, POOLING];
+}
+impl Limited for ScoreRequest {
+    const PARAMS: Params = &[SCORE, POOLING];
+}
+impl Limited for TokenizeRequest {
+    const PARAMS: Params = &[TOKENIZE, CONVERSATION];
+}
+impl Limited for DetokenizeRequest {
+    const PARAMS: Params = &[DETOKENIZE];
+}
+
+const fn param(name: &'static str, bound: Bound) -> Param {
+    Param { name, bound }
+}
+const fn flag(name: &'static str) -> Param {
+    param(name, Bound::Flag)
+}
+const fn ignored(name: &'static str) -> Param {
+    param(name, Bound::Ignored)
+}
+const fn text(name: &'static str, bytes: usize) -> Param {
+    param(name, Bound::Text(bytes))
+}
+const fn number(name: &'static str, least: f64, most: f64) -> Param {
+    param(name, Bound::Number { least, most })
+}
+/// A number of tokens or the like, at least `least`.
+const fn count(name: &'static str, least: u32) -> Param {
+    number(name, least as f64, u32::MAX as f64)
+}
+
+/// The smallest number above 0 that is one for the device too.
+const ABOVE_0: f64 = f32::MIN_POSITIVE as f64;
+const ANY: f64 = f32::MAX as f64;
+
+/// A conversation and how it is rendered.
+const CONVERSATION: &[Param] = &[
+    param("messages", Bound::Messages(MESSAGES, &[MESSAGE])),
+    flag("add_generation_prompt"),
+    flag("continue_final_message"),
+    param("chat_template_kwargs", Bound::Tree),
+];
+
+pub(super) const MESSAGE: &[Param] = &[
+    text("role", WORD_BYTES),
+    param("content", Bound::Content(&[PART])),
+    text("name", WORD_BYTES),
+    param("reasoning_content", Bound::Prompt),
+    param("tool_calls", Bound::Tree),
+    text("tool_call_id", WORD_BYTES),
+];
+
+pub(super) const PART: &[Param] = &[text("type", WORD_BYTES), param("text", Bound::Prompt)];
+
+const CHAT: &[Param] = &[
+    count("max_completion_tokens", 1),
+    flag("logprobs"),
+    number("top_logprobs", 0.0, LOGPROBS as f64),
+    ignored("tools"),
+    ignored("tool_choice"),
+    ignored("functions"),
+    ignored("function_call"),
+    param("modalities", Bound::Strings { count: 16, each: WORD_BYTES, total: 16 * WORD_BYTES }),
+    ignored("audio"),
+    ignored("prediction"),
+    ignored("web_search_options"),
+    ignored("documents"),
+    ignored("chat_template"),
+    ignored("echo"),
+];
+
+const COMPLETION: &[Param] = &[
+    param("prompt", Bound::Prompts(PROMPTS)),
+    param("prompt_embeds", Bound::Embeds(PROMPTS)),
+    flag("echo"),
+    number("logprobs", 0.0, LOGPROBS as f64),
+    number("best_of", 0.0, CHOICES as f64),
+    ignored("suffix"),
+];
+
+/// What OpenAI's two dialects share, beside [`NUMBERS`] and [`LISTS`].
+const OPENAI: &[Param] = &[
+    text("model", NAME_BYTES),
+    count("max_tokens", 1),
+    count("min_tokens", 0),
+    flag("include_stop_str_in_output"),
+    flag("add_special_tokens"),
+    number("priority", i32::MIN as f64, i32::MAX as f64),
+    flag("stream"),
+    param("stream_options", Bound::Object(&[STREAM_OPTIONS])),
+    text("routing_key", ROUTING_KEY_BYTES),
+    text("cache_salt", CACHE_SALT_BYTES),
+    number("routed_dp_rank", i64::MIN as f64, i64::MAX as f64),
+    number("data_parallel_rank", i64::MIN as f64, i64::MAX as f64),
+    param("response_format", Bound::Object(&[RESPONSE_FORMAT])),
+    ignored("guided_json"),
+    ignored("guided_regex"),
+    ignored("guided_choice"),
+    ignored("guided_grammar"),
+    ignored("structured_outputs"),
+    ignored("structural_tag"),
+    ignored("json_schema"),
+    ignored("regex"),
+    ignored("ebnf"),
+    ignored("bad_words"),
+    ignored("allowed_token_ids"),
+    ignored("logits_processors"),
+    ignored("prompt_logprobs"),
+    ignored("truncate_prompt_tokens"),
+    ignored("use_beam_search"),
+    ignored("lora_path"),
+    ignored("kv_transfer_params"),
+];
+
+pub(super) const STREAM_OPTIONS: &[Param] =
+    &[flag("include_usage"), flag("continuous_usage_stats")];
+
+pub(super) const RESPONSE_FORMAT: &[Param] = &[text("type", WORD_BYTES)];
+
+/// Sampling parameters that all dialects name alike.
+const NUMBERS: &[Param] = &[
+    number("n", 1.0, CHOICES as f64),
+    number("temperature", 0.0, ANY),
+    number("top_p", ABOVE_0, 1.0),
+    number("top_k", -1.0, i32::MAX as f64),
+    number("min_p", 0.0, 1.0),
+    number("seed", i64::MIN as f64, i64::MAX as f64),
+    number("presence_penalty", -2.0, 2.0),
+    number("frequency_penalty", -2.0, 2.0),
+    // Logits are divided and multiplied by it: far outside, they are no numbers any more.
+    number("repetition_penalty", 1e-3, 1e3),
+    flag("ignore_eos"),
+    flag("skip_special_tokens"),
+    flag("spaces_between_special_tokens"),
+    count("stream_interval", 1),
+];
+
+/// Lists among them.
+const LISTS: &[Param] = &[
+    param("logit_bias", Bound::Biases(BIASES)),
+    param("stop", Bound::Strings { count: STOPS, each: STOP_BYTES, total: STOP_BYTES }),
+    param("stop_token_ids", Bound::Ids(STOP_IDS)),
+];
+
+const GENERATE: &[Param] = &[
+    param("text", Bound::Prompts(PROMPTS)),
+    param("input_ids", Bound::Prompts(PROMPTS)),
+    param("sampling_params", Bound::Objects(PROMPTS, &[SAMPLING, NUMBERS, LISTS])),
+    flag("stream"),
+    flag("return_logprob"),
+    number("top_logprobs_num", 0.0, LOGPROBS as f64),
+    flag("return_text_in_logprobs"),
+    number("logprob_start_len", i32::MIN as f64, i32::MAX as f64),
+    param("rid", Bound::Strings { count: PROMPTS, each: NAME_BYTES, total: PROMPTS * NAME_BYTES }),
+    number("priority", i32::MIN as f64, i32::MAX as f64),
+    text("routing_key", ROUTING_KEY_BYTES),
+    text("cache_salt", CACHE_SALT_BYTES),
+    number("routed_dp_rank", i64::MIN as f64, i64::MAX as f64),
+    number("data_parallel_rank", i64::MIN as f64, i64::MAX as f64),
+    ignored("input_embeds"),
+    ignored("image_data"),
+    ignored("audio_data"),
+    ignored("video_data"),
+    ignored("lora_path"),
+    ignored("session_params"),
+    ignored("token_ids_logprob"),
+    ignored("return_hidden_states"),
+    ignored("custom_logit_processor"),
+];
+
+/// Sampling parameters that only the native dialect names so.
+const SAMPLING: &[Param] = &[
+    count("max_new_tokens", 1),
+    count("min_new_tokens", 0),
+    number("sampling_seed", i64::MIN as f64, i64::MAX as f64),
+    flag("no_stop_trim"),
+    ignored("json_schema"),
+    ignored("regex"),
+    ignored("ebnf"),
+    ignored("structural_tag"),
+    ignored("stop_regex"),
+    ignored("custom_params"),
+];
+
+/// What the routes of models that pool share.
+const POOLING: &[Param] = &[
+    text("model", NAME_BYTES),
+    number("truncate_prompt_tokens", -1.0, u32::MAX as f64),
+    number("priority", i32::MIN as f64, i32::MAX as f64),
+    text("user", NAME_BYTES),
+    text("cache_salt", CACHE_SALT_BYTES),
+];
+
+const EMBEDDING: &[Param] = &[
+    param("input", Bound::Prompts(INPUTS)),
+    text("encoding_format", WORD_BYTES),
+    count("dimensions", 1),
+    flag("normalize"),
+    flag("add_special_tokens"),
+];
+
+const RERANK: &[Param] = &[
+    param("query", Bound::Prompt),
+    param("documents", Bound::Documents(INPUTS, &[DOCUMENT])),
+    number("top_n", 0.0, u32::MAX as f64),
+    flag("return_documents"),
+];
+
+pub(super) const DOCUMENT: &[Param] = &[param("text", Bound::Prompt)];
+
+const SCORE: &[Param] = &[
+    param("text_1", Bound::Strings { count: INPUTS, each: usize::MAX, total: usize::MAX }),
+    param("text_2", Bound::Strings { count: INPUTS, each: usize::MAX, total: usize::MAX }),
+];
+
+const TOKENIZE: &[Param] = &[
+    text("model", NAME_BYTES),
+    param("prompt", Bound::Prompt),
+    flag("add_special_tokens"),
+    flag("return_token_strs"),
+];
+
+const DETOKENIZE: &[Param] = &[text("model", NAME_BYTES), param("tokens", Bound::Ids(IDS))];
+
+#[cfg(test)]
+mod tests {
+    use serde::de::value::Error;
+    use serde::de::{Deserialize, Deserializer, Visitor};
+    use serde::forward_to_deserialize_any;
+
+    use super::*;
+    use crate::chat::{ChatMessage, ContentPart};
+    use crate::generate::GenerateSampling;
+    use crate::openai::{ResponseFormat, StreamOptions};
+
+    /// Asks a type for the names of its fields, aliases too, by not giving it any.
+    struct Fields<'a>(&'a mut Vec<&'static str>);
+
+    impl<'de> Deserializer<'de> for Fields<'_> {
+        type Error = Error;
+
+        fn deserialize_any<V: Visitor<'de>>(self, _: V) -> Result<V::Value, Error> {
+            Err(serde::de::Error::custom("a request is an object"))
+        }
+        fn deserialize_struct<V: Visitor<'de>>(
+            self,
+            _: &'static str,
+            fields: &'static [&'static str],
+            visitor: V,
+        ) -> Result<V::Value, Error> {
+            self.0.extend(fields);
+            self.deserialize_any(visitor)
+        }
+        forward_to_deserialize_any! {
+            bool i8 i16 i32 i64 i128 u8 u16 u32 u64 u128 f32 f64 char str string bytes byte_buf option
+            unit unit_struct newtype_struct seq tuple tuple_struct map enum identifier ignored_any
+        }
+    }
+
+    fn compare<T: for<'de> Deserialize<'de>>(params: Params) {
+        let mut fields = Vec::new();
+        assert!(T::deserialize(Fields(&mut fields)).is_err());
+        fields.sort_unstable();
+        let mut names: Vec<_> =
+            params.iter().flat_map(|group| group.iter()).map(|p| p.name).collect();
+        names.sort_unstable();
+        assert_eq!(fields, names, "{}: fields and limits", std::any::type_name::<T>());
+    }
+
+    #[test]
+    fn every_field_of_every_request_has_a_limit() {
+        compare::<ChatRequest>(ChatRequest::PARAMS);
+        compare::<CompletionRequest>(CompletionRequest::PARAMS);
+        compare::<GenerateRequest>(GenerateRequest::PARAMS);
+        compare::<EmbeddingRequest>(EmbeddingRequest::PARAMS);
+        compare::<RerankRequest>(RerankRequest::PARAMS);
+        compare::<ScoreRequest>(ScoreRequest::PARAMS);
+        compare::<TokenizeRequest>(TokenizeRequest::PARAMS);
+        compare::<DetokenizeRequest>(DetokenizeRequest::PARAMS);
+        compare::<ChatMessage>(&[MESSAGE]);
+        compare::<ContentPart>(&[PART]);
+        compare::<GenerateSampling>(&[SAMPLING, NUMBERS, LISTS]);
+        compare::<StreamOptions>(&[STREAM_OPTIONS]);
+        compare::<ResponseFormat>(&[RESPONSE_FORMAT]);
+    }
+}

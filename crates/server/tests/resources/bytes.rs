@@ -1,0 +1,308 @@
+//! Bytes that are allocated for a request.
+
+use std::sync::Arc;
+
+use forebay_api::limits::{
+    BIASES, Bound, CHOICES, INPUTS, LOGPROBS, PROMPTS, ROUTES, STOP_BYTES, STOP_IDS, VALUES,
+};
+use forebay_engine::EngineRequest;
+use forebay_server::PoolingTask;
+use serde_json::{Value, json};
+
+use crate::cases::{Case, cases, values};
+use crate::counting::{mark, peak};
+use crate::fake::{Event, TestServer};
+use crate::{SLACK, alone};
+
+/// Just below what a body may have.
+const LARGE: usize = (4 << 20) - 1024;
+
+/// Bytes that the server allocated at most for a request, and its answer.
+async fn cost(server: &TestServer, route: &str, body: String) -> (usize, u16, String) {
+    let start = mark();
+    let (status, answer) = server.open(route, body).await.read().await;
+    let answer = String::from_utf8(answer).unwrap();
+    (peak(start), status, answer)
+}
+
+/// Whether a value becomes text for the tokenizer, where it has the right shape.
+fn is_tokenised(case: &Case) -> bool {
+    let is_prompt = matches!(
+        case.bound,
+        Bound::Prompt
+            | Bound::Prompts(_)
+            | Bound::Documents(..)
+            | Bound::Content(_)
+            | Bound::Messages(..)
+    );
+    is_prompt || case.param.starts_with("text_")
+}
+
+async fn server_of(route: &str) -> TestServer {
+    match route {
+        "/v1/embeddings" => TestServer::pooling(PoolingTask::Embed, true).await,
+        "/rerank" | "/score" => TestServer::pooling(PoolingTask::Score, true).await,
+        _ => TestServer::scripted("a").await,
+    }
+}
+
+async fn every_value(times: usize, bytes: usize, tokenised: bool) {
+    let _alone = alone().await;
+    let values = values(bytes);
+    let (mut failed, mut worst) = (Vec::new(), 0.0_f64);
+    // Those that are done with stay: what they gave back meanwhile would be missing in the count.
+    let mut servers: Vec<(&str, TestServer)> = Vec::new();
+    for case in cases().into_iter().filter(|case| is_tokenised(case) == tokenised) {
+        if servers.last().is_none_or(|(route, _)| *route != case.route) {
+            servers.push((case.route, server_of(case.route).await));
+        }
+        let Some((_, server)) = servers.last_mut() else { unreachable!("it was just started") };
+        for (shape, value) in &values {
+            let body = case.body(value);
+            let length = body.len();
+            let (bytes, status, answer) = cost(server, case.route, body).await;
+            while server.try_event().is_some() {}
+            worst = worst.max(bytes as f64 / length as f64);
+            let at = format!("{} {} as {shape}", case.route, case.param);
+            if bytes > times * length + SLACK {
+                failed.push(format!("{at}: {bytes} bytes for {length}"));
+            }
+            if !matches!(status, 200 | 400) || answer.len() > 2048 && status != 200 {
+                failed.push(format!("{at}: {status} {}", &answer[..answer.len().min(200)]));
+            }
+        }
+    }
+    println!("at most {worst:.1} bytes a byte");
+    assert!(failed.is_empty(), "{} of them:\n{}", failed.len(), failed.join("\n"));
+}
+
+#[tokio::test]
+async fn a_large_value_of_any_parameter_takes_four_times_its_bytes() {
+    every_value(4, 1 << 20, false).await;
+}
+
+#[tokio::test]
+async fn a_smaller_value_of_any_parameter_does_too() {
+    every_value(4, 100_000, false).await;
+}
+
+#[tokio::test]
+async fn a_value_that_is_tokenised_takes_160_times_its_bytes() {
+    every_value(160, 100_000, true).await;
+}
+
+/// A prompt that is longer than any prompt of the context's length can be is refused before it is tokenised.
+#[tokio::test]
+async fn a_text_that_cannot_fit_is_not_tokenised() {
+    let _alone = alone().await;
+    let text = "a".repeat(LARGE);
+    for (route, body) in [
+        ("/v1/chat/completions", json!({"messages": [{"role": "user", "content": text}]})),
+        ("/v1/completions", json!({"prompt": text})),
+        ("/generate", json!({"text": text})),
+        ("/v1/embeddings", json!({"input": text})),
+    ] {
+        let server = server_of(route).await;
+        let body = body.to_string();
+        let length = body.len();
+        let (bytes, status, answer) = cost(&server, route, body).await;
+        assert_eq!(status, 400, "{answer}");
+        assert!(bytes <= 4 * length + SLACK, "{route}: {bytes} bytes for {length}");
+    }
+}
+
+/// A route that is not in the table would have no limits and no cases.
+#[tokio::test]
+async fn every_route_with_a_body_is_in_the_table() {
+    let _alone = alone().await;
+    let document = TestServer::scripted("a").await.get_json("/openapi.json").await.1;
+    let paths = document["paths"].as_object().unwrap().iter();
+    let with_body = paths.filter(|(_, methods)| !methods["post"]["requestBody"].is_null());
+    let mut documented: Vec<&str> = with_body.map(|(path, _)| path.as_str()).collect();
+    let mut listed: Vec<&str> = ROUTES.iter().map(|route| route.path).collect();
+    documented.sort_unstable();
+    listed.sort_unstable();
+    assert_eq!(documented, listed);
+}
+
+/// Takes the requests that the engine got.
+fn submitted(server: &mut TestServer) -> Vec<EngineRequest> {
+    let mut requests = Vec::new();
+    while let Some(event) = server.try_event() {
+        if let Event::Submit(request) = event {
+            requests.push(*request);
+        }
+    }
+    requests
+}
+
+/// As many choices as there may be, and the parameter at its limit: each choice is cheap, and they share what is the same.
+#[tokio::test]
+async fn choices_share_what_is_the_same() {
+    let _alone = alone().await;
+    let ids: Vec<usize> = (10..10 + STOP_IDS).collect();
+    let biases: serde_json::Map<_, _> = (0..BIASES).map(|id| (id.to_string(), json!(1))).collect();
+    let stop = vec!["s".repeat(STOP_BYTES / 16); 16];
+    let prompt: Vec<i32> = (0..40).map(|id| 10 + id % 7).collect();
+    let mut servers = Vec::new();
+    for (name, value) in [
+        ("stop_token_ids", json!(ids)),
+        ("logit_bias", json!(biases)),
+        ("stop", json!(stop)),
+        ("routing_key", json!("k".repeat(512))),
+    ] {
+        let batch = json!({"prompt": vec![&prompt; PROMPTS], "n": 4, "max_tokens": 1, name: value});
+        let chat = json!({
+            "messages": [{"role": "user", "content": "a"}], "n": CHOICES, "max_tokens": 1, name: value,
+        });
+        let sampling = json!({"n": 4, "max_new_tokens": 1, name: value});
+        let native = json!({"text": vec!["a"; PROMPTS], "sampling_params": sampling});
+        for (route, body, prompts, n) in [
+            ("/v1/completions", batch, PROMPTS, 4),
+            ("/v1/chat/completions", chat, 1, CHOICES as usize),
+            ("/generate", native, PROMPTS, 4),
+        ] {
+            if (name, route) == ("routing_key", "/generate") {
+                continue;
+            }
+            let mut server = TestServer::scripted("a").await;
+            let body = body.to_string();
+            let length = body.len();
+            let (bytes, status, answer) = cost(&server, route, body).await;
+            assert_eq!(status, 200, "{name} {route}: {answer}");
+            println!("{route} {name}: {bytes} bytes for {length} and {} choices", prompts * n);
+            // A choice has its places in the queue, the egress and the mailbox, whatever it asks for.
+            let choices = prompts * n * 4096;
+            assert!(bytes <= 4 * length + SLACK + choices, "{name} {route}: {bytes} for {length}");
+            assert!(bytes <= 160 * length + SLACK, "{name} {route}: {bytes} for {length}");
+            let requests = submitted(&mut server);
+            assert_eq!(requests.len(), prompts * n);
+            let first = &requests[0];
+            for (at, request) in requests.iter().enumerate() {
+                assert!(Arc::ptr_eq(&request.stop_ids, &first.stop_ids), "made once");
+                let biases = [&request.sampling.logit_bias, &first.sampling.logit_bias];
+                assert!(Arc::ptr_eq(biases[0], biases[1]), "made once");
+                let same = &requests[at / n * n];
+                assert!(Arc::ptr_eq(&request.prompt, &same.prompt), "once a prompt");
+                assert!(Arc::ptr_eq(&request.names, &same.names), "once a prompt");
+            }
+            // What it gave back while the next one is measured would be missing in the count.
+            servers.push(server);
+        }
+    }
+}
+
+/// Values within their limits still take no more than a body may.
+#[tokio::test]
+async fn conversations_at_their_limits() {
+    let _alone = alone().await;
+    let server = TestServer::scripted("a").await;
+    let message = json!({"role": "user", "content": ""});
+    let part = json!({"type": "text", "text": ""});
+    let cases = [
+        json!({"messages": vec![&message; 4096]}),
+        json!({"messages": [{"role": "user", "content": vec![&part; VALUES - 10]}]}),
+        json!({"messages": [message], "chat_template_kwargs": {"x": vec![0; VALUES - 10]}}),
+        json!({"messages": [message], "chat_template_kwargs": {"x": vec![json!({}); VALUES - 10]}}),
+        json!({"messages": [{"role": "user", "content": "", "tool_calls": vec![json!({}); VALUES - 10]}]}),
+    ];
+    for case in cases {
+        let body = case.to_string();
+        let length = body.len();
+        let (bytes, status, answer) = cost(&server, "/v1/chat/completions", body).await;
+        assert!(matches!(status, 200 | 400), "{status} {answer}");
+        println!("{bytes} bytes for {length}: {:.60}", case.to_string());
+        assert!(
+            bytes <= 4 * length + SLACK,
+            "{bytes} bytes for {length}: {:.80}",
+            case.to_string()
+        );
+    }
+}
+
+/// A query is tokenised once a document, so it counts once a document.
+#[tokio::test]
+async fn a_long_query_does_not_go_with_many_documents() {
+    let _alone = alone().await;
+    let server = TestServer::pooling(PoolingTask::Score, true).await;
+    let body = json!({"query": "q".repeat(9000), "documents": vec!["a"; INPUTS]}).to_string();
+    let length = body.len();
+    let (bytes, status, answer) = cost(&server, "/rerank", body).await;
+    assert_eq!((status, answer.contains("all pairs have")), (400, true), "{answer}");
+    assert!(bytes <= 4 * length + SLACK, "{bytes} bytes for {length}");
+}
+
+/// The text that is repeated before each choice's is there once, until an answer is written.
+#[tokio::test]
+async fn a_prompt_is_echoed_from_one_place() {
+    let _alone = alone().await;
+    let mut server = TestServer::driven().await;
+    let prompt = vec![10; 40];
+    let body =
+        json!({"prompt": prompt, "echo": true, "n": CHOICES, "stream": true, "max_tokens": 4});
+    let start = mark();
+    let pending = server.open("/v1/completions", body.to_string()).await;
+    for _ in 0..CHOICES {
+        server.submitted().await;
+    }
+    let bytes = peak(start);
+    assert!(bytes <= SLACK, "{bytes} bytes");
+    drop(pending);
+}
+
+fn charged(metrics: &str) -> f64 {
+    let line = metrics.lines().find(|line| line.starts_with("forebay:request_bytes_in_flight{"));
+    line.unwrap().rsplit(' ').next().unwrap().parse().unwrap()
+}
+
+/// Whoever does not fit the budget is told so at once, and what was charged is given back however a request ends.
+#[tokio::test]
+async fn the_budget_is_kept_and_given_back() {
+    let _alone = alone().await;
+    const BUDGET: usize = 8 << 20;
+    let mut server =
+        TestServer::start(None, |config| config.max_request_bytes_in_flight = BUDGET).await;
+    let body = json!({
+        "messages": [{"role": "user", "content": "a"}], "n": CHOICES, "max_tokens": 9,
+        "logprobs": true, "top_logprobs": LOGPROBS, "stream": true,
+    });
+    let start = mark();
+    let (mut pending, mut refused) = (Vec::new(), 0);
+    for _ in 0..20 {
+        let one = server.open("/v1/chat/completions", body.to_string()).await;
+        match one.response.status().as_u16() {
+            200 => pending.push(one),
+            429 => {
+                refused += 1;
+                assert!(one.header("retry-after").is_some());
+                let answer: Value = serde_json::from_slice(&one.read().await.1).unwrap();
+                assert_eq!(answer["error"]["type"], "rate_limit_error");
+                assert!(
+                    answer["error"]["message"].as_str().unwrap().contains("--max-request-bytes")
+                );
+            }
+            other => panic!("{other}"),
+        }
+    }
+    assert!(!pending.is_empty() && refused > 0, "{} and {refused}", pending.len());
+    assert!(peak(start) <= BUDGET + SLACK, "{} bytes", peak(start));
+    let metrics = server.get("/metrics").await.1;
+    assert!(charged(&metrics) > 0.0 && charged(&metrics) <= BUDGET as f64);
+    // Clients that leave give back what they had.
+    let choices = pending.len() * CHOICES as usize;
+    drop(pending);
+    let mut aborted = 0;
+    while aborted < choices {
+        aborted += usize::from(matches!(server.event().await, Event::Abort(_)));
+    }
+    loop {
+        if charged(&server.get("/metrics").await.1) == 0.0 {
+            break;
+        }
+        tokio::task::yield_now().await;
+    }
+    // A large one is refused by its body alone, before it is read.
+    let large = json!({"messages": [{"role": "user", "content": "a".repeat(3 << 20)}]}).to_string();
+    let (status, answer) = server.post_bytes("/v1/chat/completions", large).await;
+    assert_eq!((status, &answer["error"]["code"]), (413, &json!("request_too_large")), "{answer}");
+}

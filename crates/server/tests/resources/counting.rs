@@ -1,0 +1,57 @@
+//! An allocator that counts: what is allocated now, and the most there was.
+
+use std::alloc::{GlobalAlloc, Layout, System};
+use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
+
+static LIVE: AtomicUsize = AtomicUsize::new(0);
+static PEAK: AtomicUsize = AtomicUsize::new(0);
+
+/// Counts every byte of this process. Everything a test measures happens while no other test of this binary runs.
+struct Counting;
+
+#[global_allocator]
+static ALLOCATOR: Counting = Counting;
+
+fn grow(bytes: usize) {
+    let live = LIVE.fetch_add(bytes, Relaxed) + bytes;
+    PEAK.fetch_max(live, Relaxed);
+}
+
+#[expect(
+    unsafe_code,
+    reason = "there is no other way to count allocations; it only passes calls on"
+)]
+// SAFETY: every call is passed to the system's allocator as it came.
+unsafe impl GlobalAlloc for Counting {
+    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        grow(layout.size());
+        // SAFETY: the caller's promise.
+        unsafe { System.alloc(layout) }
+    }
+    unsafe fn dealloc(&self, at: *mut u8, layout: Layout) {
+        LIVE.fetch_sub(layout.size(), Relaxed);
+        // SAFETY: the caller's promise.
+        unsafe { System.dealloc(at, layout) }
+    }
+    unsafe fn realloc(&self, at: *mut u8, layout: Layout, size: usize) -> *mut u8 {
+        if size > layout.size() {
+            grow(size - layout.size());
+        } else {
+            LIVE.fetch_sub(layout.size() - size, Relaxed);
+        }
+        // SAFETY: the caller's promise.
+        unsafe { System.realloc(at, layout, size) }
+    }
+}
+
+/// Begins a measurement: gives what is allocated now.
+pub(crate) fn mark() -> usize {
+    let live = LIVE.load(Relaxed);
+    PEAK.store(live, Relaxed);
+    live
+}
+
+/// The most bytes that were allocated since `mark`, beyond what there was then.
+pub(crate) fn peak(mark: usize) -> usize {
+    PEAK.load(Relaxed).saturating_sub(mark)
+}
