@@ -215,7 +215,7 @@ mod tests {
         let pipe = Pipe::default();
         let (lines, _thread) = Lines::with_most(100, pipe.clone(), &Guard::default()).unwrap();
         for number in 0..1000 {
-            writeln!(lines.make_writer(), "line {number:04}").unwrap();
+            lines.push(format!("line {number:04}\n").as_bytes());
         }
         // 10 of 10 bytes each fit.
         assert_eq!(lines.dropped().load(Ordering::Relaxed), 990);
