@@ -105,7 +105,10 @@ impl Arriving {
         let is_first = self.length == 0;
         self.length += data.len();
         if self.length > self.limits.whole {
-            return Err(ApiError::BodyTooLarge { limit: self.limits.whole });
+            return Err(ApiError::BodyTooLarge {
+                limit: self.limits.whole,
+                flag: "--max-payload-size",
+            });
         }
         if is_first {
             self.held.take(data.len())?;
@@ -117,7 +120,10 @@ impl Arriving {
             self.copy(&data)?;
         }
         if self.length > self.limits.json && !self.has_embeds() {
-            return Err(ApiError::BodyTooLarge { limit: self.limits.json });
+            return Err(ApiError::BodyTooLarge {
+                limit: self.limits.json,
+                flag: "--max-json-bytes",
+            });
         }
         Ok(())
     }
@@ -179,7 +185,7 @@ pub(crate) async fn collect(
     time: Duration,
 ) -> Result<(Bytes, Held), ApiError> {
     if body.size_hint().lower() > limits.whole as u64 {
-        return Err(ApiError::BodyTooLarge { limit: limits.whole });
+        return Err(ApiError::BodyTooLarge { limit: limits.whole, flag: "--max-payload-size" });
     }
     let mut arriving = Arriving::new(limits, budget);
     let read = async {
@@ -225,7 +231,7 @@ mod tests {
         let mut body = Arriving::new(LIMITS, &budget);
         body.push(large.clone().into()).unwrap();
         let error = body.push(Bytes::from_static(b"x")).unwrap_err();
-        assert_eq!(error, ApiError::BodyTooLarge { limit: LIMITS.json });
+        assert_eq!(error, ApiError::BodyTooLarge { limit: LIMITS.json, flag: "--max-json-bytes" });
         drop(body);
         // Wherever the field lies.
         for at in [0, FIRST_PIECE - 7, 3 * FIRST_PIECE - 1, LIMITS.json - EMBEDS.len()] {
@@ -235,7 +241,11 @@ mod tests {
             body.push(with.into()).unwrap();
             body.push(vec![b'x'; LIMITS.whole - LIMITS.json].into()).unwrap();
             let error = body.push(Bytes::from_static(b"x")).unwrap_err();
-            assert_eq!(error, ApiError::BodyTooLarge { limit: LIMITS.whole }, "at {at}");
+            assert_eq!(
+                error,
+                ApiError::BodyTooLarge { limit: LIMITS.whole, flag: "--max-payload-size" },
+                "at {at}"
+            );
         }
         assert_eq!(budget.taken(), 0);
     }

@@ -362,7 +362,10 @@ fn a_text_that_cannot_fit_is_not_encoded() {
         };
         let within = pool.within(64);
         refused(block_on(within.clone().encode(text(&long))).map(drop), 0);
-        refused(block_on(within.clone().encode_all(vec!["a".into(), long.clone()], true)).map(drop), 1);
+        refused(
+            block_on(within.clone().encode_all(vec!["a".into(), long.clone()], true)).map(drop),
+            1,
+        );
         let pairs = vec![("a".into(), "b".to_owned()), ("a".into(), long)];
         refused(block_on(within.encode_pairs(pairs)).map(drop), 1);
         assert_eq!(pool.stats().encoded_bytes, 0);
