@@ -148,12 +148,12 @@ impl Rig {
 fn request(id: u64, prompt: Vec<i32>, max_tokens: u32) -> EngineRequest {
     EngineRequest {
         id: RequestId(id),
-        prompt,
+        prompt: prompt.into(),
         generated: Vec::new(),
-        names: Vec::new(),
+        names: [].into(),
         max_tokens,
         pooling: None,
-        stop_ids: Vec::new(),
+        stop_ids: [].into(),
         sampling: SamplingParams::default(),
         priority: 0,
         client: 0,

@@ -465,7 +465,7 @@ mod tests {
         let mut plan = StepPlan::default();
         let params = SamplingParams {
             min_tokens: 1,
-            logit_bias: vec![(1, 0.5), (2, 1.5)],
+            logit_bias: [(1, 0.5), (2, 1.5)].into(),
             ..SamplingParams::default()
         };
         for params in [params.clone(), SamplingParams { min_tokens: 0, ..params }] {

@@ -109,12 +109,12 @@ impl Rig {
 fn request(id: u64, prompt: usize, max_tokens: u32) -> EngineRequest {
     EngineRequest {
         id: RequestId(id),
-        prompt: vec![1; prompt],
+        prompt: vec![1; prompt].into(),
         generated: Vec::new(),
-        names: Vec::new(),
+        names: [].into(),
         max_tokens,
         pooling: None,
-        stop_ids: Vec::new(),
+        stop_ids: [].into(),
         sampling: SamplingParams::default(),
         priority: 0,
         client: 0,

@@ -452,6 +452,7 @@ impl TestServer {
     }
 
     /// What the server has done by now, if anything.
+    #[allow(dead_code, reason = "the resource tests use it")]
     pub(crate) fn try_event(&mut self) -> Option<Event> {
         self.events.try_recv().ok()
     }
