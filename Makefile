@@ -28,7 +28,7 @@ UV_LOCK := $(UV) pip compile --quiet --python $(BIN)/python --universal --python
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup setup-dev build build-tests serve test test-rust test-asan test-python e2e check lint fmt deny docs wheel wheel-test lock ci \
+.PHONY: help setup setup-dev build build-tests serve test test-rust test-asan test-python e2e test-fleet check lint fmt deny docs wheel wheel-test lock ci \
 	clean distclean
 
 help: ## print this list
@@ -106,6 +106,10 @@ test-python: build-tests ## run the Python tests, the end-to-end tests among the
 
 e2e: build-tests ## run the end-to-end tests only
 	FOREBAY_TEST_BINARY=$(abspath $(TARGET_DIR)/$(TEST_PROFILE)/forebay) $(BIN)/python -m pytest tests/e2e $(PYTEST_ARGS)
+
+test-fleet: build-tests ## send a fleet behind a router ten thousand requests at the limits (10 minutes)
+	FOREBAY_FLEET_REQUESTS=10000 FOREBAY_TEST_BINARY=$(abspath $(TARGET_DIR)/$(TEST_PROFILE)/forebay) \
+		$(BIN)/python -m pytest tests/e2e/test_fleet.py $(PYTEST_ARGS)
 
 check: setup-dev ## check the types of both languages, without building
 	cargo check $(CARGO_FLAGS) --all-targets
