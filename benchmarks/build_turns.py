@@ -47,7 +47,7 @@ def workloads(streams: Sequence[int], router: int) -> list[Workload]:
 
 def sides(old: Path, new: Path) -> list[Forebay]:
     """The builds, each as a server with a simulated device."""
-    return [replace(FOREBAY_SIM, name=OLD, binary=old), replace(FOREBAY_SIM, name=NEW, binary=new)]
+    return [replace(FOREBAY_SIM, name=OLD, build=old), replace(FOREBAY_SIM, name=NEW, build=new)]
 
 
 def measure(side: Forebay, workload: Workload) -> dict[str, Any]:

@@ -105,8 +105,13 @@ class Forebay(Server):
     """Whether equal beginnings share their pages."""
     profile: str | None = None
     """The simulated device's profile; None is the real hand."""
-    binary: Path = field(default=FOREBAY, repr=False)
-    """The build that is measured."""
+    build: Path | None = field(default=None, repr=False)
+    """The build that is measured; None: this checkout's."""
+
+    @property
+    def binary(self) -> Path:
+        """The program."""
+        return self.build or FOREBAY
 
     def missing(self) -> str | None:
         return None if self.binary.is_file() else f"{self.binary} is not there: make build"

@@ -41,6 +41,7 @@ from benchmarks.processes import Running, ServerError, Stat, below, free_port, p
 from benchmarks.records import Ratio, Results, Run, paired_ratio
 from benchmarks.rust_frontend import unpack
 from benchmarks.servers import ROOT
+from tests.binary import binary
 
 MACHINE = {
     "cpu": "A CPU",
@@ -408,6 +409,7 @@ def test_a_server_is_started_once_a_round_for_all_workloads(monkeypatch: pytest.
     def once(server: servers.Server, workload: load.Workload, running: None) -> dict[str, object]:
         return values(float(workload.setting.streams))
 
+    monkeypatch.setattr(records, "FOREBAY", binary())
     monkeypatch.setattr(compare, "start", start)
     monkeypatch.setattr(compare, "load", once)
     monkeypatch.setattr(models, "build", lambda force: None)

@@ -187,7 +187,8 @@ def test_tls(tiny: Model, tmp_path: Path) -> None:
             assert streamed.count("data: ") >= 2
             assert streamed.endswith("data: [DONE]\n\n")
             assert whole
-        assert url.replace("localhost", "127.0.0.1") in server.log()
+        banner = url.replace("localhost", "127.0.0.1")
+        eventually(lambda: banner in server.log(), "the address is told", 60)
     finally:
         server.kill()
 
