@@ -136,11 +136,11 @@ def test_what_makes_no_sense_is_refused(
 
 def test_a_drained_replica_gets_nothing(serve: Serve, tiny: Model) -> None:
     server = serve(tiny, "--dp-size", "2", *SIM)
-    assert server.ask("/replicas/0/drain", None) == {"replica": 0, "drained": True}
+    assert server.ask("/replicas/0/drain", None) == {"replica": 0, "drained": True, "taking": 1}
     for _ in range(4):
         server.ask("/v1/chat/completions", chat())
     assert dispatched(server) == [0, 4]
-    assert server.ask("/replicas/0/resume", None) == {"replica": 0, "drained": False}
+    assert server.ask("/replicas/0/resume", None) == {"replica": 0, "drained": False, "taking": 2}
     server.ask("/v1/chat/completions", chat(routed_dp_rank=0))
     assert dispatched(server) == [1, 4]
     refused = server.post("/replicas/2/drain", None)
