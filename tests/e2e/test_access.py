@@ -224,8 +224,8 @@ def test_a_unix_socket(tiny: Model, tmp_path: Path) -> None:
 
 def test_a_client_that_sends_more_and_leaves_frees_its_request(serve: Serve, tiny: Model, tmp_path: Path) -> None:
     profile = tmp_path / "slow.toml"
-    head = 'origin = "a test"\ndevice = "slow"\nmodel = "any"\nkv_tokens = 4096\n'
-    profile.write_text(head + "\n[time]\nstep_us = 100000.0\n")
+    facts = 'origin = "a test"\ndevice = "slow"\nmodel = "any"\nkv_tokens = 4096\n'
+    profile.write_text(facts + "\n[time]\nstep_us = 100000.0\n")
     server = serve(tiny, *SIM, "--sim-profile", str(profile))
     body = b'{"prompt": "a", "max_tokens": 400, "ignore_eos": true}'
     head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n".encode()
