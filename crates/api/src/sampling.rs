@@ -3,13 +3,13 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 
-use forebay_engine::Route;
+use forebay_engine::Preference;
 use forebay_protocol::SamplingParams;
 
 use crate::error::ApiError;
 use crate::limits::{LOGPROBS, TOTAL_CHOICES};
+use crate::preference::preference;
 use crate::prompt::{Strings, in_vocabulary};
-use crate::route::route;
 use crate::salt::check_salt;
 
 /// What the model's `generation_config.json` sets where the client does not.
@@ -75,7 +75,7 @@ pub struct Generation {
     /// Tokens to gather for a chunk of a stream, at least one.
     pub stream_interval: Option<u32>,
     /// Where it wants to be computed.
-    pub route: Route,
+    pub preference: Preference,
     /// Keeps its cached blocks apart from those of others.
     pub cache_salt: Option<Arc<str>>,
 }
@@ -215,7 +215,7 @@ impl Fields {
             }
         }
         let key = ("routing_key", self.routing_key.as_deref());
-        let route = route(key, ("routed_dp_rank", self.routed_dp_rank), limits)?;
+        let preference = preference(key, ("routed_dp_rank", self.routed_dp_rank), limits)?;
         let logit_bias = biases(prefix, self.logit_bias.unwrap_or_default(), limits)?;
         let sampling = SamplingParams {
             temperature: self.temperature.or(defaults.temperature).unwrap_or(1.0),
@@ -245,7 +245,7 @@ impl Fields {
             skip_special_tokens: self.skip_special_tokens.unwrap_or(true),
             priority: self.priority.unwrap_or(0),
             stream_interval: self.stream_interval,
-            route,
+            preference,
             cache_salt: check_salt(self.cache_salt.as_deref())?,
         })
     }

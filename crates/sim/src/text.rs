@@ -145,6 +145,11 @@ impl Sequence {
         }
     }
 
+    /// How many tokens a row gives that may give `most`: from 1 to that, drawn by a hash of all tokens so far.
+    pub(crate) fn count(&self, most: u32) -> u32 {
+        1 + self.mix.draw(FOLD, u64::from(most.max(1))) as u32
+    }
+
     /// The next token, none of `suppressed`.
     pub(crate) fn say(&mut self, text: &SimText, suppressed: &[i32]) -> i32 {
         let token = match text.end {

@@ -119,8 +119,10 @@ class SlotTables:
     def _read_parameters(self, plan: Plan, slot: Int64s) -> None:
         records, floats = plan.slots, plan.slot_floats
         self.prompt_len[slot] = records[:, SlotWord.PROMPT_LEN]
-        self.segment[slot] = records[:, SlotWord.SEGMENT]
-        self.embeds[slot] = records[:, SlotWord.EMBEDS_OFFSET]
+        self.segment[slot] = 0
+        self.segment[plan.segments[:, 0]] = plan.segments[:, 1]
+        self.embeds[slot] = -1
+        self.embeds[plan.embeds[:, 0]] = plan.embeds[:, 1]
         self.top_k[slot] = records[:, SlotWord.TOP_K]
         self.min_total[slot] = records[:, SlotWord.MIN_TOTAL]
         self.logprobs[slot] = records[:, SlotWord.LOGPROBS]
