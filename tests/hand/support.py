@@ -142,6 +142,8 @@ class Sampling:
     logprobs: int = -1
     stop_ids: tuple[int, ...] = ()
     bias: tuple[tuple[int, float], ...] = ()
+    allowed: tuple[int, ...] = ()
+    """The only ids; none: all."""
 
 
 @dataclass
@@ -159,6 +161,8 @@ class PlanBuilder:
     row_tokens: list[int] = field(default_factory=list)
     segments: list[tuple[int, int]] = field(default_factory=list)
     embeds: list[tuple[int, int]] = field(default_factory=list)
+    allowed_counts: list[tuple[int, int]] = field(default_factory=list)
+    allowed_ids: list[int] = field(default_factory=list)
 
     def slot(
         self,
@@ -181,6 +185,9 @@ class PlanBuilder:
             self.tokens += tokens
         self.stop_ids += s.stop_ids
         self.bias += s.bias
+        if s.allowed:
+            self.allowed_counts.append((slot, len(s.allowed)))
+            self.allowed_ids += s.allowed
         if embeds_offset >= 0:
             self.embeds.append((slot, embeds_offset))
 
@@ -201,6 +208,8 @@ class PlanBuilder:
             _ints(self.row_tokens),
             _ints(self.segments, 2),
             _ints(self.embeds, 2),
+            _ints(self.allowed_counts, 2),
+            _ints(self.allowed_ids),
         ).staged()
 
 

@@ -68,6 +68,7 @@ SAMPLING = st.builds(
     min_total=INT32,
     logprobs=st.integers(-1, 20),
     stop_ids=st.lists(INT32, max_size=3).map(tuple),
+    allowed=st.lists(INT32, max_size=3).map(tuple),
     bias=st.lists(st.tuples(INT32, st.floats(-100, 100, width=32)), max_size=3).map(tuple),
 )
 
@@ -185,7 +186,7 @@ def test_the_wrong_frame_is_refused() -> None:
     with pytest.raises(WireError, match="not a plan"):
         Plan.decode(frame_of(StepResult().encode()))
     beyond = [np.zeros(0, np.int32)] * len(COLUMNS) + [np.zeros(1, np.int32)]
-    with pytest.raises(WireError, match="unknown column 12"):
+    with pytest.raises(WireError, match="unknown column 14"):
         Plan.decode(frame_of(frames.encode(Kind.PLAN, 0, beyond)))
     with pytest.raises(WireError, match="JSON"):
         frame_of(frames.encode_text(Kind.CONFIG, "{")).json()

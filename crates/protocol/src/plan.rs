@@ -6,7 +6,7 @@ use crate::frame::{ENTRY_WORDS, Frame, FrameError, Kind, as_words, encode, float
 use crate::slot::{NewSlot, PAIR_WORDS, SLOT_FLOATS, SlotRecord, SlotWrite};
 
 /// Columns of a plan: the ids 1 to this, in the order of the fields of [`StepPlan`].
-const COLUMNS: usize = 11;
+const COLUMNS: usize = 13;
 /// Words that an emptied column keeps, whatever it has held.
 const KEPT_WORDS: usize = 1 << 18;
 /// Words of a page-table write.
@@ -79,6 +79,8 @@ pub struct StepPlan {
     row_tokens: Vec<i32>,
     segments: Vec<i32>,
     embeds: Vec<i32>,
+    allowed_counts: Vec<i32>,
+    allowed_ids: Vec<i32>,
 }
 
 /// Empties a column, and gives back what it has far more of than its last use.
@@ -120,6 +122,8 @@ impl StepPlan {
         empty(&mut self.row_tokens);
         empty(&mut self.segments);
         empty(&mut self.embeds);
+        empty(&mut self.allowed_counts);
+        empty(&mut self.allowed_ids);
     }
 
     /// The step's number.
@@ -152,6 +156,10 @@ impl StepPlan {
         }
         if let Some(offset) = spec.embeds {
             self.embeds.extend_from_slice(&[record.slot, offset.cast_signed()]);
+        }
+        if let Some(ids) = &params.allowed {
+            self.allowed_counts.extend_from_slice(&[record.slot, ids.len() as i32]);
+            self.allowed_ids.extend_from_slice(ids);
         }
     }
 
@@ -204,6 +212,7 @@ impl StepPlan {
     pub fn new_slots(&self) -> impl Iterator<Item = SlotWrite<'_>> + '_ {
         let (mut tokens, mut stop_ids) = (self.tokens.as_slice(), self.stop_ids.as_slice());
         let (mut segments, mut embeds) = (self.segments.as_slice(), self.embeds.as_slice());
+        let (mut counts, mut allowed) = (self.allowed_counts.as_slice(), self.allowed_ids.as_slice());
         records(&self.slots).map(move |record| SlotWrite {
             slot: record.slot.cast_unsigned(),
             tokens: take(&mut tokens, record.inline()),
@@ -211,6 +220,8 @@ impl StepPlan {
             min_total: record.min_total.cast_unsigned(),
             stop_ids: take(&mut stop_ids, record.stop_count as usize),
             logprobs: u8::try_from(record.logprobs).ok(),
+            allowed: take_pair(&mut counts, record.slot)
+                .map(|count| take(&mut allowed, count as usize)),
             segment: take_pair(&mut segments, record.slot).unwrap_or(0),
             embeds: take_pair(&mut embeds, record.slot),
         })
@@ -244,6 +255,8 @@ impl StepPlan {
             &self.row_tokens,
             &self.segments,
             &self.embeds,
+            &self.allowed_counts,
+            &self.allowed_ids,
         ]
     }
 
@@ -295,7 +308,8 @@ impl StepPlan {
         }
         let columns = frame.known::<COLUMNS>()?;
         let [slots, slot_floats, tokens, stop_ids, bias_ids, bias_values, ..] = columns;
-        let [.., page_writes, rows, row_tokens, segments, embeds] = columns;
+        let [.., page_writes, rows, row_tokens, segments, embeds, allowed_counts, allowed_ids] =
+            columns;
         let whole = slots.len().is_multiple_of(SlotRecord::WORDS)
             && page_writes.len().is_multiple_of(PAGE_WRITE_WORDS)
             && rows.len().is_multiple_of(ROW_RECORD_WORDS);
@@ -303,7 +317,9 @@ impl StepPlan {
             return Err(FrameError::Malformed("plan record length"));
         }
         let (mut inline, mut stops, mut biases) = (0_u64, 0_u64, 0_u64);
-        let (mut segments_left, mut embeds_left) = (segments, embeds);
+        let (mut segments_left, mut embeds_left, mut counts_left) =
+            (segments, embeds, allowed_counts);
+        let mut allowed = 0_u64;
         for record in records(slots) {
             let count = |count: i32| u64::try_from(count);
             let counts = [record.token_count, record.stop_count, record.bias_count].map(count);
@@ -315,6 +331,7 @@ impl StepPlan {
             biases += bias_count;
             take_pair(&mut segments_left, record.slot);
             take_pair(&mut embeds_left, record.slot);
+            allowed += u64::from(take_pair(&mut counts_left, record.slot).unwrap_or(0));
         }
         let plan = Self {
             step: frame.header().step,
@@ -329,6 +346,8 @@ impl StepPlan {
             row_tokens: row_tokens.to_vec(),
             segments: segments.to_vec(),
             embeds: embeds.to_vec(),
+            allowed_counts: allowed_counts.to_vec(),
+            allowed_ids: allowed_ids.to_vec(),
         };
         let agree = slot_floats.len() == slots.len() / SlotRecord::WORDS * SLOT_FLOATS
             && tokens.len() as u64 == inline
@@ -338,7 +357,9 @@ impl StepPlan {
             && (row_tokens.is_empty() || row_tokens.len() == plan.sampling_rows())
             && row_tokens.iter().all(|&most| most >= 1)
             && segments_left.is_empty()
-            && embeds_left.is_empty();
+            && embeds_left.is_empty()
+            && counts_left.is_empty()
+            && allowed_ids.len() as u64 == allowed;
         if !agree {
             return Err(FrameError::Malformed("plan columns disagree"));
         }
@@ -409,6 +430,7 @@ mod tests {
         let sampling = SamplingParams {
             min_tokens: 1,
             logit_bias: [(1, 0.5), (2, 1.5)].into(),
+            allowed: Some([4, 5, 6, 7].into()),
             ..SamplingParams::default()
         };
         let whole = SlotSpec {
@@ -479,6 +501,8 @@ mod tests {
         assert_eq!(refused(&|plan| plan.row_tokens = vec![0]), disagree);
         assert_eq!(refused(&|plan| plan.embeds = vec![2, 64]), disagree, "no new slot");
         assert_eq!(refused(&|plan| plan.segments = vec![1, 4, 0, 4]), disagree, "another order");
+        assert_eq!(refused(&|plan| plan.allowed_counts = vec![1, 4]), disagree, "no ids");
+        assert_eq!(refused(&|plan| plan.allowed_ids = vec![4]), disagree, "nobody's ids");
     }
 
     #[test]

@@ -27,6 +27,8 @@ pub struct SamplingParams {
     pub logprobs: Option<u8>,
     /// Added to the logits, by token id. The choices of a client's request share it.
     pub logit_bias: Arc<[(i32, f32)]>,
+    /// The only ids that can be sampled, ascending, at least one; `None`: all. The choices of a client's request share them.
+    pub allowed: Option<Arc<[i32]>>,
 }
 
 impl Default for SamplingParams {
@@ -43,6 +45,7 @@ impl Default for SamplingParams {
             min_tokens: 0,
             logprobs: None,
             logit_bias: Arc::default(),
+            allowed: None,
         }
     }
 }
@@ -95,8 +98,12 @@ impl NewSlot<'_> {
     #[must_use]
     pub fn words(&self) -> usize {
         let spec = self.spec;
-        let lists = spec.suppressed().len() + 2 * spec.sampling.logit_bias.len();
-        let pairs = usize::from(spec.pooling.is_some()) + usize::from(spec.embeds.is_some());
+        let allowed = spec.sampling.allowed.as_deref();
+        let lists = spec.suppressed().len()
+            + 2 * spec.sampling.logit_bias.len()
+            + allowed.map_or(0, <[i32]>::len);
+        let pairs = [spec.pooling.is_some(), spec.embeds.is_some(), allowed.is_some()];
+        let pairs = pairs.into_iter().filter(|&there| there).count();
         SlotRecord::WORDS + SLOT_FLOATS + self.tokens.len() + lists + PAIR_WORDS * pairs
     }
 }
@@ -116,6 +123,8 @@ pub struct SlotWrite<'a> {
     pub stop_ids: &'a [i32],
     /// Log-probabilities asked for.
     pub logprobs: Option<u8>,
+    /// The only ids that can be sampled; `None`: all.
+    pub allowed: Option<&'a [i32]>,
     /// Where the second text of a pair begins; 0: the prompt is one text.
     pub segment: u32,
     /// Byte offset in the arena of the prompt's embeddings, which stand for its tokens' own.

@@ -46,6 +46,8 @@ fn id(kind: &str, column: &str) -> u32 {
             "row_tokens",
             "segments",
             "embeds",
+            "allowed_counts",
+            "allowed_ids",
         ],
         _ => &[
             "tokens",
@@ -154,6 +156,7 @@ fn a_new_slot_reads_back_as_written() {
         min_tokens: 10,
         logprobs: Some(5),
         logit_bias: [(10, -100.0), (20, 0.5)].into(),
+        allowed: Some([10, 20, 30].into()),
         ..SamplingParams::default()
     };
     let pooling = Some(Pooling { segment: 3 });
@@ -170,4 +173,5 @@ fn a_new_slot_reads_back_as_written() {
     assert_eq!((new[0].slot, new[0].tokens, new[0].prompt_len), (7, &tokens[..], 2));
     assert_eq!((new[0].min_total, new[0].stop_ids, new[0].logprobs), (12, &[2, 5][..], Some(5)));
     assert_eq!((new[0].segment, new[0].embeds), (3, Some(640)));
+    assert_eq!(new[0].allowed, Some(&[10, 20, 30][..]));
 }

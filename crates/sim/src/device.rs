@@ -11,6 +11,8 @@ struct Slot {
     min_total: u32,
     /// Mostly empty, and then without memory.
     stop_ids: Vec<i32>,
+    /// Empty: all.
+    allowed: Vec<i32>,
     logprobs: Option<u8>,
 }
 
@@ -18,7 +20,7 @@ impl Slot {
     fn sample(&mut self, text: &SimText) -> i32 {
         let early = self.sequence.length < self.min_total;
         let suppressed = if early { self.stop_ids.as_slice() } else { &[] };
-        self.sequence.say(text, suppressed)
+        self.sequence.say(text, suppressed, &self.allowed)
     }
 }
 
@@ -42,6 +44,8 @@ impl Device {
             slot.min_total = new.min_total;
             slot.stop_ids.clear();
             slot.stop_ids.extend_from_slice(new.stop_ids);
+            slot.allowed.clear();
+            slot.allowed.extend_from_slice(new.allowed.unwrap_or_default());
             slot.logprobs = new.logprobs;
         }
         let rows = plan.rows();

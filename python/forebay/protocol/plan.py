@@ -31,6 +31,8 @@ COLUMNS = (
     "row_tokens",
     "segments",
     "embeds",
+    "allowed_counts",
+    "allowed_ids",
 )
 """The columns of a plan's frame: the ids 1, 2, and so on."""
 _IDS = {name: id_ for id_, name in enumerate(COLUMNS, 1)}
@@ -70,6 +72,7 @@ _RECORDS = {
     "rows": ROW_WORDS,
     "segments": PAIR_WORDS,
     "embeds": PAIR_WORDS,
+    "allowed_counts": PAIR_WORDS,
 }
 _NOWHERE = slice(0, 0)
 
@@ -90,6 +93,8 @@ class Plan:
     row_tokens: Int32s = ints(0)  # [s]: most tokens that the row may give; or empty: one each
     segments: Int32s = ints(0, PAIR_WORDS)  # [<= n, 2]: slot, where the second text of its pair begins
     embeds: Int32s = ints(0, PAIR_WORDS)  # [<= n, 2]: slot, where its prompt's embeddings begin in the arena, in bytes
+    allowed_counts: Int32s = ints(0, PAIR_WORDS)  # [<= n, 2]: slot, how many ids alone may be sampled
+    allowed_ids: Int32s = ints(0)  # ragged, by allowed_counts; ascending a slot
     body: Int32s = field(default_factory=lambda: np.zeros(0, np.int32), compare=False)
     """The frame's body, of which the columns are views; empty until the plan was encoded."""
     places: dict[int, slice] = field(default_factory=dict, compare=False)
@@ -136,7 +141,11 @@ class Plan:
             sampling = np.count_nonzero(self.rows[:, 3] & FLAG_SAMPLE)
             if self.row_tokens.size != sampling or self.row_tokens.min() < 1:
                 return False
-        for pairs in (self.segments, self.embeds):
+        if len(self.allowed_counts) or len(self.allowed_ids):
+            counts = self.allowed_counts[:, 1].astype(np.int64)
+            if counts.min(initial=0) < 0 or counts.sum() != len(self.allowed_ids):
+                return False
+        for pairs in (self.segments, self.embeds, self.allowed_counts):
             if len(pairs):
                 slots = iter(self.slots[:, SlotWord.SLOT].tolist())
                 # In the order of the new slots, and so at most one each.
