@@ -28,7 +28,7 @@ UV_LOCK := $(UV) pip compile --quiet --python $(BIN)/python --universal --python
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup setup-dev build build-tests serve test test-rust test-asan test-python e2e test-fleet check lint fmt deny docs wheel wheel-test lock ci \
+.PHONY: help setup setup-dev build build-tests serve test test-rust test-asan test-python e2e test-fleet test-kills check lint fmt deny docs wheel wheel-test lock ci \
 	clean distclean
 
 help: ## print this list
@@ -110,6 +110,10 @@ e2e: build-tests ## run the end-to-end tests only
 test-fleet: build-tests ## send a fleet behind a router ten thousand requests at the limits (10 minutes)
 	FOREBAY_FLEET_REQUESTS=10000 FOREBAY_TEST_BINARY=$(abspath $(TARGET_DIR)/$(TEST_PROFILE)/forebay) \
 		$(BIN)/python -m pytest tests/e2e/test_fleet.py $(PYTEST_ARGS)
+
+test-kills: build-tests ## kill hands and brains under load twenty times each (10 minutes)
+	FOREBAY_KILLS=20 FOREBAY_TEST_BINARY=$(abspath $(TARGET_DIR)/$(TEST_PROFILE)/forebay) \
+		$(BIN)/python -m pytest tests/e2e -k 'deaths or die' $(PYTEST_ARGS)
 
 check: setup-dev ## check the types of both languages, without building
 	cargo check $(CARGO_FLAGS) --all-targets

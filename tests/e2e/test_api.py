@@ -205,6 +205,21 @@ def test_bias_forces_and_forbids(server: Server, tiny: Model) -> None:
     assert first not in native(server, prompt, logit_bias={str(first): -100})["output_ids"]
 
 
+@pytest.mark.parametrize("temperature", [0, 1.5])
+def test_only_allowed_ids_come(server: Server, tiny: Model, temperature: float) -> None:
+    body = {"prompt": PROMPT, "max_tokens": 24, "temperature": temperature, "seed": 3, "ignore_eos": True}
+    one = server.ask("/v1/completions", {**body, "allowed_token_ids": [77]})["choices"][0]["text"]
+    assert one == server.ask("/detokenize", {"tokens": [77] * 24})["prompt"]
+    asked = {**body, "allowed_token_ids": [90, 77], "logprobs": 0}
+    words = {server.ask("/detokenize", {"tokens": [token]})["prompt"] for token in (77, 90)}
+    assert set(server.ask("/v1/completions", asked)["choices"][0]["logprobs"]["tokens"]) <= words
+    # Nothing else is left, so the stop id that may not come yet comes all the same.
+    early = {**body, "allowed_token_ids": [77], "stop_token_ids": [77], "min_tokens": 5}
+    assert server.ask("/v1/completions", early)["usage"]["completion_tokens"] == 1
+    refused = server.post("/v1/completions", {**body, "allowed_token_ids": [77, 10**8]})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "allowed_token_ids[1]")
+
+
 @pytest.mark.parametrize(
     "penalty",
     [{"frequency_penalty": 2}, {"presence_penalty": 2}, {"repetition_penalty": 5}],

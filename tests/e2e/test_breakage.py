@@ -32,7 +32,8 @@ from tests.e2e.sampling import WIDE, narrowest
 from tests.e2e.server import Server
 from tests.e2e.waiting import eventually, eventually_async
 
-KILLS = 20
+KILLS = int(os.environ.get("FOREBAY_KILLS", "6"))
+"""How often a process dies under load."""
 FEW_KILLS = 3
 STREAMS = 48
 TOP_K = 4

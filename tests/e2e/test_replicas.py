@@ -68,7 +68,7 @@ async def kill_one_by_one(server: Server, load: Load) -> None:
         running.cancel()
 
 
-def test_twenty_deaths_of_one_of_four_hands_under_load(serve: Serve, tiny: Model) -> None:
+def test_deaths_of_one_of_four_hands_under_load(serve: Serve, tiny: Model) -> None:
     """Nobody fails, nobody gets another token, and in the end all work evenly again."""
     server = serve(tiny, "--dp-size", str(REPLICAS))
     expected = undisturbed(server, requests(tiny, 96))

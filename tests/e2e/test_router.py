@@ -21,10 +21,9 @@ from tests.e2e.client import Json, async_client, events, openai_client, stream_e
 from tests.e2e.conftest import FLAGS
 from tests.e2e.models import Model
 from tests.e2e.server import Server
+from tests.e2e.test_breakage import KILLS
 from tests.e2e.waiting import eventually, eventually_async
 
-KILLS = 20
-"""How often a backend dies under load."""
 CLIENTS = 24
 TOKENS = 60
 PROFILE = """
@@ -185,13 +184,17 @@ def test_the_openai_client_sees_no_difference(simulated: Cluster, tiny: Model) -
     assert "x-forebay-load" not in wrong.headers
 
 
-def test_nobody_notices_that_backends_die(simulated: Cluster, tiny: Model) -> None:
+@pytest.mark.parametrize("tokens_a_row", [1, 4])
+def test_nobody_notices_that_backends_die(simulated: Cluster, tiny: Model, tokens_a_row: int) -> None:
+    alone = simulated.start(*simulated.arguments)
+    alone.wait_for_health()
+    simulated.arguments += ("--sim-tokens-a-row", str(tokens_a_row))
     simulated.add(3)
     router = simulated.route("--policy", "shortest_queue")
     asked = requests(tiny)
 
     async def expectations() -> list[Json]:
-        async with async_client(simulated.backends[0]) as client:
+        async with async_client(alone) as client:
             return [await stream(client, path, body) for path, body in asked]
 
     expected = asyncio.run(expectations())

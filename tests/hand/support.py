@@ -142,6 +142,8 @@ class Sampling:
     logprobs: int = -1
     stop_ids: tuple[int, ...] = ()
     bias: tuple[tuple[int, float], ...] = ()
+    allowed: tuple[int, ...] = ()
+    """The only ids; none: all."""
 
 
 @dataclass
@@ -156,6 +158,11 @@ class PlanBuilder:
     bias: list[tuple[int, float]] = field(default_factory=list)
     page_writes: list[tuple[int, int, int]] = field(default_factory=list)
     rows: list[tuple[int, int, int, int]] = field(default_factory=list)
+    row_tokens: list[int] = field(default_factory=list)
+    segments: list[tuple[int, int]] = field(default_factory=list)
+    embeds: list[tuple[int, int]] = field(default_factory=list)
+    allowed_counts: list[tuple[int, int]] = field(default_factory=list)
+    allowed_ids: list[int] = field(default_factory=list)
 
     def slot(
         self,
@@ -169,7 +176,7 @@ class PlanBuilder:
         s = sampling
         prompt_len = len(tokens) if prompt_len is None else prompt_len
         low, high = np.array([s.seed], np.uint64).view(np.int32).tolist()
-        counts = [len(s.stop_ids), len(s.bias), arena_offset, 0, embeds_offset]
+        counts = [len(s.stop_ids), len(s.bias), arena_offset]
         self.slots.append([slot, len(tokens), prompt_len, s.top_k, low, high, s.min_total, s.logprobs, *counts])
         self.slot_floats.append(
             [s.temperature, s.top_p, s.min_p, s.repetition_penalty, s.presence_penalty, s.frequency_penalty]
@@ -178,6 +185,11 @@ class PlanBuilder:
             self.tokens += tokens
         self.stop_ids += s.stop_ids
         self.bias += s.bias
+        if s.allowed:
+            self.allowed_counts.append((slot, len(s.allowed)))
+            self.allowed_ids += s.allowed
+        if embeds_offset >= 0:
+            self.embeds.append((slot, embeds_offset))
 
     def row(self, slot: int, start: int, length: int, sample: bool = True) -> None:
         self.rows.append((slot, start, length, FLAG_SAMPLE if sample else 0))
@@ -193,6 +205,11 @@ class PlanBuilder:
             np.array([value for _, value in self.bias], np.float32),
             _ints(self.page_writes, 3),
             _ints(self.rows, 4),
+            _ints(self.row_tokens),
+            _ints(self.segments, 2),
+            _ints(self.embeds, 2),
+            _ints(self.allowed_counts, 2),
+            _ints(self.allowed_ids),
         ).staged()
 
 

@@ -55,7 +55,7 @@ class Hand:
         return frame
 
     def configure(self, **changes: Any) -> None:
-        assert self.receive(Kind.HELLO).json() == {"rank": 0, "pid": self.pid}
+        assert self.receive(Kind.HELLO).json() == {"pid": self.pid}
         self.connection.send(encode_json(Kind.CONFIG, wire_config(QWEN3, arena_bytes=ARENA_BYTES, **changes)))
 
     def until_ready(self) -> tuple[list[dict[str, Any]], dict[str, Any]]:

@@ -75,7 +75,8 @@ def pool(runner: ModelRunner, texts: Sequence[list[int]], segments: Sequence[int
     pages = iter(range(runner.kv.page_count))
     for slot, tokens in enumerate(texts):
         builder.slot(slot, tokens)
-        builder.slots[-1][11] = segments[slot] if segments else 0
+        if segments and segments[slot]:
+            builder.segments.append((slot, segments[slot]))
         if runner.kv.page_count:
             for index in range(-(-len(tokens) // runner.config.page_size)):
                 builder.page_writes.append((slot, index, next(pages)))

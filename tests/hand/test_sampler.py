@@ -48,9 +48,11 @@ def slow_sample(logits: list[float], tokens: list[int], prompt_len: int, s: Samp
     generated = tokens[prompt_len:]
     for token in set(generated):
         values[token] -= s.frequency_penalty * generated.count(token) + s.presence_penalty
-    if len(tokens) < s.min_total:
+    allowed = set(s.allowed) or set(range(len(values)))
+    if len(tokens) < s.min_total and not allowed <= set(s.stop_ids):
         for token in s.stop_ids:
             values[token] = -math.inf
+    values = [value if token in allowed else -math.inf for token, value in enumerate(values)]
     if s.temperature == 0:
         return values.index(max(values))
     ranking = sorted(range(len(values)), key=lambda token: (-values[token], token))
@@ -129,6 +131,7 @@ SAMPLING = st.builds(
     seed=st.integers(0, MASK),
     min_total=st.integers(0, 12),
     stop_ids=st.lists(TOKEN, max_size=3).map(tuple),
+    allowed=st.one_of(st.just(()), st.lists(TOKEN, min_size=1, max_size=9, unique=True).map(sorted).map(tuple)),
     bias=st.lists(st.tuples(TOKEN, QUARTER), max_size=3, unique_by=lambda b: b[0]).map(tuple),
 )
 ROW = st.tuples(
@@ -260,7 +263,15 @@ def test_logprobs_are_of_the_unmodified_distribution() -> None:
 
 def test_a_slot_forgets_its_last_request() -> None:
     tested = Rig(VOCABULARY)
-    busy = Sampling(stop_ids=(3,), min_total=50, bias=((7, 5.0),), repetition_penalty=9.0, logprobs=2, temperature=1.0)
+    busy = Sampling(
+        stop_ids=(3,),
+        min_total=50,
+        bias=((7, 5.0),),
+        allowed=(1, 7),
+        repetition_penalty=9.0,
+        logprobs=2,
+        temperature=1.0,
+    )
     for sampling in (busy, Sampling()):
         builder = PlanBuilder()
         builder.slot(0, [3, 7], sampling)

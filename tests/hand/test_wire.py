@@ -12,13 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from forebay.protocol import frames
+from forebay.protocol import frames, plan, result
 from forebay.protocol.connection import RING, Connection, Ring
 from forebay.protocol.frames import Frame, Header, Kind, WireError
-from forebay.protocol.plan import Plan
+from forebay.protocol.plan import COLUMNS, FLAG_SAMPLE, Plan
 from forebay.protocol.result import StepResult
 from tests.hand.support import PlanBuilder, Sampling
-from tests.wire.write_fixtures import FOLDER, columns, descriptions, encode
+from tests.wire.write_fixtures import FLOAT_COLUMNS, FOLDER, columns, descriptions, encode
 
 FIXTURES = {fixture["name"]: fixture for fixture in descriptions()}
 
@@ -41,15 +41,17 @@ def test_golden_bytes_are_read_as_described(fixture: dict[str, Any]) -> None:
     if "columns" in fixture:
         record: Plan | StepResult = Plan.decode(frame) if frame.kind == Kind.PLAN else StepResult.decode(frame)
         assert record.step == fixture["step"]
-        for name, values in columns(fixture).items():
-            assert getattr(record, name).dtype == values.dtype
-            assert getattr(record, name).ravel().tolist() == values.tolist()
+        there = columns(fixture)
+        for name in plan.COLUMNS if frame.kind == Kind.PLAN else result.COLUMNS:
+            values = getattr(record, name)
+            assert values.ravel().tolist() == (there[name].tolist() if name in there else [])
+            assert values.dtype == (np.float32 if name in FLOAT_COLUMNS else np.int32)
         assert record.encode() == data
     elif fixture["json"]:
         assert frame.json() == json.loads(fixture["json"])
         assert frames.encode_json(frame.kind, frame.json()) == data
     else:
-        assert frame.columns == []
+        assert frame.places == {}
 
 
 def test_every_file_is_described() -> None:
@@ -66,6 +68,7 @@ SAMPLING = st.builds(
     min_total=INT32,
     logprobs=st.integers(-1, 20),
     stop_ids=st.lists(INT32, max_size=3).map(tuple),
+    allowed=st.lists(INT32, max_size=3).map(tuple),
     bias=st.lists(st.tuples(INT32, st.floats(-100, 100, width=32)), max_size=3).map(tuple),
 )
 
@@ -74,10 +77,16 @@ SAMPLING = st.builds(
 def plans(draw: st.DrawFn) -> Plan:
     builder = PlanBuilder(draw(st.integers(0, 2**64 - 1)))
     for _ in range(draw(st.integers(0, 4))):
-        tokens = draw(st.lists(INT32, max_size=5))
-        builder.slot(draw(INT32), tokens, draw(SAMPLING), draw(INT32), draw(st.sampled_from([-1, 0, 4096])))
+        slot, tokens = draw(INT32), draw(st.lists(INT32, max_size=5))
+        arena, embeds = draw(st.sampled_from([-1, 0, 4096])), draw(st.sampled_from([-1, 0, 64]))
+        builder.slot(slot, tokens, draw(SAMPLING), draw(INT32), arena, embeds)
+        if draw(st.booleans()):
+            builder.segments.append((slot, draw(INT32)))
     builder.page_writes += draw(st.lists(st.tuples(INT32, INT32, INT32), max_size=4))
     builder.rows += draw(st.lists(st.tuples(INT32, INT32, INT32, INT32), max_size=4))
+    if draw(st.booleans()):
+        sampling = sum(flags & FLAG_SAMPLE for *_, flags in builder.rows)
+        builder.row_tokens = draw(st.lists(st.integers(1, 2**31 - 1), min_size=sampling, max_size=sampling))
     return builder.build()
 
 
@@ -85,7 +94,7 @@ def plans(draw: st.DrawFn) -> Plan:
 def test_any_plan_there_and_back(plan: Plan) -> None:
     decoded = Plan.decode(frame_of(plan.encode()))
     assert decoded.step == plan.step
-    for name in ("slots", "slot_floats", "tokens", "stop_ids", "bias_ids", "bias_values", "page_writes", "rows"):
+    for name in COLUMNS:
         np.testing.assert_array_equal(getattr(decoded, name), getattr(plan, name))
         assert getattr(decoded, name).shape == getattr(plan, name).shape
     assert decoded.encode() == plan.encode()
@@ -93,9 +102,14 @@ def test_any_plan_there_and_back(plan: Plan) -> None:
 
 @given(plans(), st.data())
 def test_a_plan_whose_columns_disagree_is_refused(plan: Plan, data: st.DataObject) -> None:
-    name = data.draw(st.sampled_from(["slot_floats", "tokens", "stop_ids", "bias_ids", "bias_values", "rows"]))
+    name = data.draw(
+        st.sampled_from(
+            ["slot_floats", "tokens", "stop_ids", "bias_ids", "bias_values", "rows", "row_tokens", "segments", "embeds"]
+        )
+    )
     column = getattr(plan, name).ravel()
-    setattr(plan, name, np.append(column, column.dtype.type(1)))
+    wrong = 0 if name == "row_tokens" else 1
+    setattr(plan, name, np.append(column, column.dtype.type(wrong)))
     with pytest.raises(WireError, match="plan"):
         Plan.decode(frame_of(plan.encode()))
 
@@ -104,7 +118,11 @@ def test_a_plan_whose_columns_disagree_is_refused(plan: Plan, data: st.DataObjec
 def test_any_frame_there_and_back(first: frames.Int32s, data: st.DataObject) -> None:
     parts = [first, *data.draw(st.lists(hnp.arrays(np.int32, st.integers(0, 5)), max_size=9))]
     frame = frame_of(frames.encode(Kind.PLAN, 3, parts))
-    assert [column.tolist() for column in frame.columns] == [part.tolist() for part in parts]
+    assert set(frame.places) == {id_ for id_, part in enumerate(parts, 1) if part.size}, "empty ones are left out"
+    assert [column.tolist() for column in frame.known(len(parts))] == [part.tolist() for part in parts]
+    if frame.places:
+        with pytest.raises(WireError, match=f"unknown column {max(frame.places)}"):
+            frame.known(max(frame.places) - 1)
 
 
 @given(st.dictionaries(st.text(), st.one_of(st.text(), st.integers(), st.none(), st.lists(st.booleans()))))
@@ -124,12 +142,14 @@ def patched(data: bytes, at: int, form: str, value: int | bytes) -> bytes:
     ("at", "form", "value", "message"),
     [
         (0, "4s", b"FBAX", "magic"),
-        (4, "<H", 1, "protocol version 1, but this hand speaks 3"),
+        (4, "<H", 1, "protocol version 1, but this hand speaks 4"),
         (6, "<H", 99, "kind 99"),
         (20, "<I", frames.MAX_WORDS + 1, "over the limit"),
         (16, "<I", 1000, "more columns than words"),
-        (24, "<I", 5, "column lengths"),
-        (24, "<I", 2**32 - 1, "column lengths"),
+        (28, "<I", 5, "column lengths"),
+        (28, "<I", 2**32 - 1, "column lengths"),
+        (24, "<I", 0, "order of columns"),
+        (32, "<I", 1, "order of columns"),
         (20, "<I", 11, "word count"),
     ],
 )
@@ -147,6 +167,9 @@ def test_damage_is_named(at: int, form: str, value: int | bytes, message: str) -
         ({"logprob_ids": [1]}, "disagree"),
         ({"logprob_counts": [-1, 1]}, "negative"),
         ({"timing": [1]}, "disagree"),
+        ({"token_counts": [1]}, "disagree"),
+        ({"token_counts": [2, 0]}, "disagree"),
+        ({"token_counts": [1, 1, 1]}, "disagree"),
     ],
 )
 def test_a_result_whose_columns_disagree_is_refused(change: dict[str, list[int]], message: str) -> None:
@@ -158,15 +181,13 @@ def test_a_result_whose_columns_disagree_is_refused(change: dict[str, list[int]]
 
 
 def test_the_wrong_frame_is_refused() -> None:
-    plan, result = frame_of(Plan().encode()), frame_of(StepResult().encode())
     with pytest.raises(WireError, match="not a result"):
-        StepResult.decode(plan)
+        StepResult.decode(frame_of(Plan().encode()))
     with pytest.raises(WireError, match="not a plan"):
-        Plan.decode(result)
-    with pytest.raises(WireError, match="number of columns"):
-        plan.json()
-    with pytest.raises(WireError, match="number of columns"):
-        Plan.decode(frame_of(frames.encode(Kind.PLAN, 0, [])))
+        Plan.decode(frame_of(StepResult().encode()))
+    beyond = [np.zeros(0, np.int32)] * len(COLUMNS) + [np.zeros(1, np.int32)]
+    with pytest.raises(WireError, match="unknown column 14"):
+        Plan.decode(frame_of(frames.encode(Kind.PLAN, 0, beyond)))
     with pytest.raises(WireError, match="JSON"):
         frame_of(frames.encode_text(Kind.CONFIG, "{")).json()
     with pytest.raises(WireError, match="not an object"):
@@ -191,7 +212,7 @@ def test_a_connection_reads_frames_of_all_sizes_whatever_the_pieces() -> None:
             frame = connection.recv()
             assert frame is not None
             assert frame.step == size
-            np.testing.assert_array_equal(frame.columns[0], np.arange(size))
+            np.testing.assert_array_equal(frame.known(1)[0], np.arange(size))
         assert connection.recv() is None
     writer.join()
 
@@ -214,14 +235,14 @@ def test_a_ring_has_each_buffer_once_and_again_when_it_was_released() -> None:
             assert frame is not None
             frames_.append(frame)
         for number, frame in enumerate(frames_):
-            assert (frame.columns[0] == number).all()
+            assert (frame.known(1)[0] == number).all()
         for number in range(100, 100 + 3 * RING):
             frames_[0].release()
             theirs.sendall(frames.encode(Kind.PLAN, number, [np.full(2, number, np.int32)]))
             frame = connection.recv()
             assert frame is not None
             frames_ = [*frames_[1:], frame]
-        assert [frame.columns[0].tolist() for frame in frames_] == [[n, n] for n in range(108, 112)]
+        assert [frame.known(1)[0].tolist() for frame in frames_] == [[n, n] for n in range(108, 112)]
         assert len(made) <= 2 * RING
         theirs.sendall(frames.encode(Kind.PLAN, 0, []))
         with pytest.raises(WireError, match="more than 4 frames in flight"):

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from forebay.protocol import frames
+from forebay.protocol import frames, plan, result
 
 FOLDER = Path(__file__).parent
 FLOAT_COLUMNS = ("slot_floats", "bias_values", "logprob_values", "pooled")
@@ -21,7 +21,7 @@ def descriptions() -> list[dict[str, Any]]:
 
 
 def columns(fixture: dict[str, Any]) -> dict[str, Any]:
-    """The columns of a described plan or result as arrays, in order."""
+    """The columns of a described plan or result as arrays, in the order of their ids."""
     return {
         name: np.array(values, np.float32 if name in FLOAT_COLUMNS else np.int32)
         for name, values in fixture["columns"].items()
@@ -33,7 +33,9 @@ def encode(fixture: dict[str, Any]) -> bytes:
     kind = frames.Kind[fixture["kind"].upper()]
     if "json" in fixture:
         return frames.encode_text(kind, fixture["json"])
-    return frames.encode(kind, fixture["step"], list(columns(fixture).values()))
+    there = columns(fixture)
+    names = plan.COLUMNS if kind == frames.Kind.PLAN else result.COLUMNS
+    return frames.encode(kind, fixture["step"], [there.get(name, np.zeros(0, np.int32)) for name in names])
 
 
 if __name__ == "__main__":

@@ -360,6 +360,7 @@ impl GenerateSampling {
             frequency_penalty: self.frequency_penalty,
             repetition_penalty: self.repetition_penalty,
             logit_bias: self.logit_bias,
+            allowed_token_ids: None,
             stop: self.stop,
             include_stop_str_in_output: self.no_stop_trim,
             stop_token_ids: self.stop_token_ids,

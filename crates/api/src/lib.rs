@@ -16,10 +16,10 @@ pub mod limits;
 mod openai;
 mod parse;
 pub mod peer;
+mod preference;
 mod prompt;
 mod rerank;
 mod response;
-mod route;
 mod salt;
 mod sampling;
 mod tokenize;
@@ -39,6 +39,7 @@ pub use generate::{
 pub use inert::{Choice, Inert};
 pub use openai::{ResponseFormat, StreamOptions, Streaming};
 pub use parse::{Parsed, parse, parse_request};
+pub use preference::preference;
 pub use prompt::{Prompt, Prompts, Strings};
 pub use rerank::{
     Document, Pairs, RerankDocument, RerankRequest, RerankResponse, RerankResult, ScoreData,
@@ -49,7 +50,6 @@ pub use response::{
     ChatTopLogprob, Completion, CompletionChoice, CompletionLogprobs, ModelCard, ModelList,
     PromptTokensDetails, ResponseMessage, StopReason, Usage,
 };
-pub use route::route;
 pub use sampling::{Generation, GenerationDefaults, Limits, MaxTokens, choice_seed};
 pub use tokenize::{
     DetokenizeRequest, DetokenizeResponse, TokenizeInput, TokenizeRequest, TokenizeResponse,

@@ -97,6 +97,8 @@ macro_rules! openai_request {
             pub repetition_penalty: Option<f32>,
             /// Added to the logits, by token id.
             pub logit_bias: Option<std::collections::HashMap<String, f32>>,
+            /// The only token ids that may be sampled.
+            pub allowed_token_ids: Option<Vec<i32>>,
             /// A string or a list of strings that end the text.
             #[schema(value_type = Option<Vec<String>>)]
             pub stop: Option<$crate::prompt::Strings>,
@@ -140,7 +142,6 @@ macro_rules! openai_request {
             #[serde(default)] #[schema(ignore)] regex: $crate::inert::Inert,
             #[serde(default)] #[schema(ignore)] ebnf: $crate::inert::Inert,
             #[serde(default)] #[schema(ignore)] bad_words: $crate::inert::Inert,
-            #[serde(default)] #[schema(ignore)] allowed_token_ids: $crate::inert::Inert,
             #[serde(default)] #[schema(ignore)] logits_processors: $crate::inert::Inert,
             #[serde(default)] #[schema(ignore)] prompt_logprobs: $crate::inert::Inert,
             #[serde(default)] #[schema(ignore)] truncate_prompt_tokens: $crate::inert::Inert,
@@ -164,7 +165,6 @@ macro_rules! openai_request {
                     ("regex", self.regex),
                     ("ebnf", self.ebnf),
                     ("bad_words", self.bad_words),
-                    ("allowed_token_ids", self.allowed_token_ids),
                     ("logits_processors", self.logits_processors),
                     ("prompt_logprobs", self.prompt_logprobs),
                     ("truncate_prompt_tokens", self.truncate_prompt_tokens),
@@ -195,6 +195,7 @@ macro_rules! openai_request {
                     frequency_penalty: self.frequency_penalty,
                     repetition_penalty: self.repetition_penalty,
                     logit_bias: self.logit_bias.take(),
+                    allowed_token_ids: self.allowed_token_ids.take(),
                     stop: self.stop.take(),
                     include_stop_str_in_output: self.include_stop_str_in_output,
                     stop_token_ids: self.stop_token_ids.take(),

@@ -3,13 +3,13 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 
-use forebay_engine::Route;
+use forebay_engine::Preference;
 use forebay_protocol::SamplingParams;
 
 use crate::error::ApiError;
 use crate::limits::{LOGPROBS, TOTAL_CHOICES};
+use crate::preference::preference;
 use crate::prompt::{Strings, in_vocabulary};
-use crate::route::route;
 use crate::salt::check_salt;
 
 /// What the model's `generation_config.json` sets where the client does not.
@@ -75,7 +75,7 @@ pub struct Generation {
     /// Tokens to gather for a chunk of a stream, at least one.
     pub stream_interval: Option<u32>,
     /// Where it wants to be computed.
-    pub route: Route,
+    pub preference: Preference,
     /// Keeps its cached blocks apart from those of others.
     pub cache_salt: Option<Arc<str>>,
 }
@@ -165,6 +165,7 @@ pub(crate) struct Fields {
     pub(crate) frequency_penalty: Option<f32>,
     pub(crate) repetition_penalty: Option<f32>,
     pub(crate) logit_bias: Option<HashMap<String, f32>>,
+    pub(crate) allowed_token_ids: Option<Vec<i32>>,
     pub(crate) stop: Option<Strings>,
     pub(crate) include_stop_str_in_output: Option<bool>,
     pub(crate) stop_token_ids: Option<Vec<i32>>,
@@ -207,15 +208,17 @@ impl Fields {
             return Err(out_of_range(&param, "must not be empty".to_owned()));
         }
         let stop_token_ids = self.stop_token_ids.unwrap_or_default();
-        for (index, &id) in stop_token_ids.iter().enumerate() {
-            if !in_vocabulary(id, limits.vocab_size) {
-                let param = format!("{prefix}stop_token_ids[{index}]");
-                let reason = format!("token id {id} is not below {}", limits.vocab_size);
-                return Err(out_of_range(&param, reason));
+        check_ids(&format!("{prefix}stop_token_ids"), &stop_token_ids, limits)?;
+        let allowed = self.allowed_token_ids.map(ascending);
+        if let Some(allowed) = &allowed {
+            let param = format!("{prefix}allowed_token_ids");
+            check_ids(&param, allowed, limits)?;
+            if allowed.is_empty() {
+                return Err(out_of_range(&param, "must not be empty".to_owned()));
             }
         }
         let key = ("routing_key", self.routing_key.as_deref());
-        let route = route(key, ("routed_dp_rank", self.routed_dp_rank), limits)?;
+        let preference = preference(key, ("routed_dp_rank", self.routed_dp_rank), limits)?;
         let logit_bias = biases(prefix, self.logit_bias.unwrap_or_default(), limits)?;
         let sampling = SamplingParams {
             temperature: self.temperature.or(defaults.temperature).unwrap_or(1.0),
@@ -232,6 +235,7 @@ impl Fields {
             min_tokens,
             logprobs: self.logprobs,
             logit_bias,
+            allowed: allowed.map(Into::into),
         };
         Ok(Generation {
             sampling,
@@ -245,10 +249,17 @@ impl Fields {
             skip_special_tokens: self.skip_special_tokens.unwrap_or(true),
             priority: self.priority.unwrap_or(0),
             stream_interval: self.stream_interval,
-            route,
+            preference,
             cache_salt: check_salt(self.cache_salt.as_deref())?,
         })
     }
+}
+
+fn check_ids(param: &str, ids: &[i32], limits: Limits) -> Result<(), ApiError> {
+    let beyond = |id: &i32| !in_vocabulary(*id, limits.vocab_size);
+    let Some(index) = ids.iter().position(beyond) else { return Ok(()) };
+    let reason = format!("token id {} is not below {}", ids[index], limits.vocab_size);
+    Err(out_of_range(&format!("{param}[{index}]"), reason))
 }
 
 fn out_of_range(param: &str, reason: String) -> ApiError {
@@ -318,6 +329,8 @@ mod tests {
             (Fields { routing_key: Some(String::new()), ..fields() }, "routing_key"),
             (Fields { stop: Some(Strings(vec![String::new()])), ..fields() }, "stop[0]"),
             (Fields { stop_token_ids: Some(vec![1, 1000]), ..fields() }, "stop_token_ids[1]"),
+            (Fields { allowed_token_ids: Some(vec![7, 1000]), ..fields() }, "allowed_token_ids[1]"),
+            (Fields { allowed_token_ids: Some(vec![]), ..fields() }, "allowed_token_ids"),
             (Fields { logit_bias: bias("1000", 1.0), ..fields() }, "logit_bias.1000"),
             (Fields { logit_bias: bias("x", 1.0), ..fields() }, "logit_bias.x"),
         ];

@@ -2,28 +2,7 @@
 
 use std::sync::Arc;
 
-use forebay_protocol::{Dtype, StepPlan, StepResult};
-
-/// What a hand reports once it is ready (docs/protocol.md, `ready`).
-#[derive(Debug, Clone, PartialEq)]
-pub struct HandFacts {
-    /// Pages of the KV pool; 0: the model keeps no keys and values, and its prompts must not be cut.
-    pub page_count: u32,
-    /// Rows of the output head.
-    pub vocab_size: u32,
-    /// Elements of an embedding.
-    pub hidden_size: u32,
-    /// Type of the model's activations, and so of the embeddings that it is given.
-    pub dtype: Dtype,
-    /// Bytes of weights.
-    pub weight_bytes: u64,
-    /// Bytes of the KV pool.
-    pub kv_bytes: u64,
-    /// The device's name.
-    pub device: String,
-    /// Seconds from spawn to ready, as the hand counts them.
-    pub load_seconds: f64,
-}
+use forebay_protocol::{Ready, StepPlan, StepResult};
 
 /// What ends a wait.
 #[derive(Debug)]
@@ -31,7 +10,7 @@ pub enum Signal {
     /// Loading has come this far.
     Progress(String),
     /// The hand takes plans from now on.
-    Ready(HandFacts),
+    Ready(Ready),
     /// The oldest plan in flight is done.
     Result(StepResult),
     /// Somebody used the waker.
@@ -55,7 +34,7 @@ pub trait Executor: Send {
     /// Begins to start the group; returns at once. [`Signal::Ready`] or [`Signal::Died`] follows.
     fn start(&mut self);
     /// Hands over a plan; returns at once. A failure shows as [`Signal::Died`] from the next wait.
-    fn submit(&mut self, plan: &mut StepPlan);
+    fn submit(&mut self, plan: &StepPlan);
     /// Blocks until something happens, at most `timeout_us` microseconds (`None`: without limit).
     fn wait(&mut self, timeout_us: Option<u64>) -> Signal;
     /// Ends the group as quickly as it allows and waits until it is gone. Idempotent.

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 
 use crossbeam_channel::Sender;
-use forebay_scheduler::{MAX_REQUEST_WORDS, request_words};
+use forebay_scheduler::{MAX_REQUEST_WORDS, Request, request_words};
 use parking_lot::Mutex;
 
 use crate::clock::Clock;
@@ -65,11 +65,11 @@ impl EngineHandle {
             }
             Status::Ready | Status::Recovering(_) | Status::Draining => {}
         }
-        check_words(&request, shared.page_size)?;
+        check_words(&request.request, shared.page_size)?;
         let place = Place {
-            client: if shared.fair { request.client } else { 0 },
-            tokens: positions(&request),
-            probe: request.probe,
+            client: if shared.fair { request.request.client } else { 0 },
+            tokens: positions(&request.request),
+            probe: request.request.probe,
         };
         let (limit, at_us) = (shared.max_queued, shared.clock.now_us());
         let full = |retry_after| SubmitError::QueueFull { limit, retry_after };
@@ -147,7 +147,7 @@ impl EngineHandle {
     #[must_use]
     pub fn fits(&self, request: &EngineRequest) -> bool {
         let room = self.shared.room.load(Ordering::Acquire);
-        room == 0 || positions(request) <= u64::from(room)
+        room == 0 || positions(&request.request) <= u64::from(room)
     }
 
     /// Most requests that may wait.
@@ -165,18 +165,18 @@ impl EngineHandle {
 }
 
 /// Positions that a request may come to.
-pub(crate) fn positions(request: &EngineRequest) -> u64 {
+pub(crate) fn positions(request: &Request) -> u64 {
     request.prompt.len() as u64 + u64::from(request.max_tokens)
 }
 
 /// Refuses what no plan can carry.
-fn check_words(request: &EngineRequest, page_size: u32) -> Result<(), SubmitError> {
-    let suppressed = if request.sampling.min_tokens > 0 { request.stop_ids.len() } else { 0 };
-    let biases = request.sampling.logit_bias.len();
-    let words = request_words(positions(request), suppressed, biases, page_size);
+fn check_words(request: &Request, page_size: u32) -> Result<(), SubmitError> {
+    let spec = &request.spec;
+    let words = request_words(positions(request), spec, page_size);
     if words <= MAX_REQUEST_WORDS {
         return Ok(());
     }
-    let param = if suppressed > 2 * biases { "stop_token_ids" } else { "logit_bias" };
+    let (stop_ids, biases) = (spec.suppressed().len(), spec.sampling.logit_bias.len());
+    let param = if stop_ids > 2 * biases { "stop_token_ids" } else { "logit_bias" };
     Err(SubmitError::TooLarge { param, words, limit: MAX_REQUEST_WORDS })
 }

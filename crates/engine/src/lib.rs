@@ -17,6 +17,7 @@
 //! The thread reads no clock but the [`Clock`] it is given, so that tests and planning run in virtual time.
 
 mod clock;
+mod config;
 mod executor;
 mod handle;
 mod owner;
@@ -27,14 +28,18 @@ mod types;
 mod waiting;
 
 pub use clock::{Clock, SystemClock};
-pub use executor::{Executor, HandFacts, Signal, Wake};
-pub use forebay_protocol::{Dtype, Pooling};
-pub use forebay_scheduler::{BlockEvent, BlockHash, Namer, Policy};
+pub use config::EngineConfig;
+pub use executor::{Executor, Signal, Wake};
+pub use forebay_protocol::{Dtype, Pooling, Ready, SamplingParams, SlotSpec};
+pub use forebay_scheduler::{
+    BlockEvent, BlockHash, Namer, Past, Policy, Request, Stats as SchedulerStats,
+};
 pub use handle::EngineHandle;
 pub use payload::{Embeds, Payload, Payloads};
-pub use thread::{Engine, EngineConfig, EngineThread, Hooks};
+pub use thread::{Engine, EngineThread, Hooks};
 pub use types::{
-    Admission, BlockObserver, EngineRequest, Facts, FinishReason, Orphan, Output, OutputSink,
-    Peers, RequestError, RequestId, Route, SampledToken, Stats, Status, SubmitError,
+    Admission, BlockObserver, EngineRequest, Facts, FinishReason, HandStats, Orphan, Output,
+    OutputSink, Peers, Preference, RequestError, RequestId, SampledToken, Stats, Status,
+    SubmitError,
 };
 pub use waiting::Waiting;

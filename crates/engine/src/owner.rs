@@ -8,18 +8,18 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use crossbeam_channel::Receiver;
-use forebay_protocol::{StepPlan, StepResult};
-use forebay_scheduler::{Event, Finish, Past, Request, STEP_WORDS, Scheduler, SchedulerConfig};
+use forebay_protocol::{Ready, StepPlan, StepResult};
+use forebay_scheduler::{Event, Finish, STEP_WORDS, Scheduler, SchedulerConfig};
 use tracing::{error, info, warn};
 
-use crate::executor::{Executor, HandFacts, Signal};
+use crate::config::EngineConfig;
+use crate::executor::{Executor, Signal};
 use crate::handle::{Order, Shared, positions};
 use crate::payload::Held;
 use crate::recovery::{Recovery, Verdict};
-use crate::thread::EngineConfig;
 use crate::types::{
-    Admission, Arrival, BlockObserver, EngineRequest, Facts, FinishReason, Output, OutputSink,
-    Peers, RequestError, RequestId, SampledToken, Stats, Status,
+    Admission, Arrival, BlockObserver, EngineRequest, Facts, FinishReason, HandStats, Output,
+    OutputSink, Peers, RequestError, RequestId, SampledToken, Stats, Status,
 };
 
 /// Quiet time after which an idle engine checks its books.
@@ -59,7 +59,7 @@ pub(crate) struct Owner {
     payloads: Held,
     /// The last step that was handed over.
     last_step: u64,
-    stats: Stats,
+    stats: HandStats,
     /// When the hand last showed life while a step was in flight.
     progress_us: u64,
     /// The next step follows a time without work: its gap is not the host's doing.
@@ -100,7 +100,7 @@ impl Owner {
             admissions: HashMap::new(),
             payloads: Held::default(),
             last_step: 0,
-            stats: Stats::default(),
+            stats: HandStats::default(),
             progress_us: 0,
             rested: true,
             rested_step: None,
@@ -143,8 +143,8 @@ impl Owner {
         while let Ok(order) = self.lane.try_recv() {
             match order {
                 Order::Submit { request, arrival } => {
-                    self.arrived(request.id.0, arrival);
-                    self.enter(*request, Past::default());
+                    self.arrived(request.request.id, arrival);
+                    self.enter(*request);
                     entered = true;
                 }
                 Order::Adopt(orphan) => {
@@ -174,39 +174,22 @@ impl Owner {
     }
 
     /// Queues a request. Where the hand is gone, it is decided afterwards what becomes of it.
-    fn enter(&mut self, request: EngineRequest, past: Past) {
+    fn enter(&mut self, entering: EngineRequest) {
+        let EngineRequest { request, payloads, .. } = entering;
         let Some(scheduler) = self.scheduler.as_mut() else {
             let reason = "it is still starting".into();
             let finish = FinishReason::Error(RequestError::HandFailed(reason));
-            return self.end(request.id.0, finish);
+            return self.end(request.id, finish);
         };
         let room = self.shared.room.load(Ordering::Acquire);
         if positions(&request) > u64::from(room) {
             // Another replica, with more memory, was ready when it was checked.
             let reason = format!("of the replicas that are left, none has {room} positions");
             let finish = FinishReason::Error(RequestError::HandFailed(reason));
-            return self.end(request.id.0, finish);
+            return self.end(request.id, finish);
         }
-        let embeds = request.embeds.map(|embeds| {
-            self.payloads.hold(request.id.0, embeds.payload);
-            embeds.offset
-        });
-        scheduler.submit(Request {
-            id: request.id.0,
-            prompt: request.prompt,
-            generated: request.generated,
-            names: request.names,
-            max_tokens: request.max_tokens,
-            pooling: request.pooling,
-            stop_ids: request.stop_ids,
-            sampling: request.sampling,
-            priority: request.priority,
-            cache_salt: request.salt,
-            client: request.client,
-            probe: request.probe,
-            embeds,
-            past,
-        });
+        self.payloads.hold(request.id, payloads);
+        scheduler.submit(request);
     }
 
     /// Plans as far ahead as the lookahead allows.
@@ -226,7 +209,7 @@ impl Owner {
                 self.rested_step = Some(self.plan.step());
             }
             self.last_step = self.plan.step();
-            self.executor.submit(&mut self.plan);
+            self.executor.submit(&self.plan);
         }
         self.rested |= scheduler.in_flight() == 0;
         self.take_events();
@@ -243,7 +226,6 @@ impl Owner {
         self.recovery.works();
         self.progress_us = self.shared.clock.now_us();
         self.payloads.answered(result.step);
-        self.stats.steps += 1;
         self.stats.device_us += u64::from(result.device_us);
         if self.rested_step != Some(result.step) {
             self.stats.idle_us += u64::from(result.gap_us);
@@ -360,21 +342,7 @@ impl Owner {
         let Some(scheduler) = &self.scheduler else {
             return;
         };
-        let now = scheduler.stats();
-        self.stats = Stats {
-            running: now.running,
-            waiting: now.waiting,
-            pages_held: now.pages_held,
-            pages_cached: now.pages_cached,
-            pages_free: now.pages_free,
-            prefix_queries: now.prefix_queries,
-            prefix_hits: now.prefix_hits,
-            prompt_tokens: now.prompt_tokens,
-            generated_tokens: now.generated_tokens,
-            preemptions: now.preemptions,
-            ..self.stats
-        };
-        *self.shared.stats.lock() = self.stats;
+        *self.shared.stats.lock() = Stats { scheduler: scheduler.stats(), hand: self.stats };
     }
 
     fn timeout(&self) -> Option<u64> {
@@ -438,7 +406,7 @@ impl Owner {
         };
     }
 
-    fn ready(&mut self, facts: HandFacts) {
+    fn ready(&mut self, facts: Ready) {
         let pages = facts.page_count;
         let pool = pages.saturating_mul(self.config.page_size);
         info!(device = %facts.device, pages, seconds = facts.load_seconds, "hand ready");
@@ -449,18 +417,9 @@ impl Owner {
                 warn!(context_length, "the KV pool is smaller than the context length");
             }
             self.shared.room.store(context_length, Ordering::Release);
-            *self.shared.facts.lock() = Some(Facts {
-                context_length,
-                vocab_size: facts.vocab_size,
-                hidden_size: facts.hidden_size,
-                dtype: facts.dtype,
-                page_count: pages,
-                page_size: self.config.page_size,
-                weight_bytes: facts.weight_bytes,
-                kv_bytes: facts.kv_bytes,
-                device: facts.device,
-                load_seconds: facts.load_seconds,
-            });
+            let page_size = self.config.page_size;
+            *self.shared.facts.lock() =
+                Some(Facts { context_length, page_size, hand: facts.clone() });
             self.scheduler = Some(Scheduler::new(SchedulerConfig {
                 slots: self.config.slots,
                 max_running: self.config.max_running,
@@ -474,6 +433,7 @@ impl Owner {
                 fair: self.config.fair,
                 step_words: STEP_WORDS,
                 vector_size: facts.hidden_size,
+                tokens_a_row: facts.tokens_a_row.max(1),
             }));
         }
         self.recovery.ready(self.shared.clock.now_us());
@@ -491,7 +451,7 @@ impl Owner {
         let was_up = std::mem::take(&mut self.up);
         let computing = was_up && self.scheduler.as_ref().is_some_and(|s| s.in_flight() > 0);
         self.loading_us = None;
-        self.stats.hand_deaths += 1;
+        self.stats.deaths += 1;
         self.payloads.hand_died();
         self.unchecked = true;
         if was_up && let Some(scheduler) = self.scheduler.as_mut() {

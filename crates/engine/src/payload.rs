@@ -40,27 +40,29 @@ pub struct Embeds {
 /// The payloads of live requests, and those that a step in flight may still read although their request has ended.
 #[derive(Debug, Default)]
 pub(crate) struct Held {
-    live: HashMap<u64, Arc<dyn Payload>>,
+    live: HashMap<u64, Vec<Arc<dyn Payload>>>,
     /// With the last step that was planned while the request was alive, in order.
-    retired: VecDeque<(u64, Arc<dyn Payload>)>,
+    retired: VecDeque<(u64, Vec<Arc<dyn Payload>>)>,
 }
 
 impl Held {
-    pub(crate) fn hold(&mut self, request: u64, payload: Arc<dyn Payload>) {
-        self.live.insert(request, payload);
+    pub(crate) fn hold(&mut self, request: u64, payloads: Vec<Arc<dyn Payload>>) {
+        if !payloads.is_empty() {
+            self.live.insert(request, payloads);
+        }
     }
 
     /// The request goes to another engine, and no step is in flight.
-    pub(crate) fn give(&mut self, request: u64) -> Option<Arc<dyn Payload>> {
-        self.live.remove(&request)
+    pub(crate) fn give(&mut self, request: u64) -> Vec<Arc<dyn Payload>> {
+        self.live.remove(&request).unwrap_or_default()
     }
 
     /// The request has ended; `last_step` is the last one planned, if it is still in flight.
     pub(crate) fn retire(&mut self, request: u64, last_step: Option<u64>) {
-        if let Some(payload) = self.live.remove(&request)
+        if let Some(payloads) = self.live.remove(&request)
             && let Some(step) = last_step
         {
-            self.retired.push_back((step, payload));
+            self.retired.push_back((step, payloads));
         }
     }
 

@@ -2,55 +2,41 @@
 
 use std::sync::Arc;
 
-use forebay_protocol::{Dtype, Pooling, SamplingParams};
-use forebay_scheduler::{BlockEvent, BlockHash, Past};
+use derive_more::AddAssign;
+use forebay_protocol::Ready;
+use forebay_scheduler::{BlockEvent, Request};
+use serde::Serialize;
 use thiserror::Error;
 
-use crate::payload::Embeds;
+use crate::payload::Payload;
 use crate::waiting::Place;
 
 /// A request's name, unique for the life of the process (client-supplied ids never come this far).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct RequestId(pub u64);
 
-/// A validated request. Nothing in it can be wrong any more; only capacity can refuse it.
-#[derive(Debug, Clone)]
+/// A request on its way into an engine.
+#[derive(Debug, Clone, Default)]
 pub struct EngineRequest {
-    /// Unique name.
-    pub id: RequestId,
-    /// Prompt token ids, at least one, each below the vocabulary size. With `embeds` they only say how many positions the prompt has.
-    /// The choices of a prompt share them.
-    pub prompt: Arc<[i32]>,
-    /// Tokens that were generated before, by another brain or another replica; none is in `stop_ids`, and they are fewer than `max_tokens`,
-    /// which counts them. The request goes on after them, exactly as if it had generated them here, and only what is new comes out.
-    pub generated: Vec<i32>,
-    /// Names of the leading full blocks of both, as far as they were computed already.
-    pub names: Arc<[BlockHash]>,
-    /// Most tokens to generate, at least one; 0 exactly where `pooling` is set. `prompt.len() + max_tokens` is at most the context length.
-    pub max_tokens: u32,
-    /// One vector is made of the prompt, and nothing is generated. For models that pool, and no others.
-    pub pooling: Option<Pooling>,
-    /// Token ids that end the request: end-of-sequence (unless ignored) and the client's `stop_token_ids`; ascending, each once.
-    pub stop_ids: Arc<[i32]>,
-    /// How tokens are sampled; `seed` is always set, at random where the client gave none.
-    pub sampling: SamplingParams,
-    /// Place in the queue, under the priority policies.
-    pub priority: i32,
-    /// Requests share cached pages only with requests of the same salt; 0: none was asked for.
-    pub salt: u64,
-    /// Whose it is. Within a priority, clients take turns.
-    pub client: u64,
-    /// It asks whether the model computes: it is the next to be admitted, and a full queue does not refuse it.
-    pub probe: bool,
-    /// Embeddings in place of the prompt's tokens, one row of `hidden_size` elements each.
-    pub embeds: Option<Embeds>,
+    /// The request.
+    pub request: Request,
+    /// Where it refers to the arena, what it refers to: kept until no step can read it.
+    pub payloads: Vec<Arc<dyn Payload>>,
     /// What its client wants of the choice of a replica.
-    pub route: Route,
+    pub preference: Preference,
+}
+
+impl EngineRequest {
+    /// Its name.
+    #[must_use]
+    pub fn id(&self) -> RequestId {
+        RequestId(self.request.id)
+    }
 }
 
 /// What a client wants of the choice of a replica.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct Route {
+pub struct Preference {
     /// Requests with the same key go to the same replica, as long as it is there.
     pub key: Option<Arc<str>>,
     /// This replica.
@@ -62,7 +48,6 @@ pub struct Route {
 pub struct Orphan {
     /// The request, with what it has generated so far.
     pub request: EngineRequest,
-    pub(crate) past: Past,
     /// When it came and what it takes of the queue, if it was never admitted.
     pub(crate) queued: Option<Arrival>,
     /// What is to be told with its first token, if it was admitted and has none.
@@ -151,7 +136,7 @@ pub struct Admission {
 /// What one step brought one request.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Output {
-    /// Whose.
+    /// The request's id.
     pub id: RequestId,
     /// Set in the request's first output that carries a token or a vector (the request may also end without ever having one).
     pub admission: Option<Admission>,
@@ -223,61 +208,38 @@ pub enum Status {
 }
 
 /// The hand's facts and what follows from them, known once the engine has been ready.
-#[derive(Debug, Clone, PartialEq)]
+#[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Facts {
     /// Positions a request may use: the configured context length, or the whole KV pool where that is smaller and there is one.
     pub context_length: u32,
-    /// Rows of the output head.
-    pub vocab_size: u32,
-    /// Elements of an embedding.
-    pub hidden_size: u32,
-    /// Their type.
-    pub dtype: Dtype,
-    /// Pages of the KV pool; 0: the model keeps no keys and values.
-    pub page_count: u32,
     /// Tokens a page.
     pub page_size: u32,
-    /// Bytes of weights.
-    pub weight_bytes: u64,
-    /// Bytes of the KV pool.
-    pub kv_bytes: u64,
-    /// The device's name.
-    pub device: String,
-    /// Seconds the hand took to load.
-    pub load_seconds: f64,
+    /// As the hand told them.
+    #[serde(flatten)]
+    pub hand: Ready,
 }
 
 /// A consistent snapshot after the last step. Counters only grow, also across a respawn.
-#[derive(Debug, Clone, Copy, Default, PartialEq)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, AddAssign, Serialize)]
 pub struct Stats {
-    /// Requests with a slot.
-    pub running: usize,
-    /// Requests waiting for one.
-    pub waiting: usize,
-    /// Pages leased by requests or retired.
-    pub pages_held: usize,
-    /// Unreferenced pages that hold a named block.
-    pub pages_cached: usize,
-    /// Pages that hold nothing.
-    pub pages_free: usize,
-    /// Prompt tokens looked up in the prefix cache.
-    pub prefix_queries: u64,
-    /// Prompt tokens found there.
-    pub prefix_hits: u64,
-    /// Tokens computed for prompts (cache hits not counted).
-    pub prompt_tokens: u64,
-    /// Tokens generated.
-    pub generated_tokens: u64,
-    /// Requests that lost their pages to others and were queued again.
-    pub preemptions: u64,
-    /// Steps whose results were applied.
-    pub steps: u64,
+    /// Requests and pages.
+    #[serde(flatten)]
+    pub scheduler: forebay_scheduler::Stats,
+    /// The rank group.
+    #[serde(flatten)]
+    pub hand: HandStats,
+}
+
+/// Numbers of a rank group.
+#[derive(Debug, Clone, Copy, Default, PartialEq, AddAssign, Serialize)]
+pub struct HandStats {
     /// Microseconds the device computed.
     pub device_us: u64,
     /// Microseconds the device sat idle between steps although there was work.
     pub idle_us: u64,
     /// Times the hand died.
-    pub hand_deaths: u64,
+    #[serde(rename = "hand_deaths")]
+    pub deaths: u64,
     /// Requests replayed after a death.
     pub replayed: u64,
 }

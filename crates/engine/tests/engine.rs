@@ -7,11 +7,10 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use forebay_engine::{
-    BlockEvent, BlockHash, BlockObserver, Embeds, Engine, EngineConfig, EngineHandle,
-    EngineRequest, EngineThread, FinishReason, Hooks, Namer, Output, OutputSink, Payload, Policy,
-    Pooling, RequestError, RequestId, Route, Status, SubmitError,
+    BlockEvent, BlockHash, BlockObserver, Engine, EngineConfig, EngineHandle, EngineRequest,
+    EngineThread, FinishReason, Hooks, Namer, Output, OutputSink, Payload, Policy, Pooling,
+    Request, RequestError, RequestId, Status, SubmitError,
 };
-use forebay_protocol::SamplingParams;
 use forebay_sim::{
     DeviceModel, SimClock, SimConfig, SimControl, SimExecutor, SimText, next_token, vector,
 };
@@ -87,18 +86,20 @@ impl Rig {
         breaking: impl FnOnce(&SimControl),
         hook: Hook,
     ) -> Self {
-        Self::observed(config, pages, breaking, hook, None)
+        Self::observed(config, pages, 1, breaking, hook, None)
     }
 
     fn observed(
         config: EngineConfig,
         pages: u32,
+        tokens_a_row: u32,
         breaking: impl FnOnce(&SimControl),
         hook: Hook,
         blocks: Option<Box<dyn BlockObserver>>,
     ) -> Self {
         let clock = SimClock::virtual_time();
         let (executor, control) = SimExecutor::new(SimConfig {
+            tokens_a_row,
             clock: clock.clone(),
             model: DeviceModel {
                 step_us: 1000.0,
@@ -174,23 +175,8 @@ fn text() -> SimText {
 }
 
 fn request(id: u64, prompt: Vec<i32>, max_tokens: u32) -> EngineRequest {
-    let sampling = SamplingParams::default();
-    EngineRequest {
-        id: RequestId(id),
-        prompt: prompt.into(),
-        generated: Vec::new(),
-        names: Arc::default(),
-        max_tokens,
-        pooling: None,
-        stop_ids: Arc::default(),
-        sampling,
-        priority: 0,
-        salt: 0,
-        client: 0,
-        probe: false,
-        embeds: None,
-        route: Route::default(),
-    }
+    let request = Request { id, prompt: prompt.into(), max_tokens, ..Request::default() };
+    EngineRequest { request, ..EngineRequest::default() }
 }
 
 /// Prompts of many lengths, some with a common beginning.
@@ -233,8 +219,37 @@ fn the_tokens_do_not_depend_on_lookahead_or_memory() {
             let stories = rig.follow(64);
             assert_exact(&stories, 64, lengths);
             let stats = rig.handle.stats();
-            assert_eq!(stats.pages_held + stats.pages_cached + stats.pages_free, pages as usize);
-            assert_eq!(stats.preemptions > 0, pages == 64, "{stats:?}");
+            assert_eq!(
+                stats.scheduler.pages_held
+                    + stats.scheduler.pages_cached
+                    + stats.scheduler.pages_free,
+                pages as usize
+            );
+            assert_eq!(stats.scheduler.preemptions > 0, pages == 64, "{stats:?}");
+        }
+    }
+}
+
+#[test]
+fn the_tokens_do_not_depend_on_how_many_come_at_a_time() {
+    for lookahead in [0, 1] {
+        for pages in [64, 2000] {
+            let config = EngineConfig { lookahead, ..config() };
+            let mut seen = 0;
+            let hook: Hook = Box::new(move |control, outputs| {
+                seen += outputs.len();
+                if seen > 700 {
+                    seen = 0;
+                    control.kill();
+                }
+            });
+            let rig = Rig::observed(config, pages, 4, |_| {}, hook, None);
+            for id in 0..64 {
+                rig.handle.submit(request(id, prompt(id), lengths(id))).expect("room");
+            }
+            assert_exact(&rig.follow(64), 64, lengths);
+            let stats = rig.handle.stats();
+            assert!(stats.hand.deaths > 0, "{stats:?}");
         }
     }
 }
@@ -245,9 +260,9 @@ fn a_request_goes_on_after_tokens_that_it_was_given_elsewhere() {
     for id in 0..20 {
         let mut given = alone(prompt(id), 40);
         given.truncate(2 * id as usize);
-        rig.handle
-            .submit(EngineRequest { generated: given, ..request(id, prompt(id), 40) })
-            .expect("room");
+        let mut request = request(id, prompt(id), 40);
+        request.request.generated = given;
+        rig.handle.submit(request).expect("room");
     }
     let stories = rig.follow(20);
     for id in 0..20 {
@@ -277,8 +292,8 @@ fn streams_survive_twenty_kills() {
         let stories = rig.follow(48);
         assert_exact(&stories, 48, |_| 100);
         let stats = rig.handle.stats();
-        assert_eq!(stats.hand_deaths, 20, "{stats:?}");
-        assert!(stats.replayed > 0, "{stats:?}");
+        assert_eq!(stats.hand.deaths, 20, "{stats:?}");
+        assert!(stats.hand.replayed > 0, "{stats:?}");
     }
 }
 
@@ -303,7 +318,7 @@ fn a_poisonous_request_is_given_up_and_its_neighbours_are_not() {
         }
     }
     rig.settled(|status| *status == Status::Ready);
-    assert_eq!(rig.handle.stats().hand_deaths, 2);
+    assert_eq!(rig.handle.stats().hand.deaths, 2);
 }
 
 /// Knows a prefix cache by its events.
@@ -334,14 +349,14 @@ fn an_observer_knows_the_prefix_cache_whatever_happens_to_the_hand() {
         }
     });
     let blocks: Box<dyn BlockObserver> = Box::new(mirror.clone());
-    let rig = Rig::observed(config(), 64, |_| {}, hook, Some(blocks));
+    let rig = Rig::observed(config(), 64, 1, |_| {}, hook, Some(blocks));
     for id in 0..30 {
         rig.handle.submit(request(id, prompt(id), 40)).expect("room");
     }
     rig.follow(30);
     let known = mirror.0.lock().expect("no panic").len();
     assert!(known > 0);
-    assert_eq!(rig.handle.stats().pages_cached, known, "nobody holds any more");
+    assert_eq!(rig.handle.stats().scheduler.pages_cached, known, "nobody holds any more");
 }
 
 /// A hook that breaks something at the first step that gave outputs.
@@ -360,7 +375,7 @@ fn a_hung_hand_is_respawned() {
     rig.handle.submit(request(0, prompt(0), 80)).expect("room");
     let stories = rig.follow(1);
     assert_exact(&stories, 1, |_| 80);
-    assert_eq!(rig.handle.stats().hand_deaths, 1);
+    assert_eq!(rig.handle.stats().hand.deaths, 1);
 }
 
 #[test]
@@ -422,10 +437,10 @@ fn a_stop_id_ends_a_request_but_not_before_min_tokens() {
     let stop = free[20];
     let first = free.iter().position(|&t| t == stop).expect("it is there");
     let mut one = request(0, prompt(1), 50);
-    one.stop_ids = [stop].into();
+    one.request.spec.stop_ids = [stop].into();
     rig.handle.submit(one.clone()).expect("room");
-    one.id = RequestId(1);
-    one.sampling.min_tokens = first as u32 + 1;
+    one.request.id = 1;
+    one.request.spec.sampling.min_tokens = first as u32 + 1;
     rig.handle.submit(one).expect("room");
     let stories = rig.follow(2);
     assert_eq!(stories[&0].tokens, free[..=first]);
@@ -449,10 +464,9 @@ fn vectors_do_not_depend_on_the_batch_the_pages_or_a_death() {
         let facts = rig.handle.facts().expect("ready");
         assert_eq!(facts.context_length, if pages == 40 { 160 } else { 256 });
         for id in 0..100 {
-            let pooling = Some(Pooling { segment: 0 });
-            rig.handle
-                .submit(EngineRequest { pooling, ..request(id, prompt(id), 0) })
-                .expect("taken");
+            let mut request = request(id, prompt(id), 0);
+            request.request.spec.pooling = Some(Pooling { segment: 0 });
+            rig.handle.submit(request).expect("taken");
         }
         rig.control.release();
         let mut ended = 0;
@@ -466,8 +480,8 @@ fn vectors_do_not_depend_on_the_batch_the_pages_or_a_death() {
             }
         }
         let stats = rig.handle.stats();
-        assert_eq!((stats.generated_tokens, stats.pages_held), (0, 0));
-        assert_eq!(stats.hand_deaths > 0, kills);
+        assert_eq!((stats.scheduler.generated_tokens, stats.scheduler.pages_held), (0, 0));
+        assert_eq!(stats.hand.deaths > 0, kills);
     }
 }
 
@@ -500,8 +514,10 @@ fn embedded(id: u64, max_tokens: u32) -> (EngineRequest, Receiver<()>, Arc<Atomi
     let (returned, back) = channel();
     let is_there = Arc::new(AtomicBool::new(true));
     let payload = Arc::new(Lent { returned, is_there: is_there.clone() });
-    let embeds = Some(Embeds { payload, offset: 64 });
-    (EngineRequest { embeds, ..request(id, vec![0; 40], max_tokens) }, back, is_there)
+    let mut request = request(id, vec![0; 40], max_tokens);
+    request.request.spec.embeds = Some(64);
+    request.payloads.push(payload);
+    (request, back, is_there)
 }
 
 #[test]
@@ -521,7 +537,7 @@ fn a_payload_is_there_for_every_replay_and_given_back_at_the_end() {
     rig.handle.submit(request).expect("room");
     let stories = rig.follow(1);
     assert_eq!(stories[&0].tokens, alone(vec![0; 40], 60));
-    assert!(rig.handle.stats().replayed >= 2);
+    assert!(rig.handle.stats().hand.replayed >= 2);
     back.recv_timeout(PATIENCE).expect("given back");
 }
 

@@ -8,10 +8,9 @@ use std::time::Duration;
 
 use forebay_engine::{
     Clock, Engine, EngineConfig, EngineHandle, EngineRequest, EngineThread, FinishReason, Hooks,
-    Namer, Orphan, Output, OutputSink, Peers, Policy, RequestError, RequestId, Route, Status,
+    Namer, Orphan, Output, OutputSink, Peers, Policy, Request, RequestError, RequestId, Status,
     SubmitError,
 };
-use forebay_protocol::SamplingParams;
 use forebay_sim::{DeviceModel, SimClock, SimConfig, SimControl, SimExecutor, SimText};
 
 const VOCAB: u32 = 1000;
@@ -91,6 +90,7 @@ impl Rig {
     ) -> Self {
         let clock = SimClock::virtual_time();
         let (executor, control) = SimExecutor::new(SimConfig {
+            tokens_a_row: 1,
             clock: clock.clone(),
             model: DeviceModel { step_us: 10_000.0, ..DeviceModel::INSTANT },
             seed: 0,
@@ -146,22 +146,8 @@ impl Rig {
 }
 
 fn request(id: u64, prompt: Vec<i32>, max_tokens: u32) -> EngineRequest {
-    EngineRequest {
-        id: RequestId(id),
-        prompt: prompt.into(),
-        generated: Vec::new(),
-        names: [].into(),
-        max_tokens,
-        pooling: None,
-        stop_ids: [].into(),
-        sampling: SamplingParams::default(),
-        priority: 0,
-        client: 0,
-        salt: 0,
-        probe: false,
-        embeds: None,
-        route: Route::default(),
-    }
+    let request = Request { id, prompt: prompt.into(), max_tokens, ..Request::default() };
+    EngineRequest { request, ..EngineRequest::default() }
 }
 
 fn failed(reason: &str) -> FinishReason {
@@ -183,7 +169,7 @@ fn however_many_requests_kill_the_hand_it_is_never_given_up() {
         }
     }
     rig.settled(|status| *status == Status::Ready);
-    assert!(rig.handle.stats().hand_deaths >= 31, "each but the first in a batch of its own");
+    assert!(rig.handle.stats().hand.deaths >= 31, "each but the first in a batch of its own");
 }
 
 #[test]
@@ -193,7 +179,7 @@ fn a_hand_that_hangs_while_it_comes_back_is_started_again() {
     rig.control.hang_starts(1);
     rig.control.kill();
     assert_eq!(rig.follow(1)[&0], (50, FinishReason::Length));
-    assert_eq!(rig.handle.stats().hand_deaths, 2);
+    assert_eq!(rig.handle.stats().hand.deaths, 2);
     assert!(rig.clock.now_us() >= 20 * SECOND, "it had its time");
 }
 
@@ -295,9 +281,11 @@ fn a_full_queue_has_room_for_other_clients_and_for_probes() {
         assert!(crowd < 1000, "nobody was refused");
     };
     assert!(matches!(refused, SubmitError::QueueFull { limit: 64, .. }), "{refused:?}");
-    let other = EngineRequest { client: 2, ..request(1000, vec![1], 2) };
+    let mut other = request(1000, vec![1], 2);
+    other.request.client = 2;
     rig.handle.submit(other).expect("one client has filled the queue, not this one");
-    let probe = EngineRequest { probe: true, ..request(1001, vec![1], 1) };
+    let mut probe = request(1001, vec![1], 1);
+    probe.request.probe = true;
     rig.handle.submit(probe).expect("there is always room for a probe");
     rig.control.release();
     let mut order = Vec::new();

@@ -2,10 +2,11 @@
 
 use anyhow::{Result, bail};
 use forebay_engine::{EngineConfig, Namer, Policy};
+use forebay_hand::HandConfig;
 use forebay_replicas::ReplicasConfig;
 use forebay_sim::Profile;
 use serde::Serialize;
-use serde_json::{Map, Value, json};
+use serde_json::json;
 
 use crate::affinity::{Affinity, threads_each};
 use crate::flags::{
@@ -87,12 +88,14 @@ pub(crate) struct Simulated {
     #[serde(flatten)]
     pub(crate) content: Profile,
     pub(crate) output_tokens: u32,
+    pub(crate) tokens_a_row: u32,
 }
 
 impl Simulated {
     /// One for each replica.
     fn resolve(flags: &SimFlags, replicas: u32) -> Result<Vec<Self>> {
         let output_tokens = flags.sim_output_tokens.unwrap_or(SIM_OUTPUT_TOKENS);
+        let tokens_a_row = flags.sim_tokens_a_row.unwrap_or(1);
         let names: Vec<&str> = match flags.sim_profile.as_slice() {
             [] => vec![SIM_PROFILE; replicas as usize],
             [one] => vec![one; replicas as usize],
@@ -101,7 +104,7 @@ impl Simulated {
         };
         let simulated = names.into_iter().map(|name| {
             let content = Profile::find(name)?;
-            Ok(Self { profile: content.name.clone(), content, output_tokens })
+            Ok(Self { profile: content.name.clone(), content, output_tokens, tokens_a_row })
         });
         simulated.collect()
     }
@@ -131,9 +134,7 @@ impl Config {
         let dp_size = flags.replicas.dp_size;
         let simulated_replicas = match flags.run.device {
             Device::Sim => Simulated::resolve(&flags.sim, dp_size)?,
-            _ if !flags.sim.sim_profile.is_empty() || flags.sim.sim_output_tokens.is_some() => {
-                bail!("--sim-profile and --sim-output-tokens are for --device sim")
-            }
+            _ if flags.sim.given() => bail!("the --sim-... flags are for --device sim"),
             Device::Cpu | Device::Deferred => Vec::new(),
         };
         let simulated = simulated_replicas.first().cloned();
@@ -262,33 +263,32 @@ impl Config {
         }
     }
 
-    /// The `config` frame of the handshake.
-    pub(crate) fn hand(&self, model: &Model) -> Map<String, Value> {
-        let fields = json!({
-            "model": {
+    /// What the hand is told.
+    pub(crate) fn hand(&self, model: &Model) -> HandConfig {
+        HandConfig {
+            model: json!({
                 "format": model.format,
                 "directory": model.directory,
                 "files": model.files,
                 "config": model.config,
                 "pooling": model.pooling,
                 "cache": model.cache,
-            },
-            "load_format": self.load_format,
-            "device": self.device,
-            "dtype": self.dtype,
-            "quantization": self.quantization,
-            "weight_cache_bytes": self.weight_cache_bytes,
-            "page_size": self.page_size,
-            "slots": self.slots,
-            "context_length": self.context_length,
-            "mem_fraction_static": self.mem_fraction_static,
-            "max_total_tokens": self.max_total_tokens,
-            "threads": self.threads,
-            "seed": self.seed,
-        });
-        match fields {
-            Value::Object(map) => map,
-            _ => Map::new(),
+            }),
+            load_format: self.load_format.to_owned(),
+            device: self.device.to_owned(),
+            dtype: self.dtype.to_owned(),
+            quantization: self.quantization.map(Quantization::name),
+            page_size: self.page_size,
+            slots: self.slots,
+            context_length: self.context_length,
+            mem_fraction_static: self.mem_fraction_static,
+            max_total_tokens: self.max_total_tokens,
+            arena_bytes: 0,
+            rank: 0,
+            world_size: 1,
+            threads: self.threads,
+            seed: self.seed,
+            weight_cache_bytes: self.weight_cache_bytes,
         }
     }
 }

@@ -242,6 +242,18 @@ pub(crate) struct SimFlags {
     /// Mean length of an answer that may end by itself; lengths are spread evenly from 1 to nearly twice this [default: 256].
     #[arg(long, value_name = "TOKENS", value_parser = clap::value_parser!(u32).range(1..=1 << 24))]
     pub(crate) sim_output_tokens: Option<u32>,
+    /// Most tokens that a step gives a request, as if the device guessed several and checked them; how many they are is drawn by a hash
+    /// [default: 1].
+    #[arg(long, value_name = "TOKENS", value_parser = clap::value_parser!(u32).range(1..=16))]
+    pub(crate) sim_tokens_a_row: Option<u32>,
+}
+
+impl SimFlags {
+    /// Whether there is any.
+    pub(crate) fn given(&self) -> bool {
+        let numbers = [self.sim_output_tokens, self.sim_tokens_a_row];
+        !self.sim_profile.is_empty() || numbers.iter().any(Option::is_some)
+    }
 }
 
 #[derive(Debug, Args)]
@@ -299,6 +311,13 @@ pub(crate) enum Quantization {
     W8A8Int8,
     /// Both with a scale every 32 positions, as the file has them.
     Gguf,
+}
+
+impl Quantization {
+    /// As on the command line.
+    pub(crate) fn name(self) -> String {
+        self.to_possible_value().map_or_else(String::new, |value| value.get_name().to_owned())
+    }
 }
 
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, ValueEnum, Serialize)]

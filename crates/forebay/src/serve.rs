@@ -245,7 +245,6 @@ fn executors(
                 args: python::arguments("forebay.worker"),
                 env: hand_environment(),
                 config: config.hand(model),
-                world_size: 1,
                 arena: arena.clone(),
                 cpus: config.cpu_affinity.hands.get(replica).cloned().unwrap_or_default(),
             })?));

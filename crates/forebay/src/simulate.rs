@@ -47,6 +47,7 @@ pub(crate) fn config(
         vocab_size: model.vocab_size,
         hidden_size: model.hidden_size(),
         text: text.with_vectors(model.pooling.as_ref().map_or(1, |pooling| pooling.size)),
+        tokens_a_row: simulated.tokens_a_row,
         device: format!("simulated {}", profile.device),
     })
 }

@@ -89,7 +89,8 @@ pub(crate) async fn step_log(engine: Replicas, interval: Duration) {
         let now: Vec<Stats> = stats().collect();
         let seconds = since.elapsed().as_secs_f64();
         for (replica, (last, now)) in last.iter().zip(&now).enumerate() {
-            if now.steps == last.steps && now.running + now.waiting == 0 {
+            let (is, was) = (&now.scheduler, &last.scheduler);
+            if is.steps == was.steps && is.running + is.waiting == 0 {
                 continue;
             }
             let line = step_line(last, now, seconds);
@@ -105,9 +106,10 @@ pub(crate) async fn step_log(engine: Replicas, interval: Duration) {
 fn step_line(last: &Stats, now: &Stats, seconds: f64) -> String {
     let share =
         |part: u64, whole: u64| if whole == 0 { 0.0 } else { 100.0 * part as f64 / whole as f64 };
+    let device = now.hand.device_us - last.hand.device_us;
+    let idle = now.hand.idle_us - last.hand.idle_us;
+    let (last, now) = (&last.scheduler, &now.scheduler);
     let pages = now.pages_held + now.pages_cached + now.pages_free;
-    let device = now.device_us - last.device_us;
-    let idle = now.idle_us - last.idle_us;
     format!(
         "Running: {} reqs, Waiting: {} reqs, KV cache usage: {:.1}%, Prefix cache hit rate: {:.1}%, \
          Avg prompt throughput: {:.1} tokens/s, Avg generation throughput: {:.1} tokens/s, \
@@ -126,27 +128,23 @@ fn step_line(last: &Stats, now: &Stats, seconds: f64) -> String {
 
 #[cfg(test)]
 mod tests {
+    use forebay_engine::HandStats;
+
     use super::*;
 
     #[test]
     fn the_line_reports_the_interval_and_not_the_whole_life() {
-        let last = Stats {
-            generated_tokens: 1000,
-            steps: 10,
-            idle_us: 50,
-            device_us: 50,
-            ..Stats::default()
-        };
-        let now = Stats {
-            generated_tokens: 1500,
-            steps: 30,
-            running: 3,
-            pages_held: 1,
-            pages_free: 3,
-            device_us: 950,
-            idle_us: 150,
-            ..last
-        };
+        let mut last = Stats::default();
+        last.scheduler.generated_tokens = 1000;
+        last.scheduler.steps = 10;
+        last.hand = HandStats { idle_us: 50, device_us: 50, ..HandStats::default() };
+        let mut now = last;
+        now.scheduler.generated_tokens = 1500;
+        now.scheduler.steps = 30;
+        now.scheduler.running = 3;
+        now.scheduler.pages_held = 1;
+        now.scheduler.pages_free = 3;
+        now.hand = HandStats { idle_us: 150, device_us: 950, ..now.hand };
         let line = step_line(&last, &now, 5.0);
         for part in [
             "Running: 3 reqs",

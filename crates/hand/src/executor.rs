@@ -7,11 +7,12 @@ use std::process::Command;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use forebay_engine::{Executor, HandFacts, Payload, Signal, Wake};
-use forebay_protocol::{Dtype, Frame, FrameError, Kind, StepPlan, StepResult, encode_json};
+use forebay_engine::{Executor, Payload, Signal, Wake};
+use forebay_protocol::{
+    Fatal, Frame, FrameError, HandConfig, Hello, Kind, Message, Progress, Ready, StepPlan,
+    StepResult, encode_json,
+};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use serde::Deserialize;
-use serde_json::{Map, Value, json};
 use tracing::debug;
 
 use crate::arena::{Arena, Region};
@@ -31,10 +32,8 @@ pub struct HandSpec {
     pub args: Vec<OsString>,
     /// Variables set on top of the brain's own environment.
     pub env: Vec<(OsString, OsString)>,
-    /// The `config` frame (docs/protocol.md) but for `rank`, `world_size` and `arena_bytes`, which are added here.
-    pub config: Map<String, Value>,
-    /// Number of ranks.
-    pub world_size: u32,
+    /// What each rank is told; `rank` and `arena_bytes` are set here.
+    pub config: HandConfig,
     /// What is too big for the socket goes through here.
     pub arena: Arena,
     /// Processors that the ranks may run on, by number; none: any.
@@ -46,8 +45,8 @@ struct Rank {
     reader: FrameReader,
     writer: FrameWriter,
     /// Facts, once it is ready.
-    facts: Option<HandFacts>,
-    /// Results that wait for the other ranks' (rank 0's are kept, the others' only counted).
+    facts: Option<Ready>,
+    /// Results that wait for the other ranks'.
     results: VecDeque<StepResult>,
     last_words: Option<String>,
 }
@@ -61,30 +60,6 @@ pub struct HandExecutor {
     /// Arena regions of the plans in flight, oldest first.
     regions: VecDeque<Vec<Region>>,
     buffer: Vec<u8>,
-}
-
-#[derive(Deserialize)]
-struct Ready {
-    page_count: u32,
-    vocab_size: u32,
-    hidden_size: u32,
-    dtype: String,
-    weight_bytes: u64,
-    kv_bytes: u64,
-    device: String,
-    load_seconds: f64,
-}
-
-#[derive(Deserialize)]
-struct Progress {
-    stage: String,
-    done: u64,
-    total: u64,
-}
-
-#[derive(Deserialize)]
-struct Fatal {
-    error: String,
 }
 
 impl HandExecutor {
@@ -117,11 +92,8 @@ impl HandExecutor {
     }
 
     fn config_frame(&self, rank: usize) -> Result<Vec<u8>, FrameError> {
-        let mut config = self.spec.config.clone();
-        config.insert("rank".into(), json!(rank));
-        config.insert("world_size".into(), json!(self.spec.world_size));
-        config.insert("arena_bytes".into(), json!(self.spec.arena.bytes()));
-        encode_json(Kind::Config, &Value::Object(config).to_string())
+        let arena_bytes = self.spec.arena.bytes() as u64;
+        HandConfig { rank: rank as u32, arena_bytes, ..self.spec.config.clone() }.encode()
     }
 
     /// Ends the whole group; `why` names the rank whose end caused it.
@@ -137,7 +109,7 @@ impl HandExecutor {
                 });
             }
         }
-        if self.spec.world_size > 1 {
+        if self.spec.config.world_size > 1 {
             reason = format!("rank {rank}: {reason}");
         }
         self.regions.clear();
@@ -163,6 +135,8 @@ impl HandExecutor {
     fn take_frame(&mut self, index: usize, frame: &Frame) -> Result<(), StreamError> {
         match frame.header().kind {
             Kind::Hello => {
+                let Hello { pid } = Hello::decode(frame)?;
+                debug!(rank = index, pid, "a hand has connected");
                 let config = self.config_frame(index)?;
                 let rank = &mut self.ranks[index];
                 rank.writer.send(&mut rank.process.socket, &config)?;
@@ -170,32 +144,21 @@ impl HandExecutor {
                 self.signals.push_back(Signal::Progress("handshake".into()));
             }
             Kind::Progress => {
-                let progress: Progress = parse(frame)?;
-                let Progress { stage, done, total } = progress;
+                let Progress { stage, done, total } = Progress::decode(frame)?;
                 self.signals.push_back(Signal::Progress(format!("{stage} {done}/{total}")));
             }
             Kind::Ready => {
-                let ready: Ready = parse(frame)?;
-                self.ranks[index].facts = Some(HandFacts {
-                    page_count: ready.page_count,
-                    vocab_size: ready.vocab_size,
-                    hidden_size: ready.hidden_size,
-                    dtype: Dtype::named(&ready.dtype).ok_or(FrameError::Malformed("dtype"))?,
-                    weight_bytes: ready.weight_bytes,
-                    kv_bytes: ready.kv_bytes,
-                    device: ready.device,
-                    load_seconds: ready.load_seconds,
-                });
+                self.ranks[index].facts = Some(Ready::decode(frame)?);
                 self.group_ready();
             }
             Kind::Result => {
                 self.ranks[index].results.push_back(StepResult::decode(frame)?);
                 if self.ranks.iter().all(|rank| !rank.results.is_empty()) {
-                    self.step_done();
+                    self.step_done(index)?;
                 }
             }
             Kind::Fatal => {
-                let Fatal { error } = parse(frame)?;
+                let Fatal { error, .. } = Fatal::decode(frame)?;
                 self.ranks[index].last_words = Some(error);
             }
             Kind::Config | Kind::Plan | Kind::Shutdown => {
@@ -212,23 +175,28 @@ impl HandExecutor {
             Some(if b.page_count < a.page_count { b } else { a })
         });
         let Some(Some(facts)) = smallest else { return };
+        let facts = facts.clone();
         // A respawned hand must offer exactly the pages that the scheduler was built on, whatever memory is free by then.
-        if let Some(page_size) = self.spec.config.get("page_size").and_then(Value::as_u64) {
-            let tokens = u64::from(facts.page_count) * page_size;
-            let facts = facts.clone();
-            self.spec.config.insert("max_total_tokens".into(), json!(tokens));
-            self.signals.push_back(Signal::Ready(facts));
-        }
+        let config = &mut self.spec.config;
+        config.max_total_tokens = Some(u64::from(facts.page_count) * u64::from(config.page_size));
+        self.signals.push_back(Signal::Ready(facts));
     }
 
-    fn step_done(&mut self) {
+    /// Reports a step that all ranks have answered. They compute the same, so that another answer from one means that their states
+    /// differ; rank `index` gave the last one.
+    fn step_done(&mut self, index: usize) -> Result<(), StreamError> {
         self.regions.pop_front();
-        let mut results = self.ranks.iter_mut().map(|rank| rank.results.pop_front());
-        let first = results.next().flatten();
-        results.for_each(drop);
-        if let Some(result) = first {
-            self.signals.push_back(Signal::Result(result));
+        let mut results = self.ranks.iter_mut().filter_map(|rank| rank.results.pop_front());
+        let Some(first) = results.next() else { return Ok(()) };
+        let same = |other: StepResult| {
+            (other.step, other.tokens, other.row_errors)
+                == (first.step, first.tokens.clone(), first.row_errors.clone())
+        };
+        if !results.all(same) {
+            return Err(StreamError::Disagreement { rank: index, step: first.step });
         }
+        self.signals.push_back(Signal::Result(first));
+        Ok(())
     }
 
     /// Waits for the sockets and the waker and serves what is ready.
@@ -263,16 +231,11 @@ impl HandExecutor {
     }
 }
 
-fn parse<T: for<'a> Deserialize<'a>>(frame: &Frame) -> Result<T, StreamError> {
-    let malformed = |_| FrameError::Malformed("JSON").into();
-    serde_json::from_str(frame.json()?).map_err(malformed)
-}
-
 impl Executor for HandExecutor {
     fn start(&mut self) {
         debug_assert!(self.ranks.is_empty(), "the last group is still there");
         self.signals.clear();
-        for _ in 0..self.spec.world_size {
+        for _ in 0..self.spec.config.world_size {
             match self.spawn_rank() {
                 Ok(rank) => self.ranks.push(rank),
                 Err(error) => {
@@ -286,16 +249,16 @@ impl Executor for HandExecutor {
         debug!(ranks = self.ranks.len(), "hand spawned");
     }
 
-    fn submit(&mut self, plan: &mut StepPlan) {
+    fn submit(&mut self, plan: &StepPlan) {
         let mut regions = Vec::new();
-        plan.spill_tokens(SPILL_TOKENS, |tokens| {
+        let encoded = plan.encode_spilling(&mut self.buffer, SPILL_TOKENS, |tokens| {
             let region = self.spec.arena.place(bytemuck::cast_slice(tokens))?;
             let offset = region.offset();
             regions.push(region);
             Some(offset)
         });
         self.regions.push_back(regions);
-        if let Err(error) = plan.encode(&mut self.buffer) {
+        if let Err(error) = encoded {
             // The scheduler bounds the words of a step, so this is a fault of the brain. No plan may go missing.
             self.stop();
             self.signals.push_back(Signal::Died(format!("the plan cannot be sent: {error}")));
@@ -303,7 +266,7 @@ impl Executor for HandExecutor {
         }
         for index in 0..self.ranks.len() {
             let rank = &mut self.ranks[index];
-            // Anything else than a closed or broken socket would be kept for later; the next wait reads last words and reports it.
+            // It fails only if the socket is closed or broken: the next wait reads last words, and reports it.
             if rank.writer.send(&mut rank.process.socket, &self.buffer).is_err() {
                 debug!(rank = index, "the plan could not be sent");
             }

@@ -15,6 +15,14 @@ pub(crate) enum StreamError {
     /// The socket failed.
     #[error("socket: {0}")]
     Io(#[from] std::io::Error),
+    /// Ranks that compute the same gave different results.
+    #[error("step {step}: its result differs from another rank's")]
+    Disagreement {
+        /// Who gave the last one.
+        rank: usize,
+        /// The step.
+        step: u64,
+    },
     /// The peer wrote something else.
     #[error(transparent)]
     Frame(#[from] FrameError),
@@ -137,7 +145,7 @@ fn write_some(socket: &mut UnixStream, bytes: &[u8]) -> Result<usize, StreamErro
 
 #[cfg(test)]
 mod tests {
-    use forebay_protocol::{Row, StepPlan};
+    use forebay_protocol::{Row, StepPlan, Want};
 
     use super::*;
 
@@ -151,7 +159,7 @@ mod tests {
         for step in 1..4 {
             plan.begin(step);
             for slot in 0..step as u32 {
-                plan.push_row(Row { slot, start: 3, length: 1, sample: true, pool: false });
+                plan.push_row(Row { slot, start: 3, length: 1, want: Want::TOKEN });
             }
             let mut one = Vec::new();
             plan.encode(&mut one).expect("within the limit");

@@ -16,5 +16,6 @@ mod waker;
 
 pub use arena::{Arena, MAX_ARENA_BYTES, Region};
 pub use executor::{HandExecutor, HandSpec};
+pub use forebay_protocol::HandConfig;
 pub use process::without_keys;
 pub use slice::take_short_turns;

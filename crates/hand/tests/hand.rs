@@ -3,24 +3,19 @@
 use std::path::Path;
 use std::time::Duration;
 
-use forebay_engine::{Executor, HandFacts, Payloads, Signal};
-use forebay_hand::{Arena, HandExecutor, HandSpec};
-use forebay_protocol::{NewSlot, Row, SamplingParams, StepPlan, StepResult};
-use serde_json::{Map, Value, json};
+use forebay_engine::{Executor, Payloads, Ready, Signal};
+use forebay_hand::{Arena, HandConfig, HandExecutor, HandSpec};
+use forebay_protocol::{NewSlot, Row, SlotSpec, StepPlan, StepResult, Want};
 
 const MINUTE_US: u64 = 60_000_000;
 
 fn spec(behaviour: &str) -> HandSpec {
     let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fake_hand.py");
-    let mut config = Map::new();
-    config.insert("behaviour".into(), json!(behaviour));
-    config.insert("page_size".into(), json!(16));
     HandSpec {
         program: "python3".into(),
         args: vec![script.into()],
-        env: Vec::new(),
-        config,
-        world_size: 1,
+        env: vec![("FAKE_BEHAVIOUR".into(), behaviour.into())],
+        config: HandConfig { page_size: 16, world_size: 1, ..HandConfig::default() },
         arena: Arena::new(1 << 20).expect("arena"),
         cpus: Vec::new(),
     }
@@ -37,7 +32,7 @@ fn next(executor: &mut HandExecutor) -> Signal {
     }
 }
 
-fn ready(executor: &mut HandExecutor) -> HandFacts {
+fn ready(executor: &mut HandExecutor) -> Ready {
     executor.start();
     loop {
         match next(executor) {
@@ -61,18 +56,9 @@ fn death(executor: &mut HandExecutor) -> String {
 fn plan(step: u64, tokens: &[i32]) -> StepPlan {
     let mut plan = StepPlan::default();
     plan.begin(step);
-    let params = SamplingParams::default();
     let prompt_len = tokens.len() as u32;
-    plan.write_slot(&NewSlot {
-        slot: 0,
-        tokens,
-        prompt_len,
-        params: &params,
-        stop_ids: &[],
-        segment: 0,
-        embeds: None,
-    });
-    plan.push_row(Row { slot: 0, start: 0, length: prompt_len, sample: true, pool: false });
+    plan.write_slot(&NewSlot { slot: 0, tokens, prompt_len, spec: &SlotSpec::default() });
+    plan.push_row(Row { slot: 0, start: 0, length: prompt_len, want: Want::TOKEN });
     plan
 }
 
@@ -88,12 +74,12 @@ fn plans_go_out_two_deep_and_results_come_back_in_order() {
     let mut executor = executor(spec("good"));
     let facts = ready(&mut executor);
     assert_eq!((facts.page_count, facts.vocab_size, facts.device.as_str()), (100, 9, "fake"));
-    executor.submit(&mut plan(1, &[5; 3]));
-    executor.submit(&mut plan(2, &[6; 5]));
+    executor.submit(&plan(1, &[5; 3]));
+    executor.submit(&plan(2, &[6; 5]));
     for step in 1..=20 {
         let result = result(&mut executor);
         assert_eq!((result.step, result.device_us, result.gap_us), (step, 11, 22));
-        executor.submit(&mut plan(step + 2, &[7; 2]));
+        executor.submit(&plan(step + 2, &[7; 2]));
     }
 }
 
@@ -103,7 +89,7 @@ fn long_prompts_travel_through_the_arena() {
     ready(&mut executor);
     // Many times the arena's size in all: its regions must come back.
     for step in 1..=40 {
-        executor.submit(&mut plan(step, &[step as i32; 100_000]));
+        executor.submit(&plan(step, &[step as i32; 100_000]));
         assert_eq!(result(&mut executor).tokens, [step as i32]);
     }
 }
@@ -116,7 +102,7 @@ fn what_requests_have_in_the_arena_outlives_the_hand() {
     ready(&mut executor);
     let held = arena.reserve(1000).expect("room");
     held.write(0, &[7; 1000]).expect("memory");
-    executor.submit(&mut plan(1, &[5; 3000]));
+    executor.submit(&plan(1, &[5; 3000]));
     assert!(arena.reserve((1 << 20) - 4096).is_none(), "the plan's tokens are there too");
     death(&mut executor);
     assert!(arena.reserve(1 << 20).is_none(), "the request's bytes stay");
@@ -149,7 +135,7 @@ fn last_words_are_the_reason() {
 fn an_exit_status_is_the_reason_when_nothing_was_said() {
     let mut executor = executor(spec("crash"));
     ready(&mut executor);
-    executor.submit(&mut plan(1, &[1]));
+    executor.submit(&plan(1, &[1]));
     assert_eq!(death(&mut executor), "exit status 7");
     let facts = ready(&mut executor);
     assert_eq!(facts.page_count, 100, "a respawned hand offers the same pages");
@@ -166,9 +152,34 @@ fn another_version_and_garbage_are_refused() {
 
     let mut garbage = executor(spec("garbage"));
     ready(&mut garbage);
-    garbage.submit(&mut plan(1, &[1]));
+    garbage.submit(&plan(1, &[1]));
     let reason = death(&mut garbage);
     assert!(reason.contains("not a Forebay frame"), "{reason}");
+}
+
+#[test]
+fn a_fact_that_is_missing_is_named() {
+    let mut executor = executor(spec("no page count"));
+    executor.start();
+    let reason = death(&mut executor);
+    assert!(reason.contains("Ready frame: missing field `page_count`"), "{reason}");
+}
+
+#[test]
+fn ranks_that_disagree_end_the_group() {
+    for (behaviour, same) in [("good", true), ("own token", false)] {
+        let mut spec = spec(behaviour);
+        spec.config.world_size = 2;
+        let mut executor = executor(spec);
+        ready(&mut executor);
+        executor.submit(&plan(1, &[5; 3]));
+        if same {
+            assert_eq!(result(&mut executor).step, 1);
+            continue;
+        }
+        let reason = death(&mut executor);
+        assert!(reason.contains("step 1: its result differs from another rank's"), "{reason}");
+    }
 }
 
 #[test]
@@ -183,7 +194,7 @@ fn a_missing_interpreter_is_said_plainly() {
 fn the_whole_process_group_goes() {
     let file = std::env::temp_dir().join(format!("forebay-hand-{}", std::process::id()));
     let mut spec = spec("child");
-    spec.config.insert("pid_file".into(), Value::String(file.display().to_string()));
+    spec.env.push(("FAKE_PID_FILE".into(), file.clone().into()));
     let mut executor = executor(spec);
     ready(&mut executor);
     let grandchild = std::fs::read_to_string(&file).expect("pid");

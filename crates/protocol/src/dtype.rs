@@ -1,7 +1,10 @@
 //! The types that a model computes in.
 
+use serde::{Deserialize, Serialize};
+
 /// Type of a model's activations, and of the embeddings that it is given.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
 pub enum Dtype {
     /// IEEE single precision.
     Float32,

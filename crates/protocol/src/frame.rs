@@ -1,16 +1,19 @@
-//! The frame: a fixed header, a table of column lengths, and columns of 32-bit words.
+//! The frame: a fixed header, a table of columns by id, and the columns, made of 32-bit words.
 
 use bytemuck::cast_slice;
 use thiserror::Error;
 
 /// Version of the protocol that this crate speaks.
-pub const VERSION: u16 = 3;
+pub const VERSION: u16 = 4;
 /// Bytes of the fixed header.
 pub const HEADER_BYTES: usize = 24;
 /// Most words a frame may hold after its header (256 MiB). Readers refuse more, so writers make no larger frame.
 pub const MAX_WORDS: u32 = 1 << 26;
 /// Bytes that an encoded frame's buffer keeps for the next one, whatever the largest frame was.
 const KEPT_BYTES: usize = 1 << 20;
+
+/// Words of an entry of the table of columns: id and length.
+pub(crate) const ENTRY_WORDS: usize = 2;
 
 const MAGIC: [u8; 4] = *b"FBAY";
 
@@ -77,6 +80,17 @@ pub enum FrameError {
     /// The lengths do not add up, or a column has not the length that its meaning asks for.
     #[error("malformed frame: {0}")]
     Malformed(&'static str),
+    /// A column that a frame of this kind does not have.
+    #[error("malformed frame: unknown column {0}")]
+    Column(u32),
+    /// The text of a JSON frame is not what its kind asks for.
+    #[error("{kind:?} frame: {reason}")]
+    Message {
+        /// What the frame is.
+        kind: Kind,
+        /// What is wrong, with the field's name.
+        reason: String,
+    },
 }
 
 /// A decoded frame header.
@@ -115,7 +129,7 @@ impl Header {
         if words > MAX_WORDS {
             return Err(FrameError::TooLarge(words.into()));
         }
-        if columns > words {
+        if columns > words / ENTRY_WORDS as u32 {
             return Err(FrameError::Malformed("more columns than words"));
         }
         Ok(Self { kind, step, columns, words })
@@ -133,15 +147,20 @@ impl Frame {
     /// Takes the words that followed `header`.
     ///
     /// # Errors
-    /// The column lengths do not add up to the number of words.
+    /// The column lengths do not add up to the number of words, or ids do not ascend.
     pub fn new(header: Header, words: Vec<i32>) -> Result<Self, FrameError> {
-        let columns = header.columns as usize;
-        if words.len() != header.words as usize || columns > words.len() {
+        let table = ENTRY_WORDS * header.columns as usize;
+        if words.len() != header.words as usize || table > words.len() {
             return Err(FrameError::Malformed("word count"));
         }
-        let mut sum = columns as u64;
-        for &length in &words[..columns] {
-            sum += u64::from(length.cast_unsigned());
+        let (mut sum, mut last) = (table as u64, 0);
+        for entry in words[..table].chunks_exact(ENTRY_WORDS) {
+            let id = entry[0].cast_unsigned();
+            if id <= last {
+                return Err(FrameError::Malformed("order of columns"));
+            }
+            last = id;
+            sum += u64::from(entry[1].cast_unsigned());
         }
         if sum != words.len() as u64 {
             return Err(FrameError::Malformed("column lengths"));
@@ -155,28 +174,24 @@ impl Frame {
         &self.header
     }
 
-    /// The columns in order, each a slice of words.
-    pub fn columns(&self) -> impl Iterator<Item = &[i32]> {
-        let count = self.header.columns as usize;
-        let mut rest = &self.words[count..];
-        self.words[..count].iter().map(move |&length| {
-            let (column, tail) = rest.split_at(length.cast_unsigned() as usize);
+    /// The columns with their ids, in ascending order.
+    pub fn columns(&self) -> impl Iterator<Item = (u32, &[i32])> {
+        let (table, mut rest) = self.words.split_at(ENTRY_WORDS * self.header.columns as usize);
+        table.chunks_exact(ENTRY_WORDS).map(move |entry| {
+            let (column, tail) = rest.split_at(entry[1].cast_unsigned() as usize);
             rest = tail;
-            column
+            (entry[0].cast_unsigned(), column)
         })
     }
 
-    /// The columns of a frame that must have exactly `N`.
+    /// The columns 1 to `N`, those that are absent empty.
     ///
     /// # Errors
-    /// Another number of columns.
-    pub fn exactly<const N: usize>(&self) -> Result<[&[i32]; N], FrameError> {
-        if self.header.columns as usize != N {
-            return Err(FrameError::Malformed("number of columns"));
-        }
+    /// A column beyond them.
+    pub fn known<const N: usize>(&self) -> Result<[&[i32]; N], FrameError> {
         let mut columns = [&[] as &[i32]; N];
-        for (place, column) in columns.iter_mut().zip(self.columns()) {
-            *place = column;
+        for (id, column) in self.columns() {
+            *columns.get_mut(id as usize - 1).ok_or(FrameError::Column(id))? = column;
         }
         Ok(columns)
     }
@@ -184,15 +199,16 @@ impl Frame {
     /// The text of a JSON frame.
     ///
     /// # Errors
-    /// Not one column, or not UTF-8.
+    /// Another column, or not UTF-8.
     pub fn json(&self) -> Result<&str, FrameError> {
-        let [column] = self.exactly::<1>()?;
+        let [column] = self.known::<1>()?;
         let bytes: &[u8] = cast_slice(column);
         std::str::from_utf8(bytes).map(str::trim_end).map_err(|_| FrameError::Malformed("UTF-8"))
     }
 }
 
-/// Writes a frame of word columns to `out`, replacing what it holds. A buffer that grew for one large frame shrinks again.
+/// Writes a frame of word columns to `out`, replacing what it holds; empty columns are left out. Column number `n` of `columns` has
+/// id `n + 1`. A buffer that grew for one large frame shrinks again.
 ///
 /// # Errors
 /// The frame would be larger than a reader takes. `out` is empty then.
@@ -202,7 +218,9 @@ pub(crate) fn encode(
     columns: &[&[i32]],
     out: &mut Vec<u8>,
 ) -> Result<(), FrameError> {
-    let words = columns.len() + columns.iter().map(|c| c.len()).sum::<usize>();
+    let there = || (1_u32..).zip(columns).filter(|(_, column)| !column.is_empty());
+    let count = there().count();
+    let words = ENTRY_WORDS * count + columns.iter().map(|c| c.len()).sum::<usize>();
     out.clear();
     if words > MAX_WORDS as usize {
         return Err(FrameError::TooLarge(words as u64));
@@ -216,9 +234,10 @@ pub(crate) fn encode(
     out.extend_from_slice(&VERSION.to_le_bytes());
     out.extend_from_slice(&(kind as u16).to_le_bytes());
     out.extend_from_slice(&step.to_le_bytes());
-    out.extend_from_slice(&(columns.len() as u32).to_le_bytes());
+    out.extend_from_slice(&(count as u32).to_le_bytes());
     out.extend_from_slice(&(words as u32).to_le_bytes());
-    for column in columns {
+    for (id, column) in there() {
+        out.extend_from_slice(&id.to_le_bytes());
         out.extend_from_slice(&(column.len() as u32).to_le_bytes());
     }
     for column in columns {
@@ -233,10 +252,6 @@ pub(crate) fn encode(
 /// The text is longer than a frame may be.
 pub fn encode_json(kind: Kind, text: &str) -> Result<Vec<u8>, FrameError> {
     let mut out = Vec::new();
-    if text.is_empty() {
-        encode(kind, 0, &[], &mut out)?;
-        return Ok(out);
-    }
     let mut words = vec![i32::from_le_bytes(*b"    "); text.len().div_ceil(4)];
     bytemuck::cast_slice_mut::<i32, u8>(&mut words)[..text.len()].copy_from_slice(text.as_bytes());
     encode(kind, 0, &[&words], &mut out)?;
@@ -289,12 +304,20 @@ mod tests {
     }
 
     #[test]
-    fn column_lengths_must_add_up() {
-        let header = Header { kind: Kind::Plan, step: 1, columns: 2, words: 5 };
-        assert!(Frame::new(header, vec![1, 2, 0, 0, 0]).is_ok());
-        assert!(Frame::new(header, vec![1, 1, 0, 0, 0]).is_err());
-        assert!(Frame::new(header, vec![-1, 2, 0, 0, 0]).is_err());
-        assert!(Frame::new(header, vec![1, 2, 0, 0]).is_err());
+    fn column_lengths_must_add_up_and_ids_ascend() {
+        let header = Header { kind: Kind::Plan, step: 1, columns: 2, words: 7 };
+        let frame = |table: [i32; 4]| Frame::new(header, [&table[..], &[7, 8, 9]].concat());
+        let good = frame([1, 1, 9, 2]).expect("a frame");
+        assert_eq!(good.columns().collect::<Vec<_>>(), [(1, &[7][..]), (9, &[8, 9][..])]);
+        assert_eq!(good.known::<8>(), Err(FrameError::Column(9)));
+        assert_eq!(good.known::<9>().expect("nine")[8], [8, 9]);
+        let lengths = Err(FrameError::Malformed("column lengths"));
+        assert_eq!(frame([1, 1, 2, 1]), lengths);
+        assert_eq!(frame([1, -1, 2, 2]), lengths);
+        let order = Err(FrameError::Malformed("order of columns"));
+        assert_eq!(frame([2, 1, 2, 2]), order);
+        assert_eq!(frame([0, 1, 2, 2]), order);
+        assert!(Frame::new(header, vec![1, 1, 2, 2, 0, 0]).is_err());
     }
 
     #[test]
@@ -304,9 +327,9 @@ mod tests {
         let column = vec![0; (MAX_WORDS / 8) as usize];
         let frame = |columns: &[&[i32]], out: &mut Vec<u8>| encode(Kind::Plan, 1, columns, out);
         let refused = frame(&[&column[..]; 8], &mut out);
-        assert_eq!(refused, Err(FrameError::TooLarge(u64::from(MAX_WORDS) + 8)));
+        assert_eq!(refused, Err(FrameError::TooLarge(u64::from(MAX_WORDS) + 16)));
         assert_eq!((out.len(), out.capacity()), (0, 0));
-        let last = column.len() - 8;
+        let last = column.len() - 16;
         let mut columns = [&column[..]; 8];
         columns[7] = &column[..last];
         assert_eq!(frame(&columns, &mut out), Ok(()));

@@ -5,16 +5,17 @@
 
 mod dtype;
 mod frame;
+mod handshake;
 mod plan;
 mod result;
+mod slot;
 
 pub use dtype::Dtype;
 pub use frame::{Frame, FrameError, HEADER_BYTES, Header, Kind, MAX_WORDS, VERSION, encode_json};
-pub use plan::{
-    NewSlot, PAGE_WRITE_WORDS, PlanColumn, Pooling, ROW_WORDS, Row, SamplingParams, SlotWrite,
-    StepPlan,
-};
-pub use result::{ROW_NOT_FINITE, ROW_OK, ResultColumn, SampledLogprobs, StepResult};
+pub use handshake::{Fatal, HandConfig, Hello, Message, Progress, Ready};
+pub use plan::{PAGE_WRITE_WORDS, ROW_WORDS, Row, StepPlan, Want};
+pub use result::{ROW_NOT_FINITE, ROW_OK, SampledLogprobs, StepResult};
+pub use slot::{NewSlot, Pooling, SamplingParams, SlotSpec, SlotWrite};
 
 #[cfg(target_endian = "big")]
 compile_error!("the step protocol reads little-endian columns in place");

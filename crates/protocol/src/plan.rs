@@ -1,157 +1,86 @@
 //! The step plan: what the hand has to write and compute in one step.
 
-use std::sync::Arc;
+use std::borrow::Cow;
 
-use crate::frame::{Frame, FrameError, Kind, as_words, encode, floats};
+use crate::frame::{ENTRY_WORDS, Frame, FrameError, Kind, as_words, encode, floats};
+use crate::slot::{NewSlot, PAIR_WORDS, SLOT_FLOATS, SlotRecord, SlotWrite};
 
-/// Columns of a plan.
-const COLUMNS: usize = 8;
+/// Columns of a plan: the ids 1 to this, in the order of the fields of [`StepPlan`].
+const COLUMNS: usize = 13;
 /// Words that an emptied column keeps, whatever it has held.
 const KEPT_WORDS: usize = 1 << 18;
 /// Words of a page-table write.
 pub const PAGE_WRITE_WORDS: usize = 3;
-/// Words of a row.
-pub const ROW_WORDS: usize = 4;
-/// Words of a new slot's record in the `slots` column.
-const SLOT_WORDS: usize = 13;
-/// Words of a new slot's record in the `slot_floats` column.
-const SLOT_FLOATS: usize = 6;
-/// Word of `arena_offset` in a slot record.
-const ARENA_WORD: usize = 10;
-/// Word of `segment` in a slot record.
-const SEGMENT_WORD: usize = 11;
-/// Word of `embeds_offset` in a slot record.
-const EMBEDS_WORD: usize = 12;
+/// Most words of a row: its record, and how many tokens it may give.
+pub const ROW_WORDS: usize = ROW_RECORD_WORDS + 1;
+/// Words of a record of the `rows` column.
+const ROW_RECORD_WORDS: usize = 4;
 /// Row flag: sample the last position.
 const FLAG_SAMPLE: i32 = 1;
 /// Row flag: pool the slot's states.
 const FLAG_POOL: i32 = 2;
 
-/// Index of a column in a plan frame.
+/// What a row is computed for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum PlanColumn {
-    /// Slot records.
-    Slots = 0,
-    /// Sampling parameters that are floats.
-    SlotFloats = 1,
-    /// Tokens of the new slots.
-    Tokens = 2,
-    /// Ids that `min_total` suppresses.
-    StopIds = 3,
-    /// Ids of logit biases.
-    BiasIds = 4,
-    /// Values of logit biases.
-    BiasValues = 5,
-    /// Page-table writes.
-    PageWrites = 6,
-    /// Rows to compute.
-    Rows = 7,
+pub enum Want {
+    /// Keys and values only: more of the prompt follows.
+    Nothing,
+    /// One token at least for the positions after the row, and so many at most. The hand has computed the positions of all but the last.
+    Tokens(u32),
+    /// One vector of the slot's positions, of which the row's are the last.
+    Vector,
 }
 
-/// How a slot's tokens are sampled. Part of the device's slot table: replaced as a whole when a slot is written.
-#[derive(Debug, Clone, PartialEq)]
-pub struct SamplingParams {
-    /// 0 is greedy.
-    pub temperature: f32,
-    /// Nucleus mass, 1 is off.
-    pub top_p: f32,
-    /// Number of candidates, 0 is off.
-    pub top_k: i32,
-    /// Share of the largest probability below which tokens are dropped, 0 is off.
-    pub min_p: f32,
-    /// Divides positive and multiplies negative logits of seen tokens, 1 is off (Keskar et al. 2019).
-    pub repetition_penalty: f32,
-    /// Subtracted once from the logit of each generated token.
-    pub presence_penalty: f32,
-    /// Subtracted per occurrence from the logit of each generated token.
-    pub frequency_penalty: f32,
-    /// With the position, the only source of randomness.
-    pub seed: u64,
-    /// Generated tokens before a stop id may be sampled.
-    pub min_tokens: u32,
-    /// `None`: no log-probabilities; `Some(n)`: of the sampled token and the `n` most likely.
-    pub logprobs: Option<u8>,
-    /// Added to the logits, by token id. The choices of a client's request share it.
-    pub logit_bias: Arc<[(i32, f32)]>,
-}
+impl Want {
+    /// The next token.
+    pub const TOKEN: Self = Self::Tokens(1);
 
-impl Default for SamplingParams {
-    fn default() -> Self {
-        Self {
-            temperature: 1.0,
-            top_p: 1.0,
-            top_k: 0,
-            min_p: 0.0,
-            repetition_penalty: 1.0,
-            presence_penalty: 0.0,
-            frequency_penalty: 0.0,
-            seed: 0,
-            min_tokens: 0,
-            logprobs: None,
-            logit_bias: Arc::default(),
+    /// Whether tokens are sampled.
+    #[must_use]
+    pub fn samples(self) -> bool {
+        matches!(self, Self::Tokens(_))
+    }
+
+    fn flags(self) -> i32 {
+        match self {
+            Self::Nothing => 0,
+            Self::Tokens(_) => FLAG_SAMPLE,
+            Self::Vector => FLAG_POOL,
         }
     }
 }
 
-/// How a prompt that is to become a vector is read, in place of sampling parameters.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct Pooling {
-    /// Where the second text of a pair begins; 0: the prompt is one text.
-    pub segment: u32,
-}
-
-/// A slot to overwrite: its tokens and how it samples.
-#[derive(Debug, Clone, Copy)]
-pub struct NewSlot<'a> {
-    /// Row of the device tables.
-    pub slot: u32,
-    /// Prompt and, for a replayed or preempted request, what was generated so far.
-    pub tokens: &'a [i32],
-    /// How many of `tokens` are the prompt.
-    pub prompt_len: u32,
-    /// Sampling parameters.
-    pub params: &'a SamplingParams,
-    /// End-of-sequence and stop ids, suppressed while fewer than `min_tokens` are generated.
-    pub stop_ids: &'a [i32],
-    /// Where the second text of a pair begins; 0: the prompt is one text.
-    pub segment: u32,
-    /// Byte offset in the arena of the prompt's embeddings, which stand for its tokens' own.
-    pub embeds: Option<u32>,
-}
-
-impl NewSlot<'_> {
-    /// Stop ids that the hand must know: those that it suppresses.
-    fn suppressed(&self) -> &[i32] {
-        if self.params.min_tokens == 0 { &[] } else { self.stop_ids }
-    }
-
-    /// Words that [`StepPlan::write_slot`] adds to a plan.
-    #[must_use]
-    pub fn words(&self) -> usize {
-        let lists = self.suppressed().len() + 2 * self.params.logit_bias.len();
-        SLOT_WORDS + SLOT_FLOATS + self.tokens.len() + lists
-    }
-}
-
-/// A new slot as it stands in a plan.
+/// Positions of one slot to compute.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct SlotWrite<'a> {
+pub struct Row {
     /// Row of the device tables.
     pub slot: u32,
-    /// Its tokens; empty where they are in the arena.
-    pub tokens: &'a [i32],
-    /// How many of the tokens are the prompt.
-    pub prompt_len: u32,
-    /// Below this position `stop_ids` can't be sampled.
-    pub min_total: u32,
-    /// Empty when `min_tokens` is 0.
-    pub stop_ids: &'a [i32],
-    /// Log-probabilities asked for.
-    pub logprobs: Option<u8>,
-    /// Where the second text of a pair begins; 0: the prompt is one text.
-    pub segment: u32,
-    /// Byte offset in the arena of the prompt's embeddings, which stand for its tokens' own.
-    pub embeds: Option<u32>,
+    /// First position to compute.
+    pub start: u32,
+    /// Number of positions.
+    pub length: u32,
+    /// What for.
+    pub want: Want,
+}
+
+/// One step of work for a rank group, as flat columns that are reused from step to step.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct StepPlan {
+    step: u64,
+    slots: Vec<i32>,
+    slot_floats: Vec<f32>,
+    tokens: Vec<i32>,
+    stop_ids: Vec<i32>,
+    bias_ids: Vec<i32>,
+    bias_values: Vec<f32>,
+    page_writes: Vec<i32>,
+    rows: Vec<i32>,
+    /// Empty, or of each row that samples.
+    row_tokens: Vec<i32>,
+    segments: Vec<i32>,
+    embeds: Vec<i32>,
+    allowed_counts: Vec<i32>,
+    allowed_ids: Vec<i32>,
 }
 
 /// Empties a column, and gives back what it has far more of than its last use.
@@ -169,33 +98,13 @@ fn take<'a>(rest: &mut &'a [i32], count: usize) -> &'a [i32] {
     head
 }
 
-/// Positions of one slot to compute.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Row {
-    /// Row of the device tables.
-    pub slot: u32,
-    /// First position to compute.
-    pub start: u32,
-    /// Number of positions.
-    pub length: u32,
-    /// Sample a token for position `start + length`.
-    pub sample: bool,
-    /// Make one vector of the slot's positions, of which these are the last. Not with `sample`.
-    pub pool: bool,
-}
-
-/// One step of work for a rank group, as flat columns that are reused from step to step.
-#[derive(Debug, Clone, Default, PartialEq)]
-pub struct StepPlan {
-    step: u64,
-    slots: Vec<i32>,
-    slot_floats: Vec<f32>,
-    tokens: Vec<i32>,
-    stop_ids: Vec<i32>,
-    bias_ids: Vec<i32>,
-    bias_values: Vec<f32>,
-    page_writes: Vec<i32>,
-    rows: Vec<i32>,
+/// The value of `slot` in a column of pairs, which come in the order of the new slots.
+fn take_pair(rest: &mut &[i32], slot: i32) -> Option<u32> {
+    let (&[of, value], tail) = rest.split_first_chunk::<PAIR_WORDS>()?;
+    (of == slot).then(|| {
+        *rest = tail;
+        value.cast_unsigned()
+    })
 }
 
 impl StepPlan {
@@ -210,6 +119,11 @@ impl StepPlan {
         empty(&mut self.bias_values);
         empty(&mut self.page_writes);
         empty(&mut self.rows);
+        empty(&mut self.row_tokens);
+        empty(&mut self.segments);
+        empty(&mut self.embeds);
+        empty(&mut self.allowed_counts);
+        empty(&mut self.allowed_ids);
     }
 
     /// The step's number.
@@ -220,24 +134,9 @@ impl StepPlan {
 
     /// Overwrites a slot.
     pub fn write_slot(&mut self, new: &NewSlot<'_>) {
-        let params = new.params;
-        let min_total = new.prompt_len.saturating_add(params.min_tokens).min(i32::MAX as u32);
-        let stop_ids = new.suppressed();
-        self.slots.extend_from_slice(&[
-            new.slot.cast_signed(),
-            new.tokens.len() as i32,
-            new.prompt_len.cast_signed(),
-            params.top_k,
-            (params.seed as u32).cast_signed(),
-            ((params.seed >> 32) as u32).cast_signed(),
-            min_total.cast_signed(),
-            params.logprobs.map_or(-1, i32::from),
-            stop_ids.len() as i32,
-            params.logit_bias.len() as i32,
-            -1,
-            new.segment.cast_signed(),
-            new.embeds.map_or(-1, u32::cast_signed),
-        ]);
+        let (spec, params) = (new.spec, &new.spec.sampling);
+        let record = SlotRecord::new(new);
+        self.slots.extend_from_slice(&record.words());
         self.slot_floats.extend_from_slice(&[
             params.temperature,
             params.top_p,
@@ -247,10 +146,20 @@ impl StepPlan {
             params.frequency_penalty,
         ]);
         self.tokens.extend_from_slice(new.tokens);
-        self.stop_ids.extend_from_slice(stop_ids);
+        self.stop_ids.extend_from_slice(spec.suppressed());
         for &(id, value) in params.logit_bias.iter() {
             self.bias_ids.push(id);
             self.bias_values.push(value);
+        }
+        if let Some(pooling) = spec.pooling.filter(|pooling| pooling.segment > 0) {
+            self.segments.extend_from_slice(&[record.slot, pooling.segment.cast_signed()]);
+        }
+        if let Some(offset) = spec.embeds {
+            self.embeds.extend_from_slice(&[record.slot, offset.cast_signed()]);
+        }
+        if let Some(ids) = &params.allowed {
+            self.allowed_counts.extend_from_slice(&[record.slot, ids.len() as i32]);
+            self.allowed_ids.extend_from_slice(ids);
         }
     }
 
@@ -261,93 +170,94 @@ impl StepPlan {
 
     /// Adds a row.
     pub fn push_row(&mut self, row: Row) {
-        let sample = if row.sample { FLAG_SAMPLE } else { 0 };
-        let flags = sample | if row.pool { FLAG_POOL } else { 0 };
+        if let Want::Tokens(most) = row.want
+            && (most > 1 || !self.row_tokens.is_empty())
+        {
+            if self.row_tokens.is_empty() {
+                // Those before it give one each.
+                self.row_tokens.resize(self.sampling_rows(), 1);
+            }
+            self.row_tokens.push(most.cast_signed());
+        }
         self.rows.extend_from_slice(&[
             row.slot.cast_signed(),
             row.start.cast_signed(),
             row.length.cast_signed(),
-            flags,
+            row.want.flags(),
         ]);
+    }
+
+    fn sampling_rows(&self) -> usize {
+        let rows = self.rows.chunks_exact(ROW_RECORD_WORDS);
+        rows.filter(|row| row[3] & FLAG_SAMPLE != 0).count()
     }
 
     /// The rows, in order.
     pub fn rows(&self) -> impl ExactSizeIterator<Item = Row> + '_ {
-        self.rows.chunks_exact(ROW_WORDS).map(|r| Row {
-            slot: r[0].cast_unsigned(),
-            start: r[1].cast_unsigned(),
-            length: r[2].cast_unsigned(),
-            sample: r[3] & FLAG_SAMPLE != 0,
-            pool: r[3] & FLAG_POOL != 0,
+        let mut most = self.row_tokens.iter();
+        let (records, _) = self.rows.as_chunks::<ROW_RECORD_WORDS>();
+        records.iter().map(move |&[slot, start, length, flags]| Row {
+            slot: slot.cast_unsigned(),
+            start: start.cast_unsigned(),
+            length: length.cast_unsigned(),
+            want: match flags {
+                FLAG_SAMPLE => Want::Tokens(most.next().map_or(1, |most| most.cast_unsigned())),
+                FLAG_POOL => Want::Vector,
+                _ => Want::Nothing,
+            },
         })
     }
 
     /// The slots that the plan overwrites.
     pub fn new_slots(&self) -> impl Iterator<Item = SlotWrite<'_>> + '_ {
         let (mut tokens, mut stop_ids) = (self.tokens.as_slice(), self.stop_ids.as_slice());
-        self.slots.chunks_exact(SLOT_WORDS).map(move |record| {
-            let inline = if record[ARENA_WORD] < 0 { record[1] as usize } else { 0 };
-            SlotWrite {
-                slot: record[0].cast_unsigned(),
-                tokens: take(&mut tokens, inline),
-                prompt_len: record[2].cast_unsigned(),
-                min_total: record[6].cast_unsigned(),
-                stop_ids: take(&mut stop_ids, record[8] as usize),
-                logprobs: u8::try_from(record[7]).ok(),
-                segment: record[SEGMENT_WORD].cast_unsigned(),
-                embeds: u32::try_from(record[EMBEDS_WORD]).ok(),
-            }
+        let (mut segments, mut embeds) = (self.segments.as_slice(), self.embeds.as_slice());
+        let (mut counts, mut allowed) = (self.allowed_counts.as_slice(), self.allowed_ids.as_slice());
+        records(&self.slots).map(move |record| SlotWrite {
+            slot: record.slot.cast_unsigned(),
+            tokens: take(&mut tokens, record.inline()),
+            prompt_len: record.prompt_len.cast_unsigned(),
+            min_total: record.min_total.cast_unsigned(),
+            stop_ids: take(&mut stop_ids, record.stop_count as usize),
+            logprobs: u8::try_from(record.logprobs).ok(),
+            allowed: take_pair(&mut counts, record.slot)
+                .map(|count| take(&mut allowed, count as usize)),
+            segment: take_pair(&mut segments, record.slot).unwrap_or(0),
+            embeds: take_pair(&mut embeds, record.slot),
         })
     }
 
     /// The page-table writes: slot, index, page.
     pub fn page_writes(&self) -> impl ExactSizeIterator<Item = (u32, u32, u32)> + '_ {
-        self.page_writes
-            .chunks_exact(PAGE_WRITE_WORDS)
-            .map(|w| (w[0].cast_unsigned(), w[1].cast_unsigned(), w[2].cast_unsigned()))
+        let (writes, _) = self.page_writes.as_chunks::<PAGE_WRITE_WORDS>();
+        writes.iter().map(|&[slot, index, page]| {
+            (slot.cast_unsigned(), index.cast_unsigned(), page.cast_unsigned())
+        })
     }
 
-    /// Moves the tokens of new slots that have at least `min_tokens` of them out of the plan: `place` gets the tokens and answers the
-    /// byte offset in the arena where it put them, or `None` to leave them inline (the arena is full).
-    pub fn spill_tokens(
-        &mut self,
-        min_tokens: usize,
-        mut place: impl FnMut(&[i32]) -> Option<u32>,
-    ) {
-        if self.tokens.len() < min_tokens {
-            return;
-        }
-        let (mut read, mut write) = (0, 0);
-        for record in self.slots.chunks_exact_mut(SLOT_WORDS) {
-            if record[ARENA_WORD] >= 0 {
-                continue;
-            }
-            let count = record[1] as usize;
-            let placed =
-                if count >= min_tokens { place(&self.tokens[read..read + count]) } else { None };
-            if let Some(offset) = placed {
-                record[ARENA_WORD] = offset.cast_signed();
-            } else {
-                self.tokens.copy_within(read..read + count, write);
-                write += count;
-            }
-            read += count;
-        }
-        self.tokens.truncate(write);
-    }
-
-    /// Words of the plan's frame after its header, as long as nothing is spilled.
+    /// Most words of the plan's frame after its header, as long as nothing is spilled.
     #[must_use]
     pub fn words(&self) -> usize {
-        COLUMNS
-            + self.slots.len()
-            + self.slot_floats.len()
-            + self.tokens.len()
-            + self.stop_ids.len()
-            + self.bias_ids.len()
-            + self.bias_values.len()
-            + self.page_writes.len()
-            + self.rows.len()
+        let columns = self.columns(&self.slots, &self.tokens);
+        ENTRY_WORDS * COLUMNS + columns.iter().map(|column| column.len()).sum::<usize>()
+    }
+
+    fn columns<'a>(&'a self, slots: &'a [i32], tokens: &'a [i32]) -> [&'a [i32]; COLUMNS] {
+        [
+            slots,
+            as_words(&self.slot_floats),
+            tokens,
+            &self.stop_ids,
+            &self.bias_ids,
+            as_words(&self.bias_values),
+            &self.page_writes,
+            &self.rows,
+            &self.row_tokens,
+            &self.segments,
+            &self.embeds,
+            &self.allowed_counts,
+            &self.allowed_ids,
+        ]
     }
 
     /// Writes the plan's frame to `out`, replacing what it holds.
@@ -355,59 +265,75 @@ impl StepPlan {
     /// # Errors
     /// The frame would be larger than a reader takes.
     pub fn encode(&self, out: &mut Vec<u8>) -> Result<(), FrameError> {
-        encode(
-            Kind::Plan,
-            self.step,
-            &[
-                &self.slots,
-                as_words(&self.slot_floats),
-                &self.tokens,
-                &self.stop_ids,
-                &self.bias_ids,
-                as_words(&self.bias_values),
-                &self.page_writes,
-                &self.rows,
-            ],
-            out,
-        )
+        self.encode_spilling(out, usize::MAX, |_| None)
+    }
+
+    /// The same, without the tokens of new slots that have at least `min_tokens` of them: `place` gets the tokens and answers the byte
+    /// offset in the arena where it put them, or `None` to leave them in the plan (the arena is full).
+    ///
+    /// # Errors
+    /// The frame would be larger than a reader takes.
+    pub fn encode_spilling(
+        &self,
+        out: &mut Vec<u8>,
+        min_tokens: usize,
+        mut place: impl FnMut(&[i32]) -> Option<u32>,
+    ) -> Result<(), FrameError> {
+        let (mut slots, mut tokens) =
+            (Cow::Borrowed(&self.slots[..]), Cow::Borrowed(&self.tokens[..]));
+        if self.tokens.len() >= min_tokens {
+            let (mut written, mut left) = (Vec::with_capacity(self.slots.len()), Vec::new());
+            let mut rest = self.tokens.as_slice();
+            for mut record in records(&self.slots) {
+                let own = take(&mut rest, record.inline());
+                let placed = if own.len() >= min_tokens { place(own) } else { None };
+                match placed {
+                    Some(offset) => record.arena_offset = offset.cast_signed(),
+                    None => left.extend_from_slice(own),
+                }
+                written.extend_from_slice(&record.words());
+            }
+            (slots, tokens) = (Cow::Owned(written), Cow::Owned(left));
+        }
+        encode(Kind::Plan, self.step, &self.columns(&slots, &tokens), out)
     }
 
     /// Reads a plan's frame.
     ///
     /// # Errors
-    /// Another kind of frame, or columns whose lengths contradict each other.
+    /// Another kind of frame, a column or a flag that is not known, or columns whose lengths contradict each other.
     pub fn decode(frame: &Frame) -> Result<Self, FrameError> {
         if frame.header().kind != Kind::Plan {
             return Err(FrameError::Malformed("not a plan"));
         }
-        let [slots, slot_floats, tokens, stop_ids, bias_ids, bias_values, page_writes, rows] =
-            frame.exactly::<COLUMNS>()?;
-        let whole = slots.len() % SLOT_WORDS == 0
-            && page_writes.len() % PAGE_WRITE_WORDS == 0
-            && rows.len() % ROW_WORDS == 0;
+        let columns = frame.known::<COLUMNS>()?;
+        let [slots, slot_floats, tokens, stop_ids, bias_ids, bias_values, ..] = columns;
+        let [.., page_writes, rows, row_tokens, segments, embeds, allowed_counts, allowed_ids] =
+            columns;
+        let whole = slots.len().is_multiple_of(SlotRecord::WORDS)
+            && page_writes.len().is_multiple_of(PAGE_WRITE_WORDS)
+            && rows.len().is_multiple_of(ROW_RECORD_WORDS);
         if !whole {
             return Err(FrameError::Malformed("plan record length"));
         }
-        let (mut inline, mut stops, mut biases) = (0_i64, 0_i64, 0_i64);
-        for record in slots.chunks_exact(SLOT_WORDS) {
-            if record[1] < 0 || record[8] < 0 || record[9] < 0 {
+        let (mut inline, mut stops, mut biases) = (0_u64, 0_u64, 0_u64);
+        let (mut segments_left, mut embeds_left, mut counts_left) =
+            (segments, embeds, allowed_counts);
+        let mut allowed = 0_u64;
+        for record in records(slots) {
+            let count = |count: i32| u64::try_from(count);
+            let counts = [record.token_count, record.stop_count, record.bias_count].map(count);
+            let [Ok(_), Ok(stop_count), Ok(bias_count)] = counts else {
                 return Err(FrameError::Malformed("negative count"));
-            }
-            if record[ARENA_WORD] < 0 {
-                inline += i64::from(record[1]);
-            }
-            stops += i64::from(record[8]);
-            biases += i64::from(record[9]);
+            };
+            inline += record.inline() as u64;
+            stops += stop_count;
+            biases += bias_count;
+            take_pair(&mut segments_left, record.slot);
+            take_pair(&mut embeds_left, record.slot);
+            allowed += u64::from(take_pair(&mut counts_left, record.slot).unwrap_or(0));
         }
-        let agree = slot_floats.len() == slots.len() / SLOT_WORDS * SLOT_FLOATS
-            && tokens.len() as i64 == inline
-            && stop_ids.len() as i64 == stops
-            && bias_ids.len() as i64 == biases
-            && bias_values.len() == bias_ids.len();
-        if !agree {
-            return Err(FrameError::Malformed("plan columns disagree"));
-        }
-        Ok(Self {
+        let plan = Self {
             step: frame.header().step,
             slots: slots.to_vec(),
             slot_floats: floats(slot_floats).to_vec(),
@@ -417,42 +343,80 @@ impl StepPlan {
             bias_values: floats(bias_values).to_vec(),
             page_writes: page_writes.to_vec(),
             rows: rows.to_vec(),
-        })
+            row_tokens: row_tokens.to_vec(),
+            segments: segments.to_vec(),
+            embeds: embeds.to_vec(),
+            allowed_counts: allowed_counts.to_vec(),
+            allowed_ids: allowed_ids.to_vec(),
+        };
+        let agree = slot_floats.len() == slots.len() / SlotRecord::WORDS * SLOT_FLOATS
+            && tokens.len() as u64 == inline
+            && stop_ids.len() as u64 == stops
+            && bias_ids.len() as u64 == biases
+            && bias_values.len() == bias_ids.len()
+            && (row_tokens.is_empty() || row_tokens.len() == plan.sampling_rows())
+            && row_tokens.iter().all(|&most| most >= 1)
+            && segments_left.is_empty()
+            && embeds_left.is_empty()
+            && counts_left.is_empty()
+            && allowed_ids.len() as u64 == allowed;
+        if !agree {
+            return Err(FrameError::Malformed("plan columns disagree"));
+        }
+        let flags = rows.chunks_exact(ROW_RECORD_WORDS).map(|row| row[3]);
+        if flags.into_iter().any(|flags| ![0, FLAG_SAMPLE, FLAG_POOL].contains(&flags)) {
+            return Err(FrameError::Malformed("unknown row flags"));
+        }
+        Ok(plan)
     }
+}
+
+fn records(slots: &[i32]) -> impl Iterator<Item = SlotRecord> + '_ {
+    let (records, _) = slots.as_chunks::<{ SlotRecord::WORDS }>();
+    records.iter().map(SlotRecord::of)
 }
 
 #[cfg(test)]
 mod tests {
+    use crate::frame::{HEADER_BYTES, Header};
+    use crate::slot::{Pooling, SamplingParams, SlotSpec};
+
     use super::*;
+
+    fn frame(bytes: &[u8]) -> Frame {
+        let (head, body) = bytes.split_first_chunk::<HEADER_BYTES>().expect("a header");
+        let words = body.chunks_exact(4).map(bytemuck::pod_read_unaligned).collect();
+        Frame::new(Header::decode(head).expect("a good header"), words).expect("a good frame")
+    }
+
+    fn new_slot<'a>(slot: u32, tokens: &'a [i32], spec: &'a SlotSpec) -> NewSlot<'a> {
+        NewSlot { slot, tokens, prompt_len: tokens.len() as u32, spec }
+    }
 
     #[test]
     fn long_prompts_leave_the_plan_and_short_ones_stay() {
         let mut plan = StepPlan::default();
         plan.begin(1);
-        let params = SamplingParams::default();
+        let spec = SlotSpec::default();
         for (slot, tokens) in [(0, vec![1; 3]), (1, vec![2; 10]), (2, vec![3; 4]), (3, vec![4; 12])]
         {
-            plan.write_slot(&NewSlot {
-                slot,
-                tokens: &tokens,
-                prompt_len: tokens.len() as u32,
-                params: &params,
-                stop_ids: &[],
-                segment: 0,
-                embeds: None,
-            });
+            plan.write_slot(&new_slot(slot, &tokens, &spec));
         }
-        let mut arena = Vec::new();
-        plan.spill_tokens(8, |tokens| {
+        let (mut arena, mut bytes) = (Vec::new(), Vec::new());
+        let before = plan.clone();
+        plan.encode_spilling(&mut bytes, 8, |tokens| {
             if arena.len() + tokens.len() > 10 {
                 return None;
             }
             let offset = arena.len() as u32 * 4;
             arena.extend_from_slice(tokens);
             Some(offset)
-        });
+        })
+        .expect("within the limit");
         assert_eq!(arena, vec![2; 10]);
-        let left: Vec<_> = plan.new_slots().map(|new| (new.slot, new.tokens.to_vec())).collect();
+        assert_eq!(plan, before);
+        let sent = StepPlan::decode(&frame(&bytes)).expect("a plan");
+        let left: Vec<_> = sent.new_slots().map(|new| (new.slot, new.tokens.to_vec())).collect();
         assert_eq!(
             left,
             [(0, vec![1; 3]), (1, vec![]), (2, vec![3; 4]), (3, vec![4; 12])],
@@ -461,36 +425,84 @@ mod tests {
     }
 
     #[test]
-    fn a_plan_knows_the_words_of_its_frame() {
+    fn a_plan_knows_how_many_words_its_frame_may_have() {
         let mut plan = StepPlan::default();
-        let params = SamplingParams {
+        let sampling = SamplingParams {
             min_tokens: 1,
             logit_bias: [(1, 0.5), (2, 1.5)].into(),
+            allowed: Some([4, 5, 6, 7].into()),
             ..SamplingParams::default()
         };
-        for params in [params.clone(), SamplingParams { min_tokens: 0, ..params }] {
+        let whole = SlotSpec {
+            sampling,
+            stop_ids: [1, 2, 3].into(),
+            pooling: Some(Pooling { segment: 2 }),
+            embeds: Some(64),
+        };
+        for spec in [whole, SlotSpec::default()] {
             plan.begin(1);
             let tokens = [7; 5];
-            let stop_ids = &[1, 2, 3];
-            let new = NewSlot {
-                slot: 0,
-                tokens: &tokens,
-                prompt_len: 5,
-                params: &params,
-                stop_ids,
-                segment: 0,
-                embeds: None,
-            };
+            let new = new_slot(0, &tokens, &spec);
             let empty = plan.words();
             plan.write_slot(&new);
             assert_eq!(plan.words(), empty + new.words());
             plan.write_page(0, 0, 9);
-            plan.push_row(Row { slot: 0, start: 0, length: 5, sample: true, pool: false });
+            plan.push_row(Row { slot: 0, start: 0, length: 5, want: Want::Tokens(2) });
             assert_eq!(plan.words(), empty + new.words() + PAGE_WRITE_WORDS + ROW_WORDS);
             let mut bytes = Vec::new();
             plan.encode(&mut bytes).expect("within the limit");
-            assert_eq!(bytes.len(), crate::HEADER_BYTES + 4 * plan.words());
+            let most = HEADER_BYTES + 4 * plan.words();
+            assert!(bytes.len() <= most && bytes.len() + 4 * empty >= most, "{}", bytes.len());
         }
+    }
+
+    #[test]
+    fn rows_say_how_many_tokens_they_may_give_only_where_it_is_more_than_one() {
+        let mut plan = StepPlan::default();
+        plan.begin(1);
+        let push = |slot, want, plan: &mut StepPlan| {
+            plan.push_row(Row { slot, start: 3, length: 1, want });
+        };
+        push(0, Want::TOKEN, &mut plan);
+        push(1, Want::Nothing, &mut plan);
+        assert_eq!(plan.row_tokens, [0; 0]);
+        push(2, Want::Tokens(4), &mut plan);
+        push(3, Want::Vector, &mut plan);
+        push(4, Want::TOKEN, &mut plan);
+        assert_eq!(plan.row_tokens, [1, 4, 1]);
+        let mut bytes = Vec::new();
+        plan.encode(&mut bytes).expect("within the limit");
+        let read = StepPlan::decode(&frame(&bytes)).expect("a plan");
+        let wants: Vec<Want> = read.rows().map(|row| row.want).collect();
+        let expected = [Want::TOKEN, Want::Nothing, Want::Tokens(4), Want::Vector, Want::TOKEN];
+        assert_eq!(wants, expected);
+    }
+
+    #[test]
+    fn what_is_not_known_is_refused() {
+        let refused = |change: &dyn Fn(&mut StepPlan)| {
+            let (mut plan, spec) = (StepPlan::default(), SlotSpec::default());
+            plan.begin(1);
+            plan.write_slot(&new_slot(0, &[1, 2], &spec));
+            plan.write_slot(&new_slot(1, &[3], &spec));
+            plan.push_row(Row { slot: 0, start: 0, length: 2, want: Want::TOKEN });
+            change(&mut plan);
+            let mut bytes = Vec::new();
+            plan.encode(&mut bytes).expect("within the limit");
+            StepPlan::decode(&frame(&bytes)).err()
+        };
+        assert_eq!(refused(&|_| {}), None);
+        assert_eq!(refused(&|plan| plan.segments = vec![1, 4]), None);
+        let flags = Some(FrameError::Malformed("unknown row flags"));
+        assert_eq!(refused(&|plan| plan.rows[3] |= 4), flags);
+        assert_eq!(refused(&|plan| plan.rows[3] = FLAG_SAMPLE | FLAG_POOL), flags);
+        let disagree = Some(FrameError::Malformed("plan columns disagree"));
+        assert_eq!(refused(&|plan| plan.row_tokens = vec![1, 1]), disagree);
+        assert_eq!(refused(&|plan| plan.row_tokens = vec![0]), disagree);
+        assert_eq!(refused(&|plan| plan.embeds = vec![2, 64]), disagree, "no new slot");
+        assert_eq!(refused(&|plan| plan.segments = vec![1, 4, 0, 4]), disagree, "another order");
+        assert_eq!(refused(&|plan| plan.allowed_counts = vec![1, 4]), disagree, "no ids");
+        assert_eq!(refused(&|plan| plan.allowed_ids = vec![4]), disagree, "nobody's ids");
     }
 
     #[test]

@@ -7,24 +7,8 @@ pub const ROW_OK: i32 = 0;
 /// The row's logits were not finite.
 pub const ROW_NOT_FINITE: i32 = 1;
 
-/// Index of a column in a result frame.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum ResultColumn {
-    /// Sampled tokens.
-    Tokens = 0,
-    /// Error codes.
-    RowErrors = 1,
-    /// Number of log-probability entries a sampled row.
-    LogprobCounts = 2,
-    /// Token ids of the entries.
-    LogprobIds = 3,
-    /// Values of the entries.
-    LogprobValues = 4,
-    /// Microseconds: device, gap.
-    Timing = 5,
-    /// Pooled vectors.
-    Pooled = 6,
-}
+/// Columns of a result: the ids 1 to this, in the order of [`StepResult::encode`].
+const COLUMNS: usize = 8;
 
 /// Log-probabilities of one sampled position: the sampled token first, then the most likely in descending order.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -40,11 +24,11 @@ pub struct SampledLogprobs<'a> {
 pub struct StepResult {
     /// The plan's step number.
     pub step: u64,
-    /// One a sampled row, in row order.
+    /// Of the rows that sample, in row order; one each unless `token_counts` says otherwise.
     pub tokens: Vec<i32>,
     /// One a row, in row order: [`ROW_OK`] or [`ROW_NOT_FINITE`].
     pub row_errors: Vec<i32>,
-    /// Empty when nobody asked, else the number of entries of each sampled row.
+    /// Empty when nobody asked, else the number of entries of each token.
     pub logprob_counts: Vec<i32>,
     /// Token ids of the entries of all rows.
     pub logprob_ids: Vec<i32>,
@@ -56,10 +40,12 @@ pub struct StepResult {
     pub gap_us: u32,
     /// The vectors of the pooled rows, in row order, one after the other and all equally long.
     pub pooled: Vec<f32>,
+    /// Tokens of each row that samples, at least one; empty: one each.
+    pub token_counts: Vec<i32>,
 }
 
 impl StepResult {
-    /// Log-probabilities of each sampled row in order; `None` where the row's request asked for none. Endless: zip it with the tokens.
+    /// Log-probabilities of each token in order; `None` where its request asked for none. Endless: zip it with the tokens.
     pub fn logprobs(&self) -> impl Iterator<Item = Option<SampledLogprobs<'_>>> {
         let (mut at, mut row) = (0, 0);
         std::iter::from_fn(move || {
@@ -90,6 +76,7 @@ impl StepResult {
                 as_words(&self.logprob_values),
                 &[self.device_us.cast_signed(), self.gap_us.cast_signed()],
                 as_words(&self.pooled),
+                &self.token_counts,
             ],
             out,
         )
@@ -98,17 +85,20 @@ impl StepResult {
     /// Reads a result's frame.
     ///
     /// # Errors
-    /// Another kind of frame, or columns whose lengths contradict each other.
+    /// Another kind of frame, a column that is not known, or columns whose lengths contradict each other.
     pub fn decode(frame: &Frame) -> Result<Self, FrameError> {
         if frame.header().kind != Kind::Result {
             return Err(FrameError::Malformed("not a result"));
         }
-        let [tokens, row_errors, counts, ids, values, timing, pooled] = frame.exactly::<7>()?;
+        let columns = frame.known::<COLUMNS>()?;
+        let [tokens, row_errors, counts, ids, values, timing, pooled, token_counts] = columns;
         if counts.iter().any(|&n| n < 0) {
             return Err(FrameError::Malformed("negative count"));
         }
         let entries = counts.iter().map(|&n| n as usize).sum::<usize>();
-        let agree = tokens.len() <= row_errors.len()
+        let sampling = if token_counts.is_empty() { tokens.len() } else { token_counts.len() };
+        let agree = sampling <= row_errors.len()
+            && (token_counts.is_empty() || sum(token_counts) == Some(tokens.len()))
             && (counts.is_empty() || counts.len() == tokens.len())
             && ids.len() == entries
             && values.len() == entries
@@ -126,6 +116,12 @@ impl StepResult {
             device_us: timing[0].cast_unsigned(),
             gap_us: timing[1].cast_unsigned(),
             pooled: floats(pooled).to_vec(),
+            token_counts: token_counts.to_vec(),
         })
     }
+}
+
+/// All counts together; `None` if one is below 1.
+fn sum(counts: &[i32]) -> Option<usize> {
+    counts.iter().try_fold(0, |sum, &count| (count >= 1).then_some(sum + count as usize))
 }

@@ -3,8 +3,8 @@
 use std::path::{Path, PathBuf};
 
 use forebay_protocol::{
-    Frame, HEADER_BYTES, Header, Kind, NewSlot, Row, SamplingParams, StepPlan, StepResult,
-    encode_json,
+    Frame, HEADER_BYTES, Header, Kind, NewSlot, Pooling, Row, SamplingParams, SlotSpec, StepPlan,
+    StepResult, Want, encode_json,
 };
 use serde_json::Value;
 
@@ -31,6 +31,39 @@ fn column(name: &str, values: &Value) -> Vec<i32> {
     values.as_array().expect("a list").iter().map(word).collect()
 }
 
+/// Ids of columns, as docs/protocol.md has them.
+fn id(kind: &str, column: &str) -> u32 {
+    let names: &[&str] = match kind {
+        "plan" => &[
+            "slots",
+            "slot_floats",
+            "tokens",
+            "stop_ids",
+            "bias_ids",
+            "bias_values",
+            "page_writes",
+            "rows",
+            "row_tokens",
+            "segments",
+            "embeds",
+            "allowed_counts",
+            "allowed_ids",
+        ],
+        _ => &[
+            "tokens",
+            "row_errors",
+            "logprob_counts",
+            "logprob_ids",
+            "logprob_values",
+            "timing",
+            "pooled",
+            "token_counts",
+        ],
+    };
+    let at = names.iter().position(|name| *name == column);
+    1 + at.unwrap_or_else(|| panic!("no column {column}")) as u32
+}
+
 fn kind(name: &str) -> Kind {
     match name {
         "hello" => Kind::Hello,
@@ -54,7 +87,8 @@ fn both_languages_write_the_same_bytes() {
         let bytes = std::fs::read(folder.join(fixture["file"].as_str().expect("a file")))
             .expect("the file");
         let got = frame(&bytes);
-        assert_eq!(got.header().kind, kind(fixture["kind"].as_str().expect("a kind")), "{name}");
+        let kind_name = fixture["kind"].as_str().expect("a kind");
+        assert_eq!(got.header().kind, kind(kind_name), "{name}");
         assert_eq!(got.header().step, fixture["step"].as_u64().expect("a step"), "{name}");
         if let Some(text) = fixture["json"].as_str() {
             if !text.is_empty() {
@@ -64,9 +98,10 @@ fn both_languages_write_the_same_bytes() {
             continue;
         }
         let columns = fixture["columns"].as_object().expect("columns");
-        for (values, (column_name, described)) in got.columns().zip(columns) {
-            assert_eq!(values, column(column_name, described), "{name}: {column_name}");
-        }
+        let described =
+            columns.iter().map(|(name, values)| (id(kind_name, name), column(name, values)));
+        let there = got.columns().map(|(id, words)| (id, words.to_vec()));
+        assert_eq!(there.collect::<Vec<_>>(), described.collect::<Vec<_>>(), "{name}");
         let mut again = Vec::new();
         match got.header().kind {
             Kind::Plan => StepPlan::decode(&got).expect("a plan").encode(&mut again),
@@ -84,20 +119,12 @@ fn the_scheduler_s_calls_write_the_golden_pooling_plan() {
     let bytes = std::fs::read(folder.join("plan_pool.bin")).expect("the file");
     let mut plan = StepPlan::default();
     plan.begin(5);
-    let params = SamplingParams::default();
     for (slot, tokens, segment) in [(2, [101, 7592, 102, 0], 0), (0, [101, 9, 102, 8], 3)] {
         let tokens = if segment == 0 { &tokens[..3] } else { &tokens[..] };
         let prompt_len = tokens.len() as u32;
-        plan.write_slot(&NewSlot {
-            slot,
-            tokens,
-            prompt_len,
-            params: &params,
-            stop_ids: &[],
-            segment,
-            embeds: None,
-        });
-        plan.push_row(Row { slot, start: 0, length: prompt_len, sample: false, pool: true });
+        let spec = SlotSpec { pooling: Some(Pooling { segment }), ..SlotSpec::default() };
+        plan.write_slot(&NewSlot { slot, tokens, prompt_len, spec: &spec });
+        plan.push_row(Row { slot, start: 0, length: prompt_len, want: Want::Vector });
     }
     let mut got = Vec::new();
     plan.encode(&mut got).expect("within the limit");
@@ -112,9 +139,9 @@ fn the_scheduler_s_calls_write_the_golden_plan() {
     let mut plan = StepPlan::default();
     plan.begin(1_099_511_627_783);
     plan.write_page(3, 8, 41);
-    plan.push_row(Row { slot: 0, start: 17, length: 1, sample: true, pool: false });
-    plan.push_row(Row { slot: 3, start: 128, length: 1, sample: true, pool: false });
-    plan.push_row(Row { slot: 2, start: 5, length: 1, sample: false, pool: false });
+    plan.push_row(Row { slot: 0, start: 17, length: 1, want: Want::TOKEN });
+    plan.push_row(Row { slot: 3, start: 128, length: 1, want: Want::TOKEN });
+    plan.push_row(Row { slot: 2, start: 5, length: 1, want: Want::Nothing });
     let mut got = Vec::new();
     plan.encode(&mut got).expect("within the limit");
     assert_eq!(got, bytes);
@@ -122,27 +149,22 @@ fn the_scheduler_s_calls_write_the_golden_plan() {
 
 #[test]
 fn a_new_slot_reads_back_as_written() {
-    let params = SamplingParams {
+    let sampling = SamplingParams {
         temperature: 0.75,
         top_k: 40,
         seed: 0x1234_5678_dead_beef,
         min_tokens: 10,
         logprobs: Some(5),
         logit_bias: [(10, -100.0), (20, 0.5)].into(),
+        allowed: Some([10, 20, 30].into()),
         ..SamplingParams::default()
     };
+    let pooling = Some(Pooling { segment: 3 });
+    let spec = SlotSpec { sampling, stop_ids: [2, 5].into(), pooling, embeds: Some(640) };
     let mut plan = StepPlan::default();
     plan.begin(9);
     let tokens = [1, 2, 3];
-    plan.write_slot(&NewSlot {
-        slot: 7,
-        tokens: &tokens,
-        prompt_len: 2,
-        params: &params,
-        stop_ids: &[2, 5],
-        segment: 3,
-        embeds: Some(640),
-    });
+    plan.write_slot(&NewSlot { slot: 7, tokens: &tokens, prompt_len: 2, spec: &spec });
     let mut bytes = Vec::new();
     plan.encode(&mut bytes).expect("within the limit");
     let plan = StepPlan::decode(&frame(&bytes)).expect("a plan");
@@ -151,4 +173,5 @@ fn a_new_slot_reads_back_as_written() {
     assert_eq!((new[0].slot, new[0].tokens, new[0].prompt_len), (7, &tokens[..], 2));
     assert_eq!((new[0].min_total, new[0].stop_ids, new[0].logprobs), (12, &[2, 5][..], Some(5)));
     assert_eq!((new[0].segment, new[0].embeds), (3, Some(640)));
+    assert_eq!(new[0].allowed, Some(&[10, 20, 30][..]));
 }

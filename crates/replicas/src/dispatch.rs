@@ -4,15 +4,15 @@ use std::collections::HashMap;
 use std::sync::Arc;
 
 use forebay_balance::{Ask, Balancer, Budget, Ledger, Method, Work, preferred};
-use forebay_engine::{BlockHash, Route};
+use forebay_engine::{BlockHash, Preference};
 
-/// Weight of the newest answer's length in the mean of all, one in so many.
+/// The newest answer counts 1/32 in the running mean.
 const NEWEST: u64 = 32;
 
 /// A request, as far as the choice depends on it.
 pub(crate) struct Asked<'a> {
     pub(crate) id: u64,
-    pub(crate) route: &'a Route,
+    pub(crate) preference: &'a Preference,
     /// Tokens to compute before the next one is generated, if nothing is cached.
     pub(crate) tokens: u64,
     /// Most tokens that it may still generate.
@@ -91,11 +91,12 @@ impl Dispatch {
         now_us: u64,
         poll: impl FnOnce() -> Vec<u64>,
     ) -> Option<usize> {
-        let Asked { id, route, tokens, room, cached, names } = asked;
+        let Asked { id, preference, tokens, room, cached, names } = asked;
         let replicas = self.up.len();
         let ask = Ask { tokens, cached: &cached };
-        let named = route.replica.map(|at| at as usize).filter(|&at| at < replicas && open(at));
-        let sticky = || preferred(route.key.as_ref()?, replicas, &open);
+        let named =
+            preference.replica.map(|at| at as usize).filter(|&at| at < replicas && open(at));
+        let sticky = || preferred(preference.key.as_ref()?, replicas, &open);
         let target = match (named.or_else(sticky), &mut self.polled) {
             (Some(target), _) => target,
             (None, Some(polled)) => {

@@ -135,10 +135,11 @@ impl Replicas {
         if shared.draining.load(Ordering::Acquire) {
             return Err(SubmitError::Draining);
         }
-        if request.names.is_empty() && request.embeds.is_none() {
-            request.names = shared.names(request.salt, &request.prompt, &request.generated).into();
+        let named = &mut request.request;
+        if named.names.is_empty() && named.spec.embeds.is_none() {
+            named.names = shared.names(named.cache_salt, &named.prompt, &named.generated).into();
         }
-        let id = request.id;
+        let id = request.id();
         let engines = shared.engines();
         let waiting =
             |at: usize| matches!(engines[at].status(), Status::Ready | Status::Recovering(_));
@@ -296,7 +297,8 @@ impl Shared {
     }
 
     /// What the choice depends on, looked up outside of the dispatch lock.
-    fn ask<'a>(&self, request: &'a EngineRequest) -> Asked<'a> {
+    fn ask<'a>(&self, asking: &'a EngineRequest) -> Asked<'a> {
+        let request = &asking.request;
         let known = (request.prompt.len() + request.generated.len()) as u64;
         let names = &request.names;
         let cached = match &self.blocks {
@@ -305,8 +307,8 @@ impl Shared {
             None => Vec::new(),
         };
         Asked {
-            id: request.id.0,
-            route: &request.route,
+            id: request.id,
+            preference: &asking.preference,
             tokens: known,
             room: u64::from(request.max_tokens).saturating_sub(request.generated.len() as u64),
             names: if self.blocks.is_some() { Arc::clone(names) } else { Arc::default() },
@@ -318,7 +320,10 @@ impl Shared {
         let names = Arc::clone(&asked.names);
         let reported = || {
             let stats = self.engines().iter().map(EngineHandle::stats);
-            stats.map(|stats| (stats.running + stats.waiting) as u64).collect()
+            stats
+                .map(|stats| stats.scheduler)
+                .map(|stats| (stats.running + stats.waiting) as u64)
+                .collect()
         };
         let at = dispatch.send(asked, |at| open[at], self.clock.now_us(), reported)?;
         if let Some(blocks) = self.blocks.as_ref().filter(|_| !names.is_empty()) {
@@ -341,7 +346,7 @@ impl Shared {
         let asked = self.ask(&orphan.request);
         let fits: Vec<bool> =
             self.engines().iter().map(|engine| engine.fits(&orphan.request)).collect();
-        let id = orphan.request.id.0;
+        let id = orphan.request.id().0;
         let mut dispatch = self.dispatch.lock();
         let open: Vec<bool> =
             (0..dispatch.up.len()).map(|at| at != from && dispatch.open(at) && fits[at]).collect();

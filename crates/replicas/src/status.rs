@@ -38,23 +38,9 @@ pub fn combined_status(all: Vec<Status>, drained: &[bool]) -> Status {
 /// Everything counted, and everything there is.
 #[must_use]
 pub fn combined_stats(all: impl IntoIterator<Item = Stats>) -> Stats {
-    all.into_iter().fold(Stats::default(), |sum, one| Stats {
-        running: sum.running + one.running,
-        waiting: sum.waiting + one.waiting,
-        pages_held: sum.pages_held + one.pages_held,
-        pages_cached: sum.pages_cached + one.pages_cached,
-        pages_free: sum.pages_free + one.pages_free,
-        prefix_queries: sum.prefix_queries + one.prefix_queries,
-        prefix_hits: sum.prefix_hits + one.prefix_hits,
-        prompt_tokens: sum.prompt_tokens + one.prompt_tokens,
-        generated_tokens: sum.generated_tokens + one.generated_tokens,
-        preemptions: sum.preemptions + one.preemptions,
-        steps: sum.steps + one.steps,
-        device_us: sum.device_us + one.device_us,
-        idle_us: sum.idle_us + one.idle_us,
-        hand_deaths: sum.hand_deaths + one.hand_deaths,
-        replayed: sum.replayed + one.replayed,
-    })
+    let mut sum = Stats::default();
+    all.into_iter().for_each(|one| sum += one);
+    sum
 }
 
 /// What holds for every replica: any request must fit into any of them.

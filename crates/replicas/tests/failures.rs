@@ -6,9 +6,8 @@ use std::time::Duration;
 
 use forebay_engine::{
     EngineConfig, EngineRequest, EngineThread, FinishReason, Namer, Output, OutputSink, Policy,
-    RequestId, Route, Status,
+    Request, Status,
 };
-use forebay_protocol::SamplingParams;
 use forebay_replicas::{Member, Method, Replicas, ReplicasConfig};
 use forebay_sim::{DeviceModel, SimClock, SimConfig, SimControl, SimExecutor, SimText};
 
@@ -39,6 +38,7 @@ fn start(pages: &[u32], breaking: impl Fn(usize, &SimControl)) -> Rig {
     let (mut members, mut controls) = (Vec::new(), Vec::new());
     for (at, &page_count) in pages.iter().enumerate() {
         let (executor, control) = SimExecutor::new(SimConfig {
+            tokens_a_row: 1,
             clock: clock.clone(),
             model: DeviceModel { step_us: 100.0, ..DeviceModel::INSTANT },
             seed: 0,
@@ -107,22 +107,8 @@ impl Rig {
 }
 
 fn request(id: u64, prompt: usize, max_tokens: u32) -> EngineRequest {
-    EngineRequest {
-        id: RequestId(id),
-        prompt: vec![1; prompt].into(),
-        generated: Vec::new(),
-        names: [].into(),
-        max_tokens,
-        pooling: None,
-        stop_ids: [].into(),
-        sampling: SamplingParams::default(),
-        priority: 0,
-        client: 0,
-        salt: 0,
-        probe: false,
-        embeds: None,
-        route: Route::default(),
-    }
+    let request = Request { id, prompt: vec![1; prompt].into(), max_tokens, ..Request::default() };
+    EngineRequest { request, ..EngineRequest::default() }
 }
 
 #[test]

@@ -7,11 +7,10 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 use std::time::{Duration, Instant};
 
 use forebay_engine::{
-    BlockEvent, BlockObserver, Embeds, EngineConfig, EngineRequest, EngineThread, FinishReason,
-    Namer, Output, OutputSink, Payload, Policy, RequestError, RequestId, Route, Stats, Status,
-    SubmitError,
+    BlockEvent, BlockObserver, EngineConfig, EngineRequest, EngineThread, FinishReason, Namer,
+    Output, OutputSink, Payload, Policy, Preference, Request, RequestError, RequestId, Stats,
+    Status, SubmitError,
 };
-use forebay_protocol::SamplingParams;
 use forebay_replicas::{Member, Method, Replicas, ReplicasConfig};
 use forebay_sim::{DeviceModel, SimClock, SimConfig, SimControl, SimExecutor, SimText, next_token};
 
@@ -95,6 +94,7 @@ impl Rig {
         let stored = Stored::default();
         for _ in 0..count {
             let (executor, control) = SimExecutor::new(SimConfig {
+                tokens_a_row: 1,
                 clock: clock.clone(),
                 model: DeviceModel { step_us: 100.0, ..DeviceModel::INSTANT },
                 seed: 0,
@@ -196,22 +196,8 @@ impl Rig {
 }
 
 fn request(id: u64, prompt: Vec<i32>, max_tokens: u32) -> EngineRequest {
-    EngineRequest {
-        id: RequestId(id),
-        prompt: prompt.into(),
-        generated: Vec::new(),
-        names: Arc::default(),
-        max_tokens,
-        pooling: None,
-        stop_ids: Arc::default(),
-        sampling: SamplingParams::default(),
-        priority: 0,
-        salt: 0,
-        client: 0,
-        probe: false,
-        embeds: None,
-        route: Route::default(),
-    }
+    let request = Request { id, prompt: prompt.into(), max_tokens, ..Request::default() };
+    EngineRequest { request, ..EngineRequest::default() }
 }
 
 /// Prompts of many lengths, some with a common beginning.
@@ -298,7 +284,7 @@ fn streams_survive_twenty_kills_and_the_hands_come_back() {
             if kills < 20 && ready && before.is_empty() {
                 rig.controls[kills % 4].kill();
                 kills += 1;
-                rig.wait_for(|stats| stats.hand_deaths == kills as u64);
+                rig.wait_for(|stats| stats.hand.deaths == kills as u64);
                 // What the dead hand has said is on its way still, and is nobody's progress.
                 ended += rig.catch_up().len() as u64;
                 let tokens = |id: &u64| rig.stories.get(id).map_or(0, |story| story.tokens.len());
@@ -314,7 +300,7 @@ fn streams_survive_twenty_kills_and_the_hands_come_back() {
         (0..next).for_each(|id| rig.assert_exact(id, 150));
         rig.settled(|states| states.iter().all(|status| *status == Status::Ready));
         rig.assert_idle();
-        assert!(rig.replicas.stats().replayed > 0);
+        assert!(rig.replicas.stats().hand.replayed > 0);
     }
 }
 
@@ -354,7 +340,7 @@ fn when_all_hands_are_gone_requests_wait_for_the_first_to_come_back() {
         rig.replicas.submit(request(id, prompt(id), 300)).expect("room");
     }
     // All die with their own requests in flight: who died alone with one of another's suspects would have to blame it.
-    while rig.replicas.reports().iter().any(|report| report.stats.steps == 0) {
+    while rig.replicas.reports().iter().any(|report| report.stats.scheduler.steps == 0) {
         std::thread::yield_now();
     }
     rig.controls.iter().for_each(SimControl::hold);
@@ -391,7 +377,7 @@ fn a_poisonous_request_takes_two_hands_with_it_and_nobody_else() {
             );
         }
     }
-    assert_eq!(rig.replicas.stats().hand_deaths, 2);
+    assert_eq!(rig.replicas.stats().hand.deaths, 2);
     rig.assert_idle();
 }
 
@@ -424,14 +410,16 @@ fn aborts_find_requests_on_their_way() {
 fn clients_choose_a_replica_or_stay_at_one() {
     let mut rig = Rig::start(4, Method::ShortestQueue);
     for id in 0..12 {
-        let route = Route { key: None, replica: Some(2) };
-        rig.replicas.submit(EngineRequest { route, ..request(id, prompt(id), 3) }).expect("room");
+        let preference = Preference { key: None, replica: Some(2) };
+        let request = EngineRequest { preference, ..request(id, prompt(id), 3) };
+        rig.replicas.submit(request).expect("room");
     }
     rig.follow(12);
     assert_eq!(rig.dispatched(), [0, 0, 12, 0]);
     for id in 12..32 {
-        let route = Route { key: Some("one session".into()), replica: None };
-        rig.replicas.submit(EngineRequest { route, ..request(id, prompt(id), 3) }).expect("room");
+        let preference = Preference { key: Some("one session".into()), replica: None };
+        let request = EngineRequest { preference, ..request(id, prompt(id), 3) };
+        rig.replicas.submit(request).expect("room");
     }
     rig.follow(20);
     let sent = rig.dispatched();
@@ -464,7 +452,7 @@ fn prompts_with_the_same_beginning_find_it() {
         rig.follow(4);
     }
     let stats = rig.replicas.stats();
-    assert_eq!(stats.prefix_hits, 5 * 4 * 80, "each family is computed once: {stats:?}");
+    assert_eq!(stats.scheduler.prefix_hits, 5 * 4 * 80, "each family is computed once: {stats:?}");
     // 20 blocks of a family's beginning, and one that each turn's answer fills.
     assert_eq!(rig.stored.0.load(Ordering::SeqCst), 4 * 20 + 6 * 4, "others hear of blocks too");
     assert!(rig.dispatched().iter().all(|&count| count == 6));
@@ -474,14 +462,18 @@ fn prompts_with_the_same_beginning_find_it() {
 fn requests_with_different_salts_share_nothing_at_any_replica() {
     for count in [1, 3] {
         let mut rig = Rig::start(count, Method::PrefixAware);
-        let long = |id: u64, salt| EngineRequest { salt, ..request(id, (0..80).collect(), 5) };
+        let long = |id: u64, salt| {
+            let mut request = request(id, (0..80).collect(), 5);
+            request.request.cache_salt = salt;
+            request
+        };
         let mut id = 0;
         let mut hits = |salt| {
             id += 1;
-            let before = rig.replicas.stats().prefix_hits;
+            let before = rig.replicas.stats().scheduler.prefix_hits;
             rig.replicas.submit(long(id, salt)).expect("room");
             rig.follow(1);
-            rig.replicas.stats().prefix_hits - before
+            rig.replicas.stats().scheduler.prefix_hits - before
         };
         // None, one, another, and each again.
         assert_eq!([0, 7, 8, 0, 7, 8].map(&mut hits), [0, 0, 0, 76, 76, 76], "{count} replicas");
@@ -548,11 +540,12 @@ fn what_lies_in_the_arena_moves_with_its_request_and_is_given_back_once() {
     let back = Arc::new(AtomicUsize::new(0));
     for id in 0..30 {
         let payload = Arc::new(Room(Arc::clone(&back)));
-        let embeds = Some(Embeds { payload, offset: 0 });
-        let request = EngineRequest { embeds, ..request(id, vec![0; 30], 100) };
+        let mut request = request(id, vec![0; 30], 100);
+        request.request.spec.embeds = Some(0);
+        request.payloads.push(payload);
         rig.replicas.submit(request).expect("room");
     }
-    rig.wait_for(|stats| stats.generated_tokens > 0);
+    rig.wait_for(|stats| stats.scheduler.generated_tokens > 0);
     let before = back.load(Ordering::SeqCst);
     assert!(before < 30, "those that go on still have it");
     rig.controls[0].kill();

@@ -5,14 +5,11 @@
 //! read against the group `decode` of the same size, which changes nothing: against its `evicting`, since there too every page that
 //! is taken is taken from a cached block, as it is in a replica that has served for a while.
 
-use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use criterion::{BenchmarkId, Criterion, Throughput};
-use forebay_protocol::{ROW_OK, SamplingParams, StepPlan, StepResult};
-use forebay_scheduler::{
-    Event, Namer, Past, Policy, Request, STEP_WORDS, Scheduler, SchedulerConfig,
-};
+use forebay_protocol::{ROW_OK, SlotSpec, StepPlan, StepResult};
+use forebay_scheduler::{Event, Namer, Policy, Request, STEP_WORDS, Scheduler, SchedulerConfig};
 
 const RUNNING: [u32; 4] = [64, 256, 1024, 4096];
 const PAGE_SIZE: u32 = 16;
@@ -78,6 +75,7 @@ impl Replica {
                 fair: true,
                 step_words: STEP_WORDS,
                 vector_size: 0,
+                tokens_a_row: 1,
             }),
             plan: StepPlan::default(),
             result: StepResult::default(),
@@ -91,18 +89,9 @@ impl Replica {
         self.scheduler.submit(Request {
             id: self.submitted,
             prompt: prompt.into(),
-            generated: Vec::new(),
-            names: Arc::default(),
             max_tokens,
-            pooling: None,
-            stop_ids: [STOP_ID].into(),
-            sampling: SamplingParams::default(),
-            priority: 0,
-            client: 0,
-            probe: false,
-            cache_salt: 0,
-            embeds: None,
-            past: Past::default(),
+            spec: SlotSpec { stop_ids: [STOP_ID].into(), ..SlotSpec::default() },
+            ..Request::default()
         });
     }
 
@@ -118,7 +107,7 @@ impl Replica {
         self.result.tokens.clear();
         for row in self.plan.rows() {
             self.result.row_errors.push(ROW_OK);
-            self.result.tokens.extend(row.sample.then_some(TOKEN));
+            self.result.tokens.extend(row.want.samples().then_some(TOKEN));
         }
     }
 

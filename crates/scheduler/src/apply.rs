@@ -1,8 +1,11 @@
 //! What a result means for the requests: tokens, ends, and the return of what was retired.
 
-use forebay_protocol::{ROW_OK, SampledLogprobs, StepResult};
+use forebay_protocol::{ROW_OK, SampledLogprobs, StepResult, Want};
 
-use crate::{ApplyError, Event, Finish, Flight, FlightRow, Handle, Scheduler};
+use crate::{ApplyError, Event, Finish, Flight, FlightRow, Handle, Scheduler, State};
+
+/// A sampled token and its log-probabilities, if somebody asked.
+type Sampled<'a> = (&'a i32, Option<SampledLogprobs<'a>>);
 
 impl Scheduler {
     /// Takes the result of the oldest step in flight. Rows whose request is gone are ignored.
@@ -22,18 +25,25 @@ impl Scheduler {
         };
         self.counters.steps += 1;
         let mut sampled = result.tokens.iter().zip(result.logprobs());
+        let mut counts = result.token_counts.iter().map(|&count| count as usize);
         let mut vectors = result.pooled.chunks_exact(vector_size(result, flight.pooled));
         for (row, &error) in flight.rows.iter().zip(&result.row_errors) {
-            let token = if row.sample { sampled.next() } else { None };
-            let vector = if row.pool { vectors.next() } else { None };
+            let (count, vector) = match row.want {
+                Want::Nothing => (0, None),
+                Want::Tokens(_) => (counts.next().unwrap_or(1), None),
+                Want::Vector => (0, vectors.next()),
+            };
+            let mut tokens = sampled.by_ref().take(count);
             if self.requests.get(row.handle).is_none() {
-                continue;
-            }
-            if error == ROW_OK {
-                self.computed(row, token, vector, events);
-            } else {
+                // They are nobody's.
+            } else if error != ROW_OK {
                 self.not_finite(row.handle, events);
+            } else if let Some(vector) = vector {
+                self.pooled(row, vector, events);
+            } else {
+                self.computed(row, &mut tokens, events);
             }
+            tokens.for_each(drop);
         }
         // Blocks of rows that went wrong are forgotten by now, so that none of them enters the cache here.
         for retired in flight.retired.drain(..) {
@@ -45,48 +55,65 @@ impl Scheduler {
         Ok(())
     }
 
-    fn computed(
+    fn pooled(&mut self, row: &FlightRow, vector: &[f32], events: &mut Vec<Event>) {
+        self.count_prompt(row);
+        let id = self.requests[row.handle].request.id;
+        events.push(Event::Pooled { id, vector: vector.into() });
+        events.push(Event::Finished { id, reason: Finish::Length });
+        self.remove(row.handle);
+    }
+
+    /// Takes a row's tokens, of those only as many as the request may have: what comes after its end is nothing.
+    fn computed<'a>(
         &mut self,
         row: &FlightRow,
-        sampled: Option<(&i32, Option<SampledLogprobs<'_>>)>,
-        vector: Option<&[f32]>,
+        sampled: &mut impl Iterator<Item = Sampled<'a>>,
         events: &mut Vec<Event>,
     ) {
-        let entry = &mut self.requests[row.handle];
-        let prompt = row.start.min(entry.prompt_len)..row.end.min(entry.prompt_len);
-        self.counters.prompt_tokens += u64::from(prompt.end - prompt.start);
-        if let Some(vector) = vector {
-            let id = entry.id;
-            events.push(Event::Pooled { id, vector: vector.into() });
-            events.push(Event::Finished { id, reason: Finish::Length });
-            self.remove(row.handle);
-            return;
-        }
-        if let Some((&token, logprobs)) = sampled {
-            debug_assert_eq!(entry.known(), row.end, "results come in order");
+        self.count_prompt(row);
+        let mut first = true;
+        for (&token, logprobs) in sampled {
+            let entry = &mut self.requests[row.handle];
+            debug_assert!(!first || entry.known() == row.end, "results come in order");
+            if !std::mem::take(&mut first) {
+                entry.total += 1;
+                // If it has lost its pages meanwhile, it computes all of them again.
+                if let State::Decode { .. } = entry.state {
+                    entry.computed += 1;
+                }
+            }
             entry.tokens.push(token);
             self.counters.generated_tokens += 1;
-            let (id, full) = (entry.id, entry.known() == entry.limit);
-            let stop = entry.stop_ids.binary_search(&token).is_ok();
+            let (id, full) = (entry.request.id, entry.known() == entry.limit);
+            let stop = entry.request.spec.stop_ids.binary_search(&token).is_ok();
             let logprobs =
                 logprobs.map(|l| l.ids.iter().copied().zip(l.values.iter().copied()).collect());
             events.push(Event::Token { id, token, logprobs });
-            self.offer_blocks(row.handle);
             if stop || full {
+                self.offer_blocks(row.handle);
                 let reason = if stop { Finish::Stop { token } } else { Finish::Length };
                 events.push(Event::Finished { id, reason });
                 self.remove(row.handle);
                 return;
             }
         }
+        if !first {
+            self.offer_blocks(row.handle);
+        }
         self.clear_suspect(row);
+    }
+
+    fn count_prompt(&mut self, row: &FlightRow) {
+        let prompt_len = self.requests[row.handle].prompt_len;
+        let computed = row.end.min(prompt_len) - row.start.min(prompt_len);
+        self.counters.prompt_tokens += u64::from(computed);
     }
 
     /// Ends a request whose logits or vector were not finite. All its blocks are forgotten, also those that it got from others: they may be
     /// the reason, and would go on to spoil whoever shares them next.
     fn not_finite(&mut self, handle: Handle, events: &mut Vec<Event>) {
         let entry = &self.requests[handle];
-        events.push(Event::Finished { id: entry.id, reason: Finish::NotFinite });
+        events.push(Event::Finished { id: entry.request.id, reason: Finish::NotFinite });
         for &name in &entry.names {
             self.pool.forget(name);
         }
@@ -94,7 +121,7 @@ impl Scheduler {
     }
 }
 
-/// Numbers a vector; at least 1, so that nothing can be cut into it too.
+/// Elements per vector; never 0, because `chunks_exact(0)` panics.
 fn vector_size(result: &StepResult, vectors: usize) -> usize {
     result.pooled.len().checked_div(vectors).unwrap_or(0).max(1)
 }
@@ -112,10 +139,26 @@ fn check_shape(result: &StepResult, flight: &Flight) -> Result<(), ApplyError> {
         }
     };
     check("row_errors", flight.rows.len(), result.row_errors.len())?;
-    check("tokens", flight.sampled, result.tokens.len())?;
+    if result.token_counts.is_empty() {
+        check("tokens", flight.sampled, result.tokens.len())?;
+    } else {
+        check("token_counts", flight.sampled, result.token_counts.len())?;
+        let most = flight.rows.iter().filter_map(|row| match row.want {
+            Want::Tokens(most) => Some(most as usize),
+            Want::Nothing | Want::Vector => None,
+        });
+        let mut tokens = 0;
+        for (most, &count) in most.zip(&result.token_counts) {
+            let count = usize::try_from(count).unwrap_or(0);
+            // A number that is out of range becomes the nearest that is not, so that the sum can't fit.
+            check("token_counts", count.clamp(1, most), count)?;
+            tokens += count;
+        }
+        check("tokens", tokens, result.tokens.len())?;
+    }
     check("pooled", vector_size(result, flight.pooled) * flight.pooled, result.pooled.len())?;
     if !result.logprob_counts.is_empty() {
-        check("logprob_counts", flight.sampled, result.logprob_counts.len())?;
+        check("logprob_counts", result.tokens.len(), result.logprob_counts.len())?;
     }
     let counts = result.logprob_counts.iter().map(|&n| usize::try_from(n).unwrap_or(usize::MAX));
     let entries = counts.fold(0, usize::saturating_add);

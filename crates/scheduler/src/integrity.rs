@@ -2,6 +2,8 @@
 
 use std::collections::HashMap;
 
+use forebay_protocol::Want;
+
 use crate::request::Entry;
 use crate::{Handle, Scheduler, State};
 
@@ -36,7 +38,7 @@ impl Scheduler {
     fn check_shares(&self) -> Result<(), String> {
         let mut counts = HashMap::new();
         for &handle in self.residents.values() {
-            *counts.entry(self.requests[handle].client).or_default() += 1;
+            *counts.entry(self.requests[handle].request.client).or_default() += 1;
         }
         let listed = self.shares.counts();
         ensure(*listed == counts, || format!("shares: {listed:?} listed, {counts:?} exist"))?;
@@ -77,10 +79,14 @@ impl Scheduler {
             let rows = self.in_flight.iter().flat_map(|flight| &flight.rows);
             rows.filter(move |row| row.handle == handle)
         };
-        let pending = rows_of(handle).filter(|row| row.sample).count() as u32;
+        let pending = rows_of(handle).filter(|row| row.want.samples()).count() as u32;
         let (cached, computed, total) = (entry.cached, entry.computed, entry.total);
-        let told =
-            || format!("request {}: {cached} cached, {computed} computed, {total} total", entry.id);
+        let told = || {
+            format!(
+                "request {}: {cached} cached, {computed} computed, {total} total",
+                entry.request.id
+            )
+        };
         ensure(cached <= computed && computed <= total && total <= entry.limit, told)?;
         ensure(entry.known() + pending == total, || {
             format!("{}, {} known, {pending} in flight", told(), entry.known())
@@ -97,7 +103,7 @@ impl Scheduler {
                 ensure(computed + 1 == total, || format!("{}, but it decodes", told()))
             }
             State::Pooled(_) => {
-                let pooling = rows_of(handle).any(|row| row.pool);
+                let pooling = rows_of(handle).any(|row| row.want == Want::Vector);
                 ensure(computed == total && pooling, || format!("{}, but it is pooled", told()))
             }
             State::Waiting | State::Prefill(_) => Ok(()),
@@ -112,9 +118,9 @@ impl Scheduler {
             State::Waiting | State::Prefill(_) | State::Pooled(_) => false,
         };
         let prefill = matches!(entry.state, State::Prefill(_));
-        let suspect = entry.mark.is_some();
+        let suspect = entry.mark().is_some();
         let places = [
-            ("by_id", self.by_id.get(&entry.id) == Some(&handle), true),
+            ("by_id", self.by_id.get(&entry.request.id) == Some(&handle), true),
             ("queue", self.queue.contains(&entry.ticket(handle)), !resident && !suspect),
             ("suspects", self.suspects.get(key) == Some(&handle), suspect),
             ("residents", self.residents.get(key) == Some(&handle), resident),
@@ -122,7 +128,7 @@ impl Scheduler {
             ("another's place among the decodes", misplaced, false),
         ];
         for (place, is, should) in places {
-            ensure(is == should, || format!("request {} in {place}: {is}", entry.id))?;
+            ensure(is == should, || format!("request {} in {place}: {is}", entry.request.id))?;
         }
         Ok(())
     }

@@ -6,7 +6,8 @@
 //!
 //! A request carries `cached <= computed <= total`: positions found in the prefix cache, positions computed or planned, tokens that exist or
 //! will exist when the steps in flight are done. A request can be planned while `computed < total`, and a row that reaches `total` samples,
-//! or ends a request that asks for a vector of its prompt ([`Request::pooling`]).
+//! or ends a request that asks for a vector of its prompt ([`forebay_protocol::SlotSpec::pooling`]). A row that samples gives one token, or
+//! several where the hand does that ([`SchedulerConfig::tokens_a_row`]).
 //!
 //! Without pages ([`SchedulerConfig::pages`] is 0) nothing is kept between steps: every prompt is one row, and many share a step.
 //!
@@ -26,8 +27,11 @@ mod words;
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
 
+use derive_more::AddAssign;
 pub use forebay_kvcache::{BlockEvent, BlockHash, Namer};
 use forebay_kvcache::{Lease, PagePool};
+use forebay_protocol::Want;
+use serde::Serialize;
 use thiserror::Error;
 
 use crate::queue::{PROBE_RANK, Queue};
@@ -80,6 +84,8 @@ pub struct SchedulerConfig {
     pub step_words: usize,
     /// Numbers of a vector, where the model pools: results have a size too.
     pub vector_size: u32,
+    /// Most tokens that a row which samples may give; at least 1.
+    pub tokens_a_row: u32,
 }
 
 /// Why a request ended.
@@ -101,7 +107,7 @@ pub enum Finish {
 pub enum Event {
     /// It got a slot and pages.
     Admitted {
-        /// Whose.
+        /// The request's id.
         id: u64,
         /// Prompt tokens found in the prefix cache, told at the first admission; 0 at later ones.
         cached_tokens: u32,
@@ -110,7 +116,7 @@ pub enum Event {
     },
     /// A token was sampled.
     Token {
-        /// Whose.
+        /// The request's id.
         id: u64,
         /// The token.
         token: i32,
@@ -119,21 +125,21 @@ pub enum Event {
     },
     /// Its vector was computed.
     Pooled {
-        /// Whose.
+        /// The request's id.
         id: u64,
         /// As the model made it, neither cut nor normalised.
         vector: Box<[f32]>,
     },
     /// It ended.
     Finished {
-        /// Whose.
+        /// The request's id.
         id: u64,
         /// Why.
         reason: Finish,
     },
     /// It lost its slot and pages to a more important one, or to a suspect that is to be tried, and waits again.
     Preempted {
-        /// Whose.
+        /// The request's id.
         id: u64,
     },
 }
@@ -172,7 +178,7 @@ pub enum ApplyError {
 }
 
 /// Numbers to show. Counters only grow, also across [`Scheduler::reset`].
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, AddAssign, Serialize)]
 pub struct Stats {
     /// Requests with a slot.
     pub running: usize,
@@ -204,8 +210,7 @@ struct FlightRow {
     handle: Handle,
     start: u32,
     end: u32,
-    sample: bool,
-    pool: bool,
+    want: Want,
 }
 
 /// A slot and pages that wait for the last step that names them.
@@ -268,7 +273,7 @@ impl Scheduler {
     /// With a number in `config` that is 0 and must not be.
     #[must_use]
     pub fn new(config: SchedulerConfig) -> Self {
-        let numbers = [config.slots, config.max_running, config.page_size];
+        let numbers = [config.slots, config.max_running, config.page_size, config.tokens_a_row];
         assert!(numbers.iter().all(|&n| n > 0), "nothing can run with {config:?}");
         words::check_slots(config.slots);
         let mut pool = PagePool::new(config.pages);
@@ -303,12 +308,13 @@ impl Scheduler {
     /// the page pool.
     pub fn submit(&mut self, request: Request) {
         debug_assert!(!request.prompt.is_empty(), "validated");
-        debug_assert!(request.pooling.is_some() == (request.max_tokens == 0), "validated");
+        let pools = request.spec.pooling.is_some();
+        debug_assert!(pools == (request.max_tokens == 0), "validated");
         debug_assert!(
             request.generated.is_empty() || request.generated.len() < request.max_tokens as usize,
             "there is something left to generate"
         );
-        debug_assert!(!self.keeps_nothing() || request.pooling.is_some(), "decoding needs pages");
+        debug_assert!(!self.keeps_nothing() || pools, "decoding needs pages");
         debug_assert!(
             self.keeps_nothing()
                 || request.prompt.len() as u64 + u64::from(request.max_tokens)
@@ -339,7 +345,7 @@ impl Scheduler {
     /// Puts a request into the queue that is not there.
     fn enqueue(&mut self, handle: Handle) {
         let entry = &self.requests[handle];
-        self.queue.insert(entry.ticket(handle), entry.admitted_before);
+        self.queue.insert(entry.ticket(handle), entry.request.past.admitted);
         self.shares.changed();
     }
 
@@ -385,7 +391,7 @@ impl Scheduler {
 
     /// Ids of the live requests, the same order in every run.
     pub fn live(&self) -> impl Iterator<Item = u64> {
-        self.requests.iter().map(|(_, entry)| entry.id)
+        self.requests.iter().map(|(_, entry)| entry.request.id)
     }
 
     /// Whether the model has no keys and values, and so no pages.
@@ -399,7 +405,7 @@ impl Scheduler {
         let Some(entry) = self.requests.remove(handle) else {
             return;
         };
-        self.by_id.remove(&entry.id);
+        self.by_id.remove(&entry.request.id);
         self.queue.remove(&entry.ticket(handle));
         self.shares.gone(handle);
         self.suspects.remove(&entry.key);

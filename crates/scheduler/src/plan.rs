@@ -2,7 +2,7 @@
 //! alone.
 
 use forebay_kvcache::Lease;
-use forebay_protocol::{Row, StepPlan};
+use forebay_protocol::{Row, StepPlan, Want};
 
 use crate::queue::Ticket;
 use crate::request::Residence;
@@ -67,7 +67,7 @@ impl Scheduler {
                 self.push_row(handle, budget, plan);
                 0
             }
-            State::Decode { .. } if self.requests[handle].plannable() => {
+            State::Decode { .. } if self.may_go_on(handle) => {
                 if self.lacks_page(handle) {
                     self.grow(handle, plan, events);
                 }
@@ -105,7 +105,7 @@ impl Scheduler {
         let mut needy = std::mem::take(&mut self.needy);
         for &handle in &self.decodes {
             let entry = &self.requests[handle];
-            if entry.plannable() && self.lacks_page(handle) {
+            if self.may_go_on(handle) && self.lacks_page(handle) {
                 needy.push((entry.key, handle));
             }
         }
@@ -145,6 +145,13 @@ impl Scheduler {
         }
     }
 
+    /// Whether a decoding request can have a row. Where a row may give several tokens, it waits for those that are in flight: how many
+    /// they are decides where the next row begins.
+    fn may_go_on(&self, handle: Handle) -> bool {
+        let entry = &self.requests[handle];
+        entry.plannable() && (self.config.tokens_a_row == 1 || entry.known() == entry.total)
+    }
+
     fn lacks_page(&self, handle: Handle) -> bool {
         let entry = &self.requests[handle];
         let pages = entry.state.residence().map_or(0, |residence| residence.leases.len() as u32);
@@ -154,7 +161,7 @@ impl Scheduler {
     fn plan_decodes(&mut self, plan: &mut StepPlan) {
         for at in 0..self.decodes.len() {
             let handle = self.decodes[at];
-            if self.requests[handle].plannable() && !self.lacks_page(handle) {
+            if self.may_go_on(handle) && !self.lacks_page(handle) {
                 self.push_row(handle, 1, plan);
             }
         }
@@ -216,7 +223,8 @@ impl Scheduler {
 
     /// Whether one more may run, if it is this one.
     pub(crate) fn may_run(&self, handle: Handle) -> bool {
-        let most = u64::from(self.config.max_running) + u64::from(self.requests[handle].probe);
+        let most =
+            u64::from(self.config.max_running) + u64::from(self.requests[handle].request.probe);
         (self.residents.len() as u64) < most
     }
 
@@ -236,10 +244,10 @@ impl Scheduler {
         let page_size = self.config.page_size;
         let entry = &mut self.requests[handle];
         let known = entry.known();
-        let next = u32::from(entry.pooling.is_none());
+        let next = u32::from(!entry.pools());
         let pages = (known + next).div_ceil(page_size) as usize;
         let mut leases = Vec::with_capacity(pages);
-        if self.config.prefix_cache && entry.embeds.is_none() {
+        if self.config.prefix_cache && entry.request.spec.embeds.is_none() {
             // One token at least is left to compute: without a row there are no logits, and no vector.
             let blocks = ((known - 1) / page_size) as usize;
             for &name in entry.name_blocks(blocks, page_size as usize, &self.config.namer) {
@@ -279,17 +287,17 @@ impl Scheduler {
         }
         let named = entry.cached / page_size;
         entry.state = State::Prefill(Residence { slot, leases, named, last_step: 0 });
-        let replayed = std::mem::replace(&mut entry.admitted_before, true);
+        let replayed = std::mem::replace(&mut entry.request.past.admitted, true);
         let cached_tokens = if replayed { 0 } else { entry.cached.min(entry.prompt_len) };
-        let cacheable = self.config.prefix_cache && entry.embeds.is_none();
+        let cacheable = self.config.prefix_cache && entry.request.spec.embeds.is_none();
         if !replayed && cacheable && self.config.pages > 0 {
             self.counters.prefix_queries += u64::from(entry.prompt_len);
             self.counters.prefix_hits += u64::from(cached_tokens);
         }
-        events.push(Event::Admitted { id: entry.id, cached_tokens, replayed });
+        events.push(Event::Admitted { id: entry.request.id, cached_tokens, replayed });
         self.residents.insert(entry.key, handle);
         self.prefills.insert(entry.key, handle);
-        self.shares.moved_in(entry.client, handle);
+        self.shares.moved_in(entry.request.client, handle);
     }
 
     /// Plans up to `most` of a resident's positions and returns how many. The row that reaches `total` samples, and from then on the
@@ -298,25 +306,32 @@ impl Scheduler {
         let entry = &mut self.requests[handle];
         let (start, length) = (entry.computed, most.min(entry.total - entry.computed));
         let end = start + length;
-        let (sample, pool) = match entry.pooling {
-            None => (end == entry.total, false),
-            Some(_) => (false, end == entry.total),
+        let pools = entry.pools();
+        let pages = entry.state.residence().map_or(0, |residence| residence.leases.len() as u32);
+        let want = if end < entry.total {
+            Want::Nothing
+        } else if pools {
+            Want::Vector
+        } else {
+            // The positions of all tokens but the last are computed too, and need pages.
+            let room = (pages * self.config.page_size - end).min(entry.limit - end - 1);
+            Want::Tokens(self.config.tokens_a_row.min(1 + room))
         };
         entry.computed = end;
-        entry.total += u32::from(sample);
+        entry.total += u32::from(want.samples());
         let Some(residence) = entry.state.residence_mut() else {
             return 0;
         };
         residence.last_step = self.building.step;
-        plan.push_row(Row { slot: residence.slot, start, length, sample, pool });
-        self.building.rows.push(FlightRow { handle, start, end, sample, pool });
-        self.building.sampled += usize::from(sample);
-        self.building.pooled += usize::from(pool);
-        if sample || pool {
+        plan.push_row(Row { slot: residence.slot, start, length, want });
+        self.building.rows.push(FlightRow { handle, start, end, want });
+        self.building.sampled += usize::from(want.samples());
+        self.building.pooled += usize::from(want == Want::Vector);
+        if want != Want::Nothing {
             entry.state = match std::mem::replace(&mut entry.state, State::Waiting) {
                 State::Prefill(residence) => {
                     self.prefills.remove(&entry.key);
-                    if pool {
+                    if pools {
                         State::Pooled(residence)
                     } else {
                         self.decodes.push(handle);
@@ -334,7 +349,7 @@ impl Scheduler {
         let caching = self.config.prefix_cache && !self.keeps_nothing();
         let page_size = self.config.page_size;
         let entry = &mut self.requests[handle];
-        let cached = caching && entry.embeds.is_none();
+        let cached = caching && entry.request.spec.embeds.is_none();
         let ready = entry.computed.min(entry.known()) / page_size;
         let named = entry.state.residence().map_or(ready, |residence| residence.named);
         if !cached || named >= ready {

@@ -3,42 +3,38 @@
 use std::sync::Arc;
 
 use forebay_kvcache::{BlockHash, Lease, Namer};
-use forebay_protocol::{NewSlot, Pooling, SamplingParams};
+use forebay_protocol::{NewSlot, SlotSpec};
 
 use crate::queue::Ticket;
 use crate::slab::Handle;
 
-/// A validated request. Nothing in it can be refused any more.
-#[derive(Debug, Clone)]
+/// A validated request. Nothing in it can be refused any more; only capacity can refuse it.
+#[derive(Debug, Clone, Default)]
 pub struct Request {
     /// Unique name among the live requests.
     pub id: u64,
-    /// Prompt token ids, at least one. The choices of a prompt share them; each gets its own copy when it is admitted.
+    /// Prompt token ids, at least one, each below the vocabulary size. With embeddings they only say how many positions the prompt has.
+    /// The choices of a prompt share them; each gets its own copy when it is admitted.
     pub prompt: Arc<[i32]>,
-    /// Tokens generated before, somewhere else: it goes on after them as after a replay. Fewer than `max_tokens`, which counts them.
+    /// Tokens that were generated before, by another brain or another replica; none is a stop id, and they are fewer than `max_tokens`,
+    /// which counts them. The request goes on after them, exactly as if it had generated them here, and only what is new comes out.
     pub generated: Vec<i32>,
-    /// Names of the leading full blocks of prompt and generated tokens, as far as somebody has computed them already.
+    /// Names of the leading full blocks of both, as far as somebody has computed them already.
     pub names: Arc<[BlockHash]>,
-    /// Most tokens to generate, at least one; 0 exactly where `pooling` is set. `prompt.len() + max_tokens` positions fit into the page
-    /// pool, if the model has one.
+    /// Most tokens to generate, at least one; 0 exactly where the prompt is pooled. `prompt.len() + max_tokens` is at most the context
+    /// length, and fits into the page pool, if the model has one.
     pub max_tokens: u32,
-    /// One vector is made of the prompt, and nothing is generated.
-    pub pooling: Option<Pooling>,
-    /// Token ids that end the request, ascending.
-    pub stop_ids: Arc<[i32]>,
-    /// How its tokens are sampled.
-    pub sampling: SamplingParams,
+    /// What the device must know of it.
+    pub spec: SlotSpec,
     /// Larger is sooner, under [`crate::Policy::Priority`].
     pub priority: i32,
-    /// Whose request it is: clients take turns.
+    /// Whose request it is: within a priority, clients take turns.
     pub client: u64,
-    /// It asks whether the model computes: it goes before everybody, and need not wait for one of [`crate::SchedulerConfig::max_running`].
+    /// It asks whether the model computes: it goes before everybody, a full queue does not refuse it, and it need not wait for one of
+    /// [`crate::SchedulerConfig::max_running`].
     pub probe: bool,
-    /// Requests share cached blocks only with requests of the same salt.
+    /// Requests share cached blocks only with requests of the same salt; 0: none was asked for.
     pub cache_salt: u64,
-    /// Byte offset in the arena of embeddings that stand for the prompt's tokens. Its blocks are nobody's but its own: they have no name,
-    /// because its tokens do not say what is in them.
-    pub embeds: Option<u32>,
     /// What it has been through with another scheduler, if there was one.
     pub past: Past,
 }
@@ -109,11 +105,11 @@ impl State {
 /// A live request. `cached <= computed <= total`, everything else follows.
 #[derive(Debug)]
 pub(crate) struct Entry {
-    pub(crate) id: u64,
+    /// As it was submitted. `past` is kept as it is now. Prompt, generated tokens and names move to the fields below at its first
+    /// admission: until then a thousand choices in the queue have one prompt.
+    pub(crate) request: Request,
     pub(crate) key: Key,
-    /// What it shares with the other choices of its prompt, until its first admission.
-    shared: Option<Shared>,
-    /// Prompt and generated tokens as far as they are known; before the first admission the generated ones alone.
+    /// Prompt and generated tokens as far as they are known; empty before the first admission.
     pub(crate) tokens: Vec<i32>,
     pub(crate) prompt_len: u32,
     /// Most tokens it may ever have.
@@ -122,32 +118,13 @@ pub(crate) struct Entry {
     pub(crate) cached: u32,
     /// Positions that are computed, or will be when the steps in flight are done.
     pub(crate) computed: u32,
-    /// Tokens that exist, or will when the steps in flight are done.
+    /// Tokens that exist, or will at least when the steps in flight are done.
     pub(crate) total: u32,
     pub(crate) state: State,
-    /// Set while the request is suspected of having killed the hand: the number of positions it must get past to be cleared.
-    pub(crate) mark: Option<u32>,
-    pub(crate) admitted_before: bool,
-    priority: i32,
-    pub(crate) client: u64,
-    pub(crate) probe: bool,
-    cache_salt: u64,
-    /// Ascending.
-    pub(crate) stop_ids: Arc<[i32]>,
-    pub(crate) sampling: SamplingParams,
-    pub(crate) pooling: Option<Pooling>,
-    pub(crate) embeds: Option<u32>,
     /// The parent of the first block.
     root: BlockHash,
     /// Names of its leading full blocks, as far as they were needed; empty before the first admission.
     pub(crate) names: Vec<BlockHash>,
-}
-
-/// What the choices of a prompt have in common while they wait: a thousand of them in the queue have one prompt.
-#[derive(Debug)]
-struct Shared {
-    prompt: Arc<[i32]>,
-    names: Arc<[BlockHash]>,
 }
 
 /// Tokens that an admitted request has room for beyond those it knows, so that its first steps allocate nothing.
@@ -156,94 +133,72 @@ const SPARE_TOKENS: usize = 64;
 impl Entry {
     pub(crate) fn new(request: Request, key: Key, namer: &Namer) -> Self {
         let prompt_len = request.prompt.len() as u32;
-        debug_assert!(request.stop_ids.is_sorted(), "they are searched");
+        debug_assert!(request.spec.stop_ids.is_sorted(), "they are searched");
         Self {
-            id: request.id,
             key,
+            tokens: Vec::new(),
             prompt_len,
             limit: prompt_len.saturating_add(request.max_tokens),
             cached: 0,
             computed: 0,
             total: prompt_len + request.generated.len() as u32,
             state: State::Waiting,
-            mark: request.past.suspect,
-            admitted_before: request.past.admitted,
-            priority: request.priority,
-            client: request.client,
-            probe: request.probe,
-            cache_salt: request.cache_salt,
-            stop_ids: request.stop_ids,
-            sampling: request.sampling,
-            pooling: request.pooling,
-            embeds: request.embeds,
             root: namer.root(request.cache_salt),
             names: Vec::new(),
-            tokens: request.generated,
-            shared: Some(Shared { prompt: request.prompt, names: request.names }),
+            request,
         }
     }
 
     /// Its place in the queue.
     pub(crate) fn ticket(&self, handle: Handle) -> Ticket {
-        Ticket { key: self.key, handle, client: self.client, cost: self.limit.into() }
+        Ticket { key: self.key, handle, client: self.request.client, cost: self.limit.into() }
     }
 
     /// What a plan writes of it into a slot.
     pub(crate) fn slot(&self, slot: u32) -> NewSlot<'_> {
-        NewSlot {
-            slot,
-            tokens: &self.tokens,
-            prompt_len: self.prompt_len,
-            params: &self.sampling,
-            stop_ids: &self.stop_ids,
-            segment: self.pooling.map_or(0, |pooling| pooling.segment),
-            embeds: self.embeds,
-        }
+        let spec = &self.request.spec;
+        NewSlot { slot, tokens: &self.tokens, prompt_len: self.prompt_len, spec }
     }
 
     /// The request that another scheduler can go on with.
     pub(crate) fn surrender(mut self) -> Request {
-        let (shared, generated) = match self.shared {
-            Some(shared) => (shared, self.tokens),
-            None => {
-                let generated = self.tokens.split_off(self.prompt_len as usize);
-                (Shared { prompt: self.tokens.into(), names: self.names.into() }, generated)
-            }
-        };
-        Request {
-            id: self.id,
-            prompt: shared.prompt,
-            generated,
-            names: shared.names,
-            max_tokens: self.limit - self.prompt_len,
-            pooling: self.pooling,
-            stop_ids: self.stop_ids,
-            sampling: self.sampling,
-            priority: self.priority,
-            client: self.client,
-            probe: self.probe,
-            cache_salt: self.cache_salt,
-            embeds: self.embeds,
-            past: Past { admitted: self.admitted_before, suspect: self.mark },
+        if !self.tokens.is_empty() {
+            self.request.generated = self.tokens.split_off(self.prompt_len as usize);
+            self.request.prompt = self.tokens.into();
+            self.request.names = self.names.into();
         }
+        self.request
+    }
+
+    /// Whether it becomes a vector, and generates nothing.
+    pub(crate) fn pools(&self) -> bool {
+        self.request.spec.pooling.is_some()
+    }
+
+    /// Set while the request is suspected of having killed the hand: the number of positions it must get past to be cleared.
+    pub(crate) fn mark(&self) -> Option<u32> {
+        self.request.past.suspect
     }
 
     /// Tokens that are known; at most `total`, and less while sampled ones are in flight.
     pub(crate) fn known(&self) -> u32 {
-        let shared = self.shared.as_ref().map_or(0, |shared| shared.prompt.len());
+        let shared = self.request.prompt.len() + self.request.generated.len();
         (shared + self.tokens.len()) as u32
     }
 
     /// Takes a copy of its own of what it shared: it is about to be admitted.
     pub(crate) fn settle(&mut self) {
-        let Some(Shared { prompt, names }) = self.shared.take() else { return };
-        let left = (self.limit as usize).saturating_sub(prompt.len() + self.tokens.len());
-        let room = prompt.len() + self.tokens.len() + left.min(SPARE_TOKENS);
-        let mut tokens = Vec::with_capacity(room);
-        tokens.extend_from_slice(&prompt);
-        tokens.append(&mut self.tokens);
-        self.tokens = tokens;
-        self.names = names.to_vec();
+        if !self.tokens.is_empty() {
+            return;
+        }
+        let prompt = std::mem::take(&mut self.request.prompt);
+        let generated = std::mem::take(&mut self.request.generated);
+        let known = prompt.len() + generated.len();
+        let left = (self.limit as usize).saturating_sub(known);
+        self.tokens = Vec::with_capacity(known + left.min(SPARE_TOKENS));
+        self.tokens.extend_from_slice(&prompt);
+        self.tokens.extend_from_slice(&generated);
+        self.names = std::mem::take(&mut self.request.names).to_vec();
     }
 
     /// Whether there is a position to compute that is not planned yet. The last token that the request may have needs no compute.

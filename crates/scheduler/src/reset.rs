@@ -17,7 +17,7 @@ impl Scheduler {
         for row in self.in_flight.iter().flat_map(|flight| &flight.rows) {
             match self.requests.get(row.handle) {
                 None => {}
-                Some(entry) if entry.mark.is_some() => poisoned.push(row.handle),
+                Some(entry) if entry.mark().is_some() => poisoned.push(row.handle),
                 Some(_) => marks.push((row.handle, row.end)),
             }
         }
@@ -28,23 +28,23 @@ impl Scheduler {
         let poisoned = poisoned
             .into_iter()
             .map(|handle| {
-                let id = self.requests[handle].id;
+                let id = self.requests[handle].request.id;
                 self.remove(handle);
                 id
             })
             .collect();
         for (handle, end) in marks {
-            let mark = &mut self.requests[handle].mark;
+            let mark = &mut self.requests[handle].request.past.suspect;
             *mark = Some(mark.map_or(end, |mark| mark.max(end)));
         }
         for (handle, entry) in self.requests.iter_mut() {
             entry.total = entry.known();
             let ticket = entry.ticket(handle);
-            if entry.mark.is_some() {
+            if entry.mark().is_some() {
                 self.queue.remove(&ticket);
                 self.suspects.insert(entry.key, handle);
             } else if !self.queue.contains(&ticket) {
-                self.queue.insert(ticket, entry.admitted_before);
+                self.queue.insert(ticket, entry.request.past.admitted);
             }
         }
         poisoned
@@ -74,10 +74,10 @@ impl Scheduler {
     /// Clears a suspect that has got past its mark.
     pub(crate) fn clear_suspect(&mut self, row: &FlightRow) {
         let entry = &mut self.requests[row.handle];
-        if entry.mark.is_none_or(|mark| row.end < mark) {
+        if entry.mark().is_none_or(|mark| row.end < mark) {
             return;
         }
-        entry.mark = None;
+        entry.request.past.suspect = None;
         let (key, resident) = (entry.key, entry.state.residence().is_some());
         self.suspects.remove(&key);
         if !resident {

@@ -10,7 +10,7 @@ impl Scheduler {
     pub(crate) fn preempt(&mut self, handle: Handle, events: &mut Vec<Event>) {
         self.vacate(handle);
         let entry = &self.requests[handle];
-        let (id, suspect) = (entry.id, entry.mark.is_some());
+        let (id, suspect) = (entry.request.id, entry.mark().is_some());
         if !suspect {
             self.enqueue(handle);
         }
@@ -22,7 +22,7 @@ impl Scheduler {
     pub(crate) fn vacate(&mut self, handle: Handle) {
         let entry = &mut self.requests[handle];
         (entry.cached, entry.computed) = (0, 0);
-        let (key, client) = (entry.key, entry.client);
+        let (key, client) = (entry.key, entry.request.client);
         let residence = match std::mem::replace(&mut entry.state, State::Waiting) {
             State::Waiting => return,
             State::Prefill(residence) => {

@@ -96,7 +96,8 @@ impl Scheduler {
 
     fn who_gives_way(&self, ticket: &Ticket) -> Option<Handle> {
         let counts = &self.shares.residents;
-        if counts.contains_key(&ticket.client) || self.requests[ticket.handle].admitted_before {
+        if counts.contains_key(&ticket.client) || self.requests[ticket.handle].request.past.admitted
+        {
             return None;
         }
         let even = (self.residents.len() / (counts.len() + 1)).max(1);
@@ -104,6 +105,6 @@ impl Scheduler {
         least
             .take_while(|(key, _)| key.rank >= ticket.key.rank)
             .map(|(_, &handle)| handle)
-            .find(|&handle| counts[&self.requests[handle].client] as usize > even)
+            .find(|&handle| counts[&self.requests[handle].request.client] as usize > even)
     }
 }

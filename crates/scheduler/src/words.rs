@@ -4,7 +4,7 @@
 //! A plan that has admitted somebody admits the next one only while it stays within [`STEP_WORDS`], and one request alone is at most
 //! [`MAX_REQUEST_WORDS`], or refused at the door. Those who run already need a row and a page at most. So every plan fits, by construction.
 
-use forebay_protocol::{MAX_WORDS, NewSlot, PAGE_WRITE_WORDS, ROW_WORDS, SamplingParams, StepPlan};
+use forebay_protocol::{MAX_WORDS, NewSlot, PAGE_WRITE_WORDS, ROW_WORDS, SlotSpec, StepPlan};
 
 use crate::{Handle, Scheduler};
 
@@ -15,22 +15,12 @@ const RUNNING_WORDS: u64 = 1 << 20;
 /// Most words of a plan that one request may come to need. [`request_words`] counts them.
 pub const MAX_REQUEST_WORDS: u64 = MAX_WORDS as u64 - RUNNING_WORDS;
 
-/// Words of a plan that writes the whole of a request: `positions` tokens on pages of `page_size`, with so many stop ids and biases.
+/// Words of a plan that writes the whole of a request: `positions` tokens on pages of `page_size`, and its parameters.
 #[must_use]
-pub fn request_words(positions: u64, stop_ids: usize, biases: usize, page_size: u32) -> u64 {
-    let params = SamplingParams::default();
-    let slot = NewSlot {
-        slot: 0,
-        tokens: &[],
-        prompt_len: 0,
-        params: &params,
-        stop_ids: &[],
-        segment: 0,
-        embeds: None,
-    };
-    let lists = stop_ids as u64 + 2 * biases as u64;
+pub fn request_words(positions: u64, spec: &SlotSpec, page_size: u32) -> u64 {
+    let slot = NewSlot { slot: 0, tokens: &[], prompt_len: 0, spec };
     let pages = (positions + 1).div_ceil(u64::from(page_size.max(1)));
-    (slot.words() + ROW_WORDS) as u64 + positions + lists + PAGE_WRITE_WORDS as u64 * pages
+    (slot.words() + ROW_WORDS) as u64 + positions + PAGE_WRITE_WORDS as u64 * pages
 }
 
 /// Whether those who run fit into a plan that also admits the largest request.
@@ -55,7 +45,7 @@ impl Scheduler {
         // What it still shares becomes its own, and part of the slot.
         let shared = entry.known() as usize - entry.tokens.len();
         let words = entry.slot(0).words() + shared + ROW_WORDS + PAGE_WRITE_WORDS * pages;
-        let vectors = self.building.pooled + usize::from(entry.pooling.is_some());
+        let vectors = self.building.pooled + usize::from(entry.pools());
         plan.words() + words <= self.config.step_words
             && vectors * self.config.vector_size as usize <= STEP_WORDS
     }

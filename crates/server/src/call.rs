@@ -7,7 +7,9 @@ use std::time::Instant;
 
 use forebay_api::peer::RESUME_HEADER;
 use forebay_api::{ApiError, Generation, Limits};
-use forebay_engine::{BlockHash, Embeds, EngineRequest, RequestId, SubmitError};
+use forebay_engine::{
+    BlockHash, Embeds, EngineRequest, Past, Request, RequestId, SlotSpec, SubmitError,
+};
 use forebay_text::StopTable;
 
 use crate::budget::Charge;
@@ -180,23 +182,30 @@ impl Call {
                     arrived,
                     interval,
                 })?;
-                let request = EngineRequest {
-                    id,
+                let request = Request {
+                    id: id.0,
                     prompt: Arc::clone(&prompt),
                     generated: resume.map_or_else(Vec::new, |resume| resume.generated.clone()),
                     names: Arc::clone(&names),
                     max_tokens,
-                    pooling: None,
-                    stop_ids: Arc::clone(&terms.stop_ids),
-                    sampling: generation.params(seed, choice),
+                    spec: SlotSpec {
+                        sampling: generation.params(seed, choice),
+                        stop_ids: Arc::clone(&terms.stop_ids),
+                        pooling: None,
+                        embeds: embeds.as_ref().map(|embeds| embeds.offset),
+                    },
                     priority: generation.priority,
-                    salt,
+                    cache_salt: salt,
                     client: peer.client(),
                     probe: peer.is_probe(),
-                    embeds: embeds.clone(),
-                    route: generation.route.clone(),
+                    past: Past::default(),
                 };
-                if let Err(error) = state.engine.submit(request) {
+                let submitted = EngineRequest {
+                    request,
+                    payloads: embeds.iter().map(|embeds| Arc::clone(&embeds.payload)).collect(),
+                    preference: generation.preference.clone(),
+                };
+                if let Err(error) = state.engine.submit(submitted) {
                     state.egress.forget(id);
                     return Err(submit_error(error));
                 }

@@ -172,9 +172,11 @@ type Source<S> = (&'static str, &'static str, Read<S>);
 
 const GAUGES: &[Source<ReplicaReport>] = &[
     ("vllm:num_requests_running", "Requests in model execution batches.", |r| {
-        r.stats.running as f64
+        r.stats.scheduler.running as f64
     }),
-    ("vllm:num_requests_waiting", "Requests waiting to be processed.", |r| r.stats.waiting as f64),
+    ("vllm:num_requests_waiting", "Requests waiting to be processed.", |r| {
+        r.stats.scheduler.waiting as f64
+    }),
     ("forebay:replica_up", "Whether the replica's hand takes plans.", |r| {
         f64::from(u8::from(matches!(r.status, Status::Ready | Status::Draining)))
     }),
@@ -183,7 +185,7 @@ const GAUGES: &[Source<ReplicaReport>] = &[
     }),
     ("forebay:replica_requests_peak", "Most of them at a time.", |r| r.load.peak as f64),
     ("vllm:kv_cache_usage_perc", "KV cache usage, 1 means 100 percent.", |r| {
-        let s = &r.stats;
+        let s = &r.stats.scheduler;
         let pages = s.pages_held + s.pages_cached + s.pages_free;
         if pages == 0 { 0.0 } else { s.pages_held as f64 / pages as f64 }
     }),
@@ -191,28 +193,32 @@ const GAUGES: &[Source<ReplicaReport>] = &[
 
 const COUNTERS: &[Source<ReplicaReport>] = &[
     ("vllm:prefix_cache_queries_total", "Prompt tokens looked up in the prefix cache.", |r| {
-        r.stats.prefix_queries as f64
+        r.stats.scheduler.prefix_queries as f64
     }),
     ("vllm:prefix_cache_hits_total", "Prompt tokens found in the prefix cache.", |r| {
-        r.stats.prefix_hits as f64
+        r.stats.scheduler.prefix_hits as f64
     }),
-    ("vllm:num_preemptions_total", "Preemptions.", |r| r.stats.preemptions as f64),
-    ("vllm:prompt_tokens_total", "Prefill tokens processed.", |r| r.stats.prompt_tokens as f64),
+    ("vllm:num_preemptions_total", "Preemptions.", |r| r.stats.scheduler.preemptions as f64),
+    ("vllm:prompt_tokens_total", "Prefill tokens processed.", |r| {
+        r.stats.scheduler.prompt_tokens as f64
+    }),
     ("vllm:generation_tokens_total", "Generation tokens processed.", |r| {
-        r.stats.generated_tokens as f64
+        r.stats.scheduler.generated_tokens as f64
     }),
     (
         "forebay:device_idle_seconds_total",
         "Seconds the device sat idle between steps although there was work.",
-        |r| r.stats.idle_us as f64 / 1e6,
+        |r| r.stats.hand.idle_us as f64 / 1e6,
     ),
     ("forebay:device_busy_seconds_total", "Seconds the device computed.", |r| {
-        r.stats.device_us as f64 / 1e6
+        r.stats.hand.device_us as f64 / 1e6
     }),
-    ("forebay:steps_total", "Steps whose results were applied.", |r| r.stats.steps as f64),
-    ("forebay:hand_deaths_total", "Times a hand died.", |r| r.stats.hand_deaths as f64),
+    ("forebay:steps_total", "Steps whose results were applied.", |r| {
+        r.stats.scheduler.steps as f64
+    }),
+    ("forebay:hand_deaths_total", "Times a hand died.", |r| r.stats.hand.deaths as f64),
     ("forebay:requests_replayed_total", "Requests replayed after a hand's death.", |r| {
-        r.stats.replayed as f64
+        r.stats.hand.replayed as f64
     }),
     ("forebay:requests_dispatched_total", "Requests sent to the replica.", |r| {
         r.load.dispatched as f64
@@ -452,14 +458,12 @@ mod tests {
         metrics.token(&mut timeline, start + Duration::from_millis(30));
         metrics.token(&mut timeline, start + Duration::from_millis(60));
         metrics.finished(&timeline, "stop", start + Duration::from_secs(1));
-        let stats = Stats {
-            running: 3,
-            pages_held: 1,
-            pages_free: 3,
-            idle_us: 1_500_000,
-            prompt_tokens: 7,
-            ..Stats::default()
-        };
+        let mut stats = Stats::default();
+        stats.scheduler.running = 3;
+        stats.scheduler.pages_held = 1;
+        stats.scheduler.pages_free = 3;
+        stats.scheduler.prompt_tokens = 7;
+        stats.hand.idle_us = 1_500_000;
         let text = TextStats { waiting: 2, cache_hits: 5, ..TextStats::default() };
         let intake = IntakeStats { in_line: 4, ..IntakeStats::default() };
         let report = |stats, status| ReplicaReport {
@@ -469,7 +473,9 @@ mod tests {
             drained: false,
         };
         let lost = Status::Recovering("killed".into());
-        let replicas = [report(stats, Status::Ready), report(Stats { running: 4, ..stats }, lost)];
+        let mut other = stats;
+        other.scheduler.running = 4;
+        let replicas = [report(stats, Status::Ready), report(other, lost)];
         let render = || metrics.render(&replicas, &text, &intake, 6).unwrap();
         render();
         let text = String::from_utf8(render()).unwrap();

@@ -3,8 +3,8 @@
 use axum::extract::FromRequestParts;
 use axum::http::HeaderMap;
 use axum::http::request::Parts;
-use forebay_api::{ApiError, Generation, route};
-use forebay_engine::Route;
+use forebay_api::{ApiError, Generation, preference};
+use forebay_engine::Preference;
 
 use crate::reply::Failure;
 use crate::state::Shared;
@@ -15,15 +15,15 @@ const KEY_HEADERS: [&str; 2] = ["x-routing-key", "x-smg-routing-key"];
 const RANK_HEADER: &str = "x-data-parallel-rank";
 
 /// What the headers say.
-pub(crate) struct Routing(pub(crate) Route);
+pub(crate) struct Routing(pub(crate) Preference);
 
 impl Routing {
     /// Fills in what the body does not say.
     pub(crate) fn fill(&self, generation: &mut Generation) {
-        let Route { key, replica } = &self.0;
-        let route = &mut generation.route;
-        if route.key.is_none() && route.replica.is_none() {
-            (route.key, route.replica) = (key.clone(), *replica);
+        let Preference { key, replica } = &self.0;
+        let body = &mut generation.preference;
+        if body.key.is_none() && body.replica.is_none() {
+            (body.key, body.replica) = (key.clone(), *replica);
         }
     }
 }
@@ -45,9 +45,9 @@ impl FromRequestParts<Shared> for Routing {
             ApiError::invalid(RANK_HEADER, reason)
         })?;
         if key.1.is_none() && parsed.is_none() {
-            return Ok(Self(Route::default()));
+            return Ok(Self(Preference::default()));
         }
-        Ok(Self(route(key, (RANK_HEADER, parsed), state.limits()?)?))
+        Ok(Self(preference(key, (RANK_HEADER, parsed), state.limits()?)?))
     }
 }
 

@@ -133,7 +133,7 @@ impl Inner {
         let facts = self.engine.facts().ok_or_else(|| not_serving(self.engine.status()))?;
         Ok(Limits {
             context_length: facts.context_length,
-            vocab_size: facts.vocab_size,
+            vocab_size: facts.hand.vocab_size,
             replicas: self.engine.count(),
         })
     }
@@ -144,7 +144,7 @@ impl Inner {
     /// It has not been loaded yet.
     pub(crate) fn embeddings(&self) -> Result<(u32, Dtype), ApiError> {
         let facts = self.engine.facts().ok_or_else(|| not_serving(self.engine.status()))?;
-        Ok((facts.hidden_size, facts.dtype))
+        Ok((facts.hand.hidden_size, facts.hand.dtype))
     }
 
     /// The served name that a request means.

@@ -1,6 +1,6 @@
 //! What the simulated device computes.
 
-use forebay_protocol::{ROW_OK, StepPlan, StepResult};
+use forebay_protocol::{ROW_OK, StepPlan, StepResult, Want};
 
 use crate::text::{Sequence, SimText};
 
@@ -11,6 +11,8 @@ struct Slot {
     min_total: u32,
     /// Mostly empty, and then without memory.
     stop_ids: Vec<i32>,
+    /// Empty: all.
+    allowed: Vec<i32>,
     logprobs: Option<u8>,
 }
 
@@ -18,7 +20,7 @@ impl Slot {
     fn sample(&mut self, text: &SimText) -> i32 {
         let early = self.sequence.length < self.min_total;
         let suppressed = if early { self.stop_ids.as_slice() } else { &[] };
-        self.sequence.say(text, suppressed)
+        self.sequence.say(text, suppressed, &self.allowed)
     }
 }
 
@@ -42,37 +44,47 @@ impl Device {
             slot.min_total = new.min_total;
             slot.stop_ids.clear();
             slot.stop_ids.extend_from_slice(new.stop_ids);
+            slot.allowed.clear();
+            slot.allowed.extend_from_slice(new.allowed.unwrap_or_default());
             slot.logprobs = new.logprobs;
         }
         let rows = plan.rows();
+        let several = plan.rows().any(|row| matches!(row.want, Want::Tokens(most) if most > 1));
         let mut result = StepResult {
             step: plan.step(),
             row_errors: vec![ROW_OK; rows.len()],
             tokens: Vec::with_capacity(rows.len()),
             ..StepResult::default()
         };
-        for row in rows.filter(|row| row.sample || row.pool) {
+        for row in rows {
+            let want = row.want;
+            if want == Want::Nothing {
+                continue;
+            }
             let Some(slot) = self.slots.get_mut(row.slot as usize) else {
                 debug_assert!(false, "slot {} was never written", row.slot);
                 continue;
             };
-            debug_assert_eq!(
-                slot.sequence.length,
-                row.start + row.length,
-                "the row must end the slot"
-            );
-            if row.pool {
+            let end = row.start + row.length;
+            debug_assert_eq!(slot.sequence.length, end, "the row must end the slot");
+            let Want::Tokens(most) = want else {
                 slot.sequence.pool(text, &mut result.pooled);
                 continue;
+            };
+            let count = slot.sequence.count(most);
+            for _ in 0..count {
+                let token = slot.sample(text);
+                if let Some(top) = slot.logprobs {
+                    // Tokens before this one did not ask.
+                    result.logprob_counts.resize(result.tokens.len(), 0);
+                    result.logprob_counts.push(i32::from(top) + 1);
+                    push_logprobs(&mut result, text, token, usize::from(top));
+                }
+                result.tokens.push(token);
             }
-            let token = slot.sample(text);
-            if let Some(top) = slot.logprobs {
-                // Rows before this one did not ask.
-                result.logprob_counts.resize(result.tokens.len(), 0);
-                result.logprob_counts.push(i32::from(top) + 1);
-                push_logprobs(&mut result, text, token, usize::from(top));
+            if several {
+                result.token_counts.push(count as i32);
             }
-            result.tokens.push(token);
         }
         if !result.logprob_counts.is_empty() {
             result.logprob_counts.resize(result.tokens.len(), 0);

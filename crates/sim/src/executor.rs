@@ -4,8 +4,8 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::Duration;
 
-use forebay_engine::{Clock, Executor, HandFacts, Signal, Wake};
-use forebay_protocol::{Dtype, StepPlan, StepResult};
+use forebay_engine::{Clock, Executor, Signal, Wake};
+use forebay_protocol::{Dtype, Ready, StepPlan, StepResult};
 use parking_lot::{Condvar, Mutex};
 
 use crate::clock::{self, SimClock};
@@ -33,6 +33,8 @@ pub struct SimConfig {
     pub hidden_size: u32,
     /// What requests say.
     pub text: SimText,
+    /// Most tokens that a row gives, as if drafts were accepted; 1: one each.
+    pub tokens_a_row: u32,
     /// The device's name.
     pub device: String,
 }
@@ -156,7 +158,7 @@ impl SimExecutor {
         match pending.outcome {
             None => {
                 self.up = true;
-                Signal::Ready(HandFacts {
+                Signal::Ready(Ready {
                     page_count: self.config.page_count,
                     vocab_size: self.config.vocab_size,
                     hidden_size: self.config.hidden_size,
@@ -165,6 +167,7 @@ impl SimExecutor {
                     kv_bytes: 0,
                     device: self.config.device.clone(),
                     load_seconds: self.config.load_us as f64 / 1e6,
+                    tokens_a_row: self.config.tokens_a_row,
                 })
             }
             Some(Ok(result)) => Signal::Result(result),
@@ -200,7 +203,7 @@ impl Executor for SimExecutor {
         self.pending.push_back(Pending { at_us: now + self.config.load_us, outcome });
     }
 
-    fn submit(&mut self, plan: &mut StepPlan) {
+    fn submit(&mut self, plan: &StepPlan) {
         let faults = self.control.shared.faults.lock();
         if faults.hang {
             return;

@@ -24,7 +24,7 @@ impl StepLoad {
     pub fn of(plan: &StepPlan) -> Self {
         let mut load = Self::default();
         for row in plan.rows() {
-            load.add(row.start, row.length, row.sample);
+            load.add(row.start, row.length, row.want.samples());
         }
         load
     }
@@ -50,7 +50,7 @@ impl StepLoad {
 
 #[cfg(test)]
 mod tests {
-    use forebay_protocol::Row;
+    use forebay_protocol::{Row, Want};
 
     use super::*;
 
@@ -58,8 +58,9 @@ mod tests {
     fn rows_are_counted_by_what_they_cost() {
         let mut plan = StepPlan::default();
         plan.begin(1);
-        for (slot, start, length, sample) in [(0, 9, 1, true), (1, 0, 4, true), (2, 4, 1, false)] {
-            plan.push_row(Row { slot, start, length, sample, pool: false });
+        let rows = [(0, 9, 1, Want::TOKEN), (1, 0, 4, Want::TOKEN), (2, 4, 1, Want::Nothing)];
+        for (slot, start, length, want) in rows {
+            plan.push_row(Row { slot, start, length, want });
         }
         let load = StepLoad::of(&plan);
         let expected = StepLoad {

@@ -85,7 +85,7 @@ impl Executor for Recorder {
         self.inner.start();
     }
 
-    fn submit(&mut self, plan: &mut StepPlan) {
+    fn submit(&mut self, plan: &StepPlan) {
         self.in_flight.push_back(StepLoad::of(plan));
         self.inner.submit(plan);
     }

@@ -60,7 +60,7 @@ impl SimText {
 #[must_use]
 pub fn next_token(text: &SimText, tokens: &[i32], prompt_len: usize) -> i32 {
     let mut sequence = Sequence::new(text, tokens, prompt_len, 0);
-    sequence.say(text, &[])
+    sequence.say(text, &[], &[])
 }
 
 /// The vector of a prompt, of length 1 (or a single number between -1 and 1): a hash of all its tokens.
@@ -145,21 +145,31 @@ impl Sequence {
         }
     }
 
-    /// The next token, none of `suppressed`.
-    pub(crate) fn say(&mut self, text: &SimText, suppressed: &[i32]) -> i32 {
+    /// How many tokens a row gives that may give `most`: from 1 to that, drawn by a hash of all tokens so far.
+    pub(crate) fn count(&self, most: u32) -> u32 {
+        1 + self.mix.draw(FOLD, u64::from(most.max(1))) as u32
+    }
+
+    /// The next token: none of `suppressed`, and one of `allowed` unless that is empty.
+    pub(crate) fn say(&mut self, text: &SimText, suppressed: &[i32], allowed: &[i32]) -> i32 {
+        let words = if allowed.is_empty() { &text.words } else { allowed };
         let token = match text.end {
-            Some(end) if self.length == self.end_at => end,
+            Some(end)
+                if self.length == self.end_at && (allowed.is_empty() || allowed.contains(&end)) =>
+            {
+                end
+            }
             _ => {
-                let words = text.words.len();
-                let mut at = self.mix.draw(u64::from(self.length), words as u64) as usize;
-                // Who suppresses every word gets one of them all the same.
+                let count = words.len();
+                let mut at = self.mix.draw(u64::from(self.length), count as u64) as usize;
+                // Where every word is suppressed, one of them comes all the same.
                 for _ in 0..suppressed.len() {
-                    if !suppressed.contains(&text.words[at]) {
+                    if !suppressed.contains(&words[at]) {
                         break;
                     }
-                    at = (at + 1) % words;
+                    at = (at + 1) % count;
                 }
-                text.words[at]
+                words[at]
             }
         };
         self.mix.push(token);
@@ -220,10 +230,10 @@ mod tests {
             let text = SimText::ending(words(), END, 15);
             let min_total = prompt.len() as u32 + min_tokens;
             let mut whole = Sequence::new(&text, &prompt, prompt.len(), min_total);
-            let said: Vec<i32> = (0..40).map(|_| whole.say(&text, &[])).collect();
+            let said: Vec<i32> = (0..40).map(|_| whole.say(&text, &[], &[])).collect();
             let so_far: Vec<i32> = prompt.iter().chain(&said[..cut]).copied().collect();
             let mut again = Sequence::new(&text, &so_far, prompt.len(), min_total);
-            let rest: Vec<i32> = (cut..40).map(|_| again.say(&text, &[])).collect();
+            let rest: Vec<i32> = (cut..40).map(|_| again.say(&text, &[], &[])).collect();
             prop_assert_eq!(&said[cut..], &rest);
             let ends = said.iter().filter(|&&token| token == END).count();
             prop_assert!(ends <= 1);
@@ -253,7 +263,9 @@ mod tests {
             let text = SimText::endless((100..110).collect::<Vec<_>>());
             let mut sequence = Sequence::new(&text, &prompt, prompt.len(), 0);
             for _ in 0..20 {
-                prop_assert!(!suppressed.contains(&sequence.say(&text, &suppressed)));
+                prop_assert!(!suppressed.contains(&sequence.say(&text, &suppressed, &[])));
+                let allowed = [5, 100, 105];
+                prop_assert!(allowed.contains(&sequence.say(&text, &suppressed, &allowed)));
             }
         }
     }

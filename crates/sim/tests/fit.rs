@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use forebay_engine::{Executor, Signal};
-use forebay_protocol::{NewSlot, Row, SamplingParams, StepPlan};
+use forebay_protocol::{NewSlot, Row, SlotSpec, StepPlan, Want};
 use forebay_sim::{
     DeviceModel, Profile, Recorder, Sample, SimClock, SimConfig, SimExecutor, SimText, StepLoad,
     fit, read_samples,
@@ -38,19 +38,12 @@ fn shapes() -> impl Iterator<Item = Vec<Row>> {
                 slot,
                 start: 10 + (slot * 37 + i * 11) % 900,
                 length: 1,
-                sample: true,
-                pool: false,
+                want: Want::TOKEN,
             })
             .collect();
         if i % 3 == 0 || decodes == 0 {
             let start = (i * 13) % 700;
-            rows.push(Row {
-                slot: 100,
-                start,
-                length: 16 + (i * 29) % 500,
-                sample: false,
-                pool: false,
-            });
+            rows.push(Row { slot: 100, start, length: 16 + (i * 29) % 500, want: Want::Nothing });
         }
         rows
     })
@@ -59,6 +52,7 @@ fn shapes() -> impl Iterator<Item = Vec<Row>> {
 fn record(model: DeviceModel, file: &Scratch) {
     let clock = SimClock::virtual_time();
     let (executor, _control) = SimExecutor::new(SimConfig {
+        tokens_a_row: 1,
         clock,
         model,
         seed: 1,
@@ -74,27 +68,19 @@ fn record(model: DeviceModel, file: &Scratch) {
     recorder.start();
     assert!(matches!(recorder.wait(None), Signal::Ready(_)));
     let mut plan = StepPlan::default();
-    let params = SamplingParams::default();
+    let spec = SlotSpec::default();
     for (step, rows) in shapes().enumerate() {
         plan.begin(step as u64 + 1);
         for row in rows {
-            if row.sample {
+            if row.want.samples() {
                 let tokens = vec![1; (row.start + row.length) as usize];
                 let prompt_len = tokens.len() as u32;
-                let (slot, params) = (row.slot, &params);
-                plan.write_slot(&NewSlot {
-                    slot,
-                    tokens: &tokens,
-                    prompt_len,
-                    params,
-                    stop_ids: &[],
-                    segment: 0,
-                    embeds: None,
-                });
+                let slot = row.slot;
+                plan.write_slot(&NewSlot { slot, tokens: &tokens, prompt_len, spec: &spec });
             }
             plan.push_row(row);
         }
-        recorder.submit(&mut plan);
+        recorder.submit(&plan);
         assert!(matches!(recorder.wait(None), Signal::Result(_)));
     }
 }
@@ -190,6 +176,7 @@ fn too_few_steps_are_refused() {
 #[test]
 fn a_recorder_passes_wakes_on() {
     let config = SimConfig {
+        tokens_a_row: 1,
         clock: SimClock::virtual_time(),
         model: DeviceModel::INSTANT,
         seed: 0,

@@ -151,10 +151,20 @@ class Sampler:
             columns["penalties"] = tables.floats[slots[rows]][:, list(_PENALTIES)]
         if tables.stop_ids:
             below = np.flatnonzero(ask.positions < tables.min_total[slots]).tolist()
-            early = [row for row in below if int(slots[row]) in tables.stop_ids]
+            early = [row for row in below if self._can_suppress(int(slots[row]))]
             if early:
                 ids = [tables.stop_ids[int(slots[row])] for row in early]
                 columns["early_rows"], columns["early_ids"] = _ragged_ids(early, ids)
+        held = [row for row, slot in enumerate(slots.tolist()) if slot in tables.allowed] if tables.allowed else []
+        if held:
+            ids = [tables.allowed[int(slots[row])] for row in held]
+            columns["held"] = np.asarray(held, np.int64)
+            columns["allowed_rows"], columns["allowed_ids"] = _ragged_ids(held, ids)
+
+    def _can_suppress(self, slot: int) -> bool:
+        """Whether a slot has stop ids, and something else that it may sample."""
+        stop_ids, allowed = self._tables.stop_ids.get(slot), self._tables.allowed.get(slot)
+        return stop_ids is not None and (allowed is None or not set(allowed.tolist()) <= set(stop_ids.tolist()))
 
     def _ask_drawn(self, ask: Ask) -> None:
         tables, columns = self._tables, ask.columns
@@ -191,8 +201,8 @@ class Sampler:
         ask.logprobs = AskedLogprobs(counts, most, np.arange(1 + most) < counts[rows][:, None])
 
     def _adjust(self, logits: torch.Tensor, columns: dict[str, torch.Tensor]) -> torch.Tensor:
-        """Biases, penalties and suppressed stop ids; the logits themselves where no row asks for any."""
-        if not columns.keys() & {"bias_rows", "penalised", "early_rows"}:
+        """Biases, penalties, suppressed stop ids and allowed ones; the logits themselves where no row asks for any."""
+        if not columns.keys() & {"bias_rows", "penalised", "early_rows", "held"}:
             return logits
         logits = logits.clone()
         if "bias_rows" in columns:
@@ -205,6 +215,11 @@ class Sampler:
         if "early_rows" in columns:
             never = logits.new_full((), -torch.inf)
             logits.index_put_((columns["early_rows"], columns["early_ids"]), never)
+        if "held" in columns:
+            where = columns["allowed_rows"], columns["allowed_ids"]
+            kept = logits[where]
+            logits.index_fill_(0, columns["held"], -torch.inf)
+            logits.index_put_(where, kept)
         return logits
 
     @staticmethod

@@ -17,9 +17,11 @@ import numpy as np
 import numpy.typing as npt
 
 MAGIC = b"FBAY"
-VERSION = 3
+VERSION = 4
 HEADER_BYTES = 24
 MAX_WORDS = 1 << 26
+ENTRY_WORDS = 2
+"""Words of an entry of the table of columns: id and length."""
 
 Int32s: TypeAlias = npt.NDArray[np.int32]
 Float32s: TypeAlias = npt.NDArray[np.float32]
@@ -50,7 +52,7 @@ class Kind(IntEnum):
 
 @dataclass(frozen=True)
 class Header:
-    """A decoded frame header: `columns` column lengths and all columns together are `words` 32-bit words."""
+    """A decoded frame header: the table of `columns` columns and all columns together are `words` 32-bit words."""
 
     kind: Kind
     step: int
@@ -72,7 +74,7 @@ class Header:
             raise WireError(f"unknown frame kind {kind}")
         if words > MAX_WORDS:
             raise WireError(f"frame of {words} words is over the limit")
-        if columns > words:
+        if ENTRY_WORDS * columns > words:
             raise WireError("malformed frame: more columns than words")
         return cls(Kind(kind), step, columns, words)
 
@@ -83,12 +85,13 @@ def nothing() -> None:
 
 @dataclass(frozen=True)
 class Frame:
-    """A received frame; `columns` are views of its body."""
+    """A received frame."""
 
     kind: Kind
     step: int
-    columns: list[Int32s]
-    body: Int32s = field(default_factory=lambda: np.zeros(0, np.int32))
+    places: dict[int, slice]
+    """Where the columns lie in the body, by id, in words."""
+    body: Int32s
     """The words after the header, as they were received."""
     release: Callable[[], None] = nothing
     """Called once when nobody reads the body any more: the next frame may be received into its buffer."""
@@ -97,19 +100,23 @@ class Frame:
     def decode(
         cls, header: Header, body: bytes | bytearray | memoryview, release: Callable[[], None] = nothing
     ) -> Frame:
-        """Splits the `4 * header.words` bytes after the header into columns."""
+        """Reads the table of columns in the `4 * header.words` bytes after the header; raises `WireError`."""
         words = np.frombuffer(body, dtype="<i4")
         if len(words) != header.words:
             raise WireError("malformed frame: word count")
-        lengths = words[: header.columns].view(np.uint32).tolist()
-        if header.columns + sum(lengths) != header.words:
-            raise WireError("malformed frame: column lengths")
-        columns = []
-        at = header.columns
-        for length in lengths:
-            columns.append(words[at : at + length])
+        at = ENTRY_WORDS * header.columns
+        table = words[:at].view(np.uint32).tolist()
+        places = {}
+        last = 0
+        for id_, length in zip(table[::ENTRY_WORDS], table[1::ENTRY_WORDS], strict=True):
+            if id_ <= last:
+                raise WireError("malformed frame: order of columns")
+            last = id_
+            places[id_] = slice(at, at + length)
             at += length
-        return cls(header.kind, header.step, columns, words, release)
+        if at != header.words:
+            raise WireError("malformed frame: column lengths")
+        return cls(header.kind, header.step, places, words, release)
 
     @classmethod
     def of(cls, data: bytes) -> Frame:
@@ -118,31 +125,38 @@ class Frame:
 
     def json(self) -> dict[str, Any]:
         """The object of a JSON frame."""
-        if len(self.columns) != 1:
-            raise WireError("malformed frame: number of columns")
+        (column,) = self.known(1)
         try:
-            value = json.loads(self.columns[0].tobytes())
+            value = json.loads(column.tobytes())
         except ValueError as error:
             raise WireError(f"malformed frame: JSON: {error}") from error
         if not isinstance(value, dict):
             raise WireError("malformed frame: JSON: not an object")
         return value
 
-    def expect(self, kind: Kind, columns: int) -> list[Int32s]:
-        """The columns of a frame that is of this kind and has so many; raises `WireError`."""
+    def known(self, count: int) -> list[Int32s]:
+        """The columns 1 to `count`, those that are absent empty; views of the body. Raises `WireError` for another."""
+        columns = [self.body[:0]] * count
+        for id_, place in self.places.items():
+            if id_ > count:
+                raise WireError(f"malformed frame: unknown column {id_}")
+            columns[id_ - 1] = self.body[place]
+        return columns
+
+    def expect(self, kind: Kind, count: int) -> list[Int32s]:
+        """`known` of a frame that is of this kind; raises `WireError`."""
         if self.kind != kind:
             raise WireError(f"malformed frame: not a {kind.name.lower()}")
-        if len(self.columns) != columns:
-            raise WireError("malformed frame: number of columns")
-        return self.columns
+        return self.known(count)
 
 
 def encode(kind: Kind, step: int, columns: Columns) -> bytes:
-    """A frame of word columns (int32 or float32 arrays)."""
-    words = len(columns) + sum(column.size for column in columns)
-    header = _HEADER.pack(MAGIC, VERSION, kind, step, len(columns), words)
-    lengths = struct.pack(f"<{len(columns)}I", *(column.size for column in columns))
-    return b"".join([header, lengths, *(column.tobytes() for column in columns)])
+    """A frame of word columns (int32 or float32 arrays): the ids 1, 2, and so on. Empty ones are left out."""
+    there = [(id_, column) for id_, column in enumerate(columns, 1) if column.size]
+    words = sum(column.size for _, column in there) + ENTRY_WORDS * len(there)
+    header = _HEADER.pack(MAGIC, VERSION, kind, step, len(there), words)
+    table = [word for id_, column in there for word in (id_, column.size)]
+    return b"".join([header, struct.pack(f"<{len(table)}I", *table), *(column.tobytes() for _, column in there)])
 
 
 def encode_json(kind: Kind, value: Mapping[str, Any]) -> bytes:

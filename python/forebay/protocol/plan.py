@@ -5,20 +5,37 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import IntEnum
+from typing import Any
 
 import numpy as np
 
 from forebay.protocol.frames import Float32s, Frame, Int32s, Kind, WireError, encode, floats, ints, nothing
 
-SLOT_WORDS = 13
+SLOT_WORDS = 11
 SLOT_FLOATS = 6
 PAGE_WRITE_WORDS = 3
 ROW_WORDS = 4
 FLAG_SAMPLE = 1
 FLAG_POOL = 2
+PAIR_WORDS = 2
 
-COLUMNS = ("slots", "slot_floats", "tokens", "stop_ids", "bias_ids", "bias_values", "page_writes", "rows")
-"""The columns of a plan's frame, in their order."""
+COLUMNS = (
+    "slots",
+    "slot_floats",
+    "tokens",
+    "stop_ids",
+    "bias_ids",
+    "bias_values",
+    "page_writes",
+    "rows",
+    "row_tokens",
+    "segments",
+    "embeds",
+    "allowed_counts",
+    "allowed_ids",
+)
+"""The columns of a plan's frame: the ids 1, 2, and so on."""
+_IDS = {name: id_ for id_, name in enumerate(COLUMNS, 1)}
 
 
 class SlotWord(IntEnum):
@@ -35,8 +52,6 @@ class SlotWord(IntEnum):
     STOP_COUNT = 8
     BIAS_COUNT = 9
     ARENA_OFFSET = 10
-    SEGMENT = 11
-    EMBEDS_OFFSET = 12
 
 
 class SlotFloat(IntEnum):
@@ -50,12 +65,24 @@ class SlotFloat(IntEnum):
     FREQUENCY_PENALTY = 5
 
 
+_RECORDS = {
+    "slots": SLOT_WORDS,
+    "slot_floats": SLOT_FLOATS,
+    "page_writes": PAGE_WRITE_WORDS,
+    "rows": ROW_WORDS,
+    "segments": PAIR_WORDS,
+    "embeds": PAIR_WORDS,
+    "allowed_counts": PAIR_WORDS,
+}
+_NOWHERE = slice(0, 0)
+
+
 @dataclass
 class Plan:
-    """One step of work. Shapes: `n` new slots, `p` page-table writes, `r` rows."""
+    """One step of work. Shapes: `n` new slots, `p` page-table writes, `r` rows, `s` of them sampling."""
 
     step: int = 0
-    slots: Int32s = ints(0, SLOT_WORDS)  # [n, 13], fields by SlotWord
+    slots: Int32s = ints(0, SLOT_WORDS)  # [n, 11], fields by SlotWord
     slot_floats: Float32s = floats(0, SLOT_FLOATS)  # [n, 6], fields by SlotFloat
     tokens: Int32s = ints(0)  # ragged, of the new slots whose ARENA_OFFSET is -1
     stop_ids: Int32s = ints(0)  # ragged, STOP_COUNT a new slot
@@ -63,20 +90,35 @@ class Plan:
     bias_values: Float32s = floats(0)  # one a bias id
     page_writes: Int32s = ints(0, PAGE_WRITE_WORDS)  # [p, 3]: slot, index, page
     rows: Int32s = ints(0, ROW_WORDS)  # [r, 4]: slot, start, length, flags
+    row_tokens: Int32s = ints(0)  # [s]: most tokens that the row may give; or empty: one each
+    segments: Int32s = ints(0, PAIR_WORDS)  # [<= n, 2]: slot, where the second text of its pair begins
+    embeds: Int32s = ints(0, PAIR_WORDS)  # [<= n, 2]: slot, where its prompt's embeddings begin in the arena, in bytes
+    allowed_counts: Int32s = ints(0, PAIR_WORDS)  # [<= n, 2]: slot, how many ids alone may be sampled
+    allowed_ids: Int32s = ints(0)  # ragged, by allowed_counts; ascending a slot
     body: Int32s = field(default_factory=lambda: np.zeros(0, np.int32), compare=False)
     """The frame's body, of which the columns are views; empty until the plan was encoded."""
+    places: dict[int, slice] = field(default_factory=dict, compare=False)
+    """Where the columns lie in the body, by id."""
     release: Callable[[], None] = field(default=nothing, compare=False)
     """Gives the body's buffer back; whoever executes the plan calls it, once."""
 
     @classmethod
     def decode(cls, frame: Frame) -> Plan:
         """Reads a plan's frame in place; raises `WireError` when the columns' lengths contradict each other."""
-        slots, slot_floats, tokens, stop_ids, bias_ids, bias_values, page_writes, rows = frame.expect(
-            Kind.PLAN, len(COLUMNS)
-        )
-        if slots.size % SLOT_WORDS or page_writes.size % PAGE_WRITE_WORDS or rows.size % ROW_WORDS:
-            raise WireError("malformed frame: plan record length")
-        slots = slots.reshape(-1, SLOT_WORDS)
+        columns: dict[str, Any] = dict(zip(COLUMNS, frame.expect(Kind.PLAN, len(COLUMNS)), strict=True))
+        for name, words in _RECORDS.items():
+            if columns[name].size % words:
+                raise WireError("malformed frame: plan record length")
+            columns[name] = columns[name].reshape(-1, words)
+        for name in ("slot_floats", "bias_values"):
+            columns[name] = columns[name].view(np.float32)
+        plan = cls(frame.step, **columns, body=frame.body, places=frame.places, release=frame.release)
+        plan._check()
+        return plan
+
+    def _check(self) -> None:
+        """Raises `WireError` for columns that do not fit each other."""
+        slots = self.slots
         inline = stops = biases = 0
         if len(slots):
             counts = slots[:, [SlotWord.TOKEN_COUNT, SlotWord.STOP_COUNT, SlotWord.BIAS_COUNT]].astype(np.int64)
@@ -84,33 +126,36 @@ class Plan:
                 raise WireError("malformed frame: negative count")
             inline = counts[slots[:, SlotWord.ARENA_OFFSET] < 0, 0].sum()
             _, stops, biases = counts.sum(axis=0)
-        if not (
-            slot_floats.size == len(slots) * SLOT_FLOATS
-            and tokens.size == inline
-            and stop_ids.size == stops
-            and bias_ids.size == bias_values.size == biases
-        ):
-            raise WireError("malformed frame: plan columns disagree")
-        return cls(
-            frame.step,
-            slots,
-            slot_floats.view(np.float32).reshape(-1, SLOT_FLOATS),
-            tokens,
-            stop_ids,
-            bias_ids,
-            bias_values.view(np.float32),
-            page_writes.reshape(-1, PAGE_WRITE_WORDS),
-            rows.reshape(-1, ROW_WORDS),
-            frame.body,
-            frame.release,
+        agree = (
+            len(self.slot_floats) == len(slots)
+            and self.tokens.size == inline
+            and self.stop_ids.size == stops
+            and self.bias_ids.size == self.bias_values.size == biases
         )
+        if not agree or not self._rare_columns_agree():
+            raise WireError("malformed frame: plan columns disagree")
+
+    def _rare_columns_agree(self) -> bool:
+        """Whether columns that most plans lack fit the others."""
+        if self.row_tokens.size:
+            sampling = np.count_nonzero(self.rows[:, 3] & FLAG_SAMPLE)
+            if self.row_tokens.size != sampling or self.row_tokens.min() < 1:
+                return False
+        if len(self.allowed_counts) or len(self.allowed_ids):
+            counts = self.allowed_counts[:, 1].astype(np.int64)
+            if counts.min(initial=0) < 0 or counts.sum() != len(self.allowed_ids):
+                return False
+        for pairs in (self.segments, self.embeds, self.allowed_counts):
+            if len(pairs):
+                slots = iter(self.slots[:, SlotWord.SLOT].tolist())
+                # In the order of the new slots, and so at most one each.
+                if not all(slot in slots for slot in pairs[:, 0].tolist()):
+                    return False
+        return True
 
     def place(self, column: str) -> slice:
         """Where a column lies in `body`, in words."""
-        lengths = self.body[: len(COLUMNS)]
-        index = COLUMNS.index(column)
-        first = len(COLUMNS) + int(lengths[:index].sum())
-        return slice(first, first + int(lengths[index]))
+        return self.places.get(_IDS[column], _NOWHERE)
 
     def encode(self) -> bytes:
         """The plan's frame."""

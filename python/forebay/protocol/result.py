@@ -11,41 +11,55 @@ from forebay.protocol.frames import Float32s, Frame, Int32s, Kind, WireError, en
 ROW_OK = 0
 ROW_NOT_FINITE = 1
 
-COLUMNS = ("tokens", "row_errors", "logprob_counts", "logprob_ids", "logprob_values", "timing", "pooled")
-"""The columns of a result's frame, in their order."""
+COLUMNS = (
+    "tokens",
+    "row_errors",
+    "logprob_counts",
+    "logprob_ids",
+    "logprob_values",
+    "timing",
+    "pooled",
+    "token_counts",
+)
+"""The columns of a result's frame: the ids 1, 2, and so on."""
 
 
 @dataclass
 class StepResult:
     """What one step gave.
 
-    Shapes: `s` sampled rows, `r` rows, `e` log-probability entries of all sampled rows, `p` pooled rows.
+    Shapes: `s` sampled rows, `t` tokens of all of them, `r` rows, `e` log-probability entries of all tokens, `p` pooled
+    rows.
     """
 
     step: int = 0
-    tokens: Int32s = ints(0)  # [s]
+    tokens: Int32s = ints(0)  # [t]
     row_errors: Int32s = ints(0)  # [r]: ROW_OK or ROW_NOT_FINITE
-    logprob_counts: Int32s = ints(0)  # [s], or empty when no row asked
-    logprob_ids: Int32s = ints(0)  # [e]: a row's sampled token, then its most likely tokens
+    logprob_counts: Int32s = ints(0)  # [t], or empty when no row asked
+    logprob_ids: Int32s = ints(0)  # [e]: the sampled token, then the most likely ones
     logprob_values: Float32s = floats(0)  # [e]: natural logarithms
     timing: Int32s = ints(2)  # microseconds: the step's compute, the gap before it
     pooled: Float32s = floats(0)  # [p * size]: the vectors one after the other
+    token_counts: Int32s = ints(0)  # [s], or empty: one each
 
     @classmethod
     def decode(cls, frame: Frame) -> StepResult:
         """Reads a result's frame in place; raises `WireError` when the columns' lengths contradict each other."""
-        tokens, row_errors, counts, ids, values, timing, pooled = frame.expect(Kind.RESULT, len(COLUMNS))
+        tokens, row_errors, counts, ids, values, timing, pooled, token_counts = frame.expect(Kind.RESULT, len(COLUMNS))
         if counts.size and counts.min() < 0:
             raise WireError("malformed frame: negative count")
+        sampling = tokens.size
+        if token_counts.size:
+            sampling = token_counts.size if token_counts.min() >= 1 and token_counts.sum() == tokens.size else -1
         if not (
-            tokens.size <= row_errors.size
+            0 <= sampling <= row_errors.size
             and counts.size in (0, tokens.size)
             and ids.size == values.size == counts.sum(dtype=np.int64)
             and timing.size == 2
         ):
             raise WireError("malformed frame: result columns disagree")
         values_, pooled_ = values.view(np.float32), pooled.view(np.float32)
-        return cls(frame.step, tokens, row_errors, counts, ids, values_, timing, pooled_)
+        return cls(frame.step, tokens, row_errors, counts, ids, values_, timing, pooled_, token_counts)
 
     def encode(self) -> bytes:
         """The result's frame."""

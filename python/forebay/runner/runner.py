@@ -154,7 +154,7 @@ class ModelRunner:
         length = min(2, self.config.context_length, self.config.page_size)
         slots = np.zeros((1, SLOT_WORDS), np.int32)
         slots[0, [SlotWord.TOKEN_COUNT, SlotWord.PROMPT_LEN]] = length
-        slots[0, [SlotWord.LOGPROBS, SlotWord.ARENA_OFFSET, SlotWord.EMBEDS_OFFSET]] = -1
+        slots[0, [SlotWord.LOGPROBS, SlotWord.ARENA_OFFSET]] = -1
         plan = Plan(
             slots=slots,
             slot_floats=np.array([[0, 1, 0, 1, 0, 0]], np.float32),

@@ -65,6 +65,8 @@ class SlotTables:
         self.plain = np.zeros(config.slots, np.bool_)
         self.stop_ids: dict[int, Int32s] = {}
         self.biases: dict[int, tuple[Int32s, Float32s]] = {}
+        # The only ids that can be sampled, of the slots that have such.
+        self.allowed: dict[int, Int32s] = {}
 
     def read(self, plan: Plan, arena: npt.NDArray[np.uint8]) -> Writes | None:
         """Overwrites the host's part of new slots; gives what is left for `write`, None if that is nothing.
@@ -119,8 +121,10 @@ class SlotTables:
     def _read_parameters(self, plan: Plan, slot: Int64s) -> None:
         records, floats = plan.slots, plan.slot_floats
         self.prompt_len[slot] = records[:, SlotWord.PROMPT_LEN]
-        self.segment[slot] = records[:, SlotWord.SEGMENT]
-        self.embeds[slot] = records[:, SlotWord.EMBEDS_OFFSET]
+        self.segment[slot] = 0
+        self.segment[plan.segments[:, 0]] = plan.segments[:, 1]
+        self.embeds[slot] = -1
+        self.embeds[plan.embeds[:, 0]] = plan.embeds[:, 1]
         self.top_k[slot] = records[:, SlotWord.TOP_K]
         self.min_total[slot] = records[:, SlotWord.MIN_TOTAL]
         self.logprobs[slot] = records[:, SlotWord.LOGPROBS]
@@ -149,6 +153,13 @@ class SlotTables:
                 self.biases.pop(number, None)
                 if len(ids):
                     self.biases[number] = (ids.copy(), values.copy())
+        if self.allowed or len(plan.allowed_counts):
+            for number in slot.tolist():
+                self.allowed.pop(number, None)
+            edges = np.cumsum(plan.allowed_counts[:, 1])[:-1]
+            for number, ids in zip(plan.allowed_counts[:, 0].tolist(), np.split(plan.allowed_ids, edges), strict=False):
+                self.allowed[number] = ids.copy()
+                self.plain[number] = False
 
     def _from_arena(
         self, records: Int32s, slot: Int64s, counts: Int64s, arena: npt.NDArray[np.uint8]

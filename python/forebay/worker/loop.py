@@ -53,7 +53,7 @@ def main() -> int:
 
 def serve(connection: Connection) -> None:
     """Handshake, then the step loop; returns at the end of the stream or on `shutdown`."""
-    connection.send(encode_json(Kind.HELLO, {"rank": 0, "pid": os.getpid()}))
+    connection.send(encode_json(Kind.HELLO, {"pid": os.getpid()}))
     frame = connection.recv()
     if frame is None:
         return

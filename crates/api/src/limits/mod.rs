@@ -20,6 +20,8 @@ pub const STOPS: usize = 16;
 pub const STOP_BYTES: usize = 4096;
 /// Most stop token ids.
 pub const STOP_IDS: usize = 1024;
+/// Most token ids that a request may name as the only ones.
+pub const ALLOWED_IDS: usize = 16_384;
 /// Most token ids with a bias.
 pub const BIASES: usize = 1024;
 /// Most choices a prompt.

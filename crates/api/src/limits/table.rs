@@ -1,7 +1,7 @@
 //! The table.
 
 use super::{
-    BIASES, Bound, CACHE_SALT_BYTES, CHOICES, IDS, INPUTS, LOGPROBS, Limited, MESSAGES, NAME_BYTES,
+    ALLOWED_IDS, BIASES, Bound, CACHE_SALT_BYTES, CHOICES, IDS, INPUTS, LOGPROBS, Limited, MESSAGES, NAME_BYTES,
     PROMPTS, Param, Params, ROUTING_KEY_BYTES, STOP_BYTES, STOP_IDS, STOPS, WORD_BYTES,
 };
 use crate::chat::ChatRequest;
@@ -134,6 +134,7 @@ const OPENAI: &[Param] = &[
     text("model", NAME_BYTES),
     count("max_tokens", 1),
     count("min_tokens", 0),
+    param("allowed_token_ids", Bound::Ids(ALLOWED_IDS)),
     flag("include_stop_str_in_output"),
     flag("add_special_tokens"),
     number("priority", i32::MIN as f64, i32::MAX as f64),
@@ -154,7 +155,6 @@ const OPENAI: &[Param] = &[
     ignored("regex"),
     ignored("ebnf"),
     ignored("bad_words"),
-    ignored("allowed_token_ids"),
     ignored("logits_processors"),
     ignored("prompt_logprobs"),
     ignored("truncate_prompt_tokens"),

@@ -1,12 +1,11 @@
 //! One replica in virtual time: a real scheduler, and a device that only takes time.
 
 use std::collections::VecDeque;
-use std::sync::Arc;
 
-use forebay_protocol::{ROW_OK, SamplingParams, StepPlan, StepResult};
+use forebay_protocol::{ROW_OK, StepPlan, StepResult};
 use forebay_scheduler::{
-    BlockEvent, BlockHash, Event, MAX_IN_FLIGHT, Namer, Past, Policy, Request, STEP_WORDS,
-    Scheduler, SchedulerConfig,
+    BlockEvent, BlockHash, Event, MAX_IN_FLIGHT, Namer, Policy, Request, STEP_WORDS, Scheduler,
+    SchedulerConfig,
 };
 use forebay_sim::{DeviceModel, Jitter, StepLoad};
 
@@ -62,6 +61,7 @@ impl Replica {
             fair: true,
             step_words: STEP_WORDS,
             vector_size: 0,
+            tokens_a_row: 1,
         });
         Self {
             scheduler,
@@ -86,18 +86,9 @@ impl Replica {
         self.scheduler.submit(Request {
             id,
             prompt: arrival.prompt().into(),
-            generated: Vec::new(),
             names: names.into(),
             max_tokens: arrival.output,
-            pooling: None,
-            stop_ids: Arc::default(),
-            sampling: SamplingParams::default(),
-            priority: 0,
-            client: 0,
-            probe: false,
-            cache_salt: 0,
-            embeds: None,
-            past: Past::default(),
+            ..Request::default()
         });
     }
 
@@ -117,7 +108,7 @@ impl Replica {
                 step,
                 ends_us,
                 rows: rows.len(),
-                sampled: rows.filter(|row| row.sample).count(),
+                sampled: rows.filter(|row| row.want.samples()).count(),
             };
             self.flights.push_back(flight);
         }

@@ -6,10 +6,9 @@ use std::sync::mpsc::{Sender, channel};
 use std::time::Duration;
 
 use forebay_engine::{
-    Clock, Engine, EngineConfig, EngineRequest, Hooks, Namer, Output, OutputSink, Policy,
-    RequestId, Route, Status,
+    Clock, Engine, EngineConfig, EngineRequest, Hooks, Namer, Output, OutputSink, Policy, Request,
+    Status,
 };
-use forebay_protocol::SamplingParams;
 use forebay_sim::{DeviceModel, SimClock, SimConfig, SimExecutor, SimText};
 use proptest::prelude::*;
 
@@ -183,6 +182,7 @@ impl OutputSink for TimedSink {
 fn in_the_engine(setup: &Setup, traffic: &Traffic) -> HashMap<u64, (u64, u64)> {
     let clock = SimClock::virtual_time();
     let (executor, control) = SimExecutor::new(SimConfig {
+        tokens_a_row: 1,
         clock: clock.clone(),
         model: setup.model,
         seed: setup.seed,
@@ -222,24 +222,11 @@ fn in_the_engine(setup: &Setup, traffic: &Traffic) -> HashMap<u64, (u64, u64)> {
     }
     control.hold();
     for (id, arrival) in (0..).zip(&traffic.arrivals) {
-        let request = EngineRequest {
-            id: RequestId(id),
-            prompt: arrival.prompt().into(),
-            generated: Vec::new(),
-            names: Arc::default(),
-            max_tokens: arrival.output,
-            pooling: None,
-            stop_ids: Arc::default(),
-            sampling: SamplingParams::default(),
-            priority: 0,
-            salt: 0,
-            client: 0,
-            probe: false,
-            embeds: None,
-            route: Route::default(),
-        };
+        let prompt = arrival.prompt().into();
+        let request = Request { id, prompt, max_tokens: arrival.output, ..Request::default() };
+        let request = EngineRequest { request, ..EngineRequest::default() };
         handle.submit(request).expect("accepted");
-        while id == 0 && handle.stats().running == 0 {
+        while id == 0 && handle.stats().scheduler.running == 0 {
             std::thread::yield_now();
         }
     }

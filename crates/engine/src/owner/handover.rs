@@ -3,19 +3,18 @@
 use forebay_scheduler::Request;
 
 use crate::owner::Owner;
-use crate::payload::Embeds;
-use crate::types::{EngineRequest, Orphan, RequestId, Route};
+use crate::types::{EngineRequest, Orphan, Preference};
 
 impl Owner {
     /// Goes on with a request that another engine has lost.
     pub(super) fn adopt(&mut self, orphan: Orphan) {
-        let Orphan { request, past, queued, admission } = orphan;
-        let id = request.id.0;
+        let Orphan { request, queued, admission } = orphan;
+        let id = request.request.id;
         if let Some(arrival) = queued {
             self.arrived(id, arrival);
         }
         self.admissions.extend(admission.map(|admission| (id, admission)));
-        self.enter(request, past);
+        self.enter(request);
     }
 
     /// There is no hand: other replicas get all requests, if they can take any. What is left waits for the first that comes back, or ends
@@ -30,7 +29,7 @@ impl Owner {
             let left = self.peers.as_ref().map_or_else(Vec::new, |peers| peers.adopt(orphans));
             let failure = self.failure();
             for orphan in left {
-                let id = orphan.request.id.0;
+                let id = orphan.request.request.id;
                 self.adopt(orphan);
                 // Others could take requests, but not this one: it would wait for a hand that may never come back.
                 if let Some(finish) = &failure
@@ -47,27 +46,14 @@ impl Owner {
 
     fn orphan(&mut self, request: Request) -> Orphan {
         let id = request.id;
-        let embeds = request.embeds.zip(self.payloads.give(id));
         Orphan {
-            past: request.past,
             queued: self.forget_arrival(id),
             admission: self.admissions.remove(&id),
             request: EngineRequest {
-                id: RequestId(id),
-                prompt: request.prompt,
-                generated: request.generated,
-                names: request.names,
-                max_tokens: request.max_tokens,
-                pooling: request.pooling,
-                stop_ids: request.stop_ids,
-                sampling: request.sampling,
-                priority: request.priority,
-                salt: request.cache_salt,
-                client: request.client,
-                probe: request.probe,
-                embeds: embeds.map(|(offset, payload)| Embeds { payload, offset }),
+                request,
+                payloads: self.payloads.give(id),
                 // Whoever adopts it has noted where it wanted to go.
-                route: Route::default(),
+                preference: Preference::default(),
             },
         }
     }

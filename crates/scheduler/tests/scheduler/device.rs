@@ -1,7 +1,7 @@
 //! A hand without a model. The "keys and values" of a position are a hash of all tokens up to it, so a row that reads a wrong, stale or not
 //! yet computed page is found out, and the sampled token depends on everything that should have been read.
 
-use forebay_protocol::{ROW_NOT_FINITE, ROW_OK, Row, StepPlan, StepResult};
+use forebay_protocol::{ROW_NOT_FINITE, ROW_OK, Row, StepPlan, StepResult, Want};
 
 /// Token ids are below it; small, so that prompts overlap and stop ids are hit.
 pub(crate) const VOCAB: i32 = 11;
@@ -84,7 +84,8 @@ impl Device {
         if self.pages.is_empty() {
             return vec![];
         }
-        let end = (row.start + row.length) as usize;
+        let more = if let Want::Tokens(most) = row.want { most - 1 } else { 0 };
+        let end = (row.start + row.length + more) as usize;
         self.slots[row.slot as usize].pages[..end.div_ceil(self.page_size)].to_vec()
     }
 
@@ -122,23 +123,36 @@ impl Device {
             if slot.tokens[..end].contains(&KILL_TOKEN) {
                 return Err(Death);
             }
-            let kept = if self.pages.is_empty() { 0 } else { end };
+            let next = next_token(&slot.tokens[..end]);
+            let mut computed = end;
+            if let Want::Tokens(most) = row.want {
+                assert_eq!(end, slot.tokens.len(), "{row:?} samples what is known");
+                slot.tokens.push(next.unwrap_or(0));
+                // Some of those that it may give beyond the first, but none that it would have to compute and cannot.
+                let more = slot.tokens.iter().map(|&token| token as u32).sum::<u32>() % most;
+                for _ in 0..more {
+                    let fine = next.is_some() && slot.tokens.last() != Some(&KILL_TOKEN);
+                    let Some(next) = next_token(&slot.tokens).filter(|_| fine) else { break };
+                    slot.tokens.push(next);
+                }
+                computed = slot.tokens.len() - 1;
+                result.tokens.extend_from_slice(&slot.tokens[end..]);
+                result.token_counts.push((slot.tokens.len() - end) as i32);
+            }
+            let kept = if self.pages.is_empty() { 0 } else { computed };
             for (position, content) in contents(&slot.tokens[..kept]).enumerate().skip(start) {
                 let page = slot.pages[position / self.page_size] as usize;
                 self.pages[page][position % self.page_size] = content;
             }
-            let next = next_token(&slot.tokens[..end]);
-            if row.sample {
-                assert_eq!(end, slot.tokens.len(), "{row:?} samples what is known");
-                slot.tokens.push(next.unwrap_or(0));
-                result.tokens.push(next.unwrap_or(0));
-            }
-            if row.pool {
+            if row.want == Want::Vector {
                 assert_eq!(end, slot.tokens.len(), "{row:?} pools what is known");
                 result.pooled.extend(vector(&slot.tokens, slot.segment).unwrap_or_default());
             }
-            let fine = next.is_some() || !(row.sample || row.pool);
+            let fine = next.is_some() || row.want == Want::Nothing;
             result.row_errors.push(if fine { ROW_OK } else { ROW_NOT_FINITE });
+        }
+        if result.token_counts.iter().all(|&count| count == 1) {
+            result.token_counts.clear();
         }
         Ok(result)
     }

@@ -1,14 +1,12 @@
 //! A scheduler and a device in one, with every promise checked on the way.
 
 use std::collections::{BTreeMap, VecDeque};
-use std::sync::Arc;
 
 use forebay_protocol::{
-    Frame, HEADER_BYTES, Header, Pooling, SamplingParams, StepPlan, StepResult,
+    Frame, HEADER_BYTES, Header, Pooling, SlotSpec, StepPlan, StepResult, Want,
 };
 use forebay_scheduler::{
-    Event, Finish, MAX_IN_FLIGHT, Namer, Past, Policy, Request, STEP_WORDS, Scheduler,
-    SchedulerConfig,
+    Event, Finish, MAX_IN_FLIGHT, Namer, Policy, Request, STEP_WORDS, Scheduler, SchedulerConfig,
 };
 
 use crate::device::{Device, next_token, read_prompt, vector};
@@ -28,40 +26,27 @@ pub(crate) fn config() -> SchedulerConfig {
         fair: false,
         step_words: STEP_WORDS,
         vector_size: 2,
+        tokens_a_row: 1,
     }
 }
 
 /// A request without frills.
 pub(crate) fn request(id: u64, prompt: Vec<i32>, max_tokens: u32) -> Request {
-    Request {
-        id,
-        prompt: prompt.into(),
-        generated: vec![],
-        names: Arc::default(),
-        max_tokens,
-        pooling: None,
-        stop_ids: Arc::default(),
-        sampling: SamplingParams::default(),
-        priority: 0,
-        client: 0,
-        probe: false,
-        cache_salt: 0,
-        embeds: None,
-        past: Past::default(),
-    }
+    Request { id, prompt: prompt.into(), max_tokens, ..Request::default() }
 }
 
 /// A request for a vector.
 pub(crate) fn pooled(id: u64, prompt: Vec<i32>, segment: u32) -> Request {
-    Request { pooling: Some(Pooling { segment }), ..request(id, prompt, 0) }
+    let spec = SlotSpec { pooling: Some(Pooling { segment }), ..SlotSpec::default() };
+    Request { spec, ..request(id, prompt, 0) }
 }
 
 /// What a request gives when it is alone, after what it was given before.
 pub(crate) fn alone(request: &Request) -> (Vec<i32>, Finish) {
-    let mut tokens = read_prompt(&request.prompt, request.embeds);
+    let mut tokens = read_prompt(&request.prompt, request.spec.embeds);
     tokens.extend_from_slice(&request.generated);
     let mut given = Vec::new();
-    if request.pooling.is_some() {
+    if request.spec.pooling.is_some() {
         let finite = next_token(&tokens).is_some();
         return (given, if finite { Finish::Length } else { Finish::NotFinite });
     }
@@ -71,7 +56,7 @@ pub(crate) fn alone(request: &Request) -> (Vec<i32>, Finish) {
         };
         tokens.push(token);
         given.push(token);
-        if request.stop_ids.contains(&token) {
+        if request.spec.stop_ids.contains(&token) {
             return (given, Finish::Stop { token });
         }
         if request.generated.len() + given.len() == request.max_tokens as usize {
@@ -313,8 +298,8 @@ impl Harness {
             let end = client.end.unwrap_or_else(|| panic!("request {id} did not end"));
             if let Some(reason) = end {
                 assert_eq!((&client.tokens, reason), (&client.expected.0, client.expected.1));
-                let pooling = client.request.pooling.filter(|_| reason == Finish::Length);
-                let prompt = read_prompt(&client.request.prompt, client.request.embeds);
+                let pooling = client.request.spec.pooling.filter(|_| reason == Finish::Length);
+                let prompt = read_prompt(&client.request.prompt, client.request.spec.embeds);
                 let expected = pooling.and_then(|p| vector(&prompt, p.segment));
                 assert_eq!(client.vector.as_deref(), expected.as_ref().map(|v| &v[..]));
             }
@@ -355,7 +340,10 @@ impl Harness {
         let resumed = !client.request.generated.is_empty();
         assert!((cached_tokens as usize) < prompt || (resumed && cached_tokens as usize == prompt));
         assert!(cached_tokens.is_multiple_of(self.config.page_size) || resumed);
-        assert!(cached_tokens == 0 || client.request.embeds.is_none(), "{id} has no names to find");
+        assert!(
+            cached_tokens == 0 || client.request.spec.embeds.is_none(),
+            "{id} has no names to find"
+        );
         client.cached_tokens += cached_tokens;
         client.admissions += 1;
         client.idle = 0;
@@ -373,7 +361,8 @@ impl Harness {
         let mut slots: Vec<u32> = plan.rows().map(|row| row.slot).collect();
         check_words(plan, self.config.step_words);
         let length: u32 = plan.rows().map(|row| row.length).sum();
-        let decodes = plan.rows().filter(|row| row.length == 1 && row.sample).count() as u32;
+        let decodes =
+            plan.rows().filter(|row| row.length == 1 && row.want.samples()).count() as u32;
         let budget = self.config.token_budget.max(decodes + self.config.page_size);
         let alone = self.config.pages == 0 && plan.rows().len() == 1;
         assert!(length <= budget || alone);
@@ -403,10 +392,17 @@ impl Harness {
             client.idle = 0;
             assert!(client.end.is_none() && client.resident, "{id} has a row for nothing");
             let last = client.request.prompt.len() as u32 + client.request.max_tokens;
-            let computed = row.start + row.length - u32::from(row.pool);
+            let computed = row.start + row.length - u32::from(row.want == Want::Vector);
             assert!(computed < last, "the last token needs no compute");
-            assert!(!row.sample || client.request.pooling.is_none());
-            assert!(!row.pool || client.request.pooling.is_some());
+            let pools = client.request.spec.pooling.is_some();
+            match row.want {
+                Want::Nothing => {}
+                Want::Vector => assert!(pools),
+                Want::Tokens(most) => {
+                    assert!(!pools && (1..=self.config.tokens_a_row).contains(&most));
+                    assert!(row.start + row.length + most <= last, "more than it may have");
+                }
+            }
             flight.slots.push(row.slot);
             flight.ids.push(id);
             flight.named.extend(self.device.pages_read(&row).into_iter().map(|p| (p, row.slot)));

@@ -1,6 +1,6 @@
 //! Whatever happens around it, a request gives the tokens that it gives alone, and ends once.
 
-use forebay_protocol::SamplingParams;
+use forebay_protocol::{SamplingParams, SlotSpec};
 use forebay_scheduler::{Namer, Policy, Request, STEP_WORDS, SchedulerConfig};
 use proptest::prelude::*;
 
@@ -48,25 +48,30 @@ impl Ask {
         let mut prompt: Vec<i32> = text.chain(self.own.iter().copied()).collect();
         if let Some(segment) = self.pooled.or(encoder.then_some(0)) {
             prompt.truncate(room);
-            let (priority, cache_salt, embeds) = (self.priority, self.salt, self.embeds);
+            let (priority, cache_salt) = (self.priority, self.salt);
             let (client, probe) = (self.client, self.probe);
-            let pooled = pooled(id, prompt, segment);
-            return Request { priority, client, probe, cache_salt, embeds, ..pooled };
+            let mut pooled = pooled(id, prompt, segment);
+            pooled.spec.embeds = self.embeds;
+            return Request { priority, client, probe, cache_salt, ..pooled };
         }
         prompt.truncate(room - 1);
         let max_tokens = self.max_tokens.min((room - prompt.len()) as u32);
-        let whole = Request {
+        let spec = SlotSpec {
             stop_ids: self.stop.into_iter().chain([VOCAB + 3, VOCAB + 5]).collect(),
             sampling: SamplingParams {
                 // The device that these tests have knows no biases: they are there to take room.
                 logit_bias: vec![(0, 0.0); self.lists].into(),
                 ..SamplingParams::default()
             },
+            embeds: self.embeds,
+            pooling: None,
+        };
+        let whole = Request {
+            spec,
             priority: self.priority,
             client: self.client,
             probe: self.probe,
             cache_salt: self.salt,
-            embeds: self.embeds,
             ..request(id, prompt, max_tokens)
         };
         let mut generated = alone(&whole).0;
@@ -136,11 +141,12 @@ fn ops(special: &'static [i32], kill: u32) -> impl Strategy<Value = Vec<Op>> {
 
 fn machines() -> impl Strategy<Value = SchedulerConfig> {
     let pages = prop_oneof![4 => 6..30_u32, 1 => Just(0)];
-    let switches = (any::<bool>(), any::<bool>(), any::<bool>());
+    let tokens_a_row = prop_oneof![2 => Just(1), 1 => 2..6_u32];
+    let switches = (any::<bool>(), any::<bool>(), any::<bool>(), tokens_a_row);
     let step_words = prop_oneof![2 => Just(STEP_WORDS), 1 => 0..400_usize];
     (1..7_u32, 0..3_u32, pages, 1..6_u32, 0..24_u32, step_words, switches).prop_map(
         |(max_running, spare, pages, page_size, token_budget, step_words, switches)| {
-            let (prefix_cache, fcfs, fair) = switches;
+            let (prefix_cache, fcfs, fair, tokens_a_row) = switches;
             SchedulerConfig {
                 slots: max_running + spare,
                 max_running,
@@ -154,6 +160,7 @@ fn machines() -> impl Strategy<Value = SchedulerConfig> {
                 fair,
                 step_words,
                 vector_size: 2,
+                tokens_a_row,
             }
         },
     )

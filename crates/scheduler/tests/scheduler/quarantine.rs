@@ -10,7 +10,7 @@ fn a_lone_killer_is_given_up_at_its_second_kill() {
     let mut harness = Harness::new(config(), 2);
     harness.submit(request(1, vec![1, KILL_TOKEN], 4));
     assert!(harness.plan());
-    assert_eq!(harness.reset(), []);
+    assert_eq!(harness.reset(), [0; 0]);
     assert!(harness.plan());
     assert_eq!(harness.reset(), [1]);
     harness.drain();
@@ -23,7 +23,7 @@ fn suspects_run_one_at_a_time_and_the_rest_waits() {
     harness.submit(request(2, vec![3, KILL_TOKEN], 8));
     assert!(harness.plan());
     harness.submit(request(3, vec![4, 5], 8));
-    assert_eq!(harness.reset(), []);
+    assert_eq!(harness.reset(), [0; 0]);
     assert!(harness.plan(), "the first suspect");
     assert_eq!(harness.plan.rows().len(), 1);
     assert!(harness.clients[&1].resident);
@@ -63,7 +63,7 @@ fn who_survives_its_mark_starts_with_a_clean_sheet() {
     harness.submit(request(1, vec![1, 2], 20));
     for _ in 0..5 {
         assert!(harness.plan());
-        assert_eq!(harness.reset(), [], "the mark of the last time was passed");
+        assert_eq!(harness.reset(), [0; 0], "the mark of the last time was passed");
         for _ in 0..2 {
             assert!(harness.plan() && harness.apply());
         }
@@ -78,7 +78,7 @@ fn a_suspect_must_get_past_all_of_its_rows_that_were_in_flight() {
     harness.submit(request(1, vec![1, 2], 8));
     harness.submit(request(2, vec![3, 4], 8));
     assert!(harness.plan() && harness.plan(), "prefill and the first decode step");
-    assert_eq!(harness.reset(), []);
+    assert_eq!(harness.reset(), [0; 0]);
     assert!(harness.plan() && harness.apply(), "prefill was not the last");
     assert!(harness.plan());
     assert_eq!(harness.reset(), [1]);
@@ -111,7 +111,7 @@ fn a_death_with_nothing_in_flight_makes_no_suspects() {
         harness.submit(request(id, vec![1, 2, id as i32], 8));
     }
     assert!(harness.plan() && harness.apply());
-    assert_eq!(harness.reset(), []);
+    assert_eq!(harness.reset(), [0; 0]);
     assert!(harness.plan());
     assert_eq!(harness.plan.rows().len(), 3);
     harness.drain();
@@ -128,7 +128,7 @@ fn suspects_of_another_hand_are_tried_alone_while_residents_hold_on() {
     dead.submit(request(3, vec![3, KILL_TOKEN], 8));
     assert!(dead.plan());
     dead.submit(request(4, vec![7, 8], 8));
-    assert_eq!(dead.reset(), []);
+    assert_eq!(dead.reset(), [0; 0]);
     dead.move_to(&mut other);
     assert!(!other.plan(), "a step of the residents is in flight");
     assert!(other.apply() && other.plan());

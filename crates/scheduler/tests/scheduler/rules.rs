@@ -1,13 +1,13 @@
 //! One test a rule.
 
-use forebay_protocol::{Row, SamplingParams, StepPlan, StepResult};
+use forebay_protocol::{Row, SamplingParams, SlotSpec, StepPlan, StepResult, Want};
 use forebay_scheduler::{ApplyError, Event, Finish, Policy, Request, Scheduler, SchedulerConfig};
 
 use crate::device::{NAN_TOKEN, VOCAB};
 use crate::harness::{Harness, alone, config, pooled, request};
 
 fn rows(harness: &Harness) -> Vec<(u32, u32, bool)> {
-    harness.plan.rows().map(|row| (row.start, row.length, row.sample)).collect()
+    harness.plan.rows().map(|row| (row.start, row.length, row.want.samples())).collect()
 }
 
 fn text(length: i32) -> Vec<i32> {
@@ -97,7 +97,9 @@ fn a_prefix_is_shared_with_the_next_plan_by_whole_blocks() {
 fn embedded_prompts_share_nothing() {
     let mut harness = Harness::new(config(), 2);
     for (id, embeds) in [(1, Some(0)), (2, Some(0)), (3, None), (4, Some(1))] {
-        harness.submit(Request { embeds, ..request(id, text(12), 4) });
+        let mut request = request(id, text(12), 4);
+        request.spec.embeds = embeds;
+        harness.submit(request);
         assert!(harness.plan());
         harness.apply();
     }
@@ -177,7 +179,7 @@ fn a_stop_id_ends_with_its_token_and_what_ran_ahead_is_ignored() {
     let stop = given[4];
     let mut stop_ids = [99, stop, -1];
     stop_ids.sort_unstable();
-    probe.stop_ids = stop_ids.into();
+    probe.spec.stop_ids = stop_ids.into();
     let first = given.iter().position(|&token| token == stop).expect("it is there");
     let mut harness = Harness::new(config(), 2);
     harness.submit(probe);
@@ -207,7 +209,7 @@ fn a_reset_replays_prompt_and_generated_tokens() {
         assert!(harness.plan() && harness.apply());
     }
     assert!(harness.plan());
-    assert_eq!(harness.reset(), []);
+    assert_eq!(harness.reset(), [0; 0]);
     assert!(harness.plan());
     assert_eq!(rows(&harness), [(0, 8, true)]);
     let new = harness.plan.new_slots().next().expect("a new slot");
@@ -251,7 +253,8 @@ fn log_probabilities_go_to_whoever_asked() {
     let (mut plan, mut events) = (StepPlan::default(), Vec::new());
     let sampling = SamplingParams { logprobs: Some(1), ..SamplingParams::default() };
     scheduler.submit(request(1, text(3), 3));
-    scheduler.submit(Request { sampling, ..request(2, text(4), 3) });
+    let spec = SlotSpec { sampling, ..SlotSpec::default() };
+    scheduler.submit(Request { spec, ..request(2, text(4), 3) });
     assert!(scheduler.next_plan(&mut plan, &mut events));
     events.clear();
     let result = StepResult {
@@ -293,7 +296,7 @@ fn a_prompt_to_be_pooled_is_chunked_shares_blocks_and_leaves_its_pages_with_its_
     harness.submit(pooled(1, text(12), 0));
     assert!(harness.plan() && harness.plan());
     assert_eq!(rows(&harness), [(8, 4, false)]);
-    assert!(harness.plan.rows().all(|row| row.pool));
+    assert!(harness.plan.rows().all(|row| row.want == Want::Vector));
     assert_eq!(harness.scheduler.stats().pages_held, 3, "nothing is kept for a next token");
     assert!(!harness.plan(), "there is no decoding after it");
     assert!(harness.apply() && harness.apply());

@@ -1,6 +1,6 @@
 //! What a client gets beside others, and how large a plan gets.
 
-use forebay_protocol::{ROW_OK, SamplingParams, StepPlan, StepResult};
+use forebay_protocol::{ROW_OK, SamplingParams, SlotSpec, StepPlan, StepResult};
 use forebay_scheduler::{
     Event, MAX_REQUEST_WORDS, Policy, Request, STEP_WORDS, Scheduler, SchedulerConfig,
     request_words,
@@ -35,7 +35,7 @@ impl Replica {
             _ => None,
         };
         let ids = self.events.iter().filter_map(admitted).collect();
-        let sampled = self.plan.rows().filter(|row| row.sample).count();
+        let sampled = self.plan.rows().filter(|row| row.want.samples()).count();
         let result = StepResult {
             step: self.plan.step(),
             tokens: vec![7; sampled],
@@ -170,7 +170,8 @@ fn what_is_too_much_for_one_plan_is_spread_over_several() {
         let logit_bias = vec![(1, 0.5); 1000];
         let sampling =
             SamplingParams { logit_bias: logit_bias.into(), ..SamplingParams::default() };
-        Request { sampling, ..request(id, vec![1; 3], 20) }
+        let spec = SlotSpec { sampling, ..SlotSpec::default() };
+        Request { spec, ..request(id, vec![1; 3], 20) }
     };
     let config = SchedulerConfig { step_words: 7000, max_running: 9, slots: 12, ..large() };
     let mut replica = Replica::new(config);
@@ -209,12 +210,15 @@ fn the_words_of_a_request_are_those_of_its_plan() {
         ..SamplingParams::default()
     };
     let mut replica = Replica::new(large());
-    let one = Request { sampling, stop_ids: vec![1; 7].into(), ..request(1, vec![3; 100], 1) };
-    replica.scheduler.submit(one);
+    let spec = SlotSpec { sampling, stop_ids: vec![1; 7].into(), ..SlotSpec::default() };
+    replica.scheduler.submit(Request { spec: spec.clone(), ..request(1, vec![3; 100], 1) });
     replica.step();
     let empty = StepPlan::default().words();
-    assert_eq!((replica.plan.words() - empty) as u64, request_words(100, 7, 30, 16));
-    assert!(request_words(10_000_000, 1024, 1024, 1) < MAX_REQUEST_WORDS, "a long context fits");
+    // A word more for a row that may give several tokens.
+    assert_eq!((replica.plan.words() - empty) as u64 + 1, request_words(100, &spec, 16));
+    let lists = SamplingParams { logit_bias: vec![(1, 0.5); 1024].into(), ..spec.sampling };
+    let spec = SlotSpec { sampling: lists, stop_ids: vec![1; 1024].into(), ..spec };
+    assert!(request_words(10_000_000, &spec, 1) < MAX_REQUEST_WORDS, "a long context fits");
 }
 
 #[test]

@@ -147,7 +147,7 @@ impl Peer {
 
 /// What this brain has to do, as `router` is told.
 pub(crate) fn report(state: &Shared, router: Option<u64>) -> LoadReport {
-    let stats = state.engine.stats();
+    let stats = state.engine.stats().scheduler;
     let replicas = state.engine.replicas();
     LoadReport {
         running: u32::try_from(stats.running).unwrap_or(u32::MAX),

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use forebay_api::{ApiError, Limits, PoolingUsage};
-use forebay_engine::{EngineRequest, Pooling, RequestId, Route};
+use forebay_engine::{EngineRequest, Pooling, Preference, Request, RequestId, SlotSpec};
 use tokio::sync::oneshot;
 
 use super::PooledModel;
@@ -38,7 +38,7 @@ pub(crate) struct Place<'a> {
     /// Keeps its cached blocks apart from those of others.
     pub(crate) cache_salt: Option<Arc<str>>,
     /// The replica that is wanted.
-    pub(crate) route: Route,
+    pub(crate) preference: Preference,
 }
 
 impl PooledCall {
@@ -52,7 +52,7 @@ impl PooledCall {
         model: &PooledModel,
         inputs: Vec<Input>,
         limits: Limits,
-        Place { param, priority, cache_salt, route }: Place<'_>,
+        Place { param, priority, cache_salt, preference }: Place<'_>,
         arrived: Instant,
         peer: &Peer,
     ) -> Result<Self, ApiError> {
@@ -91,23 +91,20 @@ impl PooledCall {
             if !call.alive.is_empty() && call.alive.len().is_multiple_of(CHOICES_A_TURN) {
                 tokio::task::yield_now().await;
             }
-            let request = EngineRequest {
-                id,
+            let pooling = Some(Pooling { segment: input.segment });
+            let request = Request {
+                id: id.0,
                 prompt: input.tokens.into(),
-                generated: Vec::new(),
-                names: Arc::default(),
-                max_tokens: 0,
-                pooling: Some(Pooling { segment: input.segment }),
-                stop_ids: Arc::default(),
-                sampling: Default::default(),
+                spec: SlotSpec { pooling, ..SlotSpec::default() },
                 priority,
-                salt,
+                cache_salt: salt,
                 client: peer.client(),
                 probe: peer.is_probe(),
-                embeds: None,
-                route: route.clone(),
+                ..Request::default()
             };
-            if let Err(error) = state.engine.submit(request) {
+            let preference = preference.clone();
+            let submitted = EngineRequest { request, payloads: Vec::new(), preference };
+            if let Err(error) = state.engine.submit(submitted) {
                 model.outputs.forget(ids.clone());
                 return Err(submit_error(error));
             }

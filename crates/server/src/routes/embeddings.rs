@@ -49,7 +49,7 @@ pub(crate) async fn embeddings(
     drop(charge);
     let id = format!("embd-{}", random_hex());
     let (priority, cache_salt) = (valid.priority, valid.cache_salt);
-    let place = Place { param: "input", priority, cache_salt, route: routing.0 };
+    let place = Place { param: "input", priority, cache_salt, preference: routing.0 };
     let call =
         PooledCall::start(&state, model, inputs, model_limits, place, arrived, &peer).await?;
     let mut call = call.named(&id);

@@ -8,7 +8,7 @@ use axum::http::HeaderValue;
 use axum::http::header::CONTENT_TYPE;
 use axum::response::Response;
 use forebay_api::{ApiError, ErrorBody, GenerateRequest, Limits, ModelCard, ModelList};
-use forebay_engine::{Route, Status};
+use forebay_engine::{Preference, Stats, Status};
 use forebay_replicas::ReplicaReport;
 use serde::Serialize;
 use serde_json::{Value, json};
@@ -136,9 +136,9 @@ pub(crate) async fn health_generate(State(state): State<Shared>) -> Result<Respo
 /// Waits for a sign that the model computes. A step for somebody else is one: a server whose queue is full is not to be taken for dead, nor
 /// to be given more to do.
 async fn computes(state: &Shared, limits: Limits, arrived: Instant) -> Result<(), ApiError> {
-    let before = state.engine.stats().steps;
+    let before = state.engine.stats().scheduler.steps;
     loop {
-        let stats = state.engine.stats();
+        let stats = state.engine.stats().scheduler;
         if stats.steps > before {
             return Ok(());
         }
@@ -157,8 +157,12 @@ async fn one_token(state: &Shared, limits: Limits, arrived: Instant) -> Result<(
     let token = state.model.eos.first().copied().unwrap_or(0);
     if let Some(model) = &state.model.pooling {
         let inputs = vec![Input { tokens: vec![token], segment: 0 }];
-        let place =
-            Place { param: "input", priority: 0, cache_salt: None, route: Route::default() };
+        let place = Place {
+            param: "input",
+            priority: 0,
+            cache_salt: None,
+            preference: Preference::default(),
+        };
         let peer = Peer::default();
         let call = PooledCall::start(state, model, inputs, limits, place, arrived, &peer).await?;
         return call.named("health").collect().await.map(drop);
@@ -224,20 +228,6 @@ pub(crate) struct ServerInfo {
     responses((status = 200, description = "The information", body = ServerInfo)),
 )]
 pub(crate) async fn server_info(State(state): State<Shared>) -> Response {
-    let facts = state.engine.facts().map(|facts| {
-        json!({
-            "context_length": facts.context_length,
-            "vocab_size": facts.vocab_size,
-            "page_count": facts.page_count,
-            "page_size": facts.page_size,
-            "hidden_size": facts.hidden_size,
-            "dtype": facts.dtype.name(),
-            "weight_bytes": facts.weight_bytes,
-            "kv_bytes": facts.kv_bytes,
-            "device": facts.device,
-            "load_seconds": facts.load_seconds,
-        })
-    });
     reply::ok(&ServerInfo {
         version: env!("CARGO_PKG_VERSION"),
         served_model_names: state.model.served_names.clone(),
@@ -246,7 +236,7 @@ pub(crate) async fn server_info(State(state): State<Shared>) -> Response {
             Ok(()) => status_line(state.status()),
         },
         config: state.config.info.clone(),
-        facts: facts.unwrap_or(Value::Null),
+        facts: json!(state.engine.facts()),
         internal_states: state.engine.replicas().iter().map(internal_state).collect(),
     })
 }
@@ -258,29 +248,26 @@ fn status_line(status: Status) -> String {
     }
 }
 
+/// What is told of a replica.
+#[derive(Serialize)]
+pub(super) struct InternalState {
+    status: String,
+    drained: bool,
+    requests: u64,
+    requests_peak: u64,
+    dispatched: u64,
+    #[serde(flatten)]
+    stats: Stats,
+}
+
 pub(super) fn internal_state(replica: &ReplicaReport) -> Value {
-    let stats = &replica.stats;
-    json!({
-        "status": status_line(replica.status.clone()),
-        "drained": replica.drained,
-        "requests": replica.load.requests,
-        "requests_peak": replica.load.peak,
-        "dispatched": replica.load.dispatched,
-        "running": stats.running,
-        "waiting": stats.waiting,
-        "pages_held": stats.pages_held,
-        "pages_cached": stats.pages_cached,
-        "pages_free": stats.pages_free,
-        "prefix_queries": stats.prefix_queries,
-        "prefix_hits": stats.prefix_hits,
-        "prompt_tokens": stats.prompt_tokens,
-        "generated_tokens": stats.generated_tokens,
-        "preemptions": stats.preemptions,
-        "steps": stats.steps,
-        "device_us": stats.device_us,
-        "idle_us": stats.idle_us,
-        "hand_deaths": stats.hand_deaths,
-        "replayed": stats.replayed,
+    json!(InternalState {
+        status: status_line(replica.status.clone()),
+        drained: replica.drained,
+        requests: replica.load.requests,
+        requests_peak: replica.load.peak,
+        dispatched: replica.load.dispatched,
+        stats: replica.stats,
     })
 }
 

@@ -120,7 +120,7 @@ async fn score_pairs(
     };
     let (param, priority) = (pairs.params[1], pairs.priority);
     let cache_salt = pairs.cache_salt.clone();
-    let place = Place { param, priority, cache_salt, route: routing.0 };
+    let place = Place { param, priority, cache_salt, preference: routing.0 };
     let call = PooledCall::start(state, model, inputs, limits, place, arrived, peer).await?;
     let mut call = call.named(id);
     let vectors = call.collect().await?;

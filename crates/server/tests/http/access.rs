@@ -1,6 +1,6 @@
 //! Who may ask: keys, hosts, web pages.
 
-use forebay_engine::Stats;
+use forebay_engine::{SchedulerStats, Stats};
 use forebay_server::{Access, Keys, ServerConfig};
 use http_body_util::Full;
 use hyper::body::Bytes;
@@ -177,7 +177,10 @@ async fn several_keys_and_keys_for_the_rest() {
 #[tokio::test]
 async fn a_loaded_server_is_healthy_while_it_computes() {
     let server = TestServer::driven().await;
-    let busy = |steps| Stats { running: 256, waiting: 4096, steps, ..Stats::default() };
+    let busy = |steps| {
+        let scheduler = SchedulerStats { running: 256, waiting: 4096, steps, ..Default::default() };
+        Stats { scheduler, ..Stats::default() }
+    };
     *server.engine.stats.lock() = busy(7);
     let probe = async { ask(&server, Method::GET, "/health_generate", &[]).await.0 };
     let step = async {

@@ -9,7 +9,7 @@ use std::time::Duration;
 use forebay_api::GenerationDefaults;
 use forebay_engine::{
     Admission, BlockHash, Dtype, EngineRequest, Facts, FinishReason, Namer, Output, OutputSink,
-    RequestId, SampledToken, Stats, Status, SubmitError,
+    Ready, Request, RequestId, SampledToken, Stats, Status, SubmitError,
 };
 use forebay_replicas::{Load, ReplicaReport};
 use forebay_server::{
@@ -38,6 +38,21 @@ const TEMPLATE: &str = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{%
     {% if add_generation_prompt %}assistant:{% endif %}";
 
 /// What the server did to the engine.
+/// A request that the engine got.
+#[derive(Debug)]
+pub(crate) struct Submitted {
+    pub(crate) id: RequestId,
+    pub(crate) all: EngineRequest,
+}
+
+impl std::ops::Deref for Submitted {
+    type Target = Request;
+
+    fn deref(&self) -> &Request {
+        &self.all.request
+    }
+}
+
 #[derive(Debug)]
 pub(crate) enum Event {
     Submit(Box<EngineRequest>),
@@ -154,14 +169,15 @@ impl Fake {
 
     /// Answers a pooled request with its number of tokens, its first token and where its second text begins; one of generation with
     /// `script`.
-    fn play(&self, request: &EngineRequest, script: &[i32]) {
-        if let Some(pooling) = request.pooling {
+    fn play(&self, request: &Request, script: &[i32]) {
+        let (id_of, spec) = (RequestId(request.id), &request.spec);
+        if let Some(pooling) = spec.pooling {
             let numbers = [request.prompt.len() as i32, request.prompt[0], pooling.segment as i32];
-            return self.vector(request.id, numbers.map(|n| n as f32));
+            return self.vector(id_of, numbers.map(|n| n as f32));
         }
         let length = request.max_tokens as usize;
         for (index, &id) in script.iter().cycle().take(length).enumerate() {
-            let finish = if request.stop_ids.contains(&id) {
+            let finish = if spec.stop_ids.contains(&id) {
                 Some(FinishReason::Stop { token: id })
             } else if index + 1 == length {
                 Some(FinishReason::Length)
@@ -173,9 +189,9 @@ impl Fake {
                 [(id, -0.5)].into_iter().chain(top).collect()
             };
             let output = Output {
-                id: request.id,
+                id: id_of,
                 admission: (index == 0).then_some(Admission { cached_tokens: 1, queue_us: 5 }),
-                token: Some(SampledToken { id, logprobs: request.sampling.logprobs.map(entries) }),
+                token: Some(SampledToken { id, logprobs: spec.sampling.logprobs.map(entries) }),
                 pooled: None,
                 finish: finish.clone(),
             };
@@ -199,9 +215,9 @@ impl Engine for Fake {
             return Err(SubmitError::Draining);
         }
         self.submitted.fetch_add(1, Ordering::Relaxed);
-        self.alive.lock().push(request.id);
+        self.alive.lock().push(request.id());
         if let Some(script) = &self.script {
-            self.play(&request, script);
+            self.play(&request.request, script);
         }
         self.events.send(Event::Submit(Box::new(request))).ok();
         Ok(())
@@ -251,15 +267,18 @@ impl Engine for Fake {
     fn facts(&self) -> Option<Facts> {
         (!matches!(*self.status.lock(), Status::Starting(_))).then(|| Facts {
             context_length: CONTEXT,
-            vocab_size: self.vocab_size.load(Ordering::Relaxed),
-            hidden_size: HIDDEN,
-            dtype: Dtype::Bfloat16,
-            page_count: 8,
             page_size: 16,
-            weight_bytes: 1,
-            kv_bytes: 1,
-            device: "fake".into(),
-            load_seconds: 0.5,
+            hand: Ready {
+                vocab_size: self.vocab_size.load(Ordering::Relaxed),
+                hidden_size: HIDDEN,
+                dtype: Dtype::Bfloat16,
+                page_count: 8,
+                weight_bytes: 1,
+                kv_bytes: 1,
+                device: "fake".into(),
+                load_seconds: 0.5,
+                tokens_a_row: 1,
+            },
         })
     }
     fn run(&self, work: Box<dyn FnOnce() + Send>) {
@@ -431,9 +450,9 @@ impl TestServer {
     }
 
     /// The next request that the engine got.
-    pub(crate) async fn submitted(&mut self) -> EngineRequest {
+    pub(crate) async fn submitted(&mut self) -> Submitted {
         match self.event().await {
-            Event::Submit(request) => *request,
+            Event::Submit(request) => Submitted { id: request.id(), all: *request },
             event => panic!("{event:?}"),
         }
     }

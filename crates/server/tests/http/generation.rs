@@ -33,8 +33,11 @@ async fn a_chat_in_one_piece() {
     let (status, answer) = server.post(CHAT, body).await;
     assert_eq!(status, 200, "{answer}");
     let request = server.submitted().await;
-    assert_eq!(request.stop_ids[..], [EOS, 9]);
-    assert_eq!((request.sampling.seed, request.sampling.top_p, request.priority), (7, 0.9, 3));
+    assert_eq!(request.spec.stop_ids[..], [EOS, 9]);
+    assert_eq!(
+        (request.spec.sampling.seed, request.spec.sampling.top_p, request.priority),
+        (7, 0.9, 3)
+    );
     assert_eq!(request.prompt[..], server.encode("user: hi\nassistant:"));
     let choice = &answer["choices"][0];
     assert_eq!(choice["message"], json!({"role": "assistant", "content": TEXT, "refusal": null}));
@@ -77,7 +80,7 @@ async fn choices_are_requests_with_seeds_of_their_own() {
     let mut seeds = Vec::new();
     for index in 0..3 {
         assert_eq!(content(&events, index), content(&events, 0));
-        seeds.push(server.submitted().await.sampling.seed);
+        seeds.push(server.submitted().await.spec.sampling.seed);
     }
     assert_eq!(seeds[0], 7);
     assert!(seeds[1] != seeds[2] && seeds[1] != 7 && seeds[2] != 7);

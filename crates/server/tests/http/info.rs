@@ -1,6 +1,6 @@
 //! Models, health, metrics, and the description of it all.
 
-use forebay_engine::{FinishReason, Stats};
+use forebay_engine::FinishReason;
 use http_body_util::Full;
 use hyper::Request;
 use serde_json::json;
@@ -24,7 +24,7 @@ async fn models_and_versions() {
 #[tokio::test]
 async fn server_info_has_configuration_and_live_numbers() {
     let server = TestServer::scripted("a").await;
-    *server.engine.stats.lock() = Stats { steps: 9, ..Stats::default() };
+    server.engine.stats.lock().scheduler.steps = 9;
     let (_, info) = server.get_json("/server_info").await;
     assert_eq!(info["config"], json!({"port": 1}));
     assert_eq!(info["facts"]["page_size"], 16);
@@ -66,7 +66,7 @@ async fn health_generate_asks_for_a_token() {
 #[tokio::test]
 async fn metrics_count_requests() {
     let server = TestServer::scripted("a b c d").await;
-    *server.engine.stats.lock() = Stats { generated_tokens: 4, ..Stats::default() };
+    server.engine.stats.lock().scheduler.generated_tokens = 4;
     let body = json!({"text": "a", "sampling_params": {"max_new_tokens": 4}});
     assert_eq!(server.post("/generate", body).await.0, 200);
     let (_, text) = server.get("/metrics").await;

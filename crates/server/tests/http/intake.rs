@@ -2,7 +2,7 @@
 
 use base64::Engine as _;
 use base64::prelude::BASE64_STANDARD;
-use forebay_engine::{EngineRequest, FinishReason, Payloads};
+use forebay_engine::{FinishReason, Payloads, Request};
 use serde_json::{Value, json};
 
 use crate::fake::{CONTEXT, HIDDEN, IntakeKind, MEMORY, QUEUE, TestServer};
@@ -38,9 +38,9 @@ fn ask(embeds: impl Into<Value>) -> Value {
     json!({"prompt_embeds": embeds.into(), "max_tokens": 1})
 }
 
-fn read(server: &TestServer, request: &EngineRequest) -> Vec<u8> {
-    let embeds = request.embeds.as_ref().expect("embeddings");
-    server.memory.read(embeds.offset, request.prompt.len() * ROW)
+fn read(server: &TestServer, request: &Request) -> Vec<u8> {
+    let offset = request.spec.embeds.expect("embeddings");
+    server.memory.read(offset, request.prompt.len() * ROW)
 }
 
 #[tokio::test]

@@ -44,10 +44,10 @@ async fn a_text_with_tokens_that_the_model_lacks_is_refused() {
 async fn an_end_of_sequence_that_the_model_lacks_never_reaches_it() {
     let mut server = TestServer::driven().await;
     let request = server.connect("/v1/completions", &json!({"prompt": [1], "max_tokens": 1}));
-    assert_eq!(server.submitted().await.stop_ids[..], [EOS]);
+    assert_eq!(server.submitted().await.spec.stop_ids[..], [EOS]);
     server.engine.vocab_size.store(EOS as u32, Ordering::Relaxed);
     let without = server.connect("/v1/completions", &json!({"prompt": [1], "max_tokens": 1}));
-    assert!(server.submitted().await.stop_ids.is_empty());
+    assert!(server.submitted().await.spec.stop_ids.is_empty());
     request.abort();
     without.abort();
 }

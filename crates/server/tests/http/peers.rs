@@ -109,7 +109,7 @@ async fn a_stream_goes_on_wherever_it_broke() {
             let mut first = routed(&server, path, &body, seq, None).await;
             let name = first.header(STREAM_HEADER).unwrap().to_owned();
             let request = server.submitted().await;
-            assert_eq!((request.generated.len(), request.sampling.seed), (0, 99));
+            assert_eq!((request.generated.len(), request.spec.sampling.seed), (0, 99));
             let mut stream = String::new();
             for (index, &token) in tokens[..cut].iter().enumerate() {
                 server.engine.token(request.id, token, index == 0, None);
@@ -126,7 +126,7 @@ async fn a_stream_goes_on_wherever_it_broke() {
             let second = routed(&server, path, &body, seq, Some((&name, &ids))).await;
             assert_eq!(second.header(STREAM_HEADER), Some(name.as_str()));
             let request = server.submitted().await;
-            assert_eq!((&request.generated, request.sampling.seed), (&ids, 99));
+            assert_eq!((&request.generated, request.spec.sampling.seed), (&ids, 99));
             for (index, &token) in tokens.iter().enumerate().skip(cut) {
                 let finish = (index + 1 == tokens.len()).then_some(FinishReason::Length);
                 server.engine.token(request.id, token, index == cut, finish);

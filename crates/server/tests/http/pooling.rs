@@ -34,7 +34,7 @@ async fn answers_come_in_the_order_of_the_inputs() {
             (&request.prompt[..], request.max_tokens, request.priority),
             (&prompt[..], 0, 3)
         );
-        assert!(request.pooling.is_some());
+        assert!(request.spec.pooling.is_some());
         ids.push(request.id);
     }
     for at in [2, 0, 1] {
@@ -129,7 +129,7 @@ async fn a_cross_encoder_gets_pairs_and_gives_the_best_first() {
     let query = server.encode("a b");
     for (document, score) in [("c", 0.0), ("d e", 30.0), ("f", -1.0)] {
         let request = server.submitted().await;
-        let segment = request.pooling.unwrap().segment as usize;
+        let segment = request.spec.pooling.unwrap().segment as usize;
         assert_eq!(request.prompt[..segment], query);
         assert_eq!(request.prompt[segment..], server.encode(document));
         server.engine.vector(request.id, [score, 0.0, 0.0]);

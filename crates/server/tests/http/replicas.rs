@@ -1,6 +1,6 @@
 //! Several replicas: who may say where a request goes, what is shown of each, and taking one out.
 
-use forebay_engine::{Route, Stats};
+use forebay_engine::Preference;
 use forebay_replicas::Load;
 use http_body_util::Full;
 use hyper::Request;
@@ -49,11 +49,11 @@ impl TestServer {
 #[tokio::test]
 async fn a_request_says_where_it_wants_to_go() {
     let mut server = two_replicas().await;
-    let key = |key: &str| Route { key: Some(key.into()), replica: None };
-    let replica = |at| Route { key: None, replica: Some(at) };
-    type Case<'a> = (Value, &'a [(&'a str, &'a str)], Route);
+    let key = |key: &str| Preference { key: Some(key.into()), replica: None };
+    let replica = |at| Preference { key: None, replica: Some(at) };
+    type Case<'a> = (Value, &'a [(&'a str, &'a str)], Preference);
     let cases: [Case; 8] = [
-        (json!({}), &[], Route::default()),
+        (json!({}), &[], Preference::default()),
         (json!({"routing_key": "me"}), &[], key("me")),
         (json!({"routed_dp_rank": 1}), &[], replica(1)),
         (json!({"data_parallel_rank": 0}), &[], replica(0)),
@@ -67,7 +67,11 @@ async fn a_request_says_where_it_wants_to_go() {
             let (status, answer) =
                 server.with_headers(path, &body(path, more.clone()), headers).await;
             assert_eq!(status, 200, "{answer}");
-            assert_eq!(server.submitted().await.route, *expected, "{path} {more} {headers:?}");
+            assert_eq!(
+                server.submitted().await.all.preference,
+                *expected,
+                "{path} {more} {headers:?}"
+            );
         }
     }
 }
@@ -101,7 +105,7 @@ async fn where_nobody_can_go_is_an_error_that_names_the_parameter() {
 #[tokio::test]
 async fn each_replica_is_shown() {
     let server = two_replicas().await;
-    *server.engine.stats.lock() = Stats { steps: 9, ..Stats::default() };
+    server.engine.stats.lock().scheduler.steps = 9;
     let (_, info) = server.get_json("/server_info").await;
     let states = info["internal_states"].as_array().unwrap();
     assert_eq!(states.len(), 2);

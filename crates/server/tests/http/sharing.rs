@@ -31,7 +31,7 @@ fn body(field: &str, salt: Option<&str>) -> Value {
 
 async fn salt(server: &mut TestServer, path: &str, body: Value) -> u64 {
     assert_eq!(server.post(path, body).await.0, 200);
-    server.submitted().await.salt
+    server.submitted().await.cache_salt
 }
 
 #[tokio::test]
@@ -74,7 +74,7 @@ async fn salt_of(server: &mut TestServer, key: &str, salt: Option<&str>) -> u64 
     let key = format!("Bearer {key}");
     let answer = send(server, &[("authorization", &key)], &body("prompt", salt)).await;
     assert_eq!(answer.read().await.0, 200);
-    server.submitted().await.salt
+    server.submitted().await.cache_salt
 }
 
 #[tokio::test]

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use forebay_api::limits::{
     BIASES, Bound, CHOICES, INPUTS, LOGPROBS, PROMPTS, ROUTES, STOP_BYTES, STOP_IDS, VALUES,
 };
-use forebay_engine::EngineRequest;
+use forebay_engine::Request;
 use forebay_server::PoolingTask;
 use serde_json::{Value, json};
 
@@ -126,11 +126,11 @@ async fn every_route_with_a_body_is_in_the_table() {
 }
 
 /// Takes the requests that the engine got.
-fn submitted(server: &mut TestServer) -> Vec<EngineRequest> {
+fn submitted(server: &mut TestServer) -> Vec<Request> {
     let mut requests = Vec::new();
     while let Some(event) = server.try_event() {
         if let Event::Submit(request) = event {
-            requests.push(*request);
+            requests.push(request.request);
         }
     }
     requests
@@ -179,8 +179,8 @@ async fn choices_share_what_is_the_same() {
             assert_eq!(requests.len(), prompts * n);
             let first = &requests[0];
             for (at, request) in requests.iter().enumerate() {
-                assert!(Arc::ptr_eq(&request.stop_ids, &first.stop_ids), "made once");
-                let biases = [&request.sampling.logit_bias, &first.sampling.logit_bias];
+                assert!(Arc::ptr_eq(&request.spec.stop_ids, &first.spec.stop_ids), "made once");
+                let biases = [&request.spec.sampling.logit_bias, &first.spec.sampling.logit_bias];
                 assert!(Arc::ptr_eq(biases[0], biases[1]), "made once");
                 let same = &requests[at / n * n];
                 assert!(Arc::ptr_eq(&request.prompt, &same.prompt), "once a prompt");

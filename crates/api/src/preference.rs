@@ -1,6 +1,6 @@
 //! What clients may say about the choice of a replica.
 
-use forebay_engine::Route;
+use forebay_engine::Preference;
 
 use crate::error::ApiError;
 use crate::limits::ROUTING_KEY_BYTES;
@@ -10,11 +10,11 @@ use crate::sampling::Limits;
 ///
 /// # Errors
 /// The key is empty or too long, or there is no such replica.
-pub fn route(
+pub fn preference(
     (key_param, key): (&str, Option<&str>),
     (replica_param, replica): (&str, Option<i64>),
     limits: Limits,
-) -> Result<Route, ApiError> {
+) -> Result<Preference, ApiError> {
     let wrong =
         |param: &str, reason: String| Err(ApiError::invalid(param, format!("`{param}`: {reason}")));
     if key.is_some_and(str::is_empty) {
@@ -31,5 +31,5 @@ pub fn route(
             return wrong(replica_param, format!("{given} is not a replica from 0 to {most}"));
         }
     };
-    Ok(Route { key: key.map(Into::into), replica })
+    Ok(Preference { key: key.map(Into::into), replica })
 }

@@ -1,0 +1,201 @@
+//! What brain and hand tell each other before the first plan, and when something breaks: the JSON frames.
+
+use serde::de::DeserializeOwned;
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+
+use crate::dtype::Dtype;
+use crate::frame::{Frame, FrameError, Kind, encode_json};
+
+/// A message whose frame has a kind of its own.
+pub trait Message: Serialize + DeserializeOwned {
+    /// The frame's kind.
+    const KIND: Kind;
+
+    /// The message's frame.
+    ///
+    /// # Errors
+    /// It is longer than a frame may be.
+    fn encode(&self) -> Result<Vec<u8>, FrameError> {
+        let text = serde_json::to_string(self).map_err(|error| unfit(Self::KIND, &error))?;
+        encode_json(Self::KIND, &text)
+    }
+
+    /// Reads a frame of this kind. Fields that are not known are ignored.
+    ///
+    /// # Errors
+    /// Another kind, or a field that is missing or of another type; the error names it.
+    fn decode(frame: &Frame) -> Result<Self, FrameError> {
+        if frame.header().kind != Self::KIND {
+            return Err(FrameError::Malformed("another kind of message"));
+        }
+        serde_json::from_str(frame.json()?).map_err(|error| unfit(Self::KIND, &error))
+    }
+}
+
+fn unfit(kind: Kind, error: &serde_json::Error) -> FrameError {
+    FrameError::Message { kind, reason: error.to_string() }
+}
+
+/// Hand to brain, first of all: the process is there.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Hello {
+    /// Its process id.
+    pub pid: u32,
+}
+
+/// Brain to hand: everything resolved, nothing for the hand to guess.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+pub struct HandConfig {
+    /// The object that `forebay.weights.fetch` printed.
+    pub model: Value,
+    /// `auto`, or `dummy` for weights made of `seed`.
+    pub load_format: String,
+    /// The kind of device.
+    pub device: String,
+    /// The name of a [`Dtype`].
+    pub dtype: String,
+    /// How matrices are computed with, if not as they are stored.
+    pub quantization: Option<String>,
+    /// Positions a page.
+    pub page_size: u32,
+    /// Rows of the device tables.
+    pub slots: u32,
+    /// Most positions of a request.
+    pub context_length: u32,
+    /// Share of the device's memory for weights and pages.
+    pub mem_fraction_static: f64,
+    /// A fixed size of the KV pool in tokens.
+    pub max_total_tokens: Option<u64>,
+    /// Bytes of the shared memory.
+    pub arena_bytes: u64,
+    /// Which rank of the group the hand is.
+    pub rank: u32,
+    /// How many ranks the group has.
+    pub world_size: u32,
+    /// Threads that compute on a CPU; `None`: the physical cores that the process may use.
+    pub threads: Option<u32>,
+    /// Of dummy weights.
+    pub seed: u64,
+    /// Bytes that all files of packed weights may take together; 0: none is read or written.
+    pub weight_cache_bytes: u64,
+}
+
+/// Hand to brain: how far loading has come, and a sign of life.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Progress {
+    /// What is loaded.
+    pub stage: String,
+    /// Parts that are done.
+    pub done: u64,
+    /// Parts in all.
+    pub total: u64,
+}
+
+/// Hand to brain: plans are taken from now on. The facts that only the device knows.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Ready {
+    /// Pages of the KV pool; 0: the model keeps no keys and values, and its prompts must not be cut.
+    pub page_count: u32,
+    /// Rows of the output head.
+    pub vocab_size: u32,
+    /// Elements of an embedding.
+    pub hidden_size: u32,
+    /// Type of the model's activations, and so of the embeddings that it is given.
+    pub dtype: Dtype,
+    /// Bytes of weights, as they are computed with.
+    pub weight_bytes: u64,
+    /// Bytes of the KV pool.
+    pub kv_bytes: u64,
+    /// The device's name.
+    pub device: String,
+    /// Seconds from spawn to ready, as the hand counts them.
+    pub load_seconds: f64,
+    /// Most tokens that a row which samples may give.
+    #[serde(default = "one")]
+    pub tokens_a_row: u32,
+}
+
+fn one() -> u32 {
+    1
+}
+
+/// Hand to brain: last words.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Fatal {
+    /// One line.
+    pub error: String,
+    /// Where it happened.
+    pub traceback: String,
+}
+
+impl Message for Hello {
+    const KIND: Kind = Kind::Hello;
+}
+
+impl Message for HandConfig {
+    const KIND: Kind = Kind::Config;
+}
+
+impl Message for Progress {
+    const KIND: Kind = Kind::Progress;
+}
+
+impl Message for Ready {
+    const KIND: Kind = Kind::Ready;
+}
+
+impl Message for Fatal {
+    const KIND: Kind = Kind::Fatal;
+}
+
+#[cfg(test)]
+mod tests {
+    use crate::frame::{HEADER_BYTES, Header};
+
+    use super::*;
+
+    fn frame(bytes: &[u8]) -> Frame {
+        let (head, body) = bytes.split_first_chunk::<HEADER_BYTES>().expect("a header");
+        let words = body.chunks_exact(4).map(bytemuck::pod_read_unaligned).collect();
+        Frame::new(Header::decode(head).expect("a good header"), words).expect("a good frame")
+    }
+
+    fn ready() -> Ready {
+        Ready {
+            page_count: 10,
+            vocab_size: 9,
+            hidden_size: 8,
+            dtype: Dtype::Bfloat16,
+            weight_bytes: 1 << 40,
+            kv_bytes: 7,
+            device: "a device".into(),
+            load_seconds: 0.5,
+            tokens_a_row: 3,
+        }
+    }
+
+    #[test]
+    fn messages_there_and_back() {
+        let bytes = ready().encode().expect("short");
+        assert_eq!(Ready::decode(&frame(&bytes)), Ok(ready()));
+        let config = HandConfig { max_total_tokens: Some(5), ..HandConfig::default() };
+        let bytes = config.encode().expect("short");
+        assert_eq!(HandConfig::decode(&frame(&bytes)), Ok(config));
+        assert!(Hello::decode(&frame(&bytes)).is_err(), "another kind");
+    }
+
+    #[test]
+    fn a_missing_field_is_named() {
+        let whole = serde_json::to_value(ready()).expect("JSON");
+        let fields = whole.as_object().expect("an object");
+        for name in fields.keys().filter(|name| *name != "tokens_a_row") {
+            let mut rest = fields.clone();
+            rest.remove(name);
+            let text = Value::Object(rest).to_string();
+            let bytes = encode_json(Kind::Ready, &text).expect("short");
+            let error = Ready::decode(&frame(&bytes)).expect_err("a field is missing").to_string();
+            assert!(error.contains(&format!("missing field `{name}`")), "{error}");
+        }
+    }
+}
