@@ -212,7 +212,8 @@ impl StepPlan {
     pub fn new_slots(&self) -> impl Iterator<Item = SlotWrite<'_>> + '_ {
         let (mut tokens, mut stop_ids) = (self.tokens.as_slice(), self.stop_ids.as_slice());
         let (mut segments, mut embeds) = (self.segments.as_slice(), self.embeds.as_slice());
-        let (mut counts, mut allowed) = (self.allowed_counts.as_slice(), self.allowed_ids.as_slice());
+        let (mut counts, mut allowed) =
+            (self.allowed_counts.as_slice(), self.allowed_ids.as_slice());
         records(&self.slots).map(move |record| SlotWrite {
             slot: record.slot.cast_unsigned(),
             tokens: take(&mut tokens, record.inline()),

@@ -1,8 +1,9 @@
 //! The table.
 
 use super::{
-    ALLOWED_IDS, BIASES, Bound, CACHE_SALT_BYTES, CHOICES, IDS, INPUTS, LOGPROBS, Limited, MESSAGES, NAME_BYTES,
-    PROMPTS, Param, Params, ROUTING_KEY_BYTES, STOP_BYTES, STOP_IDS, STOPS, WORD_BYTES,
+    ALLOWED_IDS, BIASES, Bound, CACHE_SALT_BYTES, CHOICES, IDS, INPUTS, LOGPROBS, Limited,
+    MESSAGES, NAME_BYTES, PROMPTS, Param, Params, ROUTING_KEY_BYTES, STOP_BYTES, STOP_IDS, STOPS,
+    WORD_BYTES,
 };
 use crate::chat::ChatRequest;
 use crate::completions::CompletionRequest;
