@@ -216,8 +216,8 @@ def test_only_allowed_ids_come(server: Server, tiny: Model, temperature: float) 
     # Nothing else is left, so the stop id that may not come yet comes all the same.
     early = {**body, "allowed_token_ids": [77], "stop_token_ids": [77], "min_tokens": 5}
     assert server.ask("/v1/completions", early)["usage"]["completion_tokens"] == 1
-    refused = server.post("/v1/completions", {**body, "allowed_token_ids": [77, 10**8]})
-    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "allowed_token_ids[1]")
+    refused = server.post("/v1/completions", {**body, "allowed_token_ids": [10**8, 77]})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "allowed_token_ids[0]")
 
 
 @pytest.mark.parametrize(

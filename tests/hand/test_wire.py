@@ -81,9 +81,9 @@ def plans(draw: st.DrawFn) -> Plan:
         arena, embeds = draw(st.sampled_from([-1, 0, 4096])), draw(st.sampled_from([-1, 0, 64]))
         builder.slot(slot, tokens, draw(SAMPLING), draw(INT32), arena, embeds)
         if draw(st.booleans()):
-            builder.segments.append((slot, draw(INT32)))
+            builder.segments.append((slot, draw(st.integers(1, 2**31 - 1))))
     builder.page_writes += draw(st.lists(st.tuples(INT32, INT32, INT32), max_size=4))
-    builder.rows += draw(st.lists(st.tuples(INT32, INT32, INT32, INT32), max_size=4))
+    builder.rows += draw(st.lists(st.tuples(INT32, INT32, INT32, st.sampled_from([0, 1, 2])), max_size=4))
     if draw(st.booleans()):
         sampling = sum(flags & FLAG_SAMPLE for *_, flags in builder.rows)
         builder.row_tokens = draw(st.lists(st.integers(1, 2**31 - 1), min_size=sampling, max_size=sampling))
@@ -178,6 +178,32 @@ def test_a_result_whose_columns_disagree_is_refused(change: dict[str, list[int]]
         setattr(result, name, np.array(values, np.int32))
     with pytest.raises(WireError, match=message):
         StepResult.decode(frame_of(result.encode()))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"rows": [[0, 0, 1, 4]]}, "unknown row flags"),
+        ({"rows": [[0, 0, 1, 3]]}, "unknown row flags"),
+        ({"rows": [[0, 0, 1, -1]]}, "unknown row flags"),
+        ({"rows": [[0, 0, 1, 1]], "row_tokens": [0]}, "disagree"),
+        ({"rows": [[0, 0, 1, 1]], "row_tokens": [1, 1]}, "disagree"),
+        ({"embeds": [[0, -64]]}, "disagree"),
+        ({"embeds": [[1, 64]]}, "disagree"),
+        ({"segments": [[0, 4], [0, 4]]}, "disagree"),
+        ({"allowed_counts": [[0, 0]]}, "disagree"),
+        ({"allowed_counts": [[0, 2]], "allowed_ids": [7]}, "disagree"),
+        ({"allowed_ids": [7]}, "disagree"),
+    ],
+)
+def test_a_plan_that_says_what_is_not_known_is_refused(change: dict[str, Any], message: str) -> None:
+    builder = PlanBuilder()
+    builder.slot(0, [1, 2])
+    plan = builder.build()
+    for name, values in change.items():
+        setattr(plan, name, np.array(values, np.int32))
+    with pytest.raises(WireError, match=message):
+        Plan.decode(frame_of(plan.encode()))
 
 
 def test_the_wrong_frame_is_refused() -> None:

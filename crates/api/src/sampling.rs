@@ -209,8 +209,7 @@ impl Fields {
         }
         let stop_token_ids = self.stop_token_ids.unwrap_or_default();
         check_ids(&format!("{prefix}stop_token_ids"), &stop_token_ids, limits)?;
-        let allowed = self.allowed_token_ids.map(ascending);
-        if let Some(allowed) = &allowed {
+        if let Some(allowed) = &self.allowed_token_ids {
             let param = format!("{prefix}allowed_token_ids");
             check_ids(&param, allowed, limits)?;
             if allowed.is_empty() {
@@ -235,7 +234,7 @@ impl Fields {
             min_tokens,
             logprobs: self.logprobs,
             logit_bias,
-            allowed: allowed.map(Into::into),
+            allowed: self.allowed_token_ids.map(|ids| ascending(ids).into()),
         };
         Ok(Generation {
             sampling,
@@ -329,7 +328,7 @@ mod tests {
             (Fields { routing_key: Some(String::new()), ..fields() }, "routing_key"),
             (Fields { stop: Some(Strings(vec![String::new()])), ..fields() }, "stop[0]"),
             (Fields { stop_token_ids: Some(vec![1, 1000]), ..fields() }, "stop_token_ids[1]"),
-            (Fields { allowed_token_ids: Some(vec![7, 1000]), ..fields() }, "allowed_token_ids[1]"),
+            (Fields { allowed_token_ids: Some(vec![1000, 7]), ..fields() }, "allowed_token_ids[0]"),
             (Fields { allowed_token_ids: Some(vec![]), ..fields() }, "allowed_token_ids"),
             (Fields { logit_bias: bias("1000", 1.0), ..fields() }, "logit_bias.1000"),
             (Fields { logit_bias: bias("x", 1.0), ..fields() }, "logit_bias.x"),

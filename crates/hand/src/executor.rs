@@ -168,14 +168,13 @@ impl HandExecutor {
         Ok(())
     }
 
-    /// Reports the facts once every rank has them: the smallest pool counts.
+    /// Reports the facts once every rank has them: the smallest pool counts, and the fewest tokens a row.
     fn group_ready(&mut self) {
-        let smallest = self.ranks.iter().map(|rank| rank.facts.as_ref()).reduce(|a, b| {
-            let (a, b) = (a?, b?);
-            Some(if b.page_count < a.page_count { b } else { a })
-        });
-        let Some(Some(facts)) = smallest else { return };
-        let facts = facts.clone();
+        let all: Option<Vec<&Ready>> = self.ranks.iter().map(|rank| rank.facts.as_ref()).collect();
+        let Some(all) = all else { return };
+        let Some(smallest) = all.iter().min_by_key(|facts| facts.page_count) else { return };
+        let tokens_a_row = all.iter().map(|facts| facts.tokens_a_row).min().unwrap_or(1);
+        let facts = Ready { tokens_a_row, ..(*smallest).clone() };
         // A respawned hand must offer exactly the pages that the scheduler was built on, whatever memory is free by then.
         let config = &mut self.spec.config;
         config.max_total_tokens = Some(u64::from(facts.page_count) * u64::from(config.page_size));
@@ -188,11 +187,11 @@ impl HandExecutor {
         self.regions.pop_front();
         let mut results = self.ranks.iter_mut().filter_map(|rank| rank.results.pop_front());
         let Some(first) = results.next() else { return Ok(()) };
-        let same = |other: StepResult| {
-            (other.step, other.tokens, other.row_errors)
-                == (first.step, first.tokens.clone(), first.row_errors.clone())
+        let what = |result: &StepResult| {
+            let StepResult { step, tokens, row_errors, .. } = result;
+            (*step, tokens.clone(), row_errors.clone(), result.counts().collect::<Vec<_>>())
         };
-        if !results.all(same) {
+        if !results.all(|other| what(&other) == what(&first)) {
             return Err(StreamError::Disagreement { rank: index, step: first.step });
         }
         self.signals.push_back(Signal::Result(first));

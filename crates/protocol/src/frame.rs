@@ -21,7 +21,7 @@ const MAGIC: [u8; 4] = *b"FBAY";
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(u16)]
 pub enum Kind {
-    /// Hand to brain: rank and process id.
+    /// Hand to brain: process id.
     Hello = 1,
     /// Brain to hand: the resolved configuration.
     Config = 2,

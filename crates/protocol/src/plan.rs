@@ -360,6 +360,8 @@ impl StepPlan {
             && segments_left.is_empty()
             && embeds_left.is_empty()
             && counts_left.is_empty()
+            && values(allowed_counts).all(|count| count >= 1)
+            && values(segments).chain(values(embeds)).all(|value| value >= 0)
             && allowed_ids.len() as u64 == allowed;
         if !agree {
             return Err(FrameError::Malformed("plan columns disagree"));
@@ -370,6 +372,12 @@ impl StepPlan {
         }
         Ok(plan)
     }
+}
+
+/// The values of a column of pairs.
+fn values(pairs: &[i32]) -> impl Iterator<Item = i32> + '_ {
+    let (pairs, _) = pairs.as_chunks::<PAIR_WORDS>();
+    pairs.iter().map(|&[_, value]| value)
 }
 
 fn records(slots: &[i32]) -> impl Iterator<Item = SlotRecord> + '_ {
@@ -502,7 +510,9 @@ mod tests {
         assert_eq!(refused(&|plan| plan.row_tokens = vec![0]), disagree);
         assert_eq!(refused(&|plan| plan.embeds = vec![2, 64]), disagree, "no new slot");
         assert_eq!(refused(&|plan| plan.segments = vec![1, 4, 0, 4]), disagree, "another order");
+        assert_eq!(refused(&|plan| plan.embeds = vec![1, -64]), disagree, "before the arena");
         assert_eq!(refused(&|plan| plan.allowed_counts = vec![1, 4]), disagree, "no ids");
+        assert_eq!(refused(&|plan| plan.allowed_counts = vec![1, 0]), disagree, "nothing allowed");
         assert_eq!(refused(&|plan| plan.allowed_ids = vec![4]), disagree, "nobody's ids");
     }
 

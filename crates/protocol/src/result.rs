@@ -60,6 +60,13 @@ impl StepResult {
         })
     }
 
+    /// How many tokens each row that samples gave.
+    pub fn counts(&self) -> impl Iterator<Item = usize> {
+        let one_each = if self.token_counts.is_empty() { self.tokens.len() } else { 0 };
+        let counts = self.token_counts.iter().map(|&count| count as usize);
+        counts.chain(std::iter::repeat_n(1, one_each))
+    }
+
     /// Writes the result's frame to `out`, replacing what it holds.
     ///
     /// # Errors

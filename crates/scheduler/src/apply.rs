@@ -25,12 +25,12 @@ impl Scheduler {
         };
         self.counters.steps += 1;
         let mut sampled = result.tokens.iter().zip(result.logprobs());
-        let mut counts = result.token_counts.iter().map(|&count| count as usize);
+        let mut counts = result.counts();
         let mut vectors = result.pooled.chunks_exact(vector_size(result, flight.pooled));
         for (row, &error) in flight.rows.iter().zip(&result.row_errors) {
             let (count, vector) = match row.want {
                 Want::Nothing => (0, None),
-                Want::Tokens(_) => (counts.next().unwrap_or(1), None),
+                Want::Tokens(_) => (counts.next().unwrap_or(0), None),
                 Want::Vector => (0, vectors.next()),
             };
             let mut tokens = sampled.by_ref().take(count);

@@ -13,7 +13,10 @@ impl Scheduler {
     /// (`plan` is empty then, but `events` may tell of preemptions).
     pub fn next_plan(&mut self, plan: &mut StepPlan, events: &mut Vec<Event>) -> bool {
         plan.begin(self.next_step);
-        if self.in_flight.len() >= MAX_IN_FLIGHT || !self.quarantine_permits() {
+        // Where a row may give several tokens, how many they were decides where the next one begins. To plan for the others meanwhile
+        // would split the batch for good.
+        let most = if self.config.tokens_a_row == 1 { MAX_IN_FLIGHT } else { 1 };
+        if self.in_flight.len() >= most || !self.quarantine_permits() {
             return false;
         }
         self.building.step = self.next_step;
@@ -67,7 +70,7 @@ impl Scheduler {
                 self.push_row(handle, budget, plan);
                 0
             }
-            State::Decode { .. } if self.may_go_on(handle) => {
+            State::Decode { .. } if self.requests[handle].plannable() => {
                 if self.lacks_page(handle) {
                     self.grow(handle, plan, events);
                 }
@@ -105,7 +108,7 @@ impl Scheduler {
         let mut needy = std::mem::take(&mut self.needy);
         for &handle in &self.decodes {
             let entry = &self.requests[handle];
-            if self.may_go_on(handle) && self.lacks_page(handle) {
+            if entry.plannable() && self.lacks_page(handle) {
                 needy.push((entry.key, handle));
             }
         }
@@ -145,13 +148,6 @@ impl Scheduler {
         }
     }
 
-    /// Whether a decoding request can have a row. Where a row may give several tokens, it waits for those that are in flight: how many
-    /// they are decides where the next row begins.
-    fn may_go_on(&self, handle: Handle) -> bool {
-        let entry = &self.requests[handle];
-        entry.plannable() && (self.config.tokens_a_row == 1 || entry.known() == entry.total)
-    }
-
     fn lacks_page(&self, handle: Handle) -> bool {
         let entry = &self.requests[handle];
         let pages = entry.state.residence().map_or(0, |residence| residence.leases.len() as u32);
@@ -161,7 +157,7 @@ impl Scheduler {
     fn plan_decodes(&mut self, plan: &mut StepPlan) {
         for at in 0..self.decodes.len() {
             let handle = self.decodes[at];
-            if self.may_go_on(handle) && !self.lacks_page(handle) {
+            if self.requests[handle].plannable() && !self.lacks_page(handle) {
                 self.push_row(handle, 1, plan);
             }
         }

@@ -94,7 +94,10 @@ fn cost(submission: &Submission) -> usize {
     let candidates = terms.generation.sampling.logprobs.map_or(0, |top| 1 + usize::from(top));
     // An admitted choice has the prompt's tokens once more.
     let choice = CHOICE + TOKEN * prompt.len() + tokens * (GENERATED + CANDIDATE * candidates);
-    (TOKEN * prompt.len()).saturating_add(choice.saturating_mul(terms.generation.n as usize))
+    let allowed = terms.generation.sampling.allowed.as_ref().map_or(0, |ids| ids.len());
+    // Choices share the ids that are allowed, and so do prompts: each counts them, which is more than enough.
+    (TOKEN * (prompt.len() + allowed))
+        .saturating_add(choice.saturating_mul(terms.generation.n as usize))
 }
 
 /// What a request is charged, until it is dropped.

@@ -151,7 +151,8 @@ class Sampler:
             columns["penalties"] = tables.floats[slots[rows]][:, list(_PENALTIES)]
         if tables.stop_ids:
             below = np.flatnonzero(ask.positions < tables.min_total[slots]).tolist()
-            early = [row for row in below if self._can_suppress(int(slots[row]))]
+            wanted = tables.stop_ids.keys() - tables.only_stops
+            early = [row for row in below if int(slots[row]) in wanted]
             if early:
                 ids = [tables.stop_ids[int(slots[row])] for row in early]
                 columns["early_rows"], columns["early_ids"] = _ragged_ids(early, ids)
@@ -160,11 +161,6 @@ class Sampler:
             ids = [tables.allowed[int(slots[row])] for row in held]
             columns["held"] = np.asarray(held, np.int64)
             columns["allowed_rows"], columns["allowed_ids"] = _ragged_ids(held, ids)
-
-    def _can_suppress(self, slot: int) -> bool:
-        """Whether a slot has stop ids, and something else that it may sample."""
-        stop_ids, allowed = self._tables.stop_ids.get(slot), self._tables.allowed.get(slot)
-        return stop_ids is not None and (allowed is None or not set(allowed.tolist()) <= set(stop_ids.tolist()))
 
     def _ask_drawn(self, ask: Ask) -> None:
         tables, columns = self._tables, ask.columns

@@ -134,6 +134,10 @@ class Plan:
         )
         if not agree or not self._rare_columns_agree():
             raise WireError("malformed frame: plan columns disagree")
+        flags = self.rows[:, 3]
+        # Both at once, 3, are unknown too.
+        if len(flags) and (np.minimum.reduce(flags) < 0 or np.maximum.reduce(flags) > FLAG_POOL):
+            raise WireError("malformed frame: unknown row flags")
 
     def _rare_columns_agree(self) -> bool:
         """Whether columns that most plans lack fit the others."""
@@ -143,13 +147,13 @@ class Plan:
                 return False
         if len(self.allowed_counts) or len(self.allowed_ids):
             counts = self.allowed_counts[:, 1].astype(np.int64)
-            if counts.min(initial=0) < 0 or counts.sum() != len(self.allowed_ids):
+            if counts.min(initial=1) < 1 or counts.sum() != len(self.allowed_ids):
                 return False
         for pairs in (self.segments, self.embeds, self.allowed_counts):
             if len(pairs):
                 slots = iter(self.slots[:, SlotWord.SLOT].tolist())
                 # In the order of the new slots, and so at most one each.
-                if not all(slot in slots for slot in pairs[:, 0].tolist()):
+                if pairs[:, 1].min() < 0 or not all(slot in slots for slot in pairs[:, 0].tolist()):
                     return False
         return True
 

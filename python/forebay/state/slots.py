@@ -18,6 +18,9 @@ from forebay.state.staging import StepInputs
 __all__ = ["Int64s", "PlanError", "SlotTables", "Writes", "penalised", "ragged"]
 
 
+_NO_IDS = np.zeros(0, np.int32)
+
+
 class PlanError(ValueError):
     """A plan that names what does not exist: the brain and the hand disagree about the tables."""
 
@@ -67,6 +70,8 @@ class SlotTables:
         self.biases: dict[int, tuple[Int32s, Float32s]] = {}
         # The only ids that can be sampled, of the slots that have such.
         self.allowed: dict[int, Int32s] = {}
+        # Of those, the slots that have nothing else than stop ids: these are not suppressed.
+        self.only_stops: set[int] = set()
 
     def read(self, plan: Plan, arena: npt.NDArray[np.uint8]) -> Writes | None:
         """Overwrites the host's part of new slots; gives what is left for `write`, None if that is nothing.
@@ -156,9 +161,12 @@ class SlotTables:
         if self.allowed or len(plan.allowed_counts):
             for number in slot.tolist():
                 self.allowed.pop(number, None)
+                self.only_stops.discard(number)
             edges = np.cumsum(plan.allowed_counts[:, 1])[:-1]
             for number, ids in zip(plan.allowed_counts[:, 0].tolist(), np.split(plan.allowed_ids, edges), strict=False):
                 self.allowed[number] = ids.copy()
+                if np.isin(ids, self.stop_ids.get(number, _NO_IDS)).all():
+                    self.only_stops.add(number)
                 self.plain[number] = False
 
     def _from_arena(

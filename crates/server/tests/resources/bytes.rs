@@ -148,6 +148,7 @@ async fn choices_share_what_is_the_same() {
     for (name, value) in [
         ("stop_token_ids", json!(ids)),
         ("logit_bias", json!(biases)),
+        ("allowed_token_ids", json!(ids)),
         ("stop", json!(stop)),
         ("routing_key", json!("k".repeat(512))),
     ] {
@@ -162,7 +163,7 @@ async fn choices_share_what_is_the_same() {
             ("/v1/chat/completions", chat, 1, CHOICES as usize),
             ("/generate", native, PROMPTS, 4),
         ] {
-            if (name, route) == ("routing_key", "/generate") {
+            if route == "/generate" && ["routing_key", "allowed_token_ids"].contains(&name) {
                 continue;
             }
             let mut server = TestServer::scripted("a").await;
@@ -182,6 +183,12 @@ async fn choices_share_what_is_the_same() {
                 assert!(Arc::ptr_eq(&request.spec.stop_ids, &first.spec.stop_ids), "made once");
                 let biases = [&request.spec.sampling.logit_bias, &first.spec.sampling.logit_bias];
                 assert!(Arc::ptr_eq(biases[0], biases[1]), "made once");
+                let allowed = [&request.spec.sampling.allowed, &first.spec.sampling.allowed];
+                let [one, other] = allowed.map(|ids| ids.as_ref().map(Arc::as_ptr));
+                assert!(
+                    one == other && one.is_some() == (name == "allowed_token_ids"),
+                    "made once"
+                );
                 let same = &requests[at / n * n];
                 assert!(Arc::ptr_eq(&request.prompt, &same.prompt), "once a prompt");
                 assert!(Arc::ptr_eq(&request.names, &same.names), "once a prompt");
