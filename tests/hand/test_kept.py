@@ -16,8 +16,10 @@ from safetensors.torch import load_file, save_file
 
 from forebay.kernels import library as binding
 from forebay.protocol import frames
+from forebay.protocol.plan import Plan
+from forebay.protocol.result import ROW_NOT_FINITE, StepResult
 from forebay.runner import runner as runner_module
-from forebay.runner.runner import ModelRunner
+from forebay.runner.runner import ModelRunner, NotFiniteError
 from forebay.state.config import RunnerConfig
 from forebay.weights import packed
 from forebay.weights.gguf_config import hf_config as hf_config_of
@@ -318,6 +320,26 @@ def test_a_hand_is_ready_before_it_writes(tmp_path: Path, monkeypatch: pytest.Mo
     finally:
         gc.unfreeze()
     assert events[-2:] == [frames.Kind.READY, "keeps"]
+
+
+def test_kept_weights_that_give_no_numbers_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = safetensors(tmp_path)
+    Start(model)
+    assert len(kept(model)) == 1
+    step = ModelRunner.step
+
+    def not_finite(runner: ModelRunner, plan: Plan) -> StepResult:
+        result = step(runner, plan)
+        result.row_errors[:] = ROW_NOT_FINITE
+        return result
+
+    monkeypatch.setattr(ModelRunner, "step", not_finite)
+    with pytest.raises(NotFiniteError, match="kept by an earlier start and are removed"):
+        Start(model)
+    assert not kept(model)
+    with pytest.raises(NotFiniteError, match=r"not finite$"):
+        Start(model)
+    assert not kept(model)
 
 
 def test_a_matrix_that_is_nowhere_is_an_error(tmp_path: Path) -> None:

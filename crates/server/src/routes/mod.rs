@@ -187,7 +187,9 @@ async fn check_generator(State(state): State<Shared>, request: Request, next: Ne
 /// Answers a request that makes its handler panic; what the handler held is dropped by then, which aborts what it waited for.
 async fn contain(request: Request, next: Next) -> Response {
     guard::contained(next.run(request)).await.unwrap_or_else(|panic| {
-        let reason = format!("the server failed on this request: {}", guard::message(&*panic));
+        // What it says is about the server, and not for a client.
+        tracing::error!("a handler panicked: {}", guard::message(&*panic));
+        let reason = "the server failed on this request; its log says why".to_owned();
         Failure(ApiError::Internal { reason, code: Some("panic") }).into_response()
     })
 }
