@@ -38,6 +38,6 @@ def test_the_table_has_ratios_of_rounds() -> None:
             found.runs.append(Run(name, side.name, number, {tls.KEY: value}))
     assert tls.table(found).splitlines()[2:] == [
         "| direct | 2.50 | 1.75 (1.50-2.00) |",
-        "| tasks | 1.50 | 1.00 (1.00-1.00) |",
+        "| tasks | 1.50 | 1.00 |",
         "| tls | 3.50 | 2.50 (2.00-3.00) |",
     ]
