@@ -30,7 +30,7 @@ mod waiting;
 pub use clock::{Clock, SystemClock};
 pub use config::EngineConfig;
 pub use executor::{Executor, Signal, Wake};
-pub use forebay_protocol::{Dtype, Pooling, Ready, SamplingParams, SlotSpec};
+pub use forebay_protocol::{Dtype, Pooling, Ready, SlotSpec};
 pub use forebay_scheduler::{
     BlockEvent, BlockHash, Namer, Past, Policy, Request, Stats as SchedulerStats,
 };

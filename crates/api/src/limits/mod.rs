@@ -1,11 +1,11 @@
 //! How much a request may ask for: every parameter of every route, in one table.
 //!
-//! A body is walked along the table before anything is made of it ([`check`]): what is over a limit is refused with the
-//! parameter's name, and nothing was allocated for it. So a parsed request takes at most a few times its body's bytes. What a model
-//! decides (the context, the vocabulary) is checked afterwards, when the request is validated.
+//! A body is walked along the table before anything is made of it ([`check`]). A value over its limit is refused with the
+//! parameter's name, and nothing was allocated for it. So a parsed request takes at most a few times its body's bytes.
+//! Validation afterwards checks limits that the model decides: the context and the vocabulary.
 //!
-//! A parameter that is not in the table cannot be read: a test compares the table with the fields of the request types, and the
-//! server's resource tests make their cases from it.
+//! Every parameter is in the table: a test compares it with the fields of the request types. The server's resource tests make
+//! their cases from it.
 
 mod table;
 mod walk;

@@ -115,6 +115,8 @@ async fn limits_are_named_with_their_parameters() {
         (with("stop", json!("x".repeat(5000))), "stop", "4096"),
         (with("stop", json!(vec!["x".repeat(300); 16])), "stop", "4096"),
         (with("stop_token_ids", json!(vec![1; 1025])), "stop_token_ids", "1024"),
+        (with("allowed_token_ids", json!(vec![1; 16_385])), "allowed_token_ids", "16384"),
+        (with("allowed_token_ids", json!([])), "allowed_token_ids", "empty"),
         (with("n", json!(129)), "n", "128"),
         (with("n", json!(0)), "n", "1"),
         (with("temperature", json!(-1)), "temperature", "0"),
