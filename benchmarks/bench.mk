@@ -24,7 +24,7 @@ LLAMA_CMAKE := -DCMAKE_BUILD_TYPE=Release -DGGML_NATIVE=ON -DLLAMA_BUILD_TESTS=O
 	-DLLAMA_BUILD_APP=OFF -DLLAMA_USE_PREBUILT_UI=OFF -DLLAMA_OPENSSL=OFF
 
 .PHONY: bench bench-setup bench-cpu bench-coder bench-accuracy bench-startup bench-ablations bench-egress bench-profile bench-agreement bench-embeddings \
-	bench-intake bench-replicas bench-router bench-micro bench-lock bench-build
+	bench-intake bench-replicas bench-router bench-host-tier bench-plan-tiers bench-micro bench-lock bench-build
 
 bench-setup: $(PEERS:%=$(BENCH_STAMPS)/%) ## install the peers in PEERS that benchmarks compare with (12 GB, 20 minutes)
 
@@ -72,6 +72,12 @@ bench-router: bench-build ## measure routers in front of simulated backends: lat
 
 bench-replicas: bench-build ## measure how each policy spreads requests over four replicas (40 minutes)
 	$(BIN)/python -m benchmarks.replicas $(BENCH_ROUNDS)
+
+bench-host-tier: bench-build ## measure what the host tier gives a second turn and an overload, and what saving costs (10 minutes)
+	$(BIN)/python -m benchmarks.host_tier $(BENCH_ROUNDS)
+
+bench-plan-tiers: bench-build ## how many replicas a trace needs with host pools of 0, 1, 4 and 16 times the device's (TRACE=FILE)
+	$(BIN)/python -m benchmarks.plan_tiers --trace $(TRACE) $(if $(PROFILE_OF_DEVICE),--sim-profile $(PROFILE_OF_DEVICE))
 
 bench-micro: ## run the microbenchmarks of the scheduler and the pages (5 minutes)
 	cargo bench --locked -p forebay-scheduler -p forebay-kvcache

@@ -46,11 +46,13 @@ class Setting:
     """Its type."""
     pooling: bool = False
     """The model makes vectors; servers tell that by its files or are told."""
+    pool: int | None = None
+    """Tokens of the KV pool; None: room for every stream at its longest."""
 
     @property
     def kv_tokens(self) -> int:
-        """Room for every stream at its longest."""
-        return self.streams * self.context
+        """Tokens of the KV pool."""
+        return self.streams * self.context if self.pool is None else self.pool
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from forebay.device.deferred import DeferredDevice
 from forebay.protocol.frames import Float32s, Int32s
 from forebay.protocol.plan import FLAG_SAMPLE, SLOT_WORDS, Plan
 from forebay.runner.launched import Launched
-from forebay.runner.runner import ModelRunner
+from forebay.runner.runner import HostMemory, ModelRunner
 from forebay.state.config import RunnerConfig
 
 HOST = open_device("cpu", 1)
@@ -114,14 +114,21 @@ def wire_config(model_config: dict[str, Any], **changes: Any) -> dict[str, Any]:
         "threads": 1,
         "seed": 0,
         "weight_cache_bytes": 0,
+        "host_bytes": None,
+        "host_ratio": None,
+        "host_pages": None,
+        "copy_gbps": None,
+        "kv_checksum": False,
         **changes,
     }
 
 
-def runner_of(model: Any, arena: npt.NDArray[np.uint8] | None = None, **changes: Any) -> ModelRunner:
+def runner_of(
+    model: Any, arena: npt.NDArray[np.uint8] | None = None, host: HostMemory | None = None, **changes: Any
+) -> ModelRunner:
     """A runner with the weights of a transformers model."""
     config = wire_config(hf_config(model.config, type(model).__name__), **changes)
-    runner = ModelRunner(RunnerConfig.from_dict(config), arena)
+    runner = ModelRunner(RunnerConfig.from_dict(config), arena, host)
     runner.model.load_weights(model.state_dict().items())
     return runner
 
@@ -163,6 +170,8 @@ class PlanBuilder:
     embeds: list[tuple[int, int]] = field(default_factory=list)
     allowed_counts: list[tuple[int, int]] = field(default_factory=list)
     allowed_ids: list[int] = field(default_factory=list)
+    copies: list[tuple[int, int, int, int]] = field(default_factory=list)
+    wait_us: list[int] = field(default_factory=list)
 
     def slot(
         self,
@@ -210,6 +219,8 @@ class PlanBuilder:
             _ints(self.embeds, 2),
             _ints(self.allowed_counts, 2),
             _ints(self.allowed_ids),
+            _ints(self.copies, 4),
+            _ints(self.wait_us),
         ).staged()
 
 

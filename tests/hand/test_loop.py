@@ -145,6 +145,8 @@ def test_from_hello_to_shutdown(tmp_path: Path, device: str) -> None:
             "weight_bytes": weight_bytes,
             "kv_bytes": 192 * 4 * 2 * 3 * 2 * 32 * 4,
             "device": device,
+            "host_page_count": 0,
+            "page_bytes": 4 * 2 * 3 * 2 * 32 * 4,
         }
 
         os.pwrite(h.arena, np.array(prompt, np.int32).tobytes(), 256)

@@ -23,7 +23,7 @@ mod tokens;
 
 pub use eval::{Gsm8kArgs, gsm8k};
 pub use item::{Part, Prompt, WorkItem};
-pub use plan::{PlanArgs, Router, Slo, SloMetric, plan};
+pub use plan::{PlanArgs, Router, Slo, SloMetric, WritePolicy, plan};
 pub use record::{Chunk, Outcome, Record};
 
 pub use client::{Backend, ServerFlags};

@@ -1,6 +1,6 @@
 //! What an engine is told before it starts.
 
-use forebay_scheduler::{Namer, Policy};
+use forebay_scheduler::{Namer, Policy, SavePolicy};
 
 /// Everything the engine decides by; resolved, with nothing left to guess.
 #[derive(Debug, Clone)]
@@ -35,4 +35,19 @@ pub struct EngineConfig {
     pub load_timeout_us: u64,
     /// Failed starts in a row before a hand that once worked is given up.
     pub restart_limit: u32,
+    /// How the host tier is used, where the hand has one.
+    pub host: Option<HostConfig>,
+}
+
+/// How the tier of host memory is used. Its size is the hand's to tell.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct HostConfig {
+    /// When blocks are saved.
+    pub policy: SavePolicy,
+    /// Most copies that a plan starts.
+    pub copies_a_step: u32,
+    /// Waiting requests whose blocks are brought back before their turn.
+    pub prefetch: u32,
+    /// A preempted or replayed request has its blocks restored.
+    pub restore_preempted: bool,
 }

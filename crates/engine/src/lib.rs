@@ -28,11 +28,12 @@ mod types;
 mod waiting;
 
 pub use clock::{Clock, SystemClock};
-pub use config::EngineConfig;
+pub use config::{EngineConfig, HostConfig};
 pub use executor::{Executor, Signal, Wake};
 pub use forebay_protocol::{Dtype, Pooling, Ready, SlotSpec};
 pub use forebay_scheduler::{
-    BlockEvent, BlockHash, Namer, Past, Policy, Request, Stats as SchedulerStats,
+    BlockEvent, BlockHash, HostStats, Namer, Past, Place, Policy, Request, SavePolicy,
+    Stats as SchedulerStats,
 };
 pub use handle::EngineHandle;
 pub use payload::{Embeds, Payload, Payloads};

@@ -9,7 +9,7 @@ use std::sync::atomic::Ordering;
 
 use crossbeam_channel::Receiver;
 use forebay_protocol::{Ready, StepPlan, StepResult};
-use forebay_scheduler::{Event, Finish, STEP_WORDS, Scheduler, SchedulerConfig};
+use forebay_scheduler::{Event, Finish, HostTier, STEP_WORDS, Scheduler, SchedulerConfig};
 use tracing::{error, info, warn};
 
 use crate::config::EngineConfig;
@@ -55,6 +55,12 @@ pub(crate) struct Owner {
     deadlines: BTreeSet<(u64, u64)>,
     /// Admissions whose first token has not come yet.
     admissions: HashMap<u64, Admission>,
+    /// Since when requests wait for blocks to come back.
+    arriving: HashMap<u64, u64>,
+    /// Since when copies are under way, and none has ended.
+    copying_us: Option<u64>,
+    /// Bytes of a page, as the hand says.
+    page_bytes: u64,
     /// What requests have in the arena.
     payloads: Held,
     /// The last step that was handed over.
@@ -98,6 +104,9 @@ impl Owner {
             arrivals: HashMap::new(),
             deadlines: BTreeSet::new(),
             admissions: HashMap::new(),
+            arriving: HashMap::new(),
+            copying_us: None,
+            page_bytes: 0,
             payloads: Held::default(),
             last_step: 0,
             stats: HandStats::default(),
@@ -209,6 +218,8 @@ impl Owner {
                 self.rested_step = Some(self.plan.step());
             }
             self.last_step = self.plan.step();
+            // A hand that only waits for copies is not kept waiting.
+            self.rested |= self.plan.rows().len() == 0;
             self.executor.submit(&self.plan);
         }
         self.rested |= scheduler.in_flight() == 0;
@@ -231,6 +242,25 @@ impl Owner {
             self.stats.idle_us += u64::from(result.gap_us);
         }
         self.take_events();
+        self.watch_copies(!result.copied.is_empty());
+    }
+
+    /// Takes the hand for hung when copies are under way and none ends.
+    fn watch_copies(&mut self, ended: bool) {
+        let outstanding = self.scheduler.as_ref().map_or(0, Scheduler::copies_outstanding);
+        if outstanding == 0 {
+            self.copying_us = None;
+            return;
+        }
+        let now = self.shared.clock.now_us();
+        let since = *self.copying_us.get_or_insert(now);
+        if ended {
+            self.copying_us = Some(now);
+        } else if now.saturating_sub(since) >= self.config.watchdog_us {
+            self.executor.stop();
+            let silent = now.saturating_sub(since) / 1_000_000;
+            self.died(&format!("no copy has ended for {silent} s"));
+        }
     }
 
     /// Turns the scheduler's events into outputs.
@@ -239,7 +269,10 @@ impl Owner {
         let mut events = std::mem::take(&mut self.events);
         for event in events.drain(..) {
             match event {
-                Event::Admitted { id, cached_tokens, replayed } => {
+                Event::Admitted { id, cached_tokens, replayed, restoring } => {
+                    if restoring {
+                        self.arriving.insert(id, self.shared.clock.now_us());
+                    }
                     self.stats.replayed += u64::from(replayed);
                     if let Some(Arrival { at_us, place }) = self.forget_arrival(id) {
                         self.shared.queued.admitted(place, now);
@@ -265,7 +298,12 @@ impl Owner {
                     };
                     self.end(id, finish);
                 }
-                Event::Preempted { .. } => {}
+                Event::Arrived { id } | Event::Preempted { id } => {
+                    if let Some(since) = self.arriving.remove(&id) {
+                        let now = self.shared.clock.now_us();
+                        self.stats.copy_wait_us += now.saturating_sub(since);
+                    }
+                }
             }
         }
         self.events = events;
@@ -281,6 +319,7 @@ impl Owner {
             self.shared.queued.left(place, self.shared.clock.now_us());
         }
         self.admissions.remove(&id);
+        self.arriving.remove(&id);
         let in_flight = self.scheduler.as_ref().is_some_and(|scheduler| scheduler.in_flight() > 0);
         self.payloads.retire(id, in_flight.then_some(self.last_step));
         let id = RequestId(id);
@@ -342,7 +381,13 @@ impl Owner {
         let Some(scheduler) = &self.scheduler else {
             return;
         };
-        *self.shared.stats.lock() = Stats { scheduler: scheduler.stats(), hand: self.stats };
+        let scheduler = scheduler.stats();
+        let hand = HandStats {
+            saved_bytes: scheduler.host.blocks_saved * self.page_bytes,
+            restored_bytes: scheduler.host.blocks_restored * self.page_bytes,
+            ..self.stats
+        };
+        *self.shared.stats.lock() = Stats { scheduler, hand };
     }
 
     fn timeout(&self) -> Option<u64> {
@@ -409,7 +454,9 @@ impl Owner {
     fn ready(&mut self, facts: Ready) {
         let pages = facts.page_count;
         let pool = pages.saturating_mul(self.config.page_size);
-        info!(device = %facts.device, pages, seconds = facts.load_seconds, "hand ready");
+        let host_pages = facts.host_page_count;
+        info!(device = %facts.device, pages, host_pages, seconds = facts.load_seconds, "hand ready");
+        self.page_bytes = facts.page_bytes;
         if self.scheduler.is_none() {
             let longest = if pages == 0 { u32::MAX } else { pool };
             let context_length = self.config.context_length.min(longest);
@@ -434,6 +481,13 @@ impl Owner {
                 step_words: STEP_WORDS,
                 vector_size: facts.hidden_size,
                 tokens_a_row: facts.tokens_a_row.max(1),
+                host: self.config.host.filter(|_| facts.host_page_count > 0).map(|host| HostTier {
+                    pages: facts.host_page_count,
+                    policy: host.policy,
+                    copies_a_step: host.copies_a_step,
+                    prefetch: host.prefetch,
+                    restore_preempted: host.restore_preempted,
+                }),
             }));
         }
         self.recovery.ready(self.shared.clock.now_us());
@@ -451,6 +505,8 @@ impl Owner {
         let was_up = std::mem::take(&mut self.up);
         let computing = was_up && self.scheduler.as_ref().is_some_and(|s| s.in_flight() > 0);
         self.loading_us = None;
+        self.copying_us = None;
+        self.arriving.clear();
         self.stats.deaths += 1;
         self.payloads.hand_died();
         self.unchecked = true;

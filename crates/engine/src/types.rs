@@ -242,4 +242,10 @@ pub struct HandStats {
     pub deaths: u64,
     /// Requests replayed after a death.
     pub replayed: u64,
+    /// Microseconds that requests waited for their blocks to come back from the host tier.
+    pub copy_wait_us: u64,
+    /// Bytes of the blocks that reached the host tier.
+    pub saved_bytes: u64,
+    /// Bytes of the blocks that came back from it.
+    pub restored_bytes: u64,
 }

@@ -12,7 +12,8 @@ use forebay_engine::{
     Request, RequestError, RequestId, Status, SubmitError,
 };
 use forebay_sim::{
-    DeviceModel, SimClock, SimConfig, SimControl, SimExecutor, SimText, next_token, vector,
+    CopyModel, DeviceModel, SimClock, SimConfig, SimControl, SimExecutor, SimText, next_token,
+    vector,
 };
 
 const VOCAB: u32 = 1000;
@@ -68,6 +69,7 @@ fn config() -> EngineConfig {
         watchdog_us: 10_000_000,
         load_timeout_us: 0,
         restart_limit: 3,
+        host: None,
     }
 }
 
@@ -100,6 +102,9 @@ impl Rig {
         let clock = SimClock::virtual_time();
         let (executor, control) = SimExecutor::new(SimConfig {
             tokens_a_row,
+            host_pages: 0,
+            page_bytes: 0,
+            copy: CopyModel::default(),
             clock: clock.clone(),
             model: DeviceModel {
                 step_us: 1000.0,
@@ -330,8 +335,8 @@ impl BlockObserver for Mirror {
         let mut blocks = self.0.lock().expect("no panic");
         for event in events {
             match event {
-                BlockEvent::Stored(name) => assert!(blocks.insert(name), "stored twice"),
-                BlockEvent::Dropped(name) => assert!(blocks.remove(&name), "was not there"),
+                BlockEvent::Stored(name, _) => _ = blocks.insert(name),
+                BlockEvent::Dropped(name) => _ = blocks.remove(&name),
                 BlockEvent::Cleared => blocks.clear(),
             }
         }

@@ -11,7 +11,7 @@ use forebay_engine::{
     Namer, Orphan, Output, OutputSink, Peers, Policy, Request, RequestError, RequestId, Status,
     SubmitError,
 };
-use forebay_sim::{DeviceModel, SimClock, SimConfig, SimControl, SimExecutor, SimText};
+use forebay_sim::{CopyModel, DeviceModel, SimClock, SimConfig, SimControl, SimExecutor, SimText};
 
 const VOCAB: u32 = 1000;
 const POISON: i32 = 777;
@@ -71,6 +71,7 @@ fn config() -> EngineConfig {
         watchdog_us: 10 * SECOND,
         load_timeout_us: 20 * SECOND,
         restart_limit: 1,
+        host: None,
     }
 }
 
@@ -91,6 +92,9 @@ impl Rig {
         let clock = SimClock::virtual_time();
         let (executor, control) = SimExecutor::new(SimConfig {
             tokens_a_row: 1,
+            host_pages: 0,
+            page_bytes: 0,
+            copy: CopyModel::default(),
             clock: clock.clone(),
             model: DeviceModel { step_us: 10_000.0, ..DeviceModel::INSTANT },
             seed: 0,

@@ -15,6 +15,7 @@ use crate::flags::{
 };
 use crate::model::{Model, Pooling};
 use crate::text::{TokenizerBackend, TokenizerMode};
+use crate::tiers::{HostSize, HostTier};
 
 /// A laptop's owner wants most of the memory for other things.
 const CPU_MEM_FRACTION: f64 = 0.3;
@@ -50,6 +51,7 @@ pub(crate) struct Config {
     pub(crate) mem_fraction_static: f64,
     pub(crate) max_total_tokens: Option<u64>,
     pub(crate) prefix_cache: bool,
+    pub(crate) host_tier: Option<HostTier>,
     pub(crate) schedule_policy: SchedulePolicy,
     pub(crate) schedule_low_priority_values_first: bool,
     pub(crate) lookahead: u32,
@@ -200,6 +202,7 @@ impl Config {
                 / f64::from(dp_size),
             max_total_tokens: schedule.max_total_tokens,
             prefix_cache: !schedule.disable_radix_cache,
+            host_tier: HostTier::resolve(flags, model)?,
             schedule_policy: schedule.schedule_policy,
             schedule_low_priority_values_first: schedule.schedule_low_priority_values_first,
             lookahead: schedule.lookahead,
@@ -260,11 +263,14 @@ impl Config {
             watchdog_us: (self.watchdog_timeout_s * 1e6) as u64,
             load_timeout_us: (self.load_timeout_s * 1e6) as u64,
             restart_limit: self.hand_restarts,
+            host: self.host_tier.as_ref().map(HostTier::engine),
         }
     }
 
     /// What the hand is told.
     pub(crate) fn hand(&self, model: &Model) -> HandConfig {
+        let tier = self.host_tier.as_ref();
+        let size = tier.map(|tier| tier.size);
         HandConfig {
             model: json!({
                 "format": model.format,
@@ -289,6 +295,11 @@ impl Config {
             threads: self.threads,
             seed: self.seed,
             weight_cache_bytes: self.weight_cache_bytes,
+            host_bytes: if let Some(HostSize::Bytes(bytes)) = size { Some(bytes) } else { None },
+            host_ratio: if let Some(HostSize::Ratio(ratio)) = size { Some(ratio) } else { None },
+            host_pages: None,
+            copy_gbps: tier.and_then(|tier| tier.debug_copy_gbps),
+            kv_checksum: tier.is_some_and(|tier| tier.debug_checksum),
         }
     }
 }

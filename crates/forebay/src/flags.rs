@@ -5,6 +5,7 @@ mod limits;
 mod listening;
 mod schedule;
 mod sharing;
+mod tiers;
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -24,6 +25,7 @@ use crate::text::TextFlags;
 
 pub(crate) use limits::LimitFlags;
 pub(crate) use sharing::SharingFlags;
+pub(crate) use tiers::{Preemption, TierFlags, WritePolicy};
 
 #[derive(Debug, Args)]
 pub(crate) struct ServeFlags {
@@ -49,6 +51,8 @@ pub(crate) struct ServeFlags {
     pub(crate) loading: ModelFlags,
     #[command(flatten)]
     pub(crate) schedule: ScheduleFlags,
+    #[command(flatten)]
+    pub(crate) tiers: TierFlags,
     #[command(flatten)]
     pub(crate) replicas: ReplicaFlags,
     #[command(flatten)]

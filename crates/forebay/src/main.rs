@@ -17,6 +17,7 @@ mod signals;
 mod simulate;
 mod text;
 mod threads;
+mod tiers;
 mod tokenizers;
 mod vocabulary;
 mod watch;

@@ -4,7 +4,9 @@ use std::path::PathBuf;
 
 use anyhow::{Context, Result, bail};
 use clap::Args;
-use forebay_sim::{Fit, Profile, SimClock, SimConfig, SimText, fit, read_samples};
+use forebay_sim::{
+    CopyModel, Fit, KvModel, Profile, SimClock, SimConfig, SimText, fit, read_samples,
+};
 use forebay_text::Tokenizer;
 
 use crate::config::{Config, Simulated};
@@ -35,15 +37,26 @@ pub(crate) fn config(
         None => SimText::endless(words),
     };
     let keeps_nothing = model.pooling.as_ref().is_some_and(Pooling::whole_prompts);
+    let page_count = match keeps_nothing {
+        true => 0,
+        false => profile.page_count(config.page_size, config.max_total_tokens),
+    };
+    let host_pages = match &config.host_tier {
+        Some(tier) if tier.debug_copy_gbps.is_some() || tier.debug_checksum => {
+            bail!("--debug-kv-... is for a hand: profiles say how fast a simulated device copies")
+        }
+        Some(tier) => tier.size.pages(profile, page_count, config.page_size)?,
+        None => 0,
+    };
     Ok(SimConfig {
         clock,
         model: profile.time,
         seed: config.seed.wrapping_add(replica),
         load_us: (profile.load_s * 1e6) as u64,
-        page_count: match keeps_nothing {
-            true => 0,
-            false => profile.page_count(config.page_size, config.max_total_tokens),
-        },
+        page_count,
+        host_pages,
+        page_bytes: profile.page_bytes(config.page_size),
+        copy: profile.copy,
         vocab_size: model.vocab_size,
         hidden_size: model.hidden_size(),
         text: text.with_vectors(model.pooling.as_ref().map_or(1, |pooling| pooling.size)),
@@ -124,6 +137,8 @@ pub(crate) fn run_fit(flags: &FitFlags) -> Result<()> {
         kv_tokens: flags.kv_tokens,
         load_s: flags.load_seconds,
         time: fitted.model,
+        kv: KvModel::default(),
+        copy: CopyModel::default(),
     };
     let text = profile.to_toml()?;
     // What is written here is read by the same rules later: better to fail now.

@@ -2,6 +2,7 @@
 
 use std::collections::VecDeque;
 use std::ffi::OsString;
+use std::os::fd::{AsFd, OwnedFd};
 use std::path::PathBuf;
 use std::process::Command;
 use std::sync::Arc;
@@ -13,6 +14,7 @@ use forebay_protocol::{
     StepResult, encode_json,
 };
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::fs::{MemfdFlags, memfd_create};
 use tracing::debug;
 
 use crate::arena::{Arena, Region};
@@ -57,6 +59,8 @@ pub struct HandExecutor {
     waker: Arc<EventWaker>,
     ranks: Vec<Rank>,
     signals: VecDeque<Signal>,
+    /// The memory of the host's tier, if it has one: an anonymous file that every hand of this group finds as the last one left it.
+    host: Option<OwnedFd>,
     /// Arena regions of the plans in flight, oldest first.
     regions: VecDeque<Vec<Region>>,
     buffer: Vec<u8>,
@@ -66,9 +70,14 @@ impl HandExecutor {
     /// Prepares a rank group; nothing runs before [`Executor::start`].
     ///
     /// # Errors
-    /// The system refuses the waker.
+    /// The system refuses the waker, or memory for the host's tier.
     pub fn new(spec: HandSpec) -> std::io::Result<Self> {
+        let wanted = spec.config.host_bytes.is_some() || spec.config.host_ratio.is_some();
+        // It is as long as the first hand makes it, and takes memory where somebody writes.
+        let memory = || memfd_create("forebay-host-kv", MemfdFlags::CLOEXEC);
+        let host = if wanted { Some(memory()?) } else { None };
         Ok(Self {
+            host,
             spec,
             waker: Arc::new(EventWaker::new()?),
             ranks: Vec::new(),
@@ -80,9 +89,10 @@ impl HandExecutor {
 
     fn spawn_rank(&self) -> std::io::Result<Rank> {
         let mut command = Command::new(&self.spec.program);
+        let host = self.host.as_ref().map(AsFd::as_fd);
         command.args(&self.spec.args).envs(self.spec.env.iter().map(|(k, v)| (k, v)));
         Ok(Rank {
-            process: RankProcess::spawn(command, self.spec.arena.fd(), &self.spec.cpus)?,
+            process: RankProcess::spawn(command, self.spec.arena.fd(), host, &self.spec.cpus)?,
             reader: FrameReader::default(),
             writer: FrameWriter::default(),
             facts: None,
@@ -178,6 +188,8 @@ impl HandExecutor {
         // A respawned hand must offer exactly the pages that the scheduler was built on, whatever memory is free by then.
         let config = &mut self.spec.config;
         config.max_total_tokens = Some(u64::from(facts.page_count) * u64::from(config.page_size));
+        // And so many pages of the host's tier, in the same places.
+        config.host_pages = (facts.host_page_count > 0).then_some(facts.host_page_count);
         self.signals.push_back(Signal::Ready(facts));
     }
 

@@ -18,6 +18,8 @@ use rustix::thread::{CpuSet, sched_setaffinity};
 const SOCKET_FD: i32 = 3;
 /// Where the hand finds the arena.
 const ARENA_FD: i32 = 4;
+/// Where the hand finds the memory of the host's tier, if there is one.
+const HOST_FD: i32 = 5;
 /// From the order to exit to SIGTERM, and from there to SIGKILL.
 const PATIENCE: [Duration; 2] = [Duration::from_millis(500), Duration::from_secs(2)];
 /// From SIGKILL to the end. A process that the kernel holds, in a driver or on a file system that hangs, does not end by that either.
@@ -52,10 +54,12 @@ pub(crate) struct RankProcess {
 }
 
 impl RankProcess {
-    /// Spawns `command` with a fresh socket as descriptor 3 and the arena as 4, on these processors if any are given.
+    /// Spawns `command` with a fresh socket as descriptor 3, the arena as 4 and the host's memory as 5, if there is any, on these
+    /// processors if any are given.
     pub(crate) fn spawn(
         mut command: Command,
         arena: BorrowedFd<'_>,
+        host: Option<BorrowedFd<'_>>,
         cpus: &[usize],
     ) -> io::Result<Self> {
         let (near, far) = UnixStream::pair()?;
@@ -65,12 +69,14 @@ impl RankProcess {
         without_keys(&mut command);
         // It downloads nothing either.
         command.env_remove("HF_TOKEN").env_remove("HUGGING_FACE_HUB_TOKEN");
-        command
-            .fd_mappings(vec![
-                FdMapping { parent_fd: far.into(), child_fd: SOCKET_FD },
-                FdMapping { parent_fd: arena.try_clone_to_owned()?, child_fd: ARENA_FD },
-            ])
-            .map_err(io::Error::other)?;
+        let mut mappings = vec![
+            FdMapping { parent_fd: far.into(), child_fd: SOCKET_FD },
+            FdMapping { parent_fd: arena.try_clone_to_owned()?, child_fd: ARENA_FD },
+        ];
+        if let Some(host) = host {
+            mappings.push(FdMapping { parent_fd: host.try_clone_to_owned()?, child_fd: HOST_FD });
+        }
+        command.fd_mappings(mappings).map_err(io::Error::other)?;
         let mut set = CpuSet::new();
         cpus.iter().for_each(|&cpu| set.set(cpu));
         let pinned = !cpus.is_empty();
@@ -168,7 +174,7 @@ mod tests {
         command.args(["-c", &format!("{check} && [ \"${kept}\" = yes ]")]).env(kept, "yes");
         command.envs(keys.map(|key| (key, "a key")));
         let arena = crate::Arena::new(0).expect("an arena");
-        let process = RankProcess::spawn(command, arena.fd(), &[]).expect("a shell");
+        let process = RankProcess::spawn(command, arena.fd(), None, &[]).expect("a shell");
         assert_eq!(process.bury(), "exit status 0");
     }
 }

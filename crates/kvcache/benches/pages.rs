@@ -37,7 +37,7 @@ fn block_names(prompt: &[i32]) -> Vec<BlockHash> {
 
 /// A pool full of blocks that nobody uses, and their names by prompt. `spare` more pages hold nothing.
 fn resident(prompts: u32, spare: u32) -> (PagePool, Vec<Vec<BlockHash>>) {
-    let mut pool = PagePool::new(prompts * BLOCKS + spare);
+    let mut pool = PagePool::<forebay_kvcache::Hot>::new(prompts * BLOCKS + spare);
     let names: Vec<_> = (0..prompts).map(|number| block_names(&prompt(number))).collect();
     for prompt in &names {
         let mut leases = allocate(&mut pool, BLOCKS);
@@ -50,7 +50,8 @@ fn resident(prompts: u32, spare: u32) -> (PagePool, Vec<Vec<BlockHash>>) {
 }
 
 fn allocate(pool: &mut PagePool, pages: u32) -> Vec<Lease> {
-    let leases: Vec<_> = (0..pages).map_while(|_| pool.allocate()).collect();
+    let leases: Vec<_> =
+        (0..pages).map_while(|_| pool.allocate()).map(|(lease, _)| lease).collect();
     assert_eq!(leases.len(), pages as usize, "the pool has room");
     leases
 }

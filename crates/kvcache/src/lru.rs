@@ -29,6 +29,11 @@ impl Lru {
         self.len
     }
 
+    /// The longest unused page.
+    pub(crate) fn oldest(&self) -> Option<u32> {
+        (self.oldest != NIL).then_some(self.oldest)
+    }
+
     /// Adds a page that is not in the list as the latest used.
     pub(crate) fn push_newest(&mut self, page: u32) {
         self.links[page as usize] = Links { previous: self.newest, next: NIL };

@@ -1,39 +1,63 @@
-//! The pool: which page holds which block, and who uses it.
+//! The pool of one tier: which page holds which block, and who uses it.
 
 use std::collections::HashMap;
+use std::marker::PhantomData;
 
-use crate::event::{BlockEvent, Journal};
 use crate::hash::{BlockHash, BuildNameHasher};
 use crate::lru::Lru;
 
-/// The right to use one page, and the duty to give it back: it cannot be copied, and [`PagePool::release`] takes it by value. Dropping it
-/// instead would leak the page, which debug builds assert against.
+/// The tier of the device's memory. Kernels read and write its pages.
+#[derive(Debug, PartialEq, Eq)]
+pub enum Hot {}
+
+/// The tier of the host's memory. Copies read and write its pages.
+#[derive(Debug, PartialEq, Eq)]
+pub enum Host {}
+
+/// The right to use one page of a tier, and the duty to give it back: it cannot be copied, and [`PagePool::release`] takes it by value.
+/// Dropping it instead would leak the page, which debug builds assert against.
 #[derive(Debug, PartialEq, Eq)]
 #[must_use = "a lease that is not released leaks its page"]
-pub struct Lease(u32);
+pub struct Lease<T = Hot> {
+    page: u32,
+    tier: PhantomData<T>,
+}
 
-impl Lease {
-    /// The page's number on the device.
+impl<T> Lease<T> {
+    fn new(page: u32) -> Self {
+        Self { page, tier: PhantomData }
+    }
+
+    /// The page's number in its tier.
     #[must_use]
     pub fn page(&self) -> u32 {
-        self.0
+        self.page
     }
 
     fn into_page(self) -> u32 {
-        let page = self.0;
+        let page = self.page;
         std::mem::forget(self);
         page
     }
 }
 
-impl Drop for Lease {
+impl<T> Drop for Lease<T> {
     fn drop(&mut self) {
-        debug_assert!(std::thread::panicking(), "the lease of page {} was not released", self.0);
+        debug_assert!(std::thread::panicking(), "the lease of page {} was not released", self.page);
     }
 }
 
-/// How many pages are in which state.
+/// A block that was given up for another.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Evicted {
+    /// Its name.
+    pub name: BlockHash,
+    /// Another tier holds it too.
+    pub saved: bool,
+}
+
+/// How many pages are in which state.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Counts {
     /// Pages that hold nothing.
     pub free: u32,
@@ -47,19 +71,24 @@ pub struct Counts {
 struct Page {
     leases: u32,
     name: Option<BlockHash>,
+    /// Another tier holds its block too.
+    saved: bool,
 }
 
-/// All pages of a replica's device memory. Every operation is O(1) a page.
+/// All pages of one tier. Every operation is O(1) a page.
 #[derive(Debug)]
-pub struct PagePool {
+pub struct PagePool<T = Hot> {
     pages: Vec<Page>,
     named: HashMap<BlockHash, u32, BuildNameHasher>,
     free: Vec<u32>,
-    cached: Lru,
-    journal: Journal,
+    /// Unleased pages whose block is in no other tier, and those whose block is.
+    cached: [Lru; 2],
+    /// Blocks that came or went, where somebody takes them.
+    changed: Option<Vec<BlockHash>>,
+    tier: PhantomData<T>,
 }
 
-impl PagePool {
+impl<T> PagePool<T> {
     /// A pool of `pages` free pages, numbered from 0.
     #[must_use]
     pub fn new(pages: u32) -> Self {
@@ -67,61 +96,132 @@ impl PagePool {
             pages: vec![Page::default(); pages as usize],
             named: HashMap::default(),
             free: (0..pages).rev().collect(),
-            cached: Lru::new(pages),
-            journal: Journal::default(),
+            cached: [Lru::new(pages), Lru::new(pages)],
+            changed: None,
+            tier: PhantomData,
         }
     }
 
     /// Has the pool note from now on which blocks it gets and loses. Whoever asks must take them.
-    pub fn note_events(&mut self) {
-        self.journal.begin();
+    pub fn note_changes(&mut self) {
+        self.changed.get_or_insert_default();
     }
 
-    /// Appends what was noted since the last time.
-    pub fn take_events(&mut self, into: &mut Vec<BlockEvent>) {
-        self.journal.take(into);
+    /// The blocks that came or went since the last time, in order; one may be named several times.
+    pub fn take_changes(&mut self) -> std::vec::Drain<'_, BlockHash> {
+        self.changed.get_or_insert_default().drain(..)
     }
 
-    /// Leases a page whose content is nobody's: a free one, else the one whose block was unused the longest, which is forgotten.
-    /// `None`: every page is held.
+    /// Leases a page whose content is nobody's: a free one, else the longest unused of those whose block another tier holds too, else
+    /// the longest unused. Its block is forgotten, and comes with it. `None`: every page is held.
     #[must_use]
-    pub fn allocate(&mut self) -> Option<Lease> {
+    pub fn allocate(&mut self) -> Option<(Lease<T>, Option<Evicted>)> {
+        let mut evicted = None;
         let page = self.free.pop().or_else(|| {
-            let page = self.cached.pop_oldest()?;
-            self.drop_name(page);
+            let [only, saved] = &mut self.cached;
+            let page = saved.pop_oldest().or_else(|| only.pop_oldest())?;
+            let saved = std::mem::take(&mut self.pages[page as usize].saved);
+            evicted = self.drop_name(page).map(|name| Evicted { name, saved });
             Some(page)
         })?;
         self.pages[page as usize].leases = 1;
-        Some(Lease(page))
+        Some((Lease::new(page), evicted))
     }
 
     /// Leases the page that holds a block, beside everybody who has it leased already. `None`: no page holds it.
     #[must_use]
-    pub fn share(&mut self, name: BlockHash) -> Option<Lease> {
+    pub fn share(&mut self, name: BlockHash) -> Option<Lease<T>> {
         let page = *self.named.get(&name)?;
         let entry = &mut self.pages[page as usize];
         if entry.leases == 0 {
-            self.cached.remove(page);
+            self.cached[usize::from(entry.saved)].remove(page);
         }
         entry.leases += 1;
-        Some(Lease(page))
+        Some(Lease::new(page))
+    }
+
+    /// Leases a leased page once more.
+    pub fn join(&mut self, lease: &Lease<T>) -> Lease<T> {
+        self.pages[lease.page as usize].leases += 1;
+        Lease::new(lease.page)
+    }
+
+    /// Whether a page holds this block.
+    #[must_use]
+    pub fn contains(&self, name: BlockHash) -> bool {
+        self.named.contains_key(&name)
+    }
+
+    /// Says whether another tier holds a block too. Where it does, its page is given up before others. Nothing, if no page holds it here.
+    pub fn set_saved(&mut self, name: BlockHash, saved: bool) {
+        let Some(&page) = self.named.get(&name) else { return };
+        let entry = &mut self.pages[page as usize];
+        if entry.saved != saved {
+            entry.saved = saved;
+            if entry.leases == 0 {
+                self.cached[usize::from(!saved)].remove(page);
+                self.cached[usize::from(saved)].push_newest(page);
+            }
+        }
+    }
+
+    /// Whether another tier holds a block too that this one holds.
+    #[must_use]
+    pub fn is_saved(&self, name: BlockHash) -> bool {
+        self.named.get(&name).is_some_and(|&page| self.pages[page as usize].saved)
+    }
+
+    /// No other tier holds anything any more. O(pages).
+    pub fn unsave_all(&mut self) {
+        let names: Vec<BlockHash> = self.names().filter(|&name| self.is_saved(name)).collect();
+        names.into_iter().for_each(|name| self.set_saved(name, false));
+    }
+
+    /// The blocks that pages hold, in the order of the pages.
+    pub fn names(&self) -> impl Iterator<Item = BlockHash> {
+        self.pages.iter().filter_map(|page| page.name)
+    }
+
+    /// Makes an unused block the latest used.
+    pub fn touch(&mut self, name: BlockHash) {
+        if let Some(&page) = self.named.get(&name)
+            && let Page { leases: 0, saved, .. } = self.pages[page as usize]
+        {
+            let list = &mut self.cached[usize::from(saved)];
+            list.remove(page);
+            list.push_newest(page);
+        }
+    }
+
+    /// The block that the next allocation makes the pool forget, if it does.
+    #[must_use]
+    pub fn next_evicted(&self) -> Option<BlockHash> {
+        let [only, saved] = &self.cached;
+        let page = saved.oldest().or_else(|| only.oldest()).filter(|_| self.free.is_empty())?;
+        self.pages[page as usize].name
+    }
+
+    /// The longest unused block that no other tier holds.
+    #[must_use]
+    pub fn oldest_unsaved(&self) -> Option<BlockHash> {
+        self.pages[self.cached[0].oldest()? as usize].name
     }
 
     /// Says what a page holds, once it is full. False, and nothing is done, where another page holds that block already (the older
     /// one stays, it is the one that others share) or the page has a name already.
-    pub fn name(&mut self, lease: &Lease, name: BlockHash) -> bool {
-        let entry = &mut self.pages[lease.0 as usize];
+    pub fn name(&mut self, lease: &Lease<T>, name: BlockHash) -> bool {
+        let entry = &mut self.pages[lease.page as usize];
         if entry.name.is_some() || self.named.contains_key(&name) {
             return false;
         }
         entry.name = Some(name);
-        self.named.insert(name, lease.0);
-        self.journal.note(BlockEvent::Stored(name));
+        self.named.insert(name, lease.page);
+        self.changed.iter_mut().for_each(|changed| changed.push(name));
         true
     }
 
     /// Gives a lease back. With its last lease a page becomes the latest used of the cached ones, or free if it holds no named block.
-    pub fn release(&mut self, lease: Lease) {
+    pub fn release(&mut self, lease: Lease<T>) {
         let page = lease.into_page();
         let entry = &mut self.pages[page as usize];
         entry.leases -= 1;
@@ -129,7 +229,7 @@ impl PagePool {
             return;
         }
         if entry.name.is_some() {
-            self.cached.push_newest(page);
+            self.cached[usize::from(entry.saved)].push_newest(page);
         } else {
             self.free.push(page);
         }
@@ -137,7 +237,7 @@ impl PagePool {
 
     /// Gives back the leases of one request, in the order of their positions, and empties the vector. The deepest goes first, so that
     /// it is also evicted first: a block is of no use without everything before it.
-    pub fn release_all(&mut self, leases: &mut Vec<Lease>) {
+    pub fn release_all(&mut self, leases: &mut Vec<Lease<T>>) {
         while let Some(lease) = leases.pop() {
             self.release(lease);
         }
@@ -150,8 +250,10 @@ impl PagePool {
             return false;
         };
         self.drop_name(page);
-        if self.pages[page as usize].leases == 0 {
-            self.cached.remove(page);
+        let entry = &mut self.pages[page as usize];
+        let saved = std::mem::take(&mut entry.saved);
+        if entry.leases == 0 {
+            self.cached[usize::from(saved)].remove(page);
             self.free.push(page);
         }
         true
@@ -159,25 +261,41 @@ impl PagePool {
 
     /// Forgets every block that nobody leases. O(cached pages).
     pub fn flush(&mut self) {
-        while let Some(page) = self.cached.pop_oldest() {
-            self.drop_name(page);
-            self.free.push(page);
-        }
-        if self.named.is_empty() {
-            self.journal.cleared();
+        for list in 0..self.cached.len() {
+            while let Some(page) = self.cached[list].pop_oldest() {
+                self.pages[page as usize].saved = false;
+                self.drop_name(page);
+                self.free.push(page);
+            }
         }
     }
 
     /// How many pages [`Self::allocate`] can give: the free and the cached ones.
     #[must_use]
     pub fn available(&self) -> u32 {
-        self.free.len() as u32 + self.cached.len()
+        self.free.len() as u32 + self.unleased()
+    }
+
+    /// How many of them another tier makes up for, or hold nothing.
+    #[must_use]
+    pub fn spare(&self) -> u32 {
+        self.free.len() as u32 + self.cached[1].len()
+    }
+
+    fn unleased(&self) -> u32 {
+        self.cached.iter().map(Lru::len).sum()
+    }
+
+    /// All pages.
+    #[must_use]
+    pub fn size(&self) -> u32 {
+        self.pages.len() as u32
     }
 
     /// How many pages are in which state.
     #[must_use]
     pub fn counts(&self) -> Counts {
-        let (free, cached) = (self.free.len() as u32, self.cached.len());
+        let (free, cached) = (self.free.len() as u32, self.unleased());
         Counts { free, cached, held: self.pages.len() as u32 - free - cached }
     }
 
@@ -205,16 +323,22 @@ impl PagePool {
                 return Err(format!("free page {page} has a name"));
             }
         }
-        for page in self.cached.checked_pages()? {
-            unleased[page as usize] += 1;
-            if self.pages[page as usize].name.is_none() {
-                return Err(format!("cached page {page} has no name"));
+        for (list, saved) in self.cached.iter().zip([false, true]) {
+            for page in list.checked_pages()? {
+                unleased[page as usize] += 1;
+                let entry = &self.pages[page as usize];
+                if entry.name.is_none() || entry.saved != saved {
+                    return Err(format!("cached page {page} is in the wrong list: {entry:?}"));
+                }
             }
         }
         let mut names = 0;
         for (number, (page, &lists)) in self.pages.iter().zip(&unleased).enumerate() {
             if lists != u8::from(page.leases == 0) {
                 return Err(format!("page {number}: {} leases, in {lists} lists", page.leases));
+            }
+            if page.saved && page.name.is_none() {
+                return Err(format!("page {number} holds nothing, and that is saved"));
             }
             if let Some(name) = page.name {
                 names += 1;
@@ -229,11 +353,11 @@ impl PagePool {
         Ok(())
     }
 
-    fn drop_name(&mut self, page: u32) {
-        if let Some(name) = self.pages[page as usize].name.take() {
-            self.named.remove(&name);
-            self.journal.note(BlockEvent::Dropped(name));
-        }
+    fn drop_name(&mut self, page: u32) -> Option<BlockHash> {
+        let name = self.pages[page as usize].name.take()?;
+        self.named.remove(&name);
+        self.changed.iter_mut().for_each(|changed| changed.push(name));
+        Some(name)
     }
 }
 
@@ -249,14 +373,14 @@ mod tests {
     #[test]
     fn the_tail_of_a_request_is_evicted_before_its_prefix() {
         let names = names(3);
-        let mut pool = PagePool::new(4);
-        let mut leases: Vec<Lease> = (0..3).map(|_| pool.allocate().unwrap()).collect();
+        let mut pool = PagePool::<Hot>::new(4);
+        let mut leases: Vec<Lease> = (0..3).map(|_| pool.allocate().unwrap().0).collect();
         for (lease, &name) in leases.iter().zip(&names) {
             assert!(pool.name(lease, name));
         }
         pool.release_all(&mut leases);
         assert_eq!(pool.counts(), Counts { free: 1, cached: 3, held: 0 });
-        let mut taken = vec![pool.allocate().unwrap(), pool.allocate().unwrap()];
+        let mut taken = vec![pool.allocate().unwrap().0, pool.allocate().unwrap().0];
         let kept: Vec<bool> = names.iter().map(|n| pool.named.contains_key(n)).collect();
         assert_eq!(kept, [true, true, false]);
         pool.release_all(&mut taken);
@@ -265,8 +389,8 @@ mod tests {
     #[test]
     fn the_older_page_keeps_a_name() {
         let name = names(1)[0];
-        let mut pool = PagePool::new(2);
-        let (a, b) = (pool.allocate().unwrap(), pool.allocate().unwrap());
+        let mut pool = PagePool::<Hot>::new(2);
+        let (a, b) = (pool.allocate().unwrap().0, pool.allocate().unwrap().0);
         assert!(pool.name(&a, name));
         assert!(!pool.name(&b, name));
         let shared = pool.share(name).unwrap();
@@ -280,8 +404,8 @@ mod tests {
     #[test]
     fn a_forgotten_block_is_not_shared_but_its_page_stays_leased() {
         let name = names(1)[0];
-        let mut pool = PagePool::new(1);
-        let lease = pool.allocate().unwrap();
+        let mut pool = PagePool::<Hot>::new(1);
+        let lease = pool.allocate().unwrap().0;
         assert!(pool.name(&lease, name));
         assert!(pool.forget(name));
         assert!(!pool.forget(name));
@@ -294,8 +418,8 @@ mod tests {
     #[test]
     fn flush_leaves_what_is_leased() {
         let names = names(2);
-        let mut pool = PagePool::new(2);
-        let (a, b) = (pool.allocate().unwrap(), pool.allocate().unwrap());
+        let mut pool = PagePool::<Hot>::new(2);
+        let (a, b) = (pool.allocate().unwrap().0, pool.allocate().unwrap().0);
         assert!(pool.name(&a, names[0]) && pool.name(&b, names[1]));
         pool.release(b);
         pool.flush();
@@ -308,6 +432,6 @@ mod tests {
     #[cfg(debug_assertions)]
     #[should_panic(expected = "was not released")]
     fn a_dropped_lease_is_noticed() {
-        drop(PagePool::new(1).allocate());
+        drop(PagePool::<Hot>::new(1).allocate());
     }
 }

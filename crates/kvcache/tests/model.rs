@@ -2,7 +2,7 @@
 
 use std::collections::HashSet;
 
-use forebay_kvcache::{BlockEvent, BlockHash, Counts, Lease, Namer, PagePool};
+use forebay_kvcache::{BlockHash, Counts, Evicted, Hot, Lease, Namer, PagePool};
 use proptest::prelude::*;
 
 const PAGES: u32 = 6;
@@ -16,6 +16,8 @@ enum Op {
     Release(usize),
     ReleaseAll(usize),
     Forget(usize),
+    Saved(usize, bool),
+    Touch(usize),
     Flush,
 }
 
@@ -27,6 +29,8 @@ fn ops() -> impl Strategy<Value = Vec<Op>> {
         4 => any::<usize>().prop_map(Op::Release),
         1 => any::<usize>().prop_map(Op::ReleaseAll),
         1 => (0..NAMES).prop_map(Op::Forget),
+        3 => (0..NAMES, any::<bool>()).prop_map(|(name, saved)| Op::Saved(name, saved)),
+        1 => (0..NAMES).prop_map(Op::Touch),
         1 => Just(Op::Flush),
     ];
     prop::collection::vec(op, 1..200)
@@ -39,6 +43,8 @@ struct Model {
     pages: Vec<(u32, Option<usize>)>,
     /// Cached pages, the longest unused first.
     cached: Vec<u32>,
+    /// Names that another tier holds too; of those that a page holds here.
+    saved: HashSet<usize>,
 }
 
 impl Model {
@@ -60,18 +66,27 @@ impl Model {
         }
     }
 
-    fn allocated(&mut self, page: Option<u32>) {
+    /// Returns the name that had to go.
+    fn allocated(&mut self, page: Option<u32>) -> Option<usize> {
         let counts = self.counts();
         let Some(page) = page else {
             assert_eq!(counts.held, PAGES, "only a full pool refuses");
-            return;
+            return None;
         };
+        let name = self.pages[page as usize].1;
         if counts.free > 0 {
             assert_eq!(self.pages[page as usize], (0, None), "a free page goes first");
         } else {
-            assert_eq!(page, self.cached.remove(0), "then the longest unused");
+            let is_saved = |&page: &u32| self.saved.contains(&self.name_of(page));
+            let at = self.cached.iter().position(is_saved).unwrap_or(0);
+            assert_eq!(page, self.cached.remove(at), "then the longest unused, saved ones first");
         }
         self.pages[page as usize] = (1, None);
+        name
+    }
+
+    fn name_of(&self, page: u32) -> usize {
+        self.pages[page as usize].1.expect("a cached page has a name")
     }
 }
 
@@ -79,17 +94,23 @@ fn check(ops: Vec<Op>) {
     let namer = Namer::open();
     let name = |n| namer.child(namer.root(3), &[n as i32]);
     let names: Vec<BlockHash> = (0..NAMES).map(name).collect();
-    let mut pool = PagePool::new(PAGES);
-    pool.note_events();
+    let mut pool = PagePool::<Hot>::new(PAGES);
+    pool.note_changes();
     // What somebody else knows of the pool, by its events alone.
-    let (mut known, mut events) = (HashSet::new(), Vec::new());
-    let mut model = Model { pages: vec![(0, None); PAGES as usize], cached: vec![] };
+    let mut known = HashSet::new();
+    let mut model =
+        Model { pages: vec![(0, None); PAGES as usize], cached: vec![], saved: HashSet::new() };
     let mut leases: Vec<Lease> = Vec::new();
     for op in ops {
         match op {
             Op::Allocate => {
-                let lease = pool.allocate();
-                model.allocated(lease.as_ref().map(Lease::page));
+                let next = pool.next_evicted();
+                let (lease, evicted) = pool.allocate().unzip();
+                let lost = model.allocated(lease.as_ref().map(Lease::page));
+                let saved = |name: &usize| model.saved.contains(name);
+                assert_eq!(next, lost.map(|name| names[name]));
+                let lost = lost.map(|name| Evicted { name: names[name], saved: saved(&name) });
+                assert_eq!(evicted.flatten(), lost);
                 leases.extend(lease);
             }
             Op::Share(name) => {
@@ -133,6 +154,27 @@ fn check(ops: Vec<Op>) {
                     model.cached.retain(|&other| other != page);
                 }
             }
+            Op::Saved(name, saved) => {
+                pool.set_saved(names[name], saved);
+                if let Some(page) = model.holder(name) {
+                    let changes =
+                        if saved { model.saved.insert(name) } else { model.saved.remove(&name) };
+                    if let Some(at) =
+                        model.cached.iter().position(|&other| other == page && changes)
+                    {
+                        model.cached.remove(at);
+                        model.cached.push(page);
+                    }
+                }
+            }
+            Op::Touch(name) => {
+                pool.touch(names[name]);
+                let page = model.holder(name);
+                if let Some(at) = model.cached.iter().position(|&other| Some(other) == page) {
+                    let page = model.cached.remove(at);
+                    model.cached.push(page);
+                }
+            }
             Op::Flush => {
                 pool.flush();
                 for page in model.cached.drain(..) {
@@ -140,20 +182,29 @@ fn check(ops: Vec<Op>) {
                 }
             }
         }
-        pool.take_events(&mut events);
-        for event in events.drain(..) {
-            match event {
-                BlockEvent::Stored(name) => assert!(known.insert(name), "stored twice"),
-                BlockEvent::Dropped(name) => assert!(known.remove(&name), "was not there"),
-                BlockEvent::Cleared => known.clear(),
-            }
+        let held: HashSet<usize> = model.pages.iter().filter_map(|page| page.1).collect();
+        model.saved.retain(|name| held.contains(name));
+        let changed: Vec<BlockHash> = pool.take_changes().collect();
+        for name in changed {
+            if pool.contains(name) {
+                known.insert(name)
+            } else {
+                known.remove(&name)
+            };
         }
-        let held = model.pages.iter().filter_map(|page| page.1);
-        assert_eq!(known, held.map(|name| names[name]).collect());
+        for (name, &hash) in names.iter().enumerate() {
+            assert_eq!(pool.is_saved(hash), model.saved.contains(&name));
+        }
+        let unsaved = model.cached.iter().map(|&page| model.name_of(page));
+        let oldest = unsaved.into_iter().find(|name| !model.saved.contains(name));
+        assert_eq!(pool.oldest_unsaved(), oldest.map(|name| names[name]));
+        assert_eq!(known, held.iter().map(|&name| names[name]).collect());
         let counts = pool.counts();
         assert_eq!(counts, model.counts());
         assert_eq!(counts.free + counts.cached + counts.held, PAGES);
         assert_eq!(pool.available(), counts.free + counts.cached);
+        let saved = model.cached.iter().filter(|&&page| model.saved.contains(&model.name_of(page)));
+        assert_eq!(pool.spare(), counts.free + saved.count() as u32);
         assert_eq!(pool.blocks(), model.pages.iter().filter(|p| p.1.is_some()).count());
         for (page, entry) in model.pages.iter().enumerate() {
             assert_eq!(pool.leases(page as u32), entry.0);

@@ -79,6 +79,16 @@ pub struct HandConfig {
     pub seed: u64,
     /// Bytes that all files of packed weights may take together; 0: none is read or written.
     pub weight_cache_bytes: u64,
+    /// Size of the host's tier. With neither this nor a ratio there is none.
+    pub host_bytes: Option<u64>,
+    /// The same, in pages for each page of the device.
+    pub host_ratio: Option<f64>,
+    /// The same, in pages: those that an earlier hand was given, whose content is there.
+    pub host_pages: Option<u32>,
+    /// Copies take at least as long as at this speed, in GB a second; for tests.
+    pub copy_gbps: Option<f64>,
+    /// Checksums of pages are noted and checked; for tests.
+    pub kv_checksum: bool,
 }
 
 /// Hand to brain: how far loading has come, and a sign of life.
@@ -114,6 +124,12 @@ pub struct Ready {
     /// Most tokens that a row which samples may give.
     #[serde(default = "one")]
     pub tokens_a_row: u32,
+    /// Pages of the host's tier; 0 without one.
+    #[serde(default)]
+    pub host_page_count: u32,
+    /// Bytes of a page over all layers; 0 where there are no pages, or nobody knows.
+    #[serde(default)]
+    pub page_bytes: u64,
 }
 
 fn one() -> u32 {
@@ -172,6 +188,8 @@ mod tests {
             device: "a device".into(),
             load_seconds: 0.5,
             tokens_a_row: 3,
+            host_page_count: 4,
+            page_bytes: 11,
         }
     }
 
@@ -189,7 +207,8 @@ mod tests {
     fn a_missing_field_is_named() {
         let whole = serde_json::to_value(ready()).expect("JSON");
         let fields = whole.as_object().expect("an object");
-        for name in fields.keys().filter(|name| *name != "tokens_a_row") {
+        let optional = ["tokens_a_row", "host_page_count", "page_bytes"];
+        for name in fields.keys().filter(|name| !optional.contains(&name.as_str())) {
             let mut rest = fields.clone();
             rest.remove(name);
             let text = Value::Object(rest).to_string();

@@ -3,6 +3,7 @@
 //! `docs/protocol.md` is the specification. The Python twin is `python/forebay/protocol`; golden fixtures in
 //! `tests/wire/` are checked from both languages.
 
+mod copy;
 mod dtype;
 mod frame;
 mod handshake;
@@ -10,6 +11,7 @@ mod plan;
 mod result;
 mod slot;
 
+pub use copy::{COPY_FAILED, COPY_OK, COPY_WORDS, CopyTiming, Direction, MAX_WAIT_US, PageCopy};
 pub use dtype::Dtype;
 pub use frame::{Frame, FrameError, HEADER_BYTES, Header, Kind, MAX_WORDS, VERSION, encode_json};
 pub use handshake::{Fatal, HandConfig, Hello, Message, Progress, Ready};

@@ -2,11 +2,12 @@
 
 use std::borrow::Cow;
 
+use crate::copy::{COPY_WORDS, MAX_WAIT_US, PageCopy};
 use crate::frame::{ENTRY_WORDS, Frame, FrameError, Kind, as_words, encode, floats};
 use crate::slot::{NewSlot, PAIR_WORDS, SLOT_FLOATS, SlotRecord, SlotWrite};
 
 /// Columns of a plan: the ids 1 to this, in the order of the fields of [`StepPlan`].
-const COLUMNS: usize = 13;
+const COLUMNS: usize = 15;
 /// Words that an emptied column keeps, whatever it has held.
 const KEPT_WORDS: usize = 1 << 18;
 /// Words of a page-table write.
@@ -81,6 +82,9 @@ pub struct StepPlan {
     embeds: Vec<i32>,
     allowed_counts: Vec<i32>,
     allowed_ids: Vec<i32>,
+    copies: Vec<i32>,
+    /// One word, or none.
+    wait_us: Vec<i32>,
 }
 
 /// Empties a column, and gives back what it has far more of than its last use.
@@ -124,6 +128,8 @@ impl StepPlan {
         empty(&mut self.embeds);
         empty(&mut self.allowed_counts);
         empty(&mut self.allowed_ids);
+        empty(&mut self.copies);
+        empty(&mut self.wait_us);
     }
 
     /// The step's number.
@@ -166,6 +172,38 @@ impl StepPlan {
     /// Sets `page_table[slot, index] = page`.
     pub fn write_page(&mut self, slot: u32, index: u32, page: u32) {
         self.page_writes.extend_from_slice(&[slot, index, page].map(u32::cast_signed));
+    }
+
+    /// Whether it overwrites a slot.
+    #[must_use]
+    pub fn writes_slots(&self) -> bool {
+        !self.slots.is_empty()
+    }
+
+    /// Adds a copy of a page.
+    pub fn push_copy(&mut self, copy: PageCopy) {
+        self.copies.extend_from_slice(&copy.words());
+    }
+
+    /// The copies, in order.
+    pub fn copies(&self) -> impl ExactSizeIterator<Item = PageCopy> + '_ {
+        let (records, _) = self.copies.as_chunks::<COPY_WORDS>();
+        let checked = |record| PageCopy::of(record).expect("it was made or read by these rules");
+        records.iter().map(checked)
+    }
+
+    /// Has a plan without rows answered when a copy has ended, when another plan has come, or after so many microseconds
+    /// ([`MAX_WAIT_US`] at most).
+    pub fn wait(&mut self, us: u32) {
+        debug_assert!(self.rows.is_empty() && us <= MAX_WAIT_US);
+        self.wait_us.clear();
+        self.wait_us.push(us.cast_signed());
+    }
+
+    /// How long its answer may wait for copies; 0: not at all.
+    #[must_use]
+    pub fn wait_us(&self) -> u32 {
+        self.wait_us.first().map_or(0, |us| us.cast_unsigned())
     }
 
     /// Adds a row.
@@ -258,6 +296,8 @@ impl StepPlan {
             &self.embeds,
             &self.allowed_counts,
             &self.allowed_ids,
+            &self.copies,
+            &self.wait_us,
         ]
     }
 
@@ -309,11 +349,12 @@ impl StepPlan {
         }
         let columns = frame.known::<COLUMNS>()?;
         let [slots, slot_floats, tokens, stop_ids, bias_ids, bias_values, ..] = columns;
-        let [.., page_writes, rows, row_tokens, segments, embeds, allowed_counts, allowed_ids] =
-            columns;
+        let [.., page_writes, rows, row_tokens, segments, embeds, _, _, _, _] = columns;
+        let [.., allowed_counts, allowed_ids, copies, wait_us] = columns;
         let whole = slots.len().is_multiple_of(SlotRecord::WORDS)
             && page_writes.len().is_multiple_of(PAGE_WRITE_WORDS)
-            && rows.len().is_multiple_of(ROW_RECORD_WORDS);
+            && rows.len().is_multiple_of(ROW_RECORD_WORDS)
+            && copies.len().is_multiple_of(COPY_WORDS);
         if !whole {
             return Err(FrameError::Malformed("plan record length"));
         }
@@ -349,6 +390,8 @@ impl StepPlan {
             embeds: embeds.to_vec(),
             allowed_counts: allowed_counts.to_vec(),
             allowed_ids: allowed_ids.to_vec(),
+            copies: copies.to_vec(),
+            wait_us: wait_us.to_vec(),
         };
         let agree = slot_floats.len() == slots.len() / SlotRecord::WORDS * SLOT_FLOATS
             && tokens.len() as u64 == inline
@@ -362,9 +405,18 @@ impl StepPlan {
             && counts_left.is_empty()
             && values(allowed_counts).all(|count| count >= 1)
             && values(segments).chain(values(embeds)).all(|value| value >= 0)
-            && allowed_ids.len() as u64 == allowed;
+            && allowed_ids.len() as u64 == allowed
+            && copies.as_chunks().0.iter().all(|record| PageCopy::of(record).is_some());
         if !agree {
             return Err(FrameError::Malformed("plan columns disagree"));
+        }
+        let waits = match *wait_us {
+            [] => true,
+            [us] => rows.is_empty() && (0..=MAX_WAIT_US.cast_signed()).contains(&us),
+            _ => false,
+        };
+        if !waits {
+            return Err(FrameError::Malformed("a wait that is none"));
         }
         let flags = rows.chunks_exact(ROW_RECORD_WORDS).map(|row| row[3]);
         if flags.into_iter().any(|flags| ![0, FLAG_SAMPLE, FLAG_POOL].contains(&flags)) {
@@ -514,6 +566,22 @@ mod tests {
         assert_eq!(refused(&|plan| plan.allowed_counts = vec![1, 4]), disagree, "no ids");
         assert_eq!(refused(&|plan| plan.allowed_counts = vec![1, 0]), disagree, "nothing allowed");
         assert_eq!(refused(&|plan| plan.allowed_ids = vec![4]), disagree, "nobody's ids");
+        assert_eq!(refused(&|plan| plan.copies = vec![1, 2, 3, 4]), disagree, "no direction");
+        assert_eq!(refused(&|plan| plan.copies = vec![1, 0, -3, 4]), disagree, "no page");
+        let record = Some(FrameError::Malformed("plan record length"));
+        assert_eq!(refused(&|plan| plan.copies = vec![1, 0, 3]), record);
+        let wait = Some(FrameError::Malformed("a wait that is none"));
+        assert_eq!(refused(&|plan| plan.wait_us = vec![5]), wait, "it has rows");
+        let waits = |us: Vec<i32>| {
+            refused(&move |plan| {
+                plan.rows.clear();
+                plan.wait_us.clone_from(&us);
+            })
+        };
+        assert_eq!(waits(vec![1000]), None);
+        for us in [vec![1001], vec![-1], vec![1, 1]] {
+            assert_eq!(waits(us), wait);
+        }
     }
 
     #[test]

@@ -1,5 +1,6 @@
 //! The step result: what one step gave.
 
+use crate::copy::{COPIED_WORDS, CopyTiming};
 use crate::frame::{Frame, FrameError, Kind, as_words, encode, floats};
 
 /// The row was computed.
@@ -8,7 +9,7 @@ pub const ROW_OK: i32 = 0;
 pub const ROW_NOT_FINITE: i32 = 1;
 
 /// Columns of a result: the ids 1 to this, in the order of [`StepResult::encode`].
-const COLUMNS: usize = 8;
+const COLUMNS: usize = 10;
 
 /// Log-probabilities of one sampled position: the sampled token first, then the most likely in descending order.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -42,6 +43,10 @@ pub struct StepResult {
     pub pooled: Vec<f32>,
     /// Tokens of each row that samples, at least one; empty: one each.
     pub token_counts: Vec<i32>,
+    /// Copies that ended since the last result: ticket, and [`crate::COPY_OK`] or [`crate::COPY_FAILED`].
+    pub copied: Vec<[i32; COPIED_WORDS]>,
+    /// What copies took since the last result.
+    pub copy_timing: CopyTiming,
 }
 
 impl StepResult {
@@ -72,6 +77,9 @@ impl StepResult {
     /// # Errors
     /// The frame would be larger than a reader takes.
     pub fn encode(&self, out: &mut Vec<u8>) -> Result<(), FrameError> {
+        let CopyTiming { save_us, restore_us } = self.copy_timing;
+        let copy_timing = [save_us.cast_signed(), restore_us.cast_signed()];
+        let timed = self.copy_timing != CopyTiming::default();
         encode(
             Kind::Result,
             self.step,
@@ -84,6 +92,8 @@ impl StepResult {
                 &[self.device_us.cast_signed(), self.gap_us.cast_signed()],
                 as_words(&self.pooled),
                 &self.token_counts,
+                self.copied.as_flattened(),
+                if timed { &copy_timing } else { &[] },
             ],
             out,
         )
@@ -98,7 +108,9 @@ impl StepResult {
             return Err(FrameError::Malformed("not a result"));
         }
         let columns = frame.known::<COLUMNS>()?;
-        let [tokens, row_errors, counts, ids, values, timing, pooled, token_counts] = columns;
+        let [tokens, row_errors, counts, ids, values, ..] = columns;
+        let [.., timing, pooled, token_counts, copied, copy_timing] = columns;
+        let (copied, odd) = copied.as_chunks::<COPIED_WORDS>();
         if counts.iter().any(|&n| n < 0) {
             return Err(FrameError::Malformed("negative count"));
         }
@@ -109,7 +121,9 @@ impl StepResult {
             && (counts.is_empty() || counts.len() == tokens.len())
             && ids.len() == entries
             && values.len() == entries
-            && timing.len() == 2;
+            && timing.len() == 2
+            && odd.is_empty()
+            && matches!(copy_timing.len(), 0 | 2);
         if !agree {
             return Err(FrameError::Malformed("result columns disagree"));
         }
@@ -124,6 +138,14 @@ impl StepResult {
             gap_us: timing[1].cast_unsigned(),
             pooled: floats(pooled).to_vec(),
             token_counts: token_counts.to_vec(),
+            copied: copied.to_vec(),
+            copy_timing: match *copy_timing {
+                [save_us, restore_us] => CopyTiming {
+                    save_us: save_us.cast_unsigned(),
+                    restore_us: restore_us.cast_unsigned(),
+                },
+                _ => CopyTiming::default(),
+            },
         })
     }
 }

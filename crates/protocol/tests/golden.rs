@@ -3,8 +3,8 @@
 use std::path::{Path, PathBuf};
 
 use forebay_protocol::{
-    Frame, HEADER_BYTES, Header, Kind, NewSlot, Pooling, Row, SamplingParams, SlotSpec, StepPlan,
-    StepResult, Want, encode_json,
+    Direction, Frame, HEADER_BYTES, Header, Kind, NewSlot, PageCopy, Pooling, Row, SamplingParams,
+    SlotSpec, StepPlan, StepResult, Want, encode_json,
 };
 use serde_json::Value;
 
@@ -48,6 +48,8 @@ fn id(kind: &str, column: &str) -> u32 {
             "embeds",
             "allowed_counts",
             "allowed_ids",
+            "copies",
+            "wait_us",
         ],
         _ => &[
             "tokens",
@@ -58,6 +60,8 @@ fn id(kind: &str, column: &str) -> u32 {
             "timing",
             "pooled",
             "token_counts",
+            "copied",
+            "copy_timing",
         ],
     };
     let at = names.iter().position(|name| *name == column);
@@ -145,6 +149,30 @@ fn the_scheduler_s_calls_write_the_golden_plan() {
     let mut got = Vec::new();
     plan.encode(&mut got).expect("within the limit");
     assert_eq!(got, bytes);
+}
+
+/// The same for copies.
+#[test]
+fn the_scheduler_s_calls_write_the_golden_copies() {
+    let (folder, _) = fixtures();
+    let read = |name| std::fs::read(folder.join(name)).expect("the file");
+    let mut plan = StepPlan::default();
+    plan.begin(12);
+    plan.write_page(3, 8, 41);
+    plan.push_row(Row { slot: 3, start: 128, length: 1, want: Want::TOKEN });
+    plan.push_copy(PageCopy { ticket: 7, direction: Direction::Save, hot: 41, host: 2 });
+    plan.push_copy(PageCopy { ticket: 8, direction: Direction::Restore, hot: 40, host: 0 });
+    let mut got = Vec::new();
+    plan.encode(&mut got).expect("within the limit");
+    assert_eq!(got, read("plan_copies.bin"));
+    let copies: Vec<u32> = plan.copies().map(|copy| copy.ticket).collect();
+    assert_eq!((copies, plan.wait_us()), (vec![7, 8], 0));
+    plan.begin(13);
+    let last = i32::MAX.cast_unsigned();
+    plan.push_copy(PageCopy { ticket: last, direction: Direction::Restore, hot: 3, host: 5 });
+    plan.wait(1000);
+    plan.encode(&mut got).expect("within the limit");
+    assert_eq!((plan.wait_us(), &got), (1000, &read("plan_wait.bin")));
 }
 
 #[test]

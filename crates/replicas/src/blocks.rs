@@ -42,7 +42,7 @@ impl Blocks {
                 News::Changed(at, events) => {
                     for event in events {
                         match event {
-                            BlockEvent::Stored(name) => index.stored(at, name),
+                            BlockEvent::Stored(name, _) => index.stored(at, name),
                             BlockEvent::Dropped(name) => index.dropped(at, name),
                             BlockEvent::Cleared => index.cleared(at),
                         }

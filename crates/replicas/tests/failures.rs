@@ -9,7 +9,7 @@ use forebay_engine::{
     Request, Status,
 };
 use forebay_replicas::{Member, Method, Replicas, ReplicasConfig};
-use forebay_sim::{DeviceModel, SimClock, SimConfig, SimControl, SimExecutor, SimText};
+use forebay_sim::{CopyModel, DeviceModel, SimClock, SimConfig, SimControl, SimExecutor, SimText};
 
 /// Far longer than anything here takes: a test that reaches it hangs.
 const PATIENCE: Duration = Duration::from_secs(60);
@@ -39,6 +39,9 @@ fn start(pages: &[u32], breaking: impl Fn(usize, &SimControl)) -> Rig {
     for (at, &page_count) in pages.iter().enumerate() {
         let (executor, control) = SimExecutor::new(SimConfig {
             tokens_a_row: 1,
+            host_pages: 0,
+            page_bytes: 0,
+            copy: CopyModel::default(),
             clock: clock.clone(),
             model: DeviceModel { step_us: 100.0, ..DeviceModel::INSTANT },
             seed: 0,
@@ -68,6 +71,7 @@ fn start(pages: &[u32], breaking: impl Fn(usize, &SimControl)) -> Rig {
                 watchdog_us: 60_000_000,
                 load_timeout_us: 0,
                 restart_limit: 0,
+                host: None,
             },
             executor: Box::new(executor),
             sink: Box::new(ChannelSink(sender.clone())),

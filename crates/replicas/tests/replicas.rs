@@ -12,7 +12,9 @@ use forebay_engine::{
     Status, SubmitError,
 };
 use forebay_replicas::{Member, Method, Replicas, ReplicasConfig};
-use forebay_sim::{DeviceModel, SimClock, SimConfig, SimControl, SimExecutor, SimText, next_token};
+use forebay_sim::{
+    CopyModel, DeviceModel, SimClock, SimConfig, SimControl, SimExecutor, SimText, next_token,
+};
 
 const VOCAB: u32 = 1000;
 /// Far longer than anything here takes: a test that reaches it hangs.
@@ -35,7 +37,7 @@ struct Stored(Arc<AtomicUsize>);
 
 impl BlockObserver for Stored {
     fn changed(&mut self, events: Vec<BlockEvent>) {
-        let stored = events.iter().filter(|event| matches!(event, BlockEvent::Stored(_)));
+        let stored = events.iter().filter(|event| matches!(event, BlockEvent::Stored(..)));
         self.0.fetch_add(stored.count(), Ordering::SeqCst);
     }
 }
@@ -74,6 +76,7 @@ fn config() -> EngineConfig {
         watchdog_us: 60_000_000,
         load_timeout_us: 0,
         restart_limit: 3,
+        host: None,
     }
 }
 
@@ -95,6 +98,9 @@ impl Rig {
         for _ in 0..count {
             let (executor, control) = SimExecutor::new(SimConfig {
                 tokens_a_row: 1,
+                host_pages: 0,
+                page_bytes: 0,
+                copy: CopyModel::default(),
                 clock: clock.clone(),
                 model: DeviceModel { step_us: 100.0, ..DeviceModel::INSTANT },
                 seed: 0,

@@ -122,18 +122,22 @@ impl TextIndex {
     }
 }
 
+/// The bits of a block's event that say which tiers hold it.
+const TIERS: u64 = 3;
+
 /// What a backend has in its prefix cache.
 #[derive(Debug, Default)]
 pub(crate) struct Stored(FxHashSet<u64>);
 
 impl Stored {
-    /// Takes a batch of events: names, the lowest bit set for a block that was stored, clear for one that was dropped.
+    /// Takes a batch of events: names, the lowest two bits set for the tiers that hold the block, clear for one that was dropped. From either
+    /// tier it is sooner there than computed.
     pub(crate) fn apply(&mut self, events: impl Iterator<Item = u64>) {
         for event in events {
-            if event & 1 == 1 {
-                self.0.insert(event | 1);
+            if event & TIERS == 0 {
+                self.0.remove(&event);
             } else {
-                self.0.remove(&(event | 1));
+                self.0.insert(event & !TIERS);
             }
         }
     }
@@ -151,7 +155,7 @@ impl Stored {
     /// The share of a prompt that `backend`, whose blocks these are and have their names from `names`, has.
     pub(crate) fn share(&self, parts: &[Part], backend: u32, names: u64) -> f32 {
         let has = |part: &&Part| match part.known.block(names) {
-            Some(block) => self.0.contains(&(block | 1)),
+            Some(block) => self.0.contains(&(block & !TIERS)),
             None => part.known.sent_to == backend,
         };
         parts.iter().find(has).map_or(0.0, |part| part.share)
@@ -166,7 +170,7 @@ mod tests {
 
     fn stored(names: &[u64]) -> Stored {
         let mut stored = Stored::default();
-        stored.apply(names.iter().map(|name| name | 1));
+        stored.apply(names.iter().zip([1, 2, 3].iter().cycle()).map(|(name, tiers)| name | tiers));
         stored
     }
 
@@ -229,12 +233,12 @@ mod tests {
 
     proptest! {
         #[test]
-        fn events_leave_what_was_stored_and_not_dropped(events in prop::collection::vec(0u64..12, 0..60)) {
+        fn events_leave_what_was_stored_and_not_dropped(events in prop::collection::vec(0u64..24, 0..60)) {
             let mut stored = Stored::default();
             stored.apply(events.iter().copied());
             for name in 0..6 {
-                let last = events.iter().rfind(|&&event| event >> 1 == name);
-                prop_assert_eq!(stored.0.contains(&(name << 1 | 1)), last.is_some_and(|event| event & 1 == 1));
+                let last = events.iter().rfind(|&&event| event >> 2 == name);
+                prop_assert_eq!(stored.0.contains(&(name << 2)), last.is_some_and(|event| event & TIERS != 0));
             }
         }
 

@@ -76,6 +76,7 @@ impl Replica {
                 step_words: STEP_WORDS,
                 vector_size: 0,
                 tokens_a_row: 1,
+                host: None,
             }),
             plan: StepPlan::default(),
             result: StepResult::default(),

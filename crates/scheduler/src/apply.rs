@@ -20,10 +20,15 @@ impl Scheduler {
         let step = result.step;
         let oldest = self.in_flight.front().ok_or(ApplyError::NothingInFlight { step })?;
         check_shape(result, oldest)?;
+        let unknown = |&&[ticket, _]: &&[i32; 2]| !self.tiers.is_sent(ticket.cast_unsigned());
+        if let Some(&[ticket, _]) = result.copied.iter().find(unknown) {
+            return Err(ApplyError::Copy { step, ticket });
+        }
         let Some(mut flight) = self.in_flight.pop_front() else {
             return Ok(());
         };
-        self.counters.steps += 1;
+        self.counters.steps += u64::from(!flight.rows.is_empty());
+        self.learn(&flight, result.device_us);
         let mut sampled = result.tokens.iter().zip(result.logprobs());
         let mut counts = result.counts();
         let mut vectors = result.pooled.chunks_exact(vector_size(result, flight.pooled));
@@ -46,6 +51,7 @@ impl Scheduler {
             tokens.for_each(drop);
         }
         // Blocks of rows that went wrong are forgotten by now, so that none of them enters the cache here.
+        self.copies_ended(result, events);
         for retired in flight.retired.drain(..) {
             self.give_back(retired);
         }
@@ -53,6 +59,14 @@ impl Scheduler {
         (flight.sampled, flight.pooled) = (0, 0);
         self.spare.push(flight);
         Ok(())
+    }
+
+    fn learn(&mut self, flight: &Flight, device_us: u32) {
+        if self.config.host.is_some() {
+            let lengths = flight.rows.iter().map(|row| row.end - row.start);
+            let single = lengths.clone().filter(|&length| length == 1).count() as u32;
+            self.rates.computed(lengths.sum(), single, device_us);
+        }
     }
 
     fn pooled(&mut self, row: &FlightRow, vector: &[f32], events: &mut Vec<Event>) {
@@ -115,7 +129,7 @@ impl Scheduler {
         let entry = &self.requests[handle];
         events.push(Event::Finished { id: entry.request.id, reason: Finish::NotFinite });
         for &name in &entry.names {
-            self.pool.forget(name);
+            self.tiers.forget(name);
         }
         self.remove(handle);
     }

@@ -14,7 +14,7 @@ impl Scheduler {
     /// # Errors
     /// What is wrong, in words.
     pub fn check_integrity(&self) -> Result<(), String> {
-        self.pool.check_integrity()?;
+        self.tiers.check_integrity()?;
         self.check_ownership()?;
         for (handle, entry) in self.requests.iter() {
             self.check_numbers(handle, entry)?;
@@ -22,11 +22,12 @@ impl Scheduler {
         }
         let residents = self.requests.iter().filter(|(_, e)| e.state.residence().is_some()).count();
         let pooled = self.requests.iter().filter(|(_, e)| matches!(e.state, State::Pooled(_)));
-        let planned = self.prefills.len() + self.decodes.len() + pooled.count();
+        let planned =
+            self.arriving.len() + self.prefills.len() + self.decodes.len() + pooled.count();
         let listed = [
             ("id", self.by_id.len(), self.requests.len()),
             ("residents", self.residents.len(), residents),
-            ("prefills, decodes and pooled", planned, residents),
+            ("arriving, prefills, decodes and pooled", planned, residents),
             ("steps", self.building.rows.len() + self.building.retired.len(), 0),
         ];
         for (what, listed, expected) in listed {
@@ -64,11 +65,14 @@ impl Scheduler {
                 leases[lease.page() as usize] += 1;
             }
         }
+        for page in self.tiers.leased_by_copies() {
+            leases[page as usize] += 1;
+        }
         for (slot, &owners) in slots.iter().enumerate() {
             ensure(owners == 1, || format!("slot {slot} is in {owners} places"))?;
         }
         for (page, &owned) in leases.iter().enumerate() {
-            let counted = self.pool.leases(page as u32);
+            let counted = self.tiers.hot().leases(page as u32);
             ensure(owned == counted, || format!("page {page}: {owned} leases of {counted} exist"))?;
         }
         Ok(())
@@ -106,6 +110,12 @@ impl Scheduler {
                 let pooling = rows_of(handle).any(|row| row.want == Want::Vector);
                 ensure(computed == total && pooling, || format!("{}, but it is pooled", told()))
             }
+            State::Arriving { .. } => {
+                let (last_step, rows) = (residence.last_step, rows_of(handle).count());
+                let unnamed = last_step == 0 && computed == cached;
+                // Rows of an earlier stay may still be in flight.
+                ensure(unnamed, || format!("{}, but it arrives, {rows} rows", told()))
+            }
             State::Waiting | State::Prefill(_) => Ok(()),
         }
     }
@@ -115,9 +125,10 @@ impl Scheduler {
         let resident = entry.state.residence().is_some();
         let misplaced = match entry.state {
             State::Decode { at, .. } => self.decodes.get(at) != Some(&handle),
-            State::Waiting | State::Prefill(_) | State::Pooled(_) => false,
+            State::Waiting | State::Arriving { .. } | State::Prefill(_) | State::Pooled(_) => false,
         };
         let prefill = matches!(entry.state, State::Prefill(_));
+        let arriving = matches!(entry.state, State::Arriving { .. });
         let suspect = entry.mark().is_some();
         let places = [
             ("by_id", self.by_id.get(&entry.request.id) == Some(&handle), true),
@@ -125,6 +136,7 @@ impl Scheduler {
             ("suspects", self.suspects.get(key) == Some(&handle), suspect),
             ("residents", self.residents.get(key) == Some(&handle), resident),
             ("prefills", self.prefills.get(key) == Some(&handle), prefill),
+            ("arriving", self.arriving.get(key) == Some(&handle), arriving),
             ("another's place among the decodes", misplaced, false),
         ];
         for (place, is, should) in places {

@@ -11,198 +11,47 @@
 //!
 //! Without pages ([`SchedulerConfig::pages`] is 0) nothing is kept between steps: every prompt is one row, and many share a step.
 //!
-//! The rules, by file: `queue` (whose turn it is), `share` (who has to give way), `plan` (who gets a row), `words` (how large a plan may be), `retire` (slots and pages, preemption), `apply` (tokens, ends), `reset` (the hand died,
+//! With a host tier ([`SchedulerConfig::host`]) blocks outlive the device's memory. Plans name copies of pages, results report their ends. A request
+//! whose blocks are in host memory is admitted and has no row until they are back; others go on meanwhile. A plan may also have no rows,
+//! only copies, or nothing: then the hand answers when a copy has ended.
+//!
+//! The rules, by file: `queue` (whose turn it is), `share` (who has to give way), `plan` (who gets a row), `words` (how large a plan may be), `transfer` (copies between tiers), `retire` (slots and pages, preemption), `apply` (tokens, ends), `reset` (the hand died,
 //! quarantine), `integrity` (what is always true).
 
 mod apply;
+mod config;
+mod event;
 mod integrity;
 mod plan;
 mod queue;
+mod rates;
 mod request;
 mod reset;
 mod retire;
 mod share;
 mod slab;
+mod transfer;
 mod words;
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
 
-use derive_more::AddAssign;
-pub use forebay_kvcache::{BlockEvent, BlockHash, Namer};
-use forebay_kvcache::{Lease, PagePool};
+pub use forebay_kvcache::{BlockEvent, BlockHash, Namer, Place};
+use forebay_kvcache::{Lease, Tiers};
 use forebay_protocol::Want;
-use serde::Serialize;
-use thiserror::Error;
 
 use crate::queue::{PROBE_RANK, Queue};
+use crate::rates::Rates;
 use crate::request::{Entry, Key, State};
 use crate::share::Shares;
 use crate::slab::{Handle, Slab};
 
+pub use crate::config::{HostTier, Policy, SavePolicy, SchedulerConfig};
+pub use crate::event::{ApplyError, Event, Finish, HostStats, Stats};
 pub use crate::request::{Past, Request};
 pub use crate::words::{MAX_REQUEST_WORDS, STEP_WORDS, request_words};
 
 /// Most plans whose results are outstanding. A caller may stay below: with one at a time it is the serial loop, and gives the same tokens.
 pub const MAX_IN_FLIGHT: usize = 2;
-
-/// Who goes first.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Policy {
-    /// By arrival.
-    Fcfs,
-    /// By priority, larger first, then by arrival.
-    Priority,
-    /// By priority, smaller first, then by arrival.
-    PriorityAscending,
-}
-
-/// What the scheduler has to give.
-#[derive(Debug, Clone)]
-pub struct SchedulerConfig {
-    /// Rows of the device tables. Some more than `max_running`, because a slot is retired for up to [`MAX_IN_FLIGHT`] steps.
-    pub slots: u32,
-    /// Most requests that have a slot at a time.
-    pub max_running: u32,
-    /// Pages of the device; 0: the model keeps no keys and values, so that a prompt is computed whole or not at all.
-    pub pages: u32,
-    /// Positions a page.
-    pub page_size: u32,
-    /// Tokens a step (the chunked prefill size). Decode rows always all go; prefill gets what they leave, but at least one page.
-    pub token_budget: u32,
-    /// Whether blocks are shared between requests.
-    pub prefix_cache: bool,
-    /// Names blocks.
-    pub namer: Namer,
-    /// Whether somebody takes [`Scheduler::take_block_events`].
-    pub block_events: bool,
-    /// Who goes first.
-    pub policy: Policy,
-    /// Within a priority, clients take turns, and one that has nothing running need not wait for those of one that has much. Otherwise all
-    /// requests are as one client's.
-    pub fair: bool,
-    /// Words that a plan may have when another request is admitted to it; [`STEP_WORDS`] but in tests.
-    pub step_words: usize,
-    /// Numbers of a vector, where the model pools: results have a size too.
-    pub vector_size: u32,
-    /// Most tokens that a row which samples may give; at least 1.
-    pub tokens_a_row: u32,
-}
-
-/// Why a request ended.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Finish {
-    /// One of its stop ids was sampled. It is also the last [`Event::Token`].
-    Stop {
-        /// The id.
-        token: i32,
-    },
-    /// It has all the tokens it may have, or its vector.
-    Length,
-    /// Its logits were not finite.
-    NotFinite,
-}
-
-/// What happened to a request. [`Event::Finished`] is the last of each, and comes once; an aborted or poisoned request has none.
-#[derive(Debug, Clone, PartialEq)]
-pub enum Event {
-    /// It got a slot and pages.
-    Admitted {
-        /// The request's id.
-        id: u64,
-        /// Prompt tokens found in the prefix cache, told at the first admission; 0 at later ones.
-        cached_tokens: u32,
-        /// It was admitted before, and computes again what it lost.
-        replayed: bool,
-    },
-    /// A token was sampled.
-    Token {
-        /// The request's id.
-        id: u64,
-        /// The token.
-        token: i32,
-        /// When asked for: the sampled token first, then the most likely, descending; natural logarithms.
-        logprobs: Option<Box<[(i32, f32)]>>,
-    },
-    /// Its vector was computed.
-    Pooled {
-        /// The request's id.
-        id: u64,
-        /// As the model made it, neither cut nor normalised.
-        vector: Box<[f32]>,
-    },
-    /// It ended.
-    Finished {
-        /// The request's id.
-        id: u64,
-        /// Why.
-        reason: Finish,
-    },
-    /// It lost its slot and pages to a more important one, or to a suspect that is to be tried, and waits again.
-    Preempted {
-        /// The request's id.
-        id: u64,
-    },
-}
-
-/// Why a result was not applied. Nothing was changed.
-#[derive(Debug, Clone, PartialEq, Eq, Error)]
-pub enum ApplyError {
-    /// A result came without a plan.
-    #[error("result of step {step}, but no step is in flight")]
-    NothingInFlight {
-        /// The result's step.
-        step: u64,
-    },
-    /// Results come in plan order.
-    #[error("result of step {got}, but step {expected} is the oldest in flight")]
-    WrongStep {
-        /// The oldest step in flight.
-        expected: u64,
-        /// The result's step.
-        got: u64,
-    },
-    /// A column does not fit the plan's rows.
-    #[error(
-        "result of step {step}: column {column} has {got} entries, the plan asks for {expected}"
-    )]
-    Column {
-        /// The step.
-        step: u64,
-        /// The column's name in the protocol.
-        column: &'static str,
-        /// Entries that the plan asks for.
-        expected: usize,
-        /// Entries it has.
-        got: usize,
-    },
-}
-
-/// Numbers to show. Counters only grow, also across [`Scheduler::reset`].
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, AddAssign, Serialize)]
-pub struct Stats {
-    /// Requests with a slot.
-    pub running: usize,
-    /// Live requests without.
-    pub waiting: usize,
-    /// Pages leased by requests, or retired and not yet returned.
-    pub pages_held: usize,
-    /// Unreferenced pages that hold a named block.
-    pub pages_cached: usize,
-    /// Pages that hold nothing.
-    pub pages_free: usize,
-    /// Prompt tokens looked up in the prefix cache at first admissions.
-    pub prefix_queries: u64,
-    /// Prompt tokens found there.
-    pub prefix_hits: u64,
-    /// Prompt tokens computed, cache hits not counted.
-    pub prompt_tokens: u64,
-    /// Tokens generated.
-    pub generated_tokens: u64,
-    /// Times a request lost its pages to another.
-    pub preemptions: u64,
-    /// Results applied.
-    pub steps: u64,
-}
 
 /// A row of a step in flight.
 #[derive(Debug, Clone, Copy)]
@@ -234,7 +83,7 @@ struct Flight {
 #[derive(Debug)]
 pub struct Scheduler {
     config: SchedulerConfig,
-    pool: PagePool,
+    tiers: Tiers,
     free_slots: Vec<u32>,
     requests: Slab<Entry>,
     by_id: HashMap<u64, Handle>,
@@ -253,6 +102,8 @@ pub struct Scheduler {
     residents: BTreeMap<Key, Handle>,
     /// The residents in prefill.
     prefills: BTreeMap<Key, Handle>,
+    /// The residents whose blocks come back from the host tier.
+    arriving: BTreeMap<Key, Handle>,
     /// The residents in decode, in the order of their rows.
     decodes: Vec<Handle>,
 
@@ -264,6 +115,7 @@ pub struct Scheduler {
     /// Requests that need a page this step. Empty between calls, kept for its memory.
     needy: Vec<(Key, Handle)>,
     counters: Stats,
+    rates: Rates,
 }
 
 impl Scheduler {
@@ -276,12 +128,14 @@ impl Scheduler {
         let numbers = [config.slots, config.max_running, config.page_size, config.tokens_a_row];
         assert!(numbers.iter().all(|&n| n > 0), "nothing can run with {config:?}");
         words::check_slots(config.slots);
-        let mut pool = PagePool::new(config.pages);
+        let of_use = config.pages > 0 && config.prefix_cache;
+        let config = SchedulerConfig { host: config.host.filter(|_| of_use), ..config };
+        let mut tiers = Tiers::new(config.pages, config.host.map_or(0, |host| host.pages));
         if config.block_events {
-            pool.note_events();
+            tiers.note_events();
         }
         Self {
-            pool,
+            tiers,
             free_slots: (0..config.slots).rev().collect(),
             requests: Slab::new(),
             by_id: HashMap::new(),
@@ -293,6 +147,7 @@ impl Scheduler {
             suspects: BTreeMap::new(),
             residents: BTreeMap::new(),
             prefills: BTreeMap::new(),
+            arriving: BTreeMap::new(),
             decodes: Vec::new(),
             next_step: 1,
             in_flight: VecDeque::new(),
@@ -300,6 +155,7 @@ impl Scheduler {
             spare: Vec::new(),
             needy: Vec::new(),
             counters: Stats::default(),
+            rates: Rates::default(),
             config,
         }
     }
@@ -358,27 +214,27 @@ impl Scheduler {
         true
     }
 
-    /// Forgets every cached block that no request uses. True: the cache is empty now; false: blocks of running requests stay.
+    /// Forgets every cached block that no request uses, in all tiers. True: the cache is empty now; false: blocks of running requests stay.
     pub fn flush_cache(&mut self) -> bool {
-        self.pool.flush();
-        self.pool.blocks() == 0
+        self.tiers.flush()
     }
 
     /// Appends which blocks entered and left the prefix cache since the last time.
     pub fn take_block_events(&mut self, into: &mut Vec<BlockEvent>) {
-        self.pool.take_events(into);
+        self.tiers.take_events(into);
     }
 
     /// The numbers of this moment.
     #[must_use]
     pub fn stats(&self) -> Stats {
-        let pages = self.pool.counts();
+        let pages = self.tiers.hot().counts();
         Stats {
             running: self.residents.len(),
             waiting: self.requests.len() - self.residents.len(),
             pages_held: pages.held as usize,
             pages_cached: pages.cached as usize,
             pages_free: pages.free as usize,
+            host: self.host_stats(),
             ..self.counters
         }
     }
@@ -387,6 +243,12 @@ impl Scheduler {
     #[must_use]
     pub fn in_flight(&self) -> usize {
         self.in_flight.len()
+    }
+
+    /// Copies between tiers whose ends were not reported.
+    #[must_use]
+    pub fn copies_outstanding(&self) -> usize {
+        self.tiers.outstanding()
     }
 
     /// Ids of the live requests, the same order in every run.
@@ -417,6 +279,7 @@ impl Drop for Scheduler {
         // After a panic the state may be half changed, and a second panic would hide the first.
         if !std::thread::panicking() {
             self.release_everything();
+            self.tiers.hand_died();
         }
     }
 }

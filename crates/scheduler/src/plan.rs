@@ -1,16 +1,16 @@
-//! Who gets a row of the next step: the decoding requests, then those in the middle of prefill, then new ones. In quarantine: one suspect,
+//! Who gets a row of the next step: the decoding requests, then those in the middle of prefill, then those whose blocks have come back, then new ones. In quarantine: one suspect,
 //! alone.
 
-use forebay_kvcache::Lease;
-use forebay_protocol::{Row, StepPlan, Want};
+use forebay_protocol::{MAX_WAIT_US, Row, StepPlan, Want};
 
 use crate::queue::Ticket;
 use crate::request::Residence;
+use crate::transfer::Leased;
 use crate::{Event, FlightRow, Handle, MAX_IN_FLIGHT, Scheduler, State};
 
 impl Scheduler {
     /// Plans the next step. False: there is nothing to do now, because nothing is runnable or all of it waits for results in flight
-    /// (`plan` is empty then, but `events` may tell of preemptions).
+    /// (`plan` is empty then, but `events` may tell of preemptions). As long as copies are under way, there is something to do.
     pub fn next_plan(&mut self, plan: &mut StepPlan, events: &mut Vec<Event>) -> bool {
         plan.begin(self.next_step);
         // Where a row may give several tokens, how many they were decides where the next one begins. To plan for the others meanwhile
@@ -24,12 +24,17 @@ impl Scheduler {
             Some((_, &suspect)) => self.plan_suspect(suspect, plan, events),
             None => self.plan_everybody(plan, events),
         };
-        if self.building.rows.is_empty() {
-            return false;
-        }
         // The hand executes in order, so the next plan may share what this one computes. This one may not: its rows run side by side.
         for at in decodes..self.building.rows.len() {
             self.offer_blocks(self.building.rows[at].handle);
+        }
+        self.plan_copies(plan);
+        if self.building.rows.is_empty() {
+            let asks = self.in_flight.is_empty() && self.tiers.outstanding() > 0;
+            if plan.copies().len() == 0 && !asks {
+                return false;
+            }
+            plan.wait(MAX_WAIT_US);
         }
         self.next_step += 1;
         let empty = self.spare.pop().unwrap_or_default();
@@ -46,8 +51,9 @@ impl Scheduler {
         let left = self.config.token_budget.saturating_sub(decodes as u32);
         // Without the floor, enough decoding requests would starve prefill for ever.
         let mut budget = left.max(self.config.page_size);
-        self.plan_prefills(&mut budget, plan);
+        self.plan_prefills(&mut budget, plan, events);
         self.admit(&mut budget, plan, events);
+        self.prefetch();
         decodes
     }
 
@@ -62,8 +68,11 @@ impl Scheduler {
         let whole = if self.keeps_nothing() { u32::MAX } else { 0 };
         let budget = self.config.token_budget.max(self.config.page_size).max(whole);
         if self.requests[handle].state.residence().is_none() {
-            let Some((slot, leases)) = self.make_room(handle, events) else { return 0 };
-            self.move_in(handle, slot, leases, plan, events);
+            let Some((slot, leased)) = self.make_room(handle, events) else { return 0 };
+            self.move_in(handle, slot, leased, plan, events);
+        }
+        if self.has_arrived(handle) {
+            self.arrive(handle, plan, events);
         }
         match self.requests[handle].state {
             State::Prefill(_) => {
@@ -78,13 +87,13 @@ impl Scheduler {
                     && !self.lacks_page(handle);
                 if fits { self.push_row(handle, 1, plan) as usize } else { 0 }
             }
-            State::Decode { .. } | State::Pooled(_) | State::Waiting => 0,
+            State::Arriving { .. } | State::Decode { .. } | State::Pooled(_) | State::Waiting => 0,
         }
     }
 
     /// A slot and pages for a suspect, at the cost of the least important residents. `None`: they are retired, and not back yet, or tokens of its own are
     /// in flight.
-    fn make_room(&mut self, handle: Handle, events: &mut Vec<Event>) -> Option<(u32, Vec<Lease>)> {
+    fn make_room(&mut self, handle: Handle, events: &mut Vec<Event>) -> Option<(u32, Leased)> {
         let entry = &self.requests[handle];
         if entry.known() < entry.total {
             return None;
@@ -93,8 +102,8 @@ impl Scheduler {
             if (self.residents.len() as u64) < u64::from(self.config.max_running)
                 && let Some(slot) = self.free_slots.pop()
             {
-                if let Some(leases) = self.lease_pages(handle) {
-                    return Some((slot, leases));
+                if let Some(leased) = self.lease_pages(handle) {
+                    return Some((slot, leased));
                 }
                 self.free_slots.push(slot);
             }
@@ -123,15 +132,15 @@ impl Scheduler {
     }
 
     /// Gives a page to a request, preempting the least important residents for it, in the end itself. Where pages are retired already
-    /// it rather goes without a row until they are back.
+    /// it rather goes without a row until they are back; where only copies have them it does so rather than to preempt itself.
     fn grow(&mut self, handle: Handle, plan: &mut StepPlan, events: &mut Vec<Event>) {
         loop {
-            if let Some(lease) = self.pool.allocate() {
+            if let Some(lease) = self.tiers.allocate() {
                 if let Some(residence) = self.requests[handle].state.residence_mut() {
                     plan.write_page(residence.slot, residence.leases.len() as u32, lease.page());
                     residence.leases.push(lease);
                 } else {
-                    self.pool.release(lease);
+                    self.tiers.release(lease);
                 }
                 return;
             }
@@ -141,6 +150,9 @@ impl Scheduler {
             let Some((_, &victim)) = self.residents.last_key_value() else {
                 return;
             };
+            if victim == handle && self.tiers.expects_pages() {
+                return;
+            }
             self.preempt(victim, events);
             if victim == handle {
                 return;
@@ -163,8 +175,11 @@ impl Scheduler {
         }
     }
 
-    fn plan_prefills(&mut self, budget: &mut u32, plan: &mut StepPlan) {
+    fn plan_prefills(&mut self, budget: &mut u32, plan: &mut StepPlan, events: &mut Vec<Event>) {
         while *budget > 0 {
+            if let Some(handle) = self.next_arrival(plan) {
+                self.arrive(handle, plan, events);
+            }
             // Each is either done with its prefill and leaves the map, or takes all that is left of the budget.
             let Some((_, &handle)) = self.prefills.first_key_value() else {
                 return;
@@ -174,7 +189,6 @@ impl Scheduler {
     }
 
     fn admit(&mut self, budget: &mut u32, plan: &mut StepPlan, events: &mut Vec<Event>) {
-        let before = self.building.rows.len();
         while *budget > 0 && self.has_place() {
             let Some(ticket) = self.next_candidate() else {
                 return;
@@ -189,7 +203,7 @@ impl Scheduler {
             if whole && !self.building.rows.is_empty() {
                 return;
             }
-            if self.building.rows.len() > before && !self.has_words_for(handle, plan) {
+            if plan.writes_slots() && !self.has_words_for(handle, plan) {
                 return;
             }
             if self.blocked == Some(key) || !self.may_run(handle) {
@@ -198,14 +212,17 @@ impl Scheduler {
             let Some(slot) = self.free_slots.pop() else {
                 return;
             };
-            let Some(leases) = self.lease_pages(handle) else {
+            let Some(leased) = self.lease_pages(handle) else {
                 self.free_slots.push(slot);
                 self.blocked = Some(key);
                 self.shares.changed();
                 return;
             };
             self.queue.admitted(&ticket);
-            self.move_in(handle, slot, leases, plan, events);
+            self.move_in(handle, slot, leased, plan, events);
+            if let State::Arriving { .. } = self.requests[handle].state {
+                continue;
+            }
             let most = if self.keeps_nothing() { u32::MAX } else { *budget };
             *budget = budget.saturating_sub(self.push_row(handle, most, plan));
         }
@@ -229,71 +246,61 @@ impl Scheduler {
         self.shares.promised().or_else(|| self.queue.first())
     }
 
-    /// Leases pages for all known tokens of a request and, if it generates, the next one: first those that hold its leading blocks (`cached` tells how
-    /// many positions), then new ones. `None`, and nothing is leased, if there are too few.
-    fn lease_pages(&mut self, handle: Handle) -> Option<Vec<Lease>> {
-        // From here on it needs tokens of its own.
-        self.requests[handle].settle();
-        if self.keeps_nothing() {
-            return Some(Vec::new());
-        }
-        let page_size = self.config.page_size;
-        let entry = &mut self.requests[handle];
-        let known = entry.known();
-        let next = u32::from(!entry.pools());
-        let pages = (known + next).div_ceil(page_size) as usize;
-        let mut leases = Vec::with_capacity(pages);
-        if self.config.prefix_cache && entry.request.spec.embeds.is_none() {
-            // One token at least is left to compute: without a row there are no logits, and no vector.
-            let blocks = ((known - 1) / page_size) as usize;
-            for &name in entry.name_blocks(blocks, page_size as usize, &self.config.namer) {
-                let Some(lease) = self.pool.share(name) else {
-                    break;
-                };
-                leases.push(lease);
-            }
-        }
-        entry.cached = leases.len() as u32 * page_size;
-        if (self.pool.available() as usize) < pages - leases.len() {
-            entry.cached = 0;
-            self.pool.release_all(&mut leases);
-            return None;
-        }
-        while leases.len() < pages {
-            leases.extend(self.pool.allocate());
-        }
-        Some(leases)
-    }
-
-    /// Makes a waiting request a resident, and writes slot and pages into the plan.
+    /// Makes a waiting request a resident. Unless it has to wait for copies, slot and pages are written into the plan.
     fn move_in(
         &mut self,
         handle: Handle,
         slot: u32,
-        leases: Vec<Lease>,
+        leased: Leased,
         plan: &mut StepPlan,
         events: &mut Vec<Event>,
     ) {
+        let Leased { leases, pending, restored } = leased;
         let page_size = self.config.page_size;
         let entry = &mut self.requests[handle];
         entry.computed = entry.cached;
-        plan.write_slot(&entry.slot(slot));
-        for (index, lease) in leases.iter().enumerate() {
-            plan.write_page(slot, index as u32, lease.page());
-        }
         let named = entry.cached / page_size;
-        entry.state = State::Prefill(Residence { slot, leases, named, last_step: 0 });
+        let residence = Residence { slot, leases, named, last_step: 0 };
         let replayed = std::mem::replace(&mut entry.request.past.admitted, true);
         let cached_tokens = if replayed { 0 } else { entry.cached.min(entry.prompt_len) };
         let cacheable = self.config.prefix_cache && entry.request.spec.embeds.is_none();
         if !replayed && cacheable && self.config.pages > 0 {
+            let from_host = (restored * page_size).min(cached_tokens);
             self.counters.prefix_queries += u64::from(entry.prompt_len);
-            self.counters.prefix_hits += u64::from(cached_tokens);
+            self.counters.prefix_hits += u64::from(cached_tokens - from_host);
+            self.counters.host_hits += u64::from(from_host);
         }
-        events.push(Event::Admitted { id: entry.request.id, cached_tokens, replayed });
+        if replayed {
+            // The last one was never computed.
+            let lost = entry.known().saturating_sub(1 + entry.cached);
+            self.counters.recomputed_tokens += u64::from(lost);
+        }
+        let (id, restoring) = (entry.request.id, !pending.is_empty());
+        events.push(Event::Admitted { id, cached_tokens, replayed, restoring });
         self.residents.insert(entry.key, handle);
-        self.prefills.insert(entry.key, handle);
         self.shares.moved_in(entry.request.client, handle);
+        if restoring {
+            entry.state = State::Arriving { residence, pending };
+            self.arriving.insert(entry.key, handle);
+        } else {
+            self.begin_prefill(handle, residence, plan);
+        }
+    }
+
+    /// Writes slot and pages of a resident into the plan: from here on it has rows.
+    pub(crate) fn begin_prefill(
+        &mut self,
+        handle: Handle,
+        residence: Residence,
+        plan: &mut StepPlan,
+    ) {
+        let entry = &mut self.requests[handle];
+        plan.write_slot(&entry.slot(residence.slot));
+        for (index, lease) in residence.leases.iter().enumerate() {
+            plan.write_page(residence.slot, index as u32, lease.page());
+        }
+        entry.state = State::Prefill(residence);
+        self.prefills.insert(entry.key, handle);
     }
 
     /// Plans up to `most` of a resident's positions and returns how many. The row that reaches `total` samples, and from then on the
@@ -308,6 +315,8 @@ impl Scheduler {
             Want::Nothing
         } else if pools {
             Want::Vector
+        } else if self.config.tokens_a_row == 1 {
+            Want::TOKEN
         } else {
             // The positions of all tokens but the last are computed too, and need pages.
             let room = (pages * self.config.page_size - end).min(entry.limit - end - 1);
@@ -338,25 +347,5 @@ impl Scheduler {
             };
         }
         length
-    }
-
-    /// Offers a resident's blocks to the cache whose tokens are known and whose keys and values are planned.
-    pub(crate) fn offer_blocks(&mut self, handle: Handle) {
-        let caching = self.config.prefix_cache && !self.keeps_nothing();
-        let page_size = self.config.page_size;
-        let entry = &mut self.requests[handle];
-        let cached = caching && entry.request.spec.embeds.is_none();
-        let ready = entry.computed.min(entry.known()) / page_size;
-        let named = entry.state.residence().map_or(ready, |residence| residence.named);
-        if !cached || named >= ready {
-            return;
-        }
-        entry.name_blocks(ready as usize, page_size as usize, &self.config.namer);
-        if let Some(residence) = entry.state.residence_mut() {
-            for block in named as usize..ready as usize {
-                self.pool.name(&residence.leases[block], entry.names[block]);
-            }
-            residence.named = ready;
-        }
     }
 }

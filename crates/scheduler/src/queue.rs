@@ -93,6 +93,15 @@ impl Queue {
         }
     }
 
+    /// Some of those whose turn comes soon: by rank, and then client by client. Whoever was admitted before goes first.
+    pub(crate) fn upcoming(&self, count: usize) -> Vec<Ticket> {
+        let fresh = self.lanes.values().flat_map(|lane| {
+            let clients = lane.turns.values().map(|client| &lane.clients[client]);
+            clients.flat_map(|account| account.waiting.values())
+        });
+        self.returning.values().chain(fresh).take(count).copied().collect()
+    }
+
     /// Whether somebody waits who goes before everybody.
     pub(crate) fn has_probe(&self) -> bool {
         let ranks =

@@ -1,5 +1,6 @@
 //! A request as the scheduler sees it: its tokens, its three numbers, and what it owns on the device.
 
+use std::collections::VecDeque;
 use std::sync::Arc;
 
 use forebay_kvcache::{BlockHash, Lease, Namer};
@@ -74,6 +75,8 @@ pub(crate) struct Residence {
 pub(crate) enum State {
     /// In a queue, owning nothing.
     Waiting,
+    /// Its leading blocks come back from the host tier: these copies are waited for. No plan has named its slot and pages yet.
+    Arriving { residence: Residence, pending: VecDeque<u32> },
     /// Computing tokens that it knows.
     Prefill(Residence),
     /// One token a step, each from the one before. `at` is its index in the scheduler's list.
@@ -86,18 +89,20 @@ impl State {
     pub(crate) fn residence(&self) -> Option<&Residence> {
         match self {
             Self::Waiting => None,
-            Self::Prefill(residence) | Self::Decode { residence, .. } | Self::Pooled(residence) => {
-                Some(residence)
-            }
+            Self::Arriving { residence, .. }
+            | Self::Prefill(residence)
+            | Self::Decode { residence, .. }
+            | Self::Pooled(residence) => Some(residence),
         }
     }
 
     pub(crate) fn residence_mut(&mut self) -> Option<&mut Residence> {
         match self {
             Self::Waiting => None,
-            Self::Prefill(residence) | Self::Decode { residence, .. } | Self::Pooled(residence) => {
-                Some(residence)
-            }
+            Self::Arriving { residence, .. }
+            | Self::Prefill(residence)
+            | Self::Decode { residence, .. }
+            | Self::Pooled(residence) => Some(residence),
         }
     }
 }
@@ -114,7 +119,7 @@ pub(crate) struct Entry {
     pub(crate) prompt_len: u32,
     /// Most tokens it may ever have.
     pub(crate) limit: u32,
-    /// Positions whose keys and values were found in the cache at the last admission.
+    /// Positions whose keys and values were found in a tier at the last admission.
     pub(crate) cached: u32,
     /// Positions that are computed, or will be when the steps in flight are done.
     pub(crate) computed: u32,
@@ -125,6 +130,8 @@ pub(crate) struct Entry {
     root: BlockHash,
     /// Names of its leading full blocks, as far as they were needed; empty before the first admission.
     pub(crate) names: Vec<BlockHash>,
+    /// Its blocks were brought back from the host tier before its turn, once.
+    pub(crate) prefetched: bool,
 }
 
 /// Tokens that an admitted request has room for beyond those it knows, so that its first steps allocate nothing.
@@ -145,6 +152,7 @@ impl Entry {
             state: State::Waiting,
             root: namer.root(request.cache_salt),
             names: Vec::new(),
+            prefetched: false,
             request,
         }
     }

@@ -23,7 +23,8 @@ impl Scheduler {
         }
         poisoned.dedup();
         self.release_everything();
-        self.pool.flush();
+        self.tiers.hand_died();
+        self.blocked = None;
         self.free_slots = (0..self.config.slots).rev().collect();
         let poisoned = poisoned
             .into_iter()

@@ -25,6 +25,10 @@ impl Scheduler {
         let (key, client) = (entry.key, entry.request.client);
         let residence = match std::mem::replace(&mut entry.state, State::Waiting) {
             State::Waiting => return,
+            State::Arriving { residence, .. } => {
+                self.arriving.remove(&key);
+                residence
+            }
             State::Prefill(residence) => {
                 self.prefills.remove(&key);
                 residence
@@ -40,6 +44,10 @@ impl Scheduler {
                 residence
             }
         };
+        if self.config.host.is_some() {
+            let names = &self.requests[handle].names;
+            self.tiers.touch(&names[..names.len().min(residence.leases.len())]);
+        }
         self.residents.remove(&key);
         self.shares.moved_out(client);
         self.retire(residence);
@@ -57,7 +65,7 @@ impl Scheduler {
 
     /// Returns to the pool what no step in flight names.
     pub(crate) fn give_back(&mut self, mut retired: Retired) {
-        self.pool.release_all(&mut retired.leases);
+        self.tiers.release_all(&mut retired.leases);
         self.free_slots.push(retired.slot);
         self.blocked = None;
     }

@@ -4,7 +4,9 @@
 //! A plan that has admitted somebody admits the next one only while it stays within [`STEP_WORDS`], and one request alone is at most
 //! [`MAX_REQUEST_WORDS`], or refused at the door. Those who run already need a row and a page at most. So every plan fits, by construction.
 
-use forebay_protocol::{MAX_WORDS, NewSlot, PAGE_WRITE_WORDS, ROW_WORDS, SlotSpec, StepPlan};
+use forebay_protocol::{
+    COPY_WORDS, MAX_WORDS, NewSlot, PAGE_WRITE_WORDS, ROW_WORDS, SlotSpec, StepPlan,
+};
 
 use crate::{Handle, Scheduler};
 
@@ -45,8 +47,9 @@ impl Scheduler {
         // What it still shares becomes its own, and part of the slot.
         let shared = entry.known() as usize - entry.tokens.len();
         let words = entry.slot(0).words() + shared + ROW_WORDS + PAGE_WRITE_WORDS * pages;
+        let copies = self.config.host.map_or(0, |host| COPY_WORDS * host.copies_a_step as usize);
         let vectors = self.building.pooled + usize::from(entry.pools());
-        plan.words() + words <= self.config.step_words
+        plan.words() + words + copies <= self.config.step_words
             && vectors * self.config.vector_size as usize <= STEP_WORDS
     }
 }

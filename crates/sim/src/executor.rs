@@ -5,13 +5,14 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use forebay_engine::{Clock, Executor, Signal, Wake};
-use forebay_protocol::{Dtype, Ready, StepPlan, StepResult};
+use forebay_protocol::{Direction, Dtype, Ready, StepPlan, StepResult};
 use parking_lot::{Condvar, Mutex};
 
 use crate::clock::{self, SimClock};
+use crate::copies::{CopyEngines, CopyFault};
 use crate::device::Device;
 use crate::load::StepLoad;
-use crate::profile::{DeviceModel, Jitter};
+use crate::profile::{CopyModel, DeviceModel, Jitter};
 use crate::text::SimText;
 
 /// What is simulated.
@@ -37,6 +38,12 @@ pub struct SimConfig {
     pub tokens_a_row: u32,
     /// The device's name.
     pub device: String,
+    /// Pages of the host's tier; 0: there is none.
+    pub host_pages: u32,
+    /// Bytes of a page; 0: copies take their latency.
+    pub page_bytes: u64,
+    /// How pages are copied.
+    pub copy: CopyModel,
 }
 
 /// Injects faults into a running simulation, from any thread.
@@ -60,6 +67,8 @@ struct Faults {
     poison: Option<i32>,
     hang: bool,
     held: bool,
+    fail_copies: u32,
+    hang_copies: bool,
 }
 
 impl SimControl {
@@ -88,6 +97,16 @@ impl SimControl {
         self.change(|faults| faults.hang = true);
     }
 
+    /// Lets the next `count` copies fail.
+    pub fn fail_copies(&self, count: u32) {
+        self.change(|faults| faults.fail_copies = count);
+    }
+
+    /// Copies that are started from now on never end, until the group is started again.
+    pub fn hang_copies(&self) {
+        self.change(|faults| faults.hang_copies = true);
+    }
+
     /// Stops time: nothing happens but wakes, until [`release`](Self::release).
     pub fn hold(&self) {
         self.change(|faults| faults.held = true);
@@ -114,6 +133,8 @@ struct Pending {
     at_us: u64,
     /// `None`: the group becomes ready; a step may also end in death.
     outcome: Option<Result<StepResult, &'static str>>,
+    /// It has no rows and waits for copies; another plan ends that.
+    waits_since: Option<u64>,
 }
 
 /// A simulated rank group.
@@ -126,6 +147,7 @@ pub struct SimExecutor {
     busy_until: u64,
     last_end: u64,
     poisoned: Vec<u32>,
+    copies: CopyEngines,
     up: bool,
 }
 
@@ -143,9 +165,40 @@ impl SimExecutor {
             busy_until: 0,
             last_end: 0,
             poisoned: Vec::new(),
+            copies: CopyEngines::default(),
             up: false,
         };
         (executor, control)
+    }
+
+    /// Starts a plan's copies: restores at once, saves behind the rows.
+    fn start_copies(&mut self, plan: &StepPlan, now: u64, behind: u64) {
+        for copy in plan.copies() {
+            let mut faults = self.control.shared.faults.lock();
+            let fault = if faults.hang_copies {
+                CopyFault::Hangs
+            } else if faults.fail_copies > 0 {
+                faults.fail_copies -= 1;
+                CopyFault::Fails
+            } else {
+                CopyFault::None
+            };
+            drop(faults);
+            let from = if copy.direction == Direction::Save { behind } else { now };
+            self.copies.start(copy, from, fault);
+        }
+    }
+
+    /// A plan without rows: it is answered when a copy ends, or when its time is over.
+    fn wait_for_copies(&mut self, plan: &StepPlan, start: u64) {
+        self.start_copies(plan, start, start);
+        let over = start + u64::from(plan.wait_us());
+        let at_us = self.copies.next_end().map_or(over, |end| end.clamp(start, over));
+        self.busy_until = at_us;
+        self.last_end = at_us;
+        let result = StepResult { step: plan.step(), ..StepResult::default() };
+        let outcome = Some(Ok(result));
+        self.pending.push_back(Pending { at_us, outcome, waits_since: Some(start) });
     }
 
     fn died(&mut self, why: &str) -> Signal {
@@ -168,9 +221,14 @@ impl SimExecutor {
                     device: self.config.device.clone(),
                     load_seconds: self.config.load_us as f64 / 1e6,
                     tokens_a_row: self.config.tokens_a_row,
+                    host_page_count: self.config.host_pages,
+                    page_bytes: self.config.page_bytes,
                 })
             }
-            Some(Ok(result)) => Signal::Result(result),
+            Some(Ok(mut result)) => {
+                self.copies.report(pending.at_us, &mut result);
+                Signal::Result(result)
+            }
             Some(Err(why)) => self.died(why),
         }
     }
@@ -185,10 +243,12 @@ impl Executor for SimExecutor {
         self.device = Device::default();
         self.pending.clear();
         self.poisoned.clear();
+        self.copies = CopyEngines::new(self.config.copy, self.config.page_bytes);
         self.busy_until = now;
         self.last_end = now;
         let mut faults = self.control.shared.faults.lock();
         faults.hang = false;
+        faults.hang_copies = false;
         faults.kill = false;
         if faults.hang_starts > 0 {
             faults.hang_starts -= 1;
@@ -200,7 +260,8 @@ impl Executor for SimExecutor {
         } else {
             None
         };
-        self.pending.push_back(Pending { at_us: now + self.config.load_us, outcome });
+        let at_us = now + self.config.load_us;
+        self.pending.push_back(Pending { at_us, outcome, waits_since: None });
     }
 
     fn submit(&mut self, plan: &StepPlan) {
@@ -216,7 +277,16 @@ impl Executor for SimExecutor {
                 self.poisoned.push(new.slot);
             }
         }
-        let start = self.busy_until.max(self.config.clock.now_us());
+        let now = self.config.clock.now_us();
+        if let Some(Pending { at_us, waits_since: Some(since), .. }) = self.pending.back_mut() {
+            *at_us = (*at_us).min(now.max(*since));
+            self.busy_until = *at_us;
+            self.last_end = *at_us;
+        }
+        let start = self.busy_until.max(now);
+        if plan.rows().len() == 0 {
+            return self.wait_for_copies(plan, start);
+        }
         let mut result = self.device.execute(plan, &self.config.text);
         let median = self.config.model.median_us(&StepLoad::of(plan));
         let device_us = (median * self.jitter.factor(plan.step())).round() as u64;
@@ -227,7 +297,8 @@ impl Executor for SimExecutor {
         let deadly =
             !self.poisoned.is_empty() && plan.rows().any(|row| self.poisoned.contains(&row.slot));
         let outcome = Some(if deadly { Err("poisoned") } else { Ok(result) });
-        self.pending.push_back(Pending { at_us: self.busy_until, outcome });
+        self.start_copies(plan, start, self.busy_until);
+        self.pending.push_back(Pending { at_us: self.busy_until, outcome, waits_since: None });
     }
 
     fn wait(&mut self, timeout_us: Option<u64>) -> Signal {

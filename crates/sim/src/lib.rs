@@ -9,6 +9,7 @@
 //! real device. docs/simulation.md is the user's page.
 
 mod clock;
+mod copies;
 mod device;
 mod executor;
 mod fit;
@@ -20,10 +21,11 @@ mod solve;
 mod text;
 
 pub use clock::SimClock;
+pub use copies::{CopyEngines, CopyFault};
 pub use executor::{SimConfig, SimControl, SimExecutor};
 pub use fit::{Fit, fit};
 pub use load::StepLoad;
-pub use profile::{DeviceModel, Jitter, Profile, ProfileError};
+pub use profile::{CopyModel, DeviceModel, Jitter, KvModel, Profile, ProfileError};
 pub use record::{Recorder, StepRecord};
 pub use samples::{FitError, Sample, read_samples};
 pub use text::{SimText, next_token, vector};

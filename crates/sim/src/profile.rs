@@ -2,6 +2,7 @@
 
 use std::path::Path;
 
+use forebay_protocol::Direction;
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
@@ -128,6 +129,61 @@ pub struct Profile {
     pub load_s: f64,
     /// The time of a step.
     pub time: DeviceModel,
+    /// What keys and values take.
+    #[serde(default)]
+    pub kv: KvModel,
+    /// How pages are copied between the device's memory and the host's.
+    #[serde(default)]
+    pub copy: CopyModel,
+}
+
+/// What keys and values take.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct KvModel {
+    /// Bytes of a position over all layers; 0: nobody has said.
+    pub main_bytes_token: u64,
+}
+
+/// Copies of pages: one engine a direction, beside the steps.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct CopyModel {
+    /// GB (10^9 bytes) a second from the device to the host; absent: no time.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub save_gbps: Option<f64>,
+    /// GB a second from the host to the device; absent: no time.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub restore_gbps: Option<f64>,
+    /// Microseconds that each copy takes besides.
+    pub latency_us: f64,
+}
+
+impl CopyModel {
+    /// Microseconds of a copy of so many bytes.
+    #[must_use]
+    pub fn copy_us(&self, direction: Direction, bytes: u64) -> u64 {
+        let gbps = match direction {
+            Direction::Save => self.save_gbps,
+            Direction::Restore => self.restore_gbps,
+        };
+        // A GB a second is a thousand bytes a microsecond.
+        let moving = gbps.map_or(0.0, |gbps| bytes as f64 / (1000.0 * gbps));
+        (self.latency_us + moving).round() as u64
+    }
+
+    fn check(&self) -> Result<(), String> {
+        let speeds = [("save_gbps", self.save_gbps), ("restore_gbps", self.restore_gbps)];
+        for (name, speed) in speeds {
+            if speed.is_some_and(|speed| !(speed.is_finite() && speed > 0.0)) {
+                return Err(format!("copy.{name}: expected a number above 0"));
+            }
+        }
+        match self.latency_us.is_finite() && self.latency_us >= 0.0 {
+            true => Ok(()),
+            false => Err("copy.latency_us: expected a number from 0 on".to_owned()),
+        }
+    }
 }
 
 /// Why there is no profile.
@@ -205,6 +261,7 @@ impl Profile {
             toml::from_str(text).map_err(|error| malformed(error.to_string()))?;
         profile.name = name.to_owned();
         profile.time.check().map_err(malformed)?;
+        profile.copy.check().map_err(malformed)?;
         if !(profile.load_s.is_finite() && (0.0..=3600.0).contains(&profile.load_s)) {
             return Err(malformed("load_s: expected seconds, at most an hour".to_owned()));
         }
@@ -223,6 +280,12 @@ impl Profile {
             name: self.name.clone(),
             reason: error.to_string(),
         })
+    }
+
+    /// Bytes of a page over all layers; 0: nobody has said.
+    #[must_use]
+    pub fn page_bytes(&self, page_size: u32) -> u64 {
+        self.kv.main_bytes_token * u64::from(page_size)
     }
 
     /// Pages of the KV pool.
@@ -265,6 +328,8 @@ mod tests {
             (good.replace("step_us = 0.0", "step_us = nan"), "step_us"),
             (good.replace("step_us = 0.0", "jitter_sigma = 3"), "jitter_sigma"),
             (good.replace("load_s = 0.0", "load_s = -2.0"), "load_s"),
+            (format!("{good}\n[copy]\nsave_gbps = 0.0\n"), "save_gbps"),
+            (format!("{good}\n[copy]\nlatency_us = -1.0\n"), "latency_us"),
         ];
         for (text, word) in cases {
             assert_ne!(text, good, "the case changes something");

@@ -7,8 +7,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use forebay_engine::{Executor, Signal};
 use forebay_protocol::{NewSlot, Row, SlotSpec, StepPlan, Want};
 use forebay_sim::{
-    DeviceModel, Profile, Recorder, Sample, SimClock, SimConfig, SimExecutor, SimText, StepLoad,
-    fit, read_samples,
+    CopyModel, DeviceModel, KvModel, Profile, Recorder, Sample, SimClock, SimConfig, SimExecutor,
+    SimText, StepLoad, fit, read_samples,
 };
 
 /// A file in the system's folder for such, gone with this.
@@ -53,6 +53,9 @@ fn record(model: DeviceModel, file: &Scratch) {
     let clock = SimClock::virtual_time();
     let (executor, _control) = SimExecutor::new(SimConfig {
         tokens_a_row: 1,
+        host_pages: 0,
+        page_bytes: 0,
+        copy: CopyModel::default(),
         clock,
         model,
         seed: 1,
@@ -159,6 +162,8 @@ fn a_fitted_profile_survives_its_file() {
         kv_tokens: 1000,
         load_s: 1.5,
         time: fit(&samples).expect("fit").model,
+        kv: KvModel { main_bytes_token: 512 },
+        copy: CopyModel { save_gbps: Some(2.5), restore_gbps: None, latency_us: 3.0 },
     };
     std::fs::write(&file.0, profile.to_toml().expect("TOML")).expect("file");
     assert_eq!(Profile::find(&file.0.display().to_string()).expect("profile"), profile);
@@ -177,6 +182,9 @@ fn too_few_steps_are_refused() {
 fn a_recorder_passes_wakes_on() {
     let config = SimConfig {
         tokens_a_row: 1,
+        host_pages: 0,
+        page_bytes: 0,
+        copy: CopyModel::default(),
         clock: SimClock::virtual_time(),
         model: DeviceModel::INSTANT,
         seed: 0,

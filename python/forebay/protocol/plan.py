@@ -18,6 +18,10 @@ ROW_WORDS = 4
 FLAG_SAMPLE = 1
 FLAG_POOL = 2
 PAIR_WORDS = 2
+COPY_WORDS = 4
+COPY_SAVE = 0
+COPY_RESTORE = 1
+MAX_WAIT_US = 1000
 
 COLUMNS = (
     "slots",
@@ -33,6 +37,8 @@ COLUMNS = (
     "embeds",
     "allowed_counts",
     "allowed_ids",
+    "copies",
+    "wait_us",
 )
 """The columns of a plan's frame: the ids 1, 2, and so on."""
 _IDS = {name: id_ for id_, name in enumerate(COLUMNS, 1)}
@@ -73,6 +79,7 @@ _RECORDS = {
     "segments": PAIR_WORDS,
     "embeds": PAIR_WORDS,
     "allowed_counts": PAIR_WORDS,
+    "copies": COPY_WORDS,
 }
 _NOWHERE = slice(0, 0)
 
@@ -95,6 +102,8 @@ class Plan:
     embeds: Int32s = ints(0, PAIR_WORDS)  # [<= n, 2]: slot, where its prompt's embeddings begin in the arena, in bytes
     allowed_counts: Int32s = ints(0, PAIR_WORDS)  # [<= n, 2]: slot, how many ids alone may be sampled
     allowed_ids: Int32s = ints(0)  # ragged, by allowed_counts; ascending a slot
+    copies: Int32s = ints(0, COPY_WORDS)  # [c, 4]: ticket, COPY_SAVE or COPY_RESTORE, page of the device, of the host
+    wait_us: Int32s = ints(0)  # [1] in a plan without rows whose answer may wait for copies, else empty
     body: Int32s = field(default_factory=lambda: np.zeros(0, np.int32), compare=False)
     """The frame's body, of which the columns are views; empty until the plan was encoded."""
     places: dict[int, slice] = field(default_factory=dict, compare=False)
@@ -149,6 +158,10 @@ class Plan:
             counts = self.allowed_counts[:, 1].astype(np.int64)
             if counts.min(initial=1) < 1 or counts.sum() != len(self.allowed_ids):
                 return False
+        if len(self.copies) and (self.copies.min() < 0 or self.copies[:, 1].max() > COPY_RESTORE):
+            return False
+        if self.wait_us.size and (self.wait_us.size > 1 or len(self.rows) or not 0 <= self.wait_us[0] <= MAX_WAIT_US):
+            return False
         for pairs in (self.segments, self.embeds, self.allowed_counts):
             if len(pairs):
                 slots = iter(self.slots[:, SlotWord.SLOT].tolist())

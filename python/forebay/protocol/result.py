@@ -10,6 +10,9 @@ from forebay.protocol.frames import Float32s, Frame, Int32s, Kind, WireError, en
 
 ROW_OK = 0
 ROW_NOT_FINITE = 1
+COPIED_WORDS = 2
+COPY_OK = 0
+COPY_FAILED = 1
 
 COLUMNS = (
     "tokens",
@@ -20,6 +23,8 @@ COLUMNS = (
     "timing",
     "pooled",
     "token_counts",
+    "copied",
+    "copy_timing",
 )
 """The columns of a result's frame: the ids 1, 2, and so on."""
 
@@ -41,11 +46,14 @@ class StepResult:
     timing: Int32s = ints(2)  # microseconds: the step's compute, the gap before it
     pooled: Float32s = floats(0)  # [p * size]: the vectors one after the other
     token_counts: Int32s = ints(0)  # [s], or empty: one each
+    copied: Int32s = ints(0, COPIED_WORDS)  # [c, 2]: ticket, COPY_OK or COPY_FAILED
+    copy_timing: Int32s = ints(0)  # [2], microseconds that saves and restores took; or empty: none
 
     @classmethod
     def decode(cls, frame: Frame) -> StepResult:
         """Reads a result's frame in place; raises `WireError` when the columns' lengths contradict each other."""
-        tokens, row_errors, counts, ids, values, timing, pooled, token_counts = frame.expect(Kind.RESULT, len(COLUMNS))
+        columns = frame.expect(Kind.RESULT, len(COLUMNS))
+        tokens, row_errors, counts, ids, values, timing, pooled, token_counts, copied, copy_timing = columns
         if counts.size and counts.min() < 0:
             raise WireError("malformed frame: negative count")
         sampling = tokens.size
@@ -56,10 +64,25 @@ class StepResult:
             and counts.size in (0, tokens.size)
             and ids.size == values.size == counts.sum(dtype=np.int64)
             and timing.size == 2
+            and copied.size % COPIED_WORDS == 0
+            and copy_timing.size in (0, 2)
         ):
             raise WireError("malformed frame: result columns disagree")
         values_, pooled_ = values.view(np.float32), pooled.view(np.float32)
-        return cls(frame.step, tokens, row_errors, counts, ids, values_, timing, pooled_, token_counts)
+        copied = copied.reshape(-1, COPIED_WORDS)
+        return cls(
+            frame.step,
+            tokens,
+            row_errors,
+            counts,
+            ids,
+            values_,
+            timing,
+            pooled_,
+            token_counts,
+            copied,
+            copy_timing,
+        )
 
     def encode(self) -> bytes:
         """The result's frame."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -13,8 +13,16 @@ import torch
 from forebay.compute.sampler import Ask, Sampled, SampledColumns
 from forebay.device import Device, Event, host_array
 from forebay.protocol.frames import Float32s, Int32s
-from forebay.protocol.result import ROW_NOT_FINITE, StepResult
+from forebay.protocol.result import COPIED_WORDS, ROW_NOT_FINITE, StepResult
 from forebay.state.slots import Int64s
+
+Copied: TypeAlias = Callable[[], tuple[Int32s, Int32s]]
+"""Gives a result's columns `copied` and `copy_timing`."""
+
+
+def no_copies() -> tuple[Int32s, Int32s]:
+    """Of a hand without a host tier."""
+    return np.zeros((0, COPIED_WORDS), np.int32), np.zeros(0, np.int32)
 
 
 class Columns(Protocol):
@@ -84,6 +92,8 @@ class Launched:
     begun: Event
     ended: Event
     release: Callable[[], None]
+    copied: Copied
+    """Tells which copies have ended; waits for one if the plan says so."""
 
     def collect(self) -> StepResult:
         """Waits for the step's end and gives its result; once. By any thread, in the order of launches."""
@@ -92,6 +102,7 @@ class Launched:
         self.columns.report(result)
         timing = self.ended.since(self.begun), self.begun.since(self.before)
         result.timing = np.array(timing, np.int32)
+        result.copied, result.copy_timing = self.copied()
         self.release()
         return result
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections import Counter
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
 import numpy as np
@@ -16,7 +16,7 @@ from forebay.compute.choose import Choice
 from forebay.compute.encoder import check_whole
 from forebay.compute.rows import Compute, Launch, Pooler, Rows
 from forebay.compute.sampler import Ask, Sampler
-from forebay.device import open_device
+from forebay.device import Event, open_device
 from forebay.layers.decoder import Decoder
 from forebay.layers.params import Parameters, Report
 from forebay.models import registry
@@ -24,9 +24,11 @@ from forebay.models.bert import Bert
 from forebay.protocol.frames import Int32s
 from forebay.protocol.plan import FLAG_POOL, FLAG_SAMPLE, SLOT_WORDS, Plan, SlotWord
 from forebay.protocol.result import ROW_OK, StepResult
+from forebay.runner.copier import Copier
 from forebay.runner.kept import KeptWeights
-from forebay.runner.launched import Columns, Launched, NoColumns, TokenColumns, VectorColumns
-from forebay.state.config import DTYPES, RunnerConfig
+from forebay.runner.launched import Columns, Copied, Launched, NoColumns, TokenColumns, VectorColumns, no_copies
+from forebay.state.config import DTYPES, ConfigError, RunnerConfig
+from forebay.state.host import HostPool, host_page_count
 from forebay.state.inputs import PromptRows
 from forebay.state.pages import KvPool, page_count
 from forebay.state.slots import Int64s, PlanError, SlotTables
@@ -43,10 +45,22 @@ class NotFiniteError(ModelError):
     """Weights with which not even a warm-up gives numbers."""
 
 
+@dataclass(frozen=True)
+class HostMemory:
+    """What the brain gives for the host's tier."""
+
+    descriptor: int
+    """Of the anonymous file that holds its pages."""
+    socket: int
+    """Of the brain's plans: whoever waits for copies goes on when one comes."""
+
+
 class ModelRunner:
     """Owns a rank's memory (weights, pages, slot tables) and executes plans on it. It knows no requests."""
 
-    def __init__(self, config: RunnerConfig, arena: npt.NDArray[np.uint8] | None = None) -> None:
+    def __init__(
+        self, config: RunnerConfig, arena: npt.NDArray[np.uint8] | None = None, host: HostMemory | None = None
+    ) -> None:
         """Allocates everything; `load` fills the weights. `arena` is the shared memory, uint8 [bytes]."""
         self.config = config
         self.device = open_device(config.device, config.threads)
@@ -75,6 +89,23 @@ class ModelRunner:
         self._ops = self._choice.ops()
         self._sampler = Sampler(self.tables, vocabulary, self._ops, self.device)
         self._ended = self.device.event()
+        self.host_pages = 0
+        """Pages of the host's tier; 0 without one."""
+        self._copier = self._open_host(host)
+
+    def _open_host(self, host: HostMemory | None) -> Copier | None:
+        """The host's tier, if the brain wants one."""
+        config = self.config
+        left = self.device.available_bytes() - self.kv.nbytes
+        pages = host_page_count(config, self.kv, left)
+        if pages == 0:
+            return None
+        if host is None:
+            raise ConfigError("a host tier without memory for it")
+        self.host_pages = pages
+        pool = HostPool(host.descriptor, pages, self.kv.page_bytes)
+        self._socket = host.socket
+        return Copier(self.kv, pool, config.copy_gbps, config.kv_checksum)
 
     def _build(self, *, matrices: bool) -> Decoder | Bert:
         """The model, its weights allocated; without `matrices` only what is no matrix."""
@@ -187,6 +218,8 @@ class ModelRunner:
             "weight_bytes": self.weight_bytes,
             "kv_bytes": self.kv.nbytes,
             "device": self.device.name,
+            "host_page_count": self.host_pages,
+            "page_bytes": self.kv.page_bytes,
         }
 
     def _dtype_name(self) -> str:
@@ -211,7 +244,25 @@ class ModelRunner:
                 device.queue(partial(self.tables.write, writes, inputs))
             columns = self._queue_rows(plan.rows, inputs) if len(plan.rows) else NoColumns()
             before, self._ended = self._ended, device.event()
-        return Launched(plan.step, len(plan.rows), columns, before, begun, self._ended, partial(self._reuse, plan))
+        copied = no_copies if self._copier is None else self._start_copies(plan, self._copier, self._ended)
+        release = partial(self._reuse, plan)
+        return Launched(plan.step, len(plan.rows), columns, before, begun, self._ended, release, copied)
+
+    def _start_copies(self, plan: Plan, copier: Copier, behind: Event) -> Copied:
+        if len(plan.copies):
+            pages, host_pages = self.kv.page_count, self.host_pages
+            if plan.copies[:, 2].max() >= pages or plan.copies[:, 3].max() >= host_pages:
+                raise PlanError(f"a copy outside of {pages} pages and {host_pages} of the host")
+            copier.submit(plan.copies, behind)
+        if not plan.wait_us.size:
+            return copier.report
+        us, socket = int(plan.wait_us[0]), self._socket
+
+        def wait() -> tuple[Int32s, Int32s]:
+            copier.wait(us, socket)
+            return copier.report()
+
+        return wait
 
     def _reuse(self, plan: Plan) -> None:
         self.device.reuse(plan.body)

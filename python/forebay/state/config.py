@@ -41,6 +41,11 @@ class RunnerConfig:
     threads: int | None
     seed: int
     weight_cache_bytes: int
+    host_bytes: int | None
+    host_ratio: float | None
+    host_pages: int | None
+    copy_gbps: float | None
+    kv_checksum: bool
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> RunnerConfig:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from forebay.attention.backend import LayerKV
@@ -49,10 +51,18 @@ class KvPool:
         self.dtype = dtype
         self.layers: list[LayerKV] = []
         self.nbytes = 0
+        self.page_bytes = 0
+        """Bytes of a page over all layers."""
         if model is None:
             return
         shape = (pages * page_size, model.num_key_value_heads, model.head_dim)
         self.layers = [
             LayerKV(device.zeros(shape, dtype), device.zeros(shape, dtype)) for _ in range(model.num_hidden_layers)
         ]
-        self.nbytes = pages * page_bytes(model, page_size, dtype)
+        self.page_bytes = page_bytes(model, page_size, dtype)
+        self.nbytes = pages * self.page_bytes
+
+    def pieces(self) -> list[npt.NDArray[np.uint8]]:
+        """The bytes of each page, `[page_count, bytes]` for each layer's keys and values in turn, in host memory."""
+        tensors = [tensor for layer in self.layers for tensor in (layer.keys, layer.values)]
+        return [tensor.view(torch.uint8).view(self.page_count, -1).numpy() for tensor in tensors]

@@ -26,9 +26,18 @@ if TYPE_CHECKING:
 
 SOCKET_DESCRIPTOR = 3
 ARENA_DESCRIPTOR = 4
+HOST_DESCRIPTOR = 5
 PROGRESS_INTERVAL_S = 0.1
 
 _PR_SET_PDEATHSIG = 1
+
+
+class RefusedError(Exception):
+    """A configuration that can't be followed: one line for the user, and nothing of interest in the traceback."""
+
+    def __init__(self, reason: ValueError) -> None:
+        super().__init__(str(reason))
+        self.reason = reason
 
 
 def main() -> int:
@@ -36,7 +45,7 @@ def main() -> int:
     _die_with_parent()
     # A terminal sends ^C to the whole session, but it is the brain that decides when its hands go.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    for descriptor in (SOCKET_DESCRIPTOR, ARENA_DESCRIPTOR):
+    for descriptor in (SOCKET_DESCRIPTOR, ARENA_DESCRIPTOR, HOST_DESCRIPTOR):
         if descriptor == SOCKET_DESCRIPTOR or _is_open(descriptor):
             os.set_inheritable(descriptor, False)
     connection = Connection(socket.socket(fileno=SOCKET_DESCRIPTOR))
@@ -44,6 +53,9 @@ def main() -> int:
         serve(connection)
     except (BrokenPipeError, ConnectionResetError):
         return 0
+    except RefusedError as error:
+        _send_fatal(connection, error.reason)
+        return 1
     except Exception as error:
         traceback.print_exc()
         _send_fatal(connection, error)
@@ -80,11 +92,15 @@ def _load(connection: Connection, config: dict[str, Any]) -> ModelRunner:
         os.environ.setdefault("GOMP_SPINCOUNT", "20000")
     # Importing torch takes seconds: say so first.
     connection.send(encode_json(Kind.PROGRESS, {"stage": "pytorch", "done": 0, "total": 1}))
-    from forebay.runner.runner import ModelRunner
-    from forebay.state.config import RunnerConfig
+    from forebay.runner.runner import HostMemory, ModelRunner
+    from forebay.state.config import ConfigError, RunnerConfig
 
-    resolved = RunnerConfig.from_dict(config)
-    runner = ModelRunner(resolved, arena=_map_arena(resolved.arena_bytes))
+    host = HostMemory(HOST_DESCRIPTOR, SOCKET_DESCRIPTOR) if _is_open(HOST_DESCRIPTOR) else None
+    try:
+        resolved = RunnerConfig.from_dict(config)
+        runner = ModelRunner(resolved, _map_arena(resolved.arena_bytes), host)
+    except ConfigError as error:
+        raise RefusedError(error) from error
     runner.load(Progress(connection, "weights"))
     runner.warm_up()
     # What loading left behind lives as long as the process: keep the collector from walking it in every full pass.

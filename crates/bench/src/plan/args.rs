@@ -3,6 +3,7 @@
 use std::path::PathBuf;
 
 use clap::{Args, ValueEnum};
+use forebay_scheduler::SavePolicy;
 use serde::Serialize;
 
 /// Flags of `forebay plan`. Those that `serve` has as well mean the same and have the same defaults.
@@ -53,6 +54,15 @@ pub struct PlanArgs {
     /// Do not share the KV pages of equal beginnings.
     #[arg(long, visible_alias = "no-enable-prefix-caching")]
     pub disable_radix_cache: bool,
+    /// Size of each replica's host tier in GB (10^9 bytes): what the device gives up is copied back instead of computed again.
+    #[arg(long, value_name = "GB", conflicts_with = "hicache_ratio", value_parser = from_zero)]
+    pub hicache_size: Option<f64>,
+    /// The same, in pages for each page of the device; 0: none.
+    #[arg(long, value_name = "RATIO", value_parser = from_zero)]
+    pub hicache_ratio: Option<f64>,
+    /// When a block is copied to the host tier.
+    #[arg(long, value_enum, default_value_t)]
+    pub hicache_write_policy: WritePolicy,
     /// Steps planned ahead of the one that computes; 0 is the serial loop.
     #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u32).range(0..=1))]
     pub lookahead: u32,
@@ -72,6 +82,30 @@ pub enum Router {
     LeastLoaded,
     /// The one with the fewest tokens to compute before this request's first: those that wait there, and what it has not cached of this.
     PrefixAware,
+}
+
+/// When a block is copied to the host tier.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, ValueEnum, Serialize)]
+#[serde(rename_all = "snake_case")]
+#[value(rename_all = "snake_case")]
+pub enum WritePolicy {
+    /// As soon as it is computed.
+    #[default]
+    WriteThrough,
+    /// At its second use.
+    WriteThroughSelective,
+    /// When the device is about to need its page.
+    WriteBack,
+}
+
+impl From<WritePolicy> for SavePolicy {
+    fn from(policy: WritePolicy) -> Self {
+        match policy {
+            WritePolicy::WriteThrough => Self::WriteThrough,
+            WritePolicy::WriteThroughSelective => Self::WriteThroughSelective,
+            WritePolicy::WriteBack => Self::WriteBack,
+        }
+    }
 }
 
 /// A latency.
@@ -134,6 +168,10 @@ fn number(text: &str, fits: impl Fn(f64) -> bool, expected: &str) -> Result<f64,
 
 fn positive(text: &str) -> Result<f64, String> {
     number(text, |value| value > 0.0 && value.is_finite(), "expected a number above 0")
+}
+
+fn from_zero(text: &str) -> Result<f64, String> {
+    number(text, |value| (0.0..=1e6).contains(&value), "expected a number from 0 on")
 }
 
 fn percent(text: &str) -> Result<f64, String> {

@@ -17,7 +17,7 @@ mod traffic;
 use anyhow::{Context, Result, bail};
 use forebay_sim::Profile;
 
-pub use args::{PlanArgs, Router, Slo, SloMetric};
+pub use args::{PlanArgs, Router, Slo, SloMetric, WritePolicy};
 
 use crate::dataset::trace;
 use outcome::Outcome;
@@ -33,7 +33,7 @@ pub fn plan(args: &PlanArgs) -> Result<()> {
     let profile = Profile::find(&args.sim_profile)?;
     let entries = trace::read(&args.trace)?;
     let traffic = Traffic::new(&entries, args.num_prompts, args.speed)?;
-    let setup = Setup::new(args, &profile);
+    let setup = Setup::new(args, &profile)?;
     let goal = args.goal();
     report::print_head(args, &profile, &traffic);
     let started = cpu_seconds();
@@ -48,7 +48,8 @@ pub fn plan(args: &PlanArgs) -> Result<()> {
     });
     tried.sort_by_key(|outcome| outcome.replicas);
     let cpu_seconds = cpu_seconds() - started;
-    let file = PlanFile::new(args, &profile, &traffic, answer, tried, cpu_seconds);
+    let file =
+        PlanFile::new(args, &profile, &traffic, answer, tried, (setup.host_ratio(), cpu_seconds));
     file.print();
     if let Some(path) = &args.output_file {
         let text = serde_json::to_string_pretty(&file)?;

@@ -46,6 +46,8 @@ pub(crate) struct Outcome {
     pub(crate) goodput: f64,
     /// Share of the prompt tokens that were found in the prefix cache.
     pub(crate) prefix_hit_rate: f64,
+    /// Share of the prompt tokens that were found in the host tier; it is part of the hits.
+    pub(crate) host_hit_rate: f64,
     /// Share of the time from the first arrival to the last end in which the devices computed.
     pub(crate) utilisation: f64,
     /// Most requests that waited at a time at one replica.
@@ -92,6 +94,7 @@ impl Outcome {
             e2el_ms,
             goodput,
             prefix_hit_rate: share(run.cached_tokens, run.prompt_tokens),
+            host_hit_rate: share(run.host_tokens, run.prompt_tokens),
             utilisation: share(run.busy_us, run.makespan_us * u64::from(run.replicas)),
             queue_peak: run.queue_peak,
             preemptions: run.preemptions,

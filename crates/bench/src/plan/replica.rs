@@ -2,12 +2,12 @@
 
 use std::collections::VecDeque;
 
-use forebay_protocol::{ROW_OK, StepPlan, StepResult};
+use forebay_protocol::{CopyTiming, Direction, ROW_OK, StepPlan, StepResult};
 use forebay_scheduler::{
     BlockEvent, BlockHash, Event, MAX_IN_FLIGHT, Namer, Policy, Request, STEP_WORDS, Scheduler,
     SchedulerConfig,
 };
-use forebay_sim::{DeviceModel, Jitter, StepLoad};
+use forebay_sim::{CopyEngines, CopyFault, DeviceModel, Jitter, StepLoad};
 
 use super::args::Router;
 use super::simulate::Setup;
@@ -20,6 +20,7 @@ struct Flight {
     rows: usize,
     sampled: usize,
     ends_us: u64,
+    device_us: u64,
 }
 
 /// A replica.
@@ -30,6 +31,7 @@ pub(crate) struct Replica {
     /// Plans in flight at most.
     depth: usize,
     flights: VecDeque<Flight>,
+    copies: CopyEngines,
     free_at_us: u64,
     /// Microseconds that the device computed.
     pub(crate) busy_us: u64,
@@ -62,6 +64,7 @@ impl Replica {
             step_words: STEP_WORDS,
             vector_size: 0,
             tokens_a_row: 1,
+            host: setup.host,
         });
         Self {
             scheduler,
@@ -69,6 +72,7 @@ impl Replica {
             jitter: Jitter::new(setup.model.jitter_sigma, setup.seed.wrapping_add(index.into())),
             depth: (setup.lookahead as usize + 1).min(MAX_IN_FLIGHT),
             flights: VecDeque::new(),
+            copies: CopyEngines::new(setup.copy, setup.page_bytes),
             free_at_us: 0,
             busy_us: 0,
             alive: 0,
@@ -98,21 +102,51 @@ impl Replica {
             && self.scheduler.next_plan(&mut self.plan, &mut self.events)
         {
             let step = self.plan.step();
+            if self.plan.rows().len() == 0 {
+                self.wait_for_copies(now_us);
+                continue;
+            }
             let median = self.model.median_us(&StepLoad::of(&self.plan));
             let device_us = (median * self.jitter.factor(step)).round() as u64;
             let ends_us = self.free_at_us.max(now_us) + device_us;
             self.free_at_us = ends_us;
             self.busy_us += device_us;
+            self.start_copies(ends_us - device_us, ends_us);
             let rows = self.plan.rows();
             let flight = Flight {
                 step,
                 ends_us,
+                device_us,
                 rows: rows.len(),
                 sampled: rows.filter(|row| row.want.samples()).count(),
             };
             self.flights.push_back(flight);
         }
         self.queue_peak = self.queue_peak.max(self.scheduler.stats().waiting);
+    }
+
+    fn start_copies(&mut self, now_us: u64, behind_us: u64) {
+        for copy in self.plan.copies() {
+            let from_us = if copy.direction == Direction::Save { behind_us } else { now_us };
+            self.copies.start(copy, from_us, CopyFault::None);
+        }
+    }
+
+    /// A plan without rows ends with the next copy, or with its wait. Other than a hand's, it does not end when another plan comes; that
+    /// costs a millisecond at most.
+    fn wait_for_copies(&mut self, now_us: u64) {
+        let start = self.free_at_us.max(now_us);
+        self.start_copies(start, start);
+        let over = start + u64::from(self.plan.wait_us());
+        let ends_us = self.copies.next_end().map_or(over, |end| end.clamp(start, over));
+        self.free_at_us = ends_us;
+        self.flights.push_back(Flight {
+            step: self.plan.step(),
+            ends_us,
+            device_us: 0,
+            rows: 0,
+            sampled: 0,
+        });
     }
 
     /// When the oldest step ends.
@@ -126,6 +160,10 @@ impl Replica {
         self.result.step = flight.step;
         self.result.row_errors.resize(flight.rows, ROW_OK);
         self.result.tokens.clear();
+        self.result.copied.clear();
+        self.result.copy_timing = CopyTiming::default();
+        self.copies.report(flight.ends_us, &mut self.result);
+        self.result.device_us = u32::try_from(flight.device_us).unwrap_or(u32::MAX);
         for _ in 0..flight.sampled {
             self.result.tokens.push(self.next_token);
             self.next_token = self.next_token.wrapping_add(1) | i32::MIN;

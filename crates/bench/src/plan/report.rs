@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use forebay_sim::{DeviceModel, Profile};
 use serde::Serialize;
 
-use super::args::{Goal, PlanArgs, Router, SloMetric};
+use super::args::{Goal, PlanArgs, Router, SloMetric, WritePolicy};
 use super::outcome::{Latency, Outcome};
 use super::traffic::Traffic;
 
@@ -32,6 +32,9 @@ pub(crate) struct PlanFile {
     max_running_requests: u32,
     chunked_prefill_size: u32,
     prefix_cache: bool,
+    /// Pages of a replica's host tier for each page of its device.
+    host_ratio: f64,
+    hicache_write_policy: WritePolicy,
     lookahead: u32,
     router: Router,
     goal: Goal,
@@ -52,7 +55,7 @@ impl PlanFile {
         traffic: &Traffic,
         answer: Option<u32>,
         tried: Vec<Outcome>,
-        cpu_seconds: f64,
+        (host_ratio, cpu_seconds): (f64, f64),
     ) -> Self {
         let (input_tokens, output_tokens) = tokens(traffic);
         Self {
@@ -73,6 +76,8 @@ impl PlanFile {
             max_running_requests: args.max_running_requests,
             chunked_prefill_size: args.chunked_prefill_size,
             prefix_cache: !args.disable_radix_cache,
+            host_ratio,
+            hicache_write_policy: args.hicache_write_policy,
             lookahead: args.lookahead,
             router: args.router,
             goal: args.goal(),

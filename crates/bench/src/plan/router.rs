@@ -55,7 +55,7 @@ impl Routing {
         let Some(index) = &mut self.index else { return };
         for event in events.drain(..) {
             match event {
-                BlockEvent::Stored(name) => index.stored(at, name),
+                BlockEvent::Stored(name, _) => index.stored(at, name),
                 BlockEvent::Dropped(name) => index.dropped(at, name),
                 BlockEvent::Cleared => index.cleared(at),
             }

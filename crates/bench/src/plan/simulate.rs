@@ -3,8 +3,9 @@
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
 
-use forebay_scheduler::{BlockEvent, Event};
-use forebay_sim::{DeviceModel, Profile};
+use anyhow::{Result, bail};
+use forebay_scheduler::{BlockEvent, Event, HostTier};
+use forebay_sim::{CopyModel, DeviceModel, Profile};
 
 use super::args::{PlanArgs, Router};
 use super::replica::Replica;
@@ -23,14 +24,52 @@ pub(crate) struct Setup {
     pub(crate) lookahead: u32,
     pub(crate) seed: u64,
     pub(crate) router: Router,
+    pub(crate) host: Option<HostTier>,
+    pub(crate) copy: CopyModel,
+    pub(crate) page_bytes: u64,
 }
+
+/// What `serve` starts at most in a step, at least.
+const COPIES_A_STEP: u32 = 32;
+/// What `serve` looks ahead.
+const PREFETCH_REQUESTS: u32 = 4;
 
 impl Setup {
     /// What the flags say.
-    pub(crate) fn new(args: &PlanArgs, profile: &Profile) -> Self {
-        Self {
+    ///
+    /// # Errors
+    /// A host tier in bytes, of a device whose profile does not say what a page takes; or one that holds no page.
+    pub(crate) fn new(args: &PlanArgs, profile: &Profile) -> Result<Self> {
+        let pages = profile.page_count(args.page_size, args.max_total_tokens);
+        let page_bytes = profile.page_bytes(args.page_size);
+        let host_pages = match (args.hicache_ratio, args.hicache_size) {
+            (Some(ratio), _) => (ratio * f64::from(pages)) as u32,
+            (None, Some(_)) if page_bytes == 0 => bail!(
+                "profile {} does not say what a token's keys and values take (kv.main_bytes_token): use --hicache-ratio",
+                profile.name
+            ),
+            (None, Some(gb)) => (gb * 1e9 / page_bytes as f64) as u32,
+            (None, None) => 0,
+        };
+        if host_pages > 0 && args.disable_radix_cache {
+            bail!(
+                "a host tier keeps blocks of the prefix cache: it goes without --disable-radix-cache"
+            );
+        }
+        let step = args.chunked_prefill_size.div_ceil(args.page_size);
+        let host = (host_pages > 0).then_some(HostTier {
+            pages: host_pages,
+            policy: args.hicache_write_policy.into(),
+            copies_a_step: COPIES_A_STEP.max(2 * step),
+            prefetch: PREFETCH_REQUESTS,
+            restore_preempted: true,
+        });
+        Ok(Self {
             model: profile.time,
-            pages: profile.page_count(args.page_size, args.max_total_tokens),
+            host,
+            copy: profile.copy,
+            page_bytes,
+            pages,
             page_size: args.page_size,
             max_running: args.max_running_requests,
             token_budget: args.chunked_prefill_size,
@@ -38,7 +77,12 @@ impl Setup {
             lookahead: args.lookahead,
             seed: args.seed,
             router: args.router,
-        }
+        })
+    }
+
+    /// Pages of the host tier for each page of the device.
+    pub(crate) fn host_ratio(&self) -> f64 {
+        f64::from(self.host.map_or(0, |host| host.pages)) / f64::from(self.pages)
     }
 
     /// Tokens in the KV pool of a replica.
@@ -70,7 +114,10 @@ pub(crate) struct Run {
     pub(crate) busy_us: u64,
     pub(crate) steps: u64,
     pub(crate) prompt_tokens: u64,
+    /// Prompt tokens found in a tier.
     pub(crate) cached_tokens: u64,
+    /// Those of them that were in the host tier.
+    pub(crate) host_tokens: u64,
     pub(crate) preemptions: u64,
     /// Most requests that waited at a time at one replica.
     pub(crate) queue_peak: usize,
@@ -162,7 +209,10 @@ impl Simulation {
                     self.routing.ended(id);
                     ended += 1;
                 }
-                Event::Admitted { .. } | Event::Pooled { .. } | Event::Preempted { .. } => {}
+                Event::Admitted { .. }
+                | Event::Arrived { .. }
+                | Event::Pooled { .. }
+                | Event::Preempted { .. } => {}
             }
         }
         replica.alive -= ended;
@@ -179,7 +229,8 @@ impl Simulation {
             run.busy_us += replica.busy_us;
             run.steps += stats.steps;
             run.prompt_tokens += stats.prefix_queries;
-            run.cached_tokens += stats.prefix_hits;
+            run.cached_tokens += stats.prefix_hits + stats.host_hits;
+            run.host_tokens += stats.host_hits;
             run.preemptions += stats.preemptions;
             run.queue_peak = run.queue_peak.max(replica.queue_peak);
         }

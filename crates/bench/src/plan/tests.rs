@@ -9,7 +9,8 @@ use forebay_engine::{
     Clock, Engine, EngineConfig, EngineRequest, Hooks, Namer, Output, OutputSink, Policy, Request,
     Status,
 };
-use forebay_sim::{DeviceModel, SimClock, SimConfig, SimExecutor, SimText};
+use forebay_scheduler::{HostTier, SavePolicy};
+use forebay_sim::{CopyModel, DeviceModel, SimClock, SimConfig, SimExecutor, SimText};
 use proptest::prelude::*;
 
 use super::args::Router;
@@ -35,6 +36,9 @@ fn setup(model: DeviceModel) -> Setup {
         lookahead: 1,
         seed: 3,
         router: Router::RoundRobin,
+        host: None,
+        copy: CopyModel::default(),
+        page_bytes: 0,
     }
 }
 
@@ -75,6 +79,36 @@ fn equal_beginnings_are_computed_once() {
     assert_eq!(run(&aware, &traffic, 2).cached_tokens, 512);
     let off = Setup { prefix_cache: false, ..setup(MODEL) };
     assert_eq!(run(&off, &traffic, 1).cached_tokens, 0);
+}
+
+#[test]
+fn a_host_tier_gives_back_what_the_device_gave_up() {
+    // Two conversations of a hundred blocks each take turns on a device that holds one of them.
+    let blocks = |who: u32| (0..4).map(|at| who * 100 + at).collect::<Vec<u32>>();
+    let turns = (0..8).map(|turn| arrival(u64::from(turn) * 3_000_000, 2048, 4, &blocks(turn % 2)));
+    let traffic = Traffic { arrivals: turns.collect() };
+    let device = Setup { pages: 150, ..setup(MODEL) };
+    let cached = |pages: u32, gbps: f64| {
+        let host = HostTier {
+            pages,
+            policy: SavePolicy::WriteThrough,
+            copies_a_step: 64,
+            prefetch: 0,
+            restore_preempted: true,
+        };
+        let copy = CopyModel { restore_gbps: Some(gbps), ..CopyModel::default() };
+        let setup = Setup { host: Some(host), copy, page_bytes: 1_000_000, ..device.clone() };
+        run(&setup, &traffic, 1)
+    };
+    let without = run(&device, &traffic, 1);
+    assert!(without.cached_tokens < 6 * 30 * 16, "each pushes most of the other out");
+    let with = cached(300, 10.0);
+    assert_eq!(with.cached_tokens, 6 * 127 * 16, "all but the first turns find everything");
+    assert_eq!(with.cached_tokens - with.host_tokens, without.cached_tokens);
+    assert!(with.lives[7].first_us < without.lives[7].first_us);
+    let slow = cached(300, 0.001);
+    assert!(slow.host_tokens < with.host_tokens, "what is slower than computing is declined");
+    assert!(cached(100, 10.0).host_tokens < with.host_tokens, "a small one keeps less");
 }
 
 #[test]
@@ -183,6 +217,9 @@ fn in_the_engine(setup: &Setup, traffic: &Traffic) -> HashMap<u64, (u64, u64)> {
     let clock = SimClock::virtual_time();
     let (executor, control) = SimExecutor::new(SimConfig {
         tokens_a_row: 1,
+        host_pages: 0,
+        page_bytes: 0,
+        copy: CopyModel::default(),
         clock: clock.clone(),
         model: setup.model,
         seed: setup.seed,
@@ -211,6 +248,7 @@ fn in_the_engine(setup: &Setup, traffic: &Traffic) -> HashMap<u64, (u64, u64)> {
             watchdog_us: 1 << 40,
             load_timeout_us: 0,
             restart_limit: 0,
+            host: None,
         },
         Box::new(executor),
         Arc::new(clock.clone()),

@@ -1,7 +1,10 @@
 //! A hand without a model. The "keys and values" of a position are a hash of all tokens up to it, so a row that reads a wrong, stale or not
 //! yet computed page is found out, and the sampled token depends on everything that should have been read.
 
-use forebay_protocol::{ROW_NOT_FINITE, ROW_OK, Row, StepPlan, StepResult, Want};
+use forebay_protocol::{
+    COPY_FAILED, COPY_OK, Direction, PageCopy, ROW_NOT_FINITE, ROW_OK, Row, StepPlan, StepResult,
+    Want,
+};
 
 /// Token ids are below it; small, so that prompts overlap and stop ids are hit.
 pub(crate) const VOCAB: i32 = 11;
@@ -63,6 +66,97 @@ struct DeviceSlot {
     tokens: Vec<i32>,
     segment: u32,
     pages: Vec<u32>,
+}
+
+/// Copies under way, and the host's memory, which outlives the device.
+pub(crate) struct Copier {
+    pages: Vec<Vec<u64>>,
+    under_way: Vec<Copy>,
+}
+
+struct Copy {
+    step: u64,
+    copy: PageCopy,
+    /// It ended, and could be done or not.
+    ended: Option<bool>,
+}
+
+impl Copier {
+    pub(crate) fn new(pages: u32, page_size: u32) -> Self {
+        let pages = vec![vec![GARBAGE; page_size as usize]; pages as usize];
+        Self { pages, under_way: vec![] }
+    }
+
+    pub(crate) fn outstanding(&self) -> usize {
+        self.under_way.len()
+    }
+
+    /// The device is gone, and what was under way with it.
+    pub(crate) fn device_died(&mut self) {
+        self.under_way.clear();
+    }
+
+    /// The third part of a step. Half of the copies are done at once, the others when they are reported: a brain may count on neither.
+    pub(crate) fn start(&mut self, plan: &StepPlan, device: &mut Device) {
+        for copy in plan.copies() {
+            let targets = |other: &Copy| match copy.direction {
+                Direction::Save => {
+                    other.copy.direction == Direction::Save && other.copy.host == copy.host
+                }
+                Direction::Restore => other.copy.hot == copy.hot,
+            };
+            assert!(!self.under_way.iter().any(targets), "{copy:?} writes where another does");
+            assert!(self.under_way.iter().all(|other| other.copy.ticket != copy.ticket));
+            match copy.direction {
+                _ if copy.ticket.is_multiple_of(2) => self.move_page(&copy, device),
+                Direction::Save => {}
+                // What is to come is nowhere yet.
+                Direction::Restore => device.pages[copy.hot as usize].fill(GARBAGE),
+            }
+            self.under_way.push(Copy { step: plan.step(), copy, ended: None });
+        }
+    }
+
+    /// A copy ends.
+    pub(crate) fn end(&mut self, at: usize, fine: bool) {
+        let count = self.under_way.len().max(1);
+        if let Some(copy) = self.under_way.get_mut(at % count) {
+            copy.ended.get_or_insert(fine);
+        }
+    }
+
+    /// Puts what has ended into the result, as far as a hand that has got to this step can know of it.
+    pub(crate) fn report(&mut self, result: &mut StepResult, device: &mut Device) {
+        for Copy { step, copy, ended } in std::mem::take(&mut self.under_way) {
+            match ended.filter(|_| step <= result.step) {
+                None => self.under_way.push(Copy { step, copy, ended }),
+                Some(true) => {
+                    if !copy.ticket.is_multiple_of(2) {
+                        self.move_page(&copy, device);
+                    }
+                    result.copied.push([copy.ticket.cast_signed(), COPY_OK]);
+                    result.copy_timing.save_us += 3;
+                    result.copy_timing.restore_us += 7;
+                }
+                Some(false) => {
+                    match copy.direction {
+                        Direction::Save => self.pages[copy.host as usize].fill(GARBAGE),
+                        Direction::Restore => device.pages[copy.hot as usize].fill(GARBAGE),
+                    }
+                    result.copied.push([copy.ticket.cast_signed(), COPY_FAILED]);
+                }
+            }
+        }
+    }
+
+    fn move_page(&mut self, copy: &PageCopy, device: &mut Device) {
+        let (hot, host) =
+            (&mut device.pages[copy.hot as usize], &mut self.pages[copy.host as usize]);
+        match copy.direction {
+            Direction::Save => host.clone_from(hot),
+            Direction::Restore => hot.clone_from(host),
+        }
+    }
 }
 
 /// Died while executing a step.

@@ -9,7 +9,7 @@ use forebay_scheduler::{
     Event, Finish, MAX_IN_FLIGHT, Namer, Policy, Request, STEP_WORDS, Scheduler, SchedulerConfig,
 };
 
-use crate::device::{Device, next_token, read_prompt, vector};
+use crate::device::{Copier, Device, next_token, read_prompt, vector};
 
 /// A small machine.
 pub(crate) fn config() -> SchedulerConfig {
@@ -27,6 +27,7 @@ pub(crate) fn config() -> SchedulerConfig {
         step_words: STEP_WORDS,
         vector_size: 2,
         tokens_a_row: 1,
+        host: None,
     }
 }
 
@@ -75,6 +76,8 @@ pub(crate) struct Client {
     /// It ended, this way; `None` inside: aborted or poisoned.
     pub(crate) end: Option<Option<Finish>>,
     pub(crate) resident: bool,
+    /// It waits for copies.
+    arriving: bool,
     pub(crate) admissions: u32,
     pub(crate) cached_tokens: u32,
     pub(crate) preemptions: u32,
@@ -97,6 +100,7 @@ pub(crate) struct Harness {
     pub(crate) scheduler: Scheduler,
     config: SchedulerConfig,
     device: Device,
+    pub(crate) copier: Copier,
     depth: usize,
     pub(crate) clients: BTreeMap<u64, Client>,
     flights: VecDeque<Flight>,
@@ -113,6 +117,7 @@ impl Harness {
         Self {
             scheduler: Scheduler::new(config.clone()),
             device: Device::new(config.slots, config.pages, config.page_size),
+            copier: Copier::new(config.host.map_or(0, |host| host.pages), config.page_size),
             config,
             depth,
             clients: BTreeMap::new(),
@@ -138,6 +143,7 @@ impl Harness {
             vector: None,
             end: None,
             resident: false,
+            arriving: false,
             admissions: 0,
             cached_tokens: 0,
             preemptions: 0,
@@ -168,10 +174,20 @@ impl Harness {
         let mut new_slots = plan.new_slots().map(|new| new.slot).collect::<Vec<_>>().into_iter();
         for event in events {
             match event {
-                Event::Admitted { id, cached_tokens, replayed } => {
-                    let slot = new_slots.next().expect("an admitted request has a slot");
-                    self.slot_owner.insert(slot, id);
+                Event::Admitted { id, cached_tokens, replayed, restoring } => {
                     self.admitted(id, cached_tokens, replayed);
+                    self.clients.get_mut(&id).expect("submitted").arriving = restoring;
+                    if !restoring {
+                        let slot = new_slots.next().expect("an admitted request has a slot");
+                        self.slot_owner.insert(slot, id);
+                    }
+                }
+                Event::Arrived { id } => {
+                    let client = self.clients.get_mut(&id).expect("submitted");
+                    assert!(client.resident && std::mem::take(&mut client.arriving), "{id}");
+                    client.idle = 0;
+                    let slot = new_slots.next().expect("an arrived request has a slot");
+                    self.slot_owner.insert(slot, id);
                 }
                 Event::Preempted { id } => {
                     let first = self.most_important().filter(|_| !self.was_reset);
@@ -182,8 +198,10 @@ impl Harness {
             }
         }
         assert_eq!(new_slots.next(), None, "a slot was written for nobody");
-        assert_eq!(planned, plan.rows().len() > 0);
         if planned {
+            let (rows, copies) = (plan.rows().len(), plan.copies().len());
+            assert_eq!(plan.wait_us() > 0, rows == 0, "whoever has rows does not wait");
+            assert!(rows + copies > 0 || self.copier.outstanding() > 0, "nothing to do");
             self.check_plan(&plan);
             self.execute(&plan);
         }
@@ -202,10 +220,17 @@ impl Harness {
             }
             Some(true) => {}
         }
-        let result = self.flights.pop_front().and_then(|f| f.result).expect("just looked");
+        let mut result = self.flights.pop_front().and_then(|f| f.result).expect("just looked");
+        self.copier.report(&mut result, &mut self.device);
         let mut events = Vec::new();
         self.scheduler.apply(&result, &mut events).expect("the result fits the plan");
         for event in events {
+            if let Event::Preempted { id } = event {
+                // A block of it did not come back.
+                assert!(self.clients[&id].arriving && self.clients[&id].end.is_none());
+                self.lost_its_place(id);
+                continue;
+            }
             let (Event::Token { id, .. } | Event::Pooled { id, .. } | Event::Finished { id, .. }) =
                 event
             else {
@@ -223,7 +248,7 @@ impl Harness {
                     assert_eq!(client.vector.replace(vector), None, "a second vector of {id}");
                 }
                 Event::Finished { reason, .. } => client.end = Some(Some(reason)),
-                Event::Admitted { .. } | Event::Preempted { .. } => {}
+                Event::Admitted { .. } | Event::Arrived { .. } | Event::Preempted { .. } => {}
             }
         }
         self.check();
@@ -248,8 +273,9 @@ impl Harness {
             client.end = Some(None);
         }
         for client in self.clients.values_mut() {
-            client.resident = false;
+            (client.resident, client.arriving) = (false, false);
         }
+        self.copier.device_died();
         self.device = Device::new(self.config.slots, self.config.pages, self.config.page_size);
         self.slot_owner.clear();
         assert_eq!(self.scheduler.in_flight(), 0);
@@ -283,16 +309,21 @@ impl Harness {
             .map(|c| c.request.prompt.len() + c.expected.0.len())
             .sum::<usize>()
             + self.clients.values().map(|c| c.request.generated.len()).sum::<usize>();
-        let mut rounds = 20 * work * self.clients.len().max(1) + 100;
-        while self.scheduler.live().next().is_some() || self.scheduler.in_flight() > 0 {
+        let mut rounds = 30 * work * self.clients.len().max(1) + 300;
+        while self.scheduler.live().next().is_some()
+            || self.scheduler.in_flight() > 0
+            || self.scheduler.stats().host.copies_outstanding > 0
+        {
             let idle = self.scheduler.in_flight() == 0;
             let planned = self.plan();
             assert!(planned || !idle, "nothing is in flight, and nothing is planned");
             while self.plan() {}
             self.check_progress();
+            // One a round, so that others are under way.
+            self.copier.end(rounds, !rounds.is_multiple_of(7));
             self.apply();
             rounds -= 1;
-            assert!(rounds > 0, "no end in sight");
+            assert!(rounds > 0, "no end in sight: {:?}", self.scheduler.stats());
         }
         for (id, client) in &self.clients {
             let end = client.end.unwrap_or_else(|| panic!("request {id} did not end"));
@@ -350,9 +381,14 @@ impl Harness {
     }
 
     fn preempted(&mut self, id: u64) {
+        self.lost_its_place(id);
+        self.clients.get_mut(&id).expect("submitted").preemptions += 1;
+    }
+
+    fn lost_its_place(&mut self, id: u64) {
         let client = self.clients.get_mut(&id).expect("submitted");
         assert!(std::mem::take(&mut client.resident), "{id} had something to lose");
-        client.preemptions += 1;
+        client.arriving = false;
     }
 
     fn check_plan(&mut self, plan: &StepPlan) {
@@ -416,15 +452,23 @@ impl Harness {
         // A dead hand computes nothing, it only has not been noticed yet.
         if self.flights.iter().all(|flight| flight.result.is_some()) {
             flight.result = self.device.compute(plan).ok();
+            if flight.result.is_some() {
+                self.copier.start(plan, &mut self.device);
+            }
         }
         self.flights.push_back(flight);
     }
 
-    /// Whoever is most important and resident has a row at least every other time.
-    fn check_progress(&self) {
+    /// Whoever is most important and resident has a row at least every other time; with copies under way it may wait for one, or be alone and
+    /// want for a page that only they have.
+    fn check_progress(&mut self) {
         if let Some(id) = self.most_important().filter(|_| !self.was_reset) {
-            let client = &self.clients[&id];
-            assert!(!client.resident || client.idle <= 2 * self.depth as u32, "{id} starves");
+            let copying = self.copier.outstanding() > 0;
+            let client = self.clients.get_mut(&id).expect("submitted");
+            if !client.resident || copying {
+                client.idle = 0;
+            }
+            assert!(client.idle <= 2 * self.depth as u32, "{id} starves");
         }
     }
 

@@ -6,3 +6,4 @@ mod model;
 mod quarantine;
 mod rules;
 mod shares;
+mod tiers;

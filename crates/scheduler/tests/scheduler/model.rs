@@ -1,7 +1,9 @@
 //! Whatever happens around it, a request gives the tokens that it gives alone, and ends once.
 
 use forebay_protocol::{SamplingParams, SlotSpec};
-use forebay_scheduler::{Namer, Policy, Request, STEP_WORDS, SchedulerConfig};
+use forebay_scheduler::{
+    HostTier, Namer, Policy, Request, STEP_WORDS, SavePolicy, SchedulerConfig,
+};
 use proptest::prelude::*;
 
 use crate::device::{KILL_TOKEN, NAN_TOKEN, VOCAB};
@@ -15,6 +17,8 @@ enum Op {
     Apply,
     Flush,
     Kill,
+    /// A copy ends: which, and whether it could be done.
+    Copied(usize, bool),
 }
 
 /// A request to be: prompts are the beginnings of a few texts, with a tail of their own.
@@ -132,6 +136,7 @@ fn op(special: &'static [i32], kill: u32) -> impl Strategy<Value = Op> {
         13 => Just(Op::Apply),
         1 => Just(Op::Flush),
         kill => Just(Op::Kill),
+        9 => (any::<usize>(), prop::bool::weighted(0.9)).prop_map(|(at, fine)| Op::Copied(at, fine)),
     ]
 }
 
@@ -139,14 +144,30 @@ fn ops(special: &'static [i32], kill: u32) -> impl Strategy<Value = Vec<Op>> {
     prop::collection::vec(op(special, kill), 1..120)
 }
 
+pub(crate) fn hosts() -> impl Strategy<Value = HostTier> {
+    let policies =
+        [SavePolicy::WriteThrough, SavePolicy::WriteThroughSelective, SavePolicy::WriteBack];
+    let policy = prop::sample::select(policies.to_vec());
+    (1..40_u32, policy, 1..9_u32, 0..4_u32, any::<bool>()).prop_map(
+        |(pages, policy, copies_a_step, prefetch, restore_preempted)| HostTier {
+            pages,
+            policy,
+            copies_a_step,
+            prefetch,
+            restore_preempted,
+        },
+    )
+}
+
 fn machines() -> impl Strategy<Value = SchedulerConfig> {
     let pages = prop_oneof![4 => 6..30_u32, 1 => Just(0)];
     let tokens_a_row = prop_oneof![2 => Just(1), 1 => 2..6_u32];
-    let switches = (any::<bool>(), any::<bool>(), any::<bool>(), tokens_a_row);
+    let host = prop::option::weighted(0.6, hosts());
+    let switches = (any::<bool>(), any::<bool>(), any::<bool>(), tokens_a_row, host);
     let step_words = prop_oneof![2 => Just(STEP_WORDS), 1 => 0..400_usize];
     (1..7_u32, 0..3_u32, pages, 1..6_u32, 0..24_u32, step_words, switches).prop_map(
         |(max_running, spare, pages, page_size, token_budget, step_words, switches)| {
-            let (prefix_cache, fcfs, fair, tokens_a_row) = switches;
+            let (prefix_cache, fcfs, fair, tokens_a_row, host) = switches;
             SchedulerConfig {
                 slots: max_running + spare,
                 max_running,
@@ -161,6 +182,7 @@ fn machines() -> impl Strategy<Value = SchedulerConfig> {
                 step_words,
                 vector_size: 2,
                 tokens_a_row,
+                host,
             }
         },
     )
@@ -178,6 +200,7 @@ fn run(config: SchedulerConfig, depth: usize, ops: Vec<Op>) -> Harness {
             Op::Apply => _ = harness.apply(),
             Op::Flush => _ = harness.scheduler.flush_cache(),
             Op::Kill => _ = harness.reset(),
+            Op::Copied(at, fine) => harness.copier.end(at, fine),
         }
     }
     harness.drain();
@@ -214,6 +237,7 @@ fn run_pair(config: SchedulerConfig, depth: usize, ops: Vec<PairOp>) -> [Harness
                 here.reset();
                 here.move_to(there);
             }
+            Op::Copied(at, fine) => here.copier.end(at, fine),
         }
     }
     for harness in &mut pair {
@@ -271,9 +295,10 @@ proptest! {
     fn a_crowd_in_a_small_pool_gets_through(
         asks in prop::collection::vec(ask(&[]), 4..12), depth in 1..=2_usize, fcfs in any::<bool>(),
         prefix_cache in any::<bool>(), fair in any::<bool>(),
+        host in prop::option::of(hosts()),
     ) {
         let policy = if fcfs { Policy::Fcfs } else { Policy::Priority };
-        let config = SchedulerConfig { policy, prefix_cache, fair, ..config() };
+        let config = SchedulerConfig { policy, prefix_cache, fair, host, ..config() };
         let ops = asks.into_iter().map(|ask| Op::Submit(Ask { max_tokens: 64, stop: None, pooled: None, ..ask }));
         let harness = run(config, depth, ops.collect());
         prop_assert_eq!(

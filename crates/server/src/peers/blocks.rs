@@ -9,9 +9,9 @@ use axum::http::header::CONTENT_TYPE;
 use axum::http::{HeaderValue, Uri};
 use axum::response::Response;
 use forebay_api::ApiError;
-use forebay_engine::{BlockEvent, BlockHash, BlockObserver};
+use forebay_engine::{BlockEvent, BlockHash, BlockObserver, Place};
 use parking_lot::Mutex;
-use rustc_hash::{FxBuildHasher, FxHashSet};
+use rustc_hash::FxBuildHasher;
 use serde::Deserialize;
 use tokio::sync::watch;
 use tokio::time::timeout;
@@ -25,9 +25,21 @@ const KEPT: usize = 1 << 16;
 /// Longest wait for an event.
 const LONGEST_WAIT: Duration = Duration::from_secs(60);
 
-/// The name of a block as routers know it: half of its hash, the lowest bit for *stored* or *dropped*.
+/// The bits of an event that say which tiers hold a block: the device's memory, the host's. Neither: it was dropped.
+const DEVICE: u64 = 1;
+const HOST: u64 = 2;
+
+/// The name of a block as routers know it: half of its hash, but for the bits that say where it is.
 fn short(name: BlockHash) -> u64 {
-    name.number() as u64 | 1
+    name.number() as u64 & !(DEVICE | HOST)
+}
+
+fn tiers(place: Place) -> u64 {
+    match place {
+        Place::Device => DEVICE,
+        Place::Host => HOST,
+        Place::Both => DEVICE | HOST,
+    }
 }
 
 /// The names of a prompt's blocks, for requests with this salt.
@@ -37,8 +49,8 @@ pub(super) fn names(state: &Shared, salt: u64, prompt: &[i32]) -> Vec<u64> {
 
 #[derive(Debug, Default)]
 struct Log {
-    /// How many replicas hold each block.
-    holders: HashMap<u64, u32, FxBuildHasher>,
+    /// How many replicas hold each block, on their devices and in host memory.
+    holders: HashMap<u64, [u32; 2], FxBuildHasher>,
     events: VecDeque<u64>,
     /// Number of the first of them.
     first: u64,
@@ -57,21 +69,20 @@ impl Log {
         self.events.push_back(event);
     }
 
-    fn stored(&mut self, name: u64) {
-        let holders = self.holders.entry(name).or_insert(0);
-        *holders += 1;
-        if *holders == 1 {
-            self.push(name);
+    /// A replica that had a block in some tiers has it in others now.
+    fn moved(&mut self, name: u64, from: u64, to: u64) {
+        let holders = self.holders.entry(name).or_default();
+        let before = held(holders);
+        for (count, tier) in holders.iter_mut().zip([DEVICE, HOST]) {
+            *count += u32::from(to & tier != 0);
+            *count = count.saturating_sub(u32::from(from & tier != 0));
         }
-    }
-
-    fn dropped(&mut self, name: u64) {
-        if let Some(holders) = self.holders.get_mut(&name) {
-            *holders -= 1;
-            if *holders == 0 {
-                self.holders.remove(&name);
-                self.push(name & !1);
-            }
+        let now = held(holders);
+        if now == 0 {
+            self.holders.remove(&name);
+        }
+        if now != before {
+            self.push(name | now);
         }
     }
 
@@ -84,10 +95,16 @@ impl Log {
             let new = self.events.iter().skip((after - self.first) as usize);
             new.for_each(|event| out.extend_from_slice(&event.to_le_bytes()));
         } else {
-            self.holders.keys().for_each(|name| out.extend_from_slice(&name.to_le_bytes()));
+            let all = self.holders.iter().map(|(name, holders)| name | held(holders));
+            all.for_each(|event| out.extend_from_slice(&event.to_le_bytes()));
         }
         out
     }
+}
+
+/// The tiers in which somebody holds a block.
+fn held(&[device, host]: &[u32; 2]) -> u64 {
+    DEVICE * u64::from(device > 0) + HOST * u64::from(host > 0)
 }
 
 /// The blocks of all replicas, and their changes.
@@ -112,7 +129,7 @@ impl BlockLog {
     /// What hears of one replica's changes.
     #[must_use]
     pub fn replica(&self) -> ReplicaBlocks {
-        ReplicaBlocks { log: self.clone(), blocks: FxHashSet::default() }
+        ReplicaBlocks { log: self.clone(), blocks: HashMap::default() }
     }
 }
 
@@ -120,7 +137,8 @@ impl BlockLog {
 #[derive(Debug)]
 pub struct ReplicaBlocks {
     log: BlockLog,
-    blocks: FxHashSet<u64>,
+    /// And in which tiers they are.
+    blocks: HashMap<u64, u64, FxBuildHasher>,
 }
 
 impl BlockObserver for ReplicaBlocks {
@@ -128,17 +146,18 @@ impl BlockObserver for ReplicaBlocks {
         let mut log = self.log.log.lock();
         for event in events {
             match event {
-                BlockEvent::Stored(name) => {
-                    if self.blocks.insert(short(name)) {
-                        log.stored(short(name));
-                    }
+                BlockEvent::Stored(name, place) => {
+                    let before = self.blocks.insert(short(name), tiers(place)).unwrap_or(0);
+                    log.moved(short(name), before, tiers(place));
                 }
                 BlockEvent::Dropped(name) => {
-                    if self.blocks.remove(&short(name)) {
-                        log.dropped(short(name));
+                    if let Some(before) = self.blocks.remove(&short(name)) {
+                        log.moved(short(name), before, 0);
                     }
                 }
-                BlockEvent::Cleared => self.blocks.drain().for_each(|name| log.dropped(name)),
+                BlockEvent::Cleared => {
+                    self.blocks.drain().for_each(|(name, before)| log.moved(name, before, 0));
+                }
             }
         }
         drop(log);
@@ -158,8 +177,8 @@ pub(crate) struct Since {
 
 /// What prefix caches have stored and dropped, for routers.
 ///
-/// Little-endian numbers of 64 bits: the number to ask for next, 1 if all that was told before is void, and names of blocks, odd
-/// where stored and even where dropped.
+/// Little-endian numbers of 64 bits: the number to ask for next, 1 if all that was told before is void, and names of blocks. The lowest
+/// two bits of a name say where the block is from now on: bit 0 in a device's memory, bit 1 in the host's, neither nowhere.
 #[utoipa::path(
     get,
     path = "/v1/blocks",
@@ -209,7 +228,7 @@ mod tests {
     #[derive(Default)]
     struct Follower {
         after: u64,
-        blocks: FxHashSet<u64>,
+        blocks: HashMap<u64, u64>,
     }
 
     impl Follower {
@@ -220,10 +239,11 @@ mod tests {
                 self.blocks.clear();
             }
             for &event in &numbers[2..] {
-                if event & 1 == 1 {
-                    self.blocks.insert(event);
+                let (name, tiers) = (event & !3, event & 3);
+                if tiers == 0 {
+                    self.blocks.remove(&name);
                 } else {
-                    self.blocks.remove(&(event | 1));
+                    self.blocks.insert(name, tiers);
                 }
             }
         }
@@ -237,15 +257,19 @@ mod tests {
         ) {
             let log = BlockLog::default();
             let mut replicas = [log.replica(), log.replica()];
-            let mut held = [FxHashSet::default(), FxHashSet::default()];
+            let mut held = [HashMap::new(), HashMap::new()];
             let mut follower = Follower::default();
             for (replica, name, kind) in moves {
-                let name = BlockHash::from(name << 1);
+                let name = BlockHash::from(name << 2);
                 match kind {
-                    0..5 if held[replica].insert(short(name)) => {
-                        replicas[replica].changed(vec![BlockEvent::Stored(name)]);
+                    0..5 => {
+                        let place =
+                            [Place::Device, Place::Host, Place::Both][usize::from(kind) % 3];
+                        held[replica].insert(short(name), tiers(place));
+                        replicas[replica].changed(vec![BlockEvent::Stored(name, place)]);
                     }
-                    5..8 if held[replica].remove(&short(name)) => {
+                    5..8 => {
+                        held[replica].remove(&short(name));
                         replicas[replica].changed(vec![BlockEvent::Dropped(name)]);
                     }
                     8 => {
@@ -257,7 +281,11 @@ mod tests {
                 }
             }
             follower.read(&log);
-            prop_assert_eq!(follower.blocks, &held[0] | &held[1]);
+            let [mut all, other] = held;
+            for (name, tiers) in other {
+                *all.entry(name).or_insert(0) |= tiers;
+            }
+            prop_assert_eq!(follower.blocks, all);
         }
     }
 
@@ -267,8 +295,9 @@ mod tests {
         let mut replica = log.replica();
         let mut follower = Follower::default();
         follower.read(&log);
-        let names = (0..KEPT as u128 + 10).map(|name| BlockHash::from(name << 1));
-        replica.changed(names.map(BlockEvent::Stored).collect());
+        let names = (0..KEPT as u128 + 10).map(|name| BlockHash::from(name << 2));
+        let stored = |name| BlockEvent::Stored(name, Place::Device);
+        replica.changed(names.map(stored).collect());
         let answer = numbers(&log.log.lock().since(follower.after));
         assert_eq!((answer[1], answer.len()), (1, KEPT + 12));
         follower.read(&log);

@@ -278,6 +278,8 @@ impl Engine for Fake {
                 device: "fake".into(),
                 load_seconds: 0.5,
                 tokens_a_row: 1,
+                host_page_count: 0,
+                page_bytes: 0,
             },
         })
     }

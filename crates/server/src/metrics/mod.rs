@@ -2,9 +2,10 @@
 //!
 //! What the engine counts is read at scrape time; what happens to a request is observed by the egress thread.
 
+mod sources;
+
 use std::time::{Duration, Instant};
 
-use forebay_engine::Status;
 use forebay_replicas::ReplicaReport;
 use forebay_text::TextStats;
 use parking_lot::Mutex;
@@ -12,6 +13,10 @@ use prometheus::{
     Counter, CounterVec, Encoder, Gauge, Histogram, HistogramOpts, Opts, Registry, TextEncoder,
 };
 
+use self::sources::{
+    COUNTERS, GAUGES, HOST_COUNTERS, INTAKE_GAUGES, LOG_COUNTERS, Read, Source, TEXT_COUNTERS,
+    TEXT_GAUGES, TRANSFERS,
+};
 use crate::intake::IntakeStats;
 
 /// Bounds of vLLM's histogram of the time to the first token, in seconds.
@@ -165,113 +170,6 @@ impl Registrar {
     }
 }
 
-/// Reads one number of a snapshot.
-type Read<S> = fn(&S) -> f64;
-/// Name, help and source of what a snapshot tells.
-type Source<S> = (&'static str, &'static str, Read<S>);
-
-const GAUGES: &[Source<ReplicaReport>] = &[
-    ("vllm:num_requests_running", "Requests in model execution batches.", |r| {
-        r.stats.scheduler.running as f64
-    }),
-    ("vllm:num_requests_waiting", "Requests waiting to be processed.", |r| {
-        r.stats.scheduler.waiting as f64
-    }),
-    ("forebay:replica_up", "Whether the replica's hand takes plans.", |r| {
-        f64::from(u8::from(matches!(r.status, Status::Ready | Status::Draining)))
-    }),
-    ("forebay:replica_requests", "Requests sent to the replica that have not ended.", |r| {
-        r.load.requests as f64
-    }),
-    ("forebay:replica_requests_peak", "Most of them at a time.", |r| r.load.peak as f64),
-    ("vllm:kv_cache_usage_perc", "KV cache usage, 1 means 100 percent.", |r| {
-        let s = &r.stats.scheduler;
-        let pages = s.pages_held + s.pages_cached + s.pages_free;
-        if pages == 0 { 0.0 } else { s.pages_held as f64 / pages as f64 }
-    }),
-];
-
-const COUNTERS: &[Source<ReplicaReport>] = &[
-    ("vllm:prefix_cache_queries_total", "Prompt tokens looked up in the prefix cache.", |r| {
-        r.stats.scheduler.prefix_queries as f64
-    }),
-    ("vllm:prefix_cache_hits_total", "Prompt tokens found in the prefix cache.", |r| {
-        r.stats.scheduler.prefix_hits as f64
-    }),
-    ("vllm:num_preemptions_total", "Preemptions.", |r| r.stats.scheduler.preemptions as f64),
-    ("vllm:prompt_tokens_total", "Prefill tokens processed.", |r| {
-        r.stats.scheduler.prompt_tokens as f64
-    }),
-    ("vllm:generation_tokens_total", "Generation tokens processed.", |r| {
-        r.stats.scheduler.generated_tokens as f64
-    }),
-    (
-        "forebay:device_idle_seconds_total",
-        "Seconds the device sat idle between steps although there was work.",
-        |r| r.stats.hand.idle_us as f64 / 1e6,
-    ),
-    ("forebay:device_busy_seconds_total", "Seconds the device computed.", |r| {
-        r.stats.hand.device_us as f64 / 1e6
-    }),
-    ("forebay:steps_total", "Steps whose results were applied.", |r| {
-        r.stats.scheduler.steps as f64
-    }),
-    ("forebay:hand_deaths_total", "Times a hand died.", |r| r.stats.hand.deaths as f64),
-    ("forebay:requests_replayed_total", "Requests replayed after a hand's death.", |r| {
-        r.stats.hand.replayed as f64
-    }),
-    ("forebay:requests_dispatched_total", "Requests sent to the replica.", |r| {
-        r.load.dispatched as f64
-    }),
-];
-
-const TEXT_GAUGES: &[Source<TextStats>] = &[
-    ("forebay:text_inputs_waiting", "Prompts waiting for a text thread.", |s| s.waiting as f64),
-    ("forebay:text_cache_bytes", "Bytes that the cache of encoded text uses.", |s| {
-        s.cache_bytes as f64
-    }),
-];
-
-const TEXT_COUNTERS: &[Source<TextStats>] = &[
-    ("forebay:text_inputs_total", "Prompts that were tokenised.", |s| s.inputs as f64),
-    ("forebay:text_batches_total", "Times that a text thread took waiting prompts.", |s| {
-        s.batches as f64
-    }),
-    ("forebay:text_inputs_cut_total", "Prompts that were cut into pieces.", |s| s.cut as f64),
-    (
-        "forebay:text_inputs_cancelled_total",
-        "Prompts whose client had gone before they were tokenised.",
-        |s| s.cancelled as f64,
-    ),
-    (
-        "forebay:text_cache_queries_total",
-        "Bytes of text looked up in the cache of encoded text.",
-        |s| s.cache_queries as f64,
-    ),
-    ("forebay:text_cache_hits_total", "Bytes of text found in the cache of encoded text.", |s| {
-        s.cache_hits as f64
-    }),
-];
-
-const INTAKE_GAUGES: &[Source<IntakeStats>] = &[
-    ("forebay:intake_bodies_waiting", "Large bodies waiting to be parsed.", |s| s.unread as f64),
-    ("forebay:intake_requests_waiting", "Requests waiting for room in the arena.", |s| {
-        s.in_line as f64
-    }),
-    ("forebay:arena_used_bytes", "Bytes of the arena in use.", |s| s.arena_bytes as f64),
-    (
-        "forebay:request_bytes_in_flight",
-        "Bytes that requests in flight are charged, from body to expected output.",
-        |s| s.request_bytes as f64,
-    ),
-];
-
-const LOG_COUNTERS: &[Source<u64>] = &[(
-    "forebay:log_lines_dropped_total",
-    "Log lines dropped because nobody took them in time.",
-    |&dropped| dropped as f64,
-)];
-
 impl Metrics {
     /// Metrics labelled with the served name of the model and the replica; token histograms reach up to `context_length`.
     ///
@@ -351,7 +249,15 @@ impl Metrics {
             )?,
         };
         let replicas = (0..replicas).map(|replica| {
-            let read = ReadMetrics::new(&registrar(&registry, replica), GAUGES, COUNTERS)?;
+            let r = registrar(&registry, replica);
+            let counters = [COUNTERS, HOST_COUNTERS].concat();
+            let mut read = ReadMetrics::new(&r, GAUGES, &counters)?;
+            for &(name, help, way, source) in TRANSFERS {
+                let opts = r.opts(name, help).const_label("transfer_type", way);
+                let counter = Counter::with_opts(opts)?;
+                registry.register(Box::new(counter.clone()))?;
+                read.counters.push((counter, source));
+            }
             Ok(Mutex::new(read))
         });
         let replicas = replicas.collect::<prometheus::Result<_>>()?;
@@ -439,6 +345,7 @@ fn seconds(from: Instant, to: Instant) -> f64 {
 #[cfg(test)]
 mod tests {
     use forebay_engine::Stats;
+    use forebay_engine::Status;
     use forebay_replicas::Load;
 
     use super::*;

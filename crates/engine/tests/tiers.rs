@@ -1,0 +1,297 @@
+//! A replica with a tier of host memory, on a simulated hand whose copies take time, fail, or never end.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::time::Duration;
+
+use forebay_engine::{
+    Engine, EngineConfig, EngineHandle, EngineRequest, EngineThread, FinishReason, Hooks,
+    HostConfig, Namer, Output, OutputSink, Policy, Request, RequestId, SavePolicy, Stats, Status,
+};
+use forebay_sim::{
+    CopyModel, DeviceModel, SimClock, SimConfig, SimControl, SimExecutor, SimText, next_token,
+};
+
+const VOCAB: u32 = 1000;
+/// Far longer than anything here takes: a test that reaches it hangs.
+const PATIENCE: Duration = Duration::from_secs(60);
+const PAGE: u32 = 4;
+/// Pages of the device: two prompts of these tests, and a little.
+const PAGES: u32 = 40;
+
+struct Sink {
+    outputs: Sender<Vec<Output>>,
+    control: SimControl,
+    /// Tokens after which the hand dies, once.
+    kill_after: Option<usize>,
+}
+
+impl OutputSink for Sink {
+    fn deliver(&mut self, outputs: Vec<Output>) {
+        if let Some(left) = &mut self.kill_after {
+            let tokens = outputs.iter().filter(|output| output.token.is_some()).count();
+            *left = left.saturating_sub(tokens);
+            if *left == 0 {
+                self.kill_after = None;
+                self.control.kill();
+            }
+        }
+        // The test may be over.
+        let _ = self.outputs.send(outputs);
+    }
+}
+
+struct Rig {
+    handle: EngineHandle,
+    control: SimControl,
+    outputs: Receiver<Vec<Output>>,
+    _thread: EngineThread,
+}
+
+fn host(policy: SavePolicy) -> HostConfig {
+    HostConfig { policy, copies_a_step: 64, prefetch: 4, restore_preempted: true }
+}
+
+impl Rig {
+    /// Pages take 100 us to save, and `restore_us` to restore.
+    fn start(host: Option<HostConfig>, restore_us: f64, lookahead: u32) -> Self {
+        Self::with(host, restore_us, lookahead, SimClock::virtual_time(), None)
+    }
+
+    fn with(
+        host: Option<HostConfig>,
+        restore_us: f64,
+        lookahead: u32,
+        clock: SimClock,
+        kill_after: Option<usize>,
+    ) -> Self {
+        let (executor, control) = SimExecutor::new(SimConfig {
+            tokens_a_row: 1,
+            host_pages: 400,
+            page_bytes: 1000,
+            copy: CopyModel {
+                save_gbps: Some(0.01),
+                restore_gbps: Some(1.0 / restore_us),
+                latency_us: 0.0,
+            },
+            clock: clock.clone(),
+            model: DeviceModel { step_us: 1000.0, token_us: 100.0, ..DeviceModel::INSTANT },
+            seed: 0,
+            load_us: 1000,
+            page_count: PAGES,
+            vocab_size: VOCAB,
+            hidden_size: 4,
+            text: text(),
+            device: "sim".into(),
+        });
+        let (sender, outputs) = channel();
+        let config = EngineConfig {
+            max_running: 8,
+            slots: 12,
+            page_size: PAGE,
+            token_budget: 32,
+            prefix_cache: true,
+            namer: Namer::open(),
+            policy: Policy::Fcfs,
+            fair: true,
+            lookahead,
+            max_queued: 1000,
+            queue_timeout_us: 0,
+            context_length: 128,
+            watchdog_us: 5_000_000,
+            load_timeout_us: 0,
+            restart_limit: 3,
+            host,
+        };
+        let sink = Sink { outputs: sender, control: control.clone(), kill_after };
+        let hooks = Hooks::new(Box::new(sink));
+        let (handle, thread) =
+            Engine::start(config, Box::new(executor), Arc::new(clock), hooks).expect("thread");
+        let rig = Self { handle, control, outputs, _thread: thread };
+        rig.until(|rig| rig.handle.status() == Status::Ready);
+        rig
+    }
+
+    /// Waits for something that time brings; no assertion hangs on how long it takes.
+    fn until(&self, wanted: impl Fn(&Self) -> bool) {
+        while !wanted(self) {
+            std::thread::yield_now();
+        }
+    }
+
+    fn submit(&self, id: u64, prompt: Vec<i32>, max_tokens: u32) {
+        let request = Request { id, prompt: prompt.into(), max_tokens, ..Request::default() };
+        let request = EngineRequest { request, ..EngineRequest::default() };
+        self.handle.submit(request).expect("there is room");
+    }
+
+    /// Tokens found in a tier, and tokens, of each request, once `count` have ended.
+    fn follow(&self, count: usize) -> HashMap<u64, (u32, Vec<i32>)> {
+        let mut stories: HashMap<u64, (u32, Vec<i32>)> = HashMap::new();
+        let mut ended = 0;
+        while ended < count {
+            for output in self.outputs.recv_timeout(PATIENCE).expect("outputs") {
+                let story = stories.entry(output.id.0).or_default();
+                story.0 += output.admission.map_or(0, |admission| admission.cached_tokens);
+                story.1.extend(output.token.map(|token| token.id));
+                if let Some(finish) = output.finish {
+                    assert!(matches!(finish, FinishReason::Length | FinishReason::Abort));
+                    ended += 1;
+                }
+            }
+        }
+        stories
+    }
+
+    /// One request after the other, each until it has ended.
+    fn turns(&self, ids: std::ops::Range<u64>) -> HashMap<u64, (u32, Vec<i32>)> {
+        let mut all = HashMap::new();
+        for id in ids {
+            self.submit(id, prompt(id % 3), 5);
+            all.extend(self.follow(1));
+        }
+        all
+    }
+
+    /// Waits until nothing is copied any more.
+    fn settle(&self) -> Stats {
+        self.until(|rig| rig.handle.stats().scheduler.host.copies_outstanding == 0);
+        self.handle.stats()
+    }
+}
+
+fn text() -> SimText {
+    SimText::endless((0..VOCAB as i32).collect())
+}
+
+/// Three prompts of 15 blocks and two tokens each, of which the device holds two at most.
+fn prompt(who: u64) -> Vec<i32> {
+    (0..62).map(|at| (who as i32 * 131 + at * 7) % VOCAB as i32).collect()
+}
+
+fn alone(mut tokens: Vec<i32>, count: u32) -> Vec<i32> {
+    let (text, start) = (text(), tokens.len());
+    for _ in 0..count {
+        tokens.push(next_token(&text, &tokens, start));
+    }
+    tokens.split_off(start)
+}
+
+fn assert_exact(stories: &HashMap<u64, (u32, Vec<i32>)>) {
+    for (id, (_, tokens)) in stories {
+        assert_eq!(tokens, &alone(prompt(id % 3), 5), "request {id}");
+    }
+}
+
+#[test]
+fn turns_are_restored_and_give_the_same_tokens_under_every_policy() {
+    for lookahead in [0, 1] {
+        let policies = [
+            (None, 0),
+            (Some(SavePolicy::WriteThrough), 6),
+            // Only what was left of a prompt on the device is ever used twice, and so saved.
+            (Some(SavePolicy::WriteThroughSelective), 0),
+            (Some(SavePolicy::WriteBack), 6),
+        ];
+        for (policy, restored) in policies {
+            let rig = Rig::start(policy.map(host), 10.0, lookahead);
+            let stories = rig.turns(0..9);
+            assert_exact(&stories);
+            let found = stories.values().filter(|story| story.0 == 60).count();
+            assert!(found >= restored, "{policy:?}: {found} of 9 turns found their blocks");
+            let stats = rig.settle().scheduler;
+            assert!(stats.host.blocks_restored >= 5 * restored as u64, "{policy:?}: {stats:?}");
+            assert_eq!((stats.pages_held, stats.host.copies_failed), (0, 0));
+        }
+    }
+}
+
+#[test]
+fn what_takes_longer_to_restore_than_to_compute_is_computed() {
+    // A block takes 4 * 100 us to compute.
+    let rig = Rig::start(Some(host(SavePolicy::WriteThrough)), 5000.0, 1);
+    let stories = rig.turns(0..12);
+    assert_exact(&stories);
+    let stats = rig.settle().scheduler.host;
+    assert!(stats.restores_declined > 0, "{stats:?}");
+    assert!(stats.restores_chosen < 4, "once or so, to find out: {stats:?}");
+}
+
+#[test]
+fn copies_that_fail_cost_time_and_nothing_else() {
+    let rig = Rig::start(Some(host(SavePolicy::WriteThrough)), 10.0, 1);
+    rig.control.fail_copies(20);
+    assert_exact(&rig.turns(0..6));
+    rig.control.fail_copies(7);
+    assert_exact(&rig.turns(6..12));
+    let stats = rig.settle().scheduler;
+    assert!(stats.host.copies_failed > 20);
+    assert_eq!((stats.pages_held, rig.handle.status()), (0, Status::Ready));
+}
+
+#[test]
+fn copies_that_never_end_end_the_hand_and_nothing_is_lost() {
+    let rig = Rig::start(Some(host(SavePolicy::WriteThrough)), 10.0, 1);
+    assert_exact(&rig.turns(0..3));
+    rig.settle();
+    rig.control.hang_copies();
+    // Its blocks are on the host, and never come back: the watchdog ends the hand, and the next one restores them.
+    assert_exact(&rig.turns(3..6));
+    let stats = rig.settle();
+    assert!(stats.hand.deaths >= 1);
+    assert!(stats.hand.copy_wait_us >= 5_000_000 || stats.hand.replayed > 0);
+    assert_eq!(stats.scheduler.pages_held, 0);
+}
+
+#[test]
+fn what_the_host_has_is_not_computed_again_after_a_death() {
+    let computed = [None, Some(host(SavePolicy::WriteThrough))].map(|host| {
+        let rig = Rig::with(host, 10.0, 1, SimClock::virtual_time(), Some(20));
+        rig.submit(0, prompt(0), 60);
+        let stories = rig.follow(1);
+        assert_eq!(stories[&0].1, alone(prompt(0), 60));
+        let stats = rig.settle();
+        assert_eq!((stats.hand.deaths, stats.hand.replayed), (1, 1));
+        stats.scheduler.recomputed_tokens
+    });
+    assert!(computed[0] > 80);
+    assert!(computed[1] * 10 < computed[0], "{computed:?}: only what was not saved yet");
+}
+
+#[test]
+fn who_is_aborted_while_its_blocks_come_back_leaves_nothing_behind() {
+    // Time is real, and each page takes a hundredth of a second.
+    let host = Some(host(SavePolicy::WriteThrough));
+    let rig = Rig::with(host, 10_000.0, 1, SimClock::real(), None);
+    assert_exact(&rig.turns(0..3));
+    rig.settle();
+    rig.submit(9, prompt(0), 5);
+    rig.until(|rig| rig.handle.stats().scheduler.host.arriving == 1);
+    rig.handle.abort(RequestId(9));
+    let stories = rig.follow(1);
+    assert_eq!(stories[&9].1, [0; 0]);
+    let stats = rig.settle().scheduler;
+    assert_eq!((stats.pages_held, stats.host.arriving, stats.running), (0, 0, 0));
+}
+
+#[test]
+fn an_overload_computes_less_than_a_page_again_for_each_preemption() {
+    let lost = [true, false].map(|restore_preempted| {
+        let host = HostConfig { restore_preempted, ..host(SavePolicy::WriteThrough) };
+        let rig = Rig::start(Some(host), 1.0, 1);
+        // Six requests of 31 pages in the end, on a device of 40.
+        for id in 0..6 {
+            rig.submit(id, prompt(id), 60);
+        }
+        let stories = rig.follow(6);
+        for (id, (_, tokens)) in &stories {
+            assert_eq!(tokens, &alone(prompt(*id), 60), "request {id}");
+        }
+        let stats = rig.settle().scheduler;
+        assert!(stats.preemptions > 0);
+        stats.recomputed_tokens as f64 / stats.preemptions as f64
+    });
+    assert!(lost[0] < f64::from(PAGE), "{lost:?}");
+    assert!(lost[1] > lost[0], "{lost:?}");
+}

@@ -1,0 +1,107 @@
+//! The tier of host memory, by the names that SGLang and vLLM have for it.
+
+use clap::{Args, ValueEnum};
+use serde::Serialize;
+
+#[derive(Debug, Args)]
+#[command(next_help_heading = "Host memory tier")]
+pub(crate) struct TierFlags {
+    /// Keep KV pages in host memory too: what the device gives up is copied back instead of computed again.
+    #[arg(long, visible_alias = "enable-hicache")]
+    pub(crate) enable_hierarchical_cache: bool,
+    /// Pages of the host tier for each page of the device [default: 2].
+    #[arg(long, value_name = "RATIO", conflicts_with = "hicache_size", value_parser = ratio)]
+    pub(crate) hicache_ratio: Option<f64>,
+    /// Size of each replica's host tier in GB (10^9 bytes), instead of a ratio.
+    #[arg(long, value_name = "GB", value_parser = positive)]
+    pub(crate) hicache_size: Option<f64>,
+    /// When a block is copied to the host tier: `write_through` as soon as it is computed, `write_through_selective` at its second use,
+    /// `write_back` when the device is about to need its page [default: write_through].
+    #[arg(long, value_enum)]
+    pub(crate) hicache_write_policy: Option<WritePolicy>,
+    /// Waiting requests whose blocks are brought back before their turn; 0: none [default: 4].
+    #[arg(long, value_name = "REQUESTS", value_parser = clap::value_parser!(u32).range(..=1024))]
+    pub(crate) hicache_prefetch_requests: Option<u32>,
+    /// The same as vLLM has it: a host tier of so many GiB for all replicas together.
+    #[arg(long, value_name = "GIB", conflicts_with_all = ["hicache_ratio", "hicache_size"], value_parser = positive)]
+    pub(crate) kv_offloading_size: Option<f64>,
+    /// Who copies; there is one.
+    #[arg(long, value_enum, requires = "kv_offloading_size")]
+    pub(crate) kv_offloading_backend: Option<Backend>,
+    /// Most copies that a step starts [default: 32, or twice the pages of a step's prefill].
+    #[arg(long, value_name = "PAGES", value_parser = clap::value_parser!(u32).range(1..=65536))]
+    pub(crate) kv_copy_pages_per_step: Option<u32>,
+    /// How a preempted or replayed request gets its KV back: copied from the host tier, or computed again (to measure what the tier is
+    /// worth) [default: restore].
+    #[arg(long, value_enum)]
+    pub(crate) preemption: Option<Preemption>,
+    /// For tests: copies take at least as long as at this speed, in GB a second each way.
+    #[arg(long, value_name = "GB/S", value_parser = positive)]
+    pub(crate) debug_kv_copy_gbps: Option<f64>,
+    /// For tests: note a checksum of each page that is copied to the host tier, and check it when the page comes back.
+    #[arg(long)]
+    pub(crate) debug_kv_checksum: bool,
+}
+
+/// When blocks are saved.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, ValueEnum, Serialize)]
+#[serde(rename_all = "snake_case")]
+#[value(rename_all = "snake_case")]
+#[expect(clippy::enum_variant_names, reason = "these are SGLang's names")]
+pub(crate) enum WritePolicy {
+    #[default]
+    WriteThrough,
+    WriteThroughSelective,
+    WriteBack,
+}
+
+/// Who copies.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum Backend {
+    Native,
+}
+
+/// What becomes of KV that was taken from a request.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, ValueEnum, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub(crate) enum Preemption {
+    #[default]
+    Restore,
+    Recompute,
+}
+
+impl TierFlags {
+    /// Whether there is to be a host tier.
+    pub(crate) fn on(&self) -> bool {
+        self.enable_hierarchical_cache || self.kv_offloading_size.is_some()
+    }
+
+    /// A flag that says something of the host tier, if one was given.
+    pub(crate) fn given(&self) -> Option<&'static str> {
+        let flags = [
+            ("--hicache-ratio", self.hicache_ratio.is_some()),
+            ("--hicache-size", self.hicache_size.is_some()),
+            ("--hicache-write-policy", self.hicache_write_policy.is_some()),
+            ("--hicache-prefetch-requests", self.hicache_prefetch_requests.is_some()),
+            ("--kv-copy-pages-per-step", self.kv_copy_pages_per_step.is_some()),
+            ("--preemption", self.preemption.is_some()),
+            ("--debug-kv-copy-gbps", self.debug_kv_copy_gbps.is_some()),
+            ("--debug-kv-checksum", self.debug_kv_checksum),
+        ];
+        flags.into_iter().find(|(_, given)| *given).map(|(name, _)| name)
+    }
+}
+
+fn positive(text: &str) -> Result<f64, String> {
+    match text.parse::<f64>() {
+        Ok(value) if value > 0.0 && value <= 1e6 => Ok(value),
+        _ => Err("expected a number above 0".into()),
+    }
+}
+
+fn ratio(text: &str) -> Result<f64, String> {
+    match text.parse::<f64>() {
+        Ok(value) if value > 0.0 && value <= 1000.0 => Ok(value),
+        _ => Err("expected a number above 0 and at most 1000".into()),
+    }
+}

@@ -1,0 +1,117 @@
+//! The host tier, resolved.
+
+use anyhow::{Result, bail};
+use forebay_engine::{HostConfig, SavePolicy};
+use forebay_sim::Profile;
+use serde::Serialize;
+
+use crate::flags::{Preemption, ServeFlags, TierFlags, WritePolicy};
+use crate::model::{Model, Pooling};
+
+/// What SGLang takes.
+const RATIO: f64 = 2.0;
+const PREFETCH_REQUESTS: u32 = 4;
+const COPIES_A_STEP: u32 = 32;
+
+/// The host tier of each replica.
+#[derive(Debug, Clone, Serialize)]
+pub(crate) struct HostTier {
+    /// Its size, in bytes or in pages for each page of the device.
+    #[serde(flatten)]
+    pub(crate) size: HostSize,
+    pub(crate) write_policy: WritePolicy,
+    pub(crate) prefetch_requests: u32,
+    pub(crate) copy_pages_per_step: u32,
+    pub(crate) preemption: Preemption,
+    pub(crate) debug_copy_gbps: Option<f64>,
+    pub(crate) debug_checksum: bool,
+}
+
+/// How large it is.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub(crate) enum HostSize {
+    /// In bytes.
+    Bytes(u64),
+    /// In pages of the device's.
+    Ratio(f64),
+}
+
+impl HostSize {
+    fn of(flags: &TierFlags, replicas: u32) -> Self {
+        let shared =
+            flags.kv_offloading_size.map(|gib| gib * f64::from(1 << 30) / f64::from(replicas));
+        match flags.hicache_size.map(|gb| gb * 1e9).or(shared) {
+            Some(bytes) => Self::Bytes(bytes as u64),
+            None => Self::Ratio(flags.hicache_ratio.unwrap_or(RATIO)),
+        }
+    }
+
+    /// Pages, on a device with so many and of this profile.
+    ///
+    /// # Errors
+    /// The profile does not say what a page takes, or it is none.
+    pub(crate) fn pages(self, profile: &Profile, pages: u32, page_size: u32) -> Result<u32> {
+        let count = match self {
+            Self::Ratio(ratio) => ratio * f64::from(pages),
+            Self::Bytes(bytes) => match profile.page_bytes(page_size) {
+                0 => bail!(
+                    "profile {} does not say what a token's keys and values take (kv.main_bytes_token): use --hicache-ratio",
+                    profile.name
+                ),
+                page => (bytes / page) as f64,
+            },
+        };
+        if count < 1.0 {
+            bail!("the host tier holds no page");
+        }
+        Ok(count.min(f64::from(i32::MAX)) as u32)
+    }
+}
+
+impl HostTier {
+    pub(crate) fn resolve(flags: &ServeFlags, model: &Model) -> Result<Option<Self>> {
+        let tiers = &flags.tiers;
+        if !tiers.on() {
+            if let Some(given) = tiers.given() {
+                bail!("{given} is for a host tier: add --enable-hierarchical-cache");
+            }
+            return Ok(None);
+        }
+        if flags.schedule.disable_radix_cache {
+            bail!(
+                "a host tier keeps blocks of the prefix cache: it goes without --disable-radix-cache"
+            );
+        }
+        if model.pooling.as_ref().is_some_and(Pooling::whole_prompts) {
+            bail!("this model keeps no keys and values, so a host tier has nothing to hold");
+        }
+        let step = flags.schedule.chunked_prefill_size.div_ceil(flags.schedule.page_size);
+        Ok(Some(Self {
+            size: HostSize::of(tiers, flags.replicas.dp_size),
+            write_policy: tiers.hicache_write_policy.unwrap_or_default(),
+            prefetch_requests: tiers.hicache_prefetch_requests.unwrap_or(PREFETCH_REQUESTS),
+            // So that saves keep up with prefill.
+            copy_pages_per_step: tiers
+                .kv_copy_pages_per_step
+                .unwrap_or(COPIES_A_STEP.max(step.saturating_mul(2).min(1 << 16))),
+            preemption: tiers.preemption.unwrap_or_default(),
+            debug_copy_gbps: tiers.debug_kv_copy_gbps,
+            debug_checksum: tiers.debug_kv_checksum,
+        }))
+    }
+
+    /// The part that decides in the brain.
+    pub(crate) fn engine(&self) -> HostConfig {
+        HostConfig {
+            policy: match self.write_policy {
+                WritePolicy::WriteThrough => SavePolicy::WriteThrough,
+                WritePolicy::WriteThroughSelective => SavePolicy::WriteThroughSelective,
+                WritePolicy::WriteBack => SavePolicy::WriteBack,
+            },
+            copies_a_step: self.copy_pages_per_step,
+            prefetch: self.prefetch_requests,
+            restore_preempted: self.preemption == Preemption::Restore,
+        }
+    }
+}

@@ -1,0 +1,78 @@
+//! What a scheduler is told once.
+
+use forebay_kvcache::Namer;
+use serde::Serialize;
+
+/// Who goes first.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Policy {
+    /// By arrival.
+    Fcfs,
+    /// By priority, larger first, then by arrival.
+    Priority,
+    /// By priority, smaller first, then by arrival.
+    PriorityAscending,
+}
+
+/// What the scheduler has to give.
+#[derive(Debug, Clone)]
+pub struct SchedulerConfig {
+    /// Rows of the device tables. Some more than `max_running`, because a slot is retired for up to [`MAX_IN_FLIGHT`] steps.
+    pub slots: u32,
+    /// Most requests that have a slot at a time.
+    pub max_running: u32,
+    /// Pages of the device; 0: the model keeps no keys and values, so that a prompt is computed whole or not at all.
+    pub pages: u32,
+    /// Positions a page.
+    pub page_size: u32,
+    /// Tokens a step (the chunked prefill size). Decode rows always all go; prefill gets what they leave, but at least one page.
+    pub token_budget: u32,
+    /// Whether blocks are shared between requests.
+    pub prefix_cache: bool,
+    /// Names blocks.
+    pub namer: Namer,
+    /// Whether somebody takes [`Scheduler::take_block_events`].
+    pub block_events: bool,
+    /// Who goes first.
+    pub policy: Policy,
+    /// Within a priority, clients take turns, and one that has nothing running need not wait for those of one that has much. Otherwise all
+    /// requests are as one client's.
+    pub fair: bool,
+    /// Words that a plan may have when another request is admitted to it; [`STEP_WORDS`] but in tests.
+    pub step_words: usize,
+    /// Numbers of a vector, where the model pools: results have a size too.
+    pub vector_size: u32,
+    /// Most tokens that a row which samples may give; at least 1.
+    pub tokens_a_row: u32,
+    /// The tier of host memory, if there is one. Without pages or without the prefix cache it is of no use.
+    pub host: Option<HostTier>,
+}
+
+/// When a block is saved to the host tier. The names are SGLang's.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum SavePolicy {
+    /// As soon as it is computed.
+    #[default]
+    WriteThrough,
+    /// When a second request uses it.
+    WriteThroughSelective,
+    /// When the device is about to need its page: as long as fewer than a tenth of the pages, and fewer than 64, can be given up without a loss, the
+    /// longest unused blocks are saved.
+    WriteBack,
+}
+
+/// The tier of host memory.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct HostTier {
+    /// Its pages.
+    pub pages: u32,
+    /// When blocks are saved.
+    pub policy: SavePolicy,
+    /// Most copies that a plan starts; at least 1.
+    pub copies_a_step: u32,
+    /// Waiting requests whose blocks are brought back before their turn.
+    pub prefetch: u32,
+    /// A request that comes back from preemption has its blocks restored; otherwise it computes them again.
+    pub restore_preempted: bool,
+}

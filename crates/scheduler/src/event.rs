@@ -1,0 +1,180 @@
+//! What a scheduler tells: events, numbers, and why it does not take a result.
+
+use derive_more::AddAssign;
+use serde::Serialize;
+use thiserror::Error;
+
+/// Why a request ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Finish {
+    /// One of its stop ids was sampled. It is also the last [`Event::Token`].
+    Stop {
+        /// The id.
+        token: i32,
+    },
+    /// It has all the tokens it may have, or its vector.
+    Length,
+    /// Its logits were not finite.
+    NotFinite,
+}
+
+/// What happened to a request. [`Event::Finished`] is the last of each, and comes once; an aborted or poisoned request has none.
+#[derive(Debug, Clone, PartialEq)]
+pub enum Event {
+    /// It got a slot and pages.
+    Admitted {
+        /// The request's id.
+        id: u64,
+        /// Prompt tokens found in the prefix cache, told at the first admission; 0 at later ones.
+        cached_tokens: u32,
+        /// It was admitted before, and computes again what it lost.
+        replayed: bool,
+        /// It has no row before blocks of its have come back from the host tier: [`Event::Arrived`] tells when, unless it is preempted.
+        restoring: bool,
+    },
+    /// Its blocks are on the device.
+    Arrived {
+        /// The request's id.
+        id: u64,
+    },
+    /// A token was sampled.
+    Token {
+        /// The request's id.
+        id: u64,
+        /// The token.
+        token: i32,
+        /// When asked for: the sampled token first, then the most likely, descending; natural logarithms.
+        logprobs: Option<Box<[(i32, f32)]>>,
+    },
+    /// Its vector was computed.
+    Pooled {
+        /// The request's id.
+        id: u64,
+        /// As the model made it, neither cut nor normalised.
+        vector: Box<[f32]>,
+    },
+    /// It ended.
+    Finished {
+        /// The request's id.
+        id: u64,
+        /// Why.
+        reason: Finish,
+    },
+    /// It lost its slot and pages to a more important one, or to a suspect that is to be tried, or a block did not come back from the host
+    /// tier. It waits again.
+    Preempted {
+        /// The request's id.
+        id: u64,
+    },
+}
+
+/// Why a result was not applied. Nothing was changed.
+#[derive(Debug, Clone, PartialEq, Eq, Error)]
+pub enum ApplyError {
+    /// A result came without a plan.
+    #[error("result of step {step}, but no step is in flight")]
+    NothingInFlight {
+        /// The result's step.
+        step: u64,
+    },
+    /// Results come in plan order.
+    #[error("result of step {got}, but step {expected} is the oldest in flight")]
+    WrongStep {
+        /// The oldest step in flight.
+        expected: u64,
+        /// The result's step.
+        got: u64,
+    },
+    /// A copy ended that is not under way.
+    #[error("result of step {step}: copy {ticket} ended, but it is not under way")]
+    Copy {
+        /// The step.
+        step: u64,
+        /// The ticket that it names.
+        ticket: i32,
+    },
+    /// A column does not fit the plan's rows.
+    #[error(
+        "result of step {step}: column {column} has {got} entries, the plan asks for {expected}"
+    )]
+    Column {
+        /// The step.
+        step: u64,
+        /// The column's name in the protocol.
+        column: &'static str,
+        /// Entries that the plan asks for.
+        expected: usize,
+        /// Entries it has.
+        got: usize,
+    },
+}
+
+/// Numbers to show. Counters only grow, also across [`Scheduler::reset`].
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, AddAssign, Serialize)]
+pub struct Stats {
+    /// Requests with a slot.
+    pub running: usize,
+    /// Live requests without.
+    pub waiting: usize,
+    /// Pages leased by requests, or retired and not yet returned.
+    pub pages_held: usize,
+    /// Unreferenced pages that hold a named block.
+    pub pages_cached: usize,
+    /// Pages that hold nothing.
+    pub pages_free: usize,
+    /// Prompt tokens looked up in the prefix cache at first admissions.
+    pub prefix_queries: u64,
+    /// Prompt tokens found there, in the device's memory.
+    pub prefix_hits: u64,
+    /// Prompt tokens found in the host tier, at first admissions.
+    pub host_hits: u64,
+    /// Prompt tokens computed, cache hits not counted.
+    pub prompt_tokens: u64,
+    /// Tokens generated.
+    pub generated_tokens: u64,
+    /// Times a request lost its pages to another.
+    pub preemptions: u64,
+    /// Tokens that requests which had lost their pages computed again, because no tier had them.
+    pub recomputed_tokens: u64,
+    /// Results applied of plans that had rows.
+    pub steps: u64,
+    /// The host tier.
+    pub host: HostStats,
+}
+
+/// Numbers of the host tier; all 0 without one. Those of pages and of what is under way are of the moment, the others only grow.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, AddAssign, Serialize)]
+pub struct HostStats {
+    /// Its pages.
+    pub pages: usize,
+    /// Those that hold a named block, or that copies use.
+    pub pages_used: usize,
+    /// Positions that it has room for.
+    pub tokens: usize,
+    /// Positions of the pages that are used.
+    pub tokens_used: usize,
+    /// Positions of the blocks that came back from it.
+    pub tokens_restored: u64,
+    /// Copies under way.
+    pub copies_outstanding: usize,
+    /// Requests that wait for blocks to come back.
+    pub arriving: usize,
+    /// Blocks that reached the host tier.
+    pub blocks_saved: u64,
+    /// Blocks that came back from it.
+    pub blocks_restored: u64,
+    /// Copies that the hand could not do.
+    pub copies_failed: u64,
+    /// Blocks that the device gave up and the host tier did not have.
+    pub dropped_unsaved: u64,
+    /// Blocks that were not saved because copies used every host page.
+    pub saves_refused: u64,
+    /// Times that blocks were found in the host tier and computed all the same, because that was sooner done.
+    pub restores_declined: u64,
+    /// Times that blocks were found in the host tier and restored.
+    pub restores_chosen: u64,
+    /// Microseconds that saves took.
+    pub save_us: u64,
+    /// Microseconds that restores took.
+    pub restore_us: u64,
+}

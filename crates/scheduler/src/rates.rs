@@ -1,0 +1,65 @@
+//! What is sooner done: to bring blocks back, or to compute them again.
+
+/// Weight of the newest measurement in a running mean, one in so many.
+const NEWEST: f64 = 8.0;
+
+/// Running means of what the device took.
+#[derive(Debug, Default)]
+pub(crate) struct Rates {
+    /// Microseconds a page that is restored.
+    restore_us: Option<f64>,
+    /// Microseconds a token that is computed in a step that is mostly prefill.
+    prefill_us: Option<f64>,
+}
+
+fn learn(mean: &mut Option<f64>, measured: f64) {
+    *mean = Some(mean.map_or(measured, |mean| mean + (measured - mean) / NEWEST));
+}
+
+impl Rates {
+    /// A step computed so many positions, of which `single` were one a row.
+    pub(crate) fn computed(&mut self, positions: u32, single: u32, device_us: u32) {
+        // What decode rows cost is not what a position of a chunk costs.
+        if positions > 2 * single && device_us > 0 {
+            learn(&mut self.prefill_us, f64::from(device_us) / f64::from(positions));
+        }
+    }
+
+    /// So many pages were restored in this time.
+    pub(crate) fn restored(&mut self, pages: u64, us: u32) {
+        if pages > 0 && us > 0 {
+            learn(&mut self.restore_us, f64::from(us) / pages as f64);
+        }
+    }
+
+    /// Whether to restore so many pages rather than to compute so many tokens. Always, until both are known.
+    pub(crate) fn restores(&self, pages: u32, tokens: u32) -> bool {
+        match (self.restore_us, self.prefill_us) {
+            (Some(restore), Some(prefill)) => {
+                f64::from(pages) * restore < f64::from(tokens) * prefill
+            }
+            _ => true,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_takes_less_is_chosen_once_both_are_known() {
+        let mut rates = Rates::default();
+        assert!(rates.restores(1000, 1));
+        rates.restored(10, 1000);
+        assert!(rates.restores(1000, 1), "what a token takes is not known");
+        rates.computed(100, 50, 100);
+        assert!(rates.restores(1000, 1), "half of it was decode");
+        rates.computed(100, 0, 1000);
+        assert!(rates.restores(1, 16) && !rates.restores(1, 10));
+        for _ in 0..100 {
+            rates.restored(10, 10);
+        }
+        assert!(rates.restores(1, 10), "it has become fast");
+    }
+}

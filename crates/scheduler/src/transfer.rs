@@ -1,0 +1,305 @@
+//! Where blocks are: which of a request's are found and where, and the copies between the device's memory and the host's.
+//!
+//! Plans tell the hand of copies, results tell which have ended. Nothing waits for a save. A request waits for the restores of its own
+//! blocks, as an *arriving* resident: it has its slot and pages, and no row.
+
+use std::collections::VecDeque;
+
+use forebay_kvcache::{self as kvcache, Found, Lease};
+use forebay_protocol::{COPY_OK, Direction, PageCopy, StepPlan, StepResult};
+
+use crate::{Event, Handle, HostStats, HostTier, SavePolicy, Scheduler, State};
+
+/// A part of all hot pages that saves may lease at a time.
+const SAVING_SHARE: u32 = 8;
+/// The policy *write back* keeps this part of all hot pages ready to be given up, and no more than so many.
+const READY_SHARE: u32 = 10;
+const READY_PAGES: u32 = 64;
+
+/// The pages of a request that is admitted.
+pub(crate) struct Leased {
+    /// In the order of their positions.
+    pub(crate) leases: Vec<Lease>,
+    /// Copies to wait for.
+    pub(crate) pending: VecDeque<u32>,
+    /// Pages that copies bring.
+    pub(crate) restored: u32,
+}
+
+impl Scheduler {
+    /// Leases pages for all known tokens of a request and, if it generates, the next one: first those that hold its leading blocks, or will when copies have
+    /// ended (`cached` tells how many positions), then new ones. `None`, and nothing is leased, if there are too few.
+    pub(crate) fn lease_pages(&mut self, handle: Handle) -> Option<Leased> {
+        // From here on it needs tokens of its own.
+        self.requests[handle].settle();
+        let (mut leases, mut pending, mut restored) = (Vec::new(), VecDeque::new(), 0);
+        if self.keeps_nothing() {
+            return Some(Leased { leases, pending, restored });
+        }
+        let page_size = self.config.page_size;
+        let entry = &self.requests[handle];
+        let pages = (entry.known() + u32::from(!entry.pools())).div_ceil(page_size) as usize;
+        let (found, declined) = self.find_blocks(handle);
+        let new = pages - found.iter().filter(|found| !matches!(found, Found::Host(_))).count();
+        let entry = &mut self.requests[handle];
+        if (self.tiers.hot().available() as usize) < new {
+            self.give_up(found);
+            return None;
+        }
+        leases.reserve_exact(pages);
+        for (found, &name) in found.into_iter().zip(&entry.names) {
+            let (lease, ticket) = match found {
+                Found::Hot(lease) => (Some(lease), None),
+                Found::Arriving(lease, ticket) => (Some(lease), Some(ticket)),
+                Found::Host(lease) => self.tiers.restore(name, lease).unzip(),
+            };
+            leases.extend(lease);
+            restored += u32::from(ticket.is_some());
+            pending.extend(ticket);
+        }
+        entry.cached = leases.len() as u32 * page_size;
+        self.counters.host.restores_chosen += u64::from(restored > 0);
+        self.counters.host.restores_declined += u64::from(declined);
+        while leases.len() < pages {
+            leases.extend(self.tiers.allocate());
+        }
+        Some(Leased { leases, pending, restored })
+    }
+
+    /// Where the leading blocks of a request are, as far as they are anywhere and it is worth while to bring them back; and whether it was not.
+    fn find_blocks(&mut self, handle: Handle) -> (Vec<Found>, bool) {
+        let page_size = self.config.page_size;
+        let entry = &mut self.requests[handle];
+        if !self.config.prefix_cache || entry.request.spec.embeds.is_some() {
+            return (Vec::new(), false);
+        }
+        let selective =
+            self.config.host.is_some_and(|host| host.policy == SavePolicy::WriteThroughSelective);
+        let recomputes = entry.request.past.admitted
+            && self.config.host.is_some_and(|host| !host.restore_preempted);
+        // One token at least is left to compute: without a row there are no logits, and no vector.
+        let blocks = ((entry.known() - 1) / page_size) as usize;
+        let (mut found, mut first_on_host, mut on_host) = (Vec::new(), usize::MAX, 0);
+        for &name in entry.name_blocks(blocks, page_size as usize, &self.config.namer) {
+            match self.tiers.find(name) {
+                None => break,
+                Some(Found::Host(lease)) if recomputes => {
+                    self.tiers.release_host(lease);
+                    break;
+                }
+                Some(Found::Host(lease)) => {
+                    first_on_host = first_on_host.min(found.len());
+                    on_host += 1;
+                    found.push(Found::Host(lease));
+                }
+                Some(on_device) => {
+                    if selective && matches!(on_device, Found::Hot(_)) {
+                        self.tiers.want_saved(name);
+                    }
+                    found.push(on_device);
+                }
+            }
+        }
+        let tokens = (found.len() - first_on_host.min(found.len())) as u32 * page_size;
+        let declined = on_host > 0 && !self.rates.restores(on_host, tokens);
+        if declined {
+            let rest = found.split_off(first_on_host);
+            self.give_up(rest);
+        }
+        (found, declined)
+    }
+
+    /// Gives back the leases of blocks that were found, the deepest first.
+    fn give_up(&mut self, found: Vec<Found>) {
+        for found in found.into_iter().rev() {
+            match found {
+                Found::Hot(lease) | Found::Arriving(lease, _) => self.tiers.release(lease),
+                Found::Host(lease) => self.tiers.release_host(lease),
+            }
+        }
+    }
+
+    /// Whether a request waited for copies, and waits no more.
+    pub(crate) fn has_arrived(&self, handle: Handle) -> bool {
+        matches!(&self.requests[handle].state, State::Arriving { pending, .. } if pending.is_empty())
+    }
+
+    /// The most important of those whose blocks have come back, if it goes before everybody in prefill and the plan has room for it.
+    pub(crate) fn next_arrival(&self, plan: &StepPlan) -> Option<Handle> {
+        let before = self.prefills.first_key_value().map(|(key, _)| key);
+        let (key, &handle) = self.arriving.iter().find(|(_, at)| self.has_arrived(**at))?;
+        let first = before.is_none_or(|before| key < before);
+        (first && (!plan.writes_slots() || self.has_words_for(handle, plan))).then_some(handle)
+    }
+
+    /// A request's blocks are on the device: it goes on with the rest.
+    pub(crate) fn arrive(&mut self, handle: Handle, plan: &mut StepPlan, events: &mut Vec<Event>) {
+        let entry = &mut self.requests[handle];
+        match std::mem::replace(&mut entry.state, State::Waiting) {
+            State::Arriving { residence, .. } => {
+                self.arriving.remove(&entry.key);
+                events.push(Event::Arrived { id: entry.request.id });
+                self.begin_prefill(handle, residence, plan);
+            }
+            other => entry.state = other,
+        }
+    }
+
+    /// Brings back blocks of those who are next, as far as pages are to be had without a loss and nobody before them needs them.
+    pub(crate) fn prefetch(&mut self) {
+        let Some(host) = self.config.host.filter(|host| host.prefetch > 0) else { return };
+        let page_size = self.config.page_size;
+        let mut room = self.tiers.hot().spare();
+        for ticket in self.queue.upcoming(host.prefetch as usize) {
+            let entry = &mut self.requests[ticket.handle];
+            let pages = entry.total.div_ceil(page_size);
+            let recomputes = entry.request.past.admitted && !host.restore_preempted;
+            if std::mem::replace(&mut entry.prefetched, true)
+                || recomputes
+                || entry.request.spec.embeds.is_some()
+            {
+                room = room.saturating_sub(pages);
+                continue;
+            }
+            entry.settle();
+            let blocks = ((entry.known() - 1) / page_size) as usize;
+            for &name in entry.name_blocks(blocks, page_size as usize, &self.config.namer) {
+                if room == 0 {
+                    return;
+                }
+                if self.tiers.only_on_host(name)
+                    && let Some(Found::Host(lease)) = self.tiers.find(name)
+                    && let Some((waiter, _)) = self.tiers.restore(name, lease)
+                {
+                    self.tiers.release(waiter);
+                    room -= 1;
+                } else if !self.tiers.knows(name) {
+                    break;
+                }
+            }
+        }
+    }
+
+    /// Tells the hand of copies: restores first, somebody waits for them.
+    pub(crate) fn plan_copies(&mut self, plan: &mut StepPlan) {
+        let Some(host) = self.config.host else { return };
+        for _ in 0..host.copies_a_step {
+            let Some(copy) = self.tiers.next_restore().or_else(|| self.next_save(host)) else {
+                return;
+            };
+            plan.push_copy(PageCopy {
+                ticket: copy.ticket,
+                direction: match copy.direction {
+                    kvcache::Direction::Save => Direction::Save,
+                    kvcache::Direction::Restore => Direction::Restore,
+                },
+                hot: copy.hot,
+                host: copy.host,
+            });
+        }
+    }
+
+    fn next_save(&mut self, host: HostTier) -> Option<kvcache::PageCopy> {
+        let pages = self.config.pages;
+        // Pages that saves lease are nobody's meanwhile.
+        let most = (pages / SAVING_SHARE).max(host.copies_a_step.min(pages / 4)).max(1);
+        match host.policy {
+            SavePolicy::WriteThrough | SavePolicy::WriteThroughSelective => {
+                self.tiers.next_save(most)
+            }
+            SavePolicy::WriteBack => {
+                self.tiers.sweep((pages / READY_SHARE).max(READY_PAGES).min(pages), most)
+            }
+        }
+    }
+
+    /// Takes the ends of copies. Whoever waited for one that failed waits for its turn again, and computes what it can't have.
+    pub(crate) fn copies_ended(&mut self, result: &StepResult, events: &mut Vec<Event>) {
+        let timing = result.copy_timing;
+        self.counters.host.save_us += u64::from(timing.save_us);
+        self.counters.host.restore_us += u64::from(timing.restore_us);
+        if result.copied.is_empty() {
+            return;
+        }
+        let restored = self.tiers.moves().restored;
+        for &[ticket, error] in &result.copied {
+            let ticket = ticket.cast_unsigned();
+            if error != COPY_OK {
+                self.turn_away(ticket, events);
+            }
+            self.tiers.ended(ticket, error == COPY_OK);
+        }
+        self.rates.restored(self.tiers.moves().restored - restored, timing.restore_us);
+        for &handle in self.arriving.values() {
+            if let State::Arriving { pending, .. } = &mut self.requests[handle].state {
+                while pending.front().is_some_and(|&ticket| !self.tiers.is_under_way(ticket)) {
+                    pending.pop_front();
+                }
+            }
+        }
+        self.blocked = None;
+        self.shares.changed();
+    }
+
+    fn turn_away(&mut self, ticket: u32, events: &mut Vec<Event>) {
+        let waits = |&handle: &Handle| match &self.requests[handle].state {
+            State::Arriving { pending, .. } => pending.contains(&ticket),
+            _ => false,
+        };
+        let waiters: Vec<Handle> = self.arriving.values().copied().filter(waits).collect();
+        for handle in waiters {
+            self.vacate(handle);
+            let entry = &self.requests[handle];
+            events.push(Event::Preempted { id: entry.request.id });
+            if entry.mark().is_none() {
+                self.enqueue(handle);
+            }
+        }
+    }
+
+    pub(crate) fn host_stats(&self) -> HostStats {
+        let (moves, pages) = (self.tiers.moves(), self.tiers.host_counts());
+        let page_size = self.config.page_size as usize;
+        let used = (pages.cached + pages.held) as usize;
+        let all = used + pages.free as usize;
+        HostStats {
+            pages: all,
+            pages_used: used,
+            tokens: all * page_size,
+            tokens_used: used * page_size,
+            tokens_restored: moves.restored * page_size as u64,
+            copies_outstanding: self.tiers.outstanding(),
+            arriving: self.arriving.len(),
+            blocks_saved: moves.saved,
+            blocks_restored: moves.restored,
+            copies_failed: moves.failed,
+            dropped_unsaved: moves.dropped_unsaved,
+            saves_refused: moves.refused,
+            ..self.counters.host
+        }
+    }
+
+    /// Offers a resident's blocks to the cache whose tokens are known and whose keys and values are planned.
+    pub(crate) fn offer_blocks(&mut self, handle: Handle) {
+        let caching = self.config.prefix_cache && !self.keeps_nothing();
+        let page_size = self.config.page_size;
+        let saves = self.config.host.is_some_and(|host| host.policy == SavePolicy::WriteThrough);
+        let entry = &mut self.requests[handle];
+        let cached = caching && entry.request.spec.embeds.is_none();
+        let ready = entry.computed.min(entry.known()) / page_size;
+        let named = entry.state.residence().map_or(ready, |residence| residence.named);
+        if !cached || named >= ready {
+            return;
+        }
+        entry.name_blocks(ready as usize, page_size as usize, &self.config.namer);
+        if let Some(residence) = entry.state.residence_mut() {
+            for block in named as usize..ready as usize {
+                let fresh = self.tiers.name(&residence.leases[block], entry.names[block]);
+                if fresh && saves {
+                    self.tiers.want_saved(entry.names[block]);
+                }
+            }
+            residence.named = ready;
+        }
+    }
+}

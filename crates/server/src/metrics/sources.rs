@@ -1,0 +1,192 @@
+//! What snapshots tell: names, helps and where the numbers are.
+
+use forebay_engine::Status;
+use forebay_replicas::ReplicaReport;
+use forebay_text::TextStats;
+
+use crate::intake::IntakeStats;
+
+/// Reads one number of a snapshot.
+pub(super) type Read<S> = fn(&S) -> f64;
+/// Name, help and source of what a snapshot tells.
+pub(super) type Source<S> = (&'static str, &'static str, Read<S>);
+
+pub(super) const GAUGES: &[Source<ReplicaReport>] = &[
+    ("vllm:num_requests_running", "Requests in model execution batches.", |r| {
+        r.stats.scheduler.running as f64
+    }),
+    ("vllm:num_requests_waiting", "Requests waiting to be processed.", |r| {
+        r.stats.scheduler.waiting as f64
+    }),
+    ("forebay:replica_up", "Whether the replica's hand takes plans.", |r| {
+        f64::from(u8::from(matches!(r.status, Status::Ready | Status::Draining)))
+    }),
+    ("forebay:replica_requests", "Requests sent to the replica that have not ended.", |r| {
+        r.load.requests as f64
+    }),
+    ("forebay:replica_requests_peak", "Most of them at a time.", |r| r.load.peak as f64),
+    ("vllm:kv_cache_usage_perc", "KV cache usage, 1 means 100 percent.", |r| {
+        let s = &r.stats.scheduler;
+        let pages = s.pages_held + s.pages_cached + s.pages_free;
+        if pages == 0 { 0.0 } else { s.pages_held as f64 / pages as f64 }
+    }),
+    ("sglang:hicache_host_total_tokens", "Tokens that the host tier has room for.", |r| {
+        r.stats.scheduler.host.tokens as f64
+    }),
+    ("sglang:hicache_host_used_tokens", "Tokens that the host tier holds.", |r| {
+        r.stats.scheduler.host.tokens_used as f64
+    }),
+    ("forebay:copies_outstanding", "Copies between tiers under way.", |r| {
+        r.stats.scheduler.host.copies_outstanding as f64
+    }),
+    (
+        "forebay:requests_arriving",
+        "Requests whose blocks are being copied back from the host tier.",
+        |r| r.stats.scheduler.host.arriving as f64,
+    ),
+];
+
+pub(super) const COUNTERS: &[Source<ReplicaReport>] = &[
+    ("vllm:prefix_cache_queries_total", "Prompt tokens looked up in the prefix cache.", |r| {
+        r.stats.scheduler.prefix_queries as f64
+    }),
+    ("vllm:prefix_cache_hits_total", "Prompt tokens found in the prefix cache.", |r| {
+        r.stats.scheduler.prefix_hits as f64
+    }),
+    ("vllm:num_preemptions_total", "Preemptions.", |r| r.stats.scheduler.preemptions as f64),
+    (
+        "forebay:recomputed_tokens_total",
+        "Tokens computed again by requests that had lost their pages.",
+        |r| r.stats.scheduler.recomputed_tokens as f64,
+    ),
+    ("vllm:prompt_tokens_total", "Prefill tokens processed.", |r| {
+        r.stats.scheduler.prompt_tokens as f64
+    }),
+    ("vllm:generation_tokens_total", "Generation tokens processed.", |r| {
+        r.stats.scheduler.generated_tokens as f64
+    }),
+    (
+        "forebay:device_idle_seconds_total",
+        "Seconds the device sat idle between steps although there was work.",
+        |r| r.stats.hand.idle_us as f64 / 1e6,
+    ),
+    ("forebay:device_busy_seconds_total", "Seconds the device computed.", |r| {
+        r.stats.hand.device_us as f64 / 1e6
+    }),
+    ("forebay:steps_total", "Steps whose results were applied.", |r| {
+        r.stats.scheduler.steps as f64
+    }),
+    ("forebay:hand_deaths_total", "Times a hand died.", |r| r.stats.hand.deaths as f64),
+    ("forebay:requests_replayed_total", "Requests replayed after a hand's death.", |r| {
+        r.stats.hand.replayed as f64
+    }),
+    ("forebay:requests_dispatched_total", "Requests sent to the replica.", |r| {
+        r.load.dispatched as f64
+    }),
+];
+
+pub(super) const TEXT_GAUGES: &[Source<TextStats>] = &[
+    ("forebay:text_inputs_waiting", "Prompts waiting for a text thread.", |s| s.waiting as f64),
+    ("forebay:text_cache_bytes", "Bytes that the cache of encoded text uses.", |s| {
+        s.cache_bytes as f64
+    }),
+];
+
+pub(super) const TEXT_COUNTERS: &[Source<TextStats>] = &[
+    ("forebay:text_inputs_total", "Prompts that were tokenised.", |s| s.inputs as f64),
+    ("forebay:text_batches_total", "Times that a text thread took waiting prompts.", |s| {
+        s.batches as f64
+    }),
+    ("forebay:text_inputs_cut_total", "Prompts that were cut into pieces.", |s| s.cut as f64),
+    (
+        "forebay:text_inputs_cancelled_total",
+        "Prompts whose client had gone before they were tokenised.",
+        |s| s.cancelled as f64,
+    ),
+    (
+        "forebay:text_cache_queries_total",
+        "Bytes of text looked up in the cache of encoded text.",
+        |s| s.cache_queries as f64,
+    ),
+    ("forebay:text_cache_hits_total", "Bytes of text found in the cache of encoded text.", |s| {
+        s.cache_hits as f64
+    }),
+];
+
+pub(super) const INTAKE_GAUGES: &[Source<IntakeStats>] = &[
+    ("forebay:intake_bodies_waiting", "Large bodies waiting to be parsed.", |s| s.unread as f64),
+    ("forebay:intake_requests_waiting", "Requests waiting for room in the arena.", |s| {
+        s.in_line as f64
+    }),
+    ("forebay:arena_used_bytes", "Bytes of the arena in use.", |s| s.arena_bytes as f64),
+    (
+        "forebay:request_bytes_in_flight",
+        "Bytes that requests in flight are charged, from body to expected output.",
+        |s| s.request_bytes as f64,
+    ),
+];
+
+pub(super) const LOG_COUNTERS: &[Source<u64>] = &[(
+    "forebay:log_lines_dropped_total",
+    "Log lines dropped because nobody took them in time.",
+    |&dropped| dropped as f64,
+)];
+
+pub(super) const HOST_COUNTERS: &[Source<ReplicaReport>] = &[
+    (
+        "vllm:external_prefix_cache_queries_total",
+        "Prompt tokens looked up in the host tier: those that the device's cache did not have.",
+        |r| {
+            let s = &r.stats.scheduler;
+            if s.host.pages == 0 { 0.0 } else { (s.prefix_queries - s.prefix_hits) as f64 }
+        },
+    ),
+    ("vllm:external_prefix_cache_hits_total", "Prompt tokens found in the host tier.", |r| {
+        r.stats.scheduler.host_hits as f64
+    }),
+    ("sglang:load_back_tokens_total", "Tokens copied back from the host tier.", |r| {
+        r.stats.scheduler.host.tokens_restored as f64
+    }),
+    (
+        "forebay:copy_wait_seconds_total",
+        "Seconds that requests waited for their blocks to come back from the host tier.",
+        |r| r.stats.hand.copy_wait_us as f64 / 1e6,
+    ),
+    (
+        "forebay:blocks_dropped_unsaved_total",
+        "Blocks that the device gave up and the host tier did not have.",
+        |r| r.stats.scheduler.host.dropped_unsaved as f64,
+    ),
+    ("forebay:saves_refused_total", "Blocks not saved because copies used every host page.", |r| {
+        r.stats.scheduler.host.saves_refused as f64
+    }),
+    ("forebay:copies_failed_total", "Copies between tiers that could not be done.", |r| {
+        r.stats.scheduler.host.copies_failed as f64
+    }),
+    (
+        "forebay:restores_declined_total",
+        "Times that blocks in the host tier were computed all the same, because that was sooner done.",
+        |r| r.stats.scheduler.host.restores_declined as f64,
+    ),
+    ("forebay:restores_total", "Times that a request's blocks were restored.", |r| {
+        r.stats.scheduler.host.restores_chosen as f64
+    }),
+];
+
+/// Bytes and seconds of copies by direction, with vLLM's names: metric, help, `transfer_type`, source.
+pub(super) const TRANSFERS: &[(&str, &str, &str, Read<ReplicaReport>)] = &[
+    (OFFLOAD_BYTES, "Bytes copied between tiers.", "GPU_to_CPU", |r| {
+        r.stats.hand.saved_bytes as f64
+    }),
+    (OFFLOAD_BYTES, "Bytes copied between tiers.", "CPU_to_GPU", |r| {
+        r.stats.hand.restored_bytes as f64
+    }),
+    (OFFLOAD_TIME, "Seconds that copies between tiers took.", "GPU_to_CPU", |r| {
+        r.stats.scheduler.host.save_us as f64 / 1e6
+    }),
+    (OFFLOAD_TIME, "Seconds that copies between tiers took.", "CPU_to_GPU", |r| {
+        r.stats.scheduler.host.restore_us as f64 / 1e6
+    }),
+];
+pub(super) const OFFLOAD_BYTES: &str = "vllm:kv_offload_total_bytes_total";
+pub(super) const OFFLOAD_TIME: &str = "vllm:kv_offload_total_time_total";

@@ -1,0 +1,111 @@
+//! The simulated copy engines: one a direction, beside the steps.
+
+use forebay_protocol::{COPY_FAILED, COPY_OK, Direction, PageCopy, StepResult};
+
+use crate::profile::CopyModel;
+
+#[derive(Debug, Clone, Copy)]
+struct Copying {
+    ticket: u32,
+    direction: Direction,
+    /// `None`: never.
+    end_us: Option<u64>,
+    took_us: u32,
+    fine: bool,
+}
+
+/// What becomes of a copy.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub enum CopyFault {
+    /// It is done.
+    #[default]
+    None,
+    /// It takes its time and can't be done.
+    Fails,
+    /// It never ends.
+    Hangs,
+}
+
+/// Two engines, in anybody's time.
+#[derive(Debug, Default)]
+pub struct CopyEngines {
+    model: CopyModel,
+    page_bytes: u64,
+    /// When each direction's engine is done with what it has.
+    busy_until: [u64; 2],
+    under_way: Vec<Copying>,
+}
+
+impl CopyEngines {
+    /// Engines for pages of so many bytes.
+    #[must_use]
+    pub fn new(model: CopyModel, page_bytes: u64) -> Self {
+        Self { model, page_bytes, ..Self::default() }
+    }
+
+    /// Takes a copy on that may begin at `from_us`. Those of one direction run one after the other.
+    pub fn start(&mut self, copy: PageCopy, from_us: u64, fault: CopyFault) {
+        let lane = usize::from(copy.direction == Direction::Restore);
+        let begin = self.busy_until[lane].max(from_us);
+        let took = self.model.copy_us(copy.direction, self.page_bytes);
+        let end_us = (fault != CopyFault::Hangs).then_some(begin + took);
+        self.busy_until[lane] = begin + took;
+        self.under_way.push(Copying {
+            ticket: copy.ticket,
+            direction: copy.direction,
+            end_us,
+            took_us: u32::try_from(took).unwrap_or(u32::MAX),
+            fine: fault == CopyFault::None,
+        });
+    }
+
+    /// When the next copy ends, if one ever does.
+    #[must_use]
+    pub fn next_end(&self) -> Option<u64> {
+        self.under_way.iter().filter_map(|copy| copy.end_us).min()
+    }
+
+    /// Tells which copies have ended by `now_us`, in the order in which they were taken on.
+    pub fn report(&mut self, now_us: u64, result: &mut StepResult) {
+        self.under_way.retain(|copy| {
+            if copy.end_us.is_none_or(|end| end > now_us) {
+                return true;
+            }
+            let error = if copy.fine { COPY_OK } else { COPY_FAILED };
+            result.copied.push([copy.ticket.cast_signed(), error]);
+            match copy.direction {
+                Direction::Save => result.copy_timing.save_us += copy.took_us,
+                Direction::Restore => result.copy_timing.restore_us += copy.took_us,
+            }
+            false
+        });
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn copy(ticket: u32, direction: Direction) -> PageCopy {
+        PageCopy { ticket, direction, hot: 0, host: 0 }
+    }
+
+    #[test]
+    fn each_direction_has_an_engine_and_takes_one_after_the_other() {
+        let model = CopyModel { save_gbps: Some(1.0), restore_gbps: Some(2.0), latency_us: 10.0 };
+        let mut engines = CopyEngines::new(model, 100_000);
+        engines.start(copy(0, Direction::Save), 50, CopyFault::None);
+        engines.start(copy(1, Direction::Save), 0, CopyFault::Fails);
+        engines.start(copy(2, Direction::Restore), 0, CopyFault::None);
+        engines.start(copy(3, Direction::Restore), 0, CopyFault::Hangs);
+        assert_eq!(engines.next_end(), Some(60));
+        let mut result = StepResult::default();
+        engines.report(160, &mut result);
+        assert_eq!(result.copied, [[0, COPY_OK], [2, COPY_OK]]);
+        assert_eq!((result.copy_timing.save_us, result.copy_timing.restore_us), (110, 60));
+        assert_eq!(engines.next_end(), Some(270));
+        engines.report(u64::MAX, &mut result);
+        assert_eq!(result.copied[2..], [[1, COPY_FAILED]]);
+        assert_eq!(engines.next_end(), None, "the other one never ends");
+    }
+}
