@@ -32,13 +32,15 @@ CONVERSATIONS = 4
 TURNS = 12
 SHARED = 1024
 """Tokens of a conversation that are there before its next turn."""
+ANSWER = 4
+"""Tokens of an answer."""
 CPU = "server_cpu_us_per_token"
 
 TURN = Workload(
     "turn",
     Setting(model="smollm2", streams=2, context=1200, step_tokens=1024, threads=1),
     SHARED,
-    4,
+    ANSWER,
     requests=CONVERSATIONS * TURNS,
 )
 WRITE = Workload("write", Setting(model="tiny", streams=64, context=1024, threads=1), 512, 128, requests=1024)
@@ -83,7 +85,7 @@ def metrics(running: Running) -> dict[str, float]:
 
 def first_token_ms(running: Running, prompt: list[int]) -> float:
     """Time to the first chunk of a streamed answer. Raises ServerError."""
-    body = {"model": SERVED_NAME, "prompt": prompt, "max_tokens": 4, "temperature": 0, "stream": True}
+    body = {"model": SERVED_NAME, "prompt": prompt, "max_tokens": ANSWER, "temperature": 0, "stream": True}
     connection = http.client.HTTPConnection("127.0.0.1", running.port, timeout=120)
     try:
         begun = time.perf_counter()
@@ -110,7 +112,9 @@ def prompts() -> Iterator[list[int]]:
 def measure_turns(side: Forebay, workload: Workload) -> dict[str, Any]:
     """A fresh server and all turns; the first of each conversation is not counted. Raises ServerError."""
     with start(side, workload.setting) as running:
+        begun = time.perf_counter()
         taken = [first_token_ms(running, prompt) for prompt in prompts()]
+        seconds = time.perf_counter() - begun
         found = metrics(running)
     restores = found.get("forebay:restores_total", 0.0)
     copying = found.get("vllm:kv_offload_total_time_total CPU_to_GPU", 0.0)
@@ -119,6 +123,7 @@ def measure_turns(side: Forebay, workload: Workload) -> dict[str, Any]:
         "median_ttft_ms": statistics.median(taken[CONVERSATIONS:]),
         "copy_ms_per_restore": 1000 * copying / restores if restores else 0.0,
         "step_ms": 1000 * found["forebay:device_busy_seconds_total"] / steps,
+        "output_throughput": ANSWER * len(taken) / seconds,
         "restores": restores,
         "restored_tokens": found.get("sglang:load_back_tokens_total", 0.0),
     }
