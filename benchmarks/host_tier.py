@@ -19,11 +19,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from benchmarks import compare, models, records
-from benchmarks.cells import markdown, number, spread
+from benchmarks import compare, models, records, tables
 from benchmarks.load import Workload, load, start
 from benchmarks.processes import Running, ServerError
-from benchmarks.records import Results
 from benchmarks.servers import FOREBAY_CPU, FOREBAY_SIM, SERVED_NAME, Forebay, Setting
 
 OFF, TIER, RECOMPUTE = "off", "tier", "recompute"
@@ -34,7 +32,6 @@ SHARED = 1024
 """Tokens of a conversation that are there before its next turn."""
 ANSWER = 4
 """Tokens of an answer."""
-CPU = "server_cpu_us_per_token"
 
 TURN = Workload(
     "turn",
@@ -148,43 +145,6 @@ def measure_write(side: Forebay, workload: Workload) -> dict[str, Any]:
         return load(side, workload, running)
 
 
-def table(found: Results) -> str:
-    """The three parts as one table."""
-    rows = [
-        [
-            "second turn, TTFT ms",
-            number(found.median("turn", OFF, "median_ttft_ms")),
-            number(found.median("turn", TIER, "median_ttft_ms")),
-            spread(found.ratio("turn", TIER, OFF, "median_ttft_ms")),
-        ],
-        [
-            "of that copying, ms",
-            "-",
-            number(found.median("turn", TIER, "copy_ms_per_restore")),
-            "-",
-        ],
-        [
-            "brain, CPU us a token, nothing to reuse",
-            number(found.median("write", OFF, CPU)),
-            number(found.median("write", TIER, CPU)),
-            spread(found.ratio("write", TIER, OFF, CPU)),
-        ],
-        [
-            "overload, tokens computed again a preemption",
-            number(found.median("overload", RECOMPUTE, "recomputed_per_preemption")),
-            number(found.median("overload", TIER, "recomputed_per_preemption")),
-            "-",
-        ],
-        [
-            "overload, output tokens/s",
-            number(found.median("overload", RECOMPUTE, "output_throughput")),
-            number(found.median("overload", TIER, "output_throughput")),
-            spread(found.ratio("overload", TIER, RECOMPUTE, "output_throughput")),
-        ],
-    ]
-    return markdown(["", "without", "with the tier", "ratio (least-most)"], rows)
-
-
 def main() -> None:
     """The command."""
     asked = compare.parser("What the host tier gives and costs.", rounds=5).parse_args()
@@ -195,7 +155,7 @@ def main() -> None:
     sides = [real(RECOMPUTE, *FLAGS, "--preemption", "recompute"), real(TIER, *FLAGS)]
     compare.measure_in_turn(found, OVERLOAD, sides, asked.rounds, measure_overload)
     records.save(found, asked.output)
-    print(table(found))
+    print(tables.host_tier(found))
 
 
 if __name__ == "__main__":

@@ -195,6 +195,43 @@ def agreement(found: Results) -> str:
     return markdown(["workload", "client", *keys.values()], rows)
 
 
+def host_tier(found: Results) -> str:
+    """What the tier gives a second turn and an overload, and what saving costs."""
+    rows = [
+        [
+            "second turn, TTFT ms",
+            number(found.median("turn", "off", "median_ttft_ms")),
+            number(found.median("turn", "tier", "median_ttft_ms")),
+            spread(found.ratio("turn", "tier", "off", "median_ttft_ms")),
+        ],
+        [
+            "of that copying, ms",
+            "-",
+            number(found.median("turn", "tier", "copy_ms_per_restore")),
+            "-",
+        ],
+        [
+            "brain, CPU us a token, nothing to reuse",
+            number(found.median("write", "off", "server_cpu_us_per_token")),
+            number(found.median("write", "tier", "server_cpu_us_per_token")),
+            spread(found.ratio("write", "tier", "off", "server_cpu_us_per_token")),
+        ],
+        [
+            "overload, tokens computed again a preemption",
+            number(found.median("overload", "recompute", "recomputed_per_preemption")),
+            number(found.median("overload", "tier", "recomputed_per_preemption")),
+            "-",
+        ],
+        [
+            "overload, output tokens/s",
+            number(found.median("overload", "recompute", "output_throughput")),
+            number(found.median("overload", "tier", "output_throughput")),
+            spread(found.ratio("overload", "tier", "recompute", "output_throughput")),
+        ],
+    ]
+    return markdown(["", "without", "with the tier", "ratio (least-most)"], rows)
+
+
 def intake(found: Results) -> str:
     """Gaps between tokens with and without a burst; the ratios are of the p99 to the first row's."""
     head = ["streams", "beside them", "ITL p50 ms", "p99 ms", "max ms", "p99 / no burst", "slowest of the burst ms"]
@@ -317,6 +354,7 @@ KINDS: dict[str, Callable[[Results], str]] = {
     "micro": micro,
     "agreement": agreement,
     "embeddings": embeddings,
+    "host_tier": host_tier,
     "intake": intake,
     "router": router,
     "replicas": replicas,
