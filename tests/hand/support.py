@@ -117,6 +117,7 @@ def wire_config(model_config: dict[str, Any], **changes: Any) -> dict[str, Any]:
         "host_bytes": None,
         "host_ratio": None,
         "host_pages": None,
+        "host_share": 0.8,
         "copy_gbps": None,
         "kv_checksum": False,
         **changes,

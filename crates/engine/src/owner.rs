@@ -59,6 +59,8 @@ pub(crate) struct Owner {
     arriving: HashMap<u64, u64>,
     /// Since when copies are under way, and none has ended.
     copying_us: Option<u64>,
+    /// The hand was given up because of that.
+    copies_hang: bool,
     /// Bytes of a page, as the hand says.
     page_bytes: u64,
     /// What requests have in the arena.
@@ -106,6 +108,7 @@ impl Owner {
             admissions: HashMap::new(),
             arriving: HashMap::new(),
             copying_us: None,
+            copies_hang: false,
             page_bytes: 0,
             payloads: Held::default(),
             last_step: 0,
@@ -214,12 +217,13 @@ impl Owner {
             if scheduler.in_flight() == 1 {
                 self.progress_us = self.shared.clock.now_us();
             }
-            if std::mem::take(&mut self.rested) {
+            if self.plan.rows().len() == 0 {
+                // A hand that only waits for copies is not kept waiting.
+                self.rested = true;
+            } else if std::mem::take(&mut self.rested) {
                 self.rested_step = Some(self.plan.step());
             }
             self.last_step = self.plan.step();
-            // A hand that only waits for copies is not kept waiting.
-            self.rested |= self.plan.rows().len() == 0;
             self.executor.submit(&self.plan);
         }
         self.rested |= scheduler.in_flight() == 0;
@@ -238,7 +242,7 @@ impl Owner {
         self.progress_us = self.shared.clock.now_us();
         self.payloads.answered(result.step);
         self.stats.device_us += u64::from(result.device_us);
-        if self.rested_step != Some(result.step) {
+        if self.rested_step != Some(result.step) && !result.row_errors.is_empty() {
             self.stats.idle_us += u64::from(result.gap_us);
         }
         self.take_events();
@@ -258,6 +262,7 @@ impl Owner {
             self.copying_us = Some(now);
         } else if now.saturating_sub(since) >= self.config.watchdog_us {
             self.executor.stop();
+            self.copies_hang = true;
             let silent = now.saturating_sub(since) / 1_000_000;
             self.died(&format!("no copy has ended for {silent} s"));
         }
@@ -503,7 +508,9 @@ impl Owner {
 
     fn died(&mut self, reason: &str) {
         let was_up = std::mem::take(&mut self.up);
-        let computing = was_up && self.scheduler.as_ref().is_some_and(|s| s.in_flight() > 0);
+        let copies_hang = std::mem::take(&mut self.copies_hang);
+        let computes = self.scheduler.as_ref().is_some_and(Scheduler::computes);
+        let computing = was_up && computes && !copies_hang;
         self.loading_us = None;
         self.copying_us = None;
         self.arriving.clear();
@@ -511,7 +518,13 @@ impl Owner {
         self.payloads.hand_died();
         self.unchecked = true;
         if was_up && let Some(scheduler) = self.scheduler.as_mut() {
-            for id in scheduler.reset() {
+            let poisoned = if copies_hang {
+                scheduler.reset_for_copies();
+                Vec::new()
+            } else {
+                scheduler.reset()
+            };
+            for id in poisoned {
                 error!(request = id, "a request brought the hand down twice");
                 self.end(id, FinishReason::Error(RequestError::Poisoned));
             }

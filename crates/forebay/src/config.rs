@@ -19,6 +19,8 @@ use crate::tiers::{HostSize, HostTier};
 
 /// A laptop's owner wants most of the memory for other things.
 const CPU_MEM_FRACTION: f64 = 0.3;
+/// What is left is for the brain, and for who else is there.
+const HOST_SHARE: f64 = 0.8;
 const SIM_PROFILE: &str = "instant";
 /// A model of seven billion parameters in bfloat16 fits, two do not.
 const WEIGHT_CACHE_GIB: u32 = 16;
@@ -298,6 +300,8 @@ impl Config {
             host_bytes: if let Some(HostSize::Bytes(bytes)) = size { Some(bytes) } else { None },
             host_ratio: if let Some(HostSize::Ratio(ratio)) = size { Some(ratio) } else { None },
             host_pages: None,
+            // The hands look at the same free memory at about the same time.
+            host_share: HOST_SHARE / f64::from(self.dp_size),
             copy_gbps: tier.and_then(|tier| tier.debug_copy_gbps),
             kv_checksum: tier.is_some_and(|tier| tier.debug_checksum),
         }

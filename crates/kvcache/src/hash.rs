@@ -55,7 +55,7 @@ impl Namer {
     /// What this namer's names can be told apart by from those of others. It says nothing of the secret.
     #[must_use]
     pub fn id(&self) -> u64 {
-        xxh3_64_with_secret(b"forebay namer 1", &*self.0)
+        xxh3_64_with_secret(b"forebay namer 2", &*self.0)
     }
 
     /// The salt that stands for these texts, never 0. Without the secret nobody can find other texts with the same one.

@@ -88,6 +88,8 @@ pub struct Tiers {
     wanted: VecDeque<BlockHash>,
     is_wanted: HashSet<BlockHash, BuildNameHasher>,
     saving: u32,
+    /// A save has failed since a block was named last: to sweep on would go round for ever.
+    sweeping_fails: bool,
     next_ticket: u32,
     moves: Moves,
     cleared: bool,
@@ -107,6 +109,7 @@ impl Tiers {
             wanted: VecDeque::new(),
             is_wanted: HashSet::default(),
             saving: 0,
+            sweeping_fails: false,
             next_ticket: 0,
             moves: Moves::default(),
             cleared: false,
@@ -150,7 +153,7 @@ impl Tiers {
         self.copies.get(&ticket).is_some_and(|copy| copy.sent)
     }
 
-    /// Whether a page will come back without anybody's doing: only a copy uses it.
+    /// Whether some page is held by a copy alone, and so is free when that copy ends.
     #[must_use]
     pub fn expects_pages(&self) -> bool {
         self.copies.values().any(|copy| self.hot.leases(copy.hot.page()) == 1)
@@ -207,6 +210,7 @@ impl Tiers {
     /// Says what a hot page holds. False where another page holds that block already or the page has a name.
     pub fn name(&mut self, lease: &Lease<Hot>, name: BlockHash) -> bool {
         let named = self.hot.name(lease, name);
+        self.sweeping_fails &= !named;
         if named && self.host.contains(name) {
             self.hot.set_saved(name, true);
         }
@@ -247,7 +251,8 @@ impl Tiers {
     /// Starts to save the longest unused block that is in the hot tier only, as long as fewer than `goal` hot pages can be given up
     /// without a loss, and fewer than `most` saves are under way.
     pub fn sweep(&mut self, goal: u32, most: u32) -> Option<PageCopy> {
-        if self.host.size() == 0 || self.saving >= most || self.hot.spare() + self.saving >= goal {
+        let enough = self.hot.spare() + self.saving >= goal;
+        if enough || self.saving >= most || self.host.available() == 0 || self.sweeping_fails {
             return None;
         }
         // To take the host page of a block that could itself be given up without a loss would gain nothing, for ever.
@@ -261,9 +266,12 @@ impl Tiers {
         if self.hot.is_saved(name) || self.under_way.contains_key(&name) {
             return None;
         }
+        if self.host.available() == 0 {
+            self.moves.refused += u64::from(self.hot.contains(name));
+            return None;
+        }
         let hot = self.hot.share(name)?;
         let Some((host, evicted)) = self.host.allocate() else {
-            self.moves.refused += 1;
             self.hot.release(hot);
             return None;
         };
@@ -321,6 +329,7 @@ impl Tiers {
             }
             (_, false) => {
                 self.moves.failed += 1;
+                self.sweeping_fails |= direction == Direction::Save;
                 if direction == Direction::Restore && publish {
                     // Nobody knows which side is to blame. What was not read once is not tried again.
                     self.host.forget(name);
@@ -348,11 +357,18 @@ impl Tiers {
         self.hot.release_all(leases);
     }
 
-    /// A request with these leading blocks was here: its first block is the last one that the host tier gives up.
+    /// A request with these leading blocks was here: its first block is the last one that a tier gives up.
     pub fn touch(&mut self, names: &[BlockHash]) {
-        if self.host.size() > 0 {
-            names.iter().rev().for_each(|&name| self.host.touch(name));
+        for &name in names.iter().rev() {
+            self.hot.touch(name);
+            self.host.touch(name);
         }
+    }
+
+    /// Whether a block is being saved, or will be.
+    #[must_use]
+    pub fn will_be_saved(&self, name: BlockHash) -> bool {
+        self.under_way.contains_key(&name) || self.is_wanted.contains(&name)
     }
 
     /// Forgets a block in every tier, because its content cannot be trusted. Copies of it that end later publish nothing.
@@ -387,9 +403,13 @@ impl Tiers {
         self.note_cleared()
     }
 
-    /// The hand died: the hot tier and all copies are gone with it. Every other lease of the hot tier must be back. The host tier stays.
-    pub fn hand_died(&mut self) {
+    /// The hand died: the hot tier and all copies are gone with it. Every other lease of the hot tier must be back. The host tier stays,
+    /// but for what was being restored if copies are to `blame`: whoever tried that again would lose the next hand too.
+    pub fn hand_died(&mut self, blame: bool) {
         for (_, copy) in std::mem::take(&mut self.copies) {
+            if blame && copy.sent && copy.direction == Direction::Restore {
+                self.host.forget(copy.name);
+            }
             self.hot.release(copy.hot);
             self.host.release(copy.host);
         }

@@ -210,7 +210,7 @@ impl World {
                     self.tiers.release(lease);
                 }
                 self.sent.clear();
-                self.tiers.hand_died();
+                self.tiers.hand_died(self.memory.host.len().is_multiple_of(2));
                 self.memory.hot.fill(None);
                 assert_eq!(self.tiers.hot().counts().free, HOT);
                 assert_eq!(self.tiers.outstanding(), 0);
@@ -318,7 +318,7 @@ fn a_block_is_found_on_the_host_only_when_its_save_was_reported() {
 fn two_requests_share_one_restore() {
     let (mut tiers, name) = one_block(1);
     saved(&mut tiers, name);
-    tiers.hand_died();
+    tiers.hand_died(true);
     let Some(Found::Host(host)) = tiers.find(name) else { panic!("it outlives the hand") };
     let (first, ticket) = tiers.restore(name, host).expect("a page");
     let Some(Found::Arriving(second, other)) = tiers.find(name) else { panic!("it is on its way") };

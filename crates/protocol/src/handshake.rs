@@ -85,6 +85,8 @@ pub struct HandConfig {
     pub host_ratio: Option<f64>,
     /// The same, in pages: those that an earlier hand was given, whose content is there.
     pub host_pages: Option<u32>,
+    /// Share of the memory that is free beside weights and pages, which the host's tier may have.
+    pub host_share: f64,
     /// Copies take at least as long as at this speed, in GB a second; for tests.
     pub copy_gbps: Option<f64>,
     /// Checksums of pages are noted and checked; for tests.

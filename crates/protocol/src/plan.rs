@@ -416,7 +416,7 @@ impl StepPlan {
             _ => false,
         };
         if !waits {
-            return Err(FrameError::Malformed("a wait that is none"));
+            return Err(FrameError::Malformed("wait_us beside rows or out of range"));
         }
         let flags = rows.chunks_exact(ROW_RECORD_WORDS).map(|row| row[3]);
         if flags.into_iter().any(|flags| ![0, FLAG_SAMPLE, FLAG_POOL].contains(&flags)) {
@@ -570,7 +570,7 @@ mod tests {
         assert_eq!(refused(&|plan| plan.copies = vec![1, 0, -3, 4]), disagree, "no page");
         let record = Some(FrameError::Malformed("plan record length"));
         assert_eq!(refused(&|plan| plan.copies = vec![1, 0, 3]), record);
-        let wait = Some(FrameError::Malformed("a wait that is none"));
+        let wait = Some(FrameError::Malformed("wait_us beside rows or out of range"));
         assert_eq!(refused(&|plan| plan.wait_us = vec![5]), wait, "it has rows");
         let waits = |us: Vec<i32>| {
             refused(&move |plan| {

@@ -57,8 +57,8 @@ pub enum SavePolicy {
     WriteThrough,
     /// When a second request uses it.
     WriteThroughSelective,
-    /// When the device is about to need its page: as long as fewer than a tenth of the pages, and fewer than 64, can be given up without a loss, the
-    /// longest unused blocks are saved.
+    /// When the device is about to need its page: as long as fewer than a tenth of the pages, or than 64 if that is more, can be given up
+    /// without a loss, the longest unused blocks are saved.
     WriteBack,
 }
 

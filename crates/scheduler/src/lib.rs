@@ -116,6 +116,8 @@ pub struct Scheduler {
     needy: Vec<(Key, Handle)>,
     counters: Stats,
     rates: Rates,
+    /// Leading blocks of requests that ended before all of these were saved.
+    unfinished: Vec<Vec<BlockHash>>,
 }
 
 impl Scheduler {
@@ -156,6 +158,7 @@ impl Scheduler {
             needy: Vec::new(),
             counters: Stats::default(),
             rates: Rates::default(),
+            unfinished: Vec::new(),
             config,
         }
     }
@@ -245,6 +248,12 @@ impl Scheduler {
         self.in_flight.len()
     }
 
+    /// Whether a step in flight computes anything.
+    #[must_use]
+    pub fn computes(&self) -> bool {
+        self.in_flight.iter().any(|flight| !flight.rows.is_empty())
+    }
+
     /// Copies between tiers whose ends were not reported.
     #[must_use]
     pub fn copies_outstanding(&self) -> usize {
@@ -279,7 +288,7 @@ impl Drop for Scheduler {
         // After a panic the state may be half changed, and a second panic would hide the first.
         if !std::thread::panicking() {
             self.release_everything();
-            self.tiers.hand_died();
+            self.tiers.hand_died(false);
         }
     }
 }

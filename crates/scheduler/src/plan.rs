@@ -131,8 +131,8 @@ impl Scheduler {
         self.needy = needy;
     }
 
-    /// Gives a page to a request, preempting the least important residents for it, in the end itself. Where pages are retired already
-    /// it rather goes without a row until they are back; where only copies have them it does so rather than to preempt itself.
+    /// Gives a page to a request, preempting the least important residents for it, in the end itself. If retired pages are on their way
+    /// back, it skips this step. If copies alone hold pages, it skips too instead of preempting itself.
     fn grow(&mut self, handle: Handle, plan: &mut StepPlan, events: &mut Vec<Event>) {
         loop {
             if let Some(lease) = self.tiers.allocate() {
@@ -271,8 +271,7 @@ impl Scheduler {
             self.counters.host_hits += u64::from(from_host);
         }
         if replayed {
-            // The last one was never computed.
-            let lost = entry.known().saturating_sub(1 + entry.cached);
+            let lost = std::mem::take(&mut entry.lost).saturating_sub(entry.cached);
             self.counters.recomputed_tokens += u64::from(lost);
         }
         let (id, restoring) = (entry.request.id, !pending.is_empty());

@@ -3,6 +3,9 @@
 /// Weight of the newest measurement in a running mean, one in so many.
 const NEWEST: f64 = 8.0;
 
+/// What the time of a restore is multiplied by when it is not tried.
+const FADING: f64 = 0.95;
+
 /// Running means of what the device took.
 #[derive(Debug, Default)]
 pub(crate) struct Rates {
@@ -30,6 +33,12 @@ impl Rates {
         if pages > 0 && us > 0 {
             learn(&mut self.restore_us, f64::from(us) / pages as f64);
         }
+    }
+
+    /// Blocks were computed because restoring takes longer. What is never done is never measured, so it is taken for a little faster each
+    /// time, until it is tried again.
+    pub(crate) fn declined(&mut self) {
+        self.restore_us = self.restore_us.map(|us| us * FADING);
     }
 
     /// Whether to restore so many pages rather than to compute so many tokens. Always, until both are known.
@@ -61,5 +70,14 @@ mod tests {
             rates.restored(10, 10);
         }
         assert!(rates.restores(1, 10), "it has become fast");
+        for _ in 0..100 {
+            rates.restored(1, 1000);
+        }
+        let mut declined = 0;
+        while !rates.restores(1, 10) {
+            rates.declined();
+            declined += 1;
+        }
+        assert!((10..100).contains(&declined), "it is tried again after a while");
     }
 }

@@ -132,6 +132,8 @@ pub(crate) struct Entry {
     pub(crate) names: Vec<BlockHash>,
     /// Its blocks were brought back from the host tier before its turn, once.
     pub(crate) prefetched: bool,
+    /// Positions that were computed when it lost its pages.
+    pub(crate) lost: u32,
 }
 
 /// Tokens that an admitted request has room for beyond those it knows, so that its first steps allocate nothing.
@@ -153,6 +155,7 @@ impl Entry {
             root: namer.root(request.cache_salt),
             names: Vec::new(),
             prefetched: false,
+            lost: 0,
             request,
         }
     }

@@ -12,6 +12,19 @@ impl Scheduler {
     /// The hand died: nothing is left of the device's state and of what was in flight. Live requests wait to be replayed from their
     /// prompt and the tokens known so far. Returns the ids of poisoned requests; they are removed and have no event.
     pub fn reset(&mut self) -> Vec<u64> {
+        // With no row in flight it can only have been a copy.
+        self.start_again(!self.computes())
+    }
+
+    /// The same where copies are to blame, because none of them ended: nobody is suspected, and what was being restored is forgotten.
+    pub fn reset_for_copies(&mut self) {
+        self.start_again(true);
+    }
+
+    fn start_again(&mut self, blame_copies: bool) -> Vec<u64> {
+        if blame_copies {
+            self.in_flight.iter_mut().for_each(|flight| flight.rows.clear());
+        }
         let mut poisoned = Vec::new();
         let mut marks: Vec<_> = Vec::new();
         for row in self.in_flight.iter().flat_map(|flight| &flight.rows) {
@@ -23,7 +36,8 @@ impl Scheduler {
         }
         poisoned.dedup();
         self.release_everything();
-        self.tiers.hand_died();
+        self.tiers.hand_died(blame_copies);
+        self.unfinished.clear();
         self.blocked = None;
         self.free_slots = (0..self.config.slots).rev().collect();
         let poisoned = poisoned

@@ -21,6 +21,9 @@ impl Scheduler {
     /// Takes slot and pages from a request, if it has any, and retires them.
     pub(crate) fn vacate(&mut self, handle: Handle) {
         let entry = &mut self.requests[handle];
+        if let State::Prefill(_) | State::Decode { .. } = entry.state {
+            entry.lost = entry.computed;
+        }
         (entry.cached, entry.computed) = (0, 0);
         let (key, client) = (entry.key, entry.request.client);
         let residence = match std::mem::replace(&mut entry.state, State::Waiting) {
@@ -44,10 +47,7 @@ impl Scheduler {
                 residence
             }
         };
-        if self.config.host.is_some() {
-            let names = &self.requests[handle].names;
-            self.tiers.touch(&names[..names.len().min(residence.leases.len())]);
-        }
+        self.note_use(handle, &residence);
         self.residents.remove(&key);
         self.shares.moved_out(client);
         self.retire(residence);

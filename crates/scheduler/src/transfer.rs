@@ -8,13 +8,17 @@ use std::collections::VecDeque;
 use forebay_kvcache::{self as kvcache, Found, Lease};
 use forebay_protocol::{COPY_OK, Direction, PageCopy, StepPlan, StepResult};
 
+use crate::request::Residence;
 use crate::{Event, Handle, HostStats, HostTier, SavePolicy, Scheduler, State};
 
 /// A part of all hot pages that saves may lease at a time.
 const SAVING_SHARE: u32 = 8;
-/// The policy *write back* keeps this part of all hot pages ready to be given up, and no more than so many.
+/// The policy *write back* keeps this part of all hot pages ready to be given up, and at least so many.
 const READY_SHARE: u32 = 10;
 const READY_PAGES: u32 = 64;
+
+/// Most requests whose blocks are remembered until they are saved.
+const UNFINISHED: usize = 64;
 
 /// The pages of a request that is admitted.
 pub(crate) struct Leased {
@@ -59,7 +63,10 @@ impl Scheduler {
         }
         entry.cached = leases.len() as u32 * page_size;
         self.counters.host.restores_chosen += u64::from(restored > 0);
-        self.counters.host.restores_declined += u64::from(declined);
+        if declined {
+            self.counters.host.restores_declined += 1;
+            self.rates.declined();
+        }
         while leases.len() < pages {
             leases.extend(self.tiers.allocate());
         }
@@ -149,15 +156,19 @@ impl Scheduler {
     pub(crate) fn prefetch(&mut self) {
         let Some(host) = self.config.host.filter(|host| host.prefetch > 0) else { return };
         let page_size = self.config.page_size;
-        let mut room = self.tiers.hot().spare();
+        if !self.rates.restores(1, page_size) {
+            return;
+        }
+        // Those who run may need a page each before these come free again.
+        let mut room = self.tiers.hot().spare().saturating_sub(self.residents.len() as u32);
         for ticket in self.queue.upcoming(host.prefetch as usize) {
             let entry = &mut self.requests[ticket.handle];
             let pages = entry.total.div_ceil(page_size);
             let recomputes = entry.request.past.admitted && !host.restore_preempted;
-            if std::mem::replace(&mut entry.prefetched, true)
-                || recomputes
-                || entry.request.spec.embeds.is_some()
-            {
+            if room == 0 {
+                return;
+            }
+            if entry.prefetched || recomputes || entry.request.spec.embeds.is_some() {
                 room = room.saturating_sub(pages);
                 continue;
             }
@@ -177,7 +188,35 @@ impl Scheduler {
                     break;
                 }
             }
+            self.requests[ticket.handle].prefetched = true;
         }
+    }
+
+    /// Notes that a request used its blocks, so that its first one is the last to go.
+    pub(crate) fn note_use(&mut self, handle: Handle, residence: &Residence) {
+        if self.config.host.is_none() {
+            return;
+        }
+        let names = &self.requests[handle].names;
+        let names = &names[..names.len().min(residence.leases.len())];
+        self.tiers.touch(names);
+        // A block that is being saved is nobody's latest use yet, and the last one is saved last.
+        if names.last().is_some_and(|&last| self.tiers.will_be_saved(last))
+            && self.unfinished.len() < UNFINISHED
+        {
+            self.unfinished.push(names.to_vec());
+        }
+    }
+
+    fn touch_finished(&mut self) {
+        let tiers = &mut self.tiers;
+        self.unfinished.retain(|names| {
+            let waits = names.last().is_some_and(|&last| tiers.will_be_saved(last));
+            if !waits {
+                tiers.touch(names);
+            }
+            waits
+        });
     }
 
     /// Tells the hand of copies: restores first, somebody waits for them.
@@ -221,7 +260,7 @@ impl Scheduler {
         if result.copied.is_empty() {
             return;
         }
-        let restored = self.tiers.moves().restored;
+        let (restored, available) = (self.tiers.moves().restored, self.tiers.hot().available());
         for &[ticket, error] in &result.copied {
             let ticket = ticket.cast_unsigned();
             if error != COPY_OK {
@@ -237,8 +276,11 @@ impl Scheduler {
                 }
             }
         }
-        self.blocked = None;
-        self.shares.changed();
+        self.touch_finished();
+        if self.tiers.hot().available() > available {
+            self.blocked = None;
+            self.shares.changed();
+        }
     }
 
     fn turn_away(&mut self, ticket: u32, events: &mut Vec<Event>) {

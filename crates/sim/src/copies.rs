@@ -26,7 +26,7 @@ pub enum CopyFault {
     Hangs,
 }
 
-/// Two engines, in anybody's time.
+/// The copy engines of both directions. The caller says what time it is.
 #[derive(Debug, Default)]
 pub struct CopyEngines {
     model: CopyModel,

@@ -20,9 +20,12 @@ Copied: TypeAlias = Callable[[], tuple[Int32s, Int32s]]
 """Gives a result's columns `copied` and `copy_timing`."""
 
 
+NO_COPIES = np.zeros((0, COPIED_WORDS), np.int32), np.zeros(0, np.int32)
+
+
 def no_copies() -> tuple[Int32s, Int32s]:
     """Of a hand without a host tier."""
-    return np.zeros((0, COPIED_WORDS), np.int32), np.zeros(0, np.int32)
+    return NO_COPIES
 
 
 class Columns(Protocol):

@@ -91,12 +91,11 @@ class ModelRunner:
         self._ended = self.device.event()
         self.host_pages = 0
         """Pages of the host's tier; 0 without one."""
-        self._copier = self._open_host(host)
+        self._copier = self._open_host(host, available - self.weight_bytes - self.kv.nbytes)
 
-    def _open_host(self, host: HostMemory | None) -> Copier | None:
-        """The host's tier, if the brain wants one."""
+    def _open_host(self, host: HostMemory | None, left: int) -> Copier | None:
+        """The host's tier, if the brain wants one; `left` is what weights and pages leave of the memory."""
         config = self.config
-        left = self.device.available_bytes() - self.kv.nbytes
         pages = host_page_count(config, self.kv, left)
         if pages == 0:
             return None
@@ -249,6 +248,7 @@ class ModelRunner:
         return Launched(plan.step, len(plan.rows), columns, before, begun, self._ended, release, copied)
 
     def _start_copies(self, plan: Plan, copier: Copier, behind: Event) -> Copied:
+        number = copier.next_plan()
         if len(plan.copies):
             pages, host_pages = self.kv.page_count, self.host_pages
             if plan.copies[:, 2].max() >= pages or plan.copies[:, 3].max() >= host_pages:
@@ -259,7 +259,7 @@ class ModelRunner:
         us, socket = int(plan.wait_us[0]), self._socket
 
         def wait() -> tuple[Int32s, Int32s]:
-            copier.wait(us, socket)
+            copier.wait(us, socket, number)
             return copier.report()
 
         return wait

@@ -44,6 +44,7 @@ class RunnerConfig:
     host_bytes: int | None
     host_ratio: float | None
     host_pages: int | None
+    host_share: float
     copy_gbps: float | None
     kv_checksum: bool
 

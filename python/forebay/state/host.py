@@ -18,7 +18,6 @@ from forebay.state.config import ConfigError, RunnerConfig
 from forebay.state.pages import KvPool
 
 CHECKSUM_BYTES = 4
-_MOST_OF_MEMORY = 0.8
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -26,7 +25,7 @@ Bytes = npt.NDArray[np.uint8]
 def host_page_count(config: RunnerConfig, kv: KvPool, available_bytes: int) -> int:
     """Pages of the host's tier, 0 without one.
 
-    `available_bytes` is what is free when weights and pages of the device have theirs. Raises `ConfigError` when
+    `available_bytes` is what is free when weights and pages of the device have taken theirs. Raises `ConfigError` when
     there is not enough for what was asked for, or it is less than a page.
     """
     if config.host_bytes is None and config.host_ratio is None and config.host_pages is None:
@@ -43,12 +42,13 @@ def host_page_count(config: RunnerConfig, kv: KvPool, available_bytes: int) -> i
         pages = int(config.host_ratio * kv.page_count)
     size = pages * kv.page_bytes
     if pages < 1:
-        raise ConfigError(f"a host tier of {config.host_bytes} bytes holds no page of {kv.page_bytes}")
-    most = int(_MOST_OF_MEMORY * available_bytes)
+        wanted = f"{config.host_ratio} of the pages" if config.host_bytes is None else f"{config.host_bytes} bytes"
+        raise ConfigError(f"a host tier of {wanted} holds no page of {kv.page_bytes} bytes")
+    most = int(config.host_share * available_bytes)
     if size > most:
         raise ConfigError(
             f"a host tier of {size / 1e9:.1f} GB does not fit: {available_bytes / 1e9:.1f} GB are available "
-            f"beside weights and KV pool, of which it may take {_MOST_OF_MEMORY:.0%}; choose --hicache-size "
+            f"beside weights and KV pool, of which it may take {config.host_share:.0%}; choose --hicache-size "
             "or a smaller KV pool"
         )
     return pages

@@ -132,7 +132,7 @@ impl Replica {
         }
     }
 
-    /// A plan without rows ends with the next copy, or with its wait. Other than a hand's, it does not end when another plan comes; that
+    /// A plan without rows ends with the next copy, or with its wait. Unlike a hand's, it does not end when another plan comes; that
     /// costs a millisecond at most.
     fn wait_for_copies(&mut self, now_us: u64) {
         let start = self.free_at_us.max(now_us);

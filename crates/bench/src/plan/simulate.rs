@@ -51,6 +51,10 @@ impl Setup {
             (None, Some(gb)) => (gb * 1e9 / page_bytes as f64) as u32,
             (None, None) => 0,
         };
+        let wanted = args.hicache_ratio.or(args.hicache_size).is_some_and(|size| size > 0.0);
+        if wanted && host_pages == 0 {
+            bail!("the host tier holds no page");
+        }
         if host_pages > 0 && args.disable_radix_cache {
             bail!(
                 "a host tier keeps blocks of the prefix cache: it goes without --disable-radix-cache"

@@ -284,6 +284,22 @@ impl Harness {
         poisoned
     }
 
+    /// Copies are under way and none ends: the hand is given up, and nobody is suspected.
+    pub(crate) fn copies_hang(&mut self) {
+        self.flights.clear();
+        self.scheduler.reset_for_copies();
+        self.was_reset = true;
+        self.copier.device_died();
+        self.device = Device::new(self.config.slots, self.config.pages, self.config.page_size);
+        self.slot_owner.clear();
+        for client in self.clients.values_mut() {
+            (client.resident, client.arriving) = (false, false);
+        }
+        self.check();
+        let others = self.scheduler.stats();
+        assert_eq!(others.pages_held, 0);
+    }
+
     /// The hand has died: everybody alive is given to a harness that goes on with it.
     pub(crate) fn move_to(&mut self, other: &mut Self) {
         other.was_reset = true;

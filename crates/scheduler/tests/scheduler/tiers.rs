@@ -139,6 +139,39 @@ fn what_the_host_has_outlives_the_hand() {
 }
 
 #[test]
+fn a_restore_that_loses_the_hand_is_not_tried_again_and_nobody_is_suspected() {
+    let mut harness = Harness::new(machine(host()), 2);
+    harness.submit(request(0, prompt(0), 2));
+    settle(&mut harness);
+    evict(&mut harness, 1);
+    harness.submit(request(9, prompt(0), 2));
+    while harness.plan() {}
+    assert_eq!(harness.scheduler.stats().host.arriving, 1);
+    let before = harness.scheduler.stats();
+    // Nothing was computed: it was the copies.
+    harness.reset();
+    settle(&mut harness);
+    let after = harness.scheduler.stats();
+    assert_eq!(after.host.blocks_restored, before.host.blocks_restored);
+    assert_eq!(after.prompt_tokens - before.prompt_tokens, 17);
+    // The same where copies hang beside rows.
+    harness.submit(request(10, prompt(1), 9));
+    while !harness.scheduler.computes() {
+        harness.plan();
+        for at in 0..harness.copier.outstanding() {
+            harness.copier.end(at, true);
+        }
+        if !harness.scheduler.computes() {
+            harness.apply();
+        }
+    }
+    harness.copies_hang();
+    settle(&mut harness);
+    assert_eq!(harness.clients[&10].deaths, 0);
+    harness.drain();
+}
+
+#[test]
 fn the_policies_save_when_they_say() {
     for (policy, saved) in [
         (SavePolicy::WriteThrough, [4, 4]),
