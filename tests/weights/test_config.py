@@ -6,7 +6,7 @@ import pytest
 from transformers import LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
 from forebay.weights.config import ModelConfig, UnsupportedModelError, token_ids
-from tests.weights.support import tiny_config
+from tests.weights.support import biases, grouped, tiny_config
 
 
 def config(**changes: Any) -> ModelConfig:
@@ -60,11 +60,11 @@ def test_an_unknown_architecture_is_told_what_is_known(names: list[str] | None) 
 
 def test_qwen2_has_biases_on_three_projections() -> None:
     found = config(architectures=["Qwen2ForCausalLM"])
-    assert (found.qkv_bias, found.attention_bias) == (True, False)
+    assert biases(found) == (True, False)
     found = config(attention_bias=True)
-    assert (found.qkv_bias, found.attention_bias) == (True, True)
+    assert biases(found) == (True, True)
     found = config()
-    assert (found.qkv_bias, found.attention_bias) == (False, False)
+    assert biases(found) == (False, False)
 
 
 QWEN = {"architectures": ["Qwen2ForCausalLM"], "sliding_window": 16}
@@ -99,9 +99,9 @@ def test_what_transformers_leaves_out_has_its_default(kind: type) -> None:
     reference = kind(num_hidden_layers=2)
     name = kind.__name__.replace("Config", "ForCausalLM")
     found = ModelConfig.from_dict(reference.to_dict() | {"architectures": [name]})
-    assert found.num_key_value_heads == reference.num_key_value_heads
+    assert grouped(found).kv_heads == reference.num_key_value_heads
     head_dim = getattr(reference, "head_dim", None) or reference.hidden_size // reference.num_attention_heads
-    assert found.head_dim == head_dim
+    assert grouped(found).head_dim == head_dim
     assert found.rms_norm_eps == reference.rms_norm_eps
     assert found.rope_theta == reference.rope_parameters["rope_theta"]
     assert found.tie_word_embeddings == reference.tie_word_embeddings

@@ -45,9 +45,12 @@ class Parameters:
         self._packing: list[Callable[[], None]] = []
         self._bytes = 0
 
-    def tensor(self, shape: tuple[int, ...], parts: dict[str, int]) -> torch.Tensor:
-        """A new tensor of `shape` whose first dimension is split among `parts`: checkpoint name to number of rows."""
-        tensor = self._allocate(shape, parts, self.dtype, self.device)
+    def tensor(self, shape: tuple[int, ...], parts: dict[str, int], dtype: torch.dtype | None = None) -> torch.Tensor:
+        """A new tensor of `shape` whose first dimension is split among `parts`: checkpoint name to number of rows.
+
+        `dtype` None: the model's.
+        """
+        tensor = self._allocate(shape, parts, dtype or self.dtype, self.device)
         self.others[next(iter(parts))] = tensor
         return tensor
 

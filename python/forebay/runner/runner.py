@@ -70,7 +70,7 @@ class ModelRunner:
         available = self.device.available_bytes()
         self._choice = Choice(self.device)
         if config.quantization is not None:
-            self._choice.check_quantization(config.quantization)
+            self._choice.check_quantization(config.quantization, self.model_config)
         self._kept = KeptWeights.open(config, self.model_config, self._choice)
         self.model = self._build(matrices=self._kept is None or self._kept.stored is None)
         self.weight_bytes = self._weight_bytes()
