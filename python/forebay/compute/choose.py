@@ -16,7 +16,7 @@ from forebay.device import Device
 from forebay.kernels.library import WITH_BYTES, build, level, native_wanted
 from forebay.kernels.packing import packed_bytes
 from forebay.layers.decoder import Decoder
-from forebay.layers.ops import Ops, TorchOps
+from forebay.layers.ops import HostOps, Ops, TorchOps
 from forebay.models.bert import Bert
 from forebay.state.inputs import PromptRows
 from forebay.state.pages import KvPool
@@ -58,7 +58,7 @@ class Choice:
 
     def ops(self) -> Ops:
         """The operators that models are built with, and the sampler."""
-        return TorchOps()
+        return TorchOps() if self._device.beside_host else HostOps()
 
     def compute(self, model: Decoder, tables: SlotTables, kv: KvPool, prompts: PromptRows) -> Compute:
         """How the rows of a model are computed whose weights are loaded."""

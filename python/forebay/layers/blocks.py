@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from forebay.layers.attention import Attention
 from forebay.layers.decoder import Attends, Block, Feeds
+from forebay.layers.latent import LatentAttention
 from forebay.layers.mlp import SwiGLU
+from forebay.layers.moe import MixtureOfExperts
 from forebay.layers.norm import RMSNorm
 from forebay.layers.params import Parameters
 from forebay.weights.config import ModelConfig
-from forebay.weights.parts import Dense, GroupedQuery
+from forebay.weights.parts import Experts, GroupedQuery, Latent
 
 
 def grouped_attention(config: ModelConfig, params: Parameters, index: int) -> Attention:
@@ -18,11 +20,18 @@ def grouped_attention(config: ModelConfig, params: Parameters, index: int) -> At
     return Attention(params, prefix, index, config.hidden_size, config.attention, config.rms_norm_eps)
 
 
-def feed_forward(config: ModelConfig, params: Parameters, index: int) -> SwiGLU:
+def latent_attention(config: ModelConfig, params: Parameters, index: int) -> LatentAttention:
+    """The attention of layer `index`, of rows that all heads share."""
+    assert isinstance(config.attention, Latent)
+    return LatentAttention(params, f"model.layers.{index}.self_attn", index, config.hidden_size, config.attention)
+
+
+def feed_forward(config: ModelConfig, params: Parameters, index: int) -> SwiGLU | MixtureOfExperts:
     """What follows the attention of layer `index`, as the config says."""
     feed = config.feed(index)
     prefix = f"model.layers.{index}.mlp"
-    assert isinstance(feed, Dense)
+    if isinstance(feed, Experts):
+        return MixtureOfExperts(params, prefix, config.hidden_size, feed)
     return SwiGLU(params, prefix, config.hidden_size, feed.intermediate_size, feed.bias)
 
 

@@ -1,6 +1,7 @@
-"""Llama (Touvron et al. 2023) and what shares its blocks: Mistral, Qwen2 and Qwen3 (Yang et al. 2024, 2025).
+"""Llama (Touvron et al. 2023) and what shares its blocks: Mistral, Qwen2 and Qwen3 (Yang et al. 2024, 2025), GLM-4 MoE.
 
-Qwen2 has biases on three projections. Qwen3 normalises query and key heads before they are rotated.
+Qwen2 has biases on three projections. Qwen3 normalises query and key heads before they are rotated; Qwen3-MoE has
+experts in place of most dense layers. GLM-4 MoE (GLM-4.5, 2025) routes as DeepSeek-V3 does, and rotates half a head.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from forebay.weights.config import ModelConfig
 
 
 def build(config: ModelConfig, params: Parameters, backend: AttentionBackend, ops: Ops) -> Decoder:
-    """A Llama with its weights allocated in `params`."""
+    """A decoder with grouped-query attention, its weights allocated in `params`."""
     blocks = []
     for index in range(config.num_hidden_layers):
         attention = grouped_attention(config, params, index)

@@ -8,7 +8,7 @@ from forebay.attention.backend import AttentionBackend
 from forebay.layers.decoder import Decoder
 from forebay.layers.ops import Ops
 from forebay.layers.params import Parameters
-from forebay.models import llama
+from forebay.models import deepseek, llama
 from forebay.models.bert import Bert
 from forebay.weights.config import ModelConfig
 from forebay.weights.encoder_config import EncoderConfig
@@ -20,6 +20,10 @@ FAMILIES: dict[str, Callable[[ModelConfig, Parameters, AttentionBackend, Ops], D
     "MistralForCausalLM": llama.build,
     "Qwen2ForCausalLM": llama.build,
     "Qwen3ForCausalLM": llama.build,
+    "Qwen3MoeForCausalLM": llama.build,
+    "Glm4MoeForCausalLM": llama.build,
+    "DeepseekV2ForCausalLM": deepseek.build,
+    "DeepseekV3ForCausalLM": deepseek.build,
 }
 
 

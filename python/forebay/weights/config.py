@@ -24,6 +24,7 @@ SUPPORTED_ARCHITECTURES = (
     "MistralForCausalLM",
     "Qwen2ForCausalLM",
     "Qwen3ForCausalLM",
+    *EXPERT_ARCHITECTURES,
 )
 SUPPORTED_ROPE_TYPES = ("linear", "llama3", "yarn")
 
