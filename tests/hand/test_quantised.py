@@ -259,6 +259,20 @@ def test_what_can_not_be_quantised(changes: dict[str, Any], message: str) -> Non
         ModelRunner(RunnerConfig.from_dict(wire))
 
 
+@pytest.mark.parametrize(
+    ("family", "architecture", "message"),
+    [
+        ("deepseek-v3", "DeepseekV3ForCausalLM", "it has latent attention"),
+        ("glm4-moe", "Glm4MoeForCausalLM", "rotated in part"),
+        ("qwen3-moe", "Qwen3MoeForCausalLM", "it has a mixture of experts"),
+    ],
+)
+def test_what_has_no_kernel_is_not_quantised(family: str, architecture: str, message: str) -> None:
+    wire = wire_config(hf_config(FAMILIES[family][1], architecture), quantization="w8a8_int8")
+    with pytest.raises(ValueError, match=f"not supported for {architecture}: .*{message}"):
+        ModelRunner(RunnerConfig.from_dict(wire))
+
+
 def test_a_file_without_a_type_that_there_are_kernels_for(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="knows Q8_0, Q4_0, Q4_1, Q4_K, Q5_0, Q5_1, Q5_K, Q6_K, and no matrix"):
         loaded(tiny(tmp_path / "model.gguf", {"": Q.F16}))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -104,10 +104,15 @@ class Decoder:
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], report: Report = ignore) -> None:
         """Copies checkpoint tensors, by Hugging Face name, into place; raises `WeightError` if they do not fit."""
-        if self.config.headless:
-            # A checkpoint that was saved without a head names the parts of the body only.
-            weights = ((name if name.startswith(_ROOTS) else f"model.{name}", tensor) for name, tensor in weights)
-        self.params.load(weights, report)
+        self.params.load(((self._rooted(name), tensor) for name, tensor in weights), report)
+
+    def check_weights(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """Raises `WeightError` if a checkpoint with weights of these shapes does not fit."""
+        self.params.check({self._rooted(name): shape for name, shape in shapes.items()})
+
+    def _rooted(self, name: str) -> str:
+        # A checkpoint that was saved without a head names the parts of the body only.
+        return f"model.{name}" if self.config.headless and not name.startswith(_ROOTS) else name
 
     def __call__(self, forward: Forward) -> torch.Tensor:
         """Computes the step's positions; gives float32 logits [s, vocabulary] of the sampled ones.

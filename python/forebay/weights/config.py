@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -29,6 +30,7 @@ SUPPORTED_ARCHITECTURES = (
 SUPPORTED_ROPE_TYPES = ("linear", "llama3", "yarn")
 
 _DEFAULT_ROPE_THETA = 10000.0
+_LAYER = re.compile(r"(?:model\.)?layers\.(?P<number>\d+)\.")
 
 
 @dataclass(frozen=True)
@@ -99,9 +101,10 @@ class ModelConfig:
 
         Behind them DeepSeek and GLM checkpoints have layers that predict further tokens (MTP), and nothing else.
         """
-        parts = name.removeprefix("model.").split(".", 2)
-        behind = parts[0] == "layers" and parts[1].isdigit() and int(parts[1]) >= len(self.feeds)
-        return not (behind and self.architecture in EXPERT_ARCHITECTURES)
+        if self.architecture not in EXPERT_ARCHITECTURES:
+            return True
+        layer = _LAYER.match(name)
+        return layer is None or int(layer["number"]) < len(self.feeds)
 
     @property
     def longest_context(self) -> int:
