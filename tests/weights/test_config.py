@@ -69,6 +69,15 @@ def test_an_unknown_architecture_is_told_what_is_known(names: list[str] | None) 
         config(architectures=names)
 
 
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [("DeepseekV32ForCausalLM", "it has sparse attention"), ("GptOssForCausalLM", "it has attention sinks")],
+)
+def test_a_known_architecture_is_told_what_is_missing(name: str, reason: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=f"{name} is not supported: {reason}"):
+        config(architectures=[name])
+
+
 def test_qwen2_has_biases_on_three_projections() -> None:
     found = config(architectures=["Qwen2ForCausalLM"])
     assert biases(found) == (True, False)

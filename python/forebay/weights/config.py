@@ -27,6 +27,16 @@ SUPPORTED_ARCHITECTURES = (
     "Qwen3ForCausalLM",
     *EXPERT_ARCHITECTURES,
 )
+_NOT_SERVED = {
+    "DeepseekV32ForCausalLM": "sparse attention, whose index of positions is not built",
+    "GlmMoeDsaForCausalLM": "sparse attention, whose index of positions is not built",
+    "DeepseekV4ForCausalLM": "compressed attention that is not built",
+    "Glm4MoeLiteForCausalLM": "latent attention with GLM's routing, which is not checked against a reference",
+    "GptOssForCausalLM": "attention sinks, and windows in some layers only",
+    "MixtralForCausalLM": "experts under other names, which are not read",
+    "Qwen2MoeForCausalLM": "a shared expert with a gate of its own, which is not built",
+}
+"""Architectures that a user may take for supported, and what of them there is no code for."""
 SUPPORTED_ROPE_TYPES = ("linear", "llama3", "yarn")
 
 _DEFAULT_ROPE_THETA = 10000.0
@@ -137,6 +147,9 @@ def _architecture(d: dict[str, Any]) -> str:
         for known in (name, f"{name.removesuffix('Model')}ForCausalLM"):
             if known in SUPPORTED_ARCHITECTURES:
                 return known
+    for name in names:
+        if name in _NOT_SERVED:
+            raise UnsupportedModelError(f"the architecture {name} is not supported: it has {_NOT_SERVED[name]}")
     found = ", ".join(names) or f"model_type {d.get('model_type')!r}"
     supported = ", ".join((*SUPPORTED_ARCHITECTURES, *ENCODER_ARCHITECTURES))
     raise UnsupportedModelError(f"the architecture {found} is not supported; supported: {supported}")
