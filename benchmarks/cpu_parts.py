@@ -24,6 +24,7 @@ from forebay.compute.native import NativeCompute
 from forebay.compute.rows import Launch, Rows
 from forebay.device import Device
 from forebay.kernels.library import PARTS
+from forebay.kernels.packing import plain_parts
 from forebay.runner.runner import ModelRunner
 from forebay.weights.describe import describe_directory
 
@@ -94,12 +95,12 @@ def prepacked(weight: torch.Tensor) -> Product:
 
 def weights(made: ModelRunner) -> dict[str, list[torch.Tensor]]:
     """Every layer's matrices, copied: the compiled kernels take theirs away."""
-    blocks = made.decoder.blocks
+    parts = [plain_parts(block) for block in made.decoder.blocks]
     return {
-        "qkv": [block.attention.qkv.weight.clone() for block in blocks],
-        "output": [block.attention.output.weight.clone() for block in blocks],
-        "gate_up": [block.mlp.gate_up.weight.clone() for block in blocks],
-        "down": [block.mlp.down.weight.clone() for block in blocks],
+        "qkv": [attention.qkv.weight.clone() for attention, _ in parts],
+        "output": [attention.output.weight.clone() for attention, _ in parts],
+        "gate_up": [mlp.gate_up.weight.clone() for _, mlp in parts],
+        "down": [mlp.down.weight.clone() for _, mlp in parts],
         "head": [made.decoder.head.clone()],
     }
 

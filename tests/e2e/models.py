@@ -12,12 +12,16 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
@@ -47,11 +51,29 @@ _SHAPE: dict[str, Any] = {
     "eos_token_id": END,
     "pad_token_id": 0,
 }
+_EXPERTS: dict[str, Any] = {"moe_intermediate_size": 32, "num_experts_per_tok": 3}
 # transformers' classes are hardly typed: what comes from them is Any here.
 _FAMILIES: dict[str, Any] = {
     "llama": (LlamaForCausalLM, LlamaConfig(**_SHAPE)),
     "qwen2": (Qwen2ForCausalLM, Qwen2Config(**_SHAPE, tie_word_embeddings=True)),
     "qwen3": (Qwen3ForCausalLM, Qwen3Config(**_SHAPE, head_dim=32)),
+    "qwen3-moe": (Qwen3MoeForCausalLM, Qwen3MoeConfig(**_SHAPE, **_EXPERTS, num_experts=8, norm_topk_prob=True)),
+    "deepseek-v3": (
+        DeepseekV3ForCausalLM,
+        DeepseekV3Config(
+            **{**_SHAPE, "num_key_value_heads": 4},
+            **_EXPERTS,
+            n_routed_experts=8,
+            n_group=4,
+            topk_group=2,
+            first_k_dense_replace=1,
+            q_lora_rank=32,
+            kv_lora_rank=32,
+            qk_nope_head_dim=16,
+            qk_rope_head_dim=8,
+            v_head_dim=12,
+        ),
+    ),
 }
 
 

@@ -66,6 +66,9 @@ SETTINGS = [
     Setting("qwen2", 1, 1024, cache=False),
     Setting("qwen3", 0, 1024, cache=True),
     Setting("qwen3", 1, 1024, cache=True),
+    Setting("qwen3-moe", 1, 1024, cache=True),
+    Setting("deepseek-v3", 0, 1024, cache=False),
+    Setting("deepseek-v3", 1, 1024, cache=True),
     Setting("smollm2", 0, 384, cache=False),
     Setting("smollm2", 1, 384, cache=True),
 ]

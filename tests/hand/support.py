@@ -12,6 +12,12 @@ import numpy.typing as npt
 import pytest
 import torch
 from transformers import (
+    DeepseekV2Config,
+    DeepseekV2ForCausalLM,
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    Glm4MoeConfig,
+    Glm4MoeForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedConfig,
@@ -19,6 +25,8 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 from forebay.device import open_device
@@ -61,6 +69,27 @@ ROPE_YARN_MSCALE = {
     "truncate": False,
 }
 
+EXPERTS: dict[str, Any] = {"moe_intermediate_size": 24, "num_experts_per_tok": 3}
+QWEN3_MOE: dict[str, Any] = {**TINY, **EXPERTS, "num_experts": 8, "head_dim": 24}
+GROUPED_EXPERTS: dict[str, Any] = {**EXPERTS, "n_routed_experts": 8, "n_group": 4, "topk_group": 2}
+GLM4_MOE: dict[str, Any] = {**TINY, **GROUPED_EXPERTS, "routed_scaling_factor": 1.5, "head_dim": 24}
+LATENT: dict[str, Any] = {
+    **TINY,
+    **GROUPED_EXPERTS,
+    "num_hidden_layers": 4,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 32,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "rms_norm_eps": 1e-5,
+    "routed_scaling_factor": 2.5,
+}
+ROPE_YARN_LATENT = {**ROPE_YARN, "beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0}
+
 FAMILIES: dict[str, tuple[type[Any], PreTrainedConfig]] = {
     "llama": (LlamaForCausalLM, LlamaConfig(**TINY, tie_word_embeddings=True)),
     "llama-untied-biases": (LlamaForCausalLM, LlamaConfig(**TINY, attention_bias=True, mlp_bias=True)),
@@ -74,6 +103,24 @@ FAMILIES: dict[str, tuple[type[Any], PreTrainedConfig]] = {
     "qwen2-tied": (Qwen2ForCausalLM, Qwen2Config(**TINY, tie_word_embeddings=True)),
     "qwen3": (Qwen3ForCausalLM, Qwen3Config(**TINY, head_dim=32)),
     "qwen3-bias": (Qwen3ForCausalLM, Qwen3Config(**TINY, head_dim=16, attention_bias=True)),
+    "qwen3-moe": (Qwen3MoeForCausalLM, Qwen3MoeConfig(**QWEN3_MOE, norm_topk_prob=True)),
+    "qwen3-moe-plain": (Qwen3MoeForCausalLM, Qwen3MoeConfig(**QWEN3_MOE, norm_topk_prob=False)),
+    "qwen3-moe-some-dense": (
+        Qwen3MoeForCausalLM,
+        Qwen3MoeConfig(**{**QWEN3_MOE, "num_hidden_layers": 4}, decoder_sparse_step=2, mlp_only_layers=[3]),
+    ),
+    "glm4-moe": (Glm4MoeForCausalLM, Glm4MoeConfig(**GLM4_MOE, use_qk_norm=True)),
+    "glm4-moe-bias": (Glm4MoeForCausalLM, Glm4MoeConfig(**GLM4_MOE, attention_bias=True, n_shared_experts=2)),
+    "deepseek-v2": (
+        DeepseekV2ForCausalLM,
+        DeepseekV2Config(**LATENT, topk_method="group_limited_greedy", rope_parameters=ROPE_YARN_LATENT),
+    ),
+    "deepseek-v2-lite": (DeepseekV2ForCausalLM, DeepseekV2Config(**{**LATENT, "q_lora_rank": None})),
+    "deepseek-v3": (DeepseekV3ForCausalLM, DeepseekV3Config(**LATENT, rope_parameters=ROPE_YARN_LATENT)),
+    "deepseek-v3-halves": (
+        DeepseekV3ForCausalLM,
+        DeepseekV3Config(**LATENT, rope_interleave=False, norm_topk_prob=False, attention_bias=True),
+    ),
 }
 
 
@@ -87,7 +134,27 @@ def reference_model(family: str) -> Any:
             parameter.copy_(torch.randn_like(parameter) * (0.3 if name.endswith("norm.weight") else 0.12))
             if name.endswith("norm.weight"):
                 parameter.add_(1)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.copy_(torch.rand_like(buffer) * 0.2)
     return model
+
+
+def hub_weights(model: Any) -> dict[str, torch.Tensor]:
+    """The weights of a transformers model under the names of checkpoints, where each expert has its own."""
+    found: dict[str, torch.Tensor] = {}
+    for name, tensor in model.state_dict().items():
+        prefix, fused, kind = name.rpartition(".mlp.experts.")
+        if not fused:
+            found[name] = tensor
+            continue
+        for expert, matrix in enumerate(tensor):
+            at = f"{prefix}.mlp.experts.{expert}"
+            if kind == "down_proj":
+                found[f"{at}.down_proj.weight"] = matrix
+            else:
+                found[f"{at}.gate_proj.weight"], found[f"{at}.up_proj.weight"] = matrix.chunk(2)
+    return found
 
 
 def hf_config(config: PreTrainedConfig, architecture: str) -> dict[str, Any]:
@@ -130,7 +197,7 @@ def runner_of(
     """A runner with the weights of a transformers model."""
     config = wire_config(hf_config(model.config, type(model).__name__), **changes)
     runner = ModelRunner(RunnerConfig.from_dict(config), arena, host)
-    runner.model.load_weights(model.state_dict().items())
+    runner.model.load_weights(hub_weights(model).items())
     return runner
 
 

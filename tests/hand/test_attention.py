@@ -62,6 +62,7 @@ def check(rows: list[tuple[int, int]], heads: int, dtype: torch.dtype, tolerance
         ends=torch.from_numpy(starts[order] + ordered),
         page_table=torch.from_numpy(page_table.astype(np.int32)),
         page_size=PAGE,
+        page_stride=PAGE,
     )
     q = torch.cat([queries[slot] for slot in order])
     k, v = (torch.cat([dense[slot][which, starts[slot] :] for slot in order]) for which in (0, 1))

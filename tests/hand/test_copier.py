@@ -23,7 +23,8 @@ DEVICES = pytest.mark.parametrize("device", ["cpu", "deferred"])
 class Hand:
     """A runner with a host tier, and both ends of the socket that plans come by."""
 
-    def __init__(self, **changes: object) -> None:
+    def __init__(self, family: str = "llama", **changes: object) -> None:
+        self.family = family
         self.memory = os.memfd_create("host")
         self.near, self.far = socket.socketpair()
         self.changes = changes
@@ -34,7 +35,7 @@ class Hand:
     def another(self) -> ModelRunner:
         """A runner that finds the memory as the last one left it."""
         host = HostMemory(self.memory, self.far.fileno())
-        return runner_of(reference_model("llama"), None, host, **{"host_bytes": 1 << 20, **self.changes})
+        return runner_of(reference_model(self.family), None, host, **{"host_bytes": 1 << 20, **self.changes})
 
     def step(self, *copies: tuple[int, int, int, int], wait_us: int | None = None, rows: bool = False) -> StepResult:
         """One plan: `rows` computes the prompt on pages 1, 2 and 3."""
@@ -66,11 +67,12 @@ def page(runner: ModelRunner, number: int) -> list[bytes]:
 
 
 @DEVICES
-def test_what_is_restored_is_what_was_saved_behind_the_rows(device: str) -> None:
-    hand = Hand(device=device, kv_checksum=True)
+@pytest.mark.parametrize("family", ["llama", "deepseek-v3"])
+def test_what_is_restored_is_what_was_saved_behind_the_rows(device: str, family: str) -> None:
+    hand = Hand(family, device=device, kv_checksum=True)
     # The save comes with the very plan whose rows write the page.
     result = hand.step((7, COPY_SAVE, 1, 5), (8, COPY_SAVE, 2, 4), rows=True)
-    expected = greedy_reference(reference_model("llama"), PROMPT, 2)[0]
+    expected = greedy_reference(reference_model(family), PROMPT, 2)[0]
     assert hand.until_ended(2) == [[7, COPY_OK], [8, COPY_OK]]
     assert result.tokens.tolist() == expected[:1]
     saved = [page(hand.runner, 1), page(hand.runner, 2)]

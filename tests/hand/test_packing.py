@@ -11,7 +11,7 @@ import torch
 
 from forebay.compute.native import NativeCompute
 from forebay.device.cpu import CpuDevice
-from forebay.kernels.packing import Packing
+from forebay.kernels.packing import Packing, plain_parts
 from forebay.layers.params import ignore
 from forebay.runner.runner import ModelRunner
 from forebay.state.config import RunnerConfig
@@ -114,7 +114,7 @@ def test_the_pool_gets_what_packed_weights_leave(
 
 def test_matrices_go_one_by_one_as_they_are_packed(monkeypatch: pytest.MonkeyPatch) -> None:
     runner = runner_of(reference_model("llama-untied-biases"))
-    down = runner.decoder.blocks[0].mlp.down
+    down = plain_parts(runner.decoder.blocks[0])[1].down
     pack = NativeCompute._pack
     held: list[int] = []
 

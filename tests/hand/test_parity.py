@@ -62,7 +62,7 @@ def test_greedy_tokens_and_logprobs_are_those_of_transformers(family: str, devic
 
 
 @DEVICES
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "qwen3-moe", "glm4-moe", "deepseek-v2", "deepseek-v3"])
 @pytest.mark.parametrize("chunk", [1, 3, 16, 1000])
 def test_chunks_and_mixed_batches_do_not_change_tokens(family: str, chunk: int, device: str, lookahead: int) -> None:
     requests = [Request(prompt, COUNT, arrival=2 * i) for i, prompt in enumerate(prompts(10))]
@@ -73,10 +73,11 @@ def test_chunks_and_mixed_batches_do_not_change_tokens(family: str, chunk: int, 
 @DEVICES
 @pytest.mark.parametrize("seed", range(3))
 def test_pages_and_slots_do_not_change_tokens(seed: int, device: str, lookahead: int) -> None:
-    runner = runner_of(model_of("llama-llama3"), page_size=[1, 7, 16][seed], max_total_tokens=2000, device=device)
-    requests = [Request(prompt, COUNT) for prompt in prompts(10)]
-    MiniBrain(runner, seed, lookahead).serve(requests, chunk=16)
-    assert [request.tokens for request in requests] == expected("llama-llama3")
+    for family in ("llama-llama3", "deepseek-v3"):
+        runner = runner_of(model_of(family), page_size=[1, 7, 16][seed], max_total_tokens=2000, device=device)
+        requests = [Request(prompt, COUNT) for prompt in prompts(10)]
+        MiniBrain(runner, seed, lookahead).serve(requests, chunk=16)
+        assert [request.tokens for request in requests] == expected(family)
 
 
 @DEVICES

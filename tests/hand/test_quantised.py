@@ -16,6 +16,7 @@ from forebay.compute.eager import TorchCompute
 from forebay.compute.native import NativeCompute
 from forebay.compute.rows import Launch, Rows
 from forebay.kernels import library as binding
+from forebay.kernels.packing import plain_parts
 from forebay.runner.runner import ModelRunner
 from forebay.state.config import RunnerConfig
 from forebay.weights.gguf_config import hf_config as hf_config_of
@@ -119,8 +120,8 @@ def test_int8_logits_are_those_of_torch_that_rounds(
     compute = native(int8(family))
     other = int8(family, quantization=None)
     decoder = other.decoder
-    for block in decoder.blocks:
-        for of in (block.attention.qkv, block.attention.output, block.mlp.gate_up, block.mlp.down):
+    for attention, mlp in map(plain_parts, decoder.blocks):
+        for of in (attention.qkv, attention.output, mlp.gate_up, mlp.down):
             of.weight.copy_(rounded(of.weight, of.weight.shape[1]))
     # The head is quantised, the embedding is not.
     decoder.head = rounded(decoder.head, decoder.head.shape[1])
@@ -150,11 +151,12 @@ def test_gguf_logits_are_those_of_torch_that_rounds(
     compute = native(loaded(path))
     other = loaded(path, quantization=None)
     # What has a type without blocks is computed as ever.
-    plain = [block.attention.output for block in other.decoder.blocks if types.get("attn_output") == Q.F16]
+    parts = [plain_parts(block) for block in other.decoder.blocks]
+    plain = [attention.output for attention, _ in parts if types.get("attn_output") == Q.F16]
     addresses = {of.weight.data_ptr() for of in plain}
-    for block in other.decoder.blocks if types.get("ffn_down") == Q.Q5_1 else ():
+    for _, mlp in parts if types.get("ffn_down") == Q.Q5_1 else ():
         # Q8_0 has no least value: these become the nearest that it has.
-        block.mlp.down.weight.copy_(rounded(block.mlp.down.weight, 32))
+        mlp.down.weight.copy_(rounded(mlp.down.weight, 32))
     quantised_torch(monkeypatch, lambda weight: None if weight.data_ptr() in addresses else 32)
     check(compute, reference(other))
 
@@ -227,7 +229,7 @@ def test_int8_takes_the_memory_that_it_says() -> None:
     plain, quantised = int8(quantization=None), int8()
     native(plain)
     native(quantised)
-    weights = sum(block.mlp.down.inputs * 64 for block in quantised.decoder.blocks)
+    weights = sum(plain_parts(block)[1].down.inputs * 64 for block in quantised.decoder.blocks)
     saved = int(plain.facts()["weight_bytes"]) - int(quantised.facts()["weight_bytes"])
     assert saved > 3 * weights
 
@@ -254,6 +256,20 @@ def test_what_can_not_be_quantised(changes: dict[str, Any], message: str) -> Non
         pooling = Pooling("embed", "last", 64, normalize=True, sigmoid=False, max_length=None)
         wire["model"]["pooling"] = pooling.to_dict()
     with pytest.raises(ValueError, match=message):
+        ModelRunner(RunnerConfig.from_dict(wire))
+
+
+@pytest.mark.parametrize(
+    ("family", "architecture", "message"),
+    [
+        ("deepseek-v3", "DeepseekV3ForCausalLM", "it has latent attention"),
+        ("glm4-moe", "Glm4MoeForCausalLM", "rotated in part"),
+        ("qwen3-moe", "Qwen3MoeForCausalLM", "it has a mixture of experts"),
+    ],
+)
+def test_what_has_no_kernel_is_not_quantised(family: str, architecture: str, message: str) -> None:
+    wire = wire_config(hf_config(FAMILIES[family][1], architecture), quantization="w8a8_int8")
+    with pytest.raises(ValueError, match=f"not supported for {architecture}: .*{message}"):
         ModelRunner(RunnerConfig.from_dict(wire))
 
 

@@ -17,6 +17,8 @@ from safetensors.torch import save_file
 
 from forebay.weights import embedded
 from forebay.weights.cache import cache_directory
+from forebay.weights.config import ModelConfig
+from forebay.weights.parts import GroupedQuery
 
 ROOT = Path(__file__).resolve().parents[2]
 F32 = gguf.GGMLQuantizationType.F32
@@ -157,6 +159,17 @@ def tiny_config() -> dict[str, Any]:
         "tie_word_embeddings": True,
         "eos_token_id": 257,
     }
+
+
+def grouped(config: ModelConfig) -> GroupedQuery:
+    """The attention of a model that has no other."""
+    assert isinstance(config.attention, GroupedQuery)
+    return config.attention
+
+
+def biases(config: ModelConfig) -> tuple[bool, bool]:
+    """Whether queries, keys and values have biases, and whether the output has one."""
+    return grouped(config).qkv_bias, grouped(config).output_bias
 
 
 def tiny_directory(path: Path, *, shards: int = 1, **files: Any) -> Path:

@@ -1,12 +1,23 @@
 """config.json of every age into ModelConfig."""
 
+import math
 from typing import Any
 
 import pytest
-from transformers import LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+from transformers import (
+    DeepseekV2Config,
+    DeepseekV3Config,
+    Glm4MoeConfig,
+    LlamaConfig,
+    MistralConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 from forebay.weights.config import ModelConfig, UnsupportedModelError, token_ids
-from tests.weights.support import tiny_config
+from forebay.weights.parts import Experts, Latent
+from tests.weights.support import biases, grouped, tiny_config
 
 
 def config(**changes: Any) -> ModelConfig:
@@ -58,13 +69,22 @@ def test_an_unknown_architecture_is_told_what_is_known(names: list[str] | None) 
         config(architectures=names)
 
 
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [("DeepseekV32ForCausalLM", "it has sparse attention"), ("GptOssForCausalLM", "it has attention sinks")],
+)
+def test_a_known_architecture_is_told_what_is_missing(name: str, reason: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=f"{name} is not supported: {reason}"):
+        config(architectures=[name])
+
+
 def test_qwen2_has_biases_on_three_projections() -> None:
     found = config(architectures=["Qwen2ForCausalLM"])
-    assert (found.qkv_bias, found.attention_bias) == (True, False)
+    assert biases(found) == (True, False)
     found = config(attention_bias=True)
-    assert (found.qkv_bias, found.attention_bias) == (True, True)
+    assert biases(found) == (True, True)
     found = config()
-    assert (found.qkv_bias, found.attention_bias) == (False, False)
+    assert biases(found) == (False, False)
 
 
 QWEN = {"architectures": ["Qwen2ForCausalLM"], "sliding_window": 16}
@@ -94,14 +114,114 @@ def test_a_window_in_some_layers_is_refused() -> None:
         config(**QWEN, use_sliding_window=True, max_window_layers=1)
 
 
+QWEN3_MOE = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+}
+DEEPSEEK_V3 = {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "n_group": 4,
+    "topk_group": 2,
+    "first_k_dense_replace": 1,
+    "q_lora_rank": 32,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+}
+DEEPSEEK_V2 = DEEPSEEK_V3 | {"architectures": ["DeepseekV2ForCausalLM"]}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (QWEN3_MOE | {"num_experts_per_tok": 9}, "9 experts .num_experts_per_tok., and there are 8"),
+        (QWEN3_MOE | {"num_experts_per_tok": 0}, "0 experts"),
+        (QWEN3_MOE | {"num_experts": None}, "no 'num_experts'"),
+        (QWEN3_MOE | {"moe_intermediate_size": None}, "no 'moe_intermediate_size'"),
+        (QWEN3_MOE | {"scoring_func": "sigmoid"}, "scoring_func 'sigmoid' is not supported; supported here: softmax"),
+        (QWEN3_MOE | {"mlp_bias": True}, "mlp_bias"),
+        (DEEPSEEK_V3 | {"topk_method": "greedy"}, "topk_method 'greedy' is not supported; supported here: noaux_tc"),
+        (DEEPSEEK_V3 | {"scoring_func": "softmax"}, "supported here: sigmoid"),
+        (DEEPSEEK_V3 | {"n_group": 3}, "8 experts can't be split into 3 groups"),
+        (DEEPSEEK_V3 | {"topk_group": 5}, "5 groups .topk_group. can't be kept"),
+        (DEEPSEEK_V3 | {"n_group": 8}, "can't be kept of 8 with 1 experts each"),
+        (DEEPSEEK_V3 | {"num_experts_per_tok": 5}, "its groups have 4"),
+        (DEEPSEEK_V3 | {"kv_lora_rank": None}, "no 'kv_lora_rank'"),
+        (DEEPSEEK_V3 | {"moe_layer_freq": 2}, "moe_layer_freq"),
+        (DEEPSEEK_V2 | {"topk_method": "noaux_tc"}, "supported here: greedy, group_limited_greedy"),
+        (DEEPSEEK_V2 | {"norm_topk_prob": True}, "norm_topk_prob"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "quantised by 'gptq'"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "weight_block_size"),
+    ],
+)
+def test_experts_that_make_no_sense_are_one_clear_line(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=message) as caught:
+        config(**changes)
+    assert "\n" not in str(caught.value)
+
+
+def test_which_layers_have_experts() -> None:
+    def experts(**changes: Any) -> list[int]:
+        found = config(num_hidden_layers=6, **changes)
+        return [layer for layer in range(6) if isinstance(found.feed(layer), Experts)]
+
+    assert experts(**QWEN3_MOE) == [0, 1, 2, 3, 4, 5]
+    assert experts(**QWEN3_MOE, decoder_sparse_step=2, mlp_only_layers=[3]) == [1, 5]
+    assert experts(**QWEN3_MOE | {"num_experts": 0}) == []
+    assert experts(**DEEPSEEK_V3) == [1, 2, 3, 4, 5]
+    assert experts(**DEEPSEEK_V3 | {"first_k_dense_replace": 6}) == []
+
+
+def test_yarn_sharpens_the_softmax_of_latent_attention() -> None:
+    def scale(scaling: dict[str, Any] | None) -> float:
+        attention = config(**DEEPSEEK_V3, rope_scaling=scaling).attention
+        assert isinstance(attention, Latent)
+        return attention.scale
+
+    plain = scale(None)
+    assert plain == 24**-0.5
+    yarn = {"type": "yarn", "factor": 40, "original_max_position_embeddings": 64}
+    assert scale(yarn) == plain
+    assert scale(yarn | {"mscale": 1.0, "mscale_all_dim": 1.0}) == pytest.approx(plain * (0.1 * math.log(40) + 1) ** 2)
+
+
+def test_layers_behind_the_last_are_left_out() -> None:
+    found = config(**DEEPSEEK_V3)
+    names = ["model.layers.1.mlp.gate.weight", "model.layers.2.enorm.weight", "layers.3.x.weight", "model.norm.weight"]
+    assert [found.has_place_for(name) for name in names] == [True, False, False, True]
+    assert all(config().has_place_for(name) for name in names), "of a Llama they would be missed"
+
+
+@pytest.mark.parametrize("kind", [Qwen3MoeConfig, Glm4MoeConfig, DeepseekV2Config, DeepseekV3Config])
+def test_what_transformers_leaves_out_of_experts_has_its_default(kind: type) -> None:
+    reference = kind(num_hidden_layers=2, num_experts_per_tok=3)
+    keys: tuple[str, ...] = (
+        "first_k_dense_replace",
+        "n_shared_experts",
+        "norm_topk_prob",
+        "n_group",
+        "topk_group",
+        "q_lora_rank",
+    )
+    keys += ("routed_scaling_factor", "topk_method", "attention_bias", "use_qk_norm", "decoder_sparse_step")
+    whole = reference.to_dict() | {"architectures": [kind.__name__.replace("Config", "ForCausalLM")]}
+    assert ModelConfig.from_dict(whole) == ModelConfig.from_dict({k: v for k, v in whole.items() if k not in keys})
+
+
 @pytest.mark.parametrize("kind", [LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config])
 def test_what_transformers_leaves_out_has_its_default(kind: type) -> None:
     reference = kind(num_hidden_layers=2)
     name = kind.__name__.replace("Config", "ForCausalLM")
     found = ModelConfig.from_dict(reference.to_dict() | {"architectures": [name]})
-    assert found.num_key_value_heads == reference.num_key_value_heads
+    assert grouped(found).kv_heads == reference.num_key_value_heads
     head_dim = getattr(reference, "head_dim", None) or reference.hidden_size // reference.num_attention_heads
-    assert found.head_dim == head_dim
+    assert grouped(found).head_dim == head_dim
     assert found.rms_norm_eps == reference.rms_norm_eps
     assert found.rope_theta == reference.rope_parameters["rope_theta"]
     assert found.tie_word_embeddings == reference.tie_word_embeddings

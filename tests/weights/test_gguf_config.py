@@ -13,7 +13,18 @@ from forebay.weights.config import ModelConfig, UnsupportedModelError
 from forebay.weights.errors import ModelError
 from forebay.weights.gguf_config import eos_token_ids, hf_config
 from forebay.weights.gguf_file import GgufFiles
-from tests.weights.support import F32, HEAD_DIM, smollm2, tiny_gguf, tiny_metadata, tiny_tensors, write_gguf
+from forebay.weights.parts import Dense, GroupedQuery
+from tests.weights.support import (
+    F32,
+    HEAD_DIM,
+    biases,
+    grouped,
+    smollm2,
+    tiny_gguf,
+    tiny_metadata,
+    tiny_tensors,
+    write_gguf,
+)
 
 
 def config_of(path: Path) -> dict[str, Any]:
@@ -26,19 +37,15 @@ def test_the_default_model_has_the_config_of_its_original() -> None:
         architecture="LlamaForCausalLM",
         vocab_size=49152,
         hidden_size=576,
-        intermediate_size=1536,
-        num_hidden_layers=30,
-        num_attention_heads=9,
-        num_key_value_heads=3,
-        head_dim=64,
+        attention=GroupedQuery(
+            heads=9, kv_heads=3, head_dim=64, rotary_dim=64, qkv_bias=False, output_bias=False, qk_norm=False
+        ),
+        feeds=(Dense(1536, False),) * 30,
         rms_norm_eps=1e-5,
         rope_theta=100000.0,
         rope_scaling=None,
         max_position_embeddings=8192,
         tie_word_embeddings=True,
-        qkv_bias=False,
-        attention_bias=False,
-        mlp_bias=False,
         hidden_act="silu",
         sliding_window=None,
         eos_token_ids=(2,),
@@ -58,8 +65,8 @@ def test_families(tmp_path: Path, architecture: str, name: str, qkv_bias: bool, 
     found = ModelConfig.from_dict(config_of(tiny_gguf(tmp_path / "x.gguf", architecture, tied=tied)))
     assert found.architecture == name
     assert found.tie_word_embeddings is tied
-    assert (found.qkv_bias, found.attention_bias) == (qkv_bias, False)
-    assert (found.head_dim, found.num_key_value_heads) == (HEAD_DIM, 2)
+    assert biases(found) == (qkv_bias, False)
+    assert (grouped(found).head_dim, grouped(found).kv_heads) == (HEAD_DIM, 2)
     assert found.eos_token_ids == (257,)
 
 

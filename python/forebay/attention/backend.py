@@ -13,10 +13,26 @@ Int64s = npt.NDArray[np.int64]
 
 
 class LayerKV(NamedTuple):
-    """One layer's pages as flat token positions: page p holds the entries p * page_size .. (p + 1) * page_size."""
+    """One layer's pages as flat token positions: page p holds `page_size` entries from p * page_stride on.
 
-    keys: torch.Tensor  # [page_count * page_size, kv_heads, head_dim]
-    values: torch.Tensor  # the same
+    Latent rows are keys of one head, and their values are a view: the first elements of the keys.
+    """
+
+    keys: torch.Tensor  # [entries, kv_heads, head_dim]
+    values: torch.Tensor  # the same, or [entries, 1, rank]
+
+
+@dataclass(frozen=True)
+class LatentHeads:
+    """Heads that are made of one row a position, `[latent part | rotated part]`. Sizes are numbers of elements."""
+
+    nope_dim: int
+    """Of a query or key head before its rotated part."""
+    value_dim: int
+    rank: int
+    """Of a row's latent part."""
+    scale: float
+    """What scores are multiplied by."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +49,8 @@ class Batch:
     ends: torch.Tensor  # int64 [r], on the device: start + length
     page_table: torch.Tensor  # int32 [slots, pages a slot], on the device
     page_size: int
+    page_stride: int
+    """Entries of `LayerKV` from a page's first to that of the next."""
 
 
 class AttentionBackend(Protocol):
@@ -46,3 +64,11 @@ class AttentionBackend(Protocol):
 
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kv: LayerKV, prepared: Any) -> torch.Tensor:
         """q [n, heads, head_dim] gives [n, heads * head_dim]; k and v [n, kv_heads, head_dim] are in their pages."""
+
+    def attend_latent(
+        self, q: torch.Tensor, rows: torch.Tensor, up: torch.Tensor, kv: LayerKV, heads: LatentHeads, prepared: Any
+    ) -> torch.Tensor:
+        """q [n, heads, nope_dim + rotated] gives [n, heads * value_dim]; `rows` [n, rank + rotated] are in their pages.
+
+        `up` [heads, nope_dim + value_dim, rank] makes keys and then values of a latent part.
+        """

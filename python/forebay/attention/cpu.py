@@ -8,7 +8,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from forebay.attention.backend import Batch, Int64s, LayerKV
+from forebay.attention import latent
+from forebay.attention.backend import Batch, Int64s, LatentHeads, LayerKV
 
 DECODE_POSITIONS = 1 << 18
 """Most positions (rows x padded length) gathered at once, to bound the memory of one call."""
@@ -79,14 +80,35 @@ class CpuAttention:
         outputs += [_attend_chunk(q, k, v, kv, chunk) for chunk in prepared.chunks]
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
+    def attend_latent(
+        self,
+        q: torch.Tensor,
+        rows: torch.Tensor,
+        up: torch.Tensor,
+        kv: LayerKV,
+        heads: LatentHeads,
+        prepared: CpuStep,
+    ) -> torch.Tensor:
+        """Decode rows absorbed, for they would make keys and values of all positions anew; chunks not."""
+        outputs = []
+        for group in prepared.groups:
+            part = slice(group.first, group.first + group.count)
+            cached = kv.keys.index_select(0, group.entries).view(group.count, -1, rows.shape[1])
+            outputs.append(latent.absorbed(q[part], cached, group.mask, up, heads))
+        for chunk in prepared.chunks:
+            part = slice(chunk.first, chunk.first + chunk.count)
+            seen = rows[part] if chunk.entries is None else kv.keys.index_select(0, chunk.entries)[:, 0]
+            outputs.append(latent.naive(q[part], seen, chunk.blocks, up, heads))
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
     def _chunk(self, batch: Batch, row: int, dtype: torch.dtype) -> ChunkRow:
         first, count, start = int(batch.offset[row]), int(batch.length[row]), int(batch.start[row])
         if start == 0:
             return ChunkRow(first, count, None, [])
         positions = torch.arange(start + count)
         table = batch.page_table.index_select(0, batch.slots[row : row + 1])[0]
-        pages = table.index_select(0, positions // batch.page_size)
-        entries = pages * batch.page_size + positions % batch.page_size
+        pages = table.index_select(0, positions // batch.page_size).long()
+        entries = pages * batch.page_stride + positions % batch.page_size
         blocks = []
         for begin in range(0, count, QUERY_BLOCK):
             end = min(begin + QUERY_BLOCK, count)
@@ -116,12 +138,12 @@ def _decode_group(batch: Batch, all_ends: Int64s, first: int, count: int, dtype:
     rows = slice(first, first + count)
     ends, slots = batch.ends[rows, None], batch.slots[rows]
     longest, shortest = int(all_ends[rows].max()), int(all_ends[rows].min())
-    ps = batch.page_size
+    ps, stride = batch.page_size, batch.page_stride
     pages = batch.page_table[:, : -(-longest // ps)].index_select(0, slots).long()
     positions = torch.arange(longest)
     # Page table entries past a row's end are whatever was left there: replace what they name before it is used.
-    last = pages.gather(1, (ends - 1) // ps) * ps + (ends - 1) % ps
-    entries = (pages[:, :, None] * ps + torch.arange(ps)).view(count, -1)[:, :longest]
+    last = pages.gather(1, (ends - 1) // ps) * stride + (ends - 1) % ps
+    entries = (pages[:, :, None] * stride + torch.arange(ps)).view(count, -1)[:, :longest]
     if shortest == longest:
         return DecodeGroup(first, count, entries.reshape(-1), None)
     inside = positions < ends

@@ -10,18 +10,19 @@ from forebay.attention.backend import AttentionBackend
 from forebay.attention.cpu import CpuAttention
 from forebay.compute.eager import TorchCompute
 from forebay.compute.encoder import EncoderCompute
-from forebay.compute.native import NativeCompute
+from forebay.compute.native import NativeCompute, why_not_plain
 from forebay.compute.rows import Compute, Pooler
 from forebay.device import Device
 from forebay.kernels.library import WITH_BYTES, build, level, native_wanted
 from forebay.kernels.packing import packed_bytes
 from forebay.layers.decoder import Decoder
-from forebay.layers.ops import Ops, TorchOps
+from forebay.layers.ops import HostOps, Ops, TorchOps
 from forebay.models.bert import Bert
 from forebay.state.inputs import PromptRows
 from forebay.state.pages import KvPool
 from forebay.state.slots import SlotTables
 from forebay.weights.config import ModelConfig
+from forebay.weights.encoder_config import EncoderConfig
 from forebay.weights.errors import ModelError
 from forebay.weights.quantization import PLAIN
 
@@ -33,11 +34,17 @@ class Choice:
         self._device = device
         self._native = device.runs_native and native_wanted()
 
-    def check_quantization(self, quantization: str) -> None:
-        """Raises `ValueError` when there are no products of quantised matrices."""
+    def check_quantization(self, quantization: str, model: ModelConfig | EncoderConfig) -> None:
+        """Raises `ValueError` when there are no products of quantised matrices for such a model."""
         if not self._native:
             raise ValueError(
                 f"quantization {quantization} needs the compiled kernels, and PyTorch's operators are in use"
+            )
+        missing = None if isinstance(model, EncoderConfig) else why_not_plain(model)
+        if missing is not None:
+            raise ModelError(
+                f"quantization {quantization} is not supported for {model.architecture}: it has {missing}, "
+                "for which there are no quantised products; leave it off"
             )
         if level() not in WITH_BYTES:
             print(
@@ -51,7 +58,7 @@ class Choice:
 
     def ops(self) -> Ops:
         """The operators that models are built with, and the sampler."""
-        return TorchOps()
+        return TorchOps() if self._device.beside_host else HostOps()
 
     def compute(self, model: Decoder, tables: SlotTables, kv: KvPool, prompts: PromptRows) -> Compute:
         """How the rows of a model are computed whose weights are loaded."""

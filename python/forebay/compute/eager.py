@@ -55,13 +55,14 @@ class TorchCompute:
         token_slots = slots.index_select(0, row)
         page_entries = token_slots * tables.pages_per_slot + positions // page_size
         pages = tables.page_table.view(-1).index_select(0, page_entries)
-        batch = Batch(rows.start[order], length, offset, slots, starts + lengths, tables.page_table, page_size)
+        stride = self._kv.page_stride
+        batch = Batch(rows.start[order], length, offset, slots, starts + lengths, tables.page_table, page_size, stride)
         return Forward(
             tokens=tables.token_pool.view(-1).index_select(0, token_slots * tables.stride + positions),
             given=[(span.at, self._prompts.tensor(part)) for span, part in zip(spans, given, strict=True)],
             positions=positions,
             sampled=sampled,
-            writes=pages.long() * page_size + positions % page_size,
+            writes=pages.long() * stride + positions % page_size,
             prepared=backend.prepare(batch, self._kv.dtype),
             kv=self._kv.layers,
         )

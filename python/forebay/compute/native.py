@@ -11,7 +11,7 @@ import torch
 from forebay.compute.rows import Launch, Rows
 from forebay.device.memory import HugePages
 from forebay.kernels.library import FORMATS, PARTS, LayerSpec, ModelSpec, StepSpec, library, open_mp
-from forebay.kernels.packing import Packing, head_packing, linear_packing, packings
+from forebay.kernels.packing import Packing, head_packing, linear_packing, packings, plain_parts
 from forebay.layers.decoder import Decoder
 from forebay.layers.linear import Linear
 from forebay.layers.norm import RMSNorm
@@ -19,6 +19,7 @@ from forebay.state.inputs import PromptRows
 from forebay.state.pages import KvPool
 from forebay.state.slots import PlanError, SlotTables
 from forebay.weights.config import ModelConfig
+from forebay.weights.parts import Dense, Experts, GroupedQuery
 from forebay.weights.quantization import INT8
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
@@ -27,6 +28,26 @@ ERRORS = {1: "a row has a position without a page", 2: "a row has a token that i
 
 def _number(format_: str | None) -> int:
     return 0 if format_ is None else FORMATS[format_]
+
+
+def why_not_plain(config: ModelConfig) -> str | None:
+    """What of a model there is no kernel for, whatever its sizes; None: there is one for everything."""
+    attention = config.attention
+    if not isinstance(attention, GroupedQuery):
+        return "latent attention"
+    if attention.rotary_dim != attention.head_dim:
+        return "heads that are rotated in part"
+    if any(isinstance(feed, Experts) for feed in config.feeds):
+        return "a mixture of experts"
+    return None
+
+
+def _plain(config: ModelConfig) -> tuple[GroupedQuery, Dense]:
+    """The parts of a model that there are kernels for."""
+    attention, feed = config.attention, config.feed(0)
+    assert isinstance(attention, GroupedQuery)
+    assert isinstance(feed, Dense)
+    return attention, feed
 
 
 class NativeCompute:
@@ -47,7 +68,7 @@ class NativeCompute:
         self._kept: list[object] = [model, tables, kv]
         layers = (LayerSpec * len(model.blocks))()
         for layer, block, pages in zip(layers, model.blocks, kv.layers, strict=True):
-            attention, mlp = block.attention, block.mlp
+            attention, mlp = plain_parts(block)
             layer.input_norm = self._vector(block.input_norm)
             layer.qkv, layer.qkv_bias = self._matrix(attention.qkv)
             if attention.norms is not None:
@@ -59,23 +80,24 @@ class NativeCompute:
             layer.formats[:] = [_number(of.format) for of in (attention.qkv, attention.output, mlp.gate_up, mlp.down)]
             layer.keys, layer.values = pages.keys.data_ptr(), pages.values.data_ptr()
         config = model.config
+        heads, feed = _plain(config)
         cos, sin = model.rotary.table(tables.context_length)
         self._kept += [layers, cos, sin, model.embedding]
         spec = ModelSpec(
             dtype=DTYPES[kv.dtype],
             layers=len(layers),
             hidden=config.hidden_size,
-            heads=config.num_attention_heads,
-            kv_heads=config.num_key_value_heads,
-            head_dim=config.head_dim,
-            intermediate=config.intermediate_size,
+            heads=heads.heads,
+            kv_heads=heads.kv_heads,
+            head_dim=heads.head_dim,
+            intermediate=feed.intermediate_size,
             vocabulary=config.vocab_size,
             positions=tables.context_length,
             page_size=kv.page_size,
             page_count=kv.page_count,
             threads=threads,
             eps=config.rms_norm_eps,
-            scale=config.head_dim**-0.5,
+            scale=heads.head_dim**-0.5,
             embedding=model.embedding.data_ptr(),
             final_norm=self._vector(model.norm),
             head=self._head(model),
@@ -90,7 +112,10 @@ class NativeCompute:
     @staticmethod
     def supports(config: ModelConfig) -> bool:
         """Whether the kernels can compute the model: they take inner dimensions two by two."""
-        return all(size % 2 == 0 for size in (config.hidden_size, config.intermediate_size, config.head_dim))
+        if why_not_plain(config) is not None:
+            return False
+        heads, feed = _plain(config)
+        return all(size % 2 == 0 for size in (config.hidden_size, feed.intermediate_size, heads.head_dim))
 
     def watch(self) -> None:
         """Begins to add up `times`, at zero."""

@@ -8,8 +8,10 @@ from dataclasses import dataclass
 import torch
 
 from forebay.kernels.library import FORMATS, library
-from forebay.layers.decoder import HEAD, Decoder
+from forebay.layers.attention import Attention
+from forebay.layers.decoder import HEAD, Block, Decoder
 from forebay.layers.linear import Linear
+from forebay.layers.mlp import SwiGLU
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,14 @@ class Packing:
         return elements * dtype.itemsize
 
 
+def plain_parts(block: Block) -> tuple[Attention, SwiGLU]:
+    """The two parts of a block, which are the only kinds that there are compiled kernels for."""
+    attention, mlp = block.attention, block.mlp
+    if not (isinstance(attention, Attention) and isinstance(mlp, SwiGLU)):
+        raise TypeError(f"no kernel computes {type(attention).__name__} and {type(mlp).__name__}")
+    return attention, mlp
+
+
 def linear_packing(linear: Linear, dtype: torch.dtype, *, interleaved: bool = False) -> Packing:
     """The packing of a layer's matrix, which may have no memory; `dtype` is the model's."""
     return Packing(linear.name, len(linear.weight), linear.inputs, dtype, linear.format, interleaved)
@@ -59,9 +69,10 @@ def packings(model: Decoder) -> Iterator[Packing]:
     """Every matrix of a model that is not packed yet."""
     dtype = model.params.dtype
     for block in model.blocks:
-        for linear in (block.attention.qkv, block.attention.output, block.mlp.down):
+        attention, mlp = plain_parts(block)
+        for linear in (attention.qkv, attention.output, mlp.down):
             yield linear_packing(linear, dtype)
-        yield linear_packing(block.mlp.gate_up, dtype, interleaved=True)
+        yield linear_packing(mlp.gate_up, dtype, interleaved=True)
     yield head_packing(model)
 
 

@@ -9,38 +9,30 @@ from forebay.layers.norm import RMSNorm
 from forebay.layers.ops import Heads
 from forebay.layers.params import Parameters
 from forebay.layers.step import Step
+from forebay.weights.parts import GroupedQuery
 
 
 class Attention:
     """Projects, rotates, stores keys and values in their pages, attends and projects back."""
 
     def __init__(
-        self,
-        params: Parameters,
-        prefix: str,
-        layer: int,
-        hidden: int,
-        heads: Heads,
-        *,
-        qkv_bias: bool,
-        output_bias: bool,
-        qk_norm_eps: float | None = None,
+        self, params: Parameters, prefix: str, layer: int, hidden: int, shape: GroupedQuery, norm_eps: float
     ) -> None:
-        """`layer` is its number. `qk_norm_eps`: normalise heads before rotating, as Qwen3 does; None: do not."""
+        """`layer` is its number. `norm_eps`: of the norms of heads, where there are any."""
         self._layer = layer
-        self._heads = heads
+        self._heads = heads = Heads(shape.heads, shape.kv_heads, shape.head_dim)
         widths = {
             "q_proj": heads.queries * heads.dim,
             "k_proj": heads.keys * heads.dim,
             "v_proj": heads.keys * heads.dim,
         }
-        self.qkv = Linear(params, prefix, hidden, widths, qkv_bias)
-        self.output = Linear(params, prefix, heads.queries * heads.dim, {"o_proj": hidden}, output_bias)
+        self.qkv = Linear(params, prefix, hidden, widths, shape.qkv_bias)
+        self.output = Linear(params, prefix, heads.queries * heads.dim, {"o_proj": hidden}, shape.output_bias)
         self.norms = None
-        if qk_norm_eps is not None:
+        if shape.qk_norm:
             self.norms = (
-                RMSNorm(params, f"{prefix}.q_norm", heads.dim, qk_norm_eps),
-                RMSNorm(params, f"{prefix}.k_norm", heads.dim, qk_norm_eps),
+                RMSNorm(params, f"{prefix}.q_norm", heads.dim, norm_eps),
+                RMSNorm(params, f"{prefix}.k_norm", heads.dim, norm_eps),
             )
 
     def __call__(self, x: torch.Tensor, step: Step) -> torch.Tensor:

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 
 from forebay.attention.backend import AttentionBackend, LayerKV
-from forebay.layers.attention import Attention
-from forebay.layers.mlp import SwiGLU
 from forebay.layers.norm import RMSNorm
-from forebay.layers.ops import Heads, Ops
+from forebay.layers.ops import Ops
 from forebay.layers.params import Parameters, Report, ignore
 from forebay.layers.rotary import Rotary
 from forebay.layers.step import Step
@@ -40,10 +38,24 @@ class Forward:
     kv: Sequence[LayerKV]  # one a layer
 
 
+class Attends(Protocol):
+    """The part of a layer in which tokens see others."""
+
+    def __call__(self, x: torch.Tensor, step: Step) -> torch.Tensor:
+        """x is [tokens, hidden], and so is what it gives."""
+
+
+class Feeds(Protocol):
+    """The part of a layer in which each token is alone."""
+
+    def __call__(self, x: torch.Tensor, ops: Ops) -> torch.Tensor:
+        """x is [tokens, hidden], and so is what it gives."""
+
+
 class Block:
     """One decoder layer: `x + attention(norm(x))`, then `x + mlp(norm(x))`."""
 
-    def __init__(self, attention: Attention, mlp: SwiGLU, input_norm: RMSNorm, post_norm: RMSNorm) -> None:
+    def __init__(self, attention: Attends, mlp: Feeds, input_norm: RMSNorm, post_norm: RMSNorm) -> None:
         self.attention = attention
         self.mlp = mlp
         self.input_norm = input_norm
@@ -82,7 +94,7 @@ class Decoder:
             # Checkpoints that were saved with the tie spelled out carry the same matrix twice.
             params.skip(HEAD)
         self.rotary = Rotary(
-            config.head_dim,
+            config.attention.rotary_dim,
             config.rope_theta,
             config.rope_scaling,
             config.max_position_embeddings,
@@ -92,10 +104,15 @@ class Decoder:
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], report: Report = ignore) -> None:
         """Copies checkpoint tensors, by Hugging Face name, into place; raises `WeightError` if they do not fit."""
-        if self.config.headless:
-            # A checkpoint that was saved without a head names the parts of the body only.
-            weights = ((name if name.startswith(_ROOTS) else f"model.{name}", tensor) for name, tensor in weights)
-        self.params.load(weights, report)
+        self.params.load(((self._rooted(name), tensor) for name, tensor in weights), report)
+
+    def check_weights(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """Raises `WeightError` if a checkpoint with weights of these shapes does not fit."""
+        self.params.check({self._rooted(name): shape for name, shape in shapes.items()})
+
+    def _rooted(self, name: str) -> str:
+        # A checkpoint that was saved without a head names the parts of the body only.
+        return f"model.{name}" if self.config.headless and not name.startswith(_ROOTS) else name
 
     def __call__(self, forward: Forward) -> torch.Tensor:
         """Computes the step's positions; gives float32 logits [s, vocabulary] of the sampled ones.
@@ -115,25 +132,3 @@ class Decoder:
             residual = residual.index_select(0, forward.sampled)
         x, _ = self.ops.norm(self.norm, x, residual)
         return (x if self.config.headless else F.linear(x, self.head)).float()
-
-
-def gated_block(config: ModelConfig, params: Parameters, index: int, *, qk_norm: bool) -> Block:
-    """Layer `index` of the form that the families here share, under Hugging Face's parameter names."""
-    prefix = f"model.layers.{index}"
-    hidden, eps = config.hidden_size, config.rms_norm_eps
-    attention = Attention(
-        params,
-        f"{prefix}.self_attn",
-        index,
-        hidden,
-        Heads(config.num_attention_heads, config.num_key_value_heads, config.head_dim),
-        qkv_bias=config.qkv_bias,
-        output_bias=config.attention_bias,
-        qk_norm_eps=eps if qk_norm else None,
-    )
-    return Block(
-        attention,
-        SwiGLU(params, f"{prefix}.mlp", hidden, config.intermediate_size, config.mlp_bias),
-        RMSNorm(params, f"{prefix}.input_layernorm", hidden, eps),
-        RMSNorm(params, f"{prefix}.post_attention_layernorm", hidden, eps),
-    )

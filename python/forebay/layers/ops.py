@@ -65,6 +65,20 @@ class Ops(Protocol):
     def gate(self, gate_up: torch.Tensor) -> torch.Tensor:
         """`silu(gate) * up` of [tokens, gates and then ups]."""
 
+    def experts(
+        self,
+        x: torch.Tensor,
+        ids: torch.Tensor,
+        weights: torch.Tensor,
+        gate_up: torch.Tensor,
+        down: torch.Tensor,
+    ) -> torch.Tensor:
+        """The weighted sum [tokens, hidden] of the experts of each token of x, in order of their ids, in float32.
+
+        `ids` int64 and `weights` float32 are [tokens, experts a token], ids ascending. Experts are gated: `gate_up`
+        [experts, gates and then ups, hidden] and `down` [experts, hidden, inner].
+        """
+
     def greedy(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The first of the largest logits, int64 [s], and `finite` of the same."""
 
@@ -109,6 +123,33 @@ class TorchOps:
         gate, up = gate_up.chunk(2, dim=-1)
         return F.silu(gate).mul_(up)
 
+    def experts(
+        self,
+        x: torch.Tensor,
+        ids: torch.Tensor,
+        weights: torch.Tensor,
+        gate_up: torch.Tensor,
+        down: torch.Tensor,
+    ) -> torch.Tensor:
+        per_token = ids.shape[1]
+        # Whoever goes to one expert is side by side; how many those are only the tensors know.
+        sorted_ids, order = ids.view(-1).sort(stable=True)
+        products = self._products(x.index_select(0, order // per_token), sorted_ids, gate_up, down)
+        outputs = torch.empty_like(products).index_copy_(0, order, products).view(len(x), per_token, -1)
+        # Terms are added one by one: neither the batch nor a library decides about their order.
+        total = outputs[:, 0].float() * weights[:, :1]
+        for place in range(1, per_token):
+            total += outputs[:, place].float() * weights[:, place, None]
+        return total.to(x.dtype)
+
+    def _products(
+        self, rows: torch.Tensor, ids: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor
+    ) -> torch.Tensor:
+        """Each row [r, hidden] through its expert, whose ids [r] ascend; [r, hidden]."""
+        ends = torch.searchsorted(ids, torch.arange(len(down), device=ids.device), right=True).int()
+        inner = self.gate(F.grouped_mm(rows, gate_up.transpose(1, 2), offs=ends))
+        return F.grouped_mm(inner, down.transpose(1, 2), offs=ends)
+
     def greedy(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return logits.argmax(dim=-1), self.finite(logits)
 
@@ -143,6 +184,22 @@ class TorchOps:
             weights.masked_fill_(~keep, 0)
         else:
             weights.index_copy_(0, rows, weights.index_select(0, rows).masked_fill_(~keep, 0))
+
+
+class HostOps(TorchOps):
+    """`TorchOps` of a device whose work runs when it is queued: values may decide what is called."""
+
+    def _products(
+        self, rows: torch.Tensor, ids: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor
+    ) -> torch.Tensor:
+        products = torch.empty_like(rows)
+        at = 0
+        for expert, count in enumerate(torch.bincount(ids, minlength=len(down)).tolist()):
+            if count:
+                part = slice(at, at + count)
+                torch.mm(self.gate(F.linear(rows[part], gate_up[expert])), down[expert].T, out=products[part])
+                at += count
+        return products
 
 
 def most_likely(scaled: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, width: int) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 
 import torch
 
@@ -45,9 +45,12 @@ class Parameters:
         self._packing: list[Callable[[], None]] = []
         self._bytes = 0
 
-    def tensor(self, shape: tuple[int, ...], parts: dict[str, int]) -> torch.Tensor:
-        """A new tensor of `shape` whose first dimension is split among `parts`: checkpoint name to number of rows."""
-        tensor = self._allocate(shape, parts, self.dtype, self.device)
+    def tensor(self, shape: tuple[int, ...], parts: dict[str, int], dtype: torch.dtype | None = None) -> torch.Tensor:
+        """A new tensor of `shape` whose first dimension is split among `parts`: checkpoint name to number of rows.
+
+        `dtype` None: the model's.
+        """
+        tensor = self._allocate(shape, parts, dtype or self.dtype, self.device)
         self.others[next(iter(parts))] = tensor
         return tensor
 
@@ -98,24 +101,37 @@ class Parameters:
         """Bytes of all weights as they are loaded; a device may compute with others (`Device.weight_bytes`)."""
         return self._bytes
 
+    def check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """Raises `WeightError` if what a checkpoint has, by name, would not fit: before anything is read."""
+        found = {name: shape for name, shape in shapes.items() if not self._is_left_out(name)}
+        lacking, total = self._targets.keys() - found.keys(), len(self._targets)
+        if lacking:
+            raise _lacks(lacking, total)
+        for name, shape in found.items():
+            target = self._targets.get(name)
+            if target is None:
+                raise WeightError(f"the checkpoint has {name}, which the model does not have")
+            if name not in self.stored:
+                _check_shape(name, shape, target)
+
     def load(self, weights: Iterable[tuple[str, torch.Tensor]], report: Report) -> None:
         """Copies checkpoint tensors into place; raises `WeightError` unless each weight comes once, in its shape."""
         missing = dict(self._targets)
         total = len(missing)
         for name, tensor in weights:
-            if name in self._skipped or name.endswith(".rotary_emb.inv_freq"):
+            if self._is_left_out(name):
                 continue
             target = missing.pop(name, None)
             if target is None:
                 raise WeightError(f"the checkpoint has {name}, which the model does not have or already got")
-            if target.shape != tensor.shape:
-                raise WeightError(
-                    f"{name} is {list(tensor.shape)} in the checkpoint, the model wants {list(target.shape)}"
-                )
+            _check_shape(name, tuple(tensor.shape), target)
             target.copy_(tensor)
             report(total - len(missing), total)
         if missing:
-            raise WeightError(f"the checkpoint lacks {len(missing)} of {total} weights, the first is {min(missing)}")
+            raise _lacks(missing.keys(), total)
+
+    def _is_left_out(self, name: str) -> bool:
+        return name in self._skipped or name.endswith(".rotary_emb.inv_freq")
 
     def forget(self) -> None:
         """Lets go of the tensors: whoever holds them decides how long they live. Nothing can be loaded afterwards."""
@@ -129,3 +145,12 @@ class Parameters:
             noise = torch.randn(target.shape, generator=generator) * 0.02
             target.copy_(noise + 1 if name.lower().endswith("norm.weight") else noise)
             report(done, total)
+
+
+def _lacks(names: Collection[str], total: int) -> WeightError:
+    return WeightError(f"the checkpoint lacks {len(names)} of {total} weights, the first is {min(names)}")
+
+
+def _check_shape(name: str, shape: tuple[int, ...], target: torch.Tensor) -> None:
+    if target.shape != shape:
+        raise WeightError(f"{name} is {list(shape)} in the checkpoint, the model wants {list(target.shape)}")

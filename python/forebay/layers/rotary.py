@@ -12,25 +12,25 @@ from forebay.weights.errors import UnsupportedModelError
 
 
 class Rotation(NamedTuple):
-    """Angles of one step's tokens, shared by all layers; both are [tokens, 1, head_dim] in the model's dtype."""
+    """Angles of one step's tokens, shared by all layers; both are [tokens, 1, rotary_dim] in the model's dtype."""
 
     cos: torch.Tensor
     signed_sin: torch.Tensor  # the first half negated, so that rotating needs no negation of its input
 
 
 class Rotary:
-    """Computes the angles of positions. Pairs are (i, i + head_dim / 2), as in Hugging Face checkpoints."""
+    """Computes the angles of positions. Pairs are (i, i + rotary_dim / 2), as in Hugging Face checkpoints."""
 
     def __init__(
         self,
-        head_dim: int,
+        rotary_dim: int,
         theta: float,
         scaling: Mapping[str, Any] | None,
         max_positions: int,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        self.inverse_frequencies, self.attention_factor = frequencies(head_dim, theta, scaling, max_positions)
+        self.inverse_frequencies, self.attention_factor = frequencies(rotary_dim, theta, scaling, max_positions)
         self._frequencies = self.inverse_frequencies.to(device)
         self._dtype = dtype
 
@@ -40,7 +40,7 @@ class Rotary:
         return Rotation(torch.cat((cos, cos), dim=-1)[:, None], torch.cat((-sin, sin), dim=-1)[:, None])
 
     def table(self, positions: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosine and sine of the first `positions`, float32 [positions, head_dim / 2], rounded to the dtype."""
+        """Cosine and sine of the first `positions`, float32 [positions, rotary_dim / 2], rounded to the dtype."""
         cos, sin = self._angles(torch.arange(positions, device=self._frequencies.device))
         return cos.float().contiguous(), sin.float().contiguous()
 
@@ -52,19 +52,27 @@ class Rotary:
 
 
 def rotate(x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
-    """Rotates heads x, [tokens, heads, head_dim]."""
+    """Rotates heads x, [tokens, heads, head_dim]; only their first elements where the angles are fewer."""
+    turned = rotation.cos.shape[-1]
+    if turned < x.shape[-1]:
+        return torch.cat((rotate(x[..., :turned], rotation), x[..., turned:]), dim=-1)
     first, second = x.chunk(2, dim=-1)
     swapped = torch.cat((second, first), dim=-1).mul_(rotation.signed_sin)
     return swapped.add_(x * rotation.cos)
 
 
+def rotate_pairs(x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
+    """Rotates pairs of neighbours (2i, 2i + 1) of x, [tokens, heads, head_dim]; gives the evens, then the odds."""
+    return rotate(torch.cat((x[..., ::2], x[..., 1::2]), dim=-1), rotation)
+
+
 def frequencies(
-    head_dim: int, theta: float, scaling: Mapping[str, Any] | None, max_positions: int
+    rotary_dim: int, theta: float, scaling: Mapping[str, Any] | None, max_positions: int
 ) -> tuple[torch.Tensor, float]:
-    """Inverse frequencies, float32 [head_dim / 2], and the factor on cos and sin; `scaling` as in `ModelConfig`."""
+    """Inverse frequencies, float32 [rotary_dim / 2], and the factor on cos and sin; `scaling` as in `ModelConfig`."""
     scaling = scaling or {}
     kind = scaling.get("rope_type", "default")
-    powers = theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
+    powers = theta ** (torch.arange(0, rotary_dim, 2, dtype=torch.float32) / rotary_dim)
     if kind == "default":
         return 1.0 / powers, 1.0
     if kind == "linear":

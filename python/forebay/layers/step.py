@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from forebay.attention.backend import AttentionBackend, LayerKV
+from forebay.attention.backend import AttentionBackend, LatentHeads, LayerKV
 from forebay.layers.norm import RMSNorm
 from forebay.layers.ops import Heads, Ops
 from forebay.layers.rotary import Rotation
@@ -32,3 +32,11 @@ class Step:
         kv = self.kv[layer]
         q, k, v = self.ops.rotate_and_keep(qkv, heads, norms, self.rotation, kv, self.writes)
         return self.backend.attend(q, k, v, kv, self.prepared)
+
+    def attend_latent(
+        self, layer: int, q: torch.Tensor, rows: torch.Tensor, up: torch.Tensor, heads: LatentHeads
+    ) -> torch.Tensor:
+        """Attention [n, heads * value_dim] of rows [n, row], which are kept in the layer's pages."""
+        kv = self.kv[layer]
+        kv.keys.index_copy_(0, self.writes, rows[:, None])
+        return self.backend.attend_latent(q, rows, up, kv, heads, self.prepared)

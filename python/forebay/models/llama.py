@@ -1,15 +1,23 @@
-"""Llama (Touvron et al. 2023) and what shares its blocks: Mistral, and Qwen2 (Yang et al. 2024) with its biases."""
+"""Llama (Touvron et al. 2023) and what shares its blocks: Mistral, Qwen2 and Qwen3 (Yang et al. 2024, 2025), GLM-4 MoE.
+
+Qwen2 has biases on three projections. Qwen3 normalises query and key heads before they are rotated; Qwen3-MoE has
+experts in place of most dense layers. GLM-4 MoE (GLM-4.5, 2025) routes as DeepSeek-V3 does, and rotates half a head.
+"""
 
 from __future__ import annotations
 
 from forebay.attention.backend import AttentionBackend
-from forebay.layers.decoder import Decoder, gated_block
+from forebay.layers.blocks import feed_forward, grouped_attention, pre_norm
+from forebay.layers.decoder import Decoder
 from forebay.layers.ops import Ops
 from forebay.layers.params import Parameters
 from forebay.weights.config import ModelConfig
 
 
 def build(config: ModelConfig, params: Parameters, backend: AttentionBackend, ops: Ops) -> Decoder:
-    """A Llama with its weights allocated in `params`."""
-    blocks = [gated_block(config, params, index, qk_norm=False) for index in range(config.num_hidden_layers)]
+    """A decoder with grouped-query attention, its weights allocated in `params`."""
+    blocks = []
+    for index in range(config.num_hidden_layers):
+        attention = grouped_attention(config, params, index)
+        blocks.append(pre_norm(config, params, index, attention, feed_forward(config, params, index)))
     return Decoder(config, params, blocks, backend, ops)

@@ -8,7 +8,7 @@ from forebay.attention.backend import AttentionBackend
 from forebay.layers.decoder import Decoder
 from forebay.layers.ops import Ops
 from forebay.layers.params import Parameters
-from forebay.models import llama, qwen3
+from forebay.models import deepseek, llama
 from forebay.models.bert import Bert
 from forebay.weights.config import ModelConfig
 from forebay.weights.encoder_config import EncoderConfig
@@ -19,7 +19,11 @@ FAMILIES: dict[str, Callable[[ModelConfig, Parameters, AttentionBackend, Ops], D
     "LlamaForCausalLM": llama.build,
     "MistralForCausalLM": llama.build,
     "Qwen2ForCausalLM": llama.build,
-    "Qwen3ForCausalLM": qwen3.build,
+    "Qwen3ForCausalLM": llama.build,
+    "Qwen3MoeForCausalLM": llama.build,
+    "Glm4MoeForCausalLM": llama.build,
+    "DeepseekV2ForCausalLM": deepseek.build,
+    "DeepseekV3ForCausalLM": deepseek.build,
 }
 
 

@@ -37,7 +37,7 @@ from forebay.weights.encoder_config import EncoderConfig
 from forebay.weights.errors import ModelError
 from forebay.weights.gguf_file import GgufFiles
 from forebay.weights.gguf_tensors import stored_formats
-from forebay.weights.load import iter_weights
+from forebay.weights.load import iter_weights, weight_shapes
 from forebay.weights.quantization import COMPUTED_AS, PLAIN, Formats
 
 
@@ -70,7 +70,7 @@ class ModelRunner:
         available = self.device.available_bytes()
         self._choice = Choice(self.device)
         if config.quantization is not None:
-            self._choice.check_quantization(config.quantization)
+            self._choice.check_quantization(config.quantization, self.model_config)
         self._kept = KeptWeights.open(config, self.model_config, self._choice)
         self.model = self._build(matrices=self._kept is None or self._kept.stored is None)
         self.weight_bytes = self._weight_bytes()
@@ -168,8 +168,11 @@ class ModelRunner:
             if self._kept.load(self.model.params, report):
                 return
             self.model = self._build(matrices=True)
-        in_blocks = self.model.params.stored
-        self.model.load_weights(iter_weights(dict(self.config.model), self.model_config, in_blocks), report)
+        checkpoint, in_blocks = dict(self.config.model), self.model.params.stored
+        shapes = weight_shapes(checkpoint, self.model_config)
+        if shapes is not None and isinstance(self.model, Decoder):
+            self.model.check_weights(shapes)
+        self.model.load_weights(iter_weights(checkpoint, self.model_config, in_blocks), report)
 
     def keep_weights(self) -> threading.Thread | None:
         """Begins to keep the weights for the next start, once a step was computed; None: there is nothing to do."""

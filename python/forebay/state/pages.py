@@ -10,11 +10,12 @@ from forebay.attention.backend import LayerKV
 from forebay.device import Device
 from forebay.state.config import ConfigError, RunnerConfig
 from forebay.weights.config import ModelConfig
+from forebay.weights.parts import Latent
 
 
 def page_bytes(model: ModelConfig, page_size: int, dtype: torch.dtype) -> int:
     """Bytes of one page over all layers."""
-    return 2 * model.num_hidden_layers * page_size * model.num_key_value_heads * model.head_dim * dtype.itemsize
+    return model.num_hidden_layers * page_size * model.attention.position_elements * dtype.itemsize
 
 
 def page_count(config: RunnerConfig, model: ModelConfig, available_bytes: int, weight_bytes: int) -> int:
@@ -40,7 +41,11 @@ def page_count(config: RunnerConfig, model: ModelConfig, available_bytes: int, w
 
 
 class KvPool:
-    """Keys and values `[page_count, page_size, kv_heads, head_dim]` of every layer, zero until written."""
+    """What all layers keep of positions, zero until written.
+
+    Keys and values `[page_count, page_size, kv_heads, head_dim]` are a pool each, two a layer. Latent rows of all
+    layers are one pool `[page_count, layers, page_size, row]`: a page is one contiguous piece.
+    """
 
     def __init__(
         self, model: ModelConfig | None, pages: int, page_size: int, dtype: torch.dtype, device: Device
@@ -53,16 +58,32 @@ class KvPool:
         self.nbytes = 0
         self.page_bytes = 0
         """Bytes of a page over all layers."""
+        self.page_stride = page_size
+        """Entries of `LayerKV` from a page's first to that of the next."""
+        self._pools: list[torch.Tensor] = []
         if model is None:
             return
-        shape = (pages * page_size, model.num_key_value_heads, model.head_dim)
-        self.layers = [
-            LayerKV(device.zeros(shape, dtype), device.zeros(shape, dtype)) for _ in range(model.num_hidden_layers)
-        ]
+        layers, attention = model.num_hidden_layers, model.attention
+        if isinstance(attention, Latent):
+            self._pools = [device.zeros((pages * layers * page_size, attention.position_elements), dtype)]
+            self.layers = _of_rows(self._pools[0], layers, page_size, attention.rank)
+            self.page_stride = layers * page_size
+        else:
+            shape = (pages * page_size, attention.kv_heads, attention.head_dim)
+            self.layers = [LayerKV(device.zeros(shape, dtype), device.zeros(shape, dtype)) for _ in range(layers)]
+            self._pools = [tensor for layer in self.layers for tensor in (layer.keys, layer.values)]
         self.page_bytes = page_bytes(model, page_size, dtype)
         self.nbytes = pages * self.page_bytes
 
     def pieces(self) -> list[npt.NDArray[np.uint8]]:
-        """The bytes of each page, `[page_count, bytes]` for each layer's keys and values in turn, in host memory."""
-        tensors = [tensor for layer in self.layers for tensor in (layer.keys, layer.values)]
-        return [tensor.view(torch.uint8).view(self.page_count, -1).numpy() for tensor in tensors]
+        """The bytes of each page, `[page_count, bytes]` for each pool in turn, in host memory."""
+        return [pool.view(torch.uint8).view(self.page_count, -1).numpy() for pool in self._pools]
+
+
+def _of_rows(pool: torch.Tensor, layers: int, page_size: int, rank: int) -> list[LayerKV]:
+    """Each layer's part of a pool of rows: it begins at the layer's rows of page 0, so entries are those of page 0 too.
+
+    Rows are one head's keys, and its values are their first `rank` elements (`LayerKV`).
+    """
+    rows = [pool[layer * page_size :, None] for layer in range(layers)]
+    return [LayerKV(keys, keys[..., :rank]) for keys in rows]

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
 from typing import Any
 
 from forebay.weights.encoder_config import ENCODER_ARCHITECTURES, EncoderConfig, is_encoder
 from forebay.weights.errors import UnsupportedModelError
+from forebay.weights.families import EXPERT_ARCHITECTURES, PARTIAL_ROTARY_ARCHITECTURES, attention_of, feeds_of, integer
+from forebay.weights.parts import Dense, Experts, GroupedQuery, Latent
 
 __all__ = [
     "SUPPORTED_ARCHITECTURES",
@@ -17,41 +20,51 @@ __all__ = [
     "token_ids",
 ]
 
-SUPPORTED_ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+SUPPORTED_ARCHITECTURES = (
+    "LlamaForCausalLM",
+    "MistralForCausalLM",
+    "Qwen2ForCausalLM",
+    "Qwen3ForCausalLM",
+    *EXPERT_ARCHITECTURES,
+)
+_NOT_SERVED = {
+    "DeepseekV32ForCausalLM": "sparse attention, whose index of positions is not built",
+    "GlmMoeDsaForCausalLM": "sparse attention, whose index of positions is not built",
+    "DeepseekV4ForCausalLM": "compressed attention that is not built",
+    "Glm4MoeLiteForCausalLM": "latent attention with GLM's routing, which is not checked against a reference",
+    "GptOssForCausalLM": "attention sinks, and windows in some layers only",
+    "MixtralForCausalLM": "experts under other names, which are not read",
+    "Qwen2MoeForCausalLM": "a shared expert with a gate of its own, which is not built",
+}
+"""Architectures that a user may take for supported, and what of them there is no code for."""
 SUPPORTED_ROPE_TYPES = ("linear", "llama3", "yarn")
 
 _DEFAULT_ROPE_THETA = 10000.0
+_LAYER = re.compile(r"(?:model\.)?layers\.(?P<number>\d+)\.")
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Everything that the model code needs to build itself. Sizes are numbers of elements, positions are tokens.
-
-    `attention_bias` is about the output projection, `qkv_bias` about the other three: Llama and Qwen3 have all four or
-    none, Qwen2 has three.
-    """
+    """Everything that the model code needs to build itself. Sizes are numbers of elements, positions are tokens."""
 
     architecture: str
     vocab_size: int
     hidden_size: int
-    intermediate_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
+    attention: GroupedQuery | Latent
+    feeds: tuple[Dense | Experts, ...]
+    """What follows the attention, one a layer."""
     rms_norm_eps: float
     rope_theta: float
     rope_scaling: dict[str, Any] | None
     """None, or `{"rope_type": "linear" | "llama3" | "yarn", "factor": ..., ...}` with the names of transformers 4."""
     max_position_embeddings: int
     tie_word_embeddings: bool
-    qkv_bias: bool
-    attention_bias: bool
-    mlp_bias: bool
     hidden_act: str
     sliding_window: int | None
     """Tokens that a position sees, itself included; None where no layer has a window."""
     eos_token_ids: tuple[int, ...]
+    scale_block: tuple[int, int] | None = None
+    """Rows and columns of a matrix that share a scale, where the checkpoint has 8-bit floats; None: it has none."""
     headless: bool = False
     """The final states are wanted, not the logits that the output head makes of them."""
 
@@ -62,37 +75,46 @@ class ModelConfig:
         Raises UnsupportedModelError for a model that the code in `forebay.models` would compute wrongly.
         """
         architecture = _architecture(d)
-        heads = _integer(d, "num_attention_heads")
-        hidden_size = _integer(d, "hidden_size")
-        layers = _integer(d, "num_hidden_layers")
-        theta, scaling = _rope(d)
-        all_biases = bool(d.get("attention_bias", False))
-        qwen2 = architecture == "Qwen2ForCausalLM"
+        layers = integer(d, "num_hidden_layers")
+        theta, scaling = _rope(d, architecture)
         hidden_act = d.get("hidden_act") or "silu"
         if hidden_act != "silu":
             raise UnsupportedModelError(f"hidden_act {hidden_act!r} is not supported; supported: silu")
         return cls(
             architecture=architecture,
-            vocab_size=_integer(d, "vocab_size"),
-            hidden_size=hidden_size,
-            intermediate_size=_integer(d, "intermediate_size"),
-            num_hidden_layers=layers,
-            num_attention_heads=heads,
-            num_key_value_heads=int(d.get("num_key_value_heads") or heads),
-            head_dim=int(d.get("head_dim") or (128 if architecture == "Qwen3ForCausalLM" else hidden_size // heads)),
+            vocab_size=integer(d, "vocab_size"),
+            hidden_size=integer(d, "hidden_size"),
+            attention=attention_of(d, architecture, scaling),
+            feeds=feeds_of(d, architecture, layers),
             rms_norm_eps=float(d.get("rms_norm_eps", 1e-6)),
             rope_theta=theta,
             rope_scaling=scaling,
             max_position_embeddings=int(d.get("max_position_embeddings") or 2048),
             tie_word_embeddings=bool(d.get("tie_word_embeddings", False)),
-            # Rebuilt from a GGUF the key `qkv_bias` is there, because tensors tell what this format has no key for.
-            qkv_bias=bool(d.get("qkv_bias", True if qwen2 else all_biases)),
-            attention_bias=False if qwen2 else all_biases,
-            mlp_bias=bool(d.get("mlp_bias", False)),
             hidden_act=hidden_act,
             sliding_window=_sliding_window(d, architecture, layers),
             eos_token_ids=token_ids(d.get("eos_token_id")),
+            scale_block=_scale_block(d),
         )
+
+    @property
+    def num_hidden_layers(self) -> int:
+        """Layers that are computed; a checkpoint may have more (`has_place_for`)."""
+        return len(self.feeds)
+
+    def feed(self, layer: int) -> Dense | Experts:
+        """What follows the attention of a layer."""
+        return self.feeds[layer]
+
+    def has_place_for(self, name: str) -> bool:
+        """Whether a checkpoint's tensor may belong to the layers that are computed.
+
+        Behind them DeepSeek and GLM checkpoints have layers that predict further tokens (MTP), and nothing else.
+        """
+        if self.architecture not in EXPERT_ARCHITECTURES:
+            return True
+        layer = _LAYER.match(name)
+        return layer is None or int(layer["number"]) < len(self.feeds)
 
     @property
     def longest_context(self) -> int:
@@ -125,24 +147,22 @@ def _architecture(d: dict[str, Any]) -> str:
         for known in (name, f"{name.removesuffix('Model')}ForCausalLM"):
             if known in SUPPORTED_ARCHITECTURES:
                 return known
+    for name in names:
+        if name in _NOT_SERVED:
+            raise UnsupportedModelError(f"the architecture {name} is not supported: it has {_NOT_SERVED[name]}")
     found = ", ".join(names) or f"model_type {d.get('model_type')!r}"
     supported = ", ".join((*SUPPORTED_ARCHITECTURES, *ENCODER_ARCHITECTURES))
     raise UnsupportedModelError(f"the architecture {found} is not supported; supported: {supported}")
 
 
-def _integer(d: dict[str, Any], key: str) -> int:
-    if d.get(key) is None:
-        raise UnsupportedModelError(f"the model's config has no {key!r}")
-    return int(d[key])
-
-
-def _rope(d: dict[str, Any]) -> tuple[float, dict[str, Any] | None]:
+def _rope(d: dict[str, Any], architecture: str) -> tuple[float, dict[str, Any] | None]:
     """The base, and the scaling in the form of transformers 4: transformers 5 keeps both in `rope_parameters`."""
     parameters = dict(d.get("rope_parameters") or d.get("rope_scaling") or {})
     theta = float(parameters.pop("rope_theta", None) or d.get("rope_theta") or _DEFAULT_ROPE_THETA)
     legacy = parameters.pop("type", None)
     kind = parameters.pop("rope_type", None) or legacy or "default"
-    if parameters.pop("partial_rotary_factor", None) not in (None, 1, 1.0):
+    partial = parameters.pop("partial_rotary_factor", None)
+    if partial not in (None, 1, 1.0) and architecture not in PARTIAL_ROTARY_ARCHITECTURES:
         raise UnsupportedModelError("rotary embeddings over a part of a head (partial_rotary_factor) are not supported")
     if kind == "default":
         if any(isinstance(value, dict) for value in parameters.values()):
@@ -155,6 +175,19 @@ def _rope(d: dict[str, Any]) -> tuple[float, dict[str, Any] | None]:
     if parameters.get("factor") is None:
         raise UnsupportedModelError(f"rope scaling {kind!r} without a factor")
     return theta, {"rope_type": kind, **parameters}
+
+
+def _scale_block(d: dict[str, Any]) -> tuple[int, int] | None:
+    """Of a checkpoint in 8-bit floats; raises UnsupportedModelError for weights that are quantised otherwise."""
+    stored = d.get("quantization_config")
+    if not stored:
+        return None
+    method, block = stored.get("quant_method"), stored.get("weight_block_size")
+    if method != "fp8" or not (isinstance(block, list) and len(block) == 2 and min(block) >= 1):
+        raise UnsupportedModelError(
+            f"weights quantised by {method!r} are not supported; supported: 'fp8' with a weight_block_size"
+        )
+    return int(block[0]), int(block[1])
 
 
 def _sliding_window(d: dict[str, Any], architecture: str, layers: int) -> int | None:

@@ -13,6 +13,7 @@ from forebay.weights.config import ModelConfig
 from forebay.weights.errors import ModelError, UnsupportedModelError
 from forebay.weights.gguf_blocks import as_blocks
 from forebay.weights.gguf_file import GgufFiles, GgufTensor
+from forebay.weights.parts import GroupedQuery
 from forebay.weights.quantization import COMPUTED_AS
 
 __all__ = ["SUPPORTED_TYPES", "check_types", "hf_tensor_names", "iter_tensors", "stored_formats"]
@@ -83,7 +84,8 @@ def iter_tensors(
     in_blocks = in_blocks or {}
     check_types(files)
     # Only the llama converter reorders: it makes the two halves of a head alternate, as the original Llama code did.
-    permuted = files.architecture == "llama"
+    attention = config.attention
+    permuted = attention if files.architecture == "llama" and isinstance(attention, GroupedQuery) else None
     for name, hf_name in hf_tensor_names(files, config).items():
         stored = files.tensors[name]
         if hf_name == _EMBEDDING and config.tie_word_embeddings and _HEAD in in_blocks:
@@ -92,9 +94,9 @@ def iter_tensors(
         kind = in_blocks.get(hf_name)
         tensor = dequantized(stored) if kind is None else torch.from_numpy(as_blocks(stored, kind))
         if permuted and ".attn_q." in name:
-            tensor = _halves(tensor, config.num_attention_heads)
+            tensor = _halves(tensor, permuted.heads)
         elif permuted and ".attn_k." in name:
-            tensor = _halves(tensor, config.num_key_value_heads)
+            tensor = _halves(tensor, permuted.kv_heads)
         yield hf_name, tensor
 
 

@@ -13,8 +13,9 @@ from forebay.weights.encoder_config import EncoderConfig
 from forebay.weights.errors import ModelError
 from forebay.weights.gguf_file import GgufFiles
 from forebay.weights.gguf_tensors import hf_tensor_names, iter_tensors
+from forebay.weights.scales import SCALE_SUFFIX, Scales
 
-__all__ = ["count_weights", "iter_weights"]
+__all__ = ["count_weights", "iter_weights", "weight_shapes"]
 
 
 def iter_weights(
@@ -23,18 +24,33 @@ def iter_weights(
     """Yields each weight's name (`model.layers.0.self_attn.q_proj.weight`, ...) and value, on the CPU.
 
     `model` is what `forebay.weights.fetch` prints; its `format` and `files` are used. Safetensors keep the type of the
-    file and lie in its memory map, one file at a time: copy what outlives the step of the iteration. GGUF tensors are
-    dequantised to float32, but those named in `in_blocks`: of these it is blocks of that type. A tied `lm_head.weight`
-    and buffers that the model computes itself are left out.
+    file and lie in its memory map, one file at a time: copy what outlives the step of the iteration. 8-bit floats are
+    multiplied out to float32. GGUF tensors are dequantised to float32, but those named in `in_blocks`: of these it is
+    blocks of that type. A tied `lm_head.weight`, buffers that the model computes itself and layers behind the last one
+    are left out.
     """
     if model["format"] == "gguf":
         yield from iter_tensors(GgufFiles.open(model["files"]), _of_gguf(config), in_blocks)
         return
+    scales = Scales(_safetensors(model), config)
     for path in _safetensors(model):
         with safe_open(path, framework="pt", device="cpu") as file:
             for name in file.keys():
                 if _wanted(name, config):
-                    yield name, file.get_tensor(name)
+                    yield name, scales.applied(name, file.get_tensor(name))
+
+
+def weight_shapes(model: dict[str, Any], config: ModelConfig | EncoderConfig) -> dict[str, tuple[int, ...]] | None:
+    """Shapes of what `iter_weights` will yield, of the files' headers; None: GGUF says it with the tensors only."""
+    if model["format"] == "gguf":
+        return None
+    shapes = {}
+    for path in _safetensors(model):
+        with safe_open(path, framework="pt", device="cpu") as file:
+            for name in file.keys():
+                if _wanted(name, config):
+                    shapes[name] = tuple(file.get_slice(name).get_shape())
+    return shapes
 
 
 def count_weights(model: dict[str, Any], config: ModelConfig | EncoderConfig) -> int:
@@ -62,6 +78,10 @@ def _of_gguf(config: ModelConfig | EncoderConfig) -> ModelConfig:
 
 def _wanted(name: str, config: ModelConfig | EncoderConfig) -> bool:
     if name == "lm_head.weight" and isinstance(config, ModelConfig) and config.tie_word_embeddings:
+        return False
+    if isinstance(config, ModelConfig) and not config.has_place_for(name):
+        return False
+    if name.endswith(SCALE_SUFFIX) and isinstance(config, ModelConfig) and config.scale_block is not None:
         return False
     # Old Llama checkpoints carry the inverse frequencies of the rotary embedding as a buffer.
     return not name.endswith(".rotary_emb.inv_freq")

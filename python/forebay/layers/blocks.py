@@ -1,0 +1,46 @@
+"""The layers that families are built of, under Hugging Face's parameter names."""
+
+from __future__ import annotations
+
+from forebay.layers.attention import Attention
+from forebay.layers.decoder import Attends, Block, Feeds
+from forebay.layers.latent import LatentAttention
+from forebay.layers.mlp import SwiGLU
+from forebay.layers.moe import MixtureOfExperts
+from forebay.layers.norm import RMSNorm
+from forebay.layers.params import Parameters
+from forebay.weights.config import ModelConfig
+from forebay.weights.parts import Experts, GroupedQuery, Latent
+
+
+def grouped_attention(config: ModelConfig, params: Parameters, index: int) -> Attention:
+    """The attention of layer `index`, of heads that share keys and values."""
+    assert isinstance(config.attention, GroupedQuery)
+    prefix = f"model.layers.{index}.self_attn"
+    return Attention(params, prefix, index, config.hidden_size, config.attention, config.rms_norm_eps)
+
+
+def latent_attention(config: ModelConfig, params: Parameters, index: int) -> LatentAttention:
+    """The attention of layer `index`, of rows that all heads share."""
+    assert isinstance(config.attention, Latent)
+    return LatentAttention(params, f"model.layers.{index}.self_attn", index, config.hidden_size, config.attention)
+
+
+def feed_forward(config: ModelConfig, params: Parameters, index: int) -> SwiGLU | MixtureOfExperts:
+    """What follows the attention of layer `index`, as the config says."""
+    feed = config.feed(index)
+    prefix = f"model.layers.{index}.mlp"
+    if isinstance(feed, Experts):
+        return MixtureOfExperts(params, prefix, config.hidden_size, feed)
+    return SwiGLU(params, prefix, config.hidden_size, feed.intermediate_size, feed.bias)
+
+
+def pre_norm(config: ModelConfig, params: Parameters, index: int, attention: Attends, mlp: Feeds) -> Block:
+    """Layer `index` with a norm before each of its two parts."""
+    prefix = f"model.layers.{index}"
+    return Block(
+        attention,
+        mlp,
+        RMSNorm(params, f"{prefix}.input_layernorm", config.hidden_size, config.rms_norm_eps),
+        RMSNorm(params, f"{prefix}.post_attention_layernorm", config.hidden_size, config.rms_norm_eps),
+    )

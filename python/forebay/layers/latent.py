@@ -1,0 +1,52 @@
+"""Multi-head latent attention (DeepSeek-V2, 2024) over paged rows."""
+
+from __future__ import annotations
+
+import torch
+
+from forebay.attention.backend import LatentHeads
+from forebay.layers.linear import Linear
+from forebay.layers.norm import RMSNorm
+from forebay.layers.params import Parameters
+from forebay.layers.rotary import rotate, rotate_pairs
+from forebay.layers.step import Step
+from forebay.weights.parts import Latent
+
+_NORM_EPS = 1e-6
+"""Of the norms of low ranks, in transformers whatever `rms_norm_eps` says."""
+
+
+class LatentAttention:
+    """Projects queries and one row a token, rotates a part of both, stores rows, attends and projects back."""
+
+    def __init__(self, params: Parameters, prefix: str, layer: int, hidden: int, shape: Latent) -> None:
+        """`layer` is its number."""
+        self._layer = layer
+        self._shape = shape
+        self._heads = LatentHeads(shape.nope_dim, shape.value_dim, shape.rank, shape.scale)
+        self._rotate = rotate_pairs if shape.interleaved else rotate
+        queries = shape.heads * (shape.nope_dim + shape.rotary_dim)
+        self._query_down: Linear | None = None
+        if shape.query_rank is None:
+            self._query = Linear(params, prefix, hidden, {"q_proj": queries})
+        else:
+            self._query_down = Linear(params, prefix, hidden, {"q_a_proj": shape.query_rank}, shape.bias)
+            self._query_norm = RMSNorm(params, f"{prefix}.q_a_layernorm", shape.query_rank, _NORM_EPS)
+            self._query = Linear(params, prefix, shape.query_rank, {"q_b_proj": queries})
+        row = {"kv_a_proj_with_mqa": shape.rank + shape.rotary_dim}
+        self._row = Linear(params, prefix, hidden, row, shape.bias)
+        self._row_norm = RMSNorm(params, f"{prefix}.kv_a_layernorm", shape.rank, _NORM_EPS)
+        made = shape.nope_dim + shape.value_dim
+        up, _ = params.matrix(shape.rank, {f"{prefix}.kv_b_proj.weight": shape.heads * made})
+        self._up = up.view(shape.heads, made, shape.rank)
+        self._output = Linear(params, prefix, shape.heads * shape.value_dim, {"o_proj": hidden}, shape.bias)
+
+    def __call__(self, x: torch.Tensor, step: Step) -> torch.Tensor:
+        """x is [tokens, hidden]."""
+        shape = self._shape
+        low = x if self._query_down is None else self._query_norm(self._query_down(x))
+        nope, rotated = self._query(low).unflatten(1, (shape.heads, -1)).split((shape.nope_dim, shape.rotary_dim), -1)
+        latent, key = self._row(x).split((shape.rank, shape.rotary_dim), -1)
+        q = torch.cat((nope, self._rotate(rotated, step.rotation)), dim=-1)
+        rows = torch.cat((self._row_norm(latent), self._rotate(key[:, None], step.rotation)[:, 0]), dim=-1)
+        return self._output(step.attend_latent(self._layer, q, rows, self._up, self._heads))

@@ -1,0 +1,69 @@
+"""Which experts a token goes to, and with which weights.
+
+Softmax over all experts: Shazeer et al. 2017, as in Qwen3-MoE; limited to the best groups: DeepSeek-V2 (2024);
+sigmoids whose choice a bias corrects: DeepSeek-V3 (2024), which GLM-4 shares.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from forebay.layers.params import Parameters
+from forebay.weights.parts import Experts, Routing
+
+_EPSILON = 1e-20
+
+
+class Router:
+    """Chooses experts by one product of a token's state."""
+
+    def __init__(self, params: Parameters, prefix: str, hidden: int, experts: Experts) -> None:
+        self._per_token = experts.per_token
+        self._routing = routing = experts.routing
+        # Its rounding would change who is chosen; next to the experts it is small.
+        dtype = torch.float32 if routing.in_float32 else None
+        self.weight = params.tensor((experts.count, hidden), {f"{prefix}.weight": experts.count}, dtype)
+        self.bias: torch.Tensor | None = None
+        if routing.corrected:
+            name = f"{prefix}.e_score_correction_bias"
+            self.bias = params.tensor((experts.count,), {name: experts.count}, torch.float32)
+
+    def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """x is [tokens, hidden]; gives what `choose` gives, weights in float32."""
+        logits = F.linear(x.to(self.weight.dtype), self.weight)
+        ids, weights = choose(logits, self.bias, self._per_token, self._routing)
+        # The reference rounds weights to the dtype of the logits.
+        return ids, weights.to(logits.dtype).float()
+
+
+def choose(
+    logits: torch.Tensor, bias: torch.Tensor | None, per_token: int, routing: Routing
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ids of experts, int64 [tokens, per_token], ascending, and their weights, float32, from logits [tokens, experts].
+
+    Of equal scores those of lower ids win, so that nothing but a token's own logits decides.
+    """
+    scores = logits.float().sigmoid() if routing.scores == "sigmoid" else logits.softmax(dim=-1, dtype=torch.float32)
+    wanted = scores if bias is None else scores + bias
+    if routing.groups > 1:
+        wanted = wanted.masked_fill(~_in_best_groups(wanted, routing), -torch.inf)
+    ids = _best(wanted, per_token).sort(dim=-1).values
+    weights = scores.gather(1, ids)
+    if routing.normalise:
+        # Sigmoids may all be 0.
+        weights = weights / (weights.sum(dim=-1, keepdim=True) + _EPSILON)
+    return ids, weights * routing.scaling
+
+
+def _in_best_groups(wanted: torch.Tensor, routing: Routing) -> torch.Tensor:
+    """Which of the scores [tokens, experts] belong to one of the best groups."""
+    grouped = wanted.unflatten(1, (routing.groups, -1))
+    of_groups = grouped.topk(routing.best_of_group, dim=-1).values.sum(dim=-1)
+    kept = torch.zeros_like(of_groups, dtype=torch.bool).scatter_(1, _best(of_groups, routing.kept_groups), True)
+    return kept[:, :, None].expand_as(grouped).flatten(1)
+
+
+def _best(scores: torch.Tensor, count: int) -> torch.Tensor:
+    """Where the largest of each row are, the first of equals first; `topk` takes any of them."""
+    return scores.sort(dim=-1, descending=True, stable=True).indices[:, :count]

@@ -1,0 +1,19 @@
+"""DeepSeek V2 and V3 (2024), and Kimi K2 (2025), a V3 of other sizes: latent attention and mixtures of experts."""
+
+from __future__ import annotations
+
+from forebay.attention.backend import AttentionBackend
+from forebay.layers.blocks import feed_forward, latent_attention, pre_norm
+from forebay.layers.decoder import Decoder
+from forebay.layers.ops import Ops
+from forebay.layers.params import Parameters
+from forebay.weights.config import ModelConfig
+
+
+def build(config: ModelConfig, params: Parameters, backend: AttentionBackend, ops: Ops) -> Decoder:
+    """A DeepSeek with its weights allocated in `params`; its first layers may be dense."""
+    blocks = []
+    for index in range(config.num_hidden_layers):
+        attention = latent_attention(config, params, index)
+        blocks.append(pre_norm(config, params, index, attention, feed_forward(config, params, index)))
+    return Decoder(config, params, blocks, backend, ops)

@@ -1,0 +1,182 @@
+"""From a `config.json` to the parts of a model, family by family."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from forebay.weights.errors import UnsupportedModelError
+from forebay.weights.parts import Dense, Experts, GroupedQuery, Latent, Routing
+
+__all__ = [
+    "EXPERT_ARCHITECTURES",
+    "PARTIAL_ROTARY_ARCHITECTURES",
+    "attention_of",
+    "feeds_of",
+    "integer",
+]
+
+_QWEN3_MOE = "Qwen3MoeForCausalLM"
+_GLM4_MOE = "Glm4MoeForCausalLM"
+_DEEPSEEK_V2 = "DeepseekV2ForCausalLM"
+_DEEPSEEK_V3 = "DeepseekV3ForCausalLM"
+_LATENT_ARCHITECTURES = (_DEEPSEEK_V2, _DEEPSEEK_V3)
+
+EXPERT_ARCHITECTURES = (_QWEN3_MOE, _GLM4_MOE, *_LATENT_ARCHITECTURES)
+PARTIAL_ROTARY_ARCHITECTURES = (_GLM4_MOE,)
+"""Those whose `partial_rotary_factor` may be other than 1."""
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    _QWEN3_MOE: {},
+    _GLM4_MOE: {"first_k_dense_replace": 1, "n_shared_experts": 1, "norm_topk_prob": True},
+    _DEEPSEEK_V2: {"n_shared_experts": 2, "q_lora_rank": 1536},
+    _DEEPSEEK_V3: {
+        "first_k_dense_replace": 3,
+        "n_shared_experts": 1,
+        "norm_topk_prob": True,
+        "n_group": 8,
+        "topk_group": 4,
+        "routed_scaling_factor": 2.5,
+        "q_lora_rank": 1536,
+    },
+}
+"""What transformers takes for keys that a config leaves out."""
+_PARTIAL_ROTARY_FACTOR = 0.5
+
+
+def integer(d: Mapping[str, Any], key: str, *others: str) -> int:
+    """A number that a config must have, under its name or one of the others."""
+    for name in (key, *others):
+        if d.get(name) is not None:
+            return int(d[name])
+    raise UnsupportedModelError(f"the model's config has no {key!r}")
+
+
+def attention_of(d: Mapping[str, Any], architecture: str, scaling: Mapping[str, Any] | None) -> GroupedQuery | Latent:
+    """How the layers attend; `scaling` as in `ModelConfig.rope_scaling`. Raises UnsupportedModelError."""
+    d = {**_DEFAULTS.get(architecture, {}), **d}
+    if architecture in _LATENT_ARCHITECTURES:
+        return _latent(d, scaling)
+    heads = integer(d, "num_attention_heads")
+    all_biases = bool(d.get("attention_bias", False))
+    qwen2 = architecture == "Qwen2ForCausalLM"
+    default = 128 if architecture == "Qwen3ForCausalLM" else integer(d, "hidden_size") // heads
+    head_dim = int(d.get("head_dim") or default)
+    return GroupedQuery(
+        heads=heads,
+        kv_heads=int(d.get("num_key_value_heads") or heads),
+        head_dim=head_dim,
+        rotary_dim=_rotary_dim(d, head_dim) if architecture in PARTIAL_ROTARY_ARCHITECTURES else head_dim,
+        # Rebuilt from a GGUF the key `qkv_bias` is there, because tensors tell what this format has no key for.
+        qkv_bias=bool(d.get("qkv_bias", True if qwen2 else all_biases)),
+        # Llama and Qwen3 have biases on all four projections or none, Qwen2 and GLM-4 on three.
+        output_bias=all_biases and architecture not in ("Qwen2ForCausalLM", _GLM4_MOE),
+        qk_norm=architecture in ("Qwen3ForCausalLM", _QWEN3_MOE)
+        or (architecture == _GLM4_MOE and bool(d.get("use_qk_norm", False))),
+    )
+
+
+def feeds_of(d: Mapping[str, Any], architecture: str, layers: int) -> tuple[Dense | Experts, ...]:
+    """What follows the attention in each layer. Raises UnsupportedModelError."""
+    d = {**_DEFAULTS.get(architecture, {}), **d}
+    sparse = [_is_sparse(d, architecture, layer) for layer in range(layers)]
+    experts = _experts(d, architecture) if any(sparse) else None
+    # A model of experts alone needs no size of a dense layer.
+    dense = None if all(sparse) and sparse else Dense(integer(d, "intermediate_size"), bool(d.get("mlp_bias", False)))
+    feeds = [experts if is_sparse else dense for is_sparse in sparse]
+    return tuple(feed for feed in feeds if feed is not None)
+
+
+def _rotary_dim(d: Mapping[str, Any], head_dim: int) -> int:
+    """Elements of a head that are rotated: transformers 5 keeps the factor beside the base."""
+    factor = (d.get("rope_parameters") or {}).get("partial_rotary_factor") or d.get("partial_rotary_factor")
+    return int(head_dim * float(factor or _PARTIAL_ROTARY_FACTOR))
+
+
+def _latent(d: Mapping[str, Any], scaling: Mapping[str, Any] | None) -> Latent:
+    nope, rotary = integer(d, "qk_nope_head_dim"), integer(d, "qk_rope_head_dim")
+    query_rank = d.get("q_lora_rank")
+    scale = float(nope + rotary) ** -0.5
+    weight = (scaling or {}).get("mscale_all_dim")
+    if scaling is not None and weight:
+        # Yarn (Peng et al. 2023) sharpens the softmax of lengthened contexts; here not on cosine and sine alone.
+        factor = float(scaling["factor"])
+        scale *= (0.1 * float(weight) * math.log(factor) + 1.0) ** 2 if factor > 1 else 1.0
+    return Latent(
+        heads=integer(d, "num_attention_heads"),
+        query_rank=None if query_rank is None else int(query_rank),
+        rank=integer(d, "kv_lora_rank"),
+        nope_dim=nope,
+        rotary_dim=rotary,
+        value_dim=integer(d, "v_head_dim"),
+        bias=bool(d.get("attention_bias", False)),
+        interleaved=bool(d.get("rope_interleave", True)),
+        scale=scale,
+    )
+
+
+def _is_sparse(d: Mapping[str, Any], architecture: str, layer: int) -> bool:
+    """Whether a layer has experts."""
+    if architecture == _QWEN3_MOE:
+        if integer(d, "num_experts", "num_local_experts") == 0 or layer in (d.get("mlp_only_layers") or []):
+            return False
+        return (layer + 1) % int(d.get("decoder_sparse_step") or 1) == 0
+    if architecture not in EXPERT_ARCHITECTURES:
+        return False
+    if d.get("moe_layer_freq") not in (None, 1):
+        raise UnsupportedModelError(
+            f"experts in one of {d['moe_layer_freq']} layers (moe_layer_freq) are not supported"
+        )
+    return layer >= int(d.get("first_k_dense_replace") or 0)
+
+
+def _experts(d: Mapping[str, Any], architecture: str) -> Experts:
+    if d.get("mlp_bias"):
+        raise UnsupportedModelError("experts with biases (mlp_bias) are not supported")
+    count = integer(d, "n_routed_experts", "num_experts", "num_local_experts")
+    per_token = integer(d, "num_experts_per_tok")
+    size = integer(d, "moe_intermediate_size")
+    shared = 0 if architecture == _QWEN3_MOE else int(d.get("n_shared_experts") or 0)
+    if not 1 <= per_token <= count:
+        raise UnsupportedModelError(f"a token has {per_token} experts (num_experts_per_tok), and there are {count}")
+    routing = _routing(d, architecture)
+    if count % routing.groups:
+        raise UnsupportedModelError(f"{count} experts can't be split into {routing.groups} groups (n_group)")
+    of_group = count // routing.groups
+    choice = routing.kept_groups * of_group
+    if not 1 <= routing.kept_groups <= routing.groups or of_group < routing.best_of_group:
+        raise UnsupportedModelError(
+            f"{routing.kept_groups} groups (topk_group) can't be kept of {routing.groups} with {of_group} experts each"
+        )
+    if per_token > choice:
+        raise UnsupportedModelError(
+            f"a token has {per_token} experts (num_experts_per_tok), and its groups have {choice}"
+        )
+    return Experts(count, per_token, size, shared * size, routing)
+
+
+def _routing(d: Mapping[str, Any], architecture: str) -> Routing:
+    """The rule of a family; what its config can change of it, and what it can't."""
+    method, scoring = d.get("topk_method"), d.get("scoring_func")
+    normalise = d.get("norm_topk_prob")
+    scaling = float(d.get("routed_scaling_factor") or 1.0)
+    groups, kept = int(d.get("n_group") or 1), int(d.get("topk_group") or 1)
+    if architecture == _QWEN3_MOE:
+        _known(scoring, "scoring_func", "softmax")
+        return Routing("softmax", False, False, 1, 1, 1, bool(normalise), 1.0)
+    if architecture == _DEEPSEEK_V2:
+        _known(scoring, "scoring_func", "softmax")
+        _known(method, "topk_method", "greedy", "group_limited_greedy")
+        if normalise:
+            raise UnsupportedModelError("DeepSeek V2 with norm_topk_prob is not supported: no such model is known")
+        if method != "group_limited_greedy":
+            groups = kept = 1
+        return Routing("softmax", True, False, groups, kept, 1, False, scaling)
+    _known(scoring, "scoring_func", "sigmoid")
+    _known(method, "topk_method", "noaux_tc")
+    return Routing("sigmoid", True, True, groups, kept, 2, bool(normalise), scaling)
+
+
+def _known(value: Any, key: str, *supported: str) -> None:
+    if value is not None and value not in supported:
+        raise UnsupportedModelError(f"{key} {value!r} is not supported; supported here: {', '.join(supported)}")

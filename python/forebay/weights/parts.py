@@ -1,0 +1,97 @@
+"""The parts of a decoder's shape: how its layers attend, and what follows in each of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["Dense", "Experts", "GroupedQuery", "Latent", "Routing"]
+
+
+@dataclass(frozen=True)
+class GroupedQuery:
+    """Attention with keys and values of some heads each (Ainslie et al. 2023). Sizes are numbers of elements."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    rotary_dim: int
+    """The first elements of a head, those that positions rotate."""
+    qkv_bias: bool
+    output_bias: bool
+    qk_norm: bool
+    """Query and key heads are normalised before they are rotated."""
+
+    @property
+    def position_elements(self) -> int:
+        """Elements that a layer keeps of one position."""
+        return 2 * self.kv_heads * self.head_dim
+
+
+@dataclass(frozen=True)
+class Latent:
+    """Multi-head latent attention (DeepSeek-V2, 2024): keys and values are made of one short row a position."""
+
+    heads: int
+    query_rank: int | None
+    """Elements of the low-rank query; None: queries are projected at once."""
+    rank: int
+    """Elements of the latent part of a row."""
+    nope_dim: int
+    """Elements of a query or key head that positions do not rotate."""
+    rotary_dim: int
+    """Those that they do; of a key one part serves all heads."""
+    value_dim: int
+    bias: bool
+    """Of the projections to the low ranks and of the output."""
+    interleaved: bool
+    """Positions rotate neighbours (2i, 2i + 1), not (i, i + rotary_dim / 2)."""
+    scale: float
+    """What scores are multiplied by before the softmax."""
+
+    @property
+    def position_elements(self) -> int:
+        """Elements that a layer keeps of one position: its row."""
+        return self.rank + self.rotary_dim
+
+
+@dataclass(frozen=True)
+class Dense:
+    """One gated feed-forward part for every token."""
+
+    intermediate_size: int
+    bias: bool
+
+
+@dataclass(frozen=True)
+class Routing:
+    """How a token's experts are chosen and weighed."""
+
+    scores: str
+    """`softmax` over all experts, or `sigmoid` of each logit."""
+    in_float32: bool
+    """Logits are computed in float32, whatever the model's dtype."""
+    corrected: bool
+    """A bias is added to the scores for the choice, and only for it."""
+    groups: int
+    """Groups of experts of neighbouring ids; 1: there are none."""
+    kept_groups: int
+    """Best groups, outside of which nothing is chosen."""
+    best_of_group: int
+    """How many of its best scores a group's score is the sum of."""
+    normalise: bool
+    """A token's weights are divided by their sum."""
+    scaling: float
+    """What weights are multiplied by at last."""
+
+
+@dataclass(frozen=True)
+class Experts:
+    """A mixture of experts (Shazeer et al. 2017): each token has some gated feed-forward parts of many."""
+
+    count: int
+    per_token: int
+    intermediate_size: int
+    """Of one expert."""
+    shared_size: int
+    """Inner size of the part that every token has beside its experts; 0: there is none."""
+    routing: Routing

@@ -1,0 +1,42 @@
+"""Experts and latent rows behind a server: the same tokens with a host tier, after preemptions and after a death."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from tests.e2e.client import native_together
+from tests.e2e.conftest import Models, Serve
+from tests.e2e.server import START_SECONDS
+from tests.e2e.test_breakage import Load, kill_under_load, requests, undisturbed
+
+TIER = ("--enable-hierarchical-cache", "--debug-kv-checksum", "--hicache-ratio", "8")
+
+
+@pytest.mark.parametrize("family", ["qwen3-moe", "deepseek-v3"])
+def test_tokens_depend_on_neither_tiers_nor_deaths(serve: Serve, models: Models, family: str) -> None:
+    model = models(family)
+    server = serve(model)
+    expected = undisturbed(server, requests(model, 24))
+    server.kill()
+    wanted = [request for request, _ in expected]
+    for flags in (("--device", "cpu"), ("--device", "deferred", "--lookahead", "0")):
+        server = serve(model, "--max-total-tokens", "400", *TIER, *flags)
+        for _ in range(2):
+            answers = native_together(server, wanted)
+            assert [answer["output_ids"] for answer in answers] == [tokens for _, tokens in expected]
+        assert server.metric("vllm:num_preemptions_total") > 0
+        assert server.metric("forebay:restores_total") > 0
+        assert server.metric("forebay:copies_failed_total") == 0
+        server.kill()
+    server = serve(model, "--max-total-tokens", "3000", *TIER)
+    killed = asyncio.run(kill_under_load(server, Load(server, model, expected), 1))
+    assert len(killed) == 1
+    assert server.metric("vllm:request_success_total", finished_reason="error") == 0
+
+
+def test_quantisation_is_refused_in_one_line(serve: Serve, models: Models) -> None:
+    server = serve(models("deepseek-v3"), "--quantization", "w8a8_int8", healthy=False)
+    assert server.process.wait(START_SECONDS) != 0
+    assert "quantization w8a8_int8 is not supported for DeepseekV3ForCausalLM: it has latent attention" in server.log()
