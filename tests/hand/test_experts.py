@@ -123,6 +123,14 @@ def test_of_equal_scores_the_lower_id_wins(name: str, logits: list[float]) -> No
     assert list(found) == sorted(RULES[name](logits, zeros.tolist()))
 
 
+def test_equal_scores_of_as_many_experts_as_models_have() -> None:
+    """Few of them a library sorts in order anyway."""
+    logits = torch.randint(0, 3, (50, 384), generator=torch.Generator().manual_seed(1)).float()
+    ids, _ = choose(logits, None, 8, GREEDY)
+    for row, found in zip(logits.tolist(), ids.tolist(), strict=True):
+        assert found == sorted(sorted(range(384), key=lambda expert: (-row[expert], expert))[:8])
+
+
 def mixture(routing: Routing, dtype: torch.dtype = torch.float32) -> MixtureOfExperts:
     params = Parameters(dtype, torch.device("cpu"))
     made = MixtureOfExperts(params, "mlp", 64, Experts(COUNT, PER_TOKEN, 24, 48, routing))
