@@ -15,12 +15,20 @@ from forebay.kernels import library as binding
 from forebay.kernels.library import level, native_wanted
 from forebay.runner.runner import ModelRunner
 from forebay.state.config import RunnerConfig
-from tests.hand.support import FAMILIES, HOST, reference_model, runner_of, wire_config
+from forebay.weights.config import ModelConfig
+from tests.hand.support import FAMILIES, HOST, hf_config, reference_model, runner_of, wire_config
 
 PAGE_SIZES = (8, 16)
 """Keys and values lie in the order that the kernels read, or cannot."""
 POSITIONS = 512
 Step = list[tuple[int, int, int]]  # slot, start, length of each row
+
+COMPILED = [
+    family
+    for family, (kind, config) in FAMILIES.items()
+    if NativeCompute.supports(ModelConfig.from_dict(hf_config(config, kind.__name__)))
+]
+"""The families that the kernels compute."""
 
 
 def filled(family: str, dtype: str, page_size: int = 16, **changes: Any) -> ModelRunner:
@@ -60,7 +68,7 @@ STEPS: list[Step] = [
 
 @pytest.mark.parametrize("page_size", PAGE_SIZES)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", COMPILED)
 def test_logits_are_those_of_torch(family: str, dtype: str, page_size: int, instructions: str) -> None:
     expected_runner, runner = (filled(family, dtype, page_size, context_length=96) for _ in range(2))
     expected = TorchCompute(
@@ -185,3 +193,7 @@ def test_the_choice(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtu
         assert "slower" in capsys.readouterr().err
     finally:
         binding.library.cache_clear()
+
+
+def test_the_kernels_compute_every_dense_family() -> None:
+    assert [family for family in FAMILIES if not family.startswith(("qwen3-moe", "glm4", "deepseek"))] == COMPILED
