@@ -77,7 +77,7 @@ bench-host-tier: bench-build ## measure what the host tier gives a second turn a
 	$(BIN)/python -m benchmarks.host_tier $(BENCH_ROUNDS)
 
 bench-plan-tiers: bench-build ## how many replicas a trace needs with host pools of 0, 1, 4 and 16 times the device's (TRACE=FILE)
-	$(BIN)/python -m benchmarks.plan_tiers --trace $(TRACE) $(if $(PROFILE_OF_DEVICE),--sim-profile $(PROFILE_OF_DEVICE))
+	$(BIN)/python -m benchmarks.plan_tiers --trace $(TRACE)
 
 bench-micro: ## run the microbenchmarks of the scheduler and the pages (5 minutes)
 	cargo bench --locked -p forebay-scheduler -p forebay-kvcache

@@ -59,7 +59,7 @@ def balanced(server: Server) -> None:
 def test_tokens_do_not_depend_on_the_tier(
     serve: Serve, tiny: Model, expected: Expected, flags: tuple[str, ...]
 ) -> None:
-    # The last of a flag that is given twice would be an error.
+    # A flag that is given twice is an error.
     tier = TIER[:2] if "--hicache-ratio" in flags else TIER
     server = serve(tiny, *SMALL, *tier, *flags)
     for _ in range(2):

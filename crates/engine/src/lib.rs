@@ -32,7 +32,7 @@ pub use config::{EngineConfig, HostConfig};
 pub use executor::{Executor, Signal, Wake};
 pub use forebay_protocol::{Dtype, Pooling, Ready, SlotSpec};
 pub use forebay_scheduler::{
-    BlockEvent, BlockHash, HostStats, Namer, Past, Place, Policy, Request, SavePolicy,
+    BlockEvent, BlockHash, HostStats, HostTier, Namer, Past, Place, Policy, Request, SavePolicy,
     Stats as SchedulerStats,
 };
 pub use handle::EngineHandle;

@@ -25,7 +25,7 @@ use crate::text::TextFlags;
 
 pub(crate) use limits::LimitFlags;
 pub(crate) use sharing::SharingFlags;
-pub(crate) use tiers::{Preemption, TierFlags, WritePolicy};
+pub(crate) use tiers::{Preemption, TierFlags};
 
 #[derive(Debug, Args)]
 pub(crate) struct ServeFlags {

@@ -1,17 +1,16 @@
 //! The host tier, resolved.
 
 use anyhow::{Result, bail};
-use forebay_engine::{HostConfig, SavePolicy};
+use forebay_bench::WritePolicy;
+use forebay_engine::{HostConfig, HostTier as Usual};
 use forebay_sim::Profile;
 use serde::Serialize;
 
-use crate::flags::{Preemption, ServeFlags, TierFlags, WritePolicy};
+use crate::flags::{Preemption, ServeFlags, TierFlags};
 use crate::model::{Model, Pooling};
 
 /// What SGLang takes.
 const RATIO: f64 = 2.0;
-const PREFETCH_REQUESTS: u32 = 4;
-const COPIES_A_STEP: u32 = 32;
 
 /// The host tier of each replica.
 #[derive(Debug, Clone, Serialize)]
@@ -86,15 +85,13 @@ impl HostTier {
         if model.pooling.as_ref().is_some_and(Pooling::whole_prompts) {
             bail!("this model keeps no keys and values, so a host tier has nothing to hold");
         }
-        let step = flags.schedule.chunked_prefill_size.div_ceil(flags.schedule.page_size);
+        let usual =
+            Usual::usual_copies(flags.schedule.chunked_prefill_size, flags.schedule.page_size);
         Ok(Some(Self {
             size: HostSize::of(tiers, flags.replicas.dp_size),
             write_policy: tiers.hicache_write_policy.unwrap_or_default(),
-            prefetch_requests: tiers.hicache_prefetch_requests.unwrap_or(PREFETCH_REQUESTS),
-            // So that saves keep up with prefill.
-            copy_pages_per_step: tiers
-                .kv_copy_pages_per_step
-                .unwrap_or(COPIES_A_STEP.max(step.saturating_mul(2).min(1 << 16))),
+            prefetch_requests: tiers.hicache_prefetch_requests.unwrap_or(Usual::PREFETCH),
+            copy_pages_per_step: tiers.kv_copy_pages_per_step.unwrap_or(usual),
             preemption: tiers.preemption.unwrap_or_default(),
             debug_copy_gbps: tiers.debug_kv_copy_gbps,
             debug_checksum: tiers.debug_kv_checksum,
@@ -104,11 +101,7 @@ impl HostTier {
     /// The part that decides in the brain.
     pub(crate) fn engine(&self) -> HostConfig {
         HostConfig {
-            policy: match self.write_policy {
-                WritePolicy::WriteThrough => SavePolicy::WriteThrough,
-                WritePolicy::WriteThroughSelective => SavePolicy::WriteThroughSelective,
-                WritePolicy::WriteBack => SavePolicy::WriteBack,
-            },
+            policy: self.write_policy.into(),
             copies_a_step: self.copy_pages_per_step,
             prefetch: self.prefetch_requests,
             restore_preempted: self.preemption == Preemption::Restore,

@@ -183,11 +183,13 @@ impl World {
                 }
             }
             Op::SendSaves(most) => {
+                let saves = self.sent.values().filter(|(c, _)| c.direction == Direction::Save);
+                let before = saves.count();
                 while let Some(copy) = self.tiers.next_save(most) {
                     self.send(copy);
                 }
                 let saves = self.sent.values().filter(|(c, _)| c.direction == Direction::Save);
-                let _ = saves.count();
+                assert!(saves.count() <= (most as usize).max(before), "more than were allowed");
             }
             Op::Sweep(goal) => {
                 while let Some(copy) = self.tiers.sweep(goal, 4) {

@@ -76,3 +76,16 @@ pub struct HostTier {
     /// A request that comes back from preemption has its blocks restored; otherwise it computes them again.
     pub restore_preempted: bool,
 }
+
+impl HostTier {
+    /// What `prefetch` is where nobody says.
+    pub const PREFETCH: u32 = 4;
+
+    /// What `copies_a_step` is where nobody says: so many that saves keep up with the prefill of `token_budget` tokens a step.
+    #[must_use]
+    pub fn usual_copies(token_budget: u32, page_size: u32) -> u32 {
+        const LEAST: u32 = 32;
+        const MOST: u32 = 1 << 16;
+        token_budget.div_ceil(page_size).saturating_mul(2).clamp(LEAST, MOST)
+    }
+}

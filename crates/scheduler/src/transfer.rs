@@ -172,6 +172,8 @@ impl Scheduler {
                 room = room.saturating_sub(pages);
                 continue;
             }
+            // Once only, also where there is not room for all: what comes back later would take the pages of what came before.
+            entry.prefetched = true;
             entry.settle();
             let blocks = ((entry.known() - 1) / page_size) as usize;
             for &name in entry.name_blocks(blocks, page_size as usize, &self.config.namer) {
@@ -188,7 +190,6 @@ impl Scheduler {
                     break;
                 }
             }
-            self.requests[ticket.handle].prefetched = true;
         }
     }
 

@@ -54,7 +54,7 @@ pub struct PlanArgs {
     /// Do not share the KV pages of equal beginnings.
     #[arg(long, visible_alias = "no-enable-prefix-caching")]
     pub disable_radix_cache: bool,
-    /// Size of each replica's host tier in GB (10^9 bytes): what the device gives up is copied back instead of computed again.
+    /// Size of each replica's host tier in GB (10^9 bytes).
     #[arg(long, value_name = "GB", conflicts_with = "hicache_ratio", value_parser = from_zero)]
     pub hicache_size: Option<f64>,
     /// The same, in pages for each page of the device; 0: none.

@@ -132,8 +132,9 @@ impl Replica {
         }
     }
 
-    /// A plan without rows ends with the next copy, or with its wait. Unlike a hand's, it does not end when another plan comes; that
-    /// costs a millisecond at most.
+    /// A plan without rows ends with the next copy, or with its wait.
+    ///
+    /// Unlike in a hand, it does not end when another plan comes. That costs a millisecond at most.
     fn wait_for_copies(&mut self, now_us: u64) {
         let start = self.free_at_us.max(now_us);
         self.start_copies(start, start);

@@ -29,11 +29,6 @@ pub(crate) struct Setup {
     pub(crate) page_bytes: u64,
 }
 
-/// What `serve` starts at most in a step, at least.
-const COPIES_A_STEP: u32 = 32;
-/// What `serve` looks ahead.
-const PREFETCH_REQUESTS: u32 = 4;
-
 impl Setup {
     /// What the flags say.
     ///
@@ -60,12 +55,11 @@ impl Setup {
                 "a host tier keeps blocks of the prefix cache: it goes without --disable-radix-cache"
             );
         }
-        let step = args.chunked_prefill_size.div_ceil(args.page_size);
         let host = (host_pages > 0).then_some(HostTier {
             pages: host_pages,
             policy: args.hicache_write_policy.into(),
-            copies_a_step: COPIES_A_STEP.max(2 * step),
-            prefetch: PREFETCH_REQUESTS,
+            copies_a_step: HostTier::usual_copies(args.chunked_prefill_size, args.page_size),
+            prefetch: HostTier::PREFETCH,
             restore_preempted: true,
         });
         Ok(Self {

@@ -1,6 +1,7 @@
 //! The tier of host memory, by the names that SGLang and vLLM have for it.
 
 use clap::{Args, ValueEnum};
+use forebay_bench::WritePolicy;
 use serde::Serialize;
 
 #[derive(Debug, Args)]
@@ -15,8 +16,7 @@ pub(crate) struct TierFlags {
     /// Size of each replica's host tier in GB (10^9 bytes), instead of a ratio.
     #[arg(long, value_name = "GB", value_parser = positive)]
     pub(crate) hicache_size: Option<f64>,
-    /// When a block is copied to the host tier: `write_through` as soon as it is computed, `write_through_selective` at its second use,
-    /// `write_back` when the device is about to need its page [default: write_through].
+    /// When a block is copied to the host tier [default: write_through].
     #[arg(long, value_enum)]
     pub(crate) hicache_write_policy: Option<WritePolicy>,
     /// Waiting requests whose blocks are brought back before their turn; 0: none [default: 4].
@@ -31,8 +31,7 @@ pub(crate) struct TierFlags {
     /// Most copies that a step starts [default: 32, or twice the pages of a step's prefill].
     #[arg(long, value_name = "PAGES", value_parser = clap::value_parser!(u32).range(1..=65536))]
     pub(crate) kv_copy_pages_per_step: Option<u32>,
-    /// How a preempted or replayed request gets its KV back: copied from the host tier, or computed again (to measure what the tier is
-    /// worth) [default: restore].
+    /// How a preempted or replayed request gets its KV back: copied from the host tier, or computed again [default: restore].
     #[arg(long, value_enum)]
     pub(crate) preemption: Option<Preemption>,
     /// For tests: copies take at least as long as at this speed, in GB a second each way.
@@ -41,18 +40,6 @@ pub(crate) struct TierFlags {
     /// For tests: note a checksum of each page that is copied to the host tier, and check it when the page comes back.
     #[arg(long)]
     pub(crate) debug_kv_checksum: bool,
-}
-
-/// When blocks are saved.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, ValueEnum, Serialize)]
-#[serde(rename_all = "snake_case")]
-#[value(rename_all = "snake_case")]
-#[expect(clippy::enum_variant_names, reason = "these are SGLang's names")]
-pub(crate) enum WritePolicy {
-    #[default]
-    WriteThrough,
-    WriteThroughSelective,
-    WriteBack,
 }
 
 /// Who copies.

@@ -45,12 +45,18 @@ fn evict(harness: &mut Harness, first: u64) {
     }
 }
 
-#[test]
-fn a_second_turn_is_restored_not_computed() {
-    let mut harness = Harness::new(machine(host()), 2);
+/// A machine on which `prompt(0)` was computed, and is on the host only.
+fn pushed_out(config: SchedulerConfig, depth: usize) -> Harness {
+    let mut harness = Harness::new(config, depth);
     harness.submit(request(0, prompt(0), 2));
     settle(&mut harness);
     evict(&mut harness, 1);
+    harness
+}
+
+#[test]
+fn a_second_turn_is_restored_not_computed() {
+    let mut harness = pushed_out(machine(host()), 2);
     let before = harness.scheduler.stats();
     harness.submit(request(9, prompt(0), 2));
     while harness.plan() {}
@@ -68,10 +74,7 @@ fn a_second_turn_is_restored_not_computed() {
 
 #[test]
 fn others_go_on_while_blocks_come_back() {
-    let mut harness = Harness::new(machine(host()), 2);
-    harness.submit(request(0, prompt(0), 2));
-    settle(&mut harness);
-    evict(&mut harness, 1);
+    let mut harness = pushed_out(machine(host()), 2);
     harness.submit(request(9, prompt(0), 2));
     harness.submit(request(10, prompt(7), 3));
     for _ in 0..4 {
@@ -96,10 +99,7 @@ fn the_block_that_fills_with_the_last_token_is_saved_too() {
 
 #[test]
 fn a_restore_that_fails_costs_a_computation_and_nothing_else() {
-    let mut harness = Harness::new(machine(host()), 2);
-    harness.submit(request(0, prompt(0), 2));
-    settle(&mut harness);
-    evict(&mut harness, 1);
+    let mut harness = pushed_out(machine(host()), 2);
     harness.submit(request(9, prompt(0), 2));
     while harness.plan() {}
     harness.copier.end(1, false);
@@ -140,10 +140,7 @@ fn what_the_host_has_outlives_the_hand() {
 
 #[test]
 fn a_restore_that_loses_the_hand_is_not_tried_again_and_nobody_is_suspected() {
-    let mut harness = Harness::new(machine(host()), 2);
-    harness.submit(request(0, prompt(0), 2));
-    settle(&mut harness);
-    evict(&mut harness, 1);
+    let mut harness = pushed_out(machine(host()), 2);
     harness.submit(request(9, prompt(0), 2));
     while harness.plan() {}
     assert_eq!(harness.scheduler.stats().host.arriving, 1);
@@ -203,10 +200,7 @@ fn those_who_wait_have_their_blocks_brought_back_meanwhile() {
     for prefetch in [0, 2] {
         let host = HostTier { prefetch, ..host() };
         let config = SchedulerConfig { max_running: 1, slots: 2, ..machine(host) };
-        let mut harness = Harness::new(config, 1);
-        harness.submit(request(0, prompt(0), 2));
-        settle(&mut harness);
-        evict(&mut harness, 1);
+        let mut harness = pushed_out(config, 1);
         harness.submit(request(8, vec![1, 2, 3], 12));
         harness.submit(request(9, prompt(0), 2));
         let before = harness.scheduler.stats().host.blocks_restored;
@@ -223,6 +217,32 @@ fn those_who_wait_have_their_blocks_brought_back_meanwhile() {
         assert_eq!(harness.clients[&9].cached_tokens, 16);
         harness.drain();
     }
+}
+
+#[test]
+fn a_prompt_with_more_blocks_than_there_is_room_is_brought_back_in_part_and_once() {
+    let host = HostTier { prefetch: 2, ..host() };
+    let config = SchedulerConfig { max_running: 1, slots: 2, pages: 17, ..machine(host) };
+    let mut harness = Harness::new(config, 1);
+    let long: Vec<i32> = (0..49).map(|at| (3 + at * 5 + at / 7) % 11).collect();
+    harness.submit(request(0, long.clone(), 2));
+    settle(&mut harness);
+    evict(&mut harness, 1);
+    // It takes most of the pages and keeps the other waiting.
+    harness.submit(request(8, (0..37).map(|at| at % 9).collect(), 20));
+    harness.submit(request(9, long, 2));
+    let before = harness.scheduler.stats().host.blocks_restored;
+    for _ in 0..16 {
+        while harness.plan() {}
+        for at in 0..harness.copier.outstanding() {
+            harness.copier.end(at, true);
+        }
+        harness.apply();
+    }
+    let restored = harness.scheduler.stats().host.blocks_restored - before;
+    assert!((1..=6).contains(&restored), "{restored}: there was room for half of its 12");
+    settle(&mut harness);
+    harness.drain();
 }
 
 #[test]
