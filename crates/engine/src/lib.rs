@@ -18,6 +18,7 @@
 
 mod clock;
 mod config;
+mod constraint;
 mod executor;
 mod handle;
 mod owner;
@@ -29,6 +30,7 @@ mod waiting;
 
 pub use clock::{Clock, SystemClock};
 pub use config::{EngineConfig, HostConfig};
+pub use constraint::{Allowed, Broken, Constraint};
 pub use executor::{Executor, Signal, Wake};
 pub use forebay_protocol::{Dtype, Pooling, Ready, SlotSpec};
 pub use forebay_scheduler::{

@@ -200,6 +200,19 @@ impl Tokenizer {
         self.plain.encode(&self.inner, text, plain, go_on)
     }
 
+    /// The ids of `text` as [`Tokenizer::encode`] gives them without what the post-processor adds, but that nothing in it is a special token.
+    ///
+    /// # Errors
+    /// As [`Tokenizer::encode`].
+    pub fn encode_as_text(&self, text: &str) -> Result<Vec<i32>, TextError> {
+        self.encode_plain(text, std::slice::from_ref(&(0..text.len())), &|_| true)
+    }
+
+    /// Whether [`Tokenizer::token_bytes`] is what a token adds to a text wherever it stands, but at its beginning.
+    pub fn adds_bytes(&self) -> bool {
+        !matches!(self.scheme, Scheme::Window)
+    }
+
     /// The places of `text` where it spells a special token, as far as these touch one of `client` (sorted ranges).
     pub(crate) fn spelled(&self, text: &str, client: &[Range<usize>]) -> Vec<Range<usize>> {
         self.plain.spelled(text, client)

@@ -1,0 +1,134 @@
+//! From a source to a template: a matcher at the beginning of an answer, with the first mask.
+
+use std::fmt;
+use std::sync::Arc;
+
+use llguidance::Matcher;
+use llguidance::api::TopLevelGrammar;
+use parking_lot::Mutex;
+use serde_json::json;
+
+use crate::error::GrammarError;
+use crate::source::{CHOICES, Form, SOURCE_BYTES, Source};
+use crate::vocabulary::Vocabulary;
+use crate::{ebnf, lark, schema, tag};
+
+/// How llguidance's errors begin that were panics.
+const PANIC: &str = "panic: ";
+
+/// A compiled source. Requests get copies of its matcher.
+pub(crate) struct Template {
+    /// At the beginning; copying it needs nobody else to look at it.
+    matcher: Mutex<Matcher>,
+    /// Which tokens an answer can begin with: computed once, because the first mask is by far the dearest.
+    first: Arc<[u32]>,
+}
+
+impl fmt::Debug for Template {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Template").finish_non_exhaustive()
+    }
+}
+
+impl Template {
+    /// Compiles `source`. An operator that is `lenient` lets schemas through of which only a part can be kept.
+    pub(crate) fn new(
+        vocabulary: &Vocabulary,
+        source: &Source,
+        lenient: bool,
+    ) -> Result<Self, GrammarError> {
+        let mut parsed = None;
+        let grammar = match &source.form {
+            Form::JsonObject => {
+                let schema = json!({ "type": "object" });
+                TopLevelGrammar::from_json_schema(schema::with_options(
+                    schema,
+                    &source.whitespace,
+                    lenient,
+                ))
+            }
+            Form::JsonSchema(text) => {
+                bounded(source.bytes())?;
+                let schema = parsed.insert(schema::read(text)?).clone();
+                TopLevelGrammar::from_json_schema(schema::with_options(
+                    schema,
+                    &source.whitespace,
+                    lenient,
+                ))
+            }
+            Form::Regex(pattern) => {
+                bounded(source.bytes())?;
+                TopLevelGrammar::from_lark(format!("start: {}", tag::regex(pattern)?))
+            }
+            Form::Choice(choices) => {
+                bounded(source.bytes())?;
+                if choices.is_empty() || choices.len() > CHOICES {
+                    let reason = format!("{} choices are not from 1 to {CHOICES}", choices.len());
+                    return Err(GrammarError::invalid(reason));
+                }
+                TopLevelGrammar::from_lark(lark::choice(choices))
+            }
+            Form::Lark(text) => {
+                bounded(source.bytes())?;
+                no_options(text)?;
+                TopLevelGrammar::from_lark(text.to_string())
+            }
+            Form::Ebnf(text) => {
+                bounded(source.bytes())?;
+                TopLevelGrammar::from_lark(ebnf::to_lark(text)?)
+            }
+            Form::StructuralTag(text) => {
+                bounded(source.bytes())?;
+                TopLevelGrammar::from_lark(tag::to_lark(text, &source.whitespace, lenient)?)
+            }
+        };
+        let explain = |said: &str| match &parsed {
+            // It counts symbols and states in small numbers, and asserts that they do.
+            _ if said.starts_with(PANIC) => GrammarError::invalid("it is too large to be compiled"),
+            Some(schema) => schema::explain(schema, said),
+            None => GrammarError::invalid(first_lines(said)),
+        };
+        let parser = vocabulary.factory.create_parser(grammar);
+        let parser = parser.map_err(|error| explain(&format!("{error:#}")))?;
+        let mut matcher = Matcher::new(Ok(parser));
+        // A grammar that only the empty text fits has nothing to say but the end.
+        let first = matcher.compute_mask_or_eos().map_err(|error| explain(&error.to_string()))?;
+        Ok(Self { first: first.as_slice().into(), matcher: Mutex::new(matcher) })
+    }
+
+    /// A matcher of one's own.
+    pub(crate) fn matcher(&self) -> Matcher {
+        self.matcher.lock().deep_clone()
+    }
+
+    /// The mask at the beginning.
+    pub(crate) fn first(&self) -> Arc<[u32]> {
+        Arc::clone(&self.first)
+    }
+}
+
+fn bounded(bytes: usize) -> Result<(), GrammarError> {
+    if bytes <= SOURCE_BYTES {
+        return Ok(());
+    }
+    Err(GrammarError::invalid(format!("{bytes} bytes are more than {SOURCE_BYTES}")))
+}
+
+/// Refuses what a grammar may not ask for: options of schemas in it, and temperatures, which nobody would look at.
+fn no_options(text: &str) -> Result<(), GrammarError> {
+    if text.contains("x-guidance") {
+        return Err(GrammarError::invalid("clients may not set x-guidance"));
+    }
+    let squeezed: String = text.chars().filter(|c| !c.is_whitespace()).collect();
+    if squeezed.contains("[temperature=") || squeezed.contains(",temperature=") {
+        return Err(GrammarError::invalid("the attribute temperature is not supported"));
+    }
+    Ok(())
+}
+
+/// As much of an error as a client wants to read.
+fn first_lines(said: &str) -> String {
+    const MOST: usize = 500;
+    let end = (0..=MOST.min(said.len())).rev().find(|&at| said.is_char_boundary(at)).unwrap_or(0);
+    said[..end].trim().to_owned()
+}

@@ -1,0 +1,46 @@
+//! Why there is no constraint for a source.
+
+use thiserror::Error;
+
+/// Why a source was not compiled.
+#[derive(Debug, Clone, PartialEq, Eq, Error)]
+pub enum GrammarError {
+    /// The source is at fault.
+    #[error("{reason}")]
+    Invalid {
+        /// Where in the source, such as `.properties.a.not`; empty: no place in particular.
+        path: String,
+        /// What is wrong.
+        reason: String,
+    },
+    /// The server was started without grammars.
+    #[error("this server was started with --no-grammar")]
+    Off,
+    /// The tokenizer's tokens have no bytes of their own.
+    #[error("{0}")]
+    Tokenizer(String),
+    /// Too many sources wait to be compiled.
+    #[error("too many grammars wait to be compiled")]
+    Busy,
+    /// It is not compiled, and it will not be soon.
+    #[error("the grammar was not compiled within {seconds} s")]
+    Late {
+        /// The limit.
+        seconds: u64,
+    },
+    /// The threads that compile are gone, or one panicked.
+    #[error("{0}")]
+    Internal(String),
+}
+
+impl GrammarError {
+    /// The source as a whole is at fault.
+    pub(crate) fn invalid(reason: impl Into<String>) -> Self {
+        Self::at(String::new(), reason)
+    }
+
+    /// A place in the source is at fault.
+    pub(crate) fn at(path: impl Into<String>, reason: impl Into<String>) -> Self {
+        Self::Invalid { path: path.into(), reason: reason.into() }
+    }
+}

@@ -1,0 +1,37 @@
+//! Formats of strings for which llguidance's patterns allow too much: the 29th of February of every year, and a 60th second at any time.
+
+use serde_json::{Map, Value, json};
+
+/// A day of the Gregorian calendar, from the year 1 on.
+const DATE: &str = concat!(
+    r"(?:(?:[1-9][0-9]{3}|0[1-9][0-9]{2}|00[1-9][0-9]|000[1-9])-",
+    r"(?:(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|3[01])",
+    r"|(?:0[469]|11)-(?:0[1-9]|[12][0-9]|30)",
+    r"|02-(?:0[1-9]|1[0-9]|2[0-8]))",
+    // Years divisible by 4, but not by 100 unless by 400.
+    r"|(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:0[48]|[2468][048]|[13579][26])00)-02-29)",
+);
+/// A time of a day with its offset, but no leap second.
+const TIME: &str = concat!(
+    r"(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:\.[0-9]+)?",
+    r"(?:[zZ]|[+-](?:[01][0-9]|2[0-3]):[0-5][0-9])",
+);
+
+/// Replaces such a format by a pattern.
+pub(crate) fn spell_out(schema: &mut Map<String, Value>) {
+    let pattern = match schema.get("format").and_then(Value::as_str) {
+        Some("date") => format!("^{DATE}$"),
+        Some("time") => format!("^{TIME}$"),
+        Some("date-time") => format!("^{DATE}[tT]{TIME}$"),
+        _ => return,
+    };
+    schema.remove("format");
+    if !schema.contains_key("pattern") {
+        schema.insert("pattern".to_owned(), pattern.into());
+        return;
+    }
+    let both = schema.entry("allOf").or_insert_with(|| json!([]));
+    if let Some(all) = both.as_array_mut() {
+        all.push(json!({ "pattern": pattern }));
+    }
+}

@@ -1,0 +1,25 @@
+//! The form of answers: JSON schemas, regular expressions and grammars as constraints of single requests.
+//!
+//! A [`Source`] is what a client asks for. [`Grammars`] compiles it on threads of its own, keeps the result for the next request with the
+//! same source, and gives each choice a [`forebay_engine::Constraint`], which the engine asks for a mask before every token. The
+//! parser is llguidance's (Earley over derivatives of regular expressions); this crate adds what a server needs around it: limits, a cache,
+//! other notations, and what else may restrict an answer.
+
+mod compile;
+mod ebnf;
+mod error;
+mod formats;
+mod lark;
+mod rules;
+mod schema;
+mod service;
+mod source;
+mod tag;
+mod thinking;
+mod vocabulary;
+
+pub use error::GrammarError;
+pub use rules::{Bounds, Reasoning};
+pub use service::{Constraints, GrammarConfig, GrammarStats, Grammars, Wanted};
+pub use source::{CHOICES, Form, SCHEMA_DEPTH, SCHEMA_VALUES, SOURCE_BYTES, Source, Whitespace};
+pub use thinking::{Markers, Start};

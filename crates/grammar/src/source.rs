@@ -1,0 +1,92 @@
+//! What a client asks of an answer's form.
+
+use std::sync::Arc;
+
+/// Most bytes of a source's text: a schema, a grammar, or all choices together.
+pub const SOURCE_BYTES: usize = 2 << 20;
+/// Deepest nesting of a schema or a structural tag.
+pub const SCHEMA_DEPTH: usize = 64;
+/// Most JSON values of a schema or a structural tag.
+pub const SCHEMA_VALUES: usize = 200_000;
+/// Most choices.
+pub const CHOICES: usize = 16_384;
+
+/// The form of an answer, with nothing left to look up: equal sources are compiled once.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub struct Source {
+    /// The form.
+    pub form: Form,
+    /// White space between the tokens of JSON.
+    pub whitespace: Whitespace,
+}
+
+/// A kind of form.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub enum Form {
+    /// A JSON object.
+    JsonObject,
+    /// JSON that is valid by this schema, which is JSON text.
+    JsonSchema(Arc<str>),
+    /// Text that this regular expression matches as a whole.
+    Regex(Arc<str>),
+    /// One of these texts.
+    Choice(Arc<[String]>),
+    /// A grammar in llguidance's dialect of Lark.
+    Lark(Arc<str>),
+    /// A grammar in GBNF: rules of the form `name ::= ...`, beginning with `root`.
+    Ebnf(Arc<str>),
+    /// Text with parts of given forms: a structural tag as vLLM and `SGLang` take it, which is JSON text.
+    StructuralTag(Arc<str>),
+}
+
+/// White space between the tokens of JSON. Without a bound models were seen to write it until the answer's length is used up.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Hash)]
+pub enum Whitespace {
+    /// At each place one space, or a line's end and an indentation of at most 24 blanks.
+    #[default]
+    Bounded,
+    /// None.
+    None,
+    /// What this regular expression matches, at most once a place.
+    Pattern(Arc<str>),
+}
+
+impl Whitespace {
+    /// As a regular expression; `None`: there is none.
+    pub(crate) fn pattern(&self) -> Option<&str> {
+        match self {
+            Self::Bounded => Some(r"( |\r?\n(\t{0,6}| {0,24}))"),
+            Self::None => None,
+            Self::Pattern(pattern) => Some(pattern),
+        }
+    }
+}
+
+impl From<Form> for Source {
+    fn from(form: Form) -> Self {
+        Self { form, whitespace: Whitespace::default() }
+    }
+}
+
+impl Source {
+    /// Bytes of its text.
+    #[must_use]
+    pub fn bytes(&self) -> usize {
+        match &self.form {
+            Form::JsonObject => 0,
+            Form::JsonSchema(text)
+            | Form::Regex(text)
+            | Form::Lark(text)
+            | Form::Ebnf(text)
+            | Form::StructuralTag(text) => text.len(),
+            Form::Choice(choices) => choices.iter().map(String::len).sum(),
+        }
+    }
+
+    /// A grammar as clients write it: GBNF where it has a rule with `::=`, else Lark.
+    #[must_use]
+    pub fn grammar(text: &str) -> Self {
+        let form = if text.contains("::=") { Form::Ebnf } else { Form::Lark };
+        form(text.into()).into()
+    }
+}

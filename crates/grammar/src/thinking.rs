@@ -1,0 +1,194 @@
+//! Reasoning before the answer: where it ends, and how long it may be.
+
+use std::sync::Arc;
+
+/// The tokens around a model's reasoning. A dialect names them.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Markers {
+    /// What begins it, at least one token.
+    pub open: Arc<[i32]>,
+    /// What ends it, at least one token.
+    pub close: Arc<[i32]>,
+}
+
+/// Where the model is when it takes the first token.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Start {
+    /// It may begin to reason, or answer.
+    Open,
+    /// The prompt has begun the reasoning.
+    Inside,
+    /// The prompt has ended the reasoning, or the model has none.
+    Answer,
+}
+
+/// Tokens after a closing marker at the end of a prompt: blank lines.
+const AFTER_CLOSE: usize = 4;
+
+impl Markers {
+    /// Where a prompt leaves the model.
+    #[must_use]
+    pub fn start(&self, prompt: &[i32]) -> Start {
+        let last =
+            |marker: &[i32]| prompt.windows(marker.len()).rposition(|window| window == marker);
+        match (last(&self.open), last(&self.close)) {
+            (Some(open), close) if close.is_none_or(|close| close < open) => Start::Inside,
+            (_, Some(close)) if prompt.len() - close - self.close.len() <= AFTER_CLOSE => {
+                Start::Answer
+            }
+            _ => Start::Open,
+        }
+    }
+}
+
+/// What a request has of its reasoning.
+#[derive(Debug, Clone)]
+pub(crate) struct Thinking {
+    markers: Markers,
+    /// Most tokens of it, without the markers.
+    budget: Option<u32>,
+    state: State,
+}
+
+#[derive(Debug, Clone)]
+enum State {
+    /// So many tokens of the opening marker were said, and nothing else.
+    Opening(usize),
+    Inside {
+        /// Tokens said, those of a marker that is not complete included.
+        spent: u32,
+        /// The last tokens, as far as they may begin the closing marker.
+        tail: Vec<i32>,
+    },
+    Over,
+}
+
+/// What reasoning has to say of the next token.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Phase {
+    /// The answer may begin, or this token, which opens the reasoning.
+    Either(i32),
+    /// The model reasons.
+    Free,
+    /// This token comes next: the opening marker is begun, or the budget is spent.
+    Forced(i32),
+    /// It is over.
+    Answer,
+}
+
+impl Thinking {
+    pub(crate) fn new(markers: Markers, start: Start, budget: Option<u32>) -> Self {
+        let state = match start {
+            Start::Open => State::Opening(0),
+            Start::Inside => State::Inside { spent: 0, tail: Vec::new() },
+            Start::Answer => State::Over,
+        };
+        Self { markers, budget, state }
+    }
+
+    pub(crate) fn phase(&self) -> Phase {
+        let Markers { open, close } = &self.markers;
+        match &self.state {
+            State::Opening(0) => Phase::Either(open[0]),
+            State::Opening(said) => Phase::Forced(open[*said]),
+            State::Inside { spent, tail } if self.budget.is_some_and(|most| *spent >= most) => {
+                Phase::Forced(close[tail.len()])
+            }
+            State::Inside { .. } => Phase::Free,
+            State::Over => Phase::Answer,
+        }
+    }
+
+    /// The request has said `token`. True: it is a token of the reasoning. Otherwise the answer has begun with it.
+    /// `answers`: the answer may begin with it, so that it opens nothing.
+    pub(crate) fn accept(&mut self, token: i32, answers: bool) -> bool {
+        let Markers { open, close } = &self.markers;
+        match &mut self.state {
+            State::Over => false,
+            State::Opening(said) => {
+                if token != open[*said] || (*said == 0 && answers) {
+                    self.state = State::Over;
+                    return false;
+                }
+                *said += 1;
+                if *said == open.len() {
+                    self.state = State::Inside { spent: 0, tail: Vec::new() };
+                }
+                true
+            }
+            State::Inside { spent, tail } => {
+                tail.push(token);
+                *spent += 1;
+                // The longest end of what was said that the marker begins with.
+                while !close.starts_with(tail) {
+                    tail.remove(0);
+                }
+                if tail.len() == close.len() {
+                    self.state = State::Over;
+                }
+                true
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn markers() -> Markers {
+        Markers { open: [90].into(), close: [7, 7, 8].into() }
+    }
+
+    #[test]
+    fn the_prompt_says_where_the_model_is() {
+        let markers = markers();
+        assert_eq!(markers.start(&[1, 2]), Start::Open);
+        assert_eq!(markers.start(&[1, 90]), Start::Inside);
+        assert_eq!(markers.start(&[1, 90, 5, 7, 7, 8, 3]), Start::Answer);
+        assert_eq!(markers.start(&[90, 7, 7, 8, 1, 2, 3, 4, 5]), Start::Open, "of an earlier turn");
+        assert_eq!(markers.start(&[90, 7, 7, 8, 1, 90, 2]), Start::Inside);
+    }
+
+    #[test]
+    fn a_marker_is_found_wherever_it_begins() {
+        let mut thinking = Thinking::new(markers(), Start::Open, None);
+        assert_eq!(thinking.phase(), Phase::Either(90));
+        for token in [90, 1, 7, 7, 7] {
+            assert!(thinking.accept(token, false));
+            assert_eq!(thinking.phase(), Phase::Free);
+        }
+        assert!(thinking.accept(8, false));
+        assert_eq!(thinking.phase(), Phase::Answer);
+        assert!(!thinking.accept(7, false));
+    }
+
+    #[test]
+    fn a_spent_budget_forces_what_is_left_of_the_marker() {
+        let mut thinking = Thinking::new(markers(), Start::Inside, Some(3));
+        for token in [1, 2, 7] {
+            assert_eq!(thinking.phase(), Phase::Free);
+            thinking.accept(token, false);
+        }
+        for token in [7, 8] {
+            assert_eq!(thinking.phase(), Phase::Forced(token));
+            thinking.accept(token, false);
+        }
+        assert_eq!(thinking.phase(), Phase::Answer);
+        let none = Thinking::new(markers(), Start::Inside, Some(0));
+        assert_eq!(none.phase(), Phase::Forced(7));
+    }
+
+    #[test]
+    fn an_answer_that_begins_otherwise_has_no_reasoning() {
+        let mut thinking = Thinking::new(markers(), Start::Open, Some(5));
+        assert!(!thinking.accept(4, false));
+        assert_eq!(thinking.phase(), Phase::Answer);
+        let mut ambiguous = Thinking::new(markers(), Start::Open, Some(5));
+        assert!(!ambiguous.accept(90, true));
+        let long = Markers { open: [90, 91].into(), close: [7].into() };
+        let mut long = Thinking::new(long, Start::Open, None);
+        assert!(long.accept(90, false));
+        assert_eq!(long.phase(), Phase::Forced(91));
+    }
+}

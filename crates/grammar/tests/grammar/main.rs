@@ -1,0 +1,7 @@
+//! Grammars from a client's words to masks.
+
+mod forms;
+mod rules;
+mod service;
+mod suite;
+mod support;

@@ -1,0 +1,119 @@
+//! What the tests of this crate share.
+
+use std::io;
+use std::path::Path;
+use std::sync::Arc;
+use std::thread::{Builder, JoinHandle};
+
+use forebay_engine::{Allowed, Constraint};
+use forebay_grammar::{
+    Bounds, Constraints, Form, GrammarConfig, GrammarError, Grammars, Reasoning, Source, Wanted,
+};
+use forebay_text::Tokenizer;
+
+/// End of sequence in the tokenizer of the tests, which is at the byte level.
+pub(crate) const EOS: i32 = 0;
+pub(crate) const VOCABULARY: u32 = 2048;
+
+pub(crate) fn tokenizer() -> Arc<Tokenizer> {
+    let file =
+        Path::new(env!("CARGO_MANIFEST_DIR")).join("../text/tests/data/tiny-llama-tokenizer.json");
+    Arc::new(Tokenizer::from_file(&file).expect("a tokenizer"))
+}
+
+pub(crate) fn start(
+    thread: Builder,
+    mut work: Box<dyn FnMut() + Send>,
+) -> io::Result<JoinHandle<()>> {
+    thread.spawn(move || work())
+}
+
+pub(crate) struct Bench {
+    pub(crate) tokenizer: Arc<Tokenizer>,
+    pub(crate) grammars: Grammars,
+    runtime: tokio::runtime::Runtime,
+}
+
+impl Bench {
+    pub(crate) fn new(config: GrammarConfig) -> Self {
+        let tokenizer = tokenizer();
+        let grammars = Grammars::new(config, Arc::clone(&tokenizer), &[EOS], VOCABULARY, &start);
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
+        Self {
+            tokenizer,
+            grammars: grammars.expect("threads"),
+            runtime: runtime.expect("a runtime"),
+        }
+    }
+
+    pub(crate) fn constraints(&self, wanted: Wanted) -> Result<Constraints, GrammarError> {
+        self.runtime.block_on(self.grammars.constraints(wanted))
+    }
+
+    pub(crate) fn rules(&self, wanted: Wanted) -> Box<dyn Constraint> {
+        self.constraints(wanted).expect("a good source").pop().expect("one choice")
+    }
+
+    /// The constraint of a form.
+    pub(crate) fn form(&self, form: Form) -> Box<dyn Constraint> {
+        self.rules(wanted(Some(form.into())))
+    }
+
+    pub(crate) fn refused(&self, form: Form) -> GrammarError {
+        self.constraints(wanted(Some(form.into()))).expect_err("a bad source")
+    }
+
+    /// Whether a text is an answer, as tokens of the tokenizer's choice.
+    pub(crate) fn fits(&self, mut constraint: Box<dyn Constraint>, text: &str) -> bool {
+        let ids = self.tokenizer.encode_as_text(text).expect("tokens");
+        ids.into_iter().all(|id| constraint.accept(id).is_ok()) && may(&mut *constraint, EOS)
+    }
+
+    /// An answer drawn by `seed`, which ends as soon as it can; `None`: it did not within `most` tokens.
+    pub(crate) fn draw(
+        &self,
+        constraint: &mut dyn Constraint,
+        seed: u64,
+        most: usize,
+    ) -> Option<String> {
+        let mut said = Vec::new();
+        let mut state = seed;
+        for _ in 0..most {
+            let ids = allowed(constraint);
+            assert!(!ids.is_empty());
+            if ids.contains(&EOS) {
+                return Some(self.tokenizer.decode(&said, false).expect("text"));
+            }
+            state = state
+                .wrapping_mul(6_364_136_223_846_793_005)
+                .wrapping_add(1_442_695_040_888_963_407);
+            let id = ids[(state >> 33) as usize % ids.len()];
+            constraint.accept(id).expect("it was allowed");
+            said.push(id);
+        }
+        None
+    }
+}
+
+pub(crate) fn wanted(source: Option<Source>) -> Wanted {
+    let bounds = Bounds { ends: [EOS].into(), ..Bounds::default() };
+    Wanted { source, reasoning: None, bounds, choices: 1, said: Vec::new() }
+}
+
+pub(crate) fn reasons(source: Option<Source>, reasoning: Reasoning) -> Wanted {
+    Wanted { reasoning: Some(reasoning), ..wanted(source) }
+}
+
+/// The ids that may come next.
+pub(crate) fn allowed(constraint: &mut dyn Constraint) -> Vec<i32> {
+    let mut words = vec![0; VOCABULARY.div_ceil(32) as usize];
+    let all = 0..VOCABULARY.cast_signed();
+    match constraint.mask(&mut words).expect("something may come") {
+        Allowed::Everything => all.collect(),
+        Allowed::Some => all.filter(|&id| words[id as usize / 32] >> (id % 32) & 1 == 1).collect(),
+    }
+}
+
+pub(crate) fn may(constraint: &mut dyn Constraint, id: i32) -> bool {
+    allowed(constraint).contains(&id)
+}
