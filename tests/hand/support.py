@@ -32,7 +32,7 @@ from transformers import (
 from forebay.device import open_device
 from forebay.device.deferred import DeferredDevice
 from forebay.protocol.frames import Float32s, Int32s
-from forebay.protocol.plan import FLAG_SAMPLE, SLOT_WORDS, Plan
+from forebay.protocol.plan import FLAG_MASKED, FLAG_SAMPLE, SLOT_WORDS, Plan
 from forebay.runner.launched import Launched
 from forebay.runner.runner import HostMemory, ModelRunner
 from forebay.state.config import RunnerConfig
@@ -268,8 +268,9 @@ class PlanBuilder:
         if embeds_offset >= 0:
             self.embeds.append((slot, embeds_offset))
 
-    def row(self, slot: int, start: int, length: int, sample: bool = True) -> None:
-        self.rows.append((slot, start, length, FLAG_SAMPLE if sample else 0))
+    def row(self, slot: int, start: int, length: int, sample: bool = True, masked: bool = False) -> None:
+        flags = FLAG_SAMPLE | FLAG_MASKED if masked else FLAG_SAMPLE
+        self.rows.append((slot, start, length, flags if sample else 0))
 
     def build(self) -> Plan:
         return Plan(

@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 
 from forebay.protocol.connection import Connection
 from forebay.protocol.frames import Frame, Kind, encode, encode_json
+from forebay.protocol.masks import EVERYTHING, INLINE, Masks, UInt32s
 from forebay.protocol.result import StepResult
 from tests.hand.process import PYTHON_PATH, spawn
 from tests.hand.support import (
@@ -183,6 +184,98 @@ def test_from_hello_to_shutdown(tmp_path: Path, device: str) -> None:
         empty = h.step(PlanBuilder(14))
         assert empty.tokens.size == empty.row_errors.size == 0
         h.connection.send(encode(Kind.SHUTDOWN, 0, []))
+        assert h.exit_status() == 0
+        assert h.errors() == ""
+
+
+def masks_of(step: int, *rows: tuple[int, int]) -> bytes:
+    """Masks of (offset, id), each of which allows that id alone; those that are inline are in the frame too."""
+    inline = [mask_of(token) for offset, token in rows if offset == INLINE]
+    words = np.concatenate(inline).view(np.int32) if inline else np.zeros(0, np.int32)
+    return Masks(step, np.array([offset for offset, _ in rows], np.int32), words).encode()
+
+
+def mask_of(token: int) -> UInt32s:
+    words = np.zeros(5, np.uint32)
+    words[token // 32] = 1 << token % 32
+    return words
+
+
+@DEVICES
+def test_masks_follow_their_plan_and_are_obeyed(tmp_path: Path, device: str) -> None:
+    with hand(tmp_path) as h:
+        h.configure(device=device)
+        h.until_ready()
+        first = PlanBuilder(1)
+        for slot in (0, 1, 2):
+            first.slot(slot, [5, 6, 7], Sampling(temperature=1.0, seed=slot))
+            first.page_writes += [(slot, index, 3 * slot + index) for index in range(3)]
+            first.row(slot, 0, 3, masked=slot < 2)
+        os.pwrite(h.arena, mask_of(99).tobytes(), 128)
+        h.connection.send(first.build().encode() + masks_of(1, (128, 99), (INLINE, 44)))
+        result = StepResult.decode(h.receive(Kind.RESULT))
+        assert result.tokens[:2].tolist() == [99, 44]
+        assert result.row_errors.tolist() == [0, 0, 0]
+        # The next plan is there before the result, its masks come after it; a third plan waits behind them.
+        plans = []
+        for step in (2, 3, 4):
+            builder = PlanBuilder(step)
+            builder.row(0, step + 1, 1, masked=step != 4)
+            builder.row(1, step + 1, 1, masked=step == 3)
+            plans.append(builder.build().encode())
+        h.connection.send(plans[0])
+        h.connection.send(masks_of(2, (128, 99)) + plans[1])
+        result = StepResult.decode(h.receive(Kind.RESULT))
+        assert (result.step, result.tokens[0]) == (2, 99)
+        h.connection.send(masks_of(3, (EVERYTHING, 0), (INLINE, 130)) + plans[2])
+        result = StepResult.decode(h.receive(Kind.RESULT))
+        assert (result.step, result.tokens[1]) == (3, 130)
+        assert StepResult.decode(h.receive(Kind.RESULT)).step == 4
+        h.connection.send(encode(Kind.SHUTDOWN, 0, []))
+        assert h.exit_status() == 0
+        assert h.errors() == ""
+
+
+def masked_plan(step: int = 1) -> bytes:
+    builder = PlanBuilder(step)
+    builder.slot(0, [5, 6, 7])
+    builder.page_writes += [(0, 0, 0)]
+    builder.row(0, 0, 3, masked=True)
+    return builder.build().encode()
+
+
+@DEVICES
+@pytest.mark.parametrize(
+    ("following", "reason"),
+    [
+        (masks_of(2, (EVERYTHING, 0)), "1 masks of step 2, where step 1 has 1 masked rows"),
+        (masks_of(1, (EVERYTHING, 0), (EVERYTHING, 0)), "2 masks of step 1"),
+        (masks_of(1, (4092, 0)), "a mask at byte 4092 of an arena of 4096"),
+        (masked_plan(2), "not a masks"),
+    ],
+)
+def test_other_masks_than_those_of_the_plan_are_fatal(
+    tmp_path: Path, device: str, following: bytes, reason: str
+) -> None:
+    with hand(tmp_path) as h:
+        h.configure(device=device)
+        h.until_ready()
+        h.connection.send(masked_plan() + following)
+        assert reason in fatal(h)
+
+
+@DEVICES
+@pytest.mark.parametrize("end", ["shutdown", "end of file"])
+def test_a_hand_that_waits_for_masks_goes_when_it_is_told(tmp_path: Path, device: str, end: str) -> None:
+    with hand(tmp_path) as h:
+        h.configure(device=device)
+        h.until_ready()
+        h.connection.send(PlanBuilder(1).build().encode() + masked_plan(2))
+        assert StepResult.decode(h.receive(Kind.RESULT)).step == 1
+        if end == "shutdown":
+            h.connection.send(encode(Kind.SHUTDOWN, 0, []))
+        else:
+            h.socket.shutdown(socket.SHUT_WR)
         assert h.exit_status() == 0
         assert h.errors() == ""
 

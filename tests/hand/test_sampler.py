@@ -1,8 +1,9 @@
 """The sampler against a slow one that follows the protocol's text a row and a token at a time."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 import numpy as np
 import numpy.typing as npt
@@ -11,11 +12,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forebay.compute.sampler import SampledColumns, Sampler
+from forebay.compute.sampler import NO_MASKS, SampledColumns, Sampler
 from forebay.compute.uniform import splitmix64, uniform
 from forebay.device import Device, open_device
-from forebay.layers.ops import TorchOps, most_likely, nucleus
+from forebay.layers.ops import HostOps, TorchOps, most_likely, nucleus
 from forebay.protocol.frames import Float32s, Int32s
+from forebay.protocol.masks import UInt32s
 from forebay.state.config import RunnerConfig
 from forebay.state.slots import SlotTables
 from forebay.state.staging import StepInputs
@@ -36,7 +38,9 @@ def slow_uniform(seed: int, position: int) -> float:
     return ((z ^ (z >> 31)) >> 11) / 2**53
 
 
-def slow_sample(logits: list[float], tokens: list[int], prompt_len: int, s: Sampling) -> int:
+def slow_sample(
+    logits: list[float], tokens: list[int], prompt_len: int, s: Sampling, mask: set[int] | None = None
+) -> int:
     """Samples the position after `tokens`."""
     values = list(logits)
     for token, bias in s.bias:
@@ -49,9 +53,11 @@ def slow_sample(logits: list[float], tokens: list[int], prompt_len: int, s: Samp
     for token in set(generated):
         values[token] -= s.frequency_penalty * generated.count(token) + s.presence_penalty
     allowed = set(s.allowed) or set(range(len(values)))
-    if len(tokens) < s.min_total and not allowed <= set(s.stop_ids):
+    if mask is None and len(tokens) < s.min_total and not allowed <= set(s.stop_ids):
         for token in s.stop_ids:
             values[token] = -math.inf
+    if mask is not None:
+        allowed &= mask
     values = [value if token in allowed else -math.inf for token, value in enumerate(values)]
     if s.temperature == 0:
         return values.index(max(values))
@@ -98,22 +104,41 @@ class Rig:
         inputs = StepInputs(plan, self.device)
         self.device.queue(lambda: self.tables.write(writes, inputs))
 
-    def sample(self, logits: torch.Tensor, slots: Sequence[int], positions: Sequence[int]) -> Given:
-        ask = self.sampler.ask(np.asarray(slots, np.int64), np.asarray(positions, np.int64))
+    def sample(
+        self,
+        logits: torch.Tensor,
+        slots: Sequence[int],
+        positions: Sequence[int],
+        masks: Mapping[int, UInt32s] = NO_MASKS,
+    ) -> Given:
+        ask = self.sampler.ask(np.asarray(slots, np.int64), np.asarray(positions, np.int64), masks)
         columns = SampledColumns(ask, self.device)
         self.device.queue(lambda: columns.fill(self.sampler.sample(logits, ask)))
         self.device.event().wait()
         return Given(columns.tokens, columns.finite, columns.logprobs())
 
 
-def sample(rows: list[tuple[list[int], int, Sampling]], logits: torch.Tensor, device: Device = DEVICE) -> Given:
-    """Samples rows of (tokens so far, prompt length, parameters), each in a slot of its own."""
+def packed(ids: set[int], vocabulary: int) -> UInt32s:
+    """A mask that allows `ids`, as it is in the arena."""
+    bits = np.zeros(-(-vocabulary // 32) * 32, np.uint8)
+    bits[list(ids)] = 1
+    return np.packbits(bits, bitorder="little").view(np.uint32)
+
+
+def sample(
+    rows: list[tuple[list[int], int, Sampling]],
+    logits: torch.Tensor,
+    device: Device = DEVICE,
+    masks: Mapping[int, set[int]] = MappingProxyType({}),
+) -> Given:
+    """Samples rows of (tokens so far, prompt length, parameters), each in a slot of its own; `masks` by row."""
     tested = Rig(logits.shape[1], device)
     builder = PlanBuilder()
     for slot, (tokens, prompt_len, sampling) in enumerate(rows):
         builder.slot(slot, tokens, sampling, prompt_len)
     tested.apply(builder)
-    return tested.sample(logits, range(len(rows)), [len(tokens) for tokens, _, _ in rows])
+    words = {row: packed(ids, logits.shape[1]) for row, ids in masks.items()}
+    return tested.sample(logits, range(len(rows)), [len(tokens) for tokens, _, _ in rows], words)
 
 
 TOKEN = st.integers(0, VOCABULARY - 1)
@@ -148,10 +173,31 @@ def test_as_the_protocol_says(
     prompt_lens = [data.draw(st.integers(1, len(tokens))) for tokens, _, _ in rows]
     logits = torch.tensor([values for _, _, values in rows])
     inputs = [(tokens, prompt, sampling) for (tokens, sampling, _), prompt in zip(rows, prompt_lens, strict=True)]
-    sampled = sample(inputs, logits, device)
-    expected = [slow_sample(v, t, p, s) for (t, s, v), p in zip(rows, prompt_lens, strict=True)]
+    masks = {}
+    for row, (_, sampling, _) in enumerate(rows):
+        if data.draw(st.booleans()):
+            # What the brain sends has something in common with the ids that are allowed.
+            some = data.draw(st.sampled_from(sampling.allowed or range(VOCABULARY)))
+            masks[row] = {some, *data.draw(st.sets(TOKEN))}
+    sampled = sample(inputs, logits, device, masks)
+    expected = [
+        slow_sample(v, t, p, s, masks.get(row))
+        for row, ((t, s, v), p) in enumerate(zip(rows, prompt_lens, strict=True))
+    ]
     assert sampled.tokens.tolist() == expected
     assert sampled.finite.all()
+
+
+@pytest.mark.parametrize("vocabulary", [23, 64, 1000])
+def test_every_device_reads_masks_alike(vocabulary: int) -> None:
+    random = np.random.default_rng(vocabulary)
+    words = random.integers(0, 2**32, (5, -(-vocabulary // 32)), np.uint32)
+    masks = torch.from_numpy(words.view(np.int32))
+    forbidden = TorchOps().forbidden(masks, vocabulary)
+    assert forbidden.shape == (5, vocabulary)
+    assert torch.equal(forbidden, HostOps().forbidden(masks, vocabulary))
+    token = vocabulary - 1
+    assert forbidden[2, token] == (int(words[2, token // 32]) >> token % 32 & 1 == 0)
 
 
 def test_splitmix64_is_the_published_generator() -> None:

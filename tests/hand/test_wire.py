@@ -12,14 +12,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from forebay.protocol import frames, plan, result
+from forebay.protocol import frames
 from forebay.protocol.connection import RING, Connection, Ring
 from forebay.protocol.frames import Frame, Header, Kind, WireError
+from forebay.protocol.masks import EVERYTHING, INLINE, Masks
 from forebay.protocol.plan import COLUMNS, FLAG_SAMPLE, Plan
 from forebay.protocol.result import StepResult
 from tests.hand.support import PlanBuilder, Sampling
-from tests.wire.write_fixtures import FLOAT_COLUMNS, FOLDER, columns, descriptions, encode
+from tests.wire.write_fixtures import FLOAT_COLUMNS, FOLDER, NAMES, columns, descriptions, encode
 
+RECORDS: dict[Kind, Any] = {Kind.PLAN: Plan, Kind.RESULT: StepResult, Kind.MASKS: Masks}
 FIXTURES = {fixture["name"]: fixture for fixture in descriptions()}
 
 
@@ -39,10 +41,10 @@ def test_golden_bytes_are_read_as_described(fixture: dict[str, Any]) -> None:
     assert frame.kind.name.lower() == fixture["kind"]
     assert frame.step == fixture["step"]
     if "columns" in fixture:
-        record: Plan | StepResult = Plan.decode(frame) if frame.kind == Kind.PLAN else StepResult.decode(frame)
+        record: Plan | StepResult | Masks = RECORDS[frame.kind].decode(frame)
         assert record.step == fixture["step"]
         there = columns(fixture)
-        for name in plan.COLUMNS if frame.kind == Kind.PLAN else result.COLUMNS:
+        for name in NAMES[frame.kind]:
             values = getattr(record, name)
             assert values.ravel().tolist() == (there[name].tolist() if name in there else [])
             assert values.dtype == (np.float32 if name in FLOAT_COLUMNS else np.int32)
@@ -83,7 +85,7 @@ def plans(draw: st.DrawFn) -> Plan:
         if draw(st.booleans()):
             builder.segments.append((slot, draw(st.integers(1, 2**31 - 1))))
     builder.page_writes += draw(st.lists(st.tuples(INT32, INT32, INT32), max_size=4))
-    builder.rows += draw(st.lists(st.tuples(INT32, INT32, INT32, st.sampled_from([0, 1, 2])), max_size=4))
+    builder.rows += draw(st.lists(st.tuples(INT32, INT32, INT32, st.sampled_from([0, 1, 2, 5])), max_size=4))
     if draw(st.booleans()):
         sampling = sum(flags & FLAG_SAMPLE for *_, flags in builder.rows)
         builder.row_tokens = draw(st.lists(st.integers(1, 2**31 - 1), min_size=sampling, max_size=sampling))
@@ -112,6 +114,52 @@ def test_a_plan_whose_columns_disagree_is_refused(plan: Plan, data: st.DataObjec
     setattr(plan, name, np.append(column, column.dtype.type(wrong)))
     with pytest.raises(WireError, match="plan"):
         Plan.decode(frame_of(plan.encode()))
+
+
+@pytest.mark.parametrize("flags", [-1, 3, 4, 6, 7, 8, 2**30])
+def test_flags_that_are_not_known_are_refused(flags: int) -> None:
+    builder = PlanBuilder()
+    builder.rows.append((0, 0, 1, flags))
+    with pytest.raises(WireError, match="flags"):
+        builder.build()
+
+
+VOCABULARY = 70
+WIDTH = 3
+MASK = hnp.arrays(np.uint32, WIDTH)
+
+
+@given(st.lists(st.one_of(st.none(), st.tuples(st.booleans(), MASK)), max_size=6))
+def test_masks_are_read_from_the_frame_and_from_the_arena(rows: list[tuple[bool, Any] | None]) -> None:
+    arena = np.zeros(256, np.uint8)
+    offsets, words = [], []
+    for at, row in enumerate(rows):
+        if row is None:
+            offsets.append(EVERYTHING)
+        elif row[0]:
+            offsets.append(INLINE)
+            words.append(row[1])
+        else:
+            offsets.append(40 * at)
+            arena[40 * at : 40 * at + 4 * WIDTH] = row[1].view(np.uint8)
+    inline = np.concatenate(words).view(np.int32) if words else np.zeros(0, np.int32)
+    masks = Masks.decode(frame_of(Masks(9, np.array(offsets, np.int32), inline).encode()))
+    assert masks.step == 9
+    for read, row in zip(masks.read(arena, VOCABULARY), rows, strict=True):
+        if row is None:
+            assert read is None
+        else:
+            np.testing.assert_array_equal(read, row[1])
+
+
+@pytest.mark.parametrize(
+    ("offsets", "words"),
+    [([-3], 0), ([-2], 2), ([-2, -2], WIDTH), ([0], 1), ([248], 0), ([2], 0), ([2**31 - 4], 0)],
+)
+def test_masks_that_are_not_there_are_refused(offsets: list[int], words: int) -> None:
+    masks = Masks(1, np.array(offsets, np.int32), np.zeros(words, np.int32))
+    with pytest.raises(WireError, match="mask"):
+        Masks.decode(frame_of(masks.encode())).read(np.zeros(256, np.uint8), VOCABULARY)
 
 
 @given(hnp.arrays(np.int32, st.integers(0, 5)), st.data())
@@ -268,10 +316,10 @@ def test_a_ring_has_each_buffer_once_and_again_when_it_was_released() -> None:
             frame = connection.recv()
             assert frame is not None
             frames_ = [*frames_[1:], frame]
-        assert [frame.known(1)[0].tolist() for frame in frames_] == [[n, n] for n in range(108, 112)]
+        assert [frame.known(1)[0].tolist() for frame in frames_] == [[n, n] for n in range(100 + 2 * RING, 100 + 3 * RING)]
         assert len(made) <= 2 * RING
         theirs.sendall(frames.encode(Kind.PLAN, 0, []))
-        with pytest.raises(WireError, match="more than 4 frames in flight"):
+        with pytest.raises(WireError, match=f"more than {RING} frames in flight"):
             connection.recv()
 
 

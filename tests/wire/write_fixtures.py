@@ -8,10 +8,17 @@ from typing import Any
 
 import numpy as np
 
-from forebay.protocol import frames, plan, result
+from forebay.protocol import frames, masks, plan, result
 
 FOLDER = Path(__file__).parent
 FLOAT_COLUMNS = ("slot_floats", "bias_values", "logprob_values", "pooled")
+
+
+NAMES = {
+    frames.Kind.PLAN: plan.COLUMNS,
+    frames.Kind.RESULT: result.COLUMNS,
+    frames.Kind.MASKS: masks.COLUMNS,
+}
 
 
 def descriptions() -> list[dict[str, Any]]:
@@ -34,7 +41,7 @@ def encode(fixture: dict[str, Any]) -> bytes:
     if "json" in fixture:
         return frames.encode_text(kind, fixture["json"])
     there = columns(fixture)
-    names = plan.COLUMNS if kind == frames.Kind.PLAN else result.COLUMNS
+    names = NAMES[kind]
     return frames.encode(kind, fixture["step"], [there.get(name, np.zeros(0, np.int32)) for name in names])
 
 

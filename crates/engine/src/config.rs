@@ -35,6 +35,8 @@ pub struct EngineConfig {
     pub load_timeout_us: u64,
     /// Failed starts in a row before a hand that once worked is given up.
     pub restart_limit: u32,
+    /// Threads that fill masks beside the engine's, where a step has many of them.
+    pub mask_threads: usize,
     /// How the host tier is used, where the hand has one.
     pub host: Option<HostConfig>,
 }

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use forebay_protocol::{Ready, StepPlan, StepResult};
+use forebay_protocol::{Ready, StepMasks, StepPlan, StepResult};
 
 /// What ends a wait.
 #[derive(Debug)]
@@ -35,6 +35,8 @@ pub trait Executor: Send {
     fn start(&mut self);
     /// Hands over a plan; returns at once. A failure shows as [`Signal::Died`] from the next wait.
     fn submit(&mut self, plan: &StepPlan);
+    /// Hands over the masks of the plan that was submitted last, before another plan is; returns at once. Every plan with masked rows gets them.
+    fn masks(&mut self, masks: &StepMasks);
     /// Blocks until something happens, at most `timeout_us` microseconds (`None`: without limit).
     fn wait(&mut self, timeout_us: Option<u64>) -> Signal;
     /// Ends the group as quickly as it allows and waits until it is gone. Idempotent.

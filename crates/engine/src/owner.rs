@@ -1,5 +1,6 @@
 //! The loop that owns a replica.
 
+mod constrained;
 mod handover;
 mod queue;
 
@@ -15,6 +16,7 @@ use tracing::{error, info, warn};
 use crate::config::EngineConfig;
 use crate::executor::{Executor, Signal};
 use crate::handle::{Order, Shared, positions};
+pub(crate) use crate::owner::constrained::Constrained;
 use crate::payload::Held;
 use crate::recovery::{Recovery, Verdict};
 use crate::types::{
@@ -65,6 +67,8 @@ pub(crate) struct Owner {
     page_bytes: u64,
     /// What requests have in the arena.
     payloads: Held,
+    /// What restricts their tokens.
+    constrained: Constrained,
     /// The last step that was handed over.
     last_step: u64,
     stats: HandStats,
@@ -84,9 +88,11 @@ impl Owner {
         (sink, blocks, peers): Listeners,
         shared: Arc<Shared>,
         lane: Receiver<Order>,
+        constrained: Constrained,
     ) -> Self {
         let recovery = Recovery::new(config.restart_limit);
         Self {
+            constrained,
             config,
             executor,
             sink,
@@ -187,7 +193,8 @@ impl Owner {
 
     /// Queues a request. Where the hand is gone, it is decided afterwards what becomes of it.
     fn enter(&mut self, entering: EngineRequest) {
-        let EngineRequest { request, payloads, .. } = entering;
+        let EngineRequest { mut request, payloads, constraint, .. } = entering;
+        request.masked = constraint.is_some();
         let Some(scheduler) = self.scheduler.as_mut() else {
             let reason = "it is still starting".into();
             let finish = FinishReason::Error(RequestError::HandFailed(reason));
@@ -201,16 +208,16 @@ impl Owner {
             return self.end(request.id, finish);
         }
         self.payloads.hold(request.id, payloads);
+        self.constrained.hold(request.id, constraint);
         scheduler.submit(request);
     }
 
     /// Plans as far ahead as the lookahead allows.
     fn feed(&mut self) {
-        let Some(scheduler) = self.scheduler.as_mut().filter(|_| self.up) else {
-            return;
-        };
         let most = self.config.lookahead as usize + 1;
-        while scheduler.in_flight() < most {
+        while let Some(scheduler) = self.scheduler.as_mut().filter(|_| self.up)
+            && scheduler.in_flight() < most
+        {
             if !scheduler.next_plan(&mut self.plan, &mut self.events) {
                 break;
             }
@@ -225,8 +232,10 @@ impl Owner {
             }
             self.last_step = self.plan.step();
             self.executor.submit(&self.plan);
+            self.note_masked();
+            self.send_masks();
         }
-        self.rested |= scheduler.in_flight() == 0;
+        self.rested |= self.scheduler.as_ref().is_some_and(|s| self.up && s.in_flight() == 0);
         self.take_events();
     }
 
@@ -246,6 +255,7 @@ impl Owner {
             self.stats.idle_us += u64::from(result.gap_us);
         }
         self.take_events();
+        self.send_masks();
         self.watch_copies(!result.copied.is_empty());
     }
 
@@ -272,6 +282,7 @@ impl Owner {
     fn take_events(&mut self) {
         let now = if self.arrivals.is_empty() { 0 } else { self.shared.clock.now_us() };
         let mut events = std::mem::take(&mut self.events);
+        let mut broken = Vec::new();
         for event in events.drain(..) {
             match event {
                 Event::Admitted { id, cached_tokens, replayed, restoring } => {
@@ -286,6 +297,9 @@ impl Owner {
                     }
                 }
                 Event::Token { id, token, logprobs } => {
+                    if let Err(why) = self.constrained.accept(id, token) {
+                        broken.push((id, why));
+                    }
                     let token = Some(SampledToken { id: token, logprobs });
                     let (admission, id) = (self.take_admission(id), RequestId(id));
                     self.outputs.push(Output { id, admission, token, pooled: None, finish: None });
@@ -312,6 +326,9 @@ impl Owner {
             }
         }
         self.events = events;
+        for (id, why) in broken {
+            self.break_off(id, why);
+        }
     }
 
     fn take_admission(&mut self, id: u64) -> Option<Admission> {
@@ -327,6 +344,7 @@ impl Owner {
         self.arriving.remove(&id);
         let in_flight = self.scheduler.as_ref().is_some_and(|scheduler| scheduler.in_flight() > 0);
         self.payloads.retire(id, in_flight.then_some(self.last_step));
+        self.constrained.give(id);
         let id = RequestId(id);
         match self.outputs.last_mut() {
             Some(last) if last.id == id && last.finish.is_none() => last.finish = Some(finish),
@@ -462,6 +480,7 @@ impl Owner {
         let host_pages = facts.host_page_count;
         info!(device = %facts.device, pages, host_pages, seconds = facts.load_seconds, "hand ready");
         self.page_bytes = facts.page_bytes;
+        self.constrained.vocabulary = facts.vocab_size;
         if self.scheduler.is_none() {
             let longest = if pages == 0 { u32::MAX } else { pool };
             let context_length = self.config.context_length.min(longest);
@@ -516,6 +535,7 @@ impl Owner {
         self.arriving.clear();
         self.stats.deaths += 1;
         self.payloads.hand_died();
+        self.forget_masks();
         self.unchecked = true;
         if was_up && let Some(scheduler) = self.scheduler.as_mut() {
             let poisoned = if copies_hang {

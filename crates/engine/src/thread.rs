@@ -13,7 +13,7 @@ use crate::clock::Clock;
 use crate::config::EngineConfig;
 use crate::executor::Executor;
 use crate::handle::{EngineHandle, Shared};
-use crate::owner::Owner;
+use crate::owner::{Constrained, Owner};
 use crate::types::{BlockObserver, OutputSink, Peers, Stats, Status};
 use crate::waiting::Waiting;
 
@@ -96,9 +96,17 @@ impl Engine {
             stats: Mutex::new(Stats::default()),
             facts: Mutex::new(None),
         });
+        let constrained = Constrained::new(config.mask_threads)?;
         let handle = EngineHandle { shared: shared.clone(), orders };
         let thread = std::thread::Builder::new().name("engine".into()).spawn(move || {
-            let owner = Owner::new(config, executor, (sink, blocks, peers), shared.clone(), lane);
+            let owner = Owner::new(
+                config,
+                executor,
+                (sink, blocks, peers),
+                shared.clone(),
+                lane,
+                constrained,
+            );
             if let Err(panic) = catch_unwind(AssertUnwindSafe(|| owner.run())) {
                 let text = panic
                     .downcast_ref::<String>()

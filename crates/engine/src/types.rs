@@ -8,6 +8,7 @@ use forebay_scheduler::{BlockEvent, Request};
 use serde::Serialize;
 use thiserror::Error;
 
+use crate::constraint::Constraint;
 use crate::payload::Payload;
 use crate::waiting::Place;
 
@@ -16,12 +17,14 @@ use crate::waiting::Place;
 pub struct RequestId(pub u64);
 
 /// A request on its way into an engine.
-#[derive(Debug, Clone, Default)]
+#[derive(Debug, Default)]
 pub struct EngineRequest {
     /// The request.
     pub request: Request,
     /// Where it refers to the arena, what it refers to: kept until no step can read it.
     pub payloads: Vec<Arc<dyn Payload>>,
+    /// What restricts its tokens; it has taken those that the request has already generated.
+    pub constraint: Option<Box<dyn Constraint>>,
     /// What its client wants of the choice of a replica.
     pub preference: Preference,
 }
@@ -105,6 +108,9 @@ pub enum RequestError {
     /// The hand is gone and does not come back.
     #[error("the model process is not available: {0}")]
     HandFailed(String),
+    /// What restricts its tokens allows none any more, or takes too long to say which.
+    #[error("{0}")]
+    Constraint(String),
     /// It waited too long for a place.
     #[error("the request waited {seconds} seconds for its turn and is not tried any more")]
     QueueTimeout {
@@ -244,6 +250,10 @@ pub struct HandStats {
     pub replayed: u64,
     /// Microseconds that requests waited for their blocks to come back from the host tier.
     pub copy_wait_us: u64,
+    /// Masks that were made for rows with constraints.
+    pub masks: u64,
+    /// Microseconds that the engine's thread took for them.
+    pub mask_us: u64,
     /// Bytes of the blocks that reached the host tier.
     pub saved_bytes: u64,
     /// Bytes of the blocks that came back from it.

@@ -69,6 +69,7 @@ fn config() -> EngineConfig {
         watchdog_us: 10_000_000,
         load_timeout_us: 0,
         restart_limit: 3,
+        mask_threads: 0,
         host: None,
     }
 }
@@ -441,12 +442,12 @@ fn a_stop_id_ends_a_request_but_not_before_min_tokens() {
     let free = alone(prompt(1), 50);
     let stop = free[20];
     let first = free.iter().position(|&t| t == stop).expect("it is there");
-    let mut one = request(0, prompt(1), 50);
-    one.request.spec.stop_ids = [stop].into();
-    rig.handle.submit(one.clone()).expect("room");
-    one.request.id = 1;
-    one.request.spec.sampling.min_tokens = first as u32 + 1;
-    rig.handle.submit(one).expect("room");
+    for (id, min_tokens) in [(0, 0), (1, first as u32 + 1)] {
+        let mut one = request(id, prompt(1), 50);
+        one.request.spec.stop_ids = [stop].into();
+        one.request.spec.sampling.min_tokens = min_tokens;
+        rig.handle.submit(one).expect("room");
+    }
     let stories = rig.follow(2);
     assert_eq!(stories[&0].tokens, free[..=first]);
     assert_eq!(stories[&0].ends, [FinishReason::Stop { token: stop }]);

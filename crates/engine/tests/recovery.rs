@@ -71,6 +71,7 @@ fn config() -> EngineConfig {
         watchdog_us: 10 * SECOND,
         load_timeout_us: 20 * SECOND,
         restart_limit: 1,
+        mask_threads: 0,
         host: None,
     }
 }

@@ -102,6 +102,7 @@ impl Rig {
             watchdog_us: 5_000_000,
             load_timeout_us: 0,
             restart_limit: 3,
+            mask_threads: 0,
             host,
         };
         let sink = Sink { outputs: sender, control: control.clone(), kill_after };

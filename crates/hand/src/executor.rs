@@ -10,8 +10,8 @@ use std::time::{Duration, Instant};
 
 use forebay_engine::{Executor, Payload, Signal, Wake};
 use forebay_protocol::{
-    Fatal, Frame, FrameError, HandConfig, Hello, Kind, Message, Progress, Ready, StepPlan,
-    StepResult, encode_json,
+    Fatal, Frame, FrameError, HandConfig, Hello, Kind, Message, Progress, Ready, StepMasks,
+    StepPlan, StepResult, encode_json,
 };
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::{MemfdFlags, memfd_create};
@@ -171,7 +171,7 @@ impl HandExecutor {
                 let Fatal { error, .. } = Fatal::decode(frame)?;
                 self.ranks[index].last_words = Some(error);
             }
-            Kind::Config | Kind::Plan | Kind::Shutdown => {
+            Kind::Config | Kind::Plan | Kind::Masks | Kind::Shutdown => {
                 return Err(FrameError::Malformed("a kind for hands only").into());
             }
         }
@@ -208,6 +208,22 @@ impl HandExecutor {
         }
         self.signals.push_back(Signal::Result(first));
         Ok(())
+    }
+
+    /// Sends the frame in the buffer to every rank.
+    fn send(&mut self, encoded: Result<(), FrameError>) {
+        if let Err(error) = encoded {
+            // The scheduler bounds the words of a step, so this is a fault of the brain. No frame may go missing.
+            self.stop();
+            self.signals.push_back(Signal::Died(format!("the plan cannot be sent: {error}")));
+            return;
+        }
+        for (index, rank) in self.ranks.iter_mut().enumerate() {
+            // It fails only if the socket is closed or broken: the next wait reads last words, and reports it.
+            if rank.writer.send(&mut rank.process.socket, &self.buffer).is_err() {
+                debug!(rank = index, "the plan could not be sent");
+            }
+        }
     }
 
     /// Waits for the sockets and the waker and serves what is ready.
@@ -269,19 +285,19 @@ impl Executor for HandExecutor {
             Some(offset)
         });
         self.regions.push_back(regions);
-        if let Err(error) = encoded {
-            // The scheduler bounds the words of a step, so this is a fault of the brain. No plan may go missing.
-            self.stop();
-            self.signals.push_back(Signal::Died(format!("the plan cannot be sent: {error}")));
-            return;
-        }
-        for index in 0..self.ranks.len() {
-            let rank = &mut self.ranks[index];
-            // It fails only if the socket is closed or broken: the next wait reads last words, and reports it.
-            if rank.writer.send(&mut rank.process.socket, &self.buffer).is_err() {
-                debug!(rank = index, "the plan could not be sent");
-            }
-        }
+        self.send(encoded);
+    }
+
+    fn masks(&mut self, masks: &StepMasks) {
+        // Without regions there is no plan in flight: the group is gone.
+        let Some(regions) = self.regions.back_mut() else { return };
+        let encoded = masks.encode_spilling(&mut self.buffer, |mask| {
+            let region = self.spec.arena.place(bytemuck::cast_slice(mask))?;
+            let offset = region.offset();
+            regions.push(region);
+            Some(offset)
+        });
+        self.send(encoded);
     }
 
     fn wait(&mut self, timeout_us: Option<u64>) -> Signal {

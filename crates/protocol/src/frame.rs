@@ -37,6 +37,8 @@ pub enum Kind {
     Fatal = 7,
     /// Brain to hand: exit.
     Shutdown = 8,
+    /// Brain to hand: which tokens the masked rows of a step may sample.
+    Masks = 9,
 }
 
 impl TryFrom<u16> for Kind {
@@ -52,6 +54,7 @@ impl TryFrom<u16> for Kind {
             6 => Self::Result,
             7 => Self::Fatal,
             8 => Self::Shutdown,
+            9 => Self::Masks,
             other => return Err(FrameError::Kind(other)),
         })
     }

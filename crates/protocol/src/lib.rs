@@ -7,6 +7,7 @@ mod copy;
 mod dtype;
 mod frame;
 mod handshake;
+mod masks;
 mod plan;
 mod result;
 mod slot;
@@ -15,6 +16,7 @@ pub use copy::{COPY_FAILED, COPY_OK, COPY_WORDS, CopyTiming, Direction, MAX_WAIT
 pub use dtype::Dtype;
 pub use frame::{Frame, FrameError, HEADER_BYTES, Header, Kind, MAX_WORDS, VERSION, encode_json};
 pub use handshake::{Fatal, HandConfig, Hello, Message, Progress, Ready};
+pub use masks::StepMasks;
 pub use plan::{PAGE_WRITE_WORDS, ROW_WORDS, Row, StepPlan, Want};
 pub use result::{ROW_NOT_FINITE, ROW_OK, SampledLogprobs, StepResult};
 pub use slot::{NewSlot, Pooling, SamplingParams, SlotSpec, SlotWrite};

@@ -20,6 +20,8 @@ const ROW_RECORD_WORDS: usize = 4;
 const FLAG_SAMPLE: i32 = 1;
 /// Row flag: pool the slot's states.
 const FLAG_POOL: i32 = 2;
+/// Row flag, beside [`FLAG_SAMPLE`]: sample what the step's masks allow.
+const FLAG_MASKED: i32 = 4;
 
 /// What a row is computed for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -28,6 +30,8 @@ pub enum Want {
     Nothing,
     /// One token at least for the positions after the row, and so many at most. The hand has computed the positions of all but the last.
     Tokens(u32),
+    /// The next token, one of those that the row's mask allows: the step's [`crate::StepMasks`] follow the plan.
+    Masked,
     /// One vector of the slot's positions, of which the row's are the last.
     Vector,
 }
@@ -39,13 +43,14 @@ impl Want {
     /// Whether tokens are sampled.
     #[must_use]
     pub fn samples(self) -> bool {
-        matches!(self, Self::Tokens(_))
+        matches!(self, Self::Tokens(_) | Self::Masked)
     }
 
     fn flags(self) -> i32 {
         match self {
             Self::Nothing => 0,
             Self::Tokens(_) => FLAG_SAMPLE,
+            Self::Masked => FLAG_SAMPLE | FLAG_MASKED,
             Self::Vector => FLAG_POOL,
         }
     }
@@ -208,9 +213,12 @@ impl StepPlan {
 
     /// Adds a row.
     pub fn push_row(&mut self, row: Row) {
-        if let Want::Tokens(most) = row.want
-            && (most > 1 || !self.row_tokens.is_empty())
-        {
+        let most = match row.want {
+            Want::Tokens(most) => most,
+            Want::Masked => 1,
+            Want::Nothing | Want::Vector => 0,
+        };
+        if most > 1 || (most == 1 && !self.row_tokens.is_empty()) {
             if self.row_tokens.is_empty() {
                 // Those before it give one each.
                 self.row_tokens.resize(self.sampling_rows(), 1);
@@ -232,6 +240,7 @@ impl StepPlan {
 
     /// The rows, in order.
     pub fn rows(&self) -> impl ExactSizeIterator<Item = Row> + '_ {
+        const MASKED: i32 = FLAG_SAMPLE | FLAG_MASKED;
         let mut most = self.row_tokens.iter();
         let (records, _) = self.rows.as_chunks::<ROW_RECORD_WORDS>();
         records.iter().map(move |&[slot, start, length, flags]| Row {
@@ -240,6 +249,10 @@ impl StepPlan {
             length: length.cast_unsigned(),
             want: match flags {
                 FLAG_SAMPLE => Want::Tokens(most.next().map_or(1, |most| most.cast_unsigned())),
+                MASKED => {
+                    most.next();
+                    Want::Masked
+                }
                 FLAG_POOL => Want::Vector,
                 _ => Want::Nothing,
             },
@@ -418,8 +431,9 @@ impl StepPlan {
         if !waits {
             return Err(FrameError::Malformed("wait_us beside rows or out of range"));
         }
-        let flags = rows.chunks_exact(ROW_RECORD_WORDS).map(|row| row[3]);
-        if flags.into_iter().any(|flags| ![0, FLAG_SAMPLE, FLAG_POOL].contains(&flags)) {
+        const KNOWN: [i32; 4] = [0, FLAG_SAMPLE, FLAG_POOL, FLAG_SAMPLE | FLAG_MASKED];
+        let mut flags = rows.chunks_exact(ROW_RECORD_WORDS).map(|row| row[3]);
+        if flags.any(|flags| !KNOWN.contains(&flags)) {
             return Err(FrameError::Malformed("unknown row flags"));
         }
         Ok(plan)
@@ -529,13 +543,16 @@ mod tests {
         assert_eq!(plan.row_tokens, [0; 0]);
         push(2, Want::Tokens(4), &mut plan);
         push(3, Want::Vector, &mut plan);
-        push(4, Want::TOKEN, &mut plan);
-        assert_eq!(plan.row_tokens, [1, 4, 1]);
+        push(4, Want::Masked, &mut plan);
+        push(5, Want::TOKEN, &mut plan);
+        assert_eq!(plan.row_tokens, [1, 4, 1, 1]);
         let mut bytes = Vec::new();
         plan.encode(&mut bytes).expect("within the limit");
         let read = StepPlan::decode(&frame(&bytes)).expect("a plan");
         let wants: Vec<Want> = read.rows().map(|row| row.want).collect();
-        let expected = [Want::TOKEN, Want::Nothing, Want::Tokens(4), Want::Vector, Want::TOKEN];
+        let several = Want::Tokens(4);
+        let expected =
+            [Want::TOKEN, Want::Nothing, several, Want::Vector, Want::Masked, Want::TOKEN];
         assert_eq!(wants, expected);
     }
 
@@ -555,7 +572,9 @@ mod tests {
         assert_eq!(refused(&|_| {}), None);
         assert_eq!(refused(&|plan| plan.segments = vec![1, 4]), None);
         let flags = Some(FrameError::Malformed("unknown row flags"));
-        assert_eq!(refused(&|plan| plan.rows[3] |= 4), flags);
+        assert_eq!(refused(&|plan| plan.rows[3] |= 4), None);
+        assert_eq!(refused(&|plan| plan.rows[3] = FLAG_MASKED), flags);
+        assert_eq!(refused(&|plan| plan.rows[3] |= 8), flags);
         assert_eq!(refused(&|plan| plan.rows[3] = FLAG_SAMPLE | FLAG_POOL), flags);
         let disagree = Some(FrameError::Malformed("plan columns disagree"));
         assert_eq!(refused(&|plan| plan.row_tokens = vec![1, 1]), disagree);

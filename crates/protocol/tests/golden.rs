@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 
 use forebay_protocol::{
     Direction, Frame, HEADER_BYTES, Header, Kind, NewSlot, PageCopy, Pooling, Row, SamplingParams,
-    SlotSpec, StepPlan, StepResult, Want, encode_json,
+    SlotSpec, StepMasks, StepPlan, StepResult, Want, encode_json,
 };
 use serde_json::Value;
 
@@ -51,6 +51,7 @@ fn id(kind: &str, column: &str) -> u32 {
             "copies",
             "wait_us",
         ],
+        "masks" => &["offsets", "words"],
         _ => &[
             "tokens",
             "row_errors",
@@ -78,6 +79,7 @@ fn kind(name: &str) -> Kind {
         "result" => Kind::Result,
         "fatal" => Kind::Fatal,
         "shutdown" => Kind::Shutdown,
+        "masks" => Kind::Masks,
         other => panic!("no kind {other}"),
     }
 }
@@ -108,6 +110,8 @@ fn both_languages_write_the_same_bytes() {
         assert_eq!(there.collect::<Vec<_>>(), described.collect::<Vec<_>>(), "{name}");
         let mut again = Vec::new();
         match got.header().kind {
+            // A brain writes masks and reads none.
+            Kind::Masks => continue,
             Kind::Plan => StepPlan::decode(&got).expect("a plan").encode(&mut again),
             _ => StepResult::decode(&got).expect("a result").encode(&mut again),
         }
@@ -173,6 +177,35 @@ fn the_scheduler_s_calls_write_the_golden_copies() {
     plan.wait(1000);
     plan.encode(&mut got).expect("within the limit");
     assert_eq!((plan.wait_us(), &got), (1000, &read("plan_wait.bin")));
+}
+
+/// The same for masks: of a vocabulary of 70 tokens, one in the arena, one that allows everything, and two in the frame.
+#[test]
+fn the_engine_s_calls_write_the_golden_masks() {
+    let (folder, _) = fixtures();
+    let read = |name| std::fs::read(folder.join(name)).expect("the file");
+    let mut plan = StepPlan::default();
+    plan.begin(21);
+    for (slot, want) in [(0, Want::Masked), (1, Want::TOKEN), (2, Want::Masked)] {
+        plan.push_row(Row { slot, start: 17, length: 1, want });
+    }
+    for slot in [3, 4] {
+        plan.push_row(Row { slot, start: 0, length: 4, want: Want::Masked });
+    }
+    let mut got = Vec::new();
+    plan.encode(&mut got).expect("within the limit");
+    assert_eq!(got, read("plan_masked.bin"));
+    let mut masks = StepMasks::default();
+    masks.begin(21, 4, 70);
+    let allowed: [&[u32]; 4] = [&[1, 0, 0], &[], &[0x8000_0000, 0xffff_ffff, 0x3f], &[0, 0, 0x20]];
+    for ((words, masked), allowed) in masks.rows_mut().zip(allowed) {
+        *masked = !allowed.is_empty();
+        words[..allowed.len()].copy_from_slice(allowed);
+    }
+    assert_eq!(masks.rows().nth(1), Some(None));
+    let place = |mask: &[u32]| (mask[0] == 1).then_some(4096);
+    masks.encode_spilling(&mut got, place).expect("within the limit");
+    assert_eq!(got, read("masks.bin"));
 }
 
 #[test]

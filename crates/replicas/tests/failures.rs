@@ -71,6 +71,7 @@ fn start(pages: &[u32], breaking: impl Fn(usize, &SimControl)) -> Rig {
                 watchdog_us: 60_000_000,
                 load_timeout_us: 0,
                 restart_limit: 0,
+                mask_threads: 0,
                 host: None,
             },
             executor: Box::new(executor),

@@ -76,6 +76,7 @@ fn config() -> EngineConfig {
         watchdog_us: 60_000_000,
         load_timeout_us: 0,
         restart_limit: 3,
+        mask_threads: 0,
         host: None,
     }
 }

@@ -248,6 +248,13 @@ impl Scheduler {
         self.in_flight.len()
     }
 
+    /// The requests of the masked rows of the plan that was made last, in row order.
+    pub fn masked(&self) -> impl Iterator<Item = u64> {
+        let rows = self.in_flight.back().map_or(&[][..], |flight| &flight.rows);
+        let masked = rows.iter().filter(|row| row.want == Want::Masked);
+        masked.map(|row| self.requests[row.handle].request.id)
+    }
+
     /// Whether a step in flight computes anything.
     #[must_use]
     pub fn computes(&self) -> bool {

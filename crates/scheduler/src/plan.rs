@@ -314,6 +314,8 @@ impl Scheduler {
             Want::Nothing
         } else if pools {
             Want::Vector
+        } else if entry.request.masked {
+            Want::Masked
         } else if self.config.tokens_a_row == 1 {
             Want::TOKEN
         } else {

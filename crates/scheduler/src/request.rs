@@ -27,6 +27,8 @@ pub struct Request {
     pub max_tokens: u32,
     /// What the device must know of it.
     pub spec: SlotSpec,
+    /// Its tokens are sampled by masks, which somebody else fills: its rows are [`forebay_protocol::Want::Masked`].
+    pub masked: bool,
     /// Larger is sooner, under [`crate::Policy::Priority`].
     pub priority: i32,
     /// Whose request it is: within a priority, clients take turns.

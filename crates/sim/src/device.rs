@@ -1,6 +1,6 @@
 //! What the simulated device computes.
 
-use forebay_protocol::{ROW_OK, StepPlan, StepResult, Want};
+use forebay_protocol::{ROW_OK, StepMasks, StepPlan, StepResult, Want};
 
 use crate::text::{Sequence, SimText};
 
@@ -17,7 +17,10 @@ struct Slot {
 }
 
 impl Slot {
-    fn sample(&mut self, text: &SimText) -> i32 {
+    fn sample(&mut self, text: &SimText, mask: Option<&[u32]>) -> i32 {
+        if let Some(mask) = mask {
+            return self.sequence.say_masked(text, mask);
+        }
         let early = self.sequence.length < self.min_total;
         let suppressed = if early { self.stop_ids.as_slice() } else { &[] };
         self.sequence.say(text, suppressed, &self.allowed)
@@ -31,8 +34,14 @@ pub(crate) struct Device {
 }
 
 impl Device {
-    /// Executes a plan; the result's times are left at 0.
-    pub(crate) fn execute(&mut self, plan: &StepPlan, text: &SimText) -> StepResult {
+    /// Executes a plan, whose masked rows have these masks; the result's times are left at 0.
+    pub(crate) fn execute(
+        &mut self,
+        plan: &StepPlan,
+        text: &SimText,
+        masks: Option<&StepMasks>,
+    ) -> StepResult {
+        let mut masks = masks.into_iter().flat_map(StepMasks::rows);
         for new in plan.new_slots() {
             let at = new.slot as usize;
             if self.slots.len() <= at {
@@ -67,13 +76,16 @@ impl Device {
             };
             let end = row.start + row.length;
             debug_assert_eq!(slot.sequence.length, end, "the row must end the slot");
-            let Want::Tokens(most) = want else {
-                slot.sequence.pool(text, &mut result.pooled);
-                continue;
+            let (count, mask) = match want {
+                Want::Tokens(most) => (slot.sequence.count(most), None),
+                Want::Masked => (1, masks.next().flatten()),
+                Want::Vector | Want::Nothing => {
+                    slot.sequence.pool(text, &mut result.pooled);
+                    continue;
+                }
             };
-            let count = slot.sequence.count(most);
             for _ in 0..count {
-                let token = slot.sample(text);
+                let token = slot.sample(text, mask);
                 if let Some(top) = slot.logprobs {
                     // Tokens before this one did not ask.
                     result.logprob_counts.resize(result.tokens.len(), 0);

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use forebay_engine::{Clock, Executor, Signal, Wake};
-use forebay_protocol::{Direction, Dtype, Ready, StepPlan, StepResult};
+use forebay_protocol::{Direction, Dtype, Ready, StepMasks, StepPlan, StepResult, Want};
 use parking_lot::{Condvar, Mutex};
 
 use crate::clock::{self, SimClock};
@@ -137,6 +137,13 @@ struct Pending {
     waits_since: Option<u64>,
 }
 
+/// A step that has begun, and whose tokens can't be sampled before the masks have come.
+struct Unmasked {
+    plan: StepPlan,
+    start: u64,
+    device_us: u64,
+}
+
 /// A simulated rank group.
 pub struct SimExecutor {
     config: SimConfig,
@@ -148,6 +155,7 @@ pub struct SimExecutor {
     last_end: u64,
     poisoned: Vec<u32>,
     copies: CopyEngines,
+    unmasked: Option<Unmasked>,
     up: bool,
 }
 
@@ -166,6 +174,7 @@ impl SimExecutor {
             last_end: 0,
             poisoned: Vec::new(),
             copies: CopyEngines::default(),
+            unmasked: None,
             up: false,
         };
         (executor, control)
@@ -201,9 +210,26 @@ impl SimExecutor {
         self.pending.push_back(Pending { at_us, outcome, waits_since: Some(start) });
     }
 
+    /// Computes a step that begins at `start` and takes `device_us`; masks that come later than that keep its end waiting.
+    fn compute(&mut self, plan: &StepPlan, start: u64, device_us: u64, masks: Option<&StepMasks>) {
+        let mut result = self.device.execute(plan, &self.config.text, masks);
+        let computed = start + device_us;
+        let late = masks.map_or(0, |_| self.config.clock.now_us().saturating_sub(computed));
+        result.device_us = u32::try_from(device_us).unwrap_or(u32::MAX);
+        result.gap_us = u32::try_from(start - self.last_end + late).unwrap_or(u32::MAX);
+        self.busy_until = computed + late;
+        self.last_end = self.busy_until;
+        let deadly =
+            !self.poisoned.is_empty() && plan.rows().any(|row| self.poisoned.contains(&row.slot));
+        let outcome = Some(if deadly { Err("poisoned") } else { Ok(result) });
+        self.start_copies(plan, start, self.busy_until);
+        self.pending.push_back(Pending { at_us: self.busy_until, outcome, waits_since: None });
+    }
+
     fn died(&mut self, why: &str) -> Signal {
         self.up = false;
         self.pending.clear();
+        self.unmasked = None;
         Signal::Died(why.to_owned())
     }
 
@@ -242,6 +268,7 @@ impl Executor for SimExecutor {
         }
         self.device = Device::default();
         self.pending.clear();
+        self.unmasked = None;
         self.poisoned.clear();
         self.copies = CopyEngines::new(self.config.copy, self.config.page_bytes);
         self.busy_until = now;
@@ -287,18 +314,21 @@ impl Executor for SimExecutor {
         if plan.rows().len() == 0 {
             return self.wait_for_copies(plan, start);
         }
-        let mut result = self.device.execute(plan, &self.config.text);
         let median = self.config.model.median_us(&StepLoad::of(plan));
         let device_us = (median * self.jitter.factor(plan.step())).round() as u64;
-        result.device_us = u32::try_from(device_us).unwrap_or(u32::MAX);
-        result.gap_us = u32::try_from(start - self.last_end).unwrap_or(u32::MAX);
-        self.busy_until = start + device_us;
-        self.last_end = self.busy_until;
-        let deadly =
-            !self.poisoned.is_empty() && plan.rows().any(|row| self.poisoned.contains(&row.slot));
-        let outcome = Some(if deadly { Err("poisoned") } else { Ok(result) });
-        self.start_copies(plan, start, self.busy_until);
-        self.pending.push_back(Pending { at_us: self.busy_until, outcome, waits_since: None });
+        if plan.rows().any(|row| row.want == Want::Masked) {
+            debug_assert!(self.unmasked.is_none(), "masks go before the next plan");
+            self.unmasked = Some(Unmasked { plan: plan.clone(), start, device_us });
+        } else {
+            self.compute(plan, start, device_us, None);
+        }
+    }
+
+    fn masks(&mut self, masks: &StepMasks) {
+        if let Some(Unmasked { plan, start, device_us }) = self.unmasked.take() {
+            debug_assert_eq!(plan.step(), masks.step(), "masks are those of the last plan");
+            self.compute(&plan, start, device_us, Some(masks));
+        }
     }
 
     fn wait(&mut self, timeout_us: Option<u64>) -> Signal {
@@ -345,6 +375,7 @@ impl Executor for SimExecutor {
     fn stop(&mut self) {
         self.up = false;
         self.pending.clear();
+        self.unmasked = None;
     }
 
     fn waker(&self) -> Arc<dyn Wake> {

@@ -7,7 +7,7 @@ use std::thread::JoinHandle;
 
 use crossbeam_channel::{Receiver, Sender, TrySendError, bounded};
 use forebay_engine::{Executor, Signal, Wake};
-use forebay_protocol::StepPlan;
+use forebay_protocol::{StepMasks, StepPlan};
 use serde::{Deserialize, Serialize};
 use tracing::{error, info};
 
@@ -83,6 +83,10 @@ impl Executor for Recorder {
     fn start(&mut self) {
         self.in_flight.clear();
         self.inner.start();
+    }
+
+    fn masks(&mut self, masks: &StepMasks) {
+        self.inner.masks(masks);
     }
 
     fn submit(&mut self, plan: &StepPlan) {

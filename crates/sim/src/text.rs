@@ -150,6 +150,21 @@ impl Sequence {
         1 + self.mix.draw(FOLD, u64::from(most.max(1))) as u32
     }
 
+    /// The next token, one of those that `mask` has: the end where it can come, else any of them, equally likely.
+    pub(crate) fn say_masked(&mut self, text: &SimText, mask: &[u32]) -> i32 {
+        let has = |id: i32| {
+            let at = id as usize;
+            mask.get(at / 32).is_some_and(|word| word >> (at % 32) & 1 == 1)
+        };
+        let token = text.end.filter(|&end| has(end)).unwrap_or_else(|| {
+            let count: u64 = mask.iter().map(|word| u64::from(word.count_ones())).sum();
+            nth(mask, self.mix.draw(u64::from(self.length), count.max(1)))
+        });
+        self.mix.push(token);
+        self.length += 1;
+        token
+    }
+
     /// The next token: none of `suppressed`, and one of `allowed` unless that is empty.
     pub(crate) fn say(&mut self, text: &SimText, suppressed: &[i32], allowed: &[i32]) -> i32 {
         let words = if allowed.is_empty() { &text.words } else { allowed };
@@ -176,6 +191,21 @@ impl Sequence {
         self.length += 1;
         token
     }
+}
+
+/// Number `nth` of the tokens of a mask.
+fn nth(mask: &[u32], mut nth: u64) -> i32 {
+    for (at, &word) in mask.iter().enumerate() {
+        let count = u64::from(word.count_ones());
+        if nth < count {
+            let mut rest = word;
+            (0..nth).for_each(|_| rest &= rest - 1);
+            return at as i32 * 32 + rest.trailing_zeros() as i32;
+        }
+        nth -= count;
+    }
+    debug_assert!(false, "a mask allows something");
+    0
 }
 
 #[cfg(test)]
@@ -238,6 +268,21 @@ mod tests {
             let ends = said.iter().filter(|&&token| token == END).count();
             prop_assert!(ends <= 1);
             prop_assert!(!said[..min_tokens as usize].contains(&END));
+        }
+
+        #[test]
+        fn a_mask_is_obeyed_and_the_end_comes_when_it_can(
+            mask in prop::collection::vec(any::<u32>(), 3..4).prop_filter("some", |m| m.iter().any(|&w| w > 0)),
+            prompt in prop::collection::vec(0..50_i32, 1..20),
+        ) {
+            let has = |id: i32| mask[id as usize / 32] >> (id % 32) & 1 == 1;
+            let mut endless = Sequence::new(&SimText::endless(words()), &prompt, prompt.len(), 0);
+            let token = endless.say_masked(&SimText::endless(words()), &mask);
+            prop_assert!(has(token));
+            let text = SimText::ending(words(), END, 20);
+            let mut ending = Sequence::new(&text, &prompt, prompt.len(), 0);
+            let token = ending.say_masked(&text, &mask);
+            prop_assert!(has(token) && (token == END || !has(END)));
         }
 
         #[test]

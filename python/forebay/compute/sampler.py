@@ -6,7 +6,9 @@ The host decides what a step's rows need (`Sampler.ask`, from the host's tables)
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -17,9 +19,11 @@ from forebay.compute.uniform import uniform
 from forebay.device import Device, host_array
 from forebay.layers.ops import Draw, Ops
 from forebay.protocol.frames import Float32s, Int32s
+from forebay.protocol.masks import UInt32s
 from forebay.protocol.plan import SlotFloat
 from forebay.state.slots import Int64s, SlotTables, penalised
 
+NO_MASKS: Mapping[int, UInt32s] = MappingProxyType({})
 _PENALTIES = (SlotFloat.REPETITION_PENALTY, SlotFloat.PRESENCE_PENALTY, SlotFloat.FREQUENCY_PENALTY)
 
 
@@ -97,13 +101,13 @@ class Sampler:
         self._ops = ops
         self._device = device
 
-    def ask(self, slots: Int64s, positions: Int64s) -> Ask:
-        """What `positions` [s] of `slots` [s] want. For the host."""
+    def ask(self, slots: Int64s, positions: Int64s, masks: Mapping[int, UInt32s] = NO_MASKS) -> Ask:
+        """What `positions` [s] of `slots` [s] want; `masks` by row, of those that have one. For the host."""
         tables = self._tables
-        ask = Ask(slots, positions, plain=bool(tables.plain[slots].all()))
+        ask = Ask(slots, positions, plain=not masks and bool(tables.plain[slots].all()))
         ask.columns["entries"] = slots * tables.stride + positions
         if not ask.plain:
-            self._ask_adjusted(ask)
+            self._ask_adjusted(ask, masks)
             self._ask_drawn(ask)
             self._ask_logprobs(ask)
         return ask
@@ -136,7 +140,7 @@ class Sampler:
             tokens.index_copy_(0, rows, self._ops.sample(logits.index_select(0, rows), _draw(columns, ask.width)))
         return tokens
 
-    def _ask_adjusted(self, ask: Ask) -> None:
+    def _ask_adjusted(self, ask: Ask, masks: Mapping[int, UInt32s]) -> None:
         tables, slots, columns = self._tables, ask.slots, ask.columns
         biased = [row for row, slot in enumerate(slots.tolist()) if slot in tables.biases] if tables.biases else []
         if biased:
@@ -152,7 +156,8 @@ class Sampler:
         if tables.stop_ids:
             below = np.flatnonzero(ask.positions < tables.min_total[slots]).tolist()
             wanted = tables.stop_ids.keys() - tables.only_stops
-            early = [row for row in below if int(slots[row]) in wanted]
+            # A mask says itself whether the request may end.
+            early = [row for row in below if int(slots[row]) in wanted and row not in masks]
             if early:
                 ids = [tables.stop_ids[int(slots[row])] for row in early]
                 columns["early_rows"], columns["early_ids"] = _ragged_ids(early, ids)
@@ -161,6 +166,9 @@ class Sampler:
             ids = [tables.allowed[int(slots[row])] for row in held]
             columns["held"] = np.asarray(held, np.int64)
             columns["allowed_rows"], columns["allowed_ids"] = _ragged_ids(held, ids)
+        if masks:
+            columns["masked"] = np.fromiter(masks, np.int64, len(masks))
+            columns["masks"] = np.stack(list(masks.values())).view(np.int32)
 
     def _ask_drawn(self, ask: Ask) -> None:
         tables, columns = self._tables, ask.columns
@@ -197,8 +205,8 @@ class Sampler:
         ask.logprobs = AskedLogprobs(counts, most, np.arange(1 + most) < counts[rows][:, None])
 
     def _adjust(self, logits: torch.Tensor, columns: dict[str, torch.Tensor]) -> torch.Tensor:
-        """Biases, penalties, suppressed stop ids and allowed ones; the logits themselves where no row asks for any."""
-        if not columns.keys() & {"bias_rows", "penalised", "early_rows", "held"}:
+        """Biases, penalties, suppressed stop ids, allowed ids and masks; the logits themselves where no row has any."""
+        if not columns.keys() & {"bias_rows", "penalised", "early_rows", "held", "masked"}:
             return logits
         logits = logits.clone()
         if "bias_rows" in columns:
@@ -216,6 +224,10 @@ class Sampler:
             kept = logits[where]
             logits.index_fill_(0, columns["held"], -torch.inf)
             logits.index_put_(where, kept)
+        if "masked" in columns:
+            rows = columns["masked"]
+            forbidden = self._ops.forbidden(columns["masks"], self._vocabulary)
+            logits.index_copy_(0, rows, logits.index_select(0, rows).masked_fill_(forbidden, -torch.inf))
         return logits
 
     @staticmethod

@@ -11,8 +11,8 @@ import numpy.typing as npt
 
 from forebay.protocol.frames import HEADER_BYTES, Frame, Header, WireError, nothing
 
-RING = 4
-"""Buffers of a ring: two plans in flight, one that is being received, and one to spare."""
+RING = 6
+"""Buffers of a ring: two plans in flight and their masks, a frame that is being received, and one to spare."""
 _SMALLEST = 1 << 16
 
 Bytes: TypeAlias = npt.NDArray[np.uint8]

@@ -48,6 +48,7 @@ class Kind(IntEnum):
     RESULT = 6
     FATAL = 7
     SHUTDOWN = 8
+    MASKS = 9
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ PAGE_WRITE_WORDS = 3
 ROW_WORDS = 4
 FLAG_SAMPLE = 1
 FLAG_POOL = 2
+FLAG_MASKED = 4
 PAIR_WORDS = 2
 COPY_WORDS = 4
 COPY_SAVE = 0
@@ -82,6 +83,8 @@ _RECORDS = {
     "copies": COPY_WORDS,
 }
 _NOWHERE = slice(0, 0)
+_KNOWN_FLAGS = np.isin(np.arange(8), (0, FLAG_SAMPLE, FLAG_POOL, FLAG_SAMPLE | FLAG_MASKED))
+"""Which combinations of flags a row may have."""
 
 
 @dataclass
@@ -144,8 +147,11 @@ class Plan:
         if not agree or not self._rare_columns_agree():
             raise WireError("malformed frame: plan columns disagree")
         flags = self.rows[:, 3]
-        # Both at once, 3, are unknown too.
-        if len(flags) and (np.minimum.reduce(flags) < 0 or np.maximum.reduce(flags) > FLAG_POOL):
+        if len(flags) and (
+            np.minimum.reduce(flags) < 0
+            or np.maximum.reduce(flags) >= len(_KNOWN_FLAGS)
+            or not _KNOWN_FLAGS[flags].all()
+        ):
             raise WireError("malformed frame: unknown row flags")
 
     def _rare_columns_agree(self) -> bool:

@@ -97,13 +97,15 @@ class Launched:
     release: Callable[[], None]
     copied: Copied
     """Tells which copies have ended; waits for one if the plan says so."""
+    idle_us: int = 0
+    """Time between `begun` and `ended` in which the device had nothing to do."""
 
     def collect(self) -> StepResult:
         """Waits for the step's end and gives its result; once. By any thread, in the order of launches."""
         self.ended.wait()
         result = StepResult(self.step, row_errors=np.zeros(self.rows, np.int32))
         self.columns.report(result)
-        timing = self.ended.since(self.begun), self.begun.since(self.before)
+        timing = self.ended.since(self.begun) - self.idle_us, self.begun.since(self.before) + self.idle_us
         result.timing = np.array(timing, np.int32)
         result.copied, result.copy_timing = self.copied()
         self.release()

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import sys
 import threading
+import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -22,7 +25,8 @@ from forebay.layers.params import Parameters, Report
 from forebay.models import registry
 from forebay.models.bert import Bert
 from forebay.protocol.frames import Int32s
-from forebay.protocol.plan import FLAG_POOL, FLAG_SAMPLE, SLOT_WORDS, Plan, SlotWord
+from forebay.protocol.masks import Masks
+from forebay.protocol.plan import FLAG_MASKED, FLAG_POOL, FLAG_SAMPLE, SLOT_WORDS, Plan, SlotWord
 from forebay.protocol.result import ROW_OK, StepResult
 from forebay.runner.copier import Copier
 from forebay.runner.kept import KeptWeights
@@ -43,6 +47,32 @@ from forebay.weights.quantization import COMPUTED_AS, PLAIN, Formats
 
 class NotFiniteError(ModelError):
     """Weights with which not even a warm-up gives numbers."""
+
+
+MaskSource: TypeAlias = Callable[[], Masks]
+"""Gives the masks that follow the plan; waits for them."""
+
+
+class Waited:
+    """The masks of a step that may have some, and how long they took to come."""
+
+    def __init__(self, step: int, source: MaskSource | None) -> None:
+        self._step = step
+        self._source = source
+        self.us = 0
+
+    def receive(self, rows: int) -> Masks:
+        """The masks of so many rows. Raises `PlanError` if they are another step's, or others."""
+        if self._source is None:
+            raise PlanError("a plan with masked rows, and nobody to ask for their masks")
+        began = time.perf_counter_ns()
+        masks = self._source()
+        self.us = (time.perf_counter_ns() - began) // 1000
+        if masks.step != self._step or len(masks.offsets) != rows:
+            raise PlanError(
+                f"{len(masks.offsets)} masks of step {masks.step}, where step {self._step} has {rows} masked rows"
+            )
+        return masks
 
 
 @dataclass(frozen=True)
@@ -227,15 +257,16 @@ class ModelRunner:
     def _dtype_name(self) -> str:
         return next(name for name, dtype in DTYPES.items() if dtype == self.config.dtype)
 
-    def step(self, plan: Plan) -> StepResult:
+    def step(self, plan: Plan, masks: MaskSource | None = None) -> StepResult:
         """Executes a plan and waits for its result."""
-        return self.launch(plan).collect()
+        return self.launch(plan, masks).collect()
 
     @torch.inference_mode()
-    def launch(self, plan: Plan) -> Launched:
+    def launch(self, plan: Plan, masks: MaskSource | None = None) -> Launched:
         """Checks a plan, writes the host's tables, and queues the rest. Raises `PlanError`.
 
         The plan is as it was received: its columns are views of its body, which is the launched step's from now on.
+        Where it has masked rows, `masks` is asked for their masks once the model's work is queued.
         """
         device = self.device
         with device.launching():
@@ -244,11 +275,14 @@ class ModelRunner:
             writes = self.tables.read(plan, self._arena)
             if writes is not None:
                 device.queue(partial(self.tables.write, writes, inputs))
-            columns = self._queue_rows(plan.rows, inputs) if len(plan.rows) else NoColumns()
+            waited = Waited(plan.step, masks)
+            columns = self._queue_rows(plan.rows, inputs, waited) if len(plan.rows) else NoColumns()
             before, self._ended = self._ended, device.event()
         copied = no_copies if self._copier is None else self._start_copies(plan, self._copier, self._ended)
         release = partial(self._reuse, plan)
-        return Launched(plan.step, len(plan.rows), columns, before, begun, self._ended, release, copied)
+        # A device beside the host computes meanwhile.
+        idle_us = 0 if device.beside_host else waited.us
+        return Launched(plan.step, len(plan.rows), columns, before, begun, self._ended, release, copied, idle_us)
 
     def _start_copies(self, plan: Plan, copier: Copier, behind: Event) -> Copied:
         number = copier.next_plan()
@@ -271,19 +305,37 @@ class ModelRunner:
         self.device.reuse(plan.body)
         plan.release()
 
-    def _queue_rows(self, planned: Int32s, inputs: StepInputs) -> Columns:
+    def _queue_rows(self, planned: Int32s, inputs: StepInputs, masks: Waited) -> Columns:
         slot, start, length, flags = planned.T.astype(np.int64)
         ends = start + length
         self._check_rows(slot, start, length, ends)
-        if (flags & ~self._flag).any():
-            raise PlanError(f"rows with the flags {flags.tolist()}, of which the model knows {self._flag}")
+        known = self._flag | FLAG_MASKED if self._flag == FLAG_SAMPLE else self._flag
+        if (flags & ~known).any():
+            raise PlanError(f"rows with the flags {flags.tolist()}, of which the model knows {known}")
         given = self.prompts.given(slot, start)
         if self._flag == FLAG_POOL:
             return self._queue_pooled(Rows(slot, start, length, np.flatnonzero(flags), given), inputs)
         rows = Rows(slot, start, length, np.flatnonzero(flags), given)
-        ask = self._sampler.ask(slot[rows.sampling], ends[rows.sampling])
+        slots, positions = slot[rows.sampling], ends[rows.sampling]
+        masked = np.flatnonzero(flags[rows.sampling] & FLAG_MASKED)
+        if len(masked):
+            return self._queue_masked(Launch(rows, inputs), (slots, positions), masked, masks)
+        ask = self._sampler.ask(slots, positions)
         columns = TokenColumns(ask, rows.sampling, self.device)
         self.device.queue(partial(self._sample, Launch(rows, inputs), ask, columns))
+        return columns
+
+    def _queue_masked(self, launch: Launch, sampled: tuple[Int64s, Int64s], masked: Int64s, waited: Waited) -> Columns:
+        """Queues the model, waits for the masks of `masked` among the rows that sample, and queues the sampler."""
+        logits: list[torch.Tensor] = []
+        self.device.queue(lambda: logits.append(self._compute.logits(launch)))
+        received = waited.receive(len(masked))
+        masks = zip(masked.tolist(), received.read(self._arena, self.model_config.vocab_size), strict=True)
+        ask = self._sampler.ask(*sampled, {row: mask for row, mask in masks if mask is not None})
+        # What was inline was copied, and what was not is not in the frame.
+        received.release()
+        columns = TokenColumns(ask, launch.rows.sampling, self.device)
+        self.device.queue(lambda: columns.fill(self._sampler.sample(logits.pop(), ask)))
         return columns
 
     def _queue_pooled(self, rows: Rows, inputs: StepInputs) -> Columns:

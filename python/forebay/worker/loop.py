@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from forebay.protocol.connection import Connection, Ring
 from forebay.protocol.frames import Kind, WireError, encode_json
+from forebay.protocol.masks import Masks
 from forebay.protocol.plan import Plan
 from forebay.worker.report import reporter
 
@@ -30,6 +31,10 @@ HOST_DESCRIPTOR = 5
 PROGRESS_INTERVAL_S = 0.1
 
 _PR_SET_PDEATHSIG = 1
+
+
+class Dismissed(Exception):
+    """The brain has gone, or sends the hand away, in the middle of a step."""
 
 
 class RefusedError(Exception):
@@ -74,9 +79,19 @@ def serve(connection: Connection) -> None:
     runner = _load(connection, frame.json())
     connection.receive_into(Ring(runner.device.host_memory))
     reporting = reporter(connection, runner.device.beside_host)
+
+    def masks() -> Masks:
+        # They follow their plan: nothing else comes in between but the end.
+        following = connection.recv()
+        if following is None or following.kind == Kind.SHUTDOWN:
+            raise Dismissed
+        return Masks.decode(following)
+
     try:
         while (frame := connection.recv()) is not None and frame.kind != Kind.SHUTDOWN:
-            reporting.report(runner.launch(Plan.decode(frame)))
+            reporting.report(runner.launch(Plan.decode(frame), masks))
+    except Dismissed:
+        return
     finally:
         # Also after a plan that can't be executed: the brain gets the results of those before, then the reason.
         reporting.close()

@@ -21,11 +21,8 @@ pub(crate) fn tokenizer() -> Arc<Tokenizer> {
     Arc::new(Tokenizer::from_file(&file).expect("a tokenizer"))
 }
 
-pub(crate) fn start(
-    thread: Builder,
-    mut work: Box<dyn FnMut() + Send>,
-) -> io::Result<JoinHandle<()>> {
-    thread.spawn(move || work())
+pub(crate) fn start(thread: Builder, work: Box<dyn FnMut() + Send>) -> io::Result<JoinHandle<()>> {
+    thread.spawn(work)
 }
 
 pub(crate) struct Bench {

@@ -219,7 +219,12 @@ impl Device {
             }
             let next = next_token(&slot.tokens[..end]);
             let mut computed = end;
-            if let Want::Tokens(most) = row.want {
+            let most = match row.want {
+                Want::Tokens(most) => most,
+                Want::Masked => 1,
+                Want::Nothing | Want::Vector => 0,
+            };
+            if most > 0 {
                 assert_eq!(end, slot.tokens.len(), "{row:?} samples what is known");
                 slot.tokens.push(next.unwrap_or(0));
                 // Some of those that it may give beyond the first, but none that it would have to compute and cannot.

@@ -438,6 +438,7 @@ impl Harness {
         for client in self.clients.values_mut() {
             client.idle += 1;
         }
+        let mut masked = Vec::new();
         for row in plan.rows() {
             let id = self.slot_owner[&row.slot];
             let client = self.clients.get_mut(&id).expect("submitted");
@@ -450,7 +451,12 @@ impl Harness {
             match row.want {
                 Want::Nothing => {}
                 Want::Vector => assert!(pools),
+                Want::Masked => {
+                    assert!(!pools && client.request.masked);
+                    masked.push(id);
+                }
                 Want::Tokens(most) => {
+                    assert!(!client.request.masked, "its tokens have no mask");
                     assert!(!pools && (1..=self.config.tokens_a_row).contains(&most));
                     assert!(row.start + row.length + most <= last, "more than it may have");
                 }
@@ -460,6 +466,7 @@ impl Harness {
             flight.named.extend(self.device.pages_read(&row).into_iter().map(|p| (p, row.slot)));
             written.extend(self.device.pages_written(&row).into_iter().map(|p| (p, row.slot)));
         }
+        assert_eq!(self.scheduler.masked().collect::<Vec<_>>(), masked);
         for (page, slot) in written {
             let mut named = flight.named.iter().chain(self.flights.iter().flat_map(|f| &f.named));
             let other = named.find(|&&(other, owner)| other == page && owner != slot);

@@ -40,6 +40,8 @@ struct Ask {
     salt: u64,
     /// Asks for a vector of its prompt, with this segment; on a machine without pages everybody does.
     pooled: Option<u32>,
+    /// Its tokens are sampled by masks.
+    masked: bool,
     /// Has embeddings for tokens, at this offset.
     embeds: Option<u32>,
 }
@@ -72,6 +74,7 @@ impl Ask {
         };
         let whole = Request {
             spec,
+            masked: self.masked,
             priority: self.priority,
             client: self.client,
             probe: self.probe,
@@ -99,7 +102,7 @@ fn ask(special: &'static [i32]) -> impl Strategy<Value = Ask> {
         (
             -1..2_i32,
             0..3_u64,
-            prop::bool::weighted(0.05),
+            (prop::bool::weighted(0.05), prop::bool::weighted(0.3)),
             prop_oneof![3 => Just(0), 1 => 0..80_usize],
         ),
         prop_oneof![5 => Just(0_u64), 1 => Just(1)],
@@ -108,7 +111,7 @@ fn ask(special: &'static [i32]) -> impl Strategy<Value = Ask> {
     )
         .prop_map(
             |(text, shared, own, (max_tokens, resumed), stop, place, salt, pooled, embeds)| {
-                let (priority, client, probe, lists) = place;
+                let (priority, client, (probe, masked), lists) = place;
                 Ask {
                     text,
                     shared,
@@ -119,6 +122,7 @@ fn ask(special: &'static [i32]) -> impl Strategy<Value = Ask> {
                     priority,
                     client,
                     probe,
+                    masked,
                     lists,
                     salt,
                     pooled,

@@ -1,0 +1,69 @@
+"""The masks of a step: which tokens its masked rows may sample."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from forebay.protocol.frames import Frame, Int32s, Kind, WireError, encode, ints, nothing
+
+COLUMNS = ("offsets", "words")
+"""The columns of a masks frame: the ids 1, 2, and so on."""
+EVERYTHING = -1
+"""Offset of a row that may sample everything."""
+INLINE = -2
+"""Offset of a row whose mask is in the frame."""
+
+UInt32s: TypeAlias = npt.NDArray[np.uint32]
+
+
+@dataclass
+class Masks:
+    """The masks of one step; `m` masked rows."""
+
+    step: int = 0
+    offsets: Int32s = ints(0)  # [m]: where the row's mask begins in the arena, in bytes; or EVERYTHING, or INLINE
+    words: Int32s = ints(0)  # those that are inline, one after the other
+    release: Callable[[], None] = field(default=nothing, compare=False)
+    """Gives the frame's buffer back."""
+
+    @classmethod
+    def decode(cls, frame: Frame) -> Masks:
+        """Reads a masks frame in place; raises `WireError`."""
+        offsets, words = frame.expect(Kind.MASKS, len(COLUMNS))
+        if len(offsets) and offsets.min() < INLINE:
+            raise WireError("malformed frame: a mask's offset")
+        return cls(frame.step, offsets, words, frame.release)
+
+    def encode(self) -> bytes:
+        """The frame."""
+        return encode(Kind.MASKS, self.step, [getattr(self, name) for name in COLUMNS])
+
+    def read(self, arena: npt.NDArray[np.uint8], vocabulary: int) -> list[UInt32s | None]:
+        """Each row's mask, uint32 [words], bit `i % 32` of word `i // 32` for token `i`; None: everything.
+
+        Masks in the arena are views of it, others are copies. Raises `WireError` for what is not there.
+        """
+        width = -(-vocabulary // 32)
+        inline = iter(self.words.copy().view(np.uint32).reshape(-1, width) if self._fits(width) else [])
+        masks: list[UInt32s | None] = []
+        for offset in self.offsets.tolist():
+            if offset == EVERYTHING:
+                masks.append(None)
+            elif offset == INLINE:
+                masks.append(next(inline))
+            elif offset % 4 or offset + 4 * width > len(arena):
+                raise WireError(f"a mask at byte {offset} of an arena of {len(arena)}")
+            else:
+                masks.append(arena[offset : offset + 4 * width].view(np.uint32))
+        return masks
+
+    def _fits(self, width: int) -> bool:
+        wanted = width * int(np.count_nonzero(self.offsets == INLINE))
+        if self.words.size != wanted:
+            raise WireError(f"malformed frame: {self.words.size} words of masks, not {wanted}")
+        return wanted > 0
