@@ -316,7 +316,9 @@ def test_a_ring_has_each_buffer_once_and_again_when_it_was_released() -> None:
             frame = connection.recv()
             assert frame is not None
             frames_ = [*frames_[1:], frame]
-        assert [frame.known(1)[0].tolist() for frame in frames_] == [[n, n] for n in range(100 + 2 * RING, 100 + 3 * RING)]
+        assert [frame.known(1)[0].tolist() for frame in frames_] == [
+            [n, n] for n in range(100 + 2 * RING, 100 + 3 * RING)
+        ]
         assert len(made) <= 2 * RING
         theirs.sendall(frames.encode(Kind.PLAN, 0, []))
         with pytest.raises(WireError, match=f"more than {RING} frames in flight"):

@@ -16,6 +16,7 @@ use crate::response::StopReason;
 use crate::sampling::{
     Fields, Generation, GenerationDefaults, Limits, check_logprobs, check_total,
 };
+use crate::structure::{Raw, Spellings};
 
 /// Tokens that this dialect generates where the client does not say.
 const DEFAULT_MAX_TOKENS: u32 = 128;
@@ -126,18 +127,16 @@ pub struct GenerateSampling {
     pub spaces_between_special_tokens: Option<bool>,
     /// Tokens to gather for an event of the stream; the server's flag where absent. The first token does not wait.
     pub stream_interval: Option<u32>,
-    #[serde(default)]
-    #[schema(ignore)]
-    json_schema: Inert,
-    #[serde(default)]
-    #[schema(ignore)]
-    regex: Inert,
-    #[serde(default)]
-    #[schema(ignore)]
-    ebnf: Inert,
-    #[serde(default)]
-    #[schema(ignore)]
-    structural_tag: Inert,
+    /// The form of the answer: a JSON schema, as text or as an object.
+    #[schema(value_type = Option<String>)]
+    json_schema: Option<Raw>,
+    /// The form of the answer: a regular expression.
+    pub regex: Option<String>,
+    /// The form of the answer: a grammar in GBNF or Lark.
+    pub ebnf: Option<String>,
+    /// The form of the answer: a structural tag, as text or as an object.
+    #[schema(value_type = Option<String>)]
+    structural_tag: Option<Raw>,
     #[serde(default)]
     #[schema(ignore)]
     stop_regex: Inert,
@@ -335,10 +334,6 @@ impl GenerateSampling {
         limits: Limits,
     ) -> Result<Generation, ApiError> {
         for (param, inert) in [
-            ("sampling_params.json_schema", self.json_schema),
-            ("sampling_params.regex", self.regex),
-            ("sampling_params.ebnf", self.ebnf),
-            ("sampling_params.structural_tag", self.structural_tag),
             ("sampling_params.stop_regex", self.stop_regex),
             ("sampling_params.custom_params", self.custom_params),
         ] {
@@ -371,6 +366,16 @@ impl GenerateSampling {
             routing_key: outer.key.clone(),
             routed_dp_rank: outer.rank,
             cache_salt: outer.cache_salt.clone(),
+            bad_words: None,
+            thinking_budget: None,
+            structure: Spellings {
+                prefix: "sampling_params.",
+                json_schema: self.json_schema,
+                regex: self.regex,
+                ebnf: self.ebnf,
+                structural_tag: self.structural_tag,
+                ..Spellings::default()
+            },
             logprobs: outer.logprobs,
         };
         fields.validate(defaults, limits)
@@ -520,7 +525,10 @@ mod tests {
                 json!({"text": "a", "sampling_params": {"max_new_tokens": 0}}),
                 "sampling_params.max_new_tokens",
             ),
-            (json!({"text": "a", "sampling_params": {"regex": "a"}}), "sampling_params.regex"),
+            (
+                json!({"text": "a", "sampling_params": {"stop_regex": "a"}}),
+                "sampling_params.stop_regex",
+            ),
             (json!({"text": "a", "image_data": "x"}), "image_data"),
             (json!({"text": "a", "logprob_start_len": 0}), "logprob_start_len"),
         ];

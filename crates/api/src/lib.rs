@@ -22,6 +22,7 @@ mod rerank;
 mod response;
 mod salt;
 mod sampling;
+mod structure;
 mod tokenize;
 
 pub use chat::{ChatMessage, ChatPrompt, ChatRequest, ContentPart, MessageContent, ValidChat};
@@ -37,7 +38,7 @@ pub use generate::{
     LogprobTriple, OneOrMany, ValidGenerate,
 };
 pub use inert::{Choice, Inert};
-pub use openai::{ResponseFormat, StreamOptions, Streaming};
+pub use openai::{StreamOptions, Streaming};
 pub use parse::{Parsed, parse, parse_request};
 pub use preference::preference;
 pub use prompt::{Prompt, Prompts, Strings};
@@ -51,6 +52,7 @@ pub use response::{
     PromptTokensDetails, ResponseMessage, StopReason, Usage,
 };
 pub use sampling::{Generation, GenerationDefaults, Limits, MaxTokens, choice_seed};
+pub use structure::{JsonSchemaFormat, ResponseFormat, Structure, StructuredOutputs};
 pub use tokenize::{
     DetokenizeRequest, DetokenizeResponse, TokenizeInput, TokenizeRequest, TokenizeResponse,
 };

@@ -14,23 +14,6 @@ pub struct Streaming {
     pub continuous_usage: bool,
 }
 
-/// The `response_format` parameter; only `{"type": "text"}` is served.
-#[derive(Debug, Clone, Deserialize, ToSchema)]
-pub struct ResponseFormat {
-    /// `text`.
-    #[serde(rename = "type")]
-    pub kind: String,
-}
-
-impl ResponseFormat {
-    pub(crate) fn check(format: Option<&Self>) -> Result<(), ApiError> {
-        match format {
-            Some(format) if format.kind != "text" => Err(ApiError::unsupported("response_format")),
-            _ => Ok(()),
-        }
-    }
-}
-
 /// The `stream_options` parameter.
 #[derive(Debug, Clone, Copy, Default, Deserialize, ToSchema)]
 pub struct StreamOptions {
@@ -130,18 +113,37 @@ macro_rules! openai_request {
             /// Blocks of the prompt are shared only with requests of the same salt, 1 to 256 bytes. Whoever does not know it cannot find
             /// out by the time of an answer what was asked before.
             pub cache_salt: Option<String>,
-            /// Only `{"type": "text"}` is served.
-            pub response_format: Option<$crate::openai::ResponseFormat>,
-            #[serde(default)] #[schema(ignore)] guided_json: $crate::inert::Inert,
-            #[serde(default)] #[schema(ignore)] guided_regex: $crate::inert::Inert,
-            #[serde(default)] #[schema(ignore)] guided_choice: $crate::inert::Inert,
-            #[serde(default)] #[schema(ignore)] guided_grammar: $crate::inert::Inert,
-            #[serde(default)] #[schema(ignore)] structured_outputs: $crate::inert::Inert,
-            #[serde(default)] #[schema(ignore)] structural_tag: $crate::inert::Inert,
-            #[serde(default)] #[schema(ignore)] json_schema: $crate::inert::Inert,
-            #[serde(default)] #[schema(ignore)] regex: $crate::inert::Inert,
-            #[serde(default)] #[schema(ignore)] ebnf: $crate::inert::Inert,
-            #[serde(default)] #[schema(ignore)] bad_words: $crate::inert::Inert,
+            /// Words that the answer does not have.
+            #[schema(value_type = Option<Vec<String>>)]
+            pub bad_words: Option<$crate::prompt::Strings>,
+            /// Most tokens of the reasoning before the answer; then it is ended. -1: as many as it takes.
+            #[serde(alias = "thinking_token_budget", alias = "reasoning_budget")]
+            pub thinking_budget: Option<i64>,
+            /// The form of the answer.
+            pub response_format: Option<$crate::structure::ResponseFormat>,
+            /// The form of the answer, in vLLM's words.
+            pub structured_outputs: Option<$crate::structure::StructuredOutputs>,
+            /// The form of the answer: a JSON schema, as an object or as text.
+            #[schema(value_type = Option<Object>)]
+            guided_json: Option<$crate::structure::Raw>,
+            /// The form of the answer: a regular expression.
+            pub guided_regex: Option<String>,
+            /// The form of the answer: one of these texts.
+            pub guided_choice: Option<Vec<String>>,
+            /// The form of the answer: a grammar in Lark or GBNF.
+            pub guided_grammar: Option<String>,
+            /// A regular expression of the white space at each place of JSON.
+            pub guided_whitespace_pattern: Option<String>,
+            /// The form of the answer, in SGLang's words: a JSON schema, as text or as an object.
+            #[schema(value_type = Option<String>)]
+            json_schema: Option<$crate::structure::Raw>,
+            /// The form of the answer: a regular expression.
+            pub regex: Option<String>,
+            /// The form of the answer: a grammar in GBNF.
+            pub ebnf: Option<String>,
+            /// The form of the answer: a structural tag, as text or as an object.
+            #[schema(value_type = Option<String>)]
+            structural_tag: Option<$crate::structure::Raw>,
             #[serde(default)] #[schema(ignore)] logits_processors: $crate::inert::Inert,
             #[serde(default)] #[schema(ignore)] prompt_logprobs: $crate::inert::Inert,
             #[serde(default)] #[schema(ignore)] truncate_prompt_tokens: $crate::inert::Inert,
@@ -153,18 +155,7 @@ macro_rules! openai_request {
         impl $name {
             /// Refuses what is not served in either of OpenAI's dialects.
             fn refuse_shared(&self) -> Result<(), $crate::error::ApiError> {
-                $crate::openai::ResponseFormat::check(self.response_format.as_ref())?;
                 for (param, inert) in [
-                    ("guided_json", self.guided_json),
-                    ("guided_regex", self.guided_regex),
-                    ("guided_choice", self.guided_choice),
-                    ("guided_grammar", self.guided_grammar),
-                    ("structured_outputs", self.structured_outputs),
-                    ("structural_tag", self.structural_tag),
-                    ("json_schema", self.json_schema),
-                    ("regex", self.regex),
-                    ("ebnf", self.ebnf),
-                    ("bad_words", self.bad_words),
                     ("logits_processors", self.logits_processors),
                     ("prompt_logprobs", self.prompt_logprobs),
                     ("truncate_prompt_tokens", self.truncate_prompt_tokens),
@@ -206,6 +197,22 @@ macro_rules! openai_request {
                     routing_key: self.routing_key.take(),
                     routed_dp_rank: self.routed_dp_rank,
                     cache_salt: self.cache_salt.take(),
+                    bad_words: self.bad_words.take(),
+                    thinking_budget: self.thinking_budget,
+                    structure: $crate::structure::Spellings {
+                        prefix: "",
+                        response_format: self.response_format.take(),
+                        structured_outputs: self.structured_outputs.take(),
+                        guided_json: self.guided_json.take(),
+                        guided_regex: self.guided_regex.take(),
+                        guided_choice: self.guided_choice.take(),
+                        guided_grammar: self.guided_grammar.take(),
+                        guided_whitespace_pattern: self.guided_whitespace_pattern.take(),
+                        json_schema: self.json_schema.take(),
+                        regex: self.regex.take(),
+                        ebnf: self.ebnf.take(),
+                        structural_tag: self.structural_tag.take(),
+                    },
                     logprobs: None,
                 }
             }

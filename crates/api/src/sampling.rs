@@ -11,6 +11,7 @@ use crate::limits::{LOGPROBS, TOTAL_CHOICES};
 use crate::preference::preference;
 use crate::prompt::{Strings, in_vocabulary};
 use crate::salt::check_salt;
+use crate::structure::{Spellings, Structure};
 
 /// What the model's `generation_config.json` sets where the client does not.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
@@ -78,6 +79,12 @@ pub struct Generation {
     pub preference: Preference,
     /// Keeps its cached blocks apart from those of others.
     pub cache_salt: Option<Arc<str>>,
+    /// The form of the answer.
+    pub structure: Option<Structure>,
+    /// Words that the answer does not have; none is empty.
+    pub bad_words: Vec<String>,
+    /// Most tokens of the reasoning before the answer.
+    pub thinking_budget: Option<u32>,
 }
 
 impl Generation {
@@ -176,6 +183,10 @@ pub(crate) struct Fields {
     pub(crate) routing_key: Option<String>,
     pub(crate) routed_dp_rank: Option<i64>,
     pub(crate) cache_salt: Option<String>,
+    pub(crate) bad_words: Option<Strings>,
+    /// -1: as many as it takes.
+    pub(crate) thinking_budget: Option<i64>,
+    pub(crate) structure: Spellings,
     /// Already checked by [`check_logprobs`].
     pub(crate) logprobs: Option<u8>,
 }
@@ -202,11 +213,8 @@ impl Fields {
             let reason = format!("{min_tokens} is more than the {most} tokens to generate");
             return Err(out_of_range(&format!("{prefix}min_tokens"), reason));
         }
-        let stop = self.stop.unwrap_or_default().0;
-        if let Some(index) = stop.iter().position(String::is_empty) {
-            let param = format!("{prefix}stop[{index}]");
-            return Err(out_of_range(&param, "must not be empty".to_owned()));
-        }
+        let stop = filled(self.stop, &format!("{prefix}stop"))?;
+        let bad_words = filled(self.bad_words, &format!("{prefix}bad_words"))?;
         let stop_token_ids = self.stop_token_ids.unwrap_or_default();
         check_ids(&format!("{prefix}stop_token_ids"), &stop_token_ids, limits)?;
         if let Some(allowed) = &self.allowed_token_ids {
@@ -250,7 +258,21 @@ impl Fields {
             stream_interval: self.stream_interval,
             preference,
             cache_salt: check_salt(self.cache_salt.as_deref())?,
+            structure: self.structure.resolve()?,
+            bad_words,
+            thinking_budget: self.thinking_budget.and_then(|budget| u32::try_from(budget).ok()),
         })
+    }
+}
+
+/// Strings of which none is empty.
+fn filled(strings: Option<Strings>, param: &str) -> Result<Vec<String>, ApiError> {
+    let strings = strings.unwrap_or_default().0;
+    match strings.iter().position(String::is_empty) {
+        Some(index) => {
+            Err(out_of_range(&format!("{param}[{index}]"), "must not be empty".to_owned()))
+        }
+        None => Ok(strings),
     }
 }
 

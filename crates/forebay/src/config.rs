@@ -76,6 +76,10 @@ pub(crate) struct Config {
     pub(crate) drain_timeout_s: f64,
     pub(crate) hand_restarts: u32,
     pub(crate) seed: u64,
+    pub(crate) grammar: bool,
+    pub(crate) grammar_threads: usize,
+    pub(crate) grammar_lenient: bool,
+    pub(crate) mask_threads: usize,
     /// What the model makes in place of tokens.
     pub(crate) pooling: Option<Pooling>,
     /// Nothing is computed: answers are made up, in the time that this says. `None` with a real device.
@@ -227,6 +231,10 @@ impl Config {
             drain_timeout_s: flags.http.drain_timeout.as_secs_f64(),
             hand_restarts: flags.run.hand_restarts,
             seed: flags.loading.seed,
+            grammar: !flags.grammar.no_grammar && model.pooling.is_none(),
+            grammar_threads: flags.grammar.grammar_threads.get(),
+            grammar_lenient: flags.grammar.grammar_lenient,
+            mask_threads: flags.grammar.helpers(),
             pooling: model.pooling.clone(),
             simulated,
             simulated_replicas,
@@ -265,6 +273,7 @@ impl Config {
             watchdog_us: (self.watchdog_timeout_s * 1e6) as u64,
             load_timeout_us: (self.load_timeout_s * 1e6) as u64,
             restart_limit: self.hand_restarts,
+            mask_threads: if self.grammar { self.mask_threads } else { 0 },
             host: self.host_tier.as_ref().map(HostTier::engine),
         }
     }

@@ -1,6 +1,7 @@
 //! The flags of `serve`, exactly as typed. Nothing is resolved here: see `config`.
 
 mod access;
+mod grammar;
 mod limits;
 mod listening;
 mod schedule;
@@ -16,6 +17,7 @@ use forebay_hand::MAX_ARENA_BYTES;
 use serde::Serialize;
 
 pub(crate) use self::access::{AccessFlags, visible_keys};
+pub(crate) use self::grammar::GrammarFlags;
 pub(crate) use self::listening::ListenFlags;
 pub(crate) use self::schedule::{ScheduleFlags, SchedulePolicy};
 
@@ -51,6 +53,8 @@ pub(crate) struct ServeFlags {
     pub(crate) loading: ModelFlags,
     #[command(flatten)]
     pub(crate) schedule: ScheduleFlags,
+    #[command(flatten)]
+    pub(crate) grammar: GrammarFlags,
     #[command(flatten)]
     pub(crate) tiers: TierFlags,
     #[command(flatten)]

@@ -30,7 +30,8 @@ use crate::listening::{self, Bound};
 use crate::logs::Logs;
 use crate::model::{Model, Task, fetch, find_python};
 use crate::{
-    affinity, descriptors, logs, python, secret, signals, simulate, threads, vocabulary, watch,
+    affinity, descriptors, grammar, logs, python, secret, signals, simulate, threads, vocabulary,
+    watch,
 };
 
 /// Steps and registrations that may wait for an egress thread before the engine waits for it.
@@ -77,6 +78,7 @@ pub(crate) fn run(flags: &ServeFlags) -> Result<()> {
         warn!("the model has no chat template: /v1/chat/completions will answer 400");
     }
     let text = flags.text.pool(&config, tokenizer.clone(), template, &guard)?;
+    let grammars = grammar::start(&flags.grammar, &tokenizer, &model, &eos, &guard)?;
     let metrics = Arc::new(Metrics::new(
         &config.served_model_names[0],
         config.context_length,
@@ -134,6 +136,8 @@ pub(crate) fn run(flags: &ServeFlags) -> Result<()> {
             GenerationConfig::None => GenerationDefaults::default(),
         },
         pooling,
+        grammars,
+        markers: grammar::markers(&tokenizer),
     };
     let server = ServerConfig {
         api_keys,

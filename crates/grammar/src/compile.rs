@@ -9,7 +9,7 @@ use parking_lot::Mutex;
 use serde_json::json;
 
 use crate::error::GrammarError;
-use crate::source::{CHOICES, Form, SOURCE_BYTES, Source};
+use crate::source::{CHOICES, Form, Source};
 use crate::vocabulary::Vocabulary;
 use crate::{ebnf, lark, schema, tag};
 
@@ -22,6 +22,8 @@ pub(crate) struct Template {
     matcher: Mutex<Matcher>,
     /// Which tokens an answer can begin with: computed once, because the first mask is by far the dearest.
     first: Arc<[u32]>,
+    /// The model's end-of-sequence ids.
+    eos: Arc<[i32]>,
 }
 
 impl fmt::Debug for Template {
@@ -37,6 +39,10 @@ impl Template {
         source: &Source,
         lenient: bool,
     ) -> Result<Self, GrammarError> {
+        let (bytes, limit) = (source.bytes(), source.limit());
+        if bytes > limit {
+            return Err(GrammarError::invalid(format!("{bytes} bytes are more than {limit}")));
+        }
         let mut parsed = None;
         let grammar = match &source.form {
             Form::JsonObject => {
@@ -48,7 +54,6 @@ impl Template {
                 ))
             }
             Form::JsonSchema(text) => {
-                bounded(source.bytes())?;
                 let schema = parsed.insert(schema::read(text)?).clone();
                 TopLevelGrammar::from_json_schema(schema::with_options(
                     schema,
@@ -57,11 +62,9 @@ impl Template {
                 ))
             }
             Form::Regex(pattern) => {
-                bounded(source.bytes())?;
                 TopLevelGrammar::from_lark(format!("start: {}", tag::regex(pattern)?))
             }
             Form::Choice(choices) => {
-                bounded(source.bytes())?;
                 if choices.is_empty() || choices.len() > CHOICES {
                     let reason = format!("{} choices are not from 1 to {CHOICES}", choices.len());
                     return Err(GrammarError::invalid(reason));
@@ -69,16 +72,11 @@ impl Template {
                 TopLevelGrammar::from_lark(lark::choice(choices))
             }
             Form::Lark(text) => {
-                bounded(source.bytes())?;
                 no_options(text)?;
                 TopLevelGrammar::from_lark(text.to_string())
             }
-            Form::Ebnf(text) => {
-                bounded(source.bytes())?;
-                TopLevelGrammar::from_lark(ebnf::to_lark(text)?)
-            }
+            Form::Ebnf(text) => TopLevelGrammar::from_lark(ebnf::to_lark(text)?),
             Form::StructuralTag(text) => {
-                bounded(source.bytes())?;
                 TopLevelGrammar::from_lark(tag::to_lark(text, &source.whitespace, lenient)?)
             }
         };
@@ -86,14 +84,16 @@ impl Template {
             // It counts symbols and states in small numbers, and asserts that they do.
             _ if said.starts_with(PANIC) => GrammarError::invalid("it is too large to be compiled"),
             Some(schema) => schema::explain(schema, said),
-            None => GrammarError::invalid(first_lines(said)),
+            None => GrammarError::invalid(brief(said)),
         };
         let parser = vocabulary.factory.create_parser(grammar);
         let parser = parser.map_err(|error| explain(&format!("{error:#}")))?;
         let mut matcher = Matcher::new(Ok(parser));
         // A grammar that only the empty text fits has nothing to say but the end.
         let first = matcher.compute_mask_or_eos().map_err(|error| explain(&error.to_string()))?;
-        Ok(Self { first: first.as_slice().into(), matcher: Mutex::new(matcher) })
+        let eos = vocabulary.factory.tok_env().tok_trie().eos_tokens();
+        let eos = eos.iter().map(|id| id.cast_signed()).collect();
+        Ok(Self { first: first.as_slice().into(), eos, matcher: Mutex::new(matcher) })
     }
 
     /// A matcher of one's own.
@@ -101,17 +101,15 @@ impl Template {
         self.matcher.lock().deep_clone()
     }
 
+    /// The model's end-of-sequence ids.
+    pub(crate) fn eos(&self) -> Arc<[i32]> {
+        Arc::clone(&self.eos)
+    }
+
     /// The mask at the beginning.
     pub(crate) fn first(&self) -> Arc<[u32]> {
         Arc::clone(&self.first)
     }
-}
-
-fn bounded(bytes: usize) -> Result<(), GrammarError> {
-    if bytes <= SOURCE_BYTES {
-        return Ok(());
-    }
-    Err(GrammarError::invalid(format!("{bytes} bytes are more than {SOURCE_BYTES}")))
 }
 
 /// Refuses what a grammar may not ask for: options of schemas in it, and temperatures, which nobody would look at.
@@ -126,9 +124,10 @@ fn no_options(text: &str) -> Result<(), GrammarError> {
     Ok(())
 }
 
-/// As much of an error as a client wants to read.
-fn first_lines(said: &str) -> String {
-    const MOST: usize = 500;
-    let end = (0..=MOST.min(said.len())).rev().find(|&at| said.is_char_boundary(at)).unwrap_or(0);
-    said[..end].trim().to_owned()
+/// As much of an error as a client wants to read: beyond its first line it repeats the grammar.
+pub(crate) fn brief(said: &str) -> String {
+    const MOST: usize = 300;
+    let line = said.lines().find(|line| !line.trim().is_empty()).unwrap_or_default().trim();
+    let shown = |c: char| if c.is_control() { char::REPLACEMENT_CHARACTER } else { c };
+    line.chars().take(MOST).map(shown).collect()
 }

@@ -13,6 +13,7 @@ mod lark;
 mod rules;
 mod schema;
 mod service;
+mod size;
 mod source;
 mod tag;
 mod thinking;
@@ -21,5 +22,8 @@ mod vocabulary;
 pub use error::GrammarError;
 pub use rules::{Bounds, Reasoning};
 pub use service::{Constraints, GrammarConfig, GrammarStats, Grammars, Wanted};
-pub use source::{CHOICES, Form, SCHEMA_DEPTH, SCHEMA_VALUES, SOURCE_BYTES, Source, Whitespace};
+pub use source::{
+    CHOICES, Form, GRAMMAR_BYTES, REGEX_BYTES, SCHEMA_BYTES, SCHEMA_DEPTH, SCHEMA_VALUES, Source,
+    Whitespace,
+};
 pub use thinking::{Markers, Start};

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use forebay_engine::{Allowed, Broken, Constraint};
 use llguidance::Matcher;
 
-use crate::compile::Template;
+use crate::compile::{Template, brief};
 use crate::service::Attic;
 use crate::thinking::{Markers, Phase, Start, Thinking};
 
@@ -53,6 +53,8 @@ struct Follower {
     matcher: Option<Matcher>,
     /// The first mask, until a token was said.
     first: Option<Arc<[u32]>>,
+    /// The model's end-of-sequence ids.
+    eos: Arc<[i32]>,
     /// Where matchers end up: to free a large one takes longer than a step may wait.
     attic: Attic,
 }
@@ -82,6 +84,7 @@ impl Rules {
         let follower = |(template, attic): (&Template, Attic)| Follower {
             matcher: Some(template.matcher()),
             first: Some(template.first()),
+            eos: template.eos(),
             attic,
         };
         Self {
@@ -153,7 +156,9 @@ impl Constraint for Rules {
         grammar.first = None;
         let consumed =
             grammar.matcher.as_mut().map(|matcher| matcher.consume_token(token.cast_unsigned()));
-        consumed.transpose().map_err(|error| Broken(format!("the grammar: {error}")))?;
+        consumed
+            .transpose()
+            .map_err(|error| Broken(format!("the grammar: {}", brief(&error.to_string()))))?;
         Ok(())
     }
 
@@ -205,11 +210,14 @@ impl Follower {
             Some(first) => copy(first, words),
             None => {
                 let mask = matcher.compute_mask_or_eos();
-                let mask = mask.map_err(|error| Broken(format!("the grammar: {error}")))?;
+                let mask = mask.map_err(|error| {
+                    Broken(format!("the grammar: {}", brief(&error.to_string())))
+                })?;
                 copy(mask.as_slice(), words);
             }
         }
-        if ends.iter().any(|&id| get(words, id)) {
+        // An end that the client has named may as well be a part of the answer: only the model's own tell that it is complete.
+        if self.eos.iter().any(|&id| get(words, id)) {
             ends.iter().for_each(|&id| set(words, id));
         }
         Ok(())

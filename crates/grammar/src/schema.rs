@@ -2,9 +2,11 @@
 
 use serde_json::{Map, Value, json};
 
+use crate::compile::brief;
 use crate::error::GrammarError;
 use crate::formats;
-use crate::source::{SCHEMA_DEPTH, SCHEMA_VALUES, Whitespace};
+use crate::size;
+use crate::source::{SCHEMA_DEPTH, Whitespace};
 
 /// llguidance's own options in a schema. They could switch off what the operator wants checked.
 const OPTIONS: &str = "x-guidance";
@@ -39,6 +41,7 @@ const ONE_OF: &str = "oneOf constraints are not supported";
 
 /// Reads a schema and checks its size.
 pub(crate) fn read(text: &str) -> Result<Value, GrammarError> {
+    size::check(text, "a schema")?;
     let schema: Value = serde_json::from_str(text)
         .map_err(|error| GrammarError::invalid(format!("the schema is not JSON: {error}")))?;
     prepare(schema)
@@ -49,8 +52,7 @@ pub(crate) fn prepare(mut schema: Value) -> Result<Value, GrammarError> {
     if !schema.is_object() && !schema.is_boolean() {
         return Err(GrammarError::invalid("a schema is an object or a boolean"));
     }
-    let mut values = 0;
-    measure(&schema, 0, &mut values, &mut Vec::new())?;
+    measure(&schema, 0, &mut Vec::new())?;
     simplify(&mut schema);
     Ok(schema)
 }
@@ -58,13 +60,8 @@ pub(crate) fn prepare(mut schema: Value) -> Result<Value, GrammarError> {
 fn measure<'a>(
     value: &'a Value,
     depth: usize,
-    values: &mut usize,
     path: &mut Vec<&'a str>,
 ) -> Result<(), GrammarError> {
-    *values += 1;
-    if *values > SCHEMA_VALUES {
-        return Err(GrammarError::invalid(format!("more than {SCHEMA_VALUES} values")));
-    }
     if depth > SCHEMA_DEPTH {
         return Err(GrammarError::at(joined(path), format!("deeper than {SCHEMA_DEPTH} levels")));
     }
@@ -75,14 +72,12 @@ fn measure<'a>(
                 if key == OPTIONS {
                     return Err(GrammarError::at(joined(path), "clients may not set it"));
                 }
-                measure(value, depth + 1, values, path)?;
+                measure(value, depth + 1, path)?;
                 path.pop();
             }
             Ok(())
         }
-        Value::Array(list) => {
-            list.iter().try_for_each(|value| measure(value, depth + 1, values, path))
-        }
+        Value::Array(list) => list.iter().try_for_each(|value| measure(value, depth + 1, path)),
         _ => Ok(()),
     }
 }
@@ -149,8 +144,6 @@ fn options(whitespace: &Whitespace, lenient: bool) -> Value {
 
 /// What llguidance has said of a schema, with the place that it is about where it can be found.
 pub(crate) fn explain(schema: &Value, said: &str) -> GrammarError {
-    // It adds where it is in its own words.
-    let line = said.lines().next().unwrap_or(said).trim();
     let find = |fits: &dyn Fn(&Map<String, Value>) -> Option<String>| {
         let mut path = Vec::new();
         locate(schema, fits, &mut path).then(|| joined(&path))
@@ -178,7 +171,7 @@ pub(crate) fn explain(schema: &Value, said: &str) -> GrammarError {
         let why = "only alternatives that exclude each other are supported: use anyOf";
         return GrammarError::at(path, why);
     }
-    GrammarError::invalid(line)
+    GrammarError::invalid(brief(said))
 }
 
 /// Looks for the first schema that `fits`; `path` is then the way to what it names.

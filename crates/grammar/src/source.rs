@@ -2,12 +2,16 @@
 
 use std::sync::Arc;
 
-/// Most bytes of a source's text: a schema, a grammar, or all choices together.
-pub const SOURCE_BYTES: usize = 2 << 20;
+/// Most bytes of a schema or a structural tag.
+pub const SCHEMA_BYTES: usize = 2 << 20;
+/// Most bytes of a grammar, or of all choices together.
+pub const GRAMMAR_BYTES: usize = 256 << 10;
+/// Most bytes of a regular expression: compiled, one takes some hundred times as much.
+pub const REGEX_BYTES: usize = 32 << 10;
 /// Deepest nesting of a schema or a structural tag.
 pub const SCHEMA_DEPTH: usize = 64;
 /// Most JSON values of a schema or a structural tag.
-pub const SCHEMA_VALUES: usize = 200_000;
+pub const SCHEMA_VALUES: usize = 1 << 16;
 /// Most choices.
 pub const CHOICES: usize = 16_384;
 
@@ -55,7 +59,7 @@ impl Whitespace {
     /// As a regular expression; `None`: there is none.
     pub(crate) fn pattern(&self) -> Option<&str> {
         match self {
-            Self::Bounded => Some(r"( |\r?\n(\t{0,6}| {0,24}))"),
+            Self::Bounded => Some(r"( |\n(\t{0,6}| {0,24}))"),
             Self::None => None,
             Self::Pattern(pattern) => Some(pattern),
         }
@@ -80,6 +84,17 @@ impl Source {
             | Form::Ebnf(text)
             | Form::StructuralTag(text) => text.len(),
             Form::Choice(choices) => choices.iter().map(String::len).sum(),
+        }
+    }
+
+    /// Most bytes that such a source may have.
+    #[must_use]
+    pub fn limit(&self) -> usize {
+        match &self.form {
+            Form::JsonObject => 0,
+            Form::JsonSchema(_) | Form::StructuralTag(_) => SCHEMA_BYTES,
+            Form::Regex(_) => REGEX_BYTES,
+            Form::Lark(_) | Form::Ebnf(_) | Form::Choice(_) => GRAMMAR_BYTES,
         }
     }
 

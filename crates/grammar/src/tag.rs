@@ -8,6 +8,7 @@ use serde_json::Value;
 use crate::error::GrammarError;
 use crate::lark::{escaped, literal};
 use crate::schema;
+use crate::size;
 use crate::source::Whitespace;
 
 /// Deepest nesting of formats.
@@ -21,6 +22,7 @@ pub(crate) fn to_lark(
     whitespace: &Whitespace,
     lenient: bool,
 ) -> Result<String, GrammarError> {
+    size::check(text, "a structural tag")?;
     let tag: Value = serde_json::from_str(text).map_err(|error| {
         GrammarError::invalid(format!("the structural tag is not JSON: {error}"))
     })?;

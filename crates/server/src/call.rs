@@ -14,6 +14,7 @@ use forebay_text::StopTable;
 
 use crate::budget::Charge;
 use crate::config::EgressMode;
+use crate::constrain;
 use crate::delta::{Delta, End};
 use crate::egress::Registration;
 use crate::engine::Engine;
@@ -137,6 +138,11 @@ impl Call {
             resumed = Some((speller, before));
         }
         let (mut speller, before) = resumed.unzip();
+        let said = resume.map_or(&[][..], |resume| &resume.generated);
+        let mut restricted = Vec::with_capacity(submissions.len());
+        for submission in &submissions {
+            restricted.push(constrain::constraints(state, submission, said).await?);
+        }
         let (senders, receiver) = mailbox(tally, wake, state.config.max_unread_bytes);
         let span = tracing::info_span!(
             "request",
@@ -156,7 +162,8 @@ impl Call {
             _charge: charge,
         };
         let mut senders = senders.into_iter();
-        for submission in submissions {
+        for (submission, constraints) in submissions.into_iter().zip(restricted) {
+            let mut constraints = constraints.into_iter().flatten();
             let prompt_tokens = submission.prompt_tokens();
             let salt = peer.salt(state, submission.terms.generation.cache_salt.as_deref());
             let names = shared_names(state, salt, &submission);
@@ -198,10 +205,12 @@ impl Call {
                     cache_salt: salt,
                     client: peer.client(),
                     probe: peer.is_probe(),
+                    masked: false,
                     past: Past::default(),
                 };
                 let submitted = EngineRequest {
                     request,
+                    constraint: constraints.next(),
                     payloads: embeds.iter().map(|embeds| Arc::clone(&embeds.payload)).collect(),
                     preference: generation.preference.clone(),
                 };

@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use forebay_api::GenerationDefaults;
 use forebay_engine::Namer;
+use forebay_grammar::{Grammars, Markers};
 use serde_json::Value;
 
 use crate::access::Access;
@@ -139,4 +140,8 @@ pub struct ModelInfo {
     pub defaults: GenerationDefaults,
     /// What it makes in place of text.
     pub pooling: Option<PooledModel>,
+    /// What compiles the forms of answers; `None`: answers have any form.
+    pub grammars: Option<Grammars>,
+    /// What is around its reasoning, if it is known.
+    pub markers: Option<Markers>,
 }

@@ -23,6 +23,7 @@ mod call;
 mod client;
 mod config;
 mod connection;
+mod constrain;
 mod delta;
 mod egress;
 mod engine;

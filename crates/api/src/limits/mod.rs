@@ -24,6 +24,10 @@ pub const STOP_IDS: usize = 1024;
 pub const ALLOWED_IDS: usize = 16_384;
 /// Most token ids with a bias.
 pub const BIASES: usize = 1024;
+/// Most words that an answer does not have.
+pub const BAD_WORDS: usize = 256;
+/// Most bytes of all of them together.
+pub const BAD_WORD_BYTES: usize = 16_384;
 /// Most choices a prompt.
 pub const CHOICES: u32 = 128;
 /// Most choices that all prompts of a request have together.
@@ -101,6 +105,8 @@ pub enum Bound {
     Content(Params),
     /// Any JSON value, which is kept. Its elements count as [`VALUES`], and it is at most [`DEPTH`] deep.
     Tree,
+    /// A form of answers: a string of at most this many bytes, or any JSON value, which is kept as text.
+    Form(usize),
     /// Any JSON value. It is read over and not kept.
     Ignored,
 }

@@ -1,9 +1,11 @@
 //! The table.
 
+use forebay_grammar::{CHOICES as CHOICES_OF_FORM, GRAMMAR_BYTES, REGEX_BYTES, SCHEMA_BYTES};
+
 use super::{
-    ALLOWED_IDS, BIASES, Bound, CACHE_SALT_BYTES, CHOICES, IDS, INPUTS, LOGPROBS, Limited,
-    MESSAGES, NAME_BYTES, PROMPTS, Param, Params, ROUTING_KEY_BYTES, STOP_BYTES, STOP_IDS, STOPS,
-    WORD_BYTES,
+    ALLOWED_IDS, BAD_WORD_BYTES, BAD_WORDS, BIASES, Bound, CACHE_SALT_BYTES, CHOICES, IDS, INPUTS,
+    LOGPROBS, Limited, MESSAGES, NAME_BYTES, PROMPTS, Param, Params, ROUTING_KEY_BYTES, STOP_BYTES,
+    STOP_IDS, STOPS, WORD_BYTES,
 };
 use crate::chat::ChatRequest;
 use crate::completions::CompletionRequest;
@@ -69,6 +71,23 @@ const fn flag(name: &'static str) -> Param {
 }
 const fn ignored(name: &'static str) -> Param {
     param(name, Bound::Ignored)
+}
+/// The form of an answer, as JSON or as text.
+const fn source(name: &'static str) -> Param {
+    param(name, Bound::Form(SCHEMA_BYTES))
+}
+const fn regex(name: &'static str) -> Param {
+    param(name, Bound::Form(REGEX_BYTES))
+}
+const fn grammar(name: &'static str) -> Param {
+    param(name, Bound::Form(GRAMMAR_BYTES))
+}
+/// Texts of which an answer is one.
+const fn choices(name: &'static str) -> Param {
+    param(
+        name,
+        Bound::Strings { count: CHOICES_OF_FORM, each: GRAMMAR_BYTES, total: GRAMMAR_BYTES },
+    )
 }
 const fn text(name: &'static str, bytes: usize) -> Param {
     param(name, Bound::Text(bytes))
@@ -146,16 +165,23 @@ const OPENAI: &[Param] = &[
     number("routed_dp_rank", i64::MIN as f64, i64::MAX as f64),
     number("data_parallel_rank", i64::MIN as f64, i64::MAX as f64),
     param("response_format", Bound::Object(&[RESPONSE_FORMAT])),
-    ignored("guided_json"),
-    ignored("guided_regex"),
-    ignored("guided_choice"),
-    ignored("guided_grammar"),
-    ignored("structured_outputs"),
-    ignored("structural_tag"),
-    ignored("json_schema"),
-    ignored("regex"),
-    ignored("ebnf"),
-    ignored("bad_words"),
+    param("structured_outputs", Bound::Object(&[STRUCTURED_OUTPUTS])),
+    source("guided_json"),
+    regex("guided_regex"),
+    choices("guided_choice"),
+    grammar("guided_grammar"),
+    text("guided_whitespace_pattern", WORD_BYTES),
+    source("structural_tag"),
+    source("json_schema"),
+    regex("regex"),
+    grammar("ebnf"),
+    param(
+        "bad_words",
+        Bound::Strings { count: BAD_WORDS, each: STOP_BYTES, total: BAD_WORD_BYTES },
+    ),
+    number("thinking_budget", -1.0, u32::MAX as f64),
+    number("thinking_token_budget", -1.0, u32::MAX as f64),
+    number("reasoning_budget", -1.0, u32::MAX as f64),
     ignored("logits_processors"),
     ignored("prompt_logprobs"),
     ignored("truncate_prompt_tokens"),
@@ -167,7 +193,34 @@ const OPENAI: &[Param] = &[
 pub(super) const STREAM_OPTIONS: &[Param] =
     &[flag("include_usage"), flag("continuous_usage_stats")];
 
-pub(super) const RESPONSE_FORMAT: &[Param] = &[text("type", WORD_BYTES)];
+pub(super) const RESPONSE_FORMAT: &[Param] = &[
+    text("type", WORD_BYTES),
+    param("json_schema", Bound::Object(&[JSON_SCHEMA])),
+    source("schema"),
+    source("format"),
+    source("structures"),
+    source("triggers"),
+];
+
+pub(super) const JSON_SCHEMA: &[Param] = &[
+    text("name", NAME_BYTES),
+    text("description", SCHEMA_BYTES),
+    source("schema"),
+    flag("strict"),
+];
+
+pub(super) const STRUCTURED_OUTPUTS: &[Param] = &[
+    source("json"),
+    regex("regex"),
+    choices("choice"),
+    grammar("grammar"),
+    flag("json_object"),
+    source("structural_tag"),
+    text("whitespace_pattern", WORD_BYTES),
+    flag("disable_any_whitespace"),
+    flag("disable_fallback"),
+    flag("disable_additional_properties"),
+];
 
 /// Sampling parameters that all dialects name alike.
 const NUMBERS: &[Param] = &[
@@ -226,10 +279,10 @@ const SAMPLING: &[Param] = &[
     count("min_new_tokens", 0),
     number("sampling_seed", i64::MIN as f64, i64::MAX as f64),
     flag("no_stop_trim"),
-    ignored("json_schema"),
-    ignored("regex"),
-    ignored("ebnf"),
-    ignored("structural_tag"),
+    source("json_schema"),
+    regex("regex"),
+    grammar("ebnf"),
+    source("structural_tag"),
     ignored("stop_regex"),
     ignored("custom_params"),
 ];
@@ -283,7 +336,8 @@ mod tests {
     use super::*;
     use crate::chat::{ChatMessage, ContentPart};
     use crate::generate::GenerateSampling;
-    use crate::openai::{ResponseFormat, StreamOptions};
+    use crate::openai::StreamOptions;
+    use crate::structure::{JsonSchemaFormat, ResponseFormat, StructuredOutputs};
 
     /// Asks a type for the names of its fields, aliases too, by not giving it any.
     struct Fields<'a>(&'a mut Vec<&'static str>);
@@ -334,5 +388,7 @@ mod tests {
         compare::<GenerateSampling>(&[SAMPLING, NUMBERS, LISTS]);
         compare::<StreamOptions>(&[STREAM_OPTIONS]);
         compare::<ResponseFormat>(&[RESPONSE_FORMAT]);
+        compare::<JsonSchemaFormat>(&[JSON_SCHEMA]);
+        compare::<StructuredOutputs>(&[STRUCTURED_OUTPUTS]);
     }
 }

@@ -152,7 +152,7 @@ impl<'de> Visitor<'de> for At<'_> {
         let most = match self.bound {
             // What is kept is an object or a list: the error would show a string.
             Bound::Tree if self.depth == 0 => SHOWN_BYTES,
-            Bound::Text(most) => most,
+            Bound::Text(most) | Bound::Form(most) => most,
             Bound::Strings { each, total, .. } => each.min(total),
             Bound::Prompt
             | Bound::Prompts(_)
@@ -197,6 +197,7 @@ impl<'de> Visitor<'de> for At<'_> {
             | Bound::Text(_)
             | Bound::Biases(_)
             | Bound::Object(_)
+            | Bound::Form(_)
             | Bound::Ignored => (usize::MAX, Bound::Ignored),
         };
         let total = match self.bound {

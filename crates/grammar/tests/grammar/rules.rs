@@ -114,6 +114,15 @@ fn the_clients_own_ends_may_come_where_the_form_is_complete() {
 }
 
 #[test]
+fn an_end_of_the_client_that_is_a_part_of_the_form_does_not_end_it() {
+    let bench = bench();
+    let seven = bench.tokenizer.encode_as_text("7").unwrap()[0];
+    let bounds = Bounds { ends: [EOS, seven].into(), ..Bounds::default() };
+    let mut rules = bench.rules(Wanted { bounds, ..wanted(Some(digits().into())) });
+    assert!(may(&mut *rules, seven) && !may(&mut *rules, EOS));
+}
+
+#[test]
 fn a_token_that_does_not_fit_breaks_the_constraint() {
     let bench = bench();
     let mut rules = bench.form(digits());

@@ -145,6 +145,7 @@ pub(crate) fn request_error(error: &RequestError) -> ApiError {
         RequestError::NotFinite => ApiError::Internal { reason, code: Some("not_finite") },
         RequestError::Poisoned => ApiError::Internal { reason, code: Some("poisoned") },
         RequestError::HandFailed(_) => ApiError::Unavailable { reason, code: "failed" },
+        RequestError::Constraint(_) => ApiError::invalid("response_format", reason),
         RequestError::QueueTimeout { retry_after, .. } => {
             ApiError::QueueTimeout { reason, retry_after: *retry_after }
         }

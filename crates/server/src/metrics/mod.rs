@@ -6,6 +6,7 @@ mod sources;
 
 use std::time::{Duration, Instant};
 
+use forebay_grammar::GrammarStats;
 use forebay_replicas::ReplicaReport;
 use forebay_text::TextStats;
 use parking_lot::Mutex;
@@ -14,8 +15,8 @@ use prometheus::{
 };
 
 use self::sources::{
-    COUNTERS, GAUGES, HOST_COUNTERS, INTAKE_GAUGES, LOG_COUNTERS, Read, Source, TEXT_COUNTERS,
-    TEXT_GAUGES, TRANSFERS,
+    COUNTERS, GAUGES, GRAMMAR_COUNTERS, GRAMMAR_GAUGES, HOST_COUNTERS, INTAKE_GAUGES, LOG_COUNTERS,
+    Read, Source, TEXT_COUNTERS, TEXT_GAUGES, TRANSFERS,
 };
 use crate::intake::IntakeStats;
 
@@ -82,6 +83,7 @@ pub struct Metrics {
     requests: RequestMetrics,
     replicas: Vec<Mutex<ReadMetrics<ReplicaReport>>>,
     text: Mutex<ReadMetrics<TextStats>>,
+    grammars: Mutex<ReadMetrics<GrammarStats>>,
     intake: Mutex<ReadMetrics<IntakeStats>>,
     log: Mutex<ReadMetrics<u64>>,
 }
@@ -168,6 +170,19 @@ impl Registrar {
         self.registry.register(Box::new(histogram.clone()))?;
         Ok(histogram)
     }
+}
+
+/// Numbers of the server's parts beside the replicas.
+#[derive(Debug, Clone, Copy, Default)]
+pub(crate) struct Parts {
+    /// Of the text pool.
+    pub(crate) text: TextStats,
+    /// Of the threads that compile forms of answers.
+    pub(crate) grammars: GrammarStats,
+    /// Of the way of large requests.
+    pub(crate) intake: IntakeStats,
+    /// Log lines that nobody took in time.
+    pub(crate) dropped: u64,
 }
 
 impl Metrics {
@@ -262,6 +277,7 @@ impl Metrics {
         });
         let replicas = replicas.collect::<prometheus::Result<_>>()?;
         let text = ReadMetrics::new(&r, TEXT_GAUGES, TEXT_COUNTERS)?;
+        let grammars = ReadMetrics::new(&r, GRAMMAR_GAUGES, GRAMMAR_COUNTERS)?;
         let intake = ReadMetrics::new(&r, INTAKE_GAUGES, &[])?;
         let log = ReadMetrics::new(&r, &[], LOG_COUNTERS)?;
         Ok(Self {
@@ -269,6 +285,7 @@ impl Metrics {
             requests,
             replicas,
             text: Mutex::new(text),
+            grammars: Mutex::new(grammars),
             intake: Mutex::new(intake),
             log: Mutex::new(log),
         })
@@ -314,24 +331,22 @@ impl Metrics {
         }
     }
 
-    /// The text exposition, with the numbers of the replicas as of `replicas`, of the text pool as of `text`, and as many log lines dropped
-    /// as `dropped`.
+    /// The text exposition, with the numbers of the replicas as of `replicas`, and of the other parts as of `parts`.
     ///
     /// # Errors
     /// The encoder fails.
     pub(crate) fn render(
         &self,
         replicas: &[ReplicaReport],
-        text: &TextStats,
-        intake: &IntakeStats,
-        dropped: u64,
+        parts: &Parts,
     ) -> prometheus::Result<Vec<u8>> {
         for (read, report) in self.replicas.iter().zip(replicas) {
             read.lock().read(report);
         }
-        self.text.lock().read(text);
-        self.intake.lock().read(intake);
-        self.log.lock().read(&dropped);
+        self.text.lock().read(&parts.text);
+        self.grammars.lock().read(&parts.grammars);
+        self.intake.lock().read(&parts.intake);
+        self.log.lock().read(&parts.dropped);
         let mut written = Vec::new();
         TextEncoder::new().encode(&self.registry.gather(), &mut written)?;
         Ok(written)
@@ -371,8 +386,12 @@ mod tests {
         stats.scheduler.pages_free = 3;
         stats.scheduler.prompt_tokens = 7;
         stats.hand.idle_us = 1_500_000;
-        let text = TextStats { waiting: 2, cache_hits: 5, ..TextStats::default() };
-        let intake = IntakeStats { in_line: 4, ..IntakeStats::default() };
+        let parts = Parts {
+            text: TextStats { waiting: 2, cache_hits: 5, ..TextStats::default() },
+            grammars: GrammarStats { compiled: 8, trie_us: 2_500_000, ..GrammarStats::default() },
+            intake: IntakeStats { in_line: 4, ..IntakeStats::default() },
+            dropped: 6,
+        };
         let report = |stats, status| ReplicaReport {
             status,
             stats,
@@ -383,7 +402,7 @@ mod tests {
         let mut other = stats;
         other.scheduler.running = 4;
         let replicas = [report(stats, Status::Ready), report(other, lost)];
-        let render = || metrics.render(&replicas, &text, &intake, 6).unwrap();
+        let render = || metrics.render(&replicas, &parts).unwrap();
         render();
         let text = String::from_utf8(render()).unwrap();
         for line in [
@@ -407,6 +426,8 @@ mod tests {
             "vllm:inter_token_latency_seconds_count{engine=\"0\",model_name=\"tiny\"} 1",
             "vllm:request_queue_time_seconds_sum{engine=\"0\",model_name=\"tiny\"} 2",
             "vllm:request_generation_tokens_sum{engine=\"0\",model_name=\"tiny\"} 2",
+            "forebay:grammars_compiled_total{engine=\"0\",model_name=\"tiny\"} 8",
+            "forebay:grammar_trie_seconds{engine=\"0\",model_name=\"tiny\"} 2.5",
             "forebay:text_inputs_waiting{engine=\"0\",model_name=\"tiny\"} 2",
             "forebay:text_cache_hits_total{engine=\"0\",model_name=\"tiny\"} 5",
             "forebay:log_lines_dropped_total{engine=\"0\",model_name=\"tiny\"} 6",

@@ -1,6 +1,7 @@
 //! What snapshots tell: names, helps and where the numbers are.
 
 use forebay_engine::Status;
+use forebay_grammar::GrammarStats;
 use forebay_replicas::ReplicaReport;
 use forebay_text::TextStats;
 
@@ -80,8 +81,41 @@ pub(super) const COUNTERS: &[Source<ReplicaReport>] = &[
     ("forebay:requests_replayed_total", "Requests replayed after a hand's death.", |r| {
         r.stats.hand.replayed as f64
     }),
+    ("forebay:masks_total", "Masks made for rows whose answers are restricted.", |r| {
+        r.stats.hand.masks as f64
+    }),
+    ("forebay:mask_seconds_total", "Seconds that the engine's thread took for masks.", |r| {
+        r.stats.hand.mask_us as f64 / 1e6
+    }),
     ("forebay:requests_dispatched_total", "Requests sent to the replica.", |r| {
         r.load.dispatched as f64
+    }),
+];
+
+pub(super) const GRAMMAR_GAUGES: &[Source<GrammarStats>] = &[
+    ("forebay:grammars_waiting", "Forms of answers that wait to be compiled, or are.", |s| {
+        s.waiting as f64
+    }),
+    (
+        "forebay:grammar_trie_seconds",
+        "Seconds that the trie of the vocabulary took; 0: not yet.",
+        |s| s.trie_us as f64 / 1e6,
+    ),
+];
+
+pub(super) const GRAMMAR_COUNTERS: &[Source<GrammarStats>] = &[
+    (
+        "forebay:grammars_compiled_total",
+        "Forms of answers that were compiled, or refused then.",
+        |s| s.compiled as f64,
+    ),
+    (
+        "forebay:grammar_hits_total",
+        "Requests whose form was compiled already, or about to be.",
+        |s| s.hits as f64,
+    ),
+    ("forebay:grammar_compile_seconds_total", "Seconds that compiling took.", |s| {
+        s.compile_us as f64 / 1e6
     }),
 ];
 

@@ -103,7 +103,7 @@ impl PooledCall {
                 ..Request::default()
             };
             let preference = preference.clone();
-            let submitted = EngineRequest { request, payloads: Vec::new(), preference };
+            let submitted = EngineRequest { request, preference, ..EngineRequest::default() };
             if let Err(error) = state.engine.submit(submitted) {
                 model.outputs.forget(ids.clone());
                 return Err(submit_error(error));

@@ -9,6 +9,7 @@ use axum::http::header::CONTENT_TYPE;
 use axum::response::Response;
 use forebay_api::{ApiError, ErrorBody, GenerateRequest, Limits, ModelCard, ModelList};
 use forebay_engine::{Preference, Stats, Status};
+use forebay_grammar::Grammars;
 use forebay_replicas::ReplicaReport;
 use serde::Serialize;
 use serde_json::{Value, json};
@@ -18,6 +19,7 @@ use utoipa::ToSchema;
 
 use crate::call::{Call, Submission, Terms};
 use crate::intake::IntakeStats;
+use crate::metrics::Parts;
 use crate::peers::Peer;
 use crate::pooling::{Input, Place, PooledCall};
 use crate::reply::{self, Failure};
@@ -308,10 +310,13 @@ pub(crate) async fn flush_cache(State(state): State<Shared>) -> Result<Response,
     responses((status = 200, description = "The metrics", body = String, content_type = "text/plain")),
 )]
 pub(crate) async fn metrics(State(state): State<Shared>) -> Result<Response, Failure> {
-    let intake = IntakeStats { request_bytes: state.budget.used(), ..state.intake.stats() };
-    let dropped = state.config.log_lines_dropped.load(Ordering::Relaxed);
-    let written =
-        state.metrics.render(&state.engine.replicas(), &state.text.stats(), &intake, dropped);
+    let parts = Parts {
+        text: state.text.stats(),
+        grammars: state.model.grammars.as_ref().map(Grammars::stats).unwrap_or_default(),
+        intake: IntakeStats { request_bytes: state.budget.used(), ..state.intake.stats() },
+        dropped: state.config.log_lines_dropped.load(Ordering::Relaxed),
+    };
+    let written = state.metrics.render(&state.engine.replicas(), &parts);
     let text = written.map_err(|error| {
         let reason = format!("the metrics could not be written: {error}");
         ApiError::Internal { reason, code: None }

@@ -11,6 +11,7 @@ use forebay_engine::{
     Admission, BlockHash, Dtype, EngineRequest, Facts, FinishReason, Namer, Output, OutputSink,
     Ready, Request, RequestId, SampledToken, Stats, Status, SubmitError,
 };
+use forebay_grammar::{GrammarConfig, Grammars};
 use forebay_replicas::{Load, ReplicaReport};
 use forebay_server::{
     AppState, EgressConfig, Engine, Guard, Intake, IntakeMode, Listener, Metrics, ModelInfo,
@@ -412,12 +413,17 @@ impl TestServer {
             ..ServerConfig::default()
         };
         change(&mut config);
+        let start = |thread, work: Box<dyn FnMut() + Send>| guard.start(thread, work);
+        let (forms, vocabulary) = (GrammarConfig::default(), tokenizer.vocab_size() as u32);
+        let grammars = Grammars::new(forms, tokenizer.clone(), &[EOS], vocabulary, &start).unwrap();
         let model = ModelInfo {
             served_names: vec!["tiny".into(), "org/tiny".into()],
             root: "tiny".into(),
             eos: [EOS].into(),
             defaults: GenerationDefaults { top_p: Some(0.9), ..GenerationDefaults::default() },
             pooling,
+            grammars: Some(grammars),
+            markers: None,
         };
         let mode = match intake {
             IntakeKind::Threads => IntakeMode::Threads(1),

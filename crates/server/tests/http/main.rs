@@ -19,3 +19,4 @@ mod replicas;
 mod shares;
 mod sharing;
 mod streams;
+mod structure;

@@ -1,0 +1,469 @@
+//! The form of an answer, in the words of OpenAI, of vLLM and of SGLang.
+
+use std::sync::Arc;
+
+use forebay_grammar::{CHOICES, Form, Source, Whitespace};
+use serde::Deserialize;
+use serde_json::value::RawValue;
+use serde_json::{Map, Value};
+use utoipa::ToSchema;
+
+use crate::error::ApiError;
+
+/// A form that a client has asked for, and the parameter that errors name.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Structure {
+    /// Path of the parameter.
+    pub param: String,
+    /// The form.
+    pub source: Source,
+}
+
+/// A JSON value as it stands in the body. Schemas are large, and nothing here looks into them.
+pub(crate) type Raw = Box<RawValue>;
+
+/// The `response_format` parameter.
+#[derive(Debug, Clone, Default, Deserialize, ToSchema)]
+pub struct ResponseFormat {
+    /// `text`, `json_object`, `json_schema` or `structural_tag`.
+    #[serde(rename = "type")]
+    pub kind: String,
+    /// The schema, of `json_schema`.
+    pub json_schema: Option<JsonSchemaFormat>,
+    /// A schema beside `json_object`, as llama.cpp takes it.
+    #[schema(value_type = Option<Object>)]
+    pub(crate) schema: Option<Raw>,
+    /// Of `structural_tag`: a tree of formats.
+    #[schema(value_type = Option<Object>)]
+    pub(crate) format: Option<Raw>,
+    /// Of `structural_tag`, in the older notation: tags with schemas.
+    #[schema(value_type = Option<Vec<Object>>)]
+    pub(crate) structures: Option<Raw>,
+    /// Of `structural_tag`, in the older notation: beginnings of tags.
+    #[schema(value_type = Option<Vec<String>>)]
+    pub(crate) triggers: Option<Raw>,
+}
+
+/// The `json_schema` of a `response_format`.
+#[derive(Debug, Clone, Default, Deserialize, ToSchema)]
+pub struct JsonSchemaFormat {
+    /// Accepted; no answer depends on it.
+    pub name: Option<String>,
+    /// Accepted; no answer depends on it.
+    pub description: Option<String>,
+    /// The schema.
+    #[schema(value_type = Option<Object>)]
+    pub(crate) schema: Option<Raw>,
+    /// Accepted: a schema is always kept to the letter.
+    pub strict: Option<bool>,
+}
+
+/// vLLM's `structured_outputs` parameter: one of the first six.
+#[derive(Debug, Clone, Default, Deserialize, ToSchema)]
+pub struct StructuredOutputs {
+    /// A JSON schema, as an object or as text.
+    #[schema(value_type = Option<Object>)]
+    pub(crate) json: Option<Raw>,
+    /// A regular expression that the whole answer matches.
+    pub regex: Option<String>,
+    /// Texts of which the answer is one.
+    pub choice: Option<Vec<String>>,
+    /// A grammar in Lark or GBNF.
+    pub grammar: Option<String>,
+    /// Any JSON object.
+    pub json_object: Option<bool>,
+    /// A structural tag, as an object or as text.
+    #[schema(value_type = Option<Object>)]
+    pub(crate) structural_tag: Option<Raw>,
+    /// A regular expression of the white space at each place of JSON.
+    pub whitespace_pattern: Option<String>,
+    /// No white space in JSON.
+    pub disable_any_whitespace: Option<bool>,
+    /// Accepted: there is one backend.
+    pub disable_fallback: Option<bool>,
+    /// Only false is served.
+    pub disable_additional_properties: Option<bool>,
+}
+
+/// The parameters of vLLM's older spelling, and those of SGLang.
+#[derive(Debug, Default)]
+pub(crate) struct Spellings {
+    /// Path of the object they came in, with its dot.
+    pub(crate) prefix: &'static str,
+    pub(crate) response_format: Option<ResponseFormat>,
+    pub(crate) structured_outputs: Option<StructuredOutputs>,
+    pub(crate) guided_json: Option<Raw>,
+    pub(crate) guided_regex: Option<String>,
+    pub(crate) guided_choice: Option<Vec<String>>,
+    pub(crate) guided_grammar: Option<String>,
+    pub(crate) guided_whitespace_pattern: Option<String>,
+    pub(crate) json_schema: Option<Raw>,
+    pub(crate) regex: Option<String>,
+    pub(crate) ebnf: Option<String>,
+    pub(crate) structural_tag: Option<Raw>,
+}
+
+/// What was found so far; a second form is an error.
+#[derive(Default)]
+struct Found(Option<Structure>);
+
+impl Found {
+    fn add(&mut self, param: String, form: Option<Form>) -> Result<(), ApiError> {
+        let Some(form) = form else { return Ok(()) };
+        if let Some(first) = &self.0 {
+            let reason = format!("`{param}` and `{}` exclude each other", first.param);
+            return Err(ApiError::invalid(param, reason));
+        }
+        let source = Source::from(form);
+        let (bytes, limit) = (source.bytes(), source.limit());
+        if bytes > limit {
+            let reason = format!("`{param}`: {bytes} bytes are more than {limit}");
+            return Err(ApiError::invalid(param, reason));
+        }
+        self.0 = Some(Structure { param, source });
+        Ok(())
+    }
+}
+
+impl Spellings {
+    /// The one form that was asked for, if there is one.
+    pub(crate) fn resolve(self) -> Result<Option<Structure>, ApiError> {
+        let prefix = self.prefix;
+        let named = |name: &str| format!("{prefix}{name}");
+        let mut found = Found::default();
+        let mut whitespace = Whitespace::default();
+        if let Some(format) = self.response_format {
+            format.find(&mut found)?;
+        }
+        if let Some(outputs) = self.structured_outputs {
+            whitespace = outputs.find(&mut found)?;
+        }
+        if let Some(pattern) = self.guided_whitespace_pattern {
+            whitespace = Whitespace::Pattern(pattern.into());
+        }
+        let (json, tag) = (named("guided_json"), named("structural_tag"));
+        found.add(json.clone(), schema(self.guided_json, &json)?)?;
+        found.add(named("guided_regex"), regex(self.guided_regex))?;
+        found.add(named("guided_choice"), choice(self.guided_choice, "guided_choice")?)?;
+        found.add(named("guided_grammar"), grammar(self.guided_grammar))?;
+        let json = named("json_schema");
+        found.add(json.clone(), schema(self.json_schema, &json)?)?;
+        found.add(named("regex"), regex(self.regex))?;
+        found.add(named("ebnf"), grammar(self.ebnf))?;
+        let structural = text(self.structural_tag, &tag)?;
+        found.add(tag, structural.map(Form::StructuralTag))?;
+        Ok(found.0.map(|mut structure| {
+            structure.source.whitespace = whitespace;
+            structure
+        }))
+    }
+}
+
+impl ResponseFormat {
+    fn find(self, found: &mut Found) -> Result<(), ApiError> {
+        const PARAM: &str = "response_format";
+        let missing = |field: &str| {
+            let param = format!("{PARAM}.{field}");
+            let reason = format!("`{param}`: required and missing");
+            ApiError::invalid(param, reason)
+        };
+        match self.kind.as_str() {
+            "text" => Ok(()),
+            "json_object" => {
+                let param = format!("{PARAM}.schema");
+                match schema(self.schema, &param)? {
+                    Some(form) => found.add(param, Some(form)),
+                    None => found.add(PARAM.to_owned(), Some(Form::JsonObject)),
+                }
+            }
+            "json_schema" => {
+                let format = self.json_schema.ok_or_else(|| missing("json_schema"))?;
+                let param = format!("{PARAM}.json_schema.schema");
+                let form = schema(format.schema.or(self.schema), &param)?;
+                let form = form.ok_or_else(|| missing("json_schema.schema"))?;
+                found.add(param, Some(form))
+            }
+            "structural_tag" => {
+                let parts = [
+                    ("format", self.format),
+                    ("structures", self.structures),
+                    ("triggers", self.triggers),
+                ];
+                let mut tag = Map::new();
+                for (name, raw) in parts {
+                    if let Some(raw) = raw {
+                        tag.insert(name.to_owned(), value(&raw, &format!("{PARAM}.{name}"))?);
+                    }
+                }
+                let tag = Value::Object(tag).to_string();
+                found.add(PARAM.to_owned(), Some(Form::StructuralTag(tag.into())))
+            }
+            _ => Err(ApiError::unsupported(format!("{PARAM}.type"))),
+        }
+    }
+}
+
+impl StructuredOutputs {
+    fn find(self, found: &mut Found) -> Result<Whitespace, ApiError> {
+        let named = |name: &str| format!("structured_outputs.{name}");
+        if self.disable_additional_properties == Some(true) {
+            return Err(ApiError::unsupported(named("disable_additional_properties")));
+        }
+        let (json, tag) = (named("json"), named("structural_tag"));
+        found.add(json.clone(), schema(self.json, &json)?)?;
+        found.add(named("regex"), regex(self.regex))?;
+        found.add(named("choice"), choice(self.choice, &named("choice"))?)?;
+        found.add(named("grammar"), grammar(self.grammar))?;
+        let object = self.json_object == Some(true);
+        found.add(named("json_object"), object.then_some(Form::JsonObject))?;
+        let structural = text(self.structural_tag, &tag)?;
+        found.add(tag, structural.map(Form::StructuralTag))?;
+        Ok(match (self.disable_any_whitespace, self.whitespace_pattern) {
+            (Some(true), _) => Whitespace::None,
+            (_, Some(pattern)) => Whitespace::Pattern(pattern.into()),
+            (_, None) => Whitespace::default(),
+        })
+    }
+}
+
+/// Clients send empty texts for what they do not use.
+fn regex(pattern: Option<String>) -> Option<Form> {
+    pattern.filter(|pattern| !pattern.is_empty()).map(|pattern| Form::Regex(pattern.into()))
+}
+
+fn grammar(text: Option<String>) -> Option<Form> {
+    text.filter(|text| !text.is_empty()).map(|text| Source::grammar(&text).form)
+}
+
+fn choice(choices: Option<Vec<String>>, param: &str) -> Result<Option<Form>, ApiError> {
+    let Some(choices) = choices else { return Ok(None) };
+    if choices.is_empty() || choices.len() > CHOICES {
+        let reason = format!("`{param}`: {} choices are not from 1 to {CHOICES}", choices.len());
+        return Err(ApiError::invalid(param, reason));
+    }
+    Ok(Some(Form::Choice(choices.into())))
+}
+
+fn schema(raw: Option<Raw>, param: &str) -> Result<Option<Form>, ApiError> {
+    Ok(text(raw, param)?.map(Form::JsonSchema))
+}
+
+/// The JSON that was sent as an object, or as a string with its text.
+fn text(raw: Option<Raw>, param: &str) -> Result<Option<Arc<str>>, ApiError> {
+    let Some(raw) = raw else { return Ok(None) };
+    let json = raw.get();
+    if json.starts_with('"') {
+        return match value(&raw, param)? {
+            Value::String(text) if !text.is_empty() => Ok(Some(text.into())),
+            _ => Ok(None),
+        };
+    }
+    Ok(Some(json.into()))
+}
+
+fn value(raw: &RawValue, param: &str) -> Result<Value, ApiError> {
+    serde_json::from_str(raw.get())
+        .map_err(|error| ApiError::invalid(param, format!("`{param}`: {error}")))
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+    use crate::{
+        ChatRequest, CompletionRequest, GenerateRequest, GenerationDefaults, Limits, parse_request,
+    };
+
+    const LIMITS: Limits = Limits { context_length: 100, vocab_size: 1000, replicas: 2 };
+
+    fn chat(more: Value) -> Result<Option<Structure>, ApiError> {
+        let mut body = json!({"messages": [{"role": "user", "content": "hi"}]});
+        body.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+        let request =
+            parse_request::<ChatRequest>(body.to_string().as_bytes(), |_| Ok(()))?.request;
+        Ok(request.validate(&GenerationDefaults::default(), LIMITS)?.generation.structure)
+    }
+
+    fn completion(more: Value) -> Result<Option<Structure>, ApiError> {
+        let mut body = json!({"prompt": "once"});
+        body.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+        let request =
+            parse_request::<CompletionRequest>(body.to_string().as_bytes(), |_| Ok(()))?.request;
+        Ok(request.validate(&GenerationDefaults::default(), LIMITS)?.generation.structure)
+    }
+
+    fn generate(params: Value) -> Result<Option<Structure>, ApiError> {
+        let body = json!({"text": "once", "sampling_params": params}).to_string();
+        let request = parse_request::<GenerateRequest>(body.as_bytes(), |_| Ok(()))?.request;
+        let valid = request.validate(&GenerationDefaults::default(), LIMITS)?;
+        Ok(valid.generations.into_iter().next().unwrap().structure)
+    }
+
+    #[test]
+    fn every_spelling_means_what_it_says() {
+        let schema = json!({"type": "object", "properties": {"a": {"type": "integer"}}});
+        let json = Form::JsonSchema(schema.to_string().into());
+        let regex = Form::Regex("a+".into());
+        let choice = Form::Choice(["x".to_owned(), "y".to_owned()].into());
+        let lark = Form::Lark("start: \"a\"".into());
+        let ebnf = Form::Ebnf("root ::= \"a\"".into());
+        let tag = json!({"format": {"type": "any_text"}});
+        let tagged = Form::StructuralTag(tag.to_string().into());
+        let format = |format: Value| json!({"response_format": format});
+        let outputs = |outputs: Value| json!({"structured_outputs": outputs});
+        let cases = [
+            (format(json!({"type": "json_object"})), "response_format", Form::JsonObject),
+            (
+                format(json!({"type": "json_object", "schema": schema})),
+                "response_format.schema",
+                json.clone(),
+            ),
+            (
+                format(
+                    json!({"type": "json_schema", "json_schema": {"name": "n", "strict": true, "schema": schema}}),
+                ),
+                "response_format.json_schema.schema",
+                json.clone(),
+            ),
+            (
+                format(json!({"type": "structural_tag", "format": {"type": "any_text"}})),
+                "response_format",
+                tagged.clone(),
+            ),
+            (outputs(json!({"json": schema})), "structured_outputs.json", json.clone()),
+            (outputs(json!({"json": schema.to_string()})), "structured_outputs.json", json.clone()),
+            (outputs(json!({"regex": "a+"})), "structured_outputs.regex", regex.clone()),
+            (outputs(json!({"choice": ["x", "y"]})), "structured_outputs.choice", choice.clone()),
+            (
+                outputs(json!({"grammar": "start: \"a\""})),
+                "structured_outputs.grammar",
+                lark.clone(),
+            ),
+            (
+                outputs(json!({"json_object": true})),
+                "structured_outputs.json_object",
+                Form::JsonObject,
+            ),
+            (
+                outputs(json!({"structural_tag": tag.to_string()})),
+                "structured_outputs.structural_tag",
+                tagged.clone(),
+            ),
+            (json!({"guided_json": schema}), "guided_json", json.clone()),
+            (json!({"guided_json": schema.to_string()}), "guided_json", json.clone()),
+            (json!({"guided_regex": "a+"}), "guided_regex", regex.clone()),
+            (json!({"guided_choice": ["x", "y"]}), "guided_choice", choice),
+            (json!({"guided_grammar": "root ::= \"a\""}), "guided_grammar", ebnf.clone()),
+            (json!({"regex": "a+"}), "regex", regex.clone()),
+            (json!({"ebnf": "root ::= \"a\""}), "ebnf", ebnf.clone()),
+            (json!({"json_schema": schema.to_string()}), "json_schema", json.clone()),
+            (json!({"structural_tag": tag}), "structural_tag", tagged.clone()),
+        ];
+        for (body, param, form) in cases {
+            let expected = Some(Structure { param: param.to_owned(), source: form.into() });
+            assert_eq!(chat(body.clone()), Ok(expected.clone()), "{body}");
+            assert_eq!(completion(body.clone()), Ok(expected), "{body}");
+        }
+        for (params, param, form) in [
+            (json!({"regex": "a+"}), "sampling_params.regex", regex),
+            (json!({"ebnf": "root ::= \"a\""}), "sampling_params.ebnf", ebnf),
+            (
+                json!({"json_schema": schema.to_string()}),
+                "sampling_params.json_schema",
+                json.clone(),
+            ),
+            (json!({"json_schema": schema}), "sampling_params.json_schema", json),
+            (json!({"structural_tag": tag.to_string()}), "sampling_params.structural_tag", tagged),
+        ] {
+            let expected = Some(Structure { param: param.to_owned(), source: form.into() });
+            assert_eq!(generate(params.clone()), Ok(expected.clone()), "{params}");
+            assert_eq!(generate(json!([params])), Ok(expected), "{params}");
+        }
+    }
+
+    #[test]
+    fn nothing_asked_for_is_nothing() {
+        for body in [
+            json!({}),
+            json!({"response_format": {"type": "text"}}),
+            json!({"response_format": null, "guided_json": null, "structured_outputs": null}),
+            json!({"structured_outputs": {"json_object": false, "disable_fallback": true}}),
+            json!({"regex": "", "ebnf": "", "json_schema": "", "structural_tag": ""}),
+        ] {
+            assert_eq!(chat(body), Ok(None));
+        }
+    }
+
+    #[test]
+    fn white_space_is_part_of_the_form() {
+        for (more, whitespace) in [
+            (
+                json!({"structured_outputs": {"json_object": true, "disable_any_whitespace": true}}),
+                Whitespace::None,
+            ),
+            (
+                json!({"structured_outputs": {"json_object": true, "whitespace_pattern": " ?"}}),
+                Whitespace::Pattern(" ?".into()),
+            ),
+            (
+                json!({"guided_json": {}, "guided_whitespace_pattern": "\\n"}),
+                Whitespace::Pattern("\\n".into()),
+            ),
+        ] {
+            assert_eq!(chat(more).unwrap().unwrap().source.whitespace, whitespace);
+        }
+    }
+
+    #[test]
+    fn faults_name_the_parameter() {
+        let cases = [
+            (json!({"response_format": {"type": "xml"}}), "response_format.type"),
+            (json!({"response_format": {"type": 3}}), "response_format.type"),
+            (json!({"response_format": {"type": "json_schema"}}), "response_format.json_schema"),
+            (
+                json!({"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}}),
+                "response_format.json_schema.schema",
+            ),
+            (json!({"structured_outputs": {"choice": []}}), "structured_outputs.choice"),
+            (json!({"structured_outputs": {"regex": 3}}), "structured_outputs.regex"),
+            (
+                json!({"structured_outputs": {"json": {}, "disable_additional_properties": true}}),
+                "structured_outputs.disable_additional_properties",
+            ),
+            (
+                json!({"structured_outputs": {"regex": "a", "choice": ["b"]}}),
+                "structured_outputs.choice",
+            ),
+            (
+                json!({"response_format": {"type": "json_object"}, "guided_regex": "a"}),
+                "guided_regex",
+            ),
+            (json!({"regex": "a", "ebnf": "root ::= \"a\""}), "ebnf"),
+            (json!({"regex": "a".repeat(forebay_grammar::REGEX_BYTES + 1)}), "regex"),
+            (
+                json!({"guided_json": {"description": "a".repeat(forebay_grammar::SCHEMA_BYTES)}}),
+                "guided_json",
+            ),
+        ];
+        for (case, param) in cases {
+            let error = chat(case).unwrap_err();
+            assert_eq!(
+                (error.body().error.param.as_deref(), error.status()),
+                (Some(param), 400),
+                "{error}"
+            );
+        }
+        let error = generate(json!({"regex": "a", "ebnf": "b"})).unwrap_err();
+        assert_eq!(error.body().error.param.as_deref(), Some("sampling_params.ebnf"));
+    }
+
+    #[test]
+    fn a_schema_is_kept_as_it_was_sent() {
+        let body = r#"{"messages": [{"role": "user", "content": "x"}], "guided_json": {"b" : 1.50, "a":[ 1e3 ]}}"#;
+        let request = parse_request::<ChatRequest>(body.as_bytes(), |_| Ok(())).unwrap().request;
+        let valid = request.validate(&GenerationDefaults::default(), LIMITS).unwrap();
+        let form = valid.generation.structure.unwrap().source.form;
+        assert_eq!(form, Form::JsonSchema(r#"{"b" : 1.50, "a":[ 1e3 ]}"#.into()));
+    }
+}

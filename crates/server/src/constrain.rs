@@ -1,0 +1,108 @@
+//! What restricts a request's answers, from its parameters to one constraint a choice.
+
+use std::sync::Arc;
+
+use forebay_api::{ApiError, Generation};
+use forebay_engine::Constraint;
+use forebay_grammar::{Bounds, GrammarError, Reasoning, Start, Wanted};
+use forebay_text::Tokenizer;
+
+use crate::call::{Submission, Terms};
+use crate::state::Shared;
+
+/// The constraints of a submission's choices, each of which has already said `said`; `None`: nothing restricts them.
+pub(crate) async fn constraints(
+    state: &Shared,
+    submission: &Submission,
+    said: &[i32],
+) -> Result<Option<Vec<Box<dyn Constraint>>>, ApiError> {
+    let Submission { terms, prompt, .. } = submission;
+    let generation = &terms.generation;
+    let Generation { structure, bad_words, thinking_budget, .. } = generation;
+    if structure.is_none() && bad_words.is_empty() && thinking_budget.is_none() {
+        return Ok(None);
+    }
+    let param = match structure {
+        Some(structure) => structure.param.as_str(),
+        None if bad_words.is_empty() => "thinking_budget",
+        None => "bad_words",
+    };
+    let Some(grammars) = &state.model.grammars else {
+        return Err(refused(param, GrammarError::Off));
+    };
+    let wanted = Wanted {
+        source: structure.as_ref().map(|structure| structure.source.clone()),
+        reasoning: reasoning(state, generation, prompt)?,
+        bounds: Bounds {
+            ends: ends(terms, &state.model.eos),
+            min_tokens: generation.sampling.min_tokens,
+            allowed: generation.sampling.allowed.clone(),
+            bad_words: spelled(state.text.tokenizer(), bad_words)?,
+        },
+        choices: generation.n as usize,
+        said: said.to_vec(),
+    };
+    grammars.constraints(wanted).await.map(Some).map_err(|error| refused(param, error))
+}
+
+/// What goes before the answer, where the model is known to reason.
+fn reasoning(
+    state: &Shared,
+    generation: &Generation,
+    prompt: &[i32],
+) -> Result<Option<Reasoning>, ApiError> {
+    let budget = generation.thinking_budget;
+    let Some(markers) = &state.model.markers else {
+        if budget.is_some() {
+            let reason = "`thinking_budget`: the model has no reasoning that could be ended";
+            return Err(ApiError::invalid("thinking_budget", reason));
+        }
+        return Ok(None);
+    };
+    let start = markers.start(prompt);
+    let matters = start != Start::Answer && (budget.is_some() || generation.structure.is_some());
+    Ok(matters.then(|| Reasoning { markers: markers.clone(), start, budget }))
+}
+
+/// Ids that may come where an answer is complete.
+fn ends(terms: &Terms, eos: &[i32]) -> Arc<[i32]> {
+    let mut ends = [&terms.stop_ids, eos].concat();
+    ends.sort_unstable();
+    ends.dedup();
+    ends.into()
+}
+
+/// The tokens of each word, at the beginning of a text and behind a blank.
+fn spelled(tokenizer: &Tokenizer, words: &[String]) -> Result<Arc<[Box<[i32]>]>, ApiError> {
+    let mut spelled: Vec<Box<[i32]>> = Vec::with_capacity(2 * words.len());
+    for (at, word) in words.iter().enumerate() {
+        let word = word.trim_start();
+        for text in [word.to_owned(), format!(" {word}")] {
+            let tokens = tokenizer.encode_as_text(&text).map_err(|error| {
+                let param = format!("bad_words[{at}]");
+                ApiError::invalid(param.clone(), format!("`{param}`: {error}"))
+            })?;
+            if !tokens.is_empty() {
+                spelled.push(tokens.into());
+            }
+        }
+    }
+    spelled.sort_unstable();
+    spelled.dedup();
+    Ok(spelled.into())
+}
+
+/// What a client is told whose constraint can't be made.
+fn refused(param: &str, error: GrammarError) -> ApiError {
+    match error {
+        GrammarError::Invalid { path, reason } => {
+            let param = format!("{param}{path}");
+            ApiError::invalid(param.clone(), format!("`{param}`: {reason}"))
+        }
+        GrammarError::Busy => ApiError::Overloaded { reason: error.to_string() },
+        GrammarError::Internal(reason) => ApiError::Internal { reason, code: Some("grammar") },
+        GrammarError::Off | GrammarError::Tokenizer(_) | GrammarError::Late { .. } => {
+            ApiError::invalid(param, format!("`{param}`: {error}"))
+        }
+    }
+}
