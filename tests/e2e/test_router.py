@@ -35,6 +35,8 @@ kv_tokens = 65536
 [time]
 step_us = 2000.0
 """
+WORDS = "([a-z]{2,6} ){300,}"
+"""A form that no answer here comes to the end of."""
 HEALTH = ("--health-check-interval-secs", "0.1", "--cb-failure-threshold", "100000", "--log-level", "warn")
 
 
@@ -126,6 +128,7 @@ def requests(model: Model) -> list[tuple[str, Json]]:
             ("/v1/completions", {"prompt": prompt, "max_tokens": TOKENS, "echo": True, **ends}),
             ("/v1/completions", {"prompt": prompt, "max_tokens": TOKENS, "stop": ["qqq", "zzz"], **ends, **usage}),
             ("/generate", {"text": prompt, "sampling_params": {"max_new_tokens": TOKENS, **ends}}),
+            ("/v1/completions", {"prompt": prompt, "max_tokens": TOKENS, "guided_regex": WORDS, "temperature": 0}),
         ]
     return made
 
@@ -257,7 +260,14 @@ def killed_in_the_middle(cluster: Cluster, router: Server, path: str, body: Json
     return events("\n".join(text))
 
 
-@pytest.mark.parametrize("sampling", [{"temperature": 0}, {"temperature": 0.9, "seed": 7, "frequency_penalty": 0.5}])
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        {"temperature": 0},
+        {"temperature": 0.9, "seed": 7, "frequency_penalty": 0.5},
+        {"temperature": 0.9, "seed": 7, "guided_regex": WORDS},
+    ],
+)
 def test_the_tokens_of_a_real_model_do_not_depend_on_who_computes_them(real: Cluster, sampling: Json) -> None:
     real.add(2)
     router = real.route()
