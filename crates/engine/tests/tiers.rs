@@ -10,7 +10,8 @@ use forebay_engine::{
     HostConfig, Namer, Output, OutputSink, Policy, Request, RequestId, SavePolicy, Stats, Status,
 };
 use forebay_sim::{
-    CopyModel, DeviceModel, SimClock, SimConfig, SimControl, SimExecutor, SimText, next_token,
+    CopyModel, DeviceModel, PageBytes, SimClock, SimConfig, SimControl, SimExecutor, SimText,
+    Timing, next_token,
 };
 
 const VOCAB: u32 = 1000;
@@ -50,7 +51,7 @@ struct Rig {
 }
 
 fn host(policy: SavePolicy) -> HostConfig {
-    HostConfig { policy, copies_a_step: 64, prefetch: 4, restore_preempted: true }
+    HostConfig { policy, copies_a_step: 64, prefetch: 4, restore_preempted: true, save_rows: false }
 }
 
 impl Rig {
@@ -69,14 +70,18 @@ impl Rig {
         let (executor, control) = SimExecutor::new(SimConfig {
             tokens_a_row: 1,
             host_pages: 400,
-            page_bytes: 1000,
-            copy: CopyModel {
-                save_gbps: Some(0.01),
-                restore_gbps: Some(1.0 / restore_us),
-                latency_us: 0.0,
-            },
             clock: clock.clone(),
-            model: DeviceModel { step_us: 1000.0, token_us: 100.0, ..DeviceModel::INSTANT },
+            timing: Timing {
+                model: DeviceModel { step_us: 1000.0, token_us: 100.0, ..DeviceModel::INSTANT },
+                copy: CopyModel {
+                    save_gbps: Some(0.01),
+                    restore_gbps: Some(1.0 / restore_us),
+                    latency_us: 0.0,
+                },
+                bytes: PageBytes { main: 1000, ..PageBytes::default() },
+                ..Timing::default()
+            },
+            hot_row_tokens: 0,
             seed: 0,
             load_us: 1000,
             page_count: PAGES,

@@ -5,6 +5,7 @@ mod limits;
 mod listening;
 mod schedule;
 mod sharing;
+mod sparse;
 mod tiers;
 
 use std::path::PathBuf;
@@ -25,6 +26,7 @@ use crate::text::TextFlags;
 
 pub(crate) use limits::LimitFlags;
 pub(crate) use sharing::SharingFlags;
+pub(crate) use sparse::SparseFlags;
 pub(crate) use tiers::{Preemption, TierFlags};
 
 #[derive(Debug, Args)]
@@ -53,6 +55,8 @@ pub(crate) struct ServeFlags {
     pub(crate) schedule: ScheduleFlags,
     #[command(flatten)]
     pub(crate) tiers: TierFlags,
+    #[command(flatten)]
+    pub(crate) sparse: SparseFlags,
     #[command(flatten)]
     pub(crate) replicas: ReplicaFlags,
     #[command(flatten)]

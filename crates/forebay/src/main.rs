@@ -15,6 +15,7 @@ mod secret;
 mod serve;
 mod signals;
 mod simulate;
+mod sparse;
 mod text;
 mod threads;
 mod tiers;
