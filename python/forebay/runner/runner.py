@@ -169,9 +169,8 @@ class ModelRunner:
                 return
             self.model = self._build(matrices=True)
         checkpoint, in_blocks = dict(self.config.model), self.model.params.stored
-        shapes = weight_shapes(checkpoint, self.model_config)
-        if shapes is not None and isinstance(self.model, Decoder):
-            self.model.check_weights(shapes)
+        if isinstance(self.model, Decoder):
+            self.model.check_weights(weight_shapes(checkpoint, self.model_config, in_blocks))
         self.model.load_weights(iter_weights(checkpoint, self.model_config, in_blocks), report)
 
     def keep_weights(self) -> threading.Thread | None:

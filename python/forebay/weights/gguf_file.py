@@ -60,6 +60,20 @@ class GgufTensor:
     """In elements, the outermost dimension first as torch has it (GGUF writes it the other way round)."""
     data: np.ndarray[Any, np.dtype[np.uint8]]
     """The stored bytes, [rows, bytes a row] with the rows of all outer dimensions together; a view of the mapping."""
+    mapping: mmap.mmap | None = None
+    """Of the file; None: the bytes lie in memory."""
+    offset: int = 0
+    """Of the first byte in the file."""
+
+    def release(self, first: int, count: int) -> None:
+        """Gives back the memory that reading rows took; they come from the file again when somebody reads them."""
+        if self.mapping is None or not hasattr(mmap, "MADV_DONTNEED"):
+            return
+        row_bytes = self.data.shape[1]
+        begin = (self.offset + first * row_bytes) // mmap.PAGESIZE * mmap.PAGESIZE
+        end = self.offset + (first + count) * row_bytes
+        if end > begin:
+            self.mapping.madvise(mmap.MADV_DONTNEED, begin, end - begin)
 
 
 class GgufFile:
@@ -131,7 +145,7 @@ class GgufFile:
         if offset + rows * row_bytes > len(self._bytes):
             raise ValueError(f"the data of tensor {name!r} goes beyond the end of the file")
         data = np.frombuffer(self._bytes, np.uint8, rows * row_bytes, offset).reshape(rows, row_bytes)
-        return GgufTensor(name, type_, shape, data)
+        return GgufTensor(name, type_, shape, data, self._bytes, offset)
 
     def _scalar(self, kind: struct.Struct) -> Any:
         (value,) = kind.unpack_from(self._bytes, self._at)
