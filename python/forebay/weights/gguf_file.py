@@ -44,6 +44,8 @@ _MAX_HEADER = 256 << 20
 _MAX_ELEMENTS = 1 << 25
 _MAX_DEPTH = 4
 _MAX_ALIGNMENT = 1 << 20
+# The kernel maps pages around the one that was read, as far as this.
+_AROUND = 2 << 20
 # The fewest bytes of a string, an array, a field and a tensor's header in a file.
 _LEAST = {_STRING: 8, _ARRAY: 12}
 _LEAST_FIELD = 8 + 4 + 1
@@ -70,9 +72,10 @@ class GgufTensor:
         if self.mapping is None or not hasattr(mmap, "MADV_DONTNEED"):
             return
         row_bytes = self.data.shape[1]
-        begin = (self.offset + first * row_bytes) // mmap.PAGESIZE * mmap.PAGESIZE
-        end = self.offset + (first + count) * row_bytes
-        if end > begin:
+        begin = (self.offset + first * row_bytes) // _AROUND * _AROUND
+        end = -(-(self.offset + (first + count) * row_bytes) // _AROUND) * _AROUND
+        end = min(end, len(self.mapping))
+        if begin < end:
             self.mapping.madvise(mmap.MADV_DONTNEED, begin, end - begin)
 
 
