@@ -57,7 +57,9 @@ def sigmoid(logits: list[float], bias: list[float]) -> Weights:
     scores = torch.tensor(logits).sigmoid().tolist()
     wanted = (torch.tensor(scores) + torch.tensor(bias)).tolist()
     size = len(scores) // 4
-    best = [sum(sorted(wanted[group * size : (group + 1) * size])[-2:]) for group in range(4)]
+    # In float32, in which other sums are equal than in Python's numbers.
+    groups = torch.tensor(wanted).view(4, size)
+    best = groups.sort(dim=1).values[:, -2:].sum(dim=1).tolist()
     kept = sorted(range(4), key=lambda group: (-best[group], group))[:2]
     chosen = sorted((e for e in range(len(scores)) if e // size in kept), key=lambda e: (-wanted[e], e))[:PER_TOKEN]
     total = sum(scores[e] for e in chosen) + 1e-20
