@@ -15,7 +15,9 @@ from forebay.layers.moe import MixtureOfExperts
 from forebay.layers.ops import HostOps, TorchOps
 from forebay.layers.params import Parameters
 from forebay.layers.routing import choose
+from forebay.weights.errors import ModelError
 from forebay.weights.parts import Experts, Routing
+from tests.hand.support import MiniBrain, Request, reference_model, runner_of
 
 COUNT, PER_TOKEN = 12, 3
 SOFTMAX = Routing("softmax", False, False, 1, 1, 1, True, 1.0)
@@ -174,3 +176,17 @@ def test_work_beside_the_host_never_asks_which_experts() -> None:
     made = mixture(LIMITED)
     with torch.inference_mode(), NoWaits():
         made(torch.randn(9, 64), TorchOps())
+
+
+def test_a_pytorch_without_grouped_products_is_told_of_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = reference_model("qwen3-moe")
+    expected = Request([1, 2, 3], 4)
+    MiniBrain(runner_of(model)).serve([expected])
+    monkeypatch.delattr(torch.nn.functional, "grouped_mm")
+    with pytest.raises(ModelError, match=r"experts on deferred needs PyTorch 2\.10 or newer, which has .*grouped_mm"):
+        runner_of(model, device="deferred")
+    assert runner_of(reference_model("qwen3"), device="deferred").kv.page_count
+    # A processor never calls it.
+    found = Request([1, 2, 3], 4)
+    MiniBrain(runner_of(model)).serve([found])
+    assert found.tokens == expected.tokens

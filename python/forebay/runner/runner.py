@@ -69,6 +69,7 @@ class ModelRunner:
         self._arena = np.zeros(0, np.uint8) if arena is None else arena
         available = self.device.available_bytes()
         self._choice = Choice(self.device)
+        self._choice.check_operators(self.model_config)
         if config.quantization is not None:
             self._choice.check_quantization(config.quantization, self.model_config)
         self._kept = KeptWeights.open(config, self.model_config, self._choice)
