@@ -125,8 +125,12 @@ FAMILIES: dict[str, tuple[type[Any], PreTrainedConfig]] = {
 
 
 def reference_model(family: str) -> Any:
-    """A tiny random transformers model, with weights so large that wrong positions show in the output."""
-    kind, config = FAMILIES[family]
+    """A tiny random transformers model of one of the families above."""
+    return random_model(*FAMILIES[family])
+
+
+def random_model(kind: type[Any], config: PreTrainedConfig) -> Any:
+    """A transformers model with weights so large that wrong positions show in the output."""
     torch.manual_seed(7)
     model = kind(config).eval()
     with torch.no_grad():

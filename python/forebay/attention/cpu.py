@@ -89,7 +89,7 @@ class CpuAttention:
         heads: LatentHeads,
         prepared: CpuStep,
     ) -> torch.Tensor:
-        """Decode rows absorbed, for they would make keys and values of all positions anew; chunks not."""
+        """Decode rows absorbed, for they would make keys and values of all positions anew; chunks by `of_chunk`."""
         outputs = []
         for group in prepared.groups:
             part = slice(group.first, group.first + group.count)
@@ -98,7 +98,7 @@ class CpuAttention:
         for chunk in prepared.chunks:
             part = slice(chunk.first, chunk.first + chunk.count)
             seen = rows[part] if chunk.entries is None else kv.keys.index_select(0, chunk.entries)[:, 0]
-            outputs.append(latent.naive(q[part], seen, chunk.blocks, up, heads))
+            outputs.append(latent.of_chunk(q[part], seen, chunk.blocks, up, heads))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
     def _chunk(self, batch: Batch, row: int, dtype: torch.dtype) -> ChunkRow:

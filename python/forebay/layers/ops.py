@@ -145,7 +145,7 @@ class TorchOps:
     def _products(
         self, rows: torch.Tensor, ids: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor
     ) -> torch.Tensor:
-        """Each row [r, hidden] through its expert, whose ids [r] ascend; [r, hidden]."""
+        """Each row [r, hidden] through its expert, whose ids [r] ascend; [r, hidden]. PyTorch 2.10 or newer."""
         ends = torch.searchsorted(ids, torch.arange(len(down), device=ids.device), right=True).int()
         inner = self.gate(F.grouped_mm(rows, gate_up.transpose(1, 2), offs=ends))
         return F.grouped_mm(inner, down.transpose(1, 2), offs=ends)

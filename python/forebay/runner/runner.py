@@ -69,6 +69,7 @@ class ModelRunner:
         self._arena = np.zeros(0, np.uint8) if arena is None else arena
         available = self.device.available_bytes()
         self._choice = Choice(self.device)
+        self._choice.check_operators(self.model_config)
         if config.quantization is not None:
             self._choice.check_quantization(config.quantization, self.model_config)
         self._kept = KeptWeights.open(config, self.model_config, self._choice)
@@ -169,9 +170,8 @@ class ModelRunner:
                 return
             self.model = self._build(matrices=True)
         checkpoint, in_blocks = dict(self.config.model), self.model.params.stored
-        shapes = weight_shapes(checkpoint, self.model_config)
-        if shapes is not None and isinstance(self.model, Decoder):
-            self.model.check_weights(shapes)
+        if isinstance(self.model, Decoder):
+            self.model.check_weights(weight_shapes(checkpoint, self.model_config, in_blocks))
         self.model.load_weights(iter_weights(checkpoint, self.model_config, in_blocks), report)
 
     def keep_weights(self) -> threading.Thread | None:
