@@ -1,0 +1,56 @@
+"""Latent attention to rows that were chosen for each query: row numbers of a pool, as FlashMLA's sparse kernels take.
+
+What a query gives depends on its own rows alone: neither on where they lie nor on the queries beside it, so long as a
+library computes products of one shape in one way.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from forebay.attention import latent
+from forebay.attention.backend import NO_ROW, LatentHeads
+
+BLOCK_BYTES = 64 << 20
+"""Most bytes of rows that are gathered at once, unless one query's are more."""
+_NO_PAGE = -2
+"""No row's number: who gathers it raises."""
+
+
+def resolve(
+    positions: torch.Tensor, slots: torch.Tensor, page_table: torch.Tensor, page_size: int, page_stride: int
+) -> torch.Tensor:
+    """Where positions int64 [queries, top_k] of slots int64 [queries] lie by the page table int32 [slots, pages].
+
+    Gives row numbers int64 [queries, top_k]; what is `NO_ROW` stays it.
+    """
+    index = slots[:, None] * page_table.shape[1] + positions.clamp(min=0) // page_size
+    pages = page_table.view(-1).index_select(0, index.view(-1)).view(index.shape).long()
+    rows = torch.where(pages < 0, _NO_PAGE, pages * page_stride + positions % page_size)
+    return torch.where(positions == NO_ROW, NO_ROW, rows)
+
+
+def attend(
+    q: torch.Tensor, pool: torch.Tensor, chosen: torch.Tensor, up: torch.Tensor, heads: LatentHeads
+) -> torch.Tensor:
+    """q [n, heads, nope_dim + rotated] on rows `chosen` int64 [n, top_k] of a pool [entries, rank + rotated].
+
+    Each query has one row at least; `NO_ROW` is none. Gives [n, heads * value_dim].
+    """
+    size = max(1, BLOCK_BYTES // (chosen.shape[1] * pool.shape[1] * pool.itemsize))
+    outputs = []
+    for first in range(0, len(q), size):
+        part = slice(first, first + size)
+        rows, mask = gathered(pool, chosen[part])
+        outputs.append(latent.absorbed(q[part], rows, mask, up, heads))
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+
+def gathered(pool: torch.Tensor, chosen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The rows [n, top_k, width] that are `chosen`, and an additive mask [n, 1, 1, top_k] of those that are none."""
+    none = chosen == NO_ROW
+    # A row of the query itself stands in: another's may be no numbers, and these would get through the mask.
+    entries = torch.where(none, chosen.amax(dim=1, keepdim=True), chosen)
+    rows = pool.index_select(0, entries.view(-1)).view(*chosen.shape, -1)
+    mask = torch.zeros(chosen.shape, dtype=pool.dtype, device=pool.device).masked_fill_(none, -torch.inf)
+    return rows, mask[:, None, None]
