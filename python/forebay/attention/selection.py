@@ -82,9 +82,11 @@ def index_scores(q: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor, ent
 def best(scores: torch.Tensor, start: int, top_k: int) -> torch.Tensor:
     """As `choose`, of float32 scores [queries, positions], which are overwritten.
 
-    The queries are at positions `start`, `start + 1`, ...; none sees what comes after it.
+    The queries are at positions `start`, `start + 1`, ...; none sees what comes after it. What is no number is kept
+    first: it shows in the result.
     """
     queries, positions = scores.shape
+    scores.nan_to_num_(torch.inf, torch.inf, -torch.inf)
     at = torch.arange(start, start + queries, device=scores.device)[:, None]
     if queries > 1:
         scores.masked_fill_(torch.arange(positions, device=scores.device) > at, -torch.inf)

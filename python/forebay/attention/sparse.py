@@ -12,7 +12,11 @@ from forebay.attention import latent
 from forebay.attention.backend import NO_ROW, LatentHeads
 
 BLOCK_BYTES = 64 << 20
-"""Most bytes of rows that are gathered at once, unless one query's are more."""
+"""Most bytes of what is made for some queries at once, unless one alone needs more."""
+_NUMBER_BYTES = 32
+"""Bytes of a row's number, of what is made of it, and of its mask."""
+_QUERY_COPIES = 4
+"""How often a query that is as wide as a row is there at once, its output included."""
 _NO_PAGE = -2
 """No row's number: who gathers it raises."""
 
@@ -37,12 +41,12 @@ def attend(
 
     Each query has one row at least; `NO_ROW` is none. Gives [n, heads * value_dim].
     """
-    size = max(1, BLOCK_BYTES // (chosen.shape[1] * pool.shape[1] * pool.itemsize))
-    outputs = []
-    for first in range(0, len(q), size):
-        part = slice(first, first + size)
-        rows, mask = gathered(pool, chosen[part])
-        outputs.append(latent.absorbed(q[part], rows, mask, up, heads))
+    row = pool.shape[1] * pool.itemsize
+    of_query = chosen.shape[1] * (row + _NUMBER_BYTES) + _QUERY_COPIES * q.shape[1] * row
+    size = max(1, BLOCK_BYTES // of_query)
+    parts = [slice(first, first + size) for first in range(0, len(q), size)]
+    # Nobody holds a part's rows when the next are gathered.
+    outputs = [latent.absorbed(q[part], *gathered(pool, chosen[part]), up, heads) for part in parts]
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 

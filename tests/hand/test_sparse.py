@@ -1,0 +1,447 @@
+"""Sparse attention: rows that were chosen, wherever they lie, and models that choose, against transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from forebay.attention import latent, sparse
+from forebay.attention.backend import NO_ROW, LatentHeads
+from forebay.attention.cpu import CpuAttention
+from forebay.compute.eager import TorchCompute
+from forebay.compute.pieces import pieces
+from forebay.compute.rows import Rows
+from forebay.device import open_device
+from forebay.device.watch import NoWaits
+from forebay.runner.runner import ModelRunner
+from forebay.state.config import RunnerConfig
+from forebay.state.pages import KvPool, page_bytes
+from forebay.weights.config import ModelConfig
+from forebay.weights.errors import ModelError
+from tests.hand.support import (
+    DEVICES,
+    FAMILIES,
+    INDEXED,
+    MiniBrain,
+    PlanBuilder,
+    Request,
+    Sampling,
+    greedy_reference,
+    hf_config,
+    hub_weights,
+    reference_model,
+    runner_of,
+    wire_config,
+)
+
+COUNT = 12
+TOP_K = INDEXED["index_topk"]
+SPARSE = [family for family in FAMILIES if family.startswith(("deepseek-v32", "glm-dsa"))]
+HEADS = LatentHeads(16, 12, 32, 0.3)
+WIDTH = 40
+"""Of a row."""
+
+
+# Rows.
+
+
+def test_positions_are_found_by_the_page_table() -> None:
+    size, stride = 4, 12
+    table = torch.tensor([[9, 9, 9, 9], [3, 0, 7, -1]], dtype=torch.int32)
+    positions = torch.tensor([[0, 3, 5, 11], [4, 10, NO_ROW, NO_ROW], [2, 12, 15, NO_ROW]])
+    with NoWaits():
+        found = sparse.resolve(positions, torch.tensor([1, 1, 1]), table, size, stride)
+    rows = [[3 * stride, 3 * stride + 3, 1, 7 * stride + 3], [0, 7 * stride + 2, NO_ROW, NO_ROW]]
+    assert found[:2].tolist() == rows
+    # A page that nobody wrote to the table is an error and not one row less, also where pages hold one row.
+    assert NO_ROW not in found[2, :3].tolist()
+    with pytest.raises(IndexError):
+        sparse.gathered(torch.zeros(200, WIDTH), found)
+    single = sparse.resolve(torch.tensor([[1]]), torch.tensor([0]), torch.tensor([[0, -1]], dtype=torch.int32), 1, 1)
+    with pytest.raises(IndexError):
+        sparse.gathered(torch.zeros(200, WIDTH), single)
+
+
+class Case:
+    """Queries, and the rows that each is to see."""
+
+    def __init__(self, count: int, top_k: int, dtype: torch.dtype = torch.float32) -> None:
+        generator = torch.Generator().manual_seed(5)
+        self.q = torch.randn(count, 4, 24, generator=generator).to(dtype)
+        self.up = (torch.randn(4, 28, 32, generator=generator) * 0.2).to(dtype)
+        self.rows = torch.randn(count, top_k, WIDTH, generator=generator).to(dtype)
+        self.kept = torch.rand(count, top_k, generator=generator) < 0.7
+        self.kept[:, 0] = True
+
+    def attend(self, seed: int, some: slice = slice(None)) -> torch.Tensor:
+        """Of some queries, whose rows lie anywhere; what lies between is no numbers."""
+        kept, rows = self.kept[some], self.rows[some]
+        pool = torch.full((kept.numel() * 2, WIDTH), torch.nan, dtype=rows.dtype)
+        place = torch.randperm(len(pool), generator=torch.Generator().manual_seed(seed))[: kept.numel()]
+        chosen = torch.where(kept, place.view(kept.shape), NO_ROW)
+        pool[place] = torch.where(kept[..., None], rows, torch.nan).view(-1, WIDTH)
+        with NoWaits():
+            return sparse.attend(self.q[some], pool, chosen, self.up, HEADS)
+
+
+@pytest.mark.parametrize("block", [64 << 20, 20_000, 1])
+def test_only_chosen_rows_are_seen(monkeypatch: pytest.MonkeyPatch, block: int) -> None:
+    monkeypatch.setattr(sparse, "BLOCK_BYTES", block)
+    case = Case(9, 7)
+    found = case.attend(0)
+    for query in range(9):
+        rows = case.rows[query][case.kept[query]]
+        alone = latent.absorbed(case.q[query : query + 1], rows[None], None, case.up, HEADS)
+        torch.testing.assert_close(found[query], alone[0], atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("top_k", [7, 64, 300])
+def test_where_rows_lie_changes_not_a_bit(dtype: torch.dtype, top_k: int) -> None:
+    case = Case(9, top_k, dtype)
+    expected = case.attend(0)
+    for seed in range(1, 4):
+        assert torch.equal(case.attend(seed), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_who_is_beside_a_query_changes_not_a_bit_of_what_it_sees(dtype: torch.dtype) -> None:
+    """Projections before and after are products of all tokens, as everywhere: those may differ in the last bit."""
+    case = Case(9, 100, dtype)
+    q = torch.randn(9, 1, 4, WIDTH).to(dtype)
+
+    def seen(some: slice) -> torch.Tensor:
+        keys = case.rows[some][:, None]
+        return torch.nn.functional.scaled_dot_product_attention(q[some], keys, keys, scale=0.3)
+
+    whole = seen(slice(None))
+    for query in range(9):
+        assert torch.equal(seen(slice(query, query + 1)), whole[query : query + 1])
+    neighbours = Case(9, 100, dtype)
+    neighbours.q[1:], neighbours.rows[1:] = neighbours.q[1:].flip(0), neighbours.rows[1:].flip(0)
+    neighbours.kept[1:] = neighbours.kept[1:].flip(0)
+    assert torch.equal(neighbours.attend(1)[0], case.attend(0)[0])
+
+
+# Pages.
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_page_has_two_parts_and_shared_layers_have_no_index(dtype: torch.dtype) -> None:
+    kind, config = FAMILIES["glm-dsa-shared"]
+    model = ModelConfig.from_dict(hf_config(config, kind.__name__))
+    pages, size, layers, indexed, width = 5, 4, 4, 2, 16
+    pool = KvPool(model, pages, size, dtype, open_device("cpu", 1))
+    main, index = pool.parts
+    assert main.page_bytes == layers * size * WIDTH * dtype.itemsize
+    assert index.page_bytes == indexed * size * width * dtype.itemsize
+    assert pool.page_bytes == page_bytes(model, size, dtype) == main.page_bytes + index.page_bytes
+    assert pool.nbytes == pages * pool.page_bytes
+    assert [piece.shape for piece in pool.pieces()] == [(pages, main.page_bytes), (pages, index.page_bytes)]
+    [piece] = index.pieces()
+    assert len(pool.index_keys) == indexed
+    for number, keys in enumerate(pool.index_keys):
+        for page in range(pages):
+            keys[page * index.page_stride + 2] = 1 + number
+            found = torch.from_numpy(piece[page].copy()).view(dtype).view(indexed, size, width)
+            assert found[number, 2].eq(1 + number).all()
+            assert int(found.ne(0).sum()) == (number + 1) * width, "no other layer's keys"
+    assert not any(piece.any() for piece in main.pieces())
+
+
+# Rows of a step, cut.
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 40), st.integers(1, 30)), min_size=1, max_size=8),
+    st.sampled_from([None, 0, 1, 8, 100]),
+)
+def test_every_token_is_in_one_piece(rows: list[tuple[int, int]], choose_from: int | None) -> None:
+    start, length = np.array(rows).T
+    slots = np.arange(len(rows))
+    found = pieces(Rows(slots, start, length, slots), CpuAttention(), choose_from)
+    tokens = [
+        (row, position)
+        for row, begin, count in zip(found.row.tolist(), found.start.tolist(), found.length.tolist(), strict=True)
+        for position in range(begin, begin + count)
+    ]
+    assert sorted(tokens) == [
+        (row, at) for row, (begin, count) in enumerate(rows) for at in range(begin, begin + count)
+    ]
+    assert (found.length > 0).all()
+    # The last token of each row is the one that samples.
+    assert [tokens[at] for at in found.last] == [(row, sum(of)) for row, of in enumerate((b, n - 1) for b, n in rows)]
+    whole = int(found.length[: found.whole].sum())
+    limit = 1 << 30 if choose_from is None else choose_from
+    assert all(position < limit for _, position in tokens[:whole])
+    assert all(position >= limit for _, position in tokens[whole:])
+
+
+# Models.
+
+
+@cache
+def model_of(family: str) -> Any:
+    return reference_model(family)
+
+
+def prompts(count: int, longest: int = 60, seed: int = 3) -> list[list[int]]:
+    random = np.random.default_rng(seed)
+    return [random.integers(0, 131, random.integers(1, longest)).tolist() for _ in range(count)]
+
+
+@cache
+def expected(family: str) -> list[list[int]]:
+    return [greedy_reference(model_of(family), prompt, COUNT)[0] for prompt in prompts(10)]
+
+
+@contextmanager
+def watched_topk(rule: Any = None) -> Iterator[list[torch.Tensor]]:
+    """What the reference's indexers choose from: scores [queries, positions]; they may choose by another rule."""
+    seen: list[torch.Tensor] = []
+    topk = torch.Tensor.topk
+
+    def watch(scores: torch.Tensor, k: int, **options: Any) -> Any:
+        is_index = scores.ndim == 3 and scores.shape[1] == scores.shape[2] and k == min(TOP_K, scores.shape[2])
+        if is_index:
+            seen.append(scores[0].clone())
+        return (rule if is_index and rule else topk)(scores, k, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.Tensor, "topk", watch)
+        yield seen
+
+
+def lower_positions(scores: torch.Tensor, k: int, dim: int) -> Any:
+    values, indices = scores.sort(dim=dim, descending=True, stable=True)
+    return torch.return_types.topk((values[..., :k], indices[..., :k]))
+
+
+def margins(scores: torch.Tensor) -> list[float]:
+    """By how much the last that is kept is better than the first that is not, of queries that keep not everything."""
+    ranked = [row[: query + 1].sort(descending=True).values for query, row in enumerate(scores)]
+    return [float(row[TOP_K - 1] - row[TOP_K]) for row in ranked if len(row) > TOP_K]
+
+
+@pytest.mark.parametrize("family", SPARSE)
+def test_the_reference_has_no_tie_where_it_is_compared(family: str) -> None:
+    """Of equal scores it takes any, and what follows would be chance."""
+    model, found = model_of(family), []
+    with watched_topk() as seen, torch.inference_mode():
+        for prompt, tokens in zip(prompts(10), expected(family), strict=True):
+            model(input_ids=torch.tensor([prompt + tokens]))
+    for scores in seen:
+        found += margins(scores)
+    assert len(found) > 300
+    assert min(found) > 1e-6
+    crossing = [prompt for prompt in prompts(10) if len(prompt) > 2 * TOP_K]
+    assert len(crossing) > 5
+
+
+def differences(family: str, runner: ModelRunner) -> float:
+    """The largest difference of a log-probability of the five most likely tokens; infinite where tokens differ."""
+    requests = [Request(prompt, COUNT, Sampling(logprobs=5)) for prompt in prompts(3)]
+    MiniBrain(runner).serve(requests)
+    most = 0.0
+    for request in requests:
+        tokens, logprobs = greedy_reference(model_of(family), request.prompt, COUNT)
+        if request.tokens != tokens:
+            return float("inf")
+        for (ids, values), distribution in zip(request.logprobs, logprobs, strict=True):
+            most = max(most, float(np.abs(values - distribution[torch.from_numpy(ids).long()].numpy()).max()))
+    return most
+
+
+def changed(family: str, **changes: Any) -> ModelRunner:
+    """A runner of the family's weights with another config."""
+    model = model_of(family)
+    config = wire_config(hf_config(model.config, type(model).__name__) | changes)
+    runner = ModelRunner(RunnerConfig.from_dict(config))
+    runner.model.load_weights(hub_weights(model).items())
+    return runner
+
+
+@pytest.mark.parametrize("family", SPARSE)
+def test_the_wrong_rotation_is_noticed(family: str) -> None:
+    assert differences(family, changed(family)) < 1e-4
+    assert differences(family, changed(family, indexer_rope_interleave=family == "deepseek-v32")) > 0.01
+
+
+@pytest.mark.parametrize("family", SPARSE)
+def test_another_number_of_positions_is_noticed(family: str) -> None:
+    for top_k in (TOP_K - 1, TOP_K + 1, 1000):
+        assert differences(family, changed(family, index_topk=top_k)) > 0.01
+
+
+def test_sharing_another_layers_choice_is_noticed() -> None:
+    family = "glm-dsa"
+    shared = {"indexer_types": ["full", "full", "full", "shared"]}
+    with pytest.raises(
+        ModelError, match=r"model\.layers\.3\.self_attn\.indexer\.wq_b\.weight, which the model does not"
+    ):
+        changed(family, **shared)
+    runner = changed(family)
+    # The last layer takes the choice of the one before.
+    runner.decoder.blocks[3].attention._indexer = None  # type: ignore[attr-defined]
+    assert differences(family, runner) > 0.01
+
+
+@pytest.mark.parametrize("device", ["cpu", "deferred"])
+def test_choosing_everything_gives_what_latent_attention_gives(device: str) -> None:
+    """Through the index and the gathered rows, also of queries that see less than they may keep."""
+    model = model_of("deepseek-v32")
+    dense = reference_model("deepseek-v3")
+    weights = {name: tensor for name, tensor in model.state_dict().items() if ".indexer." not in name}
+    dense.load_state_dict(weights)
+    config = wire_config(hf_config(model.config, "DeepseekV32ForCausalLM") | {"index_topk": 96}, device=device)
+    runner = ModelRunner(RunnerConfig.from_dict(config))
+    runner.model.load_weights(hub_weights(model).items())
+    compute = runner._compute
+    assert isinstance(compute, TorchCompute)
+    assert compute.choose_from == 96
+    compute.choose_from = 0
+    requests = [Request(prompt, COUNT, Sampling(logprobs=5)) for prompt in prompts(6)]
+    MiniBrain(runner).serve(requests, chunk=16)
+    for request in requests:
+        tokens, logprobs = greedy_reference(dense, request.prompt, COUNT)
+        assert request.tokens == tokens
+        for (ids, values), distribution in zip(request.logprobs, logprobs, strict=True):
+            np.testing.assert_allclose(values, distribution[torch.from_numpy(ids).long()], atol=1e-4)
+
+
+@DEVICES
+def test_of_equal_scores_the_lower_positions_win_however_a_request_is_cut(device: str, lookahead: int) -> None:
+    """One index head gives a zero for every second position; the reference is told our rule."""
+    kind, config = FAMILIES["deepseek-v32"]
+    one = type(config)(**{**config.to_dict(), "index_n_heads": 1})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(FAMILIES, "one-head", (kind, one))
+        model = reference_model("one-head")
+    ties = 0
+    requests = [Request(prompt, COUNT) for prompt in prompts(5, seed=4)]
+    with watched_topk(lower_positions) as seen:
+        wanted = [greedy_reference(model, request.prompt, COUNT)[0] for request in requests]
+    for scores in seen:
+        ties += sum(margin == 0 for margin in margins(scores))
+    assert ties > 50
+    for chunk, page_size in [(3, 4), (1000, 7)]:
+        again = [replace(request, arrival=2 * number) for number, request in enumerate(requests)]
+        runner = runner_of(model, device=device, page_size=page_size)
+        MiniBrain(runner, chunk, lookahead).serve(again, chunk)
+        assert [request.tokens for request in again] == wanted
+
+
+@DEVICES
+@pytest.mark.parametrize("family", ["deepseek-v32", "glm-dsa-shared"])
+def test_replay_goes_on_where_it_stopped(family: str, device: str, lookahead: int) -> None:
+    runner = runner_of(model_of(family), device=device)
+    for kept in (1, COUNT - 1):
+        requests = [
+            Request(prompt, COUNT, replayed=tokens[:kept])
+            for prompt, tokens in zip(prompts(10), expected(family), strict=True)
+        ]
+        MiniBrain(runner, kept, lookahead).serve(requests)
+        assert [request.tokens for request in requests] == expected(family)
+
+
+@pytest.mark.parametrize("device", ["cpu", "deferred"])
+@pytest.mark.parametrize("shared", [4, 8, 16])
+def test_a_prefix_shared_by_pages_is_not_computed_again(device: str, shared: int) -> None:
+    """Index keys of a page are shared as its rows are: before the first query that chooses, and behind it."""
+    family = "glm-dsa-shared"
+    runner = runner_of(model_of(family), device=device)
+    prefix = prompts(1, seed=12)[0][:shared]
+    assert len(prefix) == shared
+    pages = [40, 17, 3, 60][: shared // 4]
+    first = PlanBuilder(1)
+    first.slot(0, prefix)
+    first.page_writes += [(0, index, page) for index, page in enumerate(pages)]
+    first.row(0, 0, shared, sample=False)
+    runner.step(first.build())
+    tails = [[9, 100, 3, 44, 12, 3, 8], [77]]
+    second = PlanBuilder(2)
+    for slot, tail in enumerate(tails, start=1):
+        second.slot(slot, prefix + tail)
+        second.page_writes += [(slot, index, page) for index, page in enumerate(pages)]
+        second.page_writes += [(slot, len(pages) + index, 70 + 2 * slot + index) for index in range(2)]
+        second.row(slot, shared, len(tail))
+    tokens = runner.step(second.build()).tokens.tolist()
+    assert tokens == [greedy_reference(model_of(family), prefix + tail, 1)[0][0] for tail in tails]
+
+
+@pytest.mark.parametrize("device", ["cpu", "deferred"])
+def test_a_request_that_is_not_finite_leaves_its_neighbours_and_heirs_alone(device: str) -> None:
+    model = reference_model("glm-dsa-shared")
+    with torch.no_grad():
+        model.get_input_embeddings().weight[130] = torch.nan
+    runner = runner_of(model, max_total_tokens=64, device=device)
+    healthy = list(range(1, 14))
+    sick = [7, 130, *range(20, 31)]
+    builder = PlanBuilder(1)
+    for slot, tokens in enumerate([healthy, sick]):
+        builder.slot(slot, tokens)
+        builder.page_writes += [(slot, index, 4 * slot + index) for index in range(4)]
+        builder.row(slot, 0, len(tokens))
+    result = runner.step(builder.build())
+    assert result.row_errors.tolist() == [0, 1]
+    wanted = greedy_reference(model, healthy, 2)[0]
+    assert result.tokens[0] == wanted[0]
+
+    # An heir of the sick request's pages beside the healthy one.
+    builder = PlanBuilder(2)
+    builder.slot(1, healthy)
+    builder.page_writes += [(1, index, 4 + index) for index in range(4)]
+    builder.row(1, 0, len(healthy))
+    builder.row(0, len(healthy), 1)
+    result = runner.step(builder.build())
+    assert not result.row_errors.any()
+    assert result.tokens.tolist() == wanted
+
+
+def test_a_page_that_nobody_wrote_is_an_error() -> None:
+    runner = runner_of(model_of("deepseek-v32"))
+    builder = PlanBuilder()
+    builder.slot(0, list(range(20)))
+    builder.page_writes += [(0, 3, 3), (0, 4, 4)]
+    builder.row(0, 12, 8)
+    with pytest.raises(IndexError):
+        runner.step(builder.build())
+
+
+@pytest.mark.parametrize("family", SPARSE)
+def test_in_bfloat16_only_near_ties_are_chosen_otherwise(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the first layer, whose input is the same: every difference there makes other inputs of those behind it."""
+    model = reference_model(family)
+    runner = runner_of(model, dtype="bfloat16")
+    half = model.to(torch.bfloat16)
+    found: list[torch.Tensor] = []
+    choose = CpuAttention.choose
+
+    def watch(self: CpuAttention, *given: Any) -> torch.Tensor:
+        found.append(choose(self, *given))
+        return found[-1]
+
+    monkeypatch.setattr(CpuAttention, "choose", watch)
+    kept_of_all = others = 0
+    for prompt in [prompt for prompt in prompts(10) if len(prompt) > 2 * TOP_K]:
+        found.clear()
+        MiniBrain(runner).serve([Request(prompt, 1)])
+        with watched_topk() as seen, torch.inference_mode():
+            half(input_ids=torch.tensor([prompt]))
+        for positions, scores in zip(found[0], seen[0][TOP_K:], strict=True):
+            cut = scores.sort(descending=True).values[TOP_K - 1]
+            kept = scores[positions]
+            others += int((kept < cut).sum())
+            kept_of_all += len(kept)
+            assert float((cut - kept).max()) < 0.1 * float(scores[scores.isfinite()].std())
+    assert others < 0.02 * kept_of_all
