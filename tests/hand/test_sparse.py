@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -42,6 +40,7 @@ from tests.hand.support import (
     runner_of,
     wire_config,
 )
+from tests.index_margins import lower_positions, margins, margins_along, watched
 
 COUNT = 12
 TOP_K = INDEXED["index_topk"]
@@ -205,47 +204,14 @@ def expected(family: str) -> list[list[int]]:
     return [greedy_reference(model_of(family), prompt, COUNT)[0] for prompt in prompts(10)]
 
 
-@contextmanager
-def watched_topk(rule: Any = None) -> Iterator[list[torch.Tensor]]:
-    """What the reference's indexers choose from: scores [queries, positions]; they may choose by another rule."""
-    seen: list[torch.Tensor] = []
-    topk = torch.Tensor.topk
-
-    def watch(scores: torch.Tensor, k: int, **options: Any) -> Any:
-        is_index = scores.ndim == 3 and scores.shape[1] == scores.shape[2] and k == min(TOP_K, scores.shape[2])
-        if is_index:
-            seen.append(scores[0].clone())
-        return (rule if is_index and rule else topk)(scores, k, **options)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.Tensor, "topk", watch)
-        yield seen
-
-
-def lower_positions(scores: torch.Tensor, k: int, dim: int) -> Any:
-    values, indices = scores.sort(dim=dim, descending=True, stable=True)
-    return torch.return_types.topk((values[..., :k], indices[..., :k]))
-
-
-def margins(scores: torch.Tensor) -> list[float]:
-    """By how much the last that is kept is better than the first that is not, of queries that keep not everything."""
-    ranked = [row[: query + 1].sort(descending=True).values for query, row in enumerate(scores)]
-    return [float(row[TOP_K - 1] - row[TOP_K]) for row in ranked if len(row) > TOP_K]
-
-
 @pytest.mark.parametrize("family", SPARSE)
 def test_the_reference_has_no_tie_where_it_is_compared(family: str) -> None:
     """Of equal scores it takes any, and what follows would be chance."""
-    model, found = model_of(family), []
-    with watched_topk() as seen, torch.inference_mode():
-        for prompt, tokens in zip(prompts(10), expected(family), strict=True):
-            model(input_ids=torch.tensor([prompt + tokens]))
-    for scores in seen:
-        found += margins(scores)
+    texts = [prompt + tokens for prompt, tokens in zip(prompts(10), expected(family), strict=True)]
+    found = [margin for text in texts for margin in margins_along(model_of(family), text)]
     assert len(found) > 300
     assert min(found) > 1e-6
-    crossing = [prompt for prompt in prompts(10) if len(prompt) > 2 * TOP_K]
-    assert len(crossing) > 5
+    assert sum(len(prompt) > 2 * TOP_K for prompt in prompts(10)) > 5
 
 
 def differences(family: str, runner: ModelRunner) -> float:
@@ -329,10 +295,10 @@ def test_of_equal_scores_the_lower_positions_win_however_a_request_is_cut(device
         model = reference_model("one-head")
     ties = 0
     requests = [Request(prompt, COUNT) for prompt in prompts(5, seed=4)]
-    with watched_topk(lower_positions) as seen:
+    with watched(TOP_K, lower_positions) as seen:
         wanted = [greedy_reference(model, request.prompt, COUNT)[0] for request in requests]
     for scores in seen:
-        ties += sum(margin == 0 for margin in margins(scores))
+        ties += sum(margin == 0 for margin in margins(scores, TOP_K))
     assert ties > 50
     for chunk, page_size in [(3, 4), (1000, 7)]:
         again = [replace(request, arrival=2 * number) for number, request in enumerate(requests)]
@@ -436,7 +402,7 @@ def test_in_bfloat16_only_near_ties_are_chosen_otherwise(family: str, monkeypatc
     for prompt in [prompt for prompt in prompts(10) if len(prompt) > 2 * TOP_K]:
         found.clear()
         MiniBrain(runner).serve([Request(prompt, 1)])
-        with watched_topk() as seen, torch.inference_mode():
+        with watched(TOP_K) as seen, torch.inference_mode():
             half(input_ids=torch.tensor([prompt]))
         for positions, scores in zip(found[0], seen[0][TOP_K:], strict=True):
             cut = scores.sort(descending=True).values[TOP_K - 1]
