@@ -26,7 +26,7 @@ class Alive(TorchDispatchMode):
     """Counts the bytes of tensors that operators made and somebody still has, and the most there were at once."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.most = self.now = 0
         self._owners: Counter[int] = Counter()
 

@@ -221,7 +221,9 @@ def test_which_layers_have_an_indexer_of_their_own() -> None:
     assert indexed(index_topk_pattern="FSSFSSSF", index_topk_freq=2) == (0, 3, 7)
     assert indexed(index_topk_freq=1, index_skip_topk_offset=0) == everywhere
     for every, offset in [(2, None), (3, 2), (4, 3), (4, 1), (0, 2)]:
-        keys = {"index_topk_freq": every} | ({} if offset is None else {"index_skip_topk_offset": offset})
+        keys: dict[str, Any] = {"index_topk_freq": every} | (
+            {} if offset is None else {"index_skip_topk_offset": offset}
+        )
         kinds = GlmMoeDsaConfig(num_hidden_layers=8, **keys).indexer_types
         assert kinds is not None
         assert indexed(**keys) == tuple(layer for layer, kind in enumerate(kinds) if kind == "full")

@@ -60,14 +60,14 @@ class TorchCompute:
         pages = _pages(tables.page_table, token_slots, positions, kv.page_size)
         stride = kv.main.page_stride
         batch = Batch(
-            cut.start[: cut.whole],
-            cut.length[: cut.whole],
-            cut.offset[: cut.whole],
-            slots[: cut.whole],
-            (starts + lengths)[: cut.whole],
-            tables.page_table,
-            kv.page_size,
-            stride,
+            start=cut.start[: cut.whole],
+            length=cut.length[: cut.whole],
+            offset=cut.offset[: cut.whole],
+            slots=slots[: cut.whole],
+            ends=(starts + lengths)[: cut.whole],
+            page_table=tables.page_table,
+            page_size=kv.page_size,
+            page_stride=stride,
         )
         return Forward(
             tokens=tables.token_pool.view(-1).index_select(0, token_slots * tables.stride + positions),
