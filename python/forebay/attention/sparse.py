@@ -1,7 +1,7 @@
 """Latent attention to rows that were chosen for each query: row numbers of a pool, as FlashMLA's sparse kernels take.
 
-What a query gives depends on its own rows alone: neither on where they lie nor on the queries beside it, so long as a
-library computes products of one shape in one way.
+What a query sees depends on its own rows alone: products of one shape each, whatever lies where and whoever is beside
+it. Only the projections before and after are products of several queries, as everywhere.
 """
 
 from __future__ import annotations

@@ -123,7 +123,6 @@ def indexer_of(d: Mapping[str, Any], architecture: str, layers: int) -> Indexer 
     return Indexer(
         heads=heads,
         head_dim=head_dim,
-        rotary_dim=rotary,
         # transformers goes by the family alone; other engines read this key, which GLM's configs have.
         interleaved=bool(d.get("indexer_rope_interleave", architecture == _GLM_DSA)),
         top_k=top_k,

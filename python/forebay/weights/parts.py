@@ -65,12 +65,11 @@ class Indexer:
     heads: int
     """Of queries; a key serves all of them."""
     head_dim: int
-    rotary_dim: int
-    """The first elements of a head, those that positions rotate."""
+    """Its first elements are rotated, as many as of `Latent`."""
     interleaved: bool
     """Positions rotate neighbours (2i, 2i + 1), not (i, i + rotary_dim / 2)."""
     top_k: int
-    """Most positions that a query keeps, its own included."""
+    """Most positions that a query keeps."""
     layers: tuple[int, ...]
     """Those that are indexed, ascending. The others attend to what the last of these before them has chosen."""
 
