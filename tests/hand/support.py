@@ -16,8 +16,12 @@ from transformers import (
     DeepseekV2ForCausalLM,
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
+    DeepseekV32Config,
+    DeepseekV32ForCausalLM,
     Glm4MoeConfig,
     Glm4MoeForCausalLM,
+    GlmMoeDsaConfig,
+    GlmMoeDsaForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedConfig,
@@ -88,6 +92,7 @@ LATENT: dict[str, Any] = {
     "rms_norm_eps": 1e-5,
     "routed_scaling_factor": 2.5,
 }
+INDEXED: dict[str, Any] = {**LATENT, "index_topk": 8, "index_head_dim": 16, "index_n_heads": 16}
 ROPE_YARN_LATENT = {**ROPE_YARN, "beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0}
 
 FAMILIES: dict[str, tuple[type[Any], PreTrainedConfig]] = {
@@ -120,6 +125,12 @@ FAMILIES: dict[str, tuple[type[Any], PreTrainedConfig]] = {
     "deepseek-v3-halves": (
         DeepseekV3ForCausalLM,
         DeepseekV3Config(**LATENT, rope_interleave=False, norm_topk_prob=False, attention_bias=True),
+    ),
+    "deepseek-v32": (DeepseekV32ForCausalLM, DeepseekV32Config(**INDEXED, rope_parameters=ROPE_YARN_LATENT)),
+    "glm-dsa": (GlmMoeDsaForCausalLM, GlmMoeDsaConfig(**INDEXED, attention_bias=True)),
+    "glm-dsa-shared": (
+        GlmMoeDsaForCausalLM,
+        GlmMoeDsaConfig(**INDEXED, indexer_types=["full", "shared", "shared", "full"]),
     ),
 }
 

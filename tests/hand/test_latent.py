@@ -161,7 +161,7 @@ def test_a_page_of_all_layers_is_one_piece(dtype: torch.dtype) -> None:
     assert piece.shape == (pages, pool.page_bytes)
     for number, layer in enumerate(pool.layers):
         for page in range(pages):
-            entry = page * pool.page_stride + 2
+            entry = page * pool.main.page_stride + 2
             layer.keys[entry] = 1 + number
             assert layer.values[entry].eq(1 + number).all()
             row = torch.from_numpy(piece[page].copy()).view(dtype).view(layers, size, -1)

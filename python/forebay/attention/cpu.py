@@ -8,8 +8,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from forebay.attention import latent
-from forebay.attention.backend import Batch, Int64s, LatentHeads, LayerKV
+from forebay.attention import latent, selection, sparse
+from forebay.attention.backend import Batch, IndexBatch, Int64s, LatentHeads, LayerKV
 
 DECODE_POSITIONS = 1 << 18
 """Most positions (rows x padded length) gathered at once, to bound the memory of one call."""
@@ -88,6 +88,7 @@ class CpuAttention:
         kv: LayerKV,
         heads: LatentHeads,
         prepared: CpuStep,
+        chosen: torch.Tensor | None,
     ) -> torch.Tensor:
         """Decode rows absorbed, for they would make keys and values of all positions anew; chunks by `of_chunk`."""
         outputs = []
@@ -99,7 +100,17 @@ class CpuAttention:
             part = slice(chunk.first, chunk.first + chunk.count)
             seen = rows[part] if chunk.entries is None else kv.keys.index_select(0, chunk.entries)[:, 0]
             outputs.append(latent.of_chunk(q[part], seen, chunk.blocks, up, heads))
+        if chosen is not None:
+            outputs.append(sparse.attend(q[len(q) - len(chosen) :], kv.keys[:, 0], chosen, up, heads))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+    def prepare_index(self, batch: IndexBatch) -> selection.IndexStep:
+        return selection.prepare(batch)
+
+    def choose(
+        self, q: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor, prepared: selection.IndexStep
+    ) -> torch.Tensor:
+        return selection.choose(q, weights, keys, prepared)
 
     def _chunk(self, batch: Batch, row: int, dtype: torch.dtype) -> ChunkRow:
         first, count, start = int(batch.offset[row]), int(batch.length[row]), int(batch.start[row])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,21 @@ from forebay.attention.backend import AttentionBackend, LatentHeads, LayerKV
 from forebay.layers.norm import RMSNorm
 from forebay.layers.ops import Heads, Ops
 from forebay.layers.rotary import Rotation
+
+
+@dataclass
+class Index:
+    """What a step's indexed layers share, and what the last of them has chosen."""
+
+    keys: Sequence[torch.Tensor]  # one an indexed layer: [entries, head_dim]
+    writes: torch.Tensor  # int64 [n]: entry that each token's key is written to
+    first: int | None
+    """The first of the tokens that choose; None: all attend to their whole context."""
+    prepared: Any  # what the backend prepared for those that choose
+    resolve: Callable[[torch.Tensor], torch.Tensor]
+    """Gives the entries of `LayerKV` that positions [queries, top_k] are at."""
+    chosen: torch.Tensor | None = None
+    """Such entries, for this layer and those behind it."""
 
 
 @dataclass(frozen=True)
@@ -24,6 +39,7 @@ class Step:
     backend: AttentionBackend
     prepared: Any  # what the backend prepared for this step
     ops: Ops
+    index: Index | None
 
     def attend(
         self, layer: int, qkv: torch.Tensor, heads: Heads, norms: tuple[RMSNorm, RMSNorm] | None
@@ -39,4 +55,11 @@ class Step:
         """Attention [n, heads * value_dim] of rows [n, row], which are kept in the layer's pages."""
         kv = self.kv[layer]
         kv.keys.index_copy_(0, self.writes, rows[:, None])
-        return self.backend.attend_latent(q, rows, up, kv, heads, self.prepared)
+        chosen = None if self.index is None else self.index.chosen
+        return self.backend.attend_latent(q, rows, up, kv, heads, self.prepared, chosen)
+
+    def choose(self, number: int, q: torch.Tensor, weights: torch.Tensor) -> None:
+        """Has queries [queries, index heads, head_dim] choose by the keys of an indexed layer; `weights` of heads."""
+        assert self.index is not None
+        positions = self.backend.choose(q, weights, self.index.keys[number], self.index.prepared)
+        self.index.chosen = self.index.resolve(positions)

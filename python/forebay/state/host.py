@@ -1,8 +1,8 @@
 """The host's tier: pages of keys and values in memory that outlives this process.
 
 The brain makes the memory, an anonymous file, and the hand says how large it is to be. A page of all layers is one
-piece: for each layer its keys, then its values, as they lie on the device. Whoever copies whole pages need not know the
-order inside of one. Behind the pages there is room for a checksum each.
+piece: its main part, then its index part if it has one, as they lie on the device. Whoever copies whole pages need not
+know the order inside of one. Behind the pages there is room for a checksum each.
 """
 
 from __future__ import annotations

@@ -54,6 +54,8 @@ class SlotTables:
         self.page_table = torch.full(
             (config.slots, self.pages_per_slot), -1, dtype=torch.int32, device=device.torch_device
         )
+        # Both parts of a page have one number.
+        self.index_page_table = self.page_table
         self.counts = TokenCounts(config.slots, vocabulary, device)
         self.prompt_len = np.zeros(config.slots, np.int32)
         self.segment = np.zeros(config.slots, np.int32)
