@@ -57,6 +57,8 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
 }
 """What transformers takes for keys that a config leaves out."""
 _PARTIAL_ROTARY_FACTOR = 0.5
+_MOST_LAYERS, _MOST_EXPERTS = 1 << 12, 1 << 18
+"""Of a model, far beyond every known one: names of weights are made for each, before a file is asked for them."""
 
 
 def integer(d: Mapping[str, Any], key: str, *others: str) -> int:
@@ -94,8 +96,14 @@ def attention_of(d: Mapping[str, Any], architecture: str, scaling: Mapping[str, 
 def feeds_of(d: Mapping[str, Any], architecture: str, layers: int) -> tuple[Dense | Experts, ...]:
     """What follows the attention in each layer. Raises UnsupportedModelError."""
     d = {**_DEFAULTS.get(architecture, {}), **d}
+    if layers > _MOST_LAYERS:
+        raise UnsupportedModelError(f"{layers} layers are not supported: at most {_MOST_LAYERS}")
     sparse = [_is_sparse(d, architecture, layer) for layer in range(layers)]
     experts = _experts(d, architecture) if any(sparse) else None
+    if experts is not None and experts.count * sum(sparse) > _MOST_EXPERTS:
+        raise UnsupportedModelError(
+            f"{experts.count} experts in each of {sum(sparse)} layers are not supported: at most {_MOST_EXPERTS} in all"
+        )
     # A model of experts alone needs no size of a dense layer.
     dense = None if all(sparse) and sparse else Dense(integer(d, "intermediate_size"), bool(d.get("mlp_bias", False)))
     feeds = [experts if is_sparse else dense for is_sparse in sparse]

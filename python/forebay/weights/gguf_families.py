@@ -101,7 +101,7 @@ def _refuse_changes(files: GgufFiles) -> None:
         value = files.get(key)
         values = value if isinstance(value, list) else [value]
         if any(one not in _NO_CHANGE for one in values):
-            raise UnsupportedModelError(f"'{files.architecture}.{key}' {value} is not supported: nothing computes it")
+            raise UnsupportedModelError(f"'{files.architecture}.{key}' {str(value)[:40]} is not supported")
 
 
 def _heads(files: GgufFiles) -> tuple[int, int]:
@@ -127,7 +127,7 @@ def _grouped(files: GgufFiles) -> dict[str, Any]:
         "attention_bias": "blk.0.attn_output.bias" in files.tensors,
         "mlp_bias": "blk.0.ffn_up.bias" in files.tensors,
     }
-    if files.architecture == _GLM4_MOE:
+    if files.architecture == _GLM4_MOE and rotated <= head_dim:
         return keys | {"partial_rotary_factor": _factor(rotated, head_dim)}
     if rotated != head_dim:
         raise UnsupportedModelError(f"rotary embeddings over {rotated} of {head_dim} elements are not supported")
@@ -155,13 +155,9 @@ def _qwen3_moe(files: GgufFiles) -> dict[str, Any]:
 
 
 def _glm4_moe(files: GgufFiles) -> dict[str, Any]:
-    return (
-        _named("Glm4MoeForCausalLM", "glm4_moe")
-        | _routed(files, _scores(files, "sigmoid"))
-        | {
-            "use_qk_norm": "blk.0.attn_q_norm.weight" in files.tensors,
-        }
-    )
+    named = _named("Glm4MoeForCausalLM", "glm4_moe")
+    norms = {"use_qk_norm": "blk.0.attn_q_norm.weight" in files.tensors}
+    return named | norms | _routed(files, _scores(files, "sigmoid"))
 
 
 def _deepseek(files: GgufFiles) -> dict[str, Any]:
@@ -171,6 +167,8 @@ def _deepseek(files: GgufFiles) -> dict[str, Any]:
     # Files with keys and values in two tensors describe the absorbed heads first, and these ones under other names.
     of_keys = int(files.get("attention.key_length_mla") or required(files, "attention.key_length"))
     of_values = int(files.get("attention.value_length_mla") or required(files, "attention.value_length"))
+    if not 0 < rotary < of_keys:
+        raise UnsupportedModelError(f"rotary embeddings over {rotary} of {of_keys} elements are not supported")
     query_rank = files.get("attention.q_lora_rank")
     # Files older than the key are of DeepSeek V2, but those whose choice is corrected.
     corrected = any(name.endswith(".exp_probs_b.bias") for name in files.tensors)
@@ -178,21 +176,18 @@ def _deepseek(files: GgufFiles) -> dict[str, Any]:
     named = _named("DeepseekV2ForCausalLM", "deepseek_v2")
     if scores == "sigmoid":
         named = _named("DeepseekV3ForCausalLM", "deepseek_v3")
-    return (
-        named
-        | _routed(files, scores)
-        | {
-            "num_attention_heads": heads,
-            "num_key_value_heads": heads,
-            "q_lora_rank": int(query_rank) if query_rank else None,
-            "kv_lora_rank": int(required(files, "attention.kv_lora_rank")),
-            "qk_nope_head_dim": of_keys - rotary,
-            "qk_rope_head_dim": rotary,
-            "v_head_dim": of_values,
-            "attention_bias": "blk.0.attn_kv_a_mqa.bias" in files.tensors,
-            "rope_interleave": True,
-        }
-    )
+    attention = {
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads,
+        "q_lora_rank": int(query_rank) if query_rank else None,
+        "kv_lora_rank": int(required(files, "attention.kv_lora_rank")),
+        "qk_nope_head_dim": of_keys - rotary,
+        "qk_rope_head_dim": rotary,
+        "v_head_dim": of_values,
+        "attention_bias": "blk.0.attn_kv_a_mqa.bias" in files.tensors,
+        "rope_interleave": True,
+    }
+    return named | attention | _routed(files, scores)
 
 
 def _scores(files: GgufFiles, default: str) -> str:

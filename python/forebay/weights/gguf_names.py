@@ -7,6 +7,7 @@ One tensor may hold the matrices of all experts of a layer, and one matrix may b
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -14,6 +15,7 @@ from typing import TypeAlias
 from forebay.weights.config import ModelConfig
 from forebay.weights.errors import ModelError
 from forebay.weights.gguf_file import GgufFiles, GgufTensor
+from forebay.weights.parts import Experts
 
 __all__ = ["LatentUp", "Part", "Stored", "stored_weights"]
 
@@ -53,6 +55,7 @@ _OF_EXPERTS = {
     "ffn_gate_up_exps": ("gate_proj", "up_proj"),
 }
 """Tensors [experts, rows, columns], and which matrices of an expert their rows are, one after the other."""
+_OF_LAYER = re.compile(r"blk\.(?P<layer>[0-9]{1,9})\.(?P<part>.+)")
 _CORRECTION = "exp_probs_b.bias"
 _KEYS_UP, _VALUES_UP, _BOTH_UP = "attn_k_b.weight", "attn_v_b.weight", "attn_kv_b.weight"
 # Tables for the rotary embedding: they are part of the config here (`gguf_config`), not weights.
@@ -111,22 +114,22 @@ def stored_weights(files: GgufFiles, config: ModelConfig) -> dict[str, Stored]:
 
 
 def _weights_in(files: GgufFiles, name: str, tensor: GgufTensor, config: ModelConfig) -> Iterator[tuple[str, Stored]]:
-    prefix, _, rest = name.partition(".")
-    layer, _, part = rest.partition(".")
-    stem, _, kind = part.rpartition(".")
-    if prefix != "blk" or not layer.isdigit():
+    found = _OF_LAYER.fullmatch(name)
+    if found is None:
         stem, _, kind = name.rpartition(".")
-        if stem not in _GLOBAL_NAMES or kind != "weight":
+        if stem not in _GLOBAL_NAMES or kind not in ("weight", "bias"):
             raise _no_place(name)
         yield f"{_GLOBAL_NAMES[stem]}.{kind}", Part(tensor, tensor.shape)
         return
+    layer, part = found["layer"], found["part"]
     at = f"model.layers.{layer}."
     if not config.has_place_for(at):
         return
+    stem, _, kind = part.rpartition(".")
     if stem in _LAYER_NAMES and kind in ("weight", "bias"):
         yield f"{at}{_LAYER_NAMES[stem]}.{kind}", Part(tensor, tensor.shape)
     elif stem in _OF_EXPERTS and kind == "weight":
-        yield from _experts(f"{at}mlp.experts", tensor, _OF_EXPERTS[stem])
+        yield from _experts(f"{at}mlp.experts", tensor, _OF_EXPERTS[stem], _expert_count(config, int(layer)))
     elif part == _CORRECTION:
         yield f"{at}mlp.gate.e_score_correction_bias", Part(tensor, tensor.shape)
     elif part in (_KEYS_UP, _VALUES_UP):
@@ -137,9 +140,14 @@ def _weights_in(files: GgufFiles, name: str, tensor: GgufTensor, config: ModelCo
         raise _no_place(name)
 
 
-def _experts(prefix: str, tensor: GgufTensor, kinds: tuple[str, ...]) -> Iterator[tuple[str, Part]]:
-    if len(tensor.shape) != 3 or tensor.shape[1] % len(kinds):
-        raise ModelError(f"the GGUF file has {tensor.name} of {list(tensor.shape)}: no matrices of experts")
+def _expert_count(config: ModelConfig, layer: int) -> int:
+    feed = config.feeds[layer] if layer < len(config.feeds) else None
+    return feed.count if isinstance(feed, Experts) else 0
+
+
+def _experts(prefix: str, tensor: GgufTensor, kinds: tuple[str, ...], wanted: int) -> Iterator[tuple[str, Part]]:
+    if len(tensor.shape) != 3 or tensor.shape[0] != wanted or tensor.shape[1] % len(kinds):
+        raise ModelError(f"the GGUF file has {tensor.name} of {list(tensor.shape)}, and the layer has {wanted} experts")
     experts, rows, columns = tensor.shape
     of_one = rows // len(kinds)
     for expert in range(experts):
