@@ -1,9 +1,10 @@
-"""What sparse decoding from host memory is worth, in simulated time: requests that run, tokens, and what waits for saves.
+"""What sparse decoding from host memory is worth in simulated time: requests that run, tokens, what waits for saves.
 
     python -m benchmarks.hisparse
 
-Schedulers are real; devices, copies and misses take the time that a profile says, which nobody has measured. So one run
-is enough, and a ratio is of two simulations of the same traffic. How many of the chosen positions are missed is assumed.
+Schedulers are real; devices, copies and misses take the time that a profile says, which nobody has measured. So one
+run is enough, and a ratio is of two simulations of the same traffic. How many of the chosen positions are missed is
+assumed.
 """
 
 from __future__ import annotations
@@ -114,7 +115,9 @@ def small(setting: Setting) -> str:
         few = Setting(setting.profile, 2 * running, setting.input_tokens, setting.output_tokens, running)
         base, found = plan(few), plan(few, "--enable-hisparse", "--hicache-ratio", RATIO)
         ratio = found["output_throughput"] / base["output_throughput"]
-        rows.append([str(running), f"{base['output_throughput']:.1f}", f"{found['output_throughput']:.1f}", f"{ratio:.3f}"])
+        rows.append(
+            [str(running), f"{base['output_throughput']:.1f}", f"{found['output_throughput']:.1f}", f"{ratio:.3f}"]
+        )
     return markdown(["at a time", "off, tokens/s", "on, tokens/s", "ratio"], rows)
 
 
@@ -149,8 +152,13 @@ def main() -> None:
     flags = argparse.ArgumentParser(description="What sparse decoding from host memory is worth, in simulated time.")
     flags.add_argument("--quick", action="store_true", help="an eighth of the traffic")
     part = 8 if flags.parse_args().quick else 1
-    crowd = Setting(PRESSURE.profile, PRESSURE.requests // part, PRESSURE.input_tokens, PRESSURE.output_tokens, PRESSURE.running)
-    print(f"{crowd.requests} requests of {crowd.input_tokens} and {crowd.output_tokens} tokens at once, {crowd.profile}:\n")
+    crowd = Setting(
+        PRESSURE.profile, PRESSURE.requests // part, PRESSURE.input_tokens, PRESSURE.output_tokens, PRESSURE.running
+    )
+    print(
+        f"{crowd.requests} requests of {crowd.input_tokens} and {crowd.output_tokens} tokens at once, "
+        f"{crowd.profile}:\n"
+    )
     print(pressure(crowd, MISSES[1:3] if part > 1 else MISSES))
     print("\nThe same lengths, few at a time:\n")
     print(small(crowd))
