@@ -47,8 +47,9 @@ pub use rerank::{
 };
 pub use response::{
     ChatChoice, ChatChunkChoice, ChatCompletion, ChatDelta, ChatLogprobs, ChatTokenLogprob,
-    ChatTopLogprob, Completion, CompletionChoice, CompletionLogprobs, ModelCard, ModelList,
-    PromptTokensDetails, ResponseMessage, StopReason, Usage,
+    ChatTopLogprob, Completion, CompletionChoice, CompletionLogprobs, FunctionCall, FunctionDelta,
+    ModelCard, ModelList, PromptTokensDetails, ResponseMessage, StopReason, ToolCall,
+    ToolCallDelta, Usage,
 };
 pub use sampling::{Generation, GenerationDefaults, Limits, MaxTokens, choice_seed};
 pub use tokenize::{

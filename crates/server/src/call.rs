@@ -252,9 +252,9 @@ impl Call {
             return Poll::Pending;
         }
         for (choice, delta) in &out[from..] {
-            if let Some(end) = &delta.end {
+            if delta.end.is_some() {
                 self.alive[*choice as usize] = None;
-                self.span.record("finish", finish_name(end));
+                self.span.record("finish", delta.finish_reason().unwrap_or("error"));
             }
         }
         Poll::Ready(out.len() > from)
@@ -346,26 +346,13 @@ fn before(speller: &mut Speller, resume: &Resume, generation: &Generation) -> De
     let mut before = Delta { tokens: resume.generated.clone(), ..Delta::default() };
     let mut fresh = String::new();
     for &id in &resume.generated {
-        speller.push(id, false, &mut fresh, &mut before.text);
+        speller.push(id, false, &mut fresh, &mut before.parts);
         if generation.sampling.logprobs.is_some() {
             // Only the token's text is of use: the number has been sent.
             before.logprobs.push(&[(id, 0.0)]);
         }
     }
     before
-}
-
-/// OpenAI's word for an end; `None` for an error.
-pub(crate) fn finish_reason(end: &End) -> Option<&'static str> {
-    match end {
-        End::Eos(_) | End::Token(_) | End::Text(_) => Some("stop"),
-        End::Length => Some("length"),
-        End::Error(_) => None,
-    }
-}
-
-fn finish_name(end: &End) -> &'static str {
-    finish_reason(end).unwrap_or("error")
 }
 
 /// Refuses a priority that clients may not ask for.

@@ -1,8 +1,9 @@
-//! From one request's tokens to text that may be sent.
+//! From one request's tokens to what may be sent.
 
 use std::sync::Arc;
 
 use forebay_api::Generation;
+use forebay_dialect::Parts;
 use forebay_text::{Detokenizer, StopStrings, Tokenizer};
 
 use crate::call::Terms;
@@ -19,6 +20,13 @@ pub(crate) struct Speller {
     tokens: u32,
 }
 
+/// What ends an answer before the engine does.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Found {
+    /// The stop string with this number.
+    Stop(usize),
+}
+
 impl Speller {
     /// At the start of a request's text.
     pub(crate) fn new(tokenizer: &Arc<Tokenizer>, terms: &Terms) -> Self {
@@ -32,32 +40,31 @@ impl Speller {
         }
     }
 
-    /// Appends the text that a token brings; `Some(index)` if a stop string was found. `ends`: it is the stop token that ended the request.
-    /// `fresh` is a buffer.
+    /// Appends what a token brings. `ends`: it is the stop token that ended the request. `fresh` is a buffer.
     pub(crate) fn push(
         &mut self,
         id: i32,
         ends: bool,
         fresh: &mut String,
-        out: &mut String,
-    ) -> Option<usize> {
+        out: &mut Parts,
+    ) -> Option<Found> {
         fresh.clear();
         self.tokens += 1;
         if !ends || self.include_stop {
             self.detokenizer.push(id, fresh);
         }
-        self.text(fresh, out)
+        self.content(fresh, out)
     }
 
     /// Appends what was held back: the request has ended.
-    pub(crate) fn finish(&mut self, fresh: &mut String, out: &mut String) -> Option<usize> {
+    pub(crate) fn finish(&mut self, fresh: &mut String, out: &mut Parts) -> Option<Found> {
         fresh.clear();
         self.detokenizer.finish(fresh);
-        let matched = self.text(fresh, out);
-        if matched.is_none() {
-            self.stops.finish(out);
+        let found = self.content(fresh, out);
+        if found.is_none() {
+            out.content_with(|out| self.stops.finish(out));
         }
-        matched
+        found
     }
 
     /// A stop string that was found.
@@ -65,11 +72,12 @@ impl Speller {
         self.stops.text(index).to_owned()
     }
 
-    fn text(&mut self, fresh: &str, out: &mut String) -> Option<usize> {
+    /// Appends text for the reader, and looks for stop strings in it.
+    fn content(&mut self, fresh: &str, out: &mut Parts) -> Option<Found> {
         if self.tokens <= self.min_tokens {
-            out.push_str(fresh);
+            out.content(fresh);
             return None;
         }
-        self.stops.push(fresh, out)
+        out.content_with(|out| self.stops.push(fresh, out)).map(Found::Stop)
     }
 }

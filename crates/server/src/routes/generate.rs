@@ -129,7 +129,7 @@ impl Accumulated {
         let has_top = tokens().any(|(_, top)| !top.is_empty());
         GenerateOutput {
             index,
-            text: self.total.text.clone(),
+            text: self.total.parts.as_content().unwrap_or_default().to_owned(),
             output_ids: self.total.tokens.clone(),
             meta_info: GenerateMeta {
                 id: self.id.clone(),
@@ -141,7 +141,7 @@ impl Accumulated {
                         Some(GenerateFinish::Stop { matched: StopReason::Text(text.clone()) })
                     }
                     End::Length => Some(GenerateFinish::Length { length: usage.completion_tokens }),
-                    End::Error(_) => None,
+                    End::Call | End::Error(_) => None,
                 }),
                 prompt_tokens: usage.prompt_tokens,
                 completion_tokens: usage.completion_tokens,

@@ -1,0 +1,5 @@
+//! How families of models write: reasoning, text and calls of tools.
+
+mod parts;
+
+pub use parts::{Part, Parts};
