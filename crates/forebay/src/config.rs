@@ -1,5 +1,7 @@
 //! Flags and model made into one resolved configuration. What is printed at /server_info and sent to the hand is this.
 
+use std::path::PathBuf;
+
 use anyhow::{Result, bail};
 use forebay_engine::{EngineConfig, Namer, Policy};
 use forebay_hand::HandConfig;
@@ -93,6 +95,7 @@ pub(crate) struct Simulated {
     pub(crate) content: Profile,
     pub(crate) output_tokens: u32,
     pub(crate) tokens_a_row: u32,
+    pub(crate) script: Option<PathBuf>,
 }
 
 impl Simulated {
@@ -108,7 +111,9 @@ impl Simulated {
         };
         let simulated = names.into_iter().map(|name| {
             let content = Profile::find(name)?;
-            Ok(Self { profile: content.name.clone(), content, output_tokens, tokens_a_row })
+            let profile = content.name.clone();
+            let script = flags.sim_script.clone();
+            Ok(Self { profile, content, output_tokens, tokens_a_row, script })
         });
         simulated.collect()
     }

@@ -250,13 +250,17 @@ pub(crate) struct SimFlags {
     /// [default: 1].
     #[arg(long, value_name = "TOKENS", value_parser = clap::value_parser!(u32).range(1..=16))]
     pub(crate) sim_tokens_a_row: Option<u32>,
+    /// Answers that the device gives in place of made-up words: JSON lines, see docs/simulation.md.
+    #[arg(long, value_name = "FILE")]
+    pub(crate) sim_script: Option<PathBuf>,
 }
 
 impl SimFlags {
     /// Whether there is any.
     pub(crate) fn given(&self) -> bool {
         let numbers = [self.sim_output_tokens, self.sim_tokens_a_row];
-        !self.sim_profile.is_empty() || numbers.iter().any(Option::is_some)
+        let given = !self.sim_profile.is_empty() || self.sim_script.is_some();
+        given || numbers.iter().any(Option::is_some)
     }
 }
 

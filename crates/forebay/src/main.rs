@@ -11,6 +11,7 @@ mod logs;
 mod model;
 mod python;
 mod route;
+mod script;
 mod secret;
 mod serve;
 mod signals;

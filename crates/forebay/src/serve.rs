@@ -226,7 +226,7 @@ fn executors(
     python: &Path,
     config: &Config,
     model: &Model,
-    tokenizer: &Tokenizer,
+    tokenizer: &Arc<Tokenizer>,
     arena: &Arena,
 ) -> Result<Executors> {
     let mut executors: Vec<Box<dyn Executor>> = Vec::new();
