@@ -115,6 +115,27 @@ impl Parts {
         self.push(Kind::Arguments, index, text);
     }
 
+    /// Appends a part.
+    pub fn part(&mut self, part: Part<'_>) {
+        match part {
+            Part::Content(text) => self.content(text),
+            Part::Reasoning(text) => self.reasoning(text),
+            Part::Call { index, name, id } => self.call(index, name, id),
+            Part::Arguments { index, text } => self.arguments(index, text),
+        }
+    }
+
+    /// Leaves the reasoning out.
+    pub(crate) fn without_reasoning(&mut self) {
+        if self.runs.iter().any(|run| run.kind == Kind::Reasoning) {
+            let mut kept = Self::default();
+            self.iter()
+                .filter(|part| !matches!(part, Part::Reasoning(_)))
+                .for_each(|part| kept.part(part));
+            *self = kept;
+        }
+    }
+
     /// Appends what came later, and leaves it empty.
     pub fn append(&mut self, newer: &mut Self) {
         let before = self.end();
