@@ -23,8 +23,12 @@ mod response;
 mod salt;
 mod sampling;
 mod tokenize;
+mod tools;
 
-pub use chat::{ChatMessage, ChatPrompt, ChatRequest, ContentPart, MessageContent, ValidChat};
+pub use chat::{
+    ChatMessage, ChatPrompt, ChatRequest, ContentPart, Effort, MessageContent, ReasoningOutput,
+    Rendering, ValidChat,
+};
 pub use completions::{CompletionPrompts, CompletionRequest, ValidCompletion};
 pub use embeddings::{
     Embedding, EmbeddingRequest, EmbeddingResponse, EncodingFormat, PoolingUsage, ValidEmbedding,
@@ -55,3 +59,4 @@ pub use sampling::{Generation, GenerationDefaults, Limits, MaxTokens, choice_see
 pub use tokenize::{
     DetokenizeRequest, DetokenizeResponse, TokenizeInput, TokenizeRequest, TokenizeResponse,
 };
+pub use tools::{OfferedTools, ToolChoice};

@@ -1,6 +1,7 @@
 //! Which family a model is of: found out from its template and vocabulary, or said with the names that other servers use.
 
 use crate::family::{self, Body, CALLS, Calls, REASONING, Reasoning};
+use crate::schema::Tools;
 
 /// How a model writes calls and reasoning, each if it does at all.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -157,9 +158,16 @@ impl Dialect {
         self.reasoning.map(|reasoning| reasoning.name)
     }
 
-    /// Whether there is nothing to read in an answer but text.
-    pub fn is_plain(&self) -> bool {
-        self.calls.is_none() && self.reasoning.is_none()
+    /// Whether an answer may have more to read than text, where these tools may be called.
+    pub fn reads(&self, tools: &Tools) -> bool {
+        let calls = self.calls.is_some() && !tools.is_empty();
+        calls || self.reasoning.is_some() || self.is_harmony()
+    }
+
+    /// The same, where reasoning is text like other text.
+    #[must_use]
+    pub fn without_reasoning(self) -> Self {
+        Self { reasoning: None, ..self }
     }
 
     /// How calls are to be named.

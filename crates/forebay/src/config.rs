@@ -11,6 +11,7 @@ use serde::Serialize;
 use serde_json::json;
 
 use crate::affinity::{Affinity, threads_each};
+use crate::dialect::ChatFacts;
 use crate::flags::{
     Device, Dtype, Egress, LoadBalance, LoadFormat, Quantization, SchedulePolicy, ServeFlags,
     SimFlags,
@@ -78,6 +79,8 @@ pub(crate) struct Config {
     pub(crate) drain_timeout_s: f64,
     pub(crate) hand_restarts: u32,
     pub(crate) seed: u64,
+    /// How chats are written and read; null before that is known, and where the model has none.
+    pub(crate) chat: Option<ChatFacts>,
     /// What the model makes in place of tokens.
     pub(crate) pooling: Option<Pooling>,
     /// Nothing is computed: answers are made up, in the time that this says. `None` with a real device.
@@ -232,6 +235,7 @@ impl Config {
             drain_timeout_s: flags.http.drain_timeout.as_secs_f64(),
             hand_restarts: flags.run.hand_restarts,
             seed: flags.loading.seed,
+            chat: None,
             pooling: model.pooling.clone(),
             simulated,
             simulated_replicas,

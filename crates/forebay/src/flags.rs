@@ -1,6 +1,7 @@
 //! The flags of `serve`, exactly as typed. Nothing is resolved here: see `config`.
 
 mod access;
+mod dialect;
 mod limits;
 mod listening;
 mod schedule;
@@ -16,6 +17,7 @@ use forebay_hand::MAX_ARENA_BYTES;
 use serde::Serialize;
 
 pub(crate) use self::access::{AccessFlags, visible_keys};
+pub(crate) use self::dialect::DialectFlags;
 pub(crate) use self::listening::ListenFlags;
 pub(crate) use self::schedule::{ScheduleFlags, SchedulePolicy};
 
@@ -47,6 +49,8 @@ pub(crate) struct ServeFlags {
     pub(crate) sharing: SharingFlags,
     #[command(flatten)]
     pub(crate) text: TextFlags,
+    #[command(flatten)]
+    pub(crate) dialect: DialectFlags,
     #[command(flatten)]
     pub(crate) loading: ModelFlags,
     #[command(flatten)]

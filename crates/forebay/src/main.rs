@@ -4,6 +4,7 @@ mod affinity;
 mod command;
 mod config;
 mod descriptors;
+mod dialect;
 mod flags;
 mod lines;
 mod listening;

@@ -7,6 +7,7 @@ use std::time::Instant;
 
 use forebay_api::peer::RESUME_HEADER;
 use forebay_api::{ApiError, Generation, Limits};
+use forebay_dialect::Reading;
 use forebay_engine::{
     BlockHash, Embeds, EngineRequest, Past, Request, RequestId, SlotSpec, SubmitError,
 };
@@ -34,18 +35,20 @@ pub(crate) struct Terms {
     pub(crate) stop_ids: Arc<[i32]>,
     /// The stop strings.
     pub(crate) stops: Arc<StopTable>,
+    /// How answers are read; `None`: they are text.
+    pub(crate) reading: Option<Reading>,
 }
 
 impl Terms {
     /// With the end-of-sequence ids that the model of `limits` can make.
-    pub(crate) fn new(mut generation: Generation, eos: &[i32], limits: Limits) -> Arc<Self> {
+    pub(crate) fn new(mut generation: Generation, eos: &[i32], limits: Limits) -> Self {
         let stops = Arc::new(StopTable::new(std::mem::take(&mut generation.stop)));
         let mut stop_ids = generation.stop_ids(eos);
         if first_unknown(&stop_ids, limits.vocab_size).is_some() {
             let known = |id: &i32| first_unknown(&[*id], limits.vocab_size).is_none();
             stop_ids = stop_ids.iter().copied().filter(known).collect();
         }
-        Arc::new(Self { generation, stop_ids, stops })
+        Self { generation, stop_ids, stops, reading: None }
     }
 }
 
@@ -128,7 +131,7 @@ impl Call {
             (true, EgressMode::Naive) => Wake::EveryDelta,
             (true, EgressMode::Direct | EgressMode::Tasks) => Wake::Pending,
         };
-        let spell = |terms: &Terms| Speller::new(state.text.tokenizer(), terms);
+        let spell = |terms: &Terms| Speller::new(state.text.tokenizer(), terms, &state.model.marks);
         let mut resumed = None;
         if let (Some(resume), Some(submission)) = (resume, submissions.first()) {
             let mut speller = spell(&submission.terms);

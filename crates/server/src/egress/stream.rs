@@ -132,12 +132,15 @@ impl Stream {
             Some(FinishReason::Error(error)) => Some(End::Error(request_error(&error))),
         };
         if end.is_some() {
-            found = self.speller.finish(&mut scratch.fresh, &mut self.delta.parts);
+            let complete = matches!(end, Some(End::Eos(_) | End::Token(_)));
+            found = self.speller.finish(complete, &mut scratch.fresh, &mut self.delta.parts);
         }
         self.delta.end = match found {
             Some(Found::Stop(index)) => Some(End::Text(self.speller.stop(index))),
+            Some(Found::Call) => Some(End::Call),
             None => end,
         };
+        self.delta.called = self.delta.end.is_some() && self.speller.has_called();
     }
 }
 

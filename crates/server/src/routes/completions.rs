@@ -53,7 +53,7 @@ pub(crate) async fn completions(
     let skip_special = generation.skip_special_tokens;
     let n = generation.n as usize;
     let tokenizer = generation.sampling.logprobs.map(|_| state.text.tokenizer().clone());
-    let terms = Terms::new(generation, &state.model.eos, model_limits);
+    let terms = Arc::new(Terms::new(generation, &state.model.eos, model_limits));
     let mut echoes = Vec::new();
     let submissions = match valid.prompts {
         CompletionPrompts::Prompts(prompts) => {

@@ -49,7 +49,7 @@ pub(crate) async fn generate(
     let valid = request.validate(&state.model.defaults, model_limits)?;
     let terms = valid.generations.into_iter().map(|mut generation| {
         routing.fill(&mut generation);
-        Terms::new(generation, &state.model.eos, model_limits)
+        Arc::new(Terms::new(generation, &state.model.eos, model_limits))
     });
     let terms: Vec<Arc<Terms>> = terms.collect();
     let mut prompts = Vec::with_capacity(valid.items.len());

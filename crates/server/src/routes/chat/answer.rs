@@ -6,7 +6,7 @@ use forebay_api::{
     ApiError, ChatChoice, ChatChunkChoice, ChatDelta, ChatLogprobs, ChatTokenLogprob,
     ChatTopLogprob, FunctionCall, FunctionDelta, ResponseMessage, ToolCall, ToolCallDelta,
 };
-use forebay_dialect::Part;
+use forebay_dialect::{Ids, Part};
 use forebay_text::Tokenizer;
 use xxhash_rust::xxh3::xxh3_128;
 
@@ -21,12 +21,21 @@ use crate::tally::Tally;
 pub(super) struct CallIds {
     /// Name of the response.
     pub(super) response: String,
+    pub(super) form: Ids,
 }
 
 impl CallIds {
     fn name(&self, choice: u32, call: u32) -> String {
+        /// Letters and digits; there are 32.
+        const LETTERS: &[u8; 32] = b"0123456789abcdefghijklmnopqrstuv";
         let hash = xxh3_128(format!("{}/{choice}/{call}", self.response).as_bytes());
-        format!("call_{:024x}", hash >> 32)
+        match self.form {
+            Ids::Nine => {
+                let letter = |at: u32| char::from(LETTERS[(hash >> (5 * at)) as usize & 31]);
+                (0..9).map(letter).collect()
+            }
+            Ids::Free | Ids::Counted => format!("call_{:024x}", hash >> 32),
+        }
     }
 }
 

@@ -2,11 +2,13 @@
 
 mod answer;
 
+use std::sync::Arc;
 use std::time::Instant;
 
 use axum::extract::State;
 use axum::response::Response;
-use forebay_api::{ChatCompletion, ChatRequest, ErrorBody};
+use forebay_api::{ChatCompletion, ChatRequest, ErrorBody, OfferedTools, ReasoningOutput};
+use forebay_dialect::{Reading, Start, Tools};
 
 use crate::call::{Call, Submission, Terms};
 use crate::limits::{self, Upload};
@@ -43,17 +45,20 @@ pub(crate) async fn chat_completions(
     let mut chat = request.validate(&state.model.defaults, model_limits)?;
     routing.fill(&mut chat.generation);
     let most = model_limits.context_length as usize;
+    let continues = chat.prompt.continue_final_message;
     let prompt = encode_chat(&state.text, chat.prompt, most, &charge).await?;
     drop(charge);
+    let reading = reading(&state, chat.tools, chat.reasoning, &prompt.text, continues);
     let tokenizer = chat.generation.sampling.logprobs.map(|_| state.text.tokenizer().clone());
     let n = chat.generation.n;
-    let terms = Terms::new(chat.generation, &state.model.eos, model_limits);
-    let submission = Submission::new(prompt, terms, model_limits, "messages")?;
+    let mut terms = Terms::new(chat.generation, &state.model.eos, model_limits);
+    terms.reading = reading;
+    let submission = Submission::new(prompt.ids, Arc::new(terms), model_limits, "messages")?;
 
     let name = peer.name("chatcmpl-");
     let (id, streamed) = (&name.id, chat.streaming.is_some());
     let mut call = Call::start(&state, vec![submission], streamed, arrived, &peer).await?.named(id);
-    let ids = CallIds { response: name.id.clone() };
+    let ids = CallIds { response: name.id.clone(), form: state.model.dialect.ids() };
     if let Some(streaming) = chat.streaming {
         let egress = state.config.egress;
         let chunks = Chunks::new(&name, "chat.completion.chunk", &model, streaming, egress)
@@ -72,4 +77,30 @@ pub(crate) async fn chat_completions(
         choices: choices.collect::<Result<_, _>>()?,
         usage: call.tally().usage(),
     }))
+}
+
+/// How answers behind `prompt` are read; `None`: they are text.
+fn reading(
+    state: &Shared,
+    tools: OfferedTools,
+    reasoning: ReasoningOutput,
+    prompt: &str,
+    continues: bool,
+) -> Option<Reading> {
+    let dialect = match reasoning {
+        ReasoningOutput::Content => state.model.dialect.without_reasoning(),
+        ReasoningOutput::Apart | ReasoningOutput::LeftOut => state.model.dialect,
+    };
+    let single = !tools.parallel;
+    let tools = Arc::new(Tools::new(tools.schemas));
+    if !dialect.reads(&tools) {
+        return None;
+    }
+    Some(Reading {
+        start: Start::of(dialect, prompt, continues),
+        dialect,
+        single,
+        silent: reasoning == ReasoningOutput::LeftOut,
+        tools,
+    })
 }
