@@ -23,8 +23,12 @@ mod response;
 mod salt;
 mod sampling;
 mod tokenize;
+mod tools;
 
-pub use chat::{ChatMessage, ChatPrompt, ChatRequest, ContentPart, MessageContent, ValidChat};
+pub use chat::{
+    ChatMessage, ChatPrompt, ChatRequest, ContentPart, Effort, MessageContent, ReasoningOutput,
+    Rendering, ValidChat,
+};
 pub use completions::{CompletionPrompts, CompletionRequest, ValidCompletion};
 pub use embeddings::{
     Embedding, EmbeddingRequest, EmbeddingResponse, EncodingFormat, PoolingUsage, ValidEmbedding,
@@ -47,10 +51,12 @@ pub use rerank::{
 };
 pub use response::{
     ChatChoice, ChatChunkChoice, ChatCompletion, ChatDelta, ChatLogprobs, ChatTokenLogprob,
-    ChatTopLogprob, Completion, CompletionChoice, CompletionLogprobs, ModelCard, ModelList,
-    PromptTokensDetails, ResponseMessage, StopReason, Usage,
+    ChatTopLogprob, Completion, CompletionChoice, CompletionLogprobs, FunctionCall, FunctionDelta,
+    ModelCard, ModelList, PromptTokensDetails, ResponseMessage, StopReason, ToolCall,
+    ToolCallDelta, Usage,
 };
 pub use sampling::{Generation, GenerationDefaults, Limits, MaxTokens, choice_seed};
 pub use tokenize::{
     DetokenizeRequest, DetokenizeResponse, TokenizeInput, TokenizeRequest, TokenizeResponse,
 };
+pub use tools::{OfferedTools, ToolChoice};

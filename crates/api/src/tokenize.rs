@@ -4,9 +4,10 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 use utoipa::ToSchema;
 
-use crate::chat::{ChatMessage, ChatPrompt};
+use crate::chat::{ChatMessage, ChatPrompt, Rendering};
 use crate::error::ApiError;
 use crate::prompt::in_vocabulary;
+use crate::tools::OfferedTools;
 
 /// Text, or a conversation, to tokenise.
 #[derive(Debug, Deserialize, ToSchema)]
@@ -26,6 +27,9 @@ pub struct TokenizeRequest {
     /// Variables for the chat template.
     #[schema(value_type = Option<Object>)]
     pub chat_template_kwargs: Option<Map<String, Value>>,
+    /// Tools that the template is to describe.
+    #[schema(value_type = Option<Vec<Object>>)]
+    pub tools: Option<Vec<Value>>,
     /// Return the tokens' text too.
     pub return_token_strs: Option<bool>,
 }
@@ -59,11 +63,16 @@ impl TokenizeRequest {
                 Err(ApiError::unsupported("add_special_tokens"))
             }
             (None, Some(messages)) => {
+                let tools = OfferedTools::new(self.tools, None, None)?;
                 let chat = ChatPrompt::new(
                     messages,
-                    self.add_generation_prompt,
-                    self.continue_final_message,
-                    self.chat_template_kwargs,
+                    Rendering {
+                        add_generation_prompt: self.add_generation_prompt,
+                        continue_final_message: self.continue_final_message,
+                        kwargs: self.chat_template_kwargs,
+                        tools: tools.described,
+                        ..Rendering::default()
+                    },
                 )?;
                 Ok(TokenizeInput::Chat(chat))
             }

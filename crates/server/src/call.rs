@@ -7,6 +7,7 @@ use std::time::Instant;
 
 use forebay_api::peer::RESUME_HEADER;
 use forebay_api::{ApiError, Generation, Limits};
+use forebay_dialect::Reading;
 use forebay_engine::{
     BlockHash, Embeds, EngineRequest, Past, Request, RequestId, SlotSpec, SubmitError,
 };
@@ -34,18 +35,20 @@ pub(crate) struct Terms {
     pub(crate) stop_ids: Arc<[i32]>,
     /// The stop strings.
     pub(crate) stops: Arc<StopTable>,
+    /// How answers are read; `None`: they are text.
+    pub(crate) reading: Option<Reading>,
 }
 
 impl Terms {
     /// With the end-of-sequence ids that the model of `limits` can make.
-    pub(crate) fn new(mut generation: Generation, eos: &[i32], limits: Limits) -> Arc<Self> {
+    pub(crate) fn new(mut generation: Generation, eos: &[i32], limits: Limits) -> Self {
         let stops = Arc::new(StopTable::new(std::mem::take(&mut generation.stop)));
         let mut stop_ids = generation.stop_ids(eos);
         if first_unknown(&stop_ids, limits.vocab_size).is_some() {
             let known = |id: &i32| first_unknown(&[*id], limits.vocab_size).is_none();
             stop_ids = stop_ids.iter().copied().filter(known).collect();
         }
-        Arc::new(Self { generation, stop_ids, stops })
+        Self { generation, stop_ids, stops, reading: None }
     }
 }
 
@@ -128,7 +131,7 @@ impl Call {
             (true, EgressMode::Naive) => Wake::EveryDelta,
             (true, EgressMode::Direct | EgressMode::Tasks) => Wake::Pending,
         };
-        let spell = |terms: &Terms| Speller::new(state.text.tokenizer(), terms);
+        let spell = |terms: &Terms| Speller::new(state.text.tokenizer(), terms, &state.model.marks);
         let mut resumed = None;
         if let (Some(resume), Some(submission)) = (resume, submissions.first()) {
             let mut speller = spell(&submission.terms);
@@ -252,9 +255,9 @@ impl Call {
             return Poll::Pending;
         }
         for (choice, delta) in &out[from..] {
-            if let Some(end) = &delta.end {
+            if delta.end.is_some() {
                 self.alive[*choice as usize] = None;
-                self.span.record("finish", finish_name(end));
+                self.span.record("finish", delta.finish_reason().unwrap_or("error"));
             }
         }
         Poll::Ready(out.len() > from)
@@ -346,26 +349,13 @@ fn before(speller: &mut Speller, resume: &Resume, generation: &Generation) -> De
     let mut before = Delta { tokens: resume.generated.clone(), ..Delta::default() };
     let mut fresh = String::new();
     for &id in &resume.generated {
-        speller.push(id, false, &mut fresh, &mut before.text);
+        speller.push(id, false, &mut fresh, &mut before.parts);
         if generation.sampling.logprobs.is_some() {
             // Only the token's text is of use: the number has been sent.
             before.logprobs.push(&[(id, 0.0)]);
         }
     }
     before
-}
-
-/// OpenAI's word for an end; `None` for an error.
-pub(crate) fn finish_reason(end: &End) -> Option<&'static str> {
-    match end {
-        End::Eos(_) | End::Token(_) | End::Text(_) => Some("stop"),
-        End::Length => Some("length"),
-        End::Error(_) => None,
-    }
-}
-
-fn finish_name(end: &End) -> &'static str {
-    finish_reason(end).unwrap_or("error")
 }
 
 /// Refuses a priority that clients may not ask for.

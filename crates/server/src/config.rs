@@ -5,6 +5,7 @@ use std::sync::atomic::AtomicU64;
 use std::time::Duration;
 
 use forebay_api::GenerationDefaults;
+use forebay_dialect::Dialect;
 use forebay_engine::Namer;
 use serde_json::Value;
 
@@ -139,4 +140,8 @@ pub struct ModelInfo {
     pub defaults: GenerationDefaults,
     /// What it makes in place of text.
     pub pooling: Option<PooledModel>,
+    /// How it writes reasoning and calls of tools.
+    pub dialect: Dialect,
+    /// Special tokens that are marks of that, ascending.
+    pub marks: Arc<[i32]>,
 }

@@ -38,10 +38,10 @@ pub const PAIR_BYTES: usize = 16 << 20;
 pub const LOGPROBS: u8 = 20;
 /// Most messages of a conversation.
 pub const MESSAGES: usize = 4096;
-/// Most JSON values that are kept as such: messages, their parts, and the elements of `tool_calls` and `chat_template_kwargs`. The
+/// Most JSON values that are kept as such: messages, their parts, and the elements of `tools`, `tool_calls` and `chat_template_kwargs`. The
 /// template sees a copy of each, so one costs some hundred bytes.
 pub const VALUES: usize = 16_384;
-/// Deepest nesting of `tool_calls` and `chat_template_kwargs`.
+/// Deepest nesting of `tools`, `tool_calls` and `chat_template_kwargs`.
 pub const DEPTH: usize = 32;
 /// Most ids of `/detokenize`.
 pub const IDS: usize = 1 << 18;

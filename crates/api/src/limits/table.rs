@@ -91,6 +91,7 @@ const CONVERSATION: &[Param] = &[
     flag("add_generation_prompt"),
     flag("continue_final_message"),
     param("chat_template_kwargs", Bound::Tree),
+    param("tools", Bound::Tree),
 ];
 
 pub(super) const MESSAGE: &[Param] = &[
@@ -98,6 +99,8 @@ pub(super) const MESSAGE: &[Param] = &[
     param("content", Bound::Content(&[PART])),
     text("name", WORD_BYTES),
     param("reasoning_content", Bound::Prompt),
+    param("reasoning", Bound::Prompt),
+    param("thinking", Bound::Prompt),
     param("tool_calls", Bound::Tree),
     text("tool_call_id", WORD_BYTES),
 ];
@@ -108,8 +111,12 @@ const CHAT: &[Param] = &[
     count("max_completion_tokens", 1),
     flag("logprobs"),
     number("top_logprobs", 0.0, LOGPROBS as f64),
-    ignored("tools"),
-    ignored("tool_choice"),
+    param("tool_choice", Bound::Tree),
+    flag("parallel_tool_calls"),
+    text("reasoning_effort", WORD_BYTES),
+    flag("enable_thinking"),
+    flag("include_reasoning"),
+    flag("separate_reasoning"),
     ignored("functions"),
     ignored("function_call"),
     param("modalities", Bound::Strings { count: 16, each: WORD_BYTES, total: 16 * WORD_BYTES }),

@@ -82,7 +82,7 @@ impl Walk {
             return Ok(());
         }
         Err(self.fail(format!(
-            "messages, content parts, `tool_calls` and `chat_template_kwargs` have at most {VALUES} values together"
+            "messages, content parts, `tools`, `tool_calls` and `chat_template_kwargs` have at most {VALUES} values together"
         )))
     }
 }

@@ -13,7 +13,7 @@ use forebay_text::{TextError, Tokenizer};
 use serde_json::{Map, Value};
 
 use super::stop_reason;
-use crate::call::{Call, Submission, Terms, finish_reason};
+use crate::call::{Call, Submission, Terms};
 use crate::delta::{Delta, Logprobs};
 use crate::limits::{self, Upload};
 use crate::outlet::Encoder;
@@ -53,7 +53,7 @@ pub(crate) async fn completions(
     let skip_special = generation.skip_special_tokens;
     let n = generation.n as usize;
     let tokenizer = generation.sampling.logprobs.map(|_| state.text.tokenizer().clone());
-    let terms = Terms::new(generation, &state.model.eos, model_limits);
+    let terms = Arc::new(Terms::new(generation, &state.model.eos, model_limits));
     let mut echoes = Vec::new();
     let submissions = match valid.prompts {
         CompletionPrompts::Prompts(prompts) => {
@@ -173,15 +173,16 @@ struct ChoiceState {
 
 impl ChoiceState {
     fn choice(&mut self, index: u32, delta: &mut Delta) -> CompletionChoice {
+        let text = delta.parts.as_content().unwrap_or_default();
         let text = match self.echo.take() {
-            Some(echo) => [&*echo, &delta.text].concat(),
-            None => delta.text.clone(),
+            Some(echo) => [&*echo, text].concat(),
+            None => text.to_owned(),
         };
         CompletionChoice {
             index,
             text,
             logprobs: self.logprobs(&delta.logprobs),
-            finish_reason: delta.end.as_ref().and_then(finish_reason),
+            finish_reason: delta.finish_reason(),
             stop_reason: delta.end.as_ref().and_then(stop_reason),
         }
     }
@@ -224,7 +225,7 @@ impl Encoder for CompletionEncoder {
         out: &mut Vec<u8>,
     ) -> serde_json::Result<()> {
         let state = &mut self.states[index as usize];
-        let silent = delta.text.is_empty() && delta.logprobs.is_empty() && state.echo.is_none();
+        let silent = delta.parts.is_empty() && delta.logprobs.is_empty() && state.echo.is_none();
         if silent && delta.end.is_none() {
             return Ok(());
         }
@@ -235,7 +236,7 @@ impl Encoder for CompletionEncoder {
                 state.plain = self.chunks.cut(&empty, "text")?;
             }
             if let Some(plain) = &state.plain {
-                return plain.write(&delta.text, out);
+                return plain.write(delta.parts.as_content().unwrap_or_default(), out);
             }
         }
         let choice = state.choice(index, delta);
@@ -297,10 +298,10 @@ mod tests {
             ..ChoiceState::default()
         };
         let mut first = Delta {
-            text: "né".into(),
             logprobs: logprobs(&[&[(the, -1.0), (dog, -0.5)], &[(dog, -2.0), (dog, -2.0)]]),
             ..Delta::default()
         };
+        first.parts.content("né");
         let choice = state.choice(0, &mut first);
         assert_eq!(choice.text, "pné");
         let lists = choice.logprobs.unwrap();

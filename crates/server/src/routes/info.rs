@@ -1,5 +1,6 @@
 //! Models, health, metrics and what else is asked about the server itself.
 
+use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
@@ -175,7 +176,7 @@ async fn one_token(state: &Shared, limits: Limits, arrived: Instant) -> Result<(
         serde_json::from_value(request).map_err(|error| reply::unwritable(error).0)?;
     let mut submissions = Vec::new();
     for generation in request.validate(&state.model.defaults, limits)?.generations {
-        let terms = Terms::new(generation, &state.model.eos, limits);
+        let terms = Arc::new(Terms::new(generation, &state.model.eos, limits));
         submissions.push(Submission::new(vec![token], terms, limits, "input_ids")?);
     }
     let call = Call::start(state, submissions, false, arrived, &Peer::default()).await?;

@@ -215,7 +215,7 @@ fn stop_reason(end: &End) -> Option<StopReason> {
     match end {
         End::Token(id) => Some(StopReason::Token(*id)),
         End::Text(text) => Some(StopReason::Text(text.clone())),
-        End::Eos(_) | End::Length | End::Error(_) => None,
+        End::Eos(_) | End::Length | End::Call | End::Error(_) => None,
     }
 }
 

@@ -42,7 +42,9 @@ pub(crate) async fn tokenize(
                 encode_prompts(&state.text, prompts, special, Some(most), "prompt", &charge);
             encode.await.map(|all| all.concat())
         }
-        TokenizeInput::Chat(chat) => encode_chat(&state.text, chat, most, &charge).await,
+        TokenizeInput::Chat(chat) => {
+            encode_chat(&state.text, chat, most, &charge).await.map(|chat| chat.ids)
+        }
     };
     let tokens = encoded.map_err(|error| match error {
         ApiError::TextTooLong { param, limit, .. } => too_many(&param, limit),
