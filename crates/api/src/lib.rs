@@ -41,7 +41,7 @@ pub use generate::{
     LogprobTriple, OneOrMany, ValidGenerate,
 };
 pub use inert::{Choice, Inert};
-pub use openai::{ResponseFormat, StreamOptions, Streaming};
+pub use openai::{ResponseFormat, StreamOptions, Streaming, TokenOutput};
 pub use parse::{Parsed, parse, parse_request};
 pub use preference::preference;
 pub use prompt::{Prompt, Prompts, Strings};

@@ -84,6 +84,8 @@ pub struct ServerConfig {
     pub egress: EgressMode,
     /// Tokens that a stream gathers before it gets a chunk, where the request does not say; the first token and the end do not wait.
     pub stream_interval: u32,
+    /// A parameter that has no effect is an error.
+    pub strict_params: bool,
     /// Tokens that /tokenize and /detokenize take at a time; `None`: four times the context, and 65536 at least.
     pub max_tokenize_tokens: Option<usize>,
     /// Watches over the threads: what it has seen, /health says.
@@ -119,6 +121,7 @@ impl Default for ServerConfig {
             health_timeout: Duration::from_secs(20),
             egress: EgressMode::default(),
             stream_interval: 1,
+            strict_params: false,
             max_tokenize_tokens: None,
             guard: Guard::default(),
             log_lines_dropped: Arc::default(),

@@ -140,7 +140,7 @@ const COMPLETION: &[Param] = &[
 /// What OpenAI's two dialects share, beside [`NUMBERS`] and [`LISTS`].
 const OPENAI: &[Param] = &[
     text("model", NAME_BYTES),
-    count("max_tokens", 1),
+    count("max_tokens", 0),
     count("min_tokens", 0),
     param("allowed_token_ids", Bound::Ids(ALLOWED_IDS)),
     flag("include_stop_str_in_output"),
@@ -152,6 +152,8 @@ const OPENAI: &[Param] = &[
     text("cache_salt", CACHE_SALT_BYTES),
     number("routed_dp_rank", i64::MIN as f64, i64::MAX as f64),
     number("data_parallel_rank", i64::MIN as f64, i64::MAX as f64),
+    flag("return_token_ids"),
+    flag("return_tokens_as_token_ids"),
     param("response_format", Bound::Object(&[RESPONSE_FORMAT])),
     ignored("guided_json"),
     ignored("guided_regex"),
@@ -168,6 +170,9 @@ const OPENAI: &[Param] = &[
     ignored("truncate_prompt_tokens"),
     ignored("use_beam_search"),
     ignored("lora_path"),
+    ignored("stop_regex"),
+    ignored("grammar"),
+    ignored("custom_logit_processor"),
     ignored("kv_transfer_params"),
 ];
 
@@ -229,7 +234,7 @@ const GENERATE: &[Param] = &[
 
 /// Sampling parameters that only the native dialect names so.
 const SAMPLING: &[Param] = &[
-    count("max_new_tokens", 1),
+    count("max_new_tokens", 0),
     count("min_new_tokens", 0),
     number("sampling_seed", i64::MIN as f64, i64::MAX as f64),
     flag("no_stop_trim"),

@@ -177,7 +177,7 @@ async fn one_token(state: &Shared, limits: Limits, arrived: Instant) -> Result<(
     let mut submissions = Vec::new();
     for generation in request.validate(&state.model.defaults, limits)?.generations {
         let terms = Arc::new(Terms::new(generation, &state.model.eos, limits));
-        submissions.push(Submission::new(vec![token], terms, limits, "input_ids")?);
+        submissions.push(Submission::new(state, vec![token], terms, limits, "input_ids")?);
     }
     let call = Call::start(state, submissions, false, arrived, &Peer::default()).await?;
     let mut call = call.named("health");

@@ -17,7 +17,8 @@ use axum::http::{HeaderName, HeaderValue, Method, Uri};
 use axum::middleware::{Next, from_fn, from_fn_with_state};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
-use forebay_api::{ApiError, StopReason};
+use forebay_api::{ApiError, StopReason, TokenOutput};
+use forebay_text::Tokenizer;
 use tower::ServiceExt;
 use tower::util::option_layer;
 
@@ -25,6 +26,7 @@ use crate::access::{check_access, check_type};
 use crate::client::KeyId;
 use crate::delta::End;
 use crate::guard;
+use crate::ignored;
 use crate::peers::blocks::blocks;
 use crate::peers::{is_router, not_a_router, talk};
 use crate::reply::Failure;
@@ -87,6 +89,7 @@ pub(crate) fn router(state: Shared) -> Router {
         .method_not_allowed_fallback(method_not_allowed)
         .layer(option_layer(cors))
         .layer(from_fn_with_state(state.clone(), check_access))
+        .layer(from_fn(ignored::tell))
         .layer(from_fn(contain))
         .layer(from_fn(name_request));
     let root = state.config.root_path.clone();
@@ -217,6 +220,19 @@ fn stop_reason(end: &End) -> Option<StopReason> {
         End::Text(text) => Some(StopReason::Text(text.clone())),
         End::Eos(_) | End::Length | End::Call | End::Error(_) => None,
     }
+}
+
+/// SGLang's `matched_stop`: what ended the text, end-of-sequence too.
+fn matched_stop(end: &End) -> Option<StopReason> {
+    match end {
+        End::Eos(id) => Some(StopReason::Token(*id)),
+        end => stop_reason(end),
+    }
+}
+
+/// How log-probabilities name a token.
+fn token_name(tokenizer: &Tokenizer, id: i32, output: TokenOutput) -> String {
+    if output.as_ids { format!("token_id:{id}") } else { tokenizer.token_text(id) }
 }
 
 #[cfg(test)]
