@@ -137,6 +137,7 @@ pub(crate) fn run(flags: &ServeFlags) -> Result<()> {
             GenerationConfig::None => GenerationDefaults::default(),
         },
         pooling,
+        tokenizer_config: model.tokenizer_config.clone(),
         dialect,
         marks,
     };

@@ -7,7 +7,7 @@ use std::time::Duration;
 use forebay_api::GenerationDefaults;
 use forebay_dialect::Dialect;
 use forebay_engine::Namer;
-use serde_json::Value;
+use serde_json::{Map, Value};
 
 use crate::access::Access;
 use crate::client::TrustedProxies;
@@ -143,6 +143,8 @@ pub struct ModelInfo {
     pub defaults: GenerationDefaults,
     /// What it makes in place of text.
     pub pooling: Option<PooledModel>,
+    /// What its tokenizer_config.json says.
+    pub tokenizer_config: Map<String, Value>,
     /// How it writes reasoning and calls of tools.
     pub dialect: Dialect,
     /// Special tokens that are marks of that, ascending.

@@ -247,7 +247,9 @@ impl EventBody {
             }
             if !more {
                 encoder.end(tally, out).map_err(failed)?;
-                out.extend_from_slice(DONE);
+                if encoder.is_said_done() {
+                    out.extend_from_slice(DONE);
+                }
             }
             Ok(more)
         });

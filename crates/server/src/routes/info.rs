@@ -272,6 +272,21 @@ pub(super) fn internal_state(replica: &ReplicaReport) -> Value {
     })
 }
 
+/// Shows the tokenizer's configuration, with the chat template that is used.
+#[utoipa::path(
+    get,
+    path = "/tokenizer_info",
+    responses((status = 200, description = "What tokenizer_config.json says", body = Object)),
+)]
+pub(crate) async fn tokenizer_info(State(state): State<Shared>) -> Response {
+    let mut info = state.model.tokenizer_config.clone();
+    if let Some(template) = state.text.template() {
+        info.insert("chat_template".to_owned(), Value::from(template.source()));
+    }
+    info.entry("tokenizer_class").or_insert_with(|| "PreTrainedTokenizerFast".into());
+    reply::ok(&info)
+}
+
 /// The prefix cache is empty.
 #[derive(Serialize, ToSchema)]
 pub(crate) struct Flushed {

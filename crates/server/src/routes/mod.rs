@@ -5,6 +5,7 @@ mod completions;
 mod embeddings;
 mod generate;
 pub(crate) mod info;
+mod llama;
 mod loads;
 mod openapi;
 mod replicas;
@@ -42,10 +43,14 @@ pub(crate) fn router(state: Shared) -> Router {
         .route("/v1/chat/completions", post(chat::chat_completions))
         .route("/v1/completions", post(completions::completions))
         .route("/generate", post(generate::generate))
+        .route("/completion", post(llama::completion))
+        .route("/apply-template", post(llama::apply_template))
+        .route("/slots", get(llama::slots))
         .route_layer(from_fn_with_state(state.clone(), check_generator));
     let keyed = Router::new()
         .merge(generating)
         .route("/v1/embeddings", post(embeddings::embeddings))
+        .route("/pooling", post(embeddings::pooling))
         .route("/rerank", post(rerank::rerank))
         .route("/v1/rerank", post(rerank::rerank))
         .route("/v2/rerank", post(rerank::rerank))
@@ -55,6 +60,7 @@ pub(crate) fn router(state: Shared) -> Router {
         .route("/v1/models/{*id}", get(info::model))
         .route("/tokenize", post(tokenize::tokenize))
         .route("/detokenize", post(tokenize::detokenize))
+        .route("/tokenizer_info", get(info::tokenizer_info))
         .route("/health_generate", get(info::health_generate))
         .layer(from_fn_with_state(state.clone(), talk))
         .layer(from_fn_with_state(state.clone(), check_key));
