@@ -78,7 +78,7 @@ class Chosen:
 def find(positions: torch.Tensor, places: Places, group: GroupRows) -> Found:
     """Where positions int64 [u, top_k] are, ascending with `NO_ROW` behind them.
 
-    Those that are missed are given rows. H is at least top_k, so that no row is taken from a position that the same query has chosen.
+    Those that are missed are given rows. H is at least top_k: no row is taken from what the same query has chosen.
     """
     slots, size = places.slots, places.page_size
     on_pages = resolve(positions, slots, places.page_table, size, places.page_stride)
