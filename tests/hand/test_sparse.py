@@ -31,8 +31,9 @@ def test_positions_are_found_by_the_page_table() -> None:
     size, stride = 4, 12
     table = torch.tensor([[9, 9, 9, 9], [3, 0, 7, -1]], dtype=torch.int32)
     positions = torch.tensor([[0, 3, 5, 11], [4, 10, NO_ROW, NO_ROW], [2, 12, 15, NO_ROW]])
+    slots = torch.tensor([1, 1, 1])
     with NoWaits():
-        found = sparse.resolve(positions, torch.tensor([1, 1, 1]), table, size, stride)
+        found = sparse.resolve(positions, slots, table, size, stride)
     rows = [[3 * stride, 3 * stride + 3, 1, 7 * stride + 3], [0, 7 * stride + 2, NO_ROW, NO_ROW]]
     assert found[:2].tolist() == rows
     # A page that nobody wrote to the table is an error and not one row less, also where pages hold one row.
