@@ -103,8 +103,10 @@ def test_deaths_of_the_hand_under_load(
 
 def test_an_answer_outgrows_the_device_and_a_prompt_may_not(serve: Serve, models: Models, family: str) -> None:
     model = models(family)
-    params = {"temperature": 0, "top_k": TOP_K, "max_new_tokens": 450, "ignore_eos": True}
-    asked = [{"input_ids": prompt, "sampling_params": params} for prompt in prompts(model, 10, 60, seed=5)]
+    params: dict[str, Any] = {"temperature": 0, "top_k": TOP_K, "max_new_tokens": 450, "ignore_eos": True}
+    asked: list[dict[str, Any]] = [
+        {"input_ids": prompt, "sampling_params": params} for prompt in prompts(model, 10, 60, seed=5)
+    ]
     ranked = [{**request, "return_logprob": True, "top_logprobs_num": TOP_K + 1} for request in asked]
     server = serve(model)
     answers = native_together(server, ranked)
