@@ -9,7 +9,7 @@ from typing import Any
 
 from tokenizers import AddedToken, Tokenizer
 
-from tests.e2e.models import END, TOKENIZER, VOCABULARY, Model
+from tests.e2e.models import TOKENIZER, VOCABULARY, Model
 
 CONTEXT = 32768
 _TURNS = (
@@ -159,7 +159,7 @@ class ToolModel(Model):
             "num_key_value_heads": 2,
             "max_position_embeddings": CONTEXT,
             "bos_token_id": 1,
-            "eos_token_id": END,
+            "eos_token_id": made.token_to_id("<|im_end|>"),
         }
         (directory / "config.json").write_text(json.dumps(config))
         settings = {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>", "chat_template": self.family.template}

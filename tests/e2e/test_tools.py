@@ -13,9 +13,10 @@ from openai import OpenAI
 from openai.types.chat import ChatCompletionMessage
 
 from tests.e2e.client import Json, events, openai_client
-from tests.e2e.conftest import server_factory
+from tests.e2e.conftest import Serve, server_factory
 from tests.e2e.families import FAMILIES, ToolModel
 from tests.e2e.server import Server
+from tests.e2e.test_tokenizing import qwen
 
 
 def tool(name: str, **properties: Any) -> Json:
@@ -223,3 +224,23 @@ def test_the_server_says_how_it_reads(server: Server, model: ToolModel) -> None:
     assert "developer messages become system messages" in chat["adaptations"]
     assert ("calls get names of nine letters and digits" in chat["adaptations"]) == (model.name == "mistral")
     assert f"tools: {model.name}" in server.log()
+
+
+def test_the_next_turn_is_found_in_the_prefix_cache(serve: Serve, tmp_path: Path) -> None:
+    """With the vocabulary of Qwen: what the template writes of a call is what the model wrote."""
+    qwen(tmp_path / "tokenizer.json")
+    model = ToolModel("hermes", tmp_path / "hermes", tmp_path / "tokenizer.json")
+    call = model.family.calls(("send_mail", {"to": "me", "text": MAIL, "urgent": True}), ("get_time", {"city": "Zürich"}))
+    file = tmp_path / "script.jsonl"
+    file.write_text(json.dumps({"after": QUESTION, "say": "I look.\n" + call}) + "\n")
+    client = openai_client(serve(model, "--device", "sim", "--sim-script", str(file)))
+    messages: list[Json] = [{"role": "system", "content": "Be brief. " * 100}, {"role": "user", "content": QUESTION}]
+    message, reason, first = ask(client, model, messages, stream=True)
+    assert reason == "tool_calls"
+    messages.append(message)
+    messages += [{"role": "tool", "tool_call_id": call["id"], "content": "done"} for call in message["tool_calls"]]
+    second = ask(client, model, messages, stream=True)[2]
+    assert second.prompt_tokens > first.total_tokens
+    assert second.prompt_tokens_details.cached_tokens >= 0.95 * second.prompt_tokens
+    # All that was said is there, but for a page that is not full.
+    assert second.prompt_tokens_details.cached_tokens >= first.total_tokens - 17
