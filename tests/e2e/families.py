@@ -53,7 +53,7 @@ class Family:
         """The text of some calls."""
         written = []
         for number, (name, arguments) in enumerate(calls):
-            text = json.dumps(arguments) if self.tags is None else self.tags(arguments)
+            text = json.dumps(arguments, ensure_ascii=False) if self.tags is None else self.tags(arguments)
             written.append(
                 self.call.replace("NAME", name).replace("ARGUMENTS", text).replace("NUMBER", str(number))
             )
@@ -62,7 +62,7 @@ class Family:
 
 def _tags(arguments: dict[str, Any]) -> str:
     def value(given: Any) -> str:
-        return given if isinstance(given, str) else json.dumps(given)
+        return given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
 
     return "".join(f"<parameter={key}>\n{value(given)}\n</parameter>\n" for key, given in arguments.items())
 

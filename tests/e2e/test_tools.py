@@ -234,7 +234,7 @@ def test_the_next_turn_is_found_in_the_prefix_cache(serve: Serve, tmp_path: Path
     file = tmp_path / "script.jsonl"
     file.write_text(json.dumps({"after": QUESTION, "say": "I look.\n" + call}) + "\n")
     client = openai_client(serve(model, "--device", "sim", "--sim-script", str(file)))
-    messages: list[Json] = [{"role": "system", "content": "Be brief. " * 100}, {"role": "user", "content": QUESTION}]
+    messages: list[Json] = [{"role": "system", "content": "Be brief. " * 400}, {"role": "user", "content": QUESTION}]
     message, reason, first = ask(client, model, messages, stream=True)
     assert reason == "tool_calls"
     messages.append(message)
