@@ -1,0 +1,12 @@
+"""Triton kernels, one idea a file. Nothing else in the package imports Triton.
+
+A kernel runs in three ways: compiled on a GPU, compiled for one that is not there, and in Triton's interpreter on the
+CPU. The interpreter computes with the bit patterns of bfloat16. So every load is widened, or taken to the type of
+products that its launch chose (`dot_type`), before anything is computed with it.
+"""
+
+from forebay.gpu.kernels.attention import attend
+
+__all__ = [
+    "attend",
+]

@@ -1,0 +1,10 @@
+"""The operators of `forebay.gpu` in PyTorch: what the kernels are held against, with the same arguments.
+
+They run on every device, never wait for it, and have no result whose shape depends on values. Nobody made them fast.
+"""
+
+from forebay.gpu.reference.attention import attend
+
+__all__ = [
+    "attend",
+]
