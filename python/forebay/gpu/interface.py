@@ -44,5 +44,74 @@ class Attention(Protocol):
         """
 
 
-class Kernels(Attention, Protocol):
+class Layers(Protocol):
+    """What a layer does to each token alone, matrix products left out. Last dimensions are dense."""
+
+    def add_norm(
+        self, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The root mean square norm of `x + residual`, scaled by `weight` [hidden], and the sum, both [n, hidden].
+
+        The sum is where the residual was; without one it is x.
+        """
+
+    def gate(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """`silu(gate) * up` [n, inner] of [n, gates and then ups]."""
+
+    def rotate_and_keep(
+        self,
+        qkv: torch.Tensor,
+        queries: int,
+        norms: tuple[torch.Tensor, torch.Tensor] | None,
+        eps: float,
+        cos: torch.Tensor,
+        signed_sin: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        writes: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Views q, k and v, [n, heads, dim] each, of qkv [n, all heads * dim], which is overwritten.
+
+        Query and key heads are normalised by the weights `norms` [dim] each, unless these are None. Then their first
+        elements are rotated, as many as there are angles: `cos` and `signed_sin` [n, 1, turned], as
+        `layers.rotary.Rotation` has them. Keys and values go to the entries `writes` int64 [n] of `keys` and `values`
+        [entries, heads, dim].
+        """
+
+    def keep_latent(
+        self,
+        made: torch.Tensor,
+        weight: torch.Tensor,
+        eps: float,
+        cos: torch.Tensor,
+        signed_sin: torch.Tensor,
+        pairs: bool,
+        pool: torch.Tensor,
+        writes: torch.Tensor,
+    ) -> torch.Tensor:
+        """Rows [n, rank + turned] that latent attention keeps, of what a projection has made of states.
+
+        The latent part is normalised and scaled by `weight` [rank], the rest rotated: pairs of neighbours (`pairs`) or
+        of halves, stored as halves. The rows go to the entries `writes` int64 [n] of `pool` [entries, rank + turned].
+        """
+
+    def keep_index_keys(
+        self,
+        made: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor,
+        eps: float,
+        cos: torch.Tensor,
+        signed_sin: torch.Tensor,
+        pairs: bool,
+        pool: torch.Tensor,
+        writes: torch.Tensor,
+    ) -> None:
+        """Normalises keys [n, dim] of an index (mean, `weight` and `bias` [dim]), and rotates their first elements.
+
+        They go to the entries `writes` int64 [n] of `pool` [entries, dim]; `pairs` as in `keep_latent`.
+        """
+
+
+class Kernels(Attention, Layers, Protocol):
     """All operators: a module of functions has them."""

@@ -6,7 +6,16 @@ products that its launch chose (`dot_type`), before anything is computed with it
 """
 
 from forebay.gpu.kernels.attention import attend
+from forebay.gpu.kernels.gating import gate
+from forebay.gpu.kernels.norm import add_norm
+from forebay.gpu.kernels.rotate import rotate_and_keep
+from forebay.gpu.kernels.rows import keep_index_keys, keep_latent
 
 __all__ = [
+    "add_norm",
     "attend",
+    "gate",
+    "keep_index_keys",
+    "keep_latent",
+    "rotate_and_keep",
 ]

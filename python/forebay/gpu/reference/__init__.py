@@ -4,7 +4,13 @@ They run on every device, never wait for it, and have no result whose shape depe
 """
 
 from forebay.gpu.reference.attention import attend
+from forebay.gpu.reference.layers import add_norm, gate, keep_index_keys, keep_latent, rotate_and_keep
 
 __all__ = [
+    "add_norm",
     "attend",
+    "gate",
+    "keep_index_keys",
+    "keep_latent",
+    "rotate_and_keep",
 ]
