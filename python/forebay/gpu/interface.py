@@ -7,6 +7,8 @@ from typing import Protocol
 
 import torch
 
+from forebay.gpu.tables import Received, StepBuffers, Tables
+
 
 @dataclass(frozen=True)
 class PagedRows:
@@ -113,5 +115,33 @@ class Layers(Protocol):
         """
 
 
-class Kernels(Attention, Layers, Protocol):
+class Plans(Protocol):
+    """Plans on the device. `errors` int32 [1] gets bits of `tables.ERROR_*` in addition to those that it has."""
+
+    def apply_slots(self, received: Received, tables: Tables, errors: torch.Tensor) -> None:
+        """Writes new slots: the records, the parameters and the tokens. Nobody else is touched by a wrong one."""
+
+    def write_table(
+        self, received: Received, name: str, table: torch.Tensor, least: int, most: int, errors: torch.Tensor
+    ) -> None:
+        """Writes the triples (slot, index, value) of the column `name` to a table int32 [slots + 1, indices].
+
+        Values are at least `least` and below `most`; what is not, or names no cell, is left out.
+        """
+
+    def prepare(
+        self,
+        received: Received,
+        tables: Tables,
+        buffers: StepBuffers,
+        errors: torch.Tensor,
+        hot_rows: torch.Tensor | None,
+    ) -> None:
+        """Fills the buffers from the plan's rows and the tables.
+
+        `hot_rows` int32 [slots + 1, pages], -1 for none: a slot that has any may read pages that it has not.
+        """
+
+
+class Kernels(Attention, Layers, Plans, Protocol):
     """All operators: a module of functions has them."""

@@ -5,17 +5,22 @@ CPU. The interpreter computes with the bit patterns of bfloat16. So every load i
 products that its launch chose (`dot_type`), before anything is computed with it.
 """
 
+from forebay.gpu.kernels.apply import apply_slots, write_table
 from forebay.gpu.kernels.attention import attend
 from forebay.gpu.kernels.gating import gate
+from forebay.gpu.kernels.inputs import prepare
 from forebay.gpu.kernels.norm import add_norm
 from forebay.gpu.kernels.rotate import rotate_and_keep
 from forebay.gpu.kernels.rows import keep_index_keys, keep_latent
 
 __all__ = [
     "add_norm",
+    "apply_slots",
     "attend",
     "gate",
     "keep_index_keys",
     "keep_latent",
+    "prepare",
     "rotate_and_keep",
+    "write_table",
 ]
