@@ -7,6 +7,7 @@ from typing import Protocol
 
 import torch
 
+from forebay.gpu.sampling import Wishes
 from forebay.gpu.tables import Received, StepBuffers, Tables
 
 
@@ -143,5 +144,27 @@ class Plans(Protocol):
         """
 
 
-class Kernels(Attention, Layers, Plans, Protocol):
+class Sampling(Protocol):
+    """From logits to tokens, without looking at them on the host."""
+
+    def greedy(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The first of the largest logits, int64 [r], of [r, vocabulary], and whether all of a row's are finite."""
+
+    def draw(self, logits: torch.Tensor, wishes: Wishes, tokens: torch.Tensor) -> None:
+        """Overwrites tokens int64 [r] of rows that have a temperature, by float32 logits [r, vocabulary].
+
+        Filters and their order are those of `docs/protocol.md`. Of a row that is not finite any token is given.
+        """
+
+    def ask(self, tables: Tables, buffers: StepBuffers) -> Wishes:
+        """What the step's rows want; those that do not sample want nothing drawn."""
+
+    def keep(self, tokens: torch.Tensor, finite: torch.Tensor, tables: Tables, buffers: StepBuffers) -> torch.Tensor:
+        """Stores int64 tokens [r] in the token pool; gives them as int32 [r]. Where not `finite` bool [r] they are 0.
+
+        Those of rows that do not sample go to the null slot.
+        """
+
+
+class Kernels(Attention, Layers, Plans, Sampling, Protocol):
     """All operators: a module of functions has them."""

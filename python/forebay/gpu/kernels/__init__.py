@@ -7,17 +7,24 @@ products that its launch chose (`dot_type`), before anything is computed with it
 
 from forebay.gpu.kernels.apply import apply_slots, write_table
 from forebay.gpu.kernels.attention import attend
+from forebay.gpu.kernels.drawing import draw
 from forebay.gpu.kernels.gating import gate
 from forebay.gpu.kernels.inputs import prepare
+from forebay.gpu.kernels.largest import greedy
 from forebay.gpu.kernels.norm import add_norm
 from forebay.gpu.kernels.rotate import rotate_and_keep
 from forebay.gpu.kernels.rows import keep_index_keys, keep_latent
+from forebay.gpu.kernels.wishes import ask, keep
 
 __all__ = [
     "add_norm",
     "apply_slots",
+    "ask",
     "attend",
+    "draw",
     "gate",
+    "greedy",
+    "keep",
     "keep_index_keys",
     "keep_latent",
     "prepare",

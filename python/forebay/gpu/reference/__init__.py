@@ -5,13 +5,18 @@ They run on every device, never wait for it, and have no result whose shape depe
 
 from forebay.gpu.reference.attention import attend
 from forebay.gpu.reference.layers import add_norm, gate, keep_index_keys, keep_latent, rotate_and_keep
+from forebay.gpu.reference.sampling import ask, draw, greedy, keep
 from forebay.gpu.reference.tables import apply_slots, prepare, write_table
 
 __all__ = [
     "add_norm",
     "apply_slots",
+    "ask",
     "attend",
+    "draw",
     "gate",
+    "greedy",
+    "keep",
     "keep_index_keys",
     "keep_latent",
     "prepare",
