@@ -166,5 +166,18 @@ class Sampling(Protocol):
         """
 
 
-class Kernels(Attention, Layers, Plans, Sampling, Protocol):
+class Experts(Protocol):
+    """Mixtures of experts."""
+
+    def experts(
+        self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor
+    ) -> torch.Tensor:
+        """The weighted sum [n, hidden] of the experts of each token of x [n, hidden], in order of their ids.
+
+        Weights are float32 [n, each], ids int64 [n, each], ascending. Experts are `gate_up` [experts, gates and then
+        ups, hidden] and `down` [experts, hidden, inner].
+        """
+
+
+class Kernels(Attention, Layers, Plans, Sampling, Experts, Protocol):
     """All operators: a module of functions has them."""

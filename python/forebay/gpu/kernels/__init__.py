@@ -9,6 +9,7 @@ from forebay.gpu.kernels.apply import apply_slots, write_table
 from forebay.gpu.kernels.attention import attend
 from forebay.gpu.kernels.drawing import draw
 from forebay.gpu.kernels.gating import gate
+from forebay.gpu.kernels.grouped import experts
 from forebay.gpu.kernels.inputs import prepare
 from forebay.gpu.kernels.largest import greedy
 from forebay.gpu.kernels.norm import add_norm
@@ -22,6 +23,7 @@ __all__ = [
     "ask",
     "attend",
     "draw",
+    "experts",
     "gate",
     "greedy",
     "keep",

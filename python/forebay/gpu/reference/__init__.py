@@ -4,6 +4,7 @@ They run on every device, never wait for it, and have no result whose shape depe
 """
 
 from forebay.gpu.reference.attention import attend
+from forebay.gpu.reference.grouped import experts
 from forebay.gpu.reference.layers import add_norm, gate, keep_index_keys, keep_latent, rotate_and_keep
 from forebay.gpu.reference.sampling import ask, draw, greedy, keep
 from forebay.gpu.reference.tables import apply_slots, prepare, write_table
@@ -14,6 +15,7 @@ __all__ = [
     "ask",
     "attend",
     "draw",
+    "experts",
     "gate",
     "greedy",
     "keep",
