@@ -7,6 +7,7 @@ from typing import Protocol
 
 import torch
 
+from forebay.gpu.hot import Found, HotRows, SparsePages
 from forebay.gpu.sampling import Wishes
 from forebay.gpu.tables import Received, StepBuffers, Tables
 
@@ -179,5 +180,51 @@ class Experts(Protocol):
         """
 
 
-class Kernels(Attention, Layers, Plans, Sampling, Experts, Protocol):
+class Sparse(Protocol):
+    """Attention to chosen positions, some of which are in the host's memory only."""
+
+    def choose(
+        self, q: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor, rows: PagedRows, top_k: int
+    ) -> torch.Tensor:
+        """Positions int32 [n, top_k] that the rows' queries keep, ascending, -1 behind them.
+
+        A query q [n, index heads, dim] keeps the largest of `sum over heads of weight * relu(q . key)`, among the
+        positions up to its own; of equal ones lower positions. `weights` are float32 [n, index heads], `keys` [entries,
+        dim], and the rows' page table is that of index keys.
+        """
+
+    def clear_slots(self, received: Received, table: torch.Tensor, slots: int) -> None:
+        """Has the plan's new slots, below `slots`, name no page in a table int32 [slots or more, any]."""
+
+    def open_hot_rows(self, received: Received, pages: SparsePages, group: HotRows, slots: int) -> None:
+        """Has slots that the plan gives hot rows to hold no position in them, and begin to count steps.
+
+        The table of hot rows was written before. Slots are below `slots`.
+        """
+
+    def resolve(
+        self, chosen: torch.Tensor, query_slots: torch.Tensor, pages: SparsePages, group: HotRows, errors: torch.Tensor
+    ) -> Found:
+        """Where chosen positions int32 [n, top_k] of slots int32 [n] are; what is missing gets a hot row.
+
+        A sparse slot has one query in a step, at least `top_k` hot rows, and its clock was advanced. Meaning:
+        `attention.hot_rows.find`.
+        """
+
+    def gather(self, found: Found, host: torch.Tensor, host_stride: int, page_size: int, pool: torch.Tensor) -> None:
+        """Copies what is missing from the host's pages to a layer's `pool` [entries, width].
+
+        `host` [elements] begins with the layer's rows of host page 0, and its pages are `host_stride` elements apart.
+        """
+
+    def attend_chosen(
+        self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, rows: torch.Tensor, scale: float
+    ) -> torch.Tensor:
+        """Attention [n, heads, value_dim] of q [n, heads, head_dim] to entries `rows` int32 [n, k]; -1 is none.
+
+        Keys and values are as in `Attention.attend`. A query without any row gets 0.
+        """
+
+
+class Kernels(Attention, Layers, Plans, Sampling, Experts, Sparse, Protocol):
     """All operators: a module of functions has them."""
