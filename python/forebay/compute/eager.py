@@ -70,6 +70,7 @@ class TorchCompute:
             length=cut.length[: cut.whole],
             offset=cut.offset[: cut.whole],
             slots=slots[: cut.whole],
+            lengths=lengths[: cut.whole],
             ends=(starts + lengths)[: cut.whole],
             page_table=tables.page_table,
             page_size=kv.page_size,
@@ -83,13 +84,15 @@ class TorchCompute:
             writes=pages * stride + positions % kv.page_size,
             prepared=backend.prepare(batch, kv.dtype),
             kv=kv.layers,
-            index=self._index(cut, slots, token_slots, positions, sparse),
+            index=self._index(cut, slots, starts, lengths, token_slots, positions, sparse),
         )
 
     def _index(
         self,
         cut: Pieces,
         slots: torch.Tensor,
+        starts: torch.Tensor,
+        lengths: torch.Tensor,
         token_slots: torch.Tensor,
         positions: torch.Tensor,
         sparse: torch.Tensor,
@@ -104,8 +107,18 @@ class TorchCompute:
         first, prepared = None, None
         if cut.whole < len(cut.row):
             first = int(cut.offset[cut.whole])
-            start, length = cut.start[cut.whole :], cut.length[cut.whole :]
-            batch = IndexBatch(start, length, slots[cut.whole :], table, size, stride, indexer.top_k)
+            choose = slice(cut.whole, None)
+            batch = IndexBatch(
+                start=cut.start[choose],
+                length=cut.length[choose],
+                slots=slots[choose],
+                lengths=lengths[choose],
+                ends=(starts + lengths)[choose],
+                page_table=table,
+                page_size=size,
+                page_stride=stride,
+                top_k=indexer.top_k,
+            )
             prepared = self._model.backend.prepare_index(batch)
         choosing = token_slots[first:]
         find: OnPages | InRows = OnPages(tables, kv, choosing)
