@@ -14,6 +14,15 @@ pub struct Streaming {
     pub continuous_usage: bool,
 }
 
+/// How tokens are shown beside their text.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct TokenOutput {
+    /// Their ids come with the answer.
+    pub ids: bool,
+    /// Log-probabilities name them by their ids.
+    pub as_ids: bool,
+}
+
 /// The `stream_options` parameter.
 #[derive(Debug, Clone, Copy, Default, Deserialize, ToSchema)]
 pub struct StreamOptions {
@@ -144,11 +153,18 @@ macro_rules! openai_request {
             /// The form of the answer: a structural tag, as text or as an object.
             #[schema(value_type = Option<String>)]
             structural_tag: Option<$crate::structure::Raw>,
+            /// Return the ids of the prompt's and of the generated tokens.
+            pub return_token_ids: Option<bool>,
+            /// Write `token_id:NUMBER` in place of tokens' texts in log-probabilities.
+            pub return_tokens_as_token_ids: Option<bool>,
             #[serde(default)] #[schema(ignore)] logits_processors: $crate::inert::Inert,
             #[serde(default)] #[schema(ignore)] prompt_logprobs: $crate::inert::Inert,
             #[serde(default)] #[schema(ignore)] truncate_prompt_tokens: $crate::inert::Inert,
             #[serde(default)] #[schema(ignore)] use_beam_search: $crate::inert::Inert,
             #[serde(default)] #[schema(ignore)] lora_path: $crate::inert::Inert,
+            #[serde(default)] #[schema(ignore)] stop_regex: $crate::inert::Inert,
+            #[serde(default)] #[schema(ignore)] grammar: $crate::inert::Inert,
+            #[serde(default)] #[schema(ignore)] custom_logit_processor: $crate::inert::Inert,
             #[serde(default)] #[schema(ignore)] kv_transfer_params: $crate::inert::Inert,
         }
 
@@ -161,6 +177,9 @@ macro_rules! openai_request {
                     ("truncate_prompt_tokens", self.truncate_prompt_tokens),
                     ("use_beam_search", self.use_beam_search),
                     ("lora_path", self.lora_path),
+                    ("stop_regex", self.stop_regex),
+                    ("grammar", self.grammar),
+                    ("custom_logit_processor", self.custom_logit_processor),
                     ("kv_transfer_params", self.kv_transfer_params),
                 ] {
                     inert.refuse(param)?;

@@ -1,5 +1,7 @@
 //! Flags and model made into one resolved configuration. What is printed at /server_info and sent to the hand is this.
 
+use std::path::PathBuf;
+
 use anyhow::{Result, bail};
 use forebay_engine::{EngineConfig, Namer, Policy};
 use forebay_hand::HandConfig;
@@ -9,6 +11,7 @@ use serde::Serialize;
 use serde_json::json;
 
 use crate::affinity::{Affinity, threads_each};
+use crate::dialect::ChatFacts;
 use crate::flags::{
     Device, Dtype, Egress, LoadBalance, LoadFormat, Quantization, SchedulePolicy, ServeFlags,
     SimFlags,
@@ -80,6 +83,8 @@ pub(crate) struct Config {
     pub(crate) grammar_threads: usize,
     pub(crate) grammar_lenient: bool,
     pub(crate) mask_threads: usize,
+    /// How chats are written and read; null before that is known, and where the model has none.
+    pub(crate) chat: Option<ChatFacts>,
     /// What the model makes in place of tokens.
     pub(crate) pooling: Option<Pooling>,
     /// Nothing is computed: answers are made up, in the time that this says. `None` with a real device.
@@ -97,6 +102,7 @@ pub(crate) struct Simulated {
     pub(crate) content: Profile,
     pub(crate) output_tokens: u32,
     pub(crate) tokens_a_row: u32,
+    pub(crate) script: Option<PathBuf>,
 }
 
 impl Simulated {
@@ -112,7 +118,9 @@ impl Simulated {
         };
         let simulated = names.into_iter().map(|name| {
             let content = Profile::find(name)?;
-            Ok(Self { profile: content.name.clone(), content, output_tokens, tokens_a_row })
+            let profile = content.name.clone();
+            let script = flags.sim_script.clone();
+            Ok(Self { profile, content, output_tokens, tokens_a_row, script })
         });
         simulated.collect()
     }
@@ -235,6 +243,7 @@ impl Config {
             grammar_threads: flags.grammar.grammar_threads.get(),
             grammar_lenient: flags.grammar.grammar_lenient,
             mask_threads: flags.grammar.helpers(),
+            chat: None,
             pooling: model.pooling.clone(),
             simulated,
             simulated_replicas,
@@ -282,6 +291,8 @@ impl Config {
     pub(crate) fn hand(&self, model: &Model) -> HandConfig {
         let tier = self.host_tier.as_ref();
         let size = tier.map(|tier| tier.size);
+        let sparse = tier.and_then(|tier| tier.sparse);
+        let order = sparse.map(|sparse| sparse.kv_save_order).unwrap_or_default();
         HandConfig {
             model: json!({
                 "format": model.format,
@@ -313,6 +324,9 @@ impl Config {
             host_share: HOST_SHARE / f64::from(self.dp_size),
             copy_gbps: tier.and_then(|tier| tier.debug_copy_gbps),
             kv_checksum: tier.is_some_and(|tier| tier.debug_checksum),
+            hot_row_tokens: sparse.map(|sparse| sparse.hot_buffer_tokens),
+            sparse_top_k: sparse.and_then(|sparse| sparse.top_k),
+            kv_save_order: order.name().to_owned(),
         }
     }
 }

@@ -30,7 +30,8 @@ use crate::listening::{self, Bound};
 use crate::logs::Logs;
 use crate::model::{Model, Task, fetch, find_python};
 use crate::{
-    affinity, descriptors, grammar, logs, python, secret, signals, simulate, threads, vocabulary,
+    affinity, descriptors, dialect, grammar, logs, python, secret, signals, simulate, threads,
+    vocabulary,
     watch,
 };
 
@@ -60,7 +61,7 @@ pub(crate) fn run(flags: &ServeFlags) -> Result<()> {
     let simulated = flags.run.device == Device::Sim;
     let weights = !simulated && flags.loading.load_format != LoadFormat::Dummy;
     let model = fetch(&python, name, flags.source(), weights)?;
-    let config = Config::resolve(flags, &model)?;
+    let mut config = Config::resolve(flags, &model)?;
     if !config.cpu_affinity.brain.is_empty() {
         affinity::pin(&config.cpu_affinity.brain)?;
     }
@@ -77,6 +78,8 @@ pub(crate) fn run(flags: &ServeFlags) -> Result<()> {
     if template.is_none() && model.pooling.is_none() {
         warn!("the model has no chat template: /v1/chat/completions will answer 400");
     }
+    let (dialect, marks, facts) = dialect::find(&flags.dialect, template.as_ref(), &tokenizer)?;
+    config.chat = model.pooling.is_none().then_some(facts);
     let text = flags.text.pool(&config, tokenizer.clone(), template, &guard)?;
     let grammars = grammar::start(&flags.grammar, &tokenizer, &model, &eos, &guard)?;
     let metrics = Arc::new(Metrics::new(
@@ -136,6 +139,9 @@ pub(crate) fn run(flags: &ServeFlags) -> Result<()> {
             GenerationConfig::None => GenerationDefaults::default(),
         },
         pooling,
+        tokenizer_config: model.tokenizer_config.clone(),
+        dialect,
+        marks,
         grammars,
         markers: grammar::markers(&tokenizer),
     };
@@ -165,6 +171,7 @@ pub(crate) fn run(flags: &ServeFlags) -> Result<()> {
             Egress::Naive => EgressMode::Naive,
         },
         stream_interval: config.stream_interval,
+        strict_params: flags.http.strict_params,
         max_tokenize_tokens: flags.text.max_tokenize_tokens.map(NonZeroUsize::get),
         guard: guard.clone(),
         log_lines_dropped: logs.dropped(),
@@ -230,7 +237,7 @@ fn executors(
     python: &Path,
     config: &Config,
     model: &Model,
-    tokenizer: &Tokenizer,
+    tokenizer: &Arc<Tokenizer>,
     arena: &Arena,
 ) -> Result<Executors> {
     let mut executors: Vec<Box<dyn Executor>> = Vec::new();
@@ -289,13 +296,15 @@ async fn serve(
     let (listener, _file) = bound.listener()?;
     let name = config.served_model_names[0].clone();
     let simulated = config.simulated.clone();
+    let chat = config.chat.clone();
     let task = config.pooling.as_ref().map(|pooling| pooling.task);
     let greeting = {
         let engine = engine.clone();
         let lines = logs.lines().clone();
         let work = async move {
             if watch::loading(&engine).await {
-                let banner = watch::banner(&url, &curl, &name, task, simulated.as_ref());
+                let banner =
+                    watch::banner(&url, &curl, &name, task, chat.as_ref(), simulated.as_ref());
                 lines.push_always(format!("{banner}\n").as_bytes());
             }
         };

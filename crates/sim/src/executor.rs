@@ -5,23 +5,23 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use forebay_engine::{Clock, Executor, Signal, Wake};
-use forebay_protocol::{Direction, Dtype, Ready, StepMasks, StepPlan, StepResult, Want};
+use forebay_protocol::{Dtype, Ready, SparseRows, StepMasks, StepPlan, StepResult, Want};
 use parking_lot::{Condvar, Mutex};
 
 use crate::clock::{self, SimClock};
-use crate::copies::{CopyEngines, CopyFault};
+use crate::copies::CopyFault;
 use crate::device::Device;
-use crate::load::StepLoad;
-use crate::profile::{CopyModel, DeviceModel, Jitter};
+use crate::profile::Jitter;
 use crate::text::SimText;
+use crate::timeline::{Span, Timeline, Timing};
 
 /// What is simulated.
 #[derive(Clone)]
 pub struct SimConfig {
     /// Time.
     pub clock: SimClock,
-    /// How long steps take.
-    pub model: DeviceModel,
+    /// How long steps and copies take.
+    pub timing: Timing,
     /// Seed of the jitter.
     pub seed: u64,
     /// Microseconds from spawn to ready.
@@ -40,10 +40,14 @@ pub struct SimConfig {
     pub device: String,
     /// Pages of the host's tier; 0: there is none.
     pub host_pages: u32,
-    /// Bytes of a page; 0: copies take their latency.
-    pub page_bytes: u64,
-    /// How pages are copied.
-    pub copy: CopyModel,
+    /// Positions that a sparse slot keeps; 0: no slot is ever sparse.
+    pub hot_row_tokens: u32,
+}
+
+impl SimConfig {
+    fn timeline(&self, now_us: u64) -> Timeline {
+        Timeline::new(self.timing, Jitter::new(self.timing.model.jitter_sigma, self.seed), now_us)
+    }
 }
 
 /// Injects faults into a running simulation, from any thread.
@@ -117,6 +121,19 @@ impl SimControl {
         self.change(|faults| faults.held = false);
     }
 
+    /// What becomes of the next copy.
+    fn copy_fault(&self) -> CopyFault {
+        let mut faults = self.shared.faults.lock();
+        if faults.hang_copies {
+            CopyFault::Hangs
+        } else if faults.fail_copies > 0 {
+            faults.fail_copies -= 1;
+            CopyFault::Fails
+        } else {
+            CopyFault::None
+        }
+    }
+
     fn change(&self, with: impl FnOnce(&mut Faults)) {
         with(&mut self.shared.faults.lock());
         self.shared.changed.notify_all();
@@ -140,21 +157,18 @@ struct Pending {
 /// A step that has begun, and whose tokens can't be sampled before the masks have come.
 struct Unmasked {
     plan: StepPlan,
-    start: u64,
-    device_us: u64,
+    span: Span,
+    rows: SparseRows,
 }
 
 /// A simulated rank group.
 pub struct SimExecutor {
     config: SimConfig,
-    jitter: Jitter,
     control: SimControl,
     device: Device,
     pending: VecDeque<Pending>,
-    busy_until: u64,
-    last_end: u64,
     poisoned: Vec<u32>,
-    copies: CopyEngines,
+    timeline: Timeline,
     unmasked: Option<Unmasked>,
     up: bool,
 }
@@ -165,65 +179,36 @@ impl SimExecutor {
     pub fn new(config: SimConfig) -> (Self, SimControl) {
         let control = SimControl::default();
         let executor = Self {
-            jitter: Jitter::new(config.model.jitter_sigma, config.seed),
+            timeline: config.timeline(0),
             config,
             control: control.clone(),
             device: Device::default(),
             pending: VecDeque::new(),
-            busy_until: 0,
-            last_end: 0,
             poisoned: Vec::new(),
-            copies: CopyEngines::default(),
             unmasked: None,
             up: false,
         };
         (executor, control)
     }
 
-    /// Starts a plan's copies: restores at once, saves behind the rows.
-    fn start_copies(&mut self, plan: &StepPlan, now: u64, behind: u64) {
-        for copy in plan.copies() {
-            let mut faults = self.control.shared.faults.lock();
-            let fault = if faults.hang_copies {
-                CopyFault::Hangs
-            } else if faults.fail_copies > 0 {
-                faults.fail_copies -= 1;
-                CopyFault::Fails
-            } else {
-                CopyFault::None
-            };
-            drop(faults);
-            let from = if copy.direction == Direction::Save { behind } else { now };
-            self.copies.start(copy, from, fault);
-        }
-    }
-
     /// A plan without rows: it is answered when a copy ends, or when its time is over.
-    fn wait_for_copies(&mut self, plan: &StepPlan, start: u64) {
-        self.start_copies(plan, start, start);
-        let over = start + u64::from(plan.wait_us());
-        let at_us = self.copies.next_end().map_or(over, |end| end.clamp(start, over));
-        self.busy_until = at_us;
-        self.last_end = at_us;
+    fn wait_for_copies(&mut self, plan: &StepPlan, now: u64) {
+        let span = self.timeline.wait(plan, now, || self.control.copy_fault());
         let result = StepResult { step: plan.step(), ..StepResult::default() };
-        let outcome = Some(Ok(result));
-        self.pending.push_back(Pending { at_us, outcome, waits_since: Some(start) });
+        let (outcome, waits_since) = (Some(Ok(result)), Some(span.start_us));
+        self.pending.push_back(Pending { at_us: span.end_us, outcome, waits_since });
     }
 
-    /// Computes a step that begins at `start` and takes `device_us`; masks that come later than that keep its end waiting.
-    fn compute(&mut self, plan: &StepPlan, start: u64, device_us: u64, masks: Option<&StepMasks>) {
+    /// Makes up what the rows of a step give, and has the result come at its end.
+    fn sample(&mut self, plan: &StepPlan, span: Span, rows: SparseRows, masks: Option<&StepMasks>) {
         let mut result = self.device.execute(plan, &self.config.text, masks);
-        let computed = start + device_us;
-        let late = masks.map_or(0, |_| self.config.clock.now_us().saturating_sub(computed));
-        result.device_us = u32::try_from(device_us).unwrap_or(u32::MAX);
-        result.gap_us = u32::try_from(start - self.last_end + late).unwrap_or(u32::MAX);
-        self.busy_until = computed + late;
-        self.last_end = self.busy_until;
+        result.device_us = u32::try_from(span.end_us - span.start_us).unwrap_or(u32::MAX);
+        result.gap_us = u32::try_from(span.gap_us).unwrap_or(u32::MAX);
+        result.sparse_rows = rows;
         let deadly =
             !self.poisoned.is_empty() && plan.rows().any(|row| self.poisoned.contains(&row.slot));
         let outcome = Some(if deadly { Err("poisoned") } else { Ok(result) });
-        self.start_copies(plan, start, self.busy_until);
-        self.pending.push_back(Pending { at_us: self.busy_until, outcome, waits_since: None });
+        self.pending.push_back(Pending { at_us: span.end_us, outcome, waits_since: None });
     }
 
     fn died(&mut self, why: &str) -> Signal {
@@ -248,11 +233,12 @@ impl SimExecutor {
                     load_seconds: self.config.load_us as f64 / 1e6,
                     tokens_a_row: self.config.tokens_a_row,
                     host_page_count: self.config.host_pages,
-                    page_bytes: self.config.page_bytes,
+                    page_bytes: self.config.timing.bytes.all(),
+                    hot_row_tokens: self.config.hot_row_tokens,
                 })
             }
             Some(Ok(mut result)) => {
-                self.copies.report(pending.at_us, &mut result);
+                self.timeline.report(pending.at_us, &mut result);
                 Signal::Result(result)
             }
             Some(Err(why)) => self.died(why),
@@ -270,9 +256,7 @@ impl Executor for SimExecutor {
         self.pending.clear();
         self.unmasked = None;
         self.poisoned.clear();
-        self.copies = CopyEngines::new(self.config.copy, self.config.page_bytes);
-        self.busy_until = now;
-        self.last_end = now;
+        self.timeline = self.config.timeline(now);
         let mut faults = self.control.shared.faults.lock();
         faults.hang = false;
         faults.hang_copies = false;
@@ -307,27 +291,25 @@ impl Executor for SimExecutor {
         let now = self.config.clock.now_us();
         if let Some(Pending { at_us, waits_since: Some(since), .. }) = self.pending.back_mut() {
             *at_us = (*at_us).min(now.max(*since));
-            self.busy_until = *at_us;
-            self.last_end = *at_us;
+            self.timeline.cut(*at_us);
         }
-        let start = self.busy_until.max(now);
         if plan.rows().len() == 0 {
-            return self.wait_for_copies(plan, start);
+            return self.wait_for_copies(plan, now);
         }
-        let median = self.config.model.median_us(&StepLoad::of(plan));
-        let device_us = (median * self.jitter.factor(plan.step())).round() as u64;
+        let (span, rows) = self.timeline.compute(plan, now, || self.control.copy_fault());
         if plan.rows().any(|row| row.want == Want::Masked) {
             debug_assert!(self.unmasked.is_none(), "masks go before the next plan");
-            self.unmasked = Some(Unmasked { plan: plan.clone(), start, device_us });
+            self.unmasked = Some(Unmasked { plan: plan.clone(), span, rows });
         } else {
-            self.compute(plan, start, device_us, None);
+            self.sample(plan, span, rows, None);
         }
     }
 
     fn masks(&mut self, masks: &StepMasks) {
-        if let Some(Unmasked { plan, start, device_us }) = self.unmasked.take() {
+        if let Some(Unmasked { plan, span, rows }) = self.unmasked.take() {
             debug_assert_eq!(plan.step(), masks.step(), "masks are those of the last plan");
-            self.compute(&plan, start, device_us, Some(masks));
+            let span = self.timeline.hold(span, self.config.clock.now_us());
+            self.sample(&plan, span, rows, Some(masks));
         }
     }
 

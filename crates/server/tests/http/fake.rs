@@ -268,6 +268,7 @@ impl Engine for Fake {
     fn facts(&self) -> Option<Facts> {
         (!matches!(*self.status.lock(), Status::Starting(_))).then(|| Facts {
             context_length: CONTEXT,
+            prompt_length: CONTEXT,
             page_size: 16,
             hand: Ready {
                 vocab_size: self.vocab_size.load(Ordering::Relaxed),
@@ -281,6 +282,7 @@ impl Engine for Fake {
                 tokens_a_row: 1,
                 host_page_count: 0,
                 page_bytes: 0,
+                hot_row_tokens: 0,
             },
         })
     }
@@ -417,6 +419,9 @@ impl TestServer {
         let (forms, vocabulary) = (GrammarConfig::default(), tokenizer.vocab_size() as u32);
         let grammars = Grammars::new(forms, tokenizer.clone(), &[EOS], vocabulary, &start).unwrap();
         let model = ModelInfo {
+            dialect: forebay_dialect::Dialect::default(),
+            tokenizer_config: serde_json::Map::default(),
+            marks: Arc::default(),
             served_names: vec!["tiny".into(), "org/tiny".into()],
             root: "tiny".into(),
             eos: [EOS].into(),
