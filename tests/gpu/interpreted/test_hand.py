@@ -9,13 +9,12 @@ import pytest
 
 from forebay.attention.triton import TritonAttention
 from forebay.compute.choose import Choice
-from forebay.gpu import kernels, reference
 from forebay.gpu.interface import Kernels
 from forebay.gpu.ops import GpuOps
 from forebay.layers.ops import Ops
+from tests.gpu.support import BOTH
 from tests.hand.support import FAMILIES, MiniBrain, Request, Sampling, reference_model, runner_of
 
-BOTH = pytest.mark.parametrize("operators", [kernels, reference], ids=["triton", "reference"])
 # Grouped queries; half a head that turns, norms of heads, experts; latent rows; rows that are chosen.
 FAMILIES_OF_ONE_LAYER = ["llama", "glm4-moe", "deepseek-v3", "glm-dsa"]
 LATER = Sampling(temperature=0.8, top_p=0.9, top_k=50, seed=5)

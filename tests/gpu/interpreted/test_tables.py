@@ -13,7 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forebay.device import open_device
-from forebay.gpu import kernels, reference
 from forebay.gpu.interface import Kernels
 from forebay.gpu.tables import (
     ERROR_RANGE,
@@ -31,9 +30,9 @@ from forebay.protocol.plan import FLAG_SAMPLE, SLOT_WORDS, Plan, SlotWord
 from forebay.state.config import RunnerConfig
 from forebay.state.slots import SlotTables
 from forebay.state.staging import StepInputs
+from tests.gpu.support import BOTH
 from tests.hand.support import FAMILIES, PlanBuilder, Sampling, hf_config, wire_config
 
-BOTH = pytest.mark.parametrize("operators", [kernels, reference], ids=["triton", "reference"])
 CPU = open_device("cpu", 1)
 SLOTS, CONTEXT, PAGE, PAGES, STRIDE, VOCABULARY = 6, 37, 4, 30, 8, 131
 CONFIG = RunnerConfig.from_dict(
