@@ -100,7 +100,7 @@ build-tests: setup-dev
 serve: build $(STAMPS)/model ## serve MODEL (the default model unless given) on 127.0.0.1:8000
 	$(BIN)/forebay serve $(MODEL) $(ARGS)
 
-test: test-rust test-python ## run every test that needs no GPU
+test: test-rust test-python test-triton ## run every test that needs no GPU
 
 test-rust: ## run the Rust tests
 	cargo test $(CARGO_FLAGS)

@@ -9,6 +9,8 @@ import pytest
 
 from forebay.attention.triton import TritonAttention
 from forebay.compute.choose import Choice
+from forebay.gpu import choose, kernels, reference
+from forebay.gpu.choose import VARIABLE
 from forebay.gpu.interface import Kernels
 from forebay.gpu.ops import GpuOps
 from forebay.layers.ops import Ops
@@ -57,3 +59,13 @@ def test_a_hand_with_these_operators(operators: Kernels, family: str, monkeypatc
     assert all(len(tokens) == 4 for tokens in expected)
     use(operators, monkeypatch)
     assert tokens_of(model) == expected
+
+
+def test_the_environment_chooses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(VARIABLE, raising=False)
+    assert choose.kernels() is kernels
+    monkeypatch.setenv(VARIABLE, "reference")
+    assert choose.kernels() is reference
+    monkeypatch.setenv(VARIABLE, "cuda")
+    with pytest.raises(ValueError, match="'cuda' is not known: use triton or reference"):
+        choose.kernels()
