@@ -87,7 +87,7 @@ fn objects_in_every_order_and_form() {
 #[test]
 fn what_is_no_call_is_text_without_its_marks() {
     check("hermes", "<tool_call>\nf(1)\n</tool_call> and more", "f(1)\n and more", 0);
-    check("hermes", "<tool_call>{\"a\": 1}</tool_call>", "{\"a\": 1", 0);
+    check("hermes", "<tool_call>{\"a\": 1}</tool_call>", "{\"a\": 1}", 0);
     check("hermes", "a</tool_call> b", "a b", 0);
     check("hermes", "<tool_call></tool_call>", "", 0);
     check("hermes", "1 < 2 <tool", "1 < 2 <tool", 0);
