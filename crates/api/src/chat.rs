@@ -8,7 +8,7 @@ use utoipa::ToSchema;
 
 use crate::error::ApiError;
 use crate::inert::{Choice, Inert};
-use crate::openai::{StreamOptions, Streaming, openai_request};
+use crate::openai::{StreamOptions, Streaming, TokenOutput, openai_request};
 use crate::sampling::{Fields, Generation, GenerationDefaults, Limits, check_logprobs};
 use crate::tools::OfferedTools;
 
@@ -274,6 +274,8 @@ pub struct ValidChat {
     pub tools: OfferedTools,
     /// What becomes of its reasoning.
     pub reasoning: ReasoningOutput,
+    /// How its tokens are shown.
+    pub tokens: TokenOutput,
     /// Everything else.
     pub generation: Generation,
     /// `None`: one response.
@@ -313,6 +315,9 @@ impl ChatRequest {
             }
             (true, count) => Some(check_logprobs("top_logprobs", count.unwrap_or(0))?),
         };
+        if self.max_tokens == Some(0) && self.max_completion_tokens.is_none() {
+            return Err(ApiError::invalid("max_tokens", "`max_tokens`: 0 is not at least 1"));
+        }
         let tools = OfferedTools::new(
             self.tools.take(),
             self.tool_choice.as_ref(),
@@ -332,6 +337,10 @@ impl ChatRequest {
         Ok(ValidChat {
             generation: fields.validate(defaults, limits)?,
             streaming: StreamOptions::check(self.stream, self.stream_options)?,
+            tokens: TokenOutput {
+                ids: self.return_token_ids.unwrap_or(false),
+                as_ids: self.return_tokens_as_token_ids.unwrap_or(false),
+            },
             reasoning: match (self.include_reasoning, self.separate_reasoning) {
                 (Some(false), _) => ReasoningOutput::LeftOut,
                 (_, Some(false)) => ReasoningOutput::Content,

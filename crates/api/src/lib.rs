@@ -13,6 +13,7 @@ mod error;
 mod generate;
 mod inert;
 pub mod limits;
+mod llama;
 mod openai;
 mod parse;
 pub mod peer;
@@ -31,8 +32,8 @@ pub use chat::{
 };
 pub use completions::{CompletionPrompts, CompletionRequest, ValidCompletion};
 pub use embeddings::{
-    Embedding, EmbeddingRequest, EmbeddingResponse, EncodingFormat, PoolingUsage, ValidEmbedding,
-    Vector,
+    Embedding, EmbeddingRequest, EmbeddingResponse, EncodingFormat, PoolingData, PoolingResponse,
+    PoolingUsage, ValidEmbedding, Vector,
 };
 pub use embeds::{EmbeddedPrompt, PromptEmbeds};
 pub use error::{ApiError, ErrorBody, ErrorObject};
@@ -41,7 +42,10 @@ pub use generate::{
     LogprobTriple, OneOrMany, ValidGenerate,
 };
 pub use inert::{Choice, Inert};
-pub use openai::{ResponseFormat, StreamOptions, Streaming};
+pub use llama::{
+    LlamaCompletion, LlamaEnd, LlamaProbability, LlamaRequest, LlamaSlot, LlamaTimings, ValidLlama,
+};
+pub use openai::{ResponseFormat, StreamOptions, Streaming, TokenOutput};
 pub use parse::{Parsed, parse, parse_request};
 pub use preference::preference;
 pub use prompt::{Prompt, Prompts, Strings};
@@ -57,6 +61,7 @@ pub use response::{
 };
 pub use sampling::{Generation, GenerationDefaults, Limits, MaxTokens, choice_seed};
 pub use tokenize::{
-    DetokenizeRequest, DetokenizeResponse, TokenizeInput, TokenizeRequest, TokenizeResponse,
+    DetokenizeRequest, DetokenizeResponse, TokenPiece, TokenPieces, TokenizeInput, TokenizeRequest,
+    TokenizeResponse, TokenizedTexts,
 };
 pub use tools::{OfferedTools, ToolChoice};

@@ -63,6 +63,9 @@ pub struct ChatCompletion {
     pub choices: Vec<ChatChoice>,
     /// Tokens it took.
     pub usage: Usage,
+    /// The prompt's token ids, where asked for.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub prompt_token_ids: Option<Vec<i32>>,
 }
 
 /// A choice of a chat completion.
@@ -78,6 +81,12 @@ pub struct ChatChoice {
     pub finish_reason: &'static str,
     /// The stop string or stop token; null for end-of-sequence.
     pub stop_reason: Option<StopReason>,
+    /// What SGLang calls so: the stop string or the token that ended it, end-of-sequence too.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub matched_stop: Option<StopReason>,
+    /// Ids of the generated tokens, where asked for.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub token_ids: Option<Vec<i32>>,
 }
 
 /// What the model said.
@@ -135,6 +144,12 @@ pub struct ChatChunkChoice<'a> {
     /// The stop string or stop token; null for end-of-sequence.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub stop_reason: Option<StopReason>,
+    /// At the end: the stop string or the token that ended it, end-of-sequence too.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub matched_stop: Option<StopReason>,
+    /// Ids of the new tokens, where asked for.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub token_ids: Option<&'a [i32]>,
 }
 
 /// What is new in a choice.
@@ -243,6 +258,15 @@ pub struct CompletionChoice {
     pub finish_reason: Option<&'static str>,
     /// The stop string or stop token; null for end-of-sequence.
     pub stop_reason: Option<StopReason>,
+    /// At the end: the stop string or the token that ended it, end-of-sequence too.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub matched_stop: Option<StopReason>,
+    /// Ids of the prompt's tokens, where asked for; in a stream, in the first chunk.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub prompt_token_ids: Option<Vec<i32>>,
+    /// Ids of the generated tokens, where asked for; in a stream, the new ones.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub token_ids: Option<Vec<i32>>,
 }
 
 /// Log-probabilities in the legacy shape: four lists with one entry a token.
@@ -299,6 +323,8 @@ mod tests {
             logprobs: None,
             finish_reason: None,
             stop_reason: None,
+            matched_stop: None,
+            token_ids: None,
         };
         assert_eq!(
             serde_json::to_value(chunk).unwrap(),

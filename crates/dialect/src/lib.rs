@@ -5,6 +5,7 @@
 
 mod family;
 mod finder;
+mod grammar;
 mod names;
 mod parser;
 mod parts;
@@ -13,6 +14,7 @@ mod scan;
 mod schema;
 
 pub use family::Ids;
+pub use grammar::{Force, Notation};
 pub use names::{Choice, Dialect, Evidence, UnknownName};
 pub use parser::{Parser, Reading, Start};
 pub use parts::{Part, Parts};

@@ -5,7 +5,9 @@ mod turns;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use forebay_dialect::{Choice, Dialect, Evidence, Parser, Part, Parts, Reading, Start, Tools};
+use forebay_dialect::{
+    Choice, Dialect, Evidence, Force, Notation, Parser, Part, Parts, Reading, Start, Tools,
+};
 use forebay_text::{ChatRender, ChatTemplate};
 use proptest::prelude::*;
 use serde_json::{Value, json};
@@ -270,4 +272,81 @@ proptest! {
         };
         prop_assert_eq!(run(&cuts), run(&[]), "{}", text);
     }
+}
+
+/// How much of `text` a grammar takes, and whether it may end there.
+fn taken(lark: &str, text: &str) -> (usize, bool) {
+    use llguidance::api::TopLevelGrammar;
+    use llguidance::toktrie::{ApproximateTokEnv, InferenceCapabilities};
+    use llguidance::{Matcher, ParserFactory};
+    let env = ApproximateTokEnv::single_byte_env();
+    let factory =
+        ParserFactory::new(&env, InferenceCapabilities::default(), &[]).expect("a factory");
+    let parser = factory.create_parser(TopLevelGrammar::from_lark(lark.to_owned()));
+    let mut matcher = Matcher::new(parser);
+    assert_eq!(matcher.get_error(), None, "{lark}");
+    let tokens: Vec<u32> = text.bytes().map(u32::from).collect();
+    let count =
+        matcher.try_consume_tokens(&tokens).unwrap_or_else(|error| panic!("{error}\n{lark}"));
+    (count, matcher.is_accepting().expect("an answer"))
+}
+
+#[test]
+fn what_a_grammar_forces_is_what_the_template_writes() {
+    let schema = json!({
+        "type": "object",
+        "properties": {"text": {"type": "string"}, "count": {"type": "integer"}, "unit": {"enum": ["c", "f"]}},
+        "required": ["text", "count"],
+        "additionalProperties": false,
+    });
+    let nothing = json!({"type": "object", "properties": {}, "additionalProperties": false});
+    let tools =
+        Arc::new(Tools::new([("get_weather".to_owned(), schema), ("ping".to_owned(), nothing)]));
+    let json = |schema: &Value| format!("%json {schema}");
+    for family in FAMILIES {
+        let reading = reading(family, Arc::clone(&tools));
+        let grammar = |force: Force<'_>, parallel: bool| {
+            let notation = Notation { special: &[], json: &json };
+            reading.dialect.grammar(&tools, force, parallel, notation)
+        };
+        let written = |calls: Vec<(String, Value)>| {
+            let text = Answer { calls, ..Answer::default() }.written(family);
+            let text = text.trim_start().trim_start_matches("</think>").trim_start();
+            // The name of a call is not for the model to make up.
+            text.replace(", \"id\": \"abcdefghi\"", "")
+        };
+        let name = family.name;
+        let any = grammar(Force::Any, true).expect("a grammar");
+        let ping = ("ping".to_owned(), json!({}));
+        for calls in [vec![weather("Zürich <b>")], vec![weather("a\n\"b\""), ping.clone()]] {
+            let text = written(calls);
+            assert_eq!(taken(&any, &text), (text.len(), true), "{name}: {text}\n{any}");
+        }
+        let one = grammar(Force::Any, false).expect("a grammar");
+        let two = written(vec![weather("a"), ping.clone()]);
+        assert!(taken(&one, &two).0 < two.len(), "{name}: only one call");
+        let named = grammar(Force::Named("ping"), false).expect("a grammar");
+        let other = written(vec![weather("a")]);
+        assert!(taken(&named, &other).0 < other.len(), "{name}: only that tool");
+        let text = written(vec![ping]);
+        assert_eq!(taken(&named, &text), (text.len(), true), "{name}: {text}\n{named}");
+        assert_eq!(taken(&any, "Hello").0, 0, "{name}: no text");
+        assert_eq!(grammar(Force::Named("nothing"), true), None);
+        let wrong = written(vec![("get_weather".to_owned(), json!({"text": "a", "count": "b"}))]);
+        assert!(taken(&any, &wrong).0 < wrong.len(), "{name}: the schema is kept");
+    }
+}
+
+#[test]
+fn special_tokens_are_forced_by_their_ids() {
+    let json = |schema: &Value| format!("%json {schema}");
+    let special = [("<|tool_call_begin|>".to_owned(), 7), ("<|tool_call_end|>".to_owned(), 8)];
+    let family = FAMILIES.iter().find(|family| family.name == "kimi_k2").expect("a family");
+    let tools = tools();
+    let dialect = reading(family, Arc::clone(&tools)).dialect;
+    let notation = Notation { special: &special, json: &json };
+    let grammar =
+        dialect.grammar(&tools, Force::Named("ping"), false, notation).expect("a grammar");
+    assert!(grammar.contains("<[7]> \"functions.ping:\""), "{grammar}");
+    assert!(grammar.contains("<[8]>"), "{grammar}");
 }

@@ -109,6 +109,9 @@ pub(crate) struct HttpFlags {
     /// Names that requests may call the model by; the first is shown [default: the model's own, and MODEL].
     #[arg(long, num_args = 1..)]
     pub(crate) served_model_name: Vec<String>,
+    /// Answer 400 to a request with a parameter that has no effect. Without this it is named in the header x-forebay-ignored.
+    #[arg(long)]
+    pub(crate) strict_params: bool,
     /// Seconds that a request's head, and then its body, may take to arrive; also how long an idle connection is kept.
     #[arg(long, default_value = "60", value_parser = seconds)]
     pub(crate) receive_timeout: Duration,

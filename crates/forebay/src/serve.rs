@@ -137,6 +137,7 @@ pub(crate) fn run(flags: &ServeFlags) -> Result<()> {
             GenerationConfig::None => GenerationDefaults::default(),
         },
         pooling,
+        tokenizer_config: model.tokenizer_config.clone(),
         dialect,
         marks,
     };
@@ -166,6 +167,7 @@ pub(crate) fn run(flags: &ServeFlags) -> Result<()> {
             Egress::Naive => EgressMode::Naive,
         },
         stream_interval: config.stream_interval,
+        strict_params: flags.http.strict_params,
         max_tokenize_tokens: flags.text.max_tokenize_tokens.map(NonZeroUsize::get),
         guard: guard.clone(),
         log_lines_dropped: logs.dropped(),

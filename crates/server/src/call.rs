@@ -6,7 +6,7 @@ use std::task::{Context, Poll};
 use std::time::Instant;
 
 use forebay_api::peer::RESUME_HEADER;
-use forebay_api::{ApiError, Generation, Limits};
+use forebay_api::{ApiError, Generation, Limits, MaxTokens};
 use forebay_dialect::Reading;
 use forebay_engine::{
     BlockHash, Embeds, EngineRequest, Past, Request, RequestId, SlotSpec, SubmitError,
@@ -18,8 +18,9 @@ use crate::config::EgressMode;
 use crate::delta::{Delta, End};
 use crate::egress::Registration;
 use crate::engine::Engine;
-use crate::mailbox::{Receiver, Wake, mailbox};
-use crate::outlet::{Encoder, Outlet};
+use crate::ignored::note;
+use crate::mailbox::{Receiver, Sender, Wake, mailbox};
+use crate::outlet::{Chunk, Encoder, Outlet};
 use crate::peers::{Peer, Resume};
 use crate::speller::Speller;
 use crate::state::{LiveGuard, Shared};
@@ -63,14 +64,26 @@ pub(crate) struct Submission {
 }
 
 impl Submission {
-    /// Checks that the prompt, which came in `param`, fits, and that the model knows its tokens, whoever made them.
+    /// Checks that the prompt, which came in `param`, fits, and that the model knows its tokens, whoever made them. A client that asks for more
+    /// tokens than there is room for gets those, and is told.
     pub(crate) fn new(
+        state: &Shared,
         prompt: Vec<i32>,
         terms: Arc<Terms>,
         limits: Limits,
         param: &'static str,
     ) -> Result<Self, ApiError> {
         let max_tokens = terms.generation.room(prompt.len(), limits, param)?;
+        if let MaxTokens::Exactly(wanted) = terms.generation.max_tokens
+            && wanted > max_tokens
+        {
+            if state.config.strict_params {
+                let (limit, prompt) = (limits.context_length, prompt.len());
+                let max_tokens = Some(wanted);
+                return Err(ApiError::ContextLength { param, limit, prompt, max_tokens });
+            }
+            note(format!("max_tokens={max_tokens}"));
+        }
         check_tokens(&prompt, limits, param)?;
         Ok(Self { prompt: prompt.into(), embeds: None, terms, max_tokens })
     }
@@ -173,6 +186,11 @@ impl Call {
             for (choice, sender) in (0..generation.n).zip(&mut senders) {
                 if !call.alive.is_empty() && call.alive.len().is_multiple_of(CHOICES_A_TURN) {
                     tokio::task::yield_now().await;
+                }
+                if max_tokens == 0 {
+                    call.alive.push(None);
+                    nothing(sender);
+                    continue;
                 }
                 let id = state.next_id();
                 state.egress.register(Registration {
@@ -293,6 +311,12 @@ impl Drop for Call {
         }
         self.span.record("completion_tokens", self.receiver.tally().generated_tokens());
     }
+}
+
+/// Ends a choice of which no tokens are wanted: nobody has to compute anything.
+fn nothing(mut sender: Sender) {
+    let mut delta = Delta { end: Some(End::Length), ..Delta::default() };
+    sender.send(&mut delta, &mut Chunk::default());
 }
 
 /// Names of the prompt's blocks, where several choices would each have them computed.

@@ -183,24 +183,22 @@ mod tests {
         assert_eq!(all.iter().collect::<Vec<_>>(), expected);
     }
 
-    /// Twenty-four cases: what was said, and what ended it.
+    /// The table of all cases is in tests/e2e/test_finish.py.
     #[test]
     fn one_function_says_why_an_answer_ended() {
-        let said = ["nothing", "text", "reasoning", "a call begun", "a call", "text after a call"];
-        let called = |said: &str| matches!(said, "a call" | "text after a call");
         let ends = [
             (End::Eos(2), "stop", "tool_calls"),
             (End::Token(7), "stop", "tool_calls"),
             (End::Text("x".into()), "stop", "tool_calls"),
+            (End::Call, "stop", "tool_calls"),
             (End::Length, "length", "length"),
         ];
-        for said in said {
-            for (end, without, with) in &ends {
-                let mut delta = Delta { called: called(said), ..Delta::default() };
-                assert_eq!(delta.finish_reason(), None, "{said}: not before the end");
+        for (end, without, with) in ends {
+            for (called, expected) in [(false, without), (true, with)] {
+                let mut delta = Delta { called, ..Delta::default() };
+                assert_eq!(delta.finish_reason(), None, "not before the end");
                 delta.merge(&mut Delta { end: Some(end.clone()), ..Delta::default() });
-                let expected = if called(said) { with } else { without };
-                assert_eq!(delta.finish_reason(), Some(*expected), "{said}, {end:?}");
+                assert_eq!(delta.finish_reason(), Some(expected), "{end:?}");
             }
         }
         let failed = End::Error(ApiError::Aborted);

@@ -78,7 +78,7 @@ class Chosen:
 def find(positions: torch.Tensor, places: Places, group: GroupRows) -> Found:
     """Where positions int64 [u, top_k] are, ascending with `NO_ROW` behind them.
 
-    Those that are missed are given rows. H is at least top_k, so that no row is taken from a position that the same query has chosen.
+    Those that are missed are given rows. H is at least top_k: no row is taken from what the same query has chosen.
     """
     slots, size = places.slots, places.page_size
     on_pages = resolve(positions, slots, places.page_table, size, places.page_stride)
@@ -86,14 +86,14 @@ def find(positions: torch.Tensor, places: Places, group: GroupRows) -> Found:
     rows, hit = _lookup(positions, away, slots, group)
     missed = away & ~hit
     spare = group.owner.shape[1] - 1
-    _put(group.stamp, slots, rows.where(hit, spare), places.now[:, None].expand_as(rows))
+    _put(group.stamp, slots, rows.masked_fill(~hit, spare), places.now[:, None].expand_as(rows))
     rows = rows.where(~missed, _victims(missed, places, group))
-    taken = rows.where(missed, spare)
+    taken = rows.masked_fill(~missed, spare)
     _put(group.owner, slots, taken, positions.int())
     _put(group.stamp, slots, taken, places.now[:, None].expand_as(rows))
-    _put(group.row_of, slots, positions.where(missed, group.row_of.shape[1] - 1), rows.short())
+    _put(group.row_of, slots, positions.masked_fill(~missed, group.row_of.shape[1] - 1), rows.short())
     pages = _entries(places.row_table, slots, rows // size).long()
-    in_rows = torch.where(pages < 0, NO_PAGE, pages * places.page_stride + rows % size)
+    in_rows = (pages * places.page_stride + rows % size).masked_fill_(pages < 0, NO_PAGE)
     counts = torch.stack([kind.sum() for kind in (valid, valid & ~away, hit, missed)])
     return Found(in_rows.where(away, on_pages), missed, counts)
 
@@ -114,10 +114,10 @@ def missing(
     at = positions.clamp(min=0)
     pages = _entries(host_table, slots, at // page_size).long()
     # A page that nobody wrote to the table is an error: as an index -1 is the last page.
-    pages = torch.where(pages < 0, len(host[0]), pages)
+    pages = pages.masked_fill(pages < 0, len(host[0]))
     return Missing(
-        found.rows.where(found.missed, nowhere).flatten(),
-        torch.where(found.missed, pages, 0).flatten(),
+        found.rows.masked_fill(~found.missed, nowhere).flatten(),
+        pages.masked_fill(~found.missed, 0).flatten(),
         (at % page_size).flatten(),
         host,
     )
@@ -130,7 +130,7 @@ def _lookup(
     count = group.owner.shape[1] - 1
     row = _entries(group.row_of, slots, positions.clamp(min=0)).long()
     inside = (row >= 0) & (row < count)
-    row = row.where(inside, 0)
+    row = row.masked_fill(~inside, 0)
     return row, away & inside & (_entries(group.owner, slots, row) == positions)
 
 
@@ -147,7 +147,7 @@ def _victims(missed: torch.Tensor, places: Places, group: GroupRows) -> torch.Te
     older, equal = age > least, age == least
     before = older.sum(1, keepdim=True)
     rank = torch.where(older, older.cumsum(1) - 1, before + equal.cumsum(1) - 1)
-    rank = rank.where((older | equal) & (rank < wanted), missed.shape[1])
+    rank = rank.masked_fill(~((older | equal) & (rank < wanted)), missed.shape[1])
     victims = rank.new_zeros(len(rank), missed.shape[1] + 1)
     victims.scatter_(1, rank, torch.arange(count, device=rank.device).expand_as(rank))
     return victims.gather(1, (missed.cumsum(1) - 1).clamp(min=0))

@@ -30,8 +30,8 @@ def resolve(
     """
     index = slots[:, None] * page_table.shape[1] + positions.clamp(min=0) // page_size
     pages = page_table.view(-1).index_select(0, index.view(-1)).view(index.shape).long()
-    rows = torch.where(pages < 0, NO_PAGE, pages * page_stride + positions % page_size)
-    return torch.where(positions == NO_ROW, NO_ROW, rows)
+    rows = (pages * page_stride + positions % page_size).masked_fill_(pages < 0, NO_PAGE)
+    return rows.masked_fill_(positions == NO_ROW, NO_ROW)
 
 
 def attend(

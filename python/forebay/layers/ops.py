@@ -212,7 +212,7 @@ def most_likely(scaled: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, 
     ranked = torch.arange(width, device=scaled.device) < top_k[:, None]
     weights = values.exp().double() * ranked
     cumulative = weights.cumsum(dim=-1)
-    share = torch.where(top_p < 1, top_p.double(), torch.inf)[:, None]
+    share = top_p.double().masked_fill(top_p >= 1, torch.inf)[:, None]
     goal = share * cumulative[:, -1:]
     kept = (ranked & (cumulative - weights < goal)).sum(dim=-1, keepdim=True).clamp_(min=1)
     threshold = values.gather(1, kept - 1)

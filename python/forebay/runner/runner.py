@@ -88,11 +88,7 @@ class ModelRunner:
             )
         pool = self._open_host(host, available - self.weight_bytes - self.kv.nbytes)
         self._copier = None if pool is None else Copier(self.kv, pool, config.copy_gbps, config.kv_checksum)
-        hot = None
-        if config.hot_rows:
-            assert pool is not None
-            assert not isinstance(self.model_config, EncoderConfig)
-            hot = HotRows(config, self.model_config, self.kv.page_count, pool.rows(self.kv), self.device)
+        hot = self._hot_rows(pool)
         # What a row may ask for: a model that pools does nothing else.
         self._flag = FLAG_SAMPLE if config.pooling is None else FLAG_POOL
         vocabulary = self.model_config.vocab_size
@@ -113,6 +109,14 @@ class ModelRunner:
             raise ConfigError("a host tier without memory for it")
         self._socket = host.socket
         return HostPool(host.descriptor, pages, self.kv.page_bytes, config.page_size)
+
+    def _hot_rows(self, pool: HostPool | None) -> HotRows | None:
+        """The tables of sparse slots, if there may be any."""
+        if not self.config.hot_rows:
+            return None
+        assert pool is not None
+        assert not isinstance(self.model_config, EncoderConfig)
+        return HotRows(self.config, self.model_config, self.kv.page_count, pool.rows(self.kv), self.device)
 
     def _build(self, *, matrices: bool) -> Decoder | Bert:
         """The model, its weights allocated; without `matrices` only what is no matrix."""

@@ -140,10 +140,6 @@ class KvPool:
         """Bytes of all pages."""
         return sum(part.page_count * part.page_bytes for part in self.parts)
 
-    def pieces(self) -> list[npt.NDArray[np.uint8]]:
-        """`Part.pieces` of all parts in turn."""
-        return [piece for part in self.parts for piece in part.pieces()]
-
 
 def _rows(
     pages: int,

@@ -76,7 +76,7 @@ pub(crate) async fn generate(
     let submissions = encoded
         .into_iter()
         .zip(terms_of)
-        .map(|(ids, terms)| Submission::new(ids, terms, model_limits, param));
+        .map(|(ids, terms)| Submission::new(&state, ids, terms, model_limits, param));
     let submissions = submissions.collect::<Result<Vec<_>, _>>()?;
 
     let mut name = peer.name("");

@@ -416,6 +416,7 @@ impl TestServer {
         change(&mut config);
         let model = ModelInfo {
             dialect: forebay_dialect::Dialect::default(),
+            tokenizer_config: serde_json::Map::default(),
             marks: Arc::default(),
             served_names: vec!["tiny".into(), "org/tiny".into()],
             root: "tiny".into(),

@@ -4,7 +4,8 @@ use std::sync::Arc;
 
 use forebay_api::{
     ApiError, ChatChoice, ChatChunkChoice, ChatDelta, ChatLogprobs, ChatTokenLogprob,
-    ChatTopLogprob, FunctionCall, FunctionDelta, ResponseMessage, ToolCall, ToolCallDelta,
+    ChatTopLogprob, FunctionCall, FunctionDelta, ResponseMessage, TokenOutput, ToolCall,
+    ToolCallDelta,
 };
 use forebay_dialect::{Ids, Part};
 use forebay_text::Tokenizer;
@@ -12,7 +13,7 @@ use xxhash_rust::xxh3::xxh3_128;
 
 use crate::delta::{Candidate, Delta, Logprobs};
 use crate::outlet::Encoder;
-use crate::routes::stop_reason;
+use crate::routes::{matched_stop, stop_reason, token_name};
 use crate::sse::{Chunks, Cut};
 use crate::tally::Tally;
 
@@ -39,6 +40,14 @@ impl CallIds {
     }
 }
 
+/// How tokens are shown.
+#[derive(Clone)]
+pub(super) struct Tokens {
+    /// To write log-probabilities with, where they are asked for.
+    pub(super) tokenizer: Option<Arc<Tokenizer>>,
+    pub(super) output: TokenOutput,
+}
+
 /// A choice of a whole answer.
 ///
 /// # Errors
@@ -46,16 +55,18 @@ impl CallIds {
 pub(super) fn choice(
     index: u32,
     delta: &Delta,
-    tokenizer: Option<&Tokenizer>,
+    tokens: &Tokens,
     ids: &CallIds,
 ) -> Result<ChatChoice, ApiError> {
     let end = delta.end.as_ref().ok_or(ApiError::Aborted)?;
     Ok(ChatChoice {
         index,
         message: message(index, delta, ids),
-        logprobs: tokenizer.map(|tokenizer| logprobs(tokenizer, &delta.logprobs)),
+        logprobs: tokens.logprobs(&delta.logprobs),
         finish_reason: delta.finish_reason().unwrap_or_default(),
         stop_reason: stop_reason(end),
+        matched_stop: matched_stop(end),
+        token_ids: tokens.output.ids.then(|| delta.tokens.clone()),
     })
 }
 
@@ -90,23 +101,27 @@ fn message(choice: u32, delta: &Delta, ids: &CallIds) -> ResponseMessage {
     }
 }
 
-fn logprobs(tokenizer: &Tokenizer, tokens: &Logprobs) -> ChatLogprobs {
-    let likely = |&(id, logprob): &Candidate| {
-        let (token, bytes) = (tokenizer.token_text(id), tokenizer.token_bytes(id));
-        ChatTopLogprob { token, logprob, bytes }
-    };
-    let entry = |(sampled, top): (Candidate, &[Candidate])| {
-        let ChatTopLogprob { token, logprob, bytes } = likely(&sampled);
-        ChatTokenLogprob { token, logprob, bytes, top_logprobs: top.iter().map(likely).collect() }
-    };
-    ChatLogprobs { content: tokens.iter().map(entry).collect() }
+impl Tokens {
+    /// Log-probabilities, where they are asked for.
+    fn logprobs(&self, all: &Logprobs) -> Option<ChatLogprobs> {
+        let tokenizer = self.tokenizer.as_deref()?;
+        let likely = |&(id, logprob): &Candidate| {
+            let token = token_name(tokenizer, id, self.output);
+            ChatTopLogprob { token, logprob, bytes: tokenizer.token_bytes(id) }
+        };
+        let entry = |(sampled, top): (Candidate, &[Candidate])| {
+            let ChatTopLogprob { token, logprob, bytes } = likely(&sampled);
+            let top_logprobs = top.iter().map(likely).collect();
+            ChatTokenLogprob { token, logprob, bytes, top_logprobs }
+        };
+        Some(ChatLogprobs { content: all.iter().map(entry).collect() })
+    }
 }
 
 /// Writes the chunks of a stream.
 pub(super) struct ChatEncoder {
     chunks: Chunks,
-    /// To write log-probabilities with, where they are asked for.
-    tokenizer: Option<Arc<Tokenizer>>,
+    tokens: Tokens,
     ids: CallIds,
     choices: Vec<ChoiceState>,
 }
@@ -120,14 +135,9 @@ struct ChoiceState {
 }
 
 impl ChatEncoder {
-    pub(super) fn new(
-        chunks: Chunks,
-        tokenizer: Option<Arc<Tokenizer>>,
-        ids: CallIds,
-        n: u32,
-    ) -> Self {
+    pub(super) fn new(chunks: Chunks, tokens: Tokens, ids: CallIds, n: u32) -> Self {
         let choices = (0..n).map(|_| ChoiceState::default()).collect();
-        Self { chunks, tokenizer, ids, choices }
+        Self { chunks, tokens, ids, choices }
     }
 }
 
@@ -139,24 +149,25 @@ impl Encoder for ChatEncoder {
         tally: &Tally,
         out: &mut Vec<u8>,
     ) -> serde_json::Result<()> {
-        let Self { chunks, tokenizer, ids, choices } = self;
+        let Self { chunks, tokens, ids, choices } = self;
         let state = &mut choices[index as usize];
         let usage = || tally.usage();
         if !state.opened {
             state.opened = true;
             let role =
                 ChatDelta { role: Some("assistant"), content: Some(""), ..ChatDelta::default() };
-            chunks.choice(&chunk(index, role), || tally.usage_before(), out)?;
+            chunks.first(&chunk(index, role), || tally.usage_before(), out)?;
         }
-        if state.content.is_none() && tokenizer.is_none() {
+        if state.content.is_none() && tokens.tokenizer.is_none() && !tokens.output.ids {
             let content = ChatDelta { content: Some(""), ..ChatDelta::default() };
             state.content = chunks.cut(&chunk(index, content), "content")?;
         }
         match (delta.parts.as_content(), &state.content) {
-            (Some(""), _) if delta.logprobs.is_empty() => {}
+            (Some(""), _) if delta.logprobs.is_empty() && !tokens.output.ids => {}
             (Some(text), Some(cut)) => cut.write(text, out)?,
             (content, _) => {
-                let mut logprobs = tokenizer.as_ref().map(|t| logprobs(t, &delta.logprobs));
+                let mut logprobs = tokens.logprobs(&delta.logprobs);
+                let mut token_ids = tokens.output.ids.then_some(&delta.tokens[..]);
                 let nothing = (content == Some("")).then_some(Part::Content(""));
                 for part in nothing.into_iter().chain(delta.parts.iter()) {
                     let id = match part {
@@ -166,9 +177,12 @@ impl Encoder for ChatEncoder {
                         _ => None,
                     };
                     let part = part_delta(part, id.as_deref());
-                    // Log-probabilities are of the tokens of all parts; the first carries them.
-                    let choice =
-                        ChatChunkChoice { logprobs: logprobs.take(), ..chunk(index, part) };
+                    // These are of the tokens of all parts; the first carries them.
+                    let choice = ChatChunkChoice {
+                        logprobs: logprobs.take(),
+                        token_ids: token_ids.take(),
+                        ..chunk(index, part)
+                    };
                     chunks.choice(&choice, usage, out)?;
                 }
             }
@@ -177,6 +191,7 @@ impl Encoder for ChatEncoder {
             let last = ChatChunkChoice {
                 finish_reason: delta.finish_reason(),
                 stop_reason: stop_reason(end),
+                matched_stop: matched_stop(end),
                 ..chunk(index, ChatDelta::default())
             };
             chunks.choice(&last, usage, out)?;
@@ -202,7 +217,15 @@ impl Encoder for ChatEncoder {
 
 /// A chunk of a choice that goes on.
 fn chunk(index: u32, delta: ChatDelta<'_>) -> ChatChunkChoice<'_> {
-    ChatChunkChoice { index, delta, logprobs: None, finish_reason: None, stop_reason: None }
+    ChatChunkChoice {
+        index,
+        delta,
+        logprobs: None,
+        finish_reason: None,
+        stop_reason: None,
+        matched_stop: None,
+        token_ids: None,
+    }
 }
 
 /// A part of a stream; `id` is the name of the call that it begins.

@@ -11,6 +11,7 @@ use forebay_api::{ChatCompletion, ChatRequest, ErrorBody, OfferedTools, Reasonin
 use forebay_dialect::{Reading, Start, Tools};
 
 use crate::call::{Call, Submission, Terms};
+use crate::ignored::ignore;
 use crate::limits::{self, Upload};
 use crate::peers::Peer;
 use crate::reply::{self, Failure};
@@ -19,7 +20,7 @@ use crate::sse::{self, Chunks};
 use crate::state::Shared;
 use crate::text::encode_chat;
 use crate::wire::Wire;
-use answer::{CallIds, ChatEncoder, choice};
+use answer::{CallIds, ChatEncoder, Tokens, choice};
 
 /// Answers a conversation. With `stream`, chunks come as server-sent events.
 #[utoipa::path(
@@ -48,12 +49,18 @@ pub(crate) async fn chat_completions(
     let continues = chat.prompt.continue_final_message;
     let prompt = encode_chat(&state.text, chat.prompt, most, &charge).await?;
     drop(charge);
+    for name in chat.tools.skipped.iter().map(String::as_str).chain(prompt.ignored) {
+        ignore(&state, name)?;
+    }
     let reading = reading(&state, chat.tools, chat.reasoning, &prompt.text, continues);
     let tokenizer = chat.generation.sampling.logprobs.map(|_| state.text.tokenizer().clone());
+    let tokens = Tokens { tokenizer, output: chat.tokens };
+    let prompt_token_ids = chat.tokens.ids.then(|| prompt.ids.clone());
     let n = chat.generation.n;
     let mut terms = Terms::new(chat.generation, &state.model.eos, model_limits);
     terms.reading = reading;
-    let submission = Submission::new(prompt.ids, Arc::new(terms), model_limits, "messages")?;
+    let submission =
+        Submission::new(&state, prompt.ids, Arc::new(terms), model_limits, "messages")?;
 
     let name = peer.name("chatcmpl-");
     let (id, streamed) = (&name.id, chat.streaming.is_some());
@@ -62,13 +69,13 @@ pub(crate) async fn chat_completions(
     if let Some(streaming) = chat.streaming {
         let egress = state.config.egress;
         let chunks = Chunks::new(&name, "chat.completion.chunk", &model, streaming, egress)
-            .map_err(reply::unwritable)?;
-        let encoder = ChatEncoder::new(chunks, tokenizer, ids, n);
+            .map_err(reply::unwritable)?
+            .with_prompt(prompt_token_ids);
+        let encoder = ChatEncoder::new(chunks, tokens, ids, n);
         return sse::stream(&state, call, encoder, wire, (&peer, &name));
     }
     let deltas = call.collect().await?;
-    let choices =
-        (0..).zip(&deltas).map(|(index, delta)| choice(index, delta, tokenizer.as_deref(), &ids));
+    let choices = (0..).zip(&deltas).map(|(index, delta)| choice(index, delta, &tokens, &ids));
     Ok(reply::ok(&ChatCompletion {
         id: name.id,
         object: "chat.completion",
@@ -76,6 +83,7 @@ pub(crate) async fn chat_completions(
         model,
         choices: choices.collect::<Result<_, _>>()?,
         usage: call.tally().usage(),
+        prompt_token_ids,
     }))
 }
 
