@@ -28,9 +28,10 @@ def write_table(
     triples, there = records(received, name, PAGE_WRITE_WORDS)
     slot, index, value = triples.unbind(1)
     slots, width = len(table) - 1, table.shape[1]
-    fine = (slot >= 0) & (slot < slots) & (index >= 0) & (index < width) & (value >= least) & (value < most)
-    tell(errors, there & ~fine, ERROR_RANGE)
-    scatter(table, slot * width + index, value, there & fine)
+    cell = there & (slot >= 0) & (slot < slots) & (index >= 0) & (index < width)
+    known = (value >= least) & (value < most)
+    tell(errors, there & ~(cell & known), ERROR_RANGE)
+    scatter(table, slot * width + index, torch.where(known, value, -1), cell)
 
 
 def apply_slots(received: Received, tables: Tables, errors: torch.Tensor) -> None:
