@@ -37,7 +37,7 @@ def _set_up() -> None:
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
-    """`llama`, `qwen2` (in shards), `qwen3`, `qwen3-moe` and `deepseek-v3`, tiny; and `smollm2`."""
+    """The families of `tests.e2e.models`, tiny, `qwen2` in shards; and `smollm2`."""
     made: dict[str, Model] = {}
 
     def model(name: str) -> Model:

@@ -14,6 +14,10 @@ from tokenizers import Tokenizer
 from transformers import (
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
+    DeepseekV32Config,
+    DeepseekV32ForCausalLM,
+    GlmMoeDsaConfig,
+    GlmMoeDsaForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     Qwen2Config,
@@ -52,27 +56,37 @@ _SHAPE: dict[str, Any] = {
     "pad_token_id": 0,
 }
 _EXPERTS: dict[str, Any] = {"moe_intermediate_size": 32, "num_experts_per_tok": 3}
+_LATENT: dict[str, Any] = {
+    **_SHAPE,
+    **_EXPERTS,
+    "num_key_value_heads": 4,
+    "n_routed_experts": 8,
+    "n_group": 4,
+    "topk_group": 2,
+    "first_k_dense_replace": 1,
+    "q_lora_rank": 32,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+}
+_INDEXED: dict[str, Any] = {**_LATENT, "index_topk": 16, "index_head_dim": 16, "index_n_heads": 16}
 # transformers' classes are hardly typed: what comes from them is Any here.
 _FAMILIES: dict[str, Any] = {
     "llama": (LlamaForCausalLM, LlamaConfig(**_SHAPE)),
     "qwen2": (Qwen2ForCausalLM, Qwen2Config(**_SHAPE, tie_word_embeddings=True)),
     "qwen3": (Qwen3ForCausalLM, Qwen3Config(**_SHAPE, head_dim=32)),
     "qwen3-moe": (Qwen3MoeForCausalLM, Qwen3MoeConfig(**_SHAPE, **_EXPERTS, num_experts=8, norm_topk_prob=True)),
-    "deepseek-v3": (
-        DeepseekV3ForCausalLM,
-        DeepseekV3Config(
-            **{**_SHAPE, "num_key_value_heads": 4},
-            **_EXPERTS,
-            n_routed_experts=8,
-            n_group=4,
-            topk_group=2,
-            first_k_dense_replace=1,
-            q_lora_rank=32,
-            kv_lora_rank=32,
-            qk_nope_head_dim=16,
-            qk_rope_head_dim=8,
-            v_head_dim=12,
-        ),
+    "deepseek-v3": (DeepseekV3ForCausalLM, DeepseekV3Config(**_LATENT)),
+    "deepseek-v32": (DeepseekV32ForCausalLM, DeepseekV32Config(**_INDEXED)),
+    "glm-dsa": (
+        GlmMoeDsaForCausalLM,
+        GlmMoeDsaConfig(**{**_INDEXED, "num_hidden_layers": 3}, indexer_types=["full", "shared", "full"]),
+    ),
+    # Most of its bytes are rows: sparse decoding from host memory gains much.
+    "glm-dsa-one-index": (
+        GlmMoeDsaForCausalLM,
+        GlmMoeDsaConfig(**{**_INDEXED, "num_hidden_layers": 6}, indexer_types=["full", *["shared"] * 5]),
     ),
 }
 

@@ -16,8 +16,12 @@ from transformers import (
     DeepseekV2ForCausalLM,
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
+    DeepseekV32Config,
+    DeepseekV32ForCausalLM,
     Glm4MoeConfig,
     Glm4MoeForCausalLM,
+    GlmMoeDsaConfig,
+    GlmMoeDsaForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedConfig,
@@ -88,6 +92,7 @@ LATENT: dict[str, Any] = {
     "rms_norm_eps": 1e-5,
     "routed_scaling_factor": 2.5,
 }
+INDEXED: dict[str, Any] = {**LATENT, "index_topk": 8, "index_head_dim": 16, "index_n_heads": 16}
 ROPE_YARN_LATENT = {**ROPE_YARN, "beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0}
 
 FAMILIES: dict[str, tuple[type[Any], PreTrainedConfig]] = {
@@ -121,12 +126,22 @@ FAMILIES: dict[str, tuple[type[Any], PreTrainedConfig]] = {
         DeepseekV3ForCausalLM,
         DeepseekV3Config(**LATENT, rope_interleave=False, norm_topk_prob=False, attention_bias=True),
     ),
+    "deepseek-v32": (DeepseekV32ForCausalLM, DeepseekV32Config(**INDEXED, rope_parameters=ROPE_YARN_LATENT)),
+    "glm-dsa": (GlmMoeDsaForCausalLM, GlmMoeDsaConfig(**INDEXED, attention_bias=True)),
+    "glm-dsa-shared": (
+        GlmMoeDsaForCausalLM,
+        GlmMoeDsaConfig(**INDEXED, indexer_types=["full", "shared", "shared", "full"]),
+    ),
 }
 
 
 def reference_model(family: str) -> Any:
-    """A tiny random transformers model, with weights so large that wrong positions show in the output."""
-    kind, config = FAMILIES[family]
+    """A tiny random transformers model of one of the families above."""
+    return random_model(*FAMILIES[family])
+
+
+def random_model(kind: type[Any], config: PreTrainedConfig) -> Any:
+    """A transformers model with weights so large that wrong positions show in the output."""
     torch.manual_seed(7)
     model = kind(config).eval()
     with torch.no_grad():
@@ -187,6 +202,9 @@ def wire_config(model_config: dict[str, Any], **changes: Any) -> dict[str, Any]:
         "host_share": 0.8,
         "copy_gbps": None,
         "kv_checksum": False,
+        "hot_row_tokens": None,
+        "sparse_top_k": None,
+        "kv_save_order": "behind",
         **changes,
     }
 
@@ -240,6 +258,9 @@ class PlanBuilder:
     allowed_ids: list[int] = field(default_factory=list)
     copies: list[tuple[int, int, int, int]] = field(default_factory=list)
     wait_us: list[int] = field(default_factory=list)
+    host_writes: list[tuple[int, int, int]] = field(default_factory=list)
+    hot_rows: list[tuple[int, int, int]] = field(default_factory=list)
+    copy_spans: list[tuple[int, int]] = field(default_factory=list)
 
     def slot(
         self,
@@ -289,6 +310,9 @@ class PlanBuilder:
             _ints(self.allowed_ids),
             _ints(self.copies, 4),
             _ints(self.wait_us),
+            _ints(self.host_writes, 3),
+            _ints(self.hot_rows, 3),
+            _ints(self.copy_spans, 2),
         ).staged()
 
 

@@ -51,7 +51,9 @@ def tokens(runner: ModelRunner) -> list[int]:
     return request.tokens
 
 
-@pytest.mark.parametrize("family", ["qwen3-moe-some-dense", "glm4-moe", "deepseek-v2-lite", "deepseek-v3"])
+@pytest.mark.parametrize(
+    "family", ["qwen3-moe-some-dense", "glm4-moe", "deepseek-v2-lite", "deepseek-v3", "deepseek-v32", "glm-dsa-shared"]
+)
 def test_what_transformers_saves_is_loaded(tmp_path: Path, family: str) -> None:
     model = reference_model(family)
     runner = loaded(saved(tmp_path, model))
@@ -71,8 +73,9 @@ def test_layers_that_predict_further_tokens_are_left_out(tmp_path: Path) -> None
 
 
 def eight_bits(weights: Weights, block: tuple[int, int]) -> None:
-    """Stores the matrices of experts and attention in 8-bit floats, a scale a block."""
-    for name in [name for name in weights if name.endswith("_proj.weight")]:
+    """Stores the matrices of experts, attention and indexers in 8-bit floats, a scale a block."""
+    stored = ("_proj.weight", ".wq_b.weight", ".wk.weight")
+    for name in [name for name in weights if name.endswith(stored) and "weights_proj" not in name]:
         values = weights[name].float()
         rows, columns = (math.ceil(size / of) for size, of in zip(values.shape, block, strict=True))
         scale = torch.rand(rows, columns) * 0.01 + 0.001
@@ -84,8 +87,9 @@ def eight_bits(weights: Weights, block: tuple[int, int]) -> None:
 FP8 = {"quantization_config": {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [16, 16]}}
 
 
-def test_eight_bit_floats_are_multiplied_out(tmp_path: Path) -> None:
-    model = reference_model("deepseek-v3")
+@pytest.mark.parametrize("family", ["deepseek-v3", "deepseek-v32"])
+def test_eight_bit_floats_are_multiplied_out(tmp_path: Path, family: str) -> None:
+    model = reference_model(family)
     kept: Weights = {}
 
     def change(weights: Weights) -> None:
@@ -144,6 +148,33 @@ def test_a_broken_checkpoint_is_told_before_anything_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Callable[[Weights], Any], message: str
 ) -> None:
     model = saved(tmp_path, reference_model("deepseek-v3"), change)
+    monkeypatch.setattr("forebay.runner.runner.iter_weights", lambda *_: pytest.fail("a weight was read"))
+    with pytest.raises(ModelError, match=message):
+        loaded(model)
+
+
+INDEX = "model.layers.3.self_attn.indexer"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (drop(f"{INDEX}.k_norm.bias"), rf"lacks 1 of .* weights, the first is {INDEX}\.k_norm\.bias"),
+        (
+            lambda weights: [weights.pop(name) for name in list(weights) if ".indexer." in name],
+            r"lacks 10 of .* weights, the first is model\.layers\.0\.self_attn\.indexer\.k_norm\.bias",
+        ),
+        (cut(f"{INDEX}.weights_proj.weight"), r"weights_proj.weight is \[15, 64\] in the checkpoint"),
+        (
+            lambda weights: weights.update({"model.layers.1.self_attn.indexer.wk.weight": torch.zeros(16, 64)}),
+            r"model\.layers\.1\.self_attn\.indexer\.wk\.weight, which the model does not have",
+        ),
+    ],
+)
+def test_an_index_that_does_not_fit_is_told_before_anything_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Callable[[Weights], Any], message: str
+) -> None:
+    model = saved(tmp_path, reference_model("glm-dsa-shared"), change)
     monkeypatch.setattr("forebay.runner.runner.iter_weights", lambda *_: pytest.fail("a weight was read"))
     with pytest.raises(ModelError, match=message):
         loaded(model)

@@ -63,11 +63,11 @@ def hand() -> Hand:
 
 
 def page(runner: ModelRunner, number: int) -> list[bytes]:
-    return [piece[number].tobytes() for piece in runner.kv.pieces()]
+    return [piece[number].tobytes() for part in runner.kv.parts for piece in part.pieces()]
 
 
 @DEVICES
-@pytest.mark.parametrize("family", ["llama", "deepseek-v3"])
+@pytest.mark.parametrize("family", ["llama", "deepseek-v3", "glm-dsa-shared"])
 def test_what_is_restored_is_what_was_saved_behind_the_rows(device: str, family: str) -> None:
     hand = Hand(family, device=device, kv_checksum=True)
     # The save comes with the very plan whose rows write the page.
@@ -86,6 +86,22 @@ def test_what_is_restored_is_what_was_saved_behind_the_rows(device: str, family:
     builder.page_writes += [(3, 0, 11), (3, 1, 12), (3, 2, 13)]
     builder.row(3, 8, len(PROMPT) + 1 - 8)
     assert hand.runner.step(builder.build()).tokens.tolist() == expected[1:]
+
+
+def test_a_host_page_is_the_main_part_and_then_the_index_part() -> None:
+    hand = Hand("glm-dsa-shared", kv_checksum=True)
+    hand.step((1, COPY_SAVE, 1, 5), rows=True)
+    hand.until_ended(1)
+    size = hand.runner.kv.page_bytes
+    main, index = page(hand.runner, 1)
+    assert (len(main), len(index)) == (4 * 4 * 40 * 4, 2 * 4 * 16 * 4)
+    assert any(main)
+    assert any(index)
+    assert os.pread(hand.memory, size, 5 * size) == main + index
+    # The checksum is of both.
+    os.pwrite(hand.memory, b"\x5c", 6 * size - 1)
+    hand.step((2, COPY_RESTORE, 20, 5))
+    assert hand.until_ended(1) == [[2, COPY_FAILED]]
 
 
 def test_the_memory_outlives_the_hand(hand: Hand) -> None:

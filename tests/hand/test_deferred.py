@@ -99,6 +99,15 @@ WAITS: dict[str, Callable[[], object]] = {
     "repeat_interleave": lambda: X.repeat_interleave(X.long()),
     "slice": lambda: X[: X.max().long()],
     "where": lambda: torch.where(X > 2),
+    "where with a number": lambda: torch.where(X > 2, X, 0.0),
+    "where with numbers": lambda: torch.where(X > 2, 1.0, 0.0),
+    "numbers of the host": lambda: torch.tensor([1, 2]),
+    "bincount": lambda: X.long().bincount(),
+    "argwhere": lambda: X.argwhere(),
+    "bytes as a mask": lambda: X[(X > 2).to(torch.uint8)],
+    "in": lambda: 3.0 in X,
+    "float": lambda: float(X[0]),
+    "range": lambda: torch.arange(X.max()),  # type: ignore[call-overload]
     "equal": lambda: torch.equal(X, X),
 }
 
@@ -119,7 +128,7 @@ def test_work_that_does_not_wait_is_not_refused() -> None:
     device = DeferredDevice(1)
 
     def work() -> None:
-        index = torch.tensor([1, 2])
+        index = torch.arange(1, 3)
         x = X.clone().index_put_((index,), X.new_zeros(()), accumulate=True)
         x[index] = x.index_select(0, index).masked_fill(x[index] > 1, 5)
         x.repeat_interleave(torch.ones(6, dtype=torch.int64), output_size=6).where(x > 3, x.cumsum(0)).topk(3)

@@ -15,7 +15,9 @@ from forebay.layers.moe import MixtureOfExperts
 from forebay.layers.ops import HostOps, TorchOps
 from forebay.layers.params import Parameters
 from forebay.layers.routing import choose
+from forebay.weights.errors import ModelError
 from forebay.weights.parts import Experts, Routing
+from tests.hand.support import MiniBrain, Request, reference_model, runner_of
 
 COUNT, PER_TOKEN = 12, 3
 SOFTMAX = Routing("softmax", False, False, 1, 1, 1, True, 1.0)
@@ -57,7 +59,9 @@ def sigmoid(logits: list[float], bias: list[float]) -> Weights:
     scores = torch.tensor(logits).sigmoid().tolist()
     wanted = (torch.tensor(scores) + torch.tensor(bias)).tolist()
     size = len(scores) // 4
-    best = [sum(sorted(wanted[group * size : (group + 1) * size])[-2:]) for group in range(4)]
+    # In float32, in which other sums are equal than in Python's numbers.
+    groups = torch.tensor(wanted).view(4, size)
+    best = groups.sort(dim=1).values[:, -2:].sum(dim=1).tolist()
     kept = sorted(range(4), key=lambda group: (-best[group], group))[:2]
     chosen = sorted((e for e in range(len(scores)) if e // size in kept), key=lambda e: (-wanted[e], e))[:PER_TOKEN]
     total = sum(scores[e] for e in chosen) + 1e-20
@@ -172,3 +176,17 @@ def test_work_beside_the_host_never_asks_which_experts() -> None:
     made = mixture(LIMITED)
     with torch.inference_mode(), NoWaits():
         made(torch.randn(9, 64), TorchOps())
+
+
+def test_a_pytorch_without_grouped_products_is_told_of_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = reference_model("qwen3-moe")
+    expected = Request([1, 2, 3], 4)
+    MiniBrain(runner_of(model)).serve([expected])
+    monkeypatch.delattr(torch.nn.functional, "grouped_mm")
+    with pytest.raises(ModelError, match=r"experts on deferred needs PyTorch 2\.10 or newer, which has .*grouped_mm"):
+        runner_of(model, device="deferred")
+    assert runner_of(reference_model("qwen3"), device="deferred").kv.page_count
+    # A processor never calls it.
+    found = Request([1, 2, 3], 4)
+    MiniBrain(runner_of(model)).serve([found])
+    assert found.tokens == expected.tokens

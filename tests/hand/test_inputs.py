@@ -82,7 +82,7 @@ def runner(family: str, device: str, dtype: torch.dtype = torch.float32) -> tupl
 
 
 @KERNELS
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "glm-dsa-shared"])
 @pytest.mark.parametrize("chunk", [1, 7, 1000])
 @pytest.mark.parametrize("every", [1, 2])
 def test_embeddings_of_tokens_give_what_the_tokens_give(

@@ -212,7 +212,7 @@ def test_the_wrong_frame_is_refused() -> None:
     with pytest.raises(WireError, match="not a plan"):
         Plan.decode(frame_of(StepResult().encode()))
     beyond = [np.zeros(0, np.int32)] * len(COLUMNS) + [np.zeros(1, np.int32)]
-    with pytest.raises(WireError, match="unknown column 16"):
+    with pytest.raises(WireError, match="unknown column 19"):
         Plan.decode(frame_of(frames.encode(Kind.PLAN, 0, beyond)))
     with pytest.raises(WireError, match="JSON"):
         frame_of(frames.encode_text(Kind.CONFIG, "{")).json()

@@ -16,7 +16,8 @@ SOURCE = "python"
 ALLOWED: dict[str, set[str]] = {
     "protocol": set(),
     "device": set(),
-    "attention": set(),
+    "gpu": {"protocol"},
+    "attention": {"gpu"},
     "weights": {"device"},
     "layers": {"attention", "weights"},
     "models": {"attention", "layers", "weights"},

@@ -7,7 +7,9 @@ import pytest
 from transformers import (
     DeepseekV2Config,
     DeepseekV3Config,
+    DeepseekV32Config,
     Glm4MoeConfig,
+    GlmMoeDsaConfig,
     LlamaConfig,
     MistralConfig,
     Qwen2Config,
@@ -71,7 +73,7 @@ def test_an_unknown_architecture_is_told_what_is_known(names: list[str] | None) 
 
 @pytest.mark.parametrize(
     ("name", "reason"),
-    [("DeepseekV32ForCausalLM", "it has sparse attention"), ("GptOssForCausalLM", "it has attention sinks")],
+    [("DeepseekV4ForCausalLM", "it has compressed attention"), ("GptOssForCausalLM", "it has attention sinks")],
 )
 def test_a_known_architecture_is_told_what_is_missing(name: str, reason: str) -> None:
     with pytest.raises(UnsupportedModelError, match=f"{name} is not supported: {reason}"):
@@ -135,6 +137,8 @@ DEEPSEEK_V3 = {
     "v_head_dim": 12,
 }
 DEEPSEEK_V2 = DEEPSEEK_V3 | {"architectures": ["DeepseekV2ForCausalLM"]}
+DEEPSEEK_V32 = DEEPSEEK_V3 | {"architectures": ["DeepseekV32ForCausalLM"]}
+GLM_DSA = DEEPSEEK_V3 | {"architectures": ["GlmMoeDsaForCausalLM"]}
 
 
 @pytest.mark.parametrize(
@@ -176,6 +180,66 @@ def test_which_layers_have_experts() -> None:
     assert experts(**QWEN3_MOE | {"num_experts": 0}) == []
     assert experts(**DEEPSEEK_V3) == [1, 2, 3, 4, 5]
     assert experts(**DEEPSEEK_V3 | {"first_k_dense_replace": 6}) == []
+    kinds = ["dense", "sparse", "dense", "dense", "sparse", "sparse"]
+    assert experts(**GLM_DSA, mlp_layer_types=kinds) == [1, 4, 5]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (DEEPSEEK_V32 | {"index_topk": 0}, r"an indexer of 64 heads \(index_n_heads\) can't keep 0 \(index_topk\)"),
+        (GLM_DSA | {"index_topk": -1}, r"can't keep -1 \(index_topk\)"),
+        (GLM_DSA | {"index_n_heads": 0}, "an indexer of 0 heads"),
+        (GLM_DSA | {"index_head_dim": 4}, r"index keys of 4 elements \(index_head_dim\) have no 8 to rotate"),
+        (DEEPSEEK_V32 | {"index_init_tokens": 4}, r"always kept \(index_init_tokens 4\) are not supported"),
+        (DEEPSEEK_V32 | {"index_local_tokens": 64}, r"always kept \(index_local_tokens 64\) are not supported"),
+        (DEEPSEEK_V32 | {"q_lora_rank": None}, "without a low-rank query"),
+        (GLM_DSA | {"indexer_types": ["full"]}, "wants `full` or `shared` for each of 2 layers: it has ..full"),
+        (GLM_DSA | {"indexer_types": ["full", "half"]}, "it has ..full., .half"),
+        (GLM_DSA | {"index_topk_pattern": "FX"}, "it has ..full., .X"),
+        (GLM_DSA | {"index_topk_pattern": "SF"}, "the first layer shares its indexer"),
+        (GLM_DSA | {"mlp_layer_types": ["dense"]}, "mlp_layer_types wants `dense` or `sparse` for each layer"),
+    ],
+)
+def test_indexers_that_make_no_sense_are_one_clear_line(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=message) as caught:
+        config(**changes)
+    assert "\n" not in str(caught.value)
+
+
+def test_which_layers_have_an_indexer_of_their_own() -> None:
+    def indexed(**changes: Any) -> tuple[int, ...]:
+        found = config(**GLM_DSA | {"num_hidden_layers": 8} | changes).indexer
+        assert found is not None
+        assert found.position_elements == len(found.layers) * 128
+        return found.layers
+
+    everywhere = tuple(range(8))
+    assert indexed() == everywhere
+    assert indexed(indexer_types=["full", "shared"] * 4) == (0, 2, 4, 6)
+    assert indexed(indexer_types=["full", "shared"] * 5, index_topk_pattern="F" * 8) == (0, 2, 4, 6)
+    assert indexed(index_topk_pattern="FSSFSSSF", index_topk_freq=2) == (0, 3, 7)
+    assert indexed(index_topk_freq=1, index_skip_topk_offset=0) == everywhere
+    for every, offset in [(2, None), (3, 2), (4, 3), (4, 1), (0, 2)]:
+        keys: dict[str, Any] = {"index_topk_freq": every} | (
+            {} if offset is None else {"index_skip_topk_offset": offset}
+        )
+        kinds = GlmMoeDsaConfig(num_hidden_layers=8, **keys).indexer_types
+        assert kinds is not None
+        assert indexed(**keys) == tuple(layer for layer, kind in enumerate(kinds) if kind == "full")
+
+
+def test_index_keys_are_rotated_as_the_family_does_it() -> None:
+    def interleaved(**changes: Any) -> bool:
+        found = config(**changes).indexer
+        assert found is not None
+        return found.interleaved
+
+    assert not interleaved(**DEEPSEEK_V32)
+    assert interleaved(**GLM_DSA)
+    assert interleaved(**DEEPSEEK_V32, indexer_rope_interleave=True)
+    assert not interleaved(**GLM_DSA, indexer_rope_interleave=False)
+    assert config(**DEEPSEEK_V3).indexer is None
 
 
 def test_yarn_sharpens_the_softmax_of_latent_attention() -> None:
@@ -198,7 +262,10 @@ def test_layers_behind_the_last_are_left_out() -> None:
     assert all(config().has_place_for(name) for name in names), "of a Llama they would be missed"
 
 
-@pytest.mark.parametrize("kind", [Qwen3MoeConfig, Glm4MoeConfig, DeepseekV2Config, DeepseekV3Config])
+@pytest.mark.parametrize(
+    "kind",
+    [Qwen3MoeConfig, Glm4MoeConfig, DeepseekV2Config, DeepseekV3Config, DeepseekV32Config, GlmMoeDsaConfig],
+)
 def test_what_transformers_leaves_out_of_experts_has_its_default(kind: type) -> None:
     reference = kind(num_hidden_layers=2, num_experts_per_tok=3)
     keys: tuple[str, ...] = (
@@ -210,6 +277,7 @@ def test_what_transformers_leaves_out_of_experts_has_its_default(kind: type) -> 
         "q_lora_rank",
     )
     keys += ("routed_scaling_factor", "topk_method", "attention_bias", "use_qk_norm", "decoder_sparse_step")
+    keys += ("index_topk", "index_head_dim", "index_n_heads", "indexer_types", "mlp_layer_types")
     whole = reference.to_dict() | {"architectures": [kind.__name__.replace("Config", "ForCausalLM")]}
     assert ModelConfig.from_dict(whole) == ModelConfig.from_dict({k: v for k, v in whole.items() if k not in keys})
 

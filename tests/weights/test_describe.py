@@ -13,7 +13,7 @@ from forebay.weights.cache import atomic_file, cache_directory
 from forebay.weights.config import ModelConfig
 from forebay.weights.describe import describe_path
 from forebay.weights.errors import ModelError
-from forebay.weights.load import count_weights
+from forebay.weights.load import weight_shapes
 from tests.weights.support import (
     run_fetch,
     tiny_directory,
@@ -66,7 +66,7 @@ def test_a_gguf_file_and_a_directory_with_one(tmp_path: Path) -> None:
     assert (found["vocab_size"], found["context_length"]) == (258, 128)
     assert found["chat_template"] is None
     assert Path(found["tokenizer"]).is_relative_to(cache)
-    assert count_weights(found, ModelConfig.from_dict(found["config"])) == 20
+    assert len(weight_shapes(found, ModelConfig.from_dict(found["config"]))) == 20
     assert found.pop("cache") == str(cache)
     assert describe_path(path.parent, cache) == found | {"name": "m"}
 
@@ -101,7 +101,7 @@ def test_a_split_gguf_file(tmp_path: Path) -> None:
     for start in (parts[1], tmp_path):
         found = describe_path(start, tmp_path / "cache")
         assert found["files"] == [str(part) for part in parts]
-        assert count_weights(found, ModelConfig.from_dict(found["config"])) == len(names)
+        assert len(weight_shapes(found, ModelConfig.from_dict(found["config"]))) == len(names)
     parts[2].unlink()
     with pytest.raises(ModelError, match=r"lacks m-00003-of-00003\.gguf"):
         describe_path(parts[0], tmp_path / "cache")

@@ -13,7 +13,7 @@ from forebay.weights.config import ModelConfig, UnsupportedModelError
 from forebay.weights.errors import ModelError
 from forebay.weights.gguf_config import eos_token_ids, hf_config
 from forebay.weights.gguf_file import GgufFiles
-from forebay.weights.parts import Dense, GroupedQuery
+from forebay.weights.parts import Dense, Experts, GroupedQuery, Latent
 from tests.weights.support import (
     F32,
     HEAD_DIM,
@@ -157,6 +157,109 @@ def test_other_frequency_factors_are_refused(tmp_path: Path) -> None:
 def test_what_would_be_computed_wrongly_is_refused(tmp_path: Path, metadata: dict[str, Any]) -> None:
     with pytest.raises(UnsupportedModelError):
         config_of(tiny_gguf(tmp_path / "x.gguf", metadata=metadata))
+
+
+EXPERTS = {"expert_count": 8, "expert_used_count": 2, "expert_feed_forward_length": 32}
+LATENT = {
+    "attention.kv_lora_rank": 32,
+    "attention.key_length": 24,
+    "attention.value_length": 16,
+    "rope.dimension_count": 8,
+    "expert_shared_count": 1,
+}
+
+
+def expert_config(path: Path, architecture: str, metadata: dict[str, Any]) -> ModelConfig:
+    """The shape that the metadata tells, of a file whose tensors tell nothing more."""
+    return ModelConfig.from_dict(config_of(tiny_gguf(path, architecture, {**EXPERTS, **metadata})))
+
+
+@pytest.mark.parametrize(
+    ("metadata", "found"),
+    [
+        ({"expert_gating_func": 2, "expert_count": 256}, ("sigmoid", 8, 4)),
+        ({"expert_gating_func": 1, "expert_count": 160}, ("softmax", 8, 3)),
+        ({"expert_gating_func": 1, "expert_count": 64}, ("softmax", 1, 1)),
+        ({"expert_gating_func": 2, "expert_count": 384}, ("sigmoid", 1, 1)),
+        ({"expert_count": 160}, ("softmax", 8, 3)),
+        ({"expert_gating_func": 2, "expert_count": 256, "expert_group_count": 1}, ("sigmoid", 1, 1)),
+        (
+            {"expert_gating_func": 2, "expert_count": 256, "expert_group_count": 4, "expert_group_used_count": 2},
+            ("sigmoid", 4, 2),
+        ),
+    ],
+)
+def test_groups_that_older_files_leave_out_are_those_of_the_models_of_these_sizes(
+    tmp_path: Path, metadata: dict[str, Any], found: tuple[str, int, int]
+) -> None:
+    feed = expert_config(tmp_path / "x.gguf", "deepseek2", {**LATENT, **metadata}).feed(1)
+    assert isinstance(feed, Experts)
+    assert (feed.routing.scores, feed.routing.groups, feed.routing.kept_groups) == found
+    assert feed.shared_size == 32
+
+
+def test_yarn_of_latent_attention_has_one_weight(tmp_path: Path) -> None:
+    yarn = {
+        "rope.scaling.type": "yarn",
+        "rope.scaling.factor": 40.0,
+        "rope.scaling.original_context_length": 32,
+        "rope.scaling.yarn_log_multiplier": 0.0707,
+    }
+    path = tmp_path / "x.gguf"
+    found = expert_config(path, "deepseek2", {**LATENT, **yarn})
+    assert found.rope_scaling == {
+        "rope_type": "yarn",
+        "factor": 40.0,
+        "original_max_position_embeddings": 32,
+        "mscale": 0.707,
+        "mscale_all_dim": 0.707,
+    }
+    assert isinstance(found.attention, Latent)
+    assert found.attention.scale == pytest.approx(24**-0.5 * (0.0707 * math.log(40) + 1) ** 2)
+    with pytest.raises(UnsupportedModelError, match="attn_factor"):
+        expert_config(path, "deepseek2", {**LATENT, **yarn, "rope.scaling.attn_factor": 0.5})
+
+
+@pytest.mark.parametrize(("rotated", "of"), [(8, 16), (14, 22), (48, 128), (64, 96)])
+def test_a_part_of_a_head_is_rotated_to_the_element(tmp_path: Path, rotated: int, of: int) -> None:
+    lengths = {"attention.key_length": of, "attention.value_length": of, "rope.dimension_count": rotated}
+    found = grouped(expert_config(tmp_path / "x.gguf", "glm4moe", lengths))
+    assert (found.rotary_dim, found.head_dim) == (rotated, of)
+
+
+def test_qwen3_moe_weighs_its_experts_as_llama_cpp_does(tmp_path: Path) -> None:
+    for norm, expected in [(None, True), (False, False)]:
+        feed = expert_config(tmp_path / "x.gguf", "qwen3moe", {"expert_weights_norm": norm}).feed(0)
+        assert isinstance(feed, Experts)
+        assert feed.routing.normalise is expected
+
+
+@pytest.mark.parametrize(
+    ("architecture", "metadata", "message"),
+    [
+        ("deepseek2", {"expert_gating_func": 3}, r"scores 3 \(expert_gating_func\).*: 1 \(softmax\), 2 \(sigmoid\)"),
+        ("deepseek2", {"expert_weights_norm": True}, "DeepSeek V2 with norm_topk_prob"),
+        ("deepseek2", {"attention.temperature_scale": 0.1}, "'deepseek2.attention.temperature_scale' 0.1"),
+        ("deepseek2", {"expert_used_count": 9}, "a token has 9 experts"),
+        ("deepseek2", {"expert_count": 1 << 31}, "2147483648 experts in each of 2 layers are not supported: at most"),
+        ("deepseek2", {"block_count": 1 << 31}, "2147483648 layers are not supported: at most 4096"),
+        ("deepseek2", {"rope.dimension_count": 24}, "rotary embeddings over 24 of 24"),
+        ("glm4moe", {"rope.dimension_count": 32}, "rotary embeddings over 32 of 16"),
+        ("glm4moe", {"expert_gating_func": 1}, "scoring_func 'softmax'"),
+        ("glm4moe", {"swiglu_clamp_exp": [7.0, 7.0]}, "swiglu_clamp_exp"),
+        ("qwen3moe", {"expert_gating_func": 2}, "scoring_func 'sigmoid'"),
+        ("qwen3moe", {"expert_weights_scale": 2.5}, "weights of experts with a scale"),
+        ("qwen3moe", {"rope.dimension_count": 8}, "rotary embeddings over 8 of 16"),
+        ("llama", {}, "mixtures of experts of the GGUF architecture 'llama'"),
+        ("qwen2moe", {}, "'qwen2moe' is not supported; supported: .*qwen3moe, glm4moe, deepseek2"),
+    ],
+)
+def test_experts_that_would_be_computed_wrongly_are_refused(
+    tmp_path: Path, architecture: str, metadata: dict[str, Any], message: str
+) -> None:
+    latent = LATENT if architecture == "deepseek2" else {}
+    with pytest.raises(UnsupportedModelError, match=message):
+        expert_config(tmp_path / "x.gguf", architecture, {**latent, **metadata})
 
 
 def test_an_unknown_architecture_is_told_what_is_known(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Dequantised tensors against independent arithmetic, and whole models against transformers."""
 
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 
@@ -7,7 +8,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from gguf.quants import quantize
+from gguf.quants import dequantize, quantize
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
@@ -15,8 +16,8 @@ from forebay.weights.config import ModelConfig
 from forebay.weights.errors import ModelError, UnsupportedModelError
 from forebay.weights.gguf_config import hf_config
 from forebay.weights.gguf_file import GgufFiles
-from forebay.weights.gguf_tensors import SUPPORTED_TYPES, dequantized, iter_tensors
-from forebay.weights.load import count_weights, iter_weights
+from forebay.weights.gguf_tensors import _AT_ONCE, SUPPORTED_TYPES, dequantized, iter_tensors
+from forebay.weights.load import iter_weights, weight_shapes
 from tests.weights.support import smollm2, tiny_gguf, tiny_metadata, tiny_tensors, write_gguf
 
 Scalar = Callable[[bytes], list[float]]
@@ -140,6 +141,22 @@ def test_what_was_quantised_comes_back(tmp_path: Path, name: str, error: float) 
     np.testing.assert_allclose(found.numpy(), values, rtol=0, atol=4 * error)
 
 
+def test_a_large_tensor_is_dequantised_in_pieces(tmp_path: Path) -> None:
+    """What that takes besides the result does not grow with it."""
+    kind = gguf.GGMLQuantizationType.Q8_0
+    values = np.random.default_rng(4).standard_normal((2500, 1600), dtype=np.float32)
+    path = write_gguf(tmp_path / "x.gguf", "llama", {}, {"t": (quantize(values, kind), kind)})
+    stored = GgufFiles.open([path]).tensors["t"]
+    expected = dequantize(quantize(values, kind), kind)
+    tracemalloc.start()
+    found = dequantized(stored)
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert np.array_equal(found.numpy(), expected)
+    assert most < found.nbytes + 3 * 4 * _AT_ONCE < 2 * found.nbytes
+    assert np.array_equal(dequantized(stored, (10, 100, 1600), 7), expected[7:1007].reshape(10, 100, 1600))
+
+
 def test_other_types_are_refused(tmp_path: Path) -> None:
     kind = gguf.GGMLQuantizationType.Q2_K
     blocks = np.zeros((1, gguf.GGML_QUANT_SIZES[kind][1]), np.uint8)
@@ -168,7 +185,7 @@ def same_weights_as_transformers(path: Path) -> None:
     model = {"format": "gguf", "files": [str(path)]}
     found = dict(iter_weights(model, config))
     assert found.keys() == expected.keys()
-    assert count_weights(model, config) == len(found)
+    assert len(weight_shapes(model, config)) == len(found)
     for name, tensor in found.items():
         assert torch.equal(tensor, expected[name]), name
     wanted = {name for name in empty.state_dict() if name != "lm_head.weight" or not config.tie_word_embeddings}

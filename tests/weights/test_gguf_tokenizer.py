@@ -216,12 +216,21 @@ TEKKEN = pattern(
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*|"
     r"\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+# Of what Moonshot publishes beside Kimi K2's vocabulary; `&&` is this library's only in its version 1.
+_CASED, _BEFORE, _BEHIND = r"\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]", r"[^\r\n\p{L}\p{N}]?", "(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+KIMI = pattern(
+    rf"(?V1)[\p{{Han}}]+|{_BEFORE}[\p{{Lu}}\p{{Lt}}{_CASED}*[\p{{Ll}}{_CASED}+{_BEHIND}|"
+    rf"{_BEFORE}[\p{{Lu}}\p{{Lt}}{_CASED}+[\p{{Ll}}{_CASED}*{_BEHIND}|"
+    r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 DIGIT = pattern(r"\p{N}")
 SPLITS: dict[str, list[regex.Pattern[str]]] = {
     "gpt-2": [GPT2],
     "smollm": [DIGIT, GPT2],
     "llama-bpe": [LLAMA3],
     "qwen2": [QWEN2],
+    "glm4": [LLAMA3],
+    "kimi-k2": [KIMI],
     "tekken": [TEKKEN],
     "default": [pattern(r"[\p{P}\$\+<=>\^~\|]+"), GPT2, pattern(r"\p{N}+"), pattern("[0-9][0-9][0-9]")],
     "deepseek-coder": [
@@ -273,6 +282,11 @@ def test_deepseek_llm_cuts_by_script() -> None:
 def test_an_unknown_name_is_told_what_is_known() -> None:
     with pytest.raises(UnsupportedModelError, match=r"'martian' is not supported; supported: .*llama-bpe.*qwen2"):
         pipeline("martian")
+
+
+def test_a_vocabulary_without_its_merges_is_no_tokenizer() -> None:
+    with pytest.raises(ModelError, match=r"no merges \(tokenizer\.ggml\.merges\)"):
+        tokenizer_json(tiny_tokenizer() | {"tokenizer.ggml.merges": None})
 
 
 # SentencePiece.

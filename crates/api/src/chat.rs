@@ -390,7 +390,8 @@ mod tests {
     use super::*;
     use crate::sampling::MaxTokens;
 
-    const LIMITS: Limits = Limits { context_length: 100, vocab_size: 1000, replicas: 2 };
+    const LIMITS: Limits =
+        Limits { context_length: 100, prompt_length: 100, vocab_size: 1000, replicas: 2 };
 
     fn validate(more: Value) -> Result<ValidChat, ApiError> {
         let mut body = json!({"messages": [{"role": "user", "content": "hi"}]});

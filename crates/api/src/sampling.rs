@@ -32,6 +32,8 @@ pub struct GenerationDefaults {
 pub struct Limits {
     /// Positions a request may use, prompt and generated tokens together.
     pub context_length: u32,
+    /// Positions of a prompt; fewer where an answer may outgrow the device's memory and a prompt may not.
+    pub prompt_length: u32,
     /// Token ids are below this.
     pub vocab_size: u32,
     /// Replicas are numbered from 0 to below this.
@@ -97,6 +99,13 @@ impl Generation {
         let limit = limits.context_length;
         let error = |max_tokens| ApiError::ContextLength { param, limit, prompt, max_tokens };
         let used = u32::try_from(prompt).unwrap_or(u32::MAX);
+        if (limits.prompt_length..limit).contains(&used.saturating_sub(1)) {
+            let most = limits.prompt_length;
+            let reason = format!(
+                "`{param}`: {prompt} tokens, but a prompt may have {most}: all of it has to be on the device at once"
+            );
+            return Err(ApiError::invalid(param, reason));
+        }
         let room = limit.saturating_sub(used);
         let tokens = match self.max_tokens {
             MaxTokens::Exactly(0) if used <= limit => 0,
@@ -307,7 +316,8 @@ mod tests {
 
     use super::*;
 
-    const LIMITS: Limits = Limits { context_length: 100, vocab_size: 1000, replicas: 2 };
+    const LIMITS: Limits =
+        Limits { context_length: 100, prompt_length: 100, vocab_size: 1000, replicas: 2 };
 
     fn validate(fields: Fields) -> Result<Generation, ApiError> {
         fields.validate(&GenerationDefaults::default(), LIMITS)

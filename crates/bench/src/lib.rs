@@ -23,7 +23,10 @@ mod tokens;
 
 pub use eval::{Gsm8kArgs, gsm8k};
 pub use item::{Part, Prompt, WorkItem};
-pub use plan::{PlanArgs, Router, Slo, SloMetric, WritePolicy, plan};
+pub use plan::{
+    KvSave, KvSaveOrder, PlanArgs, Router, Slo, SloMetric, SparseArgs, WritePolicy, hot_row_tokens,
+    plan,
+};
 pub use record::{Chunk, Outcome, Record};
 
 pub use client::{Backend, ServerFlags};

@@ -50,4 +50,6 @@ pub struct HostConfig {
     pub prefetch: u32,
     /// A preempted or replayed request has its blocks restored.
     pub restore_preempted: bool,
+    /// Where requests may be sparse, each new position is saved by the plan that computes it, and not each page when it is full.
+    pub save_rows: bool,
 }

@@ -172,7 +172,7 @@ pub(crate) fn positions(request: &Request) -> u64 {
 /// Refuses what no plan can carry.
 fn check_words(request: &Request, page_size: u32) -> Result<(), SubmitError> {
     let spec = &request.spec;
-    let words = request_words(positions(request), spec, page_size);
+    let words = request_words(positions(request), spec, page_size, 2);
     if words <= MAX_REQUEST_WORDS {
         return Ok(());
     }

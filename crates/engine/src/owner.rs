@@ -9,7 +9,7 @@ use std::sync::atomic::Ordering;
 
 use crossbeam_channel::Receiver;
 use forebay_protocol::{Ready, StepPlan, StepResult};
-use forebay_scheduler::{Event, Finish, HostTier, STEP_WORDS, Scheduler, SchedulerConfig};
+use forebay_scheduler::{Event, Finish, HostTier, STEP_WORDS, Scheduler, SchedulerConfig, Sparse};
 use tracing::{error, info, warn};
 
 use crate::config::EngineConfig;
@@ -458,9 +458,17 @@ impl Owner {
 
     fn ready(&mut self, facts: Ready) {
         let pages = facts.page_count;
-        let pool = pages.saturating_mul(self.config.page_size);
+        let host = self.config.host.filter(|_| facts.host_page_count > 0);
+        let row_pages = facts.hot_row_tokens.div_ceil(self.config.page_size);
+        let sparse = host
+            .filter(|_| row_pages > 0)
+            .map(|host| Sparse { row_pages, save_rows: host.save_rows });
+        // An answer may outgrow the device's pages where it goes on without them.
+        let positions = if sparse.is_some() { facts.host_page_count } else { pages };
+        let pool = positions.saturating_mul(self.config.page_size);
         let host_pages = facts.host_page_count;
-        info!(device = %facts.device, pages, host_pages, seconds = facts.load_seconds, "hand ready");
+        let hot_rows = facts.hot_row_tokens;
+        info!(device = %facts.device, pages, host_pages, hot_rows, seconds = facts.load_seconds, "hand ready");
         self.page_bytes = facts.page_bytes;
         if self.scheduler.is_none() {
             let longest = if pages == 0 { u32::MAX } else { pool };
@@ -470,8 +478,11 @@ impl Owner {
             }
             self.shared.room.store(context_length, Ordering::Release);
             let page_size = self.config.page_size;
+            let hot = if pages == 0 { u32::MAX } else { pages.saturating_mul(page_size) };
+            // A prompt is computed with all of its pages on the device, and one more for the first token.
+            let prompt_length = context_length.min(hot.saturating_sub(u32::from(sparse.is_some())));
             *self.shared.facts.lock() =
-                Some(Facts { context_length, page_size, hand: facts.clone() });
+                Some(Facts { context_length, prompt_length, page_size, hand: facts.clone() });
             self.scheduler = Some(Scheduler::new(SchedulerConfig {
                 slots: self.config.slots,
                 max_running: self.config.max_running,
@@ -486,7 +497,8 @@ impl Owner {
                 step_words: STEP_WORDS,
                 vector_size: facts.hidden_size,
                 tokens_a_row: facts.tokens_a_row.max(1),
-                host: self.config.host.filter(|_| facts.host_page_count > 0).map(|host| HostTier {
+                sparse,
+                host: host.map(|host| HostTier {
                     pages: facts.host_page_count,
                     policy: host.policy,
                     copies_a_step: host.copies_a_step,

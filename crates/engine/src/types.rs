@@ -212,6 +212,8 @@ pub enum Status {
 pub struct Facts {
     /// Positions a request may use: the configured context length, or the whole KV pool where that is smaller and there is one.
     pub context_length: u32,
+    /// Positions a prompt may have: fewer where an answer may outgrow the device's pages and a prompt may not.
+    pub prompt_length: u32,
     /// Tokens a page.
     pub page_size: u32,
     /// As the hand told them.

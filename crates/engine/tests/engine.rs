@@ -12,8 +12,7 @@ use forebay_engine::{
     Request, RequestError, RequestId, Status, SubmitError,
 };
 use forebay_sim::{
-    CopyModel, DeviceModel, SimClock, SimConfig, SimControl, SimExecutor, SimText, next_token,
-    vector,
+    DeviceModel, SimClock, SimConfig, SimControl, SimExecutor, SimText, Timing, next_token, vector,
 };
 
 const VOCAB: u32 = 1000;
@@ -103,16 +102,18 @@ impl Rig {
         let (executor, control) = SimExecutor::new(SimConfig {
             tokens_a_row,
             host_pages: 0,
-            page_bytes: 0,
-            copy: CopyModel::default(),
             clock: clock.clone(),
-            model: DeviceModel {
-                step_us: 1000.0,
-                row_us: 10.0,
-                token_us: 5.0,
-                context_us: 0.1,
-                ..DeviceModel::INSTANT
+            timing: Timing {
+                model: DeviceModel {
+                    step_us: 1000.0,
+                    row_us: 10.0,
+                    token_us: 5.0,
+                    context_us: 0.1,
+                    ..DeviceModel::INSTANT
+                },
+                ..Timing::default()
             },
+            hot_row_tokens: 0,
             seed: 0,
             load_us: 1_000_000,
             page_count: pages,

@@ -11,7 +11,7 @@ use forebay_engine::{
     Namer, Orphan, Output, OutputSink, Peers, Policy, Request, RequestError, RequestId, Status,
     SubmitError,
 };
-use forebay_sim::{CopyModel, DeviceModel, SimClock, SimConfig, SimControl, SimExecutor, SimText};
+use forebay_sim::{DeviceModel, SimClock, SimConfig, SimControl, SimExecutor, SimText, Timing};
 
 const VOCAB: u32 = 1000;
 const POISON: i32 = 777;
@@ -93,10 +93,12 @@ impl Rig {
         let (executor, control) = SimExecutor::new(SimConfig {
             tokens_a_row: 1,
             host_pages: 0,
-            page_bytes: 0,
-            copy: CopyModel::default(),
             clock: clock.clone(),
-            model: DeviceModel { step_us: 10_000.0, ..DeviceModel::INSTANT },
+            timing: Timing {
+                model: DeviceModel { step_us: 10_000.0, ..DeviceModel::INSTANT },
+                ..Timing::default()
+            },
+            hot_row_tokens: 0,
             seed: 0,
             load_us: SECOND,
             page_count: 500,

@@ -10,7 +10,8 @@ use forebay_engine::{
     HostConfig, Namer, Output, OutputSink, Policy, Request, RequestId, SavePolicy, Stats, Status,
 };
 use forebay_sim::{
-    CopyModel, DeviceModel, SimClock, SimConfig, SimControl, SimExecutor, SimText, next_token,
+    CopyModel, DeviceModel, PageBytes, SimClock, SimConfig, SimControl, SimExecutor, SimText,
+    Timing, next_token,
 };
 
 const VOCAB: u32 = 1000;
@@ -50,13 +51,13 @@ struct Rig {
 }
 
 fn host(policy: SavePolicy) -> HostConfig {
-    HostConfig { policy, copies_a_step: 64, prefetch: 4, restore_preempted: true }
+    HostConfig { policy, copies_a_step: 64, prefetch: 4, restore_preempted: true, save_rows: false }
 }
 
 impl Rig {
     /// Pages take 100 us to save, and `restore_us` to restore.
     fn start(host: Option<HostConfig>, restore_us: f64, lookahead: u32) -> Self {
-        Self::with(host, restore_us, lookahead, SimClock::virtual_time(), None)
+        Self::with(host, restore_us, lookahead, SimClock::virtual_time(), None, 0)
     }
 
     fn with(
@@ -65,18 +66,23 @@ impl Rig {
         lookahead: u32,
         clock: SimClock,
         kill_after: Option<usize>,
+        hot_row_tokens: u32,
     ) -> Self {
         let (executor, control) = SimExecutor::new(SimConfig {
             tokens_a_row: 1,
             host_pages: 400,
-            page_bytes: 1000,
-            copy: CopyModel {
-                save_gbps: Some(0.01),
-                restore_gbps: Some(1.0 / restore_us),
-                latency_us: 0.0,
-            },
             clock: clock.clone(),
-            model: DeviceModel { step_us: 1000.0, token_us: 100.0, ..DeviceModel::INSTANT },
+            timing: Timing {
+                model: DeviceModel { step_us: 1000.0, token_us: 100.0, ..DeviceModel::INSTANT },
+                copy: CopyModel {
+                    save_gbps: Some(0.01),
+                    restore_gbps: Some(1.0 / restore_us),
+                    latency_us: 0.0,
+                },
+                bytes: PageBytes { main: 1000, ..PageBytes::default() },
+                ..Timing::default()
+            },
+            hot_row_tokens,
             seed: 0,
             load_us: 1000,
             page_count: PAGES,
@@ -152,6 +158,20 @@ impl Rig {
             all.extend(self.follow(1));
         }
         all
+    }
+
+    /// Requests that come in the same moment, and give 60 tokens each.
+    fn at_once(
+        &self,
+        count: u64,
+        prompt: impl Fn(u64) -> Vec<i32>,
+    ) -> HashMap<u64, (u32, Vec<i32>)> {
+        self.control.hold();
+        for id in 0..count {
+            self.submit(id, prompt(id), 60);
+        }
+        self.control.release();
+        self.follow(count as usize)
     }
 
     /// Waits until nothing is copied any more.
@@ -247,7 +267,7 @@ fn copies_that_never_end_end_the_hand_and_nothing_is_lost() {
 #[test]
 fn what_the_host_has_is_not_computed_again_after_a_death() {
     let computed = [None, Some(host(SavePolicy::WriteThrough))].map(|host| {
-        let rig = Rig::with(host, 10.0, 1, SimClock::virtual_time(), Some(20));
+        let rig = Rig::with(host, 10.0, 1, SimClock::virtual_time(), Some(20), 0);
         rig.submit(0, prompt(0), 60);
         let stories = rig.follow(1);
         assert_eq!(stories[&0].1, alone(prompt(0), 60));
@@ -263,7 +283,7 @@ fn what_the_host_has_is_not_computed_again_after_a_death() {
 fn who_is_aborted_while_its_blocks_come_back_leaves_nothing_behind() {
     // Time is real, and each page takes a hundredth of a second.
     let host = Some(host(SavePolicy::WriteThrough));
-    let rig = Rig::with(host, 10_000.0, 1, SimClock::real(), None);
+    let rig = Rig::with(host, 10_000.0, 1, SimClock::real(), None, 0);
     assert_exact(&rig.turns(0..3));
     rig.settle();
     rig.submit(9, prompt(0), 5);
@@ -281,10 +301,7 @@ fn an_overload_computes_less_than_a_page_again_for_each_preemption() {
         let host = HostConfig { restore_preempted, ..host(SavePolicy::WriteThrough) };
         let rig = Rig::start(Some(host), 1.0, 1);
         // Six requests of 31 pages in the end, on a device of 40.
-        for id in 0..6 {
-            rig.submit(id, prompt(id), 60);
-        }
-        let stories = rig.follow(6);
+        let stories = rig.at_once(6, prompt);
         for (id, (_, tokens)) in &stories {
             assert_eq!(tokens, &alone(prompt(*id), 60), "request {id}");
         }
@@ -294,4 +311,59 @@ fn an_overload_computes_less_than_a_page_again_for_each_preemption() {
     });
     assert!(lost[0] < f64::from(PAGE), "{lost:?}");
     assert!(lost[1] > lost[0], "{lost:?}");
+}
+
+/// A rig whose requests may be sparse, with two pages for the rows of each.
+fn sparse(lookahead: u32, save_rows: bool, kill_after: Option<usize>) -> Rig {
+    let host = HostConfig { save_rows, ..host(SavePolicy::WriteThrough) };
+    Rig::with(Some(host), 10.0, lookahead, SimClock::virtual_time(), kill_after, 2 * PAGE)
+}
+
+/// Six requests at once of 16 pages that become 31, on a device of 40.
+fn crowd(rig: &Rig) -> HashMap<u64, (u32, Vec<i32>)> {
+    rig.at_once(6, own_prompt)
+}
+
+fn own_prompt(id: u64) -> Vec<i32> {
+    (0..62).map(|at| (id as i32 * 97 + at * 5) % VOCAB as i32).collect()
+}
+
+fn assert_crowd(stories: &HashMap<u64, (u32, Vec<i32>)>) {
+    for (&id, (_, tokens)) in stories {
+        assert_eq!(tokens, &alone(own_prompt(id), 60), "request {id}");
+    }
+}
+
+#[test]
+fn sparse_requests_give_the_same_tokens_and_none_is_preempted() {
+    for (lookahead, save_rows) in [(0, false), (1, false), (0, true), (1, true)] {
+        let rig = sparse(lookahead, save_rows, None);
+        assert_crowd(&crowd(&rig));
+        let stats = rig.settle().scheduler;
+        assert!(stats.sparse.conversions >= 4, "{stats:?}");
+        assert!(stats.sparse.pages_dropped > 80, "{stats:?}");
+        assert_eq!((stats.preemptions, stats.pages_held, stats.sparse.requests), (0, 0, 0));
+        let rows = stats.host.copies_outstanding;
+        assert_eq!((stats.sparse.waited_us, rows), (0, 0), "nothing waits for a save");
+    }
+}
+
+#[test]
+fn sparse_requests_survive_the_hand_and_failing_copies() {
+    for after in [1, 40, 150, 300] {
+        let rig = sparse(1, false, Some(after));
+        rig.control.fail_copies(9);
+        assert_crowd(&crowd(&rig));
+        let stats = rig.settle();
+        assert_eq!((stats.hand.deaths, stats.scheduler.pages_held), (1, 0), "after {after}");
+        assert!(stats.scheduler.sparse.conversions > 0);
+    }
+}
+
+#[test]
+fn a_prompt_has_to_be_on_the_device_and_an_answer_has_not() {
+    let rig = sparse(1, false, None);
+    let facts = rig.handle.facts().expect("it is ready");
+    assert_eq!((facts.context_length, facts.prompt_length), (128, 128));
+    assert_eq!(facts.hand.hot_row_tokens, 2 * PAGE);
 }

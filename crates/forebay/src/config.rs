@@ -282,6 +282,8 @@ impl Config {
     pub(crate) fn hand(&self, model: &Model) -> HandConfig {
         let tier = self.host_tier.as_ref();
         let size = tier.map(|tier| tier.size);
+        let sparse = tier.and_then(|tier| tier.sparse);
+        let order = sparse.map(|sparse| sparse.kv_save_order).unwrap_or_default();
         HandConfig {
             model: json!({
                 "format": model.format,
@@ -313,6 +315,9 @@ impl Config {
             host_share: HOST_SHARE / f64::from(self.dp_size),
             copy_gbps: tier.and_then(|tier| tier.debug_copy_gbps),
             kv_checksum: tier.is_some_and(|tier| tier.debug_checksum),
+            hot_row_tokens: sparse.map(|sparse| sparse.hot_buffer_tokens),
+            sparse_top_k: sparse.and_then(|sparse| sparse.top_k),
+            kv_save_order: order.name().to_owned(),
         }
     }
 }

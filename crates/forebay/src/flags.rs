@@ -6,6 +6,7 @@ mod limits;
 mod listening;
 mod schedule;
 mod sharing;
+mod sparse;
 mod tiers;
 
 use std::path::PathBuf;
@@ -27,6 +28,7 @@ use crate::text::TextFlags;
 
 pub(crate) use limits::LimitFlags;
 pub(crate) use sharing::SharingFlags;
+pub(crate) use sparse::SparseFlags;
 pub(crate) use tiers::{Preemption, TierFlags};
 
 #[derive(Debug, Args)]
@@ -57,6 +59,8 @@ pub(crate) struct ServeFlags {
     pub(crate) schedule: ScheduleFlags,
     #[command(flatten)]
     pub(crate) tiers: TierFlags,
+    #[command(flatten)]
+    pub(crate) sparse: SparseFlags,
     #[command(flatten)]
     pub(crate) replicas: ReplicaFlags,
     #[command(flatten)]

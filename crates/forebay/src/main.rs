@@ -17,6 +17,7 @@ mod secret;
 mod serve;
 mod signals;
 mod simulate;
+mod sparse;
 mod text;
 mod threads;
 mod tiers;

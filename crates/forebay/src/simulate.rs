@@ -6,13 +6,15 @@ use std::sync::Arc;
 use anyhow::{Context, Result, bail};
 use clap::Args;
 use forebay_sim::{
-    CopyModel, Fit, KvModel, Profile, SimClock, SimConfig, SimText, fit, read_samples,
+    CopyModel, Fit, KvModel, Profile, SimClock, SimConfig, SimText, SparseModel, Timing, fit,
+    read_samples,
 };
 use forebay_text::Tokenizer;
 
 use crate::config::{Config, Simulated};
 use crate::model::{Model, Pooling};
 use crate::script::Answers;
+use crate::tiers::HostSize;
 
 /// Fewer words than this would make a dull text: other pieces are taken as well then.
 const MIN_WORDS: usize = 64;
@@ -46,9 +48,16 @@ pub(crate) fn config(
         None => text,
     };
     let keeps_nothing = model.pooling.as_ref().is_some_and(Pooling::whole_prompts);
-    let page_count = match keeps_nothing {
-        true => 0,
-        false => profile.page_count(config.page_size, config.max_total_tokens),
+    let page_size = config.page_size;
+    let sparse = config.host_tier.as_ref().and_then(|tier| tier.sparse);
+    let hot_row_tokens =
+        sparse.map_or(Ok(0), |sparse| sparse.hot_row_tokens(profile, page_size))?;
+    let page_count = match config.host_tier.as_ref().map(|tier| tier.size) {
+        _ if keeps_nothing => 0,
+        Some(HostSize::Ratio(ratio)) if sparse.is_some() && config.max_total_tokens.is_none() => {
+            profile.sparse_page_count(page_size, ratio)
+        }
+        _ => profile.page_count(page_size, config.max_total_tokens),
     };
     let host_pages = match &config.host_tier {
         Some(tier) if tier.debug_copy_gbps.is_some() || tier.debug_checksum => {
@@ -59,13 +68,18 @@ pub(crate) fn config(
     };
     Ok(SimConfig {
         clock,
-        model: profile.time,
+        timing: Timing {
+            model: profile.time,
+            copy: profile.copy,
+            bytes: profile.page_bytes(page_size, sparse.is_some()),
+            sparse: profile.sparse,
+            save_order: sparse.map(|sparse| sparse.kv_save_order).unwrap_or_default().into(),
+        },
+        hot_row_tokens,
         seed: config.seed.wrapping_add(replica),
         load_us: (profile.load_s * 1e6) as u64,
         page_count,
         host_pages,
-        page_bytes: profile.page_bytes(config.page_size),
-        copy: profile.copy,
         vocab_size: model.vocab_size,
         hidden_size: model.hidden_size(),
         text: text.with_vectors(model.pooling.as_ref().map_or(1, |pooling| pooling.size)),
@@ -148,6 +162,7 @@ pub(crate) fn run_fit(flags: &FitFlags) -> Result<()> {
         time: fitted.model,
         kv: KvModel::default(),
         copy: CopyModel::default(),
+        sparse: SparseModel::default(),
     };
     let text = profile.to_toml()?;
     // What is written here is read by the same rules later: better to fail now.

@@ -1,13 +1,14 @@
 //! The host tier, resolved.
 
 use anyhow::{Result, bail};
-use forebay_bench::WritePolicy;
+use forebay_bench::{KvSave, WritePolicy};
 use forebay_engine::{HostConfig, HostTier as Usual};
 use forebay_sim::Profile;
 use serde::Serialize;
 
 use crate::flags::{Preemption, ServeFlags, TierFlags};
 use crate::model::{Model, Pooling};
+use crate::sparse::Sparse;
 
 /// What SGLang takes.
 const RATIO: f64 = 2.0;
@@ -24,6 +25,9 @@ pub(crate) struct HostTier {
     pub(crate) preemption: Preemption,
     pub(crate) debug_copy_gbps: Option<f64>,
     pub(crate) debug_checksum: bool,
+    /// Requests may give up pages while they decode.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) sparse: Option<Sparse>,
 }
 
 /// How large it is.
@@ -37,12 +41,12 @@ pub(crate) enum HostSize {
 }
 
 impl HostSize {
-    fn of(flags: &TierFlags, replicas: u32) -> Self {
+    fn of(flags: &TierFlags, ratio: Option<f64>, replicas: u32) -> Self {
         let shared =
             flags.kv_offloading_size.map(|gib| gib * f64::from(1 << 30) / f64::from(replicas));
         match flags.hicache_size.map(|gb| gb * 1e9).or(shared) {
             Some(bytes) => Self::Bytes(bytes as u64),
-            None => Self::Ratio(flags.hicache_ratio.unwrap_or(RATIO)),
+            None => Self::Ratio(flags.hicache_ratio.or(ratio).unwrap_or(RATIO)),
         }
     }
 
@@ -53,7 +57,7 @@ impl HostSize {
     pub(crate) fn pages(self, profile: &Profile, pages: u32, page_size: u32) -> Result<u32> {
         let count = match self {
             Self::Ratio(ratio) => ratio * f64::from(pages),
-            Self::Bytes(bytes) => match profile.page_bytes(page_size) {
+            Self::Bytes(bytes) => match profile.page_bytes(page_size, false).all() {
                 0 => bail!(
                     "profile {} does not say what a token's keys and values take (kv.main_bytes_token): use --hicache-ratio",
                     profile.name
@@ -71,7 +75,8 @@ impl HostSize {
 impl HostTier {
     pub(crate) fn resolve(flags: &ServeFlags, model: &Model) -> Result<Option<Self>> {
         let tiers = &flags.tiers;
-        if !tiers.on() {
+        let sparse = Sparse::resolve(flags, model)?;
+        if !tiers.on() && sparse.is_none() {
             if let Some(given) = tiers.given() {
                 bail!("{given} is for a host tier: add --enable-hierarchical-cache");
             }
@@ -85,10 +90,16 @@ impl HostTier {
         if model.pooling.as_ref().is_some_and(Pooling::whole_prompts) {
             bail!("this model keeps no keys and values, so a host tier has nothing to hold");
         }
+        if sparse.is_some() && flags.sim.sim_tokens_a_row.is_some_and(|tokens| tokens > 1) {
+            bail!(
+                "--sim-tokens-a-row does not go with --enable-hisparse: a sparse row gives one token"
+            );
+        }
         let usual =
             Usual::usual_copies(flags.schedule.chunked_prefill_size, flags.schedule.page_size);
         Ok(Some(Self {
-            size: HostSize::of(tiers, flags.replicas.dp_size),
+            size: HostSize::of(tiers, flags.sparse.host_ratio(), flags.replicas.dp_size),
+            sparse,
             write_policy: tiers.hicache_write_policy.unwrap_or_default(),
             prefetch_requests: tiers.hicache_prefetch_requests.unwrap_or(Usual::PREFETCH),
             copy_pages_per_step: tiers.kv_copy_pages_per_step.unwrap_or(usual),
@@ -104,6 +115,7 @@ impl HostTier {
             policy: self.write_policy.into(),
             copies_a_step: self.copy_pages_per_step,
             prefetch: self.prefetch_requests,
+            save_rows: self.sparse.is_some_and(|sparse| sparse.kv_save == KvSave::Token),
             restore_preempted: self.preemption == Preemption::Restore,
         }
     }

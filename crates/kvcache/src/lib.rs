@@ -17,4 +17,4 @@ mod tiers;
 pub use event::{BlockEvent, Place};
 pub use hash::{BlockHash, Namer};
 pub use pool::{Counts, Evicted, Host, Hot, Lease, PagePool};
-pub use tiers::{Direction, Found, Moves, PageCopy, Tiers};
+pub use tiers::{BackedBlock, Direction, Found, Moves, PageCopy, Span, Tiers};

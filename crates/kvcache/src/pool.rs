@@ -171,6 +171,31 @@ impl<T> PagePool<T> {
         self.named.get(&name).is_some_and(|&page| self.pages[page as usize].saved)
     }
 
+    /// The block that a leased page holds.
+    #[must_use]
+    pub fn name_of(&self, lease: &Lease<T>) -> Option<BlockHash> {
+        self.pages[lease.page as usize].name
+    }
+
+    /// How many leases of the page are out that holds a block; `None`: no page holds it.
+    #[must_use]
+    pub fn leases_of(&self, name: BlockHash) -> Option<u32> {
+        self.named.get(&name).map(|&page| self.pages[page as usize].leases)
+    }
+
+    /// Whether another tier holds the block of a leased page too.
+    #[must_use]
+    pub fn is_page_saved(&self, lease: &Lease<T>) -> bool {
+        self.pages[lease.page as usize].saved
+    }
+
+    /// Makes the pool forget what a leased page holds. Who leases it keeps it.
+    pub fn unname(&mut self, lease: &Lease<T>) {
+        if self.drop_name(lease.page).is_some() {
+            self.pages[lease.page as usize].saved = false;
+        }
+    }
+
     /// No other tier holds anything any more. O(pages).
     pub fn unsave_all(&mut self) {
         let names: Vec<BlockHash> = self.names().filter(|&name| self.is_saved(name)).collect();

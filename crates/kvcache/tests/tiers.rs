@@ -88,13 +88,13 @@ impl World {
 
     fn send(&mut self, copy: PageCopy) {
         let source = match copy.direction {
-            Direction::Save => self.memory.hot[copy.hot as usize],
-            Direction::Restore => self.memory.host[copy.host as usize],
+            Direction::Save => self.memory.hot[copy.hot.expect("a page") as usize],
+            _ => self.memory.host[copy.host as usize],
         };
         assert!(source.is_some(), "{copy:?} reads what nobody wrote");
         let targets = |other: &PageCopy| match copy.direction {
             Direction::Save => other.host == copy.host,
-            Direction::Restore => other.hot == copy.hot,
+            _ => other.hot == copy.hot,
         };
         let other = self
             .sent
@@ -108,10 +108,11 @@ impl World {
         let Some(&ticket) = self.sent.keys().nth(at % self.sent.len().max(1)) else { return };
         let (copy, content) = self.sent.remove(&ticket).expect("sent");
         let Memory { hot, host } = &mut self.memory;
-        let (hot, host) = (&mut hot[copy.hot as usize], &mut host[copy.host as usize]);
+        let (hot, host) =
+            (&mut hot[copy.hot.expect("a page") as usize], &mut host[copy.host as usize]);
         let (source, target) = match copy.direction {
             Direction::Save => (hot, host),
-            Direction::Restore => (host, hot),
+            _ => (host, hot),
         };
         assert_eq!(*source, content, "the source of {copy:?} was written to meanwhile");
         *target = if fine { content } else { None };

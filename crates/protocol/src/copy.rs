@@ -2,6 +2,8 @@
 
 /// Words of a record of a plan's `copies` column.
 pub const COPY_WORDS: usize = 4;
+/// Words of a record of a plan's `copy_spans` column.
+pub const SPAN_WORDS: usize = 2;
 /// Words of a record of a result's `copied` column.
 pub(crate) const COPIED_WORDS: usize = 2;
 /// Longest wait of a plan without rows, in microseconds: a request that comes meanwhile waits that long at most.
@@ -18,6 +20,17 @@ pub enum Direction {
     Save,
     /// From the host to the device, at once: nothing in flight names the target.
     Restore,
+    /// The same of index keys alone, to the index page that has the number of the host's page.
+    RestoreIndex,
+}
+
+/// Positions of a page.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Span {
+    /// The first, counted from the page's own.
+    pub first: u32,
+    /// How many.
+    pub count: u32,
 }
 
 /// A copy of one page, all layers of it.
@@ -27,35 +40,55 @@ pub struct PageCopy {
     pub ticket: u32,
     /// Which way.
     pub direction: Direction,
-    /// The page of the device.
-    pub hot: u32,
+    /// The page of the device; `None` where index keys come back.
+    pub hot: Option<u32>,
     /// The page of the host.
     pub host: u32,
+    /// What of it; `None`: all.
+    pub span: Option<Span>,
 }
 
 impl PageCopy {
     pub(crate) fn words(self) -> [i32; COPY_WORDS] {
-        let direction = i32::from(self.direction == Direction::Restore);
-        let [ticket, hot, host] = [self.ticket, self.hot, self.host].map(u32::cast_signed);
-        [ticket, direction, hot, host]
+        let direction = match self.direction {
+            Direction::Save => 0,
+            Direction::Restore => 1,
+            Direction::RestoreIndex => 2,
+        };
+        let hot = self.hot.map_or(-1, u32::cast_signed);
+        [self.ticket.cast_signed(), direction, hot, self.host.cast_signed()]
     }
 
-    pub(crate) fn of(&[ticket, direction, hot, host]: &[i32; COPY_WORDS]) -> Option<Self> {
-        let direction = match direction {
-            0 => Direction::Save,
-            1 => Direction::Restore,
+    pub(crate) fn of(
+        &[ticket, direction, hot, host]: &[i32; COPY_WORDS],
+        span: Option<Span>,
+    ) -> Option<Self> {
+        let (direction, hot) = match (direction, u32::try_from(hot)) {
+            (0, Ok(hot)) => (Direction::Save, Some(hot)),
+            (1, Ok(hot)) => (Direction::Restore, Some(hot)),
+            (2, Err(_)) if hot == -1 => (Direction::RestoreIndex, None),
             _ => return None,
         };
-        let [ticket, hot, host] = [ticket, hot, host].map(u32::try_from);
-        Some(Self { ticket: ticket.ok()?, direction, hot: hot.ok()?, host: host.ok()? })
+        let [ticket, host] = [ticket, host].map(u32::try_from);
+        Some(Self { ticket: ticket.ok()?, direction, hot, host: host.ok()?, span })
     }
 }
 
-/// Microseconds that each direction's engine was busy, since the last result.
+impl Span {
+    /// `None` in place of a whole page, and where the numbers are none.
+    pub(crate) fn of(&[first, count]: &[i32; SPAN_WORDS]) -> Option<Self> {
+        let (first, count) = (u32::try_from(first).ok()?, u32::try_from(count).ok()?);
+        (count > 0).then_some(Self { first, count })
+    }
+}
+
+/// Microseconds that each direction's engine was busy, and that rows waited, since the last result.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct CopyTiming {
     /// With saves.
     pub save_us: u32,
     /// With restores.
     pub restore_us: u32,
+    /// Microseconds that rows waited for copies.
+    pub waited_us: u32,
 }

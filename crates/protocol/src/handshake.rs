@@ -91,6 +91,12 @@ pub struct HandConfig {
     pub copy_gbps: Option<f64>,
     /// Checksums of pages are noted and checked; for tests.
     pub kv_checksum: bool,
+    /// Rows of the device that a sparse slot keeps, at least the model's top-k; 0: twice that. `None`: no slot is ever sparse.
+    pub hot_row_tokens: Option<u32>,
+    /// The positions that a row chooses, as the user has them; the model must agree.
+    pub sparse_top_k: Option<u32>,
+    /// Whether anything waits for saves: `behind`, nothing; `fence`, the rows of the next plan; `inline`, the next plan.
+    pub kv_save_order: String,
 }
 
 /// Hand to brain: how far loading has come, and a sign of life.
@@ -132,6 +138,9 @@ pub struct Ready {
     /// Bytes of a page over all layers; 0 where there are no pages, or nobody knows.
     #[serde(default)]
     pub page_bytes: u64,
+    /// Rows of the device that a sparse slot keeps, in whole pages; 0 where no slot is ever sparse.
+    #[serde(default)]
+    pub hot_row_tokens: u32,
 }
 
 fn one() -> u32 {
@@ -192,6 +201,7 @@ mod tests {
             tokens_a_row: 3,
             host_page_count: 4,
             page_bytes: 11,
+            hot_row_tokens: 8,
         }
     }
 
@@ -209,7 +219,7 @@ mod tests {
     fn a_missing_field_is_named() {
         let whole = serde_json::to_value(ready()).expect("JSON");
         let fields = whole.as_object().expect("an object");
-        let optional = ["tokens_a_row", "host_page_count", "page_bytes"];
+        let optional = ["tokens_a_row", "host_page_count", "page_bytes", "hot_row_tokens"];
         for name in fields.keys().filter(|name| !optional.contains(&name.as_str())) {
             let mut rest = fields.clone();
             rest.remove(name);

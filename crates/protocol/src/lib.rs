@@ -11,12 +11,15 @@ mod plan;
 mod result;
 mod slot;
 
-pub use copy::{COPY_FAILED, COPY_OK, COPY_WORDS, CopyTiming, Direction, MAX_WAIT_US, PageCopy};
+pub use copy::{
+    COPY_FAILED, COPY_OK, COPY_WORDS, CopyTiming, Direction, MAX_WAIT_US, PageCopy, SPAN_WORDS,
+    Span,
+};
 pub use dtype::Dtype;
 pub use frame::{Frame, FrameError, HEADER_BYTES, Header, Kind, MAX_WORDS, VERSION, encode_json};
 pub use handshake::{Fatal, HandConfig, Hello, Message, Progress, Ready};
 pub use plan::{PAGE_WRITE_WORDS, ROW_WORDS, Row, StepPlan, Want};
-pub use result::{ROW_NOT_FINITE, ROW_OK, SampledLogprobs, StepResult};
+pub use result::{ROW_NOT_FINITE, ROW_OK, SampledLogprobs, SparseRows, StepResult};
 pub use slot::{NewSlot, Pooling, SamplingParams, SlotSpec, SlotWrite};
 
 #[cfg(target_endian = "big")]

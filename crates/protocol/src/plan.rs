@@ -1,13 +1,15 @@
 //! The step plan: what the hand has to write and compute in one step.
 
+mod tables;
+
 use std::borrow::Cow;
 
-use crate::copy::{COPY_WORDS, MAX_WAIT_US, PageCopy};
+use crate::copy::{COPY_WORDS, MAX_WAIT_US, PageCopy, SPAN_WORDS};
 use crate::frame::{ENTRY_WORDS, Frame, FrameError, Kind, as_words, encode, floats};
 use crate::slot::{NewSlot, PAIR_WORDS, SLOT_FLOATS, SlotRecord, SlotWrite};
 
 /// Columns of a plan: the ids 1 to this, in the order of the fields of [`StepPlan`].
-const COLUMNS: usize = 15;
+const COLUMNS: usize = 18;
 /// Words that an emptied column keeps, whatever it has held.
 const KEPT_WORDS: usize = 1 << 18;
 /// Words of a page-table write.
@@ -85,6 +87,10 @@ pub struct StepPlan {
     copies: Vec<i32>,
     /// One word, or none.
     wait_us: Vec<i32>,
+    host_writes: Vec<i32>,
+    hot_rows: Vec<i32>,
+    /// Empty, or of each copy.
+    copy_spans: Vec<i32>,
 }
 
 /// Empties a column, and gives back what it has far more of than its last use.
@@ -129,6 +135,9 @@ impl StepPlan {
         empty(&mut self.allowed_counts);
         empty(&mut self.allowed_ids);
         empty(&mut self.copies);
+        empty(&mut self.host_writes);
+        empty(&mut self.hot_rows);
+        empty(&mut self.copy_spans);
         empty(&mut self.wait_us);
     }
 
@@ -169,41 +178,10 @@ impl StepPlan {
         }
     }
 
-    /// Sets `page_table[slot, index] = page`.
-    pub fn write_page(&mut self, slot: u32, index: u32, page: u32) {
-        self.page_writes.extend_from_slice(&[slot, index, page].map(u32::cast_signed));
-    }
-
     /// Whether it overwrites a slot.
     #[must_use]
     pub fn writes_slots(&self) -> bool {
         !self.slots.is_empty()
-    }
-
-    /// Adds a copy of a page.
-    pub fn push_copy(&mut self, copy: PageCopy) {
-        self.copies.extend_from_slice(&copy.words());
-    }
-
-    /// The copies, in order.
-    pub fn copies(&self) -> impl ExactSizeIterator<Item = PageCopy> + '_ {
-        let (records, _) = self.copies.as_chunks::<COPY_WORDS>();
-        let checked = |record| PageCopy::of(record).expect("it was made or read by these rules");
-        records.iter().map(checked)
-    }
-
-    /// Has a plan without rows answered when a copy has ended, when another plan has come, or after so many microseconds
-    /// ([`MAX_WAIT_US`] at most).
-    pub fn wait(&mut self, us: u32) {
-        debug_assert!(self.rows.is_empty() && us <= MAX_WAIT_US);
-        self.wait_us.clear();
-        self.wait_us.push(us.cast_signed());
-    }
-
-    /// How long its answer may wait for copies; 0: not at all.
-    #[must_use]
-    pub fn wait_us(&self) -> u32 {
-        self.wait_us.first().map_or(0, |us| us.cast_unsigned())
     }
 
     /// Adds a row.
@@ -266,14 +244,6 @@ impl StepPlan {
         })
     }
 
-    /// The page-table writes: slot, index, page.
-    pub fn page_writes(&self) -> impl ExactSizeIterator<Item = (u32, u32, u32)> + '_ {
-        let (writes, _) = self.page_writes.as_chunks::<PAGE_WRITE_WORDS>();
-        writes.iter().map(|&[slot, index, page]| {
-            (slot.cast_unsigned(), index.cast_unsigned(), page.cast_unsigned())
-        })
-    }
-
     /// Most words of the plan's frame after its header, as long as nothing is spilled.
     #[must_use]
     pub fn words(&self) -> usize {
@@ -298,6 +268,9 @@ impl StepPlan {
             &self.allowed_ids,
             &self.copies,
             &self.wait_us,
+            &self.host_writes,
+            &self.hot_rows,
+            &self.copy_spans,
         ]
     }
 
@@ -349,10 +322,13 @@ impl StepPlan {
         }
         let columns = frame.known::<COLUMNS>()?;
         let [slots, slot_floats, tokens, stop_ids, bias_ids, bias_values, ..] = columns;
-        let [.., page_writes, rows, row_tokens, segments, embeds, _, _, _, _] = columns;
-        let [.., allowed_counts, allowed_ids, copies, wait_us] = columns;
+        let [.., page_writes, rows, row_tokens, segments, embeds, _, _, _, _, _, _, _] = columns;
+        let [.., allowed_counts, allowed_ids, copies, wait_us, _, _, _] = columns;
+        let [.., host_writes, hot_rows, copy_spans] = columns;
         let whole = slots.len().is_multiple_of(SlotRecord::WORDS)
-            && page_writes.len().is_multiple_of(PAGE_WRITE_WORDS)
+            && [page_writes, host_writes, hot_rows]
+                .iter()
+                .all(|writes| writes.len().is_multiple_of(PAGE_WRITE_WORDS))
             && rows.len().is_multiple_of(ROW_RECORD_WORDS)
             && copies.len().is_multiple_of(COPY_WORDS);
         if !whole {
@@ -392,6 +368,9 @@ impl StepPlan {
             allowed_ids: allowed_ids.to_vec(),
             copies: copies.to_vec(),
             wait_us: wait_us.to_vec(),
+            host_writes: host_writes.to_vec(),
+            hot_rows: hot_rows.to_vec(),
+            copy_spans: copy_spans.to_vec(),
         };
         let agree = slot_floats.len() == slots.len() / SlotRecord::WORDS * SLOT_FLOATS
             && tokens.len() as u64 == inline
@@ -406,7 +385,11 @@ impl StepPlan {
             && values(allowed_counts).all(|count| count >= 1)
             && values(segments).chain(values(embeds)).all(|value| value >= 0)
             && allowed_ids.len() as u64 == allowed
-            && copies.as_chunks().0.iter().all(|record| PageCopy::of(record).is_some());
+            && copies.as_chunks().0.iter().all(|record| PageCopy::of(record, None).is_some())
+            && (copy_spans.is_empty()
+                || copy_spans.len() * COPY_WORDS == copies.len() * SPAN_WORDS)
+            && copy_spans.iter().all(|&number| number >= 0)
+            && host_writes.iter().chain(hot_rows).all(|&number| number >= 0);
         if !agree {
             return Err(FrameError::Malformed("plan columns disagree"));
         }

@@ -9,7 +9,7 @@ pub const ROW_OK: i32 = 0;
 pub const ROW_NOT_FINITE: i32 = 1;
 
 /// Columns of a result: the ids 1 to this, in the order of [`StepResult::encode`].
-const COLUMNS: usize = 10;
+const COLUMNS: usize = 12;
 
 /// Log-probabilities of one sampled position: the sampled token first, then the most likely in descending order.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -47,6 +47,38 @@ pub struct StepResult {
     pub copied: Vec<[i32; COPIED_WORDS]>,
     /// What copies took since the last result.
     pub copy_timing: CopyTiming,
+    /// Where the rows were that sparse slots read.
+    pub sparse_rows: SparseRows,
+}
+
+/// Where the rows were that a step's sparse slots chose, summed over rows and layers.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct SparseRows {
+    /// Chosen.
+    pub selected: u32,
+    /// Found on pages of the device.
+    pub on_pages: u32,
+    /// Found in the hot rows of their slot.
+    pub in_rows: u32,
+    /// Copied from the host's tier.
+    pub missed: u32,
+}
+
+impl SparseRows {
+    fn words(self) -> [i32; 4] {
+        [self.selected, self.on_pages, self.in_rows, self.missed].map(u32::cast_signed)
+    }
+
+    fn of(words: &[i32]) -> Self {
+        match *words {
+            [selected, on_pages, in_rows, missed] => {
+                let [selected, on_pages, in_rows, missed] =
+                    [selected, on_pages, in_rows, missed].map(i32::cast_unsigned);
+                Self { selected, on_pages, in_rows, missed }
+            }
+            _ => Self::default(),
+        }
+    }
 }
 
 impl StepResult {
@@ -77,9 +109,11 @@ impl StepResult {
     /// # Errors
     /// The frame would be larger than a reader takes.
     pub fn encode(&self, out: &mut Vec<u8>) -> Result<(), FrameError> {
-        let CopyTiming { save_us, restore_us } = self.copy_timing;
+        let CopyTiming { save_us, restore_us, waited_us } = self.copy_timing;
         let copy_timing = [save_us.cast_signed(), restore_us.cast_signed()];
-        let timed = self.copy_timing != CopyTiming::default();
+        let timed = save_us > 0 || restore_us > 0;
+        let waited = [waited_us.cast_signed()];
+        let sparse_rows = self.sparse_rows.words();
         encode(
             Kind::Result,
             self.step,
@@ -94,6 +128,8 @@ impl StepResult {
                 &self.token_counts,
                 self.copied.as_flattened(),
                 if timed { &copy_timing } else { &[] },
+                if sparse_rows == [0; 4] { &[] } else { &sparse_rows },
+                if waited_us > 0 { &waited } else { &[] },
             ],
             out,
         )
@@ -109,7 +145,7 @@ impl StepResult {
         }
         let columns = frame.known::<COLUMNS>()?;
         let [tokens, row_errors, counts, ids, values, ..] = columns;
-        let [.., timing, pooled, token_counts, copied, copy_timing] = columns;
+        let [.., timing, pooled, token_counts, copied, copy_timing, sparse, waited] = columns;
         let (copied, odd) = copied.as_chunks::<COPIED_WORDS>();
         if counts.iter().any(|&n| n < 0) {
             return Err(FrameError::Malformed("negative count"));
@@ -123,7 +159,10 @@ impl StepResult {
             && values.len() == entries
             && timing.len() == 2
             && odd.is_empty()
-            && matches!(copy_timing.len(), 0 | 2);
+            && matches!(copy_timing.len(), 0 | 2)
+            && matches!(sparse.len(), 0 | 4)
+            && sparse.iter().all(|&count| count >= 0)
+            && waited.len() <= 1;
         if !agree {
             return Err(FrameError::Malformed("result columns disagree"));
         }
@@ -139,13 +178,12 @@ impl StepResult {
             pooled: floats(pooled).to_vec(),
             token_counts: token_counts.to_vec(),
             copied: copied.to_vec(),
-            copy_timing: match *copy_timing {
-                [save_us, restore_us] => CopyTiming {
-                    save_us: save_us.cast_unsigned(),
-                    restore_us: restore_us.cast_unsigned(),
-                },
-                _ => CopyTiming::default(),
+            copy_timing: CopyTiming {
+                save_us: copy_timing.first().map_or(0, |us| us.cast_unsigned()),
+                restore_us: copy_timing.get(1).map_or(0, |us| us.cast_unsigned()),
+                waited_us: waited.first().map_or(0, |us| us.cast_unsigned()),
             },
+            sparse_rows: SparseRows::of(sparse),
         })
     }
 }

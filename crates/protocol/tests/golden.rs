@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 
 use forebay_protocol::{
     Direction, Frame, HEADER_BYTES, Header, Kind, NewSlot, PageCopy, Pooling, Row, SamplingParams,
-    SlotSpec, StepPlan, StepResult, Want, encode_json,
+    SlotSpec, Span, StepPlan, StepResult, Want, encode_json,
 };
 use serde_json::Value;
 
@@ -50,6 +50,9 @@ fn id(kind: &str, column: &str) -> u32 {
             "allowed_ids",
             "copies",
             "wait_us",
+            "host_writes",
+            "hot_rows",
+            "copy_spans",
         ],
         _ => &[
             "tokens",
@@ -62,6 +65,8 @@ fn id(kind: &str, column: &str) -> u32 {
             "token_counts",
             "copied",
             "copy_timing",
+            "sparse_rows",
+            "copy_wait_us",
         ],
     };
     let at = names.iter().position(|name| *name == column);
@@ -151,6 +156,35 @@ fn the_scheduler_s_calls_write_the_golden_plan() {
     assert_eq!(got, bytes);
 }
 
+/// The same for a slot that becomes sparse.
+#[test]
+fn the_scheduler_s_calls_write_the_golden_sparse_plan() {
+    let (folder, _) = fixtures();
+    let bytes = std::fs::read(folder.join("plan_sparse.bin")).expect("the file");
+    let mut plan = StepPlan::default();
+    plan.begin(14);
+    plan.drop_page(3, 2);
+    plan.write_page(3, 4, 17);
+    plan.write_host(3, 4, 6);
+    plan.write_hot_rows(3, 0, 20);
+    plan.write_hot_rows(3, 1, 21);
+    plan.push_row(Row { slot: 3, start: 128, length: 1, want: Want::TOKEN });
+    let copies = [
+        (9, Direction::Save, Some(17), 6, Some(Span { first: 7, count: 1 })),
+        (10, Direction::RestoreIndex, None, 5, None),
+        (11, Direction::Restore, Some(18), 5, None),
+    ];
+    for (ticket, direction, hot, host, span) in copies {
+        plan.push_copy(PageCopy { ticket, direction, hot, host, span });
+    }
+    let mut got = Vec::new();
+    plan.encode(&mut got).expect("within the limit");
+    assert_eq!(got, bytes);
+    let read = StepPlan::decode(&frame(&bytes)).expect("a plan");
+    assert_eq!(read.page_writes().collect::<Vec<_>>(), [(3, 2, None), (3, 4, Some(17))]);
+    assert_eq!(read.copies().nth(1).map(|copy| (copy.hot, copy.span)), Some((None, None)));
+}
+
 /// The same for copies.
 #[test]
 fn the_scheduler_s_calls_write_the_golden_copies() {
@@ -160,8 +194,20 @@ fn the_scheduler_s_calls_write_the_golden_copies() {
     plan.begin(12);
     plan.write_page(3, 8, 41);
     plan.push_row(Row { slot: 3, start: 128, length: 1, want: Want::TOKEN });
-    plan.push_copy(PageCopy { ticket: 7, direction: Direction::Save, hot: 41, host: 2 });
-    plan.push_copy(PageCopy { ticket: 8, direction: Direction::Restore, hot: 40, host: 0 });
+    plan.push_copy(PageCopy {
+        ticket: 7,
+        direction: Direction::Save,
+        hot: Some(41),
+        host: 2,
+        span: None,
+    });
+    plan.push_copy(PageCopy {
+        ticket: 8,
+        direction: Direction::Restore,
+        hot: Some(40),
+        host: 0,
+        span: None,
+    });
     let mut got = Vec::new();
     plan.encode(&mut got).expect("within the limit");
     assert_eq!(got, read("plan_copies.bin"));
@@ -169,7 +215,13 @@ fn the_scheduler_s_calls_write_the_golden_copies() {
     assert_eq!((copies, plan.wait_us()), (vec![7, 8], 0));
     plan.begin(13);
     let last = i32::MAX.cast_unsigned();
-    plan.push_copy(PageCopy { ticket: last, direction: Direction::Restore, hot: 3, host: 5 });
+    plan.push_copy(PageCopy {
+        ticket: last,
+        direction: Direction::Restore,
+        hot: Some(3),
+        host: 5,
+        span: None,
+    });
     plan.wait(1000);
     plan.encode(&mut got).expect("within the limit");
     assert_eq!((plan.wait_us(), &got), (1000, &read("plan_wait.bin")));

@@ -9,7 +9,7 @@ use forebay_engine::{
     Request, Status,
 };
 use forebay_replicas::{Member, Method, Replicas, ReplicasConfig};
-use forebay_sim::{CopyModel, DeviceModel, SimClock, SimConfig, SimControl, SimExecutor, SimText};
+use forebay_sim::{DeviceModel, SimClock, SimConfig, SimControl, SimExecutor, SimText, Timing};
 
 /// Far longer than anything here takes: a test that reaches it hangs.
 const PATIENCE: Duration = Duration::from_secs(60);
@@ -40,10 +40,12 @@ fn start(pages: &[u32], breaking: impl Fn(usize, &SimControl)) -> Rig {
         let (executor, control) = SimExecutor::new(SimConfig {
             tokens_a_row: 1,
             host_pages: 0,
-            page_bytes: 0,
-            copy: CopyModel::default(),
             clock: clock.clone(),
-            model: DeviceModel { step_us: 100.0, ..DeviceModel::INSTANT },
+            timing: Timing {
+                model: DeviceModel { step_us: 100.0, ..DeviceModel::INSTANT },
+                ..Timing::default()
+            },
+            hot_row_tokens: 0,
             seed: 0,
             load_us: 1000,
             page_count,

@@ -13,7 +13,7 @@ use forebay_engine::{
 };
 use forebay_replicas::{Member, Method, Replicas, ReplicasConfig};
 use forebay_sim::{
-    CopyModel, DeviceModel, SimClock, SimConfig, SimControl, SimExecutor, SimText, next_token,
+    DeviceModel, SimClock, SimConfig, SimControl, SimExecutor, SimText, Timing, next_token,
 };
 
 const VOCAB: u32 = 1000;
@@ -99,10 +99,12 @@ impl Rig {
             let (executor, control) = SimExecutor::new(SimConfig {
                 tokens_a_row: 1,
                 host_pages: 0,
-                page_bytes: 0,
-                copy: CopyModel::default(),
                 clock: clock.clone(),
-                model: DeviceModel { step_us: 100.0, ..DeviceModel::INSTANT },
+                timing: Timing {
+                    model: DeviceModel { step_us: 100.0, ..DeviceModel::INSTANT },
+                    ..Timing::default()
+                },
+                hot_row_tokens: 0,
                 seed: 0,
                 load_us: 1000,
                 page_count: 1000,

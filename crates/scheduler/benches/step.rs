@@ -77,6 +77,7 @@ impl Replica {
                 vector_size: 0,
                 tokens_a_row: 1,
                 host: None,
+                sparse: None,
             }),
             plan: StepPlan::default(),
             result: StepResult::default(),

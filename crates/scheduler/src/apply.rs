@@ -52,6 +52,7 @@ impl Scheduler {
         }
         // Blocks of rows that went wrong are forgotten by now, so that none of them enters the cache here.
         self.copies_ended(result, events);
+        self.count_rows(result);
         for retired in flight.retired.drain(..) {
             self.give_back(retired);
         }

@@ -46,6 +46,43 @@ pub struct SchedulerConfig {
     pub tokens_a_row: u32,
     /// The tier of host memory, if there is one. Without pages or without the prefix cache it is of no use.
     pub host: Option<HostTier>,
+    /// Requests may give up pages while they decode. It needs a host tier.
+    pub sparse: Option<Sparse>,
+}
+
+impl SchedulerConfig {
+    /// Most positions that a request alone has room for.
+    #[must_use]
+    pub fn most_positions(&self) -> u32 {
+        let pages = match (self.sparse, self.host) {
+            (Some(_), Some(host)) => host.pages,
+            _ => self.pages,
+        };
+        pages.saturating_mul(self.page_size)
+    }
+}
+
+/// Sparse decoding from host memory: a model that chooses few positions for each token reads the others from where they are.
+///
+/// All pages of a request have a page of the host's tier behind them, and are saved as soon as they are full. When the device's run short,
+/// a request gives up its saved pages but the last, and keeps `row_pages` for single positions that are copied back as they are chosen.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Sparse {
+    /// Pages for the hot rows of a sparse request; at least 1.
+    pub row_pages: u32,
+    /// Each new position is saved by the plan that computes it, and not each page when it is full. For measurements.
+    pub save_rows: bool,
+}
+
+impl Sparse {
+    /// Last pages of a request that it does not give up: new positions are written there, and are not saved yet.
+    pub const TAIL: u32 = 2;
+
+    /// Pages that the device needs, for one sparse request and its growth.
+    #[must_use]
+    pub fn least_pages(self) -> u32 {
+        self.row_pages.saturating_add(Self::TAIL + 2)
+    }
 }
 
 /// When a block is saved to the host tier. The names are SGLang's.
@@ -80,6 +117,19 @@ pub struct HostTier {
 impl HostTier {
     /// What `prefetch` is where nobody says.
     pub const PREFETCH: u32 = 4;
+
+    /// As sparse decoding needs it: what is computed is saved, and what was saved is not computed again.
+    pub(crate) fn with(self, sparse: Option<Sparse>) -> Self {
+        match sparse {
+            None => self,
+            Some(_) => Self {
+                policy: SavePolicy::WriteThrough,
+                prefetch: 0,
+                restore_preempted: true,
+                ..self
+            },
+        }
+    }
 
     /// What `copies_a_step` is where nobody says: so many that saves keep up with the prefill of `token_budget` tokens a step.
     #[must_use]

@@ -140,6 +140,29 @@ pub struct Stats {
     pub steps: u64,
     /// The host tier.
     pub host: HostStats,
+    /// Sparse decoding.
+    pub sparse: SparseStats,
+}
+
+/// Numbers of sparse decoding. Those of requests are of the moment, the others only grow.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, AddAssign, Serialize)]
+pub struct SparseStats {
+    /// Requests that are sparse.
+    pub requests: usize,
+    /// Times that a request became sparse while it ran.
+    pub conversions: u64,
+    /// Pages that running requests gave up.
+    pub pages_dropped: u64,
+    /// Positions that sparse requests chose, over rows and layers.
+    pub selected: u64,
+    /// Those that were on pages of the device.
+    pub on_pages: u64,
+    /// Those that were in hot rows.
+    pub in_rows: u64,
+    /// Those that were copied from the host's memory.
+    pub missed: u64,
+    /// Microseconds that rows waited for copies.
+    pub waited_us: u64,
 }
 
 /// Numbers of the host tier; all 0 without one. Those of pages and of what is under way are of the moment, the others only grow.

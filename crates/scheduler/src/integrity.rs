@@ -52,18 +52,24 @@ impl Scheduler {
     fn check_ownership(&self) -> Result<(), String> {
         let mut slots = vec![0_u32; self.config.slots as usize];
         let mut leases = vec![0_u32; self.config.pages as usize];
+        let mut host = vec![0_u32; self.config.host.map_or(0, |host| host.pages) as usize];
         for &slot in &self.free_slots {
             slots[slot as usize] += 1;
         }
         let residents = self.requests.iter().filter_map(|(_, entry)| entry.state.residence());
         let retired = self.in_flight.iter().flat_map(|flight| &flight.retired);
         let owners =
-            residents.map(|r| (r.slot, &r.leases)).chain(retired.map(|r| (r.slot, &r.leases)));
-        for (slot, owned) in owners {
-            slots[slot as usize] += 1;
-            for lease in owned {
-                leases[lease.page() as usize] += 1;
-            }
+            residents.map(|r| (Some(r.slot), &r.pages)).chain(retired.map(|r| (r.slot, &r.pages)));
+        for (slot, pages) in owners {
+            slot.into_iter().for_each(|slot| slots[slot as usize] += 1);
+            pages.leases().for_each(|lease| leases[lease.page() as usize] += 1);
+            pages.host.iter().for_each(|lease| host[lease.page() as usize] += 1);
+        }
+        self.tiers.host_leased_by_copies().for_each(|page| host[page as usize] += 1);
+        for (page, &owned) in host.iter().enumerate() {
+            let counted = self.tiers.host_leases(page as u32);
+            let told = || format!("host page {page}: {owned} leases of {counted} exist");
+            ensure(owned == counted, told)?;
         }
         for page in self.tiers.leased_by_copies() {
             leases[page as usize] += 1;
@@ -98,7 +104,10 @@ impl Scheduler {
         let Some(residence) = entry.state.residence() else {
             return ensure(computed == 0, || format!("{}, but it owns no page", told()));
         };
-        let room = residence.leases.len() as u32 * self.config.page_size;
+        let pages = &residence.pages;
+        let behind = pages.host.len() == if self.config.sparse.is_some() { pages.len() } else { 0 };
+        ensure(behind, || format!("{}: pages have no page behind them", entry.request.id))?;
+        let room = pages.len() as u32 * self.config.page_size;
         ensure(computed <= room || self.keeps_nothing(), || {
             format!("{}, but pages for {room}", told())
         })?;

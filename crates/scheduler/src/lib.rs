@@ -15,7 +15,9 @@
 //! whose blocks are in host memory is admitted and has no row until they are back; others go on meanwhile. A plan may also have no rows,
 //! only copies, or nothing: then the hand answers when a copy has ended.
 //!
-//! The rules, by file: `queue` (whose turn it is), `share` (who has to give way), `plan` (who gets a row), `words` (how large a plan may be), `transfer` (copies between tiers), `retire` (slots and pages, preemption), `apply` (tokens, ends), `reset` (the hand died,
+//! With sparse decoding ([`SchedulerConfig::sparse`]) a request goes on while most of its pages are in host memory only.
+//!
+//! The rules, by file: `queue` (whose turn it is), `share` (who has to give way), `plan` (who gets a row), `words` (how large a plan may be), `transfer` (copies between tiers), `sparse` (pages given up while a request goes on), `retire` (slots and pages, preemption), `apply` (tokens, ends), `reset` (the hand died,
 //! quarantine), `integrity` (what is always true).
 
 mod apply;
@@ -30,23 +32,24 @@ mod reset;
 mod retire;
 mod share;
 mod slab;
+mod sparse;
 mod transfer;
 mod words;
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
 
+use forebay_kvcache::Tiers;
 pub use forebay_kvcache::{BlockEvent, BlockHash, Namer, Place};
-use forebay_kvcache::{Lease, Tiers};
 use forebay_protocol::Want;
 
 use crate::queue::{PROBE_RANK, Queue};
 use crate::rates::Rates;
-use crate::request::{Entry, Key, State};
+use crate::request::{Entry, Key, Pages, State};
 use crate::share::Shares;
 use crate::slab::{Handle, Slab};
 
-pub use crate::config::{HostTier, Policy, SavePolicy, SchedulerConfig};
-pub use crate::event::{ApplyError, Event, Finish, HostStats, Stats};
+pub use crate::config::{HostTier, Policy, SavePolicy, SchedulerConfig, Sparse};
+pub use crate::event::{ApplyError, Event, Finish, HostStats, SparseStats, Stats};
 pub use crate::request::{Past, Request};
 pub use crate::words::{MAX_REQUEST_WORDS, STEP_WORDS, request_words};
 
@@ -62,11 +65,12 @@ struct FlightRow {
     want: Want,
 }
 
-/// A slot and pages that wait for the last step that names them.
+/// What waits for the last step that names it.
 #[derive(Debug)]
 struct Retired {
-    slot: u32,
-    leases: Vec<Lease>,
+    /// `None`: pages alone, of a request that goes on.
+    slot: Option<u32>,
+    pages: Pages,
 }
 
 /// A planned step.
@@ -131,8 +135,18 @@ impl Scheduler {
         assert!(numbers.iter().all(|&n| n > 0), "nothing can run with {config:?}");
         words::check_slots(config.slots);
         let of_use = config.pages > 0 && config.prefix_cache;
-        let config = SchedulerConfig { host: config.host.filter(|_| of_use), ..config };
-        let mut tiers = Tiers::new(config.pages, config.host.map_or(0, |host| host.pages));
+        let host = config.host.filter(|_| of_use);
+        let sparse = config.sparse.filter(|_| host.is_some());
+        let config = SchedulerConfig { host: host.map(|host| host.with(sparse)), sparse, ..config };
+        let host_pages = config.host.map_or(0, |host| host.pages);
+        let mut tiers = match sparse {
+            None => Tiers::new(config.pages, host_pages),
+            Some(sparse) => {
+                let least = sparse.least_pages();
+                assert!(config.pages >= least, "{} pages, but {least} are needed", config.pages);
+                Tiers::backed(config.pages, host_pages, config.page_size)
+            }
+        };
         if config.block_events {
             tiers.note_events();
         }
@@ -177,7 +191,7 @@ impl Scheduler {
         debug_assert!(
             self.keeps_nothing()
                 || request.prompt.len() as u64 + u64::from(request.max_tokens)
-                    <= u64::from(self.config.pages) * u64::from(self.config.page_size),
+                    <= u64::from(self.config.most_positions()),
             "a request alone fits into the pool"
         );
         let rank = match self.config.policy {
@@ -238,6 +252,7 @@ impl Scheduler {
             pages_cached: pages.cached as usize,
             pages_free: pages.free as usize,
             host: self.host_stats(),
+            sparse: self.sparse_stats(),
             ..self.counters
         }
     }

@@ -1,10 +1,13 @@
 //! Who gets a row of the next step: the decoding requests, then those in the middle of prefill, then those whose blocks have come back, then new ones. In quarantine: one suspect,
 //! alone.
 
+use std::ops::Bound;
+
 use forebay_protocol::{MAX_WAIT_US, Row, StepPlan, Want};
 
 use crate::queue::Ticket;
 use crate::request::Residence;
+use crate::sparse::{save_rows, write_tables};
 use crate::transfer::Leased;
 use crate::{Event, FlightRow, Handle, MAX_IN_FLIGHT, Scheduler, State};
 
@@ -31,10 +34,11 @@ impl Scheduler {
         self.plan_copies(plan);
         if self.building.rows.is_empty() {
             let asks = self.in_flight.is_empty() && self.tiers.outstanding() > 0;
-            if plan.copies().len() == 0 && !asks {
+            let copies = plan.copies().len() > 0 || asks;
+            if !copies && !plan.writes_tables() {
                 return false;
             }
-            plan.wait(MAX_WAIT_US);
+            plan.wait(if copies { MAX_WAIT_US } else { 1 });
         }
         self.next_step += 1;
         let empty = self.spare.pop().unwrap_or_default();
@@ -45,6 +49,7 @@ impl Scheduler {
     /// Plans rows for all that there is room for; returns how many of them decode.
     fn plan_everybody(&mut self, plan: &mut StepPlan, events: &mut Vec<Event>) -> usize {
         self.give_way(events);
+        self.relieve(plan);
         self.grow_decodes(plan, events);
         self.plan_decodes(plan);
         let decodes = self.building.rows.len();
@@ -74,7 +79,12 @@ impl Scheduler {
         if self.has_arrived(handle) {
             self.arrive(handle, plan, events);
         }
+        self.relieve(plan);
+        if self.is_sparse(handle) && self.lacks_page(handle) {
+            self.grow(handle, plan, events);
+        }
         match self.requests[handle].state {
+            State::Prefill(_) if self.lacks_page(handle) => 0,
             State::Prefill(_) => {
                 self.push_row(handle, budget, plan);
                 0
@@ -115,7 +125,8 @@ impl Scheduler {
     /// Gives a page to each decoding request whose next position begins one, the most important first.
     fn grow_decodes(&mut self, plan: &mut StepPlan, events: &mut Vec<Event>) {
         let mut needy = std::mem::take(&mut self.needy);
-        for &handle in &self.decodes {
+        let catching_up = self.prefills.values().filter(|&&handle| self.is_sparse(handle));
+        for &handle in self.decodes.iter().chain(catching_up) {
             let entry = &self.requests[handle];
             if entry.plannable() && self.lacks_page(handle) {
                 needy.push((entry.key, handle));
@@ -135,13 +146,7 @@ impl Scheduler {
     /// back, it skips this step. If copies alone hold pages, it skips too instead of preempting itself.
     fn grow(&mut self, handle: Handle, plan: &mut StepPlan, events: &mut Vec<Event>) {
         loop {
-            if let Some(lease) = self.tiers.allocate() {
-                if let Some(residence) = self.requests[handle].state.residence_mut() {
-                    plan.write_page(residence.slot, residence.leases.len() as u32, lease.page());
-                    residence.leases.push(lease);
-                } else {
-                    self.tiers.release(lease);
-                }
+            if self.add_page(handle, plan) {
                 return;
             }
             if self.in_flight.iter().any(|flight| !flight.retired.is_empty()) {
@@ -150,8 +155,19 @@ impl Scheduler {
             let Some((_, &victim)) = self.residents.last_key_value() else {
                 return;
             };
-            if victim == handle && self.tiers.expects_pages() {
+            if self.tiers.hot().available() == 0 && self.config.sparse.is_some() {
+                if self.make_sparse(plan) {
+                    continue;
+                }
+                if self.saves_will_help() {
+                    return;
+                }
+            }
+            if victim == handle && self.awaits_pages() {
                 return;
+            }
+            if let Some(residence) = self.requests[victim].state.residence() {
+                plan.forget_slot(residence.slot);
             }
             self.preempt(victim, events);
             if victim == handle {
@@ -160,10 +176,38 @@ impl Scheduler {
         }
     }
 
+    /// Gives a page to a request, if there is one.
+    fn add_page(&mut self, handle: Handle, plan: &mut StepPlan) -> bool {
+        let (lease, host) = match self.config.sparse {
+            None => (self.tiers.allocate(), None),
+            Some(_) => self.tiers.allocate_backed().unzip(),
+        };
+        let Some(lease) = lease else { return false };
+        if let Some(Residence { slot, pages, .. }) = self.requests[handle].state.residence_mut() {
+            let index = pages.len() as u32;
+            plan.write_page(*slot, index, lease.page());
+            pages.hot.push(Some(lease));
+            host.iter().for_each(|host| plan.write_host(*slot, index, host.page()));
+            pages.host.extend(host);
+        } else {
+            self.tiers.release(lease);
+            host.into_iter().for_each(|host| self.tiers.release_host(host));
+        }
+        true
+    }
+
+    /// Whether pages come back when copies end.
+    fn awaits_pages(&self) -> bool {
+        match self.config.sparse {
+            None => self.tiers.expects_pages(),
+            Some(_) => self.tiers.outstanding() > 0,
+        }
+    }
+
     fn lacks_page(&self, handle: Handle) -> bool {
         let entry = &self.requests[handle];
-        let pages = entry.state.residence().map_or(0, |residence| residence.leases.len() as u32);
-        entry.computed >= pages * self.config.page_size
+        let pages = entry.state.residence().map_or(0, |residence| residence.pages.len() as u32);
+        entry.computed >= pages * self.config.page_size && !self.keeps_nothing()
     }
 
     fn plan_decodes(&mut self, plan: &mut StepPlan) {
@@ -176,15 +220,23 @@ impl Scheduler {
     }
 
     fn plan_prefills(&mut self, budget: &mut u32, plan: &mut StepPlan, events: &mut Vec<Event>) {
+        let mut from = Bound::Unbounded;
         while *budget > 0 {
-            if let Some(handle) = self.next_arrival(plan) {
+            if let Some(handle) = self.next_arrival(from, plan) {
                 self.arrive(handle, plan, events);
             }
-            // Each is either done with its prefill and leaves the map, or takes all that is left of the budget.
-            let Some((_, &handle)) = self.prefills.first_key_value() else {
+            // Each is either done with its prefill and leaves the map, or takes all that is left of the budget, or it is sparse.
+            let Some((&key, &handle)) = self.prefills.range((from, Bound::Unbounded)).next() else {
                 return;
             };
-            *budget -= self.push_row(handle, *budget, plan);
+            if !self.is_sparse(handle) {
+                *budget -= self.push_row(handle, *budget, plan);
+                continue;
+            }
+            if !self.lacks_page(handle) {
+                *budget -= self.push_row(handle, *budget, plan);
+            }
+            from = Bound::Excluded(key);
         }
     }
 
@@ -255,12 +307,12 @@ impl Scheduler {
         plan: &mut StepPlan,
         events: &mut Vec<Event>,
     ) {
-        let Leased { leases, pending, restored } = leased;
+        let Leased { pages, pending, restored } = leased;
         let page_size = self.config.page_size;
         let entry = &mut self.requests[handle];
         entry.computed = entry.cached;
         let named = entry.cached / page_size;
-        let residence = Residence { slot, leases, named, last_step: 0 };
+        let residence = Residence { slot, pages, settled: 0, named, last_step: 0 };
         let replayed = std::mem::replace(&mut entry.request.past.admitted, true);
         let cached_tokens = if replayed { 0 } else { entry.cached.min(entry.prompt_len) };
         let cacheable = self.config.prefix_cache && entry.request.spec.embeds.is_none();
@@ -295,9 +347,7 @@ impl Scheduler {
     ) {
         let entry = &mut self.requests[handle];
         plan.write_slot(&entry.slot(residence.slot));
-        for (index, lease) in residence.leases.iter().enumerate() {
-            plan.write_page(residence.slot, index as u32, lease.page());
-        }
+        write_tables(&residence, plan);
         entry.state = State::Prefill(residence);
         self.prefills.insert(entry.key, handle);
     }
@@ -306,10 +356,13 @@ impl Scheduler {
     /// request decodes; or it pools, and there is nothing more to plan.
     fn push_row(&mut self, handle: Handle, most: u32, plan: &mut StepPlan) -> u32 {
         let entry = &mut self.requests[handle];
+        let sparse = entry.state.residence().is_some_and(|residence| residence.pages.is_sparse());
+        // The positions that one row chooses have room in the hot rows, those of several may not.
+        let most = if sparse { most.min(1) } else { most };
         let (start, length) = (entry.computed, most.min(entry.total - entry.computed));
         let end = start + length;
         let pools = entry.pools();
-        let pages = entry.state.residence().map_or(0, |residence| residence.leases.len() as u32);
+        let pages = entry.state.residence().map_or(0, |residence| residence.pages.len() as u32);
         let want = if end < entry.total {
             Want::Nothing
         } else if pools {
@@ -327,6 +380,9 @@ impl Scheduler {
             return 0;
         };
         residence.last_step = self.building.step;
+        if self.config.sparse.is_some_and(|sparse| sparse.save_rows) {
+            save_rows(&mut self.tiers, &residence.pages, start..end, self.config.page_size, plan);
+        }
         plan.push_row(Row { slot: residence.slot, start, length, want });
         self.building.rows.push(FlightRow { handle, start, end, want });
         self.building.sampled += usize::from(want.samples());

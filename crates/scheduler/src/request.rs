@@ -3,7 +3,7 @@
 use std::collections::VecDeque;
 use std::sync::Arc;
 
-use forebay_kvcache::{BlockHash, Lease, Namer};
+use forebay_kvcache::{BlockHash, Host, Lease, Namer, Tiers};
 use forebay_protocol::{NewSlot, SlotSpec};
 
 use crate::queue::Ticket;
@@ -58,12 +58,50 @@ pub(crate) struct Key {
     pub(crate) arrival: i64,
 }
 
+/// Pages of a request.
+#[derive(Debug, Default)]
+pub(crate) struct Pages {
+    /// On the device, by position; `None`: given up, the host's memory has its content.
+    pub(crate) hot: Vec<Option<Lease>>,
+    /// The pages of the host's tier behind them; empty unless requests can be sparse.
+    pub(crate) host: Vec<Lease<Host>>,
+    /// For the hot rows of a sparse request; empty: it is not sparse.
+    pub(crate) rows: Vec<Lease>,
+}
+
+impl Pages {
+    pub(crate) fn len(&self) -> usize {
+        self.hot.len()
+    }
+
+    pub(crate) fn is_sparse(&self) -> bool {
+        !self.rows.is_empty()
+    }
+
+    /// Leases of the device's pages.
+    pub(crate) fn leases(&self) -> impl Iterator<Item = &Lease> {
+        self.hot.iter().flatten().chain(&self.rows)
+    }
+
+    /// Gives everything back, the deepest page first.
+    pub(crate) fn release(&mut self, tiers: &mut Tiers) {
+        self.rows.drain(..).for_each(|lease| tiers.release(lease));
+        while let Some(hot) = self.hot.pop() {
+            hot.into_iter().for_each(|lease| tiers.release(lease));
+        }
+        while let Some(host) = self.host.pop() {
+            tiers.release_host(host);
+        }
+    }
+}
+
 /// What a request owns on the device while it runs.
 #[derive(Debug)]
 pub(crate) struct Residence {
     pub(crate) slot: u32,
-    /// Pages of its positions, in order.
-    pub(crate) leases: Vec<Lease>,
+    pub(crate) pages: Pages,
+    /// Leading pages that a sparse request has given up, or never will.
+    pub(crate) settled: u32,
     /// Leading blocks that were found in the cache or offered to it.
     pub(crate) named: u32,
     /// The last step whose plan names the slot or the pages.
@@ -134,6 +172,8 @@ pub(crate) struct Entry {
     pub(crate) prefetched: bool,
     /// Positions that were computed when it lost its pages.
     pub(crate) lost: u32,
+    /// It was sparse when it ran last.
+    pub(crate) was_sparse: bool,
 }
 
 /// Tokens that an admitted request has room for beyond those it knows, so that its first steps allocate nothing.
@@ -156,6 +196,7 @@ impl Entry {
             names: Vec::new(),
             prefetched: false,
             lost: 0,
+            was_sparse: false,
             request,
         }
     }

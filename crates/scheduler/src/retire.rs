@@ -47,6 +47,7 @@ impl Scheduler {
                 residence
             }
         };
+        self.requests[handle].was_sparse = residence.pages.is_sparse();
         self.note_use(handle, &residence);
         self.residents.remove(&key);
         self.shares.moved_out(client);
@@ -54,8 +55,12 @@ impl Scheduler {
     }
 
     fn retire(&mut self, residence: Residence) {
-        let Residence { slot, leases, last_step, .. } = residence;
-        let retired = Retired { slot, leases };
+        let Residence { slot, pages, last_step, .. } = residence;
+        self.retire_until(last_step, Retired { slot: Some(slot), pages });
+    }
+
+    /// Gives something back when the result of a step is applied, or now if it was.
+    pub(crate) fn retire_until(&mut self, last_step: u64, retired: Retired) {
         let flight = self.in_flight.iter_mut().rev().find(|flight| flight.step == last_step);
         match flight {
             Some(flight) => flight.retired.push(retired),
@@ -65,8 +70,8 @@ impl Scheduler {
 
     /// Returns to the pool what no step in flight names.
     pub(crate) fn give_back(&mut self, mut retired: Retired) {
-        self.tiers.release_all(&mut retired.leases);
-        self.free_slots.push(retired.slot);
+        retired.pages.release(&mut self.tiers);
+        self.free_slots.extend(retired.slot);
         self.blocked = None;
     }
 

@@ -4,11 +4,12 @@
 //! blocks, as an *arriving* resident: it has its slot and pages, and no row.
 
 use std::collections::VecDeque;
+use std::ops::Bound;
 
-use forebay_kvcache::{self as kvcache, Found, Lease};
-use forebay_protocol::{COPY_OK, Direction, PageCopy, StepPlan, StepResult};
+use forebay_kvcache::{self as kvcache, Found};
+use forebay_protocol::{COPY_OK, Direction, PageCopy, Span, StepPlan, StepResult};
 
-use crate::request::Residence;
+use crate::request::{Key, Pages, Residence};
 use crate::{Event, Handle, HostStats, HostTier, SavePolicy, Scheduler, State};
 
 /// A part of all hot pages that saves may lease at a time.
@@ -21,9 +22,9 @@ const READY_PAGES: u32 = 64;
 const UNFINISHED: usize = 64;
 
 /// The pages of a request that is admitted.
+#[derive(Default)]
 pub(crate) struct Leased {
-    /// In the order of their positions.
-    pub(crate) leases: Vec<Lease>,
+    pub(crate) pages: Pages,
     /// Copies to wait for.
     pub(crate) pending: VecDeque<u32>,
     /// Pages that copies bring.
@@ -38,7 +39,10 @@ impl Scheduler {
         self.requests[handle].settle();
         let (mut leases, mut pending, mut restored) = (Vec::new(), VecDeque::new(), 0);
         if self.keeps_nothing() {
-            return Some(Leased { leases, pending, restored });
+            return Some(Leased::default());
+        }
+        if let Some(sparse) = self.config.sparse {
+            return self.lease_backed(handle, sparse);
         }
         let page_size = self.config.page_size;
         let entry = &self.requests[handle];
@@ -57,7 +61,7 @@ impl Scheduler {
                 Found::Arriving(lease, ticket) => (Some(lease), Some(ticket)),
                 Found::Host(lease) => self.tiers.restore(name, lease).unzip(),
             };
-            leases.extend(lease);
+            leases.push(lease);
             restored += u32::from(ticket.is_some());
             pending.extend(ticket);
         }
@@ -67,10 +71,9 @@ impl Scheduler {
             self.counters.host.restores_declined += 1;
             self.rates.declined();
         }
-        while leases.len() < pages {
-            leases.extend(self.tiers.allocate());
-        }
-        Some(Leased { leases, pending, restored })
+        leases.resize_with(pages, || self.tiers.allocate());
+        let pages = Pages { hot: leases, ..Pages::default() };
+        Some(Leased { pages, pending, restored })
     }
 
     /// Where the leading blocks of a request are, as far as they are anywhere and it is worth while to bring them back; and whether it was not.
@@ -131,9 +134,9 @@ impl Scheduler {
         matches!(&self.requests[handle].state, State::Arriving { pending, .. } if pending.is_empty())
     }
 
-    /// The most important of those whose blocks have come back, if it goes before everybody in prefill and the plan has room for it.
-    pub(crate) fn next_arrival(&self, plan: &StepPlan) -> Option<Handle> {
-        let before = self.prefills.first_key_value().map(|(key, _)| key);
+    /// The most important of those whose blocks have come back, if it goes before everybody in prefill from there on and the plan has room for it.
+    pub(crate) fn next_arrival(&self, from: Bound<Key>, plan: &StepPlan) -> Option<Handle> {
+        let before = self.prefills.range((from, Bound::Unbounded)).next().map(|(key, _)| key);
         let (key, &handle) = self.arriving.iter().find(|(_, at)| self.has_arrived(**at))?;
         let first = before.is_none_or(|before| key < before);
         (first && (!plan.writes_slots() || self.has_words_for(handle, plan))).then_some(handle)
@@ -155,6 +158,7 @@ impl Scheduler {
     /// Brings back blocks of those who are next, as far as pages are to be had without a loss and nobody before them needs them.
     pub(crate) fn prefetch(&mut self) {
         let Some(host) = self.config.host.filter(|host| host.prefetch > 0) else { return };
+        debug_assert!(self.config.sparse.is_none(), "they restore no index keys");
         let page_size = self.config.page_size;
         if !self.rates.restores(1, page_size) {
             return;
@@ -199,7 +203,7 @@ impl Scheduler {
             return;
         }
         let names = &self.requests[handle].names;
-        let names = &names[..names.len().min(residence.leases.len())];
+        let names = &names[..names.len().min(residence.pages.len())];
         self.tiers.touch(names);
         // A block that is being saved is nobody's latest use yet, and the last one is saved last.
         if names.last().is_some_and(|&last| self.tiers.will_be_saved(last))
@@ -227,15 +231,7 @@ impl Scheduler {
             let Some(copy) = self.tiers.next_restore().or_else(|| self.next_save(host)) else {
                 return;
             };
-            plan.push_copy(PageCopy {
-                ticket: copy.ticket,
-                direction: match copy.direction {
-                    kvcache::Direction::Save => Direction::Save,
-                    kvcache::Direction::Restore => Direction::Restore,
-                },
-                hot: copy.hot,
-                host: copy.host,
-            });
+            plan.push_copy(on_the_wire(copy));
         }
     }
 
@@ -278,7 +274,7 @@ impl Scheduler {
             }
         }
         self.touch_finished();
-        if self.tiers.hot().available() > available {
+        if self.tiers.hot().available() > available || self.config.sparse.is_some() {
             self.blocked = None;
             self.shares.changed();
         }
@@ -326,7 +322,9 @@ impl Scheduler {
     pub(crate) fn offer_blocks(&mut self, handle: Handle) {
         let caching = self.config.prefix_cache && !self.keeps_nothing();
         let page_size = self.config.page_size;
-        let saves = self.config.host.is_some_and(|host| host.policy == SavePolicy::WriteThrough);
+        let by_rows = self.config.sparse.is_some_and(|sparse| sparse.save_rows);
+        let saves = self.config.host.is_some_and(|host| host.policy == SavePolicy::WriteThrough)
+            && !by_rows;
         let entry = &mut self.requests[handle];
         let cached = caching && entry.request.spec.embeds.is_none();
         let ready = entry.computed.min(entry.known()) / page_size;
@@ -337,12 +335,31 @@ impl Scheduler {
         entry.name_blocks(ready as usize, page_size as usize, &self.config.namer);
         if let Some(residence) = entry.state.residence_mut() {
             for block in named as usize..ready as usize {
-                let fresh = self.tiers.name(&residence.leases[block], entry.names[block]);
+                let (pages, name) = (&residence.pages, entry.names[block]);
+                let fresh = match (&pages.hot[block], pages.host.get(block)) {
+                    (Some(hot), None) => self.tiers.name(hot, name),
+                    (Some(hot), Some(host)) => self.tiers.name_backed(hot, host, name),
+                    (None, _) => false,
+                };
                 if fresh && saves {
                     self.tiers.want_saved(entry.names[block]);
                 }
             }
             residence.named = ready;
         }
+    }
+}
+
+pub(crate) fn on_the_wire(copy: kvcache::PageCopy) -> PageCopy {
+    PageCopy {
+        ticket: copy.ticket,
+        direction: match copy.direction {
+            kvcache::Direction::Save => Direction::Save,
+            kvcache::Direction::Restore => Direction::Restore,
+            kvcache::Direction::RestoreIndex => Direction::RestoreIndex,
+        },
+        hot: copy.hot,
+        host: copy.host,
+        span: copy.span.map(|kvcache::Span { first, count }| Span { first, count }),
     }
 }

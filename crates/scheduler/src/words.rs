@@ -5,7 +5,7 @@
 //! [`MAX_REQUEST_WORDS`], or refused at the door. Those who run already need a row and a page at most. So every plan fits, by construction.
 
 use forebay_protocol::{
-    COPY_WORDS, MAX_WORDS, NewSlot, PAGE_WRITE_WORDS, ROW_WORDS, SlotSpec, StepPlan,
+    COPY_WORDS, MAX_WORDS, NewSlot, PAGE_WRITE_WORDS, ROW_WORDS, SPAN_WORDS, SlotSpec, StepPlan,
 };
 
 use crate::{Handle, Scheduler};
@@ -17,11 +17,13 @@ const RUNNING_WORDS: u64 = 1 << 20;
 /// Most words of a plan that one request may come to need. [`request_words`] counts them.
 pub const MAX_REQUEST_WORDS: u64 = MAX_WORDS as u64 - RUNNING_WORDS;
 
-/// Words of a plan that writes the whole of a request: `positions` tokens on pages of `page_size`, and its parameters.
+/// Words of a plan that writes the whole of a request: `positions` tokens on pages of `page_size`, and its parameters. Pages are
+/// written into one table, or into two where the host's are too.
 #[must_use]
-pub fn request_words(positions: u64, spec: &SlotSpec, page_size: u32) -> u64 {
+pub fn request_words(positions: u64, spec: &SlotSpec, page_size: u32, tables: u32) -> u64 {
     let slot = NewSlot { slot: 0, tokens: &[], prompt_len: 0, spec };
     let pages = (positions + 1).div_ceil(u64::from(page_size.max(1)));
+    let pages = u64::from(tables) * pages;
     (slot.words() + ROW_WORDS) as u64 + positions + PAGE_WRITE_WORDS as u64 * pages
 }
 
@@ -46,8 +48,19 @@ impl Scheduler {
         };
         // What it still shares becomes its own, and part of the slot.
         let shared = entry.known() as usize - entry.tokens.len();
-        let words = entry.slot(0).words() + shared + ROW_WORDS + PAGE_WRITE_WORDS * pages;
-        let copies = self.config.host.map_or(0, |host| COPY_WORDS * host.copies_a_step as usize);
+        // The host's pages are another table.
+        let (tables, rows) =
+            self.config.sparse.map_or((1, 0), |sparse| (2, sparse.row_pages as usize));
+        let pages = PAGE_WRITE_WORDS * (tables * pages + rows);
+        let words = entry.slot(0).words() + shared + ROW_WORDS + pages;
+        let mut copies =
+            self.config.host.map_or(0, |host| COPY_WORDS * host.copies_a_step as usize);
+        if self.config.sparse.is_some_and(|sparse| sparse.save_rows) {
+            // Each page that its first row touches is a copy of its own, and all copies have spans.
+            let longest = self.config.token_budget.max(self.config.page_size);
+            let touched = (longest / self.config.page_size + 2) as usize;
+            copies = (copies / COPY_WORDS + touched) * (COPY_WORDS + SPAN_WORDS);
+        }
         let vectors = self.building.pooled + usize::from(entry.pools());
         plan.words() + words + copies <= self.config.step_words
             && vectors * self.config.vector_size as usize <= STEP_WORDS

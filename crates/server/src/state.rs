@@ -133,6 +133,7 @@ impl Inner {
         let facts = self.engine.facts().ok_or_else(|| not_serving(self.engine.status()))?;
         Ok(Limits {
             context_length: facts.context_length,
+            prompt_length: facts.prompt_length,
             vocab_size: facts.hand.vocab_size,
             replicas: self.engine.count(),
         })

@@ -26,11 +26,44 @@ pub enum CopyFault {
     Hangs,
 }
 
+/// What a page takes.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct PageBytes {
+    /// Rows that attention reads, over all layers.
+    pub main: u64,
+    /// Index keys.
+    pub index: u64,
+    /// Positions of a page; 0: nobody copies less than a page.
+    pub page_size: u32,
+    /// Index keys have pages of their own, so that rows come back without them.
+    pub apart: bool,
+}
+
+impl PageBytes {
+    /// All of a page.
+    #[must_use]
+    pub fn all(self) -> u64 {
+        self.main + self.index
+    }
+
+    fn of(self, copy: PageCopy) -> u64 {
+        let page = match copy.direction {
+            Direction::RestoreIndex => self.index,
+            Direction::Restore if self.apart => self.main,
+            Direction::Save | Direction::Restore => self.all(),
+        };
+        match copy.span {
+            None => page,
+            Some(span) => page * u64::from(span.count) / u64::from(self.page_size.max(1)),
+        }
+    }
+}
+
 /// The copy engines of both directions. The caller says what time it is.
 #[derive(Debug, Default)]
 pub struct CopyEngines {
     model: CopyModel,
-    page_bytes: u64,
+    bytes: PageBytes,
     /// When each direction's engine is done with what it has.
     busy_until: [u64; 2],
     under_way: Vec<Copying>,
@@ -39,15 +72,26 @@ pub struct CopyEngines {
 impl CopyEngines {
     /// Engines for pages of so many bytes.
     #[must_use]
-    pub fn new(model: CopyModel, page_bytes: u64) -> Self {
-        Self { model, page_bytes, ..Self::default() }
+    pub fn new(model: CopyModel, bytes: PageBytes) -> Self {
+        Self { model, bytes, ..Self::default() }
+    }
+
+    /// When the last save ends of those that were taken on; one that never does counts as if it did.
+    #[must_use]
+    pub fn saves_end(&self) -> u64 {
+        self.busy_until[0]
+    }
+
+    /// Something else uses the way to the device for so long.
+    pub fn delay_restores(&mut self, us: u64) {
+        self.busy_until[1] += us;
     }
 
     /// Takes a copy on that may begin at `from_us`. Those of one direction run one after the other.
     pub fn start(&mut self, copy: PageCopy, from_us: u64, fault: CopyFault) {
-        let lane = usize::from(copy.direction == Direction::Restore);
+        let lane = usize::from(copy.direction != Direction::Save);
         let begin = self.busy_until[lane].max(from_us);
-        let took = self.model.copy_us(copy.direction, self.page_bytes);
+        let took = self.model.copy_us(copy.direction, self.bytes.of(copy));
         let end_us = (fault != CopyFault::Hangs).then_some(begin + took);
         self.busy_until[lane] = begin + took;
         self.under_way.push(Copying {
@@ -75,7 +119,9 @@ impl CopyEngines {
             result.copied.push([copy.ticket.cast_signed(), error]);
             match copy.direction {
                 Direction::Save => result.copy_timing.save_us += copy.took_us,
-                Direction::Restore => result.copy_timing.restore_us += copy.took_us,
+                Direction::Restore | Direction::RestoreIndex => {
+                    result.copy_timing.restore_us += copy.took_us;
+                }
             }
             false
         });
@@ -87,13 +133,14 @@ mod tests {
     use super::*;
 
     fn copy(ticket: u32, direction: Direction) -> PageCopy {
-        PageCopy { ticket, direction, hot: 0, host: 0 }
+        PageCopy { ticket, direction, hot: Some(0), host: 0, span: None }
     }
 
     #[test]
     fn each_direction_has_an_engine_and_takes_one_after_the_other() {
         let model = CopyModel { save_gbps: Some(1.0), restore_gbps: Some(2.0), latency_us: 10.0 };
-        let mut engines = CopyEngines::new(model, 100_000);
+        let mut engines =
+            CopyEngines::new(model, PageBytes { main: 100_000, ..PageBytes::default() });
         engines.start(copy(0, Direction::Save), 50, CopyFault::None);
         engines.start(copy(1, Direction::Save), 0, CopyFault::Fails);
         engines.start(copy(2, Direction::Restore), 0, CopyFault::None);

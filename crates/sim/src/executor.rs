@@ -5,23 +5,23 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use forebay_engine::{Clock, Executor, Signal, Wake};
-use forebay_protocol::{Direction, Dtype, Ready, StepPlan, StepResult};
+use forebay_protocol::{Dtype, Ready, StepPlan, StepResult};
 use parking_lot::{Condvar, Mutex};
 
 use crate::clock::{self, SimClock};
-use crate::copies::{CopyEngines, CopyFault};
+use crate::copies::CopyFault;
 use crate::device::Device;
-use crate::load::StepLoad;
-use crate::profile::{CopyModel, DeviceModel, Jitter};
+use crate::profile::Jitter;
 use crate::text::SimText;
+use crate::timeline::{Timeline, Timing};
 
 /// What is simulated.
 #[derive(Clone)]
 pub struct SimConfig {
     /// Time.
     pub clock: SimClock,
-    /// How long steps take.
-    pub model: DeviceModel,
+    /// How long steps and copies take.
+    pub timing: Timing,
     /// Seed of the jitter.
     pub seed: u64,
     /// Microseconds from spawn to ready.
@@ -40,10 +40,14 @@ pub struct SimConfig {
     pub device: String,
     /// Pages of the host's tier; 0: there is none.
     pub host_pages: u32,
-    /// Bytes of a page; 0: copies take their latency.
-    pub page_bytes: u64,
-    /// How pages are copied.
-    pub copy: CopyModel,
+    /// Positions that a sparse slot keeps; 0: no slot is ever sparse.
+    pub hot_row_tokens: u32,
+}
+
+impl SimConfig {
+    fn timeline(&self, now_us: u64) -> Timeline {
+        Timeline::new(self.timing, Jitter::new(self.timing.model.jitter_sigma, self.seed), now_us)
+    }
 }
 
 /// Injects faults into a running simulation, from any thread.
@@ -117,6 +121,19 @@ impl SimControl {
         self.change(|faults| faults.held = false);
     }
 
+    /// What becomes of the next copy.
+    fn copy_fault(&self) -> CopyFault {
+        let mut faults = self.shared.faults.lock();
+        if faults.hang_copies {
+            CopyFault::Hangs
+        } else if faults.fail_copies > 0 {
+            faults.fail_copies -= 1;
+            CopyFault::Fails
+        } else {
+            CopyFault::None
+        }
+    }
+
     fn change(&self, with: impl FnOnce(&mut Faults)) {
         with(&mut self.shared.faults.lock());
         self.shared.changed.notify_all();
@@ -140,14 +157,11 @@ struct Pending {
 /// A simulated rank group.
 pub struct SimExecutor {
     config: SimConfig,
-    jitter: Jitter,
     control: SimControl,
     device: Device,
     pending: VecDeque<Pending>,
-    busy_until: u64,
-    last_end: u64,
     poisoned: Vec<u32>,
-    copies: CopyEngines,
+    timeline: Timeline,
     up: bool,
 }
 
@@ -157,48 +171,23 @@ impl SimExecutor {
     pub fn new(config: SimConfig) -> (Self, SimControl) {
         let control = SimControl::default();
         let executor = Self {
-            jitter: Jitter::new(config.model.jitter_sigma, config.seed),
+            timeline: config.timeline(0),
             config,
             control: control.clone(),
             device: Device::default(),
             pending: VecDeque::new(),
-            busy_until: 0,
-            last_end: 0,
             poisoned: Vec::new(),
-            copies: CopyEngines::default(),
             up: false,
         };
         (executor, control)
     }
 
-    /// Starts a plan's copies: restores at once, saves behind the rows.
-    fn start_copies(&mut self, plan: &StepPlan, now: u64, behind: u64) {
-        for copy in plan.copies() {
-            let mut faults = self.control.shared.faults.lock();
-            let fault = if faults.hang_copies {
-                CopyFault::Hangs
-            } else if faults.fail_copies > 0 {
-                faults.fail_copies -= 1;
-                CopyFault::Fails
-            } else {
-                CopyFault::None
-            };
-            drop(faults);
-            let from = if copy.direction == Direction::Save { behind } else { now };
-            self.copies.start(copy, from, fault);
-        }
-    }
-
     /// A plan without rows: it is answered when a copy ends, or when its time is over.
-    fn wait_for_copies(&mut self, plan: &StepPlan, start: u64) {
-        self.start_copies(plan, start, start);
-        let over = start + u64::from(plan.wait_us());
-        let at_us = self.copies.next_end().map_or(over, |end| end.clamp(start, over));
-        self.busy_until = at_us;
-        self.last_end = at_us;
+    fn wait_for_copies(&mut self, plan: &StepPlan, now: u64) {
+        let span = self.timeline.wait(plan, now, || self.control.copy_fault());
         let result = StepResult { step: plan.step(), ..StepResult::default() };
-        let outcome = Some(Ok(result));
-        self.pending.push_back(Pending { at_us, outcome, waits_since: Some(start) });
+        let (outcome, waits_since) = (Some(Ok(result)), Some(span.start_us));
+        self.pending.push_back(Pending { at_us: span.end_us, outcome, waits_since });
     }
 
     fn died(&mut self, why: &str) -> Signal {
@@ -222,11 +211,12 @@ impl SimExecutor {
                     load_seconds: self.config.load_us as f64 / 1e6,
                     tokens_a_row: self.config.tokens_a_row,
                     host_page_count: self.config.host_pages,
-                    page_bytes: self.config.page_bytes,
+                    page_bytes: self.config.timing.bytes.all(),
+                    hot_row_tokens: self.config.hot_row_tokens,
                 })
             }
             Some(Ok(mut result)) => {
-                self.copies.report(pending.at_us, &mut result);
+                self.timeline.report(pending.at_us, &mut result);
                 Signal::Result(result)
             }
             Some(Err(why)) => self.died(why),
@@ -243,9 +233,7 @@ impl Executor for SimExecutor {
         self.device = Device::default();
         self.pending.clear();
         self.poisoned.clear();
-        self.copies = CopyEngines::new(self.config.copy, self.config.page_bytes);
-        self.busy_until = now;
-        self.last_end = now;
+        self.timeline = self.config.timeline(now);
         let mut faults = self.control.shared.faults.lock();
         faults.hang = false;
         faults.hang_copies = false;
@@ -280,25 +268,20 @@ impl Executor for SimExecutor {
         let now = self.config.clock.now_us();
         if let Some(Pending { at_us, waits_since: Some(since), .. }) = self.pending.back_mut() {
             *at_us = (*at_us).min(now.max(*since));
-            self.busy_until = *at_us;
-            self.last_end = *at_us;
+            self.timeline.cut(*at_us);
         }
-        let start = self.busy_until.max(now);
         if plan.rows().len() == 0 {
-            return self.wait_for_copies(plan, start);
+            return self.wait_for_copies(plan, now);
         }
         let mut result = self.device.execute(plan, &self.config.text);
-        let median = self.config.model.median_us(&StepLoad::of(plan));
-        let device_us = (median * self.jitter.factor(plan.step())).round() as u64;
-        result.device_us = u32::try_from(device_us).unwrap_or(u32::MAX);
-        result.gap_us = u32::try_from(start - self.last_end).unwrap_or(u32::MAX);
-        self.busy_until = start + device_us;
-        self.last_end = self.busy_until;
+        let (span, rows) = self.timeline.compute(plan, now, || self.control.copy_fault());
+        result.device_us = u32::try_from(span.end_us - span.start_us).unwrap_or(u32::MAX);
+        result.gap_us = u32::try_from(span.gap_us).unwrap_or(u32::MAX);
+        result.sparse_rows = rows;
         let deadly =
             !self.poisoned.is_empty() && plan.rows().any(|row| self.poisoned.contains(&row.slot));
         let outcome = Some(if deadly { Err("poisoned") } else { Ok(result) });
-        self.start_copies(plan, start, self.busy_until);
-        self.pending.push_back(Pending { at_us: self.busy_until, outcome, waits_since: None });
+        self.pending.push_back(Pending { at_us: span.end_us, outcome, waits_since: None });
     }
 
     fn wait(&mut self, timeout_us: Option<u64>) -> Signal {

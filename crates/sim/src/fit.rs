@@ -156,6 +156,7 @@ impl Robust {
             row_us,
             context_us,
             attention_us,
+            host_us: 0.0,
             jitter_sigma: if self.sigma > EXACT { rounded(self.sigma.min(1.0)) } else { 0.0 },
         }
     }

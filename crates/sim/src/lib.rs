@@ -19,9 +19,10 @@ mod record;
 mod samples;
 mod solve;
 mod text;
+mod timeline;
 
 pub use clock::SimClock;
-pub use copies::{CopyEngines, CopyFault};
+pub use copies::{CopyEngines, CopyFault, PageBytes};
 pub use executor::{SimConfig, SimControl, SimExecutor};
 pub use fit::{Fit, fit};
 pub use load::StepLoad;
@@ -29,3 +30,4 @@ pub use profile::{CopyModel, DeviceModel, Jitter, KvModel, Profile, ProfileError
 pub use record::{Recorder, StepRecord};
 pub use samples::{FitError, Sample, read_samples};
 pub use text::{Script, SimText, next_token, vector};
+pub use timeline::{SaveOrder, Span, SparseModel, Timeline, Timing};

@@ -6,7 +6,9 @@ use forebay_protocol::Direction;
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
+use crate::copies::PageBytes;
 use crate::load::StepLoad;
+use crate::timeline::SparseModel;
 
 /// Microseconds of a step:
 /// `step_us + max(weights_us, token_us * tokens) + row_us * rows + context_us * context + attention_us * attention`.
@@ -28,6 +30,8 @@ pub struct DeviceModel {
     pub context_us: f64,
     /// Each pair of a computed position and one that it attends to.
     pub attention_us: f64,
+    /// The host's work on a plan before its rows can begin; hidden while the device computes, unless something keeps the host waiting.
+    pub host_us: f64,
     /// Standard deviation of the logarithm of a step's time: 0.1 is about 10 % jitter.
     pub jitter_sigma: f64,
 }
@@ -41,6 +45,7 @@ impl DeviceModel {
         row_us: 0.0,
         context_us: 0.0,
         attention_us: 0.0,
+        host_us: 0.0,
         jitter_sigma: 0.0,
     };
 
@@ -62,6 +67,7 @@ impl DeviceModel {
             ("row_us", self.row_us),
             ("context_us", self.context_us),
             ("attention_us", self.attention_us),
+            ("host_us", self.host_us),
             ("jitter_sigma", self.jitter_sigma),
         ];
         match fields.into_iter().find(|(_, value)| !(value.is_finite() && *value >= 0.0)) {
@@ -135,14 +141,23 @@ pub struct Profile {
     /// How pages are copied between the device's memory and the host's.
     #[serde(default)]
     pub copy: CopyModel,
+    /// What rows of sparse slots cost, if the model chooses positions.
+    #[serde(default, skip_serializing_if = "is_dense")]
+    pub sparse: SparseModel,
+}
+
+fn is_dense(sparse: &SparseModel) -> bool {
+    *sparse == SparseModel::default()
 }
 
 /// What keys and values take.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct KvModel {
-    /// Bytes of a position over all layers; 0: nobody has said.
+    /// Bytes of a position over all layers, without index keys; 0: nobody has said.
     pub main_bytes_token: u64,
+    /// Bytes of a position's index keys over all layers that have any.
+    pub index_bytes_token: u64,
 }
 
 /// Copies of pages: one engine a direction, beside the steps.
@@ -165,7 +180,7 @@ impl CopyModel {
     pub fn copy_us(&self, direction: Direction, bytes: u64) -> u64 {
         let gbps = match direction {
             Direction::Save => self.save_gbps,
-            Direction::Restore => self.restore_gbps,
+            Direction::Restore | Direction::RestoreIndex => self.restore_gbps,
         };
         // A GB a second is a thousand bytes a microsecond.
         let moving = gbps.map_or(0.0, |gbps| bytes as f64 / (1000.0 * gbps));
@@ -215,11 +230,13 @@ pub enum ProfileError {
     },
 }
 
-const BUILT_IN: [(&str, &str); 4] = [
+const BUILT_IN: [(&str, &str); 6] = [
     ("instant", include_str!("../profiles/instant.toml")),
     ("cpu1-smollm2-135m", include_str!("../profiles/cpu1-smollm2-135m.toml")),
     ("h100-llama-3.1-8b", include_str!("../profiles/h100-llama-3.1-8b.toml")),
+    ("h20x8-v3.2-bf16", include_str!("../profiles/h20x8-v3.2-bf16.toml")),
     ("h200-qwen3-0.6b", include_str!("../profiles/h200-qwen3-0.6b.toml")),
+    ("h200x8-v3.2-fp8", include_str!("../profiles/h200x8-v3.2-fp8.toml")),
 ];
 
 impl Profile {
@@ -262,6 +279,7 @@ impl Profile {
         profile.name = name.to_owned();
         profile.time.check().map_err(malformed)?;
         profile.copy.check().map_err(malformed)?;
+        profile.sparse.check().map_err(malformed)?;
         if !(profile.load_s.is_finite() && (0.0..=3600.0).contains(&profile.load_s)) {
             return Err(malformed("load_s: expected seconds, at most an hour".to_owned()));
         }
@@ -282,10 +300,27 @@ impl Profile {
         })
     }
 
-    /// Bytes of a page over all layers; 0: nobody has said.
+    /// What a page takes; `apart`: index keys have pages of their own.
     #[must_use]
-    pub fn page_bytes(&self, page_size: u32) -> u64 {
-        self.kv.main_bytes_token * u64::from(page_size)
+    pub fn page_bytes(&self, page_size: u32, apart: bool) -> PageBytes {
+        let bytes = |token: u64| token * u64::from(page_size);
+        let KvModel { main_bytes_token, index_bytes_token } = self.kv;
+        PageBytes {
+            main: bytes(main_bytes_token),
+            index: bytes(index_bytes_token),
+            page_size,
+            apart,
+        }
+    }
+
+    /// Pages of the KV pool where requests may be sparse, and the device has room for the index keys of `ratio` times as many: the
+    /// memory of [`Self::page_count`] is shared by both.
+    #[must_use]
+    pub fn sparse_page_count(&self, page_size: u32, ratio: f64) -> u32 {
+        let KvModel { main_bytes_token, index_bytes_token } = self.kv;
+        let (main, index) = (main_bytes_token as f64, index_bytes_token as f64);
+        let tokens = self.kv_tokens as f64 * (main + index) / (main + ratio * index).max(1.0);
+        ((tokens / f64::from(page_size)) as u32).max(1)
     }
 
     /// Pages of the KV pool.
@@ -350,6 +385,7 @@ mod tests {
             row_us: 1.0,
             context_us: 0.01,
             attention_us: 0.001,
+            host_us: 0.0,
             jitter_sigma: 0.0,
         };
         let load = |decode_rows: u32, prefill_tokens| StepLoad {

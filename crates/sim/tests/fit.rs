@@ -8,7 +8,7 @@ use forebay_engine::{Executor, Signal};
 use forebay_protocol::{NewSlot, Row, SlotSpec, StepPlan, Want};
 use forebay_sim::{
     CopyModel, DeviceModel, KvModel, Profile, Recorder, Sample, SimClock, SimConfig, SimExecutor,
-    SimText, StepLoad, fit, read_samples,
+    SimText, SparseModel, StepLoad, Timing, fit, read_samples,
 };
 
 /// A file in the system's folder for such, gone with this.
@@ -54,10 +54,9 @@ fn record(model: DeviceModel, file: &Scratch) {
     let (executor, _control) = SimExecutor::new(SimConfig {
         tokens_a_row: 1,
         host_pages: 0,
-        page_bytes: 0,
-        copy: CopyModel::default(),
         clock,
-        model,
+        timing: Timing { model, ..Timing::default() },
+        hot_row_tokens: 0,
         seed: 1,
         load_us: 0,
         page_count: 10,
@@ -99,6 +98,7 @@ const STRAIGHT: DeviceModel = DeviceModel {
     row_us: 400.0,
     context_us: 2.5,
     attention_us: 0.3,
+    host_us: 0.0,
     jitter_sigma: 0.0,
 };
 const ROOFLINE: DeviceModel = DeviceModel { weights_us: 90_000.0, step_us: 5000.0, ..STRAIGHT };
@@ -159,10 +159,11 @@ fn a_fitted_profile_survives_its_file() {
         origin: "made up \"for\" a test\nof two lines".into(),
         device: "none".into(),
         model: "none".into(),
+        sparse: SparseModel::default(),
         kv_tokens: 1000,
         load_s: 1.5,
         time: fit(&samples).expect("fit").model,
-        kv: KvModel { main_bytes_token: 512 },
+        kv: KvModel { main_bytes_token: 512, ..KvModel::default() },
         copy: CopyModel { save_gbps: Some(2.5), restore_gbps: None, latency_us: 3.0 },
     };
     std::fs::write(&file.0, profile.to_toml().expect("TOML")).expect("file");
@@ -183,10 +184,9 @@ fn a_recorder_passes_wakes_on() {
     let config = SimConfig {
         tokens_a_row: 1,
         host_pages: 0,
-        page_bytes: 0,
-        copy: CopyModel::default(),
         clock: SimClock::virtual_time(),
-        model: DeviceModel::INSTANT,
+        timing: Timing { model: DeviceModel::INSTANT, ..Timing::default() },
+        hot_row_tokens: 0,
         seed: 0,
         load_us: 5,
         page_count: 10,

@@ -12,6 +12,10 @@ import torch
 Int64s = npt.NDArray[np.int64]
 
 
+NO_ROW = -1
+"""In place of a position, or of a row's number, where a query has fewer than others."""
+
+
 class LayerKV(NamedTuple):
     """One layer's pages as flat token positions: page p holds `page_size` entries from p * page_stride on.
 
@@ -46,11 +50,29 @@ class Batch:
     length: Int64s  # [r], on the host: tokens of the row
     offset: Int64s  # [r], on the host: the row's first token
     slots: torch.Tensor  # int64 [r], on the device
+    lengths: torch.Tensor  # int64 [r], on the device: as `length`
     ends: torch.Tensor  # int64 [r], on the device: start + length
     page_table: torch.Tensor  # int32 [slots, pages a slot], on the device
     page_size: int
     page_stride: int
     """Entries of `LayerKV` from a page's first to that of the next."""
+
+
+@dataclass(frozen=True)
+class IndexBatch:
+    """The rows of one step whose queries choose among their positions; their tokens follow those of the `Batch`."""
+
+    start: Int64s  # [r], on the host
+    length: Int64s  # [r], on the host
+    slots: torch.Tensor  # int64 [r], on the device
+    lengths: torch.Tensor  # int64 [r], on the device: as `length`
+    ends: torch.Tensor  # int64 [r], on the device: start + length
+    page_table: torch.Tensor  # int32 [slots, pages a slot], on the device: pages of index keys
+    page_size: int
+    page_stride: int
+    """Entries from a page's first index key to that of the next."""
+    top_k: int
+    """Most positions that a query keeps."""
 
 
 class AttentionBackend(Protocol):
@@ -66,9 +88,27 @@ class AttentionBackend(Protocol):
         """q [n, heads, head_dim] gives [n, heads * head_dim]; k and v [n, kv_heads, head_dim] are in their pages."""
 
     def attend_latent(
-        self, q: torch.Tensor, rows: torch.Tensor, up: torch.Tensor, kv: LayerKV, heads: LatentHeads, prepared: Any
+        self,
+        q: torch.Tensor,
+        rows: torch.Tensor,
+        up: torch.Tensor,
+        kv: LayerKV,
+        heads: LatentHeads,
+        prepared: Any,
+        chosen: torch.Tensor | None,
     ) -> torch.Tensor:
         """q [n, heads, nope_dim + rotated] gives [n, heads * value_dim]; `rows` [n, rank + rotated] are in their pages.
 
-        `up` [heads, nope_dim + value_dim, rank] makes keys and then values of a latent part.
+        `up` [heads, nope_dim + value_dim, rank] makes keys and then values of a latent part. The last tokens attend to
+        the entries `chosen` int64 [queries, top_k] of `kv`, of which `NO_ROW` is none, those before to all theirs.
+        """
+
+    def prepare_index(self, batch: IndexBatch) -> Any:
+        """What every indexed layer of the step uses."""
+
+    def choose(self, q: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor, prepared: Any) -> torch.Tensor:
+        """Positions int64 [queries, top_k] that queries keep, ascending, `NO_ROW` behind them.
+
+        q is [queries, index heads, head_dim], weights are float32 [queries, index heads], a layer's keys [entries,
+        head_dim]. Those of the queries' own positions are there.
         """

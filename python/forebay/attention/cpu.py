@@ -1,4 +1,4 @@
-"""Attention on the host's processors: gathers pages and calls torch's blocked kernel."""
+"""Attention in PyTorch's operators: gathers pages and calls torch's blocked kernel. On any device, best on a CPU."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from forebay.attention import latent
-from forebay.attention.backend import Batch, Int64s, LatentHeads, LayerKV
+from forebay.attention import latent, selection, sparse
+from forebay.attention.backend import Batch, IndexBatch, Int64s, LatentHeads, LayerKV
 
 DECODE_POSITIONS = 1 << 18
 """Most positions (rows x padded length) gathered at once, to bound the memory of one call."""
@@ -48,7 +48,7 @@ class CpuStep:
 
 
 class CpuAttention:
-    """CPU implementation of `AttentionBackend`.
+    """`AttentionBackend` in PyTorch's operators. No shape depends on a value of a tensor.
 
     Padding never reads another request's memory: a value that is not finite would get through a mask (0 * nan is nan).
     """
@@ -88,8 +88,9 @@ class CpuAttention:
         kv: LayerKV,
         heads: LatentHeads,
         prepared: CpuStep,
+        chosen: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Decode rows absorbed, for they would make keys and values of all positions anew; chunks not."""
+        """Decode rows absorbed, for they would make keys and values of all positions anew; chunks by `of_chunk`."""
         outputs = []
         for group in prepared.groups:
             part = slice(group.first, group.first + group.count)
@@ -98,24 +99,35 @@ class CpuAttention:
         for chunk in prepared.chunks:
             part = slice(chunk.first, chunk.first + chunk.count)
             seen = rows[part] if chunk.entries is None else kv.keys.index_select(0, chunk.entries)[:, 0]
-            outputs.append(latent.naive(q[part], seen, chunk.blocks, up, heads))
+            outputs.append(latent.of_chunk(q[part], seen, chunk.blocks, up, heads))
+        if chosen is not None:
+            outputs.append(sparse.attend(q[len(q) - len(chosen) :], kv.keys[:, 0], chosen, up, heads))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+    def prepare_index(self, batch: IndexBatch) -> selection.IndexStep:
+        return selection.prepare(batch)
+
+    def choose(
+        self, q: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor, prepared: selection.IndexStep
+    ) -> torch.Tensor:
+        return selection.choose(q, weights, keys, prepared)
 
     def _chunk(self, batch: Batch, row: int, dtype: torch.dtype) -> ChunkRow:
         first, count, start = int(batch.offset[row]), int(batch.length[row]), int(batch.start[row])
         if start == 0:
             return ChunkRow(first, count, None, [])
-        positions = torch.arange(start + count)
+        device = batch.slots.device
+        positions = torch.arange(start + count, device=device)
         table = batch.page_table.index_select(0, batch.slots[row : row + 1])[0]
         pages = table.index_select(0, positions // batch.page_size).long()
         entries = pages * batch.page_stride + positions % batch.page_size
         blocks = []
         for begin in range(0, count, QUERY_BLOCK):
             end = min(begin + QUERY_BLOCK, count)
-            blocks.append((begin, end, self._causal(end - begin, start + begin, dtype)))
+            blocks.append((begin, end, self._causal(end - begin, start + begin, dtype, device)))
         return ChunkRow(first, count, entries, blocks)
 
-    def _causal(self, queries: int, before: int, dtype: torch.dtype) -> torch.Tensor:
+    def _causal(self, queries: int, before: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Additive mask [queries, before + queries]: query i sees keys up to `before + i`.
 
         It is a window of one mask that is kept and grows: zeros, and at its right end the triangle of a whole block.
@@ -123,8 +135,8 @@ class CpuAttention:
         known = self._future.shape[1] - QUERY_BLOCK
         if known < before or self._future.dtype != dtype:
             known = max(before, 2 * known)
-            triangle = torch.full((QUERY_BLOCK, QUERY_BLOCK), -torch.inf).triu_(1)
-            self._future = torch.cat((torch.zeros(QUERY_BLOCK, known), triangle), dim=1).to(dtype)
+            triangle = torch.full((QUERY_BLOCK, QUERY_BLOCK), -torch.inf, dtype=dtype, device=device).triu_(1)
+            self._future = torch.cat((triangle.new_zeros(QUERY_BLOCK, known), triangle), dim=1)
         return self._future[:queries, known - before : known + queries]
 
 
@@ -140,15 +152,15 @@ def _decode_group(batch: Batch, all_ends: Int64s, first: int, count: int, dtype:
     longest, shortest = int(all_ends[rows].max()), int(all_ends[rows].min())
     ps, stride = batch.page_size, batch.page_stride
     pages = batch.page_table[:, : -(-longest // ps)].index_select(0, slots).long()
-    positions = torch.arange(longest)
+    positions = torch.arange(longest, device=slots.device)
     # Page table entries past a row's end are whatever was left there: replace what they name before it is used.
     last = pages.gather(1, (ends - 1) // ps) * stride + (ends - 1) % ps
-    entries = (pages[:, :, None] * stride + torch.arange(ps)).view(count, -1)[:, :longest]
+    entries = (pages[:, :, None] * stride + torch.arange(ps, device=slots.device)).view(count, -1)[:, :longest]
     if shortest == longest:
         return DecodeGroup(first, count, entries.reshape(-1), None)
     inside = positions < ends
     entries = torch.where(inside, entries, last).view(-1)
-    mask = torch.zeros(count, longest, dtype=dtype).masked_fill_(~inside, -torch.inf)
+    mask = torch.zeros(count, longest, dtype=dtype, device=slots.device).masked_fill_(~inside, -torch.inf)
     return DecodeGroup(first, count, entries, mask[:, None, None])
 
 

@@ -16,6 +16,8 @@ from forebay.attention.backend import LatentHeads
 
 Block = tuple[int, int, torch.Tensor]
 """First query, end query, additive mask [queries, positions that they see]."""
+MADE = 1 << 25
+"""Most elements of keys and values that are made at once, unless one head has more: of all heads it is gigabytes."""
 
 
 def absorbed(
@@ -34,13 +36,49 @@ def absorbed(
     return torch.einsum("nhc,hvc->nhv", seen, of_values).flatten(1)
 
 
-def naive(
+def of_chunk(
     q: torch.Tensor, rows: torch.Tensor, blocks: Sequence[Block], up: torch.Tensor, heads: LatentHeads
 ) -> torch.Tensor:
     """The queries of a chunk, [n, heads, nope_dim + rotated], on rows [positions, rank + rotated], its own at the end.
 
     Without blocks nothing is before the chunk. Gives [n, heads * value_dim].
     """
+    rotated = rows.shape[1] - heads.rank
+    both = (heads.nope_dim + heads.value_dim) * heads.rank
+    pairs = 2 * len(q) * len(rows)
+    # Multiplications of a head: few queries are less work than keys and values of all that is before them.
+    made = len(rows) * both + pairs * max(heads.nope_dim + rotated, heads.value_dim)
+    brought = len(q) * both + pairs * rows.shape[1]
+    way = naive if made <= brought or not blocks else absorbed_chunk
+    return way(q, rows, blocks, up, heads)
+
+
+def absorbed_chunk(
+    q: torch.Tensor, rows: torch.Tensor, blocks: Sequence[Block], up: torch.Tensor, heads: LatentHeads
+) -> torch.Tensor:
+    """`of_chunk` of few queries, with blocks: no keys and values are made."""
+    of_keys, of_values = up.split((heads.nope_dim, heads.value_dim), dim=1)
+    nope, rotated = q[..., : heads.nope_dim], q[..., heads.nope_dim :]
+    latent = torch.einsum("nhd,hdc->nhc", nope, of_keys)
+    query = torch.cat((latent, rotated), dim=-1).transpose(0, 1)[None]
+    keys = rows[None, None].expand(-1, q.shape[1], -1, -1)
+    seen = _by_blocks(query, keys, keys, blocks, heads.scale)[0, ..., : heads.rank]
+    return torch.einsum("hnc,hvc->nhv", seen, of_values).flatten(1)
+
+
+def naive(
+    q: torch.Tensor, rows: torch.Tensor, blocks: Sequence[Block], up: torch.Tensor, heads: LatentHeads
+) -> torch.Tensor:
+    """`of_chunk` of many queries. Keys and values are made for some heads at a time: at most `MADE` elements."""
+    at_once = max(1, MADE // (len(rows) * up.shape[1]))
+    parts = zip(q.split(at_once, dim=1), up.split(at_once), strict=True)
+    outputs = [_made(of_some, rows, blocks, up_of_some, heads) for of_some, up_of_some in parts]
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
+
+
+def _made(
+    q: torch.Tensor, rows: torch.Tensor, blocks: Sequence[Block], up: torch.Tensor, heads: LatentHeads
+) -> torch.Tensor:
     count = q.shape[1]
     made = F.linear(rows[:, : heads.rank], up.flatten(0, 1)).unflatten(1, (count, -1))
     nope, v = made.split((heads.nope_dim, heads.value_dim), dim=-1)
@@ -48,15 +86,21 @@ def naive(
     # The blocked kernel wants values as wide as keys; without it a matrix of all scores would be made.
     width = max(k.shape[-1], heads.value_dim)
     q, k, v = (F.pad(x, (0, width - x.shape[-1])).transpose(0, 1)[None] for x in (q, k, v))
-    if not blocks:
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=heads.scale)
-    else:
-        parts = []
-        for begin, end, mask in blocks:
-            seen = mask.shape[1]
-            part = F.scaled_dot_product_attention(
-                q[:, :, begin:end], k[:, :, :seen], v[:, :, :seen], attn_mask=mask, scale=heads.scale
-            )
-            parts.append(part)
-        out = torch.cat(parts, dim=2)
+    out = _by_blocks(q, k, v, blocks, heads.scale)
     return out[0, ..., : heads.value_dim].transpose(0, 1).flatten(1)
+
+
+def _by_blocks(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, blocks: Sequence[Block], scale: float
+) -> torch.Tensor:
+    """Attention of q [1, heads, n, width] to k and v [1, heads, positions, width]; n are the last positions."""
+    if not blocks:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
+    parts = []
+    for begin, end, mask in blocks:
+        seen = mask.shape[1]
+        part = F.scaled_dot_product_attention(
+            q[:, :, begin:end], k[:, :, :seen], v[:, :, :seen], attn_mask=mask, scale=scale
+        )
+        parts.append(part)
+    return torch.cat(parts, dim=2)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 
 import torch
+import torch.nn.functional as F
 
 from forebay.attention.backend import AttentionBackend
 from forebay.attention.cpu import CpuAttention
@@ -24,6 +25,7 @@ from forebay.state.slots import SlotTables
 from forebay.weights.config import ModelConfig
 from forebay.weights.encoder_config import EncoderConfig
 from forebay.weights.errors import ModelError
+from forebay.weights.parts import Experts
 from forebay.weights.quantization import PLAIN
 
 
@@ -33,6 +35,16 @@ class Choice:
     def __init__(self, device: Device) -> None:
         self._device = device
         self._native = device.runs_native and native_wanted()
+
+    def check_operators(self, model: ModelConfig | EncoderConfig) -> None:
+        """Raises `ModelError` when PyTorch lacks an operator that such a model needs on this device."""
+        experts = isinstance(model, ModelConfig) and any(isinstance(feed, Experts) for feed in model.feeds)
+        # Where values may decide what is called, a product for each expert does.
+        if experts and self._device.beside_host and not hasattr(F, "grouped_mm"):
+            raise ModelError(
+                f"a mixture of experts on {self._device.name} needs PyTorch 2.10 or newer, which has "
+                f"torch.nn.functional.grouped_mm: this is {torch.__version__}"
+            )
 
     def check_quantization(self, quantization: str, model: ModelConfig | EncoderConfig) -> None:
         """Raises `ValueError` when there are no products of quantised matrices for such a model."""

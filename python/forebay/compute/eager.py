@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 
-from forebay.attention.backend import Batch
+from forebay.attention.backend import Batch, IndexBatch
+from forebay.compute.finding import InRows, OnPages, sharing
+from forebay.compute.pieces import Pieces, pieces
 from forebay.compute.rows import Launch
 from forebay.device import Device
 from forebay.layers.decoder import Decoder, Forward
+from forebay.layers.step import Index
 from forebay.protocol.plan import ROW_WORDS
 from forebay.state.inputs import PromptRows
 from forebay.state.pages import KvPool
@@ -24,9 +26,20 @@ class TorchCompute:
         self._kv = kv
         self._prompts = prompts
         self._device = device
+        indexer = model.config.indexer
+        self.choose_from = None if indexer is None else indexer.top_k
+        """The first position whose query keeps less than its whole context; None: there is none."""
+
+        self._sharing = [] if indexer is None else sharing(indexer, model.config.num_hidden_layers)
 
     def logits(self, launch: Launch) -> torch.Tensor:
-        return self._model(self._forward(launch))
+        forward = self._forward(launch)
+        logits = self._model(forward)
+        if launch.found is not None:
+            assert forward.index is not None
+            assert isinstance(forward.index.find, InRows)
+            self._device.copy_out(forward.index.find.counts, launch.found)
+        return logits
 
     def pool(self, launch: Launch) -> torch.Tensor:
         # A decoder without a head gives the states themselves, and causal models pool the last one only.
@@ -37,32 +50,84 @@ class TorchCompute:
 
     def _forward(self, launch: Launch) -> Forward:
         """Tokens and positions are made on the device from the plan's rows; what is decided is decided on the host."""
-        rows, tables, page_size, backend = launch.rows, self._tables, self._kv.page_size, self._model.backend
-        order = backend.order(rows.length, rows.start + rows.length)
-        length = rows.length[order]
-        offset = np.cumsum(length) - length
-        total = int(length.sum())
-        # Where the last token of each row that samples is.
-        last = np.empty_like(offset)
-        last[order] = offset + length - 1
-        spans = [] if rows.given is None else rows.given.spans(order, rows.start, rows.length)
-        in_order, sampled, *given = self._device.copy_in(order, last[rows.sampling], *map(self._prompts.rows, spans))
+        rows, tables, kv, backend = launch.rows, self._tables, self._kv, self._model.backend
+        cut = pieces(rows, backend, self.choose_from)
+        total = int(cut.length.sum())
+        spans = [] if rows.given is None else rows.given.spans(cut.row, cut.start, cut.length)
+        row, starts, lengths, sampled, sparse, *given = self._device.copy_in(
+            cut.row, cut.start, cut.length, cut.last[rows.sampling], cut.sparse(rows), *map(self._prompts.rows, spans)
+        )
 
-        slots, starts, lengths, _ = launch.inputs.records("rows", ROW_WORDS).index_select(0, in_order).unbind(1)
-        row = torch.arange(len(order), device=slots.device).repeat_interleave(lengths, output_size=total)
+        slots = launch.inputs.records("rows", ROW_WORDS)[:, 0].index_select(0, row)
+        piece = torch.arange(len(row), device=slots.device).repeat_interleave(lengths, output_size=total)
         first = starts - (lengths.cumsum(0) - lengths)
-        positions = torch.arange(total, device=slots.device) + first.index_select(0, row)
-        token_slots = slots.index_select(0, row)
-        page_entries = token_slots * tables.pages_per_slot + positions // page_size
-        pages = tables.page_table.view(-1).index_select(0, page_entries)
-        stride = self._kv.page_stride
-        batch = Batch(rows.start[order], length, offset, slots, starts + lengths, tables.page_table, page_size, stride)
+        positions = torch.arange(total, device=slots.device) + first.index_select(0, piece)
+        token_slots = slots.index_select(0, piece)
+        pages = _pages(tables.page_table, token_slots, positions, kv.page_size)
+        stride = kv.main.page_stride
+        batch = Batch(
+            start=cut.start[: cut.whole],
+            length=cut.length[: cut.whole],
+            offset=cut.offset[: cut.whole],
+            slots=slots[: cut.whole],
+            lengths=lengths[: cut.whole],
+            ends=(starts + lengths)[: cut.whole],
+            page_table=tables.page_table,
+            page_size=kv.page_size,
+            page_stride=stride,
+        )
         return Forward(
             tokens=tables.token_pool.view(-1).index_select(0, token_slots * tables.stride + positions),
             given=[(span.at, self._prompts.tensor(part)) for span, part in zip(spans, given, strict=True)],
             positions=positions,
             sampled=sampled,
-            writes=pages.long() * stride + positions % page_size,
-            prepared=backend.prepare(batch, self._kv.dtype),
-            kv=self._kv.layers,
+            writes=pages * stride + positions % kv.page_size,
+            prepared=backend.prepare(batch, kv.dtype),
+            kv=kv.layers,
+            index=self._index(cut, slots, starts, lengths, token_slots, positions, sparse),
         )
+
+    def _index(
+        self,
+        cut: Pieces,
+        slots: torch.Tensor,
+        starts: torch.Tensor,
+        lengths: torch.Tensor,
+        token_slots: torch.Tensor,
+        positions: torch.Tensor,
+        sparse: torch.Tensor,
+    ) -> Index | None:
+        """Where index keys go, and what the pieces need whose queries choose; None: the model has no index."""
+        tables, kv, indexer = self._tables, self._kv, self._model.config.indexer
+        if indexer is None:
+            return None
+        assert kv.index is not None
+        table, size, stride = tables.index_page_table, kv.page_size, kv.index.page_stride
+        writes = _pages(table, token_slots, positions, size) * stride + positions % size
+        first, prepared = None, None
+        if cut.whole < len(cut.row):
+            first = int(cut.offset[cut.whole])
+            choose = slice(cut.whole, None)
+            batch = IndexBatch(
+                start=cut.start[choose],
+                length=cut.length[choose],
+                slots=slots[choose],
+                lengths=lengths[choose],
+                ends=(starts + lengths)[choose],
+                page_table=table,
+                page_size=size,
+                page_stride=stride,
+                top_k=indexer.top_k,
+            )
+            prepared = self._model.backend.prepare_index(batch)
+        choosing = token_slots[first:]
+        find: OnPages | InRows = OnPages(tables, kv, choosing)
+        if len(sparse):
+            assert tables.hot is not None
+            find = InRows(tables, tables.hot, kv, choosing, sparse, self._sharing)
+        return Index(kv.index_keys, writes, first, prepared, find)
+
+
+def _pages(table: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, page_size: int) -> torch.Tensor:
+    """Pages int64 [n] of positions [n] of slots [n]."""
+    return table.view(-1).index_select(0, slots * table.shape[1] + positions // page_size).long()

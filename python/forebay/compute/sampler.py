@@ -254,4 +254,4 @@ def _ragged_ids(rows: list[int], ids: list[Int32s]) -> tuple[Int64s, Int64s]:
 
 
 def _where_finite(finite: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    return torch.where(finite, tokens, 0).int()
+    return tokens.masked_fill(~finite, 0).int()

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 _READS = {
     torch.Tensor.item,
@@ -22,6 +23,8 @@ _READS = {
     torch.Tensor.__contains__,
 }
 """Methods of a tensor that give its values to the host."""
+_MAKES = {torch.tensor, torch.as_tensor, torch.asarray, torch.scalar_tensor, torch.Tensor.new_tensor}
+"""Functions that copy values of the host to the device, and wait for that copy."""
 _aten = torch.ops.aten
 _SHAPED_BY_VALUES = {
     _aten._local_scalar_dense,
@@ -40,6 +43,12 @@ _SHAPED_BY_VALUES = {
     _aten.is_nonzero,
 }
 """Operators whose result, or the shape of it, the host has to be told."""
+_FROM_HOST = {
+    _aten.where.Scalar,
+    _aten.where.ScalarSelf,
+    _aten.where.ScalarOther,
+}
+"""The same of operators: they make a tensor of a number first."""
 _INDEXING = {_aten.index, _aten.index_put, _aten.index_put_, _aten._index_put_impl_}
 
 
@@ -71,8 +80,9 @@ class _NoReads(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func in _READS:
-            raise HiddenWaitError(f"Tensor.{getattr(func, '__name__', func)} in queued work")
+        if func in _READS or func in _MAKES:
+            owner = "Tensor" if func in _READS else "torch"
+            raise HiddenWaitError(f"{owner}.{getattr(func, '__name__', func)} in queued work")
         return func(*args, **(kwargs or {}))
 
 
@@ -97,7 +107,7 @@ class NoWaits(_Mode):
     ) -> Any:
         kwargs = kwargs or {}
         packet = func.overloadpacket
-        waits = packet in _SHAPED_BY_VALUES or func is _aten.where.default
+        waits = packet in _SHAPED_BY_VALUES or func is _aten.where.default or func in _FROM_HOST
         if packet in _INDEXING:
             waits = any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
         if func in (_aten.repeat_interleave.Tensor, _aten.repeat_interleave.self_Tensor):
@@ -105,3 +115,29 @@ class NoWaits(_Mode):
         if waits:
             raise HiddenWaitError(f"{func} in queued work")
         return func(*args, **kwargs)
+
+
+class NoStrayCopies(_Mode):
+    """No copy between the host and an accelerator that the host would have to wait for.
+
+    PyTorch's own watch (`torch.cuda.set_sync_debug_mode`) sees copies that block, but not those that are said not to
+    and do, because the host's memory is not pinned.
+    """
+
+    def __init__(self, is_pinned: Callable[[torch.Tensor], bool] = torch.Tensor.is_pinned) -> None:
+        """`is_pinned` tells of a tensor of the host."""
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._is_pinned = is_pinned
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        tensors = [leaf for leaf in tree_leaves((args, kwargs, result)) if isinstance(leaf, torch.Tensor)]
+        # An operator takes a number of the host as a tensor without dimensions, and passes it on to its kernel.
+        ours = [tensor for tensor in tensors if tensor.device.type == "cpu" and tensor.dim()]
+        if ours and len(ours) < len([tensor for tensor in tensors if tensor.dim()]):
+            goes_on = args[2] if len(args) > 2 else (kwargs or {}).get("non_blocking")
+            if func is not _aten.copy_.default or not goes_on or not all(map(self._is_pinned, ours)):
+                raise HiddenWaitError(f"{func} between the host and the device, in memory that is not pinned")
+        return result

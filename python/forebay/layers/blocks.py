@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from forebay.layers.attention import Attention
 from forebay.layers.decoder import Attends, Block, Feeds
+from forebay.layers.indexer import LayerIndexer
 from forebay.layers.latent import LatentAttention
 from forebay.layers.mlp import SwiGLU
 from forebay.layers.moe import MixtureOfExperts
@@ -21,9 +22,16 @@ def grouped_attention(config: ModelConfig, params: Parameters, index: int) -> At
 
 
 def latent_attention(config: ModelConfig, params: Parameters, index: int) -> LatentAttention:
-    """The attention of layer `index`, of rows that all heads share."""
-    assert isinstance(config.attention, Latent)
-    return LatentAttention(params, f"model.layers.{index}.self_attn", index, config.hidden_size, config.attention)
+    """The attention of layer `index`, of rows that all heads share; to what an indexer chooses, if it has one."""
+    shape, prefix = config.attention, f"model.layers.{index}.self_attn"
+    assert isinstance(shape, Latent)
+    indexer = None
+    if config.indexer is not None and index in config.indexer.layers:
+        assert shape.query_rank is not None
+        number = config.indexer.layers.index(index)
+        at = f"{prefix}.indexer"
+        indexer = LayerIndexer(params, at, number, config.hidden_size, shape.query_rank, config.indexer)
+    return LatentAttention(params, prefix, index, config.hidden_size, shape, indexer)
 
 
 def feed_forward(config: ModelConfig, params: Parameters, index: int) -> SwiGLU | MixtureOfExperts:

@@ -14,7 +14,7 @@ from forebay.layers.norm import RMSNorm
 from forebay.layers.ops import Ops
 from forebay.layers.params import Parameters, Report, ignore
 from forebay.layers.rotary import Rotary
-from forebay.layers.step import Step
+from forebay.layers.step import Index, Step
 from forebay.weights.config import ModelConfig
 from forebay.weights.quantization import BLOCK_BYTES
 
@@ -36,6 +36,8 @@ class Forward:
     writes: torch.Tensor  # int64 [n]: entry of `LayerKV` that each token is written to
     prepared: Any  # what the backend prepared for this step
     kv: Sequence[LayerKV]  # one a layer
+    index: Index | None = None
+    """None: the model has none."""
 
 
 class Attends(Protocol):
@@ -123,7 +125,7 @@ class Decoder:
         for first, rows in forward.given:
             x[first : first + len(rows)] = rows
         rotation = self.rotary(forward.positions)
-        step = Step(rotation, forward.writes, forward.kv, self.backend, forward.prepared, self.ops)
+        step = Step(rotation, forward.writes, forward.kv, self.backend, forward.prepared, self.ops, forward.index)
         residual: torch.Tensor | None = None
         for block in self.blocks:
             x, residual = block(x, residual, step)

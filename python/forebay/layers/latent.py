@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from forebay.attention.backend import LatentHeads
+from forebay.layers.indexer import LayerIndexer
 from forebay.layers.linear import Linear
 from forebay.layers.norm import RMSNorm
 from forebay.layers.params import Parameters
@@ -19,9 +20,18 @@ _NORM_EPS = 1e-6
 class LatentAttention:
     """Projects queries and one row a token, rotates a part of both, stores rows, attends and projects back."""
 
-    def __init__(self, params: Parameters, prefix: str, layer: int, hidden: int, shape: Latent) -> None:
-        """`layer` is its number."""
+    def __init__(
+        self,
+        params: Parameters,
+        prefix: str,
+        layer: int,
+        hidden: int,
+        shape: Latent,
+        indexer: LayerIndexer | None,
+    ) -> None:
+        """`layer` is its number. `indexer` None: it has none of its own."""
         self._layer = layer
+        self._indexer = indexer
         self._shape = shape
         self._heads = LatentHeads(shape.nope_dim, shape.value_dim, shape.rank, shape.scale)
         self._rotate = rotate_pairs if shape.interleaved else rotate
@@ -45,6 +55,8 @@ class LatentAttention:
         """x is [tokens, hidden]."""
         shape = self._shape
         low = x if self._query_down is None else self._query_norm(self._query_down(x))
+        if self._indexer is not None:
+            self._indexer(x, low, step)
         nope, rotated = self._query(low).unflatten(1, (shape.heads, -1)).split((shape.nope_dim, shape.rotary_dim), -1)
         latent, key = self._row(x).split((shape.rank, shape.rotary_dim), -1)
         q = torch.cat((nope, self._rotate(rotated, step.rotation)), dim=-1)

@@ -145,7 +145,7 @@ class TorchOps:
     def _products(
         self, rows: torch.Tensor, ids: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor
     ) -> torch.Tensor:
-        """Each row [r, hidden] through its expert, whose ids [r] ascend; [r, hidden]."""
+        """Each row [r, hidden] through its expert, whose ids [r] ascend; [r, hidden]. PyTorch 2.10 or newer."""
         ends = torch.searchsorted(ids, torch.arange(len(down), device=ids.device), right=True).int()
         inner = self.gate(F.grouped_mm(rows, gate_up.transpose(1, 2), offs=ends))
         return F.grouped_mm(inner, down.transpose(1, 2), offs=ends)
@@ -212,7 +212,7 @@ def most_likely(scaled: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, 
     ranked = torch.arange(width, device=scaled.device) < top_k[:, None]
     weights = values.exp().double() * ranked
     cumulative = weights.cumsum(dim=-1)
-    share = torch.where(top_p < 1, top_p.double(), torch.inf)[:, None]
+    share = top_p.double().masked_fill(top_p >= 1, torch.inf)[:, None]
     goal = share * cumulative[:, -1:]
     kept = (ranked & (cumulative - weights < goal)).sum(dim=-1, keepdim=True).clamp_(min=1)
     threshold = values.gather(1, kept - 1)

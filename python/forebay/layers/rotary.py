@@ -17,6 +17,10 @@ class Rotation(NamedTuple):
     cos: torch.Tensor
     signed_sin: torch.Tensor  # the first half negated, so that rotating needs no negation of its input
 
+    def of(self, tokens: slice) -> Rotation:
+        """Those of some of the tokens."""
+        return Rotation(self.cos[tokens], self.signed_sin[tokens])
+
 
 class Rotary:
     """Computes the angles of positions. Pairs are (i, i + rotary_dim / 2), as in Hugging Face checkpoints."""
@@ -62,7 +66,13 @@ def rotate(x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
 
 
 def rotate_pairs(x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
-    """Rotates pairs of neighbours (2i, 2i + 1) of x, [tokens, heads, head_dim]; gives the evens, then the odds."""
+    """Rotates pairs of neighbours (2i, 2i + 1) of x, [tokens, heads, head_dim]; gives the evens, then the odds.
+
+    Only of their first elements where the angles are fewer.
+    """
+    turned = rotation.cos.shape[-1]
+    if turned < x.shape[-1]:
+        return torch.cat((rotate_pairs(x[..., :turned], rotation), x[..., turned:]), dim=-1)
     return rotate(torch.cat((x[..., ::2], x[..., 1::2]), dim=-1), rotation)
 
 

@@ -2,16 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from forebay.attention.backend import AttentionBackend, LatentHeads, LayerKV
+from forebay.attention.hot_rows import Chosen
 from forebay.layers.norm import RMSNorm
 from forebay.layers.ops import Heads, Ops
 from forebay.layers.rotary import Rotation
+
+
+@dataclass
+class Index:
+    """What a step's indexed layers share, and what the last of them has chosen."""
+
+    keys: Sequence[torch.Tensor]  # one an indexed layer: [entries, head_dim]
+    writes: torch.Tensor  # int64 [n]: entry that each token's key is written to
+    first: int | None
+    """The first of the tokens that choose; None: all attend to their whole context."""
+    prepared: Any  # what the backend prepared for those that choose
+    find: Callable[[int, torch.Tensor], Chosen]
+    """Says where the positions [queries, top_k] are that an indexed layer has chosen."""
+    chosen: Chosen | None = None
+    """For this layer and those behind it."""
 
 
 @dataclass(frozen=True)
@@ -24,6 +40,7 @@ class Step:
     backend: AttentionBackend
     prepared: Any  # what the backend prepared for this step
     ops: Ops
+    index: Index | None
 
     def attend(
         self, layer: int, qkv: torch.Tensor, heads: Heads, norms: tuple[RMSNorm, RMSNorm] | None
@@ -39,4 +56,15 @@ class Step:
         """Attention [n, heads * value_dim] of rows [n, row], which are kept in the layer's pages."""
         kv = self.kv[layer]
         kv.keys.index_copy_(0, self.writes, rows[:, None])
-        return self.backend.attend_latent(q, rows, up, kv, heads, self.prepared)
+        chosen = None if self.index is None else self.index.chosen
+        if chosen is None:
+            return self.backend.attend_latent(q, rows, up, kv, heads, self.prepared, None)
+        if chosen.missing is not None:
+            chosen.missing.copy(layer, kv.keys[:, 0])
+        return self.backend.attend_latent(q, rows, up, kv, heads, self.prepared, chosen.rows)
+
+    def choose(self, number: int, q: torch.Tensor, weights: torch.Tensor) -> None:
+        """Has queries [queries, index heads, head_dim] choose by the keys of an indexed layer; `weights` of heads."""
+        assert self.index is not None
+        positions = self.backend.choose(q, weights, self.index.keys[number], self.index.prepared)
+        self.index.chosen = self.index.find(number, positions)

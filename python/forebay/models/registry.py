@@ -24,6 +24,8 @@ FAMILIES: dict[str, Callable[[ModelConfig, Parameters, AttentionBackend, Ops], D
     "Glm4MoeForCausalLM": llama.build,
     "DeepseekV2ForCausalLM": deepseek.build,
     "DeepseekV3ForCausalLM": deepseek.build,
+    "DeepseekV32ForCausalLM": deepseek.build,
+    "GlmMoeDsaForCausalLM": deepseek.build,
 }
 
 

@@ -21,6 +21,9 @@ PAIR_WORDS = 2
 COPY_WORDS = 4
 COPY_SAVE = 0
 COPY_RESTORE = 1
+COPY_RESTORE_INDEX = 2
+SPAN_WORDS = 2
+NO_PAGE = -1
 MAX_WAIT_US = 1000
 
 COLUMNS = (
@@ -39,6 +42,9 @@ COLUMNS = (
     "allowed_ids",
     "copies",
     "wait_us",
+    "host_writes",
+    "hot_rows",
+    "copy_spans",
 )
 """The columns of a plan's frame: the ids 1, 2, and so on."""
 _IDS = {name: id_ for id_, name in enumerate(COLUMNS, 1)}
@@ -80,6 +86,9 @@ _RECORDS = {
     "embeds": PAIR_WORDS,
     "allowed_counts": PAIR_WORDS,
     "copies": COPY_WORDS,
+    "host_writes": PAGE_WRITE_WORDS,
+    "hot_rows": PAGE_WRITE_WORDS,
+    "copy_spans": SPAN_WORDS,
 }
 _NOWHERE = slice(0, 0)
 
@@ -95,15 +104,18 @@ class Plan:
     stop_ids: Int32s = ints(0)  # ragged, STOP_COUNT a new slot
     bias_ids: Int32s = ints(0)  # ragged, BIAS_COUNT a new slot
     bias_values: Float32s = floats(0)  # one a bias id
-    page_writes: Int32s = ints(0, PAGE_WRITE_WORDS)  # [p, 3]: slot, index, page
+    page_writes: Int32s = ints(0, PAGE_WRITE_WORDS)  # [p, 3]: slot, index, page or NO_PAGE
     rows: Int32s = ints(0, ROW_WORDS)  # [r, 4]: slot, start, length, flags
     row_tokens: Int32s = ints(0)  # [s]: most tokens that the row may give; or empty: one each
     segments: Int32s = ints(0, PAIR_WORDS)  # [<= n, 2]: slot, where the second text of its pair begins
     embeds: Int32s = ints(0, PAIR_WORDS)  # [<= n, 2]: slot, where its prompt's embeddings begin in the arena, in bytes
     allowed_counts: Int32s = ints(0, PAIR_WORDS)  # [<= n, 2]: slot, how many ids alone may be sampled
     allowed_ids: Int32s = ints(0)  # ragged, by allowed_counts; ascending a slot
-    copies: Int32s = ints(0, COPY_WORDS)  # [c, 4]: ticket, COPY_SAVE or COPY_RESTORE, page of the device, of the host
+    copies: Int32s = ints(0, COPY_WORDS)  # [c, 4]: ticket, a COPY_ direction, page of the device, of the host
     wait_us: Int32s = ints(0)  # [1] in a plan without rows whose answer may wait for copies, else empty
+    host_writes: Int32s = ints(0, PAGE_WRITE_WORDS)  # [h, 3]: slot, index, page of the host's tier
+    hot_rows: Int32s = ints(0, PAGE_WRITE_WORDS)  # [w, 3]: slot, index, page that is for its rows
+    copy_spans: Int32s = ints(0, SPAN_WORDS)  # [c, 2]: first position of a page, count, 0: all; or empty: all of each
     body: Int32s = field(default_factory=lambda: np.zeros(0, np.int32), compare=False)
     """The frame's body, of which the columns are views; empty until the plan was encoded."""
     places: dict[int, slice] = field(default_factory=dict, compare=False)
@@ -158,7 +170,9 @@ class Plan:
             counts = self.allowed_counts[:, 1].astype(np.int64)
             if counts.min(initial=1) < 1 or counts.sum() != len(self.allowed_ids):
                 return False
-        if len(self.copies) and (self.copies.min() < 0 or self.copies[:, 1].max() > COPY_RESTORE):
+        if len(self.copies) and not self._copies_agree():
+            return False
+        if any(len(writes) and writes.min() < 0 for writes in (self.host_writes, self.hot_rows)):
             return False
         if self.wait_us.size and (self.wait_us.size > 1 or len(self.rows) or not 0 <= self.wait_us[0] <= MAX_WAIT_US):
             return False
@@ -169,6 +183,18 @@ class Plan:
                 if pairs[:, 1].min() < 0 or not all(slot in slots for slot in pairs[:, 0].tolist()):
                     return False
         return True
+
+    def _copies_agree(self) -> bool:
+        """Whether each copy goes one of the ways, between pages that this way has."""
+        direction, hot = self.copies[:, 1], self.copies[:, 2]
+        index = direction == COPY_RESTORE_INDEX
+        return bool(
+            self.copies[:, [0, 1, 3]].min() >= 0
+            and direction.max() <= COPY_RESTORE_INDEX
+            and np.where(index, hot == NO_PAGE, hot >= 0).all()
+            and len(self.copy_spans) in (0, len(self.copies))
+            and self.copy_spans.min(initial=0) >= 0
+        )
 
     def place(self, column: str) -> slice:
         """Where a column lies in `body`, in words."""

@@ -25,6 +25,8 @@ COLUMNS = (
     "token_counts",
     "copied",
     "copy_timing",
+    "sparse_rows",
+    "copy_wait_us",
 )
 """The columns of a result's frame: the ids 1, 2, and so on."""
 
@@ -48,12 +50,15 @@ class StepResult:
     token_counts: Int32s = ints(0)  # [s], or empty: one each
     copied: Int32s = ints(0, COPIED_WORDS)  # [c, 2]: ticket, COPY_OK or COPY_FAILED
     copy_timing: Int32s = ints(0)  # [2], microseconds that saves and restores took; or empty: none
+    sparse_rows: Int32s = ints(0)  # [4]: selected, found on pages, found in hot rows, missed; or empty: none
+    copy_wait_us: Int32s = ints(0)  # [1]: microseconds that rows waited for copies; or empty: none
 
     @classmethod
     def decode(cls, frame: Frame) -> StepResult:
         """Reads a result's frame in place; raises `WireError` when the columns' lengths contradict each other."""
         columns = frame.expect(Kind.RESULT, len(COLUMNS))
-        tokens, row_errors, counts, ids, values, timing, pooled, token_counts, copied, copy_timing = columns
+        tokens, row_errors, counts, ids, values, timing, pooled, token_counts, copied, *rest = columns
+        copy_timing, sparse_rows, copy_wait_us = rest
         if counts.size and counts.min() < 0:
             raise WireError("malformed frame: negative count")
         sampling = tokens.size
@@ -66,6 +71,9 @@ class StepResult:
             and timing.size == 2
             and copied.size % COPIED_WORDS == 0
             and copy_timing.size in (0, 2)
+            and sparse_rows.size in (0, 4)
+            and sparse_rows.min(initial=0) >= 0
+            and copy_wait_us.size <= 1
         ):
             raise WireError("malformed frame: result columns disagree")
         values_, pooled_ = values.view(np.float32), pooled.view(np.float32)
@@ -82,6 +90,8 @@ class StepResult:
             token_counts,
             copied,
             copy_timing,
+            sparse_rows,
+            copy_wait_us,
         )
 
     def encode(self) -> bytes:

@@ -16,21 +16,23 @@ from forebay.compute.choose import Choice
 from forebay.compute.encoder import check_whole
 from forebay.compute.rows import Compute, Launch, Pooler, Rows
 from forebay.compute.sampler import Ask, Sampler
-from forebay.device import Event, open_device
+from forebay.device import Event, host_array, open_device
 from forebay.layers.decoder import Decoder
 from forebay.layers.params import Parameters, Report
 from forebay.models import registry
 from forebay.models.bert import Bert
 from forebay.protocol.frames import Int32s
-from forebay.protocol.plan import FLAG_POOL, FLAG_SAMPLE, SLOT_WORDS, Plan, SlotWord
+from forebay.protocol.plan import FLAG_POOL, FLAG_SAMPLE, NO_PAGE, SLOT_WORDS, Plan, SlotWord
 from forebay.protocol.result import ROW_OK, StepResult
 from forebay.runner.copier import Copier
 from forebay.runner.kept import KeptWeights
 from forebay.runner.launched import Columns, Copied, Launched, NoColumns, TokenColumns, VectorColumns, no_copies
 from forebay.state.config import DTYPES, ConfigError, RunnerConfig
 from forebay.state.host import HostPool, host_page_count
+from forebay.state.hot_rows import HotRows
 from forebay.state.inputs import PromptRows
-from forebay.state.pages import KvPool, page_count
+from forebay.state.pages import KvPool
+from forebay.state.sizes import Sizes
 from forebay.state.slots import Int64s, PlanError, SlotTables
 from forebay.state.staging import StepInputs
 from forebay.weights.encoder_config import EncoderConfig
@@ -69,6 +71,7 @@ class ModelRunner:
         self._arena = np.zeros(0, np.uint8) if arena is None else arena
         available = self.device.available_bytes()
         self._choice = Choice(self.device)
+        self._choice.check_operators(self.model_config)
         if config.quantization is not None:
             self._choice.check_quantization(config.quantization, self.model_config)
         self._kept = KeptWeights.open(config, self.model_config, self._choice)
@@ -79,32 +82,41 @@ class ModelRunner:
             self.kv = KvPool(None, 0, config.page_size, config.dtype, self.device)
         else:
             self._tell_formats(self.model.params)
-            pages = page_count(config, self.model_config, available, self.weight_bytes)
-            self.kv = KvPool(self.model_config, pages, config.page_size, config.dtype, self.device)
+            sizes = Sizes.of(config, self.model_config, available, self.weight_bytes)
+            self.kv = KvPool(
+                self.model_config, sizes.pages, config.page_size, config.dtype, self.device, sizes.index_pages
+            )
+        pool = self._open_host(host, available - self.weight_bytes - self.kv.nbytes)
+        self._copier = None if pool is None else Copier(self.kv, pool, config.copy_gbps, config.kv_checksum)
+        hot = self._hot_rows(pool)
         # What a row may ask for: a model that pools does nothing else.
         self._flag = FLAG_SAMPLE if config.pooling is None else FLAG_POOL
         vocabulary = self.model_config.vocab_size
-        self.tables = SlotTables(config, vocabulary, self.device)
+        self.tables = SlotTables(config, vocabulary, self.device, hot)
         self.prompts = PromptRows(self._arena, self.tables, self.model_config.hidden_size, config.dtype)
         self._ops = self._choice.ops()
         self._sampler = Sampler(self.tables, vocabulary, self._ops, self.device)
         self._ended = self.device.event()
-        self.host_pages = 0
-        """Pages of the host's tier; 0 without one."""
-        self._copier = self._open_host(host, available - self.weight_bytes - self.kv.nbytes)
 
-    def _open_host(self, host: HostMemory | None, left: int) -> Copier | None:
+    def _open_host(self, host: HostMemory | None, left: int) -> HostPool | None:
         """The host's tier, if the brain wants one; `left` is what weights and pages leave of the memory."""
         config = self.config
-        pages = host_page_count(config, self.kv, left)
+        self.host_pages = pages = host_page_count(config, self.kv, left)
+        """Pages of the host's tier; 0 without one."""
         if pages == 0:
             return None
         if host is None:
             raise ConfigError("a host tier without memory for it")
-        self.host_pages = pages
-        pool = HostPool(host.descriptor, pages, self.kv.page_bytes)
         self._socket = host.socket
-        return Copier(self.kv, pool, config.copy_gbps, config.kv_checksum)
+        return HostPool(host.descriptor, pages, self.kv.page_bytes, config.page_size)
+
+    def _hot_rows(self, pool: HostPool | None) -> HotRows | None:
+        """The tables of sparse slots, if there may be any."""
+        if not self.config.hot_rows:
+            return None
+        assert pool is not None
+        assert not isinstance(self.model_config, EncoderConfig)
+        return HotRows(self.config, self.model_config, self.kv.page_count, pool.rows(self.kv), self.device)
 
     def _build(self, *, matrices: bool) -> Decoder | Bert:
         """The model, its weights allocated; without `matrices` only what is no matrix."""
@@ -169,9 +181,8 @@ class ModelRunner:
                 return
             self.model = self._build(matrices=True)
         checkpoint, in_blocks = dict(self.config.model), self.model.params.stored
-        shapes = weight_shapes(checkpoint, self.model_config)
-        if shapes is not None and isinstance(self.model, Decoder):
-            self.model.check_weights(shapes)
+        if isinstance(self.model, Decoder):
+            self.model.check_weights(weight_shapes(checkpoint, self.model_config, in_blocks))
         self.model.load_weights(iter_weights(checkpoint, self.model_config, in_blocks), report)
 
     def keep_weights(self) -> threading.Thread | None:
@@ -194,6 +205,7 @@ class ModelRunner:
             tokens=np.zeros(length, np.int32),
             page_writes=np.zeros((1, 3), np.int32),
             rows=np.array([[0, 0, length, self._flag]], np.int32),
+            host_writes=np.zeros((0 if self.tables.hot is None else 1, 3), np.int32),
         )
         self._warm(plan)
         if self._flag == FLAG_SAMPLE:
@@ -222,6 +234,7 @@ class ModelRunner:
             "device": self.device.name,
             "host_page_count": self.host_pages,
             "page_bytes": self.kv.page_bytes,
+            "hot_row_tokens": self.config.row_pages * self.config.page_size,
         }
 
     def _dtype_name(self) -> str:
@@ -239,6 +252,8 @@ class ModelRunner:
         """
         device = self.device
         with device.launching():
+            if len(plan.rows) and self._copier is not None:
+                self._wait_for_saves(self._copier)
             begun = device.event()
             inputs = StepInputs(plan, device)
             writes = self.tables.read(plan, self._arena)
@@ -250,22 +265,36 @@ class ModelRunner:
         release = partial(self._reuse, plan)
         return Launched(plan.step, len(plan.rows), columns, before, begun, self._ended, release, copied)
 
+    def _wait_for_saves(self, copier: Copier) -> None:
+        """For measurements: has the next rows wait for saves, or waits itself."""
+        if self.config.kv_save_order == "inline":
+            copier.wait_for_saves(copier.saves)
+        elif self.config.kv_save_order == "fence":
+            self.device.queue(partial(copier.wait_for_saves, copier.saves))
+
     def _start_copies(self, plan: Plan, copier: Copier, behind: Event) -> Copied:
         number = copier.next_plan()
         if len(plan.copies):
-            pages, host_pages = self.kv.page_count, self.host_pages
-            if plan.copies[:, 2].max() >= pages or plan.copies[:, 3].max() >= host_pages:
-                raise PlanError(f"a copy outside of {pages} pages and {host_pages} of the host")
-            copier.submit(plan.copies, behind)
+            self._check_copies(plan)
+            copier.submit(plan.copies, plan.copy_spans, behind)
         if not plan.wait_us.size:
             return copier.report
         us, socket = int(plan.wait_us[0]), self._socket
 
-        def wait() -> tuple[Int32s, Int32s]:
+        def wait() -> tuple[Int32s, Int32s, Int32s]:
             copier.wait(us, socket, number)
             return copier.report()
 
         return wait
+
+    def _check_copies(self, plan: Plan) -> None:
+        pages, host_pages, size = self.kv.page_count, self.host_pages, self.config.page_size
+        if plan.copies[:, 2].max() >= pages or plan.copies[:, 3].max() >= host_pages:
+            raise PlanError(f"a copy outside of {pages} pages and {host_pages} of the host")
+        if self.tables.hot is None and plan.copies[:, 2].min() == NO_PAGE:
+            raise PlanError("a copy of index keys alone, where they have no page of their own")
+        if len(plan.copy_spans) and plan.copy_spans.astype(np.int64).sum(1).max() > size:
+            raise PlanError(f"a copy of positions outside of a page of {size}: {plan.copy_spans.tolist()}")
 
     def _reuse(self, plan: Plan) -> None:
         self.device.reuse(plan.body)
@@ -280,10 +309,13 @@ class ModelRunner:
         given = self.prompts.given(slot, start)
         if self._flag == FLAG_POOL:
             return self._queue_pooled(Rows(slot, start, length, np.flatnonzero(flags), given), inputs)
-        rows = Rows(slot, start, length, np.flatnonzero(flags), given)
+        hot = self.tables.hot
+        sparse = None if hot is None else hot.check_rows(slot, length)
+        found: Int32s | None = None if sparse is None else host_array(self.device, (4,), np.int32)
+        rows = Rows(slot, start, length, np.flatnonzero(flags), given, sparse)
         ask = self._sampler.ask(slot[rows.sampling], ends[rows.sampling])
-        columns = TokenColumns(ask, rows.sampling, self.device)
-        self.device.queue(partial(self._sample, Launch(rows, inputs), ask, columns))
+        columns = TokenColumns(ask, rows.sampling, found, self.device)
+        self.device.queue(partial(self._sample, Launch(rows, inputs, found), ask, columns))
         return columns
 
     def _queue_pooled(self, rows: Rows, inputs: StepInputs) -> Columns:

@@ -19,13 +19,12 @@ class Given:
     embeds: Int64s  # [r]: where the embeddings of the row's slot begin in the arena, in bytes
     until: Int64s  # [r]: the positions below have theirs there
 
-    def spans(self, order: Int64s, start: Int64s, length: Int64s) -> list[Span]:
-        """The same by the step's tokens, row after row in this order; `start` and `length` [r] are of the rows."""
-        used = self.used[order]
-        start, length = start[order], length[order]
+    def spans(self, row: Int64s, start: Int64s, length: Int64s) -> list[Span]:
+        """The same by the step's tokens: those of pieces of rows, [p], one after the other."""
+        counts = np.minimum(length, self.until[row] - start)
+        used = self.used[row] & (counts > 0)
         at = np.cumsum(length) - length
-        counts = np.minimum(length, self.until[order] - start)
-        columns = (column[used].tolist() for column in (self.embeds[order], at, start, counts))
+        columns = (column[used].tolist() for column in (self.embeds[row], at, start, counts))
         return [Span(*values) for values in zip(*columns, strict=True)]
 
 

@@ -1,6 +1,8 @@
-"""The pages of keys and values of all layers."""
+"""The pages of keys and values of all layers, and of the keys of an index."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -14,8 +16,11 @@ from forebay.weights.parts import Latent
 
 
 def page_bytes(model: ModelConfig, page_size: int, dtype: torch.dtype) -> int:
-    """Bytes of one page over all layers."""
-    return model.num_hidden_layers * page_size * model.attention.position_elements * dtype.itemsize
+    """Bytes of one page over all layers, of both of its parts."""
+    elements = model.num_hidden_layers * model.attention.position_elements
+    if model.indexer is not None:
+        elements += model.indexer.position_elements
+    return page_size * elements * dtype.itemsize
 
 
 def page_count(config: RunnerConfig, model: ModelConfig, available_bytes: int, weight_bytes: int) -> int:
@@ -40,50 +45,117 @@ def page_count(config: RunnerConfig, model: ModelConfig, available_bytes: int, w
     return count
 
 
+@dataclass(frozen=True)
+class Part:
+    """One of the parts of a page: what has page numbers and a page table of its own."""
+
+    pools: tuple[torch.Tensor, ...]
+    """A page is a contiguous piece of each."""
+    page_count: int
+    page_bytes: int
+    """Over all layers."""
+    page_stride: int
+    """Entries of a layer from a page's first to that of the next."""
+
+    def pieces(self) -> list[npt.NDArray[np.uint8]]:
+        """The bytes of each page, `[page_count, bytes]` for each pool in turn, in host memory."""
+        return [pool.view(torch.uint8).view(self.page_count, -1).numpy() for pool in self.pools]
+
+
 class KvPool:
     """What all layers keep of positions, zero until written.
 
-    Keys and values `[page_count, page_size, kv_heads, head_dim]` are a pool each, two a layer. Latent rows of all
-    layers are one pool `[page_count, layers, page_size, row]`: a page is one contiguous piece.
+    The main part is keys and values, or latent rows. Keys and values `[page_count, page_size, kv_heads, head_dim]` are
+    a pool each, two a layer. Latent rows of all layers are one pool `[page_count, layers, page_size, row]`: a page is
+    one contiguous piece. So are the keys of an index, `[page_count, indexed layers, page_size, head_dim]`, the index
+    part of a page.
     """
 
     def __init__(
-        self, model: ModelConfig | None, pages: int, page_size: int, dtype: torch.dtype, device: Device
+        self,
+        model: ModelConfig | None,
+        pages: int,
+        page_size: int,
+        dtype: torch.dtype,
+        device: Device,
+        index_pages: int | None = None,
     ) -> None:
-        """`model` None: a pool of nothing, for a model that keeps nothing."""
-        self.page_count = pages
+        """`model` None: a pool of nothing, for a model that keeps nothing.
+
+        `index_pages`: pages of the index part that have numbers of their own. Then the main part has one page more, for
+        what is written and never read: it begins at entry `nowhere`.
+        """
         self.page_size = page_size
         self.dtype = dtype
         self.layers: list[LayerKV] = []
-        self.nbytes = 0
-        self.page_bytes = 0
-        """Bytes of a page over all layers."""
-        self.page_stride = page_size
-        """Entries of `LayerKV` from a page's first to that of the next."""
-        self._pools: list[torch.Tensor] = []
+        self.index_keys: list[torch.Tensor] = []
+        """One an indexed layer, [entries, head_dim]; none without an index."""
+        self.main = Part((), pages, 0, page_size)
+        self.backed = index_pages is not None
+        """Whether index pages have the numbers of pages of the host's tier."""
+        self.index: Part | None = None
+        """None: queries attend to their whole context."""
         if model is None:
             return
         layers, attention = model.num_hidden_layers, model.attention
         if isinstance(attention, Latent):
-            self._pools = [device.zeros((pages * layers * page_size, attention.position_elements), dtype)]
-            self.layers = _of_rows(self._pools[0], layers, page_size, attention.rank)
-            self.page_stride = layers * page_size
+            self.main, rows = _rows(
+                pages, layers, page_size, attention.position_elements, dtype, device, index_pages is not None
+            )
+            # Rows are one head's keys, and its values are their first elements.
+            keys = [of_layer[:, None] for of_layer in rows]
+            self.layers = [LayerKV(of_layer, of_layer[..., : attention.rank]) for of_layer in keys]
         else:
             shape = (pages * page_size, attention.kv_heads, attention.head_dim)
             self.layers = [LayerKV(device.zeros(shape, dtype), device.zeros(shape, dtype)) for _ in range(layers)]
-            self._pools = [tensor for layer in self.layers for tensor in (layer.keys, layer.values)]
-        self.page_bytes = page_bytes(model, page_size, dtype)
-        self.nbytes = pages * self.page_bytes
+            pools = tuple(tensor for layer in self.layers for tensor in (layer.keys, layer.values))
+            self.main = Part(pools, pages, sum(pool.nbytes for pool in pools) // pages, page_size)
+        if model.indexer is not None:
+            indexed, width = len(model.indexer.layers), model.indexer.head_dim
+            count = pages if index_pages is None else index_pages
+            self.index, self.index_keys = _rows(count, indexed, page_size, width, dtype, device)
 
-    def pieces(self) -> list[npt.NDArray[np.uint8]]:
-        """The bytes of each page, `[page_count, bytes]` for each pool in turn, in host memory."""
-        return [pool.view(torch.uint8).view(self.page_count, -1).numpy() for pool in self._pools]
+    @property
+    def nowhere(self) -> int:
+        """The first entry of each layer behind its pages."""
+        return self.page_count * self.main.page_stride
+
+    @property
+    def parts(self) -> list[Part]:
+        """In the order in which the host's tier has them in a page."""
+        return [self.main] if self.index is None else [self.main, self.index]
+
+    @property
+    def page_count(self) -> int:
+        """Pages of the main part."""
+        return self.main.page_count
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of a page over all layers and parts."""
+        return sum(part.page_bytes for part in self.parts)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all pages."""
+        return sum(part.page_count * part.page_bytes for part in self.parts)
 
 
-def _of_rows(pool: torch.Tensor, layers: int, page_size: int, rank: int) -> list[LayerKV]:
-    """Each layer's part of a pool of rows: it begins at the layer's rows of page 0, so entries are those of page 0 too.
+def _rows(
+    pages: int,
+    layers: int,
+    page_size: int,
+    width: int,
+    dtype: torch.dtype,
+    device: Device,
+    one_more: bool = False,
+) -> tuple[Part, list[torch.Tensor]]:
+    """A pool `[pages, layers, page_size, width]`, and each layer's rows of it, [entries, width].
 
-    Rows are one head's keys, and its values are their first `rank` elements (`LayerKV`).
+    A layer's rows begin at those of page 0, so that entries are the same for all layers. `one_more`: behind the pages
+    there is another that is none of them.
     """
-    rows = [pool[layer * page_size :, None] for layer in range(layers)]
-    return [LayerKV(keys, keys[..., :rank]) for keys in rows]
+    stride = layers * page_size
+    pool = device.zeros(((pages + one_more) * stride, width), dtype)
+    part = Part((pool[: pages * stride],), pages, stride * width * dtype.itemsize, stride)
+    return part, [pool[layer * page_size :] for layer in range(layers)]

@@ -8,8 +8,15 @@ from typing import Any
 
 from forebay.weights.encoder_config import ENCODER_ARCHITECTURES, EncoderConfig, is_encoder
 from forebay.weights.errors import UnsupportedModelError
-from forebay.weights.families import EXPERT_ARCHITECTURES, PARTIAL_ROTARY_ARCHITECTURES, attention_of, feeds_of, integer
-from forebay.weights.parts import Dense, Experts, GroupedQuery, Latent
+from forebay.weights.families import (
+    EXPERT_ARCHITECTURES,
+    PARTIAL_ROTARY_ARCHITECTURES,
+    attention_of,
+    feeds_of,
+    indexer_of,
+    integer,
+)
+from forebay.weights.parts import Dense, Experts, GroupedQuery, Indexer, Latent
 
 __all__ = [
     "SUPPORTED_ARCHITECTURES",
@@ -28,8 +35,6 @@ SUPPORTED_ARCHITECTURES = (
     *EXPERT_ARCHITECTURES,
 )
 _NOT_SERVED = {
-    "DeepseekV32ForCausalLM": "sparse attention, whose index of positions is not built",
-    "GlmMoeDsaForCausalLM": "sparse attention, whose index of positions is not built",
     "DeepseekV4ForCausalLM": "compressed attention that is not built",
     "Glm4MoeLiteForCausalLM": "latent attention with GLM's routing, which is not checked against a reference",
     "GptOssForCausalLM": "attention sinks, and windows in some layers only",
@@ -65,6 +70,8 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...]
     scale_block: tuple[int, int] | None = None
     """Rows and columns of a matrix that share a scale, where the checkpoint has 8-bit floats; None: it has none."""
+    indexer: Indexer | None = None
+    """None: queries attend to their whole context."""
     headless: bool = False
     """The final states are wanted, not the logits that the output head makes of them."""
 
@@ -95,6 +102,7 @@ class ModelConfig:
             sliding_window=_sliding_window(d, architecture, layers),
             eos_token_ids=token_ids(d.get("eos_token_id")),
             scale_block=_scale_block(d),
+            indexer=indexer_of(d, architecture, layers),
         )
 
     @property

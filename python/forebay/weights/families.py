@@ -7,13 +7,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from forebay.weights.errors import UnsupportedModelError
-from forebay.weights.parts import Dense, Experts, GroupedQuery, Latent, Routing
+from forebay.weights.parts import Dense, Experts, GroupedQuery, Indexer, Latent, Routing
 
 __all__ = [
     "EXPERT_ARCHITECTURES",
     "PARTIAL_ROTARY_ARCHITECTURES",
     "attention_of",
     "feeds_of",
+    "indexer_of",
     "integer",
 ]
 
@@ -21,27 +22,43 @@ _QWEN3_MOE = "Qwen3MoeForCausalLM"
 _GLM4_MOE = "Glm4MoeForCausalLM"
 _DEEPSEEK_V2 = "DeepseekV2ForCausalLM"
 _DEEPSEEK_V3 = "DeepseekV3ForCausalLM"
-_LATENT_ARCHITECTURES = (_DEEPSEEK_V2, _DEEPSEEK_V3)
+_DEEPSEEK_V32 = "DeepseekV32ForCausalLM"
+_GLM_DSA = "GlmMoeDsaForCausalLM"
+_INDEXED_ARCHITECTURES = (_DEEPSEEK_V32, _GLM_DSA)
+_LATENT_ARCHITECTURES = (_DEEPSEEK_V2, _DEEPSEEK_V3, *_INDEXED_ARCHITECTURES)
 
 EXPERT_ARCHITECTURES = (_QWEN3_MOE, _GLM4_MOE, *_LATENT_ARCHITECTURES)
 PARTIAL_ROTARY_ARCHITECTURES = (_GLM4_MOE,)
 """Those whose `partial_rotary_factor` may be other than 1."""
+_OF_DEEPSEEK_V3 = {
+    "first_k_dense_replace": 3,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "n_group": 8,
+    "topk_group": 4,
+    "routed_scaling_factor": 2.5,
+    "q_lora_rank": 1536,
+}
 _DEFAULTS: dict[str, dict[str, Any]] = {
     _QWEN3_MOE: {},
     _GLM4_MOE: {"first_k_dense_replace": 1, "n_shared_experts": 1, "norm_topk_prob": True},
     _DEEPSEEK_V2: {"n_shared_experts": 2, "q_lora_rank": 1536},
-    _DEEPSEEK_V3: {
-        "first_k_dense_replace": 3,
-        "n_shared_experts": 1,
-        "norm_topk_prob": True,
-        "n_group": 8,
-        "topk_group": 4,
-        "routed_scaling_factor": 2.5,
-        "q_lora_rank": 1536,
+    _DEEPSEEK_V3: _OF_DEEPSEEK_V3,
+    _DEEPSEEK_V32: {**_OF_DEEPSEEK_V3, "index_topk": 2048, "index_head_dim": 128, "index_n_heads": 64},
+    _GLM_DSA: {
+        **_OF_DEEPSEEK_V3,
+        "n_group": 1,
+        "topk_group": 1,
+        "q_lora_rank": 2048,
+        "index_topk": 2048,
+        "index_head_dim": 128,
+        "index_n_heads": 32,
     },
 }
 """What transformers takes for keys that a config leaves out."""
 _PARTIAL_ROTARY_FACTOR = 0.5
+_MOST_LAYERS, _MOST_EXPERTS = 1 << 12, 1 << 18
+"""Of a model, far beyond every known one: names of weights are made for each, before a file is asked for them."""
 
 
 def integer(d: Mapping[str, Any], key: str, *others: str) -> int:
@@ -79,12 +96,67 @@ def attention_of(d: Mapping[str, Any], architecture: str, scaling: Mapping[str, 
 def feeds_of(d: Mapping[str, Any], architecture: str, layers: int) -> tuple[Dense | Experts, ...]:
     """What follows the attention in each layer. Raises UnsupportedModelError."""
     d = {**_DEFAULTS.get(architecture, {}), **d}
+    if layers > _MOST_LAYERS:
+        raise UnsupportedModelError(f"{layers} layers are not supported: at most {_MOST_LAYERS}")
     sparse = [_is_sparse(d, architecture, layer) for layer in range(layers)]
     experts = _experts(d, architecture) if any(sparse) else None
+    if experts is not None and experts.count * sum(sparse) > _MOST_EXPERTS:
+        raise UnsupportedModelError(
+            f"{experts.count} experts in each of {sum(sparse)} layers are not supported: at most {_MOST_EXPERTS} in all"
+        )
     # A model of experts alone needs no size of a dense layer.
     dense = None if all(sparse) and sparse else Dense(integer(d, "intermediate_size"), bool(d.get("mlp_bias", False)))
     feeds = [experts if is_sparse else dense for is_sparse in sparse]
     return tuple(feed for feed in feeds if feed is not None)
+
+
+def indexer_of(d: Mapping[str, Any], architecture: str, layers: int) -> Indexer | None:
+    """What the layers attend to; None: to everything. Raises UnsupportedModelError."""
+    if architecture not in _INDEXED_ARCHITECTURES:
+        return None
+    d = {**_DEFAULTS[architecture], **d}
+    for key in ("index_init_tokens", "index_local_tokens"):
+        if d.get(key):
+            raise UnsupportedModelError(f"positions that are always kept ({key} {d[key]}) are not supported")
+    if d.get("q_lora_rank") is None:
+        raise UnsupportedModelError("an indexer without a low-rank query (q_lora_rank) is not supported")
+    heads, head_dim, top_k = (integer(d, key) for key in ("index_n_heads", "index_head_dim", "index_topk"))
+    rotary = integer(d, "qk_rope_head_dim")
+    if min(heads, top_k) < 1:
+        raise UnsupportedModelError(f"an indexer of {heads} heads (index_n_heads) can't keep {top_k} (index_topk)")
+    if head_dim < rotary:
+        raise UnsupportedModelError(
+            f"index keys of {head_dim} elements (index_head_dim) have no {rotary} to rotate (qk_rope_head_dim)"
+        )
+    return Indexer(
+        heads=heads,
+        head_dim=head_dim,
+        # transformers goes by the family alone; other engines read this key, which GLM's configs have.
+        interleaved=bool(d.get("indexer_rope_interleave", architecture == _GLM_DSA)),
+        top_k=top_k,
+        layers=_indexed_layers(d, layers),
+    )
+
+
+def _indexed_layers(d: Mapping[str, Any], layers: int) -> tuple[int, ...]:
+    """Which layers have an indexer of their own: a list of kinds, a pattern of letters, or every so many layers."""
+    kinds, pattern = d.get("indexer_types"), d.get("index_topk_pattern")
+    if kinds is None and pattern is not None:
+        kinds = [{"F": "full", "S": "shared"}.get(kind, kind) for kind in pattern]
+    if kinds is None:
+        every, offset = max(int(d.get("index_topk_freq") or 1), 1), d.get("index_skip_topk_offset")
+        first = 2 if offset is None else int(offset)
+        kinds = ["shared" if max(layer - first + 1, 0) % every else "full" for layer in range(layers)]
+    # A list may go on with the layers that predict further tokens.
+    kinds = list(kinds[:layers])
+    unknown = set(kinds) - {"full", "shared"}
+    if unknown or len(kinds) < layers:
+        raise UnsupportedModelError(
+            f"indexer_types (index_topk_pattern) wants `full` or `shared` for each of {layers} layers: it has {kinds}"
+        )
+    if kinds and kinds[0] == "shared":
+        raise UnsupportedModelError("the first layer shares its indexer (indexer_types), and none is before it")
+    return tuple(layer for layer, kind in enumerate(kinds) if kind == "full")
 
 
 def _rotary_dim(d: Mapping[str, Any], head_dim: int) -> int:
@@ -127,6 +199,11 @@ def _is_sparse(d: Mapping[str, Any], architecture: str, layer: int) -> bool:
         raise UnsupportedModelError(
             f"experts in one of {d['moe_layer_freq']} layers (moe_layer_freq) are not supported"
         )
+    kinds = d.get("mlp_layer_types")
+    if kinds is not None and architecture in _INDEXED_ARCHITECTURES:
+        if layer >= len(kinds) or kinds[layer] not in ("dense", "sparse"):
+            raise UnsupportedModelError(f"mlp_layer_types wants `dense` or `sparse` for each layer: it has {kinds}")
+        return bool(kinds[layer] == "sparse")
     return layer >= int(d.get("first_k_dense_replace") or 0)
 
 

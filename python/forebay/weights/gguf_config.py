@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 from forebay.weights.errors import ModelError, UnsupportedModelError
+from forebay.weights.gguf_families import family_keys, layer_count, required, shortest
 from forebay.weights.gguf_file import GgufFiles
 
 __all__ = ["eos_token_ids", "hf_config"]
 
-_ARCHITECTURES = {
-    "llama": ("LlamaForCausalLM", "llama"),
-    "qwen2": ("Qwen2ForCausalLM", "qwen2"),
-    "qwen3": ("Qwen3ForCausalLM", "qwen3"),
-}
 _DEFAULT_FREQ_BASE = 10000.0
 # Where a file names no end of turn, these control tokens are it (llama.cpp goes by the same texts).
 _END_OF_TURN = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<|end_of_turn|>")
@@ -25,56 +22,30 @@ _CONTROL = 3
 
 def hf_config(files: GgufFiles) -> dict[str, Any]:
     """The `config.json` that the model would have. Raises UnsupportedModelError or ModelError."""
-    if files.architecture not in _ARCHITECTURES:
-        raise UnsupportedModelError(
-            f"the GGUF architecture {files.architecture!r} is not supported; supported: {', '.join(_ARCHITECTURES)}"
-        )
-    architecture, model_type = _ARCHITECTURES[files.architecture]
-    if int(files.get("expert_count", 0) or 0) > 0:
-        raise UnsupportedModelError("mixtures of experts are not supported")
-    heads = _required(files, "attention.head_count")
-    kv_heads = files.get("attention.head_count_kv", heads)
-    if isinstance(heads, list) or isinstance(kv_heads, list):
-        raise UnsupportedModelError("a number of heads that differs between layers is not supported")
-    hidden_size = int(_required(files, "embedding_length"))
-    head_dim = int(files.get("attention.key_length") or hidden_size // heads)
-    if int(files.get("attention.value_length") or head_dim) != head_dim:
-        raise UnsupportedModelError("keys and values of different lengths are not supported")
-    rotated = int(files.get("rope.dimension_count") or head_dim)
-    if rotated != head_dim:
-        raise UnsupportedModelError(f"rotary embeddings over {rotated} of {head_dim} elements are not supported")
+    family = family_keys(files)
     embedding = files.tensors.get("token_embd.weight")
     if embedding is None:
         raise ModelError("the GGUF file has no token embedding: it isn't a whole model")
-    context = int(_required(files, "context_length"))
+    context = int(required(files, "context_length"))
     theta = float(files.get("rope.freq_base", _DEFAULT_FREQ_BASE))
     window = files.get("attention.sliding_window")
-    if architecture == "LlamaForCausalLM" and window:
-        architecture, model_type = "MistralForCausalLM", "mistral"
     eos = eos_token_ids(files)
     return {
-        "architectures": [architecture],
-        "model_type": model_type,
         "vocab_size": embedding.shape[0],
-        "hidden_size": hidden_size,
-        "intermediate_size": int(_required(files, "feed_forward_length")),
-        "num_hidden_layers": int(_required(files, "block_count")),
-        "num_attention_heads": int(heads),
-        "num_key_value_heads": int(kv_heads),
-        "head_dim": head_dim,
+        "hidden_size": int(required(files, "embedding_length")),
+        "intermediate_size": int(required(files, "feed_forward_length")),
+        "num_hidden_layers": layer_count(files),
         "hidden_act": "silu",
-        "rms_norm_eps": _short(float(_required(files, "attention.layer_norm_rms_epsilon"))),
+        "rms_norm_eps": shortest(float(required(files, "attention.layer_norm_rms_epsilon"))),
         "rope_theta": theta,
-        "rope_scaling": _rope_scaling(files, theta, head_dim, context),
+        "rope_scaling": _rope_scaling(files, theta, family, context),
         "max_position_embeddings": context,
         "sliding_window": int(window) if window else None,
         "tie_word_embeddings": "output.weight" not in files.tensors,
-        "qkv_bias": "blk.0.attn_q.bias" in files.tensors,
-        "attention_bias": "blk.0.attn_output.bias" in files.tensors,
-        "mlp_bias": "blk.0.ffn_up.bias" in files.tensors,
         "bos_token_id": files.metadata.get("tokenizer.ggml.bos_token_id"),
         "eos_token_id": eos[0] if len(eos) == 1 else list(eos) or None,
         "pad_token_id": files.metadata.get("tokenizer.ggml.padding_token_id"),
+        **family,
     }
 
 
@@ -93,22 +64,12 @@ def eos_token_ids(files: GgufFiles) -> tuple[int, ...]:
     return tuple(dict.fromkeys(int(token) for token in found if token is not None))
 
 
-def _required(files: GgufFiles, key: str) -> Any:
-    value = files.get(key)
-    if value is None:
-        raise ModelError(f"the GGUF file has no '{files.architecture}.{key}'")
-    return value
-
-
-def _short(value: float) -> float:
-    """The shortest decimal that is this float32: 1e-05 and not 9.999999747378752e-06."""
-    return float(str(np.float32(value)))
-
-
-def _rope_scaling(files: GgufFiles, theta: float, head_dim: int, context: int) -> dict[str, Any] | None:
+def _rope_scaling(files: GgufFiles, theta: float, family: Mapping[str, Any], context: int) -> dict[str, Any] | None:
+    latent = "kv_lora_rank" in family
     factors = files.tensors.get("rope_freqs.weight")
     if factors is not None:
-        return _llama3_scaling(factors.data.view(np.float32).ravel().astype(np.float64), theta, head_dim)
+        rotated = family["qk_rope_head_dim"] if latent else family["head_dim"]
+        return _llama3_scaling(factors.data.view(np.float32).ravel().astype(np.float64), theta, rotated)
     kind = files.get("rope.scaling.type")
     factor = float(files.get("rope.scaling.factor") or files.get("rope.scale_linear") or 1.0)
     if kind in (None, "linear"):
@@ -126,8 +87,14 @@ def _rope_scaling(files: GgufFiles, theta: float, head_dim: int, context: int) -
         value = files.get(f"rope.scaling.yarn_{key}")
         if value is not None:
             scaling[key] = float(value)
+    weight = files.get("rope.scaling.yarn_log_multiplier")
+    if latent and weight is not None:
+        # A tenth of it is written, and it stands for both weights: no model is known in which they differ.
+        scaling["mscale"] = scaling["mscale_all_dim"] = shortest(10 * shortest(float(weight)))
     multiplier = files.get("rope.scaling.attn_factor") or files.get("rope.scaling.yarn_attn_factor")
     if multiplier is not None and float(multiplier) != 1.0:
+        if latent:
+            raise UnsupportedModelError("yarn with an attn_factor is not supported with latent attention")
         # GGUF's factor multiplies YaRN's own, Hugging Face's replaces it.
         scaling["attention_factor"] = float(multiplier) * (0.1 * math.log(factor) + 1.0)
     return scaling

@@ -44,6 +44,8 @@ _MAX_HEADER = 256 << 20
 _MAX_ELEMENTS = 1 << 25
 _MAX_DEPTH = 4
 _MAX_ALIGNMENT = 1 << 20
+# The kernel maps pages around the one that was read, as far as this.
+_AROUND = 2 << 20
 # The fewest bytes of a string, an array, a field and a tensor's header in a file.
 _LEAST = {_STRING: 8, _ARRAY: 12}
 _LEAST_FIELD = 8 + 4 + 1
@@ -60,6 +62,21 @@ class GgufTensor:
     """In elements, the outermost dimension first as torch has it (GGUF writes it the other way round)."""
     data: np.ndarray[Any, np.dtype[np.uint8]]
     """The stored bytes, [rows, bytes a row] with the rows of all outer dimensions together; a view of the mapping."""
+    mapping: mmap.mmap | None = None
+    """Of the file; None: the bytes lie in memory."""
+    offset: int = 0
+    """Of the first byte in the file."""
+
+    def release(self, first: int, count: int) -> None:
+        """Gives back the memory that reading rows took; they come from the file again when somebody reads them."""
+        if self.mapping is None or not hasattr(mmap, "MADV_DONTNEED"):
+            return
+        row_bytes = self.data.shape[1]
+        begin = (self.offset + first * row_bytes) // _AROUND * _AROUND
+        end = -(-(self.offset + (first + count) * row_bytes) // _AROUND) * _AROUND
+        end = min(end, len(self.mapping))
+        if begin < end:
+            self.mapping.madvise(mmap.MADV_DONTNEED, begin, end - begin)
 
 
 class GgufFile:
@@ -131,7 +148,7 @@ class GgufFile:
         if offset + rows * row_bytes > len(self._bytes):
             raise ValueError(f"the data of tensor {name!r} goes beyond the end of the file")
         data = np.frombuffer(self._bytes, np.uint8, rows * row_bytes, offset).reshape(rows, row_bytes)
-        return GgufTensor(name, type_, shape, data)
+        return GgufTensor(name, type_, shape, data, self._bytes, offset)
 
     def _scalar(self, kind: struct.Struct) -> Any:
         (value,) = kind.unpack_from(self._bytes, self._at)

@@ -2,45 +2,36 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 
 import numpy as np
 import torch
-from gguf.constants import GGMLQuantizationType
 from gguf.quants import dequantize
 
 from forebay.weights.config import ModelConfig
-from forebay.weights.errors import ModelError, UnsupportedModelError
+from forebay.weights.errors import UnsupportedModelError
 from forebay.weights.gguf_blocks import as_blocks
 from forebay.weights.gguf_file import GgufFiles, GgufTensor
+from forebay.weights.gguf_names import LatentUp, Part, stored_weights
 from forebay.weights.parts import GroupedQuery
 from forebay.weights.quantization import COMPUTED_AS
 
-__all__ = ["SUPPORTED_TYPES", "check_types", "hf_tensor_names", "iter_tensors", "stored_formats"]
+__all__ = [
+    "SUPPORTED_TYPES",
+    "check_types",
+    "dequantized",
+    "hf_tensor_names",
+    "iter_tensors",
+    "stored_formats",
+    "tensor_shapes",
+]
 
 SUPPORTED_TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")
 
-_GLOBAL_NAMES = {
-    "token_embd": "model.embed_tokens",
-    "output_norm": "model.norm",
-    "output": "lm_head",
-}
-_LAYER_NAMES = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
-# Tables for the rotary embedding: they are part of the config here (`gguf_config`), not weights.
-_ROPE_TENSORS = ("rope_freqs.weight",)
+_AT_ONCE = 1 << 20
+"""Elements that are dequantised at a time: what that takes besides the result is a few times as much."""
 
 
 def check_types(files: GgufFiles) -> None:
@@ -53,13 +44,8 @@ def check_types(files: GgufFiles) -> None:
 
 
 def hf_tensor_names(files: GgufFiles, config: ModelConfig) -> dict[str, str]:
-    """GGUF name to Hugging Face name of every tensor that `iter_tensors` yields, in the file's order."""
-    names = {}
-    for name in files.tensors:
-        if name in _ROPE_TENSORS or (name == "output.weight" and config.tie_word_embeddings):
-            continue
-        names[name] = _hf_name(name)
-    return names
+    """GGUF name to Hugging Face name of every tensor that is one weight, in the file's order."""
+    return {stored.tensor.name: name for name, stored in _whole(files, config).items()}
 
 
 def stored_formats(files: GgufFiles, config: ModelConfig) -> dict[str, str]:
@@ -67,11 +53,20 @@ def stored_formats(files: GgufFiles, config: ModelConfig) -> dict[str, str]:
 
     A tied head is the embedding's tensor under a name of its own.
     """
-    names = hf_tensor_names(files, config)
-    if config.tie_word_embeddings:
-        names["token_embd.weight"] = _HEAD
-    types = {hf_name: files.tensors[name].type.name for name, hf_name in names.items()}
+    types = {name: stored.tensor.type.name for name, stored in _whole(files, config).items()}
+    if config.tie_word_embeddings and _EMBEDDING in types:
+        types[_HEAD] = types[_EMBEDDING]
     return {name: kind for name, kind in types.items() if kind in COMPUTED_AS and name != _EMBEDDING}
+
+
+def tensor_shapes(
+    files: GgufFiles, config: ModelConfig, in_blocks: Mapping[str, str] | None = None
+) -> dict[str, tuple[int, ...]]:
+    """Shapes in elements of what `iter_tensors` yields, read from the headers only."""
+    shapes = {name: stored.shape for name, stored in stored_weights(files, config).items()}
+    if config.tie_word_embeddings and _HEAD in (in_blocks or {}):
+        shapes[_HEAD] = shapes[_EMBEDDING]
+    return shapes
 
 
 def iter_tensors(
@@ -86,42 +81,59 @@ def iter_tensors(
     # Only the llama converter reorders: it makes the two halves of a head alternate, as the original Llama code did.
     attention = config.attention
     permuted = attention if files.architecture == "llama" and isinstance(attention, GroupedQuery) else None
-    for name, hf_name in hf_tensor_names(files, config).items():
-        stored = files.tensors[name]
-        if hf_name == _EMBEDDING and config.tie_word_embeddings and _HEAD in in_blocks:
-            yield _HEAD, torch.from_numpy(as_blocks(stored, in_blocks[_HEAD]))
+    for name, stored in stored_weights(files, config).items():
+        if isinstance(stored, LatentUp):
+            yield name, _both_up(stored)
+            continue
+        if name == _EMBEDDING and config.tie_word_embeddings and _HEAD in in_blocks:
+            yield _HEAD, _blocks(stored.tensor, in_blocks[_HEAD])
         # A row's blocks go where the row goes.
-        kind = in_blocks.get(hf_name)
-        tensor = dequantized(stored) if kind is None else torch.from_numpy(as_blocks(stored, kind))
-        if permuted and ".attn_q." in name:
+        if name in in_blocks:
+            tensor = _blocks(stored.tensor, in_blocks[name])
+        else:
+            tensor = dequantized(stored.tensor, stored.shape, stored.first)
+        if permuted and ".q_proj." in name:
             tensor = _halves(tensor, permuted.heads)
-        elif permuted and ".attn_k." in name:
+        elif permuted and ".k_proj." in name:
             tensor = _halves(tensor, permuted.kv_heads)
-        yield hf_name, tensor
+        yield name, tensor
 
 
-def dequantized(tensor: GgufTensor) -> torch.Tensor:
-    """The tensor's values, float32, in its shape; memory of its own."""
-    if tensor.type == GGMLQuantizationType.F32:
-        values = tensor.data.view(np.float32).copy()
-    else:
-        values = dequantize(tensor.data, tensor.type)
-    return torch.from_numpy(values.reshape(tensor.shape))
+def dequantized(tensor: GgufTensor, shape: tuple[int, ...] | None = None, first: int = 0) -> torch.Tensor:
+    """Values of the tensor, float32 in `shape`, from row `first` on, or all of them; memory of its own.
+
+    Nothing of the file stays in this process's memory: the mapping of a whole model would be as large as the model.
+    """
+    shape = tensor.shape if shape is None else shape
+    rows, columns = math.prod(shape[:-1]), math.prod(shape[-1:])
+    values = np.empty((rows, columns), np.float32)
+    step = max(1, _AT_ONCE // max(1, columns))
+    for at in range(0, rows, step):
+        count = min(step, rows - at)
+        values[at : at + count] = dequantize(tensor.data[first + at : first + at + count], tensor.type)
+        tensor.release(first + at, count)
+    return torch.from_numpy(values.reshape(shape))
+
+
+def _whole(files: GgufFiles, config: ModelConfig) -> dict[str, Part]:
+    """The weights that are a tensor of the file, as it is."""
+    weights = stored_weights(files, config)
+    return {name: stored for name, stored in weights.items() if isinstance(stored, Part) and stored.whole}
+
+
+def _both_up(stored: LatentUp) -> torch.Tensor:
+    """The weight as checkpoints have it, [heads * (nope_dim + value_dim), rank]."""
+    keys = dequantized(stored.keys).transpose(1, 2)
+    return torch.cat((keys, dequantized(stored.values)), dim=1).flatten(0, 1)
+
+
+def _blocks(tensor: GgufTensor, kind: str) -> torch.Tensor:
+    blocks = torch.from_numpy(as_blocks(tensor, kind))
+    tensor.release(0, len(tensor.data))
+    return blocks
 
 
 def _halves(tensor: torch.Tensor, heads: int) -> torch.Tensor:
     """[heads * head_dim, ...]: in each head, from (0, h, 1, h + 1, ...) back to (0, 1, ..., h, h + 1, ...)."""
     pairs = tensor.view(heads, tensor.shape[0] // heads // 2, 2, *tensor.shape[1:])
     return pairs.transpose(1, 2).reshape(tensor.shape)
-
-
-def _hf_name(name: str) -> str:
-    stem, _, kind = name.rpartition(".")
-    if kind in ("weight", "bias"):
-        if stem in _GLOBAL_NAMES:
-            return f"{_GLOBAL_NAMES[stem]}.{kind}"
-        prefix, _, rest = stem.partition(".")
-        layer, _, part = rest.partition(".")
-        if prefix == "blk" and layer.isdigit() and part in _LAYER_NAMES:
-            return f"model.layers.{layer}.{_LAYER_NAMES[part]}.{kind}"
-    raise ModelError(f"the GGUF file has a tensor {name!r} that the model has no place for")

@@ -48,8 +48,11 @@ def special_token(metadata: Mapping[str, Any], name: str) -> str | None:
 def _byte_level_bpe(metadata: Mapping[str, Any], tokens: list[str], types: list[int]) -> dict[str, Any]:
     pipe = pipeline(metadata.get("tokenizer.ggml.pre") or "default")
     vocab = {token: index for index, (token, kind) in enumerate(zip(tokens, types, strict=True)) if kind != _UNUSED}
+    stored = metadata.get("tokenizer.ggml.merges")
+    if stored is None:
+        raise ModelError("the GGUF file has a tokenizer of merges, and no merges (tokenizer.ggml.merges)")
     # A space separates the two halves, and byte-level tokens hold none.
-    pairs = [merge.split(" ", 1) for merge in metadata.get("tokenizer.ggml.merges") or []]
+    pairs = [merge.split(" ", 1) for merge in stored]
     # A merge that leads to no token is an error to the reader of a `tokenizer.json`.
     merges = [pair for pair in pairs if pair[0] in vocab and pair[-1] in vocab and "".join(pair) in vocab]
     return _document(

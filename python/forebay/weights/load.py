@@ -12,10 +12,13 @@ from forebay.weights.config import ModelConfig
 from forebay.weights.encoder_config import EncoderConfig
 from forebay.weights.errors import ModelError
 from forebay.weights.gguf_file import GgufFiles
-from forebay.weights.gguf_tensors import hf_tensor_names, iter_tensors
+from forebay.weights.gguf_tensors import iter_tensors, tensor_shapes
 from forebay.weights.scales import SCALE_SUFFIX, Scales
 
-__all__ = ["count_weights", "iter_weights", "weight_shapes"]
+__all__ = ["iter_weights", "weight_shapes"]
+
+_MAPPED = 16 << 20
+"""Bytes that are read of a file before it is mapped anew: what was read of a mapping stays in this process's memory."""
 
 
 def iter_weights(
@@ -24,7 +27,7 @@ def iter_weights(
     """Yields each weight's name (`model.layers.0.self_attn.q_proj.weight`, ...) and value, on the CPU.
 
     `model` is what `forebay.weights.fetch` prints; its `format` and `files` are used. Safetensors keep the type of the
-    file and lie in its memory map, one file at a time: copy what outlives the step of the iteration. 8-bit floats are
+    file and lie in its memory map: copy what outlives the step of the iteration. 8-bit floats are
     multiplied out to float32. GGUF tensors are dequantised to float32, but those named in `in_blocks`: of these it is
     blocks of that type. A tied `lm_head.weight`, buffers that the model computes itself and layers behind the last one
     are left out.
@@ -35,15 +38,25 @@ def iter_weights(
     scales = Scales(_safetensors(model), config)
     for path in _safetensors(model):
         with safe_open(path, framework="pt", device="cpu") as file:
-            for name in file.keys():
-                if _wanted(name, config):
-                    yield name, scales.applied(name, file.get_tensor(name))
+            names = [name for name in file.keys() if _wanted(name, config)][::-1]
+        while names:
+            mapped = 0
+            with safe_open(path, framework="pt", device="cpu") as file:
+                while names and mapped < _MAPPED:
+                    name = names.pop()
+                    tensor = file.get_tensor(name)
+                    mapped += tensor.nbytes
+                    yield name, scales.applied(name, tensor)
+                # The mapping goes with its last tensor.
+                del tensor
 
 
-def weight_shapes(model: dict[str, Any], config: ModelConfig | EncoderConfig) -> dict[str, tuple[int, ...]] | None:
-    """Shapes of what `iter_weights` will yield, of the files' headers; None: GGUF says it with the tensors only."""
+def weight_shapes(
+    model: dict[str, Any], config: ModelConfig | EncoderConfig, in_blocks: Mapping[str, str] | None = None
+) -> dict[str, tuple[int, ...]]:
+    """Shapes in elements of what `iter_weights` will yield, read from the files' headers only."""
     if model["format"] == "gguf":
-        return None
+        return tensor_shapes(GgufFiles.open(model["files"]), _of_gguf(config), in_blocks)
     shapes = {}
     for path in _safetensors(model):
         with safe_open(path, framework="pt", device="cpu") as file:
@@ -51,17 +64,6 @@ def weight_shapes(model: dict[str, Any], config: ModelConfig | EncoderConfig) ->
                 if _wanted(name, config):
                     shapes[name] = tuple(file.get_slice(name).get_shape())
     return shapes
-
-
-def count_weights(model: dict[str, Any], config: ModelConfig | EncoderConfig) -> int:
-    """How many weights `iter_weights` will yield, read from the files' headers only."""
-    if model["format"] == "gguf":
-        return len(hf_tensor_names(GgufFiles.open(model["files"]), _of_gguf(config)))
-    total = 0
-    for path in _safetensors(model):
-        with safe_open(path, framework="pt", device="cpu") as file:
-            total += sum(_wanted(name, config) for name in file.keys())
-    return total
 
 
 def _safetensors(model: dict[str, Any]) -> list[str]:

@@ -1,10 +1,10 @@
-"""The parts of a decoder's shape: how its layers attend, and what follows in each of them."""
+"""The parts of a decoder's shape: how its layers attend, to what, and what follows in each of them."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["Dense", "Experts", "GroupedQuery", "Latent", "Routing"]
+__all__ = ["Dense", "Experts", "GroupedQuery", "Indexer", "Latent", "Routing"]
 
 
 @dataclass(frozen=True)
@@ -52,6 +52,31 @@ class Latent:
     def position_elements(self) -> int:
         """Elements that a layer keeps of one position: its row."""
         return self.rank + self.rotary_dim
+
+
+@dataclass(frozen=True)
+class Indexer:
+    """What of its context a query attends to (DeepSeek Sparse Attention, DeepSeek-V3.2, 2025).
+
+    Each indexed layer has small keys of its own, one a position, and scores them for every query. Sizes are numbers of
+    elements.
+    """
+
+    heads: int
+    """Of queries; a key serves all of them."""
+    head_dim: int
+    """Its first elements are rotated, as many as of `Latent`."""
+    interleaved: bool
+    """Positions rotate neighbours (2i, 2i + 1), not (i, i + rotary_dim / 2)."""
+    top_k: int
+    """Most positions that a query keeps."""
+    layers: tuple[int, ...]
+    """Those that are indexed, ascending. The others attend to what the last of these before them has chosen."""
+
+    @property
+    def position_elements(self) -> int:
+        """Elements that all indexed layers together keep of one position."""
+        return len(self.layers) * self.head_dim
 
 
 @dataclass(frozen=True)

@@ -72,6 +72,14 @@ _TEKKEN_REGEX = (
     rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*"
     r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+_NOT_HAN = r"&&[^\p{Han}]]"
+_KIMI_UPPER, _KIMI_LOWER = _UPPER[:-1] + _NOT_HAN, _LOWER[:-1] + _NOT_HAN
+_KIMI_END = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+_KIMI_REGEX = (
+    rf"[\p{{Han}}]+|[^\r\n\p{{L}}\p{{N}}]?{_KIMI_UPPER}*{_KIMI_LOWER}+{_KIMI_END}"
+    rf"|[^\r\n\p{{L}}\p{{N}}]?{_KIMI_UPPER}+{_KIMI_LOWER}*{_KIMI_END}"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 
 # The letters that DeepSeek LLM takes for words: those of alphabets with two cases. Six are escaped, because editors
 # that normalise text replace them by their equivalents, which lie elsewhere.
@@ -85,6 +93,7 @@ _DEEPSEEK_CJK = "[一-龥ࠀ-一가-퟿]+"
 _GPT2 = Pipeline(_byte_level(use_regex=True))
 _SINGLE_DIGITS = Pipeline(_sequence(_DIGITS, _byte_level(use_regex=True)))
 _LLAMA3 = Pipeline(_splits(_gpt4_like(r"\p{N}{1,3}")), ignore_merges=True, add_bos=True)
+_GLM4 = Pipeline(_splits(_gpt4_like(r"\p{N}{1,3}")))
 _QWEN2 = Pipeline(_splits(_gpt4_like(r"\p{N}")), normalizer=_NFC)
 
 _PIPELINES = {
@@ -104,6 +113,9 @@ _PIPELINES = {
     "qwen2": _QWEN2,
     "deepseek-r1-qwen": _QWEN2,
     "megrez": _QWEN2,
+    "glm4": _GLM4,
+    "chatglm-bpe": _GLM4,
+    "kimi-k2": Pipeline(_splits(_KIMI_REGEX)),
     "tekken": Pipeline(_splits(_TEKKEN_REGEX), ignore_merges=True, add_bos=True),
     "deepseek-llm": Pipeline(
         _sequence(

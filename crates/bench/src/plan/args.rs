@@ -6,6 +6,8 @@ use clap::{Args, ValueEnum};
 use forebay_scheduler::SavePolicy;
 use serde::Serialize;
 
+use super::sparse::SparseArgs;
+
 /// Flags of `forebay plan`. Those that `serve` has as well mean the same and have the same defaults.
 #[derive(Debug, Clone, Args)]
 pub struct PlanArgs {
@@ -63,6 +65,9 @@ pub struct PlanArgs {
     /// When a block is copied to the host tier.
     #[arg(long, value_enum, default_value_t)]
     pub hicache_write_policy: WritePolicy,
+    #[command(flatten)]
+    #[allow(missing_docs, reason = "its flags are documented")]
+    pub sparse: SparseArgs,
     /// Steps planned ahead of the one that computes; 0 is the serial loop.
     #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u32).range(0..=1))]
     pub lookahead: u32,

@@ -10,6 +10,7 @@ mod report;
 mod router;
 mod search;
 mod simulate;
+mod sparse;
 #[cfg(test)]
 mod tests;
 mod traffic;
@@ -18,6 +19,7 @@ use anyhow::{Context, Result, bail};
 use forebay_sim::Profile;
 
 pub use args::{PlanArgs, Router, Slo, SloMetric, WritePolicy};
+pub use sparse::{KvSave, KvSaveOrder, SparseArgs, hot_row_tokens};
 
 use crate::dataset::trace;
 use outcome::Outcome;

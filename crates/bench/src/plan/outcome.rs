@@ -4,6 +4,7 @@ use serde::Serialize;
 
 use super::args::{Goal, Slo, SloMetric};
 use super::simulate::{Life, Run};
+use super::sparse::SparseOutcome;
 
 /// A latency over all requests, in milliseconds. `None` where it is endless, because too many requests were refused.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize)]
@@ -40,6 +41,8 @@ pub(crate) struct Outcome {
     pub(crate) ttft_ms: Latency,
     /// Mean time of each further token.
     pub(crate) tpot_ms: Latency,
+    /// Time between neighbouring tokens of a request.
+    pub(crate) itl_ms: Latency,
     /// Time to the last token.
     pub(crate) e2el_ms: Latency,
     /// Share of the requests that meet all objectives.
@@ -52,6 +55,8 @@ pub(crate) struct Outcome {
     pub(crate) utilisation: f64,
     /// Most requests that waited at a time at one replica.
     pub(crate) queue_peak: usize,
+    /// Most requests that ran at a time on one replica.
+    pub(crate) running_peak: usize,
     /// Times a request lost its pages to another.
     pub(crate) preemptions: u64,
     /// Steps of all replicas.
@@ -60,6 +65,10 @@ pub(crate) struct Outcome {
     pub(crate) makespan_s: f64,
     /// Tokens generated a second, over all replicas.
     pub(crate) output_throughput: f64,
+    /// Mean time of each further token, over all of them.
+    pub(crate) mean_tpot_ms: f64,
+    /// Sparse decoding.
+    pub(crate) sparse: SparseOutcome,
 }
 
 impl Outcome {
@@ -83,6 +92,8 @@ impl Outcome {
         let completed = run.lives.iter().filter(|life| life.ends > 0).count();
         let makespan_s = run.makespan_us as f64 / 1e6;
         let tokens: u64 = run.lives.iter().map(|life| u64::from(life.tokens)).sum();
+        let itl: Vec<f64> = run.itl_us.iter().map(|&us| f64::from(us) / 1000.0).collect();
+        let mean_tpot_ms = itl.iter().sum::<f64>() / itl.len().max(1) as f64;
         let [ttft_ms, tpot_ms, e2el_ms] = sorted.map(|sorted| Latency::of(&sorted));
         Self {
             replicas: run.replicas,
@@ -91,12 +102,16 @@ impl Outcome {
             refused: run.lives.len() - completed,
             ttft_ms,
             tpot_ms,
+            itl_ms: Latency::of(&itl),
+            mean_tpot_ms,
+            sparse: run.sparse,
             e2el_ms,
             goodput,
             prefix_hit_rate: share(run.cached_tokens, run.prompt_tokens),
             host_hit_rate: share(run.host_tokens, run.prompt_tokens),
             utilisation: share(run.busy_us, run.makespan_us * u64::from(run.replicas)),
             queue_peak: run.queue_peak,
+            running_peak: run.running_peak,
             preemptions: run.preemptions,
             steps: run.steps,
             makespan_s,

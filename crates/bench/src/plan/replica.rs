@@ -2,21 +2,22 @@
 
 use std::collections::VecDeque;
 
-use forebay_protocol::{CopyTiming, Direction, ROW_OK, StepPlan, StepResult};
+use forebay_protocol::{CopyTiming, ROW_OK, SparseRows, StepPlan, StepResult};
 use forebay_scheduler::{
     BlockEvent, BlockHash, Event, MAX_IN_FLIGHT, Namer, Policy, Request, STEP_WORDS, Scheduler,
     SchedulerConfig,
 };
-use forebay_sim::{CopyEngines, CopyFault, DeviceModel, Jitter, StepLoad};
+use forebay_sim::{CopyFault, Jitter, Timeline};
 
 use super::args::Router;
 use super::simulate::Setup;
 use super::traffic::Arrival;
 
 /// A step that the device computes, or will.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone, Copy, Default)]
 struct Flight {
     step: u64,
+    sparse_rows: SparseRows,
     rows: usize,
     sampled: usize,
     ends_us: u64,
@@ -26,19 +27,18 @@ struct Flight {
 /// A replica.
 pub(crate) struct Replica {
     scheduler: Scheduler,
-    model: DeviceModel,
-    jitter: Jitter,
     /// Plans in flight at most.
     depth: usize,
     flights: VecDeque<Flight>,
-    copies: CopyEngines,
-    free_at_us: u64,
+    timeline: Timeline,
     /// Microseconds that the device computed.
     pub(crate) busy_us: u64,
     /// Requests that have not ended.
     pub(crate) alive: u32,
     /// Most requests that waited at a time.
     pub(crate) queue_peak: usize,
+    /// Most requests that ran at a time.
+    pub(crate) running_peak: usize,
     /// The next generated token. Generated tokens count up from the lowest integer, so that they are equal to no other token.
     next_token: i32,
     plan: StepPlan,
@@ -65,18 +65,19 @@ impl Replica {
             vector_size: 0,
             tokens_a_row: 1,
             host: setup.host,
+            sparse: setup.sparse,
         });
+        let sigma = setup.timing.model.jitter_sigma;
+        let jitter = Jitter::new(sigma, setup.seed.wrapping_add(index.into()));
         Self {
             scheduler,
-            model: setup.model,
-            jitter: Jitter::new(setup.model.jitter_sigma, setup.seed.wrapping_add(index.into())),
             depth: (setup.lookahead as usize + 1).min(MAX_IN_FLIGHT),
             flights: VecDeque::new(),
-            copies: CopyEngines::new(setup.copy, setup.page_bytes),
-            free_at_us: 0,
+            timeline: Timeline::new(setup.timing, jitter, 0),
             busy_us: 0,
             alive: 0,
             queue_peak: 0,
+            running_peak: 0,
             next_token: i32::MIN,
             plan: StepPlan::default(),
             result: StepResult::default(),
@@ -103,51 +104,27 @@ impl Replica {
         {
             let step = self.plan.step();
             if self.plan.rows().len() == 0 {
-                self.wait_for_copies(now_us);
+                let span = self.timeline.wait(&self.plan, now_us, || CopyFault::None);
+                self.flights.push_back(Flight { step, ends_us: span.end_us, ..Flight::default() });
                 continue;
             }
-            let median = self.model.median_us(&StepLoad::of(&self.plan));
-            let device_us = (median * self.jitter.factor(step)).round() as u64;
-            let ends_us = self.free_at_us.max(now_us) + device_us;
-            self.free_at_us = ends_us;
+            let (span, sparse_rows) = self.timeline.compute(&self.plan, now_us, || CopyFault::None);
+            let (ends_us, device_us) = (span.end_us, span.end_us - span.start_us);
             self.busy_us += device_us;
-            self.start_copies(ends_us - device_us, ends_us);
             let rows = self.plan.rows();
             let flight = Flight {
                 step,
                 ends_us,
                 device_us,
+                sparse_rows,
                 rows: rows.len(),
                 sampled: rows.filter(|row| row.want.samples()).count(),
             };
             self.flights.push_back(flight);
         }
-        self.queue_peak = self.queue_peak.max(self.scheduler.stats().waiting);
-    }
-
-    fn start_copies(&mut self, now_us: u64, behind_us: u64) {
-        for copy in self.plan.copies() {
-            let from_us = if copy.direction == Direction::Save { behind_us } else { now_us };
-            self.copies.start(copy, from_us, CopyFault::None);
-        }
-    }
-
-    /// A plan without rows ends with the next copy, or with its wait.
-    ///
-    /// Unlike in a hand, it does not end when another plan comes. That costs a millisecond at most.
-    fn wait_for_copies(&mut self, now_us: u64) {
-        let start = self.free_at_us.max(now_us);
-        self.start_copies(start, start);
-        let over = start + u64::from(self.plan.wait_us());
-        let ends_us = self.copies.next_end().map_or(over, |end| end.clamp(start, over));
-        self.free_at_us = ends_us;
-        self.flights.push_back(Flight {
-            step: self.plan.step(),
-            ends_us,
-            device_us: 0,
-            rows: 0,
-            sampled: 0,
-        });
+        let stats = self.scheduler.stats();
+        self.queue_peak = self.queue_peak.max(stats.waiting);
+        self.running_peak = self.running_peak.max(stats.running);
     }
 
     /// When the oldest step ends.
@@ -163,7 +140,8 @@ impl Replica {
         self.result.tokens.clear();
         self.result.copied.clear();
         self.result.copy_timing = CopyTiming::default();
-        self.copies.report(flight.ends_us, &mut self.result);
+        self.timeline.report(flight.ends_us, &mut self.result);
+        self.result.sparse_rows = flight.sparse_rows;
         self.result.device_us = u32::try_from(flight.device_us).unwrap_or(u32::MAX);
         for _ in 0..flight.sampled {
             self.result.tokens.push(self.next_token);

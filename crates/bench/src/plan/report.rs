@@ -2,11 +2,12 @@
 
 use std::path::PathBuf;
 
-use forebay_sim::{DeviceModel, Profile};
+use forebay_sim::{DeviceModel, Profile, SparseModel};
 use serde::Serialize;
 
 use super::args::{Goal, PlanArgs, Router, SloMetric, WritePolicy};
 use super::outcome::{Latency, Outcome};
+use super::sparse::SparseArgs;
 use super::traffic::Traffic;
 
 /// The share of busy time below which it is not for want of devices that an objective is missed.
@@ -35,6 +36,8 @@ pub(crate) struct PlanFile {
     /// Pages of a replica's host tier for each page of its device.
     host_ratio: f64,
     hicache_write_policy: WritePolicy,
+    sparse: SparseArgs,
+    sparse_model: SparseModel,
     lookahead: u32,
     router: Router,
     goal: Goal,
@@ -78,6 +81,8 @@ impl PlanFile {
             prefix_cache: !args.disable_radix_cache,
             host_ratio,
             hicache_write_policy: args.hicache_write_policy,
+            sparse: args.sparse.clone(),
+            sparse_model: profile.sparse,
             lookahead: args.lookahead,
             router: args.router,
             goal: args.goal(),

@@ -4,18 +4,22 @@ use std::cmp::Reverse;
 use std::collections::BinaryHeap;
 
 use anyhow::{Result, bail};
-use forebay_scheduler::{BlockEvent, Event, HostTier};
-use forebay_sim::{CopyModel, DeviceModel, Profile};
+use forebay_scheduler::{BlockEvent, Event, HostTier, Sparse};
+use forebay_sim::{Profile, SparseModel, Timing};
 
 use super::args::{PlanArgs, Router};
 use super::replica::Replica;
 use super::router::Routing;
-use super::traffic::Traffic;
+use super::sparse::SparseOutcome;
+use super::traffic::{Arrival, Traffic};
+
+/// Pages of the host tier for each of the device, where sparse decoding needs one and nobody says.
+const USUAL_RATIO: f64 = 2.0;
 
 /// What every replica is, and how requests come to them.
 #[derive(Debug, Clone)]
 pub(crate) struct Setup {
-    pub(crate) model: DeviceModel,
+    pub(crate) timing: Timing,
     pub(crate) pages: u32,
     pub(crate) page_size: u32,
     pub(crate) max_running: u32,
@@ -25,19 +29,26 @@ pub(crate) struct Setup {
     pub(crate) seed: u64,
     pub(crate) router: Router,
     pub(crate) host: Option<HostTier>,
-    pub(crate) copy: CopyModel,
-    pub(crate) page_bytes: u64,
+    pub(crate) sparse: Option<Sparse>,
 }
 
 impl Setup {
     /// What the flags say.
     ///
     /// # Errors
-    /// A host tier in bytes, of a device whose profile does not say what a page takes; or one that holds no page.
+    /// A host tier in bytes, of a device whose profile does not say what a page takes; or one that holds no page. Sparse decoding of a model
+    /// that has none, or on a device that is too small for it.
     pub(crate) fn new(args: &PlanArgs, profile: &Profile) -> Result<Self> {
-        let pages = profile.page_count(args.page_size, args.max_total_tokens);
-        let page_bytes = profile.page_bytes(args.page_size);
-        let host_pages = match (args.hicache_ratio, args.hicache_size) {
+        let sparse = args.sparse.resolve(profile, args.page_size)?;
+        let bytes = profile.page_bytes(args.page_size, sparse.is_some());
+        let page_bytes = bytes.all();
+        let usual = sparse.filter(|_| args.hicache_size.is_none()).map(|_| USUAL_RATIO);
+        let ratio = args.hicache_ratio.or(usual);
+        let pages = match ratio.filter(|_| sparse.is_some() && args.max_total_tokens.is_none()) {
+            Some(ratio) => profile.sparse_page_count(args.page_size, ratio),
+            None => profile.page_count(args.page_size, args.max_total_tokens),
+        };
+        let host_pages = match (ratio, args.hicache_size) {
             (Some(ratio), _) => (ratio * f64::from(pages)) as u32,
             (None, Some(_)) if page_bytes == 0 => bail!(
                 "profile {} does not say what a token's keys and values take (kv.main_bytes_token): use --hicache-ratio",
@@ -62,11 +73,27 @@ impl Setup {
             prefetch: HostTier::PREFETCH,
             restore_preempted: true,
         });
-        Ok(Self {
+        if let Some(sparse) = sparse {
+            let least = sparse.least_pages();
+            if host.is_none() {
+                bail!("--enable-hisparse needs a host tier: --hicache-ratio above 0");
+            }
+            if pages < least {
+                bail!("--enable-hisparse: the device has {pages} pages, and needs {least}");
+            }
+        }
+        let miss_rows = args.sparse.miss_rows.map_or(profile.sparse.miss_rows, f64::from);
+        let timing = Timing {
             model: profile.time,
-            host,
             copy: profile.copy,
-            page_bytes,
+            bytes,
+            sparse: SparseModel { miss_rows, ..profile.sparse },
+            save_order: args.sparse.kv_save_order.into(),
+        };
+        Ok(Self {
+            timing,
+            host,
+            sparse,
             pages,
             page_size: args.page_size,
             max_running: args.max_running_requests,
@@ -83,9 +110,15 @@ impl Setup {
         f64::from(self.host.map_or(0, |host| host.pages)) / f64::from(self.pages)
     }
 
-    /// Tokens in the KV pool of a replica.
-    pub(crate) fn pool(&self) -> u64 {
-        u64::from(self.pages) * u64::from(self.page_size)
+    /// Whether a request fits into the KV pool of a replica. With sparse decoding its answer may outgrow the device's part.
+    pub(crate) fn holds(&self, arrival: &Arrival) -> bool {
+        let pages = match (self.sparse, self.host) {
+            (Some(_), Some(host)) => host.pages,
+            _ => self.pages,
+        };
+        let room = |pages: u32| u64::from(pages) * u64::from(self.page_size);
+        let (input, output) = (u64::from(arrival.input), u64::from(arrival.output));
+        input + output <= room(pages) && input < room(self.pages) + u64::from(self.sparse.is_none())
     }
 }
 
@@ -119,6 +152,11 @@ pub(crate) struct Run {
     pub(crate) preemptions: u64,
     /// Most requests that waited at a time at one replica.
     pub(crate) queue_peak: usize,
+    /// Most requests that ran at a time on one replica.
+    pub(crate) running_peak: usize,
+    /// Microseconds between neighbouring tokens of a request, ascending.
+    pub(crate) itl_us: Vec<u32>,
+    pub(crate) sparse: SparseOutcome,
 }
 
 /// Replicas, and when each has something to do.
@@ -128,6 +166,7 @@ struct Simulation {
     /// The end of the oldest step of each replica that computes.
     ends: BinaryHeap<Reverse<(u64, usize)>>,
     lives: Vec<Life>,
+    itl_us: Vec<u32>,
     /// Empty between calls, kept for its memory.
     blocks: Vec<BlockEvent>,
 }
@@ -139,12 +178,13 @@ pub(crate) fn run(setup: &Setup, traffic: &Traffic, replicas: u32) -> Run {
         routing: Routing::new(setup.router, replicas, setup.page_size),
         ends: BinaryHeap::new(),
         lives: Vec::with_capacity(traffic.arrivals.len()),
+        itl_us: Vec::new(),
         blocks: Vec::new(),
     };
     for (id, arrival) in traffic.arrivals.iter().enumerate() {
         simulation.until(arrival.at_us);
         simulation.lives.push(Life { arrived_us: arrival.at_us, ..Life::default() });
-        if u64::from(arrival.input) + u64::from(arrival.output) <= setup.pool() {
+        if setup.holds(arrival) {
             let id = id as u64;
             let (at, names) = simulation.routing.route(id, arrival);
             simulation.replicas[at].submit(id, arrival, names);
@@ -196,6 +236,10 @@ impl Simulation {
                 Event::Token { id, .. } => {
                     let life = &mut self.lives[id as usize];
                     life.tokens += 1;
+                    if life.tokens > 1 {
+                        let gap = now_us - life.last_us;
+                        self.itl_us.push(u32::try_from(gap).unwrap_or(u32::MAX));
+                    }
                     life.last_us = now_us;
                     if life.tokens == 1 {
                         life.first_us = now_us;
@@ -220,7 +264,9 @@ impl Simulation {
 
     fn finish(self, replicas: u32) -> Run {
         let makespan_us = self.lives.iter().map(|life| life.last_us).max().unwrap_or(0);
-        let mut run = Run { replicas, makespan_us, lives: self.lives, ..Run::default() };
+        let mut itl_us = self.itl_us;
+        itl_us.sort_unstable();
+        let mut run = Run { replicas, makespan_us, lives: self.lives, itl_us, ..Run::default() };
         for replica in &self.replicas {
             debug_assert_eq!(replica.alive, 0, "every request ends");
             let stats = replica.stats();
@@ -230,6 +276,8 @@ impl Simulation {
             run.cached_tokens += stats.prefix_hits + stats.host_hits;
             run.host_tokens += stats.host_hits;
             run.preemptions += stats.preemptions;
+            run.running_peak = run.running_peak.max(replica.running_peak);
+            run.sparse.add(&stats.sparse);
             run.queue_peak = run.queue_peak.max(replica.queue_peak);
         }
         run

@@ -9,8 +9,11 @@ use forebay_engine::{
     Clock, Engine, EngineConfig, EngineRequest, Hooks, Namer, Output, OutputSink, Policy, Request,
     Status,
 };
-use forebay_scheduler::{HostTier, SavePolicy};
-use forebay_sim::{CopyModel, DeviceModel, SimClock, SimConfig, SimExecutor, SimText};
+use forebay_scheduler::{HostTier, SavePolicy, Sparse};
+use forebay_sim::{
+    CopyModel, DeviceModel, PageBytes, SaveOrder, SimClock, SimConfig, SimExecutor, SimText,
+    SparseModel, Timing,
+};
 use proptest::prelude::*;
 
 use super::args::Router;
@@ -27,7 +30,7 @@ const MODEL: DeviceModel = DeviceModel {
 
 fn setup(model: DeviceModel) -> Setup {
     Setup {
-        model,
+        timing: Timing { model, ..Timing::default() },
         pages: 400,
         page_size: 16,
         max_running: 8,
@@ -37,8 +40,7 @@ fn setup(model: DeviceModel) -> Setup {
         seed: 3,
         router: Router::RoundRobin,
         host: None,
-        copy: CopyModel::default(),
-        page_bytes: 0,
+        sparse: None,
     }
 }
 
@@ -97,7 +99,9 @@ fn a_host_tier_gives_back_what_the_device_gave_up() {
             restore_preempted: true,
         };
         let copy = CopyModel { restore_gbps: Some(gbps), ..CopyModel::default() };
-        let setup = Setup { host: Some(host), copy, page_bytes: 1_000_000, ..device.clone() };
+        let bytes = PageBytes { main: 1_000_000, ..PageBytes::default() };
+        let timing = Timing { copy, bytes, ..device.timing };
+        let setup = Setup { host: Some(host), timing, ..device.clone() };
         run(&setup, &traffic, 1)
     };
     let without = run(&device, &traffic, 1);
@@ -109,6 +113,58 @@ fn a_host_tier_gives_back_what_the_device_gave_up() {
     let slow = cached(300, 0.001);
     assert!(slow.host_tokens < with.host_tokens, "what is slower than computing is declined");
     assert!(cached(100, 10.0).host_tokens < with.host_tokens, "a small one keeps less");
+}
+
+/// Long prompts and answers on a device that holds five of them, or a few pages of many.
+fn sparse_setup() -> (Setup, Traffic) {
+    let host = HostTier {
+        pages: 2000,
+        policy: SavePolicy::WriteThrough,
+        copies_a_step: 64,
+        prefetch: 0,
+        restore_preempted: true,
+    };
+    let sparse = SparseModel { top_k: 32, miss_rows: 4.0, layers: 2, ..SparseModel::default() };
+    let timing = Timing { sparse, ..setup(MODEL).timing };
+    let setup = Setup { pages: 250, max_running: 64, host: Some(host), timing, ..setup(MODEL) };
+    let arrivals = (0..40).map(|who| arrival(0, 512, 288, &[who])).collect();
+    (setup, Traffic { arrivals })
+}
+
+#[test]
+fn sparse_requests_run_beside_many_others() {
+    let (dense, traffic) = sparse_setup();
+    let sparse = Some(Sparse { row_pages: 4, save_rows: false });
+    let without = run(&dense, &traffic, 1);
+    let with = run(&Setup { sparse, ..dense.clone() }, &traffic, 1);
+    for run in [&without, &with] {
+        assert!(run.lives.iter().all(|life| (life.ends, life.tokens) == (1, 288)));
+    }
+    // 250 pages are five of 50, but begin at 33; and 35 of 4 for rows and 3 at the end.
+    assert!(without.running_peak <= 7, "{}", without.running_peak);
+    assert!(with.running_peak >= 3 * without.running_peak, "{}", with.running_peak);
+    assert_eq!(with.preemptions, 0, "the formula says that they fit");
+    assert!(with.sparse.conversions > 20 && with.sparse.waited_s == 0.0);
+    assert!(with.sparse.missed > 0);
+    assert!(with.makespan_us < without.makespan_us);
+}
+
+#[test]
+fn nothing_waits_for_pages_that_are_saved_behind_the_steps() {
+    let (dense, traffic) = sparse_setup();
+    let arm = |save_rows, save_order| {
+        let copy = CopyModel { latency_us: 50.0, ..CopyModel::default() };
+        let timing = Timing { copy, save_order, ..dense.timing };
+        let sparse = Some(Sparse { row_pages: 4, save_rows });
+        let run = run(&Setup { sparse, timing, ..dense.clone() }, &traffic, 1);
+        assert!(run.lives.iter().all(|life| life.ends == 1));
+        run.sparse.waited_s
+    };
+    assert_eq!(arm(false, SaveOrder::Behind), 0.0);
+    assert_eq!(arm(true, SaveOrder::Behind), 0.0);
+    let (fence, inline) = (arm(true, SaveOrder::Fence), arm(true, SaveOrder::Inline));
+    assert!(fence > 0.0 && inline >= fence, "{fence} {inline}");
+    assert!(arm(false, SaveOrder::Fence) < fence, "fewer copies, less to wait for");
 }
 
 #[test]
@@ -191,7 +247,8 @@ proptest! {
         let model = DeviceModel { jitter_sigma: 0.1, ..MODEL };
         let setup = Setup { pages, lookahead, router, ..setup(model) };
         let first = run(&setup, &traffic, replicas);
-        check(&first, &traffic, setup.pool());
+        let pool = u64::from(setup.pages) * u64::from(setup.page_size);
+        check(&first, &traffic, pool);
         let second = run(&setup, &traffic, replicas);
         prop_assert_eq!(first.lives, second.lives);
     }
@@ -218,10 +275,9 @@ fn in_the_engine(setup: &Setup, traffic: &Traffic) -> HashMap<u64, (u64, u64)> {
     let (executor, control) = SimExecutor::new(SimConfig {
         tokens_a_row: 1,
         host_pages: 0,
-        page_bytes: 0,
-        copy: CopyModel::default(),
+        hot_row_tokens: 0,
         clock: clock.clone(),
-        model: setup.model,
+        timing: setup.timing,
         seed: setup.seed,
         load_us: 0,
         page_count: setup.pages,

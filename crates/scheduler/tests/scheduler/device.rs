@@ -1,10 +1,13 @@
 //! A hand without a model. The "keys and values" of a position are a hash of all tokens up to it, so a row that reads a wrong, stale or not
 //! yet computed page is found out, and the sampled token depends on everything that should have been read.
 
+use std::ops::Range;
+
 use forebay_protocol::{
     COPY_FAILED, COPY_OK, Direction, PageCopy, ROW_NOT_FINITE, ROW_OK, Row, StepPlan, StepResult,
     Want,
 };
+use forebay_scheduler::SchedulerConfig;
 
 /// Token ids are below it; small, so that prompts overlap and stop ids are hit.
 pub(crate) const VOCAB: i32 = 11;
@@ -15,6 +18,7 @@ pub(crate) const KILL_TOKEN: i32 = 1001;
 
 const GARBAGE: u64 = 0xdead_beef;
 const NO_PAGE: u32 = u32::MAX;
+const INDEX: u32 = 1 << 20;
 
 fn mix(state: u64, token: i32) -> u64 {
     let mut z =
@@ -59,6 +63,8 @@ pub(crate) struct Device {
     page_size: usize,
     slots: Vec<DeviceSlot>,
     pages: Vec<Vec<u64>>,
+    /// Index keys, one page for each of the host's; empty: requests are never sparse.
+    index: Vec<Vec<u64>>,
 }
 
 #[derive(Clone)]
@@ -66,11 +72,15 @@ struct DeviceSlot {
     tokens: Vec<i32>,
     segment: u32,
     pages: Vec<u32>,
+    host: Vec<u32>,
+    /// Pages for single positions; none: it is not sparse.
+    rows: Vec<u32>,
 }
 
 /// Copies under way, and the host's memory, which outlives the device.
 pub(crate) struct Copier {
     pages: Vec<Vec<u64>>,
+    index: Vec<Vec<u64>>,
     under_way: Vec<Copy>,
 }
 
@@ -84,7 +94,7 @@ struct Copy {
 impl Copier {
     pub(crate) fn new(pages: u32, page_size: u32) -> Self {
         let pages = vec![vec![GARBAGE; page_size as usize]; pages as usize];
-        Self { pages, under_way: vec![] }
+        Self { index: pages.clone(), pages, under_way: vec![] }
     }
 
     pub(crate) fn outstanding(&self) -> usize {
@@ -101,9 +111,14 @@ impl Copier {
         for copy in plan.copies() {
             let targets = |other: &Copy| match copy.direction {
                 Direction::Save => {
-                    other.copy.direction == Direction::Save && other.copy.host == copy.host
+                    let whole = other.copy.span.is_none() || copy.span.is_none();
+                    let saves = other.copy.direction == Direction::Save;
+                    saves && other.copy.host == copy.host && (whole || other.copy.span == copy.span)
                 }
                 Direction::Restore => other.copy.hot == copy.hot,
+                Direction::RestoreIndex => {
+                    other.copy.direction == copy.direction && other.copy.host == copy.host
+                }
             };
             assert!(!self.under_way.iter().any(targets), "{copy:?} writes where another does");
             assert!(self.under_way.iter().all(|other| other.copy.ticket != copy.ticket));
@@ -111,7 +126,7 @@ impl Copier {
                 _ if copy.ticket.is_multiple_of(2) => self.move_page(&copy, device),
                 Direction::Save => {}
                 // What is to come is nowhere yet.
-                Direction::Restore => device.pages[copy.hot as usize].fill(GARBAGE),
+                Direction::Restore | Direction::RestoreIndex => device.target(&copy).fill(GARBAGE),
             }
             self.under_way.push(Copy { step: plan.step(), copy, ended: None });
         }
@@ -140,8 +155,13 @@ impl Copier {
                 }
                 Some(false) => {
                     match copy.direction {
-                        Direction::Save => self.pages[copy.host as usize].fill(GARBAGE),
-                        Direction::Restore => device.pages[copy.hot as usize].fill(GARBAGE),
+                        Direction::Save => {
+                            let positions = positions(&copy, device.page_size);
+                            self.pages[copy.host as usize][positions].fill(GARBAGE);
+                        }
+                        Direction::Restore | Direction::RestoreIndex => {
+                            device.target(&copy).fill(GARBAGE);
+                        }
                     }
                     result.copied.push([copy.ticket.cast_signed(), COPY_FAILED]);
                 }
@@ -150,13 +170,25 @@ impl Copier {
     }
 
     fn move_page(&mut self, copy: &PageCopy, device: &mut Device) {
-        let (hot, host) =
-            (&mut device.pages[copy.hot as usize], &mut self.pages[copy.host as usize]);
+        let host = copy.host as usize;
         match copy.direction {
-            Direction::Save => host.clone_from(hot),
-            Direction::Restore => hot.clone_from(host),
+            Direction::Save => {
+                let positions = positions(copy, device.page_size);
+                let hot = &device.pages[copy.hot.expect("a page") as usize];
+                self.pages[host][positions.clone()].copy_from_slice(&hot[positions.clone()]);
+                if let Some(index) = device.index.get(host) {
+                    self.index[host][positions.clone()].copy_from_slice(&index[positions]);
+                }
+            }
+            Direction::Restore => device.target(copy).clone_from(&self.pages[host]),
+            Direction::RestoreIndex => device.target(copy).clone_from(&self.index[host]),
         }
     }
+}
+
+/// The positions of its page that a copy is of.
+fn positions(copy: &PageCopy, page_size: usize) -> Range<usize> {
+    copy.span.map_or(0..page_size, |span| span.first as usize..(span.first + span.count) as usize)
 }
 
 /// Died while executing a step.
@@ -164,17 +196,55 @@ impl Copier {
 pub(crate) struct Death;
 
 impl Device {
-    pub(crate) fn new(slots: u32, pages: u32, page_size: u32) -> Self {
-        let slot = DeviceSlot { tokens: vec![], segment: 0, pages: vec![NO_PAGE; pages as usize] };
+    pub(crate) fn new(config: &SchedulerConfig) -> Self {
+        let (pages, page_size) = (config.pages as usize, config.page_size as usize);
+        let host = config.sparse.and(config.host).map_or(0, |host| host.pages as usize);
+        let slot = DeviceSlot {
+            tokens: vec![],
+            segment: 0,
+            pages: vec![NO_PAGE; pages.max(host)],
+            host: vec![NO_PAGE; host],
+            rows: vec![],
+        };
         Self {
-            page_size: page_size as usize,
-            slots: vec![slot; slots as usize],
-            pages: vec![vec![GARBAGE; page_size as usize]; pages as usize],
+            page_size,
+            slots: vec![slot; config.slots as usize],
+            pages: vec![vec![GARBAGE; page_size]; pages],
+            index: vec![vec![GARBAGE; page_size]; host],
         }
     }
 
-    /// Pages that a row reads or writes.
-    pub(crate) fn pages_read(&self, row: &Row) -> Vec<u32> {
+    /// The page that a restore writes to.
+    fn target(&mut self, copy: &PageCopy) -> &mut Vec<u64> {
+        match copy.hot {
+            Some(hot) => &mut self.pages[hot as usize],
+            None => &mut self.index[copy.host as usize],
+        }
+    }
+
+    /// Pages that a row reads or writes; those of the index have their own numbers.
+    pub(crate) fn pages_named(&self, row: &Row) -> Vec<u32> {
+        let slot = &self.slots[row.slot as usize];
+        let index = slot.host.iter().filter(|&&page| page != NO_PAGE).map(|page| INDEX + page);
+        let own = self.pages_read(row).into_iter().filter(|&page| page != NO_PAGE);
+        own.chain(index).chain(slot.rows.iter().copied()).collect()
+    }
+
+    /// Pages that only this row may name.
+    pub(crate) fn pages_of_its_own(&self, row: &Row) -> Vec<u32> {
+        let slot = &self.slots[row.slot as usize];
+        let mut pages = self.pages_written(row);
+        if !self.index.is_empty() {
+            let first = row.start as usize / self.page_size;
+            let hosts = slot.host.iter().skip(first).take(pages.len());
+            pages.extend(hosts.map(|page| INDEX + page).collect::<Vec<u32>>());
+        }
+        pages.extend(&slot.rows);
+        pages
+    }
+
+    /// Pages that a row reads or writes, by position; none in place of those that were given up.
+    fn pages_read(&self, row: &Row) -> Vec<u32> {
         if self.pages.is_empty() {
             return vec![];
         }
@@ -183,8 +253,7 @@ impl Device {
         self.slots[row.slot as usize].pages[..end.div_ceil(self.page_size)].to_vec()
     }
 
-    /// Pages that a row writes.
-    pub(crate) fn pages_written(&self, row: &Row) -> Vec<u32> {
+    fn pages_written(&self, row: &Row) -> Vec<u32> {
         let mut pages = self.pages_read(row);
         pages.split_off(pages.len().min(row.start as usize / self.page_size))
     }
@@ -198,16 +267,32 @@ impl Device {
             slot.segment = new.segment;
             // A page table is never cleared on the device; here it is, so that a page that the plan forgot to write is noticed.
             slot.pages.fill(NO_PAGE);
+            slot.host.fill(NO_PAGE);
+            slot.rows.clear();
         }
         for (slot, index, page) in plan.page_writes() {
-            self.slots[slot as usize].pages[index as usize] = page;
+            self.slots[slot as usize].pages[index as usize] = page.unwrap_or(NO_PAGE);
+        }
+        for (slot, index, page) in plan.host_writes() {
+            self.slots[slot as usize].host[index as usize] = page;
+        }
+        for (slot, index, page) in plan.hot_rows() {
+            let rows = &mut self.slots[slot as usize].rows;
+            assert_eq!(rows.len(), index as usize, "hot rows come all at once, in order");
+            rows.push(page);
         }
     }
 
     /// The second part: the rows. All read what was there before the step, then all write.
-    pub(crate) fn compute(&mut self, plan: &StepPlan) -> Result<StepResult, Death> {
+    pub(crate) fn compute(&mut self, plan: &StepPlan, host: &Copier) -> Result<StepResult, Death> {
         for row in plan.rows() {
-            self.check_reads(&row);
+            self.check_reads(&row, host);
+        }
+        for row in plan.rows() {
+            // What was chosen and is on no page is copied there.
+            for &page in &self.slots[row.slot as usize].rows {
+                self.pages[page as usize].fill(GARBAGE);
+            }
         }
         let mut result = StepResult { step: plan.step(), ..StepResult::default() };
         for row in plan.rows() {
@@ -237,6 +322,10 @@ impl Device {
             for (position, content) in contents(&slot.tokens[..kept]).enumerate().skip(start) {
                 let page = slot.pages[position / self.page_size] as usize;
                 self.pages[page][position % self.page_size] = content;
+                if !self.index.is_empty() {
+                    let page = slot.host[position / self.page_size] as usize;
+                    self.index[page][position % self.page_size] = content;
+                }
             }
             if row.want == Want::Vector {
                 assert_eq!(end, slot.tokens.len(), "{row:?} pools what is known");
@@ -251,7 +340,7 @@ impl Device {
         Ok(result)
     }
 
-    fn check_reads(&self, row: &Row) {
+    fn check_reads(&self, row: &Row, host: &Copier) {
         let slot = &self.slots[row.slot as usize];
         if self.pages.is_empty() {
             assert_eq!((row.start, row.length as usize), (0, slot.tokens.len()), "{row:?} is cut");
@@ -259,10 +348,20 @@ impl Device {
         }
         let read = contents(&slot.tokens).take(row.start as usize).enumerate();
         for (position, expected) in read {
-            let page = slot.pages[position / self.page_size];
-            assert_ne!(page, NO_PAGE, "{row:?} has no page for position {position}");
-            let found = self.pages[page as usize][position % self.page_size];
+            let (at, offset) = (position / self.page_size, position % self.page_size);
+            let page = slot.pages[at];
+            let found = if page != NO_PAGE {
+                self.pages[page as usize][offset]
+            } else {
+                assert!(!slot.rows.is_empty(), "{row:?} has no page for position {position}");
+                assert_eq!(row.length, 1, "hot rows are for one position's choice");
+                host.pages[slot.host[at] as usize][offset]
+            };
             assert_eq!(found, expected, "{row:?} reads a wrong position {position} in page {page}");
+            if !self.index.is_empty() {
+                let found = self.index[slot.host[at] as usize][offset];
+                assert_eq!(found, expected, "{row:?} reads a wrong key of position {position}");
+            }
         }
         assert!(!self.pages_written(row).contains(&NO_PAGE), "{row:?} writes to no page");
     }

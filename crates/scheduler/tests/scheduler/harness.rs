@@ -28,6 +28,7 @@ pub(crate) fn config() -> SchedulerConfig {
         vector_size: 2,
         tokens_a_row: 1,
         host: None,
+        sparse: None,
     }
 }
 
@@ -116,7 +117,7 @@ impl Harness {
         assert!(depth <= MAX_IN_FLIGHT);
         Self {
             scheduler: Scheduler::new(config.clone()),
-            device: Device::new(config.slots, config.pages, config.page_size),
+            device: Device::new(&config),
             copier: Copier::new(config.host.map_or(0, |host| host.pages), config.page_size),
             config,
             depth,
@@ -201,7 +202,8 @@ impl Harness {
         if planned {
             let (rows, copies) = (plan.rows().len(), plan.copies().len());
             assert_eq!(plan.wait_us() > 0, rows == 0, "whoever has rows does not wait");
-            assert!(rows + copies > 0 || self.copier.outstanding() > 0, "nothing to do");
+            let copying = copies > 0 || self.copier.outstanding() > 0;
+            assert!(rows > 0 || copying || plan.writes_tables(), "nothing to do");
             self.check_plan(&plan);
             self.execute(&plan);
         }
@@ -276,7 +278,7 @@ impl Harness {
             (client.resident, client.arriving) = (false, false);
         }
         self.copier.device_died();
-        self.device = Device::new(self.config.slots, self.config.pages, self.config.page_size);
+        self.device = Device::new(&self.config);
         self.slot_owner.clear();
         assert_eq!(self.scheduler.in_flight(), 0);
         assert_eq!(self.scheduler.stats().pages_free, self.config.pages as usize);
@@ -290,7 +292,7 @@ impl Harness {
         self.scheduler.reset_for_copies();
         self.was_reset = true;
         self.copier.device_died();
-        self.device = Device::new(self.config.slots, self.config.pages, self.config.page_size);
+        self.device = Device::new(&self.config);
         self.slot_owner.clear();
         for client in self.clients.values_mut() {
             (client.resident, client.arriving) = (false, false);
@@ -423,8 +425,9 @@ impl Harness {
             let named = self.flights.iter().any(|flight| flight.slots.contains(&slot));
             assert!(!named, "slot {slot} is in flight");
         }
-        for (slot, _, page) in plan.page_writes() {
-            assert!(slots.contains(&slot), "page {page} is given to slot {slot} for nothing");
+        for (slot, index, page) in plan.page_writes() {
+            let used = page.is_none() || self.config.sparse.is_some() || slots.contains(&slot);
+            assert!(used, "page {index} is given to slot {slot} for nothing");
         }
         slots.sort_unstable();
         slots.dedup();
@@ -457,8 +460,8 @@ impl Harness {
             }
             flight.slots.push(row.slot);
             flight.ids.push(id);
-            flight.named.extend(self.device.pages_read(&row).into_iter().map(|p| (p, row.slot)));
-            written.extend(self.device.pages_written(&row).into_iter().map(|p| (p, row.slot)));
+            flight.named.extend(self.device.pages_named(&row).into_iter().map(|p| (p, row.slot)));
+            written.extend(self.device.pages_of_its_own(&row).into_iter().map(|p| (p, row.slot)));
         }
         for (page, slot) in written {
             let mut named = flight.named.iter().chain(self.flights.iter().flat_map(|f| &f.named));
@@ -467,7 +470,7 @@ impl Harness {
         }
         // A dead hand computes nothing, it only has not been noticed yet.
         if self.flights.iter().all(|flight| flight.result.is_some()) {
-            flight.result = self.device.compute(plan).ok();
+            flight.result = self.device.compute(plan, &self.copier).ok();
             if flight.result.is_some() {
                 self.copier.start(plan, &mut self.device);
             }

@@ -2,7 +2,7 @@
 
 use forebay_protocol::{SamplingParams, SlotSpec};
 use forebay_scheduler::{
-    HostTier, Namer, Policy, Request, STEP_WORDS, SavePolicy, SchedulerConfig,
+    HostTier, Namer, Policy, Request, STEP_WORDS, SavePolicy, SchedulerConfig, Sparse,
 };
 use proptest::prelude::*;
 
@@ -47,18 +47,21 @@ struct Ask {
 impl Ask {
     fn request(&self, id: u64, config: &SchedulerConfig) -> Request {
         let encoder = config.pages == 0;
-        let room = if encoder { usize::MAX } else { (config.pages * config.page_size) as usize };
+        let hot = (config.pages * config.page_size).min(config.most_positions()) as usize;
+        let (room, hot) = if encoder { (usize::MAX, usize::MAX) } else { (hot, hot) };
+        let all = config.most_positions() as usize;
+        let room = if config.sparse.is_some() && self.embeds.is_none() { all } else { room };
         let text = (0..self.shared as i32).map(|at| (at * (self.text + 1) + at / 7) % VOCAB);
         let mut prompt: Vec<i32> = text.chain(self.own.iter().copied()).collect();
         if let Some(segment) = self.pooled.or(encoder.then_some(0)) {
-            prompt.truncate(room);
+            prompt.truncate(hot);
             let (priority, cache_salt) = (self.priority, self.salt);
             let (client, probe) = (self.client, self.probe);
             let mut pooled = pooled(id, prompt, segment);
             pooled.spec.embeds = self.embeds;
             return Request { priority, client, probe, cache_salt, ..pooled };
         }
-        prompt.truncate(room - 1);
+        prompt.truncate(hot - 1);
         let max_tokens = self.max_tokens.min((room - prompt.len()) as u32);
         let spec = SlotSpec {
             stop_ids: self.stop.into_iter().chain([VOCAB + 3, VOCAB + 5]).collect(),
@@ -163,11 +166,17 @@ fn machines() -> impl Strategy<Value = SchedulerConfig> {
     let pages = prop_oneof![4 => 6..30_u32, 1 => Just(0)];
     let tokens_a_row = prop_oneof![2 => Just(1), 1 => 2..6_u32];
     let host = prop::option::weighted(0.6, hosts());
-    let switches = (any::<bool>(), any::<bool>(), any::<bool>(), tokens_a_row, host);
+    let sparse = prop::option::weighted(0.5, (1..4_u32, any::<bool>()));
+    let switches = (any::<bool>(), any::<bool>(), any::<bool>(), tokens_a_row, host, sparse);
     let step_words = prop_oneof![2 => Just(STEP_WORDS), 1 => 0..400_usize];
     (1..7_u32, 0..3_u32, pages, 1..6_u32, 0..24_u32, step_words, switches).prop_map(
         |(max_running, spare, pages, page_size, token_budget, step_words, switches)| {
-            let (prefix_cache, fcfs, fair, tokens_a_row, host) = switches;
+            let (prefix_cache, fcfs, fair, tokens_a_row, host, sparse) = switches;
+            let sparse = sparse.map(|(row_pages, save_rows)| Sparse { row_pages, save_rows });
+            let sparse = sparse.filter(|sparse| {
+                let enough = host.is_some_and(|host| host.pages >= 2);
+                pages >= sparse.least_pages() && prefix_cache && enough
+            });
             SchedulerConfig {
                 slots: max_running + spare,
                 max_running,
@@ -181,8 +190,9 @@ fn machines() -> impl Strategy<Value = SchedulerConfig> {
                 fair,
                 step_words,
                 vector_size: 2,
-                tokens_a_row,
+                tokens_a_row: if sparse.is_some() { 1 } else { tokens_a_row },
                 host,
+                sparse,
             }
         },
     )

@@ -215,10 +215,10 @@ fn the_words_of_a_request_are_those_of_its_plan() {
     replica.step();
     let empty = StepPlan::default().words();
     // A word more for a row that may give several tokens.
-    assert_eq!((replica.plan.words() - empty) as u64 + 1, request_words(100, &spec, 16));
+    assert_eq!((replica.plan.words() - empty) as u64 + 1, request_words(100, &spec, 16, 1));
     let lists = SamplingParams { logit_bias: vec![(1, 0.5); 1024].into(), ..spec.sampling };
     let spec = SlotSpec { sampling: lists, stop_ids: vec![1; 1024].into(), ..spec };
-    assert!(request_words(10_000_000, &spec, 1) < MAX_REQUEST_WORDS, "a long context fits");
+    assert!(request_words(6_000_000, &spec, 1, 2) < MAX_REQUEST_WORDS, "a long context fits");
 }
 
 #[test]

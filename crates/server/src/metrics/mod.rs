@@ -14,8 +14,8 @@ use prometheus::{
 };
 
 use self::sources::{
-    COUNTERS, GAUGES, HOST_COUNTERS, INTAKE_GAUGES, LOG_COUNTERS, Read, Source, TEXT_COUNTERS,
-    TEXT_GAUGES, TRANSFERS,
+    COUNTERS, GAUGES, HOST_COUNTERS, INTAKE_GAUGES, LOG_COUNTERS, Read, SPARSE_ROWS, Source,
+    TEXT_COUNTERS, TEXT_GAUGES, TRANSFERS,
 };
 use crate::intake::IntakeStats;
 
@@ -252,8 +252,10 @@ impl Metrics {
             let r = registrar(&registry, replica);
             let counters = [COUNTERS, HOST_COUNTERS].concat();
             let mut read = ReadMetrics::new(&r, GAUGES, &counters)?;
-            for &(name, help, way, source) in TRANSFERS {
-                let opts = r.opts(name, help).const_label("transfer_type", way);
+            let transfers = TRANSFERS.iter().map(|source| ("transfer_type", source));
+            let rows = SPARSE_ROWS.iter().map(|source| ("found", source));
+            for (label, &(name, help, value, source)) in transfers.chain(rows) {
+                let opts = r.opts(name, help).const_label(label, value);
                 let counter = Counter::with_opts(opts)?;
                 registry.register(Box::new(counter.clone()))?;
                 read.counters.push((counter, source));

@@ -44,6 +44,16 @@ pub(super) const GAUGES: &[Source<ReplicaReport>] = &[
         "Requests whose blocks are being copied back from the host tier.",
         |r| r.stats.scheduler.host.arriving as f64,
     ),
+    ("forebay:requests_sparse", "Running requests of which most KV is in host memory only.", |r| {
+        r.stats.scheduler.sparse.requests as f64
+    }),
+    ("vllm:hisparse_host_cache_usage_perc", "Share of the host tier's pages in use.", |r| {
+        let host = &r.stats.scheduler.host;
+        if host.pages == 0 { 0.0 } else { host.pages_used as f64 / host.pages as f64 }
+    }),
+    ("vllm:hisparse_pending_page_transfers", "Copies between tiers under way.", |r| {
+        r.stats.scheduler.host.copies_outstanding as f64
+    }),
 ];
 
 pub(super) const COUNTERS: &[Source<ReplicaReport>] = &[
@@ -171,7 +181,44 @@ pub(super) const HOST_COUNTERS: &[Source<ReplicaReport>] = &[
     ("forebay:restores_total", "Times that a request's blocks were restored.", |r| {
         r.stats.scheduler.host.restores_chosen as f64
     }),
+    (
+        "forebay:requests_made_sparse_total",
+        "Times that a running request gave up its saved pages.",
+        |r| r.stats.scheduler.sparse.conversions as f64,
+    ),
+    (
+        "forebay:pages_dropped_total",
+        "Pages that running requests gave up, whose content the host tier has.",
+        |r| r.stats.scheduler.sparse.pages_dropped as f64,
+    ),
+    (
+        "vllm:hisparse_cache_hits_total",
+        "Positions that sparse requests chose and that were on the device, over layers.",
+        |r| {
+            let sparse = &r.stats.scheduler.sparse;
+            (sparse.on_pages + sparse.in_rows) as f64
+        },
+    ),
+    (
+        "vllm:hisparse_cache_misses_total",
+        "Positions that sparse requests chose and that were copied from host memory, over layers.",
+        |r| r.stats.scheduler.sparse.missed as f64,
+    ),
+    (
+        "forebay:rows_waited_for_copies_seconds_total",
+        "Seconds that steps waited for saves; 0 unless --kv-save-order asks for it.",
+        |r| r.stats.scheduler.sparse.waited_us as f64 / 1e6,
+    ),
 ];
+
+/// Where the positions were that sparse requests chose: metric, help, `found`, source.
+pub(super) const SPARSE_ROWS: &[(&str, &str, &str, Read<ReplicaReport>)] = &[
+    (SPARSE, SPARSE_HELP, "page", |r| r.stats.scheduler.sparse.on_pages as f64),
+    (SPARSE, SPARSE_HELP, "row", |r| r.stats.scheduler.sparse.in_rows as f64),
+    (SPARSE, SPARSE_HELP, "host", |r| r.stats.scheduler.sparse.missed as f64),
+];
+const SPARSE: &str = "forebay:sparse_rows_total";
+const SPARSE_HELP: &str = "Positions that sparse requests chose, by where they were, over layers.";
 
 /// Bytes and seconds of copies by direction, with vLLM's names: metric, help, `transfer_type`, source.
 pub(super) const TRANSFERS: &[(&str, &str, &str, Read<ReplicaReport>)] = &[

@@ -267,6 +267,7 @@ impl Engine for Fake {
     fn facts(&self) -> Option<Facts> {
         (!matches!(*self.status.lock(), Status::Starting(_))).then(|| Facts {
             context_length: CONTEXT,
+            prompt_length: CONTEXT,
             page_size: 16,
             hand: Ready {
                 vocab_size: self.vocab_size.load(Ordering::Relaxed),
@@ -280,6 +281,7 @@ impl Engine for Fake {
                 tokens_a_row: 1,
                 host_page_count: 0,
                 page_bytes: 0,
+                hot_row_tokens: 0,
             },
         })
     }

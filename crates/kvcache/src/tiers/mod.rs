@@ -6,12 +6,20 @@
 //! The rules: a copy leases its source and its target until its end is reported, whatever becomes of the requests around it. A block can be
 //! found in a tier only when its copy was reported done. What was forgotten meanwhile is not published by a copy that ends later.
 //! Nothing here waits: where the host tier has no page, a block is not saved.
+//!
+//! In *backed* tiers ([`Tiers::backed`]) every hot page of a request has a page of the host tier from the start, so that it can be given up
+//! while the request goes on; `backed` has the rules.
+
+mod backed;
+
+pub use backed::BackedBlock;
 
 use std::collections::{BTreeMap, HashMap, HashSet, VecDeque};
 
 use crate::event::{BlockEvent, Place};
 use crate::hash::{BlockHash, BuildNameHasher};
 use crate::pool::{Counts, Host, Hot, Lease, PagePool};
+use backed::Backed;
 
 /// Which way a block is copied.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -20,6 +28,17 @@ pub enum Direction {
     Save,
     /// From the host tier to the hot tier.
     Restore,
+    /// From a page of the host tier to the index page of the same number, in backed tiers.
+    RestoreIndex,
+}
+
+/// Positions of a page.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Span {
+    /// The first, counted from the page's own.
+    pub first: u32,
+    /// How many.
+    pub count: u32,
 }
 
 /// A copy of one page, as a plan names it.
@@ -29,10 +48,12 @@ pub struct PageCopy {
     pub ticket: u32,
     /// Which way.
     pub direction: Direction,
-    /// The page in the hot tier.
-    pub hot: u32,
+    /// The page in the hot tier; `None` where only an index comes back.
+    pub hot: Option<u32>,
     /// The page in the host tier.
     pub host: u32,
+    /// What of it; `None`: all.
+    pub span: Option<Span>,
 }
 
 /// Where a block was found, with the right to use it.
@@ -64,9 +85,11 @@ pub struct Moves {
 #[derive(Debug)]
 struct Copying {
     direction: Direction,
-    name: BlockHash,
-    hot: Lease<Hot>,
+    /// The block; `None`: rows of a page that is not full.
+    name: Option<BlockHash>,
+    hot: Option<Lease<Hot>>,
     host: Lease<Host>,
+    span: Option<Span>,
     /// Its block can be found at the target when it has ended.
     publish: bool,
     /// A plan has named it.
@@ -94,6 +117,7 @@ pub struct Tiers {
     moves: Moves,
     cleared: bool,
     noting: bool,
+    backed: Option<Backed>,
 }
 
 impl Tiers {
@@ -114,6 +138,7 @@ impl Tiers {
             moves: Moves::default(),
             cleared: false,
             noting: false,
+            backed: None,
         }
     }
 
@@ -156,15 +181,18 @@ impl Tiers {
     /// Whether some page is held by a copy alone, and so is free when that copy ends.
     #[must_use]
     pub fn expects_pages(&self) -> bool {
-        self.copies.values().any(|copy| self.hot.leases(copy.hot.page()) == 1)
+        self.leased_by_copies().any(|page| self.hot.leases(page) == 1)
     }
 
     /// Leases a hot page whose content is nobody's. Never waits for a save: what has to go goes. `None`: every page is held.
     #[must_use]
     pub fn allocate(&mut self) -> Option<Lease<Hot>> {
         let (lease, evicted) = self.hot.allocate()?;
-        let lost = evicted.is_some_and(|evicted| !evicted.saved);
-        self.moves.dropped_unsaved += u64::from(lost && self.host.size() > 0);
+        if let Some(lost) = evicted.filter(|evicted| !evicted.saved) {
+            self.moves.dropped_unsaved += u64::from(self.host.size() > 0);
+            self.lost_unsaved(lost.name);
+        }
+        self.begin_page(&lease);
         Some(lease)
     }
 
@@ -176,8 +204,9 @@ impl Tiers {
         if let Some(&ticket) = self.under_way.get(&name)
             && let Some(copy) = self.copies.get(&ticket)
             && copy.direction == Direction::Restore
+            && let Some(hot) = &copy.hot
         {
-            return Some(Found::Arriving(self.hot.join(&copy.hot), ticket));
+            return Some(Found::Arriving(self.hot.join(hot), ticket));
         }
         self.host.share(name).map(Found::Host)
     }
@@ -202,7 +231,7 @@ impl Tiers {
             return None;
         };
         let waiter = self.hot.join(&hot);
-        let ticket = self.start(Direction::Restore, name, hot, host);
+        let ticket = self.start(Direction::Restore, Some(name), Some(hot), host);
         self.unsent.push_back(ticket);
         Some((waiter, ticket))
     }
@@ -266,6 +295,9 @@ impl Tiers {
         if self.hot.is_saved(name) || self.under_way.contains_key(&name) {
             return None;
         }
+        if self.backed.is_some() {
+            return self.save_backed(name);
+        }
         if self.host.available() == 0 {
             self.moves.refused += u64::from(self.hot.contains(name));
             return None;
@@ -279,22 +311,24 @@ impl Tiers {
             self.hot.set_saved(evicted.name, false);
         }
         self.saving += 1;
-        let ticket = self.start(Direction::Save, name, hot, host);
+        let ticket = self.start(Direction::Save, Some(name), Some(hot), host);
         self.send(ticket)
     }
 
     fn start(
         &mut self,
         direction: Direction,
-        name: BlockHash,
-        hot: Lease<Hot>,
+        name: Option<BlockHash>,
+        hot: Option<Lease<Hot>>,
         host: Lease<Host>,
     ) -> u32 {
         let ticket = self.next_ticket;
         // It has 31 bits on the wire. No copy is under way for two billion others.
         self.next_ticket = (ticket + 1) & i32::MAX.cast_unsigned();
-        self.under_way.insert(name, ticket);
-        let copy = Copying { direction, name, hot, host, publish: true, sent: false };
+        if let Some(name) = name {
+            self.moving(direction).insert(name, ticket);
+        }
+        let copy = Copying { direction, name, hot, host, span: None, publish: true, sent: false };
         self.copies.insert(ticket, copy);
         ticket
     }
@@ -302,44 +336,73 @@ impl Tiers {
     fn send(&mut self, ticket: u32) -> Option<PageCopy> {
         let copy = self.copies.get_mut(&ticket)?;
         copy.sent = true;
-        let Copying { direction, hot, host, .. } = copy;
-        Some(PageCopy { ticket, direction: *direction, hot: hot.page(), host: host.page() })
+        let hot = copy.hot.as_ref().map(Lease::page);
+        let Copying { direction, host, span, .. } = copy;
+        Some(PageCopy { ticket, direction: *direction, hot, host: host.page(), span: *span })
+    }
+
+    /// The copies of named blocks that go this way.
+    fn moving(&mut self, direction: Direction) -> &mut HashMap<BlockHash, u32, BuildNameHasher> {
+        match (direction, &mut self.backed) {
+            (Direction::RestoreIndex, Some(backed)) => backed.indexing(),
+            _ => &mut self.under_way,
+        }
     }
 
     /// The hand has reported the end of a copy. False: there is no such copy.
     pub fn ended(&mut self, ticket: u32, fine: bool) -> bool {
         let Some(copy) = self.copies.remove(&ticket) else { return false };
-        let Copying { direction, name, hot, host, publish, .. } = copy;
-        if self.under_way.get(&name) == Some(&ticket) {
-            self.under_way.remove(&name);
+        let Copying { direction, name, hot, host, span, publish, .. } = copy;
+        if let Some(name) = name
+            && self.moving(direction).get(&name) == Some(&ticket)
+        {
+            self.moving(direction).remove(&name);
         }
-        self.saving -= u32::from(direction == Direction::Save);
-        match (direction, fine) {
-            (Direction::Save, true) => {
-                self.moves.saved += 1;
-                if publish && self.host.name(&host, name) {
-                    self.hot.set_saved(name, true);
-                }
+        self.saving -= u32::from(direction == Direction::Save && span.is_none());
+        self.moves.failed += u64::from(!fine);
+        let name = name.filter(|_| publish);
+        if let Some(hot) = hot.as_ref().filter(|_| direction == Direction::Save) {
+            self.note_save(hot, span.is_none(), fine);
+        }
+        match (direction, fine, &hot) {
+            (Direction::Save, _, Some(hot)) if span.is_some() => {
+                span.into_iter().for_each(|span| self.rows_left(hot, span, fine));
             }
-            (Direction::Restore, true) => {
+            (Direction::Save, true, _) => self.was_saved(name, &host),
+            (Direction::Save, false, _) => self.sweeping_fails = true,
+            (Direction::Restore, true, Some(hot)) => {
                 self.moves.restored += 1;
-                if publish {
-                    self.name(&hot, name);
+                if let Some(name) = name {
+                    self.came_back(hot, name);
                 }
             }
-            (_, false) => {
-                self.moves.failed += 1;
-                self.sweeping_fails |= direction == Direction::Save;
-                if direction == Direction::Restore && publish {
-                    // Nobody knows which side is to blame. What was not read once is not tried again.
-                    self.host.forget(name);
-                    self.hot.set_saved(name, false);
-                }
+            (Direction::RestoreIndex, true, _) => self.index_is_there(host.page()),
+            // Nobody knows which side is to blame. What was not read once is not tried again.
+            (Direction::Restore | Direction::RestoreIndex, false, _) => {
+                name.into_iter().for_each(|name| self.not_readable(name));
             }
+            (Direction::Restore, true, None) => {}
         }
-        self.hot.release(hot);
+        hot.into_iter().for_each(|hot| self.hot.release(hot));
         self.host.release(host);
         true
+    }
+
+    fn was_saved(&mut self, name: Option<BlockHash>, host: &Lease<Host>) {
+        self.moves.saved += 1;
+        if let Some(name) = name
+            && (self.backed.is_some() || self.host.name(host, name))
+        {
+            self.hot.set_saved(name, true);
+        }
+    }
+
+    fn not_readable(&mut self, name: BlockHash) {
+        if self.backed.is_some() {
+            return self.forget(name);
+        }
+        self.host.forget(name);
+        self.hot.set_saved(name, false);
     }
 
     /// Gives a lease back.
@@ -375,23 +438,31 @@ impl Tiers {
     pub fn forget(&mut self, name: BlockHash) {
         self.hot.forget(name);
         self.host.forget(name);
-        if let Some(ticket) = self.under_way.remove(&name)
-            && let Some(copy) = self.copies.get_mut(&ticket)
-        {
-            copy.publish = false;
+        for direction in [Direction::Restore, Direction::RestoreIndex] {
+            if let Some(ticket) = self.moving(direction).remove(&name)
+                && let Some(copy) = self.copies.get_mut(&ticket)
+            {
+                copy.publish = false;
+            }
         }
     }
 
     /// Forgets every block that nobody leases but copies, in all tiers. True: nothing is left.
     pub fn flush(&mut self) -> bool {
+        if self.backed.is_some() {
+            self.flush_backed();
+            return self.note_cleared();
+        }
         for name in std::mem::take(&mut self.under_way).into_keys() {
             self.host.forget(name);
             self.hot.set_saved(name, false);
         }
         for copy in self.copies.values_mut() {
             copy.publish = false;
-            if self.hot.leases(copy.hot.page()) == 1 {
-                self.hot.forget(copy.name);
+            if let (Some(hot), Some(name)) = (&copy.hot, copy.name)
+                && self.hot.leases(hot.page()) == 1
+            {
+                self.hot.forget(name);
             }
         }
         self.wanted.clear();
@@ -406,11 +477,16 @@ impl Tiers {
     /// The hand died: the hot tier and all copies are gone with it. Every other lease of the hot tier must be back. The host tier stays,
     /// but for what was being restored if copies are to `blame`: whoever tried that again would lose the next hand too.
     pub fn hand_died(&mut self, blame: bool) {
+        self.index_is_gone();
         for (_, copy) in std::mem::take(&mut self.copies) {
-            if blame && copy.sent && copy.direction == Direction::Restore {
-                self.host.forget(copy.name);
+            if let Some(name) = copy.name
+                && blame
+                && copy.sent
+                && copy.direction != Direction::Save
+            {
+                self.host.forget(name);
             }
-            self.hot.release(copy.hot);
+            copy.hot.into_iter().for_each(|hot| self.hot.release(hot));
             self.host.release(copy.host);
         }
         self.under_way.clear();
@@ -461,7 +537,12 @@ impl Tiers {
 
     /// Hot pages that copies lease, once for each.
     pub fn leased_by_copies(&self) -> impl Iterator<Item = u32> {
-        self.copies.values().map(|copy| copy.hot.page())
+        self.copies.values().filter_map(|copy| copy.hot.as_ref()).map(Lease::page)
+    }
+
+    /// Host pages that copies lease, once for each.
+    pub fn host_leased_by_copies(&self) -> impl Iterator<Item = u32> {
+        self.copies.values().map(|copy| copy.host.page())
     }
 
     /// Walks over everything: both pools, each copy's pages, and which blocks are in both tiers. For idle moments and tests.
@@ -477,16 +558,19 @@ impl Tiers {
         }
         for (page, &leases) in leased.iter().enumerate() {
             let counted = self.host.leases(page as u32);
-            if leases != counted {
+            // In backed tiers requests lease host pages too.
+            if leases != counted && !(self.backed.is_some() && leases < counted) {
                 return Err(format!("host page {page}: {counted} leases, {leases} copies"));
             }
         }
         for name in self.hot.names() {
-            if self.hot.is_saved(name) != self.host.contains(name) {
+            let (saved, on_host) = (self.hot.is_saved(name), self.host.contains(name));
+            if (saved || self.backed.is_some()) != on_host {
                 return Err(format!("{name:?} is saved, or is not, against what its page says"));
             }
         }
-        let saves = self.copies.values().filter(|copy| copy.direction == Direction::Save).count();
+        let saves = self.copies.values();
+        let saves = saves.filter(|c| c.direction == Direction::Save && c.span.is_none()).count();
         if saves != self.saving as usize {
             return Err(format!("{saves} saves under way, {} counted", self.saving));
         }
@@ -496,8 +580,9 @@ impl Tiers {
         if unsent != listed {
             return Err(format!("restores {unsent:?} are to be sent, {listed:?} are listed"));
         }
-        for (name, ticket) in &self.under_way {
-            let known = self.copies.get(ticket).is_some_and(|c| c.publish && c.name == *name);
+        let indexing = self.backed.iter().flat_map(Backed::indexed);
+        for (name, ticket) in self.under_way.iter().chain(indexing) {
+            let known = self.copies.get(ticket).is_some_and(|c| c.publish && c.name == Some(*name));
             if !known {
                 return Err(format!("{name:?} is not under way as copy {ticket}"));
             }

@@ -1,0 +1,130 @@
+//! Sparse decoding from host memory, in a plan.
+
+use anyhow::{Result, bail};
+use clap::{Args, ValueEnum};
+use forebay_scheduler::{Sparse, SparseStats};
+use forebay_sim::{Profile, SaveOrder};
+use serde::Serialize;
+
+/// Flags of sparse decoding.
+#[derive(Debug, Clone, Args, Serialize)]
+pub struct SparseArgs {
+    /// Keep most KV of a running request in host memory only, where the profile's model chooses few positions for each token.
+    #[arg(long)]
+    pub enable_hisparse: bool,
+    /// Positions that a sparse request keeps on the device besides its last pages [default: twice the model's top-k].
+    #[arg(long, value_name = "TOKENS", requires = "enable_hisparse", value_parser = clap::value_parser!(u32).range(1..=32_767))]
+    pub hot_buffer_tokens: Option<u32>,
+    /// Positions that a row misses in each layer and are copied from host memory [default: the profile's].
+    #[arg(long, value_name = "ROWS", requires = "enable_hisparse")]
+    pub miss_rows: Option<u32>,
+    /// Save each page when it is full, or each position by the step that computes it.
+    #[arg(long, value_enum, default_value_t)]
+    pub kv_save: KvSave,
+    /// Whether anything waits for saves. behind: nothing; fence: the rows of the next step; inline: the next step.
+    #[arg(long, value_enum, default_value_t)]
+    pub kv_save_order: KvSaveOrder,
+}
+
+/// What is saved at a time.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, ValueEnum, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum KvSave {
+    /// A page, when it is full.
+    #[default]
+    Page,
+    /// A position, by the step that computes it.
+    Token,
+}
+
+/// What waits for saves.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, ValueEnum, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum KvSaveOrder {
+    /// Nothing.
+    #[default]
+    Behind,
+    /// The rows of the next step.
+    Fence,
+    /// The next step.
+    Inline,
+}
+
+impl KvSaveOrder {
+    /// As a hand is told.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Behind => "behind",
+            Self::Fence => "fence",
+            Self::Inline => "inline",
+        }
+    }
+}
+
+impl From<KvSaveOrder> for SaveOrder {
+    fn from(order: KvSaveOrder) -> Self {
+        match order {
+            KvSaveOrder::Behind => Self::Behind,
+            KvSaveOrder::Fence => Self::Fence,
+            KvSaveOrder::Inline => Self::Inline,
+        }
+    }
+}
+
+impl SparseArgs {
+    /// What the scheduler is told; `None`: it is off.
+    ///
+    /// # Errors
+    /// The profile's model chooses no positions, or more than are kept.
+    pub(crate) fn resolve(&self, profile: &Profile, page_size: u32) -> Result<Option<Sparse>> {
+        if !self.enable_hisparse {
+            return Ok(None);
+        }
+        let tokens = hot_row_tokens(profile, self.hot_buffer_tokens, page_size)?;
+        let save_rows = self.kv_save == KvSave::Token;
+        Ok(Some(Sparse { row_pages: tokens / page_size, save_rows }))
+    }
+}
+
+/// Positions that a sparse slot of a simulated device keeps, in whole pages.
+///
+/// # Errors
+/// The profile's model chooses no positions, or more than are kept.
+pub fn hot_row_tokens(profile: &Profile, wanted: Option<u32>, page_size: u32) -> Result<u32> {
+    let (name, top_k) = (&profile.name, profile.sparse.top_k);
+    if top_k == 0 {
+        bail!(
+            "--enable-hisparse: the model of profile {name} reads all positions (sparse.top_k is 0)"
+        );
+    }
+    let tokens = wanted.unwrap_or(2 * top_k);
+    if tokens < top_k {
+        bail!(
+            "--hot-buffer-tokens {tokens}: fewer than the {top_k} positions that the model chooses"
+        );
+    }
+    Ok(tokens.next_multiple_of(page_size))
+}
+
+/// What sparse decoding did in a run.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Serialize)]
+pub(crate) struct SparseOutcome {
+    /// Times that a request became sparse.
+    pub(crate) conversions: u64,
+    /// Pages that running requests gave up.
+    pub(crate) pages_dropped: u64,
+    /// Positions that were copied from the host's memory, over rows and layers.
+    pub(crate) missed: u64,
+    /// Seconds that rows waited for saves.
+    pub(crate) waited_s: f64,
+}
+
+impl SparseOutcome {
+    pub(crate) fn add(&mut self, stats: &SparseStats) {
+        self.conversions += stats.conversions;
+        self.pages_dropped += stats.pages_dropped;
+        self.missed += stats.missed;
+        self.waited_s += stats.waited_us as f64 / 1e6;
+    }
+}

@@ -1,0 +1,319 @@
+//! Tiers in which every hot page of a request has a page of the host tier from the start.
+//!
+//! That is what sparse decoding from host memory needs: a request goes on while most of its hot pages are given up, because its next
+//! tokens are chosen by index keys and few positions are read. The number of a host page names two things: room for a block in the
+//! host's memory, and the *index page* on the device that holds the block's index keys. So a block is known in the hot tier only if
+//! it is known in the host tier, and *saved* says whether the host's memory has its content.
+//!
+//! The rules beyond those of [`Tiers`]: a block that the hot tier gives up unsaved is known nowhere. A host page that is given up takes the
+//! block out of the hot tier too. Index keys die with the device, and come back from the host's memory before a block is used.
+
+use std::collections::HashMap;
+
+use super::{Direction, PageCopy, Span, Tiers};
+use crate::hash::{BlockHash, BuildNameHasher};
+use crate::pool::{Host, Hot, Lease};
+
+/// So many saves that fail one after the other make it unlikely that the next one is done.
+const MOST_FAILED: u32 = 8;
+
+/// What backed tiers know besides.
+#[derive(Debug)]
+pub(super) struct Backed {
+    page_size: u32,
+    /// Positions of each hot page that were saved row by row, since it was allocated.
+    rows_saved: Vec<u32>,
+    /// Saves of each hot page that are under way, of all or of some rows.
+    leaving: Vec<u32>,
+    /// Host pages whose index keys are not on the device.
+    unindexed: Vec<bool>,
+    /// Saves that failed since one was done.
+    failed: u32,
+    /// The copies of index keys, by block.
+    indexing: HashMap<BlockHash, u32, BuildNameHasher>,
+}
+
+impl Backed {
+    pub(super) fn indexing(&mut self) -> &mut HashMap<BlockHash, u32, BuildNameHasher> {
+        &mut self.indexing
+    }
+
+    pub(super) fn indexed(&self) -> impl Iterator<Item = (&BlockHash, &u32)> {
+        self.indexing.iter()
+    }
+}
+
+/// A block that was found, with the right to use it.
+#[derive(Debug)]
+pub struct BackedBlock {
+    /// Its page of the host tier.
+    pub host: Lease<Host>,
+    /// Its hot page, or the one that a copy brings it to.
+    pub hot: Option<Lease<Hot>>,
+    /// The copy to wait for before the hot page is read.
+    pub pending: Option<u32>,
+    /// The host's memory has its content.
+    pub saved: bool,
+    /// Its index keys are on the device.
+    pub indexed: bool,
+}
+
+impl Tiers {
+    /// Backed tiers of so many free pages each, of `page_size` positions.
+    #[must_use]
+    pub fn backed(hot_pages: u32, host_pages: u32, page_size: u32) -> Self {
+        let backed = Backed {
+            page_size,
+            rows_saved: vec![0; hot_pages as usize],
+            leaving: vec![0; hot_pages as usize],
+            unindexed: vec![false; host_pages as usize],
+            failed: 0,
+            indexing: HashMap::default(),
+        };
+        Self { backed: Some(backed), ..Self::new(hot_pages, host_pages) }
+    }
+
+    /// Pages of the host tier that can be leased.
+    #[must_use]
+    pub fn host_available(&self) -> u32 {
+        self.host.available()
+    }
+
+    /// How many leases of a host page are out.
+    #[must_use]
+    pub fn host_leases(&self, page: u32) -> u32 {
+        self.host.leases(page)
+    }
+
+    /// Leases a hot page and the host page behind it, whose content is nobody's. `None`, and nothing is leased: one of them is not to be had.
+    #[must_use]
+    pub fn allocate_backed(&mut self) -> Option<(Lease<Hot>, Lease<Host>)> {
+        if self.hot.available() == 0 {
+            return None;
+        }
+        let (host, evicted) = self.host.allocate()?;
+        if let Some(evicted) = evicted {
+            self.hot.forget(evicted.name);
+        }
+        if let Some(backed) = &mut self.backed {
+            backed.unindexed[host.page() as usize] = false;
+        }
+        let Some(hot) = self.allocate() else {
+            self.host.release(host);
+            return None;
+        };
+        Some((hot, host))
+    }
+
+    /// Finds a block of backed tiers and leases its pages.
+    pub fn find_backed(&mut self, name: BlockHash) -> Option<BackedBlock> {
+        let host = self.host.share(name)?;
+        let indexed = !self.backed.as_ref()?.unindexed[host.page() as usize];
+        if let Some(hot) = self.hot.share(name) {
+            let saved = self.hot.is_saved(name);
+            return Some(BackedBlock { host, hot: Some(hot), pending: None, saved, indexed });
+        }
+        let restoring = self.under_way.get(&name).copied().and_then(|ticket| {
+            let copy = self.copies.get(&ticket)?;
+            (copy.direction == Direction::Restore).then_some((ticket, copy.hot.as_ref()?))
+        });
+        let (pending, hot) = match restoring {
+            Some((ticket, hot)) => (Some(ticket), Some(self.hot.join(hot))),
+            None => (None, None),
+        };
+        // It was given up by the hot tier, which gives up the host's side too of what is not saved.
+        Some(BackedBlock { host, hot, pending, saved: true, indexed })
+    }
+
+    /// Gives back what was found.
+    pub fn release_backed(&mut self, block: BackedBlock) {
+        let BackedBlock { host, hot, .. } = block;
+        hot.into_iter().for_each(|hot| self.hot.release(hot));
+        self.host.release(host);
+    }
+
+    /// Starts to bring a saved block back into the hot tier. `None`: every hot page is held.
+    pub fn restore_backed(
+        &mut self,
+        name: BlockHash,
+        host: &Lease<Host>,
+    ) -> Option<(Lease<Hot>, u32)> {
+        let host = self.host.join(host);
+        self.restore(name, host)
+    }
+
+    /// The copy that brings a saved block's index keys back to the device: one that is under way, or a new one.
+    pub fn restore_index(&mut self, name: BlockHash, host: &Lease<Host>) -> u32 {
+        if let Some(&ticket) = self.moving(Direction::RestoreIndex).get(&name) {
+            return ticket;
+        }
+        let host = self.host.join(host);
+        let ticket = self.start(Direction::RestoreIndex, Some(name), None, host);
+        self.unsent.push_back(ticket);
+        ticket
+    }
+
+    /// Says what a hot page and the host page behind it hold. False where other pages hold that block already that somebody leases. Others
+    /// lose the name: a page without one is never saved, and so its request could not give it up.
+    pub fn name_backed(&mut self, hot: &Lease<Hot>, host: &Lease<Host>, name: BlockHash) -> bool {
+        if self.hot.name_of(hot).is_none() && self.host.leases_of(name) == Some(0) {
+            self.forget(name);
+        }
+        let free = !self.hot.contains(name) && !self.host.contains(name);
+        if !free || !self.host.name(host, name) {
+            return false;
+        }
+        if !self.hot.name(hot, name) {
+            self.host.forget(name);
+            return false;
+        }
+        self.note_rows(hot);
+        true
+    }
+
+    /// Whether a hot page holds a block whose content the host's memory has, so that it can be given up.
+    #[must_use]
+    pub fn can_drop(&self, hot: &Lease<Hot>) -> bool {
+        self.hot.is_page_saved(hot)
+    }
+
+    /// The block that a hot page holds.
+    #[must_use]
+    pub fn name_of(&self, hot: &Lease<Hot>) -> Option<BlockHash> {
+        self.hot.name_of(hot)
+    }
+
+    /// Takes a hot page out of the cache that only one request leases and that can be dropped: its content is nobody's from now on. False,
+    /// and nothing is done, if others lease it.
+    pub fn take_over(&mut self, hot: &Lease<Hot>) -> bool {
+        if self.hot.leases(hot.page()) > 1 || !self.can_drop(hot) {
+            return false;
+        }
+        self.hot.unname(hot);
+        self.begin_page(hot);
+        true
+    }
+
+    /// Starts to save rows of a page that is not full. When all of its rows are saved, the page is.
+    pub fn save_rows(
+        &mut self,
+        hot: &Lease<Hot>,
+        host: &Lease<Host>,
+        span: Span,
+    ) -> Option<PageCopy> {
+        let (hot, host) = (self.hot.join(hot), self.host.join(host));
+        let ticket = self.start(Direction::Save, None, Some(hot), host);
+        let copy = self.copies.get_mut(&ticket)?;
+        copy.span = Some(span);
+        if let (Some(hot), Some(backed)) = (&copy.hot, &mut self.backed) {
+            backed.leaving[hot.page() as usize] += 1;
+        }
+        self.send(ticket)
+    }
+
+    /// Whether blocks are saved before long: some are under way or asked for, and it is not true that the last ones all failed.
+    #[must_use]
+    pub fn expects_saves(&self) -> bool {
+        let failed = self.backed.as_ref().map_or(0, |backed| backed.failed);
+        failed < MOST_FAILED && (self.saving > 0 || !self.wanted.is_empty())
+    }
+
+    pub(super) fn save_backed(&mut self, name: BlockHash) -> Option<PageCopy> {
+        let hot = self.hot.share(name)?;
+        let leaving = self.backed.as_ref().map_or(0, |b| b.leaving[hot.page() as usize]);
+        // One that fails late would spoil the page after another is done.
+        let Some(host) = (leaving == 0).then(|| self.host.share(name)).flatten() else {
+            self.hot.release(hot);
+            return None;
+        };
+        self.saving += 1;
+        self.backed.iter_mut().for_each(|backed| backed.leaving[hot.page() as usize] += 1);
+        let ticket = self.start(Direction::Save, Some(name), Some(hot), host);
+        self.send(ticket)
+    }
+
+    /// A save has ended, of a whole page or of some rows.
+    pub(super) fn note_save(&mut self, hot: &Lease<Hot>, whole: bool, fine: bool) {
+        let Some(backed) = &mut self.backed else { return };
+        backed.leaving[hot.page() as usize] -= 1;
+        if whole {
+            backed.failed = if fine { 0 } else { backed.failed + 1 };
+        }
+    }
+
+    pub(super) fn begin_page(&mut self, hot: &Lease<Hot>) {
+        if let Some(backed) = &mut self.backed {
+            backed.rows_saved[hot.page() as usize] = 0;
+        }
+    }
+
+    /// A copy of rows has ended.
+    pub(super) fn rows_left(&mut self, hot: &Lease<Hot>, span: Span, fine: bool) {
+        if let Some(backed) = &mut self.backed {
+            backed.rows_saved[hot.page() as usize] += if fine { span.count } else { 0 };
+        }
+        self.note_rows(hot);
+    }
+
+    /// A page all of whose rows were saved is saved as soon as it has a name.
+    fn note_rows(&mut self, hot: &Lease<Hot>) {
+        let Some(backed) = &self.backed else { return };
+        let whole = backed.rows_saved[hot.page() as usize] == backed.page_size;
+        if whole && let Some(name) = self.hot.name_of(hot) {
+            self.hot.set_saved(name, true);
+        }
+    }
+
+    pub(super) fn lost_unsaved(&mut self, name: BlockHash) {
+        if self.backed.is_some() {
+            self.host.forget(name);
+        }
+    }
+
+    /// A block's copy into the hot tier has ended.
+    pub(super) fn came_back(&mut self, hot: &Lease<Hot>, name: BlockHash) {
+        if self.backed.is_none() {
+            self.name(hot, name);
+        } else if self.host.contains(name) && self.hot.name(hot, name) {
+            self.hot.set_saved(name, true);
+        }
+    }
+
+    pub(super) fn index_is_there(&mut self, page: u32) {
+        if let Some(backed) = &mut self.backed {
+            backed.unindexed[page as usize] = false;
+        }
+    }
+
+    /// The device is gone, and with it all index keys and every block that was not saved.
+    pub(super) fn index_is_gone(&mut self) {
+        let Some(backed) = &mut self.backed else { return };
+        backed.unindexed.fill(true);
+        backed.indexing.clear();
+        backed.leaving.fill(0);
+        let names: Vec<BlockHash> = self.hot.names().collect();
+        for name in names.into_iter().filter(|&name| !self.hot.is_saved(name)) {
+            self.host.forget(name);
+        }
+    }
+
+    /// Forgets every block that no request uses. What only copies use goes too, and they publish nothing.
+    pub(super) fn flush_backed(&mut self) {
+        let mut copies = vec![0_u32; self.host.size() as usize];
+        for page in self.host_leased_by_copies() {
+            copies[page as usize] += 1;
+        }
+        let unused: Vec<BlockHash> = self
+            .copies
+            .values()
+            .filter(|copy| copies[copy.host.page() as usize] == self.host.leases(copy.host.page()))
+            .filter_map(|copy| copy.name.or_else(|| self.hot.name_of(copy.hot.as_ref()?)))
+            .collect();
+        unused.into_iter().for_each(|name| self.forget(name));
+        self.hot.flush();
+        self.host.flush();
+        let hot = &self.hot;
+        self.wanted.retain(|&name| hot.contains(name));
+        self.is_wanted = self.wanted.iter().copied().collect();
+    }
+}

@@ -1,0 +1,285 @@
+//! When the steps of a simulated device begin and end, beside its copies.
+
+use std::collections::HashSet;
+
+use forebay_protocol::{Direction, SparseRows, StepPlan, StepResult};
+use serde::{Deserialize, Serialize};
+
+use crate::copies::{CopyEngines, CopyFault, PageBytes};
+use crate::load::StepLoad;
+use crate::profile::{CopyModel, DeviceModel, Jitter};
+
+/// What a sparse slot's row costs beside the step, in a model that chooses few positions for each token. The probability of a miss is no result
+/// of the simulation: it is assumed, as `miss_rows`.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct SparseModel {
+    /// Positions that a row chooses in each layer; 0: the model chooses none.
+    pub top_k: u32,
+    /// Those of them that are in no hot row and on no page.
+    pub miss_rows: f64,
+    /// Layers that copy what they miss.
+    pub layers: u32,
+    /// Bytes of a position in one layer.
+    pub row_bytes: f64,
+    /// GB (10^9 bytes) a second at which single positions come from the host's memory; absent: no time.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub gather_gbps: Option<f64>,
+}
+
+impl SparseModel {
+    /// Microseconds that so many rows of sparse slots take for what they miss.
+    #[must_use]
+    pub fn gather_us(&self, rows: u32) -> f64 {
+        let bytes = f64::from(rows) * self.miss_rows * f64::from(self.layers) * self.row_bytes;
+        // A GB a second is a thousand bytes a microsecond.
+        self.gather_gbps.map_or(0.0, |gbps| bytes / (1000.0 * gbps))
+    }
+
+    pub(crate) fn check(&self) -> Result<(), String> {
+        let numbers = [("miss_rows", self.miss_rows), ("row_bytes", self.row_bytes)];
+        for (name, number) in numbers {
+            if !(number.is_finite() && number >= 0.0) {
+                return Err(format!("sparse.{name}: expected a number from 0 on"));
+            }
+        }
+        if self.miss_rows > f64::from(self.top_k) {
+            return Err("sparse.miss_rows: no more can be missed than top_k".to_owned());
+        }
+        match self.gather_gbps.is_none_or(|speed| speed.is_finite() && speed > 0.0) {
+            true => Ok(()),
+            false => Err("sparse.gather_gbps: expected a number above 0".to_owned()),
+        }
+    }
+}
+
+/// What waits for the saves of a plan.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum SaveOrder {
+    /// Nothing.
+    #[default]
+    Behind,
+    /// The rows of the next plan, on the device.
+    Fence,
+    /// The next plan: the host prepares it when the saves have ended (SGLang before #21932).
+    Inline,
+}
+
+/// How long things take on a device.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Timing {
+    /// Steps.
+    pub model: DeviceModel,
+    /// Copies of pages.
+    pub copy: CopyModel,
+    /// What a page takes.
+    pub bytes: PageBytes,
+    /// Rows of sparse slots.
+    pub sparse: SparseModel,
+    /// What waits for saves.
+    pub save_order: SaveOrder,
+}
+
+/// When a step was computed.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Span {
+    /// Its first microsecond.
+    pub start_us: u64,
+    /// The first one after it.
+    pub end_us: u64,
+    /// From the end of the step before it.
+    pub gap_us: u64,
+}
+
+/// The time of one device. The caller says what time it is.
+#[derive(Debug)]
+pub struct Timeline {
+    timing: Timing,
+    jitter: Jitter,
+    /// The copies under way.
+    pub copies: CopyEngines,
+    sparse_slots: HashSet<u32>,
+    busy_until: u64,
+    last_end: u64,
+    /// Microseconds that rows have waited for saves since that was told last.
+    waited_us: u64,
+}
+
+impl Timeline {
+    /// A device that is free from `now_us` on.
+    #[must_use]
+    pub fn new(timing: Timing, jitter: Jitter, now_us: u64) -> Self {
+        Self {
+            timing,
+            jitter,
+            copies: CopyEngines::new(timing.copy, timing.bytes),
+            sparse_slots: HashSet::new(),
+            busy_until: now_us,
+            last_end: now_us,
+            waited_us: 0,
+        }
+    }
+
+    /// The first microsecond in which a further step could begin.
+    #[must_use]
+    pub fn busy_until(&self) -> u64 {
+        self.busy_until
+    }
+
+    /// Takes a plan with rows that comes at `now_us`, and starts its copies. `fault` says what becomes of each.
+    pub fn compute(
+        &mut self,
+        plan: &StepPlan,
+        now_us: u64,
+        fault: impl FnMut() -> CopyFault,
+    ) -> (Span, SparseRows) {
+        let Timing { model, sparse, save_order, .. } = self.timing;
+        let host_us = model.host_us.round() as u64;
+        let saved = self.copies.saves_end();
+        let free = self.busy_until.max(now_us + host_us);
+        let start_us = match save_order {
+            SaveOrder::Behind => free,
+            SaveOrder::Fence => free.max(saved),
+            SaveOrder::Inline => self.busy_until.max(now_us).max(saved) + host_us,
+        };
+        self.waited_us += start_us - free;
+        for new in plan.new_slots() {
+            self.sparse_slots.remove(&new.slot);
+        }
+        self.sparse_slots.extend(plan.hot_rows().map(|(slot, ..)| slot));
+        let rows = plan.rows().filter(|row| self.sparse_slots.contains(&row.slot)).count() as u32;
+        let gathers = sparse.gather_us(rows);
+        self.copies.delay_restores(gathers.round() as u64);
+        let median = model.median_us(&StepLoad::of(plan)) + gathers;
+        let device_us = (median * self.jitter.factor(plan.step())).round() as u64;
+        let end_us = start_us + device_us;
+        let gap_us = start_us - self.last_end.min(start_us);
+        (self.busy_until, self.last_end) = (end_us, end_us);
+        self.start_copies(plan, start_us, end_us, fault);
+        (Span { start_us, end_us, gap_us }, self.rows(rows))
+    }
+
+    /// Takes a plan without rows: it ends when a copy does, or when its time is over.
+    pub fn wait(&mut self, plan: &StepPlan, now_us: u64, fault: impl FnMut() -> CopyFault) -> Span {
+        let start_us = self.busy_until.max(now_us);
+        self.start_copies(plan, start_us, start_us, fault);
+        let over = start_us + u64::from(plan.wait_us());
+        let end_us = self.copies.next_end().map_or(over, |end| end.clamp(start_us, over));
+        (self.busy_until, self.last_end) = (end_us, end_us);
+        for (slot, ..) in plan.hot_rows() {
+            self.sparse_slots.insert(slot);
+        }
+        Span { start_us, end_us, gap_us: 0 }
+    }
+
+    /// Ends a wait at once, at `at_us`.
+    pub fn cut(&mut self, at_us: u64) {
+        (self.busy_until, self.last_end) = (at_us, at_us);
+    }
+
+    /// Puts into a result of `now_us` which copies have ended, and what waited for them.
+    pub fn report(&mut self, now_us: u64, result: &mut StepResult) {
+        self.copies.report(now_us, result);
+        let waited_us = std::mem::take(&mut self.waited_us);
+        result.copy_timing.waited_us = u32::try_from(waited_us).unwrap_or(u32::MAX);
+    }
+
+    fn rows(&self, rows: u32) -> SparseRows {
+        let SparseModel { top_k, miss_rows, layers, .. } = self.timing.sparse;
+        let chosen = rows.saturating_mul(layers);
+        let selected = chosen.saturating_mul(top_k);
+        let missed = ((f64::from(chosen) * miss_rows) as u32).min(selected);
+        SparseRows { selected, on_pages: 0, in_rows: selected - missed, missed }
+    }
+
+    fn start_copies(
+        &mut self,
+        plan: &StepPlan,
+        now_us: u64,
+        behind_us: u64,
+        mut fault: impl FnMut() -> CopyFault,
+    ) {
+        for copy in plan.copies() {
+            let from_us = if copy.direction == Direction::Save { behind_us } else { now_us };
+            self.copies.start(copy, from_us, fault());
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use forebay_protocol::{PageCopy, Row, Want};
+
+    use super::*;
+
+    fn plan(step: u64, copies: u32) -> StepPlan {
+        let mut plan = StepPlan::default();
+        plan.begin(step);
+        plan.push_row(Row { slot: 3, start: 5, length: 1, want: Want::TOKEN });
+        for at in 0..copies {
+            let ticket = step as u32 * 100 + at;
+            plan.push_copy(PageCopy {
+                ticket,
+                direction: Direction::Save,
+                hot: Some(at),
+                host: at,
+                span: None,
+            });
+        }
+        plan
+    }
+
+    fn timeline(save_order: SaveOrder) -> Timeline {
+        let model = DeviceModel { step_us: 100.0, host_us: 30.0, ..DeviceModel::INSTANT };
+        let copy = CopyModel { latency_us: 20.0, ..CopyModel::default() };
+        let sparse = SparseModel {
+            top_k: 10,
+            miss_rows: 4.0,
+            layers: 2,
+            row_bytes: 1000.0,
+            gather_gbps: Some(1.0),
+        };
+        let timing = Timing { model, copy, sparse, save_order, bytes: PageBytes::default() };
+        Timeline::new(timing, Jitter::new(0.0, 0), 0)
+    }
+
+    /// Two plans at once, the first with two saves: when they begin, and what waited.
+    fn starts(save_order: SaveOrder) -> (u64, u64, u32) {
+        let mut timeline = timeline(save_order);
+        let first = timeline.compute(&plan(1, 2), 0, || CopyFault::None).0;
+        let second = timeline.compute(&plan(2, 0), 0, || CopyFault::None).0;
+        let mut result = StepResult::default();
+        timeline.report(second.end_us, &mut result);
+        assert_eq!(result.copied.len(), 2);
+        (first.start_us, second.start_us, result.copy_timing.waited_us)
+    }
+
+    #[test]
+    fn what_waits_for_saves_is_a_choice() {
+        assert_eq!(starts(SaveOrder::Behind), (30, 130, 0));
+        assert_eq!(starts(SaveOrder::Fence), (30, 170, 40));
+        assert_eq!(starts(SaveOrder::Inline), (30, 200, 70));
+    }
+
+    #[test]
+    fn a_sparse_slot_s_rows_cost_what_they_miss_until_it_is_written_anew() {
+        let mut timeline = timeline(SaveOrder::Behind);
+        let mut sparse = plan(1, 0);
+        sparse.write_hot_rows(3, 0, 7);
+        let (span, rows) = timeline.compute(&sparse, 0, || CopyFault::None);
+        assert_eq!(span.end_us - span.start_us, 100 + 4 * 2);
+        assert_eq!(rows, SparseRows { selected: 20, on_pages: 0, in_rows: 12, missed: 8 });
+        let (_, rows) = timeline.compute(&plan(2, 0), 0, || CopyFault::None);
+        assert_eq!(rows.missed, 8);
+        let mut anew = plan(3, 0);
+        let spec = forebay_protocol::SlotSpec::default();
+        anew.write_slot(&forebay_protocol::NewSlot {
+            slot: 3,
+            tokens: &[1],
+            prompt_len: 1,
+            spec: &spec,
+        });
+        assert_eq!(timeline.compute(&anew, 0, || CopyFault::None).1, SparseRows::default());
+    }
+}

@@ -1,0 +1,111 @@
+"""Which positions a query attends to (DeepSeek Sparse Attention, DeepSeek-V3.2, 2025), from the keys of an index.
+
+Position s has the score `sum over heads j of w_j * relu(q_j . k_s)` for a query, and the largest scores win. Of equal
+ones the lower positions do: `relu` makes many zeros, and a choice must not depend on how a request is cut or placed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from forebay.attention.backend import NO_ROW, IndexBatch
+
+BLOCK_BYTES = 64 << 20
+"""Most bytes of what is made for some queries at once, unless one alone needs more."""
+KEY_BLOCK = 4096
+"""Positions that are scored at once."""
+_SELECTION_BYTES = 16
+"""Bytes that choosing takes for a query and position: the score, three counts and some flags."""
+
+
+@dataclass(frozen=True)
+class IndexRow:
+    """A row's queries, and where the keys are that the last of them sees."""
+
+    first: int
+    count: int
+    start: int
+    """Position of the first query."""
+    entries: torch.Tensor  # int64 [start + count]
+
+
+@dataclass(frozen=True)
+class IndexStep:
+    """The rows of a step that choose, in order."""
+
+    rows: list[IndexRow]
+    top_k: int
+
+
+def prepare(batch: IndexBatch) -> IndexStep:
+    """Looks up the pages of all rows, once for all layers."""
+    rows = []
+    first, size = 0, batch.page_size
+    for number, (start, count) in enumerate(zip(batch.start.tolist(), batch.length.tolist(), strict=True)):
+        positions = torch.arange(start + count, device=batch.slots.device)
+        table = batch.page_table.index_select(0, batch.slots[number : number + 1])[0]
+        pages = table.index_select(0, positions // size).long()
+        rows.append(IndexRow(first, count, start, pages * batch.page_stride + positions % size))
+        first += count
+    return IndexStep(rows, batch.top_k)
+
+
+def choose(q: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor, step: IndexStep) -> torch.Tensor:
+    """Positions int64 [queries, top_k], ascending, with `NO_ROW` behind them where a query sees fewer.
+
+    q is [queries, heads, head_dim], weights float32 [queries, heads], keys [entries, head_dim].
+    """
+    chosen = []
+    for row in step.rows:
+        for begin, end in _blocks(row, q.shape[1]):
+            part = slice(row.first + begin, row.first + end)
+            scores = index_scores(q[part], weights[part], keys, row.entries[: row.start + end])
+            chosen.append(best(scores, row.start + begin, step.top_k))
+    return chosen[0] if len(chosen) == 1 else torch.cat(chosen)
+
+
+def index_scores(q: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor, entries: torch.Tensor) -> torch.Tensor:
+    """float32 [queries, positions] of the keys at `entries` [positions]; the rest as of `choose`."""
+    q = q.float()
+    scores = weights.new_empty(len(q), len(entries))
+    for first in range(0, len(entries), KEY_BLOCK):
+        part = slice(first, first + KEY_BLOCK)
+        products = F.linear(q, keys.index_select(0, entries[part]).float()).relu_()
+        scores[:, part] = torch.bmm(weights[:, None], products)[:, 0]
+    return scores
+
+
+def best(scores: torch.Tensor, start: int, top_k: int) -> torch.Tensor:
+    """As `choose`, of float32 scores [queries, positions], which are overwritten.
+
+    The queries are at positions `start`, `start + 1`, ...; none sees what comes after it. What is no number is kept
+    first: it shows in the result.
+    """
+    queries, positions = scores.shape
+    scores.nan_to_num_(torch.inf, torch.inf, -torch.inf)
+    at = torch.arange(start, start + queries, device=scores.device)[:, None]
+    if queries > 1:
+        scores.masked_fill_(torch.arange(positions, device=scores.device) > at, -torch.inf)
+    count = (at + 1).clamp_(max=top_k)
+    threshold = scores.topk(min(top_k, positions), dim=-1).values.gather(1, count - 1)
+    kept = scores > threshold
+    equal = scores == threshold
+    left = count - kept.sum(dim=-1, keepdim=True)
+    kept |= equal.logical_and_(equal.cumsum(dim=-1, dtype=torch.int32) <= left)
+    # The n-th that is kept is where the count of those up to it becomes n.
+    ranks = torch.arange(1, top_k + 1, dtype=torch.int32, device=scores.device).expand(queries, -1)
+    found = torch.searchsorted(kept.cumsum(dim=-1, dtype=torch.int32), ranks.contiguous())
+    return found.masked_fill_(found == positions, NO_ROW)
+
+
+def _blocks(row: IndexRow, heads: int) -> Iterator[tuple[int, int]]:
+    """First and end of the row's queries that are scored together."""
+    positions = row.start + row.count
+    of_query = _SELECTION_BYTES * positions + 4 * heads * min(positions, KEY_BLOCK)
+    size = max(1, BLOCK_BYTES // of_query)
+    for begin in range(0, row.count, size):
+        yield begin, min(begin + size, row.count)

@@ -1,0 +1,60 @@
+"""Latent attention to rows that were chosen for each query: row numbers of a pool, as FlashMLA's sparse kernels take.
+
+What a query sees depends on its own rows alone: products of one shape each, whatever lies where and whoever is beside
+it. Only the projections before and after are products of several queries, as everywhere.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from forebay.attention import latent
+from forebay.attention.backend import NO_ROW, LatentHeads
+
+BLOCK_BYTES = 64 << 20
+"""Most bytes of what is made for some queries at once, unless one alone needs more."""
+_NUMBER_BYTES = 32
+"""Bytes of a row's number, of what is made of it, and of its mask."""
+_QUERY_COPIES = 4
+"""How often a query that is as wide as a row is there at once, its output included."""
+NO_PAGE = -2
+"""In place of the number of a row whose page is not there: who gathers it raises."""
+
+
+def resolve(
+    positions: torch.Tensor, slots: torch.Tensor, page_table: torch.Tensor, page_size: int, page_stride: int
+) -> torch.Tensor:
+    """Where positions int64 [queries, top_k] of slots int64 [queries] lie by the page table int32 [slots, pages].
+
+    Gives row numbers int64 [queries, top_k]; what is `NO_ROW` stays it.
+    """
+    index = slots[:, None] * page_table.shape[1] + positions.clamp(min=0) // page_size
+    pages = page_table.view(-1).index_select(0, index.view(-1)).view(index.shape).long()
+    rows = (pages * page_stride + positions % page_size).masked_fill_(pages < 0, NO_PAGE)
+    return rows.masked_fill_(positions == NO_ROW, NO_ROW)
+
+
+def attend(
+    q: torch.Tensor, pool: torch.Tensor, chosen: torch.Tensor, up: torch.Tensor, heads: LatentHeads
+) -> torch.Tensor:
+    """q [n, heads, nope_dim + rotated] on rows `chosen` int64 [n, top_k] of a pool [entries, rank + rotated].
+
+    Each query has one row at least; `NO_ROW` is none. Gives [n, heads * value_dim].
+    """
+    row = pool.shape[1] * pool.itemsize
+    of_query = chosen.shape[1] * (row + _NUMBER_BYTES) + _QUERY_COPIES * q.shape[1] * row
+    size = max(1, BLOCK_BYTES // of_query)
+    parts = [slice(first, first + size) for first in range(0, len(q), size)]
+    # Nobody holds a part's rows when the next are gathered.
+    outputs = [latent.absorbed(q[part], *gathered(pool, chosen[part]), up, heads) for part in parts]
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+
+def gathered(pool: torch.Tensor, chosen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The rows [n, top_k, width] that are `chosen`, and an additive mask [n, 1, 1, top_k] of those that are none."""
+    none = chosen == NO_ROW
+    # A row of the query itself stands in: another's may be no numbers, and these would get through the mask.
+    entries = torch.where(none, chosen.amax(dim=1, keepdim=True), chosen)
+    rows = pool.index_select(0, entries.view(-1)).view(*chosen.shape, -1)
+    mask = torch.zeros(chosen.shape, dtype=pool.dtype, device=pool.device).masked_fill_(none, -torch.inf)
+    return rows, mask[:, None, None]

@@ -1,0 +1,51 @@
+"""The indexer of DeepSeek Sparse Attention (DeepSeek-V3.2, 2025), as transformers computes it: in the model's dtype.
+
+DeepSeek's own code turns queries and keys by a Hadamard matrix first and rounds them to 8-bit floats. The matrix is
+orthogonal and changes no product; the rounding serves memory.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from forebay.layers.linear import Linear
+from forebay.layers.norm import LayerNorm
+from forebay.layers.params import Parameters
+from forebay.layers.rotary import rotate, rotate_pairs
+from forebay.layers.step import Step
+from forebay.weights.parts import Indexer
+
+_NORM_EPS = 1e-6
+
+
+class LayerIndexer:
+    """Keeps a small key of each position, and chooses what the layer's queries attend to."""
+
+    def __init__(
+        self, params: Parameters, prefix: str, number: int, hidden: int, query_rank: int, shape: Indexer
+    ) -> None:
+        """`number`: how many indexed layers are before it."""
+        self._number = number
+        self._shape = shape
+        self._rotate = rotate_pairs if shape.interleaved else rotate
+        self._query = Linear(params, prefix, query_rank, {"wq_b": shape.heads * shape.head_dim})
+        self._key = Linear(params, prefix, hidden, {"wk": shape.head_dim})
+        self._key_norm = LayerNorm(params, f"{prefix}.k_norm", shape.head_dim, _NORM_EPS)
+        name = f"{prefix}.weights_proj.weight"
+        # Its rounding would change what is chosen; next to the rest it is small.
+        self._weights = params.tensor((shape.heads, hidden), {name: shape.heads}, torch.float32)
+        self._scale = shape.heads**-0.5 * shape.head_dim**-0.5
+
+    def __call__(self, x: torch.Tensor, low: torch.Tensor, step: Step) -> None:
+        """Stores the keys of x [tokens, hidden], and has `step` choose by its low-rank queries [tokens, query_rank]."""
+        index, shape = step.index, self._shape
+        assert index is not None
+        keys = self._key_norm(self._key(x))
+        index.keys[self._number].index_copy_(0, index.writes, self._rotate(keys[:, None], step.rotation)[:, 0])
+        if index.first is None:
+            return
+        choosing = slice(index.first, None)
+        q = self._query(low[choosing]).unflatten(1, (shape.heads, shape.head_dim))
+        weights = F.linear(x[choosing].float(), self._weights) * self._scale
+        step.choose(self._number, self._rotate(q, step.rotation.of(choosing)), weights)
