@@ -106,6 +106,34 @@ fn what_is_no_call_is_text_without_its_marks() {
 }
 
 #[test]
+fn what_is_too_long_for_a_name_is_none() {
+    let long = "x".repeat(5000);
+    for calls in ["glm45", "kimi_k2", "deepseek_v3", "gemma4", "pythonic", "qwen3_coder"] {
+        let open = match calls {
+            "glm45" => "<tool_call>",
+            "kimi_k2" => "<|tool_call_begin|>",
+            "deepseek_v3" => "<｜tool▁call▁begin｜>",
+            "gemma4" => "<|tool_call>call:",
+            "pythonic" => "[",
+            _ => "<function=",
+        };
+        let (shown, complete) = read(calls, &format!("{open}{long}"));
+        assert_eq!(complete, 0, "{calls}");
+        assert!(shown.ends_with(&long), "{calls}: {shown:.40}");
+    }
+}
+
+#[test]
+fn an_answer_in_json_is_not_held_back() {
+    let reading =
+        Reading { dialect: dialect("llama3_json", "none"), tools: tools(), ..Reading::default() };
+    let mut parser = Parser::new(reading);
+    let mut parts = Parts::default();
+    parser.push("{\"city\": \"Par", &mut parts);
+    assert_eq!(parts.as_content(), Some("{\"city\": \"Par"));
+}
+
+#[test]
 fn a_call_that_is_cut_stays_as_far_as_it_came() {
     let reading =
         || Reading { dialect: dialect("hermes", "qwen3"), tools: tools(), ..Reading::default() };
