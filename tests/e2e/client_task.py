@@ -1,6 +1,8 @@
-"""A task with tools, done by a client that is not installed beside the tests: run by the interpreter of `make setup-clients`.
+"""A task with tools, done by a client that is not installed beside the tests.
 
-Reads {"client", "url", "model", "stream", "tools", "results", "question"} and writes {"called", "answer", "reasons"}, as JSON.
+The interpreter of `make setup-clients` runs it. It reads
+{"client", "url", "model", "stream", "tools", "results", "question"}
+and writes {"called", "answer", "reasons"}, as JSON.
 """
 
 from __future__ import annotations
@@ -13,13 +15,14 @@ TURNS = 4
 
 
 def with_langchain(task: dict[str, Any]) -> dict[str, Any]:
-    from langchain_core.messages import HumanMessage, ToolMessage
-    from langchain_openai import ChatOpenAI
+    from langchain_core.messages import HumanMessage, ToolMessage  # type: ignore[import-not-found]
+    from langchain_openai import ChatOpenAI  # type: ignore[import-not-found]
 
     bare: Any = ChatOpenAI(model=task["model"], base_url=task["url"] + "/v1", api_key="none", max_retries=0)
     model = bare.bind_tools(task["tools"])
     messages: list[Any] = [HumanMessage(task["question"])]
-    called, reasons = [], []
+    called: list[Any] = []
+    reasons: list[str] = []
     for _ in range(TURNS):
         if task["stream"]:
             answer = None
@@ -40,10 +43,11 @@ def with_langchain(task: dict[str, Any]) -> dict[str, Any]:
 
 
 def with_litellm(task: dict[str, Any]) -> dict[str, Any]:
-    import litellm
+    import litellm  # type: ignore[import-not-found]
 
     messages: list[Any] = [{"role": "user", "content": task["question"]}]
-    called, reasons = [], []
+    called: list[Any] = []
+    reasons: list[str] = []
     for _ in range(TURNS):
         answer: Any = litellm.completion(
             model="openai/" + task["model"],

@@ -1,4 +1,7 @@
-"""Models of families that call tools, as far as a simulated device needs them: a tokenizer with the family's marks, and a chat template."""
+"""Models of families that call tools, as far as a simulated device needs them.
+
+That is a tokenizer with the family's marks, and a chat template.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +16,15 @@ from tests.e2e.models import TOKENIZER, VOCABULARY, Model
 
 CONTEXT = 32768
 _TURNS = (
-    "{%- for m in messages -%}{%- if m.role == 'tool' -%}<|im_start|>user\n<tool_response>\n{{ m.content }}\n</tool_response><|im_end|>\n"
+    "{%- for m in messages -%}"
+    "{%- if m.role == 'tool' -%}<|im_start|>user\n<tool_response>\n{{ m.content }}\n</tool_response><|im_end|>\n"
     "{%- elif m.role == 'assistant' -%}<|im_start|>assistant\n%TURN%<|im_end|>\n"
     "{%- else -%}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{%- endif -%}{%- endfor -%}"
     "{%- if add_generation_prompt -%}<|im_start|>assistant\n{%- endif -%}"
 )
 _SYSTEM = (
-    "{%- if tools -%}<|im_start|>system\nTools:{%- for t in tools -%}{{ '\n' + (t | tojson) }}{%- endfor -%}<|im_end|>\n{%- endif -%}"
+    "{%- if tools -%}<|im_start|>system\nTools:"
+    "{%- for t in tools -%}{{ '\n' + (t | tojson) }}{%- endfor -%}<|im_end|>\n{%- endif -%}"
 )
 
 
@@ -29,7 +34,13 @@ def _template(turn: str) -> str:
 
 def _calls(body: str, before: str = "", after: str = "") -> str:
     return (
-        "{%- if m.tool_calls -%}" + before + "{%- for c in m.tool_calls -%}{%- set f = c.function -%}" + body + "{%- endfor -%}" + after + "{%- endif -%}"
+        "{%- if m.tool_calls -%}"
+        + before
+        + "{%- for c in m.tool_calls -%}{%- set f = c.function -%}"
+        + body
+        + "{%- endfor -%}"
+        + after
+        + "{%- endif -%}"
     )
 
 
@@ -54,9 +65,7 @@ class Family:
         written = []
         for number, (name, arguments) in enumerate(calls):
             text = json.dumps(arguments, ensure_ascii=False) if self.tags is None else self.tags(arguments)
-            written.append(
-                self.call.replace("NAME", name).replace("ARGUMENTS", text).replace("NUMBER", str(number))
-            )
+            written.append(self.call.replace("NAME", name).replace("ARGUMENTS", text).replace("NUMBER", str(number)))
         return self.around[0] + self.between.join(written) + self.around[1]
 
 
@@ -72,7 +81,8 @@ FAMILIES = {
     "hermes": Family(
         template=_template(
             _calls(
-                """{{- '\n<tool_call>\n{"name": "' + f.name + '", "arguments": ' + (f.arguments | tojson) + '}\n</tool_call>' -}}"""
+                """{{- '\n<tool_call>\n{"name": "' + f.name + '", "arguments": ' -}}"""
+                """{{- (f.arguments | tojson) + '}\n</tool_call>' -}}"""
             )
         )
         + "{#- <think> -#}",
@@ -84,7 +94,8 @@ FAMILIES = {
         template=_template(
             _calls(
                 """{{- '\n<tool_call>\n<function=' + f.name + '>\n' -}}{%- for k, v in f.arguments.items() -%}"""
-                """{{- '<parameter=' + k + '>\n' -}}{{- v if v is string else v | tojson -}}{{- '\n</parameter>\n' -}}{%- endfor -%}"""
+                """{{- '<parameter=' + k + '>\n' -}}{{- v if v is string else v | tojson -}}"""
+                """{{- '\n</parameter>\n' -}}{%- endfor -%}"""
                 """{{- '</function>\n</tool_call>' -}}"""
             )
         )
@@ -95,7 +106,10 @@ FAMILIES = {
     ),
     "llama3_json": Family(
         template=_template(
-            _calls("""{{- '{"name": "' + f.name + '", "parameters": ' + (f.arguments | tojson) + '}' -}}{{- '; ' if not loop.last -}}""")
+            _calls(
+                """{{- '{"name": "' + f.name + '", "parameters": ' + (f.arguments | tojson) + '}' -}}"""
+                """{{- '; ' if not loop.last -}}"""
+            )
         )
         + "{#- <|python_tag|> -#}",
         call='{"name": "NAME", "parameters": ARGUMENTS}',
@@ -107,7 +121,8 @@ FAMILIES = {
     "kimi_k2": Family(
         template=_template(
             _calls(
-                """{{- '<|tool_call_begin|>' + c.id + '<|tool_call_argument_begin|>' + (f.arguments | tojson) + '<|tool_call_end|>' -}}""",
+                """{{- '<|tool_call_begin|>' + c.id + '<|tool_call_argument_begin|>' -}}"""
+                """{{- (f.arguments | tojson) + '<|tool_call_end|>' -}}""",
                 "{{- '<|tool_calls_section_begin|>' -}}",
                 "{{- '<|tool_calls_section_end|>' -}}",
             )
@@ -165,5 +180,3 @@ class ToolModel(Model):
         settings = {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>", "chat_template": self.family.template}
         (directory / "tokenizer_config.json").write_text(json.dumps(settings))
         super().__init__(family, directory, directory / "tokenizer.json")
-
-

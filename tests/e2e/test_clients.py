@@ -1,4 +1,4 @@
-"""Clients that people use besides OpenAI's own finish a task with three tools, against a device that says what a script has."""
+"""Clients besides OpenAI's own finish a task with three tools, against a device that says what a script has."""
 
 from __future__ import annotations
 

@@ -76,7 +76,9 @@ def test_why_an_answer_ended(server: Server, model: ToolModel, said: str, end: s
     whole = server.ask("/v1/chat/completions", body)["choices"][0]
     assert whole["finish_reason"] == expected(said, end)
 
-    chunks = [chunk["choices"][0] for chunk in events(server.post("/v1/chat/completions", {**body, "stream": True}).text)]
+    chunks = [
+        chunk["choices"][0] for chunk in events(server.post("/v1/chat/completions", {**body, "stream": True}).text)
+    ]
     assert [chunk["finish_reason"] for chunk in chunks if chunk["finish_reason"]] == [expected(said, end)]
     streamed = {name: "".join(chunk["delta"].get(name) or "" for chunk in chunks) for name in ("content", "reasoning")}
     message = whole["message"]

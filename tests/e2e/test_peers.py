@@ -93,9 +93,7 @@ def test_a_prompt_alone(server: Server, tiny: Model) -> None:
 def test_the_best_of_several(server: Server) -> None:
     body: Json = {"prompt": PROMPT, "max_tokens": 8, "seed": 5, "temperature": 1.5, "ignore_eos": True}
     all_of_them = server.ask("/v1/completions", {**body, "n": 5, "logprobs": 0})["choices"]
-    means = {
-        choice["text"]: math.fsum(choice["logprobs"]["token_logprobs"]) / 8 for choice in all_of_them
-    }
+    means = {choice["text"]: math.fsum(choice["logprobs"]["token_logprobs"]) / 8 for choice in all_of_them}
     expected = sorted(means, key=lambda text: means[text], reverse=True)[:2]
     best = server.ask("/v1/completions", {**body, "n": 2, "best_of": 5})
     assert [choice["text"] for choice in best["choices"]] == expected
@@ -125,7 +123,8 @@ def test_tokens_in_the_words_of_others(server: Server, tiny: Model) -> None:
     assert both["count"] == [len(ids), len(tiny.encode("two"))]
     answer = server.ask("/detokenize", {"tokens": ids})
     assert answer["prompt"] == answer["text"] == answer["content"] == PROMPT
-    for wrong in ({}, {"prompt": []}, {"prompt": "a", "content": "b"}):
+    wrongs: list[Json] = [{}, {"prompt": []}, {"prompt": "a", "content": "b"}]
+    for wrong in wrongs:
         assert server.post("/tokenize", wrong).status_code == 400
 
 

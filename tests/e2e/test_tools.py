@@ -1,4 +1,4 @@
-"""Tools and reasoning: OpenAI's own client does a task with three tools, against a device that says what a script has."""
+"""Tools and reasoning: OpenAI's own client does a task, against a device that says what a script has."""
 
 from __future__ import annotations
 
@@ -27,7 +27,12 @@ def tool(name: str, **properties: Any) -> Json:
 TOOLS: Any = [
     tool("get_weather", city={"type": "string"}, days={"type": "integer"}),
     tool("get_time", city={"type": "string"}),
-    tool("send_mail", to={"type": "string"}, text={"type": "string"}, urgent={"anyOf": [{"type": "boolean"}, {"type": "null"}]}),
+    tool(
+        "send_mail",
+        to={"type": "string"},
+        text={"type": "string"},
+        urgent={"anyOf": [{"type": "boolean"}, {"type": "null"}]},
+    ),
 ]
 RESULTS = {"get_weather": "18 degrees and rain", "get_time": "it is noon", "send_mail": "sent as number 7"}
 MAIL = 'Zürich: "18 degrees" <b>\n\tnoon'
@@ -63,7 +68,9 @@ def server(model: ToolModel, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     file = folder / "script.jsonl"
     file.write_text(script(model))
     with ExitStack() as stack:
-        yield server_factory(folder, stack)(model, "--device", "sim", "--sim-script", str(file), "--sim-tokens-a-row", "3")
+        yield server_factory(folder, stack)(
+            model, "--device", "sim", "--sim-script", str(file), "--sim-tokens-a-row", "3"
+        )
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +105,9 @@ def ask(client: OpenAI, model: ToolModel, messages: Any, stream: bool, **options
                     assert call.id, "the first chunk of a call names it"
                     assert call.type == "function"
                     assert call.function.name, "with the whole name of the function"
-                    calls.append({"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": ""}})
+                    calls.append(
+                        {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": ""}}
+                    )
                 else:
                     assert call.id is None
                     assert call.function.name is None
@@ -191,7 +200,9 @@ def test_stop_strings_see_visible_text_only(client: OpenAI, model: ToolModel) ->
     message, reason, _ = ask(client, model, messages, stream=True, stop="STOP")
     assert (message["content"], reason) == ("One, two, ", "stop")
     # Neither a name nor an argument of a call ends the answer, nor does a thought.
-    message, reason, _ = ask(client, model, [{"role": "user", "content": QUESTION}], stream=True, stop=["Z", "need", "get_"])
+    message, reason, _ = ask(
+        client, model, [{"role": "user", "content": QUESTION}], stream=True, stop=["Z", "need", "get_"]
+    )
     assert len(message["tool_calls"]) == 2
     assert reason == "tool_calls"
 
@@ -230,7 +241,9 @@ def test_the_next_turn_is_found_in_the_prefix_cache(serve: Serve, tmp_path: Path
     """With the vocabulary of Qwen: what the template writes of a call is what the model wrote."""
     qwen(tmp_path / "tokenizer.json")
     model = ToolModel("hermes", tmp_path / "hermes", tmp_path / "tokenizer.json")
-    call = model.family.calls(("send_mail", {"to": "me", "text": MAIL, "urgent": True}), ("get_time", {"city": "Zürich"}))
+    call = model.family.calls(
+        ("send_mail", {"to": "me", "text": MAIL, "urgent": True}), ("get_time", {"city": "Zürich"})
+    )
     file = tmp_path / "script.jsonl"
     file.write_text(json.dumps({"after": QUESTION, "say": "I look.\n" + call}) + "\n")
     client = openai_client(serve(model, "--device", "sim", "--sim-script", str(file)))

@@ -9,15 +9,35 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 
-from forebay.gpu.interface import PagedRows
+from forebay.device.watch import NoWaits
+from forebay.gpu import kernels, reference
+from forebay.gpu.interface import Kernels, PagedRows
 
 LAYERS = 2
 """Of a pool; the tests use the second."""
+
+
+class Watched:
+    """The reference operators, each of which may wait for no value."""
+
+    def __getattr__(self, name: str) -> Any:
+        operator = getattr(reference, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            # Outside of inference mode, some operators hide behind those that they are made of.
+            with torch.inference_mode(), NoWaits():
+                return operator(*args, **kwargs)
+
+        return call
+
+
+WATCHED: Kernels = cast(Kernels, Watched())
+BOTH = pytest.mark.parametrize("operators", [kernels, WATCHED], ids=["triton", "reference"])
 
 
 def nan(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:

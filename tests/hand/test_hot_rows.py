@@ -94,12 +94,12 @@ class Slots:
         return [len(some), len(on_pages), len(hits), len(away) - len(hits)]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(st.integers(0, 2**32 - 1), st.sampled_from([8, 16]), st.sampled_from([3, 8]))
 def test_what_is_chosen_is_found_and_the_least_recently_chosen_goes(seed: int, rows: int, top_k: int) -> None:
     slots = Slots(rows, top_k, seed)
     random = slots.random
-    for _ in range(40):
+    for _ in range(30):
         for slot in range(SLOTS):
             index = int(random.integers(CONTEXT // SIZE))
             page = int(slots.page_table[slot, index])

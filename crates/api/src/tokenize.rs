@@ -54,7 +54,7 @@ pub enum TokenizeInput {
         add_special_tokens: bool,
     },
     /// A conversation.
-    Chat(ChatPrompt),
+    Chat(Box<ChatPrompt>),
 }
 
 impl TokenizeRequest {
@@ -93,7 +93,7 @@ impl TokenizeRequest {
                         ..Rendering::default()
                     },
                 )?;
-                Ok(TokenizeInput::Chat(chat))
+                Ok(TokenizeInput::Chat(Box::new(chat)))
             }
             _ => {
                 Err(ApiError::invalid("prompt", "exactly one of `prompt` and `messages` is needed"))

@@ -108,9 +108,10 @@ impl Evidence<'_> {
             Some(&family::GEMMA4_THINK)
         } else if known("[THINK]") {
             Some(&family::MISTRAL_THINK)
-        } else if self.has("<think>") || self.has("</think>") {
-            Some(&family::THINK)
-        } else if (self.has_token)("<think>") && (self.has_token)("</think>") {
+        } else if self.has("<think>")
+            || self.has("</think>")
+            || ["<think>", "</think>"].into_iter().all(self.has_token)
+        {
             Some(&family::THINK)
         } else {
             None

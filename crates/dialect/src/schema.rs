@@ -239,7 +239,7 @@ fn listed(root: &Value, schema: &Value, text: &str, steps: &mut u32) -> Option<V
     let mut values = values.chain(schema.get("const"));
     let written = |value: &&Value| match value {
         Value::String(string) => string == text,
-        other => other.to_string() == text.trim(),
+        other => serde_json::to_string(other).is_ok_and(|other| other == text.trim()),
     };
     if let Some(value) = values.find(written) {
         return Some(value.clone());

@@ -62,12 +62,13 @@ fn ask_to_think(template: &str, chat: &mut ChatPrompt) -> Vec<&'static str> {
     };
     let off = level.as_deref() == Some("none");
     let wanted = thinks.or(level.as_ref().map(|_| !off));
-    let switch = wanted.is_some_and(|wanted| {
-        // Not `any`: a template may know both.
-        ["enable_thinking", "thinking"]
-            .into_iter()
-            .fold(false, |known, name| set(name, Value::Bool(wanted)) || known)
-    });
+    let mut switch = false;
+    if let Some(wanted) = wanted {
+        // A template may know both.
+        for name in ["enable_thinking", "thinking"] {
+            switch |= set(name, Value::Bool(wanted));
+        }
+    }
     let mut ignored = Vec::new();
     if let Some(level) = level {
         let known = !off && set(LEVEL, Value::String(level));

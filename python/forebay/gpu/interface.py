@@ -128,7 +128,7 @@ class Plans(Protocol):
     ) -> None:
         """Writes the triples (slot, index, value) of the column `name` to a table int32 [slots + 1, indices].
 
-        Values are at least `least` and below `most`; what is not, or names no cell, is left out.
+        Values are at least `least` and below `most`; others become -1. What names no cell is left out.
         """
 
     def prepare(

@@ -15,7 +15,7 @@ MOST_PROGRAMS = 600
 """A program takes the interpreter 1 to 10 ms: more of them say little more, and all tests have 90 s."""
 
 if os.environ.get("TRITON_INTERPRET") != "1":
-    raise pytest.UsageError("kernels are interpreted only where TRITON_INTERPRET is 1: make test-kernels")
+    raise pytest.UsageError("kernels are interpreted only where TRITON_INTERPRET is 1: make test-triton")
 
 
 @pytest.fixture(autouse=True)

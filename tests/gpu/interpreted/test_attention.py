@@ -13,12 +13,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forebay.gpu import kernels, reference
+from forebay.gpu import kernels
 from forebay.gpu.interface import Kernels
-from tests.gpu.support import Paged, dense, nan
+from tests.gpu.support import BOTH, Paged, dense, nan
 
 SCALE = 0.3
-BOTH = pytest.mark.parametrize("operators", [kernels, reference], ids=["triton", "reference"])
 ROW = st.one_of(
     st.tuples(st.integers(0, 150), st.just(1)),
     st.tuples(st.just(0), st.integers(2, 30)),

@@ -10,12 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forebay.gpu import kernels, reference
+from forebay.gpu import kernels
 from forebay.gpu.interface import Kernels
 from forebay.layers.ops import HostOps
-from tests.gpu.support import nan
-
-BOTH = pytest.mark.parametrize("operators", [kernels, reference], ids=["triton", "reference"])
+from tests.gpu.support import BOTH, nan
 
 
 def check(

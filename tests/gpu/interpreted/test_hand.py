@@ -9,13 +9,14 @@ import pytest
 
 from forebay.attention.triton import TritonAttention
 from forebay.compute.choose import Choice
-from forebay.gpu import kernels, reference
+from forebay.gpu import choose, kernels, reference
+from forebay.gpu.choose import VARIABLE
 from forebay.gpu.interface import Kernels
 from forebay.gpu.ops import GpuOps
 from forebay.layers.ops import Ops
+from tests.gpu.support import BOTH
 from tests.hand.support import FAMILIES, MiniBrain, Request, Sampling, reference_model, runner_of
 
-BOTH = pytest.mark.parametrize("operators", [kernels, reference], ids=["triton", "reference"])
 # Grouped queries; half a head that turns, norms of heads, experts; latent rows; rows that are chosen.
 FAMILIES_OF_ONE_LAYER = ["llama", "glm4-moe", "deepseek-v3", "glm-dsa"]
 LATER = Sampling(temperature=0.8, top_p=0.9, top_k=50, seed=5)
@@ -58,3 +59,13 @@ def test_a_hand_with_these_operators(operators: Kernels, family: str, monkeypatc
     assert all(len(tokens) == 4 for tokens in expected)
     use(operators, monkeypatch)
     assert tokens_of(model) == expected
+
+
+def test_the_environment_chooses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(VARIABLE, raising=False)
+    assert choose.kernels() is kernels
+    monkeypatch.setenv(VARIABLE, "reference")
+    assert choose.kernels() is reference
+    monkeypatch.setenv(VARIABLE, "cuda")
+    with pytest.raises(ValueError, match="'cuda' is not known: use triton or reference"):
+        choose.kernels()

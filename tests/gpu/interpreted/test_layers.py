@@ -12,15 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forebay.attention.backend import LayerKV
-from forebay.gpu import kernels, reference
+from forebay.gpu import kernels
 from forebay.gpu.interface import Kernels
 from forebay.layers.norm import RMSNorm
 from forebay.layers.ops import Heads, TorchOps
 from forebay.layers.params import Parameters
 from forebay.layers.rotary import Rotary, Rotation, rotate, rotate_pairs
-from tests.gpu.support import nan
+from tests.gpu.support import BOTH, nan
 
-BOTH = pytest.mark.parametrize("operators", [kernels, reference], ids=["triton", "reference"])
 DTYPE = st.sampled_from([torch.float32, torch.bfloat16])
 EPS = 1e-5
 

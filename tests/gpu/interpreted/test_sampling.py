@@ -14,15 +14,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forebay.compute.uniform import uniform
-from forebay.gpu import kernels, reference
+from forebay.gpu import kernels
 from forebay.gpu.interface import Kernels
 from forebay.gpu.sampling import Wishes
 from forebay.gpu.tables import StepBuffers, Tables
 from forebay.layers.ops import Draw, TorchOps
 from forebay.protocol.plan import SlotFloat, SlotWord
+from tests.gpu.support import BOTH
 from tests.uniform_values import VALUES
 
-BOTH = pytest.mark.parametrize("operators", [kernels, reference], ids=["triton", "reference"])
 U64 = 1 << 64
 # Multiples of a quarter make ties.
 QUARTER = st.integers(-12, 12).map(lambda n: n / 4)

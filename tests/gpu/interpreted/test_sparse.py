@@ -21,10 +21,9 @@ from forebay.gpu.hot import HotRows, SparsePages
 from forebay.gpu.interface import Kernels
 from forebay.gpu.tables import ERROR_READ, Received, places
 from forebay.protocol.plan import Plan
-from tests.gpu.support import Paged, dense, nan
+from tests.gpu.support import BOTH, Paged, dense, nan
 from tests.hand.support import PlanBuilder
 
-BOTH = pytest.mark.parametrize("operators", [kernels, reference], ids=["triton", "reference"])
 SCALE = 0.3
 
 

@@ -292,6 +292,7 @@ fn in_the_engine(setup: &Setup, traffic: &Traffic) -> HashMap<u64, (u64, u64)> {
             max_running: setup.max_running,
             slots: setup.max_running + setup.max_running.div_ceil(2),
             page_size: setup.page_size,
+            mask_threads: 0,
             token_budget: setup.token_budget,
             prefix_cache: setup.prefix_cache,
             namer: Namer::open(),

@@ -1,6 +1,7 @@
 //! One call on its way into the parts.
 
 use crate::family::Ids;
+use crate::finder::{Found, find};
 use crate::parts::Parts;
 use crate::schema::Tools;
 
@@ -14,6 +15,10 @@ pub(super) struct Context<'a> {
     pub(super) special: bool,
     pub(super) ids: Ids,
 }
+
+/// Longest name of a tool or of an argument, and most that may stand before one, in bytes. What is longer is none: it would be read again with each
+/// token that comes.
+pub(super) const LONGEST: usize = 1024;
 
 /// Where reading led to.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -35,6 +40,15 @@ pub(super) struct Call {
     pub(super) written: bool,
     /// All that was read while it was not known to be a call.
     pub(super) raw: String,
+}
+
+/// The first of `marks` in `text`, if it is near enough; else what is to be done.
+pub(super) fn near(text: &str, marks: &[&str], most: usize) -> Result<(usize, usize), Step> {
+    match find(text, marks.iter().copied()) {
+        Found::Mark { at, mark } if at <= most => Ok((at, mark)),
+        Found::Nothing { safe } if safe <= most => Err(Step::More),
+        Found::Mark { .. } | Found::Nothing { .. } => Err(Step::Broken),
+    }
 }
 
 impl Call {

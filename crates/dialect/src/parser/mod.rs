@@ -325,8 +325,11 @@ impl Parser {
     /// What a mark leads to, in text or in reasoning.
     fn meet(&mut self, mark: Mark) {
         let form = self.calls().map(|calls| &calls.body);
-        self.blank.clear();
-        self.strip = true;
+        // A mark that ends nothing divides no text.
+        if mark != Mark::Stray || self.begun > 0 {
+            self.blank.clear();
+            self.strip = true;
+        }
         self.state = match (mark, form) {
             (Mark::Think, _) => State::Reasoning,
             (Mark::Section, Some(Form::List(_) | Form::Python))

@@ -1,9 +1,8 @@
 //! The name of a tool, a mark, and its arguments as JSON.
 
-use super::call::{Call, Context, Step};
+use super::call::{Call, Context, LONGEST, Step, near};
 use super::object::Arguments;
 use crate::family;
-use crate::finder::{Found, find};
 use crate::parts::Parts;
 
 /// A call whose name stands before its arguments.
@@ -41,26 +40,27 @@ impl Named {
     ) -> Step {
         loop {
             match &mut self.stage {
-                Stage::Kind => match find(pending, [self.marks.skip, context.close].into_iter()) {
-                    Found::Mark { at, mark: 0 } => {
+                Stage::Kind => match near(pending, &[self.marks.skip, context.close], LONGEST) {
+                    Ok((at, 0)) => {
                         call.take(pending, at + self.marks.skip.len());
                         self.stage = Stage::Name;
                     }
-                    Found::Mark { .. } => return Step::Broken,
-                    Found::Nothing { .. } => return Step::More,
+                    Ok(_) => return Step::Broken,
+                    Err(step) => return step,
                 },
                 Stage::Name => {
                     let marks = [self.marks.name_end, "{", context.close];
-                    let Found::Mark { at, mark } = find(pending, marks.into_iter()) else {
-                        return Step::More;
+                    let (at, mark) = match near(pending, &marks, LONGEST) {
+                        Ok(found) => found,
+                        Err(step) => return step,
                     };
                     let written = pending[..at].trim();
                     // An older form writes a mark and a name of the call's own between the two.
-                    let name = written.split('[').next().unwrap_or(written).trim();
+                    let name = written.split('[').next().unwrap_or(written).trim().to_owned();
                     if name.is_empty() {
                         return Step::Broken;
                     }
-                    call.begin(name, context.ids, out);
+                    call.begin(&name, context.ids, out);
                     call.take(pending, if mark == 0 { at + marks[0].len() } else { at });
                     if mark == 2 {
                         return Step::Done;
@@ -68,11 +68,9 @@ impl Named {
                     self.stage = Stage::Between;
                 }
                 Stage::Between => {
-                    let (at, mark) = match find(pending, ["{", context.close].into_iter()) {
-                        Found::Mark { at, .. } if at > BETWEEN => return Step::Broken,
-                        Found::Mark { at, mark } => (at, mark),
-                        Found::Nothing { safe } if safe > BETWEEN => return Step::Broken,
-                        Found::Nothing { .. } => return Step::More,
+                    let (at, mark) = match near(pending, &["{", context.close], BETWEEN) {
+                        Ok(found) => found,
+                        Err(step) => return step,
                     };
                     call.take(pending, at);
                     if mark == 1 {

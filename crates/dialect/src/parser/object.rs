@@ -16,6 +16,9 @@ pub(super) struct Object {
     known_only: bool,
 }
 
+/// What a call without a mark may say.
+const FIELDS: [&str; 6] = ["type", "id", "name", "function", "arguments", "parameters"];
+
 #[derive(Debug, Default, PartialEq, Eq)]
 enum Stage {
     #[default]
@@ -183,6 +186,10 @@ impl Object {
                     Stage::Key(false)
                 }
                 (Stage::Colon, _) if blank => Stage::Colon,
+                // Without a mark, an object with anything else in it is an answer in JSON, which is not held back.
+                (Stage::Colon, ':') if self.known_only && !FIELDS.contains(&self.key.as_str()) => {
+                    return Step::Broken;
+                }
                 (Stage::Colon, ':') => {
                     let wanted = matches!(self.key.as_str(), "arguments" | "parameters");
                     self.arguments = Arguments::new(wanted && !call.written);

@@ -1,6 +1,6 @@
 //! Arguments in tags of their own, whose types the schema knows.
 
-use super::call::{Call, Context, Step};
+use super::call::{Call, Context, LONGEST, Step, near};
 use crate::family;
 use crate::finder::{Found, find};
 use crate::parts::Parts;
@@ -67,8 +67,9 @@ impl Tagged {
                     let blank = pending.len() - pending.trim_start().len();
                     call.take(pending, blank);
                     let marks = [close, key_open, end, context.close];
-                    let Found::Mark { at, mark } = find(pending, marks.into_iter()) else {
-                        return Step::More;
+                    let (at, mark) = match near(pending, &marks, LONGEST) {
+                        Ok(found) => found,
+                        Err(step) => return step,
                     };
                     if pending[..at].trim().is_empty() {
                         return Step::Broken;
@@ -79,8 +80,13 @@ impl Tagged {
                 }
                 Stage::Arguments => {
                     let marks = [key_open, end, context.close];
-                    let Found::Mark { at, mark } = find(pending, marks.into_iter()) else {
-                        return Step::More;
+                    let (at, mark) = match find(pending, marks.into_iter()) {
+                        Found::Mark { at, mark } => (at, mark),
+                        // Between arguments there is nothing to keep.
+                        Found::Nothing { safe } => {
+                            call.take(pending, safe);
+                            return Step::More;
+                        }
                     };
                     if mark == 0 {
                         call.take(pending, at + key_open.len());
@@ -94,8 +100,9 @@ impl Tagged {
                     return Step::Done;
                 }
                 Stage::Key => {
-                    let Found::Mark { at, .. } = find(pending, [key_close].into_iter()) else {
-                        return Step::More;
+                    let (at, _) = match near(pending, &[key_close], LONGEST) {
+                        Ok(found) => found,
+                        Err(step) => return step,
                     };
                     pending[..at].trim().trim_matches('"').clone_into(&mut self.key);
                     call.take(pending, at + key_close.len());
@@ -103,8 +110,9 @@ impl Tagged {
                     self.stage = if tags.declares { Stage::Declared } else { Stage::Open };
                 }
                 Stage::Declared => {
-                    let Found::Mark { at, .. } = find(pending, ["\">"].into_iter()) else {
-                        return Step::More;
+                    let (at, _) = match near(pending, &["\">"], LONGEST) {
+                        Ok(found) => found,
+                        Err(step) => return step,
                     };
                     self.kind = if &pending[..at] == "true" { Kind::String } else { Kind::Json };
                     call.take(pending, at + "\">".len());
@@ -113,8 +121,9 @@ impl Tagged {
                 Stage::Open => {
                     let open = tags.value.0.trim();
                     if !open.is_empty() {
-                        let Found::Mark { at, .. } = find(pending, [open].into_iter()) else {
-                            return Step::More;
+                        let (at, _) = match near(pending, &[open], LONGEST) {
+                            Ok(found) => found,
+                            Err(step) => return step,
                         };
                         call.take(pending, at + open.len());
                     }

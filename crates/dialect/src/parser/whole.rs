@@ -1,6 +1,6 @@
 //! Calls whose arguments are read as a whole: Python's, and Gemma's.
 
-use super::call::{Call, Context, Step};
+use super::call::{Call, Context, LONGEST, Step};
 use crate::finder::{Found, find};
 use crate::parts::Parts;
 use crate::python;
@@ -51,6 +51,7 @@ impl Whole {
             let name = written.trim_start_matches(allowed);
             let length = written.len() - name.len();
             match name.chars().next() {
+                _ if length > LONGEST => return Step::Broken,
                 None => return Step::More,
                 Some(c) if c == open && length > 0 => {}
                 Some(_) => return Step::Broken,

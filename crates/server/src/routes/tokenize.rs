@@ -44,7 +44,7 @@ pub(crate) async fn tokenize(
             encode_prompts(&state.text, prompts, special, Some(most), "prompt", &charge).await
         }
         TokenizeInput::Chat(chat) => {
-            encode_chat(&state.text, chat, most, &charge).await.map(|chat| vec![chat.ids])
+            encode_chat(&state.text, *chat, most, &charge).await.map(|chat| vec![chat.ids])
         }
     };
     let encoded = encoded.map_err(|error| match error {

@@ -33,7 +33,7 @@ def column(places, id_, RECORD: tl.constexpr):
 
 @triton.jit
 def table_kernel(body, places, table, errors, slots, width, least, most, COLUMN: tl.constexpr, BLOCK: tl.constexpr):
-    """Writes triples (slot, index, value) of a column to a table of `slots` lines; values are `least .. most`."""
+    """Writes triples (slot, index, value) of a column to a table; values that are not `least .. most` become -1."""
     at, count = column(places, COLUMN, _TRIPLE)
     for begin in range(tl.program_id(0) * BLOCK, count, tl.num_programs(0) * BLOCK):
         i = begin + tl.arange(0, BLOCK)
@@ -42,9 +42,11 @@ def table_kernel(body, places, table, errors, slots, width, least, most, COLUMN:
         slot = tl.load(record, mask=inside, other=0)
         index = tl.load(record + 1, mask=inside, other=0)
         value = tl.load(record + 2, mask=inside, other=0)
-        fine = (slot >= 0) & (slot < slots) & (index >= 0) & (index < width) & (value >= least) & (value < most)
-        tl.store(table + slot.to(tl.int64) * width + index, value, mask=inside & fine)
-        if tl.sum((inside & (fine == 0)).to(tl.int32), 0) > 0:
+        cell = inside & (slot >= 0) & (slot < slots) & (index >= 0) & (index < width)
+        known = (value >= least) & (value < most)
+        # What was there before may be somebody else's by now.
+        tl.store(table + slot.to(tl.int64) * width + index, tl.where(known, value, -1), mask=cell)
+        if tl.sum((inside & ((cell & known) == 0)).to(tl.int32), 0) > 0:
             tl.atomic_or(errors, _RANGE)
 
 

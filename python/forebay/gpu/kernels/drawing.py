@@ -19,7 +19,7 @@ from forebay.gpu.sampling import FIXED_POINT, Wishes
 
 CANDIDATES = 4096
 """Tokens that a row's candidates have room for."""
-_BLOCK = 4096
+_BLOCK = 2048
 
 _ONE = tl.constexpr(float(1 << FIXED_POINT))
 _NO_KEY = tl.constexpr(0x7F800001)  # above that of a weight of 0, which infinity has
@@ -62,11 +62,11 @@ def _keys(logits, candidates, at, count, top, temperature, FEW: tl.constexpr):
 @triton.jit
 def _upto(logits, candidates, count, top, temperature, key, FEW: tl.constexpr, MASS: tl.constexpr, BLOCK: tl.constexpr):
     """How many tokens have at most this key, or their mass; int64."""
-    total = tl.zeros([1], tl.int64)
+    total = tl.zeros([BLOCK], tl.int64)
     for begin in range(0, count, BLOCK):
         found = _keys(logits, candidates, begin + tl.arange(0, BLOCK), count, top, temperature, FEW)
         value = _mass(found) if MASS else tl.full([BLOCK], 1, tl.int64)
-        total += tl.sum(tl.where(found <= key, value, 0), 0)
+        total += tl.where(found <= key, value, 0)
     return tl.sum(total, 0)
 
 
@@ -75,8 +75,7 @@ def _reach(
     logits, candidates, count, top, temperature, goal, most, FEW: tl.constexpr, MASS: tl.constexpr, BLOCK: tl.constexpr
 ):
     """The least key, at most `most`, up to which there are `goal` tokens or this mass, and what is below this key."""
-    low, high = tl.zeros([1], tl.int32), tl.zeros([1], tl.int32) + most
-    low, high = tl.sum(low, 0), tl.sum(high, 0)
+    low, high = tl.cast(0, tl.int32), tl.cast(most, tl.int32)
     while low < high:
         # The sum of two keys may be above all int32.
         middle = low + (high - low) // 2
@@ -98,8 +97,7 @@ def _filter(
     logits, candidates, count, top, temperature, top_k, top_p, limited, all_mass, FEW: tl.constexpr, BLOCK: tl.constexpr
 ):
     """The largest key that `top_k` and then `top_p` keep, and how many tokens with this key; int32 and int64."""
-    key = tl.sum(tl.zeros([1], tl.int32), 0) + (_NO_KEY - 1)
-    equals = tl.sum(tl.zeros([1], tl.int64), 0) + count
+    key, equals = tl.cast(_NO_KEY - 1, tl.int32), tl.cast(count, tl.int64)
     mass = all_mass
     if limited:
         key, below = _reach(logits, candidates, count, top, temperature, top_k.to(tl.int64), key, FEW, False, BLOCK)
@@ -133,14 +131,15 @@ def _invert(
 ):
     """The first token, in the order of ids, with which the mass of what is kept exceeds u * all of it."""
     i = tl.arange(0, BLOCK)
-    total, seen = tl.sum(tl.zeros([1], tl.int64), 0), tl.sum(tl.zeros([1], tl.int64), 0)
+    kept, seen = tl.zeros([BLOCK], tl.int64), tl.cast(0, tl.int64)
     for begin in range(0, count, BLOCK):
         found = _keys(logits, candidates, begin + i, count, top, temperature, FEW)
         mass, seen = _kept(found, key, equals, min_p, seen)
-        total += tl.sum(mass, 0)
+        kept += mass
+    total = tl.sum(kept, 0)
     # floor(u * total): the upper half of a product of u's 53 bits, which stand highest, and the total.
     goal = tl.umulhi(bits.to(tl.uint64, bitcast=True) & 0xFFFFFFFFFFFFF800, total.to(tl.uint64)).to(tl.int64)
-    token, before, seen = goal * 0, goal * 0, goal * 0
+    token, before, seen = tl.cast(0, tl.int64), tl.cast(0, tl.int64), tl.cast(0, tl.int64)
     for begin in range(0, count, BLOCK):
         found = _keys(logits, candidates, begin + i, count, top, temperature, FEW)
         mass, seen = _kept(found, key, equals, min_p, seen)
@@ -178,7 +177,7 @@ def draw_kernel(
     tokens,
     stride,
     chunks,
-    VOCABULARY: tl.constexpr,
+    vocabulary,
     CHUNKS_BLOCK: tl.constexpr,
     CANDIDATES: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -195,35 +194,35 @@ def draw_kernel(
     ids += row * CANDIDATES
     c = tl.arange(0, CHUNKS_BLOCK)
     top = tl.max(tl.load(tops + row * chunks + c, mask=c < chunks, other=float("-inf")), 0)
-    limited = (top_k > 0) & (top_k < VOCABULARY)
-    few, count = top_k < 0, top_k * 0
-    key, equals = top_k * 0 + (_NO_KEY - 1), tl.zeros([1], tl.int64)
-    equals = tl.sum(equals, 0) + VOCABULARY
+    limited = (top_k > 0) & (top_k < vocabulary)
+    few, count = tl.cast(0, tl.int1), tl.cast(0, tl.int32)
+    key, equals = tl.cast(_NO_KEY - 1, tl.int32), tl.cast(vocabulary, tl.int64)
     if limited | (top_p < 1.0):
         i = tl.arange(0, BLOCK)
         histogram = tl.zeros([_BINS], tl.int32)
-        all_mass = tl.sum(tl.zeros([1], tl.int64), 0)
-        for begin in range(0, VOCABULARY, BLOCK):
-            found = _key(logits, begin + i, VOCABULARY, top, temperature)
-            all_mass += tl.sum(_mass(found), 0)
+        masses = tl.zeros([BLOCK], tl.int64)
+        for begin in range(0, vocabulary, BLOCK):
+            found = _key(logits, begin + i, vocabulary, top, temperature)
+            masses += _mass(found)
             histogram += tl.histogram(_bin(found), _BINS, mask=found < _NO_KEY)
+        all_mass = tl.sum(masses, 0)
         upto = tl.cumsum(histogram, 0)
         bins = tl.arange(0, _BINS)
         edge = tl.sum((upto < top_k).to(tl.int32), 0)
         if limited == 0:
             edge = tl.sum((upto <= CANDIDATES).to(tl.int32), 0) - 1
         there = tl.sum(tl.where(bins == edge, upto, 0), 0)
-        mass = tl.sum(tl.zeros([1], tl.int64), 0)
         if there <= CANDIDATES:
-            for begin in range(0, VOCABULARY, BLOCK):
-                found = _key(logits, begin + i, VOCABULARY, top, temperature)
+            masses = tl.zeros([BLOCK], tl.int64)
+            for begin in range(0, vocabulary, BLOCK):
+                found = _key(logits, begin + i, vocabulary, top, temperature)
                 candidate = (found < _NO_KEY) & (_bin(found) <= edge)
                 place = count + tl.cumsum(candidate.to(tl.int32), 0) - 1
                 tl.store(candidates + place, found, mask=candidate)
                 tl.store(ids + place, begin + i, mask=candidate)
-                mass += tl.sum(tl.where(candidate, _mass(found), 0), 0)
+                masses += tl.where(candidate, _mass(found), 0)
                 count += tl.sum(candidate.to(tl.int32), 0)
-            few = (count > 0) & (limited | (mass >= _goal(top_p, all_mass)))
+            few = (count > 0) & (limited | (tl.sum(masses, 0) >= _goal(top_p, all_mass)))
         # What some threads have stored others read.
         tl.debug_barrier()
         if few:
@@ -232,12 +231,12 @@ def draw_kernel(
             )
         else:
             key, equals = _filter(
-                logits, candidates, VOCABULARY, top, temperature, top_k, top_p, limited, all_mass, False, BLOCK
+                logits, candidates, vocabulary, top, temperature, top_k, top_p, limited, all_mass, False, BLOCK
             )
     if few:
         token = _invert(logits, candidates, ids, count, top, temperature, key, equals, min_p, drawn, True, BLOCK)
     else:
-        token = _invert(logits, candidates, ids, VOCABULARY, top, temperature, key, equals, min_p, drawn, False, BLOCK)
+        token = _invert(logits, candidates, ids, vocabulary, top, temperature, key, equals, min_p, drawn, False, BLOCK)
     tl.store(tokens + row, token)
 
 
@@ -259,10 +258,9 @@ def draw(logits: torch.Tensor, wishes: Wishes, tokens: torch.Tensor) -> None:
         draw_kernel,
         (rows,),
         *(logits, tops, wishes.temperature, wishes.top_k, wishes.top_p, wishes.min_p, wishes.bits),
-        *(candidates[0], candidates[1], tokens, logits.stride(0), chunks),
-        VOCABULARY=vocabulary,
+        *(candidates[0], candidates[1], tokens, logits.stride(0), chunks, vocabulary),
         CHUNKS_BLOCK=power_of_2(chunks),
         CANDIDATES=CANDIDATES,
         BLOCK=_BLOCK,
-        num_warps=16,
+        num_warps=8,
     )

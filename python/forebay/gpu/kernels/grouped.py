@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from forebay.gpu.kernels.gating import silu
-from forebay.gpu.kernels.launch import cdiv, dot_type, launch, power_of_2
+from forebay.gpu.kernels.launch import cdiv, dot_type, is_roomy, launch, power_of_2
 
 _BLOCK = 1024
 
@@ -160,7 +160,8 @@ def experts(
     # Each expert may have one tile that is not full.
     tiles = min(copies, cdiv(copies, m) + count)
     shared = {"EXPERTS": count, "EXPERTS_BLOCK": power_of_2(count), "HIDDEN": hidden, "INNER": inner_size}
-    sizes = {"M": m, "N": n, "K": k, "DOT": dot_type(x), "num_warps": 8 if m == 64 else 4, "num_stages": 3}
+    sizes = {"M": m, "N": n, "K": k, "DOT": dot_type(x), "num_warps": 8 if m == 64 else 4}
+    sizes["num_stages"] = 3 if is_roomy(x.device) else 2
     inner = x.new_empty(copies, inner_size)
     grid = tiles, cdiv(inner_size, n)
     launch(gate_up_kernel, grid, x, gate_up, inner, order, first, x.stride(0), **shared, **sizes, EACH=each)

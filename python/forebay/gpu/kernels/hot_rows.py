@@ -19,7 +19,7 @@ from forebay.gpu.tables import ERROR_READ, Received, column_id
 from forebay.protocol.plan import PAGE_WRITE_WORDS, SLOT_WORDS, SlotWord
 
 _AGES = tl.constexpr(32)
-_BLOCK = 4096
+_BLOCK = 512
 _PROGRAMS = 64
 _READ = tl.constexpr(ERROR_READ)
 _TRIPLE = tl.constexpr(PAGE_WRITE_WORDS)
@@ -138,7 +138,7 @@ def resolve_kernel(
         at_least = tl.sum(ages, 0) - tl.cumsum(ages, 0) + ages
         youngest = tl.max(tl.where(at_least >= count, of_age, 0), 0)
         older = tl.sum(tl.where(of_age > youngest, ages, 0), 0)
-        before_older, before_equal = count * 0, count * 0
+        before_older, before_equal = tl.cast(0, tl.int32), tl.cast(0, tl.int32)
         for begin in range(0, hot_count, BLOCK):
             j = begin + tl.arange(0, BLOCK)
             there = j < hot_count

@@ -85,16 +85,15 @@ def scores_kernel(
         h = tl.arange(0, HEADS_BLOCK)
         there = inside[:, None] & (d < DIM)[None, :]
         key = tl.trans(tl.load(keys + entry[:, None] * key_stride + d[None, :], mask=there, other=0.0).to(DOT))
-        for s in tl.static_range(SIZE):
-            if s < alive:
-                mine = (token + s).to(tl.int64)
-                q_at = q + mine * q_stride + h[:, None] * head_stride + d[None, :]
-                query = tl.load(q_at, mask=(h < HEADS)[:, None] & (d < DIM)[None, :], other=0.0).to(DOT)
-                weight = tl.load(weights + mine * weight_stride + h, mask=h < HEADS, other=0.0)
-                product = tl.dot(query, key, input_precision="ieee")
-                score = tl.sum(tl.maximum(product, 0.0) * weight[:, None], 0)
-                at = scores + (line + s).to(tl.int64) * width + position
-                tl.store(at, score, mask=inside & (position < end + s))
+        for s in range(alive):
+            mine = (token + s).to(tl.int64)
+            q_at = q + mine * q_stride + h[:, None] * head_stride + d[None, :]
+            query = tl.load(q_at, mask=(h < HEADS)[:, None] & (d < DIM)[None, :], other=0.0).to(DOT)
+            weight = tl.load(weights + mine * weight_stride + h, mask=h < HEADS, other=0.0)
+            product = tl.dot(query, key, input_precision="ieee")
+            score = tl.sum(tl.maximum(product, 0.0) * weight[:, None], 0)
+            at = scores + (line + s).to(tl.int64) * width + position
+            tl.store(at, score, mask=inside & (position < end + s))
 
 
 @triton.jit
@@ -124,23 +123,24 @@ def best_kernel(
     scores += line * width
     i = tl.arange(0, BLOCK)
     bins = tl.arange(0, _DIGITS)
-    left = count * 0 + TOP_K
-    prefix = tl.sum(tl.zeros([1], tl.uint32), 0)
+    left = tl.cast(TOP_K, tl.int32)
+    prefix = tl.cast(0, tl.uint32)
     for step in tl.static_range(32 // _DIGIT):
-        shift: tl.constexpr = 32 - _DIGIT * (step + 1)
         histogram = tl.zeros([_DIGITS], tl.int32)
         for begin in range(0, count, BLOCK):
             inside = begin + i < count
             key = _descending(tl.load(scores + begin + i, mask=inside, other=0.0))
             if step > 0:
-                inside = inside & ((key >> (shift + _DIGIT)) == prefix)
-            histogram += tl.histogram(((key >> shift) & (_DIGITS - 1)).to(tl.int32), _DIGITS, mask=inside)
+                inside = inside & ((key >> (32 - _DIGIT * step)) == prefix)
+            histogram += tl.histogram(
+                ((key >> (32 - _DIGIT * (step + 1))) & (_DIGITS - 1)).to(tl.int32), _DIGITS, mask=inside
+            )
         upto = tl.cumsum(histogram, 0)
         digit = tl.sum((upto < left).to(tl.int32), 0)
         left -= tl.sum(tl.where(bins < digit, histogram, 0), 0)
         prefix = (prefix << _DIGIT) | digit.to(tl.uint32)
     # `left` of those that are equal to the last of the best are among them.
-    kept, equals = count * 0, count * 0
+    kept, equals = tl.cast(0, tl.int32), tl.cast(0, tl.int32)
     for begin in range(0, count, BLOCK):
         inside = begin + i < count
         key = _descending(tl.load(scores + begin + i, mask=inside, other=0.0))
@@ -174,7 +174,7 @@ def choose(q: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor, rows: Pag
     """As `interface.Sparse` says."""
     queries, heads, dim = q.shape
     size = 8 if rows.chunks else 1
-    tile = 64
+    tile = 16 if keys.dtype == torch.float32 else 128
     # One more than rows need: what is behind them is nobody's, and has a block of its own in attention only.
     blocks, width = queries // size + len(rows.slots), rows.page_table.shape[1] * rows.page_size
     at_once = min(blocks, max(1, SCORE_BYTES // (4 * width * size)))
@@ -197,7 +197,7 @@ def choose(q: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor, rows: Pag
             TILE=tile,
             SIZE=size,
             DOT=dot_type(keys),
-            num_warps=4,
+            num_warps=8,
             num_stages=2,
         )
         lines = min(at_once, blocks - begin) * size

@@ -79,7 +79,7 @@ def rows_kernel(
     tl.store(first + rows, tl.minimum(before, tokens))
 
 
-@triton.jit(do_not_specialize=["rows", "tokens"])
+@triton.jit(do_not_specialize=["rows", "tokens", "steps"])
 def tokens_kernel(
     slots,
     ends,
@@ -93,6 +93,7 @@ def tokens_kernel(
     errors,
     rows,
     tokens,
+    steps,
     pool_stride,
     pages,
     hot_pages,
@@ -102,22 +103,21 @@ def tokens_kernel(
     null_slot,
     PAGE: tl.constexpr,
     BLOCK: tl.constexpr,
-    STEPS: tl.constexpr,
     SPARSE: tl.constexpr,
 ):
-    """A block of tokens, or the pages that one row reads; grid: blocks + rows. STEPS: of a search among all rows."""
+    """A block of tokens, or the pages that one row reads; grid: blocks + rows. `steps`: of a search among rows."""
     blocks = tl.cdiv(tokens, BLOCK)
     if tl.program_id(0) < blocks:
         t = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
         inside = t < tokens
         low = tl.zeros([BLOCK], tl.int32)
         high = tl.zeros([BLOCK], tl.int32) + (rows - 1)
-        for _ in range(STEPS):
+        for _ in range(steps):
             middle = (low + high + 1) // 2
             there = tl.load(first + middle, mask=low < high, other=0) <= t
             low = tl.where((low < high) & there, middle, low)
             high = tl.where((low < high) & (there == 0), middle - 1, high)
-        begin, behind = tl.load(first + low), tl.load(first + low + 1)
+        behind = tl.load(first + low + 1)
         somebody = t < behind
         slot = tl.where(somebody, tl.load(slots + low), null_slot).to(tl.int64)
         position = tl.where(somebody, tl.load(ends + low) - behind + t, 0)
@@ -135,16 +135,15 @@ def tokens_kernel(
         tl.store(writes + t, entry, mask=inside)
     else:
         row = tl.program_id(0) - blocks
-        slot = tl.load(slots + row).to(tl.int64)
+        own = tl.load(slots + row).to(tl.int64)
         used = tl.cdiv(tl.load(ends + row), PAGE)
         if SPARSE:
             # What a sparse slot does not have on a page it reads elsewhere.
-            if tl.load(hot_rows + slot * hot_pages) >= 0:
+            if tl.load(hot_rows + own * hot_pages) >= 0:
                 used = 0
         for begin in range(0, used, BLOCK):
             i = begin + tl.arange(0, BLOCK)
-            page = tl.load(page_table + slot * pages + i, mask=i < used, other=0)
-            if tl.min(page, 0) < 0:
+            if tl.min(tl.load(page_table + own * pages + i, mask=i < used, other=0), 0) < 0:
                 tl.atomic_or(errors, _READ)
 
 
@@ -168,11 +167,10 @@ def prepare(
         (cdiv(tokens, block) + rows,),
         *(buffers.slots, buffers.ends, buffers.first, tables.token_pool, tables.page_table),
         *(tables.page_table if hot_rows is None else hot_rows, buffers.tokens, buffers.positions, buffers.writes),
-        *(errors, rows, tokens, pool_stride, pages, 0 if hot_rows is None else hot_rows.shape[1]),
+        *(errors, rows, tokens, rows.bit_length(), pool_stride, pages, 0 if hot_rows is None else hot_rows.shape[1]),
         *(tables.vocabulary, tables.page_stride, tables.page_count, tables.null_slot),
         PAGE=tables.page_size,
         BLOCK=block,
-        STEPS=rows.bit_length(),
         SPARSE=hot_rows is not None,
         num_warps=4,
     )

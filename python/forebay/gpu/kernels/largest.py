@@ -13,11 +13,11 @@ CHUNK = 4096
 
 
 @triton.jit
-def scan_kernel(logits, tops, places, finites, stride, chunks, VOCABULARY: tl.constexpr, CHUNK: tl.constexpr):
+def scan_kernel(logits, tops, places, finites, stride, chunks, vocabulary, CHUNK: tl.constexpr):
     """A chunk of a row: its largest logit, the first place of it, and whether all are finite; grid: rows, chunks."""
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     i = chunk * CHUNK + tl.arange(0, CHUNK)
-    inside = i < VOCABULARY
+    inside = i < vocabulary
     x = tl.load(logits + row * stride + i, mask=inside, other=float("-inf")).to(tl.float32)
     infinite = inside & ((tl.abs(x) < float("inf")) == 0)
     # No comparison with a NaN says anything.
@@ -25,7 +25,7 @@ def scan_kernel(logits, tops, places, finites, stride, chunks, VOCABULARY: tl.co
     top = tl.max(x, 0)
     at = row * chunks + chunk
     tl.store(tops + at, top)
-    tl.store(places + at, tl.min(tl.where((x == top) & inside, i, VOCABULARY - 1), 0))
+    tl.store(places + at, tl.min(tl.where((x == top) & inside, i, vocabulary - 1), 0))
     tl.store(finites + at, tl.sum(infinite.to(tl.int32), 0) == 0)
 
 
@@ -53,8 +53,7 @@ def scan(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor
     launch(
         scan_kernel,
         (rows, chunks),
-        *(logits, tops, places, finites, logits.stride(0), chunks),
-        VOCABULARY=vocabulary,
+        *(logits, tops, places, finites, logits.stride(0), chunks, vocabulary),
         CHUNK=CHUNK,
         num_warps=8,
     )

@@ -6,6 +6,7 @@ device has nothing to do; so a hand compiles everything before it serves, and th
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -15,6 +16,10 @@ import triton.language as tl
 INTERPRETED: bool = triton.knobs.runtime.interpret
 """Whether kernels run in Triton's interpreter: the environment had `TRITON_INTERPRET=1` when Triton was imported."""
 
+ROOM = 227 << 10
+"""Bytes of shared memory that a program may have where it `is_roomy`."""
+LITTLE_ROOM = 99 << 10
+"""The same on all other GPUs that are supported."""
 _DOT_TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
@@ -54,6 +59,15 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> No
         return
     # Triton 3.10 will turn the fusion of products and sums off where nobody asks for it.
     kernel[grid](*args, enable_fp_fusion=True, **options)
+
+
+@cache
+def is_roomy(device: torch.device) -> bool:
+    """Whether a program may have 227 KiB of shared memory, as on Hopper and the large Blackwells, and not 99 or 163."""
+    if device.type != "cuda":
+        return True
+    limit: int = torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+    return limit >= ROOM
 
 
 def dot_type(tensor: torch.Tensor) -> tl.dtype:

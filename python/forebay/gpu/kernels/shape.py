@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from forebay.gpu.kernels.launch import cdiv, dot_type, power_of_2
+from forebay.gpu.kernels.launch import cdiv, dot_type, is_roomy, power_of_2
 
 LOG2_E = math.log2(math.e)
 LEAST_DOT = 16
@@ -42,12 +42,15 @@ class Shape:
     extra: int
     """Elements of a key behind those that are its value too."""
     dtype: torch.dtype
+    roomy: bool
+    """As `launch.is_roomy`."""
 
     @classmethod
     def of(cls, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> Shape:
         """Of queries [n, heads, head_dim], and keys and values [entries, kv_heads, head_dim]."""
         dim = values.shape[2]
-        return cls(q.shape[1], q.shape[1] // keys.shape[1], dim, keys.shape[2] - dim, keys.dtype)
+        group = q.shape[1] // keys.shape[1]
+        return cls(q.shape[1], group, dim, keys.shape[2] - dim, keys.dtype, is_roomy(keys.device))
 
     @property
     def kv_heads(self) -> int:
@@ -72,15 +75,21 @@ class Shape:
         if self.dtype == torch.float32:
             return Tiles(LEAST_DOT, 16 if self.dim > 256 else 32, 8, 2)
         m = max(LEAST_DOT, min(power_of_2(self.group), 32))
-        return Tiles(m, 64, 8, 2) if self.dim > 256 else Tiles(m, 64, 4, 3)
+        if self.dim > 256:
+            return Tiles(m, 64 if self.roomy else 32, 8, 2)
+        return Tiles(m, 64, 4, 3 if self.roomy else 2)
 
     def chunk_tiles(self) -> Tiles:
-        """For rows of several tokens."""
+        """For rows of several tokens: as much as registers hold."""
         if self.dtype == torch.float32:
-            return Tiles(16, 16, 8, 1) if self.dim > 256 else Tiles(32, 32, 8, 2)
+            if self.dim > 128:
+                return Tiles(16, 16 if self.dim > 256 else 32, 8, 1)
+            return Tiles(32, 32, 8, 2)
+        if self.dim > 256:
+            return Tiles(32, 64 if self.roomy else 32, 8, 2)
         if self.dim > 128:
-            return Tiles(32 if self.dim > 256 else 64, 64, 8, 2)
-        return Tiles(128, 128, 8, 2)
+            return Tiles(64, 64 if self.roomy else 32, 8, 2)
+        return Tiles(128, 128 if self.roomy else 32, 8, 2)
 
     def blocks(self, tiles: Tiles) -> int:
         """Programs that all heads of a row of one token take."""

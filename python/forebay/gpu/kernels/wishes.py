@@ -31,7 +31,7 @@ def splitmix64(x):
     return z ^ (z >> 31)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def ask_kernel(words, floats, slots, positions, temperature, top_k, top_p, min_p, bits, rows, BLOCK: tl.constexpr):
     """The wishes of a block of rows; grid: blocks."""
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -49,7 +49,7 @@ def ask_kernel(words, floats, slots, positions, temperature, top_k, top_p, min_p
     tl.store(bits + row, drawn.to(tl.int64, bitcast=True), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def keep_kernel(tokens, finite, sampling, ends, token_pool, kept, rows, stride, BLOCK: tl.constexpr):
     """Stores the tokens of a block of rows where their slots will read them; grid: blocks."""
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)

@@ -14,9 +14,9 @@ def attend(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, rows: Page
     row = (torch.searchsorted(rows.first, token.int(), right=True) - 1).clamp_(max=len(rows.slots) - 1)
     somebody = token < rows.first[-1]
     behind = rows.first.index_select(0, row + 1)
-    last = torch.where(somebody, rows.ends.index_select(0, row) - behind + token, 0)
+    last = (rows.ends.index_select(0, row) - behind + token).masked_fill(~somebody, 0)
     tables = rows.page_table.index_select(0, rows.slots.index_select(0, row).long()).long()
-    tables = torch.where(tables < 0, rows.null_page, tables)
+    tables = tables.masked_fill(tables < 0, rows.null_page)
     within = torch.arange(rows.page_size, device=q.device)
     entries = (tables[:, :, None] * rows.page_stride + within).flatten(1)
     position = torch.arange(entries.shape[1], device=q.device)
@@ -28,4 +28,4 @@ def attend(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, rows: Page
     scores = torch.einsum("nkgd,nskd->nkgs", grouped, k) * scale
     weights = scores.masked_fill(~seen[:, None, None], -torch.inf).softmax(dim=-1)
     out = torch.einsum("nkgs,nskd->nkgd", weights, v).reshape(n, heads, -1)
-    return torch.where(somebody[:, None, None], out, 0).to(q.dtype)
+    return out.masked_fill(~somebody[:, None, None], 0).to(q.dtype)

@@ -15,7 +15,7 @@ _SECOND_FACTOR = 0x94D049BB133111EB - (1 << 64)
 
 def greedy(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """As `interface.Sampling` says."""
-    known = torch.where(logits.isnan(), -torch.inf, logits)
+    known = logits.masked_fill(logits.isnan(), -torch.inf)
     return known.argmax(dim=-1), logits.isfinite().all(dim=-1)
 
 
@@ -23,9 +23,9 @@ def draw(logits: torch.Tensor, wishes: Wishes, tokens: torch.Tensor) -> None:
     """As `interface.Sampling` says."""
     vocabulary = logits.shape[1]
     drawn = wishes.temperature > 0
-    logits = torch.where(logits.isnan(), -torch.inf, logits).float()
-    distance = (logits.amax(dim=-1, keepdim=True) - logits) / torch.where(drawn, wishes.temperature, 1)[:, None]
-    distance = torch.where(distance >= 0, distance, torch.inf)
+    logits = logits.masked_fill(logits.isnan(), -torch.inf).float()
+    distance = (logits.amax(dim=-1, keepdim=True) - logits) / wishes.temperature.masked_fill(~drawn, 1)[:, None]
+    distance = distance.masked_fill(~(distance >= 0), torch.inf)
     weight = distance.neg().exp()
     mass = (weight * (1 << FIXED_POINT)).long()
 
@@ -33,7 +33,7 @@ def draw(logits: torch.Tensor, wishes: Wishes, tokens: torch.Tensor) -> None:
     ranked = mass.gather(1, order)
     rank = torch.arange(vocabulary, device=logits.device)
     limited = (wishes.top_k > 0) & (wishes.top_k < vocabulary)
-    kept = rank < torch.where(limited, wishes.top_k, vocabulary)[:, None]
+    kept = rank < wishes.top_k.masked_fill(~limited, vocabulary)[:, None]
     before = (ranked * kept).cumsum(dim=-1) - ranked * kept
     goal = (wishes.top_p.double() * (ranked * kept).sum(dim=-1).double()).ceil().long()[:, None]
     kept &= (before < goal) | (rank == 0) | (wishes.top_p >= 1)[:, None]
@@ -84,7 +84,7 @@ def _shifted(z: torch.Tensor, by: int) -> torch.Tensor:
 
 def keep(tokens: torch.Tensor, finite: torch.Tensor, tables: Tables, buffers: StepBuffers) -> torch.Tensor:
     """As `interface.Sampling` says."""
-    kept = torch.where(finite, tokens, 0).int()
+    kept = tokens.masked_fill(~finite, 0).int()
     stride = tables.token_pool.shape[1]
     cells = buffers.sampling.long() * stride + buffers.ends
     tables.token_pool.view(-1).index_copy_(0, cells, kept)

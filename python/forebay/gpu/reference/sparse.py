@@ -19,13 +19,13 @@ def choose(q: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor, rows: Pag
     token = torch.arange(n, device=q.device)
     row = (torch.searchsorted(rows.first, token.int(), right=True) - 1).clamp_(max=len(rows.slots) - 1)
     behind = rows.first.index_select(0, row + 1)
-    seen = torch.where(token < rows.first[-1], rows.ends.index_select(0, row) - behind + token + 1, 0)
+    seen = (rows.ends.index_select(0, row) - behind + token + 1).masked_fill(token >= rows.first[-1], 0)
     pages = rows.page_table.index_select(0, rows.slots.index_select(0, row).long()).long()
-    pages = torch.where(pages < 0, rows.null_page, pages)
+    pages = pages.masked_fill(pages < 0, rows.null_page)
     entries = (pages[:, :, None] * rows.page_stride + torch.arange(rows.page_size, device=q.device)).flatten(1)
     within = torch.arange(entries.shape[1], device=q.device) < seen[:, None]
-    known = keys.index_select(0, torch.where(within, entries, 0).view(-1)).view(*entries.shape, -1).float()
-    products = torch.einsum("nhd,nsd->nhs", q.float(), torch.where(within[:, :, None], known, 0)).relu()
+    known = keys.index_select(0, entries.masked_fill(~within, 0).view(-1)).view(*entries.shape, -1).float()
+    products = torch.einsum("nhd,nsd->nhs", q.float(), known.masked_fill(~within[:, :, None], 0)).relu()
     scores = torch.einsum("nhs,nh->ns", products, weights)
     chosen = torch.full((n, top_k), -1, dtype=torch.int32, device=q.device)
     best(scores, seen.int(), token.int(), chosen)
@@ -38,13 +38,13 @@ def best(scores: torch.Tensor, seen: torch.Tensor, target: torch.Tensor, chosen:
     position = torch.arange(width, device=scores.device)
     there = position < seen[:, None]
     # Neither zero is larger, what is no number is kept first, and what is not there is less than everything.
-    known = torch.where(scores.isnan(), torch.inf, torch.where(scores == 0, 0.0, scores))
-    order = torch.where(there, known, -torch.inf).sort(dim=-1, descending=True, stable=True).indices
-    places = torch.where(there.gather(1, order), order, width)[:, :top_k]
+    known = scores.masked_fill(scores == 0, 0.0).masked_fill(scores.isnan(), torch.inf)
+    order = known.masked_fill(~there, -torch.inf).sort(dim=-1, descending=True, stable=True).indices
+    places = order.masked_fill(~there.gather(1, order), width)[:, :top_k]
     places = torch.nn.functional.pad(places, (0, max(0, top_k - width)), value=width).sort(dim=-1).values
-    places = torch.where(places == width, -1, places).int()
+    places = places.masked_fill(places == width, -1).int()
     lines = torch.cat((chosen, chosen[:1]))
-    lines.index_copy_(0, torch.where(target < 0, len(chosen), target.long()), places)
+    lines.index_copy_(0, target.long().masked_fill(target < 0, len(chosen)), places)
     chosen.copy_(lines[:-1])
 
 
@@ -79,14 +79,14 @@ def resolve(
     size, top_k = pages.page_size, chosen.shape[1]
     slots = query_slots.long()
     wanted = chosen >= 0
-    position = torch.where(wanted, chosen, 0).long()
+    position = chosen.masked_fill(~wanted, 0).long()
     page = pages.page_table.index_select(0, slots).gather(1, position // size).long()
     resident, cold = wanted & (page >= 0), wanted & (page < 0)
-    rows = torch.where(resident, page * pages.page_stride + position % size, -1)
+    rows = (page * pages.page_stride + position % size).masked_fill(~resident, -1)
     hot_pages = pages.hot_rows.index_select(0, slots).long()
     sparse = hot_pages[:, :1] >= 0
     lost = cold & ~sparse
-    rows = torch.where(lost, pages.null_page * pages.page_stride, rows)
+    rows = rows.masked_fill(lost, pages.null_page * pages.page_stride)
     tell(errors, lost, ERROR_READ)
 
     now = pages.clock.index_select(0, slots).long()[:, None]
@@ -94,8 +94,8 @@ def resolve(
     owner, stamp = (table[:, :count].index_select(0, slots).long() for table in (group.owner, group.stamp))
     hot = group.row_of.index_select(0, slots).gather(1, position).long()
     known = cold & sparse & (hot >= 0) & (hot < count)
-    hit = known & (owner.gather(1, torch.where(known, hot, 0)) == position)
-    hot = torch.where(hit, hot, 0)
+    hit = known & (owner.gather(1, hot.masked_fill(~known, 0)) == position)
+    hot = hot.masked_fill(~hit, 0)
     stamp = _put(stamp, hot, now.expand_as(hot), hit)
     rows = torch.where(hit, _entry(hot_pages, hot, pages), rows)
     miss = cold & sparse & ~hit
@@ -130,7 +130,7 @@ def _entry(hot_pages: torch.Tensor, hot: torch.Tensor, pages: SparsePages) -> to
 def _put(table: torch.Tensor, at: torch.Tensor, values: torch.Tensor, there: torch.Tensor) -> torch.Tensor:
     """The table [n, width] with values [n, any] at their places, where they are `there`."""
     extended = torch.cat((table, table[:, :1]), dim=1)
-    return extended.scatter_(1, torch.where(there, at, table.shape[1]), values)[:, :-1].contiguous()
+    return extended.scatter_(1, at.masked_fill(~there, table.shape[1]), values)[:, :-1].contiguous()
 
 
 def _compact(values: torch.Tensor, rank: torch.Tensor, there: torch.Tensor) -> torch.Tensor:
@@ -142,11 +142,11 @@ def gather(found: Found, host: torch.Tensor, host_stride: int, page_size: int, p
     """As `interface.Sparse` says."""
     top_k, width = found.rows.shape[1], pool.shape[1]
     there = (torch.arange(top_k, device=pool.device) < found.missing[:, None]).view(-1)
-    source = torch.where(there, found.source.view(-1), 0)
+    source = found.source.view(-1).masked_fill(~there, 0)
     at = source // page_size * host_stride + source % page_size * width
     rows = host.index_select(0, (at[:, None] + torch.arange(width, device=pool.device)).view(-1)).view(-1, width)
     extended = torch.cat((pool, pool[:1]))
-    extended.index_copy_(0, torch.where(there, found.target.view(-1), len(pool)), rows)
+    extended.index_copy_(0, found.target.view(-1).masked_fill(~there, len(pool)), rows)
     pool.copy_(extended[:-1])
 
 
@@ -162,4 +162,4 @@ def attend_chosen(
     scores = torch.einsum("nkgd,nskd->nkgs", q.float().unflatten(1, (keys.shape[1], -1)), k) * scale
     weights = scores.masked_fill(~there[:, None, None], -torch.inf).softmax(dim=-1)
     out = torch.einsum("nkgs,nskd->nkgd", weights, v).reshape(n, heads, -1)
-    return torch.where(there.any(dim=-1)[:, None, None], out, 0).to(q.dtype)
+    return out.masked_fill(~there.any(dim=-1)[:, None, None], 0).to(q.dtype)

@@ -28,9 +28,10 @@ def write_table(
     triples, there = records(received, name, PAGE_WRITE_WORDS)
     slot, index, value = triples.unbind(1)
     slots, width = len(table) - 1, table.shape[1]
-    fine = (slot >= 0) & (slot < slots) & (index >= 0) & (index < width) & (value >= least) & (value < most)
-    tell(errors, there & ~fine, ERROR_RANGE)
-    scatter(table, slot * width + index, value, there & fine)
+    cell = there & (slot >= 0) & (slot < slots) & (index >= 0) & (index < width)
+    known = (value >= least) & (value < most)
+    tell(errors, there & ~(cell & known), ERROR_RANGE)
+    scatter(table, slot * width + index, value.masked_fill(~known, -1), cell)
 
 
 def apply_slots(received: Received, tables: Tables, errors: torch.Tensor) -> None:
@@ -46,7 +47,7 @@ def apply_slots(received: Received, tables: Tables, errors: torch.Tensor) -> Non
     arena = new[:, SlotWord.ARENA_OFFSET] >= 0
     inline, _ = records(received, "tokens", 1)
     for source, mine in ((inline[:, 0], ~arena), (received.arena_tokens.long(), arena)):
-        behind = torch.where(there & mine, length, 0).cumsum(0)
+        behind = length.masked_fill(~(there & mine), 0).cumsum(0)
         at = torch.arange(len(source), device=source.device)
         record = torch.searchsorted(behind, at, right=True)
         wanted = record < len(new)
@@ -71,22 +72,22 @@ def prepare(
     row = (torch.searchsorted(buffers.first, t.int(), right=True) - 1).clamp_(max=len(buffers.slots) - 1)
     behind = buffers.first.index_select(0, row + 1)
     somebody = t < behind
-    slot = torch.where(somebody, buffers.slots.index_select(0, row), null_slot).long()
-    position = torch.where(somebody, buffers.ends.index_select(0, row) - behind + t, 0)
+    slot = buffers.slots.index_select(0, row).masked_fill(~somebody, null_slot).long()
+    position = (buffers.ends.index_select(0, row) - behind + t).masked_fill(~somebody, 0)
     token = tables.token_pool[slot, position]
     known = (token >= 0) & (token < tables.vocabulary)
     page = tables.page_table[slot, position // tables.page_size].long()
     tell(errors, ~known, ERROR_TOKEN)
     tell(errors, page < 0, ERROR_WRITE)
-    page = torch.where(page < 0, tables.page_count, page)
-    buffers.tokens.copy_(torch.where(known, token, 0))
+    page = page.masked_fill(page < 0, tables.page_count)
+    buffers.tokens.copy_(token.masked_fill(~known, 0))
     buffers.positions.copy_(position)
     buffers.writes.copy_(page * tables.page_stride + position % tables.page_size)
 
     read = tables.page_table.index_select(0, buffers.slots)
     used = -(-buffers.ends // tables.page_size)
     if hot_rows is not None:
-        used = torch.where(hot_rows.index_select(0, buffers.slots)[:, 0] >= 0, 0, used)
+        used = used.masked_fill(hot_rows.index_select(0, buffers.slots)[:, 0] >= 0, 0)
     within = torch.arange(read.shape[1], device=read.device) < used[:, None]
     tell(errors, within & (read < 0), ERROR_READ)
 
@@ -102,8 +103,8 @@ def _prepare_rows(received: Received, tables: Tables, buffers: StepBuffers, erro
     slot, start, length, flags = planned_rows.unbind(1)
     fine = planned & (slot >= 0) & (slot < tables.null_slot) & (start >= 0) & (length >= 1)
     fine &= (length <= context_length) & (start <= context_length - length)
-    slot, start = torch.where(fine, slot, tables.null_slot), torch.where(fine, start, 0)
-    length = torch.where(fine, length, 1)
+    slot, start = slot.masked_fill(~fine, tables.null_slot), start.masked_fill(~fine, 0)
+    length = length.masked_fill(~fine, 1)
     behind = length.cumsum(0)
     cut, token = behind.clamp(max=tokens), (behind - length).clamp(max=tokens)
     tell(errors, planned & (~fine | (cut < behind)), ERROR_RANGE)
@@ -112,7 +113,7 @@ def _prepare_rows(received: Received, tables: Tables, buffers: StepBuffers, erro
     buffers.first[:-1].copy_(token)
     buffers.first[-1:].copy_(cut[-1:])
     buffers.last.copy_((cut - 1).clamp(min=0))
-    buffers.sampling.copy_(torch.where(fine & (flags & FLAG_SAMPLE > 0), slot, tables.null_slot))
+    buffers.sampling.copy_(slot.masked_fill(~(fine & (flags & FLAG_SAMPLE > 0)), tables.null_slot))
 
 
 def records(received: Received, name: str, words: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -134,7 +135,7 @@ def scatter(table: torch.Tensor, cells: torch.Tensor, values: torch.Tensor, ther
     """Writes values to cells of a whole table, where they are `there`."""
     flat = table.view(-1)
     extended = torch.cat((flat, flat[:1]))
-    extended.index_copy_(0, torch.where(there, cells, len(flat)), values.to(table.dtype))
+    extended.index_copy_(0, cells.masked_fill(~there, len(flat)), values.to(table.dtype))
     flat.copy_(extended[:-1])
 
 
