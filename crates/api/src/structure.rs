@@ -275,7 +275,8 @@ mod tests {
         ChatRequest, CompletionRequest, GenerateRequest, GenerationDefaults, Limits, parse_request,
     };
 
-    const LIMITS: Limits = Limits { context_length: 100, vocab_size: 1000, replicas: 2 };
+    const LIMITS: Limits =
+        Limits { context_length: 100, prompt_length: 100, vocab_size: 1000, replicas: 2 };
 
     fn chat(more: Value) -> Result<Option<Structure>, ApiError> {
         let mut body = json!({"messages": [{"role": "user", "content": "hi"}]});

@@ -12,7 +12,7 @@ use forebay_engine::{
     Status,
 };
 use forebay_sim::{
-    CopyModel, DeviceModel, SimClock, SimConfig, SimControl, SimExecutor, SimText, next_token,
+    DeviceModel, SimClock, SimConfig, SimControl, SimExecutor, SimText, Timing, next_token,
 };
 
 const VOCAB: u32 = 1000;
@@ -122,10 +122,12 @@ impl Rig {
         let (executor, control) = SimExecutor::new(SimConfig {
             tokens_a_row,
             host_pages: 0,
-            page_bytes: 0,
-            copy: CopyModel::default(),
+            hot_row_tokens: 0,
             clock: clock.clone(),
-            model: DeviceModel { step_us: 1000.0, row_us: 10.0, ..DeviceModel::INSTANT },
+            timing: Timing {
+                model: DeviceModel { step_us: 1000.0, row_us: 10.0, ..DeviceModel::INSTANT },
+                ..Timing::default()
+            },
             seed: 0,
             load_us: 1_000_000,
             page_count: pages,

@@ -31,8 +31,7 @@ use crate::logs::Logs;
 use crate::model::{Model, Task, fetch, find_python};
 use crate::{
     affinity, descriptors, dialect, grammar, logs, python, secret, signals, simulate, threads,
-    vocabulary,
-    watch,
+    vocabulary, watch,
 };
 
 /// Steps and registrations that may wait for an egress thread before the engine waits for it.

@@ -162,7 +162,7 @@ mod tests {
                 (start, length) = (0, tokens.len() as u32);
             }
             plan.push_row(Row { slot: 0, start, length, want: Want::Tokens(1) });
-            said.extend(device.execute(&plan, text).tokens);
+            said.extend(device.execute(&plan, text, None).tokens);
         }
         said
     }
