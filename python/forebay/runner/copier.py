@@ -12,11 +12,11 @@ from contextlib import suppress
 
 import numpy as np
 
-from forebay.device import Event
+from forebay.device import Device, Event
 from forebay.protocol.frames import Int32s
 from forebay.protocol.plan import COPY_SAVE
 from forebay.protocol.result import COPIED_WORDS, COPY_FAILED, COPY_OK
-from forebay.state.host import Bytes, HostPool
+from forebay.state.host import HostPool
 from forebay.state.pages import KvPool
 
 
@@ -27,8 +27,9 @@ class Copier:
     brain names no page as its target that a plan in flight names, and somebody waits for it.
     """
 
-    def __init__(self, kv: KvPool, host: HostPool, gbps: float | None, checksums: bool) -> None:
+    def __init__(self, device: Device, kv: KvPool, host: HostPool, gbps: float | None, checksums: bool) -> None:
         """`gbps`: at most so many GB a second, for tests. `checksums`: of every page, checked."""
+        self._device = device
         self._hot = kv.pieces()
         self._host = host
         self._rate = None if gbps is None else gbps * 1e9
@@ -108,16 +109,14 @@ class Copier:
     def _copy(self, direction: int, hot: int, host: int) -> bool:
         """Copies a page; False if that could not be done."""
         try:
-            at_host = self._host.pages[host]
-            if direction == COPY_SAVE:
-                _move([piece[hot] for piece in self._hot], at_host, save=True)
-                if self._checksums:
-                    self._host.seal(host)
-            else:
-                if self._checksums and not self._host.is_sealed(host):
-                    print(f"host page {host} is not as it was saved", file=sys.stderr)
-                    return False
-                _move([piece[hot] for piece in self._hot], at_host, save=False)
+            save = direction == COPY_SAVE
+            if not save and self._checksums and not self._host.is_sealed(host):
+                print(f"host page {host} is not as it was saved", file=sys.stderr)
+                return False
+            at_host = np.split(self._host.pages[host], np.cumsum([piece.shape[1] for piece in self._hot])[:-1])
+            self._device.move([(piece[hot], part) for piece, part in zip(self._hot, at_host, strict=True)], save=save)
+            if save and self._checksums:
+                self._host.seal(host)
         except Exception as error:
             # The brain computes what can't be copied.
             print(f"a page was not copied: {type(error).__name__}: {error}", file=sys.stderr)
@@ -133,13 +132,3 @@ def _reached(event: Event) -> bool:
         print(f"a page was not saved: {type(error).__name__}: {error}", file=sys.stderr)
         return False
     return True
-
-
-def _move(pieces: list[Bytes], page: Bytes, *, save: bool) -> None:
-    """Copies the pieces of a page to its one in the host's memory, or back."""
-    at = 0
-    for piece in pieces:
-        other = page[at : at + piece.size]
-        # NumPy lets other threads run while it copies.
-        np.copyto(other, piece) if save else np.copyto(piece, other)
-        at += piece.size

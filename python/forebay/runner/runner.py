@@ -27,6 +27,7 @@ from forebay.protocol.result import ROW_OK, StepResult
 from forebay.runner.copier import Copier
 from forebay.runner.kept import KeptWeights
 from forebay.runner.launched import Columns, Copied, Launched, NoColumns, TokenColumns, VectorColumns, no_copies
+from forebay.runner.measured import largest_plans, telling_of_memory
 from forebay.state.config import DTYPES, ConfigError, RunnerConfig
 from forebay.state.host import HostPool, host_page_count
 from forebay.state.inputs import PromptRows
@@ -73,30 +74,53 @@ class ModelRunner:
         if config.quantization is not None:
             self._choice.check_quantization(config.quantization, self.model_config)
         self._kept = KeptWeights.open(config, self.model_config, self._choice)
-        self.model = self._build(matrices=self._kept is None or self._kept.stored is None)
-        self.weight_bytes = self._weight_bytes()
-        """Bytes of the weights as they are computed with, also before they are loaded."""
-        if isinstance(self.model_config, EncoderConfig):
-            self.kv = KvPool(None, 0, config.page_size, config.dtype, self.device)
-        else:
-            self._tell_formats(self.model.params)
-            pages = page_count(config, self.model_config, available, self.weight_bytes)
-            self.kv = KvPool(self.model_config, pages, config.page_size, config.dtype, self.device)
         # What a row may ask for: a model that pools does nothing else.
         self._flag = FLAG_SAMPLE if config.pooling is None else FLAG_POOL
-        vocabulary = self.model_config.vocab_size
-        self.tables = SlotTables(config, vocabulary, self.device)
-        self.prompts = PromptRows(self._arena, self.tables, self.model_config.hidden_size, config.dtype)
         self._ops = self._choice.ops()
-        self._sampler = Sampler(self.tables, vocabulary, self._ops, self.device)
-        self._ended = self.device.event()
+        self._copier: Copier | None = None
+        with telling_of_memory(self.device):
+            self.model = self._build(matrices=self._kept is None or self._kept.stored is None)
+            self.weight_bytes = self._weight_bytes()
+            """Bytes of the weights as they are computed with, also before they are loaded."""
+            self._set_up(self._page_count(available))
         self.host_pages = 0
         """Pages of the host's tier; 0 without one."""
-        self._copier = self._open_host(host, available - self.weight_bytes - self.kv.nbytes)
+        self._copier = self._open_host(host)
 
-    def _open_host(self, host: HostMemory | None, left: int) -> Copier | None:
-        """The host's tier, if the brain wants one; `left` is what weights and pages leave of the memory."""
+    def _set_up(self, pages: int) -> None:
+        """Makes pages, tables, and what computes with them."""
+        config, model, device = self.config, self.model_config, self.device
+        kept = None if isinstance(model, EncoderConfig) else model
+        self.kv = KvPool(kept, pages, config.page_size, config.dtype, device)
+        self.tables = SlotTables(config, model.vocab_size, device)
+        self.prompts = PromptRows(self._arena, self.tables, model.hidden_size, config.dtype)
+        self._sampler = Sampler(self.tables, model.vocab_size, self._ops, device)
+        self._ended = device.event()
+
+    def _page_count(self, available: int) -> int:
+        """Pages that there is memory for beside weights and steps; `available` was free before the model was made."""
+        if isinstance(self.model_config, EncoderConfig):
+            return 0
+        self._tell_formats(self.model.params)
+        taken = self.weight_bytes
+        if self.config.max_total_tokens is None:
+            taken += self.device.measure(self._do_largest_steps)
+        return page_count(self.config, self.model_config, available, taken)
+
+    def _do_largest_steps(self) -> None:
+        """Does the steps that take most memory, with weights of 0, and lets go of what was made for that."""
+        self.model.params.clear()
+        self._set_up(1)
+        for plan in largest_plans(self.config, self._flag):
+            self.step(plan)
+        for made in ("kv", "tables", "prompts", "_sampler", "_compute", "_pooler"):
+            self.__dict__.pop(made, None)
+
+    def _open_host(self, host: HostMemory | None) -> Copier | None:
+        """The host's tier, if the brain wants one."""
         config = self.config
+        # What is taken where devices and the host have one memory.
+        left = self.device.host_bytes(self.weight_bytes + self.kv.nbytes)
         pages = host_page_count(config, self.kv, left)
         if pages == 0:
             return None
@@ -105,12 +129,14 @@ class ModelRunner:
         self.host_pages = pages
         pool = HostPool(host.descriptor, pages, self.kv.page_bytes)
         self._socket = host.socket
-        return Copier(self.kv, pool, config.copy_gbps, config.kv_checksum)
+        self.device.share(pool.pages)
+        return Copier(self.device, self.kv, pool, config.copy_gbps, config.kv_checksum)
 
     def _build(self, *, matrices: bool) -> Decoder | Bert:
         """The model, its weights allocated; without `matrices` only what is no matrix."""
         config, model = self.config, self.model_config
-        params = Parameters(config.dtype, self.device.torch_device, self._formats(), matrices=matrices)
+        device = self.device
+        params = Parameters(config.dtype, device.torch_device, self._formats(), matrices=matrices, fill=device.fill)
         if isinstance(model, EncoderConfig):
             return registry.build_encoder(model, config.pooling, params)
         return registry.build(model, params, self._choice.attention(), self._choice.ops(), config.context_length)

@@ -33,6 +33,8 @@ class RunnerConfig:
     page_size: int
     slots: int
     context_length: int
+    chunked_prefill_size: int
+    max_running_requests: int
     mem_fraction_static: float
     max_total_tokens: int | None
     arena_bytes: int
@@ -61,8 +63,9 @@ class RunnerConfig:
         if config.load_format not in LOAD_FORMATS:
             raise ConfigError(f"load format {config.load_format!r} is not supported: use {' or '.join(LOAD_FORMATS)}")
         config._check_quantization()
-        if min(config.page_size, config.slots, config.context_length) < 1:
-            raise ConfigError("page_size, slots and context_length must be at least 1")
+        sizes = ("page_size", "slots", "context_length", "chunked_prefill_size", "max_running_requests")
+        if min(values[name] for name in sizes) < 1:
+            raise ConfigError(f"{', '.join(sizes)} must be at least 1")
         if config.world_size != 1:
             raise ConfigError(f"{config.world_size} ranks are not supported: only 1 is")
         return config
