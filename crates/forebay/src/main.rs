@@ -5,6 +5,7 @@ mod command;
 mod config;
 mod descriptors;
 mod flags;
+mod gpus;
 mod lines;
 mod listening;
 mod logs;
