@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
+from transformers import BertConfig
 
 from forebay.device import DeviceError, open_device
 from forebay.device.cuda import RESERVE, CudaDevice, CudaEvent
@@ -15,6 +18,7 @@ from forebay.device.cuda_open import compiled_for
 from forebay.device.cuda_pages import joined
 from forebay.device.deferred import DeferredDevice
 from forebay.device.watch import HiddenWaitError, NoStrayCopies, NoWaits
+from forebay.protocol.plan import FLAG_POOL
 from forebay.runner.runner import ModelRunner
 from forebay.state.config import RunnerConfig
 from tests.hand.fake_cuda import FakeCuda, FakeEvent, fake_tensors, install
@@ -30,6 +34,7 @@ from tests.hand.support import (
     reference_model,
     wire_config,
 )
+from tests.hand.test_pooling import pooling
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 PROMPT = [3, 14, 15, 92, 65]
@@ -43,7 +48,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
 
 def test_arrays_are_copied_in_as_they_are_in_one_piece(fake: FakeCuda) -> None:
     device = CudaDevice()
-    arrays = (
+    arrays: tuple[npt.NDArray[Any], ...] = (
         np.arange(5, dtype=np.int64),
         np.array([True, False, True]),
         np.arange(12, dtype=np.float32).reshape(3, 4)[:, 1],
@@ -331,6 +336,32 @@ def test_a_launch_mixes_no_devices_and_waits_for_nothing(
             with NoWaits(), NoStrayCopies():
                 launched = runner.launch(plan)
             launched.collect()
+
+
+@pytest.mark.parametrize("kind", ["cls", "mean", "last"])
+def test_pooling_mixes_no_devices_either(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    model = BertConfig(vocab_size=131, hidden_size=48, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64)
+    config = hf_config(FAMILIES["qwen3"][1], "Qwen3ForCausalLM") if kind == "last" else hf_config(model, "BertModel")
+    wired = wire_config(config, device="cuda", dtype="bfloat16")
+    wired["model"]["pooling"] = pooling(kind, 64 if kind == "last" else 48)
+    install(monkeypatch, GPU)
+    with fake_tensors(monkeypatch):
+        runner = ModelRunner(RunnerConfig.from_dict(wired))
+        runner.load(lambda done, total: None)
+        builder = PlanBuilder(1)
+        for slot, length in enumerate((5, 9, 5)):
+            builder.slot(slot, list(range(length)))
+            builder.page_writes += [(slot, index, 4 * slot + index) for index in range(3 if kind == "last" else 0)]
+            builder.rows.append((slot, 0, length, FLAG_POOL))
+        plan = builder.build()
+        with NoWaits(), NoStrayCopies():
+            launched = runner.launch(plan)
+        assert launched.collect().pooled.shape == (3 * (64 if kind == "last" else 48),)
+
+
+def test_quantisation_of_the_cpus_kernels_is_refused(fake: FakeCuda) -> None:
+    with pytest.raises(DeviceError, match=r"w8a8_int8 is for the CPU's .* cuda \(Fake GPU\): leave it off, or"):
+        runner_on_it("llama", load=False, quantization="w8a8_int8")
 
 
 def test_largest_steps_are_done_on_the_device_too(monkeypatch: pytest.MonkeyPatch) -> None:
