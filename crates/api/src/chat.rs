@@ -8,8 +8,9 @@ use utoipa::ToSchema;
 
 use crate::error::ApiError;
 use crate::inert::{Choice, Inert};
-use crate::openai::{StreamOptions, Streaming, openai_request};
+use crate::openai::{StreamOptions, Streaming, TokenOutput, openai_request};
 use crate::sampling::{Fields, Generation, GenerationDefaults, Limits, check_logprobs};
+use crate::tools::OfferedTools;
 
 openai_request! {
     /// A chat completion request.
@@ -29,8 +30,22 @@ openai_request! {
         /// Variables for the chat template.
         #[schema(value_type = Option<Object>)]
         pub chat_template_kwargs: Option<Map<String, Value>>,
-        #[serde(default)] #[schema(ignore)] tools: Inert,
-        #[serde(default)] #[schema(ignore)] tool_choice: Choice,
+        /// Functions that the model may call.
+        #[schema(value_type = Option<Vec<Object>>)]
+        pub tools: Option<Vec<Value>>,
+        /// `auto`, or `none`: the model does not see the tools.
+        #[schema(value_type = Option<String>)]
+        pub tool_choice: Option<Value>,
+        /// Whether an answer may have several calls; true where absent.
+        pub parallel_tool_calls: Option<bool>,
+        /// How long the model is to think, for templates that ask; `none`: not at all.
+        pub reasoning_effort: Option<String>,
+        /// Whether the model is to think, for templates that ask.
+        pub enable_thinking: Option<bool>,
+        /// Reasoning is part of the answer; true where absent.
+        pub include_reasoning: Option<bool>,
+        /// Reasoning stands apart from the content; true where absent.
+        pub separate_reasoning: Option<bool>,
         #[serde(default)] #[schema(ignore)] functions: Inert,
         #[serde(default)] #[schema(ignore)] function_call: Choice,
         #[schema(ignore)] modalities: Option<Vec<String>>,
@@ -55,6 +70,10 @@ pub struct ChatMessage {
     pub name: Option<String>,
     /// Reasoning of an earlier turn, for templates that use it.
     pub reasoning_content: Option<String>,
+    /// The same under another name.
+    pub reasoning: Option<String>,
+    /// The same under another name.
+    pub thinking: Option<String>,
     /// Tool calls of an earlier turn, for templates that use them.
     #[schema(value_type = Option<Vec<Object>>)]
     pub tool_calls: Option<Vec<Value>>,
@@ -117,8 +136,36 @@ pub struct ChatPrompt {
     pub add_generation_prompt: bool,
     /// The last message is left open.
     pub continue_final_message: bool,
+    /// Descriptions of tools; `None`: there are none.
+    pub tools: Option<Value>,
     /// More variables for the template.
     pub kwargs: Map<String, Value>,
+    /// How long the model is to think.
+    pub effort: Effort,
+}
+
+/// How long a model is asked to think.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Effort {
+    /// In words: `low`, `medium`, `high`, or what else its template knows.
+    pub level: Option<String>,
+    /// Whether it is to think at all.
+    pub thinks: Option<bool>,
+}
+
+/// How a conversation is to be rendered, as the client gave it.
+#[derive(Debug, Default)]
+pub struct Rendering {
+    /// Let the template open the assistant's turn.
+    pub add_generation_prompt: Option<bool>,
+    /// Leave the last message open.
+    pub continue_final_message: Option<bool>,
+    /// Variables for the template.
+    pub kwargs: Option<Map<String, Value>>,
+    /// Descriptions of tools.
+    pub tools: Vec<Value>,
+    /// How long the model is to think.
+    pub effort: Effort,
 }
 
 impl ChatPrompt {
@@ -126,12 +173,9 @@ impl ChatPrompt {
     ///
     /// # Errors
     /// There is no message, a part is not text, or both ways to end the prompt are asked for.
-    pub fn new(
-        messages: Vec<ChatMessage>,
-        add_generation_prompt: Option<bool>,
-        continue_final_message: Option<bool>,
-        kwargs: Option<Map<String, Value>>,
-    ) -> Result<Self, ApiError> {
+    pub fn new(messages: Vec<ChatMessage>, rendering: Rendering) -> Result<Self, ApiError> {
+        let Rendering { add_generation_prompt, continue_final_message, kwargs, tools, effort } =
+            rendering;
         if messages.is_empty() {
             return Err(ApiError::invalid("messages", "`messages`: at least one is needed"));
         }
@@ -147,7 +191,9 @@ impl ChatPrompt {
             messages: Value::Array(messages.collect::<Result<_, _>>()?),
             add_generation_prompt: add_generation_prompt.unwrap_or(!continue_final_message),
             continue_final_message,
+            tools: (!tools.is_empty()).then_some(Value::Array(tools)),
             kwargs: kwargs.unwrap_or_default(),
+            effort,
         })
     }
 }
@@ -175,9 +221,10 @@ fn flatten(index: usize, message: ChatMessage) -> Result<Value, ApiError> {
         }
     };
     map.insert("content".into(), content);
+    let reasoning = message.reasoning_content.or(message.reasoning).or(message.thinking);
     let strings = [
         ("name", message.name),
-        ("reasoning_content", message.reasoning_content),
+        ("reasoning_content", reasoning),
         ("tool_call_id", message.tool_call_id),
     ];
     for (key, value) in strings {
@@ -185,10 +232,37 @@ fn flatten(index: usize, message: ChatMessage) -> Result<Value, ApiError> {
             map.insert(key.into(), Value::String(value));
         }
     }
-    if let Some(calls) = message.tool_calls {
+    if let Some(calls) = message.tool_calls.filter(|calls| !calls.is_empty()) {
+        check_calls(index, &calls)?;
         map.insert("tool_calls".into(), Value::Array(calls));
     }
     Ok(Value::Object(map))
+}
+
+/// Checks the calls of message number `index`: templates fail on what is no call, and say nothing that helps.
+fn check_calls(index: usize, calls: &[Value]) -> Result<(), ApiError> {
+    for (number, call) in calls.iter().enumerate() {
+        let path = format!("messages[{index}].tool_calls[{number}]");
+        let wrong = |field: &str, reason: &str| {
+            let param = format!("{path}{field}");
+            Err(ApiError::invalid(param.clone(), format!("`{param}`: {reason}")))
+        };
+        let Value::Object(fields) = call else { return wrong("", "must be an object") };
+        if fields.get("id").is_some_and(|id| !id.is_string() && !id.is_null()) {
+            return wrong(".id", "must be a string");
+        }
+        let Some(Value::Object(function)) = fields.get("function") else {
+            return wrong(".function", "must be an object");
+        };
+        if !function.get("name").is_some_and(Value::is_string) {
+            return wrong(".function.name", "must be a string");
+        }
+        match function.get("arguments") {
+            None | Some(Value::Null | Value::String(_) | Value::Object(_)) => {}
+            Some(_) => return wrong(".function.arguments", "must be a string or an object"),
+        }
+    }
+    Ok(())
 }
 
 /// A chat completion request without anything left to check but the prompt's length.
@@ -196,10 +270,27 @@ fn flatten(index: usize, message: ChatMessage) -> Result<Value, ApiError> {
 pub struct ValidChat {
     /// The conversation.
     pub prompt: ChatPrompt,
+    /// Tools that the model may call.
+    pub tools: OfferedTools,
+    /// What becomes of its reasoning.
+    pub reasoning: ReasoningOutput,
+    /// How its tokens are shown.
+    pub tokens: TokenOutput,
     /// Everything else.
     pub generation: Generation,
     /// `None`: one response.
     pub streaming: Option<Streaming>,
+}
+
+/// What becomes of what a model thinks.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum ReasoningOutput {
+    /// It stands apart.
+    Apart,
+    /// It is left out.
+    LeftOut,
+    /// It is content, as the model writes it.
+    Content,
 }
 
 impl ChatRequest {
@@ -224,6 +315,19 @@ impl ChatRequest {
             }
             (true, count) => Some(check_logprobs("top_logprobs", count.unwrap_or(0))?),
         };
+        if self.max_tokens == Some(0) && self.max_completion_tokens.is_none() {
+            return Err(ApiError::invalid("max_tokens", "`max_tokens`: 0 is not at least 1"));
+        }
+        let tools = OfferedTools::new(
+            self.tools.take(),
+            self.tool_choice.as_ref(),
+            self.parallel_tool_calls,
+        )?;
+        let thinks = match self.reasoning_effort.as_deref() {
+            Some("none") => Some(false),
+            _ => self.enable_thinking,
+        };
+        let effort = Effort { level: self.reasoning_effort.take(), thinks };
         let renamed = self.max_completion_tokens.is_some();
         let mut fields = Fields { logprobs, ..self.take_fields() };
         if renamed {
@@ -233,18 +337,31 @@ impl ChatRequest {
         Ok(ValidChat {
             generation: fields.validate(defaults, limits)?,
             streaming: StreamOptions::check(self.stream, self.stream_options)?,
+            tokens: TokenOutput {
+                ids: self.return_token_ids.unwrap_or(false),
+                as_ids: self.return_tokens_as_token_ids.unwrap_or(false),
+            },
+            reasoning: match (self.include_reasoning, self.separate_reasoning) {
+                (Some(false), _) => ReasoningOutput::LeftOut,
+                (_, Some(false)) => ReasoningOutput::Content,
+                _ => ReasoningOutput::Apart,
+            },
             prompt: ChatPrompt::new(
                 self.messages,
-                self.add_generation_prompt,
-                self.continue_final_message,
-                self.chat_template_kwargs,
+                Rendering {
+                    add_generation_prompt: self.add_generation_prompt,
+                    continue_final_message: self.continue_final_message,
+                    kwargs: self.chat_template_kwargs,
+                    tools: tools.described.clone(),
+                    effort,
+                },
             )?,
+            tools,
         })
     }
 
     fn refuse_own(&self) -> Result<(), ApiError> {
         for (param, inert) in [
-            ("tools", self.tools),
             ("functions", self.functions),
             ("audio", self.audio),
             ("prediction", self.prediction),
@@ -255,7 +372,6 @@ impl ChatRequest {
         ] {
             inert.refuse(param)?;
         }
-        self.tool_choice.refuse("tool_choice")?;
         self.function_call.refuse("function_call")?;
         if self.add_special_tokens == Some(true) {
             return Err(ApiError::unsupported("add_special_tokens"));
@@ -313,9 +429,6 @@ mod tests {
     #[test]
     fn what_is_not_served_is_named() {
         let cases = [
-            json!({"tools": [{"type": "function"}]}),
-            json!({"tool_choice": "required"}),
-            json!({"tool_choice": {"type": "function"}}),
             json!({"functions": [{}]}),
             json!({"function_call": {"name": "f"}}),
             json!({"response_format": {"type": "json_object"}}),

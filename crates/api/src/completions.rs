@@ -3,7 +3,7 @@
 use crate::embeds::PromptEmbeds;
 use crate::error::ApiError;
 use crate::inert::Inert;
-use crate::openai::{StreamOptions, Streaming, openai_request};
+use crate::openai::{StreamOptions, Streaming, TokenOutput, openai_request};
 use crate::prompt::{Prompt, Prompts};
 use crate::sampling::{
     Fields, Generation, GenerationDefaults, Limits, check_logprobs, check_total,
@@ -27,7 +27,7 @@ openai_request! {
         pub echo: Option<bool>,
         /// Alternatives to return for each token, 0 to 20; absent: no log-probabilities.
         pub logprobs: Option<i32>,
-        /// Must equal `n`.
+        /// Choices to generate for each prompt, of which the `n` most likely are returned. Not in a stream, unless it equals `n`.
         pub best_of: Option<u32>,
         #[serde(default)] #[schema(ignore)] suffix: Inert,
     }
@@ -51,6 +51,12 @@ pub struct ValidCompletion {
     pub add_special_tokens: bool,
     /// The prompt's text comes first.
     pub echo: bool,
+    /// Choices to return for each prompt; more may be generated.
+    pub n: u32,
+    /// Log-probabilities are returned.
+    pub with_logprobs: bool,
+    /// How tokens are shown.
+    pub tokens: TokenOutput,
     /// Everything else.
     pub generation: Generation,
     /// `None`: one response.
@@ -70,11 +76,14 @@ impl CompletionRequest {
         self.refuse_shared()?;
         self.suffix.refuse("suffix")?;
         let n = self.n.unwrap_or(1);
-        if self.best_of.is_some_and(|best_of| best_of != n) {
-            return Err(ApiError::invalid(
-                "best_of",
-                "`best_of` other than `n` is not supported yet",
-            ));
+        let best_of = self.best_of.filter(|&best_of| best_of > 0).unwrap_or(n);
+        let wrong =
+            |reason: &str| Err(ApiError::invalid("best_of", format!("`best_of`: {reason}")));
+        if best_of < n {
+            return wrong("must not be less than `n`");
+        }
+        if best_of > n && self.stream == Some(true) {
+            return wrong("a stream can't know which choices will be the most likely");
         }
         let echo = self.echo.unwrap_or(false);
         let logprobs = self.logprobs.map(|count| check_logprobs("logprobs", count)).transpose()?;
@@ -86,7 +95,12 @@ impl CompletionRequest {
         }
         let fields =
             Fields { logprobs, default_max_tokens: Some(DEFAULT_MAX_TOKENS), ..self.take_fields() };
-        let generation = fields.validate(defaults, limits)?;
+        let mut generation = fields.validate(defaults, limits)?;
+        if best_of > n {
+            generation.n = best_of;
+            // What they are compared by.
+            generation.sampling.logprobs.get_or_insert(0);
+        }
         let (prompts, param, count) = if self.prompt_embeds.is_empty() {
             let given = self.prompt.ok_or_else(|| {
                 ApiError::invalid("prompt", "one of `prompt` and `prompt_embeds` is needed")
@@ -111,6 +125,12 @@ impl CompletionRequest {
         check_total(param, count.saturating_mul(generation.n as usize))?;
         Ok(ValidCompletion {
             generation,
+            n,
+            with_logprobs: logprobs.is_some(),
+            tokens: TokenOutput {
+                ids: self.return_token_ids.unwrap_or(false),
+                as_ids: self.return_tokens_as_token_ids.unwrap_or(false),
+            },
             streaming: StreamOptions::check(self.stream, self.stream_options)?,
             add_special_tokens: self.add_special_tokens.unwrap_or(true),
             echo,
@@ -153,8 +173,8 @@ mod tests {
     fn what_is_not_served_is_named() {
         let cases = [
             (json!({"suffix": "x"}), "suffix"),
-            (json!({"best_of": 2}), "best_of"),
-            (json!({"n": 2, "best_of": 3}), "best_of"),
+            (json!({"n": 3, "best_of": 2}), "best_of"),
+            (json!({"best_of": 3, "stream": true}), "best_of"),
             (json!({"echo": true, "logprobs": 0}), "logprobs"),
             (json!({"logprobs": 21}), "logprobs"),
             (json!({"prompt": null}), "prompt"),
@@ -168,6 +188,17 @@ mod tests {
         }
         let missing = validate(json!({"prompt": null, "prompt_embeds": ""})).unwrap_err();
         assert_eq!(missing.body().error.param.as_deref(), Some("prompt"));
+    }
+
+    #[test]
+    fn of_several_the_best_are_returned() {
+        let best = validate(json!({"n": 2, "best_of": 5})).unwrap();
+        assert_eq!((best.generation.n, best.n, best.with_logprobs), (5, 2, false));
+        assert_eq!(best.generation.sampling.logprobs, Some(0), "to compare them by");
+        let same = validate(json!({"n": 2, "best_of": 2, "stream": true})).unwrap();
+        assert_eq!((same.generation.n, same.generation.sampling.logprobs), (2, None));
+        let none = validate(json!({"best_of": 0, "max_tokens": 0})).unwrap();
+        assert_eq!((none.n, none.generation.max_tokens), (1, MaxTokens::Exactly(0)));
     }
 
     /// One position of one float32.

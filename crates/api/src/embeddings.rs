@@ -35,6 +35,8 @@ pub struct EmbeddingRequest {
     pub cache_salt: Option<String>,
     /// Accepted; nothing depends on it.
     pub user: Option<String>,
+    /// For `/pooling`: `embed`, `score` or `classify`, as the model does; nothing else can be chosen.
+    pub task: Option<String>,
 }
 
 /// How vectors are written.
@@ -82,6 +84,9 @@ impl EmbeddingRequest {
         normalized: bool,
     ) -> Result<ValidEmbedding, ApiError> {
         let prompts = self.input.validate("input", limits.vocab_size)?;
+        if matches!(&prompts[..], [Prompt::Text(text)] if text.is_empty()) {
+            return Err(ApiError::invalid("input", "`input`: must not be empty"));
+        }
         check_inputs("input", prompts.len())?;
         let dimensions = self.dimensions.map(|kept| kept as usize);
         if let Some(kept) = dimensions.filter(|kept| !(1..=size).contains(kept)) {
@@ -99,6 +104,34 @@ impl EmbeddingRequest {
             cache_salt: check_salt(self.cache_salt.as_deref())?,
         })
     }
+}
+
+/// What `/pooling` gives for inputs.
+#[derive(Debug, Serialize, ToSchema)]
+pub struct PoolingResponse {
+    /// `pool-` and a random number.
+    pub id: String,
+    /// `list`.
+    pub object: &'static str,
+    /// Seconds since 1970.
+    pub created: u64,
+    /// Name of the model.
+    pub model: String,
+    /// One an input, in their order.
+    pub data: Vec<PoolingData>,
+    /// Tokens it took.
+    pub usage: PoolingUsage,
+}
+
+/// What one input gives.
+#[derive(Debug, Serialize, ToSchema)]
+pub struct PoolingData {
+    /// Number of the input.
+    pub index: usize,
+    /// `pooling`.
+    pub object: &'static str,
+    /// A vector, or of a model that scores a list of one number.
+    pub data: Vector,
 }
 
 /// Refuses more inputs than a request may have.

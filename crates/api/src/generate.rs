@@ -233,7 +233,8 @@ impl GenerateRequest {
         ] {
             inert.refuse(param)?;
         }
-        if self.logprob_start_len.is_some_and(|start| start != -1) {
+        let wants_logprobs = self.return_logprob.unwrap_or(false);
+        if wants_logprobs && self.logprob_start_len.is_some_and(|start| start != -1) {
             return Err(ApiError::unsupported("logprob_start_len"));
         }
         let param = self.prompt_param();
@@ -261,7 +262,7 @@ impl GenerateRequest {
             let reason = format!("`{param}`: {length} entries for {count} prompts");
             if length == count { Ok(()) } else { Err(ApiError::invalid(param, reason)) }
         };
-        let logprobs = if self.return_logprob.unwrap_or(false) {
+        let logprobs = if wants_logprobs {
             Some(check_logprobs("top_logprobs_num", self.top_logprobs_num.unwrap_or(0))?)
         } else {
             None
@@ -517,12 +518,15 @@ mod tests {
                 "sampling_params[0].max_new_tokens",
             ),
             (
-                json!({"text": "a", "sampling_params": {"max_new_tokens": 0}}),
+                json!({"text": "a", "sampling_params": {"max_new_tokens": -1}}),
                 "sampling_params.max_new_tokens",
             ),
             (json!({"text": "a", "sampling_params": {"regex": "a"}}), "sampling_params.regex"),
             (json!({"text": "a", "image_data": "x"}), "image_data"),
-            (json!({"text": "a", "logprob_start_len": 0}), "logprob_start_len"),
+            (
+                json!({"text": "a", "return_logprob": true, "logprob_start_len": 0}),
+                "logprob_start_len",
+            ),
         ];
         for (case, expected) in cases {
             let error = validate(case.clone()).unwrap_err();

@@ -11,6 +11,11 @@ use crate::error::ApiError;
 pub struct Inert(bool);
 
 impl Inert {
+    /// Whether it asks for something.
+    pub fn asks(self) -> bool {
+        self.0
+    }
+
     /// Refuses the parameter if it asks for something.
     pub fn refuse(self, param: &str) -> Result<(), ApiError> {
         if self.0 { Err(ApiError::unsupported(param)) } else { Ok(()) }

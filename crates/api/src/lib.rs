@@ -13,6 +13,7 @@ mod error;
 mod generate;
 mod inert;
 pub mod limits;
+mod llama;
 mod openai;
 mod parse;
 pub mod peer;
@@ -23,12 +24,16 @@ mod response;
 mod salt;
 mod sampling;
 mod tokenize;
+mod tools;
 
-pub use chat::{ChatMessage, ChatPrompt, ChatRequest, ContentPart, MessageContent, ValidChat};
+pub use chat::{
+    ChatMessage, ChatPrompt, ChatRequest, ContentPart, Effort, MessageContent, ReasoningOutput,
+    Rendering, ValidChat,
+};
 pub use completions::{CompletionPrompts, CompletionRequest, ValidCompletion};
 pub use embeddings::{
-    Embedding, EmbeddingRequest, EmbeddingResponse, EncodingFormat, PoolingUsage, ValidEmbedding,
-    Vector,
+    Embedding, EmbeddingRequest, EmbeddingResponse, EncodingFormat, PoolingData, PoolingResponse,
+    PoolingUsage, ValidEmbedding, Vector,
 };
 pub use embeds::{EmbeddedPrompt, PromptEmbeds};
 pub use error::{ApiError, ErrorBody, ErrorObject};
@@ -37,7 +42,10 @@ pub use generate::{
     LogprobTriple, OneOrMany, ValidGenerate,
 };
 pub use inert::{Choice, Inert};
-pub use openai::{ResponseFormat, StreamOptions, Streaming};
+pub use llama::{
+    LlamaCompletion, LlamaEnd, LlamaProbability, LlamaRequest, LlamaSlot, LlamaTimings, ValidLlama,
+};
+pub use openai::{ResponseFormat, StreamOptions, Streaming, TokenOutput};
 pub use parse::{Parsed, parse, parse_request};
 pub use preference::preference;
 pub use prompt::{Prompt, Prompts, Strings};
@@ -47,10 +55,13 @@ pub use rerank::{
 };
 pub use response::{
     ChatChoice, ChatChunkChoice, ChatCompletion, ChatDelta, ChatLogprobs, ChatTokenLogprob,
-    ChatTopLogprob, Completion, CompletionChoice, CompletionLogprobs, ModelCard, ModelList,
-    PromptTokensDetails, ResponseMessage, StopReason, Usage,
+    ChatTopLogprob, Completion, CompletionChoice, CompletionLogprobs, FunctionCall, FunctionDelta,
+    ModelCard, ModelList, PromptTokensDetails, ResponseMessage, StopReason, ToolCall,
+    ToolCallDelta, Usage,
 };
 pub use sampling::{Generation, GenerationDefaults, Limits, MaxTokens, choice_seed};
 pub use tokenize::{
-    DetokenizeRequest, DetokenizeResponse, TokenizeInput, TokenizeRequest, TokenizeResponse,
+    DetokenizeRequest, DetokenizeResponse, TokenPiece, TokenPieces, TokenizeInput, TokenizeRequest,
+    TokenizeResponse, TokenizedTexts,
 };
+pub use tools::{OfferedTools, ToolChoice};

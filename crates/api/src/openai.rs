@@ -14,6 +14,15 @@ pub struct Streaming {
     pub continuous_usage: bool,
 }
 
+/// How tokens are shown beside their text.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct TokenOutput {
+    /// Their ids come with the answer.
+    pub ids: bool,
+    /// Log-probabilities name them by their ids.
+    pub as_ids: bool,
+}
+
 /// The `response_format` parameter; only `{"type": "text"}` is served.
 #[derive(Debug, Clone, Deserialize, ToSchema)]
 pub struct ResponseFormat {
@@ -130,6 +139,10 @@ macro_rules! openai_request {
             /// Blocks of the prompt are shared only with requests of the same salt, 1 to 256 bytes. Whoever does not know it cannot find
             /// out by the time of an answer what was asked before.
             pub cache_salt: Option<String>,
+            /// Return the ids of the prompt's and of the generated tokens.
+            pub return_token_ids: Option<bool>,
+            /// Write `token_id:NUMBER` in place of tokens' texts in log-probabilities.
+            pub return_tokens_as_token_ids: Option<bool>,
             /// Only `{"type": "text"}` is served.
             pub response_format: Option<$crate::openai::ResponseFormat>,
             #[serde(default)] #[schema(ignore)] guided_json: $crate::inert::Inert,
@@ -147,6 +160,9 @@ macro_rules! openai_request {
             #[serde(default)] #[schema(ignore)] truncate_prompt_tokens: $crate::inert::Inert,
             #[serde(default)] #[schema(ignore)] use_beam_search: $crate::inert::Inert,
             #[serde(default)] #[schema(ignore)] lora_path: $crate::inert::Inert,
+            #[serde(default)] #[schema(ignore)] stop_regex: $crate::inert::Inert,
+            #[serde(default)] #[schema(ignore)] grammar: $crate::inert::Inert,
+            #[serde(default)] #[schema(ignore)] custom_logit_processor: $crate::inert::Inert,
             #[serde(default)] #[schema(ignore)] kv_transfer_params: $crate::inert::Inert,
         }
 
@@ -170,6 +186,9 @@ macro_rules! openai_request {
                     ("truncate_prompt_tokens", self.truncate_prompt_tokens),
                     ("use_beam_search", self.use_beam_search),
                     ("lora_path", self.lora_path),
+                    ("stop_regex", self.stop_regex),
+                    ("grammar", self.grammar),
+                    ("custom_logit_processor", self.custom_logit_processor),
                     ("kv_transfer_params", self.kv_transfer_params),
                 ] {
                     inert.refuse(param)?;

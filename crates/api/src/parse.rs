@@ -13,6 +13,8 @@ pub struct Parsed<T> {
     pub request: T,
     /// What it weighs.
     pub weight: Weight,
+    /// Names of what it asks and nothing reads.
+    pub unread: Vec<String>,
 }
 
 /// Checks a request body against the limits of its type, and parses it.
@@ -24,9 +26,9 @@ pub fn parse_request<T: DeserializeOwned + Limited>(
     fits: impl FnOnce(Weight) -> Result<(), ApiError>,
 ) -> Result<Parsed<T>, ApiError> {
     let text = text(body)?;
-    let weight = limits::check(text, T::PARAMS)?;
+    let (weight, unread) = limits::check(text, T::PARAMS)?;
     fits(weight)?;
-    Ok(Parsed { request: parse_text(text)?, weight })
+    Ok(Parsed { request: parse_text(text)?, weight, unread })
 }
 
 /// Parses JSON.

@@ -9,6 +9,7 @@ use utoipa::ToSchema;
 
 use crate::embeddings::{PoolingUsage, check_inputs, check_truncate};
 use crate::error::ApiError;
+use crate::inert::Inert;
 use crate::limits::PAIR_BYTES;
 use crate::prompt::Strings;
 use crate::salt::check_salt;
@@ -99,12 +100,29 @@ impl Document {
 pub struct ScoreRequest {
     /// Name of the model; the served one where absent.
     pub model: Option<String>,
-    /// A string, compared with each of `text_2`, or as many as there.
-    #[schema(value_type = Vec<String>)]
-    pub text_1: Strings,
-    /// A string or a list of strings.
-    #[schema(value_type = Vec<String>)]
-    pub text_2: Strings,
+    /// A string, compared with each of `text_2`, or as many as there. `queries`, `data_1` and `query` are other names of it.
+    #[schema(value_type = Option<Vec<String>>)]
+    pub text_1: Option<Strings>,
+    /// A string or a list of strings. `documents`, `data_2` and `items` are other names of it.
+    #[schema(value_type = Option<Vec<String>>)]
+    pub text_2: Option<Strings>,
+    #[schema(ignore)]
+    queries: Option<Strings>,
+    #[schema(ignore)]
+    documents: Option<Strings>,
+    #[schema(ignore)]
+    data_1: Option<Strings>,
+    #[schema(ignore)]
+    data_2: Option<Strings>,
+    #[schema(ignore)]
+    query: Option<Strings>,
+    #[schema(ignore)]
+    items: Option<Strings>,
+    /// False: scores as the model gives them, not squeezed into 0 to 1 where its authors do that.
+    pub use_activation: Option<bool>,
+    #[serde(default)]
+    #[schema(ignore)]
+    label_token_ids: Inert,
     /// Cut the second texts so that this many tokens are left of each pair; -1: as many as the model takes.
     pub truncate_prompt_tokens: Option<i64>,
     /// Larger is sooner, under the priority policy.
@@ -128,6 +146,8 @@ pub struct Pairs {
     pub priority: i32,
     /// Keeps its cached blocks apart from those of others.
     pub cache_salt: Option<Arc<str>>,
+    /// Scores are not squeezed into 0 to 1.
+    pub raw: bool,
     /// The parameters that carry `first` and `second`.
     pub params: [&'static str; 2],
 }
@@ -157,6 +177,7 @@ impl RerankRequest {
             truncate: check_truncate(self.truncate_prompt_tokens, limits)?,
             priority: self.priority.unwrap_or(0),
             cache_salt: check_salt(self.cache_salt.as_deref())?,
+            raw: false,
             params: ["query", "documents"],
         };
         pairs.check()?;
@@ -170,13 +191,38 @@ impl ScoreRequest {
     /// # Errors
     /// The first parameter that is out of range.
     pub fn validate(self, limits: Limits) -> Result<Pairs, ApiError> {
+        self.label_token_ids.refuse("label_token_ids")?;
+        let spellings = [
+            (["text_1", "text_2"], [self.text_1, self.text_2]),
+            (["queries", "documents"], [self.queries, self.documents]),
+            (["data_1", "data_2"], [self.data_1, self.data_2]),
+            (["query", "items"], [self.query, self.items]),
+        ];
+        let mut given =
+            spellings.into_iter().filter(|(_, texts)| texts.iter().any(Option::is_some));
+        let (params, texts) = match (given.next(), given.next()) {
+            (Some(one), None) => one,
+            (None, _) => {
+                return Err(ApiError::invalid("text_1", "`text_1`: required and missing"));
+            }
+            (Some(_), Some(([param, _], _))) => {
+                let reason = format!("`{param}`: the texts were already given under other names");
+                return Err(ApiError::invalid(param, reason));
+            }
+        };
+        let [first, second] = texts;
+        let present = |texts: Option<Strings>, param: &'static str| {
+            let reason = || ApiError::invalid(param, format!("`{param}`: required and missing"));
+            texts.map(|Strings(texts)| texts).ok_or_else(reason)
+        };
         let pairs = Pairs {
-            first: self.text_1.0,
-            second: self.text_2.0,
+            first: present(first, params[0])?,
+            second: present(second, params[1])?,
             truncate: check_truncate(self.truncate_prompt_tokens, limits)?,
             priority: self.priority.unwrap_or(0),
             cache_salt: check_salt(self.cache_salt.as_deref())?,
-            params: ["text_1", "text_2"],
+            raw: self.use_activation == Some(false),
+            params,
         };
         pairs.check()?;
         Ok(pairs)
@@ -190,9 +236,10 @@ impl Pairs {
             return Err(ApiError::invalid(param, format!("`{param}`: at least one is needed")));
         }
         if first != 1 && first != second {
+            let [name, others] = self.params;
             let reason =
-                format!("`text_1`: one text or as many as `text_2` ({second}), not {first}");
-            return Err(ApiError::invalid("text_1", reason));
+                format!("`{name}`: one text or as many as `{others}` ({second}), not {first}");
+            return Err(ApiError::invalid(name, reason));
         }
         check_inputs(param, second)?;
         let bytes = |texts: &[String]| texts.iter().map(String::len).sum::<usize>();

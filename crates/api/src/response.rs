@@ -63,6 +63,9 @@ pub struct ChatCompletion {
     pub choices: Vec<ChatChoice>,
     /// Tokens it took.
     pub usage: Usage,
+    /// The prompt's token ids, where asked for.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub prompt_token_ids: Option<Vec<i32>>,
 }
 
 /// A choice of a chat completion.
@@ -74,10 +77,16 @@ pub struct ChatChoice {
     pub message: ResponseMessage,
     /// Log-probabilities, where asked for.
     pub logprobs: Option<ChatLogprobs>,
-    /// `stop` or `length`.
+    /// `stop`, `length` or `tool_calls`.
     pub finish_reason: &'static str,
     /// The stop string or stop token; null for end-of-sequence.
     pub stop_reason: Option<StopReason>,
+    /// What SGLang calls so: the stop string or the token that ended it, end-of-sequence too.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub matched_stop: Option<StopReason>,
+    /// Ids of the generated tokens, where asked for.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub token_ids: Option<Vec<i32>>,
 }
 
 /// What the model said.
@@ -85,10 +94,40 @@ pub struct ChatChoice {
 pub struct ResponseMessage {
     /// `assistant`.
     pub role: &'static str,
-    /// The text.
-    pub content: String,
+    /// The text; null where there are only calls or only reasoning.
+    pub content: Option<String>,
     /// Always null.
     pub refusal: Option<String>,
+    /// What it thought before, where the model writes that apart.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub reasoning: Option<String>,
+    /// The same under its other name.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub reasoning_content: Option<String>,
+    /// The calls of tools that it asks for.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub tool_calls: Vec<ToolCall>,
+}
+
+/// A call of a tool.
+#[derive(Debug, Clone, PartialEq, Serialize, ToSchema)]
+pub struct ToolCall {
+    /// What the tool's answer is to refer to.
+    pub id: String,
+    /// `function`.
+    #[serde(rename = "type")]
+    pub kind: &'static str,
+    /// What is called.
+    pub function: FunctionCall,
+}
+
+/// A function with its arguments.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, ToSchema)]
+pub struct FunctionCall {
+    /// Its name.
+    pub name: String,
+    /// A JSON object, as the model wrote it. After a `length`, it may be cut.
+    pub arguments: String,
 }
 
 /// A choice in a chunk of a chat completion's stream.
@@ -100,11 +139,17 @@ pub struct ChatChunkChoice<'a> {
     pub delta: ChatDelta<'a>,
     /// Log-probabilities of the new tokens, where asked for.
     pub logprobs: Option<ChatLogprobs>,
-    /// `stop` or `length` in the choice's last chunk.
+    /// `stop`, `length` or `tool_calls` in the choice's last chunk.
     pub finish_reason: Option<&'static str>,
     /// The stop string or stop token; null for end-of-sequence.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub stop_reason: Option<StopReason>,
+    /// At the end: the stop string or the token that ended it, end-of-sequence too.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub matched_stop: Option<StopReason>,
+    /// Ids of the new tokens, where asked for.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub token_ids: Option<&'a [i32]>,
 }
 
 /// What is new in a choice.
@@ -116,6 +161,40 @@ pub struct ChatDelta<'a> {
     /// New text.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub content: Option<&'a str>,
+    /// New reasoning.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub reasoning: Option<&'a str>,
+    /// The same under its other name.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub reasoning_content: Option<&'a str>,
+    /// A call that begins, or more of one's arguments.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub tool_calls: Option<[ToolCallDelta<'a>; 1]>,
+}
+
+/// What is new of a call.
+#[derive(Debug, Clone, Copy, Serialize, ToSchema)]
+pub struct ToolCallDelta<'a> {
+    /// Number of the call in the choice.
+    pub index: u32,
+    /// In its first chunk: what the tool's answer is to refer to.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub id: Option<&'a str>,
+    /// In its first chunk: `function`.
+    #[serde(rename = "type", skip_serializing_if = "Option::is_none")]
+    pub kind: Option<&'static str>,
+    /// What is called.
+    pub function: FunctionDelta<'a>,
+}
+
+/// What is new of a function call.
+#[derive(Debug, Clone, Copy, Serialize, ToSchema)]
+pub struct FunctionDelta<'a> {
+    /// In its first chunk, whole.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub name: Option<&'a str>,
+    /// More of the arguments: a piece of JSON.
+    pub arguments: &'a str,
 }
 
 /// Log-probabilities of a choice.
@@ -179,6 +258,15 @@ pub struct CompletionChoice {
     pub finish_reason: Option<&'static str>,
     /// The stop string or stop token; null for end-of-sequence.
     pub stop_reason: Option<StopReason>,
+    /// At the end: the stop string or the token that ended it, end-of-sequence too.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub matched_stop: Option<StopReason>,
+    /// Ids of the prompt's tokens, where asked for; in a stream, in the first chunk.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub prompt_token_ids: Option<Vec<i32>>,
+    /// Ids of the generated tokens, where asked for; in a stream, the new ones.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub token_ids: Option<Vec<i32>>,
 }
 
 /// Log-probabilities in the legacy shape: four lists with one entry a token.
@@ -235,6 +323,8 @@ mod tests {
             logprobs: None,
             finish_reason: None,
             stop_reason: None,
+            matched_stop: None,
+            token_ids: None,
         };
         assert_eq!(
             serde_json::to_value(chunk).unwrap(),

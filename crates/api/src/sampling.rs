@@ -43,7 +43,7 @@ pub struct Limits {
 /// How many tokens to generate.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum MaxTokens {
-    /// As the client said: an error where it does not fit.
+    /// As the client said: fewer where it does not fit, which the client is told.
     Exactly(u32),
     /// A default: fewer where it does not fit.
     AtMost(u32),
@@ -86,7 +86,7 @@ impl Generation {
     /// Tokens to generate after a prompt of `prompt` tokens that came in `param`.
     ///
     /// # Errors
-    /// The prompt is empty, or it does not fit the context together with what is to be generated, or with the least of it.
+    /// The prompt is empty, or it does not fit the context together with the least of what is to be generated.
     pub fn room(
         &self,
         prompt: usize,
@@ -108,10 +108,9 @@ impl Generation {
         }
         let room = limit.saturating_sub(used);
         let tokens = match self.max_tokens {
-            MaxTokens::Exactly(wanted) if wanted > room => return Err(error(Some(wanted))),
+            MaxTokens::Exactly(0) if used <= limit => 0,
             _ if room == 0 => return Err(error(None)),
-            MaxTokens::Exactly(wanted) => wanted,
-            MaxTokens::AtMost(wanted) => wanted.min(room),
+            MaxTokens::Exactly(wanted) | MaxTokens::AtMost(wanted) => wanted.min(room),
             MaxTokens::Rest => room,
         };
         let least = self.sampling.min_tokens;
@@ -418,20 +417,17 @@ mod tests {
             generation.max_tokens = wanted;
             match generation.room(prompt, LIMITS, "prompt") {
                 Ok(room) => {
+                    let left = LIMITS.context_length - prompt as u32;
                     prop_assert!(room >= 1 && prompt >= 1);
-                    prop_assert!(prompt as u32 + room <= LIMITS.context_length);
-                    if let MaxTokens::Exactly(wanted) = wanted {
-                        prop_assert_eq!(room, wanted);
+                    match wanted {
+                        MaxTokens::Exactly(wanted) | MaxTokens::AtMost(wanted) => {
+                            prop_assert_eq!(room, wanted.min(left));
+                        }
+                        MaxTokens::Rest => prop_assert_eq!(room, left),
                     }
                 }
                 Err(_) => {
-                    let too_long = match wanted {
-                        MaxTokens::Exactly(wanted) => {
-                            prompt as u32 + wanted > LIMITS.context_length
-                        }
-                        _ => prompt as u32 >= LIMITS.context_length,
-                    };
-                    prop_assert!(prompt == 0 || too_long);
+                    prop_assert!(prompt == 0 || prompt as u32 >= LIMITS.context_length);
                 }
             }
         }

@@ -4,17 +4,25 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 use utoipa::ToSchema;
 
-use crate::chat::{ChatMessage, ChatPrompt};
+use crate::chat::{ChatMessage, ChatPrompt, Rendering};
 use crate::error::ApiError;
-use crate::prompt::in_vocabulary;
+use crate::prompt::{Strings, in_vocabulary};
+use crate::tools::OfferedTools;
 
 /// Text, or a conversation, to tokenise.
 #[derive(Debug, Deserialize, ToSchema)]
 pub struct TokenizeRequest {
     /// Name of the model; the served one where absent.
     pub model: Option<String>,
-    /// Text. Either this or `messages`.
-    pub prompt: Option<String>,
+    /// Text, or a list of texts. Either this or `messages`.
+    #[schema(value_type = Option<Vec<String>>)]
+    pub prompt: Option<Strings>,
+    /// llama.cpp's name of `prompt`; no special tokens are added where it is used.
+    pub content: Option<String>,
+    /// llama.cpp's name of `add_special_tokens`.
+    pub add_special: Option<bool>,
+    /// Return tokens as objects with their `id` and `piece`, as llama.cpp does.
+    pub with_pieces: Option<bool>,
     /// A conversation. Either this or `prompt`.
     pub messages: Option<Vec<ChatMessage>>,
     /// Put the tokenizer's special tokens around a text; true where absent. A conversation's come from its template.
@@ -26,6 +34,9 @@ pub struct TokenizeRequest {
     /// Variables for the chat template.
     #[schema(value_type = Option<Object>)]
     pub chat_template_kwargs: Option<Map<String, Value>>,
+    /// Tools that the template is to describe.
+    #[schema(value_type = Option<Vec<Object>>)]
+    pub tools: Option<Vec<Value>>,
     /// Return the tokens' text too.
     pub return_token_strs: Option<bool>,
 }
@@ -33,15 +44,17 @@ pub struct TokenizeRequest {
 /// What to tokenise.
 #[derive(Debug, PartialEq)]
 pub enum TokenizeInput {
-    /// Text.
-    Text {
-        /// The text.
-        text: String,
+    /// Texts.
+    Texts {
+        /// At least one.
+        texts: Vec<String>,
+        /// They came in a list.
+        many: bool,
         /// Put the tokenizer's special tokens around it.
         add_special_tokens: bool,
     },
     /// A conversation.
-    Chat(ChatPrompt),
+    Chat(Box<ChatPrompt>),
 }
 
 impl TokenizeRequest {
@@ -50,28 +63,70 @@ impl TokenizeRequest {
     /// # Errors
     /// Neither or both of `prompt` and `messages`, or a message that is not served.
     pub fn validate(self) -> Result<TokenizeInput, ApiError> {
+        let asked = self.add_special_tokens.or(self.add_special);
+        if let (Some(content), None, None) = (&self.content, &self.prompt, &self.messages) {
+            let texts = vec![content.clone()];
+            let add_special_tokens = asked.unwrap_or(false);
+            return Ok(TokenizeInput::Texts { texts, many: false, add_special_tokens });
+        }
         match (self.prompt, self.messages) {
-            (Some(text), None) => {
-                let add_special_tokens = self.add_special_tokens.unwrap_or(true);
-                Ok(TokenizeInput::Text { text, add_special_tokens })
+            (Some(Strings(texts)), None) if self.content.is_none() => {
+                if texts.is_empty() {
+                    return Err(ApiError::invalid("prompt", "`prompt`: at least one is needed"));
+                }
+                let add_special_tokens = asked.unwrap_or(true);
+                let many = texts.len() > 1;
+                Ok(TokenizeInput::Texts { texts, many, add_special_tokens })
             }
             (None, Some(_)) if self.add_special_tokens == Some(true) => {
                 Err(ApiError::unsupported("add_special_tokens"))
             }
             (None, Some(messages)) => {
+                let tools = OfferedTools::new(self.tools, None, None)?;
                 let chat = ChatPrompt::new(
                     messages,
-                    self.add_generation_prompt,
-                    self.continue_final_message,
-                    self.chat_template_kwargs,
+                    Rendering {
+                        add_generation_prompt: self.add_generation_prompt,
+                        continue_final_message: self.continue_final_message,
+                        kwargs: self.chat_template_kwargs,
+                        tools: tools.described,
+                        ..Rendering::default()
+                    },
                 )?;
-                Ok(TokenizeInput::Chat(chat))
+                Ok(TokenizeInput::Chat(Box::new(chat)))
             }
             _ => {
                 Err(ApiError::invalid("prompt", "exactly one of `prompt` and `messages` is needed"))
             }
         }
     }
+}
+
+/// Tokens of several texts.
+#[derive(Debug, Serialize, ToSchema)]
+pub struct TokenizedTexts {
+    /// The ids of each.
+    pub tokens: Vec<Vec<i32>>,
+    /// How many each has.
+    pub count: Vec<usize>,
+    /// Positions a request may use.
+    pub max_model_len: u32,
+}
+
+/// Tokens with their texts.
+#[derive(Debug, Serialize, ToSchema)]
+pub struct TokenPieces {
+    /// In order.
+    pub tokens: Vec<TokenPiece>,
+}
+
+/// A token with its text.
+#[derive(Debug, Serialize, ToSchema)]
+pub struct TokenPiece {
+    /// The token.
+    pub id: i32,
+    /// Its text; U+FFFD where it is part of a character.
+    pub piece: String,
 }
 
 /// Tokens of a text.
@@ -120,6 +175,10 @@ impl DetokenizeRequest {
 pub struct DetokenizeResponse {
     /// The text.
     pub prompt: String,
+    /// The same, as SGLang calls it.
+    pub text: String,
+    /// The same, as llama.cpp calls it.
+    pub content: String,
 }
 
 #[cfg(test)]
@@ -133,7 +192,17 @@ mod tests {
     #[test]
     fn text_or_messages() {
         let text = tokenize(r#"{"prompt": "a"}"#).unwrap();
-        assert_eq!(text, TokenizeInput::Text { text: "a".into(), add_special_tokens: true });
+        let one = |add_special_tokens, many, texts: &[&str]| TokenizeInput::Texts {
+            texts: texts.iter().map(|&text| text.to_owned()).collect(),
+            many,
+            add_special_tokens,
+        };
+        assert_eq!(text, one(true, false, &["a"]));
+        let llama = serde_json::from_str::<TokenizeRequest>(r#"{"content": "a"}"#).unwrap();
+        assert_eq!(llama.validate().unwrap(), one(false, false, &["a"]));
+        let many = r#"{"prompt": ["a", "b"], "add_special": false}"#;
+        let many = serde_json::from_str::<TokenizeRequest>(many).unwrap();
+        assert_eq!(many.validate().unwrap(), one(false, true, &["a", "b"]));
         let chat = tokenize(r#"{"messages": [{"role": "user", "content": "a"}]}"#).unwrap();
         assert!(matches!(chat, TokenizeInput::Chat(chat) if chat.add_generation_prompt));
         assert!(tokenize("{}").is_err());

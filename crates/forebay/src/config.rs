@@ -1,5 +1,7 @@
 //! Flags and model made into one resolved configuration. What is printed at /server_info and sent to the hand is this.
 
+use std::path::PathBuf;
+
 use anyhow::{Result, bail};
 use forebay_engine::{EngineConfig, Namer, Policy};
 use forebay_hand::HandConfig;
@@ -9,6 +11,7 @@ use serde::Serialize;
 use serde_json::json;
 
 use crate::affinity::{Affinity, threads_each};
+use crate::dialect::ChatFacts;
 use crate::flags::{
     Device, Dtype, Egress, LoadBalance, LoadFormat, Quantization, SchedulePolicy, ServeFlags,
     SimFlags,
@@ -87,6 +90,8 @@ pub(crate) struct Config {
     pub(crate) drain_timeout_s: f64,
     pub(crate) hand_restarts: u32,
     pub(crate) seed: u64,
+    /// How chats are written and read; null before that is known, and where the model has none.
+    pub(crate) chat: Option<ChatFacts>,
     /// What the model makes in place of tokens.
     pub(crate) pooling: Option<Pooling>,
     /// Nothing is computed: answers are made up, in the time that this says. `None` with a real device.
@@ -104,6 +109,7 @@ pub(crate) struct Simulated {
     pub(crate) content: Profile,
     pub(crate) output_tokens: u32,
     pub(crate) tokens_a_row: u32,
+    pub(crate) script: Option<PathBuf>,
 }
 
 impl Simulated {
@@ -119,7 +125,9 @@ impl Simulated {
         };
         let simulated = names.into_iter().map(|name| {
             let content = Profile::find(name)?;
-            Ok(Self { profile: content.name.clone(), content, output_tokens, tokens_a_row })
+            let profile = content.name.clone();
+            let script = flags.sim_script.clone();
+            Ok(Self { profile, content, output_tokens, tokens_a_row, script })
         });
         simulated.collect()
     }
@@ -248,6 +256,7 @@ impl Config {
             drain_timeout_s: flags.http.drain_timeout.as_secs_f64(),
             hand_restarts: flags.run.hand_restarts,
             seed: flags.loading.seed,
+            chat: None,
             pooling: model.pooling.clone(),
             simulated,
             simulated_replicas,

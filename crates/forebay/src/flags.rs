@@ -1,6 +1,7 @@
 //! The flags of `serve`, exactly as typed. Nothing is resolved here: see `config`.
 
 mod access;
+mod dialect;
 mod limits;
 mod listening;
 mod schedule;
@@ -17,6 +18,7 @@ use forebay_hand::MAX_ARENA_BYTES;
 use serde::Serialize;
 
 pub(crate) use self::access::{AccessFlags, visible_keys};
+pub(crate) use self::dialect::DialectFlags;
 pub(crate) use self::listening::ListenFlags;
 pub(crate) use self::schedule::{ScheduleFlags, SchedulePolicy};
 
@@ -49,6 +51,8 @@ pub(crate) struct ServeFlags {
     pub(crate) sharing: SharingFlags,
     #[command(flatten)]
     pub(crate) text: TextFlags,
+    #[command(flatten)]
+    pub(crate) dialect: DialectFlags,
     #[command(flatten)]
     pub(crate) loading: ModelFlags,
     #[command(flatten)]
@@ -105,6 +109,9 @@ pub(crate) struct HttpFlags {
     /// Names that requests may call the model by; the first is shown [default: the model's own, and MODEL].
     #[arg(long, num_args = 1..)]
     pub(crate) served_model_name: Vec<String>,
+    /// Answer 400 to a request with a parameter that has no effect. Without this it is named in the header x-forebay-ignored.
+    #[arg(long)]
+    pub(crate) strict_params: bool,
     /// Seconds that a request's head, and then its body, may take to arrive; also how long an idle connection is kept.
     #[arg(long, default_value = "60", value_parser = seconds)]
     pub(crate) receive_timeout: Duration,
@@ -255,13 +262,17 @@ pub(crate) struct SimFlags {
     /// [default: 1].
     #[arg(long, value_name = "TOKENS", value_parser = clap::value_parser!(u32).range(1..=16))]
     pub(crate) sim_tokens_a_row: Option<u32>,
+    /// Answers that the device gives in place of made-up words: JSON lines, see docs/simulation.md.
+    #[arg(long, value_name = "FILE")]
+    pub(crate) sim_script: Option<PathBuf>,
 }
 
 impl SimFlags {
     /// Whether there is any.
     pub(crate) fn given(&self) -> bool {
         let numbers = [self.sim_output_tokens, self.sim_tokens_a_row];
-        !self.sim_profile.is_empty() || numbers.iter().any(Option::is_some)
+        let given = !self.sim_profile.is_empty() || self.sim_script.is_some();
+        given || numbers.iter().any(Option::is_some)
     }
 }
 

@@ -30,8 +30,8 @@ use crate::listening::{self, Bound};
 use crate::logs::Logs;
 use crate::model::{Model, Task, fetch, find_python};
 use crate::{
-    affinity, descriptors, gpus, logs, python, secret, signals, simulate, threads, vocabulary,
-    watch,
+    affinity, descriptors, dialect, gpus, logs, python, secret, signals, simulate, threads,
+    vocabulary, watch,
 };
 
 /// Steps and registrations that may wait for an egress thread before the engine waits for it.
@@ -60,7 +60,7 @@ pub(crate) fn run(flags: &ServeFlags) -> Result<()> {
     let simulated = flags.run.device == Device::Sim;
     let weights = !simulated && flags.loading.load_format != LoadFormat::Dummy;
     let model = fetch(&python, name, flags.source(), weights)?;
-    let config = Config::resolve(flags, &model)?;
+    let mut config = Config::resolve(flags, &model)?;
     if !config.cpu_affinity.brain.is_empty() {
         affinity::pin(&config.cpu_affinity.brain)?;
     }
@@ -77,6 +77,8 @@ pub(crate) fn run(flags: &ServeFlags) -> Result<()> {
     if template.is_none() && model.pooling.is_none() {
         warn!("the model has no chat template: /v1/chat/completions will answer 400");
     }
+    let (dialect, marks, facts) = dialect::find(&flags.dialect, template.as_ref(), &tokenizer)?;
+    config.chat = model.pooling.is_none().then_some(facts);
     let text = flags.text.pool(&config, tokenizer.clone(), template, &guard)?;
     let metrics = Arc::new(Metrics::new(
         &config.served_model_names[0],
@@ -135,6 +137,9 @@ pub(crate) fn run(flags: &ServeFlags) -> Result<()> {
             GenerationConfig::None => GenerationDefaults::default(),
         },
         pooling,
+        tokenizer_config: model.tokenizer_config.clone(),
+        dialect,
+        marks,
     };
     let server = ServerConfig {
         api_keys,
@@ -162,6 +167,7 @@ pub(crate) fn run(flags: &ServeFlags) -> Result<()> {
             Egress::Naive => EgressMode::Naive,
         },
         stream_interval: config.stream_interval,
+        strict_params: flags.http.strict_params,
         max_tokenize_tokens: flags.text.max_tokenize_tokens.map(NonZeroUsize::get),
         guard: guard.clone(),
         log_lines_dropped: logs.dropped(),
@@ -227,7 +233,7 @@ fn executors(
     python: &Path,
     config: &Config,
     model: &Model,
-    tokenizer: &Tokenizer,
+    tokenizer: &Arc<Tokenizer>,
     arena: &Arena,
 ) -> Result<Executors> {
     let mut executors: Vec<Box<dyn Executor>> = Vec::new();
@@ -292,13 +298,15 @@ async fn serve(
     let (listener, _file) = bound.listener()?;
     let name = config.served_model_names[0].clone();
     let simulated = config.simulated.clone();
+    let chat = config.chat.clone();
     let task = config.pooling.as_ref().map(|pooling| pooling.task);
     let greeting = {
         let engine = engine.clone();
         let lines = logs.lines().clone();
         let work = async move {
             if watch::loading(&engine).await {
-                let banner = watch::banner(&url, &curl, &name, task, simulated.as_ref());
+                let banner =
+                    watch::banner(&url, &curl, &name, task, chat.as_ref(), simulated.as_ref());
                 lines.push_always(format!("{banner}\n").as_bytes());
             }
         };

@@ -1,6 +1,7 @@
 //! The simulated device: what it says, and the commands that make and show profiles.
 
 use std::path::PathBuf;
+use std::sync::Arc;
 
 use anyhow::{Context, Result, bail};
 use clap::Args;
@@ -12,6 +13,7 @@ use forebay_text::Tokenizer;
 
 use crate::config::{Config, Simulated};
 use crate::model::{Model, Pooling};
+use crate::script::Answers;
 use crate::tiers::HostSize;
 
 /// Fewer words than this would make a dull text: other pieces are taken as well then.
@@ -24,7 +26,7 @@ pub(crate) fn config(
     config: &Config,
     simulated: &Simulated,
     model: &Model,
-    tokenizer: &Tokenizer,
+    tokenizer: &Arc<Tokenizer>,
     clock: SimClock,
     replica: u64,
 ) -> Result<SimConfig> {
@@ -37,6 +39,13 @@ pub(crate) fn config(
     let text = match end {
         Some(&end) => SimText::ending(words, end, simulated.output_tokens),
         None => SimText::endless(words),
+    };
+    let text = match &simulated.script {
+        Some(file) => {
+            let script = Answers::read(file, tokenizer, end.copied(), model.vocab_size)?;
+            text.scripted(Arc::new(script))
+        }
+        None => text,
     };
     let keeps_nothing = model.pooling.as_ref().is_some_and(Pooling::whole_prompts);
     let page_size = config.page_size;

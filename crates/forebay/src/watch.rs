@@ -9,6 +9,7 @@ use tokio::time::sleep;
 use tracing::{error, info};
 
 use crate::config::Simulated;
+use crate::dialect::ChatFacts;
 use crate::model::Task;
 
 const LOADING_POLL: Duration = Duration::from_millis(50);
@@ -54,6 +55,7 @@ pub(crate) fn banner(
     curl: &str,
     model: &str,
     task: Option<Task>,
+    chat: Option<&ChatFacts>,
     simulated: Option<&Simulated>,
 ) -> String {
     let warning = simulated.map_or(String::new(), |sim| {
@@ -61,6 +63,12 @@ pub(crate) fn banner(
             "\n  SIMULATED: the answers are made-up words, in the time of the profile {} ({}).\n",
             sim.profile, sim.content.device
         )
+    });
+    let reads = chat.map_or(String::new(), |chat| {
+        let parts = [("tools", chat.tool_call_parser), ("reasoning", chat.reasoning_parser)];
+        let named = parts.iter().filter_map(|(what, name)| Some(format!("{what}: {}", (*name)?)));
+        let named: Vec<String> = named.collect();
+        if named.is_empty() { String::new() } else { format!("  Reads {}\n", named.join(", ")) }
     });
     let (route, question) = match task {
         None => (
@@ -75,7 +83,7 @@ pub(crate) fn banner(
     };
     let body = format!(r#"{{"model": "{model}", {question}}}"#);
     format!(
-        "\n  Forebay serves {model} at {url}\n{warning}\n  Try it:\n\n    curl -N {curl}{url}/{route} -H 'Content-Type: application/json' \\\n      -d '{body}'\n\n  Metrics: {url}/metrics   API: {url}/openapi.json   Stop: Ctrl-C\n"
+        "\n  Forebay serves {model} at {url}\n{reads}{warning}\n  Try it:\n\n    curl -N {curl}{url}/{route} -H 'Content-Type: application/json' \\\n      -d '{body}'\n\n  Metrics: {url}/metrics   API: {url}/openapi.json   Stop: Ctrl-C\n"
     )
 }
 

@@ -89,8 +89,7 @@ impl Budget {
 /// What the choices of a prompt take.
 fn cost(submission: &Submission) -> usize {
     let Submission { prompt, terms, max_tokens, .. } = submission;
-    let tokens = submission.max_tokens.min(EXPECTED) as usize;
-    debug_assert!(*max_tokens > 0, "validated");
+    let tokens = (*max_tokens).min(EXPECTED) as usize;
     let candidates = terms.generation.sampling.logprobs.map_or(0, |top| 1 + usize::from(top));
     // An admitted choice has the prompt's tokens once more.
     let choice = CHOICE + TOKEN * prompt.len() + tokens * (GENERATED + CANDIDATE * candidates);

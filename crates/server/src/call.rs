@@ -6,7 +6,8 @@ use std::task::{Context, Poll};
 use std::time::Instant;
 
 use forebay_api::peer::RESUME_HEADER;
-use forebay_api::{ApiError, Generation, Limits};
+use forebay_api::{ApiError, Generation, Limits, MaxTokens};
+use forebay_dialect::Reading;
 use forebay_engine::{
     BlockHash, Embeds, EngineRequest, Past, Request, RequestId, SlotSpec, SubmitError,
 };
@@ -17,8 +18,9 @@ use crate::config::EgressMode;
 use crate::delta::{Delta, End};
 use crate::egress::Registration;
 use crate::engine::Engine;
-use crate::mailbox::{Receiver, Wake, mailbox};
-use crate::outlet::{Encoder, Outlet};
+use crate::ignored::note;
+use crate::mailbox::{Receiver, Sender, Wake, mailbox};
+use crate::outlet::{Chunk, Encoder, Outlet};
 use crate::peers::{Peer, Resume};
 use crate::speller::Speller;
 use crate::state::{LiveGuard, Shared};
@@ -34,18 +36,20 @@ pub(crate) struct Terms {
     pub(crate) stop_ids: Arc<[i32]>,
     /// The stop strings.
     pub(crate) stops: Arc<StopTable>,
+    /// How answers are read; `None`: they are text.
+    pub(crate) reading: Option<Reading>,
 }
 
 impl Terms {
     /// With the end-of-sequence ids that the model of `limits` can make.
-    pub(crate) fn new(mut generation: Generation, eos: &[i32], limits: Limits) -> Arc<Self> {
+    pub(crate) fn new(mut generation: Generation, eos: &[i32], limits: Limits) -> Self {
         let stops = Arc::new(StopTable::new(std::mem::take(&mut generation.stop)));
         let mut stop_ids = generation.stop_ids(eos);
         if first_unknown(&stop_ids, limits.vocab_size).is_some() {
             let known = |id: &i32| first_unknown(&[*id], limits.vocab_size).is_none();
             stop_ids = stop_ids.iter().copied().filter(known).collect();
         }
-        Arc::new(Self { generation, stop_ids, stops })
+        Self { generation, stop_ids, stops, reading: None }
     }
 }
 
@@ -60,14 +64,26 @@ pub(crate) struct Submission {
 }
 
 impl Submission {
-    /// Checks that the prompt, which came in `param`, fits, and that the model knows its tokens, whoever made them.
+    /// Checks that the prompt, which came in `param`, fits, and that the model knows its tokens, whoever made them. A client that asks for more
+    /// tokens than there is room for gets those, and is told.
     pub(crate) fn new(
+        state: &Shared,
         prompt: Vec<i32>,
         terms: Arc<Terms>,
         limits: Limits,
         param: &'static str,
     ) -> Result<Self, ApiError> {
         let max_tokens = terms.generation.room(prompt.len(), limits, param)?;
+        if let MaxTokens::Exactly(wanted) = terms.generation.max_tokens
+            && wanted > max_tokens
+        {
+            if state.config.strict_params {
+                let (limit, prompt) = (limits.context_length, prompt.len());
+                let max_tokens = Some(wanted);
+                return Err(ApiError::ContextLength { param, limit, prompt, max_tokens });
+            }
+            note(format!("max_tokens={max_tokens}"));
+        }
         check_tokens(&prompt, limits, param)?;
         Ok(Self { prompt: prompt.into(), embeds: None, terms, max_tokens })
     }
@@ -128,7 +144,7 @@ impl Call {
             (true, EgressMode::Naive) => Wake::EveryDelta,
             (true, EgressMode::Direct | EgressMode::Tasks) => Wake::Pending,
         };
-        let spell = |terms: &Terms| Speller::new(state.text.tokenizer(), terms);
+        let spell = |terms: &Terms| Speller::new(state.text.tokenizer(), terms, &state.model.marks);
         let mut resumed = None;
         if let (Some(resume), Some(submission)) = (resume, submissions.first()) {
             let mut speller = spell(&submission.terms);
@@ -170,6 +186,11 @@ impl Call {
             for (choice, sender) in (0..generation.n).zip(&mut senders) {
                 if !call.alive.is_empty() && call.alive.len().is_multiple_of(CHOICES_A_TURN) {
                     tokio::task::yield_now().await;
+                }
+                if max_tokens == 0 {
+                    call.alive.push(None);
+                    nothing(sender);
+                    continue;
                 }
                 let id = state.next_id();
                 state.egress.register(Registration {
@@ -252,9 +273,9 @@ impl Call {
             return Poll::Pending;
         }
         for (choice, delta) in &out[from..] {
-            if let Some(end) = &delta.end {
+            if delta.end.is_some() {
                 self.alive[*choice as usize] = None;
-                self.span.record("finish", finish_name(end));
+                self.span.record("finish", delta.finish_reason().unwrap_or("error"));
             }
         }
         Poll::Ready(out.len() > from)
@@ -290,6 +311,12 @@ impl Drop for Call {
         }
         self.span.record("completion_tokens", self.receiver.tally().generated_tokens());
     }
+}
+
+/// Ends a choice of which no tokens are wanted: nobody has to compute anything.
+fn nothing(mut sender: Sender) {
+    let mut delta = Delta { end: Some(End::Length), ..Delta::default() };
+    sender.send(&mut delta, &mut Chunk::default());
 }
 
 /// Names of the prompt's blocks, where several choices would each have them computed.
@@ -346,26 +373,13 @@ fn before(speller: &mut Speller, resume: &Resume, generation: &Generation) -> De
     let mut before = Delta { tokens: resume.generated.clone(), ..Delta::default() };
     let mut fresh = String::new();
     for &id in &resume.generated {
-        speller.push(id, false, &mut fresh, &mut before.text);
+        speller.push(id, false, &mut fresh, &mut before.parts);
         if generation.sampling.logprobs.is_some() {
             // Only the token's text is of use: the number has been sent.
             before.logprobs.push(&[(id, 0.0)]);
         }
     }
     before
-}
-
-/// OpenAI's word for an end; `None` for an error.
-pub(crate) fn finish_reason(end: &End) -> Option<&'static str> {
-    match end {
-        End::Eos(_) | End::Token(_) | End::Text(_) => Some("stop"),
-        End::Length => Some("length"),
-        End::Error(_) => None,
-    }
-}
-
-fn finish_name(end: &End) -> &'static str {
-    finish_reason(end).unwrap_or("error")
 }
 
 /// Refuses a priority that clients may not ask for.

@@ -5,8 +5,9 @@ use std::sync::atomic::AtomicU64;
 use std::time::Duration;
 
 use forebay_api::GenerationDefaults;
+use forebay_dialect::Dialect;
 use forebay_engine::Namer;
-use serde_json::Value;
+use serde_json::{Map, Value};
 
 use crate::access::Access;
 use crate::client::TrustedProxies;
@@ -83,6 +84,8 @@ pub struct ServerConfig {
     pub egress: EgressMode,
     /// Tokens that a stream gathers before it gets a chunk, where the request does not say; the first token and the end do not wait.
     pub stream_interval: u32,
+    /// A parameter that has no effect is an error.
+    pub strict_params: bool,
     /// Tokens that /tokenize and /detokenize take at a time; `None`: four times the context, and 65536 at least.
     pub max_tokenize_tokens: Option<usize>,
     /// Watches over the threads: what it has seen, /health says.
@@ -118,6 +121,7 @@ impl Default for ServerConfig {
             health_timeout: Duration::from_secs(20),
             egress: EgressMode::default(),
             stream_interval: 1,
+            strict_params: false,
             max_tokenize_tokens: None,
             guard: Guard::default(),
             log_lines_dropped: Arc::default(),
@@ -139,4 +143,10 @@ pub struct ModelInfo {
     pub defaults: GenerationDefaults,
     /// What it makes in place of text.
     pub pooling: Option<PooledModel>,
+    /// What its tokenizer_config.json says.
+    pub tokenizer_config: Map<String, Value>,
+    /// How it writes reasoning and calls of tools.
+    pub dialect: Dialect,
+    /// Special tokens that are marks of that, ascending.
+    pub marks: Arc<[i32]>,
 }

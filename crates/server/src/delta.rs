@@ -1,6 +1,7 @@
 //! What is new in a choice.
 
 use forebay_api::ApiError;
+use forebay_dialect::Parts;
 
 /// Log-probabilities below this are written as this: JSON has no minus infinity.
 const SMALLEST_LOGPROB: f32 = -9999.0;
@@ -71,6 +72,8 @@ pub(crate) enum End {
     Token(i32),
     /// A stop string was found.
     Text(String),
+    /// The only call that it was to make is complete.
+    Call,
     /// As many tokens as asked for.
     Length,
     /// It was not served to its end.
@@ -80,8 +83,8 @@ pub(crate) enum End {
 /// What is new in a choice since the last delta.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub(crate) struct Delta {
-    /// New text. Some tokens' text may still be held back.
-    pub(crate) text: String,
+    /// What is new of what the model says. Some tokens' text may still be held back.
+    pub(crate) parts: Parts,
     /// New tokens, a stop token included.
     pub(crate) tokens: Vec<i32>,
     /// One a token of `tokens`, where asked for.
@@ -90,31 +93,47 @@ pub(crate) struct Delta {
     pub(crate) cached_tokens: Option<u32>,
     /// Set in the last delta.
     pub(crate) end: Option<End>,
+    /// With the end: the choice has a complete call of a tool.
+    pub(crate) called: bool,
 }
 
 impl Delta {
+    /// The last word about the choice, as OpenAI says it, decided here for streams and whole answers alike. `None` before the end, and
+    /// after an error.
+    ///
+    /// A length that cut the answer is never hidden. Otherwise there are calls to make, or the answer is complete.
+    pub(crate) fn finish_reason(&self) -> Option<&'static str> {
+        match (self.end.as_ref()?, self.called) {
+            (End::Error(_), _) => None,
+            (End::Length, _) => Some("length"),
+            (End::Eos(_) | End::Token(_) | End::Text(_) | End::Call, true) => Some("tool_calls"),
+            (End::Eos(_) | End::Token(_) | End::Text(_) | End::Call, false) => Some("stop"),
+        }
+    }
+
     /// Forgets what it holds and keeps its memory.
     pub(crate) fn clear(&mut self) {
-        self.text.clear();
+        self.parts.clear();
         self.tokens.clear();
         self.logprobs.clear();
         self.cached_tokens = None;
         self.end = None;
+        self.called = false;
     }
 
     /// Adds what came later and leaves it empty.
     pub(crate) fn merge(&mut self, newer: &mut Self) {
-        self.text.push_str(&newer.text);
-        newer.text.clear();
+        self.parts.append(&mut newer.parts);
         self.tokens.append(&mut newer.tokens);
         self.logprobs.append(&mut newer.logprobs);
         self.cached_tokens = self.cached_tokens.or(newer.cached_tokens.take());
         self.end = self.end.take().or(newer.end.take());
+        self.called |= std::mem::take(&mut newer.called);
     }
 
     /// About how many bytes it becomes when it is written; never less than it takes now.
     pub(crate) fn weight(&self) -> usize {
-        self.text.len()
+        self.parts.weight()
             + self.tokens.len() * size_of::<i32>()
             + self.logprobs.candidates.len() * LOGPROB_JSON
     }
@@ -162,5 +181,28 @@ mod tests {
         let expected: [(Candidate, &[Candidate]); 3] =
             [((1, -0.5), &[(2, -9999.0)]), ((3, -1.0), &[]), ((4, -2.0), &[(5, 0.0)])];
         assert_eq!(all.iter().collect::<Vec<_>>(), expected);
+    }
+
+    /// The table of all cases is in tests/e2e/test_finish.py.
+    #[test]
+    fn one_function_says_why_an_answer_ended() {
+        let ends = [
+            (End::Eos(2), "stop", "tool_calls"),
+            (End::Token(7), "stop", "tool_calls"),
+            (End::Text("x".into()), "stop", "tool_calls"),
+            (End::Call, "stop", "tool_calls"),
+            (End::Length, "length", "length"),
+        ];
+        for (end, without, with) in ends {
+            for (called, expected) in [(false, without), (true, with)] {
+                let mut delta = Delta { called, ..Delta::default() };
+                assert_eq!(delta.finish_reason(), None, "not before the end");
+                delta.merge(&mut Delta { end: Some(end.clone()), ..Delta::default() });
+                assert_eq!(delta.finish_reason(), Some(expected), "{end:?}");
+            }
+        }
+        let failed = End::Error(ApiError::Aborted);
+        let delta = Delta { end: Some(failed), called: true, ..Delta::default() };
+        assert_eq!(delta.finish_reason(), None);
     }
 }

@@ -27,6 +27,7 @@ mod delta;
 mod egress;
 mod engine;
 mod guard;
+mod ignored;
 mod intake;
 mod keys;
 mod limits;

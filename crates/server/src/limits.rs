@@ -16,6 +16,7 @@ use tokio::time::{timeout, timeout_at};
 
 use crate::budget::Charge;
 use crate::client::ClientId;
+use crate::ignored::ignore;
 use crate::intake::LARGE_BODY;
 use crate::intake::turns::{Pace, Turn, Turns, Verdict};
 use crate::state::Shared;
@@ -125,7 +126,11 @@ where
     let charge = Arc::new(state.budget.open());
     let turns = state.intake.turns();
     let (pieces, _turn) = collect(upload, limit, state.config.body_timeout, turns, &charge).await?;
-    Ok((state.intake.parse(pieces, limit, &charge).await?, charge))
+    let (request, unread) = state.intake.parse(pieces, limit, &charge).await?;
+    for name in unread {
+        ignore(state, &name)?;
+    }
+    Ok((request, charge))
 }
 
 /// A body as it is, whatever route it is for.

@@ -321,7 +321,9 @@ mod tests {
     }
 
     fn token(id: i32) -> Delta {
-        Delta { text: format!("{id} "), tokens: vec![id], ..Delta::default() }
+        let mut delta = Delta { tokens: vec![id], ..Delta::default() };
+        delta.parts.content(&format!("{id} "));
+        delta
     }
     fn end(end: End) -> Delta {
         Delta { end: Some(end), ..Delta::default() }
@@ -346,12 +348,9 @@ mod tests {
         }
         assert_eq!(count.0.load(Ordering::Relaxed), 1);
         senders[0].send_delta(end(End::Length));
-        let merged = Delta {
-            text: "0 1 2 ".into(),
-            tokens: vec![0, 1, 2],
-            end: Some(End::Length),
-            ..Delta::default()
-        };
+        let mut merged =
+            Delta { tokens: vec![0, 1, 2], end: Some(End::Length), ..Delta::default() };
+        merged.parts.content("0 1 2 ");
         assert_eq!(take(&mut receiver, &count), Some(vec![(0, merged)]));
         assert_eq!(take(&mut receiver, &count), Some(vec![]));
     }
@@ -439,8 +438,9 @@ mod tests {
             tally: &Tally,
             out: &mut Vec<u8>,
         ) -> serde_json::Result<()> {
-            if !delta.text.is_empty() {
-                let text = format!("[{}{}]", delta.text, tally.generated_tokens());
+            let text = delta.parts.as_content().unwrap_or_default();
+            if !text.is_empty() {
+                let text = format!("[{text}{}]", tally.generated_tokens());
                 out.extend_from_slice(text.as_bytes());
             }
             Ok(())

@@ -16,6 +16,10 @@ pub(crate) trait Encoder: Send + 'static {
         tally: &Tally,
         out: &mut Vec<u8>,
     ) -> serde_json::Result<()>;
+    /// Whether its streams end with `data: [DONE]`.
+    fn is_said_done(&self) -> bool {
+        true
+    }
     /// Whether another brain's encoder could go on with the response at any delta: it has one choice, and what was written is
     /// known from its tokens.
     fn resumable(&self) -> bool;

@@ -1,16 +1,20 @@
-//! From one request's tokens to text that may be sent.
+//! From one request's tokens to what may be sent.
 
 use std::sync::Arc;
 
 use forebay_api::Generation;
+use forebay_dialect::{Parser, Part, Parts};
 use forebay_text::{Detokenizer, StopStrings, Tokenizer};
 
 use crate::call::Terms;
 
-/// Makes text of tokens, holds back what may become a stop string, and finds those.
+/// Makes text of tokens and parts of text, holds back what may become a stop string, and finds those. Stop strings are looked for in what the
+/// reader is to see, and nowhere else.
 #[derive(Debug)]
 pub(crate) struct Speller {
     detokenizer: Detokenizer,
+    /// Finds reasoning and calls; `None`: all is text.
+    parser: Option<Box<Reader>>,
     stops: StopStrings,
     /// Whether the token that ends the request is spelled too.
     include_stop: bool,
@@ -19,12 +23,33 @@ pub(crate) struct Speller {
     tokens: u32,
 }
 
+#[derive(Debug)]
+struct Reader {
+    parser: Parser,
+    /// What it has just read.
+    fresh: Parts,
+}
+
+/// What ends an answer before the engine does.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Found {
+    /// The stop string with this number.
+    Stop(usize),
+    /// The end of the only call that was asked for.
+    Call,
+}
+
 impl Speller {
-    /// At the start of a request's text.
-    pub(crate) fn new(tokenizer: &Arc<Tokenizer>, terms: &Terms) -> Self {
+    /// At the start of a request's text. `marks`: special tokens that a dialect is read by, ascending.
+    pub(crate) fn new(tokenizer: &Arc<Tokenizer>, terms: &Terms, marks: &Arc<[i32]>) -> Self {
         let Generation { include_stop, skip_special_tokens, .. } = &terms.generation;
+        let parser = terms.reading.as_ref().map(|reading| {
+            Box::new(Reader { parser: Parser::new(reading.clone()), fresh: Parts::default() })
+        });
+        let shown = parser.as_ref().map_or_else(Default::default, |_| Arc::clone(marks));
         Self {
-            detokenizer: Detokenizer::new(Arc::clone(tokenizer), *skip_special_tokens),
+            detokenizer: Detokenizer::showing(Arc::clone(tokenizer), *skip_special_tokens, shown),
+            parser,
             stops: StopStrings::new(Arc::clone(&terms.stops), *include_stop),
             include_stop: *include_stop,
             min_tokens: terms.generation.sampling.min_tokens,
@@ -32,32 +57,54 @@ impl Speller {
         }
     }
 
-    /// Appends the text that a token brings; `Some(index)` if a stop string was found. `ends`: it is the stop token that ended the request.
-    /// `fresh` is a buffer.
+    /// Appends what a token brings. `ends`: it is the stop token that ended the request. `fresh` is a buffer.
     pub(crate) fn push(
         &mut self,
         id: i32,
         ends: bool,
         fresh: &mut String,
-        out: &mut String,
-    ) -> Option<usize> {
+        out: &mut Parts,
+    ) -> Option<Found> {
         fresh.clear();
         self.tokens += 1;
         if !ends || self.include_stop {
             self.detokenizer.push(id, fresh);
         }
-        self.text(fresh, out)
+        let Some(mut reader) = self.parser.take() else { return self.content(fresh, out) };
+        reader.parser.push(fresh, &mut reader.fresh);
+        let found = self.pass(&mut reader, out);
+        self.parser = Some(reader);
+        found
     }
 
-    /// Appends what was held back: the request has ended.
-    pub(crate) fn finish(&mut self, fresh: &mut String, out: &mut String) -> Option<usize> {
+    /// Appends what was held back: the request has ended, `complete` or because it became too long.
+    pub(crate) fn finish(
+        &mut self,
+        complete: bool,
+        fresh: &mut String,
+        out: &mut Parts,
+    ) -> Option<Found> {
         fresh.clear();
         self.detokenizer.finish(fresh);
-        let matched = self.text(fresh, out);
-        if matched.is_none() {
-            self.stops.finish(out);
+        let found = match self.parser.take() {
+            None => self.content(fresh, out),
+            Some(mut reader) => {
+                reader.parser.push(fresh, &mut reader.fresh);
+                reader.parser.finish(complete, &mut reader.fresh);
+                let found = self.pass(&mut reader, out);
+                self.parser = Some(reader);
+                found.filter(|found| *found != Found::Call)
+            }
+        };
+        if found.is_none() {
+            out.content_with(|out| self.stops.finish(out));
         }
-        matched
+        found
+    }
+
+    /// Whether a call is complete.
+    pub(crate) fn has_called(&self) -> bool {
+        self.parser.as_ref().is_some_and(|reader| reader.parser.complete_calls() > 0)
     }
 
     /// A stop string that was found.
@@ -65,11 +112,31 @@ impl Speller {
         self.stops.text(index).to_owned()
     }
 
-    fn text(&mut self, fresh: &str, out: &mut String) -> Option<usize> {
+    /// Passes on what was read.
+    fn pass(&mut self, reader: &mut Reader, out: &mut Parts) -> Option<Found> {
+        let mut found = None;
+        for part in reader.fresh.iter() {
+            if let Part::Content(text) = part {
+                found = self.content(text, out);
+                if found.is_some() {
+                    break;
+                }
+            } else {
+                // A stop string does not reach over what is between two texts.
+                out.content_with(|out| self.stops.finish(out));
+                out.part(part);
+            }
+        }
+        reader.fresh.clear();
+        found.or(reader.parser.is_over().then_some(Found::Call))
+    }
+
+    /// Appends text for the reader, and looks for stop strings in it.
+    fn content(&mut self, fresh: &str, out: &mut Parts) -> Option<Found> {
         if self.tokens <= self.min_tokens {
-            out.push_str(fresh);
+            out.content(fresh);
             return None;
         }
-        self.stops.push(fresh, out)
+        out.content_with(|out| self.stops.push(fresh, out)).map(Found::Stop)
     }
 }

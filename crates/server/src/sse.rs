@@ -82,6 +82,8 @@ pub(crate) struct Chunks {
     streaming: Streaming,
     /// An event up to its choices. `None`: every chunk is written as a whole.
     prepared: Option<Vec<u8>>,
+    /// The prompt's token ids, which the first chunk is to have.
+    prompt_token_ids: Option<Vec<i32>>,
 }
 
 /// An event with one text in it, all but that text.
@@ -120,7 +122,32 @@ impl Chunks {
             event.extend_from_slice(b",\"choices\":[");
             Some(event)
         };
-        Ok(Self { head, streaming, prepared })
+        Ok(Self { head, streaming, prepared, prompt_token_ids: None })
+    }
+
+    /// The same, with the prompt's token ids in the first chunk.
+    pub(crate) fn with_prompt(self, prompt_token_ids: Option<Vec<i32>>) -> Self {
+        Self { prompt_token_ids, ..self }
+    }
+
+    /// Appends the first chunk.
+    pub(crate) fn first<T: Serialize>(
+        &mut self,
+        choice: &T,
+        usage: impl FnOnce() -> Usage,
+        out: &mut Vec<u8>,
+    ) -> serde_json::Result<()> {
+        let from = out.len();
+        self.choice(choice, usage, out)?;
+        if let Some(ids) = self.prompt_token_ids.take() {
+            // Before the brace that ends the event's object.
+            let brace = out.len() - b"}\n\n".len();
+            debug_assert!(brace > from);
+            let mut field = b",\"prompt_token_ids\":".to_vec();
+            serde_json::to_writer(&mut field, &ids)?;
+            out.splice(brace..brace, field);
+        }
+        Ok(())
     }
 
     /// Appends a chunk with one choice.
@@ -220,7 +247,9 @@ impl EventBody {
             }
             if !more {
                 encoder.end(tally, out).map_err(failed)?;
-                out.extend_from_slice(DONE);
+                if encoder.is_said_done() {
+                    out.extend_from_slice(DONE);
+                }
             }
             Ok(more)
         });

@@ -62,6 +62,11 @@ impl Tally {
         Usage::new(self.prompt_tokens(), self.generated_tokens(), cached)
     }
 
+    /// As [`Tally::usage`] was before the first token.
+    pub(crate) fn usage_before(&self) -> Usage {
+        Usage::new(self.prompt_tokens(), 0, self.shown(self.cached.iter().sum()))
+    }
+
     /// Of one choice.
     pub(crate) fn usage_of(&self, choice: u32) -> Usage {
         let prompt = self.prompt_of[choice as usize];

@@ -2,10 +2,20 @@
 
 use std::sync::Arc;
 
-use forebay_api::{ApiError, ChatPrompt, Prompt};
+use forebay_api::{ApiError, ChatPrompt, Effort, Prompt};
 use forebay_text::{TextError, TextInput, TextPool};
+use serde_json::Value;
 
 use crate::budget::Charge;
+
+/// A conversation as a prompt.
+pub(crate) struct RenderedChat {
+    pub(crate) ids: Vec<i32>,
+    /// As the template wrote it.
+    pub(crate) text: String,
+    /// Parameters that the template does not know.
+    pub(crate) ignored: Vec<&'static str>,
+}
 
 /// Renders and tokenises a conversation, which may have `most` tokens and whose bytes were charged to `charge`.
 ///
@@ -13,19 +23,63 @@ use crate::budget::Charge;
 /// The template or the tokenizer refuses it, it is too long, or the text threads have no time.
 pub(crate) async fn encode_chat(
     text: &TextPool,
-    chat: ChatPrompt,
+    mut chat: ChatPrompt,
     most: usize,
     charge: &Arc<Charge>,
-) -> Result<Vec<i32>, ApiError> {
+) -> Result<RenderedChat, ApiError> {
+    let mut ignored = Vec::new();
+    if let Some(template) = text.template() {
+        if chat.tools.is_some() && !template.takes_tools() {
+            let reason = "`tools`: the model's chat template shows it no tools; --chat-template \
+                          replaces it, and `tool_choice: none` leaves them out";
+            return Err(ApiError::invalid("tools", reason));
+        }
+        ignored = ask_to_think(template.source(), &mut chat);
+    }
     let input = TextInput::Chat {
         messages: chat.messages,
-        tools: None,
+        tools: chat.tools,
         add_generation_prompt: chat.add_generation_prompt,
         continue_final_message: chat.continue_final_message,
         kwargs: chat.kwargs,
     };
     let encoded = text.within(most).keeping(charge.clone()).encode(input).await;
-    Ok(encoded.map_err(|error| text_error(error, "messages"))?.ids)
+    let encoded = encoded.map_err(|error| text_error(error, "messages"))?;
+    Ok(RenderedChat { ids: encoded.ids, text: encoded.text.unwrap_or_default(), ignored })
+}
+
+/// Tells the template how long the model is to think, in the variables that it knows; gives the parameters for which it has none. What the client
+/// has set as a variable stays.
+fn ask_to_think(template: &str, chat: &mut ChatPrompt) -> Vec<&'static str> {
+    const LEVEL: &str = "reasoning_effort";
+    let Effort { level, thinks } = std::mem::take(&mut chat.effort);
+    let mut set = |name: &str, value: Value| {
+        let known = template.contains(name);
+        if known && !chat.kwargs.contains_key(name) {
+            chat.kwargs.insert(name.to_owned(), value);
+        }
+        known
+    };
+    let off = level.as_deref() == Some("none");
+    let wanted = thinks.or(level.as_ref().map(|_| !off));
+    let mut switch = false;
+    if let Some(wanted) = wanted {
+        // A template may know both.
+        for name in ["enable_thinking", "thinking"] {
+            switch |= set(name, Value::Bool(wanted));
+        }
+    }
+    let mut ignored = Vec::new();
+    if let Some(level) = level {
+        let known = !off && set(LEVEL, Value::String(level));
+        if !known && !switch {
+            ignored.push(LEVEL);
+        }
+    }
+    if thinks.is_some() && !off && !switch {
+        ignored.push("enable_thinking");
+    }
+    ignored
 }
 
 /// Tokenises what is text, in one piece of work for the pool; each may have `most` tokens, or any number with `None`. Their bytes were

@@ -1,5 +1,7 @@
 //! What the simulated device computes.
 
+use std::sync::Arc;
+
 use forebay_protocol::{ROW_OK, StepPlan, StepResult, Want};
 
 use crate::text::{Sequence, SimText};
@@ -8,6 +10,8 @@ use crate::text::{Sequence, SimText};
 #[derive(Debug, Default)]
 struct Slot {
     sequence: Sequence,
+    /// The answer, where it was written down, and the prompt's length.
+    script: Option<(Arc<[i32]>, u32)>,
     min_total: u32,
     /// Mostly empty, and then without memory.
     stop_ids: Vec<i32>,
@@ -20,7 +24,19 @@ impl Slot {
     fn sample(&mut self, text: &SimText) -> i32 {
         let early = self.sequence.length < self.min_total;
         let suppressed = if early { self.stop_ids.as_slice() } else { &[] };
+        if let Some(token) = self.scripted()
+            && !suppressed.contains(&token)
+            && (self.allowed.is_empty() || self.allowed.contains(&token))
+        {
+            return self.sequence.repeat(token);
+        }
         self.sequence.say(text, suppressed, &self.allowed)
+    }
+
+    /// What the script says here.
+    fn scripted(&self) -> Option<i32> {
+        let (answer, prompt_len) = self.script.as_ref()?;
+        answer.get(self.sequence.length.checked_sub(*prompt_len)? as usize).copied()
     }
 }
 
@@ -41,6 +57,8 @@ impl Device {
             let slot = &mut self.slots[at];
             let prompt_len = new.prompt_len as usize;
             slot.sequence = Sequence::new(text, new.tokens, prompt_len, new.min_total);
+            let prompt = &new.tokens[..prompt_len.min(new.tokens.len())];
+            slot.script = text.script(prompt).map(|answer| (answer, new.prompt_len));
             slot.min_total = new.min_total;
             slot.stop_ids.clear();
             slot.stop_ids.extend_from_slice(new.stop_ids);
@@ -100,5 +118,58 @@ fn push_logprobs(result: &mut StepResult, text: &SimText, token: i32, top: usize
     for rank in 0..top {
         result.logprob_ids.push(text.alternative(token, rank));
         result.logprob_values.push(-0.5 - rank as f32);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use forebay_protocol::{NewSlot, Row, SamplingParams, SlotSpec};
+
+    use super::*;
+    use crate::text::Script;
+
+    #[derive(Debug)]
+    struct Same(&'static [i32]);
+
+    impl Script for Same {
+        fn answer(&self, prompt: &[i32]) -> Option<Arc<[i32]>> {
+            (prompt == [1, 2]).then(|| self.0.into())
+        }
+    }
+
+    /// What a slot with these tokens says, one token a step.
+    fn said(text: &SimText, tokens: &[i32], spec: &SlotSpec, count: u32) -> Vec<i32> {
+        let mut device = Device::default();
+        let mut said = Vec::new();
+        let mut plan = StepPlan::default();
+        for step in 0..count {
+            plan.begin(u64::from(step) + 1);
+            let (mut start, mut length) = (tokens.len() as u32 + step - 1, 1);
+            if step == 0 {
+                plan.write_slot(&NewSlot { slot: 0, tokens, prompt_len: 2, spec });
+                (start, length) = (0, tokens.len() as u32);
+            }
+            plan.push_row(Row { slot: 0, start, length, want: Want::Tokens(1) });
+            said.extend(device.execute(&plan, text).tokens);
+        }
+        said
+    }
+
+    #[test]
+    fn a_script_is_said_whatever_was_computed_before() {
+        let words: Vec<i32> = (100..110).collect();
+        let text = SimText::endless(words.clone()).scripted(Arc::new(Same(&[7, 8, 9])));
+        let free = SlotSpec::default();
+        let whole = said(&text, &[1, 2], &free, 5);
+        assert_eq!(whole[..3], [7, 8, 9]);
+        assert!(whole[3..].iter().all(|token| words.contains(token)));
+        // Another device goes on behind what was generated.
+        assert_eq!(said(&text, &[1, 2, 7], &free, 2), [8, 9]);
+        assert!(said(&text, &[1, 3], &free, 3).iter().all(|token| words.contains(token)));
+        let sampling = SamplingParams { allowed: Some([8, 105].into()), ..free.sampling.clone() };
+        let bound = SlotSpec { sampling, ..free };
+        let obeyed = said(&text, &[1, 2], &bound, 3);
+        assert_eq!(obeyed[1], 8);
+        assert!(obeyed.iter().all(|token| [8, 105].contains(token)));
     }
 }

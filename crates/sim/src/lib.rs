@@ -29,5 +29,5 @@ pub use load::StepLoad;
 pub use profile::{CopyModel, DeviceModel, Jitter, KvModel, Profile, ProfileError};
 pub use record::{Recorder, StepRecord};
 pub use samples::{FitError, Sample, read_samples};
-pub use text::{SimText, next_token, vector};
+pub use text::{Script, SimText, next_token, vector};
 pub use timeline::{SaveOrder, Span, SparseModel, Timeline, Timing};

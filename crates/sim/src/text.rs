@@ -1,10 +1,17 @@
 //! What a simulated request says: words drawn by a hash of all that was said before, and an end.
 
+use std::fmt;
 use std::sync::Arc;
 
 /// Constants of a multiply-and-fold mix; any odd numbers with about half of their bits set do.
 const SPREAD: u64 = 0x9e37_79b9_7f4a_7c15;
 const FOLD: u64 = 0xd6e8_feb8_6659_fd93;
+
+/// Answers that somebody has written down.
+pub trait Script: fmt::Debug + Send + Sync {
+    /// The tokens of the answer to this prompt, with the one that ends it; `None`: it is made up. The same prompt always gets the same answer.
+    fn answer(&self, prompt: &[i32]) -> Option<Arc<[i32]>>;
+}
 
 /// How simulated text is made.
 #[derive(Debug, Clone)]
@@ -13,6 +20,7 @@ pub struct SimText {
     end: Option<i32>,
     mean_tokens: u32,
     vector_size: usize,
+    script: Option<Arc<dyn Script>>,
 }
 
 impl SimText {
@@ -24,7 +32,7 @@ impl SimText {
     pub fn endless(mut words: Vec<i32>) -> Self {
         assert!(!words.is_empty(), "there is nothing to say");
         words.sort_unstable();
-        Self { words: words.into(), end: None, mean_tokens: 0, vector_size: 1 }
+        Self { words: words.into(), end: None, mean_tokens: 0, vector_size: 1, script: None }
     }
 
     /// The same, with the token `end` at the end of an answer. Answers have `mean_tokens` tokens on average, `end` included: their lengths
@@ -38,6 +46,17 @@ impl SimText {
     #[must_use]
     pub fn with_vectors(self, size: u32) -> Self {
         Self { vector_size: size.max(1) as usize, ..self }
+    }
+
+    /// The same, with answers by `script` where it has them.
+    #[must_use]
+    pub fn scripted(self, script: Arc<dyn Script>) -> Self {
+        Self { script: Some(script), ..self }
+    }
+
+    /// What was written down for a prompt.
+    pub(crate) fn script(&self, prompt: &[i32]) -> Option<Arc<[i32]>> {
+        self.script.as_ref()?.answer(prompt)
     }
 
     /// The word `rank` places after `token`: what is said to have been nearly as likely.
@@ -148,6 +167,12 @@ impl Sequence {
     /// How many tokens a row gives that may give `most`: from 1 to that, drawn by a hash of all tokens so far.
     pub(crate) fn count(&self, most: u32) -> u32 {
         1 + self.mix.draw(FOLD, u64::from(most.max(1))) as u32
+    }
+
+    /// The next token, which was written down.
+    pub(crate) fn repeat(&mut self, token: i32) -> i32 {
+        self.extend(&[token]);
+        token
     }
 
     /// The next token: none of `suppressed`, and one of `allowed` unless that is empty.

@@ -24,6 +24,8 @@ const WINDOW_LIMIT: usize = 64;
 pub struct Detokenizer {
     tokenizer: Arc<Tokenizer>,
     skip_special_tokens: bool,
+    /// Special tokens that give text all the same, ascending.
+    shown: Arc<[i32]>,
     state: State,
 }
 
@@ -37,6 +39,15 @@ enum State {
 impl Detokenizer {
     /// A detokenizer at the start of a text. With `skip_special_tokens`, special tokens give no text.
     pub fn new(tokenizer: Arc<Tokenizer>, skip_special_tokens: bool) -> Self {
+        Self::showing(tokenizer, skip_special_tokens, Arc::default())
+    }
+
+    /// The same, where the special tokens `shown` (ascending) give text all the same.
+    pub fn showing(
+        tokenizer: Arc<Tokenizer>,
+        skip_special_tokens: bool,
+        shown: Arc<[i32]>,
+    ) -> Self {
         let state = match tokenizer.scheme() {
             Scheme::Bytes => State::Bytes(Incomplete::default()),
             Scheme::Pieces(pieces) => State::Pieces(PiecesState {
@@ -47,7 +58,7 @@ impl Detokenizer {
             }),
             Scheme::Window => State::Window(Window::default()),
         };
-        Self { tokenizer, skip_special_tokens, state }
+        Self { tokenizer, skip_special_tokens, shown, state }
     }
 
     /// Appends to `out` the text that became final with this id: nothing if the id only adds a part of a character.
@@ -55,7 +66,8 @@ impl Detokenizer {
     pub fn push(&mut self, id: i32, out: &mut String) {
         let Ok(unsigned) = u32::try_from(id) else { return };
         let (kind, bytes) = self.tokenizer.piece(unsigned);
-        if kind == Kind::Missing || self.skip_special_tokens && self.tokenizer.is_special(id) {
+        let skipped = self.skip_special_tokens && self.tokenizer.is_special(id);
+        if kind == Kind::Missing || skipped && self.shown.binary_search(&id).is_err() {
             return;
         }
         match &mut self.state {

@@ -205,6 +205,13 @@ impl Tokenizer {
         self.plain.spelled(text, client)
     }
 
+    /// The ids of the special tokens whose text is as asked, ascending.
+    pub fn special_ids(&self, wanted: impl Fn(&str) -> bool) -> Vec<i32> {
+        let ids = 0..i32::try_from(self.vocab_size()).unwrap_or(i32::MAX);
+        let special = ids.filter(|&id| self.is_special(id));
+        special.filter(|&id| self.id_to_token(id).is_some_and(|token| wanted(&token))).collect()
+    }
+
     /// The texts of all special tokens.
     pub(crate) fn special_texts(&self) -> Vec<String> {
         let added = self.inner.get_added_vocabulary();

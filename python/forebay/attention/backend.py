@@ -50,6 +50,7 @@ class Batch:
     length: Int64s  # [r], on the host: tokens of the row
     offset: Int64s  # [r], on the host: the row's first token
     slots: torch.Tensor  # int64 [r], on the device
+    lengths: torch.Tensor  # int64 [r], on the device: as `length`
     ends: torch.Tensor  # int64 [r], on the device: start + length
     page_table: torch.Tensor  # int32 [slots, pages a slot], on the device
     page_size: int
@@ -64,6 +65,8 @@ class IndexBatch:
     start: Int64s  # [r], on the host
     length: Int64s  # [r], on the host
     slots: torch.Tensor  # int64 [r], on the device
+    lengths: torch.Tensor  # int64 [r], on the device: as `length`
+    ends: torch.Tensor  # int64 [r], on the device: start + length
     page_table: torch.Tensor  # int32 [slots, pages a slot], on the device: pages of index keys
     page_size: int
     page_stride: int

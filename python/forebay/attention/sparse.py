@@ -17,8 +17,8 @@ _NUMBER_BYTES = 32
 """Bytes of a row's number, of what is made of it, and of its mask."""
 _QUERY_COPIES = 4
 """How often a query that is as wide as a row is there at once, its output included."""
-_NO_PAGE = -2
-"""No row's number: who gathers it raises."""
+NO_PAGE = -2
+"""In place of the number of a row whose page is not there: who gathers it raises."""
 
 
 def resolve(
@@ -30,7 +30,7 @@ def resolve(
     """
     index = slots[:, None] * page_table.shape[1] + positions.clamp(min=0) // page_size
     pages = page_table.view(-1).index_select(0, index.view(-1)).view(index.shape).long()
-    rows = (pages * page_stride + positions % page_size).masked_fill_(pages < 0, _NO_PAGE)
+    rows = (pages * page_stride + positions % page_size).masked_fill_(pages < 0, NO_PAGE)
     return rows.masked_fill_(positions == NO_ROW, NO_ROW)
 
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 
 from forebay.attention.backend import Batch, IndexBatch
-from forebay.attention.sparse import resolve
+from forebay.compute.finding import InRows, OnPages, sharing
 from forebay.compute.pieces import Pieces, pieces
 from forebay.compute.rows import Launch
 from forebay.device import Device
@@ -32,8 +30,16 @@ class TorchCompute:
         self.choose_from = None if indexer is None else indexer.top_k
         """The first position whose query keeps less than its whole context; None: there is none."""
 
+        self._sharing = [] if indexer is None else sharing(indexer, model.config.num_hidden_layers)
+
     def logits(self, launch: Launch) -> torch.Tensor:
-        return self._model(self._forward(launch))
+        forward = self._forward(launch)
+        logits = self._model(forward)
+        if launch.found is not None:
+            assert forward.index is not None
+            assert isinstance(forward.index.find, InRows)
+            self._device.copy_out(forward.index.find.counts, launch.found)
+        return logits
 
     def pool(self, launch: Launch) -> torch.Tensor:
         # A decoder without a head gives the states themselves, and causal models pool the last one only.
@@ -48,8 +54,8 @@ class TorchCompute:
         cut = pieces(rows, backend, self.choose_from)
         total = int(cut.length.sum())
         spans = [] if rows.given is None else rows.given.spans(cut.row, cut.start, cut.length)
-        row, starts, lengths, sampled, *given = self._device.copy_in(
-            cut.row, cut.start, cut.length, cut.last[rows.sampling], *map(self._prompts.rows, spans)
+        row, starts, lengths, sampled, sparse, *given = self._device.copy_in(
+            cut.row, cut.start, cut.length, cut.last[rows.sampling], cut.sparse(rows), *map(self._prompts.rows, spans)
         )
 
         slots = launch.inputs.records("rows", ROW_WORDS)[:, 0].index_select(0, row)
@@ -64,6 +70,7 @@ class TorchCompute:
             length=cut.length[: cut.whole],
             offset=cut.offset[: cut.whole],
             slots=slots[: cut.whole],
+            lengths=lengths[: cut.whole],
             ends=(starts + lengths)[: cut.whole],
             page_table=tables.page_table,
             page_size=kv.page_size,
@@ -77,11 +84,18 @@ class TorchCompute:
             writes=pages * stride + positions % kv.page_size,
             prepared=backend.prepare(batch, kv.dtype),
             kv=kv.layers,
-            index=self._index(cut, slots, token_slots, positions),
+            index=self._index(cut, slots, starts, lengths, token_slots, positions, sparse),
         )
 
     def _index(
-        self, cut: Pieces, slots: torch.Tensor, token_slots: torch.Tensor, positions: torch.Tensor
+        self,
+        cut: Pieces,
+        slots: torch.Tensor,
+        starts: torch.Tensor,
+        lengths: torch.Tensor,
+        token_slots: torch.Tensor,
+        positions: torch.Tensor,
+        sparse: torch.Tensor,
     ) -> Index | None:
         """Where index keys go, and what the pieces need whose queries choose; None: the model has no index."""
         tables, kv, indexer = self._tables, self._kv, self._model.config.indexer
@@ -93,16 +107,24 @@ class TorchCompute:
         first, prepared = None, None
         if cut.whole < len(cut.row):
             first = int(cut.offset[cut.whole])
-            start, length = cut.start[cut.whole :], cut.length[cut.whole :]
-            batch = IndexBatch(start, length, slots[cut.whole :], table, size, stride, indexer.top_k)
+            choose = slice(cut.whole, None)
+            batch = IndexBatch(
+                start=cut.start[choose],
+                length=cut.length[choose],
+                slots=slots[choose],
+                lengths=lengths[choose],
+                ends=(starts + lengths)[choose],
+                page_table=table,
+                page_size=size,
+                page_stride=stride,
+                top_k=indexer.top_k,
+            )
             prepared = self._model.backend.prepare_index(batch)
-        find = partial(
-            resolve,
-            slots=token_slots[first:],
-            page_table=tables.page_table,
-            page_size=size,
-            page_stride=kv.main.page_stride,
-        )
+        choosing = token_slots[first:]
+        find: OnPages | InRows = OnPages(tables, kv, choosing)
+        if len(sparse):
+            assert tables.hot is not None
+            find = InRows(tables, tables.hot, kv, choosing, sparse, self._sharing)
         return Index(kv.index_keys, writes, first, prepared, find)
 
 

@@ -34,17 +34,31 @@ class Pieces:
         last[self.row] = self.offset + self.length - 1
         return last
 
+    def sparse(self, rows: Rows) -> Int64s:
+        """Which of the queries that choose are of sparse slots, [u]; each is a row of its own."""
+        if rows.sparse is None:
+            return np.zeros(0, np.int64)
+        found = np.flatnonzero(rows.sparse[self.row])
+        queries: Int64s = self.offset[found] - self.offset[self.whole]
+        return queries
+
 
 def pieces(rows: Rows, backend: AttentionBackend, choose_from: int | None) -> Pieces:
-    """All rows, in the order that suits the backend; queries choose from position `choose_from` on, None: never."""
+    """All rows, in the order that suits the backend; queries choose from position `choose_from` on, None: never.
+
+    Those of sparse slots always do: what is not chosen may not be on the device.
+    """
     ends = rows.start + rows.length
     if choose_from is None:
         order = backend.order(rows.length, ends)
         return Pieces(order, rows.start[order], rows.length[order], len(order))
-    below, above = np.flatnonzero(rows.start < choose_from), np.flatnonzero(ends > choose_from)
+    limit = np.full_like(rows.start, choose_from)
+    if rows.sparse is not None:
+        limit[rows.sparse] = 0
+    below, above = np.flatnonzero(rows.start < limit), np.flatnonzero(ends > limit)
     until = np.minimum(ends[below], choose_from)
     order = backend.order(until - rows.start[below], until)
     row = np.concatenate((below[order], above))
-    start = np.maximum(rows.start[row], choose_from)
+    start = np.maximum(rows.start[row], limit[row])
     start[: len(below)] = rows.start[below[order]]
     return Pieces(row, start, np.concatenate((until[order], ends[above])) - start, len(below))

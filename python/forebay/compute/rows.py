@@ -6,9 +6,11 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from forebay.device import Device
+from forebay.protocol.frames import Int32s
 from forebay.protocol.plan import Plan
 from forebay.state.inputs import Given
 from forebay.state.slots import Int64s
@@ -24,6 +26,7 @@ class Rows:
     length: Int64s  # [r]
     sampling: Int64s  # [s], ascending: those that give a token, or a vector where the model pools
     given: Given | None = None  # those with inputs in the arena; None: there are none
+    sparse: npt.NDArray[np.bool_] | None = None  # [r]: those of sparse slots; None: there are none
     segment: Int64s | None = None  # [r]: where the second text of a pair begins; None: the model knows no pairs
 
 
@@ -33,6 +36,8 @@ class Launch:
 
     rows: Rows
     inputs: StepInputs
+    found: Int32s | None = None
+    """Host memory [4] for where the rows were that sparse slots chose, as a result has it; None: nobody is sparse."""
 
     @classmethod
     def of(cls, rows: Rows, device: Device) -> Launch:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from forebay.attention.backend import AttentionBackend, LatentHeads, LayerKV
+from forebay.attention.hot_rows import Chosen
 from forebay.layers.norm import RMSNorm
 from forebay.layers.ops import Heads, Ops
 from forebay.layers.rotary import Rotation
@@ -23,10 +24,10 @@ class Index:
     first: int | None
     """The first of the tokens that choose; None: all attend to their whole context."""
     prepared: Any  # what the backend prepared for those that choose
-    resolve: Callable[[torch.Tensor], torch.Tensor]
-    """Gives the entries of `LayerKV` that positions [queries, top_k] are at."""
-    chosen: torch.Tensor | None = None
-    """Such entries, for this layer and those behind it."""
+    find: Callable[[int, torch.Tensor], Chosen]
+    """Says where the positions [queries, top_k] are that an indexed layer has chosen."""
+    chosen: Chosen | None = None
+    """For this layer and those behind it."""
 
 
 @dataclass(frozen=True)
@@ -56,10 +57,14 @@ class Step:
         kv = self.kv[layer]
         kv.keys.index_copy_(0, self.writes, rows[:, None])
         chosen = None if self.index is None else self.index.chosen
-        return self.backend.attend_latent(q, rows, up, kv, heads, self.prepared, chosen)
+        if chosen is None:
+            return self.backend.attend_latent(q, rows, up, kv, heads, self.prepared, None)
+        if chosen.missing is not None:
+            chosen.missing.copy(layer, kv.keys[:, 0])
+        return self.backend.attend_latent(q, rows, up, kv, heads, self.prepared, chosen.rows)
 
     def choose(self, number: int, q: torch.Tensor, weights: torch.Tensor) -> None:
         """Has queries [queries, index heads, head_dim] choose by the keys of an indexed layer; `weights` of heads."""
         assert self.index is not None
         positions = self.backend.choose(q, weights, self.index.keys[number], self.index.prepared)
-        self.index.chosen = self.index.resolve(positions)
+        self.index.chosen = self.index.find(number, positions)

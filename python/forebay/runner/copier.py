@@ -9,15 +9,20 @@ import threading
 import time
 from collections import deque
 from contextlib import suppress
+from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
+import torch
 
 from forebay.device import Device, Event
 from forebay.protocol.frames import Int32s
-from forebay.protocol.plan import COPY_SAVE
+from forebay.protocol.plan import COPY_RESTORE_INDEX, COPY_SAVE
 from forebay.protocol.result import COPIED_WORDS, COPY_FAILED, COPY_OK
-from forebay.state.host import HostPool
-from forebay.state.pages import KvPool
+from forebay.state.host import Bytes, HostPool
+from forebay.state.pages import KvPool, Part
+
+_Page = TypeVar("_Page", torch.Tensor, Bytes)
 
 
 class Copier:
@@ -25,19 +30,26 @@ class Copier:
 
     A save waits for the rows of the plan that names it. A restore waits for nothing, and goes before all saves: the
     brain names no page as its target that a plan in flight names, and somebody waits for it.
+
+    Where index pages have the numbers of host pages, a save takes a page's main part from one number and its index part
+    from the other, and each part is restored by itself.
     """
 
     def __init__(self, device: Device, kv: KvPool, host: HostPool, gbps: float | None, checksums: bool) -> None:
         """`gbps`: at most so many GB a second, for tests. `checksums`: of every page, checked."""
         self._device = device
-        self._hot = kv.pieces()
+        self._kv = kv
+        self._parts = [(part, part.pieces()) for part in kv.parts]
         self._host = host
         self._rate = None if gbps is None else gbps * 1e9
         self._checksums = checksums
-        self._bytes = kv.page_bytes
         self._changed = threading.Condition()
-        self._saves: deque[tuple[list[int], Event]] = deque()
-        self._restores: deque[list[int]] = deque()
+        self._saves: deque[tuple[_Copy, Event]] = deque()
+        self._restores: deque[_Copy] = deque()
+        self.saves = 0
+        """Saves that were submitted, and so the number of the last one."""
+        self._saved = 0
+        self._waited_us = 0.0
         self._ended: list[tuple[int, int]] = []
         self._busy_us = [0.0, 0.0]
         self._outstanding = 0
@@ -52,16 +64,28 @@ class Copier:
             os.eventfd_write(self._news, 1)
             return self._plans
 
-    def submit(self, copies: Int32s, after: Event) -> None:
-        """Starts copies `[c, 4]` of a plan whose rows are computed when `after` is reached."""
+    def submit(self, copies: Int32s, spans: Int32s, after: Event) -> None:
+        """Starts copies `[c, 4]` of a plan whose rows are computed when `after` is reached.
+
+        `spans` `[c, 2]` are the first positions of their pages and how many, 0: all; or `[0, 2]`: all of each.
+        """
         with self._changed:
-            for copy in copies.tolist():
-                if copy[1] == COPY_SAVE:
+            for number, words in enumerate(copies.tolist()):
+                copy = _Copy(*words, *(spans[number].tolist() if len(spans) else ()))
+                if copy.direction == COPY_SAVE:
                     self._saves.append((copy, after))
+                    self.saves += 1
                 else:
                     self._restores.append(copy)
             self._outstanding += len(copies)
             self._changed.notify()
+
+    def wait_for_saves(self, number: int) -> None:
+        """Returns when the save of this number has ended, and those before it. Rows wait meanwhile."""
+        begun = time.perf_counter()
+        with self._changed:
+            self._changed.wait_for(lambda: self._saved >= number)
+            self._waited_us += 1e6 * (time.perf_counter() - begun)
 
     def wait(self, us: int, socket: int, plan: int) -> None:
         """Returns when a copy has ended, or none is left, when another plan than `plan` has come, or after `us`.
@@ -75,53 +99,96 @@ class Copier:
                 return
         select.select([self._news, socket], [], [], us / 1e6)
 
-    def report(self) -> tuple[Int32s, Int32s]:
-        """The copies that ended since the last call, `[c, 2]`, and what they took: `[2]`, or `[0]` if nothing."""
+    def report(self) -> tuple[Int32s, Int32s, Int32s]:
+        """What ended since the last call, `[c, 2]`, what that took, `[2]`, and for how long rows waited, `[1]`.
+
+        The last two are `[0]` where that is nothing.
+        """
         with self._changed:
+            waited = int(self._waited_us)
+            self._waited_us -= waited
+            waits = np.array([waited] if waited else [], np.int32)
             if not self._ended:
-                return np.zeros((0, COPIED_WORDS), np.int32), np.zeros(0, np.int32)
+                return np.zeros((0, COPIED_WORDS), np.int32), np.zeros(0, np.int32), waits
             ended, self._ended = self._ended, []
             taken = [int(us) for us in self._busy_us]
             self._busy_us = [us - whole for us, whole in zip(self._busy_us, taken, strict=True)]
             self._outstanding -= len(ended)
-        return np.array(ended, np.int32), np.array(taken, np.int32)
+        return np.array(ended, np.int32), np.array(taken, np.int32), waits
 
-    def _next(self) -> tuple[list[int], Event | None]:
+    def _next(self) -> tuple[_Copy, Event | None]:
         with self._changed:
             self._changed.wait_for(lambda: self._restores or self._saves)
             return (self._restores.popleft(), None) if self._restores else self._saves.popleft()
 
     def _run(self) -> None:
         while True:
-            (ticket, direction, hot, host), after = self._next()
+            copy, after = self._next()
             fine = after is None or _reached(after)
             begun = time.perf_counter()
-            fine = fine and self._copy(direction, hot, host)
+            moves = self._moves(copy)
+            fine = fine and self._copy(copy, moves)
             taken = time.perf_counter() - begun
             if self._rate is not None:
-                time.sleep(max(0.0, self._bytes / self._rate - taken))
+                size = sum(there.nbytes for there, _ in moves)
+                time.sleep(max(0.0, size / self._rate - taken))
                 taken = time.perf_counter() - begun
             with self._changed:
-                self._ended.append((ticket, COPY_OK if fine else COPY_FAILED))
-                self._busy_us[int(direction != COPY_SAVE)] += 1e6 * taken
+                self._ended.append((copy.ticket, COPY_OK if fine else COPY_FAILED))
+                self._busy_us[int(copy.direction != COPY_SAVE)] += 1e6 * taken
+                self._saved += copy.direction == COPY_SAVE
+                self._changed.notify_all()
                 os.eventfd_write(self._news, 1)
 
-    def _copy(self, direction: int, hot: int, host: int) -> bool:
+    def _copy(self, copy: _Copy, moves: list[tuple[torch.Tensor, Bytes]]) -> bool:
         """Copies a page; False if that could not be done."""
+        save = copy.direction == COPY_SAVE
         try:
-            save = direction == COPY_SAVE
-            if not save and self._checksums and not self._host.is_sealed(host):
-                print(f"host page {host} is not as it was saved", file=sys.stderr)
+            if not save and self._checksums and not self._host.is_sealed(copy.host):
+                print(f"host page {copy.host} is not as it was saved", file=sys.stderr)
                 return False
-            at_host = np.split(self._host.pages[host], np.cumsum([piece.shape[1] for piece in self._hot])[:-1])
-            self._device.move([(piece[hot], part) for piece, part in zip(self._hot, at_host, strict=True)], save=save)
+            self._device.move(moves, save=save)
             if save and self._checksums:
-                self._host.seal(host)
+                self._host.seal(copy.host, copy.first, copy.count or self._kv.page_size)
         except Exception as error:
             # The brain computes what can't be copied.
             print(f"a page was not copied: {type(error).__name__}: {error}", file=sys.stderr)
             return False
         return True
+
+    def _moves(self, copy: _Copy) -> list[tuple[torch.Tensor, Bytes]]:
+        """What a copy moves: bytes of the device's memory, each with their place in the host's."""
+        kv, moves, at = self._kv, [], 0
+        for part, pieces in self._parts:
+            is_index = part is kv.index
+            number = copy.host if is_index and kv.backed else copy.hot
+            restored = not kv.backed or is_index == (copy.direction == COPY_RESTORE_INDEX)
+            for piece in pieces:
+                at_host = self._host.pages[copy.host, at : at + piece.shape[1]]
+                at += len(at_host)
+                if copy.direction == COPY_SAVE or restored:
+                    moves.append((self._rows(piece[number], part, copy), self._rows(at_host, part, copy)))
+        return moves
+
+    def _rows(self, page: _Page, part: Part, copy: _Copy) -> _Page:
+        """Those bytes of a page that a copy is of: in each layer the positions follow one another."""
+        if not copy.count:
+            return page
+        layers = part.page_stride // self._kv.page_size
+        positions = slice(copy.first, copy.first + copy.count)
+        return page.reshape(layers, self._kv.page_size, -1)[:, positions]
+
+
+@dataclass(frozen=True)
+class _Copy:
+    """As in a plan."""
+
+    ticket: int
+    direction: int
+    hot: int
+    host: int
+    first: int = 0
+    count: int = 0
 
 
 def _reached(event: Event) -> bool:

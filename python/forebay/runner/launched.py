@@ -16,14 +16,14 @@ from forebay.protocol.frames import Float32s, Int32s
 from forebay.protocol.result import COPIED_WORDS, ROW_NOT_FINITE, StepResult
 from forebay.state.slots import Int64s
 
-Copied: TypeAlias = Callable[[], tuple[Int32s, Int32s]]
-"""Gives a result's columns `copied` and `copy_timing`."""
+Copied: TypeAlias = Callable[[], tuple[Int32s, Int32s, Int32s]]
+"""Gives a result's columns `copied`, `copy_timing` and `copy_wait_us`."""
 
 
-NO_COPIES = np.zeros((0, COPIED_WORDS), np.int32), np.zeros(0, np.int32)
+NO_COPIES = np.zeros((0, COPIED_WORDS), np.int32), np.zeros(0, np.int32), np.zeros(0, np.int32)
 
 
-def no_copies() -> tuple[Int32s, Int32s]:
+def no_copies() -> tuple[Int32s, Int32s, Int32s]:
     """Of a hand without a host tier."""
     return NO_COPIES
 
@@ -45,9 +45,11 @@ class NoColumns:
 class TokenColumns:
     """Of a step whose rows sample."""
 
-    def __init__(self, ask: Ask, sampling: Int64s, device: Device) -> None:
+    def __init__(self, ask: Ask, sampling: Int64s, found: Int32s | None, device: Device) -> None:
+        """`found`: of the step's `Launch`."""
         self._sampling = sampling
         self._sampled = SampledColumns(ask, device)
+        self._found = found
 
     def fill(self, sampled: Sampled) -> None:
         """For work."""
@@ -55,6 +57,8 @@ class TokenColumns:
 
     def report(self, result: StepResult) -> None:
         result.tokens = self._sampled.tokens
+        if self._found is not None:
+            result.sparse_rows = self._found
         _not_finite(result.row_errors, self._sampling, self._sampled.finite)
         logprobs = self._sampled.logprobs()
         if logprobs is not None:
@@ -105,7 +109,7 @@ class Launched:
         self.columns.report(result)
         timing = self.ended.since(self.begun), self.begun.since(self.before)
         result.timing = np.array(timing, np.int32)
-        result.copied, result.copy_timing = self.copied()
+        result.copied, result.copy_timing, result.copy_wait_us = self.copied()
         self.release()
         return result
 

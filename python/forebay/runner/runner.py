@@ -16,13 +16,13 @@ from forebay.compute.choose import Choice
 from forebay.compute.encoder import check_whole
 from forebay.compute.rows import Compute, Launch, Pooler, Rows
 from forebay.compute.sampler import Ask, Sampler
-from forebay.device import Event, open_device
+from forebay.device import Event, host_array, open_device
 from forebay.layers.decoder import Decoder
 from forebay.layers.params import Parameters, Report
 from forebay.models import registry
 from forebay.models.bert import Bert
 from forebay.protocol.frames import Int32s
-from forebay.protocol.plan import FLAG_POOL, FLAG_SAMPLE, SLOT_WORDS, Plan, SlotWord
+from forebay.protocol.plan import FLAG_POOL, FLAG_SAMPLE, NO_PAGE, SLOT_WORDS, Plan, SlotWord
 from forebay.protocol.result import ROW_OK, StepResult
 from forebay.runner.copier import Copier
 from forebay.runner.kept import KeptWeights
@@ -30,8 +30,10 @@ from forebay.runner.launched import Columns, Copied, Launched, NoColumns, TokenC
 from forebay.runner.measured import largest_plans, telling_of_memory
 from forebay.state.config import DTYPES, ConfigError, RunnerConfig
 from forebay.state.host import HostPool, host_page_count
+from forebay.state.hot_rows import HotRows
 from forebay.state.inputs import PromptRows
-from forebay.state.pages import KvPool, page_count
+from forebay.state.pages import KvPool
+from forebay.state.sizes import Sizes
 from forebay.state.slots import Int64s, PlanError, SlotTables
 from forebay.state.staging import StepInputs
 from forebay.weights.encoder_config import EncoderConfig
@@ -82,55 +84,68 @@ class ModelRunner:
             self.model = self._build(matrices=self._kept is None or self._kept.stored is None)
             self.weight_bytes = self._weight_bytes()
             """Bytes of the weights as they are computed with, also before they are loaded."""
-            self._set_up(self._page_count(available))
-        self.host_pages = 0
-        """Pages of the host's tier; 0 without one."""
-        self._copier = self._open_host(host)
+            self._make_pages(self._sizes(available))
+            pool = self._open_host(host)
+            self._make_tables(self._hot_rows(pool))
+        if pool is not None:
+            self._copier = Copier(self.device, self.kv, pool, config.copy_gbps, config.kv_checksum)
 
-    def _set_up(self, pages: int) -> None:
-        """Makes pages, tables, and what computes with them."""
-        config, model, device = self.config, self.model_config, self.device
+    def _make_pages(self, sizes: Sizes) -> None:
+        config, model = self.config, self.model_config
         kept = None if isinstance(model, EncoderConfig) else model
-        self.kv = KvPool(kept, pages, config.page_size, config.dtype, device)
-        self.tables = SlotTables(config, model.vocab_size, device)
-        self.prompts = PromptRows(self._arena, self.tables, model.hidden_size, config.dtype)
-        self._sampler = Sampler(self.tables, model.vocab_size, self._ops, device)
+        self.kv = KvPool(kept, sizes.pages, config.page_size, config.dtype, self.device, sizes.index_pages)
+
+    def _make_tables(self, hot: HotRows | None) -> None:
+        """Makes the slots' tables, and what computes with them and the pages."""
+        config, vocabulary, device = self.config, self.model_config.vocab_size, self.device
+        self.tables = SlotTables(config, vocabulary, device, hot)
+        self.prompts = PromptRows(self._arena, self.tables, self.model_config.hidden_size, config.dtype)
+        self._sampler = Sampler(self.tables, vocabulary, self._ops, device)
         self._ended = device.event()
 
-    def _page_count(self, available: int) -> int:
+    def _sizes(self, available: int) -> Sizes:
         """Pages that there is memory for beside weights and steps; `available` was free before the model was made."""
         if isinstance(self.model_config, EncoderConfig):
-            return 0
+            return Sizes(0, None)
         self._tell_formats(self.model.params)
         taken = self.weight_bytes
         if self.config.max_total_tokens is None:
             taken += self.device.measure(self._do_largest_steps)
-        return page_count(self.config, self.model_config, available, taken)
+        return Sizes.of(self.config, self.model_config, available, taken)
 
     def _do_largest_steps(self) -> None:
         """Does the steps that take most memory, with weights of 0, and lets go of what was made for that."""
         self.model.params.clear()
-        self._set_up(1)
+        self._make_pages(Sizes(1, None))
+        self._make_tables(None)
         for plan in largest_plans(self.config, self._flag):
             self.step(plan)
         for made in ("kv", "tables", "prompts", "_sampler", "_compute", "_pooler"):
             self.__dict__.pop(made, None)
 
-    def _open_host(self, host: HostMemory | None) -> Copier | None:
+    def _open_host(self, host: HostMemory | None) -> HostPool | None:
         """The host's tier, if the brain wants one."""
         config = self.config
         # What is taken where devices and the host have one memory.
         left = self.device.host_bytes(self.weight_bytes + self.kv.nbytes)
-        pages = host_page_count(config, self.kv, left)
+        self.host_pages = pages = host_page_count(config, self.kv, left)
+        """Pages of the host's tier; 0 without one."""
         if pages == 0:
             return None
         if host is None:
             raise ConfigError("a host tier without memory for it")
-        self.host_pages = pages
-        pool = HostPool(host.descriptor, pages, self.kv.page_bytes)
         self._socket = host.socket
+        pool = HostPool(host.descriptor, pages, self.kv.page_bytes, config.page_size)
         self.device.share(pool.pages)
-        return Copier(self.device, self.kv, pool, config.copy_gbps, config.kv_checksum)
+        return pool
+
+    def _hot_rows(self, pool: HostPool | None) -> HotRows | None:
+        """The tables of sparse slots, if there may be any."""
+        if not self.config.hot_rows:
+            return None
+        assert pool is not None
+        assert not isinstance(self.model_config, EncoderConfig)
+        return HotRows(self.config, self.model_config, self.kv.page_count, pool.rows(self.kv), self.device)
 
     def _build(self, *, matrices: bool) -> Decoder | Bert:
         """The model, its weights allocated; without `matrices` only what is no matrix."""
@@ -220,6 +235,7 @@ class ModelRunner:
             tokens=np.zeros(length, np.int32),
             page_writes=np.zeros((1, 3), np.int32),
             rows=np.array([[0, 0, length, self._flag]], np.int32),
+            host_writes=np.zeros((0 if self.tables.hot is None else 1, 3), np.int32),
         )
         self._warm(plan)
         if self._flag == FLAG_SAMPLE:
@@ -248,6 +264,7 @@ class ModelRunner:
             "device": self.device.name,
             "host_page_count": self.host_pages,
             "page_bytes": self.kv.page_bytes,
+            "hot_row_tokens": self.config.row_pages * self.config.page_size,
         }
 
     def _dtype_name(self) -> str:
@@ -265,6 +282,8 @@ class ModelRunner:
         """
         device = self.device
         with device.launching():
+            if len(plan.rows) and self._copier is not None:
+                self._wait_for_saves(self._copier)
             begun = device.event()
             inputs = StepInputs(plan, device)
             writes = self.tables.read(plan, self._arena)
@@ -276,22 +295,36 @@ class ModelRunner:
         release = partial(self._reuse, plan)
         return Launched(plan.step, len(plan.rows), columns, before, begun, self._ended, release, copied)
 
+    def _wait_for_saves(self, copier: Copier) -> None:
+        """For measurements: has the next rows wait for saves, or waits itself."""
+        if self.config.kv_save_order == "inline":
+            copier.wait_for_saves(copier.saves)
+        elif self.config.kv_save_order == "fence":
+            self.device.queue(partial(copier.wait_for_saves, copier.saves))
+
     def _start_copies(self, plan: Plan, copier: Copier, behind: Event) -> Copied:
         number = copier.next_plan()
         if len(plan.copies):
-            pages, host_pages = self.kv.page_count, self.host_pages
-            if plan.copies[:, 2].max() >= pages or plan.copies[:, 3].max() >= host_pages:
-                raise PlanError(f"a copy outside of {pages} pages and {host_pages} of the host")
-            copier.submit(plan.copies, behind)
+            self._check_copies(plan)
+            copier.submit(plan.copies, plan.copy_spans, behind)
         if not plan.wait_us.size:
             return copier.report
         us, socket = int(plan.wait_us[0]), self._socket
 
-        def wait() -> tuple[Int32s, Int32s]:
+        def wait() -> tuple[Int32s, Int32s, Int32s]:
             copier.wait(us, socket, number)
             return copier.report()
 
         return wait
+
+    def _check_copies(self, plan: Plan) -> None:
+        pages, host_pages, size = self.kv.page_count, self.host_pages, self.config.page_size
+        if plan.copies[:, 2].max() >= pages or plan.copies[:, 3].max() >= host_pages:
+            raise PlanError(f"a copy outside of {pages} pages and {host_pages} of the host")
+        if self.tables.hot is None and plan.copies[:, 2].min() == NO_PAGE:
+            raise PlanError("a copy of index keys alone, where they have no page of their own")
+        if len(plan.copy_spans) and plan.copy_spans.astype(np.int64).sum(1).max() > size:
+            raise PlanError(f"a copy of positions outside of a page of {size}: {plan.copy_spans.tolist()}")
 
     def _reuse(self, plan: Plan) -> None:
         self.device.reuse(plan.body)
@@ -306,10 +339,13 @@ class ModelRunner:
         given = self.prompts.given(slot, start)
         if self._flag == FLAG_POOL:
             return self._queue_pooled(Rows(slot, start, length, np.flatnonzero(flags), given), inputs)
-        rows = Rows(slot, start, length, np.flatnonzero(flags), given)
+        hot = self.tables.hot
+        sparse = None if hot is None else hot.check_rows(slot, length)
+        found: Int32s | None = None if sparse is None else host_array(self.device, (4,), np.int32)
+        rows = Rows(slot, start, length, np.flatnonzero(flags), given, sparse)
         ask = self._sampler.ask(slot[rows.sampling], ends[rows.sampling])
-        columns = TokenColumns(ask, rows.sampling, self.device)
-        self.device.queue(partial(self._sample, Launch(rows, inputs), ask, columns))
+        columns = TokenColumns(ask, rows.sampling, found, self.device)
+        self.device.queue(partial(self._sample, Launch(rows, inputs, found), ask, columns))
         return columns
 
     def _queue_pooled(self, rows: Rows, inputs: StepInputs) -> Columns:

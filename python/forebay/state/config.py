@@ -15,6 +15,9 @@ from forebay.weights.quantization import QUANTIZATIONS
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 LOAD_FORMATS = ("auto", "dummy")
+SAVE_ORDERS = ("behind", "fence", "inline")
+MOST_HOT_ROWS = 32767
+"""Their numbers are stored in 16 bits."""
 
 
 class ConfigError(ValueError):
@@ -49,6 +52,9 @@ class RunnerConfig:
     host_share: float
     copy_gbps: float | None
     kv_checksum: bool
+    hot_row_tokens: int | None
+    sparse_top_k: int | None
+    kv_save_order: str
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> RunnerConfig:
@@ -63,6 +69,7 @@ class RunnerConfig:
         if config.load_format not in LOAD_FORMATS:
             raise ConfigError(f"load format {config.load_format!r} is not supported: use {' or '.join(LOAD_FORMATS)}")
         config._check_quantization()
+        config._check_sparse()
         sizes = ("page_size", "slots", "context_length", "chunked_prefill_size", "max_running_requests")
         if min(values[name] for name in sizes) < 1:
             raise ConfigError(f"{', '.join(sizes)} must be at least 1")
@@ -80,6 +87,43 @@ class RunnerConfig:
             raise ConfigError(f"quantization {wanted} is for models that generate, not for those that pool")
         if wanted == "gguf" and (self.model["format"] != "gguf" or self.load_format == "dummy"):
             raise ConfigError("quantization gguf computes with the blocks of a GGUF file, and none is loaded")
+
+    def _check_sparse(self) -> None:
+        if self.kv_save_order not in SAVE_ORDERS:
+            raise ConfigError(f"save order {self.kv_save_order!r} is not supported: use {' or '.join(SAVE_ORDERS)}")
+        if self.hot_row_tokens is None:
+            return
+        model = self.model_config
+        if isinstance(model, EncoderConfig) or model.indexer is None:
+            raise ConfigError(
+                "sparse decoding from host memory is for models that choose positions by an index, "
+                f"and {model.architecture} reads all of them"
+            )
+        top_k, wanted = model.indexer.top_k, self.sparse_top_k
+        if wanted not in (None, top_k):
+            raise ConfigError(f"sparse decoding with a top-k of {wanted}: the model chooses {top_k} positions")
+        if not top_k <= self.hot_rows <= MOST_HOT_ROWS:
+            raise ConfigError(
+                f"{self.hot_rows} hot rows are not supported: use {top_k}, as many as the model chooses, "
+                f"to {MOST_HOT_ROWS}"
+            )
+        if self.host_bytes is None and self.host_ratio is None and self.host_pages is None:
+            raise ConfigError("sparse decoding from host memory needs a host tier")
+
+    @property
+    def hot_rows(self) -> int:
+        """Rows of the device that a sparse slot keeps at least; 0: no slot is ever sparse."""
+        if self.hot_row_tokens is None:
+            return 0
+        model = self.model_config
+        assert not isinstance(model, EncoderConfig)
+        assert model.indexer is not None
+        return self.hot_row_tokens or 2 * model.indexer.top_k
+
+    @property
+    def row_pages(self) -> int:
+        """Pages that the hot rows of a sparse slot take."""
+        return -(-self.hot_rows // self.page_size)
 
     @property
     def model_config(self) -> ModelConfig | EncoderConfig:

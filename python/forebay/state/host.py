@@ -13,6 +13,7 @@ import zlib
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from forebay.state.config import ConfigError, RunnerConfig
 from forebay.state.pages import KvPool
@@ -20,6 +21,26 @@ from forebay.state.pages import KvPool
 CHECKSUM_BYTES = 4
 
 Bytes = npt.NDArray[np.uint8]
+
+
+def asked_pages(config: RunnerConfig, pages: int, page_bytes: int) -> int:
+    """Pages of the host's tier as the brain asks for them, beside so many of the device; 0: for none.
+
+    Raises `ConfigError` where that is less than a page of `page_bytes`.
+    """
+    if config.host_pages is not None:
+        # What an earlier hand was given: its blocks are there.
+        return config.host_pages
+    if config.host_bytes is not None:
+        asked = config.host_bytes // page_bytes
+    elif config.host_ratio is not None:
+        asked = int(config.host_ratio * pages)
+    else:
+        return 0
+    if asked < 1:
+        wanted = f"{config.host_ratio} of the pages" if config.host_bytes is None else f"{config.host_bytes} bytes"
+        raise ConfigError(f"a host tier of {wanted} holds no page of {page_bytes} bytes")
+    return asked
 
 
 def host_page_count(config: RunnerConfig, kv: KvPool, available_bytes: int) -> int:
@@ -32,18 +53,10 @@ def host_page_count(config: RunnerConfig, kv: KvPool, available_bytes: int) -> i
         return 0
     if not kv.layers:
         raise ConfigError("the model keeps no keys and values, so a host tier has nothing to hold: leave it off")
+    pages = asked_pages(config, kv.page_count, kv.page_bytes)
     if config.host_pages is not None:
-        # What an earlier hand was given: its blocks are there.
-        return config.host_pages
-    if config.host_bytes is not None:
-        pages = config.host_bytes // kv.page_bytes
-    else:
-        assert config.host_ratio is not None
-        pages = int(config.host_ratio * kv.page_count)
+        return pages
     size = pages * kv.page_bytes
-    if pages < 1:
-        wanted = f"{config.host_ratio} of the pages" if config.host_bytes is None else f"{config.host_bytes} bytes"
-        raise ConfigError(f"a host tier of {wanted} holds no page of {kv.page_bytes} bytes")
     most = int(config.host_share * available_bytes)
     if size > most:
         raise ConfigError(
@@ -57,17 +70,35 @@ def host_page_count(config: RunnerConfig, kv: KvPool, available_bytes: int) -> i
 class HostPool:
     """The host's pages, `[pages, page_bytes]` of bytes, in the brain's memory."""
 
-    def __init__(self, descriptor: int, pages: int, page_bytes: int) -> None:
+    def __init__(self, descriptor: int, pages: int, page_bytes: int, page_size: int) -> None:
         """Maps the file behind `descriptor`, which stays the caller's; it grows if it is too small."""
         size = pages * (page_bytes + CHECKSUM_BYTES)
         if os.fstat(descriptor).st_size < size:
             os.ftruncate(descriptor, size)
         mapped = np.frombuffer(mmap.mmap(descriptor, size, flags=mmap.MAP_SHARED), np.uint8)
         self.pages: Bytes = mapped[: pages * page_bytes].reshape(pages, page_bytes)
+        self._page_size = page_size
+        self._parts: dict[int, set[int]] = {}
         self._checksums = mapped[pages * page_bytes :].view(np.uint32)
 
-    def seal(self, page: int) -> None:
-        """Notes the checksum of a page."""
+    def rows(self, kv: KvPool) -> list[torch.Tensor]:
+        """The main part of all pages as rows, `[pages, page_size, width]` a layer, where it is one pool of rows."""
+        (pool,) = kv.main.pools
+        layers = kv.main.page_stride // kv.page_size
+        elements = kv.main.page_bytes // pool.itemsize
+        main = torch.from_numpy(self.pages).view(pool.dtype)[:, :elements]
+        return list(main.unflatten(1, (layers, kv.page_size, -1)).unbind(1))
+
+    def seal(self, page: int, first: int, count: int) -> None:
+        """Notes the checksum of a page of which these positions were saved, once all were since its first one."""
+        if count < self._page_size:
+            saved = self._parts.setdefault(page, set())
+            if first == 0:
+                saved.clear()
+            saved.update(range(first, first + count))
+            if len(saved) < self._page_size:
+                return
+        self._parts.pop(page, None)
         self._checksums[page] = zlib.crc32(self.pages[page].data)
 
     def is_sealed(self, page: int) -> bool:

@@ -71,22 +71,36 @@ class KvPool:
     """
 
     def __init__(
-        self, model: ModelConfig | None, pages: int, page_size: int, dtype: torch.dtype, device: Device
+        self,
+        model: ModelConfig | None,
+        pages: int,
+        page_size: int,
+        dtype: torch.dtype,
+        device: Device,
+        index_pages: int | None = None,
     ) -> None:
-        """`model` None: a pool of nothing, for a model that keeps nothing."""
+        """`model` None: a pool of nothing, for a model that keeps nothing.
+
+        `index_pages`: pages of the index part that have numbers of their own. Then the main part has one page more, for
+        what is written and never read: it begins at entry `nowhere`.
+        """
         self.page_size = page_size
         self.dtype = dtype
         self.layers: list[LayerKV] = []
         self.index_keys: list[torch.Tensor] = []
         """One an indexed layer, [entries, head_dim]; none without an index."""
         self.main = Part((), pages, 0, page_size)
+        self.backed = index_pages is not None
+        """Whether index pages have the numbers of pages of the host's tier."""
         self.index: Part | None = None
         """None: queries attend to their whole context."""
         if model is None:
             return
         layers, attention = model.num_hidden_layers, model.attention
         if isinstance(attention, Latent):
-            self.main, rows = _rows(pages, layers, page_size, attention.position_elements, dtype, device)
+            self.main, rows = _rows(
+                pages, layers, page_size, attention.position_elements, dtype, device, index_pages is not None
+            )
             # Rows are one head's keys, and its values are their first elements.
             keys = [of_layer[:, None] for of_layer in rows]
             self.layers = [LayerKV(of_layer, of_layer[..., : attention.rank]) for of_layer in keys]
@@ -97,7 +111,13 @@ class KvPool:
             self.main = Part(pools, pages, sum(pool.nbytes for pool in pools) // pages, page_size)
         if model.indexer is not None:
             indexed, width = len(model.indexer.layers), model.indexer.head_dim
-            self.index, self.index_keys = _rows(pages, indexed, page_size, width, dtype, device)
+            count = pages if index_pages is None else index_pages
+            self.index, self.index_keys = _rows(count, indexed, page_size, width, dtype, device)
+
+    @property
+    def nowhere(self) -> int:
+        """The first entry of each layer behind its pages."""
+        return self.page_count * self.main.page_stride
 
     @property
     def parts(self) -> list[Part]:
@@ -119,18 +139,22 @@ class KvPool:
         """Bytes of all pages."""
         return sum(part.page_count * part.page_bytes for part in self.parts)
 
-    def pieces(self) -> list[torch.Tensor]:
-        """`Part.pieces` of all parts in turn."""
-        return [piece for part in self.parts for piece in part.pieces()]
-
 
 def _rows(
-    pages: int, layers: int, page_size: int, width: int, dtype: torch.dtype, device: Device
+    pages: int,
+    layers: int,
+    page_size: int,
+    width: int,
+    dtype: torch.dtype,
+    device: Device,
+    one_more: bool = False,
 ) -> tuple[Part, list[torch.Tensor]]:
     """A pool `[pages, layers, page_size, width]`, and each layer's rows of it, [entries, width].
 
-    A layer's rows begin at those of page 0, so that entries are the same for all layers.
+    A layer's rows begin at those of page 0, so that entries are the same for all layers. `one_more`: behind the pages
+    there is another that is none of them.
     """
-    pool = device.zeros((pages * layers * page_size, width), dtype)
-    part = Part((pool,), pages, layers * page_size * width * dtype.itemsize, layers * page_size)
+    stride = layers * page_size
+    pool = device.zeros(((pages + one_more) * stride, width), dtype)
+    part = Part((pool[: pages * stride],), pages, stride * width * dtype.itemsize, stride)
     return part, [pool[layer * page_size :] for layer in range(layers)]

@@ -11,18 +11,16 @@ import torch
 from forebay.device import Device
 from forebay.protocol.frames import Float32s, Int32s
 from forebay.protocol.plan import PAGE_WRITE_WORDS, SLOT_WORDS, Plan, SlotFloat, SlotWord
+from forebay.state.checks import PlanError, within
 from forebay.state.config import RunnerConfig
 from forebay.state.counts import Int64s, Recount, TokenCounts, ragged
+from forebay.state.hot_rows import HotRows
 from forebay.state.staging import StepInputs
 
 __all__ = ["Int64s", "PlanError", "SlotTables", "Writes", "penalised", "ragged"]
 
 
 _NO_IDS = np.zeros(0, np.int32)
-
-
-class PlanError(ValueError):
-    """A plan that names what does not exist: the brain and the hand disagree about the tables."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +31,8 @@ class Writes:
     from_arena: tuple[Int64s, Int32s] | None  # entries of the token pool, and the tokens that they get
     pages: bool  # whether the plan writes to page tables
     recount: Recount | None
+    slots: bool = False  # whether there are new slots
+    backing: bool = False  # whether the plan writes pages of the host's tier, or of hot rows
 
 
 class SlotTables:
@@ -42,8 +42,10 @@ class SlotTables:
     What the host decides for a step comes from what it has read so far. Work uses no table of the host.
     """
 
-    def __init__(self, config: RunnerConfig, vocabulary: int, device: Device) -> None:
+    def __init__(self, config: RunnerConfig, vocabulary: int, device: Device, hot: HotRows | None = None) -> None:
+        """`hot` None: no slot is ever sparse."""
         self._device = device
+        self.hot = hot
         self.slots = config.slots
         self.context_length = config.context_length
         self.pages_per_slot = config.pages_per_slot
@@ -54,8 +56,8 @@ class SlotTables:
         self.page_table = torch.full(
             (config.slots, self.pages_per_slot), -1, dtype=torch.int32, device=device.torch_device
         )
-        # Both parts of a page have one number.
-        self.index_page_table = self.page_table
+        # Where no slot is ever sparse, both parts of a page have one number.
+        self.index_page_table = self.page_table if hot is None else hot.host_table
         self.counts = TokenCounts(config.slots, vocabulary, device)
         self.prompt_len = np.zeros(config.slots, np.int32)
         self.segment = np.zeros(config.slots, np.int32)
@@ -81,23 +83,27 @@ class SlotTables:
         Raises `PlanError`.
         """
         slots, pages = len(plan.slots) > 0, len(plan.page_writes) > 0
-        if not slots and not pages:
+        backing = len(plan.host_writes) > 0 or len(plan.hot_rows) > 0
+        if not slots and not pages and not backing:
             return None
         if pages:
-            _within(plan.page_writes[:, 0], self.slots, "page write: slot")
-            _within(plan.page_writes[:, 1], self.pages_per_slot, "page write: index")
+            within(plan.page_writes[:, 0], self.slots, "page write: slot")
+            within(plan.page_writes[:, 1], self.pages_per_slot, "page write: index")
         if not slots:
-            return Writes(0, None, pages, None)
+            self._read_backing(plan)
+            return Writes(0, None, pages, None, backing=backing)
         slot = plan.slots[:, SlotWord.SLOT].astype(np.int64)
         counts = plan.slots[:, SlotWord.TOKEN_COUNT].astype(np.int64)
-        _within(slot, self.slots, "new slot: slot")
+        within(slot, self.slots, "new slot: slot")
         if len(set(slot.tolist())) < len(slot):
             raise PlanError(f"new slots {slot.tolist()} are not each another")
-        _within(counts, self.stride + 1, "new slot: token count")
+        within(counts, self.stride + 1, "new slot: token count")
+        self._read_backing(plan)
         self._read_parameters(plan, slot)
         self._read_ragged(plan, slot)
         from_arena = self._from_arena(plan.slots, slot, counts, arena)
-        return Writes(len(plan.tokens), from_arena, pages, self._recount(slot, counts))
+        recount = self._recount(slot, counts)
+        return Writes(len(plan.tokens), from_arena, pages, recount, slots=True, backing=backing)
 
     def write(self, writes: Writes, inputs: StepInputs) -> None:
         """Overwrites the device's part of new slots, and page table entries. For work."""
@@ -107,15 +113,27 @@ class SlotTables:
         if writes.from_arena is not None:
             entries, tokens = self._device.copy_in(*writes.from_arena)
             pool.index_copy_(0, entries, tokens)
+        if self.hot is not None and writes.slots:
+            self.hot.clear(inputs, self.page_table)
         if writes.pages:
             slot, index, page = inputs.column("page_writes").view(-1, PAGE_WRITE_WORDS).unbind(1)
             self.page_table.view(-1).index_copy_(0, slot.long() * self.pages_per_slot + index, page)
+        if self.hot is not None and writes.backing:
+            self.hot.write(inputs)
         if writes.recount is not None:
             self.counts.write(writes.recount, self.token_pool)
 
     def forget_pages(self) -> None:
         """Has no slot name a page. For work."""
         self.page_table.fill_(-1)
+        if self.hot is not None:
+            self.hot.forget_pages()
+
+    def _read_backing(self, plan: Plan) -> None:
+        if self.hot is not None:
+            self.hot.read(plan)
+        elif len(plan.host_writes) or len(plan.hot_rows):
+            raise PlanError("pages of the host's tier in a plan for slots that are never sparse")
 
     def _inline_entries(self, inputs: StepInputs, total: int) -> torch.Tensor:
         """Entries of the token pool, int64 [total], that the plan's own tokens are for. For work."""
@@ -210,8 +228,3 @@ def penalised(floats: Float32s) -> npt.NDArray[np.bool_]:
         | (floats[:, SlotFloat.FREQUENCY_PENALTY] != 0)
     )
     return on
-
-
-def _within(values: Int64s | Int32s, limit: int, what: str) -> None:
-    if values.min() < 0 or values.max() >= limit:
-        raise PlanError(f"{what} {int(values.min())}..{int(values.max())} is not within 0..{limit}")

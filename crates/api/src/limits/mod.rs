@@ -38,10 +38,10 @@ pub const PAIR_BYTES: usize = 16 << 20;
 pub const LOGPROBS: u8 = 20;
 /// Most messages of a conversation.
 pub const MESSAGES: usize = 4096;
-/// Most JSON values that are kept as such: messages, their parts, and the elements of `tool_calls` and `chat_template_kwargs`. The
+/// Most JSON values that are kept as such: messages, their parts, and the elements of `tools`, `tool_calls` and `chat_template_kwargs`. The
 /// template sees a copy of each, so one costs some hundred bytes.
 pub const VALUES: usize = 16_384;
-/// Deepest nesting of `tool_calls` and `chat_template_kwargs`.
+/// Deepest nesting of `tools`, `tool_calls` and `chat_template_kwargs`.
 pub const DEPTH: usize = 32;
 /// Most ids of `/detokenize`.
 pub const IDS: usize = 1 << 18;
@@ -53,6 +53,18 @@ pub const WORD_BYTES: usize = 256;
 pub const ROUTING_KEY_BYTES: usize = 512;
 /// Longest cache salt, in bytes.
 pub const CACHE_SALT_BYTES: usize = 256;
+/// Most names of parameters that nothing reads: they are told to the client.
+pub const UNREAD: usize = 32;
+/// Parameters that ask nothing of a server of this kind: they are about the client's own accounts and stores. They are read over without a word.
+pub const INERT: &[&str] = &[
+    "user",
+    "metadata",
+    "store",
+    "service_tier",
+    "safety_identifier",
+    "prompt_cache_key",
+    "prompt_cache_retention",
+];
 /// Longest string that is accepted where none is expected: the error shows it.
 pub const SHOWN_BYTES: usize = 64;
 

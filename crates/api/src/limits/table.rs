@@ -9,6 +9,7 @@ use crate::chat::ChatRequest;
 use crate::completions::CompletionRequest;
 use crate::embeddings::EmbeddingRequest;
 use crate::generate::GenerateRequest;
+use crate::llama::LlamaRequest;
 use crate::rerank::{RerankRequest, ScoreRequest};
 use crate::tokenize::{DetokenizeRequest, TokenizeRequest};
 
@@ -26,13 +27,16 @@ pub const ROUTES: &[RouteLimits] = &[
     RouteLimits { path: "/v1/chat/completions", params: ChatRequest::PARAMS },
     RouteLimits { path: "/v1/completions", params: CompletionRequest::PARAMS },
     RouteLimits { path: "/generate", params: GenerateRequest::PARAMS },
+    RouteLimits { path: "/completion", params: LlamaRequest::PARAMS },
     RouteLimits { path: "/v1/embeddings", params: EmbeddingRequest::PARAMS },
+    RouteLimits { path: "/pooling", params: EmbeddingRequest::PARAMS },
     RouteLimits { path: "/rerank", params: RerankRequest::PARAMS },
     RouteLimits { path: "/v1/rerank", params: RerankRequest::PARAMS },
     RouteLimits { path: "/v2/rerank", params: RerankRequest::PARAMS },
     RouteLimits { path: "/score", params: ScoreRequest::PARAMS },
     RouteLimits { path: "/v1/score", params: ScoreRequest::PARAMS },
     RouteLimits { path: "/tokenize", params: TokenizeRequest::PARAMS },
+    RouteLimits { path: "/apply-template", params: TokenizeRequest::PARAMS },
     RouteLimits { path: "/detokenize", params: DetokenizeRequest::PARAMS },
 ];
 
@@ -44,6 +48,9 @@ impl Limited for CompletionRequest {
 }
 impl Limited for GenerateRequest {
     const PARAMS: Params = &[GENERATE];
+}
+impl Limited for LlamaRequest {
+    const PARAMS: Params = &[LLAMA];
 }
 impl Limited for EmbeddingRequest {
     const PARAMS: Params = &[EMBEDDING, POOLING];
@@ -91,6 +98,7 @@ const CONVERSATION: &[Param] = &[
     flag("add_generation_prompt"),
     flag("continue_final_message"),
     param("chat_template_kwargs", Bound::Tree),
+    param("tools", Bound::Tree),
 ];
 
 pub(super) const MESSAGE: &[Param] = &[
@@ -98,6 +106,8 @@ pub(super) const MESSAGE: &[Param] = &[
     param("content", Bound::Content(&[PART])),
     text("name", WORD_BYTES),
     param("reasoning_content", Bound::Prompt),
+    param("reasoning", Bound::Prompt),
+    param("thinking", Bound::Prompt),
     param("tool_calls", Bound::Tree),
     text("tool_call_id", WORD_BYTES),
 ];
@@ -108,8 +118,12 @@ const CHAT: &[Param] = &[
     count("max_completion_tokens", 1),
     flag("logprobs"),
     number("top_logprobs", 0.0, LOGPROBS as f64),
-    ignored("tools"),
-    ignored("tool_choice"),
+    param("tool_choice", Bound::Tree),
+    flag("parallel_tool_calls"),
+    text("reasoning_effort", WORD_BYTES),
+    flag("enable_thinking"),
+    flag("include_reasoning"),
+    flag("separate_reasoning"),
     ignored("functions"),
     ignored("function_call"),
     param("modalities", Bound::Strings { count: 16, each: WORD_BYTES, total: 16 * WORD_BYTES }),
@@ -133,7 +147,7 @@ const COMPLETION: &[Param] = &[
 /// What OpenAI's two dialects share, beside [`NUMBERS`] and [`LISTS`].
 const OPENAI: &[Param] = &[
     text("model", NAME_BYTES),
-    count("max_tokens", 1),
+    count("max_tokens", 0),
     count("min_tokens", 0),
     param("allowed_token_ids", Bound::Ids(ALLOWED_IDS)),
     flag("include_stop_str_in_output"),
@@ -145,6 +159,8 @@ const OPENAI: &[Param] = &[
     text("cache_salt", CACHE_SALT_BYTES),
     number("routed_dp_rank", i64::MIN as f64, i64::MAX as f64),
     number("data_parallel_rank", i64::MIN as f64, i64::MAX as f64),
+    flag("return_token_ids"),
+    flag("return_tokens_as_token_ids"),
     param("response_format", Bound::Object(&[RESPONSE_FORMAT])),
     ignored("guided_json"),
     ignored("guided_regex"),
@@ -161,6 +177,9 @@ const OPENAI: &[Param] = &[
     ignored("truncate_prompt_tokens"),
     ignored("use_beam_search"),
     ignored("lora_path"),
+    ignored("stop_regex"),
+    ignored("grammar"),
+    ignored("custom_logit_processor"),
     ignored("kv_transfer_params"),
 ];
 
@@ -222,7 +241,7 @@ const GENERATE: &[Param] = &[
 
 /// Sampling parameters that only the native dialect names so.
 const SAMPLING: &[Param] = &[
-    count("max_new_tokens", 1),
+    count("max_new_tokens", 0),
     count("min_new_tokens", 0),
     number("sampling_seed", i64::MIN as f64, i64::MAX as f64),
     flag("no_stop_trim"),
@@ -232,6 +251,31 @@ const SAMPLING: &[Param] = &[
     ignored("structural_tag"),
     ignored("stop_regex"),
     ignored("custom_params"),
+];
+
+const LLAMA: &[Param] = &[
+    param("prompt", Bound::Prompts(PROMPTS)),
+    number("n_predict", i64::MIN as f64, i64::MAX as f64),
+    number("temperature", 0.0, ANY),
+    number("top_k", -1.0, i32::MAX as f64),
+    number("top_p", ABOVE_0, 1.0),
+    number("min_p", 0.0, 1.0),
+    number("repeat_penalty", 1e-3, 1e3),
+    number("presence_penalty", -2.0, 2.0),
+    number("frequency_penalty", -2.0, 2.0),
+    number("seed", i64::MIN as f64, i64::MAX as f64),
+    param("stop", Bound::Strings { count: STOPS, each: STOP_BYTES, total: STOP_BYTES }),
+    flag("ignore_eos"),
+    param("logit_bias", Bound::Tree),
+    number("n_probs", 0.0, LOGPROBS as f64),
+    flag("stream"),
+    flag("return_tokens"),
+    flag("cache_prompt"),
+    text("cache_salt", CACHE_SALT_BYTES),
+    ignored("grammar"),
+    ignored("json_schema"),
+    ignored("image_data"),
+    ignored("lora"),
 ];
 
 /// What the routes of models that pool share.
@@ -249,6 +293,7 @@ const EMBEDDING: &[Param] = &[
     count("dimensions", 1),
     flag("normalize"),
     flag("add_special_tokens"),
+    text("task", WORD_BYTES),
 ];
 
 const RERANK: &[Param] = &[
@@ -260,16 +305,32 @@ const RERANK: &[Param] = &[
 
 pub(super) const DOCUMENT: &[Param] = &[param("text", Bound::Prompt)];
 
+/// One or many texts.
+const fn texts(name: &'static str) -> Param {
+    param(name, Bound::Strings { count: INPUTS, each: usize::MAX, total: usize::MAX })
+}
+
 const SCORE: &[Param] = &[
-    param("text_1", Bound::Strings { count: INPUTS, each: usize::MAX, total: usize::MAX }),
-    param("text_2", Bound::Strings { count: INPUTS, each: usize::MAX, total: usize::MAX }),
+    texts("text_1"),
+    texts("text_2"),
+    texts("queries"),
+    texts("documents"),
+    texts("data_1"),
+    texts("data_2"),
+    texts("query"),
+    texts("items"),
+    flag("use_activation"),
+    ignored("label_token_ids"),
 ];
 
 const TOKENIZE: &[Param] = &[
     text("model", NAME_BYTES),
-    param("prompt", Bound::Prompt),
+    param("prompt", Bound::Strings { count: PROMPTS, each: usize::MAX, total: usize::MAX }),
+    param("content", Bound::Prompt),
     flag("add_special_tokens"),
+    flag("add_special"),
     flag("return_token_strs"),
+    flag("with_pieces"),
 ];
 
 const DETOKENIZE: &[Param] = &[text("model", NAME_BYTES), param("tokens", Bound::Ids(IDS))];
@@ -324,6 +385,7 @@ mod tests {
         compare::<ChatRequest>(ChatRequest::PARAMS);
         compare::<CompletionRequest>(CompletionRequest::PARAMS);
         compare::<GenerateRequest>(GenerateRequest::PARAMS);
+        compare::<LlamaRequest>(LlamaRequest::PARAMS);
         compare::<EmbeddingRequest>(EmbeddingRequest::PARAMS);
         compare::<RerankRequest>(RerankRequest::PARAMS);
         compare::<ScoreRequest>(ScoreRequest::PARAMS);

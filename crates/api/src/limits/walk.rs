@@ -1,11 +1,12 @@
-//! A walk over a body along the table, which allocates nothing.
+//! A walk over a body along the table, which allocates nothing but names that nothing reads.
 
 use std::fmt;
 
 use serde::de::{DeserializeSeed, Deserializer, Error, IgnoredAny, MapAccess, SeqAccess, Visitor};
 
-use super::{Bound, DEPTH, Param, Params, SHOWN_BYTES, VALUES};
+use super::{Bound, DEPTH, INERT, Param, Params, SHOWN_BYTES, UNREAD, VALUES, cut};
 use crate::error::ApiError;
+use crate::inert::Inert;
 
 /// Longest key of `logit_bias`, in bytes: the error shows it.
 const KEY_BYTES: usize = SHOWN_BYTES;
@@ -19,12 +20,12 @@ pub struct Weight {
     pub embeds: usize,
 }
 
-/// Checks a body against `params`. What is no JSON is left to the parser, up to
+/// Checks a body against `params`; gives what it weighs, and the names of what nothing reads. What is no JSON is left to the parser, up to
 /// which everything is within its limits.
 ///
 /// # Errors
 /// [`ApiError::Invalid`] with the first parameter that is over its limit.
-pub(crate) fn check(body: &str, params: Params) -> Result<Weight, ApiError> {
+pub(crate) fn check(body: &str, params: Params) -> Result<(Weight, Vec<String>), ApiError> {
     let mut walk = Walk::default();
     let mut deserializer = serde_json::Deserializer::from_str(body);
     let walked = At { bound: Bound::Object(params), depth: 0, walk: &mut walk };
@@ -41,13 +42,17 @@ pub(crate) fn check(body: &str, params: Params) -> Result<Weight, ApiError> {
             let param = if param.is_empty() { "body".to_owned() } else { param };
             Err(ApiError::Invalid { reason: format!("`{param}`: {reason}"), param })
         }
-        _ => Ok(walk.weight),
+        _ => Ok((walk.weight, walk.unread)),
     }
 }
 
 #[derive(Default)]
 struct Walk {
     weight: Weight,
+    /// Names of what nothing reads, at most [`UNREAD`].
+    unread: Vec<String>,
+    /// The object that is being walked, where it is not the body.
+    within: Vec<&'static str>,
     failure: Option<Failure>,
 }
 
@@ -68,6 +73,22 @@ impl Walk {
         E::custom("over a limit")
     }
 
+    /// Notes a name that nothing reads and whose value asks for something.
+    fn note_unread(&mut self, name: &str) {
+        let Self { unread, within, .. } = self;
+        if unread.len() >= UNREAD || within.is_empty() && INERT.contains(&name) {
+            return;
+        }
+        let mut path = within.join(".");
+        if !path.is_empty() {
+            path.push('.');
+        }
+        path.push_str(&cut(name, SHOWN_BYTES));
+        if !unread.contains(&path) {
+            unread.push(path);
+        }
+    }
+
     /// Notes where a failure has come from.
     fn on_way<T, E>(&mut self, result: Result<T, E>, step: Step) -> Result<T, E> {
         if let (Err(_), Some(failure)) = (&result, &mut self.failure) {
@@ -82,7 +103,7 @@ impl Walk {
             return Ok(());
         }
         Err(self.fail(format!(
-            "messages, content parts, `tool_calls` and `chat_template_kwargs` have at most {VALUES} values together"
+            "messages, content parts, `tools`, `tool_calls` and `chat_template_kwargs` have at most {VALUES} values together"
         )))
     }
 }
@@ -236,13 +257,20 @@ impl<'de> Visitor<'de> for At<'_> {
     fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Seen, A::Error> {
         match self.bound {
             Bound::Object(params) | Bound::Objects(_, params) | Bound::Documents(_, params) => {
-                while let Some(param) = map.next_key_seed(Key(params))? {
-                    let Some(param) = param else {
-                        map.next_value::<IgnoredAny>()?;
-                        continue;
+                while let Some(name) = map.next_key_seed(Key(params))? {
+                    let param = match name {
+                        Name::Known(param) => param,
+                        Name::Other(name) => {
+                            if map.next_value::<Inert>()?.asks() {
+                                self.walk.note_unread(&name);
+                            }
+                            continue;
+                        }
                     };
+                    self.walk.within.push(param.name);
                     let at = At { bound: param.bound, depth: 0, walk: self.walk };
                     let seen = map.next_value_seed(at);
+                    self.walk.within.pop();
                     self.walk.on_way(seen, Step::Name(param.name))?;
                 }
             }
@@ -299,11 +327,18 @@ fn range(least: f64, most: f64) -> String {
     if most >= f64::from(i32::MAX) { above } else { format!("{above} and at most {most}") }
 }
 
-/// The parameter that a key names, if it is known.
+/// Tells which parameter a key names.
 struct Key(Params);
 
+/// What a key names.
+enum Name {
+    Known(&'static Param),
+    /// Nothing that is read; of a long one the beginning.
+    Other(String),
+}
+
 impl<'de> DeserializeSeed<'de> for Key {
-    type Value = Option<&'static Param>;
+    type Value = Name;
 
     fn deserialize<D: Deserializer<'de>>(self, deserializer: D) -> Result<Self::Value, D::Error> {
         deserializer.deserialize_identifier(self)
@@ -311,13 +346,14 @@ impl<'de> DeserializeSeed<'de> for Key {
 }
 
 impl Visitor<'_> for Key {
-    type Value = Option<&'static Param>;
+    type Value = Name;
 
     fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("the name of a parameter")
     }
 
     fn visit_str<E>(self, name: &str) -> Result<Self::Value, E> {
-        Ok(self.0.iter().flat_map(|group| group.iter()).find(|param| param.name == name))
+        let found = self.0.iter().flat_map(|group| group.iter()).find(|param| param.name == name);
+        Ok(found.map_or_else(|| Name::Other(cut(name, SHOWN_BYTES).into_owned()), Name::Known))
     }
 }

@@ -336,7 +336,7 @@ fn engine_gone() -> ApiError {
 
 fn reason_label(end: &End) -> &'static str {
     match end {
-        End::Eos(_) | End::Token(_) | End::Text(_) => "stop",
+        End::Eos(_) | End::Token(_) | End::Text(_) | End::Call => "stop",
         End::Length => "length",
         End::Error(ApiError::Aborted) => "abort",
         End::Error(_) => "error",

@@ -12,7 +12,7 @@ use crate::engine::Engine;
 use crate::mailbox::{self, Sent};
 use crate::metrics::Timeline;
 use crate::outlet::Chunk;
-use crate::speller::Speller;
+use crate::speller::{Found, Speller};
 
 /// Bytes, about, that are gathered for a chunk, whatever interval was asked for.
 const MOST_GATHERED: usize = 64 << 10;
@@ -112,16 +112,16 @@ impl Stream {
         if let Some(admission) = output.admission {
             self.delta.cached_tokens = Some(admission.cached_tokens);
         }
-        let mut matched = None;
+        let mut found = None;
         if let Some(token) = output.token {
             let ends = matches!(output.finish, Some(FinishReason::Stop { .. }));
-            let (fresh, text) = (&mut scratch.fresh, &mut self.delta.text);
-            matched = self.speller.push(token.id, ends, fresh, text);
+            let (fresh, parts) = (&mut scratch.fresh, &mut self.delta.parts);
+            found = self.speller.push(token.id, ends, fresh, parts);
             self.delta.tokens.push(token.id);
             self.delta.logprobs.push(token.logprobs.as_deref().unwrap_or_default());
         }
         let end = match output.finish {
-            _ if matched.is_some() => None,
+            _ if found.is_some() => None,
             None => None,
             Some(FinishReason::Stop { token }) if self.eos.contains(&token) => {
                 Some(End::Eos(token))
@@ -132,9 +132,15 @@ impl Stream {
             Some(FinishReason::Error(error)) => Some(End::Error(request_error(&error))),
         };
         if end.is_some() {
-            matched = self.speller.finish(&mut scratch.fresh, &mut self.delta.text);
+            let complete = matches!(end, Some(End::Eos(_) | End::Token(_)));
+            found = self.speller.finish(complete, &mut scratch.fresh, &mut self.delta.parts);
         }
-        self.delta.end = matched.map(|index| End::Text(self.speller.stop(index))).or(end);
+        self.delta.end = match found {
+            Some(Found::Stop(index)) => Some(End::Text(self.speller.stop(index))),
+            Some(Found::Call) => Some(End::Call),
+            None => end,
+        };
+        self.delta.called = self.delta.end.is_some() && self.speller.has_called();
     }
 }
 

@@ -96,13 +96,13 @@ impl Intake {
         }
     }
 
-    /// Parses a body, where nobody waits for it if it is large.
+    /// Parses a body, where nobody waits for it if it is large; gives the names of what nothing reads too.
     pub(crate) async fn parse<T>(
         &self,
         body: Pieces,
         limit: BodyLimit,
         charge: &Arc<Charge>,
-    ) -> Result<T, ApiError>
+    ) -> Result<(T, Vec<String>), ApiError>
     where
         T: DeserializeOwned + Limited + Send + 'static,
     {
@@ -146,7 +146,11 @@ impl Intake {
     }
 }
 
-fn parse_body<T>(body: Pieces, limit: BodyLimit, charge: &Charge) -> Result<T, ApiError>
+fn parse_body<T>(
+    body: Pieces,
+    limit: BodyLimit,
+    charge: &Charge,
+) -> Result<(T, Vec<String>), ApiError>
 where
     T: DeserializeOwned + Limited,
 {
@@ -158,7 +162,7 @@ where
     let parsed = parse_request::<T>(&body, fits)?;
     let Weight { values, embeds } = parsed.weight;
     charge.read(body.len().saturating_sub(embeds), embeds, values)?;
-    Ok(parsed.request)
+    Ok((parsed.request, parsed.unread))
 }
 
 fn no_memory(error: io::Error) -> ApiError {

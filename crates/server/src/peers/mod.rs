@@ -193,6 +193,10 @@ impl Encoder for Tagged {
         self.encoder.end(tally, out)
     }
 
+    fn is_said_done(&self) -> bool {
+        self.encoder.is_said_done()
+    }
+
     fn resumable(&self) -> bool {
         true
     }

@@ -7,13 +7,13 @@ use axum::extract::State;
 use axum::response::Response;
 use forebay_api::{
     ApiError, Completion, CompletionChoice, CompletionLogprobs, CompletionPrompts,
-    CompletionRequest, ErrorBody, Limits, Prompt, PromptEmbeds,
+    CompletionRequest, ErrorBody, Limits, Prompt, PromptEmbeds, TokenOutput,
 };
 use forebay_text::{TextError, Tokenizer};
 use serde_json::{Map, Value};
 
-use super::stop_reason;
-use crate::call::{Call, Submission, Terms, finish_reason};
+use super::{matched_stop, stop_reason, token_name};
+use crate::call::{Call, Submission, Terms};
 use crate::delta::{Delta, Logprobs};
 use crate::limits::{self, Upload};
 use crate::outlet::Encoder;
@@ -51,9 +51,10 @@ pub(crate) async fn completions(
     let mut generation = valid.generation;
     routing.fill(&mut generation);
     let skip_special = generation.skip_special_tokens;
-    let n = generation.n as usize;
-    let tokenizer = generation.sampling.logprobs.map(|_| state.text.tokenizer().clone());
-    let terms = Terms::new(generation, &state.model.eos, model_limits);
+    // Of each prompt's choices `n` are returned.
+    let (made, n) = (generation.n as usize, valid.n as usize);
+    let tokenizer = valid.with_logprobs.then(|| state.text.tokenizer().clone());
+    let terms = Arc::new(Terms::new(generation, &state.model.eos, model_limits));
     let mut echoes = Vec::new();
     let submissions = match valid.prompts {
         CompletionPrompts::Prompts(prompts) => {
@@ -67,9 +68,9 @@ pub(crate) async fn completions(
             let special = valid.add_special_tokens;
             let encoded =
                 encode_prompts(&state.text, prompts, special, most, "prompt", &charge).await?;
-            let submissions = encoded
-                .into_iter()
-                .map(|ids| Submission::new(ids, Arc::clone(&terms), model_limits, "prompt"));
+            let submissions = encoded.into_iter().map(|ids| {
+                Submission::new(&state, ids, Arc::clone(&terms), model_limits, "prompt")
+            });
             submissions.collect::<Result<Vec<_>, _>>()?
         }
         CompletionPrompts::Embeds(embeds) => embedded(&state, embeds, &terms, model_limits).await?,
@@ -77,10 +78,16 @@ pub(crate) async fn completions(
     let echoes = echo_texts(&state, echoes, &submissions, skip_special).await?;
     drop(charge);
 
-    let mut states: Vec<ChoiceState> = echoes
-        .into_iter()
-        .flat_map(|echo| std::iter::repeat_n(echo, n))
-        .map(|echo| ChoiceState { echo, tokenizer: tokenizer.clone(), ..ChoiceState::default() })
+    let prompts = echoes.into_iter().zip(&submissions);
+    let mut states: Vec<ChoiceState> = prompts
+        .flat_map(|(echo, submission)| std::iter::repeat_n((echo, &submission.prompt), n))
+        .map(|(echo, prompt)| ChoiceState {
+            echo,
+            tokenizer: tokenizer.clone(),
+            tokens: valid.tokens,
+            prompt: valid.tokens.ids.then(|| Arc::clone(prompt)),
+            ..ChoiceState::default()
+        })
         .collect();
     let name = peer.name("cmpl-");
     let (id, streamed) = (&name.id, valid.streaming.is_some());
@@ -92,7 +99,7 @@ pub(crate) async fn completions(
         let encoder = CompletionEncoder { chunks, states };
         return sse::stream(&state, call, encoder, wire, (&peer, &name));
     }
-    let deltas = call.collect().await?;
+    let deltas = most_likely(call.collect().await?, made, n);
     let choices = (0..).zip(deltas).zip(&mut states);
     Ok(reply::ok(&Completion {
         id: name.id,
@@ -104,6 +111,30 @@ pub(crate) async fn completions(
             .collect(),
         usage: call.tally().usage(),
     }))
+}
+
+/// Of each prompt's `made` choices the `n` whose tokens are the most likely on average, the best first. Where all are returned they stay in order.
+fn most_likely(deltas: Vec<Delta>, made: usize, n: usize) -> Vec<Delta> {
+    if made == n {
+        return deltas;
+    }
+    let mean = |delta: &Delta| {
+        let (count, sum) =
+            delta.logprobs.iter().fold((0_u32, 0.0), |(count, sum), ((_, logprob), _)| {
+                (count + 1, sum + f64::from(logprob))
+            });
+        if count == 0 { f64::NEG_INFINITY } else { sum / f64::from(count) }
+    };
+    let mut kept = Vec::with_capacity(deltas.len() / made.max(1) * n);
+    let mut deltas = deltas.into_iter().peekable();
+    while deltas.peek().is_some() {
+        let mut group: Vec<(f64, Delta)> =
+            deltas.by_ref().take(made.max(1)).map(|delta| (mean(&delta), delta)).collect();
+        // Of equals the first stays first.
+        group.sort_by(|(a, _), (b, _)| b.total_cmp(a));
+        kept.extend(group.into_iter().take(n).map(|(_, delta)| delta));
+    }
+    kept
 }
 
 /// Puts embeddings where the hand finds them. What does not fit the context is refused before it takes room from others.
@@ -123,7 +154,7 @@ async fn embedded(
     let submissions = placed.into_iter().map(|(rows, embeds)| {
         // The tokens only say how many positions there are.
         let tokens = vec![0; rows as usize];
-        let submission = Submission::new(tokens, Arc::clone(terms), limits, PARAM)?;
+        let submission = Submission::new(state, tokens, Arc::clone(terms), limits, PARAM)?;
         Ok(Submission { embeds: Some(embeds), ..submission })
     });
     submissions.collect()
@@ -167,22 +198,29 @@ struct ChoiceState {
     offset: u32,
     /// To write log-probabilities with, where they are asked for.
     tokenizer: Option<Arc<Tokenizer>>,
+    tokens: TokenOutput,
+    /// The prompt's ids, where they are still to be sent.
+    prompt: Option<Arc<[i32]>>,
     /// The chunk of a text alone.
     plain: Option<Cut>,
 }
 
 impl ChoiceState {
     fn choice(&mut self, index: u32, delta: &mut Delta) -> CompletionChoice {
+        let text = delta.parts.as_content().unwrap_or_default();
         let text = match self.echo.take() {
-            Some(echo) => [&*echo, &delta.text].concat(),
-            None => delta.text.clone(),
+            Some(echo) => [&*echo, text].concat(),
+            None => text.to_owned(),
         };
         CompletionChoice {
             index,
             text,
             logprobs: self.logprobs(&delta.logprobs),
-            finish_reason: delta.end.as_ref().and_then(finish_reason),
+            finish_reason: delta.finish_reason(),
             stop_reason: delta.end.as_ref().and_then(stop_reason),
+            matched_stop: delta.end.as_ref().and_then(matched_stop),
+            prompt_token_ids: self.prompt.take().map(|ids| ids.to_vec()),
+            token_ids: self.tokens.ids.then(|| delta.tokens.clone()),
         }
     }
 
@@ -194,10 +232,10 @@ impl ChoiceState {
             lists.text_offset.push(self.offset);
             self.offset += characters(&text);
             lists.token_logprobs.push(sampled.1);
-            lists.tokens.push(text);
+            lists.tokens.push(token_name(tokenizer, sampled.0, self.tokens));
             let mut likely = Map::new();
             for &(id, logprob) in top.iter().chain([&sampled]) {
-                let text = tokenizer.token_text(id);
+                let text = token_name(tokenizer, id, self.tokens);
                 likely.entry(text).or_insert_with(|| shortest(logprob));
             }
             lists.top_logprobs.push(likely);
@@ -224,18 +262,20 @@ impl Encoder for CompletionEncoder {
         out: &mut Vec<u8>,
     ) -> serde_json::Result<()> {
         let state = &mut self.states[index as usize];
-        let silent = delta.text.is_empty() && delta.logprobs.is_empty() && state.echo.is_none();
+        let silent = delta.parts.is_empty() && delta.logprobs.is_empty() && state.echo.is_none();
+        let silent = silent && !state.tokens.ids;
         if silent && delta.end.is_none() {
             return Ok(());
         }
         let is_plain = delta.end.is_none() && state.echo.is_none() && state.tokenizer.is_none();
+        let is_plain = is_plain && !state.tokens.ids;
         if is_plain {
             if state.plain.is_none() {
                 let empty = state.choice(index, &mut Delta::default());
                 state.plain = self.chunks.cut(&empty, "text")?;
             }
             if let Some(plain) = &state.plain {
-                return plain.write(&delta.text, out);
+                return plain.write(delta.parts.as_content().unwrap_or_default(), out);
             }
         }
         let choice = state.choice(index, delta);
@@ -297,10 +337,10 @@ mod tests {
             ..ChoiceState::default()
         };
         let mut first = Delta {
-            text: "né".into(),
             logprobs: logprobs(&[&[(the, -1.0), (dog, -0.5)], &[(dog, -2.0), (dog, -2.0)]]),
             ..Delta::default()
         };
+        first.parts.content("né");
         let choice = state.choice(0, &mut first);
         assert_eq!(choice.text, "pné");
         let lists = choice.logprobs.unwrap();

@@ -5,13 +5,14 @@ use std::time::Instant;
 use axum::extract::State;
 use axum::response::Response;
 use forebay_api::{
-    ApiError, Embedding, EmbeddingRequest, EmbeddingResponse, ErrorBody, PoolingUsage,
+    ApiError, Embedding, EmbeddingRequest, EmbeddingResponse, ErrorBody, PoolingData,
+    PoolingResponse, PoolingUsage,
 };
 
 use super::random_hex;
 use crate::limits::{self, Upload};
 use crate::peers::Peer;
-use crate::pooling::{Form, Place, PooledCall, encode_inputs, form};
+use crate::pooling::{Form, Place, PooledCall, PoolingTask, encode_inputs, form, scores};
 use crate::reply::{self, Failure};
 use crate::routing::Routing;
 use crate::state::{Shared, now};
@@ -65,6 +66,64 @@ pub(crate) async fn embeddings(
             .map_err(|error| ApiError::Internal { reason: error.to_string(), code: None })?);
     }
     Ok(write())
+}
+
+/// Gives what the model makes of texts, vectors or scores, as vLLM's route of this name does.
+#[utoipa::path(
+    post,
+    path = "/pooling",
+    request_body = EmbeddingRequest,
+    responses(
+        (status = 200, description = "A vector, or a list of one score, for each input", body = PoolingResponse),
+        (status = "default", description = "An error", body = ErrorBody),
+    ),
+)]
+pub(crate) async fn pooling(
+    State(state): State<Shared>,
+    peer: Peer,
+    routing: Routing,
+    body: Upload,
+) -> Result<Response, Failure> {
+    let arrived = Instant::now();
+    let (request, charge) = limits::read::<EmbeddingRequest>(body, &state).await?;
+    let name = state.model_name(request.model.as_deref())?;
+    let model = state.pooled_model()?;
+    let fits: &[&str] = match model.task {
+        PoolingTask::Embed => &["embed", "encode"],
+        PoolingTask::Score => &["score", "classify"],
+    };
+    if let Some(task) = request.task.as_deref().filter(|task| !fits.contains(task)) {
+        let reason = format!("`task`: the model does {}, and not {task}", fits[0]);
+        return Err(ApiError::invalid("task", reason).into());
+    }
+    let model_limits = state.admit()?;
+    let valid = request.validate(model_limits, model.size, model.normalize)?;
+    let most = model_limits.context_length as usize;
+    let (special, cut) = (valid.add_special_tokens, valid.truncate);
+    let inputs =
+        encode_inputs(&state.text, valid.prompts, special, cut, most, "input", &charge).await?;
+    drop(charge);
+    let id = format!("pool-{}", random_hex());
+    let (priority, cache_salt) = (valid.priority, valid.cache_salt);
+    let place = Place { param: "input", priority, cache_salt, preference: routing.0 };
+    let call =
+        PooledCall::start(&state, model, inputs, model_limits, place, arrived, &peer).await?;
+    let mut call = call.named(&id);
+    let vectors = call.collect().await?;
+    let vectors: Vec<Box<[f32]>> = match model.task {
+        PoolingTask::Embed => vectors,
+        PoolingTask::Score => {
+            scores(&vectors, model.sigmoid).into_iter().map(|score| [score].into()).collect()
+        }
+    };
+    let normalize = valid.normalize && model.task == PoolingTask::Embed;
+    let wanted = Form { dimensions: valid.dimensions, normalize, format: valid.format };
+    let data = vectors.into_iter().enumerate();
+    let data = data
+        .map(|(index, vector)| PoolingData { index, object: "pooling", data: form(vector, wanted) })
+        .collect();
+    let usage = call.usage();
+    Ok(reply::ok(&PoolingResponse { id, object: "list", created: now(), model: name, data, usage }))
 }
 
 fn response(

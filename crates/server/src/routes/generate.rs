@@ -49,7 +49,7 @@ pub(crate) async fn generate(
     let valid = request.validate(&state.model.defaults, model_limits)?;
     let terms = valid.generations.into_iter().map(|mut generation| {
         routing.fill(&mut generation);
-        Terms::new(generation, &state.model.eos, model_limits)
+        Arc::new(Terms::new(generation, &state.model.eos, model_limits))
     });
     let terms: Vec<Arc<Terms>> = terms.collect();
     let mut prompts = Vec::with_capacity(valid.items.len());
@@ -76,7 +76,7 @@ pub(crate) async fn generate(
     let submissions = encoded
         .into_iter()
         .zip(terms_of)
-        .map(|(ids, terms)| Submission::new(ids, terms, model_limits, param));
+        .map(|(ids, terms)| Submission::new(&state, ids, terms, model_limits, param));
     let submissions = submissions.collect::<Result<Vec<_>, _>>()?;
 
     let mut name = peer.name("");
@@ -129,7 +129,7 @@ impl Accumulated {
         let has_top = tokens().any(|(_, top)| !top.is_empty());
         GenerateOutput {
             index,
-            text: self.total.text.clone(),
+            text: self.total.parts.as_content().unwrap_or_default().to_owned(),
             output_ids: self.total.tokens.clone(),
             meta_info: GenerateMeta {
                 id: self.id.clone(),
@@ -141,7 +141,7 @@ impl Accumulated {
                         Some(GenerateFinish::Stop { matched: StopReason::Text(text.clone()) })
                     }
                     End::Length => Some(GenerateFinish::Length { length: usage.completion_tokens }),
-                    End::Error(_) => None,
+                    End::Call | End::Error(_) => None,
                 }),
                 prompt_tokens: usage.prompt_tokens,
                 completion_tokens: usage.completion_tokens,

@@ -1,5 +1,6 @@
 //! Models, health, metrics and what else is asked about the server itself.
 
+use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
@@ -175,8 +176,8 @@ async fn one_token(state: &Shared, limits: Limits, arrived: Instant) -> Result<(
         serde_json::from_value(request).map_err(|error| reply::unwritable(error).0)?;
     let mut submissions = Vec::new();
     for generation in request.validate(&state.model.defaults, limits)?.generations {
-        let terms = Terms::new(generation, &state.model.eos, limits);
-        submissions.push(Submission::new(vec![token], terms, limits, "input_ids")?);
+        let terms = Arc::new(Terms::new(generation, &state.model.eos, limits));
+        submissions.push(Submission::new(state, vec![token], terms, limits, "input_ids")?);
     }
     let call = Call::start(state, submissions, false, arrived, &Peer::default()).await?;
     let mut call = call.named("health");
@@ -269,6 +270,21 @@ pub(super) fn internal_state(replica: &ReplicaReport) -> Value {
         dispatched: replica.load.dispatched,
         stats: replica.stats,
     })
+}
+
+/// Shows the tokenizer's configuration, with the chat template that is used.
+#[utoipa::path(
+    get,
+    path = "/tokenizer_info",
+    responses((status = 200, description = "What tokenizer_config.json says", body = Object)),
+)]
+pub(crate) async fn tokenizer_info(State(state): State<Shared>) -> Response {
+    let mut info = state.model.tokenizer_config.clone();
+    if let Some(template) = state.text.template() {
+        info.insert("chat_template".to_owned(), Value::from(template.source()));
+    }
+    info.entry("tokenizer_class").or_insert_with(|| "PreTrainedTokenizerFast".into());
+    reply::ok(&info)
 }
 
 /// The prefix cache is empty.

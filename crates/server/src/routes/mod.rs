@@ -5,6 +5,7 @@ mod completions;
 mod embeddings;
 mod generate;
 pub(crate) mod info;
+mod llama;
 mod loads;
 mod openapi;
 mod replicas;
@@ -17,7 +18,8 @@ use axum::http::{HeaderName, HeaderValue, Method, Uri};
 use axum::middleware::{Next, from_fn, from_fn_with_state};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
-use forebay_api::{ApiError, StopReason};
+use forebay_api::{ApiError, StopReason, TokenOutput};
+use forebay_text::Tokenizer;
 use tower::ServiceExt;
 use tower::util::option_layer;
 
@@ -25,6 +27,7 @@ use crate::access::{check_access, check_type};
 use crate::client::KeyId;
 use crate::delta::End;
 use crate::guard;
+use crate::ignored;
 use crate::peers::blocks::blocks;
 use crate::peers::{is_router, not_a_router, talk};
 use crate::reply::Failure;
@@ -40,10 +43,14 @@ pub(crate) fn router(state: Shared) -> Router {
         .route("/v1/chat/completions", post(chat::chat_completions))
         .route("/v1/completions", post(completions::completions))
         .route("/generate", post(generate::generate))
+        .route("/completion", post(llama::completion))
+        .route("/apply-template", post(llama::apply_template))
+        .route("/slots", get(llama::slots))
         .route_layer(from_fn_with_state(state.clone(), check_generator));
     let keyed = Router::new()
         .merge(generating)
         .route("/v1/embeddings", post(embeddings::embeddings))
+        .route("/pooling", post(embeddings::pooling))
         .route("/rerank", post(rerank::rerank))
         .route("/v1/rerank", post(rerank::rerank))
         .route("/v2/rerank", post(rerank::rerank))
@@ -53,6 +60,7 @@ pub(crate) fn router(state: Shared) -> Router {
         .route("/v1/models/{*id}", get(info::model))
         .route("/tokenize", post(tokenize::tokenize))
         .route("/detokenize", post(tokenize::detokenize))
+        .route("/tokenizer_info", get(info::tokenizer_info))
         .route("/health_generate", get(info::health_generate))
         .layer(from_fn_with_state(state.clone(), talk))
         .layer(from_fn_with_state(state.clone(), check_key));
@@ -87,6 +95,7 @@ pub(crate) fn router(state: Shared) -> Router {
         .method_not_allowed_fallback(method_not_allowed)
         .layer(option_layer(cors))
         .layer(from_fn_with_state(state.clone(), check_access))
+        .layer(from_fn(ignored::tell))
         .layer(from_fn(contain))
         .layer(from_fn(name_request));
     let root = state.config.root_path.clone();
@@ -215,8 +224,21 @@ fn stop_reason(end: &End) -> Option<StopReason> {
     match end {
         End::Token(id) => Some(StopReason::Token(*id)),
         End::Text(text) => Some(StopReason::Text(text.clone())),
-        End::Eos(_) | End::Length | End::Error(_) => None,
+        End::Eos(_) | End::Length | End::Call | End::Error(_) => None,
     }
+}
+
+/// SGLang's `matched_stop`: what ended the text, end-of-sequence too.
+fn matched_stop(end: &End) -> Option<StopReason> {
+    match end {
+        End::Eos(id) => Some(StopReason::Token(*id)),
+        end => stop_reason(end),
+    }
+}
+
+/// How log-probabilities name a token.
+fn token_name(tokenizer: &Tokenizer, id: i32, output: TokenOutput) -> String {
+    if output.as_ids { format!("token_id:{id}") } else { tokenizer.token_text(id) }
 }
 
 #[cfg(test)]

@@ -125,7 +125,7 @@ async fn score_pairs(
     let mut call = call.named(id);
     let vectors = call.collect().await?;
     let found = match model.task {
-        PoolingTask::Score => scores(&vectors, model.sigmoid),
+        PoolingTask::Score => scores(&vectors, model.sigmoid && !pairs.raw),
         PoolingTask::Embed => {
             let (first, second) = vectors.split_at(pairs.first.len());
             let partner = |index| first.get(index).unwrap_or(&first[0]);

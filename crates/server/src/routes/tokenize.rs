@@ -3,8 +3,8 @@
 use axum::extract::State;
 use axum::response::Response;
 use forebay_api::{
-    ApiError, DetokenizeRequest, DetokenizeResponse, ErrorBody, Prompt, TokenizeInput,
-    TokenizeRequest, TokenizeResponse,
+    ApiError, DetokenizeRequest, DetokenizeResponse, ErrorBody, Prompt, TokenPiece, TokenPieces,
+    TokenizeInput, TokenizeRequest, TokenizeResponse, TokenizedTexts,
 };
 
 use crate::limits::{self, Upload};
@@ -33,21 +33,33 @@ pub(crate) async fn tokenize(
     state.model_name(request.model.as_deref())?;
     let max_model_len = state.limits()?.context_length;
     let with_strings = request.return_token_strs.unwrap_or(false);
+    let with_pieces = request.with_pieces.unwrap_or(false);
     let most = most_tokens(&state)?;
+    let mut many = false;
     let encoded = match request.validate()? {
-        TokenizeInput::Text { text, add_special_tokens } => {
-            let prompts = vec![Prompt::Text(text)];
+        TokenizeInput::Texts { texts, many: several, add_special_tokens } => {
+            many = several;
+            let prompts = texts.into_iter().map(Prompt::Text).collect();
             let special = add_special_tokens;
-            let encode =
-                encode_prompts(&state.text, prompts, special, Some(most), "prompt", &charge);
-            encode.await.map(|all| all.concat())
+            encode_prompts(&state.text, prompts, special, Some(most), "prompt", &charge).await
         }
-        TokenizeInput::Chat(chat) => encode_chat(&state.text, chat, most, &charge).await,
+        TokenizeInput::Chat(chat) => {
+            encode_chat(&state.text, *chat, most, &charge).await.map(|chat| vec![chat.ids])
+        }
     };
-    let tokens = encoded.map_err(|error| match error {
+    let encoded = encoded.map_err(|error| match error {
         ApiError::TextTooLong { param, limit, .. } => too_many(&param, limit),
         other => other,
     })?;
+    if many {
+        let count = encoded.iter().map(Vec::len).collect();
+        return Ok(reply::ok(&TokenizedTexts { tokens: encoded, count, max_model_len }));
+    }
+    let tokens = encoded.concat();
+    if with_pieces {
+        let piece = |&id: &i32| TokenPiece { id, piece: state.text.tokenizer().token_text(id) };
+        return Ok(reply::ok(&TokenPieces { tokens: tokens.iter().map(piece).collect() }));
+    }
     let tokenizer = state.text.tokenizer();
     let token_strs = with_strings
         .then(|| tokens.iter().map(|&id| tokenizer.id_to_token(id).unwrap_or_default()).collect());
@@ -77,7 +89,8 @@ pub(crate) async fn detokenize(
     }
     let decoded = state.text.decode(tokens).await;
     let prompt = decoded.map_err(|error| text_error(error, "tokens"))?;
-    Ok(reply::ok(&DetokenizeResponse { prompt }))
+    let (text, content) = (prompt.clone(), prompt.clone());
+    Ok(reply::ok(&DetokenizeResponse { prompt, text, content }))
 }
 
 fn too_many(param: &str, limit: usize) -> ApiError {
@@ -88,7 +101,7 @@ fn too_many(param: &str, limit: usize) -> ApiError {
 }
 
 /// Tokens that these routes take at a time: more than a prompt may have, for those who cut a document by its tokens.
-fn most_tokens(state: &Shared) -> Result<usize, ApiError> {
+pub(super) fn most_tokens(state: &Shared) -> Result<usize, ApiError> {
     let context = state.limits()?.context_length as usize;
     Ok(state.config.max_tokenize_tokens.unwrap_or((4 * context).max(MOST_TOKENS)))
 }

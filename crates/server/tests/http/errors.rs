@@ -69,19 +69,20 @@ async fn requests_that_cannot_be_served() {
     let cases = [
         (with("model", json!("gpt")), 404, ("not_found_error", Some("model"), "model_not_found")),
         (with("messages", long), 400, (invalid, Some("messages"), "context_length_exceeded")),
-        (
-            with("max_tokens", json!(64)),
-            400,
-            (invalid, Some("messages"), "context_length_exceeded"),
-        ),
         (with("messages", refused), 400, (invalid, Some("messages"), "invalid_value")),
-        (with("tools", json!([{}])), 400, (invalid, Some("tools"), "unsupported_parameter")),
+        (with("tools", json!([{}])), 400, (invalid, Some("tools[0].function"), "invalid_value")),
+        (
+            with("functions", json!([{}])),
+            400,
+            (invalid, Some("functions"), "unsupported_parameter"),
+        ),
     ];
     for (body, expected_status, expected) in cases {
         let (status, answer) = server.post(CHAT, body).await;
         assert_eq!((status, error(&answer)), (expected_status, expected), "{answer}");
     }
-    let (_, answer) = server.post(CHAT, with("max_tokens", json!(64))).await;
+    let long = json!([{"role": "user", "content": "word ".repeat(80)}]);
+    let (_, answer) = server.post(CHAT, with("messages", long)).await;
     let message = answer["error"]["message"].as_str().unwrap();
     assert!(message.starts_with("This model's maximum context length is 64 tokens. However,"));
     let (status, answer) = server.post("/v1/completions", json!({"prompt": [1_000_000]})).await;
@@ -90,6 +91,77 @@ async fn requests_that_cannot_be_served() {
     assert_eq!((status, error(&answer).1), (400, Some("tokens[0]")));
     let (status, answer) = server.post("/generate", json!({"text": "", "input_ids": [1]})).await;
     assert_eq!((status, error(&answer).1), (400, Some("text")));
+}
+
+/// The status of an answer, and what it says that it ignored.
+async fn ignored(server: &TestServer, path: &str, body: &Value) -> (u16, Option<String>) {
+    let pending = server.open(path, body.to_string()).await;
+    let header = pending.header("x-forebay-ignored").map(str::to_owned);
+    (pending.read().await.0, header)
+}
+
+#[tokio::test]
+async fn what_has_no_effect_is_named() {
+    let server = TestServer::scripted("a").await;
+    let with = |more: Value| {
+        let mut body = hello();
+        body.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+        body
+    };
+    let cases = [
+        (json!({}), None),
+        (json!({"user": "u", "metadata": {"a": "b"}, "store": true, "service_tier": "auto"}), None),
+        (json!({"new": null, "newer": [], "newest": false, "": 0}), None),
+        (
+            json!({"verbosity": "low", "top_a": 0.2, "verbosity2": 1}),
+            Some("verbosity, top_a, verbosity2"),
+        ),
+        (
+            json!({"stream": true, "stream_options": {"include_obfuscation": true}}),
+            Some("stream_options.include_obfuscation"),
+        ),
+        (
+            json!({"messages": [{"role": "user", "content": "hi", "mood": "good", "refusal": null}]}),
+            Some("messages.mood"),
+        ),
+        (json!({"max_tokens": 64}), Some("max_tokens=")),
+        (json!({"reasoning_effort": "high"}), Some("reasoning_effort")),
+        (json!({"tools": [{"type": "web_search"}]}), Some("tools[0].type=web_search")),
+        (json!({"a, b\r\nc: d": 1}), Some("abc:d")),
+    ];
+    for (more, expected) in cases {
+        let (status, header) = ignored(&server, CHAT, &with(more.clone())).await;
+        assert_eq!(status, 200, "{more}");
+        match (header, expected) {
+            (Some(header), Some(expected)) => assert!(header.starts_with(expected), "{header}"),
+            (header, expected) => assert_eq!(header.as_deref(), expected, "{more}"),
+        }
+    }
+    let many: serde_json::Map<_, _> =
+        (0..100).map(|n| (format!("{n:03}{}", "x".repeat(100)), json!(1))).collect();
+    let (status, header) = ignored(&server, CHAT, &with(Value::Object(many))).await;
+    assert!(status == 200 && header.is_some_and(|header| (500..=1024).contains(&header.len())));
+}
+
+#[tokio::test]
+async fn strict_servers_refuse_what_has_no_effect() {
+    let server = TestServer::start(Some("a"), |config| config.strict_params = true).await;
+    let with = |key: &str, value: Value| {
+        let mut body = hello();
+        body[key] = value;
+        body
+    };
+    for (body, param) in [
+        (with("verbosity", json!("low")), "verbosity"),
+        (with("max_tokens", json!(64)), "messages"),
+        (with("reasoning_effort", json!("high")), "reasoning_effort"),
+        (with("tools", json!([{"type": "web_search"}])), "tools[0].type=web_search"),
+    ] {
+        let (status, answer) = server.post(CHAT, body).await;
+        assert_eq!((status, answer["error"]["param"].as_str()), (400, Some(param)), "{answer}");
+    }
+    let (status, _) = server.post(CHAT, with("user", json!("u"))).await;
+    assert_eq!(status, 200);
 }
 
 #[tokio::test]

@@ -415,6 +415,9 @@ impl TestServer {
         };
         change(&mut config);
         let model = ModelInfo {
+            dialect: forebay_dialect::Dialect::default(),
+            tokenizer_config: serde_json::Map::default(),
+            marks: Arc::default(),
             served_names: vec!["tiny".into(), "org/tiny".into()],
             root: "tiny".into(),
             eos: [EOS].into(),

@@ -276,7 +276,7 @@ async fn tokens_and_back() {
     assert_eq!(answer["max_model_len"], 64);
     assert_eq!(answer["token_strs"].as_array().unwrap().len(), tokens.len());
     let (_, answer) = server.post("/detokenize", json!({"tokens": tokens})).await;
-    assert_eq!(answer, json!({"prompt": TEXT}));
+    assert_eq!(answer, json!({"prompt": TEXT, "text": TEXT, "content": TEXT}));
     let body = json!({"messages": [{"role": "user", "content": "hi"}]});
     let (_, answer) = server.post("/tokenize", body).await;
     assert_eq!(answer["tokens"], json!(server.encode("user: hi\nassistant:")));

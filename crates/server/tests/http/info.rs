@@ -116,7 +116,7 @@ async fn the_description_lists_every_route() {
         }
     }
     let chat = schemas["ChatRequest"]["properties"].as_object().unwrap();
-    assert!(chat.contains_key("temperature") && !chat.contains_key("tools"));
+    assert!(chat.contains_key("tools") && !chat.contains_key("functions"));
 }
 
 #[tokio::test]

@@ -35,7 +35,9 @@ fn is_tokenised(case: &Case) -> bool {
             | Bound::Content(_)
             | Bound::Messages(..)
     );
-    is_prompt || case.param.starts_with("text_")
+    let is_text =
+        case.param.starts_with("text_") || case.route == "/tokenize" && case.param == "prompt";
+    is_prompt || is_text
 }
 
 async fn server_of(route: &str) -> TestServer {

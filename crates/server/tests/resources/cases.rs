@@ -19,14 +19,14 @@ impl Case {
 }
 
 fn is_alias(path: &str) -> bool {
-    matches!(path, "/v1/rerank" | "/v2/rerank" | "/v1/score")
+    matches!(path, "/v1/rerank" | "/v2/rerank" | "/v1/score" | "/pooling" | "/apply-template")
 }
 
 /// What a body needs beside the parameter in question.
 fn needed(route: &str) -> &'static [(&'static str, &'static str)] {
     match route {
         "/v1/chat/completions" => &[("messages", r#"[{"role":"user","content":"a"}]"#)],
-        "/v1/completions" | "/tokenize" => &[("prompt", r#""a""#)],
+        "/v1/completions" | "/completion" | "/tokenize" => &[("prompt", r#""a""#)],
         "/generate" => &[("text", r#""a""#)],
         "/v1/embeddings" => &[("input", r#""a""#)],
         "/rerank" => &[("query", r#""a""#), ("documents", r#"["a"]"#)],

@@ -271,6 +271,11 @@ impl TextPool {
         self.shared.tools.encoder.tokenizer()
     }
 
+    /// The chat template, if there is one.
+    pub fn template(&self) -> Option<&Arc<ChatTemplate>> {
+        self.shared.tools.template.as_ref()
+    }
+
     /// What the pool has done so far.
     pub fn stats(&self) -> TextStats {
         let shared = &self.shared;

@@ -5,6 +5,7 @@ mod generation;
 mod guard;
 mod json;
 mod python;
+mod shape;
 
 use std::borrow::Cow;
 use std::collections::BTreeMap;
@@ -21,6 +22,7 @@ pub(crate) use guard::{Guard, Rendered};
 
 use crate::error::TextError;
 use python::Printed;
+use shape::Shape;
 
 const NAME: &str = "chat_template";
 /// Instructions that a template may run for one chat: hundreds of thousands of messages with most templates, and about a
@@ -50,6 +52,7 @@ pub struct ChatTemplate {
     source: String,
     special_tokens: BTreeMap<String, String>,
     content_format: ContentFormat,
+    shape: Shape,
 }
 
 impl fmt::Debug for ChatTemplate {
@@ -138,14 +141,31 @@ impl ChatTemplate {
             source: source.to_owned(),
             special_tokens,
             content_format: ContentFormat::Either,
+            shape: Shape::ANY,
         };
         template.content_format = ContentFormat::of(&template);
+        template.shape = Shape::of(&template);
         Ok(template)
     }
 
     /// In which form the template reads a message's content.
     pub fn content_format(&self) -> ContentFormat {
         self.content_format
+    }
+
+    /// The template as it was written.
+    pub fn source(&self) -> &str {
+        &self.source
+    }
+
+    /// Whether descriptions of tools come out.
+    pub fn takes_tools(&self) -> bool {
+        self.shape.tools()
+    }
+
+    /// What is done to messages so that the template takes them, in words.
+    pub fn adaptations(&self) -> Vec<&'static str> {
+        self.shape.notes()
     }
 
     /// The text of a chat.
@@ -188,6 +208,7 @@ impl ChatTemplate {
             }
             prepared.push(serde_json::Value::Object(message));
         }
+        self.shape.adapt(&mut prepared);
         Ok(prepared)
     }
 

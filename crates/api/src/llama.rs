@@ -1,0 +1,338 @@
+//! `POST /completion`, llama.cpp's native dialect.
+
+use std::collections::HashMap;
+
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+use utoipa::ToSchema;
+
+use crate::error::ApiError;
+use crate::inert::Inert;
+use crate::limits::BIASES;
+use crate::prompt::{Prompt, Prompts, Strings};
+use crate::response::StopReason;
+use crate::sampling::{
+    Fields, Generation, GenerationDefaults, Limits, check_logprobs, check_total,
+};
+
+/// A completion request as llama.cpp's server takes it.
+#[derive(Debug, Deserialize, ToSchema)]
+pub struct LlamaRequest {
+    /// A string, a list of token ids, or a list of several of either.
+    #[schema(value_type = Object)]
+    pub prompt: Prompts,
+    /// Most tokens to generate; -1: the rest of the context, as where absent.
+    pub n_predict: Option<i64>,
+    /// 0 is greedy.
+    pub temperature: Option<f32>,
+    /// Number of candidates; 0 is off.
+    pub top_k: Option<i32>,
+    /// Nucleus mass.
+    pub top_p: Option<f32>,
+    /// Share of the largest probability below which tokens are dropped.
+    pub min_p: Option<f32>,
+    /// Divides (or multiplies) the logits of tokens seen before.
+    pub repeat_penalty: Option<f32>,
+    /// Subtracted from the logits of generated tokens.
+    pub presence_penalty: Option<f32>,
+    /// Subtracted from the logits of generated tokens, for each occurrence.
+    pub frequency_penalty: Option<f32>,
+    /// Makes sampling repeatable; -1: it is not.
+    pub seed: Option<i64>,
+    /// Strings that end the text.
+    #[schema(value_type = Option<Vec<String>>)]
+    pub stop: Option<Strings>,
+    /// Go on after an end-of-sequence token.
+    pub ignore_eos: Option<bool>,
+    /// Added to the logits: a list of pairs of a token id and a number, or of a token id and `false`; or an object.
+    #[schema(value_type = Option<Object>)]
+    pub logit_bias: Option<Value>,
+    /// Alternatives to return for each token, 0 to 20.
+    pub n_probs: Option<i32>,
+    /// Send chunks as server-sent events.
+    pub stream: Option<bool>,
+    /// Return the ids of the generated tokens.
+    pub return_tokens: Option<bool>,
+    /// Accepted; prompts are always looked up in the prefix cache.
+    pub cache_prompt: Option<bool>,
+    /// Blocks of the prompt are shared only with requests of the same salt, 1 to 256 bytes.
+    pub cache_salt: Option<String>,
+    #[serde(default)]
+    #[schema(ignore)]
+    grammar: Inert,
+    #[serde(default)]
+    #[schema(ignore)]
+    json_schema: Inert,
+    #[serde(default)]
+    #[schema(ignore)]
+    image_data: Inert,
+    #[serde(default)]
+    #[schema(ignore)]
+    lora: Inert,
+}
+
+/// A llama.cpp request without anything left to check but the prompts' lengths.
+#[derive(Debug)]
+pub struct ValidLlama {
+    /// At least one.
+    pub prompts: Vec<Prompt>,
+    /// The answer is a list.
+    pub batch: bool,
+    /// Everything else.
+    pub generation: Generation,
+    /// Server-sent events.
+    pub stream: bool,
+    /// Ids of the generated tokens are returned.
+    pub return_tokens: bool,
+}
+
+impl LlamaRequest {
+    /// Checks everything that can be checked before the prompts are tokenised.
+    ///
+    /// # Errors
+    /// The first parameter that is out of range or not served.
+    pub fn validate(
+        self,
+        defaults: &GenerationDefaults,
+        limits: Limits,
+    ) -> Result<ValidLlama, ApiError> {
+        for (param, inert) in [
+            ("grammar", self.grammar),
+            ("json_schema", self.json_schema),
+            ("image_data", self.image_data),
+            ("lora", self.lora),
+        ] {
+            inert.refuse(param)?;
+        }
+        let max_tokens = match self.n_predict {
+            None | Some(..0) => None,
+            Some(count) => Some(u32::try_from(count).unwrap_or(u32::MAX)),
+        };
+        let logprobs = self.n_probs.filter(|&count| count > 0);
+        let fields = Fields {
+            max_tokens_name: "n_predict",
+            max_tokens,
+            temperature: self.temperature,
+            top_p: self.top_p,
+            top_k: self.top_k,
+            min_p: self.min_p,
+            seed: self.seed.filter(|&seed| seed >= 0),
+            presence_penalty: self.presence_penalty,
+            frequency_penalty: self.frequency_penalty,
+            repetition_penalty: self.repeat_penalty,
+            logit_bias: self.logit_bias.map(biases).transpose()?,
+            stop: self.stop,
+            ignore_eos: self.ignore_eos,
+            cache_salt: self.cache_salt,
+            logprobs: logprobs.map(|count| check_logprobs("n_probs", count)).transpose()?,
+            ..Fields::default()
+        };
+        let batch = self.prompt.is_many();
+        let prompts = self.prompt.validate("prompt", limits.vocab_size)?;
+        check_total("prompt", prompts.len())?;
+        Ok(ValidLlama {
+            prompts,
+            batch,
+            generation: fields.validate(defaults, limits)?,
+            stream: self.stream.unwrap_or(false),
+            return_tokens: self.return_tokens.unwrap_or(false),
+        })
+    }
+}
+
+/// Biases by token id, of both forms. `false` forbids a token.
+fn biases(given: Value) -> Result<HashMap<String, f32>, ApiError> {
+    const PARAM: &str = "logit_bias";
+    /// The least that a bias may be.
+    const NEVER: f32 = -100.0;
+    let wrong = |at: &str, reason: &str| {
+        Err(ApiError::invalid(format!("{PARAM}{at}"), format!("`{PARAM}{at}`: {reason}")))
+    };
+    let pairs: Vec<(String, Value)> = match given {
+        Value::Null => return Ok(HashMap::new()),
+        Value::Object(fields) => fields.into_iter().collect(),
+        Value::Array(pairs) => {
+            let mut all = Vec::with_capacity(pairs.len());
+            for (index, pair) in pairs.into_iter().enumerate() {
+                match pair {
+                    Value::Array(pair) if pair.len() == 2 && pair[0].is_i64() => {
+                        all.push((pair[0].to_string(), pair[1].clone()));
+                    }
+                    _ => {
+                        return wrong(&format!("[{index}]"), "must be a token id and its bias");
+                    }
+                }
+            }
+            all
+        }
+        _ => return wrong("", "must be a list of pairs or an object"),
+    };
+    if pairs.len() > BIASES {
+        return wrong("", &format!("more than {BIASES} entries"));
+    }
+    let mut biases = HashMap::with_capacity(pairs.len());
+    for (id, value) in pairs {
+        let bias = match value {
+            Value::Bool(false) => NEVER,
+            value => match value.as_f64() {
+                Some(bias) if (-100.0..=100.0).contains(&bias) => bias as f32,
+                _ => return wrong(&format!(".{id}"), "must be false or from -100 to 100"),
+            },
+        };
+        biases.insert(id, bias);
+    }
+    Ok(biases)
+}
+
+/// An answer, or a chunk of its stream, as llama.cpp's server gives it.
+#[derive(Debug, Default, Serialize, ToSchema)]
+pub struct LlamaCompletion {
+    /// Number of the prompt.
+    pub index: u32,
+    /// The text; in a stream, what is new.
+    pub content: String,
+    /// Ids of the tokens, where asked for or in a stream.
+    pub tokens: Vec<i32>,
+    /// Whether this is the end.
+    pub stop: bool,
+    /// At the end: everything else.
+    #[serde(flatten)]
+    pub end: Option<LlamaEnd>,
+    /// Log-probabilities of the tokens, where asked for.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub completion_probabilities: Option<Vec<LlamaProbability>>,
+}
+
+/// What the end of an answer says.
+#[derive(Debug, Default, Serialize, ToSchema)]
+pub struct LlamaEnd {
+    /// Name of the model.
+    pub model: String,
+    /// `eos`, `word`, `limit` or `none`.
+    pub stop_type: &'static str,
+    /// The stop string that was found.
+    pub stopping_word: String,
+    /// Tokens of the prompt.
+    pub tokens_evaluated: u32,
+    /// Tokens that were generated.
+    pub tokens_predicted: u32,
+    /// Tokens of the prompt found in the prefix cache.
+    pub tokens_cached: u32,
+    /// Always false: a prompt that is too long is refused.
+    pub truncated: bool,
+    /// How long it took.
+    pub timings: LlamaTimings,
+}
+
+/// Times of an answer.
+#[derive(Debug, Default, Serialize, ToSchema)]
+pub struct LlamaTimings {
+    /// Tokens of the prompt that were computed.
+    pub prompt_n: u32,
+    /// Those that were found in the prefix cache.
+    pub cache_n: u32,
+    /// Tokens that were generated.
+    pub predicted_n: u32,
+    /// Milliseconds from the request to the end.
+    pub predicted_ms: f64,
+    /// Tokens a second over that time.
+    pub predicted_per_second: f64,
+}
+
+/// The log-probability of a token.
+#[derive(Debug, Serialize, ToSchema)]
+pub struct LlamaProbability {
+    /// The token.
+    pub id: i32,
+    /// Its text.
+    pub token: String,
+    /// Its bytes.
+    pub bytes: Vec<u8>,
+    /// Natural logarithm.
+    pub logprob: f32,
+    /// The most likely tokens, descending.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    #[schema(no_recursion)]
+    pub top_logprobs: Vec<LlamaProbability>,
+}
+
+impl LlamaEnd {
+    /// Says what ended the text; `None`: its length. `eos` tells whether it was end-of-sequence.
+    pub fn stopped(&mut self, by: Option<StopReason>, eos: bool) {
+        (self.stop_type, self.stopping_word) = match by {
+            None => ("limit", String::new()),
+            Some(StopReason::Text(text)) => ("word", text),
+            Some(StopReason::Token(_)) if eos => ("eos", String::new()),
+            Some(StopReason::Token(_)) => ("word", String::new()),
+        };
+    }
+}
+
+/// A row of the device's tables, as llama.cpp's server shows it.
+#[derive(Debug, Serialize, ToSchema)]
+pub struct LlamaSlot {
+    /// Its number.
+    pub id: u32,
+    /// Positions that a request may use.
+    pub n_ctx: u32,
+    /// Whether a request is in it.
+    pub is_processing: bool,
+    /// Always false.
+    pub speculative: bool,
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+    use crate::sampling::MaxTokens;
+
+    const LIMITS: Limits =
+        Limits { context_length: 100, prompt_length: 100, vocab_size: 1000, replicas: 2 };
+
+    fn validate(body: Value) -> Result<ValidLlama, ApiError> {
+        let parsed = crate::parse_request::<LlamaRequest>(body.to_string().as_bytes(), |_| Ok(()))?;
+        parsed.request.validate(&GenerationDefaults::default(), LIMITS)
+    }
+
+    #[test]
+    fn its_words_are_understood() {
+        let valid = validate(json!({
+            "prompt": "a", "n_predict": -1, "seed": -1, "repeat_penalty": 1.1, "n_probs": 3,
+            "logit_bias": [[5, 1.5], [7, false]], "cache_prompt": true,
+        }))
+        .unwrap();
+        let generation = valid.generation;
+        assert_eq!((generation.max_tokens, generation.seed), (MaxTokens::Rest, None));
+        assert_eq!(generation.sampling.repetition_penalty, 1.1);
+        assert_eq!(generation.sampling.logprobs, Some(3));
+        assert_eq!(generation.sampling.logit_bias[..], [(5, 1.5), (7, -100.0)]);
+        assert!(!valid.batch && !valid.stream);
+        let valid = validate(json!({"prompt": ["a", "b"], "n_predict": 0})).unwrap();
+        assert!(valid.batch);
+        assert_eq!(valid.generation.max_tokens, MaxTokens::Exactly(0));
+        let biases = validate(json!({"prompt": [1], "logit_bias": {"5": -1}})).unwrap();
+        assert_eq!(biases.generation.sampling.logit_bias[..], [(5, -1.0)]);
+    }
+
+    #[test]
+    fn what_is_wrong_is_named() {
+        for (body, param) in [
+            (json!({}), "prompt"),
+            (json!({"prompt": []}), "prompt"),
+            (json!({"prompt": "a", "grammar": "root ::= a"}), "grammar"),
+            (json!({"prompt": "a", "json_schema": {"type": "object"}}), "json_schema"),
+            (json!({"prompt": "a", "n_probs": 21}), "n_probs"),
+            (json!({"prompt": "a", "logit_bias": [[5]]}), "logit_bias[0]"),
+            (json!({"prompt": "a", "logit_bias": [["x", 1]]}), "logit_bias[0]"),
+            (json!({"prompt": "a", "logit_bias": [[5, "x"]]}), "logit_bias.5"),
+            (json!({"prompt": "a", "logit_bias": [[5000, 1]]}), "logit_bias.5000"),
+            (json!({"prompt": "a", "logit_bias": 3}), "logit_bias"),
+            (json!({"prompt": "a", "temperature": -1}), "temperature"),
+        ] {
+            let error = validate(body.clone()).unwrap_err();
+            assert_eq!(error.body().error.param.as_deref(), Some(param), "{body}");
+        }
+    }
+}

@@ -1,0 +1,67 @@
+//! Marks in text that comes in parts.
+
+/// What a search found.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Found {
+    /// The mark with number `mark` begins at byte `at`.
+    Mark { at: usize, mark: usize },
+    /// No mark; up to byte `safe` nothing can be the beginning of one.
+    Nothing { safe: usize },
+}
+
+/// Looks for the mark that begins first; of several that begin there, the longest.
+pub(crate) fn find<'m>(text: &str, marks: impl Iterator<Item = &'m str> + Clone) -> Found {
+    let mut best: Option<(usize, usize, usize)> = None;
+    for (mark, wanted) in marks.clone().enumerate() {
+        if wanted.is_empty() {
+            continue;
+        }
+        if let Some(at) = text.find(wanted) {
+            let better = best.is_none_or(|(first, length, _)| {
+                at < first || at == first && wanted.len() > length
+            });
+            if better {
+                best = Some((at, wanted.len(), mark));
+            }
+        }
+    }
+    // A mark that may begin earlier is waited for.
+    let safe = marks.map(|wanted| text.len() - beginning(text, wanted)).min();
+    let safe = safe.unwrap_or(text.len());
+    match best {
+        Some((at, _, mark)) if at <= safe => Found::Mark { at, mark },
+        _ => Found::Nothing { safe },
+    }
+}
+
+/// Bytes of the longest end of `text` with which `mark` begins, less than all of it.
+fn beginning(text: &str, mark: &str) -> usize {
+    let most = mark.len().saturating_sub(1).min(text.len());
+    let start = text.len() - most;
+    let first = mark.as_bytes().first();
+    let ends = (start..text.len()).filter(|&at| text.as_bytes().get(at) == first);
+    let mut ends = ends.filter(|&at| mark.as_bytes().starts_with(&text.as_bytes()[at..]));
+    ends.next().map_or(0, |at| text.len() - at)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn look(text: &str) -> Found {
+        find(text, ["<a>", "<a>b", "", "\n</b>", "</b>"].into_iter())
+    }
+
+    #[test]
+    fn the_first_and_longest_wins_and_beginnings_are_waited_for() {
+        assert_eq!(look("x<a>b"), Found::Mark { at: 1, mark: 1 });
+        assert_eq!(look("x<a>c"), Found::Mark { at: 1, mark: 0 });
+        assert_eq!(look("x\n</b>"), Found::Mark { at: 1, mark: 3 });
+        assert_eq!(look("x</b>"), Found::Mark { at: 1, mark: 4 });
+        assert_eq!(look("x</"), Found::Nothing { safe: 1 });
+        assert_eq!(look("x\n</"), Found::Nothing { safe: 1 });
+        assert_eq!(look("x<ab"), Found::Nothing { safe: 4 });
+        assert_eq!(look(""), Found::Nothing { safe: 0 });
+        assert_eq!(find("abc", std::iter::empty()), Found::Nothing { safe: 3 });
+    }
+}

@@ -1,0 +1,21 @@
+//! How families of models write: reasoning, text and calls of tools.
+//!
+//! [`Dialect`] says of which family a model is. From the one description of a family come the [`Parser`], which makes [`Parts`] of an answer
+//! that comes token by token, and the grammar that has a model write calls and nothing else.
+
+mod family;
+mod finder;
+mod grammar;
+mod names;
+mod parser;
+mod parts;
+mod python;
+mod scan;
+mod schema;
+
+pub use family::Ids;
+pub use grammar::{Force, Notation};
+pub use names::{Choice, Dialect, Evidence, UnknownName};
+pub use parser::{Parser, Reading, Start};
+pub use parts::{Part, Parts};
+pub use schema::Tools;

@@ -1,0 +1,103 @@
+//! One call on its way into the parts.
+
+use crate::family::Ids;
+use crate::finder::{Found, find};
+use crate::parts::Parts;
+use crate::schema::Tools;
+
+/// What a call is read for.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Context<'a> {
+    pub(super) tools: &'a Tools,
+    /// What ends a call, wherever it stands.
+    pub(super) close: &'static str,
+    /// `close` is a special token.
+    pub(super) special: bool,
+    pub(super) ids: Ids,
+}
+
+/// Longest name of a tool or of an argument, and most that may stand before one, in bytes. What is longer is none: it would be read again with each
+/// token that comes.
+pub(super) const LONGEST: usize = 1024;
+
+/// Where reading led to.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Step {
+    /// More text is needed.
+    More,
+    /// The call is complete.
+    Done,
+    /// What is written is no call, or ends in the middle of one.
+    Broken,
+}
+
+/// A call as far as it was read.
+#[derive(Debug, Clone, Default)]
+pub(super) struct Call {
+    pub(super) index: u32,
+    pub(super) name: Option<String>,
+    /// Arguments have been written.
+    pub(super) written: bool,
+    /// All that was read while it was not known to be a call.
+    pub(super) raw: String,
+}
+
+/// The first of `marks` in `text`, if it is near enough; else what is to be done.
+pub(super) fn near(text: &str, marks: &[&str], most: usize) -> Result<(usize, usize), Step> {
+    match find(text, marks.iter().copied()) {
+        Found::Mark { at, mark } if at <= most => Ok((at, mark)),
+        Found::Nothing { safe } if safe <= most => Err(Step::More),
+        Found::Mark { .. } | Found::Nothing { .. } => Err(Step::Broken),
+    }
+}
+
+impl Call {
+    pub(super) fn new(index: u32) -> Self {
+        Self { index, ..Self::default() }
+    }
+
+    pub(super) fn has_begun(&self) -> bool {
+        self.name.is_some()
+    }
+
+    /// Takes `length` bytes from the front of what is to be read.
+    pub(super) fn take(&mut self, pending: &mut String, length: usize) {
+        if self.name.is_none() {
+            self.raw.push_str(&pending[..length]);
+        }
+        pending.drain(..length);
+    }
+
+    /// Begins it.
+    pub(super) fn begin(&mut self, written: &str, ids: Ids, out: &mut Parts) {
+        let written = written.trim();
+        let name = match ids {
+            Ids::Counted => counted(written).unwrap_or(written),
+            Ids::Free | Ids::Nine => written,
+        };
+        let id = (name != written).then_some(written);
+        out.call(self.index, name, id);
+        self.name = Some(name.to_owned());
+        self.raw = String::new();
+    }
+
+    /// Appends to its arguments.
+    pub(super) fn arguments(&mut self, text: &str, out: &mut Parts) {
+        self.written |= !text.is_empty();
+        out.arguments(self.index, text);
+    }
+
+    /// There is no more of it. A call without arguments gets an empty object.
+    pub(super) fn end(&mut self, out: &mut Parts) {
+        if self.has_begun() && !self.written {
+            self.arguments("{}", out);
+        }
+    }
+}
+
+/// The name in `functions.NAME:NUMBER`.
+fn counted(written: &str) -> Option<&str> {
+    let rest = written.strip_prefix("functions.").unwrap_or(written);
+    let (name, number) = rest.rsplit_once(':')?;
+    number.parse::<u32>().ok().map(|_| name)
+}

@@ -1,0 +1,163 @@
+//! OpenAI's Harmony: messages with a channel each, some of them for tools.
+
+use super::call::Call;
+use crate::family::Ids;
+use crate::family::harmony::{ALL, CALL, CHANNEL, END, MESSAGE, RETURN, START};
+use crate::finder::{Found, find};
+use crate::parts::Parts;
+use crate::schema::Tools;
+
+/// Reads messages. What is not for the reader, and for no tool either, is reasoning.
+#[derive(Debug, Clone)]
+pub(super) struct Harmony {
+    /// Of the message that is being read.
+    header: String,
+    body: Option<Body>,
+    /// White space at the end of a call's arguments.
+    blank: String,
+}
+
+#[derive(Debug, Clone)]
+enum Body {
+    Content,
+    Reasoning,
+    Call(Call),
+}
+
+impl Harmony {
+    /// Goes on behind a prompt.
+    pub(super) fn new(prompt: &str) -> Self {
+        let mut harmony = Self { header: String::new(), body: None, blank: String::new() };
+        let Some((_, open)) = prompt.rsplit_once(START) else { return harmony };
+        match open.split_once(MESSAGE) {
+            Some((header, text)) if ![END, RETURN, CALL].iter().any(|mark| text.contains(mark)) => {
+                let to_reader = !channel(header).starts_with("analysis");
+                harmony.body = Some(if to_reader { Body::Content } else { Body::Reasoning });
+            }
+            Some(_) => {}
+            None => open.clone_into(&mut harmony.header),
+        }
+        harmony
+    }
+
+    /// Reads on, up to the end of a call; gives how many were completed.
+    pub(super) fn push(
+        &mut self,
+        pending: &mut String,
+        begun: &mut u32,
+        tools: &Tools,
+        out: &mut Parts,
+    ) -> u32 {
+        loop {
+            let found = find(pending, ALL.into_iter());
+            let at = match found {
+                Found::Mark { at, .. } => at,
+                Found::Nothing { safe } => safe,
+            };
+            let text: String = pending.drain(..at).collect();
+            match &mut self.body {
+                None => self.header.push_str(&text),
+                Some(Body::Content) => out.content(&text),
+                Some(Body::Reasoning) => out.reasoning(&text),
+                Some(Body::Call(call)) => {
+                    let whole = format!("{}{text}", std::mem::take(&mut self.blank));
+                    let end = whole.trim_end().len();
+                    call.arguments(&whole[..end], out);
+                    whole[end..].clone_into(&mut self.blank);
+                }
+            }
+            let Found::Mark { mark, .. } = found else { return 0 };
+            let mark = ALL[mark];
+            pending.drain(..mark.len());
+            match (mark, &mut self.body) {
+                (MESSAGE, None) => self.body = Some(self.open(begun, tools, out)),
+                (START | END | RETURN | CALL, body) => {
+                    let complete = end_call(body, out);
+                    *body = None;
+                    self.blank.clear();
+                    self.header.clear();
+                    if complete {
+                        return 1;
+                    }
+                }
+                // A model that forgets to end a message begins the next one with its channel.
+                (CHANNEL, body @ Some(_)) => {
+                    let complete = end_call(body, out);
+                    *body = None;
+                    self.header = CHANNEL.to_owned();
+                    if complete {
+                        return 1;
+                    }
+                }
+                (mark, None) => self.header.push_str(mark),
+                (_, Some(_)) => {}
+            }
+        }
+    }
+
+    fn open(&mut self, begun: &mut u32, tools: &Tools, out: &mut Parts) -> Body {
+        let header = std::mem::take(&mut self.header);
+        let recipient = header.split_once("to=").map(|(_, rest)| {
+            let end = rest.find(|c: char| c.is_whitespace() || c == '<').unwrap_or(rest.len());
+            &rest[..end]
+        });
+        let function = recipient.and_then(|recipient| {
+            let own = recipient.strip_prefix("functions.");
+            own.or(Some(recipient).filter(|recipient| tools.has(recipient)))
+        });
+        match (function, recipient) {
+            (Some(name), _) => {
+                let mut call = Call::new(*begun);
+                *begun += 1;
+                call.begin(name, Ids::Free, out);
+                Body::Call(call)
+            }
+            (None, Some(_)) => Body::Reasoning,
+            (None, None) if channel(&header).starts_with("analysis") => Body::Reasoning,
+            (None, None) => Body::Content,
+        }
+    }
+
+    /// The answer has ended; `complete`: not because it became too long. Gives how many calls this completes.
+    pub(super) fn finish(&mut self, pending: &mut String, complete: bool, out: &mut Parts) -> u32 {
+        let text = std::mem::take(pending);
+        match self.body.take() {
+            None => {
+                // It was never said what this is.
+                let role = self.header.trim();
+                if !role.is_empty() && role != "assistant" && !self.header.contains(CHANNEL) {
+                    out.content(role.strip_prefix("assistant").unwrap_or(role));
+                    out.content(&text);
+                }
+                0
+            }
+            Some(Body::Content) => {
+                out.content(&text);
+                0
+            }
+            Some(Body::Reasoning) => {
+                out.reasoning(&text);
+                0
+            }
+            Some(Body::Call(mut call)) => {
+                call.arguments(text.trim_end(), out);
+                if complete {
+                    call.end(out);
+                }
+                u32::from(complete)
+            }
+        }
+    }
+}
+
+/// Ends a message; whether it is a call.
+fn end_call(body: &mut Option<Body>, out: &mut Parts) -> bool {
+    let Some(Body::Call(call)) = body else { return false };
+    call.end(out);
+    true
+}
+
+/// The channel that a header names.
+fn channel(header: &str) -> &str {
+    header.rsplit_once(CHANNEL).map_or("", |(_, channel)| channel.trim_start())
+}

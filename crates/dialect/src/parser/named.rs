@@ -1,0 +1,91 @@
+//! The name of a tool, a mark, and its arguments as JSON.
+
+use super::call::{Call, Context, LONGEST, Step, near};
+use super::object::Arguments;
+use crate::family;
+use crate::parts::Parts;
+
+/// A call whose name stands before its arguments.
+#[derive(Debug)]
+pub(super) struct Named {
+    marks: &'static family::Named,
+    stage: Stage,
+}
+
+#[derive(Debug)]
+enum Stage {
+    /// Before the name.
+    Kind,
+    Name,
+    /// Between name and arguments.
+    Between,
+    Arguments(Arguments),
+}
+
+/// Between a name and its arguments, at most: what it takes to write that JSON follows.
+const BETWEEN: usize = 64;
+
+impl Named {
+    pub(super) fn new(marks: &'static family::Named) -> Self {
+        let stage = if marks.skip.is_empty() { Stage::Name } else { Stage::Kind };
+        Self { marks, stage }
+    }
+
+    pub(super) fn step(
+        &mut self,
+        pending: &mut String,
+        call: &mut Call,
+        out: &mut Parts,
+        context: Context<'_>,
+    ) -> Step {
+        loop {
+            match &mut self.stage {
+                Stage::Kind => match near(pending, &[self.marks.skip, context.close], LONGEST) {
+                    Ok((at, 0)) => {
+                        call.take(pending, at + self.marks.skip.len());
+                        self.stage = Stage::Name;
+                    }
+                    Ok(_) => return Step::Broken,
+                    Err(step) => return step,
+                },
+                Stage::Name => {
+                    let marks = [self.marks.name_end, "{", context.close];
+                    let (at, mark) = match near(pending, &marks, LONGEST) {
+                        Ok(found) => found,
+                        Err(step) => return step,
+                    };
+                    let written = pending[..at].trim();
+                    // An older form writes a mark and a name of the call's own between the two.
+                    let name = written.split('[').next().unwrap_or(written).trim().to_owned();
+                    if name.is_empty() {
+                        return Step::Broken;
+                    }
+                    call.begin(&name, context.ids, out);
+                    call.take(pending, if mark == 0 { at + marks[0].len() } else { at });
+                    if mark == 2 {
+                        return Step::Done;
+                    }
+                    self.stage = Stage::Between;
+                }
+                Stage::Between => {
+                    let (at, mark) = match near(pending, &["{", context.close], BETWEEN) {
+                        Ok(found) => found,
+                        Err(step) => return step,
+                    };
+                    call.take(pending, at);
+                    if mark == 1 {
+                        return Step::Done;
+                    }
+                    self.stage = Stage::Arguments(Arguments::new(true));
+                }
+                Stage::Arguments(arguments) => {
+                    let step = arguments.read(pending, call, out, context);
+                    if step == Step::Done {
+                        arguments.end(call, out);
+                    }
+                    return step;
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,241 @@
+//! `{"name": ..., "arguments": {...}}`.
+
+use super::call::{Call, Context, Step};
+use crate::parts::Parts;
+use crate::scan::{Read, Scan, is_object};
+
+/// A call as a JSON object. The order of its fields does not matter; what it has besides is left out.
+#[derive(Debug, Default)]
+pub(super) struct Object {
+    stage: Stage,
+    key: String,
+    arguments: Arguments,
+    /// Arguments that came before the name.
+    early: Option<String>,
+    /// A call of a tool that nobody offers is no call.
+    known_only: bool,
+}
+
+/// What a call without a mark may say.
+const FIELDS: [&str; 6] = ["type", "id", "name", "function", "arguments", "parameters"];
+
+#[derive(Debug, Default, PartialEq, Eq)]
+enum Stage {
+    #[default]
+    Open,
+    /// Before a field's name.
+    Field,
+    /// In it: whether the next character is escaped.
+    Key(bool),
+    Colon,
+    /// Before or in a value.
+    Value,
+    Next,
+}
+
+/// A field's value, whose text is passed on as it comes where it is the arguments of a call that has begun.
+#[derive(Debug, Default)]
+pub(super) struct Arguments {
+    scan: Option<Scan>,
+    value: String,
+    /// It is a call's arguments.
+    wanted: bool,
+    /// It is passed on as it comes.
+    streams: bool,
+}
+
+impl Arguments {
+    /// A value that is a call's arguments if `wanted`.
+    pub(super) fn new(wanted: bool) -> Self {
+        Self { wanted, ..Self::default() }
+    }
+
+    /// Reads the next value from the front of `pending`, white space before it left out. `Done` once it is there.
+    pub(super) fn read(
+        &mut self,
+        pending: &mut String,
+        call: &mut Call,
+        out: &mut Parts,
+        context: Context<'_>,
+    ) -> Step {
+        let mut at = 0;
+        let mut step = Step::More;
+        if self.scan.is_none() {
+            at = pending.len() - pending.trim_start().len();
+        }
+        let begin = at;
+        for (offset, c) in pending[begin..].char_indices() {
+            let scan = self.scan.get_or_insert_default();
+            at = begin + offset;
+            if scan.in_string() {
+                match closes(&pending[at..], context) {
+                    Some(true) => {
+                        step = Step::Broken;
+                        break;
+                    }
+                    Some(false) => break,
+                    None => {}
+                }
+            }
+            match scan.read(c) {
+                Read::Inside => at += c.len_utf8(),
+                Read::Last => {
+                    at += c.len_utf8();
+                    step = Step::Done;
+                    break;
+                }
+                Read::Before => {
+                    step = Step::Done;
+                    break;
+                }
+            }
+        }
+        let text = &pending[begin..at];
+        if self.value.is_empty() && text.starts_with('{') && self.wanted && call.has_begun() {
+            self.streams = true;
+        }
+        if self.streams {
+            call.arguments(text, out);
+        } else {
+            self.value.push_str(text);
+        }
+        call.take(pending, at);
+        step
+    }
+
+    /// Passes on what was not passed on yet.
+    pub(super) fn end(&mut self, call: &mut Call, out: &mut Parts) {
+        if !self.streams {
+            let value = self.whole();
+            call.arguments(&value, out);
+        }
+    }
+
+    /// The value of arguments that have come as a whole.
+    fn whole(&mut self) -> String {
+        let value = std::mem::take(&mut self.value);
+        let text = match serde_json::from_str(&value) {
+            Ok(serde_json::Value::String(text)) => text,
+            Ok(serde_json::Value::Null) => return "{}".to_owned(),
+            _ => return value,
+        };
+        // Some models write the object as a string.
+        if is_object(&text) { text } else { value }
+    }
+}
+
+/// Whether a call ends at the beginning of `rest`, though a string is open; `Some(false)`: that can't be said yet. JSON has no line feed in
+/// a string, and no text has special tokens.
+fn closes(rest: &str, context: Context<'_>) -> Option<bool> {
+    let close = context.close;
+    if close.is_empty() {
+        return None;
+    }
+    let rest = if context.special { rest } else { rest.strip_prefix('\n')? };
+    if rest.starts_with(close) { Some(true) } else { close.starts_with(rest).then_some(false) }
+}
+
+impl Object {
+    pub(super) fn new(known_only: bool) -> Self {
+        Self { known_only, ..Self::default() }
+    }
+
+    /// Whether the arguments are there, and only the end of the object is not.
+    pub(super) fn has_arguments(&self) -> bool {
+        self.stage == Stage::Next && self.arguments.wanted
+    }
+
+    pub(super) fn step(
+        &mut self,
+        pending: &mut String,
+        call: &mut Call,
+        out: &mut Parts,
+        context: Context<'_>,
+    ) -> Step {
+        loop {
+            if self.stage == Stage::Value {
+                match self.arguments.read(pending, call, out, context) {
+                    Step::Done => {
+                        if !self.end_value(call, out, context) {
+                            return Step::Broken;
+                        }
+                        self.stage = Stage::Next;
+                        continue;
+                    }
+                    other => return other,
+                }
+            }
+            let Some(c) = pending.chars().next() else { return Step::More };
+            let blank = c.is_whitespace();
+            self.stage = match (&self.stage, c) {
+                (Stage::Key(true), c) => {
+                    self.key.push(c);
+                    Stage::Key(false)
+                }
+                (Stage::Key(false), '\\') => Stage::Key(true),
+                (Stage::Key(false), '"') => Stage::Colon,
+                (Stage::Key(false), c) => {
+                    self.key.push(c);
+                    Stage::Key(false)
+                }
+                (Stage::Open, _) if blank => Stage::Open,
+                (Stage::Open, '{') => Stage::Field,
+                (Stage::Field, _) if blank => Stage::Field,
+                (Stage::Field, '"') => {
+                    self.key.clear();
+                    Stage::Key(false)
+                }
+                (Stage::Colon, _) if blank => Stage::Colon,
+                // Without a mark, an object with anything else in it is an answer in JSON, which is not held back.
+                (Stage::Colon, ':') if self.known_only && !FIELDS.contains(&self.key.as_str()) => {
+                    return Step::Broken;
+                }
+                (Stage::Colon, ':') => {
+                    let wanted = matches!(self.key.as_str(), "arguments" | "parameters");
+                    self.arguments = Arguments::new(wanted && !call.written);
+                    Stage::Value
+                }
+                (Stage::Next, _) if blank => Stage::Next,
+                (Stage::Next, ',') => Stage::Field,
+                (Stage::Next | Stage::Field, '}') => {
+                    if !call.has_begun() {
+                        return Step::Broken;
+                    }
+                    call.take(pending, 1);
+                    return Step::Done;
+                }
+                _ => return Step::Broken,
+            };
+            call.take(pending, c.len_utf8());
+        }
+    }
+
+    /// Takes the value of the field; false if it makes this no call.
+    fn end_value(&mut self, call: &mut Call, out: &mut Parts, context: Context<'_>) -> bool {
+        let known = |name: &str| !self.known_only || context.tools.has(name);
+        match self.key.as_str() {
+            // Some call the field as its value is called.
+            "name" | "function" if !call.has_begun() => {
+                match serde_json::from_str::<String>(&self.arguments.value) {
+                    Ok(name) if known(&name) => {
+                        call.begin(&name, context.ids, out);
+                        if let Some(early) = self.early.take() {
+                            call.arguments(&early, out);
+                        }
+                        true
+                    }
+                    _ => false,
+                }
+            }
+            _ if self.arguments.wanted => {
+                if call.has_begun() {
+                    self.arguments.end(call, out);
+                } else {
+                    self.early = Some(self.arguments.whole());
+                }
+                true
+            }
+            _ => true,
+        }
+    }
+}

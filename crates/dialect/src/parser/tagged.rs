@@ -1,0 +1,212 @@
+//! Arguments in tags of their own, whose types the schema knows.
+
+use super::call::{Call, Context, LONGEST, Step, near};
+use crate::family;
+use crate::finder::{Found, find};
+use crate::parts::Parts;
+use crate::scan::{escaped, spaced};
+
+/// A call with an element an argument. It becomes a JSON object; strings are passed on as they come.
+#[derive(Debug)]
+pub(super) struct Tagged {
+    tags: &'static family::Tagged,
+    stage: Stage,
+    key: String,
+    value: String,
+    kind: Kind,
+    /// An argument has been written.
+    some: bool,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Stage {
+    Name,
+    Arguments,
+    Key,
+    /// What an argument says about its type.
+    Declared,
+    /// Before a value.
+    Open,
+    /// Right at the beginning of a value.
+    First,
+    Value,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Kind {
+    /// As the schema says, once it is there.
+    Schema,
+    /// A string, which the model has said or the schema says.
+    String,
+    /// JSON, says the model.
+    Json,
+}
+
+impl Tagged {
+    /// Reads from behind the mark before the name.
+    pub(super) fn new(tags: &'static family::Tagged) -> Self {
+        let (key, value) = (String::new(), String::new());
+        Self { tags, stage: Stage::Name, key, value, kind: Kind::Schema, some: false }
+    }
+
+    pub(super) fn step(
+        &mut self,
+        pending: &mut String,
+        call: &mut Call,
+        out: &mut Parts,
+        context: Context<'_>,
+    ) -> Step {
+        let tags = self.tags;
+        let (key_open, key_close) = (tags.key.0, tags.key.1.trim_end());
+        let end = if tags.end.is_empty() { context.close } else { tags.end.trim() };
+        loop {
+            match self.stage {
+                Stage::Name => {
+                    let close =
+                        if tags.name.1.trim().is_empty() { "\n" } else { tags.name.1.trim() };
+                    let blank = pending.len() - pending.trim_start().len();
+                    call.take(pending, blank);
+                    let marks = [close, key_open, end, context.close];
+                    let (at, mark) = match near(pending, &marks, LONGEST) {
+                        Ok(found) => found,
+                        Err(step) => return step,
+                    };
+                    if pending[..at].trim().is_empty() {
+                        return Step::Broken;
+                    }
+                    call.begin(&pending[..at], context.ids, out);
+                    call.take(pending, if mark == 0 { at + close.len() } else { at });
+                    self.stage = Stage::Arguments;
+                }
+                Stage::Arguments => {
+                    let marks = [key_open, end, context.close];
+                    let (at, mark) = match find(pending, marks.into_iter()) {
+                        Found::Mark { at, mark } => (at, mark),
+                        // Between arguments there is nothing to keep.
+                        Found::Nothing { safe } => {
+                            call.take(pending, safe);
+                            return Step::More;
+                        }
+                    };
+                    if mark == 0 {
+                        call.take(pending, at + key_open.len());
+                        self.stage = Stage::Key;
+                        continue;
+                    }
+                    // A mark that ends more than the call is left to be read.
+                    let taken = if tags.end.is_empty() || mark == 2 { at } else { at + end.len() };
+                    call.take(pending, taken);
+                    self.end(call, out);
+                    return Step::Done;
+                }
+                Stage::Key => {
+                    let (at, _) = match near(pending, &[key_close], LONGEST) {
+                        Ok(found) => found,
+                        Err(step) => return step,
+                    };
+                    pending[..at].trim().trim_matches('"').clone_into(&mut self.key);
+                    call.take(pending, at + key_close.len());
+                    self.kind = Kind::Schema;
+                    self.stage = if tags.declares { Stage::Declared } else { Stage::Open };
+                }
+                Stage::Declared => {
+                    let (at, _) = match near(pending, &["\">"], LONGEST) {
+                        Ok(found) => found,
+                        Err(step) => return step,
+                    };
+                    self.kind = if &pending[..at] == "true" { Kind::String } else { Kind::Json };
+                    call.take(pending, at + "\">".len());
+                    self.stage = Stage::Open;
+                }
+                Stage::Open => {
+                    let open = tags.value.0.trim();
+                    if !open.is_empty() {
+                        let (at, _) = match near(pending, &[open], LONGEST) {
+                            Ok(found) => found,
+                            Err(step) => return step,
+                        };
+                        call.take(pending, at + open.len());
+                    }
+                    self.open(call, out, context);
+                    self.stage = Stage::First;
+                }
+                Stage::First => {
+                    // A line feed that belongs to the tag, not to the value.
+                    let Some(c) = pending.chars().next() else { return Step::More };
+                    if tags.value.0 == "\n" && c == '\n' {
+                        call.take(pending, 1);
+                    }
+                    self.stage = Stage::Value;
+                }
+                Stage::Value => {
+                    let close = tags.value.1.trim_end();
+                    // Some models forget to close the last one.
+                    let marks = [close, close.trim_start(), context.close];
+                    match find(pending, marks.into_iter()) {
+                        Found::Nothing { safe } => {
+                            self.more(&pending[..safe], call, out);
+                            call.take(pending, safe);
+                            return Step::More;
+                        }
+                        Found::Mark { at, mark } => {
+                            self.more(&pending[..at], call, out);
+                            let taken = if mark < 2 { at + marks[mark].len() } else { at };
+                            call.take(pending, taken);
+                            self.close(call, out, context);
+                            self.stage = Stage::Arguments;
+                        }
+                    }
+                }
+            }
+        }
+    }
+
+    /// Begins an argument.
+    fn open(&mut self, call: &mut Call, out: &mut Parts, context: Context<'_>) {
+        let before = if self.some { ", " } else { "{" };
+        self.some = true;
+        let tool = call.name.clone().unwrap_or_default();
+        if self.kind == Kind::Schema && context.tools.argument(&tool, &self.key).is_string() {
+            self.kind = Kind::String;
+        }
+        let quote = if self.kind == Kind::String { "\"" } else { "" };
+        call.arguments(&format!("{before}\"{}\": {quote}", escaped(&self.key)), out);
+        self.value.clear();
+    }
+
+    /// Adds to an argument's value.
+    fn more(&mut self, text: &str, call: &mut Call, out: &mut Parts) {
+        match self.kind {
+            Kind::String => call.arguments(&escaped(text), out),
+            Kind::Schema | Kind::Json => self.value.push_str(text),
+        }
+    }
+
+    /// Ends an argument.
+    fn close(&mut self, call: &mut Call, out: &mut Parts, context: Context<'_>) {
+        let tool = call.name.clone().unwrap_or_default();
+        let value = match self.kind {
+            Kind::String => return call.arguments("\"", out),
+            Kind::Json => serde_json::from_str(self.value.trim()).ok(),
+            Kind::Schema => None,
+        };
+        let argument = context.tools.argument(&tool, &self.key);
+        let value = value.unwrap_or_else(|| argument.value(&self.value));
+        call.arguments(&spaced(&value), out);
+    }
+
+    fn end(&mut self, call: &mut Call, out: &mut Parts) {
+        if self.some {
+            call.arguments("}", out);
+        }
+    }
+
+    /// The answer has ended, and not because it became too long; whether the call is complete all the same.
+    pub(super) fn finish(&mut self, call: &mut Call, out: &mut Parts) -> bool {
+        let complete = call.has_begun() && self.stage == Stage::Arguments;
+        if complete {
+            self.end(call, out);
+        }
+        complete
+    }
+}

@@ -1,0 +1,59 @@
+//! How the model writes: found out, or said by flags.
+
+use std::sync::Arc;
+
+use anyhow::{Context, Result};
+use forebay_dialect::{Choice, Dialect, Evidence};
+use forebay_text::{ChatTemplate, Tokenizer};
+use serde::Serialize;
+use tracing::warn;
+
+use crate::flags::DialectFlags;
+
+/// How chats are written and read, as /server_info shows it.
+#[derive(Debug, Clone, Serialize)]
+pub(crate) struct ChatFacts {
+    /// How calls of tools are written, in vLLM's words; null: none are read.
+    pub(crate) tool_call_parser: Option<&'static str>,
+    /// How reasoning is written, in vLLM's words; null: none is read.
+    pub(crate) reasoning_parser: Option<&'static str>,
+    /// Whether the template shows the model its tools.
+    template_takes_tools: bool,
+    /// What is done to messages that the template does not take as they are.
+    adaptations: Vec<&'static str>,
+}
+
+/// The model's dialect, and the special tokens that are marks of it.
+///
+/// # Errors
+/// A flag names no dialect.
+pub(crate) fn find(
+    flags: &DialectFlags,
+    template: Option<&Arc<ChatTemplate>>,
+    tokenizer: &Tokenizer,
+) -> Result<(Dialect, Arc<[i32]>, ChatFacts)> {
+    let has_token = |text: &str| tokenizer.token_to_id(text).is_some();
+    let source = template.map_or("", |template| template.source());
+    let evidence = Evidence { template: source, has_token: &has_token };
+    let calls = Choice::new(flags.tool_call_parser.as_deref());
+    let dialect = Dialect::new(&calls, &Choice::Auto, evidence).context("--tool-call-parser")?;
+    let reasoning = Choice::new(flags.reasoning_parser.as_deref());
+    let dialect = match reasoning {
+        Choice::Auto => dialect,
+        reasoning => Dialect::new(&calls, &reasoning, evidence).context("--reasoning-parser")?,
+    };
+    let takes_tools = template.is_some_and(|template| template.takes_tools());
+    if takes_tools && dialect.calls_name().is_none() && calls == Choice::Auto {
+        warn!(
+            "the chat template takes tools, and its way to write calls is not known: calls will be text. --tool-call-parser names it"
+        );
+    }
+    let marks = tokenizer.special_ids(|token| dialect.is_mark(token));
+    let facts = ChatFacts {
+        tool_call_parser: dialect.calls_name(),
+        reasoning_parser: dialect.reasoning_name(),
+        template_takes_tools: takes_tools,
+        adaptations: template.map(|template| template.adaptations()).unwrap_or_default(),
+    };
+    Ok((dialect, marks.into(), facts))
+}

@@ -1,0 +1,71 @@
+//! Parameters of a request that have no effect: they are named in a header, or refused.
+
+use std::cell::RefCell;
+
+use axum::extract::Request;
+use axum::http::{HeaderName, HeaderValue};
+use axum::middleware::Next;
+use axum::response::Response;
+use forebay_api::ApiError;
+
+use crate::state::Shared;
+
+/// Names of parameters that had no effect, with commas between them.
+pub(crate) const HEADER: HeaderName = HeaderName::from_static("x-forebay-ignored");
+/// Most bytes of the header: names beyond are left out.
+const MOST_BYTES: usize = 1024;
+
+tokio::task_local! {
+    static NAMES: RefCell<Vec<String>>;
+}
+
+/// Notes that a parameter of the request that is being answered has no effect.
+///
+/// # Errors
+/// The server was started with --strict-params.
+pub(crate) fn ignore(state: &Shared, name: &str) -> Result<(), ApiError> {
+    if state.config.strict_params {
+        let reason = format!(
+            "`{name}`: has no effect here, and the server takes no such parameters (--strict-params)"
+        );
+        return Err(ApiError::invalid(name, reason));
+    }
+    note(name.to_owned());
+    Ok(())
+}
+
+/// Notes what was done otherwise than asked; this is no error.
+pub(crate) fn note(name: String) {
+    // A request that the server makes itself has nobody to be told.
+    let _ = NAMES.try_with(|names| {
+        let mut names = names.borrow_mut();
+        if !names.contains(&name) {
+            names.push(name);
+        }
+    });
+}
+
+/// Answers a request, and says what had no effect.
+pub(crate) async fn tell(request: Request, next: Next) -> Response {
+    let answer = async {
+        let response = next.run(request).await;
+        (response, NAMES.with(RefCell::take))
+    };
+    let (mut response, names) = NAMES.scope(RefCell::default(), answer).await;
+    let mut text = String::new();
+    for name in names {
+        // Names are the client's: what a header can't have is left out of them.
+        let shown: String = name.chars().filter(|c| c.is_ascii_graphic() && *c != ',').collect();
+        if text.len() + shown.len() + 2 > MOST_BYTES || shown.is_empty() {
+            continue;
+        }
+        if !text.is_empty() {
+            text.push_str(", ");
+        }
+        text.push_str(&shown);
+    }
+    if let (false, Ok(value)) = (text.is_empty(), HeaderValue::from_str(&text)) {
+        response.headers_mut().insert(HEADER, value);
+    }
+    response
+}

@@ -1,0 +1,250 @@
+//! What a model said as OpenAI's messages: whole, and as the chunks of a stream.
+
+use std::sync::Arc;
+
+use forebay_api::{
+    ApiError, ChatChoice, ChatChunkChoice, ChatDelta, ChatLogprobs, ChatTokenLogprob,
+    ChatTopLogprob, FunctionCall, FunctionDelta, ResponseMessage, TokenOutput, ToolCall,
+    ToolCallDelta,
+};
+use forebay_dialect::{Ids, Part};
+use forebay_text::Tokenizer;
+use xxhash_rust::xxh3::xxh3_128;
+
+use crate::delta::{Candidate, Delta, Logprobs};
+use crate::outlet::Encoder;
+use crate::routes::{matched_stop, stop_reason, token_name};
+use crate::sse::{Chunks, Cut};
+use crate::tally::Tally;
+
+/// How calls are named where the model gives them no names. A brain that goes on with another's stream gives the same ones.
+#[derive(Debug, Clone)]
+pub(super) struct CallIds {
+    /// Name of the response.
+    pub(super) response: String,
+    pub(super) form: Ids,
+}
+
+impl CallIds {
+    fn name(&self, choice: u32, call: u32) -> String {
+        /// Letters and digits; there are 32.
+        const LETTERS: &[u8; 32] = b"0123456789abcdefghijklmnopqrstuv";
+        let hash = xxh3_128(format!("{}/{choice}/{call}", self.response).as_bytes());
+        match self.form {
+            Ids::Nine => {
+                let letter = |at: u32| char::from(LETTERS[(hash >> (5 * at)) as usize & 31]);
+                (0..9).map(letter).collect()
+            }
+            Ids::Free | Ids::Counted => format!("call_{:024x}", hash >> 32),
+        }
+    }
+}
+
+/// How tokens are shown.
+#[derive(Clone)]
+pub(super) struct Tokens {
+    /// To write log-probabilities with, where they are asked for.
+    pub(super) tokenizer: Option<Arc<Tokenizer>>,
+    pub(super) output: TokenOutput,
+}
+
+/// A choice of a whole answer.
+///
+/// # Errors
+/// It has no end.
+pub(super) fn choice(
+    index: u32,
+    delta: &Delta,
+    tokens: &Tokens,
+    ids: &CallIds,
+) -> Result<ChatChoice, ApiError> {
+    let end = delta.end.as_ref().ok_or(ApiError::Aborted)?;
+    Ok(ChatChoice {
+        index,
+        message: message(index, delta, ids),
+        logprobs: tokens.logprobs(&delta.logprobs),
+        finish_reason: delta.finish_reason().unwrap_or_default(),
+        stop_reason: stop_reason(end),
+        matched_stop: matched_stop(end),
+        token_ids: tokens.output.ids.then(|| delta.tokens.clone()),
+    })
+}
+
+fn message(choice: u32, delta: &Delta, ids: &CallIds) -> ResponseMessage {
+    let (mut content, mut reasoning) = (String::new(), None::<String>);
+    let mut calls: Vec<ToolCall> = Vec::new();
+    for part in delta.parts.iter() {
+        match part {
+            Part::Content(text) => content.push_str(text),
+            Part::Reasoning(text) => reasoning.get_or_insert_default().push_str(text),
+            Part::Call { index, name, id } => calls.push(ToolCall {
+                id: id.map_or_else(|| ids.name(choice, index), str::to_owned),
+                kind: "function",
+                function: FunctionCall { name: name.to_owned(), arguments: String::new() },
+            }),
+            // Arguments are those of the call before them.
+            Part::Arguments { text, .. } => {
+                if let Some(call) = calls.last_mut() {
+                    call.function.arguments.push_str(text);
+                }
+            }
+        }
+    }
+    let only_others = content.is_empty() && (reasoning.is_some() || !calls.is_empty());
+    ResponseMessage {
+        role: "assistant",
+        content: (!only_others).then_some(content),
+        refusal: None,
+        reasoning: reasoning.clone(),
+        reasoning_content: reasoning,
+        tool_calls: calls,
+    }
+}
+
+impl Tokens {
+    /// Log-probabilities, where they are asked for.
+    fn logprobs(&self, all: &Logprobs) -> Option<ChatLogprobs> {
+        let tokenizer = self.tokenizer.as_deref()?;
+        let likely = |&(id, logprob): &Candidate| {
+            let token = token_name(tokenizer, id, self.output);
+            ChatTopLogprob { token, logprob, bytes: tokenizer.token_bytes(id) }
+        };
+        let entry = |(sampled, top): (Candidate, &[Candidate])| {
+            let ChatTopLogprob { token, logprob, bytes } = likely(&sampled);
+            let top_logprobs = top.iter().map(likely).collect();
+            ChatTokenLogprob { token, logprob, bytes, top_logprobs }
+        };
+        Some(ChatLogprobs { content: all.iter().map(entry).collect() })
+    }
+}
+
+/// Writes the chunks of a stream.
+pub(super) struct ChatEncoder {
+    chunks: Chunks,
+    tokens: Tokens,
+    ids: CallIds,
+    choices: Vec<ChoiceState>,
+}
+
+#[derive(Default)]
+struct ChoiceState {
+    /// The role has been sent.
+    opened: bool,
+    /// The chunk of a text alone, once the role has been sent.
+    content: Option<Cut>,
+}
+
+impl ChatEncoder {
+    pub(super) fn new(chunks: Chunks, tokens: Tokens, ids: CallIds, n: u32) -> Self {
+        let choices = (0..n).map(|_| ChoiceState::default()).collect();
+        Self { chunks, tokens, ids, choices }
+    }
+}
+
+impl Encoder for ChatEncoder {
+    fn delta(
+        &mut self,
+        index: u32,
+        delta: &mut Delta,
+        tally: &Tally,
+        out: &mut Vec<u8>,
+    ) -> serde_json::Result<()> {
+        let Self { chunks, tokens, ids, choices } = self;
+        let state = &mut choices[index as usize];
+        let usage = || tally.usage();
+        if !state.opened {
+            state.opened = true;
+            let role =
+                ChatDelta { role: Some("assistant"), content: Some(""), ..ChatDelta::default() };
+            chunks.first(&chunk(index, role), || tally.usage_before(), out)?;
+        }
+        if state.content.is_none() && tokens.tokenizer.is_none() && !tokens.output.ids {
+            let content = ChatDelta { content: Some(""), ..ChatDelta::default() };
+            state.content = chunks.cut(&chunk(index, content), "content")?;
+        }
+        match (delta.parts.as_content(), &state.content) {
+            (Some(""), _) if delta.logprobs.is_empty() && !tokens.output.ids => {}
+            (Some(text), Some(cut)) => cut.write(text, out)?,
+            (content, _) => {
+                let mut logprobs = tokens.logprobs(&delta.logprobs);
+                let mut token_ids = tokens.output.ids.then_some(&delta.tokens[..]);
+                let nothing = (content == Some("")).then_some(Part::Content(""));
+                for part in nothing.into_iter().chain(delta.parts.iter()) {
+                    let id = match part {
+                        Part::Call { index: call, id, .. } => {
+                            Some(id.map_or_else(|| ids.name(index, call), str::to_owned))
+                        }
+                        _ => None,
+                    };
+                    let part = part_delta(part, id.as_deref());
+                    // These are of the tokens of all parts; the first carries them.
+                    let choice = ChatChunkChoice {
+                        logprobs: logprobs.take(),
+                        token_ids: token_ids.take(),
+                        ..chunk(index, part)
+                    };
+                    chunks.choice(&choice, usage, out)?;
+                }
+            }
+        }
+        if let Some(end) = &delta.end {
+            let last = ChatChunkChoice {
+                finish_reason: delta.finish_reason(),
+                stop_reason: stop_reason(end),
+                matched_stop: matched_stop(end),
+                ..chunk(index, ChatDelta::default())
+            };
+            chunks.choice(&last, usage, out)?;
+        }
+        Ok(())
+    }
+
+    fn end(&mut self, tally: &Tally, out: &mut Vec<u8>) -> serde_json::Result<()> {
+        self.chunks.usage(tally.usage(), out)
+    }
+
+    fn resumable(&self) -> bool {
+        self.choices.len() == 1
+    }
+
+    fn resume(&mut self, before: &Delta) {
+        for choice in &mut self.choices {
+            // The role went ahead of the first token.
+            choice.opened = !before.tokens.is_empty();
+        }
+    }
+}
+
+/// A chunk of a choice that goes on.
+fn chunk(index: u32, delta: ChatDelta<'_>) -> ChatChunkChoice<'_> {
+    ChatChunkChoice {
+        index,
+        delta,
+        logprobs: None,
+        finish_reason: None,
+        stop_reason: None,
+        matched_stop: None,
+        token_ids: None,
+    }
+}
+
+/// A part of a stream; `id` is the name of the call that it begins.
+fn part_delta<'a>(part: Part<'a>, id: Option<&'a str>) -> ChatDelta<'a> {
+    let nothing = ChatDelta::default();
+    match part {
+        Part::Content(text) => ChatDelta { content: Some(text), ..nothing },
+        Part::Reasoning(text) => {
+            ChatDelta { reasoning: Some(text), reasoning_content: Some(text), ..nothing }
+        }
+        Part::Call { index, name, .. } => {
+            let function = FunctionDelta { name: Some(name), arguments: "" };
+            let call = ToolCallDelta { index, id, kind: Some("function"), function };
+            ChatDelta { tool_calls: Some([call]), ..nothing }
+        }
+        Part::Arguments { index, text } => {
+            let function = FunctionDelta { name: None, arguments: text };
+            let call = ToolCallDelta { index, id: None, kind: None, function };
+            ChatDelta { tool_calls: Some([call]), ..nothing }
+        }
+    }
+}

@@ -1,0 +1,420 @@
+//! What a template does with messages that not every template takes, found out by rendering short chats, and messages brought into the
+//! shape that it takes.
+
+use std::hash::{DefaultHasher, Hash, Hasher};
+
+use serde_json::{Map, Value, json};
+
+use super::{ChatRender, ChatTemplate};
+
+/// What a template takes. Nothing is changed where a probe says nothing.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Shape {
+    /// Messages of the role `system`.
+    system: bool,
+    /// Messages of the role `developer`.
+    developer: bool,
+    /// More than one system message at the beginning.
+    several_systems: bool,
+    /// A system message behind others.
+    late_system: bool,
+    /// Two messages of a user in a row.
+    repeated: bool,
+    /// As what an assistant's message has no content.
+    nothing: Nothing,
+    arguments: Arguments,
+    /// Names of calls that are no nine letters and digits.
+    long_ids: bool,
+    /// Descriptions of tools.
+    tools: bool,
+}
+
+/// As what a template takes the arguments of a call.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Arguments {
+    Object,
+    Text,
+    /// As they are.
+    Either,
+}
+
+/// How a message with calls says that it has no content.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Nothing {
+    Null,
+    Empty,
+    /// As it is.
+    Either,
+}
+
+const PROBE: &str = "forebay-probe-one";
+const OTHER: &str = "forebay-probe-two";
+const LONG_ID: &str = "call_0123456789abcdef01234567";
+const SHORT_ID: &str = "abcdef123";
+/// Letters of a short name.
+const LETTERS: &[u8; 32] = b"0123456789abcdefghijklmnopqrstuv";
+
+impl Shape {
+    /// Changes nothing.
+    pub(super) const ANY: Self = Self {
+        system: true,
+        developer: true,
+        several_systems: true,
+        late_system: true,
+        repeated: true,
+        nothing: Nothing::Either,
+        arguments: Arguments::Either,
+        long_ids: true,
+        tools: true,
+    };
+
+    /// Finds out what `template` takes, while its own shape is still [`Shape::ANY`].
+    pub(super) fn of(template: &ChatTemplate) -> Self {
+        let render = |messages: Value| template.render(&ChatRender::new(&messages)).ok();
+        let user = |text: &str| json!({"role": "user", "content": text});
+        let system = |text: &str| json!({"role": "system", "content": text});
+        let answer = json!({"role": "assistant", "content": "a"});
+        let shows = |messages: Value| render(messages).is_some_and(|text| text.contains(PROBE));
+        if !shows(json!([user(PROBE)])) {
+            return Self { tools: Self::takes_tools(template), ..Self::ANY };
+        }
+        let takes_system = shows(json!([system(PROBE), user("u")]));
+        let both = |messages: Value| {
+            render(messages).is_some_and(|text| text.contains(PROBE) && text.contains(OTHER))
+        };
+        let called = |content: Value, id: &str, arguments: Value| {
+            let call = json!({"id": id, "type": "function", "function": {"name": "f", "arguments": arguments}});
+            let result = json!({"role": "tool", "tool_call_id": id, "name": "f", "content": "r"});
+            json!([user("u"), {"role": "assistant", "content": content, "tool_calls": [call]}, result])
+        };
+        let object = json!({"k": PROBE});
+        let text = Value::String(object.to_string());
+        let shown = |text: &String| text.contains(PROBE);
+        let takes = |id: &str, arguments: &Value| {
+            let empty = render(called(json!(""), id, arguments.clone()));
+            // Some show calls only where the content is null.
+            empty.filter(shown).or_else(|| render(called(Value::Null, id, arguments.clone())))
+        };
+        // A template that refuses long names would refuse every probe with one.
+        let long_ids = takes(SHORT_ID, &object).or(takes(SHORT_ID, &text)).is_none()
+            || takes(LONG_ID, &object).or(takes(LONG_ID, &text)).is_some();
+        let as_object =
+            takes(SHORT_ID, &object).is_some_and(|text| shown(&text) && !text.contains("{'k'"));
+        let as_text = takes(SHORT_ID, &text).is_some_and(|text| shown(&text));
+        let (arguments, given) = match (as_object, as_text) {
+            (true, _) => (Arguments::Object, object),
+            (false, true) => (Arguments::Text, text),
+            (false, false) => (Arguments::Either, object),
+        };
+        let empty = render(called(json!(""), SHORT_ID, given.clone())).filter(shown);
+        let null = render(called(Value::Null, SHORT_ID, given)).filter(shown);
+        let prints = |text: &String| ["None", "null"].iter().any(|word| text.contains(word));
+        let nothing = match (empty, null) {
+            (Some(_), None) => Nothing::Empty,
+            (None, Some(_)) => Nothing::Null,
+            (Some(empty), Some(null)) if prints(&null) && !prints(&empty) => Nothing::Empty,
+            _ => Nothing::Either,
+        };
+        Self {
+            system: takes_system,
+            // A template that prints any role would show the model one that it has never seen.
+            developer: template.source.contains("developer")
+                && shows(json!([{"role": "developer", "content": PROBE}, user("u")])),
+            several_systems: both(json!([system(PROBE), system(OTHER), user("u")])),
+            late_system: shows(json!([system("s"), user("u"), answer, system(PROBE), user("v")])),
+            repeated: both(json!([user(PROBE), user(OTHER)])),
+            nothing,
+            arguments,
+            long_ids,
+            tools: Self::takes_tools(template),
+        }
+    }
+
+    fn takes_tools(template: &ChatTemplate) -> bool {
+        let parameters = json!({"type": "object", "properties": {}});
+        let function = json!({"name": PROBE, "description": "d", "parameters": parameters});
+        let tools = json!([{"type": "function", "function": function}]);
+        let chats = [
+            json!([{"role": "user", "content": "u"}]),
+            json!([{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]),
+        ];
+        chats.iter().any(|messages| {
+            let chat = ChatRender { tools: Some(&tools), ..ChatRender::new(messages) };
+            template.render(&chat).is_ok_and(|text| text.contains(PROBE))
+        })
+    }
+
+    pub(super) fn tools(&self) -> bool {
+        self.tools
+    }
+
+    /// What is done to messages, in words.
+    pub(super) fn notes(&self) -> Vec<&'static str> {
+        [
+            (!self.developer, "developer messages become system messages"),
+            (!self.system, "system messages become part of the first user message"),
+            (self.system && !self.several_systems, "system messages at the beginning are joined"),
+            (
+                self.system && !self.late_system,
+                "system messages behind others become user messages",
+            ),
+            (!self.repeated, "messages of one role in a row are joined"),
+            (self.nothing == Nothing::Empty, "content that is null becomes an empty string"),
+            (self.nothing == Nothing::Null, "empty content beside calls becomes null"),
+            (self.arguments == Arguments::Object, "arguments of calls are given as objects"),
+            (self.arguments == Arguments::Text, "arguments of calls are given as strings"),
+            (!self.long_ids, "calls get names of nine letters and digits"),
+        ]
+        .into_iter()
+        .filter_map(|(done, note)| done.then_some(note))
+        .collect()
+    }
+
+    /// Brings messages into this shape.
+    pub(super) fn adapt(&self, messages: &mut Vec<Value>) {
+        for message in messages.iter_mut().filter_map(Value::as_object_mut) {
+            if !self.developer && role(message) == "developer" {
+                set_role(message, "system");
+            }
+            if role(message) == "assistant" {
+                self.adapt_nothing(message);
+            }
+            self.adapt_calls(message);
+        }
+        self.adapt_systems(messages);
+        if !self.repeated {
+            let all = messages.len();
+            join(messages, |role| matches!(role, "user" | "assistant"), all);
+        }
+    }
+
+    fn adapt_nothing(&self, message: &mut Map<String, Value>) {
+        let content = match (self.nothing, message.get("content")) {
+            (Nothing::Empty, None | Some(Value::Null)) => Value::String(String::new()),
+            (Nothing::Null, Some(Value::String(text)))
+                if text.is_empty() && message.contains_key("tool_calls") =>
+            {
+                Value::Null
+            }
+            _ => return,
+        };
+        message.insert("content".to_owned(), content);
+    }
+
+    fn adapt_systems(&self, messages: &mut Vec<Value>) {
+        let is_system = |message: &Value| message["role"] == "system";
+        let leading = messages.iter().take_while(|message| is_system(message)).count();
+        if !self.system {
+            let texts: Vec<String> = messages.drain(..leading).filter_map(|m| text(&m)).collect();
+            let first = messages.iter_mut().find(|message| message["role"] == "user");
+            if let Some(message) = first {
+                texts.iter().rev().for_each(|text| prepend(message, text));
+            } else if !texts.is_empty() {
+                messages.insert(0, json!({"role": "user", "content": texts.join("\n\n")}));
+            }
+        } else if !self.several_systems && leading > 1 {
+            join(messages, |role| role == "system", leading);
+        }
+        let begin = messages.iter().take_while(|message| is_system(message)).count();
+        if !self.system || !self.late_system {
+            for message in messages.iter_mut().skip(begin).filter(|message| is_system(message)) {
+                message["role"] = Value::String("user".to_owned());
+            }
+        }
+    }
+
+    fn adapt_calls(&self, message: &mut Map<String, Value>) {
+        if !self.long_ids
+            && let Some(id) = message.get_mut("tool_call_id")
+        {
+            shorten(id);
+        }
+        let calls = message.get_mut("tool_calls").and_then(Value::as_array_mut);
+        for call in calls.into_iter().flatten() {
+            if !self.long_ids
+                && let Some(id) = call.get_mut("id")
+            {
+                shorten(id);
+            }
+            // Some clients write what a call has without its function around it.
+            let function = match call.get("function") {
+                Some(Value::Object(_)) => &mut call["function"],
+                _ => call,
+            };
+            let Some(arguments) = function.get_mut("arguments") else { continue };
+            match (self.arguments, &*arguments) {
+                (Arguments::Object, Value::String(text)) => {
+                    let read = serde_json::from_str(text).ok();
+                    // OpenAI's clients send back what they got, also if it was empty or cut.
+                    let empty = text.trim().is_empty().then(|| json!({}));
+                    if let Some(value) = read.filter(Value::is_object).or(empty) {
+                        *arguments = value;
+                    }
+                }
+                (Arguments::Text, Value::Object(_)) => {
+                    *arguments = Value::String(arguments.to_string());
+                }
+                _ => {}
+            }
+        }
+    }
+}
+
+fn role(message: &Map<String, Value>) -> &str {
+    message.get("role").and_then(Value::as_str).unwrap_or_default()
+}
+
+fn set_role(message: &mut Map<String, Value>, role: &str) {
+    message.insert("role".to_owned(), Value::String(role.to_owned()));
+}
+
+/// The text of a message's content.
+fn text(message: &Value) -> Option<String> {
+    match &message["content"] {
+        Value::String(text) => Some(text.clone()),
+        Value::Array(parts) => {
+            let texts = parts.iter().filter_map(|part| part["text"].as_str());
+            Some(texts.collect::<Vec<_>>().join("\n"))
+        }
+        _ => None,
+    }
+}
+
+/// Puts text before that of a message.
+fn prepend(message: &mut Value, text: &str) {
+    match &mut message["content"] {
+        Value::String(content) => *content = format!("{text}\n\n{content}"),
+        Value::Array(parts) => parts.insert(0, json!({"type": "text", "text": text})),
+        content => *content = Value::String(text.to_owned()),
+    }
+}
+
+/// Joins neighbours of one role among the first `count` messages.
+fn join(messages: &mut Vec<Value>, of: impl Fn(&str) -> bool, count: usize) {
+    let mut joined: Vec<Value> = Vec::with_capacity(messages.len());
+    for (number, message) in std::mem::take(messages).into_iter().enumerate() {
+        let plain = |message: &Value| message.get("tool_calls").is_none();
+        let role = message["role"].as_str().unwrap_or_default();
+        let last = joined.last_mut().filter(|last| {
+            number < count && of(role) && last["role"] == role && plain(last) && plain(&message)
+        });
+        match (last, text(&message)) {
+            (Some(last), Some(more)) => {
+                let before = text(last).unwrap_or_default();
+                *last = message;
+                match &mut last["content"] {
+                    Value::Array(parts) => {
+                        parts.insert(0, json!({"type": "text", "text": before}));
+                    }
+                    content => *content = Value::String(format!("{before}\n\n{more}")),
+                }
+            }
+            _ => joined.push(message),
+        }
+    }
+    *messages = joined;
+}
+
+/// Makes nine letters and digits of a call's name; the same name always gives the same.
+fn shorten(id: &mut Value) {
+    let Value::String(text) = id else { return };
+    if text.len() == SHORT_ID.len() && text.bytes().all(|b| b.is_ascii_alphanumeric()) {
+        return;
+    }
+    let mut hasher = DefaultHasher::new();
+    text.hash(&mut hasher);
+    let hash = hasher.finish();
+    let letter = |at: u32| char::from(LETTERS[(hash >> (5 * at)) as usize & 31]);
+    *text = (0..9).map(letter).collect();
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeMap;
+
+    use super::*;
+
+    fn render(source: &str, messages: Value) -> String {
+        let template = ChatTemplate::new(source, None, None, &BTreeMap::new()).expect("a template");
+        template.render(&ChatRender::new(&messages)).expect("text")
+    }
+
+    fn user(text: &str) -> Value {
+        json!({"role": "user", "content": text})
+    }
+    fn system(text: &str) -> Value {
+        json!({"role": "system", "content": text})
+    }
+
+    const PRINTS: &str = "{% for m in messages %}[{{ m.role }}:{{ m.content }}]{% endfor %}";
+    /// As Gemma's and Mistral's: nothing but turns, in turn.
+    const TURNS: &str = "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('turns') }}{% endif %}[{{ m.role }}:{{ m.content }}]{% endfor %}";
+    /// As Qwen's: one system message, at the beginning.
+    const FIRST: &str = "{% for m in messages %}{% if m.role == 'system' and not loop.first %}{{ raise_exception('first') }}{% endif %}[{{ m.role }}:{{ m.content }}]{% endfor %}";
+    const CALLS: &str = "{% for m in messages %}[{{ m.content }}]{% for c in m.tool_calls %}{{ c.id }} {{ c.function.name }} {{ c.function.arguments | tojson }}{% endfor %}{% endfor %}";
+    const TEXT_CALLS: &str = "{% for m in messages %}{% if m.content is not none %}[{{ m.content }}]{% endif %}{% for c in m.tool_calls %}{{ c.function.name + ' ' + c.function.arguments }}{% endfor %}{% endfor %}";
+    const NINE: &str = "{% for m in messages %}{{ m.content }}{% for c in m.tool_calls %}{% if c.id | length != 9 %}{{ raise_exception('nine') }}{% endif %}{{ c.id }}={{ c.function.arguments | tojson }}{% endfor %}{% if m.tool_call_id %}<{{ m.tool_call_id }}>{% endif %}{% endfor %}";
+
+    #[test]
+    fn what_a_template_takes_is_left_alone() {
+        let messages = json!([system("a"), system("b"), user("c"), user("d"), system("e")]);
+        assert_eq!(render(PRINTS, messages), "[system:a][system:b][user:c][user:d][system:e]");
+    }
+
+    #[test]
+    fn roles_that_a_template_refuses_become_others() {
+        let developer = json!({"role": "developer", "content": "d"});
+        assert_eq!(render(PRINTS, json!([developer, user("u")])), "[system:d][user:u]");
+        let messages = json!([system("a"), developer, user("u"), system("late")]);
+        assert_eq!(render(FIRST, messages.clone()), "[system:a\n\nd][user:u][user:late]");
+        assert_eq!(render(TURNS, messages), "[user:a\n\nd\n\nu\n\nlate]");
+        let knows = "{% for m in messages %}{% if m.role == 'developer' %}D{% endif %}[{{ m.role }}:{{ m.content }}]{% endfor %}";
+        assert_eq!(render(knows, json!([developer, user("u")])), "D[developer:d][user:u]");
+        assert_eq!(
+            render(TURNS, json!([user("a"), user("b"), {"role": "assistant", "content": "c"}])),
+            "[user:a\n\nb][assistant:c]"
+        );
+    }
+
+    fn called(content: Value, arguments: Value) -> Value {
+        let call = json!({"id": "call_1", "type": "function", "function": {"name": "f", "arguments": arguments}});
+        json!([user("u"), {"role": "assistant", "content": content, "tool_calls": [call]}])
+    }
+
+    #[test]
+    fn arguments_come_as_the_template_takes_them() {
+        let expected = "[u][]call_1 f {\"a\": 1}";
+        assert_eq!(render(CALLS, called(json!(""), json!("{\"a\": 1}"))), expected);
+        assert_eq!(render(CALLS, called(json!(""), json!({"a": 1}))), expected);
+        assert_eq!(render(CALLS, called(Value::Null, json!({"a": 1}))), expected);
+        assert_eq!(render(CALLS, called(json!(""), json!(""))), "[u][]call_1 f {}");
+        assert_eq!(render(CALLS, called(json!(""), json!("{\"a"))), "[u][]call_1 f \"{\\\"a\"");
+        let expected = "[u]f {\"a\":1}";
+        assert_eq!(render(TEXT_CALLS, called(Value::Null, json!("{\"a\":1}"))), expected);
+        assert_eq!(render(TEXT_CALLS, called(Value::Null, json!({"a": 1}))), expected);
+        let only_null = "{% for m in messages %}{% if m.content is none %}{{ m.tool_calls[0].function.arguments }}{% else %}[{{ m.content }}]{% endif %}{% endfor %}";
+        assert_eq!(render(only_null, called(json!(""), json!("{}"))), "[u]{}");
+    }
+
+    #[test]
+    fn names_of_calls_are_shortened_alike() {
+        let mut messages = called(json!(""), json!({}));
+        let result = json!({"role": "tool", "tool_call_id": "call_1", "content": "r"});
+        messages.as_array_mut().expect("a list").push(result);
+        let text = render(NINE, messages);
+        let (id, rest) = text["u".len()..].split_once('=').expect("a name");
+        assert_eq!(id.len(), 9);
+        assert_eq!(rest, format!("{{}}r<{id}>"));
+    }
+
+    #[test]
+    fn templates_say_whether_they_take_tools() {
+        let shape = |source: &str| {
+            let template = ChatTemplate::new(source, None, None, &BTreeMap::new());
+            template.expect("a template").shape
+        };
+        assert!(!shape(PRINTS).tools());
+        assert!(shape("{{ tools | tojson }}{{ messages[-1].content }}").tools());
+        assert!(shape(FIRST).notes().contains(&"system messages at the beginning are joined"));
+    }
+}

@@ -1,0 +1,164 @@
+"""Rows of a few positions on the device, in place of pages (HiSparse, SGLang #21932, with pages behind them).
+
+A sparse slot has `H` hot rows for the positions whose pages it gave up. What it chooses and has not there is *missed*:
+it is copied from the host's memory in place of the rows that were chosen least recently. No shape depends on a value.
+
+`row_of[p]` says which hot row position p was put into last, and may be anything where it never was. `owner[r]` says
+which position row r holds. Only both together tell that p is there. So nobody has to clear `row_of`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from forebay.attention.backend import NO_ROW
+from forebay.attention.sparse import NO_PAGE, resolve
+
+NEVER = -1
+"""The owner of a row that holds no position."""
+OLDEST = 31
+"""Rows that were not chosen in so many steps are equally old."""
+
+
+class GroupRows(NamedTuple):
+    """Tables of one choice; the last column of each is for what is written and never read. `H` rows a slot."""
+
+    row_of: torch.Tensor  # int16 [slots, context + 1]
+    owner: torch.Tensor  # int32 [slots, H + 1]
+    stamp: torch.Tensor  # int32 [slots, H + 1]: the step of the slot in which the row was chosen last
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where positions of sparse slots can be; `u` queries, one a slot."""
+
+    slots: torch.Tensor  # int64 [u]
+    now: torch.Tensor  # int32 [u]: the slot's step, at least 1
+    page_table: torch.Tensor  # int32 [slots, pages a slot]
+    row_table: torch.Tensor  # int32 [slots, H / page_size]: pages of the hot rows
+    page_size: int
+    page_stride: int
+
+
+class Found(NamedTuple):
+    """Where chosen positions are, [u, top_k]."""
+
+    rows: torch.Tensor  # int64: row numbers of a layer; those of missed ones are where they have to be copied to
+    missed: torch.Tensor  # bool
+    counts: torch.Tensor  # int64 [4]: selected, found on pages, found in hot rows, missed
+
+
+@dataclass(frozen=True)
+class Missing:
+    """What a group's layers copy from the host before they attend; `m` rows, missed or not."""
+
+    targets: torch.Tensor  # int64 [m]: row numbers of a layer; a row that nobody reads where nothing is missed
+    pages: torch.Tensor  # int64 [m]: pages of the host's tier
+    offsets: torch.Tensor  # int64 [m]: positions of them
+    host: Sequence[torch.Tensor]  # one a layer: [host pages, page_size, width]
+
+    def copy(self, layer: int, pool: torch.Tensor) -> None:
+        """Brings a layer's rows to its pool [entries, width]."""
+        pool.index_copy_(0, self.targets, self.host[layer][self.pages, self.offsets])
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """What queries of a layer attend to, and of those that share its choice."""
+
+    rows: torch.Tensor  # int64 [queries, top_k]: row numbers of a layer, `NO_ROW` for none
+    missing: Missing | None = None
+    """None: nobody is sparse."""
+
+
+def find(positions: torch.Tensor, places: Places, group: GroupRows) -> Found:
+    """Where positions int64 [u, top_k] are, ascending with `NO_ROW` behind them.
+
+    Those that are missed are given rows. H is at least top_k: no row is taken from what the same query has chosen.
+    """
+    slots, size = places.slots, places.page_size
+    on_pages = resolve(positions, slots, places.page_table, size, places.page_stride)
+    valid, away = positions != NO_ROW, on_pages == NO_PAGE
+    rows, hit = _lookup(positions, away, slots, group)
+    missed = away & ~hit
+    spare = group.owner.shape[1] - 1
+    _put(group.stamp, slots, rows.masked_fill(~hit, spare), places.now[:, None].expand_as(rows))
+    rows = rows.where(~missed, _victims(missed, places, group))
+    taken = rows.masked_fill(~missed, spare)
+    _put(group.owner, slots, taken, positions.int())
+    _put(group.stamp, slots, taken, places.now[:, None].expand_as(rows))
+    _put(group.row_of, slots, positions.masked_fill(~missed, group.row_of.shape[1] - 1), rows.short())
+    pages = _entries(places.row_table, slots, rows // size).long()
+    in_rows = (pages * places.page_stride + rows % size).masked_fill_(pages < 0, NO_PAGE)
+    counts = torch.stack([kind.sum() for kind in (valid, valid & ~away, hit, missed)])
+    return Found(in_rows.where(away, on_pages), missed, counts)
+
+
+def missing(
+    positions: torch.Tensor,
+    found: Found,
+    slots: torch.Tensor,
+    host_table: torch.Tensor,
+    page_size: int,
+    nowhere: int,
+    host: Sequence[torch.Tensor],
+) -> Missing:
+    """What to copy for positions [u, top_k] of slots [u], by the host's pages int32 [slots, pages a slot].
+
+    `nowhere` is the number of a row that nobody reads.
+    """
+    at = positions.clamp(min=0)
+    pages = _entries(host_table, slots, at // page_size).long()
+    # A page that nobody wrote to the table is an error: as an index -1 is the last page.
+    pages = pages.masked_fill(pages < 0, len(host[0]))
+    return Missing(
+        found.rows.masked_fill(~found.missed, nowhere).flatten(),
+        pages.masked_fill(~found.missed, 0).flatten(),
+        (at % page_size).flatten(),
+        host,
+    )
+
+
+def _lookup(
+    positions: torch.Tensor, away: torch.Tensor, slots: torch.Tensor, group: GroupRows
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The hot row that each position was put into last, [u, top_k], and whether it is still there."""
+    count = group.owner.shape[1] - 1
+    row = _entries(group.row_of, slots, positions.clamp(min=0)).long()
+    inside = (row >= 0) & (row < count)
+    row = row.masked_fill(~inside, 0)
+    return row, away & inside & (_entries(group.owner, slots, row) == positions)
+
+
+def _victims(missed: torch.Tensor, places: Places, group: GroupRows) -> torch.Tensor:
+    """The rows [u, top_k] for those that are `missed`: the least recently chosen, of equally old ones in row order.
+
+    The oldest ones' age, `least`, is where so many rows are as old as are missed; those of just this age go last.
+    """
+    count = group.owner.shape[1] - 1
+    stamp = group.stamp.index_select(0, places.slots)[:, :count]
+    age = (places.now[:, None] - stamp).clamp_(max=OLDEST)
+    wanted = missed.sum(1, keepdim=True)
+    least = age.topk(missed.shape[1], dim=1).values.gather(1, (wanted - 1).clamp(min=0))
+    older, equal = age > least, age == least
+    before = older.sum(1, keepdim=True)
+    rank = torch.where(older, older.cumsum(1) - 1, before + equal.cumsum(1) - 1)
+    rank = rank.masked_fill(~((older | equal) & (rank < wanted)), missed.shape[1])
+    victims = rank.new_zeros(len(rank), missed.shape[1] + 1)
+    victims.scatter_(1, rank, torch.arange(count, device=rank.device).expand_as(rank))
+    return victims.gather(1, (missed.cumsum(1) - 1).clamp(min=0))
+
+
+def _entries(table: torch.Tensor, slots: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+    """`table[slots[i], columns[i, j]]`."""
+    at = slots[:, None] * table.shape[1] + columns
+    return table.view(-1).index_select(0, at.flatten()).view(at.shape)
+
+
+def _put(table: torch.Tensor, slots: torch.Tensor, columns: torch.Tensor, values: torch.Tensor) -> None:
+    """`table[slots[i], columns[i, j]] = values[i, j]`; slots are different ones."""
+    table.view(-1).index_copy_(0, (slots[:, None] * table.shape[1] + columns).flatten(), values.flatten())

@@ -1,0 +1,77 @@
+"""Attention on a GPU: the kernels of `forebay.gpu`, which read lengths, slots and page tables on the device."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from forebay.attention.backend import Batch, IndexBatch, Int64s, LatentHeads, LayerKV
+from forebay.gpu.interface import Kernels, PagedRows
+
+
+class TritonAttention:
+    """Implements `AttentionBackend`. Rows of any kind are computed in the order in which they come.
+
+    What it prepares are `PagedRows`: who has the rows of a step on the device may make them without it.
+    """
+
+    def __init__(self, kernels: Kernels, null_page: int) -> None:
+        """`null_page` is read where the page table has -1."""
+        self._kernels = kernels
+        self._null_page = null_page
+
+    def order(self, lengths: Int64s, ends: Int64s) -> Int64s:
+        return np.arange(len(lengths))
+
+    def prepare(self, batch: Batch, dtype: torch.dtype) -> PagedRows:
+        return self._rows(batch)
+
+    def attend(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kv: LayerKV, prepared: PagedRows
+    ) -> torch.Tensor:
+        scale = q.shape[2] ** -0.5
+        return self._kernels.attend(q, kv.keys, kv.values, prepared, scale).flatten(1)
+
+    def attend_latent(
+        self,
+        q: torch.Tensor,
+        rows: torch.Tensor,
+        up: torch.Tensor,
+        kv: LayerKV,
+        heads: LatentHeads,
+        prepared: PagedRows,
+        chosen: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Absorbed for chunks too: they read each row once, and compute more than with keys and values of all heads."""
+        of_keys, of_values = up.split((heads.nope_dim, heads.value_dim), dim=1)
+        nope, rotated = q[..., : heads.nope_dim], q[..., heads.nope_dim :]
+        query = torch.cat((torch.einsum("nhd,hdc->nhc", nope, of_keys), rotated), dim=-1)
+        whole = len(q) if chosen is None else len(q) - len(chosen)
+        seen = self._kernels.attend(query[:whole], kv.keys, kv.values, prepared, heads.scale)
+        if chosen is not None:
+            some = self._kernels.attend_chosen(query[whole:], kv.keys, kv.values, chosen.int(), heads.scale)
+            seen = torch.cat((seen, some))
+        return torch.einsum("nhc,hvc->nhv", seen, of_values).flatten(1)
+
+    def prepare_index(self, batch: IndexBatch) -> tuple[PagedRows, int]:
+        return self._rows(batch), batch.top_k
+
+    def choose(
+        self, q: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor, prepared: tuple[PagedRows, int]
+    ) -> torch.Tensor:
+        return self._kernels.choose(q, weights, keys, *prepared).long()
+
+    def _rows(self, batch: Batch | IndexBatch) -> PagedRows:
+        first = torch.zeros(len(batch.length) + 1, dtype=torch.int32, device=batch.ends.device)
+        first[1:] = batch.lengths.cumsum(0)
+        return PagedRows(
+            slots=batch.slots.int(),
+            ends=batch.ends.int(),
+            first=first,
+            page_table=batch.page_table,
+            page_size=batch.page_size,
+            page_stride=batch.page_stride,
+            null_page=self._null_page,
+            decodes=bool((batch.length == 1).any()),
+            chunks=bool((batch.length > 1).any()),
+        )

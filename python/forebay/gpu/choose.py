@@ -1,0 +1,24 @@
+"""Which operators a hand computes with."""
+
+from __future__ import annotations
+
+import os
+
+from forebay.gpu.interface import Kernels
+
+VARIABLE = "FOREBAY_GPU_KERNELS"
+"""The environment's word: `triton`, which is what is meant without it, or `reference`, which needs no Triton."""
+
+
+def kernels() -> Kernels:
+    """The operators that the environment names; raises `ValueError` for a word that is none."""
+    name = os.environ.get(VARIABLE, "triton")
+    if name == "triton":
+        from forebay.gpu import kernels as triton_kernels
+
+        return triton_kernels
+    if name == "reference":
+        from forebay.gpu import reference
+
+        return reference
+    raise ValueError(f"{VARIABLE} {name!r} is not known: use triton or reference")

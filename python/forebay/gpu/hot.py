@@ -1,0 +1,46 @@
+"""Hot rows: single positions of sparse slots in device memory, where most pages lie in the host's only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class HotRows:
+    """What one group of layers that choose alike knows of the hot rows of all slots; `h` rows a slot.
+
+    `row_of` may hold anything: a row is a position's if it is also the row's owner. Lines may be longer.
+    """
+
+    row_of: torch.Tensor  # int16 [slots, >= context_length]: the row that a position has or had
+    owner: torch.Tensor  # int32 [slots, >= h]: the position that a row holds, -1: none
+    stamp: torch.Tensor  # int32 [slots, >= h]: the step of the slot in which the row was used last
+    count: int
+    """h."""
+
+
+@dataclass(frozen=True)
+class SparsePages:
+    """Where positions of slots lie. Lines are slots, and may be one more for the null slot."""
+
+    page_table: torch.Tensor  # int32 [slots, pages a slot]; -1: on no page of the device
+    host_table: torch.Tensor  # int32 [slots, pages a slot]: pages of the host's tier, -1: none
+    hot_rows: torch.Tensor  # int32 [slots, h / page_size]: pages whose rows are the slot's hot rows; -1: not sparse
+    clock: torch.Tensor  # int32 [slots]: steps of each slot since it became sparse, this one included
+    page_size: int
+    page_stride: int
+    """Entries of a layer from a page's first to that of the next."""
+    null_page: int
+
+
+@dataclass(frozen=True)
+class Found:
+    """Where chosen positions [n, top_k] are, or will be when what is missing was gathered."""
+
+    rows: torch.Tensor  # int32 [n, top_k]: entries of a layer, -1: none
+    source: torch.Tensor  # int64 [n, top_k]: of what is missing, `host page * page_size + place`
+    target: torch.Tensor  # int64 [n, top_k]: the entry that it goes to
+    missing: torch.Tensor  # int32 [n]: how many are missing, the first of the two above
+    counts: torch.Tensor  # int32 [n, 3]: found on pages, found in hot rows, missed; of sparse slots only

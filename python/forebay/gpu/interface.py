@@ -1,0 +1,230 @@
+"""What the operators of `forebay.gpu` take and give, whoever computes them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from forebay.gpu.hot import Found, HotRows, SparsePages
+from forebay.gpu.sampling import Wishes
+from forebay.gpu.tables import Received, StepBuffers, Tables
+
+
+@dataclass(frozen=True)
+class PagedRows:
+    """The rows of one step as attention sees them; `r` rows, which may be padding, of `n` tokens.
+
+    Tensors are on the device, so that a graph may run again with others in their place. What is no tensor decides about
+    launches, and is the same for all steps of a graph.
+    """
+
+    slots: torch.Tensor  # int32 [r]
+    ends: torch.Tensor  # int32 [r]: positions that are in the row's pages once its tokens are
+    first: torch.Tensor  # int32 [r + 1]: where the row's tokens begin; behind the last row are tokens of nobody
+    page_table: torch.Tensor  # int32 [slots, pages a slot]
+    page_size: int
+    page_stride: int
+    """Entries of a layer from a page's first to that of the next."""
+    null_page: int
+    """What is read in place of page -1, which is reported elsewhere."""
+    decodes: bool = True
+    """Whether any row may have one token."""
+    chunks: bool = True
+    """Whether any row may have more than one, and whether there may be tokens of nobody."""
+
+
+class Attention(Protocol):
+    """Attention over pages of keys and values."""
+
+    def attend(
+        self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, rows: PagedRows, scale: float
+    ) -> torch.Tensor:
+        """Attention [n, heads, value_dim] of q [n, heads, head_dim], the last dimensions dense.
+
+        `keys` [entries, kv_heads, head_dim] and `values` [entries, kv_heads, value_dim] hold the rows' own tokens too.
+        Values that begin where keys do are the first elements of them, as latent rows have it. Tokens of nobody get 0.
+        """
+
+
+class Layers(Protocol):
+    """What a layer does to each token alone, matrix products left out. Last dimensions are dense."""
+
+    def add_norm(
+        self, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The root mean square norm of `x + residual`, scaled by `weight` [hidden], and the sum, both [n, hidden].
+
+        The sum is where the residual was; without one it is x.
+        """
+
+    def gate(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """`silu(gate) * up` [n, inner] of [n, gates and then ups]."""
+
+    def rotate_and_keep(
+        self,
+        qkv: torch.Tensor,
+        queries: int,
+        norms: tuple[torch.Tensor, torch.Tensor] | None,
+        eps: float,
+        cos: torch.Tensor,
+        signed_sin: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        writes: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Views q, k and v, [n, heads, dim] each, of qkv [n, all heads * dim], which is overwritten.
+
+        Query and key heads are normalised by the weights `norms` [dim] each, unless these are None. Then their first
+        elements are rotated, as many as there are angles: `cos` and `signed_sin` [n, 1, turned], as
+        `layers.rotary.Rotation` has them. Keys and values go to the entries `writes` int64 [n] of `keys` and `values`
+        [entries, heads, dim].
+        """
+
+    def keep_latent(
+        self,
+        made: torch.Tensor,
+        weight: torch.Tensor,
+        eps: float,
+        cos: torch.Tensor,
+        signed_sin: torch.Tensor,
+        pairs: bool,
+        pool: torch.Tensor,
+        writes: torch.Tensor,
+    ) -> torch.Tensor:
+        """Rows [n, rank + turned] that latent attention keeps, of what a projection has made of states.
+
+        The latent part is normalised and scaled by `weight` [rank], the rest rotated: pairs of neighbours (`pairs`) or
+        of halves, stored as halves. The rows go to the entries `writes` int64 [n] of `pool` [entries, rank + turned].
+        """
+
+    def keep_index_keys(
+        self,
+        made: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor,
+        eps: float,
+        cos: torch.Tensor,
+        signed_sin: torch.Tensor,
+        pairs: bool,
+        pool: torch.Tensor,
+        writes: torch.Tensor,
+    ) -> None:
+        """Normalises keys [n, dim] of an index (mean, `weight` and `bias` [dim]), and rotates their first elements.
+
+        They go to the entries `writes` int64 [n] of `pool` [entries, dim]; `pairs` as in `keep_latent`.
+        """
+
+
+class Plans(Protocol):
+    """Plans on the device. `errors` int32 [1] gets bits of `tables.ERROR_*` in addition to those that it has."""
+
+    def apply_slots(self, received: Received, tables: Tables, errors: torch.Tensor) -> None:
+        """Writes new slots: the records, the parameters and the tokens. Nobody else is touched by a wrong one."""
+
+    def write_table(
+        self, received: Received, name: str, table: torch.Tensor, least: int, most: int, errors: torch.Tensor
+    ) -> None:
+        """Writes the triples (slot, index, value) of the column `name` to a table int32 [slots + 1, indices].
+
+        Values are at least `least` and below `most`; others become -1. What names no cell is left out.
+        """
+
+    def prepare(
+        self,
+        received: Received,
+        tables: Tables,
+        buffers: StepBuffers,
+        errors: torch.Tensor,
+        hot_rows: torch.Tensor | None,
+    ) -> None:
+        """Fills the buffers from the plan's rows and the tables.
+
+        `hot_rows` int32 [slots + 1, pages], -1 for none: a slot that has any may read pages that it has not.
+        """
+
+
+class Sampling(Protocol):
+    """From logits to tokens, without looking at them on the host."""
+
+    def greedy(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The first of the largest logits, int64 [r], of [r, vocabulary], and whether all of a row's are finite."""
+
+    def draw(self, logits: torch.Tensor, wishes: Wishes, tokens: torch.Tensor) -> None:
+        """Overwrites tokens int64 [r] of rows that have a temperature, by float32 logits [r, vocabulary].
+
+        Filters and their order are those of `docs/protocol.md`. Of a row that is not finite any token is given.
+        """
+
+    def ask(self, tables: Tables, buffers: StepBuffers) -> Wishes:
+        """What the step's rows want; those that do not sample want nothing drawn."""
+
+    def keep(self, tokens: torch.Tensor, finite: torch.Tensor, tables: Tables, buffers: StepBuffers) -> torch.Tensor:
+        """Stores int64 tokens [r] in the token pool; gives them as int32 [r]. Where not `finite` bool [r] they are 0.
+
+        Those of rows that do not sample go to the null slot.
+        """
+
+
+class Experts(Protocol):
+    """Mixtures of experts."""
+
+    def experts(
+        self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor
+    ) -> torch.Tensor:
+        """The weighted sum [n, hidden] of the experts of each token of x [n, hidden], in order of their ids.
+
+        Weights are float32 [n, each], ids int64 [n, each], ascending. Experts are `gate_up` [experts, gates and then
+        ups, hidden] and `down` [experts, hidden, inner].
+        """
+
+
+class Sparse(Protocol):
+    """Attention to chosen positions, some of which are in the host's memory only."""
+
+    def choose(
+        self, q: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor, rows: PagedRows, top_k: int
+    ) -> torch.Tensor:
+        """Positions int32 [n, top_k] that the rows' queries keep, ascending, -1 behind them.
+
+        A query q [n, index heads, dim] keeps the largest of `sum over heads of weight * relu(q . key)`, among the
+        positions up to its own; of equal ones lower positions. `weights` are float32 [n, index heads], `keys` [entries,
+        dim], and the rows' page table is that of index keys.
+        """
+
+    def clear_slots(self, received: Received, table: torch.Tensor, slots: int) -> None:
+        """Has the plan's new slots, below `slots`, name no page in a table int32 [slots or more, any]."""
+
+    def open_hot_rows(self, received: Received, pages: SparsePages, group: HotRows, slots: int) -> None:
+        """Has slots that the plan gives hot rows to hold no position in them, and begin to count steps.
+
+        The table of hot rows was written before. Slots are below `slots`.
+        """
+
+    def resolve(
+        self, chosen: torch.Tensor, query_slots: torch.Tensor, pages: SparsePages, group: HotRows, errors: torch.Tensor
+    ) -> Found:
+        """Where chosen positions int32 [n, top_k] of slots int32 [n] are; what is missing gets a hot row.
+
+        A sparse slot has one query in a step, at least `top_k` hot rows, and its clock was advanced. Meaning:
+        `attention.hot_rows.find`.
+        """
+
+    def gather(self, found: Found, host: torch.Tensor, host_stride: int, page_size: int, pool: torch.Tensor) -> None:
+        """Copies what is missing from the host's pages to a layer's `pool` [entries, width].
+
+        `host` [elements] begins with the layer's rows of host page 0, and its pages are `host_stride` elements apart.
+        """
+
+    def attend_chosen(
+        self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, rows: torch.Tensor, scale: float
+    ) -> torch.Tensor:
+        """Attention [n, heads, value_dim] of q [n, heads, head_dim] to entries `rows` int32 [n, k]; -1 is none.
+
+        Keys and values are as in `Attention.attend`. A query without any row gets 0.
+        """
+
+
+class Kernels(Attention, Layers, Plans, Sampling, Experts, Sparse, Protocol):
+    """All operators: a module of functions has them."""

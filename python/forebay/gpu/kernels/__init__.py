@@ -1,0 +1,45 @@
+"""Triton kernels, one idea a file. Nothing else in the package imports Triton.
+
+A kernel runs in three ways: compiled on a GPU, compiled for one that is not there, and in Triton's interpreter on the
+CPU. The interpreter computes with the bit patterns of bfloat16. So every load is widened, or taken to the type of
+products that its launch chose (`dot_type`), before anything is computed with it.
+"""
+
+from forebay.gpu.kernels.apply import apply_slots, write_table
+from forebay.gpu.kernels.attention import attend
+from forebay.gpu.kernels.chosen import attend_chosen
+from forebay.gpu.kernels.drawing import draw
+from forebay.gpu.kernels.gating import gate
+from forebay.gpu.kernels.grouped import experts
+from forebay.gpu.kernels.host_rows import gather
+from forebay.gpu.kernels.hot_rows import clear_slots, open_hot_rows, resolve
+from forebay.gpu.kernels.index import choose
+from forebay.gpu.kernels.inputs import prepare
+from forebay.gpu.kernels.largest import greedy
+from forebay.gpu.kernels.norm import add_norm
+from forebay.gpu.kernels.rotate import rotate_and_keep
+from forebay.gpu.kernels.rows import keep_index_keys, keep_latent
+from forebay.gpu.kernels.wishes import ask, keep
+
+__all__ = [
+    "add_norm",
+    "apply_slots",
+    "ask",
+    "attend",
+    "attend_chosen",
+    "choose",
+    "clear_slots",
+    "draw",
+    "experts",
+    "gate",
+    "gather",
+    "greedy",
+    "keep",
+    "keep_index_keys",
+    "keep_latent",
+    "open_hot_rows",
+    "prepare",
+    "resolve",
+    "rotate_and_keep",
+    "write_table",
+]

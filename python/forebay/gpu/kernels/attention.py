@@ -1,0 +1,21 @@
+"""Paged attention of a mixed step."""
+
+from __future__ import annotations
+
+import torch
+
+from forebay.gpu.interface import PagedRows
+from forebay.gpu.kernels.chunks import attend_chunks
+from forebay.gpu.kernels.decodes import attend_decodes
+from forebay.gpu.kernels.shape import Shape
+
+
+def attend(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, rows: PagedRows, scale: float) -> torch.Tensor:
+    """As `interface.Attention` says. Both kinds of rows have a launch, which leaves early at those of the other."""
+    shape = Shape.of(q, keys, values)
+    out = q.new_empty(len(q), shape.heads, shape.dim)
+    if rows.decodes:
+        attend_decodes(q, keys, values, rows, scale, shape, out)
+    if rows.chunks:
+        attend_chunks(q, keys, values, rows, scale, shape, out)
+    return out

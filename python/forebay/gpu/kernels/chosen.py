@@ -1,0 +1,112 @@
+"""Attention to rows that were chosen for each query, by their numbers: as FlashMLA's sparse kernels take them."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from forebay.gpu.kernels.join import Parts, keep_part, part_length
+from forebay.gpu.kernels.launch import launch
+from forebay.gpu.kernels.shape import LOG2_E, Shape, splits
+from forebay.gpu.kernels.walk import walk
+
+
+@triton.jit
+def chosen_kernel(
+    q,
+    keys,
+    values,
+    out,
+    sums,
+    weights,
+    rows,
+    q_stride,
+    head_stride,
+    key_stride,
+    key_head_stride,
+    value_stride,
+    value_head_stride,
+    scale,
+    TOP_K: tl.constexpr,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK: tl.constexpr,
+    DIM: tl.constexpr,
+    DIM_BLOCK: tl.constexpr,
+    EXTRA: tl.constexpr,
+    EXTRA_BLOCK: tl.constexpr,
+    SHARED: tl.constexpr,
+    TILE: tl.constexpr,
+    SPLITS: tl.constexpr,
+    DOT: tl.constexpr,
+):
+    """A part of one query's rows for a block of heads of a key head; grid: queries, key heads * blocks, SPLITS."""
+    query = tl.program_id(0)
+    token = query.to(tl.int64)
+    per_split = part_length(TOP_K, SPLITS, TILE)
+    begin = tl.program_id(2) * per_split
+    blocks: tl.constexpr = (GROUP + BLOCK - 1) // BLOCK
+    key_head = tl.program_id(1) // blocks
+    m = tl.program_id(1) % blocks * BLOCK + tl.arange(0, BLOCK)
+    alive = m < GROUP
+    head = key_head * GROUP + m
+    d = tl.arange(0, DIM_BLOCK)
+    e = tl.arange(0, EXTRA_BLOCK)
+    q_at = q + token * q_stride + head[:, None] * head_stride
+    mine = tl.load(q_at + d[None, :], mask=alive[:, None] & (d < DIM)[None, :], other=0.0).to(DOT)
+    extra = mine
+    if EXTRA > 0:
+        extra = tl.load(q_at + DIM + e[None, :], mask=alive[:, None] & (e < EXTRA)[None, :], other=0.0).to(DOT)
+    summed, top, total = walk(
+        mine,
+        extra,
+        tl.zeros([BLOCK], tl.int32) + TOP_K,
+        begin,
+        tl.minimum(begin + per_split, TOP_K),
+        keys + key_head.to(tl.int64) * key_head_stride,
+        values + key_head.to(tl.int64) * value_head_stride,
+        rows + token * TOP_K,
+        key_stride,
+        value_stride,
+        0,
+        0,
+        scale,
+        BLOCK,
+        DIM,
+        DIM_BLOCK,
+        EXTRA,
+        EXTRA_BLOCK,
+        SHARED,
+        0,
+        TILE,
+        DOT,
+    )
+    split = tl.program_id(2)
+    keep_part(out, sums, weights, query, token, split, head, alive, summed, top, total, HEADS, DIM, DIM_BLOCK, SPLITS)
+
+
+def attend_chosen(
+    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, rows: torch.Tensor, scale: float
+) -> torch.Tensor:
+    """As `interface.Sparse` says."""
+    shape = Shape.of(q, keys, values)
+    tiles = shape.decode_tiles()
+    blocks = shape.blocks(tiles)
+    queries, top_k = rows.shape
+    out = q.new_empty(queries, shape.heads, shape.dim)
+    parts = Parts.make(queries, shape, splits(queries * blocks), out)
+    launch(
+        chosen_kernel,
+        (queries, blocks, parts.count),
+        *(q, keys, values, out, parts.sums, parts.weights, rows),
+        *(q.stride(0), q.stride(1), keys.stride(0), keys.stride(1), values.stride(0), values.stride(1)),
+        scale * LOG2_E,
+        **shape.constants(keys),
+        **tiles.options(),
+        BLOCK=tiles.m,
+        TOP_K=top_k,
+        SPLITS=parts.count,
+    )
+    parts.join(out, None, shape)
+    return out

@@ -1,0 +1,158 @@
+"""Paged attention of rows of several tokens: prompts, and what is left of them behind cached positions.
+
+A program takes a block of neighbouring tokens of a row, and all query heads of one key head. Which row a block belongs
+to is searched on the device, so the grid is an upper bound that depends on nothing but the number of tokens and rows.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from forebay.gpu.interface import PagedRows
+from forebay.gpu.kernels.launch import cdiv, launch
+from forebay.gpu.kernels.shape import LOG2_E, Shape
+from forebay.gpu.kernels.walk import walk
+
+
+@triton.jit
+def row_of_block(block, first, rows, SIZE: tl.constexpr):
+    """The row that a block of SIZE tokens belongs to, and its number in it; `rows` for a block behind the last row.
+
+    Row i has blocks from `first[i] // SIZE + i` on. These are enough for its tokens, and need no sums over rows.
+    """
+    low, high = 0, rows
+    while low < high:
+        middle = (low + high + 1) // 2
+        if tl.load(first + middle) // SIZE + middle <= block:
+            low = middle
+        else:
+            high = middle - 1
+    return low, block - (tl.load(first + low) // SIZE + low)
+
+
+@triton.jit(do_not_specialize=["rows", "tokens"])
+def chunks_kernel(
+    q,
+    keys,
+    values,
+    out,
+    slots,
+    ends,
+    first,
+    page_table,
+    rows,
+    tokens,
+    q_stride,
+    head_stride,
+    key_stride,
+    key_head_stride,
+    value_stride,
+    value_head_stride,
+    table_stride,
+    page_stride,
+    null_page,
+    scale,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    M: tl.constexpr,
+    DIM: tl.constexpr,
+    DIM_BLOCK: tl.constexpr,
+    EXTRA: tl.constexpr,
+    EXTRA_BLOCK: tl.constexpr,
+    SHARED: tl.constexpr,
+    PAGE: tl.constexpr,
+    TILE: tl.constexpr,
+    DOT: tl.constexpr,
+):
+    """SIZE tokens of a row for BLOCK of the query heads of one key head; M is at least SIZE * BLOCK.
+
+    Grid: `tokens // SIZE + rows + 1`, key heads * blocks of heads. Blocks behind the last row have the tokens of
+    nobody, and write zeros.
+    """
+    row, number = row_of_block(tl.program_id(0), first, rows, SIZE)
+    blocks: tl.constexpr = (GROUP + BLOCK - 1) // BLOCK
+    key_head = tl.program_id(1) // blocks
+    m = tl.arange(0, M)
+    local = number * SIZE + m // BLOCK
+    of_group = tl.program_id(1) % blocks * BLOCK + m % BLOCK
+    head = key_head * GROUP + of_group
+    d = tl.arange(0, DIM_BLOCK)
+    e = tl.arange(0, EXTRA_BLOCK)
+    begin = tl.load(first + row)
+    token = (begin + local).to(tl.int64)
+    mine = (m < SIZE * BLOCK) & (of_group < GROUP)
+    out_at = out + (token[:, None] * HEADS + head[:, None]) * DIM + d[None, :]
+    if row == rows:
+        zeros = tl.zeros([M, DIM_BLOCK], tl.float32)
+        tl.store(out_at, zeros, mask=(mine & (token < tokens))[:, None] & (d < DIM)[None, :])
+        return
+    length = tl.load(first + row + 1) - begin
+    if (length <= 1) | (number * SIZE >= length):
+        return
+    alive = mine & (local < length)
+    wide = alive[:, None] & (d < DIM)[None, :]
+    q_at = q + token[:, None] * q_stride + head[:, None] * head_stride
+    query = tl.load(q_at + d[None, :], mask=wide, other=0.0).to(DOT)
+    extra = query
+    if EXTRA > 0:
+        extra = tl.load(q_at + DIM + e[None, :], mask=alive[:, None] & (e < EXTRA)[None, :], other=0.0).to(DOT)
+    end = tl.load(ends + row)
+    start = end - length
+    slot = tl.load(slots + row).to(tl.int64)
+    summed, _, total = walk(
+        query,
+        extra,
+        start + local,
+        0,
+        tl.minimum(start + (number + 1) * SIZE, end),
+        keys + key_head.to(tl.int64) * key_head_stride,
+        values + key_head.to(tl.int64) * value_head_stride,
+        page_table + slot * table_stride,
+        key_stride,
+        value_stride,
+        page_stride,
+        null_page,
+        scale,
+        M,
+        DIM,
+        DIM_BLOCK,
+        EXTRA,
+        EXTRA_BLOCK,
+        SHARED,
+        PAGE,
+        TILE,
+        DOT,
+    )
+    tl.store(out_at, summed / total[:, None], mask=wide)
+
+
+def attend_chunks(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    rows: PagedRows,
+    scale: float,
+    shape: Shape,
+    out: torch.Tensor,
+) -> None:
+    """Writes `out` [n, heads, dim] for the tokens of rows that have several, and for those of nobody."""
+    count, tokens, tiles = len(rows.slots), len(q), shape.chunk_tiles()
+    block = min(shape.group, tiles.m)
+    size = tiles.m // block
+    launch(
+        chunks_kernel,
+        (tokens // size + count + 1, shape.kv_heads * cdiv(shape.group, block)),
+        *(q, keys, values, out, rows.slots, rows.ends, rows.first, rows.page_table, count, tokens),
+        *(q.stride(0), q.stride(1), keys.stride(0), keys.stride(1), values.stride(0), values.stride(1)),
+        *(rows.page_table.stride(0), rows.page_stride, rows.null_page, scale * LOG2_E),
+        **shape.constants(keys),
+        **tiles.options(),
+        SIZE=size,
+        BLOCK=block,
+        M=tiles.m,
+        PAGE=rows.page_size,
+    )

@@ -1,0 +1,85 @@
+"""The only way to launch a kernel: options that all launches share, and a count of what was compiled.
+
+A launch with a new combination of types, constants and alignments compiles. That takes up to a second, in which the
+device has nothing to do; so a hand compiles everything before it serves, and then seals the count.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+INTERPRETED: bool = triton.knobs.runtime.interpret
+"""Whether kernels run in Triton's interpreter: the environment had `TRITON_INTERPRET=1` when Triton was imported."""
+
+ROOM = 227 << 10
+"""Bytes of shared memory that a program may have where it `is_roomy`."""
+LITTLE_ROOM = 99 << 10
+"""The same on all other GPUs that are supported."""
+_DOT_TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+
+
+class CompiledWhileServingError(RuntimeError):
+    """A launch that needs a kernel nobody has compiled, after the count was sealed."""
+
+
+class Compilations:
+    """Counts kernels that Triton compiles, or loads from its cache, in this process."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._sealed = False
+
+    def seal(self, sealed: bool = True) -> None:
+        """From now on a launch that has to compile raises `CompiledWhileServingError`."""
+        self._sealed = sealed
+
+    def note(self, **about: Any) -> None:
+        """Called by Triton before it compiles, with what it knows as keywords; `fn` has the kernel's name."""
+        if self._sealed:
+            kernel = about["fn"].name
+            raise CompiledWhileServingError(f"the kernel {kernel} was not compiled before serving: {about['repr']}")
+        self.count += 1
+
+
+COMPILATIONS = Compilations()
+triton.knobs.runtime.jit_cache_hook = COMPILATIONS.note
+
+
+def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
+    """Runs `grid` programs of a kernel on the current stream; `options` are its constants and Triton's own.
+
+    A grid without programs launches nothing.
+    """
+    if 0 in grid:
+        return
+    # Triton 3.10 will turn the fusion of products and sums off where nobody asks for it.
+    kernel[grid](*args, enable_fp_fusion=True, **options)
+
+
+@cache
+def is_roomy(device: torch.device) -> bool:
+    """Whether a program may have 227 KiB of shared memory, as on Hopper and the large Blackwells, and not 99 or 163."""
+    if device.type != "cuda":
+        return True
+    limit: int = torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+    return limit >= ROOM
+
+
+def dot_type(tensor: torch.Tensor) -> tl.dtype:
+    """The type that products of such a tensor's elements are computed in."""
+    return tl.float32 if INTERPRETED else _DOT_TYPES[tensor.dtype]
+
+
+def power_of_2(n: int) -> int:
+    """The least power of 2 that is at least n."""
+    return 1 << max(n - 1, 0).bit_length()
+
+
+def cdiv(n: int, size: int) -> int:
+    """How many parts of `size` cover n."""
+    return -(-n // size)

@@ -1,0 +1,102 @@
+"""How much of attention's work a program takes, by the shape of heads and the type of their elements."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from forebay.gpu.kernels.launch import cdiv, dot_type, is_roomy, power_of_2
+
+LOG2_E = math.log2(math.e)
+LEAST_DOT = 16
+"""The least of each of the three sizes of a product."""
+_MOST_SPLITS = 32
+_PROGRAMS = 264
+"""Two for each processor of an H100."""
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """What a program holds: queries of a key head, and positions."""
+
+    m: int
+    tile: int
+    warps: int
+    stages: int
+
+    def options(self) -> dict[str, Any]:
+        """What a launch is told of it."""
+        return {"TILE": self.tile, "num_warps": self.warps, "num_stages": self.stages}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """How heads share keys, and how wide they are."""
+
+    heads: int
+    group: int
+    dim: int
+    extra: int
+    """Elements of a key behind those that are its value too."""
+    dtype: torch.dtype
+    roomy: bool
+    """As `launch.is_roomy`."""
+
+    @classmethod
+    def of(cls, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> Shape:
+        """Of queries [n, heads, head_dim], and keys and values [entries, kv_heads, head_dim]."""
+        dim = values.shape[2]
+        group = q.shape[1] // keys.shape[1]
+        return cls(q.shape[1], group, dim, keys.shape[2] - dim, keys.dtype, is_roomy(keys.device))
+
+    @property
+    def kv_heads(self) -> int:
+        """Key heads."""
+        return self.heads // self.group
+
+    def constants(self, keys: torch.Tensor) -> dict[str, Any]:
+        """What kernels know of it that walk over positions."""
+        return {
+            "HEADS": self.heads,
+            "GROUP": self.group,
+            "DIM": self.dim,
+            "DIM_BLOCK": max(power_of_2(self.dim), LEAST_DOT),
+            "EXTRA": self.extra,
+            "EXTRA_BLOCK": max(power_of_2(self.extra), LEAST_DOT),
+            "SHARED": self.extra > 0,
+            "DOT": dot_type(keys),
+        }
+
+    def decode_tiles(self) -> Tiles:
+        """For one token a row."""
+        if self.dtype == torch.float32:
+            return Tiles(LEAST_DOT, 16 if self.dim > 256 else 32, 8, 2)
+        m = max(LEAST_DOT, min(power_of_2(self.group), 32))
+        if self.dim > 256:
+            return Tiles(m, 64 if self.roomy else 32, 8, 2)
+        return Tiles(m, 64, 4, 3 if self.roomy else 2)
+
+    def chunk_tiles(self) -> Tiles:
+        """For rows of several tokens: as much as registers hold."""
+        if self.dtype == torch.float32:
+            if self.dim > 128:
+                return Tiles(16, 16 if self.dim > 256 else 32, 8, 1)
+            return Tiles(32, 32, 8, 2)
+        if self.dim > 256:
+            return Tiles(32, 64 if self.roomy else 32, 8, 2)
+        if self.dim > 128:
+            return Tiles(64, 64 if self.roomy else 32, 8, 2)
+        return Tiles(128, 128 if self.roomy else 32, 8, 2)
+
+    def blocks(self, tiles: Tiles) -> int:
+        """Programs that all heads of a row of one token take."""
+        return self.kv_heads * cdiv(self.group, tiles.m)
+
+
+def splits(programs: int) -> int:
+    """Parts to read rows in, where `programs` would do without: a power of 2, so that few variants are compiled."""
+    most = max(1, min(_MOST_SPLITS, _PROGRAMS // programs))
+    return 1 << (most.bit_length() - 1)

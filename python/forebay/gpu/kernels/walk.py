@@ -1,0 +1,83 @@
+"""The inner loop of all attention: queries of one key head walk over positions, a tile at a time.
+
+Softmax is kept as FlashAttention does (Dao et al. 2022): the largest score so far, the sum of weights relative to it,
+and the weighted sum of values. Scores are in powers of 2.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def walk(
+    q,
+    q_extra,
+    last,
+    begin,
+    end,
+    keys,
+    values,
+    lookup,
+    key_stride,
+    value_stride,
+    page_stride,
+    null_page,
+    scale,
+    M: tl.constexpr,
+    DIM: tl.constexpr,
+    DIM_BLOCK: tl.constexpr,
+    EXTRA: tl.constexpr,
+    EXTRA_BLOCK: tl.constexpr,
+    SHARED: tl.constexpr,
+    PAGE: tl.constexpr,
+    TILE: tl.constexpr,
+    DOT: tl.constexpr,
+):
+    """Sums of values [M, DIM_BLOCK], largest scores [M] and sums of weights [M], over positions `begin .. end`.
+
+    Query m sees positions up to `last[m]`. A head's key is `[DIM | EXTRA]` elements; `q` [M, DIM_BLOCK] and `q_extra`
+    [M, EXTRA_BLOCK] are the query's two parts. Values are DIM elements; SHARED: the first part of the keys. `keys` and
+    `values` are at the key head already. `lookup` is the row's line of the page table; PAGE 0: the entries themselves,
+    one a position, -1 for none.
+    """
+    total = tl.zeros([M], tl.float32)
+    top = tl.full([M], float("-inf"), tl.float32)
+    sums = tl.zeros([M, DIM_BLOCK], tl.float32)
+    t = tl.arange(0, TILE)
+    d = tl.arange(0, DIM_BLOCK)
+    e = tl.arange(0, EXTRA_BLOCK)
+    for at in range(begin, end, TILE):
+        position = at + t
+        inside = position < end
+        if PAGE == 0:
+            entry = tl.load(lookup + position, mask=inside, other=-1).to(tl.int64)
+            inside = entry >= 0
+            entry = tl.where(inside, entry, 0)
+        else:
+            page = tl.load(lookup + position // PAGE, mask=inside, other=0).to(tl.int64)
+            page = tl.where(page < 0, null_page, page)
+            entry = page * page_stride + position % PAGE
+        there = inside[:, None] & (d < DIM)[None, :]
+        key_at = keys + entry[:, None] * key_stride
+        key = tl.load(key_at + d[None, :], mask=there, other=0.0).to(DOT)
+        score = tl.dot(q, tl.trans(key), input_precision="ieee")
+        if EXTRA > 0:
+            more = tl.load(key_at + DIM + e[None, :], mask=inside[:, None] & (e < EXTRA)[None, :], other=0.0).to(DOT)
+            score += tl.dot(q_extra, tl.trans(more), input_precision="ieee")
+        seen = inside[None, :] & (position[None, :] <= last[:, None])
+        score = tl.where(seen, score * scale, float("-inf"))
+        higher = tl.maximum(top, tl.max(score, 1))
+        # A query that has seen nothing yet has no largest score to subtract.
+        base = tl.where(higher == float("-inf"), 0.0, higher)
+        weight = tl.exp2(score - base[:, None])
+        faded = tl.exp2(top - base)
+        total = total * faded + tl.sum(weight, 1)
+        if SHARED:
+            value = key
+        else:
+            value = tl.load(values + entry[:, None] * value_stride + d[None, :], mask=there, other=0.0).to(DOT)
+        sums = sums * faded[:, None] + tl.dot(weight.to(DOT), value, input_precision="ieee")
+        top = higher
+    return sums, top, total

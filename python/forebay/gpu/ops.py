@@ -1,0 +1,136 @@
+"""`layers.ops.Ops` with the operators of this package.
+
+Layers are built on attention, and attention on this package: so what layers pass is described here by what is read of
+it, and a type checker sees that they fit.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from forebay.gpu.interface import Kernels
+from forebay.gpu.sampling import Wishes
+
+_BITS_OF_U = 53
+
+
+class Norm(Protocol):
+    """`layers.norm.RMSNorm`."""
+
+    weight: torch.Tensor
+    _eps: float
+
+
+class Heads(Protocol):
+    """`layers.ops.Heads`."""
+
+    @property
+    def queries(self) -> int:
+        """Query heads."""
+
+
+class Rotation(Protocol):
+    """`layers.rotary.Rotation`."""
+
+    @property
+    def cos(self) -> torch.Tensor:
+        """[tokens, 1, turned]."""
+
+    @property
+    def signed_sin(self) -> torch.Tensor:
+        """[tokens, 1, turned]."""
+
+
+class Pages(Protocol):
+    """`attention.backend.LayerKV`."""
+
+    @property
+    def keys(self) -> torch.Tensor:
+        """[entries, kv_heads, head_dim]."""
+
+    @property
+    def values(self) -> torch.Tensor:
+        """[entries, kv_heads, head_dim]."""
+
+
+class Draw(Protocol):
+    """`layers.ops.Draw`."""
+
+    @property
+    def temperature(self) -> torch.Tensor:
+        """Above 0 for every row, float32 [r]."""
+
+    @property
+    def u(self) -> torch.Tensor:
+        """float64 [r]."""
+
+    @property
+    def limited(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
+        """Rows with a `top_k`, which, and their `top_p`."""
+
+    @property
+    def nucleus(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Rows with a `top_p` alone, and which."""
+
+    @property
+    def min_p(self) -> torch.Tensor | None:
+        """float32 [r]."""
+
+
+class GpuOps:
+    """Implements `layers.ops.Ops`."""
+
+    def __init__(self, kernels: Kernels) -> None:
+        self._kernels = kernels
+
+    def norm(self, norm: Norm, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._kernels.add_norm(x, residual, norm.weight, norm._eps)
+
+    def rotate_and_keep(
+        self,
+        qkv: torch.Tensor,
+        heads: Heads,
+        norms: tuple[Norm, Norm] | None,
+        rotation: Rotation,
+        kv: Pages,
+        writes: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The projection `qkv` is overwritten, and what is given are views of it."""
+        weights, eps = None, 0.0
+        if norms is not None:
+            weights, eps = (norms[0].weight, norms[1].weight), norms[0]._eps
+        return self._kernels.rotate_and_keep(
+            qkv, heads.queries, weights, eps, rotation.cos, rotation.signed_sin, kv.keys, kv.values, writes
+        )
+
+    def gate(self, gate_up: torch.Tensor) -> torch.Tensor:
+        return self._kernels.gate(gate_up)
+
+    def experts(
+        self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor
+    ) -> torch.Tensor:
+        return self._kernels.experts(x, ids, weights, gate_up, down)
+
+    def greedy(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._kernels.greedy(logits)
+
+    def finite(self, logits: torch.Tensor) -> torch.Tensor:
+        return self._kernels.greedy(logits)[1]
+
+    def sample(self, logits: torch.Tensor, draw: Draw) -> torch.Tensor:
+        rows = len(logits)
+        top_k = torch.zeros(rows, dtype=torch.int32, device=logits.device)
+        top_p = torch.ones(rows, dtype=torch.float32, device=logits.device)
+        if draw.limited is not None:
+            limited, which, shares = draw.limited
+            top_k.index_copy_(0, limited, which.int())
+            top_p.index_copy_(0, limited, shares)
+        if draw.nucleus is not None:
+            top_p.index_copy_(0, *draw.nucleus)
+        min_p = torch.zeros_like(top_p) if draw.min_p is None else draw.min_p
+        bits = (draw.u * 2.0**_BITS_OF_U).long() << 64 - _BITS_OF_U
+        tokens = torch.zeros(rows, dtype=torch.int64, device=logits.device)
+        self._kernels.draw(logits, Wishes(draw.temperature, top_k, top_p, min_p, bits), tokens)
+        return tokens

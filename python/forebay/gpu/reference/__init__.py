@@ -1,0 +1,34 @@
+"""The operators of `forebay.gpu` in PyTorch: what the kernels are held against, with the same arguments.
+
+They run on every device, never wait for it, and have no result whose shape depends on values. Nobody made them fast.
+"""
+
+from forebay.gpu.reference.attention import attend
+from forebay.gpu.reference.grouped import experts
+from forebay.gpu.reference.layers import add_norm, gate, keep_index_keys, keep_latent, rotate_and_keep
+from forebay.gpu.reference.sampling import ask, draw, greedy, keep
+from forebay.gpu.reference.sparse import attend_chosen, choose, clear_slots, gather, open_hot_rows, resolve
+from forebay.gpu.reference.tables import apply_slots, prepare, write_table
+
+__all__ = [
+    "add_norm",
+    "apply_slots",
+    "ask",
+    "attend",
+    "attend_chosen",
+    "choose",
+    "clear_slots",
+    "draw",
+    "experts",
+    "gate",
+    "gather",
+    "greedy",
+    "keep",
+    "keep_index_keys",
+    "keep_latent",
+    "open_hot_rows",
+    "prepare",
+    "resolve",
+    "rotate_and_keep",
+    "write_table",
+]

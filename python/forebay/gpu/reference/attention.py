@@ -1,0 +1,31 @@
+"""Paged attention in PyTorch's operators: every query sees the whole width of its row's page table, masked."""
+
+from __future__ import annotations
+
+import torch
+
+from forebay.gpu.interface import PagedRows
+
+
+def attend(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, rows: PagedRows, scale: float) -> torch.Tensor:
+    """As `interface.Attention` says."""
+    n, heads, _ = q.shape
+    token = torch.arange(n, device=q.device)
+    row = (torch.searchsorted(rows.first, token.int(), right=True) - 1).clamp_(max=len(rows.slots) - 1)
+    somebody = token < rows.first[-1]
+    behind = rows.first.index_select(0, row + 1)
+    last = (rows.ends.index_select(0, row) - behind + token).masked_fill(~somebody, 0)
+    tables = rows.page_table.index_select(0, rows.slots.index_select(0, row).long()).long()
+    tables = tables.masked_fill(tables < 0, rows.null_page)
+    within = torch.arange(rows.page_size, device=q.device)
+    entries = (tables[:, :, None] * rows.page_stride + within).flatten(1)
+    position = torch.arange(entries.shape[1], device=q.device)
+    seen = (position <= last[:, None]) & somebody[:, None]
+    # What a query does not see may be no number, which gets through a weight of 0.
+    entries = torch.where(seen, entries, entries.gather(1, last[:, None].long()))
+    k, v = (pool.index_select(0, entries.view(-1)).unflatten(0, (n, -1)).float() for pool in (keys, values))
+    grouped = q.float().unflatten(1, (keys.shape[1], -1))
+    scores = torch.einsum("nkgd,nskd->nkgs", grouped, k) * scale
+    weights = scores.masked_fill(~seen[:, None, None], -torch.inf).softmax(dim=-1)
+    out = torch.einsum("nkgs,nskd->nkgd", weights, v).reshape(n, heads, -1)
+    return out.masked_fill(~somebody[:, None, None], 0).to(q.dtype)

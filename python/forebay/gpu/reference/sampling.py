@@ -1,0 +1,91 @@
+"""From logits to tokens in PyTorch's operators: rows are sorted."""
+
+from __future__ import annotations
+
+import torch
+
+from forebay.gpu.sampling import FIXED_POINT, Wishes
+from forebay.gpu.tables import StepBuffers, Tables
+from forebay.protocol.plan import SlotFloat, SlotWord
+
+_GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
+_FIRST_FACTOR = 0xBF58476D1CE4E5B9 - (1 << 64)
+_SECOND_FACTOR = 0x94D049BB133111EB - (1 << 64)
+
+
+def greedy(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `interface.Sampling` says."""
+    known = logits.masked_fill(logits.isnan(), -torch.inf)
+    return known.argmax(dim=-1), logits.isfinite().all(dim=-1)
+
+
+def draw(logits: torch.Tensor, wishes: Wishes, tokens: torch.Tensor) -> None:
+    """As `interface.Sampling` says."""
+    vocabulary = logits.shape[1]
+    drawn = wishes.temperature > 0
+    logits = logits.masked_fill(logits.isnan(), -torch.inf).float()
+    distance = (logits.amax(dim=-1, keepdim=True) - logits) / wishes.temperature.masked_fill(~drawn, 1)[:, None]
+    distance = distance.masked_fill(~(distance >= 0), torch.inf)
+    weight = distance.neg().exp()
+    mass = (weight * (1 << FIXED_POINT)).long()
+
+    order = distance.sort(dim=-1, stable=True).indices
+    ranked = mass.gather(1, order)
+    rank = torch.arange(vocabulary, device=logits.device)
+    limited = (wishes.top_k > 0) & (wishes.top_k < vocabulary)
+    kept = rank < wishes.top_k.masked_fill(~limited, vocabulary)[:, None]
+    before = (ranked * kept).cumsum(dim=-1) - ranked * kept
+    goal = (wishes.top_p.double() * (ranked * kept).sum(dim=-1).double()).ceil().long()[:, None]
+    kept &= (before < goal) | (rank == 0) | (wishes.top_p >= 1)[:, None]
+    keep = torch.zeros_like(kept).scatter_(1, order, kept) & (weight >= wishes.min_p[:, None])
+
+    mass = mass * keep
+    behind = mass.cumsum(dim=-1)
+    # Of equal ones `max` gives any, of different ones the first: there is one that is 1 sooner than all others.
+    token = (behind > _share(wishes.bits, behind[:, -1])[:, None]).int().argmax(dim=-1)
+    tokens.copy_(torch.where(drawn, token, tokens))
+
+
+def _share(bits: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
+    """floor(u * total), exactly: u are the upper 53 of `bits`, the total has at most 58."""
+    u = (bits >> 11) & ((1 << 53) - 1)
+    u_high, u_low = u >> 27, u & ((1 << 27) - 1)
+    t_high, t_low = total >> 29, total & ((1 << 29) - 1)
+    middle = u_high * t_low + 4 * u_low * t_high + (u_low * t_low >> 27)
+    return 8 * u_high * t_high + (middle >> 26)
+
+
+def ask(tables: Tables, buffers: StepBuffers) -> Wishes:
+    """As `interface.Sampling` says."""
+    words = tables.words.index_select(0, buffers.sampling)
+    floats = tables.floats.index_select(0, buffers.sampling)
+    low, high = words[:, SlotWord.SEED_LO].long() & 0xFFFFFFFF, words[:, SlotWord.SEED_HI].long()
+    return Wishes(
+        temperature=floats[:, SlotFloat.TEMPERATURE].contiguous(),
+        top_k=words[:, SlotWord.TOP_K].contiguous(),
+        top_p=floats[:, SlotFloat.TOP_P].contiguous(),
+        min_p=floats[:, SlotFloat.MIN_P].contiguous(),
+        bits=splitmix64((low | high << 32) + buffers.ends.long() * _GOLDEN),
+    )
+
+
+def splitmix64(x: torch.Tensor) -> torch.Tensor:
+    """The finaliser of SplitMix64 (Steele et al. 2014) of int64, taken as numbers modulo 2^64."""
+    z = x + _GOLDEN
+    z = (z ^ _shifted(z, 30)) * _FIRST_FACTOR
+    z = (z ^ _shifted(z, 27)) * _SECOND_FACTOR
+    return z ^ _shifted(z, 31)
+
+
+def _shifted(z: torch.Tensor, by: int) -> torch.Tensor:
+    """Shifts to the right as an unsigned number."""
+    return (z >> by) & ((1 << (64 - by)) - 1)
+
+
+def keep(tokens: torch.Tensor, finite: torch.Tensor, tables: Tables, buffers: StepBuffers) -> torch.Tensor:
+    """As `interface.Sampling` says."""
+    kept = tokens.masked_fill(~finite, 0).int()
+    stride = tables.token_pool.shape[1]
+    cells = buffers.sampling.long() * stride + buffers.ends
+    tables.token_pool.view(-1).index_copy_(0, cells, kept)
+    return kept

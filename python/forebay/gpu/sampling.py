@@ -1,0 +1,31 @@
+"""What rows want sampled, on the device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+FIXED_POINT = 40
+"""Bits behind the point of a token's weight relative to the largest: sums are exact, whatever their order."""
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """How the tokens of `r` rows are drawn; meanings as in `docs/protocol.md`."""
+
+    temperature: torch.Tensor  # float32 [r]; 0: the row is not drawn
+    top_k: torch.Tensor  # int32 [r]; 0, or at least the vocabulary: off
+    top_p: torch.Tensor  # float32 [r]; 1: off
+    min_p: torch.Tensor  # float32 [r]; 0: off
+    bits: torch.Tensor  # int64 [r]: u is the upper 53 of them, as of an unsigned number, divided by 2^53
+
+    @classmethod
+    def make(cls, rows: int, device: torch.device) -> Wishes:
+        """Memory for so many rows."""
+
+        def empty(dtype: torch.dtype) -> torch.Tensor:
+            return torch.empty(rows, dtype=dtype, device=device)
+
+        floats = torch.float32
+        return cls(empty(floats), empty(torch.int32), empty(floats), empty(floats), empty(torch.int64))

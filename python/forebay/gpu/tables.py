@@ -1,0 +1,143 @@
+"""The tables of a hand on its device, and the plans that the device reads as they were received.
+
+A plan that contradicts the tables must not touch anybody's memory, and the device can't raise: an access outside of its
+memory ends the process. So there is one page and one slot more than the brain knows, the *null page* and the *null
+slot*, which stand in wherever something does not exist, and where padding writes. What went wrong is a bit of a word
+that the hand reads with the step's result.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from forebay.protocol.frames import Int32s
+from forebay.protocol.plan import COLUMNS, SLOT_FLOATS, SLOT_WORDS, Plan
+
+ERROR_RANGE = 1
+ERROR_WRITE = 2
+ERROR_READ = 4
+ERROR_TOKEN = 8
+_ERRORS = {
+    ERROR_RANGE: "a slot, a page or a position outside of the tables",
+    ERROR_WRITE: "a row that writes to a page that it does not have",
+    ERROR_READ: "a row that reads a page that it does not have",
+    ERROR_TOKEN: "a token outside of the vocabulary",
+}
+NO_PAGE = -1
+
+
+def describe(errors: int) -> str:
+    """What an error word says; empty: nothing."""
+    return ", ".join(text for bit, text in _ERRORS.items() if errors & bit)
+
+
+def column_id(name: str) -> int:
+    """The place of a plan's column among all, from 0."""
+    return COLUMNS.index(name)
+
+
+def places(plan: Plan) -> Int32s:
+    """Where each column lies in a plan's body, int32 [columns, 2]: first word and words; for the device."""
+    found = np.zeros((len(COLUMNS), 2), np.int32)
+    for id_, name in enumerate(COLUMNS):
+        place = plan.place(name)
+        found[id_] = place.start, place.stop - place.start
+    return found
+
+
+@dataclass(frozen=True)
+class Received:
+    """A plan on the device."""
+
+    body: torch.Tensor  # int32 [words]: the frame's body; there may be more words than it has
+    places: torch.Tensor  # int32 [columns, 2]
+    arena_tokens: torch.Tensor  # int32 [tokens]: those of new slots that lie in the arena, in the order of the slots
+
+
+@dataclass(frozen=True)
+class Tables:
+    """Slot tables, a line a slot and one for the null slot, which is the last."""
+
+    token_pool: torch.Tensor  # int32 [slots + 1, context_length + 1]
+    page_table: torch.Tensor  # int32 [slots + 1, pages a slot]
+    words: torch.Tensor  # int32 [slots + 1, SLOT_WORDS]: records as the plan had them
+    floats: torch.Tensor  # float32 [slots + 1, SLOT_FLOATS]
+    vocabulary: int
+    page_size: int
+    page_count: int
+    """Pages that the brain knows; the null page has this number."""
+    page_stride: int
+    """Entries of a layer from a page's first to that of the next."""
+
+    @classmethod
+    def make(
+        cls,
+        slots: int,
+        context_length: int,
+        vocabulary: int,
+        page_size: int,
+        page_count: int,
+        page_stride: int,
+        device: torch.device,
+    ) -> Tables:
+        """Tables of `slots` slots, which have no pages yet. The null slot has the null page, and is greedy."""
+
+        def table(width: int, dtype: torch.dtype) -> torch.Tensor:
+            return torch.zeros(slots + 1, width, dtype=dtype, device=device)
+
+        pages = table(-(-context_length // page_size), torch.int32).fill_(NO_PAGE)
+        pages[slots] = page_count
+        return cls(
+            table(context_length + 1, torch.int32),
+            pages,
+            table(SLOT_WORDS, torch.int32),
+            table(SLOT_FLOATS, torch.float32),
+            vocabulary,
+            page_size,
+            page_count,
+            page_stride,
+        )
+
+    @property
+    def null_slot(self) -> int:
+        """The number of slots that the brain knows."""
+        return len(self.token_pool) - 1
+
+
+@dataclass(frozen=True)
+class StepBuffers:
+    """What `prepare` makes of a plan's rows: `r` rows and `n` tokens, as many as a graph was captured for.
+
+    Rows behind those of the plan are padding: one token of the null slot each while there are tokens, then none. Tokens
+    behind those of all rows are tokens of nobody, as the null slot's.
+    """
+
+    tokens: torch.Tensor  # int32 [n]
+    positions: torch.Tensor  # int64 [n]
+    writes: torch.Tensor  # int64 [n]: entry of a layer that the token's keys and values go to
+    slots: torch.Tensor  # int32 [r]
+    ends: torch.Tensor  # int32 [r]
+    first: torch.Tensor  # int32 [r + 1]
+    last: torch.Tensor  # int64 [r]: the row's last token
+    sampling: torch.Tensor  # int32 [r]: the slot of a row that samples, else the null slot
+
+    @classmethod
+    def make(cls, rows: int, tokens: int, device: torch.device) -> StepBuffers:
+        """Buffers for steps of so many rows and tokens."""
+
+        def buffer(size: int, dtype: torch.dtype) -> torch.Tensor:
+            return torch.zeros(size, dtype=dtype, device=device)
+
+        return cls(
+            buffer(tokens, torch.int32),
+            buffer(tokens, torch.int64),
+            buffer(tokens, torch.int64),
+            buffer(rows, torch.int32),
+            buffer(rows, torch.int32),
+            buffer(rows + 1, torch.int32),
+            buffer(rows, torch.int64),
+            buffer(rows, torch.int32),
+        )

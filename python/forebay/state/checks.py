@@ -1,0 +1,18 @@
+"""What a plan may not say."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+
+class PlanError(ValueError):
+    """A plan that names what does not exist: the brain and the hand disagree about the tables."""
+
+
+def within(values: npt.NDArray[np.integer[Any]], limit: int, what: str) -> None:
+    """Raises `PlanError` unless all values are in `0 .. limit`."""
+    if values.min() < 0 or values.max() >= limit:
+        raise PlanError(f"{what} {int(values.min())}..{int(values.max())} is not within 0..{limit}")

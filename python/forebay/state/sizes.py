@@ -1,0 +1,58 @@
+"""How many pages there are of each part where sparse slots may be (HiSparse, SGLang #21932).
+
+Every page of a request then has one of the host's tier behind it, whose number also names its page of index keys. So
+the index part has as many pages as the host's tier, and the main part gets the memory that is left.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from forebay.state.config import ConfigError, RunnerConfig
+from forebay.state.host import asked_pages
+from forebay.state.hot_rows import HotRows
+from forebay.state.pages import page_bytes, page_count
+from forebay.weights.config import ModelConfig
+
+GROWTH_PAGES = 4
+"""Pages that one sparse request takes besides those of its hot rows: its last ones, and room to go on."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Pages to allocate."""
+
+    pages: int
+    """Of the main part."""
+    index_pages: int | None
+    """Of the index part; None: as many, with the same numbers."""
+
+    @classmethod
+    def of(cls, config: RunnerConfig, model: ModelConfig, available_bytes: int, weight_bytes: int) -> Sizes:
+        """The arguments are those of `page_count`. Raises `ConfigError` where there is too little memory."""
+        if not config.hot_rows:
+            return cls(page_count(config, model, available_bytes, weight_bytes), None)
+        assert model.indexer is not None
+        whole = page_bytes(model, config.page_size, config.dtype)
+        index = config.page_size * model.indexer.position_elements * config.dtype.itemsize
+        main = whole - index
+        if config.max_total_tokens is not None:
+            pages = config.max_total_tokens // config.page_size
+        else:
+            # One page more than are counted is for what is never read.
+            taken = weight_bytes + HotRows.bytes_of(config, model) + main
+            budget = int(config.mem_fraction_static * available_bytes) - taken
+            fixed = config.host_pages is not None or config.host_bytes is not None
+            if fixed:
+                pages = (budget - index * asked_pages(config, 0, whole)) // main
+            else:
+                assert config.host_ratio is not None
+                pages = int(budget / (main + config.host_ratio * index))
+            pages = min(pages, config.slots * config.pages_per_slot)
+        least = config.row_pages + GROWTH_PAGES
+        if pages < least:
+            raise ConfigError(
+                f"{max(pages, 0)} pages of {config.page_size} tokens on the device are too few for sparse decoding: "
+                f"a request with {config.hot_rows} hot rows needs {least}; choose fewer hot rows or a larger KV pool"
+            )
+        return cls(pages, asked_pages(config, pages, whole))

@@ -1,0 +1,67 @@
+"""Clients besides OpenAI's own finish a task with three tools, against a device that says what a script has."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.conftest import server_factory
+from tests.e2e.families import ToolModel
+from tests.e2e.server import ROOT, Server
+from tests.e2e.test_tools import ANSWER, MAIL, QUESTION, RESULTS, TOOLS, script
+
+PYTHON = ROOT / ".venv/clients/bin/python"
+SECONDS = 120
+# LiteLLM asks the network for prices otherwise.
+QUIET = {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "LANGCHAIN_TRACING_V2": "false"}
+
+pytestmark = pytest.mark.skipif(not PYTHON.exists(), reason="`make setup-clients` installs these clients")
+
+
+@pytest.fixture(scope="module", params=["hermes", "mistral"])
+def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    folder = tmp_path_factory.mktemp("logs")
+    model = ToolModel(request.param, tmp_path_factory.mktemp("models") / "scripted")
+    file = folder / "script.jsonl"
+    file.write_text(script(model))
+    with ExitStack() as stack:
+        flags = ("--device", "sim", "--sim-script", str(file), "--served-model-name", "scripted")
+        yield server_factory(folder, stack)(model, *flags)
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+@pytest.mark.parametrize("client", ["langchain-openai", "litellm"])
+def test_a_task_with_three_tools(server: Server, client: str, stream: bool) -> None:
+    task = {
+        "client": client,
+        "url": server.url,
+        "model": "scripted",
+        "stream": stream,
+        "tools": TOOLS,
+        "results": RESULTS,
+        "question": QUESTION,
+    }
+    done = subprocess.run(
+        [PYTHON, Path(__file__).with_name("client_task.py")],
+        input=json.dumps(task),
+        env={**os.environ, **QUIET},
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    # LiteLLM prints to the same place.
+    answer = json.loads(done.stdout.splitlines()[-1])
+    assert answer["called"] == [
+        ["get_weather", {"city": "Zürich", "days": 2}],
+        ["get_time", {"city": "Zürich"}],
+        ["send_mail", {"to": "me@example.org", "text": MAIL, "urgent": None}],
+    ]
+    assert answer["answer"] == ANSWER
+    assert answer["reasons"] == ["tool_calls", "tool_calls", "stop"]

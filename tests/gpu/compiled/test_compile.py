@@ -1,0 +1,79 @@
+"""Every variant of a kernel compiles, holds everything in registers, and fits the memory that its GPU has."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from forebay.gpu.kernels.launch import COMPILATIONS, LITTLE_ROOM, ROOM, CompiledWhileServingError
+from tests.gpu.compiled.compiling import Compiled, Compiler
+from tests.gpu.compiled.variants import all_variants, mixed_step
+
+VARIANTS = all_variants()
+# One a kernel: models of other sizes are other constants.
+FEW = [
+    *(f"Qwen3-0.6B: {name}" for name in ("chunks", "layer", "tables", "sampling")),
+    "Qwen3-30B-A3B: experts",
+    *(f"DeepSeek-V3.2: {name}" for name in ("latent decode", "latent chunks", "latent rows", "index", "chosen rows")),
+    "hot rows 4096",
+]
+# On Hopper these products take 64 rows and more, which only its own instruction multiplies fast.
+LARGE_PRODUCTS = {"chunks_kernel", "gate_up_kernel", "down_kernel", "scores_kernel"}
+
+
+def check(found: list[Compiled], shared: int) -> None:
+    assert found
+    for kernel in found:
+        assert kernel.stack == kernel.local == 0, f"{kernel.name} spills {kernel.stack} bytes"
+        assert kernel.shared <= shared, f"{kernel.name} takes {kernel.shared} bytes"
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_hopper(name: str, compiler: Compiler) -> None:
+    check(compiler.compile(90, VARIANTS[name]), ROOM)
+
+
+@pytest.mark.parametrize("name", ["Llama-3.1-8B: chunks", "Qwen3-30B-A3B: experts", "DeepSeek-V3.2: index"])
+def test_large_products_use_the_large_instruction(name: str, compiler: Compiler) -> None:
+    found = compiler.compile(90, VARIANTS[name])
+    large = {kernel.name for kernel in found if "wgmma.mma_async" in kernel.ptx}
+    assert large == LARGE_PRODUCTS & {kernel.name for kernel in found}
+
+
+@pytest.mark.parametrize("name", FEW)
+def test_large_blackwell(name: str, compiler: Compiler) -> None:
+    check(compiler.compile(100, VARIANTS[name]), ROOM)
+
+
+@pytest.mark.parametrize("arch", [80])
+@pytest.mark.parametrize("name", FEW)
+def test_gpus_with_little_room(name: str, arch: int, compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    for user in ("shape", "grouped"):
+        monkeypatch.setattr(sys.modules[f"forebay.gpu.kernels.{user}"], "is_roomy", lambda device: False)
+    check(compiler.compile(arch, VARIANTS[name]), LITTLE_ROOM)
+
+
+def test_other_lengths_compile_nothing_more(compiler: Compiler) -> None:
+    """Numbers that change from step to step are no constants: 1, multiples of 16 and others are one variant."""
+    compiler.compile(90, lambda: mixed_step(48, 4))
+    before = COMPILATIONS.count
+    for tokens, rows in ((33, 3), (17, 16), (2, 1), (1, 1)):
+        compiler.compile(90, lambda tokens=tokens, rows=rows: mixed_step(tokens, rows))  # type: ignore[misc]
+    assert COMPILATIONS.count == before
+
+
+def test_a_compilation_while_serving_is_an_error(compiler: Compiler) -> None:
+    operators = VARIANTS["Qwen3-0.6B: tables"]
+    compiler.compile(90, operators)
+    counted = COMPILATIONS.count
+    assert counted > 0
+    COMPILATIONS.seal()
+    try:
+        # What is known goes on, and an architecture is a device of its own.
+        compiler.compile(90, operators)
+        with pytest.raises(CompiledWhileServingError, match="slots_kernel"):
+            compiler.compile(86, operators)
+    finally:
+        COMPILATIONS.seal(False)
+    assert COMPILATIONS.count == counted

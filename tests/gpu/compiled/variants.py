@@ -1,0 +1,231 @@
+"""What a hand launches, by model and step: the variants that a GPU has to have before it serves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+import torch
+
+from forebay.gpu import kernels
+from forebay.gpu.hot import HotRows, SparsePages
+from forebay.gpu.interface import PagedRows
+from forebay.gpu.sampling import Wishes
+from forebay.gpu.tables import Received, StepBuffers, Tables
+from tests.gpu.compiled.compiling import meta
+
+META = torch.device("meta")
+Operators = Callable[[], object]
+
+
+@dataclass(frozen=True)
+class Model:
+    """A published model's sizes."""
+
+    name: str
+    hidden: int
+    inner: int
+    heads: int
+    kv_heads: int
+    dim: int
+    vocabulary: int
+    layers: int
+    turned: int
+    norms: bool = False
+    experts: tuple[int, int, int] | None = None
+    """How many, how many a token, and how wide."""
+    dtype: torch.dtype = torch.bfloat16
+    page_size: int = 16
+
+
+QWEN3_0_6B = Model("Qwen3-0.6B", 1024, 3072, 16, 8, 128, 151936, 28, 128, norms=True)
+MODELS = [
+    QWEN3_0_6B,
+    replace(QWEN3_0_6B, name="Qwen3-0.6B in float32", dtype=torch.float32),
+    Model("Llama-3.1-8B", 4096, 14336, 32, 8, 128, 128256, 32, 128),
+    Model("SmolLM2-135M", 576, 1536, 9, 3, 64, 49152, 30, 64),
+    Model("Qwen3-30B-A3B", 2048, 6144, 32, 4, 128, 151936, 48, 128, norms=True, experts=(128, 8, 768)),
+    Model("GLM-4.5-Air", 4096, 10944, 96, 8, 128, 151552, 46, 64, norms=True, experts=(128, 8, 1408)),
+]
+RANK, ROTARY, INDEX_HEADS, INDEX_DIM, TOP_K = 512, 64, 64, 128, 2048
+
+
+def rows_of(count: int, page_size: int, page_stride: int, *, decodes: bool, chunks: bool) -> PagedRows:
+    return PagedRows(
+        meta(count),
+        meta(count),
+        meta(count + 1),
+        meta(257, 32768 // page_size),
+        page_size,
+        page_stride,
+        9999,
+        decodes=decodes,
+        chunks=chunks,
+    )
+
+
+def attention(model: Model) -> Iterator[tuple[str, Operators]]:
+    """Rows of one token in as many parts as there are, and chunks."""
+    stride = model.layers * 2 * model.page_size
+    pool = meta(4000, model.kv_heads, model.dim, dtype=model.dtype)
+
+    def attend(count: int, chunks: bool) -> object:
+        # As heads lie in a projection that is fused.
+        heads = meta(count, model.heads + 2 * model.kv_heads, model.dim, dtype=model.dtype)[:, : model.heads]
+        rows = rows_of(count, model.page_size, stride, decodes=not chunks, chunks=chunks)
+        return kernels.attend(heads, pool, pool, rows, 0.1)
+
+    # Of one model all numbers of parts, of others the most and the least.
+    counts = (1, 2, 4, 8, 16, 32, 64, 256) if model == QWEN3_0_6B else (1, 256)
+    yield "decode", lambda: [attend(count, False) for count in counts]
+    yield "chunks", lambda: attend(2048, True)
+
+
+def layer(model: Model) -> Iterator[tuple[str, Operators]]:
+    dtype, heads = model.dtype, model.heads + 2 * model.kv_heads
+
+    def small(*shape: int) -> torch.Tensor:
+        return meta(*shape, dtype=dtype)
+
+    def layers() -> None:
+        x = small(64, model.hidden)
+        kernels.add_norm(x, None, small(model.hidden), 1e-5)
+        kernels.add_norm(x, x, small(model.hidden), 1e-5)
+        norms = (small(model.dim), small(model.dim)) if model.norms else None
+        angles, pool = small(64, 1, model.turned), small(4000, model.kv_heads, model.dim)
+        qkv, writes = small(64, heads * model.dim), meta(64, dtype=torch.int64)
+        kernels.rotate_and_keep(qkv, model.heads, norms, 1e-5, angles, angles, pool, pool, writes)
+        kernels.gate(small(64, 2 * model.inner))
+
+    yield "layer", layers
+    if model.experts is not None:
+        yield "experts", lambda: [experts(model, tokens) for tokens in (1, 64, 2048)]
+
+
+def experts(model: Model, tokens: int) -> object:
+    assert model.experts is not None
+    count, each, inner = model.experts
+    return kernels.experts(
+        meta(tokens, model.hidden, dtype=model.dtype),
+        meta(tokens, each, dtype=torch.int64),
+        meta(tokens, each, dtype=torch.float32),
+        meta(count, 2 * inner, model.hidden, dtype=model.dtype),
+        meta(count, model.hidden, inner, dtype=model.dtype),
+    )
+
+
+def step(model: Model) -> Iterator[tuple[str, Operators]]:
+    """What surrounds the layers."""
+
+    def tables() -> None:
+        stride = model.layers * 2 * model.page_size
+        found = Tables.make(256, 32768, model.vocabulary, model.page_size, 9999, stride, META)
+        buffers, plan, errors = StepBuffers.make(64, 64, META), Received(meta(5000), meta(18, 2), meta(8)), meta(1)
+        kernels.apply_slots(plan, found, errors)
+        kernels.write_table(plan, "page_writes", found.page_table, -1, 9999, errors)
+        kernels.prepare(plan, found, buffers, errors, None)
+        kernels.keep(meta(64, dtype=torch.int64), meta(64, dtype=torch.bool), found, buffers)
+        kernels.ask(found, buffers)
+
+    def sampling() -> None:
+        for dtype in {torch.float32, model.dtype}:
+            tokens, _ = kernels.greedy(meta(64, model.vocabulary, dtype=dtype))
+        kernels.draw(meta(64, model.vocabulary, dtype=torch.float32), Wishes.make(64, META), tokens)
+
+    yield "tables", tables
+    yield "sampling", sampling
+
+
+def latent(dtype: torch.dtype) -> Iterator[tuple[str, Operators]]:
+    """DeepSeek V3.2: 128 heads on one row a position, which an index chooses."""
+    page, stride = 64, 61 * 64
+    pool = meta(4000, 1, RANK + ROTARY, dtype=dtype)
+
+    def small(*shape: int) -> torch.Tensor:
+        return meta(*shape, dtype=dtype)
+
+    def attend(count: int, chunks: bool) -> object:
+        rows = rows_of(count, page, stride, decodes=not chunks, chunks=chunks)
+        return kernels.attend(small(count, 128, RANK + ROTARY), pool, pool[..., :RANK], rows, 0.1)
+
+    def keep() -> None:
+        angles, writes = small(64, 1, ROTARY), meta(64, dtype=torch.int64)
+        made = small(64, RANK + ROTARY)
+        kernels.keep_latent(made, small(RANK), 1e-6, angles, angles, True, pool[:, 0], writes)
+        for pairs in (False, True):
+            keys, norm = small(4000, INDEX_DIM), small(INDEX_DIM)
+            kernels.keep_index_keys(small(64, INDEX_DIM), norm, norm, 1e-6, angles, angles, pairs, keys, writes)
+
+    def choose() -> None:
+        for chunks in (False, True):
+            rows = rows_of(64, page, stride, decodes=not chunks, chunks=chunks)
+            q, weights = small(64, INDEX_HEADS, INDEX_DIM), meta(64, INDEX_HEADS, dtype=torch.float32)
+            kernels.choose(q, weights, small(4000, INDEX_DIM), rows, TOP_K)
+
+    def chosen() -> None:
+        for count in (1, 8, 64):
+            q = small(count, 128, RANK + ROTARY)
+            kernels.attend_chosen(q, pool, pool[..., :RANK], meta(count, TOP_K), 0.1)
+
+    yield "latent decode", lambda: [attend(count, False) for count in (1, 64)]
+    yield "latent chunks", lambda: attend(2048, True)
+    yield "latent rows", keep
+    yield "index", choose
+    yield "chosen rows", chosen
+
+
+def hot_rows(hot: int) -> Iterator[tuple[str, Operators]]:
+    def find() -> None:
+        slots, page = 256, 64
+        width, errors = 32768 // page, meta(1)
+        pages = SparsePages(
+            meta(slots, width), meta(slots, width), meta(slots, hot // page), meta(slots), page, 61 * page, 9999
+        )
+        line = meta(slots, hot + 1)
+        group = HotRows(meta(slots, 32769, dtype=torch.int16), line, line, hot)
+        found = kernels.resolve(meta(64, TOP_K), meta(64), pages, group, errors)
+        host = meta(100_000, dtype=torch.bfloat16)
+        kernels.gather(found, host, 61 * page * 576, page, meta(4000, RANK + ROTARY, dtype=torch.bfloat16))
+        plan = Received(meta(5000), meta(18, 2), meta(8))
+        kernels.clear_slots(plan, pages.hot_rows, slots)
+        kernels.open_hot_rows(plan, pages, group, slots)
+
+    yield f"hot rows {hot}", find
+
+
+def mixed_step(tokens: int, rows: int) -> None:
+    """What depends on how many tokens and rows a step has, once each."""
+    model, page, stride = QWEN3_0_6B, 16, 28 * 32
+    half = meta(tokens, 1024, dtype=torch.bfloat16)
+    kernels.add_norm(half, half, half[0], 1e-5)
+    kernels.gate(half)
+    heads = meta(tokens, 16, 128, dtype=torch.bfloat16)
+    pool = meta(4000, 8, 128, dtype=torch.bfloat16)
+    paged = rows_of(rows, page, stride, decodes=False, chunks=True)
+    kernels.attend(heads, pool, pool, paged, 0.1)
+    kernels.choose(heads, meta(tokens, 16, dtype=torch.float32), pool[:, 0], paged, TOP_K)
+    experts(replace(model, experts=(128, 8, 768)), tokens)
+    tables = Tables.make(256, 32768, model.vocabulary, page, 9999, stride, META)
+    buffers, plan, errors = StepBuffers.make(rows, tokens, META), Received(meta(5000), meta(18, 2), meta(8)), meta(1)
+    kernels.prepare(plan, tables, buffers, errors, None)
+    wishes = kernels.ask(tables, buffers)
+    logits = meta(rows, model.vocabulary, dtype=torch.float32)
+    sampled, finite = kernels.greedy(logits)
+    kernels.draw(logits, wishes, sampled)
+    kernels.keep(sampled, finite, tables, buffers)
+
+
+def all_variants() -> dict[str, Operators]:
+    """By name."""
+    found: dict[str, Operators] = {}
+    for model in MODELS:
+        for part in (attention(model), layer(model), step(model)):
+            found |= {f"{model.name}: {name}": operators for name, operators in part}
+    found |= {f"DeepSeek-V3.2: {name}": operators for name, operators in latent(torch.bfloat16)}
+    found |= {f"DeepSeek-V3.2 in float32: {name}": operators for name, operators in latent(torch.float32)}
+    for hot in (TOP_K, 2 * TOP_K, 32704):
+        found |= dict(hot_rows(hot))
+    wide = Model("heads of 256", 3072, 8192, 16, 8, 256, 256000, 28, 256)
+    for model in (wide, replace(wide, name="heads of 256 in float32", dtype=torch.float32)):
+        found |= {f"{model.name}: {name}": operators for name, operators in attention(model)}
+    return found

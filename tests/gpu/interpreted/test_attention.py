@@ -1,0 +1,154 @@
+"""Paged attention of random mixed steps against dense attention in float64, a query at a time."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from types import ModuleType
+from unittest.mock import patch
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from forebay.gpu import kernels
+from forebay.gpu.interface import Kernels
+from tests.gpu.support import BOTH, Paged, dense, nan
+
+SCALE = 0.3
+ROW = st.one_of(
+    st.tuples(st.integers(0, 150), st.just(1)),
+    st.tuples(st.just(0), st.integers(2, 30)),
+    st.tuples(st.integers(1, 60), st.integers(2, 30)),
+)
+
+
+def check(
+    operators: Kernels,
+    rows: list[tuple[int, int]],
+    *,
+    heads: tuple[int, int] = (4, 2),
+    widths: tuple[int, int] = (24, 0),
+    page_size: int = 4,
+    padding: tuple[int, int] = (0, 0),
+    parts: int = 2,
+    dtype: torch.dtype = torch.float32,
+    tolerance: float = 2e-5,
+    seed: int = 0,
+) -> None:
+    """Rows are (start, length), read in `parts`; `padding` are rows and tokens of nobody; `widths` of a key's parts."""
+    (queries, kv_heads), (dim, extra) = heads, widths
+    ends, lengths = [start + length for start, length in rows], [length for _, length in rows]
+    paged = Paged.make(ends, kv_heads, dim + extra, page_size, seed, dtype)
+    keys, values, histories = paged.pool, paged.pool[..., :dim], paged.histories
+    if not extra:
+        other = replace(paged, pool=nan(*keys.shape, dtype=dtype))
+        values = other.pool
+        values.copy_(-keys)
+    generator = torch.Generator().manual_seed(seed + 1)
+    count = sum(lengths)
+    q = torch.randn(count + padding[1], queries, dim + extra, generator=generator).to(dtype)
+    # As the heads of a fused projection lie: the next token's are not behind those of the last.
+    q = torch.cat((q, nan(*q.shape, dtype=dtype)), dim=1)[:, :queries]
+    with patch.object(sys.modules["forebay.gpu.kernels.decodes"], "splits", lambda programs: parts):
+        out = operators.attend(q, keys, values, paged.rows(lengths, padding[0]), SCALE)
+    assert out.shape == (len(q), queries, dim)
+    at = 0
+    for history, length in zip(histories, lengths, strict=True):
+        of_values = history[..., :dim] if extra else -history
+        for i in range(length):
+            seen = len(history) - length + i + 1
+            expected = dense(q[at], history[:seen], of_values[:seen], SCALE)
+            torch.testing.assert_close(out[at].double(), expected, atol=tolerance, rtol=0)
+            at += 1
+    assert out[at:].eq(0).all()
+
+
+@BOTH
+@settings(max_examples=5, deadline=None)
+@given(
+    rows=st.lists(ROW, min_size=1, max_size=4),
+    heads=st.sampled_from([(2, 2), (4, 2), (6, 2), (5, 1)]),
+    page_size=st.sampled_from([1, 4, 7, 16]),
+    padding=st.tuples(st.integers(0, 2), st.integers(0, 9)),
+    parts=st.sampled_from([1, 2, 4]),
+    seed=st.integers(0, 1000),
+)
+def test_mixed_steps(
+    operators: Kernels,
+    rows: list[tuple[int, int]],
+    heads: tuple[int, int],
+    page_size: int,
+    padding: tuple[int, int],
+    parts: int,
+    seed: int,
+) -> None:
+    check(operators, rows, heads=heads, page_size=page_size, padding=padding, parts=parts, seed=seed)
+
+
+@pytest.mark.parametrize("parts", [1, 2, 8])
+def test_rows_in_parts(parts: int) -> None:
+    check(kernels, [(0, 1), (31, 1), (32, 1), (200, 1)], padding=(1, 0), parts=parts)
+
+
+@BOTH
+def test_latent_rows(operators: Kernels) -> None:
+    """One key head, whose values are the first part of its keys; more heads than a program takes."""
+    check(operators, [(70, 1), (9, 20), (0, 3)], heads=(20, 1), widths=(32, 8), page_size=16, padding=(1, 2))
+
+
+@BOTH
+def test_bfloat16(operators: Kernels) -> None:
+    rows = [(0, 30), (70, 1), (3, 1), (20, 33), (149, 1)]
+    check(operators, rows, page_size=16, dtype=torch.bfloat16, tolerance=0.03)
+
+
+@BOTH
+def test_a_page_that_is_not_there_is_the_null_page(operators: Kernels) -> None:
+    paged = Paged.make([9, 9], 2, 16, 4, 0, torch.float32)
+    paged.page_table[1, 1] = -1
+    q = torch.randn(2, 4, 16)
+    out = operators.attend(q, paged.pool, paged.pool.clone(), paged.rows([1, 1]), SCALE)
+    history = paged.histories[0].clone()
+    history[4:8] = 7.0
+    torch.testing.assert_close(out[0].double(), dense(q[0], history, history, SCALE), atol=1e-5, rtol=0)
+    assert out[1].isfinite().all()
+
+
+def test_entries_beyond_2_to_the_31_elements_are_reached() -> None:
+    """Most of the pool's memory is never touched, and so never there."""
+    width = 4096
+    pool = torch.empty((1 << 31) + 64 * width, dtype=torch.bfloat16).view(-1, 1, width)[:, :, :16]
+    paged = Paged.make([5], 1, 16, 4, 0, torch.bfloat16)
+    last = len(pool) // 4 - 2
+    history = paged.histories[0]
+    pool[last * 4 : last * 4 + 4] = history[:4]
+    pool[(last + 1) * 4] = history[4]
+    table = torch.tensor([[last, last + 1]], dtype=torch.int32)
+    rows = replace(paged.rows([1]), page_table=table, page_stride=4)
+    q = torch.randn(1, 1, 16).bfloat16()
+    out = kernels.attend(q, pool, pool, rows, SCALE)
+    torch.testing.assert_close(out[0].double(), dense(q[0], history, history, SCALE), atol=0.02, rtol=0)
+
+
+MUTANTS = {
+    "causal": ("walk", "inside[None, :] & (position[None, :] <= last[:, None])", "inside[None, :]"),
+    "end of a row": ("walk", "inside = position < end", "inside = position < end + 1"),
+    "page size": ("walk", "page * page_stride + position % PAGE", "page * page_stride + position % (PAGE + 1)"),
+}
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_removed_mask_is_seen(name: str, mutate: Callable[..., ModuleType]) -> None:
+    module, old, new = MUTANTS[name]
+    mutate(module, old, new, "walk", ("decodes", "chunks"))
+    with pytest.raises(AssertionError):
+        check(kernels, [(9, 1), (5, 12)])
+
+
+def test_parts_that_are_joined_wrongly_are_seen(mutate: Callable[..., ModuleType]) -> None:
+    mutate("join", "part * share[:, None]", "part", "join_kernel", ("join",))
+    with pytest.raises(AssertionError):
+        check(kernels, [(200, 1)], parts=4)

@@ -1,0 +1,71 @@
+"""A whole hand with interpreted kernels gives the tokens of the CPU's hand."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import pytest
+
+from forebay.attention.triton import TritonAttention
+from forebay.compute.choose import Choice
+from forebay.gpu import choose, kernels, reference
+from forebay.gpu.choose import VARIABLE
+from forebay.gpu.interface import Kernels
+from forebay.gpu.ops import GpuOps
+from forebay.layers.ops import Ops
+from tests.gpu.support import BOTH
+from tests.hand.support import FAMILIES, MiniBrain, Request, Sampling, reference_model, runner_of
+
+# Grouped queries; half a head that turns, norms of heads, experts; latent rows; rows that are chosen.
+FAMILIES_OF_ONE_LAYER = ["llama", "glm4-moe", "deepseek-v3", "glm-dsa"]
+LATER = Sampling(temperature=0.8, top_p=0.9, top_k=50, seed=5)
+
+
+def one_layer(family: str, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A random model of a family, with one layer that is none of the dense ones."""
+    kind, config = FAMILIES[family]
+    values = {**config.to_dict(), "num_hidden_layers": 1, "first_k_dense_replace": 0}
+    for key in ("indexer_types", "mlp_layer_types", "layer_types"):
+        if values.get(key):
+            values[key] = values[key][-1:] if key == "mlp_layer_types" else values[key][:1]
+    monkeypatch.setitem(FAMILIES, "one-layer", (kind, type(config)(**values)))
+    return reference_model("one-layer")
+
+
+def tokens_of(model: Any) -> list[list[int]]:
+    """A long prompt cut in two and a short one, four tokens each, of which those of the second are drawn."""
+    requests = [Request(list(range(20, 33)), 4), Request([7, 99, 3], 4, LATER, arrival=2)]
+    # Steps of two kinds at once: chunks beside rows of one token.
+    MiniBrain(runner_of(model, device="deferred", slots=2), lookahead=1).serve(requests, chunk=9)
+    return [request.tokens for request in requests]
+
+
+def use(operators: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Has hands compute with these operators."""
+    ops: Ops = GpuOps(operators)
+    monkeypatch.setattr(Choice, "ops", lambda choice: ops)
+    monkeypatch.setattr(Choice, "attention", lambda choice: TritonAttention(operators, null_page=0))
+    # As on a small device: a row of one token is read in few parts.
+    for user in ("decodes", "chosen"):
+        monkeypatch.setattr(sys.modules[f"forebay.gpu.kernels.{user}"], "splits", lambda programs: 2)
+
+
+@BOTH
+@pytest.mark.parametrize("family", FAMILIES_OF_ONE_LAYER)
+def test_a_hand_with_these_operators(operators: Kernels, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = one_layer(family, monkeypatch)
+    expected = tokens_of(model)
+    assert all(len(tokens) == 4 for tokens in expected)
+    use(operators, monkeypatch)
+    assert tokens_of(model) == expected
+
+
+def test_the_environment_chooses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(VARIABLE, raising=False)
+    assert choose.kernels() is kernels
+    monkeypatch.setenv(VARIABLE, "reference")
+    assert choose.kernels() is reference
+    monkeypatch.setenv(VARIABLE, "cuda")
+    with pytest.raises(ValueError, match="'cuda' is not known: use triton or reference"):
+        choose.kernels()

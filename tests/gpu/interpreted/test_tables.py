@@ -1,0 +1,303 @@
+"""Plans applied and prepared on the device, against the hand's own tables and a loop over positions."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from types import ModuleType
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from forebay.device import open_device
+from forebay.gpu.interface import Kernels
+from forebay.gpu.tables import (
+    ERROR_RANGE,
+    ERROR_READ,
+    ERROR_TOKEN,
+    ERROR_WRITE,
+    Received,
+    StepBuffers,
+    Tables,
+    describe,
+    places,
+)
+from forebay.protocol.frames import Int32s
+from forebay.protocol.plan import FLAG_SAMPLE, SLOT_WORDS, Plan, SlotWord
+from forebay.state.config import RunnerConfig
+from forebay.state.slots import SlotTables
+from forebay.state.staging import StepInputs
+from tests.gpu.support import BOTH
+from tests.hand.support import FAMILIES, PlanBuilder, Sampling, hf_config, wire_config
+
+CPU = open_device("cpu", 1)
+SLOTS, CONTEXT, PAGE, PAGES, STRIDE, VOCABULARY = 6, 37, 4, 30, 8, 131
+CONFIG = RunnerConfig.from_dict(
+    wire_config(
+        hf_config(FAMILIES["llama"][1], "LlamaForCausalLM"), slots=SLOTS, context_length=CONTEXT, page_size=PAGE
+    )
+)
+UNKNOWN = -77
+
+
+@pytest.fixture(autouse=True)
+def _few_programs_a_grid(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fewer programs than records, so that they walk."""
+    monkeypatch.setattr(sys.modules["forebay.gpu.kernels.apply"], "_PROGRAMS", 2)
+
+
+def tables_of() -> Tables:
+    tables = Tables.make(SLOTS, CONTEXT, VOCABULARY, PAGE, PAGES, STRIDE, torch.device("cpu"))
+    tables.token_pool[:SLOTS] = UNKNOWN
+    return tables
+
+
+def errors_of() -> torch.Tensor:
+    return torch.zeros(1, dtype=torch.int32)
+
+
+def received(plan: Plan, arena_tokens: Int32s | None = None) -> Received:
+    """A plan in a buffer with other words behind it."""
+    body = np.concatenate((plan.body, np.full(40, UNKNOWN, np.int32)))
+    arena = np.zeros(1, np.int32) if arena_tokens is None else arena_tokens
+    return Received(torch.from_numpy(body), torch.from_numpy(places(plan)), torch.from_numpy(arena))
+
+
+def apply(operators: Kernels, given: Received, tables: Tables, errors: torch.Tensor) -> None:
+    operators.apply_slots(given, tables, errors)
+    operators.write_table(given, "page_writes", tables.page_table, -1, PAGES, errors)
+
+
+NEW_SLOT = st.tuples(
+    st.lists(st.integers(0, VOCABULARY - 1), min_size=1, max_size=CONTEXT),
+    st.booleans(),
+    st.builds(
+        Sampling,
+        temperature=st.sampled_from([0.0, 0.5]),
+        top_p=st.sampled_from([1.0, 0.9]),
+        top_k=st.integers(0, 9),
+        seed=st.integers(0, (1 << 64) - 1),
+        stop_ids=st.lists(st.integers(0, 9), max_size=2).map(tuple),
+        bias=st.lists(st.tuples(st.integers(0, 9), st.just(0.5)), max_size=2, unique_by=lambda b: b[0]).map(tuple),
+    ),
+)
+PLAN = st.fixed_dictionaries(
+    {
+        "slots": st.dictionaries(st.integers(0, SLOTS - 1), NEW_SLOT, max_size=3),
+        "pages": st.dictionaries(
+            st.tuples(st.integers(0, SLOTS - 1), st.integers(0, 9)), st.integers(-1, PAGES - 1), max_size=9
+        ),
+    }
+)
+
+
+@BOTH
+@settings(max_examples=12, deadline=None)
+@given(plans=st.lists(PLAN, min_size=1, max_size=3))
+def test_plans_are_applied_as_the_hand_does(operators: Kernels, plans: list[dict[str, dict]]) -> None:
+    expected, tables, errors = SlotTables(CONFIG, VOCABULARY, CPU), tables_of(), errors_of()
+    expected.token_pool.fill_(UNKNOWN)
+    for values in plans:
+        arena, builder = np.zeros(0, np.int32), PlanBuilder()
+        for slot, (tokens, in_arena, sampling) in values["slots"].items():
+            offset = 4 * len(arena) if in_arena else -1
+            builder.slot(slot, tokens, sampling, arena_offset=offset)
+            if in_arena:
+                arena = np.append(arena, np.array(tokens, np.int32))
+        builder.page_writes = [(slot, index, page) for (slot, index), page in values["pages"].items()]
+        plan = builder.build()
+        writes = expected.read(plan, arena.view(np.uint8))
+        if writes is not None:
+            expected.write(writes, StepInputs(plan, CPU))
+        apply(operators, received(plan, arena if len(arena) else None), tables, errors)
+        for slot, record, floats in zip(plan.slots[:, SlotWord.SLOT], plan.slots, plan.slot_floats, strict=True):
+            assert tables.words[slot].tolist() == record.tolist()
+            assert tables.floats[slot].tolist() == floats.tolist()
+    assert not errors
+    assert tables.token_pool[:SLOTS].equal(expected.token_pool)
+    assert tables.page_table[:SLOTS].equal(expected.page_table)
+    assert tables.page_table[SLOTS].eq(PAGES).all()
+
+
+def filled(random: np.random.Generator) -> Tables:
+    """Tables in which every slot has tokens and pages."""
+    tables = tables_of()
+    tables.token_pool[:SLOTS] = torch.from_numpy(random.integers(0, VOCABULARY, tables.token_pool[:SLOTS].shape))
+    tables.page_table[:SLOTS] = torch.from_numpy(random.integers(0, PAGES, tables.page_table[:SLOTS].shape))
+    return tables
+
+
+def prepare(
+    operators: Kernels, rows: list[tuple[int, int, int, int]], tables: Tables, padded: tuple[int, int]
+) -> tuple[StepBuffers, int]:
+    """Buffers of as many rows and tokens, and the errors."""
+    plan = Plan(rows=np.array(rows, np.int32).reshape(-1, 4)).staged()
+    buffers, errors = StepBuffers.make(*padded, torch.device("cpu")), errors_of()
+    for buffer in vars(buffers).values():
+        buffer.fill_(UNKNOWN)
+    operators.prepare(received(plan), tables, buffers, errors, None)
+    return buffers, int(errors)
+
+
+def check_prepared(
+    operators: Kernels, rows: list[tuple[int, int, int, int]], more: tuple[int, int], seed: int = 0
+) -> None:
+    """`more` rows and tokens than the plan has."""
+    tables = filled(np.random.default_rng(seed))
+    total = sum(length for _, _, length, _ in rows)
+    size = len(rows) + more[0], total + more[1]
+    buffers, errors = prepare(operators, rows, tables, size)
+    assert errors == 0, describe(errors)
+    null = (SLOTS, 0, 1, 0)
+    padded = [*rows, *[null] * more[0]]
+    tokens: list[int] = []
+    positions: list[int] = []
+    writes: list[int] = []
+    ends, first, last, sampling = [], [], [], []
+    for slot, start, length, flags in padded:
+        first.append(len(tokens))
+        for position in range(start, start + length):
+            if len(tokens) < size[1]:
+                tokens.append(int(tables.token_pool[slot, position]))
+                positions.append(position)
+                page = int(tables.page_table[slot, position // PAGE])
+                writes.append(page * STRIDE + position % PAGE)
+        count = len(tokens) - first[-1]
+        ends.append(start + count)
+        last.append(max(len(tokens) - 1, 0))
+        sampling.append(slot if flags & FLAG_SAMPLE else SLOTS)
+    nobody = size[1] - len(tokens)
+    assert buffers.tokens.tolist() == tokens + [0] * nobody
+    assert buffers.positions.tolist() == positions + [0] * nobody
+    assert buffers.writes.tolist() == writes + [PAGES * STRIDE] * nobody
+    assert buffers.slots.tolist() == [slot for slot, _, _, _ in padded]
+    assert buffers.first.tolist() == [*first, len(tokens)]
+    assert buffers.ends.tolist() == ends
+    assert buffers.last.tolist() == last
+    assert buffers.sampling.tolist() == sampling
+
+
+@st.composite
+def planned(draw: st.DrawFn) -> list[tuple[int, int, int, int]]:
+    rows = []
+    for slot in draw(st.lists(st.integers(0, SLOTS - 1), unique=True, min_size=1)):
+        start = draw(st.integers(0, CONTEXT - 1))
+        length = draw(st.one_of(st.just(1), st.integers(1, CONTEXT - start)))
+        rows.append((slot, start, length, draw(st.sampled_from([0, FLAG_SAMPLE]))))
+    return rows
+
+
+@BOTH
+@settings(max_examples=15, deadline=None)
+@given(rows=planned(), more=st.tuples(st.integers(0, 3), st.integers(0, 140)), seed=st.integers(0, 99))
+def test_rows_are_prepared(
+    operators: Kernels, rows: list[tuple[int, int, int, int]], more: tuple[int, int], seed: int
+) -> None:
+    check_prepared(operators, rows, more, seed)
+
+
+@BOTH
+def test_a_step_without_rows_is_padding(operators: Kernels) -> None:
+    check_prepared(operators, [], (3, 5))
+
+
+@BOTH
+@pytest.mark.parametrize(
+    ("row", "error"),
+    [
+        ((SLOTS, 0, 1, 1), ERROR_RANGE),
+        ((-1, 0, 1, 1), ERROR_RANGE),
+        ((1 << 30, 0, 1, 1), ERROR_RANGE),
+        ((1, -1, 2, 1), ERROR_RANGE),
+        ((1, CONTEXT, 1, 1), ERROR_RANGE),
+        ((1, 3, (1 << 31) - 2, 1), ERROR_RANGE),
+        ((1, 0, 0, 1), ERROR_RANGE),
+        ((3, 9, 1, 1), ERROR_WRITE | ERROR_READ),
+        ((3, 13, 1, 1), ERROR_READ),
+        ((4, 2, 1, 1), ERROR_TOKEN),
+        ((4, 3, 1, 1), ERROR_TOKEN),
+    ],
+)
+def test_a_wrong_row_is_told_and_touches_nobody(operators: Kernels, row: tuple[int, int, int, int], error: int) -> None:
+    tables = filled(np.random.default_rng(0))
+    tables.page_table[3, 2] = -1
+    tables.token_pool[4, 2], tables.token_pool[4, 3] = -1, VOCABULARY
+    good = (0, 5, 2, 1)
+    alone, none = prepare(operators, [good], tables, (2, 4))
+    buffers, errors = prepare(operators, [good, row], tables, (2, 4))
+    assert (none, errors) == (0, error)
+    assert describe(errors)
+    assert buffers.tokens[:2].equal(alone.tokens[:2])
+    assert buffers.writes[:2].equal(alone.writes[:2])
+    if error != ERROR_READ:
+        # Whatever it was, it reads a token that there is, and writes to its own page or to nobody's.
+        assert 0 <= int(buffers.tokens[2]) < VOCABULARY
+        own = tables.page_table[4, 0] if error == ERROR_TOKEN else PAGES
+        assert int(buffers.writes[2]) // STRIDE == own
+    if error == ERROR_RANGE:
+        assert buffers.slots.tolist() == [0, SLOTS]
+        assert buffers.sampling.tolist() == [0, SLOTS]
+
+
+@BOTH
+def test_more_than_the_buffers_hold_is_told(operators: Kernels) -> None:
+    tables = filled(np.random.default_rng(0))
+    _, errors = prepare(operators, [(0, 0, 3, 1), (1, 0, 3, 1)], tables, (2, 5))
+    assert errors == ERROR_RANGE
+    buffers, errors = prepare(operators, [(0, 0, 3, 1), (1, 0, 3, 1)], tables, (1, 8))
+    assert errors == ERROR_RANGE
+    assert buffers.slots.tolist() == [0]
+
+
+@BOTH
+@pytest.mark.parametrize(
+    "write", [(SLOTS, 0, 1), (-1, 0, 1), (0, 10, 1), (0, -1, 1), (0, 0, PAGES), (0, 0, -2), (1 << 30, 1 << 30, 1)]
+)
+def test_a_wrong_page_write_is_told_and_touches_nobody(operators: Kernels, write: tuple[int, int, int]) -> None:
+    tables, errors = tables_of(), errors_of()
+    tables.page_table[0, 0] = 9
+    plan = Plan(page_writes=np.array([(2, 3, 5), write, (1, 1, 7)], np.int32)).staged()
+    apply(operators, received(plan), tables, errors)
+    expected = tables_of()
+    expected.page_table[2, 3], expected.page_table[1, 1] = 5, 7
+    # The page that was there may be somebody else's: the slot has none.
+    expected.page_table[0, 0] = -1 if write[:2] == (0, 0) else 9
+    assert int(errors) == ERROR_RANGE
+    assert tables.page_table.equal(expected.page_table)
+
+
+@BOTH
+@pytest.mark.parametrize(("slot", "count"), [(SLOTS, 2), (-1, 2), (0, CONTEXT + 2)])
+def test_a_wrong_new_slot_is_told_and_touches_nobody(operators: Kernels, slot: int, count: int) -> None:
+    tables, errors = tables_of(), errors_of()
+    slots = np.zeros((3, SLOT_WORDS), np.int32)
+    slots[:, SlotWord.SLOT] = 2, slot, 4
+    slots[:, SlotWord.TOKEN_COUNT] = 1, count, 2
+    slots[:, SlotWord.ARENA_OFFSET] = -1
+    plan = Plan(slots=slots, slot_floats=np.ones((3, 6), np.float32), tokens=np.arange(3 + count, dtype=np.int32))
+    apply(operators, received(plan.staged()), tables, errors)
+    expected = tables_of()
+    expected.token_pool[2, 0] = 0
+    expected.token_pool[4, :2] = torch.tensor([count + 1, count + 2])
+    assert int(errors) == ERROR_RANGE
+    assert tables.token_pool.equal(expected.token_pool)
+    assert tables.words[:, SlotWord.TOKEN_COUNT].tolist() == [0, 0, 1, 0, 2, 0, 0]
+    assert tables.floats.sum(1).tolist() == [0, 0, 6, 0, 6, 0, 0]
+
+
+MUTANTS = {
+    "padding writes to a real page": ("page_table + slot * pages + position // PAGE", "page_table + position // PAGE"),
+    "padding in a real slot": ("slot = tl.where(fine, slot, null_slot)", "slot = tl.where(fine, slot, 0)"),
+    "a row that does not sample": ("tl.where(samples, slot, null_slot)", "slot"),
+    "nobody's tokens": ("somebody = t < behind", "somebody = t < behind + 1"),
+}
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_wrong_padding_is_seen(name: str, mutate: Callable[..., ModuleType]) -> None:
+    mutated = mutate("inputs", *MUTANTS[name])
+    with pytest.raises(AssertionError):
+        check_prepared(mutated, [(3, 5, 2, 1), (2, 30, 4, 0)], (1, 4))
