@@ -28,7 +28,7 @@ UV_LOCK := $(UV) pip compile --quiet --python $(BIN)/python --universal --python
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup setup-dev setup-clients build build-tests serve test test-rust test-asan test-python test-triton test-triton-old e2e test-fleet test-kills check lint fmt deny docs wheel wheel-test lock ci \
+.PHONY: help setup setup-dev setup-clients build build-tests serve test test-rust test-asan test-python test-triton test-triton-old e2e test-fleet test-kills test-gpu bench-gpu gpu-pack check lint fmt deny docs wheel wheel-test lock ci \
 	clean distclean
 
 help: ## print this list
@@ -180,6 +180,16 @@ lock: $(STAMPS)/uv ## pin requirements/*.in to *.txt again (UPGRADE=1: at the ne
 		echo "==> requirements/$$name.txt"; \
 		$(UV_LOCK) --no-deps requirements/$$name.in -o requirements/$$name.txt || exit 1; \
 	done
+
+# On a GPU host these need no set-up and no network: what the host lacks comes out of .gpu.
+test-gpu: ## run the tests that need an NVIDIA GPU (200 seconds; skipped with the reason elsewhere)
+	$(or $(wildcard $(BIN)/python),python3) scripts/gpu.py test $(PYTEST_ARGS)
+
+bench-gpu: ## measure a hand on an NVIDIA GPU: steps, host time, gaps (6 minutes; skipped with the reason elsewhere)
+	$(or $(wildcard $(BIN)/python),python3) scripts/gpu.py bench
+
+gpu-pack: setup-dev ## make .gpu, what an offline GPU host lacks: packages, and the binary if `make build` has made one
+	$(BIN)/python scripts/gpu.py pack --binary $(or $(wildcard $(TARGET_DIR)/release/forebay),$(TARGET_DIR)/$(TEST_PROFILE)/forebay)
 
 include benchmarks/bench.mk
 

@@ -16,21 +16,29 @@ def runner(
     *,
     slots: int,
     context: int,
-    tokens: int,
+    tokens: int | None,
     threads: int,
     dtype: str = "bfloat16",
     quantization: str | None = None,
+    device: str = "cpu",
+    step_tokens: int = 1024,
+    dummy: bool = False,
 ) -> ModelRunner:
-    """A model on the CPU with its weights, and room for `tokens` positions; `model` is its description."""
+    """A model with its weights, and room for `tokens` positions; `model` is its description.
+
+    `tokens` None: as many as fit half of the memory. `dummy`: weights are made up.
+    """
     config = {
         "model": model,
-        "load_format": "auto",
-        "device": "cpu",
+        "load_format": "dummy" if dummy else "auto",
+        "device": device,
         "dtype": dtype,
         "quantization": quantization,
         "page_size": PAGE,
         "slots": slots,
         "context_length": context,
+        "chunked_prefill_size": step_tokens,
+        "max_running_requests": slots,
         "mem_fraction_static": 0.5,
         "max_total_tokens": tokens,
         "arena_bytes": 0,
@@ -39,6 +47,15 @@ def runner(
         "threads": threads,
         "seed": 0,
         "weight_cache_bytes": 0,
+        "host_bytes": None,
+        "host_ratio": None,
+        "host_pages": None,
+        "host_share": 0.8,
+        "copy_gbps": None,
+        "kv_checksum": False,
+        "hot_row_tokens": None,
+        "sparse_top_k": None,
+        "kv_save_order": "behind",
     }
     made = ModelRunner(RunnerConfig.from_dict(config))
     made.load(lambda done, total: None)

@@ -188,6 +188,8 @@ def wire_config(model_config: dict[str, Any], **changes: Any) -> dict[str, Any]:
         "page_size": 4,
         "slots": 8,
         "context_length": 96,
+        "chunked_prefill_size": 1024,
+        "max_running_requests": 5,
         "mem_fraction_static": 0.5,
         "max_total_tokens": 8 * 96,
         "arena_bytes": 0,

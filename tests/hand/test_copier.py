@@ -63,7 +63,7 @@ def hand() -> Hand:
 
 
 def page(runner: ModelRunner, number: int) -> list[bytes]:
-    return [piece[number].tobytes() for part in runner.kv.parts for piece in part.pieces()]
+    return [piece[number].numpy().tobytes() for part in runner.kv.parts for piece in part.pieces()]
 
 
 @DEVICES

@@ -164,6 +164,6 @@ def test_a_page_of_all_layers_is_one_piece(dtype: torch.dtype) -> None:
             entry = page * pool.main.page_stride + 2
             layer.keys[entry] = 1 + number
             assert layer.values[entry].eq(1 + number).all()
-            row = torch.from_numpy(piece[page].copy()).view(dtype).view(layers, size, -1)
+            row = piece[page].clone().view(dtype).view(layers, size, -1)
             assert row[number, 2].eq(1 + number).all()
             assert int(row.ne(0).sum()) == (number + 1) * (RANK + ROTARY), "no other layer's rows"

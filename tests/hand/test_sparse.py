@@ -129,7 +129,7 @@ def test_a_page_has_two_parts_and_shared_layers_have_no_index(dtype: torch.dtype
     for number, keys in enumerate(pool.index_keys):
         for page in range(pages):
             keys[page * index.page_stride + 2] = 1 + number
-            found = torch.from_numpy(piece[page].copy()).view(dtype).view(indexed, size, width)
+            found = piece[page].clone().view(dtype).view(indexed, size, width)
             assert found[number, 2].eq(1 + number).all()
             assert int(found.ne(0).sum()) == (number + 1) * width, "no other layer's keys"
     assert not any(piece.any() for piece in main.pieces())

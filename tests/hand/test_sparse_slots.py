@@ -180,7 +180,7 @@ def shape_of(family: str) -> dict[str, Any]:
 
 def parts(slot: Slot, hot: int, host: int) -> tuple[bytes, bytes]:
     main, index = (part.pieces()[0] for part in slot.runner.kv.parts)
-    return main[hot].tobytes(), index[host].tobytes()
+    return main[hot].numpy().tobytes(), index[host].numpy().tobytes()
 
 
 @SPARSE

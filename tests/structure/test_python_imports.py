@@ -25,7 +25,7 @@ ALLOWED: dict[str, set[str]] = {
     "state": {"attention", "device", "protocol", "weights"},
     "compute": {"attention", "device", "gpu", "kernels", "layers", "models", "protocol", "state", "weights"},
     "runner": {"compute", "device", "layers", "models", "protocol", "state", "weights"},
-    "worker": {"protocol", "runner", "state"},
+    "worker": {"device", "protocol", "runner", "state"},
 }
 # No module of the first may reach, through any number of imports, a module of the second.
 FORBIDDEN = [

@@ -16,12 +16,21 @@ use crate::flags::{
     Device, Dtype, Egress, LoadBalance, LoadFormat, Quantization, SchedulePolicy, ServeFlags,
     SimFlags,
 };
+use crate::gpus::Gpus;
 use crate::model::{Model, Pooling};
 use crate::text::{TokenizerBackend, TokenizerMode};
 use crate::tiers::{HostSize, HostTier};
 
 /// A laptop's owner wants most of the memory for other things.
 const CPU_MEM_FRACTION: f64 = 0.3;
+/// What else there is takes little, and what a step takes was measured.
+const CUDA_MEM_FRACTION: f64 = 0.9;
+const STEP_TOKENS: u32 = 1024;
+/// More rows make the products of a GPU no faster, and hold up those that decode.
+const CUDA_STEP_TOKENS: u32 = 2048;
+const PAGE_SIZE: u32 = 16;
+/// What kernels for latent attention read at once.
+const CUDA_LATENT_PAGE_SIZE: u32 = 64;
 /// What is left is for the brain, and for who else is there.
 const HOST_SHARE: f64 = 0.8;
 const SIM_PROFILE: &str = "instant";
@@ -36,6 +45,8 @@ pub(crate) struct Config {
     pub(crate) model: String,
     pub(crate) served_model_names: Vec<String>,
     pub(crate) device: &'static str,
+    /// The GPU of each replica, as `CUDA_VISIBLE_DEVICES` names it; none on another device.
+    pub(crate) gpus: Vec<String>,
     pub(crate) dtype: &'static str,
     pub(crate) quantization: Option<Quantization>,
     pub(crate) load_format: &'static str,
@@ -137,7 +148,14 @@ impl Config {
                 "--context-length {context_length} is more than the model was made for ({longest})"
             );
         }
-        let step = flags.schedule.chunked_prefill_size;
+        let dp_size = flags.replicas.dp_size;
+        let (device, gpus) = device(flags.run.device, dp_size)?;
+        let cuda = device == Device::Cuda;
+        let schedule = &flags.schedule;
+        let usual_step = if cuda { CUDA_STEP_TOKENS } else { STEP_TOKENS };
+        let step = schedule.chunked_prefill_size.unwrap_or(usual_step);
+        let usual_page = if cuda && is_latent(model) { CUDA_LATENT_PAGE_SIZE } else { PAGE_SIZE };
+        let page_size = schedule.page_size.unwrap_or(usual_page);
         if model.pooling.as_ref().is_some_and(Pooling::whole_prompts) && step < context_length {
             bail!(
                 "--chunked-prefill-size {step} is less than the context length of {context_length}, and this model's prompts must \
@@ -147,11 +165,10 @@ impl Config {
         if context_length < 2 {
             bail!("--context-length must be at least 2: one token in, one token out");
         }
-        let dp_size = flags.replicas.dp_size;
-        let simulated_replicas = match flags.run.device {
+        let simulated_replicas = match device {
             Device::Sim => Simulated::resolve(&flags.sim, dp_size)?,
             _ if flags.sim.given() => bail!("the --sim-... flags are for --device sim"),
-            Device::Cpu | Device::Deferred => Vec::new(),
+            _ => Vec::new(),
         };
         let simulated = simulated_replicas.first().cloned();
         if flags.run.record_steps.is_some() && dp_size > 1 {
@@ -165,12 +182,11 @@ impl Config {
             Some(flag) => flag.resolve(dp_size)?,
             None => Affinity::default(),
         };
-        let undivided = affinity.hands.is_empty() && flags.run.device != Device::Sim;
+        let undivided = affinity.hands.is_empty() && device != Device::Sim;
         let threads = match flags.run.threads {
             None if dp_size > 1 && undivided => Some(threads_each(dp_size)?),
             given => given,
         };
-        let schedule = &flags.schedule;
         let running = schedule.max_running_requests;
         let mut names = flags.http.served_model_name.clone();
         if names.is_empty() {
@@ -182,12 +198,14 @@ impl Config {
         Ok(Self {
             model: model.name.clone(),
             served_model_names: names,
-            device: match flags.run.device {
-                Device::Cpu => "cpu",
+            device: match device {
+                Device::Auto | Device::Cpu => "cpu",
+                Device::Cuda => "cuda",
                 Device::Sim => "sim",
                 Device::Deferred => "deferred",
             },
-            dtype: if simulated.is_some() { "none" } else { dtype(flags.loading.dtype) },
+            gpus,
+            dtype: if simulated.is_some() { "none" } else { dtype(flags.loading.dtype, cuda) },
             quantization: if simulated.is_some() { None } else { quantization(flags, model)? },
             load_format: match flags.loading.load_format {
                 LoadFormat::Auto => "auto",
@@ -197,7 +215,7 @@ impl Config {
                 flags.loading.weight_cache_gib.unwrap_or(WEIGHT_CACHE_GIB),
             ) << 30,
             context_length,
-            page_size: schedule.page_size,
+            page_size,
             // A slot is free again only when the last step in flight that named it is done: without spares, requests that end together
             // would leave their successors waiting for a step.
             slots: running + running.div_ceil(2),
@@ -210,13 +228,16 @@ impl Config {
             load_balance_method: balance,
             load_watch_interval_s: flags.replicas.load_watch_interval.as_secs_f64(),
             cpu_affinity: affinity,
-            chunked_prefill_size: schedule.chunked_prefill_size,
-            // The hands look at the same free memory at about the same time.
-            mem_fraction_static: schedule.mem_fraction_static.unwrap_or(CPU_MEM_FRACTION)
-                / f64::from(dp_size),
+            chunked_prefill_size: step,
+            mem_fraction_static: if cuda {
+                schedule.mem_fraction_static.unwrap_or(CUDA_MEM_FRACTION)
+            } else {
+                // The hands look at the same free memory at about the same time.
+                schedule.mem_fraction_static.unwrap_or(CPU_MEM_FRACTION) / f64::from(dp_size)
+            },
             max_total_tokens: schedule.max_total_tokens,
             prefix_cache: !schedule.disable_radix_cache,
-            host_tier: HostTier::resolve(flags, model)?,
+            host_tier: HostTier::resolve(flags, model, step, page_size)?,
             schedule_policy: schedule.schedule_policy,
             schedule_low_priority_values_first: schedule.schedule_low_priority_values_first,
             lookahead: schedule.lookahead,
@@ -309,6 +330,8 @@ impl Config {
             page_size: self.page_size,
             slots: self.slots,
             context_length: self.context_length,
+            chunked_prefill_size: self.chunked_prefill_size,
+            max_running_requests: self.max_running_requests,
             mem_fraction_static: self.mem_fraction_static,
             max_total_tokens: self.max_total_tokens,
             arena_bytes: 0,
@@ -353,11 +376,29 @@ fn quantization(flags: &ServeFlags, model: &Model) -> Result<Option<Quantization
     Ok(wanted)
 }
 
-fn dtype(flag: Dtype) -> &'static str {
+/// What `auto` stands for, and each replica's GPU.
+fn device(flag: Device, replicas: u32) -> Result<(Device, Vec<String>)> {
+    let gpus = Gpus::find();
+    let device = match flag {
+        Device::Auto if gpus.any() => Device::Cuda,
+        Device::Auto => Device::Cpu,
+        given => given,
+    };
+    let each = if device == Device::Cuda { gpus.each(replicas)? } else { Vec::new() };
+    Ok((device, each))
+}
+
+/// Whether the model keeps one row a position in place of keys and values.
+fn is_latent(model: &Model) -> bool {
+    let rank = model.config.get("kv_lora_rank").and_then(serde_json::Value::as_u64);
+    rank.is_some_and(|rank| rank > 0)
+}
+
+fn dtype(flag: Dtype, cuda: bool) -> &'static str {
     match flag {
         Dtype::Bfloat16 => "bfloat16",
         Dtype::Float32 => "float32",
-        Dtype::Auto if native_bfloat16() => "bfloat16",
+        Dtype::Auto if cuda || native_bfloat16() => "bfloat16",
         Dtype::Auto => "float32",
     }
 }

@@ -222,7 +222,8 @@ pub(crate) struct ReplicaFlags {
 #[derive(Debug, Args)]
 #[command(next_help_heading = "Hand")]
 pub(crate) struct RunFlags {
-    /// Where the model runs; `sim` answers made-up words in the time that a device would take.
+    /// Where the model runs: `auto` is `cuda` where there is an NVIDIA GPU, one for each replica (`CUDA_VISIBLE_DEVICES` says which), and
+    /// `cpu` elsewhere; `sim` answers made-up words in the time that a device would take.
     #[arg(long, value_enum, default_value_t)]
     pub(crate) device: Device,
     /// Threads of the model's arithmetic [default: the physical cores that it may use].
@@ -355,8 +356,11 @@ pub(crate) enum Egress {
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, ValueEnum, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub(crate) enum Device {
+    /// The first GPU that is visible; where there is none, the CPU.
     #[default]
+    Auto,
     Cpu,
+    Cuda,
     Sim,
     /// For tests: a CPU whose work is done as late as an accelerator's may be.
     #[value(hide = true)]

@@ -6,6 +6,7 @@ mod config;
 mod descriptors;
 mod dialect;
 mod flags;
+mod gpus;
 mod grammar;
 mod lines;
 mod listening;

@@ -30,8 +30,8 @@ use crate::listening::{self, Bound};
 use crate::logs::Logs;
 use crate::model::{Model, Task, fetch, find_python};
 use crate::{
-    affinity, descriptors, dialect, grammar, logs, python, secret, signals, simulate, threads,
-    vocabulary, watch,
+    affinity, descriptors, dialect, gpus, grammar, logs, python, secret, signals, simulate,
+    threads, vocabulary, watch,
 };
 
 /// Steps and registrations that may wait for an egress thread before the engine waits for it.
@@ -64,7 +64,7 @@ pub(crate) fn run(flags: &ServeFlags) -> Result<()> {
     if !config.cpu_affinity.brain.is_empty() {
         affinity::pin(&config.cpu_affinity.brain)?;
     }
-    info!(model = %config.model, context_length = config.context_length, dtype = config.dtype, "resolved");
+    info!(model = %config.model, device = config.device, context_length = config.context_length, dtype = config.dtype, "resolved");
     let idle_flags = flags.without_effect_on_sim();
     if simulated && !idle_flags.is_empty() {
         warn!("without effect on a simulated device: {}", idle_flags.join(", "));
@@ -253,7 +253,7 @@ fn executors(
             executors.push(Box::new(HandExecutor::new(HandSpec {
                 program: python.to_owned(),
                 args: python::arguments("forebay.worker"),
-                env: hand_environment(),
+                env: hand_environment(config.gpus.get(replica)),
                 config: config.hand(model),
                 arena: arena.clone(),
                 cpus: config.cpu_affinity.hands.get(replica).cloned().unwrap_or_default(),
@@ -274,12 +274,18 @@ fn executors(
 
 /// glibc shall ask for huge pages where it maps large blocks, unless the user has said what it shall do: a step on a CPU reads all
 /// weights, and looking up every 4 KiB of them is up to a tenth of its time.
-fn hand_environment() -> Vec<(OsString, OsString)> {
+///
+/// A hand with a GPU sees no other, so that all of them compute on their first.
+fn hand_environment(gpu: Option<&String>) -> Vec<(OsString, OsString)> {
     const TUNABLES: &str = "GLIBC_TUNABLES";
-    match std::env::var_os(TUNABLES) {
-        Some(_) => Vec::new(),
-        None => vec![(TUNABLES.into(), "glibc.malloc.hugetlb=1".into())],
+    let mut variables: Vec<(OsString, OsString)> = Vec::new();
+    if std::env::var_os(TUNABLES).is_none() {
+        variables.push((TUNABLES.into(), "glibc.malloc.hugetlb=1".into()));
     }
+    if let Some(gpu) = gpu {
+        variables.push((gpus::VISIBLE.into(), gpu.into()));
+    }
+    variables
 }
 
 async fn serve(

@@ -73,7 +73,13 @@ impl HostSize {
 }
 
 impl HostTier {
-    pub(crate) fn resolve(flags: &ServeFlags, model: &Model) -> Result<Option<Self>> {
+    /// `step` is the most tokens of one, `page_size` those of a page.
+    pub(crate) fn resolve(
+        flags: &ServeFlags,
+        model: &Model,
+        step: u32,
+        page_size: u32,
+    ) -> Result<Option<Self>> {
         let tiers = &flags.tiers;
         let sparse = Sparse::resolve(flags, model)?;
         if !tiers.on() && sparse.is_none() {
@@ -95,8 +101,7 @@ impl HostTier {
                 "--sim-tokens-a-row does not go with --enable-hisparse: a sparse row gives one token"
             );
         }
-        let usual =
-            Usual::usual_copies(flags.schedule.chunked_prefill_size, flags.schedule.page_size);
+        let usual = Usual::usual_copies(step, page_size);
         Ok(Some(Self {
             size: HostSize::of(tiers, flags.sparse.host_ratio(), flags.replicas.dp_size),
             sparse,

@@ -63,7 +63,11 @@ pub struct HandConfig {
     pub slots: u32,
     /// Most positions of a request.
     pub context_length: u32,
-    /// Share of the device's memory for weights and pages.
+    /// Most tokens of a step.
+    pub chunked_prefill_size: u32,
+    /// Most requests that run at a time, which is most rows of a step.
+    pub max_running_requests: u32,
+    /// Share of the device's memory for weights, pages, and what steps take where that is measured.
     pub mem_fraction_static: f64,
     /// A fixed size of the KV pool in tokens.
     pub max_total_tokens: Option<u64>,

@@ -13,7 +13,7 @@ from forebay.compute.eager import TorchCompute
 from forebay.compute.encoder import EncoderCompute
 from forebay.compute.native import NativeCompute, why_not_plain
 from forebay.compute.rows import Compute, Pooler
-from forebay.device import Device
+from forebay.device import Device, DeviceError
 from forebay.kernels.library import WITH_BYTES, build, level, native_wanted
 from forebay.kernels.packing import packed_bytes
 from forebay.layers.decoder import Decoder
@@ -48,6 +48,11 @@ class Choice:
 
     def check_quantization(self, quantization: str, model: ModelConfig | EncoderConfig) -> None:
         """Raises `ValueError` when there are no products of quantised matrices for such a model."""
+        if not self._device.runs_native:
+            raise DeviceError(
+                f"quantization {quantization} is for the CPU's compiled kernels, and the device is "
+                f"{self._device.name}: leave it off, or serve with --device cpu"
+            )
         if not self._native:
             raise ValueError(
                 f"quantization {quantization} needs the compiled kernels, and PyTorch's operators are in use"

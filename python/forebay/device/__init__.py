@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from forebay.device.interface import Device, Event, Work, host_array
+from forebay.device.interface import Device, DeviceError, Event, Work, host_array
 
-__all__ = ["Device", "Event", "Work", "host_array", "open_device"]
+__all__ = ["Device", "DeviceError", "Event", "Work", "host_array", "open_device"]
 
 
 def open_device(name: str, threads: int | None) -> Device:
-    """The device called `name`; `threads` is the number of compute threads of a CPU (None: one a physical core)."""
+    """The device called `name`; `threads` is the number of compute threads of a CPU (None: one a physical core).
+
+    Raises `DeviceError` when there is no such device, or it can't be used.
+    """
     if name == "cpu":
         from forebay.device.cpu import CpuDevice
 
@@ -17,4 +20,8 @@ def open_device(name: str, threads: int | None) -> Device:
         from forebay.device.deferred import DeferredDevice
 
         return DeferredDevice(threads)
-    raise ValueError(f"device {name!r} is not supported: use cpu")
+    if name == "cuda":
+        from forebay.device.cuda import CudaDevice
+
+        return CudaDevice()
+    raise DeviceError(f"device {name!r} is not supported: use cpu or cuda")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import time
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from forebay.device.interface import Event, Work
+from forebay.device.interface import Bytes, Event, Work
 from forebay.device.memory import fresh
 
 
@@ -50,10 +51,19 @@ class CpuDevice:
             raise ValueError(f"dtype {dtype} is not supported on the CPU: use bfloat16 or float32")
 
     def available_bytes(self) -> int:
-        return min(_host_available(), _cgroup_available())
+        return host_available()
+
+    def host_bytes(self, taken: int) -> int:
+        return self.available_bytes() - taken
+
+    def measure(self, run: Callable[[], object]) -> int:
+        return 0
 
     def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         return fresh(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
+
+    def fill(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        target.copy_(source)
 
     def host_memory(self, size: int) -> npt.NDArray[np.uint8]:
         return np.empty(size, np.uint8)
@@ -76,6 +86,14 @@ class CpuDevice:
     def copy_out(self, tensor: torch.Tensor, to: npt.NDArray[Any]) -> None:
         to[...] = tensor.numpy()
 
+    def share(self, memory: Bytes) -> None:
+        pass
+
+    def move(self, moves: Sequence[tuple[torch.Tensor, Bytes]], *, save: bool) -> None:
+        for there, at_host in moves:
+            # NumPy lets other threads run while it copies.
+            np.copyto(at_host, there.numpy()) if save else np.copyto(there.numpy(), at_host)
+
 
 def physical_cores() -> int:
     """Cores that this process may run on; the hardware threads of one core count once."""
@@ -90,7 +108,12 @@ def physical_cores() -> int:
     return len(cores)
 
 
-def _host_available() -> int:
+def host_available() -> int:
+    """Memory of the host that can still be allocated."""
+    return min(_free(), _cgroup_available())
+
+
+def _free() -> int:
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024

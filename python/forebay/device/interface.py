@@ -1,4 +1,4 @@
-"""What differs between devices, behind one interface. CUDA becomes a third implementation of it.
+"""What differs between devices, behind one interface.
 
 A device executes *work* in the order in which it was queued, like a stream. Work is a function that calls PyTorch's
 operators. It may run long after `queue` has returned, so:
@@ -11,7 +11,7 @@ operators. It may run long after `queue` has returned, so:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol, TypeAlias
 
@@ -20,6 +20,11 @@ import numpy.typing as npt
 import torch
 
 Work: TypeAlias = Callable[[], None]
+Bytes: TypeAlias = npt.NDArray[np.uint8]
+
+
+class DeviceError(ValueError):
+    """A device that is not there, has no memory left or has failed: one line that says what to do."""
 
 
 class Event(Protocol):
@@ -57,8 +62,20 @@ class Device(Protocol):
     def available_bytes(self) -> int:
         """Memory that can still be allocated."""
 
+    def host_bytes(self, taken: int) -> int:
+        """Memory of the host that can still be allocated, once `taken` bytes of the device's are."""
+
+    def measure(self, run: Callable[[], object]) -> int:
+        """Bytes to leave free for steps: what the device's memory was short of while it did `run`, and a reserve.
+
+        0, and nothing is run, where steps take what they need from memory that nobody divides.
+        """
+
     def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Zeroed memory for a long life and of any size; where the device can, it is taken as it is written."""
+
+    def fill(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Copies a tensor of the host into one of the device, in its type; before all that is queued later."""
 
     def host_memory(self, size: int) -> npt.NDArray[np.uint8]:
         """Host memory, uint8 `[size]`, that the device copies from and to while the host goes on."""
@@ -83,6 +100,15 @@ class Device(Protocol):
 
     def copy_out(self, tensor: torch.Tensor, to: npt.NDArray[Any]) -> None:
         """Copies to host memory, which has the content when the next event is reached. For work."""
+
+    def share(self, memory: Bytes) -> None:
+        """Makes memory of the host that others own ready for `move`. Raises `DeviceError`."""
+
+    def move(self, moves: Sequence[tuple[torch.Tensor, Bytes]], *, save: bool) -> None:
+        """Copies bytes of the device, uint8, each to its place in shared memory, or back; done when it returns.
+
+        Beside the steps, by one thread that is not theirs.
+        """
 
 
 def host_array(device: Device, shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:

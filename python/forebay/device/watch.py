@@ -124,20 +124,20 @@ class NoStrayCopies(_Mode):
     and do, because the host's memory is not pinned.
     """
 
-    def __init__(self, is_pinned: Callable[[torch.Tensor], bool] = torch.Tensor.is_pinned) -> None:
-        """`is_pinned` tells of a tensor of the host."""
+    def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._is_pinned = is_pinned
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        tensors = [leaf for leaf in tree_leaves((args, kwargs, result)) if isinstance(leaf, torch.Tensor)]
+        # What `copy_` gives is its first argument.
+        told = (args, kwargs) if func is _aten.copy_.default else (args, kwargs, result)
+        tensors = [leaf for leaf in tree_leaves(told) if isinstance(leaf, torch.Tensor)]
         # An operator takes a number of the host as a tensor without dimensions, and passes it on to its kernel.
         ours = [tensor for tensor in tensors if tensor.device.type == "cpu" and tensor.dim()]
         if ours and len(ours) < len([tensor for tensor in tensors if tensor.dim()]):
             goes_on = args[2] if len(args) > 2 else (kwargs or {}).get("non_blocking")
-            if func is not _aten.copy_.default or not goes_on or not all(map(self._is_pinned, ours)):
+            if func is not _aten.copy_.default or not goes_on or not all(tensor.is_pinned() for tensor in ours):
                 raise HiddenWaitError(f"{func} between the host and the device, in memory that is not pinned")
         return result

@@ -9,6 +9,8 @@ import torch
 from forebay.weights.errors import ModelError
 from forebay.weights.quantization import BLOCK_BYTES, PLAIN, SHARED, Formats
 
+Fill = Callable[[torch.Tensor, torch.Tensor], object]
+"""Copies a tensor of the host into one of the device."""
 Report = Callable[[int, int], None]
 """Called with the number of weights loaded so far and their total."""
 
@@ -25,13 +27,20 @@ class Parameters:
     """Allocates weights and remembers which part of which tensor each checkpoint name fills."""
 
     def __init__(
-        self, dtype: torch.dtype, device: torch.device, formats: Formats = PLAIN, *, matrices: bool = True
+        self,
+        dtype: torch.dtype,
+        device: torch.device,
+        formats: Formats = PLAIN,
+        *,
+        matrices: bool = True,
+        fill: Fill = torch.Tensor.copy_,
     ) -> None:
         """Without `matrices` these get no memory, as if they were packed already: nothing but `packed` fills them."""
         self.dtype = dtype
         self.device = device
         self._of_matrices = device if matrices else torch.device("meta")
         self.formats = formats
+        self._fill = fill
         self.stored: dict[str, str] = {}
         """Weights that are kept in blocks, and of which type; `load` wants their bytes."""
         self.matrices = 0
@@ -125,7 +134,7 @@ class Parameters:
             if target is None:
                 raise WeightError(f"the checkpoint has {name}, which the model does not have or already got")
             _check_shape(name, tuple(tensor.shape), target)
-            target.copy_(tensor)
+            self._fill(target, tensor)
             report(total - len(missing), total)
         if missing:
             raise _lacks(missing.keys(), total)
@@ -138,13 +147,25 @@ class Parameters:
         self._targets.clear()
 
     def randomise(self, seed: int, report: Report) -> None:
-        """Fills every weight from `seed`: norms around one, the rest around zero and small."""
-        generator = torch.Generator().manual_seed(seed)
+        """Fills every weight from `seed`, on the device: norms around one, the rest around zero and small.
+
+        A seed gives other weights on a device of another kind.
+        """
+        generator = torch.Generator(self.device).manual_seed(seed)
         total = len(self._targets)
         for done, (name, target) in enumerate(self._targets.items(), start=1):
-            noise = torch.randn(target.shape, generator=generator) * 0.02
-            target.copy_(noise + 1 if name.lower().endswith("norm.weight") else noise)
+            mean = 1.0 if name.lower().endswith("norm.weight") else 0.0
+            if self.device.type == "cpu":
+                target.copy_(torch.randn(target.shape, generator=generator) * 0.02 + mean)
+            else:
+                # Eight billion numbers of a processor's generator take a minute, and then have to be copied.
+                target.normal_(mean, 0.02, generator=generator)
             report(done, total)
+
+    def clear(self) -> None:
+        """Makes every weight 0."""
+        for target in self._targets.values():
+            target.zero_()
 
 
 def _lacks(names: Collection[str], total: int) -> WeightError:

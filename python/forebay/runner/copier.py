@@ -10,15 +10,19 @@ import time
 from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
+import torch
 
-from forebay.device import Event
+from forebay.device import Device, Event
 from forebay.protocol.frames import Int32s
 from forebay.protocol.plan import COPY_RESTORE_INDEX, COPY_SAVE
 from forebay.protocol.result import COPIED_WORDS, COPY_FAILED, COPY_OK
 from forebay.state.host import Bytes, HostPool
 from forebay.state.pages import KvPool, Part
+
+_Page = TypeVar("_Page", torch.Tensor, Bytes)
 
 
 class Copier:
@@ -31,8 +35,9 @@ class Copier:
     from the other, and each part is restored by itself.
     """
 
-    def __init__(self, kv: KvPool, host: HostPool, gbps: float | None, checksums: bool) -> None:
+    def __init__(self, device: Device, kv: KvPool, host: HostPool, gbps: float | None, checksums: bool) -> None:
         """`gbps`: at most so many GB a second, for tests. `checksums`: of every page, checked."""
+        self._device = device
         self._kv = kv
         self._parts = [(part, part.pieces()) for part in kv.parts]
         self._host = host
@@ -135,16 +140,14 @@ class Copier:
                 self._changed.notify_all()
                 os.eventfd_write(self._news, 1)
 
-    def _copy(self, copy: _Copy, moves: list[tuple[Bytes, Bytes]]) -> bool:
+    def _copy(self, copy: _Copy, moves: list[tuple[torch.Tensor, Bytes]]) -> bool:
         """Copies a page; False if that could not be done."""
         save = copy.direction == COPY_SAVE
         try:
             if not save and self._checksums and not self._host.is_sealed(copy.host):
                 print(f"host page {copy.host} is not as it was saved", file=sys.stderr)
                 return False
-            for there, at_host in moves:
-                # NumPy lets other threads run while it copies.
-                np.copyto(at_host, there) if save else np.copyto(there, at_host)
+            self._device.move(moves, save=save)
             if save and self._checksums:
                 self._host.seal(copy.host, copy.first, copy.count or self._kv.page_size)
         except Exception as error:
@@ -153,7 +156,7 @@ class Copier:
             return False
         return True
 
-    def _moves(self, copy: _Copy) -> list[tuple[Bytes, Bytes]]:
+    def _moves(self, copy: _Copy) -> list[tuple[torch.Tensor, Bytes]]:
         """What a copy moves: bytes of the device's memory, each with their place in the host's."""
         kv, moves, at = self._kv, [], 0
         for part, pieces in self._parts:
@@ -167,7 +170,7 @@ class Copier:
                     moves.append((self._rows(piece[number], part, copy), self._rows(at_host, part, copy)))
         return moves
 
-    def _rows(self, page: Bytes, part: Part, copy: _Copy) -> Bytes:
+    def _rows(self, page: _Page, part: Part, copy: _Copy) -> _Page:
         """Those bytes of a page that a copy is of: in each layer the positions follow one another."""
         if not copy.count:
             return page

@@ -31,6 +31,7 @@ from forebay.protocol.result import ROW_OK, StepResult
 from forebay.runner.copier import Copier
 from forebay.runner.kept import KeptWeights
 from forebay.runner.launched import Columns, Copied, Launched, NoColumns, TokenColumns, VectorColumns, no_copies
+from forebay.runner.measured import largest_plans, telling_of_memory
 from forebay.state.config import DTYPES, ConfigError, RunnerConfig
 from forebay.state.host import HostPool, host_page_count
 from forebay.state.hot_rows import HotRows
@@ -105,32 +106,58 @@ class ModelRunner:
         if config.quantization is not None:
             self._choice.check_quantization(config.quantization, self.model_config)
         self._kept = KeptWeights.open(config, self.model_config, self._choice)
-        self.model = self._build(matrices=self._kept is None or self._kept.stored is None)
-        self.weight_bytes = self._weight_bytes()
-        """Bytes of the weights as they are computed with, also before they are loaded."""
-        if isinstance(self.model_config, EncoderConfig):
-            self.kv = KvPool(None, 0, config.page_size, config.dtype, self.device)
-        else:
-            self._tell_formats(self.model.params)
-            sizes = Sizes.of(config, self.model_config, available, self.weight_bytes)
-            self.kv = KvPool(
-                self.model_config, sizes.pages, config.page_size, config.dtype, self.device, sizes.index_pages
-            )
-        pool = self._open_host(host, available - self.weight_bytes - self.kv.nbytes)
-        self._copier = None if pool is None else Copier(self.kv, pool, config.copy_gbps, config.kv_checksum)
-        hot = self._hot_rows(pool)
         # What a row may ask for: a model that pools does nothing else.
         self._flag = FLAG_SAMPLE if config.pooling is None else FLAG_POOL
-        vocabulary = self.model_config.vocab_size
-        self.tables = SlotTables(config, vocabulary, self.device, hot)
-        self.prompts = PromptRows(self._arena, self.tables, self.model_config.hidden_size, config.dtype)
         self._ops = self._choice.ops()
-        self._sampler = Sampler(self.tables, vocabulary, self._ops, self.device)
-        self._ended = self.device.event()
+        self._copier: Copier | None = None
+        with telling_of_memory(self.device):
+            self.model = self._build(matrices=self._kept is None or self._kept.stored is None)
+            self.weight_bytes = self._weight_bytes()
+            """Bytes of the weights as they are computed with, also before they are loaded."""
+            self._make_pages(self._sizes(available))
+            pool = self._open_host(host)
+            self._make_tables(self._hot_rows(pool))
+        if pool is not None:
+            self._copier = Copier(self.device, self.kv, pool, config.copy_gbps, config.kv_checksum)
 
-    def _open_host(self, host: HostMemory | None, left: int) -> HostPool | None:
-        """The host's tier, if the brain wants one; `left` is what weights and pages leave of the memory."""
+    def _make_pages(self, sizes: Sizes) -> None:
+        config, model = self.config, self.model_config
+        kept = None if isinstance(model, EncoderConfig) else model
+        self.kv = KvPool(kept, sizes.pages, config.page_size, config.dtype, self.device, sizes.index_pages)
+
+    def _make_tables(self, hot: HotRows | None) -> None:
+        """Makes the slots' tables, and what computes with them and the pages."""
+        config, vocabulary, device = self.config, self.model_config.vocab_size, self.device
+        self.tables = SlotTables(config, vocabulary, device, hot)
+        self.prompts = PromptRows(self._arena, self.tables, self.model_config.hidden_size, config.dtype)
+        self._sampler = Sampler(self.tables, vocabulary, self._ops, device)
+        self._ended = device.event()
+
+    def _sizes(self, available: int) -> Sizes:
+        """Pages that there is memory for beside weights and steps; `available` was free before the model was made."""
+        if isinstance(self.model_config, EncoderConfig):
+            return Sizes(0, None)
+        self._tell_formats(self.model.params)
+        taken = self.weight_bytes
+        if self.config.max_total_tokens is None:
+            taken += self.device.measure(self._do_largest_steps)
+        return Sizes.of(self.config, self.model_config, available, taken)
+
+    def _do_largest_steps(self) -> None:
+        """Does the steps that take most memory, with weights of 0, and lets go of what was made for that."""
+        self.model.params.clear()
+        self._make_pages(Sizes(1, None))
+        self._make_tables(None)
+        for plan in largest_plans(self.config, self._flag):
+            self.step(plan)
+        for made in ("kv", "tables", "prompts", "_sampler", "_compute", "_pooler"):
+            self.__dict__.pop(made, None)
+
+    def _open_host(self, host: HostMemory | None) -> HostPool | None:
+        """The host's tier, if the brain wants one."""
         config = self.config
+        # What is taken where devices and the host have one memory.
+        left = self.device.host_bytes(self.weight_bytes + self.kv.nbytes)
         self.host_pages = pages = host_page_count(config, self.kv, left)
         """Pages of the host's tier; 0 without one."""
         if pages == 0:
@@ -138,7 +165,9 @@ class ModelRunner:
         if host is None:
             raise ConfigError("a host tier without memory for it")
         self._socket = host.socket
-        return HostPool(host.descriptor, pages, self.kv.page_bytes, config.page_size)
+        pool = HostPool(host.descriptor, pages, self.kv.page_bytes, config.page_size)
+        self.device.share(pool.pages)
+        return pool
 
     def _hot_rows(self, pool: HostPool | None) -> HotRows | None:
         """The tables of sparse slots, if there may be any."""
@@ -151,7 +180,8 @@ class ModelRunner:
     def _build(self, *, matrices: bool) -> Decoder | Bert:
         """The model, its weights allocated; without `matrices` only what is no matrix."""
         config, model = self.config, self.model_config
-        params = Parameters(config.dtype, self.device.torch_device, self._formats(), matrices=matrices)
+        device = self.device
+        params = Parameters(config.dtype, device.torch_device, self._formats(), matrices=matrices, fill=device.fill)
         if isinstance(model, EncoderConfig):
             return registry.build_encoder(model, config.pooling, params)
         return registry.build(model, params, self._choice.attention(), self._choice.ops(), config.context_length)

@@ -36,6 +36,8 @@ class RunnerConfig:
     page_size: int
     slots: int
     context_length: int
+    chunked_prefill_size: int
+    max_running_requests: int
     mem_fraction_static: float
     max_total_tokens: int | None
     arena_bytes: int
@@ -68,8 +70,9 @@ class RunnerConfig:
             raise ConfigError(f"load format {config.load_format!r} is not supported: use {' or '.join(LOAD_FORMATS)}")
         config._check_quantization()
         config._check_sparse()
-        if min(config.page_size, config.slots, config.context_length) < 1:
-            raise ConfigError("page_size, slots and context_length must be at least 1")
+        sizes = ("page_size", "slots", "context_length", "chunked_prefill_size", "max_running_requests")
+        if min(values[name] for name in sizes) < 1:
+            raise ConfigError(f"{', '.join(sizes)} must be at least 1")
         if config.world_size != 1:
             raise ConfigError(f"{config.world_size} ranks are not supported: only 1 is")
         return config

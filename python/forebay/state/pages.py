@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from forebay.attention.backend import LayerKV
@@ -27,8 +25,9 @@ def page_count(config: RunnerConfig, model: ModelConfig, available_bytes: int, w
     """Pages to allocate: a fixed number of tokens, or what fits the share of memory that weights leave.
 
     `available_bytes` is what was free before the weights were allocated, `weight_bytes` what they take when steps are
-    computed. While they are loaded and packed it may be more, but then the pool's memory is not taken yet. More than
-    every slot can fill is never taken from memory; a fixed number is taken as it is.
+    computed, and what steps take beside them if that was measured. While they are loaded and packed it may be more, but
+    then the pool's memory is not taken yet. More than every slot can fill is never taken from memory; a fixed number is
+    taken as it is.
     """
     if config.max_total_tokens is not None:
         count = config.max_total_tokens // config.page_size
@@ -39,7 +38,7 @@ def page_count(config: RunnerConfig, model: ModelConfig, available_bytes: int, w
     if count < 1:
         raise ConfigError(
             f"no memory for a single page of {config.page_size} tokens: "
-            f"{weight_bytes >> 20} MiB of weights, {available_bytes >> 20} MiB available, "
+            f"{weight_bytes >> 20} MiB of weights and of what a step takes, {available_bytes >> 20} MiB available, "
             f"mem_fraction_static {config.mem_fraction_static}, max_total_tokens {config.max_total_tokens}"
         )
     return count
@@ -57,9 +56,9 @@ class Part:
     page_stride: int
     """Entries of a layer from a page's first to that of the next."""
 
-    def pieces(self) -> list[npt.NDArray[np.uint8]]:
-        """The bytes of each page, `[page_count, bytes]` for each pool in turn, in host memory."""
-        return [pool.view(torch.uint8).view(self.page_count, -1).numpy() for pool in self.pools]
+    def pieces(self) -> list[torch.Tensor]:
+        """The bytes of each page, uint8 `[page_count, bytes]` for each pool in turn."""
+        return [pool.view(torch.uint8).view(self.page_count, -1) for pool in self.pools]
 
 
 class KvPool:

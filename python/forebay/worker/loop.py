@@ -107,6 +107,7 @@ def _load(connection: Connection, config: dict[str, Any]) -> ModelRunner:
         os.environ.setdefault("GOMP_SPINCOUNT", "20000")
     # Importing torch takes seconds: say so first.
     connection.send(encode_json(Kind.PROGRESS, {"stage": "pytorch", "done": 0, "total": 1}))
+    from forebay.device import DeviceError
     from forebay.runner.runner import HostMemory, ModelRunner
     from forebay.state.config import ConfigError, RunnerConfig
 
@@ -114,7 +115,7 @@ def _load(connection: Connection, config: dict[str, Any]) -> ModelRunner:
     try:
         resolved = RunnerConfig.from_dict(config)
         runner = ModelRunner(resolved, _map_arena(resolved.arena_bytes), host)
-    except ConfigError as error:
+    except (ConfigError, DeviceError) as error:
         raise RefusedError(error) from error
     runner.load(Progress(connection, "weights"))
     runner.warm_up()

@@ -26,13 +26,14 @@ pub(crate) struct ScheduleFlags {
     /// Largest `priority`, and smallest below 0, that clients may ask for; others are answered 400 [default: any].
     #[arg(long, value_name = "PRIORITY", value_parser = clap::value_parser!(u32).range(..=1 << 31))]
     pub(crate) max_client_priority: Option<u32>,
-    /// Most tokens a step; longer prompts are computed in chunks beside the running requests.
-    #[arg(long, visible_alias = "max-num-batched-tokens", default_value_t = 1024, value_parser = clap::value_parser!(u32).range(1..))]
-    pub(crate) chunked_prefill_size: u32,
-    /// Tokens a KV page.
-    #[arg(long, visible_alias = "block-size", default_value_t = 16, value_parser = clap::value_parser!(u32).range(1..=4096))]
-    pub(crate) page_size: u32,
-    /// Share of the device's free memory for weights and KV pages; replicas on a CPU divide it [default: 0.3 on a CPU].
+    /// Most tokens a step; longer prompts are computed in chunks beside the running requests [default: 2048 on CUDA, else 1024].
+    #[arg(long, visible_alias = "max-num-batched-tokens", value_name = "TOKENS", value_parser = clap::value_parser!(u32).range(1..))]
+    pub(crate) chunked_prefill_size: Option<u32>,
+    /// Tokens a KV page [default: 64 for latent attention on CUDA, else 16].
+    #[arg(long, visible_alias = "block-size", value_name = "TOKENS", value_parser = clap::value_parser!(u32).range(1..=4096))]
+    pub(crate) page_size: Option<u32>,
+    /// Share of the device's free memory for weights, KV pages and, on CUDA, what steps take; replicas on a CPU divide it [default: 0.9 on
+    /// CUDA, else 0.3].
     #[arg(long, visible_alias = "gpu-memory-utilization", value_parser = fraction)]
     pub(crate) mem_fraction_static: Option<f64>,
     /// Size of the KV pool in tokens, instead of a share of memory.

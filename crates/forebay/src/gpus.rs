@@ -1,0 +1,118 @@
+//! GPUs, as far as a look at the system tells: what `--device auto` chooses, and which one each replica gets.
+//!
+//! Whether PyTorch can compute on one is for the hand to say. Asking it first would cost every start the seconds that importing it
+//! takes, and defaults that depend on the device are resolved before there is a hand.
+
+use std::path::Path;
+
+use anyhow::{Result, ensure};
+
+/// The variable by which CUDA is told which GPUs a process may see.
+pub(crate) const VISIBLE: &str = "CUDA_VISIBLE_DEVICES";
+
+/// GPUs by the names that `CUDA_VISIBLE_DEVICES` takes.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Gpus {
+    /// What the user restricts this process to, if anything: numbers or identifiers.
+    named: Option<Vec<String>>,
+    /// Device files of GPUs; none also where the driver has others, as in WSL.
+    files: usize,
+}
+
+impl Gpus {
+    /// What this process sees.
+    pub(crate) fn find() -> Self {
+        Self::look(std::env::var(VISIBLE).ok().as_deref(), Path::new("/dev"))
+    }
+
+    fn look(named: Option<&str>, devices: &Path) -> Self {
+        let is_gpu = |name: &str| {
+            name.strip_prefix("nvidia")
+                .is_some_and(|rest| !rest.is_empty() && rest.bytes().all(|b| b.is_ascii_digit()))
+        };
+        let entries = devices.read_dir().into_iter().flatten().flatten();
+        let files = entries.filter(|entry| entry.file_name().to_str().is_some_and(is_gpu)).count();
+        let named = named.map(|names| {
+            // What is behind a number that is none is not visible, which is how all of them are hidden.
+            let names = names.split(',').map(str::trim);
+            names.take_while(|name| !name.is_empty() && *name != "-1").map(str::to_owned).collect()
+        });
+        Self { named, files }
+    }
+
+    /// Whether `--device auto` takes one.
+    pub(crate) fn any(&self) -> bool {
+        self.files > 0 && self.named.as_ref().is_none_or(|named| !named.is_empty())
+    }
+
+    /// One for each replica.
+    ///
+    /// # Errors
+    /// There are fewer.
+    pub(crate) fn each(&self, replicas: u32) -> Result<Vec<String>> {
+        let count = replicas as usize;
+        let all = match (&self.named, self.files) {
+            (Some(named), _) => named.clone(),
+            // The hand will say whether there is one.
+            (None, 0) => (0..count).map(|number| number.to_string()).collect(),
+            (None, files) => (0..files).map(|number| number.to_string()).collect(),
+        };
+        ensure!(
+            all.len() >= count,
+            "--dp-size {replicas}: {} GPUs are visible, and each replica needs one{}",
+            all.len(),
+            if self.named.is_some() { " (CUDA_VISIBLE_DEVICES says which)" } else { "" }
+        );
+        Ok(all.into_iter().take(count).collect())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn gpus(named: Option<&str>, files: &[&str]) -> Gpus {
+        let folder = std::env::temp_dir().join(format!(
+            "forebay-gpus-{}-{:?}",
+            std::process::id(),
+            std::thread::current().id()
+        ));
+        let _ = std::fs::remove_dir_all(&folder);
+        std::fs::create_dir_all(&folder).unwrap();
+        files.iter().for_each(|file| std::fs::write(folder.join(file), "").unwrap());
+        let found = Gpus::look(named, &folder);
+        std::fs::remove_dir_all(&folder).unwrap();
+        found
+    }
+
+    const TWO: &[&str] = &["nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm", "null"];
+
+    #[test]
+    fn device_files_are_gpus_and_others_are_not() {
+        assert!(gpus(None, TWO).any());
+        assert!(!gpus(None, &["nvidiactl", "nvidia-uvm", "nvidia"]).any());
+        assert!(!Gpus::look(None, Path::new("/no/such/folder")).any());
+    }
+
+    #[test]
+    fn the_variable_hides_them() {
+        for hidden in ["", "-1", "-1,0", " "] {
+            assert!(!gpus(Some(hidden), TWO).any(), "{hidden:?}");
+        }
+        assert!(gpus(Some("1"), TWO).any());
+        assert!(!gpus(Some("1"), &[]).any(), "a variable makes no GPU");
+    }
+
+    #[test]
+    fn each_replica_gets_its_own() {
+        let each = |named, files, replicas| gpus(named, files).each(replicas);
+        assert_eq!(each(None, TWO, 2).unwrap(), ["0", "1"]);
+        assert_eq!(each(None, TWO, 1).unwrap(), ["0"]);
+        assert_eq!(each(Some("3, GPU-a1,5"), TWO, 2).unwrap(), ["3", "GPU-a1"]);
+        assert_eq!(each(Some("3,-1,5"), TWO, 1).unwrap(), ["3"]);
+        assert_eq!(each(None, &[], 2).unwrap(), ["0", "1"], "the hand knows better");
+        let error = each(None, TWO, 3).unwrap_err().to_string();
+        assert_eq!(error, "--dp-size 3: 2 GPUs are visible, and each replica needs one");
+        assert!(each(Some("7"), TWO, 2).unwrap_err().to_string().contains(VISIBLE));
+    }
+}

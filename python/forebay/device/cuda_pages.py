@@ -1,0 +1,83 @@
+"""Copies of pages between a GPU and memory of the host that others own, beside the steps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from forebay.device.interface import Bytes, DeviceError
+
+_PORTABLE = 1
+"""cudaHostRegisterPortable: pinned for whoever uses the memory in this process."""
+
+
+def pinned(size: int) -> torch.Tensor:
+    """Memory of the host that the GPU reads and writes by itself, uint8 `[size]`."""
+    return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+
+
+class PageCopies:
+    """A stream for each direction: copies wait for no step, and no step for them.
+
+    A page is often many pieces of the device's memory. They are joined there by one kernel, so that what crosses the
+    bus is one copy and not one for every layer.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._streams = {save: torch.cuda.Stream(device) for save in (False, True)}
+
+    def register(self, memory: Bytes) -> None:
+        """Pins memory of the host, all of it, for as long as the process lives. Raises `DeviceError`."""
+        cudart = torch.cuda.cudart()
+        status = cudart.cudaHostRegister(memory.ctypes.data, memory.nbytes, _PORTABLE)
+        if status != cudart.cudaError.success:
+            raise DeviceError(
+                f"the host tier of {memory.nbytes / 1e9:.1f} GB can't be pinned for the GPU: "
+                f"{cudart.cudaGetErrorString(status)}; choose a smaller --hicache-size, or raise `ulimit -l`"
+            )
+
+    def move(self, moves: Sequence[tuple[torch.Tensor, Bytes]], *, save: bool) -> None:
+        """As `Device.move`; by any thread."""
+        stream, whole = self._streams[save], joined([at_host for _, at_host in moves])
+        there = [piece for piece, _ in moves]
+        with torch.inference_mode(), torch.cuda.stream(stream):
+            if save:
+                staged = torch.cat([piece.reshape(-1) for piece in there])
+                at_host = torch.from_numpy(whole) if whole is not None else pinned(len(staged))
+                at_host.copy_(staged, non_blocking=True)
+            else:
+                if whole is not None:
+                    at_host = torch.from_numpy(whole)
+                else:
+                    at_host = pinned(sum(piece.nbytes for piece in there))
+                    _scatter(moves, at_host.numpy(), save=False)
+                staged = torch.empty(len(at_host), dtype=torch.uint8, device=self._device)
+                staged.copy_(at_host, non_blocking=True)
+                parts = staged.split([piece.nbytes for piece in there])
+                torch._foreach_copy_(there, [part.view(piece.shape) for part, piece in zip(parts, there, strict=True)])
+        stream.synchronize()
+        if save and whole is None:
+            _scatter(moves, at_host.numpy(), save=True)
+
+
+def joined(pieces: Sequence[Bytes]) -> Bytes | None:
+    """Pieces of memory as one, where each begins where the one before ends; None: they don't."""
+    end = pieces[0].ctypes.data
+    for piece in pieces:
+        if piece.ctypes.data != end or not piece.flags.c_contiguous:
+            return None
+        end += piece.nbytes
+    first = pieces[0].reshape(-1)
+    return np.lib.stride_tricks.as_strided(first, (end - first.ctypes.data,), (1,))
+
+
+def _scatter(moves: Sequence[tuple[torch.Tensor, Bytes]], all_: Bytes, *, save: bool) -> None:
+    """Copies pieces of the host's memory out of one that has them one after the other, or into it."""
+    at = 0
+    for _, piece in moves:
+        part = all_[at : at + piece.size].reshape(piece.shape)
+        at += piece.size
+        np.copyto(piece, part) if save else np.copyto(part, piece)

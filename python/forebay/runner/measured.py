@@ -1,0 +1,65 @@
+"""How much memory steps take: the steps that take most are done before there are pages, and their peak is kept free."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+
+from forebay.device import Device, DeviceError
+from forebay.protocol.frames import Float32s, Int32s
+from forebay.protocol.plan import SLOT_WORDS, Plan, SlotFloat, SlotWord
+from forebay.state.config import RunnerConfig
+
+GATHERED = 1 << 19
+"""Positions of all rows of a measured decode step: attention that gathers them does so in parts of half as many."""
+_LOGPROBS = 20
+"""The most that OpenAI's API allows."""
+
+
+def largest_plans(config: RunnerConfig, flag: int) -> Iterator[Plan]:
+    """Plans for a pool of one page, which all positions share, and tables that nobody has written to.
+
+    Prompts of as many tokens as a step may have, behind a context that is full; then decode rows that want everything
+    that a sampler can do. `flag` is what rows are asked for.
+    """
+    context = config.context_length
+    length = min(config.chunked_prefill_size, context)
+    prompts = min(config.slots, -(-config.chunked_prefill_size // context))
+    yield _plan(config, flag, prompts, context - length, length)
+    rows = min(config.slots, config.max_running_requests)
+    yield _plan(config, flag, rows, min(context, max(1, GATHERED // rows)) - 1, 1)
+
+
+def _plan(config: RunnerConfig, flag: int, rows: int, start: int, length: int) -> Plan:
+    numbers = np.arange(rows)
+    slots: Int32s = np.zeros((rows, SLOT_WORDS), np.int32)
+    slots[:, SlotWord.SLOT] = numbers
+    slots[:, SlotWord.ARENA_OFFSET] = -1
+    slots[:, SlotWord.LOGPROBS] = _LOGPROBS
+    # Half of the rows bound the set by its size, half by its share.
+    slots[: rows // 2, SlotWord.TOP_K] = 50
+    floats: Float32s = np.ones((rows, len(SlotFloat)), np.float32)
+    floats[:, SlotFloat.TOP_P] = 0.9
+    floats[:, SlotFloat.MIN_P] = 0.01
+    floats[:, SlotFloat.REPETITION_PENALTY] = 1.1
+    pages = -(-(start + length) // config.page_size)
+    writes: Int32s = np.zeros((rows * pages, 3), np.int32)
+    writes[:, 0], writes[:, 1] = np.repeat(numbers, pages), np.tile(np.arange(pages), rows)
+    row = np.stack((numbers, np.full(rows, start), np.full(rows, length), np.full(rows, flag)), axis=1)
+    return Plan(slots=slots, slot_floats=floats, page_writes=writes, rows=row.astype(np.int32)).staged()
+
+
+@contextmanager
+def telling_of_memory(device: Device) -> Iterator[None]:
+    """Turns a failed allocation of the device's memory into a `DeviceError` of one line."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        asked = ". ".join(str(error).split(". ")[1:3])
+        raise DeviceError(
+            f"{device.name} has too little memory: {asked or error}; end what else uses it, or choose a smaller model, "
+            "--chunked-prefill-size, --max-running-requests or --context-length"
+        ) from error

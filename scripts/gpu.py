@@ -1,0 +1,133 @@
+"""Tests and measures the hand on an NVIDIA GPU, on a host without a network and without this project's environment.
+
+usage: gpu.py test [PYTEST ARGUMENTS]   the tests of tests/gpu_device
+       gpu.py bench [ARGUMENTS]         benchmarks/gpu_hand.py
+       gpu.py pack [--binary FILE]      makes .gpu: packages that such a host lacks, and the server's binary
+
+Where there is no GPU, `test` and `bench` say why, and end with status 0. They run with the interpreter
+that runs this file, which needs PyTorch, and pytest for `test`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import lzma
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+PACK = ROOT / ".gpu"
+SITE, BINARY = PACK / "site.tar.xz", PACK / "forebay.xz"
+MOST_BYTES = 56 << 20
+"""Of the package: what can be copied at once, with the sources beside it."""
+PACKAGES = ("gguf", "transformers")
+"""What PyTorch's own environments lack, or have in versions that lack models of the tests. Both are pure Python."""
+
+
+def main() -> int:
+    """Runs a command; gives the exit status."""
+    command, *arguments = sys.argv[1:] or [""]
+    commands = {"test": test, "bench": bench, "pack": pack}
+    if command not in commands:
+        print(__doc__)
+        return 2
+    return commands[command](arguments)
+
+
+def test(arguments: list[str]) -> int:
+    """The tests; those that the GPU's absence skips are no failure."""
+    with tempfile.TemporaryDirectory(prefix="forebay-gpu-") as folder:
+        pytest = [sys.executable, "-m", "pytest", "tests/gpu_device", "-v", "--maxfail=5", "-p", "no:cacheprovider"]
+        return subprocess.run([*pytest, *arguments], cwd=ROOT, env=environment(Path(folder)), check=False).returncode
+
+
+def bench(arguments: list[str]) -> int:
+    """The measurements."""
+    with tempfile.TemporaryDirectory(prefix="forebay-gpu-") as folder:
+        module = [sys.executable, "-m", "benchmarks.gpu_hand"]
+        return subprocess.run([*module, *arguments], cwd=ROOT, env=environment(Path(folder)), check=False).returncode
+
+
+def environment(folder: Path) -> dict[str, str]:
+    """Variables with which the sources and what was packed are found; unpacks that into `folder`."""
+    paths = [str(ROOT / "python"), str(ROOT)]
+    variables = dict(os.environ)
+    if SITE.is_file():
+        with tarfile.open(SITE) as archive:
+            archive.extractall(folder / "site", filter="data")
+        paths.append(str(folder / "site"))
+    if BINARY.is_file() and "FOREBAY_TEST_BINARY" not in variables:
+        binary = folder / "forebay"
+        with lzma.open(BINARY) as packed, binary.open("wb") as file:
+            shutil.copyfileobj(packed, file)
+        binary.chmod(0o755)
+        variables["FOREBAY_TEST_BINARY"] = str(binary)
+    return {**variables, "PYTHONPATH": os.pathsep.join(paths)}
+
+
+def pack(arguments: list[str]) -> int:
+    """Makes the package and prints its size; 1 if it is too large."""
+    parser = argparse.ArgumentParser(prog="gpu.py pack")
+    parser.add_argument("--binary", type=Path, help="the server; without it the test of a server is skipped")
+    options = parser.parse_args(arguments)
+    shutil.rmtree(PACK, ignore_errors=True)
+    PACK.mkdir()
+    pack_site()
+    if options.binary is not None and options.binary.is_file():
+        pack_binary(options.binary)
+    else:
+        print("no binary: `make build` first, if the server is to be tested there too")
+    sizes = {file.name: file.stat().st_size for file in sorted(PACK.iterdir())}
+    total = sum(sizes.values())
+    for name, size in {**sizes, "in all": total}.items():
+        print(f"{size / 2**20:8.1f} MiB  {name}")
+    if total > MOST_BYTES:
+        print(f"error: more than {MOST_BYTES >> 20} MiB", file=sys.stderr)
+        return 1
+    return 0
+
+
+def pack_site() -> None:
+    """Packages at the lock's versions, with its hashes."""
+    with tempfile.TemporaryDirectory(prefix="forebay-gpu-") as folder:
+        pins, site = Path(folder, "pins.txt"), Path(folder, "site")
+        pins.write_text("\n".join(locked((ROOT / "requirements/dev.txt").read_text())))
+        uv = str(Path(sys.executable).parent / "uv")
+        install = [uv, "pip", "install", "--quiet", "--python", sys.executable, "--target", str(site), "--no-deps"]
+        subprocess.run([*install, "--only-binary", ":all:", "--require-hashes", "-r", str(pins)], check=True)
+        native = [path.name for path in site.rglob("*.so")]
+        if native:
+            sys.exit(f"error: compiled for this interpreter only: {', '.join(native)}")
+        shutil.rmtree(site / "bin", ignore_errors=True)
+        with tarfile.open(SITE, "w:xz") as archive:
+            for path in sorted(site.iterdir()):
+                archive.add(path, path.name, filter=lambda info: None if "__pycache__" in info.name else info)
+
+
+def locked(lock: str) -> list[str]:
+    """The lines of a lock that pin `PACKAGES`."""
+    entries = re.findall(r"^\S.*(?:\n[ ].*)*", lock, flags=re.MULTILINE)
+    return [entry for entry in entries if re.split(r"[=\[ ]", entry)[0] in PACKAGES]
+
+
+def pack_binary(binary: Path) -> None:
+    """The server without its symbols."""
+    with tempfile.TemporaryDirectory(prefix="forebay-gpu-") as folder:
+        small = Path(folder, "forebay")
+        if shutil.which("strip"):
+            subprocess.run(["strip", "-o", str(small), str(binary)], check=True)
+        else:
+            shutil.copyfile(binary, small)
+        with lzma.open(BINARY, "wb") as packed:
+            shutil.copyfileobj(io.BytesIO(small.read_bytes()), packed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
