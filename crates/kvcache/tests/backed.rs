@@ -64,8 +64,9 @@ struct Held {
     content: Option<usize>,
     /// Copies to wait for, before the content can be counted on.
     pending: HashSet<u32>,
-    /// Rows that it has saved one by one.
-    rows: HashSet<u32>,
+    /// The rows that it has saved one by one, as long as it computes the block: a row is saved by the plan that computes it, and so before the
+    /// block has its name.
+    rows: Option<HashSet<u32>>,
 }
 
 type Page = [Option<usize>; PAGE as usize];
@@ -171,7 +172,7 @@ impl World {
             host: found.host,
             content: Some(name),
             pending,
-            rows: HashSet::new(),
+            rows: None,
         });
     }
 
@@ -186,21 +187,24 @@ impl World {
                 let Some((hot, host)) = pages else { return };
                 self.hot[hot.page() as usize] = [name; PAGE as usize];
                 self.index[host.page() as usize] = name;
+                let mut rows = Some(HashSet::new());
                 if let Some(name) = name.filter(|_| named)
                     && self.tiers.name_backed(&hot, &host, self.names[name])
                 {
                     self.forgotten.remove(&name);
+                    rows = None;
                 }
-                let (pending, rows) = (HashSet::new(), HashSet::new());
+                let pending = HashSet::new();
                 self.held.push(Held { hot: Some(hot), host, content: name, pending, rows });
             }
             Op::Name(which) if !self.held.is_empty() => {
-                let held = &self.held[at(which)];
+                let held = &mut self.held[at(which)];
                 if held.pending.is_empty()
                     && let (Some(hot), Some(name)) = (&held.hot, held.content)
                     && self.tiers.name_backed(hot, &held.host, self.names[name])
                 {
                     self.forgotten.remove(&name);
+                    held.rows = None;
                 }
             }
             Op::Find(name, hot) => self.find(name, hot),
@@ -236,8 +240,7 @@ impl World {
                 if let Some(hot) = &held.hot
                     && held.content.is_some()
                     && held.pending.is_empty()
-                    && self.tiers.name_of(hot).is_none()
-                    && held.rows.insert(row)
+                    && held.rows.as_mut().is_some_and(|rows| rows.insert(row))
                     && let Some(copy) =
                         self.tiers.save_rows(hot, &held.host, Span { first: row, count: 1 })
                 {
