@@ -36,7 +36,7 @@ class Grid(NamedTuple):
     width: int
 
     @property
-    def count(self) -> int:
+    def positions(self) -> int:
         return self.height * self.width
 
 

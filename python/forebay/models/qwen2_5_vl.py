@@ -50,9 +50,10 @@ class Qwen25Tower(Tower):
         order, groups = windows(grid, self.vision.window, of_position, x.device)
 
         def ordered(values: torch.Tensor) -> torch.Tensor:
-            return values.unflatten(0, (-1, of_position)).index_select(0, order).flatten(0, 1)
+            squares: torch.Tensor = values.unflatten(0, (-1, of_position))
+            return squares.index_select(0, order).flatten(0, 1)
 
-        back = torch.empty_like(order).index_copy_(0, order, torch.arange(grid.count, device=x.device))
+        back = torch.empty_like(order).index_copy_(0, order, torch.arange(grid.positions, device=x.device))
         return TowerState(ordered(x), self._rotation(ordered(rows), ordered(columns)), groups, back)
 
 
@@ -62,7 +63,7 @@ def windows(grid: Grid, side: int, of_position: int, device: torch.device) -> tu
     Windows of one size follow one another, so that they share a call: those of `side` rows and columns, then what is
     left at the right and at the bottom. A position has `of_position` patches.
     """
-    positions = torch.arange(grid.count, device=device).view(grid)
+    positions = torch.arange(grid.positions, device=device).view(grid)
     down, right = grid.height // side, grid.width // side
     order, groups, first = [], [], 0
     for vertical, height, rows in (

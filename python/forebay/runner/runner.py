@@ -25,6 +25,7 @@ from forebay.protocol.frames import Int32s
 from forebay.protocol.plan import FLAG_POOL, FLAG_SAMPLE, NO_PAGE, SLOT_WORDS, Plan, SlotWord
 from forebay.protocol.result import ROW_OK, StepResult
 from forebay.runner.copier import Copier
+from forebay.runner.images import Images
 from forebay.runner.kept import KeptWeights
 from forebay.runner.launched import Columns, Copied, Launched, NoColumns, TokenColumns, VectorColumns, no_copies
 from forebay.state.config import DTYPES, ConfigError, RunnerConfig
@@ -78,15 +79,16 @@ class ModelRunner:
         self.model = self._build(matrices=self._kept is None or self._kept.stored is None)
         self.weight_bytes = self._weight_bytes()
         """Bytes of the weights as they are computed with, also before they are loaded."""
+        self._images = Images.of(config, self.model, self._arena, self.device)
         if isinstance(self.model_config, EncoderConfig):
             self.kv = KvPool(None, 0, config.page_size, config.dtype, self.device)
         else:
             self._tell_formats(self.model.params)
-            sizes = Sizes.of(config, self.model_config, available, self.weight_bytes)
+            sizes = Sizes.of(config, self.model_config, available, self.weight_bytes + self._image_bytes)
             self.kv = KvPool(
                 self.model_config, sizes.pages, config.page_size, config.dtype, self.device, sizes.index_pages
             )
-        pool = self._open_host(host, available - self.weight_bytes - self.kv.nbytes)
+        pool = self._open_host(host, available - self.weight_bytes - self._image_bytes - self.kv.nbytes)
         self._copier = None if pool is None else Copier(self.kv, pool, config.copy_gbps, config.kv_checksum)
         hot = self._hot_rows(pool)
         # What a row may ask for: a model that pools does nothing else.
@@ -97,6 +99,11 @@ class ModelRunner:
         self._ops = self._choice.ops()
         self._sampler = Sampler(self.tables, vocabulary, self._ops, self.device)
         self._ended = self.device.event()
+
+    @property
+    def _image_bytes(self) -> int:
+        """Bytes of image pages."""
+        return 0 if self._images is None else self._images.nbytes
 
     def _open_host(self, host: HostMemory | None, left: int) -> HostPool | None:
         """The host's tier, if the brain wants one; `left` is what weights and pages leave of the memory."""
@@ -208,6 +215,8 @@ class ModelRunner:
             host_writes=np.zeros((0 if self.tables.hot is None else 1, 3), np.int32),
         )
         self._warm(plan)
+        if self._images is not None:
+            self._images.warm_up()
         if self._flag == FLAG_SAMPLE:
             self._warm(Plan(rows=np.array([[0, length - 1, 1, FLAG_SAMPLE]], np.int32)))
         self.device.queue(self.tables.forget_pages)
@@ -235,6 +244,7 @@ class ModelRunner:
             "host_page_count": self.host_pages,
             "page_bytes": self.kv.page_bytes,
             "hot_row_tokens": self.config.row_pages * self.config.page_size,
+            **({} if self._images is None else self._images.facts()),
         }
 
     def _dtype_name(self) -> str:
@@ -259,11 +269,19 @@ class ModelRunner:
             writes = self.tables.read(plan, self._arena)
             if writes is not None:
                 device.queue(partial(self.tables.write, writes, inputs))
+            self._read_images(plan)
             columns = self._queue_rows(plan.rows, inputs) if len(plan.rows) else NoColumns()
             before, self._ended = self._ended, device.event()
         copied = no_copies if self._copier is None else self._start_copies(plan, self._copier, self._ended)
         release = partial(self._reuse, plan)
         return Launched(plan.step, len(plan.rows), columns, before, begun, self._ended, release, copied)
+
+    def _read_images(self, plan: Plan) -> None:
+        """Queues the plan's layers of the tower, before its rows."""
+        if self._images is not None:
+            self._images.read(plan)
+        elif len(plan.images) or len(plan.image_spans):
+            raise PlanError("images in a plan for a model of text")
 
     def _wait_for_saves(self, copier: Copier) -> None:
         """For measurements: has the next rows wait for saves, or waits itself."""
@@ -312,7 +330,8 @@ class ModelRunner:
         hot = self.tables.hot
         sparse = None if hot is None else hot.check_rows(slot, length)
         found: Int32s | None = None if sparse is None else host_array(self.device, (4,), np.int32)
-        rows = Rows(slot, start, length, np.flatnonzero(flags), given, sparse)
+        images = None if self._images is None else self._images.slots.of_rows(slot, start, length)
+        rows = Rows(slot, start, length, np.flatnonzero(flags), given, sparse, images=images)
         ask = self._sampler.ask(slot[rows.sampling], ends[rows.sampling])
         columns = TokenColumns(ask, rows.sampling, found, self.device)
         self.device.queue(partial(self._sample, Launch(rows, inputs, found), ask, columns))
@@ -346,7 +365,8 @@ class ModelRunner:
     @cached_property
     def _compute(self) -> Compute:
         """Made by the first step's work, when the weights are there: it may put them into another order."""
-        return self._choice.compute(self.decoder, self.tables, self.kv, self.prompts)
+        images = None if self._images is None else self._images.pool
+        return self._choice.compute(self.decoder, self.tables, self.kv, self.prompts, images)
 
     @cached_property
     def _pooler(self) -> Pooler:
