@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forebay.state.checks import PlanError
-from forebay.state.images import Layout, RowImages, SlotImages, Span, pages_of
+from forebay.state.images import ImageSpan, Layout, RowImages, SlotImages, pages_of
 from tests.hand.image_models import Image, Part, Prompt, model_of
 from tests.hand.support import PlanBuilder
 
@@ -19,12 +19,12 @@ SLOTS, PAGES = 6, 64
 FAMILIES = ["qwen3-vl", "qwen2.5-vl"]
 
 
-def spans_of(prompt: Prompt) -> list[Span]:
+def spans_of(prompt: Prompt) -> list[ImageSpan]:
     """Its images, with pages of their own that lie backwards."""
     spans, last = [], PAGES
     for position, rope, image in prompt.images:
         count = pages_of(image.grid.positions)
-        spans.append(Span(position, *image.grid, rope, np.arange(last, last - count, -1) - 1))
+        spans.append(ImageSpan(position, *image.grid, rope, np.arange(last, last - count, -1) - 1))
         last -= count
     return spans
 

@@ -33,7 +33,7 @@ def tower_of(family: str) -> Tower:
 def run(tower: Tower, image: Image, cuts: list[int]) -> torch.Tensor:
     """The rows of an image whose layers are computed in slices that end at `cuts`."""
     with torch.inference_mode():
-        state = tower.begin(image.pixels, image.grid)
+        state = tower.begin([image.pixels], image.grid)
         for first, end in pairwise([0, *cuts, tower.vision.layers]):
             tower.layers(state, first, end)
         return tower.finish(state)
@@ -81,6 +81,7 @@ def test_pixels_have_the_bits_of_transformers(constants: str) -> None:
     # Both frames of a still image are the same.
     expected = channels.sub(fused_mean).div(fused_std).expand(-1, -1, 2, -1).reshape(len(patches), -1)
     assert torch.equal(given, expected)
+    assert torch.equal(torch.cat(list(Pixels(images, CPU).blocks(patches.repeat(1000, 1)))), expected.repeat(1000, 1))
 
 
 @given(st.integers(1, 13), st.integers(1, 13), st.integers(1, 5))

@@ -6,7 +6,7 @@ by positions. Slices give the bits of a whole run. No operator here waits for th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -27,6 +27,8 @@ from forebay.weights.vision import Preprocessing, Vision
 TOWER = "visual"
 """What the names of a tower's weights begin with."""
 _LEVELS = 256
+_BLOCK = 4096
+"""Patches whose pixels are floats at once: of the largest image all would be a gigabyte."""
 
 
 class Grid(NamedTuple):
@@ -53,6 +55,10 @@ class Pixels:
         self._table = table.view(-1).to(device)
         self._temporal = images.temporal
         self._first = torch.arange(0, table.numel(), _LEVELS, device=device, dtype=torch.int32)[:, None]
+
+    def blocks(self, patches: torch.Tensor) -> Iterator[torch.Tensor]:
+        """The same of many patches, some at a time."""
+        return (self(block) for block in patches.split(_BLOCK))
 
     def __call__(self, patches: torch.Tensor) -> torch.Tensor:
         """Of uint8 [n, 3 * side * side] with colours one after the other; float32 [n, 3 * times * side * side].
@@ -164,10 +170,11 @@ class Tower:
         powers = torch.arange(0, 2 * quarter, 2, dtype=torch.float32, device=device) / (2 * quarter)
         self._frequencies = 1.0 / vision.theta**powers
 
-    def begin(self, pixels: torch.Tensor, grid: Grid) -> TowerState:
-        """Of an image in patch order: the merged squares row by row, the patches of each row by row."""
-        rows, columns = places(grid, self.vision.merge, pixels.device)
-        return self._arrange(self._embedding(pixels), grid, rows, columns)
+    def begin(self, pixels: Iterable[torch.Tensor], grid: Grid) -> TowerState:
+        """Of an image in blocks of patches, in patch order: merged squares row by row, of each its patches."""
+        x = torch.cat([self._embedding(block) for block in pixels])
+        rows, columns = places(grid, self.vision.merge, x.device)
+        return self._arrange(x, grid, rows, columns)
 
     def layers(self, state: TowerState, first: int, end: int) -> None:
         """Computes layers `first .. end`; those before them were computed."""

@@ -7,6 +7,7 @@ from functools import partial
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from forebay.device import Device
 from forebay.layers.decoder import Decoder
@@ -66,10 +67,11 @@ class Images:
     def warm_up(self) -> None:
         """Queues the smallest image, whose output is kept nowhere."""
         vision = self._tower.vision
-        patches = np.zeros((vision.merge**2, vision.patch_bytes), np.uint8)
+        bytes_ = np.zeros(vision.merge**2 * vision.patch_bytes, np.uint8)
 
         def work() -> None:
-            state = self._tower.begin(self._pixels(*self._device.copy_in(patches)), Grid(1, 1))
+            (patches,) = self._device.copy_in(bytes_)
+            state = self._begun(patches, Grid(1, 1))
             self._tower.layers(state, 0, vision.layers)
             self._tower.finish(state)
 
@@ -131,8 +133,12 @@ class Images:
     def _begin(self, encoding: _Encoding, place: slice) -> None:
         """Work: reads the patches. They are copied: no tensor refers to the arena."""
         (patches,) = self._device.copy_in(self._arena[place].copy())
-        pixels = self._pixels(patches.view(-1, self._tower.vision.patch_bytes))
-        encoding.state = self._tower.begin(pixels, encoding.grid)
+        encoding.state = self._begun(patches, encoding.grid)
+
+    def _begun(self, patches: torch.Tensor, grid: Grid) -> TowerState:
+        """The state before layer 0, of the bytes of all patches."""
+        pixels = self._pixels.blocks(patches.view(-1, self._tower.vision.patch_bytes))
+        return self._tower.begin(pixels, grid)
 
     def _run(self, encoding: _Encoding, first: int, end: int) -> None:
         """Work: computes layers."""

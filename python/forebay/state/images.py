@@ -67,7 +67,7 @@ def entries_of(pages: Int64s, positions: Int64s) -> Int64s:
 
 
 @dataclass(frozen=True)
-class Span:
+class ImageSpan:
     """An image in a slot: a position for each of its rows and columns, row by row."""
 
     first: int
@@ -99,7 +99,7 @@ class Tokens:
 class Layout:
     """The images of a slot, in order: they never change, another takes their place."""
 
-    def __init__(self, spans: Iterable[Span]) -> None:
+    def __init__(self, spans: Iterable[ImageSpan]) -> None:
         """Raises `PlanError` for images that overlap."""
         self._spans = sorted(spans, key=lambda span: span.first)
         for before, after in zip(self._spans, self._spans[1:], strict=False):
@@ -108,7 +108,7 @@ class Layout:
         self.end = self._spans[-1].end
         """Behind the last image."""
 
-    def with_(self, span: Span) -> Layout:
+    def with_(self, span: ImageSpan) -> Layout:
         """The same, but for this image: another one, or in place of the one that begins there."""
         return Layout([span, *(old for old in self._spans if old.first != span.first)])
 
@@ -203,7 +203,7 @@ class SlotImages:
         pages = np.split(plan.span_pages.astype(np.int64), edges)
         for words, of_span in zip(plan.image_spans.tolist(), pages, strict=True):
             slot, first, height, width, rope, _ = words
-            span = Span(first, height, width, rope, of_span)
+            span = ImageSpan(first, height, width, rope, of_span)
             if min(height, width) < 1 or span.end > self._context_length or rope > first:
                 raise PlanError(
                     f"an image of {height}x{width} positions from {first} on, numbered from {rope} on, "
