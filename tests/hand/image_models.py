@@ -195,7 +195,7 @@ class ImageBrain(MiniBrain):
 
     def __init__(self, runner: ModelRunner, seed: int = 0, lookahead: int = 0) -> None:
         super().__init__(runner, seed, lookahead)
-        images = runner._images
+        images = runner.images
         assert images is not None
         self.layers = images.facts()["tower_layers"]
         self.image_pages = self._random.permutation(images.pool.page_count).tolist()

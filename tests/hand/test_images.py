@@ -145,9 +145,9 @@ class Plans:
     @property
     def pool(self) -> torch.Tensor:
         """The rows of all image pages."""
-        images = self.runner._images
+        images = self.runner.images
         assert images is not None
-        return images.pool._rows
+        return images.pool.read(torch.arange(64 * images.pool.page_count))
 
     def do(self, write: Callable[[PlanBuilder], None]) -> list[int]:
         """The tokens of a plan."""

@@ -131,6 +131,18 @@ def test_qwen25_vl() -> None:
     assert (found.eos_token_ids, found.tie_word_embeddings) == ((151645,), True)
 
 
+def test_layers_that_a_config_leaves_out_are_those_of_transformers() -> None:
+    for config, key, default in (
+        (QWEN3, "deepstack_visual_indexes", (8, 16, 24)),
+        (QWEN25, "fullatt_block_indexes", (7, 15, 23, 31)),
+    ):
+        tower = {**config["vision_config"], "depth": 32, key: None}
+        found = vision_of({**config, "vision_config": tower})
+        assert default in (found.deepstack, found.whole)
+        none = vision_of({**config, "vision_config": {**tower, key: []}})
+        assert (none.deepstack, none.whole) == ((), ())
+
+
 def test_frequencies_are_shared_as_the_family_does() -> None:
     assert Sections((2, 1, 1), interleaved=False).axes(4) == [0, 0, 1, 2]
     assert Sections((4, 2, 2), interleaved=True).axes(8) == [0, 1, 2, 0, 1, 2, 0, 0]

@@ -79,7 +79,8 @@ class ModelRunner:
         self.model = self._build(matrices=self._kept is None or self._kept.stored is None)
         self.weight_bytes = self._weight_bytes()
         """Bytes of the weights as they are computed with, also before they are loaded."""
-        self._images = Images.of(config, self.model, self._arena, self.device)
+        self.images = Images.of(config, self.model, self._arena, self.device)
+        """None: the model sees none."""
         if isinstance(self.model_config, EncoderConfig):
             self.kv = KvPool(None, 0, config.page_size, config.dtype, self.device)
         else:
@@ -103,7 +104,7 @@ class ModelRunner:
     @property
     def _image_bytes(self) -> int:
         """Bytes of image pages."""
-        return 0 if self._images is None else self._images.nbytes
+        return 0 if self.images is None else self.images.nbytes
 
     def _open_host(self, host: HostMemory | None, left: int) -> HostPool | None:
         """The host's tier, if the brain wants one; `left` is what weights and pages leave of the memory."""
@@ -215,8 +216,8 @@ class ModelRunner:
             host_writes=np.zeros((0 if self.tables.hot is None else 1, 3), np.int32),
         )
         self._warm(plan)
-        if self._images is not None:
-            self._images.warm_up()
+        if self.images is not None:
+            self.images.warm_up()
         if self._flag == FLAG_SAMPLE:
             self._warm(Plan(rows=np.array([[0, length - 1, 1, FLAG_SAMPLE]], np.int32)))
         self.device.queue(self.tables.forget_pages)
@@ -244,7 +245,7 @@ class ModelRunner:
             "host_page_count": self.host_pages,
             "page_bytes": self.kv.page_bytes,
             "hot_row_tokens": self.config.row_pages * self.config.page_size,
-            **({} if self._images is None else self._images.facts()),
+            **({} if self.images is None else self.images.facts()),
         }
 
     def _dtype_name(self) -> str:
@@ -278,8 +279,8 @@ class ModelRunner:
 
     def _read_images(self, plan: Plan) -> None:
         """Queues the plan's layers of the tower, before its rows."""
-        if self._images is not None:
-            self._images.read(plan)
+        if self.images is not None:
+            self.images.read(plan)
         elif len(plan.images) or len(plan.image_spans):
             raise PlanError("images in a plan for a model of text")
 
@@ -330,7 +331,7 @@ class ModelRunner:
         hot = self.tables.hot
         sparse = None if hot is None else hot.check_rows(slot, length)
         found: Int32s | None = None if sparse is None else host_array(self.device, (4,), np.int32)
-        images = None if self._images is None else self._images.slots.of_rows(slot, start, length)
+        images = None if self.images is None else self.images.slots.of_rows(slot, start, length)
         rows = Rows(slot, start, length, np.flatnonzero(flags), given, sparse, images=images)
         ask = self._sampler.ask(slot[rows.sampling], ends[rows.sampling])
         columns = TokenColumns(ask, rows.sampling, found, self.device)
@@ -365,7 +366,7 @@ class ModelRunner:
     @cached_property
     def _compute(self) -> Compute:
         """Made by the first step's work, when the weights are there: it may put them into another order."""
-        images = None if self._images is None else self._images.pool
+        images = None if self.images is None else self.images.pool
         return self._choice.compute(self.decoder, self.tables, self.kv, self.prompts, images)
 
     @cached_property

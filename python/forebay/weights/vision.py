@@ -35,6 +35,8 @@ _CHANNELS = 3
 _ACTIVATIONS = {_QWEN3_VL: "gelu_pytorch_tanh", _QWEN25_VL: "silu"}
 _DEFAULT_SECTIONS = {_QWEN3_VL: (24, 20, 20), _QWEN25_VL: (16, 24, 24)}
 """What transformers takes where a config has no `mrope_section`."""
+_DEFAULT_DEEPSTACK = (8, 16, 24)
+_DEFAULT_WHOLE = (7, 15, 23, 31)
 _ROPE_THETA = 10000.0
 _PROCESSORS = ("Qwen2VLImageProcessor", "Qwen2VLImageProcessorFast")
 _BICUBIC = 3
@@ -257,7 +259,7 @@ def read_preprocessing(directory: Path, vision: Vision) -> Preprocessing:
 
 
 def _of_qwen3(v: Mapping[str, Any], depth: int, layers: int) -> dict[str, Any]:
-    deepstack = tuple(int(layer) for layer in v.get("deepstack_visual_indexes") or ())
+    deepstack = _layers(v, "deepstack_visual_indexes", _DEFAULT_DEEPSTACK)
     if list(deepstack) != sorted(set(deepstack)) or any(not 0 <= layer < depth for layer in deepstack):
         raise UnsupportedModelError(f"deepstack_visual_indexes {list(deepstack)} are no layers of {depth}, ascending")
     if len(deepstack) > layers:
@@ -273,7 +275,13 @@ def _of_qwen25(v: Mapping[str, Any], sizes: Mapping[str, int]) -> dict[str, Any]
     window = _size(v, "window_size") // sizes["spatial_merge_size"] // sizes["patch_size"]
     if window < 1:
         raise UnsupportedModelError(f"a window of {v['window_size']} pixels (window_size) has no position in it")
-    return {"window": window, "whole": tuple(int(layer) for layer in v.get("fullatt_block_indexes") or ())}
+    return {"window": window, "whole": _layers(v, "fullatt_block_indexes", _DEFAULT_WHOLE)}
+
+
+def _layers(v: Mapping[str, Any], key: str, default: tuple[int, ...]) -> tuple[int, ...]:
+    """Numbers of layers, those that transformers takes where a config leaves them out."""
+    found = v.get(key)
+    return default if found is None else tuple(int(layer) for layer in found)
 
 
 def _size(v: Mapping[str, Any], key: str, *others: str) -> int:
