@@ -266,11 +266,11 @@ class ModelRunner:
             if len(plan.rows) and self._copier is not None:
                 self._wait_for_saves(self._copier)
             begun = device.event()
+            self._read_images(plan)
             inputs = StepInputs(plan, device)
             writes = self.tables.read(plan, self._arena)
             if writes is not None:
                 device.queue(partial(self.tables.write, writes, inputs))
-            self._read_images(plan)
             columns = self._queue_rows(plan.rows, inputs) if len(plan.rows) else NoColumns()
             before, self._ended = self._ended, device.event()
         copied = no_copies if self._copier is None else self._start_copies(plan, self._copier, self._ended)
