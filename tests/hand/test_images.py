@@ -357,7 +357,11 @@ def test_images_for_a_model_of_text(write: Callable[[PlanBuilder], None]) -> Non
 
 def test_ready_says_what_the_brain_needs() -> None:
     runner = image_runner("qwen3-vl")
+    assert runner.images is not None
+    assert runner.images.most_positions == CONTEXT
+    rows = runner.images.pool.read(torch.arange(64))
     runner.warm_up()
+    assert torch.equal(runner.images.pool.read(torch.arange(64)), rows), "nothing is kept of a warm-up"
     facts = runner.facts()
     assert facts["image_page_count"] == 64
     assert facts["image_page_tokens"] == 64

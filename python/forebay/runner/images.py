@@ -50,6 +50,8 @@ class Images:
         """Bytes of the pages."""
         self.pool = ImagePool(vision, pages, config.dtype, device)
         self.slots = SlotImages(config.slots, config.context_length, pages)
+        self.most_positions = min(images.most_positions, config.context_length, pages * PAGE_POSITIONS)
+        """Positions of the largest image that can be computed."""
         self._encoding: dict[int, _Encoding] = {}
 
     @classmethod
@@ -64,14 +66,14 @@ class Images:
         values = self.pool.page_count, PAGE_POSITIONS, self._tower.vision.layers
         return dict(zip(_IMAGE_FACTS, values, strict=True))
 
-    def warm_up(self) -> None:
-        """Queues the smallest image, whose output is kept nowhere."""
+    def warm_up(self, positions: int = 1) -> None:
+        """Queues an image of one row of positions, whose output is kept nowhere."""
         vision = self._tower.vision
-        bytes_ = np.zeros(vision.merge**2 * vision.patch_bytes, np.uint8)
+        bytes_ = np.zeros(positions * vision.merge**2 * vision.patch_bytes, np.uint8)
 
         def work() -> None:
             (patches,) = self._device.copy_in(bytes_)
-            state = self._begun(patches, Grid(1, 1))
+            state = self._begun(patches, Grid(1, positions))
             self._tower.layers(state, 0, vision.layers)
             self._tower.finish(state)
 
