@@ -263,6 +263,10 @@ class PlanBuilder:
     host_writes: list[tuple[int, int, int]] = field(default_factory=list)
     hot_rows: list[tuple[int, int, int]] = field(default_factory=list)
     copy_spans: list[tuple[int, int]] = field(default_factory=list)
+    images: list[tuple[int, ...]] = field(default_factory=list)
+    image_pages: list[int] = field(default_factory=list)
+    image_spans: list[tuple[int, ...]] = field(default_factory=list)
+    span_pages: list[int] = field(default_factory=list)
 
     def slot(
         self,
@@ -295,6 +299,21 @@ class PlanBuilder:
         flags = FLAG_SAMPLE | FLAG_MASKED if masked else FLAG_SAMPLE
         self.rows.append((slot, start, length, flags if sample else 0))
 
+    def image(
+        self,
+        image: int,
+        layers: tuple[int, int],
+        grid: tuple[int, int],
+        offset: int = -1,
+        pages: Sequence[int] = (),
+    ) -> None:
+        self.images.append((image, *layers, *grid, offset, len(pages)))
+        self.image_pages += pages
+
+    def image_span(self, slot: int, position: int, grid: tuple[int, int], rope: int, pages: Sequence[int] = ()) -> None:
+        self.image_spans.append((slot, position, *grid, rope, len(pages)))
+        self.span_pages += pages
+
     def build(self) -> Plan:
         return Plan(
             self.step,
@@ -316,6 +335,10 @@ class PlanBuilder:
             _ints(self.host_writes, 3),
             _ints(self.hot_rows, 3),
             _ints(self.copy_spans, 2),
+            _ints(self.images, 7),
+            _ints(self.image_pages),
+            _ints(self.image_spans, 6),
+            _ints(self.span_pages),
         ).staged()
 
 

@@ -61,6 +61,7 @@ def test_every_file_is_described() -> None:
 
 
 INT32 = st.integers(-(2**31), 2**31 - 1)
+COUNT = st.integers(0, 2**31 - 1)
 SAMPLING = st.builds(
     Sampling,
     temperature=st.floats(0, 2, width=32),
@@ -89,6 +90,12 @@ def plans(draw: st.DrawFn) -> Plan:
     if draw(st.booleans()):
         sampling = sum(flags & FLAG_SAMPLE for *_, flags in builder.rows)
         builder.row_tokens = draw(st.lists(st.integers(1, 2**31 - 1), min_size=sampling, max_size=sampling))
+    for _ in range(draw(st.integers(0, 2))):
+        grid, pages = (draw(COUNT), draw(COUNT)), draw(st.lists(COUNT, max_size=3))
+        if draw(st.booleans()):
+            builder.image(draw(COUNT), (draw(COUNT), draw(COUNT)), grid, draw(st.sampled_from([-1, 0, 4096])), pages)
+        else:
+            builder.image_span(draw(COUNT), draw(COUNT), grid, draw(COUNT), pages)
     return builder.build()
 
 
@@ -242,6 +249,16 @@ def test_a_result_whose_columns_disagree_is_refused(change: dict[str, list[int]]
         ({"allowed_counts": [[0, 0]]}, "disagree"),
         ({"allowed_counts": [[0, 2]], "allowed_ids": [7]}, "disagree"),
         ({"allowed_ids": [7]}, "disagree"),
+        ({"images": [[0, 0, 1, 2, 2, 0]]}, "record length"),
+        ({"images": [[0, 0, 1, 2, 2, 0, 1]]}, "disagree"),
+        ({"images": [[0, 0, 1, 2, 2, -2, 0]]}, "disagree"),
+        ({"images": [[-1, 0, 1, 2, 2, 0, 0]]}, "disagree"),
+        ({"image_pages": [3]}, "disagree"),
+        ({"images": [[0, 0, 1, 2, 2, 0, 1]], "image_pages": [-1]}, "disagree"),
+        ({"image_spans": [[0, 3, 2, 2, 3, 1]]}, "disagree"),
+        ({"image_spans": [[0, 3, 2, 2, -1, 0]]}, "disagree"),
+        ({"image_spans": [[0, 3, 2, 2, 3, 2], [1, 3, 2, 2, 3, -1]], "span_pages": [4]}, "disagree"),
+        ({"span_pages": [3]}, "disagree"),
     ],
 )
 def test_a_plan_that_says_what_is_not_known_is_refused(change: dict[str, Any], message: str) -> None:
@@ -260,7 +277,7 @@ def test_the_wrong_frame_is_refused() -> None:
     with pytest.raises(WireError, match="not a plan"):
         Plan.decode(frame_of(StepResult().encode()))
     beyond = [np.zeros(0, np.int32)] * len(COLUMNS) + [np.zeros(1, np.int32)]
-    with pytest.raises(WireError, match="unknown column 19"):
+    with pytest.raises(WireError, match=f"unknown column {len(COLUMNS) + 1}"):
         Plan.decode(frame_of(frames.encode(Kind.PLAN, 0, beyond)))
     with pytest.raises(WireError, match="JSON"):
         frame_of(frames.encode_text(Kind.CONFIG, "{")).json()

@@ -49,6 +49,7 @@ def test_a_directory(tmp_path: Path) -> None:
         "context_length": 128,
         "vocab_size": 258,
         "pooling": None,
+        "images": None,
         "cache": str(tmp_path / "cache"),
     }
     assert not (tmp_path / "cache").exists()

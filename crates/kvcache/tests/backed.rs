@@ -167,13 +167,7 @@ impl World {
         if !found.indexed {
             pending.insert(self.tiers.restore_index(self.names[name], &found.host));
         }
-        self.held.push(Held {
-            hot,
-            host: found.host,
-            content: Some(name),
-            pending,
-            rows: None,
-        });
+        self.held.push(Held { hot, host: found.host, content: Some(name), pending, rows: None });
     }
 
     fn apply(&mut self, op: &Op) {

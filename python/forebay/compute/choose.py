@@ -19,6 +19,7 @@ from forebay.kernels.packing import packed_bytes
 from forebay.layers.decoder import Decoder
 from forebay.layers.ops import HostOps, Ops, TorchOps
 from forebay.models.bert import Bert
+from forebay.state.images import ImagePool
 from forebay.state.inputs import PromptRows
 from forebay.state.pages import KvPool
 from forebay.state.slots import SlotTables
@@ -77,13 +78,15 @@ class Choice:
         """The operators that models are built with, and the sampler."""
         return TorchOps() if self._device.beside_host else HostOps()
 
-    def compute(self, model: Decoder, tables: SlotTables, kv: KvPool, prompts: PromptRows) -> Compute:
-        """How the rows of a model are computed whose weights are loaded."""
+    def compute(
+        self, model: Decoder, tables: SlotTables, kv: KvPool, prompts: PromptRows, images: ImagePool | None = None
+    ) -> Compute:
+        """How the rows of a model are computed whose weights are loaded; `images` None: it sees none."""
         if self._packs(model.config):
             return NativeCompute(model, tables, kv, prompts, torch.get_num_threads())
         if model.params.formats != PLAIN:
             raise ModelError("the compiled kernels can't compute this model, and nothing else computes quantised ones")
-        return TorchCompute(model, tables, kv, prompts, self._device)
+        return TorchCompute(model, tables, kv, prompts, self._device, images)
 
     def pooler(self, model: Decoder | Bert, tables: SlotTables, kv: KvPool, prompts: PromptRows) -> Pooler:
         """How the rows of a model are pooled whose weights are loaded."""

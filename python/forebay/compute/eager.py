@@ -9,9 +9,10 @@ from forebay.compute.finding import InRows, OnPages, sharing
 from forebay.compute.pieces import Pieces, pieces
 from forebay.compute.rows import Launch
 from forebay.device import Device
-from forebay.layers.decoder import Decoder, Forward
+from forebay.layers.decoder import Decoder, Forward, ImageRows
 from forebay.layers.step import Index
 from forebay.protocol.plan import ROW_WORDS
+from forebay.state.images import ImagePool, RowImages
 from forebay.state.inputs import PromptRows
 from forebay.state.pages import KvPool
 from forebay.state.slots import SlotTables
@@ -20,8 +21,18 @@ from forebay.state.slots import SlotTables
 class TorchCompute:
     """A model's forward pass in PyTorch's operators, on any device. The reference for every other way."""
 
-    def __init__(self, model: Decoder, tables: SlotTables, kv: KvPool, prompts: PromptRows, device: Device) -> None:
+    def __init__(
+        self,
+        model: Decoder,
+        tables: SlotTables,
+        kv: KvPool,
+        prompts: PromptRows,
+        device: Device,
+        images: ImagePool | None = None,
+    ) -> None:
+        """`images`: what towers gave; None: the model sees none."""
         self._model = model
+        self._images = images
         self._tables = tables
         self._kv = kv
         self._prompts = prompts
@@ -65,6 +76,7 @@ class TorchCompute:
         token_slots = slots.index_select(0, piece)
         pages = _pages(tables.page_table, token_slots, positions, kv.page_size)
         stride = kv.main.page_stride
+        numbers, images = (positions, None) if rows.images is None else self._seen(rows.images, cut)
         batch = Batch(
             start=cut.start[: cut.whole],
             length=cut.length[: cut.whole],
@@ -79,13 +91,23 @@ class TorchCompute:
         return Forward(
             tokens=tables.token_pool.view(-1).index_select(0, token_slots * tables.stride + positions),
             given=[(span.at, self._prompts.tensor(part)) for span, part in zip(spans, given, strict=True)],
-            positions=positions,
+            positions=numbers,
             sampled=sampled,
             writes=pages * stride + positions % kv.page_size,
             prepared=backend.prepare(batch, kv.dtype),
             kv=kv.layers,
             index=self._index(cut, slots, starts, lengths, token_slots, positions, sparse),
+            images=images,
         )
+
+    def _seen(self, images: RowImages, cut: Pieces) -> tuple[torch.Tensor, ImageRows | None]:
+        """What positions are called where there are images, [n] or [3, n], and what the tokens in images are."""
+        tokens = images.tokens(cut.row, cut.start, cut.length)
+        numbers, at, entries = self._device.copy_in(tokens.positions, tokens.at, tokens.entries)
+        if not len(tokens.at):
+            return numbers, None
+        assert self._images is not None
+        return numbers, ImageRows(at, self._images.read(entries))
 
     def _index(
         self,

@@ -39,6 +39,8 @@ def why_not_plain(config: ModelConfig) -> str | None:
         return "heads that are rotated in part"
     if any(isinstance(feed, Experts) for feed in config.feeds):
         return "a mixture of experts"
+    if config.sections is not None:
+        return "positions of three numbers"
     return None
 
 

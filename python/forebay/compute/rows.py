@@ -12,6 +12,7 @@ import torch
 from forebay.device import Device
 from forebay.protocol.frames import Int32s
 from forebay.protocol.plan import Plan
+from forebay.state.images import RowImages
 from forebay.state.inputs import Given
 from forebay.state.slots import Int64s
 from forebay.state.staging import StepInputs
@@ -28,6 +29,7 @@ class Rows:
     given: Given | None = None  # those with inputs in the arena; None: there are none
     sparse: npt.NDArray[np.bool_] | None = None  # [r]: those of sparse slots; None: there are none
     segment: Int64s | None = None  # [r]: where the second text of a pair begins; None: the model knows no pairs
+    images: RowImages | None = None  # where images stand in the slots; None: there are none
 
 
 @dataclass(frozen=True)

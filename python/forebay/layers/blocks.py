@@ -52,3 +52,11 @@ def pre_norm(config: ModelConfig, params: Parameters, index: int, attention: Att
         RMSNorm(params, f"{prefix}.input_layernorm", config.hidden_size, config.rms_norm_eps),
         RMSNorm(params, f"{prefix}.post_attention_layernorm", config.hidden_size, config.rms_norm_eps),
     )
+
+
+def grouped_blocks(config: ModelConfig, params: Parameters) -> list[Block]:
+    """All layers of a decoder with grouped-query attention."""
+    return [
+        pre_norm(config, params, index, grouped_attention(config, params, index), feed_forward(config, params, index))
+        for index in range(config.num_hidden_layers)
+    ]

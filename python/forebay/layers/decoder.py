@@ -13,7 +13,7 @@ from forebay.attention.backend import AttentionBackend, LayerKV
 from forebay.layers.norm import RMSNorm
 from forebay.layers.ops import Ops
 from forebay.layers.params import Parameters, Report, ignore
-from forebay.layers.rotary import Rotary
+from forebay.layers.rotary import Rotary, SectionedRotary
 from forebay.layers.step import Index, Step
 from forebay.weights.config import ModelConfig
 from forebay.weights.quantization import BLOCK_BYTES
@@ -24,6 +24,14 @@ _ROOTS = ("model.", "lm_head.")
 
 
 @dataclass(frozen=True)
+class ImageRows:
+    """What stands at a step's `m` image positions in place of embeddings, and what is added there later."""
+
+    at: torch.Tensor  # int64 [m]: which of the step's tokens
+    rows: torch.Tensor  # [m, 1 + deepstack, hidden]: inputs, then what is added behind layers 0, 1, ...
+
+
+@dataclass(frozen=True)
 class Forward:
     """One step as the model sees it; `n` tokens, `s` sampled rows."""
 
@@ -31,13 +39,15 @@ class Forward:
     given: Sequence[
         tuple[int, torch.Tensor]
     ]  # (first of the n tokens, their inputs [m, hidden] in place of embeddings)
-    positions: torch.Tensor  # int64 [n]
+    positions: torch.Tensor  # int64 [n], or [3, n] of a model whose positions have three numbers
     sampled: torch.Tensor  # int64 [s]: which of the n tokens get logits
     writes: torch.Tensor  # int64 [n]: entry of `LayerKV` that each token is written to
     prepared: Any  # what the backend prepared for this step
     kv: Sequence[LayerKV]  # one a layer
     index: Index | None = None
     """None: the model has none."""
+    images: ImageRows | None = None
+    """None: there are no image positions."""
 
 
 class Attends(Protocol):
@@ -95,14 +105,14 @@ class Decoder:
         else:
             # Checkpoints that were saved with the tie spelled out carry the same matrix twice.
             params.skip(HEAD)
-        self.rotary = Rotary(
-            config.attention.rotary_dim,
-            config.rope_theta,
-            config.rope_scaling,
-            config.max_position_embeddings,
-            params.dtype,
-            params.device,
-        )
+        self.rotary = self._rotary()
+
+    def _rotary(self) -> Rotary:
+        config, params = self.config, self.params
+        shape = config.attention.rotary_dim, config.rope_theta, config.rope_scaling, config.max_position_embeddings
+        if config.sections is None:
+            return Rotary(*shape, params.dtype, params.device)
+        return SectionedRotary(config.sections, *shape, params.dtype, params.device)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], report: Report = ignore) -> None:
         """Copies checkpoint tensors, by Hugging Face name, into place; raises `WeightError` if they do not fit."""
@@ -124,11 +134,19 @@ class Decoder:
         x = F.embedding(forward.tokens, self.embedding)
         for first, rows in forward.given:
             x[first : first + len(rows)] = rows
+        images = forward.images
+        if images is not None:
+            x.index_copy_(0, images.at, images.rows[:, 0])
         rotation = self.rotary(forward.positions)
         step = Step(rotation, forward.writes, forward.kv, self.backend, forward.prepared, self.ops, forward.index)
         residual: torch.Tensor | None = None
-        for block in self.blocks:
+        for number, block in enumerate(self.blocks, start=1):
             x, residual = block(x, residual, step)
+            if images is not None and number < images.rows.shape[1]:
+                # The layer's output is the sum of both: it is rounded before anything is added to it.
+                output = residual.index_select(0, images.at) + x.index_select(0, images.at)
+                residual.index_copy_(0, images.at, output)
+                x.index_copy_(0, images.at, images.rows[:, number])
         x = x.index_select(0, forward.sampled)
         if residual is not None:
             residual = residual.index_select(0, forward.sampled)

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from forebay.weights.errors import UnsupportedModelError
+from forebay.weights.vision import Sections
 
 
 class Rotation(NamedTuple):
@@ -40,19 +41,50 @@ class Rotary:
 
     def __call__(self, positions: torch.Tensor) -> Rotation:
         """Angles of `positions`, int64 [tokens]; the trigonometry is done in float32."""
-        cos, sin = self._angles(positions)
-        return Rotation(torch.cat((cos, cos), dim=-1)[:, None], torch.cat((-sin, sin), dim=-1)[:, None])
+        return self._rotation(positions[:, None].float() * self._frequencies)
 
     def table(self, positions: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Cosine and sine of the first `positions`, float32 [positions, rotary_dim / 2], rounded to the dtype."""
-        cos, sin = self._angles(torch.arange(positions, device=self._frequencies.device))
+        every = torch.arange(positions, device=self._frequencies.device)
+        cos, sin = self._turns(every[:, None].float() * self._frequencies)
         return cos.float().contiguous(), sin.float().contiguous()
 
-    def _angles(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        angles = positions[:, None].float() * self._frequencies
+    def _rotation(self, angles: torch.Tensor) -> Rotation:
+        """Of float32 [tokens, rotary_dim / 2]."""
+        return rotation_of(*self._turns(angles))
+
+    def _turns(self, angles: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         cos = angles.cos() * self.attention_factor
         sin = angles.sin() * self.attention_factor
         return cos.to(self._dtype), sin.to(self._dtype)
+
+
+class SectionedRotary(Rotary):
+    """Of positions of three numbers: each frequency turns by one of them (M-RoPE, Qwen2-VL, 2024)."""
+
+    def __init__(
+        self,
+        sections: Sections,
+        rotary_dim: int,
+        theta: float,
+        scaling: Mapping[str, Any] | None,
+        max_positions: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        super().__init__(rotary_dim, theta, scaling, max_positions, dtype, device)
+        self._axes = torch.tensor(sections.axes(rotary_dim // 2), device=device)
+
+    def __call__(self, positions: torch.Tensor) -> Rotation:
+        """Angles of `positions`, int64 [3, tokens] (time, row, column), or [tokens] where the three are equal."""
+        if positions.dim() == 1:
+            return super().__call__(positions)
+        return self._rotation(positions.float().index_select(0, self._axes).T * self._frequencies)
+
+
+def rotation_of(cos: torch.Tensor, sin: torch.Tensor) -> Rotation:
+    """The angles whose cosine and sine are [tokens, rotary_dim / 2]."""
+    return Rotation(torch.cat((cos, cos), dim=-1)[:, None], torch.cat((-sin, sin), dim=-1)[:, None])
 
 
 def rotate(x: torch.Tensor, rotation: Rotation) -> torch.Tensor:

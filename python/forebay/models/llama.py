@@ -7,7 +7,7 @@ experts in place of most dense layers. GLM-4 MoE (GLM-4.5, 2025) routes as DeepS
 from __future__ import annotations
 
 from forebay.attention.backend import AttentionBackend
-from forebay.layers.blocks import feed_forward, grouped_attention, pre_norm
+from forebay.layers.blocks import grouped_blocks
 from forebay.layers.decoder import Decoder
 from forebay.layers.ops import Ops
 from forebay.layers.params import Parameters
@@ -16,8 +16,4 @@ from forebay.weights.config import ModelConfig
 
 def build(config: ModelConfig, params: Parameters, backend: AttentionBackend, ops: Ops) -> Decoder:
     """A decoder with grouped-query attention, its weights allocated in `params`."""
-    blocks = []
-    for index in range(config.num_hidden_layers):
-        attention = grouped_attention(config, params, index)
-        blocks.append(pre_norm(config, params, index, attention, feed_forward(config, params, index)))
-    return Decoder(config, params, blocks, backend, ops)
+    return Decoder(config, params, grouped_blocks(config, params), backend, ops)

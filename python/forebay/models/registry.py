@@ -8,7 +8,7 @@ from forebay.attention.backend import AttentionBackend
 from forebay.layers.decoder import Decoder
 from forebay.layers.ops import Ops
 from forebay.layers.params import Parameters
-from forebay.models import deepseek, llama
+from forebay.models import deepseek, llama, qwen2_5_vl, qwen3_vl
 from forebay.models.bert import Bert
 from forebay.weights.config import ModelConfig
 from forebay.weights.encoder_config import EncoderConfig
@@ -26,6 +26,8 @@ FAMILIES: dict[str, Callable[[ModelConfig, Parameters, AttentionBackend, Ops], D
     "DeepseekV3ForCausalLM": deepseek.build,
     "DeepseekV32ForCausalLM": deepseek.build,
     "GlmMoeDsaForCausalLM": deepseek.build,
+    "Qwen2_5_VLForConditionalGeneration": qwen2_5_vl.build,
+    "Qwen3VLForConditionalGeneration": qwen3_vl.build,
 }
 
 

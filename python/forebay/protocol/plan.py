@@ -24,6 +24,8 @@ COPY_SAVE = 0
 COPY_RESTORE = 1
 COPY_RESTORE_INDEX = 2
 SPAN_WORDS = 2
+IMAGE_WORDS = 7
+IMAGE_SPAN_WORDS = 6
 NO_PAGE = -1
 MAX_WAIT_US = 1000
 
@@ -46,6 +48,10 @@ COLUMNS = (
     "host_writes",
     "hot_rows",
     "copy_spans",
+    "images",
+    "image_pages",
+    "image_spans",
+    "span_pages",
 )
 """The columns of a plan's frame: the ids 1, 2, and so on."""
 _IDS = {name: id_ for id_, name in enumerate(COLUMNS, 1)}
@@ -78,6 +84,29 @@ class SlotFloat(IntEnum):
     FREQUENCY_PENALTY = 5
 
 
+class ImageWord(IntEnum):
+    """Index of a field in a record of the `images` column."""
+
+    IMAGE = 0
+    FIRST_LAYER = 1
+    END_LAYER = 2
+    GRID_H = 3
+    GRID_W = 4
+    ARENA_OFFSET = 5
+    PAGE_COUNT = 6
+
+
+class ImageSpanWord(IntEnum):
+    """Index of a field in a record of the `image_spans` column."""
+
+    SLOT = 0
+    POSITION = 1
+    GRID_H = 2
+    GRID_W = 3
+    ROPE = 4
+    PAGE_COUNT = 5
+
+
 _RECORDS = {
     "slots": SLOT_WORDS,
     "slot_floats": SLOT_FLOATS,
@@ -90,6 +119,8 @@ _RECORDS = {
     "host_writes": PAGE_WRITE_WORDS,
     "hot_rows": PAGE_WRITE_WORDS,
     "copy_spans": SPAN_WORDS,
+    "images": IMAGE_WORDS,
+    "image_spans": IMAGE_SPAN_WORDS,
 }
 _NOWHERE = slice(0, 0)
 _KNOWN_FLAGS = np.isin(np.arange(8), (0, FLAG_SAMPLE, FLAG_POOL, FLAG_SAMPLE | FLAG_MASKED))
@@ -119,6 +150,10 @@ class Plan:
     host_writes: Int32s = ints(0, PAGE_WRITE_WORDS)  # [h, 3]: slot, index, page of the host's tier
     hot_rows: Int32s = ints(0, PAGE_WRITE_WORDS)  # [w, 3]: slot, index, page that is for its rows
     copy_spans: Int32s = ints(0, SPAN_WORDS)  # [c, 2]: first position of a page, count, 0: all; or empty: all of each
+    images: Int32s = ints(0, IMAGE_WORDS)  # [i, 7], fields by ImageWord: layers of the tower to compute
+    image_pages: Int32s = ints(0)  # ragged, PAGE_COUNT an image: where the tower's output goes
+    image_spans: Int32s = ints(0, IMAGE_SPAN_WORDS)  # [m, 6], fields by ImageSpanWord: where images stand in slots
+    span_pages: Int32s = ints(0)  # ragged, PAGE_COUNT a span: where their rows are
     body: Int32s = field(default_factory=lambda: np.zeros(0, np.int32), compare=False)
     """The frame's body, of which the columns are views; empty until the plan was encoded."""
     places: dict[int, slice] = field(default_factory=dict, compare=False)
@@ -180,6 +215,10 @@ class Plan:
             return False
         if any(len(writes) and writes.min() < 0 for writes in (self.host_writes, self.hot_rows)):
             return False
+        if (len(self.images) or len(self.image_spans) or len(self.image_pages) or len(self.span_pages)) and (
+            not self._images_agree()
+        ):
+            return False
         if self.wait_us.size and (self.wait_us.size > 1 or len(self.rows) or not 0 <= self.wait_us[0] <= MAX_WAIT_US):
             return False
         for pairs in (self.segments, self.embeds, self.allowed_counts):
@@ -201,6 +240,18 @@ class Plan:
             and len(self.copy_spans) in (0, len(self.copies))
             and self.copy_spans.min(initial=0) >= 0
         )
+
+    def _images_agree(self) -> bool:
+        """Whether images and spans have their pages, and nothing of them is negative but an offset that is none."""
+        for records, count, pages in (
+            (self.images, ImageWord.PAGE_COUNT, self.image_pages),
+            (self.image_spans, ImageSpanWord.PAGE_COUNT, self.span_pages),
+        ):
+            if records[:, count].sum(dtype=np.int64) != len(pages) or pages.min(initial=0) < 0:
+                return False
+        offsets = self.images[:, ImageWord.ARENA_OFFSET]
+        others = np.delete(self.images, ImageWord.ARENA_OFFSET, axis=1)
+        return bool(min(others.min(initial=0), self.image_spans.min(initial=0)) >= 0 and offsets.min(initial=0) >= -1)
 
     def place(self, column: str) -> slice:
         """Where a column lies in `body`, in words."""

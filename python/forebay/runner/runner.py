@@ -29,6 +29,7 @@ from forebay.protocol.masks import Masks
 from forebay.protocol.plan import FLAG_MASKED, FLAG_POOL, FLAG_SAMPLE, NO_PAGE, SLOT_WORDS, Plan, SlotWord
 from forebay.protocol.result import ROW_OK, StepResult
 from forebay.runner.copier import Copier
+from forebay.runner.images import Images
 from forebay.runner.kept import KeptWeights
 from forebay.runner.launched import Columns, Copied, Launched, NoColumns, TokenColumns, VectorColumns, no_copies
 from forebay.runner.measured import largest_plans, telling_of_memory
@@ -114,6 +115,8 @@ class ModelRunner:
             self.model = self._build(matrices=self._kept is None or self._kept.stored is None)
             self.weight_bytes = self._weight_bytes()
             """Bytes of the weights as they are computed with, also before they are loaded."""
+            self.images = Images.of(config, self.model, self._arena, self.device)
+            """None: the model sees none."""
             self._make_pages(self._sizes(available))
             pool = self._open_host(host)
             self._make_tables(self._hot_rows(pool))
@@ -138,7 +141,7 @@ class ModelRunner:
         if isinstance(self.model_config, EncoderConfig):
             return Sizes(0, None)
         self._tell_formats(self.model.params)
-        taken = self.weight_bytes
+        taken = self.weight_bytes + self._image_bytes
         if self.config.max_total_tokens is None:
             taken += self.device.measure(self._do_largest_steps)
         return Sizes.of(self.config, self.model_config, available, taken)
@@ -148,16 +151,23 @@ class ModelRunner:
         self.model.params.clear()
         self._make_pages(Sizes(1, None))
         self._make_tables(None)
+        if self.images is not None:
+            self.images.warm_up(self.images.most_positions)
         for plan in largest_plans(self.config, self._flag):
             self.step(plan)
         for made in ("kv", "tables", "prompts", "_sampler", "_compute", "_pooler"):
             self.__dict__.pop(made, None)
 
+    @property
+    def _image_bytes(self) -> int:
+        """Bytes of image pages."""
+        return 0 if self.images is None else self.images.nbytes
+
     def _open_host(self, host: HostMemory | None) -> HostPool | None:
         """The host's tier, if the brain wants one."""
         config = self.config
         # What is taken where devices and the host have one memory.
-        left = self.device.host_bytes(self.weight_bytes + self.kv.nbytes)
+        left = self.device.host_bytes(self.weight_bytes + self._image_bytes + self.kv.nbytes)
         self.host_pages = pages = host_page_count(config, self.kv, left)
         """Pages of the host's tier; 0 without one."""
         if pages == 0:
@@ -268,6 +278,8 @@ class ModelRunner:
             host_writes=np.zeros((0 if self.tables.hot is None else 1, 3), np.int32),
         )
         self._warm(plan)
+        if self.images is not None:
+            self.images.warm_up()
         if self._flag == FLAG_SAMPLE:
             self._warm(Plan(rows=np.array([[0, length - 1, 1, FLAG_SAMPLE]], np.int32)))
         self.device.queue(self.tables.forget_pages)
@@ -295,6 +307,7 @@ class ModelRunner:
             "host_page_count": self.host_pages,
             "page_bytes": self.kv.page_bytes,
             "hot_row_tokens": self.config.row_pages * self.config.page_size,
+            **({} if self.images is None else self.images.facts()),
         }
 
     def _dtype_name(self) -> str:
@@ -316,6 +329,7 @@ class ModelRunner:
             if len(plan.rows) and self._copier is not None:
                 self._wait_for_saves(self._copier)
             begun = device.event()
+            self._read_images(plan)
             inputs = StepInputs(plan, device)
             writes = self.tables.read(plan, self._arena)
             if writes is not None:
@@ -328,6 +342,13 @@ class ModelRunner:
         # A device beside the host computes meanwhile.
         idle_us = 0 if device.beside_host else waited.us
         return Launched(plan.step, len(plan.rows), columns, before, begun, self._ended, release, copied, idle_us)
+
+    def _read_images(self, plan: Plan) -> None:
+        """Queues the plan's layers of the tower, before its rows."""
+        if self.images is not None:
+            self.images.read(plan)
+        elif len(plan.images) or len(plan.image_spans):
+            raise PlanError("images in a plan for a model of text")
 
     def _wait_for_saves(self, copier: Copier) -> None:
         """For measurements: has the next rows wait for saves, or waits itself."""
@@ -377,7 +398,8 @@ class ModelRunner:
         hot = self.tables.hot
         sparse = None if hot is None else hot.check_rows(slot, length)
         found: Int32s | None = None if sparse is None else host_array(self.device, (4,), np.int32)
-        rows = Rows(slot, start, length, np.flatnonzero(flags), given, sparse)
+        images = None if self.images is None else self.images.slots.of_rows(slot, start, length)
+        rows = Rows(slot, start, length, np.flatnonzero(flags), given, sparse, images=images)
         launch, slots, positions = Launch(rows, inputs, found), slot[rows.sampling], ends[rows.sampling]
         masked = np.flatnonzero(flags[rows.sampling] & FLAG_MASKED)
         if len(masked):
@@ -428,7 +450,8 @@ class ModelRunner:
     @cached_property
     def _compute(self) -> Compute:
         """Made by the first step's work, when the weights are there: it may put them into another order."""
-        return self._choice.compute(self.decoder, self.tables, self.kv, self.prompts)
+        images = None if self.images is None else self.images.pool
+        return self._choice.compute(self.decoder, self.tables, self.kv, self.prompts, images)
 
     @cached_property
     def _pooler(self) -> Pooler:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from forebay.weights.config import ModelConfig, shape_of
 from forebay.weights.encoder_config import EncoderConfig
 from forebay.weights.pooling import Pooling
 from forebay.weights.quantization import QUANTIZATIONS
+from forebay.weights.vision import Preprocessing
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 LOAD_FORMATS = ("auto", "dummy")
@@ -55,16 +56,18 @@ class RunnerConfig:
     hot_row_tokens: int | None
     sparse_top_k: int | None
     kv_save_order: str
+    image_pool_tokens: int | None = None
+    """None, or missing where the brain knows no images: what `image_page_count` takes."""
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> RunnerConfig:
         """Reads a `config` frame's object; raises `ConfigError` on what is missing or makes no sense."""
-        missing = [field.name for field in fields(cls) if field.name not in values]
+        missing = [field.name for field in fields(cls) if field.name not in values and field.default is MISSING]
         if missing:
             raise ConfigError(f"the config lacks {', '.join(missing)}")
         if values["dtype"] not in DTYPES:
             raise ConfigError(f"dtype {values['dtype']!r} is not supported: use {' or '.join(DTYPES)}")
-        chosen = {field.name: values[field.name] for field in fields(cls)}
+        chosen = {field.name: values[field.name] for field in fields(cls) if field.name in values}
         config = cls(**{**chosen, "dtype": DTYPES[values["dtype"]]})
         if config.load_format not in LOAD_FORMATS:
             raise ConfigError(f"load format {config.load_format!r} is not supported: use {' or '.join(LOAD_FORMATS)}")
@@ -135,6 +138,12 @@ class RunnerConfig:
         """How the model pools; None: it generates."""
         values = self.model.get("pooling")
         return None if values is None else Pooling.from_dict(values)
+
+    @property
+    def images(self) -> Preprocessing | None:
+        """How images become patches; None: the model sees none."""
+        values = self.model.get("images")
+        return None if values is None else Preprocessing.from_dict(values)
 
     @property
     def pages_per_slot(self) -> int:

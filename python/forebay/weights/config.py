@@ -17,6 +17,7 @@ from forebay.weights.families import (
     integer,
 )
 from forebay.weights.parts import Dense, Experts, GroupedQuery, Indexer, Latent
+from forebay.weights.vision import DECODERS, Sections, Vision, decoder_config, sections_of, vision_of
 
 __all__ = [
     "SUPPORTED_ARCHITECTURES",
@@ -33,6 +34,7 @@ SUPPORTED_ARCHITECTURES = (
     "Qwen2ForCausalLM",
     "Qwen3ForCausalLM",
     *EXPERT_ARCHITECTURES,
+    *DECODERS,
 )
 _NOT_SERVED = {
     "DeepseekV4ForCausalLM": "compressed attention that is not built",
@@ -40,6 +42,8 @@ _NOT_SERVED = {
     "GptOssForCausalLM": "attention sinks, and windows in some layers only",
     "MixtralForCausalLM": "experts under other names, which are not read",
     "Qwen2MoeForCausalLM": "a shared expert with a gate of its own, which is not built",
+    "Qwen2VLForConditionalGeneration": "a vision tower of another kind, which is not built",
+    "Qwen3VLMoeForConditionalGeneration": "experts in one tensor, which are not read",
 }
 """Architectures that a user may take for supported, and what of them there is no code for."""
 SUPPORTED_ROPE_TYPES = ("linear", "llama3", "yarn")
@@ -72,6 +76,10 @@ class ModelConfig:
     """Rows and columns of a matrix that share a scale, where the checkpoint has 8-bit floats; None: it has none."""
     indexer: Indexer | None = None
     """None: queries attend to their whole context."""
+    vision: Vision | None = None
+    """None: the model sees no images."""
+    sections: Sections | None = None
+    """None: a position has one number."""
     headless: bool = False
     """The final states are wanted, not the logits that the output head makes of them."""
 
@@ -82,6 +90,8 @@ class ModelConfig:
         Raises UnsupportedModelError for a model that the code in `forebay.models` would compute wrongly.
         """
         architecture = _architecture(d)
+        if architecture in DECODERS:
+            return cls._with_tower(d, architecture)
         layers = integer(d, "num_hidden_layers")
         theta, scaling = _rope(d, architecture)
         hidden_act = d.get("hidden_act") or "silu"
@@ -103,6 +113,17 @@ class ModelConfig:
             eos_token_ids=token_ids(d.get("eos_token_id")),
             scale_block=_scale_block(d),
             indexer=indexer_of(d, architecture, layers),
+        )
+
+    @classmethod
+    def _with_tower(cls, d: dict[str, Any], architecture: str) -> ModelConfig:
+        flat = decoder_config(d, architecture)
+        decoder = cls.from_dict({**flat, "architectures": [DECODERS[architecture]]})
+        return replace(
+            decoder,
+            architecture=architecture,
+            vision=vision_of(d, architecture, decoder.hidden_size, decoder.num_hidden_layers),
+            sections=sections_of(d, architecture, decoder.attention.rotary_dim // 2),
         )
 
     @property

@@ -11,9 +11,12 @@ from typing import Any
 
 from forebay.weights.cache import atomic_file
 from forebay.weights.config import ModelConfig, shape_of, token_ids
-from forebay.weights.errors import ModelError
+from forebay.weights.encoder_config import EncoderConfig
+from forebay.weights.errors import ModelError, UnsupportedModelError
+from forebay.weights.families import integer
 from forebay.weights.files import read_json
 from forebay.weights.pooling import Pooling, read_pooling
+from forebay.weights.vision import read_preprocessing
 
 __all__ = [
     "INDEX",
@@ -28,6 +31,7 @@ __all__ = [
 PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 INDEX = "model.safetensors.index.json"
 
+_IMAGE_TOKENS = ("image_token_id", "vision_start_token_id", "vision_end_token_id")
 _PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 # What is rebuilt from a GGUF lies in the cache under a key of the file's first bytes, which hold all metadata of any
 # known model, and of this number: it goes up with every change to what is rebuilt.
@@ -63,7 +67,10 @@ def describe_directory(directory: Path, name: str, *, weights: bool = True, embe
     generation = read_json(directory / "generation_config.json", optional=True)
     tokenizer_config = read_json(directory / "tokenizer_config.json", optional=True)
     special = read_json(directory / "special_tokens_map.json", optional=True)
-    eos = token_ids(config.get("eos_token_id")) + token_ids(generation.get("eos_token_id"))
+    parsed = shape_of(config)
+    # A decoder behind a tower may have its ids in a config of its own.
+    own = parsed.eos_token_ids if isinstance(parsed, ModelConfig) else token_ids(config.get("eos_token_id"))
+    eos = own + token_ids(generation.get("eos_token_id"))
     return _description(
         name=name,
         kind="safetensors",
@@ -78,6 +85,7 @@ def describe_directory(directory: Path, name: str, *, weights: bool = True, embe
         bos_token=_token_text(tokenizer_config, "bos_token") or _token_text(special, "bos_token"),
         eos_token=_token_text(tokenizer_config, "eos_token") or _token_text(special, "eos_token"),
         pooling=read_pooling(config, directory, forced=embedding),
+        images=_images(directory, parsed, config),
     )
 
 
@@ -224,8 +232,11 @@ def _description(
     bos_token: str | None,
     eos_token: str | None,
     pooling: Pooling | None,
+    images: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     parsed = shape_of(config)
+    if images is not None and pooling is not None:
+        raise UnsupportedModelError(f"{name} sees images, and pooling is for models of text")
     return {
         "name": name,
         "format": kind,
@@ -242,7 +253,16 @@ def _description(
         "context_length": parsed.longest_context,
         "vocab_size": parsed.vocab_size,
         "pooling": None if pooling is None else pooling.to_dict(),
+        "images": images,
     }
+
+
+def _images(directory: Path, model: ModelConfig | EncoderConfig, config: dict[str, Any]) -> dict[str, Any] | None:
+    """How images become patches, and which tokens stand for them; None: the model sees none. Raises ModelError."""
+    if not isinstance(model, ModelConfig) or model.vision is None:
+        return None
+    tokens = {key: integer(config, key) for key in _IMAGE_TOKENS}
+    return {**read_preprocessing(directory, model.vision).to_dict(), **tokens}
 
 
 def _chat_template(directory: Path, tokenizer_config: dict[str, Any]) -> str | None:

@@ -26,6 +26,7 @@ from forebay.weights.describe import (
 from forebay.weights.errors import ModelError, UnsupportedModelError
 from forebay.weights.files import read_json
 from forebay.weights.pooling import pooling_files
+from forebay.weights.vision import PREPROCESSOR_FILES
 
 __all__ = ["HubModel", "describe_hub_model"]
 
@@ -41,6 +42,7 @@ _SMALL_FILES = [
     "special_tokens_map.json",
     "chat_template.json",
     "chat_template.jinja",
+    *PREPROCESSOR_FILES,
     INDEX,
 ]
 

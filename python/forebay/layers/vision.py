@@ -1,0 +1,231 @@
+"""What vision towers are made of: pixels to patches to the rows that stand at an image's positions in a decoder.
+
+A tower runs in slices of its layers (`begin`, `layers`, `finish`): every layer sees the whole image, so it can't be cut
+by positions. Slices give the bits of a whole run. No operator here waits for the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from forebay.attention.backend import AttentionBackend
+from forebay.attention.whole import Group, attend
+from forebay.layers.decoder import Block, Decoder
+from forebay.layers.linear import Linear
+from forebay.layers.norm import LayerNorm, RMSNorm
+from forebay.layers.ops import Ops
+from forebay.layers.params import Parameters
+from forebay.layers.rotary import Rotation, rotate, rotation_of
+from forebay.weights.config import ModelConfig
+from forebay.weights.vision import Preprocessing, Vision
+
+TOWER = "visual"
+"""What the names of a tower's weights begin with."""
+_LEVELS = 256
+_BLOCK = 4096
+"""Patches whose pixels are floats at once: of the largest image all would be a gigabyte."""
+
+
+class Grid(NamedTuple):
+    """Rows and columns of an image in positions of the decoder."""
+
+    height: int
+    width: int
+
+    @property
+    def positions(self) -> int:
+        return self.height * self.width
+
+
+class Pixels:
+    """Bytes of pixels as a tower's input: `(x - mean * 255) / (std * 255)`, bit-equal to transformers.
+
+    A table does it, so that no device adds and multiplies in one go, which rounds once where this rounds twice.
+    """
+
+    def __init__(self, images: Preprocessing, device: torch.device) -> None:
+        scale = 1.0 / images.rescale
+        mean, std = (torch.tensor(values)[:, None] * scale for values in (images.mean, images.std))
+        table = (torch.arange(_LEVELS, dtype=torch.float32) - mean) / std
+        self._table = table.view(-1).to(device)
+        self._temporal = images.temporal
+        self._first = torch.arange(0, table.numel(), _LEVELS, device=device, dtype=torch.int32)[:, None]
+
+    def blocks(self, patches: torch.Tensor) -> Iterator[torch.Tensor]:
+        """The same of many patches, some at a time."""
+        return (self(block) for block in patches.split(_BLOCK))
+
+    def __call__(self, patches: torch.Tensor) -> torch.Tensor:
+        """Of uint8 [n, 3 * side * side] with colours one after the other; float32 [n, 3 * times * side * side].
+
+        Each colour is there as many times as a still image counts as frames.
+        """
+        levels = patches.view(len(patches), len(self._first), -1).int() + self._first
+        values = self._table.index_select(0, levels.view(-1)).view_as(levels)
+        return values[:, :, None].expand(-1, -1, self._temporal, -1).reshape(len(patches), -1)
+
+
+class PatchEmbedding:
+    """The first layer: a convolution whose steps are as long as its kernel, and so a product."""
+
+    def __init__(self, params: Parameters, name: str, vision: Vision, bias: bool) -> None:
+        hidden, side = vision.hidden_size, vision.patch
+        shape = (hidden, vision.channels, vision.temporal, side, side)
+        self._weight = params.tensor(shape, {f"{name}.weight": hidden})
+        self._bias = params.tensor((hidden,), {f"{name}.bias": hidden}) if bias else None
+
+    def __call__(self, pixels: torch.Tensor) -> torch.Tensor:
+        """As `Pixels` gives them; [n, hidden]."""
+        return F.linear(pixels.to(self._weight.dtype), self._weight.flatten(1), self._bias)
+
+
+class TowerAttention:
+    """Every patch sees all patches of its group; heads are turned by row and column, in float32."""
+
+    def __init__(self, params: Parameters, prefix: str, vision: Vision) -> None:
+        hidden = vision.hidden_size
+        self._heads = vision.heads
+        self._qkv = Linear(params, prefix, hidden, {"qkv": 3 * hidden}, bias=True)
+        self._output = Linear(params, prefix, hidden, {"proj": hidden}, bias=True)
+
+    def __call__(self, x: torch.Tensor, rotation: Rotation, groups: Sequence[Group]) -> torch.Tensor:
+        """x is [n, hidden]."""
+        qkv = self._qkv(x).view(len(x), 3 * self._heads, -1)
+        turned = rotate(qkv[:, : 2 * self._heads].float(), rotation).to(x.dtype)
+        q, k = turned.split(self._heads, dim=1)
+        return self._output(attend(q, k, qkv[:, 2 * self._heads :], groups))
+
+
+@dataclass(frozen=True)
+class TowerBlock:
+    """One layer: `x + attention(norm(x))`, then `x + mlp(norm(x))`."""
+
+    attention: TowerAttention
+    mlp: Callable[[torch.Tensor], torch.Tensor]
+    attention_norm: LayerNorm | RMSNorm
+    mlp_norm: LayerNorm | RMSNorm
+
+    def __call__(self, x: torch.Tensor, rotation: Rotation, groups: Sequence[Group]) -> torch.Tensor:
+        x = x + self.attention(self.attention_norm(x), rotation, groups)
+        return x + self.mlp(self.mlp_norm(x))
+
+
+class Merger:
+    """Makes one position of the decoder of neighbouring patches, which follow one another."""
+
+    def __init__(
+        self,
+        vision: Vision,
+        norm: LayerNorm | RMSNorm,
+        up: Linear,
+        down: Linear,
+        norm_joined: bool = False,
+    ) -> None:
+        """`norm_joined`: patches are normalised together, not each by itself."""
+        self._width = vision.hidden_size * vision.merge**2
+        self._norm, self._up, self._down = norm, up, down
+        self._norm_joined = norm_joined
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """x is [n, hidden]; gives [n / merge^2, hidden of the decoder]."""
+        x = self._norm(x.view(-1, self._width)) if self._norm_joined else self._norm(x).view(-1, self._width)
+        return self._down(F.gelu(self._up(x)))
+
+
+@dataclass
+class TowerState:
+    """An image on its way through a tower; `n` patches."""
+
+    x: torch.Tensor  # [n, hidden]
+    rotation: Rotation  # float32
+    groups: Sequence[Group]
+    """Patches that see each other in a layer with windows."""
+    back: torch.Tensor | None = None
+    """Where each position of the image is, int64 [n / merge^2]; None: they are in order."""
+    kept: list[torch.Tensor] = field(default_factory=list)
+    """Deepstack outputs so far, [n / merge^2, hidden of the decoder] each."""
+
+
+class Tower:
+    """A vision tower. A family's file says how patches are arranged, and what its layers are made of."""
+
+    def __init__(
+        self,
+        vision: Vision,
+        embedding: PatchEmbedding,
+        blocks: Sequence[TowerBlock],
+        merger: Merger,
+        deepstack: Mapping[int, Merger],
+        device: torch.device,
+    ) -> None:
+        """`deepstack`: what gives an output of a layer's states, by the layer's number."""
+        self.vision = vision
+        self._embedding, self._blocks, self._merger, self._deepstack = embedding, blocks, merger, deepstack
+        quarter = vision.hidden_size // vision.heads // 4
+        powers = torch.arange(0, 2 * quarter, 2, dtype=torch.float32, device=device) / (2 * quarter)
+        self._frequencies = 1.0 / vision.theta**powers
+
+    def begin(self, pixels: Iterable[torch.Tensor], grid: Grid) -> TowerState:
+        """Of an image in blocks of patches, in patch order: merged squares row by row, of each its patches."""
+        x = torch.cat([self._embedding(block) for block in pixels])
+        rows, columns = places(grid, self.vision.merge, x.device)
+        return self._arrange(x, grid, rows, columns)
+
+    def layers(self, state: TowerState, first: int, end: int) -> None:
+        """Computes layers `first .. end`; those before them were computed."""
+        whole = [Group(0, 1, len(state.x))]
+        for number in range(first, end):
+            has_windows = self.vision.window is not None and number not in self.vision.whole
+            state.x = self._blocks[number](state.x, state.rotation, state.groups if has_windows else whole)
+            if number in self._deepstack:
+                state.kept.append(self._deepstack[number](state.x))
+
+    def finish(self, state: TowerState) -> torch.Tensor:
+        """After the last layer: rows [positions, hidden * (1 + deepstack)], row by row of the image."""
+        rows = torch.cat((self._merger(state.x), *state.kept), dim=1)
+        return rows if state.back is None else rows.index_select(0, state.back)
+
+    def _arrange(self, x: torch.Tensor, grid: Grid, rows: torch.Tensor, columns: torch.Tensor) -> TowerState:
+        """The state before layer 0, of embedded patches [n, hidden] at rows and columns int64 [n]."""
+        raise NotImplementedError
+
+    def _rotation(self, rows: torch.Tensor, columns: torch.Tensor) -> Rotation:
+        """Half of the frequencies of a head turn by the row, half by the column."""
+        angles = torch.cat([at[:, None].float() * self._frequencies for at in (rows, columns)], dim=1)
+        return rotation_of(angles.cos(), angles.sin())
+
+
+def places(grid: Grid, merge: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Row and column of each patch, int64 [n], in patch order."""
+    height, width = grid.height * merge, grid.width * merge
+    squares = (grid.height, merge, grid.width, merge)
+
+    def ordered(numbers: torch.Tensor) -> torch.Tensor:
+        return numbers.expand(height, width).reshape(squares).transpose(1, 2).flatten()
+
+    return ordered(torch.arange(height, device=device)[:, None]), ordered(torch.arange(width, device=device))
+
+
+class ImageDecoder(Decoder):
+    """A decoder with a tower before it, under the names of any release of transformers."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        params: Parameters,
+        blocks: Sequence[Block],
+        backend: AttentionBackend,
+        ops: Ops,
+        tower: Tower,
+    ) -> None:
+        super().__init__(config, params, blocks, backend, ops)
+        self.tower = tower
+
+    def _rooted(self, name: str) -> str:
+        name = name.removeprefix("model.") if name.startswith(f"model.{TOWER}.") else name
+        return name.replace("model.language_model.", "model.", 1)

@@ -1,0 +1,230 @@
+"""Images in slots: the pages that hold a tower's output, where images stand, and what positions are called there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+
+from forebay.device import Device
+from forebay.protocol.plan import ImageSpanWord, Plan, SlotWord
+from forebay.state.checks import PlanError, within
+from forebay.state.config import ConfigError, RunnerConfig
+from forebay.state.counts import Int64s, ragged
+from forebay.weights.vision import Preprocessing, Vision
+
+PAGE_POSITIONS = 64
+"""Positions of an image page."""
+_LEAST_POSITIONS = 8192
+"""Of a pool whose size nobody named."""
+_NOWHERE: Int64s = np.zeros(0, np.int64)
+
+
+def image_page_count(config: RunnerConfig, images: Preprocessing) -> int:
+    """Image pages to allocate: of a fixed number of positions, or of twice the largest image. Raises `ConfigError`."""
+    positions = config.image_pool_tokens
+    if positions is None:
+        positions = max(_LEAST_POSITIONS, 2 * min(images.most_positions, config.context_length))
+    if positions < 1:
+        raise ConfigError(f"image_pool_tokens {positions}: a model that sees images needs at least 1")
+    return pages_of(positions)
+
+
+def pages_of(positions: int) -> int:
+    """Image pages that hold so many positions."""
+    return -(-positions // PAGE_POSITIONS)
+
+
+class ImagePool:
+    """What towers gave: a row a position, `[pages * 64, (1 + deepstack) * hidden]`, zero until written."""
+
+    def __init__(self, vision: Vision, pages: int, dtype: torch.dtype, device: Device) -> None:
+        self.page_count = pages
+        self._shape = (1 + len(vision.deepstack), vision.out_size)
+        self._rows = device.zeros((pages * PAGE_POSITIONS, vision.position_elements), dtype)
+
+    @staticmethod
+    def nbytes(vision: Vision, pages: int, dtype: torch.dtype) -> int:
+        """Bytes of so many pages."""
+        return pages * PAGE_POSITIONS * vision.position_elements * dtype.itemsize
+
+    def write(self, entries: torch.Tensor, rows: torch.Tensor) -> None:
+        """Keeps rows [m, (1 + deepstack) * hidden] at entries int64 [m]. For work."""
+        self._rows.index_copy_(0, entries, rows)
+
+    def read(self, entries: torch.Tensor) -> torch.Tensor:
+        """The rows at entries int64 [m], [m, 1 + deepstack, hidden]. For work."""
+        rows: torch.Tensor = self._rows.index_select(0, entries).unflatten(1, self._shape)
+        return rows
+
+
+def entries_of(pages: Int64s, positions: Int64s) -> Int64s:
+    """Where positions [m] of an image are in the pool, that has its pages in this order."""
+    return pages[positions // PAGE_POSITIONS] * PAGE_POSITIONS + positions % PAGE_POSITIONS
+
+
+@dataclass(frozen=True)
+class ImageSpan:
+    """An image in a slot: a position for each of its rows and columns, row by row."""
+
+    first: int
+    height: int
+    width: int
+    rope: int
+    """The number of its first position."""
+    pages: Int64s
+    """Where its rows are; none as long as no row of a plan reaches it."""
+
+    @property
+    def count(self) -> int:
+        return self.height * self.width
+
+    @property
+    def end(self) -> int:
+        return self.first + self.count
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """A step's `n` tokens where some slots have images; `m` of them stand in images."""
+
+    positions: Int64s  # [n], or [3, n] (time, row, column) where they differ
+    at: Int64s  # [m]: which tokens stand in images
+    entries: Int64s  # [m]: where their rows are in the pool
+
+
+class Layout:
+    """The images of a slot, in order: they never change, another takes their place."""
+
+    def __init__(self, spans: Iterable[ImageSpan]) -> None:
+        """Raises `PlanError` for images that overlap."""
+        self._spans = sorted(spans, key=lambda span: span.first)
+        for before, after in zip(self._spans, self._spans[1:], strict=False):
+            if after.first < before.end:
+                raise PlanError(f"images at positions {before.first}..{before.end} and from {after.first} on overlap")
+        self.end = self._spans[-1].end
+        """Behind the last image."""
+
+    def with_(self, span: ImageSpan) -> Layout:
+        """The same, but for this image: another one, or in place of the one that begins there."""
+        return Layout([span, *(old for old in self._spans if old.first != span.first)])
+
+    @cached_property
+    def shift(self) -> int:
+        """From a position behind the last image to its number."""
+        return int(self._columns[4][-1]) - self.end
+
+    @cached_property
+    def _columns(self) -> tuple[Int64s, ...]:
+        """First positions, counts, widths, numbers of the first positions, and of those behind."""
+        words = [(s.first, s.count, s.width, s.rope, s.rope + max(s.height, s.width)) for s in self._spans]
+        return tuple(np.array(words, np.int64).T)
+
+    def check(self, start: int, end: int) -> None:
+        """Raises `PlanError` if positions `start .. end` are in an image whose pages nobody named."""
+        for span in self._spans:
+            if start < span.end and span.first < end and not len(span.pages):
+                raise PlanError(f"a row {start}..{end} in the image at position {span.first}, which has no pages")
+
+    def positions(self, start: int, length: int) -> Int64s:
+        """The numbers of positions [length] from `start` on, [3, length]."""
+        first, count, width, rope, behind = self._columns
+        at = np.arange(start, start + length)
+        image = np.searchsorted(first, at, side="right") - 1
+        # Before the first image, where the index is -1, the last one's columns are taken and not used.
+        offset = at - first[image]
+        inside = (image >= 0) & (offset < count[image])
+        text = np.where(image < 0, at, behind[image] + offset - count[image])
+        row, column = offset // width[image], offset % width[image]
+        numbers: Int64s = np.stack([np.where(inside, rope[image] + part, text) for part in (0, row, column)])
+        return numbers
+
+    def rows(self, start: int, length: int) -> tuple[Int64s, Int64s]:
+        """Which of the positions [length] from `start` on stand in images, [m], and where their rows are, [m]."""
+        at, entries = [_NOWHERE], [_NOWHERE]
+        for span in self._spans:
+            first, end = max(start, span.first), min(start + length, span.end)
+            if first < end:
+                positions = np.arange(first, end)
+                at.append(positions - start)
+                entries.append(entries_of(span.pages, positions - span.first))
+        return np.concatenate(at), np.concatenate(entries)
+
+
+@dataclass(frozen=True)
+class RowImages:
+    """The images of a step's `r` rows."""
+
+    layouts: tuple[Layout | None, ...]  # [r]
+    shift: Int64s  # [r]: from a position behind the last image to its number
+    end: Int64s  # [r]: behind the last image; 0 without one
+
+    def tokens(self, row: Int64s, start: Int64s, length: Int64s) -> Tokens:
+        """The same by the step's tokens: those of pieces of rows, [p], one after the other."""
+        positions = ragged(start + self.shift[row], length)
+        early = np.flatnonzero(start < self.end[row])
+        if not len(early):
+            return Tokens(positions, _NOWHERE, _NOWHERE)
+        of_three = np.tile(positions, (3, 1))
+        first = np.cumsum(length) - length
+        at, entries = [_NOWHERE], [_NOWHERE]
+        for piece in early.tolist():
+            layout = self.layouts[row[piece]]
+            assert layout is not None
+            begin, count, to = int(start[piece]), int(length[piece]), int(first[piece])
+            of_three[:, to : to + count] = layout.positions(begin, count)
+            tokens, where = layout.rows(begin, count)
+            at.append(tokens + to)
+            entries.append(where)
+        return Tokens(of_three, np.concatenate(at), np.concatenate(entries))
+
+
+class SlotImages:
+    """Which images stand in which slots. On the host: what a step needs of it is decided when the plan is read."""
+
+    def __init__(self, slots: int, context_length: int, pages: int) -> None:
+        self._slots, self._context_length, self._pages = slots, context_length, pages
+        self._layouts: dict[int, Layout] = {}
+
+    def read(self, plan: Plan) -> None:
+        """Forgets the images of new slots, and takes those of the plan. Raises `PlanError`."""
+        if self._layouts:
+            for slot in plan.slots[:, SlotWord.SLOT].tolist():
+                self._layouts.pop(slot, None)
+        if not len(plan.image_spans):
+            return
+        within(plan.image_spans[:, ImageSpanWord.SLOT], self._slots, "image: slot")
+        if len(plan.span_pages):
+            within(plan.span_pages, self._pages, "image: page")
+        edges = np.cumsum(plan.image_spans[:, ImageSpanWord.PAGE_COUNT])[:-1]
+        pages = np.split(plan.span_pages.astype(np.int64), edges)
+        for words, of_span in zip(plan.image_spans.tolist(), pages, strict=True):
+            slot, first, height, width, rope, _ = words
+            span = ImageSpan(first, height, width, rope, of_span)
+            if min(height, width) < 1 or span.end > self._context_length or rope > first:
+                raise PlanError(
+                    f"an image of {height}x{width} positions from {first} on, numbered from {rope} on, "
+                    f"in slot {slot} of {self._context_length} positions"
+                )
+            if len(of_span) not in (0, pages_of(span.count)):
+                raise PlanError(f"{len(of_span)} pages for an image of {span.count} positions")
+            layout = self._layouts.get(slot)
+            self._layouts[slot] = Layout([span]) if layout is None else layout.with_(span)
+
+    def of_rows(self, slot: Int64s, start: Int64s, length: Int64s) -> RowImages | None:
+        """The images of rows [r]; None: their slots have none. Raises `PlanError` for one that can't be read yet."""
+        if not self._layouts:
+            return None
+        layouts = tuple(self._layouts.get(number) for number in slot.tolist())
+        if not any(layouts):
+            return None
+        end = np.array([0 if layout is None else layout.end for layout in layouts], np.int64)
+        for row in np.flatnonzero(start < end).tolist():
+            layout = layouts[row]
+            assert layout is not None
+            layout.check(int(start[row]), int(start[row] + length[row]))
+        shift = np.array([0 if layout is None else layout.shift for layout in layouts], np.int64)
+        return RowImages(layouts, shift, end)

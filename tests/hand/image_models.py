@@ -1,0 +1,211 @@
+"""What the tests of images share: tiny models with a tower, prompts with images, and a brain that serves them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from transformers import (
+    PreTrainedConfig,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
+    Qwen3VLConfig,
+    Qwen3VLForConditionalGeneration,
+)
+
+from forebay.layers.vision import Grid, Pixels
+from forebay.runner.runner import ModelRunner
+from forebay.state.config import RunnerConfig
+from forebay.state.images import pages_of
+from forebay.weights.vision import Preprocessing
+from tests.hand.support import TINY, MiniBrain, PlanBuilder, Request, hf_config, random_model, wire_config
+
+PAD, START, END = 128, 129, 130
+CONTEXT = 640
+MERGE = 2
+TEXT: dict[str, Any] = {**TINY, "max_position_embeddings": CONTEXT}
+ROPE: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 2, 2]}
+TOWER: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "patch_size": 4}
+TOKENS: dict[str, Any] = {"image_token_id": PAD, "vision_start_token_id": START, "vision_end_token_id": END}
+QWEN3_TOWER = {**TOWER, "depth": 4, "out_hidden_size": 64, "num_position_embeddings": 36}
+QWEN25_TOWER = {**TOWER, "depth": 4, "out_hidden_size": 64, "window_size": 24, "fullatt_block_indexes": [1, 3]}
+NO_IDS = {"bos_token_id": None, "eos_token_id": None}
+QWEN3: dict[str, Any] = {**TEXT, "head_dim": 16, "rope_parameters": {**ROPE, "mrope_interleaved": True}}
+
+FAMILIES: dict[str, tuple[type[Any], PreTrainedConfig]] = {
+    "qwen3-vl": (
+        Qwen3VLForConditionalGeneration,
+        Qwen3VLConfig(
+            text_config=QWEN3,
+            vision_config={**QWEN3_TOWER, "deepstack_visual_indexes": [0, 2]},
+            tie_word_embeddings=True,
+            **TOKENS,
+        ),
+    ),
+    "qwen3-vl-no-deepstack": (
+        Qwen3VLForConditionalGeneration,
+        Qwen3VLConfig(text_config=QWEN3, vision_config={**QWEN3_TOWER, "deepstack_visual_indexes": []}, **TOKENS),
+    ),
+    "qwen2.5-vl": (
+        Qwen2_5_VLForConditionalGeneration,
+        Qwen2_5_VLConfig(text_config={**TEXT, **NO_IDS, "rope_parameters": ROPE}, vision_config=QWEN25_TOWER, **TOKENS),
+    ),
+}
+PREPROCESSING = Preprocessing(
+    patch=4,
+    merge=MERGE,
+    temporal=2,
+    min_pixels=64,
+    max_pixels=8192 * 64,
+    mean=(0.48145466, 0.4578275, 0.40821073),
+    std=(0.26862954, 0.26130258, 0.27577711),
+    rescale=1 / 255,
+)
+PATCH_BYTES = 3 * PREPROCESSING.patch**2
+
+
+@dataclass(frozen=True)
+class Image:
+    """Patches uint8 [positions * 4, 48] of an image of `grid` positions."""
+
+    grid: Grid
+    patches: npt.NDArray[np.uint8]
+
+    @classmethod
+    def random(cls, height: int, width: int, seed: int = 0) -> Image:
+        random = np.random.default_rng((seed, height, width))
+        shape = (height * width * MERGE**2, PATCH_BYTES)
+        return cls(Grid(height, width), random.integers(0, 256, shape, np.uint8))
+
+    @property
+    def pixels(self) -> torch.Tensor:
+        """What transformers' processor would give."""
+        return Pixels(PREPROCESSING, torch.device("cpu"))(torch.from_numpy(self.patches))
+
+    @property
+    def patch_grid(self) -> list[int]:
+        return [1, self.grid.height * MERGE, self.grid.width * MERGE]
+
+
+Part = Image | int
+"""Of a prompt: an image, or so many random tokens."""
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """Tokens with images between them."""
+
+    ids: list[int]
+    images: tuple[tuple[int, int, Image], ...]
+    """First position of each, its number, and the image."""
+    end: int
+    """The number of the first position behind the prompt."""
+
+    @classmethod
+    def of(cls, *parts: Part, seed: int = 0) -> Prompt:
+        random = np.random.default_rng((seed, len(parts)))
+        ids: list[int] = []
+        images, rope = [], 0
+        for part in parts:
+            if isinstance(part, int):
+                ids += random.integers(0, PAD, part).tolist()
+                rope += part
+            else:
+                images.append((len(ids), rope, part))
+                ids += [PAD] * part.grid.positions
+                rope += max(part.grid)
+        return cls(ids, tuple(images), rope)
+
+    def inputs(self) -> dict[str, torch.Tensor]:
+        """What transformers wants."""
+        ids = torch.tensor([self.ids])
+        inputs = {"input_ids": ids, "mm_token_type_ids": (ids == PAD).int()}
+        if self.images:
+            inputs["pixel_values"] = torch.cat([image.pixels for *_, image in self.images])
+            inputs["image_grid_thw"] = torch.tensor([image.patch_grid for *_, image in self.images])
+        return inputs
+
+
+@cache
+def model_of(family: str) -> Any:
+    """A tiny random transformers model."""
+    return random_model(*FAMILIES[family])
+
+
+def image_runner(family: str, arena: npt.NDArray[np.uint8] | None = None, **changes: Any) -> ModelRunner:
+    """A runner with the weights of a transformers model."""
+    model = model_of(family)
+    config = hf_config(model.config, type(model).__name__)
+    described = {"format": "safetensors", "directory": "", "files": [], "config": config}
+    described["images"] = PREPROCESSING.to_dict()
+    sizes = {"context_length": CONTEXT, "max_total_tokens": 4096, "image_pool_tokens": 4096}
+    wire = {**wire_config(config), **sizes, "model": described, **changes}
+    runner = ModelRunner(RunnerConfig.from_dict(wire), arena)
+    runner.model.load_weights(model.state_dict().items())
+    return runner
+
+
+def arena_of(images: Sequence[Image]) -> tuple[npt.NDArray[np.uint8], list[int]]:
+    """An arena with all patches, something else between them, and where each image begins."""
+    arena, offsets = bytearray(b"\xff" * 64), []
+    for image in images:
+        offsets.append(len(arena))
+        arena += image.patches.tobytes() + b"\xff" * 64
+    shared = np.frombuffer(arena, np.uint8)
+    # As the hand maps it.
+    shared.flags.writeable = False
+    return shared, offsets
+
+
+def reference(family: str, prompt: Prompt, count: int) -> tuple[list[int], torch.Tensor]:
+    """Greedy tokens and the log-probabilities [count, vocabulary] of each."""
+    model = model_of(family)
+    # It keeps the last prompt's.
+    model.model.rope_deltas = None
+    with torch.inference_mode():
+        inputs = prompt.inputs()
+        out = model(**inputs, use_cache=True)
+        distributions, tokens = [], []
+        for number in range(count):
+            logits = out.logits[0, -1].float()
+            distributions.append(logits.log_softmax(-1))
+            tokens.append(int(logits.argmax()))
+            at = torch.full((3, 1, 1), prompt.end + number)
+            following = torch.tensor([tokens[-1:]])
+            out = model(input_ids=following, past_key_values=out.past_key_values, position_ids=at, use_cache=True)
+    return tokens, torch.stack(distributions)
+
+
+@dataclass
+class ImageRequest(Request):
+    """A request whose prompt has images."""
+
+    seen: Prompt = field(default_factory=lambda: Prompt([], (), 0))
+    offsets: Sequence[int] = ()
+    """Where its images' patches begin in the arena."""
+
+
+class ImageBrain(MiniBrain):
+    """Runs the tower of a request's images whole, in the plan of its first row."""
+
+    def __init__(self, runner: ModelRunner, seed: int = 0, lookahead: int = 0) -> None:
+        super().__init__(runner, seed, lookahead)
+        images = runner.images
+        assert images is not None
+        self.layers = images.facts()["tower_layers"]
+        self.image_pages = self._random.permutation(images.pool.page_count).tolist()
+        self._images = 0
+
+    def _admit(self, request: Request, builder: PlanBuilder) -> None:
+        super()._admit(request, builder)
+        assert isinstance(request, ImageRequest)
+        for (position, rope, image), offset in zip(request.seen.images, request.offsets, strict=True):
+            pages = [self.image_pages.pop() for _ in range(pages_of(image.grid.positions))]
+            builder.image(self._images, (0, int(self.layers)), image.grid, offset, pages)
+            builder.image_span(request.slot, position, image.grid, rope, pages)
+            self._images += 1
