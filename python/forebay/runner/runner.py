@@ -15,7 +15,7 @@ import torch
 from forebay.compute.choose import Choice
 from forebay.compute.encoder import check_whole
 from forebay.compute.rows import Compute, Launch, Pooler, Rows
-from forebay.compute.sampler import Ask, Sampler
+from forebay.compute.sampler import Sampler
 from forebay.device import Event, host_array, open_device
 from forebay.layers.decoder import Decoder
 from forebay.layers.params import Parameters, Report
@@ -71,7 +71,7 @@ class ModelRunner:
         self.model_config = config.model_config
         self._arena = np.zeros(0, np.uint8) if arena is None else arena
         available = self.device.available_bytes()
-        self._choice = Choice(self.device)
+        self._choice = Choice(self.device, config)
         self._choice.check_operators(self.model_config)
         if config.quantization is not None:
             self._choice.check_quantization(config.quantization, self.model_config)
@@ -101,6 +101,9 @@ class ModelRunner:
         self.tables = SlotTables(config, vocabulary, device, hot)
         self.prompts = PromptRows(self._arena, self.tables, self.model_config.hidden_size, config.dtype)
         self._sampler = Sampler(self.tables, vocabulary, self._ops, device)
+        self._steps = self._choice.steps(
+            *(lambda: self.decoder, lambda: self._compute, self.tables, self.kv, self.prompts, self._sampler)
+        )
         self._ended = device.event()
 
     def _sizes(self, available: int) -> Sizes:
@@ -120,7 +123,9 @@ class ModelRunner:
         self._make_tables(None)
         for plan in largest_plans(self.config, self._flag):
             self.step(plan)
-        for made in ("kv", "tables", "prompts", "_sampler", "_compute", "_pooler"):
+        # Graphs have memory of their own.
+        self._capture()
+        for made in ("kv", "tables", "prompts", "_sampler", "_steps", "_compute", "_pooler"):
             self.__dict__.pop(made, None)
 
     def _open_host(self, host: HostMemory | None) -> HostPool | None:
@@ -240,8 +245,14 @@ class ModelRunner:
         self._warm(plan)
         if self._flag == FLAG_SAMPLE:
             self._warm(Plan(rows=np.array([[0, length - 1, 1, FLAG_SAMPLE]], np.int32)))
+        self._capture()
         self.device.queue(self.tables.forget_pages)
         self._ended = self.device.event()
+
+    @torch.inference_mode()
+    def _capture(self) -> None:
+        self.device.queue(self._steps.capture)
+        self.device.event().wait()
 
     def _warm(self, plan: Plan) -> None:
         result = self.step(plan.staged())
@@ -288,7 +299,7 @@ class ModelRunner:
             inputs = StepInputs(plan, device)
             writes = self.tables.read(plan, self._arena)
             if writes is not None:
-                device.queue(partial(self.tables.write, writes, inputs))
+                device.queue(partial(self._steps.write, writes, inputs))
             columns = self._queue_rows(plan.rows, inputs) if len(plan.rows) else NoColumns()
             before, self._ended = self._ended, device.event()
         copied = no_copies if self._copier is None else self._start_copies(plan, self._copier, self._ended)
@@ -344,9 +355,10 @@ class ModelRunner:
         found: Int32s | None = None if sparse is None else host_array(self.device, (4,), np.int32)
         rows = Rows(slot, start, length, np.flatnonzero(flags), given, sparse)
         ask = self._sampler.ask(slot[rows.sampling], ends[rows.sampling])
-        columns = TokenColumns(ask, rows.sampling, found, self.device)
-        self.device.queue(partial(self._sample, Launch(rows, inputs, found), ask, columns))
-        return columns
+        launch = Launch(rows, inputs, found)
+        answers = self._steps.answers(launch, ask)
+        self.device.queue(partial(self._steps.sample, launch, ask, answers))
+        return TokenColumns(answers, rows.sampling, found)
 
     def _queue_pooled(self, rows: Rows, inputs: StepInputs) -> Columns:
         if isinstance(self.model, Bert):
@@ -355,14 +367,6 @@ class ModelRunner:
         columns = VectorColumns(rows.sampling, self._vector_size, self.device)
         self.device.queue(partial(self._pool, Launch(rows, inputs), columns))
         return columns
-
-    def _sample(self, launch: Launch, ask: Ask, columns: TokenColumns) -> None:
-        """Work: computes rows, and samples those that do."""
-        if ask.plain:
-            sampled = self._sampler.greedy(*self._compute.greedy(launch), ask)
-        else:
-            sampled = self._sampler.sample(self._compute.logits(launch), ask)
-        columns.fill(sampled)
 
     def _pool(self, launch: Launch, columns: VectorColumns) -> None:
         """Work: computes rows, and makes vectors of prompts that end with them."""
