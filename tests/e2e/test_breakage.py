@@ -189,7 +189,7 @@ GRAPHS = [
         ([], KILLS),
         (["--device", "deferred", "--lookahead", "0"], FEW_KILLS),
         (["--device", "deferred", "--lookahead", "1"], FEW_KILLS),
-        (GRAPHS, FEW_KILLS),
+        ([*GRAPHS, "--chunked-prefill-size", "128"], FEW_KILLS),
     ],
     ids=["cpu", "deferred-0", "deferred-1", "graphs"],
 )
