@@ -39,6 +39,8 @@ def runner(
         "context_length": context,
         "chunked_prefill_size": step_tokens,
         "max_running_requests": slots,
+        "attention_backend": None,
+        "graph_rows": slots if device == "cuda" else 0,
         "mem_fraction_static": 0.5,
         "max_total_tokens": tokens,
         "arena_bytes": 0,

@@ -171,17 +171,34 @@ async def kill_under_load(server: Server, load: Load, kills: int) -> set[int]:
     return killed
 
 
+GRAPHS = [
+    "--device",
+    "deferred",
+    "--attention-backend",
+    "triton",
+    "--cuda-graph-max-bs",
+    "8",
+    "--chunked-prefill-size",
+    "128",
+]
+
+
 @pytest.mark.parametrize(
     ("flags", "kills"),
     [
         ([], KILLS),
         (["--device", "deferred", "--lookahead", "0"], FEW_KILLS),
         (["--device", "deferred", "--lookahead", "1"], FEW_KILLS),
+        ([*GRAPHS, "--chunked-prefill-size", "128"], FEW_KILLS),
     ],
-    ids=["cpu", "deferred-0", "deferred-1"],
+    ids=["cpu", "deferred-0", "deferred-1", "graphs"],
 )
-def test_deaths_of_the_hand_under_load(serve: Serve, tiny: Model, flags: list[str], kills: int) -> None:
+def test_deaths_of_the_hand_under_load(
+    serve: Serve, tiny: Model, monkeypatch: pytest.MonkeyPatch, flags: list[str], kills: int
+) -> None:
     """Every stream gets exactly the tokens that it gets when nothing happens."""
+    # Of the operators of a GPU those that need none.
+    monkeypatch.setenv("FOREBAY_GPU_KERNELS", "reference")
     server = serve(tiny, *flags)
     expected = undisturbed(server, requests(tiny, 96))
     load = Load(server, tiny, expected)

@@ -74,7 +74,7 @@ class FakeCuda:
 
     def pin(self, size: int) -> torch.Tensor:
         with unset_fake_temporarily():
-            memory = torch.empty(size, dtype=torch.uint8)
+            memory = torch.zeros(size, dtype=torch.uint8)
         # It stays, so that no other memory gets its address.
         self._pins.append(memory)
         self.pinned.append((memory.data_ptr(), memory.data_ptr() + size))

@@ -190,6 +190,8 @@ def wire_config(model_config: dict[str, Any], **changes: Any) -> dict[str, Any]:
         "context_length": 96,
         "chunked_prefill_size": 1024,
         "max_running_requests": 5,
+        "attention_backend": None,
+        "graph_rows": 0,
         "mem_fraction_static": 0.5,
         "max_total_tokens": 8 * 96,
         "arena_bytes": 0,

@@ -18,6 +18,7 @@ from forebay.device.cuda_open import compiled_for
 from forebay.device.cuda_pages import joined
 from forebay.device.deferred import DeferredDevice
 from forebay.device.watch import HiddenWaitError, NoStrayCopies, NoWaits
+from forebay.gpu.choose import VARIABLE
 from forebay.protocol.plan import FLAG_POOL
 from forebay.runner.runner import ModelRunner
 from forebay.state.config import RunnerConfig
@@ -259,6 +260,12 @@ def test_which_gpus_a_build_is_for(capability: tuple[int, int], built: list[str]
 # The whole hand.
 
 
+@pytest.fixture(autouse=True)
+def _twins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels need a GPU, or Triton's interpreter; their twins are PyTorch's operators."""
+    monkeypatch.setenv(VARIABLE, "reference")
+
+
 def runner_on_it(family: str, load: bool = True, **changes: object) -> ModelRunner:
     kind, config = FAMILIES[family]
     wired = wire_config(hf_config(config, kind.__name__), device="cuda", **changes)
@@ -320,16 +327,17 @@ def plans(asked: Sampling) -> list[PlanBuilder]:
 FAMILIES_ON_IT = ("llama-yarn", "qwen2", "qwen3-moe", "glm4-moe", "deepseek-v3", "glm-dsa")
 
 
+@pytest.mark.parametrize("backend", ["triton", "torch"])
 @pytest.mark.parametrize(
     ("family", "asked"), [*itertools.product(["qwen3"], ASKED), *itertools.product(FAMILIES_ON_IT, ["greedy"])]
 )
 def test_a_launch_mixes_no_devices_and_waits_for_nothing(
-    monkeypatch: pytest.MonkeyPatch, family: str, asked: str
+    monkeypatch: pytest.MonkeyPatch, family: str, asked: str, backend: str
 ) -> None:
     """Every operator of every kind of step, with tensors that are on a GPU but have no content."""
     install(monkeypatch, GPU)
     with fake_tensors(monkeypatch):
-        runner = runner_on_it(family, load=False, dtype="bfloat16")
+        runner = runner_on_it(family, load=False, dtype="bfloat16", attention_backend=backend)
         runner.load(lambda done, total: None)
         for builder in plans(ASKED[asked]):
             plan = builder.build()

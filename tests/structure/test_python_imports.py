@@ -22,7 +22,7 @@ ALLOWED: dict[str, set[str]] = {
     "layers": {"attention", "weights"},
     "models": {"attention", "layers", "weights"},
     "kernels": {"layers"},
-    "state": {"attention", "device", "protocol", "weights"},
+    "state": {"attention", "device", "gpu", "protocol", "weights"},
     "compute": {"attention", "device", "gpu", "kernels", "layers", "models", "protocol", "state", "weights"},
     "runner": {"compute", "device", "layers", "models", "protocol", "state", "weights"},
     "worker": {"device", "protocol", "runner", "state"},

@@ -13,8 +13,8 @@ use serde_json::json;
 use crate::affinity::{Affinity, threads_each};
 use crate::dialect::ChatFacts;
 use crate::flags::{
-    Device, Dtype, Egress, LoadBalance, LoadFormat, Quantization, SchedulePolicy, ServeFlags,
-    SimFlags,
+    AttentionBackend, Device, Dtype, Egress, LoadBalance, LoadFormat, Quantization, RunFlags,
+    SchedulePolicy, ServeFlags, SimFlags,
 };
 use crate::gpus::Gpus;
 use crate::model::{Model, Pooling};
@@ -47,6 +47,9 @@ pub(crate) struct Config {
     pub(crate) device: &'static str,
     /// The GPU of each replica, as `CUDA_VISIBLE_DEVICES` names it; none on another device.
     pub(crate) gpus: Vec<String>,
+    pub(crate) attention_backend: Option<&'static str>,
+    /// Most rows of a CUDA graph; 0: every step is launched operator by operator.
+    pub(crate) graph_rows: u32,
     pub(crate) dtype: &'static str,
     pub(crate) quantization: Option<Quantization>,
     pub(crate) load_format: &'static str,
@@ -205,6 +208,8 @@ impl Config {
                 Device::Deferred => "deferred",
             },
             gpus,
+            attention_backend: flags.run.attention_backend.map(AttentionBackend::name),
+            graph_rows: graph_rows(&flags.run, device, running)?,
             dtype: if simulated.is_some() { "none" } else { dtype(flags.loading.dtype, cuda) },
             quantization: if simulated.is_some() { None } else { quantization(flags, model)? },
             load_format: match flags.loading.load_format {
@@ -332,6 +337,8 @@ impl Config {
             context_length: self.context_length,
             chunked_prefill_size: self.chunked_prefill_size,
             max_running_requests: self.max_running_requests,
+            attention_backend: self.attention_backend.map(str::to_owned),
+            graph_rows: self.graph_rows,
             mem_fraction_static: self.mem_fraction_static,
             max_total_tokens: self.max_total_tokens,
             arena_bytes: 0,
@@ -386,6 +393,21 @@ fn device(flag: Device, replicas: u32) -> Result<(Device, Vec<String>)> {
     };
     let each = if device == Device::Cuda { gpus.each(replicas)? } else { Vec::new() };
     Ok((device, each))
+}
+
+/// Most rows of a graph: by default all that a step may have. The deferred device has graphs only where a test asks for them.
+fn graph_rows(flags: &RunFlags, device: Device, running: u32) -> Result<u32> {
+    let graphs = matches!(device, Device::Cuda | Device::Deferred);
+    let asked = flags.cuda_graph_max_bs.is_some() || flags.attention_backend.is_some();
+    if !graphs && (asked || flags.enforce_eager) {
+        bail!("--attention-backend, --cuda-graph-max-bs and --enforce-eager are for --device cuda");
+    }
+    Ok(match flags.cuda_graph_max_bs {
+        _ if !graphs || flags.enforce_eager => 0,
+        Some(most) => most.min(running),
+        None if device == Device::Cuda => running,
+        None => 0,
+    })
 }
 
 /// Whether the model keeps one row a position in place of keys and values.

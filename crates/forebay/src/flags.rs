@@ -226,6 +226,15 @@ pub(crate) struct RunFlags {
     /// `cpu` elsewhere; `sim` answers made-up words in the time that a device would take.
     #[arg(long, value_enum, default_value_t)]
     pub(crate) device: Device,
+    /// What computes attention on CUDA [default: triton].
+    #[arg(long, value_enum)]
+    pub(crate) attention_backend: Option<AttentionBackend>,
+    /// Launch every step operator by operator, without CUDA graphs.
+    #[arg(long, visible_alias = "disable-cuda-graph", conflicts_with = "cuda_graph_max_bs")]
+    pub(crate) enforce_eager: bool,
+    /// Most rows of a CUDA graph; steps with more are launched operator by operator [default: --max-running-requests].
+    #[arg(long, visible_alias = "max-cudagraph-capture-size", value_name = "ROWS", value_parser = clap::value_parser!(u32).range(1..))]
+    pub(crate) cuda_graph_max_bs: Option<u32>,
     /// Threads of the model's arithmetic [default: the physical cores that it may use].
     #[arg(long, value_parser = clap::value_parser!(u32).range(1..=4096))]
     pub(crate) threads: Option<u32>,
@@ -351,6 +360,30 @@ pub(crate) enum Egress {
     Direct,
     Tasks,
     Naive,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum AttentionBackend {
+    /// Forebay's own kernels.
+    #[value(alias = "TRITON_ATTN")]
+    Triton,
+    /// PyTorch's operators: slow, and needs nothing else.
+    #[value(aliases = ["torch_native", "sdpa", "TORCH_SDPA"])]
+    Torch,
+    /// FlashAttention 3, where `flash_attn_interface` is installed, on Hopper in bfloat16; without graphs.
+    #[value(aliases = ["flash_attn", "FLASH_ATTN"])]
+    Fa3,
+}
+
+impl AttentionBackend {
+    /// As the hand knows it.
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            Self::Triton => "triton",
+            Self::Torch => "torch",
+            Self::Fa3 => "fa3",
+        }
+    }
 }
 
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, ValueEnum, Serialize)]

@@ -67,6 +67,10 @@ pub struct HandConfig {
     pub chunked_prefill_size: u32,
     /// Most requests that run at a time, which is most rows of a step.
     pub max_running_requests: u32,
+    /// What computes attention (`triton`, `torch`, `fa3`); `None`: what the device does best.
+    pub attention_backend: Option<String>,
+    /// Most rows of a graph; 0: there are no graphs.
+    pub graph_rows: u32,
     /// Share of the device's memory for weights, pages, and what steps take where that is measured.
     pub mem_fraction_static: f64,
     /// A fixed size of the KV pool in tokens.

@@ -3,22 +3,32 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 
 from forebay.attention.backend import AttentionBackend
 from forebay.attention.cpu import CpuAttention
+from forebay.attention.flash import FlashAttention, why_not_fa3
+from forebay.attention.triton import TritonAttention
 from forebay.compute.eager import TorchCompute
 from forebay.compute.encoder import EncoderCompute
 from forebay.compute.native import NativeCompute, why_not_plain
+from forebay.compute.paged import Limits, PagedSteps
 from forebay.compute.rows import Compute, Pooler
+from forebay.compute.sampler import Sampler
+from forebay.compute.steps import OperatorSteps, Steps
 from forebay.device import Device, DeviceError
+from forebay.gpu.choose import kernels
+from forebay.gpu.interface import Kernels
+from forebay.gpu.ops import GpuOps
 from forebay.kernels.library import WITH_BYTES, build, level, native_wanted
 from forebay.kernels.packing import packed_bytes
 from forebay.layers.decoder import Decoder
 from forebay.layers.ops import HostOps, Ops, TorchOps
 from forebay.models.bert import Bert
+from forebay.state.config import RunnerConfig
 from forebay.state.images import ImagePool
 from forebay.state.inputs import PromptRows
 from forebay.state.pages import KvPool
@@ -26,16 +36,52 @@ from forebay.state.slots import SlotTables
 from forebay.weights.config import ModelConfig
 from forebay.weights.encoder_config import EncoderConfig
 from forebay.weights.errors import ModelError
-from forebay.weights.parts import Experts
+from forebay.weights.parts import Experts, Latent
 from forebay.weights.quantization import PLAIN
 
 
 class Choice:
     """The ways that a device has to compute: made once, before a model is built."""
 
-    def __init__(self, device: Device) -> None:
+    def __init__(self, device: Device, config: RunnerConfig) -> None:
+        """Raises `DeviceError` for a backend that the device, or this installation, does not have."""
         self._device = device
+        self._config = config
         self._native = device.runs_native and native_wanted()
+        self._kernels: Kernels | None = None
+        self._backend = self._settle(config)
+        if self._backend != "torch":
+            self._kernels = _kernels()
+        if config.hot_rows and device.torch_device.type != "cpu":
+            raise DeviceError(f"sparse decoding from host memory is not there for {device.name} yet: leave it off")
+
+    def _settle(self, config: RunnerConfig) -> str:
+        """What computes attention: what is asked for, or what the device does best."""
+        wanted, device = config.attention_backend, self._device
+        on_gpu = device.torch_device.type != "cpu"
+        if wanted is None:
+            # Rows that are pooled are computed operator by operator.
+            return "triton" if on_gpu and config.pooling is None else "torch"
+        if wanted == "torch":
+            return wanted
+        if config.pooling is not None:
+            raise DeviceError(f"attention backend {wanted} is for models that generate: leave it off")
+        if device.runs_native:
+            raise DeviceError(f"attention backend {wanted} is for GPUs, and the device is {device.name}: leave it off")
+        if wanted == "fa3":
+            self._check_fa3()
+        return wanted
+
+    def _check_fa3(self) -> None:
+        model = self._config.model_config
+        assert isinstance(model, ModelConfig)
+        if isinstance(model.attention, Latent):
+            raise DeviceError(
+                f"attention backend fa3 is for keys and values, and {model.architecture} has latent rows: use triton"
+            )
+        missing = why_not_fa3(self._device.torch_device, self._config.dtype)
+        if missing is not None:
+            raise DeviceError(f"attention backend fa3 can't be used: {missing}; use triton")
 
     def check_operators(self, model: ModelConfig | EncoderConfig) -> None:
         """Raises `ModelError` when PyTorch lacks an operator that such a model needs on this device."""
@@ -72,11 +118,37 @@ class Choice:
 
     def attention(self) -> AttentionBackend:
         """The attention that models are built with."""
-        return CpuAttention()
+        if self._kernels is None:
+            return CpuAttention()
+        if self._backend == "fa3":
+            return FlashAttention()
+        # Who is computed operator by operator gets no row of page -1 past the check of what it writes.
+        return TritonAttention(self._kernels, null_page=0)
 
     def ops(self) -> Ops:
         """The operators that models are built with, and the sampler."""
+        if self._kernels is not None:
+            return GpuOps(self._kernels)
         return TorchOps() if self._device.beside_host else HostOps()
+
+    def steps(
+        self,
+        model: Callable[[], Decoder],
+        compute: Callable[[], Compute],
+        tables: SlotTables,
+        kv: KvPool,
+        prompts: PromptRows,
+        sampler: Sampler,
+    ) -> Steps:
+        """How the steps of a model that generates are computed; `model` and `compute` are called as work."""
+        config = self._config
+        shape = config.model_config
+        if self._kernels is None or isinstance(shape, EncoderConfig) or _needs_host(shape):
+            return OperatorSteps(compute, tables, sampler, self._device)
+        # FlashAttention decides on the host how it splits rows: whether a replay is right has never been seen.
+        graph_rows = config.graph_rows if self._backend == "triton" else 0
+        limits = Limits(config.max_running_requests, config.chunked_prefill_size, graph_rows)
+        return PagedSteps(model, tables, kv, prompts, sampler, shape.vocab_size, limits, self._kernels, self._device)
 
     def compute(
         self, model: Decoder, tables: SlotTables, kv: KvPool, prompts: PromptRows, images: ImagePool | None = None
@@ -106,3 +178,18 @@ class Choice:
 
     def _packs(self, config: ModelConfig) -> bool:
         return self._native and NativeCompute.supports(config)
+
+
+def _needs_host(model: ModelConfig) -> bool:
+    """Whether the host decides which queries choose, or where images stand: no graph can do that."""
+    return model.indexer is not None or model.sections is not None
+
+
+def _kernels() -> Kernels:
+    """Raises `DeviceError` where Triton is missing."""
+    try:
+        return kernels()
+    except ImportError as error:
+        raise DeviceError(
+            f"Triton can't be imported ({error}): install it, or use --attention-backend torch"
+        ) from error

@@ -26,6 +26,8 @@ from forebay.state.slots import Int64s, SlotTables, penalised
 NO_MASKS: Mapping[int, UInt32s] = MappingProxyType({})
 _PENALTIES = (SlotFloat.REPETITION_PENALTY, SlotFloat.PRESENCE_PENALTY, SlotFloat.FREQUENCY_PENALTY)
 
+_SIMPLE = {"entries", "drawn", "temperature", "u", "limited", "top_k", "top_p", "nucleus", "nucleus_p", "min_p"}
+
 
 @dataclass
 class Ask:
@@ -39,6 +41,11 @@ class Ask:
     all_drawn: bool = False
     width: int = 0
     logprobs: AskedLogprobs | None = None
+
+    @property
+    def simple(self) -> bool:
+        """Whether rows want no more than the largest logit, or to be drawn after the filters."""
+        return self.logprobs is None and self.columns.keys() <= _SIMPLE
 
 
 @dataclass(frozen=True)
@@ -73,6 +80,9 @@ class SampledColumns:
         if self._asked is not None:
             shape = self._asked.wanted.shape
             self._logprobs = host_array(device, shape, np.int64), host_array(device, shape, np.float32)
+
+    def check(self) -> None:
+        """The operators raise by themselves what is wrong with a plan."""
 
     def fill(self, sampled: Sampled) -> None:
         """Copies. For work."""

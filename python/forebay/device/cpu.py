@@ -83,6 +83,16 @@ class CpuDevice:
     def copy_in(self, *arrays: npt.NDArray[Any]) -> tuple[torch.Tensor, ...]:
         return tuple(map(torch.from_numpy, arrays))
 
+    def copy_into(self, target: torch.Tensor, *arrays: npt.NDArray[Any]) -> None:
+        end = 0
+        for array in arrays:
+            begin, end = end, end + array.size
+            target[begin:end] = torch.from_numpy(array.reshape(-1))
+
+    def capture(self, work: Work) -> Work:
+        # Nothing is saved where work runs when it is queued.
+        return work
+
     def copy_out(self, tensor: torch.Tensor, to: npt.NDArray[Any]) -> None:
         to[...] = tensor.numpy()
 

@@ -72,6 +72,7 @@ class CudaDevice:
         self._launching = nullcontext()
         self._upload = _Upload(self.torch_device)
         self._pages = PageCopies(self.torch_device)
+        self._graph_pool: Any = None
         # Tokens are those of the CPU where arithmetic is float32, and sums of bfloat16 products are kept in float32.
         torch.backends.cuda.matmul.allow_tf32 = False
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
@@ -143,6 +144,27 @@ class CudaDevice:
             there[place].view(_torch_dtype(array.dtype)).view(array.shape)
             for array, place in zip(arrays, places, strict=True)
         )
+
+    def copy_into(self, target: torch.Tensor, *arrays: npt.NDArray[Any]) -> None:
+        source = pinned(sum(array.nbytes for array in arrays))
+        bytes_, end = source.numpy(), 0
+        for array in arrays:
+            begin, end = end, end + array.nbytes
+            bytes_[begin:end].view(array.dtype).reshape(array.shape)[...] = array
+        target.view(torch.uint8)[:end].copy_(source, non_blocking=True)
+
+    def capture(self, work: Work) -> Work:
+        # Outside of the graph first: libraries set themselves up, and kernels are compiled.
+        work()
+        if self._graph_pool is None:
+            self._graph_pool = torch.cuda.graph_pool_handle()
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph, self._graph_pool, self._stream, capture_error_mode="thread_local"):
+                work()
+        except RuntimeError as error:
+            raise DeviceError(f"the GPU can't capture this: {str(error).splitlines()[0]}") from error
+        return graph.replay
 
     def copy_out(self, tensor: torch.Tensor, to: npt.NDArray[Any]) -> None:
         torch.from_numpy(to).copy_(tensor, non_blocking=True)

@@ -21,6 +21,7 @@ import torch
 
 from forebay.device.cpu import CpuDevice
 from forebay.device.interface import Event, Work
+from forebay.device.recorded import Recording
 from forebay.device.watch import NoOperators, NoWaits
 
 GARBAGE = 0x5C
@@ -91,6 +92,10 @@ class DeferredDevice(CpuDevice):
 
     def copy_in(self, *arrays: npt.NDArray[Any]) -> tuple[torch.Tensor, ...]:
         return tuple(torch.from_numpy(array.copy()) for array in arrays)
+
+    def capture(self, work: Work) -> Work:
+        work()
+        return Recording(work).replay
 
     def copy_out(self, tensor: torch.Tensor, to: npt.NDArray[Any]) -> None:
         torch.from_numpy(to).copy_(tensor)

@@ -98,6 +98,20 @@ class Device(Protocol):
         The arrays keep their content until the step's last event is reached.
         """
 
+    def copy_into(self, target: torch.Tensor, *arrays: npt.NDArray[Any]) -> None:
+        """Copies host arrays, one after the other, to the beginning of `target` [elements], of whose type they are.
+
+        For work. As for `copy_in`, the arrays keep their content until the step's last event is reached.
+        """
+
+    def capture(self, work: Work) -> Work:
+        """Does work once, then records it; gives work that repeats it. For work.
+
+        What is recorded are operators and the memory that they read and write. The host's part of `work` is not
+        repeated, so it copies nothing in or out. Memory that it makes for itself is shared with all that is captured,
+        and has no content for others: what goes in and out lies in memory that the caller keeps. Raises `DeviceError`.
+        """
+
     def copy_out(self, tensor: torch.Tensor, to: npt.NDArray[Any]) -> None:
         """Copies to host memory, which has the content when the next event is reached. For work."""
 

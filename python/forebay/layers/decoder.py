@@ -48,6 +48,8 @@ class Forward:
     """None: the model has none."""
     images: ImageRows | None = None
     """None: there are no image positions."""
+    logits: torch.Tensor | None = None
+    """float32 [s, vocabulary]: where the logits go; None: to memory of their own."""
 
 
 class Attends(Protocol):
@@ -151,4 +153,7 @@ class Decoder:
         if residual is not None:
             residual = residual.index_select(0, forward.sampled)
         x, _ = self.ops.norm(self.norm, x, residual)
-        return (x if self.config.headless else F.linear(x, self.head)).float()
+        if self.config.headless:
+            return x.float()
+        logits = F.linear(x, self.head)
+        return logits.float() if forward.logits is None else forward.logits.copy_(logits)

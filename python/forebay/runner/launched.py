@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from forebay.compute.sampler import Ask, Sampled, SampledColumns
+from forebay.compute.steps import Answers
 from forebay.device import Device, Event, host_array
 from forebay.protocol.frames import Float32s, Int32s
 from forebay.protocol.result import COPIED_WORDS, ROW_NOT_FINITE, StepResult
@@ -45,17 +45,14 @@ class NoColumns:
 class TokenColumns:
     """Of a step whose rows sample."""
 
-    def __init__(self, ask: Ask, sampling: Int64s, found: Int32s | None, device: Device) -> None:
+    def __init__(self, answers: Answers, sampling: Int64s, found: Int32s | None) -> None:
         """`found`: of the step's `Launch`."""
         self._sampling = sampling
-        self._sampled = SampledColumns(ask, device)
+        self._sampled = answers
         self._found = found
 
-    def fill(self, sampled: Sampled) -> None:
-        """For work."""
-        self._sampled.fill(sampled)
-
     def report(self, result: StepResult) -> None:
+        self._sampled.check()
         result.tokens = self._sampled.tokens
         if self._found is not None:
             result.sparse_rows = self._found

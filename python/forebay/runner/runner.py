@@ -18,14 +18,14 @@ import torch
 from forebay.compute.choose import Choice
 from forebay.compute.encoder import check_whole
 from forebay.compute.rows import Compute, Launch, Pooler, Rows
-from forebay.compute.sampler import Ask, Sampler
+from forebay.compute.sampler import Sampler
 from forebay.device import Event, host_array, open_device
 from forebay.layers.decoder import Decoder
 from forebay.layers.params import Parameters, Report
 from forebay.models import registry
 from forebay.models.bert import Bert
 from forebay.protocol.frames import Int32s
-from forebay.protocol.masks import Masks
+from forebay.protocol.masks import Masks, UInt32s
 from forebay.protocol.plan import FLAG_MASKED, FLAG_POOL, FLAG_SAMPLE, NO_PAGE, SLOT_WORDS, Plan, SlotWord
 from forebay.protocol.result import ROW_OK, StepResult
 from forebay.runner.copier import Copier
@@ -102,7 +102,7 @@ class ModelRunner:
         self.model_config = config.model_config
         self._arena = np.zeros(0, np.uint8) if arena is None else arena
         available = self.device.available_bytes()
-        self._choice = Choice(self.device)
+        self._choice = Choice(self.device, config)
         self._choice.check_operators(self.model_config)
         if config.quantization is not None:
             self._choice.check_quantization(config.quantization, self.model_config)
@@ -134,6 +134,9 @@ class ModelRunner:
         self.tables = SlotTables(config, vocabulary, device, hot)
         self.prompts = PromptRows(self._arena, self.tables, self.model_config.hidden_size, config.dtype)
         self._sampler = Sampler(self.tables, vocabulary, self._ops, device)
+        self._steps = self._choice.steps(
+            *(lambda: self.decoder, lambda: self._compute, self.tables, self.kv, self.prompts, self._sampler)
+        )
         self._ended = device.event()
 
     def _sizes(self, available: int) -> Sizes:
@@ -155,7 +158,9 @@ class ModelRunner:
             self.images.warm_up(self.images.most_positions)
         for plan in largest_plans(self.config, self._flag):
             self.step(plan)
-        for made in ("kv", "tables", "prompts", "_sampler", "_compute", "_pooler"):
+        # Graphs have memory of their own.
+        self._capture()
+        for made in ("kv", "tables", "prompts", "_sampler", "_steps", "_compute", "_pooler"):
             self.__dict__.pop(made, None)
 
     @property
@@ -282,8 +287,14 @@ class ModelRunner:
             self.images.warm_up()
         if self._flag == FLAG_SAMPLE:
             self._warm(Plan(rows=np.array([[0, length - 1, 1, FLAG_SAMPLE]], np.int32)))
+        self._capture()
         self.device.queue(self.tables.forget_pages)
         self._ended = self.device.event()
+
+    @torch.inference_mode()
+    def _capture(self) -> None:
+        self.device.queue(self._steps.capture)
+        self.device.event().wait()
 
     def _warm(self, plan: Plan) -> None:
         result = self.step(plan.staged())
@@ -333,7 +344,7 @@ class ModelRunner:
             inputs = StepInputs(plan, device)
             writes = self.tables.read(plan, self._arena)
             if writes is not None:
-                device.queue(partial(self.tables.write, writes, inputs))
+                device.queue(partial(self._steps.write, writes, inputs))
             waited = Waited(plan.step, masks)
             columns = self._queue_rows(plan.rows, inputs, waited) if len(plan.rows) else NoColumns()
             before, self._ended = self._ended, device.event()
@@ -400,27 +411,26 @@ class ModelRunner:
         found: Int32s | None = None if sparse is None else host_array(self.device, (4,), np.int32)
         images = None if self.images is None else self.images.slots.of_rows(slot, start, length)
         rows = Rows(slot, start, length, np.flatnonzero(flags), given, sparse, images=images)
-        launch, slots, positions = Launch(rows, inputs, found), slot[rows.sampling], ends[rows.sampling]
+        launch, steps = Launch(rows, inputs, found), self._steps
+        slots, positions = slot[rows.sampling], ends[rows.sampling]
         masked = np.flatnonzero(flags[rows.sampling] & FLAG_MASKED)
         if len(masked):
-            return self._queue_masked(launch, (slots, positions), masked, masks)
-        ask = self._sampler.ask(slots, positions)
-        columns = TokenColumns(ask, rows.sampling, found, self.device)
-        self.device.queue(partial(self._sample, launch, ask, columns))
-        return columns
+            self.device.queue(partial(steps.compute, launch))
+            ask, work = self._sampler.ask(slots, positions, self._receive(masked, masks)), steps.choose
+        else:
+            ask, work = self._sampler.ask(slots, positions), steps.sample
+        answers = steps.answers(launch, ask)
+        self.device.queue(partial(work, launch, ask, answers))
+        return TokenColumns(answers, rows.sampling, found)
 
-    def _queue_masked(self, launch: Launch, sampled: tuple[Int64s, Int64s], masked: Int64s, waited: Waited) -> Columns:
-        """Queues the model, waits for the masks of `masked` among the rows that sample, and queues the sampler."""
-        logits: list[torch.Tensor] = []
-        self.device.queue(lambda: logits.append(self._compute.logits(launch)))
+    def _receive(self, masked: Int64s, waited: Waited) -> dict[int, UInt32s]:
+        """Waits for the masks of `masked` among the rows that sample."""
         received = waited.receive(len(masked))
         masks = zip(masked.tolist(), received.read(self._arena, self.model_config.vocab_size), strict=True)
-        ask = self._sampler.ask(*sampled, {row: mask for row, mask in masks if mask is not None})
+        found = {row: mask for row, mask in masks if mask is not None}
         # What was inline was copied, and what was not is not in the frame.
         received.release()
-        columns = TokenColumns(ask, launch.rows.sampling, launch.found, self.device)
-        self.device.queue(lambda: columns.fill(self._sampler.sample(logits.pop(), ask)))
-        return columns
+        return found
 
     def _queue_pooled(self, rows: Rows, inputs: StepInputs) -> Columns:
         if isinstance(self.model, Bert):
@@ -429,14 +439,6 @@ class ModelRunner:
         columns = VectorColumns(rows.sampling, self._vector_size, self.device)
         self.device.queue(partial(self._pool, Launch(rows, inputs), columns))
         return columns
-
-    def _sample(self, launch: Launch, ask: Ask, columns: TokenColumns) -> None:
-        """Work: computes rows, and samples those that do."""
-        if ask.plain:
-            sampled = self._sampler.greedy(*self._compute.greedy(launch), ask)
-        else:
-            sampled = self._sampler.sample(self._compute.logits(launch), ask)
-        columns.fill(sampled)
 
     def _pool(self, launch: Launch, columns: VectorColumns) -> None:
         """Work: computes rows, and makes vectors of prompts that end with them."""

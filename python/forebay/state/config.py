@@ -16,6 +16,7 @@ from forebay.weights.vision import Preprocessing
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 LOAD_FORMATS = ("auto", "dummy")
+ATTENTION_BACKENDS = ("triton", "torch", "fa3")
 SAVE_ORDERS = ("behind", "fence", "inline")
 MOST_HOT_ROWS = 32767
 """Their numbers are stored in 16 bits."""
@@ -39,6 +40,8 @@ class RunnerConfig:
     context_length: int
     chunked_prefill_size: int
     max_running_requests: int
+    attention_backend: str | None
+    graph_rows: int
     mem_fraction_static: float
     max_total_tokens: int | None
     arena_bytes: int
@@ -72,6 +75,9 @@ class RunnerConfig:
         if config.load_format not in LOAD_FORMATS:
             raise ConfigError(f"load format {config.load_format!r} is not supported: use {' or '.join(LOAD_FORMATS)}")
         config._check_quantization()
+        if config.attention_backend not in (None, *ATTENTION_BACKENDS):
+            known = " or ".join(ATTENTION_BACKENDS)
+            raise ConfigError(f"attention backend {config.attention_backend!r} is not supported: use {known}")
         config._check_sparse()
         sizes = ("page_size", "slots", "context_length", "chunked_prefill_size", "max_running_requests")
         if min(values[name] for name in sizes) < 1:

@@ -64,10 +64,10 @@ class Part:
 class KvPool:
     """What all layers keep of positions, zero until written.
 
-    The main part is keys and values, or latent rows. Keys and values `[page_count, page_size, kv_heads, head_dim]` are
-    a pool each, two a layer. Latent rows of all layers are one pool `[page_count, layers, page_size, row]`: a page is
-    one contiguous piece. So are the keys of an index, `[page_count, indexed layers, page_size, head_dim]`, the index
-    part of a page.
+    The main part is keys and values, or latent rows, and has the null page behind its pages. Keys and values are a pool
+    each, two a layer, `[page_count + 1, page_size, kv_heads, head_dim]`. Latent rows of all layers are one pool,
+    `[page_count + 1, layers, page_size, row]`: a page is one contiguous piece. So are the keys of an index,
+    `[page_count, indexed layers, page_size, head_dim]`, the index part of a page.
     """
 
     def __init__(
@@ -81,8 +81,8 @@ class KvPool:
     ) -> None:
         """`model` None: a pool of nothing, for a model that keeps nothing.
 
-        `index_pages`: pages of the index part that have numbers of their own. Then the main part has one page more, for
-        what is written and never read: it begins at entry `nowhere`.
+        `index_pages`: pages of the index part that have numbers of their own. Behind the pages of the main part there
+        is the *null page*, for what is written and never read: it begins at entry `nowhere`.
         """
         self.page_size = page_size
         self.dtype = dtype
@@ -98,16 +98,14 @@ class KvPool:
             return
         layers, attention = model.num_hidden_layers, model.attention
         if isinstance(attention, Latent):
-            self.main, rows = _rows(
-                pages, layers, page_size, attention.position_elements, dtype, device, index_pages is not None
-            )
+            self.main, rows = _rows(pages, layers, page_size, attention.position_elements, dtype, device, one_more=True)
             # Rows are one head's keys, and its values are their first elements.
             keys = [of_layer[:, None] for of_layer in rows]
             self.layers = [LayerKV(of_layer, of_layer[..., : attention.rank]) for of_layer in keys]
         else:
-            shape = (pages * page_size, attention.kv_heads, attention.head_dim)
+            shape = ((pages + 1) * page_size, attention.kv_heads, attention.head_dim)
             self.layers = [LayerKV(device.zeros(shape, dtype), device.zeros(shape, dtype)) for _ in range(layers)]
-            pools = tuple(tensor for layer in self.layers for tensor in (layer.keys, layer.values))
+            pools = tuple(tensor[: pages * page_size] for layer in self.layers for tensor in layer)
             self.main = Part(pools, pages, sum(pool.nbytes for pool in pools) // pages, page_size)
         if model.indexer is not None:
             indexed, width = len(model.indexer.layers), model.indexer.head_dim
@@ -116,7 +114,7 @@ class KvPool:
 
     @property
     def nowhere(self) -> int:
-        """The first entry of each layer behind its pages."""
+        """The first entry of the null page, in each layer."""
         return self.page_count * self.main.page_stride
 
     @property

@@ -50,12 +50,13 @@ class SlotTables:
         self.context_length = config.context_length
         self.pages_per_slot = config.pages_per_slot
         self.stride = config.context_length + 1
+        lines, place = config.slots + 1, device.torch_device
         # One more than the context: the token sampled at its very end is stored too.
-        self.token_pool = torch.zeros(config.slots, self.stride, dtype=torch.int32, device=device.torch_device)
+        self.all_tokens = torch.zeros(lines, self.stride, dtype=torch.int32, device=place)
         # -1 makes a page that the brain forgot to write an error instead of someone else's page.
-        self.page_table = torch.full(
-            (config.slots, self.pages_per_slot), -1, dtype=torch.int32, device=device.torch_device
-        )
+        self.all_pages = torch.full((lines, self.pages_per_slot), -1, dtype=torch.int32, device=place)
+        # What the brain knows; behind it is the line of the null slot, for rows that are none.
+        self.token_pool, self.page_table = self.all_tokens[: config.slots], self.all_pages[: config.slots]
         # Where no slot is ever sparse, both parts of a page have one number.
         self.index_page_table = self.page_table if hot is None else hot.host_table
         self.counts = TokenCounts(config.slots, vocabulary, device)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from forebay.device import Device
+from forebay.gpu.tables import Received
 from forebay.protocol.plan import Plan
 
 
@@ -12,7 +13,9 @@ class StepInputs:
     """A plan's columns on the device, int32, by name: views of one copy of its frame's body. For work."""
 
     def __init__(self, plan: Plan, device: Device) -> None:
-        self._plan = plan
+        self.plan = plan
+        self.received: Received | None = None
+        """The plan where kernels read it, once it is there."""
         self._device = device
         self._body: torch.Tensor | None = None
 
@@ -20,8 +23,8 @@ class StepInputs:
         """The words of a column, one after the other."""
         if self._body is None:
             # Many steps decode only and ask for nothing: where rows are read from host memory there is no copy at all.
-            (self._body,) = self._device.copy_in(self._plan.body)
-        return self._body[self._plan.place(name)]
+            (self._body,) = self._device.copy_in(self.plan.body)
+        return self._body[self.plan.place(name)]
 
     def records(self, name: str, words: int) -> torch.Tensor:
         """A column of records as int64 [records, words]."""

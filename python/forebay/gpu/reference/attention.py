@@ -23,9 +23,11 @@ def attend(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, rows: Page
     seen = (position <= last[:, None]) & somebody[:, None]
     # What a query does not see may be no number, which gets through a weight of 0.
     entries = torch.where(seen, entries, entries.gather(1, last[:, None].long()))
-    k, v = (pool.index_select(0, entries.view(-1)).unflatten(0, (n, -1)).float() for pool in (keys, values))
+    k, v = (
+        pool.index_select(0, entries.view(-1)).unflatten(0, tuple(entries.shape)).float() for pool in (keys, values)
+    )
     grouped = q.float().unflatten(1, (keys.shape[1], -1))
     scores = torch.einsum("nkgd,nskd->nkgs", grouped, k) * scale
     weights = scores.masked_fill(~seen[:, None, None], -torch.inf).softmax(dim=-1)
-    out = torch.einsum("nkgs,nskd->nkgd", weights, v).reshape(n, heads, -1)
+    out = torch.einsum("nkgs,nskd->nkgd", weights, v).reshape(n, heads, values.shape[2])
     return out.masked_fill(~somebody[:, None, None], 0).to(q.dtype)

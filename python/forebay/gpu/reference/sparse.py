@@ -158,8 +158,10 @@ def attend_chosen(
     there = rows >= 0
     # A row that is none may be no number, which gets through a weight of 0: it takes another's place.
     entries = torch.where(there, rows, rows.amax(dim=-1, keepdim=True)).clamp_(min=0).long()
-    k, v = (pool.index_select(0, entries.view(-1)).unflatten(0, (n, -1)).float() for pool in (keys, values))
+    k, v = (
+        pool.index_select(0, entries.view(-1)).unflatten(0, tuple(entries.shape)).float() for pool in (keys, values)
+    )
     scores = torch.einsum("nkgd,nskd->nkgs", q.float().unflatten(1, (keys.shape[1], -1)), k) * scale
     weights = scores.masked_fill(~there[:, None, None], -torch.inf).softmax(dim=-1)
-    out = torch.einsum("nkgs,nskd->nkgd", weights, v).reshape(n, heads, -1)
+    out = torch.einsum("nkgs,nskd->nkgd", weights, v).reshape(n, heads, values.shape[2])
     return out.masked_fill(~there.any(dim=-1)[:, None, None], 0).to(q.dtype)

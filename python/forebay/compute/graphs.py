@@ -1,0 +1,104 @@
+"""Which graph does which step: steps are padded to sizes that were captured, largest first, in one pool of memory."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+from forebay.device import Device, DeviceError, Work
+
+_MIXED_ROWS = 64
+"""Fewer rows of a mixed step are padded to so many: a product has tiles of that many rows anyway."""
+_LEAST_MIXED = 64
+_MOST_MIXED = 2048
+"""Tokens of mixed steps. Larger ones compute for longer than launching them takes."""
+
+
+@dataclass(frozen=True, order=True)
+class Size:
+    """Of a step, padding included."""
+
+    tokens: int
+    rows: int
+    mixed: bool
+    """Whether rows may have more than one token."""
+
+    def __str__(self) -> str:
+        return f"{self.tokens} tokens in up to {self.rows} rows" if self.mixed else f"{self.rows} decode rows"
+
+
+def decode_rows(most: int) -> list[int]:
+    """Rows of decode graphs, ascending: up to 64 rows fill one tile of a Hopper's product, so few are needed."""
+    ladder = [1, 2, 4, 8, 16, 24, 32, 48, 64, *range(80, 129, 16), *range(160, 257, 32), *range(320, most, 64)]
+    return [*(rows for rows in ladder if rows < most), most] if most else []
+
+
+def mixed_sizes(most_rows: int, step_tokens: int) -> list[Size]:
+    """Sizes of mixed graphs of steps of up to `step_tokens`, ascending."""
+    if not most_rows:
+        return []
+    most = min(step_tokens, _MOST_MIXED)
+    tokens = [least for least in (_LEAST_MIXED << power for power in range(6)) if least < most]
+    rows = sorted({min(_MIXED_ROWS, most_rows), most_rows})
+    return [Size(count, number, mixed=True) for count in [*tokens, most] for number in rows]
+
+
+class Graphs:
+    """What was captured of a hand's steps: the model by size, and samplers by rows and kind."""
+
+    def __init__(self, device: Device, most_rows: int, step_tokens: int) -> None:
+        """`most_rows` of a graph; 0: no graph at all. `step_tokens`: most of a step."""
+        self._device = device
+        self._decodes = [Size(rows, rows, mixed=False) for rows in decode_rows(most_rows)]
+        self._mixed = mixed_sizes(most_rows, step_tokens)
+        self._models: dict[Size, Work] = {}
+        self._samplers: dict[tuple[int, bool], Work] = {}
+
+    @property
+    def sizes(self) -> list[Size]:
+        """Largest first: smaller graphs find the memory of larger ones."""
+        return sorted([*self._decodes, *self._mixed], reverse=True)
+
+    @property
+    def count(self) -> int:
+        """Graphs that were captured."""
+        return len(self._models) + len(self._samplers)
+
+    def fit(self, rows: int, tokens: int) -> Size | None:
+        """The smallest captured size for a step; None: there is none."""
+        if not self._models:
+            return None
+        if tokens == rows:
+            at = bisect_left(self._decodes, Size(rows, rows, mixed=False))
+            return self._decodes[at] if at < len(self._decodes) else None
+        return next((size for size in self._mixed if size.tokens >= tokens and size.rows >= rows), None)
+
+    def capture(self, model: Callable[[Size], None], sample: Callable[[int, bool], None]) -> None:
+        """Captures all: `model` computes a step of some size, `sample` samples so many rows, drawn or not. For work.
+
+        Raises `DeviceError` with the size: a hand that would be slow without a word is worse than none.
+        """
+        for size in self.sizes:
+            self._models[size] = self._captured(str(size), partial(model, size))
+        for rows in sorted({size.rows for size in self.sizes}, reverse=True):
+            for drawn in (True, False):
+                self._samplers[rows, drawn] = self._captured(f"sampling {rows} rows", partial(sample, rows, drawn))
+
+    def model(self, size: Size) -> None:
+        """Computes a step of a captured size. For work."""
+        self._models[size]()
+
+    def sample(self, rows: int, drawn: bool) -> None:
+        """Samples the rows of a captured size. For work."""
+        self._samplers[rows, drawn]()
+
+    def _captured(self, what: str, work: Work) -> Work:
+        try:
+            return self._device.capture(work)
+        except Exception as error:
+            raise DeviceError(
+                f"the graph of {what} could not be captured: {error}; choose a smaller --cuda-graph-max-bs, or "
+                "--disable-cuda-graph"
+            ) from error

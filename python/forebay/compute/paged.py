@@ -1,0 +1,296 @@
+"""Steps with the operators of `forebay.gpu`: the device reads the plan, and a graph does all steps of a size.
+
+The host looks at rows to check them and to choose a size. Everything else is done by what is queued: the plan's body is
+copied to where it always lies, kernels write the tables and prepare the rows, the model computes, a sampler reads what
+rows want by their slots, and one block with tokens and an error word is copied out. What is no number of this step lies
+in memory that stays, so that a graph may do it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from forebay.compute.graphs import Graphs, Size
+from forebay.compute.rows import Launch
+from forebay.compute.sampler import Ask, SampledColumns, Sampler
+from forebay.compute.steps import Answers
+from forebay.device import Device, host_array
+from forebay.gpu.interface import Kernels, PagedRows
+from forebay.gpu.tables import Received, StepBuffers, Tables, describe, places
+from forebay.layers.decoder import Decoder, Forward
+from forebay.protocol.frames import Float32s, Int32s
+from forebay.protocol.plan import COLUMNS, NO_PAGE, SLOT_FLOATS, SLOT_WORDS
+from forebay.state.inputs import PromptRows
+from forebay.state.pages import KvPool
+from forebay.state.slots import Int64s, PlanError, SlotTables, Writes
+from forebay.state.staging import StepInputs
+
+_PLACES = 2 * len(COLUMNS)
+MOST_WORDS = 1 << 16
+"""Of a plan's body that a graph can read: a quarter of a mebibyte."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a hand is told of the largest of its steps."""
+
+    rows: int
+    tokens: int
+    graph_rows: int
+    """Most rows of a graph; 0: there are none."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Where steps of at most `rows` and `tokens` lie on the device."""
+
+    buffers: StepBuffers
+    logits: torch.Tensor  # float32 [rows, vocabulary]
+    block: torch.Tensor  # int32 [1 + 2 * rows]: the error word, tokens, and which are finite
+
+    @classmethod
+    def make(cls, rows: int, tokens: int, vocabulary: int, place: torch.device) -> Memory:
+        """Memory of a device."""
+        logits = torch.empty(rows, vocabulary, dtype=torch.float32, device=place)
+        block = torch.zeros(1 + 2 * rows, dtype=torch.int32, device=place)
+        return cls(StepBuffers.make(rows, tokens, place), logits, block)
+
+    def holds(self, rows: int, tokens: int) -> bool:
+        """Whether a step of such a size fits."""
+        return rows <= len(self.logits) and tokens <= len(self.buffers.tokens)
+
+    def part(self, rows: int, tokens: int) -> Memory:
+        """For a step of this size: the first part of everything, so that all sizes share it."""
+        whole = self.buffers
+        buffers = StepBuffers(
+            tokens=whole.tokens[:tokens],
+            positions=whole.positions[:tokens],
+            writes=whole.writes[:tokens],
+            slots=whole.slots[:rows],
+            ends=whole.ends[:rows],
+            first=whole.first[: rows + 1],
+            last=whole.last[:rows],
+            sampling=whole.sampling[:rows],
+        )
+        return Memory(buffers, self.logits[:rows], self.block[: 1 + 2 * rows])
+
+
+class BlockAnswers:
+    """`Answers` that come as one block; what a sampler outside of graphs gives is beside it."""
+
+    def __init__(self, size: Size, captured: bool, sampling: Int64s, ask: Ask, device: Device) -> None:
+        self.size = size
+        self.captured = captured
+        """Whether graphs do the step."""
+        self._sampling = sampling
+        self.beside = None if ask.simple else SampledColumns(ask, device)
+        rows = size.rows if self.beside is None else 0
+        self.block: Int32s = host_array(device, (1 + 2 * rows,), np.int32)
+
+    @property
+    def tokens(self) -> Int32s:
+        if self.beside is not None:
+            return self.beside.tokens
+        return self.block[1 : 1 + self.size.rows][self._sampling]
+
+    @property
+    def finite(self) -> npt.NDArray[np.bool_]:
+        if self.beside is not None:
+            return self.beside.finite
+        return self.block[1 + self.size.rows :][self._sampling] > 0
+
+    def logprobs(self) -> tuple[Int32s, Int32s, Float32s] | None:
+        return None if self.beside is None else self.beside.logprobs()
+
+    def check(self) -> None:
+        if self.block[0]:
+            raise PlanError(f"a plan that the tables contradict: {describe(int(self.block[0]))}")
+
+
+class PagedSteps:
+    """Implements `Steps`."""
+
+    def __init__(
+        self,
+        model: Callable[[], Decoder],
+        tables: SlotTables,
+        kv: KvPool,
+        prompts: PromptRows,
+        sampler: Sampler,
+        vocabulary: int,
+        limits: Limits,
+        kernels: Kernels,
+        device: Device,
+    ) -> None:
+        """`model` is called as work."""
+        self._model, self._kv, self._prompts, self._sampler = model, kv, prompts, sampler
+        self._kernels, self._device, self._counts = kernels, device, tables.counts
+        place = device.torch_device
+        lines = tables.slots + 1
+        self._tables = Tables(
+            token_pool=tables.all_tokens,
+            page_table=tables.all_pages,
+            words=torch.zeros(lines, SLOT_WORDS, dtype=torch.int32, device=place),
+            floats=torch.zeros(lines, SLOT_FLOATS, dtype=torch.float32, device=place),
+            vocabulary=vocabulary,
+            page_size=kv.page_size,
+            page_count=kv.page_count,
+            page_stride=kv.main.page_stride,
+        )
+        tables.all_pages[-1] = kv.page_count
+        self._errors = torch.zeros(1, dtype=torch.int32, device=place)
+        self._memory = Memory.make(limits.rows, limits.tokens, vocabulary, place)
+        self._computed = self._memory
+        """Of the step that was computed last."""
+        # A plan that brings every slot with a whole context, or what there is room for.
+        words = tables.slots * (SLOT_WORDS + SLOT_FLOATS + tables.stride + 4 * (1 + tables.pages_per_slot))
+        self._input = torch.zeros(_PLACES + min(words, MOST_WORDS), dtype=torch.int32, device=place)
+        self._no_tokens = torch.zeros(1, dtype=torch.int32, device=place)
+        self.graphs = Graphs(device, min(limits.graph_rows, limits.rows), limits.tokens)
+
+    def answers(self, launch: Launch, ask: Ask) -> Answers:
+        size, captured = self._size(launch)
+        return BlockAnswers(size, captured, launch.rows.sampling, ask, self._device)
+
+    def write(self, writes: Writes | None, inputs: StepInputs) -> None:
+        received = self._receive(inputs)
+        if writes is None:
+            return
+        if writes.slots:
+            tokens = self._no_tokens
+            if writes.from_arena is not None:
+                (tokens,) = self._device.copy_in(writes.from_arena[1])
+            self._kernels.apply_slots(Received(received.body, received.places, tokens), self._tables, self._errors)
+        if not len(inputs.plan.rows):
+            self._write_pages(received)
+        if writes.recount is not None:
+            self._counts.write(writes.recount, self._tables.token_pool)
+
+    def sample(self, launch: Launch, ask: Ask, answers: Answers) -> None:
+        self.compute(launch)
+        self.choose(launch, ask, answers)
+
+    def compute(self, launch: Launch) -> None:
+        size, captured = self._size(launch)
+        received = self._receive(launch.inputs)
+        self._computed = self._memory
+        if captured:
+            self.graphs.model(size)
+            return
+        if not self._memory.holds(size.rows, size.tokens):
+            self._computed = Memory.make(size.rows, size.tokens, self._tables.vocabulary, self._device.torch_device)
+        self._compute(self._computed.part(size.rows, size.tokens), received, size.mixed, launch)
+
+    def choose(self, launch: Launch, ask: Ask, answers: Answers) -> None:
+        assert isinstance(answers, BlockAnswers)
+        size, memory = answers.size, self._computed
+        if answers.beside is not None:
+            (rows,) = self._device.copy_in(launch.rows.sampling)
+            answers.beside.fill(self._sampler.sample(memory.logits.index_select(0, rows), ask))
+            self._tell_errors(memory)
+        elif answers.captured:
+            self.graphs.sample(size.rows, not ask.plain)
+        else:
+            self._choose(memory.part(size.rows, size.tokens), not ask.plain)
+        self._device.copy_out(memory.block[: len(answers.block)], answers.block)
+
+    def capture(self) -> None:
+        # A plan without rows: all of what is computed meanwhile is padding.
+        self._input.zero_()
+        received = self._at_its_place
+        self.graphs.capture(
+            lambda size: self._compute(self._memory.part(size.rows, size.tokens), received, size.mixed),
+            lambda rows, drawn: self._choose(self._memory.part(rows, 0), drawn),
+        )
+
+    def _size(self, launch: Launch) -> tuple[Size, bool]:
+        """The size that a step is computed as, and whether a graph does it."""
+        rows = launch.rows
+        count, tokens = len(rows.slot), int(rows.length.sum())
+        if rows.given is None and self._fits(launch.inputs):
+            size = self.graphs.fit(count, tokens)
+            if size is not None:
+                return size, True
+        return Size(tokens, count, tokens > count), False
+
+    @property
+    def _at_its_place(self) -> Received:
+        places_ = self._input[:_PLACES].view(-1, 2)
+        return Received(self._input[_PLACES:], places_, self._no_tokens)
+
+    def _fits(self, inputs: StepInputs) -> bool:
+        return len(inputs.plan.body) <= len(self._input) - _PLACES
+
+    def _receive(self, inputs: StepInputs) -> Received:
+        """The plan on the device: where graphs read it, if there is room. For work."""
+        if inputs.received is not None:
+            return inputs.received
+        body, table = inputs.plan.body, places(inputs.plan)
+        if self._fits(inputs):
+            self._device.copy_into(self._input, table, body)
+            inputs.received = self._at_its_place
+        else:
+            words, columns = self._device.copy_in(body, table)
+            inputs.received = Received(words, columns, self._no_tokens)
+        return inputs.received
+
+    def _write_pages(self, received: Received) -> None:
+        table, count = self._tables.page_table, self._tables.page_count
+        self._kernels.write_table(received, "page_writes", table, NO_PAGE, count, self._errors)
+
+    def _compute(self, memory: Memory, received: Received, mixed: bool, launch: Launch | None = None) -> None:
+        """Everything up to the logits. `launch` may have inputs from the arena; None: it has not."""
+        buffers, kv = memory.buffers, self._kv
+        self._write_pages(received)
+        self._kernels.prepare(received, self._tables, buffers, self._errors, None)
+        model = self._model()
+        rows = PagedRows(
+            slots=buffers.slots,
+            ends=buffers.ends,
+            first=buffers.first,
+            page_table=self._tables.page_table,
+            page_size=kv.page_size,
+            page_stride=kv.main.page_stride,
+            null_page=kv.page_count,
+            decodes=True,
+            chunks=mixed,
+        )
+        forward = Forward(
+            tokens=buffers.tokens,
+            given=[] if launch is None else self._given(launch),
+            positions=buffers.positions,
+            sampled=buffers.last,
+            writes=buffers.writes,
+            prepared=rows,
+            kv=kv.layers,
+            logits=memory.logits,
+        )
+        model(forward)
+
+    def _given(self, launch: Launch) -> list[tuple[int, torch.Tensor]]:
+        rows = launch.rows
+        if rows.given is None:
+            return []
+        spans = rows.given.spans(np.arange(len(rows.slot)), rows.start, rows.length)
+        parts = self._device.copy_in(*map(self._prompts.rows, spans)) if spans else ()
+        return [(span.at, self._prompts.tensor(part)) for span, part in zip(spans, parts, strict=True)]
+
+    def _choose(self, memory: Memory, drawn: bool) -> None:
+        """Samples all rows, as their slots' parameters say; `drawn`: some may have a temperature."""
+        kernels, buffers, rows = self._kernels, memory.buffers, len(memory.logits)
+        tokens, finite = kernels.greedy(memory.logits)
+        if drawn:
+            kernels.draw(memory.logits, kernels.ask(self._tables, buffers), tokens)
+        memory.block[1 : 1 + rows].copy_(kernels.keep(tokens, finite, self._tables, buffers))
+        memory.block[1 + rows : 1 + 2 * rows].copy_(finite)
+        self._tell_errors(memory)
+
+    def _tell_errors(self, memory: Memory) -> None:
+        """Moves the error word to the block."""
+        memory.block[:1].copy_(self._errors)
+        self._errors.zero_()

@@ -1,0 +1,96 @@
+"""A hand's steps, from plan to tokens: what the runner asks for, and how it is done operator by operator."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from forebay.compute.rows import Compute, Launch
+from forebay.compute.sampler import Ask, SampledColumns, Sampler
+from forebay.device import Device
+from forebay.protocol.frames import Float32s, Int32s
+from forebay.state.slots import SlotTables, Writes
+from forebay.state.staging import StepInputs
+
+
+class Answers(Protocol):
+    """What a step has sampled, in host memory that has the content when the step's last event is reached; `s` rows."""
+
+    @property
+    def tokens(self) -> Int32s:
+        """[s]; 0 where the logits were not finite."""
+
+    @property
+    def finite(self) -> npt.NDArray[np.bool_]:
+        """[s]."""
+
+    def logprobs(self) -> tuple[Int32s, Int32s, Float32s] | None:
+        """The result's three columns: counts, ids, values; None: no row asked."""
+
+    def check(self) -> None:
+        """Raises `PlanError` if the device has found something wrong with the plan."""
+
+
+class Steps(Protocol):
+    """How steps are computed whose rows sample. A step is prepared on the host, and then done as work."""
+
+    def answers(self, launch: Launch, ask: Ask) -> Answers:
+        """Memory for what a step gives, and what is decided about it. For the host."""
+
+    def write(self, writes: Writes | None, inputs: StepInputs) -> None:
+        """Writes the device's tables, as far as `sample` will not. For work."""
+
+    def sample(self, launch: Launch, ask: Ask, answers: Answers) -> None:
+        """Computes rows, and samples those that do; `answers` are those made for them. For work."""
+
+    def compute(self, launch: Launch) -> None:
+        """The first half of `sample`, where sampling waits for masks: everything up to the logits. For work."""
+
+    def choose(self, launch: Launch, ask: Ask, answers: Answers) -> None:
+        """The second half: samples from the logits that were computed last. For work."""
+
+    def capture(self) -> None:
+        """Makes ready what is faster done often, once the weights are there. For work. Raises `DeviceError`."""
+
+
+class OperatorSteps:
+    """`Steps` of a `Compute` and the sampler. The reference for every other way."""
+
+    def __init__(self, compute: Callable[[], Compute], tables: SlotTables, sampler: Sampler, device: Device) -> None:
+        """`compute` is called as work."""
+        self._compute = compute
+        self._tables = tables
+        self._sampler = sampler
+        self._device = device
+        self._logits: torch.Tensor | None = None
+
+    def answers(self, launch: Launch, ask: Ask) -> Answers:
+        return SampledColumns(ask, self._device)
+
+    def write(self, writes: Writes | None, inputs: StepInputs) -> None:
+        if writes is not None:
+            self._tables.write(writes, inputs)
+
+    def sample(self, launch: Launch, ask: Ask, answers: Answers) -> None:
+        assert isinstance(answers, SampledColumns)
+        if ask.plain:
+            sampled = self._sampler.greedy(*self._compute().greedy(launch), ask)
+        else:
+            sampled = self._sampler.sample(self._compute().logits(launch), ask)
+        answers.fill(sampled)
+
+    def compute(self, launch: Launch) -> None:
+        self._logits = self._compute().logits(launch)
+
+    def choose(self, launch: Launch, ask: Ask, answers: Answers) -> None:
+        assert isinstance(answers, SampledColumns)
+        logits, self._logits = self._logits, None
+        assert logits is not None
+        answers.fill(self._sampler.sample(logits, ask))
+
+    def capture(self) -> None:
+        pass

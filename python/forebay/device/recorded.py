@@ -1,0 +1,146 @@
+"""A graph without a GPU: operators with the memory that they read and write, recorded and repeated.
+
+As a graph of CUDA it repeats neither Python nor a decision of the host, and it knows memory by its address. Memory that
+it made for itself has no content before a replay, nor behind it. Memory that was there before is not kept by it: a
+replay that reads some that is gone raises `LostMemoryError`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+_GARBAGE = 0x5C
+
+
+class LostMemoryError(RuntimeError):
+    """A replay that uses memory which nobody has kept since the capture."""
+
+
+@dataclass(frozen=True)
+class _Outside:
+    """A tensor in memory that a graph did not make."""
+
+    storage: StorageWeakRef
+    address: int
+    """Of the memory, not of the first element."""
+    nbytes: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> _Outside:
+        storage = tensor.untyped_storage()
+        return cls(
+            storage=StorageWeakRef(storage),
+            address=storage.data_ptr(),
+            nbytes=storage.nbytes(),
+            dtype=tensor.dtype,
+            shape=tuple(tensor.shape),
+            strides=tuple(tensor.stride()),
+            offset=int(tensor.storage_offset()),
+        )
+
+    def tensor(self, operator: object) -> torch.Tensor:
+        if self.storage.expired():
+            raise LostMemoryError(f"{operator} of a graph uses memory that is gone: {self.dtype} {list(self.shape)}")
+        if not self.nbytes:
+            return torch.empty(self.shape, dtype=self.dtype)
+        memory = (ctypes.c_uint8 * self.nbytes).from_address(self.address)
+        flat = torch.frombuffer(memory, dtype=torch.uint8).view(self.dtype)
+        return flat.as_strided(self.shape, self.strides, self.offset)
+
+
+@dataclass(frozen=True)
+class _Call:
+    """An operator; tensors among its arguments that are `_Outside` are looked up in each replay."""
+
+    operator: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    made: Sequence[torch.Tensor]
+    """Those of its results that lie in memory of their own."""
+
+    def repeat(self) -> None:
+        def found(leaf: Any) -> Any:
+            return leaf.tensor(self.operator) if isinstance(leaf, _Outside) else leaf
+
+        given = self.operator(*tree_map(found, self.args), **tree_map(found, self.kwargs))
+        for to, result in zip(self.made, _alone(given, self.args, self.kwargs), strict=True):
+            to.copy_(result)
+
+
+class Recording(TorchDispatchMode):
+    """What a function's operators do, to be done again."""
+
+    def __init__(self, work: Callable[[], object]) -> None:
+        """Calls `work` once."""
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._calls: list[_Call] = []
+        self._made: dict[int, torch.Tensor] = {}
+        """Memory of its own, as bytes by address."""
+        with self:
+            work()
+        self._spoil()
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # As for the other modes of this package.
+        return False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+
+        def known(leaf: Any) -> Any:
+            if not isinstance(leaf, torch.Tensor) or leaf.untyped_storage().data_ptr() in self._made:
+                return leaf
+            return _Outside.of(leaf)
+
+        kept = tree_map(known, args), tree_map(known, kwargs)
+        made = _alone(result, args, kwargs)
+        for tensor in made:
+            self._keep(tensor)
+        self._calls.append(_Call(func, *kept, made))
+        return result
+
+    def replay(self) -> None:
+        """Does it again. Raises `LostMemoryError`."""
+        self._spoil()
+        for call in self._calls:
+            call.repeat()
+        self._spoil()
+
+    def _keep(self, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        if storage.nbytes():
+            self._made[storage.data_ptr()] = torch.empty(0, dtype=torch.uint8).set_(storage)
+
+    def _spoil(self) -> None:
+        for memory in self._made.values():
+            memory.fill_(_GARBAGE)
+
+
+def _alone(result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """Those of an operator's results that lie in no memory of its arguments."""
+    given = {_address(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor | _Outside)}
+    return [
+        leaf
+        for leaf in tree_leaves(result)
+        if isinstance(leaf, torch.Tensor) and leaf.untyped_storage().nbytes() and _address(leaf) not in given
+    ]
+
+
+def _address(leaf: torch.Tensor | _Outside) -> int:
+    return leaf.address if isinstance(leaf, _Outside) else leaf.untyped_storage().data_ptr()

@@ -1,0 +1,358 @@
+"""Steps whose plans the device reads give the CPU's tokens: padded or not, recorded or not, two in flight."""
+
+from __future__ import annotations
+
+from functools import cache, partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from forebay.compute.graphs import Graphs, Size, decode_rows, mixed_sizes
+from forebay.compute.paged import PagedSteps
+from forebay.device import DeviceError, Work
+from forebay.device.deferred import DeferredDevice
+from forebay.device.recorded import LostMemoryError, Recording
+from forebay.device.watch import HiddenWaitError
+from forebay.gpu.choose import VARIABLE
+from forebay.protocol.masks import INLINE, Masks
+from forebay.runner.launched import Launched
+from forebay.runner.runner import ModelRunner
+from forebay.state.slots import PlanError
+from tests.hand.support import MiniBrain, PlanBuilder, Request, Sampling, reference_model, runner_of
+
+FAMILIES_OF_GRAPHS = ["llama", "qwen3", "qwen3-moe", "glm4-moe", "deepseek-v3"]
+GRAPHS = pytest.mark.parametrize("graph_rows", [0, 6], ids=["eager", "graphs"])
+SAMPLING = [
+    Sampling(),
+    Sampling(temperature=0.8, top_p=0.9, top_k=20, seed=3),
+    Sampling(temperature=1.1, min_p=0.05, seed=1 << 60),
+    Sampling(temperature=0.7, repetition_penalty=1.3, frequency_penalty=0.2, seed=9),
+    Sampling(logprobs=3),
+    Sampling(temperature=0.9, top_p=0.8, seed=4, bias=((7, 2.0),), stop_ids=(5,), min_total=40),
+]
+COUNT = 8
+
+
+@pytest.fixture(autouse=True)
+def _twins(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, "reference")
+
+
+@cache
+def model_of(family: str) -> Any:
+    return reference_model(family)
+
+
+def requests(kept: int = 0, tokens: list[list[int]] | None = None) -> list[Request]:
+    random = np.random.default_rng(3)
+    prompts = [random.integers(0, 131, random.integers(1, 50)).tolist() for _ in range(9)]
+    return [
+        Request(prompt, COUNT, SAMPLING[number % len(SAMPLING)], 2 * number, tokens[number][:kept] if tokens else [])
+        for number, prompt in enumerate(prompts)
+    ]
+
+
+@cache
+def expected(family: str) -> list[list[int]]:
+    found = requests()
+    MiniBrain(runner_of(model_of(family))).serve(found, chunk=9)
+    return [request.tokens for request in found]
+
+
+def paged(family: str = "llama", graph_rows: int = 6, **changes: Any) -> ModelRunner:
+    changes = {"max_running_requests": 6, "chunked_prefill_size": 64, **changes}
+    runner = runner_of(
+        model_of(family), device="deferred", attention_backend="triton", graph_rows=graph_rows, **changes
+    )
+    assert isinstance(runner._steps, PagedSteps)
+    runner.warm_up()
+    assert (runner._steps.graphs.count > 0) == (graph_rows > 0)
+    return runner
+
+
+@GRAPHS
+@pytest.mark.parametrize("lookahead", [0, 1])
+@pytest.mark.parametrize("family", FAMILIES_OF_GRAPHS)
+def test_tokens_are_those_of_the_cpu(family: str, lookahead: int, graph_rows: int) -> None:
+    found = requests()
+    MiniBrain(paged(family, graph_rows), 1, lookahead).serve(found, chunk=9)
+    assert [request.tokens for request in found] == expected(family)
+
+
+@GRAPHS
+@pytest.mark.parametrize(("chunk", "page_size"), [(1, 4), (16, 7), (1000, 16)])
+def test_chunks_and_pages_do_not_change_tokens(chunk: int, page_size: int, graph_rows: int) -> None:
+    # With chunks of a whole prompt some steps are larger than any graph, and than the memory that is kept for them.
+    found = requests()
+    MiniBrain(paged("qwen3", graph_rows, page_size=page_size), chunk, 1).serve(found, chunk)
+    assert [request.tokens for request in found] == expected("qwen3")
+
+
+@GRAPHS
+@pytest.mark.parametrize("kept", [1, COUNT - 1])
+def test_replay_and_preemption_go_on_where_they_stopped(kept: int, graph_rows: int) -> None:
+    found = requests(kept, expected("llama"))
+    MiniBrain(paged("llama", graph_rows), kept, 1).serve(found, chunk=9)
+    assert [request.tokens for request in found] == expected("llama")
+
+
+@GRAPHS
+def test_a_prefix_in_shared_pages_is_not_computed_again(graph_rows: int) -> None:
+    def tokens(runner: ModelRunner) -> list[int]:
+        first = PlanBuilder(1)
+        first.slot(0, list(range(8)))
+        first.page_writes += [(0, 0, 40), (0, 1, 17)]
+        first.row(0, 0, 8, sample=False)
+        runner.step(first.build())
+        second = PlanBuilder(2)
+        for slot, tail in enumerate([[9, 100, 3], [77]], start=1):
+            second.slot(slot, [*range(8), *tail])
+            second.page_writes += [(slot, 0, 40), (slot, 1, 17), (slot, 2, 50 + slot)]
+            second.row(slot, 8, len(tail))
+        found: list[int] = runner.step(second.build()).tokens.tolist()
+        return found
+
+    assert tokens(paged("qwen3", graph_rows)) == tokens(runner_of(model_of("qwen3")))
+
+
+@GRAPHS
+def test_masks_come_between_the_model_and_the_sampler(graph_rows: int) -> None:
+    allowed = [[3, 9, 70], [130], [1, 2]]
+
+    def masks(step: int, rows: list[int]) -> Masks:
+        words = np.zeros((len(rows), -(-131 // 32)), np.uint32)
+        for line, row in zip(words, rows, strict=True):
+            for token in allowed[row]:
+                line[token // 32] |= np.uint32(1 << token % 32)
+        return Masks(step, np.full(len(rows), INLINE, np.int32), words.view(np.int32).ravel())
+
+    def tokens(runner: ModelRunner) -> list[list[int]]:
+        found = []
+        for step, masked in enumerate([[0, 1, 2], [0, 2], [], [1]]):
+            plan = PlanBuilder(step)
+            for slot in range(3) if step == 0 else ():
+                plan.slot(slot, [5, 6 + slot, 7], SAMPLING[slot])
+                plan.page_writes.append((slot, 0, 3 + slot))
+                plan.page_writes.append((slot, 1, 13 + slot))
+            for slot in range(3):
+                start, length = (0, 3) if step == 0 else (2 + step, 1)
+                plan.row(slot, start, length, masked=slot in masked)
+            found.append(runner.step(plan.build(), partial(masks, step, masked)).tokens.tolist())
+            assert all(found[-1][slot] in allowed[slot] for slot in masked)
+        return found
+
+    assert tokens(paged(graph_rows=graph_rows)) == tokens(runner_of(model_of("llama")))
+
+
+# Plans that are wrong.
+
+
+def served(runner: ModelRunner) -> PlanBuilder:
+    """A slot with pages 3 and 4, and a plan behind it."""
+    first = PlanBuilder(1)
+    first.slot(1, [5, 6, 7, 8, 9])
+    first.page_writes += [(1, 0, 3), (1, 1, 4)]
+    first.row(1, 0, 5)
+    runner.step(first.build())
+    return PlanBuilder(2)
+
+
+def state(runner: ModelRunner) -> list[torch.Tensor]:
+    """All that belongs to somebody."""
+    pages = runner.kv.page_count * runner.kv.page_size
+    pools = [pool[:pages] for layer in runner.kv.layers for pool in layer]
+    return [tensor.clone() for tensor in (*pools, runner.tables.token_pool)]
+
+
+WRONG = {
+    "a page that is none": ([(2, 0, 9999)], (2, 0, 3), "outside of the tables, a row that writes"),
+    "a page that nobody wrote": ([], (2, 0, 3), "writes to a page that it does not have"),
+    "a page that is missing below": ([(2, 1, 9)], (2, 4, 1), "reads a page that it does not have"),
+}
+
+
+@GRAPHS
+@pytest.mark.parametrize(("writes", "row", "reason"), WRONG.values(), ids=WRONG)
+def test_a_wrong_plan_is_refused_and_touches_nobody(
+    writes: list[tuple[int, int, int]], row: tuple[int, int, int], reason: str, graph_rows: int
+) -> None:
+    runner = paged("llama", graph_rows)
+    builder = served(runner)
+    plan = PlanBuilder(2)
+    plan.slot(2, [1, 2, 3, 4, 5])
+    plan.page_writes += writes
+    before = state(runner)
+    plan.row(*row, sample=False)
+    with pytest.raises(PlanError, match=reason):
+        runner.step(plan.build())
+    after = state(runner)
+    for old, new in zip(before[:-1], after[:-1], strict=True):
+        written = {9} if (2, 1, 9) in writes else set()
+        size = runner.kv.page_size
+        others = [page for page in range(runner.kv.page_count) if page not in written]
+        assert old.unflatten(0, (-1, size))[others].equal(new.unflatten(0, (-1, size))[others])
+    assert before[-1][1].equal(after[-1][1])
+    # The word is told once.
+    builder.row(1, 5, 1)
+    runner.step(builder.build())
+
+
+# Mistakes that have to show.
+
+
+def serve_it(runner: ModelRunner) -> list[list[int]]:
+    found = requests()
+    MiniBrain(runner, 1, 1).serve(found, chunk=9)
+    return [request.tokens for request in found]
+
+
+def wrong(tokens: Any) -> bool:
+    """Whether steps fail, or give other tokens."""
+    try:
+        return bool(tokens() != expected("llama"))
+    except (PlanError, AssertionError, RuntimeError, IndexError, ValueError):
+        return True
+
+
+def test_a_result_that_is_read_before_its_event_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+    collect = Launched.collect
+
+    def early(launched: Launched) -> Any:
+        class Reached:
+            def wait(self) -> None: ...
+            def since(self, earlier: object) -> int:
+                return 0
+
+        object.__setattr__(launched, "ended", Reached())
+        object.__setattr__(launched, "begun", Reached())
+        return collect(launched)
+
+    runner = paged()
+    monkeypatch.setattr(Launched, "collect", early)
+    assert wrong(lambda: serve_it(runner))
+
+
+def test_a_plan_whose_buffer_is_used_again_too_early_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = paged()
+    launch = runner.launch
+
+    def eager(plan: Any) -> Launched:
+        launched = launch(plan)
+        runner.device.reuse(plan.body)
+        return launched
+
+    monkeypatch.setattr(runner, "launch", eager)
+    assert wrong(lambda: serve_it(runner))
+
+
+@pytest.mark.parametrize("mistake", [False, True])
+def test_padding_in_a_real_page_shows(mistake: bool) -> None:
+    runner = paged()
+    if mistake:
+        runner.tables.all_pages[-1] = 3
+    found, right = ([Request(list(range(10, 26)), 12, arrival=2 * n) for n in range(3)] for _ in range(2))
+    MiniBrain(runner_of(model_of("llama"))).serve(right)
+    brain = MiniBrain(runner, 1, 1)
+    # The first to be given away is the one that padding writes to.
+    brain.pages = [*range(4, 60), 3]
+    brain.serve(found)
+    same = [request.tokens for request in found] == [request.tokens for request in right]
+    assert same != mistake
+
+
+# Graphs.
+
+
+def test_sizes() -> None:
+    assert decode_rows(0) == []
+    assert decode_rows(1) == [1]
+    assert decode_rows(40) == [1, 2, 4, 8, 16, 24, 32, 40]
+    assert decode_rows(400)[-4:] == [256, 320, 384, 400]
+    assert mixed_sizes(0, 64) == []
+    assert mixed_sizes(8, 100) == [Size(64, 8, mixed=True), Size(100, 8, mixed=True)]
+    assert [(size.tokens, size.rows) for size in mixed_sizes(256, 9000)][-2:] == [(2048, 64), (2048, 256)]
+
+
+def test_a_step_gets_the_smallest_graph_that_holds_it() -> None:
+    device = DeferredDevice(1)
+    graphs = Graphs(device, 100, 256)
+    assert graphs.fit(1, 1) is None
+    graphs.capture(lambda size: None, lambda rows, drawn: None)
+    assert graphs.count == len(graphs.sizes) + 2 * len({size.rows for size in graphs.sizes})
+    assert graphs.fit(3, 3) == Size(4, 4, mixed=False)
+    assert graphs.fit(97, 97) == Size(100, 100, mixed=False)
+    assert graphs.fit(101, 101) is None
+    assert graphs.fit(3, 65) == Size(128, 64, mixed=True)
+    assert graphs.fit(65, 66) == Size(128, 100, mixed=True)
+    assert graphs.fit(2, 257) is None
+
+
+def test_a_graph_that_cannot_be_captured_is_named() -> None:
+    graphs = Graphs(DeferredDevice(1), 4, 64)
+
+    def fail(size: Size) -> None:
+        if size.rows == 2:
+            raise RuntimeError("no memory")
+
+    with pytest.raises(DeviceError, match=r"graph of 2 decode rows could not be captured: no memory; .*--disable-cuda"):
+        graphs.capture(fail, lambda rows, drawn: None)
+
+
+def test_a_capture_that_waits_is_refused() -> None:
+    device = DeferredDevice(1)
+    x, captured = torch.arange(3), list[Work]()
+    device.queue(lambda: captured.append(device.capture(lambda: print(x.sum().item()))))
+    with pytest.raises(HiddenWaitError):
+        device.event().wait()
+
+
+@torch.inference_mode()
+def test_a_replay_repeats_operators_and_decides_nothing() -> None:
+    x, out, times = torch.ones(3), torch.zeros(3), [2]
+
+    def work() -> None:
+        fresh = torch.empty(3)
+        fresh[:2] = x[:2] * times[0]
+        fresh[2:].fill_(7)
+        out.copy_(fresh)
+
+    recording = Recording(work)
+    x.fill_(5)
+    times[0] = 100
+    recording.replay()
+    assert out.tolist() == [10, 10, 7]
+
+
+@torch.inference_mode()
+def test_a_replay_of_what_is_gone_shows() -> None:
+    out, step = torch.zeros(3), torch.ones(3)
+    recording = Recording(partial(out.copy_, step))
+    recording.replay()
+    del step
+    with pytest.raises(LostMemoryError, match="uses memory that is gone"):
+        recording.replay()
+
+
+@torch.inference_mode()
+def test_what_a_graph_made_for_itself_has_no_content_behind_it() -> None:
+    x, kept = torch.ones(3), []
+    recording = Recording(lambda: kept.append(x + 1))
+    assert kept[0].tolist() != [2, 2, 2]
+    recording.replay()
+    assert kept[0].tolist() != [2, 2, 2]
+
+
+# Choices.
+
+
+def test_backends_that_can_not_be_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(DeviceError, match="triton is for GPUs, and the device is cpu"):
+        runner_of(model_of("llama"), attention_backend="triton")
+    with pytest.raises(DeviceError, match="fa3 can't be used: it needs --dtype bfloat16; use triton"):
+        runner_of(model_of("llama"), device="deferred", attention_backend="fa3")
+    with pytest.raises(DeviceError, match="flash_attn_interface can't be imported"):
+        runner_of(model_of("llama"), device="deferred", attention_backend="fa3", dtype="bfloat16")
+    with pytest.raises(DeviceError, match="has latent rows: use triton"):
+        runner_of(model_of("deepseek-v3"), device="deferred", attention_backend="fa3", dtype="bfloat16")
