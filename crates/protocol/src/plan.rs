@@ -1,6 +1,9 @@
 //! The step plan: what the hand has to write and compute in one step.
 
+mod images;
 mod tables;
+
+pub use images::{Grid, IMAGE_SPAN_WORDS, IMAGE_WORDS, ImageSpan, TowerWork};
 
 use std::borrow::Cow;
 
@@ -9,7 +12,7 @@ use crate::frame::{ENTRY_WORDS, Frame, FrameError, Kind, as_words, encode, float
 use crate::slot::{NewSlot, PAIR_WORDS, SLOT_FLOATS, SlotRecord, SlotWrite};
 
 /// Columns of a plan: the ids 1 to this, in the order of the fields of [`StepPlan`].
-const COLUMNS: usize = 18;
+const COLUMNS: usize = 22;
 /// Words that an emptied column keeps, whatever it has held.
 const KEPT_WORDS: usize = 1 << 18;
 /// Words of a page-table write.
@@ -96,6 +99,10 @@ pub struct StepPlan {
     hot_rows: Vec<i32>,
     /// Empty, or of each copy.
     copy_spans: Vec<i32>,
+    images: Vec<i32>,
+    image_pages: Vec<i32>,
+    image_spans: Vec<i32>,
+    span_pages: Vec<i32>,
 }
 
 /// Empties a column, and gives back what it has far more of than its last use.
@@ -143,6 +150,10 @@ impl StepPlan {
         empty(&mut self.host_writes);
         empty(&mut self.hot_rows);
         empty(&mut self.copy_spans);
+        empty(&mut self.images);
+        empty(&mut self.image_pages);
+        empty(&mut self.image_spans);
+        empty(&mut self.span_pages);
         empty(&mut self.wait_us);
     }
 
@@ -284,6 +295,10 @@ impl StepPlan {
             &self.host_writes,
             &self.hot_rows,
             &self.copy_spans,
+            &self.images,
+            &self.image_pages,
+            &self.image_spans,
+            &self.span_pages,
         ]
     }
 
@@ -335,9 +350,10 @@ impl StepPlan {
         }
         let columns = frame.known::<COLUMNS>()?;
         let [slots, slot_floats, tokens, stop_ids, bias_ids, bias_values, ..] = columns;
-        let [.., page_writes, rows, row_tokens, segments, embeds, _, _, _, _, _, _, _] = columns;
-        let [.., allowed_counts, allowed_ids, copies, wait_us, _, _, _] = columns;
-        let [.., host_writes, hot_rows, copy_spans] = columns;
+        let [_, _, _, _, _, _, page_writes, rows, row_tokens, segments, embeds, ..] = columns;
+        let [.., allowed_counts, allowed_ids, copies, wait_us, _, _, _, _, _, _, _] = columns;
+        let [.., host_writes, hot_rows, copy_spans, _, _, _, _] = columns;
+        let [.., images, image_pages, image_spans, span_pages] = columns;
         let whole = slots.len().is_multiple_of(SlotRecord::WORDS)
             && [page_writes, host_writes, hot_rows]
                 .iter()
@@ -384,6 +400,10 @@ impl StepPlan {
             host_writes: host_writes.to_vec(),
             hot_rows: hot_rows.to_vec(),
             copy_spans: copy_spans.to_vec(),
+            images: images.to_vec(),
+            image_pages: image_pages.to_vec(),
+            image_spans: image_spans.to_vec(),
+            span_pages: span_pages.to_vec(),
         };
         let agree = slot_floats.len() == slots.len() / SlotRecord::WORDS * SLOT_FLOATS
             && tokens.len() as u64 == inline
@@ -402,7 +422,8 @@ impl StepPlan {
             && (copy_spans.is_empty()
                 || copy_spans.len() * COPY_WORDS == copies.len() * SPAN_WORDS)
             && copy_spans.iter().all(|&number| number >= 0)
-            && host_writes.iter().chain(hot_rows).all(|&number| number >= 0);
+            && host_writes.iter().chain(hot_rows).all(|&number| number >= 0)
+            && plan.images_agree();
         if !agree {
             return Err(FrameError::Malformed("plan columns disagree"));
         }

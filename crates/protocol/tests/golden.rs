@@ -3,8 +3,8 @@
 use std::path::{Path, PathBuf};
 
 use forebay_protocol::{
-    Direction, Frame, HEADER_BYTES, Header, Kind, NewSlot, PageCopy, Pooling, Row, SamplingParams,
-    SlotSpec, Span, StepMasks, StepPlan, StepResult, Want, encode_json,
+    Direction, Frame, Grid, HEADER_BYTES, Header, ImageSpan, Kind, NewSlot, PageCopy, Pooling, Row,
+    SamplingParams, SlotSpec, Span, StepMasks, StepPlan, StepResult, TowerWork, Want, encode_json,
 };
 use serde_json::Value;
 
@@ -53,6 +53,10 @@ fn id(kind: &str, column: &str) -> u32 {
             "host_writes",
             "hot_rows",
             "copy_spans",
+            "images",
+            "image_pages",
+            "image_spans",
+            "span_pages",
         ],
         "masks" => &["offsets", "words"],
         _ => &[
@@ -123,6 +127,32 @@ fn both_languages_write_the_same_bytes() {
         .expect("within the limit");
         assert_eq!(again, bytes, "{name}");
     }
+}
+
+/// And for one with images.
+#[test]
+fn the_scheduler_s_calls_write_the_golden_plan_of_images() {
+    let (folder, _) = fixtures();
+    let bytes = std::fs::read(folder.join("plan_images.bin")).expect("the file");
+    let (wide, small) = (Grid { rows: 38, columns: 38 }, Grid { rows: 1, columns: 70 });
+    let mut plan = StepPlan::default();
+    plan.begin(31);
+    plan.push_row(Row { slot: 0, start: 0, length: 7, want: Want::Nothing });
+    let work = TowerWork { image: 3, first: 0, end: 9, grid: wide, patches: Some(4096) };
+    plan.push_image(work, [].into_iter());
+    let work = TowerWork { image: 4, first: 18, end: 27, grid: small, patches: None };
+    plan.push_image(work, [12, 7].into_iter());
+    plan.give_up_image(5);
+    let span = ImageSpan { position: 4, grid: small, rope: 4 };
+    plan.write_image_span(0, span, [12, 7].into_iter());
+    let span = ImageSpan { position: 76, grid: wide, rope: 76 };
+    plan.write_image_span(0, span, [].into_iter());
+    let mut got = Vec::new();
+    plan.encode(&mut got).expect("within the limit");
+    assert_eq!(got, bytes);
+    assert_eq!(plan.images().map(|(_, pages)| pages.len()).collect::<Vec<_>>(), [0, 2, 0]);
+    assert_eq!(plan.images().nth(1), Some((work, &[12, 7][..])));
+    assert_eq!(plan.image_spans().nth(1), Some((0, span, &[][..])));
 }
 
 /// The same for a prompt that is pooled.
