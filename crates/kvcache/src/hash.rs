@@ -21,6 +21,10 @@ const SECRET: usize = 192;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct BlockHash(u128);
 
+/// The identity of an image: a cryptographic hash of its file and of how it is prepared. Equal ones are taken for equal images.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct ImageId(pub u128);
+
 /// Names blocks with a secret.
 ///
 /// Without the secret nobody can compute the name of a guessed prompt, or construct two prompts with one name. So names that
@@ -88,6 +92,25 @@ impl Namer {
                 place.copy_from_slice(&token.to_le_bytes());
             }
             BlockHash(xxh3_128_with_secret(&bytes[..used], &*self.0))
+        })
+    }
+
+    /// The same where images stand in the block: each is told by where it is in the block, which it is, and which of its positions is the first there.
+    /// Without images it is [`Self::child`].
+    #[must_use]
+    pub fn child_with(
+        &self,
+        parent: BlockHash,
+        tokens: &[i32],
+        images: impl Iterator<Item = (u32, ImageId, u32)>,
+    ) -> BlockHash {
+        images.fold(self.child(parent, tokens), |name, (at, ImageId(image), first)| {
+            let mut bytes = [0; 2 * NAME + 8];
+            bytes[..NAME].copy_from_slice(&name.0.to_le_bytes());
+            bytes[NAME..2 * NAME].copy_from_slice(&image.to_le_bytes());
+            bytes[2 * NAME..2 * NAME + 4].copy_from_slice(&at.to_le_bytes());
+            bytes[2 * NAME + 4..].copy_from_slice(&first.to_le_bytes());
+            BlockHash(xxh3_128_with_secret(&bytes, &*self.0))
         })
     }
 
@@ -167,6 +190,30 @@ mod tests {
             }
         }
         assert_eq!(namer.child(root, &[1, 2]), Namer::new(&[]).child(root, &[1, 2]));
+    }
+
+    #[test]
+    fn a_name_depends_on_the_images_in_the_block_and_on_where_they_stand() {
+        let namer = Namer::open();
+        let (root, tokens) = (namer.root(0), [7, 7, 7, 7]);
+        let of = |images: &[(u32, u128, u32)]| {
+            let images = images.iter().map(|&(at, id, first)| (at, ImageId(id), first));
+            namer.child_with(root, &tokens, images)
+        };
+        assert_eq!(of(&[]), namer.child(root, &tokens));
+        let names = [
+            of(&[]),
+            of(&[(0, 1, 0)]),
+            of(&[(1, 1, 0)]),
+            of(&[(0, 1, 4)]),
+            of(&[(0, 2, 0)]),
+            of(&[(0, 1 << 64, 0)]),
+            of(&[(0, 1, 0), (2, 2, 0)]),
+            of(&[(0, 2, 0), (2, 1, 0)]),
+        ];
+        for (i, a) in names.iter().enumerate() {
+            assert!(!names[i + 1..].contains(a), "{i}");
+        }
     }
 
     #[test]

@@ -10,11 +10,13 @@
 
 mod event;
 mod hash;
+mod images;
 mod lru;
 mod pool;
 mod tiers;
 
 pub use event::{BlockEvent, Place};
-pub use hash::{BlockHash, Namer};
+pub use hash::{BlockHash, ImageId, Namer};
+pub use images::{ImageLease, ImagePool, Seen};
 pub use pool::{Counts, Evicted, Host, Hot, Lease, PagePool};
 pub use tiers::{BackedBlock, Direction, Found, Moves, PageCopy, Span, Tiers};

@@ -1,0 +1,159 @@
+//! The pool of image pages: what a vision tower gave for images, as long as there is room.
+
+use crate::hash::{BlockHash, ImageId};
+use crate::pool::{Counts, Lease, PagePool};
+
+/// The tier of image pages, on the device.
+#[derive(Debug, PartialEq, Eq)]
+pub enum Seen {}
+
+/// The right to use all pages of an image, and the duty to give them back.
+#[derive(Debug, PartialEq, Eq)]
+#[must_use = "a lease that is not released leaks its pages"]
+pub struct ImageLease(Vec<Lease<Seen>>);
+
+impl ImageLease {
+    /// The pages, in the order of the image's positions.
+    pub fn pages(&self) -> impl ExactSizeIterator<Item = u32> {
+        self.0.iter().map(Lease::page)
+    }
+}
+
+/// Which image pages hold which image, and who uses them. The longest unused image is given up first.
+#[derive(Debug)]
+pub struct ImagePool {
+    pages: PagePool<Seen>,
+}
+
+/// The page of an image is named by the image and its number there. Identities are hashes, so sums of two don't meet.
+fn name(ImageId(image): ImageId, page: usize) -> BlockHash {
+    BlockHash::from(image.wrapping_add(page as u128))
+}
+
+impl ImagePool {
+    /// A pool of so many free pages, numbered from 0.
+    #[must_use]
+    pub fn new(pages: u32) -> Self {
+        Self { pages: PagePool::new(pages) }
+    }
+
+    /// Leases the pages of an image, `pages` of them, beside everybody who has them. `None`: it is not there.
+    pub fn find(&mut self, image: ImageId, pages: u32) -> Option<ImageLease> {
+        let mut found = Vec::with_capacity(pages as usize);
+        for page in 0..pages as usize {
+            let Some(lease) = self.pages.share(name(image, page)) else {
+                // The pages of an image that was given up in part are of no use.
+                self.release(ImageLease(found));
+                self.forget(image, pages);
+                return None;
+            };
+            found.push(lease);
+        }
+        Some(ImageLease(found))
+    }
+
+    /// Leases so many pages whose content is nobody's. `None`, and nothing is leased: too many are held.
+    pub fn allocate(&mut self, pages: u32) -> Option<ImageLease> {
+        (self.pages.available() >= pages).then(|| {
+            let leases = (0..pages).map_while(|_| self.pages.allocate());
+            ImageLease(leases.map(|(lease, _)| lease).collect())
+        })
+    }
+
+    /// Says which image pages hold. It must not be there.
+    pub fn publish(&mut self, lease: &ImageLease, image: ImageId) {
+        for (page, lease) in lease.0.iter().enumerate() {
+            let named = self.pages.name(lease, name(image, page));
+            debug_assert!(named, "{image:?} is there twice");
+        }
+    }
+
+    /// Leases leased pages once more.
+    pub fn join(&mut self, lease: &ImageLease) -> ImageLease {
+        ImageLease(lease.0.iter().map(|lease| self.pages.join(lease)).collect())
+    }
+
+    /// Gives a lease back, the last page first: it is also given up first.
+    pub fn release(&mut self, mut lease: ImageLease) {
+        self.pages.release_all(&mut lease.0);
+    }
+
+    /// Forgets an image of so many pages, because its content cannot be trusted. Who leases it keeps it.
+    pub fn forget(&mut self, image: ImageId, pages: u32) {
+        for page in 0..pages as usize {
+            self.pages.forget(name(image, page));
+        }
+    }
+
+    /// Forgets every image that nobody leases.
+    pub fn flush(&mut self) {
+        self.pages.flush();
+    }
+
+    /// All pages.
+    #[must_use]
+    pub fn size(&self) -> u32 {
+        self.pages.size()
+    }
+
+    /// How many pages are in which state.
+    #[must_use]
+    pub fn counts(&self) -> Counts {
+        self.pages.counts()
+    }
+
+    /// How many leases of a page are out.
+    #[must_use]
+    pub fn leases(&self, page: u32) -> u32 {
+        self.pages.leases(page)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const A: ImageId = ImageId(1 << 77);
+    const B: ImageId = ImageId(5);
+
+    fn published(pool: &mut ImagePool, image: ImageId, pages: u32) -> ImageLease {
+        let lease = pool.allocate(pages).expect("room");
+        pool.publish(&lease, image);
+        lease
+    }
+
+    #[test]
+    fn images_are_shared_and_the_longest_unused_goes_first() {
+        let mut pool = ImagePool::new(4);
+        assert!(pool.find(A, 2).is_none());
+        let a = published(&mut pool, A, 2);
+        let again = pool.find(A, 2).expect("there");
+        assert!(again.pages().eq(a.pages()));
+        let b = published(&mut pool, B, 2);
+        assert!(pool.allocate(1).is_none(), "all are held");
+        pool.release(b);
+        pool.release(a);
+        assert!(pool.allocate(3).is_none(), "A is still leased once");
+        pool.release(again);
+        let c = pool.allocate(1).expect("room");
+        assert!(pool.find(B, 2).is_none(), "it was the longest unused, and is of no use in part");
+        assert_eq!(pool.counts(), Counts { free: 1, cached: 2, held: 1 });
+        let a = pool.find(A, 2).expect("there");
+        pool.release(a);
+        pool.release(c);
+        pool.flush();
+        assert_eq!(pool.counts().free, 4);
+        assert!(pool.find(A, 2).is_none());
+    }
+
+    #[test]
+    fn whoever_leases_a_forgotten_image_keeps_its_pages() {
+        let mut pool = ImagePool::new(2);
+        let a = published(&mut pool, A, 2);
+        pool.forget(A, 2);
+        assert!(pool.find(A, 2).is_none());
+        assert!(pool.allocate(1).is_none());
+        pool.release(a);
+        assert_eq!(pool.counts().free, 2);
+    }
+}
