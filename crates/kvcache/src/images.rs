@@ -25,9 +25,10 @@ pub struct ImagePool {
     pages: PagePool<Seen>,
 }
 
-/// The page of an image is named by the image and its number there. Identities are hashes, so sums of two don't meet.
+/// The page of an image is named by the image and its number there. Identities are hashes: they and their multiples don't meet.
 fn name(ImageId(image): ImageId, page: usize) -> BlockHash {
-    BlockHash::from(image.wrapping_add(page as u128))
+    const STRIDE: u128 = 0x9e37_79b9_7f4a_7c15_f39c_c060_5ced_c835;
+    BlockHash::from(image.wrapping_add(STRIDE.wrapping_mul(page as u128)))
 }
 
 impl ImagePool {

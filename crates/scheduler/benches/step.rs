@@ -78,6 +78,7 @@ impl Replica {
                 tokens_a_row: 1,
                 host: None,
                 sparse: None,
+                tower: None,
             }),
             plan: StepPlan::default(),
             result: StepResult::default(),

@@ -56,6 +56,8 @@ impl Scheduler {
         for retired in flight.retired.drain(..) {
             self.give_back(retired);
         }
+        events.extend(flight.read.drain(..).map(|image| Event::ImageRead { image }));
+        flight.towers.clear();
         flight.rows.clear();
         (flight.sampled, flight.pooled) = (0, 0);
         self.spare.push(flight);
@@ -63,7 +65,8 @@ impl Scheduler {
     }
 
     fn learn(&mut self, flight: &Flight, device_us: u32) {
-        if self.config.host.is_some() {
+        // Where the tower computed too, the time says little of the rows.
+        if self.config.host.is_some() && flight.towers.is_empty() {
             let lengths = flight.rows.iter().map(|row| row.end - row.start);
             let single = lengths.clone().filter(|&length| length == 1).count() as u32;
             self.rates.computed(lengths.sum(), single, device_us);
@@ -132,6 +135,7 @@ impl Scheduler {
         for &name in &entry.names {
             self.tiers.forget(name);
         }
+        self.forget_images(handle);
         self.remove(handle);
     }
 }

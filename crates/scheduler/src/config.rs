@@ -48,6 +48,8 @@ pub struct SchedulerConfig {
     pub host: Option<HostTier>,
     /// Requests may give up pages while they decode. It needs a host tier.
     pub sparse: Option<Sparse>,
+    /// The vision tower, if the model has one.
+    pub tower: Option<Tower>,
 }
 
 impl SchedulerConfig {
@@ -60,6 +62,19 @@ impl SchedulerConfig {
         };
         pages.saturating_mul(self.page_size)
     }
+}
+
+/// A vision tower, and what there is for what it gives.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Tower {
+    /// Its layers.
+    pub layers: u32,
+    /// Image pages; the largest image that requests bring fits.
+    pub pages: u32,
+    /// Positions of an image page.
+    pub page_tokens: u32,
+    /// What a step computes at most, in positions times layers, and one layer at least.
+    pub budget: u64,
 }
 
 /// Sparse decoding from host memory: a model that chooses few positions for each token reads the others from where they are.

@@ -1,6 +1,7 @@
 //! What a scheduler tells: events, numbers, and why it does not take a result.
 
 use derive_more::AddAssign;
+use forebay_kvcache::ImageId;
 use serde::Serialize;
 use thiserror::Error;
 
@@ -59,6 +60,20 @@ pub enum Event {
         id: u64,
         /// Why.
         reason: Finish,
+    },
+    /// It needs an image that is nowhere: its patches have to be put into the arena. Others may need it too, and none is told again.
+    ImageWanted {
+        /// The request's id.
+        id: u64,
+        /// Which of its images.
+        index: usize,
+        /// The image.
+        image: ImageId,
+    },
+    /// The hand has read the patches of an image.
+    ImageRead {
+        /// The image.
+        image: ImageId,
     },
     /// It lost its slot and pages to a more important one, or to a suspect that is to be tried, or a block did not come back from the host
     /// tier. It waits again.
@@ -142,6 +157,31 @@ pub struct Stats {
     pub host: HostStats,
     /// Sparse decoding.
     pub sparse: SparseStats,
+    /// Images.
+    pub images: ImageStats,
+}
+
+/// Numbers of images; all 0 where the model sees none. Those of pages and of what waits are of the moment, the others only grow.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, AddAssign, Serialize)]
+pub struct ImageStats {
+    /// Image pages.
+    pub pages: usize,
+    /// Those that requests lease.
+    pub pages_held: usize,
+    /// Those that hold an image which nobody uses.
+    pub pages_cached: usize,
+    /// Images that somebody needs and that are on no page.
+    pub waiting: usize,
+    /// Images of admitted requests all of whose positions were found in the prefix cache.
+    pub in_prefix: u64,
+    /// Images of admitted requests that were found on image pages.
+    pub in_pages: u64,
+    /// Images whose patches were asked for.
+    pub wanted: u64,
+    /// Images that went through the tower.
+    pub encoded: u64,
+    /// What the tower has computed, in positions times layers.
+    pub position_layers: u64,
 }
 
 /// Numbers of sparse decoding. Those of requests are of the moment, the others only grow.

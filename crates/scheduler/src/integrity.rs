@@ -2,6 +2,7 @@
 
 use std::collections::HashMap;
 
+use forebay_kvcache::ImageLease;
 use forebay_protocol::Want;
 
 use crate::request::Entry;
@@ -71,6 +72,7 @@ impl Scheduler {
             let told = || format!("host page {page}: {owned} leases of {counted} exist");
             ensure(owned == counted, told)?;
         }
+        self.check_images()?;
         for page in self.tiers.leased_by_copies() {
             leases[page as usize] += 1;
         }
@@ -82,6 +84,33 @@ impl Scheduler {
             ensure(owned == counted, || format!("page {page}: {owned} leases of {counted} exist"))?;
         }
         Ok(())
+    }
+
+    /// Leases of image pages are those of residents, of the tower, and of what is retired.
+    fn check_images(&self) -> Result<(), String> {
+        let Some(images) = &self.images else { return Ok(()) };
+        let residents = self.requests.iter().filter_map(|(_, entry)| entry.state.residence());
+        let retired = self.in_flight.iter().flat_map(|flight| &flight.retired);
+        let owned = residents
+            .flat_map(|residence| residence.images.iter().flatten())
+            .chain(retired.flat_map(|retired| &retired.images))
+            .chain(images.in_work());
+        let mut leases = vec![0_u32; images.size() as usize];
+        for page in owned.flat_map(ImageLease::pages) {
+            leases[page as usize] += 1;
+        }
+        for (page, &owned) in leases.iter().enumerate() {
+            let counted = images.leases(page as u32);
+            let told = || format!("image page {page}: {owned} leases of {counted} exist");
+            ensure(owned == counted, told)?;
+        }
+        let ahead = |(_, entry): &(Handle, &Entry)| {
+            let residence = entry.state.residence();
+            residence.is_some_and(|residence| residence.passed < residence.images.len())
+        };
+        let seeing = self.requests.iter().filter(ahead).count();
+        let listed = images.seeing();
+        ensure(listed == seeing, || format!("seeing: {listed} listed, {seeing} exist"))
     }
 
     fn check_numbers(&self, handle: Handle, entry: &Entry) -> Result<(), String> {

@@ -15,14 +15,18 @@
 //! whose blocks are in host memory is admitted and has no row until they are back; others go on meanwhile. A plan may also have no rows,
 //! only copies, or nothing: then the hand answers when a copy has ended.
 //!
+//! With a vision tower ([`SchedulerConfig::tower`]) prompts may have images: plans compute them some layers a step, and rows end before an image that is
+//! not there yet.
+//!
 //! With sparse decoding ([`SchedulerConfig::sparse`]) a request goes on while most of its pages are in host memory only.
 //!
-//! The rules, by file: `queue` (whose turn it is), `share` (who has to give way), `plan` (who gets a row), `words` (how large a plan may be), `transfer` (copies between tiers), `sparse` (pages given up while a request goes on), `retire` (slots and pages, preemption), `apply` (tokens, ends), `reset` (the hand died,
+//! The rules, by file: `queue` (whose turn it is), `share` (who has to give way), `plan` (who gets a row), `words` (how large a plan may be), `transfer` (copies between tiers), `sparse` (pages given up while a request goes on), `images` (whose image is next in the tower), `retire` (slots and pages, preemption), `apply` (tokens, ends), `reset` (the hand died,
 //! quarantine), `integrity` (what is always true).
 
 mod apply;
 mod config;
 mod event;
+mod images;
 mod integrity;
 mod plan;
 mod queue;
@@ -38,18 +42,20 @@ mod words;
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
 
-use forebay_kvcache::Tiers;
-pub use forebay_kvcache::{BlockEvent, BlockHash, Namer, Place};
+pub use forebay_kvcache::{BlockEvent, BlockHash, ImageId, Namer, Place};
+use forebay_kvcache::{ImageLease, Tiers};
 use forebay_protocol::Want;
 
+use crate::images::Images;
 use crate::queue::{PROBE_RANK, Queue};
 use crate::rates::Rates;
 use crate::request::{Entry, Key, Pages, State};
 use crate::share::Shares;
 use crate::slab::{Handle, Slab};
 
-pub use crate::config::{HostTier, Policy, SavePolicy, SchedulerConfig, Sparse};
-pub use crate::event::{ApplyError, Event, Finish, HostStats, SparseStats, Stats};
+pub use crate::config::{HostTier, Policy, SavePolicy, SchedulerConfig, Sparse, Tower};
+pub use crate::event::{ApplyError, Event, Finish, HostStats, ImageStats, SparseStats, Stats};
+pub use crate::images::PromptImage;
 pub use crate::request::{Past, Request};
 pub use crate::words::{MAX_REQUEST_WORDS, STEP_WORDS, request_words};
 
@@ -65,12 +71,22 @@ struct FlightRow {
     want: Want,
 }
 
+/// Layers for an image, in a step in flight.
+#[derive(Debug, Clone, Copy)]
+struct FlightImage {
+    /// Who waits for it.
+    handle: Handle,
+    /// Its positions in that request end here.
+    end: u32,
+}
+
 /// What waits for the last step that names it.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 struct Retired {
     /// `None`: pages alone, of a request that goes on.
     slot: Option<u32>,
     pages: Pages,
+    images: Vec<ImageLease>,
 }
 
 /// A planned step.
@@ -81,6 +97,17 @@ struct Flight {
     sampled: usize,
     pooled: usize,
     retired: Vec<Retired>,
+    towers: Vec<FlightImage>,
+    /// Images whose patches it reads.
+    read: Vec<ImageId>,
+}
+
+impl Flight {
+    /// Whose work is in it.
+    fn handles(&self) -> impl Iterator<Item = Handle> {
+        let rows = self.rows.iter().map(|row| row.handle);
+        rows.chain(self.towers.iter().map(|image| image.handle))
+    }
 }
 
 /// The state of one replica. See the crate's documentation.
@@ -120,6 +147,8 @@ pub struct Scheduler {
     needy: Vec<(Key, Handle)>,
     counters: Stats,
     rates: Rates,
+    /// `None`: the model sees none.
+    images: Option<Images>,
     /// Leading blocks of requests that ended before all of these were saved.
     unfinished: Vec<Vec<BlockHash>>,
 }
@@ -173,6 +202,7 @@ impl Scheduler {
             counters: Stats::default(),
             rates: Rates::default(),
             unfinished: Vec::new(),
+            images: config.tower.map(Images::new),
             config,
         }
     }
@@ -183,6 +213,7 @@ impl Scheduler {
         debug_assert!(!request.prompt.is_empty(), "validated");
         let pools = request.spec.pooling.is_some();
         debug_assert!(pools == (request.max_tokens == 0), "validated");
+        debug_assert!(request.images.is_empty() || self.images.is_some(), "validated");
         debug_assert!(
             request.generated.is_empty() || request.generated.len() < request.max_tokens as usize,
             "there is something left to generate"
@@ -233,6 +264,7 @@ impl Scheduler {
 
     /// Forgets every cached block that no request uses, in all tiers. True: the cache is empty now; false: blocks of running requests stay.
     pub fn flush_cache(&mut self) -> bool {
+        self.images.iter_mut().for_each(Images::flush);
         self.tiers.flush()
     }
 
@@ -253,6 +285,7 @@ impl Scheduler {
             pages_free: pages.free as usize,
             host: self.host_stats(),
             sparse: self.sparse_stats(),
+            images: self.image_stats(),
             ..self.counters
         }
     }
@@ -273,7 +306,7 @@ impl Scheduler {
     /// Whether a step in flight computes anything.
     #[must_use]
     pub fn computes(&self) -> bool {
-        self.in_flight.iter().any(|flight| !flight.rows.is_empty())
+        self.in_flight.iter().any(|flight| flight.handles().next().is_some())
     }
 
     /// Copies between tiers whose ends were not reported.

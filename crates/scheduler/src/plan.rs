@@ -32,7 +32,7 @@ impl Scheduler {
             self.offer_blocks(self.building.rows[at].handle);
         }
         self.plan_copies(plan);
-        if self.building.rows.is_empty() {
+        if self.building.rows.is_empty() && !plan.has_images() {
             let asks = self.in_flight.is_empty() && self.tiers.outstanding() > 0;
             let copies = plan.copies().len() > 0 || asks;
             if !copies && !plan.writes_tables() {
@@ -53,6 +53,7 @@ impl Scheduler {
         self.grow_decodes(plan, events);
         self.plan_decodes(plan);
         let decodes = self.building.rows.len();
+        self.plan_images(None, plan, events);
         let left = self.config.token_budget.saturating_sub(decodes as u32);
         // Without the floor, enough decoding requests would starve prefill for ever.
         let mut budget = left.max(self.config.page_size);
@@ -82,6 +83,12 @@ impl Scheduler {
         self.relieve(plan);
         if self.is_sparse(handle) && self.lacks_page(handle) {
             self.grow(handle, plan, events);
+        }
+        if !self.plan_images(Some(handle), plan, events)
+            && !plan.has_images()
+            && let Some(victim) = self.holds_images(handle)
+        {
+            self.preempt(victim, events);
         }
         match self.requests[handle].state {
             State::Prefill(_) if self.lacks_page(handle) => 0,
@@ -225,11 +232,12 @@ impl Scheduler {
             if let Some(handle) = self.next_arrival(from, plan) {
                 self.arrive(handle, plan, events);
             }
-            // Each is either done with its prefill and leaves the map, or takes all that is left of the budget, or it is sparse.
+            // Each is either done with its prefill and leaves the map, or takes all that is left of the budget, or it is sparse, or it waits for an
+            // image.
             let Some((&key, &handle)) = self.prefills.range((from, Bound::Unbounded)).next() else {
                 return;
             };
-            if !self.is_sparse(handle) {
+            if !self.is_sparse(handle) && !self.is_seeing(handle) {
                 *budget -= self.push_row(handle, *budget, plan);
                 continue;
             }
@@ -312,7 +320,8 @@ impl Scheduler {
         let entry = &mut self.requests[handle];
         entry.computed = entry.cached;
         let named = entry.cached / page_size;
-        let residence = Residence { slot, pages, settled: 0, named, last_step: 0 };
+        let residence =
+            Residence { slot, pages, settled: 0, named, images: vec![], passed: 0, last_step: 0 };
         let replayed = std::mem::replace(&mut entry.request.past.admitted, true);
         let cached_tokens = if replayed { 0 } else { entry.cached.min(entry.prompt_len) };
         let cacheable = self.config.prefix_cache && entry.request.spec.embeds.is_none();
@@ -334,7 +343,7 @@ impl Scheduler {
             entry.state = State::Arriving { residence, pending };
             self.arriving.insert(entry.key, handle);
         } else {
-            self.begin_prefill(handle, residence, plan);
+            self.begin_prefill(handle, residence, plan, events);
         }
     }
 
@@ -342,12 +351,14 @@ impl Scheduler {
     pub(crate) fn begin_prefill(
         &mut self,
         handle: Handle,
-        residence: Residence,
+        mut residence: Residence,
         plan: &mut StepPlan,
+        events: &mut Vec<Event>,
     ) {
-        let entry = &mut self.requests[handle];
-        plan.write_slot(&entry.slot(residence.slot));
+        plan.write_slot(&self.requests[handle].slot(residence.slot));
         write_tables(&residence, plan);
+        self.see_images(handle, &mut residence, plan, events);
+        let entry = &mut self.requests[handle];
         entry.state = State::Prefill(residence);
         self.prefills.insert(entry.key, handle);
     }
@@ -355,6 +366,10 @@ impl Scheduler {
     /// Plans up to `most` of a resident's positions and returns how many. The row that reaches `total` samples, and from then on the
     /// request decodes; or it pools, and there is nothing more to plan.
     fn push_row(&mut self, handle: Handle, most: u32, plan: &mut StepPlan) -> u32 {
+        let most = most.min(self.visible(handle));
+        if most == 0 {
+            return 0;
+        }
         let entry = &mut self.requests[handle];
         let sparse = entry.state.residence().is_some_and(|residence| residence.pages.is_sparse());
         // The positions that one row chooses have room in the hot rows, those of several may not.
@@ -403,6 +418,7 @@ impl Scheduler {
                 other => other,
             };
         }
+        self.pass_images(handle);
         length
     }
 }

@@ -3,9 +3,10 @@
 use std::collections::VecDeque;
 use std::sync::Arc;
 
-use forebay_kvcache::{BlockHash, Host, Lease, Namer, Tiers};
+use forebay_kvcache::{BlockHash, Host, ImageLease, Lease, Namer, Tiers};
 use forebay_protocol::{NewSlot, SlotSpec};
 
+use crate::images::PromptImage;
 use crate::queue::Ticket;
 use crate::slab::Handle;
 
@@ -17,6 +18,8 @@ pub struct Request {
     /// Prompt token ids, at least one, each below the vocabulary size. With embeddings they only say how many positions the prompt has.
     /// The choices of a prompt share them; each gets its own copy when it is admitted.
     pub prompt: Arc<[i32]>,
+    /// Images in it, in order ([`PromptImage::place`]). The tokens at their positions mean nothing.
+    pub images: Arc<[PromptImage]>,
     /// Tokens that were generated before, by another brain or another replica; none is a stop id, and they are fewer than `max_tokens`,
     /// which counts them. The request goes on after them, exactly as if it had generated them here, and only what is new comes out.
     pub generated: Vec<i32>,
@@ -106,6 +109,10 @@ pub(crate) struct Residence {
     pub(crate) settled: u32,
     /// Leading blocks that were found in the cache or offered to it.
     pub(crate) named: u32,
+    /// Image pages by image; `None`: it is not there yet, or the request is past it.
+    pub(crate) images: Vec<Option<ImageLease>>,
+    /// Leading images that are behind it.
+    pub(crate) passed: usize,
     /// The last step whose plan names the slot or the pages.
     pub(crate) last_step: u64,
 }
@@ -270,7 +277,8 @@ impl Entry {
         while self.names.len() < blocks {
             let at = self.names.len() * page_size;
             let parent = self.names.last().copied().unwrap_or(self.root);
-            self.names.push(namer.child(parent, &self.tokens[at..at + page_size]));
+            let images = PromptImage::within(&self.request.images, at as u32, page_size as u32);
+            self.names.push(namer.child_with(parent, &self.tokens[at..at + page_size], images));
         }
         &self.names[..blocks]
     }

@@ -6,7 +6,7 @@
 //! two deaths. Where another replica takes the requests over, suspects remain suspects there.
 
 use crate::request::Entry;
-use crate::{FlightRow, Request, Scheduler};
+use crate::{Flight, FlightRow, ImageId, Request, Scheduler};
 
 impl Scheduler {
     /// The hand died: nothing is left of the device's state and of what was in flight. Live requests wait to be replayed from their
@@ -23,20 +23,32 @@ impl Scheduler {
 
     fn start_again(&mut self, blame_copies: bool) -> Vec<u64> {
         if blame_copies {
-            self.in_flight.iter_mut().for_each(|flight| flight.rows.clear());
+            for flight in &mut self.in_flight {
+                flight.rows.clear();
+                flight.towers.clear();
+            }
         }
         let mut poisoned = Vec::new();
         let mut marks: Vec<_> = Vec::new();
-        for row in self.in_flight.iter().flat_map(|flight| &flight.rows) {
-            match self.requests.get(row.handle) {
+        for (handle, end) in self.in_flight.iter().flat_map(|flight| {
+            let rows = flight.rows.iter().map(|row| (row.handle, row.end));
+            rows.chain(flight.towers.iter().map(|image| (image.handle, image.end)))
+        }) {
+            match self.requests.get(handle) {
                 None => {}
-                Some(entry) if entry.mark().is_some() => poisoned.push(row.handle),
-                Some(_) => marks.push((row.handle, row.end)),
+                Some(entry) if entry.mark().is_some() => poisoned.push(handle),
+                Some(_) => marks.push((handle, end)),
             }
         }
+        poisoned.sort_unstable();
         poisoned.dedup();
+        let read: Vec<ImageId> =
+            self.in_flight.iter_mut().flat_map(|flight| flight.read.drain(..)).collect();
         self.release_everything();
         self.tiers.hand_died(blame_copies);
+        if let Some(images) = &mut self.images {
+            images.hand_died(read.into_iter());
+        }
         self.unfinished.clear();
         self.blocked = None;
         self.free_slots = (0..self.config.slots).rev().collect();
@@ -68,7 +80,7 @@ impl Scheduler {
     /// Whether the next plan may be made: in quarantine only while nobody but the suspect whose turn it is has a row in flight.
     pub(crate) fn quarantine_permits(&self) -> bool {
         self.suspects.first_key_value().is_none_or(|(_, &suspect)| {
-            self.in_flight.iter().flat_map(|f| &f.rows).all(|row| row.handle == suspect)
+            self.in_flight.iter().flat_map(Flight::handles).all(|handle| handle == suspect)
         })
     }
 

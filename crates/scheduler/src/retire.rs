@@ -48,6 +48,7 @@ impl Scheduler {
             }
         };
         self.requests[handle].was_sparse = residence.pages.is_sparse();
+        self.stop_seeing(handle);
         self.note_use(handle, &residence);
         self.residents.remove(&key);
         self.shares.moved_out(client);
@@ -55,14 +56,16 @@ impl Scheduler {
     }
 
     fn retire(&mut self, residence: Residence) {
-        let Residence { slot, pages, last_step, .. } = residence;
-        self.retire_until(last_step, Retired { slot: Some(slot), pages });
+        let Residence { slot, pages, images, last_step, .. } = residence;
+        let images = images.into_iter().flatten().collect();
+        self.retire_until(last_step, Retired { slot: Some(slot), pages, images });
     }
 
     /// Gives something back when the result of a step is applied, or now if it was.
     pub(crate) fn retire_until(&mut self, last_step: u64, retired: Retired) {
-        let flight = self.in_flight.iter_mut().rev().find(|flight| flight.step == last_step);
-        match flight {
+        let planned = std::iter::once(&mut self.building).filter(|_| last_step == self.next_step);
+        let mut flights = self.in_flight.iter_mut().chain(planned).rev();
+        match flights.find(|flight| flight.step == last_step) {
             Some(flight) => flight.retired.push(retired),
             None => self.give_back(retired),
         }
@@ -71,6 +74,9 @@ impl Scheduler {
     /// Returns to the pool what no step in flight names.
     pub(crate) fn give_back(&mut self, mut retired: Retired) {
         retired.pages.release(&mut self.tiers);
+        if let Some(images) = &mut self.images {
+            retired.images.drain(..).for_each(|lease| images.release(lease));
+        }
         self.free_slots.extend(retired.slot);
         self.blocked = None;
     }

@@ -238,7 +238,7 @@ impl Scheduler {
     fn retire_pages(&mut self, last_step: u64, pages: Pages) {
         if pages.len() > 0 {
             self.counters.sparse.pages_dropped += pages.len() as u64;
-            self.retire_until(last_step, Retired { slot: None, pages });
+            self.retire_until(last_step, Retired { pages, ..Retired::default() });
         }
     }
 

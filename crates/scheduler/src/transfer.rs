@@ -149,7 +149,7 @@ impl Scheduler {
             State::Arriving { residence, .. } => {
                 self.arriving.remove(&entry.key);
                 events.push(Event::Arrived { id: entry.request.id });
-                self.begin_prefill(handle, residence, plan);
+                self.begin_prefill(handle, residence, plan, events);
             }
             other => entry.state = other,
         }

@@ -52,7 +52,7 @@ impl Scheduler {
         let (tables, rows) =
             self.config.sparse.map_or((1, 0), |sparse| (2, sparse.row_pages as usize));
         let pages = PAGE_WRITE_WORDS * (tables * pages + rows);
-        let words = entry.slot(0).words() + shared + ROW_WORDS + pages;
+        let words = entry.slot(0).words() + shared + ROW_WORDS + pages + entry.image_words();
         let mut copies =
             self.config.host.map_or(0, |host| COPY_WORDS * host.copies_a_step as usize);
         if self.config.sparse.is_some_and(|sparse| sparse.save_rows) {

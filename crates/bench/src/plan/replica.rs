@@ -66,6 +66,7 @@ impl Replica {
             tokens_a_row: 1,
             host: setup.host,
             sparse: setup.sparse,
+            tower: None,
         });
         let sigma = setup.timing.model.jitter_sigma;
         let jitter = Jitter::new(sigma, setup.seed.wrapping_add(index.into()));

@@ -94,10 +94,10 @@ impl StepPlan {
         })
     }
 
-    /// Whether there is work for images.
+    /// Whether it says anything of images.
     #[must_use]
     pub fn has_images(&self) -> bool {
-        !self.images.is_empty()
+        !self.images.is_empty() || !self.image_spans.is_empty()
     }
 
     /// Says that an image stands in a slot, and on which pages the tower's output is, all of it or nothing.

@@ -7,7 +7,9 @@ use forebay_protocol::{
     COPY_FAILED, COPY_OK, Direction, PageCopy, ROW_NOT_FINITE, ROW_OK, Row, StepPlan, StepResult,
     Want,
 };
-use forebay_scheduler::SchedulerConfig;
+use forebay_scheduler::{ImageId, PromptImage, SchedulerConfig};
+
+use crate::seeing::{Arena, Eyes, SlotImages, read_images};
 
 /// Token ids are below it; small, so that prompts overlap and stop ids are hit.
 pub(crate) const VOCAB: i32 = 11;
@@ -36,9 +38,13 @@ fn contents(tokens: &[i32]) -> impl Iterator<Item = u64> + '_ {
     })
 }
 
-/// What the hand reads of a prompt: embeddings, where it has them, each standing for a token that depends on where they lie.
-pub(crate) fn read_prompt(tokens: &[i32], embeds: Option<u32>) -> Vec<i32> {
-    let Some(offset) = embeds else { return tokens.to_vec() };
+/// What the hand reads of a prompt: images, where it has them; or embeddings, each standing for a token that depends on where they lie.
+pub(crate) fn read_prompt(tokens: &[i32], embeds: Option<u32>, images: &[PromptImage]) -> Vec<i32> {
+    let Some(offset) = embeds else {
+        let mut tokens = tokens.to_vec();
+        read_images(&mut tokens, images);
+        return tokens;
+    };
     let embedded = |(at, &token): (usize, &i32)| match token {
         NAN_TOKEN | KILL_TOKEN => token,
         _ => VOCAB + (offset.cast_signed() + at as i32) % 64,
@@ -65,6 +71,7 @@ pub(crate) struct Device {
     pages: Vec<Vec<u64>>,
     /// Index keys, one page for each of the host's; empty: requests are never sparse.
     index: Vec<Vec<u64>>,
+    eyes: Option<Eyes>,
 }
 
 #[derive(Clone)]
@@ -75,6 +82,7 @@ struct DeviceSlot {
     host: Vec<u32>,
     /// Pages for single positions; none: it is not sparse.
     rows: Vec<u32>,
+    images: SlotImages,
 }
 
 /// Copies under way, and the host's memory, which outlives the device.
@@ -205,8 +213,10 @@ impl Device {
             pages: vec![NO_PAGE; pages.max(host)],
             host: vec![NO_PAGE; host],
             rows: vec![],
+            images: SlotImages::default(),
         };
         Self {
+            eyes: config.tower.map(Eyes::new),
             page_size,
             slots: vec![slot; config.slots as usize],
             pages: vec![vec![GARBAGE; page_size]; pages],
@@ -258,12 +268,28 @@ impl Device {
         pages.split_off(pages.len().min(row.start as usize / self.page_size))
     }
 
-    /// The first part of a step: slots and page table.
-    pub(crate) fn write_tables(&mut self, plan: &StepPlan) {
+    /// The images that a plan computes layers of. It has not been executed.
+    pub(crate) fn images_in(&self, plan: &StepPlan, arena: &Arena) -> Vec<ImageId> {
+        self.eyes.iter().flat_map(|eyes| eyes.images(plan, arena)).collect()
+    }
+
+    /// Image pages that a row reads.
+    pub(crate) fn image_pages(&self, row: &Row) -> Vec<u32> {
+        self.slots[row.slot as usize].images.pages(row.start, row.start + row.length)
+    }
+
+    /// The first part of a step: slots, whose images are known by `images`, and page table.
+    pub(crate) fn write_tables(
+        &mut self,
+        plan: &StepPlan,
+        mut images: impl FnMut(u32) -> SlotImages,
+    ) {
         for new in plan.new_slots() {
             let slot = &mut self.slots[new.slot as usize];
             let (prompt, generated) = new.tokens.split_at(new.prompt_len as usize);
-            slot.tokens = [read_prompt(prompt, new.embeds).as_slice(), generated].concat();
+            slot.images = images(new.slot);
+            let prompt = read_prompt(prompt, new.embeds, slot.images.truth());
+            slot.tokens = [prompt.as_slice(), generated].concat();
             slot.segment = new.segment;
             // A page table is never cleared on the device; here it is, so that a page that the plan forgot to write is noticed.
             slot.pages.fill(NO_PAGE);
@@ -272,6 +298,9 @@ impl Device {
         }
         for (slot, index, page) in plan.page_writes() {
             self.slots[slot as usize].pages[index as usize] = page.unwrap_or(NO_PAGE);
+        }
+        for (slot, span, pages) in plan.image_spans() {
+            self.slots[slot as usize].images.write(span, pages);
         }
         for (slot, index, page) in plan.host_writes() {
             self.slots[slot as usize].host[index as usize] = page;
@@ -283,8 +312,20 @@ impl Device {
         }
     }
 
-    /// The second part: the rows. All read what was there before the step, then all write.
-    pub(crate) fn compute(&mut self, plan: &StepPlan, host: &Copier) -> Result<StepResult, Death> {
+    /// The second part: the rows. All read what was there before the step and what the tower gives, then all write.
+    pub(crate) fn compute(
+        &mut self,
+        plan: &StepPlan,
+        host: &Copier,
+        arena: &Arena,
+    ) -> Result<StepResult, Death> {
+        if let Some(eyes) = &mut self.eyes {
+            eyes.compute(plan, arena)?;
+            for row in plan.rows() {
+                let slot = &self.slots[row.slot as usize];
+                eyes.check_reads(&slot.images, row.start, row.start + row.length);
+            }
+        }
         for row in plan.rows() {
             self.check_reads(&row, host);
         }

@@ -6,10 +6,12 @@ use forebay_protocol::{
     Frame, HEADER_BYTES, Header, Pooling, SlotSpec, StepPlan, StepResult, Want,
 };
 use forebay_scheduler::{
-    Event, Finish, MAX_IN_FLIGHT, Namer, Policy, Request, STEP_WORDS, Scheduler, SchedulerConfig,
+    Event, Finish, ImageId, MAX_IN_FLIGHT, Namer, Policy, Request, STEP_WORDS, Scheduler,
+    SchedulerConfig,
 };
 
 use crate::device::{Copier, Device, next_token, read_prompt, vector};
+use crate::seeing::{Arena, SlotImages};
 
 /// A small machine.
 pub(crate) fn config() -> SchedulerConfig {
@@ -29,6 +31,7 @@ pub(crate) fn config() -> SchedulerConfig {
         tokens_a_row: 1,
         host: None,
         sparse: None,
+        tower: None,
     }
 }
 
@@ -45,7 +48,7 @@ pub(crate) fn pooled(id: u64, prompt: Vec<i32>, segment: u32) -> Request {
 
 /// What a request gives when it is alone, after what it was given before.
 pub(crate) fn alone(request: &Request) -> (Vec<i32>, Finish) {
-    let mut tokens = read_prompt(&request.prompt, request.spec.embeds);
+    let mut tokens = read_prompt(&request.prompt, request.spec.embeds, &request.images);
     tokens.extend_from_slice(&request.generated);
     let mut given = Vec::new();
     if request.spec.pooling.is_some() {
@@ -93,6 +96,10 @@ struct Flight {
     slots: Vec<u32>,
     named: Vec<(u32, u32)>,
     ids: Vec<u64>,
+    /// Image pages that it reads or writes.
+    images: Vec<u32>,
+    /// Who may be the one that its layers of the tower are for.
+    waiting: Vec<u64>,
     /// `None`: it kills the hand.
     result: Option<StepResult>,
 }
@@ -102,6 +109,7 @@ pub(crate) struct Harness {
     config: SchedulerConfig,
     device: Device,
     pub(crate) copier: Copier,
+    pub(crate) arena: Arena,
     depth: usize,
     pub(crate) clients: BTreeMap<u64, Client>,
     flights: VecDeque<Flight>,
@@ -120,6 +128,7 @@ impl Harness {
             device: Device::new(&config),
             copier: Copier::new(config.host.map_or(0, |host| host.pages), config.page_size),
             config,
+            arena: Arena::default(),
             depth,
             clients: BTreeMap::new(),
             flights: VecDeque::new(),
@@ -195,15 +204,20 @@ impl Harness {
                     assert_ne!(first, Some(id), "the most important is never preempted");
                     self.preempted(id);
                 }
+                Event::ImageWanted { id, index, image } => {
+                    assert_eq!(self.clients[&id].request.images[index].id, image);
+                    self.arena.wanted.push(image);
+                }
                 other => panic!("a plan does not bring {other:?}"),
             }
         }
         assert_eq!(new_slots.next(), None, "a slot was written for nobody");
         if planned {
             let (rows, copies) = (plan.rows().len(), plan.copies().len());
-            assert_eq!(plan.wait_us() > 0, rows == 0, "whoever has rows does not wait");
+            let computes = rows > 0 || plan.has_images();
+            assert_eq!(plan.wait_us() > 0, !computes, "whoever computes does not wait");
             let copying = copies > 0 || self.copier.outstanding() > 0;
-            assert!(rows > 0 || copying || plan.writes_tables(), "nothing to do");
+            assert!(computes || copying || plan.writes_tables(), "nothing to do");
             self.check_plan(&plan);
             self.execute(&plan);
         }
@@ -227,6 +241,10 @@ impl Harness {
         let mut events = Vec::new();
         self.scheduler.apply(&result, &mut events).expect("the result fits the plan");
         for event in events {
+            if let Event::ImageRead { image } = event {
+                self.arena.free(image);
+                continue;
+            }
             if let Event::Preempted { id } = event {
                 // A block of it did not come back.
                 assert!(self.clients[&id].arriving && self.clients[&id].end.is_none());
@@ -250,27 +268,60 @@ impl Harness {
                     assert_eq!(client.vector.replace(vector), None, "a second vector of {id}");
                 }
                 Event::Finished { reason, .. } => client.end = Some(Some(reason)),
-                Event::Admitted { .. } | Event::Arrived { .. } | Event::Preempted { .. } => {}
+                Event::Admitted { .. }
+                | Event::Arrived { .. }
+                | Event::Preempted { .. }
+                | Event::ImageWanted { .. }
+                | Event::ImageRead { .. } => {}
             }
         }
         self.check();
         true
     }
 
+    /// Somebody puts the patches of a wanted image into the arena, or cannot.
+    pub(crate) fn place(&mut self, at: usize, fine: bool) {
+        if self.arena.wanted.is_empty() {
+            return;
+        }
+        let image = self.arena.wanted.swap_remove(at % self.arena.wanted.len());
+        if fine {
+            let offset = self.arena.put(image);
+            if !self.scheduler.image_placed(image, offset) {
+                self.arena.free_at(offset);
+            }
+        } else {
+            for id in self.scheduler.image_failed(image) {
+                let client = self.clients.get_mut(&id).expect("submitted");
+                assert!(client.request.images.iter().any(|own| own.id == image));
+                assert_eq!(client.end.replace(None), None);
+            }
+        }
+        self.check();
+    }
+
     /// Kills the hand. Returns the poisoned requests.
     pub(crate) fn reset(&mut self) -> Vec<u64> {
         self.was_reset = true;
-        let mut blamed: Vec<u64> = self.flights.drain(..).flat_map(|flight| flight.ids).collect();
+        let (mut blamed, mut waiting) = (vec![], vec![]);
+        for flight in self.flights.drain(..) {
+            blamed.extend(flight.ids);
+            waiting.extend(flight.waiting);
+        }
         blamed.sort_unstable();
         blamed.dedup();
-        for &id in &blamed {
+        waiting.extend(&blamed);
+        waiting.sort_unstable();
+        waiting.dedup();
+        for &id in &waiting {
             self.clients.get_mut(&id).expect("submitted").deaths += 1;
         }
         let poisoned = self.scheduler.reset();
         for &id in &poisoned {
             let client = self.clients.get_mut(&id).expect("submitted");
             assert_eq!(client.end, None);
-            assert_eq!(blamed, [id], "who is poisoned was alone in flight");
+            let alone = blamed.iter().all(|&other| other == id) && waiting.contains(&id);
+            assert!(alone, "who is poisoned was alone in flight");
             assert!(client.deaths >= 2, "and so at the second death at the earliest");
             client.end = Some(None);
         }
@@ -334,11 +385,13 @@ impl Harness {
         {
             let idle = self.scheduler.in_flight() == 0;
             let planned = self.plan();
-            assert!(planned || !idle, "nothing is in flight, and nothing is planned");
+            let waits = !self.arena.wanted.is_empty();
+            assert!(planned || !idle || waits, "nothing is in flight, and nothing is planned");
             while self.plan() {}
             self.check_progress();
             // One a round, so that others are under way.
             self.copier.end(rounds, !rounds.is_multiple_of(7));
+            self.place(rounds, true);
             self.apply();
             rounds -= 1;
             assert!(rounds > 0, "no end in sight: {:?}", self.scheduler.stats());
@@ -348,7 +401,7 @@ impl Harness {
             if let Some(reason) = end {
                 assert_eq!((&client.tokens, reason), (&client.expected.0, client.expected.1));
                 let pooling = client.request.spec.pooling.filter(|_| reason == Finish::Length);
-                let prompt = read_prompt(&client.request.prompt, client.request.spec.embeds);
+                let prompt = read_prompt(&client.request.prompt, client.request.spec.embeds, &[]);
                 let expected = pooling.and_then(|p| vector(&prompt, p.segment));
                 assert_eq!(client.vector.as_deref(), expected.as_ref().map(|v| &v[..]));
             }
@@ -358,6 +411,9 @@ impl Harness {
         assert!(self.scheduler.flush_cache());
         assert_eq!(self.scheduler.stats().pages_free, self.config.pages as usize);
         self.check();
+        let images = self.scheduler.stats().images;
+        assert_eq!((images.pages_held, images.pages_cached, images.waiting), (0, 0, 0));
+        assert!(self.arena.is_empty(), "patches that nobody reads are still there");
     }
 
     /// Tokens and end of a request.
@@ -421,12 +477,15 @@ impl Harness {
         let alone = self.config.pages == 0 && plan.rows().len() == 1;
         assert!(length <= budget || alone);
         for slot in plan.new_slots().map(|new| new.slot) {
-            assert!(slots.contains(&slot), "slot {slot} is written for nothing");
+            let sees = plan.image_spans().any(|(of, _, _)| of == slot);
+            assert!(slots.contains(&slot) || sees, "slot {slot} is written for nothing");
             let named = self.flights.iter().any(|flight| flight.slots.contains(&slot));
             assert!(!named, "slot {slot} is in flight");
         }
         for (slot, index, page) in plan.page_writes() {
-            let used = page.is_none() || self.config.sparse.is_some() || slots.contains(&slot);
+            let sees = plan.image_spans().any(|(of, _, _)| of == slot);
+            let used =
+                page.is_none() || self.config.sparse.is_some() || slots.contains(&slot) || sees;
             assert!(used, "page {index} is given to slot {slot} for nothing");
         }
         slots.sort_unstable();
@@ -435,9 +494,19 @@ impl Harness {
     }
 
     fn execute(&mut self, plan: &StepPlan) {
-        self.device.write_tables(plan);
+        self.device.write_tables(plan, |slot| {
+            let images = &self.clients[&self.slot_owner[&slot]].request.images;
+            SlotImages::new(images)
+        });
         let mut written: Vec<(u32, u32)> = Vec::new();
-        let mut flight = Flight { slots: vec![], named: vec![], ids: vec![], result: None };
+        let mut flight = Flight {
+            slots: vec![],
+            named: vec![],
+            ids: vec![],
+            images: vec![],
+            waiting: vec![],
+            result: None,
+        };
         for client in self.clients.values_mut() {
             client.idle += 1;
         }
@@ -466,6 +535,7 @@ impl Harness {
             }
             flight.slots.push(row.slot);
             flight.ids.push(id);
+            flight.images.extend(self.device.image_pages(&row));
             flight.named.extend(self.device.pages_named(&row).into_iter().map(|p| (p, row.slot)));
             written.extend(self.device.pages_of_its_own(&row).into_iter().map(|p| (p, row.slot)));
         }
@@ -475,9 +545,22 @@ impl Harness {
             let other = named.find(|&&(other, owner)| other == page && owner != slot);
             assert_eq!(other, None, "slot {slot} writes to page {page}, which another names");
         }
+        for image in self.device.images_in(plan, &self.arena) {
+            let waits = |(_, client): &(&u64, &Client)| {
+                client.resident && client.request.images.iter().any(|own| own.id == image)
+            };
+            flight.waiting.extend(self.live().filter(waits).map(|(&id, _)| id));
+        }
+        for (_, pages) in plan.images() {
+            for page in pages.iter().map(|page| page.cast_unsigned()) {
+                let named = self.flights.iter().any(|flight| flight.images.contains(&page));
+                assert!(!named, "image page {page} is in flight");
+                flight.images.push(page);
+            }
+        }
         // A dead hand computes nothing, it only has not been noticed yet.
         if self.flights.iter().all(|flight| flight.result.is_some()) {
-            flight.result = self.device.compute(plan, &self.copier).ok();
+            flight.result = self.device.compute(plan, &self.copier, &self.arena).ok();
             if flight.result.is_some() {
                 self.copier.start(plan, &mut self.device);
             }
@@ -491,14 +574,17 @@ impl Harness {
         if let Some(id) = self.most_important().filter(|_| !self.was_reset) {
             let copying = self.copier.outstanding() > 0;
             let client = self.clients.get_mut(&id).expect("submitted");
-            if !client.resident || copying {
+            if !client.resident || copying || !client.request.images.is_empty() {
                 client.idle = 0;
             }
             assert!(client.idle <= 2 * self.depth as u32, "{id} starves");
         }
     }
 
-    fn check(&self) {
+    fn check(&mut self) {
+        let mut unread: Vec<ImageId> = vec![];
+        self.scheduler.take_unread_images(&mut unread);
+        unread.into_iter().for_each(|image| self.arena.free(image));
         self.scheduler.check_integrity().unwrap_or_else(|wrong| panic!("{wrong}"));
         let stats = self.scheduler.stats();
         let pages = stats.pages_free + stats.pages_cached + stats.pages_held;

@@ -5,5 +5,6 @@ mod harness;
 mod model;
 mod quarantine;
 mod rules;
+mod seeing;
 mod shares;
 mod tiers;

@@ -1,13 +1,17 @@
 //! Whatever happens around it, a request gives the tokens that it gives alone, and ends once.
 
-use forebay_protocol::{SamplingParams, SlotSpec};
+use forebay_protocol::{Grid, SamplingParams, SlotSpec};
 use forebay_scheduler::{
-    HostTier, Namer, Policy, Request, STEP_WORDS, SavePolicy, SchedulerConfig, Sparse,
+    HostTier, ImageId, Namer, Policy, PromptImage, Request, STEP_WORDS, SavePolicy,
+    SchedulerConfig, Sparse, Tower,
 };
 use proptest::prelude::*;
 
 use crate::device::{KILL_TOKEN, NAN_TOKEN, VOCAB};
 use crate::harness::{Harness, alone, config, pooled, request};
+
+/// The token in place of images.
+const PAD: i32 = 5;
 
 #[derive(Debug, Clone)]
 enum Op {
@@ -19,6 +23,8 @@ enum Op {
     Kill,
     /// A copy ends: which, and whether it could be done.
     Copied(usize, bool),
+    /// A wanted image is placed, or can't be.
+    Placed(usize, bool),
 }
 
 /// A request to be: prompts are the beginnings of a few texts, with a tail of their own.
@@ -44,6 +50,8 @@ struct Ask {
     masked: bool,
     /// Has embeddings for tokens, at this offset.
     embeds: Option<u32>,
+    /// Images: how many tokens are before each, which it is, and its rows and columns.
+    images: Vec<(usize, u128, u32, u32)>,
 }
 
 impl Ask {
@@ -55,6 +63,19 @@ impl Ask {
         let room = if config.sparse.is_some() && self.embeds.is_none() { all } else { room };
         let text = (0..self.shared as i32).map(|at| (at * (self.text + 1) + at / 7) % VOCAB);
         let mut prompt: Vec<i32> = text.chain(self.own.iter().copied()).collect();
+        let mut images = vec![];
+        if config.tower.is_some() && self.embeds.is_none() && self.pooled.is_none() {
+            let mut at = 0;
+            for &(before, id, rows, columns) in &self.images {
+                at = (at + before).min(prompt.len());
+                let grid = Grid { rows, columns };
+                let id = ImageId(id << 32 | u128::from(rows << 8 | columns));
+                images.push((id, at as u32, grid));
+                let pads = std::iter::repeat_n(PAD, grid.positions() as usize);
+                prompt.splice(at..at, pads);
+                at += grid.positions() as usize;
+            }
+        }
         if let Some(segment) = self.pooled.or(encoder.then_some(0)) {
             prompt.truncate(hot);
             let (priority, cache_salt) = (self.priority, self.salt);
@@ -64,6 +85,7 @@ impl Ask {
             return Request { priority, client, probe, cache_salt, ..pooled };
         }
         prompt.truncate(hot - 1);
+        images.retain(|&(_, at, grid)| (at + grid.positions()) as usize <= prompt.len());
         let max_tokens = self.max_tokens.min((room - prompt.len()) as u32);
         let spec = SlotSpec {
             stop_ids: self.stop.into_iter().chain([VOCAB + 3, VOCAB + 5]).collect(),
@@ -82,6 +104,7 @@ impl Ask {
             client: self.client,
             probe: self.probe,
             cache_salt: self.salt,
+            images: PromptImage::place(images),
             ..request(id, prompt, max_tokens)
         };
         let mut generated = alone(&whole).0;
@@ -96,6 +119,7 @@ fn ask(special: &'static [i32]) -> impl Strategy<Value = Ask> {
     } else {
         prop_oneof![12 => 0..VOCAB, 1 => prop::sample::select(special)].boxed()
     };
+    let image = (0..12_usize, 0..4_u128, 1..4_u32, 1..4_u32);
     (
         0..3_i32,
         0..40_usize,
@@ -110,10 +134,11 @@ fn ask(special: &'static [i32]) -> impl Strategy<Value = Ask> {
         ),
         prop_oneof![5 => Just(0_u64), 1 => Just(1)],
         prop::option::weighted(0.3, 0..4_u32),
-        prop::option::weighted(0.3, 0..3_u32),
+        (prop::option::weighted(0.3, 0..3_u32), prop::collection::vec(image, 0..4)),
     )
         .prop_map(
-            |(text, shared, own, (max_tokens, resumed), stop, place, salt, pooled, embeds)| {
+            |(text, shared, own, (max_tokens, resumed), stop, place, salt, pooled, given)| {
+                let (embeds, images) = given;
                 let (priority, client, (probe, masked), lists) = place;
                 Ask {
                     text,
@@ -130,6 +155,7 @@ fn ask(special: &'static [i32]) -> impl Strategy<Value = Ask> {
                     salt,
                     pooled,
                     embeds,
+                    images,
                 }
             },
         )
@@ -144,6 +170,7 @@ fn op(special: &'static [i32], kill: u32) -> impl Strategy<Value = Op> {
         1 => Just(Op::Flush),
         kill => Just(Op::Kill),
         9 => (any::<usize>(), prop::bool::weighted(0.9)).prop_map(|(at, fine)| Op::Copied(at, fine)),
+        9 => (any::<usize>(), prop::bool::weighted(0.93)).prop_map(|(at, fine)| Op::Placed(at, fine)),
     ]
 }
 
@@ -171,11 +198,18 @@ fn machines() -> impl Strategy<Value = SchedulerConfig> {
     let tokens_a_row = prop_oneof![2 => Just(1), 1 => 2..6_u32];
     let host = prop::option::weighted(0.6, hosts());
     let sparse = prop::option::weighted(0.5, (1..4_u32, any::<bool>()));
-    let switches = (any::<bool>(), any::<bool>(), any::<bool>(), tokens_a_row, host, sparse);
+    let tower = (1..5_u32, 3..8_u32, 1..40_u64).prop_map(|(layers, pages, budget)| Tower {
+        layers,
+        pages,
+        page_tokens: 4,
+        budget,
+    });
+    let tower = prop::option::weighted(0.5, tower);
+    let switches = (any::<bool>(), any::<bool>(), any::<bool>(), tokens_a_row, host, sparse, tower);
     let step_words = prop_oneof![2 => Just(STEP_WORDS), 1 => 0..400_usize];
     (1..7_u32, 0..3_u32, pages, 1..6_u32, 0..24_u32, step_words, switches).prop_map(
         |(max_running, spare, pages, page_size, token_budget, step_words, switches)| {
-            let (prefix_cache, fcfs, fair, tokens_a_row, host, sparse) = switches;
+            let (prefix_cache, fcfs, fair, tokens_a_row, host, sparse, tower) = switches;
             let sparse = sparse.map(|(row_pages, save_rows)| Sparse { row_pages, save_rows });
             let sparse = sparse.filter(|sparse| {
                 let enough = host.is_some_and(|host| host.pages >= 2);
@@ -197,6 +231,7 @@ fn machines() -> impl Strategy<Value = SchedulerConfig> {
                 tokens_a_row: if sparse.is_some() { 1 } else { tokens_a_row },
                 host,
                 sparse,
+                tower: tower.filter(|_| pages > 0),
             }
         },
     )
@@ -215,6 +250,7 @@ fn run(config: SchedulerConfig, depth: usize, ops: Vec<Op>) -> Harness {
             Op::Flush => _ = harness.scheduler.flush_cache(),
             Op::Kill => _ = harness.reset(),
             Op::Copied(at, fine) => harness.copier.end(at, fine),
+            Op::Placed(at, fine) => harness.place(at, fine),
         }
     }
     harness.drain();
@@ -252,6 +288,7 @@ fn run_pair(config: SchedulerConfig, depth: usize, ops: Vec<PairOp>) -> [Harness
                 here.move_to(there);
             }
             Op::Copied(at, fine) => here.copier.end(at, fine),
+            Op::Placed(at, fine) => here.place(at, fine),
         }
     }
     for harness in &mut pair {
@@ -293,7 +330,7 @@ proptest! {
     ) {
         let asks = ops.clone();
         let harness = run(config.clone(), depth, ops);
-        let aborted = asks.iter().any(|op| matches!(op, Op::Abort(_)));
+        let aborted = asks.iter().any(|op| matches!(op, Op::Abort(_) | Op::Placed(_, false)));
         let asks = asks.iter().filter_map(|op| if let Op::Submit(ask) = op { Some(ask) } else { None });
         for (id, ask) in asks.enumerate() {
             let killer = ask.request(id as u64, &config).prompt.contains(&KILL_TOKEN);

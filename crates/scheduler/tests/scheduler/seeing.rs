@@ -1,0 +1,164 @@
+//! The vision tower of the hand without a model. What it gives for an image says which image it is, so that a row which reads a wrong, stale or
+//! not yet computed image page is found out.
+
+use std::collections::BTreeMap;
+
+use forebay_protocol::{Grid, ImageSpan, StepPlan};
+use forebay_scheduler::{ImageId, PromptImage, Tower};
+
+use crate::device::{Death, VOCAB};
+
+/// An image that kills the hand.
+pub(crate) const KILL_IMAGE: ImageId = ImageId(1 << 100);
+
+/// What a position of an image is read as, in place of the token there.
+fn read_image(image: ImageId, position: u32) -> i32 {
+    let hash = image.0.wrapping_mul(31).wrapping_add(u128::from(position)) % 97;
+    VOCAB + 100 + hash as i32
+}
+
+/// Puts what is seen in place of a prompt's tokens.
+pub(crate) fn read_images(tokens: &mut [i32], images: &[PromptImage]) {
+    for image in images {
+        let start = image.span.position as usize;
+        for (position, token) in (0..).zip(&mut tokens[start..image.end() as usize]) {
+            *token = read_image(image.id, position);
+        }
+    }
+}
+
+/// Patches, where the hand reads them, and what is asked for.
+#[derive(Default)]
+pub(crate) struct Arena {
+    pub(crate) wanted: Vec<ImageId>,
+    placed: BTreeMap<u32, ImageId>,
+    next: u32,
+}
+
+impl Arena {
+    pub(crate) fn put(&mut self, image: ImageId) -> u32 {
+        self.next += 4;
+        self.placed.insert(self.next, image);
+        self.next
+    }
+
+    /// Gives back the room of an image, of which there is one place at most.
+    pub(crate) fn free(&mut self, image: ImageId) {
+        let before = self.placed.len();
+        self.placed.retain(|_, placed| *placed != image);
+        assert_eq!(before, self.placed.len() + 1, "{image:?} has one place");
+    }
+
+    pub(crate) fn free_at(&mut self, offset: u32) {
+        assert!(self.placed.remove(&offset).is_some());
+    }
+
+    pub(crate) fn is_empty(&self) -> bool {
+        self.placed.is_empty()
+    }
+}
+
+/// Where images stand in a slot.
+#[derive(Clone, Default)]
+pub(crate) struct SlotImages {
+    /// As the request has them.
+    truth: Vec<PromptImage>,
+    /// As plans said.
+    spans: BTreeMap<u32, (ImageSpan, Vec<u32>)>,
+}
+
+impl SlotImages {
+    pub(crate) fn new(images: &[PromptImage]) -> Self {
+        Self { truth: images.to_vec(), spans: BTreeMap::new() }
+    }
+
+    pub(crate) fn truth(&self) -> &[PromptImage] {
+        &self.truth
+    }
+
+    pub(crate) fn write(&mut self, span: ImageSpan, pages: &[i32]) {
+        assert!(self.truth.iter().any(|image| image.span == span), "{span:?} is no image's");
+        let pages = pages.iter().map(|page| page.cast_unsigned()).collect();
+        self.spans.insert(span.position, (span, pages));
+    }
+
+    /// Image pages of the images that positions from `start` to `end` meet.
+    pub(crate) fn pages(&self, start: u32, end: u32) -> Vec<u32> {
+        let met =
+            self.truth.iter().filter(|image| image.span.position < end && image.end() > start);
+        met.flat_map(|image| self.spans[&image.span.position].1.iter().copied()).collect()
+    }
+}
+
+/// The tower and the image pages.
+pub(crate) struct Eyes {
+    config: Tower,
+    pages: Vec<Option<(ImageId, usize)>>,
+    towers: BTreeMap<u32, (ImageId, Grid, u32)>,
+}
+
+impl Eyes {
+    pub(crate) fn new(config: Tower) -> Self {
+        Self { config, pages: vec![None; config.pages as usize], towers: BTreeMap::new() }
+    }
+
+    /// A plan's work for images, in order.
+    pub(crate) fn compute(&mut self, plan: &StepPlan, arena: &Arena) -> Result<(), Death> {
+        for (work, pages) in plan.images() {
+            if work.end == 0 {
+                assert!(self.towers.remove(&work.image).is_some(), "{work:?} gives up nothing");
+                continue;
+            }
+            assert!(work.first < work.end && work.end <= self.config.layers, "{work:?}");
+            if let Some(patches) = work.patches {
+                assert_eq!(work.first, 0);
+                let image = arena.placed[&patches];
+                let before = self.towers.insert(work.image, (image, work.grid, 0));
+                assert!(before.is_none(), "{work:?} begins twice");
+            }
+            let (image, grid, end) = self.towers.get_mut(&work.image).expect("it has begun");
+            assert_eq!((work.first, work.grid), (*end, *grid), "layers come in order");
+            *end = work.end;
+            let image = *image;
+            if image == KILL_IMAGE {
+                return Err(Death);
+            }
+            if work.end < self.config.layers {
+                assert!(pages.is_empty(), "{work:?} has no output");
+                continue;
+            }
+            assert_eq!(pages.len() as u32, work.grid.positions().div_ceil(self.config.page_tokens));
+            for (number, &page) in pages.iter().enumerate() {
+                self.pages[page as usize] = Some((image, number));
+            }
+            self.towers.remove(&work.image);
+        }
+        Ok(())
+    }
+
+    /// The images that a plan computes layers of. It has not been executed.
+    pub(crate) fn images<'a>(
+        &'a self,
+        plan: &'a StepPlan,
+        arena: &'a Arena,
+    ) -> impl Iterator<Item = ImageId> + 'a {
+        plan.images().filter(|(work, _)| work.end > 0).map(|(work, _)| match work.patches {
+            Some(patches) => arena.placed[&patches],
+            None => self.towers.get(&work.image).map_or(KILL_IMAGE, |tower| tower.0),
+        })
+    }
+
+    /// Whether a row finds what it must.
+    pub(crate) fn check_reads(&self, slot: &SlotImages, start: u32, end: u32) {
+        for image in &slot.truth {
+            let span = &image.span;
+            for position in start.max(span.position)..end.min(image.end()) {
+                let number = ((position - span.position) / self.config.page_tokens) as usize;
+                let pages = &slot.spans[&span.position].1;
+                assert!(!pages.is_empty(), "position {position} of {image:?} has no pages");
+                let found = self.pages[pages[number] as usize];
+                assert_eq!(found, Some((image.id, number)), "position {position} of {image:?}");
+            }
+        }
+    }
+}
