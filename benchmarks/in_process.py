@@ -57,6 +57,7 @@ def runner(
         "kv_checksum": False,
         "hot_row_tokens": None,
         "sparse_top_k": None,
+        "image_pool_tokens": None,
         "kv_save_order": "behind",
     }
     made = ModelRunner(RunnerConfig.from_dict(config))

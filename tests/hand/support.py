@@ -208,6 +208,7 @@ def wire_config(model_config: dict[str, Any], **changes: Any) -> dict[str, Any]:
         "kv_checksum": False,
         "hot_row_tokens": None,
         "sparse_top_k": None,
+        "image_pool_tokens": None,
         "kv_save_order": "behind",
         **changes,
     }

@@ -39,6 +39,8 @@ pub struct EngineConfig {
     pub mask_threads: usize,
     /// How the host tier is used, where the hand has one.
     pub host: Option<HostConfig>,
+    /// What a step computes of images at most, in positions times layers, where the hand has a vision tower.
+    pub image_budget: u64,
 }
 
 /// How the tier of host memory is used. Its size is the hand's to tell.

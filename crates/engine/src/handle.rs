@@ -4,11 +4,12 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 
 use crossbeam_channel::Sender;
-use forebay_scheduler::{MAX_REQUEST_WORDS, Request, request_words};
+use forebay_scheduler::{ImageId, MAX_REQUEST_WORDS, Request, image_words, request_words};
 use parking_lot::Mutex;
 
 use crate::clock::Clock;
 use crate::executor::Wake;
+use crate::picture::Placed;
 use crate::types::{Arrival, EngineRequest, Facts, Orphan, RequestId, Stats, Status, SubmitError};
 use crate::waiting::{Place, Waiting};
 
@@ -19,6 +20,7 @@ pub(crate) enum Order {
     Adopt(Box<Orphan>),
     HandOver,
     Abort(RequestId),
+    Placed { image: ImageId, placed: Placed },
     FlushCache(Box<dyn FnOnce(bool) + Send>),
     Run(Box<dyn FnOnce() + Send>),
     Stop,
@@ -172,7 +174,8 @@ pub(crate) fn positions(request: &Request) -> u64 {
 /// Refuses what no plan can carry.
 fn check_words(request: &Request, page_size: u32) -> Result<(), SubmitError> {
     let spec = &request.spec;
-    let words = request_words(positions(request), spec, page_size, 2);
+    let words =
+        request_words(positions(request), spec, page_size, 2) + image_words(&request.images);
     if words <= MAX_REQUEST_WORDS {
         return Ok(());
     }

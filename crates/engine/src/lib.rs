@@ -11,6 +11,8 @@
 //!
 //! Where there are other replicas ([`Peers`]), a thread that loses its hand gives its requests to them instead of waiting for the respawn.
 //!
+//! Images ([`Picture`]) stay files until the scheduler says that one is needed. Then another thread puts its patches into that memory.
+//!
 //! What is too big for plans ([`Payload`]) lies in memory that the hand reads. Whoever submits has put it there; the thread keeps it until
 //! the request has ended and no step in flight can read it.
 //!
@@ -23,6 +25,7 @@ mod executor;
 mod handle;
 mod owner;
 mod payload;
+mod picture;
 mod recovery;
 mod thread;
 mod types;
@@ -32,13 +35,14 @@ pub use clock::{Clock, SystemClock};
 pub use config::{EngineConfig, HostConfig};
 pub use constraint::{Allowed, Broken, Constraint};
 pub use executor::{Executor, Signal, Wake};
-pub use forebay_protocol::{Dtype, Pooling, Ready, SlotSpec};
+pub use forebay_protocol::{Dtype, Grid, Pooling, Ready, SlotSpec};
 pub use forebay_scheduler::{
-    BlockEvent, BlockHash, HostStats, HostTier, Namer, Past, Place, Policy, Request, SavePolicy,
-    Stats as SchedulerStats,
+    BlockEvent, BlockHash, HostStats, HostTier, ImageId, ImageStats, Namer, Past, Place, Policy,
+    PromptImage, Request, SavePolicy, Stats as SchedulerStats,
 };
 pub use handle::EngineHandle;
 pub use payload::{Embeds, Payload, Payloads};
+pub use picture::{Picture, PictureError, Placed, Placement};
 pub use thread::{Engine, EngineThread, Hooks};
 pub use types::{
     Admission, BlockObserver, EngineRequest, Facts, FinishReason, HandStats, Orphan, Output,

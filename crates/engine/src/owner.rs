@@ -2,21 +2,25 @@
 
 mod constrained;
 mod handover;
+mod pictures;
 mod queue;
 
 use std::collections::{BTreeSet, HashMap};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use crossbeam_channel::Receiver;
+use crossbeam_channel::{Receiver, Sender};
 use forebay_protocol::{Ready, StepPlan, StepResult};
-use forebay_scheduler::{Event, Finish, HostTier, STEP_WORDS, Scheduler, SchedulerConfig, Sparse};
+use forebay_scheduler::{
+    Event, Finish, HostTier, STEP_WORDS, Scheduler, SchedulerConfig, Sparse, Tower,
+};
 use tracing::{error, info, warn};
 
 use crate::config::EngineConfig;
 use crate::executor::{Executor, Signal};
-use crate::handle::{Order, Shared, positions};
+use crate::handle::{EngineHandle, Order, Shared, positions};
 pub(crate) use crate::owner::constrained::Constrained;
+use crate::owner::pictures::Pictures;
 use crate::payload::Held;
 use crate::recovery::{Recovery, Verdict};
 use crate::types::{
@@ -38,6 +42,8 @@ pub(crate) struct Owner {
     peers: Option<Box<dyn Peers>>,
     shared: Arc<Shared>,
     lane: Receiver<Order>,
+    /// For those who put images where the hand reads them.
+    orders: Sender<Order>,
     /// Known with the hand's first facts.
     scheduler: Option<Scheduler>,
     /// The hand takes plans.
@@ -67,6 +73,7 @@ pub(crate) struct Owner {
     page_bytes: u64,
     /// What requests have in the arena.
     payloads: Held,
+    pictures: Pictures,
     /// What restricts their tokens.
     constrained: Constrained,
     /// The last step that was handed over.
@@ -86,10 +93,11 @@ impl Owner {
         config: EngineConfig,
         executor: Box<dyn Executor>,
         (sink, blocks, peers): Listeners,
-        shared: Arc<Shared>,
+        handle: EngineHandle,
         lane: Receiver<Order>,
         constrained: Constrained,
     ) -> Self {
+        let EngineHandle { shared, orders } = handle;
         let recovery = Recovery::new(config.restart_limit);
         Self {
             constrained,
@@ -100,6 +108,8 @@ impl Owner {
             peers,
             shared,
             lane,
+            orders,
+            pictures: Pictures::default(),
             scheduler: None,
             up: false,
             recovery,
@@ -177,6 +187,7 @@ impl Owner {
                         peers.abort(id);
                     }
                 }
+                Order::Placed { image, placed } => self.placed(image, placed),
                 Order::FlushCache(reply) => {
                     reply(self.scheduler.as_mut().is_none_or(Scheduler::flush_cache));
                 }
@@ -193,7 +204,7 @@ impl Owner {
 
     /// Queues a request. Where the hand is gone, it is decided afterwards what becomes of it.
     fn enter(&mut self, entering: EngineRequest) {
-        let EngineRequest { mut request, payloads, constraint, .. } = entering;
+        let EngineRequest { mut request, payloads, pictures, constraint, .. } = entering;
         request.masked = constraint.is_some();
         let Some(scheduler) = self.scheduler.as_mut() else {
             let reason = "it is still starting".into();
@@ -208,6 +219,7 @@ impl Owner {
             return self.end(request.id, finish);
         }
         self.payloads.hold(request.id, payloads);
+        self.pictures.hold(request.id, pictures);
         self.constrained.hold(request.id, constraint);
         scheduler.submit(request);
     }
@@ -317,6 +329,8 @@ impl Owner {
                     };
                     self.end(id, finish);
                 }
+                Event::ImageWanted { id, index, image } => self.place(id, index, image),
+                Event::ImageRead { image } => self.pictures.read(image),
                 Event::Arrived { id } | Event::Preempted { id } => {
                     if let Some(since) = self.arriving.remove(&id) {
                         let now = self.shared.clock.now_us();
@@ -329,6 +343,7 @@ impl Owner {
         for (id, why) in broken {
             self.break_off(id, why);
         }
+        self.forget_unread();
     }
 
     fn take_admission(&mut self, id: u64) -> Option<Admission> {
@@ -345,6 +360,7 @@ impl Owner {
         let in_flight = self.scheduler.as_ref().is_some_and(|scheduler| scheduler.in_flight() > 0);
         self.payloads.retire(id, in_flight.then_some(self.last_step));
         self.constrained.give(id);
+        self.pictures.give(id);
         let id = RequestId(id);
         match self.outputs.last_mut() {
             Some(last) if last.id == id && last.finish.is_none() => last.finish = Some(finish),
@@ -517,6 +533,12 @@ impl Owner {
                 vector_size: facts.hidden_size,
                 tokens_a_row: facts.tokens_a_row.max(1),
                 sparse,
+                tower: (facts.tower_layers > 0).then_some(Tower {
+                    layers: facts.tower_layers,
+                    pages: facts.image_page_count,
+                    page_tokens: facts.image_page_tokens.max(1),
+                    budget: self.config.image_budget,
+                }),
                 host: host.map(|host| HostTier {
                     pages: facts.host_page_count,
                     policy: host.policy,

@@ -98,15 +98,10 @@ impl Engine {
         });
         let constrained = Constrained::new(config.mask_threads)?;
         let handle = EngineHandle { shared: shared.clone(), orders };
+        let owned = handle.clone();
         let thread = std::thread::Builder::new().name("engine".into()).spawn(move || {
-            let owner = Owner::new(
-                config,
-                executor,
-                (sink, blocks, peers),
-                shared.clone(),
-                lane,
-                constrained,
-            );
+            let owner =
+                Owner::new(config, executor, (sink, blocks, peers), owned, lane, constrained);
             if let Err(panic) = catch_unwind(AssertUnwindSafe(|| owner.run())) {
                 let text = panic
                     .downcast_ref::<String>()

@@ -10,6 +10,7 @@ use thiserror::Error;
 
 use crate::constraint::Constraint;
 use crate::payload::Payload;
+use crate::picture::{Picture, PictureError};
 use crate::waiting::Place;
 
 /// A request's name, unique for the life of the process (client-supplied ids never come this far).
@@ -23,6 +24,8 @@ pub struct EngineRequest {
     pub request: Request,
     /// Where it refers to the arena, what it refers to: kept until no step can read it.
     pub payloads: Vec<Arc<dyn Payload>>,
+    /// The files of the request's images, in their order.
+    pub pictures: Vec<Arc<dyn Picture>>,
     /// What restricts its tokens; it has taken those that the request has already generated.
     pub constraint: Option<Box<dyn Constraint>>,
     /// What its client wants of the choice of a replica.
@@ -111,6 +114,14 @@ pub enum RequestError {
     /// What restricts its tokens allows none any more, or takes too long to say which.
     #[error("{0}")]
     Constraint(String),
+    /// One of its images has no patches.
+    #[error("image {index}: {error}")]
+    Image {
+        /// Which.
+        index: usize,
+        /// Why.
+        error: PictureError,
+    },
     /// It waited too long for a place.
     #[error("the request waited {seconds} seconds for its turn and is not tried any more")]
     QueueTimeout {

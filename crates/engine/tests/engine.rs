@@ -69,6 +69,7 @@ fn config() -> EngineConfig {
         load_timeout_us: 0,
         restart_limit: 3,
         mask_threads: 0,
+        image_budget: 1000,
         host: None,
     }
 }
@@ -122,6 +123,7 @@ impl Rig {
             hidden_size: 4,
             text: text(),
             device: "sim".into(),
+            tower: None,
         });
         breaking(&control);
         let (sender, outputs) = channel();

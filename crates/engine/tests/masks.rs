@@ -112,6 +112,7 @@ fn config(lookahead: u32, mask_threads: usize) -> EngineConfig {
         load_timeout_us: 0,
         restart_limit: 3,
         mask_threads,
+        image_budget: 1000,
         host: None,
     }
 }
@@ -135,6 +136,7 @@ impl Rig {
             hidden_size: 4,
             text: text(),
             device: "sim".into(),
+            tower: None,
         });
         let (sender, outputs) = channel();
         let sink = ChannelSink { outputs: sender, control: control.clone(), hook };

@@ -72,6 +72,7 @@ fn config() -> EngineConfig {
         load_timeout_us: 20 * SECOND,
         restart_limit: 1,
         mask_threads: 0,
+        image_budget: 1000,
         host: None,
     }
 }
@@ -107,6 +108,7 @@ impl Rig {
             hidden_size: 4,
             text: SimText::endless((0..VOCAB as i32 / 2).collect()),
             device: "sim".into(),
+            tower: None,
         });
         control.poison(POISON);
         breaking(&control);

@@ -90,6 +90,7 @@ impl Rig {
             hidden_size: 4,
             text: text(),
             device: "sim".into(),
+            tower: None,
         });
         let (sender, outputs) = channel();
         let config = EngineConfig {
@@ -109,6 +110,7 @@ impl Rig {
             load_timeout_us: 0,
             restart_limit: 3,
             mask_threads: 0,
+            image_budget: 1000,
             host,
         };
         let sink = Sink { outputs: sender, control: control.clone(), kill_after };

@@ -17,6 +17,7 @@ use crate::flags::{
     SchedulePolicy, ServeFlags, SimFlags,
 };
 use crate::gpus::Gpus;
+use crate::images::ImageConfig;
 use crate::model::{Model, Pooling};
 use crate::text::{TokenizerBackend, TokenizerMode};
 use crate::tiers::{HostSize, HostTier};
@@ -97,6 +98,9 @@ pub(crate) struct Config {
     pub(crate) grammar_threads: usize,
     pub(crate) grammar_lenient: bool,
     pub(crate) mask_threads: usize,
+    /// `None`: the model sees no images.
+    #[serde(flatten)]
+    pub(crate) images: Option<ImageConfig>,
     /// How chats are written and read; null before that is known, and where the model has none.
     pub(crate) chat: Option<ChatFacts>,
     /// What the model makes in place of tokens.
@@ -269,6 +273,7 @@ impl Config {
             grammar_threads: flags.grammar.grammar_threads.get(),
             grammar_lenient: flags.grammar.grammar_lenient,
             mask_threads: flags.grammar.helpers(),
+            images: ImageConfig::resolve(&flags.images, model, !cuda && simulated.is_none())?,
             chat: None,
             pooling: model.pooling.clone(),
             simulated,
@@ -310,6 +315,7 @@ impl Config {
             restart_limit: self.hand_restarts,
             mask_threads: if self.grammar { self.mask_threads } else { 0 },
             host: self.host_tier.as_ref().map(HostTier::engine),
+            image_budget: self.images.map_or(1, |images| images.position_layers()),
         }
     }
 
@@ -326,6 +332,7 @@ impl Config {
                 "files": model.files,
                 "config": model.config,
                 "pooling": model.pooling,
+                "images": model.images,
                 "cache": model.cache,
             }),
             load_format: self.load_format.to_owned(),
@@ -356,6 +363,7 @@ impl Config {
             kv_checksum: tier.is_some_and(|tier| tier.debug_checksum),
             hot_row_tokens: sparse.map(|sparse| sparse.hot_buffer_tokens),
             sparse_top_k: sparse.and_then(|sparse| sparse.top_k),
+            image_pool_tokens: self.images.and_then(|images| images.image_pool_tokens),
             kv_save_order: order.name().to_owned(),
         }
     }

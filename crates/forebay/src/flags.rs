@@ -3,6 +3,7 @@
 mod access;
 mod dialect;
 mod grammar;
+mod images;
 mod limits;
 mod listening;
 mod schedule;
@@ -21,6 +22,7 @@ use serde::Serialize;
 pub(crate) use self::access::{AccessFlags, visible_keys};
 pub(crate) use self::dialect::DialectFlags;
 pub(crate) use self::grammar::GrammarFlags;
+pub(crate) use self::images::ImageFlags;
 pub(crate) use self::listening::ListenFlags;
 pub(crate) use self::schedule::{ScheduleFlags, SchedulePolicy};
 
@@ -61,6 +63,8 @@ pub(crate) struct ServeFlags {
     pub(crate) schedule: ScheduleFlags,
     #[command(flatten)]
     pub(crate) grammar: GrammarFlags,
+    #[command(flatten)]
+    pub(crate) images: ImageFlags,
     #[command(flatten)]
     pub(crate) tiers: TierFlags,
     #[command(flatten)]

@@ -8,6 +8,7 @@ mod dialect;
 mod flags;
 mod gpus;
 mod grammar;
+mod images;
 mod lines;
 mod listening;
 mod logs;

@@ -27,8 +27,25 @@ pub(crate) struct Model {
     pub(crate) context_length: u32,
     pub(crate) vocab_size: u32,
     pub(crate) pooling: Option<Pooling>,
+    /// How images become patches; `None`: the model sees none.
+    #[serde(default)]
+    pub(crate) images: Option<Images>,
     /// Where Forebay keeps what it makes of models.
     pub(crate) cache: PathBuf,
+}
+
+/// How a model sees images, as `forebay.weights.vision` describes it. A position of the decoder is `merge` times `merge` patches.
+#[derive(Debug, Clone, Deserialize, Serialize)]
+pub(crate) struct Images {
+    /// Pixels of a patch, each way.
+    pub(crate) patch: u32,
+    pub(crate) merge: u32,
+    pub(crate) min_pixels: u64,
+    pub(crate) max_pixels: u64,
+    pub(crate) image_token_id: i32,
+    /// What only the hand reads.
+    #[serde(flatten)]
+    pub(crate) rest: Map<String, Value>,
 }
 
 /// What a model makes in place of tokens, as `forebay.weights.pooling` describes it.
@@ -59,7 +76,9 @@ impl Pooling {
 impl Model {
     /// Elements of an embedding; 0 where the configuration does not say.
     pub(crate) fn hidden_size(&self) -> u32 {
-        let size = self.config.get("hidden_size").and_then(Value::as_u64);
+        // A model that sees images has its decoder's numbers apart.
+        let config = self.config.get("text_config").and_then(Value::as_object);
+        let size = config.unwrap_or(&self.config).get("hidden_size").and_then(Value::as_u64);
         size.and_then(|size| u32::try_from(size).ok()).unwrap_or_default()
     }
 

@@ -84,6 +84,7 @@ pub(crate) fn config(
         hidden_size: model.hidden_size(),
         text: text.with_vectors(model.pooling.as_ref().map_or(1, |pooling| pooling.size)),
         tokens_a_row: simulated.tokens_a_row,
+        tower: config.images.map(|images| images.simulated(model)),
         device: format!("simulated {}", profile.device),
     })
 }

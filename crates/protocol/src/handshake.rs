@@ -103,6 +103,8 @@ pub struct HandConfig {
     pub hot_row_tokens: Option<u32>,
     /// The positions that a row chooses, as the user has them; the model must agree.
     pub sparse_top_k: Option<u32>,
+    /// Positions of all image pages; `None`: what the hand finds right for the model.
+    pub image_pool_tokens: Option<u64>,
     /// Whether anything waits for saves: `behind`, nothing; `fence`, the rows of the next plan; `inline`, the next plan.
     pub kv_save_order: String,
 }
@@ -149,6 +151,15 @@ pub struct Ready {
     /// Rows of the device that a sparse slot keeps, in whole pages; 0 where no slot is ever sparse.
     #[serde(default)]
     pub hot_row_tokens: u32,
+    /// Layers of the vision tower; 0 without one.
+    #[serde(default)]
+    pub tower_layers: u32,
+    /// Image pages; 0 without a tower.
+    #[serde(default)]
+    pub image_page_count: u32,
+    /// Positions of an image page.
+    #[serde(default)]
+    pub image_page_tokens: u32,
 }
 
 fn one() -> u32 {
@@ -210,6 +221,9 @@ mod tests {
             host_page_count: 4,
             page_bytes: 11,
             hot_row_tokens: 8,
+            tower_layers: 0,
+            image_page_count: 0,
+            image_page_tokens: 0,
         }
     }
 

@@ -7,8 +7,8 @@ use std::sync::{Arc, OnceLock};
 use forebay_balance::Method;
 use forebay_engine::{
     BlockHash, BlockObserver, Clock, Engine, EngineConfig, EngineHandle, EngineRequest,
-    EngineThread, Executor, Facts, Hooks, Namer, Orphan, OutputSink, Peers, RequestId, Stats,
-    Status, SubmitError, Waiting,
+    EngineThread, Executor, Facts, Hooks, Namer, Orphan, OutputSink, Peers, PromptImage, Request,
+    RequestId, Stats, Status, SubmitError, Waiting,
 };
 use parking_lot::Mutex;
 
@@ -137,7 +137,7 @@ impl Replicas {
         }
         let named = &mut request.request;
         if named.names.is_empty() && named.spec.embeds.is_none() {
-            named.names = shared.names(named.cache_salt, &named.prompt, &named.generated).into();
+            named.names = shared.names_of(named).into();
         }
         let id = request.id();
         let engines = shared.engines();
@@ -294,6 +294,17 @@ impl Shared {
             Some((namer, size)) if generated.is_empty() => namer.chain(salt, prompt, *size),
             Some((namer, size)) => namer.chain(salt, &[prompt, generated].concat(), *size),
         }
+    }
+
+    fn names_of(&self, request: &Request) -> Vec<BlockHash> {
+        let Request { cache_salt, prompt, generated, images, .. } = request;
+        if images.is_empty() {
+            return self.names(*cache_salt, prompt, generated);
+        }
+        self.naming.as_ref().map_or_else(Vec::new, |(namer, size)| {
+            let tokens = [&prompt[..], generated].concat();
+            PromptImage::chain(namer, *cache_salt, &tokens, images, *size)
+        })
     }
 
     /// What the choice depends on, looked up outside of the dispatch lock.

@@ -53,6 +53,7 @@ fn start(pages: &[u32], breaking: impl Fn(usize, &SimControl)) -> Rig {
             hidden_size: 4,
             text: SimText::endless((0..100).collect()),
             device: "sim".into(),
+            tower: None,
         });
         breaking(at, &control);
         controls.push(control);
@@ -74,6 +75,7 @@ fn start(pages: &[u32], breaking: impl Fn(usize, &SimControl)) -> Rig {
                 load_timeout_us: 0,
                 restart_limit: 0,
                 mask_threads: 0,
+                image_budget: 1000,
                 host: None,
             },
             executor: Box::new(executor),

@@ -14,7 +14,7 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use forebay_kvcache::{ImageId, ImageLease, ImagePool};
+use forebay_kvcache::{BlockHash, ImageId, ImageLease, ImagePool, Namer};
 use forebay_protocol::{Grid, IMAGE_SPAN_WORDS, ImageSpan, StepPlan, TowerWork};
 
 use crate::request::{Entry, Key, Residence};
@@ -56,11 +56,37 @@ impl PromptImage {
         })
     }
 
+    /// The names of the full blocks at the beginning of `tokens`, in which these images stand, for requests with this salt.
+    #[must_use]
+    pub fn chain(
+        namer: &Namer,
+        salt: u64,
+        tokens: &[i32],
+        images: &[Self],
+        page_size: usize,
+    ) -> Vec<BlockHash> {
+        let mut parent = namer.root(salt);
+        let name = |(number, block): (usize, &[i32])| {
+            let within = Self::within(images, (number * page_size) as u32, page_size as u32);
+            parent = namer.child_with(parent, block, within);
+            parent
+        };
+        tokens.chunks_exact(page_size).enumerate().map(name).collect()
+    }
+
     /// The position behind it.
     #[must_use]
     pub fn end(&self) -> u32 {
         self.span.position + self.span.grid.positions()
     }
+}
+
+/// Most words of a plan that says where images stand, with their pages.
+#[must_use]
+pub fn image_words(images: &[PromptImage]) -> u64 {
+    // A page has one position at least.
+    let of = |image: &PromptImage| u64::from(image.span.grid.positions()) + IMAGE_SPAN_WORDS as u64;
+    images.iter().map(of).sum()
 }
 
 /// What there is to do before an image that somebody needs is on pages.
@@ -221,13 +247,6 @@ impl Entry {
         });
         missing.map_or(u32::MAX, |at| images[at].span.position)
     }
-
-    /// Words of a plan that says where its images stand, with their pages.
-    pub(crate) fn image_words(&self) -> usize {
-        // A page has one position at least, and few pages are not full.
-        let of = |image: &PromptImage| IMAGE_SPAN_WORDS + image.span.grid.positions() as usize;
-        self.request.images.iter().map(of).sum()
-    }
 }
 
 impl Scheduler {
@@ -290,14 +309,24 @@ impl Scheduler {
         }
     }
 
-    /// An image can't be had: ends every request that waits for it, without an event, and gives their ids.
-    pub fn image_failed(&mut self, image: ImageId) -> Vec<u64> {
+    /// An image can't be had: ends every request that waits for it, without an event, and gives their ids, and which of their images it is.
+    pub fn image_failed(&mut self, image: ImageId) -> Vec<(u64, usize)> {
         let needs = |handle: &&Handle| self.requests[**handle].needs(image);
-        let Some(images) = &self.images else { return Vec::new() };
+        let Some(images) = self.images.as_ref().filter(|images| {
+            // Somebody else may have placed it meanwhile.
+            matches!(images.work.get(&image), Some(Work::Wanted))
+        }) else {
+            return Vec::new();
+        };
         let waiting: Vec<Handle> = images.seeing.values().filter(needs).copied().collect();
-        let ids = waiting.iter().map(|&handle| self.requests[handle].request.id).collect();
-        waiting.into_iter().for_each(|handle| self.remove(handle));
-        ids
+        let ended = waiting.into_iter().map(|handle| {
+            let request = &self.requests[handle].request;
+            let index = request.images.iter().position(|own| own.id == image);
+            let told = (request.id, index.unwrap_or_default());
+            self.remove(handle);
+            told
+        });
+        ended.collect()
     }
 
     /// Appends the images whose patches nobody will read any more, although [`Event::ImageRead`] never comes.
@@ -317,7 +346,7 @@ impl Scheduler {
     ) -> bool {
         let Some(images) = &mut self.images else { return true };
         images.given_up.drain(..).for_each(|number| plan.give_up_image(number));
-        let (layers, mut budget) = (images.tower.layers, images.tower.budget);
+        let (layers, mut budget) = (images.tower.layers, images.tower.budget.max(1));
         self.look_again(plan, events);
         let mut first = true;
         while budget > 0 {

@@ -55,7 +55,7 @@ use crate::slab::{Handle, Slab};
 
 pub use crate::config::{HostTier, Policy, SavePolicy, SchedulerConfig, Sparse, Tower};
 pub use crate::event::{ApplyError, Event, Finish, HostStats, ImageStats, SparseStats, Stats};
-pub use crate::images::PromptImage;
+pub use crate::images::{PromptImage, image_words};
 pub use crate::request::{Past, Request};
 pub use crate::words::{MAX_REQUEST_WORDS, STEP_WORDS, request_words};
 

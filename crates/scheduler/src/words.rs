@@ -8,6 +8,7 @@ use forebay_protocol::{
     COPY_WORDS, MAX_WORDS, NewSlot, PAGE_WRITE_WORDS, ROW_WORDS, SPAN_WORDS, SlotSpec, StepPlan,
 };
 
+use crate::images::image_words;
 use crate::{Handle, Scheduler};
 
 /// Words that a plan may have when another request is admitted to it: 16 MiB, which takes the hand some milliseconds to read.
@@ -52,7 +53,11 @@ impl Scheduler {
         let (tables, rows) =
             self.config.sparse.map_or((1, 0), |sparse| (2, sparse.row_pages as usize));
         let pages = PAGE_WRITE_WORDS * (tables * pages + rows);
-        let words = entry.slot(0).words() + shared + ROW_WORDS + pages + entry.image_words();
+        let words = entry.slot(0).words()
+            + shared
+            + ROW_WORDS
+            + pages
+            + image_words(&entry.request.images) as usize;
         let mut copies =
             self.config.host.map_or(0, |host| COPY_WORDS * host.copies_a_step as usize);
         if self.config.sparse.is_some_and(|sparse| sparse.save_rows) {

@@ -213,6 +213,7 @@ impl Call {
                 let request = Request {
                     id: id.0,
                     prompt: Arc::clone(&prompt),
+                    images: Arc::default(),
                     generated: resume.map_or_else(Vec::new, |resume| resume.generated.clone()),
                     names: Arc::clone(&names),
                     max_tokens,
@@ -232,6 +233,7 @@ impl Call {
                 let submitted = EngineRequest {
                     request,
                     constraint: constraints.next(),
+                    pictures: vec![],
                     payloads: embeds.iter().map(|embeds| Arc::clone(&embeds.payload)).collect(),
                     preference: generation.preference.clone(),
                 };

@@ -42,6 +42,22 @@ pub struct SimConfig {
     pub host_pages: u32,
     /// Positions that a sparse slot keeps; 0: no slot is ever sparse.
     pub hot_row_tokens: u32,
+    /// The vision tower, if there is one.
+    pub tower: Option<SimTower>,
+}
+
+/// A simulated vision tower.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct SimTower {
+    /// Its layers.
+    pub layers: u32,
+    /// Image pages.
+    pub pages: u32,
+}
+
+impl SimTower {
+    /// Positions of an image page, as hands have them.
+    pub const PAGE_TOKENS: u32 = 64;
 }
 
 impl SimConfig {
@@ -235,6 +251,9 @@ impl SimExecutor {
                     host_page_count: self.config.host_pages,
                     page_bytes: self.config.timing.bytes.all(),
                     hot_row_tokens: self.config.hot_row_tokens,
+                    tower_layers: self.config.tower.map_or(0, |tower| tower.layers),
+                    image_page_count: self.config.tower.map_or(0, |tower| tower.pages),
+                    image_page_tokens: self.config.tower.map_or(0, |_| SimTower::PAGE_TOKENS),
                 })
             }
             Some(Ok(mut result)) => {
@@ -293,7 +312,7 @@ impl Executor for SimExecutor {
             *at_us = (*at_us).min(now.max(*since));
             self.timeline.cut(*at_us);
         }
-        if plan.rows().len() == 0 {
+        if plan.rows().len() == 0 && plan.images().next().is_none() {
             return self.wait_for_copies(plan, now);
         }
         let (span, rows) = self.timeline.compute(plan, now, || self.control.copy_fault());

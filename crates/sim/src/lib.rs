@@ -23,7 +23,7 @@ mod timeline;
 
 pub use clock::SimClock;
 pub use copies::{CopyEngines, CopyFault, PageBytes};
-pub use executor::{SimConfig, SimControl, SimExecutor};
+pub use executor::{SimConfig, SimControl, SimExecutor, SimTower};
 pub use fit::{Fit, fit};
 pub use load::StepLoad;
 pub use profile::{CopyModel, DeviceModel, Jitter, KvModel, Profile, ProfileError};

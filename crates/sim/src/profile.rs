@@ -32,6 +32,8 @@ pub struct DeviceModel {
     pub attention_us: f64,
     /// The host's work on a plan before its rows can begin; hidden while the device computes, unless something keeps the host waiting.
     pub host_us: f64,
+    /// Each position of an image, for each layer of the vision tower.
+    pub tower_us: f64,
     /// Standard deviation of the logarithm of a step's time: 0.1 is about 10 % jitter.
     pub jitter_sigma: f64,
 }
@@ -46,6 +48,7 @@ impl DeviceModel {
         context_us: 0.0,
         attention_us: 0.0,
         host_us: 0.0,
+        tower_us: 0.0,
         jitter_sigma: 0.0,
     };
 
@@ -68,6 +71,7 @@ impl DeviceModel {
             ("context_us", self.context_us),
             ("attention_us", self.attention_us),
             ("host_us", self.host_us),
+            ("tower_us", self.tower_us),
             ("jitter_sigma", self.jitter_sigma),
         ];
         match fields.into_iter().find(|(_, value)| !(value.is_finite() && *value >= 0.0)) {

@@ -152,6 +152,7 @@ impl Timeline {
         let gathers = sparse.gather_us(rows);
         self.copies.delay_restores(gathers.round() as u64);
         let median = model.median_us(&StepLoad::of(plan)) + gathers;
+        let median = median + model.tower_us * tower_work(plan) as f64;
         let device_us = (median * self.jitter.factor(plan.step())).round() as u64;
         let end_us = start_us + device_us;
         let gap_us = start_us - self.last_end.min(start_us);
@@ -215,6 +216,12 @@ impl Timeline {
             self.copies.start(copy, from_us, fault());
         }
     }
+}
+
+/// Positions times layers of the tower that a plan computes.
+fn tower_work(plan: &StepPlan) -> u64 {
+    let work = plan.images().map(|(work, _)| work);
+    work.map(|work| u64::from(work.grid.positions()) * u64::from(work.end - work.first)).sum()
 }
 
 #[cfg(test)]

@@ -64,6 +64,7 @@ fn record(model: DeviceModel, file: &Scratch) {
         hidden_size: 1,
         text: SimText::endless((0..10).collect()),
         device: "sim".into(),
+        tower: None,
     });
     let target = std::fs::File::create(&file.0).expect("file");
     let mut recorder = Recorder::new(Box::new(executor), target).expect("recorder");
@@ -194,6 +195,7 @@ fn a_recorder_passes_wakes_on() {
         hidden_size: 1,
         text: SimText::endless(vec![1]),
         device: "sim".into(),
+        tower: None,
     };
     let (executor, _control) = SimExecutor::new(config);
     let mut recorder = Recorder::new(Box::new(executor), std::io::sink()).expect("recorder");

@@ -58,9 +58,9 @@ class RunnerConfig:
     kv_checksum: bool
     hot_row_tokens: int | None
     sparse_top_k: int | None
+    image_pool_tokens: int | None
+    """None: what `image_page_count` takes."""
     kv_save_order: str
-    image_pool_tokens: int | None = None
-    """None, or missing where the brain knows no images: what `image_page_count` takes."""
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> RunnerConfig:

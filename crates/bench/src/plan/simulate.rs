@@ -254,6 +254,8 @@ impl Simulation {
                 Event::Admitted { .. }
                 | Event::Arrived { .. }
                 | Event::Pooled { .. }
+                | Event::ImageWanted { .. }
+                | Event::ImageRead { .. }
                 | Event::Preempted { .. } => {}
             }
         }

@@ -285,6 +285,7 @@ fn in_the_engine(setup: &Setup, traffic: &Traffic) -> HashMap<u64, (u64, u64)> {
         hidden_size: 1,
         text: SimText::endless(vec![1 << 29]),
         device: "sim".into(),
+        tower: None,
     });
     let (sender, outputs) = channel();
     let (handle, _thread) = Engine::start(
@@ -293,6 +294,7 @@ fn in_the_engine(setup: &Setup, traffic: &Traffic) -> HashMap<u64, (u64, u64)> {
             slots: setup.max_running + setup.max_running.div_ceil(2),
             page_size: setup.page_size,
             mask_threads: 0,
+            image_budget: 1,
             token_budget: setup.token_budget,
             prefix_cache: setup.prefix_cache,
             namer: Namer::open(),

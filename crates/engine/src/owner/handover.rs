@@ -52,6 +52,7 @@ impl Owner {
             request: EngineRequest {
                 request,
                 payloads: self.payloads.give(id),
+                pictures: self.pictures.give(id),
                 constraint: self.constrained.give(id),
                 // Whoever adopts it has noted where it wanted to go.
                 preference: Preference::default(),

@@ -291,9 +291,9 @@ impl Harness {
                 self.arena.free_at(offset);
             }
         } else {
-            for id in self.scheduler.image_failed(image) {
+            for (id, index) in self.scheduler.image_failed(image) {
                 let client = self.clients.get_mut(&id).expect("submitted");
-                assert!(client.request.images.iter().any(|own| own.id == image));
+                assert_eq!(client.request.images[index].id, image);
                 assert_eq!(client.end.replace(None), None);
             }
         }

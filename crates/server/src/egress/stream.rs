@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use forebay_api::ApiError;
-use forebay_engine::{FinishReason, Output, RequestError};
+use forebay_engine::{FinishReason, Output, PictureError, RequestError};
 
 use super::Registration;
 use crate::delta::{Delta, End};
@@ -152,6 +152,12 @@ pub(crate) fn request_error(error: &RequestError) -> ApiError {
         RequestError::Poisoned => ApiError::Internal { reason, code: Some("poisoned") },
         RequestError::HandFailed(_) => ApiError::Unavailable { reason, code: "failed" },
         RequestError::Constraint(_) => ApiError::invalid("response_format", reason),
+        RequestError::Image { error: PictureError::Unreadable(_), .. } => {
+            ApiError::invalid("messages", reason)
+        }
+        RequestError::Image { error: PictureError::Failed(_), .. } => {
+            ApiError::Internal { reason, code: Some("image") }
+        }
         RequestError::QueueTimeout { retry_after, .. } => {
             ApiError::QueueTimeout { reason, retry_after: *retry_after }
         }

@@ -283,6 +283,9 @@ impl Engine for Fake {
                 host_page_count: 0,
                 page_bytes: 0,
                 hot_row_tokens: 0,
+                tower_layers: 0,
+                image_page_count: 0,
+                image_page_tokens: 0,
             },
         })
     }

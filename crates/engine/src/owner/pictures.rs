@@ -1,0 +1,83 @@
+//! Images between requests, which have their files, and the hand, which reads their patches.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+
+use forebay_scheduler::ImageId;
+
+use crate::handle::Order;
+use crate::owner::Owner;
+use crate::payload::Payload;
+use crate::picture::{Picture, Placed, Placement};
+use crate::types::{FinishReason, RequestError};
+
+/// The images of live requests, and the patches that the hand has not read yet.
+#[derive(Debug, Default)]
+pub(crate) struct Pictures {
+    live: HashMap<u64, Vec<Arc<dyn Picture>>>,
+    placed: HashMap<ImageId, Arc<dyn Payload>>,
+    /// Kept for its memory.
+    unread: Vec<ImageId>,
+}
+
+impl Pictures {
+    pub(crate) fn hold(&mut self, request: u64, pictures: Vec<Arc<dyn Picture>>) {
+        if !pictures.is_empty() {
+            self.live.insert(request, pictures);
+        }
+    }
+
+    /// The request is here no more.
+    pub(crate) fn give(&mut self, request: u64) -> Vec<Arc<dyn Picture>> {
+        self.live.remove(&request).unwrap_or_default()
+    }
+
+    /// The hand has read an image's patches.
+    pub(crate) fn read(&mut self, image: ImageId) {
+        self.placed.remove(&image);
+    }
+}
+
+impl Owner {
+    /// Has the patches of an image put into the arena.
+    pub(super) fn place(&mut self, request: u64, index: usize, image: ImageId) {
+        let (orders, waker) = (self.orders.clone(), Arc::clone(&self.shared.waker));
+        let placement = Placement::new(move |placed| {
+            // A closed lane means that the thread has ended.
+            if orders.send(Order::Placed { image, placed }).is_ok() {
+                waker.wake();
+            }
+        });
+        if let Some(picture) = self.pictures.live.get(&request).and_then(|all| all.get(index)) {
+            picture.place(placement);
+        }
+    }
+
+    /// The patches of an image are in the arena, or never will be.
+    pub(super) fn placed(&mut self, image: ImageId, placed: Placed) {
+        let Some(scheduler) = &mut self.scheduler else { return };
+        match placed {
+            Ok(payload) => {
+                if scheduler.image_placed(image, payload.offset()) {
+                    self.pictures.placed.insert(image, payload);
+                }
+            }
+            Err(error) => {
+                for (id, index) in scheduler.image_failed(image) {
+                    let error = RequestError::Image { index, error: error.clone() };
+                    self.end(id, FinishReason::Error(error));
+                }
+            }
+        }
+    }
+
+    /// Gives back the room of patches that nobody will read.
+    pub(super) fn forget_unread(&mut self) {
+        let mut unread = std::mem::take(&mut self.pictures.unread);
+        if let Some(scheduler) = &mut self.scheduler {
+            scheduler.take_unread_images(&mut unread);
+        }
+        unread.drain(..).for_each(|image| self.pictures.read(image));
+        self.pictures.unread = unread;
+    }
+}

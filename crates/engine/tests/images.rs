@@ -1,0 +1,322 @@
+//! Images on the engine thread: who is asked for patches and when, and that their room always comes back.
+
+use std::collections::HashMap;
+use std::io;
+use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::sync::{Arc, Mutex};
+use std::thread::yield_now;
+use std::time::Duration;
+
+use forebay_engine::{
+    Engine, EngineConfig, EngineHandle, EngineRequest, EngineThread, FinishReason, Grid, Hooks,
+    ImageId, Namer, Output, OutputSink, Payload, Picture, PictureError, Placement, Policy,
+    PromptImage, Request, RequestError, RequestId, Status,
+};
+use forebay_sim::{
+    DeviceModel, SimClock, SimConfig, SimControl, SimExecutor, SimText, SimTower, Timing,
+    next_token,
+};
+
+const VOCAB: u32 = 1000;
+const PAD: i32 = 5;
+/// What follows an image.
+const TAIL: [i32; 6] = [7; 6];
+const GRID: Grid = Grid { rows: 5, columns: 7 };
+/// Far longer than anything here takes: a test that reaches it hangs.
+const PATIENCE: Duration = Duration::from_secs(60);
+
+/// What images have in the arena, and what was asked for.
+#[derive(Debug, Default)]
+struct Arena {
+    used: AtomicUsize,
+    next: AtomicU32,
+    asked: Mutex<Vec<ImageId>>,
+    /// Placements that nobody has seen to yet.
+    waiting: Mutex<Vec<Placement>>,
+}
+
+#[derive(Debug)]
+struct Room(Arc<Arena>, u32);
+
+impl Payload for Room {
+    fn offset(&self) -> u32 {
+        self.1
+    }
+    fn write(&self, _: usize, _: &[u8]) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+impl Drop for Room {
+    fn drop(&mut self) {
+        self.0.used.fetch_sub(1, Ordering::SeqCst);
+    }
+}
+
+impl Arena {
+    fn room(self: &Arc<Self>) -> Arc<dyn Payload> {
+        self.used.fetch_add(1, Ordering::SeqCst);
+        Arc::new(Room(Arc::clone(self), 64 * self.next.fetch_add(1, Ordering::SeqCst)))
+    }
+}
+
+/// What becomes of a picture.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Fate {
+    Fine,
+    Later,
+    Broken,
+    Forgotten,
+}
+
+#[derive(Debug)]
+struct Shown {
+    image: ImageId,
+    fate: Fate,
+    arena: Arc<Arena>,
+}
+
+impl Picture for Shown {
+    fn place(&self, placement: Placement) {
+        self.arena.asked.lock().expect("fine").push(self.image);
+        match self.fate {
+            Fate::Fine => placement.done(Ok(self.arena.room())),
+            Fate::Later => self.arena.waiting.lock().expect("fine").push(placement),
+            Fate::Broken => placement.done(Err(PictureError::Unreadable("it is cut off".into()))),
+            Fate::Forgotten => drop(placement),
+        }
+    }
+}
+
+struct Sink(Sender<Vec<Output>>);
+
+impl OutputSink for Sink {
+    fn deliver(&mut self, outputs: Vec<Output>) {
+        // The test may be over.
+        let _ = self.0.send(outputs);
+    }
+}
+
+struct Rig {
+    handle: EngineHandle,
+    control: SimControl,
+    outputs: Receiver<Vec<Output>>,
+    arena: Arc<Arena>,
+    thread: Option<EngineThread>,
+}
+
+impl Rig {
+    fn new(lookahead: u32, image_pages: u32) -> Self {
+        let clock = SimClock::virtual_time();
+        let model = DeviceModel { step_us: 1000.0, tower_us: 10.0, ..DeviceModel::INSTANT };
+        let (executor, control) = SimExecutor::new(SimConfig {
+            tokens_a_row: 1,
+            host_pages: 0,
+            clock: clock.clone(),
+            timing: Timing { model, ..Timing::default() },
+            hot_row_tokens: 0,
+            seed: 0,
+            load_us: 1000,
+            page_count: 500,
+            vocab_size: VOCAB,
+            hidden_size: 4,
+            text: text(),
+            device: "sim".into(),
+            tower: Some(SimTower { layers: 6, pages: image_pages }),
+        });
+        let config = EngineConfig {
+            max_running: 16,
+            slots: 24,
+            page_size: 4,
+            token_budget: 32,
+            prefix_cache: true,
+            namer: Namer::open(),
+            policy: Policy::Fcfs,
+            fair: true,
+            lookahead,
+            max_queued: 1000,
+            queue_timeout_us: 0,
+            context_length: 1024,
+            watchdog_us: 10_000_000,
+            load_timeout_us: 0,
+            restart_limit: 3,
+            mask_threads: 0,
+            image_budget: 2 * u64::from(GRID.positions()),
+            host: None,
+        };
+        let (sender, outputs) = channel();
+        let hooks = Hooks::new(Box::new(Sink(sender)));
+        let (handle, thread) =
+            Engine::start(config, Box::new(executor), Arc::new(clock), hooks).expect("thread");
+        while handle.status() != Status::Ready {
+            yield_now();
+        }
+        // Virtual time would run away from the test's submits.
+        control.hold();
+        Self { handle, control, outputs, arena: Arc::default(), thread: Some(thread) }
+    }
+
+    fn submit(&self, id: u64, images: &[(u128, Fate)]) {
+        let (mut prompt, mut placed) = (vec![id as i32 + 10; 3], Vec::new());
+        let mut pictures: Vec<Arc<dyn Picture>> = Vec::new();
+        for &(image, fate) in images {
+            let image = ImageId(image << 80);
+            placed.push((image, prompt.len() as u32, GRID));
+            prompt.extend(std::iter::repeat_n(PAD, GRID.positions() as usize));
+            prompt.extend(TAIL);
+            pictures.push(Arc::new(Shown { image, fate, arena: Arc::clone(&self.arena) }));
+        }
+        let images = PromptImage::place(placed);
+        let request =
+            Request { id, prompt: prompt.into(), images, max_tokens: 5, ..Request::default() };
+        let request = EngineRequest { request, pictures, ..EngineRequest::default() };
+        self.handle.submit(request).expect("room");
+    }
+
+    fn follow(&self, count: usize) -> HashMap<u64, (Vec<i32>, FinishReason)> {
+        self.control.release();
+        let (mut tokens, mut ends) = (HashMap::<u64, Vec<i32>>::new(), HashMap::new());
+        while ends.len() < count {
+            for output in self.outputs.recv_timeout(PATIENCE).expect("outputs") {
+                let id = output.id.0;
+                tokens.entry(id).or_default().extend(output.token.map(|token| token.id));
+                if let Some(finish) = output.finish {
+                    let told = tokens.remove(&id).unwrap_or_default();
+                    assert!(ends.insert(id, (told, finish)).is_none(), "{id} ends twice");
+                }
+            }
+        }
+        ends
+    }
+
+    fn asked(&self) -> usize {
+        self.arena.asked.lock().expect("fine").len()
+    }
+
+    /// Nothing is left in the arena once the engine has ended.
+    fn end(mut self) {
+        self.handle.stop();
+        if let Some(thread) = self.thread.take() {
+            thread.join();
+        }
+        assert_eq!(self.arena.used.load(Ordering::SeqCst), 0, "patches that nobody reads");
+    }
+}
+
+fn text() -> SimText {
+    SimText::endless((0..VOCAB as i32).collect())
+}
+
+/// What the simulated model gives a request that runs alone.
+fn alone(id: u64, images: usize) -> Vec<i32> {
+    let mut tokens = vec![id as i32 + 10; 3];
+    for _ in 0..images {
+        tokens.extend(std::iter::repeat_n(PAD, GRID.positions() as usize));
+        tokens.extend(TAIL);
+    }
+    let start = tokens.len();
+    (0..5).for_each(|_| tokens.push(next_token(&text(), &tokens, start)));
+    tokens.split_off(start)
+}
+
+#[test]
+fn each_image_is_asked_for_once_and_goes_through_the_tower_once() {
+    for lookahead in [0, 1] {
+        let rig = Rig::new(lookahead, 16);
+        for id in 0..12 {
+            let first = u128::from(id % 3) + 1;
+            rig.submit(id, &[(first, Fate::Fine), (9, Fate::Fine)]);
+        }
+        for (id, (tokens, finish)) in rig.follow(12) {
+            assert_eq!((tokens, finish), (alone(id, 2), FinishReason::Length), "request {id}");
+        }
+        assert_eq!(rig.asked(), 4, "three images, and one that all have");
+        let stats = rig.handle.stats().scheduler.images;
+        assert_eq!((stats.encoded, stats.wanted, stats.waiting), (4, 4, 0));
+        assert_eq!(stats.position_layers, 4 * 6 * u64::from(GRID.positions()));
+        rig.end();
+    }
+}
+
+#[test]
+fn a_second_turn_asks_for_nothing() {
+    let rig = Rig::new(1, 16);
+    rig.submit(1, &[(1, Fate::Fine)]);
+    rig.follow(1);
+    rig.control.hold();
+    // The same prompt: its last position alone is computed, behind the image.
+    rig.submit(1, &[(1, Fate::Fine)]);
+    // Another beginning: the image is on its pages.
+    rig.submit(2, &[(1, Fate::Fine)]);
+    rig.follow(2);
+    let stats = rig.handle.stats().scheduler.images;
+    assert_eq!((rig.asked(), stats.encoded), (1, 1));
+    assert_eq!((stats.in_prefix, stats.in_pages), (1, 1));
+    rig.end();
+}
+
+#[test]
+fn a_picture_that_fails_ends_those_who_need_it() {
+    let rig = Rig::new(1, 16);
+    rig.submit(1, &[(1, Fate::Fine), (2, Fate::Broken)]);
+    rig.submit(2, &[(1, Fate::Fine)]);
+    rig.submit(3, &[(3, Fate::Forgotten)]);
+    let ends = rig.follow(3);
+    let broken = PictureError::Unreadable("it is cut off".into());
+    let image = |index, error| FinishReason::Error(RequestError::Image { index, error });
+    assert_eq!(ends[&1].1, image(1, broken));
+    assert_eq!(ends[&2], (alone(2, 1), FinishReason::Length));
+    let forgotten = PictureError::Failed("the image was not prepared".into());
+    assert_eq!(ends[&3].1, image(0, forgotten));
+    rig.end();
+}
+
+#[test]
+fn patches_that_come_too_late_are_given_back() {
+    let rig = Rig::new(1, 16);
+    rig.submit(1, &[(1, Fate::Later)]);
+    rig.control.release();
+    while rig.asked() == 0 {
+        yield_now();
+    }
+    rig.handle.abort(RequestId(1));
+    assert_eq!(rig.follow(1)[&1].1, FinishReason::Abort);
+    let waiting = rig.arena.waiting.lock().expect("fine").pop().expect("one");
+    waiting.done(Ok(rig.arena.room()));
+    rig.control.hold();
+    rig.submit(2, &[(1, Fate::Fine)]);
+    assert_eq!(rig.follow(1)[&2], (alone(2, 1), FinishReason::Length));
+    rig.end();
+}
+
+#[test]
+fn a_dead_hand_costs_the_images_that_it_had() {
+    let rig = Rig::new(1, 16);
+    for id in 0..6 {
+        rig.submit(id, &[(u128::from(id) + 1, Fate::Fine)]);
+    }
+    rig.control.release();
+    while rig.asked() < 6 {
+        yield_now();
+    }
+    rig.control.kill();
+    for (id, (tokens, finish)) in rig.follow(6) {
+        assert_eq!((tokens, finish), (alone(id, 1), FinishReason::Length), "request {id}");
+    }
+    rig.end();
+}
+
+#[test]
+fn a_pool_for_one_image_at_a_time_is_enough() {
+    let rig = Rig::new(1, 1);
+    for id in 0..8 {
+        let images: Vec<(u128, Fate)> =
+            (0..4).map(|at| (u128::from((id + at) % 5) + 1, Fate::Fine)).collect();
+        rig.submit(id, &images);
+    }
+    for (id, (tokens, finish)) in rig.follow(8) {
+        assert_eq!((tokens, finish), (alone(id, 4), FinishReason::Length), "request {id}");
+    }
+    rig.end();
+}
