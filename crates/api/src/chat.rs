@@ -2,8 +2,10 @@
 
 use std::fmt;
 
-use serde::de::{Deserialize, Deserializer, SeqAccess, Visitor};
-use serde_json::{Map, Value};
+use serde::Deserialize;
+use serde::de::value::MapAccessDeserializer;
+use serde::de::{Deserializer, MapAccess, SeqAccess, Visitor};
+use serde_json::{Map, Value, json};
 use utoipa::ToSchema;
 
 use crate::error::ApiError;
@@ -93,11 +95,54 @@ pub enum MessageContent {
 /// A part of a message.
 #[derive(Debug, Clone, PartialEq, Eq, serde::Deserialize)]
 pub struct ContentPart {
-    /// Only `text` is served.
+    /// `text`; also `image_url`, where the model sees images.
     #[serde(rename = "type")]
     pub kind: String,
     /// The text.
     pub text: Option<String>,
+    /// The image.
+    pub image_url: Option<ImageUrl>,
+}
+
+/// Where an image is.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ImageUrl {
+    /// `data:`, with the file in base64, or `http:`, `https:`, `file:`.
+    pub url: String,
+    /// `auto`, `high` or `low`; no answer depends on it.
+    pub detail: Option<String>,
+}
+
+impl<'de> Deserialize<'de> for ImageUrl {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct ImageVisitor;
+        impl<'de> Visitor<'de> for ImageVisitor {
+            type Value = ImageUrl;
+
+            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str("a URL, or an object with one")
+            }
+            fn visit_str<E>(self, url: &str) -> Result<ImageUrl, E> {
+                Ok(ImageUrl { url: url.to_owned(), detail: None })
+            }
+            fn visit_string<E>(self, url: String) -> Result<ImageUrl, E> {
+                Ok(ImageUrl { url, detail: None })
+            }
+            fn visit_map<A: MapAccess<'de>>(self, map: A) -> Result<ImageUrl, A::Error> {
+                let ImageObject { url, detail } =
+                    ImageObject::deserialize(MapAccessDeserializer::new(map))?;
+                Ok(ImageUrl { url, detail })
+            }
+        }
+        deserializer.deserialize_any(ImageVisitor)
+    }
+}
+
+/// [`ImageUrl`] as an object.
+#[derive(Deserialize)]
+pub(crate) struct ImageObject {
+    url: String,
+    detail: Option<String>,
 }
 
 impl<'de> Deserialize<'de> for MessageContent {
@@ -130,8 +175,10 @@ impl<'de> Deserialize<'de> for MessageContent {
 /// A conversation ready for the chat template.
 #[derive(Debug, Clone, PartialEq)]
 pub struct ChatPrompt {
-    /// Messages as the template sees them, an array of objects: `content` is a string.
+    /// Messages as the template sees them, an array of objects: `content` is a string, or a list of parts where there are images.
     pub messages: Value,
+    /// The images in them, in order.
+    pub images: Vec<ImagePart>,
     /// The template opens the assistant's turn.
     pub add_generation_prompt: bool,
     /// The last message is left open.
@@ -142,6 +189,15 @@ pub struct ChatPrompt {
     pub kwargs: Map<String, Value>,
     /// How long the model is to think.
     pub effort: Effort,
+}
+
+/// An image of a conversation.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ImagePart {
+    /// The part's path, which errors name.
+    pub param: String,
+    /// Where the image is.
+    pub url: String,
 }
 
 /// How long a model is asked to think.
@@ -166,16 +222,24 @@ pub struct Rendering {
     pub tools: Vec<Value>,
     /// How long the model is to think.
     pub effort: Effort,
+    /// Most images; 0: the model sees none.
+    pub images: u32,
 }
 
 impl ChatPrompt {
     /// Checks the messages and brings them into the shape that templates expect.
     ///
     /// # Errors
-    /// There is no message, a part is not text, or both ways to end the prompt are asked for.
+    /// There is no message, a part is not served, there are too many images, or both ways to end the prompt are asked for.
     pub fn new(messages: Vec<ChatMessage>, rendering: Rendering) -> Result<Self, ApiError> {
-        let Rendering { add_generation_prompt, continue_final_message, kwargs, tools, effort } =
-            rendering;
+        let Rendering {
+            add_generation_prompt,
+            continue_final_message,
+            kwargs,
+            tools,
+            effort,
+            images: most,
+        } = rendering;
         if messages.is_empty() {
             return Err(ApiError::invalid("messages", "`messages`: at least one is needed"));
         }
@@ -186,9 +250,12 @@ impl ChatPrompt {
                 "`continue_final_message` and `add_generation_prompt` exclude each other",
             ));
         }
-        let messages = messages.into_iter().enumerate().map(|(index, m)| flatten(index, m));
+        let mut images = Images { most, found: Vec::new() };
+        let messages =
+            messages.into_iter().enumerate().map(|(index, m)| flatten(index, m, &mut images));
         Ok(Self {
             messages: Value::Array(messages.collect::<Result<_, _>>()?),
+            images: images.found,
             add_generation_prompt: add_generation_prompt.unwrap_or(!continue_final_message),
             continue_final_message,
             tools: (!tools.is_empty()).then_some(Value::Array(tools)),
@@ -198,26 +265,67 @@ impl ChatPrompt {
     }
 }
 
+/// The images that were found so far.
+struct Images {
+    most: u32,
+    found: Vec<ImagePart>,
+}
+
+impl Images {
+    /// Takes the part at `path`, which is no text; gives the template's view of it.
+    fn take(&mut self, path: &str, part: ContentPart) -> Result<Value, ApiError> {
+        if self.most == 0 || part.kind != "image_url" {
+            return Err(ApiError::unsupported(format!("{path}.type={}", part.kind)));
+        }
+        let image = part.image_url.ok_or_else(|| {
+            let param = format!("{path}.image_url");
+            ApiError::invalid(param.clone(), format!("`{param}`: required and missing"))
+        })?;
+        if self.found.len() >= self.most as usize {
+            let reason = format!(
+                "`{path}`: the server takes at most {} images a request (--limit-images)",
+                self.most
+            );
+            return Err(ApiError::invalid(path, reason));
+        }
+        if image.detail.as_deref().is_some_and(|d| !["auto", "high", "low"].contains(&d)) {
+            let param = format!("{path}.image_url.detail");
+            let reason = format!("`{param}`: must be `auto`, `high` or `low`");
+            return Err(ApiError::invalid(param, reason));
+        }
+        self.found.push(ImagePart { param: path.to_owned(), url: image.url });
+        Ok(json!({"type": "image"}))
+    }
+}
+
 /// The template's view of message number `index`.
-fn flatten(index: usize, message: ChatMessage) -> Result<Value, ApiError> {
+fn flatten(index: usize, message: ChatMessage, images: &mut Images) -> Result<Value, ApiError> {
     let mut map = Map::new();
     map.insert("role".into(), Value::String(message.role));
     let content = match message.content {
         None => Value::Null,
         Some(MessageContent::Text(text)) => Value::String(text),
         Some(MessageContent::Parts(parts)) => {
-            let mut texts = Vec::with_capacity(parts.len());
+            let (mut texts, mut views) = (Vec::with_capacity(parts.len()), Vec::new());
             for (part_index, part) in parts.into_iter().enumerate() {
                 let path = || format!("messages[{index}].content[{part_index}]");
                 if part.kind != "text" {
-                    return Err(ApiError::unsupported(format!("{}.type={}", path(), part.kind)));
+                    // Those before it were texts.
+                    views.extend(texts.drain(..).map(text_view));
+                    views.push(images.take(&path(), part)?);
+                    continue;
                 }
                 texts.push(part.text.ok_or_else(|| {
                     let param = format!("{}.text", path());
                     ApiError::invalid(param.clone(), format!("`{param}`: required and missing"))
                 })?);
             }
-            Value::String(texts.join("\n"))
+            if views.is_empty() {
+                Value::String(texts.join("\n"))
+            } else {
+                views.extend(texts.drain(..).map(text_view));
+                Value::Array(views)
+            }
         }
     };
     map.insert("content".into(), content);
@@ -237,6 +345,10 @@ fn flatten(index: usize, message: ChatMessage) -> Result<Value, ApiError> {
         map.insert("tool_calls".into(), Value::Array(calls));
     }
     Ok(Value::Object(map))
+}
+
+fn text_view(text: String) -> Value {
+    json!({"type": "text", "text": text})
 }
 
 /// Checks the calls of message number `index`: templates fail on what is no call, and say nothing that helps.
@@ -354,6 +466,7 @@ impl ChatRequest {
                     kwargs: self.chat_template_kwargs,
                     tools: tools.described.clone(),
                     effort,
+                    images: limits.images,
                 },
             )?,
             tools,
@@ -385,13 +498,16 @@ impl ChatRequest {
 
 #[cfg(test)]
 mod tests {
-    use serde_json::json;
-
     use super::*;
     use crate::sampling::MaxTokens;
 
-    const LIMITS: Limits =
-        Limits { context_length: 100, prompt_length: 100, vocab_size: 1000, replicas: 2 };
+    const LIMITS: Limits = Limits {
+        context_length: 100,
+        prompt_length: 100,
+        vocab_size: 1000,
+        replicas: 2,
+        images: 0,
+    };
 
     fn validate(more: Value) -> Result<ValidChat, ApiError> {
         let mut body = json!({"messages": [{"role": "user", "content": "hi"}]});

@@ -223,8 +223,13 @@ mod tests {
 
     use super::*;
 
-    const LIMITS: Limits =
-        Limits { context_length: 100, prompt_length: 100, vocab_size: 1000, replicas: 2 };
+    const LIMITS: Limits = Limits {
+        context_length: 100,
+        prompt_length: 100,
+        vocab_size: 1000,
+        replicas: 2,
+        images: 0,
+    };
 
     fn validate(body: Value) -> Result<ValidEmbedding, ApiError> {
         let request =

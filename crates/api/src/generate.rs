@@ -473,7 +473,13 @@ mod tests {
                 .request;
         request.validate(
             &GenerationDefaults::default(),
-            Limits { context_length: 100, prompt_length: 100, vocab_size: 1000, replicas: 2 },
+            Limits {
+                context_length: 100,
+                prompt_length: 100,
+                vocab_size: 1000,
+                replicas: 2,
+                images: 0,
+            },
         )
     }
 

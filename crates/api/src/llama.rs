@@ -288,8 +288,13 @@ mod tests {
     use super::*;
     use crate::sampling::MaxTokens;
 
-    const LIMITS: Limits =
-        Limits { context_length: 100, prompt_length: 100, vocab_size: 1000, replicas: 2 };
+    const LIMITS: Limits = Limits {
+        context_length: 100,
+        prompt_length: 100,
+        vocab_size: 1000,
+        replicas: 2,
+        images: 0,
+    };
 
     fn validate(body: Value) -> Result<ValidLlama, ApiError> {
         let parsed = crate::parse_request::<LlamaRequest>(body.to_string().as_bytes(), |_| Ok(()))?;

@@ -325,8 +325,13 @@ mod tests {
 
     use super::*;
 
-    const LIMITS: Limits =
-        Limits { context_length: 100, prompt_length: 100, vocab_size: 1000, replicas: 2 };
+    const LIMITS: Limits = Limits {
+        context_length: 100,
+        prompt_length: 100,
+        vocab_size: 1000,
+        replicas: 2,
+        images: 0,
+    };
 
     fn rerank(body: Value) -> Result<ValidRerank, ApiError> {
         crate::parse_request::<RerankRequest>(body.to_string().as_bytes(), |_| Ok(()))?

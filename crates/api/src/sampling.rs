@@ -39,6 +39,8 @@ pub struct Limits {
     pub vocab_size: u32,
     /// Replicas are numbered from 0 to below this.
     pub replicas: u32,
+    /// Most images of a request; 0: the model sees none.
+    pub images: u32,
 }
 
 /// How many tokens to generate.
@@ -338,8 +340,13 @@ mod tests {
 
     use super::*;
 
-    const LIMITS: Limits =
-        Limits { context_length: 100, prompt_length: 100, vocab_size: 1000, replicas: 2 };
+    const LIMITS: Limits = Limits {
+        context_length: 100,
+        prompt_length: 100,
+        vocab_size: 1000,
+        replicas: 2,
+        images: 0,
+    };
 
     fn validate(fields: Fields) -> Result<Generation, ApiError> {
         fields.validate(&GenerationDefaults::default(), LIMITS)

@@ -276,7 +276,7 @@ mod tests {
     };
 
     const LIMITS: Limits =
-        Limits { context_length: 100, prompt_length: 100, vocab_size: 1000, replicas: 2 };
+        Limits { context_length: 100, prompt_length: 100, vocab_size: 1000, replicas: 2, images: 0 };
 
     fn chat(more: Value) -> Result<Option<Structure>, ApiError> {
         let mut body = json!({"messages": [{"role": "user", "content": "hi"}]});

@@ -136,6 +136,7 @@ impl Inner {
             prompt_length: facts.prompt_length,
             vocab_size: facts.hand.vocab_size,
             replicas: self.engine.count(),
+            images: 0,
         })
     }
 

@@ -115,6 +115,10 @@ pub enum Bound {
     Messages(usize, Params),
     /// A message's content: a string, or a list of objects with these parameters.
     Content(Params),
+    /// An image: its URL, or an object with these parameters.
+    Image(Params),
+    /// The URL of an image, which may be all of its file in base64.
+    Url,
     /// Any JSON value, which is kept. Its elements count as [`VALUES`], and it is at most [`DEPTH`] deep.
     Tree,
     /// A form of answers: a string of at most this many bytes, or any JSON value, which is kept as text.
@@ -145,6 +149,16 @@ pub trait Limited {
 pub fn takes_embeds(params: Params) -> bool {
     let mut all = params.iter().flat_map(|group| group.iter());
     all.any(|param| matches!(param.bound, Bound::Embeds(_)))
+}
+
+/// Whether one of these parameters, or what is in them, carries images, which may be as large.
+pub fn takes_images(params: Params) -> bool {
+    let mut all = params.iter().flat_map(|group| group.iter());
+    all.any(|param| match param.bound {
+        Bound::Image(_) => true,
+        Bound::Messages(_, within) | Bound::Content(within) => takes_images(within),
+        _ => false,
+    })
 }
 
 /// `text`, cut to at most `bytes` bytes where it is longer: for errors, which show what a client sent.

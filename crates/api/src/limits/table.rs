@@ -131,7 +131,13 @@ pub(super) const MESSAGE: &[Param] = &[
     text("tool_call_id", WORD_BYTES),
 ];
 
-pub(super) const PART: &[Param] = &[text("type", WORD_BYTES), param("text", Bound::Prompt)];
+pub(super) const PART: &[Param] = &[
+    text("type", WORD_BYTES),
+    param("text", Bound::Prompt),
+    param("image_url", Bound::Image(&[IMAGE])),
+];
+
+pub(super) const IMAGE: &[Param] = &[param("url", Bound::Url), text("detail", WORD_BYTES)];
 
 const CHAT: &[Param] = &[
     count("max_completion_tokens", 1),
@@ -395,7 +401,7 @@ mod tests {
     use serde::forward_to_deserialize_any;
 
     use super::*;
-    use crate::chat::{ChatMessage, ContentPart};
+    use crate::chat::{ChatMessage, ContentPart, ImageObject};
     use crate::generate::GenerateSampling;
     use crate::openai::StreamOptions;
     use crate::structure::{JsonSchemaFormat, ResponseFormat, StructuredOutputs};
@@ -447,6 +453,7 @@ mod tests {
         compare::<DetokenizeRequest>(DetokenizeRequest::PARAMS);
         compare::<ChatMessage>(&[MESSAGE]);
         compare::<ContentPart>(&[PART]);
+        compare::<ImageObject>(&[IMAGE]);
         compare::<GenerateSampling>(&[SAMPLING, NUMBERS, LISTS]);
         compare::<StreamOptions>(&[STREAM_OPTIONS]);
         compare::<ResponseFormat>(&[RESPONSE_FORMAT]);

@@ -16,7 +16,7 @@ const KEY_BYTES: usize = SHOWN_BYTES;
 pub struct Weight {
     /// JSON values that will be kept as such, at most [`VALUES`].
     pub values: usize,
-    /// Bytes of embeddings.
+    /// Bytes of embeddings and images.
     pub embeds: usize,
 }
 
@@ -167,7 +167,7 @@ impl<'de> Visitor<'de> for At<'_> {
     }
 
     fn visit_str<E: Error>(self, text: &str) -> Result<Seen, E> {
-        if matches!(self.bound, Bound::Embeds(_)) {
+        if matches!(self.bound, Bound::Embeds(_) | Bound::Image(_) | Bound::Url) {
             self.walk.weight.embeds += text.len();
         }
         let most = match self.bound {
@@ -178,6 +178,8 @@ impl<'de> Visitor<'de> for At<'_> {
             Bound::Prompt
             | Bound::Prompts(_)
             | Bound::Embeds(_)
+            | Bound::Image(_)
+            | Bound::Url
             | Bound::Content(_)
             | Bound::Documents(..)
             | Bound::Tree
@@ -218,6 +220,8 @@ impl<'de> Visitor<'de> for At<'_> {
             | Bound::Text(_)
             | Bound::Biases(_)
             | Bound::Object(_)
+            | Bound::Image(_)
+            | Bound::Url
             | Bound::Form(_)
             | Bound::Ignored => (usize::MAX, Bound::Ignored),
         };
@@ -257,7 +261,10 @@ impl<'de> Visitor<'de> for At<'_> {
 
     fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Seen, A::Error> {
         match self.bound {
-            Bound::Object(params) | Bound::Objects(_, params) | Bound::Documents(_, params) => {
+            Bound::Object(params)
+            | Bound::Image(params)
+            | Bound::Objects(_, params)
+            | Bound::Documents(_, params) => {
                 while let Some(name) = map.next_key_seed(Key(params))? {
                     let param = match name {
                         Name::Known(param) => param,

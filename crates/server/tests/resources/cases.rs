@@ -66,7 +66,7 @@ fn add(
 ) {
     let (inner, open, close, dot) = match param.bound {
         Bound::Object(params) => (params, "{", "}", "."),
-        Bound::Objects(_, params) => (params, "{", "}", "."),
+        Bound::Objects(_, params) | Bound::Image(params) => (params, "{", "}", "."),
         Bound::Documents(_, params) | Bound::Content(params) => (params, "[{", "}]", "[0]."),
         Bound::Messages(_, params) => (params, "[{", "}]", "[0]."),
         _ => (&[] as Params, "", "", ""),
@@ -78,6 +78,7 @@ fn add(
                 r#""role":"user","#
             }
             "text" if matches!(param.bound, Bound::Prompt) => r#""type":"text","#,
+            "image_url" => r#""type":"image_url","#,
             _ => "",
         };
         let before = format!(r#"{}{open}{others}"{}":"#, around.0, param.name);
