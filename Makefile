@@ -28,7 +28,7 @@ UV_LOCK := $(UV) pip compile --quiet --python $(BIN)/python --universal --python
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup setup-dev setup-clients build build-tests serve test test-rust test-asan test-python test-triton test-triton-old e2e test-fleet test-kills test-gpu bench-gpu gpu-pack check lint fmt deny docs wheel wheel-test lock ci \
+.PHONY: help setup setup-dev setup-clients build build-tests serve test test-rust test-asan test-python test-triton test-triton-old test-images e2e test-fleet test-kills test-gpu bench-gpu gpu-pack check lint fmt deny docs wheel wheel-test lock ci \
 	clean distclean
 
 help: ## print this list
@@ -131,6 +131,9 @@ test-triton-old: setup-dev $(STAMPS)/triton-old ## compile the GPU's kernels wit
 
 e2e: build-tests ## run the end-to-end tests only
 	FOREBAY_TEST_BINARY=$(abspath $(TARGET_DIR)/$(TEST_PROFILE)/forebay) $(BIN)/python -m pytest tests/e2e $(PYTEST_ARGS)
+
+test-images: ## compare 1000 sizes with transformers' patches, and read ten thousand broken files of each format (5 minutes)
+	FOREBAY_FUZZ=10000 cargo test --locked --profile $(TEST_PROFILE) --package forebay-vision -- --include-ignored
 
 test-fleet: build-tests ## send a fleet behind a router ten thousand requests at the limits (10 minutes)
 	FOREBAY_FLEET_REQUESTS=10000 FOREBAY_TEST_BINARY=$(abspath $(TARGET_DIR)/$(TEST_PROFILE)/forebay) \

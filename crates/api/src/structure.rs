@@ -275,8 +275,13 @@ mod tests {
         ChatRequest, CompletionRequest, GenerateRequest, GenerationDefaults, Limits, parse_request,
     };
 
-    const LIMITS: Limits =
-        Limits { context_length: 100, prompt_length: 100, vocab_size: 1000, replicas: 2, images: 0 };
+    const LIMITS: Limits = Limits {
+        context_length: 100,
+        prompt_length: 100,
+        vocab_size: 1000,
+        replicas: 2,
+        images: 0,
+    };
 
     fn chat(more: Value) -> Result<Option<Structure>, ApiError> {
         let mut body = json!({"messages": [{"role": "user", "content": "hi"}]});
