@@ -1,7 +1,9 @@
 //! How images are computed, where the model sees them.
 
 use anyhow::{Result, bail};
+use forebay_server::ImageModel;
 use forebay_sim::SimTower;
+use forebay_vision::{Geometry, Limits};
 use serde::Serialize;
 use serde_json::Value;
 
@@ -14,6 +16,22 @@ const BUDGET: u64 = 40_000;
 const CPU_BUDGET: u64 = 5776;
 /// Positions of a simulated pool.
 const SIM_POOL_TOKENS: u64 = 8192;
+
+/// What the server reads of images; `None`: the model sees none.
+pub(crate) fn seen(flags: &ImageFlags, model: &Model) -> Option<ImageModel> {
+    let images = model.images.as_ref()?;
+    Some(ImageModel {
+        geometry: Geometry {
+            patch: images.patch,
+            merge: images.merge,
+            min_pixels: images.min_pixels,
+            max_pixels: images.max_pixels,
+        },
+        token: images.image_token_id,
+        most: flags.limit_images,
+        limits: Limits { pixels: flags.max_image_pixels },
+    })
+}
 
 /// What the flags come to.
 #[derive(Debug, Clone, Copy, Serialize)]

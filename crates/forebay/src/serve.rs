@@ -30,7 +30,7 @@ use crate::listening::{self, Bound};
 use crate::logs::Logs;
 use crate::model::{Model, Task, fetch, find_python};
 use crate::{
-    affinity, descriptors, dialect, gpus, grammar, logs, python, secret, signals, simulate,
+    affinity, descriptors, dialect, gpus, grammar, images, logs, python, secret, signals, simulate,
     threads, vocabulary, watch,
 };
 
@@ -142,6 +142,7 @@ pub(crate) fn run(flags: &ServeFlags) -> Result<()> {
         dialect,
         marks,
         grammars,
+        images: images::seen(&flags.images, &model),
         markers: grammar::markers(&tokenizer),
     };
     let server = ServerConfig {

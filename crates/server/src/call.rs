@@ -9,7 +9,8 @@ use forebay_api::peer::RESUME_HEADER;
 use forebay_api::{ApiError, Generation, Limits, MaxTokens};
 use forebay_dialect::Reading;
 use forebay_engine::{
-    BlockHash, Embeds, EngineRequest, Past, Request, RequestId, SlotSpec, SubmitError,
+    BlockHash, Embeds, EngineRequest, Past, Picture, PromptImage, Request, RequestId, SlotSpec,
+    SubmitError,
 };
 use forebay_text::StopTable;
 
@@ -20,6 +21,7 @@ use crate::delta::{Delta, End};
 use crate::egress::Registration;
 use crate::engine::Engine;
 use crate::ignored::note;
+use crate::images::{ImageFile, Shown};
 use crate::mailbox::{Receiver, Sender, Wake, mailbox};
 use crate::outlet::{Chunk, Encoder, Outlet};
 use crate::peers::{Peer, Resume};
@@ -59,6 +61,9 @@ pub(crate) struct Submission {
     pub(crate) prompt: Arc<[i32]>,
     /// In place of the prompt's tokens.
     pub(crate) embeds: Option<Embeds>,
+    /// Where its images stand, and their files.
+    pub(crate) images: Arc<[PromptImage]>,
+    pub(crate) files: Vec<Arc<ImageFile>>,
     pub(crate) terms: Arc<Terms>,
     /// Tokens to generate.
     pub(crate) max_tokens: u32,
@@ -86,7 +91,8 @@ impl Submission {
             note(format!("max_tokens={max_tokens}"));
         }
         check_tokens(&prompt, limits, param)?;
-        Ok(Self { prompt: prompt.into(), embeds: None, terms, max_tokens })
+        let images = Arc::default();
+        Ok(Self { prompt: prompt.into(), embeds: None, images, files: vec![], terms, max_tokens })
     }
 
     fn prompt_tokens(&self) -> u32 {
@@ -129,7 +135,9 @@ impl Call {
         for submission in &submissions {
             check_priority(submission.terms.generation.priority, state)?;
         }
-        if let Some(submission) = submissions.first() {
+        // Names of blocks with images are not told to routers.
+        let first = submissions.first().filter(|submission| submission.images.is_empty());
+        if let Some(submission) = first {
             let salt = peer.salt(state, submission.terms.generation.cache_salt.as_deref());
             peer.name_blocks(state, salt, &submission.prompt);
         }
@@ -183,7 +191,9 @@ impl Call {
             let prompt_tokens = submission.prompt_tokens();
             let salt = peer.salt(state, submission.terms.generation.cache_salt.as_deref());
             let names = shared_names(state, salt, &submission);
-            let Submission { prompt, embeds, terms, max_tokens } = submission;
+            let Submission { prompt, embeds, images, files, terms, max_tokens } = submission;
+            let show = |file: &Arc<ImageFile>| Shown::new(Arc::clone(file), &state.intake);
+            let pictures: Vec<Arc<dyn Picture>> = files.iter().map(show).collect();
             let generation = &terms.generation;
             let seed = generation.seed.or(peer.tag().map(|tag| tag.seed));
             let seed = seed.unwrap_or_else(rand::random);
@@ -213,7 +223,7 @@ impl Call {
                 let request = Request {
                     id: id.0,
                     prompt: Arc::clone(&prompt),
-                    images: Arc::default(),
+                    images: Arc::clone(&images),
                     generated: resume.map_or_else(Vec::new, |resume| resume.generated.clone()),
                     names: Arc::clone(&names),
                     max_tokens,
@@ -233,7 +243,7 @@ impl Call {
                 let submitted = EngineRequest {
                     request,
                     constraint: constraints.next(),
-                    pictures: vec![],
+                    pictures: pictures.clone(),
                     payloads: embeds.iter().map(|embeds| Arc::clone(&embeds.payload)).collect(),
                     preference: generation.preference.clone(),
                 };
@@ -332,7 +342,8 @@ fn nothing(mut sender: Sender) {
 
 /// Names of the prompt's blocks, where several choices would each have them computed.
 fn shared_names(state: &Shared, salt: u64, submission: &Submission) -> Arc<[BlockHash]> {
-    if submission.terms.generation.n == 1 || submission.embeds.is_some() {
+    let named_later = submission.embeds.is_some() || !submission.images.is_empty();
+    if submission.terms.generation.n == 1 || named_later {
         return Arc::default();
     }
     state.engine.block_names(salt, &submission.prompt).into()

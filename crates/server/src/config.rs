@@ -13,6 +13,7 @@ use serde_json::{Map, Value};
 use crate::access::Access;
 use crate::client::TrustedProxies;
 use crate::guard::Guard;
+use crate::images::ImageModel;
 use crate::keys::Keys;
 use crate::pooling::PooledModel;
 use crate::tls::Tls;
@@ -152,6 +153,8 @@ pub struct ModelInfo {
     pub marks: Arc<[i32]>,
     /// What compiles the forms of answers; `None`: answers have any form.
     pub grammars: Option<Grammars>,
+    /// What it sees; `None`: no images.
+    pub images: Option<ImageModel>,
     /// What is around its reasoning, if it is known.
     pub markers: Option<Markers>,
 }

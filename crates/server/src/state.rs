@@ -30,7 +30,7 @@ pub(crate) struct Inner {
     pub(crate) model: ModelInfo,
     pub(crate) engine: Arc<dyn Engine>,
     pub(crate) text: Arc<TextPool>,
-    pub(crate) intake: Intake,
+    pub(crate) intake: Arc<Intake>,
     /// Of bytes that requests take.
     pub(crate) budget: Budget,
     pub(crate) egress: Egress,
@@ -69,7 +69,7 @@ impl AppState {
             model,
             engine,
             text,
-            intake,
+            intake: Arc::new(intake),
             egress,
             metrics,
             started: now(),
@@ -136,8 +136,17 @@ impl Inner {
             prompt_length: facts.prompt_length,
             vocab_size: facts.hand.vocab_size,
             replicas: self.engine.count(),
-            images: 0,
+            images: self.model.images.map_or(0, |images| images.most),
         })
+    }
+
+    /// Positions of all image pages of a replica.
+    ///
+    /// # Errors
+    /// The model has not been loaded yet.
+    pub(crate) fn image_positions(&self) -> Result<u32, ApiError> {
+        let facts = self.engine.facts().ok_or_else(|| not_serving(self.engine.status()))?;
+        Ok(facts.hand.image_page_count.saturating_mul(facts.hand.image_page_tokens))
     }
 
     /// Elements of an embedding of the loaded model, and their type.

@@ -383,6 +383,7 @@ mod tests {
     #[test]
     fn weights_hide_the_arithmetic_of_few_tokens() {
         let model = DeviceModel {
+            tower_us: 0.0,
             step_us: 100.0,
             weights_us: 400.0,
             token_us: 2.0,

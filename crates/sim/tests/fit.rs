@@ -93,6 +93,7 @@ fn close(found: f64, truth: f64, share: f64) -> bool {
 }
 
 const STRAIGHT: DeviceModel = DeviceModel {
+    tower_us: 0.0,
     step_us: 20_000.0,
     weights_us: 0.0,
     token_us: 900.0,

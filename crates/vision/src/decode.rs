@@ -3,9 +3,10 @@
 use image::metadata::Orientation;
 use image::{DynamicImage, ImageDecoder, Limits as CodecLimits, RgbImage};
 
+use memchr::memmem;
+
 use crate::error::ImageError;
 use crate::file::{Format, Picture, open};
-use crate::jpeg;
 
 /// Bytes that a decoder may take for each pixel: 16 bits of four channels, and once more for what it does with them.
 const PIXEL_BYTES: u64 = 16;
@@ -17,10 +18,7 @@ const DECODER_BYTES: u64 = 16 << 20;
 /// # Errors
 /// The file is cut off or broken, or wants more memory than its size justifies.
 pub(crate) fn decode(file: &[u8], picture: &Picture) -> Result<RgbImage, ImageError> {
-    let mut rgb = match picture.format {
-        Format::Jpeg => jpeg::decode(file, picture)?,
-        Format::Png | Format::WebP | Format::Gif | Format::Bmp => by_codec(file, picture)?,
-    };
+    let mut rgb = by_codec(file, picture)?;
     if picture.orientation != Orientation::NoTransforms {
         let mut turned = DynamicImage::ImageRgb8(rgb);
         turned.apply_orientation(picture.orientation);
@@ -35,6 +33,10 @@ pub(crate) fn decode(file: &[u8], picture: &Picture) -> Result<RgbImage, ImageEr
 
 fn by_codec(file: &[u8], picture: &Picture) -> Result<RgbImage, ImageError> {
     let format = picture.format;
+    if format == Format::Jpeg && !is_whole(file) {
+        let reason = "it is cut off".into();
+        return Err(ImageError::Broken { format: format.name(), reason });
+    }
     let mut decoder = open(file, format)?;
     let pixels = u64::from(picture.width) * u64::from(picture.height);
     let mut limits = CodecLimits::no_limits();
@@ -43,6 +45,13 @@ fn by_codec(file: &[u8], picture: &Picture) -> Result<RgbImage, ImageError> {
     let transparent = decoder.color_type().has_alpha();
     let decoded = DynamicImage::from_decoder(decoder).map_err(|error| format.broken(&error))?;
     Ok(if transparent { on_white(&decoded) } else { decoded.into_rgb8() })
+}
+
+/// Whether a JPEG file has an end behind its last scan. Its decoder paints grey where data is missing, and says nothing.
+fn is_whole(file: &[u8]) -> bool {
+    const SCAN: &[u8] = &[0xff, 0xda];
+    const END: &[u8] = &[0xff, 0xd9];
+    memmem::rfind(file, END) > memmem::rfind(file, SCAN)
 }
 
 /// Composites as `Image.alpha_composite` of Pillow does over white.

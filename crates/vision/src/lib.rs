@@ -11,7 +11,6 @@ mod decode;
 mod error;
 mod file;
 mod geometry;
-mod jpeg;
 mod patches;
 mod resize;
 mod url;
@@ -19,7 +18,7 @@ mod url;
 pub use error::ImageError;
 pub use file::{Format, Picture, inspect};
 pub use geometry::{Geometry, Shape};
-pub use patches::{identity, prepare};
+pub use patches::{Prepared, identity, prepare};
 pub use url::{DataUrl, data_url};
 
 /// What an image may cost.

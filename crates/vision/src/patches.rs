@@ -27,51 +27,64 @@ pub fn identity(file: &[u8], geometry: &Geometry) -> u128 {
     half.rev().fold(0, |number, &byte| number << 8 | u128::from(byte))
 }
 
-/// Decodes `file`, whose header is `picture`, and writes its patches to `out`, which is as long as `picture.shape` says: positions row by row, of
-/// each its `merge` times `merge` patches row by row, of each patch its red pixels row by row, then the green, then the blue ones.
+/// An image that was decoded and resized.
+pub struct Prepared {
+    pixels: Vec<u8>,
+    width: usize,
+    geometry: Geometry,
+}
+
+/// Decodes and resizes the image of `file`, whose header is `picture`.
 ///
 /// # Errors
-/// The file is broken, or `out` has another length.
+/// The file is broken.
 pub fn prepare(
     file: &[u8],
     picture: &Picture,
     geometry: &Geometry,
-    out: &mut [u8],
-) -> Result<(), ImageError> {
+) -> Result<Prepared, ImageError> {
     let shape = &picture.shape;
-    if out.len() != shape.bytes() {
-        let reason = format!("{} bytes of room for {} bytes", out.len(), shape.bytes());
-        return Err(ImageError::NoRoom(reason));
-    }
-    let decoded = decode(file, picture)?;
-    let pixels = resize(&decoded, shape.width, shape.height)?;
-    cut(&pixels, shape.width as usize, geometry, out);
-    Ok(())
+    let pixels = resize(decode(file, picture)?, shape.width, shape.height)?;
+    Ok(Prepared { pixels, width: shape.width as usize, geometry: *geometry })
 }
 
-/// Cuts rows of pixels, `width` long, into patches.
+impl Prepared {
+    /// Hands out the patches, as many bytes as the shape says: positions row by row, of each its `merge` times `merge` patches row by row, of
+    /// each patch its red pixels row by row, then the green, then the blue ones.
+    ///
+    /// # Errors
+    /// That of `put`.
+    pub fn write<E>(&self, mut put: impl FnMut(&[u8]) -> Result<(), E>) -> Result<(), E> {
+        let Geometry { patch, merge, .. } = self.geometry;
+        // A row of positions is a band of so many rows of pixels, and as many bytes of patches.
+        let band_bytes = CHANNELS * self.width * (patch * merge) as usize;
+        let mut out = vec![0; band_bytes];
+        for band in self.pixels.chunks_exact(band_bytes) {
+            cut(band, self.width, &self.geometry, &mut out);
+            put(&out)?;
+        }
+        Ok(())
+    }
+}
+
+/// Cuts a band of pixels, in rows of `width`, into patches.
 fn cut(pixels: &[u8], width: usize, geometry: &Geometry, out: &mut [u8]) {
     let (patch, merge) = (geometry.patch as usize, geometry.merge as usize);
     let (row_bytes, plane) = (CHANNELS * width, patch * patch);
     let patch_bytes = CHANNELS * plane;
     let positions = width / (patch * merge);
-    // A band of positions is a band of `merge * patch` rows of pixels, and the same bytes of the output.
-    let band_bytes = row_bytes * patch * merge;
-    for (band, out) in pixels.chunks_exact(band_bytes).zip(out.chunks_exact_mut(band_bytes)) {
-        for (y, row) in band.chunks_exact(row_bytes).enumerate() {
-            let (patch_row, line) = (y / patch, y % patch);
-            let pieces = row.chunks_exact(CHANNELS * patch);
-            for (number, piece) in pieces.enumerate().take(positions * merge) {
-                let (position, patch_column) = (number / merge, number % merge);
-                let at = (position * merge + patch_row) * merge + patch_column;
-                let start = at * patch_bytes + line * patch;
-                let (red, rest) = out[start..].split_at_mut(plane);
-                let (green, blue) = rest.split_at_mut(plane);
-                let planes =
-                    red[..patch].iter_mut().zip(&mut green[..patch]).zip(&mut blue[..patch]);
-                for (((red, green), blue), pixel) in planes.zip(piece.chunks_exact(CHANNELS)) {
-                    (*red, *green, *blue) = (pixel[0], pixel[1], pixel[2]);
-                }
+    for (y, row) in pixels.chunks_exact(row_bytes).enumerate() {
+        let (patch_row, line) = (y / patch, y % patch);
+        let pieces = row.chunks_exact(CHANNELS * patch);
+        for (number, piece) in pieces.enumerate().take(positions * merge) {
+            let (position, patch_column) = (number / merge, number % merge);
+            let at = (position * merge + patch_row) * merge + patch_column;
+            let start = at * patch_bytes + line * patch;
+            let (red, rest) = out[start..].split_at_mut(plane);
+            let (green, blue) = rest.split_at_mut(plane);
+            let planes = red[..patch].iter_mut().zip(&mut green[..patch]).zip(&mut blue[..patch]);
+            for (((red, green), blue), pixel) in planes.zip(piece.chunks_exact(CHANNELS)) {
+                (*red, *green, *blue) = (pixel[0], pixel[1], pixel[2]);
             }
         }
     }
@@ -87,8 +100,13 @@ mod tests {
     fn patches_lie_as_a_transpose_of_eight_axes_has_them() {
         let (width, height) = (12_usize, 8_usize);
         let pixels: Vec<u8> = (0..CHANNELS * width * height).map(|at| at as u8).collect();
-        let mut out = vec![0; pixels.len()];
-        cut(&pixels, width, &GEOMETRY, &mut out);
+        let image = Prepared { pixels: pixels.clone(), width, geometry: GEOMETRY };
+        let mut out = Vec::new();
+        let written: Result<(), ()> = image.write(|band| {
+            out.extend_from_slice(band);
+            Ok(())
+        });
+        assert_eq!(written, Ok(()));
         let (rows, columns) = (height / 4, width / 4);
         let mut expected = Vec::new();
         for (row, column) in (0..rows).flat_map(|row| (0..columns).map(move |c| (row, c))) {

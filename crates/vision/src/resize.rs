@@ -1,7 +1,5 @@
 //! Resizing, as torchvision does on processors with AVX2: bicubic with antialiasing, in integers.
 
-use std::borrow::Cow;
-
 use fast_image_resize::images::{Image, ImageRef};
 use fast_image_resize::{FilterType, PixelType, ResizeAlg, ResizeOptions, Resizer};
 use image::RgbImage;
@@ -15,24 +13,16 @@ use crate::error::ImageError;
 ///
 /// # Errors
 /// The crate refuses the sizes.
-pub(crate) fn resize(
-    image: &RgbImage,
-    width: u32,
-    height: u32,
-) -> Result<Cow<'_, [u8]>, ImageError> {
+pub(crate) fn resize(image: RgbImage, width: u32, height: u32) -> Result<Vec<u8>, ImageError> {
     let (from_width, from_height) = image.dimensions();
-    if (from_width, from_height) == (width, height) {
-        return Ok(Cow::Borrowed(image.as_raw()));
+    let mut pixels = image.into_raw();
+    if from_width != width {
+        pixels = pass(&pixels, (from_width, from_height), (width, from_height))?;
     }
-    if from_width == width {
-        let all = pass(image.as_raw(), (from_width, from_height), (width, height))?;
-        return Ok(Cow::Owned(all));
+    if from_height != height {
+        pixels = pass(&pixels, (width, from_height), (width, height))?;
     }
-    let wide = pass(image.as_raw(), (from_width, from_height), (width, from_height))?;
-    if from_height == height {
-        return Ok(Cow::Owned(wide));
-    }
-    pass(&wide, (width, from_height), (width, height)).map(Cow::Owned)
+    Ok(pixels)
 }
 
 /// One of the two passes.

@@ -1,4 +1,5 @@
-//! Every value as Pillow decodes it, and as transformers' processor resizes and cuts it. `scripts/image_fixtures.py` wrote what is expected.
+//! Every value as Pillow decodes it, but for JPEG, and as transformers' processor resizes and cuts it. `scripts/image_fixtures.py` wrote
+//! what is expected.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -63,8 +64,13 @@ fn bmp(pixels: &[u8], width: u32, height: u32) -> Vec<u8> {
 
 fn patches(file: &[u8], geometry: &Geometry) -> (u32, u32, Vec<u8>) {
     let picture = inspect(file, geometry, Limits::default()).expect("a picture");
-    let mut out = vec![0; picture.shape.bytes()];
-    prepare(file, &picture, geometry, &mut out).expect("patches");
+    let prepared = prepare(file, &picture, geometry).expect("patches");
+    let mut out = Vec::new();
+    let written: Result<(), ()> = prepared.write(|band| {
+        out.extend_from_slice(band);
+        Ok(())
+    });
+    assert_eq!((written, out.len()), (Ok(()), picture.shape.bytes()));
     (picture.shape.rows, picture.shape.columns, out)
 }
 
@@ -95,22 +101,45 @@ fn all_patches_are_those_of_transformers() {
     check(|_| true);
 }
 
+/// Cuts nothing and resizes nothing: patches are the image's pixels.
+const PLAIN: Geometry = Geometry { patch: 1, merge: 1, min_pixels: 1, max_pixels: 1 << 30 };
+
+fn expected() -> BTreeMap<String, [u64; 3]> {
+    serde_json::from_slice(&data("files.json")).expect("JSON")
+}
+
 #[test]
 fn files_are_read_as_pillow_reads_them() {
-    let expected: BTreeMap<String, [u64; 3]> =
-        serde_json::from_slice(&data("files.json")).expect("JSON");
-    assert!(expected.len() > 40);
-    // One pixel a patch, and no resize that changes anything: patches are the image's pixels.
-    let geometry = Geometry { patch: 1, merge: 1, min_pixels: 1, max_pixels: 1 << 30 };
-    for (name, [width, height, crc]) in expected {
+    let mut exact = expected();
+    exact.retain(|name, _| !name.ends_with(".jpg"));
+    assert!(exact.len() >= 8);
+    for (name, [width, height, crc]) in exact {
         let file = data(&name);
-        let picture = inspect(&file, &geometry, Limits::default()).expect("a picture");
-        assert_eq!(
-            (u64::from(picture.width), u64::from(picture.height)),
-            (width, height),
-            "{name}"
-        );
-        let (_, _, out) = patches(&file, &geometry);
+        let picture = inspect(&file, &PLAIN, Limits::default()).expect("a picture");
+        let size = (u64::from(picture.width), u64::from(picture.height));
+        assert_eq!(size, (width, height), "{name}");
+        let (_, _, out) = patches(&file, &PLAIN);
         assert_eq!(u64::from(crc32fast::hash(&out)), crc, "{name}");
     }
+}
+
+/// Pillow decodes JPEG with libjpeg-turbo, whose chroma is smoother where it was subsampled ([ADR 38](../../../docs/adr)).
+#[test]
+fn jpeg_files_are_read_nearly_as_pillow_reads_them() {
+    let mut jpeg = expected();
+    jpeg.retain(|name, _| name.ends_with(".jpg"));
+    assert!(jpeg.len() >= 20);
+    let (mut values, mut levels) = (0, 0);
+    for (name, [width, height, _]) in jpeg {
+        let (rows, columns, ours) = patches(&data(&name), &PLAIN);
+        assert_eq!((u64::from(columns), u64::from(rows)), (width, height), "{name}");
+        let (_, _, theirs) = patches(&data(&format!("{name}.png")), &PLAIN);
+        let apart: u64 = ours.iter().zip(&theirs).map(|(a, b)| u64::from(a.abs_diff(*b))).sum();
+        let mean = apart as f64 / ours.len() as f64;
+        assert!(mean < 3.0, "{name}: {mean} levels on average");
+        values += ours.len() as u64;
+        levels += apart;
+    }
+    let mean = levels as f64 / values as f64;
+    assert!(mean < 1.0, "{mean} levels on average");
 }

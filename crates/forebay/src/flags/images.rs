@@ -12,6 +12,12 @@ pub(crate) struct ImageFlags {
     /// Positions of all image pages: what the tower gave for images is kept there [default: twice the largest image, at least 8192].
     #[arg(long, value_name = "TOKENS", value_parser = clap::value_parser!(u64).range(1..))]
     pub(crate) image_pool_tokens: Option<u64>,
+    /// Most images of a request.
+    #[arg(long, value_name = "N", default_value = "16", value_parser = clap::value_parser!(u32).range(1..))]
+    pub(crate) limit_images: u32,
+    /// Most pixels of an image as it comes; it is resized then.
+    #[arg(long, value_name = "PIXELS", default_value = "50000000", value_parser = clap::value_parser!(u64).range(1..))]
+    pub(crate) max_image_pixels: u64,
 }
 
 impl ImageFlags {

@@ -14,7 +14,7 @@ use std::sync::Arc;
 
 use forebay_api::limits::{Limited, Weight};
 use forebay_api::{ApiError, EmbeddedPrompt, parse_request};
-use forebay_engine::{Dtype, Embeds, Payload, Payloads};
+use forebay_engine::{Dtype, Embeds, Payload, Payloads, PictureError, Placed};
 use serde::de::DeserializeOwned;
 use tokio::sync::Semaphore;
 
@@ -112,6 +112,30 @@ impl Intake {
         // Whoever leaves meanwhile leaves the body, and what was charged for it.
         let charge = Arc::clone(charge);
         self.workers.begin(move || parse_body(body, limit, &charge)).await
+    }
+
+    /// Has `work` done where nobody waits for it: reading what came with a request, which takes a while.
+    pub(crate) async fn read<T: Send + 'static>(
+        &self,
+        work: impl FnOnce() -> Result<T, ApiError> + Send + 'static,
+    ) -> Result<T, ApiError> {
+        self.workers.begin(work).await
+    }
+
+    /// Has `write` put so many bytes of patches where the hand reads them.
+    ///
+    /// # Errors
+    /// There will never be room, too many wait for it, or `write` fails.
+    pub(crate) async fn place_patches(
+        &self,
+        bytes: usize,
+        write: impl FnOnce(&dyn Payload) -> Result<(), PictureError> + Send + 'static,
+    ) -> Placed {
+        let failed = |error: ApiError| PictureError::Failed(error.to_string());
+        let payload = self.room.take(bytes, "messages").await.map_err(failed)?;
+        let payload: Arc<dyn Payload> = payload.into();
+        let work = move || Ok(write(&*payload).map(|()| payload));
+        self.workers.go_on(work).await.map_err(failed)?
     }
 
     /// Puts the embeddings of a request's prompts, which came in `param`, where the hand reads them; gives the number of positions of each,

@@ -430,6 +430,7 @@ impl TestServer {
             eos: [EOS].into(),
             defaults: GenerationDefaults { top_p: Some(0.9), ..GenerationDefaults::default() },
             pooling,
+            images: None,
             grammars: Some(grammars),
             markers: None,
         };

@@ -12,6 +12,7 @@ use forebay_dialect::{Reading, Start, Tools};
 
 use crate::call::{Call, Submission, Terms};
 use crate::ignored::ignore;
+use crate::images::{self, SeenPrompt};
 use crate::limits::{self, Upload};
 use crate::peers::Peer;
 use crate::reply::{self, Failure};
@@ -47,6 +48,8 @@ pub(crate) async fn chat_completions(
     routing.fill(&mut chat.generation);
     let most = model_limits.context_length as usize;
     let continues = chat.prompt.continue_final_message;
+    let parts = std::mem::take(&mut chat.prompt.images);
+    let files = images::read(&state, parts, model_limits).await?;
     let prompt = encode_chat(&state.text, chat.prompt, most, &charge).await?;
     drop(charge);
     for name in chat.tools.skipped.iter().map(String::as_str).chain(prompt.ignored) {
@@ -55,12 +58,17 @@ pub(crate) async fn chat_completions(
     let reading = reading(&state, chat.tools, chat.reasoning, &prompt.text, continues);
     let tokenizer = chat.generation.sampling.logprobs.map(|_| state.text.tokenizer().clone());
     let tokens = Tokens { tokenizer, output: chat.tokens };
-    let prompt_token_ids = chat.tokens.ids.then(|| prompt.ids.clone());
+    let seen = match state.model.images {
+        Some(model) => images::spread(prompt.ids, model.token, &files)?,
+        None => SeenPrompt { ids: prompt.ids, images: Arc::default() },
+    };
+    let prompt_token_ids = chat.tokens.ids.then(|| seen.ids.clone());
     let n = chat.generation.n;
     let mut terms = Terms::new(chat.generation, &state.model.eos, model_limits);
     terms.reading = reading;
-    let submission =
-        Submission::new(&state, prompt.ids, Arc::new(terms), model_limits, "messages")?;
+    let mut submission =
+        Submission::new(&state, seen.ids, Arc::new(terms), model_limits, "messages")?;
+    (submission.images, submission.files) = (seen.images, files);
 
     let name = peer.name("chatcmpl-");
     let (id, streamed) = (&name.id, chat.streaming.is_some());

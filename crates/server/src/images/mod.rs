@@ -1,0 +1,101 @@
+//! Images of requests: from their URLs to positions of the prompt, and, when the engine asks for it, to patches in the arena.
+//!
+//! The intake threads do what takes time: base64, hashes, pixels. A request is submitted when the headers of its images have been read. Their
+//! pixels are decoded when the scheduler says that nobody has them: an image that was seen before costs neither.
+
+mod file;
+mod prompt;
+
+use std::sync::Arc;
+
+use forebay_api::{ApiError, ImagePart, Limits};
+use forebay_vision::{Geometry, ImageError, data_url};
+use tokio::task::JoinSet;
+
+pub(crate) use file::{ImageFile, Shown};
+pub(crate) use prompt::{SeenPrompt, spread};
+
+use crate::state::Shared;
+
+/// What the served model sees, and what it is given at most.
+#[derive(Debug, Clone, Copy)]
+pub struct ImageModel {
+    /// How it cuts images.
+    pub geometry: Geometry,
+    /// The token that stands for a position of an image.
+    pub token: i32,
+    /// Most images of a request.
+    pub most: u32,
+    /// What one image may cost.
+    pub limits: forebay_vision::Limits,
+}
+
+/// Reads the files of a conversation's images, and what their headers say.
+///
+/// # Errors
+/// The first image that is none, is too large, or is not to be had: the error names its part.
+pub(crate) async fn read(
+    state: &Shared,
+    parts: Vec<ImagePart>,
+    limits: Limits,
+) -> Result<Vec<Arc<ImageFile>>, ApiError> {
+    let Some(model) = state.model.images.filter(|_| !parts.is_empty()) else {
+        return Ok(Vec::new());
+    };
+    let mut reading = JoinSet::new();
+    for (index, part) in parts.into_iter().enumerate() {
+        let state = Arc::clone(state);
+        reading.spawn(async move { (index, read_one(&state, model, part).await) });
+    }
+    let mut read = reading.join_all().await;
+    // Of several that are wrong the first is named.
+    read.sort_unstable_by_key(|&(index, _)| index);
+    let files = read.into_iter().map(|(_, file)| file).collect::<Result<Vec<_>, _>>()?;
+    let room = state.image_positions()?;
+    for file in &files {
+        let positions = file.grid().positions();
+        if positions > room.min(limits.context_length) {
+            let param = file.param();
+            let reason = format!(
+                "`{param}`: the image takes {positions} positions, and there is room for {}",
+                room.min(limits.context_length)
+            );
+            return Err(ApiError::invalid(param, reason));
+        }
+    }
+    Ok(files)
+}
+
+async fn read_one(
+    state: &Shared,
+    model: ImageModel,
+    part: ImagePart,
+) -> Result<Arc<ImageFile>, ApiError> {
+    let ImagePart { param, url } = part;
+    let charge = state.budget.open();
+    let intake = Arc::clone(&state.intake);
+    let work = move || {
+        let told = |error: ImageError| image_error(&param, &error);
+        let Some(data) = data_url(&url) else {
+            let reason = format!("`{param}.image_url`: only `data:` URLs are served");
+            return Err(ApiError::invalid(format!("{param}.image_url"), reason));
+        };
+        let data = data.map_err(told)?;
+        // It is kept until the request has ended: the device may have to be given it again.
+        charge.set(data.most_bytes())?;
+        let bytes = data.decode().map_err(told)?;
+        drop(url);
+        ImageFile::new(bytes, &model, param.clone(), charge).map_err(told)
+    };
+    let file = intake.read(work).await?;
+    Ok(Arc::new(file))
+}
+
+/// What a client is told of the image in `param`.
+pub(crate) fn image_error(param: &str, error: &ImageError) -> ApiError {
+    let reason = format!("`{param}`: {error}");
+    match error {
+        ImageError::NoRoom(_) => ApiError::Internal { reason, code: Some("image") },
+        _ => ApiError::invalid(param, reason),
+    }
+}

@@ -1,0 +1,53 @@
+//! A prompt with images: what the template has one token for takes as many positions as the model sees.
+
+use std::sync::Arc;
+
+use forebay_api::ApiError;
+use forebay_engine::PromptImage;
+
+use super::ImageFile;
+
+/// A prompt, and where its images stand.
+#[derive(Debug, Default)]
+pub(crate) struct SeenPrompt {
+    pub(crate) ids: Vec<i32>,
+    pub(crate) images: Arc<[PromptImage]>,
+}
+
+/// Gives each image in `ids`, where `token` stands for one, all of its positions.
+///
+/// # Errors
+/// There are more or fewer such tokens than images: a text has one, or the chat template shows none.
+pub(crate) fn spread(
+    ids: Vec<i32>,
+    token: i32,
+    files: &[Arc<ImageFile>],
+) -> Result<SeenPrompt, ApiError> {
+    let places = ids.iter().filter(|&&id| id == token).count();
+    if places != files.len() {
+        let reason = format!(
+            "`messages`: the prompt has {places} places for {} images: a text has the model's token for images, or its chat \
+             template does not show them",
+            files.len()
+        );
+        return Err(ApiError::invalid("messages", reason));
+    }
+    if files.is_empty() {
+        return Ok(SeenPrompt { ids, images: Arc::default() });
+    }
+    let all: usize = files.iter().map(|file| file.grid().positions() as usize).sum();
+    let (mut spread, mut placed) = (Vec::with_capacity(ids.len() + all), Vec::new());
+    let mut files = files.iter();
+    for id in ids {
+        let file = if id == token { files.next() } else { None };
+        match file {
+            Some(file) => {
+                let grid = file.grid();
+                placed.push((file.id(), spread.len() as u32, grid));
+                spread.extend(std::iter::repeat_n(token, grid.positions() as usize));
+            }
+            None => spread.push(id),
+        }
+    }
+    Ok(SeenPrompt { ids: spread, images: PromptImage::place(placed) })
+}
