@@ -14,7 +14,9 @@ mod scan;
 mod schema;
 
 pub use family::Ids;
-pub use grammar::{Force, Notation};
+pub use grammar::{
+    ArgumentStyle, ArgumentTags, CONTENT, CallGrammar, Instead, Marks, text_without,
+};
 pub use names::{Choice, Dialect, Evidence, UnknownName};
 pub use parser::{Parser, Reading, Start};
 pub use parts::{Part, Parts};
