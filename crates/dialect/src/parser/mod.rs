@@ -40,6 +40,8 @@ pub struct Reading {
     pub single: bool,
     /// Reasoning is left out.
     pub silent: bool,
+    /// A grammar sees to it that calls stand where they should: in reasoning, nothing is one.
+    pub bound: bool,
     /// Where the answer begins.
     pub start: Start,
 }
@@ -304,7 +306,12 @@ impl Parser {
     }
 
     fn step_reasoning(&mut self, out: &mut Parts) -> bool {
-        let marks = self.marks.iter().filter(|(_, meaning)| *meaning != Mark::Stray);
+        // A call's opener ends reasoning, unless its end is sure to come.
+        let ends = |meaning: Mark| match self.reading.bound {
+            true => meaning == Mark::Thought,
+            false => meaning != Mark::Stray,
+        };
+        let marks = self.marks.iter().filter(|(_, meaning)| ends(*meaning));
         let marks: Vec<_> = marks.copied().collect();
         match find(&self.pending, marks.iter().map(|(text, _)| *text)) {
             Found::Nothing { safe } => {
