@@ -18,6 +18,6 @@ pub use grammar::{
     ArgumentStyle, ArgumentTags, CONTENT, CallGrammar, Instead, Marks, text_without,
 };
 pub use names::{Choice, Dialect, Evidence, UnknownName};
-pub use parser::{Parser, Reading, Start};
+pub use parser::{Parser, Place, Reading, Start};
 pub use parts::{Part, Parts};
 pub use schema::Tools;

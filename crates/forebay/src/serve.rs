@@ -142,7 +142,7 @@ pub(crate) fn run(flags: &ServeFlags) -> Result<()> {
         dialect,
         marks,
         grammars,
-        markers: grammar::markers(&tokenizer),
+        markers: grammar::markers(&tokenizer, dialect),
     };
     let server = ServerConfig {
         api_keys,
