@@ -1,4 +1,7 @@
-"""Calls that are asked for: `tool_choice`, `strict`, and how many; against a device that says what a script has, as far as the masks let it."""
+"""Calls that are asked for: `tool_choice`, `strict`, and how many.
+
+A device says what a script has, as far as the masks let it.
+"""
 
 from __future__ import annotations
 

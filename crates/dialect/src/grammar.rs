@@ -7,6 +7,7 @@ use serde_json::Value;
 use crate::family::harmony::{ALL, CALL, CHANNEL, CONSTRAIN, END, MESSAGE, START};
 use crate::family::{Body, Calls, Ids};
 use crate::names::Dialect;
+use crate::parser::Place;
 
 /// Any text, as a regular expression. A token that is special is no text.
 const ANY: &str = "/(?s:.*)/";
@@ -142,14 +143,16 @@ fn escaped(text: &str) -> String {
 }
 
 impl Dialect {
-    /// The grammar of answers that call some of `tools`, once or, where `parallel`, several times. Reasoning comes before it and is no part of
-    /// it, but in Harmony, where it is. `None`: the family writes no calls, or there are no tools.
+    /// The grammar of answers that call some of `tools`, once or, where `parallel`, several times. Reasoning comes before it and is no part of it,
+    /// unless `thinks` says where the prompt leaves a model whose reasoning nobody else follows; in Harmony it always is. `None`: the family writes
+    /// no calls, or there are no tools.
     pub fn call_grammar(
         &self,
         tools: &[&str],
         instead: Instead,
         parallel: bool,
         marks: &Marks,
+        thinks: Option<Place>,
     ) -> Option<CallGrammar> {
         let calls = self.calls.filter(|_| !tools.is_empty())?;
         let mut writer = Writer { calls, marks, rules: String::new() };
@@ -162,7 +165,11 @@ impl Dialect {
         writer.line("body", &names.join(" | "));
         let start = match calls.body {
             Body::Channels => writer.messages(instead, parallel),
-            _ => writer.answer(instead, parallel, self.reasoning_marks()),
+            _ => {
+                let thought = writer.thought(self.reasoning_marks(), thinks);
+                let answer = writer.answer(instead, parallel, self.reasoning_marks());
+                format!("{thought} ({answer})")
+            }
         };
         let lark = format!("start: {start}\n{}", writer.rules);
         Some(CallGrammar { lark, arguments, style: calls.style() })
@@ -285,6 +292,21 @@ impl Writer<'_> {
         self.line(name, &format!("{before} {arguments} {after}"));
     }
 
+    /// Reasoning before an answer.
+    fn thought(&mut self, around: Option<(&str, &str)>, thinks: Option<Place>) -> String {
+        let (Some((open, close)), Some(place)) = (around, thinks) else { return String::new() };
+        let (open, close) = (open.trim_end(), close.trim_end());
+        let (definition, until) = self.marks.until("THOUGHT", &text_without([close]), close);
+        match place {
+            Place::Answer => return String::new(),
+            Place::Reasoning | Place::Either => self.rules.push_str(&definition),
+        }
+        match place {
+            Place::Reasoning => until,
+            _ => format!("({} {until})?", self.marks.literal(open)),
+        }
+    }
+
     /// What an answer is, in families with marks around calls.
     fn answer(
         &mut self,
@@ -293,9 +315,11 @@ impl Writer<'_> {
         reasoning: Option<(&str, &str)>,
     ) -> String {
         let marked = self.calls.frame();
-        // Marks that may be left out are: most models of such families do not have them.
         let bare = self.calls.bare.map(|_| self.calls.bare_frame());
-        let calls = self.run(bare.as_ref().unwrap_or(&marked), "", parallel);
+        let mut calls = self.run(&marked, "", parallel);
+        if let Some(bare) = &bare {
+            calls = format!("{} | {calls}", self.run(bare, "", parallel));
+        }
         self.line("calls", &calls);
         // Behind reasoning models leave a line empty.
         let blank = if reasoning.is_some() { "/\\n{1,2}/? " } else { "" };
@@ -313,7 +337,9 @@ impl Writer<'_> {
                 let (definition, until) = self.marks.until("UNTIL", &text, opener);
                 self.rules.push_str(&definition);
                 let rest = self.run(&marked, opener, parallel);
-                let bare = if bare.is_some() { " | calls" } else { "" };
+                let bare = bare.map_or_else(String::new, |bare| {
+                    format!(" | {}", self.run(&bare, "", parallel))
+                });
                 format!("TEXT | {until} {rest}{bare}")
             }
         }
@@ -325,7 +351,9 @@ impl Writer<'_> {
         let first = format!("{open}{before}");
         let first = self.marks.literal(first.strip_prefix(said).unwrap_or(&first));
         let after = self.marks.literal(after);
-        let next = self.marks.literal(&format!("{}{before}", self.calls.between));
+        // A mark that may be left out stands before the first call only.
+        let again = if self.calls.bare.is_some() { "" } else { *before };
+        let next = self.marks.literal(&format!("{}{again}", self.calls.between));
         let more = if parallel { format!("({next} body {after})*") } else { String::new() };
         format!("{first} body {after} {more} {}", self.marks.literal(close))
     }

@@ -228,7 +228,7 @@ fn special_tokens_are_forced_by_their_ids() {
     let marks = Marks::new(special.map(|(text, id)| (text.to_owned(), id)));
     let family = FAMILIES.iter().find(|family| family.name == "kimi_k2").expect("a family");
     let dialect = reading(family, tools()).dialect;
-    let grammar = dialect.call_grammar(&["ping"], Instead::Nothing, false, &marks);
+    let grammar = dialect.call_grammar(&["ping"], Instead::Nothing, false, &marks, None);
     let lark = grammar.expect("a grammar").lark;
     assert!(lark.contains("<[7]> body"), "{lark}");
     assert!(lark.contains("body <[8]>"), "{lark}");
@@ -239,7 +239,7 @@ fn special_tokens_are_forced_by_their_ids() {
 #[test]
 fn a_family_without_calls_has_no_grammar() {
     let marks = Marks::default();
-    assert_eq!(Dialect::default().call_grammar(&["f"], Instead::Nothing, true, &marks), None);
+    assert_eq!(Dialect::default().call_grammar(&["f"], Instead::Nothing, true, &marks, None), None);
     let dialect = reading(&FAMILIES[0], tools()).dialect;
-    assert_eq!(dialect.call_grammar(&[], Instead::Text, true, &marks), None);
+    assert_eq!(dialect.call_grammar(&[], Instead::Text, true, &marks, None), None);
 }

@@ -6,7 +6,8 @@ mod turns;
 use std::sync::Arc;
 
 use forebay_dialect::{
-    CallGrammar, Choice, Dialect, Evidence, Instead, Marks, Parser, Parts, Reading, Start, Tools,
+    CallGrammar, Choice, Dialect, Evidence, Instead, Marks, Parser, Parts, Place, Reading, Start,
+    Tools,
 };
 use forebay_engine::Constraint;
 use forebay_grammar::{
@@ -33,7 +34,7 @@ fn form(
     marks: &Marks,
 ) -> CallForm {
     let names: Vec<&str> = tools.iter().map(|(name, _)| name.as_str()).collect();
-    let grammar = dialect(family).call_grammar(&names, instead, parallel, marks);
+    let grammar = dialect(family).call_grammar(&names, instead, parallel, marks, None);
     let CallGrammar { lark, arguments, style } = grammar.expect("a grammar");
     let arguments = arguments.into_iter().zip(tools).enumerate();
     CallForm {
@@ -519,6 +520,50 @@ fn content_in_place_of_calls_has_a_form_of_its_own() {
         matches!(&error, GrammarError::Invalid { path, .. } if path == "guided_json.uniqueItems"),
         "{error:?}"
     );
+}
+
+#[test]
+fn reasoning_whose_marks_are_no_tokens_is_a_part_of_the_grammar() {
+    let bench = Bench::new(GrammarConfig::default());
+    let family = FAMILIES.iter().find(|family| family.name == "hermes").expect("a family");
+    let call = written(family, vec![("ping".to_owned(), json!({}))]);
+    for (place, instead, fitting, others) in [
+        (
+            Place::Either,
+            Instead::Nothing,
+            vec!["", "<think>\nA <tool_call> b\n</think>\n\n"],
+            vec!["a</think>", "<think>a"],
+        ),
+        (
+            Place::Reasoning,
+            Instead::Nothing,
+            vec!["a <tool_call> b\n</think>\n\n", "</think>"],
+            vec!["", "a"],
+        ),
+        (Place::Answer, Instead::Nothing, vec![""], vec!["<think>a</think>"]),
+        (
+            Place::Either,
+            Instead::Text,
+            vec!["Hm. ", "<think>\na</think>I look: "],
+            vec!["<think>a"],
+        ),
+    ] {
+        let dialect = dialect(family);
+        let marks = Marks::default();
+        let grammar =
+            dialect.call_grammar(&["ping"], instead, true, &marks, Some(place)).expect("a grammar");
+        let tools = [("ping".to_owned(), json!({"additionalProperties": false}))];
+        let form =
+            CallForm { lark: grammar.lark.into(), ..form(family, &tools, instead, true, &marks) };
+        let fits =
+            |text: &str| bench.fits(bench.form(calls(form.clone())), &format!("{text}{call}"));
+        for text in fitting {
+            assert!(fits(text), "{place:?}: {text}");
+        }
+        for text in others {
+            assert!(!fits(text), "{place:?}: {text}");
+        }
+    }
 }
 
 /// `Grammars` is what a server has.

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use forebay_api::{ApiError, CallDemand, Calls, OfferedTools, Structure};
-use forebay_dialect::{Instead, Marks};
+use forebay_dialect::{Instead, Marks, Place};
 use forebay_grammar::{CallArguments, CallForm, Form, Source, Whitespace};
 use serde_json::json;
 
@@ -11,7 +11,7 @@ use crate::ignored::ignore;
 use crate::state::Shared;
 
 /// The form of an answer that may call tools: `structure`, which is that of its content, or one with calls in it. Calls that nothing is asked of, in
-/// answers of any form, have none.
+/// answers of any form, have none. `thinks`: where the prompt leaves the model.
 ///
 /// # Errors
 /// The model's way to write calls is not known, or can't be told from content of that form; or the client wants to know that a form has no effect.
@@ -19,6 +19,7 @@ pub(super) fn form(
     state: &Shared,
     tools: &OfferedTools,
     structure: Option<Structure>,
+    thinks: Place,
 ) -> Result<Option<Structure>, ApiError> {
     let demand = tools.demand.clone();
     let dialect = state.model.dialect;
@@ -59,7 +60,9 @@ pub(super) fn form(
     let marks = Marks::new(special);
     let some = callable.iter().map(|&tool| &tools.functions[tool]);
     let names: Vec<&str> = some.clone().map(|tool| tool.name.as_str()).collect();
-    let grammar = dialect.call_grammar(&names, instead, tools.parallel, &marks);
+    // Reasoning is followed token by token where its marks are tokens, and by the grammar where they are not.
+    let thinks = state.model.markers.is_none().then_some(thinks);
+    let grammar = dialect.call_grammar(&names, instead, tools.parallel, &marks, thinks);
     let grammar = grammar.ok_or_else(|| {
         let reason = format!(
             "`{param}`: it is not known how the model writes calls, so that they can't be forced: --tool-call-parser names it"

@@ -54,8 +54,8 @@ pub(crate) async fn chat_completions(
         ignore(&state, name)?;
     }
     let structure = chat.generation.structure.take();
-    chat.generation.structure = calls::form(&state, &chat.tools, structure)?;
     let thinks = Start::of(state.model.dialect, &prompt.text, continues).place();
+    chat.generation.structure = calls::form(&state, &chat.tools, structure, thinks)?;
     let bound = chat.generation.structure.is_some();
     let rendered = (&*prompt.text, continues);
     let reading = reading(&state, chat.tools, chat.reasoning, bound, rendered);
