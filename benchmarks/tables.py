@@ -336,9 +336,7 @@ def tool_calls(found: Results) -> str:
     rows = []
     for workload in found.workloads():
         for way in found.servers(workload):
-            values = {
-                key: found.median(workload, way, key) for key in ("requests", "called", "valid", "named", "right")
-            }
+            values = {key: found.median(workload, way, key) for key in keys}
             of = f" of {values.pop('requests'):.0f}"
             rows.append([f"`{way}`", *(f"{value:.0f}{of}" for value in values.values())])
     return markdown(head, rows)

@@ -165,22 +165,26 @@ fn is_valid(root: &Value, schema: &Value, value: &Value) -> bool {
         }
         ("minimum", Value::Number(number)) => number.as_f64() >= says.as_f64(),
         ("maximum", Value::Number(number)) => number.as_f64() <= says.as_f64(),
-        ("minLength", Value::String(text)) => text.chars().count() as u64 >= says.as_u64().unwrap(),
-        ("maxLength", Value::String(text)) => text.chars().count() as u64 <= says.as_u64().unwrap(),
+        ("minLength", Value::String(text)) => {
+            text.chars().count() as u64 >= says.as_u64().expect("a number")
+        }
+        ("maxLength", Value::String(text)) => {
+            text.chars().count() as u64 <= says.as_u64().expect("a number")
+        }
         // The only one.
         ("pattern", Value::String(text)) => {
             assert_eq!(says, "^[a-c]+$");
             !text.is_empty() && text.chars().all(|c| ('a'..='c').contains(&c))
         }
         ("items", Value::Array(all)) => all.iter().all(|item| is_valid(root, says, item)),
-        ("minItems", Value::Array(all)) => all.len() as u64 >= says.as_u64().unwrap(),
-        ("maxItems", Value::Array(all)) => all.len() as u64 <= says.as_u64().unwrap(),
+        ("minItems", Value::Array(all)) => all.len() as u64 >= says.as_u64().expect("a number"),
+        ("maxItems", Value::Array(all)) => all.len() as u64 <= says.as_u64().expect("a number"),
         ("properties", Value::Object(fields)) => fields
             .iter()
             .all(|(name, value)| says.get(name).is_none_or(|schema| is_valid(root, schema, value))),
-        ("required", Value::Object(fields)) => says
-            .as_array()
-            .is_some_and(|all| all.iter().all(|n| fields.contains_key(n.as_str().unwrap()))),
+        ("required", Value::Object(fields)) => says.as_array().is_some_and(|all| {
+            all.iter().all(|n| fields.contains_key(n.as_str().expect("a name")))
+        }),
         ("additionalProperties", Value::Object(fields)) => fields.iter().all(|(name, value)| {
             map.get("properties").is_some_and(|known| known.get(name).is_some())
                 || is_valid(root, says, value)
@@ -415,7 +419,7 @@ fn walks(special: bool) {
             ended.set(ended.get() + walks.check(&tools, chosen, (instead, parallel), seed)?);
             Ok(())
         })
-        .unwrap();
+        .expect("valid calls");
     // Most walks come to an end.
     assert!(ended.get() > 40 * FAMILIES.len() / 2, "{}", ended.get());
 }
