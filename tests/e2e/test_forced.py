@@ -14,7 +14,7 @@ import pytest
 from jsonschema import Draft202012Validator
 
 from tests.e2e.client import Json, events, openai_client
-from tests.e2e.conftest import Serve, server_factory
+from tests.e2e.conftest import Models, Serve, server_factory
 from tests.e2e.families import FAMILIES, ToolModel
 from tests.e2e.models import Model
 from tests.e2e.server import Server
@@ -421,3 +421,22 @@ def test_a_prompt_that_speaks_of_marks_has_not_begun_to_reason(server: Server) -
     }
     calls = server.ask("/v1/chat/completions", body)["choices"][0]["message"]["tool_calls"]
     assert check(calls[0]["function"]) == {}
+
+
+def test_the_default_model_calls_when_it_has_to(serve: Serve, models: Models, tmp_path: Any) -> None:
+    """It has never seen a tool: left alone, it would hardly call one."""
+    template = tmp_path / "template.jinja"
+    template.write_text(FAMILIES["hermes"].template)
+    server = serve(models("smollm2"), "--chat-template", str(template), "--reasoning-parser", "none")
+    body: Json = {
+        "messages": [{"role": "user", "content": "What time is it in Oslo?"}],
+        "tools": [tool("get_time"), tool("ping")],
+        "parallel_tool_calls": False,
+        "max_tokens": 150,
+    }
+    for seed in range(8):
+        forced = {"tool_choice": "required", "temperature": 1.5, "seed": seed}
+        choice = server.ask("/v1/chat/completions", {**body, **forced})["choices"][0]
+        assert choice["finish_reason"] == "tool_calls"
+        check(choice["message"]["tool_calls"][0]["function"])
+        assert choice["message"]["content"] is None
