@@ -9,7 +9,9 @@ use forebay_dialect::{ArgumentStyle, ArgumentTags, Marks, text_without};
 use serde_json::{Map, Value, json};
 
 use crate::error::GrammarError;
-use crate::kinds::{Kind, Kinds, defined, resolve, without_strings};
+use crate::kinds::{
+    INTEGER, Kind, Kinds, NUMBER, NUMERIC, defined, resolve, scalars, without_strings,
+};
 use crate::lark::literal;
 use crate::schema::with_options;
 use crate::source::Whitespace;
@@ -17,12 +19,6 @@ use crate::strings::texts;
 
 /// Deepest nesting of values.
 const DEPTH: usize = 32;
-/// Numbers without exponents, of digits that a double keeps.
-const INTEGER: &str = "/-?(0|[1-9][0-9]{0,14})/";
-const NUMBER: &str = "/-?(0|[1-9][0-9]{0,14})(\\.[0-9]{1,15})?/";
-/// Keywords about numbers.
-const NUMERIC: [&str; 5] =
-    ["minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"];
 /// Keywords that say nothing about a value.
 const SILENT: [&str; 15] = [
     "$schema",
@@ -546,23 +542,29 @@ impl<'a> Arguments<'a> {
     /// The rule of an argument in tags; `name` stands for its name on a rule's right side.
     fn argument(&mut self, tags: &ArgumentTags, name: &str, schema: &Value) -> Written {
         let texts = texts(self.root, schema, 0)?;
-        let other = without_strings(self.root, schema, 0);
+        let mut other = without_strings(self.root, schema, 0);
         let open = self.marks.literal(tags.before_name);
         let mut ways = Vec::new();
         if !texts.is_empty() {
-            // What looks like another value is read as one, unless the tags tell or the schema lists it.
-            let other = other.as_ref().filter(|_| !tags.declares);
-            let other = other.map(|schema| Kinds::reached(self.root, schema));
-            let looks = other.unwrap_or_default().written();
-            let ways_to_say: Vec<String> = texts
-                .iter()
-                .map(|text| match &looks {
-                    Some(looks) if !text.listed => format!("(({}) & ~{looks})", text.terminal),
-                    _ => format!("({})", text.terminal),
-                })
-                .collect();
+            let mut said: Vec<String> = Vec::new();
+            let mut looks = Vec::new();
+            if let Some(all) = other.take_if(|_| !tags.declares) {
+                // What looks like another value is read as one, unless the schema lists it. Of several rules the longest text wins: so short values
+                // are in the same one, and what begins as one of the others is none of this.
+                let (values, rest) = scalars(&all);
+                said.extend(values);
+                looks.extend(Kinds::reached(self.root, &all).written(false));
+                let rest_kinds = rest.as_ref().map(|rest| Kinds::reached(self.root, rest));
+                looks.extend(rest_kinds.and_then(|kinds| kinds.written(true)));
+                other = rest;
+            }
+            let looks: String = looks.iter().map(|looks| format!(" & ~{looks}")).collect();
+            said.extend(texts.iter().map(|text| match text.listed {
+                true => format!("({})", text.terminal),
+                false => format!("(({}){looks})", text.terminal),
+            }));
             let terminal = text_without(tags.stops.iter().copied());
-            let terminal = format!("({}) & {terminal}", ways_to_say.join(" | "));
+            let terminal = format!("({}) & {terminal}", said.join(" | "));
             let before = self.marks.literal(&tags.before_text);
             let until = self.until(&terminal, tags.after);
             ways.push(format!("{open} {name} {before} {until}"));

@@ -2,8 +2,17 @@
 
 use serde_json::{Map, Value, json};
 
+use crate::lark::literal;
+
 /// References and alternatives that are followed one into the other.
 const DEPTH: usize = 32;
+
+/// Numbers without exponents, of digits that a double keeps.
+pub(crate) const INTEGER: &str = "/-?(0|[1-9][0-9]{0,14})/";
+pub(crate) const NUMBER: &str = "/-?(0|[1-9][0-9]{0,14})(\\.[0-9]{1,15})?/";
+/// Keywords about numbers.
+pub(crate) const NUMERIC: [&str; 5] =
+    ["minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"];
 
 /// A kind of JSON value.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -162,20 +171,21 @@ impl Kinds {
             .fold(Self::default(), Self::with)
     }
 
-    /// A regular expression of texts that are read as a value of one of these kinds; none of a string.
-    pub(crate) fn written(self) -> Option<String> {
+    /// A regular expression of texts that are read as a value of one of these kinds; none of a string. `begin`: of all that begin so.
+    pub(crate) fn written(self, begin: bool) -> Option<String> {
         let nested = self.has(Kind::Array) || self.has(Kind::Object);
         let ways = [
             (self.has(Kind::Null), "null|None"),
             (self.has(Kind::Boolean), "true|True|false|False"),
             (
                 self.has(Kind::Integer) || self.has(Kind::Number),
-                r"-?[0-9]+(\.[0-9]+)?([eE][+\-]?[0-9]+)?",
+                if begin { "-?[0-9]" } else { r"-?[0-9]+(\.[0-9]+)?([eE][+\-]?[0-9]+)?" },
             ),
             (nested, r"[\[{(](?s:.*)"),
         ];
         let ways: Vec<&str> = ways.into_iter().filter(|(is, _)| *is).map(|(_, way)| way).collect();
-        (!ways.is_empty()).then(|| format!("/\\s*({})\\s*/", ways.join("|")))
+        let end = if begin { "(?s:.*)" } else { "\\s*" };
+        (!ways.is_empty()).then(|| format!("/\\s*({}){end}/", ways.join("|")))
     }
 }
 
@@ -195,6 +205,54 @@ pub(crate) fn defined(root: &Value, schema: &Value) -> Value {
         }
     }
     schema
+}
+
+/// Divides a schema, which allows no strings and refers to nothing, into values that a terminal can describe, as its alternatives, and a schema of
+/// the others.
+pub(crate) fn scalars(schema: &Value) -> (Vec<String>, Option<Value>) {
+    let Some(map) = schema.as_object() else { return (Vec::new(), Some(schema.clone())) };
+    let scalar = |value: &Value| !value.is_array() && !value.is_object();
+    let listed = map.get("enum").and_then(Value::as_array).cloned();
+    let listed = listed.or_else(|| map.get("const").map(|value| vec![value.clone()]));
+    if let Some(values) = listed.filter(|values| values.iter().all(scalar)) {
+        let kinds = Kinds::declared(map);
+        let values = values.iter().filter(|value| kinds.has(Kind::of(value)));
+        return (values.map(|value| literal(&value.to_string())).collect(), None);
+    }
+    if let (Some(Value::Array(parts)), 1) = (map.get("anyOf").or(map.get("oneOf")), map.len()) {
+        let (mut ways, mut rest) = (Vec::new(), Vec::new());
+        for part in parts {
+            let (some, other) = scalars(part);
+            ways.extend(some);
+            rest.extend(other);
+        }
+        return (ways, (!rest.is_empty()).then(|| json!({ "anyOf": rest })));
+    }
+    let plain = ["enum", "const", "anyOf", "oneOf", "allOf", "$ref", "not", "if"];
+    if plain.iter().any(|key| map.contains_key(*key)) || !map.contains_key("type") {
+        return (Vec::new(), Some(schema.clone()));
+    }
+    let bounded = map.keys().any(|key| NUMERIC.contains(&key.as_str()));
+    let (mut ways, mut rest) = (Vec::new(), Vec::new());
+    for kind in Kinds::declared(map).iter() {
+        match kind {
+            Kind::Null => ways.push("\"null\"".to_owned()),
+            Kind::Boolean => ways.push("/true|false/".to_owned()),
+            Kind::Integer if !bounded => ways.push(INTEGER.to_owned()),
+            Kind::Number if !bounded => ways.push(NUMBER.to_owned()),
+            Kind::Integer => rest.push("integer"),
+            Kind::Number => rest.push("number"),
+            Kind::String => {}
+            Kind::Array => rest.push("array"),
+            Kind::Object => rest.push("object"),
+        }
+    }
+    let others = (!rest.is_empty()).then(|| {
+        let mut others = map.clone();
+        others.insert("type".to_owned(), json!(rest));
+        Value::Object(others)
+    });
+    (ways, others)
 }
 
 /// A schema of what `schema` allows beside strings; `None`: nothing.

@@ -434,6 +434,53 @@ fn marks_that_are_special_tokens_are_read_too() {
     walks(true);
 }
 
+#[test]
+fn text_that_would_be_read_as_another_value_is_none() {
+    let bench = Bench::new(GrammarConfig::default());
+    let family = FAMILIES.iter().find(|family| family.name == "qwen3_coder").expect("a family");
+    let number = json!({"type": "integer", "maximum": 5});
+    let text = json!({"type": "string", "maxLength": 8});
+    let either = json!({"anyOf": [number, text]});
+    let free = json!({"type": ["integer", "string", "boolean"], "maxLength": 8});
+    let list = json!({"anyOf": [{"type": "array", "items": {"type": "boolean"}}, text]});
+    let nullable = json!({"type": ["string", "null"], "maxLength": 8});
+    let listed = json!({"anyOf": [{"enum": ["77"]}, number]});
+    for (schema, value, fitting) in [
+        (&either, "77", false),
+        (&either, " 77\n", false),
+        // What begins as a number with bounds has to be one.
+        (&either, "7 apples", false),
+        (&either, "5", true),
+        (&either, "apples", true),
+        (&free, "7 apples", true),
+        (&free, "77", true),
+        (&free, "true", true),
+        (&list, "[1]", false),
+        (&list, "(1,)", false),
+        (&list, "[true]", true),
+        (&list, "a [1]", true),
+        (&nullable, "null", true),
+        (&nullable, "77", true),
+        (&listed, "77", true),
+        (&listed, "78", false),
+        (&text, "</parameter>", false),
+        (&text, "</para", true),
+    ] {
+        let arguments = json!({"type": "object", "properties": {"x": schema}, "required": ["x"]});
+        let tools = vec![("f".to_owned(), arguments.clone())];
+        let form = form(family, &tools, Instead::Nothing, false, &Marks::default());
+        let said = format!(
+            "<tool_call>\n<function=f>\n<parameter=x>\n{value}\n</parameter>\n</function>\n</tool_call>"
+        );
+        let fits = bench.fits(bench.form(calls(form)), &said);
+        assert_eq!(fits, fitting, "{value:?}: {schema}");
+        if fits {
+            let (answer, _) = read(family, &tools, &said);
+            assert!(is_valid(&arguments, &arguments, &answer.calls[0].1), "{value:?}: {schema}");
+        }
+    }
+}
+
 fn refused(family: &str, schema: Value) -> String {
     let bench = Bench::new(GrammarConfig::default());
     let family = FAMILIES.iter().find(|known| known.name == family).expect("a family");
