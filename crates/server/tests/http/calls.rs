@@ -75,6 +75,7 @@ async fn a_stream_that_goes_on_elsewhere_is_as_bound_as_before() {
     let (vocabulary, call) = (server.tokenizer.vocab_size(), server.encode(CALL));
     let tag = RouterTag { router: 7, seq: 1, floor: 1, seed: 99, blocks: false };
     let body = chat(json!({"stream": true, "tool_choice": "required"}));
+    let mut streams = Vec::new();
     for (seq, cut) in (1..).zip(1..call.len()) {
         let tag = RouterTag { seq, ..tag };
         let name = StreamName { id: format!("chatcmpl-{cut:032x}"), created: 1 };
@@ -86,8 +87,8 @@ async fn a_stream_that_goes_on_elsewhere_is_as_bound_as_before() {
             .header(STREAM_HEADER, name.encode())
             .header(RESUME_HEADER, content.len());
         content.extend(body.to_string().into_bytes());
-        // The answer's head comes first: nobody waits for more of it.
-        let _pending = server.send(request.body(Full::new(content.into())).unwrap()).await;
+        // The head comes first. Nobody waits for more, and nobody leaves before the others are there.
+        streams.push(server.send(request.body(Full::new(content.into())).unwrap()).await);
         let mut constraint = server.submitted().await.all.constraint.unwrap();
         assert_eq!(takes(&mut *constraint, &call[cut..], vocabulary), (true, true), "{cut}");
     }
