@@ -24,7 +24,7 @@ LLAMA_CMAKE := -DCMAKE_BUILD_TYPE=Release -DGGML_NATIVE=ON -DLLAMA_BUILD_TESTS=O
 	-DLLAMA_BUILD_APP=OFF -DLLAMA_USE_PREBUILT_UI=OFF -DLLAMA_OPENSSL=OFF
 
 .PHONY: bench bench-setup bench-cpu bench-coder bench-accuracy bench-startup bench-ablations bench-egress bench-profile bench-agreement bench-embeddings \
-	bench-intake bench-replicas bench-router bench-host-tier bench-plan-tiers bench-hisparse bench-micro bench-lock bench-build
+	bench-intake bench-replicas bench-router bench-host-tier bench-plan-tiers bench-hisparse bench-tool-calls bench-micro bench-lock bench-build
 
 bench-setup: $(PEERS:%=$(BENCH_STAMPS)/%) ## install the peers in PEERS that benchmarks compare with (12 GB, 20 minutes)
 
@@ -81,6 +81,9 @@ bench-plan-tiers: bench-build ## how many replicas a trace needs with host pools
 
 bench-hisparse: bench-build ## simulate what sparse decoding from host memory gives, and what waits for saves (2 minutes)
 	$(BIN)/python -m benchmarks.hisparse
+
+bench-tool-calls: bench-build ## count function calls that are valid and right, free and forced (make bench-setup PEERS=coder; 3 minutes)
+	$(BIN)/python -m benchmarks.tool_calls $(BENCH_ROUNDS)
 
 bench-micro: ## run the microbenchmarks of the scheduler and the pages (5 minutes)
 	cargo bench --locked -p forebay-scheduler -p forebay-kvcache

@@ -329,6 +329,19 @@ def accuracy(found: Results) -> str:
     return "\n\n".join(parts)
 
 
+def tool_calls(found: Results) -> str:
+    """How many requests were answered by a call that is valid, and by the right one."""
+    head = ["asked for", "calls", "valid", "the right function", "right", "in a fence", "right in a fence"]
+    keys = ("requests", "called", "valid", "named", "right", "fenced_called", "fenced_right")
+    rows = []
+    for workload in found.workloads():
+        for way in found.servers(workload):
+            values = {key: found.median(workload, way, key) for key in keys}
+            of = f" of {values.pop('requests'):.0f}"
+            rows.append([f"`{way}`", *(f"{value:.0f}{of}" for value in values.values())])
+    return markdown(head, rows)
+
+
 def startup(found: Results) -> str:
     """Seconds from the command on; the ratios are of each server to the first."""
     head = ["files", "server", "ready s", "first token s", "first token / first server's"]
@@ -361,6 +374,7 @@ KINDS: dict[str, Callable[[Results], str]] = {
     "accuracy": accuracy,
     "gsm8k": gsm8k_results.table,
     "startup": startup,
+    "tool_calls": tool_calls,
 }
 
 

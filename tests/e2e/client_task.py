@@ -1,7 +1,8 @@
 """A task with tools, done by a client that is not installed beside the tests.
 
 The interpreter of `make setup-clients` runs it. It reads
-{"client", "url", "model", "stream", "tools", "results", "question"}
+{"client", "url", "model", "stream", "tools", "choices", "results", "question"},
+where "choices" has the `tool_choice` of each turn,
 and writes {"called", "answer", "reasons"}, as JSON.
 """
 
@@ -11,19 +12,17 @@ import json
 import sys
 from typing import Any
 
-TURNS = 4
-
 
 def with_langchain(task: dict[str, Any]) -> dict[str, Any]:
     from langchain_core.messages import HumanMessage, ToolMessage  # type: ignore[import-not-found]
     from langchain_openai import ChatOpenAI  # type: ignore[import-not-found]
 
     bare: Any = ChatOpenAI(model=task["model"], base_url=task["url"] + "/v1", api_key="none", max_retries=0)
-    model = bare.bind_tools(task["tools"])
     messages: list[Any] = [HumanMessage(task["question"])]
     called: list[Any] = []
     reasons: list[str] = []
-    for _ in range(TURNS):
+    for choice in task["choices"]:
+        model = bare.bind_tools(task["tools"], tool_choice=choice)
         if task["stream"]:
             answer = None
             for chunk in model.stream(messages):
@@ -48,13 +47,14 @@ def with_litellm(task: dict[str, Any]) -> dict[str, Any]:
     messages: list[Any] = [{"role": "user", "content": task["question"]}]
     called: list[Any] = []
     reasons: list[str] = []
-    for _ in range(TURNS):
+    for tool_choice in task["choices"]:
         answer: Any = litellm.completion(
             model="openai/" + task["model"],
             api_base=task["url"] + "/v1",
             api_key="none",
             messages=messages,
             tools=task["tools"],
+            tool_choice=tool_choice,
             stream=task["stream"],
             num_retries=0,
         )

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import pytest
 import torch
 
-from tests.e2e.models import Model, SmolLM2, TinyModel
+from tests.e2e.models import Model, SmolLM2, TinyImageModel, TinyModel
 from tests.e2e.server import BINARY, RUNNING, Server
 
 FLAGS = ("--dtype", "float32", "--log-interval", "0")
@@ -46,7 +46,10 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
                 made[name] = SmolLM2()
             else:
                 directory = tmp_path_factory.mktemp("models") / f"tiny-{name}"
-                made[name] = TinyModel(name, directory, sharded=name == "qwen2")
+                sees = name.endswith("-vl")
+                made[name] = (
+                    TinyImageModel(name, directory) if sees else TinyModel(name, directory, sharded=name == "qwen2")
+                )
         return made[name]
 
     return model

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from tokenizers import Tokenizer
+from tokenizers import AddedToken, Tokenizer
 from transformers import (
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
@@ -20,12 +20,16 @@ from transformers import (
     GlmMoeDsaForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
+    Qwen3VLConfig,
+    Qwen3VLForConditionalGeneration,
 )
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
@@ -42,6 +46,25 @@ CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+
+IMAGE = VOCABULARY + 2
+"""The id of <|image_pad|> in the tiny models that see images."""
+IMAGE_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n"
+    "{% if message.content is string %}{{ message.content }}{% else %}{% for part in message.content %}"
+    "{% if part.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ part.text }}{% endif %}"
+    "{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+PREPROCESSOR: dict[str, Any] = {
+    "image_processor_type": "Qwen2VLImageProcessorFast",
+    "patch_size": 4,
+    "merge_size": 2,
+    "temporal_patch_size": 2,
+    "size": {"shortest_edge": 64, "longest_edge": 1 << 18},
+    "image_mean": [0.48145466, 0.4578275, 0.40821073],
+    "image_std": [0.26862954, 0.26130258, 0.27577711],
+}
 
 _SHAPE: dict[str, Any] = {
     "vocab_size": VOCABULARY,
@@ -87,6 +110,45 @@ _FAMILIES: dict[str, Any] = {
     "glm-dsa-one-index": (
         GlmMoeDsaForCausalLM,
         GlmMoeDsaConfig(**{**_INDEXED, "num_hidden_layers": 6}, indexer_types=["full", *["shared"] * 5]),
+    ),
+}
+
+
+_SEEING: dict[str, Any] = {
+    "image_token_id": IMAGE,
+    "vision_start_token_id": VOCABULARY,
+    "vision_end_token_id": VOCABULARY + 1,
+}
+_SEEING_SHAPE: dict[str, Any] = {**_SHAPE, "vocab_size": VOCABULARY + 3}
+_TOWER: dict[str, Any] = {
+    "depth": 4,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_heads": 2,
+    "patch_size": 4,
+    "out_hidden_size": 64,
+}
+_SECTIONS: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 2, 2]}
+_FAMILIES |= {
+    "qwen3-vl": (
+        Qwen3VLForConditionalGeneration,
+        Qwen3VLConfig(
+            text_config={
+                **_SEEING_SHAPE,
+                "head_dim": 16,
+                "rope_parameters": {**_SECTIONS, "mrope_interleaved": True},
+            },
+            vision_config={**_TOWER, "num_position_embeddings": 36, "deepstack_visual_indexes": [0, 1]},
+            **_SEEING,
+        ),
+    ),
+    "qwen2.5-vl": (
+        Qwen2_5_VLForConditionalGeneration,
+        Qwen2_5_VLConfig(
+            text_config={**_SEEING_SHAPE, "rope_parameters": _SECTIONS},
+            vision_config={**_TOWER, "window_size": 24, "fullatt_block_indexes": [1, 3]},
+            **_SEEING,
+        ),
     ),
 }
 
@@ -150,6 +212,30 @@ class TinyModel(Model):
 
     @cached_property
     def reference(self) -> Any:
+        return self._model
+
+
+class TinyImageModel(TinyModel):
+    """A random model with a vision tower. Its patches are 4 pixels wide, so that a position is 8 by 8 of them."""
+
+    tokens = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>")
+    pixels = 8
+
+    def __init__(self, family: str, directory: Path) -> None:
+        super().__init__(family, directory)
+        tokenizer = Tokenizer.from_file(str(TOKENIZER))
+        tokenizer.add_special_tokens([AddedToken(token, special=True) for token in self.tokens])
+        assert tokenizer.token_to_id(self.tokens[-1]) == IMAGE
+        tokenizer.save(str(directory / "tokenizer.json"))
+        config = {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>", "chat_template": IMAGE_TEMPLATE}
+        (directory / "tokenizer_config.json").write_text(json.dumps(config))
+        (directory / "preprocessor_config.json").write_text(json.dumps(PREPROCESSOR))
+        self.tokenizer = tokenizer
+
+    @cached_property
+    def reference(self) -> Any:
+        # It keeps the last prompt's.
+        self._model.model.rope_deltas = None
         return self._model
 
 

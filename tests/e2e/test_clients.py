@@ -37,13 +37,16 @@ def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 @pytest.mark.parametrize("client", ["langchain-openai", "litellm"])
-def test_a_task_with_three_tools(server: Server, client: str, stream: bool) -> None:
+@pytest.mark.parametrize("choice", ["auto", "required"])
+def test_a_task_with_three_tools(server: Server, client: str, stream: bool, choice: str) -> None:
     task = {
         "client": client,
         "url": server.url,
         "model": "scripted",
         "stream": stream,
         "tools": TOOLS,
+        # Before its second call, the script has text.
+        "choices": [choice, "auto", "auto"],
         "results": RESULTS,
         "question": QUESTION,
     }

@@ -121,13 +121,19 @@ def ask(client: OpenAI, model: ToolModel, messages: Any, stream: bool, **options
     return message_parts, reason, usage
 
 
+@pytest.mark.parametrize("choice", ["auto", "required", "strict"])
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
-def test_a_task_with_three_tools(client: OpenAI, model: ToolModel, stream: bool) -> None:
+def test_a_task_with_three_tools(client: OpenAI, model: ToolModel, stream: bool, choice: str) -> None:
     messages: list[Json] = [{"role": "developer", "content": "Be brief."}, {"role": "user", "content": QUESTION}]
     called: list[tuple[str, Json]] = []
     usages = []
-    for _ in range(4):
-        message, reason, usage = ask(client, model, messages, stream)
+    asked: Json = {"tool_choice": "required"} if choice == "required" else {}
+    if choice == "strict":
+        asked["tools"] = [{**one, "function": {**one["function"], "strict": True}} for one in TOOLS]
+    for turn in range(4):
+        # In the second turn the script has text before its call, and the third is for the answer.
+        once = choice == "required" and turn > 0
+        message, reason, usage = ask(client, model, messages, stream, **({} if once else asked))
         usages.append(usage)
         assert not any(mark in str(message.get("content")) for mark in ("<|", "</", "<tool", "TOOL_CALLS", "<function"))
         messages.append(message)

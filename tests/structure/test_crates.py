@@ -22,7 +22,7 @@ ALLOWED: dict[str, set[str]] = {
     "sim": {"engine", "protocol"},
     "text": set(),
     "dialect": set(),
-    "grammar": {"engine", "text"},
+    "grammar": {"engine", "text", "dialect"},
     "api": {"engine", "grammar", "text", "protocol"},
     "balance": set(),
     "replicas": {"engine", "balance"},

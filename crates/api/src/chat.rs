@@ -35,7 +35,7 @@ openai_request! {
         /// Functions that the model may call.
         #[schema(value_type = Option<Vec<Object>>)]
         pub tools: Option<Vec<Value>>,
-        /// `auto`, or `none`: the model does not see the tools.
+        /// `auto`; `none`: the model does not see the tools; `required`: it calls one; or an object that names a function, or those that are allowed.
         #[schema(value_type = Option<String>)]
         pub tool_choice: Option<Value>,
         /// Whether an answer may have several calls; true where absent.
@@ -44,6 +44,8 @@ openai_request! {
         pub reasoning_effort: Option<String>,
         /// Whether the model is to think, for templates that ask.
         pub enable_thinking: Option<bool>,
+        /// The same in OpenRouter's words, and how long at most.
+        pub reasoning: Option<ReasoningRequest>,
         /// Reasoning is part of the answer; true where absent.
         pub include_reasoning: Option<bool>,
         /// Reasoning stands apart from the content; true where absent.
@@ -58,6 +60,19 @@ openai_request! {
         #[serde(default)] #[schema(ignore)] chat_template: Inert,
         #[serde(default)] #[schema(ignore)] echo: Inert,
     }
+}
+
+/// The `reasoning` parameter.
+#[derive(Debug, Clone, Default, serde::Deserialize, ToSchema)]
+pub struct ReasoningRequest {
+    /// As `reasoning_effort`.
+    pub effort: Option<String>,
+    /// As `thinking_budget`.
+    pub max_tokens: Option<i64>,
+    /// As `enable_thinking`.
+    pub enabled: Option<bool>,
+    /// True: as `include_reasoning` false.
+    pub exclude: Option<bool>,
 }
 
 /// One message of a conversation.
@@ -435,6 +450,7 @@ impl ChatRequest {
             self.tool_choice.as_ref(),
             self.parallel_tool_calls,
         )?;
+        self.spread_reasoning()?;
         let thinks = match self.reasoning_effort.as_deref() {
             Some("none") => Some(false),
             _ => self.enable_thinking,
@@ -471,6 +487,35 @@ impl ChatRequest {
             )?,
             tools,
         })
+    }
+
+    /// Puts what `reasoning` says where the other parameters say it.
+    fn spread_reasoning(&mut self) -> Result<(), ApiError> {
+        fn put<T>(
+            place: &mut Option<T>,
+            given: Option<T>,
+            names: [&str; 2],
+        ) -> Result<(), ApiError> {
+            match (place.is_some(), given) {
+                (true, Some(_)) => {
+                    let [param, other] = names;
+                    let reason = format!("`{param}` and `{other}` exclude each other");
+                    Err(ApiError::invalid(param, reason))
+                }
+                (false, given @ Some(_)) => {
+                    *place = given;
+                    Ok(())
+                }
+                (_, None) => Ok(()),
+            }
+        }
+        let ReasoningRequest { effort, max_tokens, enabled, exclude } =
+            self.reasoning.take().unwrap_or_default();
+        put(&mut self.reasoning_effort, effort, ["reasoning.effort", "reasoning_effort"])?;
+        put(&mut self.thinking_budget, max_tokens, ["reasoning.max_tokens", "thinking_budget"])?;
+        put(&mut self.enable_thinking, enabled, ["reasoning.enabled", "enable_thinking"])?;
+        let include = exclude.map(|exclude| !exclude);
+        put(&mut self.include_reasoning, include, ["reasoning.exclude", "include_reasoning"])
     }
 
     fn refuse_own(&self) -> Result<(), ApiError> {
@@ -615,6 +660,28 @@ mod tests {
     fn the_new_name_of_max_tokens_wins() {
         let chat = validate(json!({"max_tokens": 5, "max_completion_tokens": 7})).unwrap();
         assert_eq!(chat.generation.max_tokens, MaxTokens::Exactly(7));
+    }
+
+    #[test]
+    fn reasoning_in_other_words_means_the_same() {
+        let chat = validate(json!({
+            "reasoning": {"effort": "low", "max_tokens": 7, "enabled": true, "exclude": true},
+        }))
+        .unwrap();
+        assert_eq!(chat.generation.thinking_budget, Some(7));
+        let effort = Effort { level: Some("low".into()), thinks: Some(true) };
+        assert_eq!((chat.prompt.effort, chat.reasoning), (effort, ReasoningOutput::LeftOut));
+        for (more, param) in [
+            (json!({"reasoning": {"max_tokens": 1}, "thinking_budget": 2}), "reasoning.max_tokens"),
+            (json!({"reasoning": {"max_tokens": -2}}), "reasoning.max_tokens"),
+            (json!({"reasoning": {"effort": "a"}, "reasoning_effort": "b"}), "reasoning.effort"),
+            (json!({"reasoning": 3}), "reasoning"),
+        ] {
+            match validate(more.clone()) {
+                Err(ApiError::Invalid { param: found, .. }) => assert_eq!(found, param, "{more}"),
+                other => panic!("{more}: {other:?}"),
+            }
+        }
     }
 
     #[test]

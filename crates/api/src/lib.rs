@@ -56,9 +56,9 @@ pub use rerank::{
 };
 pub use response::{
     ChatChoice, ChatChunkChoice, ChatCompletion, ChatDelta, ChatLogprobs, ChatTokenLogprob,
-    ChatTopLogprob, Completion, CompletionChoice, CompletionLogprobs, FunctionCall, FunctionDelta,
-    ModelCard, ModelList, PromptTokensDetails, ResponseMessage, StopReason, ToolCall,
-    ToolCallDelta, Usage,
+    ChatTopLogprob, Completion, CompletionChoice, CompletionLogprobs, CompletionTokensDetails,
+    FunctionCall, FunctionDelta, ModelCard, ModelList, PromptTokensDetails, ResponseMessage,
+    StopReason, ToolCall, ToolCallDelta, Usage,
 };
 pub use sampling::{Generation, GenerationDefaults, Limits, MaxTokens, choice_seed};
 pub use structure::{JsonSchemaFormat, ResponseFormat, Structure, StructuredOutputs};
@@ -66,4 +66,4 @@ pub use tokenize::{
     DetokenizeRequest, DetokenizeResponse, TokenPiece, TokenPieces, TokenizeInput, TokenizeRequest,
     TokenizeResponse, TokenizedTexts,
 };
-pub use tools::{OfferedTools, ToolChoice};
+pub use tools::{CallDemand, Calls, OfferedTool, OfferedTools};

@@ -16,6 +16,16 @@ pub struct Usage {
     /// Details of `prompt_tokens`, unless the server keeps them to itself.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub prompt_tokens_details: Option<PromptTokensDetails>,
+    /// Details of `completion_tokens`, of models that are known to reason.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub completion_tokens_details: Option<CompletionTokensDetails>,
+}
+
+/// Details of generated tokens.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, ToSchema)]
+pub struct CompletionTokensDetails {
+    /// Reasoning, as far as it stands apart; the marks around it are not counted.
+    pub reasoning_tokens: u32,
 }
 
 /// Details of a prompt's tokens.
@@ -34,7 +44,15 @@ impl Usage {
             total_tokens: prompt_tokens.saturating_add(completion_tokens),
             completion_tokens,
             prompt_tokens_details: cached_tokens.map(details),
+            completion_tokens_details: None,
         }
+    }
+
+    /// The same, which says how many of the generated tokens are reasoning.
+    #[must_use]
+    pub fn with_reasoning(self, reasoning_tokens: u32) -> Self {
+        let details = CompletionTokensDetails { reasoning_tokens };
+        Self { completion_tokens_details: Some(details), ..self }
     }
 }
 

@@ -7,14 +7,39 @@ use serde_json::{Map, Value, json};
 use crate::error::ApiError;
 use crate::limits::WORD_BYTES;
 
-/// Whether calls are wanted.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub enum ToolChoice {
-    /// As the model sees fit.
-    #[default]
-    Auto,
-    /// None.
-    None,
+/// What is asked of calls, where more is asked than that they are as the model sees fit.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct CallDemand {
+    /// Numbers of the tools that may be called, ascending.
+    pub callable: Vec<usize>,
+    /// How often.
+    pub calls: Calls,
+    /// The parameter that asks for it.
+    pub param: String,
+}
+
+/// How often tools are called.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Calls {
+    /// As often as the model sees fit.
+    Any,
+    /// At least once.
+    Some,
+    /// Once: the client has named the tool.
+    Named,
+}
+
+/// A function that a model may call.
+#[derive(Debug, Clone, PartialEq)]
+pub struct OfferedTool {
+    /// Its name.
+    pub name: String,
+    /// The JSON schema of its arguments.
+    pub schema: Value,
+    /// Arguments are valid by that, and not only what the model takes for it.
+    pub strict: bool,
+    /// The schema's path in the request.
+    pub path: String,
 }
 
 /// The tools of a request.
@@ -22,19 +47,29 @@ pub enum ToolChoice {
 pub struct OfferedTools {
     /// As the chat template sees them. Empty: there are none, or none may be called.
     pub described: Vec<Value>,
-    /// Names and schemas of their arguments, in the same order.
-    pub schemas: Vec<(String, Value)>,
+    /// The same, as they are called.
+    pub functions: Vec<OfferedTool>,
     /// Whether an answer may have several calls.
     pub parallel: bool,
+    /// What is asked of calls; `None`: nothing.
+    pub demand: Option<CallDemand>,
     /// Tools that are of a type that is not served, as paths with their types.
     pub skipped: Vec<String>,
 }
+
+/// What `tool_choice` says.
+enum ToolChoice {
+    None,
+    Some(Calls, Vec<usize>),
+}
+
+const CHOICE: &str = "tool_choice";
 
 impl OfferedTools {
     /// Checks `tools`, `tool_choice` and `parallel_tool_calls`.
     ///
     /// # Errors
-    /// A tool has no name, two have the same, a schema is no object; or something is asked for that is not served.
+    /// A tool has no name, two have the same, a schema is no object; or one is to be called that nobody offers.
     pub(crate) fn new(
         tools: Option<Vec<Value>>,
         choice: Option<&Value>,
@@ -55,54 +90,119 @@ impl OfferedTools {
                 }
                 Some(_) => return Err(wrong(&format!("{path}.type"), "must be a short string")),
             }
-            let (name, schema) = function(&path, &tool)?;
-            if !names.insert(name.clone()) {
+            let function = function(&path, &tool)?;
+            if !names.insert(function.name.clone()) {
                 return Err(wrong(&format!("{path}.function.name"), "another tool has it"));
             }
-            offered.schemas.push((name, schema));
+            offered.functions.push(function);
             offered.described.push(Value::Object(tool));
         }
-        if offered.choose(choice)? == ToolChoice::None {
-            offered.described.clear();
-            offered.schemas.clear();
+        match offered.choose(choice)? {
+            ToolChoice::None => {
+                offered.described.clear();
+                offered.functions.clear();
+            }
+            ToolChoice::Some(calls, callable) => {
+                // One that is named is called once, as OpenAI's models and vLLM's do.
+                offered.parallel &= calls != Calls::Named;
+                let asked = calls != Calls::Any || callable.len() < offered.functions.len();
+                let strict = callable.iter().find(|&&tool| offered.functions[tool].strict);
+                let param = match strict {
+                    _ if asked => Some(CHOICE.to_owned()),
+                    Some(&tool) => {
+                        let path = &offered.functions[tool].path;
+                        Some(path.replace(".parameters", ".strict"))
+                    }
+                    None => None,
+                };
+                offered.demand = param.map(|param| CallDemand { callable, calls, param });
+            }
         }
         Ok(offered)
     }
 
     /// What `tool_choice` says.
     fn choose(&self, choice: Option<&Value>) -> Result<ToolChoice, ApiError> {
-        const PARAM: &str = "tool_choice";
-        let without_tools = self.schemas.is_empty();
+        let all = || (0..self.functions.len()).collect();
         match choice {
-            None | Some(Value::Null) => Ok(ToolChoice::Auto),
+            None | Some(Value::Null) => Ok(ToolChoice::Some(Calls::Any, all())),
             Some(Value::String(word)) => match word.as_str() {
-                "auto" => Ok(ToolChoice::Auto),
+                "auto" => Ok(ToolChoice::Some(Calls::Any, all())),
                 "none" => Ok(ToolChoice::None),
-                "required" if without_tools => Err(wrong(PARAM, "there are no `tools` to call")),
-                "required" => Err(forced(PARAM)),
+                "required" | "any" if self.functions.is_empty() => {
+                    Err(wrong(CHOICE, "there are no `tools` to call"))
+                }
+                // The second is Mistral's word for it.
+                "required" | "any" => Ok(ToolChoice::Some(Calls::Some, all())),
                 _ => Err(wrong(
-                    PARAM,
-                    "must be auto, none, required or an object that names a function",
+                    CHOICE,
+                    "must be auto, none, required or an object that names functions",
                 )),
             },
-            Some(Value::Object(fields)) => {
-                let function = fields.get("function").unwrap_or(&Value::Null);
-                let name = function.get("name").or(fields.get("name")).and_then(Value::as_str);
-                match name {
-                    Some(name) if self.schemas.iter().any(|(known, _)| known == name) => {
-                        Err(forced(PARAM))
-                    }
-                    Some(_) => Err(wrong(&format!("{PARAM}.function.name"), "no tool has it")),
-                    None => Err(wrong(&format!("{PARAM}.function.name"), "required and missing")),
-                }
-            }
-            Some(_) => Err(wrong(PARAM, "must be a string or an object")),
+            Some(Value::Object(fields)) => self.choose_object(fields),
+            Some(_) => Err(wrong(CHOICE, "must be a string or an object")),
         }
+    }
+
+    /// A function by its name, or some of the tools.
+    fn choose_object(&self, fields: &Map<String, Value>) -> Result<ToolChoice, ApiError> {
+        match fields.get("type").map(|kind| kind.as_str()) {
+            None | Some(Some("function")) => {
+                let tool = self.named(fields, CHOICE)?;
+                Ok(ToolChoice::Some(Calls::Named, vec![tool]))
+            }
+            Some(Some("allowed_tools")) => {
+                // The chat API has an object around what the Responses API has not.
+                let (path, allowed) = match fields.get("allowed_tools") {
+                    Some(Value::Object(inner)) => (format!("{CHOICE}.allowed_tools"), inner),
+                    Some(_) => {
+                        return Err(wrong(&format!("{CHOICE}.allowed_tools"), "must be an object"));
+                    }
+                    None => (CHOICE.to_owned(), fields),
+                };
+                let calls = match allowed.get("mode").map(|mode| mode.as_str()) {
+                    None | Some(Some("auto")) => Calls::Any,
+                    Some(Some("required")) => Calls::Some,
+                    Some(_) => {
+                        return Err(wrong(&format!("{path}.mode"), "must be auto or required"));
+                    }
+                };
+                let path = format!("{path}.tools");
+                let Some(Value::Array(tools)) = allowed.get("tools") else {
+                    return Err(wrong(&path, "must be a list of tools"));
+                };
+                let mut callable = Vec::with_capacity(tools.len());
+                for (index, tool) in tools.iter().enumerate() {
+                    let path = format!("{path}[{index}]");
+                    let Value::Object(tool) = tool else {
+                        return Err(wrong(&path, "must be an object"));
+                    };
+                    callable.push(self.named(tool, &path)?);
+                }
+                if callable.is_empty() {
+                    return Err(wrong(&path, "must name at least one tool"));
+                }
+                callable.sort_unstable();
+                callable.dedup();
+                Ok(ToolChoice::Some(calls, callable))
+            }
+            Some(_) => Err(wrong(&format!("{CHOICE}.type"), "must be function or allowed_tools")),
+        }
+    }
+
+    /// Number of the tool that an object names, as the chat API or as the Responses API does it.
+    fn named(&self, fields: &Map<String, Value>, path: &str) -> Result<usize, ApiError> {
+        let function = fields.get("function").unwrap_or(&Value::Null);
+        let name = function.get("name").or(fields.get("name")).and_then(Value::as_str);
+        let path = format!("{path}.function.name");
+        let name = name.ok_or_else(|| wrong(&path, "required and missing"))?;
+        let tool = self.functions.iter().position(|tool| tool.name == name);
+        tool.ok_or_else(|| wrong(&path, "no tool has it"))
     }
 }
 
-/// The name of a function and the schema of its arguments.
-fn function(path: &str, tool: &Map<String, Value>) -> Result<(String, Value), ApiError> {
+/// A function, as the tool describes it.
+fn function(path: &str, tool: &Map<String, Value>) -> Result<OfferedTool, ApiError> {
     let path = format!("{path}.function");
     let Some(Value::Object(function)) = tool.get("function") else {
         return Err(wrong(&path, "must be an object"));
@@ -121,20 +221,17 @@ fn function(path: &str, tool: &Map<String, Value>) -> Result<(String, Value), Ap
         Some(schema @ Value::Object(_)) => schema.clone(),
         Some(_) => return Err(wrong(&format!("{path}.parameters"), "must be an object")),
     };
-    match function.get("strict") {
-        None | Some(Value::Null | Value::Bool(false)) => Ok((name.clone(), schema)),
-        Some(Value::Bool(true)) => Err(forced(&format!("{path}.strict"))),
-        Some(_) => Err(wrong(&format!("{path}.strict"), "must be true or false")),
-    }
+    let strict = match function.get("strict") {
+        None | Some(Value::Null) => false,
+        Some(Value::Bool(strict)) => *strict,
+        Some(_) => return Err(wrong(&format!("{path}.strict"), "must be true or false")),
+    };
+    let path = format!("{path}.parameters");
+    Ok(OfferedTool { name: name.clone(), schema, strict, path })
 }
 
 fn wrong(param: &str, reason: &str) -> ApiError {
     ApiError::invalid(param, format!("`{param}`: {reason}"))
-}
-
-/// What needs that the model can't write anything else.
-fn forced(param: &str) -> ApiError {
-    wrong(param, "calls can't be forced yet: only `auto` and `none` are served, without `strict`")
 }
 
 #[cfg(test)]
@@ -154,15 +251,59 @@ mod tests {
     fn tools_have_names_and_schemas() {
         let offered = offer(json!([tool("a"), tool("b.c-d")]), json!("auto")).unwrap();
         let schema = json!({"type": "object", "properties": {}});
-        assert_eq!(offered.schemas, [("a".into(), schema.clone()), ("b.c-d".into(), schema)]);
+        let names: Vec<&str> = offered.functions.iter().map(|tool| &*tool.name).collect();
+        assert_eq!(names, ["a", "b.c-d"]);
+        assert!(offered.functions.iter().all(|tool| tool.schema == schema && !tool.strict));
+        assert_eq!(offered.demand, None);
         assert_eq!(offered.described.len(), 2);
         assert!(offered.parallel);
         let none = offer(json!([tool("a")]), json!("none")).unwrap();
-        assert!(none.described.is_empty() && none.schemas.is_empty());
+        assert!(none.described.is_empty() && none.functions.is_empty());
         let others = json!([tool("a"), {"type": "web_search"}, {"type": "custom", "custom": {}}]);
         let offered = offer(others, Value::Null).unwrap();
         assert_eq!(offered.skipped, ["tools[1].type=web_search", "tools[2].type=custom"]);
-        assert_eq!(offered.schemas.len(), 1);
+        assert_eq!(offered.functions.len(), 1);
+    }
+
+    #[test]
+    fn what_is_asked_of_calls() {
+        let strict = json!({"type": "function", "function": {"name": "s", "strict": true}});
+        let web = json!({"type": "web_search"});
+        let tools = json!([tool("a"), web, tool("b"), strict]);
+        let demand = |tools: &Value, choice: Value| {
+            let offered = offer(tools.clone(), choice).unwrap();
+            offered
+                .demand
+                .map(|demand| (demand.callable, demand.calls, demand.param, offered.parallel))
+        };
+        let flat = |name: &str| json!({"type": "function", "name": name});
+        let nested = |name: &str| json!({"type": "function", "function": {"name": name}});
+        let choice = || CHOICE.to_owned();
+        let all = || vec![0, 1, 2];
+        assert_eq!(
+            demand(&tools, json!("auto")),
+            Some((all(), Calls::Any, "tools[3].function.strict".to_owned(), true))
+        );
+        assert_eq!(demand(&json!([tool("a")]), Value::Null), None);
+        assert_eq!(demand(&tools, json!("none")), None);
+        for word in ["required", "any"] {
+            let expected = Some((all(), Calls::Some, choice(), true));
+            assert_eq!(demand(&tools, json!(word)), expected);
+        }
+        for named in [flat("b"), nested("b"), json!({"function": {"name": "b"}})] {
+            let expected = Some((vec![1], Calls::Named, choice(), false));
+            assert_eq!(demand(&tools, named), expected, "called once");
+        }
+        let allowed = |mode: &str| json!({"mode": mode, "tools": [flat("s"), nested("a")]});
+        let chat = json!({"type": "allowed_tools", "allowed_tools": allowed("auto")});
+        let expected = Some((vec![0, 2], Calls::Any, choice(), true));
+        assert_eq!(demand(&tools, chat), expected);
+        let mut responses = allowed("required");
+        responses["type"] = "allowed_tools".into();
+        let expected = Some((vec![0, 2], Calls::Some, choice(), true));
+        assert_eq!(demand(&tools, responses), expected);
+        let path = offer(tools, Value::Null).unwrap().functions[1].path.clone();
+        assert_eq!(path, "tools[2].function.parameters");
     }
 
     #[test]
@@ -170,6 +311,7 @@ mod tests {
         let function = |function: Value| json!([{"type": "function", "function": function}]);
         let auto = json!("auto");
         let named = |name: &str| json!({"type": "function", "function": {"name": name}});
+        let allowed = |inner: Value| json!({"type": "allowed_tools", "allowed_tools": inner});
         for (tools, choice, param) in [
             (json!(["a"]), auto.clone(), "tools[0]"),
             (json!([{"type": 3}]), auto.clone(), "tools[0].type"),
@@ -183,17 +325,19 @@ mod tests {
                 auto.clone(),
                 "tools[0].function.parameters",
             ),
-            (
-                function(json!({"name": "a", "strict": true})),
-                auto.clone(),
-                "tools[0].function.strict",
-            ),
             (function(json!({"name": "a", "strict": 1})), auto.clone(), "tools[0].function.strict"),
             (json!([tool("a"), tool("a")]), auto, "tools[1].function.name"),
-            (json!([tool("a")]), json!("required"), "tool_choice"),
-            (json!([tool("a")]), json!("any"), "tool_choice"),
+            (json!([tool("a")]), json!("all"), "tool_choice"),
             (json!([tool("a")]), json!(1), "tool_choice"),
-            (json!([tool("a")]), named("a"), "tool_choice"),
+            (json!([tool("a")]), json!({"type": "custom"}), "tool_choice.type"),
+            (json!([tool("a")]), allowed(json!({})), "tool_choice.allowed_tools.tools"),
+            (json!([tool("a")]), allowed(json!({"tools": []})), "tool_choice.allowed_tools.tools"),
+            (json!([tool("a")]), allowed(json!({"mode": "x"})), "tool_choice.allowed_tools.mode"),
+            (
+                json!([tool("a")]),
+                allowed(json!({"tools": [named("b")]})),
+                "tool_choice.allowed_tools.tools[0].function.name",
+            ),
             (json!([tool("a")]), named("b"), "tool_choice.function.name"),
             (json!([tool("a")]), json!({}), "tool_choice.function.name"),
             (json!([]), json!("required"), "tool_choice"),

@@ -1,60 +1,183 @@
-//! The grammar that has a model write calls and nothing else: made of the same description as the parser.
+//! The grammar that has a model write calls as its family does: made of the same description as the parser.
 
 use std::fmt::Write as _;
 
 use serde_json::Value;
 
-use crate::family::harmony::{CALL, CHANNEL, CONSTRAIN, END, MESSAGE, START};
-use crate::family::{Body, Calls, Ids, Tagged};
+use crate::family::harmony::{ALL, CALL, CHANNEL, CONSTRAIN, END, MESSAGE, START};
+use crate::family::{Body, Calls, Ids};
 use crate::names::Dialect;
-use crate::schema::Tools;
+use crate::parser::Place;
 
-/// What is forced.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Force<'a> {
-    /// At least one call, of any tool.
-    Any,
-    /// A call of this tool.
-    Named(&'a str),
-}
-
-/// How the pieces of a grammar are written that a dialect does not decide.
-#[derive(Clone, Copy)]
-pub struct Notation<'a> {
-    /// Special tokens of the vocabulary that are marks, with their ids: they must be sampled as such.
-    pub special: &'a [(String, i32)],
-    /// What stands for a JSON value of a schema in a rule, such as `%json {...}`.
-    pub json: &'a dyn Fn(&Value) -> String,
-}
-
-/// Any text that has no beginning of a tag that closes.
-const UNTAGGED: &str = r"/(?s:[^<]|<[^\/])*/";
+/// Any text, as a regular expression. A token that is special is no text.
 const ANY: &str = "/(?s:.*)/";
+/// The rule of what is said in place of calls, which others write.
+pub const CONTENT: &str = "content";
+
+/// What may be said in place of calls.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Instead {
+    /// Nothing: there is at least one call.
+    Nothing,
+    /// Any text, also before the calls. Behind them the answer ends.
+    Text,
+    /// What the rule [`CONTENT`] says, which is not in the grammar.
+    Content,
+}
+
+/// The grammar of an answer, in llguidance's Lark. Rules of arguments are missing in it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct CallGrammar {
+    /// Its rules, beginning with `start`.
+    pub lark: String,
+    /// The rule for the arguments of each tool, in the order of the tools.
+    pub arguments: Vec<String>,
+    /// How those write them.
+    pub style: ArgumentStyle,
+}
+
+/// How a family writes the arguments of a call.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub enum ArgumentStyle {
+    /// A JSON object.
+    Json,
+    /// Python's: `a=1, b="x"`.
+    Python,
+    /// `a:1,b:<quote>x<quote>`; the quote.
+    Quoted(&'static str),
+    /// Each in tags of its own.
+    Tagged(ArgumentTags),
+}
+
+/// An argument in tags. Strings stand in them as they are, and other values as JSON.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub struct ArgumentTags {
+    /// Before an argument's name.
+    pub before_name: &'static str,
+    /// Between the name and a value that is a string.
+    pub before_text: String,
+    /// Between the name and any other value.
+    pub before_json: String,
+    /// After a value.
+    pub after: &'static str,
+    /// What ends a value wherever it stands.
+    pub stops: Vec<&'static str>,
+    /// The tags tell strings from other values.
+    pub declares: bool,
+}
+
+/// Special tokens of a vocabulary that are marks: they are sampled as such, and their characters mean nothing.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Hash)]
+pub struct Marks(Vec<(String, i32)>);
+
+impl Marks {
+    /// Tokens by their texts, with their ids.
+    pub fn new(tokens: impl IntoIterator<Item = (String, i32)>) -> Self {
+        Self(tokens.into_iter().filter(|(text, _)| !text.is_empty()).collect())
+    }
+
+    /// A text as it has to be sampled, on a rule's right side: special tokens by their ids, all else by its characters. Empty for no text.
+    pub fn literal(&self, text: &str) -> String {
+        let mut parts = Vec::new();
+        let mut rest = text;
+        while let Some((before, id, after)) = self.split(rest) {
+            if !before.is_empty() {
+                parts.push(quoted(before));
+            }
+            parts.push(format!("<[{id}]>"));
+            rest = after;
+        }
+        if !rest.is_empty() {
+            parts.push(quoted(rest));
+        }
+        parts.join(" ")
+    }
+
+    /// Text that `text`, the right side of a terminal, describes, and then `close`, of which the text has nothing. Gives the definition of the
+    /// terminal `name` and what stands for both on a rule's right side.
+    pub fn until(&self, name: &str, text: &str, close: &str) -> (String, String) {
+        // One terminal has text and close together: two would be cut where the text is longest, which is within the close.
+        let (last, rest) = match self.split(close) {
+            Some((before, _, _)) => (before, &close[before.len()..]),
+            None => (close, ""),
+        };
+        let last = if last.is_empty() { String::new() } else { format!(" {}", quoted(last)) };
+        (format!("{name}: ({text}){last}\n"), format!("{name} {}", self.literal(rest)))
+    }
+
+    /// The first special token of a text, of several that begin there the longest: what stands before it, its id, and what stands behind it.
+    fn split<'t>(&self, text: &'t str) -> Option<(&'t str, i32, &'t str)> {
+        let found = self.0.iter().filter_map(|(token, id)| Some((text.find(token)?, token, *id)));
+        let first = found.min_by_key(|(at, token, _)| (*at, usize::MAX - token.len()));
+        first.map(|(at, token, id)| (&text[..at], id, &text[at + token.len()..]))
+    }
+}
+
+/// The right side of a terminal: text that has none of `stops` in it.
+pub fn text_without<'s>(stops: impl IntoIterator<Item = &'s str>) -> String {
+    let stops: Vec<String> =
+        stops.into_iter().filter(|stop| !stop.is_empty()).map(escaped).collect();
+    if stops.is_empty() {
+        return ANY.to_owned();
+    }
+    // Without the first part it would have special tokens and broken characters in it.
+    format!("{ANY} & ~/(?s:.*)({})(?s:.*)/", stops.join("|"))
+}
+
+/// A string in Lark, which are those of JSON.
+fn quoted(text: &str) -> String {
+    Value::from(text).to_string()
+}
+
+/// The regular expression of `text` and nothing else.
+fn escaped(text: &str) -> String {
+    text.chars().fold(String::new(), |mut out, c| {
+        if c.is_alphanumeric() || matches!(c, ' ' | '_') {
+            out.push(c);
+        } else {
+            // Writing to a string cannot fail.
+            let _ = write!(out, r"\x{{{:x}}}", u32::from(c));
+        }
+        out
+    })
+}
 
 impl Dialect {
-    /// A grammar in llguidance's Lark of answers that are calls: one, or several where `parallel`. Reasoning comes before it and is no part of it,
-    /// but in Harmony, where it is. `None`: the family writes no calls, or there is no such tool.
-    pub fn grammar(
+    /// The grammar of answers that call some of `tools`, once or, where `parallel`, several times. Reasoning comes before it and is no part of it,
+    /// unless `thinks` says where the prompt leaves a model whose reasoning nobody else follows; in Harmony it always is. `None`: the family writes
+    /// no calls, or there are no tools.
+    pub fn call_grammar(
         &self,
-        tools: &Tools,
-        force: Force<'_>,
+        tools: &[&str],
+        instead: Instead,
         parallel: bool,
-        notation: Notation<'_>,
-    ) -> Option<String> {
-        let calls = self.calls?;
-        let mut writer = Writer { calls, notation, rules: String::new(), count: 0 };
-        let wanted = tools.iter().filter(|(name, _)| match force {
-            Force::Any => true,
-            Force::Named(wanted) => wanted == *name,
-        });
-        let names: Vec<String> =
-            wanted.map(|(name, schema)| writer.call(tools, name, schema)).collect();
-        if names.is_empty() {
-            return None;
+        marks: &Marks,
+        thinks: Option<Place>,
+    ) -> Option<CallGrammar> {
+        let calls = self.calls.filter(|_| !tools.is_empty())?;
+        let mut writer = Writer { calls, marks, rules: String::new() };
+        let names: Vec<String> = (0..tools.len()).map(|tool| format!("tool{tool}")).collect();
+        let arguments: Vec<String> =
+            (0..tools.len()).map(|tool| format!("arguments{tool}")).collect();
+        for ((tool, name), arguments) in tools.iter().zip(&names).zip(&arguments) {
+            writer.tool(name, tool, arguments);
         }
-        let call = names.join(" | ");
-        let start = writer.answer(parallel);
-        Some(format!("start: {start}\ncall: {call}\n{}", writer.rules))
+        writer.line("body", &names.join(" | "));
+        let start = match calls.body {
+            Body::Channels => writer.messages(instead, parallel),
+            _ => {
+                let thought = writer.thought(self.reasoning_marks(), thinks);
+                let answer = writer.answer(instead, parallel, self.reasoning_marks());
+                format!("{thought} ({answer})")
+            }
+        };
+        let lark = format!("start: {start}\n{}", writer.rules);
+        Some(CallGrammar { lark, arguments, style: calls.style() })
+    }
+
+    /// Whether calls can be told from an answer in JSON: something stands before them.
+    pub fn marks_calls(&self) -> bool {
+        self.calls.is_some_and(|calls| calls.bare.is_none())
     }
 
     /// What stands around reasoning, where the family writes it in the text.
@@ -64,260 +187,217 @@ impl Dialect {
     }
 }
 
+impl Calls {
+    fn style(&self) -> ArgumentStyle {
+        match &self.body {
+            Body::Object(_) | Body::List(_) | Body::Named(_) | Body::Channels => {
+                ArgumentStyle::Json
+            }
+            Body::Python => ArgumentStyle::Python,
+            Body::Unquoted(quote) => ArgumentStyle::Quoted(quote),
+            Body::Tagged(tags) => {
+                let before = |declared: &str| format!("{}{declared}{}", tags.key.1, tags.value.0);
+                let (text, json) = match tags.declares {
+                    true => (before("true\">"), before("false\">")),
+                    false => (before(""), before("")),
+                };
+                ArgumentStyle::Tagged(ArgumentTags {
+                    before_name: tags.key.0,
+                    before_text: text,
+                    before_json: json,
+                    after: tags.value.1,
+                    stops: vec![tags.value.1.trim(), self.call.1.trim(), self.section.1.trim()],
+                    declares: tags.declares,
+                })
+            }
+        }
+    }
+
+    /// What stands around calls.
+    fn frame(&self) -> Frame {
+        let Frame { open, close, .. } = self.bare_frame();
+        let (section, call) = (self.section, self.call);
+        Frame {
+            open: format!("{}{open}", section.0),
+            before: call.0,
+            after: call.1,
+            close: format!("{close}{}", section.1),
+        }
+    }
+
+    /// The same without marks.
+    fn bare_frame(&self) -> Frame {
+        let (open, close) = match self.body {
+            Body::List(_) | Body::Python => ("[", "]"),
+            _ => ("", ""),
+        };
+        Frame { open: open.to_owned(), before: "", after: "", close: close.to_owned() }
+    }
+}
+
+/// What stands around all calls, and around each.
+struct Frame {
+    open: String,
+    before: &'static str,
+    after: &'static str,
+    close: String,
+}
+
 struct Writer<'a> {
     calls: &'static Calls,
-    notation: Notation<'a>,
+    marks: &'a Marks,
     /// Lines.
     rules: String,
-    count: usize,
 }
 
 impl Writer<'_> {
-    /// What an answer is.
-    fn answer(&self, parallel: bool) -> String {
-        let calls = self.calls;
-        let (mut open, mut close) = (calls.section.0.to_owned(), calls.section.1.to_owned());
-        match calls.body {
-            Body::List(_) => {
-                open.push('[');
-                close.insert(0, ']');
-            }
-            Body::Python => {
-                // The marks around it are left out by those models that do not have them.
-                (open, close) = ("[".to_owned(), "]".to_owned());
-            }
-            Body::Channels => {
-                let text = [CHANNEL, "analysis", MESSAGE].concat();
-                let after = [END, START, "assistant"].concat();
-                let thought = [self.literal(&text), ANY.to_owned(), self.literal(&after)];
-                let first = format!("({})?", thought.join(" "));
-                let more = if parallel {
-                    format!(" ({} call)*", self.literal(&[START, "assistant"].concat()))
-                } else {
-                    String::new()
-                };
-                return format!("{first} call{more}");
-            }
-            Body::Object(_) | Body::Named(_) | Body::Tagged(_) | Body::Unquoted(_) => {}
-        }
-        let more = match (parallel, calls.between) {
-            (false, _) => String::new(),
-            (true, "") => " call*".to_owned(),
-            (true, between) => format!(" ({} call)*", self.literal(between)),
-        };
-        let parts = [self.literal(&open), format!("call{more}"), self.literal(&close)];
-        let parts = parts.into_iter().filter(|part| !part.is_empty());
-        parts.collect::<Vec<_>>().join(" ")
-    }
-
-    /// Adds a rule; gives its name.
-    fn rule(&mut self, attributes: &str, body: &str) -> String {
-        let name = format!("r{}", self.count);
-        self.count += 1;
+    fn line(&mut self, name: &str, body: &str) {
         // Writing to a string cannot fail.
-        let _ = writeln!(self.rules, "{name}{attributes}: {body}");
-        name
+        let _ = writeln!(self.rules, "{name}: {body}");
     }
 
-    fn json(&mut self, schema: &Value) -> String {
-        let body = (self.notation.json)(schema);
-        self.rule("", &body)
-    }
-
-    /// The rule for a call of one tool.
-    fn call(&mut self, tools: &Tools, name: &str, schema: &Value) -> String {
-        let calls = self.calls;
-        let marks = if calls.bare.is_some() { ("", "") } else { calls.call };
-        let parts = match &calls.body {
+    /// The rule `name` of what a call of `tool` has between the marks around it.
+    fn tool(&mut self, name: &str, tool: &str, arguments: &str) {
+        let (before, after) = match &self.calls.body {
             Body::Object(word) | Body::List(word) => {
-                let name = Value::from(name);
-                let before = format!("{}{{\"name\": {name}, \"{word}\": ", marks.0);
-                let arguments = self.json(schema);
-                vec![self.literal(&before), arguments, self.literal(&format!("}}{}", marks.1))]
+                let tool = quoted(tool);
+                (self.marks.literal(&format!("{{\"name\": {tool}, \"{word}\": ")), "}".to_owned())
             }
             Body::Named(named) => {
-                let before = format!("{}{}", marks.0, named.before);
-                let arguments = self.json(schema);
-                let mut parts = match calls.ids {
-                    Ids::Counted => vec![
-                        self.literal(&format!("{before}functions.{name}:")),
-                        "/[0-9]{1,3}/".to_owned(),
-                        self.literal(named.separator),
-                    ],
+                let before = match self.calls.ids {
+                    Ids::Counted => format!(
+                        "{} /[0-9]{{1,3}}/ {}",
+                        self.marks.literal(&format!("{}functions.{tool}:", named.before)),
+                        self.marks.literal(named.separator)
+                    ),
                     Ids::Free | Ids::Nine => {
-                        vec![self.literal(&format!("{before}{name}{}", named.separator))]
+                        self.marks.literal(&format!("{}{tool}{}", named.before, named.separator))
                     }
                 };
-                parts.push(arguments);
-                parts.push(self.literal(&format!("{}{}", named.after, marks.1)));
-                parts
+                (before, named.after.to_owned())
             }
             Body::Tagged(tags) => {
-                let mut parts =
-                    vec![self.literal(&format!("{}{}{name}{}", marks.0, tags.name.0, tags.name.1))];
-                for (key, schema, required) in arguments(schema) {
-                    let argument = self.tagged(tools, tags, (name, &key), &schema);
-                    parts.push(if required { argument } else { format!("{argument}?") });
-                }
-                parts.push(self.literal(&format!("{}{}", tags.end, marks.1)));
-                parts
+                let before = format!("{}{tool}{}", tags.name.0, tags.name.1);
+                (self.marks.literal(&before), tags.end.to_owned())
             }
-            Body::Python => {
-                let (open, close) = (self.literal(&format!("{name}(")), self.literal(")"));
-                let list = self.listed(schema, |writer, key, schema| {
-                    let value = writer.json(schema);
-                    let key = writer.literal(&format!("{key}="));
-                    format!("{key} {value}")
-                });
-                vec![open, list, close]
-            }
-            Body::Unquoted(quote) => {
-                let before = format!("{}call:{name}{{", marks.0);
-                let list = self.listed(schema, |writer, key, schema| {
-                    let value = writer.unquoted(quote, schema);
-                    let key = writer.literal(&format!("{key}:"));
-                    format!("{key} {value}")
-                });
-                vec![self.literal(&before), list, self.literal(&format!("}}{}", marks.1))]
-            }
+            Body::Python => (self.marks.literal(&format!("{tool}(")), ")".to_owned()),
+            Body::Unquoted(_) => (self.marks.literal(&format!("call:{tool}{{")), "}".to_owned()),
             Body::Channels => {
                 let before =
-                    format!("{CHANNEL}commentary to=functions.{name} {CONSTRAIN}json{MESSAGE}");
-                let arguments = self.json(schema);
-                vec![self.literal(&before), arguments, self.literal(CALL)]
+                    format!("{CHANNEL}commentary to=functions.{tool} {CONSTRAIN}json{MESSAGE}");
+                (self.marks.literal(&before), CALL.to_owned())
             }
         };
-        let parts: Vec<String> = parts.into_iter().filter(|part| !part.is_empty()).collect();
-        self.rule("", &parts.join(" "))
+        let after = self.marks.literal(&after);
+        self.line(name, &format!("{before} {arguments} {after}"));
     }
 
-    /// The rule for an argument in tags of its own.
-    fn tagged(
+    /// Reasoning before an answer.
+    fn thought(&mut self, around: Option<(&str, &str)>, thinks: Option<Place>) -> String {
+        let (Some((open, close)), Some(place)) = (around, thinks) else { return String::new() };
+        let (open, close) = (open.trim_end(), close.trim_end());
+        let (definition, until) = self.marks.until("THOUGHT", &text_without([close]), close);
+        match place {
+            Place::Answer => return String::new(),
+            Place::Reasoning | Place::Either => self.rules.push_str(&definition),
+        }
+        match place {
+            Place::Reasoning => until,
+            _ => format!("({} {until})?", self.marks.literal(open)),
+        }
+    }
+
+    /// What an answer is, in families with marks around calls.
+    fn answer(
         &mut self,
-        tools: &Tools,
-        tags: &Tagged,
-        (tool, key): (&str, &str),
-        schema: &Value,
+        instead: Instead,
+        parallel: bool,
+        reasoning: Option<(&str, &str)>,
     ) -> String {
-        let is_string = tools.argument(tool, key).is_string();
-        let declared = match (tags.declares, is_string) {
-            (false, _) => "",
-            (true, true) => "true\">",
-            (true, false) => "false\">",
-        };
-        let open = format!("{}{key}{}{declared}{}", tags.key.0, tags.key.1, tags.value.0);
-        let close = tags.value.1;
-        let words = schema.get("enum").and_then(Value::as_array);
-        let value = match words {
-            _ if !is_string => {
-                let value = self.json(schema);
-                format!("{value} {}", self.literal(close))
-            }
-            Some(words) => {
-                let words = words.iter().filter_map(Value::as_str);
-                let words: Vec<String> = words.map(|word| self.literal(word)).collect();
-                format!("({}) {}", words.join(" | "), self.literal(close))
-            }
-            None if self.has_special(close) => format!("{UNTAGGED} {}", self.literal(close)),
-            None => self.rule(&format!("[suffix={}]", Value::from(close)), ANY),
-        };
-        let open = self.literal(&open);
-        self.rule("", &format!("{open} {value}"))
-    }
-
-    /// Arguments with commas between them: those that are required, then the others, each of which may be left out.
-    fn listed(
-        &mut self,
-        schema: &Value,
-        mut write: impl FnMut(&mut Self, &str, &Value) -> String,
-    ) -> String {
-        let mut required = Vec::new();
-        let mut optional = Vec::new();
-        for (key, schema, is_required) in arguments(schema) {
-            let written = write(self, &key, &schema);
-            let rule = self.rule("", &written);
-            if is_required { required.push(rule) } else { optional.push(rule) }
+        let marked = self.calls.frame();
+        let bare = self.calls.bare.map(|_| self.calls.bare_frame());
+        let mut calls = self.run(&marked, "", parallel);
+        if let Some(bare) = &bare {
+            calls = format!("{} | {calls}", self.run(bare, "", parallel));
         }
-        let comma = if matches!(self.calls.body, Body::Python) { "\", \"" } else { "\",\"" };
-        let others = |optional: &[String]| {
-            optional.iter().map(|rule| format!(" ({comma} {rule})?")).collect::<String>()
-        };
-        if !required.is_empty() {
-            return format!("{}{}", required.join(&format!(" {comma} ")), others(&optional));
-        }
-        let firsts = (0..optional.len())
-            .map(|first| format!("{}{}", optional[first], others(&optional[first + 1..])));
-        let firsts: Vec<String> = firsts.collect();
-        if firsts.is_empty() { String::new() } else { format!("({})?", firsts.join(" | ")) }
-    }
-
-    /// A value as Gemma writes it. Of lists and objects the form is forced, and not the schema.
-    fn unquoted(&mut self, quote: &'static str, schema: &Value) -> String {
-        let quoted = self.literal(quote);
-        let text = if self.has_special(quote) {
-            format!("{quoted} {ANY} {quoted}")
-        } else {
-            let text = self.rule(&format!("[suffix={}]", Value::from(quote)), ANY);
-            format!("{quoted} {text}")
-        };
-        match schema.get("type").and_then(Value::as_str) {
-            Some("string") => self.rule("", &text),
-            Some("integer" | "number" | "boolean" | "null") => self.json(schema),
-            _ => {
-                let name = format!("r{}", self.count);
-                let body = format!(
-                    "{text} | /-?[0-9]+(\\.[0-9]+)?/ | \"true\" | \"false\" | \"null\" | \"[\" ({name} (\",\" {name})*)? \"]\" | \"{{\" (/[A-Za-z_][A-Za-z0-9_]*:/ {name} (\",\" /[A-Za-z_][A-Za-z0-9_]*:/ {name})*)? \"}}\""
-                );
-                self.rule("", &body)
-            }
-        }
-    }
-
-    fn has_special(&self, text: &str) -> bool {
-        self.notation.special.iter().any(|(token, _)| text.contains(token.as_str()))
-    }
-
-    /// A text as it has to be sampled: special tokens by their ids, all else by its characters.
-    fn literal(&self, text: &str) -> String {
-        let mut parts = Vec::new();
-        let mut rest = text;
-        while !rest.is_empty() {
-            let first = self
-                .notation
-                .special
-                .iter()
-                .filter_map(|(token, id)| Some((rest.find(token.as_str())?, token, id)))
-                .min_by_key(|(at, token, _)| (*at, usize::MAX - token.len()));
-            let Some((at, token, id)) = first.filter(|(_, token, _)| !token.is_empty()) else {
-                parts.push(Value::from(rest).to_string());
-                break;
-            };
-            if at > 0 {
-                parts.push(Value::from(&rest[..at]).to_string());
-            }
-            parts.push(format!("<[{id}]>"));
-            rest = &rest[at + token.len()..];
-        }
-        parts.join(" ")
-    }
-}
-
-/// The arguments that a schema describes: name, schema with the definitions that it may refer to, and whether it is required.
-fn arguments(schema: &Value) -> Vec<(String, Value, bool)> {
-    let required = schema.get("required").and_then(Value::as_array);
-    let is_required = |name: &str| required.is_some_and(|all| all.iter().any(|n| n == name));
-    let properties = schema.get("properties").and_then(Value::as_object);
-    let properties = properties.into_iter().flatten();
-    let own = properties.map(|(name, property)| {
-        let mut property = property.clone();
-        if let Value::Object(fields) = &mut property {
-            for definitions in ["$defs", "definitions"] {
-                if let Some(all) = schema.get(definitions) {
-                    fields.entry(definitions).or_insert_with(|| all.clone());
+        self.line("calls", &calls);
+        // Behind reasoning models leave a line empty.
+        let blank = if reasoning.is_some() { "/\\n{1,2}/? " } else { "" };
+        match instead {
+            Instead::Nothing => format!("{blank}calls"),
+            Instead::Content => format!("{CONTENT} | {blank}calls"),
+            Instead::Text => {
+                let mut text = text_without(self.openers(reasoning));
+                if let Some(bare) = self.calls.bare {
+                    // What begins so is taken for a call.
+                    let _ = write!(text, " & ~/\\s*{}(?s:.*)/", escaped(&bare.to_string()));
                 }
+                self.line("TEXT", &text);
+                let opener = self.opener();
+                let (definition, until) = self.marks.until("UNTIL", &text, opener);
+                self.rules.push_str(&definition);
+                let rest = self.run(&marked, opener, parallel);
+                let bare = bare.map_or_else(String::new, |bare| {
+                    format!(" | {}", self.run(&bare, "", parallel))
+                });
+                format!("TEXT | {until} {rest}{bare}")
             }
         }
-        (name.clone(), property, is_required(name))
-    });
-    own.collect()
+    }
+
+    /// All calls within `frame`; `said`: how it begins, which is there already.
+    fn run(&self, frame: &Frame, said: &str, parallel: bool) -> String {
+        let Frame { open, before, after, close } = frame;
+        let first = format!("{open}{before}");
+        let first = self.marks.literal(first.strip_prefix(said).unwrap_or(&first));
+        let after = self.marks.literal(after);
+        // A mark that may be left out stands before the first call only.
+        let again = if self.calls.bare.is_some() { "" } else { *before };
+        let next = self.marks.literal(&format!("{}{again}", self.calls.between));
+        let more = if parallel { format!("({next} body {after})*") } else { String::new() };
+        format!("{first} body {after} {more} {}", self.marks.literal(close))
+    }
+
+    /// The mark that begins the first call.
+    fn opener(&self) -> &'static str {
+        let marks = [self.calls.section.0.trim(), self.calls.call.0.trim()];
+        marks.into_iter().find(|mark| !mark.is_empty()).unwrap_or_default()
+    }
+
+    /// What text can't have in it without being taken for something else.
+    fn openers<'r>(&self, reasoning: Option<(&'r str, &'r str)>) -> Vec<&'r str> {
+        let calls = self.calls;
+        let mut marks = vec![calls.section.0.trim(), calls.call.0.trim()];
+        if let Body::Tagged(tags) = &calls.body {
+            marks.push(tags.name.0.trim());
+        }
+        marks.extend(reasoning.map(|(open, _)| open.trim()));
+        marks.retain(|mark| !mark.is_empty());
+        marks
+    }
+
+    /// What an answer is in Harmony, where all is messages.
+    fn messages(&mut self, instead: Instead, parallel: bool) -> String {
+        let text = text_without(ALL);
+        let (definition, said) =
+            self.marks.until("SAID", &text, &[END, START, "assistant"].concat());
+        self.rules.push_str(&definition);
+        let opens = |channel: &str| self.marks.literal(&[CHANNEL, channel, MESSAGE].concat());
+        let thought = format!("{} {said}", opens("analysis"));
+        let preamble = format!("{} {said}", opens("commentary"));
+        let last = opens("final");
+        let more = match parallel {
+            true => format!("({} body)*", self.marks.literal(&[START, "assistant"].concat())),
+            false => String::new(),
+        };
+        self.line("calls", &format!("body {more}"));
+        match instead {
+            Instead::Nothing => format!("({thought})? calls"),
+            Instead::Content => format!("({thought})? ({last} {CONTENT} | calls)"),
+            Instead::Text => {
+                self.line("TEXT", &text);
+                format!("({thought} | {preamble})* ({last} TEXT | calls)")
+            }
+        }
+    }
 }

@@ -14,8 +14,10 @@ mod scan;
 mod schema;
 
 pub use family::Ids;
-pub use grammar::{Force, Notation};
+pub use grammar::{
+    ArgumentStyle, ArgumentTags, CONTENT, CallGrammar, Instead, Marks, text_without,
+};
 pub use names::{Choice, Dialect, Evidence, UnknownName};
-pub use parser::{Parser, Reading, Start};
+pub use parser::{Parser, Place, Reading, Start};
 pub use parts::{Part, Parts};
 pub use schema::Tools;

@@ -162,9 +162,9 @@ impl Reader<'_> {
                 _ => 0,
             };
             if digits > 0 {
-                let code = rest.get(..digits)?;
-                text.push(char::from_u32(u32::from_str_radix(code, 16).ok()?)?);
-                rest = &rest[digits..];
+                let (character, length) = escape(rest, digits)?;
+                text.push(character);
+                rest = &rest[length..];
                 continue;
             }
             match c {
@@ -172,6 +172,10 @@ impl Reader<'_> {
                 't' => text.push('\t'),
                 'r' => text.push('\r'),
                 '0' => text.push('\0'),
+                'a' => text.push('\x07'),
+                'b' => text.push('\x08'),
+                'f' => text.push('\x0c'),
+                'v' => text.push('\x0b'),
                 '\n' => {}
                 '\\' | '\'' | '"' => text.push(c),
                 // Python keeps a backslash before any other letter.
@@ -200,6 +204,18 @@ impl Reader<'_> {
     }
 }
 
+/// The character of an escape with so many hexadecimal digits, and how long that is. Two halves of a character, as JSON writes them, are one.
+fn escape(rest: &str, digits: usize) -> Option<(char, usize)> {
+    let code = |at: usize| u32::from_str_radix(rest.get(at..at + digits)?, 16).ok();
+    let first = code(0)?;
+    if (0xd800..0xdc00).contains(&first) && rest.get(digits..digits + 2) == Some("\\u") {
+        let second = code(digits + 2).filter(|second| (0xdc00..0xe000).contains(second))?;
+        let whole = 0x10000 + ((first - 0xd800) << 10) + (second - 0xdc00);
+        return Some((char::from_u32(whole)?, 2 * digits + 2));
+    }
+    Some((char::from_u32(first)?, digits))
+}
+
 fn number(word: &str) -> Option<Number> {
     let plain = word.strip_prefix('+').unwrap_or(word).replace('_', "");
     let plain = match plain.strip_suffix('.') {
@@ -221,6 +237,7 @@ mod tests {
             ("{'a': (1, 2), \"b\": None,}", json!({"a": [1, 2], "b": null})),
             (r#"'it\'s \u00e9\n\d'"#, json!("it's é\n\\d")),
             (r#""""two "quotes" in it""""#, json!("two \"quotes\" in it")),
+            (r#""\ud83d\ude00 \b\f""#, json!("😀 \u{8}\u{c}")),
             ("-1_000", json!(-1000)),
             ("2.", json!(2.0)),
             ("[True, False, []]", json!([true, false, []])),

@@ -2,66 +2,14 @@
 
 mod turns;
 
-use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use forebay_dialect::{
-    Choice, Dialect, Evidence, Force, Notation, Parser, Part, Parts, Reading, Start, Tools,
+    Choice, Dialect, Evidence, Instead, Marks, Parser, Part, Parts, Reading, Start, Tools,
 };
-use forebay_text::{ChatRender, ChatTemplate};
 use proptest::prelude::*;
 use serde_json::{Value, json};
-use turns::{FAMILIES, Family};
-
-/// What an answer says.
-#[derive(Debug, Clone, Default, PartialEq)]
-struct Answer {
-    reasoning: String,
-    content: String,
-    calls: Vec<(String, Value)>,
-}
-
-impl Answer {
-    /// The answer as a family's template writes it.
-    fn written(&self, family: &Family) -> String {
-        let calls = self.calls.iter().enumerate().map(|(number, (name, arguments))| {
-            json!({"id": number, "type": "function", "function": {"name": name, "arguments": arguments}})
-        });
-        let message = json!({
-            "role": "assistant",
-            "content": self.content,
-            "reasoning_content": self.reasoning,
-            "tool_calls": calls.collect::<Vec<_>>(),
-        });
-        let template =
-            ChatTemplate::new(family.turn, None, None, &BTreeMap::new()).expect("a template");
-        template.render(&ChatRender::new(&json!([message]))).expect("text")
-    }
-
-    fn read(parts: &Parts) -> Self {
-        let mut answer = Self::default();
-        let mut arguments = Vec::new();
-        for part in parts.iter() {
-            match part {
-                Part::Content(text) => answer.content.push_str(text),
-                Part::Reasoning(text) => answer.reasoning.push_str(text),
-                Part::Call { index, name, .. } => {
-                    assert_eq!(index as usize, answer.calls.len());
-                    answer.calls.push((name.to_owned(), Value::Null));
-                    arguments.push(String::new());
-                }
-                Part::Arguments { index, text } => {
-                    assert_eq!(index as usize + 1, answer.calls.len());
-                    arguments[index as usize].push_str(text);
-                }
-            }
-        }
-        for ((_, value), text) in answer.calls.iter_mut().zip(arguments) {
-            *value = serde_json::from_str(&text).unwrap_or_else(|error| panic!("{text}: {error}"));
-        }
-        answer
-    }
-}
+use turns::{Answer, FAMILIES, Family};
 
 fn tools() -> Arc<Tools> {
     let schema = json!({
@@ -274,79 +222,24 @@ proptest! {
     }
 }
 
-/// How much of `text` a grammar takes, and whether it may end there.
-fn taken(lark: &str, text: &str) -> (usize, bool) {
-    use llguidance::api::TopLevelGrammar;
-    use llguidance::toktrie::{ApproximateTokEnv, InferenceCapabilities};
-    use llguidance::{Matcher, ParserFactory};
-    let env = ApproximateTokEnv::single_byte_env();
-    let factory =
-        ParserFactory::new(&env, InferenceCapabilities::default(), &[]).expect("a factory");
-    let parser = factory.create_parser(TopLevelGrammar::from_lark(lark.to_owned()));
-    let mut matcher = Matcher::new(parser);
-    assert_eq!(matcher.get_error(), None, "{lark}");
-    let tokens: Vec<u32> = text.bytes().map(u32::from).collect();
-    let count =
-        matcher.try_consume_tokens(&tokens).unwrap_or_else(|error| panic!("{error}\n{lark}"));
-    (count, matcher.is_accepting().expect("an answer"))
-}
-
-#[test]
-fn what_a_grammar_forces_is_what_the_template_writes() {
-    let schema = json!({
-        "type": "object",
-        "properties": {"text": {"type": "string"}, "count": {"type": "integer"}, "unit": {"enum": ["c", "f"]}},
-        "required": ["text", "count"],
-        "additionalProperties": false,
-    });
-    let nothing = json!({"type": "object", "properties": {}, "additionalProperties": false});
-    let tools =
-        Arc::new(Tools::new([("get_weather".to_owned(), schema), ("ping".to_owned(), nothing)]));
-    let json = |schema: &Value| format!("%json {schema}");
-    for family in FAMILIES {
-        let reading = reading(family, Arc::clone(&tools));
-        let grammar = |force: Force<'_>, parallel: bool| {
-            let notation = Notation { special: &[], json: &json };
-            reading.dialect.grammar(&tools, force, parallel, notation)
-        };
-        let written = |calls: Vec<(String, Value)>| {
-            let text = Answer { calls, ..Answer::default() }.written(family);
-            let text = text.trim_start().trim_start_matches("</think>").trim_start();
-            // The name of a call is not for the model to make up.
-            text.replace(", \"id\": \"abcdefghi\"", "")
-        };
-        let name = family.name;
-        let any = grammar(Force::Any, true).expect("a grammar");
-        let ping = ("ping".to_owned(), json!({}));
-        for calls in [vec![weather("Zürich <b>")], vec![weather("a\n\"b\""), ping.clone()]] {
-            let text = written(calls);
-            assert_eq!(taken(&any, &text), (text.len(), true), "{name}: {text}\n{any}");
-        }
-        let one = grammar(Force::Any, false).expect("a grammar");
-        let two = written(vec![weather("a"), ping.clone()]);
-        assert!(taken(&one, &two).0 < two.len(), "{name}: only one call");
-        let named = grammar(Force::Named("ping"), false).expect("a grammar");
-        let other = written(vec![weather("a")]);
-        assert!(taken(&named, &other).0 < other.len(), "{name}: only that tool");
-        let text = written(vec![ping]);
-        assert_eq!(taken(&named, &text), (text.len(), true), "{name}: {text}\n{named}");
-        assert_eq!(taken(&any, "Hello").0, 0, "{name}: no text");
-        assert_eq!(grammar(Force::Named("nothing"), true), None);
-        let wrong = written(vec![("get_weather".to_owned(), json!({"text": "a", "count": "b"}))]);
-        assert!(taken(&any, &wrong).0 < wrong.len(), "{name}: the schema is kept");
-    }
-}
-
 #[test]
 fn special_tokens_are_forced_by_their_ids() {
-    let json = |schema: &Value| format!("%json {schema}");
-    let special = [("<|tool_call_begin|>".to_owned(), 7), ("<|tool_call_end|>".to_owned(), 8)];
+    let special = [("<|tool_call_begin|>", 7), ("<|tool_call_end|>", 8), ("<|tool", 9)];
+    let marks = Marks::new(special.map(|(text, id)| (text.to_owned(), id)));
     let family = FAMILIES.iter().find(|family| family.name == "kimi_k2").expect("a family");
-    let tools = tools();
-    let dialect = reading(family, Arc::clone(&tools)).dialect;
-    let notation = Notation { special: &special, json: &json };
-    let grammar =
-        dialect.grammar(&tools, Force::Named("ping"), false, notation).expect("a grammar");
-    assert!(grammar.contains("<[7]> \"functions.ping:\""), "{grammar}");
-    assert!(grammar.contains("<[8]>"), "{grammar}");
+    let dialect = reading(family, tools()).dialect;
+    let grammar = dialect.call_grammar(&["ping"], Instead::Nothing, false, &marks, None);
+    let lark = grammar.expect("a grammar").lark;
+    assert!(lark.contains("<[7]> body"), "{lark}");
+    assert!(lark.contains("body <[8]>"), "{lark}");
+    assert_eq!(marks.literal("a<|tool_call_begin|><|toolb"), "\"a\" <[7]> <[9]> \"b\"");
+    assert_eq!(marks.literal(""), "");
+}
+
+#[test]
+fn a_family_without_calls_has_no_grammar() {
+    let marks = Marks::default();
+    assert_eq!(Dialect::default().call_grammar(&["f"], Instead::Nothing, true, &marks, None), None);
+    let dialect = reading(&FAMILIES[0], tools()).dialect;
+    assert_eq!(dialect.call_grammar(&[], Instead::Text, true, &marks, None), None);
 }

@@ -3,6 +3,7 @@
 use std::io;
 use std::sync::Arc;
 
+use forebay_dialect::Dialect;
 use forebay_grammar::{GrammarConfig, Grammars, Markers};
 use forebay_server::Guard;
 use forebay_text::Tokenizer;
@@ -10,8 +11,8 @@ use forebay_text::Tokenizer;
 use crate::flags::GrammarFlags;
 use crate::model::Model;
 
-/// Reasoning as most families write it. A token of its own for each is a sign that the model was trained on it.
-const REASONING: (&str, &str) = ("<think>", "</think>");
+/// Tokens of so many bytes are in any text.
+const SHORT: usize = 4;
 
 /// Starts the threads under `guard`; `None`: there are none for such a model, or none are wanted.
 pub(crate) fn start(
@@ -33,8 +34,13 @@ pub(crate) fn start(
     Grammars::new(config, Arc::clone(tokenizer), eos, model.vocab_size, &start).map(Some)
 }
 
-/// What is around the reasoning of a model whose tokenizer has a token for its beginning and one for its end.
-pub(crate) fn markers(tokenizer: &Tokenizer) -> Option<Markers> {
-    let one = |marker| tokenizer.token_to_id(marker).map(|id| [id].into());
-    Some(Markers { open: one(REASONING.0)?, close: one(REASONING.1)? })
+/// What is around the reasoning of a model that writes it so, if each mark begins with a token of its own and the last is one: another way to spell
+/// one would not be seen.
+pub(crate) fn markers(tokenizer: &Tokenizer, dialect: Dialect) -> Option<Markers> {
+    let (open, close) = dialect.reasoning_marks()?;
+    let encode = |mark: &str| tokenizer.encode(mark.trim_end(), false).ok();
+    let (open, close) = (encode(open)?, encode(close)?);
+    let own = |token: Option<&i32>| token.is_some_and(|&id| tokenizer.token_text(id).len() > SHORT);
+    (own(open.first()) && own(close.first()) && close.len() == 1)
+        .then(|| Markers { open: open.into(), close: close.into() })
 }

@@ -143,7 +143,7 @@ pub(crate) fn run(flags: &ServeFlags) -> Result<()> {
         marks,
         grammars,
         images: images::seen(&flags.images, &model),
-        markers: grammar::markers(&tokenizer),
+        markers: grammar::markers(&tokenizer, dialect),
     };
     let server = ServerConfig {
         api_keys,

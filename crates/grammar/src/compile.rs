@@ -11,7 +11,7 @@ use serde_json::json;
 use crate::error::GrammarError;
 use crate::source::{CHOICES, Form, Source};
 use crate::vocabulary::Vocabulary;
-use crate::{ebnf, lark, schema, tag};
+use crate::{calls, ebnf, lark, schema, tag};
 
 /// How llguidance's errors begin that were panics.
 const PANIC: &str = "panic: ";
@@ -43,7 +43,7 @@ impl Template {
         if bytes > limit {
             return Err(GrammarError::invalid(format!("{bytes} bytes are more than {limit}")));
         }
-        let mut parsed = None;
+        let mut parsed = Vec::new();
         let grammar = match &source.form {
             Form::JsonObject => {
                 let schema = json!({ "type": "object" });
@@ -54,7 +54,8 @@ impl Template {
                 ))
             }
             Form::JsonSchema(text) => {
-                let schema = parsed.insert(schema::read(text)?).clone();
+                let schema = schema::read(text)?;
+                parsed.push((String::new(), schema.clone()));
                 TopLevelGrammar::from_json_schema(schema::with_options(
                     schema,
                     &source.whitespace,
@@ -72,19 +73,34 @@ impl Template {
                 TopLevelGrammar::from_lark(lark::choice(choices))
             }
             Form::Lark(text) => {
-                no_options(text)?;
+                lark::no_options(text)?;
                 TopLevelGrammar::from_lark(text.to_string())
             }
             Form::Ebnf(text) => TopLevelGrammar::from_lark(ebnf::to_lark(text)?),
             Form::StructuralTag(text) => {
                 TopLevelGrammar::from_lark(tag::to_lark(text, &source.whitespace, lenient)?)
             }
+            Form::Calls(form) => {
+                let (lark, schemas) = calls::to_lark(form, &source.whitespace, lenient)?;
+                parsed = schemas;
+                TopLevelGrammar::from_lark(lark)
+            }
         };
-        let explain = |said: &str| match &parsed {
+        let explain = |said: &str| {
             // It counts symbols and states in small numbers, and asserts that they do.
-            _ if said.starts_with(PANIC) => GrammarError::invalid("it is too large to be compiled"),
-            Some(schema) => schema::explain(schema, said),
-            None => GrammarError::invalid(brief(said)),
+            if said.starts_with(PANIC) {
+                return GrammarError::invalid("it is too large to be compiled");
+            }
+            let explain =
+                |(path, schema): &calls::Named| tag::below(path, schema::explain(schema, said));
+            let errors = parsed.iter().map(explain);
+            let named = |error: &GrammarError, path: &str| match error {
+                GrammarError::Invalid { path: found, .. } => found != path,
+                _ => false,
+            };
+            // The one that finds a place in its schema.
+            let found = errors.zip(&parsed).find(|(error, (path, _))| named(error, path));
+            found.map_or_else(|| GrammarError::invalid(brief(said)), |(error, _)| error)
         };
         let parser = vocabulary.factory.create_parser(grammar);
         let parser = parser.map_err(|error| explain(&format!("{error:#}")))?;
@@ -110,18 +126,6 @@ impl Template {
     pub(crate) fn first(&self) -> Arc<[u32]> {
         Arc::clone(&self.first)
     }
-}
-
-/// Refuses what a grammar may not ask for: options of schemas in it, and temperatures, which nobody would look at.
-fn no_options(text: &str) -> Result<(), GrammarError> {
-    if text.contains("x-guidance") {
-        return Err(GrammarError::invalid("clients may not set x-guidance"));
-    }
-    let squeezed: String = text.chars().filter(|c| !c.is_whitespace()).collect();
-    if squeezed.contains("[temperature=") || squeezed.contains(",temperature=") {
-        return Err(GrammarError::invalid("the attribute temperature is not supported"));
-    }
-    Ok(())
 }
 
 /// As much of an error as a client wants to read: beyond its first line it repeats the grammar.

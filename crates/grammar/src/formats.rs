@@ -35,3 +35,21 @@ pub(crate) fn spell_out(schema: &mut Map<String, Value>) {
         all.push(json!({ "pattern": pattern }));
     }
 }
+
+/// What matches as a whole where a string stands as it is. Some allow less than the standard does, and none more.
+pub(crate) fn plain(name: &str) -> Option<&'static str> {
+    Some(match name {
+        "uuid" => r"[0-9a-fA-F]{8}-[0-9a-fA-F]{4}-[0-9a-fA-F]{4}-[0-9a-fA-F]{4}-[0-9a-fA-F]{12}",
+        "email" => {
+            r"[A-Za-z0-9_+\-]+(\.[A-Za-z0-9_+\-]+)*@[A-Za-z0-9]+(-[A-Za-z0-9]+)*(\.[A-Za-z0-9]+(-[A-Za-z0-9]+)*)+"
+        }
+        "hostname" => r"[A-Za-z0-9]+(-[A-Za-z0-9]+)*(\.[A-Za-z0-9]+(-[A-Za-z0-9]+)*)*",
+        "ipv4" => {
+            r"((25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])\.){3}(25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])"
+        }
+        "uri" => {
+            r"[A-Za-z][A-Za-z0-9+.\-]*://[A-Za-z0-9.\-]+(:[0-9]{1,4})?(/[A-Za-z0-9._~!$&'()*+,;=:@?/\-]*)?"
+        }
+        _ => return None,
+    })
+}

@@ -2,6 +2,8 @@
 
 use std::fmt::Write as _;
 
+use crate::error::GrammarError;
+
 /// A string literal.
 pub(crate) fn literal(text: &str) -> String {
     // Lark's strings are JSON's.
@@ -26,4 +28,16 @@ pub(crate) fn escaped(text: &str) -> String {
 pub(crate) fn choice(choices: &[String]) -> String {
     let literals: Vec<String> = choices.iter().map(|choice| literal(choice)).collect();
     format!("start: {}", literals.join(" | "))
+}
+
+/// Refuses what a grammar may not ask for: options of schemas in it, and temperatures, which nobody would look at.
+pub(crate) fn no_options(text: &str) -> Result<(), GrammarError> {
+    if text.contains("x-guidance") {
+        return Err(GrammarError::invalid("clients may not set x-guidance"));
+    }
+    let squeezed: String = text.chars().filter(|c| !c.is_whitespace()).collect();
+    if squeezed.contains("[temperature=") || squeezed.contains(",temperature=") {
+        return Err(GrammarError::invalid("the attribute temperature is not supported"));
+    }
+    Ok(())
 }

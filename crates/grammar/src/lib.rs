@@ -5,16 +5,20 @@
 //! parser is llguidance's (Earley over derivatives of regular expressions); this crate adds what a server needs around it: limits, a cache,
 //! other notations, and what else may restrict an answer.
 
+mod arguments;
+mod calls;
 mod compile;
 mod ebnf;
 mod error;
 mod formats;
+mod kinds;
 mod lark;
 mod rules;
 mod schema;
 mod service;
 mod size;
 mod source;
+mod strings;
 mod tag;
 mod thinking;
 mod vocabulary;
@@ -23,7 +27,7 @@ pub use error::GrammarError;
 pub use rules::{Bounds, Reasoning};
 pub use service::{Constraints, GrammarConfig, GrammarStats, Grammars, Wanted};
 pub use source::{
-    CHOICES, Form, GRAMMAR_BYTES, REGEX_BYTES, SCHEMA_BYTES, SCHEMA_DEPTH, SCHEMA_VALUES, Source,
-    Whitespace,
+    CHOICES, CallArguments, CallForm, Form, GRAMMAR_BYTES, REGEX_BYTES, SCHEMA_BYTES, SCHEMA_DEPTH,
+    SCHEMA_VALUES, Source, Whitespace,
 };
 pub use thinking::{Markers, Start};

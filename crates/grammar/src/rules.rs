@@ -87,9 +87,10 @@ impl Rules {
             eos: template.eos(),
             attic,
         };
+        let again = grammar.is_none();
         Self {
             grammar: grammar.map(follower),
-            thinking: reasoning.map(|r| Thinking::new(r.markers, r.start, r.budget)),
+            thinking: reasoning.map(|r| Thinking::new(r.markers, r.start, r.budget, again)),
             bounds,
             said: 0,
             recent: Vec::new(),

@@ -149,7 +149,9 @@ pub(crate) fn explain(schema: &Value, said: &str) -> GrammarError {
         locate(schema, fits, &mut path).then(|| joined(&path))
     };
     if let Some(at) = said.find(UNIMPLEMENTED) {
-        let keys: Vec<&str> = said[at..].split('"').skip(1).step_by(2).collect();
+        // Behind the list, the grammar around the schema may be repeated.
+        let list = said[at..].split(']').next().unwrap_or_default();
+        let keys: Vec<&str> = list.split('"').skip(1).step_by(2).collect();
         let path = find(&|map| {
             keys.iter().find(|key| map.contains_key(**key)).map(|key| (*key).to_owned())
         });

@@ -2,6 +2,8 @@
 
 use std::sync::Arc;
 
+use forebay_dialect::{ArgumentStyle, Marks};
+
 /// Most bytes of a schema or a structural tag.
 pub const SCHEMA_BYTES: usize = 2 << 20;
 /// Most bytes of a grammar, or of all choices together.
@@ -41,6 +43,34 @@ pub enum Form {
     Ebnf(Arc<str>),
     /// Text with parts of given forms: a structural tag as vLLM and `SGLang` take it, which is JSON text.
     StructuralTag(Arc<str>),
+    /// Calls of tools, as a model writes them.
+    Calls(Arc<CallForm>),
+}
+
+/// Calls of tools: a dialect's grammar, and what it leaves to be written.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub struct CallForm {
+    /// The grammar, without the rules of arguments and of [`forebay_dialect::CONTENT`].
+    pub lark: Arc<str>,
+    /// How the dialect writes arguments.
+    pub style: ArgumentStyle,
+    /// Special tokens that are marks of it.
+    pub marks: Arc<Marks>,
+    /// The arguments of each tool.
+    pub arguments: Vec<CallArguments>,
+    /// What may be said in place of calls, and the parameter that has asked for it. Errors name that.
+    pub content: Option<(Arc<str>, Form)>,
+}
+
+/// The arguments of a tool.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub struct CallArguments {
+    /// Name of the rule.
+    pub rule: String,
+    /// Their JSON schema, as text.
+    pub schema: Arc<str>,
+    /// The schema's path in the request, which errors name.
+    pub path: Arc<str>,
 }
 
 /// White space between the tokens of JSON. Without a bound models were seen to write it until the answer's length is used up.
@@ -72,11 +102,9 @@ impl From<Form> for Source {
     }
 }
 
-impl Source {
-    /// Bytes of its text.
-    #[must_use]
-    pub fn bytes(&self) -> usize {
-        match &self.form {
+impl Form {
+    fn bytes(&self) -> usize {
+        match self {
             Form::JsonObject => 0,
             Form::JsonSchema(text)
             | Form::Regex(text)
@@ -84,7 +112,23 @@ impl Source {
             | Form::Ebnf(text)
             | Form::StructuralTag(text) => text.len(),
             Form::Choice(choices) => choices.iter().map(String::len).sum(),
+            Form::Calls(form) => form.bytes(),
         }
+    }
+}
+
+impl CallForm {
+    fn bytes(&self) -> usize {
+        let schemas: usize = self.arguments.iter().map(|tool| tool.schema.len()).sum();
+        self.lark.len() + schemas + self.content.as_ref().map_or(0, |(_, form)| form.bytes())
+    }
+}
+
+impl Source {
+    /// Bytes of its text.
+    #[must_use]
+    pub fn bytes(&self) -> usize {
+        self.form.bytes()
     }
 
     /// Most bytes that such a source may have.
@@ -92,7 +136,7 @@ impl Source {
     pub fn limit(&self) -> usize {
         match &self.form {
             Form::JsonObject => 0,
-            Form::JsonSchema(_) | Form::StructuralTag(_) => SCHEMA_BYTES,
+            Form::JsonSchema(_) | Form::StructuralTag(_) | Form::Calls(_) => SCHEMA_BYTES,
             Form::Regex(_) => REGEX_BYTES,
             Form::Lark(_) | Form::Ebnf(_) | Form::Choice(_) => GRAMMAR_BYTES,
         }

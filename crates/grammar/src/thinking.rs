@@ -47,6 +47,10 @@ pub(crate) struct Thinking {
     markers: Markers,
     /// Most tokens of it, without the markers.
     budget: Option<u32>,
+    /// Tokens said of it, those of a marker that is not complete included.
+    spent: u32,
+    /// It may begin at any time, and again: no form has to follow it.
+    again: bool,
     state: State,
 }
 
@@ -55,8 +59,6 @@ enum State {
     /// So many tokens of the opening marker were said, and nothing else.
     Opening(usize),
     Inside {
-        /// Tokens said, those of a marker that is not complete included.
-        spent: u32,
         /// The last tokens, as far as they may begin the closing marker.
         tail: Vec<i32>,
     },
@@ -77,21 +79,23 @@ pub(crate) enum Phase {
 }
 
 impl Thinking {
-    pub(crate) fn new(markers: Markers, start: Start, budget: Option<u32>) -> Self {
+    /// `again`: it may begin at any time, because no form has to follow it.
+    pub(crate) fn new(markers: Markers, start: Start, budget: Option<u32>, again: bool) -> Self {
         let state = match start {
-            Start::Open => State::Opening(0),
-            Start::Inside => State::Inside { spent: 0, tail: Vec::new() },
-            Start::Answer => State::Over,
+            Start::Inside => State::Inside { tail: Vec::new() },
+            Start::Answer if !again => State::Over,
+            Start::Open | Start::Answer => State::Opening(0),
         };
-        Self { markers, budget, state }
+        Self { markers, budget, spent: 0, again, state }
     }
 
     pub(crate) fn phase(&self) -> Phase {
         let Markers { open, close } = &self.markers;
         match &self.state {
+            State::Opening(_) if self.again => Phase::Free,
             State::Opening(0) => Phase::Either(open[0]),
             State::Opening(said) => Phase::Forced(open[*said]),
-            State::Inside { spent, tail } if self.budget.is_some_and(|most| *spent >= most) => {
+            State::Inside { tail } if self.budget.is_some_and(|most| self.spent >= most) => {
                 Phase::Forced(close[tail.len()])
             }
             State::Inside { .. } => Phase::Free,
@@ -105,6 +109,16 @@ impl Thinking {
         let Markers { open, close } = &self.markers;
         match &mut self.state {
             State::Over => false,
+            State::Opening(said) if self.again => {
+                *said = match token {
+                    token if token == open[*said] => *said + 1,
+                    token => usize::from(token == open[0]),
+                };
+                if *said == open.len() {
+                    self.state = State::Inside { tail: Vec::new() };
+                }
+                false
+            }
             State::Opening(said) => {
                 if token != open[*said] || (*said == 0 && answers) {
                     self.state = State::Over;
@@ -112,19 +126,21 @@ impl Thinking {
                 }
                 *said += 1;
                 if *said == open.len() {
-                    self.state = State::Inside { spent: 0, tail: Vec::new() };
+                    self.state = State::Inside { tail: Vec::new() };
                 }
                 true
             }
-            State::Inside { spent, tail } => {
+            State::Inside { tail } => {
                 tail.push(token);
-                *spent += 1;
+                self.spent += 1;
                 // The longest end of what was said that the marker begins with.
                 while !close.starts_with(tail) {
                     tail.remove(0);
                 }
                 if tail.len() == close.len() {
-                    self.state = State::Over;
+                    // The marker is no part of it.
+                    self.spent = self.spent.saturating_sub(close.len() as u32);
+                    self.state = if self.again { State::Opening(0) } else { State::Over };
                 }
                 true
             }
@@ -152,7 +168,7 @@ mod tests {
 
     #[test]
     fn a_marker_is_found_wherever_it_begins() {
-        let mut thinking = Thinking::new(markers(), Start::Open, None);
+        let mut thinking = Thinking::new(markers(), Start::Open, None, false);
         assert_eq!(thinking.phase(), Phase::Either(90));
         for token in [90, 1, 7, 7, 7] {
             assert!(thinking.accept(token, false));
@@ -165,7 +181,7 @@ mod tests {
 
     #[test]
     fn a_spent_budget_forces_what_is_left_of_the_marker() {
-        let mut thinking = Thinking::new(markers(), Start::Inside, Some(3));
+        let mut thinking = Thinking::new(markers(), Start::Inside, Some(3), false);
         for token in [1, 2, 7] {
             assert_eq!(thinking.phase(), Phase::Free);
             thinking.accept(token, false);
@@ -175,19 +191,45 @@ mod tests {
             thinking.accept(token, false);
         }
         assert_eq!(thinking.phase(), Phase::Answer);
-        let none = Thinking::new(markers(), Start::Inside, Some(0));
+        let none = Thinking::new(markers(), Start::Inside, Some(0), false);
         assert_eq!(none.phase(), Phase::Forced(7));
     }
 
     #[test]
+    fn without_a_form_it_may_begin_again_and_the_budget_is_one_for_all() {
+        let mut thinking = Thinking::new(markers(), Start::Answer, Some(4), true);
+        for token in [1, 2, 90, 5, 7, 7, 8, 3, 90, 4, 4] {
+            assert_eq!(thinking.phase(), Phase::Free, "{token}");
+            thinking.accept(token, false);
+        }
+        // The first marker was no part of it.
+        assert_eq!(thinking.phase(), Phase::Free);
+        thinking.accept(4, false);
+        for token in [7, 7, 8] {
+            assert_eq!(thinking.phase(), Phase::Forced(token));
+            thinking.accept(token, false);
+        }
+        thinking.accept(90, false);
+        assert_eq!(thinking.phase(), Phase::Forced(7), "it is spent");
+        let long = Markers { open: [90, 91].into(), close: [7].into() };
+        let mut long = Thinking::new(long, Start::Open, Some(0), true);
+        for token in [90, 5, 90, 90] {
+            long.accept(token, false);
+            assert_eq!(long.phase(), Phase::Free, "it opens nothing");
+        }
+        long.accept(91, false);
+        assert_eq!(long.phase(), Phase::Forced(7));
+    }
+
+    #[test]
     fn an_answer_that_begins_otherwise_has_no_reasoning() {
-        let mut thinking = Thinking::new(markers(), Start::Open, Some(5));
+        let mut thinking = Thinking::new(markers(), Start::Open, Some(5), false);
         assert!(!thinking.accept(4, false));
         assert_eq!(thinking.phase(), Phase::Answer);
-        let mut ambiguous = Thinking::new(markers(), Start::Open, Some(5));
+        let mut ambiguous = Thinking::new(markers(), Start::Open, Some(5), false);
         assert!(!ambiguous.accept(90, true));
         let long = Markers { open: [90, 91].into(), close: [7].into() };
-        let mut long = Thinking::new(long, Start::Open, None);
+        let mut long = Thinking::new(long, Start::Open, None, false);
         assert!(long.accept(90, false));
         assert_eq!(long.phase(), Phase::Forced(91));
     }

@@ -7,7 +7,7 @@ use std::time::Instant;
 
 use forebay_api::peer::RESUME_HEADER;
 use forebay_api::{ApiError, Generation, Limits, MaxTokens};
-use forebay_dialect::Reading;
+use forebay_dialect::{Place, Reading};
 use forebay_engine::{
     BlockHash, Embeds, EngineRequest, Past, Picture, PromptImage, Request, RequestId, SlotSpec,
     SubmitError,
@@ -41,6 +41,8 @@ pub(crate) struct Terms {
     pub(crate) stops: Arc<StopTable>,
     /// How answers are read; `None`: they are text.
     pub(crate) reading: Option<Reading>,
+    /// Where the prompt leaves a model that reasons; `None`: its tokens tell.
+    pub(crate) thinks: Option<Place>,
 }
 
 impl Terms {
@@ -52,7 +54,7 @@ impl Terms {
             let known = |id: &i32| first_unknown(&[*id], limits.vocab_size).is_none();
             stop_ids = stop_ids.iter().copied().filter(known).collect();
         }
-        Self { generation, stop_ids, stops, reading: None }
+        Self { generation, stop_ids, stops, reading: None, thinks: None }
     }
 }
 
@@ -144,6 +146,12 @@ impl Call {
         let prompts = submissions.iter();
         let mut tally =
             Tally::new(prompts.map(|prompt| (prompt.prompt_tokens(), prompt.terms.generation.n)));
+        if submissions
+            .iter()
+            .any(|prompt| prompt.terms.reading.as_ref().is_some_and(Reading::reasons))
+        {
+            tally.show_reasoning();
+        }
         if state.config.hide_cached_tokens {
             tally.hide_cached();
         }
@@ -396,6 +404,7 @@ fn before(speller: &mut Speller, resume: &Resume, generation: &Generation) -> De
     let mut fresh = String::new();
     for &id in &resume.generated {
         speller.push(id, false, &mut fresh, &mut before.parts);
+        before.reasoning_tokens += u32::from(speller.reasons());
         if generation.sampling.logprobs.is_some() {
             // Only the token's text is of use: the number has been sent.
             before.logprobs.push(&[(id, 0.0)]);

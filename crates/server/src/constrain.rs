@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use forebay_api::{ApiError, Generation};
+use forebay_dialect::Place;
 use forebay_engine::Constraint;
 use forebay_grammar::{Bounds, GrammarError, Reasoning, Start, Wanted};
 use forebay_text::Tokenizer;
@@ -32,7 +33,7 @@ pub(crate) async fn constraints(
     };
     let wanted = Wanted {
         source: structure.as_ref().map(|structure| structure.source.clone()),
-        reasoning: reasoning(state, generation, prompt)?,
+        reasoning: reasoning(state, terms, prompt)?,
         bounds: Bounds {
             ends: ends(terms, &state.model.eos),
             min_tokens: generation.sampling.min_tokens,
@@ -46,21 +47,28 @@ pub(crate) async fn constraints(
 }
 
 /// What goes before the answer, where the model is known to reason.
-fn reasoning(
-    state: &Shared,
-    generation: &Generation,
-    prompt: &[i32],
-) -> Result<Option<Reasoning>, ApiError> {
+fn reasoning(state: &Shared, terms: &Terms, prompt: &[i32]) -> Result<Option<Reasoning>, ApiError> {
+    let generation = &terms.generation;
     let budget = generation.thinking_budget;
     let Some(markers) = &state.model.markers else {
         if budget.is_some() {
-            let reason = "`thinking_budget`: the model has no reasoning that could be ended";
+            let reason = "`thinking_budget`: the model has no reasoning that could be ended, or its marks are not known: --reasoning-parser names it";
             return Err(ApiError::invalid("thinking_budget", reason));
         }
         return Ok(None);
     };
-    let start = markers.start(prompt);
-    let matters = start != Start::Answer && (budget.is_some() || generation.structure.is_some());
+    let start = match terms.thinks {
+        // A chat's prompt may speak of marks, and its end alone counts.
+        Some(Place::Reasoning) => Start::Inside,
+        Some(Place::Answer) => Start::Answer,
+        Some(Place::Either) => Start::Open,
+        None => markers.start(prompt),
+    };
+    let matters = match generation.structure {
+        Some(_) => start != Start::Answer,
+        // It may begin at any time.
+        None => budget.is_some(),
+    };
     Ok(matters.then(|| Reasoning { markers: markers.clone(), start, budget }))
 }
 
@@ -96,7 +104,9 @@ fn spelled(tokenizer: &Tokenizer, words: &[String]) -> Result<Arc<[Box<[i32]>]>,
 fn refused(param: &str, error: GrammarError) -> ApiError {
     match error {
         GrammarError::Invalid { path, reason } => {
-            let param = format!("{param}{path}");
+            // Errors about calls have whole paths: they may be about any of the tools.
+            let whole = !path.is_empty() && !path.starts_with(['.', '[']);
+            let param = if whole { path } else { format!("{param}{path}") };
             ApiError::invalid(param.clone(), format!("`{param}`: {reason}"))
         }
         GrammarError::Busy => ApiError::Overloaded { reason: error.to_string() },

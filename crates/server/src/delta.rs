@@ -87,13 +87,15 @@ pub(crate) struct Delta {
     pub(crate) parts: Parts,
     /// New tokens, a stop token included.
     pub(crate) tokens: Vec<i32>,
+    /// How many of them are reasoning.
+    pub(crate) reasoning_tokens: u32,
     /// One a token of `tokens`, where asked for.
     pub(crate) logprobs: Logprobs,
     /// With the first token: prompt tokens found in the prefix cache.
     pub(crate) cached_tokens: Option<u32>,
     /// Set in the last delta.
     pub(crate) end: Option<End>,
-    /// With the end: the choice has a complete call of a tool.
+    /// With the end: the choice has a complete call of a tool, which the model has chosen.
     pub(crate) called: bool,
 }
 
@@ -101,7 +103,8 @@ impl Delta {
     /// The last word about the choice, as OpenAI says it, decided here for streams and whole answers alike. `None` before the end, and
     /// after an error.
     ///
-    /// A length that cut the answer is never hidden. Otherwise there are calls to make, or the answer is complete.
+    /// A length that cut the answer is never hidden. Otherwise there are calls to make, or the answer is complete. Where the client has named
+    /// the tool, nothing was chosen, and it is complete: OpenAI and vLLM say `stop` there (vLLM's #25054).
     pub(crate) fn finish_reason(&self) -> Option<&'static str> {
         match (self.end.as_ref()?, self.called) {
             (End::Error(_), _) => None,
@@ -115,6 +118,7 @@ impl Delta {
     pub(crate) fn clear(&mut self) {
         self.parts.clear();
         self.tokens.clear();
+        self.reasoning_tokens = 0;
         self.logprobs.clear();
         self.cached_tokens = None;
         self.end = None;
@@ -125,6 +129,7 @@ impl Delta {
     pub(crate) fn merge(&mut self, newer: &mut Self) {
         self.parts.append(&mut newer.parts);
         self.tokens.append(&mut newer.tokens);
+        self.reasoning_tokens += std::mem::take(&mut newer.reasoning_tokens);
         self.logprobs.append(&mut newer.logprobs);
         self.cached_tokens = self.cached_tokens.or(newer.cached_tokens.take());
         self.end = self.end.take().or(newer.end.take());

@@ -21,6 +21,8 @@ pub(crate) struct Speller {
     /// Stop strings do not count up to here.
     min_tokens: u32,
     tokens: u32,
+    /// The last token was one of reasoning.
+    reasons: bool,
 }
 
 #[derive(Debug)]
@@ -54,6 +56,7 @@ impl Speller {
             include_stop: *include_stop,
             min_tokens: terms.generation.sampling.min_tokens,
             tokens: 0,
+            reasons: false,
         }
     }
 
@@ -71,7 +74,10 @@ impl Speller {
             self.detokenizer.push(id, fresh);
         }
         let Some(mut reader) = self.parser.take() else { return self.content(fresh, out) };
+        let before = reader.parser.is_reasoning();
         reader.parser.push(fresh, &mut reader.fresh);
+        // Neither the mark before it nor that behind it is a part of it.
+        self.reasons = before && reader.parser.is_reasoning() && !ends;
         let found = self.pass(&mut reader, out);
         self.parser = Some(reader);
         found
@@ -102,9 +108,14 @@ impl Speller {
         found
     }
 
-    /// Whether a call is complete.
+    /// Whether a call is complete, and not one that the client has named.
     pub(crate) fn has_called(&self) -> bool {
-        self.parser.as_ref().is_some_and(|reader| reader.parser.complete_calls() > 0)
+        self.parser.as_ref().is_some_and(|reader| reader.parser.has_chosen())
+    }
+
+    /// Whether the last token was one of reasoning.
+    pub(crate) fn reasons(&self) -> bool {
+        self.reasons
     }
 
     /// A stop string that was found.

@@ -15,6 +15,10 @@ pub(crate) struct Tally {
     hidden: bool,
     /// Generated tokens by choice.
     generated: Vec<u32>,
+    /// Those of them that are reasoning.
+    reasoning: Vec<u32>,
+    /// The model is known to reason, so that they are told.
+    reasons: bool,
     /// Prompt that a choice answers.
     prompt_of: Vec<usize>,
 }
@@ -29,12 +33,22 @@ impl Tally {
             tally.prompt_of.extend((0..choices).map(|_| index));
         }
         tally.generated = vec![0; tally.prompt_of.len()];
+        tally.reasoning = tally.generated.clone();
         tally
     }
 
     /// Has the usage say nothing of the prefix cache.
     pub(crate) fn hide_cached(&mut self) {
         self.hidden = true;
+    }
+
+    /// Has the usage say how many tokens are reasoning.
+    pub(crate) fn show_reasoning(&mut self) {
+        self.reasons = true;
+    }
+
+    fn told(&self, usage: Usage, reasoning: u32) -> Usage {
+        if self.reasons { usage.with_reasoning(reasoning) } else { usage }
     }
 
     fn shown(&self, cached: u32) -> Option<u32> {
@@ -59,25 +73,29 @@ impl Tally {
     /// Of the whole call: each prompt is counted once.
     pub(crate) fn usage(&self) -> Usage {
         let cached = self.shown(self.cached.iter().sum());
-        Usage::new(self.prompt_tokens(), self.generated_tokens(), cached)
+        let usage = Usage::new(self.prompt_tokens(), self.generated_tokens(), cached);
+        self.told(usage, self.reasoning.iter().sum())
     }
 
     /// As [`Tally::usage`] was before the first token.
     pub(crate) fn usage_before(&self) -> Usage {
-        Usage::new(self.prompt_tokens(), 0, self.shown(self.cached.iter().sum()))
+        let usage = Usage::new(self.prompt_tokens(), 0, self.shown(self.cached.iter().sum()));
+        self.told(usage, 0)
     }
 
     /// Of one choice.
     pub(crate) fn usage_of(&self, choice: u32) -> Usage {
         let prompt = self.prompt_of[choice as usize];
         let generated = self.generated[choice as usize];
-        Usage::new(self.prompts[prompt], generated, self.shown(self.cached[prompt]))
+        let usage = Usage::new(self.prompts[prompt], generated, self.shown(self.cached[prompt]));
+        self.told(usage, self.reasoning[choice as usize])
     }
 
     /// Counts what a delta brings.
     pub(crate) fn add(&mut self, choice: u32, delta: &Delta) {
         let prompt = self.prompt_of[choice as usize];
         self.generated[choice as usize] += u32::try_from(delta.tokens.len()).unwrap_or(u32::MAX);
+        self.reasoning[choice as usize] += delta.reasoning_tokens;
         if let Some(cached) = delta.cached_tokens {
             // The choices of a prompt share its pages; what one of them found is what the client is told.
             self.cached[prompt] = self.cached[prompt].max(cached);

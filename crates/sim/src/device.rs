@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use forebay_protocol::{ROW_OK, StepMasks, StepPlan, StepResult, Want};
 
-use crate::text::{Sequence, SimText};
+use crate::text::{Sequence, SimText, has};
 
 /// A row of the simulated device tables.
 #[derive(Debug, Default)]
@@ -23,7 +23,10 @@ struct Slot {
 impl Slot {
     fn sample(&mut self, text: &SimText, mask: Option<&[u32]>) -> i32 {
         if let Some(mask) = mask {
-            return self.sequence.say_masked(text, mask);
+            return match self.scripted().filter(|&token| has(mask, token)) {
+                Some(token) => self.sequence.repeat(token),
+                None => self.sequence.say_masked(text, mask),
+            };
         }
         let early = self.sequence.length < self.min_total;
         let suppressed = if early { self.stop_ids.as_slice() } else { &[] };
@@ -183,5 +186,31 @@ mod tests {
         let obeyed = said(&text, &[1, 2], &bound, 3);
         assert_eq!(obeyed[1], 8);
         assert!(obeyed.iter().all(|token| [8, 105].contains(token)));
+    }
+
+    #[test]
+    fn a_mask_has_the_last_word_over_a_script() {
+        let text = SimText::endless((100..110).collect()).scripted(Arc::new(Same(&[7, 8, 9])));
+        let spec = SlotSpec::default();
+        let mut device = Device::default();
+        let mut plan = StepPlan::default();
+        let mut said = Vec::new();
+        for (step, allowed) in [(0, 7), (1, 9), (2, 9)] {
+            plan.begin(u64::from(step) + 1);
+            if step == 0 {
+                plan.write_slot(&NewSlot { slot: 0, tokens: &[1, 2], prompt_len: 2, spec: &spec });
+            }
+            let (start, length) = if step == 0 { (0, 2) } else { (1 + step, 1) };
+            plan.push_row(Row { slot: 0, start, length, want: Want::Masked });
+            let mut masks = StepMasks::default();
+            masks.begin(plan.step(), 1, 200);
+            for (words, restricts) in masks.rows_mut() {
+                words.fill(0);
+                words[0] = 1 << allowed;
+                *restricts = true;
+            }
+            said.extend(device.execute(&plan, &text, Some(&masks)).tokens);
+        }
+        assert_eq!(said, [7, 9, 9]);
     }
 }

@@ -177,11 +177,7 @@ impl Sequence {
 
     /// The next token, one of those that `mask` has: the end where it can come, else any of them, equally likely.
     pub(crate) fn say_masked(&mut self, text: &SimText, mask: &[u32]) -> i32 {
-        let has = |id: i32| {
-            let at = id as usize;
-            mask.get(at / 32).is_some_and(|word| word >> (at % 32) & 1 == 1)
-        };
-        let token = text.end.filter(|&end| has(end)).unwrap_or_else(|| {
+        let token = text.end.filter(|&end| has(mask, end)).unwrap_or_else(|| {
             let count: u64 = mask.iter().map(|word| u64::from(word.count_ones())).sum();
             nth(mask, self.mix.draw(u64::from(self.length), count.max(1)))
         });
@@ -216,6 +212,12 @@ impl Sequence {
         self.length += 1;
         token
     }
+}
+
+/// Whether a mask has a token.
+pub(crate) fn has(mask: &[u32], id: i32) -> bool {
+    let at = id as usize;
+    mask.get(at / 32).is_some_and(|word| word >> (at % 32) & 1 == 1)
 }
 
 /// Number `nth` of the tokens of a mask.

@@ -147,6 +147,7 @@ const CHAT: &[Param] = &[
     flag("parallel_tool_calls"),
     text("reasoning_effort", WORD_BYTES),
     flag("enable_thinking"),
+    param("reasoning", Bound::Object(&[REASONING])),
     flag("include_reasoning"),
     flag("separate_reasoning"),
     ignored("functions"),
@@ -213,6 +214,13 @@ const OPENAI: &[Param] = &[
     ignored("grammar"),
     ignored("custom_logit_processor"),
     ignored("kv_transfer_params"),
+];
+
+pub(super) const REASONING: &[Param] = &[
+    text("effort", WORD_BYTES),
+    number("max_tokens", -1.0, u32::MAX as f64),
+    flag("enabled"),
+    flag("exclude"),
 ];
 
 pub(super) const STREAM_OPTIONS: &[Param] =

@@ -40,6 +40,11 @@ impl Harmony {
         harmony
     }
 
+    /// Whether a message is being read that is nobody's.
+    pub(super) fn is_reasoning(&self) -> bool {
+        matches!(self.body, Some(Body::Reasoning))
+    }
+
     /// Reads on, up to the end of a call; gives how many were completed.
     pub(super) fn push(
         &mut self,

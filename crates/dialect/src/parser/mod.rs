@@ -40,8 +40,30 @@ pub struct Reading {
     pub single: bool,
     /// Reasoning is left out.
     pub silent: bool,
+    /// A grammar sees to it that calls stand where they should: in reasoning, nothing is one.
+    pub bound: bool,
+    /// The client has named the tool that is called.
+    pub named: bool,
     /// Where the answer begins.
     pub start: Start,
+}
+
+/// Where a prompt leaves a model.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Place {
+    /// In its reasoning.
+    Reasoning,
+    /// Behind it.
+    Answer,
+    /// It may begin with either.
+    Either,
+}
+
+impl Reading {
+    /// Whether reasoning is told from other text.
+    pub fn reasons(&self) -> bool {
+        self.dialect.reasoning.is_some()
+    }
 }
 
 /// Where an answer begins: in the text, or in the reasoning that the prompt has opened.
@@ -80,6 +102,17 @@ impl Start {
             false if reasoning.begins => Begin::BareReasoning,
             _ => Begin::Text,
         })
+    }
+}
+
+impl Start {
+    /// The same in short.
+    pub fn place(&self) -> Place {
+        match self.0 {
+            Begin::Reasoning | Begin::BareReasoning => Place::Reasoning,
+            Begin::BareText => Place::Answer,
+            Begin::Text | Begin::Harmony(_) => Place::Either,
+        }
     }
 }
 
@@ -180,6 +213,20 @@ impl Parser {
     /// Whether the only call that was asked for is complete: nothing after it is read.
     pub fn is_over(&self) -> bool {
         matches!(self.state, State::Over)
+    }
+
+    /// Whether it is in reasoning.
+    pub fn is_reasoning(&self) -> bool {
+        match &self.state {
+            State::Reasoning => true,
+            State::Harmony(harmony) => harmony.is_reasoning(),
+            State::Text | State::Items { .. } | State::Call { .. } | State::Over => false,
+        }
+    }
+
+    /// Whether it has read a complete call that the model has chosen to make.
+    pub fn has_chosen(&self) -> bool {
+        self.complete > 0 && !self.reading.named
     }
 
     /// Calls that are complete.
@@ -304,7 +351,12 @@ impl Parser {
     }
 
     fn step_reasoning(&mut self, out: &mut Parts) -> bool {
-        let marks = self.marks.iter().filter(|(_, meaning)| *meaning != Mark::Stray);
+        // A call's opener ends reasoning, unless its end is sure to come.
+        let ends = |meaning: Mark| match self.reading.bound {
+            true => meaning == Mark::Thought,
+            false => meaning != Mark::Stray,
+        };
+        let marks = self.marks.iter().filter(|(_, meaning)| ends(*meaning));
         let marks: Vec<_> = marks.copied().collect();
         match find(&self.pending, marks.iter().map(|(text, _)| *text)) {
             Found::Nothing { safe } => {

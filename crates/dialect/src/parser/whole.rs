@@ -47,7 +47,7 @@ impl Whole {
                 return Step::More;
             }
             let written = pending.strip_prefix(prefix).unwrap_or(pending);
-            let allowed = |c: char| c.is_alphanumeric() || matches!(c, '_' | '.' | '-');
+            let allowed = |c: char| c.is_alphanumeric() || matches!(c, '_' | '-' | '.' | ':' | '/');
             let name = written.trim_start_matches(allowed);
             let length = written.len() - name.len();
             match name.chars().next() {

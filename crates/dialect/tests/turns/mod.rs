@@ -1,7 +1,62 @@
 //! How chat templates write an assistant's turn, family by family: the part of a template that shows earlier answers to the model, which is
 //! what it was trained to write itself.
 
-use super::Answer;
+use std::collections::BTreeMap;
+
+use forebay_dialect::{Part, Parts};
+use forebay_text::{ChatRender, ChatTemplate};
+use serde_json::{Value, json};
+
+/// What an answer says.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub(crate) struct Answer {
+    pub(crate) reasoning: String,
+    pub(crate) content: String,
+    pub(crate) calls: Vec<(String, Value)>,
+}
+
+impl Answer {
+    /// The answer as a family's template writes it.
+    pub(crate) fn written(&self, family: &Family) -> String {
+        let calls = self.calls.iter().enumerate().map(|(number, (name, arguments))| {
+            json!({"id": number, "type": "function", "function": {"name": name, "arguments": arguments}})
+        });
+        let message = json!({
+            "role": "assistant",
+            "content": self.content,
+            "reasoning_content": self.reasoning,
+            "tool_calls": calls.collect::<Vec<_>>(),
+        });
+        let template =
+            ChatTemplate::new(family.turn, None, None, &BTreeMap::new()).expect("a template");
+        template.render(&ChatRender::new(&json!([message]))).expect("text")
+    }
+
+    /// What parts say together.
+    pub(crate) fn read(parts: &Parts) -> Self {
+        let mut answer = Self::default();
+        let mut arguments = Vec::new();
+        for part in parts.iter() {
+            match part {
+                Part::Content(text) => answer.content.push_str(text),
+                Part::Reasoning(text) => answer.reasoning.push_str(text),
+                Part::Call { index, name, .. } => {
+                    assert_eq!(index as usize, answer.calls.len());
+                    answer.calls.push((name.to_owned(), Value::Null));
+                    arguments.push(String::new());
+                }
+                Part::Arguments { index, text } => {
+                    assert_eq!(index as usize + 1, answer.calls.len());
+                    arguments[index as usize].push_str(text);
+                }
+            }
+        }
+        for ((_, value), text) in answer.calls.iter_mut().zip(arguments) {
+            *value = serde_json::from_str(&text).unwrap_or_else(|error| panic!("{text}: {error}"));
+        }
+        answer
+    }
+}
 
 /// A family.
 #[derive(Debug, Clone, Copy)]

@@ -1,5 +1,6 @@
 //! Grammars from a client's words to masks.
 
+mod calls;
 mod forms;
 mod rules;
 mod service;

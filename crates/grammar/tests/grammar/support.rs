@@ -33,7 +33,10 @@ pub(crate) struct Bench {
 
 impl Bench {
     pub(crate) fn new(config: GrammarConfig) -> Self {
-        let tokenizer = tokenizer();
+        Self::of(tokenizer(), config)
+    }
+
+    pub(crate) fn of(tokenizer: Arc<Tokenizer>, config: GrammarConfig) -> Self {
         let grammars = Grammars::new(config, Arc::clone(&tokenizer), &[EOS], VOCABULARY, &start);
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
         Self {

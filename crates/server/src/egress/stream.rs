@@ -117,6 +117,7 @@ impl Stream {
             let ends = matches!(output.finish, Some(FinishReason::Stop { .. }));
             let (fresh, parts) = (&mut scratch.fresh, &mut self.delta.parts);
             found = self.speller.push(token.id, ends, fresh, parts);
+            self.delta.reasoning_tokens += u32::from(self.speller.reasons());
             self.delta.tokens.push(token.id);
             self.delta.logprobs.push(token.logprobs.as_deref().unwrap_or_default());
         }

@@ -52,6 +52,14 @@ pub(super) const GAUGES: &[Source<ReplicaReport>] = &[
         let host = &r.stats.scheduler.host;
         if host.pages == 0 { 0.0 } else { host.pages_used as f64 / host.pages as f64 }
     }),
+    ("forebay:image_pages_used_perc", "Share of the image pages that hold an image.", |r| {
+        let images = &r.stats.scheduler.images;
+        let used = images.pages_held + images.pages_cached;
+        if images.pages == 0 { 0.0 } else { used as f64 / images.pages as f64 }
+    }),
+    ("forebay:images_waiting", "Images that requests wait for.", |r| {
+        r.stats.scheduler.images.waiting as f64
+    }),
     ("vllm:hisparse_pending_page_transfers", "Copies between tiers under way.", |r| {
         r.stats.scheduler.host.copies_outstanding as f64
     }),
@@ -242,6 +250,22 @@ pub(super) const HOST_COUNTERS: &[Source<ReplicaReport>] = &[
         "forebay:rows_waited_for_copies_seconds_total",
         "Seconds that steps waited for saves; 0 unless --kv-save-order asks for it.",
         |r| r.stats.scheduler.sparse.waited_us as f64 / 1e6,
+    ),
+    (
+        "forebay:images_prepared_total",
+        "Images whose patches were asked for, because no page had them.",
+        |r| r.stats.scheduler.images.wanted as f64,
+    ),
+    ("forebay:images_encoded_total", "Images that went through the vision tower.", |r| {
+        r.stats.scheduler.images.encoded as f64
+    }),
+    ("forebay:images_in_pages_total", "Images that were found on image pages.", |r| {
+        r.stats.scheduler.images.in_pages as f64
+    }),
+    (
+        "forebay:images_in_prefix_total",
+        "Images all of whose positions were found in the prefix cache.",
+        |r| r.stats.scheduler.images.in_prefix as f64,
     ),
 ];
 

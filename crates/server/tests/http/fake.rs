@@ -7,6 +7,7 @@ use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
 use std::time::Duration;
 
 use forebay_api::GenerationDefaults;
+use forebay_dialect::{Choice, Dialect, Evidence};
 use forebay_engine::{
     Admission, BlockHash, Dtype, EngineRequest, Facts, FinishReason, Namer, Output, OutputSink,
     Ready, Request, RequestId, SampledToken, Stats, Status, SubmitError,
@@ -34,7 +35,7 @@ pub(crate) const HIDDEN: u32 = 4;
 pub(crate) const MEMORY: usize = 1024;
 /// Large requests that may wait.
 pub(crate) const QUEUE: usize = 3;
-const TEMPLATE: &str = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}\
+const TEMPLATE: &str = "{% if tools %}{% for t in tools %}{{ t.function.name }}\n{% endfor %}{% endif %}{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}\
     {% if messages[0].content == 'refuse' %}{{ raise_exception('no') }}{% endif %}\
     {% if add_generation_prompt %}assistant:{% endif %}";
 
@@ -422,7 +423,11 @@ impl TestServer {
         let (forms, vocabulary) = (GrammarConfig::default(), tokenizer.vocab_size() as u32);
         let grammars = Grammars::new(forms, tokenizer.clone(), &[EOS], vocabulary, &start).unwrap();
         let model = ModelInfo {
-            dialect: forebay_dialect::Dialect::default(),
+            dialect: {
+                let calls = Choice::Named("hermes".to_owned());
+                let evidence = Evidence { template: "", has_token: &|_| false };
+                Dialect::new(&calls, &Choice::None, evidence).unwrap()
+            },
             tokenizer_config: serde_json::Map::default(),
             marks: Arc::default(),
             served_names: vec!["tiny".into(), "org/tiny".into()],

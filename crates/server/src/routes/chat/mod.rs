@@ -1,13 +1,14 @@
 //! `POST /v1/chat/completions`.
 
 mod answer;
+mod calls;
 
 use std::sync::Arc;
 use std::time::Instant;
 
 use axum::extract::State;
 use axum::response::Response;
-use forebay_api::{ChatCompletion, ChatRequest, ErrorBody, OfferedTools, ReasoningOutput};
+use forebay_api::{Calls, ChatCompletion, ChatRequest, ErrorBody, OfferedTools, ReasoningOutput};
 use forebay_dialect::{Reading, Start, Tools};
 
 use crate::call::{Call, Submission, Terms};
@@ -55,7 +56,12 @@ pub(crate) async fn chat_completions(
     for name in chat.tools.skipped.iter().map(String::as_str).chain(prompt.ignored) {
         ignore(&state, name)?;
     }
-    let reading = reading(&state, chat.tools, chat.reasoning, &prompt.text, continues);
+    let structure = chat.generation.structure.take();
+    let thinks = Start::of(state.model.dialect, &prompt.text, continues).place();
+    chat.generation.structure = calls::form(&state, &chat.tools, structure, thinks)?;
+    let bound = chat.generation.structure.is_some();
+    let rendered = (&*prompt.text, continues);
+    let reading = reading(&state, chat.tools, chat.reasoning, bound, rendered);
     let tokenizer = chat.generation.sampling.logprobs.map(|_| state.text.tokenizer().clone());
     let tokens = Tokens { tokenizer, output: chat.tokens };
     let seen = match state.model.images {
@@ -66,6 +72,7 @@ pub(crate) async fn chat_completions(
     let n = chat.generation.n;
     let mut terms = Terms::new(chat.generation, &state.model.eos, model_limits);
     terms.reading = reading;
+    terms.thinks = Some(thinks);
     let mut submission =
         Submission::new(&state, seen.ids, Arc::new(terms), model_limits, "messages")?;
     (submission.images, submission.files) = (seen.images, files);
@@ -100,23 +107,28 @@ fn reading(
     state: &Shared,
     tools: OfferedTools,
     reasoning: ReasoningOutput,
-    prompt: &str,
-    continues: bool,
+    bound: bool,
+    prompt: (&str, bool),
 ) -> Option<Reading> {
     let dialect = match reasoning {
         ReasoningOutput::Content => state.model.dialect.without_reasoning(),
         ReasoningOutput::Apart | ReasoningOutput::LeftOut => state.model.dialect,
     };
     let single = !tools.parallel;
-    let tools = Arc::new(Tools::new(tools.schemas));
+    let named = tools.demand.is_some_and(|demand| demand.calls == Calls::Named);
+    let tools = tools.functions.into_iter().map(|tool| (tool.name, tool.schema));
+    let tools = Arc::new(Tools::new(tools));
     if !dialect.reads(&tools) {
         return None;
     }
+    let (text, continues) = prompt;
     Some(Reading {
-        start: Start::of(dialect, prompt, continues),
+        start: Start::of(dialect, text, continues),
         dialect,
         single,
         silent: reasoning == ReasoningOutput::LeftOut,
+        bound,
+        named,
         tools,
     })
 }

@@ -1,0 +1,320 @@
+//! What kinds of values a schema allows.
+
+use serde_json::{Map, Value, json};
+
+use crate::lark::literal;
+
+/// References and alternatives that are followed one into the other.
+const DEPTH: usize = 32;
+
+/// Numbers without exponents, of digits that a double keeps.
+pub(crate) const INTEGER: &str = "/-?(0|[1-9][0-9]{0,14})/";
+pub(crate) const NUMBER: &str = "/-?(0|[1-9][0-9]{0,14})(\\.[0-9]{1,15})?/";
+/// Keywords about numbers.
+pub(crate) const NUMERIC: [&str; 5] =
+    ["minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"];
+
+/// A kind of JSON value.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Kind {
+    Null,
+    Boolean,
+    Integer,
+    Number,
+    String,
+    Array,
+    Object,
+}
+
+const ALL: [Kind; 7] = [
+    Kind::Null,
+    Kind::Boolean,
+    Kind::Integer,
+    Kind::Number,
+    Kind::String,
+    Kind::Array,
+    Kind::Object,
+];
+
+impl Kind {
+    pub(crate) fn of(value: &Value) -> Self {
+        match value {
+            Value::Null => Self::Null,
+            Value::Bool(_) => Self::Boolean,
+            Value::Number(number) if number.is_f64() => Self::Number,
+            Value::Number(_) => Self::Integer,
+            Value::String(_) => Self::String,
+            Value::Array(_) => Self::Array,
+            Value::Object(_) => Self::Object,
+        }
+    }
+
+    fn named(name: &str) -> Option<Self> {
+        Some(match name {
+            "null" => Self::Null,
+            "boolean" => Self::Boolean,
+            "integer" => Self::Integer,
+            "number" => Self::Number,
+            "string" => Self::String,
+            "array" => Self::Array,
+            "object" => Self::Object,
+            _ => return None,
+        })
+    }
+}
+
+/// Some kinds: a bit each.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub(crate) struct Kinds(u8);
+
+impl Kinds {
+    pub(crate) const ALL: Self = Self(0x7f);
+
+    fn with(self, kind: Kind) -> Self {
+        Self(self.0 | 1 << kind as u8)
+    }
+
+    /// Whether a value of this kind is one of them; an integer is a number too.
+    pub(crate) fn has(self, kind: Kind) -> bool {
+        let own = |kind: Kind| self.0 >> kind as u8 & 1 == 1;
+        own(kind) || kind == Kind::Integer && own(Kind::Number)
+    }
+
+    pub(crate) fn is_only(self, kind: Kind) -> bool {
+        self == Self::default().with(kind)
+    }
+
+    /// Whether a value may be of both.
+    pub(crate) fn meets(self, other: Self) -> bool {
+        ALL.into_iter().any(|kind| self.has(kind) && other.has(kind))
+    }
+
+    /// Each once; an integer is left out where any number is there.
+    pub(crate) fn iter(self) -> impl Iterator<Item = Kind> {
+        let number = self.has(Kind::Number);
+        ALL.into_iter().filter(move |&kind| {
+            self.0 >> kind as u8 & 1 == 1 && !(number && kind == Kind::Integer)
+        })
+    }
+
+    /// What the keyword `type` says.
+    pub(crate) fn declared(schema: &Map<String, Value>) -> Self {
+        let some = |names: &mut dyn Iterator<Item = &str>| {
+            names.filter_map(Kind::named).fold(Self::default(), Self::with)
+        };
+        match schema.get("type") {
+            Some(Value::String(name)) => some(&mut [name.as_str()].into_iter()),
+            Some(Value::Array(names)) => some(&mut names.iter().filter_map(Value::as_str)),
+            _ => Self::ALL,
+        }
+    }
+
+    /// The same; without the keyword, what the others are about. They allow values of other kinds too, which nobody has meant.
+    pub(crate) fn meant(schema: &Map<String, Value>) -> Self {
+        if schema.contains_key("type") {
+            return Self::declared(schema);
+        }
+        let has = |keys: &[&str]| keys.iter().any(|key| schema.contains_key(*key));
+        let about = [
+            (Kind::Object, &["properties", "required", "additionalProperties"][..]),
+            (Kind::Array, &["items", "minItems", "maxItems"][..]),
+            (Kind::String, &["pattern", "minLength", "maxLength", "format"][..]),
+            (Kind::Number, &["minimum", "maximum", "multipleOf"][..]),
+        ];
+        let kinds = about.into_iter().filter(|(_, keys)| has(keys));
+        let kinds = kinds.fold(Self::default(), |kinds, (kind, _)| kinds.with(kind));
+        if kinds == Self::default() { Self::ALL } else { kinds }
+    }
+
+    /// What kinds of values a schema may have, with all that it refers to: too many rather than too few.
+    pub(crate) fn reached(root: &Value, schema: &Value) -> Self {
+        Self::reach(root, schema, 0)
+    }
+
+    fn reach(root: &Value, schema: &Value, depth: usize) -> Self {
+        let Value::Object(map) = schema else {
+            return if schema == &Value::Bool(false) { Self::default() } else { Self::ALL };
+        };
+        if depth > DEPTH {
+            return Self::ALL;
+        }
+        let mut kinds = Self::declared(map);
+        let listed =
+            map.get("enum").and_then(Value::as_array).map(|values| values.iter().collect());
+        let listed: Option<Vec<&Value>> = listed.or(map.get("const").map(|value| vec![value]));
+        if let Some(values) = listed {
+            kinds = kinds.and(values.into_iter().map(Kind::of).fold(Self::default(), Self::with));
+        }
+        if let Some(target) = map.get("$ref").and_then(Value::as_str)
+            && let Some(target) = resolve(root, target)
+        {
+            kinds = kinds.and(Self::reach(root, target, depth + 1));
+        }
+        for key in ["anyOf", "oneOf"] {
+            if let Some(parts) = map.get(key).and_then(Value::as_array) {
+                let parts = parts.iter().map(|part| Self::reach(root, part, depth + 1));
+                kinds = kinds.and(parts.fold(Self::default(), |all, one| Self(all.0 | one.0)));
+            }
+        }
+        let parts = map.get("allOf").and_then(Value::as_array).into_iter().flatten();
+        let mut kinds =
+            parts.fold(kinds, |kinds, part| kinds.and(Self::reach(root, part, depth + 1)));
+        if map.get("nullable") == Some(&Value::Bool(true)) {
+            kinds = kinds.with(Kind::Null);
+        }
+        kinds
+    }
+
+    fn and(self, other: Self) -> Self {
+        ALL.into_iter()
+            .filter(|&kind| self.has(kind) && other.has(kind))
+            .fold(Self::default(), Self::with)
+    }
+
+    /// A regular expression of texts that are read as a value of one of these kinds; none of a string. `begin`: of all that begin so.
+    pub(crate) fn written(self, begin: bool) -> Option<String> {
+        let nested = self.has(Kind::Array) || self.has(Kind::Object);
+        let ways = [
+            (self.has(Kind::Null), "null|None"),
+            (self.has(Kind::Boolean), "true|True|false|False"),
+            (
+                self.has(Kind::Integer) || self.has(Kind::Number),
+                if begin { "-?[0-9]" } else { r"-?[0-9]+(\.[0-9]+)?([eE][+\-]?[0-9]+)?" },
+            ),
+            (nested, r"[\[{(](?s:.*)"),
+        ];
+        let ways: Vec<&str> = ways.into_iter().filter(|(is, _)| *is).map(|(_, way)| way).collect();
+        let end = if begin { "(?s:.*)" } else { "\\s*" };
+        (!ways.is_empty()).then(|| format!("/\\s*({}){end}/", ways.join("|")))
+    }
+}
+
+/// What `#/...` refers to.
+pub(crate) fn resolve<'r>(root: &'r Value, target: &str) -> Option<&'r Value> {
+    root.pointer(target.strip_prefix('#')?)
+}
+
+/// The schema with the definitions of `root`, to which it may refer.
+pub(crate) fn defined(root: &Value, schema: &Value) -> Value {
+    let mut schema = schema.clone();
+    if let Value::Object(fields) = &mut schema {
+        for key in ["$defs", "definitions"] {
+            if let Some(all) = root.get(key) {
+                fields.entry(key).or_insert_with(|| all.clone());
+            }
+        }
+    }
+    schema
+}
+
+/// Divides a schema, which allows no strings and refers to nothing, into values that a terminal can describe, as its alternatives, and a schema of
+/// the others.
+pub(crate) fn scalars(schema: &Value) -> (Vec<String>, Option<Value>) {
+    let Some(map) = schema.as_object() else { return (Vec::new(), Some(schema.clone())) };
+    let scalar = |value: &Value| !value.is_array() && !value.is_object();
+    let listed = map.get("enum").and_then(Value::as_array).cloned();
+    let listed = listed.or_else(|| map.get("const").map(|value| vec![value.clone()]));
+    if let Some(values) = listed.filter(|values| values.iter().all(scalar)) {
+        let kinds = Kinds::declared(map);
+        let values = values.iter().filter(|value| kinds.has(Kind::of(value)));
+        return (values.map(|value| literal(&value.to_string())).collect(), None);
+    }
+    if let (Some(Value::Array(parts)), 1) = (map.get("anyOf").or(map.get("oneOf")), map.len()) {
+        let (mut ways, mut rest) = (Vec::new(), Vec::new());
+        for part in parts {
+            let (some, other) = scalars(part);
+            ways.extend(some);
+            rest.extend(other);
+        }
+        return (ways, (!rest.is_empty()).then(|| json!({ "anyOf": rest })));
+    }
+    let plain = ["enum", "const", "anyOf", "oneOf", "allOf", "$ref", "not", "if"];
+    if plain.iter().any(|key| map.contains_key(*key)) || !map.contains_key("type") {
+        return (Vec::new(), Some(schema.clone()));
+    }
+    let bounded = map.keys().any(|key| NUMERIC.contains(&key.as_str()));
+    let (mut ways, mut rest) = (Vec::new(), Vec::new());
+    for kind in Kinds::declared(map).iter() {
+        match kind {
+            Kind::Null => ways.push("\"null\"".to_owned()),
+            Kind::Boolean => ways.push("/true|false/".to_owned()),
+            Kind::Integer if !bounded => ways.push(INTEGER.to_owned()),
+            Kind::Number if !bounded => ways.push(NUMBER.to_owned()),
+            Kind::Integer => rest.push("integer"),
+            Kind::Number => rest.push("number"),
+            Kind::String => {}
+            Kind::Array => rest.push("array"),
+            Kind::Object => rest.push("object"),
+        }
+    }
+    let others = (!rest.is_empty()).then(|| {
+        let mut others = map.clone();
+        others.insert("type".to_owned(), json!(rest));
+        Value::Object(others)
+    });
+    (ways, others)
+}
+
+/// A schema of what `schema` allows beside strings; `None`: nothing.
+pub(crate) fn without_strings(root: &Value, schema: &Value, depth: usize) -> Option<Value> {
+    const OTHERS: [&str; 5] = ["null", "boolean", "number", "array", "object"];
+    let map = match schema {
+        Value::Bool(true) => return Some(json!({ "type": OTHERS })),
+        Value::Object(map) if depth <= DEPTH => map,
+        _ => return None,
+    };
+    if let Some(target) = map.get("$ref").and_then(Value::as_str) {
+        return without_strings(root, resolve(root, target)?, depth + 1);
+    }
+    let mut map = map.clone();
+    let silent = ["title", "description", "default", "example", "examples", "nullable"];
+    map.retain(|key, _| !silent.contains(&key.as_str()));
+    if let Some(Value::Array(values)) = map.get_mut("enum") {
+        values.retain(|value| !value.is_string());
+        if values.is_empty() {
+            return None;
+        }
+    }
+    if map.get("const").is_some_and(Value::is_string) {
+        return None;
+    }
+    for key in ["anyOf", "oneOf"] {
+        if let Some(Value::Array(parts)) = map.get_mut(key) {
+            *parts =
+                parts.iter().filter_map(|part| without_strings(root, part, depth + 1)).collect();
+            if parts.is_empty() {
+                return None;
+            }
+        }
+    }
+    if let Some(Value::Array(parts)) = map.get_mut("allOf") {
+        *parts = parts
+            .iter()
+            .map(|part| without_strings(root, part, depth + 1))
+            .collect::<Option<_>>()?;
+    }
+    let settled =
+        ["enum", "const", "anyOf", "oneOf", "allOf"].iter().any(|key| map.contains_key(*key));
+    match map.get_mut("type") {
+        Some(Value::String(name)) if name == "string" => return None,
+        Some(Value::Array(names)) => {
+            names.retain(|name| name != "string");
+            match &names[..] {
+                [] => return None,
+                [one] => {
+                    let one = one.clone();
+                    map.insert("type".to_owned(), one);
+                }
+                _ => {}
+            }
+        }
+        None if !settled => {
+            map.insert("type".to_owned(), json!(OTHERS));
+        }
+        _ => {}
+    }
+    for key in ["pattern", "minLength", "maxLength", "format"] {
+        map.remove(key);
+    }
+    Some(Value::Object(map))
+}

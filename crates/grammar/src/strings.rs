@@ -1,0 +1,166 @@
+//! Strings of a JSON schema where they stand as they are, without quotes: as terminals of Lark.
+
+use serde_json::{Map, Value};
+
+use crate::error::GrammarError;
+use crate::formats;
+use crate::kinds::{Kind, Kinds, resolve};
+use crate::lark::literal;
+use crate::tag::below;
+
+/// One way to be a string of a schema.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Text {
+    /// The right side of a terminal.
+    pub(crate) terminal: String,
+    /// It is a value that the schema lists.
+    pub(crate) listed: bool,
+}
+
+/// References and alternatives that are followed one into the other.
+const DEPTH: usize = 32;
+/// Most ways to be a string of one schema.
+const MOST: usize = 4096;
+
+/// What a schema says of strings by its own keywords; listed values are not looked at.
+fn bounds(schema: &Map<String, Value>) -> Result<Option<String>, GrammarError> {
+    let mut parts = Vec::new();
+    let number = |name: &str| match schema.get(name) {
+        None => Ok(None),
+        // 3.0 is an integer too.
+        Some(value) => {
+            match value.as_f64().filter(|x| x.fract() == 0.0 && (0.0..1e6).contains(x)) {
+                Some(number) => Ok(Some(number as u64)),
+                None => {
+                    Err(GrammarError::at(format!(".{name}"), "expected a number of characters"))
+                }
+            }
+        }
+    };
+    match (number("minLength")?, number("maxLength")?) {
+        (None, None) => {}
+        (Some(least), Some(most)) if least > most => {
+            return Err(GrammarError::at(".minLength", "it is more than maxLength"));
+        }
+        (least, most) => {
+            let (least, most) = (least.unwrap_or(0), most.map_or(String::new(), |n| n.to_string()));
+            parts.push(format!("/(?s:.{{{least},{most}}})/"));
+        }
+    }
+    if let Some(pattern) = schema.get("pattern") {
+        let pattern = pattern
+            .as_str()
+            .ok_or_else(|| GrammarError::at(".pattern", "expected a regular expression"))?;
+        parts.push(search(pattern));
+    }
+    if let Some(format) = schema.get("format") {
+        let known = format.as_str().and_then(formats::plain);
+        let known = known.ok_or_else(|| {
+            let why = format!(
+                "the format {format} is not supported in the model's own notation of calls"
+            );
+            GrammarError::at(".format", why)
+        })?;
+        parts.push(format!("/{}/", llguidance::regex_to_lark(known, "")));
+    }
+    Ok((!parts.is_empty()).then(|| parts.join(" & ")))
+}
+
+/// Text in which a pattern of a schema is found somewhere.
+fn search(pattern: &str) -> String {
+    let body = pattern.strip_prefix('^');
+    let before = if body.is_some() { "" } else { "(?s:.*)" };
+    let body = body.unwrap_or(pattern);
+    let escaped = body
+        .strip_suffix('$')
+        .is_some_and(|rest| rest.bytes().rev().take_while(|&byte| byte == b'\\').count() % 2 == 1);
+    let end = body.strip_suffix('$').filter(|_| !escaped);
+    let after = if end.is_some() { "" } else { "(?s:.*)" };
+    let body = llguidance::regex_to_lark(end.unwrap_or(body), "dw");
+    format!("/{before}(?:{body}){after}/")
+}
+
+/// The strings that a schema allows, as ways to be one; empty: none. What it says of other values is not looked at.
+pub(crate) fn texts(root: &Value, schema: &Value, depth: usize) -> Result<Vec<Text>, GrammarError> {
+    let map = match schema {
+        Value::Bool(true) => return Ok(vec![Text::any()]),
+        Value::Object(map) => map,
+        _ => return Ok(Vec::new()),
+    };
+    if depth > DEPTH {
+        return Err(GrammarError::invalid(format!("deeper than {DEPTH} levels")));
+    }
+    for key in ["not", "if", "dependentSchemas"] {
+        if map.contains_key(key) {
+            let why = "the keyword is not supported in the model's own notation of calls";
+            return Err(GrammarError::at(format!(".{key}"), why));
+        }
+    }
+    if let Some(target) = map.get("$ref").and_then(Value::as_str) {
+        let found = resolve(root, target);
+        let found = found.ok_or_else(|| GrammarError::at(".$ref", "there is no such schema"))?;
+        return texts(root, found, depth + 1);
+    }
+    if !Kinds::declared(map).has(Kind::String) {
+        return Ok(Vec::new());
+    }
+    let mut ways = match (map.get("enum").and_then(Value::as_array), map.get("const")) {
+        (Some(values), _) => listed(values.iter()),
+        (None, Some(value)) => listed(std::iter::once(value)),
+        (None, None) => vec![Text::any()],
+    };
+    if let Some(bounds) = bounds(map)? {
+        let bounds = Text { terminal: bounds, listed: false };
+        ways = ways.iter().map(|way| both(way, &bounds)).collect();
+    }
+    let path = |key: &str, at: usize, error| below(&format!(".{key}[{at}]"), error);
+    for key in ["anyOf", "oneOf"] {
+        let Some(parts) = map.get(key).and_then(Value::as_array) else { continue };
+        let mut some = Vec::new();
+        for (at, part) in parts.iter().enumerate() {
+            let found = texts(root, part, depth + 1).map_err(|error| path(key, at, error))?;
+            let several = key == "oneOf" && !some.is_empty() && !found.is_empty();
+            if several && !some.iter().chain(&found).all(|text: &Text| text.listed) {
+                let why = "only alternatives that exclude each other are supported: use anyOf";
+                return Err(GrammarError::at(".oneOf", why));
+            }
+            some.extend(found);
+        }
+        ways = product(&ways, &some)?;
+    }
+    let parts = map.get("allOf").and_then(Value::as_array).into_iter().flatten();
+    for (at, part) in parts.enumerate() {
+        let some = texts(root, part, depth + 1).map_err(|error| path("allOf", at, error))?;
+        ways = product(&ways, &some)?;
+    }
+    Ok(ways)
+}
+
+impl Text {
+    fn any() -> Self {
+        Self { terminal: "/(?s:.*)/".to_owned(), listed: false }
+    }
+}
+
+fn listed<'v>(values: impl Iterator<Item = &'v Value>) -> Vec<Text> {
+    let strings = values.filter_map(Value::as_str);
+    strings.map(|text| Text { terminal: literal(text), listed: true }).collect()
+}
+
+/// Texts that are both.
+fn both(left: &Text, right: &Text) -> Text {
+    let any = Text::any();
+    let terminal = match (left, right) {
+        (left, right) if *left == any => right.terminal.clone(),
+        (left, right) if *right == any => left.terminal.clone(),
+        _ => format!("({}) & ({})", left.terminal, right.terminal),
+    };
+    Text { terminal, listed: left.listed || right.listed }
+}
+
+fn product(left: &[Text], right: &[Text]) -> Result<Vec<Text>, GrammarError> {
+    if left.len() * right.len() > MOST {
+        return Err(GrammarError::invalid(format!("more than {MOST} ways to be a string")));
+    }
+    Ok(left.iter().flat_map(|left| right.iter().map(|right| both(left, right))).collect())
+}

@@ -1,0 +1,90 @@
+//! What is asked of calls, as the form of the answer.
+
+use std::sync::Arc;
+
+use forebay_api::{ApiError, CallDemand, Calls, OfferedTools, Structure};
+use forebay_dialect::{Instead, Marks, Place};
+use forebay_grammar::{CallArguments, CallForm, Form, Source, Whitespace};
+use serde_json::json;
+
+use crate::ignored::ignore;
+use crate::state::Shared;
+
+/// The form of an answer that may call tools: `structure`, which is that of its content, or one with calls in it. Calls that nothing is asked of, in
+/// answers of any form, have none. `thinks`: where the prompt leaves the model.
+///
+/// # Errors
+/// The model's way to write calls is not known, or can't be told from content of that form; or the client wants to know that a form has no effect.
+pub(super) fn form(
+    state: &Shared,
+    tools: &OfferedTools,
+    structure: Option<Structure>,
+    thinks: Place,
+) -> Result<Option<Structure>, ApiError> {
+    let demand = tools.demand.clone();
+    let dialect = state.model.dialect;
+    let demand = match (demand, &structure) {
+        _ if tools.functions.is_empty() => return Ok(structure),
+        (Some(demand), _) => demand,
+        (None, None) => return Ok(None),
+        // Calls of such a model are text, which has to have the form.
+        (None, Some(_)) if dialect.calls_name().is_none() => return Ok(structure),
+        (None, Some(content)) => CallDemand {
+            callable: (0..tools.functions.len()).collect(),
+            calls: Calls::Any,
+            param: content.param.clone(),
+        },
+    };
+    let CallDemand { callable, calls, param } = demand;
+    let (instead, content) = match (calls, structure) {
+        (Calls::Some | Calls::Named, structure) => {
+            if let Some(structure) = structure {
+                // There is no content.
+                ignore(state, &structure.param)?;
+            }
+            (Instead::Nothing, None)
+        }
+        (Calls::Any, None) => (Instead::Text, None),
+        (Calls::Any, Some(content)) => (Instead::Content, Some(content)),
+    };
+    if let Some(content) = content.as_ref().filter(|_| !dialect.marks_calls()) {
+        let param = &content.param;
+        let reason = format!(
+            "`{param}`: the model's calls have no mark, so that they can't be told from content of a form: with `tools`, `tool_choice` is none, required or a function"
+        );
+        return Err(ApiError::invalid(param.clone(), reason));
+    }
+    let tokenizer = state.text.tokenizer();
+    let special =
+        state.model.marks.iter().map(|&id| (tokenizer.id_to_token(id).unwrap_or_default(), id));
+    let marks = Marks::new(special);
+    let some = callable.iter().map(|&tool| &tools.functions[tool]);
+    let names: Vec<&str> = some.clone().map(|tool| tool.name.as_str()).collect();
+    // Reasoning is followed token by token where its marks are tokens, and by the grammar where they are not.
+    let thinks = state.model.markers.is_none().then_some(thinks);
+    let grammar = dialect.call_grammar(&names, instead, tools.parallel, &marks, thinks);
+    let grammar = grammar.ok_or_else(|| {
+        let reason = format!(
+            "`{param}`: it is not known how the model writes calls, so that they can't be forced: --tool-call-parser names it"
+        );
+        ApiError::invalid(param.clone(), reason)
+    })?;
+    let arguments = some.zip(grammar.arguments).map(|(tool, rule)| {
+        // Where the model decides, only strict tools have their schema kept.
+        let kept = tool.strict || calls != Calls::Any;
+        let schema =
+            if kept { tool.schema.to_string() } else { json!({"type": "object"}).to_string() };
+        CallArguments { rule, schema: schema.into(), path: tool.path.as_str().into() }
+    });
+    let whitespace = content.as_ref().map(|content| content.source.whitespace.clone());
+    let form = CallForm {
+        lark: grammar.lark.into(),
+        style: grammar.style,
+        marks: Arc::new(marks),
+        arguments: arguments.collect(),
+        content: content.map(|content| (content.param.into(), content.source.form)),
+    };
+    let whitespace = whitespace.unwrap_or(Whitespace::Bounded);
+    let source = Source { form: Form::Calls(Arc::new(form)), whitespace };
+    Ok(Some(Structure { param, source }))
+}
