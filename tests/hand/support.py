@@ -269,6 +269,7 @@ class PlanBuilder:
     image_pages: list[int] = field(default_factory=list)
     image_spans: list[tuple[int, ...]] = field(default_factory=list)
     span_pages: list[int] = field(default_factory=list)
+    prompt_logprobs: list[tuple[int, int, int, int]] = field(default_factory=list)
 
     def slot(
         self,
@@ -341,6 +342,7 @@ class PlanBuilder:
             _ints(self.image_pages),
             _ints(self.image_spans, 6),
             _ints(self.span_pages),
+            prompt_logprobs=_ints(self.prompt_logprobs, 4),
         ).staged()
 
 
