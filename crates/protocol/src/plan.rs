@@ -19,8 +19,8 @@ const UNWRITTEN: std::ops::RangeInclusive<u32> = 19..=23;
 const KEPT_WORDS: usize = 1 << 18;
 /// Words of a page-table write.
 pub const PAGE_WRITE_WORDS: usize = 3;
-/// Most words of a row: its record, and how many tokens it may give.
-pub const ROW_WORDS: usize = ROW_RECORD_WORDS + 1;
+/// Most words of a row: its record, how many tokens it may give, and what it is to give of its prompt.
+pub const ROW_WORDS: usize = ROW_RECORD_WORDS + 1 + PROMPT_LOGPROBS_WORDS;
 /// Words of a record of the `rows` column.
 const ROW_RECORD_WORDS: usize = 4;
 /// Row flag: sample the last position.
