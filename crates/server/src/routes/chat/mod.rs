@@ -54,6 +54,7 @@ pub(crate) async fn chat_completions(
     }
     let reading = reading(&state, chat.tools, chat.reasoning, &prompt.text, continues);
     let tokenizer = chat.generation.sampling.logprobs.map(|_| state.text.tokenizer().clone());
+    let of_prompt = chat.generation.prompt_logprobs;
     let tokens = Tokens { tokenizer, output: chat.tokens };
     let prompt_token_ids = chat.tokens.ids.then(|| prompt.ids.clone());
     let n = chat.generation.n;
@@ -75,6 +76,7 @@ pub(crate) async fn chat_completions(
         return sse::stream(&state, call, encoder, wire, (&peer, &name));
     }
     let deltas = call.collect().await?;
+    let told = deltas.first().zip(of_prompt);
     let choices = (0..).zip(&deltas).map(|(index, delta)| choice(index, delta, &tokens, &ids));
     Ok(reply::ok(&ChatCompletion {
         id: name.id,
@@ -84,6 +86,8 @@ pub(crate) async fn chat_completions(
         choices: choices.collect::<Result<_, _>>()?,
         usage: call.tally().usage(),
         prompt_token_ids,
+        prompt_logprobs: told
+            .map(|(first, tail)| first.prompt.listed(tail.most, state.text.tokenizer())),
     }))
 }
 
