@@ -264,7 +264,7 @@ def test_what_can_not_be_is_refused_by_name(server: Server, path: str, body: Jso
 
 
 def test_cuts_company_and_lookahead_change_no_digit(serve: Serve, tiny: Model) -> None:
-    """The compiled kernels give a row the same bits whatever is beside it; where pages run short, it is computed twice."""
+    """The compiled kernels give a row the same bits in any company; where pages run short, it is computed twice."""
     server = serve(tiny, "--lookahead", "1", "--chunked-prefill-size", "32", "--page-size", "4", *POOL)
     other = serve(tiny, "--lookahead", "0", "--disable-radix-cache", "--chunked-prefill-size", "512")
     texts = prompts(tiny, 40, 90, seed=21)

@@ -117,7 +117,7 @@ def test_beside_rows_that_are_sampled_in_every_way() -> None:
 def test_steps_whose_plans_the_device_reads(family: str, graph_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, "reference")
     found = requests(8)
-    changes = {"max_running_requests": 8, "chunked_prefill_size": 64, "graph_rows": graph_rows}
+    changes: Any = {"max_running_requests": 8, "chunked_prefill_size": 64, "graph_rows": graph_rows}
     runner = runner_of(model_of(family), device="deferred", attention_backend="triton", **changes)
     runner.warm_up()
     MiniBrain(runner, 1, 1).serve(found, chunk=9)
@@ -129,7 +129,7 @@ class Watch(TorchDispatchMode):
     """Notes the largest tensor whose last dimension is the vocabulary."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.most = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -84,9 +85,9 @@ class PromptColumns:
         tokens = self._tables.token_pool.view(-1).index_select(0, entries).long()[:, None]
         slices = zip(states.split(self._rows), tokens.split(self._rows), strict=True)
         parts = [self._of(head(some), of) for some, of in slices]
-        columns = self._ids, self._values, self._ranks, self._finite
-        for column, part in zip(columns, zip(*parts, strict=True), strict=True):
-            self._device.copy_out(torch.cat(part), column)
+        for number, column in enumerate((self._ids, self._values, self._ranks, self._finite)):
+            to: npt.NDArray[Any] = column
+            self._device.copy_out(torch.cat([part[number] for part in parts]), to)
 
     def _of(
         self, logits: torch.Tensor, tokens: torch.Tensor
