@@ -49,8 +49,8 @@ pub struct StepResult {
     pub copy_timing: CopyTiming,
     /// Where the rows were that sparse slots read.
     pub sparse_rows: SparseRows,
-    /// Of the tokens of prompts that the plan asks for, in its order.
-    pub prompt_logprobs: PromptLogprobs,
+    /// Of the tokens of prompts that the plan asks for, in its order; `None`: it asks for none.
+    pub prompt_logprobs: Option<Box<PromptLogprobs>>,
 }
 
 /// Log-probabilities of tokens of prompts. A token's entries are itself, then the most likely ones, descending.
@@ -127,6 +127,7 @@ impl StepResult {
         let timed = save_us > 0 || restore_us > 0;
         let waited = [waited_us.cast_signed()];
         let sparse_rows = self.sparse_rows.words();
+        let prompts = self.prompt_logprobs.as_deref();
         encode(
             Kind::Result,
             self.step,
@@ -143,9 +144,9 @@ impl StepResult {
                 if timed { &copy_timing } else { &[] },
                 if sparse_rows == [0; 4] { &[] } else { &sparse_rows },
                 if waited_us > 0 { &waited } else { &[] },
-                &self.prompt_logprobs.ranks,
-                &self.prompt_logprobs.ids,
-                as_words(&self.prompt_logprobs.values),
+                prompts.map_or(&[], |prompts| &prompts.ranks),
+                prompts.map_or(&[], |prompts| &prompts.ids),
+                prompts.map_or(&[], |prompts| as_words(&prompts.values)),
             ],
             out,
         )
@@ -205,11 +206,10 @@ impl StepResult {
                 waited_us: waited.first().map_or(0, |us| us.cast_unsigned()),
             },
             sparse_rows: SparseRows::of(sparse),
-            prompt_logprobs: PromptLogprobs {
-                ranks: ranks.to_vec(),
-                ids: prompt_ids.to_vec(),
-                values: floats(prompt_values).to_vec(),
-            },
+            prompt_logprobs: (!ranks.is_empty()).then(|| {
+                let (ranks, ids) = (ranks.to_vec(), prompt_ids.to_vec());
+                Box::new(PromptLogprobs { ranks, ids, values: floats(prompt_values).to_vec() })
+            }),
         })
     }
 }

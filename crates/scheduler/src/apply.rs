@@ -1,6 +1,6 @@
 //! What a result means for the requests: tokens, ends, and the return of what was retired.
 
-use forebay_protocol::{PromptLogprobs, ROW_OK, SampledLogprobs, StepResult, Want};
+use forebay_protocol::{ROW_OK, SampledLogprobs, StepResult, Want};
 
 use crate::prompts::PromptLogprobsOf;
 use crate::{ApplyError, Event, Finish, Flight, FlightRow, Handle, Scheduler, State};
@@ -32,7 +32,7 @@ impl Scheduler {
         self.learn(&flight, result.device_us);
         let mut sampled = result.tokens.iter().zip(result.logprobs());
         let mut counts = result.counts();
-        let mut prompts = PromptLogprobsOf::new(&result.prompt_logprobs);
+        let mut prompts = PromptLogprobsOf::new(result);
         let mut vectors = result.pooled.chunks_exact(vector_size(result, flight.pooled));
         for (row, &error) in flight.rows.iter().zip(&result.row_errors) {
             let (count, vector) = match row.want {
@@ -192,8 +192,8 @@ fn check_shape(result: &StepResult, flight: &Flight) -> Result<(), ApplyError> {
         tokens += want.count as usize;
         entries += want.count as usize * (1 + want.most as usize);
     }
-    let PromptLogprobs { ranks, ids, values } = &result.prompt_logprobs;
-    check("prompt_ranks", tokens, ranks.len())?;
-    check("prompt_ids", entries, ids.len())?;
-    check("prompt_values", entries, values.len())
+    let prompts = result.prompt_logprobs.as_deref();
+    check("prompt_ranks", tokens, prompts.map_or(0, |prompts| prompts.ranks.len()))?;
+    check("prompt_ids", entries, prompts.map_or(0, |prompts| prompts.ids.len()))?;
+    check("prompt_values", entries, prompts.map_or(0, |prompts| prompts.values.len()))
 }

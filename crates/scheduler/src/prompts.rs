@@ -4,7 +4,7 @@
 //! whatever of them is cached, and each of its rows gives those of the tokens after its positions. Rows of an earlier stay may still be in
 //! flight when it computes its prompt again: what was told is not told twice.
 
-use forebay_protocol::{PromptLogprobs, PromptLogprobsWant};
+use forebay_protocol::{PromptLogprobs, PromptLogprobsWant, StepResult};
 
 use crate::request::Entry;
 use crate::{Event, Finish, FlightRow, Handle, Scheduler};
@@ -115,7 +115,7 @@ impl Scheduler {
 }
 
 /// Of a row, as a result has them.
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Default)]
 pub(crate) struct PromptLogprobsOf<'a> {
     ranks: &'a [i32],
     ids: &'a [i32],
@@ -123,8 +123,14 @@ pub(crate) struct PromptLogprobsOf<'a> {
 }
 
 impl<'a> PromptLogprobsOf<'a> {
-    pub(crate) fn new(all: &'a PromptLogprobs) -> Self {
-        Self { ranks: &all.ranks, ids: &all.ids, values: &all.values }
+    pub(crate) fn new(result: &'a StepResult) -> Self {
+        let all = result.prompt_logprobs.as_deref();
+        let of = |all: &'a PromptLogprobs| Self {
+            ranks: &all.ranks,
+            ids: &all.ids,
+            values: &all.values,
+        };
+        all.map_or_else(Self::default, of)
     }
 
     /// Those of the next row, which are taken away. All have their lengths checked.

@@ -91,7 +91,7 @@ impl Device {
             step: plan.step(),
             row_errors: vec![ROW_OK; rows.len()],
             tokens: Vec::with_capacity(rows.len()),
-            prompt_logprobs: of_prompts,
+            prompt_logprobs: (!of_prompts.ranks.is_empty()).then(|| Box::new(of_prompts)),
             ..StepResult::default()
         };
         for row in rows {

@@ -85,9 +85,9 @@ class PromptColumns:
         tokens = self._tables.token_pool.view(-1).index_select(0, entries).long()[:, None]
         slices = zip(states.split(self._rows), tokens.split(self._rows), strict=True)
         parts = [self._of(head(some), of) for some, of in slices]
-        for number, column in enumerate((self._ids, self._values, self._ranks, self._finite)):
-            to: npt.NDArray[Any] = column
-            self._device.copy_out(torch.cat([part[number] for part in parts]), to)
+        columns: list[npt.NDArray[Any]] = [self._ids, self._values, self._ranks, self._finite]
+        for number, column in enumerate(columns):
+            self._device.copy_out(torch.cat([part[number] for part in parts]), column)
 
     def _of(
         self, logits: torch.Tensor, tokens: torch.Tensor

@@ -366,7 +366,8 @@ impl Device {
                         ids: vec![0; width],
                         values: vec![f32::NAN; width],
                     };
-                    append(&mut result.prompt_logprobs, given.unwrap_or_else(none));
+                    let all = result.prompt_logprobs.get_or_insert_default();
+                    append(all, given.unwrap_or_else(none));
                 }
             }
             result.row_errors.push(if fine { ROW_OK } else { ROW_NOT_FINITE });

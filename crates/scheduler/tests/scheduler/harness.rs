@@ -84,7 +84,8 @@ fn told_alone(request: &Request) -> PromptLogprobs {
     let mut told = PromptLogprobs::default();
     if let Some(PromptTail { first, most }) = request.prompt_logprobs {
         for at in first as usize..request.prompt.len() {
-            of_prompt(&request.prompt[..=at], most.into()).map(|one| append(&mut told, one));
+            let given = of_prompt(&request.prompt[..=at], most.into());
+            given.into_iter().for_each(|one| append(&mut told, one));
         }
     }
     told
