@@ -14,6 +14,9 @@ MODEL ?= smollm2
 ARGS ?=
 # Further arguments for pytest, for example PYTEST_ARGS='-k handshake'.
 PYTEST_ARGS ?=
+# Where tests start no servers, files of tests run beside each other.
+PYTEST_BESIDE := --numprocesses 2 --dist loadfile
+TEST_BINARY = FOREBAY_TEST_BINARY=$(abspath $(TARGET_DIR)/$(TEST_PROFILE)/forebay)
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -119,18 +122,19 @@ test-asan: ## run the tests of the CPU kernels under the address sanitizer; need
 		--target $$(rustc -vV | sed -n 's/^host: //p') --target-dir $(TARGET_DIR)/asan
 
 test-python: build-tests ## run the Python tests, the end-to-end tests among them
-	FOREBAY_TEST_BINARY=$(abspath $(TARGET_DIR)/$(TEST_PROFILE)/forebay) $(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(TEST_BINARY) OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_BESIDE) --ignore tests/e2e $(PYTEST_ARGS)
+	$(TEST_BINARY) $(BIN)/python -m pytest tests/e2e $(PYTEST_ARGS)
 
 test-triton: setup-dev ## run the GPU's kernels without a GPU: in Triton's interpreter, and compiled (5 minutes)
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/gpu/interpreted $(PYTEST_ARGS)
-	$(BIN)/python -m pytest tests/gpu/compiled $(PYTEST_ARGS)
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest $(PYTEST_BESIDE) tests/gpu/interpreted $(PYTEST_ARGS)
+	$(BIN)/python -m pytest $(PYTEST_BESIDE) tests/gpu/compiled $(PYTEST_ARGS)
 
 test-triton-old: setup-dev $(STAMPS)/triton-old ## compile the GPU's kernels with the Triton of PyTorch 2.11 (3 minutes)
 	PYTHONPATH=$(TRITON_OLD) $(BIN)/python -c 'import triton; assert triton.__version__ == "3.6.0", triton.__version__'
-	PYTHONPATH=$(TRITON_OLD) $(BIN)/python -m pytest tests/gpu/compiled $(PYTEST_ARGS)
+	PYTHONPATH=$(TRITON_OLD) $(BIN)/python -m pytest $(PYTEST_BESIDE) tests/gpu/compiled $(PYTEST_ARGS)
 
 e2e: build-tests ## run the end-to-end tests only
-	FOREBAY_TEST_BINARY=$(abspath $(TARGET_DIR)/$(TEST_PROFILE)/forebay) $(BIN)/python -m pytest tests/e2e $(PYTEST_ARGS)
+	$(TEST_BINARY) $(BIN)/python -m pytest tests/e2e $(PYTEST_ARGS)
 
 test-fleet: build-tests ## send a fleet behind a router ten thousand requests at the limits (10 minutes)
 	FOREBAY_FLEET_REQUESTS=10000 FOREBAY_TEST_BINARY=$(abspath $(TARGET_DIR)/$(TEST_PROFILE)/forebay) \
