@@ -69,6 +69,7 @@ fn a_plan_knows_how_many_words_its_frame_may_have() {
         assert_eq!(plan.words(), empty + new.words());
         plan.write_page(0, 0, 9);
         plan.push_row(Row { slot: 0, start: 0, length: 5, want: Want::Tokens(2) });
+        plan.want_prompt_logprobs(PromptLogprobsWant { slot: 0, first: 1, count: 4, most: 2 });
         assert_eq!(plan.words(), empty + new.words() + PAGE_WRITE_WORDS + ROW_WORDS);
         let mut bytes = Vec::new();
         plan.encode(&mut bytes).expect("within the limit");
