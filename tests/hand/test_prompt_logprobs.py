@@ -164,7 +164,8 @@ def test_a_slice_is_bounded_and_counted(monkeypatch: pytest.MonkeyPatch) -> None
     for vocabulary in (100, 49_152, 151_936, 10**9):
         rows = slice_rows(vocabulary)
         assert rows == 1 or 4 * vocabulary * rows <= 1 << 25
-        assert slice_bytes(vocabulary) >= 4 * vocabulary * rows
+        assert slice_bytes(vocabulary, 8192) >= 4 * vocabulary * min(rows, 8192)
+        assert slice_bytes(vocabulary, 1) < 100 * vocabulary
     config = runner_of(model_of("llama")).config
     wants = [plan.prompt_logprobs[:, 2].sum() for plan in largest_plans(config, 1)]
     assert wants == [config.slots * config.context_length, 0], "as much of a step as there is room for"

@@ -28,9 +28,9 @@ def slice_rows(vocabulary: int) -> int:
     return max(1, SLICE_BYTES // (4 * vocabulary))
 
 
-def slice_bytes(vocabulary: int) -> int:
-    """Memory that the largest slice takes for a while."""
-    return SLICES * 4 * vocabulary * slice_rows(vocabulary)
+def slice_bytes(vocabulary: int, positions: int) -> int:
+    """Memory that the largest slice of steps of so many positions takes for a while."""
+    return SLICES * 4 * vocabulary * min(slice_rows(vocabulary), positions)
 
 
 @dataclass(frozen=True)

@@ -147,9 +147,14 @@ class ModelRunner:
         self._tell_formats(self.model.params)
         taken = self.weight_bytes + self._image_bytes
         if self.config.max_total_tokens is None:
-            # Where nothing is measured, nothing else that a step takes is as large as a slice of logits.
-            taken += self.device.measure(self._do_largest_steps) or slice_bytes(self.model_config.vocab_size)
+            taken += self.device.measure(self._do_largest_steps) or self._slice_bytes
         return Sizes.of(self.config, self.model_config, available, taken)
+
+    @property
+    def _slice_bytes(self) -> int:
+        """A slice of logits: where nothing is measured, nothing else that a step takes is as large."""
+        config = self.config
+        return slice_bytes(self.model_config.vocab_size, config.chunked_prefill_size) if config.pooling is None else 0
 
     def _do_largest_steps(self) -> None:
         """Does the steps that take most memory, with weights of 0, and lets go of what was made for that."""
