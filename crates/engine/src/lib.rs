@@ -32,10 +32,10 @@ pub use clock::{Clock, SystemClock};
 pub use config::{EngineConfig, HostConfig};
 pub use constraint::{Allowed, Broken, Constraint};
 pub use executor::{Executor, Signal, Wake};
-pub use forebay_protocol::{Dtype, Pooling, Ready, SlotSpec};
+pub use forebay_protocol::{Dtype, Pooling, PromptLogprobs, Ready, SlotSpec};
 pub use forebay_scheduler::{
-    BlockEvent, BlockHash, HostStats, HostTier, Namer, Past, Place, Policy, Request, SavePolicy,
-    Stats as SchedulerStats,
+    BlockEvent, BlockHash, HostStats, HostTier, Namer, Past, Place, Policy, PromptTail, Request,
+    SavePolicy, Stats as SchedulerStats,
 };
 pub use handle::EngineHandle;
 pub use payload::{Embeds, Payload, Payloads};

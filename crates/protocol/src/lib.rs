@@ -20,8 +20,10 @@ pub use dtype::Dtype;
 pub use frame::{Frame, FrameError, HEADER_BYTES, Header, Kind, MAX_WORDS, VERSION, encode_json};
 pub use handshake::{Fatal, HandConfig, Hello, Message, Progress, Ready};
 pub use masks::StepMasks;
-pub use plan::{PAGE_WRITE_WORDS, ROW_WORDS, Row, StepPlan, Want};
-pub use result::{ROW_NOT_FINITE, ROW_OK, SampledLogprobs, SparseRows, StepResult};
+pub use plan::{
+    PAGE_WRITE_WORDS, PROMPT_LOGPROBS_WORDS, PromptLogprobsWant, ROW_WORDS, Row, StepPlan, Want,
+};
+pub use result::{PromptLogprobs, ROW_NOT_FINITE, ROW_OK, SampledLogprobs, SparseRows, StepResult};
 pub use slot::{NewSlot, Pooling, SamplingParams, SlotSpec, SlotWrite};
 
 #[cfg(target_endian = "big")]

@@ -17,7 +17,7 @@
 //!
 //! With sparse decoding ([`SchedulerConfig::sparse`]) a request goes on while most of its pages are in host memory only.
 //!
-//! The rules, by file: `queue` (whose turn it is), `share` (who has to give way), `plan` (who gets a row), `words` (how large a plan may be), `transfer` (copies between tiers), `sparse` (pages given up while a request goes on), `retire` (slots and pages, preemption), `apply` (tokens, ends), `reset` (the hand died,
+//! The rules, by file: `queue` (whose turn it is), `share` (who has to give way), `plan` (who gets a row), `words` (how large a plan may be), `prompts` (log-probabilities of prompts), `transfer` (copies between tiers), `sparse` (pages given up while a request goes on), `retire` (slots and pages, preemption), `apply` (tokens, ends), `reset` (the hand died,
 //! quarantine), `integrity` (what is always true).
 
 mod apply;
@@ -25,6 +25,7 @@ mod config;
 mod event;
 mod integrity;
 mod plan;
+mod prompts;
 mod queue;
 mod rates;
 mod request;
@@ -40,7 +41,7 @@ use std::collections::{BTreeMap, HashMap, VecDeque};
 
 use forebay_kvcache::Tiers;
 pub use forebay_kvcache::{BlockEvent, BlockHash, Namer, Place};
-use forebay_protocol::Want;
+use forebay_protocol::{PromptLogprobsWant, Want};
 
 use crate::queue::{PROBE_RANK, Queue};
 use crate::rates::Rates;
@@ -50,6 +51,7 @@ use crate::slab::{Handle, Slab};
 
 pub use crate::config::{HostTier, Policy, SavePolicy, SchedulerConfig, Sparse};
 pub use crate::event::{ApplyError, Event, Finish, HostStats, SparseStats, Stats};
+pub use crate::prompts::PromptTail;
 pub use crate::request::{Past, Request};
 pub use crate::words::{MAX_REQUEST_WORDS, STEP_WORDS, request_words};
 
@@ -63,6 +65,8 @@ struct FlightRow {
     start: u32,
     end: u32,
     want: Want,
+    /// What it gives of its prompt.
+    prompt: Option<PromptLogprobsWant>,
 }
 
 /// What waits for the last step that names it.
@@ -80,6 +84,8 @@ struct Flight {
     rows: Vec<FlightRow>,
     sampled: usize,
     pooled: usize,
+    /// Words of its result for log-probabilities of prompts.
+    answer_words: usize,
     retired: Vec<Retired>,
 }
 
@@ -182,7 +188,11 @@ impl Scheduler {
     pub fn submit(&mut self, request: Request) {
         debug_assert!(!request.prompt.is_empty(), "validated");
         let pools = request.spec.pooling.is_some();
-        debug_assert!(pools == (request.max_tokens == 0), "validated");
+        let tail = request.prompt_logprobs.map_or(u32::MAX, |tail| tail.first);
+        let tells = (tail as usize) < request.prompt.len();
+        debug_assert!(tail > 0 && !(tells && (pools || request.spec.embeds.is_some())));
+        debug_assert!((pools || tells) || request.max_tokens > 0, "there is something to do");
+        debug_assert!(!pools || request.max_tokens == 0, "validated");
         debug_assert!(
             request.generated.is_empty() || request.generated.len() < request.max_tokens as usize,
             "there is something left to generate"

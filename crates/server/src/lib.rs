@@ -39,6 +39,7 @@ mod outlet;
 mod peers;
 mod places;
 mod pooling;
+mod prompt_logprobs;
 mod reply;
 mod reserve;
 mod routes;

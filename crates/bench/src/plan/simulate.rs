@@ -254,6 +254,7 @@ impl Simulation {
                 Event::Admitted { .. }
                 | Event::Arrived { .. }
                 | Event::Pooled { .. }
+                | Event::PromptLogprobs { .. }
                 | Event::Preempted { .. } => {}
             }
         }

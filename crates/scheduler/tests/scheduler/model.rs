@@ -2,7 +2,7 @@
 
 use forebay_protocol::{SamplingParams, SlotSpec};
 use forebay_scheduler::{
-    HostTier, Namer, Policy, Request, STEP_WORDS, SavePolicy, SchedulerConfig, Sparse,
+    HostTier, Namer, Policy, PromptTail, Request, STEP_WORDS, SavePolicy, SchedulerConfig, Sparse,
 };
 use proptest::prelude::*;
 
@@ -44,6 +44,8 @@ struct Ask {
     masked: bool,
     /// Has embeddings for tokens, at this offset.
     embeds: Option<u32>,
+    /// Wants log-probabilities of its prompt: from about where on, how many of the most likely, and whether nothing else.
+    prompt_logprobs: Option<(u32, u8, bool)>,
 }
 
 impl Ask {
@@ -63,8 +65,18 @@ impl Ask {
             pooled.spec.embeds = self.embeds;
             return Request { priority, client, probe, cache_salt, ..pooled };
         }
-        prompt.truncate(hot - 1);
-        let max_tokens = self.max_tokens.min((room - prompt.len()) as u32);
+        let tail = self.prompt_logprobs.filter(|_| self.embeds.is_none());
+        let only = tail.is_some_and(|(first, _, only)| only && prompt.len() > 1 && first > 0);
+        prompt.truncate(hot - usize::from(!only || hot < 2));
+        let length = prompt.len() as u32;
+        let prompt_logprobs = tail.map(|(first, most, _)| {
+            // Behind the end there is nothing to tell.
+            let first =
+                if first == 0 || length == 1 { length + first } else { 1 + first % (length - 1) };
+            PromptTail { first, most }
+        });
+        let only = only && length > 1;
+        let max_tokens = if only { 0 } else { self.max_tokens.min(room as u32 - length) };
         let spec = SlotSpec {
             stop_ids: self.stop.into_iter().chain([VOCAB + 3, VOCAB + 5]).collect(),
             sampling: SamplingParams {
@@ -78,12 +90,16 @@ impl Ask {
         let whole = Request {
             spec,
             masked: self.masked,
+            prompt_logprobs,
             priority: self.priority,
             client: self.client,
             probe: self.probe,
             cache_salt: self.salt,
             ..request(id, prompt, max_tokens)
         };
+        if only {
+            return whole;
+        }
         let mut generated = alone(&whole).0;
         generated.truncate(self.resumed.min(generated.len().saturating_sub(1)));
         Request { generated, ..whole }
@@ -111,9 +127,11 @@ fn ask(special: &'static [i32]) -> impl Strategy<Value = Ask> {
         prop_oneof![5 => Just(0_u64), 1 => Just(1)],
         prop::option::weighted(0.3, 0..4_u32),
         prop::option::weighted(0.3, 0..3_u32),
+        prop::option::weighted(0.4, (0..60_u32, 0..4_u8, any::<bool>())),
     )
         .prop_map(
-            |(text, shared, own, (max_tokens, resumed), stop, place, salt, pooled, embeds)| {
+            |(text, shared, own, length, stop, place, salt, pooled, embeds, prompt_logprobs)| {
+                let (max_tokens, resumed) = length;
                 let (priority, client, (probe, masked), lists) = place;
                 Ask {
                     text,
@@ -130,6 +148,7 @@ fn ask(special: &'static [i32]) -> impl Strategy<Value = Ask> {
                     salt,
                     pooled,
                     embeds,
+                    prompt_logprobs,
                 }
             },
         )
@@ -296,7 +315,11 @@ proptest! {
         let aborted = asks.iter().any(|op| matches!(op, Op::Abort(_)));
         let asks = asks.iter().filter_map(|op| if let Op::Submit(ask) = op { Some(ask) } else { None });
         for (id, ask) in asks.enumerate() {
-            let killer = ask.request(id as u64, &config).prompt.contains(&KILL_TOKEN);
+            let request = ask.request(id as u64, &config);
+            // Where nothing is generated nobody computes the last token.
+            let only = request.max_tokens == 0 && request.spec.pooling.is_none();
+            let computed = &request.prompt[..request.prompt.len() - usize::from(only)];
+            let killer = computed.contains(&KILL_TOKEN);
             let (_, end) = harness.ended(id as u64);
             let poisoned = end == Some(None);
             prop_assert!(poisoned == killer || aborted, "{id}: killer {killer}, ended {end:?}");
