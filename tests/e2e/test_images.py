@@ -19,7 +19,7 @@ from openai import OpenAI
 
 from forebay.layers.vision import Pixels
 from forebay.weights.vision import Preprocessing
-from tests.e2e.client import Json, stream_events
+from tests.e2e.client import Json, async_client, stream_events
 from tests.e2e.conftest import Models, Serve
 from tests.e2e.models import IMAGE, PREPROCESSOR, Model
 from tests.e2e.server import Server
@@ -177,7 +177,7 @@ def test_many_at_once_share_what_they_see(server: Server, seeing: Model) -> None
     async def ask(body: Json) -> tuple[list[int], list[int]]:
         ids: list[int] = []
         tokens: list[int] = []
-        async with server.client() as client:
+        async with async_client(server) as client:
             async for event in stream_events(client, "/v1/chat/completions", body):
                 ids = event.get("prompt_token_ids") or ids
                 for choice in event["choices"]:
@@ -206,7 +206,7 @@ def test_a_dead_hand_changes_no_token(serve: Serve, models: Models, device: str)
 
     async def ask(kill: bool) -> list[int]:
         tokens: list[int] = []
-        async with server.client() as client:
+        async with async_client(server) as client:
             async for event in stream_events(client, "/v1/chat/completions", body):
                 for choice in event["choices"]:
                     tokens += choice.get("token_ids") or []
@@ -255,10 +255,14 @@ def test_other_wrong_images(server: Server) -> None:
     refused(chat({"type": "image_url"}), "messages[0].content[0].image_url", "required")
     detail = {"type": "image_url", "image_url": {"url": url(PNG), "detail": "much"}}
     refused(chat(detail), "messages[0].content[0].image_url.detail", "`auto`, `high` or `low`")
-    refused(chat(text("<|image_pad|>"), part(PNG)), "messages", "2 places for 1 images")
     refused(chat({"type": "input_audio"}), "messages[0].content[0].type=input_audio", "not supported")
     large = png(picture(90, 64, 64))
     refused(chat(part(large), text("a" * 100)), "messages", "context")
+
+
+def test_the_token_for_images_in_a_text_is_text(server: Server) -> None:
+    ids, _ = answer(server, chat(text("<|image_pad|>"), part(PNG)))
+    assert ids.count(IMAGE) == 15
 
 
 def test_an_image_for_a_model_of_text_is_refused(serve: Serve, tiny: Model) -> None:

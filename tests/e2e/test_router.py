@@ -128,6 +128,8 @@ def requests(model: Model) -> list[tuple[str, Json]]:
             ("/v1/chat/completions", {"model": model.name, **chat, "logprobs": True, "top_logprobs": 2}),
             ("/v1/completions", {"prompt": prompt, "max_tokens": TOKENS, "logprobs": 2, **ends}),
             ("/v1/completions", {"prompt": prompt, "max_tokens": TOKENS, "echo": True, **ends}),
+            ("/v1/completions", {"prompt": prompt, "max_tokens": TOKENS, "echo": True, "logprobs": 1, **ends}),
+            ("/v1/completions", {"prompt": prompt, "max_tokens": 0, "echo": True, "logprobs": 1, **ends}),
             ("/v1/completions", {"prompt": prompt, "max_tokens": TOKENS, "stop": ["qqq", "zzz"], **ends, **usage}),
             ("/generate", {"text": prompt, "sampling_params": {"max_new_tokens": TOKENS, **ends}}),
             ("/v1/completions", {"prompt": prompt, "max_tokens": TOKENS, "guided_regex": WORDS, "temperature": 0}),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -270,6 +271,7 @@ class PlanBuilder:
     image_pages: list[int] = field(default_factory=list)
     image_spans: list[tuple[int, ...]] = field(default_factory=list)
     span_pages: list[int] = field(default_factory=list)
+    prompt_logprobs: list[tuple[int, int, int, int]] = field(default_factory=list)
 
     def slot(
         self,
@@ -342,6 +344,7 @@ class PlanBuilder:
             _ints(self.image_pages),
             _ints(self.image_spans, 6),
             _ints(self.span_pages),
+            prompt_logprobs=_ints(self.prompt_logprobs, 4),
         ).staged()
 
 
@@ -363,6 +366,10 @@ class Request:
     """Tokens that an earlier life generated."""
     embeds_offset: int = -1
     """Where the prompt's embeddings are in the arena; then the hand is not told its tokens."""
+    prompt_logprobs: int = -1
+    """How many of the most likely tokens are wanted beside each of the prompt's; -1: no log-probabilities of these."""
+    of_prompt: list[tuple[int, Int32s, Float32s]] = field(default_factory=list)
+    """Rank, ids and values of the prompt's tokens, from the second on."""
     tokens: list[int] = field(default_factory=list)
     logprobs: list[tuple[Int32s, Float32s]] = field(default_factory=list)
     computed: int = 0
@@ -389,7 +396,7 @@ class MiniBrain:
         free = list(slots) if slots is not None else self._random.permutation(self.runner.config.slots).tolist()
         waiting = list(requests)
         running: list[Request] = []
-        flying: deque[tuple[list[Request], Launched]] = deque()
+        flying: deque[tuple[list[Request], list[tuple[Request, int]], Launched]] = deque()
         first, waits = self._step, self._waits()
         while waiting or running:
             self._step += 1
@@ -403,7 +410,9 @@ class MiniBrain:
                 self._admit(request, builder)
             self._random.shuffle(running)
             sampling = [request for request in running if self._advance(request, builder, chunk)]
-            flying.append((sampling, self.runner.launch(builder.build())))
+            by_slot = {request.slot: request for request in running}
+            wanting = [(by_slot[slot], count) for slot, _, count, _ in builder.prompt_logprobs]
+            flying.append((sampling, wanting, self.runner.launch(builder.build())))
             while len(flying) > (self._lookahead if waiting or running else 0):
                 self._collect(*flying.popleft())
                 for request in [r for r in running if len(r.tokens) == r.count]:
@@ -439,12 +448,15 @@ class MiniBrain:
         length = min(chunk, total - request.computed)
         sample = request.computed + length == total
         builder.row(request.slot, request.computed, length, sample)
+        count = min(length, len(request.prompt) - 1 - request.computed)
+        if request.prompt_logprobs >= 0 and count > 0:
+            builder.prompt_logprobs.append((request.slot, request.computed + 1, count, request.prompt_logprobs))
         request.computed += length
         request.sampled += sample
         return sample
 
     @staticmethod
-    def _collect(sampling: Sequence[Request], launched: Launched) -> None:
+    def _collect(sampling: Sequence[Request], wanting: Sequence[tuple[Request, int]], launched: Launched) -> None:
         result = launched.collect()
         assert result.step == launched.step
         assert not result.row_errors.any()
@@ -454,6 +466,13 @@ class MiniBrain:
             request.tokens.append(token)
             request.logprobs.append((result.logprob_ids[at : at + count], result.logprob_values[at : at + count]))
             at += count
+        at, ranks = 0, iter(result.prompt_ranks.tolist())
+        for request, count in wanting:
+            for rank in islice(ranks, count):
+                entries = slice(at, at + 1 + request.prompt_logprobs)
+                request.of_prompt.append((rank, result.prompt_ids[entries], result.prompt_values[entries]))
+                at = entries.stop
+        assert at == len(result.prompt_ids)
 
 
 def greedy_reference(model: Any, prompt: list[int], count: int) -> tuple[list[int], torch.Tensor]:

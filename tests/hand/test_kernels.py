@@ -87,6 +87,7 @@ def test_logits_are_those_of_torch(family: str, dtype: str, page_size: int, inst
         tokens, finite = compute.greedy(rows(step))
         assert tokens.tolist() == found.argmax(dim=-1).tolist()
         assert finite.all()
+        assert torch.equal(compute.head(compute.states(rows(step))), found)
 
 
 @pytest.mark.parametrize("page_size", PAGE_SIZES)

@@ -111,6 +111,7 @@ def check(compute: NativeCompute, expected: TorchCompute) -> None:
         tokens, finite = compute.greedy(rows(step))
         assert tokens.tolist() == found.argmax(dim=-1).tolist()
         assert finite.all()
+        assert torch.equal(compute.head(compute.states(rows(step))), found)
 
 
 @pytest.mark.parametrize("family", ["llama", "llama-untied-biases", "llama-head-dim", "qwen2", "qwen3"])

@@ -96,6 +96,11 @@ def plans(draw: st.DrawFn) -> Plan:
             builder.image(draw(COUNT), (draw(COUNT), draw(COUNT)), grid, draw(st.sampled_from([-1, 0, 4096])), pages)
         else:
             builder.image_span(draw(COUNT), draw(COUNT), grid, draw(COUNT), pages)
+    for slot, start, length, _ in builder.rows:
+        if 0 <= start < 2**30 and 1 <= length < 2**30 and draw(st.booleans()):
+            count = draw(st.integers(1, length))
+            first = draw(st.integers(start + 1, start + length + 1 - count))
+            builder.prompt_logprobs.append((slot, first, count, draw(st.integers(0, 20))))
     return builder.build()
 
 
@@ -225,6 +230,10 @@ def test_damage_is_named(at: int, form: str, value: int | bytes, message: str) -
         ({"token_counts": [1]}, "disagree"),
         ({"token_counts": [2, 0]}, "disagree"),
         ({"token_counts": [1, 1, 1]}, "disagree"),
+        ({"prompt_ranks": [0], "prompt_ids": [3], "prompt_values": [0]}, "disagree"),
+        ({"prompt_ranks": [1], "prompt_ids": [3, 4], "prompt_values": [0]}, "disagree"),
+        ({"prompt_ranks": [1, 1], "prompt_ids": [3], "prompt_values": [0]}, "disagree"),
+        ({"prompt_ids": [3], "prompt_values": [0]}, "disagree"),
     ],
 )
 def test_a_result_whose_columns_disagree_is_refused(change: dict[str, list[int]], message: str) -> None:
@@ -259,6 +268,14 @@ def test_a_result_whose_columns_disagree_is_refused(change: dict[str, list[int]]
         ({"image_spans": [[0, 3, 2, 2, -1, 0]]}, "disagree"),
         ({"image_spans": [[0, 3, 2, 2, 3, 2], [1, 3, 2, 2, 3, -1]], "span_pages": [4]}, "disagree"),
         ({"span_pages": [3]}, "disagree"),
+        ({"unused": [3]}, "disagree"),
+        ({"prompt_logprobs": [[0, 1, 1]]}, "record length"),
+        ({"rows": [[0, 0, 2, 1]], "prompt_logprobs": [[0, 0, 1, 0]]}, "disagree"),
+        ({"rows": [[0, 0, 2, 1]], "prompt_logprobs": [[0, 1, 3, 0]]}, "disagree"),
+        ({"rows": [[0, 0, 2, 1]], "prompt_logprobs": [[0, 1, 0, 0]]}, "disagree"),
+        ({"rows": [[0, 0, 2, 1]], "prompt_logprobs": [[0, 1, 1, -1]]}, "disagree"),
+        ({"rows": [[0, 0, 2, 1]], "prompt_logprobs": [[1, 1, 1, 0]]}, "disagree"),
+        ({"rows": [[0, 0, 2, 1]], "prompt_logprobs": [[0, 1, 1, 0], [0, 2, 1, 0]]}, "disagree"),
     ],
 )
 def test_a_plan_that_says_what_is_not_known_is_refused(change: dict[str, Any], message: str) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 from forebay.protocol import frames, masks, plan, result
 
 FOLDER = Path(__file__).parent
-FLOAT_COLUMNS = ("slot_floats", "bias_values", "logprob_values", "pooled")
+FLOAT_COLUMNS = ("slot_floats", "bias_values", "logprob_values", "pooled", "prompt_values")
 
 
 NAMES = {

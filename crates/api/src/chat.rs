@@ -11,7 +11,9 @@ use utoipa::ToSchema;
 use crate::error::ApiError;
 use crate::inert::{Choice, Inert};
 use crate::openai::{StreamOptions, Streaming, TokenOutput, openai_request};
-use crate::sampling::{Fields, Generation, GenerationDefaults, Limits, check_logprobs};
+use crate::sampling::{
+    Fields, Generation, GenerationDefaults, Limits, check_logprobs, whole_prompt,
+};
 use crate::tools::OfferedTools;
 
 openai_request! {
@@ -457,7 +459,8 @@ impl ChatRequest {
         };
         let effort = Effort { level: self.reasoning_effort.take(), thinks };
         let renamed = self.max_completion_tokens.is_some();
-        let mut fields = Fields { logprobs, ..self.take_fields() };
+        let prompt_logprobs = self.prompt_alternatives()?.map(whole_prompt);
+        let mut fields = Fields { logprobs, prompt_logprobs, ..self.take_fields() };
         if renamed {
             fields.max_tokens = self.max_completion_tokens;
             fields.max_tokens_name = "max_completion_tokens";
@@ -597,7 +600,6 @@ mod tests {
             json!({"audio": {"voice": "x"}}),
             json!({"prediction": {"type": "content"}}),
             json!({"lora_path": "x"}),
-            json!({"prompt_logprobs": 1}),
             json!({"use_beam_search": true}),
         ];
         for case in cases {
@@ -642,6 +644,9 @@ mod tests {
             (json!({"stream_options": {"include_usage": 1}}), "stream_options.include_usage"),
             (json!({"stream_options": {}}), "stream_options"),
             (json!({"top_logprobs": 2}), "top_logprobs"),
+            (json!({"prompt_logprobs": 21}), "prompt_logprobs"),
+            (json!({"prompt_logprobs": -1}), "prompt_logprobs"),
+            (json!({"prompt_logprobs": 0, "stream": true}), "prompt_logprobs"),
             (json!({"logprobs": true, "top_logprobs": 21}), "top_logprobs"),
             (
                 json!({"continue_final_message": true, "add_generation_prompt": true}),

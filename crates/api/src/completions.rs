@@ -6,7 +6,7 @@ use crate::inert::Inert;
 use crate::openai::{StreamOptions, Streaming, TokenOutput, openai_request};
 use crate::prompt::{Prompt, Prompts};
 use crate::sampling::{
-    Fields, Generation, GenerationDefaults, Limits, check_logprobs, check_total,
+    Fields, Generation, GenerationDefaults, Limits, check_logprobs, check_total, whole_prompt,
 };
 
 /// Tokens that the legacy API generates where the client does not say.
@@ -25,7 +25,7 @@ openai_request! {
         pub prompt_embeds: PromptEmbeds,
         /// Repeat the prompt at the head of the text.
         pub echo: Option<bool>,
-        /// Alternatives to return for each token, 0 to 20; absent: no log-probabilities.
+        /// Alternatives to return for each token, 0 to 20, with `echo` also for the prompt's; absent: no log-probabilities.
         pub logprobs: Option<i32>,
         /// Choices to generate for each prompt, of which the `n` most likely are returned. Not in a stream, unless it equals `n`.
         pub best_of: Option<u32>,
@@ -53,8 +53,10 @@ pub struct ValidCompletion {
     pub echo: bool,
     /// Choices to return for each prompt; more may be generated.
     pub n: u32,
-    /// Log-probabilities are returned.
-    pub with_logprobs: bool,
+    /// Log-probabilities are returned, with so many alternatives a token; with `echo` those of the prompt too.
+    pub logprobs: Option<u8>,
+    /// Log-probabilities of the prompt are returned apart, with so many alternatives a token.
+    pub prompt_logprobs: Option<u8>,
     /// How tokens are shown.
     pub tokens: TokenOutput,
     /// Everything else.
@@ -87,14 +89,13 @@ impl CompletionRequest {
         }
         let echo = self.echo.unwrap_or(false);
         let logprobs = self.logprobs.map(|count| check_logprobs("logprobs", count)).transpose()?;
-        if echo && logprobs.is_some() {
-            return Err(ApiError::invalid(
-                "logprobs",
-                "`logprobs` of an echoed prompt are not supported yet",
-            ));
-        }
-        let fields =
-            Fields { logprobs, default_max_tokens: Some(DEFAULT_MAX_TOKENS), ..self.take_fields() };
+        let apart = self.prompt_alternatives()?;
+        let fields = Fields {
+            logprobs,
+            prompt_logprobs: logprobs.filter(|_| echo).max(apart).map(whole_prompt),
+            default_max_tokens: Some(DEFAULT_MAX_TOKENS),
+            ..self.take_fields()
+        };
         let mut generation = fields.validate(defaults, limits)?;
         if best_of > n {
             generation.n = best_of;
@@ -119,6 +120,12 @@ impl CompletionRequest {
             if echo {
                 return Err(ApiError::invalid("echo", "`echo`: embeddings have no text"));
             }
+            if apart.is_some() {
+                return Err(ApiError::invalid(
+                    "prompt_logprobs",
+                    "`prompt_logprobs`: embeddings have no tokens",
+                ));
+            }
             let count = self.prompt_embeds.len();
             (CompletionPrompts::Embeds(self.prompt_embeds), "prompt_embeds", count)
         };
@@ -126,7 +133,8 @@ impl CompletionRequest {
         Ok(ValidCompletion {
             generation,
             n,
-            with_logprobs: logprobs.is_some(),
+            logprobs,
+            prompt_logprobs: apart,
             tokens: TokenOutput {
                 ids: self.return_token_ids.unwrap_or(false),
                 as_ids: self.return_tokens_as_token_ids.unwrap_or(false),
@@ -181,7 +189,8 @@ mod tests {
             (json!({"suffix": "x"}), "suffix"),
             (json!({"n": 3, "best_of": 2}), "best_of"),
             (json!({"best_of": 3, "stream": true}), "best_of"),
-            (json!({"echo": true, "logprobs": 0}), "logprobs"),
+            (json!({"prompt_logprobs": 21}), "prompt_logprobs"),
+            (json!({"prompt_logprobs": 1, "stream": true}), "prompt_logprobs"),
             (json!({"logprobs": 21}), "logprobs"),
             (json!({"prompt": null}), "prompt"),
             (json!({"prompt": [1000]}), "prompt[0]"),
@@ -199,12 +208,27 @@ mod tests {
     #[test]
     fn of_several_the_best_are_returned() {
         let best = validate(json!({"n": 2, "best_of": 5})).unwrap();
-        assert_eq!((best.generation.n, best.n, best.with_logprobs), (5, 2, false));
+        assert_eq!((best.generation.n, best.n, best.logprobs), (5, 2, None));
         assert_eq!(best.generation.sampling.logprobs, Some(0), "to compare them by");
         let same = validate(json!({"n": 2, "best_of": 2, "stream": true})).unwrap();
         assert_eq!((same.generation.n, same.generation.sampling.logprobs), (2, None));
         let none = validate(json!({"best_of": 0, "max_tokens": 0})).unwrap();
         assert_eq!((none.n, none.generation.max_tokens), (1, MaxTokens::Exactly(0)));
+    }
+
+    #[test]
+    fn the_prompt_s_log_probabilities_are_wanted_once_for_both_shapes() {
+        let wanted = |more| {
+            let valid = validate(more).unwrap();
+            (valid.generation.prompt_logprobs.map(|tail| (tail.first, tail.most)), valid.logprobs)
+        };
+        assert_eq!(wanted(json!({"echo": true})), (None, None));
+        assert_eq!(wanted(json!({"logprobs": 3})), (None, Some(3)));
+        let evaluator = json!({"echo": true, "logprobs": 1, "max_tokens": 0, "stream": true});
+        assert_eq!(wanted(evaluator), (Some((1, 1)), Some(1)));
+        assert_eq!(wanted(json!({"prompt_logprobs": 0})), (Some((1, 0)), None));
+        let both = json!({"prompt_logprobs": 2, "echo": true, "logprobs": 5});
+        assert_eq!(wanted(both), (Some((1, 5)), Some(5)));
     }
 
     /// One position of one float32.
@@ -224,6 +248,7 @@ mod tests {
             (json!({"prompt": "once"}), "prompt_embeds"),
             (json!({"prompt": [7]}), "prompt_embeds"),
             (json!({"prompt": "", "echo": true}), "echo"),
+            (json!({"prompt": "", "prompt_logprobs": 0}), "prompt_logprobs"),
             (json!({"prompt": "", "prompt_embeds": vec![embeds(); 33], "n": 128}), "prompt_embeds"),
         ] {
             let mut body = json!({"prompt_embeds": embeds()});

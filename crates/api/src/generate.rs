@@ -4,6 +4,7 @@ use std::collections::HashMap;
 use std::fmt;
 use std::marker::PhantomData;
 
+use forebay_engine::PromptTail;
 use serde::de::value::MapAccessDeserializer;
 use serde::de::{Deserialize, Deserializer, MapAccess, SeqAccess, Visitor};
 use serde::ser::{Serialize, SerializeTuple, Serializer};
@@ -35,13 +36,13 @@ pub struct GenerateRequest {
     pub sampling_params: Option<OneOrMany<GenerateSampling>>,
     /// Send the text so far as server-sent events.
     pub stream: Option<bool>,
-    /// Return log-probabilities of the generated tokens.
+    /// Return log-probabilities of the generated tokens, and of the prompt's from `logprob_start_len` on.
     pub return_logprob: Option<bool>,
     /// Alternatives to return for each token, 0 to 20.
     pub top_logprobs_num: Option<i32>,
     /// Return the tokens' text with their log-probabilities.
     pub return_text_in_logprobs: Option<bool>,
-    /// Position from which log-probabilities of the prompt are wanted; only -1 (none) is served.
+    /// Position of the first token of the prompt that is listed with its log-probability; -1: none is. That of the first listed one is null.
     pub logprob_start_len: Option<i32>,
     /// Name of the request, or one a prompt; it comes back in `meta_info.id`.
     #[schema(value_type = Option<Vec<String>>)]
@@ -233,9 +234,13 @@ impl GenerateRequest {
             inert.refuse(param)?;
         }
         let wants_logprobs = self.return_logprob.unwrap_or(false);
-        if wants_logprobs && self.logprob_start_len.is_some_and(|start| start != -1) {
-            return Err(ApiError::unsupported("logprob_start_len"));
+        let start = self.logprob_start_len.filter(|_| wants_logprobs).unwrap_or(-1);
+        if start < -1 {
+            let reason = format!("`logprob_start_len`: {start} is not at least -1");
+            return Err(ApiError::invalid("logprob_start_len", reason));
         }
+        // What has a log-probability is behind the first token that is listed.
+        let first = u32::try_from(start).ok().map(|start| start + 1);
         let param = self.prompt_param();
         let prompts = match (self.text, self.input_ids) {
             (Some(text @ (Prompts::Text(_) | Prompts::Texts(_))), None) => text,
@@ -268,6 +273,7 @@ impl GenerateRequest {
         };
         let outer = Outer {
             logprobs,
+            prompt_logprobs: first.zip(logprobs).map(|(first, most)| PromptTail { first, most }),
             priority: self.priority,
             key: self.routing_key,
             rank: self.routed_dp_rank,
@@ -321,6 +327,7 @@ impl GenerateRequest {
 /// What does not come with the sampling parameters.
 struct Outer {
     logprobs: Option<u8>,
+    prompt_logprobs: Option<PromptTail>,
     priority: Option<i32>,
     key: Option<String>,
     rank: Option<i64>,
@@ -378,6 +385,7 @@ impl GenerateSampling {
                 ..Spellings::default()
             },
             logprobs: outer.logprobs,
+            prompt_logprobs: outer.prompt_logprobs,
         };
         fields.validate(defaults, limits)
     }
@@ -413,6 +421,14 @@ pub struct GenerateMeta {
     pub cached_tokens: Option<u32>,
     /// Seconds since the request arrived.
     pub e2e_latency: f64,
+    /// One (log-probability, id, text) a token of the prompt, from `logprob_start_len` on; the first one's log-probability is null.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    #[schema(value_type = Option<Vec<Object>>)]
+    pub input_token_logprobs: Option<Vec<LogprobTriple>>,
+    /// The most likely tokens for each of these; null for the first.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    #[schema(value_type = Option<Vec<Object>>)]
+    pub input_top_logprobs: Option<Vec<Option<Vec<LogprobTriple>>>>,
     /// One (log-probability, id, text) a generated token.
     #[serde(skip_serializing_if = "Option::is_none")]
     #[schema(value_type = Option<Vec<Object>>)]
@@ -442,8 +458,8 @@ pub enum GenerateFinish {
 /// A token as the native dialect writes it: `[log-probability, id, text or null]`.
 #[derive(Debug, Clone, PartialEq)]
 pub struct LogprobTriple {
-    /// Natural log-probability.
-    pub logprob: f32,
+    /// Natural log-probability; null for a token without a token before it.
+    pub logprob: Option<f32>,
     /// Token id.
     pub id: i32,
     /// The token's text, where asked for.
@@ -511,6 +527,21 @@ mod tests {
     }
 
     #[test]
+    fn the_first_token_that_is_listed_has_no_log_probability() {
+        let first = |more: Value| {
+            let mut body = json!({"text": "a", "top_logprobs_num": 2});
+            more.as_object().unwrap().iter().for_each(|(key, value)| body[key] = value.clone());
+            let tail = validate(body).unwrap().generations[0].prompt_logprobs;
+            tail.map(|tail| (tail.first, tail.most))
+        };
+        assert_eq!(first(json!({"return_logprob": true, "logprob_start_len": 0})), Some((1, 2)));
+        assert_eq!(first(json!({"return_logprob": true, "logprob_start_len": 7})), Some((8, 2)));
+        assert_eq!(first(json!({"return_logprob": true, "logprob_start_len": -1})), None);
+        assert_eq!(first(json!({"return_logprob": true})), None);
+        assert_eq!(first(json!({"return_logprob": false, "logprob_start_len": 0})), None);
+    }
+
+    #[test]
     fn errors_name_the_parameter() {
         let cases = [
             (json!({}), "text"),
@@ -538,9 +569,10 @@ mod tests {
             ),
             (json!({"text": "a", "image_data": "x"}), "image_data"),
             (
-                json!({"text": "a", "return_logprob": true, "logprob_start_len": 0}),
+                json!({"text": "a", "return_logprob": true, "logprob_start_len": -2}),
                 "logprob_start_len",
             ),
+            (json!({"text": "a", "token_ids_logprob": [5]}), "token_ids_logprob"),
         ];
         for (case, expected) in cases {
             let error = validate(case.clone()).unwrap_err();
@@ -554,7 +586,7 @@ mod tests {
         assert_eq!(serde_json::to_value(finish).unwrap(), json!({"type": "stop", "matched": 2}));
         let finish = GenerateFinish::Length { length: 5 };
         assert_eq!(serde_json::to_value(finish).unwrap(), json!({"type": "length", "length": 5}));
-        let triple = LogprobTriple { logprob: -0.5, id: 7, text: None };
+        let triple = LogprobTriple { logprob: Some(-0.5), id: 7, text: None };
         assert_eq!(serde_json::to_value(triple).unwrap(), json!([-0.5, 7, null]));
     }
 }

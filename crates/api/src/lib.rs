@@ -57,8 +57,8 @@ pub use rerank::{
 pub use response::{
     ChatChoice, ChatChunkChoice, ChatCompletion, ChatDelta, ChatLogprobs, ChatTokenLogprob,
     ChatTopLogprob, Completion, CompletionChoice, CompletionLogprobs, CompletionTokensDetails,
-    FunctionCall, FunctionDelta, ModelCard, ModelList, PromptTokensDetails, ResponseMessage,
-    StopReason, ToolCall, ToolCallDelta, Usage,
+    FunctionCall, FunctionDelta, ModelCard, ModelList, PromptTokenLogprob, PromptTokenLogprobs,
+    PromptTokensDetails, ResponseMessage, StopReason, ToolCall, ToolCallDelta, Usage,
 };
 pub use sampling::{Generation, GenerationDefaults, Limits, MaxTokens, choice_seed};
 pub use structure::{JsonSchemaFormat, ResponseFormat, Structure, StructuredOutputs};

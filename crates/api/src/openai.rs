@@ -153,12 +153,13 @@ macro_rules! openai_request {
             /// The form of the answer: a structural tag, as text or as an object.
             #[schema(value_type = Option<String>)]
             structural_tag: Option<$crate::structure::Raw>,
+            /// Return log-probabilities of the prompt's tokens, with so many alternatives for each, 0 to 20. Not in a stream.
+            pub prompt_logprobs: Option<i32>,
             /// Return the ids of the prompt's and of the generated tokens.
             pub return_token_ids: Option<bool>,
             /// Write `token_id:NUMBER` in place of tokens' texts in log-probabilities.
             pub return_tokens_as_token_ids: Option<bool>,
             #[serde(default)] #[schema(ignore)] logits_processors: $crate::inert::Inert,
-            #[serde(default)] #[schema(ignore)] prompt_logprobs: $crate::inert::Inert,
             #[serde(default)] #[schema(ignore)] truncate_prompt_tokens: $crate::inert::Inert,
             #[serde(default)] #[schema(ignore)] use_beam_search: $crate::inert::Inert,
             #[serde(default)] #[schema(ignore)] lora_path: $crate::inert::Inert,
@@ -173,7 +174,6 @@ macro_rules! openai_request {
             fn refuse_shared(&self) -> Result<(), $crate::error::ApiError> {
                 for (param, inert) in [
                     ("logits_processors", self.logits_processors),
-                    ("prompt_logprobs", self.prompt_logprobs),
                     ("truncate_prompt_tokens", self.truncate_prompt_tokens),
                     ("use_beam_search", self.use_beam_search),
                     ("lora_path", self.lora_path),
@@ -185,6 +185,17 @@ macro_rules! openai_request {
                     inert.refuse(param)?;
                 }
                 Ok(())
+            }
+
+            /// Alternatives for each of the prompt's tokens, where their log-probabilities are asked for.
+            fn prompt_alternatives(&self) -> Result<Option<u8>, $crate::error::ApiError> {
+                const PARAM: &str = "prompt_logprobs";
+                let Some(count) = self.prompt_logprobs else { return Ok(None) };
+                if self.stream == Some(true) {
+                    let reason = format!("`{PARAM}`: they are not available in a stream");
+                    return Err($crate::error::ApiError::invalid(PARAM, reason));
+                }
+                $crate::sampling::check_logprobs(PARAM, count).map(Some)
             }
 
             /// Takes the shared parameters out.
@@ -233,6 +244,7 @@ macro_rules! openai_request {
                         structural_tag: self.structural_tag.take(),
                     },
                     logprobs: None,
+                    prompt_logprobs: None,
                 }
             }
         }

@@ -1,6 +1,6 @@
 //! Responses of OpenAI's dialects, whole and as chunks of a stream.
 
-use serde::Serialize;
+use serde::{Serialize, Serializer};
 use serde_json::{Map, Value};
 use utoipa::ToSchema;
 
@@ -84,6 +84,10 @@ pub struct ChatCompletion {
     /// The prompt's token ids, where asked for.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub prompt_token_ids: Option<Vec<i32>>,
+    /// Log-probabilities of the prompt's tokens, where asked for; null for the first.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    #[schema(value_type = Option<Vec<Object>>)]
+    pub prompt_logprobs: Option<Vec<Option<PromptTokenLogprobs>>>,
 }
 
 /// A choice of a chat completion.
@@ -285,6 +289,31 @@ pub struct CompletionChoice {
     /// Ids of the generated tokens, where asked for; in a stream, the new ones.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub token_ids: Option<Vec<i32>>,
+    /// Log-probabilities of the prompt's tokens, where asked for; null for the first.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    #[schema(value_type = Option<Vec<Object>>)]
+    pub prompt_logprobs: Option<Vec<Option<PromptTokenLogprobs>>>,
+}
+
+/// A token of a prompt and the most likely ones in its place, as vLLM writes them: an object by token ids.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct PromptTokenLogprobs(pub Vec<(i32, PromptTokenLogprob)>);
+
+impl Serialize for PromptTokenLogprobs {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.collect_map(self.0.iter().map(|(id, entry)| (id, entry)))
+    }
+}
+
+/// A token that could stand in a prompt.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct PromptTokenLogprob {
+    /// Natural logarithm.
+    pub logprob: f32,
+    /// 1 for the most likely one.
+    pub rank: u32,
+    /// The token's text.
+    pub decoded_token: String,
 }
 
 /// Log-probabilities in the legacy shape: four lists with one entry a token.
@@ -292,13 +321,13 @@ pub struct CompletionChoice {
 pub struct CompletionLogprobs {
     /// Where the token's text starts, in characters.
     pub text_offset: Vec<u32>,
-    /// Natural logarithms.
-    pub token_logprobs: Vec<f32>,
+    /// Natural logarithms; null for the first token of an echoed prompt.
+    pub token_logprobs: Vec<Option<f32>>,
     /// The tokens' text.
     pub tokens: Vec<String>,
-    /// The most likely tokens by their text; the sampled one is always among them.
+    /// The most likely tokens by their text; the sampled one is always among them. Null for the first token of an echoed prompt.
     #[schema(value_type = Vec<Object>)]
-    pub top_logprobs: Vec<Map<String, Value>>,
+    pub top_logprobs: Vec<Option<Map<String, Value>>>,
 }
 
 /// The served models.
@@ -349,6 +378,14 @@ mod tests {
             json!({"index": 0, "delta": {"content": "a"}, "logprobs": null, "finish_reason": null})
         );
         assert_eq!(serde_json::to_value(StopReason::Text("x".into())).unwrap(), json!("x"));
+    }
+
+    #[test]
+    fn tokens_of_a_prompt_are_by_their_ids_and_in_order() {
+        let entry = |rank| PromptTokenLogprob { logprob: -0.5, rank, decoded_token: "é".into() };
+        let tokens = PromptTokenLogprobs(vec![(9, entry(3)), (5, entry(1))]);
+        let expected = r#"[null,{"9":{"logprob":-0.5,"rank":3,"decoded_token":"é"},"5":{"logprob":-0.5,"rank":1,"decoded_token":"é"}}]"#;
+        assert_eq!(serde_json::to_string(&[None, Some(tokens)]).unwrap(), expected);
     }
 
     #[test]

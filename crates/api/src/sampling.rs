@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 
-use forebay_engine::Preference;
+use forebay_engine::{Preference, PromptTail};
 use forebay_protocol::SamplingParams;
 
 use crate::error::ApiError;
@@ -89,6 +89,8 @@ pub struct Generation {
     pub bad_words: Vec<String>,
     /// Most tokens of the reasoning before the answer.
     pub thinking_budget: Option<u32>,
+    /// Log-probabilities of each prompt, which the first of its choices brings.
+    pub prompt_logprobs: Option<PromptTail>,
 }
 
 impl Generation {
@@ -199,6 +201,8 @@ pub(crate) struct Fields {
     pub(crate) structure: Spellings,
     /// Already checked by [`check_logprobs`].
     pub(crate) logprobs: Option<u8>,
+    /// Likewise.
+    pub(crate) prompt_logprobs: Option<PromptTail>,
 }
 
 impl Fields {
@@ -271,6 +275,7 @@ impl Fields {
             structure: self.structure.resolve()?,
             bad_words,
             thinking_budget: self.thinking_budget.and_then(|budget| u32::try_from(budget).ok()),
+            prompt_logprobs: self.prompt_logprobs,
         })
     }
 }
@@ -324,6 +329,11 @@ pub(crate) fn check_total(param: &str, choices: usize) -> Result<(), ApiError> {
         return Err(out_of_range(param, reason));
     }
     Ok(())
+}
+
+/// Log-probabilities of a whole prompt; the first token has nothing before it.
+pub(crate) fn whole_prompt(most: u8) -> PromptTail {
+    PromptTail { first: 1, most }
 }
 
 /// Checks a number of alternatives.

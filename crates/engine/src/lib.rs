@@ -35,10 +35,10 @@ pub use clock::{Clock, SystemClock};
 pub use config::{EngineConfig, HostConfig};
 pub use constraint::{Allowed, Broken, Constraint};
 pub use executor::{Executor, Signal, Wake};
-pub use forebay_protocol::{Dtype, Grid, Pooling, Ready, SlotSpec};
+pub use forebay_protocol::{Dtype, Grid, Pooling, PromptLogprobs, Ready, SlotSpec};
 pub use forebay_scheduler::{
     BlockEvent, BlockHash, HostStats, HostTier, ImageId, ImageStats, Namer, Past, Place, Policy,
-    PromptImage, Request, SavePolicy, Stats as SchedulerStats,
+    PromptImage, PromptTail, Request, SavePolicy, Stats as SchedulerStats,
 };
 pub use handle::EngineHandle;
 pub use payload::{Embeds, Payload, Payloads};

@@ -314,12 +314,23 @@ impl Owner {
                     }
                     let token = Some(SampledToken { id: token, logprobs });
                     let (admission, id) = (self.take_admission(id), RequestId(id));
-                    self.outputs.push(Output { id, admission, token, pooled: None, finish: None });
+                    // With what the same step brought of the prompt.
+                    let first =
+                        self.outputs.last_mut().filter(|last| last.id == id && last.is_of_prompt());
+                    match first {
+                        Some(first) => first.token = token,
+                        None => self.outputs.push(Output { admission, token, ..Output::of(id) }),
+                    }
+                }
+                Event::PromptLogprobs { id, logprobs } => {
+                    let (admission, id) = (self.take_admission(id), RequestId(id));
+                    let prompt = Some(logprobs);
+                    self.outputs.push(Output { admission, prompt, ..Output::of(id) });
                 }
                 Event::Pooled { id, vector } => {
                     let pooled = Some(vector);
                     let (admission, id) = (self.take_admission(id), RequestId(id));
-                    self.outputs.push(Output { id, admission, token: None, pooled, finish: None });
+                    self.outputs.push(Output { admission, pooled, ..Output::of(id) });
                 }
                 Event::Finished { id, reason } => {
                     let finish = match reason {
@@ -366,8 +377,7 @@ impl Owner {
             Some(last) if last.id == id && last.finish.is_none() => last.finish = Some(finish),
             _ => {
                 let finish = Some(finish);
-                let ended = Output { id, admission: None, token: None, pooled: None, finish };
-                self.outputs.push(ended);
+                self.outputs.push(Output { finish, ..Output::of(id) });
             }
         }
     }

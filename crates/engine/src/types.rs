@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use derive_more::AddAssign;
-use forebay_protocol::Ready;
+use forebay_protocol::{PromptLogprobs, Ready};
 use forebay_scheduler::{BlockEvent, Request};
 use serde::Serialize;
 use thiserror::Error;
@@ -155,14 +155,30 @@ pub struct Admission {
 pub struct Output {
     /// The request's id.
     pub id: RequestId,
-    /// Set in the request's first output that carries a token or a vector (the request may also end without ever having one).
+    /// Set in the request's first output that carries a token, a vector or log-probabilities of its prompt (the request may also end without
+    /// ever having one).
     pub admission: Option<Admission>,
+    /// More of the log-probabilities of its prompt; all have come with the first token.
+    pub prompt: Option<PromptLogprobs>,
     /// The token of this step.
     pub token: Option<SampledToken>,
     /// The vector of a pooled request, as the model made it: neither cut nor normalised.
     pub pooled: Option<Box<[f32]>>,
     /// Set exactly once, in the request's last output.
     pub finish: Option<FinishReason>,
+}
+
+impl Output {
+    /// Nothing yet.
+    #[must_use]
+    pub fn of(id: RequestId) -> Self {
+        Self { id, admission: None, prompt: None, token: None, pooled: None, finish: None }
+    }
+
+    /// Whether it has log-probabilities of the prompt and nothing beside them.
+    pub(crate) fn is_of_prompt(&self) -> bool {
+        self.prompt.is_some() && self.token.is_none() && self.finish.is_none()
+    }
 }
 
 /// Where outputs go, called on the engine thread once a step with everything the step brought. May block for backpressure, must not do

@@ -1,6 +1,6 @@
 //! CPU kernels behind a C interface, loaded by the hand.
 //!
-//! A decoder is described once (`fb_model_new`) and then computed a step a call (`fb_step`): embedding, layers and head, with paged
+//! A decoder is described once (`fb_model_new`) and then computed a step a call (`fb_step`; where many tokens want logits, `fb_head` makes them of some at a time): embedding, layers and head, with paged
 //! attention for prompt chunks and decode rows alike. One call a step, because what a step costs beside its arithmetic is the crossing
 //! of boundaries: a few microseconds for each of hundreds of operators would be most of a small model's step.
 //!
@@ -47,7 +47,7 @@ pub use crate::model::{LayerSpec, ModelSpec, StepSpec};
 pub use crate::team::TeamSpec;
 
 /// The interface's version: a caller that was made for another one must not call.
-const VERSION: u32 = 5;
+const VERSION: u32 = 6;
 
 /// A decoder of either type.
 pub struct AnyModel(Typed);
@@ -354,5 +354,41 @@ pub unsafe extern "C" fn fb_step(model: *mut AnyModel, step: *const StepSpec) ->
     match result {
         Ok(()) => 0,
         Err(error) => error as i32,
+    }
+}
+
+/// Computes logits of states that a step has given.
+///
+/// # Safety
+/// `model` is of [`fb_model_new`] and computes nothing else; `states` is float32 `[count, hidden]`, and `logits` has room for
+/// `[count, vocabulary]`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn fb_head(
+    model: *mut AnyModel,
+    states: *const f32,
+    count: usize,
+    logits: *mut f32,
+) {
+    unsafe fn typed<E: Element>(
+        model: &mut Model<E>,
+        states: (*const f32, usize),
+        logits: *mut f32,
+        body: Body<E>,
+    ) {
+        // SAFETY: the caller's description; `body` fits the processor, and is called once a member.
+        unsafe {
+            model.head(states, logits, |team, view| team.run(|member| body(view, &member)));
+        }
+    }
+    let level = Level::current();
+    if count == 0 {
+        return;
+    }
+    // SAFETY: the caller's description; bodies fit the processor.
+    unsafe {
+        match &mut (*model).0 {
+            Typed::Float32(model) => typed(model, (states, count), logits, body_f32(level)),
+            Typed::Bfloat16(model) => typed(model, (states, count), logits, body_bf16(level)),
+        }
     }
 }

@@ -98,7 +98,7 @@ pub struct StepSpec {
     /// int32 `[slots, page_stride]`.
     pages: *const i32,
     page_stride: u64,
-    /// int64 `[sampled]`: rows whose last token gets logits, ascending.
+    /// int64 `[sampled]`: tokens that get logits, numbered over all rows, ascending.
     sample: *const i64,
     sampled: u64,
     /// `[rows]`, or null for none: where the inputs `[positions, hidden]` of a row's slot begin, or null where the embedding has all of them.
@@ -112,6 +112,8 @@ pub struct StepSpec {
     finite: *mut u8,
     /// `[PARTS]`, or null: what each of [`crate::step::Part`] took is added here, in nanoseconds.
     times: *mut u64,
+    /// float32 `[sampled, hidden]`, or null: in place of logits, what [`Model::head`] makes them of.
+    states: *mut f32,
 }
 
 /// Why a step was not computed. Nothing was written.
@@ -294,9 +296,9 @@ impl<E: Element> Model<E> {
         run: impl Fn(&Team, &Step<'_, E>),
     ) -> Result<(), StepError> {
         // SAFETY: the caller's description.
-        let last = unsafe { self.lay_out(step)? };
+        let chosen = unsafe { self.lay_out(step)? };
         let count = self.work.tokens.len();
-        let sampled = last.len();
+        let sampled = chosen.len();
         let decodes = count == step.rows as usize && count == sampled;
         let projected = self.layers.first().map_or(0, |layer| layer.qkv.outputs);
         let queries = self.shape.heads * self.shape.head_dim;
@@ -307,54 +309,24 @@ impl<E: Element> Model<E> {
         grow(&mut work.qkv, count * projected, 0.0);
         grow(&mut work.attended, count * queries, zero);
         grow(&mut work.gated, count * self.intermediate, zero);
-        let widest = self.hidden.max(self.intermediate).max(queries);
-        let rows = count.max(self.team.threads * FEW);
-        grow(&mut work.normed, rows * self.hidden, zero);
-        grow(&mut work.arranged, rows * widest, 0.0);
-        if self.quantised {
-            grow(&mut work.codes, rows * widest, 0);
-            grow(&mut work.code_scales, rows * widest / SHARED, 0.0);
-            grow(&mut work.code_sums, rows * widest / SHARED, 0);
-        }
-        work.queues.iter_mut().for_each(Queue::reset);
+        self.make_room(count);
+        let work = &mut self.work;
         work.best.clear();
-        if step.logits.is_null() {
+        let picks = step.logits.is_null() && step.states.is_null();
+        if picks {
             work.best.resize(self.team.threads * sampled, Best::NONE);
         }
+        let x = self.work.x.as_mut_ptr();
+        let team = self.team;
         let view = Step {
-            x: work.x.as_mut_ptr(),
-            sampled_x: work.sampled_x.as_mut_ptr(),
-            normed: work.normed.as_mut_ptr(),
-            qkv: work.qkv.as_mut_ptr(),
-            attended: work.attended.as_mut_ptr(),
-            gated: work.gated.as_mut_ptr(),
-            best: work.best.as_mut_ptr(),
-            scratch: work.scratch.as_mut_ptr(),
-            arranged: work.arranged.as_mut_ptr(),
-            codes: CodesRoom {
-                codes: work.codes.as_mut_ptr(),
-                scales: work.code_scales.as_mut_ptr(),
-                sums: work.code_sums.as_mut_ptr(),
-            },
             logits: step.logits,
+            states: step.states,
             times: step.times,
-            tokens: &work.tokens,
-            attention: work.attention.shared(),
-            last_attention: work.last_attention.shared(),
-            queues: &work.queues,
-            sampled: &last,
             decodes,
-            shape: self.shape,
-            hidden: self.hidden,
-            eps: self.eps,
-            cos: self.cos,
-            sin: self.sin,
-            final_norm: &self.final_norm,
-            head: self.head.matrix(),
-            layers: &self.layers,
+            ..self.view(x, &chosen)
         };
-        run(&self.team, &view);
-        if step.logits.is_null() {
+        run(&team, &view);
+        if picks {
             for row in 0..sampled {
                 let mut best = Best::NONE;
                 for member in self.work.best.chunks_exact(sampled) {
@@ -370,7 +342,80 @@ impl<E: Element> Model<E> {
         Ok(())
     }
 
-    /// Finds every token and its page, and cuts the attention into units; gives the sampled tokens.
+    /// Logits `[count, vocabulary]` of states `[count, hidden]` that a step has given.
+    ///
+    /// # Safety
+    /// As [`Self::step`]; `states` and `logits` have room for so many.
+    pub(crate) unsafe fn head(
+        &mut self,
+        (states, count): (*const f32, usize),
+        logits: *mut f32,
+        run: impl Fn(&Team, &Step<'_, E>),
+    ) {
+        self.work.tokens.clear();
+        self.make_room(count);
+        let team = self.team;
+        // Only read, as a step without tokens is not added to.
+        let view = Step { logits, given: count, ..self.view(states.cast_mut(), &[]) };
+        run(&team, &view);
+    }
+
+    /// Has room for normalised rows, and makes the queues ready.
+    fn make_room(&mut self, count: usize) {
+        let queries = self.shape.heads * self.shape.head_dim;
+        let widest = self.hidden.max(self.intermediate).max(queries);
+        let rows = count.max(self.team.threads * FEW);
+        let work = &mut self.work;
+        grow(&mut work.normed, rows * self.hidden, E::default());
+        grow(&mut work.arranged, rows * widest, 0.0);
+        if self.quantised {
+            grow(&mut work.codes, rows * widest, 0);
+            grow(&mut work.code_scales, rows * widest / SHARED, 0.0);
+            grow(&mut work.code_sums, rows * widest / SHARED, 0);
+        }
+        work.queues.iter_mut().for_each(Queue::reset);
+    }
+
+    /// A step over the buffers as they are, which gives nothing yet.
+    fn view<'a>(&'a mut self, x: *mut f32, sampled: &'a [usize]) -> Step<'a, E> {
+        let work = &mut self.work;
+        Step {
+            x,
+            sampled_x: work.sampled_x.as_mut_ptr(),
+            normed: work.normed.as_mut_ptr(),
+            qkv: work.qkv.as_mut_ptr(),
+            attended: work.attended.as_mut_ptr(),
+            gated: work.gated.as_mut_ptr(),
+            best: work.best.as_mut_ptr(),
+            scratch: work.scratch.as_mut_ptr(),
+            arranged: work.arranged.as_mut_ptr(),
+            codes: CodesRoom {
+                codes: work.codes.as_mut_ptr(),
+                scales: work.code_scales.as_mut_ptr(),
+                sums: work.code_sums.as_mut_ptr(),
+            },
+            logits: std::ptr::null_mut(),
+            states: std::ptr::null_mut(),
+            times: std::ptr::null_mut(),
+            tokens: &work.tokens,
+            attention: work.attention.shared(),
+            last_attention: work.last_attention.shared(),
+            queues: &work.queues,
+            sampled,
+            given: 0,
+            decodes: false,
+            shape: self.shape,
+            hidden: self.hidden,
+            eps: self.eps,
+            cos: self.cos,
+            sin: self.sin,
+            final_norm: &self.final_norm,
+            head: self.head.matrix(),
+            layers: &self.layers,
+        }
+    }
+
+    /// Finds every token and its page, and cuts the attention into units; gives the tokens that sample.
     unsafe fn lay_out(&mut self, step: &StepSpec) -> Result<Vec<usize>, StepError> {
         let count = step.rows as usize;
         // SAFETY: the caller's description.
@@ -427,21 +472,24 @@ impl<E: Element> Model<E> {
         }
         // SAFETY: the caller's description.
         let sample = unsafe { std::slice::from_raw_parts(step.sample, step.sampled as usize) };
-        let last_of = |&row: &i64| {
-            let Queries { token, tokens, .. } = rows[row as usize];
-            token + tokens - 1
-        };
-        if sample.len() < work.tokens.len() {
-            for (to, &row) in sample.iter().enumerate() {
-                let Queries { token, tokens, position, held, .. } = rows[row as usize];
-                let (token, position) = (token + tokens - 1, position + tokens - 1);
-                let queries = Queries { token, to, tokens: 1, position, held };
-                work.last_attention.add(&self.shape, queries, together);
+        let chosen: Vec<usize> = sample.iter().map(|&token| token as usize).collect();
+        if chosen.len() < work.tokens.len() {
+            let mut to = 0;
+            for row in rows {
+                // Those that follow one another are computed together.
+                let end = row.token + row.tokens;
+                while let Some(&token) = chosen.get(to).filter(|&&token| token < end) {
+                    let run = (token..end).zip(&chosen[to..]).take_while(|(a, b)| a == *b).count();
+                    let position = row.position + token - row.token;
+                    let queries = Queries { token, to, tokens: run, position, held: row.held };
+                    work.last_attention.add(&self.shape, queries, together);
+                    to += run;
+                }
             }
         }
         work.attention.arrange(&self.shape);
         work.last_attention.arrange(&self.shape);
-        Ok(sample.iter().map(last_of).collect())
+        Ok(chosen)
     }
 }
 

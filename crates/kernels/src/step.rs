@@ -74,6 +74,8 @@ pub(crate) struct Step<'a, E> {
     pub(crate) arranged: *mut f32,
     pub(crate) codes: CodesRoom,
     pub(crate) logits: *mut f32,
+    /// Null, or where the stream of the tokens that sample goes, in place of the head.
+    pub(crate) states: *mut f32,
     pub(crate) times: *mut u64,
     pub(crate) tokens: &'a [Token<E>],
     pub(crate) attention: attention::Shared<'a>,
@@ -81,6 +83,8 @@ pub(crate) struct Step<'a, E> {
     pub(crate) queues: &'a [Queue],
     /// The tokens that sample, ascending.
     pub(crate) sampled: &'a [usize],
+    /// Rows of `x` for the head; 0: the stream of a step comes first.
+    pub(crate) given: usize,
     /// Whether every token is a row of its own, and samples.
     pub(crate) decodes: bool,
     pub(crate) shape: Shape,
@@ -110,11 +114,45 @@ impl<E: Element> Step<'_, E> {
     /// Called once by each member of the team; the processor can run `K` and `D`.
     #[inline(always)]
     pub(crate) unsafe fn compute<K: Kernel<E>, D: Dots>(&self, member: &Member<'_>) {
-        let count = self.tokens.len();
-        let mut stream = Stream { x: self.x, count };
         // SAFETY: between meetings, members write only what is theirs by share or by queue.
         unsafe {
             let mut watch = Watch::new(self.times, member);
+            let stream = match self.given {
+                0 => self.layers::<K, D>(member, &mut watch),
+                count => Stream { x: self.x, count },
+            };
+            if !self.states.is_null() {
+                for row in member.share(stream.count) {
+                    let to = self.states.add(row * self.hidden);
+                    std::ptr::copy_nonoverlapping(self.row(stream, row).as_ptr(), to, self.hidden);
+                }
+                return;
+            }
+            let last = self.normalise::<K>(member, stream, self.final_norm);
+            watch.lap(Part::Norm);
+            let queue = &self.queues[self.layers.len() * QUEUES_A_LAYER];
+            let out = if self.logits.is_null() {
+                Out::Best(self.best.add(member.index * self.sampled.len()))
+            } else {
+                Out::Store(self.logits)
+            };
+            self.multiply::<K, D>((queue, member), last, &self.head, out);
+            member.meet();
+            watch.lap(Part::Head);
+        }
+    }
+
+    /// One member's share of the layers; gives the stream of the tokens that sample.
+    #[inline(always)]
+    unsafe fn layers<K: Kernel<E>, D: Dots>(
+        &self,
+        member: &Member<'_>,
+        watch: &mut Watch,
+    ) -> Stream {
+        let count = self.tokens.len();
+        let mut stream = Stream { x: self.x, count };
+        // SAFETY: as for `compute`.
+        unsafe {
             self.embed(member, stream);
             for (index, layer) in self.layers.iter().enumerate() {
                 let queues = &self.queues[index * QUEUES_A_LAYER..][..QUEUES_A_LAYER];
@@ -166,18 +204,8 @@ impl<E: Element> Step<'_, E> {
                 member.meet();
                 watch.lap(Part::Down);
             }
-            let last = self.normalise::<K>(member, stream, self.final_norm);
-            watch.lap(Part::Norm);
-            let queue = &self.queues[self.layers.len() * QUEUES_A_LAYER];
-            let out = if self.logits.is_null() {
-                Out::Best(self.best.add(member.index * self.sampled.len()))
-            } else {
-                Out::Store(self.logits)
-            };
-            self.multiply::<K, D>((queue, member), last, &self.head, out);
-            member.meet();
-            watch.lap(Part::Head);
         }
+        stream
     }
 
     /// Fills the stream with the tokens' inputs.

@@ -21,10 +21,10 @@ pub use frame::{Frame, FrameError, HEADER_BYTES, Header, Kind, MAX_WORDS, VERSIO
 pub use handshake::{Fatal, HandConfig, Hello, Message, Progress, Ready};
 pub use masks::StepMasks;
 pub use plan::{
-    Grid, IMAGE_SPAN_WORDS, IMAGE_WORDS, ImageSpan, PAGE_WRITE_WORDS, ROW_WORDS, Row, StepPlan,
-    TowerWork, Want,
+    Grid, IMAGE_SPAN_WORDS, IMAGE_WORDS, ImageSpan, PAGE_WRITE_WORDS, PROMPT_LOGPROBS_WORDS,
+    PromptLogprobsWant, ROW_WORDS, Row, StepPlan, TowerWork, Want,
 };
-pub use result::{ROW_NOT_FINITE, ROW_OK, SampledLogprobs, SparseRows, StepResult};
+pub use result::{PromptLogprobs, ROW_NOT_FINITE, ROW_OK, SampledLogprobs, SparseRows, StepResult};
 pub use slot::{NewSlot, Pooling, SamplingParams, SlotSpec, SlotWrite};
 
 #[cfg(target_endian = "big")]

@@ -1,6 +1,7 @@
 //! The step plan: what the hand has to write and compute in one step.
 
 mod images;
+mod prompts;
 mod tables;
 
 pub use images::{Grid, IMAGE_SPAN_WORDS, IMAGE_WORDS, ImageSpan, TowerWork};
@@ -11,14 +12,18 @@ use crate::copy::{COPY_WORDS, MAX_WAIT_US, PageCopy, SPAN_WORDS};
 use crate::frame::{ENTRY_WORDS, Frame, FrameError, Kind, as_words, encode, floats};
 use crate::slot::{NewSlot, PAIR_WORDS, SLOT_FLOATS, SlotRecord, SlotWrite};
 
-/// Columns of a plan: the ids 1 to this, in the order of the fields of [`StepPlan`].
-const COLUMNS: usize = 22;
+pub use prompts::{PROMPT_LOGPROBS_WORDS, PromptLogprobsWant};
+
+/// Columns of a plan: the ids 1 to this, in the order of [`StepPlan::columns`].
+const COLUMNS: usize = 24;
+/// An id among them that no column has.
+const UNUSED: u32 = 23;
 /// Words that an emptied column keeps, whatever it has held.
 const KEPT_WORDS: usize = 1 << 18;
 /// Words of a page-table write.
 pub const PAGE_WRITE_WORDS: usize = 3;
-/// Most words of a row: its record, and how many tokens it may give.
-pub const ROW_WORDS: usize = ROW_RECORD_WORDS + 1;
+/// Most words of a row: its record, how many tokens it may give, and what it is to give of its prompt.
+pub const ROW_WORDS: usize = ROW_RECORD_WORDS + 1 + PROMPT_LOGPROBS_WORDS;
 /// Words of a record of the `rows` column.
 const ROW_RECORD_WORDS: usize = 4;
 /// Row flag: sample the last position.
@@ -103,6 +108,7 @@ pub struct StepPlan {
     image_pages: Vec<i32>,
     image_spans: Vec<i32>,
     span_pages: Vec<i32>,
+    prompt_logprobs: Vec<i32>,
 }
 
 /// Empties a column, and gives back what it has far more of than its last use.
@@ -154,6 +160,7 @@ impl StepPlan {
         empty(&mut self.image_pages);
         empty(&mut self.image_spans);
         empty(&mut self.span_pages);
+        empty(&mut self.prompt_logprobs);
         empty(&mut self.wait_us);
     }
 
@@ -299,6 +306,8 @@ impl StepPlan {
             &self.image_pages,
             &self.image_spans,
             &self.span_pages,
+            &[],
+            &self.prompt_logprobs,
         ]
     }
 
@@ -349,17 +358,22 @@ impl StepPlan {
             return Err(FrameError::Malformed("not a plan"));
         }
         let columns = frame.known::<COLUMNS>()?;
-        let [slots, slot_floats, tokens, stop_ids, bias_ids, bias_values, ..] = columns;
-        let [_, _, _, _, _, _, page_writes, rows, row_tokens, segments, embeds, ..] = columns;
-        let [.., allowed_counts, allowed_ids, copies, wait_us, _, _, _, _, _, _, _] = columns;
-        let [.., host_writes, hot_rows, copy_spans, _, _, _, _] = columns;
-        let [.., images, image_pages, image_spans, span_pages] = columns;
+        if !columns[UNUSED as usize - 1].is_empty() {
+            return Err(FrameError::Column(UNUSED));
+        }
+        let [slots, slot_floats, tokens, stop_ids, bias_ids, bias_values, page_writes, ..] =
+            columns;
+        let [_, _, _, _, _, _, _, rows, row_tokens, segments, embeds, others @ ..] = columns;
+        let [allowed_counts, allowed_ids, copies, wait_us, host_writes, hot_rows, ..] = others;
+        let [_, _, _, _, _, _, copy_spans, images, image_pages, ..] = others;
+        let [.., image_spans, span_pages, _, prompt_logprobs] = others;
         let whole = slots.len().is_multiple_of(SlotRecord::WORDS)
             && [page_writes, host_writes, hot_rows]
                 .iter()
                 .all(|writes| writes.len().is_multiple_of(PAGE_WRITE_WORDS))
             && rows.len().is_multiple_of(ROW_RECORD_WORDS)
-            && copies.len().is_multiple_of(COPY_WORDS);
+            && copies.len().is_multiple_of(COPY_WORDS)
+            && prompt_logprobs.len().is_multiple_of(PROMPT_LOGPROBS_WORDS);
         if !whole {
             return Err(FrameError::Malformed("plan record length"));
         }
@@ -404,6 +418,7 @@ impl StepPlan {
             image_pages: image_pages.to_vec(),
             image_spans: image_spans.to_vec(),
             span_pages: span_pages.to_vec(),
+            prompt_logprobs: prompt_logprobs.to_vec(),
         };
         let agree = slot_floats.len() == slots.len() / SlotRecord::WORDS * SLOT_FLOATS
             && tokens.len() as u64 == inline
@@ -423,7 +438,8 @@ impl StepPlan {
                 || copy_spans.len() * COPY_WORDS == copies.len() * SPAN_WORDS)
             && copy_spans.iter().all(|&number| number >= 0)
             && host_writes.iter().chain(hot_rows).all(|&number| number >= 0)
-            && plan.images_agree();
+            && plan.images_agree()
+            && plan.prompt_logprobs_agree();
         if !agree {
             return Err(FrameError::Malformed("plan columns disagree"));
         }
@@ -456,165 +472,4 @@ fn records(slots: &[i32]) -> impl Iterator<Item = SlotRecord> + '_ {
 }
 
 #[cfg(test)]
-mod tests {
-    use crate::frame::{HEADER_BYTES, Header};
-    use crate::slot::{Pooling, SamplingParams, SlotSpec};
-
-    use super::*;
-
-    fn frame(bytes: &[u8]) -> Frame {
-        let (head, body) = bytes.split_first_chunk::<HEADER_BYTES>().expect("a header");
-        let words = body.chunks_exact(4).map(bytemuck::pod_read_unaligned).collect();
-        Frame::new(Header::decode(head).expect("a good header"), words).expect("a good frame")
-    }
-
-    fn new_slot<'a>(slot: u32, tokens: &'a [i32], spec: &'a SlotSpec) -> NewSlot<'a> {
-        NewSlot { slot, tokens, prompt_len: tokens.len() as u32, spec }
-    }
-
-    #[test]
-    fn long_prompts_leave_the_plan_and_short_ones_stay() {
-        let mut plan = StepPlan::default();
-        plan.begin(1);
-        let spec = SlotSpec::default();
-        for (slot, tokens) in [(0, vec![1; 3]), (1, vec![2; 10]), (2, vec![3; 4]), (3, vec![4; 12])]
-        {
-            plan.write_slot(&new_slot(slot, &tokens, &spec));
-        }
-        let (mut arena, mut bytes) = (Vec::new(), Vec::new());
-        let before = plan.clone();
-        plan.encode_spilling(&mut bytes, 8, |tokens| {
-            if arena.len() + tokens.len() > 10 {
-                return None;
-            }
-            let offset = arena.len() as u32 * 4;
-            arena.extend_from_slice(tokens);
-            Some(offset)
-        })
-        .expect("within the limit");
-        assert_eq!(arena, vec![2; 10]);
-        assert_eq!(plan, before);
-        let sent = StepPlan::decode(&frame(&bytes)).expect("a plan");
-        let left: Vec<_> = sent.new_slots().map(|new| (new.slot, new.tokens.to_vec())).collect();
-        assert_eq!(
-            left,
-            [(0, vec![1; 3]), (1, vec![]), (2, vec![3; 4]), (3, vec![4; 12])],
-            "the fourth found the arena full and stays inline"
-        );
-    }
-
-    #[test]
-    fn a_plan_knows_how_many_words_its_frame_may_have() {
-        let mut plan = StepPlan::default();
-        let sampling = SamplingParams {
-            min_tokens: 1,
-            logit_bias: [(1, 0.5), (2, 1.5)].into(),
-            allowed: Some([4, 5, 6, 7].into()),
-            ..SamplingParams::default()
-        };
-        let whole = SlotSpec {
-            sampling,
-            stop_ids: [1, 2, 3].into(),
-            pooling: Some(Pooling { segment: 2 }),
-            embeds: Some(64),
-        };
-        for spec in [whole, SlotSpec::default()] {
-            plan.begin(1);
-            let tokens = [7; 5];
-            let new = new_slot(0, &tokens, &spec);
-            let empty = plan.words();
-            plan.write_slot(&new);
-            assert_eq!(plan.words(), empty + new.words());
-            plan.write_page(0, 0, 9);
-            plan.push_row(Row { slot: 0, start: 0, length: 5, want: Want::Tokens(2) });
-            assert_eq!(plan.words(), empty + new.words() + PAGE_WRITE_WORDS + ROW_WORDS);
-            let mut bytes = Vec::new();
-            plan.encode(&mut bytes).expect("within the limit");
-            let most = HEADER_BYTES + 4 * plan.words();
-            assert!(bytes.len() <= most && bytes.len() + 4 * empty >= most, "{}", bytes.len());
-        }
-    }
-
-    #[test]
-    fn rows_say_how_many_tokens_they_may_give_only_where_it_is_more_than_one() {
-        let mut plan = StepPlan::default();
-        plan.begin(1);
-        let push = |slot, want, plan: &mut StepPlan| {
-            plan.push_row(Row { slot, start: 3, length: 1, want });
-        };
-        push(0, Want::TOKEN, &mut plan);
-        push(1, Want::Nothing, &mut plan);
-        assert_eq!(plan.row_tokens, [0; 0]);
-        push(2, Want::Tokens(4), &mut plan);
-        push(3, Want::Vector, &mut plan);
-        push(4, Want::Masked, &mut plan);
-        push(5, Want::TOKEN, &mut plan);
-        assert_eq!(plan.row_tokens, [1, 4, 1, 1]);
-        let mut bytes = Vec::new();
-        plan.encode(&mut bytes).expect("within the limit");
-        let read = StepPlan::decode(&frame(&bytes)).expect("a plan");
-        let wants: Vec<Want> = read.rows().map(|row| row.want).collect();
-        let several = Want::Tokens(4);
-        let expected =
-            [Want::TOKEN, Want::Nothing, several, Want::Vector, Want::Masked, Want::TOKEN];
-        assert_eq!(wants, expected);
-    }
-
-    #[test]
-    fn what_is_not_known_is_refused() {
-        let refused = |change: &dyn Fn(&mut StepPlan)| {
-            let (mut plan, spec) = (StepPlan::default(), SlotSpec::default());
-            plan.begin(1);
-            plan.write_slot(&new_slot(0, &[1, 2], &spec));
-            plan.write_slot(&new_slot(1, &[3], &spec));
-            plan.push_row(Row { slot: 0, start: 0, length: 2, want: Want::TOKEN });
-            change(&mut plan);
-            let mut bytes = Vec::new();
-            plan.encode(&mut bytes).expect("within the limit");
-            StepPlan::decode(&frame(&bytes)).err()
-        };
-        assert_eq!(refused(&|_| {}), None);
-        assert_eq!(refused(&|plan| plan.segments = vec![1, 4]), None);
-        let flags = Some(FrameError::Malformed("unknown row flags"));
-        assert_eq!(refused(&|plan| plan.rows[3] |= 4), None);
-        assert_eq!(refused(&|plan| plan.rows[3] = FLAG_MASKED), flags);
-        assert_eq!(refused(&|plan| plan.rows[3] |= 8), flags);
-        assert_eq!(refused(&|plan| plan.rows[3] = FLAG_SAMPLE | FLAG_POOL), flags);
-        let disagree = Some(FrameError::Malformed("plan columns disagree"));
-        assert_eq!(refused(&|plan| plan.row_tokens = vec![1, 1]), disagree);
-        assert_eq!(refused(&|plan| plan.row_tokens = vec![0]), disagree);
-        assert_eq!(refused(&|plan| plan.embeds = vec![2, 64]), disagree, "no new slot");
-        assert_eq!(refused(&|plan| plan.segments = vec![1, 4, 0, 4]), disagree, "another order");
-        assert_eq!(refused(&|plan| plan.embeds = vec![1, -64]), disagree, "before the arena");
-        assert_eq!(refused(&|plan| plan.allowed_counts = vec![1, 4]), disagree, "no ids");
-        assert_eq!(refused(&|plan| plan.allowed_counts = vec![1, 0]), disagree, "nothing allowed");
-        assert_eq!(refused(&|plan| plan.allowed_ids = vec![4]), disagree, "nobody's ids");
-        assert_eq!(refused(&|plan| plan.copies = vec![1, 2, 3, 4]), disagree, "no direction");
-        assert_eq!(refused(&|plan| plan.copies = vec![1, 0, -3, 4]), disagree, "no page");
-        let record = Some(FrameError::Malformed("plan record length"));
-        assert_eq!(refused(&|plan| plan.copies = vec![1, 0, 3]), record);
-        let wait = Some(FrameError::Malformed("wait_us beside rows or out of range"));
-        assert_eq!(refused(&|plan| plan.wait_us = vec![5]), wait, "it has rows");
-        let waits = |us: Vec<i32>| {
-            refused(&move |plan| {
-                plan.rows.clear();
-                plan.wait_us.clone_from(&us);
-            })
-        };
-        assert_eq!(waits(vec![1000]), None);
-        for us in [vec![1001], vec![-1], vec![1, 1]] {
-            assert_eq!(waits(us), wait);
-        }
-    }
-
-    #[test]
-    fn columns_that_grew_for_one_step_shrink_again() {
-        let mut plan = StepPlan::default();
-        plan.begin(1);
-        plan.tokens.resize(8 * KEPT_WORDS, 0);
-        plan.begin(2);
-        assert!(plan.tokens.capacity() >= 8 * KEPT_WORDS, "the next step may be as large");
-        plan.begin(3);
-        assert!(plan.tokens.capacity() <= KEPT_WORDS, "it was not");
-    }
-}
+mod tests;

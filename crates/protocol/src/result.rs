@@ -9,7 +9,7 @@ pub const ROW_OK: i32 = 0;
 pub const ROW_NOT_FINITE: i32 = 1;
 
 /// Columns of a result: the ids 1 to this, in the order of [`StepResult::encode`].
-const COLUMNS: usize = 12;
+const COLUMNS: usize = 15;
 
 /// Log-probabilities of one sampled position: the sampled token first, then the most likely in descending order.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -49,6 +49,19 @@ pub struct StepResult {
     pub copy_timing: CopyTiming,
     /// Where the rows were that sparse slots read.
     pub sparse_rows: SparseRows,
+    /// Of the tokens of prompts that the plan asks for, in its order; `None`: it asks for none.
+    pub prompt_logprobs: Option<Box<PromptLogprobs>>,
+}
+
+/// Log-probabilities of tokens of prompts. A token's entries are itself, then the most likely ones, descending.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct PromptLogprobs {
+    /// One a token: 1, and 1 more for each token that is likelier.
+    pub ranks: Vec<i32>,
+    /// Token ids of the entries.
+    pub ids: Vec<i32>,
+    /// Natural logarithms, one an entry.
+    pub values: Vec<f32>,
 }
 
 /// Where the rows were that a step's sparse slots chose, summed over rows and layers.
@@ -114,6 +127,7 @@ impl StepResult {
         let timed = save_us > 0 || restore_us > 0;
         let waited = [waited_us.cast_signed()];
         let sparse_rows = self.sparse_rows.words();
+        let prompts = self.prompt_logprobs.as_deref();
         encode(
             Kind::Result,
             self.step,
@@ -130,6 +144,9 @@ impl StepResult {
                 if timed { &copy_timing } else { &[] },
                 if sparse_rows == [0; 4] { &[] } else { &sparse_rows },
                 if waited_us > 0 { &waited } else { &[] },
+                prompts.map_or(&[], |prompts| &prompts.ranks),
+                prompts.map_or(&[], |prompts| &prompts.ids),
+                prompts.map_or(&[], |prompts| as_words(&prompts.values)),
             ],
             out,
         )
@@ -145,7 +162,8 @@ impl StepResult {
         }
         let columns = frame.known::<COLUMNS>()?;
         let [tokens, row_errors, counts, ids, values, ..] = columns;
-        let [.., timing, pooled, token_counts, copied, copy_timing, sparse, waited] = columns;
+        let [.., timing, pooled, token_counts, copied, _, _, _, _, _, _] = columns;
+        let [.., copy_timing, sparse, waited, ranks, prompt_ids, prompt_values] = columns;
         let (copied, odd) = copied.as_chunks::<COPIED_WORDS>();
         if counts.iter().any(|&n| n < 0) {
             return Err(FrameError::Malformed("negative count"));
@@ -162,7 +180,11 @@ impl StepResult {
             && matches!(copy_timing.len(), 0 | 2)
             && matches!(sparse.len(), 0 | 4)
             && sparse.iter().all(|&count| count >= 0)
-            && waited.len() <= 1;
+            && waited.len() <= 1
+            && ranks.iter().all(|&rank| rank >= 1)
+            && prompt_ids.len() == prompt_values.len()
+            && ranks.len() <= prompt_ids.len()
+            && ranks.is_empty() == prompt_ids.is_empty();
         if !agree {
             return Err(FrameError::Malformed("result columns disagree"));
         }
@@ -184,6 +206,10 @@ impl StepResult {
                 waited_us: waited.first().map_or(0, |us| us.cast_unsigned()),
             },
             sparse_rows: SparseRows::of(sparse),
+            prompt_logprobs: (!ranks.is_empty()).then(|| {
+                let (ranks, ids) = (ranks.to_vec(), prompt_ids.to_vec());
+                Box::new(PromptLogprobs { ranks, ids, values: floats(prompt_values).to_vec() })
+            }),
         })
     }
 }

@@ -3,8 +3,9 @@
 use std::path::{Path, PathBuf};
 
 use forebay_protocol::{
-    Direction, Frame, Grid, HEADER_BYTES, Header, ImageSpan, Kind, NewSlot, PageCopy, Pooling, Row,
-    SamplingParams, SlotSpec, Span, StepMasks, StepPlan, StepResult, TowerWork, Want, encode_json,
+    Direction, Frame, Grid, HEADER_BYTES, Header, ImageSpan, Kind, NewSlot, PageCopy, Pooling,
+    PromptLogprobsWant, Row, SamplingParams, SlotSpec, Span, StepMasks, StepPlan, StepResult,
+    TowerWork, Want, encode_json,
 };
 use serde_json::Value;
 
@@ -21,7 +22,8 @@ fn frame(bytes: &[u8]) -> Frame {
     Frame::new(Header::decode(head).expect("a good header"), words).expect("a good frame")
 }
 
-const FLOAT_COLUMNS: [&str; 4] = ["slot_floats", "bias_values", "logprob_values", "pooled"];
+const FLOAT_COLUMNS: [&str; 5] =
+    ["slot_floats", "bias_values", "logprob_values", "pooled", "prompt_values"];
 
 fn column(name: &str, values: &Value) -> Vec<i32> {
     let word = |value: &Value| match FLOAT_COLUMNS.contains(&name) {
@@ -57,6 +59,8 @@ fn id(kind: &str, column: &str) -> u32 {
             "image_pages",
             "image_spans",
             "span_pages",
+            "unused",
+            "prompt_logprobs",
         ],
         "masks" => &["offsets", "words"],
         _ => &[
@@ -72,6 +76,9 @@ fn id(kind: &str, column: &str) -> u32 {
             "copy_timing",
             "sparse_rows",
             "copy_wait_us",
+            "prompt_ranks",
+            "prompt_ids",
+            "prompt_values",
         ],
     };
     let at = names.iter().position(|name| *name == column);
@@ -217,6 +224,30 @@ fn the_scheduler_s_calls_write_the_golden_sparse_plan() {
     let read = StepPlan::decode(&frame(&bytes)).expect("a plan");
     assert_eq!(read.page_writes().collect::<Vec<_>>(), [(3, 2, None), (3, 4, Some(17))]);
     assert_eq!(read.copies().nth(1).map(|copy| (copy.hot, copy.span)), Some((None, None)));
+}
+
+/// The same for log-probabilities of prompts.
+#[test]
+fn the_scheduler_s_calls_write_the_golden_wants_of_prompts() {
+    let (folder, _) = fixtures();
+    let bytes = std::fs::read(folder.join("plan_prompt_logprobs.bin")).expect("the file");
+    let wants = [
+        PromptLogprobsWant { slot: 3, first: 1, count: 3, most: 2 },
+        PromptLogprobsWant { slot: 2, first: 130, count: 63, most: 0 },
+    ];
+    let mut plan = StepPlan::default();
+    plan.begin(15);
+    plan.push_row(Row { slot: 0, start: 17, length: 1, want: Want::TOKEN });
+    plan.push_row(Row { slot: 3, start: 0, length: 4, want: Want::TOKEN });
+    plan.push_row(Row { slot: 2, start: 128, length: 64, want: Want::Nothing });
+    for want in wants {
+        plan.want_prompt_logprobs(want);
+    }
+    let mut got = Vec::new();
+    plan.encode(&mut got).expect("within the limit");
+    assert_eq!(got, bytes);
+    let read = StepPlan::decode(&frame(&bytes)).expect("a plan");
+    assert_eq!(read.prompt_logprobs().collect::<Vec<_>>(), wants);
 }
 
 /// The same for copies.

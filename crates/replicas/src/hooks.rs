@@ -55,13 +55,7 @@ impl Drop for CountingSink {
         }
         let reason = "the engine has ended".to_owned();
         let finish = FinishReason::Error(RequestError::HandFailed(reason));
-        let end = |id| Output {
-            id: RequestId(id),
-            admission: None,
-            token: None,
-            pooled: None,
-            finish: Some(finish.clone()),
-        };
+        let end = |id| Output { finish: Some(finish.clone()), ..Output::of(RequestId(id)) };
         self.inner.deliver(left.into_iter().map(end).collect());
     }
 }

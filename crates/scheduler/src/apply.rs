@@ -2,6 +2,7 @@
 
 use forebay_protocol::{ROW_OK, SampledLogprobs, StepResult, Want};
 
+use crate::prompts::PromptLogprobsOf;
 use crate::{ApplyError, Event, Finish, Flight, FlightRow, Handle, Scheduler, State};
 
 /// A sampled token and its log-probabilities, if somebody asked.
@@ -31,6 +32,7 @@ impl Scheduler {
         self.learn(&flight, result.device_us);
         let mut sampled = result.tokens.iter().zip(result.logprobs());
         let mut counts = result.counts();
+        let mut prompts = PromptLogprobsOf::new(result);
         let mut vectors = result.pooled.chunks_exact(vector_size(result, flight.pooled));
         for (row, &error) in flight.rows.iter().zip(&result.row_errors) {
             let (count, vector) = match row.want {
@@ -39,6 +41,7 @@ impl Scheduler {
                 Want::Vector => (0, vectors.next()),
             };
             let mut tokens = sampled.by_ref().take(count);
+            let prompt = prompts.take(row);
             if self.requests.get(row.handle).is_none() {
                 // They are nobody's.
             } else if error != ROW_OK {
@@ -46,7 +49,7 @@ impl Scheduler {
             } else if let Some(vector) = vector {
                 self.pooled(row, vector, events);
             } else {
-                self.computed(row, &mut tokens, events);
+                self.computed(row, prompt, &mut tokens, events);
             }
             tokens.for_each(drop);
         }
@@ -59,7 +62,7 @@ impl Scheduler {
         events.extend(flight.read.drain(..).map(|image| Event::ImageRead { image }));
         flight.towers.clear();
         flight.rows.clear();
-        (flight.sampled, flight.pooled) = (0, 0);
+        (flight.sampled, flight.pooled, flight.answer_words) = (0, 0, 0);
         self.spare.push(flight);
         Ok(())
     }
@@ -81,14 +84,18 @@ impl Scheduler {
         self.remove(row.handle);
     }
 
-    /// Takes a row's tokens, of those only as many as the request may have: what comes after its end is nothing.
+    /// Takes what a row gives of its prompt, and its tokens, of those only as many as the request may have: what comes after its end is nothing.
     fn computed<'a>(
         &mut self,
         row: &FlightRow,
+        prompt: PromptLogprobsOf<'_>,
         sampled: &mut impl Iterator<Item = Sampled<'a>>,
         events: &mut Vec<Event>,
     ) {
         self.count_prompt(row);
+        if !self.tell_prompt(row, prompt, events) {
+            return;
+        }
         let mut first = true;
         for (&token, logprobs) in sampled {
             let entry = &mut self.requests[row.handle];
@@ -183,5 +190,14 @@ fn check_shape(result: &StepResult, flight: &Flight) -> Result<(), ApplyError> {
     let counts = result.logprob_counts.iter().map(|&n| usize::try_from(n).unwrap_or(usize::MAX));
     let entries = counts.fold(0, usize::saturating_add);
     check("logprob_ids", entries, result.logprob_ids.len())?;
-    check("logprob_values", entries, result.logprob_values.len())
+    check("logprob_values", entries, result.logprob_values.len())?;
+    let (mut tokens, mut entries) = (0, 0);
+    for want in flight.rows.iter().filter_map(|row| row.prompt) {
+        tokens += want.count as usize;
+        entries += want.count as usize * (1 + want.most as usize);
+    }
+    let prompts = result.prompt_logprobs.as_deref();
+    check("prompt_ranks", tokens, prompts.map_or(0, |prompts| prompts.ranks.len()))?;
+    check("prompt_ids", entries, prompts.map_or(0, |prompts| prompts.ids.len()))?;
+    check("prompt_values", entries, prompts.map_or(0, |prompts| prompts.values.len()))
 }

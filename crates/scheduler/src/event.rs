@@ -2,6 +2,7 @@
 
 use derive_more::AddAssign;
 use forebay_kvcache::ImageId;
+use forebay_protocol::PromptLogprobs;
 use serde::Serialize;
 use thiserror::Error;
 
@@ -46,6 +47,13 @@ pub enum Event {
         token: i32,
         /// When asked for: the sampled token first, then the most likely, descending; natural logarithms.
         logprobs: Option<Box<[(i32, f32)]>>,
+    },
+    /// More of its prompt's tokens have log-probabilities, in their order. All have come when the first [`Event::Token`] does.
+    PromptLogprobs {
+        /// The request's id.
+        id: u64,
+        /// As many entries a token as were asked for, the token first.
+        logprobs: PromptLogprobs,
     },
     /// Its vector was computed.
     Pooled {

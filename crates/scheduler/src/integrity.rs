@@ -6,7 +6,7 @@ use forebay_kvcache::ImageLease;
 use forebay_protocol::Want;
 
 use crate::request::Entry;
-use crate::{Handle, Scheduler, State};
+use crate::{FlightRow, Handle, Scheduler, State};
 
 impl Scheduler {
     /// Walks over everything and compares: pages and slots are all accounted for, each request's numbers agree with its tokens, its pages and
@@ -22,13 +22,13 @@ impl Scheduler {
             self.check_places(handle, entry)?;
         }
         let residents = self.requests.iter().filter(|(_, e)| e.state.residence().is_some()).count();
-        let pooled = self.requests.iter().filter(|(_, e)| matches!(e.state, State::Pooled(_)));
+        let whole = self.requests.iter().filter(|(_, e)| matches!(e.state, State::Planned(_)));
         let planned =
-            self.arriving.len() + self.prefills.len() + self.decodes.len() + pooled.count();
+            self.arriving.len() + self.prefills.len() + self.decodes.len() + whole.count();
         let listed = [
             ("id", self.by_id.len(), self.requests.len()),
             ("residents", self.residents.len(), residents),
-            ("arriving, prefills, decodes and pooled", planned, residents),
+            ("arriving, prefills, decodes and planned", planned, residents),
             ("steps", self.building.rows.len() + self.building.retired.len(), 0),
         ];
         for (what, listed, expected) in listed {
@@ -144,9 +144,11 @@ impl Scheduler {
             State::Decode { .. } => {
                 ensure(computed + 1 == total, || format!("{}, but it decodes", told()))
             }
-            State::Pooled(_) => {
-                let pooling = rows_of(handle).any(|row| row.want == Want::Vector);
-                ensure(computed == total && pooling, || format!("{}, but it is pooled", told()))
+            State::Planned(_) => {
+                let last = |row: &&FlightRow| row.want == Want::Vector || row.prompt.is_some();
+                let ends = rows_of(handle).any(|row| last(&row) && row.end == computed);
+                let goal = entry.goal();
+                ensure(computed == goal && ends, || format!("{}, but all is planned", told()))
             }
             State::Arriving { .. } => {
                 let (last_step, rows) = (residence.last_step, rows_of(handle).count());
@@ -163,7 +165,9 @@ impl Scheduler {
         let resident = entry.state.residence().is_some();
         let misplaced = match entry.state {
             State::Decode { at, .. } => self.decodes.get(at) != Some(&handle),
-            State::Waiting | State::Arriving { .. } | State::Prefill(_) | State::Pooled(_) => false,
+            State::Waiting | State::Arriving { .. } | State::Prefill(_) | State::Planned(_) => {
+                false
+            }
         };
         let prefill = matches!(entry.state, State::Prefill(_));
         let arriving = matches!(entry.state, State::Arriving { .. });

@@ -20,7 +20,7 @@
 //!
 //! With sparse decoding ([`SchedulerConfig::sparse`]) a request goes on while most of its pages are in host memory only.
 //!
-//! The rules, by file: `queue` (whose turn it is), `share` (who has to give way), `plan` (who gets a row), `words` (how large a plan may be), `transfer` (copies between tiers), `sparse` (pages given up while a request goes on), `images` (whose image is next in the tower), `retire` (slots and pages, preemption), `apply` (tokens, ends), `reset` (the hand died,
+//! The rules, by file: `queue` (whose turn it is), `share` (who has to give way), `plan` (who gets a row), `words` (how large a plan may be), `prompts` (log-probabilities of prompts), `transfer` (copies between tiers), `sparse` (pages given up while a request goes on), `images` (whose image is next in the tower), `retire` (slots and pages, preemption), `apply` (tokens, ends), `reset` (the hand died,
 //! quarantine), `integrity` (what is always true).
 
 mod apply;
@@ -29,6 +29,7 @@ mod event;
 mod images;
 mod integrity;
 mod plan;
+mod prompts;
 mod queue;
 mod rates;
 mod request;
@@ -44,7 +45,7 @@ use std::collections::{BTreeMap, HashMap, VecDeque};
 
 pub use forebay_kvcache::{BlockEvent, BlockHash, ImageId, Namer, Place};
 use forebay_kvcache::{ImageLease, Tiers};
-use forebay_protocol::Want;
+use forebay_protocol::{PromptLogprobsWant, Want};
 
 use crate::images::Images;
 use crate::queue::{PROBE_RANK, Queue};
@@ -56,6 +57,7 @@ use crate::slab::{Handle, Slab};
 pub use crate::config::{HostTier, Policy, SavePolicy, SchedulerConfig, Sparse, Tower};
 pub use crate::event::{ApplyError, Event, Finish, HostStats, ImageStats, SparseStats, Stats};
 pub use crate::images::{PromptImage, image_words};
+pub use crate::prompts::PromptTail;
 pub use crate::request::{Past, Request};
 pub use crate::words::{MAX_REQUEST_WORDS, STEP_WORDS, request_words};
 
@@ -69,6 +71,8 @@ struct FlightRow {
     start: u32,
     end: u32,
     want: Want,
+    /// What it gives of its prompt.
+    prompt: Option<PromptLogprobsWant>,
 }
 
 /// Layers for an image, in a step in flight.
@@ -96,6 +100,8 @@ struct Flight {
     rows: Vec<FlightRow>,
     sampled: usize,
     pooled: usize,
+    /// Words of its result for log-probabilities of prompts.
+    answer_words: usize,
     retired: Vec<Retired>,
     towers: Vec<FlightImage>,
     /// Images whose patches it reads.
@@ -212,7 +218,11 @@ impl Scheduler {
     pub fn submit(&mut self, request: Request) {
         debug_assert!(!request.prompt.is_empty(), "validated");
         let pools = request.spec.pooling.is_some();
-        debug_assert!(pools == (request.max_tokens == 0), "validated");
+        let tail = request.prompt_logprobs.map_or(u32::MAX, |tail| tail.first);
+        let tells = (tail as usize) < request.prompt.len();
+        debug_assert!(tail > 0 && !(tells && (pools || request.spec.embeds.is_some())));
+        debug_assert!((pools || tells) || request.max_tokens > 0, "there is something to do");
+        debug_assert!(!pools || request.max_tokens == 0, "validated");
         debug_assert!(request.images.is_empty() || self.images.is_some(), "validated");
         debug_assert!(
             request.generated.is_empty() || request.generated.len() < request.max_tokens as usize,

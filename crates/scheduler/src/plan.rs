@@ -104,7 +104,7 @@ impl Scheduler {
                     && !self.lacks_page(handle);
                 if fits { self.push_row(handle, 1, plan) as usize } else { 0 }
             }
-            State::Arriving { .. } | State::Decode { .. } | State::Pooled(_) | State::Waiting => 0,
+            State::Arriving { .. } | State::Decode { .. } | State::Planned(_) | State::Waiting => 0,
         }
     }
 
@@ -233,12 +233,16 @@ impl Scheduler {
                 self.arrive(handle, plan, events);
             }
             // Each is either done with its prefill and leaves the map, or takes all that is left of the budget, or it is sparse, or it waits for an
-            // image.
+            // image, or the result has no room for more of what it gives.
             let Some((&key, &handle)) = self.prefills.range((from, Bound::Unbounded)).next() else {
                 return;
             };
             if !self.is_sparse(handle) && !self.is_seeing(handle) {
-                *budget -= self.push_row(handle, *budget, plan);
+                let planned = self.push_row(handle, *budget, plan);
+                *budget -= planned;
+                if planned == 0 {
+                    from = Bound::Excluded(key);
+                }
                 continue;
             }
             if !self.lacks_page(handle) {
@@ -264,6 +268,9 @@ impl Scheduler {
                 return;
             }
             if plan.writes_slots() && !self.has_words_for(handle, plan) {
+                return;
+            }
+            if !self.has_room_in_result(handle) {
                 return;
             }
             if self.blocked == Some(key) || !self.may_run(handle) {
@@ -367,15 +374,17 @@ impl Scheduler {
     /// request decodes; or it pools, and there is nothing more to plan.
     fn push_row(&mut self, handle: Handle, most: u32, plan: &mut StepPlan) -> u32 {
         let most = most.min(self.visible(handle));
-        if most == 0 {
+        // The positions that one row chooses have room in the hot rows, those of several may not.
+        let most = if self.is_sparse(handle) { most.min(1) } else { most };
+        let (start, goal) = (self.requests[handle].computed, self.requests[handle].goal());
+        let length = self.room_in_result(handle, most.min(goal - start));
+        if length == 0 {
             return 0;
         }
-        let entry = &mut self.requests[handle];
-        let sparse = entry.state.residence().is_some_and(|residence| residence.pages.is_sparse());
-        // The positions that one row chooses have room in the hot rows, those of several may not.
-        let most = if sparse { most.min(1) } else { most };
-        let (start, length) = (entry.computed, most.min(entry.total - entry.computed));
         let end = start + length;
+        let slot = self.requests[handle].state.residence().map_or(0, |residence| residence.slot);
+        let prompt = self.wanted_of(handle, slot, (start, end));
+        let entry = &mut self.requests[handle];
         let pools = entry.pools();
         let pages = entry.state.residence().map_or(0, |residence| residence.pages.len() as u32);
         let want = if end < entry.total {
@@ -400,16 +409,17 @@ impl Scheduler {
         if self.config.sparse.is_some_and(|sparse| sparse.save_rows) {
             save_rows(&mut self.tiers, &residence.pages, start..end, self.config.page_size, plan);
         }
-        plan.push_row(Row { slot: residence.slot, start, length, want });
-        self.building.rows.push(FlightRow { handle, start, end, want });
+        plan.push_row(Row { slot, start, length, want });
+        prompt.into_iter().for_each(|want| plan.want_prompt_logprobs(want));
+        self.building.rows.push(FlightRow { handle, start, end, want, prompt });
         self.building.sampled += usize::from(want.samples());
         self.building.pooled += usize::from(want == Want::Vector);
-        if want != Want::Nothing {
+        if end == goal {
             entry.state = match std::mem::replace(&mut entry.state, State::Waiting) {
                 State::Prefill(residence) => {
                     self.prefills.remove(&entry.key);
-                    if pools {
-                        State::Pooled(residence)
+                    if !want.samples() {
+                        State::Planned(residence)
                     } else {
                         self.decodes.push(handle);
                         State::Decode { residence, at: self.decodes.len() - 1 }

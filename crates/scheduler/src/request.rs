@@ -7,6 +7,7 @@ use forebay_kvcache::{BlockHash, Host, ImageLease, Lease, Namer, Tiers};
 use forebay_protocol::{NewSlot, SlotSpec};
 
 use crate::images::PromptImage;
+use crate::prompts::PromptTail;
 use crate::queue::Ticket;
 use crate::slab::Handle;
 
@@ -25,13 +26,15 @@ pub struct Request {
     pub generated: Vec<i32>,
     /// Names of the leading full blocks of both, as far as somebody has computed them already.
     pub names: Arc<[BlockHash]>,
-    /// Most tokens to generate, at least one; 0 exactly where the prompt is pooled. `prompt.len() + max_tokens` is at most the context
+    /// Most tokens to generate; 0 where the prompt is pooled, or nothing but log-probabilities of its tokens is wanted. `prompt.len() + max_tokens` is at most the context
     /// length, and fits into the page pool, if the model has one.
     pub max_tokens: u32,
     /// What the device must know of it.
     pub spec: SlotSpec,
     /// Its tokens are sampled by masks, which somebody else fills: its rows are [`forebay_protocol::Want::Masked`].
     pub masked: bool,
+    /// Log-probabilities of the prompt's tokens; for prompts of tokens, not of embeddings, that are not pooled.
+    pub prompt_logprobs: Option<PromptTail>,
     /// Larger is sooner, under [`crate::Policy::Priority`].
     pub priority: i32,
     /// Whose request it is: within a priority, clients take turns.
@@ -128,8 +131,8 @@ pub(crate) enum State {
     Prefill(Residence),
     /// One token a step, each from the one before. `at` is its index in the scheduler's list.
     Decode { residence: Residence, at: usize },
-    /// All of its prompt is planned, and its vector will come with the last step that names it.
-    Pooled(Residence),
+    /// All that it needs is planned: its vector, or the last log-probabilities of its prompt, will come with the last step that names it.
+    Planned(Residence),
 }
 
 impl State {
@@ -139,7 +142,7 @@ impl State {
             Self::Arriving { residence, .. }
             | Self::Prefill(residence)
             | Self::Decode { residence, .. }
-            | Self::Pooled(residence) => Some(residence),
+            | Self::Planned(residence) => Some(residence),
         }
     }
 
@@ -149,7 +152,7 @@ impl State {
             Self::Arriving { residence, .. }
             | Self::Prefill(residence)
             | Self::Decode { residence, .. }
-            | Self::Pooled(residence) => Some(residence),
+            | Self::Planned(residence) => Some(residence),
         }
     }
 }

@@ -36,7 +36,7 @@ impl Scheduler {
                 self.prefills.remove(&key);
                 residence
             }
-            State::Pooled(residence) => residence,
+            State::Planned(residence) => residence,
             State::Decode { residence, at } => {
                 self.decodes.swap_remove(at);
                 if let Some(&moved) = self.decodes.get(at)

@@ -72,7 +72,7 @@ impl Scheduler {
         let page_size = self.config.page_size;
         let found = self.find_backed(handle);
         let entry = &self.requests[handle];
-        let pages = (entry.known() + u32::from(!entry.pools())).div_ceil(page_size) as usize;
+        let pages = (entry.known() + u32::from(entry.generates())).div_ceil(page_size) as usize;
         let few_missing = pages - found.len() <= MOST_SINGLE;
         let too_large = pages > self.config.pages as usize;
         let leased = if (entry.was_sparse && few_missing) || too_large {
@@ -91,8 +91,7 @@ impl Scheduler {
         if entry.request.spec.embeds.is_some() {
             return Vec::new();
         }
-        // One token at least is left to compute: without a row there are no logits, and no vector.
-        let blocks = ((entry.known() - 1) / page_size) as usize;
+        let blocks = (entry.reusable() / page_size) as usize;
         let names = entry.name_blocks(blocks, page_size as usize, &self.config.namer);
         names.iter().map_while(|&name| self.tiers.find_backed(name)).collect()
     }
@@ -338,6 +337,6 @@ impl Scheduler {
 fn running(state: &mut State) -> Option<&mut Residence> {
     match state {
         State::Prefill(residence) | State::Decode { residence, .. } => Some(residence),
-        State::Waiting | State::Arriving { .. } | State::Pooled(_) => None,
+        State::Waiting | State::Arriving { .. } | State::Planned(_) => None,
     }
 }

@@ -46,7 +46,7 @@ impl Scheduler {
         }
         let page_size = self.config.page_size;
         let entry = &self.requests[handle];
-        let pages = (entry.known() + u32::from(!entry.pools())).div_ceil(page_size) as usize;
+        let pages = (entry.known() + u32::from(entry.generates())).div_ceil(page_size) as usize;
         let (found, declined) = self.find_blocks(handle);
         let new = pages - found.iter().filter(|found| !matches!(found, Found::Host(_))).count();
         let entry = &mut self.requests[handle];
@@ -87,8 +87,7 @@ impl Scheduler {
             self.config.host.is_some_and(|host| host.policy == SavePolicy::WriteThroughSelective);
         let recomputes = entry.request.past.admitted
             && self.config.host.is_some_and(|host| !host.restore_preempted);
-        // One token at least is left to compute: without a row there are no logits, and no vector.
-        let blocks = ((entry.known() - 1) / page_size) as usize;
+        let blocks = (entry.reusable() / page_size) as usize;
         let (mut found, mut first_on_host, mut on_host) = (Vec::new(), usize::MAX, 0);
         for &name in entry.name_blocks(blocks, page_size as usize, &self.config.namer) {
             match self.tiers.find(name) {
@@ -139,7 +138,8 @@ impl Scheduler {
         let before = self.prefills.range((from, Bound::Unbounded)).next().map(|(key, _)| key);
         let (key, &handle) = self.arriving.iter().find(|(_, at)| self.has_arrived(**at))?;
         let first = before.is_none_or(|before| key < before);
-        (first && (!plan.writes_slots() || self.has_words_for(handle, plan))).then_some(handle)
+        let room = !plan.writes_slots() || self.has_words_for(handle, plan);
+        (first && room && self.has_room_in_result(handle)).then_some(handle)
     }
 
     /// A request's blocks are on the device: it goes on with the rest.
@@ -179,7 +179,7 @@ impl Scheduler {
             // Once only, also where there is not room for all: what comes back later would take the pages of what came before.
             entry.prefetched = true;
             entry.settle();
-            let blocks = ((entry.known() - 1) / page_size) as usize;
+            let blocks = (entry.reusable() / page_size) as usize;
             for &name in entry.name_blocks(blocks, page_size as usize, &self.config.namer) {
                 if room == 0 {
                     return;

@@ -95,7 +95,8 @@ fn cost(submission: &Submission) -> usize {
     let choice = CHOICE + TOKEN * prompt.len() + tokens * (GENERATED + CANDIDATE * candidates);
     let allowed = terms.generation.sampling.allowed.as_ref().map_or(0, |ids| ids.len());
     // Choices share the ids that are allowed, and so do prompts: each counts them, which is more than enough.
-    (TOKEN * (prompt.len() + allowed))
+    let told = terms.generation.prompt_logprobs.map_or(0, |tail| 1 + usize::from(tail.most));
+    (TOKEN * (prompt.len() + allowed) + CANDIDATE * told * prompt.len())
         .saturating_add(choice.saturating_mul(terms.generation.n as usize))
 }
 

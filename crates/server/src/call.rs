@@ -212,7 +212,10 @@ impl Call {
                 if !call.alive.is_empty() && call.alive.len().is_multiple_of(CHOICES_A_TURN) {
                     tokio::task::yield_now().await;
                 }
-                if max_tokens == 0 {
+                // A prompt is told of once, by the first of its choices, and not again by whoever goes on with a stream.
+                let told = generation.prompt_logprobs.filter(|_| choice == 0 && said.is_empty());
+                let told = told.filter(|tail| (tail.first as usize) < prompt.len());
+                if max_tokens == 0 && told.is_none() {
                     call.alive.push(None);
                     nothing(sender);
                     continue;
@@ -246,6 +249,7 @@ impl Call {
                     client: peer.client(),
                     probe: peer.is_probe(),
                     masked: false,
+                    prompt_logprobs: told,
                     past: Past::default(),
                 };
                 let submitted = EngineRequest {
@@ -387,7 +391,7 @@ fn check_resume(
         return error("the request has no stream, or more than one choice");
     }
     let ids = &resume.generated;
-    if ids.len() >= submission.max_tokens as usize {
+    if !ids.is_empty() && ids.len() >= submission.max_tokens as usize {
         return error("the request has all its tokens");
     }
     let vocabulary = 0..i32::try_from(state.limits()?.vocab_size).unwrap_or(i32::MAX);

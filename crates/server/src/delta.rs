@@ -3,10 +3,12 @@
 use forebay_api::ApiError;
 use forebay_dialect::Parts;
 
+use crate::prompt_logprobs::PromptLogprobs;
+
 /// Log-probabilities below this are written as this: JSON has no minus infinity.
 const SMALLEST_LOGPROB: f32 = -9999.0;
 /// About how many bytes of JSON a log-probability becomes: its token's text, the number, and its token's bytes one by one.
-const LOGPROB_JSON: usize = 96;
+pub(crate) const LOGPROB_JSON: usize = 96;
 
 /// A token that could have been sampled, and the natural logarithm of its probability, which is finite.
 pub(crate) type Candidate = (i32, f32);
@@ -51,12 +53,17 @@ impl Logprobs {
         self.ends.push(u32::try_from(self.candidates.len()).unwrap_or(u32::MAX));
     }
 
-    fn clear(&mut self) {
+    /// Candidates of all tokens.
+    pub(crate) fn candidates(&self) -> usize {
+        self.candidates.len()
+    }
+
+    pub(crate) fn clear(&mut self) {
         self.candidates.clear();
         self.ends.clear();
     }
 
-    fn append(&mut self, newer: &mut Self) {
+    pub(crate) fn append(&mut self, newer: &mut Self) {
         let before = u32::try_from(self.candidates.len()).unwrap_or(u32::MAX);
         self.candidates.append(&mut newer.candidates);
         self.ends.extend(newer.ends.drain(..).map(|end| before.saturating_add(end)));
@@ -91,6 +98,8 @@ pub(crate) struct Delta {
     pub(crate) reasoning_tokens: u32,
     /// One a token of `tokens`, where asked for.
     pub(crate) logprobs: Logprobs,
+    /// Of the prompt's tokens, where asked for; all have come with the first token.
+    pub(crate) prompt: PromptLogprobs,
     /// With the first token: prompt tokens found in the prefix cache.
     pub(crate) cached_tokens: Option<u32>,
     /// Set in the last delta.
@@ -120,6 +129,7 @@ impl Delta {
         self.tokens.clear();
         self.reasoning_tokens = 0;
         self.logprobs.clear();
+        self.prompt.clear();
         self.cached_tokens = None;
         self.end = None;
         self.called = false;
@@ -131,6 +141,7 @@ impl Delta {
         self.tokens.append(&mut newer.tokens);
         self.reasoning_tokens += std::mem::take(&mut newer.reasoning_tokens);
         self.logprobs.append(&mut newer.logprobs);
+        self.prompt.append(&mut newer.prompt);
         self.cached_tokens = self.cached_tokens.or(newer.cached_tokens.take());
         self.end = self.end.take().or(newer.end.take());
         self.called |= std::mem::take(&mut newer.called);
@@ -140,7 +151,8 @@ impl Delta {
     pub(crate) fn weight(&self) -> usize {
         self.parts.weight()
             + self.tokens.len() * size_of::<i32>()
-            + self.logprobs.candidates.len() * LOGPROB_JSON
+            + self.logprobs.candidates() * LOGPROB_JSON
+            + self.prompt.weight()
     }
 }
 

@@ -40,6 +40,7 @@ mod outlet;
 mod peers;
 mod places;
 mod pooling;
+mod prompt_logprobs;
 mod reply;
 mod reserve;
 mod routes;

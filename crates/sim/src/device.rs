@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use forebay_protocol::{ROW_OK, StepMasks, StepPlan, StepResult, Want};
+use forebay_protocol::{PromptLogprobs, ROW_OK, StepMasks, StepPlan, StepResult, Want};
 
 use crate::text::{Sequence, SimText, has};
 
@@ -10,6 +10,8 @@ use crate::text::{Sequence, SimText, has};
 #[derive(Debug, Default)]
 struct Slot {
     sequence: Sequence,
+    /// The prompt's tokens.
+    prompt: Vec<i32>,
     /// The answer, where it was written down, and the prompt's length.
     script: Option<(Arc<[i32]>, u32)>,
     min_total: u32,
@@ -70,6 +72,8 @@ impl Device {
             let prompt_len = new.prompt_len as usize;
             slot.sequence = Sequence::new(text, new.tokens, prompt_len, new.min_total);
             let prompt = &new.tokens[..prompt_len.min(new.tokens.len())];
+            slot.prompt.clear();
+            slot.prompt.extend_from_slice(prompt);
             slot.script = text.script(prompt).map(|answer| (answer, new.prompt_len));
             slot.min_total = new.min_total;
             slot.stop_ids.clear();
@@ -78,12 +82,19 @@ impl Device {
             slot.allowed.extend_from_slice(new.allowed.unwrap_or_default());
             slot.logprobs = new.logprobs;
         }
+        let mut of_prompts = PromptLogprobs::default();
+        for want in plan.prompt_logprobs() {
+            let prompt = self.slots.get(want.slot as usize).map_or(&[][..], |slot| &slot.prompt);
+            let tokens = prompt.iter().skip(want.first as usize).take(want.count as usize);
+            tokens.for_each(|&token| push_of_prompt(&mut of_prompts, text, token, want.most));
+        }
         let rows = plan.rows();
         let several = plan.rows().any(|row| matches!(row.want, Want::Tokens(most) if most > 1));
         let mut result = StepResult {
             step: plan.step(),
             row_errors: vec![ROW_OK; rows.len()],
             tokens: Vec::with_capacity(rows.len()),
+            prompt_logprobs: (!of_prompts.ranks.is_empty()).then(|| Box::new(of_prompts)),
             ..StepResult::default()
         };
         for row in rows {
@@ -133,6 +144,19 @@ fn push_logprobs(result: &mut StepResult, text: &SimText, token: i32, top: usize
     for rank in 0..top {
         result.logprob_ids.push(text.alternative(token, rank));
         result.logprob_values.push(-0.5 - rank as f32);
+    }
+}
+
+/// The same for a token of a prompt. How likely it is depends on the token, so that none is taken for another.
+fn push_of_prompt(all: &mut PromptLogprobs, text: &SimText, token: i32, most: u32) {
+    const STEPS: i32 = 64;
+    let logprob = -0.5 - token.rem_euclid(STEPS) as f32 / STEPS as f32;
+    all.ranks.push(1);
+    all.ids.push(token);
+    all.values.push(logprob);
+    for rank in 0..most {
+        all.ids.push(text.alternative(token, rank as usize));
+        all.values.push(logprob - rank as f32);
     }
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from forebay.attention.backend import Batch, IndexBatch
@@ -46,11 +47,23 @@ class TorchCompute:
     def logits(self, launch: Launch) -> torch.Tensor:
         forward = self._forward(launch)
         logits = self._model(forward)
+        self._tell_found(launch, forward)
+        return logits
+
+    def states(self, launch: Launch) -> torch.Tensor:
+        forward = self._forward(launch)
+        states = self._model.states(forward)
+        self._tell_found(launch, forward)
+        return states
+
+    def head(self, states: torch.Tensor) -> torch.Tensor:
+        return self._model.logits(states)
+
+    def _tell_found(self, launch: Launch, forward: Forward) -> None:
         if launch.found is not None:
             assert forward.index is not None
             assert isinstance(forward.index.find, InRows)
             self._device.copy_out(forward.index.find.counts, launch.found)
-        return logits
 
     def pool(self, launch: Launch) -> torch.Tensor:
         # A decoder without a head gives the states themselves, and causal models pool the last one only.
@@ -65,8 +78,11 @@ class TorchCompute:
         cut = pieces(rows, backend, self.choose_from)
         total = int(cut.length.sum())
         spans = [] if rows.given is None else rows.given.spans(cut.row, cut.start, cut.length)
+        wanted = cut.last[rows.sampling]
+        if rows.prompts is not None:
+            wanted = np.concatenate((wanted, cut.places(rows)[rows.before_prompts]))
         row, starts, lengths, sampled, sparse, *given = self._device.copy_in(
-            cut.row, cut.start, cut.length, cut.last[rows.sampling], cut.sparse(rows), *map(self._prompts.rows, spans)
+            cut.row, cut.start, cut.length, wanted, cut.sparse(rows), *map(self._prompts.rows, spans)
         )
 
         slots = launch.inputs.records("rows", ROW_WORDS)[:, 0].index_select(0, row)

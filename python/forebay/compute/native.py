@@ -17,7 +17,7 @@ from forebay.layers.linear import Linear
 from forebay.layers.norm import RMSNorm
 from forebay.state.inputs import PromptRows
 from forebay.state.pages import KvPool
-from forebay.state.slots import PlanError, SlotTables
+from forebay.state.slots import Int64s, PlanError, SlotTables
 from forebay.weights.config import ModelConfig
 from forebay.weights.parts import Dense, Experts, GroupedQuery
 from forebay.weights.quantization import INT8
@@ -52,6 +52,11 @@ def _plain(config: ModelConfig) -> tuple[GroupedQuery, Dense]:
     return attention, feed
 
 
+def _sampling(rows: Rows) -> Int64s:
+    """The last tokens of rows that sample, numbered over all rows."""
+    return rows.last[rows.sampling]
+
+
 class NativeCompute:
     """Implements `Compute`. The matrices of the model are moved: its own forward pass can't be used afterwards."""
 
@@ -62,7 +67,7 @@ class NativeCompute:
         self._prompts = prompts
         self.times = np.zeros(0, np.uint64)
         """Nanoseconds that steps took for each of `PARTS`, once `watch` was called."""
-        self._vocabulary = model.config.vocab_size
+        self._vocabulary, self._hidden = model.config.vocab_size, model.config.hidden_size
         self._room = HugePages(packing.nbytes for packing in packings(model) if packing.name not in model.params.packed)
         # It knows the matrices as well, and none of them would be freed as long as it does.
         self._params.forget()
@@ -125,20 +130,36 @@ class NativeCompute:
 
     def logits(self, launch: Launch) -> torch.Tensor:
         logits = torch.empty(len(launch.rows.sampling), self._vocabulary)
-        self._step(launch.rows, StepSpec(logits=logits.data_ptr()))
+        self._step(launch.rows, _sampling(launch.rows), StepSpec(logits=logits.data_ptr()))
+        return logits
+
+    def states(self, launch: Launch) -> torch.Tensor:
+        rows = launch.rows
+        wanted = np.concatenate((_sampling(rows), rows.before_prompts))
+        tokens, places = np.unique(wanted, return_inverse=True)
+        states = torch.empty(len(tokens), self._hidden)
+        self._step(rows, tokens, StepSpec(states=states.data_ptr()))
+        return states.index_select(0, torch.from_numpy(places))
+
+    def head(self, states: torch.Tensor) -> torch.Tensor:
+        states = states.contiguous()
+        logits = torch.empty(len(states), self._vocabulary)
+        self._library.fb_head(self._model, states.data_ptr(), len(states), logits.data_ptr())
         return logits
 
     def greedy(self, launch: Launch) -> tuple[torch.Tensor, torch.Tensor]:
         sampled = len(launch.rows.sampling)
         tokens = torch.empty(sampled, dtype=torch.int32)
         finite = torch.empty(sampled, dtype=torch.bool)
-        self._step(launch.rows, StepSpec(best=tokens.data_ptr(), finite=finite.data_ptr()))
+        spec = StepSpec(best=tokens.data_ptr(), finite=finite.data_ptr())
+        self._step(launch.rows, _sampling(launch.rows), spec)
         return tokens, finite
 
-    def _step(self, rows: Rows, step: StepSpec) -> None:
+    def _step(self, rows: Rows, wanted: Int64s, step: StepSpec) -> None:
+        """Computes rows; `wanted`, ascending, are the tokens that `step` has memory for."""
         tables = self._tables
         columns = [torch.from_numpy(column).contiguous() for column in (rows.slot, rows.start, rows.length)]
-        sampling = torch.from_numpy(rows.sampling)
+        sampling = torch.from_numpy(wanted)
         step.rows = len(rows.slot)
         step.slot, step.start, step.length = (column.data_ptr() for column in columns)
         step.tokens, step.token_stride = tables.token_pool.data_ptr(), tables.stride

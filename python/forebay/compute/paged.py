@@ -9,7 +9,7 @@ in memory that stays, so that a graph may do it.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -212,7 +212,7 @@ class PagedSteps:
         """The size that a step is computed as, and whether a graph does it."""
         rows = launch.rows
         count, tokens = len(rows.slot), int(rows.length.sum())
-        if rows.given is None and self._fits(launch.inputs):
+        if rows.given is None and rows.prompts is None and self._fits(launch.inputs):
             size = self.graphs.fit(count, tokens)
             if size is not None:
                 return size, True
@@ -270,7 +270,14 @@ class PagedSteps:
             kv=kv.layers,
             logits=memory.logits,
         )
-        model(forward)
+        if launch is None or launch.prompts is None:
+            model(forward)
+            return
+        (before,) = self._device.copy_in(launch.rows.before_prompts)
+        count = len(memory.logits)
+        states = model.states(replace(forward, sampled=torch.cat((buffers.last, before))))
+        memory.logits.copy_(model.logits(states[:count]))
+        launch.prompts.fill(states[count:], model.logits)
 
     def _given(self, launch: Launch) -> list[tuple[int, torch.Tensor]]:
         rows = launch.rows

@@ -8,6 +8,7 @@ import numpy as np
 
 from forebay.attention.backend import AttentionBackend
 from forebay.compute.rows import Rows
+from forebay.state.counts import ragged
 from forebay.state.slots import Int64s
 
 
@@ -33,6 +34,13 @@ class Pieces:
         # Of a row that is cut the second piece is behind the first, and is written last.
         last[self.row] = self.offset + self.length - 1
         return last
+
+    def places(self, rows: Rows) -> Int64s:
+        """Where the rows' tokens are in this order: [n], by their numbers over all rows."""
+        numbers = ragged((rows.last - rows.length + 1 - rows.start)[self.row] + self.start, self.length)
+        places = np.empty(len(numbers), np.int64)
+        places[numbers] = np.arange(len(numbers))
+        return places
 
     def sparse(self, rows: Rows) -> Int64s:
         """Which of the queries that choose are of sparse slots, [u]; each is a row of its own."""

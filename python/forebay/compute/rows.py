@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from forebay.compute.prompts import PromptColumns, PromptTokens
 from forebay.device import Device
 from forebay.protocol.frames import Int32s
 from forebay.protocol.plan import Plan
@@ -30,6 +31,22 @@ class Rows:
     sparse: npt.NDArray[np.bool_] | None = None  # [r]: those of sparse slots; None: there are none
     segment: Int64s | None = None  # [r]: where the second text of a pair begins; None: the model knows no pairs
     images: RowImages | None = None  # where images stand in the slots; None: there are none
+    prompts: PromptTokens | None = None  # whose log-probabilities are asked for; None: of none
+
+    @property
+    def last(self) -> Int64s:
+        """The last token of each row [r], numbered over all rows."""
+        return np.cumsum(self.length) - 1
+
+    @property
+    def before_prompts(self) -> Int64s:
+        """The token before each of those of prompts [k], numbered over all rows."""
+        prompts = self.prompts
+        if prompts is None:
+            return np.zeros(0, np.int64)
+        first = self.last - self.length + 1 - self.start
+        before: Int64s = prompts.of_wants(first[prompts.row]) + prompts.positions - 1
+        return before
 
 
 @dataclass(frozen=True)
@@ -40,6 +57,8 @@ class Launch:
     inputs: StepInputs
     found: Int32s | None = None
     """Host memory [4] for where the rows were that sparse slots chose, as a result has it; None: nobody is sparse."""
+    prompts: PromptColumns | None = None
+    """For the log-probabilities of `rows.prompts`."""
 
     @classmethod
     def of(cls, rows: Rows, device: Device) -> Launch:
@@ -52,7 +71,8 @@ class Launch:
 class Compute(Protocol):
     """Computes rows: writes their keys and values, and gives what follows the last token of those that sample.
 
-    Both are called as work.
+    All are called as work. `logits` or `greedy` computes a step's rows, or `states` does where tokens of prompts are
+    asked for.
     """
 
     def logits(self, launch: Launch) -> torch.Tensor:
@@ -60,6 +80,12 @@ class Compute(Protocol):
 
     def greedy(self, launch: Launch) -> tuple[torch.Tensor, torch.Tensor]:
         """The most likely tokens [s], the first of equal ones, and whether all logits were finite, bool [s]."""
+
+    def states(self, launch: Launch) -> torch.Tensor:
+        """What `head` makes logits of, [s + k, hidden]: of rows that sample, then before the tokens of prompts."""
+
+    def head(self, states: torch.Tensor) -> torch.Tensor:
+        """float32 [m, vocabulary] of some states [m, hidden]."""
 
 
 class Pooler(Protocol):

@@ -77,6 +77,10 @@ class OperatorSteps:
 
     def sample(self, launch: Launch, ask: Ask, answers: Answers) -> None:
         assert isinstance(answers, SampledColumns)
+        if launch.prompts is not None:
+            self.compute(launch)
+            self.choose(launch, ask, answers)
+            return
         if ask.plain:
             sampled = self._sampler.greedy(*self._compute().greedy(launch), ask)
         else:
@@ -84,7 +88,13 @@ class OperatorSteps:
         answers.fill(sampled)
 
     def compute(self, launch: Launch) -> None:
-        self._logits = self._compute().logits(launch)
+        compute = self._compute()
+        if launch.prompts is None:
+            self._logits = compute.logits(launch)
+            return
+        states, sampled = compute.states(launch), len(launch.rows.sampling)
+        self._logits = compute.head(states[:sampled])
+        launch.prompts.fill(states[sampled:], compute.head)
 
     def choose(self, launch: Launch, ask: Ask, answers: Answers) -> None:
         assert isinstance(answers, SampledColumns)

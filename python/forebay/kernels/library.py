@@ -10,7 +10,7 @@ from ctypes import POINTER, Structure, c_bool, c_char_p, c_float, c_int32, c_siz
 from functools import cache
 from pathlib import Path
 
-VERSION = 5
+VERSION = 6
 PARTS = ("norm", "qkv", "keep", "attend", "output", "gate_up", "down", "head")
 """What a step's time is told for."""
 LEVELS = ("avx512bf16", "avx512vnni", "avx512", "avxvnni", "avx2", "baseline")
@@ -103,7 +103,7 @@ class StepSpec(Structure):
         ("sample", c_void_p),
         ("sampled", c_uint64),
         *((name, c_void_p) for name in ("given", "given_until")),
-        *((name, c_void_p) for name in ("logits", "best", "finite", "times")),
+        *((name, c_void_p) for name in ("logits", "best", "finite", "times", "states")),
     ]
 
 
@@ -138,6 +138,8 @@ def library() -> ctypes.CDLL:
     loaded.fb_model_free.restype = None
     loaded.fb_step.argtypes = [c_void_p, POINTER(StepSpec)]
     loaded.fb_step.restype = c_int32
+    loaded.fb_head.argtypes = [c_void_p, c_void_p, c_size_t, c_void_p]
+    loaded.fb_head.restype = None
     return loaded
 
 

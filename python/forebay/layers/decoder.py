@@ -133,6 +133,17 @@ class Decoder:
 
         Without a head their final states, [s, hidden].
         """
+        x = self.states(forward)
+        if self.config.headless:
+            return x.float()
+        return self.logits(x) if forward.logits is None else forward.logits.copy_(F.linear(x, self.head))
+
+    def logits(self, states: torch.Tensor) -> torch.Tensor:
+        """float32 [m, vocabulary] of final states [m, hidden]."""
+        return F.linear(states, self.head).float()
+
+    def states(self, forward: Forward) -> torch.Tensor:
+        """Computes the step's positions; gives the final states [s, hidden] of the sampled ones."""
         x = F.embedding(forward.tokens, self.embedding)
         for first, rows in forward.given:
             x[first : first + len(rows)] = rows
@@ -153,7 +164,4 @@ class Decoder:
         if residual is not None:
             residual = residual.index_select(0, forward.sampled)
         x, _ = self.ops.norm(self.norm, x, residual)
-        if self.config.headless:
-            return x.float()
-        logits = F.linear(x, self.head)
-        return logits.float() if forward.logits is None else forward.logits.copy_(logits)
+        return x

@@ -26,6 +26,7 @@ COPY_RESTORE_INDEX = 2
 SPAN_WORDS = 2
 IMAGE_WORDS = 7
 IMAGE_SPAN_WORDS = 6
+PROMPT_LOGPROBS_WORDS = 4
 NO_PAGE = -1
 MAX_WAIT_US = 1000
 
@@ -52,8 +53,10 @@ COLUMNS = (
     "image_pages",
     "image_spans",
     "span_pages",
+    "unused",
+    "prompt_logprobs",
 )
-"""The columns of a plan's frame: the ids 1, 2, and so on."""
+"""The columns of a plan's frame: the ids 1, 2, and so on. `unused` stands for an id that nothing has."""
 _IDS = {name: id_ for id_, name in enumerate(COLUMNS, 1)}
 
 
@@ -121,6 +124,7 @@ _RECORDS = {
     "copy_spans": SPAN_WORDS,
     "images": IMAGE_WORDS,
     "image_spans": IMAGE_SPAN_WORDS,
+    "prompt_logprobs": PROMPT_LOGPROBS_WORDS,
 }
 _NOWHERE = slice(0, 0)
 _KNOWN_FLAGS = np.isin(np.arange(8), (0, FLAG_SAMPLE, FLAG_POOL, FLAG_SAMPLE | FLAG_MASKED))
@@ -154,6 +158,9 @@ class Plan:
     image_pages: Int32s = ints(0)  # ragged, PAGE_COUNT an image: where the tower's output goes
     image_spans: Int32s = ints(0, IMAGE_SPAN_WORDS)  # [m, 6], fields by ImageSpanWord: where images stand in slots
     span_pages: Int32s = ints(0)  # ragged, PAGE_COUNT a span: where their rows are
+    unused: Int32s = ints(0)
+    prompt_logprobs: Int32s = ints(0, PROMPT_LOGPROBS_WORDS)
+    # [q, 4]: slot, first token, tokens, how many of the most likely beside each; in the order of rows
     body: Int32s = field(default_factory=lambda: np.zeros(0, np.int32), compare=False)
     """The frame's body, of which the columns are views; empty until the plan was encoded."""
     places: dict[int, slice] = field(default_factory=dict, compare=False)
@@ -219,6 +226,8 @@ class Plan:
             not self._images_agree()
         ):
             return False
+        if self.unused.size or (len(self.prompt_logprobs) and not self._prompt_logprobs_agree()):
+            return False
         if self.wait_us.size and (self.wait_us.size > 1 or len(self.rows) or not 0 <= self.wait_us[0] <= MAX_WAIT_US):
             return False
         for pairs in (self.segments, self.embeds, self.allowed_counts):
@@ -240,6 +249,15 @@ class Plan:
             and len(self.copy_spans) in (0, len(self.copies))
             and self.copy_spans.min(initial=0) >= 0
         )
+
+    def _prompt_logprobs_agree(self) -> bool:
+        """Whether each want is answered by positions of a row, in the order of rows."""
+        rows = iter(self.rows.tolist())
+        for slot, first, count, most in self.prompt_logprobs.tolist():
+            row = next((row for row in rows if row[0] == slot), None)
+            if row is None or min(count - 1, most) < 0 or not row[1] < first <= row[1] + row[2] + 1 - count:
+                return False
+        return True
 
     def _images_agree(self) -> bool:
         """Whether images and spans have their pages, and nothing of them is negative but an offset that is none."""

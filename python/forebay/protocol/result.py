@@ -27,6 +27,9 @@ COLUMNS = (
     "copy_timing",
     "sparse_rows",
     "copy_wait_us",
+    "prompt_ranks",
+    "prompt_ids",
+    "prompt_values",
 )
 """The columns of a result's frame: the ids 1, 2, and so on."""
 
@@ -52,13 +55,16 @@ class StepResult:
     copy_timing: Int32s = ints(0)  # [2], microseconds that saves and restores took; or empty: none
     sparse_rows: Int32s = ints(0)  # [4]: selected, found on pages, found in hot rows, missed; or empty: none
     copy_wait_us: Int32s = ints(0)  # [1]: microseconds that rows waited for copies; or empty: none
+    prompt_ranks: Int32s = ints(0)  # [k], one a token of a prompt that the plan asks for: 1 + how many are likelier
+    prompt_ids: Int32s = ints(0)  # [l], entries of these tokens: the token, then the most likely ones
+    prompt_values: Float32s = floats(0)  # [l]: natural logarithms
 
     @classmethod
     def decode(cls, frame: Frame) -> StepResult:
         """Reads a result's frame in place; raises `WireError` when the columns' lengths contradict each other."""
         columns = frame.expect(Kind.RESULT, len(COLUMNS))
         tokens, row_errors, counts, ids, values, timing, pooled, token_counts, copied, *rest = columns
-        copy_timing, sparse_rows, copy_wait_us = rest
+        copy_timing, sparse_rows, copy_wait_us, ranks, prompt_ids, prompt_values = rest
         if counts.size and counts.min() < 0:
             raise WireError("malformed frame: negative count")
         sampling = tokens.size
@@ -74,6 +80,9 @@ class StepResult:
             and sparse_rows.size in (0, 4)
             and sparse_rows.min(initial=0) >= 0
             and copy_wait_us.size <= 1
+            and ranks.min(initial=1) >= 1
+            and prompt_ids.size == prompt_values.size >= ranks.size
+            and bool(ranks.size) == bool(prompt_ids.size)
         ):
             raise WireError("malformed frame: result columns disagree")
         values_, pooled_ = values.view(np.float32), pooled.view(np.float32)
@@ -92,6 +101,9 @@ class StepResult:
             copy_timing,
             sparse_rows,
             copy_wait_us,
+            ranks,
+            prompt_ids,
+            prompt_values.view(np.float32),
         )
 
     def encode(self) -> bytes:

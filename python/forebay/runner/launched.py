@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from forebay.compute.rows import Launch
 from forebay.compute.steps import Answers
 from forebay.device import Device, Event, host_array
 from forebay.protocol.frames import Float32s, Int32s
@@ -45,11 +46,11 @@ class NoColumns:
 class TokenColumns:
     """Of a step whose rows sample."""
 
-    def __init__(self, answers: Answers, sampling: Int64s, found: Int32s | None) -> None:
-        """`found`: of the step's `Launch`."""
-        self._sampling = sampling
+    def __init__(self, answers: Answers, launch: Launch) -> None:
+        self._sampling = launch.rows.sampling
         self._sampled = answers
-        self._found = found
+        self._found = launch.found
+        self._prompts = launch.prompts
 
     def report(self, result: StepResult) -> None:
         self._sampled.check()
@@ -60,6 +61,8 @@ class TokenColumns:
         logprobs = self._sampled.logprobs()
         if logprobs is not None:
             result.logprob_counts, result.logprob_ids, result.logprob_values = logprobs
+        if self._prompts is not None:
+            self._prompts.report(result)
 
 
 class VectorColumns:

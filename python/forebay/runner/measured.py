@@ -10,7 +10,7 @@ import torch
 
 from forebay.device import Device, DeviceError
 from forebay.protocol.frames import Float32s, Int32s
-from forebay.protocol.plan import SLOT_WORDS, Plan, SlotFloat, SlotWord
+from forebay.protocol.plan import FLAG_SAMPLE, PROMPT_LOGPROBS_WORDS, SLOT_WORDS, Plan, SlotFloat, SlotWord
 from forebay.state.config import RunnerConfig
 
 GATHERED = 1 << 19
@@ -48,8 +48,13 @@ def _plan(config: RunnerConfig, flag: int, rows: int, start: int, length: int) -
     pages = -(-(start + length) // config.page_size)
     writes: Int32s = np.zeros((rows * pages, 3), np.int32)
     writes[:, 0], writes[:, 1] = np.repeat(numbers, pages), np.tile(np.arange(pages), rows)
+    most = min(_LOGPROBS, config.model_config.vocab_size)
+    wants: Int32s = np.zeros((rows if flag == FLAG_SAMPLE and length > 1 else 0, PROMPT_LOGPROBS_WORDS), np.int32)
+    wants[:] = np.stack((numbers, *(np.full(rows, word) for word in (start + 1, length, most))), axis=1)[: len(wants)]
     row = np.stack((numbers, np.full(rows, start), np.full(rows, length), np.full(rows, flag)), axis=1)
-    return Plan(slots=slots, slot_floats=floats, page_writes=writes, rows=row.astype(np.int32)).staged()
+    return Plan(
+        slots=slots, slot_floats=floats, page_writes=writes, rows=row.astype(np.int32), prompt_logprobs=wants
+    ).staged()
 
 
 @contextmanager

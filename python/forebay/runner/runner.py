@@ -17,6 +17,7 @@ import torch
 
 from forebay.compute.choose import Choice
 from forebay.compute.encoder import check_whole
+from forebay.compute.prompts import PromptColumns, PromptTokens, slice_bytes
 from forebay.compute.rows import Compute, Launch, Pooler, Rows
 from forebay.compute.sampler import Sampler
 from forebay.device import Event, host_array, open_device
@@ -146,8 +147,14 @@ class ModelRunner:
         self._tell_formats(self.model.params)
         taken = self.weight_bytes + self._image_bytes
         if self.config.max_total_tokens is None:
-            taken += self.device.measure(self._do_largest_steps)
+            taken += self.device.measure(self._do_largest_steps) or self._slice_bytes
         return Sizes.of(self.config, self.model_config, available, taken)
+
+    @property
+    def _slice_bytes(self) -> int:
+        """A slice of logits: where nothing is measured, nothing else that a step takes is as large."""
+        config = self.config
+        return slice_bytes(self.model_config.vocab_size, config.chunked_prefill_size) if config.pooling is None else 0
 
     def _do_largest_steps(self) -> None:
         """Does the steps that take most memory, with weights of 0, and lets go of what was made for that."""
@@ -346,7 +353,7 @@ class ModelRunner:
             if writes is not None:
                 device.queue(partial(self._steps.write, writes, inputs))
             waited = Waited(plan.step, masks)
-            columns = self._queue_rows(plan.rows, inputs, waited) if len(plan.rows) else NoColumns()
+            columns = self._queue_rows(plan, inputs, waited) if len(plan.rows) else NoColumns()
             before, self._ended = self._ended, device.event()
         copied = no_copies if self._copier is None else self._start_copies(plan, self._copier, self._ended)
         release = partial(self._reuse, plan)
@@ -396,22 +403,26 @@ class ModelRunner:
         self.device.reuse(plan.body)
         plan.release()
 
-    def _queue_rows(self, planned: Int32s, inputs: StepInputs, masks: Waited) -> Columns:
-        slot, start, length, flags = planned.T.astype(np.int64)
+    def _queue_rows(self, plan: Plan, inputs: StepInputs, masks: Waited) -> Columns:
+        slot, start, length, flags = plan.rows.T.astype(np.int64)
         ends = start + length
         self._check_rows(slot, start, length, ends)
         known = self._flag | FLAG_MASKED if self._flag == FLAG_SAMPLE else self._flag
         if (flags & ~known).any():
             raise PlanError(f"rows with the flags {flags.tolist()}, of which the model knows {known}")
         given = self.prompts.given(slot, start)
+        wanted = PromptTokens.read(plan.prompt_logprobs, slot)
         if self._flag == FLAG_POOL:
+            if wanted is not None:
+                raise PlanError("log-probabilities of a prompt that is pooled")
             return self._queue_pooled(Rows(slot, start, length, np.flatnonzero(flags), given), inputs)
         hot = self.tables.hot
         sparse = None if hot is None else hot.check_rows(slot, length)
         found: Int32s | None = None if sparse is None else host_array(self.device, (4,), np.int32)
         images = None if self.images is None else self.images.slots.of_rows(slot, start, length)
-        rows = Rows(slot, start, length, np.flatnonzero(flags), given, sparse, images=images)
-        launch, steps = Launch(rows, inputs, found), self._steps
+        rows = Rows(slot, start, length, np.flatnonzero(flags), given, sparse, images=images, prompts=wanted)
+        prompts = None if wanted is None else PromptColumns(wanted, slot, self.tables, self._ops, self.device)
+        launch, steps = Launch(rows, inputs, found, prompts), self._steps
         slots, positions = slot[rows.sampling], ends[rows.sampling]
         masked = np.flatnonzero(flags[rows.sampling] & FLAG_MASKED)
         if len(masked):
@@ -421,7 +432,7 @@ class ModelRunner:
             ask, work = self._sampler.ask(slots, positions), steps.sample
         answers = steps.answers(launch, ask)
         self.device.queue(partial(work, launch, ask, answers))
-        return TokenColumns(answers, rows.sampling, found)
+        return TokenColumns(answers, launch)
 
     def _receive(self, masked: Int64s, waited: Waited) -> dict[int, UInt32s]:
         """Waits for the masks of `masked` among the rows that sample."""

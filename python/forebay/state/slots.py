@@ -47,6 +47,7 @@ class SlotTables:
         self._device = device
         self.hot = hot
         self.slots = config.slots
+        self.vocabulary = vocabulary
         self.context_length = config.context_length
         self.pages_per_slot = config.pages_per_slot
         self.stride = config.context_length + 1

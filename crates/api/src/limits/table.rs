@@ -206,7 +206,7 @@ const OPENAI: &[Param] = &[
     number("thinking_token_budget", -1.0, u32::MAX as f64),
     number("reasoning_budget", -1.0, u32::MAX as f64),
     ignored("logits_processors"),
-    ignored("prompt_logprobs"),
+    number("prompt_logprobs", 0.0, LOGPROBS as f64),
     ignored("truncate_prompt_tokens"),
     ignored("use_beam_search"),
     ignored("lora_path"),

@@ -256,6 +256,7 @@ impl Simulation {
                 | Event::Pooled { .. }
                 | Event::ImageWanted { .. }
                 | Event::ImageRead { .. }
+                | Event::PromptLogprobs { .. }
                 | Event::Preempted { .. } => {}
             }
         }

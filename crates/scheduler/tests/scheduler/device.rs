@@ -4,8 +4,8 @@
 use std::ops::Range;
 
 use forebay_protocol::{
-    COPY_FAILED, COPY_OK, Direction, PageCopy, ROW_NOT_FINITE, ROW_OK, Row, StepPlan, StepResult,
-    Want,
+    COPY_FAILED, COPY_OK, Direction, PageCopy, PromptLogprobs, ROW_NOT_FINITE, ROW_OK, Row,
+    StepPlan, StepResult, Want,
 };
 use forebay_scheduler::{ImageId, PromptImage, SchedulerConfig};
 
@@ -62,6 +62,23 @@ pub(crate) fn next_token(tokens: &[i32]) -> Option<i32> {
 pub(crate) fn vector(tokens: &[i32], segment: u32) -> Option<[f32; 2]> {
     let content = contents(tokens).last().expect("at least one token");
     (!tokens.contains(&NAN_TOKEN)).then_some([(content % 4096) as f32, segment as f32])
+}
+
+/// What the last of `tokens` gets as a token of a prompt, with the `most` likeliest beside it; `None` where the logits are not finite.
+pub(crate) fn of_prompt(tokens: &[i32], most: u32) -> Option<PromptLogprobs> {
+    let (&token, before) = tokens.split_last().expect("at least one token");
+    let content = contents(tokens).last().expect("at least one token");
+    let likeliest = next_token(before)?;
+    let ids = [token].into_iter().chain((0..most as i32).map(|at| likeliest + at)).collect();
+    let values = (0..=most).map(|at| -((content % 512) as f32) - at as f32).collect();
+    Some(PromptLogprobs { ranks: vec![1 + (content % 7) as i32], ids, values })
+}
+
+/// Appends a token's.
+pub(crate) fn append(all: &mut PromptLogprobs, more: PromptLogprobs) {
+    all.ranks.extend(more.ranks);
+    all.ids.extend(more.ids);
+    all.values.extend(more.values);
 }
 
 /// Without pages it keeps nothing, and takes whole prompts only.
@@ -336,6 +353,7 @@ impl Device {
             }
         }
         let mut result = StepResult { step: plan.step(), ..StepResult::default() };
+        let mut wants = plan.prompt_logprobs().peekable();
         for row in plan.rows() {
             let (start, end) = (row.start as usize, (row.start + row.length) as usize);
             let slot = &mut self.slots[row.slot as usize];
@@ -377,9 +395,25 @@ impl Device {
                 assert_eq!(end, slot.tokens.len(), "{row:?} pools what is known");
                 result.pooled.extend(vector(&slot.tokens, slot.segment).unwrap_or_default());
             }
-            let fine = next.is_some() || row.want == Want::Nothing;
+            let mut fine = next.is_some() || row.want == Want::Nothing;
+            if let Some(want) = wants.next_if(|want| want.slot == row.slot) {
+                for at in want.first..want.first + want.count {
+                    assert!((row.start + 1..=row.start + row.length).contains(&at), "{want:?}");
+                    let given = of_prompt(&slot.tokens[..=at as usize], want.most);
+                    fine &= given.is_some();
+                    let width = 1 + want.most as usize;
+                    let none = || PromptLogprobs {
+                        ranks: vec![1],
+                        ids: vec![0; width],
+                        values: vec![f32::NAN; width],
+                    };
+                    let all = result.prompt_logprobs.get_or_insert_default();
+                    append(all, given.unwrap_or_else(none));
+                }
+            }
             result.row_errors.push(if fine { ROW_OK } else { ROW_NOT_FINITE });
         }
+        assert_eq!(wants.next(), None, "of no row");
         if result.token_counts.iter().all(|&count| count == 1) {
             result.token_counts.clear();
         }

@@ -3,14 +3,15 @@
 use std::collections::{BTreeMap, VecDeque};
 
 use forebay_protocol::{
-    Frame, HEADER_BYTES, Header, Pooling, SlotSpec, StepPlan, StepResult, Want,
+    Frame, HEADER_BYTES, Header, Pooling, PromptLogprobs, PromptLogprobsWant, SlotSpec, StepPlan,
+    StepResult, Want,
 };
 use forebay_scheduler::{
-    Event, Finish, ImageId, MAX_IN_FLIGHT, Namer, Policy, Request, STEP_WORDS, Scheduler,
-    SchedulerConfig,
+    Event, Finish, ImageId, MAX_IN_FLIGHT, Namer, Policy, PromptTail, Request, STEP_WORDS,
+    Scheduler, SchedulerConfig,
 };
 
-use crate::device::{Copier, Device, next_token, read_prompt, vector};
+use crate::device::{Copier, Device, append, next_token, of_prompt, read_prompt, vector};
 use crate::seeing::{Arena, SlotImages};
 
 /// A small machine.
@@ -51,7 +52,11 @@ pub(crate) fn alone(request: &Request) -> (Vec<i32>, Finish) {
     let mut tokens = read_prompt(&request.prompt, request.spec.embeds, &request.images);
     tokens.extend_from_slice(&request.generated);
     let mut given = Vec::new();
-    if request.spec.pooling.is_some() {
+    if request.max_tokens == 0 && request.spec.pooling.is_none() {
+        // What follows the last token does not matter.
+        tokens.pop();
+    }
+    if request.max_tokens == 0 {
         let finite = next_token(&tokens).is_some();
         return (given, if finite { Finish::Length } else { Finish::NotFinite });
     }
@@ -70,6 +75,24 @@ pub(crate) fn alone(request: &Request) -> (Vec<i32>, Finish) {
     }
 }
 
+/// A request for log-probabilities of its prompt's tokens from `first` on.
+pub(crate) fn telling(id: u64, prompt: Vec<i32>, first: u32, max_tokens: u32) -> Request {
+    let prompt_logprobs = Some(PromptTail { first, most: 2 });
+    Request { prompt_logprobs, ..request(id, prompt, max_tokens) }
+}
+
+/// What a request is told of its prompt when it is alone.
+fn told_alone(request: &Request) -> PromptLogprobs {
+    let mut told = PromptLogprobs::default();
+    if let Some(PromptTail { first, most }) = request.prompt_logprobs {
+        for at in first as usize..request.prompt.len() {
+            let given = of_prompt(&request.prompt[..=at], most.into());
+            given.into_iter().for_each(|one| append(&mut told, one));
+        }
+    }
+    told
+}
+
 /// A client's view of a request, and its place in the order.
 pub(crate) struct Client {
     request: Request,
@@ -77,6 +100,9 @@ pub(crate) struct Client {
     expected: (Vec<i32>, Finish),
     pub(crate) tokens: Vec<i32>,
     pub(crate) vector: Option<Box<[f32]>>,
+    /// What it was told of its prompt, and in how many parts.
+    pub(crate) prompt: PromptLogprobs,
+    pub(crate) parts: u32,
     /// It ended, this way; `None` inside: aborted or poisoned.
     pub(crate) end: Option<Option<Finish>>,
     pub(crate) resident: bool,
@@ -151,6 +177,8 @@ impl Harness {
             expected: alone(&request),
             tokens: vec![],
             vector: None,
+            prompt: PromptLogprobs::default(),
+            parts: 0,
             end: None,
             resident: false,
             arriving: false,
@@ -251,8 +279,10 @@ impl Harness {
                 self.lost_its_place(id);
                 continue;
             }
-            let (Event::Token { id, .. } | Event::Pooled { id, .. } | Event::Finished { id, .. }) =
-                event
+            let (Event::Token { id, .. }
+            | Event::PromptLogprobs { id, .. }
+            | Event::Pooled { id, .. }
+            | Event::Finished { id, .. }) = event
             else {
                 panic!("a result does not bring {event:?}")
             };
@@ -260,12 +290,22 @@ impl Harness {
             assert_eq!(client.end, None, "{id} has ended, but {event:?}");
             match event {
                 Event::Token { token, .. } => {
+                    assert_eq!(
+                        client.prompt,
+                        told_alone(&client.request),
+                        "{id}: all of it by now"
+                    );
                     let at = client.tokens.len();
                     assert_eq!(client.expected.0.get(at), Some(&token), "token {at} of {id}");
                     client.tokens.push(token);
                 }
                 Event::Pooled { vector, .. } => {
                     assert_eq!(client.vector.replace(vector), None, "a second vector of {id}");
+                }
+                Event::PromptLogprobs { logprobs, .. } => {
+                    assert!(!logprobs.ranks.is_empty(), "{id} is told nothing");
+                    append(&mut client.prompt, logprobs);
+                    client.parts += 1;
                 }
                 Event::Finished { reason, .. } => client.end = Some(Some(reason)),
                 Event::Admitted { .. }
@@ -400,6 +440,9 @@ impl Harness {
             let end = client.end.unwrap_or_else(|| panic!("request {id} did not end"));
             if let Some(reason) = end {
                 assert_eq!((&client.tokens, reason), (&client.expected.0, client.expected.1));
+                if reason != Finish::NotFinite {
+                    assert_eq!(client.prompt, told_alone(&client.request), "{id}");
+                }
                 let pooling = client.request.spec.pooling.filter(|_| reason == Finish::Length);
                 let prompt = read_prompt(&client.request.prompt, client.request.spec.embeds, &[]);
                 let expected = pooling.and_then(|p| vector(&prompt, p.segment));
@@ -476,6 +519,11 @@ impl Harness {
         let budget = self.config.token_budget.max(decodes + self.config.page_size);
         let alone = self.config.pages == 0 && plan.rows().len() == 1;
         assert!(length <= budget || alone);
+        let answer =
+            |want: PromptLogprobsWant| PromptLogprobsWant::answer_words(want.count, want.most);
+        let words: usize = plan.prompt_logprobs().map(answer).sum();
+        let tokens: u32 = plan.prompt_logprobs().map(|want| want.count).sum();
+        assert!(words <= self.config.step_words || tokens == 1, "{words} words of an answer");
         for slot in plan.new_slots().map(|new| new.slot) {
             let sees = plan.image_spans().any(|(of, _, _)| of == slot);
             assert!(slots.contains(&slot) || sees, "slot {slot} is written for nothing");

@@ -2,7 +2,7 @@
 
 use forebay_protocol::{Grid, SamplingParams, SlotSpec};
 use forebay_scheduler::{
-    HostTier, ImageId, Namer, Policy, PromptImage, Request, STEP_WORDS, SavePolicy,
+    HostTier, ImageId, Namer, Policy, PromptImage, PromptTail, Request, STEP_WORDS, SavePolicy,
     SchedulerConfig, Sparse, Tower,
 };
 use proptest::prelude::*;
@@ -52,6 +52,8 @@ struct Ask {
     embeds: Option<u32>,
     /// Images: how many tokens are before each, which it is, and its rows and columns.
     images: Vec<(usize, u128, u32, u32)>,
+    /// Wants log-probabilities of its prompt: from about where on, how many of the most likely, and whether nothing else.
+    prompt_logprobs: Option<(u32, u8, bool)>,
 }
 
 impl Ask {
@@ -84,9 +86,20 @@ impl Ask {
             pooled.spec.embeds = self.embeds;
             return Request { priority, client, probe, cache_salt, ..pooled };
         }
-        prompt.truncate(hot - 1);
+        let sees = config.tower.is_some() && self.embeds.is_none() && self.pooled.is_none();
+        let tail = self.prompt_logprobs.filter(|_| self.embeds.is_none() && !sees);
+        let only = tail.is_some_and(|(first, _, only)| only && prompt.len() > 1 && first > 0);
+        prompt.truncate(hot - usize::from(!only || hot < 2));
         images.retain(|&(_, at, grid)| (at + grid.positions()) as usize <= prompt.len());
-        let max_tokens = self.max_tokens.min((room - prompt.len()) as u32);
+        let length = prompt.len() as u32;
+        let prompt_logprobs = tail.map(|(first, most, _)| {
+            // Behind the end there is nothing to tell.
+            let first =
+                if first == 0 || length == 1 { length + first } else { 1 + first % (length - 1) };
+            PromptTail { first, most }
+        });
+        let only = only && length > 1;
+        let max_tokens = if only { 0 } else { self.max_tokens.min(room as u32 - length) };
         let spec = SlotSpec {
             stop_ids: self.stop.into_iter().chain([VOCAB + 3, VOCAB + 5]).collect(),
             sampling: SamplingParams {
@@ -100,6 +113,7 @@ impl Ask {
         let whole = Request {
             spec,
             masked: self.masked,
+            prompt_logprobs,
             priority: self.priority,
             client: self.client,
             probe: self.probe,
@@ -107,6 +121,9 @@ impl Ask {
             images: PromptImage::place(images),
             ..request(id, prompt, max_tokens)
         };
+        if only {
+            return whole;
+        }
         let mut generated = alone(&whole).0;
         generated.truncate(self.resumed.min(generated.len().saturating_sub(1)));
         Request { generated, ..whole }
@@ -135,10 +152,12 @@ fn ask(special: &'static [i32]) -> impl Strategy<Value = Ask> {
         prop_oneof![5 => Just(0_u64), 1 => Just(1)],
         prop::option::weighted(0.3, 0..4_u32),
         (prop::option::weighted(0.3, 0..3_u32), prop::collection::vec(image, 0..4)),
+        prop::option::weighted(0.4, (0..60_u32, 0..4_u8, any::<bool>())),
     )
         .prop_map(
-            |(text, shared, own, (max_tokens, resumed), stop, place, salt, pooled, given)| {
+            |(text, shared, own, length, stop, place, salt, pooled, given, prompt_logprobs)| {
                 let (embeds, images) = given;
+                let (max_tokens, resumed) = length;
                 let (priority, client, (probe, masked), lists) = place;
                 Ask {
                     text,
@@ -156,6 +175,7 @@ fn ask(special: &'static [i32]) -> impl Strategy<Value = Ask> {
                     pooled,
                     embeds,
                     images,
+                    prompt_logprobs,
                 }
             },
         )
@@ -333,7 +353,11 @@ proptest! {
         let aborted = asks.iter().any(|op| matches!(op, Op::Abort(_) | Op::Placed(_, false)));
         let asks = asks.iter().filter_map(|op| if let Op::Submit(ask) = op { Some(ask) } else { None });
         for (id, ask) in asks.enumerate() {
-            let killer = ask.request(id as u64, &config).prompt.contains(&KILL_TOKEN);
+            let request = ask.request(id as u64, &config);
+            // Where nothing is generated nobody computes the last token.
+            let only = request.max_tokens == 0 && request.spec.pooling.is_none();
+            let computed = &request.prompt[..request.prompt.len() - usize::from(only)];
+            let killer = computed.contains(&KILL_TOKEN);
             let (_, end) = harness.ended(id as u64);
             let poisoned = end == Some(None);
             prop_assert!(poisoned == killer || aborted, "{id}: killer {killer}, ended {end:?}");

@@ -4,7 +4,7 @@ use forebay_protocol::{Row, SamplingParams, SlotSpec, StepPlan, StepResult, Want
 use forebay_scheduler::{ApplyError, Event, Finish, Policy, Request, Scheduler, SchedulerConfig};
 
 use crate::device::{NAN_TOKEN, VOCAB};
-use crate::harness::{Harness, alone, config, pooled, request};
+use crate::harness::{Harness, alone, config, pooled, request, telling};
 
 fn rows(harness: &Harness) -> Vec<(u32, u32, bool)> {
     harness.plan.rows().map(|row| (row.start, row.length, row.want.samples())).collect()
@@ -347,4 +347,70 @@ fn vectors_that_do_not_fit_their_rows_are_refused() {
         Event::Finished { id: 2, reason: Finish::NotFinite },
     ];
     assert_eq!(events, expected);
+}
+
+fn wants(harness: &Harness) -> Vec<(u32, u32)> {
+    harness.plan.prompt_logprobs().map(|want| (want.first, want.count)).collect()
+}
+
+#[test]
+fn a_chunk_gives_the_token_behind_it_and_nothing_follows_the_last() {
+    let mut harness = Harness::new(SchedulerConfig { token_budget: 8, ..config() }, 2);
+    harness.submit(telling(1, text(20), 1, 0));
+    assert!(harness.plan());
+    assert_eq!((rows(&harness), wants(&harness)), (vec![(0, 8, false)], vec![(1, 8)]));
+    assert!(harness.plan() && harness.apply());
+    assert_eq!((rows(&harness), wants(&harness)), (vec![(8, 8, false)], vec![(9, 8)]));
+    assert!(harness.plan());
+    assert_eq!((rows(&harness), wants(&harness)), (vec![(16, 3, false)], vec![(17, 3)]));
+    harness.drain();
+    assert_eq!(harness.clients[&1].parts, 3);
+    assert_eq!(harness.ended(1), (&[][..], Some(Some(Finish::Length))));
+    assert_eq!(harness.scheduler.stats().generated_tokens, 0);
+}
+
+#[test]
+fn who_wants_to_hear_of_the_prompt_computes_it_and_others_share_it() {
+    let mut harness = Harness::new(config(), 1);
+    harness.submit(request(1, text(16), 2));
+    while harness.plan() || harness.apply() {}
+    harness.submit(telling(2, text(16), 1, 2));
+    harness.submit(telling(3, text(16), 9, 2));
+    harness.submit(telling(4, text(16), 16, 2));
+    harness.drain();
+    let cached = [2, 3, 4].map(|id| harness.clients[&id].cached_tokens);
+    assert_eq!(cached, [0, 8, 12], "from before the first token that is asked for");
+
+    let mut harness = Harness::new(config(), 1);
+    harness.submit(telling(1, text(16), 1, 2));
+    while harness.plan() || harness.apply() {}
+    harness.submit(request(2, text(16), 2));
+    harness.drain();
+    assert_eq!(harness.clients[&2].cached_tokens, 12, "its blocks are everybody's");
+}
+
+#[test]
+fn what_was_told_is_not_told_again_when_the_prompt_is_computed_again() {
+    let mut harness = Harness::new(SchedulerConfig { token_budget: 8, ..config() }, 2);
+    harness.submit(telling(1, text(20), 1, 3));
+    assert!(harness.plan() && harness.plan() && harness.apply());
+    harness.reset();
+    assert!(harness.plan());
+    assert_eq!((rows(&harness), wants(&harness)), (vec![(0, 8, false)], vec![]));
+    assert!(harness.apply() && harness.plan());
+    assert_eq!((rows(&harness), wants(&harness)), (vec![(8, 8, false)], vec![(9, 8)]));
+    harness.drain();
+    assert_eq!(harness.clients[&1].parts, 3, "and each part once");
+}
+
+#[test]
+fn a_result_has_room_for_what_its_rows_give() {
+    // Seven words a token.
+    let small = SchedulerConfig { token_budget: 16, step_words: 30, ..config() };
+    let mut harness = Harness::new(small, 1);
+    harness.submit(telling(1, text(12), 1, 1));
+    assert!(harness.plan());
+    assert_eq!((rows(&harness), wants(&harness)), (vec![(0, 4, false)], vec![(1, 4)]));
+    harness.drain();
+    assert_eq!(harness.clients[&1].parts, 3);
 }

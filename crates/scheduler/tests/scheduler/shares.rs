@@ -6,7 +6,7 @@ use forebay_scheduler::{
     request_words,
 };
 
-use crate::harness::{Harness, config, pooled, request};
+use crate::harness::{Harness, config, pooled, request, telling};
 
 /// A scheduler and a device whose tokens mean nothing.
 struct Replica {
@@ -211,8 +211,9 @@ fn the_words_of_a_request_are_those_of_its_plan() {
     };
     let mut replica = Replica::new(large());
     let spec = SlotSpec { sampling, stop_ids: vec![1; 7].into(), ..SlotSpec::default() };
-    replica.scheduler.submit(Request { spec: spec.clone(), ..request(1, vec![3; 100], 1) });
-    replica.step();
+    let whole = telling(1, vec![3; 100], 1, 1);
+    replica.scheduler.submit(Request { spec: spec.clone(), ..whole });
+    assert!(replica.scheduler.next_plan(&mut replica.plan, &mut replica.events));
     let empty = StepPlan::default().words();
     // A word more for a row that may give several tokens.
     assert_eq!((replica.plan.words() - empty) as u64 + 1, request_words(100, &spec, 16, 1));

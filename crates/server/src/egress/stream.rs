@@ -112,6 +112,9 @@ impl Stream {
         if let Some(admission) = output.admission {
             self.delta.cached_tokens = Some(admission.cached_tokens);
         }
+        if let Some(prompt) = &output.prompt {
+            self.delta.prompt.push(prompt);
+        }
         let mut found = None;
         if let Some(token) = output.token {
             let ends = matches!(output.finish, Some(FinishReason::Stop { .. }));

@@ -17,7 +17,7 @@ pub(crate) struct SeenPrompt {
 /// Gives each image in `ids`, where `token` stands for one, all of its positions.
 ///
 /// # Errors
-/// There are more or fewer such tokens than images: a text has one, or the chat template shows none.
+/// There are more or fewer such tokens than images.
 pub(crate) fn spread(
     ids: Vec<i32>,
     token: i32,
@@ -26,8 +26,7 @@ pub(crate) fn spread(
     let places = ids.iter().filter(|&&id| id == token).count();
     if places != files.len() {
         let reason = format!(
-            "`messages`: the prompt has {places} places for {} images: a text has the model's token for images, or its chat \
-             template does not show them",
+            "`messages`: the prompt has {places} places for {} images: the model's chat template does not show each once",
             files.len()
         );
         return Err(ApiError::invalid("messages", reason));

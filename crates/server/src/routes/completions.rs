@@ -7,17 +7,18 @@ use axum::extract::State;
 use axum::response::Response;
 use forebay_api::{
     ApiError, Completion, CompletionChoice, CompletionLogprobs, CompletionPrompts,
-    CompletionRequest, ErrorBody, Limits, Prompt, PromptEmbeds, TokenOutput,
+    CompletionRequest, ErrorBody, Limits, Prompt, PromptEmbeds, PromptTokenLogprobs, TokenOutput,
 };
 use forebay_text::{TextError, Tokenizer};
 use serde_json::{Map, Value};
 
 use super::{matched_stop, stop_reason, token_name};
 use crate::call::{Call, Submission, Terms};
-use crate::delta::{Delta, Logprobs};
+use crate::delta::{Candidate, Delta, Logprobs};
 use crate::limits::{self, Upload};
 use crate::outlet::Encoder;
 use crate::peers::Peer;
+use crate::prompt_logprobs::{self, Awaited, PromptLogprobs};
 use crate::reply::{self, Failure};
 use crate::routing::Routing;
 use crate::sse::{self, Chunks, Cut};
@@ -53,7 +54,9 @@ pub(crate) async fn completions(
     let skip_special = generation.skip_special_tokens;
     // Of each prompt's choices `n` are returned.
     let (made, n) = (generation.n as usize, valid.n as usize);
-    let tokenizer = valid.with_logprobs.then(|| state.text.tokenizer().clone());
+    let tokenizer = || state.text.tokenizer().clone();
+    let shown = Shown { tokens: valid.tokens, top: valid.logprobs, apart: valid.prompt_logprobs };
+    let told = generation.prompt_logprobs.is_some();
     let terms = Arc::new(Terms::new(generation, &state.model.eos, model_limits));
     let mut echoes = Vec::new();
     let submissions = match valid.prompts {
@@ -82,13 +85,15 @@ pub(crate) async fn completions(
     let mut states: Vec<ChoiceState> = prompts
         .flat_map(|(echo, submission)| std::iter::repeat_n((echo, &submission.prompt), n))
         .map(|(echo, prompt)| ChoiceState {
+            echoed: echo.as_ref().and(shown.top).map(|_| Arc::clone(prompt)),
             echo,
-            tokenizer: tokenizer.clone(),
-            tokens: valid.tokens,
+            tokenizer: shown.top.or(shown.apart).map(|_| tokenizer()),
+            shown,
             prompt: valid.tokens.ids.then(|| Arc::clone(prompt)),
             ..ChoiceState::default()
         })
         .collect();
+    let prompts = submissions.len();
     let name = peer.name("cmpl-");
     let (id, streamed) = (&name.id, valid.streaming.is_some());
     let mut call = Call::start(&state, submissions, streamed, arrived, &peer).await?.named(id);
@@ -96,10 +101,19 @@ pub(crate) async fn completions(
         let egress = state.config.egress;
         let chunks = Chunks::new(&name, "text_completion", &model, streaming, egress)
             .map_err(reply::unwritable)?;
-        let encoder = CompletionEncoder { chunks, states };
+        let made = || std::iter::repeat_n(made as u32, prompts);
+        let awaited = told.then(|| Awaited::new(made()));
+        let encoder = CompletionEncoder { chunks, states, awaited };
         return sse::stream(&state, call, encoder, wire, (&peer, &name));
     }
-    let deltas = most_likely(call.collect().await?, made, n);
+    let mut deltas = call.collect().await?;
+    if told {
+        let told = prompt_logprobs::told(&mut deltas, std::iter::repeat_n(made as u32, prompts));
+        for (states, told) in states.chunks_mut(n).zip(told) {
+            states.iter_mut().for_each(|state| state.told = Arc::clone(&told));
+        }
+    }
+    let deltas = most_likely(deltas, made, n);
     let choices = (0..).zip(deltas).zip(&mut states);
     Ok(reply::ok(&Completion {
         id: name.id,
@@ -189,16 +203,30 @@ async fn echo_texts(
         .map_err(|error| text_error(error, "prompt"))
 }
 
+/// What is shown of tokens.
+#[derive(Debug, Clone, Copy, Default)]
+struct Shown {
+    tokens: TokenOutput,
+    /// Log-probabilities, with so many alternatives.
+    top: Option<u8>,
+    /// Those of the prompt apart, with so many alternatives.
+    apart: Option<u8>,
+}
+
 /// What a choice has to remember from chunk to chunk.
 #[derive(Default)]
 struct ChoiceState {
     /// Prompt text that is still to be sent.
     echo: Option<Arc<str>>,
+    /// The prompt's tokens, where their log-probabilities are to be sent with the text.
+    echoed: Option<Arc<[i32]>>,
+    /// These log-probabilities.
+    told: Arc<PromptLogprobs>,
     /// Characters of all tokens' text so far.
     offset: u32,
     /// To write log-probabilities with, where they are asked for.
     tokenizer: Option<Arc<Tokenizer>>,
-    tokens: TokenOutput,
+    shown: Shown,
     /// The prompt's ids, where they are still to be sent.
     prompt: Option<Arc<[i32]>>,
     /// The chunk of a text alone.
@@ -220,27 +248,56 @@ impl ChoiceState {
             stop_reason: delta.end.as_ref().and_then(stop_reason),
             matched_stop: delta.end.as_ref().and_then(matched_stop),
             prompt_token_ids: self.prompt.take().map(|ids| ids.to_vec()),
-            token_ids: self.tokens.ids.then(|| delta.tokens.clone()),
+            token_ids: self.shown.tokens.ids.then(|| delta.tokens.clone()),
+            prompt_logprobs: self.apart(),
         }
     }
 
+    fn apart(&self) -> Option<Vec<Option<PromptTokenLogprobs>>> {
+        Some(self.told.listed(self.shown.apart?, self.tokenizer.as_deref()?))
+    }
+
     fn logprobs(&mut self, tokens: &Logprobs) -> Option<CompletionLogprobs> {
-        let tokenizer = self.tokenizer.as_deref()?;
+        let most = self.shown.top?;
+        let tokenizer = self.tokenizer.clone()?;
         let mut lists = CompletionLogprobs::default();
-        for (sampled, top) in tokens.iter() {
-            let text = tokenizer.token_text(sampled.0);
-            lists.text_offset.push(self.offset);
-            self.offset += characters(&text);
-            lists.token_logprobs.push(sampled.1);
-            lists.tokens.push(token_name(tokenizer, sampled.0, self.tokens));
-            let mut likely = Map::new();
-            for &(id, logprob) in top.iter().chain([&sampled]) {
-                let text = token_name(tokenizer, id, self.tokens);
-                likely.entry(text).or_insert_with(|| shortest(logprob));
+        if let Some(prompt) = self.echoed.take() {
+            // Nothing is before the first token.
+            if let Some(&first) = prompt.first() {
+                self.add(&tokenizer, first, None, &mut lists);
             }
-            lists.top_logprobs.push(likely);
+            let told = Arc::clone(&self.told);
+            for ((id, logprob), top) in told.iter() {
+                let top = &top[..top.len().min(most.into())];
+                self.add(&tokenizer, id, Some((logprob, top)), &mut lists);
+            }
+        }
+        for ((id, logprob), top) in tokens.iter() {
+            self.add(&tokenizer, id, Some((logprob, top)), &mut lists);
         }
         Some(lists)
+    }
+
+    /// Adds a token with its log-probability and the most likely ones.
+    fn add(
+        &mut self,
+        tokenizer: &Tokenizer,
+        id: i32,
+        found: Option<(f32, &[Candidate])>,
+        lists: &mut CompletionLogprobs,
+    ) {
+        lists.text_offset.push(self.offset);
+        self.offset += characters(&tokenizer.token_text(id));
+        lists.token_logprobs.push(found.map(|(logprob, _)| logprob));
+        lists.tokens.push(token_name(tokenizer, id, self.shown.tokens));
+        lists.top_logprobs.push(found.map(|(logprob, top)| {
+            let mut likely = Map::new();
+            for &(id, logprob) in top.iter().chain([&(id, logprob)]) {
+                let text = token_name(tokenizer, id, self.shown.tokens);
+                likely.entry(text).or_insert_with(|| shortest(logprob));
+            }
+            likely
+        }));
     }
 }
 
@@ -251,10 +308,12 @@ fn characters(text: &str) -> u32 {
 struct CompletionEncoder {
     chunks: Chunks,
     states: Vec<ChoiceState>,
+    /// Log-probabilities of prompts, where they go ahead of the text.
+    awaited: Option<Awaited>,
 }
 
-impl Encoder for CompletionEncoder {
-    fn delta(
+impl CompletionEncoder {
+    fn write(
         &mut self,
         index: u32,
         delta: &mut Delta,
@@ -263,12 +322,12 @@ impl Encoder for CompletionEncoder {
     ) -> serde_json::Result<()> {
         let state = &mut self.states[index as usize];
         let silent = delta.parts.is_empty() && delta.logprobs.is_empty() && state.echo.is_none();
-        let silent = silent && !state.tokens.ids;
+        let silent = silent && !state.shown.tokens.ids;
         if silent && delta.end.is_none() {
             return Ok(());
         }
         let is_plain = delta.end.is_none() && state.echo.is_none() && state.tokenizer.is_none();
-        let is_plain = is_plain && !state.tokens.ids;
+        let is_plain = is_plain && !state.shown.tokens.ids;
         if is_plain {
             if state.plain.is_none() {
                 let empty = state.choice(index, &mut Delta::default());
@@ -280,6 +339,26 @@ impl Encoder for CompletionEncoder {
         }
         let choice = state.choice(index, delta);
         self.chunks.choice(&choice, || tally.usage(), out)
+    }
+}
+
+impl Encoder for CompletionEncoder {
+    fn delta(
+        &mut self,
+        index: u32,
+        delta: &mut Delta,
+        tally: &Tally,
+        out: &mut Vec<u8>,
+    ) -> serde_json::Result<()> {
+        let Some(awaited) = &mut self.awaited else { return self.write(index, delta, tally, out) };
+        let ready = awaited.take(index, delta);
+        for &(index, _) in &ready {
+            self.states[index as usize].told = Arc::clone(awaited.told(index));
+        }
+        for (index, mut delta) in ready {
+            self.write(index, &mut delta, tally, out)?;
+        }
+        Ok(())
     }
 
     fn end(&mut self, tally: &Tally, out: &mut Vec<u8>) -> serde_json::Result<()> {
@@ -295,6 +374,12 @@ impl Encoder for CompletionEncoder {
             // The prompt went ahead of the first token.
             if !before.tokens.is_empty() {
                 state.echo = None;
+                self.awaited = None;
+                let told = state.echoed.take().zip(state.tokenizer.as_ref());
+                let told = told.iter().flat_map(|(ids, tokenizer)| {
+                    ids.iter().map(|&id| characters(&tokenizer.token_text(id)))
+                });
+                state.offset += told.sum::<u32>();
             }
             if let Some(tokenizer) = &state.tokenizer {
                 let sampled = before.logprobs.iter().map(|((id, _), _)| tokenizer.token_text(id));
@@ -314,7 +399,7 @@ mod tests {
     use std::path::Path;
 
     use super::*;
-    use crate::delta::{Candidate, End};
+    use crate::delta::End;
 
     fn logprobs(tokens: &[&[Candidate]]) -> Logprobs {
         let mut all = Logprobs::default();
@@ -334,6 +419,7 @@ mod tests {
         let mut state = ChoiceState {
             echo: Some("p".into()),
             tokenizer: Some(tokenizer),
+            shown: Shown { top: Some(1), ..Shown::default() },
             ..ChoiceState::default()
         };
         let mut first = Delta {
@@ -346,8 +432,9 @@ mod tests {
         let lists = choice.logprobs.unwrap();
         assert_eq!(lists.text_offset, [0, length]);
         assert_eq!(lists.tokens, [the_text.as_str(), &dog_text]);
-        assert_eq!(lists.top_logprobs[0].keys().collect::<Vec<_>>(), [&dog_text, &the_text]);
-        assert_eq!(lists.top_logprobs[1].len(), 1);
+        let likely = |at: usize| lists.top_logprobs[at].as_ref().unwrap();
+        assert_eq!(likely(0).keys().collect::<Vec<_>>(), [&dog_text, &the_text]);
+        assert_eq!(likely(1).len(), 1);
         let mut second = Delta {
             logprobs: logprobs(&[&[(the, -1.0)]]),
             end: Some(End::Length),

@@ -6,8 +6,8 @@ use std::time::Instant;
 use axum::extract::State;
 use axum::response::Response;
 use forebay_api::{
-    ErrorBody, GenerateFinish, GenerateMeta, GenerateOutput, GenerateRequest, LogprobTriple,
-    StopReason,
+    ApiError, ErrorBody, GenerateFinish, GenerateMeta, GenerateOutput, GenerateRequest,
+    LogprobTriple, StopReason,
 };
 use forebay_text::Tokenizer;
 
@@ -17,6 +17,7 @@ use crate::delta::{Candidate, Delta, End};
 use crate::limits::{self, Upload};
 use crate::outlet::Encoder;
 use crate::peers::Peer;
+use crate::prompt_logprobs::{self, Awaited, PromptLogprobs};
 use crate::reply::{self, Failure};
 use crate::routing::Routing;
 use crate::sse;
@@ -54,7 +55,7 @@ pub(crate) async fn generate(
     let terms: Vec<Arc<Terms>> = terms.collect();
     let mut prompts = Vec::with_capacity(valid.items.len());
     let mut terms_of = Vec::with_capacity(valid.items.len());
-    let mut outputs = Vec::new();
+    let (mut outputs, mut made) = (Vec::<Accumulated>::new(), Vec::new());
     for item in valid.items {
         let generation = &terms[item.generation].generation;
         let id = item.rid.unwrap_or_else(random_hex);
@@ -65,8 +66,12 @@ pub(crate) async fn generate(
                 with_logprobs: generation.sampling.logprobs.is_some(),
                 text: valid.text_in_logprobs.then(|| state.text.tokenizer().clone()),
                 total: Delta::default(),
+                start: generation.prompt_logprobs.map(|tail| tail.first - 1),
+                first: 0,
+                told: Arc::default(),
             });
         }
+        made.push(generation.n);
         prompts.push(item.prompt);
         terms_of.push(Arc::clone(&terms[item.generation]));
     }
@@ -78,6 +83,7 @@ pub(crate) async fn generate(
         .zip(terms_of)
         .map(|(ids, terms)| Submission::new(&state, ids, terms, model_limits, param));
     let submissions = submissions.collect::<Result<Vec<_>, _>>()?;
+    list_from(&mut outputs, &submissions)?;
 
     let mut name = peer.name("");
     match (peer.resume(), outputs.first_mut()) {
@@ -88,10 +94,17 @@ pub(crate) async fn generate(
     let call = Call::start(&state, submissions, valid.stream, arrived, &peer).await?;
     let mut call = call.named(&name.id);
     if valid.stream {
-        let encoder = GenerateEncoder { outputs, batch: valid.batch };
+        let told = outputs.iter().any(|output| output.start.is_some());
+        let awaited = told.then(|| Awaited::new(made.into_iter()));
+        let encoder = GenerateEncoder { outputs, batch: valid.batch, awaited };
         return sse::stream(&state, call, encoder, wire, (&peer, &name));
     }
-    let deltas = call.collect().await?;
+    let mut deltas = call.collect().await?;
+    let told = prompt_logprobs::told(&mut deltas, made.iter().copied());
+    let told = told.iter().zip(&made).flat_map(|(told, &n)| std::iter::repeat_n(told, n as usize));
+    for (output, told) in outputs.iter_mut().zip(told) {
+        output.told = Arc::clone(told);
+    }
     let mut whole = Vec::with_capacity(deltas.len());
     let tally = call.tally();
     for ((choice, delta), mut output) in (0..).zip(deltas).zip(outputs) {
@@ -105,6 +118,23 @@ pub(crate) async fn generate(
     }
 }
 
+/// Looks up the first token of each prompt that is to be listed.
+fn list_from(outputs: &mut [Accumulated], submissions: &[Submission]) -> Result<(), ApiError> {
+    const PARAM: &str = "logprob_start_len";
+    let all = submissions.iter().flat_map(|submission| {
+        std::iter::repeat_n(&submission.prompt, submission.terms.generation.n as usize)
+    });
+    for (output, prompt) in outputs.iter_mut().zip(all) {
+        let Some(start) = output.start else { continue };
+        let Some(&first) = prompt.get(start as usize) else {
+            let reason = format!("`{PARAM}`: {start} is not below the prompt's {}", prompt.len());
+            return Err(ApiError::invalid(PARAM, reason));
+        };
+        output.first = first;
+    }
+    Ok(())
+}
+
 /// All that a choice has brought so far.
 struct Accumulated {
     id: String,
@@ -113,16 +143,30 @@ struct Accumulated {
     /// To write the texts of log-probabilities with, where they are asked for.
     text: Option<Arc<Tokenizer>>,
     total: Delta,
+    /// Where the list of the prompt's tokens begins, with which token, and what the others have; `None`: there is no list.
+    start: Option<u32>,
+    first: i32,
+    told: Arc<PromptLogprobs>,
 }
 
 impl Accumulated {
     fn output(&self, choice: u32, index: Option<u32>, tally: &Tally) -> GenerateOutput {
         let usage = tally.usage_of(choice);
-        let triple = |&(id, logprob): &Candidate| LogprobTriple {
+        let written = |id, logprob| LogprobTriple {
             logprob,
             id,
             text: self.text.as_ref().map(|tokenizer| tokenizer.token_text(id)),
         };
+        let triple = |&(id, logprob): &Candidate| written(id, Some(logprob));
+        let input = |_| {
+            let others = self.told.iter().map(|(token, _)| triple(&token));
+            std::iter::once(written(self.first, None)).chain(others).collect()
+        };
+        let input_top = |_| {
+            let others = self.told.iter().map(|(_, top)| Some(top.iter().map(triple).collect()));
+            std::iter::once(None).chain(others).collect()
+        };
+        let has_input_top = self.told.iter().any(|(_, top)| !top.is_empty());
         let tokens = || self.total.logprobs.iter();
         let sampled = || tokens().map(|(sampled, _)| triple(&sampled)).collect();
         let top = || tokens().map(|(_, top)| top.iter().map(triple).collect()).collect();
@@ -147,6 +191,8 @@ impl Accumulated {
                 completion_tokens: usage.completion_tokens,
                 cached_tokens: usage.prompt_tokens_details.map(|details| details.cached_tokens),
                 e2e_latency: self.arrived.elapsed().as_secs_f64(),
+                input_token_logprobs: self.start.map(input),
+                input_top_logprobs: self.start.filter(|_| has_input_top).map(input_top),
                 output_token_logprobs: self.with_logprobs.then(sampled),
                 output_top_logprobs: (self.with_logprobs && has_top).then(top),
             },
@@ -157,6 +203,22 @@ impl Accumulated {
 struct GenerateEncoder {
     outputs: Vec<Accumulated>,
     batch: bool,
+    /// Log-probabilities of prompts, which are in every event.
+    awaited: Option<Awaited>,
+}
+
+impl GenerateEncoder {
+    fn write(
+        &mut self,
+        choice: u32,
+        delta: &mut Delta,
+        tally: &Tally,
+        out: &mut Vec<u8>,
+    ) -> serde_json::Result<()> {
+        let output = &mut self.outputs[choice as usize];
+        output.total.merge(delta);
+        sse::event(&output.output(choice, self.batch.then_some(choice), tally), out)
+    }
 }
 
 impl Encoder for GenerateEncoder {
@@ -167,9 +229,15 @@ impl Encoder for GenerateEncoder {
         tally: &Tally,
         out: &mut Vec<u8>,
     ) -> serde_json::Result<()> {
-        let output = &mut self.outputs[choice as usize];
-        output.total.merge(delta);
-        sse::event(&output.output(choice, self.batch.then_some(choice), tally), out)
+        let Some(awaited) = &mut self.awaited else { return self.write(choice, delta, tally, out) };
+        let ready = awaited.take(choice, delta);
+        for &(choice, _) in &ready {
+            self.outputs[choice as usize].told = Arc::clone(awaited.told(choice));
+        }
+        for (choice, mut delta) in ready {
+            self.write(choice, &mut delta, tally, out)?;
+        }
+        Ok(())
     }
 
     fn end(&mut self, _: &Tally, _: &mut Vec<u8>) -> serde_json::Result<()> {

@@ -123,7 +123,7 @@ impl Fake {
     ) {
         let admission = first.then_some(Admission { cached_tokens: 1, queue_us: 5 });
         let token = Some(SampledToken { id: token, logprobs: None });
-        self.deliver(vec![Output { id, admission, token, pooled: None, finish }]);
+        self.deliver(vec![Output { id, admission, token, pooled: None, prompt: None, finish }]);
     }
 
     pub(crate) fn refuse_after(&self, requests: usize, error: SubmitError) {
@@ -166,7 +166,7 @@ impl Fake {
     pub(crate) fn vector(&self, id: RequestId, vector: [f32; 3]) {
         let admission = Some(Admission { cached_tokens: 0, queue_us: 5 });
         let (pooled, finish) = (Some(vector.into()), Some(FinishReason::Length));
-        self.deliver(vec![Output { id, admission, token: None, pooled, finish }]);
+        self.deliver(vec![Output { id, admission, token: None, pooled, prompt: None, finish }]);
     }
 
     /// Answers a pooled request with its number of tokens, its first token and where its second text begins; one of generation with
@@ -193,6 +193,7 @@ impl Fake {
             let output = Output {
                 id: id_of,
                 admission: (index == 0).then_some(Admission { cached_tokens: 1, queue_us: 5 }),
+                prompt: None,
                 token: Some(SampledToken { id, logprobs: spec.sampling.logprobs.map(entries) }),
                 pooled: None,
                 finish: finish.clone(),
@@ -228,7 +229,14 @@ impl Engine for Fake {
         self.maybe_panic(Panic::Abort);
         if self.alive.lock().contains(&id) {
             let finish = Some(FinishReason::Abort);
-            self.deliver(vec![Output { id, admission: None, token: None, pooled: None, finish }]);
+            self.deliver(vec![Output {
+                id,
+                admission: None,
+                token: None,
+                pooled: None,
+                prompt: None,
+                finish,
+            }]);
         }
         self.events.send(Event::Abort(id)).ok();
     }

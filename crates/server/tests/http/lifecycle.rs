@@ -82,6 +82,7 @@ async fn a_request_that_cannot_be_served_gets_its_error() {
             admission: None,
             token: None,
             pooled: None,
+            prompt: None,
             finish,
         }]);
         let (got, answer) = whole.await.unwrap();
@@ -228,7 +229,14 @@ async fn an_answer_that_grows_too_large_is_ended() {
     // Eight bytes each, as text and number; in few steps, so that nobody waits for room in the lane.
     for _ in 0..5 {
         let token = || Some(SampledToken { id: token, logprobs: None });
-        let output = || Output { id, admission: None, token: token(), pooled: None, finish: None };
+        let output = || Output {
+            id,
+            admission: None,
+            token: token(),
+            pooled: None,
+            prompt: None,
+            finish: None,
+        };
         server.engine.deliver((0..10_000).map(|_| output()).collect());
     }
     assert_eq!(server.aborted().await, id);

@@ -100,7 +100,14 @@ async fn the_first_error_answers_for_all() {
         let ids = [server.submitted().await.id, server.submitted().await.id];
         let finish = Some(FinishReason::Error(failure));
         let (id, pooled) = (ids[1], None);
-        server.engine.deliver(vec![Output { id, admission: None, token: None, pooled, finish }]);
+        server.engine.deliver(vec![Output {
+            id,
+            admission: None,
+            token: None,
+            pooled,
+            prompt: None,
+            finish,
+        }]);
         let (got, answer) = answer.await.unwrap();
         assert_eq!((got, &answer["error"]["code"]), (status, &json!(code)));
         assert_eq!([server.aborted().await, server.aborted().await], ids);

@@ -12,7 +12,14 @@ fn hello(stream: bool) -> Value {
 }
 
 fn ended(id: forebay_engine::RequestId, finish: FinishReason) -> Vec<Output> {
-    vec![Output { id, admission: None, token: None, pooled: None, finish: Some(finish) }]
+    vec![Output {
+        id,
+        admission: None,
+        token: None,
+        pooled: None,
+        prompt: None,
+        finish: Some(finish),
+    }]
 }
 
 #[tokio::test]

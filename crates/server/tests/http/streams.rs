@@ -304,6 +304,7 @@ async fn a_client_that_stops_reading_is_cut_and_its_request_ended() {
                 admission: None,
                 token: Some(SampledToken { id: tokens[number % tokens.len()], logprobs }),
                 pooled: None,
+                prompt: None,
                 finish: None,
             }]);
         }

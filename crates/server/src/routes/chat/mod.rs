@@ -63,6 +63,7 @@ pub(crate) async fn chat_completions(
     let rendered = (&*prompt.text, continues);
     let reading = reading(&state, chat.tools, chat.reasoning, bound, rendered);
     let tokenizer = chat.generation.sampling.logprobs.map(|_| state.text.tokenizer().clone());
+    let of_prompt = chat.generation.prompt_logprobs;
     let tokens = Tokens { tokenizer, output: chat.tokens };
     let seen = match state.model.images {
         Some(model) => images::spread(prompt.ids, model.token, &files)?,
@@ -90,6 +91,7 @@ pub(crate) async fn chat_completions(
         return sse::stream(&state, call, encoder, wire, (&peer, &name));
     }
     let deltas = call.collect().await?;
+    let told = deltas.first().zip(of_prompt);
     let choices = (0..).zip(&deltas).map(|(index, delta)| choice(index, delta, &tokens, &ids));
     Ok(reply::ok(&ChatCompletion {
         id: name.id,
@@ -99,6 +101,8 @@ pub(crate) async fn chat_completions(
         choices: choices.collect::<Result<_, _>>()?,
         usage: call.tally().usage(),
         prompt_token_ids,
+        prompt_logprobs: told
+            .map(|(first, tail)| first.prompt.listed(tail.most, state.text.tokenizer())),
     }))
 }
 

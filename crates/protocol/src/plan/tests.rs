@@ -1,0 +1,171 @@
+//! Plans, written and read.
+
+use crate::frame::{HEADER_BYTES, Header};
+use crate::slot::{Pooling, SamplingParams, SlotSpec};
+
+use super::*;
+
+fn frame(bytes: &[u8]) -> Frame {
+    let (head, body) = bytes.split_first_chunk::<HEADER_BYTES>().expect("a header");
+    let words = body.chunks_exact(4).map(bytemuck::pod_read_unaligned).collect();
+    Frame::new(Header::decode(head).expect("a good header"), words).expect("a good frame")
+}
+
+fn new_slot<'a>(slot: u32, tokens: &'a [i32], spec: &'a SlotSpec) -> NewSlot<'a> {
+    NewSlot { slot, tokens, prompt_len: tokens.len() as u32, spec }
+}
+
+#[test]
+fn long_prompts_leave_the_plan_and_short_ones_stay() {
+    let mut plan = StepPlan::default();
+    plan.begin(1);
+    let spec = SlotSpec::default();
+    for (slot, tokens) in [(0, vec![1; 3]), (1, vec![2; 10]), (2, vec![3; 4]), (3, vec![4; 12])] {
+        plan.write_slot(&new_slot(slot, &tokens, &spec));
+    }
+    let (mut arena, mut bytes) = (Vec::new(), Vec::new());
+    let before = plan.clone();
+    plan.encode_spilling(&mut bytes, 8, |tokens| {
+        if arena.len() + tokens.len() > 10 {
+            return None;
+        }
+        let offset = arena.len() as u32 * 4;
+        arena.extend_from_slice(tokens);
+        Some(offset)
+    })
+    .expect("within the limit");
+    assert_eq!(arena, vec![2; 10]);
+    assert_eq!(plan, before);
+    let sent = StepPlan::decode(&frame(&bytes)).expect("a plan");
+    let left: Vec<_> = sent.new_slots().map(|new| (new.slot, new.tokens.to_vec())).collect();
+    assert_eq!(
+        left,
+        [(0, vec![1; 3]), (1, vec![]), (2, vec![3; 4]), (3, vec![4; 12])],
+        "the fourth found the arena full and stays inline"
+    );
+}
+
+#[test]
+fn a_plan_knows_how_many_words_its_frame_may_have() {
+    let mut plan = StepPlan::default();
+    let sampling = SamplingParams {
+        min_tokens: 1,
+        logit_bias: [(1, 0.5), (2, 1.5)].into(),
+        allowed: Some([4, 5, 6, 7].into()),
+        ..SamplingParams::default()
+    };
+    let whole = SlotSpec {
+        sampling,
+        stop_ids: [1, 2, 3].into(),
+        pooling: Some(Pooling { segment: 2 }),
+        embeds: Some(64),
+    };
+    for spec in [whole, SlotSpec::default()] {
+        plan.begin(1);
+        let tokens = [7; 5];
+        let new = new_slot(0, &tokens, &spec);
+        let empty = plan.words();
+        plan.write_slot(&new);
+        assert_eq!(plan.words(), empty + new.words());
+        plan.write_page(0, 0, 9);
+        plan.push_row(Row { slot: 0, start: 0, length: 5, want: Want::Tokens(2) });
+        plan.want_prompt_logprobs(PromptLogprobsWant { slot: 0, first: 1, count: 4, most: 2 });
+        assert_eq!(plan.words(), empty + new.words() + PAGE_WRITE_WORDS + ROW_WORDS);
+        let mut bytes = Vec::new();
+        plan.encode(&mut bytes).expect("within the limit");
+        let most = HEADER_BYTES + 4 * plan.words();
+        assert!(bytes.len() <= most && bytes.len() + 4 * empty >= most, "{}", bytes.len());
+    }
+}
+
+#[test]
+fn rows_say_how_many_tokens_they_may_give_only_where_it_is_more_than_one() {
+    let mut plan = StepPlan::default();
+    plan.begin(1);
+    let push = |slot, want, plan: &mut StepPlan| {
+        plan.push_row(Row { slot, start: 3, length: 1, want });
+    };
+    push(0, Want::TOKEN, &mut plan);
+    push(1, Want::Nothing, &mut plan);
+    assert_eq!(plan.row_tokens, [0; 0]);
+    push(2, Want::Tokens(4), &mut plan);
+    push(3, Want::Vector, &mut plan);
+    push(4, Want::Masked, &mut plan);
+    push(5, Want::TOKEN, &mut plan);
+    assert_eq!(plan.row_tokens, [1, 4, 1, 1]);
+    let mut bytes = Vec::new();
+    plan.encode(&mut bytes).expect("within the limit");
+    let read = StepPlan::decode(&frame(&bytes)).expect("a plan");
+    let wants: Vec<Want> = read.rows().map(|row| row.want).collect();
+    let several = Want::Tokens(4);
+    let expected = [Want::TOKEN, Want::Nothing, several, Want::Vector, Want::Masked, Want::TOKEN];
+    assert_eq!(wants, expected);
+}
+
+#[test]
+fn what_is_not_known_is_refused() {
+    let refused = |change: &dyn Fn(&mut StepPlan)| {
+        let (mut plan, spec) = (StepPlan::default(), SlotSpec::default());
+        plan.begin(1);
+        plan.write_slot(&new_slot(0, &[1, 2], &spec));
+        plan.write_slot(&new_slot(1, &[3], &spec));
+        plan.push_row(Row { slot: 0, start: 0, length: 2, want: Want::TOKEN });
+        change(&mut plan);
+        let mut bytes = Vec::new();
+        plan.encode(&mut bytes).expect("within the limit");
+        StepPlan::decode(&frame(&bytes)).err()
+    };
+    assert_eq!(refused(&|_| {}), None);
+    assert_eq!(refused(&|plan| plan.segments = vec![1, 4]), None);
+    let flags = Some(FrameError::Malformed("unknown row flags"));
+    assert_eq!(refused(&|plan| plan.rows[3] |= 4), None);
+    assert_eq!(refused(&|plan| plan.rows[3] = FLAG_MASKED), flags);
+    assert_eq!(refused(&|plan| plan.rows[3] |= 8), flags);
+    assert_eq!(refused(&|plan| plan.rows[3] = FLAG_SAMPLE | FLAG_POOL), flags);
+    let disagree = Some(FrameError::Malformed("plan columns disagree"));
+    // The row computes positions 0 and 1, and so what follows them.
+    assert_eq!(refused(&|plan| plan.prompt_logprobs = vec![0, 1, 2, 20]), None);
+    let wrong =
+        [[0, 0, 1, 0], [0, 1, 3, 0], [0, 3, 1, 0], [0, 1, 0, 0], [1, 1, 1, 0], [0, 1, 1, -1]];
+    for record in wrong {
+        assert_eq!(refused(&|plan| plan.prompt_logprobs = record.to_vec()), disagree, "{record:?}");
+    }
+    let twice = vec![0, 1, 1, 0, 0, 2, 1, 0];
+    assert_eq!(refused(&|plan| plan.prompt_logprobs.clone_from(&twice)), disagree);
+    assert_eq!(refused(&|plan| plan.row_tokens = vec![1, 1]), disagree);
+    assert_eq!(refused(&|plan| plan.row_tokens = vec![0]), disagree);
+    assert_eq!(refused(&|plan| plan.embeds = vec![2, 64]), disagree, "no new slot");
+    assert_eq!(refused(&|plan| plan.segments = vec![1, 4, 0, 4]), disagree, "another order");
+    assert_eq!(refused(&|plan| plan.embeds = vec![1, -64]), disagree, "before the arena");
+    assert_eq!(refused(&|plan| plan.allowed_counts = vec![1, 4]), disagree, "no ids");
+    assert_eq!(refused(&|plan| plan.allowed_counts = vec![1, 0]), disagree, "nothing allowed");
+    assert_eq!(refused(&|plan| plan.allowed_ids = vec![4]), disagree, "nobody's ids");
+    assert_eq!(refused(&|plan| plan.copies = vec![1, 2, 3, 4]), disagree, "no direction");
+    assert_eq!(refused(&|plan| plan.copies = vec![1, 0, -3, 4]), disagree, "no page");
+    let record = Some(FrameError::Malformed("plan record length"));
+    assert_eq!(refused(&|plan| plan.copies = vec![1, 0, 3]), record);
+    assert_eq!(refused(&|plan| plan.prompt_logprobs = vec![0, 1, 1]), record);
+    let wait = Some(FrameError::Malformed("wait_us beside rows or out of range"));
+    assert_eq!(refused(&|plan| plan.wait_us = vec![5]), wait, "it has rows");
+    let waits = |us: Vec<i32>| {
+        refused(&move |plan| {
+            plan.rows.clear();
+            plan.wait_us.clone_from(&us);
+        })
+    };
+    assert_eq!(waits(vec![1000]), None);
+    for us in [vec![1001], vec![-1], vec![1, 1]] {
+        assert_eq!(waits(us), wait);
+    }
+}
+
+#[test]
+fn columns_that_grew_for_one_step_shrink_again() {
+    let mut plan = StepPlan::default();
+    plan.begin(1);
+    plan.tokens.resize(8 * KEPT_WORDS, 0);
+    plan.begin(2);
+    assert!(plan.tokens.capacity() >= 8 * KEPT_WORDS, "the next step may be as large");
+    plan.begin(3);
+    assert!(plan.tokens.capacity() <= KEPT_WORDS, "it was not");
+}

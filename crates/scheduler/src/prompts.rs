@@ -1,0 +1,156 @@
+//! Log-probabilities of prompts: which of them a row gives, and which of a result are news.
+//!
+//! A token's are those of the logits of the position before it. So a request that wants them computes all positions from before the first one on,
+//! whatever of them is cached, and each of its rows gives those of the tokens after its positions. Rows of an earlier stay may still be in
+//! flight when it computes its prompt again: what was told is not told twice.
+
+use forebay_protocol::{PromptLogprobs, PromptLogprobsWant, StepResult};
+
+use crate::request::Entry;
+use crate::{Event, Finish, FlightRow, Handle, Scheduler};
+
+/// Which tokens of a prompt a client wants the log-probabilities of: all from some position on.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct PromptTail {
+    /// Position of the first token, at least 1. It moves on as they are told.
+    pub first: u32,
+    /// How many of the most likely tokens come beside each.
+    pub most: u8,
+}
+
+impl Entry {
+    /// What is still to be told of the prompt.
+    fn untold(&self) -> Option<PromptTail> {
+        self.request.prompt_logprobs.filter(|tail| tail.first < self.prompt_len)
+    }
+
+    /// Whether it has tokens sampled.
+    pub(crate) fn generates(&self) -> bool {
+        self.limit > self.prompt_len
+    }
+
+    /// Positions to compute, as far as tokens exist.
+    pub(crate) fn goal(&self) -> u32 {
+        // Nobody asks what follows the last token of a prompt of which nothing but its own tokens is wanted.
+        self.total - u32::from(!self.generates() && !self.pools())
+    }
+
+    /// Leading positions that it may take from the cache. One at least is left to compute: without a row there are no logits, and no vector.
+    pub(crate) fn reusable(&self) -> u32 {
+        let untold = self.untold().map_or(u32::MAX, |tail| tail.first);
+        self.known().min(untold).saturating_sub(1)
+    }
+
+    /// The tokens of the prompt that a row of positions `start .. end` in `slot` gives.
+    fn given_by(&self, slot: u32, start: u32, end: u32) -> Option<PromptLogprobsWant> {
+        let tail = self.untold()?;
+        let first = tail.first.max(start + 1);
+        let count = (end + 1).min(self.prompt_len).checked_sub(first).filter(|&count| count > 0)?;
+        Some(PromptLogprobsWant { slot, first, count, most: tail.most.into() })
+    }
+}
+
+impl Scheduler {
+    /// How many of `length` positions a row may have, so that what it gives of the prompt has room in the result beside what others
+    /// give. The first to give any may always have one.
+    pub(crate) fn room_in_result(&self, handle: Handle, length: u32) -> u32 {
+        let entry = &self.requests[handle];
+        let start = entry.computed;
+        let Some(want) = entry.given_by(0, start, start + length) else { return length };
+        let left = self.answers_left(want.most);
+        if want.count <= left { length } else { want.first - 1 + left - start }
+    }
+
+    /// Whether a row of a request may give something of its prompt, if it wants that.
+    pub(crate) fn has_room_in_result(&self, handle: Handle) -> bool {
+        let untold = self.requests[handle].untold();
+        untold.is_none_or(|tail| self.answers_left(tail.most.into()) > 0)
+    }
+
+    /// How many more tokens the result has room for.
+    fn answers_left(&self, most: u32) -> u32 {
+        let taken = self.building.answer_words;
+        let each = PromptLogprobsWant::answer_words(1, most);
+        let left = self.config.step_words.saturating_sub(taken) / each;
+        u32::try_from(left.max(usize::from(taken == 0))).unwrap_or(u32::MAX)
+    }
+
+    /// Notes what a new row gives of its prompt.
+    pub(crate) fn wanted_of(
+        &mut self,
+        handle: Handle,
+        slot: u32,
+        (start, end): (u32, u32),
+    ) -> Option<PromptLogprobsWant> {
+        let want = self.requests[handle].given_by(slot, start, end)?;
+        self.building.answer_words += PromptLogprobsWant::answer_words(want.count, want.most);
+        Some(want)
+    }
+
+    /// Tells what a row gave of its prompt, as far as it is new. False: that was all that the request wanted, and it has ended.
+    pub(crate) fn tell_prompt(
+        &mut self,
+        row: &FlightRow,
+        given: PromptLogprobsOf<'_>,
+        events: &mut Vec<Event>,
+    ) -> bool {
+        let (Some(want), entry) = (row.prompt, &mut self.requests[row.handle]) else { return true };
+        let Some(tail) = &mut entry.request.prompt_logprobs else { return true };
+        debug_assert!(want.first <= tail.first, "results come in order, without a gap");
+        let told = tail.first - want.first;
+        if told >= want.count {
+            return true;
+        }
+        tail.first = want.first + want.count;
+        let (id, complete) = (entry.request.id, tail.first == entry.prompt_len);
+        events.push(Event::PromptLogprobs { id, logprobs: given.from(told, want.most) });
+        if !complete || entry.generates() {
+            return true;
+        }
+        self.offer_blocks(row.handle);
+        events.push(Event::Finished { id, reason: Finish::Length });
+        self.remove(row.handle);
+        false
+    }
+}
+
+/// Of a row, as a result has them.
+#[derive(Clone, Copy, Default)]
+pub(crate) struct PromptLogprobsOf<'a> {
+    ranks: &'a [i32],
+    ids: &'a [i32],
+    values: &'a [f32],
+}
+
+impl<'a> PromptLogprobsOf<'a> {
+    pub(crate) fn new(result: &'a StepResult) -> Self {
+        let all = result.prompt_logprobs.as_deref();
+        let of = |all: &'a PromptLogprobs| Self {
+            ranks: &all.ranks,
+            ids: &all.ids,
+            values: &all.values,
+        };
+        all.map_or_else(Self::default, of)
+    }
+
+    /// Those of the next row, which are taken away. All have their lengths checked.
+    pub(crate) fn take(&mut self, row: &FlightRow) -> Self {
+        let (count, most) = row.prompt.map_or((0, 0), |want| (want.count, want.most));
+        let (tokens, entries) = (count as usize, count as usize * (1 + most as usize));
+        let (ranks, ids, values);
+        (ranks, self.ranks) = self.ranks.split_at(tokens);
+        (ids, self.ids) = self.ids.split_at(entries);
+        (values, self.values) = self.values.split_at(entries);
+        Self { ranks, ids, values }
+    }
+
+    /// Without the first `told` tokens.
+    fn from(self, told: u32, most: u32) -> PromptLogprobs {
+        let (tokens, entries) = (told as usize, told as usize * (1 + most as usize));
+        PromptLogprobs {
+            ranks: self.ranks[tokens..].to_vec(),
+            ids: self.ids[entries..].to_vec(),
+            values: self.values[entries..].to_vec(),
+        }
+    }
+}

@@ -1,0 +1,107 @@
+"""Log-probabilities of a prompt's tokens, without the logits of all its positions in memory at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from forebay.device import Device, host_array
+from forebay.layers.ops import Ops
+from forebay.protocol.frames import Float32s, Int32s
+from forebay.protocol.result import ROW_NOT_FINITE, StepResult
+from forebay.state.counts import ragged
+from forebay.state.slots import Int64s, PlanError, SlotTables
+
+SLICE_BYTES = 1 << 25
+"""Of a slice's logits, in float32: 32 MiB are enough rows for a product to be a product of matrices."""
+SLICES = 4
+"""Matrices of a slice's size that exist at a time: logits, the same in float32, log-softmax, and what is sorted."""
+
+
+def slice_rows(vocabulary: int) -> int:
+    """Positions whose logits are computed at a time."""
+    return max(1, SLICE_BYTES // (4 * vocabulary))
+
+
+def slice_bytes(vocabulary: int, positions: int) -> int:
+    """Memory that the largest slice of steps of so many positions takes for a while."""
+    return SLICES * 4 * vocabulary * min(slice_rows(vocabulary), positions)
+
+
+@dataclass(frozen=True)
+class PromptTokens:
+    """Tokens of prompts whose log-probabilities are asked for: `q` wants, `k` tokens in all."""
+
+    row: Int64s  # [q], ascending: the row that computes the positions before the tokens
+    first: Int64s  # [q]: position of the first token
+    count: Int64s  # [q]
+    most: Int64s  # [q]: how many of the most likely tokens come beside each
+
+    @classmethod
+    def read(cls, wants: Int32s, slot: Int64s) -> PromptTokens | None:
+        """The plan's column; `slot` [r] of all rows. None: nothing is asked for."""
+        if not len(wants):
+            return None
+        slots, first, count, most = wants.T.astype(np.int64)
+        row = np.flatnonzero(np.isin(slot, slots))
+        return cls(row, first, count, most)
+
+    @property
+    def positions(self) -> Int64s:
+        """[k], want by want."""
+        return ragged(self.first, self.count)
+
+    def of_wants(self, values: Int64s) -> Int64s:
+        """A want's value for each of its tokens: [k] of [q]."""
+        return np.repeat(values, self.count)
+
+
+class PromptColumns:
+    """Host memory for what a step gives of prompts' tokens, with the content when the step's last event is reached."""
+
+    def __init__(self, tokens: PromptTokens, slot: Int64s, tables: SlotTables, ops: Ops, device: Device) -> None:
+        """`slot` [r] of the step's rows. Raises `PlanError`."""
+        vocabulary, most = tables.vocabulary, int(tokens.most.max())
+        if most > vocabulary:
+            raise PlanError(f"the {most} most likely tokens of a vocabulary of {vocabulary}")
+        self._tokens, self._tables, self._ops, self._device = tokens, tables, ops, device
+        positions = tokens.positions
+        self._entries = tokens.of_wants(slot[tokens.row]) * tables.stride + positions
+        self._most, self._rows = most, slice_rows(vocabulary)
+        shape = (len(positions), 1 + most)
+        self._ids: Int64s = host_array(device, shape, np.int64)
+        self._values: Float32s = host_array(device, shape, np.float32)
+        self._ranks: Int64s = host_array(device, shape[:1], np.int64)
+        self._finite: npt.NDArray[np.bool_] = host_array(device, shape[:1], np.bool_)
+
+    def fill(self, states: torch.Tensor, head: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Computes all of it from the states [k, hidden] before the tokens; `head` makes logits of some. For work."""
+        (entries,) = self._device.copy_in(self._entries)
+        tokens = self._tables.token_pool.view(-1).index_select(0, entries).long()[:, None]
+        slices = zip(states.split(self._rows), tokens.split(self._rows), strict=True)
+        parts = [self._of(head(some), of) for some, of in slices]
+        columns: list[npt.NDArray[Any]] = [self._ids, self._values, self._ranks, self._finite]
+        for number, column in enumerate(columns):
+            self._device.copy_out(torch.cat([part[number] for part in parts]), column)
+
+    def _of(
+        self, logits: torch.Tensor, tokens: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Ids and log-probabilities [m, 1 + most] of tokens [m, 1] and the most likely, ranks, and what is finite."""
+        ranks = (logits > logits.gather(1, tokens)).sum(dim=-1) + 1
+        ids = torch.cat((tokens, logits.topk(self._most, dim=-1).indices), dim=1)
+        return ids, logits.log_softmax(dim=-1).gather(1, ids), ranks, self._ops.finite(logits)
+
+    def report(self, result: StepResult) -> None:
+        """Puts it into the result, once it is there."""
+        tokens = self._tokens
+        wanted = np.arange(1 + self._most) <= tokens.of_wants(tokens.most)[:, None]
+        result.prompt_ranks = self._ranks.astype(np.int32)
+        result.prompt_ids = self._ids[wanted].astype(np.int32)
+        result.prompt_values = self._values[wanted]
+        result.row_errors[tokens.of_wants(tokens.row)[~self._finite]] = ROW_NOT_FINITE
