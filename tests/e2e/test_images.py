@@ -255,6 +255,7 @@ def test_other_wrong_images(server: Server) -> None:
     refused(chat({"type": "image_url"}), "messages[0].content[0].image_url", "required")
     detail = {"type": "image_url", "image_url": {"url": url(PNG), "detail": "much"}}
     refused(chat(detail), "messages[0].content[0].image_url.detail", "`auto`, `high` or `low`")
+    refused(chat(part(PNG), prompt_logprobs=1), "prompt_logprobs", "a prompt with images has none")
     refused(chat({"type": "input_audio"}), "messages[0].content[0].type=input_audio", "not supported")
     large = png(picture(90, 64, 64))
     refused(chat(part(large), text("a" * 100)), "messages", "context")

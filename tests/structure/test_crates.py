@@ -10,7 +10,7 @@ import pytest
 
 from tests.structure.repository import ROOT, files, inside, read, rust_code
 
-PURE = {"protocol", "kvcache", "scheduler", "balance", "dialect"}
+PURE = {"protocol", "kvcache", "scheduler", "balance", "dialect", "vision"}
 # JSON is what they are about: the handshake, and the arguments of calls. What a step needs is none.
 JSON = {"protocol", "dialect"}
 ALLOWED: dict[str, set[str]] = {
@@ -26,7 +26,8 @@ ALLOWED: dict[str, set[str]] = {
     "api": {"engine", "grammar", "text", "protocol"},
     "balance": set(),
     "replicas": {"engine", "balance"},
-    "server": {"api", "engine", "grammar", "replicas", "text", "dialect"},
+    "vision": set(),
+    "server": {"api", "engine", "grammar", "replicas", "text", "dialect", "vision"},
     "router": {"api"},
     "kernels": set(),
     "bench": {"protocol", "kvcache", "scheduler", "engine", "sim", "text", "balance"},

@@ -200,7 +200,9 @@ impl Call {
             let salt = peer.salt(state, submission.terms.generation.cache_salt.as_deref());
             let names = shared_names(state, salt, &submission);
             let Submission { prompt, embeds, images, files, terms, max_tokens } = submission;
-            let show = |file: &Arc<ImageFile>| Shown::new(Arc::clone(file), &state.intake);
+            let show = |file: &Arc<ImageFile>| -> Arc<dyn Picture> {
+                Arc::new(Shown::new(Arc::clone(file), &state.intake))
+            };
             let pictures: Vec<Arc<dyn Picture>> = files.iter().map(show).collect();
             let generation = &terms.generation;
             let seed = generation.seed.or(peer.tag().map(|tag| tag.seed));

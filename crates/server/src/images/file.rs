@@ -86,8 +86,8 @@ impl fmt::Debug for Shown {
 
 impl Shown {
     /// Of a request that is submitted by a task of the current runtime.
-    pub(crate) fn new(file: Arc<ImageFile>, intake: &Arc<Intake>) -> Arc<dyn Picture> {
-        Arc::new(Self { file, intake: Arc::clone(intake), runtime: Handle::current() })
+    pub(crate) fn new(file: Arc<ImageFile>, intake: &Arc<Intake>) -> Self {
+        Self { file, intake: Arc::clone(intake), runtime: Handle::current() }
     }
 }
 

@@ -8,7 +8,9 @@ use std::time::Instant;
 
 use axum::extract::State;
 use axum::response::Response;
-use forebay_api::{Calls, ChatCompletion, ChatRequest, ErrorBody, OfferedTools, ReasoningOutput};
+use forebay_api::{
+    ApiError, Calls, ChatCompletion, ChatRequest, ErrorBody, OfferedTools, ReasoningOutput,
+};
 use forebay_dialect::{Reading, Start, Tools};
 
 use crate::call::{Call, Submission, Terms};
@@ -64,6 +66,10 @@ pub(crate) async fn chat_completions(
     let reading = reading(&state, chat.tools, chat.reasoning, bound, rendered);
     let tokenizer = chat.generation.sampling.logprobs.map(|_| state.text.tokenizer().clone());
     let of_prompt = chat.generation.prompt_logprobs;
+    if of_prompt.is_some() && !files.is_empty() {
+        let reason = "`prompt_logprobs`: a prompt with images has none";
+        return Err(ApiError::invalid("prompt_logprobs", reason).into());
+    }
     let tokens = Tokens { tokenizer, output: chat.tokens };
     let seen = match state.model.images {
         Some(model) => images::spread(prompt.ids, model.token, &files)?,
