@@ -257,6 +257,8 @@ def test_other_wrong_images(server: Server) -> None:
     refused(chat(detail), "messages[0].content[0].image_url.detail", "`auto`, `high` or `low`")
     refused(chat(part(PNG), prompt_logprobs=1), "prompt_logprobs", "a prompt with images has none")
     refused(chat({"type": "input_audio"}), "messages[0].content[0].type=input_audio", "not supported")
+    # More bytes than a body may have beside its images.
+    refused(chat(part(PNG[:60] + bytes(5 << 20))), "messages", "PNG file can't be read")
     large = png(picture(90, 64, 64))
     refused(chat(part(large), text("a" * 100)), "messages", "context")
 

@@ -64,9 +64,9 @@ pub struct ServerConfig {
     pub tls: Option<Tls>,
     /// Largest `priority`, and smallest below 0, that clients may ask for.
     pub max_client_priority: u32,
-    /// Largest request body in bytes; what is more than `max_json_bytes` of it must be embeddings.
+    /// Largest request body in bytes; what is more than `max_json_bytes` of it must be embeddings or images.
     pub max_body_bytes: usize,
-    /// Largest request body without its embeddings in bytes.
+    /// Largest request body without its embeddings and images in bytes.
     pub max_json_bytes: usize,
     /// Most bytes that all requests take together, from their bodies to what they are expected to generate.
     pub max_request_bytes_in_flight: usize,

@@ -9,7 +9,7 @@ use axum::extract::{FromRequest, FromRequestParts, Query, Request};
 use axum::http::Uri;
 use bytes::{Bytes, BytesMut};
 use forebay_api::ApiError;
-use forebay_api::limits::{Limited, takes_embeds};
+use forebay_api::limits::{Limited, takes_embeds, takes_images};
 use http_body_util::BodyExt;
 use serde::de::DeserializeOwned;
 use tokio::time::{timeout, timeout_at};
@@ -71,7 +71,7 @@ impl Pieces {
 pub(crate) struct BodyLimit {
     /// Bytes.
     pub(crate) most: usize,
-    /// Bytes beside embeddings.
+    /// Bytes beside embeddings and images.
     pub(crate) json: usize,
     /// The flag that sets the latter.
     pub(crate) json_flag: &'static str,
@@ -122,7 +122,8 @@ pub(crate) async fn read<T>(upload: Upload, state: &Shared) -> Result<(T, Arc<Ch
 where
     T: DeserializeOwned + Limited + Send + 'static,
 {
-    let limit = BodyLimit::of(state, takes_embeds(T::PARAMS));
+    let images = state.model.images.is_some() && takes_images(T::PARAMS);
+    let limit = BodyLimit::of(state, images || takes_embeds(T::PARAMS));
     let charge = Arc::new(state.budget.open());
     let turns = state.intake.turns();
     let (pieces, _turn) = collect(upload, limit, state.config.body_timeout, turns, &charge).await?;
