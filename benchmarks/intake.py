@@ -22,7 +22,7 @@ import socketserver
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -106,9 +106,14 @@ def burst(port: int, content: bytes, count: int) -> list[float]:
 
     Raises ServerError if one was refused.
     """
+    return send_all(port, [content] * count)
+
+
+def send_all(port: int, contents: Sequence[bytes]) -> list[float]:
+    """The same with requests that need not be equal."""
     seconds = []
     with ExitStack() as open_ones, selectors.DefaultSelector() as selector:
-        for _ in range(count):
+        for content in contents:
             connection = open_ones.enter_context(socket.create_connection(("127.0.0.1", port)))
             connection.setblocking(False)
             selector.register(connection, selectors.EVENT_WRITE, _Sender(connection, memoryview(content)))
@@ -192,7 +197,7 @@ def running_requests(port: int) -> float:
 
 
 def bursts(
-    running: Running, port: int, streams: Future[str], content: bytes, send: Callable[..., list[float]] = burst
+    running: Running, port: int, streams: Future[str], content: object, send: Callable[..., list[float]] = burst
 ) -> float:
     """Waits until all streams run, then sends the bursts to `port`; milliseconds of the slowest request of all.
 
@@ -211,7 +216,8 @@ def bursts(
     return 1e3 * slowest
 
 
-def _stand_back() -> None:
+def stand_back() -> None:
+    """Of a thread that stands for clients."""
     os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), CLIENT_NICENESS)
 
 
@@ -224,7 +230,7 @@ def measure(server: Server, workload: Workload) -> dict[str, Any]:
         elsewhere() as other_port,
         tempfile.TemporaryDirectory(prefix="forebay-bench-") as folder,
         ThreadPoolExecutor(1) as threads,
-        ThreadPoolExecutor(1, initializer=_stand_back) as sender,
+        ThreadPoolExecutor(1, initializer=stand_back) as sender,
     ):
         output = Path(folder) / "run.jsonl"
         streams = threads.submit(run_client, client_command(server, workload, running.url, running.pid, output))

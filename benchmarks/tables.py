@@ -247,6 +247,22 @@ def intake(found: Results) -> str:
     return markdown(head, rows)
 
 
+def images(found: Results) -> str:
+    """The same with images; the last ratio is of the p99 to that beside the same work done by another server."""
+    head = ["beside the streams", "ITL p50 ms", "p99 ms", "max ms", "p99 / no burst", "p99 / another server"]
+    head += ["slowest of the burst ms", "images/s"]
+    keys = ("median_itl_ms", "p99_itl_ms", "max_itl_ms")
+    rows = []
+    for workload in found.workloads():
+        nothing, other, *_ = found.servers(workload)
+        for server in found.servers(workload):
+            cells = [number(found.median(workload, server, key)) for key in keys]
+            cells += [spread(found.ratio(workload, server, base, "p99_itl_ms")) for base in (nothing, other)]
+            cells += [number(found.median(workload, server, key)) for key in ("slowest_of_burst_ms", "images_a_second")]
+            rows.append([server, *cells])
+    return markdown(head, rows)
+
+
 def router(found: Results) -> str:
     """What stands in front of simulated backends; the ratios are the first row's by this row's."""
     head = ["scene", "in front", "TTFT p50 ms", "p99 ms", "p99 ratio", "TPOT ms", "tokens/s", "ratio"]
@@ -368,6 +384,7 @@ KINDS: dict[str, Callable[[Results], str]] = {
     "agreement": agreement,
     "embeddings": embeddings,
     "host_tier": host_tier,
+    "images": images,
     "intake": intake,
     "router": router,
     "replicas": replicas,
