@@ -247,6 +247,20 @@ def intake(found: Results) -> str:
     return markdown(head, rows)
 
 
+def masks(found: Results) -> str:
+    """What forms of answers cost; the ratio is of output rates to the first row."""
+    head = ["answers", "output tokens/s", "ratio", "ITL mean ms", "p99 ms", "masks", "us a mask"]
+    rows = []
+    for workload in found.workloads():
+        first = found.servers(workload)[0]
+        for server in found.servers(workload):
+            rate = number(found.median(workload, server, "output_throughput"))
+            ratio = spread(found.ratio(workload, server, first, "output_throughput"))
+            keys = ("mean_itl_ms", "p99_itl_ms", "masks", "mask_us")
+            rows.append([server, rate, ratio, *(number(found.median(workload, server, key)) for key in keys)])
+    return markdown(head, rows)
+
+
 def router(found: Results) -> str:
     """What stands in front of simulated backends; the ratios are the first row's by this row's."""
     head = ["scene", "in front", "TTFT p50 ms", "p99 ms", "p99 ratio", "TPOT ms", "tokens/s", "ratio"]
@@ -369,6 +383,7 @@ KINDS: dict[str, Callable[[Results], str]] = {
     "embeddings": embeddings,
     "host_tier": host_tier,
     "intake": intake,
+    "masks": masks,
     "router": router,
     "replicas": replicas,
     "accuracy": accuracy,
