@@ -260,6 +260,19 @@ def images(found: Results) -> str:
             cells += [spread(found.ratio(workload, server, base, "p99_itl_ms")) for base in (nothing, other)]
             cells += [number(found.median(workload, server, key)) for key in ("slowest_of_burst_ms", "images_a_second")]
             rows.append([server, *cells])
+
+
+def masks(found: Results) -> str:
+    """What forms of answers cost; the ratio is of output rates to the first row."""
+    head = ["answers", "output tokens/s", "ratio", "ITL mean ms", "p99 ms", "masks", "us a mask"]
+    rows = []
+    for workload in found.workloads():
+        first = found.servers(workload)[0]
+        for server in found.servers(workload):
+            rate = number(found.median(workload, server, "output_throughput"))
+            ratio = spread(found.ratio(workload, server, first, "output_throughput"))
+            keys = ("mean_itl_ms", "p99_itl_ms", "masks", "mask_us")
+            rows.append([server, rate, ratio, *(number(found.median(workload, server, key)) for key in keys)])
     return markdown(head, rows)
 
 
@@ -386,6 +399,7 @@ KINDS: dict[str, Callable[[Results], str]] = {
     "host_tier": host_tier,
     "images": images,
     "intake": intake,
+    "masks": masks,
     "router": router,
     "replicas": replicas,
     "accuracy": accuracy,

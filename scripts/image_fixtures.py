@@ -1,6 +1,7 @@
 """Writes what crates/vision is held against: what Pillow, torchvision and transformers make of the same images.
 
-Run it with pillow, torchvision and transformers installed: `python scripts/image_fixtures.py`. The tests read only what it wrote.
+Run it with pillow, torchvision and transformers installed: `python scripts/image_fixtures.py`. The tests read only
+what it wrote.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ SIZES = 1000
 LARGEST = 3000
 
 
-def drawn(kind: int, width: int, height: int, seed: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
+def drawn(kind: int, width: int, height: int, seed: int) -> Any:
     """An image that tests draw again: noise, a gradient, or waves; uint8 [height, width, 3]."""
-    y, x, c = np.meshgrid(np.arange(height), np.arange(width), np.arange(3), indexing="ij")
-    y, x, c = (axis.astype(np.uint64) for axis in (y, x, c))
+    axes = np.meshgrid(np.arange(height), np.arange(width), np.arange(3), indexing="ij")
+    y, x, c = (axis.astype(np.uint64) for axis in axes)
     if kind == 0:
         bits = (y * 2_654_435_761 + x * 2_246_822_519 + c * 3_266_489_917 + seed * 668_265_263) & 0xFFFF_FFFF
         bits = ((bits ^ (bits >> np.uint64(15))) * 2_246_822_519) & 0xFFFF_FFFF
@@ -37,13 +38,6 @@ def drawn(kind: int, width: int, height: int, seed: int) -> np.ndarray[Any, np.d
     else:
         values = (x * x * (1 + seed % 7) + y * y * 3 + x * y * c + seed) >> np.uint64(9)
     return (values & 255).astype(np.uint8)
-
-
-def patches(pixels: np.ndarray[Any, np.dtype[np.uint8]], patch: int) -> bytes:
-    """Patches of resized pixels, in the order of transformers' processor."""
-    height, width = pixels.shape[:2]
-    cut = pixels.transpose(2, 0, 1).reshape(3, height // patch // MERGE, MERGE, patch, -1, MERGE, patch)
-    return cut.transpose(1, 4, 2, 5, 0, 3, 6).tobytes()
 
 
 def resized() -> list[list[int]]:
@@ -128,6 +122,7 @@ def files() -> dict[str, bytes]:
 
 
 def main() -> None:
+    """The command."""
     FOLDER.mkdir(parents=True, exist_ok=True)
     (FOLDER / "resized.json").write_text("[\n" + ",\n".join(map(json.dumps, resized())) + "\n]\n")
     read = {}

@@ -150,7 +150,7 @@ def test_a_second_turn_needs_neither_pixels_nor_the_tower(server: Server, seeing
     ids, tokens = answer(server, chat(part(png(image)), text("describe it at length, in many words, please")))
     first = counted()
     assert [now - then for now, then in zip(first, before, strict=True)] == [1, 1, 0, 0]
-    told = [
+    told: list[Json] = [
         {"role": "user", "content": [part(png(image)), text("describe it at length, in many words, please")]},
         {"role": "assistant", "content": "it is noise"},
     ]

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from forebay.compute.native import NativeCompute
+from forebay.compute.prompts import slice_bytes
 from forebay.device.cpu import CpuDevice
 from forebay.kernels.packing import Packing, plain_parts
 from forebay.layers.params import ignore
@@ -101,14 +102,15 @@ def test_what_torch_computes_with_is_what_is_loaded(monkeypatch: pytest.MonkeyPa
 def test_the_pool_gets_what_packed_weights_leave(
     dtype: str, quantization: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    available = 4 << 20
+    available = 16 << 20
     monkeypatch.setattr(CpuDevice, "available_bytes", lambda _: available)
     settings: dict[str, Any] = {"dtype": dtype, "quantization": quantization, "slots": 1000, "max_total_tokens": None}
     runner = runner_of(reference_model("llama"), **settings)
     runner.warm_up()
     model, config = runner.model_config, runner.config
     assert isinstance(model, ModelConfig)
-    left = int(config.mem_fraction_static * available) - packed_bytes(runner)
+    step = slice_bytes(model.vocab_size, config.chunked_prefill_size)
+    left = int(config.mem_fraction_static * available) - packed_bytes(runner) - step
     assert runner.kv.page_count == left // page_bytes(model, config.page_size, config.dtype)
 
 
