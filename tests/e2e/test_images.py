@@ -9,6 +9,9 @@ import signal
 import struct
 import zlib
 from functools import cache
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import numpy as np
@@ -231,7 +234,11 @@ WRONG: dict[str, tuple[str | bytes, str]] = {
     "broken": (PNG[:60] + b"xxxx" + PNG[64:], "PNG file can't be read"),
     "no pixels": (PNG[:16] + struct.pack(">II", 0, 5) + PNG[24:], "can't be read"),
     "a strip": (png(np.zeros((1, 300, 3), np.uint8)), "more than 200 times"),
-    "of the network": ("https://example.com/a.png", "`data:` URLs"),
+    "of this machine": ("http://127.0.0.1:80/a.png", "is not a public address"),
+    "of the cloud": ("http://169.254.169.254/latest/meta-data", "is not a public address"),
+    "of another port": ("http://example.com:8080/a.png", "port 8080 is not asked"),
+    "of the disk": ("file:///etc/passwd", "reads no files of its own"),
+    "of another scheme": ("ftp://example.com/a.png", "are not fetched"),
 }
 
 
@@ -266,6 +273,46 @@ def test_other_wrong_images(server: Server) -> None:
 def test_the_token_for_images_in_a_text_is_text(server: Server) -> None:
     ids, _ = answer(server, chat(text("<|image_pad|>"), part(PNG)))
     assert ids.count(IMAGE) == 15
+
+
+class _Files(BaseHTTPRequestHandler):
+    """Answers with an image, or sends elsewhere."""
+
+    def do_GET(self) -> None:
+        found = self.path == "/a.png"
+        self.send_response(200 if found else 302)
+        self.send_header("Location", "/a.png")
+        self.send_header("Content-Length", str(len(PNG) if found else 0))
+        self.end_headers()
+        if found:
+            self.wfile.write(PNG)
+
+    def log_message(self, *args: Any) -> None:
+        pass
+
+
+def test_images_are_fetched_where_that_is_allowed(serve: Serve, models: Models, tmp_path: Path) -> None:
+    (tmp_path / "b.png").write_bytes(PNG)
+    model = models("qwen3-vl")
+    flags = (
+        "--media-allow-private",
+        "--allowed-media-domains",
+        "127.0.0.1",
+        "--allowed-local-media-path",
+        str(tmp_path),
+    )
+    server = serve(model, "--dtype", "float32", *flags)
+    expected = answer(server, chat(text("a"), part(PNG)))
+    with ThreadingHTTPServer(("127.0.0.1", 0), _Files) as files:
+        Thread(target=files.serve_forever, daemon=True).start()
+        port = files.server_address[1]
+        for name in ("a.png", "elsewhere"):
+            assert answer(server, chat(text("a"), part(f"http://127.0.0.1:{port}/{name}"))) == expected
+        files.shutdown()
+    assert answer(server, chat(text("a"), part((tmp_path / "b.png").as_uri()))) == expected
+    refused = server.post("/v1/chat/completions", chat(part("file:///etc/passwd")))
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "messages[0].content[0]")
+    assert server.metrics().value("forebay:images_encoded_total") == 1
 
 
 def test_an_image_for_a_model_of_text_is_refused(serve: Serve, tiny: Model) -> None:

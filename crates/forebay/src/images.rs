@@ -1,6 +1,7 @@
 //! How images are computed, where the model sees them.
 
-use anyhow::{Result, bail};
+use anyhow::{Context, Result, bail};
+use forebay_fetch::{Config as FetchConfig, Fetcher};
 use forebay_server::ImageModel;
 use forebay_sim::SimTower;
 use forebay_vision::{Geometry, Limits};
@@ -31,6 +32,21 @@ pub(crate) fn seen(flags: &ImageFlags, model: &Model) -> Option<ImageModel> {
         most: flags.limit_images,
         limits: Limits { pixels: flags.max_image_pixels },
     })
+}
+
+/// What fetches images; `None`: the model sees none.
+pub(crate) fn fetcher(flags: &ImageFlags, model: &Model) -> Result<Option<Fetcher>> {
+    if model.images.is_none() {
+        return Ok(None);
+    }
+    let config = FetchConfig {
+        remote: !flags.no_remote_media,
+        allowed_domains: flags.allowed_media_domains.clone(),
+        allow_private: flags.media_allow_private,
+        local: flags.allowed_local_media_path.clone(),
+        ..FetchConfig::default()
+    };
+    Fetcher::new(&config).map(Some).context("images by URL")
 }
 
 /// What the flags come to.

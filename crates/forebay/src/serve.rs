@@ -143,6 +143,7 @@ pub(crate) fn run(flags: &ServeFlags) -> Result<()> {
         marks,
         grammars,
         images: images::seen(&flags.images, &model),
+        fetcher: images::fetcher(&flags.images, &model)?,
         markers: grammar::markers(&tokenizer, dialect),
     };
     let server = ServerConfig {

@@ -7,6 +7,7 @@ use std::time::Duration;
 use forebay_api::GenerationDefaults;
 use forebay_dialect::Dialect;
 use forebay_engine::Namer;
+use forebay_fetch::Fetcher;
 use forebay_grammar::{Grammars, Markers};
 use serde_json::{Map, Value};
 
@@ -155,6 +156,8 @@ pub struct ModelInfo {
     pub grammars: Option<Grammars>,
     /// What it sees; `None`: no images.
     pub images: Option<ImageModel>,
+    /// What fetches images by their URLs.
+    pub fetcher: Option<Fetcher>,
     /// What is around its reasoning, if it is known.
     pub markers: Option<Markers>,
 }

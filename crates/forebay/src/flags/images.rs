@@ -1,5 +1,7 @@
 //! Flags about images.
 
+use std::path::PathBuf;
+
 use clap::Args;
 
 #[derive(Debug, Args)]
@@ -18,6 +20,18 @@ pub(crate) struct ImageFlags {
     /// Most pixels of an image as it comes; it is resized then.
     #[arg(long, value_name = "PIXELS", default_value = "50000000", value_parser = clap::value_parser!(u64).range(1..))]
     pub(crate) max_image_pixels: u64,
+    /// Fetch no images by their URLs.
+    #[arg(long)]
+    pub(crate) no_remote_media: bool,
+    /// Hosts that images are fetched from, on any port; `*.example.com` is all names below. Without it all public hosts, on ports 80 and 443.
+    #[arg(long, value_name = "DOMAIN", value_delimiter = ',', num_args = 1..)]
+    pub(crate) allowed_media_domains: Vec<String>,
+    /// Fetch images from private networks and this machine too: whoever may send requests can then ask what is there.
+    #[arg(long)]
+    pub(crate) media_allow_private: bool,
+    /// Folder below which images may be named by `file:` URLs.
+    #[arg(long, value_name = "DIR")]
+    pub(crate) allowed_local_media_path: Option<PathBuf>,
 }
 
 impl ImageFlags {
@@ -26,6 +40,10 @@ impl ImageFlags {
         let flags = [
             ("--image-budget", self.image_budget.is_some()),
             ("--image-pool-tokens", self.image_pool_tokens.is_some()),
+            ("--no-remote-media", self.no_remote_media),
+            ("--allowed-media-domains", !self.allowed_media_domains.is_empty()),
+            ("--media-allow-private", self.media_allow_private),
+            ("--allowed-local-media-path", self.allowed_local_media_path.is_some()),
         ];
         flags.into_iter().find_map(|(flag, given)| given.then_some(flag))
     }

@@ -3,6 +3,7 @@
 use std::fmt;
 use std::sync::Arc;
 
+use bytes::Bytes;
 use forebay_engine::{Grid, ImageId, Payload, Picture, PictureError, Placement};
 use forebay_vision::{Geometry, ImageError, Prepared, identity, inspect, prepare};
 use tokio::runtime::Handle;
@@ -13,7 +14,7 @@ use crate::intake::Intake;
 
 /// The file of an image, whose header was read. It is charged to the budget as long as it lives.
 pub(crate) struct ImageFile {
-    bytes: Vec<u8>,
+    bytes: Bytes,
     picture: forebay_vision::Picture,
     geometry: Geometry,
     id: ImageId,
@@ -33,7 +34,7 @@ impl ImageFile {
     /// # Errors
     /// It is no image, or one that is not taken.
     pub(crate) fn new(
-        bytes: Vec<u8>,
+        bytes: Bytes,
         model: &ImageModel,
         param: String,
         charge: Charge,

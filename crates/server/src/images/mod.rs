@@ -8,7 +8,9 @@ mod prompt;
 
 use std::sync::Arc;
 
+use bytes::Bytes;
 use forebay_api::{ApiError, ImagePart, Limits};
+use forebay_fetch::FetchError;
 use forebay_vision::{Geometry, ImageError, data_url};
 use tokio::task::JoinSet;
 
@@ -72,23 +74,35 @@ async fn read_one(
     part: ImagePart,
 ) -> Result<Arc<ImageFile>, ApiError> {
     let ImagePart { param, url } = part;
+    // A file is charged until its request has ended: the device may have to be given it again.
     let charge = state.budget.open();
-    let intake = Arc::clone(&state.intake);
+    let fetched = match data_url(&url) {
+        Some(_) => None,
+        None => Some(fetch(state, &param, &url).await?),
+    };
     let work = move || {
         let told = |error: ImageError| image_error(&param, &error);
-        let Some(data) = data_url(&url) else {
-            let reason = format!("`{param}.image_url`: only `data:` URLs are served");
-            return Err(ApiError::invalid(format!("{param}.image_url"), reason));
+        let bytes = match (fetched, data_url(&url)) {
+            (None, Some(data)) => {
+                let data = data.map_err(told)?;
+                charge.set(data.most_bytes())?;
+                data.decode().map_err(told)?.into()
+            }
+            (fetched, _) => fetched.unwrap_or_default(),
         };
-        let data = data.map_err(told)?;
-        // It is kept until the request has ended: the device may have to be given it again.
-        charge.set(data.most_bytes())?;
-        let bytes = data.decode().map_err(told)?;
         drop(url);
+        charge.set(bytes.len())?;
         ImageFile::new(bytes, &model, param.clone(), charge).map_err(told)
     };
-    let file = intake.read(work).await?;
+    let file = state.intake.read(work).await?;
     Ok(Arc::new(file))
+}
+
+/// The file of the network, or of this machine, that the image in `param` is.
+async fn fetch(state: &Shared, param: &str, url: &str) -> Result<Bytes, ApiError> {
+    let refused = |error: FetchError| ApiError::invalid(param, format!("`{param}`: {error}"));
+    let fetcher = state.model.fetcher.as_ref().ok_or(FetchError::Off).map_err(refused)?;
+    fetcher.fetch(url).await.map_err(refused)
 }
 
 /// What a client is told of the image in `param`.

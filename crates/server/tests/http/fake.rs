@@ -444,6 +444,7 @@ impl TestServer {
             defaults: GenerationDefaults { top_p: Some(0.9), ..GenerationDefaults::default() },
             pooling,
             images: None,
+            fetcher: None,
             grammars: Some(grammars),
             markers: None,
         };
