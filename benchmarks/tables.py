@@ -260,6 +260,7 @@ def images(found: Results) -> str:
             cells += [spread(found.ratio(workload, server, base, "p99_itl_ms")) for base in (nothing, other)]
             cells += [number(found.median(workload, server, key)) for key in ("slowest_of_burst_ms", "images_a_second")]
             rows.append([server, *cells])
+    return markdown(head, rows)
 
 
 def masks(found: Results) -> str:
