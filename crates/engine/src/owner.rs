@@ -341,7 +341,7 @@ impl Owner {
                     self.end(id, finish);
                 }
                 Event::ImageWanted { id, index, image } => self.place(id, index, image),
-                Event::ImageRead { image } => self.pictures.read(image),
+                Event::ImageRead { patches } => self.pictures.read(patches),
                 Event::Arrived { id } | Event::Preempted { id } => {
                     if let Some(since) = self.arriving.remove(&id) {
                         let now = self.shared.clock.now_us();

@@ -79,6 +79,12 @@ impl Fetcher {
         })))
     }
 
+    /// Most bytes of a file.
+    #[must_use]
+    pub fn max_bytes(&self) -> usize {
+        self.0.max_bytes
+    }
+
     /// The file at `url`: `http:`, `https:`, or `file:` with an absolute path. Dropped, it closes
     /// its connection.
     ///

@@ -59,7 +59,7 @@ impl Scheduler {
         for retired in flight.retired.drain(..) {
             self.give_back(retired);
         }
-        events.extend(flight.read.drain(..).map(|image| Event::ImageRead { image }));
+        events.extend(flight.read.drain(..).map(|patches| Event::ImageRead { patches }));
         flight.towers.clear();
         flight.rows.clear();
         (flight.sampled, flight.pooled, flight.answer_words) = (0, 0, 0);

@@ -80,8 +80,8 @@ pub enum Event {
     },
     /// The hand has read the patches of an image.
     ImageRead {
-        /// The image.
-        image: ImageId,
+        /// Where they began in the arena. The image may have others there by now, for somebody who came later.
+        patches: u32,
     },
     /// It lost its slot and pages to a more important one, or to a suspect that is to be tried, or a block did not come back from the host
     /// tier. It waits again.

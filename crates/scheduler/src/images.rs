@@ -111,8 +111,8 @@ pub(crate) struct Images {
     next_number: u32,
     /// Numbers of images that the hand is still to hear that nobody wants.
     given_up: Vec<u32>,
-    /// Images whose patches nobody will read.
-    unread: Vec<ImageId>,
+    /// Where patches begin that nobody will read.
+    unread: Vec<u32>,
     counters: ImageStats,
 }
 
@@ -134,8 +134,8 @@ impl Images {
         grid.positions().div_ceil(self.tower.page_tokens)
     }
 
-    /// Nothing is left of the device's state, and no request has anything of it. `read`: images whose patches a plan in flight has named.
-    pub(crate) fn hand_died(&mut self, read: impl Iterator<Item = ImageId>) {
+    /// Nothing is left of the device's state, and no request has anything of it. `read`: patches that plans in flight have named.
+    pub(crate) fn hand_died(&mut self, read: impl Iterator<Item = u32>) {
         debug_assert!(self.work.is_empty() && self.seeing.is_empty(), "nobody needs anything");
         self.unread.extend(read);
         self.given_up.clear();
@@ -199,10 +199,10 @@ impl Images {
     /// Nobody needs an image any more that is not on pages.
     fn drop_work(&mut self, image: ImageId) {
         match self.work.remove(&image) {
-            Some(Work::Placed { .. }) => self.unread.push(image),
-            Some(Work::Encoding { number, end, pages, .. }) => {
+            Some(Work::Placed { patches }) => self.unread.push(patches),
+            Some(Work::Encoding { number, end, patches, pages }) => {
                 if end == 0 {
-                    self.unread.push(image);
+                    self.unread.push(patches);
                 } else {
                     self.given_up.push(number);
                 }
@@ -329,8 +329,8 @@ impl Scheduler {
         ended.collect()
     }
 
-    /// Appends the images whose patches nobody will read any more, although [`Event::ImageRead`] never comes.
-    pub fn take_unread_images(&mut self, into: &mut Vec<ImageId>) {
+    /// Appends where patches begin that nobody will read any more, although [`Event::ImageRead`] never comes.
+    pub fn take_unread_patches(&mut self, into: &mut Vec<u32>) {
         if let Some(images) = &mut self.images {
             into.append(&mut images.unread);
         }
@@ -363,9 +363,7 @@ impl Scheduler {
             let Some(work) = work else { return true };
             first = false;
             budget = budget.saturating_sub(u64::from(work.end - work.first) * cost);
-            if work.patches.is_some() {
-                self.building.read.push(image.id);
-            }
+            self.building.read.extend(work.patches);
             self.building.towers.push(FlightImage { handle, end: image.end() });
             if work.end == layers {
                 self.image_done(work, image.id, plan);

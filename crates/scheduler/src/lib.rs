@@ -104,8 +104,8 @@ struct Flight {
     answer_words: usize,
     retired: Vec<Retired>,
     towers: Vec<FlightImage>,
-    /// Images whose patches it reads.
-    read: Vec<ImageId>,
+    /// Where the patches begin that it reads.
+    read: Vec<u32>,
 }
 
 impl Flight {

@@ -6,7 +6,7 @@
 //! two deaths. Where another replica takes the requests over, suspects remain suspects there.
 
 use crate::request::Entry;
-use crate::{Flight, FlightRow, ImageId, Request, Scheduler};
+use crate::{Flight, FlightRow, Request, Scheduler};
 
 impl Scheduler {
     /// The hand died: nothing is left of the device's state and of what was in flight. Live requests wait to be replayed from their
@@ -42,7 +42,7 @@ impl Scheduler {
         }
         poisoned.sort_unstable();
         poisoned.dedup();
-        let read: Vec<ImageId> =
+        let read: Vec<u32> =
             self.in_flight.iter_mut().flat_map(|flight| flight.read.drain(..)).collect();
         self.release_everything();
         self.tiers.hand_died(blame_copies);

@@ -15,9 +15,10 @@ use crate::types::{FinishReason, RequestError};
 #[derive(Debug, Default)]
 pub(crate) struct Pictures {
     live: HashMap<u64, Vec<Arc<dyn Picture>>>,
-    placed: HashMap<ImageId, Arc<dyn Payload>>,
+    /// By where they begin.
+    placed: HashMap<u32, Arc<dyn Payload>>,
     /// Kept for its memory.
-    unread: Vec<ImageId>,
+    unread: Vec<u32>,
 }
 
 impl Pictures {
@@ -32,9 +33,9 @@ impl Pictures {
         self.live.remove(&request).unwrap_or_default()
     }
 
-    /// The hand has read an image's patches.
-    pub(crate) fn read(&mut self, image: ImageId) {
-        self.placed.remove(&image);
+    /// The hand has read the patches that begin here, or never will.
+    pub(crate) fn read(&mut self, patches: u32) {
+        self.placed.remove(&patches);
     }
 }
 
@@ -59,7 +60,7 @@ impl Owner {
         match placed {
             Ok(payload) => {
                 if scheduler.image_placed(image, payload.offset()) {
-                    self.pictures.placed.insert(image, payload);
+                    self.pictures.placed.insert(payload.offset(), payload);
                 }
             }
             Err(error) => {
@@ -75,9 +76,9 @@ impl Owner {
     pub(super) fn forget_unread(&mut self) {
         let mut unread = std::mem::take(&mut self.pictures.unread);
         if let Some(scheduler) = &mut self.scheduler {
-            scheduler.take_unread_images(&mut unread);
+            scheduler.take_unread_patches(&mut unread);
         }
-        unread.drain(..).for_each(|image| self.pictures.read(image));
+        unread.drain(..).for_each(|patches| self.pictures.read(patches));
         self.pictures.unread = unread;
     }
 }

@@ -7,8 +7,8 @@ use forebay_protocol::{
     StepResult, Want,
 };
 use forebay_scheduler::{
-    Event, Finish, ImageId, MAX_IN_FLIGHT, Namer, Policy, PromptTail, Request, STEP_WORDS,
-    Scheduler, SchedulerConfig,
+    Event, Finish, MAX_IN_FLIGHT, Namer, Policy, PromptTail, Request, STEP_WORDS, Scheduler,
+    SchedulerConfig,
 };
 
 use crate::device::{Copier, Device, append, next_token, of_prompt, read_prompt, vector};
@@ -269,8 +269,8 @@ impl Harness {
         let mut events = Vec::new();
         self.scheduler.apply(&result, &mut events).expect("the result fits the plan");
         for event in events {
-            if let Event::ImageRead { image } = event {
-                self.arena.free(image);
+            if let Event::ImageRead { patches } = event {
+                self.arena.free(patches);
                 continue;
             }
             if let Event::Preempted { id } = event {
@@ -328,7 +328,7 @@ impl Harness {
         if fine {
             let offset = self.arena.put(image);
             if !self.scheduler.image_placed(image, offset) {
-                self.arena.free_at(offset);
+                self.arena.free(offset);
             }
         } else {
             for (id, index) in self.scheduler.image_failed(image) {
@@ -630,9 +630,9 @@ impl Harness {
     }
 
     fn check(&mut self) {
-        let mut unread: Vec<ImageId> = vec![];
-        self.scheduler.take_unread_images(&mut unread);
-        unread.into_iter().for_each(|image| self.arena.free(image));
+        let mut unread = vec![];
+        self.scheduler.take_unread_patches(&mut unread);
+        unread.into_iter().for_each(|patches| self.arena.free(patches));
         self.scheduler.check_integrity().unwrap_or_else(|wrong| panic!("{wrong}"));
         let stats = self.scheduler.stats();
         let pages = stats.pages_free + stats.pages_cached + stats.pages_held;

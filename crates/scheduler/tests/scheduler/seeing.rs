@@ -4,9 +4,10 @@
 use std::collections::BTreeMap;
 
 use forebay_protocol::{Grid, ImageSpan, StepPlan};
-use forebay_scheduler::{ImageId, PromptImage, Tower};
+use forebay_scheduler::{ImageId, PromptImage, Request, SchedulerConfig, Tower};
 
 use crate::device::{Death, VOCAB};
+use crate::harness::{Harness, config, request};
 
 /// An image that kills the hand.
 pub(crate) const KILL_IMAGE: ImageId = ImageId(1 << 100);
@@ -42,15 +43,9 @@ impl Arena {
         self.next
     }
 
-    /// Gives back the room of an image, of which there is one place at most.
-    pub(crate) fn free(&mut self, image: ImageId) {
-        let before = self.placed.len();
-        self.placed.retain(|_, placed| *placed != image);
-        assert_eq!(before, self.placed.len() + 1, "{image:?} has one place");
-    }
-
-    pub(crate) fn free_at(&mut self, offset: u32) {
-        assert!(self.placed.remove(&offset).is_some());
+    /// Gives back the room of patches, which are there once.
+    pub(crate) fn free(&mut self, offset: u32) {
+        assert!(self.placed.remove(&offset).is_some(), "nothing is at {offset}");
     }
 
     pub(crate) fn is_empty(&self) -> bool {
@@ -161,4 +156,26 @@ impl Eyes {
             }
         }
     }
+}
+
+#[test]
+fn patches_in_flight_outlive_those_who_wanted_them() {
+    let tower = Tower { layers: 4, pages: 4, page_tokens: 4, budget: 1 };
+    let mut harness = Harness::new(SchedulerConfig { tower: Some(tower), ..config() }, 2);
+    let seen = |id| {
+        let images = PromptImage::place([(ImageId(5), 1, Grid { rows: 2, columns: 2 })]);
+        Request { images, ..request(id, vec![1, 0, 0, 0, 0, 2], 3) }
+    };
+    harness.submit(seen(1));
+    assert!(harness.plan() && harness.apply());
+    harness.place(0, true);
+    assert!(harness.plan(), "the first layer, which reads the patches");
+    harness.abort(1);
+    harness.submit(seen(2));
+    assert!(harness.plan());
+    // The same image again, while its first patches are being read.
+    harness.place(0, true);
+    assert!(harness.apply());
+    harness.drain();
+    assert_eq!(harness.scheduler.stats().images.encoded, 1);
 }

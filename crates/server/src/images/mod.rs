@@ -17,6 +17,7 @@ use tokio::task::JoinSet;
 pub(crate) use file::{ImageFile, Shown};
 pub(crate) use prompt::{SeenPrompt, spread};
 
+use crate::budget::Charge;
 use crate::state::Shared;
 
 /// What the served model sees, and what it is given at most.
@@ -78,7 +79,7 @@ async fn read_one(
     let charge = state.budget.open();
     let fetched = match data_url(&url) {
         Some(_) => None,
-        None => Some(fetch(state, &param, &url).await?),
+        None => Some(fetch(state, &param, &url, &charge).await?),
     };
     let work = move || {
         let told = |error: ImageError| image_error(&param, &error);
@@ -98,10 +99,11 @@ async fn read_one(
     Ok(Arc::new(file))
 }
 
-/// The file of the network, or of this machine, that the image in `param` is.
-async fn fetch(state: &Shared, param: &str, url: &str) -> Result<Bytes, ApiError> {
+/// The file of the network, or of this machine, that the image in `param` is. How large it is shows only in the end, so the most is charged.
+async fn fetch(state: &Shared, param: &str, url: &str, charge: &Charge) -> Result<Bytes, ApiError> {
     let refused = |error: FetchError| ApiError::invalid(param, format!("`{param}`: {error}"));
     let fetcher = state.model.fetcher.as_ref().ok_or(FetchError::Off).map_err(refused)?;
+    charge.set(fetcher.max_bytes())?;
     fetcher.fetch(url).await.map_err(refused)
 }
 
