@@ -10,7 +10,7 @@ import pytest
 
 from tests.structure.repository import ROOT, files, inside, read, rust_code
 
-PURE = {"protocol", "kvcache", "scheduler", "balance", "dialect"}
+PURE = {"protocol", "kvcache", "scheduler", "balance", "dialect", "vision"}
 # JSON is what they are about: the handshake, and the arguments of calls. What a step needs is none.
 JSON = {"protocol", "dialect"}
 ALLOWED: dict[str, set[str]] = {
@@ -22,6 +22,8 @@ ALLOWED: dict[str, set[str]] = {
     "sim": {"engine", "protocol"},
     "text": set(),
     "dialect": set(),
+    "vision": set(),
+    "fetch": set(),
     "api": {"engine", "text", "protocol"},
     "balance": set(),
     "replicas": {"engine", "balance"},
