@@ -15,27 +15,39 @@ pub(crate) fn orientation(file: &[u8]) -> Orientation {
     exif.map_or(Orientation::UPRIGHT, Orientation::of_exif)
 }
 
-/// Refuses a lossy image that is larger than the canvas it is on, or empty. The decoder makes room for the first, and decodes it, before it
-/// compares them, and panics at the second.
+/// Refuses a lossy image whose size is not that of the place that it is for: a canvas of `width` x `height`, or a frame of an animation. The
+/// decoder makes room for it before it compares them, and in animations it does not always compare them.
 pub(crate) fn check_lossy(file: &[u8], width: u32, height: u32) -> Result<(), ImageError> {
-    let top = chunks(file.get(12..).unwrap_or_default());
-    let inner = top.flat_map(|(name, content)| match &name {
-        b"ANMF" => chunks(content.get(FRAME_FIELDS..).unwrap_or_default()).collect(),
-        _ => vec![(name, content)],
-    });
-    for (_, frame) in inner.filter(|(name, _)| *name == *b"VP8 ") {
-        // RFC 6386, 9.1: three bytes of the frame, three of a start code, twice 14 bits of size and two of scale.
-        let Some([_, _, _, _, _, _, w0, w1, h0, h1]) = frame.first_chunk() else {
-            return Err(ImageError::damaged(Format::WebP, "a frame is cut off"));
-        };
-        let side = |low, high| u32::from(u16::from_le_bytes([low, high]) & 0x3fff);
-        let (wide, high) = (side(*w0, *w1), side(*h0, *h1));
-        if wide > width || high > height {
-            return Err(ImageError::damaged(Format::WebP, "a frame is larger than its canvas"));
+    for (name, content) in chunks(file.get(12..).unwrap_or_default()) {
+        if name != *b"ANMF" {
+            check_frame(&name, content, (width, height))?;
+            continue;
         }
-        if wide == 0 || high == 0 {
-            return Err(ImageError::damaged(Format::WebP, "a frame has no pixels"));
+        let Some((fields, inner)) = content.split_first_chunk::<FRAME_FIELDS>() else { continue };
+        let side =
+            |at: usize| 1 + u32::from_le_bytes([fields[at], fields[at + 1], fields[at + 2], 0]);
+        let mut behind_alpha = false;
+        for (name, content) in chunks(inner) {
+            // Behind alpha the decoder takes the next chunk for the frame, by whatever name.
+            let name = if behind_alpha { b"VP8 " } else { &name };
+            check_frame(name, content, (side(6), side(9)))?;
+            behind_alpha = name == b"ALPH";
         }
+    }
+    Ok(())
+}
+
+fn check_frame(name: &[u8; 4], content: &[u8], place: (u32, u32)) -> Result<(), ImageError> {
+    if name != b"VP8 " {
+        return Ok(());
+    }
+    // RFC 6386, 9.1: three bytes of the frame, three of a start code, twice 14 bits of size and two of scale.
+    let Some([_, _, _, _, _, _, w0, w1, h0, h1]) = content.first_chunk() else {
+        return Err(ImageError::damaged(Format::WebP, "a frame is cut off"));
+    };
+    let side = |low, high| u32::from(u16::from_le_bytes([low, high]) & 0x3fff);
+    if (side(*w0, *w1), side(*h0, *h1)) != place {
+        return Err(ImageError::damaged(Format::WebP, "a frame has another size than its place"));
     }
     Ok(())
 }
@@ -69,18 +81,26 @@ mod tests {
     }
 
     #[test]
-    fn a_frame_beyond_its_canvas() {
+    fn a_frame_of_another_size_than_its_place() {
         let frame = [0, 0, 0, 0x9d, 1, 0x2a, 100, 0xc0, 50, 0];
         let still = file(&[(b"ICCP", b"odd"), (b"VP8 ", &frame)]);
         assert_eq!(check_lossy(&still, 100, 50), Ok(()));
         assert!(check_lossy(&still, 99, 50).is_err());
-        let animated =
-            file(&[(b"ANMF", &[vec![0; 16], file(&[(b"VP8 ", &frame)])[12..].to_vec()].concat())]);
-        assert_eq!(check_lossy(&animated, 100, 50), Ok(()));
-        assert!(check_lossy(&animated, 100, 49).is_err());
+        assert!(check_lossy(&still, 100, 51).is_err());
         assert!(check_lossy(&still[..still.len() - 1], 100, 50).is_err());
-        let empty = [0, 0, 0, 0x9d, 1, 0x2a, 0, 0xc0, 50, 0];
-        assert!(check_lossy(&file(&[(b"VP8 ", &empty)]), 100, 50).is_err());
+    }
+
+    #[test]
+    fn a_frame_of_an_animation_has_a_place_of_its_own() {
+        let frame = [0, 0, 0, 0x9d, 1, 0x2a, 100, 0xc0, 50, 0];
+        let animated = |wide: u8, name| {
+            let fields = [0, 0, 0, 0, 0, 0, wide - 1, 0, 0, 49, 0, 0, 0, 0, 0, 0];
+            let inner = file(&[(b"ALPH", b"x"), (name, &frame)]);
+            file(&[(b"ANMF", &[&fields, &inner[12..]].concat())])
+        };
+        assert_eq!(check_lossy(&animated(100, b"VP8 "), 1000, 1000), Ok(()));
+        assert!(check_lossy(&animated(101, b"VP8 "), 1000, 1000).is_err());
+        assert!(check_lossy(&animated(101, b"none"), 1000, 1000).is_err());
     }
 
     #[test]
