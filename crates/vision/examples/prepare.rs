@@ -1,7 +1,8 @@
 //! Prepares files for tests and benchmarks in Python, which ask for them on standard input.
 //!
-//! A line is `patch merge min_pixels max_pixels rounds path`. The answer is a line, `ok height width rows columns bytes nanoseconds` (of all
-//! rounds) or `error` and a sentence, and behind `ok` the patches. Without rounds the header is read, and there are none.
+//! A line is `patch merge min_pixels max_pixels rounds path`. The answer is a line, `ok height
+//! width rows columns bytes nanoseconds` (of all rounds) or `error` and a sentence, and behind `ok`
+//! the patches. Without rounds the header is read, and there are none.
 
 use std::io::{self, BufRead, Write};
 use std::time::Instant;

@@ -1,4 +1,5 @@
-//! Pixels of any kind as three bytes: grey is spread, 16 bits become 8, what is transparent shows white.
+//! Pixels of any kind as three bytes: grey is spread, 16 bits become 8, what is transparent shows
+//! white.
 
 use image::ColorType;
 

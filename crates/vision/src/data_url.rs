@@ -49,14 +49,15 @@ impl<'a> DataUrl<'a> {
     }
 }
 
-/// The file of at most `limit` bytes that `text` is in base64: standard characters, with or without padding, white space skipped.
+/// The file of at most `limit` bytes that `text` is in base64: standard characters, with or without
+/// padding, white space skipped.
 ///
 /// # Errors
 /// It is longer, or not base64.
 pub fn decode_base64(text: &str, limit: usize) -> Result<Vec<u8>, ImageError> {
     let bytes = STANDARD.estimated_decoded_length(text.len());
-    // The estimate is two bytes too high where there is padding, and higher where there is white space: only files near the limit pay for a
-    // second look.
+    // The estimate is two bytes too high where there is padding, and higher where there is white
+    // space: only files near the limit pay for a second look.
     if bytes > limit {
         let digits = text.bytes().filter(|byte| !byte.is_ascii_whitespace() && *byte != b'=');
         let bytes = digits.count() / 4 * 3;

@@ -32,7 +32,8 @@ pub(crate) fn measure(format: Format, file: &[u8]) -> Result<(u32, u32, Orientat
     Ok((width, height, orientation))
 }
 
-/// Decodes into `rgb`, which holds three bytes for each pixel; `raw` has the file's own pixels meanwhile.
+/// Decodes into `rgb`, which holds three bytes for each pixel; `raw` has the file's own pixels
+/// meanwhile.
 pub(crate) fn decode(
     header: &Header,
     format: Format,

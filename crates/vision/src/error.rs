@@ -4,7 +4,8 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use crate::format::{Format, READ};
 
-/// Why an image is refused. Each is a clause that reads well behind the name of a part of a request: `messages[0].content[1]: ...`.
+/// Why an image is refused. Each is a clause that reads well behind the name of a part of a
+/// request: `messages[0].content[1]: ...`.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum ImageError {
     /// A URL that begins with `data:` and is none, or is not in base64.
@@ -95,7 +96,8 @@ impl ImageError {
     }
 }
 
-/// What `decoder` gives, where a panic of it is damage of the file: decoders are others' code. Nothing but bytes may outlive `decoder`.
+/// What `decoder` gives, where a panic of it is damage of the file: decoders are others' code.
+/// Nothing but bytes may outlive `decoder`.
 pub(crate) fn contained<T>(
     format: Format,
     decoder: impl FnOnce() -> Result<T, ImageError>,

@@ -50,7 +50,8 @@ impl Format {
     /// The format of a file.
     ///
     /// # Errors
-    /// [`ImageError::UnreadFormat`] with a name where there is one, else [`ImageError::UnknownFormat`].
+    /// [`ImageError::UnreadFormat`] with a name where there is one, else
+    /// [`ImageError::UnknownFormat`].
     pub fn of(file: &[u8]) -> Result<Self, ImageError> {
         if file.starts_with(b"\x89PNG\r\n\x1a\n") {
             return Ok(Self::Png);

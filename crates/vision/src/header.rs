@@ -28,7 +28,8 @@ impl Header {
     /// Reads the header of `file`, and refuses what is beyond `limits`.
     ///
     /// # Errors
-    /// The format is none that is read, the header is damaged, or the image is empty, too large or too long.
+    /// The format is none that is read, the header is damaged, or the image is empty, too large or
+    /// too long.
     pub fn read(file: &[u8], limits: &Limits) -> Result<Self, ImageError> {
         let header = match Format::of(file)? {
             Format::Jpeg => {

@@ -17,7 +17,8 @@ impl Identity {
     /// The name of `file` under `processing`.
     pub fn of(file: &[u8], processing: &Processing) -> Self {
         let mut hasher = blake3::Hasher::new();
-        // Fields of one length before the only one of any length: no two inputs give the same bytes.
+        // Fields of one length before the only one of any length: no two inputs give the same
+        // bytes.
         hasher.update(VERSION).update(&processing.to_bytes()).update(file);
         let mut name = [0; 16];
         hasher.finalize_xof().fill(&mut name);

@@ -1,11 +1,12 @@
 //! Images as a vision tower reads them: files to patches of bytes.
 //!
-//! What a request goes through, in this order: [`DataUrl`] cuts a file out of a body, [`Header`] says its size without decoding,
-//! [`Processing::grid`] how many positions it takes, [`Identity`] names it, and [`Preparer::prepare`] decodes it, resizes it and
-//! writes its patches. Nothing here reads a clock, a file or a socket, and no input makes it panic.
+//! What a request goes through, in this order: [`DataUrl`] cuts a file out of a body, [`Header`]
+//! says its size without decoding, [`Processing::grid`] how many positions it takes, [`Identity`]
+//! names it, and [`Preparer::prepare`] decodes it, resizes it and writes its patches. Nothing here
+//! reads a clock, a file or a socket, and no input makes it panic.
 //!
-//! The values are those of transformers' `Qwen2VLImageProcessor` with its default backend, before it subtracts the mean;
-//! `docs/images.md` says for which files that is exact.
+//! The values are those of transformers' `Qwen2VLImageProcessor` with its default backend, before
+//! it subtracts the mean; `docs/images.md` says for which files that is exact.
 
 mod alpha;
 mod data_url;

@@ -19,11 +19,13 @@ impl Default for Limits {
 }
 
 impl Limits {
-    /// Scans of a progressive JPEG: each walks over all blocks, however few bytes it has. Encoders write about ten.
+    /// Scans of a progressive JPEG: each walks over all blocks, however few bytes it has. Encoders
+    /// write about ten.
     pub(crate) const JPEG_SCANS: usize = 64;
 
-    /// Bytes that a decoder may allocate for an image of so many pixels, its output included: the widest pixels of any format
-    /// are eight bytes, and a progressive JPEG keeps six of coefficients.
+    /// Bytes that a decoder may allocate for an image of so many pixels, its output included: the
+    /// widest pixels of any format are eight bytes, and a progressive JPEG keeps six of
+    /// coefficients.
     pub(crate) fn decoder_bytes(pixels: u64) -> u64 {
         pixels.saturating_mul(16).saturating_add(16 << 20)
     }

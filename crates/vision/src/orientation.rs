@@ -6,7 +6,8 @@ use image::metadata::Orientation as Named;
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Orientation(u8);
 
-/// The side of the squares in which a picture is turned: their rows of both pictures stay in the first-level cache.
+/// The side of the squares in which a picture is turned: their rows of both pictures stay in the
+/// first-level cache.
 const TILE: usize = 32;
 
 impl Orientation {
@@ -28,7 +29,8 @@ impl Orientation {
         if self.0 > 4 { (height, width) } else { (width, height) }
     }
 
-    /// Writes a picture of `width` x `height` pixels of three bytes, as it is stored, upright into `upright`.
+    /// Writes a picture of `width` x `height` pixels of three bytes, as it is stored, upright into
+    /// `upright`.
     pub(crate) fn turn(self, stored: &[u8], width: usize, height: usize, upright: &mut [u8]) {
         let (wide, high) = (width as isize, height as isize);
         // Where the first pixel is, and how far the next one of a row and of a column is from it.

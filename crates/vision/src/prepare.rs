@@ -8,7 +8,8 @@ use crate::patches;
 use crate::processing::Processing;
 use crate::resize::Scaler;
 
-/// Bytes of a buffer that is kept for the next image; a thread that met a very large one gives the memory back.
+/// Bytes of a buffer that is kept for the next image; a thread that met a very large one gives the
+/// memory back.
 const KEPT: usize = 32 << 20;
 
 /// Makes patches of files, one at a time: a thread has one, and its buffers serve all images.
@@ -26,11 +27,13 @@ impl Preparer {
         Self::default()
     }
 
-    /// Decodes `file`, whose header is `header`, and writes its patches: `[patches, 3, patch, patch]` bytes, positions row by row and the
-    /// `merge` x `merge` patches of each together. `patches` has [`Processing::bytes`] of them, for the grid of [`Header::size`].
+    /// Decodes `file`, whose header is `header`, and writes its patches: `[patches, 3, patch,
+    /// patch]` bytes, positions row by row and the `merge` x `merge` patches of each together.
+    /// `patches` has [`Processing::bytes`] of them, for the grid of [`Header::size`].
     ///
     /// # Errors
-    /// The file is damaged, or takes more memory than its pixels explain. What is in `patches` then is unspecified.
+    /// The file is damaged, or takes more memory than its pixels explain. What is in `patches` then
+    /// is unspecified.
     ///
     /// # Panics
     /// `patches` has another length.

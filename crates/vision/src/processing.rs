@@ -1,6 +1,7 @@
 //! How large an image is made, and how many positions it takes.
 
-/// How a model wants its images: what is in `preprocessor_config.json` and changes the patches' bytes.
+/// How a model wants its images: what is in `preprocessor_config.json` and changes the patches'
+/// bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Processing {
     patch: u32,
@@ -47,11 +48,13 @@ impl Grid {
 }
 
 impl Processing {
-    /// The largest side of a position, and the most pixels of a resized image, that are sensible: what is computed from them fits in memory.
+    /// The largest side of a position, and the most pixels of a resized image, that are sensible:
+    /// what is computed from them fits in memory.
     const MAX_SIDE: u32 = 1 << 10;
     const MAX_PIXELS: u64 = 1 << 30;
 
-    /// `patch`: pixels of a patch's side. `merge`: patches of a position's side. A resized image has `min_pixels` to `max_pixels`.
+    /// `patch`: pixels of a patch's side. `merge`: patches of a position's side. A resized image
+    /// has `min_pixels` to `max_pixels`.
     ///
     /// # Errors
     /// No image could be processed by these numbers.
@@ -87,8 +90,9 @@ impl Processing {
 
     /// The grid of an image of `width` x `height` pixels, neither 0.
     ///
-    /// `smart_resize` of Qwen2-VL: both sides become multiples of a position's, the product lies between the two numbers of pixels, and the
-    /// ratio of the sides stays as it is as far as possible. It rounds as Python does, half to even.
+    /// `smart_resize` of Qwen2-VL: both sides become multiples of a position's, the product lies
+    /// between the two numbers of pixels, and the ratio of the sides stays as it is as far as
+    /// possible. It rounds as Python does, half to even.
     pub fn grid(&self, width: u32, height: u32) -> Grid {
         let side = f64::from(self.side());
         let (wide, high) = (f64::from(width), f64::from(height));

@@ -15,8 +15,9 @@ pub(crate) fn orientation(file: &[u8]) -> Orientation {
     exif.map_or(Orientation::UPRIGHT, Orientation::of_exif)
 }
 
-/// Refuses a lossy image whose size is not that of the place that it is for: a canvas of `width` x `height`, or a frame of an animation. The
-/// decoder makes room for it before it compares them, and in animations it does not always compare them.
+/// Refuses a lossy image whose size is not that of the place that it is for: a canvas of `width` x
+/// `height`, or a frame of an animation. The decoder makes room for it before it compares them, and
+/// in animations it does not always compare them.
 pub(crate) fn check_lossy(file: &[u8], width: u32, height: u32) -> Result<(), ImageError> {
     for (name, content) in chunks(file.get(12..).unwrap_or_default()) {
         if name != *b"ANMF" {
@@ -41,7 +42,8 @@ fn check_frame(name: &[u8; 4], content: &[u8], place: (u32, u32)) -> Result<(), 
     if name != b"VP8 " {
         return Ok(());
     }
-    // RFC 6386, 9.1: three bytes of the frame, three of a start code, twice 14 bits of size and two of scale.
+    // RFC 6386, 9.1: three bytes of the frame, three of a start code, twice 14 bits of size and two
+    // of scale.
     let Some([_, _, _, _, _, _, w0, w1, h0, h1]) = content.first_chunk() else {
         return Err(ImageError::damaged(Format::WebP, "a frame is cut off"));
     };

@@ -1,4 +1,5 @@
-//! Damaged files: whatever is in them, preparing ends, in bounded memory, with patches or a sentence.
+//! Damaged files: whatever is in them, preparing ends, in bounded memory, with patches or a
+//! sentence.
 
 use std::time::{Duration, Instant};
 
@@ -8,7 +9,8 @@ use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
 use crate::files::{FILES, crc32, prepare};
 
-/// Address space of the whole test. A file may take `16 * max_pixels` and some: an allocation beyond this would end the process.
+/// Address space of the whole test. A file may take `16 * max_pixels` and some: an allocation
+/// beyond this would end the process.
 const MEMORY: u64 = 2 << 30;
 const LIMITS: Limits = Limits { max_pixels: 4_000_000, max_ratio: 200 };
 
@@ -63,7 +65,8 @@ impl Damage {
     }
 }
 
-/// Gives the chunks of a PNG the checksums that they should have: else a decoder looks at nothing behind the first wrong one.
+/// Gives the chunks of a PNG the checksums that they should have: else a decoder looks at nothing
+/// behind the first wrong one.
 fn mend(file: &mut [u8]) {
     let mut rest = match file.strip_prefix(b"\x89PNG\r\n\x1a\n") {
         Some(rest) => rest.len(),

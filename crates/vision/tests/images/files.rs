@@ -3,7 +3,8 @@
 use forebay_vision::{Header, ImageError, Limits, Preparer, Processing};
 use image::{ExtendedColorType, ImageEncoder};
 
-/// Small files of every format and of the kinds of each that are decoded in ways of their own. Pillow wrote them.
+/// Small files of every format and of the kinds of each that are decoded in ways of their own.
+/// Pillow wrote them.
 pub(crate) const FILES: [(&str, &[&[u8]]); 5] = [
     (
         "png",

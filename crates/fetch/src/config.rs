@@ -1,0 +1,139 @@
+//! What may be fetched.
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use url::Host;
+
+/// What may be fetched, and at what cost.
+#[derive(Debug, Clone)]
+pub struct Config {
+    /// Whether anything is fetched over the network.
+    pub remote: bool,
+    /// If there are any, no other host is asked; theirs are all ports, of others 80 and 443 alone.
+    /// `*.example.com` is each name below `example.com`.
+    pub allowed_domains: Vec<String>,
+    /// Whether private networks and this machine may be asked too. Link-local and reserved
+    /// addresses never are.
+    pub allow_private: bool,
+    /// The folder below which files may be named by `file:`.
+    pub local: Option<PathBuf>,
+    /// All of a fetch: names, connections, redirects, the body.
+    pub timeout: Duration,
+    /// Bytes of a file.
+    pub max_bytes: usize,
+    /// How often a server may send elsewhere.
+    pub max_redirects: usize,
+}
+
+impl Default for Config {
+    fn default() -> Self {
+        Self {
+            remote: true,
+            allowed_domains: Vec::new(),
+            allow_private: false,
+            local: None,
+            timeout: Duration::from_secs(10),
+            max_bytes: 20 << 20,
+            max_redirects: 3,
+        }
+    }
+}
+
+/// A configuration that can't be meant.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum InvalidConfig {
+    /// A domain with a scheme, a port or the like.
+    #[error(
+        "{0:?} is no domain: one reads example.com or *.example.com, without a scheme and a port"
+    )]
+    Domain(String),
+    /// The folder for `file:` URLs is not there.
+    #[error("{}: {reason}", folder.display())]
+    Local {
+        /// The folder.
+        folder: PathBuf,
+        /// Why it can't be used.
+        reason: String,
+    },
+}
+
+/// The allowed domains, as URLs spell hosts.
+#[derive(Debug)]
+pub(crate) struct Domains(Vec<Domain>);
+
+#[derive(Debug)]
+struct Domain {
+    name: String,
+    below: bool,
+}
+
+impl Domains {
+    pub(crate) fn of(names: &[String]) -> Result<Self, InvalidConfig> {
+        let domain = |name: &String| {
+            let (below, rest) =
+                name.strip_prefix("*.").map_or((false, name.as_str()), |rest| (true, rest));
+            let host = Host::parse(rest).ok().filter(|_| !rest.contains('*'));
+            let host = host.ok_or_else(|| InvalidConfig::Domain(name.clone()))?;
+            Ok(Domain { name: host.to_string(), below })
+        };
+        Ok(Self(names.iter().map(domain).collect::<Result<_, _>>()?))
+    }
+
+    pub(crate) fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+
+    /// Whether `host`, as a URL spells it, is listed.
+    pub(crate) fn has(&self, host: &str) -> bool {
+        // A dot at the end says that a name is whole, and names the same host.
+        let host = host.strip_suffix('.').unwrap_or(host);
+        self.0.iter().any(|domain| match host.strip_suffix(&domain.name) {
+            Some("") => !domain.below,
+            Some(rest) => domain.below && rest.len() > 1 && rest.ends_with('.'),
+            None => false,
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_domain_is_itself_and_below_a_star_all_others() {
+        let names = ["Example.com", "*.images.test", "10.0.0.1", "[::1]", "bücher.test"];
+        let domains = Domains::of(&names.map(String::from)).unwrap();
+        for host in [
+            "example.com",
+            "example.com.",
+            "a.images.test",
+            "a.b.images.test",
+            "10.0.0.1",
+            "[::1]",
+            "xn--bcher-kva.test",
+        ] {
+            assert!(domains.has(host), "{host}");
+        }
+        for host in [
+            "a.example.com",
+            "notexample.com",
+            "images.test",
+            ".images.test",
+            "aimages.test",
+            "10.0.0.11",
+            "com",
+            "",
+        ] {
+            assert!(!domains.has(host), "{host}");
+        }
+    }
+
+    #[test]
+    fn what_is_no_domain() {
+        for name in ["https://example.com", "example.com:80", "", "*.", "a b", "*", "a/b"] {
+            let error = Domains::of(&[name.to_owned()]).unwrap_err();
+            assert_eq!(error, InvalidConfig::Domain(name.to_owned()));
+        }
+    }
+}

@@ -1,0 +1,139 @@
+//! The whole of a fetch: checks, names, connections, redirects.
+
+use std::fmt;
+use std::net::IpAddr;
+use std::sync::Arc;
+use std::time::Duration;
+
+use bytes::Bytes;
+use hyper::header::LOCATION;
+use tokio_rustls::rustls::crypto::ring;
+use tokio_rustls::rustls::{ClientConfig, RootCertStore};
+use url::Url;
+
+use crate::address::{is_public, is_public_or_private};
+use crate::config::{Config, Domains, InvalidConfig};
+use crate::connection::{self, Answer};
+use crate::error::FetchError;
+use crate::local::Folder;
+use crate::place::{self, Place};
+use crate::resolver::{Resolver, System};
+
+/// Fetches files. A clone is the same fetcher.
+#[derive(Clone)]
+pub struct Fetcher(Arc<Inner>);
+
+struct Inner {
+    remote: bool,
+    domains: Domains,
+    folder: Option<Folder>,
+    timeout: Duration,
+    max_bytes: usize,
+    max_redirects: usize,
+    resolver: Box<dyn Resolver>,
+    may_be_dialled: fn(IpAddr) -> bool,
+    tls: Arc<ClientConfig>,
+}
+
+impl fmt::Debug for Fetcher {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        formatter.write_str("Fetcher")
+    }
+}
+
+impl Fetcher {
+    /// A fetcher that asks the machine's name servers, and trusts the certificates that the machine
+    /// trusts. It reads files: call it once.
+    ///
+    /// # Errors
+    /// A domain is none, or the folder is not there.
+    pub fn new(config: &Config) -> Result<Self, InvalidConfig> {
+        let mut roots = RootCertStore::empty();
+        // Without any, every https server is untrusted and says so: no reason not to serve.
+        roots.add_parsable_certificates(rustls_native_certs::load_native_certs().certs);
+        let may_be_dialled = if config.allow_private { is_public_or_private } else { is_public };
+        Self::build(config, Box::new(System), may_be_dialled, roots)
+    }
+
+    pub(crate) fn build(
+        config: &Config,
+        resolver: Box<dyn Resolver>,
+        may_be_dialled: fn(IpAddr) -> bool,
+        roots: RootCertStore,
+    ) -> Result<Self, InvalidConfig> {
+        let tls = ClientConfig::builder_with_provider(Arc::new(ring::default_provider()))
+            .with_safe_default_protocol_versions()
+            .expect("the provider has ciphers of both versions")
+            .with_root_certificates(roots)
+            .with_no_client_auth();
+        Ok(Self(Arc::new(Inner {
+            remote: config.remote,
+            domains: Domains::of(&config.allowed_domains)?,
+            folder: config.local.as_deref().map(Folder::open).transpose()?,
+            timeout: config.timeout,
+            max_bytes: config.max_bytes,
+            max_redirects: config.max_redirects,
+            resolver,
+            may_be_dialled,
+            tls: Arc::new(tls),
+        })))
+    }
+
+    /// The file at `url`: `http:`, `https:`, or `file:` with an absolute path. Dropped, it closes
+    /// its connection.
+    ///
+    /// # Errors
+    /// One clause for the client; see [`FetchError`].
+    pub async fn fetch(&self, url: &str) -> Result<Bytes, FetchError> {
+        let url = place::parse(url)?;
+        let work = async {
+            if url.scheme() == "file" { self.local(url).await } else { self.remote(url).await }
+        };
+        let waited = tokio::time::timeout(self.0.timeout, work).await;
+        waited.unwrap_or_else(|_| Err(FetchError::TooSlow(self.0.timeout)))
+    }
+
+    async fn local(&self, url: Url) -> Result<Bytes, FetchError> {
+        let folder = self.0.folder.clone().ok_or(FetchError::NoLocalFiles)?;
+        let limit = self.0.max_bytes;
+        let reading = tokio::task::spawn_blocking(move || folder.read(&url, limit));
+        reading.await.unwrap_or(Err(FetchError::NoSuchFile))
+    }
+
+    async fn remote(&self, mut url: Url) -> Result<Bytes, FetchError> {
+        for _ in 0..=self.0.max_redirects {
+            let answer = self.ask(&url).await?;
+            let host = || url.host_str().unwrap_or_default().to_owned();
+            match answer.status() {
+                200 => return answer.body(self.0.max_bytes).await,
+                301 | 302 | 303 | 307 | 308 => {
+                    let to = answer.header(LOCATION).and_then(|to| url.join(to).ok());
+                    url = to.ok_or_else(|| FetchError::BadRedirect(host()))?;
+                }
+                status => return Err(FetchError::Status { host: host(), status }),
+            }
+        }
+        Err(FetchError::Redirects(self.0.max_redirects))
+    }
+
+    /// Asks for one URL, after every check: each redirect comes this way.
+    async fn ask(&self, url: &Url) -> Result<Answer, FetchError> {
+        // A scheme that nobody fetches is told as such, whatever is turned off.
+        let place = Place::of(url, &self.0.domains)?;
+        if !self.0.remote {
+            return Err(FetchError::Off);
+        }
+        let addresses = match place.address {
+            Some(address) => vec![address],
+            None => self.0.resolver.resolve(&place.host).await.unwrap_or_default(),
+        };
+        if addresses.is_empty() {
+            return Err(FetchError::NoAddress(place.host));
+        }
+        // One is enough: whoever names a public and a private address means the private one.
+        if !addresses.iter().all(|address| (self.0.may_be_dialled)(*address)) {
+            return Err(FetchError::NotPublic(place.host));
+        }
+        connection::ask(place, &addresses, &self.0.tls).await
+    }
+}

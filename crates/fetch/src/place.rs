@@ -1,0 +1,70 @@
+//! Where a URL points to, as far as it can be said without the network.
+
+use std::net::IpAddr;
+
+use url::{Host, Url};
+
+use crate::config::Domains;
+use crate::error::FetchError;
+
+/// Characters of a URL: more than any server takes in a request line.
+const LONGEST: usize = 8192;
+
+/// A host to ask, and for what.
+#[derive(Debug)]
+pub(crate) struct Place {
+    /// As the URL spells it: brackets around IPv6.
+    pub(crate) host: String,
+    /// The address, where the URL has one in place of a name.
+    pub(crate) address: Option<IpAddr>,
+    pub(crate) port: u16,
+    pub(crate) tls: bool,
+    /// What the host calls itself: with the port where it is not the scheme's.
+    pub(crate) authority: String,
+    /// Path and query.
+    pub(crate) target: String,
+}
+
+/// A URL that is not too long.
+pub(crate) fn parse(text: &str) -> Result<Url, FetchError> {
+    if text.len() > LONGEST {
+        return Err(FetchError::BadUrl);
+    }
+    Url::parse(text).map_err(|_| FetchError::BadUrl)
+}
+
+impl Place {
+    /// Where `url` points to, if that may be asked.
+    pub(crate) fn of(url: &Url, domains: &Domains) -> Result<Self, FetchError> {
+        let tls = match url.scheme() {
+            "http" => false,
+            "https" => true,
+            other => return Err(FetchError::Scheme(other.to_owned())),
+        };
+        if !url.username().is_empty() || url.password().is_some() {
+            return Err(FetchError::Credentials);
+        }
+        let (Some(host), Some(port)) = (url.host(), url.port_or_known_default()) else {
+            return Err(FetchError::BadUrl);
+        };
+        let address = match host {
+            Host::Domain(_) => None,
+            Host::Ipv4(address) => Some(IpAddr::V4(address)),
+            Host::Ipv6(address) => Some(IpAddr::V6(address)),
+        };
+        let host = host.to_string();
+        let listed = domains.has(&host);
+        if !domains.is_empty() && !listed {
+            return Err(FetchError::Domain(host));
+        }
+        if !matches!(port, 80 | 443) && !listed {
+            return Err(FetchError::Port(port));
+        }
+        let authority = url.port().map_or_else(|| host.clone(), |port| format!("{host}:{port}"));
+        let target = match url.query() {
+            Some(query) => format!("{}?{query}", url.path()),
+            None => url.path().to_owned(),
+        };
+        Ok(Self { host, address, port, tls, authority, target })
+    }
+}
