@@ -247,6 +247,20 @@ def intake(found: Results) -> str:
     return markdown(head, rows)
 
 
+def image_prepare(found: Results) -> str:
+    """Images a second of one core; the ratios are of the first to the others."""
+    head = ["file, 1200 x 1200", "MB", "by", "images/s", "forebay / this"]
+    rows = []
+    for workload in found.workloads():
+        first = found.servers(workload)[0]
+        for server in found.servers(workload):
+            megabytes = (found.median(workload, server, "file_bytes") or 0) / 1e6
+            rate = number(found.median(workload, server, "images_per_second"))
+            ratio = spread(found.ratio(workload, first, server, "images_per_second"))
+            rows.append([workload, f"{megabytes:.2f}", server, rate, ratio])
+    return markdown(head, rows)
+
+
 def router(found: Results) -> str:
     """What stands in front of simulated backends; the ratios are the first row's by this row's."""
     head = ["scene", "in front", "TTFT p50 ms", "p99 ms", "p99 ratio", "TPOT ms", "tokens/s", "ratio"]
@@ -356,6 +370,7 @@ KINDS: dict[str, Callable[[Results], str]] = {
     "embeddings": embeddings,
     "host_tier": host_tier,
     "intake": intake,
+    "image_prepare": image_prepare,
     "router": router,
     "replicas": replicas,
     "accuracy": accuracy,
