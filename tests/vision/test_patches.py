@@ -52,7 +52,7 @@ def test_every_value_is_that_of_transformers(vision: Preparing, family: Family, 
         kind = KINDS[number % len(KINDS)]
         image = Image.fromarray(picture(kind, height, width, random))
         path = tmp_path / ("image.png" if number % 3 else "image.jpg")
-        image.save(path, **({"compress_level": 1} if number % 3 else {"quality": int(random.integers(1, 101))}))
+        image.save(path, compress_level=1, quality=int(random.integers(1, 101)))
         with Image.open(path) as file:
             expected = reference(images=[file.convert("RGB")], return_tensors="pt")
         prepared = vision.prepare(path, family)
