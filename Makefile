@@ -31,7 +31,7 @@ UV_LOCK := $(UV) pip compile --quiet --python $(BIN)/python --universal --python
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup setup-dev setup-clients build build-tests serve test test-rust test-asan test-python test-triton test-triton-old test-images e2e test-fleet test-kills test-gpu bench-gpu gpu-pack check lint fmt deny docs wheel wheel-test lock ci \
+.PHONY: help setup setup-dev setup-clients build build-tests serve test test-rust test-asan test-python test-triton test-triton-old e2e test-fleet test-kills test-image-sizes test-fuzz-images test-gpu bench-gpu gpu-pack check lint fmt deny docs wheel wheel-test lock ci \
 	clean distclean
 
 help: ## print this list
@@ -106,6 +106,7 @@ build: setup ## build the binary and the CPU kernels: leaves .venv/bin/forebay (
 # What the Python tests run. It stays where cargo leaves it: .venv/bin/forebay is for users.
 build-tests: setup-dev
 	cargo build $(CARGO_FLAGS) --bin forebay
+	cargo build --locked --profile $(TEST_PROFILE) --package forebay-vision --example prepare
 	cargo build --locked --profile $(TEST_PROFILE) --lib --package forebay-kernels
 	@$(BIN)/python scripts/place_kernels.py $(TARGET_DIR)/$(TEST_PROFILE)
 
@@ -136,9 +137,6 @@ test-triton-old: setup-dev $(STAMPS)/triton-old ## compile the GPU's kernels wit
 e2e: build-tests ## run the end-to-end tests only
 	$(TEST_BINARY) $(BIN)/python -m pytest tests/e2e $(PYTEST_ARGS)
 
-test-images: ## compare 1000 sizes with transformers' patches, and read ten thousand broken files of each format (5 minutes)
-	FOREBAY_FUZZ=10000 cargo test --locked --profile $(TEST_PROFILE) --package forebay-vision -- --include-ignored
-
 test-fleet: build-tests ## send a fleet behind a router ten thousand requests at the limits (10 minutes)
 	FOREBAY_FLEET_REQUESTS=10000 FOREBAY_TEST_BINARY=$(abspath $(TARGET_DIR)/$(TEST_PROFILE)/forebay) \
 		$(BIN)/python -m pytest tests/e2e/test_fleet.py $(PYTEST_ARGS)
@@ -146,6 +144,13 @@ test-fleet: build-tests ## send a fleet behind a router ten thousand requests at
 test-kills: build-tests ## kill hands and brains under load twenty times each (10 minutes)
 	FOREBAY_KILLS=20 FOREBAY_TEST_BINARY=$(abspath $(TARGET_DIR)/$(TEST_PROFILE)/forebay) \
 		$(BIN)/python -m pytest tests/e2e -k 'deaths or die' $(PYTEST_ARGS)
+
+test-image-sizes: build-tests ## compare a thousand images with transformers' patches, and 2400 JPEGs with Pillow's (5 minutes)
+	FOREBAY_IMAGE_SIZES=1000 FOREBAY_TEST_BINARY=$(abspath $(TARGET_DIR)/$(TEST_PROFILE)/forebay) \
+		$(BIN)/python -m pytest tests/vision $(PYTEST_ARGS)
+
+test-fuzz-images: ## damage ten thousand image files of each format and prepare them (2 minutes)
+	FOREBAY_FUZZED_IMAGES=10000 cargo test --locked --profile $(TEST_PROFILE) --package forebay-vision --test images damaged -- --nocapture
 
 check: setup-dev ## check the types of both languages, without building
 	cargo check $(CARGO_FLAGS) --all-targets

@@ -263,6 +263,20 @@ def images(found: Results) -> str:
     return markdown(head, rows)
 
 
+def image_prepare(found: Results) -> str:
+    """Images a second of one core; the ratios are of the first to the others."""
+    head = ["file, 1200 x 1200", "MB", "by", "images/s", "forebay / this"]
+    rows = []
+    for workload in found.workloads():
+        first = found.servers(workload)[0]
+        for server in found.servers(workload):
+            megabytes = (found.median(workload, server, "file_bytes") or 0) / 1e6
+            rate = number(found.median(workload, server, "images_per_second"))
+            ratio = spread(found.ratio(workload, first, server, "images_per_second"))
+            rows.append([workload, f"{megabytes:.2f}", server, rate, ratio])
+    return markdown(head, rows)
+
+
 def masks(found: Results) -> str:
     """What forms of answers cost; the ratio is of output rates to the first row."""
     head = ["answers", "output tokens/s", "ratio", "ITL mean ms", "p99 ms", "masks", "us a mask"]
@@ -399,6 +413,7 @@ KINDS: dict[str, Callable[[Results], str]] = {
     "embeddings": embeddings,
     "host_tier": host_tier,
     "intake": intake,
+    "image_prepare": image_prepare,
     "router": router,
     "replicas": replicas,
     "accuracy": accuracy,

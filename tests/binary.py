@@ -1,4 +1,4 @@
-"""The binary that the tests run: the one with debug assertions, where cargo leaves it."""
+"""The programs that the tests run: those with debug assertions, where cargo leaves them."""
 
 import os
 import sys
@@ -8,8 +8,13 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def binary() -> Path:
-    """Its path. What it starts in Python runs in the tests' own environment."""
+    """The path of `forebay`. What it starts in Python runs in the tests' own environment."""
     # No interpreter lies beside it.
     os.environ.setdefault("FOREBAY_PYTHON", sys.executable)
     folder = ROOT / os.environ.get("CARGO_TARGET_DIR", "target")
     return Path(os.environ.get("FOREBAY_TEST_BINARY", folder / "fast/forebay"))
+
+
+def example(name: str) -> Path:
+    """The path of an example of a crate, which cargo leaves beside the binary."""
+    return binary().with_name("examples") / name

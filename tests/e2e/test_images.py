@@ -228,11 +228,11 @@ def test_a_dead_hand_changes_no_token(serve: Serve, models: Models, device: str)
 PNG = png(picture(1, 3, 5))
 WRONG: dict[str, tuple[str | bytes, str]] = {
     "not base64": ("data:image/png;base64,?!", "is not base64"),
-    "no image": ("data:text/html;base64,aGk=", "which is no image"),
-    "another format": (b"II*\0" + bytes(40), "no image in a format that is read"),
-    "cut off": (PNG[: len(PNG) // 2], "PNG file can't be read"),
-    "broken": (PNG[:60] + b"xxxx" + PNG[64:], "PNG file can't be read"),
-    "no pixels": (PNG[:16] + struct.pack(">II", 0, 5) + PNG[24:], "can't be read"),
+    "no image": ("data:text/html;base64,aGk=", "is no image"),
+    "another format": (b"II*\0" + bytes(40), "TIFF is not read"),
+    "cut off": (PNG[: len(PNG) // 2], "PNG file is damaged"),
+    "broken": (PNG[:60] + b"xxxx" + PNG[64:], "PNG file is damaged"),
+    "no pixels": (PNG[:16] + struct.pack(">II", 0, 5) + PNG[24:], "PNG file is damaged"),
     "a strip": (png(np.zeros((1, 300, 3), np.uint8)), "more than 200 times"),
     "of this machine": ("http://127.0.0.1:80/a.png", "is not a public address"),
     "of the cloud": ("http://169.254.169.254/latest/meta-data", "is not a public address"),
@@ -265,7 +265,7 @@ def test_other_wrong_images(server: Server) -> None:
     refused(chat(part(PNG), prompt_logprobs=1), "prompt_logprobs", "a prompt with images has none")
     refused(chat({"type": "input_audio"}), "messages[0].content[0].type=input_audio", "not supported")
     # More bytes than a body may have beside its images.
-    refused(chat(part(PNG[:60] + bytes(5 << 20))), "messages", "PNG file can't be read")
+    refused(chat(part(PNG[:60] + bytes(5 << 20))), "messages", "PNG file is damaged")
     large = png(picture(90, 64, 64))
     refused(chat(part(large), text("a" * 100)), "messages", "context")
 

@@ -4,7 +4,7 @@ use anyhow::{Context, Result, bail};
 use forebay_fetch::{Config as FetchConfig, Fetcher};
 use forebay_server::ImageModel;
 use forebay_sim::SimTower;
-use forebay_vision::{Geometry, Limits};
+use forebay_vision::{Limits, Processing};
 use serde::Serialize;
 use serde_json::Value;
 
@@ -19,19 +19,17 @@ const CPU_BUDGET: u64 = 5776;
 const SIM_POOL_TOKENS: u64 = 8192;
 
 /// What the server reads of images; `None`: the model sees none.
-pub(crate) fn seen(flags: &ImageFlags, model: &Model) -> Option<ImageModel> {
-    let images = model.images.as_ref()?;
-    Some(ImageModel {
-        geometry: Geometry {
-            patch: images.patch,
-            merge: images.merge,
-            min_pixels: images.min_pixels,
-            max_pixels: images.max_pixels,
-        },
+pub(crate) fn seen(flags: &ImageFlags, model: &Model) -> Result<Option<ImageModel>> {
+    let Some(images) = model.images.as_ref() else { return Ok(None) };
+    let processing =
+        Processing::new(images.patch, images.merge, images.min_pixels, images.max_pixels)
+            .context("preprocessor_config.json")?;
+    Ok(Some(ImageModel {
+        processing,
         token: images.image_token_id,
         most: flags.limit_images,
-        limits: Limits { pixels: flags.max_image_pixels },
-    })
+        limits: Limits { max_pixels: flags.max_image_pixels, ..Limits::default() },
+    }))
 }
 
 /// What fetches images; `None`: the model sees none.

@@ -142,7 +142,7 @@ pub(crate) fn run(flags: &ServeFlags) -> Result<()> {
         dialect,
         marks,
         grammars,
-        images: images::seen(&flags.images, &model),
+        images: images::seen(&flags.images, &model)?,
         fetcher: images::fetcher(&flags.images, &model)?,
         markers: grammar::markers(&tokenizer, dialect),
     };

@@ -1,71 +1,95 @@
-//! Pixels: red, green and blue, a byte each.
+//! PNG, WebP, GIF and BMP, by the crate `image`, in bounded memory.
 
-use image::metadata::Orientation;
-use image::{DynamicImage, ImageDecoder, Limits as CodecLimits, RgbImage};
+use std::io::Cursor;
 
-use memchr::memmem;
+use image::codecs::bmp::BmpDecoder;
+use image::codecs::gif::GifDecoder;
+use image::codecs::png::PngDecoder;
+use image::codecs::webp::WebPDecoder;
+use image::error::ImageError as Refusal;
+use image::{ColorType, ImageDecoder, ImageResult};
 
+use crate::alpha;
 use crate::error::ImageError;
-use crate::file::{Format, Picture, open};
+use crate::format::Format;
+use crate::header::Header;
+use crate::limits::Limits;
+use crate::orientation::Orientation;
+use crate::webp;
 
-/// Bytes that a decoder may take for each pixel: 16 bits of four channels, and once more for what it does with them.
-const PIXEL_BYTES: u64 = 16;
-/// What it may take besides.
-const DECODER_BYTES: u64 = 16 << 20;
-
-/// Decodes the image of `file`, turns it as EXIF says, and puts it on white where it is transparent.
-///
-/// # Errors
-/// The file is cut off or broken, or wants more memory than its size justifies.
-pub(crate) fn decode(file: &[u8], picture: &Picture) -> Result<RgbImage, ImageError> {
-    let mut rgb = by_codec(file, picture)?;
-    if picture.orientation != Orientation::NoTransforms {
-        let mut turned = DynamicImage::ImageRgb8(rgb);
-        turned.apply_orientation(picture.orientation);
-        rgb = turned.into_rgb8();
-    }
-    if rgb.dimensions() != (picture.width, picture.height) {
-        let reason = "its image is not of the size that its header says".into();
-        return Err(ImageError::Broken { format: picture.format.name(), reason });
-    }
-    Ok(rgb)
+/// Width, height as stored, and orientation.
+pub(crate) fn measure(format: Format, file: &[u8]) -> Result<(u32, u32, Orientation), ImageError> {
+    let mut decoder = open(format, file, 0)?;
+    let (width, height) = decoder.dimensions();
+    let orientation = match format {
+        Format::Png => {
+            let exif = decoder.exif_metadata().ok().flatten();
+            exif.map_or(Orientation::UPRIGHT, |exif| Orientation::of_exif(&exif))
+        }
+        Format::WebP => webp::orientation(file),
+        Format::Jpeg | Format::Gif | Format::Bmp => Orientation::UPRIGHT,
+    };
+    Ok((width, height, orientation))
 }
 
-fn by_codec(file: &[u8], picture: &Picture) -> Result<RgbImage, ImageError> {
-    let format = picture.format;
-    if format == Format::Jpeg && !is_whole(file) {
-        let reason = "it is cut off".into();
-        return Err(ImageError::Broken { format: format.name(), reason });
+/// Decodes into `rgb`, which holds three bytes for each pixel; `raw` has the file's own pixels
+/// meanwhile.
+pub(crate) fn decode(
+    header: &Header,
+    format: Format,
+    file: &[u8],
+    raw: &mut Vec<u8>,
+    rgb: &mut [u8],
+) -> Result<(), ImageError> {
+    if format == Format::WebP {
+        webp::check_lossy(file, header.width, header.height)?;
     }
-    let mut decoder = open(file, format)?;
-    let pixels = u64::from(picture.width) * u64::from(picture.height);
-    let mut limits = CodecLimits::no_limits();
-    limits.max_alloc = Some(pixels * PIXEL_BYTES + DECODER_BYTES);
-    decoder.set_limits(limits).map_err(|error| format.broken(&error))?;
-    let transparent = decoder.color_type().has_alpha();
-    let decoded = DynamicImage::from_decoder(decoder).map_err(|error| format.broken(&error))?;
-    Ok(if transparent { on_white(&decoded) } else { decoded.into_rgb8() })
+    let decoder = open(format, file, u64::from(header.width) * u64::from(header.height))?;
+    if decoder.dimensions() != (header.width, header.height) {
+        return Err(ImageError::damaged(format, "its headers differ"));
+    }
+    let color = decoder.color_type();
+    if color == ColorType::Rgb8 {
+        return decoder.read_image_boxed(rgb).map_err(|error| refused(format, error));
+    }
+    let bytes = rgb.len() / 3 * usize::from(color.bytes_per_pixel());
+    raw.resize(bytes, 0);
+    decoder.read_image_boxed(raw).map_err(|error| refused(format, error))?;
+    if !alpha::to_rgb(color, raw, rgb) {
+        return Err(ImageError::damaged(format, format!("pixels of {color:?}")));
+    }
+    Ok(())
 }
 
-/// Whether a JPEG file has an end behind its last scan. Its decoder paints grey where data is missing, and says nothing.
-fn is_whole(file: &[u8]) -> bool {
-    const SCAN: &[u8] = &[0xff, 0xda];
-    const END: &[u8] = &[0xff, 0xd9];
-    memmem::rfind(file, END) > memmem::rfind(file, SCAN)
+fn open<'a>(
+    format: Format,
+    file: &'a [u8],
+    pixels: u64,
+) -> Result<Box<dyn ImageDecoder + 'a>, ImageError> {
+    open_unchecked(format, file, pixels).map_err(|error| refused(format, error))
 }
 
-/// Composites as `Image.alpha_composite` of Pillow does over white.
-fn on_white(image: &DynamicImage) -> RgbImage {
-    let rgba = image.to_rgba8();
-    let mut rgb = RgbImage::new(rgba.width(), rgba.height());
-    for (to, from) in rgb.pixels_mut().zip(rgba.pixels()) {
-        let [colors @ .., alpha] = from.0;
-        let alpha = u32::from(alpha);
-        to.0 = colors.map(|color| {
-            // Rounded to the nearest; 255 * 255 * 2 fits well into 32 bits.
-            let mixed = u32::from(color) * alpha + 255 * (255 - alpha);
-            ((mixed + 127) / 255) as u8
-        });
+fn open_unchecked<'a>(
+    format: Format,
+    file: &'a [u8],
+    pixels: u64,
+) -> ImageResult<Box<dyn ImageDecoder + 'a>> {
+    let mut limits = image::Limits::default();
+    limits.max_alloc = Some(Limits::decoder_bytes(pixels));
+    let file = Cursor::new(file);
+    let mut decoder: Box<dyn ImageDecoder + 'a> = match format {
+        Format::Png => Box::new(PngDecoder::with_limits(file, limits.clone())?),
+        Format::WebP => Box::new(WebPDecoder::new(file)?),
+        Format::Gif => Box::new(GifDecoder::new(file)?),
+        Format::Bmp | Format::Jpeg => Box::new(BmpDecoder::new(file)?),
+    };
+    decoder.set_limits(limits)?;
+    Ok(decoder)
+}
+
+fn refused(format: Format, error: Refusal) -> ImageError {
+    match error {
+        Refusal::Limits(_) => ImageError::TooMuchMemory(format),
+        other => ImageError::damaged(format, other),
     }
-    rgb
 }

@@ -1,35 +1,35 @@
-//! Images, from a file to the patches that a vision tower reads. No I/O, no threads, and nothing of the network.
+//! Images as a vision tower reads them: files to patches of bytes.
 //!
-//! [`inspect`] reads a file's header: its size, turned as EXIF says, and so the grid of positions that the decoder sees, without decoding a
-//! pixel. [`identity`] names the image. [`prepare`] decodes, turns, puts transparent images on white, resizes, and writes the patches: bytes
-//! in the order of `Qwen2VLImageProcessor` of transformers, which the hand scales and normalises.
+//! What a request goes through, in this order: [`DataUrl`] cuts a file out of a body, [`Header`]
+//! says its size without decoding, [`Processing::grid`] how many positions it takes, [`Identity`]
+//! names it, and [`Preparer::prepare`] decodes it, resizes it and writes its patches. Nothing here
+//! reads a clock, a file or a socket, and no input makes it panic.
 //!
-//! What is bit-equal to transformers and what is not is in ADR 38. Files are hostile: all work is bounded by [`Limits`], and nothing here
-//! panics on what a file says.
+//! The values are those of transformers' `Qwen2VLImageProcessor` with its default backend, before
+//! it subtracts the mean; `docs/images.md` says for which files that is exact.
 
+mod alpha;
+mod data_url;
 mod decode;
 mod error;
-mod file;
-mod geometry;
+mod format;
+mod header;
+mod identity;
+mod jpeg;
+mod limits;
+mod orientation;
 mod patches;
+mod prepare;
+mod processing;
 mod resize;
-mod url;
+mod webp;
 
+pub use data_url::{DataUrl, decode_base64};
 pub use error::ImageError;
-pub use file::{Format, Picture, inspect};
-pub use geometry::{Geometry, Shape};
-pub use patches::{Prepared, identity, prepare};
-pub use url::{DataUrl, data_url};
-
-/// What an image may cost.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Limits {
-    /// Most pixels of a file's image, before it is resized.
-    pub pixels: u64,
-}
-
-impl Default for Limits {
-    fn default() -> Self {
-        Self { pixels: 50_000_000 }
-    }
-}
+pub use format::Format;
+pub use header::Header;
+pub use identity::Identity;
+pub use limits::Limits;
+pub use orientation::Orientation;
+pub use prepare::Preparer;
+pub use processing::{Grid, InvalidProcessing, Processing};

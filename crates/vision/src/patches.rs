@@ -1,90 +1,56 @@
-//! The order of bytes that a vision tower reads, and the names of images.
+//! The order in which a tower reads pixels.
 
-use crate::decode::decode;
-use crate::error::ImageError;
-use crate::file::Picture;
-use crate::geometry::Geometry;
-use crate::resize::resize;
+use crate::processing::{Grid, Processing};
 
-/// Bytes of a pixel.
-const CHANNELS: usize = 3;
-
-/// The name of what `file` becomes for models that cut images like this: the first half of a BLAKE3 hash of both. Everybody who has the file
-/// computes the same.
-#[must_use]
-pub fn identity(file: &[u8], geometry: &Geometry) -> u128 {
-    let mut hasher = blake3::Hasher::new();
-    hasher.update(b"forebay image 1");
-    for number in [u64::from(geometry.patch), u64::from(geometry.merge)] {
-        hasher.update(&number.to_le_bytes());
-    }
-    for number in [geometry.min_pixels, geometry.max_pixels] {
-        hasher.update(&number.to_le_bytes());
-    }
-    hasher.update(file);
-    let hash = hasher.finalize();
-    let half = hash.as_bytes().iter().take(16);
-    half.rev().fold(0, |number, &byte| number << 8 | u128::from(byte))
-}
-
-/// An image that was decoded and resized.
-pub struct Prepared {
-    pixels: Vec<u8>,
-    width: usize,
-    geometry: Geometry,
-}
-
-/// Decodes and resizes the image of `file`, whose header is `picture`.
+/// Writes a resized image, three bytes a pixel, as patches: position by position, in each its
+/// `merge` x `merge` patches row by row, in each the three colours one after the other, in each the
+/// rows of the patch.
 ///
-/// # Errors
-/// The file is broken.
-pub fn prepare(
-    file: &[u8],
-    picture: &Picture,
-    geometry: &Geometry,
-) -> Result<Prepared, ImageError> {
-    let shape = &picture.shape;
-    let pixels = resize(decode(file, picture)?, shape.width, shape.height)?;
-    Ok(Prepared { pixels, width: shape.width as usize, geometry: *geometry })
-}
-
-impl Prepared {
-    /// Hands out the patches, as many bytes as the shape says: positions row by row, of each its `merge` times `merge` patches row by row, of
-    /// each patch its red pixels row by row, then the green, then the blue ones.
-    ///
-    /// # Errors
-    /// That of `put`.
-    pub fn write<E>(&self, mut put: impl FnMut(&[u8]) -> Result<(), E>) -> Result<(), E> {
-        let Geometry { patch, merge, .. } = self.geometry;
-        // A row of positions is a band of so many rows of pixels, and as many bytes of patches.
-        let band_bytes = CHANNELS * self.width * (patch * merge) as usize;
-        let mut out = vec![0; band_bytes];
-        for band in self.pixels.chunks_exact(band_bytes) {
-            cut(band, self.width, &self.geometry, &mut out);
-            put(&out)?;
-        }
-        Ok(())
+/// As axes: `[grid.height, merge, patch, grid.width, merge, patch, 3]` becomes
+/// `[grid.height, grid.width, merge, merge, 3, patch, patch]`. A tower that reads pairs of frames
+/// gets each patch twice, which is its own affair.
+pub(crate) fn write(image: &[u8], grid: Grid, processing: &Processing, patches: &mut [u8]) {
+    match processing.patch() {
+        // A patch's side that the compiler knows is half the time.
+        14 => write_side::<14>(image, grid, processing.merge(), 14, patches),
+        16 => write_side::<16>(image, grid, processing.merge(), 16, patches),
+        patch => write_side::<0>(image, grid, processing.merge(), patch, patches),
     }
 }
 
-/// Cuts a band of pixels, in rows of `width`, into patches.
-fn cut(pixels: &[u8], width: usize, geometry: &Geometry, out: &mut [u8]) {
-    let (patch, merge) = (geometry.patch as usize, geometry.merge as usize);
-    let (row_bytes, plane) = (CHANNELS * width, patch * patch);
-    let patch_bytes = CHANNELS * plane;
-    let positions = width / (patch * merge);
-    for (y, row) in pixels.chunks_exact(row_bytes).enumerate() {
-        let (patch_row, line) = (y / patch, y % patch);
-        let pieces = row.chunks_exact(CHANNELS * patch);
-        for (number, piece) in pieces.enumerate().take(positions * merge) {
-            let (position, patch_column) = (number / merge, number % merge);
-            let at = (position * merge + patch_row) * merge + patch_column;
-            let start = at * patch_bytes + line * patch;
-            let (red, rest) = out[start..].split_at_mut(plane);
-            let (green, blue) = rest.split_at_mut(plane);
-            let planes = red[..patch].iter_mut().zip(&mut green[..patch]).zip(&mut blue[..patch]);
-            for (((red, green), blue), pixel) in planes.zip(piece.chunks_exact(CHANNELS)) {
-                (*red, *green, *blue) = (pixel[0], pixel[1], pixel[2]);
+fn write_side<const SIDE: usize>(
+    image: &[u8],
+    grid: Grid,
+    merge: u32,
+    patch: u32,
+    patches: &mut [u8],
+) {
+    let patch = if SIDE == 0 { patch as usize } else { SIDE };
+    let (merge, columns) = (merge as usize, grid.width as usize);
+    let row_bytes = columns * merge * patch * 3;
+    let mut out = patches.chunks_exact_mut(3 * patch * patch);
+    for band in image.chunks_exact(row_bytes * patch * merge) {
+        for column in 0..columns {
+            for strip in band.chunks_exact(row_bytes * patch) {
+                for inner in 0..merge {
+                    let Some(out) = out.next() else { return };
+                    let first = (column * merge + inner) * patch * 3;
+                    let (red, rest) = out.split_at_mut(patch * patch);
+                    let (green, blue) = rest.split_at_mut(patch * patch);
+                    let rows =
+                        strip.chunks_exact(row_bytes).map(|row| &row[first..first + 3 * patch]);
+                    for (((row, red), green), blue) in rows
+                        .zip(red.chunks_exact_mut(patch))
+                        .zip(green.chunks_exact_mut(patch))
+                        .zip(blue.chunks_exact_mut(patch))
+                    {
+                        for (((pixel, red), green), blue) in
+                            row.as_chunks::<3>().0.iter().zip(red).zip(green).zip(blue)
+                        {
+                            [*red, *green, *blue] = *pixel;
+                        }
+                    }
+                }
             }
         }
     }
@@ -92,47 +58,39 @@ fn cut(pixels: &[u8], width: usize, geometry: &Geometry, out: &mut [u8]) {
 
 #[cfg(test)]
 mod tests {
+    use proptest::prelude::*;
+
     use super::*;
 
-    const GEOMETRY: Geometry = Geometry { patch: 2, merge: 2, min_pixels: 1, max_pixels: 1 << 20 };
-
-    #[test]
-    fn patches_lie_as_a_transpose_of_eight_axes_has_them() {
-        let (width, height) = (12_usize, 8_usize);
-        let pixels: Vec<u8> = (0..CHANNELS * width * height).map(|at| at as u8).collect();
-        let image = Prepared { pixels: pixels.clone(), width, geometry: GEOMETRY };
-        let mut out = Vec::new();
-        let written: Result<(), ()> = image.write(|band| {
-            out.extend_from_slice(band);
-            Ok(())
-        });
-        assert_eq!(written, Ok(()));
-        let (rows, columns) = (height / 4, width / 4);
-        let mut expected = Vec::new();
-        for (row, column) in (0..rows).flat_map(|row| (0..columns).map(move |c| (row, c))) {
-            for (down, right) in [(0, 0), (0, 1), (1, 0), (1, 1)] {
-                for channel in 0..CHANNELS {
-                    for (y, x) in [(0, 0), (0, 1), (1, 0), (1, 1)] {
-                        let y = (row * 2 + down) * 2 + y;
-                        let x = (column * 2 + right) * 2 + x;
-                        expected.push(pixels[(y * width + x) * CHANNELS + channel]);
+    proptest! {
+        /// The same by the formula: where each byte of a patch is in the image.
+        #[test]
+        fn every_byte_is_in_its_place(
+            height in 1u32..4,
+            width in 1u32..4,
+            merge in 1u32..4,
+            patch in prop::sample::select(vec![1u32, 2, 3, 14, 16]),
+        ) {
+            let processing = Processing::new(patch, merge, 1, 1 << 20).unwrap();
+            let grid = Grid { height, width };
+            let (wide, high) = processing.resized(grid);
+            let image: Vec<u8> =
+                (0..wide * high * 3).map(|place| (place.wrapping_mul(2_654_435_761) >> 24) as u8).collect();
+            let mut patches = vec![0; image.len()];
+            write(&image, grid, &processing, &mut patches);
+            let mut expected = patches.iter();
+            for (row, column) in (0..height).flat_map(|row| (0..width).map(move |column| (row, column))) {
+                for (inner_row, inner) in (0..merge).flat_map(|row| (0..merge).map(move |column| (row, column))) {
+                    for colour in 0..3 {
+                        for (y, x) in (0..patch).flat_map(|y| (0..patch).map(move |x| (y, x))) {
+                            let y = (row * merge + inner_row) * patch + y;
+                            let x = (column * merge + inner) * patch + x;
+                            let place = (y * wide + x) * 3 + colour;
+                            prop_assert_eq!(expected.next(), Some(&image[place as usize]));
+                        }
                     }
                 }
             }
         }
-        assert_eq!(out, expected);
-    }
-
-    #[test]
-    fn a_name_depends_on_the_file_and_on_how_it_is_cut() {
-        let other = Geometry { min_pixels: 2, ..GEOMETRY };
-        let names = [
-            identity(b"a", &GEOMETRY),
-            identity(b"b", &GEOMETRY),
-            identity(b"a", &other),
-            identity(b"", &GEOMETRY),
-        ];
-        assert!((0..4).all(|at| !names[at + 1..].contains(&names[at])));
-        assert_eq!(names[0], identity(b"a", &GEOMETRY));
     }
 }

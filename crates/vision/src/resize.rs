@@ -1,41 +1,89 @@
-//! Resizing, as torchvision does on processors with AVX2: bicubic with antialiasing, in integers.
+//! Bicubic resizing with torchvision's values.
+//!
+//! Both torchvision (for bytes, with antialiasing) and `fast_image_resize` compute in integers,
+//! with equal coefficients, and round to bytes between the two axes. They differ in one thing:
+//! which axis is first. torchvision begins with rows, so each axis is a call of its own here.
 
 use fast_image_resize::images::{Image, ImageRef};
 use fast_image_resize::{FilterType, PixelType, ResizeAlg, ResizeOptions, Resizer};
-use image::RgbImage;
 
-use crate::error::ImageError;
+use crate::prepare::room;
 
-/// The pixels of `image` at another size, rows from the top, three bytes a pixel.
-///
-/// torchvision resizes rows first and columns then, and rounds to bytes in between. The crate does the columns first where both change, so it
-/// is called once for each: that is what makes the results equal.
-///
-/// # Errors
-/// The crate refuses the sizes.
-pub(crate) fn resize(image: RgbImage, width: u32, height: u32) -> Result<Vec<u8>, ImageError> {
-    let (from_width, from_height) = image.dimensions();
-    let mut pixels = image.into_raw();
-    if from_width != width {
-        pixels = pass(&pixels, (from_width, from_height), (width, from_height))?;
-    }
-    if from_height != height {
-        pixels = pass(&pixels, (width, from_height), (width, height))?;
-    }
-    Ok(pixels)
+/// Pixels of a row, and rows.
+type Size = (u32, u32);
+
+/// The buffers of resizing, kept from one image to the next.
+#[derive(Debug, Default)]
+pub(crate) struct Scaler {
+    resizer: Resizer,
+    narrowed: Vec<u8>,
+    resized: Vec<u8>,
 }
 
-/// One of the two passes.
-fn pass(pixels: &[u8], from: (u32, u32), to: (u32, u32)) -> Result<Vec<u8>, ImageError> {
-    let failed = |reason: String| ImageError::NoRoom(reason);
-    let source = ImageRef::new(from.0, from.1, pixels, PixelType::U8x3)
-        .map_err(|error| failed(error.to_string()))?;
-    let mut target = Image::new(to.0, to.1, PixelType::U8x3);
-    let options = ResizeOptions::new()
-        .resize_alg(ResizeAlg::Convolution(FilterType::CatmullRom))
-        .use_alpha(false);
-    Resizer::new()
-        .resize(&source, &mut target, &options)
-        .map_err(|error| failed(error.to_string()))?;
-    Ok(target.into_vec())
+impl Scaler {
+    /// `rgb`, an image of `from`, in the size `to`.
+    pub(crate) fn resize<'a>(&'a mut self, rgb: &'a [u8], from: Size, to: Size) -> &'a [u8] {
+        let Self { resizer, narrowed, resized } = self;
+        let between = (to.0, from.1);
+        let rows =
+            if from == between { rgb } else { one_axis(resizer, rgb, from, narrowed, between) };
+        if between == to { rows } else { one_axis(resizer, rows, between, resized, to) }
+    }
+
+    /// Gives back what an unusually large image needed.
+    pub(crate) fn trim(&mut self, bytes: usize) {
+        for buffer in [&mut self.narrowed, &mut self.resized] {
+            if buffer.len() > bytes {
+                *buffer = Vec::new();
+            }
+        }
+        self.resizer.reset_internal_buffers();
+    }
+}
+
+/// `rgb` in a size that differs in one side.
+fn one_axis<'a>(
+    resizer: &mut Resizer,
+    rgb: &[u8],
+    from: Size,
+    buffer: &'a mut Vec<u8>,
+    to: Size,
+) -> &'a [u8] {
+    // The filter that Pillow and PyTorch call bicubic: a cubic of parameter -0.5.
+    let options = ResizeOptions::new().resize_alg(ResizeAlg::Convolution(FilterType::CatmullRom));
+    let out = room(buffer, to.0 as usize * to.1 as usize * 3);
+    let source = ImageRef::new(from.0, from.1, rgb, PixelType::U8x3);
+    let target = Image::from_slice_u8(to.0, to.1, &mut *out, PixelType::U8x3);
+    let (source, mut target) =
+        source.ok().zip(target.ok()).expect("buffers of their images' sizes");
+    resizer.resize(&source, &mut target, &options).expect("two images of one kind");
+    out
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// What torchvision 0.29.2 makes of it: `tests/vision` compares a thousand sizes.
+    #[test]
+    fn rows_come_first() {
+        let rgb: Vec<u8> = (0..48u32).map(|place| (place * place * 37 % 256) as u8).collect();
+        let mut scaler = Scaler::default();
+        let both = scaler.resize(&rgb, (4, 4), (3, 6)).to_vec();
+        let mut second = Scaler::default();
+        let rows = second.resize(&rgb, (4, 4), (3, 4)).to_vec();
+        let mut third = Scaler::default();
+        assert_eq!(both, third.resize(&rows, (3, 4), (3, 6)));
+        let mut fourth = Scaler::default();
+        let columns = fourth.resize(&rgb, (4, 4), (4, 6)).to_vec();
+        let mut fifth = Scaler::default();
+        assert_ne!(both, fifth.resize(&columns, (4, 6), (3, 6)));
+    }
+
+    #[test]
+    fn an_image_of_its_size_stays_where_it_is() {
+        let rgb = [1; 12];
+        let mut scaler = Scaler::default();
+        assert_eq!(scaler.resize(&rgb, (2, 2), (2, 2)).as_ptr(), rgb.as_ptr());
+    }
 }

@@ -1,22 +1,31 @@
 //! An image as its client sent it.
 
+use std::cell::RefCell;
 use std::fmt;
 use std::sync::Arc;
 
 use bytes::Bytes;
 use forebay_engine::{Grid, ImageId, Payload, Picture, PictureError, Placement};
-use forebay_vision::{Geometry, ImageError, Prepared, identity, inspect, prepare};
+use forebay_vision::{Header, Identity, ImageError, Preparer, Processing};
 use tokio::runtime::Handle;
 
 use super::ImageModel;
 use crate::budget::Charge;
 use crate::intake::Intake;
 
+/// Bytes of a buffer that a thread keeps for the next image.
+const KEPT: usize = 32 << 20;
+
+thread_local! {
+    /// What an intake thread prepares images with, and the patches before they are in the arena.
+    static WORKSHOP: RefCell<(Preparer, Vec<u8>)> = RefCell::default();
+}
+
 /// The file of an image, whose header was read. It is charged to the budget as long as it lives.
 pub(crate) struct ImageFile {
     bytes: Bytes,
-    picture: forebay_vision::Picture,
-    geometry: Geometry,
+    header: Header,
+    processing: Processing,
     id: ImageId,
     param: String,
     _charge: Charge,
@@ -24,7 +33,7 @@ pub(crate) struct ImageFile {
 
 impl fmt::Debug for ImageFile {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{} bytes of {:?}", self.bytes.len(), self.picture)
+        write!(f, "{} bytes of {:?}", self.bytes.len(), self.header)
     }
 }
 
@@ -39,16 +48,17 @@ impl ImageFile {
         param: String,
         charge: Charge,
     ) -> Result<Self, ImageError> {
-        let ImageModel { geometry, limits, .. } = *model;
-        let picture = inspect(&bytes, &geometry, limits)?;
-        let id = ImageId(identity(&bytes, &geometry));
-        Ok(Self { bytes, picture, geometry, id, param, _charge: charge })
+        let ImageModel { processing, ref limits, .. } = *model;
+        let header = Header::read(&bytes, limits)?;
+        let id = Identity::of(&bytes, &processing);
+        let id = ImageId(u128::from_be_bytes(*id.as_bytes()));
+        Ok(Self { bytes, header, processing, id, param, _charge: charge })
     }
 
     /// Rows and columns of positions.
     pub(crate) fn grid(&self) -> Grid {
-        let shape = self.picture.shape;
-        Grid { rows: shape.rows, columns: shape.columns }
+        let grid = self.positions();
+        Grid { rows: grid.height, columns: grid.width }
     }
 
     pub(crate) fn id(&self) -> ImageId {
@@ -60,15 +70,31 @@ impl ImageFile {
         &self.param
     }
 
-    fn prepare(&self) -> Result<Prepared, PictureError> {
-        prepare(&self.bytes, &self.picture, &self.geometry).map_err(|error| match error {
-            ImageError::NoRoom(reason) => PictureError::Failed(reason),
-            error => PictureError::Unreadable(error.to_string()),
-        })
+    fn positions(&self) -> forebay_vision::Grid {
+        let (width, height) = self.header.size();
+        self.processing.grid(width, height)
     }
 
     fn patch_bytes(&self) -> usize {
-        self.picture.shape.bytes()
+        self.processing.bytes(self.positions())
+    }
+
+    /// Decodes the file and writes its patches where the hand reads them.
+    fn write(&self, payload: &dyn Payload) -> Result<(), PictureError> {
+        WORKSHOP.with_borrow_mut(|(preparer, patches)| {
+            patches.resize(self.patch_bytes(), 0);
+            let prepared = preparer.prepare(&self.bytes, &self.header, &self.processing, patches);
+            let written = match prepared {
+                Ok(()) => payload
+                    .write(0, patches)
+                    .map_err(|error| PictureError::Failed(error.to_string())),
+                Err(error) => Err(PictureError::Unreadable(error.to_string())),
+            };
+            if patches.capacity() > KEPT {
+                *patches = Vec::new();
+            }
+            written
+        })
     }
 }
 
@@ -97,20 +123,8 @@ impl Picture for Shown {
         let (file, intake) = (Arc::clone(&self.file), Arc::clone(&self.intake));
         self.runtime.spawn(async move {
             let bytes = file.patch_bytes();
-            let placed = intake.place_patches(bytes, move |payload| write(&file, payload)).await;
+            let placed = intake.place_patches(bytes, move |payload| file.write(payload)).await;
             placement.done(placed);
         });
     }
-}
-
-/// Decodes the file and writes its patches where the hand reads them.
-fn write(file: &ImageFile, payload: &dyn Payload) -> Result<(), PictureError> {
-    let mut at = 0;
-    file.prepare()?
-        .write(|band| {
-            payload.write(at, band)?;
-            at += band.len();
-            Ok(())
-        })
-        .map_err(|error: std::io::Error| PictureError::Failed(error.to_string()))
 }

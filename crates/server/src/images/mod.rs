@@ -11,7 +11,7 @@ use std::sync::Arc;
 use bytes::Bytes;
 use forebay_api::{ApiError, ImagePart, Limits};
 use forebay_fetch::FetchError;
-use forebay_vision::{Geometry, ImageError, data_url};
+use forebay_vision::{DataUrl, ImageError, Processing};
 use tokio::task::JoinSet;
 
 pub(crate) use file::{ImageFile, Shown};
@@ -24,7 +24,7 @@ use crate::state::Shared;
 #[derive(Debug, Clone, Copy)]
 pub struct ImageModel {
     /// How it cuts images.
-    pub geometry: Geometry,
+    pub processing: Processing,
     /// The token that stands for a position of an image.
     pub token: i32,
     /// Most images of a request.
@@ -77,17 +77,17 @@ async fn read_one(
     let ImagePart { param, url } = part;
     // A file is charged until its request has ended: the device may have to be given it again.
     let charge = state.budget.open();
-    let fetched = match data_url(&url) {
+    let told = |error: ImageError| image_error(&param, &error);
+    let fetched = match DataUrl::parse(&url).map_err(told)? {
         Some(_) => None,
         None => Some(fetch(state, &param, &url, &charge).await?),
     };
     let work = move || {
         let told = |error: ImageError| image_error(&param, &error);
-        let bytes = match (fetched, data_url(&url)) {
+        let bytes = match (fetched, DataUrl::parse(&url).map_err(told)?) {
             (None, Some(data)) => {
-                let data = data.map_err(told)?;
                 charge.set(data.most_bytes())?;
-                data.decode().map_err(told)?.into()
+                data.decode(data.most_bytes()).map_err(told)?.into()
             }
             (fetched, _) => fetched.unwrap_or_default(),
         };
@@ -109,9 +109,5 @@ async fn fetch(state: &Shared, param: &str, url: &str, charge: &Charge) -> Resul
 
 /// What a client is told of the image in `param`.
 pub(crate) fn image_error(param: &str, error: &ImageError) -> ApiError {
-    let reason = format!("`{param}`: {error}");
-    match error {
-        ImageError::NoRoom(_) => ApiError::Internal { reason, code: Some("image") },
-        _ => ApiError::invalid(param, reason),
-    }
+    ApiError::invalid(param, format!("`{param}`: {error}"))
 }

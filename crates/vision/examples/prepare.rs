@@ -1,0 +1,62 @@
+//! Prepares files for tests and benchmarks in Python, which ask for them on standard input.
+//!
+//! A line is `patch merge min_pixels max_pixels rounds path`. The answer is a line, `ok height
+//! width rows columns bytes nanoseconds` (of all rounds) or `error` and a sentence, and behind `ok`
+//! the patches. Without rounds the header is read, and there are none.
+
+use std::io::{self, BufRead, Write};
+use std::time::Instant;
+
+use forebay_vision::{Header, ImageError, Limits, Preparer, Processing};
+
+type Failure = Box<dyn std::error::Error>;
+
+fn main() -> Result<(), Failure> {
+    let mut preparer = Preparer::new();
+    let mut patches = Vec::new();
+    let mut out = io::stdout().lock();
+    for line in io::stdin().lock().lines() {
+        let line = line?;
+        let mut words = line.splitn(6, ' ');
+        let mut number =
+            || -> Result<u64, Failure> { Ok(words.next().ok_or("a number")?.parse()?) };
+        let (patch, merge) = (number()? as u32, number()? as u32);
+        let processing = Processing::new(patch, merge, number()?, number()?)?;
+        let rounds = number()?;
+        let file = std::fs::read(words.next().ok_or("a path")?)?;
+        let start = Instant::now();
+        let mut result = measure(&file, &processing);
+        patches.clear();
+        for _ in 0..rounds {
+            result = prepare(&mut preparer, &file, &processing, &mut patches);
+        }
+        match result {
+            Ok(sizes) => {
+                writeln!(out, "ok {sizes} {} {}", patches.len(), start.elapsed().as_nanos())?;
+                out.write_all(&patches)?;
+            }
+            Err(error) => writeln!(out, "error {error}")?,
+        }
+        out.flush()?;
+    }
+    Ok(())
+}
+
+fn measure(file: &[u8], processing: &Processing) -> Result<String, ImageError> {
+    let (width, height) = Header::read(file, &Limits::default())?.size();
+    let grid = processing.grid(width, height);
+    Ok(format!("{height} {width} {} {}", grid.height, grid.width))
+}
+
+fn prepare(
+    preparer: &mut Preparer,
+    file: &[u8],
+    processing: &Processing,
+    patches: &mut Vec<u8>,
+) -> Result<String, ImageError> {
+    let header = Header::read(file, &Limits::default())?;
+    let (width, height) = header.size();
+    patches.resize(processing.bytes(processing.grid(width, height)), 0);
+    preparer.prepare(file, &header, processing, patches)?;
+    measure(file, processing)
+}

@@ -1,0 +1,142 @@
+//! Data URLs (RFC 2397) in base64, and base64 alone.
+
+use base64_simd::{STANDARD, forgiving_decode_to_vec};
+
+use crate::error::ImageError;
+
+/// A data URL, cut but not decoded: both parts are those of the text it was found in.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct DataUrl<'a> {
+    /// `image/png` or the like; empty where the URL has none.
+    pub media_type: &'a str,
+    /// The file in base64.
+    pub base64: &'a str,
+}
+
+impl<'a> DataUrl<'a> {
+    /// Cuts `url`; `None` if it is a URL of another kind.
+    ///
+    /// # Errors
+    /// It has no data, is not in base64, or its media type is not an image's.
+    pub fn parse(url: &'a str) -> Result<Option<Self>, ImageError> {
+        let Some((scheme, rest)) = url.split_at_checked(5) else { return Ok(None) };
+        if !scheme.eq_ignore_ascii_case("data:") {
+            return Ok(None);
+        }
+        // A name, parameters and the word are short: a comma far away is one of the data.
+        let head = rest.as_bytes();
+        let comma = head[..head.len().min(256)].iter().position(|byte| *byte == b',');
+        let comma = comma.ok_or(ImageError::DataUrl)?;
+        let (head, base64) = (&rest[..comma], &rest[comma + 1..]);
+        let mut words = head.split(';').map(str::trim);
+        let media_type = words.next().unwrap_or_default();
+        if !words.next_back().is_some_and(|word| word.eq_ignore_ascii_case("base64")) {
+            return Err(ImageError::DataUrl);
+        }
+        let is_image = media_type.get(..6).is_some_and(|kind| kind.eq_ignore_ascii_case("image/"));
+        // Clients that do not know say nothing, or that it is bytes.
+        let is_unknown = media_type.is_empty() || media_type == "application/octet-stream";
+        if !is_image && !is_unknown {
+            return Err(ImageError::MediaType(media_type.to_owned()));
+        }
+        Ok(Some(Self { media_type, base64 }))
+    }
+
+    /// Bytes that the file has at most.
+    pub fn most_bytes(&self) -> usize {
+        STANDARD.estimated_decoded_length(self.base64.len())
+    }
+
+    /// The file, of at most `limit` bytes.
+    ///
+    /// # Errors
+    /// It is longer, or not base64.
+    pub fn decode(&self, limit: usize) -> Result<Vec<u8>, ImageError> {
+        decode_base64(self.base64, limit)
+    }
+}
+
+/// The file of at most `limit` bytes that `text` is in base64: standard characters, with or without
+/// padding, white space skipped.
+///
+/// # Errors
+/// It is longer, or not base64.
+pub fn decode_base64(text: &str, limit: usize) -> Result<Vec<u8>, ImageError> {
+    let bytes = STANDARD.estimated_decoded_length(text.len());
+    // The estimate is two bytes too high where there is padding, and higher where there is white
+    // space: only files near the limit pay for a second look.
+    if bytes > limit {
+        let digits = text.bytes().filter(|byte| !byte.is_ascii_whitespace() && *byte != b'=');
+        let bytes = digits.count() / 4 * 3;
+        if bytes > limit {
+            return Err(ImageError::TooManyBytes { bytes, limit });
+        }
+    }
+    let file = STANDARD
+        .decode_to_vec(text)
+        .or_else(|_| forgiving_decode_to_vec(text.as_bytes()))
+        .map_err(|_| ImageError::Base64)?;
+    if file.len() > limit {
+        return Err(ImageError::TooManyBytes { bytes: file.len(), limit });
+    }
+    Ok(file)
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    #[test]
+    fn a_url_is_cut_where_it_lies() {
+        let text = "DATA:Image/PNG;charset=x;Base64,aGk=";
+        let url = DataUrl::parse(text).unwrap().unwrap();
+        assert_eq!((url.media_type, url.base64), ("Image/PNG", "aGk="));
+        assert!(text.as_bytes().as_ptr_range().contains(&url.base64.as_ptr()));
+        assert_eq!(url.decode(2).unwrap(), b"hi");
+        for text in ["data:;base64,aGk", "data:application/octet-stream;base64,aGk="] {
+            let url = DataUrl::parse(text).unwrap().unwrap();
+            assert_eq!(url.decode(url.most_bytes()).unwrap(), b"hi");
+        }
+    }
+
+    #[test]
+    fn other_urls_and_bad_ones() {
+        assert_eq!(DataUrl::parse("https://example.com/a,b"), Ok(None));
+        assert_eq!(DataUrl::parse("dat"), Ok(None));
+        assert_eq!(DataUrl::parse("datä:image/png;base64,"), Ok(None));
+        assert_eq!(DataUrl::parse("data:image/png;base64"), Err(ImageError::DataUrl));
+        assert_eq!(DataUrl::parse("data:image/png,abc"), Err(ImageError::DataUrl));
+        let text = DataUrl::parse("data:text/plain;base64,aGk=");
+        assert_eq!(text, Err(ImageError::MediaType("text/plain".into())));
+        let far = format!("data:{},x", "a".repeat(300));
+        assert_eq!(DataUrl::parse(&far), Err(ImageError::DataUrl));
+    }
+
+    #[test]
+    fn base64_that_is_none() {
+        for bad in ["a", "aGk=aGk=", "a!k=", "aGk-", "aG%3D", "ä"] {
+            assert_eq!(decode_base64(bad, 100), Err(ImageError::Base64), "{bad}");
+        }
+        assert_eq!(decode_base64("aG\r\nk =\n", 2).unwrap(), b"hi");
+        let long = decode_base64("aGkh", 2);
+        assert_eq!(long, Err(ImageError::TooManyBytes { bytes: 3, limit: 2 }));
+        assert_eq!(decode_base64("aGk", 1), Err(ImageError::TooManyBytes { bytes: 2, limit: 1 }));
+    }
+
+    proptest! {
+        #[test]
+        fn what_was_encoded_comes_back(file in prop::collection::vec(any::<u8>(), 0..200)) {
+            let text = STANDARD.encode_to_string(&file);
+            prop_assert_eq!(decode_base64(&text, file.len()).unwrap(), file.clone());
+            prop_assert_eq!(decode_base64(text.trim_end_matches('='), file.len()).unwrap(), file);
+        }
+
+        #[test]
+        fn no_text_panics(text in ".{0,80}") {
+            let _ = decode_base64(&text, 50);
+            let _ = DataUrl::parse(&format!("data:{text}"));
+        }
+    }
+}

@@ -1,0 +1,76 @@
+//! What the first bytes of a file say of its image.
+
+use crate::decode;
+use crate::error::{ImageError, contained};
+use crate::format::Format;
+use crate::jpeg::Frame;
+use crate::limits::Limits;
+use crate::orientation::Orientation;
+
+/// What the first bytes of a file say of its image: enough for its grid, without a pixel decoded.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Header {
+    pub(crate) source: Source,
+    /// As stored.
+    pub(crate) width: u32,
+    pub(crate) height: u32,
+    pub(crate) orientation: Orientation,
+}
+
+/// Who decodes it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Source {
+    Jpeg(Frame),
+    Other(Format),
+}
+
+impl Header {
+    /// Reads the header of `file`, and refuses what is beyond `limits`.
+    ///
+    /// # Errors
+    /// The format is none that is read, the header is damaged, or the image is empty, too large or
+    /// too long.
+    pub fn read(file: &[u8], limits: &Limits) -> Result<Self, ImageError> {
+        let header = match Format::of(file)? {
+            Format::Jpeg => {
+                let frame = Frame::read(file)?;
+                Self {
+                    source: Source::Jpeg(frame),
+                    width: frame.width,
+                    height: frame.height,
+                    orientation: frame.orientation,
+                }
+            }
+            format => {
+                let (width, height, orientation) =
+                    contained(format, || decode::measure(format, file))?;
+                Self { source: Source::Other(format), width, height, orientation }
+            }
+        };
+        limits.check(header.width, header.height)?;
+        Ok(header)
+    }
+
+    /// The file's format.
+    pub fn format(&self) -> Format {
+        match self.source {
+            Source::Jpeg(_) => Format::Jpeg,
+            Source::Other(format) => format,
+        }
+    }
+
+    /// Pixels of a row and rows of the image when it is seen upright.
+    pub fn size(&self) -> (u32, u32) {
+        self.orientation.turned(self.width, self.height)
+    }
+
+    /// How the stored image is turned.
+    pub fn orientation(&self) -> Orientation {
+        self.orientation
+    }
+
+    /// Bytes of the image in three bytes a pixel.
+    pub(crate) fn rgb_bytes(&self) -> usize {
+        self.width as usize * self.height as usize * 3
+    }
+}

@@ -1,0 +1,67 @@
+//! The name of an image: of its bytes, and of what is done to them.
+
+use std::fmt;
+
+use crate::processing::Processing;
+
+/// Changes when the same file gives other patches.
+const VERSION: &[u8; 16] = b"forebay image  1";
+
+/// 128 bits of BLAKE3 over a file and its processing. Two images of one name have the same patches.
+///
+/// It is not keyed, so that brains behind a router agree on it.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct Identity([u8; 16]);
+
+impl Identity {
+    /// The name of `file` under `processing`.
+    pub fn of(file: &[u8], processing: &Processing) -> Self {
+        let mut hasher = blake3::Hasher::new();
+        // Fields of one length before the only one of any length: no two inputs give the same
+        // bytes.
+        hasher.update(VERSION).update(&processing.to_bytes()).update(file);
+        let mut name = [0; 16];
+        hasher.finalize_xof().fill(&mut name);
+        Self(name)
+    }
+
+    /// Its bytes.
+    pub fn as_bytes(&self) -> &[u8; 16] {
+        &self.0
+    }
+}
+
+impl fmt::Display for Identity {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(formatter, "{:032x}", u128::from_be_bytes(self.0))
+    }
+}
+
+impl fmt::Debug for Identity {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(formatter, "Identity({self})")
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_name_is_of_the_file_and_of_what_is_done() {
+        let processing = |patch, least| Processing::new(patch, 2, least, 1 << 20).unwrap();
+        let name = Identity::of(b"file", &processing(16, 100));
+        assert_eq!(name, Identity::of(b"file", &processing(16, 100)));
+        assert_ne!(name, Identity::of(b"file ", &processing(16, 100)));
+        assert_ne!(name, Identity::of(b"file", &processing(14, 100)));
+        assert_ne!(name, Identity::of(b"file", &processing(16, 101)));
+    }
+
+    /// Brains of different builds behind one router have to agree.
+    #[test]
+    fn the_name_of_a_file_does_not_change() {
+        let processing = Processing::new(16, 2, 65_536, 16_777_216).unwrap();
+        let name = Identity::of(b"", &processing).to_string();
+        assert_eq!(name, "b8363407f558578d5ba8ea19887b7c7f");
+    }
+}

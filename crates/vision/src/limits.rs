@@ -1,0 +1,46 @@
+//! What an image may cost.
+
+use crate::error::ImageError;
+
+/// What an image may cost.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Limits {
+    /// Pixels of an image, as its header says them.
+    pub max_pixels: u64,
+    /// How many times as long as the other a side may be.
+    pub max_ratio: u32,
+}
+
+impl Default for Limits {
+    /// 50 million pixels, and the ratio at which transformers refuses an image.
+    fn default() -> Self {
+        Self { max_pixels: 50_000_000, max_ratio: 200 }
+    }
+}
+
+impl Limits {
+    /// Scans of a progressive JPEG: each walks over all blocks, however few bytes it has. Encoders
+    /// write about ten.
+    pub(crate) const JPEG_SCANS: usize = 64;
+
+    /// Bytes that a decoder may allocate for an image of so many pixels, its output included: the
+    /// widest pixels of any format are eight bytes, and a progressive JPEG keeps six of
+    /// coefficients.
+    pub(crate) fn decoder_bytes(pixels: u64) -> u64 {
+        pixels.saturating_mul(16).saturating_add(16 << 20)
+    }
+
+    pub(crate) fn check(&self, width: u32, height: u32) -> Result<(), ImageError> {
+        let (short, long) = (width.min(height), width.max(height));
+        if short == 0 {
+            return Err(ImageError::Empty { width, height });
+        }
+        if u64::from(width) * u64::from(height) > self.max_pixels {
+            return Err(ImageError::TooManyPixels { width, height, limit: self.max_pixels });
+        }
+        if u64::from(long) > u64::from(short) * u64::from(self.max_ratio) {
+            return Err(ImageError::TooLong { width, height, limit: self.max_ratio });
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,97 @@
+//! One image after the other, from a file to patches.
+
+use crate::decode;
+use crate::error::{ImageError, contained};
+use crate::header::{Header, Source};
+use crate::orientation::Orientation;
+use crate::patches;
+use crate::processing::Processing;
+use crate::resize::Scaler;
+
+/// Bytes of a buffer that is kept for the next image; a thread that met a very large one gives the
+/// memory back.
+const KEPT: usize = 32 << 20;
+
+/// Makes patches of files, one at a time: a thread has one, and its buffers serve all images.
+#[derive(Debug, Default)]
+pub struct Preparer {
+    raw: Vec<u8>,
+    stored: Vec<u8>,
+    upright: Vec<u8>,
+    scaler: Scaler,
+}
+
+impl Preparer {
+    /// A preparer without any memory yet.
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// Decodes `file`, whose header is `header`, and writes its patches: `[patches, 3, patch,
+    /// patch]` bytes, positions row by row and the `merge` x `merge` patches of each together.
+    /// `patches` has [`Processing::bytes`] of them, for the grid of [`Header::size`].
+    ///
+    /// # Errors
+    /// The file is damaged, or takes more memory than its pixels explain. What is in `patches` then
+    /// is unspecified.
+    ///
+    /// # Panics
+    /// `patches` has another length.
+    pub fn prepare(
+        &mut self,
+        file: &[u8],
+        header: &Header,
+        processing: &Processing,
+        patches: &mut [u8],
+    ) -> Result<(), ImageError> {
+        let result = self.write(file, header, processing, patches);
+        self.trim();
+        result
+    }
+
+    fn write(
+        &mut self,
+        file: &[u8],
+        header: &Header,
+        processing: &Processing,
+        patches: &mut [u8],
+    ) -> Result<(), ImageError> {
+        let size = header.size();
+        let grid = processing.grid(size.0, size.1);
+        assert_eq!(patches.len(), processing.bytes(grid), "room for the patches of the image");
+        let stored = room(&mut self.stored, header.rgb_bytes());
+        contained(header.format(), || match header.source {
+            Source::Jpeg(frame) => frame.decode(file, stored),
+            Source::Other(format) => decode::decode(header, format, file, &mut self.raw, stored),
+        })?;
+        let upright = if header.orientation == Orientation::UPRIGHT {
+            &*stored
+        } else {
+            let upright = room(&mut self.upright, stored.len());
+            let (width, height) = (header.width as usize, header.height as usize);
+            header.orientation.turn(stored, width, height, upright);
+            upright
+        };
+        let resized = self.scaler.resize(upright, size, processing.resized(grid));
+        patches::write(resized, grid, processing, patches);
+        Ok(())
+    }
+
+    fn trim(&mut self) {
+        for buffer in [&mut self.raw, &mut self.stored, &mut self.upright] {
+            if buffer.capacity() > KEPT {
+                *buffer = Vec::new();
+            }
+        }
+        self.scaler.trim(KEPT);
+    }
+}
+
+/// `bytes` of `buffer`, with any content.
+pub(crate) fn room(buffer: &mut Vec<u8>, bytes: usize) -> &mut [u8] {
+    if buffer.len() < bytes {
+        // Zeroed by the kernel where it is fresh, and never copied.
+        *buffer = vec![0; bytes];
+    }
+    &mut buffer[..bytes]
+}

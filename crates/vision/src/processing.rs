@@ -1,0 +1,197 @@
+//! How large an image is made, and how many positions it takes.
+
+/// How a model wants its images: what is in `preprocessor_config.json` and changes the patches'
+/// bytes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct Processing {
+    patch: u32,
+    merge: u32,
+    min_pixels: u64,
+    max_pixels: u64,
+}
+
+/// Numbers that no image could be processed by.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+pub enum InvalidProcessing {
+    /// A position has no pixels, or more than an image.
+    #[error("patches of {patch} pixels, merged {merge} by {merge}")]
+    Sides {
+        /// Pixels of a patch's side.
+        patch: u32,
+        /// Patches of a position's side.
+        merge: u32,
+    },
+    /// The least number is 0, or above the greatest, or the greatest is beyond all images.
+    #[error("images of {min_pixels} to {max_pixels} pixels")]
+    Pixels {
+        /// The least number of pixels.
+        min_pixels: u64,
+        /// The greatest.
+        max_pixels: u64,
+    },
+}
+
+/// The positions of an image in the decoder, row by row; a position is `merge` x `merge` patches.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct Grid {
+    /// Rows of positions.
+    pub height: u32,
+    /// Positions of a row.
+    pub width: u32,
+}
+
+impl Grid {
+    /// Positions of the image.
+    pub fn positions(&self) -> u64 {
+        u64::from(self.height) * u64::from(self.width)
+    }
+}
+
+impl Processing {
+    /// The largest side of a position, and the most pixels of a resized image, that are sensible:
+    /// what is computed from them fits in memory.
+    const MAX_SIDE: u32 = 1 << 10;
+    const MAX_PIXELS: u64 = 1 << 30;
+
+    /// `patch`: pixels of a patch's side. `merge`: patches of a position's side. A resized image
+    /// has `min_pixels` to `max_pixels`.
+    ///
+    /// # Errors
+    /// No image could be processed by these numbers.
+    pub fn new(
+        patch: u32,
+        merge: u32,
+        min_pixels: u64,
+        max_pixels: u64,
+    ) -> Result<Self, InvalidProcessing> {
+        if !patch.checked_mul(merge).is_some_and(|side| (1..=Self::MAX_SIDE).contains(&side)) {
+            return Err(InvalidProcessing::Sides { patch, merge });
+        }
+        if min_pixels == 0 || min_pixels > max_pixels || max_pixels > Self::MAX_PIXELS {
+            return Err(InvalidProcessing::Pixels { min_pixels, max_pixels });
+        }
+        Ok(Self { patch, merge, min_pixels, max_pixels })
+    }
+
+    /// Pixels of a patch's side.
+    pub fn patch(&self) -> u32 {
+        self.patch
+    }
+
+    /// Patches of a position's side.
+    pub fn merge(&self) -> u32 {
+        self.merge
+    }
+
+    /// Pixels of a position's side.
+    pub(crate) fn side(&self) -> u32 {
+        self.patch * self.merge
+    }
+
+    /// The grid of an image of `width` x `height` pixels, neither 0.
+    ///
+    /// `smart_resize` of Qwen2-VL: both sides become multiples of a position's, the product lies
+    /// between the two numbers of pixels, and the ratio of the sides stays as it is as far as
+    /// possible. It rounds as Python does, half to even.
+    pub fn grid(&self, width: u32, height: u32) -> Grid {
+        let side = f64::from(self.side());
+        let (wide, high) = (f64::from(width), f64::from(height));
+        let mut columns = (wide / side).round_ties_even();
+        let mut rows = (high / side).round_ties_even();
+        let pixels = rows * side * (columns * side);
+        if pixels > self.max_pixels as f64 {
+            let shrink = (high * wide / self.max_pixels as f64).sqrt();
+            rows = (high / shrink / side).floor().max(1.0);
+            columns = (wide / shrink / side).floor().max(1.0);
+        } else if pixels < self.min_pixels as f64 {
+            let grow = (self.min_pixels as f64 / (high * wide)).sqrt();
+            rows = (high * grow / side).ceil();
+            columns = (wide * grow / side).ceil();
+        }
+        Grid { height: rows as u32, width: columns as u32 }
+    }
+
+    /// Pixels of a row and rows of an image that has been resized to `grid`.
+    pub fn resized(&self, grid: Grid) -> (u32, u32) {
+        (grid.width.saturating_mul(self.side()), grid.height.saturating_mul(self.side()))
+    }
+
+    /// Patches of a grid.
+    pub fn patches(&self, grid: Grid) -> u64 {
+        grid.positions() * u64::from(self.merge) * u64::from(self.merge)
+    }
+
+    /// Bytes of a grid's patches.
+    pub fn bytes(&self, grid: Grid) -> usize {
+        let (width, height) = self.resized(grid);
+        width as usize * height as usize * 3
+    }
+
+    /// These numbers as bytes, all of them.
+    pub(crate) fn to_bytes(self) -> [u8; 24] {
+        let mut bytes = [0; 24];
+        bytes[..4].copy_from_slice(&self.patch.to_le_bytes());
+        bytes[4..8].copy_from_slice(&self.merge.to_le_bytes());
+        bytes[8..16].copy_from_slice(&self.min_pixels.to_le_bytes());
+        bytes[16..].copy_from_slice(&self.max_pixels.to_le_bytes());
+        bytes
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    const QWEN3: (u32, u64, u64) = (16, 65_536, 16_777_216);
+    const QWEN2_5: (u32, u64, u64) = (14, 3_136, 12_845_056);
+
+    fn grid(of: (u32, u64, u64), width: u32, height: u32) -> (u32, u32) {
+        let found = Processing::new(of.0, 2, of.1, of.2).unwrap().grid(width, height);
+        (found.width, found.height)
+    }
+
+    #[test]
+    fn sizes_that_transformers_gives() {
+        assert_eq!(grid(QWEN3, 1200, 1200), (38, 38));
+        // 42 / 28 is 1.5 and 70 / 28 is 2.5: both round to 2.
+        assert_eq!(grid(QWEN2_5, 42, 70), (2, 2));
+        assert_eq!(grid(QWEN3, 1, 1), (8, 8));
+        assert_eq!(grid(QWEN3, 1, 200), (1, 114));
+        assert_eq!(grid(QWEN3, 7000, 7000), (128, 128));
+        assert_eq!(grid(QWEN2_5, 200, 1), (29, 1));
+    }
+
+    #[test]
+    fn numbers_that_make_no_sense() {
+        assert!(Processing::new(0, 2, 1, 1).is_err());
+        assert!(Processing::new(u32::MAX, 2, 1, 1).is_err());
+        assert!(Processing::new(16, 2, 0, 1).is_err());
+        assert!(Processing::new(16, 2, 2, 1).is_err());
+        assert!(Processing::new(16, 2, 1, u64::MAX).is_err());
+    }
+
+    proptest! {
+        #[test]
+        fn a_grid_is_never_empty_and_near_its_bounds(
+            width in 1u32..10_000,
+            height in 1u32..10_000,
+            patch in 1u32..40,
+            merge in 1u32..4,
+            least in 1u64..200_000,
+            more in 0u64..2_000_000,
+        ) {
+            prop_assume!(width.max(height) <= 200 * width.min(height));
+            let processing = Processing::new(patch, merge, least, least + more).unwrap();
+            let grid = processing.grid(width, height);
+            prop_assert!(grid.width >= 1 && grid.height >= 1);
+            let (wide, high) = processing.resized(grid);
+            let side = u64::from(patch * merge);
+            // Beyond the bounds by less than a row and a column of positions.
+            let least = (least as f64).sqrt() as u64;
+            prop_assert!((u64::from(wide) + side) * (u64::from(high) + side) >= least * least);
+            prop_assert_eq!(processing.bytes(grid) as u64, processing.patches(grid) * u64::from(patch * patch * 3));
+        }
+    }
+}
