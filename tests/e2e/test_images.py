@@ -112,6 +112,9 @@ def answer(server: Server, body: Json) -> tuple[list[int], list[int]]:
     return found["prompt_token_ids"], found["choices"][0]["token_ids"]
 
 
+PNG_URL = url(png(picture(1, 2, 2)))
+
+
 @pytest.fixture(scope="module", params=FAMILIES)
 def seeing(request: pytest.FixtureRequest, models: Models) -> Model:
     return models(request.param)
@@ -199,6 +202,51 @@ def test_several_answers_look_at_one_image(server: Server, seeing: Model) -> Non
     response = server.post("/v1/chat/completions", body)
     assert response.status_code == 200, response.text
     assert len({tuple(choice["token_ids"]) for choice in response.json()["choices"]}) > 1
+
+
+def generated(server: Server, ids: Json, images: Json) -> Json:
+    """The answers of SGLang's dialect."""
+    sampling = {"max_new_tokens": COUNT, "temperature": 0, "ignore_eos": True}
+    body = {"input_ids": ids, "image_data": images, "sampling_params": sampling}
+    response = server.post("/generate", body)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+def test_generate_takes_images_as_sglang_does(server: Server, seeing: Model) -> None:
+    one, other = picture(1, 3, 5), picture(2, 6, 2)
+    ids = [5, IMAGE, 6, IMAGE, 7]
+    tokens = reference(seeing, [5, *[IMAGE] * 15, 6, *[IMAGE] * 12, 7], [one, other])
+    files = [url(png(one)), base64.b64encode(png(other)).decode()]
+    for images in (files, [files], [{"url": file} for file in files]):
+        assert generated(server, ids, images)["output_ids"] == tokens
+    # Of a batch each prompt has an entry, and an image alone is everybody's.
+    answers = generated(server, [ids, [5, 6]], [files, None])
+    assert [answers[0]["output_ids"], answers[1]["output_ids"]] == [tokens, reference(seeing, [5, 6], [])]
+    # Behind a prompt that ends in an image, transformers' `generate` takes the first token for a part of it.
+    same = generated(server, [[IMAGE, 8], [9, IMAGE, 4]], files[0])
+    expected = [[*[IMAGE] * 15, 8], [9, *[IMAGE] * 15, 4]]
+    assert [answer["output_ids"] for answer in same] == [reference(seeing, prompt, [one]) for prompt in expected]
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "reason"),
+    [
+        ({"image_data": url(b"II*\0" + bytes(9))}, "image_data", "TIFF is not read"),
+        ({"image_data": ["?"]}, "image_data[0]", "not base64"),
+        ({"image_data": [["aGk="] * 17]}, "image_data[0][16]", "at most 16 images"),
+        ({"input_ids": [[IMAGE], [4]], "image_data": [PNG_URL]}, "image_data", "1 entries for 2 prompts"),
+        ({"input_ids": [4], "image_data": PNG_URL}, "input_ids", "0 places for 1 images"),
+        ({"image_data": []}, "input_ids", "1 places for 0 images"),
+        ({"image_data": 3}, "image_data", "an image's URL or base64"),
+        ({"image_data": PNG_URL, "return_logprob": True, "logprob_start_len": 0}, "logprob_start_len", "with images"),
+    ],
+)
+def test_wrong_images_of_generate(server: Server, body: Json, param: str, reason: str) -> None:
+    response = server.post("/generate", {"input_ids": [IMAGE], **body})
+    assert response.status_code == 400
+    error = response.json()["error"]
+    assert (error["param"], reason in error["message"]) == (param, True), error
 
 
 @pytest.mark.parametrize("device", ["cpu", "deferred"])

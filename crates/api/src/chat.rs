@@ -3,12 +3,12 @@
 use std::fmt;
 
 use serde::Deserialize;
-use serde::de::value::MapAccessDeserializer;
-use serde::de::{Deserializer, MapAccess, SeqAccess, Visitor};
+use serde::de::{Deserializer, SeqAccess, Visitor};
 use serde_json::{Map, Value, json};
 use utoipa::ToSchema;
 
 use crate::error::ApiError;
+use crate::images::{ImagePart, ImageUrl, Images};
 use crate::inert::{Choice, Inert};
 use crate::openai::{StreamOptions, Streaming, TokenOutput, openai_request};
 use crate::sampling::{
@@ -121,47 +121,6 @@ pub struct ContentPart {
     pub image_url: Option<ImageUrl>,
 }
 
-/// Where an image is.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct ImageUrl {
-    /// `data:`, with the file in base64, or `http:`, `https:`, `file:`.
-    pub url: String,
-    /// `auto`, `high` or `low`; no answer depends on it.
-    pub detail: Option<String>,
-}
-
-impl<'de> Deserialize<'de> for ImageUrl {
-    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        struct ImageVisitor;
-        impl<'de> Visitor<'de> for ImageVisitor {
-            type Value = ImageUrl;
-
-            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-                f.write_str("a URL, or an object with one")
-            }
-            fn visit_str<E>(self, url: &str) -> Result<ImageUrl, E> {
-                Ok(ImageUrl { url: url.to_owned(), detail: None })
-            }
-            fn visit_string<E>(self, url: String) -> Result<ImageUrl, E> {
-                Ok(ImageUrl { url, detail: None })
-            }
-            fn visit_map<A: MapAccess<'de>>(self, map: A) -> Result<ImageUrl, A::Error> {
-                let ImageObject { url, detail } =
-                    ImageObject::deserialize(MapAccessDeserializer::new(map))?;
-                Ok(ImageUrl { url, detail })
-            }
-        }
-        deserializer.deserialize_any(ImageVisitor)
-    }
-}
-
-/// [`ImageUrl`] as an object.
-#[derive(Deserialize)]
-pub(crate) struct ImageObject {
-    url: String,
-    detail: Option<String>,
-}
-
 impl<'de> Deserialize<'de> for MessageContent {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
         struct ContentVisitor;
@@ -206,15 +165,6 @@ pub struct ChatPrompt {
     pub kwargs: Map<String, Value>,
     /// How long the model is to think.
     pub effort: Effort,
-}
-
-/// An image of a conversation.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct ImagePart {
-    /// The part's path, which errors name.
-    pub param: String,
-    /// Where the image is.
-    pub url: String,
 }
 
 /// How long a model is asked to think.
@@ -267,7 +217,7 @@ impl ChatPrompt {
                 "`continue_final_message` and `add_generation_prompt` exclude each other",
             ));
         }
-        let mut images = Images { most, found: Vec::new() };
+        let mut images = Images::new(most);
         let messages =
             messages.into_iter().enumerate().map(|(index, m)| flatten(index, m, &mut images));
         Ok(Self {
@@ -282,37 +232,17 @@ impl ChatPrompt {
     }
 }
 
-/// The images that were found so far.
-struct Images {
-    most: u32,
-    found: Vec<ImagePart>,
-}
-
-impl Images {
-    /// Takes the part at `path`, which is no text; gives the template's view of it.
-    fn take(&mut self, path: &str, part: ContentPart) -> Result<Value, ApiError> {
-        if self.most == 0 || part.kind != "image_url" {
-            return Err(ApiError::unsupported(format!("{path}.type={}", part.kind)));
-        }
-        let image = part.image_url.ok_or_else(|| {
-            let param = format!("{path}.image_url");
-            ApiError::invalid(param.clone(), format!("`{param}`: required and missing"))
-        })?;
-        if self.found.len() >= self.most as usize {
-            let reason = format!(
-                "`{path}`: the server takes at most {} images a request (--limit-images)",
-                self.most
-            );
-            return Err(ApiError::invalid(path, reason));
-        }
-        if image.detail.as_deref().is_some_and(|d| !["auto", "high", "low"].contains(&d)) {
-            let param = format!("{path}.image_url.detail");
-            let reason = format!("`{param}`: must be `auto`, `high` or `low`");
-            return Err(ApiError::invalid(param, reason));
-        }
-        self.found.push(ImagePart { param: path.to_owned(), url: image.url });
-        Ok(json!({"type": "image"}))
+/// Takes the part at `path`, which is no text; gives the template's view of it.
+fn take(path: &str, part: ContentPart, images: &mut Images) -> Result<Value, ApiError> {
+    if images.are_unseen() || part.kind != "image_url" {
+        return Err(ApiError::unsupported(format!("{path}.type={}", part.kind)));
     }
+    let image = part.image_url.ok_or_else(|| {
+        let param = format!("{path}.image_url");
+        ApiError::invalid(param.clone(), format!("`{param}`: required and missing"))
+    })?;
+    images.take(path.to_owned(), || format!("{path}.image_url.detail"), image)?;
+    Ok(json!({"type": "image"}))
 }
 
 /// The template's view of message number `index`.
@@ -329,7 +259,7 @@ fn flatten(index: usize, message: ChatMessage, images: &mut Images) -> Result<Va
                 if part.kind != "text" {
                     // Those before it were texts.
                     views.extend(texts.drain(..).map(text_view));
-                    views.push(images.take(&path(), part)?);
+                    views.push(take(&path(), part, images)?);
                     continue;
                 }
                 texts.push(part.text.ok_or_else(|| {

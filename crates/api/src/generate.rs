@@ -11,6 +11,7 @@ use serde::ser::{Serialize, SerializeTuple, Serializer};
 use utoipa::ToSchema;
 
 use crate::error::ApiError;
+use crate::images::{ImageData, ImagePart};
 use crate::inert::Inert;
 use crate::prompt::{Prompt, Prompts, Strings};
 use crate::response::StopReason;
@@ -59,9 +60,9 @@ pub struct GenerateRequest {
     #[serde(default)]
     #[schema(ignore)]
     input_embeds: Inert,
-    #[serde(default)]
-    #[schema(ignore)]
-    image_data: Inert,
+    /// Images of the prompts, by URL or in base64: one, a list, or a list of lists. A prompt has the model's image token for each.
+    #[schema(value_type = Option<Vec<String>>)]
+    image_data: Option<ImageData>,
     #[serde(default)]
     #[schema(ignore)]
     audio_data: Inert,
@@ -188,6 +189,8 @@ pub struct GenerateItem {
     pub rid: Option<String>,
     /// Number of its parameters in [`ValidGenerate::generations`].
     pub generation: usize,
+    /// Its images, in order.
+    pub images: Vec<ImagePart>,
 }
 
 /// A native request without anything left to check but the prompts' lengths.
@@ -222,7 +225,6 @@ impl GenerateRequest {
     ) -> Result<ValidGenerate, ApiError> {
         for (param, inert) in [
             ("input_embeds", self.input_embeds),
-            ("image_data", self.image_data),
             ("audio_data", self.audio_data),
             ("video_data", self.video_data),
             ("lora_path", self.lora_path),
@@ -304,14 +306,24 @@ impl GenerateRequest {
         let n = |index: usize| generations[if one { 0 } else { index }].n as usize;
         check_total(param, (0..count).map(n).sum())?;
         let batch = many || generations.iter().any(|generation| generation.n > 1);
+        let images = match self.image_data {
+            None => vec![Vec::new(); count],
+            Some(data) => data.share(count, many, limits.images)?,
+        };
+        if first.is_some() && images.iter().any(|images| !images.is_empty()) {
+            let reason = "`logprob_start_len`: a prompt with images has no log-probabilities";
+            return Err(ApiError::invalid("logprob_start_len", reason));
+        }
         let items = prompts
             .into_iter()
             .zip(rids)
+            .zip(images)
             .enumerate()
-            .map(|(index, (prompt, rid))| GenerateItem {
+            .map(|(index, ((prompt, rid), images))| GenerateItem {
                 prompt,
                 rid,
                 generation: if one { 0 } else { index },
+                images,
             })
             .collect();
         Ok(ValidGenerate {

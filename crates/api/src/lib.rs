@@ -11,6 +11,7 @@ mod embeddings;
 mod embeds;
 mod error;
 mod generate;
+mod images;
 mod inert;
 pub mod limits;
 mod llama;
@@ -28,7 +29,7 @@ mod tokenize;
 mod tools;
 
 pub use chat::{
-    ChatMessage, ChatPrompt, ChatRequest, ContentPart, Effort, ImagePart, ImageUrl, MessageContent,
+    ChatMessage, ChatPrompt, ChatRequest, ContentPart, Effort, MessageContent,
     ReasoningOutput, Rendering, ValidChat,
 };
 pub use completions::{CompletionPrompts, CompletionRequest, ValidCompletion};
@@ -42,6 +43,7 @@ pub use generate::{
     GenerateFinish, GenerateItem, GenerateMeta, GenerateOutput, GenerateRequest, GenerateSampling,
     LogprobTriple, OneOrMany, ValidGenerate,
 };
+pub use images::{ImagePart, ImageUrl};
 pub use inert::{Choice, Inert};
 pub use llama::{
     LlamaCompletion, LlamaEnd, LlamaProbability, LlamaRequest, LlamaSlot, LlamaTimings, ValidLlama,

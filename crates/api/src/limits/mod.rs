@@ -117,6 +117,8 @@ pub enum Bound {
     Content(Params),
     /// An image: its URL, or an object with these parameters.
     Image(Params),
+    /// Such an image, or a list of them, or so many lists around each other.
+    Images(u8, Params),
     /// The URL of an image, which may be all of its file in base64.
     Url,
     /// Any JSON value, which is kept. Its elements count as [`VALUES`], and it is at most [`DEPTH`] deep.
@@ -155,7 +157,7 @@ pub fn takes_embeds(params: Params) -> bool {
 pub fn takes_images(params: Params) -> bool {
     let mut all = params.iter().flat_map(|group| group.iter());
     all.any(|param| match param.bound {
-        Bound::Image(_) => true,
+        Bound::Image(_) | Bound::Images(..) => true,
         Bound::Messages(_, within) | Bound::Content(within) => takes_images(within),
         _ => false,
     })

@@ -296,7 +296,7 @@ const GENERATE: &[Param] = &[
     number("routed_dp_rank", i64::MIN as f64, i64::MAX as f64),
     number("data_parallel_rank", i64::MIN as f64, i64::MAX as f64),
     ignored("input_embeds"),
-    ignored("image_data"),
+    param("image_data", Bound::Images(2, &[IMAGE])),
     ignored("audio_data"),
     ignored("video_data"),
     ignored("lora_path"),
@@ -409,7 +409,8 @@ mod tests {
     use serde::forward_to_deserialize_any;
 
     use super::*;
-    use crate::chat::{ChatMessage, ContentPart, ImageObject};
+    use crate::chat::{ChatMessage, ContentPart};
+    use crate::images::ImageObject;
     use crate::generate::GenerateSampling;
     use crate::openai::StreamOptions;
     use crate::structure::{JsonSchemaFormat, ResponseFormat, StructuredOutputs};

@@ -167,7 +167,7 @@ impl<'de> Visitor<'de> for At<'_> {
     }
 
     fn visit_str<E: Error>(self, text: &str) -> Result<Seen, E> {
-        if matches!(self.bound, Bound::Embeds(_) | Bound::Image(_) | Bound::Url) {
+        if matches!(self.bound, Bound::Embeds(_) | Bound::Image(_) | Bound::Images(..) | Bound::Url) {
             self.walk.weight.embeds += text.len();
         }
         let most = match self.bound {
@@ -179,6 +179,7 @@ impl<'de> Visitor<'de> for At<'_> {
             | Bound::Prompts(_)
             | Bound::Embeds(_)
             | Bound::Image(_)
+            | Bound::Images(..)
             | Bound::Url
             | Bound::Content(_)
             | Bound::Documents(..)
@@ -213,6 +214,8 @@ impl<'de> Visitor<'de> for At<'_> {
                 (most, Bound::Object(params))
             }
             Bound::Content(params) => (usize::MAX, Bound::Object(params)),
+            Bound::Images(0, _) => (usize::MAX, Bound::Ignored),
+            Bound::Images(lists, params) => (usize::MAX, Bound::Images(lists - 1, params)),
             Bound::Tree if self.depth < DEPTH => (usize::MAX, Bound::Tree),
             Bound::Tree => return Err(self.too_deep()),
             Bound::Flag
@@ -253,7 +256,7 @@ impl<'de> Visitor<'de> for At<'_> {
             if bytes > total {
                 return Err(self.walk.fail(format!("more than {total} bytes in all")));
             }
-            if matches!(self.bound, Bound::Messages(..) | Bound::Content(_)) {
+            if matches!(self.bound, Bound::Messages(..) | Bound::Content(_) | Bound::Images(..)) {
                 self.walk.keep()?;
             }
         }
@@ -263,6 +266,7 @@ impl<'de> Visitor<'de> for At<'_> {
         match self.bound {
             Bound::Object(params)
             | Bound::Image(params)
+            | Bound::Images(_, params)
             | Bound::Objects(_, params)
             | Bound::Documents(_, params) => {
                 while let Some(name) = map.next_key_seed(Key(params))? {

@@ -14,7 +14,7 @@ pub(crate) struct SeenPrompt {
     pub(crate) images: Arc<[PromptImage]>,
 }
 
-/// Gives each image in `ids`, where `token` stands for one, all of its positions.
+/// Gives each image in `ids`, which came in `param` and where `token` stands for one, all of its positions.
 ///
 /// # Errors
 /// There are more or fewer such tokens than images.
@@ -22,14 +22,15 @@ pub(crate) fn spread(
     ids: Vec<i32>,
     token: i32,
     files: &[Arc<ImageFile>],
+    param: &str,
 ) -> Result<SeenPrompt, ApiError> {
     let places = ids.iter().filter(|&&id| id == token).count();
     if places != files.len() {
         let reason = format!(
-            "`messages`: the prompt has {places} places for {} images: the model's chat template does not show each once",
+            "`{param}`: the prompt has {places} places for {} images: each has one, as the model's chat template writes it",
             files.len()
         );
-        return Err(ApiError::invalid("messages", reason));
+        return Err(ApiError::invalid(param, reason));
     }
     if files.is_empty() {
         return Ok(SeenPrompt { ids, images: Arc::default() });

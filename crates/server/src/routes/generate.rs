@@ -14,6 +14,7 @@ use forebay_text::Tokenizer;
 use super::random_hex;
 use crate::call::{Call, Submission, Terms};
 use crate::delta::{Candidate, Delta, End};
+use crate::images::{self, SeenPrompt};
 use crate::limits::{self, Upload};
 use crate::outlet::Encoder;
 use crate::peers::Peer;
@@ -56,7 +57,10 @@ pub(crate) async fn generate(
     let mut prompts = Vec::with_capacity(valid.items.len());
     let mut terms_of = Vec::with_capacity(valid.items.len());
     let (mut outputs, mut made) = (Vec::<Accumulated>::new(), Vec::new());
+    let (mut parts, mut shown) = (Vec::new(), Vec::with_capacity(valid.items.len()));
     for item in valid.items {
+        shown.push(item.images.len());
+        parts.extend(item.images);
         let generation = &terms[item.generation].generation;
         let id = item.rid.unwrap_or_else(random_hex);
         for _ in 0..generation.n {
@@ -76,12 +80,19 @@ pub(crate) async fn generate(
         terms_of.push(Arc::clone(&terms[item.generation]));
     }
     let most = Some(model_limits.context_length as usize);
+    let mut files = images::read(&state, parts, model_limits).await?.into_iter();
     let encoded = encode_prompts(&state.text, prompts, true, most, param, &charge).await?;
     drop(charge);
-    let submissions = encoded
-        .into_iter()
-        .zip(terms_of)
-        .map(|(ids, terms)| Submission::new(&state, ids, terms, model_limits, param));
+    let submissions = encoded.into_iter().zip(terms_of).zip(shown).map(|((ids, terms), shown)| {
+        let files: Vec<_> = files.by_ref().take(shown).collect();
+        let seen = match state.model.images {
+            Some(model) => images::spread(ids, model.token, &files, param)?,
+            None => SeenPrompt { ids, images: Arc::default() },
+        };
+        let mut submission = Submission::new(&state, seen.ids, terms, model_limits, param)?;
+        (submission.images, submission.files) = (seen.images, files);
+        Ok::<_, ApiError>(submission)
+    });
     let submissions = submissions.collect::<Result<Vec<_>, _>>()?;
     list_from(&mut outputs, &submissions)?;
 

@@ -72,7 +72,7 @@ pub(crate) async fn chat_completions(
     }
     let tokens = Tokens { tokenizer, output: chat.tokens };
     let seen = match state.model.images {
-        Some(model) => images::spread(prompt.ids, model.token, &files)?,
+        Some(model) => images::spread(prompt.ids, model.token, &files, "messages")?,
         None => SeenPrompt { ids: prompt.ids, images: Arc::default() },
     };
     let prompt_token_ids = chat.tokens.ids.then(|| seen.ids.clone());

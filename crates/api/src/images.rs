@@ -1,0 +1,316 @@
+//! Images in requests: where they are, and which prompt they belong to.
+
+use std::fmt;
+
+use serde::de::value::MapAccessDeserializer;
+use serde::de::{MapAccess, SeqAccess, Visitor};
+use serde::{Deserialize, Deserializer};
+
+use crate::error::ApiError;
+
+/// Where an image is.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ImageUrl {
+    /// `data:`, with the file in base64, or `http:`, `https:`, `file:`.
+    pub url: String,
+    /// `auto`, `high` or `low`; no answer depends on it.
+    pub detail: Option<String>,
+}
+
+impl<'de> Deserialize<'de> for ImageUrl {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct ImageVisitor;
+        impl<'de> Visitor<'de> for ImageVisitor {
+            type Value = ImageUrl;
+
+            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str("a URL, or an object with one")
+            }
+            fn visit_str<E>(self, url: &str) -> Result<ImageUrl, E> {
+                Ok(ImageUrl { url: url.to_owned(), detail: None })
+            }
+            fn visit_string<E>(self, url: String) -> Result<ImageUrl, E> {
+                Ok(ImageUrl { url, detail: None })
+            }
+            fn visit_map<A: MapAccess<'de>>(self, map: A) -> Result<ImageUrl, A::Error> {
+                let ImageObject { url, detail } =
+                    ImageObject::deserialize(MapAccessDeserializer::new(map))?;
+                Ok(ImageUrl { url, detail })
+            }
+        }
+        deserializer.deserialize_any(ImageVisitor)
+    }
+}
+
+/// [`ImageUrl`] as an object.
+#[derive(Deserialize)]
+pub(crate) struct ImageObject {
+    url: String,
+    detail: Option<String>,
+}
+
+/// An image of a request.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ImagePart {
+    /// The image's path, which errors name.
+    pub param: String,
+    /// Where the image is.
+    pub url: String,
+}
+
+/// The images of a prompt that were found so far.
+pub(crate) struct Images {
+    most: u32,
+    pub(crate) found: Vec<ImagePart>,
+}
+
+impl Images {
+    /// Takes at most `most`; 0: the model sees none.
+    pub(crate) fn new(most: u32) -> Self {
+        Self { most, found: Vec::new() }
+    }
+
+    /// Whether the model sees none.
+    pub(crate) fn are_unseen(&self) -> bool {
+        self.most == 0
+    }
+
+    /// Takes the image at `path`, whose `detail` would be at `detail`.
+    ///
+    /// # Errors
+    /// There are more than the server takes, or the detail is none.
+    pub(crate) fn take(
+        &mut self,
+        path: String,
+        detail: impl FnOnce() -> String,
+        image: ImageUrl,
+    ) -> Result<(), ApiError> {
+        if self.found.len() >= self.most as usize {
+            let reason = format!(
+                "`{path}`: the server takes at most {} images a request (--limit-images)",
+                self.most
+            );
+            return Err(ApiError::invalid(path, reason));
+        }
+        if image.detail.as_deref().is_some_and(|d| !["auto", "high", "low"].contains(&d)) {
+            let param = detail();
+            let reason = format!("`{param}`: must be `auto`, `high` or `low`");
+            return Err(ApiError::invalid(param, reason));
+        }
+        self.found.push(ImagePart { param: path, url: image.url });
+        Ok(())
+    }
+}
+
+/// `image_data` of the native dialect: an image, a list of them, or a list of lists.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) enum ImageData {
+    One(ImageUrl),
+    Many(Vec<Entry>),
+}
+
+/// An entry of a list of images.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) enum Entry {
+    None,
+    One(ImageUrl),
+    Many(Vec<ImageUrl>),
+}
+
+impl ImageData {
+    const PARAM: &str = "image_data";
+
+    /// Whether there is an image at all: clients send empty values for parameters that they do not use.
+    fn asks(&self) -> bool {
+        match self {
+            Self::One(image) => !image.url.is_empty(),
+            Self::Many(entries) => entries.iter().any(|entry| match entry {
+                Entry::None => false,
+                Entry::One(_) => true,
+                Entry::Many(images) => !images.is_empty(),
+            }),
+        }
+    }
+
+    /// The images of each of `count` prompts, `most` of them at most. Of a batch (`many`) each prompt has an entry of the list, and all have the
+    /// only image. A prompt that is alone has all of the list.
+    ///
+    /// # Errors
+    /// There are more or fewer entries than prompts, more images than the server takes, or the model sees none.
+    pub(crate) fn share(
+        self,
+        count: usize,
+        many: bool,
+        most: u32,
+    ) -> Result<Vec<Vec<ImagePart>>, ApiError> {
+        const PARAM: &str = ImageData::PARAM;
+        if !self.asks() {
+            return Ok(vec![Vec::new(); count]);
+        }
+        if most == 0 {
+            return Err(ApiError::unsupported(PARAM));
+        }
+        let of = |path: String, image: ImageUrl, images: &mut Images| {
+            let image = ImageUrl { url: with_scheme(image.url), ..image };
+            let detail = format!("{path}.detail");
+            images.take(path, || detail, image)
+        };
+        let entry = |at: usize, entry: Entry, images: &mut Images| match entry {
+            Entry::None => Ok(()),
+            Entry::One(image) => of(format!("{PARAM}[{at}]"), image, images),
+            Entry::Many(list) => list
+                .into_iter()
+                .enumerate()
+                .try_for_each(|(of_list, image)| {
+                    of(format!("{PARAM}[{at}][{of_list}]"), image, images)
+                }),
+        };
+        let entries = match self {
+            Self::One(image) => {
+                let mut images = Images::new(most);
+                of(PARAM.into(), image, &mut images)?;
+                return Ok(vec![images.found; count]);
+            }
+            Self::Many(entries) => entries,
+        };
+        if !many {
+            let mut images = Images::new(most);
+            for (at, of_list) in entries.into_iter().enumerate() {
+                entry(at, of_list, &mut images)?;
+            }
+            return Ok(vec![images.found]);
+        }
+        if entries.len() != count {
+            let reason = format!("`{PARAM}`: {} entries for {count} prompts", entries.len());
+            return Err(ApiError::invalid(PARAM, reason));
+        }
+        let each = entries.into_iter().enumerate().map(|(at, of_prompt)| {
+            let mut images = Images::new(most);
+            entry(at, of_prompt, &mut images)?;
+            Ok(images.found)
+        });
+        each.collect()
+    }
+}
+
+/// SGLang's clients send a file in base64 as it is.
+fn with_scheme(url: String) -> String {
+    if url.contains(':') { url } else { format!("data:;base64,{url}") }
+}
+
+impl<'de> Deserialize<'de> for ImageData {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        Ok(match Listed::<Entry>::deserialize(deserializer)? {
+            Listed::None => Self::Many(Vec::new()),
+            Listed::One(image) => Self::One(image),
+            Listed::Many(entries) => Self::Many(entries),
+        })
+    }
+}
+
+impl<'de> Deserialize<'de> for Entry {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        Ok(match Listed::<ImageUrl>::deserialize(deserializer)? {
+            Listed::None => Self::None,
+            Listed::One(image) => Self::One(image),
+            Listed::Many(images) => Self::Many(images),
+        })
+    }
+}
+
+/// Nothing, an image, or a list.
+enum Listed<T> {
+    None,
+    One(ImageUrl),
+    Many(Vec<T>),
+}
+
+impl<'de, T: Deserialize<'de>> Deserialize<'de> for Listed<T> {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct ListedVisitor<T>(std::marker::PhantomData<T>);
+        impl<'de, T: Deserialize<'de>> Visitor<'de> for ListedVisitor<T> {
+            type Value = Listed<T>;
+
+            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str("an image's URL or base64, or a list of them")
+            }
+            fn visit_unit<E>(self) -> Result<Listed<T>, E> {
+                Ok(Listed::None)
+            }
+            fn visit_str<E>(self, url: &str) -> Result<Listed<T>, E> {
+                Ok(Listed::One(ImageUrl { url: url.to_owned(), detail: None }))
+            }
+            fn visit_string<E>(self, url: String) -> Result<Listed<T>, E> {
+                Ok(Listed::One(ImageUrl { url, detail: None }))
+            }
+            fn visit_map<A: MapAccess<'de>>(self, map: A) -> Result<Listed<T>, A::Error> {
+                ImageUrl::deserialize(MapAccessDeserializer::new(map)).map(Listed::One)
+            }
+            fn visit_seq<A: SeqAccess<'de>>(self, mut seq: A) -> Result<Listed<T>, A::Error> {
+                let mut list = Vec::new();
+                while let Some(entry) = seq.next_element()? {
+                    list.push(entry);
+                }
+                Ok(Listed::Many(list))
+            }
+        }
+        deserializer.deserialize_any(ListedVisitor(std::marker::PhantomData))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::{Value, json};
+
+    use super::*;
+
+    fn shared(data: Value, count: usize, many: bool) -> Result<Vec<Vec<String>>, String> {
+        let data: ImageData = serde_json::from_value(data).map_err(|error| error.to_string())?;
+        let shared = data.share(count, many, 3).map_err(|error| error.to_string())?;
+        let told = |part: ImagePart| format!("{} {}", part.param, part.url);
+        Ok(shared.into_iter().map(|prompt| prompt.into_iter().map(told).collect()).collect())
+    }
+
+    fn found(data: Value, count: usize, many: bool) -> Vec<Vec<String>> {
+        shared(data, count, many).expect("images")
+    }
+
+    #[test]
+    fn a_prompt_alone_has_the_whole_list() {
+        let one = vec![vec!["image_data http://a/b".to_owned()]];
+        assert_eq!(found(json!("http://a/b"), 1, false), one);
+        assert_eq!(found(json!({"url": "http://a/b", "detail": "low"}), 1, false), one);
+        let two = vec![vec!["image_data[0] data:;base64,aGk=", "image_data[1] file:///x"]];
+        assert_eq!(found(json!(["aGk=", "file:///x"]), 1, false), two);
+        let nested = vec![vec!["image_data[0][0] data:;base64,a", "image_data[0][1] data:;base64,b"]];
+        assert_eq!(found(json!([["a", "b"]]), 1, false), nested);
+        for nothing in [json!([]), json!(""), json!([null]), json!([[]])] {
+            assert_eq!(found(nothing, 1, false), vec![Vec::<String>::new()]);
+        }
+    }
+
+    #[test]
+    fn prompts_of_a_batch_have_an_entry_each() {
+        let mixed = found(json!(["http://a", null, ["http://b", "http://c"]]), 3, true);
+        let expected: [&[&str]; 3] = [
+            &["image_data[0] http://a"],
+            &[],
+            &["image_data[2][0] http://b", "image_data[2][1] http://c"],
+        ];
+        assert_eq!(mixed, expected);
+        let same = found(json!("http://a"), 2, true);
+        assert_eq!(same, [["image_data http://a"], ["image_data http://a"]]);
+    }
+
+    #[test]
+    fn wrong_lists_are_told() {
+        let error = |data, count, many| shared(data, count, many).expect_err("an error");
+        assert!(error(json!(["a"]), 2, true).contains("1 entries for 2 prompts"));
+        assert!(error(json!(["a", "b", "c", "d"]), 1, false).contains("at most 3 images"));
+        assert!(error(json!([{"url": "a", "detail": "x"}]), 1, false).contains("image_data[0].detail"));
+        assert!(error(json!(7), 1, false).contains("an image's URL"));
+        assert!(error(json!([[["a"]]]), 1, false).contains("a URL"));
+        let data: ImageData = serde_json::from_value(json!("a")).expect("data");
+        assert!(data.share(1, false, 0).expect_err("unseen").to_string().contains("image_data"));
+    }
+}
