@@ -158,12 +158,9 @@ impl ImageData {
         let entry = |at: usize, entry: Entry, images: &mut Images| match entry {
             Entry::None => Ok(()),
             Entry::One(image) => of(format!("{PARAM}[{at}]"), image, images),
-            Entry::Many(list) => list
-                .into_iter()
-                .enumerate()
-                .try_for_each(|(of_list, image)| {
-                    of(format!("{PARAM}[{at}][{of_list}]"), image, images)
-                }),
+            Entry::Many(list) => list.into_iter().enumerate().try_for_each(|(of_list, image)| {
+                of(format!("{PARAM}[{at}][{of_list}]"), image, images)
+            }),
         };
         let entries = match self {
             Self::One(image) => {
@@ -282,7 +279,8 @@ mod tests {
         assert_eq!(found(json!({"url": "http://a/b", "detail": "low"}), 1, false), one);
         let two = vec![vec!["image_data[0] data:;base64,aGk=", "image_data[1] file:///x"]];
         assert_eq!(found(json!(["aGk=", "file:///x"]), 1, false), two);
-        let nested = vec![vec!["image_data[0][0] data:;base64,a", "image_data[0][1] data:;base64,b"]];
+        let nested =
+            vec![vec!["image_data[0][0] data:;base64,a", "image_data[0][1] data:;base64,b"]];
         assert_eq!(found(json!([["a", "b"]]), 1, false), nested);
         for nothing in [json!([]), json!(""), json!([null]), json!([[]])] {
             assert_eq!(found(nothing, 1, false), vec![Vec::<String>::new()]);
@@ -307,7 +305,9 @@ mod tests {
         let error = |data, count, many| shared(data, count, many).expect_err("an error");
         assert!(error(json!(["a"]), 2, true).contains("1 entries for 2 prompts"));
         assert!(error(json!(["a", "b", "c", "d"]), 1, false).contains("at most 3 images"));
-        assert!(error(json!([{"url": "a", "detail": "x"}]), 1, false).contains("image_data[0].detail"));
+        assert!(
+            error(json!([{"url": "a", "detail": "x"}]), 1, false).contains("image_data[0].detail")
+        );
         assert!(error(json!(7), 1, false).contains("an image's URL"));
         assert!(error(json!([[["a"]]]), 1, false).contains("a URL"));
         let data: ImageData = serde_json::from_value(json!("a")).expect("data");

@@ -29,8 +29,8 @@ mod tokenize;
 mod tools;
 
 pub use chat::{
-    ChatMessage, ChatPrompt, ChatRequest, ContentPart, Effort, MessageContent,
-    ReasoningOutput, Rendering, ValidChat,
+    ChatMessage, ChatPrompt, ChatRequest, ContentPart, Effort, MessageContent, ReasoningOutput,
+    Rendering, ValidChat,
 };
 pub use completions::{CompletionPrompts, CompletionRequest, ValidCompletion};
 pub use embeddings::{

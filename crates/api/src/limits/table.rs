@@ -410,8 +410,8 @@ mod tests {
 
     use super::*;
     use crate::chat::{ChatMessage, ContentPart};
-    use crate::images::ImageObject;
     use crate::generate::GenerateSampling;
+    use crate::images::ImageObject;
     use crate::openai::StreamOptions;
     use crate::structure::{JsonSchemaFormat, ResponseFormat, StructuredOutputs};
 

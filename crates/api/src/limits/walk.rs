@@ -167,7 +167,8 @@ impl<'de> Visitor<'de> for At<'_> {
     }
 
     fn visit_str<E: Error>(self, text: &str) -> Result<Seen, E> {
-        if matches!(self.bound, Bound::Embeds(_) | Bound::Image(_) | Bound::Images(..) | Bound::Url) {
+        if matches!(self.bound, Bound::Embeds(_) | Bound::Image(_) | Bound::Images(..) | Bound::Url)
+        {
             self.walk.weight.embeds += text.len();
         }
         let most = match self.bound {

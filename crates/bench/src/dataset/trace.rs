@@ -30,6 +30,22 @@ pub struct TraceEntry {
     /// One name for each [`BLOCK_TOKENS`] of the prompt; equal names, equal tokens. Empty if it is not known.
     #[serde(default)]
     pub hash_ids: Vec<u64>,
+    /// The images in the prompt, in the order of their positions. `forebay plan` alone reads them; the format of others has none.
+    #[serde(default)]
+    pub images: Vec<TraceImage>,
+}
+
+/// An image in a recorded prompt: it takes `rows * columns` of the prompt's positions.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
+pub struct TraceImage {
+    /// Its name; equal names, equal images.
+    pub id: u64,
+    /// The first of its positions.
+    pub position: u32,
+    /// Rows of positions.
+    pub rows: u32,
+    /// Positions of a row.
+    pub columns: u32,
 }
 
 /// The requests of a trace, by time.
@@ -64,6 +80,23 @@ impl TraceEntry {
             self.input_length,
             self.hash_ids.len()
         );
+        let mut free = 0;
+        for image in &self.images {
+            let (rows, columns) = (u64::from(image.rows), u64::from(image.columns));
+            let end = (rows * columns).saturating_add(image.position.into());
+            ensure!(
+                rows > 0 && columns > 0 && u64::from(image.position) >= free,
+                "image {}: images have positions, in ascending order",
+                image.id
+            );
+            ensure!(
+                end <= u64::from(self.input_length),
+                "image {} ends at {end}, behind the prompt's {} tokens",
+                image.id,
+                self.input_length
+            );
+            free = end;
+        }
         Ok(())
     }
 
@@ -166,5 +199,24 @@ mod tests {
         }
         assert!(read_text("\n").expect_err("empty").to_string().contains("no requests"));
         assert!(read(Path::new("/nowhere/trace.jsonl")).is_err());
+    }
+
+    #[test]
+    fn images_lie_in_the_prompt_one_after_the_other() {
+        let told = |images: &str| {
+            let line = format!(
+                r#"{{"timestamp": 0, "input_length": 20, "output_length": 1, "images": [{images}]}}"#
+            );
+            let entry: TraceEntry = serde_json::from_str(&line).expect("an entry");
+            entry.check().err().map(|error| error.to_string()).unwrap_or_default()
+        };
+        let image = |position: u32, rows: u32| {
+            format!(r#"{{"id": 7, "position": {position}, "rows": {rows}, "columns": 4}}"#)
+        };
+        assert_eq!(told(&format!("{}, {}", image(2, 2), image(10, 2))), "");
+        assert!(told(&format!("{}, {}", image(2, 2), image(9, 2))).contains("ascending order"));
+        assert!(told(&image(2, 0)).contains("have positions"));
+        assert!(told(&image(17, 1)).contains("ends at 21"));
+        assert!(told(&image(0, u32::MAX)).contains("behind the prompt"));
     }
 }

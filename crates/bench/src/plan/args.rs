@@ -6,12 +6,13 @@ use clap::{Args, ValueEnum};
 use forebay_scheduler::SavePolicy;
 use serde::Serialize;
 
+use super::images::ImageArgs;
 use super::sparse::SparseArgs;
 
 /// Flags of `forebay plan`. Those that `serve` has as well mean the same and have the same defaults.
 #[derive(Debug, Clone, Args)]
 pub struct PlanArgs {
-    /// The traffic: one JSON object a line with timestamp (ms), input_length, output_length and hash_ids (Mooncake's format).
+    /// The traffic: one JSON object a line with timestamp (ms), input_length, output_length and hash_ids (Mooncake's format), and images, if it has some: objects with id, position, rows and columns.
     #[arg(long, value_name = "FILE")]
     pub trace: PathBuf,
     /// The device: a name that `forebay sim profiles` lists, or a TOML file.
@@ -68,6 +69,9 @@ pub struct PlanArgs {
     #[command(flatten)]
     #[allow(missing_docs, reason = "its flags are documented")]
     pub sparse: SparseArgs,
+    #[command(flatten)]
+    #[allow(missing_docs, reason = "its flags are documented")]
+    pub images: ImageArgs,
     /// Steps planned ahead of the one that computes; 0 is the serial loop.
     #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u32).range(0..=1))]
     pub lookahead: u32,
@@ -175,7 +179,7 @@ fn positive(text: &str) -> Result<f64, String> {
     number(text, |value| value > 0.0 && value.is_finite(), "expected a number above 0")
 }
 
-fn from_zero(text: &str) -> Result<f64, String> {
+pub(super) fn from_zero(text: &str) -> Result<f64, String> {
     number(text, |value| (0.0..=1e6).contains(&value), "expected a number from 0 on")
 }
 

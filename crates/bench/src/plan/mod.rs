@@ -4,6 +4,7 @@
 //! `search` looks for the least number that meets the objectives, `outcome` says what one number of replicas gives, `report` shows it.
 
 mod args;
+mod images;
 mod outcome;
 mod replica;
 mod report;
@@ -35,7 +36,8 @@ pub fn plan(args: &PlanArgs) -> Result<()> {
     let profile = Profile::find(&args.sim_profile)?;
     let entries = trace::read(&args.trace)?;
     let traffic = Traffic::new(&entries, args.num_prompts, args.speed)?;
-    let setup = Setup::new(args, &profile)?;
+    let seeing = args.images.resolve(&profile, &traffic)?;
+    let setup = Setup { seeing, ..Setup::new(args, &profile)? };
     let goal = args.goal();
     report::print_head(args, &profile, &traffic);
     let started = cpu_seconds();

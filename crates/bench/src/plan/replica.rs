@@ -1,15 +1,17 @@
 //! One replica in virtual time: a real scheduler, and a device that only takes time.
 
 use std::collections::VecDeque;
+use std::sync::Arc;
 
 use forebay_protocol::{CopyTiming, ROW_OK, SparseRows, StepPlan, StepResult};
 use forebay_scheduler::{
-    BlockEvent, BlockHash, Event, MAX_IN_FLIGHT, Namer, Policy, Request, STEP_WORDS, Scheduler,
-    SchedulerConfig,
+    BlockEvent, BlockHash, Event, ImageId, MAX_IN_FLIGHT, Namer, Policy, Request, STEP_WORDS,
+    Scheduler, SchedulerConfig,
 };
 use forebay_sim::{CopyFault, Jitter, Timeline};
 
 use super::args::Router;
+use super::images::{Intake, Seeing};
 use super::simulate::Setup;
 use super::traffic::Arrival;
 
@@ -44,6 +46,8 @@ pub(crate) struct Replica {
     plan: StepPlan,
     result: StepResult,
     events: Vec<Event>,
+    seeing: Option<Seeing>,
+    intake: Intake,
 }
 
 impl Replica {
@@ -66,7 +70,7 @@ impl Replica {
             tokens_a_row: 1,
             host: setup.host,
             sparse: setup.sparse,
-            tower: None,
+            tower: setup.seeing.map(|seeing| seeing.tower),
         });
         let sigma = setup.timing.model.jitter_sigma;
         let jitter = Jitter::new(sigma, setup.seed.wrapping_add(index.into()));
@@ -83,6 +87,8 @@ impl Replica {
             plan: StepPlan::default(),
             result: StepResult::default(),
             events: Vec::new(),
+            seeing: setup.seeing,
+            intake: Intake::default(),
         }
     }
 
@@ -94,6 +100,7 @@ impl Replica {
             prompt: arrival.prompt().into(),
             names: names.into(),
             max_tokens: arrival.output,
+            images: Arc::clone(&arrival.images),
             ..Request::default()
         });
     }
@@ -104,7 +111,7 @@ impl Replica {
             && self.scheduler.next_plan(&mut self.plan, &mut self.events)
         {
             let step = self.plan.step();
-            if self.plan.rows().len() == 0 {
+            if self.plan.rows().len() == 0 && self.plan.images().next().is_none() {
                 let span = self.timeline.wait(&self.plan, now_us, || CopyFault::None);
                 self.flights.push_back(Flight { step, ends_us: span.end_us, ..Flight::default() });
                 continue;
@@ -126,6 +133,18 @@ impl Replica {
         let stats = self.scheduler.stats();
         self.queue_peak = self.queue_peak.max(stats.waiting);
         self.running_peak = self.running_peak.max(stats.running);
+    }
+
+    /// Has an image prepared that somebody needs; gives when it is ready.
+    pub(crate) fn prepare(&mut self, image: ImageId, now_us: u64) -> u64 {
+        self.seeing.map_or(now_us, |seeing| self.intake.take(image, now_us, &seeing))
+    }
+
+    /// The image that was to be ready first is.
+    pub(crate) fn image_is_ready(&mut self) {
+        if let Some(image) = self.intake.preparing.pop_front() {
+            self.scheduler.image_placed(image, 0);
+        }
     }
 
     /// When the oldest step ends.

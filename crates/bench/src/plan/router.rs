@@ -1,7 +1,7 @@
 //! Which replica a request goes to: the policies that a brain has, over the same books.
 
 use forebay_balance::{Ask, Balancer, Ledger, Method, PrefixIndex, Work};
-use forebay_scheduler::{BlockEvent, BlockHash, Namer};
+use forebay_scheduler::{BlockEvent, BlockHash, Namer, PromptImage};
 
 use super::args::Router;
 use super::traffic::Arrival;
@@ -38,7 +38,8 @@ impl Routing {
         let tokens = u64::from(arrival.input);
         let (mut names, mut cached) = (Vec::new(), Vec::new());
         if let Some(index) = &self.index {
-            names = Namer::open().chain(0, &arrival.prompt(), self.page_size as usize);
+            let (prompt, page_size) = (arrival.prompt(), self.page_size as usize);
+            names = PromptImage::chain(&Namer::open(), 0, &prompt, &arrival.images, page_size);
             // One token at least is left to compute.
             let held = |blocks: u64| (blocks * u64::from(self.page_size)).min(tokens - 1);
             cached = index.lookup(&names).into_iter().map(held).collect();

@@ -8,6 +8,7 @@ use forebay_scheduler::{BlockEvent, Event, HostTier, Sparse};
 use forebay_sim::{Profile, SparseModel, Timing};
 
 use super::args::{PlanArgs, Router};
+use super::images::Seeing;
 use super::replica::Replica;
 use super::router::Routing;
 use super::sparse::SparseOutcome;
@@ -30,6 +31,7 @@ pub(crate) struct Setup {
     pub(crate) router: Router,
     pub(crate) host: Option<HostTier>,
     pub(crate) sparse: Option<Sparse>,
+    pub(crate) seeing: Option<Seeing>,
 }
 
 impl Setup {
@@ -102,6 +104,7 @@ impl Setup {
             lookahead: args.lookahead,
             seed: args.seed,
             router: args.router,
+            seeing: None,
         })
     }
 
@@ -159,12 +162,21 @@ pub(crate) struct Run {
     pub(crate) sparse: SparseOutcome,
 }
 
+/// What happens at a time.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+enum Turn {
+    /// The oldest step ends.
+    Step,
+    /// The next image is ready.
+    Image,
+}
+
 /// Replicas, and when each has something to do.
 struct Simulation {
     replicas: Vec<Replica>,
     routing: Routing,
-    /// The end of the oldest step of each replica that computes.
-    ends: BinaryHeap<Reverse<(u64, usize)>>,
+    /// The end of the oldest step of each replica that computes, and the images that are being prepared.
+    turns: BinaryHeap<Reverse<(u64, usize, Turn)>>,
     lives: Vec<Life>,
     itl_us: Vec<u32>,
     /// Empty between calls, kept for its memory.
@@ -176,7 +188,7 @@ pub(crate) fn run(setup: &Setup, traffic: &Traffic, replicas: u32) -> Run {
     let mut simulation = Simulation {
         replicas: (0..replicas).map(|index| Replica::new(setup, index)).collect(),
         routing: Routing::new(setup.router, replicas, setup.page_size),
-        ends: BinaryHeap::new(),
+        turns: BinaryHeap::new(),
         lives: Vec::with_capacity(traffic.arrivals.len()),
         itl_us: Vec::new(),
         blocks: Vec::new(),
@@ -198,18 +210,26 @@ pub(crate) fn run(setup: &Setup, traffic: &Traffic, replicas: u32) -> Run {
 impl Simulation {
     /// Lets time pass up to `to_us`. A step that ends when a request arrives ends first.
     fn until(&mut self, to_us: u64) {
-        while let Some(&Reverse((now_us, at))) = self.ends.peek() {
+        while let Some(&Reverse((now_us, at, turn))) = self.turns.peek() {
             if now_us > to_us {
                 return;
             }
-            self.ends.pop();
-            self.replicas[at].end_step();
-            self.take_events(at, now_us);
-            self.feed_and_wait(at, now_us);
+            self.turns.pop();
+            match turn {
+                Turn::Step => {
+                    self.replicas[at].end_step();
+                    self.take_events(at, now_us);
+                    self.feed_and_wait(at, now_us);
+                }
+                Turn::Image => {
+                    self.replicas[at].image_is_ready();
+                    self.feed(at, now_us);
+                }
+            }
         }
     }
 
-    /// A request has come.
+    /// A request has come, or an image is ready.
     fn feed(&mut self, at: usize, now_us: u64) {
         if self.replicas[at].ends_us().is_some() {
             // Its next event is known already.
@@ -224,13 +244,13 @@ impl Simulation {
         self.replicas[at].feed(now_us);
         self.take_events(at, now_us);
         if let Some(ends_us) = self.replicas[at].ends_us() {
-            self.ends.push(Reverse((ends_us, at)));
+            self.turns.push(Reverse((ends_us, at, Turn::Step)));
         }
     }
 
     fn take_events(&mut self, at: usize, now_us: u64) {
         let replica = &mut self.replicas[at];
-        let mut ended = 0;
+        let (mut ended, mut wanted) = (0, Vec::new());
         for event in replica.events() {
             match event {
                 Event::Token { id, .. } => {
@@ -251,16 +271,20 @@ impl Simulation {
                     self.routing.ended(id);
                     ended += 1;
                 }
+                Event::ImageWanted { image, .. } => wanted.push(image),
                 Event::Admitted { .. }
                 | Event::Arrived { .. }
                 | Event::Pooled { .. }
-                | Event::ImageWanted { .. }
                 | Event::ImageRead { .. }
                 | Event::PromptLogprobs { .. }
                 | Event::Preempted { .. } => {}
             }
         }
         replica.alive -= ended;
+        for image in wanted {
+            let ready_us = replica.prepare(image, now_us);
+            self.turns.push(Reverse((ready_us, at, Turn::Image)));
+        }
         replica.take_block_events(&mut self.blocks);
         self.routing.changed(at, &mut self.blocks);
     }

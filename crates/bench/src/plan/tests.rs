@@ -5,18 +5,21 @@ use std::sync::Arc;
 use std::sync::mpsc::{Sender, channel};
 use std::time::Duration;
 
+use clap::Parser;
 use forebay_engine::{
     Clock, Engine, EngineConfig, EngineRequest, Hooks, Namer, Output, OutputSink, Policy, Request,
     Status,
 };
-use forebay_scheduler::{HostTier, SavePolicy, Sparse};
+use forebay_protocol::Grid;
+use forebay_scheduler::{HostTier, ImageId, PromptImage, SavePolicy, Sparse, Tower};
 use forebay_sim::{
-    CopyModel, DeviceModel, PageBytes, SaveOrder, SimClock, SimConfig, SimExecutor, SimText,
-    SparseModel, Timing,
+    CopyModel, DeviceModel, PageBytes, Profile, SaveOrder, SimClock, SimConfig, SimExecutor,
+    SimText, SparseModel, Timing,
 };
 use proptest::prelude::*;
 
 use super::args::Router;
+use super::images::{ImageArgs, Seeing};
 use super::simulate::{Life, Run, Setup, run};
 use super::traffic::{Arrival, Traffic};
 
@@ -41,11 +44,12 @@ fn setup(model: DeviceModel) -> Setup {
         router: Router::RoundRobin,
         host: None,
         sparse: None,
+        seeing: None,
     }
 }
 
 fn arrival(at_us: u64, input: u32, output: u32, blocks: &[u32]) -> Arrival {
-    Arrival { at_us, input, output, blocks: blocks.to_vec() }
+    Arrival { at_us, input, output, blocks: blocks.to_vec(), images: Arc::default() }
 }
 
 #[test]
@@ -81,6 +85,72 @@ fn equal_beginnings_are_computed_once() {
     assert_eq!(run(&aware, &traffic, 2).cached_tokens, 512);
     let off = Setup { prefix_cache: false, ..setup(MODEL) };
     assert_eq!(run(&off, &traffic, 1).cached_tokens, 0);
+}
+
+/// A request whose prompt has an image of 2x2 positions behind its first two tokens.
+fn seeing(at_us: u64, blocks: &[u32], image: u128) -> Arrival {
+    let grid = Grid { rows: 2, columns: 2 };
+    let images = PromptImage::place([(ImageId(image), 2, grid)]);
+    Arrival { images, ..arrival(at_us, 20, 1, blocks) }
+}
+
+#[test]
+fn images_are_prepared_and_read_before_the_rows_behind_them() {
+    let model = DeviceModel { step_us: 1000.0, tower_us: 10.0, ..DeviceModel::INSTANT };
+    // A step computes two of the tower's four layers.
+    let tower = Tower { layers: 4, pages: 8, page_tokens: 64, budget: 8 };
+    let setup = |threads| Setup {
+        seeing: Some(Seeing { tower, prepare_us: 5000, threads }),
+        lookahead: 0,
+        ..setup(model)
+    };
+    let firsts = |threads, arrivals: &[Arrival]| -> Vec<u64> {
+        let run = run(&setup(threads), &Traffic { arrivals: arrivals.to_vec() }, 1);
+        assert!(run.lives.iter().all(|life| (life.tokens, life.ends) == (1, 1)));
+        run.lives.iter().map(|life| life.first_us).collect()
+    };
+    // The two tokens before the image take a step. It is ready at 5000; two steps of 1000 + 10 * 4 * 2 read it, the second one with the rows.
+    assert_eq!(firsts(1, &[seeing(0, &[0], 7)]), [7160]);
+    // Who asks for the same image later needs neither its preparing nor the tower, even with another text in front of it.
+    assert_eq!(firsts(1, &[seeing(0, &[0], 7), seeing(20_000, &[1], 7)]), [7160, 21_000]);
+    // Two images take one thread twice as long, and two threads as long as one.
+    let two = [seeing(0, &[0], 7), seeing(0, &[1], 8)];
+    assert_eq!(firsts(1, &two), [7160, 12_160]);
+    assert_eq!(firsts(2, &two), [7160, 9320]);
+}
+
+#[test]
+fn images_need_a_tower_and_room() {
+    let args = |line: &str| -> ImageArgs { Shell::parse_from(line.split(' ')).images };
+    let traffic = Traffic { arrivals: vec![seeing(0, &[0], 7)] };
+    let without = Traffic { arrivals: vec![arrival(0, 20, 1, &[0])] };
+    let mut profile = Profile::find("h100-llama-3.1-8b").expect("a profile");
+    let told = |args: &ImageArgs, profile: &Profile| {
+        args.resolve(profile, &traffic).err().map(|error| error.to_string()).unwrap_or_default()
+    };
+    assert!(args("plan").resolve(&profile, &without).expect("none").is_none());
+    assert!(told(&args("plan"), &profile).contains("time.tower_us"));
+    profile.time.tower_us = 0.5;
+    let seeing = args("plan --intake-threads 3").resolve(&profile, &traffic).expect("fine");
+    let Seeing { tower, prepare_us, threads } = seeing.expect("images");
+    assert_eq!((tower.pages, tower.budget, prepare_us, threads), (128, 10_000, 20_000, 3));
+    assert_eq!(told(&args("plan --image-pool-tokens 3"), &profile), "");
+    let large =
+        Traffic { arrivals: vec![Arrival { images: large_image(), ..arrival(0, 200, 1, &[0]) }] };
+    let error =
+        args("plan --image-pool-tokens 64").resolve(&profile, &large).expect_err("too large");
+    assert!(error.to_string().contains("--image-pool-tokens"), "{error}");
+}
+
+fn large_image() -> Arc<[PromptImage]> {
+    PromptImage::place([(ImageId(1), 0, Grid { rows: 10, columns: 10 })])
+}
+
+/// The flags of images alone.
+#[derive(Parser)]
+struct Shell {
+    #[command(flatten)]
+    images: ImageArgs,
 }
 
 #[test]

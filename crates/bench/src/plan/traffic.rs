@@ -1,8 +1,11 @@
 //! A trace as the simulation needs it: times, lengths, and tokens that are equal where the trace says that they are.
 
 use std::collections::HashMap;
+use std::sync::Arc;
 
 use anyhow::{Result, ensure};
+use forebay_protocol::Grid;
+use forebay_scheduler::{ImageId, PromptImage};
 
 use crate::dataset::trace::{BLOCK_TOKENS, TraceEntry};
 
@@ -20,6 +23,8 @@ pub(crate) struct Arrival {
     pub(crate) output: u32,
     /// Numbers of the prompt's blocks of [`BLOCK_TOKENS`] tokens, from 0 without gaps.
     pub(crate) blocks: Vec<u32>,
+    /// The images in it.
+    pub(crate) images: Arc<[PromptImage]>,
 }
 
 impl Arrival {
@@ -66,7 +71,12 @@ impl Traffic {
                     let number = |id| *numbers.entry(id).or_insert_with(&mut fresh);
                     entry.hash_ids.iter().copied().map(number).collect()
                 };
+                let images = entry.images.iter().map(|image| {
+                    let grid = Grid { rows: image.rows, columns: image.columns };
+                    (ImageId(image.id.into()), image.position, grid)
+                });
                 Arrival {
+                    images: PromptImage::place(images),
                     at_us: ((entry.timestamp_ms - start_ms) * 1000.0 / speed).round() as u64,
                     input: entry.input_length,
                     output: entry.output_length,
@@ -76,6 +86,12 @@ impl Traffic {
             .collect();
         ensure!(next <= MAX_BLOCKS, "the trace has more than {MAX_BLOCKS} different blocks");
         Ok(Self { arrivals })
+    }
+
+    /// The largest image, in positions; 0: there is none.
+    pub(crate) fn largest_image(&self) -> u32 {
+        let images = self.arrivals.iter().flat_map(|arrival| arrival.images.iter());
+        images.map(|image| image.span.grid.positions()).max().unwrap_or(0)
     }
 
     /// Microseconds from the first arrival to the last.
@@ -89,7 +105,8 @@ mod tests {
     use super::*;
 
     fn entry(timestamp_ms: f64, input_length: u32, hash_ids: &[u64]) -> TraceEntry {
-        TraceEntry { timestamp_ms, input_length, output_length: 1, hash_ids: hash_ids.to_vec() }
+        let hash_ids = hash_ids.to_vec();
+        TraceEntry { timestamp_ms, input_length, output_length: 1, hash_ids, images: Vec::new() }
     }
 
     #[test]
