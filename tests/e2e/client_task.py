@@ -72,7 +72,60 @@ def with_litellm(task: dict[str, Any]) -> dict[str, Any]:
     raise AssertionError("the task has no end")
 
 
+def with_anthropic(task: dict[str, Any]) -> dict[str, Any]:
+    import anthropic  # type: ignore[import-not-found]
+
+    client: Any = anthropic.Anthropic(base_url=task["url"], api_key="none", max_retries=0)
+    functions = [tool["function"] for tool in task["tools"]]
+    tools = [
+        {"name": tool["name"], "description": tool["description"], "input_schema": tool["parameters"]}
+        for tool in functions
+    ]
+    messages: list[Any] = [{"role": "user", "content": task["question"]}]
+    called: list[Any] = []
+    reasons: list[str] = []
+    hits: list[float] = []
+    for choice in task["choices"]:
+        kind = {"auto": "auto", "required": "any"}[choice]
+        common: Any = {
+            "model": task["model"],
+            "max_tokens": 500,
+            "system": [
+                {"type": "text", "text": f"x-anthropic-billing-header: cch={len(messages)}"},
+                {"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral"}},
+            ],
+            "messages": messages,
+            "tools": tools,
+            "tool_choice": {"type": kind},
+        }
+        counted = {name: value for name, value in common.items() if name != "max_tokens"}
+        count = client.messages.count_tokens(**counted).input_tokens
+        if task["stream"]:
+            with client.messages.stream(**common) as stream:
+                answer = stream.get_final_message()
+        else:
+            answer = client.messages.create(**common)
+        usage = answer.usage
+        assert count == usage.input_tokens + usage.cache_read_input_tokens
+        hits.append(usage.cache_read_input_tokens / count)
+        reasons.append(answer.stop_reason)
+        messages.append({"role": "assistant", "content": [block.model_dump() for block in answer.content]})
+        calls = [block for block in answer.content if block.type == "tool_use"]
+        if not calls:
+            text = "".join(block.text for block in answer.content if block.type == "text")
+            return {"called": called, "answer": text, "reasons": reasons, "hits": hits}
+        results = []
+        for call in calls:
+            called.append([call.name, call.input])
+            result = task["results"][call.name]
+            results.append({"type": "tool_result", "tool_use_id": call.id, "content": result})
+        messages.append({"role": "user", "content": results})
+    raise AssertionError("the task has no end")
+
+
+CLIENTS = {"anthropic": with_anthropic, "langchain-openai": with_langchain, "litellm": with_litellm}
+
 if __name__ == "__main__":
     given = json.load(sys.stdin)
-    done = {"langchain-openai": with_langchain, "litellm": with_litellm}[given["client"]](given)
+    done = CLIENTS[given["client"]](given)
     json.dump(done, sys.stdout)

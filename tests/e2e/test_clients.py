@@ -36,7 +36,7 @@ def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
-@pytest.mark.parametrize("client", ["langchain-openai", "litellm"])
+@pytest.mark.parametrize("client", ["anthropic", "langchain-openai", "litellm"])
 @pytest.mark.parametrize("choice", ["auto", "required"])
 def test_a_task_with_three_tools(server: Server, client: str, stream: bool, choice: str) -> None:
     task = {
@@ -67,4 +67,6 @@ def test_a_task_with_three_tools(server: Server, client: str, stream: bool, choi
         ["send_mail", {"to": "me@example.org", "text": MAIL, "urgent": None}],
     ]
     assert answer["answer"] == ANSWER
-    assert answer["reasons"] == ["tool_calls", "tool_calls", "stop"]
+    assert answer["reasons"] == (
+        ["tool_use", "tool_use", "end_turn"] if client == "anthropic" else ["tool_calls", "tool_calls", "stop"]
+    )

@@ -1,12 +1,9 @@
 //! `POST /v1/chat/completions`.
 
-use std::fmt;
-
-use serde::Deserialize;
-use serde::de::{Deserializer, SeqAccess, Visitor};
 use serde_json::{Map, Value, json};
 use utoipa::ToSchema;
 
+use crate::content::TextOr;
 use crate::error::ApiError;
 use crate::images::{ImagePart, ImageUrl, Images};
 use crate::inert::{Choice, Inert};
@@ -101,13 +98,7 @@ pub struct ChatMessage {
 }
 
 /// Content of a message.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub enum MessageContent {
-    /// A string.
-    Text(String),
-    /// A list of parts.
-    Parts(Vec<ContentPart>),
-}
+pub type MessageContent = TextOr<ContentPart>;
 
 /// A part of a message.
 #[derive(Debug, Clone, PartialEq, Eq, serde::Deserialize)]
@@ -119,33 +110,6 @@ pub struct ContentPart {
     pub text: Option<String>,
     /// The image.
     pub image_url: Option<ImageUrl>,
-}
-
-impl<'de> Deserialize<'de> for MessageContent {
-    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        struct ContentVisitor;
-        impl<'de> Visitor<'de> for ContentVisitor {
-            type Value = MessageContent;
-
-            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-                f.write_str("a string or a list of content parts")
-            }
-            fn visit_str<E>(self, text: &str) -> Result<MessageContent, E> {
-                Ok(MessageContent::Text(text.to_owned()))
-            }
-            fn visit_string<E>(self, text: String) -> Result<MessageContent, E> {
-                Ok(MessageContent::Text(text))
-            }
-            fn visit_seq<A: SeqAccess<'de>>(self, mut seq: A) -> Result<MessageContent, A::Error> {
-                let mut parts = Vec::new();
-                while let Some(part) = seq.next_element()? {
-                    parts.push(part);
-                }
-                Ok(MessageContent::Parts(parts))
-            }
-        }
-        deserializer.deserialize_any(ContentVisitor)
-    }
 }
 
 /// A conversation ready for the chat template.
@@ -252,7 +216,7 @@ fn flatten(index: usize, message: ChatMessage, images: &mut Images) -> Result<Va
     let content = match message.content {
         None => Value::Null,
         Some(MessageContent::Text(text)) => Value::String(text),
-        Some(MessageContent::Parts(parts)) => {
+        Some(MessageContent::List(parts)) => {
             let (mut texts, mut views) = (Vec::with_capacity(parts.len()), Vec::new());
             for (part_index, part) in parts.into_iter().enumerate() {
                 let path = || format!("messages[{index}].content[{part_index}]");

@@ -7,6 +7,7 @@
 
 mod chat;
 mod completions;
+mod content;
 mod embeddings;
 mod embeds;
 mod error;
@@ -15,6 +16,7 @@ mod images;
 mod inert;
 pub mod limits;
 mod llama;
+mod messages;
 mod openai;
 mod parse;
 pub mod peer;
@@ -27,12 +29,14 @@ mod sampling;
 mod structure;
 mod tokenize;
 mod tools;
+mod turns;
 
 pub use chat::{
     ChatMessage, ChatPrompt, ChatRequest, ContentPart, Effort, MessageContent, ReasoningOutput,
     Rendering, ValidChat,
 };
 pub use completions::{CompletionPrompts, CompletionRequest, ValidCompletion};
+pub use content::TextOr;
 pub use embeddings::{
     Embedding, EmbeddingRequest, EmbeddingResponse, EncodingFormat, PoolingData, PoolingResponse,
     PoolingUsage, ValidEmbedding, Vector,
@@ -48,6 +52,7 @@ pub use inert::{Choice, Inert};
 pub use llama::{
     LlamaCompletion, LlamaEnd, LlamaProbability, LlamaRequest, LlamaSlot, LlamaTimings, ValidLlama,
 };
+pub use messages::MessagesRequest;
 pub use openai::{StreamOptions, Streaming, TokenOutput};
 pub use parse::{Parsed, parse, parse_request};
 pub use preference::preference;

@@ -46,6 +46,7 @@ mod reserve;
 mod routes;
 mod routing;
 mod serve;
+mod shapes;
 mod socket;
 mod speller;
 mod sse;

@@ -2,8 +2,11 @@
 
 use std::sync::Arc;
 
+use forebay_api::ApiError;
+
 use crate::delta::Delta;
 use crate::line::Line;
+use crate::sse;
 use crate::tally::Tally;
 
 /// Writes the events of one dialect. A delta never has an error for an end.
@@ -19,6 +22,18 @@ pub(crate) trait Encoder: Send + 'static {
     /// Whether its streams end with `data: [DONE]`.
     fn is_said_done(&self) -> bool {
         true
+    }
+    /// Appends an error, with which the stream ends.
+    fn fail(&mut self, error: &ApiError, out: &mut Vec<u8>) -> serde_json::Result<()> {
+        sse::event(&error.body(), out)?;
+        if self.is_said_done() {
+            out.extend_from_slice(sse::DONE);
+        }
+        Ok(())
+    }
+    /// The media type of its streams.
+    fn media_type(&self) -> &'static str {
+        "text/event-stream; charset=utf-8"
     }
     /// Whether another brain's encoder could go on with the response at any delta: it has one choice, and what was written is
     /// known from its tokens.

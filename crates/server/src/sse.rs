@@ -29,7 +29,7 @@ use crate::reply::Failure;
 use crate::state::Shared;
 use crate::wire::Wire;
 
-const DONE: &[u8] = b"data: [DONE]\n\n";
+pub(crate) const DONE: &[u8] = b"data: [DONE]\n\n";
 
 /// JSON without the characters that are line ends to Unicode but not to server-sent events: clients that cut streams with
 /// Python's `splitlines`, as httpx does, would cut an event at them.
@@ -57,6 +57,18 @@ impl Formatter for OneLine {
 
 fn write_json<T: Serialize + ?Sized>(value: &T, out: &mut Vec<u8>) -> serde_json::Result<()> {
     value.serialize(&mut Serializer::with_formatter(out, OneLine))
+}
+
+/// Appends an event that has a name.
+pub(crate) fn named<T: Serialize>(
+    name: &str,
+    value: &T,
+    out: &mut Vec<u8>,
+) -> serde_json::Result<()> {
+    out.extend_from_slice(b"event: ");
+    out.extend_from_slice(name.as_bytes());
+    out.push(b'\n');
+    event(value, out)
 }
 
 /// Appends an event.
@@ -279,7 +291,9 @@ impl HttpBody for EventBody {
                 Ok(false) => {}
                 Err(error) => {
                     tracing::warn!(%error, "stream failed");
-                    if event(&error.body(), &mut out).is_ok() {
+                    // What can't be written is left out: the connection ends all the same.
+                    let told = call.encode(|encoder, _| encoder.fail(&error, &mut out));
+                    if told.is_none() && event(&error.body(), &mut out).is_ok() {
                         out.extend_from_slice(DONE);
                     }
                 }
@@ -312,11 +326,12 @@ pub(crate) fn stream(
         }
         encoder.resume(&before);
     }
+    let media_type = encoder.media_type();
     call.lend(Outlet { encoder: peer.tagged(state, name, encoder), line: wire.0 });
     let body = EventBody { call: Some(call), batch: Vec::new() };
     let mut response = Response::new(Body::new(body));
     for (name, value) in [
-        (CONTENT_TYPE, "text/event-stream; charset=utf-8"),
+        (CONTENT_TYPE, media_type),
         (CACHE_CONTROL, "no-cache"),
         // Asks reverse proxies not to hold events back.
         (HeaderName::from_static("x-accel-buffering"), "no"),

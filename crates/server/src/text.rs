@@ -17,7 +17,7 @@ pub(crate) struct RenderedChat {
     pub(crate) ignored: Vec<&'static str>,
 }
 
-/// Renders and tokenises a conversation, which may have `most` tokens and whose bytes were charged to `charge`.
+/// Renders and tokenises a conversation, which came in `param`, may have `most` tokens, and whose bytes were charged to `charge`.
 ///
 /// # Errors
 /// The template or the tokenizer refuses it, it is too long, or the text threads have no time.
@@ -26,6 +26,7 @@ pub(crate) async fn encode_chat(
     mut chat: ChatPrompt,
     most: usize,
     charge: &Arc<Charge>,
+    param: &str,
 ) -> Result<RenderedChat, ApiError> {
     let mut ignored = Vec::new();
     if let Some(template) = text.template() {
@@ -44,7 +45,7 @@ pub(crate) async fn encode_chat(
         kwargs: chat.kwargs,
     };
     let encoded = text.within(most).keeping(charge.clone()).encode(input).await;
-    let encoded = encoded.map_err(|error| text_error(error, "messages"))?;
+    let encoded = encoded.map_err(|error| text_error(error, param))?;
     Ok(RenderedChat { ids: encoded.ids, text: encoded.text.unwrap_or_default(), ignored })
 }
 

@@ -12,6 +12,7 @@ use crate::completions::CompletionRequest;
 use crate::embeddings::EmbeddingRequest;
 use crate::generate::GenerateRequest;
 use crate::llama::LlamaRequest;
+use crate::messages::MessagesRequest;
 use crate::rerank::{RerankRequest, ScoreRequest};
 use crate::tokenize::{DetokenizeRequest, TokenizeRequest};
 
@@ -28,6 +29,8 @@ pub struct RouteLimits {
 pub const ROUTES: &[RouteLimits] = &[
     RouteLimits { path: "/v1/chat/completions", params: ChatRequest::PARAMS },
     RouteLimits { path: "/v1/completions", params: CompletionRequest::PARAMS },
+    RouteLimits { path: "/v1/messages", params: MessagesRequest::PARAMS },
+    RouteLimits { path: "/v1/messages/count_tokens", params: MessagesRequest::PARAMS },
     RouteLimits { path: "/generate", params: GenerateRequest::PARAMS },
     RouteLimits { path: "/completion", params: LlamaRequest::PARAMS },
     RouteLimits { path: "/v1/embeddings", params: EmbeddingRequest::PARAMS },
@@ -56,6 +59,9 @@ impl Limited for LlamaRequest {
 }
 impl Limited for EmbeddingRequest {
     const PARAMS: Params = &[EMBEDDING, POOLING];
+}
+impl Limited for MessagesRequest {
+    const PARAMS: Params = &[ANTHROPIC];
 }
 impl Limited for RerankRequest {
     const PARAMS: Params = &[RERANK, POOLING];
@@ -345,6 +351,66 @@ const LLAMA: &[Param] = &[
     ignored("lora"),
 ];
 
+const ANTHROPIC: &[Param] = &[
+    text("model", NAME_BYTES),
+    param("messages", Bound::Messages(MESSAGES, &[ANTHROPIC_MESSAGE])),
+    param("system", Bound::Content(&[BLOCK])),
+    count("max_tokens", 1),
+    param("stop_sequences", Bound::Strings { count: STOPS, each: STOP_BYTES, total: STOP_BYTES }),
+    flag("stream"),
+    number("temperature", 0.0, ANY),
+    number("top_p", ABOVE_0, 1.0),
+    number("top_k", -1.0, i32::MAX as f64),
+    param("thinking", Bound::Object(&[THINKING])),
+    param("tools", Bound::Tree),
+    param("tool_choice", Bound::Object(&[TOOL_CHOICE])),
+    param("output_config", Bound::Object(&[OUTPUT_CONFIG])),
+    param("output_format", Bound::Object(&[OUTPUT_FORMAT])),
+    text("cache_salt", CACHE_SALT_BYTES),
+    ignored("mcp_servers"),
+    ignored("container"),
+];
+
+const ANTHROPIC_MESSAGE: &[Param] =
+    &[text("role", WORD_BYTES), param("content", Bound::Content(&[BLOCK]))];
+
+const BLOCK: &[Param] = &[
+    text("type", WORD_BYTES),
+    param("text", Bound::Prompt),
+    param("thinking", Bound::Prompt),
+    param("source", Bound::Image(&[SOURCE])),
+    text("id", WORD_BYTES),
+    text("name", WORD_BYTES),
+    param("input", Bound::Tree),
+    text("tool_use_id", WORD_BYTES),
+    flag("is_error"),
+    param("content", Bound::Content(&[INNER])),
+    ignored("signature"),
+];
+
+const INNER: &[Param] = &[
+    text("type", WORD_BYTES),
+    param("text", Bound::Prompt),
+    param("source", Bound::Image(&[SOURCE])),
+];
+
+const SOURCE: &[Param] = &[
+    text("type", WORD_BYTES),
+    text("media_type", WORD_BYTES),
+    param("data", Bound::Url),
+    param("url", Bound::Url),
+];
+
+const THINKING: &[Param] = &[text("type", WORD_BYTES), count("budget_tokens", 0)];
+
+const TOOL_CHOICE: &[Param] =
+    &[text("type", WORD_BYTES), text("name", WORD_BYTES), flag("disable_parallel_tool_use")];
+
+const OUTPUT_CONFIG: &[Param] =
+    &[text("effort", WORD_BYTES), param("format", Bound::Object(&[OUTPUT_FORMAT]))];
+
+const OUTPUT_FORMAT: &[Param] = &[text("type", WORD_BYTES), source("schema")];
+
 /// What the routes of models that pool share.
 const POOLING: &[Param] = &[
     text("model", NAME_BYTES),
@@ -412,6 +478,9 @@ mod tests {
     use crate::chat::{ChatMessage, ContentPart};
     use crate::generate::GenerateSampling;
     use crate::images::ImageObject;
+    use crate::messages::{
+        Block, InMessage, Inner, OutputConfig, OutputFormat, Source, Thinking, ToolChoice,
+    };
     use crate::openai::StreamOptions;
     use crate::structure::{JsonSchemaFormat, ResponseFormat, StructuredOutputs};
 
@@ -456,6 +525,15 @@ mod tests {
         compare::<GenerateRequest>(GenerateRequest::PARAMS);
         compare::<LlamaRequest>(LlamaRequest::PARAMS);
         compare::<EmbeddingRequest>(EmbeddingRequest::PARAMS);
+        compare::<MessagesRequest>(MessagesRequest::PARAMS);
+        compare::<InMessage>(&[ANTHROPIC_MESSAGE]);
+        compare::<Block>(&[BLOCK]);
+        compare::<Inner>(&[INNER]);
+        compare::<Source>(&[SOURCE]);
+        compare::<Thinking>(&[THINKING]);
+        compare::<ToolChoice>(&[TOOL_CHOICE]);
+        compare::<OutputConfig>(&[OUTPUT_CONFIG]);
+        compare::<OutputFormat>(&[OUTPUT_FORMAT]);
         compare::<RerankRequest>(RerankRequest::PARAMS);
         compare::<ScoreRequest>(ScoreRequest::PARAMS);
         compare::<TokenizeRequest>(TokenizeRequest::PARAMS);

@@ -197,6 +197,14 @@ impl Encoder for Tagged {
         self.encoder.is_said_done()
     }
 
+    fn fail(&mut self, error: &ApiError, out: &mut Vec<u8>) -> serde_json::Result<()> {
+        self.encoder.fail(error, out)
+    }
+
+    fn media_type(&self) -> &'static str {
+        self.encoder.media_type()
+    }
+
     fn resumable(&self) -> bool {
         true
     }

@@ -204,7 +204,7 @@ pub(crate) async fn apply_template(
     let TokenizeInput::Chat(chat) = request.validate()? else {
         return Err(ApiError::invalid("messages", "`messages`: required and missing").into());
     };
-    let chat = encode_chat(&state.text, *chat, most, &charge).await?;
+    let chat = encode_chat(&state.text, *chat, most, &charge, "messages").await?;
     Ok(reply::ok(&AppliedTemplate { prompt: chat.text }))
 }
 

@@ -7,6 +7,7 @@ mod generate;
 pub(crate) mod info;
 mod llama;
 mod loads;
+mod messages;
 mod openapi;
 mod replicas;
 mod rerank;
@@ -31,6 +32,7 @@ use crate::ignored;
 use crate::peers::blocks::blocks;
 use crate::peers::{is_router, not_a_router, talk};
 use crate::reply::Failure;
+use crate::shapes::tell_errors;
 use crate::state::Shared;
 
 pub(crate) const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
@@ -42,6 +44,8 @@ pub(crate) fn router(state: Shared) -> Router {
     let generating = Router::new()
         .route("/v1/chat/completions", post(chat::chat_completions))
         .route("/v1/completions", post(completions::completions))
+        .route("/v1/messages", post(messages::messages))
+        .route("/v1/messages/count_tokens", post(messages::count_tokens))
         .route("/generate", post(generate::generate))
         .route("/completion", post(llama::completion))
         .route("/apply-template", post(llama::apply_template))
@@ -97,6 +101,7 @@ pub(crate) fn router(state: Shared) -> Router {
         .layer(from_fn_with_state(state.clone(), check_access))
         .layer(from_fn(ignored::tell))
         .layer(from_fn(contain))
+        .layer(from_fn(tell_errors))
         .layer(from_fn(name_request));
     let root = state.config.root_path.clone();
     let routes = routes.with_state(state);

@@ -14,6 +14,8 @@ use crate::state::Shared;
     paths(
         super::chat::chat_completions,
         super::completions::completions,
+        super::messages::messages,
+        super::messages::count_tokens,
         super::embeddings::embeddings,
         super::embeddings::pooling,
         super::rerank::rerank,

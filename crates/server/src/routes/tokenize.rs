@@ -43,9 +43,9 @@ pub(crate) async fn tokenize(
             let special = add_special_tokens;
             encode_prompts(&state.text, prompts, special, Some(most), "prompt", &charge).await
         }
-        TokenizeInput::Chat(chat) => {
-            encode_chat(&state.text, *chat, most, &charge).await.map(|chat| vec![chat.ids])
-        }
+        TokenizeInput::Chat(chat) => encode_chat(&state.text, *chat, most, &charge, "messages")
+            .await
+            .map(|chat| vec![chat.ids]),
     };
     let encoded = encoded.map_err(|error| match error {
         ApiError::TextTooLong { param, limit, .. } => too_many(&param, limit),

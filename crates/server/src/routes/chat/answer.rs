@@ -19,14 +19,14 @@ use crate::tally::Tally;
 
 /// How calls are named where the model gives them no names. A brain that goes on with another's stream gives the same ones.
 #[derive(Debug, Clone)]
-pub(super) struct CallIds {
+pub(crate) struct CallIds {
     /// Name of the response.
-    pub(super) response: String,
-    pub(super) form: Ids,
+    pub(crate) response: String,
+    pub(crate) form: Ids,
 }
 
 impl CallIds {
-    fn name(&self, choice: u32, call: u32) -> String {
+    pub(crate) fn name(&self, choice: u32, call: u32) -> String {
         /// Letters and digits; there are 32.
         const LETTERS: &[u8; 32] = b"0123456789abcdefghijklmnopqrstuv";
         let hash = xxh3_128(format!("{}/{choice}/{call}", self.response).as_bytes());

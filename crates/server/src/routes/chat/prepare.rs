@@ -1,0 +1,111 @@
+//! A conversation on its way to the engine, whatever dialect it came in.
+
+use std::sync::Arc;
+
+use forebay_api::{ApiError, Calls, ChatPrompt, Limits, OfferedTools, ReasoningOutput, ValidChat};
+use forebay_dialect::{Reading, Start, Tools};
+
+use super::calls;
+use crate::budget::Charge;
+use crate::call::{Submission, Terms};
+use crate::ignored::ignore;
+use crate::images::{self, ImageFile, SeenPrompt};
+use crate::state::Shared;
+use crate::text::encode_chat;
+
+/// A conversation as tokens.
+pub(crate) struct Rendered {
+    pub(crate) seen: SeenPrompt,
+    files: Vec<Arc<ImageFile>>,
+    /// As the template wrote it.
+    text: String,
+}
+
+/// Reads the images of a conversation, which came in `param` and may have `most` tokens, and renders and tokenises it.
+///
+/// # Errors
+/// An image is none, the template or the tokenizer refuses the conversation, or it is too long.
+pub(crate) async fn render(
+    state: &Shared,
+    mut prompt: ChatPrompt,
+    most: usize,
+    charge: &Arc<Charge>,
+    param: &'static str,
+) -> Result<Rendered, ApiError> {
+    let parts = std::mem::take(&mut prompt.images);
+    let files = images::read(state, parts, state.limits()?).await?;
+    let prompt = encode_chat(&state.text, prompt, most, charge, param).await?;
+    for name in prompt.ignored {
+        ignore(state, name)?;
+    }
+    let seen = match state.model.images {
+        Some(model) => images::spread(prompt.ids, model.token, &files, param)?,
+        None => SeenPrompt { ids: prompt.ids, images: Arc::default() },
+    };
+    Ok(Rendered { seen, files, text: prompt.text })
+}
+
+/// Renders a conversation, which came in `param`, and says how its answer is bound and read.
+///
+/// # Errors
+/// As [`render`]; or the form of the answer can't be kept.
+pub(crate) async fn prepare(
+    state: &Shared,
+    mut chat: ValidChat,
+    limits: Limits,
+    charge: &Arc<Charge>,
+    param: &'static str,
+) -> Result<Submission, ApiError> {
+    let continues = chat.prompt.continue_final_message;
+    if chat.generation.prompt_logprobs.is_some() && !chat.prompt.images.is_empty() {
+        let reason = "`prompt_logprobs`: a prompt with images has none";
+        return Err(ApiError::invalid("prompt_logprobs", reason));
+    }
+    let most = limits.context_length as usize;
+    let Rendered { seen, files, text } = render(state, chat.prompt, most, charge, param).await?;
+    for name in &chat.tools.skipped {
+        ignore(state, name)?;
+    }
+    let structure = chat.generation.structure.take();
+    let thinks = Start::of(state.model.dialect, &text, continues).place();
+    chat.generation.structure = calls::form(state, &chat.tools, structure, thinks)?;
+    let bound = chat.generation.structure.is_some();
+    let reading = reading(state, chat.tools, chat.reasoning, bound, (&text, continues));
+    let mut terms = Terms::new(chat.generation, &state.model.eos, limits);
+    terms.reading = reading;
+    terms.thinks = Some(thinks);
+    let mut submission = Submission::new(state, seen.ids, Arc::new(terms), limits, param)?;
+    (submission.images, submission.files) = (seen.images, files);
+    Ok(submission)
+}
+
+/// How answers behind `prompt` are read; `None`: they are text.
+fn reading(
+    state: &Shared,
+    tools: OfferedTools,
+    reasoning: ReasoningOutput,
+    bound: bool,
+    prompt: (&str, bool),
+) -> Option<Reading> {
+    let dialect = match reasoning {
+        ReasoningOutput::Content => state.model.dialect.without_reasoning(),
+        ReasoningOutput::Apart | ReasoningOutput::LeftOut => state.model.dialect,
+    };
+    let single = !tools.parallel;
+    let named = tools.demand.is_some_and(|demand| demand.calls == Calls::Named);
+    let tools = tools.functions.into_iter().map(|tool| (tool.name, tool.schema));
+    let tools = Arc::new(Tools::new(tools));
+    if !dialect.reads(&tools) {
+        return None;
+    }
+    let (text, continues) = prompt;
+    Some(Reading {
+        start: Start::of(dialect, text, continues),
+        dialect,
+        single,
+        silent: reasoning == ReasoningOutput::LeftOut,
+        bound,
+        named,
+        tools,
+    })
+}

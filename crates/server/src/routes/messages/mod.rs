@@ -1,0 +1,106 @@
+//! `POST /v1/messages`, Anthropic's dialect: a shape over the parts that chat uses.
+
+mod answer;
+
+use std::time::Instant;
+
+use axum::extract::State;
+use axum::response::Response;
+use forebay_api::{ApiError, ErrorBody, Limits, MessagesRequest, ValidChat};
+use serde::Serialize;
+use utoipa::ToSchema;
+
+use super::chat::{CallIds, prepare, render};
+use crate::call::Call;
+use crate::ignored::ignore;
+use crate::limits::{self, Upload};
+use crate::peers::Peer;
+use crate::reply::{self, Failure};
+use crate::routing::Routing;
+use crate::sse;
+use crate::state::Shared;
+use crate::wire::Wire;
+use answer::{Blocks, Writer};
+
+/// Answers a conversation in Anthropic's dialect. With `stream`, typed events come.
+#[utoipa::path(
+    post,
+    path = "/v1/messages",
+    request_body = MessagesRequest,
+    responses(
+        (status = 200, description = "The message, or a stream of its events", body = Object),
+        (status = "default", description = "An error, in Anthropic's shape", body = ErrorBody),
+    ),
+)]
+pub(crate) async fn messages(
+    State(state): State<Shared>,
+    wire: Wire,
+    peer: Peer,
+    routing: Routing,
+    body: Upload,
+) -> Result<Response, Failure> {
+    let arrived = Instant::now();
+    let (request, charge) = limits::read::<MessagesRequest>(body, &state).await?;
+    let model = state.model_name(request.model.as_deref())?;
+    let model_limits = state.admit()?;
+    let mut chat = validate(&state, request, model_limits)?;
+    routing.fill(&mut chat.generation);
+    let streamed = chat.streaming.is_some();
+    let submission = prepare(&state, chat, model_limits, &charge, "messages").await?;
+    drop(charge);
+    let name = peer.name("msg_");
+    let call = Call::start(&state, vec![submission], streamed, arrived, &peer).await?;
+    let mut call = call.named(&name.id);
+    let ids = CallIds { response: name.id.clone(), form: state.model.dialect.ids() };
+    let writer = Writer { id: name.id.clone(), model, ids };
+    if streamed {
+        return sse::stream(&state, call, Blocks::new(writer), wire, (&peer, &name));
+    }
+    let deltas = call.collect().await?;
+    let delta = deltas.first().ok_or(ApiError::Aborted)?;
+    Ok(reply::ok(&writer.message(delta, &call.tally())))
+}
+
+/// How long a prompt is.
+#[derive(Serialize, ToSchema)]
+pub(crate) struct TokenCount {
+    /// Tokens of the prompt, an image's positions among them.
+    input_tokens: u32,
+}
+
+/// Counts the tokens of a conversation.
+#[utoipa::path(
+    post,
+    path = "/v1/messages/count_tokens",
+    request_body = MessagesRequest,
+    responses(
+        (status = 200, description = "The number", body = TokenCount),
+        (status = "default", description = "An error, in Anthropic's shape", body = ErrorBody),
+    ),
+)]
+pub(crate) async fn count_tokens(
+    State(state): State<Shared>,
+    body: Upload,
+) -> Result<Response, Failure> {
+    let (request, charge) = limits::read::<MessagesRequest>(body, &state).await?;
+    state.model_name(request.model.as_deref())?;
+    let most = super::tokenize::most_tokens(&state)?;
+    let chat = validate(&state, request, state.limits()?)?;
+    let rendered = render(&state, chat.prompt, most, &charge, "messages").await?;
+    let input_tokens = u32::try_from(rendered.seen.ids.len()).unwrap_or(u32::MAX);
+    Ok(reply::ok(&TokenCount { input_tokens }))
+}
+
+/// Checks a request, and tells what of it has no effect.
+fn validate(
+    state: &Shared,
+    request: MessagesRequest,
+    limits: Limits,
+) -> Result<ValidChat, ApiError> {
+    let mut ignored = Vec::new();
+    let chat = request.validate(&state.model.defaults, limits, &mut ignored)?;
+    for name in &ignored {
+        ignore(state, name)?;
+    }
+    Ok(chat)
+}

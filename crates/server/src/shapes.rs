@@ -1,0 +1,73 @@
+//! The shapes of errors: each dialect's clients look for them in another place.
+
+use axum::body::Body;
+use axum::extract::Request;
+use axum::http::header::{CONTENT_LENGTH, CONTENT_TYPE};
+use axum::http::{HeaderValue, Uri};
+use axum::middleware::Next;
+use axum::response::Response;
+use forebay_api::ApiError;
+use serde_json::{Value, json};
+
+use crate::reply::Told;
+
+/// Whose clients ask.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Shape {
+    OpenAi,
+    Anthropic,
+}
+
+impl Shape {
+    fn of(uri: &Uri) -> Self {
+        match uri.path() {
+            "/v1/messages" | "/v1/messages/count_tokens" => Self::Anthropic,
+            _ => Self::OpenAi,
+        }
+    }
+}
+
+/// Answers a request; an error is told in the shape of the route's dialect.
+pub(crate) async fn tell_errors(request: Request, next: Next) -> Response {
+    let shape = Shape::of(request.uri());
+    let mut response = next.run(request).await;
+    let Some(Told(error)) = response.extensions_mut().remove::<Told>() else { return response };
+    let body = match shape {
+        Shape::OpenAi => return response,
+        Shape::Anthropic => anthropic(&error),
+    };
+    let headers = response.headers_mut();
+    headers.remove(CONTENT_LENGTH);
+    headers.insert(CONTENT_TYPE, HeaderValue::from_static("application/json"));
+    *response.body_mut() = Body::from(body.to_string());
+    response
+}
+
+/// An error as Anthropic's API tells it.
+pub(crate) fn anthropic(error: &ApiError) -> Value {
+    let kind = match error.status() {
+        401 => "authentication_error",
+        403 => "permission_error",
+        404 => "not_found_error",
+        413 => "request_too_large",
+        429 => "rate_limit_error",
+        503 => "overloaded_error",
+        500.. => "api_error",
+        _ => "invalid_request_error",
+    };
+    json!({"type": "error", "error": {"type": kind, "message": error.body().error.message}})
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn anthropic_s_kinds_are_those_of_the_status() {
+        let kind = |error: ApiError| anthropic(&error)["error"]["type"].clone();
+        assert_eq!(kind(ApiError::Unauthorized), "authentication_error");
+        assert_eq!(kind(ApiError::invalid("a", "b")), "invalid_request_error");
+        assert_eq!(kind(ApiError::Draining), "overloaded_error");
+        assert_eq!(kind(ApiError::BackendDied { deaths: 2 }), "api_error");
+    }
+}
