@@ -9,13 +9,18 @@ use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 use serde::Serialize;
 
 /// What `--cpu-affinity` says, in the way that vLLM and SGLang write the threads of their CPU backends: lists of processors as taskset has
-/// them, with `|` between the replicas'.
+/// them, with `|` between the replicas', and `;` between those of a replica's ranks.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum AffinityFlag {
     /// The hands get equal parts of what the process may use.
     Auto,
-    /// `[brain=LIST|]LIST[|LIST...]`
-    Lists(Affinity),
+    /// `[brain=LIST|]LIST[;LIST...][|LIST[;LIST...]...]`
+    Lists {
+        /// Of the brain; empty: any.
+        brain: Vec<usize>,
+        /// Of each replica, those of its ranks.
+        replicas: Vec<Vec<Vec<usize>>>,
+    },
 }
 
 /// Processors by number.
@@ -23,7 +28,7 @@ pub(crate) enum AffinityFlag {
 pub(crate) struct Affinity {
     /// Of all threads of the brain; empty: any.
     pub(crate) brain: Vec<usize>,
-    /// Of each replica's hand; none: any.
+    /// Of each hand, replica by replica and rank by rank; none: any.
     pub(crate) hands: Vec<Vec<usize>>,
 }
 
@@ -40,11 +45,12 @@ impl FromStr for AffinityFlag {
         if !brain.is_empty() {
             lists.next();
         }
-        let hands = lists.map(cpu_list).collect::<Result<Vec<_>, _>>()?;
-        if hands.is_empty() {
+        let ranks = |lists: &str| lists.split(';').map(cpu_list).collect::<Result<Vec<_>, _>>();
+        let replicas = lists.map(ranks).collect::<Result<Vec<_>, _>>()?;
+        if replicas.is_empty() {
             return Err("expected the hands' processors after those of the brain".into());
         }
-        Ok(Self::Lists(Affinity { brain, hands }))
+        Ok(Self::Lists { brain, replicas })
     }
 }
 
@@ -65,9 +71,10 @@ fn cpu_list(text: &str) -> Result<Vec<usize>, String> {
 }
 
 impl AffinityFlag {
-    /// What each replica of `replicas` gets.
-    pub(crate) fn resolve(&self, replicas: u32) -> Result<Affinity> {
-        let count = replicas as usize;
+    /// What each of the `ranks` hands of `replicas` replicas gets.
+    pub(crate) fn resolve(&self, replicas: u32, ranks: u32) -> Result<Affinity> {
+        let (of_each, ranks) = (replicas as usize, ranks as usize);
+        let count = of_each * ranks;
         let allowed = allowed()?;
         match self {
             Self::Auto => {
@@ -77,12 +84,19 @@ impl AffinityFlag {
                 let hands = cores.chunks(each).take(count).map(<[_]>::concat).collect();
                 Ok(Affinity { brain: Vec::new(), hands })
             }
-            Self::Lists(Affinity { brain, hands }) => {
-                let hands = match hands.len() {
-                    1 => vec![hands[0].clone(); count],
-                    given if given == count => hands.clone(),
-                    given => bail!("--cpu-affinity: {given} lists for {count} hands"),
-                };
+            Self::Lists { brain, replicas } => {
+                /// As many as there are to be, or one for all.
+                fn spread<T: Clone>(given: &[T], count: usize, of: &str) -> Result<Vec<T>> {
+                    match given {
+                        [one] => Ok(vec![one.clone(); count]),
+                        _ if given.len() == count => Ok(given.to_vec()),
+                        _ => bail!("--cpu-affinity: {} lists for {count} {of}", given.len()),
+                    }
+                }
+                let mut hands = Vec::with_capacity(count);
+                for given in spread(replicas, of_each, "replicas")? {
+                    hands.extend(spread(&given, ranks, "ranks")?);
+                }
                 let all = || brain.iter().chain(hands.iter().flatten());
                 if let Some(cpu) = all().find(|cpu| !allowed.contains(cpu)) {
                     bail!("--cpu-affinity: the process may not run on processor {cpu}");
@@ -143,13 +157,16 @@ mod tests {
     #[test]
     fn lists_are_read_as_taskset_reads_them() {
         let lists = |brain: &[usize], hands: &[&[usize]]| {
-            let hands = hands.iter().map(|list| list.to_vec()).collect();
-            Ok(AffinityFlag::Lists(Affinity { brain: brain.to_vec(), hands }))
+            let replicas = hands.iter().map(|list| vec![list.to_vec()]).collect();
+            Ok(AffinityFlag::Lists { brain: brain.to_vec(), replicas })
         };
         assert_eq!(parse("auto"), Ok(AffinityFlag::Auto));
         assert_eq!(parse("0-2,5"), lists(&[], &[&[0, 1, 2, 5]]));
         assert_eq!(parse("brain=0|1-2|3,3"), lists(&[0], &[&[1, 2], &[3]]));
-        for wrong in ["", "x", "3-1", "0|", "brain=0", "brain=|1", "0-99999", "-1"] {
+        let of_ranks = vec![vec![vec![1], vec![2]], vec![vec![3], vec![4, 5]]];
+        let ranks = AffinityFlag::Lists { brain: vec![0], replicas: of_ranks };
+        assert_eq!(parse("brain=0|1;2|3;4-5"), Ok(ranks));
+        for wrong in ["", "x", "1;", "3-1", "0|", "brain=0", "brain=|1", "0-99999", "-1"] {
             assert!(parse(wrong).is_err(), "{wrong}");
         }
     }
@@ -159,20 +176,24 @@ mod tests {
         let all = allowed().expect("processors");
         let first = all[0];
         let one = parse(&first.to_string()).expect("a list");
-        assert_eq!(one.resolve(3).expect("fits").hands, vec![vec![first]; 3]);
+        assert_eq!(one.resolve(3, 1).expect("fits").hands, vec![vec![first]; 3]);
         let two = parse(&format!("{first}|{first}")).expect("lists");
-        assert!(two.resolve(2).is_ok() && two.resolve(3).is_err());
+        assert!(two.resolve(2, 1).is_ok() && two.resolve(3, 1).is_err());
+        assert_eq!(two.resolve(2, 2).expect("one list for the ranks of each").hands.len(), 4);
+        let ranks = parse(&format!("{first};{first}")).expect("lists");
+        assert!(ranks.resolve(1, 2).is_ok() && ranks.resolve(3, 2).is_ok());
+        assert!(ranks.resolve(1, 3).is_err());
         let away = (0..CpuSet::MAX_CPU).find(|cpu| !all.contains(cpu)).expect("not all");
-        assert!(parse(&away.to_string()).expect("a list").resolve(1).is_err());
+        assert!(parse(&away.to_string()).expect("a list").resolve(1, 1).is_err());
     }
 
     #[test]
     fn equal_parts_overlap_nowhere() {
         let count = u32::try_from(cores(&allowed().expect("processors")).len()).expect("few");
-        let parts = AffinityFlag::Auto.resolve(count).expect("a core each").hands;
+        let parts = AffinityFlag::Auto.resolve(1, count).expect("a core each").hands;
         let cpus: Vec<usize> = parts.concat();
         assert_eq!(cpus.iter().collect::<BTreeSet<_>>().len(), cpus.len());
-        assert!(AffinityFlag::Auto.resolve(count + 1).is_err());
+        assert!(AffinityFlag::Auto.resolve(count + 1, 1).is_err());
         assert_eq!(threads_each(count).expect("cores"), 1);
     }
 }

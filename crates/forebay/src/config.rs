@@ -64,6 +64,8 @@ pub(crate) struct Config {
     pub(crate) fair_queueing: bool,
     pub(crate) max_client_priority: Option<u32>,
     pub(crate) dp_size: u32,
+    pub(crate) tp_size: u32,
+    pub(crate) ep_size: u32,
     pub(crate) load_balance_method: LoadBalance,
     pub(crate) load_watch_interval_s: f64,
     pub(crate) cpu_affinity: Affinity,
@@ -156,7 +158,10 @@ impl Config {
             );
         }
         let dp_size = flags.replicas.dp_size;
-        let (device, gpus) = device(flags.run.device, dp_size)?;
+        let tp_size = flags.replicas.tp_size;
+        let expert_parallel = flags.replicas.expert_parallel()?;
+        let hands = dp_size.saturating_mul(tp_size);
+        let (device, gpus) = device(flags.run.device, dp_size, tp_size)?;
         let cuda = device == Device::Cuda;
         let schedule = &flags.schedule;
         let usual_step = if cuda { CUDA_STEP_TOKENS } else { STEP_TOKENS };
@@ -186,12 +191,12 @@ impl Config {
             bail!("--load-watch-interval is for --load-balance-method shortest_queue");
         }
         let affinity = match &flags.replicas.cpu_affinity {
-            Some(flag) => flag.resolve(dp_size)?,
+            Some(flag) => flag.resolve(dp_size, tp_size)?,
             None => Affinity::default(),
         };
         let undivided = affinity.hands.is_empty() && device != Device::Sim;
         let threads = match flags.run.threads {
-            None if dp_size > 1 && undivided => Some(threads_each(dp_size)?),
+            None if hands > 1 && undivided => Some(threads_each(hands)?),
             given => given,
         };
         let running = schedule.max_running_requests;
@@ -234,6 +239,8 @@ impl Config {
             fair_queueing: !schedule.disable_fair_queueing,
             max_client_priority: schedule.max_client_priority,
             dp_size,
+            tp_size,
+            ep_size: if expert_parallel { tp_size } else { 1 },
             load_balance_method: balance,
             load_watch_interval_s: flags.replicas.load_watch_interval.as_secs_f64(),
             cpu_affinity: affinity,
@@ -242,7 +249,7 @@ impl Config {
                 schedule.mem_fraction_static.unwrap_or(CUDA_MEM_FRACTION)
             } else {
                 // The hands look at the same free memory at about the same time.
-                schedule.mem_fraction_static.unwrap_or(CPU_MEM_FRACTION) / f64::from(dp_size)
+                schedule.mem_fraction_static.unwrap_or(CPU_MEM_FRACTION) / f64::from(hands)
             },
             max_total_tokens: schedule.max_total_tokens,
             prefix_cache: !schedule.disable_radix_cache,
@@ -350,7 +357,8 @@ impl Config {
             max_total_tokens: self.max_total_tokens,
             arena_bytes: 0,
             rank: 0,
-            world_size: 1,
+            world_size: 0,
+            expert_parallel: self.ep_size > 1,
             threads: self.threads,
             seed: self.seed,
             weight_cache_bytes: self.weight_cache_bytes,
@@ -392,14 +400,14 @@ fn quantization(flags: &ServeFlags, model: &Model) -> Result<Option<Quantization
 }
 
 /// What `auto` stands for, and each replica's GPU.
-fn device(flag: Device, replicas: u32) -> Result<(Device, Vec<String>)> {
+fn device(flag: Device, replicas: u32, ranks: u32) -> Result<(Device, Vec<String>)> {
     let gpus = Gpus::find();
     let device = match flag {
         Device::Auto if gpus.any() => Device::Cuda,
         Device::Auto => Device::Cpu,
         given => given,
     };
-    let each = if device == Device::Cuda { gpus.each(replicas)? } else { Vec::new() };
+    let each = if device == Device::Cuda { gpus.each(replicas, ranks)? } else { Vec::new() };
     Ok((device, each))
 }
 

@@ -6,6 +6,7 @@ mod grammar;
 mod images;
 mod limits;
 mod listening;
+mod replicas;
 mod schedule;
 mod sharing;
 mod sparse;
@@ -24,9 +25,9 @@ pub(crate) use self::dialect::DialectFlags;
 pub(crate) use self::grammar::GrammarFlags;
 pub(crate) use self::images::ImageFlags;
 pub(crate) use self::listening::ListenFlags;
+pub(crate) use self::replicas::ReplicaFlags;
 pub(crate) use self::schedule::{ScheduleFlags, SchedulePolicy};
 
-use crate::affinity::AffinityFlag;
 use crate::model::Source;
 use crate::text::TextFlags;
 
@@ -201,26 +202,6 @@ pub(crate) struct ModelFlags {
     /// Seed of dummy weights, and of the jitter of a simulated device.
     #[arg(long, default_value_t = 0)]
     pub(crate) seed: u64,
-}
-
-#[derive(Debug, Args)]
-#[command(next_help_heading = "Replicas")]
-pub(crate) struct ReplicaFlags {
-    /// Whole copies of the model, each with a hand and a scheduler of its own. Limits of a step, of running requests and of the KV pool are each
-    /// one's; the queue's is that of all together.
-    #[arg(long, visible_alias = "data-parallel-size", value_name = "REPLICAS", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=256))]
-    pub(crate) dp_size: u32,
-    /// How a replica is chosen for a request that names none.
-    #[arg(long, value_enum, default_value_t)]
-    pub(crate) load_balance_method: LoadBalance,
-    /// Look at the replicas' loads only every so many seconds and know nothing in between, with `shortest_queue`: to measure what exact loads are
-    /// worth. 0: loads are exact.
-    #[arg(long, value_name = "SECONDS", default_value = "0", value_parser = seconds)]
-    pub(crate) load_watch_interval: Duration,
-    /// Processors of the brain's threads and of each hand: `[brain=LIST|]LIST|LIST...`, such as `brain=0-1|2-15|16-31`, one list a replica or
-    /// one for all; or `auto`, which divides the cores among the hands [default: any].
-    #[arg(long, value_name = "LISTS")]
-    pub(crate) cpu_affinity: Option<AffinityFlag>,
 }
 
 #[derive(Debug, Args)]

@@ -45,12 +45,16 @@ impl Gpus {
         self.files > 0 && self.named.as_ref().is_none_or(|named| !named.is_empty())
     }
 
-    /// One for each replica.
+    /// One for each rank of each replica, replica by replica.
     ///
     /// # Errors
     /// There are fewer.
-    pub(crate) fn each(&self, replicas: u32) -> Result<Vec<String>> {
-        let count = replicas as usize;
+    pub(crate) fn each(&self, replicas: u32, ranks: u32) -> Result<Vec<String>> {
+        let count = replicas.saturating_mul(ranks) as usize;
+        let (asked, who) = match ranks {
+            1 => (format!("--dp-size {replicas}"), "replica"),
+            _ => (format!("--dp-size {replicas} and --tp-size {ranks}"), "rank"),
+        };
         let all = match (&self.named, self.files) {
             (Some(named), _) => named.clone(),
             // The hand will say whether there is one.
@@ -59,7 +63,7 @@ impl Gpus {
         };
         ensure!(
             all.len() >= count,
-            "--dp-size {replicas}: {} GPUs are visible, and each replica needs one{}",
+            "{asked}: {} GPUs are visible, and each {who} needs one{}",
             all.len(),
             if self.named.is_some() { " (CUDA_VISIBLE_DEVICES says which)" } else { "" }
         );
@@ -105,7 +109,7 @@ mod tests {
 
     #[test]
     fn each_replica_gets_its_own() {
-        let each = |named, files, replicas| gpus(named, files).each(replicas);
+        let each = |named, files, replicas| gpus(named, files).each(replicas, 1);
         assert_eq!(each(None, TWO, 2).unwrap(), ["0", "1"]);
         assert_eq!(each(None, TWO, 1).unwrap(), ["0"]);
         assert_eq!(each(Some("3, GPU-a1,5"), TWO, 2).unwrap(), ["3", "GPU-a1"]);

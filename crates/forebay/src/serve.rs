@@ -12,7 +12,7 @@ use forebay_api::GenerationDefaults;
 use forebay_engine::{
     BlockObserver, Clock, EngineThread, Executor, OutputSink, Status, SystemClock,
 };
-use forebay_hand::{Arena, HandExecutor, HandSpec};
+use forebay_hand::{Arena, HandExecutor, HandSpec, RankSpec};
 use forebay_replicas::{Member, Replicas};
 use forebay_server::{
     AppState, BlockLog, EgressConfig, EgressMode, Guard, HealthThread, Intake, IntakeMode, Metrics,
@@ -255,10 +255,10 @@ fn executors(
             executors.push(Box::new(HandExecutor::new(HandSpec {
                 program: python.to_owned(),
                 args: python::arguments("forebay.worker"),
-                env: hand_environment(config.gpus.get(replica)),
+                env: hand_environment(),
                 config: config.hand(model),
                 arena: arena.clone(),
-                cpus: config.cpu_affinity.hands.get(replica).cloned().unwrap_or_default(),
+                ranks: ranks(config, replica),
             })?));
         }
         Arc::new(SystemClock::default())
@@ -274,18 +274,29 @@ fn executors(
     Ok((executors, clock))
 }
 
+/// The ranks of a replica. One with a GPU sees no other, so that all of them compute on their first.
+fn ranks(config: &Config, replica: usize) -> Vec<RankSpec> {
+    let count = config.tp_size as usize;
+    let hands = (0..count).map(|rank| replica * count + rank);
+    let rank = |hand: usize| RankSpec {
+        env: config
+            .gpus
+            .get(hand)
+            .map(|gpu| (gpus::VISIBLE.into(), gpu.into()))
+            .into_iter()
+            .collect(),
+        cpus: config.cpu_affinity.hands.get(hand).cloned().unwrap_or_default(),
+    };
+    hands.map(rank).collect()
+}
+
 /// glibc shall ask for huge pages where it maps large blocks, unless the user has said what it shall do: a step on a CPU reads all
 /// weights, and looking up every 4 KiB of them is up to a tenth of its time.
-///
-/// A hand with a GPU sees no other, so that all of them compute on their first.
-fn hand_environment(gpu: Option<&String>) -> Vec<(OsString, OsString)> {
+fn hand_environment() -> Vec<(OsString, OsString)> {
     const TUNABLES: &str = "GLIBC_TUNABLES";
     let mut variables: Vec<(OsString, OsString)> = Vec::new();
     if std::env::var_os(TUNABLES).is_none() {
         variables.push((TUNABLES.into(), "glibc.malloc.hugetlb=1".into()));
-    }
-    if let Some(gpu) = gpu {
-        variables.push((gpus::VISIBLE.into(), gpu.into()));
     }
     variables
 }

@@ -73,6 +73,7 @@ pub(crate) fn config(
             copy: profile.copy,
             bytes: profile.page_bytes(page_size, sparse.is_some()),
             sparse: profile.sparse,
+            ranks: config.tp_size,
             save_order: sparse.map(|sparse| sparse.kv_save_order).unwrap_or_default().into(),
         },
         hot_row_tokens,

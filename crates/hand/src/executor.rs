@@ -10,8 +10,8 @@ use std::time::{Duration, Instant};
 
 use forebay_engine::{Executor, Payload, Signal, Wake};
 use forebay_protocol::{
-    Fatal, Frame, FrameError, HandConfig, Hello, Kind, Message, Progress, Ready, StepMasks,
-    StepPlan, StepResult, encode_json,
+    Fatal, Frame, FrameError, HEADER_BYTES, HandConfig, Header, Hello, Kind, Message, Progress,
+    Ready, StepMasks, StepPlan, StepResult, StoreRequest, encode_json, encode_place,
 };
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::{MemfdFlags, memfd_create};
@@ -20,10 +20,13 @@ use tracing::debug;
 use crate::arena::{Arena, Region};
 use crate::frames::{FrameReader, FrameWriter, StreamError};
 use crate::process::RankProcess;
+use crate::store::Store;
 use crate::waker::EventWaker;
 
 /// Prompts from this many tokens on travel through the arena.
 const SPILL_TOKENS: usize = 2048;
+/// Frames from this many bytes on travel through the arena where there are several ranks: it is written once, and read by all.
+const SHARED_BYTES: usize = 8192;
 
 /// How to run a rank group.
 #[derive(Clone)]
@@ -34,11 +37,20 @@ pub struct HandSpec {
     pub args: Vec<OsString>,
     /// Variables set on top of the brain's own environment.
     pub env: Vec<(OsString, OsString)>,
-    /// What each rank is told; `rank` and `arena_bytes` are set here.
+    /// What each rank is told; `rank`, `world_size` and `arena_bytes` are set here.
     pub config: HandConfig,
     /// What is too big for the socket goes through here.
     pub arena: Arena,
-    /// Processors that the ranks may run on, by number; none: any.
+    /// The ranks, at least one.
+    pub ranks: Vec<RankSpec>,
+}
+
+/// What one rank has of its own.
+#[derive(Debug, Clone, Default)]
+pub struct RankSpec {
+    /// Variables set on top of those of the group.
+    pub env: Vec<(OsString, OsString)>,
+    /// Processors that it may run on, by number; none: any.
     pub cpus: Vec<usize>,
 }
 
@@ -59,11 +71,15 @@ pub struct HandExecutor {
     waker: Arc<EventWaker>,
     ranks: Vec<Rank>,
     signals: VecDeque<Signal>,
+    /// Where ranks find each other; `None` once they have, and where there is one.
+    store: Option<Store>,
     /// The memory of the host's tier, if it has one: an anonymous file that every hand of this group finds as the last one left it.
     host: Option<OwnedFd>,
     /// Arena regions of the plans in flight, oldest first.
     regions: VecDeque<Vec<Region>>,
     buffer: Vec<u8>,
+    /// Says where in the arena the frame of `buffer` lies.
+    place: Vec<u8>,
 }
 
 impl HandExecutor {
@@ -71,7 +87,8 @@ impl HandExecutor {
     ///
     /// # Errors
     /// The system refuses the waker, or memory for the host's tier.
-    pub fn new(spec: HandSpec) -> std::io::Result<Self> {
+    pub fn new(mut spec: HandSpec) -> std::io::Result<Self> {
+        spec.config.world_size = u32::try_from(spec.ranks.len()).unwrap_or(u32::MAX);
         let wanted = spec.config.host_bytes.is_some() || spec.config.host_ratio.is_some();
         // It is as long as the first hand makes it, and takes memory where somebody writes.
         let memory = || memfd_create("forebay-host-kv", MemfdFlags::CLOEXEC);
@@ -82,17 +99,20 @@ impl HandExecutor {
             waker: Arc::new(EventWaker::new()?),
             ranks: Vec::new(),
             signals: VecDeque::new(),
+            store: None,
             regions: VecDeque::new(),
             buffer: Vec::new(),
+            place: Vec::new(),
         })
     }
 
-    fn spawn_rank(&self) -> std::io::Result<Rank> {
+    fn spawn_rank(&self, rank: &RankSpec) -> std::io::Result<Rank> {
         let mut command = Command::new(&self.spec.program);
         let host = self.host.as_ref().map(AsFd::as_fd);
-        command.args(&self.spec.args).envs(self.spec.env.iter().map(|(k, v)| (k, v)));
+        let env = self.spec.env.iter().chain(&rank.env);
+        command.args(&self.spec.args).envs(env.map(|(name, value)| (name, value)));
         Ok(Rank {
-            process: RankProcess::spawn(command, self.spec.arena.fd(), host, &self.spec.cpus)?,
+            process: RankProcess::spawn(command, self.spec.arena.fd(), host, &rank.cpus)?,
             reader: FrameReader::default(),
             writer: FrameWriter::default(),
             facts: None,
@@ -159,55 +179,100 @@ impl HandExecutor {
             }
             Kind::Ready => {
                 self.ranks[index].facts = Some(Ready::decode(frame)?);
-                self.group_ready();
+                self.group_ready()?;
+            }
+            Kind::Store => {
+                let store = self.store.as_mut().ok_or(FrameError::Malformed(
+                    "a question to the store, which is for ranks that begin",
+                ))?;
+                for (rank, reply) in store.ask(index, StoreRequest::decode(frame)?)? {
+                    let rank = &mut self.ranks[rank];
+                    rank.writer.send(&mut rank.process.socket, &reply.encode()?)?;
+                }
             }
             Kind::Result => {
                 self.ranks[index].results.push_back(StepResult::decode(frame)?);
                 if self.ranks.iter().all(|rank| !rank.results.is_empty()) {
-                    self.step_done(index)?;
+                    self.step_done()?;
                 }
             }
             Kind::Fatal => {
                 let Fatal { error, .. } = Fatal::decode(frame)?;
                 self.ranks[index].last_words = Some(error);
             }
-            Kind::Config | Kind::Plan | Kind::Masks | Kind::Shutdown => {
+            Kind::Config
+            | Kind::Plan
+            | Kind::Masks
+            | Kind::Shutdown
+            | Kind::StoreReply
+            | Kind::PlanAt => {
                 return Err(FrameError::Malformed("a kind for hands only").into());
             }
         }
         Ok(())
     }
 
-    /// Reports the facts once every rank has them: the smallest pool counts, and the fewest tokens a row.
-    fn group_ready(&mut self) {
+    /// Reports the facts once every rank has them: those of the first, with the fewest tokens a row and the bytes of all.
+    fn group_ready(&mut self) -> Result<(), StreamError> {
         let all: Option<Vec<&Ready>> = self.ranks.iter().map(|rank| rank.facts.as_ref()).collect();
-        let Some(all) = all else { return };
-        let Some(smallest) = all.iter().min_by_key(|facts| facts.page_count) else { return };
-        let tokens_a_row = all.iter().map(|facts| facts.tokens_a_row).min().unwrap_or(1);
-        let facts = Ready { tokens_a_row, ..(*smallest).clone() };
+        let Some(all) = all else { return Ok(()) };
+        let [first, ..] = all[..] else { return Ok(()) };
+        let pages = |facts: &&Ready| (facts.page_count, facts.host_page_count);
+        if !all.iter().all(|facts| pages(facts) == pages(&first)) {
+            return Err(StreamError::Pools(all.iter().map(|facts| facts.page_count).collect()));
+        }
+        let facts = Ready {
+            tokens_a_row: all.iter().map(|facts| facts.tokens_a_row).min().unwrap_or(1),
+            weight_bytes: all.iter().map(|facts| facts.weight_bytes).sum(),
+            kv_bytes: all.iter().map(|facts| facts.kv_bytes).sum(),
+            ..first.clone()
+        };
         // A respawned hand must offer exactly the pages that the scheduler was built on, whatever memory is free by then.
         let config = &mut self.spec.config;
         config.max_total_tokens = Some(u64::from(facts.page_count) * u64::from(config.page_size));
         // And so many pages of the host's tier, in the same places.
         config.host_pages = (facts.host_page_count > 0).then_some(facts.host_page_count);
+        self.store = None;
         self.signals.push_back(Signal::Ready(facts));
+        Ok(())
     }
 
-    /// Reports a step that all ranks have answered. They compute the same, so that another answer from one means that their states
-    /// differ; rank `index` gave the last one.
-    fn step_done(&mut self, index: usize) -> Result<(), StreamError> {
+    /// Reports a step that all ranks have answered. They compute the same, so that another answer from one means that their states differ. A
+    /// step is as long as its longest rank, and has waited no longer than the one that waited least.
+    fn step_done(&mut self) -> Result<(), StreamError> {
         self.regions.pop_front();
-        let mut results = self.ranks.iter_mut().filter_map(|rank| rank.results.pop_front());
-        let Some(first) = results.next() else { return Ok(()) };
-        let what = |result: &StepResult| {
-            let StepResult { step, tokens, row_errors, .. } = result;
-            (*step, tokens.clone(), row_errors.clone(), result.counts().collect::<Vec<_>>())
+        let (first, others) = match &mut self.ranks[..] {
+            [] => return Ok(()),
+            [first, others @ ..] => (first.results.pop_front(), others),
         };
-        if !results.all(|other| what(&other) == what(&first)) {
-            return Err(StreamError::Disagreement { rank: index, step: first.step });
+        let Some(mut first) = first else { return Ok(()) };
+        for rank in others {
+            let Some(other) = rank.results.pop_front() else { return Ok(()) };
+            if let Some(how) = difference(&first, &other) {
+                return Err(StreamError::Disagreement { step: first.step, how });
+            }
+            first.device_us = first.device_us.max(other.device_us);
+            first.gap_us = first.gap_us.min(other.gap_us);
         }
         self.signals.push_back(Signal::Result(first));
         Ok(())
+    }
+
+    /// Puts the frame in the buffer into the arena where that is worth it, beside what else its step has there; gives the frame that says where
+    /// it lies.
+    fn share(&mut self) -> Option<&[u8]> {
+        if self.ranks.len() < 2 || self.buffer.len() < SHARED_BYTES {
+            return None;
+        }
+        let regions = self.regions.back_mut()?;
+        // Where there is no room, it goes to each by its socket.
+        let region = self.spec.arena.place(&self.buffer)?;
+        let header = self.buffer.first_chunk::<HEADER_BYTES>()?;
+        let step = Header::decode(header).ok()?.step;
+        let words = u32::try_from(self.buffer.len() / 4).ok()?;
+        encode_place(step, region.offset(), words, &mut self.place).ok()?;
+        regions.push(region);
+        Some(&self.place)
     }
 
     /// Sends the frame in the buffer to every rank.
@@ -218,9 +283,11 @@ impl HandExecutor {
             self.signals.push_back(Signal::Died(format!("the plan cannot be sent: {error}")));
             return;
         }
+        let shared = self.share().is_some();
+        let frame = if shared { &self.place } else { &self.buffer };
         for (index, rank) in self.ranks.iter_mut().enumerate() {
             // It fails only if the socket is closed or broken: the next wait reads last words, and reports it.
-            if rank.writer.send(&mut rank.process.socket, &self.buffer).is_err() {
+            if rank.writer.send(&mut rank.process.socket, frame).is_err() {
                 debug!(rank = index, "the plan could not be sent");
             }
         }
@@ -258,12 +325,35 @@ impl HandExecutor {
     }
 }
 
+/// How the results of two ranks for the same step differ, if they do.
+fn difference(one: &StepResult, other: &StepResult) -> Option<String> {
+    if one.step != other.step {
+        return Some(format!("the other rank is in step {}", other.step));
+    }
+    let columns = [
+        ("token", &one.tokens, &other.tokens),
+        ("error of row", &one.row_errors, &other.row_errors),
+    ];
+    for (what, one, other) in columns {
+        if one.len() != other.len() {
+            return Some(format!("{} and {} {what}s", one.len(), other.len()));
+        }
+        if let Some(at) = one.iter().zip(other).position(|(one, other)| one != other) {
+            return Some(format!("{what} {at}: {}, {}", one[at], other[at]));
+        }
+    }
+    let counts = |result: &StepResult| result.counts().collect::<Vec<_>>();
+    let differ = !one.counts().eq(other.counts());
+    differ.then(|| format!("tokens a row: {:?}, {:?}", counts(one), counts(other)))
+}
+
 impl Executor for HandExecutor {
     fn start(&mut self) {
         debug_assert!(self.ranks.is_empty(), "the last group is still there");
         self.signals.clear();
-        for _ in 0..self.spec.config.world_size {
-            match self.spawn_rank() {
+        self.store = (self.spec.ranks.len() > 1).then(Store::default);
+        for rank in &self.spec.ranks {
+            match self.spawn_rank(rank) {
                 Ok(rank) => self.ranks.push(rank),
                 Err(error) => {
                     let program = self.spec.program.display();

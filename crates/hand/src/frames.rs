@@ -6,6 +6,8 @@ use std::os::unix::net::UnixStream;
 use forebay_protocol::{Frame, FrameError, HEADER_BYTES, Header};
 use thiserror::Error;
 
+use crate::store::StoreError;
+
 /// Why a connection is of no more use.
 #[derive(Debug, Error)]
 pub(crate) enum StreamError {
@@ -16,13 +18,19 @@ pub(crate) enum StreamError {
     #[error("socket: {0}")]
     Io(#[from] std::io::Error),
     /// Ranks that compute the same gave different results.
-    #[error("step {step}: its result differs from another rank's")]
+    #[error("ranks disagree in step {step}: {how}")]
     Disagreement {
-        /// Who gave the last one.
-        rank: usize,
         /// The step.
         step: u64,
+        /// What differs, and the values of all ranks.
+        how: String,
     },
+    /// Ranks have different pools, so that they can't follow the same plans.
+    #[error("ranks have different numbers of pages: {0:?}")]
+    Pools(Vec<u32>),
+    /// A rank asks the store for what it can't have.
+    #[error(transparent)]
+    Store(#[from] StoreError),
     /// The peer wrote something else.
     #[error(transparent)]
     Frame(#[from] FrameError),

@@ -12,10 +12,11 @@ mod frames;
 mod process;
 mod slice;
 mod space;
+mod store;
 mod waker;
 
 pub use arena::{Arena, MAX_ARENA_BYTES, Region};
-pub use executor::{HandExecutor, HandSpec};
+pub use executor::{HandExecutor, HandSpec, RankSpec};
 pub use forebay_protocol::HandConfig;
 pub use process::without_keys;
 pub use slice::take_short_turns;

@@ -1,5 +1,6 @@
 """A hand without a model, in the standard library alone: what it does is chosen by FAKE_BEHAVIOUR."""
 
+import io
 import json
 import os
 import signal
@@ -10,7 +11,9 @@ import sys
 import time
 
 SOCKET = socket.socket(fileno=3)
+SHARED = []
 HELLO, CONFIG, PROGRESS, READY, PLAN, RESULT, FATAL, SHUTDOWN = range(1, 9)
+STORE, STORE_REPLY, PLAN_AT = 10, 11, 12
 SLOTS, ROWS = 1, 8
 TOKENS, ROW_ERRORS, TIMING = 1, 2, 6
 
@@ -26,15 +29,32 @@ def read_exactly(count):
     return data
 
 
-def read_frame():
-    """Kind, step and columns by id of the next frame."""
-    _, _, kind, step, columns, words = struct.unpack("<4sHHQII", read_exactly(24))
-    body = struct.unpack(f"<{words}i", read_exactly(4 * words))
+def read_frame(read=read_exactly):
+    """Kind, step and columns by id of the next frame, wherever it lies."""
+    _, _, kind, step, columns, words = struct.unpack("<4sHHQII", read(24))
+    body = struct.unpack(f"<{words}i", read(4 * words))
     table, rest, split = body[: 2 * columns], body[2 * columns :], {}
     for id_, length in zip(table[::2], table[1::2], strict=True):
         split[id_] = rest[:length]
         rest = rest[length:]
+    if kind == PLAN_AT:
+        offset, words = split[1]
+        frame = io.BytesIO(os.pread(4, 4 * words, offset))
+        in_arena = read_frame(frame.read)
+        assert not frame.read(), "more words than the frame has"
+        assert in_arena[1] == step
+        SHARED.append(step)
+        return in_arena
     return kind, step, split
+
+
+def ask(op, **arguments):
+    """Asks the store; gives its answer."""
+    send_json(STORE, {"id": 9, "op": op, **arguments})
+    _, _, columns = read_frame()
+    reply = json.loads(struct.pack(f"<{len(columns[1])}i", *columns[1]))
+    assert reply["id"] == 9
+    return reply
 
 
 def send(kind, step, columns):
@@ -64,6 +84,25 @@ if behaviour == "child":
     grandchild = subprocess.Popen(["sleep", "1000"])
     with open(os.environ["FAKE_PID_FILE"], "w") as file:
         file.write(f"{grandchild.pid}")
+rank = config["rank"]
+if behaviour == "meet":
+    # Rank 0 is late: the others wait for what it says.
+    if rank == 0:
+        time.sleep(0.2)
+        ask("set", key="word", value="aGk=")
+    else:
+        assert ask("get", key="word")["value"] == "aGk="
+    count = ask("add", key="met", amount=1)["number"]
+    assert 1 <= count <= config["world_size"]
+    ask("wait", keys=["word", "met"])
+if behaviour == "dies while others wait":
+    if rank == 0:
+        os._exit(3)
+    ask("get", key="never")
+if behaviour == "asks too much":
+    ask("set", key="k" * 2000, value="")
+if behaviour == "other pages":
+    config["max_total_tokens"] = 16 * (100 + rank)
 send_json(PROGRESS, {"stage": "weights", "done": 1, "total": 2})
 pages = (config.get("max_total_tokens") or 1600) // config["page_size"]
 facts = {"page_count": pages, "vocab_size": 9, "hidden_size": 4, "dtype": "float32", "weight_bytes": 1, "kv_bytes": 2}
@@ -82,10 +121,19 @@ while True:
         SOCKET.sendall(b"what is this? " * 10)
     if behaviour == "crash":
         os._exit(7)
+    if behaviour == "asks late":
+        ask("count")
+    if rank == 1 and step == int(os.environ.get("FAKE_STEP", "2")):
+        if behaviour == "is killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if behaviour == "is stopped":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        if behaviour == "lies":
+            rank = 7
     slots, rows = columns.get(SLOTS, ()), columns.get(ROWS, ())
     sampled = sum(flags & 1 for flags in rows[3::4])
-    first = config["rank"] if behaviour == "own token" else 0
-    if slots and slots[10] >= 0:
+    first = {"own token": rank, "lies": rank // 7, "tells": len(SHARED)}.get(behaviour, 0)
+    if slots and slots[10] >= 0 and behaviour != "tells":
         arena = os.pread(4, 4, slots[10])
         first = struct.unpack("<i", arena)[0]
     send(RESULT, step, {TOKENS: [first] * sampled, ROW_ERRORS: [0] * (len(rows) // 4), TIMING: [11, 22]})

@@ -1,10 +1,10 @@
 //! The executor against a process that speaks the protocol and misbehaves on demand.
 
 use std::path::Path;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use forebay_engine::{Executor, Payloads, Ready, Signal};
-use forebay_hand::{Arena, HandConfig, HandExecutor, HandSpec};
+use forebay_hand::{Arena, HandConfig, HandExecutor, HandSpec, RankSpec};
 use forebay_protocol::{NewSlot, Row, SlotSpec, StepPlan, StepResult, Want};
 
 const MINUTE_US: u64 = 60_000_000;
@@ -15,10 +15,15 @@ fn spec(behaviour: &str) -> HandSpec {
         program: "python3".into(),
         args: vec![script.into()],
         env: vec![("FAKE_BEHAVIOUR".into(), behaviour.into())],
-        config: HandConfig { page_size: 16, world_size: 1, ..HandConfig::default() },
+        config: HandConfig { page_size: 16, ..HandConfig::default() },
         arena: Arena::new(1 << 20).expect("arena"),
-        cpus: Vec::new(),
+        ranks: vec![RankSpec::default()],
     }
+}
+
+/// A group of ranks.
+fn ranks(behaviour: &str, count: usize) -> HandSpec {
+    HandSpec { ranks: vec![RankSpec::default(); count], ..spec(behaviour) }
 }
 
 fn executor(spec: HandSpec) -> HandExecutor {
@@ -168,9 +173,7 @@ fn a_fact_that_is_missing_is_named() {
 #[test]
 fn ranks_that_disagree_end_the_group() {
     for (behaviour, same) in [("good", true), ("own token", false)] {
-        let mut spec = spec(behaviour);
-        spec.config.world_size = 2;
-        let mut executor = executor(spec);
+        let mut executor = executor(ranks(behaviour, 2));
         ready(&mut executor);
         executor.submit(&plan(1, &[5; 3]));
         if same {
@@ -178,8 +181,89 @@ fn ranks_that_disagree_end_the_group() {
             continue;
         }
         let reason = death(&mut executor);
-        assert!(reason.contains("step 1: its result differs from another rank's"), "{reason}");
+        assert!(reason.contains("ranks disagree in step 1: token 0: 0, 1"), "{reason}");
     }
+}
+
+#[test]
+fn ranks_meet_through_the_brain() {
+    let mut group = executor(ranks("meet", 3));
+    let facts = ready(&mut group);
+    assert_eq!((facts.weight_bytes, facts.kv_bytes, facts.page_count), (3, 6, 100), "of all three");
+    group.submit(&plan(1, &[5; 3]));
+    assert_eq!(result(&mut group).step, 1);
+
+    for (behaviour, reason) in [
+        ("dies while others wait", "rank 0: exit status 3"),
+        ("asks too much", "the store has at most"),
+        ("other pages", "ranks have different numbers of pages: [100, 101]"),
+    ] {
+        let mut group = executor(ranks(behaviour, 2));
+        group.start();
+        let found = death(&mut group);
+        assert!(found.contains(reason), "{found}");
+    }
+    let mut late = executor(ranks("asks late", 2));
+    ready(&mut late);
+    late.submit(&plan(1, &[5; 3]));
+    let reason = death(&mut late);
+    assert!(reason.contains("for ranks that begin"), "{reason}");
+}
+
+#[test]
+fn large_plans_are_written_once_for_all_ranks() {
+    // What a rank says is how many of its plans lay in the arena.
+    for (count, expected) in [(1, [0, 0, 0]), (3, [0, 1, 2])] {
+        let spec = ranks("tells", count);
+        let arena = spec.arena.clone();
+        let mut group = executor(spec);
+        ready(&mut group);
+        for (step, tokens) in [(1, 10), (2, 2040), (3, 2047)] {
+            group.submit(&plan(step, &vec![5; tokens]));
+            let given = result(&mut group);
+            assert_eq!((given.step, given.tokens[0]), (step, expected[step as usize - 1]));
+            assert_eq!(arena.used(), 0, "a step that all have answered keeps nothing");
+        }
+    }
+    // Without room each gets its own.
+    let spec = ranks("tells", 2);
+    let taken = spec.arena.reserve(1 << 20).expect("all of it");
+    let mut group = executor(spec);
+    ready(&mut group);
+    group.submit(&plan(1, &[5; 2040]));
+    assert_eq!(result(&mut group).tokens, [0]);
+    drop(taken);
+}
+
+#[test]
+fn a_rank_s_end_is_that_of_all() {
+    for (behaviour, reason) in [
+        ("is killed", "rank 1: killed (signal 9"),
+        ("lies", "ranks disagree in step 2: token 0: 0, 1"),
+    ] {
+        let mut group = executor(ranks(behaviour, 3));
+        ready(&mut group);
+        group.submit(&plan(1, &[5; 3]));
+        assert_eq!(result(&mut group).step, 1);
+        let before = Instant::now();
+        group.submit(&plan(2, &[5; 3]));
+        let found = death(&mut group);
+        assert!(found.contains(reason), "{found}");
+        assert!(
+            before.elapsed() < Duration::from_secs(5),
+            "from outside, not when a rank gives up"
+        );
+        // It starts again as if nothing had been.
+        ready(&mut group);
+        group.submit(&plan(3, &[5; 3]));
+        assert_eq!(result(&mut group).step, 3);
+    }
+    // Who hangs is found by whoever waits for the step.
+    let mut group = executor(ranks("is stopped", 2));
+    ready(&mut group);
+    group.submit(&plan(2, &[5; 3]));
+    assert!(matches!(group.wait(Some(200_000)), Signal::TimedOut));
+    group.stop();
 }
 
 #[test]

@@ -39,6 +39,12 @@ pub enum Kind {
     Shutdown = 8,
     /// Brain to hand: which tokens the masked rows of a step may sample.
     Masks = 9,
+    /// Hand to brain: a question to the store by which ranks find each other.
+    Store = 10,
+    /// Brain to hand: its answer.
+    StoreReply = 11,
+    /// Brain to hand: where in the arena the frame of a step lies.
+    PlanAt = 12,
 }
 
 impl TryFrom<u16> for Kind {
@@ -55,6 +61,9 @@ impl TryFrom<u16> for Kind {
             7 => Self::Fatal,
             8 => Self::Shutdown,
             9 => Self::Masks,
+            10 => Self::Store,
+            11 => Self::StoreReply,
+            12 => Self::PlanAt,
             other => return Err(FrameError::Kind(other)),
         })
     }
@@ -259,6 +268,19 @@ pub fn encode_json(kind: Kind, text: &str) -> Result<Vec<u8>, FrameError> {
     bytemuck::cast_slice_mut::<i32, u8>(&mut words)[..text.len()].copy_from_slice(text.as_bytes());
     encode(kind, 0, &[&words], &mut out)?;
     Ok(out)
+}
+
+/// Writes the frame that says where in the arena a frame of step `step` lies: its first byte, a multiple of 16, and its words with the header's.
+///
+/// # Errors
+/// None of those that a short frame could have; the type is that of all writers.
+pub fn encode_place(
+    step: u64,
+    offset: u32,
+    words: u32,
+    out: &mut Vec<u8>,
+) -> Result<(), FrameError> {
+    encode(Kind::PlanAt, step, &[&[offset.cast_signed(), words.cast_signed()]], out)
 }
 
 /// Words read as floats: the same bytes.

@@ -81,6 +81,8 @@ pub struct HandConfig {
     pub rank: u32,
     /// How many ranks the group has.
     pub world_size: u32,
+    /// Experts are split by rank, whole; else each like any matrix.
+    pub expert_parallel: bool,
     /// Threads that compute on a CPU; `None`: the physical cores that the process may use.
     pub threads: Option<u32>,
     /// Of dummy weights.
@@ -107,6 +109,78 @@ pub struct HandConfig {
     pub image_pool_tokens: Option<u64>,
     /// Whether anything waits for saves: `behind`, nothing; `fence`, the rows of the next plan; `inline`, the next plan.
     pub kv_save_order: String,
+}
+
+/// Hand to brain, between `config` and `ready`: a question to the store by which ranks find each other. Values are in base64.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct StoreRequest {
+    /// Comes back with the answer.
+    pub id: u64,
+    /// The question.
+    #[serde(flatten)]
+    pub op: StoreOp,
+}
+
+/// A question to the store: those of PyTorch's stores (`torch.distributed.Store`).
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(tag = "op", rename_all = "snake_case")]
+pub enum StoreOp {
+    /// Sets a value.
+    Set {
+        /// Its key.
+        key: String,
+        /// The value.
+        value: String,
+    },
+    /// Asks for a value, and waits until it is there.
+    Get {
+        /// Its key.
+        key: String,
+    },
+    /// Adds to a number, which is 0 before; asks for the sum.
+    Add {
+        /// Its key.
+        key: String,
+        /// What is added.
+        amount: i64,
+    },
+    /// Asks whether all keys are there: 1 or 0.
+    Check {
+        /// The keys.
+        keys: Vec<String>,
+    },
+    /// Waits until all keys are there.
+    Wait {
+        /// The keys.
+        keys: Vec<String>,
+    },
+    /// Sets a value if it is the expected one; asks what it is then.
+    CompareSet {
+        /// Its key.
+        key: String,
+        /// What it is to be before; empty: nothing may be there.
+        expected: String,
+        /// The value.
+        value: String,
+    },
+    /// Removes a key; asks whether it was there: 1 or 0.
+    Delete {
+        /// The key.
+        key: String,
+    },
+    /// Asks how many keys there are.
+    Count,
+}
+
+/// Brain to hand: an answer of the store.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct StoreReply {
+    /// Of the question.
+    pub id: u64,
+    /// A value in base64, where one was asked for.
+    pub value: Option<String>,
+    /// A number, where one was asked for.
+    pub number: Option<i64>,
 }
 
 /// Hand to brain: how far loading has come, and a sign of life.
@@ -183,6 +257,14 @@ impl Message for HandConfig {
     const KIND: Kind = Kind::Config;
 }
 
+impl Message for StoreRequest {
+    const KIND: Kind = Kind::Store;
+}
+
+impl Message for StoreReply {
+    const KIND: Kind = Kind::StoreReply;
+}
+
 impl Message for Progress {
     const KIND: Kind = Kind::Progress;
 }
@@ -235,6 +317,12 @@ mod tests {
         let bytes = config.encode().expect("short");
         assert_eq!(HandConfig::decode(&frame(&bytes)), Ok(config));
         assert!(Hello::decode(&frame(&bytes)).is_err(), "another kind");
+        let set = StoreOp::Set { key: "k".into(), value: "eA==".into() };
+        for op in [set, StoreOp::Count] {
+            let request = StoreRequest { id: 3, op };
+            let bytes = request.encode().expect("short");
+            assert_eq!(StoreRequest::decode(&frame(&bytes)), Ok(request));
+        }
     }
 
     #[test]

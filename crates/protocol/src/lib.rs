@@ -17,8 +17,12 @@ pub use copy::{
     Span,
 };
 pub use dtype::Dtype;
-pub use frame::{Frame, FrameError, HEADER_BYTES, Header, Kind, MAX_WORDS, VERSION, encode_json};
-pub use handshake::{Fatal, HandConfig, Hello, Message, Progress, Ready};
+pub use frame::{
+    Frame, FrameError, HEADER_BYTES, Header, Kind, MAX_WORDS, VERSION, encode_json, encode_place,
+};
+pub use handshake::{
+    Fatal, HandConfig, Hello, Message, Progress, Ready, StoreOp, StoreReply, StoreRequest,
+};
 pub use masks::StepMasks;
 pub use plan::{
     Grid, IMAGE_SPAN_WORDS, IMAGE_WORDS, ImageSpan, PAGE_WRITE_WORDS, PROMPT_LOGPROBS_WORDS,

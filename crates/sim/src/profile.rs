@@ -87,13 +87,21 @@ impl DeviceModel {
 pub struct Jitter {
     sigma: f64,
     seed: u64,
+    /// Ranks that compute a step together, each with noise of its own.
+    ranks: u32,
 }
 
 impl Jitter {
     /// Noise with the standard deviation `sigma` of its logarithm.
     #[must_use]
     pub fn new(sigma: f64, seed: u64) -> Self {
-        Self { sigma, seed }
+        Self { sigma, seed, ranks: 1 }
+    }
+
+    /// The same of a group of ranks: a step is as long as its longest rank.
+    #[must_use]
+    pub fn of_ranks(self, ranks: u32) -> Self {
+        Self { ranks: ranks.max(1), ..self }
     }
 
     /// What the time of step `step` is multiplied by.
@@ -102,8 +110,13 @@ impl Jitter {
         if self.sigma == 0.0 {
             return 1.0;
         }
+        (0..self.ranks.into()).map(|rank| self.factor_of(rank, step)).fold(0.0, f64::max)
+    }
+
+    fn factor_of(&self, rank: u64, step: u64) -> f64 {
         // Two uniform numbers of 32 bits, made normal (Box and Muller 1958).
-        let bits = splitmix(splitmix(self.seed) ^ step);
+        let seed = if rank == 0 { self.seed } else { splitmix(self.seed ^ rank) };
+        let bits = splitmix(splitmix(seed) ^ step);
         let unit = |bits: u64| ((bits & 0xffff_ffff) as f64 + 0.5) / 4_294_967_296.0;
         let radius = (-2.0 * unit(bits).ln()).sqrt();
         let normal = radius * (std::f64::consts::TAU * unit(bits >> 32)).cos();
@@ -415,5 +428,18 @@ mod tests {
         assert_eq!(jitter.factor(3), Jitter::new(0.2, 5).factor(3));
         assert_ne!(jitter.factor(3), Jitter::new(0.2, 6).factor(3));
         assert_eq!(Jitter::new(0.0, 5).factor(3), 1.0);
+    }
+
+    #[test]
+    fn a_group_s_step_is_as_long_as_its_longest_rank() {
+        let one = Jitter::new(0.2, 5);
+        let mean = |jitter: Jitter| (0..4000).map(|step| jitter.factor(step)).sum::<f64>() / 4000.0;
+        for step in 0..100 {
+            assert!(one.of_ranks(4).factor(step) >= one.factor(step));
+            assert_eq!(one.of_ranks(1).factor(step), one.factor(step));
+        }
+        // The expected largest of 4 and of 8 normal numbers is 1.03 and 1.42 of their deviation.
+        assert!((mean(one.of_ranks(4)).ln() - 0.2 * 1.03).abs() < 0.03);
+        assert!((mean(one.of_ranks(8)).ln() - 0.2 * 1.42).abs() < 0.03);
     }
 }

@@ -79,6 +79,8 @@ pub struct Timing {
     pub sparse: SparseModel,
     /// What waits for saves.
     pub save_order: SaveOrder,
+    /// Ranks that compute each step together, of which the model's times are those of a usual one; 0 and 1: one.
+    pub ranks: u32,
 }
 
 /// When a step was computed.
@@ -112,7 +114,7 @@ impl Timeline {
     pub fn new(timing: Timing, jitter: Jitter, now_us: u64) -> Self {
         Self {
             timing,
-            jitter,
+            jitter: jitter.of_ranks(timing.ranks),
             copies: CopyEngines::new(timing.copy, timing.bytes),
             sparse_slots: HashSet::new(),
             busy_until: now_us,
@@ -257,7 +259,7 @@ mod tests {
             row_bytes: 1000.0,
             gather_gbps: Some(1.0),
         };
-        let timing = Timing { model, copy, sparse, save_order, bytes: PageBytes::default() };
+        let timing = Timing { model, copy, sparse, save_order, ..Timing::default() };
         Timeline::new(timing, Jitter::new(0.0, 0), 0)
     }
 

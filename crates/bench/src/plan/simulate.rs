@@ -91,6 +91,7 @@ impl Setup {
             bytes,
             sparse: SparseModel { miss_rows, ..profile.sparse },
             save_order: args.sparse.kv_save_order.into(),
+            ranks: args.tp_size,
         };
         Ok(Self {
             timing,

@@ -1,0 +1,162 @@
+//! Flags about replicas, and the ranks of each.
+
+use std::time::Duration;
+
+use anyhow::{Result, bail};
+use clap::Args;
+
+use super::{LoadBalance, seconds};
+use crate::affinity::AffinityFlag;
+
+#[derive(Debug, Args)]
+#[command(next_help_heading = "Replicas")]
+pub(crate) struct ReplicaFlags {
+    /// Whole copies of the model, each with a hand and a scheduler of its own. Limits of a step, of running requests and of the KV pool are each
+    /// one's; the queue's is that of all together.
+    #[arg(long, visible_alias = "data-parallel-size", value_name = "REPLICAS", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=256))]
+    pub(crate) dp_size: u32,
+    /// How a replica is chosen for a request that names none.
+    #[arg(long, value_enum, default_value_t)]
+    pub(crate) load_balance_method: LoadBalance,
+    /// Look at the replicas' loads only every so many seconds and know nothing in between, with `shortest_queue`: to measure what exact loads are
+    /// worth. 0: loads are exact.
+    #[arg(long, value_name = "SECONDS", default_value = "0", value_parser = seconds)]
+    pub(crate) load_watch_interval: Duration,
+    /// Ranks of each replica: the model is divided among them. On CPUs that is for tests, and slower than one.
+    #[arg(long, visible_alias = "tensor-parallel-size", value_name = "RANKS", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=256))]
+    pub(crate) tp_size: u32,
+    /// Give each rank whole experts, in place of a part of each; as many ranks as --tp-size.
+    #[arg(long, visible_alias = "enable-ep-moe")]
+    pub(crate) enable_expert_parallel: bool,
+    /// The same, by the number of ranks; 1: experts are divided like other matrices.
+    #[arg(long, visible_alias = "expert-parallel-size", value_name = "RANKS")]
+    pub(crate) ep_size: Option<u32>,
+    #[command(flatten)]
+    pub(crate) elsewhere: ElsewhereFlags,
+    /// Processors of the brain's threads and of each hand: `[brain=LIST|]LIST|LIST...`, such as `brain=0-1|2-15|16-31`, one list a replica or
+    /// one for all, with `;` between those of its ranks; or `auto`, which divides the cores among the hands [default: any].
+    #[arg(long, value_name = "LISTS")]
+    pub(crate) cpu_affinity: Option<AffinityFlag>,
+}
+
+/// Flags by which others spread a group over machines: they are known, so that a command line that was written for another server is
+/// answered with a reason.
+#[derive(Debug, Args)]
+pub(crate) struct ElsewhereFlags {
+    #[arg(long, hide = true)]
+    nnodes: Option<u32>,
+    #[arg(long, hide = true)]
+    node_rank: Option<u32>,
+    #[arg(long, hide = true)]
+    master_addr: Option<String>,
+    #[arg(long, visible_alias = "nccl-init-addr", hide = true)]
+    dist_init_addr: Option<String>,
+    #[arg(long, visible_alias = "pp-size", hide = true)]
+    pipeline_parallel_size: Option<u32>,
+    #[arg(long, hide = true)]
+    enable_dp_attention: bool,
+}
+
+impl ElsewhereFlags {
+    /// The first that asks for more than one machine, or for what is not there.
+    fn given(&self) -> Option<(&'static str, &'static str)> {
+        const MACHINES: &str =
+            "a replica's ranks are on one machine; `forebay route` spreads requests over several";
+        let several = |number: Option<u32>| number.is_some_and(|number| number > 1);
+        [
+            ("--nnodes", several(self.nnodes), MACHINES),
+            ("--node-rank", self.node_rank.is_some_and(|rank| rank > 0), MACHINES),
+            ("--master-addr", self.master_addr.is_some(), MACHINES),
+            ("--dist-init-addr", self.dist_init_addr.is_some(), MACHINES),
+            (
+                "--pipeline-parallel-size",
+                several(self.pipeline_parallel_size),
+                "layers are not divided among ranks; --tp-size divides each of them",
+            ),
+            (
+                "--enable-dp-attention",
+                self.enable_dp_attention,
+                "ranks with requests of their own that share experts are not there yet; --dp-size has whole replicas",
+            ),
+        ]
+        .into_iter()
+        .find_map(|(flag, given, reason)| given.then_some((flag, reason)))
+    }
+}
+
+impl ReplicaFlags {
+    /// Whether experts are divided by rank, whole.
+    ///
+    /// # Errors
+    /// The numbers of ranks contradict each other, or something is asked for that is not there.
+    pub(crate) fn expert_parallel(&self) -> Result<bool> {
+        if let Some((flag, reason)) = self.elsewhere.given() {
+            bail!("{flag}: {reason}");
+        }
+        let ranks = self.tp_size;
+        let wanted = match self.ep_size {
+            Some(1) if self.enable_expert_parallel => {
+                bail!("--ep-size 1 and --enable-expert-parallel exclude each other")
+            }
+            Some(1) => false,
+            Some(size) if size == ranks => true,
+            Some(size) => bail!(
+                "--ep-size {size}: experts are divided among all ranks of a replica: 1 or --tp-size ({ranks})"
+            ),
+            None => self.enable_expert_parallel,
+        };
+        if wanted && ranks == 1 {
+            bail!("--enable-expert-parallel is for several ranks: --tp-size says how many");
+        }
+        Ok(wanted)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::Parser;
+
+    use super::*;
+
+    #[derive(Parser)]
+    struct Shell {
+        #[command(flatten)]
+        flags: ReplicaFlags,
+    }
+
+    fn expert_parallel(line: &str) -> Result<bool, String> {
+        let words = std::iter::once("serve").chain(line.split_whitespace());
+        let flags = Shell::try_parse_from(words).map_err(|error| error.to_string())?.flags;
+        flags.expert_parallel().map_err(|error| error.to_string())
+    }
+
+    #[test]
+    fn experts_are_divided_among_all_ranks_or_none() {
+        assert_eq!(expert_parallel(""), Ok(false));
+        assert_eq!(expert_parallel("--tp-size 2 --ep-size 1"), Ok(false));
+        assert_eq!(expert_parallel("--tensor-parallel-size 2 --ep-size 2"), Ok(true));
+        assert_eq!(expert_parallel("--tp-size 4 --enable-expert-parallel"), Ok(true));
+        for (line, word) in [
+            ("--tp-size 4 --ep-size 2", "--ep-size 2"),
+            ("--enable-expert-parallel", "several ranks"),
+            ("--tp-size 2 --ep-size 1 --enable-ep-moe", "exclude each other"),
+        ] {
+            let told = expert_parallel(line).expect_err(line);
+            assert!(told.contains(word), "{line}: {told}");
+        }
+    }
+
+    #[test]
+    fn what_is_not_there_is_said() {
+        for (line, word) in [
+            ("--nnodes 2 --node-rank 1", "--nnodes: a replica's ranks are on one machine"),
+            ("--dist-init-addr a:1", "--dist-init-addr"),
+            ("--pp-size 2", "--pipeline-parallel-size"),
+            ("--enable-dp-attention", "--enable-dp-attention"),
+        ] {
+            let told = expert_parallel(line).expect_err(line);
+            assert!(told.contains(word), "{line}: {told}");
+        }
+        assert_eq!(expert_parallel("--nnodes 1 --node-rank 0 --pp-size 1"), Ok(false));
+    }
+}
