@@ -7,15 +7,18 @@ from collections.abc import Iterator, Mapping
 
 import numpy as np
 import torch
+from gguf.constants import GGML_QUANT_SIZES
 from gguf.quants import dequantize
 
+from forebay.weights import shards
 from forebay.weights.config import ModelConfig
-from forebay.weights.errors import UnsupportedModelError
+from forebay.weights.errors import ModelError, UnsupportedModelError
 from forebay.weights.gguf_blocks import as_blocks
 from forebay.weights.gguf_file import GgufFiles, GgufTensor
 from forebay.weights.gguf_names import LatentUp, Part, stored_weights
 from forebay.weights.parts import GroupedQuery
 from forebay.weights.quantization import COMPUTED_AS
+from forebay.weights.shards import WHOLE, Cut, Cuts
 
 __all__ = [
     "SUPPORTED_TYPES",
@@ -60,21 +63,30 @@ def stored_formats(files: GgufFiles, config: ModelConfig) -> dict[str, str]:
 
 
 def tensor_shapes(
-    files: GgufFiles, config: ModelConfig, in_blocks: Mapping[str, str] | None = None
+    files: GgufFiles, config: ModelConfig, in_blocks: Mapping[str, str] | None = None, cuts: Cuts = WHOLE
 ) -> dict[str, tuple[int, ...]]:
-    """Shapes in elements of what `iter_tensors` yields, read from the headers only."""
-    shapes = {name: stored.shape for name, stored in stored_weights(files, config).items()}
+    """Shapes in elements of what `iter_tensors` yields, read from the headers only; of cut weights those of the whole.
+
+    Raises ModelError where blocks of a file can't be cut so.
+    """
+    weights = stored_weights(files, config)
+    for name, cut in cuts.parts.items():
+        stored = weights.get(name)
+        if isinstance(stored, Part) and cut.columns is not None:
+            _check_columns(name, stored.tensor, cut.columns)
+    shapes = {name: stored.shape for name, stored in weights.items()}
     if config.tie_word_embeddings and _HEAD in (in_blocks or {}):
         shapes[_HEAD] = shapes[_EMBEDDING]
     return shapes
 
 
 def iter_tensors(
-    files: GgufFiles, config: ModelConfig, in_blocks: Mapping[str, str] | None = None
+    files: GgufFiles, config: ModelConfig, in_blocks: Mapping[str, str] | None = None, cuts: Cuts = WHOLE
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yields (Hugging Face name, float32 tensor) for each weight, one in memory at a time.
 
     Of the names in `in_blocks` it is blocks of that type, uint8 [rows, bytes]; a tied head's as well, if it is named.
+    Of those in `cuts` it is that part, and only its rows and columns are read; no weight is in both.
     """
     in_blocks = in_blocks or {}
     check_types(files)
@@ -82,37 +94,69 @@ def iter_tensors(
     attention = config.attention
     permuted = attention if files.architecture == "llama" and isinstance(attention, GroupedQuery) else None
     for name, stored in stored_weights(files, config).items():
+        cut = cuts.parts.get(name)
+        if name in cuts.others:
+            continue
         if isinstance(stored, LatentUp):
-            yield name, _both_up(stored)
+            yield name, _both_up(stored, cut)
             continue
         if name == _EMBEDDING and config.tie_word_embeddings and _HEAD in in_blocks:
             yield _HEAD, _blocks(stored.tensor, in_blocks[_HEAD])
         # A row's blocks go where the row goes.
         if name in in_blocks:
             tensor = _blocks(stored.tensor, in_blocks[name])
-        else:
+        elif cut is None:
             tensor = dequantized(stored.tensor, stored.shape, stored.first)
+        else:
+            tensor = _part(stored, cut)
         if permuted and ".q_proj." in name:
-            tensor = _halves(tensor, permuted.heads)
+            tensor = _halves(tensor, permuted.heads * len(tensor) // stored.shape[0])
         elif permuted and ".k_proj." in name:
-            tensor = _halves(tensor, permuted.kv_heads)
+            tensor = _halves(tensor, permuted.kv_heads * len(tensor) // stored.shape[0])
         yield name, tensor
 
 
-def dequantized(tensor: GgufTensor, shape: tuple[int, ...] | None = None, first: int = 0) -> torch.Tensor:
+def dequantized(
+    tensor: GgufTensor, shape: tuple[int, ...] | None = None, first: int = 0, columns: shards.Part | None = None
+) -> torch.Tensor:
     """Values of the tensor, float32 in `shape`, from row `first` on, or all of them; memory of its own.
 
-    Nothing of the file stays in this process's memory: the mapping of a whole model would be as large as the model.
+    `columns`: only these, of each row. Nothing of the file stays in this process's memory: the mapping of a whole model
+    would be as large as the model.
     """
     shape = tensor.shape if shape is None else shape
-    rows, columns = math.prod(shape[:-1]), math.prod(shape[-1:])
-    values = np.empty((rows, columns), np.float32)
-    step = max(1, _AT_ONCE // max(1, columns))
+    rows, width = math.prod(shape[:-1]), math.prod(shape[-1:])
+    place = slice(None) if columns is None else _bytes_of(tensor, columns)
+    values = np.empty((rows, width), np.float32)
+    step = max(1, _AT_ONCE // max(1, width))
     for at in range(0, rows, step):
         count = min(step, rows - at)
-        values[at : at + count] = dequantize(tensor.data[first + at : first + at + count], tensor.type)
+        data = tensor.data[first + at : first + at + count, place]
+        values[at : at + count] = dequantize(np.ascontiguousarray(data), tensor.type)
         tensor.release(first + at, count)
     return torch.from_numpy(values.reshape(shape))
+
+
+def _part(stored: Part, cut: Cut) -> torch.Tensor:
+    """A part of a weight; a weight of one dimension is a row of the file."""
+    if cut.columns is None:
+        return dequantized(stored.tensor, (cut.rows.size,), stored.first, cut.rows)
+    return dequantized(stored.tensor, (cut.rows.size, cut.columns.size), stored.first + cut.rows.first, cut.columns)
+
+
+def _bytes_of(tensor: GgufTensor, columns: shards.Part) -> slice:
+    """Where these columns are in the bytes of a row."""
+    block, size = GGML_QUANT_SIZES[tensor.type]
+    return slice(columns.first // block * size, columns.end // block * size)
+
+
+def _check_columns(name: str, tensor: GgufTensor, columns: shards.Part) -> None:
+    block, _ = GGML_QUANT_SIZES[tensor.type]
+    if columns.first % block or columns.end % block:
+        raise ModelError(
+            f"{name} is stored as {tensor.type.name}, in blocks of {block} columns, and ranks would cut its "
+            f"{columns.whole} columns inside of one: use fewer ranks, another file or safetensors"
+        )
 
 
 def _whole(files: GgufFiles, config: ModelConfig) -> dict[str, Part]:
@@ -121,10 +165,14 @@ def _whole(files: GgufFiles, config: ModelConfig) -> dict[str, Part]:
     return {name: stored for name, stored in weights.items() if isinstance(stored, Part) and stored.whole}
 
 
-def _both_up(stored: LatentUp) -> torch.Tensor:
-    """The weight as checkpoints have it, [heads * (nope_dim + value_dim), rank]."""
-    keys = dequantized(stored.keys).transpose(1, 2)
-    return torch.cat((keys, dequantized(stored.values)), dim=1).flatten(0, 1)
+def _both_up(stored: LatentUp, cut: Cut | None) -> torch.Tensor:
+    """The weight as checkpoints have it, [heads * (nope_dim + value_dim), rank], or the heads of a part of it."""
+    heads, rank, nope = stored.keys.shape
+    first, count, values = 0, heads, stored.values.shape[1]
+    if cut is not None:
+        first, count = cut.rows.first // (nope + values), cut.rows.size // (nope + values)
+    keys = dequantized(stored.keys, (count, rank, nope), first * rank).transpose(1, 2)
+    return torch.cat((keys, dequantized(stored.values, (count, values, rank), first * values)), dim=1).flatten(0, 1)
 
 
 def _blocks(tensor: GgufTensor, kind: str) -> torch.Tensor:
