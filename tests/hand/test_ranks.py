@@ -1,0 +1,177 @@
+"""Several ranks against one, and against transformers: real processes, over gloo."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.torch import save_file
+
+from forebay.runner.runner import ModelRunner
+from forebay.state.config import RunnerConfig
+from tests.hand.rank_cases import found, read_requests
+from tests.hand.rank_process import RankGroups
+from tests.hand.support import (
+    FAMILIES,
+    MiniBrain,
+    greedy_reference,
+    hf_config,
+    hub_weights,
+    random_model,
+    reference_model,
+    wire_config,
+)
+
+VOCABULARY = 131
+COUNT = 8
+ATOL = 1e-4
+
+
+@pytest.fixture(scope="module")
+def groups() -> Iterator[RankGroups]:
+    made = RankGroups((2, 4))
+    yield made
+    made.close()
+
+
+@cache
+def model_of(family: str, kv_heads: int | None = None) -> Any:
+    if kv_heads is None:
+        return reference_model(family)
+    kind, config = FAMILIES[family]
+    return random_model(kind, type(config)(**{**config.to_dict(), "num_key_value_heads": kv_heads}))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("ranks")
+
+
+def wired(model: Any, folder: Path, **changes: Any) -> dict[str, Any]:
+    """The handshake's config of a checkpoint that is written for it."""
+    path = folder / f"{id(model)}.safetensors"
+    if not path.exists():
+        weights = {name: tensor.clone() for name, tensor in hub_weights(model).items()}
+        if model.config.tie_word_embeddings:
+            del weights["lm_head.weight"]
+        save_file(weights, path)
+    config = hf_config(model.config, type(model).__name__)
+    files = {"format": "safetensors", "directory": str(folder), "files": [str(path)], "config": config}
+    return wire_config(config, **{"model": files, "load_format": "auto", **changes})
+
+
+def prompts(count: int) -> list[list[int]]:
+    random = np.random.default_rng(3)
+    return [random.integers(0, VOCABULARY, random.integers(1, 40)).tolist() for _ in range(count)]
+
+
+SAMPLINGS: list[dict[str, Any]] = [
+    # All log-probabilities there are: their differences are those of logits.
+    {"logprobs": VOCABULARY},
+    {"temperature": 1.0, "seed": 5},
+    {"temperature": 0.8, "top_k": 7, "seed": 6, "logprobs": 3},
+    {"temperature": 1.2, "top_p": 0.7, "seed": 7, "repetition_penalty": 1.2},
+    {"temperature": 0.9, "min_p": 0.05, "seed": 8, "bias": [[3, 2.0], [120, -1.0]]},
+    {"frequency_penalty": 0.6, "presence_penalty": 0.3, "stop_ids": [4, 70], "min_total": 60},
+    {"temperature": 1.0, "allowed": [1, 64, 65, 66, 130], "seed": 9},
+]
+
+
+def asked() -> list[dict[str, Any]]:
+    return [
+        {
+            "prompt": prompt,
+            "count": COUNT,
+            "sampling": SAMPLINGS[number % len(SAMPLINGS)],
+            "arrival": number,
+            "prompt_logprobs": VOCABULARY if number == 0 else 5 if number % 3 == 0 else -1,
+        }
+        for number, prompt in enumerate(prompts(len(SAMPLINGS)))
+    ]
+
+
+def alone(config: dict[str, Any], requests: list[dict[str, Any]], chunk: int = 1000) -> list[dict[str, Any]]:
+    """What one rank gives, computed by PyTorch's operators as several are."""
+    runner = ModelRunner(RunnerConfig.from_dict(config))
+    runner.load(lambda done, total: None)
+    served = read_requests(requests)
+    MiniBrain(runner, chunk).serve(served, chunk)
+    return [found(request) for request in served]
+
+
+def check(given: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
+    """Equal tokens, and equal log-probabilities of all that was asked for."""
+    for ours, theirs in zip(given, expected, strict=True):
+        assert ours["tokens"] == theirs["tokens"]
+        for (ids, values), (their_ids, their_values) in zip(ours["logprobs"], theirs["logprobs"], strict=True):
+            same(ids, values, their_ids, their_values)
+        for (rank, ids, values), (their_rank, their_ids, their_values) in zip(
+            ours["of_prompt"], theirs["of_prompt"], strict=True
+        ):
+            # Of tokens that are as likely but for rounding either may come first.
+            assert abs(rank - their_rank) <= 1
+            same(ids, values, their_ids, their_values)
+
+
+def same(ids: list[int], values: list[float], their_ids: list[int], their_values: list[float]) -> None:
+    np.testing.assert_allclose(values, their_values, atol=ATOL)
+    if len(ids) == 1 + VOCABULARY:
+        by_id, theirs = (dict(zip(*both, strict=True)) for both in ((ids, values), (their_ids, their_values)))
+        assert by_id.keys() == theirs.keys()
+        np.testing.assert_allclose(
+            [by_id[token] for token in sorted(by_id)], [theirs[t] for t in sorted(theirs)], atol=ATOL
+        )
+
+
+CASES: list[tuple[int, str, int | None, dict[str, Any]]] = [
+    *((2, "llama", kv_heads, {}) for kv_heads in (1, 2, 4)),
+    (2, "llama-untied-biases", None, {}),
+    (2, "llama-llama3", None, {"page_size": 7}),
+    *((2, "qwen2", kv_heads, {}) for kv_heads in (1, 4)),
+    (2, "qwen2-tied", None, {}),
+    *((2, "qwen3", kv_heads, {}) for kv_heads in (1, 2)),
+    (2, "qwen3", None, {"device": "deferred"}),
+    (4, "llama", 1, {}),
+    (4, "llama-untied-biases", 2, {}),
+    (4, "qwen3", 4, {}),
+    (2, "qwen3-moe", None, {}),
+    (2, "glm4-moe-bias", None, {}),
+    (2, "deepseek-v2-lite", None, {}),
+    (2, "deepseek-v3-halves", None, {}),
+    (2, "qwen3-moe-some-dense", None, {"expert_parallel": True}),
+    (4, "qwen3-moe", None, {"expert_parallel": True}),
+    (2, "qwen3-moe", None, {"expert_parallel": True, "device": "deferred"}),
+    (2, "glm4-moe", None, {"expert_parallel": True}),
+    (2, "deepseek-v2", None, {"expert_parallel": True}),
+    (4, "deepseek-v3", None, {"expert_parallel": True}),
+]
+
+
+@pytest.mark.parametrize(("world", "family", "kv_heads", "changes"), CASES, ids=lambda value: str(value))
+def test_ranks_give_what_one_gives(
+    groups: RankGroups, folder: Path, world: int, family: str, kv_heads: int | None, changes: dict[str, Any]
+) -> None:
+    model = model_of(family, kv_heads)
+    config, requests = wired(model, folder, **changes), asked()
+    given = groups.run(world, "serve", config=config, requests=requests, chunk=16)
+    assert all(rank["requests"] == given[0]["requests"] for rank in given)
+    check(given[0]["requests"], alone({**config, "expert_parallel": False}, requests, 16))
+    facts = given[0]["facts"]
+    assert f"{world} ranks" in facts["device"]
+
+
+@pytest.mark.parametrize("family", ["qwen3-moe", "glm4-moe", "deepseek-v3"])
+def test_experts_of_ranks_give_what_transformers_gives(groups: RankGroups, folder: Path, family: str) -> None:
+    model = model_of(family)
+    requests = [{"prompt": prompt, "count": COUNT, "sampling": {"logprobs": VOCABULARY}} for prompt in prompts(4)]
+    config = wired(model, folder, expert_parallel=True)
+    given = groups.run(2, "serve", config=config, requests=requests)[0]["requests"]
+    for request, ours in zip(requests, given, strict=True):
+        tokens, distributions = greedy_reference(model, request["prompt"], COUNT)
+        assert ours["tokens"] == tokens
+        for (ids, values), distribution in zip(ours["logprobs"], distributions, strict=True):
+            np.testing.assert_allclose(values, distribution[ids], atol=ATOL)
