@@ -91,7 +91,7 @@ def _mutate(mutant: str) -> Callable[[], None]:
 
 def _sample_another(runner: ModelRunner, rank: int) -> None:
     """Has rank 1 keep another token than the group has sampled, once."""
-    ops: Any = runner._ops
+    ops: Any = runner.decoder.ops
     greedy = ops.greedy
     left = [3]
 
