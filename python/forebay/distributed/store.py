@@ -6,9 +6,9 @@ So nothing listens on a port, and nobody has to choose one before it is bound.
 from __future__ import annotations
 
 import base64
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import torch.distributed as dist
 
@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 else:
     Store = dist.Store
+
+
+Reply: TypeAlias = dict[str, Any]
+Answer = TypeVar("Answer")
 
 
 class BrainStore(Store):
@@ -41,44 +45,44 @@ class BrainStore(Store):
         self._open = False
 
     def set(self, key: str, value: str | bytes) -> None:
-        self._ask("set", key=key, value=_text(value))
+        self._ask("set", _nothing, key=key, value=_text(value))
 
     def get(self, key: str) -> bytes:
         """Waits until the key is there."""
-        return self._bytes(self._ask("get", key=key))
+        return self._ask("get", _bytes, key=key)
 
     def add(self, key: str, amount: int) -> int:
         """Adds to a number, 0 at first; gives the sum."""
-        return self._number(self._ask("add", key=key, amount=amount))
+        return self._ask("add", _number, key=key, amount=amount)
 
     def check(self, keys: Sequence[str]) -> bool:
         """Whether all keys are there."""
-        return self._number(self._ask("check", keys=list(keys))) == 1
+        return self._ask("check", _number, keys=list(keys)) == 1
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         """Waits until all keys are there."""
-        self._ask("wait", keys=list(keys))
+        self._ask("wait", _nothing, keys=list(keys))
 
     def compare_set(self, key: str, expected: str | bytes, value: str | bytes) -> bytes:
         """Sets a value if it is the expected one; gives what it is afterwards."""
-        return self._bytes(self._ask("compare_set", key=key, expected=_text(expected), value=_text(value)))
+        return self._ask("compare_set", _bytes, key=key, expected=_text(expected), value=_text(value))
 
     def delete_key(self, key: str) -> bool:
         """Whether the key was there."""
-        return self._number(self._ask("delete", key=key)) == 1
+        return self._ask("delete", _number, key=key) == 1
 
     def num_keys(self) -> int:
         """How many keys there are."""
-        return self._number(self._ask("count"))
+        return self._ask("count", _number)
 
-    def _ask(self, op: str, **arguments: Any) -> dict[str, Any]:
+    def _ask(self, op: str, read: Callable[[Reply], Answer], **arguments: Any) -> Answer:
         try:
-            return self._answer(op, arguments)
+            return read(self._reply(op, arguments))
         except Exception as error:
             self.failure = error
             raise
 
-    def _answer(self, op: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    def _reply(self, op: str, arguments: dict[str, Any]) -> Reply:
         if not self._open:
             raise WireError(f"the store was asked to {op} after ranks had found each other")
         self._asked += 1
@@ -93,22 +97,26 @@ class BrainStore(Store):
             raise WireError(f"an answer to question {reply.get('id')} of the store, and {self._asked} was asked")
         return reply
 
-    @staticmethod
-    def _bytes(reply: dict[str, Any]) -> bytes:
-        value = reply.get("value")
-        if not isinstance(value, str):
-            raise WireError("an answer of the store without a value")
-        try:
-            return base64.b64decode(value, validate=True)
-        except ValueError as error:
-            raise WireError(f"an answer of the store that is not base64: {error}") from error
 
-    @staticmethod
-    def _number(reply: dict[str, Any]) -> int:
-        number = reply.get("number")
-        if not isinstance(number, int):
-            raise WireError("an answer of the store without a number")
-        return number
+def _nothing(reply: Reply) -> None:
+    """That there is a reply is all."""
+
+
+def _bytes(reply: Reply) -> bytes:
+    value = reply.get("value")
+    if not isinstance(value, str):
+        raise WireError("an answer of the store without a value")
+    try:
+        return base64.b64decode(value, validate=True)
+    except ValueError as error:
+        raise WireError(f"an answer of the store that is not base64: {error}") from error
+
+
+def _number(reply: Reply) -> int:
+    number = reply.get("number")
+    if not isinstance(number, int):
+        raise WireError("an answer of the store without a number")
+    return number
 
 
 def _text(value: str | bytes) -> str:
