@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 import os
+import select
+import signal
 import socket
 import subprocess
 import sys
@@ -29,16 +31,16 @@ class RankGroups:
 
     def __init__(self, worlds: Sequence[int]) -> None:
         self._files: dict[int, list[Any]] = {}
+        self._sockets: dict[int, list[socket.socket]] = {}
         self.meetings: dict[int, Meeting] = {}
         members: list[dict[str, int]] = []
         theirs: list[socket.socket] = []
         for world in worlds:
-            self._files[world], self.meetings[world] = [], Meeting()
+            self._files[world], self._sockets[world], self.meetings[world] = [], [], Meeting()
             for rank in range(world):
                 (control, its_control), (brain, its_brain) = socket.socketpair(), socket.socketpair()
-                control.settimeout(TIMEOUT_S)
                 self._files[world].append(control.makefile("rw"))
-                control.close()
+                self._sockets[world].append(control)
                 theirs += [its_control, its_brain]
                 members.append(
                     {"world": world, "rank": rank, "control": its_control.fileno(), "brain": its_brain.fileno()}
@@ -51,6 +53,7 @@ class RankGroups:
             pass_fds=[end.fileno() for end in theirs],
             env=environment,
             cwd=ROOT,
+            start_new_session=True,
         )
         for end in theirs:
             end.close()
@@ -61,16 +64,26 @@ class RankGroups:
         for file in files:
             file.write(json.dumps({"case": case, **arguments}) + "\n")
             file.flush()
-        found = [json.loads(file.readline()) for file in files]
-        errors = [answer["error"] for answer in found if "error" in answer]
-        assert not errors, "\n".join(errors)
-        return [answer["value"] for answer in found]
+        found: dict[int, Any] = {}
+        while len(found) < world:
+            sockets = {self._sockets[world][rank]: rank for rank in range(world) if rank not in found}
+            readable, _, _ = select.select(list(sockets), [], [], TIMEOUT_S)
+            assert readable, f"{case} takes more than {TIMEOUT_S} s"
+            for rank in map(sockets.__getitem__, readable):
+                answer = json.loads(files[rank].readline() or '{"error": "a rank has gone"}')
+                if "error" in answer:
+                    # The others may wait for it in a collective.
+                    os.killpg(self._process.pid, signal.SIGKILL)
+                    raise AssertionError(answer["error"])
+                found[rank] = answer["value"]
+        return [found[rank] for rank in range(world)]
 
     def close(self) -> None:
-        for files in self._files.values():
-            for file in files:
-                file.close()
-        assert self._process.wait(TIMEOUT_S) == 0
+        for ends in (*self._files.values(), *self._sockets.values()):
+            for end in ends:
+                end.close()
+        status = self._process.wait(TIMEOUT_S)
+        assert status in (0, -signal.SIGKILL), status
 
 
 def main(members: list[dict[str, int]]) -> None:

@@ -301,11 +301,10 @@ class ModelRunner:
             if self._kept.load(self.model.params, report):
                 return
             self.model = self._build(matrices=True)
-        checkpoint, params = dict(self.config.model), self.model.params
-        wanted = checkpoint, self.model_config, params.stored, params.cuts
+        checkpoint, params = (dict(self.config.model), self.model_config), self.model.params
         if isinstance(self.model, Decoder):
-            self.model.check_weights(weight_shapes(*wanted))
-        self.model.load_weights(iter_weights(*wanted), report)
+            self.model.check_weights(weight_shapes(*checkpoint, params.stored))
+        self.model.load_weights(iter_weights(*checkpoint, params.stored, params.cuts), report)
 
     def keep_weights(self) -> threading.Thread | None:
         """Begins to keep the weights for the next start, once a step was computed; None: there is nothing to do."""

@@ -12,7 +12,7 @@ from gguf.quants import dequantize
 
 from forebay.weights import shards
 from forebay.weights.config import ModelConfig
-from forebay.weights.errors import ModelError, UnsupportedModelError
+from forebay.weights.errors import UnsupportedModelError
 from forebay.weights.gguf_blocks import as_blocks
 from forebay.weights.gguf_file import GgufFiles, GgufTensor
 from forebay.weights.gguf_names import LatentUp, Part, stored_weights
@@ -63,18 +63,10 @@ def stored_formats(files: GgufFiles, config: ModelConfig) -> dict[str, str]:
 
 
 def tensor_shapes(
-    files: GgufFiles, config: ModelConfig, in_blocks: Mapping[str, str] | None = None, cuts: Cuts = WHOLE
+    files: GgufFiles, config: ModelConfig, in_blocks: Mapping[str, str] | None = None
 ) -> dict[str, tuple[int, ...]]:
-    """Shapes in elements of what `iter_tensors` yields, read from the headers only; of cut weights those of the whole.
-
-    Raises ModelError where blocks of a file can't be cut so.
-    """
-    weights = stored_weights(files, config)
-    for name, cut in cuts.parts.items():
-        stored = weights.get(name)
-        if isinstance(stored, Part) and cut.columns is not None:
-            _check_columns(name, stored.tensor, cut.columns)
-    shapes = {name: stored.shape for name, stored in weights.items()}
+    """Shapes in elements of what `iter_tensors` yields without cuts, read from the headers only."""
+    shapes = {name: stored.shape for name, stored in stored_weights(files, config).items()}
     if config.tie_word_embeddings and _HEAD in (in_blocks or {}):
         shapes[_HEAD] = shapes[_EMBEDDING]
     return shapes
@@ -121,18 +113,19 @@ def dequantized(
 ) -> torch.Tensor:
     """Values of the tensor, float32 in `shape`, from row `first` on, or all of them; memory of its own.
 
-    `columns`: only these, of each row. Nothing of the file stays in this process's memory: the mapping of a whole model
-    would be as large as the model.
+    `columns`: only these, of each row; the blocks that they are in are read. Nothing of the file stays in this
+    process's memory: the mapping of a whole model would be as large as the model.
     """
     shape = tensor.shape if shape is None else shape
     rows, width = math.prod(shape[:-1]), math.prod(shape[-1:])
-    place = slice(None) if columns is None else _bytes_of(tensor, columns)
+    columns = shards.ALONE.of(width) if columns is None else columns
+    of_row, inside = _blocks_of(tensor, columns)
     values = np.empty((rows, width), np.float32)
     step = max(1, _AT_ONCE // max(1, width))
     for at in range(0, rows, step):
         count = min(step, rows - at)
-        data = tensor.data[first + at : first + at + count, place]
-        values[at : at + count] = dequantize(np.ascontiguousarray(data), tensor.type)
+        data = np.ascontiguousarray(tensor.data[first + at : first + at + count, of_row])
+        values[at : at + count] = dequantize(data, tensor.type)[:, inside]
         tensor.release(first + at, count)
     return torch.from_numpy(values.reshape(shape))
 
@@ -144,19 +137,11 @@ def _part(stored: Part, cut: Cut) -> torch.Tensor:
     return dequantized(stored.tensor, (cut.rows.size, cut.columns.size), stored.first + cut.rows.first, cut.columns)
 
 
-def _bytes_of(tensor: GgufTensor, columns: shards.Part) -> slice:
-    """Where these columns are in the bytes of a row."""
+def _blocks_of(tensor: GgufTensor, columns: shards.Part) -> tuple[slice, slice]:
+    """Where the blocks with these columns are in the bytes of a row, and where the columns are in those blocks."""
     block, size = GGML_QUANT_SIZES[tensor.type]
-    return slice(columns.first // block * size, columns.end // block * size)
-
-
-def _check_columns(name: str, tensor: GgufTensor, columns: shards.Part) -> None:
-    block, _ = GGML_QUANT_SIZES[tensor.type]
-    if columns.first % block or columns.end % block:
-        raise ModelError(
-            f"{name} is stored as {tensor.type.name}, in blocks of {block} columns, and ranks would cut its "
-            f"{columns.whole} columns inside of one: use fewer ranks, another file or safetensors"
-        )
+    first, end = columns.first // block, -(-columns.end // block)
+    return slice(first * size, end * size), slice(columns.first - first * block, columns.end - first * block)
 
 
 def _whole(files: GgufFiles, config: ModelConfig) -> dict[str, Part]:

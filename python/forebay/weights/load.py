@@ -64,14 +64,10 @@ def weight_shapes(
     model: dict[str, Any],
     config: ModelConfig | EncoderConfig,
     in_blocks: Mapping[str, str] | None = None,
-    cuts: Cuts = WHOLE,
 ) -> dict[str, tuple[int, ...]]:
-    """Shapes in elements of what `iter_weights` will yield, read from the files' headers only.
-
-    Of weights in `cuts` they are those of the whole. Raises ModelError where these parts can't be read.
-    """
+    """Shapes in elements of what `iter_weights` will yield without cuts, read from the files' headers only."""
     if model["format"] == "gguf":
-        return tensor_shapes(GgufFiles.open(model["files"]), _of_gguf(config), in_blocks, cuts)
+        return tensor_shapes(GgufFiles.open(model["files"]), _of_gguf(config), in_blocks)
     shapes = {}
     for path in _safetensors(model):
         with safe_open(path, framework="pt", device="cpu") as file:
