@@ -27,9 +27,10 @@ from forebay.weights.shards import Part, Shard
 from tests.hand.support import MiniBrain, PlanBuilder, Request, Sampling
 
 
-def meet(connection: Connection, rank: int, world: int) -> Group:
+def meet(connection: Connection, rank: int, world: int, on_gpu: bool) -> Group:
     """The group of this process."""
-    return open_group(BrainStore(connection), rank, world, torch.device("cpu"))
+    device = torch.device("cuda", 0) if on_gpu else torch.device("cpu")
+    return open_group(BrainStore(connection), rank, world, device)
 
 
 class Mutant:

@@ -29,7 +29,8 @@ TIMEOUT_S = 300.0
 class RankGroups:
     """Groups of rank processes, by how many ranks they have."""
 
-    def __init__(self, worlds: Sequence[int]) -> None:
+    def __init__(self, worlds: Sequence[int], gpus: Sequence[int] = ()) -> None:
+        """`gpus`: one for each rank; none: they compute on processors."""
         self._files: dict[int, list[Any]] = {}
         self._sockets: dict[int, list[socket.socket]] = {}
         self.meetings: dict[int, Meeting] = {}
@@ -42,9 +43,8 @@ class RankGroups:
                 self._files[world].append(control.makefile("rw"))
                 self._sockets[world].append(control)
                 theirs += [its_control, its_brain]
-                members.append(
-                    {"world": world, "rank": rank, "control": its_control.fileno(), "brain": its_brain.fileno()}
-                )
+                member = {"world": world, "rank": rank, "control": its_control.fileno(), "brain": its_brain.fileno()}
+                members.append({**member, "gpu": gpus[rank] if gpus else -1})
                 target = self.meetings[world].serve
                 threading.Thread(target=target, args=(Connection(brain),), daemon=True).start()
         environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'python'}", "OMP_NUM_THREADS": "1"}
@@ -116,7 +116,11 @@ def main(members: list[dict[str, int]]) -> None:
 
 def serve(member: dict[str, int], cases: Any) -> None:
     """Runs cases until nobody asks for more."""
-    group = cases.meet(Connection(socket.socket(fileno=member["brain"])), member["rank"], member["world"])
+    if member["gpu"] >= 0:
+        # As the brain does it: a rank sees its own GPU only. CUDA looks when it is first used, in this process.
+        os.environ["CUDA_VISIBLE_DEVICES"] = str(member["gpu"])
+    connection = Connection(socket.socket(fileno=member["brain"]))
+    group = cases.meet(connection, member["rank"], member["world"], on_gpu=member["gpu"] >= 0)
     control = socket.socket(fileno=member["control"]).makefile("rw")
     for line in control:
         arguments = json.loads(line)

@@ -24,9 +24,8 @@ class MixtureOfExperts:
         whole = params.ranks is not None and params.ranks.expert_parallel
         own = params.shard.of(count) if whole else ALONE.of(count)
         of_inner = ALONE.of(inner) if whole else params.shard.of(inner)
-        self._router: Router | OwnExperts = Router(params, f"{prefix}.gate", hidden, experts)
-        if whole:
-            self._router = OwnExperts(self._router, own)
+        self._router = Router(params, f"{prefix}.gate", hidden, experts)
+        self._choose = OwnExperts(self._router, own) if whole else self._router
         names = [(f"{prefix}.experts.{expert}", expert in range(own.first, own.end)) for expert in range(count)]
         gate_up = {
             f"{name}.{kind}_proj.weight": of_inner if here else Part(inner, 0, 0)
@@ -41,7 +40,7 @@ class MixtureOfExperts:
             self._shared = SwiGLU(params, f"{prefix}.shared_experts", hidden, experts.shared_size, bias=False)
 
     def __call__(self, x: torch.Tensor, ops: Ops) -> torch.Tensor:
-        y = ops.experts(x, *self._router(x), self._gate_up, self._down)
+        y = ops.experts(x, *self._choose(x), self._gate_up, self._down)
         return y if self._shared is None else y.add_(self._shared(x, ops))
 
 

@@ -141,8 +141,8 @@ def sum_kernel(outputs, weights, out, HIDDEN: tl.constexpr, EACH: tl.constexpr, 
         copy = token * EACH + place
         weight = tl.load(weights + copy)
         # A copy without an expert has no output, and a weight of 0.
-        term = tl.load(outputs + copy * HIDDEN + i, mask=inside & (weight != 0), other=0.0).to(tl.float32)
-        total += term * weight
+        term = tl.load(outputs + copy * HIDDEN + i, mask=inside, other=0.0).to(tl.float32)
+        total += tl.where(weight != 0, term * weight, 0.0)
     tl.store(out + token * HIDDEN + i, total, mask=inside)
 
 
