@@ -117,7 +117,7 @@ def main(members: list[dict[str, int]]) -> None:
 def serve(member: dict[str, int], cases: Any) -> None:
     """Runs cases until nobody asks for more."""
     if member["gpu"] >= 0:
-        # As the brain does it: a rank sees its own GPU only. CUDA looks when it is first used, in this process.
+        # As the brain does it: a rank sees its own GPU only. CUDA looks when it is first used.
         os.environ["CUDA_VISIBLE_DEVICES"] = str(member["gpu"])
     connection = Connection(socket.socket(fileno=member["brain"]))
     group = cases.meet(connection, member["rank"], member["world"], on_gpu=member["gpu"] >= 0)

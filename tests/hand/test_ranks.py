@@ -130,20 +130,18 @@ def same(ids: list[int], values: list[float], their_ids: list[int], their_values
 CASES: list[tuple[int, str, int | None, dict[str, Any]]] = [
     *((2, "llama", kv_heads, {}) for kv_heads in (1, 2, 4)),
     (2, "llama-untied-biases", None, {}),
-    (2, "llama-llama3", None, {"page_size": 7}),
     *((2, "qwen2", kv_heads, {}) for kv_heads in (1, 4)),
     (2, "qwen2-tied", None, {}),
     *((2, "qwen3", kv_heads, {}) for kv_heads in (1, 2)),
     (2, "qwen3", None, {"device": "deferred"}),
     (4, "llama", 1, {}),
     (4, "llama-untied-biases", 2, {}),
-    (4, "qwen3", 4, {}),
     (2, "qwen3-moe", None, {}),
     (2, "glm4-moe-bias", None, {}),
     (2, "deepseek-v2-lite", None, {}),
     (2, "deepseek-v3-halves", None, {}),
     (2, "qwen3-moe-some-dense", None, {"expert_parallel": True}),
-    (4, "qwen3-moe", None, {"expert_parallel": True}),
+    (2, "qwen3-moe", None, {"expert_parallel": True, "page_size": 7}),
     (2, "qwen3-moe", None, {"expert_parallel": True, "device": "deferred"}),
     (2, "glm4-moe", None, {"expert_parallel": True}),
     (2, "deepseek-v2", None, {"expert_parallel": True}),
@@ -180,9 +178,9 @@ def test_experts_of_ranks_give_what_transformers_gives(groups: RankGroups, folde
 
 
 def test_random_weights_are_those_of_one_rank(groups: RankGroups) -> None:
-    for family in ("llama-untied-biases", "qwen3-moe", "deepseek-v3"):
+    for family in ("llama-untied-biases", "glm4-moe-bias"):
         kind, shape = FAMILIES[family]
-        config, requests = wire_config(hf_config(shape, kind.__name__)), asked()[:3]
+        config, requests = wire_config(hf_config(shape, kind.__name__)), asked()[:2]
         expected = alone(config, requests)
         for changes in ({}, {"expert_parallel": True}) if family != "llama-untied-biases" else ({},):
             given = groups.run(2, "serve", config={**config, **changes}, requests=requests)

@@ -84,7 +84,7 @@ def serve(connection: Connection) -> None:
         received = connection.recv()
         if received is None or received.kind != Kind.PLAN_AT:
             return received
-        # A copy, into memory that a device copies from: what is saved is that the brain sends it to every rank.
+        # Copied to where a device copies from: what is saved is that the brain sends it to each rank.
         return connection.copied(*PlanAt.decode(received).read(arena))
 
     def masks() -> Masks:
