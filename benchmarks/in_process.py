@@ -46,6 +46,7 @@ def runner(
         "arena_bytes": 0,
         "rank": 0,
         "world_size": 1,
+        "expert_parallel": False,
         "threads": threads,
         "seed": 0,
         "weight_cache_bytes": 0,

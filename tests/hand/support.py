@@ -198,6 +198,7 @@ def wire_config(model_config: dict[str, Any], **changes: Any) -> dict[str, Any]:
         "arena_bytes": 0,
         "rank": 0,
         "world_size": 1,
+        "expert_parallel": False,
         "threads": 1,
         "seed": 0,
         "weight_cache_bytes": 0,

@@ -20,6 +20,7 @@ from forebay.compute.rows import Compute, Pooler
 from forebay.compute.sampler import Sampler
 from forebay.compute.steps import OperatorSteps, Steps
 from forebay.device import Device, DeviceError
+from forebay.distributed.group import Group
 from forebay.gpu.choose import kernels
 from forebay.gpu.interface import Kernels
 from forebay.gpu.ops import GpuOps
@@ -27,6 +28,7 @@ from forebay.kernels.library import WITH_BYTES, build, level, native_wanted
 from forebay.kernels.packing import packed_bytes
 from forebay.layers.decoder import Decoder
 from forebay.layers.ops import HostOps, Ops, TorchOps
+from forebay.layers.shard_ops import ShardOps
 from forebay.models.bert import Bert
 from forebay.state.config import RunnerConfig
 from forebay.state.images import ImagePool
@@ -43,11 +45,16 @@ from forebay.weights.quantization import PLAIN
 class Choice:
     """The ways that a device has to compute: made once, before a model is built."""
 
-    def __init__(self, device: Device, config: RunnerConfig) -> None:
-        """Raises `DeviceError` for a backend that the device, or this installation, does not have."""
+    def __init__(self, device: Device, config: RunnerConfig, group: Group | None = None) -> None:
+        """Raises `DeviceError` for a backend that the device, or this installation, does not have.
+
+        `group`: the ranks that compute the model together; None: there are no others.
+        """
         self._device = device
         self._config = config
-        self._native = device.runs_native and native_wanted()
+        self._group = group
+        # The compiled kernels compute a step in one call, which has no place for other ranks.
+        self._native = device.runs_native and native_wanted() and group is None
         self._kernels: Kernels | None = None
         self._backend = self._settle(config)
         if self._backend != "torch":
@@ -125,8 +132,21 @@ class Choice:
         # Who is computed operator by operator gets no row of page -1 past the check of what it writes.
         return TritonAttention(self._kernels, null_page=0)
 
+    @property
+    def device_name(self) -> str:
+        """The device, and how it computes where that is not what it does best."""
+        if self._group is None:
+            return self._device.name
+        how = "with PyTorch's operators" if self._kernels is None else "without graphs"
+        return f"{self._device.name}, {self._group.world} ranks, {how}"
+
     def ops(self) -> Ops:
         """The operators that models are built with, and the sampler."""
+        if self._group is None:
+            return self._own_ops()
+        return ShardOps(self._own_ops(), self._group, self._config.model_config.vocab_size)
+
+    def _own_ops(self) -> Ops:
         if self._kernels is not None:
             return GpuOps(self._kernels)
         return TorchOps() if self._device.beside_host else HostOps()
@@ -143,7 +163,9 @@ class Choice:
         """How the steps of a model that generates are computed; `model` and `compute` are called as work."""
         config = self._config
         shape = config.model_config
-        if self._kernels is None or isinstance(shape, EncoderConfig) or _needs_host(shape):
+        # Of several ranks no step was captured yet: nobody has seen their collectives in a graph.
+        alone = self._group is None
+        if self._kernels is None or not alone or isinstance(shape, EncoderConfig) or _needs_host(shape):
             return OperatorSteps(compute, tables, sampler, self._device)
         # FlashAttention decides on the host how it splits rows: whether a replay is right has never been seen.
         graph_rows = config.graph_rows if self._backend == "triton" else 0

@@ -93,9 +93,8 @@ class PromptColumns:
         self, logits: torch.Tensor, tokens: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """Ids and log-probabilities [m, 1 + most] of tokens [m, 1] and the most likely, ranks, and what is finite."""
-        ranks = (logits > logits.gather(1, tokens)).sum(dim=-1) + 1
-        ids = torch.cat((tokens, logits.topk(self._most, dim=-1).indices), dim=1)
-        return ids, logits.log_softmax(dim=-1).gather(1, ids), ranks, self._ops.finite(logits)
+        ids, values = self._ops.likely(logits, tokens, self._most)
+        return ids, values, self._ops.places(logits, tokens), self._ops.finite(logits)
 
     def report(self, result: StepResult) -> None:
         """Puts it into the result, once it is there."""

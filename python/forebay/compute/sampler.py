@@ -22,6 +22,7 @@ from forebay.protocol.frames import Float32s, Int32s
 from forebay.protocol.masks import UInt32s
 from forebay.protocol.plan import SlotFloat
 from forebay.state.slots import Int64s, SlotTables, penalised
+from forebay.weights.shards import Part
 
 NO_MASKS: Mapping[int, UInt32s] = MappingProxyType({})
 _PENALTIES = (SlotFloat.REPETITION_PENALTY, SlotFloat.PRESENCE_PENALTY, SlotFloat.FREQUENCY_PENALTY)
@@ -105,9 +106,11 @@ class SampledColumns:
 class Sampler:
     """Samples rows by the parameters in the slot tables, and keeps the tokens where the next step reads them."""
 
-    def __init__(self, tables: SlotTables, vocabulary: int, ops: Ops, device: Device) -> None:
+    def __init__(self, tables: SlotTables, vocabulary: int, ops: Ops, device: Device, own: Part | None = None) -> None:
+        """`own`: the tokens whose logits this rank has, with `ops` that know the other ranks; None: all."""
         self._tables = tables
         self._vocabulary = vocabulary
+        self._own = own
         self._ops = ops
         self._device = device
 
@@ -155,8 +158,9 @@ class Sampler:
         biased = [row for row, slot in enumerate(slots.tolist()) if slot in tables.biases] if tables.biases else []
         if biased:
             parts = [tables.biases[int(slots[row])] for row in biased]
-            columns["bias_rows"], columns["bias_ids"] = _ragged_ids(biased, [ids for ids, _ in parts])
-            columns["bias_values"] = np.concatenate([values for _, values in parts])
+            columns["bias_rows"], columns["bias_ids"], columns["bias_values"] = self._owned(
+                *_ragged_ids(biased, [ids for ids, _ in parts]), np.concatenate([values for _, values in parts])
+            )
         rows = np.flatnonzero(penalised(tables.floats[slots]))
         if len(rows):
             lines = tables.counts.lines(slots[rows])
@@ -170,15 +174,22 @@ class Sampler:
             early = [row for row in below if int(slots[row]) in wanted and row not in masks]
             if early:
                 ids = [tables.stop_ids[int(slots[row])] for row in early]
-                columns["early_rows"], columns["early_ids"] = _ragged_ids(early, ids)
+                columns["early_rows"], columns["early_ids"] = self._owned(*_ragged_ids(early, ids))
         held = [row for row, slot in enumerate(slots.tolist()) if slot in tables.allowed] if tables.allowed else []
         if held:
             ids = [tables.allowed[int(slots[row])] for row in held]
             columns["held"] = np.asarray(held, np.int64)
-            columns["allowed_rows"], columns["allowed_ids"] = _ragged_ids(held, ids)
+            columns["allowed_rows"], columns["allowed_ids"] = self._owned(*_ragged_ids(held, ids))
         if masks:
             columns["masked"] = np.fromiter(masks, np.int64, len(masks))
             columns["masks"] = np.stack(list(masks.values())).view(np.int32)
+
+    def _owned(self, rows: Int64s, ids: Int64s, *values: npt.NDArray[Any]) -> tuple[npt.NDArray[Any], ...]:
+        """What concerns tokens whose logits are here, and where those are."""
+        if self._own is None:
+            return rows, ids, *values
+        here = (ids >= self._own.first) & (ids < self._own.end)
+        return rows[here], ids[here] - self._own.first, *(value[here] for value in values)
 
     def _ask_drawn(self, ask: Ask) -> None:
         tables, columns = self._tables, ask.columns
@@ -224,7 +235,7 @@ class Sampler:
             logits.index_put_(where, columns["bias_values"], accumulate=True)
         if "penalised" in columns:
             rows = columns["penalised"]
-            seen, generated = self._tables.counts.select(columns["lines"])
+            seen, generated = map(self._of_own, self._tables.counts.select(columns["lines"]))
             logits.index_copy_(0, rows, _penalise(logits.index_select(0, rows), seen, generated, columns["penalties"]))
         if "early_rows" in columns:
             never = logits.new_full((), -torch.inf)
@@ -236,21 +247,26 @@ class Sampler:
             logits.index_put_(where, kept)
         if "masked" in columns:
             rows = columns["masked"]
-            forbidden = self._ops.forbidden(columns["masks"], self._vocabulary)
+            forbidden = self._of_own(self._ops.forbidden(columns["masks"], self._vocabulary))
             logits.index_copy_(0, rows, logits.index_select(0, rows).masked_fill_(forbidden, -torch.inf))
         return logits
 
-    @staticmethod
+    def _of_own(self, values: torch.Tensor) -> torch.Tensor:
+        """Of values [r, vocabulary] those of the tokens whose logits are here."""
+        return values if self._own is None else values[:, self._own.place]
+
     def _logprobs(
-        logits: torch.Tensor, tokens: torch.Tensor, asked: AskedLogprobs | None, columns: dict[str, torch.Tensor]
+        self,
+        logits: torch.Tensor,
+        tokens: torch.Tensor,
+        asked: AskedLogprobs | None,
+        columns: dict[str, torch.Tensor],
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
         if asked is None:
             return None
         rows = columns["logprob_rows"]
-        raw = logits.index_select(0, rows)
         sampled = tokens.index_select(0, rows).long()[:, None]
-        ids = torch.cat((sampled, raw.topk(asked.most, dim=-1).indices), dim=1)
-        return ids, raw.log_softmax(dim=-1).gather(1, ids)
+        return self._ops.likely(logits.index_select(0, rows), sampled, asked.most)
 
 
 def _draw(columns: dict[str, torch.Tensor], width: int) -> Draw:

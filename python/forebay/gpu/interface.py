@@ -176,7 +176,7 @@ class Experts(Protocol):
         """The weighted sum [n, hidden] of the experts of each token of x [n, hidden], in order of their ids.
 
         Weights are float32 [n, each], ids int64 [n, each], ascending. Experts are `gate_up` [experts, gates and then
-        ups, hidden] and `down` [experts, hidden, inner].
+        ups, hidden] and `down` [experts, hidden, inner]. The id `experts` names none, wherever it is; its weight is 0.
         """
 
 

@@ -139,3 +139,10 @@ class GpuOps:
         tokens = torch.zeros(rows, dtype=torch.int64, device=logits.device)
         self._kernels.draw(logits, Wishes(draw.temperature, top_k, top_p, min_p, bits), tokens)
         return tokens
+
+    def likely(self, logits: torch.Tensor, tokens: torch.Tensor, most: int) -> tuple[torch.Tensor, torch.Tensor]:
+        ids = torch.cat((tokens, logits.topk(most, dim=-1).indices), dim=1)
+        return ids, logits.log_softmax(dim=-1).gather(1, ids)
+
+    def places(self, logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        return (logits > logits.gather(1, tokens)).sum(dim=-1) + 1

@@ -18,16 +18,18 @@ class Attention:
     def __init__(
         self, params: Parameters, prefix: str, layer: int, hidden: int, shape: GroupedQuery, norm_eps: float
     ) -> None:
-        """`layer` is its number. `norm_eps`: of the norms of heads, where there are any."""
+        """`layer` is its number. `norm_eps`: of the norms of heads, where there are any.
+
+        With other ranks it has some of the heads, and gives a term of a sum over ranks.
+        """
         self._layer = layer
-        self._heads = heads = Heads(shape.heads, shape.kv_heads, shape.head_dim)
-        widths = {
-            "q_proj": heads.queries * heads.dim,
-            "k_proj": heads.keys * heads.dim,
-            "v_proj": heads.keys * heads.dim,
-        }
+        own = shape.of_rank(params.shard.world)
+        self._heads = heads = Heads(own.heads, own.kv_heads, shape.head_dim)
+        queries = params.shard.of(shape.heads * heads.dim)
+        keys = params.shard.of_heads(shape.kv_heads).of(shape.kv_heads * heads.dim)
+        widths = {"q_proj": queries, "k_proj": keys, "v_proj": keys}
         self.qkv = Linear(params, prefix, hidden, widths, shape.qkv_bias)
-        self.output = Linear(params, prefix, heads.queries * heads.dim, {"o_proj": hidden}, shape.output_bias)
+        self.output = Linear(params, prefix, queries, {"o_proj": hidden}, shape.output_bias)
         self.norms = None
         if shape.qk_norm:
             self.norms = (

@@ -10,6 +10,7 @@ from forebay.layers.mlp import SwiGLU
 from forebay.layers.moe import MixtureOfExperts
 from forebay.layers.norm import RMSNorm
 from forebay.layers.params import Parameters
+from forebay.layers.ranks import Summed
 from forebay.weights.config import ModelConfig
 from forebay.weights.parts import Experts, GroupedQuery, Latent
 
@@ -46,6 +47,8 @@ def feed_forward(config: ModelConfig, params: Parameters, index: int) -> SwiGLU 
 def pre_norm(config: ModelConfig, params: Parameters, index: int, attention: Attends, mlp: Feeds) -> Block:
     """Layer `index` with a norm before each of its two parts."""
     prefix = f"model.layers.{index}"
+    if params.ranks is not None:
+        attention, mlp = Summed(attention, params.ranks.group), Summed(mlp, params.ranks.group)
     return Block(
         attention,
         mlp,

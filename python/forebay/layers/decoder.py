@@ -15,6 +15,7 @@ from forebay.layers.ops import Ops
 from forebay.layers.params import Parameters, Report, ignore
 from forebay.layers.rotary import Rotary, SectionedRotary
 from forebay.layers.step import Index, Step
+from forebay.layers.vocabulary import SharedEmbedding, embed_whole
 from forebay.weights.config import ModelConfig
 from forebay.weights.quantization import BLOCK_BYTES
 
@@ -55,14 +56,14 @@ class Forward:
 class Attends(Protocol):
     """The part of a layer in which tokens see others."""
 
-    def __call__(self, x: torch.Tensor, step: Step) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, step: Step, /) -> torch.Tensor:
         """x is [tokens, hidden], and so is what it gives."""
 
 
 class Feeds(Protocol):
     """The part of a layer in which each token is alone."""
 
-    def __call__(self, x: torch.Tensor, ops: Ops) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, ops: Ops, /) -> torch.Tensor:
         """x is [tokens, hidden], and so is what it gives."""
 
 
@@ -94,11 +95,14 @@ class Decoder:
         self.backend = backend
         self.ops = ops
         self.blocks = blocks
-        self.embedding = params.tensor((vocabulary, hidden), {"model.embed_tokens.weight": vocabulary})
+        rows = params.shard.of(vocabulary)
+        self.embedding = params.tensor((rows.size, hidden), {"model.embed_tokens.weight": rows})
+        """Of several ranks each has the rows of some tokens, and so of the head."""
+        self._embed = embed_whole if params.ranks is None else SharedEmbedding(rows, params.ranks.group)
         self.norm = RMSNorm(params, "model.norm", hidden, config.rms_norm_eps)
         self.head = self.embedding
         self.head_format: str | None = None
-        head = {HEAD: vocabulary}
+        head = {HEAD: rows}
         if not config.headless:
             self.head_format = params.formats.of(head, hidden)
         if self.head_format in BLOCK_BYTES or not (config.headless or config.tie_word_embeddings):
@@ -131,7 +135,7 @@ class Decoder:
     def __call__(self, forward: Forward) -> torch.Tensor:
         """Computes the step's positions; gives float32 logits [s, vocabulary] of the sampled ones.
 
-        Without a head their final states, [s, hidden].
+        Of several ranks each gives those of its own tokens. Without a head it is the final states, [s, hidden].
         """
         x = self.states(forward)
         if self.config.headless:
@@ -144,7 +148,7 @@ class Decoder:
 
     def states(self, forward: Forward) -> torch.Tensor:
         """Computes the step's positions; gives the final states [s, hidden] of the sampled ones."""
-        x = F.embedding(forward.tokens, self.embedding)
+        x = self._embed(forward.tokens, self.embedding)
         for first, rows in forward.given:
             x[first : first + len(rows)] = rows
         images = forward.images

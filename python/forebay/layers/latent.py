@@ -29,13 +29,17 @@ class LatentAttention:
         shape: Latent,
         indexer: LayerIndexer | None,
     ) -> None:
-        """`layer` is its number. `indexer` None: it has none of its own."""
+        """`layer` is its number. `indexer` None: it has none of its own.
+
+        With other ranks it has some of the heads, and gives a term of a sum over ranks. Rows are the same for all.
+        """
         self._layer = layer
         self._indexer = indexer
-        self._shape = shape
+        self._shape = own = shape.of_rank(params.shard.world)
         self._heads = LatentHeads(shape.nope_dim, shape.value_dim, shape.rank, shape.scale)
         self._rotate = rotate_pairs if shape.interleaved else rotate
-        queries = shape.heads * (shape.nope_dim + shape.rotary_dim)
+        shard = params.shard
+        queries = shard.of(shape.heads * (shape.nope_dim + shape.rotary_dim))
         self._query_down: Linear | None = None
         if shape.query_rank is None:
             self._query = Linear(params, prefix, hidden, {"q_proj": queries})
@@ -47,9 +51,9 @@ class LatentAttention:
         self._row = Linear(params, prefix, hidden, row, shape.bias)
         self._row_norm = RMSNorm(params, f"{prefix}.kv_a_layernorm", shape.rank, _NORM_EPS)
         made = shape.nope_dim + shape.value_dim
-        up, _ = params.matrix(shape.rank, {f"{prefix}.kv_b_proj.weight": shape.heads * made})
-        self._up = up.view(shape.heads, made, shape.rank)
-        self._output = Linear(params, prefix, shape.heads * shape.value_dim, {"o_proj": hidden}, shape.bias)
+        up, _ = params.matrix(shape.rank, {f"{prefix}.kv_b_proj.weight": shard.of(shape.heads * made)})
+        self._up = up.view(own.heads, made, shape.rank)
+        self._output = Linear(params, prefix, shard.of(shape.heads * shape.value_dim), {"o_proj": hidden}, shape.bias)
 
     def __call__(self, x: torch.Tensor, step: Step) -> torch.Tensor:
         """x is [tokens, hidden]."""

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 import torch.nn.functional as F
 
-from forebay.layers.params import Parameters
+from forebay.layers.params import Parameters, size_of
+from forebay.weights.shards import Part
 
 
 def _reorders(dtype: torch.dtype) -> bool:
@@ -19,19 +22,26 @@ class Linear:
     """`y = x W^T + b`; x is [tokens, inputs], y is [tokens, outputs], fused projections one after the other."""
 
     def __init__(
-        self, params: Parameters, prefix: str, inputs: int, outputs: dict[str, int], bias: bool = False
+        self, params: Parameters, prefix: str, inputs: int | Part, outputs: Mapping[str, int | Part], bias: bool = False
     ) -> None:
-        """`outputs` maps the names under `prefix` to their widths; "" is the root of all names."""
-        rows = sum(outputs.values())
+        """`outputs` maps the names under `prefix` to their widths; "" is the root of all names.
+
+        With a part of the outputs, the others are those of other ranks. With a part of the inputs, y is a term of a sum
+        over ranks, and the bias is the first one's.
+        """
         prefix = f"{prefix}." if prefix else ""
         parts = {f"{prefix}{name}.weight": n for name, n in outputs.items()}
         self.name = next(iter(parts))
         """What the whole matrix goes by."""
-        self.inputs = inputs
+        self.inputs = size_of(inputs)
         self.weight, self.format = params.matrix(inputs, parts)
         self.bias: torch.Tensor | None = None
         if bias:
-            self.bias = params.tensor((rows,), {f"{prefix}{name}.bias": n for name, n in outputs.items()})
+            biases = {f"{prefix}{name}.bias": n for name, n in outputs.items()}
+            if isinstance(inputs, Part) and inputs.first > 0:
+                params.tensor((0,), {name: Part(size_of(n), 0, 0) for name, n in biases.items()})
+            else:
+                self.bias = params.tensor((sum(map(size_of, outputs.values())),), biases)
         self._packed: torch.Tensor | None = None
         params.when_packed(self._pack)
 

@@ -10,11 +10,12 @@ from forebay.layers.params import Parameters
 
 
 class SwiGLU:
-    """`down(silu(gate(x)) * up(x))`; x is [tokens, hidden]."""
+    """`down(silu(gate(x)) * up(x))`; x is [tokens, hidden]. With other ranks it gives a term of a sum over ranks."""
 
     def __init__(self, params: Parameters, prefix: str, hidden: int, intermediate: int, bias: bool) -> None:
-        self.gate_up = Linear(params, prefix, hidden, {"gate_proj": intermediate, "up_proj": intermediate}, bias)
-        self.down = Linear(params, prefix, intermediate, {"down_proj": hidden}, bias)
+        inner = params.shard.of(intermediate)
+        self.gate_up = Linear(params, prefix, hidden, {"gate_proj": inner, "up_proj": inner}, bias)
+        self.down = Linear(params, prefix, inner, {"down_proj": hidden}, bias)
 
     def __call__(self, x: torch.Tensor, ops: Ops) -> torch.Tensor:
         return self.down(ops.gate(self.gate_up(x)))

@@ -9,23 +9,51 @@ from forebay.layers.ops import Ops
 from forebay.layers.params import Parameters
 from forebay.layers.routing import Router
 from forebay.weights.parts import Experts
+from forebay.weights.shards import ALONE, Part
 
 
 class MixtureOfExperts:
-    """The weighted sum of a token's experts, each a SwiGLU, and of what all tokens share; x is [tokens, hidden]."""
+    """The weighted sum of a token's experts, each a SwiGLU, and of what all tokens share; x is [tokens, hidden].
+
+    With other ranks it gives a term of a sum over ranks: of a part of each expert, or of some of the experts
+    (`OwnExperts`), and of a part of what is shared.
+    """
 
     def __init__(self, params: Parameters, prefix: str, hidden: int, experts: Experts) -> None:
         count, inner = experts.count, experts.intermediate_size
+        whole = params.ranks is not None and params.ranks.expert_parallel
+        own = params.shard.of(count) if whole else ALONE.of(count)
+        of_inner = ALONE.of(inner) if whole else params.shard.of(inner)
         self._router = Router(params, f"{prefix}.gate", hidden, experts)
-        names = [f"{prefix}.experts.{expert}" for expert in range(count)]
-        gate_up = {f"{name}.{kind}_proj.weight": inner for name in names for kind in ("gate", "up")}
-        down = {f"{name}.down_proj.weight": hidden for name in names}
-        self._gate_up = params.matrix(hidden, gate_up)[0].view(count, 2 * inner, hidden)
-        self._down = params.matrix(inner, down)[0].view(count, hidden, inner)
+        self._choose = OwnExperts(self._router, own) if whole else self._router
+        names = [(f"{prefix}.experts.{expert}", expert in range(own.first, own.end)) for expert in range(count)]
+        gate_up = {
+            f"{name}.{kind}_proj.weight": of_inner if here else Part(inner, 0, 0)
+            for name, here in names
+            for kind in ("gate", "up")
+        }
+        down = {f"{name}.down_proj.weight": hidden if here else Part(hidden, 0, 0) for name, here in names}
+        self._gate_up = params.matrix(hidden, gate_up)[0].view(own.size, 2 * of_inner.size, hidden)
+        self._down = params.matrix(of_inner, down)[0].view(own.size, hidden, of_inner.size)
         self._shared: SwiGLU | None = None
         if experts.shared_size:
             self._shared = SwiGLU(params, f"{prefix}.shared_experts", hidden, experts.shared_size, bias=False)
 
     def __call__(self, x: torch.Tensor, ops: Ops) -> torch.Tensor:
-        y = ops.experts(x, *self._router(x), self._gate_up, self._down)
+        y = ops.experts(x, *self._choose(x), self._gate_up, self._down)
         return y if self._shared is None else y.add_(self._shared(x, ops))
+
+
+class OwnExperts:
+    """Of a token's experts those of this rank, numbered from 0; the places of others name no expert."""
+
+    def __init__(self, router: Router, own: Part) -> None:
+        self._router = router
+        self._own = own
+
+    def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """As of `Router`, but for ids that are `own.size`, whose weights are 0."""
+        ids, weights = self._router(x)
+        own = self._own
+        elsewhere = (ids < own.first) | (ids >= own.end)
+        return (ids - own.first).masked_fill_(elsewhere, own.size), weights.masked_fill(elsewhere, 0)

@@ -83,7 +83,8 @@ class Ops(Protocol):
         """The weighted sum [tokens, hidden] of the experts of each token of x, in order of their ids, in float32.
 
         `ids` int64 and `weights` float32 are [tokens, experts a token], ids ascending. Experts are gated: `gate_up`
-        [experts, gates and then ups, hidden] and `down` [experts, hidden, inner].
+        [experts, gates and then ups, hidden] and `down` [experts, hidden, inner]. An id behind the last expert names
+        none, wherever it is: its term is 0.
         """
 
     def greedy(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -94,6 +95,12 @@ class Ops(Protocol):
 
     def sample(self, logits: torch.Tensor, draw: Draw) -> torch.Tensor:
         """Tokens int64 [r] of float32 logits [r, vocabulary], as `docs/protocol.md` orders it."""
+
+    def likely(self, logits: torch.Tensor, tokens: torch.Tensor, most: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Ids, int64 [m, 1 + most], of tokens int64 [m, 1] and the most likely ones, and their log-probabilities."""
+
+    def places(self, logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        """Ranks int64 [m] of tokens int64 [m, 1]: 1, and 1 more for each token whose logit is larger."""
 
 
 class TorchOps:
@@ -156,10 +163,15 @@ class TorchOps:
     def _products(
         self, rows: torch.Tensor, ids: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor
     ) -> torch.Tensor:
-        """Each row [r, hidden] through its expert, whose ids [r] ascend; [r, hidden]. PyTorch 2.10 or newer."""
+        """Each row [r, hidden] through its expert, whose ids [r] ascend; [r, hidden], 0 where there is none.
+
+        PyTorch 2.10 or newer.
+        """
         ends = torch.searchsorted(ids, torch.arange(len(down), device=ids.device), right=True).int()
         inner = self.gate(F.grouped_mm(rows, gate_up.transpose(1, 2), offs=ends))
-        return F.grouped_mm(inner, down.transpose(1, 2), offs=ends)
+        products = F.grouped_mm(inner, down.transpose(1, 2), offs=ends)
+        # Of rows without an expert it is memory as it was found.
+        return products.masked_fill_((ids >= len(down))[:, None], 0)
 
     def greedy(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return logits.argmax(dim=-1), self.finite(logits)
@@ -174,10 +186,10 @@ class TorchOps:
         weights = scaled.exp()
         if draw.limited is not None:
             rows, top_k, top_p = draw.limited
-            self._keep(weights, rows, most_likely(scaled.index_select(0, rows), top_k, top_p, draw.width))
+            keep_only(weights, rows, most_likely(scaled.index_select(0, rows), top_k, top_p, draw.width))
         if draw.nucleus is not None:
             rows, top_p = draw.nucleus
-            self._keep(weights, rows, nucleus(scaled.index_select(0, rows), top_p))
+            keep_only(weights, rows, nucleus(scaled.index_select(0, rows), top_p))
         if draw.min_p is not None:
             # The largest weight is 1.
             weights.masked_fill_(weights < draw.min_p[:, None], 0)
@@ -188,13 +200,12 @@ class TorchOps:
         # Only a row that is not finite finds nothing; its token does not count.
         return found[:, 0].clamp_(max=logits.shape[1] - 1)
 
-    @staticmethod
-    def _keep(weights: torch.Tensor, rows: torch.Tensor, keep: torch.Tensor) -> None:
-        """Zeroes the weights of `rows` that are not kept."""
-        if len(rows) == len(weights):
-            weights.masked_fill_(~keep, 0)
-        else:
-            weights.index_copy_(0, rows, weights.index_select(0, rows).masked_fill_(~keep, 0))
+    def likely(self, logits: torch.Tensor, tokens: torch.Tensor, most: int) -> tuple[torch.Tensor, torch.Tensor]:
+        ids = torch.cat((tokens, logits.topk(most, dim=-1).indices), dim=1)
+        return ids, logits.log_softmax(dim=-1).gather(1, ids)
+
+    def places(self, logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        return (logits > logits.gather(1, tokens)).sum(dim=-1) + 1
 
 
 class HostOps(TorchOps):
@@ -210,12 +221,21 @@ class HostOps(TorchOps):
     ) -> torch.Tensor:
         products = torch.empty_like(rows)
         at = 0
-        for expert, count in enumerate(torch.bincount(ids, minlength=len(down)).tolist()):
+        for expert, count in enumerate(torch.bincount(ids, minlength=len(down))[: len(down)].tolist()):
             if count:
                 part = slice(at, at + count)
                 torch.mm(self.gate(F.linear(rows[part], gate_up[expert])), down[expert].T, out=products[part])
                 at += count
+        products[at:].zero_()
         return products
+
+
+def keep_only(weights: torch.Tensor, rows: torch.Tensor, keep: torch.Tensor) -> None:
+    """Zeroes the weights of `rows` that are not kept."""
+    if len(rows) == len(weights):
+        weights.masked_fill_(~keep, 0)
+    else:
+        weights.index_copy_(0, rows, weights.index_select(0, rows).masked_fill_(~keep, 0))
 
 
 def most_likely(scaled: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, width: int) -> torch.Tensor:
@@ -224,16 +244,20 @@ def most_likely(scaled: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, 
     `scaled` [r, vocabulary] are logits whose largest is 0, `width` is the largest `top_k`, at most the vocabulary. Of
     equal ones the lower ids are kept.
     """
-    values = scaled.topk(width, dim=-1).values
-    ranked = torch.arange(width, device=scaled.device) < top_k[:, None]
+    kept, threshold = least_kept(scaled.topk(width, dim=-1).values, top_k, top_p)
+    larger = scaled > threshold
+    return larger | _first_of_equals(scaled == threshold, kept - larger.sum(dim=-1, keepdim=True))
+
+
+def least_kept(values: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """How many tokens `most_likely` keeps, and the least likely of these [r, 1] each, from the largest [r, width]."""
+    ranked = torch.arange(values.shape[1], device=values.device) < top_k[:, None]
     weights = values.exp().double() * ranked
     cumulative = weights.cumsum(dim=-1)
     share = top_p.double().masked_fill(top_p >= 1, torch.inf)[:, None]
     goal = share * cumulative[:, -1:]
     kept = (ranked & (cumulative - weights < goal)).sum(dim=-1, keepdim=True).clamp_(min=1)
-    threshold = values.gather(1, kept - 1)
-    larger = scaled > threshold
-    return larger | _first_of_equals(scaled == threshold, kept - larger.sum(dim=-1, keepdim=True))
+    return kept, values.gather(1, kept - 1)
 
 
 _LOW_BITS = 16
@@ -266,11 +290,17 @@ def nucleus(scaled: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
 
 def _reached(keys: torch.Tensor, mass: torch.Tensor, goal: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The first key [r, 1] with which the mass of all keys up to it reaches the goal, and the mass before it."""
-    table = torch.zeros(len(keys), _KEYS, dtype=mass.dtype, device=mass.device).scatter_add_(1, keys, mass)
+    return reached_in(
+        torch.zeros(len(keys), _KEYS, dtype=mass.dtype, device=mass.device).scatter_add_(1, keys, mass), goal
+    )
+
+
+def reached_in(table: torch.Tensor, goal: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `_reached`, from the mass of each key [r, keys]."""
     cumulative = table.cumsum(dim=-1)
     # Rounding may leave the goal above all sums: then it is the last key that any token has.
     found = torch.searchsorted(cumulative, torch.minimum(goal, cumulative[:, -1:]).contiguous())
-    found = found.clamp_(max=_KEYS - 1)
+    found = found.clamp_(max=table.shape[1] - 1)
     return found, cumulative.gather(1, found) - table.gather(1, found)
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 
 import torch
 
+from forebay.layers.ranks import Ranks
 from forebay.weights.errors import ModelError
 from forebay.weights.quantization import BLOCK_BYTES, PLAIN, SHARED, Formats
+from forebay.weights.shards import ALONE, Cut, Cuts, Part
 
 Fill = Callable[[torch.Tensor, torch.Tensor], object]
 """Copies a tensor of the host into one of the device."""
@@ -34,9 +36,17 @@ class Parameters:
         *,
         matrices: bool = True,
         fill: Fill = torch.Tensor.copy_,
+        ranks: Ranks | None = None,
     ) -> None:
-        """Without `matrices` these get no memory, as if they were packed already: nothing but `packed` fills them."""
+        """Without `matrices` these get no memory, as if they were packed already: nothing but `packed` fills them.
+
+        `ranks` None: there are no others, and all weights are here.
+        """
         self.dtype = dtype
+        self.ranks = ranks
+        self.shard = ALONE if ranks is None else ranks.shard
+        self.cuts = Cuts()
+        """What this rank wants of a checkpoint; `load` gets no more."""
         self.device = device
         self._of_matrices = device if matrices else torch.device("meta")
         self.formats = formats
@@ -50,39 +60,59 @@ class Parameters:
         self.packed: dict[str, torch.Tensor] = {}
         """Matrices in the order of the compiled kernels, by their first names: packed now, or by an earlier start."""
         self._targets: dict[str, torch.Tensor] = {}
+        self._whole: dict[str, tuple[int, ...]] = {}
         self._skipped: set[str] = set()
         self._packing: list[Callable[[], None]] = []
         self._bytes = 0
 
-    def tensor(self, shape: tuple[int, ...], parts: dict[str, int], dtype: torch.dtype | None = None) -> torch.Tensor:
+    def tensor(
+        self, shape: tuple[int, ...], parts: Mapping[str, int | Part], dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
         """A new tensor of `shape` whose first dimension is split among `parts`: checkpoint name to number of rows.
 
-        `dtype` None: the model's.
+        Of a weight that is here in part it is which rows; of none, where it belongs to other ranks. `dtype` None: the
+        model's.
         """
         tensor = self._allocate(shape, parts, dtype or self.dtype, self.device)
         self.others[next(iter(parts))] = tensor
         return tensor
 
-    def matrix(self, inputs: int, parts: dict[str, int]) -> tuple[torch.Tensor, str | None]:
+    def matrix(self, inputs: int | Part, parts: Mapping[str, int | Part]) -> tuple[torch.Tensor, str | None]:
         """A new matrix with rows of `inputs` elements, and the format that it has or shall get; `parts` as of `tensor`.
 
-        Of a format in blocks it is uint8 [rows, bytes], otherwise [rows, inputs] in the model's dtype.
+        Of a format in blocks it is uint8 [rows, bytes], otherwise [rows, inputs] in the model's dtype. `inputs` may be
+        a part of the weights' columns.
         """
-        rows = sum(parts.values())
+        columns = None if isinstance(inputs, int) else inputs
+        inputs = size_of(inputs)
+        rows = sum(map(size_of, parts.values()))
         format_ = self.formats.of(parts, inputs)
         self.matrices += len(parts)
         if format_ not in BLOCK_BYTES:
-            return self._allocate((rows, inputs), parts, self.dtype, self._of_matrices), format_
+            return self._allocate((rows, inputs), parts, self.dtype, self._of_matrices, columns), format_
         self.stored |= dict.fromkeys(parts, format_)
         shape = (rows, inputs // SHARED * BLOCK_BYTES[format_])
         return self._allocate(shape, parts, torch.uint8, self._of_matrices), format_
 
     def _allocate(
-        self, shape: tuple[int, ...], parts: dict[str, int], dtype: torch.dtype, device: torch.device
+        self,
+        shape: tuple[int, ...],
+        parts: Mapping[str, int | Part],
+        dtype: torch.dtype,
+        device: torch.device,
+        columns: Part | None = None,
     ) -> torch.Tensor:
         tensor = torch.empty(shape, dtype=dtype, device=device)
-        for name, part in zip(parts, tensor.split(list(parts.values())), strict=True):
+        sizes = [size_of(rows) for rows in parts.values()]
+        for (name, rows), part in zip(parts.items(), tensor.split(sizes), strict=True):
+            cut = _cut(rows, columns, part)
+            self._whole[name] = tuple(part.shape) if cut is None else cut.whole
+            if cut is not None and cut.rows.size == 0:
+                self.cuts.others.add(name)
+                continue
             self._targets[name] = part
+            if cut is not None:
+                self.cuts.parts[name] = cut
         self._bytes += tensor.nbytes
         return tensor
 
@@ -102,7 +132,7 @@ class Parameters:
 
     @property
     def count(self) -> int:
-        """How many weights of a checkpoint there is room for."""
+        """How many weights of a checkpoint there is room for, in part or whole."""
         return len(self._targets)
 
     @property
@@ -121,10 +151,13 @@ class Parameters:
             if target is None:
                 raise WeightError(f"the checkpoint has {name}, which the model does not have")
             if name not in self.stored:
-                _check_shape(name, shape, target)
+                _check_shape(name, shape, self._whole[name])
 
     def load(self, weights: Iterable[tuple[str, torch.Tensor]], report: Report) -> None:
-        """Copies checkpoint tensors into place; raises `WeightError` unless each weight comes once, in its shape."""
+        """Copies checkpoint tensors into place; raises `WeightError` unless each weight comes once, in its shape.
+
+        Of weights that are here in part, it is the part.
+        """
         missing = dict(self._targets)
         total = len(missing)
         for name, tensor in weights:
@@ -133,14 +166,14 @@ class Parameters:
             target = missing.pop(name, None)
             if target is None:
                 raise WeightError(f"the checkpoint has {name}, which the model does not have or already got")
-            _check_shape(name, tuple(tensor.shape), target)
+            _check_shape(name, tuple(tensor.shape), tuple(target.shape))
             self._fill(target, tensor)
             report(total - len(missing), total)
         if missing:
             raise _lacks(missing.keys(), total)
 
     def _is_left_out(self, name: str) -> bool:
-        return name in self._skipped or name.endswith(".rotary_emb.inv_freq")
+        return name in self._skipped or name in self.cuts.others or name.endswith(".rotary_emb.inv_freq")
 
     def forget(self) -> None:
         """Lets go of the tensors: whoever holds them decides how long they live. Nothing can be loaded afterwards."""
@@ -149,18 +182,31 @@ class Parameters:
     def randomise(self, seed: int, report: Report) -> None:
         """Fills every weight from `seed`, on the device: norms around one, the rest around zero and small.
 
-        A seed gives other weights on a device of another kind.
+        A seed gives other weights on a device of another kind. On a CPU the shards of several ranks are those of the
+        weights that one rank has; on other devices only what all ranks have is the same.
         """
-        generator = torch.Generator(self.device).manual_seed(seed)
         total = len(self._targets)
-        for done, (name, target) in enumerate(self._targets.items(), start=1):
-            mean = 1.0 if name.lower().endswith("norm.weight") else 0.0
-            if self.device.type == "cpu":
-                target.copy_(torch.randn(target.shape, generator=generator) * 0.02 + mean)
-            else:
-                # Eight billion numbers of a processor's generator take a minute, and then have to be copied.
-                target.normal_(mean, 0.02, generator=generator)
+        weights = self._random_on_host(seed) if self.device.type == "cpu" else self._random_on_device(seed)
+        for done, _ in enumerate(weights, start=1):
             report(done, total)
+
+    def _random_on_host(self, seed: int) -> Iterator[None]:
+        generator = torch.Generator(self.device).manual_seed(seed)
+        for name, shape in self._whole.items():
+            whole = torch.randn(shape, generator=generator) * 0.02 + _mean(name)
+            target = self._targets.get(name)
+            if target is not None:
+                cut = self.cuts.parts.get(name)
+                target.copy_(whole if cut is None else whole[cut.places])
+                yield
+
+    def _random_on_device(self, seed: int) -> Iterator[None]:
+        # Eight billion numbers of a processor's generator take a minute, and then have to be copied.
+        same = torch.Generator(self.device).manual_seed(seed)
+        own = torch.Generator(self.device).manual_seed(seed + 1 + self.shard.rank)
+        for name, target in self._targets.items():
+            target.normal_(_mean(name), 0.02, generator=own if name in self.cuts.parts else same)
+            yield
 
     def clear(self) -> None:
         """Makes every weight 0."""
@@ -172,6 +218,26 @@ def _lacks(names: Collection[str], total: int) -> WeightError:
     return WeightError(f"the checkpoint lacks {len(names)} of {total} weights, the first is {min(names)}")
 
 
-def _check_shape(name: str, shape: tuple[int, ...], target: torch.Tensor) -> None:
-    if target.shape != shape:
-        raise WeightError(f"{name} is {list(shape)} in the checkpoint, the model wants {list(target.shape)}")
+def size_of(rows: int | Part) -> int:
+    """How many rows, or columns, are here."""
+    return rows if isinstance(rows, int) else rows.size
+
+
+def _cut(rows: int | Part, columns: Part | None, here: torch.Tensor) -> Cut | None:
+    """What of a weight is here, in `here`; None: all."""
+    if isinstance(rows, int) and columns is None:
+        return None
+    of_rows = ALONE.of(rows) if isinstance(rows, int) else rows
+    if columns is None and here.dim() > 1:
+        columns = ALONE.of(here.shape[1])
+    cut = Cut(of_rows, columns)
+    return None if cut.is_whole else cut
+
+
+def _mean(name: str) -> float:
+    return 1.0 if name.lower().endswith("norm.weight") else 0.0
+
+
+def _check_shape(name: str, shape: tuple[int, ...], wanted: tuple[int, ...]) -> None:
+    if wanted != shape:
+        raise WeightError(f"{name} is {list(shape)} in the checkpoint, the model wants {list(wanted)}")

@@ -20,6 +20,10 @@ Allocate: TypeAlias = Callable[[int], Bytes]
 """Gives memory of so many bytes to receive into; a device gives what it copies from fastest."""
 
 
+class Dismissed(Exception):
+    """The brain has gone, or sends the hand away, where something else was waited for."""
+
+
 class _Buffer:
     def __init__(self, memory: Bytes) -> None:
         self.memory = memory
@@ -75,14 +79,20 @@ class Connection:
         if not self._fill(memoryview(self._header)):
             return None
         header = Header.decode(self._header)
-        size = 4 * header.words
-        if self._ring is None:
-            body, release = memoryview(bytearray(size)), nothing
-        else:
-            body, release = self._ring.take(size)
-        if size and not self._fill(body):
+        body, release = self._room(header)
+        if header.words and not self._fill(body):
             raise WireError("the stream ended in the middle of a frame")
         return Frame.decode(header, body, release)
+
+    def copied(self, header: Header, data: Bytes) -> Frame:
+        """A frame whose body lies elsewhere, as if it had been received."""
+        body, release = self._room(header)
+        body[:] = data.data
+        return Frame.decode(header, body, release)
+
+    def _room(self, header: Header) -> tuple[memoryview, Callable[[], None]]:
+        size = 4 * header.words
+        return (memoryview(bytearray(size)), nothing) if self._ring is None else self._ring.take(size)
 
     def _fill(self, view: memoryview) -> bool:
         """Receives exactly `len(view)` bytes; False if the stream ended before the first."""

@@ -49,6 +49,9 @@ class Kind(IntEnum):
     FATAL = 7
     SHUTDOWN = 8
     MASKS = 9
+    STORE = 10
+    STORE_REPLY = 11
+    PLAN_AT = 12
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,10 @@ from forebay.compute.prompts import PromptColumns, PromptTokens, slice_bytes
 from forebay.compute.rows import Compute, Launch, Pooler, Rows
 from forebay.compute.sampler import Sampler
 from forebay.device import Event, host_array, open_device
+from forebay.distributed.group import Group
 from forebay.layers.decoder import Decoder
 from forebay.layers.params import Parameters, Report
+from forebay.layers.ranks import Ranks
 from forebay.models import registry
 from forebay.models.bert import Bert
 from forebay.protocol.frames import Int32s
@@ -42,6 +44,7 @@ from forebay.state.pages import KvPool
 from forebay.state.sizes import Sizes
 from forebay.state.slots import Int64s, PlanError, SlotTables
 from forebay.state.staging import StepInputs
+from forebay.weights.config import ModelConfig
 from forebay.weights.encoder_config import EncoderConfig
 from forebay.weights.errors import ModelError
 from forebay.weights.gguf_file import GgufFiles
@@ -54,6 +57,8 @@ class NotFiniteError(ModelError):
     """Weights with which not even a warm-up gives numbers."""
 
 
+Meet: TypeAlias = Callable[[torch.device], Group]
+"""Meets the other ranks with this device; waits for them."""
 MaskSource: TypeAlias = Callable[[], Masks]
 """Gives the masks that follow the plan; waits for them."""
 
@@ -94,16 +99,24 @@ class ModelRunner:
     """Owns a rank's memory (weights, pages, slot tables) and executes plans on it. It knows no requests."""
 
     def __init__(
-        self, config: RunnerConfig, arena: npt.NDArray[np.uint8] | None = None, host: HostMemory | None = None
+        self,
+        config: RunnerConfig,
+        arena: npt.NDArray[np.uint8] | None = None,
+        host: HostMemory | None = None,
+        meet: Meet | None = None,
     ) -> None:
-        """Allocates everything; `load` fills the weights. `arena` is the shared memory, uint8 [bytes]."""
+        """Allocates everything; `load` fills the weights. `arena` is the shared memory, uint8 [bytes].
+
+        `meet` is called where there are other ranks.
+        """
         self.config = config
         self.device = open_device(config.device, config.threads)
         self.device.check_dtype(config.dtype)
         self.model_config = config.model_config
+        self._ranks = self._meet(meet)
         self._arena = np.zeros(0, np.uint8) if arena is None else arena
         available = self.device.available_bytes()
-        self._choice = Choice(self.device, config)
+        self._choice = Choice(self.device, config, None if self._ranks is None else self._ranks.group)
         self._choice.check_operators(self.model_config)
         if config.quantization is not None:
             self._choice.check_quantization(config.quantization, self.model_config)
@@ -124,9 +137,24 @@ class ModelRunner:
         if pool is not None:
             self._copier = Copier(self.device, self.kv, pool, config.copy_gbps, config.kv_checksum)
 
+    def _meet(self, meet: Meet | None) -> Ranks | None:
+        """Meets the other ranks: before memory is looked at, of which communicators take some."""
+        if self.config.world_size == 1:
+            return None
+        if meet is None:
+            raise ConfigError(f"{self.config.world_size} ranks, and no place where they could meet")
+        return Ranks(meet(self.device.torch_device), self.config.expert_parallel)
+
+    @property
+    def _kept_config(self) -> ModelConfig | None:
+        """The model as pages see it: with the heads of this rank. None: it keeps nothing of positions."""
+        model = self.model_config
+        if isinstance(model, EncoderConfig):
+            return None
+        return replace(model, attention=model.attention.of_rank(self.config.world_size))
+
     def _make_pages(self, sizes: Sizes) -> None:
-        config, model = self.config, self.model_config
-        kept = None if isinstance(model, EncoderConfig) else model
+        config, kept = self.config, self._kept_config
         self.kv = KvPool(kept, sizes.pages, config.page_size, config.dtype, self.device, sizes.index_pages)
 
     def _make_tables(self, hot: HotRows | None) -> None:
@@ -134,7 +162,8 @@ class ModelRunner:
         config, vocabulary, device = self.config, self.model_config.vocab_size, self.device
         self.tables = SlotTables(config, vocabulary, device, hot)
         self.prompts = PromptRows(self._arena, self.tables, self.model_config.hidden_size, config.dtype)
-        self._sampler = Sampler(self.tables, vocabulary, self._ops, device)
+        own = None if self._ranks is None else self._ranks.shard.of(vocabulary)
+        self._sampler = Sampler(self.tables, vocabulary, self._ops, device, own)
         self._steps = self._choice.steps(
             *(lambda: self.decoder, lambda: self._compute, self.tables, self.kv, self.prompts, self._sampler)
         )
@@ -142,13 +171,16 @@ class ModelRunner:
 
     def _sizes(self, available: int) -> Sizes:
         """Pages that there is memory for beside weights and steps; `available` was free before the model was made."""
-        if isinstance(self.model_config, EncoderConfig):
+        kept = self._kept_config
+        if kept is None:
             return Sizes(0, None)
         self._tell_formats(self.model.params)
         taken = self.weight_bytes + self._image_bytes
         if self.config.max_total_tokens is None:
             taken += self.device.measure(self._do_largest_steps) or self._slice_bytes
-        return Sizes.of(self.config, self.model_config, available, taken)
+        sizes = Sizes.of(self.config, kept, available, taken)
+        # Ranks have free what they have free, and the brain gives out the same pages of all.
+        return sizes if self._ranks is None else replace(sizes, pages=self._ranks.group.least(sizes.pages))
 
     @property
     def _slice_bytes(self) -> int:
@@ -203,7 +235,14 @@ class ModelRunner:
         """The model, its weights allocated; without `matrices` only what is no matrix."""
         config, model = self.config, self.model_config
         device = self.device
-        params = Parameters(config.dtype, device.torch_device, self._formats(), matrices=matrices, fill=device.fill)
+        params = Parameters(
+            config.dtype,
+            device.torch_device,
+            self._formats(),
+            matrices=matrices,
+            fill=device.fill,
+            ranks=self._ranks,
+        )
         if isinstance(model, EncoderConfig):
             return registry.build_encoder(model, config.pooling, params)
         return registry.build(model, params, self._choice.attention(), self._choice.ops(), config.context_length)
@@ -262,10 +301,10 @@ class ModelRunner:
             if self._kept.load(self.model.params, report):
                 return
             self.model = self._build(matrices=True)
-        checkpoint, in_blocks = dict(self.config.model), self.model.params.stored
+        checkpoint, params = (dict(self.config.model), self.model_config), self.model.params
         if isinstance(self.model, Decoder):
-            self.model.check_weights(weight_shapes(checkpoint, self.model_config, in_blocks))
-        self.model.load_weights(iter_weights(checkpoint, self.model_config, in_blocks), report)
+            self.model.check_weights(weight_shapes(*checkpoint, params.stored))
+        self.model.load_weights(iter_weights(*checkpoint, params.stored, params.cuts), report)
 
     def keep_weights(self) -> threading.Thread | None:
         """Begins to keep the weights for the next start, once a step was computed; None: there is nothing to do."""
@@ -321,7 +360,7 @@ class ModelRunner:
             "dtype": self._dtype_name(),
             "weight_bytes": self.weight_bytes,
             "kv_bytes": self.kv.nbytes,
-            "device": self.device.name,
+            "device": self._choice.device_name,
             "host_page_count": self.host_pages,
             "page_bytes": self.kv.page_bytes,
             "hot_row_tokens": self.config.row_pages * self.config.page_size,

@@ -12,6 +12,7 @@ from forebay.weights.config import ModelConfig, shape_of
 from forebay.weights.encoder_config import EncoderConfig
 from forebay.weights.pooling import Pooling
 from forebay.weights.quantization import QUANTIZATIONS
+from forebay.weights.ranks import why_not_ranks
 from forebay.weights.vision import Preprocessing
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -47,6 +48,7 @@ class RunnerConfig:
     arena_bytes: int
     rank: int
     world_size: int
+    expert_parallel: bool
     threads: int | None
     seed: int
     weight_cache_bytes: int
@@ -82,9 +84,30 @@ class RunnerConfig:
         sizes = ("page_size", "slots", "context_length", "chunked_prefill_size", "max_running_requests")
         if min(values[name] for name in sizes) < 1:
             raise ConfigError(f"{', '.join(sizes)} must be at least 1")
-        if config.world_size != 1:
-            raise ConfigError(f"{config.world_size} ranks are not supported: only 1 is")
+        config._check_ranks()
         return config
+
+    def _check_ranks(self) -> None:
+        world = self.world_size
+        if not 0 <= self.rank < world:
+            raise ConfigError(f"rank {self.rank} of {world}")
+        if world == 1:
+            if self.expert_parallel:
+                raise ConfigError("experts of a single rank can't be split: leave --ep-size off, or use more ranks")
+            return
+        if self.quantization is not None:
+            raise ConfigError(
+                f"quantization {self.quantization} needs the compiled kernels of one rank, and {world} ranks compute "
+                "with PyTorch's operators: leave it off"
+            )
+        if self.host_bytes is not None or self.host_ratio is not None or self.host_pages is not None:
+            raise ConfigError(
+                f"a host tier is for one rank: the copies of {world} ranks end at different times, and nobody waits "
+                "for the last; leave --enable-hierarchical-cache off"
+            )
+        missing = why_not_ranks(self.model_config, world, self.expert_parallel)
+        if missing is not None:
+            raise ConfigError(missing)
 
     def _check_quantization(self) -> None:
         wanted = self.quantization

@@ -7,8 +7,10 @@ from collections.abc import Iterator, Mapping
 
 import numpy as np
 import torch
+from gguf.constants import GGML_QUANT_SIZES
 from gguf.quants import dequantize
 
+from forebay.weights import shards
 from forebay.weights.config import ModelConfig
 from forebay.weights.errors import UnsupportedModelError
 from forebay.weights.gguf_blocks import as_blocks
@@ -16,6 +18,7 @@ from forebay.weights.gguf_file import GgufFiles, GgufTensor
 from forebay.weights.gguf_names import LatentUp, Part, stored_weights
 from forebay.weights.parts import GroupedQuery
 from forebay.weights.quantization import COMPUTED_AS
+from forebay.weights.shards import WHOLE, Cut, Cuts
 
 __all__ = [
     "SUPPORTED_TYPES",
@@ -62,7 +65,7 @@ def stored_formats(files: GgufFiles, config: ModelConfig) -> dict[str, str]:
 def tensor_shapes(
     files: GgufFiles, config: ModelConfig, in_blocks: Mapping[str, str] | None = None
 ) -> dict[str, tuple[int, ...]]:
-    """Shapes in elements of what `iter_tensors` yields, read from the headers only."""
+    """Shapes in elements of what `iter_tensors` yields without cuts, read from the headers only."""
     shapes = {name: stored.shape for name, stored in stored_weights(files, config).items()}
     if config.tie_word_embeddings and _HEAD in (in_blocks or {}):
         shapes[_HEAD] = shapes[_EMBEDDING]
@@ -70,11 +73,12 @@ def tensor_shapes(
 
 
 def iter_tensors(
-    files: GgufFiles, config: ModelConfig, in_blocks: Mapping[str, str] | None = None
+    files: GgufFiles, config: ModelConfig, in_blocks: Mapping[str, str] | None = None, cuts: Cuts = WHOLE
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yields (Hugging Face name, float32 tensor) for each weight, one in memory at a time.
 
     Of the names in `in_blocks` it is blocks of that type, uint8 [rows, bytes]; a tied head's as well, if it is named.
+    Of those in `cuts` it is that part, and only its rows and columns are read; no weight is in both.
     """
     in_blocks = in_blocks or {}
     check_types(files)
@@ -82,37 +86,62 @@ def iter_tensors(
     attention = config.attention
     permuted = attention if files.architecture == "llama" and isinstance(attention, GroupedQuery) else None
     for name, stored in stored_weights(files, config).items():
+        cut = cuts.parts.get(name)
+        if name in cuts.others:
+            continue
         if isinstance(stored, LatentUp):
-            yield name, _both_up(stored)
+            yield name, _both_up(stored, cut)
             continue
         if name == _EMBEDDING and config.tie_word_embeddings and _HEAD in in_blocks:
             yield _HEAD, _blocks(stored.tensor, in_blocks[_HEAD])
         # A row's blocks go where the row goes.
         if name in in_blocks:
             tensor = _blocks(stored.tensor, in_blocks[name])
-        else:
+        elif cut is None:
             tensor = dequantized(stored.tensor, stored.shape, stored.first)
+        else:
+            tensor = _part(stored, cut)
         if permuted and ".q_proj." in name:
-            tensor = _halves(tensor, permuted.heads)
+            tensor = _halves(tensor, permuted.heads * len(tensor) // stored.shape[0])
         elif permuted and ".k_proj." in name:
-            tensor = _halves(tensor, permuted.kv_heads)
+            tensor = _halves(tensor, permuted.kv_heads * len(tensor) // stored.shape[0])
         yield name, tensor
 
 
-def dequantized(tensor: GgufTensor, shape: tuple[int, ...] | None = None, first: int = 0) -> torch.Tensor:
+def dequantized(
+    tensor: GgufTensor, shape: tuple[int, ...] | None = None, first: int = 0, columns: shards.Part | None = None
+) -> torch.Tensor:
     """Values of the tensor, float32 in `shape`, from row `first` on, or all of them; memory of its own.
 
-    Nothing of the file stays in this process's memory: the mapping of a whole model would be as large as the model.
+    `columns`: only these, of each row; the blocks that they are in are read. Nothing of the file stays in this
+    process's memory: the mapping of a whole model would be as large as the model.
     """
     shape = tensor.shape if shape is None else shape
-    rows, columns = math.prod(shape[:-1]), math.prod(shape[-1:])
-    values = np.empty((rows, columns), np.float32)
-    step = max(1, _AT_ONCE // max(1, columns))
+    rows, width = math.prod(shape[:-1]), math.prod(shape[-1:])
+    columns = shards.ALONE.of(width) if columns is None else columns
+    of_row, inside = _blocks_of(tensor, columns)
+    values = np.empty((rows, width), np.float32)
+    step = max(1, _AT_ONCE // max(1, width))
     for at in range(0, rows, step):
         count = min(step, rows - at)
-        values[at : at + count] = dequantize(tensor.data[first + at : first + at + count], tensor.type)
+        data = np.ascontiguousarray(tensor.data[first + at : first + at + count, of_row])
+        values[at : at + count] = dequantize(data, tensor.type)[:, inside]
         tensor.release(first + at, count)
     return torch.from_numpy(values.reshape(shape))
+
+
+def _part(stored: Part, cut: Cut) -> torch.Tensor:
+    """A part of a weight; a weight of one dimension is a row of the file."""
+    if cut.columns is None:
+        return dequantized(stored.tensor, (cut.rows.size,), stored.first, cut.rows)
+    return dequantized(stored.tensor, (cut.rows.size, cut.columns.size), stored.first + cut.rows.first, cut.columns)
+
+
+def _blocks_of(tensor: GgufTensor, columns: shards.Part) -> tuple[slice, slice]:
+    """Where the blocks with these columns are in the bytes of a row, and where the columns are in those blocks."""
+    block, size = GGML_QUANT_SIZES[tensor.type]
+    first, end = columns.first // block, -(-columns.end // block)
+    return slice(first * size, end * size), slice(columns.first - first * block, columns.end - first * block)
 
 
 def _whole(files: GgufFiles, config: ModelConfig) -> dict[str, Part]:
@@ -121,10 +150,14 @@ def _whole(files: GgufFiles, config: ModelConfig) -> dict[str, Part]:
     return {name: stored for name, stored in weights.items() if isinstance(stored, Part) and stored.whole}
 
 
-def _both_up(stored: LatentUp) -> torch.Tensor:
-    """The weight as checkpoints have it, [heads * (nope_dim + value_dim), rank]."""
-    keys = dequantized(stored.keys).transpose(1, 2)
-    return torch.cat((keys, dequantized(stored.values)), dim=1).flatten(0, 1)
+def _both_up(stored: LatentUp, cut: Cut | None) -> torch.Tensor:
+    """The weight as checkpoints have it, [heads * (nope_dim + value_dim), rank], or the heads of a part of it."""
+    heads, rank, nope = stored.keys.shape
+    first, count, values = 0, heads, stored.values.shape[1]
+    if cut is not None:
+        first, count = cut.rows.first // (nope + values), cut.rows.size // (nope + values)
+    keys = dequantized(stored.keys, (count, rank, nope), first * rank).transpose(1, 2)
+    return torch.cat((keys, dequantized(stored.values, (count, values, rank), first * values)), dim=1).flatten(0, 1)
 
 
 def _blocks(tensor: GgufTensor, kind: str) -> torch.Tensor:

@@ -14,6 +14,7 @@ from forebay.weights.errors import ModelError
 from forebay.weights.gguf_file import GgufFiles
 from forebay.weights.gguf_tensors import iter_tensors, tensor_shapes
 from forebay.weights.scales import SCALE_SUFFIX, Scales
+from forebay.weights.shards import WHOLE, Cuts
 
 __all__ = ["iter_weights", "weight_shapes"]
 
@@ -22,7 +23,10 @@ _MAPPED = 16 << 20
 
 
 def iter_weights(
-    model: dict[str, Any], config: ModelConfig | EncoderConfig, in_blocks: Mapping[str, str] | None = None
+    model: dict[str, Any],
+    config: ModelConfig | EncoderConfig,
+    in_blocks: Mapping[str, str] | None = None,
+    cuts: Cuts = WHOLE,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yields each weight's name (`model.layers.0.self_attn.q_proj.weight`, ...) and value, on the CPU.
 
@@ -30,31 +34,38 @@ def iter_weights(
     file and lie in its memory map: copy what outlives the step of the iteration. 8-bit floats are
     multiplied out to float32. GGUF tensors are dequantised to float32, but those named in `in_blocks`: of these it is
     blocks of that type. A tied `lm_head.weight`, buffers that the model computes itself and layers behind the last one
-    are left out.
+    are left out. Of weights in `cuts` only these parts are read.
     """
     if model["format"] == "gguf":
-        yield from iter_tensors(GgufFiles.open(model["files"]), _of_gguf(config), in_blocks)
+        yield from iter_tensors(GgufFiles.open(model["files"]), _of_gguf(config), in_blocks, cuts)
         return
     scales = Scales(_safetensors(model), config)
     for path in _safetensors(model):
         with safe_open(path, framework="pt", device="cpu") as file:
-            names = [name for name in file.keys() if _wanted(name, config)][::-1]
+            names = [name for name in file.keys() if _wanted(name, config) and name not in cuts.others]
+        names.reverse()
         while names:
             mapped = 0
             with safe_open(path, framework="pt", device="cpu") as file:
                 while names and mapped < _MAPPED:
                     name = names.pop()
-                    tensor = file.get_tensor(name)
+                    cut = cuts.parts.get(name)
+                    if cut is None:
+                        tensor, first = file.get_tensor(name), (0, 0)
+                    else:
+                        tensor, first = file.get_slice(name)[cut.places], cut.first
                     mapped += tensor.nbytes
-                    yield name, scales.applied(name, tensor)
+                    yield name, scales.applied(name, tensor, first)
                 # The mapping goes with its last tensor.
                 del tensor
 
 
 def weight_shapes(
-    model: dict[str, Any], config: ModelConfig | EncoderConfig, in_blocks: Mapping[str, str] | None = None
+    model: dict[str, Any],
+    config: ModelConfig | EncoderConfig,
+    in_blocks: Mapping[str, str] | None = None,
 ) -> dict[str, tuple[int, ...]]:
-    """Shapes in elements of what `iter_weights` will yield, read from the files' headers only."""
+    """Shapes in elements of what `iter_weights` will yield without cuts, read from the files' headers only."""
     if model["format"] == "gguf":
         return tensor_shapes(GgufFiles.open(model["files"]), _of_gguf(config), in_blocks)
     shapes = {}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 __all__ = ["Dense", "Experts", "GroupedQuery", "Indexer", "Latent", "Routing"]
 
@@ -25,6 +25,10 @@ class GroupedQuery:
     def position_elements(self) -> int:
         """Elements that a layer keeps of one position."""
         return 2 * self.kv_heads * self.head_dim
+
+    def of_rank(self, world: int) -> GroupedQuery:
+        """The heads of one of so many ranks; of key-value heads it has one at least."""
+        return replace(self, heads=self.heads // world, kv_heads=max(1, self.kv_heads // world))
 
 
 @dataclass(frozen=True)
@@ -52,6 +56,10 @@ class Latent:
     def position_elements(self) -> int:
         """Elements that a layer keeps of one position: its row."""
         return self.rank + self.rotary_dim
+
+    def of_rank(self, world: int) -> Latent:
+        """The heads of one of so many ranks; all of them keep the whole row."""
+        return replace(self, heads=self.heads // world)
 
 
 @dataclass(frozen=True)

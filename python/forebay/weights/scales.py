@@ -44,19 +44,25 @@ class Scales:
         if len(shape) != 2 or list(scale.shape) != wanted:
             raise ModelError(f"{name}{SCALE_SUFFIX} is {list(scale.shape)}, and {name} of {list(shape)} wants {wanted}")
 
-    def applied(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """The values of a tensor: itself, or float32 if it has scales."""
+    def applied(self, name: str, tensor: torch.Tensor, first: tuple[int, int] = (0, 0)) -> torch.Tensor:
+        """The values of a tensor, or of a part that begins at row and column `first`: float32 if it has scales."""
         scale = self._found.get(f"{name}{SCALE_SUFFIX}")
         if scale is None or self._block is None:
             return tensor
-        return multiplied_out(tensor, scale, self._block)
+        return multiplied_out(tensor, scale, self._block, first)
 
 
-def multiplied_out(tensor: torch.Tensor, scale: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
-    """float32 values of 8-bit floats [rows, columns] whose blocks have a scale each, [block rows, block columns]."""
+def multiplied_out(
+    tensor: torch.Tensor, scale: torch.Tensor, block: tuple[int, int], first: tuple[int, int] = (0, 0)
+) -> torch.Tensor:
+    """float32 values of 8-bit floats [rows, columns] whose blocks have a scale each, [block rows, block columns].
+
+    The tensor may be a part of what the scales are for: it begins at row and column `first`.
+    """
     values = tensor.float()
-    for row, of_row in enumerate(scale):
+    end, columns = first[0] + len(values), slice(first[1], first[1] + values.shape[1])
+    for row in range(first[0] // block[0], -(-end // block[0])):
         # Block rows one by one: a matrix of all scales would be as large as the values.
-        part = values[row * block[0] : (row + 1) * block[0]]
-        part *= of_row.repeat_interleave(block[1])[: values.shape[1]]
+        part = values[max(0, row * block[0] - first[0]) : (row + 1) * block[0] - first[0]]
+        part *= scale[row].repeat_interleave(block[1])[columns]
     return values

@@ -16,13 +16,17 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from forebay.protocol.connection import Connection, Ring
-from forebay.protocol.frames import Kind, WireError, encode_json
+from forebay.protocol.connection import Connection, Dismissed, Ring
+from forebay.protocol.frames import Frame, Kind, WireError, encode_json
 from forebay.protocol.masks import Masks
+from forebay.protocol.place import PlanAt
 from forebay.protocol.plan import Plan
 from forebay.worker.report import reporter
 
 if TYPE_CHECKING:
+    import torch
+
+    from forebay.distributed.group import Group
     from forebay.runner.runner import ModelRunner
 
 SOCKET_DESCRIPTOR = 3
@@ -31,10 +35,6 @@ HOST_DESCRIPTOR = 5
 PROGRESS_INTERVAL_S = 0.1
 
 _PR_SET_PDEATHSIG = 1
-
-
-class Dismissed(Exception):
-    """The brain has gone, or sends the hand away, in the middle of a step."""
 
 
 class RefusedError(Exception):
@@ -56,7 +56,7 @@ def main() -> int:
     connection = Connection(socket.socket(fileno=SOCKET_DESCRIPTOR))
     try:
         serve(connection)
-    except (BrokenPipeError, ConnectionResetError):
+    except (BrokenPipeError, ConnectionResetError, Dismissed):
         return 0
     except RefusedError as error:
         _send_fatal(connection, error.reason)
@@ -76,19 +76,26 @@ def serve(connection: Connection) -> None:
         return
     if frame.kind != Kind.CONFIG:
         raise WireError(f"expected config, got {frame.kind.name.lower()}")
-    runner = _load(connection, frame.json())
+    runner, arena = _load(connection, frame.json())
     connection.receive_into(Ring(runner.device.host_memory))
     reporting = reporter(connection, runner.device.beside_host)
 
+    def next_frame() -> Frame | None:
+        received = connection.recv()
+        if received is None or received.kind != Kind.PLAN_AT:
+            return received
+        # Copied to where a device copies from: what is saved is that the brain sends it to each rank.
+        return connection.copied(*PlanAt.decode(received).read(arena))
+
     def masks() -> Masks:
         # They follow their plan: nothing else comes in between but the end.
-        following = connection.recv()
+        following = next_frame()
         if following is None or following.kind == Kind.SHUTDOWN:
             raise Dismissed
         return Masks.decode(following)
 
     try:
-        while (frame := connection.recv()) is not None and frame.kind != Kind.SHUTDOWN:
+        while (frame := next_frame()) is not None and frame.kind != Kind.SHUTDOWN:
             reporting.report(runner.launch(Plan.decode(frame), masks))
     except Dismissed:
         return
@@ -97,7 +104,8 @@ def serve(connection: Connection) -> None:
         reporting.close()
 
 
-def _load(connection: Connection, config: dict[str, Any]) -> ModelRunner:
+def _load(connection: Connection, config: dict[str, Any]) -> tuple[ModelRunner, npt.NDArray[np.uint8]]:
+    """A runner that is ready, and the arena."""
     started = time.monotonic()
     # The brain and whoever else is on the machine want these processors too. An OpenMP thread that spins at a barrier
     # for as long as it does by default holds the processor that the late one needs, and a step gets many times as
@@ -108,13 +116,20 @@ def _load(connection: Connection, config: dict[str, Any]) -> ModelRunner:
     # Importing torch takes seconds: say so first.
     connection.send(encode_json(Kind.PROGRESS, {"stage": "pytorch", "done": 0, "total": 1}))
     from forebay.device import DeviceError
+    from forebay.distributed.group import open_group
+    from forebay.distributed.store import BrainStore
     from forebay.runner.runner import HostMemory, ModelRunner
     from forebay.state.config import ConfigError, RunnerConfig
 
     host = HostMemory(HOST_DESCRIPTOR, SOCKET_DESCRIPTOR) if _is_open(HOST_DESCRIPTOR) else None
     try:
         resolved = RunnerConfig.from_dict(config)
-        runner = ModelRunner(resolved, _map_arena(resolved.arena_bytes), host)
+        arena = _map_arena(resolved.arena_bytes)
+
+        def meet(device: torch.device) -> Group:
+            return open_group(BrainStore(connection), resolved.rank, resolved.world_size, device)
+
+        runner = ModelRunner(resolved, arena, host, meet)
     except (ConfigError, DeviceError) as error:
         raise RefusedError(error) from error
     runner.load(Progress(connection, "weights"))
@@ -125,7 +140,7 @@ def _load(connection: Connection, config: dict[str, Any]) -> ModelRunner:
     facts = {**runner.facts(), "load_seconds": round(time.monotonic() - started, 3)}
     connection.send(encode_json(Kind.READY, facts))
     runner.keep_weights()
-    return runner
+    return runner, arena
 
 
 class Progress:

@@ -17,8 +17,16 @@ from tests.gpu.support import BOTH, nan
 
 
 def check(
-    operators: Kernels, tokens: int, each: int, count: int, sizes: tuple[int, int], dtype: torch.dtype, seed: int
+    operators: Kernels,
+    tokens: int,
+    each: int,
+    count: int,
+    sizes: tuple[int, int],
+    dtype: torch.dtype,
+    seed: int,
+    first: int = 0,
 ) -> None:
+    """`first`: the experts below it are another rank's."""
     hidden, inner = sizes
     generator = torch.Generator().manual_seed(seed)
 
@@ -29,8 +37,16 @@ def check(
     ids = torch.stack([torch.randperm(count, generator=generator)[:each] for _ in range(tokens)]).sort(-1).values
     weights = random(tokens, each).abs()
     gate_up, down = (random(count, *shape).to(dtype) * 0.3 for shape in ((2 * inner, hidden), (hidden, inner)))
+    elsewhere = ids < first
+    ids, weights = (ids - first).masked_fill(elsewhere, count - first), weights.masked_fill(elsewhere, 0)
+    gate_up, down = gate_up[first:], down[first:]
     expected = HostOps().experts(x.contiguous(), ids, weights, gate_up, down)
-    given = operators.experts(x, ids, weights, gate_up, down)
+    # Memory that nobody has written to is not a number.
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        given = operators.experts(x, ids, weights, gate_up, down)
+    finally:
+        torch.use_deterministic_algorithms(False)
     narrow = dtype == torch.bfloat16
     torch.testing.assert_close(given, expected, atol=0.2 if narrow else 2e-5, rtol=0.05 if narrow else 1e-5)
 
@@ -51,6 +67,12 @@ def test_experts(operators: Kernels, tokens: int, each: int, count: int, sizes: 
 @BOTH
 def test_bfloat16(operators: Kernels) -> None:
     check(operators, 5, 2, 4, (40, 24), torch.bfloat16, 0)
+
+
+@BOTH
+@pytest.mark.parametrize("first", [1, 3])
+def test_experts_of_another_rank_add_nothing(operators: Kernels, first: int) -> None:
+    check(operators, 9, 3, 5, (24, 16), torch.float32, 0, first)
 
 
 def test_one_expert_has_several_tiles() -> None:
@@ -76,6 +98,7 @@ def test_a_token_is_alone_what_it_is_in_a_batch() -> None:
 MUTANTS = {
     "a copy left out": ("inside = copy < end\n    token =", "inside = copy < end - 1\n    token ="),
     "weights of another": ("tl.load(weights + copy)", "tl.load(weights + token * EACH)"),
+    "what is not there": ("tl.where(weight != 0, term * weight, 0.0)", "term * weight"),
     "places of copies": ("outputs + place[:, None] * HIDDEN", "outputs + copy.to(tl.int64)[:, None] * HIDDEN"),
 }
 
@@ -84,4 +107,4 @@ MUTANTS = {
 def test_a_wrong_group_is_seen(name: str, mutate: Callable[..., ModuleType]) -> None:
     mutated = mutate("grouped", *MUTANTS[name])
     with pytest.raises(AssertionError):
-        check(mutated, 9, 3, 4, (24, 16), torch.float32, 0)
+        check(mutated, 9, 3, 4, (24, 16), torch.float32, 0, first=1)

@@ -2,7 +2,8 @@
 
 A token's *copies*, one an expert, are put side by side by expert (a counting sort). A tile of the product is some
 copies of one expert; which expert a tile has follows from the counts, so the grid is an upper bound. Terms of a token
-are added one by one in the order of its experts' ids, in float32, as `layers.ops` wants it.
+are added one by one in the order of its experts' ids, in float32, as `layers.ops` wants it. Copies whose id is behind
+the last expert are behind all tiles.
 """
 
 from __future__ import annotations
@@ -138,8 +139,10 @@ def sum_kernel(outputs, weights, out, HIDDEN: tl.constexpr, EACH: tl.constexpr, 
     total = tl.zeros([BLOCK], tl.float32)
     for place in range(EACH):
         copy = token * EACH + place
+        weight = tl.load(weights + copy)
+        # A copy without an expert has no output, and a weight of 0.
         term = tl.load(outputs + copy * HIDDEN + i, mask=inside, other=0.0).to(tl.float32)
-        total += term * tl.load(weights + copy)
+        total += tl.where(weight != 0, term * weight, 0.0)
     tl.store(out + token * HIDDEN + i, total, mask=inside)
 
 

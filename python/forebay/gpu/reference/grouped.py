@@ -13,6 +13,8 @@ def experts(
     gates, ups = torch.einsum("th,eih->tei", x.float(), gate_up.float()).chunk(2, dim=-1)
     inner = (F.silu(gates) * ups).to(x.dtype).float()
     outputs = torch.einsum("tei,ehi->teh", inner, down.float()).to(x.dtype)
+    # An id behind the last expert names none.
+    outputs = F.pad(outputs, (0, 0, 0, 1))
     chosen = outputs.gather(1, ids[:, :, None].expand(-1, -1, x.shape[1])).float() * weights[:, :, None]
     total = chosen[:, 0]
     for place in range(1, ids.shape[1]):

@@ -1,0 +1,39 @@
+"""What layers know of the other ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+import torch
+
+from forebay.distributed.group import Group
+from forebay.weights.shards import Shard
+
+Context = TypeVar("Context")
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The ranks that compute a model together."""
+
+    group: Group
+    expert_parallel: bool
+    """Each rank has some of the experts; else each has a part of every expert."""
+
+    @property
+    def shard(self) -> Shard:
+        """This rank's."""
+        return Shard(self.group.rank, self.group.world)
+
+
+class Summed(Generic[Context]):
+    """A part of a layer whose ranks compute a term each of its result [tokens, hidden]."""
+
+    def __init__(self, part: Callable[[torch.Tensor, Context], torch.Tensor], group: Group) -> None:
+        self._part = part
+        self._group = group
+
+    def __call__(self, x: torch.Tensor, context: Context, /) -> torch.Tensor:
+        return self._group.all_reduce(self._part(x, context))

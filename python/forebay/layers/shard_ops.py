@@ -1,0 +1,187 @@
+"""`Ops` of a rank that has the logits of some tokens: what is sampled follows from a few numbers of each rank.
+
+The vocabulary is never gathered. Ranks gather the same bytes, and from there on all do the same: so all sample the same
+tokens, and those that one rank with all logits samples (`TorchOps`), short of the last bits of sums in float64. What is
+gathered, a row: 12 bytes of each rank for the most likely token, 20 for one that is drawn; besides for `top_k` so many
+logits, and for `top_p` four times 2 KiB. No shape depends on values, and nothing waits for the device.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from forebay.attention.backend import LayerKV
+from forebay.distributed.group import Group
+from forebay.layers.norm import RMSNorm
+from forebay.layers.ops import Draw, Heads, Ops, keep_only, least_kept, reached_in
+from forebay.layers.rotary import Rotation
+from forebay.weights.shards import Part, Shard
+
+_DIGIT_BITS = 8
+_DIGITS = 1 << _DIGIT_BITS
+_SHIFTS = (24, 16, 8, 0)
+
+
+class ShardOps:
+    """`Ops` for logits [rows, own tokens]. All that has nothing to do with tokens is done by other operators."""
+
+    def __init__(self, inner: Ops, group: Group, vocabulary: int) -> None:
+        """`inner` does all that concerns no other rank."""
+        self._inner = inner
+        self._group = group
+        self._own: Part = Shard(group.rank, group.world).of(vocabulary)
+        self._widest = Shard(0, group.world).of(vocabulary).size
+
+    def norm(self, norm: RMSNorm, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._inner.norm(norm, x, residual)
+
+    def rotate_and_keep(
+        self,
+        qkv: torch.Tensor,
+        heads: Heads,
+        norms: tuple[RMSNorm, RMSNorm] | None,
+        rotation: Rotation,
+        kv: LayerKV,
+        writes: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return self._inner.rotate_and_keep(qkv, heads, norms, rotation, kv, writes)
+
+    def gate(self, gate_up: torch.Tensor) -> torch.Tensor:
+        return self._inner.gate(gate_up)
+
+    def forbidden(self, masks: torch.Tensor, vocabulary: int) -> torch.Tensor:
+        return self._inner.forbidden(masks, vocabulary)
+
+    def experts(
+        self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor
+    ) -> torch.Tensor:
+        return self._inner.experts(x, ids, weights, gate_up, down)
+
+    def greedy(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        at, finite = self._inner.greedy(logits)
+        largest = logits.gather(1, at[:, None]).float().view(torch.int32)
+        columns = torch.cat((largest, (at + self._own.first).int()[:, None], finite.int()[:, None]), dim=1)
+        of_ranks = self._group.all_gather(columns)
+        # The first of equal ones: ranks have tokens in the order of their ids.
+        best = of_ranks[..., 0].contiguous().view(torch.float32).argmax(dim=0)
+        return of_ranks[..., 1].gather(0, best[None])[0].long(), of_ranks[..., 2].all(dim=0)
+
+    def finite(self, logits: torch.Tensor) -> torch.Tensor:
+        return self._group.all_gather(self._inner.finite(logits).int()).all(dim=0)
+
+    def sample(self, logits: torch.Tensor, draw: Draw) -> torch.Tensor:
+        scaled = (logits - self._largest(logits)) / draw.temperature[:, None]
+        weights = scaled.exp()
+        if draw.limited is not None:
+            rows, top_k, top_p = draw.limited
+            keep_only(weights, rows, self._most_likely(scaled.index_select(0, rows), top_k, top_p, draw.width))
+        if draw.nucleus is not None:
+            rows, top_p = draw.nucleus
+            keep_only(weights, rows, self._nucleus(scaled.index_select(0, rows), top_p))
+        if draw.min_p is not None:
+            # The largest weight of all ranks is 1.
+            weights.masked_fill_(weights < draw.min_p[:, None], 0)
+        return self._drawn(weights, draw.u)
+
+    def likely(self, logits: torch.Tensor, tokens: torch.Tensor, most: int) -> tuple[torch.Tensor, torch.Tensor]:
+        width = min(most, self._widest)
+        values, at = logits.topk(min(width, logits.shape[1]), dim=-1)
+        ids = (at + self._own.first).int()
+        if width > values.shape[1]:
+            values, ids = _padded(values, -torch.inf), _padded(ids, 0)
+        columns = (logits.amax(dim=-1, keepdim=True), self._own_logits(logits, tokens), values)
+        of_ranks = self._group.all_gather(torch.cat((*(of.view(torch.int32) for of in columns), ids), dim=1))
+        numbers = of_ranks[..., : 2 + width].contiguous().view(torch.float32)
+        largest = numbers[..., 0].amax(dim=0)[:, None]
+        total = self._added((logits - largest).exp().double().sum(dim=-1, keepdim=True))
+        # [m, world * width]: the first of equal ones are those of lower ids.
+        values, ids = (of.transpose(0, 1).flatten(1) for of in (numbers[..., 2:], of_ranks[..., 2 + width :]))
+        order = values.sort(dim=-1, descending=True, stable=True).indices[:, :most]
+        wanted = torch.cat((numbers[..., 1].amax(dim=0)[:, None], values.gather(1, order)), dim=1)
+        return torch.cat((tokens, ids.gather(1, order).long()), dim=1), wanted - largest - total.log().float()
+
+    def places(self, logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        theirs = self._group.all_gather(self._own_logits(logits, tokens)).amax(dim=0)
+        return self._added((logits > theirs).sum(dim=-1)) + 1
+
+    def _own_logits(self, logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        """Logits [m, 1] of tokens [m, 1]; -inf of those that another rank has."""
+        here = (tokens >= self._own.first) & (tokens < self._own.end)
+        at = (tokens - self._own.first).masked_fill_(~here, 0)
+        return logits.gather(1, at).masked_fill_(~here, -torch.inf)
+
+    def _largest(self, logits: torch.Tensor) -> torch.Tensor:
+        """Of all ranks' logits, [r, 1]."""
+        return self._group.all_gather(logits.amax(dim=-1, keepdim=True)).amax(dim=0)
+
+    def _added(self, x: torch.Tensor) -> torch.Tensor:
+        """The sum over ranks, to the bit the same on each."""
+        return _ends(self._group.all_gather(x))[-1]
+
+    def _drawn(self, weights: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
+        """The first tokens [r] at which the sum of the weights of all ranks up to them exceeds `u` of the total."""
+        cumulative = weights.cumsum(dim=-1, dtype=torch.float64)
+        ends = _ends(self._group.all_gather(cumulative[:, -1]))
+        total, rank = ends[-1], self._group.rank
+        below = torch.minimum(u * total, torch.nextafter(total, torch.zeros_like(total)))
+        if rank:
+            cumulative += ends[rank - 1][:, None]
+        found = torch.searchsorted(cumulative, below[:, None], right=True)[:, 0]
+        # Where it is another rank's, or the row is not finite, nothing is found.
+        found = found.clamp_(max=weights.shape[1] - 1) + self._own.first
+        owner = (torch.stack(ends) > below).int().argmax(dim=0)
+        return self._group.all_gather(found).gather(0, owner[None])[0]
+
+    def _most_likely(self, scaled: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, width: int) -> torch.Tensor:
+        """`ops.most_likely` of the own tokens: each rank's largest logits hold those of all."""
+        own = min(width, self._widest)
+        values = scaled.topk(min(own, scaled.shape[1]), dim=-1).values
+        if own > values.shape[1]:
+            values = _padded(values, -torch.inf)
+        of_all = self._group.all_gather(values).transpose(0, 1).flatten(1)
+        kept, threshold = least_kept(of_all.topk(width, dim=-1).values, top_k, top_p)
+        return self._down_to(scaled > threshold, scaled == threshold, kept)
+
+    def _nucleus(self, scaled: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
+        """`ops.nucleus` of the own tokens: the sums are looked up digit by digit, in tables that are small enough."""
+        keys = scaled.abs().view(torch.int32)
+        mass = scaled.exp().double()
+        goal = top_p.double()[:, None] * self._added(mass.sum(dim=-1, keepdim=True))
+        threshold = torch.zeros_like(keys[:, :1])
+        inside, done = mass, torch.zeros_like(goal)
+        for shift in _SHIFTS:
+            digits = (keys >> shift & _DIGITS - 1).long()
+            table = torch.zeros(len(keys), _DIGITS, dtype=mass.dtype, device=mass.device)
+            digit, before = reached_in(self._added(table.scatter_add_(1, digits, inside)), goal - done)
+            threshold, done = threshold << _DIGIT_BITS | digit.int(), done + before
+            inside = mass.masked_fill(keys >> shift != threshold, 0)
+        # What is left of the goal, in tokens that are as likely as the threshold.
+        left = (goal - done) / (threshold.view(torch.float32).neg().exp().double())
+        left = left.nan_to_num_(1.0).ceil_().clamp_(1, self._own.whole)
+        smaller = keys < threshold
+        return self._down_to(smaller, keys == threshold, left + self._added(smaller.sum(dim=-1, keepdim=True)))
+
+    def _down_to(self, more: torch.Tensor, equal: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
+        """Which of the own tokens are among the `kept` [r, 1] of all.
+
+        Those that are `more` likely than some threshold, and the first of those that are `equal` to it.
+        """
+        counts = torch.cat([of.sum(dim=-1, keepdim=True) for of in (more, equal)], dim=1)
+        ends = _ends(self._group.all_gather(counts))
+        left = kept - ends[-1][:, :1]
+        if self._group.rank:
+            left = left - ends[self._group.rank - 1][:, 1:]
+        return more | (equal & (equal.cumsum(dim=-1) <= left))
+
+
+def _ends(of_ranks: torch.Tensor) -> list[torch.Tensor]:
+    """Sums up to each rank, of [world, ...]. One by one: a library may add in an order of its own."""
+    ends = [of_ranks[0]]
+    for more in of_ranks[1:]:
+        ends.append(ends[-1] + more)
+    return ends
+
+
+def _padded(values: torch.Tensor, value: float) -> torch.Tensor:
+    """One more column: the shards of other ranks may be larger by one token."""
+    return torch.nn.functional.pad(values, (0, 1), value=value)

@@ -1,0 +1,32 @@
+"""The rows of embeddings, of which each rank may have some."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from forebay.distributed.group import Group
+from forebay.weights.shards import Part
+
+
+def embed_whole(tokens: torch.Tensor, embedding: torch.Tensor) -> torch.Tensor:
+    """Rows [n, hidden] of tokens [n]."""
+    return F.embedding(tokens, embedding)
+
+
+class SharedEmbedding:
+    """Each rank looks up the tokens that it has; rows are the sum over ranks (Shoeybi et al. 2019)."""
+
+    def __init__(self, own: Part, group: Group) -> None:
+        self._own = own
+        self._group = group
+
+    def __call__(self, tokens: torch.Tensor, embedding: torch.Tensor) -> torch.Tensor:
+        """Rows [n, hidden] of tokens [n]; `embedding` has those of this rank."""
+        own = self._own
+        elsewhere = (tokens < own.first) | (tokens >= own.end)
+        # A token that nobody has is an error here as it is for one rank, and not a row of zeros.
+        known = (tokens >= 0) & (tokens < own.whole)
+        at = (tokens - own.first).masked_fill_(elsewhere & known, 0)
+        rows = F.embedding(at.masked_fill_(~known, -1), embedding).masked_fill_(elsewhere[:, None], 0)
+        return self._group.all_reduce(rows)

@@ -1,0 +1,54 @@
+"""Frames that lie in the arena: what is large is written there once, and each rank is told the place."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from forebay.protocol.frames import HEADER_BYTES, Frame, Header, Kind, WireError, encode
+
+WORD = 4
+ALIGNMENT = 16
+IN_ARENA = (Kind.PLAN, Kind.MASKS)
+"""Kinds of frames that may lie in the arena."""
+
+
+@dataclass(frozen=True)
+class PlanAt:
+    """Where the frame of a step lies."""
+
+    step: int
+    offset: int
+    """In the arena, in bytes."""
+    words: int
+    """Of the whole frame, with its header."""
+
+    @classmethod
+    def decode(cls, frame: Frame) -> PlanAt:
+        """Reads a `plan_at` frame, whose buffer it gives back; raises `WireError`."""
+        (place,) = frame.expect(Kind.PLAN_AT, 1)
+        if len(place) != 2 or place.min() < 0 or place[0] % ALIGNMENT or place[1] * WORD < HEADER_BYTES:
+            raise WireError(f"malformed frame: the place {place.tolist()}")
+        offset, words = place.tolist()
+        frame.release()
+        return cls(frame.step, offset, words)
+
+    def encode(self) -> bytes:
+        """The frame."""
+        return encode(Kind.PLAN_AT, self.step, [np.array([self.offset, self.words], np.int32)])
+
+    def read(self, arena: npt.NDArray[np.uint8]) -> tuple[Header, npt.NDArray[np.uint8]]:
+        """The header and the body, uint8, a view of the arena. Raises `WireError` for what is no frame of the step."""
+        end = self.offset + WORD * self.words
+        if end > len(arena):
+            raise WireError(f"a frame at bytes {self.offset}..{end} of an arena of {len(arena)}")
+        body = self.offset + HEADER_BYTES
+        header = Header.decode(arena[self.offset : body].tobytes())
+        if header.kind not in IN_ARENA or header.step != self.step or body + WORD * header.words != end:
+            raise WireError(
+                f"{self.words} words at byte {self.offset} of the arena are a {header.kind.name.lower()} of step "
+                f"{header.step} with {header.words} words, and not a frame of step {self.step}"
+            )
+        return header, arena[body:end]

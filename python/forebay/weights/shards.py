@@ -1,0 +1,95 @@
+"""Which part of a weight belongs to which rank, and what is read of a file (Shoeybi et al. 2019)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+__all__ = ["ALONE", "WHOLE", "Cut", "Cuts", "Part", "Shard"]
+
+
+class Part(NamedTuple):
+    """Some rows, or columns, of so many in the checkpoint."""
+
+    whole: int
+    first: int
+    end: int
+
+    @property
+    def size(self) -> int:
+        """How many they are."""
+        return self.end - self.first
+
+    @property
+    def place(self) -> slice:
+        """Where they are in the whole."""
+        return slice(self.first, self.end)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether they are all."""
+        return self.size == self.whole
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One of `world` shards."""
+
+    rank: int
+    world: int
+
+    def of(self, size: int) -> Part:
+        """The shard's part of a dimension: contiguous, in the order of ranks, of lengths that differ by one at most."""
+        each, over = divmod(size, self.world)
+        first = self.rank * each + min(self.rank, over)
+        return Part(size, first, first + each + (self.rank < over))
+
+    def of_heads(self, heads: int) -> Shard:
+        """The shard of heads that may be fewer than ranks: then neighbouring ranks hold the same one."""
+        return self if heads >= self.world else Shard(self.rank * heads // self.world, heads)
+
+
+ALONE = Shard(0, 1)
+"""Of a rank without others: everything."""
+
+
+@dataclass(frozen=True)
+class Cut:
+    """The part of a weight [rows] or [rows, columns] that a rank reads."""
+
+    rows: Part
+    columns: Part | None = None
+    """None: all, or there are none."""
+
+    @property
+    def whole(self) -> tuple[int, ...]:
+        """The shape in the checkpoint."""
+        return (self.rows.whole,) if self.columns is None else (self.rows.whole, self.columns.whole)
+
+    @property
+    def places(self) -> tuple[slice, ...]:
+        """Where it is in the checkpoint's tensor."""
+        return (self.rows.place,) if self.columns is None else (self.rows.place, self.columns.place)
+
+    @property
+    def first(self) -> tuple[int, int]:
+        """Its first row and column."""
+        return self.rows.first, 0 if self.columns is None else self.columns.first
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it is all of the weight."""
+        return self.rows.is_whole and (self.columns is None or self.columns.is_whole)
+
+
+@dataclass
+class Cuts:
+    """What a rank reads of a checkpoint, by name. What is not named here is read whole."""
+
+    parts: dict[str, Cut] = field(default_factory=dict)
+    others: set[str] = field(default_factory=set)
+    """Weights that belong to other ranks altogether: nothing of them is read."""
+
+
+WHOLE = Cuts()
+"""Everything is read."""

@@ -1,0 +1,297 @@
+"""What ranks do in tests; each function is called on all ranks of a group with the same arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import torch
+from gguf.quants import dequantize
+from safetensors import safe_open
+
+from forebay.compute.sampler import SampledColumns, Sampler
+from forebay.device import open_device
+from forebay.distributed.group import Group, open_group
+from forebay.distributed.store import BrainStore
+from forebay.layers.ops import TorchOps
+from forebay.layers.shard_ops import ShardOps
+from forebay.protocol.connection import Connection
+from forebay.runner.runner import ModelRunner
+from forebay.state.config import RunnerConfig
+from forebay.state.slots import SlotTables
+from forebay.state.staging import StepInputs
+from forebay.weights import gguf_tensors, load
+from forebay.weights.shards import Part, Shard
+from tests.hand.support import MiniBrain, PlanBuilder, Request, Sampling
+
+
+def meet(connection: Connection, rank: int, world: int, on_gpu: bool) -> Group:
+    """The group of this process."""
+    device = torch.device("cuda", 0) if on_gpu else torch.device("cpu")
+    return open_group(BrainStore(connection), rank, world, device)
+
+
+class Mutant:
+    """A group in which one thing is wrong."""
+
+    def __init__(self, group: Group, **changes: Callable[..., Any]) -> None:
+        self._group = group
+        self.__dict__.update(changes)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._group, name)
+
+
+def collectives(group: Group) -> dict[str, Any]:
+    """Each collective, once."""
+    rank, world = group.rank, group.world
+    x = torch.arange(2.0 * world).view(world * 2, 1) + 100 * rank
+    return {
+        "all_reduce": group.all_reduce(x.clone()).flatten().tolist(),
+        "all_gather": group.all_gather(x[:2]).tolist(),
+        "reduce_scatter": group.reduce_scatter(x).flatten().tolist(),
+        "all_to_all": group.all_to_all(x).flatten().tolist(),
+        "bfloat16": group.all_reduce(torch.full((3,), rank + 1, dtype=torch.bfloat16)).tolist(),
+        "least": group.least(10 - rank),
+    }
+
+
+def serve(
+    group: Group, config: dict[str, Any], requests: list[dict[str, Any]], chunk: int = 1000, mutant: str = ""
+) -> dict[str, Any]:
+    """Serves requests with a model whose weights are read from files, or are random."""
+    config = {**config, "rank": group.rank, "world_size": group.world}
+    undo = _mutate(mutant)
+    if mutant == "no all-reduce":
+        group = Mutant(group, all_reduce=lambda x: x)
+    try:
+        runner = ModelRunner(RunnerConfig.from_dict(config), meet=lambda device: group)
+        runner.load(lambda done, total: None)
+    finally:
+        undo()
+    if mutant == "another token":
+        _sample_another(runner, group.rank)
+    served = read_requests(requests)
+    MiniBrain(runner, chunk).serve(served, chunk)
+    return {"facts": runner.facts(), "requests": [found(request) for request in served]}
+
+
+def _mutate(mutant: str) -> Callable[[], None]:
+    original = Shard.of
+
+    def wrong(self: Shard, size: int) -> Part:
+        # All ranks read the intermediate rows of the first.
+        return original(Shard(0, self.world) if size == 96 else self, size)
+
+    patched = patch.object(Shard, "of", wrong if mutant == "wrong slice" else original)
+    patched.start()
+    return patched.stop
+
+
+def _sample_another(runner: ModelRunner, rank: int) -> None:
+    """Has rank 1 keep another token than the group has sampled, once."""
+    ops: Any = runner.decoder.ops
+    greedy = ops.greedy
+    left = [3]
+
+    def another(logits: torch.Tensor) -> Any:
+        tokens, finite = greedy(logits)
+        left[0] -= 1
+        return (tokens + 1 if rank == 1 and left[0] == 0 else tokens), finite
+
+    ops.greedy = another
+
+
+def read_requests(requests: list[dict[str, Any]]) -> list[Request]:
+    """Requests from JSON."""
+    return [Request(**{**request, "sampling": _sampling(request.get("sampling", {}))}) for request in requests]
+
+
+def _sampling(values: dict[str, Any]) -> Sampling:
+    lists = {name: tuple(values.get(name, ())) for name in ("stop_ids", "allowed")}
+    bias = tuple((token, value) for token, value in values.get("bias", ()))
+    return Sampling(**{**values, **lists, "bias": bias})
+
+
+def found(request: Request) -> dict[str, Any]:
+    """What came of a request, as JSON has it."""
+    return {
+        "tokens": request.tokens,
+        "logprobs": [[ids.tolist(), values.tolist()] for ids, values in request.logprobs],
+        "of_prompt": [[rank, ids.tolist(), values.tolist()] for rank, ids, values in request.of_prompt],
+    }
+
+
+class _Counted:
+    """Counts the elements of slices as they are read."""
+
+    def __init__(self, file: Any, read: dict[str, int]) -> None:
+        self._file, self._read = file, read
+
+    def __enter__(self) -> _Counted:
+        self._open = self._file.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._file.__exit__(*error)
+
+    def keys(self) -> list[str]:
+        return list(self._open.keys())
+
+    def get_tensor(self, name: str) -> torch.Tensor:
+        tensor: torch.Tensor = self._open.get_tensor(name)
+        self._read[name] = self._read.get(name, 0) + tensor.nbytes
+        return tensor
+
+    def get_slice(self, name: str) -> Any:
+        part, read = self._open.get_slice(name), self._read
+
+        class Slice:
+            get_shape, get_dtype = part.get_shape, part.get_dtype
+
+            def __getitem__(self, places: Any) -> torch.Tensor:
+                tensor: torch.Tensor = part[places]
+                read[name] = read.get(name, 0) + tensor.nbytes
+                return tensor
+
+        return Slice()
+
+
+def bytes_read(group: Group, config: dict[str, Any]) -> dict[str, int]:
+    """Bytes that a rank reads of each weight of its files; of GGUF files, of each type of block."""
+    config = {**config, "rank": group.rank, "world_size": group.world}
+    read: dict[str, int] = {}
+
+    def opened(*given: Any, **named: Any) -> _Counted:
+        return _Counted(safe_open(*given, **named), read)
+
+    def counted(data: Any, kind: Any) -> Any:
+        read[kind.name] = read.get(kind.name, 0) + data.nbytes
+        return dequantize(data, kind)
+
+    with patch.object(load, "safe_open", opened), patch.object(gguf_tensors, "dequantize", counted):
+        runner = ModelRunner(RunnerConfig.from_dict(config), meet=lambda device: group)
+        runner.load(lambda done, total: None)
+    return read
+
+
+def refusal(group: Group, config: dict[str, Any]) -> str:
+    """Why a model can't be loaded by this group."""
+    config = {**config, "rank": group.rank, "world_size": group.world}
+    try:
+        runner = ModelRunner(RunnerConfig.from_dict(config), meet=lambda device: group)
+        runner.load(lambda done, total: None)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+VOCABULARIES = (7, 23, 131, 1000)
+
+
+class _Rig:
+    """Tables, and a sampler of all tokens beside one of those of a rank."""
+
+    def __init__(self, config: RunnerConfig, vocabulary: int, group: Group | None) -> None:
+        self.device = open_device("cpu", 1)
+        self.tables = SlotTables(config, vocabulary, self.device)
+        self.own = None if group is None else Shard(group.rank, group.world).of(vocabulary)
+        self.ops: Any = TorchOps() if group is None else ShardOps(TorchOps(), group, vocabulary)
+        self.sampler = Sampler(self.tables, vocabulary, self.ops, self.device, self.own)
+
+    def sample(self, builder: PlanBuilder, logits: torch.Tensor, lengths: list[int], masks: dict[int, Any]) -> Any:
+        plan = builder.build()
+        writes = self.tables.read(plan, np.zeros(0, np.uint8))
+        assert writes is not None
+        self.tables.write(writes, StepInputs(plan, self.device))
+        ask = self.sampler.ask(np.arange(len(lengths)), np.asarray(lengths, np.int64), masks)
+        columns = SampledColumns(ask, self.device)
+        if self.own is not None:
+            logits = logits[:, self.own.place].contiguous()
+        if ask.plain:
+            best, finite = self.ops.greedy(logits)
+            columns.fill(self.sampler.greedy(best, finite, ask))
+        else:
+            columns.fill(self.sampler.sample(logits, ask))
+        logprobs = columns.logprobs()
+        kept = self.tables.token_pool[np.arange(len(lengths)), lengths].tolist()
+        return {
+            "tokens": columns.tokens.tolist(),
+            "kept": kept,
+            "finite": columns.finite.tolist(),
+            "logprobs": None if logprobs is None else [part.tolist() for part in logprobs],
+        }
+
+
+def sample(group: Group, config: dict[str, Any], rounds: int, ties: bool) -> list[Any]:
+    """Rows that want all kinds of things: what the sampler over shards gives, and that of all logits."""
+    shape, random = RunnerConfig.from_dict(config), np.random.default_rng(3)
+    pairs = []
+    for number in range(rounds):
+        vocabulary = VOCABULARIES[number % len(VOCABULARIES)]
+        rows = int(random.integers(1, 7))
+        logits = torch.from_numpy(random.normal(size=(rows, vocabulary)).astype(np.float32) * 3)
+        if ties:
+            logits = (logits * 2).round() / 2
+        if number % 9 == 8:
+            logits[0, int(random.integers(vocabulary))] = torch.nan
+        builder, lengths, masks = PlanBuilder(), [], {}
+        for slot in range(rows):
+            tokens = random.integers(0, vocabulary, int(random.integers(1, 30))).tolist()
+            lengths.append(len(tokens))
+            plain = number % 7 == 6
+            wish = Sampling() if plain else _wish(random, vocabulary)
+            builder.slot(slot, tokens, wish, len(tokens) // 2)
+            if not plain and not wish.allowed and random.random() < 0.2:
+                bits = random.random(-(-vocabulary // 32) * 32) < 0.4
+                bits[int(random.integers(vocabulary))] = True
+                masks[slot] = np.packbits(bits, bitorder="little").view(np.uint32)
+        pairs.append(
+            [_Rig(shape, vocabulary, who).sample(builder, logits.clone(), lengths, masks) for who in (None, group)]
+        )
+    return pairs
+
+
+def _wish(random: np.random.Generator, vocabulary: int) -> Sampling:
+    def some(chance: float, value: Any, other: Any) -> Any:
+        return value if random.random() < chance else other
+
+    def ids(most: int) -> tuple[int, ...]:
+        return tuple(sorted(set(random.integers(0, vocabulary, int(random.integers(1, most))).tolist())))
+
+    return Sampling(
+        temperature=some(0.75, float(random.choice([0.3, 1.0, 2.0])), 0.0),
+        top_k=some(0.4, int(random.integers(1, vocabulary + 3)), 0),
+        top_p=some(0.5, float(random.choice([0.05, 0.5, 0.9, 0.999])), 1.0),
+        min_p=some(0.2, float(random.choice([0.01, 0.3])), 0.0),
+        repetition_penalty=some(0.3, 1.3, 1.0),
+        presence_penalty=some(0.2, 0.5, 0.0),
+        frequency_penalty=some(0.2, -0.4, 0.0),
+        seed=int(random.integers(1 << 30)),
+        logprobs=some(0.4, int(random.integers(0, 8)), -1),
+        min_total=some(0.3, 40, 0),
+        stop_ids=some(0.3, ids(4), ()),
+        bias=some(0.3, tuple((token, float(random.normal() * 4)) for token in ids(5)), ()),
+        allowed=some(0.15, ids(6), ()),
+    )
+
+
+def likelihoods(group: Group) -> list[Any]:
+    """Log-probabilities and ranks of given tokens, over shards and from all logits."""
+    generator = torch.Generator().manual_seed(1)
+    pairs = []
+    for vocabulary in VOCABULARIES:
+        logits = torch.randn(5, vocabulary, generator=generator) * 4
+        tokens = torch.randint(vocabulary, (5, 1), generator=generator)
+        own = Shard(group.rank, group.world).of(vocabulary)
+        for most in (0, 1, 5, vocabulary):
+            both = (TorchOps(), logits), (ShardOps(TorchOps(), group, vocabulary), logits[:, own.place])
+            pairs.append(
+                [
+                    [*(part.tolist() for part in ops.likely(of, tokens, most)), ops.places(of, tokens).tolist()]
+                    for ops, of in both
+                ]
+            )
+    return pairs
