@@ -18,6 +18,7 @@ NAMES = {
     frames.Kind.PLAN: plan.COLUMNS,
     frames.Kind.RESULT: result.COLUMNS,
     frames.Kind.MASKS: masks.COLUMNS,
+    frames.Kind.PLAN_AT: ("place",),
 }
 
 

@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use forebay_protocol::{
     Direction, Frame, Grid, HEADER_BYTES, Header, ImageSpan, Kind, NewSlot, PageCopy, Pooling,
     PromptLogprobsWant, Row, SamplingParams, SlotSpec, Span, StepMasks, StepPlan, StepResult,
-    TowerWork, Want, encode_json,
+    TowerWork, Want, encode_json, encode_place,
 };
 use serde_json::Value;
 
@@ -63,6 +63,7 @@ fn id(kind: &str, column: &str) -> u32 {
             "prompt_logprobs",
         ],
         "masks" => &["offsets", "words"],
+        "plan_at" => &["place"],
         _ => &[
             "tokens",
             "row_errors",
@@ -96,6 +97,9 @@ fn kind(name: &str) -> Kind {
         "fatal" => Kind::Fatal,
         "shutdown" => Kind::Shutdown,
         "masks" => Kind::Masks,
+        "store" => Kind::Store,
+        "store_reply" => Kind::StoreReply,
+        "plan_at" => Kind::PlanAt,
         other => panic!("no kind {other}"),
     }
 }
@@ -128,6 +132,11 @@ fn both_languages_write_the_same_bytes() {
         match got.header().kind {
             // A brain writes masks and reads none.
             Kind::Masks => continue,
+            Kind::PlanAt => {
+                let place = &columns["place"];
+                let word = |at: usize| place[at].as_u64().expect("a word") as u32;
+                encode_place(got.header().step, word(0), word(1), &mut again)
+            }
             Kind::Plan => StepPlan::decode(&got).expect("a plan").encode(&mut again),
             _ => StepResult::decode(&got).expect("a result").encode(&mut again),
         }
