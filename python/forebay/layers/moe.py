@@ -7,6 +7,7 @@ import torch
 from forebay.layers.mlp import SwiGLU
 from forebay.layers.ops import Ops
 from forebay.layers.params import Parameters
+from forebay.layers.quantised import KeptMatrix
 from forebay.layers.routing import Router
 from forebay.weights.parts import Experts
 
@@ -20,12 +21,24 @@ class MixtureOfExperts:
         names = [f"{prefix}.experts.{expert}" for expert in range(count)]
         gate_up = {f"{name}.{kind}_proj.weight": inner for name in names for kind in ("gate", "up")}
         down = {f"{name}.down_proj.weight": hidden for name in names}
-        self._gate_up = params.matrix(hidden, gate_up)[0].view(count, 2 * inner, hidden)
-        self._down = params.matrix(inner, down)[0].view(count, hidden, inner)
+        self._products = params.products
+        self._kept: tuple[KeptMatrix, KeptMatrix] | None = None
+        if params.keeps(hidden, gate_up) and params.keeps(inner, down):
+            kept = params.kept_matrix(hidden, gate_up), params.kept_matrix(inner, down)
+            assert kept[0] is not None
+            assert kept[1] is not None
+            self._kept = kept[0], kept[1]
+        else:
+            self._gate_up = params.matrix(hidden, gate_up)[0].view(count, 2 * inner, hidden)
+            self._down = params.matrix(inner, down)[0].view(count, hidden, inner)
         self._shared: SwiGLU | None = None
         if experts.shared_size:
             self._shared = SwiGLU(params, f"{prefix}.shared_experts", hidden, experts.shared_size, bias=False)
 
     def __call__(self, x: torch.Tensor, ops: Ops) -> torch.Tensor:
-        y = ops.experts(x, *self._router(x), self._gate_up, self._down)
+        if self._kept is None:
+            y = ops.experts(x, *self._router(x), self._gate_up, self._down)
+        else:
+            assert self._products is not None
+            y = self._products.experts(x, *self._router(x), *self._kept)
         return y if self._shared is None else y.add_(self._shared(x, ops))

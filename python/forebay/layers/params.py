@@ -6,6 +6,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 
 import torch
 
+from forebay.layers.quantised import KeptMatrix, KeptPart, Products
+from forebay.weights.codes import Raw
 from forebay.weights.errors import ModelError
 from forebay.weights.quantization import BLOCK_BYTES, PLAIN, SHARED, Formats
 
@@ -34,13 +36,20 @@ class Parameters:
         *,
         matrices: bool = True,
         fill: Fill = torch.Tensor.copy_,
+        products: Products | None = None,
     ) -> None:
-        """Without `matrices` these get no memory, as if they were packed already: nothing but `packed` fills them."""
+        """Without `matrices` these get no memory, as if they were packed already: nothing but `packed` fills them.
+
+        `products` None: the device keeps no matrix in the bits of the checkpoint.
+        """
         self.dtype = dtype
         self.device = device
         self._of_matrices = device if matrices else torch.device("meta")
         self.formats = formats
         self._fill = fill
+        self.products = products
+        self.kept: dict[str, KeptPart] = {}
+        """Where those weights go that are kept in the bits of the checkpoint."""
         self.stored: dict[str, str] = {}
         """Weights that are kept in blocks, and of which type; `load` wants their bytes."""
         self.matrices = 0
@@ -77,6 +86,22 @@ class Parameters:
         shape = (rows, inputs // SHARED * BLOCK_BYTES[format_])
         return self._allocate(shape, parts, torch.uint8, self._of_matrices), format_
 
+    def keeps(self, inputs: int, parts: Mapping[str, int]) -> bool:
+        """Whether `kept_matrix` would make a matrix of these."""
+        return self.products is not None and self.formats.layout(parts, inputs) is not None
+
+    def kept_matrix(self, inputs: int, parts: Mapping[str, int]) -> KeptMatrix | None:
+        """A new matrix in the bits of the checkpoint; None: `matrix` is to be called. Arguments as there."""
+        layout = None if self.products is None else self.formats.layout(parts, inputs)
+        if layout is None:
+            return None
+        kept, first = KeptMatrix.make(layout, sum(parts.values()), self.device), 0
+        for name, rows in parts.items():
+            self.kept[name] = KeptPart(name, kept, first, rows)
+            first += rows
+        self._bytes += kept.nbytes
+        return kept
+
     def _allocate(
         self, shape: tuple[int, ...], parts: dict[str, int], dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
@@ -98,12 +123,13 @@ class Parameters:
 
     def skip(self, name: str) -> None:
         """A weight that some checkpoints carry and the model does not need."""
-        self._skipped.add(name)
+        if name not in self._targets:
+            self._skipped.add(name)
 
     @property
     def count(self) -> int:
         """How many weights of a checkpoint there is room for."""
-        return len(self._targets)
+        return len(self._targets) + len(self.kept)
 
     @property
     def nbytes(self) -> int:
@@ -113,19 +139,19 @@ class Parameters:
     def check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         """Raises `WeightError` if what a checkpoint has, by name, would not fit: before anything is read."""
         found = {name: shape for name, shape in shapes.items() if not self._is_left_out(name)}
-        lacking, total = self._targets.keys() - found.keys(), len(self._targets)
+        lacking, total = (self._targets.keys() | self.kept.keys()) - found.keys(), self.count
         if lacking:
             raise _lacks(lacking, total)
         for name, shape in found.items():
-            target = self._targets.get(name)
+            target = self._targets.get(name, self.kept.get(name))
             if target is None:
                 raise WeightError(f"the checkpoint has {name}, which the model does not have")
             if name not in self.stored:
                 _check_shape(name, shape, target)
 
-    def load(self, weights: Iterable[tuple[str, torch.Tensor]], report: Report) -> None:
+    def load(self, weights: Iterable[tuple[str, torch.Tensor | Raw]], report: Report) -> None:
         """Copies checkpoint tensors into place; raises `WeightError` unless each weight comes once, in its shape."""
-        missing = dict(self._targets)
+        missing: dict[str, torch.Tensor | KeptPart] = {**self._targets, **self.kept}
         total = len(missing)
         for name, tensor in weights:
             if self._is_left_out(name):
@@ -133,11 +159,20 @@ class Parameters:
             target = missing.pop(name, None)
             if target is None:
                 raise WeightError(f"the checkpoint has {name}, which the model does not have or already got")
-            _check_shape(name, tuple(tensor.shape), target)
-            self._fill(target, tensor)
+            if isinstance(target, KeptPart):
+                target.store(tensor, self._upload)
+            else:
+                assert not isinstance(tensor, Raw)
+                _check_shape(name, tuple(tensor.shape), target)
+                self._fill(target, tensor)
             report(total - len(missing), total)
         if missing:
             raise _lacks(missing.keys(), total)
+
+    def _upload(self, tensor: torch.Tensor) -> torch.Tensor:
+        there = torch.empty(tensor.shape, dtype=tensor.dtype, device=self.device)
+        self._fill(there, tensor)
+        return there
 
     def _is_left_out(self, name: str) -> bool:
         return name in self._skipped or name.endswith(".rotary_emb.inv_freq")
@@ -145,6 +180,7 @@ class Parameters:
     def forget(self) -> None:
         """Lets go of the tensors: whoever holds them decides how long they live. Nothing can be loaded afterwards."""
         self._targets.clear()
+        self.kept.clear()
 
     def randomise(self, seed: int, report: Report) -> None:
         """Fills every weight from `seed`, on the device: norms around one, the rest around zero and small.
@@ -152,8 +188,10 @@ class Parameters:
         A seed gives other weights on a device of another kind.
         """
         generator = torch.Generator(self.device).manual_seed(seed)
-        total = len(self._targets)
-        for done, (name, target) in enumerate(self._targets.items(), start=1):
+        total = self.count
+        for kept in self.kept.values():
+            kept.randomise(generator)
+        for done, (name, target) in enumerate(self._targets.items(), start=1 + len(self.kept)):
             mean = 1.0 if name.lower().endswith("norm.weight") else 0.0
             if self.device.type == "cpu":
                 target.copy_(torch.randn(target.shape, generator=generator) * 0.02 + mean)
@@ -164,6 +202,8 @@ class Parameters:
 
     def clear(self) -> None:
         """Makes every weight 0."""
+        for kept in self.kept.values():
+            kept.clear()
         for target in self._targets.values():
             target.zero_()
 
@@ -172,6 +212,6 @@ def _lacks(names: Collection[str], total: int) -> WeightError:
     return WeightError(f"the checkpoint lacks {len(names)} of {total} weights, the first is {min(names)}")
 
 
-def _check_shape(name: str, shape: tuple[int, ...], target: torch.Tensor) -> None:
+def _check_shape(name: str, shape: tuple[int, ...], target: torch.Tensor | KeptPart) -> None:
     if target.shape != shape:
         raise WeightError(f"{name} is {list(shape)} in the checkpoint, the model wants {list(target.shape)}")

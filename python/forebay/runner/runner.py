@@ -42,12 +42,15 @@ from forebay.state.pages import KvPool
 from forebay.state.sizes import Sizes
 from forebay.state.slots import Int64s, PlanError, SlotTables
 from forebay.state.staging import StepInputs
+from forebay.weights.config import ModelConfig
 from forebay.weights.encoder_config import EncoderConfig
 from forebay.weights.errors import ModelError
 from forebay.weights.gguf_file import GgufFiles
 from forebay.weights.gguf_tensors import stored_formats
-from forebay.weights.load import iter_weights, weight_shapes
-from forebay.weights.quantization import COMPUTED_AS, PLAIN, Formats
+from forebay.weights.load import iter_kept, iter_weights, quantised_matrices, spare_biases, weight_shapes
+from forebay.weights.quantization import COMPUTED_AS, PLAIN, Formats, Kept
+from forebay.weights.stored import Fp8
+from forebay.weights.vision import TOWER, own_name
 
 
 class NotFiniteError(ModelError):
@@ -203,7 +206,12 @@ class ModelRunner:
         """The model, its weights allocated; without `matrices` only what is no matrix."""
         config, model = self.config, self.model_config
         device = self.device
-        params = Parameters(config.dtype, device.torch_device, self._formats(), matrices=matrices, fill=device.fill)
+        params = Parameters(
+            *(config.dtype, device.torch_device, self._formats()),
+            matrices=matrices,
+            fill=device.fill,
+            products=self._choice.products(),
+        )
         if isinstance(model, EncoderConfig):
             return registry.build_encoder(model, config.pooling, params)
         return registry.build(model, params, self._choice.attention(), self._choice.ops(), config.context_length)
@@ -224,7 +232,20 @@ class ModelRunner:
             if stored is None:
                 stored = stored_formats(GgufFiles.open(config.model["files"]), model)
             return Formats(stored=stored)
-        return PLAIN
+        return PLAIN if isinstance(model, EncoderConfig) else Formats(kept=self._matrices_kept(model))
+
+    def _matrices_kept(self, model: ModelConfig) -> Kept | None:
+        """What may be kept in its bits."""
+        if self._choice.products() is None:
+            return None
+        stored = model.stored
+        if stored is None:
+            # All that layers multiply by; heads and towers stay as they are.
+            made = self.config.quantization == "fp8"
+            return Kept(Fp8(), lambda name: not name.startswith(TOWER)) if made else None
+        if self.config.load_format == "dummy":
+            return Kept(stored.scheme, lambda name: not stored.leaves_out(name.removesuffix(".weight")))
+        return Kept(stored.scheme, quantised_matrices(dict(self.config.model), model).kept().__contains__)
 
     def _tell_formats(self, params: Parameters) -> None:
         """Says what of a file is computed as it is stored; raises `ModelError` if that is nothing."""
@@ -263,9 +284,15 @@ class ModelRunner:
                 return
             self.model = self._build(matrices=True)
         checkpoint, in_blocks = dict(self.config.model), self.model.params.stored
-        if isinstance(self.model, Decoder):
-            self.model.check_weights(weight_shapes(checkpoint, self.model_config, in_blocks))
-        self.model.load_weights(iter_weights(checkpoint, self.model_config, in_blocks), report)
+        model = self.model
+        if isinstance(model, Decoder):
+            assert isinstance(self.model_config, ModelConfig)
+            for name in spare_biases(checkpoint, self.model_config):
+                model.params.skip(own_name(name))
+            model.check_weights(weight_shapes(checkpoint, self.model_config, in_blocks))
+            model.load_weights(iter_kept(checkpoint, self.model_config, in_blocks, model.keeps), report)
+        else:
+            model.load_weights(iter_weights(checkpoint, self.model_config), report)
 
     def keep_weights(self) -> threading.Thread | None:
         """Begins to keep the weights for the next start, once a step was computed; None: there is nothing to do."""
