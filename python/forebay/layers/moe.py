@@ -23,7 +23,7 @@ class MixtureOfExperts:
         down = {f"{name}.down_proj.weight": hidden for name in names}
         self._products = params.products
         self._kept: tuple[KeptMatrix, KeptMatrix] | None = None
-        if params.keeps(hidden, gate_up) and params.keeps(inner, down):
+        if params.keeps_experts(hidden, gate_up) and params.keeps_experts(inner, down):
             kept = params.kept_matrix(hidden, gate_up), params.kept_matrix(inner, down)
             assert kept[0] is not None
             assert kept[1] is not None

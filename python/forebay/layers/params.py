@@ -86,9 +86,13 @@ class Parameters:
         shape = (rows, inputs // SHARED * BLOCK_BYTES[format_])
         return self._allocate(shape, parts, torch.uint8, self._of_matrices), format_
 
-    def keeps(self, inputs: int, parts: Mapping[str, int]) -> bool:
-        """Whether `kept_matrix` would make a matrix of these."""
-        return self.products is not None and self.formats.layout(parts, inputs) is not None
+    def keeps_experts(self, inputs: int, parts: Mapping[str, int]) -> bool:
+        """Whether `kept_matrix` would make a matrix of these that all experts can be in: each has an order of its own.
+
+        Arguments as of `matrix`.
+        """
+        layout = None if self.products is None else self.formats.layout(parts, inputs)
+        return layout is not None and not layout.ordered
 
     def kept_matrix(self, inputs: int, parts: Mapping[str, int]) -> KeptMatrix | None:
         """A new matrix in the bits of the checkpoint; None: `matrix` is to be called. Arguments as there."""

@@ -36,7 +36,7 @@ class Products(Protocol):
         """As `Ops.experts`; rows of all experts are one after the other."""
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class KeptMatrix:
     """One matrix, which may be fused of several of the checkpoint."""
 
@@ -45,6 +45,8 @@ class KeptMatrix:
     scale: torch.Tensor  # float32 [row blocks, groups]
     zeros: torch.Tensor | None  # uint8 [rows, groups]; None: codes are floats
     order: torch.Tensor | None  # int64 [inputs]: which input each column is; None: they are in order
+    ordered_by: str | None = None
+    """The weight that gave the order."""
 
     @classmethod
     def make(cls, layout: Layout, rows: int, device: torch.device) -> KeptMatrix:
@@ -118,9 +120,12 @@ class KeptPart:
             matrix.zeros[part] = codes.zeros
         if matrix.order is not None:
             assert codes.order is not None
-            if self.first and not torch.equal(matrix.order, codes.order):
-                raise ModelError(f"{self.name} has its inputs in another order than what it is fused with")
+            if matrix.ordered_by is not None and not torch.equal(matrix.order, codes.order):
+                raise ModelError(
+                    f"{self.name} has its inputs in another order than {matrix.ordered_by}, with which it is fused"
+                )
             matrix.order.copy_(codes.order)
+            matrix.ordered_by = self.name
 
     def randomise(self, generator: torch.Generator) -> None:
         """Random codes whose values are small."""
