@@ -321,7 +321,11 @@ class ModelRunner:
             self.images.warm_up()
         if self._flag == FLAG_SAMPLE:
             self._warm(Plan(rows=np.array([[0, length - 1, 1, FLAG_SAMPLE]], np.int32)))
+        began = time.monotonic()
         self._capture()
+        graphs = self._steps.graphs
+        if graphs is not None and graphs.count:
+            print(f"captured {graphs} in {time.monotonic() - began:.1f} s", file=sys.stderr)
         self.device.queue(self.tables.forget_pages)
         self._ended = self.device.event()
 
@@ -352,6 +356,7 @@ class ModelRunner:
             "host_page_count": self.host_pages,
             "page_bytes": self.kv.page_bytes,
             "hot_row_tokens": self.config.row_pages * self.config.page_size,
+            "graphs": 0 if self._steps.graphs is None else self._steps.graphs.count,
             **({} if self.images is None else self.images.facts()),
         }
 
