@@ -347,6 +347,15 @@ def test_a_replay_of_what_is_gone_shows() -> None:
 
 
 @torch.inference_mode()
+def test_memory_of_no_bytes_is_never_gone() -> None:
+    x, out = torch.ones(3), torch.zeros(3)
+    recording = Recording(lambda: out.copy_(torch.cat((x[3:].double(), x.double()))))
+    x.fill_(5)
+    recording.replay()
+    assert out.tolist() == [5, 5, 5]
+
+
+@torch.inference_mode()
 def test_what_a_graph_made_for_itself_has_no_content_behind_it() -> None:
     x, kept = torch.ones(3), []
     recording = Recording(lambda: kept.append(x + 1))
