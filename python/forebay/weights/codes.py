@@ -194,9 +194,9 @@ class Raw:
 
 def _nibbles(words: torch.Tensor) -> torch.Tensor:
     """uint8 [..., 8] of int32 [...]: the lowest 4 bits first."""
-    shifts = torch.arange(0, 32, 32 // _PER_WORD, dtype=torch.int32, device=words.device)
-    codes: torch.Tensor = words[..., None] >> shifts & 15
-    return codes.to(torch.uint8)
+    # In bytes, of which a word's lowest is the first: to shift words would move four times as much.
+    pairs = words.contiguous().view(torch.uint8)
+    return torch.stack((pairs & 15, pairs >> 4), dim=-1).view(*words.shape, _PER_WORD)
 
 
 def folded(codes: torch.Tensor, fold: int) -> torch.Tensor:
