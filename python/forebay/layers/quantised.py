@@ -16,7 +16,7 @@ from forebay.weights.errors import ModelError
 
 Upload = Callable[[torch.Tensor], torch.Tensor]
 """Brings a tensor of the host to the device."""
-_IN_ORDER = 8
+_MIDDLE = 8
 """Zero point of random codes of 4 bits."""
 _NO_LARGE = 0xBF
 """Bits of random 8-bit floats: neither large ones nor what is no number."""
@@ -135,7 +135,7 @@ class KeptPart:
         if matrix.zeros is None:
             codes.bitwise_and_(_NO_LARGE)
         else:
-            matrix.zeros[part] = _IN_ORDER
+            matrix.zeros[part] = _MIDDLE
         self._scales.fill_(of_floats if matrix.zeros is None else of_integers)
         self._in_order()
 
