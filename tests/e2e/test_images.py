@@ -204,7 +204,7 @@ def test_several_answers_look_at_one_image(server: Server, seeing: Model) -> Non
     assert len({tuple(choice["token_ids"]) for choice in response.json()["choices"]}) > 1
 
 
-def generated(server: Server, ids: Json, images: Json) -> Json:
+def generated(server: Server, ids: Any, images: Any) -> Any:
     """The answers of SGLang's dialect."""
     sampling = {"max_new_tokens": COUNT, "temperature": 0, "ignore_eos": True}
     body = {"input_ids": ids, "image_data": images, "sampling_params": sampling}
@@ -218,7 +218,8 @@ def test_generate_takes_images_as_sglang_does(server: Server, seeing: Model) -> 
     ids = [5, IMAGE, 6, IMAGE, 7]
     tokens = reference(seeing, [5, *[IMAGE] * 15, 6, *[IMAGE] * 12, 7], [one, other])
     files = [url(png(one)), base64.b64encode(png(other)).decode()]
-    for images in (files, [files], [{"url": file} for file in files]):
+    spelled: list[Any] = [files, [files], [{"url": file} for file in files]]
+    for images in spelled:
         assert generated(server, ids, images)["output_ids"] == tokens
     # Of a batch each prompt has an entry, and an image alone is everybody's.
     answers = generated(server, [ids, [5, 6]], [files, None])

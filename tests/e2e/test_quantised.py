@@ -38,7 +38,13 @@ def test_tokens_depend_on_the_request_alone(serve: Serve, models: Models, name: 
         ("llama", ["--quantization", "gguf"], "the model is in safetensors"),
         ("llama", ["--quantization", "w8a8_int8", "--is-embedding"], "this one pools"),
         ("smollm2", ["--quantization", "gguf", "--load-format", "dummy"], "--load-format dummy loads none"),
-        ("llama", ["--quantization", "fp4"], "possible values: w8a8_int8, gguf"),
+        ("llama", ["--quantization", "fp4"], "possible values: w8a8_int8, gguf, fp8, awq, gptq, compressed-tensors"),
+        (
+            "llama",
+            ["--quantization", "awq_marlin"],
+            "awq is not what the model has: the checkpoint has no quantization",
+        ),
+        ("llama", ["--quantization", "fp8", "--device", "cpu"], "fp8 makes 8-bit floats for a GPU's kernels"),
     ],
 )
 def test_what_does_not_go_together_is_said_at_start(

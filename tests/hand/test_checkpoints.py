@@ -14,8 +14,10 @@ from safetensors.torch import load_file, save_file
 
 from forebay.runner.runner import ModelRunner
 from forebay.state.config import RunnerConfig
+from forebay.weights.codes import Raw
 from forebay.weights.errors import ModelError
-from forebay.weights.scales import Scales, multiplied_out
+from forebay.weights.matrices import Matrices
+from forebay.weights.stored import Fp8
 from tests.hand.support import MiniBrain, Request, greedy_reference, hub_weights, reference_model, wire_config
 
 PROMPT = [3, 14, 15, 92, 65, 35, 89, 79, 32]
@@ -118,7 +120,7 @@ def test_eight_bit_floats_are_multiplied_out(tmp_path: Path, family: str) -> Non
 def test_blocks_at_the_edge_are_shorter(shape: tuple[int, int]) -> None:
     values = torch.randn(shape).to(torch.float8_e4m3fn)
     scale = torch.rand(*(math.ceil(size / 128) for size in shape))
-    found = multiplied_out(values, scale, (128, 128))
+    found = Raw("", Fp8((128, 128)), {"weight": values, "weight_scale_inv": scale}).codes().values()
     for row in range(0, shape[0], 63):
         for column in range(0, shape[1], 61):
             assert found[row, column] == values[row, column].float() * scale[row // 128, column // 128]
@@ -148,7 +150,7 @@ def test_a_broken_checkpoint_is_told_before_anything_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Callable[[Weights], Any], message: str
 ) -> None:
     model = saved(tmp_path, reference_model("deepseek-v3"), change)
-    monkeypatch.setattr("forebay.runner.runner.iter_weights", lambda *_: pytest.fail("a weight was read"))
+    monkeypatch.setattr("forebay.runner.runner.iter_kept", lambda *_: pytest.fail("a weight was read"))
     with pytest.raises(ModelError, match=message):
         loaded(model)
 
@@ -175,7 +177,7 @@ def test_an_index_that_does_not_fit_is_told_before_anything_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Callable[[Weights], Any], message: str
 ) -> None:
     model = saved(tmp_path, reference_model("glm-dsa-shared"), change)
-    monkeypatch.setattr("forebay.runner.runner.iter_weights", lambda *_: pytest.fail("a weight was read"))
+    monkeypatch.setattr("forebay.runner.runner.iter_kept", lambda *_: pytest.fail("a weight was read"))
     with pytest.raises(ModelError, match=message):
         loaded(model)
 
@@ -193,7 +195,7 @@ def test_scales_that_are_missing_or_of_another_shape(tmp_path: Path, monkeypatch
         weights[f"{UP}_scale_inv"] = torch.ones(2, 3)
 
     model = reference_model("deepseek-v3")
-    monkeypatch.setattr(Scales, "applied", lambda *_: pytest.fail("a weight was read"))
+    monkeypatch.setattr(Matrices, "raw", lambda *_: pytest.fail("a weight was read"))
     with pytest.raises(ModelError, match=f"no {UP}_scale_inv for it"):
         loaded(saved(tmp_path / "without", model, without, **FP8))
     with pytest.raises(ModelError, match=rf"{UP}_scale_inv is \[2, 3\], and {UP} of \[24, 64\] wants \[2, 4\]"):

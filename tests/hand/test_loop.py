@@ -149,6 +149,7 @@ def test_from_hello_to_shutdown(tmp_path: Path, device: str) -> None:
             "host_page_count": 0,
             "page_bytes": 4 * 2 * 3 * 2 * 32 * 4,
             "hot_row_tokens": 0,
+            "graphs": 0,
         }
 
         os.pwrite(h.arena, np.array(prompt, np.int32).tobytes(), 256)

@@ -289,6 +289,17 @@ def test_a_step_gets_the_smallest_graph_that_holds_it() -> None:
     assert graphs.fit(2, 257) is None
 
 
+def test_graphs_are_told(capsys: pytest.CaptureFixture[str]) -> None:
+    runner = paged()
+    assert runner.facts()["graphs"] == runner._steps.graphs.count == 4 + 1 + 2 * 4  # type: ignore[union-attr]
+    told = capsys.readouterr().err
+    assert "captured 13 graphs: steps of 1, 2, 4, 6 decode rows, steps of up to 64 tokens in up to 6 rows, " in told
+    runner = paged(graph_rows=0)
+    assert runner.facts()["graphs"] == 0
+    assert "captured" not in capsys.readouterr().err
+    assert runner_of(model_of("llama")).facts()["graphs"] == 0
+
+
 def test_a_graph_that_cannot_be_captured_is_named() -> None:
     graphs = Graphs(DeferredDevice(1), 4, 64)
 
@@ -333,6 +344,15 @@ def test_a_replay_of_what_is_gone_shows() -> None:
     del step
     with pytest.raises(LostMemoryError, match="uses memory that is gone"):
         recording.replay()
+
+
+@torch.inference_mode()
+def test_memory_of_no_bytes_is_never_gone() -> None:
+    x, out = torch.ones(3), torch.zeros(3)
+    recording = Recording(lambda: out.copy_(torch.cat((x[3:].double(), x.double()))))
+    x.fill_(5)
+    recording.replay()
+    assert out.tolist() == [5, 5, 5]
 
 
 @torch.inference_mode()

@@ -160,8 +160,8 @@ GLM_DSA = DEEPSEEK_V3 | {"architectures": ["GlmMoeDsaForCausalLM"]}
         (DEEPSEEK_V3 | {"moe_layer_freq": 2}, "moe_layer_freq"),
         (DEEPSEEK_V2 | {"topk_method": "noaux_tc"}, "supported here: greedy, group_limited_greedy"),
         (DEEPSEEK_V2 | {"norm_topk_prob": True}, "norm_topk_prob"),
-        ({"quantization_config": {"quant_method": "gptq"}}, "quantised by 'gptq'"),
-        ({"quantization_config": {"quant_method": "fp8"}}, "weight_block_size"),
+        ({"quantization_config": {"quant_method": "bitsandbytes"}}, "quantised by 'bitsandbytes'"),
+        ({"quantization_config": {"quant_method": "fp8", "weight_block_size": [128]}}, "weight_block_size"),
     ],
 )
 def test_experts_that_make_no_sense_are_one_clear_line(changes: dict[str, Any], message: str) -> None:

@@ -512,7 +512,8 @@ impl Owner {
         let pool = positions.saturating_mul(self.config.page_size);
         let host_pages = facts.host_page_count;
         let hot_rows = facts.hot_row_tokens;
-        info!(device = %facts.device, pages, host_pages, hot_rows, seconds = facts.load_seconds, "hand ready");
+        let graphs = facts.graphs;
+        info!(device = %facts.device, pages, host_pages, hot_rows, graphs, seconds = facts.load_seconds, "hand ready");
         self.page_bytes = facts.page_bytes;
         self.constrained.vocabulary = facts.vocab_size;
         if self.scheduler.is_none() {

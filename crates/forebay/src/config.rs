@@ -455,3 +455,56 @@ fn native_bfloat16() -> bool {
 fn native_bfloat16() -> bool {
     false
 }
+
+#[cfg(test)]
+mod tests {
+    use clap::Parser;
+
+    use super::*;
+
+    #[derive(Parser)]
+    struct Line {
+        #[command(flatten)]
+        run: RunFlags,
+    }
+
+    fn of(device: Device, flags: &[&str]) -> Result<u32> {
+        let line =
+            Line::try_parse_from(["forebay"].iter().chain(flags)).expect("flags that clap takes");
+        graph_rows(&line.run, device, 48)
+    }
+
+    #[test]
+    fn a_gpu_has_graphs_of_all_rows_that_may_run() {
+        assert_eq!(of(Device::Cuda, &[]).unwrap(), 48);
+        assert_eq!(of(Device::Cuda, &["--cuda-graph-max-bs", "7"]).unwrap(), 7);
+        assert_eq!(
+            of(Device::Cuda, &["--max-cudagraph-capture-size", "500"]).unwrap(),
+            48,
+            "no step has more"
+        );
+        assert_eq!(of(Device::Cuda, &["--enforce-eager"]).unwrap(), 0);
+        assert_eq!(of(Device::Cuda, &["--disable-cuda-graph"]).unwrap(), 0);
+    }
+
+    #[test]
+    fn others_have_none_and_refuse_the_flags() {
+        assert_eq!(of(Device::Deferred, &[]).unwrap(), 0);
+        assert_eq!(
+            of(Device::Deferred, &["--cuda-graph-max-bs", "7"]).unwrap(),
+            7,
+            "where a test asks for them"
+        );
+        for device in [Device::Cpu, Device::Sim] {
+            assert_eq!(of(device, &[]).unwrap(), 0);
+            for flags in [
+                &["--enforce-eager"][..],
+                &["--cuda-graph-max-bs", "7"],
+                &["--attention-backend", "torch"],
+            ] {
+                let error = of(device, flags).unwrap_err().to_string();
+                assert!(error.ends_with("are for --device cuda"), "{error}");
+            }
+        }
+    }
+}

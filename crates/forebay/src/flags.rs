@@ -183,7 +183,8 @@ pub(crate) struct ModelFlags {
     #[arg(long, value_enum, default_value_t)]
     pub(crate) dtype: Dtype,
     /// Compute products with 8-bit integers: `w8a8_int8` makes weights so while it loads them; `gguf` takes a GGUF file's Q8_0, Q4_0 and Q4_1
-    /// blocks as they are, brings Q4_K into Q4_1, Q5 and Q6_K into Q8_0, and has the rest of the file in DTYPE. Needs the compiled kernels.
+    /// blocks as they are, brings Q4_K into Q4_1, Q5 and Q6_K into Q8_0, and has the rest of the file in DTYPE. Both need the compiled kernels.
+    /// `fp8` makes 8-bit floats of a checkpoint on a GPU. A quantised checkpoint needs no flag; `fp8`, `awq`, `gptq` and `compressed-tensors` insist on its kind.
     #[arg(long, value_enum)]
     pub(crate) quantization: Option<Quantization>,
     /// Gibibytes on disk for weights in the order in which the compiled kernels read them, so that the next start need not bring them into it;
@@ -318,7 +319,7 @@ pub(crate) enum Dtype {
     Float32,
 }
 
-/// How matrices are computed with. The names are SGLang's.
+/// How matrices are computed with, or stored. The names are vLLM's and SGLang's.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize)]
 #[value(rename_all = "snake_case")]
 #[serde(rename_all = "snake_case")]
@@ -329,6 +330,19 @@ pub(crate) enum Quantization {
     W8A8Int8,
     /// Both with a scale every 32 positions, as the file has them.
     Gguf,
+    /// 8-bit floats: the checkpoint's, or made of it while it is loaded.
+    #[value(aliases = ["fbgemm_fp8", "w8a8_fp8"])]
+    Fp8,
+    /// The checkpoint's 4-bit integers.
+    #[value(alias = "awq_marlin")]
+    Awq,
+    /// The checkpoint's 4-bit integers.
+    #[value(alias = "gptq_marlin")]
+    Gptq,
+    /// What the checkpoint's config says.
+    #[value(name = "compressed-tensors")]
+    #[serde(rename = "compressed-tensors")]
+    CompressedTensors,
 }
 
 impl Quantization {

@@ -234,6 +234,9 @@ pub struct Ready {
     /// Positions of an image page.
     #[serde(default)]
     pub image_page_tokens: u32,
+    /// CUDA graphs that were captured; 0: every step is launched operator by operator.
+    #[serde(default)]
+    pub graphs: u32,
 }
 
 fn one() -> u32 {
@@ -306,6 +309,7 @@ mod tests {
             tower_layers: 0,
             image_page_count: 0,
             image_page_tokens: 0,
+            graphs: 0,
         }
     }
 
@@ -337,6 +341,7 @@ mod tests {
             "tower_layers",
             "image_page_count",
             "image_page_tokens",
+            "graphs",
         ];
         for name in fields.keys().filter(|name| !optional.contains(&name.as_str())) {
             let mut rest = fields.clone();

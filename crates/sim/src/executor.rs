@@ -265,6 +265,7 @@ impl SimExecutor {
                     tower_layers: self.config.tower.map_or(0, |tower| tower.layers),
                     image_page_count: self.config.tower.map_or(0, |tower| tower.pages),
                     image_page_tokens: self.config.tower.map_or(0, |_| SimTower::PAGE_TOKENS),
+                    graphs: 0,
                 })
             }
             Some(Ok(mut result)) => {

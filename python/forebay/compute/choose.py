@@ -24,10 +24,12 @@ from forebay.distributed.group import Group
 from forebay.gpu.choose import kernels
 from forebay.gpu.interface import Kernels
 from forebay.gpu.ops import GpuOps
+from forebay.gpu.products import GpuProducts, multiplies_floats
 from forebay.kernels.library import WITH_BYTES, build, level, native_wanted
 from forebay.kernels.packing import packed_bytes
 from forebay.layers.decoder import Decoder
 from forebay.layers.ops import HostOps, Ops, TorchOps
+from forebay.layers.quantised import Products
 from forebay.layers.shard_ops import ShardOps
 from forebay.models.bert import Bert
 from forebay.state.config import RunnerConfig
@@ -39,7 +41,7 @@ from forebay.weights.config import ModelConfig
 from forebay.weights.encoder_config import EncoderConfig
 from forebay.weights.errors import ModelError
 from forebay.weights.parts import Experts, Latent
-from forebay.weights.quantization import PLAIN
+from forebay.weights.quantization import INTEGERS, why_not_stored
 
 
 class Choice:
@@ -101,7 +103,10 @@ class Choice:
             )
 
     def check_quantization(self, quantization: str, model: ModelConfig | EncoderConfig) -> None:
-        """Raises `ValueError` when there are no products of quantised matrices for such a model."""
+        """Raises `ValueError` when there are no products of quantised matrices for such a model, or it has none."""
+        if quantization not in INTEGERS:
+            self._check_stored(quantization, model)
+            return
         if not self._device.runs_native:
             raise DeviceError(
                 f"quantization {quantization} is for the CPU's compiled kernels, and the device is "
@@ -121,6 +126,17 @@ class Choice:
             print(
                 f"quantised products use plain loops with {level()} instructions: bfloat16 or float32 may be faster",
                 file=sys.stderr,
+            )
+
+    def _check_stored(self, quantization: str, model: ModelConfig | EncoderConfig) -> None:
+        stored = None if isinstance(model, EncoderConfig) else model.stored
+        missing = why_not_stored(quantization, stored)
+        if missing is not None:
+            raise ModelError(f"quantization {quantization} is not what the model has: {missing}; leave it off")
+        if stored is None and self._kernels is None:
+            raise ModelError(
+                f"quantization {quantization} makes 8-bit floats for a GPU's kernels, and the model is computed by "
+                f"others on {self._device.name}: leave it off, or use w8a8_int8 on a CPU"
             )
 
     def attention(self) -> AttentionBackend:
@@ -151,6 +167,12 @@ class Choice:
             return GpuOps(self._kernels)
         return TorchOps() if self._device.beside_host else HostOps()
 
+    def products(self) -> Products | None:
+        """Products with matrices that are kept in the bits of a checkpoint; None: they are multiplied out."""
+        if self._kernels is None:
+            return None
+        return GpuProducts(self._kernels, multiplies_floats(self._device.torch_device))
+
     def steps(
         self,
         model: Callable[[], Decoder],
@@ -178,7 +200,7 @@ class Choice:
         """How the rows of a model are computed whose weights are loaded; `images` None: it sees none."""
         if self._packs(model.config):
             return NativeCompute(model, tables, kv, prompts, torch.get_num_threads())
-        if model.params.formats != PLAIN:
+        if model.params.formats.for_integers:
             raise ModelError("the compiled kernels can't compute this model, and nothing else computes quantised ones")
         return TorchCompute(model, tables, kv, prompts, self._device, images)
 

@@ -66,6 +66,17 @@ class Graphs:
         """Graphs that were captured."""
         return len(self._models) + len(self._samplers)
 
+    def __str__(self) -> str:
+        """Which sizes were captured, for a log."""
+        models = sorted(self._models)
+        decodes = ", ".join(str(size.rows) for size in models if not size.mixed)
+        mixed = ", ".join(str(count) for count in sorted({size.tokens for size in models if size.mixed}))
+        rows = ", ".join(str(count) for count in sorted({size.rows for size in models if size.mixed}))
+        return (
+            f"{self.count} graphs: steps of {decodes} decode rows, steps of up to {mixed} tokens in up to {rows} rows, "
+            f"and {len(self._samplers)} for samplers"
+        )
+
     def fit(self, rows: int, tokens: int) -> Size | None:
         """The smallest captured size for a step; None: there is none."""
         if not self._models:

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from forebay.compute.graphs import Graphs
 from forebay.compute.rows import Compute, Launch
 from forebay.compute.sampler import Ask, SampledColumns, Sampler
 from forebay.device import Device
@@ -38,6 +39,10 @@ class Answers(Protocol):
 class Steps(Protocol):
     """How steps are computed whose rows sample. A step is prepared on the host, and then done as work."""
 
+    @property
+    def graphs(self) -> Graphs | None:
+        """What `capture` makes; None: nothing."""
+
     def answers(self, launch: Launch, ask: Ask) -> Answers:
         """Memory for what a step gives, and what is decided about it. For the host."""
 
@@ -59,6 +64,8 @@ class Steps(Protocol):
 
 class OperatorSteps:
     """`Steps` of a `Compute` and the sampler. The reference for every other way."""
+
+    graphs = None
 
     def __init__(self, compute: Callable[[], Compute], tables: SlotTables, sampler: Sampler, device: Device) -> None:
         """`compute` is called as work."""

@@ -51,10 +51,11 @@ class _Outside:
         )
 
     def tensor(self, operator: object) -> torch.Tensor:
+        if not self.nbytes:
+            # Nothing is read of it, also where the graph itself has made it.
+            return torch.empty(self.shape, dtype=self.dtype)
         if self.storage.expired():
             raise LostMemoryError(f"{operator} of a graph uses memory that is gone: {self.dtype} {list(self.shape)}")
-        if not self.nbytes:
-            return torch.empty(self.shape, dtype=self.dtype)
         memory = (ctypes.c_uint8 * self.nbytes).from_address(self.address)
         flat = torch.frombuffer(memory, dtype=torch.uint8).view(self.dtype)
         return flat.as_strided(self.shape, self.strides, self.offset)

@@ -180,6 +180,59 @@ class Experts(Protocol):
         """
 
 
+class Codes(Protocol):
+    """A matrix [rows, inputs] of 8-bit floats (e4m3), or of 4-bit integers less zero points, times scales."""
+
+    @property
+    def codes(self) -> torch.Tensor:
+        """uint8 [rows, inputs], or [rows, inputs / 2].
+
+        Of every `fold` 4-bit codes the first half is in the low bits of bytes, the second in the high ones.
+        """
+
+    @property
+    def scale(self) -> torch.Tensor:
+        """float32 [row blocks, groups]."""
+
+    @property
+    def zeros(self) -> torch.Tensor | None:
+        """Zero points, uint8 [rows, groups]; None: codes are floats."""
+
+    @property
+    def inputs(self) -> int:
+        """Values of a row."""
+
+    @property
+    def group(self) -> int:
+        """Neighbouring values of a row that share a scale; `fold` divides it."""
+
+    @property
+    def block_rows(self) -> int:
+        """Rows that do."""
+
+    @property
+    def fold(self) -> int:
+        """A power of 2 from 32 to 128; 0: codes are floats."""
+
+
+class Quantised(Protocol):
+    """Products with matrices in the bits in which they are stored."""
+
+    def product(self, x: torch.Tensor, matrix: Codes, bias: torch.Tensor | None) -> torch.Tensor:
+        """`x W^T + b` [n, rows] of x [n, inputs], whose rows are dense, in its type."""
+
+    def experts_of_codes(
+        self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, gate_up: Codes, down: Codes
+    ) -> torch.Tensor:
+        """As `Experts.experts`, the rows of all experts one after the other."""
+
+    def quantise(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """8-bit floats (e4m3) [n, inputs] of x [n, inputs], and a scale for each row, float32 [n, 1].
+
+        The largest value of a row becomes 448, which is the largest of them.
+        """
+
+
 class Sparse(Protocol):
     """Attention to chosen positions, some of which are in the host's memory only."""
 
@@ -226,5 +279,5 @@ class Sparse(Protocol):
         """
 
 
-class Kernels(Attention, Layers, Plans, Sampling, Experts, Sparse, Protocol):
+class Kernels(Attention, Layers, Plans, Sampling, Experts, Quantised, Sparse, Protocol):
     """All operators: a module of functions has them."""

@@ -16,6 +16,7 @@ from forebay.layers.params import Parameters, Report, ignore
 from forebay.layers.rotary import Rotary, SectionedRotary
 from forebay.layers.step import Index, Step
 from forebay.layers.vocabulary import SharedEmbedding, embed_whole
+from forebay.weights.codes import Raw
 from forebay.weights.config import ModelConfig
 from forebay.weights.quantization import BLOCK_BYTES
 
@@ -120,9 +121,13 @@ class Decoder:
             return Rotary(*shape, params.dtype, params.device)
         return SectionedRotary(config.sections, *shape, params.dtype, params.device)
 
-    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], report: Report = ignore) -> None:
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor | Raw]], report: Report = ignore) -> None:
         """Copies checkpoint tensors, by Hugging Face name, into place; raises `WeightError` if they do not fit."""
         self.params.load(((self._rooted(name), tensor) for name, tensor in weights), report)
+
+    def keeps(self, name: str) -> bool:
+        """Whether a weight of a checkpoint is kept in the bits that it has there."""
+        return self._rooted(name) in self.params.kept
 
     def check_weights(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         """Raises `WeightError` if a checkpoint with weights of these shapes does not fit."""

@@ -34,7 +34,9 @@ class Linear:
         self.name = next(iter(parts))
         """What the whole matrix goes by."""
         self.inputs = size_of(inputs)
-        self.weight, self.format = params.matrix(inputs, parts)
+        self._products, self.kept = params.products, params.kept_matrix(inputs, parts)
+        if self.kept is None:
+            self.weight, self.format = params.matrix(inputs, parts)
         self.bias: torch.Tensor | None = None
         if bias:
             biases = {f"{prefix}{name}.bias": n for name, n in outputs.items()}
@@ -47,11 +49,14 @@ class Linear:
 
     def _pack(self) -> None:
         """Keeps the weight in oneDNN's own order only, which F.linear would bring it into at each call."""
-        if self.weight.device.type == "cpu" and _reorders(self.weight.dtype):
+        if self.kept is None and self.weight.device.type == "cpu" and _reorders(self.weight.dtype):
             self._packed = torch.ops.mkldnn._reorder_linear_weight(self.weight)
             self.weight = self.weight.new_empty(0)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        if self.kept is not None:
+            assert self._products is not None
+            return self._products.product(x, self.kept, self.bias)
         if self._packed is None:
             return F.linear(x, self.weight, self.bias)
         y: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")

@@ -7,6 +7,7 @@ import torch
 from forebay.layers.mlp import SwiGLU
 from forebay.layers.ops import Ops
 from forebay.layers.params import Parameters
+from forebay.layers.quantised import KeptMatrix
 from forebay.layers.routing import Router
 from forebay.weights.parts import Experts
 from forebay.weights.shards import ALONE, Part
@@ -33,14 +34,26 @@ class MixtureOfExperts:
             for kind in ("gate", "up")
         }
         down = {f"{name}.down_proj.weight": hidden if here else Part(hidden, 0, 0) for name, here in names}
-        self._gate_up = params.matrix(hidden, gate_up)[0].view(own.size, 2 * of_inner.size, hidden)
-        self._down = params.matrix(of_inner, down)[0].view(own.size, hidden, of_inner.size)
+        self._products = params.products
+        self._kept: tuple[KeptMatrix, KeptMatrix] | None = None
+        if params.keeps_experts(hidden, gate_up) and params.keeps_experts(of_inner, down):
+            kept = params.kept_matrix(hidden, gate_up), params.kept_matrix(of_inner, down)
+            assert kept[0] is not None
+            assert kept[1] is not None
+            self._kept = kept[0], kept[1]
+        else:
+            self._gate_up = params.matrix(hidden, gate_up)[0].view(own.size, 2 * of_inner.size, hidden)
+            self._down = params.matrix(of_inner, down)[0].view(own.size, hidden, of_inner.size)
         self._shared: SwiGLU | None = None
         if experts.shared_size:
             self._shared = SwiGLU(params, f"{prefix}.shared_experts", hidden, experts.shared_size, bias=False)
 
     def __call__(self, x: torch.Tensor, ops: Ops) -> torch.Tensor:
-        y = ops.experts(x, *self._choose(x), self._gate_up, self._down)
+        if self._kept is None:
+            y = ops.experts(x, *self._choose(x), self._gate_up, self._down)
+        else:
+            assert self._products is not None
+            y = self._products.experts(x, *self._choose(x), *self._kept)
         return y if self._shared is None else y.add_(self._shared(x, ops))
 
 

@@ -6,7 +6,9 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 
 import torch
 
+from forebay.layers.quantised import KeptMatrix, KeptPart, Products
 from forebay.layers.ranks import Ranks
+from forebay.weights.codes import Layout, Raw
 from forebay.weights.errors import ModelError
 from forebay.weights.quantization import BLOCK_BYTES, PLAIN, SHARED, Formats
 from forebay.weights.shards import ALONE, Cut, Cuts, Part
@@ -37,10 +39,12 @@ class Parameters:
         matrices: bool = True,
         fill: Fill = torch.Tensor.copy_,
         ranks: Ranks | None = None,
+        products: Products | None = None,
     ) -> None:
         """Without `matrices` these get no memory, as if they were packed already: nothing but `packed` fills them.
 
-        `ranks` None: there are no others, and all weights are here.
+        `ranks` None: there are no others, and all weights are here. `products` None: the device keeps no matrix in the
+        bits of the checkpoint; nor do several ranks.
         """
         self.dtype = dtype
         self.ranks = ranks
@@ -51,6 +55,9 @@ class Parameters:
         self._of_matrices = device if matrices else torch.device("meta")
         self.formats = formats
         self._fill = fill
+        self.products = products
+        self.kept: dict[str, KeptPart] = {}
+        """Where those weights go that are kept in the bits of the checkpoint."""
         self.stored: dict[str, str] = {}
         """Weights that are kept in blocks, and of which type; `load` wants their bytes."""
         self.matrices = 0
@@ -94,6 +101,32 @@ class Parameters:
         shape = (rows, inputs // SHARED * BLOCK_BYTES[format_])
         return self._allocate(shape, parts, torch.uint8, self._of_matrices), format_
 
+    def keeps_experts(self, inputs: int | Part, parts: Mapping[str, int | Part]) -> bool:
+        """Whether `kept_matrix` would make a matrix of these that all experts can be in: each has an order of its own.
+
+        Arguments as of `matrix`.
+        """
+        layout = self._layout(inputs, parts)
+        return layout is not None and not layout.ordered
+
+    def _layout(self, inputs: int | Part, parts: Mapping[str, int | Part]) -> Layout | None:
+        if self.products is None or self.ranks is not None:
+            return None
+        return self.formats.layout({name: size_of(rows) for name, rows in parts.items()}, size_of(inputs))
+
+    def kept_matrix(self, inputs: int | Part, parts: Mapping[str, int | Part]) -> KeptMatrix | None:
+        """A new matrix in the bits of the checkpoint; None: `matrix` is to be called. Arguments as there."""
+        layout = self._layout(inputs, parts)
+        if layout is None:
+            return None
+        sizes = {name: size_of(rows) for name, rows in parts.items()}
+        kept, first = KeptMatrix.make(layout, sum(sizes.values()), self.device), 0
+        for name, rows in sizes.items():
+            self.kept[name] = KeptPart(name, kept, first, rows)
+            first += rows
+        self._bytes += kept.nbytes
+        return kept
+
     def _allocate(
         self,
         shape: tuple[int, ...],
@@ -128,12 +161,13 @@ class Parameters:
 
     def skip(self, name: str) -> None:
         """A weight that some checkpoints carry and the model does not need."""
-        self._skipped.add(name)
+        if name not in self._targets:
+            self._skipped.add(name)
 
     @property
     def count(self) -> int:
         """How many weights of a checkpoint there is room for, in part or whole."""
-        return len(self._targets)
+        return len(self._targets) + len(self.kept)
 
     @property
     def nbytes(self) -> int:
@@ -143,22 +177,22 @@ class Parameters:
     def check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         """Raises `WeightError` if what a checkpoint has, by name, would not fit: before anything is read."""
         found = {name: shape for name, shape in shapes.items() if not self._is_left_out(name)}
-        lacking, total = self._targets.keys() - found.keys(), len(self._targets)
+        lacking, total = (self._targets.keys() | self.kept.keys()) - found.keys(), self.count
         if lacking:
             raise _lacks(lacking, total)
         for name, shape in found.items():
-            target = self._targets.get(name)
+            target = self._targets.get(name, self.kept.get(name))
             if target is None:
                 raise WeightError(f"the checkpoint has {name}, which the model does not have")
             if name not in self.stored:
                 _check_shape(name, shape, self._whole[name])
 
-    def load(self, weights: Iterable[tuple[str, torch.Tensor]], report: Report) -> None:
+    def load(self, weights: Iterable[tuple[str, torch.Tensor | Raw]], report: Report) -> None:
         """Copies checkpoint tensors into place; raises `WeightError` unless each weight comes once, in its shape.
 
         Of weights that are here in part, it is the part.
         """
-        missing = dict(self._targets)
+        missing: dict[str, torch.Tensor | KeptPart] = {**self._targets, **self.kept}
         total = len(missing)
         for name, tensor in weights:
             if self._is_left_out(name):
@@ -166,11 +200,20 @@ class Parameters:
             target = missing.pop(name, None)
             if target is None:
                 raise WeightError(f"the checkpoint has {name}, which the model does not have or already got")
-            _check_shape(name, tuple(tensor.shape), tuple(target.shape))
-            self._fill(target, tensor)
+            if isinstance(target, KeptPart):
+                target.store(tensor, self._upload)
+            else:
+                assert not isinstance(tensor, Raw)
+                _check_shape(name, tuple(tensor.shape), tuple(target.shape))
+                self._fill(target, tensor)
             report(total - len(missing), total)
         if missing:
             raise _lacks(missing.keys(), total)
+
+    def _upload(self, tensor: torch.Tensor) -> torch.Tensor:
+        there = torch.empty(tensor.shape, dtype=tensor.dtype, device=self.device)
+        self._fill(there, tensor)
+        return there
 
     def _is_left_out(self, name: str) -> bool:
         return name in self._skipped or name in self.cuts.others or name.endswith(".rotary_emb.inv_freq")
@@ -178,6 +221,7 @@ class Parameters:
     def forget(self) -> None:
         """Lets go of the tensors: whoever holds them decides how long they live. Nothing can be loaded afterwards."""
         self._targets.clear()
+        self.kept.clear()
 
     def randomise(self, seed: int, report: Report) -> None:
         """Fills every weight from `seed`, on the device: norms around one, the rest around zero and small.
@@ -185,13 +229,17 @@ class Parameters:
         A seed gives other weights on a device of another kind. On a CPU the shards of several ranks are those of the
         weights that one rank has; on other devices only what all ranks have is the same.
         """
-        total = len(self._targets)
-        weights = self._random_on_host(seed) if self.device.type == "cpu" else self._random_on_device(seed)
-        for done, _ in enumerate(weights, start=1):
+        total = self.count
+        generator = torch.Generator(self.device).manual_seed(seed)
+        for kept in self.kept.values():
+            kept.randomise(generator)
+        weights = (
+            self._random_on_host(generator) if self.device.type == "cpu" else self._random_on_device(generator, seed)
+        )
+        for done, _ in enumerate(weights, start=1 + len(self.kept)):
             report(done, total)
 
-    def _random_on_host(self, seed: int) -> Iterator[None]:
-        generator = torch.Generator(self.device).manual_seed(seed)
+    def _random_on_host(self, generator: torch.Generator) -> Iterator[None]:
         for name, shape in self._whole.items():
             whole = torch.randn(shape, generator=generator) * 0.02 + _mean(name)
             target = self._targets.get(name)
@@ -200,9 +248,8 @@ class Parameters:
                 target.copy_(whole if cut is None else whole[cut.places])
                 yield
 
-    def _random_on_device(self, seed: int) -> Iterator[None]:
+    def _random_on_device(self, same: torch.Generator, seed: int) -> Iterator[None]:
         # Eight billion numbers of a processor's generator take a minute, and then have to be copied.
-        same = torch.Generator(self.device).manual_seed(seed)
         own = torch.Generator(self.device).manual_seed(seed + 1 + self.shard.rank)
         for name, target in self._targets.items():
             target.normal_(_mean(name), 0.02, generator=own if name in self.cuts.parts else same)
@@ -210,6 +257,8 @@ class Parameters:
 
     def clear(self) -> None:
         """Makes every weight 0."""
+        for kept in self.kept.values():
+            kept.clear()
         for target in self._targets.values():
             target.zero_()
 

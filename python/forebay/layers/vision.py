@@ -22,10 +22,8 @@ from forebay.layers.ops import Ops
 from forebay.layers.params import Parameters
 from forebay.layers.rotary import Rotation, rotate, rotation_of
 from forebay.weights.config import ModelConfig
-from forebay.weights.vision import Preprocessing, Vision
+from forebay.weights.vision import Preprocessing, Vision, own_name
 
-TOWER = "visual"
-"""What the names of a tower's weights begin with."""
 _LEVELS = 256
 _BLOCK = 4096
 """Patches whose pixels are floats at once: of the largest image all would be a gigabyte."""
@@ -227,5 +225,4 @@ class ImageDecoder(Decoder):
         self.tower = tower
 
     def _rooted(self, name: str) -> str:
-        name = name.removeprefix("model.") if name.startswith(f"model.{TOWER}.") else name
-        return name.replace("model.language_model.", "model.", 1)
+        return own_name(name)

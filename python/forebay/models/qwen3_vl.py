@@ -13,7 +13,6 @@ from forebay.layers.norm import LayerNorm
 from forebay.layers.ops import Ops
 from forebay.layers.params import Parameters
 from forebay.layers.vision import (
-    TOWER,
     Grid,
     ImageDecoder,
     Merger,
@@ -24,7 +23,7 @@ from forebay.layers.vision import (
     TowerState,
 )
 from forebay.weights.config import ModelConfig
-from forebay.weights.vision import Vision
+from forebay.weights.vision import TOWER, Vision
 
 _NORM_EPS = 1e-6
 

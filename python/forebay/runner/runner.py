@@ -49,8 +49,10 @@ from forebay.weights.encoder_config import EncoderConfig
 from forebay.weights.errors import ModelError
 from forebay.weights.gguf_file import GgufFiles
 from forebay.weights.gguf_tensors import stored_formats
-from forebay.weights.load import iter_weights, weight_shapes
-from forebay.weights.quantization import COMPUTED_AS, PLAIN, Formats
+from forebay.weights.load import iter_kept, iter_weights, quantised_matrices, spare_biases, weight_shapes
+from forebay.weights.quantization import COMPUTED_AS, PLAIN, Formats, Kept
+from forebay.weights.stored import Fp8
+from forebay.weights.vision import TOWER, own_name
 
 
 class NotFiniteError(ModelError):
@@ -236,12 +238,11 @@ class ModelRunner:
         config, model = self.config, self.model_config
         device = self.device
         params = Parameters(
-            config.dtype,
-            device.torch_device,
-            self._formats(),
+            *(config.dtype, device.torch_device, self._formats()),
             matrices=matrices,
             fill=device.fill,
             ranks=self._ranks,
+            products=self._choice.products() if self._ranks is None else None,
         )
         if isinstance(model, EncoderConfig):
             return registry.build_encoder(model, config.pooling, params)
@@ -263,7 +264,20 @@ class ModelRunner:
             if stored is None:
                 stored = stored_formats(GgufFiles.open(config.model["files"]), model)
             return Formats(stored=stored)
-        return PLAIN
+        return PLAIN if isinstance(model, EncoderConfig) else Formats(kept=self._matrices_kept(model))
+
+    def _matrices_kept(self, model: ModelConfig) -> Kept | None:
+        """What may be kept in its bits."""
+        if self._choice.products() is None:
+            return None
+        stored = model.stored
+        if stored is None:
+            # All that layers multiply by; heads and towers stay as they are.
+            made = self.config.quantization == "fp8"
+            return Kept(Fp8(), lambda name: not name.startswith(TOWER)) if made else None
+        if self.config.load_format == "dummy":
+            return Kept(stored.scheme, lambda name: not stored.leaves_out(name.removesuffix(".weight")))
+        return Kept(stored.scheme, quantised_matrices(dict(self.config.model), model).kept().__contains__)
 
     def _tell_formats(self, params: Parameters) -> None:
         """Says what of a file is computed as it is stored; raises `ModelError` if that is nothing."""
@@ -301,10 +315,17 @@ class ModelRunner:
             if self._kept.load(self.model.params, report):
                 return
             self.model = self._build(matrices=True)
-        checkpoint, params = (dict(self.config.model), self.model_config), self.model.params
-        if isinstance(self.model, Decoder):
-            self.model.check_weights(weight_shapes(*checkpoint, params.stored))
-        self.model.load_weights(iter_weights(*checkpoint, params.stored, params.cuts), report)
+        checkpoint, in_blocks = dict(self.config.model), self.model.params.stored
+        model = self.model
+        cuts = model.params.cuts
+        if isinstance(model, Decoder):
+            assert isinstance(self.model_config, ModelConfig)
+            for name in spare_biases(checkpoint, self.model_config):
+                model.params.skip(own_name(name))
+            model.check_weights(weight_shapes(checkpoint, self.model_config, in_blocks))
+            model.load_weights(iter_kept(checkpoint, self.model_config, in_blocks, model.keeps, cuts), report)
+        else:
+            model.load_weights(iter_weights(checkpoint, self.model_config), report)
 
     def keep_weights(self) -> threading.Thread | None:
         """Begins to keep the weights for the next start, once a step was computed; None: there is nothing to do."""
@@ -333,7 +354,11 @@ class ModelRunner:
             self.images.warm_up()
         if self._flag == FLAG_SAMPLE:
             self._warm(Plan(rows=np.array([[0, length - 1, 1, FLAG_SAMPLE]], np.int32)))
+        began = time.monotonic()
         self._capture()
+        graphs = self._steps.graphs
+        if graphs is not None and graphs.count:
+            print(f"captured {graphs} in {time.monotonic() - began:.1f} s", file=sys.stderr)
         self.device.queue(self.tables.forget_pages)
         self._ended = self.device.event()
 
@@ -364,6 +389,7 @@ class ModelRunner:
             "host_page_count": self.host_pages,
             "page_bytes": self.kv.page_bytes,
             "hot_row_tokens": self.config.row_pages * self.config.page_size,
+            "graphs": 0 if self._steps.graphs is None else self._steps.graphs.count,
             **({} if self.images is None else self.images.facts()),
         }
 

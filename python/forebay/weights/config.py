@@ -17,6 +17,7 @@ from forebay.weights.families import (
     integer,
 )
 from forebay.weights.parts import Dense, Experts, GroupedQuery, Indexer, Latent
+from forebay.weights.stored import Stored, stored_of
 from forebay.weights.vision import DECODERS, Sections, Vision, decoder_config, sections_of, vision_of
 
 __all__ = [
@@ -72,8 +73,8 @@ class ModelConfig:
     sliding_window: int | None
     """Tokens that a position sees, itself included; None where no layer has a window."""
     eos_token_ids: tuple[int, ...]
-    scale_block: tuple[int, int] | None = None
-    """Rows and columns of a matrix that share a scale, where the checkpoint has 8-bit floats; None: it has none."""
+    stored: Stored | None = None
+    """How the checkpoint's matrices are quantised; None: they are not."""
     indexer: Indexer | None = None
     """None: queries attend to their whole context."""
     vision: Vision | None = None
@@ -111,7 +112,7 @@ class ModelConfig:
             hidden_act=hidden_act,
             sliding_window=_sliding_window(d, architecture, layers),
             eos_token_ids=token_ids(d.get("eos_token_id")),
-            scale_block=_scale_block(d),
+            stored=stored_of(d),
             indexer=indexer_of(d, architecture, layers),
         )
 
@@ -204,19 +205,6 @@ def _rope(d: dict[str, Any], architecture: str) -> tuple[float, dict[str, Any] |
     if parameters.get("factor") is None:
         raise UnsupportedModelError(f"rope scaling {kind!r} without a factor")
     return theta, {"rope_type": kind, **parameters}
-
-
-def _scale_block(d: dict[str, Any]) -> tuple[int, int] | None:
-    """Of a checkpoint in 8-bit floats; raises UnsupportedModelError for weights that are quantised otherwise."""
-    stored = d.get("quantization_config")
-    if not stored:
-        return None
-    method, block = stored.get("quant_method"), stored.get("weight_block_size")
-    if method != "fp8" or not (isinstance(block, list) and len(block) == 2 and min(block) >= 1):
-        raise UnsupportedModelError(
-            f"weights quantised by {method!r} are not supported; supported: 'fp8' with a weight_block_size"
-        )
-    return int(block[0]), int(block[1])
 
 
 def _sliding_window(d: dict[str, Any], architecture: str, layers: int) -> int | None:

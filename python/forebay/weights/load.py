@@ -2,24 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from safetensors import safe_open
 
+from forebay.weights.codes import Raw
 from forebay.weights.config import ModelConfig
 from forebay.weights.encoder_config import EncoderConfig
 from forebay.weights.errors import ModelError
 from forebay.weights.gguf_file import GgufFiles
 from forebay.weights.gguf_tensors import iter_tensors, tensor_shapes
-from forebay.weights.scales import SCALE_SUFFIX, Scales
+from forebay.weights.matrices import Matrices
 from forebay.weights.shards import WHOLE, Cuts
 
-__all__ = ["iter_weights", "weight_shapes"]
+__all__ = ["iter_kept", "iter_weights", "quantised_matrices", "spare_biases", "weight_shapes"]
 
 _MAPPED = 16 << 20
 """Bytes that are read of a file before it is mapped anew: what was read of a mapping stays in this process's memory."""
+
+
+def quantised_matrices(model: dict[str, Any], config: ModelConfig | EncoderConfig) -> Matrices:
+    """The quantised matrices of safetensors, found in their headers. Raises ModelError for what does not fit."""
+    files = _safetensors(model)
+    stored = config.stored if isinstance(config, ModelConfig) else None
+    return Matrices.find(files, stored, lambda name: _wanted(name, config))
+
+
+def spare_biases(model: dict[str, Any], config: ModelConfig) -> frozenset[str]:
+    """Biases that a model need not have: 0, and of matrices that GPTQ has quantised. Its tools write some for all."""
+    if model["format"] == "gguf" or config.stored is None or config.stored.method != "gptq":
+        return frozenset()
+    return quantised_matrices(model, config).zero_biases
 
 
 def iter_weights(
@@ -31,33 +46,54 @@ def iter_weights(
     """Yields each weight's name (`model.layers.0.self_attn.q_proj.weight`, ...) and value, on the CPU.
 
     `model` is what `forebay.weights.fetch` prints; its `format` and `files` are used. Safetensors keep the type of the
-    file and lie in its memory map: copy what outlives the step of the iteration. 8-bit floats are
-    multiplied out to float32. GGUF tensors are dequantised to float32, but those named in `in_blocks`: of these it is
+    file and lie in its memory map: copy what outlives the step of the iteration. Quantised matrices are multiplied out
+    to float32. GGUF tensors are dequantised to float32, but those named in `in_blocks`: of these it is
     blocks of that type. A tied `lm_head.weight`, buffers that the model computes itself and layers behind the last one
     are left out. Of weights in `cuts` only these parts are read.
     """
+    for name, weight in iter_kept(model, config, in_blocks, lambda name: False, cuts):
+        assert isinstance(weight, torch.Tensor)
+        yield name, weight
+
+
+def iter_kept(
+    model: dict[str, Any],
+    config: ModelConfig | EncoderConfig,
+    in_blocks: Mapping[str, str] | None,
+    keeps: Callable[[str], bool],
+    cuts: Cuts = WHOLE,
+) -> Iterator[tuple[str, torch.Tensor | Raw]]:
+    """As `iter_weights`, but quantised matrices whose names `keeps` knows come as they are stored."""
     if model["format"] == "gguf":
         yield from iter_tensors(GgufFiles.open(model["files"]), _of_gguf(config), in_blocks, cuts)
         return
-    scales = Scales(_safetensors(model), config)
+    matrices = quantised_matrices(model, config)
     for path in _safetensors(model):
         with safe_open(path, framework="pt", device="cpu") as file:
-            names = [name for name in file.keys() if _wanted(name, config) and name not in cuts.others]
-        names.reverse()
+            names = [name for name in file.keys() if _wanted(name, config) and name not in matrices.beside][::-1]
+            names = [name for name in names if matrices.name_of(name) not in cuts.others]
         while names:
             mapped = 0
             with safe_open(path, framework="pt", device="cpu") as file:
                 while names and mapped < _MAPPED:
                     name = names.pop()
-                    cut = cuts.parts.get(name)
-                    if cut is None:
-                        tensor, first = file.get_tensor(name), (0, 0)
+                    matrix = matrices.by_codes.get(name)
+                    cut = cuts.parts.get(name if matrix is None else matrix.name)
+                    if matrix is None:
+                        tensor = file.get_tensor(name) if cut is None else file.get_slice(name)[cut.places]
+                        mapped += tensor.nbytes
+                        yield name, tensor
+                        continue
+                    raw = matrices.raw(matrix, path, file)
+                    mapped += raw.nbytes
+                    if cut is None and keeps(matrix.name):
+                        yield matrix.name, raw
                     else:
-                        tensor, first = file.get_slice(name)[cut.places], cut.first
-                    mapped += tensor.nbytes
-                    yield name, scales.applied(name, tensor, first)
+                        # Scales are of blocks that a part may begin inside of: all of it is multiplied out.
+                        values = raw.codes().values()
+                        yield matrix.name, values if cut is None else values[cut.places]
                 # The mapping goes with its last tensor.
-                del tensor
+                tensor = raw = None  # type: ignore[assignment]
 
 
 def weight_shapes(
@@ -68,11 +104,12 @@ def weight_shapes(
     """Shapes in elements of what `iter_weights` will yield without cuts, read from the files' headers only."""
     if model["format"] == "gguf":
         return tensor_shapes(GgufFiles.open(model["files"]), _of_gguf(config), in_blocks)
-    shapes = {}
+    matrices = quantised_matrices(model, config)
+    shapes: dict[str, tuple[int, ...]] = {matrix.name: matrix.shape for matrix in matrices.by_codes.values()}
     for path in _safetensors(model):
         with safe_open(path, framework="pt", device="cpu") as file:
             for name in file.keys():
-                if _wanted(name, config):
+                if _wanted(name, config) and name not in matrices.beside and name not in matrices.by_codes:
                     shapes[name] = tuple(file.get_slice(name).get_shape())
     return shapes
 
@@ -93,8 +130,6 @@ def _wanted(name: str, config: ModelConfig | EncoderConfig) -> bool:
     if name == "lm_head.weight" and isinstance(config, ModelConfig) and config.tie_word_embeddings:
         return False
     if isinstance(config, ModelConfig) and not config.has_place_for(name):
-        return False
-    if name.endswith(SCALE_SUFFIX) and isinstance(config, ModelConfig) and config.scale_block is not None:
         return False
     # Old Llama checkpoints carry the inverse frequencies of the rotary embedding as a buffer.
     return not name.endswith(".rotary_emb.inv_freq")

@@ -1,16 +1,31 @@
-"""Which matrices are computed with as integers, and how those are stored."""
+"""Which matrices are not computed with in the model's type, and how those are stored."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
+from forebay.weights.codes import Layout
 from forebay.weights.errors import ModelError
+from forebay.weights.stored import COMPRESSED, Fp8, Scheme, Stored
 
-__all__ = ["BLOCK_BYTES", "COMPUTED_AS", "INT8", "PLAIN", "QUANTIZATIONS", "SHARED", "Formats"]
+__all__ = [
+    "BLOCK_BYTES",
+    "COMPUTED_AS",
+    "INT8",
+    "INTEGERS",
+    "PLAIN",
+    "QUANTIZATIONS",
+    "SHARED",
+    "Formats",
+    "Kept",
+    "why_not_stored",
+]
 
-QUANTIZATIONS = ("w8a8_int8", "gguf")
-"""What `--quantization` may say."""
+INTEGERS = ("w8a8_int8", "gguf")
+"""What `--quantization` says for products of 8-bit integers, which the host's compiled kernels have."""
+QUANTIZATIONS = (*INTEGERS, "fp8", "awq", "gptq", COMPRESSED)
+"""What it may say."""
 SHARED = 32
 """Inner positions of a block; inner dimensions of quantised matrices are multiples of it."""
 BLOCK_BYTES = {"Q8_0": 34, "Q4_0": 18, "Q4_1": 20}
@@ -26,6 +41,15 @@ INT8 = "INT8"
 
 
 @dataclass(frozen=True)
+class Kept:
+    """Matrices that a device keeps in their bits."""
+
+    scheme: Scheme
+    is_wanted: Callable[[str], bool]
+    """Whether a weight, by its name, is one of them."""
+
+
+@dataclass(frozen=True)
 class Formats:
     """The format of every matrix, by its names in the checkpoint."""
 
@@ -33,6 +57,19 @@ class Formats:
     """All of them are made int8."""
     stored: Mapping[str, str] = field(default_factory=dict)
     """Checkpoint name to the type in which a file has it, one of `COMPUTED_AS`."""
+    kept: Kept | None = None
+    """None: there are none, or they are multiplied out."""
+
+    @property
+    def for_integers(self) -> bool:
+        """Whether there are matrices that only the host's compiled kernels compute with."""
+        return self.int8 or bool(self.stored)
+
+    def layout(self, parts: Mapping[str, int], inputs: int) -> Layout | None:
+        """How a matrix is kept, fused of `parts`, name to rows; None: it is computed with in the model's type."""
+        if self.kept is None or not all(map(self.kept.is_wanted, parts)):
+            return None
+        return Layout.of(self.kept.scheme, inputs, list(parts.values()))
 
     def of(self, names: Iterable[str], inputs: int) -> str | None:
         """The format of a matrix with parts of these names, fused; None: it is one of the model's dtype.
@@ -55,3 +92,13 @@ class Formats:
 
 PLAIN = Formats()
 """Nothing is quantised."""
+
+
+def why_not_stored(quantization: str, stored: Stored | None) -> str | None:
+    """Why a checkpoint can't be what `--quantization` says that it is; None: it can."""
+    if quantization in INTEGERS:
+        return None
+    if stored is None:
+        return None if quantization == "fp8" else "the checkpoint has no quantization_config"
+    fits = isinstance(stored.scheme, Fp8) if quantization == "fp8" else stored.method == quantization
+    return None if fits else f"the checkpoint is quantised by {stored.method}"

@@ -14,10 +14,12 @@ from forebay.weights.files import read_json
 __all__ = [
     "DECODERS",
     "PREPROCESSOR_FILES",
+    "TOWER",
     "Preprocessing",
     "Sections",
     "Vision",
     "decoder_config",
+    "own_name",
     "read_preprocessing",
     "sections_of",
     "vision_of",
@@ -28,6 +30,8 @@ _QWEN25_VL = "Qwen2_5_VLForConditionalGeneration"
 
 DECODERS = {_QWEN3_VL: "Qwen3ForCausalLM", _QWEN25_VL: "Qwen2ForCausalLM"}
 """Architectures with a vision tower, and the one whose decoder they have."""
+TOWER = "visual"
+"""What the names of a tower's weights begin with."""
 PREPROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 """Files of a repository that `read_preprocessing` reads; transformers 5 writes the second."""
 
@@ -135,6 +139,12 @@ class Preprocessing:
     def most_positions(self) -> int:
         """Decoder positions of the largest image."""
         return self.max_pixels // (self.patch * self.merge) ** 2
+
+
+def own_name(name: str) -> str:
+    """A tensor's name in models with a tower, which releases of transformers call by several."""
+    name = name.removeprefix("model.") if name.startswith(f"model.{TOWER}.") else name
+    return name.replace("model.language_model.", "model.", 1)
 
 
 def decoder_config(d: Mapping[str, Any], architecture: str) -> dict[str, Any]:

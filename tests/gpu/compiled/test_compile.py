@@ -17,9 +17,10 @@ FEW = [
     "Qwen3-30B-A3B: experts",
     *(f"DeepSeek-V3.2: {name}" for name in ("latent decode", "latent chunks", "latent rows", "index", "chosen rows")),
     "hot rows 4096",
+    *(f"codes: {kind}" for kind in ("blocks", "4 bits")),
 ]
 # On Hopper these products take 64 rows and more, which only its own instruction multiplies fast.
-LARGE_PRODUCTS = {"chunks_kernel", "gate_up_kernel", "down_kernel", "scores_kernel"}
+LARGE_PRODUCTS = {"chunks_kernel", "gate_up_kernel", "down_kernel", "scores_kernel", "product_kernel"}
 
 
 def check(found: list[Compiled], shared: int) -> None:
@@ -34,7 +35,9 @@ def test_hopper(name: str, compiler: Compiler) -> None:
     check(compiler.compile(90, VARIANTS[name]), ROOM)
 
 
-@pytest.mark.parametrize("name", ["Llama-3.1-8B: chunks", "Qwen3-30B-A3B: experts", "DeepSeek-V3.2: index"])
+@pytest.mark.parametrize(
+    "name", ["Llama-3.1-8B: chunks", "Qwen3-30B-A3B: experts", "DeepSeek-V3.2: index", "codes: blocks"]
+)
 def test_large_products_use_the_large_instruction(name: str, compiler: Compiler) -> None:
     found = compiler.compile(90, VARIANTS[name])
     large = {kernel.name for kernel in found if "wgmma.mma_async" in kernel.ptx}
@@ -49,7 +52,7 @@ def test_large_blackwell(name: str, compiler: Compiler) -> None:
 @pytest.mark.parametrize("arch", [80])
 @pytest.mark.parametrize("name", FEW)
 def test_gpus_with_little_room(name: str, arch: int, compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
-    for user in ("shape", "grouped"):
+    for user in ("shape", "grouped", "quantised"):
         monkeypatch.setattr(sys.modules[f"forebay.gpu.kernels.{user}"], "is_roomy", lambda device: False)
     check(compiler.compile(arch, VARIANTS[name]), LITTLE_ROOM)
 

@@ -102,6 +102,61 @@ def layer(model: Model) -> Iterator[tuple[str, Operators]]:
         yield "experts", lambda: [experts(model, tokens) for tokens in (1, 64, 2048)]
 
 
+@dataclass(frozen=True)
+class Codes:
+    """A matrix in its bits."""
+
+    codes: torch.Tensor
+    scale: torch.Tensor
+    zeros: torch.Tensor | None
+    inputs: int
+    group: int
+    block_rows: int
+    fold: int
+
+    @classmethod
+    def make(cls, rows: int, inputs: int, group: int, block_rows: int = 1, fold: int = 0) -> Codes:
+        """Without memory."""
+        groups, byte = -(-inputs // group), torch.uint8
+        scale = meta(-(-rows // block_rows), groups, dtype=torch.float32)
+        codes = meta(rows, inputs // 2 if fold else inputs, dtype=byte)
+        return cls(codes, scale, meta(rows, groups, dtype=byte) if fold else None, inputs, group, block_rows, fold)
+
+
+KINDS = {"rows": (None, 1, 0), "blocks": (128, 128, 0), "4 bits": (128, 1, 128), "4 bits of 32": (32, 1, 32)}
+"""Inputs of a group, rows of a block, and neighbours that are folded."""
+
+
+def quantised(name: str, dtype: torch.dtype, experts_of: int = 128, each: int = 8) -> Iterator[tuple[str, Operators]]:
+    """Products of few tokens and of many: dense ones of Llama-3.1-8B, experts of Qwen3-30B-A3B."""
+
+    def dense(group: int | None, block_rows: int, fold: int) -> None:
+        for tokens in (1, 2048):
+            for rows, inputs in ((6144, 4096), (4096, 14336)):
+                matrix = Codes.make(rows, inputs, group or inputs, block_rows, fold)
+                bias = meta(rows, dtype=dtype) if rows > inputs else None
+                kernels.product(meta(tokens, inputs, dtype=dtype), matrix, bias)
+
+    def mixture(group: int | None, block_rows: int, fold: int) -> None:
+        hidden, inner = 2048, 768
+        gate_up = Codes.make(experts_of * 2 * inner, hidden, group or hidden, block_rows, fold)
+        down = Codes.make(experts_of * hidden, inner, group or inner, block_rows, fold)
+        for tokens in (1, 2048):
+            x, ids = meta(tokens, hidden, dtype=dtype), meta(tokens, each, dtype=torch.int64)
+            kernels.experts_of_codes(x, ids, meta(tokens, each, dtype=torch.float32), gate_up, down)
+
+    for kind, sizes in KINDS.items():
+        yield f"{name}: {kind}", lambda sizes=sizes: dense(*sizes)  # type: ignore[misc]
+        if kind != "4 bits of 32":
+            yield f"{name}: experts in {kind}", lambda sizes=sizes: mixture(*sizes)  # type: ignore[misc]
+
+
+def activations() -> None:
+    """As many inputs as a program holds at once, and more."""
+    for inputs in (1024, 4096):
+        kernels.quantise(meta(64, inputs, dtype=torch.bfloat16))
+
+
 def experts(model: Model, tokens: int) -> object:
     assert model.experts is not None
     count, each, inner = model.experts
@@ -203,6 +258,10 @@ def mixed_step(tokens: int, rows: int) -> None:
     pool = meta(4000, 8, 128, dtype=torch.bfloat16)
     paged = rows_of(rows, page, stride, decodes=False, chunks=True)
     kernels.attend(heads, pool, pool, paged, 0.1)
+    # Tiles of few tokens and of many are two variants, and a step of either kind is ready for both.
+    for some in (half, half[:16]):
+        kernels.product(some, Codes.make(512, 1024, 128, 128), None)
+    kernels.quantise(half)
     kernels.choose(heads, meta(tokens, 16, dtype=torch.float32), pool[:, 0], paged, TOP_K)
     experts(replace(model, experts=(128, 8, 768)), tokens)
     tables = Tables.make(256, 32768, model.vocabulary, page, 9999, stride, META)
@@ -223,6 +282,9 @@ def all_variants() -> dict[str, Operators]:
             found |= {f"{model.name}: {name}": operators for name, operators in part}
     found |= {f"DeepSeek-V3.2: {name}": operators for name, operators in latent(torch.bfloat16)}
     found |= {f"DeepSeek-V3.2 in float32: {name}": operators for name, operators in latent(torch.float32)}
+    found |= dict(quantised("codes", torch.bfloat16))
+    found |= {name: operators for name, operators in quantised("codes in float32", torch.float32) if "blocks" in name}
+    found["codes of activations"] = activations
     for hot in (TOP_K, 2 * TOP_K, 32704):
         found |= dict(hot_rows(hot))
     wide = Model("heads of 256", 3072, 8192, 16, 8, 256, 256000, 28, 256)

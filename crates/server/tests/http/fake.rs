@@ -295,6 +295,7 @@ impl Engine for Fake {
                 tower_layers: 0,
                 image_page_count: 0,
                 image_page_tokens: 0,
+                graphs: 0,
             },
         })
     }

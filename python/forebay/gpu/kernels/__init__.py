@@ -17,6 +17,7 @@ from forebay.gpu.kernels.index import choose
 from forebay.gpu.kernels.inputs import prepare
 from forebay.gpu.kernels.largest import greedy
 from forebay.gpu.kernels.norm import add_norm
+from forebay.gpu.kernels.quantised import experts_of_codes, product, quantise
 from forebay.gpu.kernels.rotate import rotate_and_keep
 from forebay.gpu.kernels.rows import keep_index_keys, keep_latent
 from forebay.gpu.kernels.wishes import ask, keep
@@ -31,6 +32,7 @@ __all__ = [
     "clear_slots",
     "draw",
     "experts",
+    "experts_of_codes",
     "gate",
     "gather",
     "greedy",
@@ -39,6 +41,8 @@ __all__ = [
     "keep_latent",
     "open_hot_rows",
     "prepare",
+    "product",
+    "quantise",
     "resolve",
     "rotate_and_keep",
     "write_table",

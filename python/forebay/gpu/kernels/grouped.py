@@ -146,16 +146,22 @@ def sum_kernel(outputs, weights, out, HIDDEN: tl.constexpr, EACH: tl.constexpr, 
     tl.store(out + token * HIDDEN + i, total, mask=inside)
 
 
+def sort_copies(ids: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Copies by expert, of ids [tokens, each]: int32 [copies], and where each of `count` begins, int32 [count + 1]."""
+    copies = ids.numel()
+    order = torch.empty(copies, dtype=torch.int32, device=ids.device)
+    first = torch.empty(count + 1, dtype=torch.int32, device=ids.device)
+    launch(sort_kernel, (count + 1,), ids, order, first, copies, EXPERTS=count, BLOCK=_BLOCK, num_warps=4)
+    return order, first
+
+
 def experts(
     x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor
 ) -> torch.Tensor:
     """As `interface.Experts` says."""
     (tokens, each), (count, hidden, inner_size) = ids.shape, down.shape
     copies = tokens * each
-    order = torch.empty(copies, dtype=torch.int32, device=x.device)
-    first = torch.empty(count + 1, dtype=torch.int32, device=x.device)
-    launch(sort_kernel, (count + 1,), ids, order, first, copies, EXPERTS=count, BLOCK=_BLOCK, num_warps=4)
-
+    order, first = sort_copies(ids, count)
     # Few copies an expert: reading weights is what takes time, and padding costs nothing.
     m = 64 if copies >= 32 * count else 16
     narrow = x.dtype == torch.float32

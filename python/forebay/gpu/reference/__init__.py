@@ -6,6 +6,7 @@ They run on every device, never wait for it, and have no result whose shape depe
 from forebay.gpu.reference.attention import attend
 from forebay.gpu.reference.grouped import experts
 from forebay.gpu.reference.layers import add_norm, gate, keep_index_keys, keep_latent, rotate_and_keep
+from forebay.gpu.reference.quantised import experts_of_codes, product, quantise
 from forebay.gpu.reference.sampling import ask, draw, greedy, keep
 from forebay.gpu.reference.sparse import attend_chosen, choose, clear_slots, gather, open_hot_rows, resolve
 from forebay.gpu.reference.tables import apply_slots, prepare, write_table
@@ -20,6 +21,7 @@ __all__ = [
     "clear_slots",
     "draw",
     "experts",
+    "experts_of_codes",
     "gate",
     "gather",
     "greedy",
@@ -28,6 +30,8 @@ __all__ = [
     "keep_latent",
     "open_hot_rows",
     "prepare",
+    "product",
+    "quantise",
     "resolve",
     "rotate_and_keep",
     "write_table",

@@ -1,0 +1,57 @@
+"""`layers.quantised.Products` with the operators of this package, and PyTorch's product of 8-bit floats.
+
+As in `ops`, what layers pass is described by what is read of it.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from forebay.gpu.interface import Codes, Kernels
+
+_ALIGNED = 16
+"""Sizes of a matrix whose 8-bit floats PyTorch's product takes are multiples of it."""
+
+
+class Matrix(Codes, Protocol):
+    """`layers.quantised.KeptMatrix`."""
+
+    @property
+    def order(self) -> torch.Tensor | None:
+        """Which input each column is."""
+
+
+class GpuProducts:
+    """Implements `layers.quantised.Products`."""
+
+    def __init__(self, kernels: Kernels, floats: bool) -> None:
+        """`floats`: the device multiplies 8-bit floats by each other."""
+        self._kernels = kernels
+        self._floats = floats
+
+    def product(self, x: torch.Tensor, matrix: Matrix, bias: torch.Tensor | None) -> torch.Tensor:
+        if self._floats and x.dtype == torch.bfloat16 and _is_plain(matrix):
+            codes, scale = self._kernels.quantise(x)
+            rows = matrix.codes.view(torch.float8_e4m3fn)
+            return torch._scaled_mm(codes, rows.t(), scale, matrix.scale.t(), bias=bias, out_dtype=x.dtype)
+        if matrix.order is not None:
+            x = x.index_select(1, matrix.order)
+        return self._kernels.product(x, matrix, bias)
+
+    def experts(
+        self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, gate_up: Matrix, down: Matrix
+    ) -> torch.Tensor:
+        return self._kernels.experts_of_codes(x, ids, weights, gate_up, down)
+
+
+def _is_plain(matrix: Matrix) -> bool:
+    """Whether a matrix has 8-bit floats with a scale a row, and sizes that PyTorch's product takes."""
+    rows, inputs = matrix.codes.shape
+    return matrix.zeros is None and matrix.group >= inputs and rows % _ALIGNED == inputs % _ALIGNED == 0
+
+
+def multiplies_floats(device: torch.device) -> bool:
+    """Whether a GPU multiplies 8-bit floats: Ada, Hopper and later. What stands in for a GPU does."""
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 9)

@@ -1,0 +1,216 @@
+"""Quantised matrices as codes with scales: one form for all that checkpoints have, and their values.
+
+A matrix is [rows, inputs]. Its value at (r, i) is `(code[r, i] - zero[r, g]) * scale[r / rows of a block, g]`, where g
+is the group of input i. 8-bit floats are their own values and have no zero points. Codes of 4 bits come one a byte
+here; `folded` brings two into a byte.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from forebay.weights.errors import ModelError
+from forebay.weights.stored import COMPRESSED, Fp8, Int4, Scheme
+
+__all__ = ["LARGEST", "Codes", "Layout", "Raw", "folded", "quantised"]
+
+LARGEST = 448.0
+"""Of an 8-bit float with 4 bits of exponent (e4m3)."""
+_LEAST_SCALE = 1e-12
+"""Of what is quantised here: a row of zeros has one too."""
+_AT_A_TIME = 256
+"""Rows that are multiplied out: a matrix of all scales would be as large as the values."""
+_PER_WORD = 8
+"""Codes of 4 bits in 32."""
+_AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]
+"""Where in a word AWQ has the codes of eight neighbours."""
+_MOST_FOLDED = 128
+_LEAST_TILE = 16
+"""Inputs of a product on tensor cores."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a device keeps a matrix."""
+
+    inputs: int
+    group: int
+    """Inputs that share a scale."""
+    block_rows: int = 1
+    """Rows that do."""
+    fold: int = 0
+    """Neighbouring inputs whose 4-bit codes are folded in half of as many bytes; 0: codes are 8-bit floats."""
+    ordered: bool = False
+    """Inputs are in an order of their own."""
+
+    @classmethod
+    def of(cls, scheme: Scheme, inputs: int, parts: list[int]) -> Layout | None:
+        """Of fused matrices of so many rows; None: there is no product for that, and it is multiplied out."""
+        if isinstance(scheme, Int4):
+            group = scheme.group or inputs
+            fold = min(group & -group, _MOST_FOLDED)
+            if inputs % group or fold < 2 * _LEAST_TILE:
+                return None
+            return cls(inputs, group, 1, fold, scheme.ordered)
+        if scheme.block is None:
+            return cls(inputs, inputs)
+        rows, columns = scheme.block
+        if columns & (columns - 1) or columns < _LEAST_TILE:
+            return None
+        # Blocks begin anew with each part.
+        aligned = all(part % rows == 0 for part in parts[:-1])
+        return cls(inputs, columns, rows if aligned else 1)
+
+    @property
+    def width(self) -> int:
+        """Bytes of a row's codes."""
+        return self.inputs // 2 if self.fold else self.inputs
+
+    @property
+    def groups(self) -> int:
+        """Scales of a row."""
+        return -(-self.inputs // self.group)
+
+
+@dataclass(frozen=True)
+class Codes:
+    """A matrix as codes."""
+
+    codes: torch.Tensor  # uint8 [rows, inputs]: 4 bits each; or float8 [rows, inputs]
+    scale: torch.Tensor  # float32 [row blocks, groups]
+    zeros: torch.Tensor | None  # uint8 [rows, groups]; None: codes are floats
+    group: int
+    block_rows: int
+    order: torch.Tensor | None = None
+    """int64 [inputs]: which input each column is; None: they are in order."""
+
+    def values(self) -> torch.Tensor:
+        """float32 [rows, inputs]."""
+        values = self.codes.float()
+        inputs = values.shape[1]
+        for first in range(0, len(values), _AT_A_TIME):
+            part = slice(first, min(first + _AT_A_TIME, len(values)))
+            if self.zeros is not None:
+                values[part] -= self._spread(self.zeros[part].float(), inputs)
+            rows = torch.arange(first, part.stop, device=values.device) // self.block_rows
+            values[part] *= self._spread(self.scale.index_select(0, rows), inputs)
+        return values if self.order is None else torch.empty_like(values).index_copy_(1, self.order, values)
+
+    def _spread(self, of_groups: torch.Tensor, inputs: int) -> torch.Tensor:
+        return of_groups.repeat_interleave(self.group, 1)[:, :inputs]
+
+    def with_rows_of_their_own(self) -> torch.Tensor:
+        """The scales float32 [rows, groups]."""
+        return self.scale.repeat_interleave(self.block_rows, 0)[: len(self.codes)]
+
+
+@dataclass(frozen=True)
+class Raw:
+    """The tensors of one matrix as a checkpoint has them."""
+
+    name: str
+    scheme: Scheme
+    parts: Mapping[str, torch.Tensor]
+    """By what their names end with, behind the module's."""
+
+    @property
+    def nbytes(self) -> int:
+        """Of all tensors."""
+        return sum(part.nbytes for part in self.parts.values())
+
+    def at(self, place: Callable[[torch.Tensor], torch.Tensor]) -> Raw:
+        """The same elsewhere."""
+        return Raw(self.name, self.scheme, {end: place(part) for end, part in self.parts.items()})
+
+    def codes(self) -> Codes:
+        """Raises ModelError for groups that are not of one size."""
+        if isinstance(self.scheme, Fp8):
+            return self._of_floats(self.scheme)
+        of = {"awq": self._of_awq, "gptq": self._of_gptq, COMPRESSED: self._of_compressed}
+        return of[self.scheme.packing](self.scheme)
+
+    def _of_floats(self, scheme: Fp8) -> Codes:
+        codes = self.parts["weight"]
+        scale = next(part for end, part in self.parts.items() if end != "weight").float()
+        if scheme.block is not None:
+            return Codes(codes, scale, None, scheme.block[1], scheme.block[0])
+        return Codes(codes, scale.reshape(-1, 1).expand(len(codes), 1).contiguous(), None, codes.shape[1], 1)
+
+    def _of_awq(self, scheme: Int4) -> Codes:
+        # Inputs first, outputs in words.
+        codes = _nibbles(self.parts["qweight"])[..., _AWQ_ORDER].flatten(1).T
+        zeros = _nibbles(self.parts["qzeros"])[..., _AWQ_ORDER].flatten(1).T
+        return self._made(codes, self.parts["scales"].T, zeros, scheme, None)
+
+    def _of_gptq(self, scheme: Int4) -> Codes:
+        codes = _nibbles(self.parts["qweight"]).permute(1, 0, 2).flatten(1)
+        zeros = _nibbles(self.parts["qzeros"]).flatten(1).T
+        if scheme.less_one:
+            zeros = zeros + 1 & 15
+        return self._made(codes, self.parts["scales"].T, zeros, scheme, self.parts.get("g_idx"))
+
+    def _of_compressed(self, scheme: Int4) -> Codes:
+        scale, inputs = self.parts["weight_scale"], int(self.parts["weight_shape"][1])
+        codes = _nibbles(self.parts["weight_packed"]).flatten(1)[:, :inputs]
+        packed = self.parts.get("weight_zero_point")
+        if packed is None:
+            zeros = torch.full(scale.shape, 8, dtype=torch.uint8, device=scale.device)
+        else:
+            zeros = _nibbles(packed).permute(0, 2, 1).flatten(0, 1)[: len(codes)]
+        return self._made(codes, scale, zeros, scheme, self.parts.get("weight_g_idx"))
+
+    def _made(
+        self,
+        codes: torch.Tensor,
+        scale: torch.Tensor,
+        zeros: torch.Tensor,
+        scheme: Int4,
+        of_inputs: torch.Tensor | None,
+    ) -> Codes:
+        """`of_inputs` int [inputs]: the group of each input; None: they are in order."""
+        inputs = codes.shape[1]
+        group = scheme.group or inputs
+        order = None
+        if of_inputs is not None:
+            order = of_inputs.long().sort(stable=True).indices
+            wanted = torch.arange(inputs, device=order.device) // group
+            if not torch.equal(of_inputs.long()[order], wanted):
+                raise ModelError(f"{self.name} has groups that are not of {group} inputs each")
+            if scheme.ordered:
+                codes = codes.index_select(1, order)
+            elif not torch.equal(of_inputs.long(), wanted):
+                raise ModelError(f"{self.name} has groups in an order of their own, and the config does not say so")
+            else:
+                order = None
+        elif scheme.ordered:
+            # Some matrices of such a checkpoint may be in order.
+            order = torch.arange(inputs, device=codes.device)
+        scale = scale.float().contiguous()
+        return Codes(codes.contiguous(), scale, zeros.contiguous(), group, 1, order)
+
+
+def _nibbles(words: torch.Tensor) -> torch.Tensor:
+    """uint8 [..., 8] of int32 [...]: the lowest 4 bits first."""
+    # In bytes, of which a word's lowest is the first: to shift words would move four times as much.
+    pairs = words.contiguous().view(torch.uint8)
+    return torch.stack((pairs & 15, pairs >> 4), dim=-1).view(*words.shape, _PER_WORD)
+
+
+def folded(codes: torch.Tensor, fold: int) -> torch.Tensor:
+    """uint8 [rows, inputs / 2] of 4-bit codes uint8 [rows, inputs].
+
+    Of every `fold` neighbours the first half is in the low bits of bytes, and the second in the high ones.
+    """
+    low, high = codes.unflatten(1, (-1, 2, fold // 2)).unbind(2)
+    joined: torch.Tensor = low | high << 4
+    return joined.flatten(1)
+
+
+def quantised(values: torch.Tensor) -> Codes:
+    """8-bit floats of values [rows, inputs], a scale a row, so that the row's largest is the largest of them."""
+    scale = values.abs().amax(dim=1, keepdim=True).float().div_(LARGEST).clamp_(min=_LEAST_SCALE)
+    codes = (values.float() / scale).clamp_(-LARGEST, LARGEST).to(torch.float8_e4m3fn)
+    return Codes(codes, scale, None, values.shape[1], 1)
