@@ -17,6 +17,7 @@ from forebay.protocol.connection import RING, Connection, Ring
 from forebay.protocol.frames import Frame, Header, Kind, WireError
 from forebay.protocol.masks import EVERYTHING, INLINE, Masks
 from forebay.protocol.plan import COLUMNS, FLAG_SAMPLE, Plan
+from forebay.protocol.place import PlanAt
 from forebay.protocol.result import StepResult
 from tests.hand.support import PlanBuilder, Sampling
 from tests.wire.write_fixtures import FLOAT_COLUMNS, FOLDER, NAMES, columns, descriptions, encode
@@ -40,7 +41,11 @@ def test_golden_bytes_are_read_as_described(fixture: dict[str, Any]) -> None:
     frame = frame_of(data)
     assert frame.kind.name.lower() == fixture["kind"]
     assert frame.step == fixture["step"]
-    if "columns" in fixture:
+    if frame.kind == Kind.PLAN_AT:
+        place = PlanAt.decode(frame)
+        assert [place.offset, place.words] == fixture["columns"]["place"]
+        assert place.encode() == data
+    elif "columns" in fixture:
         record: Plan | StepResult | Masks = RECORDS[frame.kind].decode(frame)
         assert record.step == fixture["step"]
         there = columns(fixture)

@@ -185,7 +185,7 @@ class Parameters:
             if target is None:
                 raise WeightError(f"the checkpoint has {name}, which the model does not have")
             if name not in self.stored:
-                _check_shape(name, shape, self._whole[name])
+                _check_shape(name, shape, self._whole.get(name, tuple(target.shape)))
 
     def load(self, weights: Iterable[tuple[str, torch.Tensor | Raw]], report: Report) -> None:
         """Copies checkpoint tensors into place; raises `WeightError` unless each weight comes once, in its shape.

@@ -1,0 +1,128 @@
+"""Several ranks in a replica: the tokens of one, and one end for all of them."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+
+import pytest
+
+from tests.e2e.client import native_together
+from tests.e2e.conftest import Models, Serve
+from tests.e2e.models import Model
+from tests.e2e.processes import alive
+from tests.e2e.server import Server
+from tests.e2e.test_breakage import STREAMS, Load, requests, undisturbed
+from tests.e2e.waiting import eventually, eventually_async
+
+START_SECONDS = 120
+KILLS = int(os.environ.get("FOREBAY_KILLS", "2"))
+
+
+def same_tokens(serve: Serve, model: Model, *flags: str, count: int = 24) -> Server:
+    """A server with these flags, which gave the tokens of one rank with PyTorch's operators."""
+    alone = serve(model, "--device", "deferred", "--dtype", "float32")
+    expected = undisturbed(alone, requests(model, count))
+    alone.kill()
+    server = serve(model, "--dtype", "float32", *flags)
+    answers = native_together(server, [request for request, _ in expected])
+    assert [answer["output_ids"] for answer in answers] == [tokens for _, tokens in expected]
+    return server
+
+
+def test_two_ranks_give_the_tokens_of_one(serve: Serve, tiny: Model) -> None:
+    # A chunk of a prompt in each step, and more requests than run at a time.
+    server = same_tokens(serve, tiny, "--tp-size", "2", "--chunked-prefill-size", "64", "--max-running-requests", "12")
+    assert len(server.hands()) == 2
+    info = server.http.get("/server_info").json()["config"]
+    assert (info["tp_size"], info["ep_size"], info["dp_size"]) == (2, 1, 1)
+
+
+def test_replicas_of_two_ranks(serve: Serve, tiny: Model) -> None:
+    server = same_tokens(serve, tiny, "--tensor-parallel-size", "2", "--dp-size", "2", count=12)
+    assert len(server.hands()) == 4
+    assert all(replica["dispatched"] > 0 for replica in server.replicas())
+
+
+def test_experts_by_rank(serve: Serve, models: Models) -> None:
+    server = same_tokens(serve, models("qwen3-moe"), "--tp-size", "2", "--enable-expert-parallel", count=12)
+    assert server.http.get("/server_info").json()["config"]["ep_size"] == 2
+
+
+def deaths(server: Server) -> float:
+    return server.metric("forebay:hand_deaths_total")
+
+
+async def end_ranks(server: Server, load: Load, number: signal.Signals, seconds: float) -> None:
+    """Sends a signal to one rank after the other; each time all ranks are gone soon after."""
+    running = asyncio.create_task(load.run(STREAMS))
+    try:
+        await eventually_async(lambda: running.done() or len(load.live) == STREAMS, "all streams run")
+        for count in range(1, KILLS + 1):
+            moves = asyncio.create_task(load.everyone_moves())
+            await asyncio.wait([running, moves], return_when=asyncio.FIRST_COMPLETED)
+            if running.done():
+                running.result()
+            await moves
+            group = server.hands()
+            assert len(group) == 2
+            sent = time.monotonic()
+            os.kill(group[count % 2], number)
+            await eventually_async(lambda pids=group: not any(map(alive, pids)), "all ranks are gone")  # type: ignore[misc]
+            assert time.monotonic() - sent < seconds
+            await eventually_async(lambda n=count: deaths(server) == n, "the death is noticed")  # type: ignore[misc]
+        load.finish()
+        await running
+    finally:
+        running.cancel()
+
+
+@pytest.mark.parametrize(
+    ("number", "watchdog"), [(signal.SIGKILL, 300), (signal.SIGSTOP, 2)], ids=["killed", "stopped"]
+)
+def test_a_rank_s_end_is_that_of_all_and_nobody_notices(
+    serve: Serve, tiny: Model, number: signal.Signals, watchdog: int
+) -> None:
+    flags = ("--tp-size", "2", "--dtype", "float32", "--watchdog-timeout", str(watchdog))
+    server = serve(tiny, *flags)
+    expected = undisturbed(server, requests(tiny, 32))
+    load = Load(server, tiny, expected)
+    # Far more than the second that it takes, for machines that have other things to do.
+    asyncio.run(end_ranks(server, load, number, 20.0))
+    assert load.finished >= STREAMS
+    assert server.metric("vllm:request_success_total", finished_reason="error") == 0
+    server.wait_until_idle()
+    pids = server.hands()
+    server.kill()
+    eventually(lambda: not any(map(alive, pids)), "no rank outlives the brain")
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (("--tp-size", "3"), "query heads"),
+        (("--tp-size", "2", "--enable-expert-parallel"), "expert"),
+        (("--tp-size", "2", "--quantization", "w8a8_int8"), "quantization"),
+        (("--tp-size", "2", "--ep-size", "3"), "--ep-size 3"),
+        (("--nnodes", "2"), "forebay route"),
+    ],
+)
+def test_what_can_t_be_divided_is_said_at_start(serve: Serve, tiny: Model, flags: tuple[str, ...], told: str) -> None:
+    server = serve(tiny, *flags, healthy=False)
+    assert server.process.wait(START_SECONDS) != 0
+    assert told in server.log()
+
+
+def test_ranks_have_processors_of_their_own(serve: Serve, tiny: Model) -> None:
+    allowed = sorted(os.sched_getaffinity(0))
+    first, last = allowed[0], allowed[-1]
+    server = serve(tiny, "--tp-size", "2", "--cpu-affinity", f"{first};{last}")
+    assert sorted(next(iter(os.sched_getaffinity(hand))) for hand in server.hands()) == sorted([first, last])
+
+
+def test_simulated_ranks(serve: Serve, tiny: Model) -> None:
+    server = serve(tiny, "--device", "sim", "--tp-size", "8", "--dp-size", "2")
+    assert server.hands() == []
+    assert server.ask("/v1/completions", {"prompt": "a", "max_tokens": 3})["usage"]["completion_tokens"] == 3
