@@ -413,7 +413,9 @@ KINDS: dict[str, Callable[[Results], str]] = {
     "embeddings": embeddings,
     "host_tier": host_tier,
     "intake": intake,
+    "images": images,
     "image_prepare": image_prepare,
+    "masks": masks,
     "router": router,
     "replicas": replicas,
     "accuracy": accuracy,
@@ -423,14 +425,10 @@ KINDS: dict[str, Callable[[Results], str]] = {
 }
 
 
-UNPUBLISHED: dict[str, Callable[[Results], str]] = {"images": images, "masks": masks}
-"""Of those that docs/performance.md has no results of yet."""
-
-
 def render(found: Results) -> str:
     """The table of a benchmark, and under it what it is of."""
     about = found.machine
-    lines = [(KINDS | UNPUBLISHED)[found.benchmark](found), ""]
+    lines = [KINDS[found.benchmark](found), ""]
     lines.append(
         f"{found.date}, {about['cpu']}, {about['cores']} cores, {about['memory_gib']} GiB, Linux {about['kernel']}, "
         f"Python {about['python']}, torch {about['torch']}, Forebay {about['forebay']} ({about['commit']})"

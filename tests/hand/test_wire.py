@@ -16,8 +16,8 @@ from forebay.protocol import frames
 from forebay.protocol.connection import RING, Connection, Ring
 from forebay.protocol.frames import Frame, Header, Kind, WireError
 from forebay.protocol.masks import EVERYTHING, INLINE, Masks
-from forebay.protocol.plan import COLUMNS, FLAG_SAMPLE, Plan
 from forebay.protocol.place import PlanAt
+from forebay.protocol.plan import COLUMNS, FLAG_SAMPLE, Plan
 from forebay.protocol.result import StepResult
 from tests.hand.support import PlanBuilder, Sampling
 from tests.wire.write_fixtures import FLOAT_COLUMNS, FOLDER, NAMES, columns, descriptions, encode

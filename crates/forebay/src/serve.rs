@@ -276,15 +276,16 @@ fn executors(
 
 /// The ranks of a replica. One with a GPU sees no other, so that all of them compute on their first.
 fn ranks(config: &Config, replica: usize) -> Vec<RankSpec> {
+    /// The collectives of ranks on one machine need no other interface, and nobody is to reach them from outside.
+    const INTERFACES: [&str; 2] = ["GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"];
     let count = config.tp_size as usize;
     let hands = (0..count).map(|rank| replica * count + rank);
+    let unset = |name: &&str| count > 1 && std::env::var_os(name).is_none();
+    let interfaces = INTERFACES.into_iter().filter(unset).map(|name| (name.into(), "lo".into()));
+    let interfaces: Vec<(OsString, OsString)> = interfaces.collect();
+    let gpu = |hand: usize| config.gpus.get(hand).map(|gpu| (gpus::VISIBLE.into(), gpu.into()));
     let rank = |hand: usize| RankSpec {
-        env: config
-            .gpus
-            .get(hand)
-            .map(|gpu| (gpus::VISIBLE.into(), gpu.into()))
-            .into_iter()
-            .collect(),
+        env: gpu(hand).into_iter().chain(interfaces.iter().cloned()).collect(),
         cpus: config.cpu_affinity.hands.get(hand).cloned().unwrap_or_default(),
     };
     hands.map(rank).collect()

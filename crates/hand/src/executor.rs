@@ -128,20 +128,23 @@ impl HandExecutor {
 
     /// Ends the whole group; `why` names the rank whose end caused it.
     fn group_died(&mut self, rank: usize, error: &StreamError) {
-        let mut reason = String::new();
-        for (index, rank_state) in self.ranks.drain(..).enumerate() {
-            let Rank { process, last_words, .. } = rank_state;
-            if index == rank {
-                let status = process.bury();
-                reason = last_words.unwrap_or_else(|| match error {
-                    StreamError::Closed => status,
-                    other => format!("{other}; {status}"),
-                });
-            }
-        }
-        if self.spec.config.world_size > 1 {
-            reason = format!("rank {rank}: {reason}");
-        }
+        let mut ranks: Vec<Rank> = self.ranks.drain(..).collect();
+        let Rank { process, last_words, .. } = ranks.swap_remove(rank);
+        // None of them is waited for before all are ended.
+        ranks.iter().for_each(|other| other.process.doom());
+        let reason = if let StreamError::Disagreement { .. } | StreamError::Pools(_) = error {
+            // Nobody knows which of them is wrong.
+            process.doom();
+            error.to_string()
+        } else {
+            let status = process.bury();
+            let reason = last_words.unwrap_or_else(|| match error {
+                StreamError::Closed => status,
+                other => format!("{other}; {status}"),
+            });
+            if ranks.is_empty() { reason } else { format!("rank {rank}: {reason}") }
+        };
+        drop(ranks);
         self.regions.clear();
         self.signals.push_back(Signal::Died(reason));
     }
@@ -191,6 +194,10 @@ impl HandExecutor {
                 }
             }
             Kind::Result => {
+                // One a plan, which has regions for as long as it is in flight.
+                if self.ranks[index].results.len() >= self.regions.len() {
+                    return Err(FrameError::Malformed("a result of no plan").into());
+                }
                 self.ranks[index].results.push_back(StepResult::decode(frame)?);
                 if self.ranks.iter().all(|rank| !rank.results.is_empty()) {
                     self.step_done()?;
@@ -217,8 +224,11 @@ impl HandExecutor {
         let all: Option<Vec<&Ready>> = self.ranks.iter().map(|rank| rank.facts.as_ref()).collect();
         let Some(all) = all else { return Ok(()) };
         let [first, ..] = all[..] else { return Ok(()) };
-        let pages = |facts: &&Ready| (facts.page_count, facts.host_page_count);
-        if !all.iter().all(|facts| pages(facts) == pages(&first)) {
+        let shape = |facts: &Ready| {
+            let Ready { page_count, host_page_count, vocab_size, hidden_size, dtype, .. } = *facts;
+            (page_count, host_page_count, vocab_size, hidden_size, dtype)
+        };
+        if !all.iter().all(|facts| shape(facts) == shape(first)) {
             return Err(StreamError::Pools(all.iter().map(|facts| facts.page_count).collect()));
         }
         let facts = Ready {
@@ -246,10 +256,10 @@ impl HandExecutor {
             [first, others @ ..] => (first.results.pop_front(), others),
         };
         let Some(mut first) = first else { return Ok(()) };
-        for rank in others {
-            let Some(other) = rank.results.pop_front() else { return Ok(()) };
+        for (rank, state) in (1..).zip(others) {
+            let Some(other) = state.results.pop_front() else { return Ok(()) };
             if let Some(how) = difference(&first, &other) {
-                return Err(StreamError::Disagreement { step: first.step, how });
+                return Err(StreamError::Disagreement { rank, step: first.step, how });
             }
             first.device_us = first.device_us.max(other.device_us);
             first.gap_us = first.gap_us.min(other.gap_us);
@@ -416,9 +426,7 @@ impl Executor for HandExecutor {
                 let _ = rank.writer.send(&mut rank.process.socket, &order);
             }
         }
-        for rank in self.ranks.drain(..) {
-            rank.process.end();
-        }
+        RankProcess::end(self.ranks.drain(..).map(|rank| rank.process).collect());
         self.signals.clear();
         self.regions.clear();
     }

@@ -18,15 +18,17 @@ pub(crate) enum StreamError {
     #[error("socket: {0}")]
     Io(#[from] std::io::Error),
     /// Ranks that compute the same gave different results.
-    #[error("ranks disagree in step {step}: {how}")]
+    #[error("ranks 0 and {rank} disagree in step {step}: {how}")]
     Disagreement {
+        /// The first rank that differs from rank 0.
+        rank: u32,
         /// The step.
         step: u64,
-        /// What differs, and the values of all ranks.
+        /// What differs, and the values of both.
         how: String,
     },
     /// Ranks have different pools, so that they can't follow the same plans.
-    #[error("ranks have different numbers of pages: {0:?}")]
+    #[error("ranks have different models, or pools: {0:?} pages")]
     Pools(Vec<u32>),
     /// A rank asks the store for what it can't have.
     #[error(transparent)]

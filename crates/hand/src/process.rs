@@ -5,7 +5,7 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::process::{Child, Command, ExitStatus, Stdio};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use command_fds::{CommandFdExt, FdMapping};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -124,13 +124,25 @@ impl RankProcess {
         }
     }
 
-    /// Ends a rank that was told to exit: waits a little, then SIGTERM, then SIGKILL.
-    pub(crate) fn end(mut self) {
-        if !self.ended_within(PATIENCE[0]) {
-            let _ = kill_process_group(self.pid, Signal::TERM);
-            self.ended_within(PATIENCE[1]);
+    /// Ends ranks that were told to exit, all at a time: waits a little, then SIGTERM, then SIGKILL.
+    pub(crate) fn end(processes: Vec<Self>) {
+        for (patience, signal) in PATIENCE.into_iter().zip([Signal::TERM, Signal::KILL]) {
+            let deadline = Instant::now() + patience;
+            for process in &processes {
+                process.ended_within(deadline.saturating_duration_since(Instant::now()));
+            }
+            let left = processes.iter().filter(|process| !process.ended_within(Duration::ZERO));
+            for process in left {
+                let _ = kill_process_group(process.pid, signal);
+            }
         }
-        let _ = self.kill();
+        // What a leader started may still be there when it has gone: dropping it sees to that.
+        processes.iter().for_each(Self::doom);
+    }
+
+    /// Sends SIGKILL to the whole group, and waits for nothing.
+    pub(crate) fn doom(&self) {
+        let _ = kill_process_group(self.pid, Signal::KILL);
     }
 
     /// SIGKILL to the whole group, also when its leader is already gone: what the leader started may still be there. Nobody waits for a

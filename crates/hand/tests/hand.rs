@@ -181,7 +181,7 @@ fn ranks_that_disagree_end_the_group() {
             continue;
         }
         let reason = death(&mut executor);
-        assert!(reason.contains("ranks disagree in step 1: token 0: 0, 1"), "{reason}");
+        assert!(reason.contains("ranks 0 and 1 disagree in step 1: token 0: 0, 1"), "{reason}");
     }
 }
 
@@ -196,7 +196,7 @@ fn ranks_meet_through_the_brain() {
     for (behaviour, reason) in [
         ("dies while others wait", "rank 0: exit status 3"),
         ("asks too much", "the store has at most"),
-        ("other pages", "ranks have different numbers of pages: [100, 101]"),
+        ("other pages", "ranks have different models, or pools: [100, 101] pages"),
     ] {
         let mut group = executor(ranks(behaviour, 2));
         group.start();
@@ -239,7 +239,7 @@ fn large_plans_are_written_once_for_all_ranks() {
 fn a_rank_s_end_is_that_of_all() {
     for (behaviour, reason) in [
         ("is killed", "rank 1: killed (signal 9"),
-        ("lies", "ranks disagree in step 2: token 0: 0, 1"),
+        ("lies", "ranks 0 and 1 disagree in step 2: token 0: 0, 1"),
     ] {
         let mut group = executor(ranks(behaviour, 3));
         ready(&mut group);

@@ -85,7 +85,6 @@ struct Faults {
     fail_starts: u32,
     hang_starts: u32,
     poison: Option<i32>,
-    lie: bool,
     hang: bool,
     held: bool,
     fail_copies: u32,
@@ -111,11 +110,6 @@ impl SimControl {
     /// From now on a step that computes a slot written with this token kills the group.
     pub fn poison(&self, token: i32) {
         self.change(|faults| faults.poison = Some(token));
-    }
-
-    /// Lets a rank give another token than the others in the next step.
-    pub fn lie(&self) {
-        self.change(|faults| faults.lie = true);
     }
 
     /// Steps submitted from now on never end, until the group is started again.
@@ -229,12 +223,7 @@ impl SimExecutor {
         result.sparse_rows = rows;
         let deadly =
             !self.poisoned.is_empty() && plan.rows().any(|row| self.poisoned.contains(&row.slot));
-        let lied = std::mem::take(&mut self.control.shared.faults.lock().lie);
-        let outcome = Some(match (deadly, lied) {
-            (true, _) => Err("poisoned"),
-            (false, true) => Err("ranks disagree"),
-            (false, false) => Ok(result),
-        });
+        let outcome = Some(if deadly { Err("poisoned") } else { Ok(result) });
         self.pending.push_back(Pending { at_us: span.end_us, outcome, waits_since: None });
     }
 
