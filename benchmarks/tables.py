@@ -291,6 +291,18 @@ def masks(found: Results) -> str:
     return markdown(head, rows)
 
 
+def mask_times(found: Results) -> str:
+    """Microseconds; a first mask has the compiling of its schema in it."""
+    head = ["first mask p50 us", "p99 us", "masks", "p50 us", "p99 us", "max us"]
+    keys = ("first_p50_us", "first_p99_us", "masks", "p50_us", "p99_us", "max_us")
+    rows = [
+        [number(found.median(workload, server, key)) for key in keys]
+        for workload in found.workloads()
+        for server in found.servers(workload)
+    ]
+    return markdown(head, rows)
+
+
 def router(found: Results) -> str:
     """What stands in front of simulated backends; the ratios are the first row's by this row's."""
     head = ["scene", "in front", "TTFT p50 ms", "p99 ms", "p99 ratio", "TPOT ms", "tokens/s", "ratio"]
@@ -416,6 +428,7 @@ KINDS: dict[str, Callable[[Results], str]] = {
     "images": images,
     "image_prepare": image_prepare,
     "masks": masks,
+    "mask_times": mask_times,
     "router": router,
     "replicas": replicas,
     "accuracy": accuracy,
