@@ -24,7 +24,7 @@ LLAMA_CMAKE := -DCMAKE_BUILD_TYPE=Release -DGGML_NATIVE=ON -DLLAMA_BUILD_TESTS=O
 	-DLLAMA_BUILD_APP=OFF -DLLAMA_USE_PREBUILT_UI=OFF -DLLAMA_OPENSSL=OFF
 
 .PHONY: bench bench-setup bench-cpu bench-coder bench-accuracy bench-startup bench-ablations bench-egress bench-profile bench-agreement bench-embeddings \
-	bench-intake bench-images bench-image-prepare bench-masks bench-mask-times bench-replicas bench-router bench-host-tier bench-plan-tiers bench-hisparse bench-tool-calls bench-micro bench-lock bench-build
+	bench-intake bench-images bench-image-prepare bench-masks bench-mask-times bench-fan-out bench-replicas bench-router bench-host-tier bench-plan-tiers bench-hisparse bench-tool-calls bench-micro bench-lock bench-build
 
 bench-setup: $(PEERS:%=$(BENCH_STAMPS)/%) ## install the peers in PEERS that benchmarks compare with (12 GB, 20 minutes)
 
@@ -76,6 +76,10 @@ bench-masks: bench-build ## measure what answers of a given form cost, with a vo
 bench-mask-times: setup-dev ## time masks of a vocabulary of 151 936 tokens (1 minute)
 	cargo build --locked --release --package forebay-grammar --example masks
 	$(BIN)/python -m benchmarks.mask_times $(BENCH_ROUNDS)
+
+bench-fan-out: setup-dev ## time how plans go to ranks and their results come back (1 minute)
+	cargo build --locked --release --package forebay-hand --example fan_out
+	$(BIN)/python -m benchmarks.fan_out $(BENCH_ROUNDS)
 
 bench-image-prepare: setup-dev ## measure how many images a second one core prepares, beside Pillow and torchvision (2 minutes)
 	cargo build --locked --release --package forebay-vision --example prepare

@@ -303,6 +303,18 @@ def mask_times(found: Results) -> str:
     return markdown(head, rows)
 
 
+def fan_out(found: Results) -> str:
+    """Microseconds of the engine's thread a step, by ranks."""
+    head = ["ranks", "plan to all us", "results of all us", "us a further rank"]
+    keys = ("submit_us", "collect_us", "more_us_a_rank")
+    rows = [
+        [ranks, *(number(found.median(workload, ranks, key)) for key in keys)]
+        for workload in found.workloads()
+        for ranks in found.servers(workload)
+    ]
+    return markdown(head, rows)
+
+
 def router(found: Results) -> str:
     """What stands in front of simulated backends; the ratios are the first row's by this row's."""
     head = ["scene", "in front", "TTFT p50 ms", "p99 ms", "p99 ratio", "TPOT ms", "tokens/s", "ratio"]
@@ -427,6 +439,7 @@ KINDS: dict[str, Callable[[Results], str]] = {
     "intake": intake,
     "images": images,
     "image_prepare": image_prepare,
+    "fan_out": fan_out,
     "masks": masks,
     "mask_times": mask_times,
     "router": router,

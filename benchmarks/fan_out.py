@@ -1,0 +1,53 @@
+"""What a step of several ranks costs the engine's thread: the plan to all of them, their results back and compared.
+
+    python -m benchmarks.fan_out --rounds 5
+
+The hands compute nothing. What counts is the processor time of the one thread that feeds them, not how long the hands
+take, so their number may be larger than that of the processors.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+from benchmarks import compare, records
+from benchmarks.records import Run
+from benchmarks.servers import ROOT
+
+ROWS = 256
+STEPS = 1000
+RANKS = [1, 2, 4, 8]
+PROGRAM = ROOT / os.environ.get("CARGO_TARGET_DIR", "target") / "release/examples/fan_out"
+HAND = ROOT / "crates/hand/tests/fake_hand.py"
+
+
+def once() -> dict[int, dict[str, float]]:
+    """Microseconds a step, by the number of ranks."""
+    command = [PROGRAM, sys.executable, HAND, str(ROWS), str(STEPS), *map(str, RANKS)]
+    lines = subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()
+    found = {}
+    for line in lines:
+        ranks, sending, taking = line.split()
+        found[int(ranks)] = {"submit_us": float(sending), "collect_us": float(taking)}
+    alone = sum(found[1].values())
+    for ranks, values in found.items():
+        both = values["submit_us"] + values["collect_us"]
+        values["more_us_a_rank"] = (both - alone) / (ranks - 1) if ranks > 1 else 0.0
+    return found
+
+
+def main() -> None:
+    """The command."""
+    chosen = compare.parser("Time how plans go to ranks.", rounds=5).parse_args()
+    found = records.new("fan_out", chosen.rounds)
+    for number in range(1, chosen.rounds + 1):
+        for ranks, values in once().items():
+            compare.say(f"round {number}, {ranks} ranks: {values['more_us_a_rank']:.1f} us a further rank")
+            found.runs.append(Run(f"{ROWS} rows", f"{ranks}", number, values))
+    compare.finish(found, chosen.output)
+
+
+if __name__ == "__main__":
+    main()
