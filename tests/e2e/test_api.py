@@ -19,6 +19,8 @@ ROUTES = {
     "/replicas/{replica}/resume": {"post"},
     "/v1/chat/completions": {"post"},
     "/v1/completions": {"post"},
+    "/v1/messages": {"post"},
+    "/v1/messages/count_tokens": {"post"},
     "/v1/embeddings": {"post"},
     "/rerank": {"post"},
     "/v1/rerank": {"post"},

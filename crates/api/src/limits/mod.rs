@@ -157,8 +157,10 @@ pub fn takes_embeds(params: Params) -> bool {
 pub fn takes_images(params: Params) -> bool {
     let mut all = params.iter().flat_map(|group| group.iter());
     all.any(|param| match param.bound {
-        Bound::Image(_) | Bound::Images(..) => true,
-        Bound::Messages(_, within) | Bound::Content(within) => takes_images(within),
+        Bound::Image(_) | Bound::Images(..) | Bound::Url => true,
+        Bound::Messages(_, within) | Bound::Content(within) | Bound::Object(within) => {
+            takes_images(within)
+        }
         _ => false,
     })
 }

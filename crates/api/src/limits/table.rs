@@ -378,7 +378,7 @@ const BLOCK: &[Param] = &[
     text("type", WORD_BYTES),
     param("text", Bound::Prompt),
     param("thinking", Bound::Prompt),
-    param("source", Bound::Image(&[SOURCE])),
+    param("source", Bound::Object(&[SOURCE])),
     text("id", WORD_BYTES),
     text("name", WORD_BYTES),
     param("input", Bound::Tree),
@@ -391,7 +391,7 @@ const BLOCK: &[Param] = &[
 const INNER: &[Param] = &[
     text("type", WORD_BYTES),
     param("text", Bound::Prompt),
-    param("source", Bound::Image(&[SOURCE])),
+    param("source", Bound::Object(&[SOURCE])),
 ];
 
 const SOURCE: &[Param] = &[

@@ -19,13 +19,23 @@ impl Case {
 }
 
 fn is_alias(path: &str) -> bool {
-    matches!(path, "/v1/rerank" | "/v2/rerank" | "/v1/score" | "/pooling" | "/apply-template")
+    matches!(
+        path,
+        "/v1/rerank"
+            | "/v2/rerank"
+            | "/v1/score"
+            | "/pooling"
+            | "/apply-template"
+            | "/v1/messages/count_tokens"
+    )
 }
 
 /// What a body needs beside the parameter in question.
 fn needed(route: &str) -> &'static [(&'static str, &'static str)] {
     match route {
-        "/v1/chat/completions" => &[("messages", r#"[{"role":"user","content":"a"}]"#)],
+        "/v1/chat/completions" | "/v1/messages" => {
+            &[("messages", r#"[{"role":"user","content":"a"}]"#)]
+        }
         "/v1/completions" | "/completion" | "/tokenize" => &[("prompt", r#""a""#)],
         "/generate" => &[("text", r#""a""#)],
         "/v1/embeddings" => &[("input", r#""a""#)],
