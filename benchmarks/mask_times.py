@@ -56,6 +56,7 @@ def main() -> None:
     os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
     masks.build()
     found = records.new("mask_times", chosen.rounds)
+    found.machine["cores"] = os.cpu_count()
     with tempfile.TemporaryDirectory() as folder:
         sources = Path(folder) / "schemas.json"
         sources.write_text(json.dumps(list(itertools.islice(made_up(SCHEMAS, 7), SCHEMAS))))
