@@ -43,6 +43,8 @@ const EXPOSITION: &str = "text/plain; version=0.0.4; charset=utf-8";
 const POSTED: &[&str] = &[
     "/v1/chat/completions",
     "/v1/completions",
+    "/v1/messages",
+    "/v1/messages/count_tokens",
     "/v1/responses",
     "/generate",
     "/v1/embeddings",
@@ -324,6 +326,7 @@ mod tests {
             route(&request).map(|route| matches!(route, Route::PassOn))
         };
         assert_eq!(of(Method::POST, "/v1/chat/completions?x=1"), Ok(true));
+        assert_eq!(of(Method::POST, "/v1/messages/count_tokens"), Ok(true));
         assert_eq!(of(Method::GET, "/v1/models/org/name"), Ok(true));
         assert_eq!(of(Method::GET, "/v1/loads"), Ok(false));
         assert_eq!(of(Method::GET, "/generate").unwrap_err().status(), 405);

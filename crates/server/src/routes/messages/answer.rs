@@ -182,16 +182,13 @@ impl Blocks {
 }
 
 /// Appends an event, whose data has its name too.
-fn event(name: &str, mut data: Value, out: &mut Vec<u8>) -> serde_json::Result<()> {
+fn event(name: &str, data: Value, out: &mut Vec<u8>) -> serde_json::Result<()> {
     #[derive(Serialize)]
     struct Named<'a> {
         #[serde(rename = "type")]
         kind: &'a str,
         #[serde(flatten)]
         data: &'a Value,
-    }
-    if data.is_null() {
-        data = json!({});
     }
     sse::named(name, &Named { kind: name, data: &data }, out)
 }
@@ -209,7 +206,7 @@ impl Encoder for Blocks {
             let mut message = self.writer.opening();
             message["usage"] = usage(&tally.usage_before());
             event("message_start", json!({"message": message}), out)?;
-            event("ping", Value::Null, out)?;
+            event("ping", json!({}), out)?;
         }
         for part in delta.parts.iter() {
             match part {
@@ -244,7 +241,7 @@ impl Encoder for Blocks {
     }
 
     fn end(&mut self, _: &Tally, out: &mut Vec<u8>) -> serde_json::Result<()> {
-        event("message_stop", Value::Null, out)
+        event("message_stop", json!({}), out)
     }
 
     fn is_said_done(&self) -> bool {
