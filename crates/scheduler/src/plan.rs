@@ -84,7 +84,8 @@ impl Scheduler {
         if self.is_sparse(handle) && self.lacks_page(handle) {
             self.grow(handle, plan, events);
         }
-        if !self.plan_images(Some(handle), plan, events)
+        // Pages of a victim that is not in flight are back at once, and then nothing else would bring the next plan.
+        while !self.plan_images(Some(handle), plan, events)
             && !plan.has_images()
             && let Some(victim) = self.holds_images(handle)
         {

@@ -113,7 +113,7 @@ pub(crate) struct Client {
     pub(crate) preemptions: u32,
     /// Deaths of the hand at which it had a row in flight.
     pub(crate) deaths: u32,
-    /// Rounds since it had a row.
+    /// Rounds without a row since it became the most important.
     idle: u32,
 }
 
@@ -555,8 +555,10 @@ impl Harness {
             waiting: vec![],
             result: None,
         };
-        for client in self.clients.values_mut() {
-            client.idle += 1;
+        // Whoever was behind another until now has waited for a reason.
+        let first = self.most_important();
+        for (&id, client) in &mut self.clients {
+            client.idle = if first == Some(id) { client.idle + 1 } else { 0 };
         }
         let mut masked = Vec::new();
         for row in plan.rows() {
