@@ -31,7 +31,7 @@ UV_LOCK := $(UV) pip compile --quiet --python $(BIN)/python --universal --python
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup setup-dev setup-clients build build-tests serve test test-rust test-asan test-python test-triton test-triton-old e2e test-fleet test-kills test-image-sizes test-fuzz-images test-gpu bench-gpu gpu-pack check lint fmt deny docs wheel wheel-test lock ci \
+.PHONY: help setup setup-dev setup-clients setup-deploy setup-deploy-go build build-tests serve test test-rust test-asan test-python test-triton test-triton-old e2e test-fleet test-kills test-image-sizes test-fuzz-images test-gpu bench-gpu gpu-pack check lint fmt deny docs wheel wheel-test try-wheel lock ci \
 	clean distclean
 
 help: ## print this list
@@ -89,6 +89,29 @@ $(STAMPS)/clients: requirements/clients.txt $(STAMPS)/uv
 	@touch $@
 
 setup-clients: $(STAMPS)/clients ## install the clients that tests/e2e/test_clients.py tries (skipped without them)
+
+# What checks deploy/ and .github, apart from the tests' own environment: versions of what both use differ.
+DEPLOY := $(VENV)/deploy
+$(STAMPS)/deploy: requirements/deploy.txt $(STAMPS)/uv
+	@echo '==> Installing linters of deploy/ and .github: about 45 MB to download the first time'
+	@test -x $(DEPLOY)/bin/python || $(UV) venv --quiet --python $(BIN)/python $(DEPLOY)
+	@$(UV) pip install --quiet --python $(DEPLOY)/bin/python --require-hashes -r requirements/deploy.txt
+	@touch $@
+
+setup-deploy: $(STAMPS)/deploy ## install the linters that tests/deploy asks (what is not installed is skipped)
+
+$(STAMPS)/deploy-go: requirements/go.mod requirements/go.sum $(STAMPS)/deploy
+	@echo '==> Building helm and actionlint: needs Go, and some minutes the first time'
+	@for tool in helm.sh/helm/v3/cmd/helm github.com/rhysd/actionlint/cmd/actionlint; do \
+		GOFLAGS=-mod=readonly go -C requirements build -trimpath -o $(abspath $(DEPLOY)/bin)/ $$tool || exit 1; \
+	done
+	@touch $@
+
+setup-deploy-go: $(STAMPS)/deploy-go ## build those that are written in Go: helm and actionlint (minutes)
+
+$(STAMPS)/build: requirements/build.txt $(STAMPS)/uv
+	@$(UV_INSTALL) -r requirements/build.txt
+	@touch $@
 
 # A path file makes python/ importable in place, so that an edit needs no build.
 $(STAMPS)/package: scripts/link_package.py $(STAMPS)/uv
@@ -174,7 +197,7 @@ deny: setup-dev ## check licences and sources of the Rust dependencies
 docs: ## build the Rust API documentation
 	RUSTDOCFLAGS='-D warnings' cargo doc $(CARGO_FLAGS) --no-deps
 
-wheel: setup-dev ## build the wheel into dist/
+wheel: $(STAMPS)/build ## build the wheel into dist/ (needs no PyTorch)
 	rm -rf dist
 	cargo build --locked --profile $(WHEEL_PROFILE) --lib --package forebay-kernels
 	@$(BIN)/python scripts/place_kernels.py $(TARGET_DIR)/$(WHEEL_PROFILE)
@@ -183,8 +206,11 @@ wheel: setup-dev ## build the wheel into dist/
 wheel-test: wheel ## install the wheel in an empty virtual environment and serve one request from it
 	$(BIN)/python scripts/try_wheel.py dist
 
+try-wheel: $(STAMPS)/uv ## the same with the wheel that lies in dist/ already
+	$(BIN)/python scripts/try_wheel.py dist
+
 lock: $(STAMPS)/uv ## pin requirements/*.in to *.txt again (UPGRADE=1: at the newest versions)
-	@for name in bootstrap runtime dev clients; do \
+	@for name in bootstrap runtime build dev clients deploy; do \
 		echo "==> requirements/$$name.txt"; \
 		$(UV_LOCK) requirements/$$name.in -o requirements/$$name.txt || exit 1; \
 	done
