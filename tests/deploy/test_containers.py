@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.deploy.tools import DEPLOY, ROOT, run, unknown_flags
+from tests.binary import ROOT
+from tests.deploy.tools import DEPLOY, run, unknown_flags
 from tests.structure.repository import files
 
 DOCKER = DEPLOY / "docker"
@@ -200,6 +201,14 @@ def test_compose_passes_flags_that_are_there() -> None:
     assert router["entrypoint"] == ["forebay", "route"]
     assert unknown_flags("route", router["command"]) == []
     assert "--backends-dns=forebay:8000" in router["command"]
+
+
+def test_compose_passes_keys_on_only_where_they_are_set() -> None:
+    """A name without a value is the shell's, or none: an empty key ends the program at its start."""
+    for name in ("forebay", "router"):
+        environment = COMPOSE["services"][name]["environment"]
+        assert {"FOREBAY_API_KEY", "FOREBAY_ROUTER_KEY"} <= set(environment)
+        assert not [entry for entry in environment if "=" in entry]
 
 
 def test_compose_waits_for_drains() -> None:

@@ -13,9 +13,10 @@ import jsonschema
 import pytest
 import yaml
 
+from tests.binary import ROOT
 from tests.deploy.charts import BARE, CHART, EVERYTHING, KUBERNETES, SETS, container, objects, one, rendered, template
 from tests.deploy.promql import adapter_rules
-from tests.deploy.tools import DEPLOY, ROOT, run, tool, unknown_flags
+from tests.deploy.tools import DEPLOY, run, tool, unknown_flags
 
 VALUES: dict[str, Any] = yaml.safe_load((CHART / "values.yaml").read_text(encoding="utf-8"))
 SCHEMA: dict[str, Any] = json.loads((CHART / "values.schema.json").read_text(encoding="utf-8"))

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.deploy.tools import ROOT, run, tool
+from tests.binary import ROOT
+from tests.deploy.tools import run, tool
 from tests.structure.repository import files
 
 WORKFLOWS = sorted((ROOT / ".github/workflows").glob("*.yml"))

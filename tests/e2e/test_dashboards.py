@@ -16,10 +16,7 @@ from tests.e2e.metrics import Metrics
 from tests.e2e.models import Model
 from tests.e2e.server import ROOT, Server
 
-COMPOSE: dict[str, Any] = yaml.safe_load((ROOT / "deploy/docker/compose.yaml").read_text(encoding="utf-8"))
 VLLM: list[dict[str, Any]] = yaml.safe_load((ROOT / "tests/deploy/vllm_dashboards.yaml").read_text(encoding="utf-8"))
-# As compose passes them on where nobody has set them.
-NO_KEYS = dict.fromkeys(COMPOSE["services"]["router"]["environment"], "")
 
 
 @pytest.fixture(scope="module")
@@ -28,10 +25,10 @@ def router(tiny: Model, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Se
     folder = tmp_path_factory.mktemp("logs")
     flags = ["--device", "sim", "--enable-hierarchical-cache", "--log-interval", "0"]
     with ExitStack() as stack:
-        server = Server(tiny.path, *flags, log=folder / "server.log", environment=NO_KEYS)
+        server = Server(tiny.path, *flags, log=folder / "server.log")
         stack.callback(server.kill)
         server.wait_for_health()
-        router = Server("--backends", server.url, command="route", log=folder / "router.log", environment=NO_KEYS)
+        router = Server("--backends", server.url, command="route", log=folder / "router.log")
         stack.callback(router.kill)
         router.wait_for_health()
         for _ in range(3):
@@ -89,12 +86,3 @@ def test_each_dashboard_of_vllm_has_something_to_show(board: dict[str, Any], ser
     assert re.fullmatch(r"[0-9a-f]{40}", board["commit"])
     assert board["metrics"] == sorted(set(board["metrics"]))
     assert set(board["metrics"]) & {base(sample.name) for sample in served.samples}
-
-
-def test_variables_without_a_value_are_no_keys(router: Server) -> None:
-    """Compose sets them so: clients need none at the router, nor the router at the server."""
-    assert {"FOREBAY_API_KEY", "FOREBAY_ROUTER_KEY"} <= NO_KEYS.keys()
-    assert router.http.get("/metrics").status_code == 200
-    assert router.http.get("/v1/models").status_code == 200
-    (backend,) = router.http.get("/v1/loads").json()["loads"]
-    assert backend["forebay"] is True
