@@ -3,27 +3,43 @@
 from __future__ import annotations
 
 import re
+import subprocess
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import pytest
 import yaml
 
-from tests.deploy.promql import deployed
+from tests.deploy.promql import dashboard_expressions, deployed, rules
+from tests.deploy.tools import DEPLOY, tool
 from tests.e2e.metrics import Metrics
 from tests.e2e.models import Model
-from tests.e2e.server import ROOT, Server
+from tests.e2e.server import ROOT, Server, free_port
+from tests.e2e.waiting import eventually
 
 VLLM: list[dict[str, Any]] = yaml.safe_load((ROOT / "tests/deploy/vllm_dashboards.yaml").read_text(encoding="utf-8"))
+# Steps that take a time, so that the device is busy.
+PROFILE = """
+origin = "made up for a test"
+device = "a quick one"
+model = "any"
+kv_tokens = 4096
+
+[time]
+step_us = 500.0
+"""
 
 
 @pytest.fixture(scope="module")
 def router(tiny: Model, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A router before a server with a simulated device and a host tier, after some requests."""
     folder = tmp_path_factory.mktemp("logs")
-    flags = ["--device", "sim", "--enable-hierarchical-cache", "--log-interval", "0"]
+    profile = folder / "profile.toml"
+    profile.write_text(PROFILE)
+    flags = ["--device", "sim", "--sim-profile", str(profile), "--enable-hierarchical-cache", "--log-interval", "0"]
     with ExitStack() as stack:
         server = Server(tiny.path, *flags, log=folder / "server.log")
         stack.callback(server.kill)
@@ -86,3 +102,81 @@ def test_each_dashboard_of_vllm_has_something_to_show(board: dict[str, Any], ser
     assert re.fullmatch(r"[0-9a-f]{40}", board["commit"])
     assert board["metrics"] == sorted(set(board["metrics"]))
     assert set(board["metrics"]) & {base(sample.name) for sample in served.samples}
+
+
+class Prometheus:
+    """Prometheus itself, which scrapes a server and a router each second and evaluates the rules. Always `kill` it."""
+
+    def __init__(self, folder: Path, targets: dict[str, str]) -> None:
+        config = {
+            "global": {"scrape_interval": "1s", "evaluation_interval": "1s"},
+            "rule_files": [str(DEPLOY / "prometheus/rules.yml")],
+            "scrape_configs": [
+                {"job_name": job, "static_configs": [{"targets": [url.removeprefix("http://")]}]}
+                for job, url in targets.items()
+            ],
+        }
+        file = folder / "prometheus.yml"
+        file.write_text(yaml.safe_dump(config))
+        self.url = f"http://127.0.0.1:{free_port()}"
+        listen = f"--web.listen-address={self.url.removeprefix('http://')}"
+        command = [tool("prometheus"), f"--config.file={file}", f"--storage.tsdb.path={folder}/data", listen]
+        with (folder / "prometheus.log").open("wb") as log:
+            self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+        self.http = httpx2.Client(base_url=self.url, timeout=30, trust_env=False)
+
+    def get(self, path: str, **parameters: str) -> Any:
+        """The data of an answer; none while it starts."""
+        try:
+            response = self.http.get(f"/api/v1/{path}", params=parameters)
+        except httpx2.TransportError:
+            return None
+        if response.status_code == 503:
+            return None
+        assert response.status_code == 200, response.text
+        return response.json()["data"]
+
+    def kill(self) -> None:
+        """Ends it at once."""
+        self.process.kill()
+        self.process.wait()
+        self.http.close()
+
+
+def test_panels_fill_and_rules_are_evaluated(router: Server, tiny: Model, tmp_path: Path) -> None:
+    """Prometheus answers every panel with something, and no rule with an error."""
+    (backend,) = router.http.get("/v1/loads").json()["loads"]
+    prometheus = Prometheus(tmp_path, {"forebay": backend["url"], "forebay-router": router.url})
+    variables = {"$__rate_interval": "1m", "$job": "forebay", "$router_job": "forebay-router"}
+    empty: list[str] = []
+
+    def filled() -> bool:
+        messages = [{"role": "user", "content": "Rivers run " * 200}]
+        router.ask("/v1/chat/completions", {"model": tiny.name, "messages": messages, "max_tokens": 8})
+        empty.clear()
+        for title, expression in dashboard_expressions():
+            for name, value in variables.items():
+                expression = expression.replace(name, value)
+            found = prometheus.get("query", query=re.sub(r"\$\w+", ".*", expression))
+            if not found or not found["result"]:
+                empty.append(f"{title}: {expression}")
+        return not empty
+
+    try:
+        try:
+            eventually(filled, "every panel has something to show")
+        except AssertionError:
+            assert not empty
+            raise
+        assert len(every_rule(prometheus)) == len(rules())
+        eventually(lambda: all(rule["health"] == "ok" for rule in every_rule(prometheus)), "all rules are evaluated")
+        quiet = {"ForebayHandDied", "ForebayReplicaDown", "ForebayErrors", "ForebayRouterErrors", "ForebayUnreachable"}
+        firing = {alert["labels"]["alertname"] for alert in prometheus.get("alerts")["alerts"]}
+        assert not firing & quiet
+    finally:
+        prometheus.kill()
+
+
+def every_rule(prometheus: Prometheus) -> list[Any]:
+    """The rules as Prometheus has evaluated them last."""
+    return [rule for group in prometheus.get("rules")["groups"] for rule in group["rules"]]
