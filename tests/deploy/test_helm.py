@@ -166,7 +166,7 @@ def test_the_autoscaler_reads_what_the_adapter_gives() -> None:
     assert rule["name"]["as"] == metric["pods"]["metric"]["name"]
     target = one("everything", "Deployment", "server")
     assert scaler["spec"]["scaleTargetRef"]["name"] == target["metadata"]["name"]
-    # Two masters of one number would undo each other's work at each upgrade.
+    # A number of replicas would undo the autoscaler's work at each upgrade.
     assert "replicas" not in target["spec"]
     assert one("defaults", "Deployment", "server")["spec"]["replicas"] == VALUES["replicas"]
 
