@@ -24,6 +24,7 @@ mod preference;
 mod prompt;
 mod rerank;
 mod response;
+mod responses;
 mod salt;
 mod sampling;
 mod structure;
@@ -67,10 +68,13 @@ pub use response::{
     FunctionCall, FunctionDelta, ModelCard, ModelList, PromptTokenLogprob, PromptTokenLogprobs,
     PromptTokensDetails, ResponseMessage, StopReason, ToolCall, ToolCallDelta, Usage,
 };
+pub use responses::{
+    CUSTOM_INPUT, Item, ItemPart, ResponsesRequest, ToolKind, ValidResponses, sealed,
+};
 pub use sampling::{Generation, GenerationDefaults, Limits, MaxTokens, choice_seed};
 pub use structure::{JsonSchemaFormat, ResponseFormat, Structure, StructuredOutputs};
 pub use tokenize::{
     DetokenizeRequest, DetokenizeResponse, TokenPiece, TokenPieces, TokenizeInput, TokenizeRequest,
     TokenizeResponse, TokenizedTexts,
 };
-pub use tools::{CallDemand, Calls, OfferedTool, OfferedTools};
+pub use tools::{CallDemand, Calls, OfferedTool, OfferedTools, TextForm};

@@ -7,6 +7,7 @@ mod images;
 mod limits;
 mod listening;
 mod replicas;
+mod responses;
 mod schedule;
 mod sharing;
 mod sparse;
@@ -26,6 +27,7 @@ pub(crate) use self::grammar::GrammarFlags;
 pub(crate) use self::images::ImageFlags;
 pub(crate) use self::listening::ListenFlags;
 pub(crate) use self::replicas::ReplicaFlags;
+pub(crate) use self::responses::ResponseFlags;
 pub(crate) use self::schedule::{ScheduleFlags, SchedulePolicy};
 
 use crate::model::Source;
@@ -54,6 +56,8 @@ pub(crate) struct ServeFlags {
     pub(crate) limits: LimitFlags,
     #[command(flatten)]
     pub(crate) sharing: SharingFlags,
+    #[command(flatten)]
+    pub(crate) responses: ResponseFlags,
     #[command(flatten)]
     pub(crate) text: TextFlags,
     #[command(flatten)]

@@ -12,6 +12,7 @@ use crate::engine::Engine;
 use crate::intake::Intake;
 use crate::metrics::Metrics;
 use crate::peers::{BlockLog, Book, Peer};
+use crate::store::Store;
 use forebay_api::limits::{SHOWN_BYTES, cut};
 use forebay_api::{ApiError, Limits};
 use forebay_engine::{Dtype, RequestId, Status};
@@ -34,6 +35,7 @@ pub(crate) struct Inner {
     /// Of bytes that requests take.
     pub(crate) budget: Budget,
     pub(crate) egress: Egress,
+    pub(crate) store: Store,
     pub(crate) metrics: Arc<Metrics>,
     /// Seconds since 1970 at the start.
     pub(crate) started: u64,
@@ -65,6 +67,7 @@ impl AppState {
         let clients = Clients::new(config.trusted_proxies.clone());
         let inner = Inner {
             budget: Budget::new(config.max_request_bytes_in_flight),
+            store: Store::new(config.responses),
             config,
             model,
             engine,

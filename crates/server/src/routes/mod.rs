@@ -11,6 +11,7 @@ mod messages;
 mod openapi;
 mod replicas;
 mod rerank;
+mod responses;
 mod tokenize;
 
 use axum::Router;
@@ -46,6 +47,10 @@ pub(crate) fn router(state: Shared) -> Router {
         .route("/v1/completions", post(completions::completions))
         .route("/v1/messages", post(messages::messages))
         .route("/v1/messages/count_tokens", post(messages::count_tokens))
+        .route("/v1/responses", post(responses::responses))
+        .route("/v1/responses/{id}", get(responses::retrieve).delete(responses::delete))
+        .route("/v1/responses/{id}/cancel", post(responses::cancel))
+        .route("/v1/responses/{id}/input_items", get(responses::input_items))
         .route("/generate", post(generate::generate))
         .route("/completion", post(llama::completion))
         .route("/apply-template", post(llama::apply_template))

@@ -38,7 +38,7 @@ fn needed(route: &str) -> &'static [(&'static str, &'static str)] {
         }
         "/v1/completions" | "/completion" | "/tokenize" => &[("prompt", r#""a""#)],
         "/generate" => &[("text", r#""a""#)],
-        "/v1/embeddings" => &[("input", r#""a""#)],
+        "/v1/embeddings" | "/v1/responses" => &[("input", r#""a""#)],
         "/rerank" => &[("query", r#""a""#), ("documents", r#"["a"]"#)],
         "/score" => &[("text_1", r#""a""#), ("text_2", r#""a""#)],
         "/detokenize" => &[("tokens", "[1]")],
