@@ -20,6 +20,7 @@ use serde_json::json;
 use crate::admission::{client, operator};
 use crate::ask::Ask;
 use crate::backend::BackendUrl;
+use crate::homes::is_of_response;
 use crate::intake::{BodyLimits, collect};
 use crate::loads::{loads, metrics};
 use crate::reach::{Failure, Reached, reach};
@@ -47,6 +48,8 @@ const POSTED: &[&str] = &[
     "/v1/messages/count_tokens",
     "/v1/responses",
     "/generate",
+    "/completion",
+    "/apply-template",
     "/v1/embeddings",
     "/embeddings",
     "/pooling",
@@ -140,6 +143,9 @@ fn route<B>(request: &Request<B>) -> Result<Route, ApiError> {
         (&Method::DELETE, "/backends") => Own::Unregister,
         (&Method::POST, path) if POSTED.contains(&path) => return Ok(Route::PassOn),
         (&Method::GET, path) if path == "/v1/models" || path.starts_with("/v1/models/") => {
+            return Ok(Route::PassOn);
+        }
+        (&Method::GET | &Method::DELETE | &Method::POST, path) if is_of_response(path) => {
             return Ok(Route::PassOn);
         }
         (&Method::GET, "/server_info" | "/openapi.json" | "/health_generate") => {
@@ -328,6 +334,8 @@ mod tests {
         assert_eq!(of(Method::POST, "/v1/chat/completions?x=1"), Ok(true));
         assert_eq!(of(Method::POST, "/v1/messages/count_tokens"), Ok(true));
         assert_eq!(of(Method::GET, "/v1/models/org/name"), Ok(true));
+        assert_eq!(of(Method::DELETE, "/v1/responses/resp_1"), Ok(true));
+        assert_eq!(of(Method::POST, "/v1/responses/resp_1/cancel"), Ok(true));
         assert_eq!(of(Method::GET, "/v1/loads"), Ok(false));
         assert_eq!(of(Method::GET, "/generate").unwrap_err().status(), 405);
         assert_eq!(of(Method::POST, "/flush_cache").unwrap_err().status(), 404);
