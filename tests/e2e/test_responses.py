@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -172,6 +173,54 @@ def test_a_custom_tool_gets_text(client: OpenAI, model: ToolModel) -> None:
     result = {"type": "custom_tool_call_output", "call_id": call.call_id, "output": "Just talk."}
     after = ask(client, model, False, input=[result], tools=[EDIT], previous_response_id=answer.id)
     assert after.output_text.startswith("One, two")
+
+
+NOTES = """start: "*** Notes" LF note~1..3 "*** End"
+note: ("+" | "-") /[a-z"\\\\ ]{1,8}/ LF -> note
+%import common.LF
+"""
+NOTE = re.compile(r'\*\*\* Notes\n([+-][a-z"\\\\ ]{1,8}\n){1,3}\*\*\* End')
+
+
+@pytest.mark.parametrize("syntax", ["lark", "regex"])
+def test_a_custom_tool_s_grammar_holds(client: OpenAI, model: ToolModel, syntax: str) -> None:
+    definition = NOTES if syntax == "lark" else NOTE.pattern.replace("\\n", "\n")
+    tool = {**EDIT, "format": {"type": "grammar", "syntax": syntax, "definition": definition}}
+    finished = 0
+    for number, question in enumerate(["Edit it.", "Just talk.", "Be slow.", *map(str, range(17))]):
+        options: Any = {"tool_choice": "required", "max_output_tokens": 300, "temperature": 1.0}
+        answer = ask(client, model, number % 2 == 0, input=question, tools=[tool], **options)
+        for call in answer.output:
+            if call.status == "completed" and call.type == "custom_tool_call":
+                assert NOTE.fullmatch(call.input), call.input
+                finished += 1
+    assert finished >= 10, finished
+    # Where the model decides whether it calls, what it calls with has the form all the same.
+    free = ask(client, model, False, input="Edit it.", tools=[tool], max_output_tokens=300)
+    call = free.output[-1]
+    assert call.type == "custom_tool_call"
+    assert call.status != "completed" or NOTE.fullmatch(call.input), call.input
+
+
+def test_a_grammar_that_cannot_hold_is_said(client: OpenAI, model: ToolModel) -> None:
+    recursive = 'start: "a" | "(" start ")"'
+    tool: Any = {**EDIT, "format": {"type": "grammar", "syntax": "lark", "definition": recursive}}
+    with pytest.raises(BadRequestError) as refused:
+        ask(client, model, False, input="Edit it.", tools=[tool])
+    assert refused.value.param == "tools[0].format.definition"
+
+
+def test_families_without_such_a_form_say_so(serve: Serve, tmp_path: Path) -> None:
+    model = ToolModel("hermes", tmp_path / "hermes")
+    file = tmp_path / "script.jsonl"
+    file.write_text(json.dumps({"say": f"[apply_patch(input={PATCH!r})]"}))
+    parser = ("--tool-call-parser", "pythonic")
+    client = openai_client(serve(model, "--device", "sim", "--sim-script", str(file), *parser))
+    tool: Any = {**EDIT, "format": {"type": "grammar", "syntax": "lark", "definition": NOTES}}
+    raw = client.responses.with_raw_response.create(model=model.name, input="Edit it.", tools=[tool])
+    assert "tools[0].format.definition" in raw.headers["x-forebay-ignored"]
+    call = raw.parse().output[-1]
+    assert (call.type, call.input) == ("custom_tool_call", PATCH)  # type: ignore[union-attr]
 
 
 def test_tools_in_a_namespace_keep_their_names(client: OpenAI, model: ToolModel) -> None:

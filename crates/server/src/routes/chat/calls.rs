@@ -81,6 +81,9 @@ pub(super) fn form(
     for text in some.clone().filter_map(|tool| tool.text.as_ref()).filter(|_| !keeps_texts) {
         ignore(state, &text.path)?;
     }
+    if !keeps_texts && of_texts(tools, &param) {
+        return Ok(content);
+    }
     let arguments = some.zip(grammar.arguments).map(|(tool, rule)| {
         // Where the model decides, only strict tools have their schema kept.
         let kept = tool.strict || calls != Calls::Any;
