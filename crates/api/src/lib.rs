@@ -17,6 +17,7 @@ mod inert;
 pub mod limits;
 mod llama;
 mod messages;
+mod ollama;
 mod openai;
 mod parse;
 pub mod peer;
@@ -54,6 +55,9 @@ pub use llama::{
     LlamaCompletion, LlamaEnd, LlamaProbability, LlamaRequest, LlamaSlot, LlamaTimings, ValidLlama,
 };
 pub use messages::MessagesRequest;
+pub use ollama::{
+    OllamaAsk, OllamaChatRequest, OllamaEmbedRequest, OllamaGenerateRequest, OllamaShowRequest,
+};
 pub use openai::{StreamOptions, Streaming, TokenOutput};
 pub use parse::{Parsed, parse, parse_request};
 pub use preference::preference;

@@ -29,6 +29,9 @@ use crate::watch::has_died;
 /// Most of an answer in one piece that is held back until it is whole, so that it can be asked for again if it breaks.
 const HOLD: usize = 1 << 20;
 
+/// Media types of answers that come in pieces.
+const PIECES: [&[u8]; 2] = [b"text/event-stream", b"application/x-ndjson"];
+
 /// How a response's body is passed on.
 pub(crate) enum Kind {
     /// Bytes.
@@ -395,7 +398,7 @@ pub(crate) fn tell(tape: &mut Tape, flow: &Flow) {
 fn kind(headers: &HeaderMap, resume: Option<&Resume>) -> Kind {
     let events = headers
         .get(CONTENT_TYPE)
-        .is_some_and(|value| value.as_bytes().starts_with(b"text/event-stream"));
+        .is_some_and(|value| PIECES.iter().any(|kind| value.as_bytes().starts_with(kind)));
     match headers.get(STREAM_HEADER) {
         _ if !events => Kind::Plain,
         Some(name) => {

@@ -47,6 +47,10 @@ const POSTED: &[&str] = &[
     "/v1/messages",
     "/v1/messages/count_tokens",
     "/v1/responses",
+    "/api/chat",
+    "/api/generate",
+    "/api/embed",
+    "/api/show",
     "/generate",
     "/completion",
     "/apply-template",
@@ -148,6 +152,7 @@ fn route<B>(request: &Request<B>) -> Result<Route, ApiError> {
         (&Method::GET | &Method::DELETE | &Method::POST, path) if is_of_response(path) => {
             return Ok(Route::PassOn);
         }
+        (&Method::GET, "/api/tags" | "/api/ps" | "/api/version") => return Ok(Route::PassOn),
         (&Method::GET, "/server_info" | "/openapi.json" | "/health_generate") => {
             return Ok(Route::PassOn);
         }

@@ -8,6 +8,7 @@ pub(crate) mod info;
 mod llama;
 mod loads;
 mod messages;
+mod ollama;
 mod openapi;
 mod replicas;
 mod rerank;
@@ -47,6 +48,8 @@ pub(crate) fn router(state: Shared) -> Router {
         .route("/v1/completions", post(completions::completions))
         .route("/v1/messages", post(messages::messages))
         .route("/v1/messages/count_tokens", post(messages::count_tokens))
+        .route("/api/chat", post(ollama::chat))
+        .route("/api/generate", post(ollama::generate))
         .route("/v1/responses", post(responses::responses))
         .route("/v1/responses/{id}", get(responses::retrieve).delete(responses::delete))
         .route("/v1/responses/{id}/cancel", post(responses::cancel))
@@ -58,6 +61,10 @@ pub(crate) fn router(state: Shared) -> Router {
         .route_layer(from_fn_with_state(state.clone(), check_generator));
     let keyed = Router::new()
         .merge(generating)
+        .route("/api/embed", post(ollama::embed))
+        .route("/api/show", post(ollama::show))
+        .route("/api/tags", get(ollama::tags))
+        .route("/api/ps", get(ollama::ps))
         .route("/v1/embeddings", post(embeddings::embeddings))
         .route("/pooling", post(embeddings::pooling))
         .route("/rerank", post(rerank::rerank))
@@ -98,6 +105,7 @@ pub(crate) fn router(state: Shared) -> Router {
         .route("/health", get(info::health))
         .route("/metrics", get(info::metrics))
         .route("/openapi.json", get(openapi::openapi))
+        .route("/api/version", get(ollama::version))
         .route("/version", get(info::version))
         .route("/ping", get(info::ping).post(info::ping))
         .fallback(unknown_route)
