@@ -168,5 +168,5 @@ def test_an_agent_finishes_a_task_with_three_tools(name: str, tmp_path: Path, mo
         answered = server.metric("vllm:request_success_total", finished_reason="stop")
         assert answered >= 4
         queried, hit = prefix(server)
-    # Of four turns the first finds nothing. Of the rest nearly all was there before.
-    assert hit > 0.7 * queried, (queried, hit)
+    # Of four turns the first finds nothing. Of the prompts of the others at least 95 % was there before.
+    assert hit > 0.95 * 0.75 * queried, (queried, hit)

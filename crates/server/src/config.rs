@@ -90,6 +90,8 @@ pub struct ServerConfig {
     pub stream_interval: u32,
     /// Which responses are kept for those who ask for them again, or go on from them.
     pub responses: StoreConfig,
+    /// Requests that come before the model is loaded wait for it, in place of an error.
+    pub queue_while_loading: bool,
     /// A parameter that has no effect is an error.
     pub strict_params: bool,
     /// Tokens that /tokenize and /detokenize take at a time; `None`: four times the context, and 65536 at least.
@@ -128,6 +130,7 @@ impl Default for ServerConfig {
             egress: EgressMode::default(),
             stream_interval: 1,
             responses: StoreConfig::default(),
+            queue_while_loading: false,
             strict_params: false,
             max_tokenize_tokens: None,
             guard: Guard::default(),

@@ -10,6 +10,7 @@ use crate::config::{ModelInfo, ServerConfig};
 use crate::egress::Egress;
 use crate::engine::Engine;
 use crate::intake::Intake;
+use crate::loading::Loaded;
 use crate::metrics::Metrics;
 use crate::peers::{BlockLog, Book, Peer};
 use crate::store::Store;
@@ -36,6 +37,7 @@ pub(crate) struct Inner {
     pub(crate) budget: Budget,
     pub(crate) egress: Egress,
     pub(crate) store: Store,
+    pub(crate) loaded: Loaded,
     pub(crate) metrics: Arc<Metrics>,
     /// Seconds since 1970 at the start.
     pub(crate) started: u64,
@@ -68,6 +70,7 @@ impl AppState {
         let inner = Inner {
             budget: Budget::new(config.max_request_bytes_in_flight),
             store: Store::new(config.responses),
+            loaded: Loaded::default(),
             config,
             model,
             engine,

@@ -31,6 +31,7 @@ use crate::client::KeyId;
 use crate::delta::End;
 use crate::guard;
 use crate::ignored;
+use crate::loading::hold;
 use crate::peers::blocks::blocks;
 use crate::peers::{is_router, not_a_router, talk};
 use crate::reply::Failure;
@@ -79,6 +80,7 @@ pub(crate) fn router(state: Shared) -> Router {
         .route("/tokenizer_info", get(info::tokenizer_info))
         .route("/health_generate", get(info::health_generate))
         .layer(from_fn_with_state(state.clone(), talk))
+        .layer(from_fn_with_state(state.clone(), hold))
         .layer(from_fn_with_state(state.clone(), check_key));
     let admin = Router::new()
         .route("/server_info", get(info::server_info))
