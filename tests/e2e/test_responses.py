@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 from openai import BadRequestError, NotFoundError, OpenAI
+from openai.types.responses import ResponseStreamEvent
+from pydantic import TypeAdapter
 
 from tests.e2e.client import Json, openai_client
 from tests.e2e.conftest import Serve, server_factory
@@ -22,6 +24,12 @@ from tests.e2e.test_tools import ANSWER, MAIL, QUESTION, RESULTS, TOOLS, script
 FUNCTIONS: Any = [{"type": "function", **tool["function"]} for tool in TOOLS]
 PATCH = '*** Begin Patch\n*** Add File: "a" b.txt\n+first\\line\n*** End Patch'
 EDIT: Any = {"type": "custom", "name": "apply_patch", "description": "Edits files."}
+NAMESPACE: Any = {
+    "type": "namespace",
+    "name": "github__",
+    "description": "Issues.",
+    "tools": [{**FUNCTIONS[0], "name": "list"}],
+}
 FAMILY_NAMES = ["hermes", "qwen3_coder", "mistral"]
 
 
@@ -54,6 +62,10 @@ def client(server: Server) -> OpenAI:
     return openai_client(server, api_key="one")
 
 
+# The client itself takes any event for the one that it looks most like.
+EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
+
+
 class Read:
     """A stream, put together from its events alone."""
 
@@ -67,6 +79,7 @@ class Read:
             self.kinds.append(event.type)
             numbers.append(event.sequence_number)
             body = event.to_dict()
+            EVENT.validate_python(body)
             index = body.get("output_index")
             match event.type.removeprefix("response."):
                 case "output_item.added":
@@ -158,7 +171,7 @@ def test_streams_say_what_whole_answers_do(client: OpenAI, model: ToolModel) -> 
         tools = [
             *FUNCTIONS,
             EDIT,
-            {"type": "namespace", "name": "github__", "tools": [{**FUNCTIONS[0], "name": "list"}]},
+            NAMESPACE,
         ]
         both = [ask(client, model, stream, input=question, tools=tools) for stream in (False, True)]
         whole, streamed = [[bare(item) for item in answer.output] for answer in both]
@@ -224,7 +237,7 @@ def test_families_without_such_a_form_say_so(serve: Serve, tmp_path: Path) -> No
 
 
 def test_tools_in_a_namespace_keep_their_names(client: OpenAI, model: ToolModel) -> None:
-    tools = [{"type": "namespace", "name": "github__", "tools": [{**FUNCTIONS[0], "name": "list"}]}]
+    tools = [NAMESPACE]
     answer = ask(client, model, False, input="Which issues?", tools=tools)
     (call,) = [item for item in answer.output if item.type == "function_call"]
     assert (call.name, call.to_dict()["namespace"]) == ("list", "github__")

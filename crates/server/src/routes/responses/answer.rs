@@ -383,7 +383,7 @@ fn told(usage: &Usage) -> Value {
     let reasoning = usage.completion_tokens_details.map_or(0, |details| details.reasoning_tokens);
     json!({
         "input_tokens": usage.prompt_tokens,
-        "input_tokens_details": {"cached_tokens": cached},
+        "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": 0},
         "output_tokens": usage.completion_tokens,
         "output_tokens_details": {"reasoning_tokens": reasoning},
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
