@@ -13,6 +13,8 @@ mod openapi;
 mod replicas;
 mod rerank;
 mod responses;
+#[cfg(test)]
+mod scripted;
 mod tokenize;
 
 use axum::Router;
