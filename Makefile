@@ -31,7 +31,7 @@ UV_LOCK := $(UV) pip compile --quiet --python $(BIN)/python --universal --python
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup setup-dev setup-clients setup-deploy setup-deploy-go build build-tests serve test test-rust test-asan test-python test-triton test-triton-old e2e test-fleet test-kills test-image-sizes test-fuzz-images test-gpu bench-gpu gpu-pack check lint fmt deny docs wheel wheel-test try-wheel lock ci \
+.PHONY: help setup setup-dev setup-clients setup-agents setup-deploy setup-deploy-go build build-tests serve test test-rust test-asan test-python test-triton test-triton-old e2e test-fleet test-kills test-image-sizes test-fuzz-images test-gpu bench-gpu gpu-pack check lint fmt deny docs wheel wheel-test try-wheel lock ci \
 	clean distclean
 
 help: ## print this list
@@ -112,6 +112,17 @@ setup-deploy-go: $(STAMPS)/deploy-go ## build those that are written in Go: helm
 $(STAMPS)/build: requirements/build.txt $(STAMPS)/uv
 	@$(UV_INSTALL) -r requirements/build.txt
 	@touch $@
+
+# Programs of Node, which the machine has or has not.
+AGENTS := $(VENV)/agents
+$(STAMPS)/agents: requirements/agents/package-lock.json $(STAMPS)/uv
+	@echo '==> Installing agent programs for the end-to-end tests: about 1 GB on disk'
+	@mkdir -p $(AGENTS)
+	@cp requirements/agents/package.json requirements/agents/package-lock.json $(AGENTS)/
+	@npm install --no-save --prefix $(AGENTS) --no-audit --no-fund --loglevel error
+	@touch $@
+
+setup-agents: $(STAMPS)/agents ## install the agent programs that tests/e2e/test_agents.py tries (needs npm; skipped without them)
 
 # A path file makes python/ importable in place, so that an edit needs no build.
 $(STAMPS)/package: scripts/link_package.py $(STAMPS)/uv

@@ -123,7 +123,49 @@ def with_anthropic(task: dict[str, Any]) -> dict[str, Any]:
     raise AssertionError("the task has no end")
 
 
-CLIENTS = {"anthropic": with_anthropic, "langchain-openai": with_langchain, "litellm": with_litellm}
+def with_ollama(task: dict[str, Any]) -> dict[str, Any]:
+    import ollama  # type: ignore[import-not-found]
+
+    client: Any = ollama.Client(host=task["url"])
+    assert task["model"] in [model.model for model in client.list().models]
+    assert "tools" in client.show(task["model"]).capabilities
+    messages: list[Any] = [{"role": "user", "content": task["question"]}]
+    called: list[Any] = []
+    reasons: list[str] = []
+    for _ in task["choices"]:
+        common: Any = {"model": task["model"] + ":latest", "messages": messages, "tools": task["tools"]}
+        if task["stream"]:
+            message: dict[str, Any] = {"role": "assistant", "content": "", "thinking": "", "tool_calls": []}
+            for part in client.chat(**common, stream=True):
+                message["content"] += part.message.content or ""
+                message["thinking"] += part.message.thinking or ""
+                message["tool_calls"] += [call.model_dump() for call in part.message.tool_calls or []]
+                last = part
+        else:
+            last = client.chat(**common)
+            message = last.message.model_dump()
+        assert last.done
+        assert last.prompt_eval_count > 0
+        assert last.eval_duration > 0
+        reasons.append(last.done_reason)
+        messages.append(message)
+        calls = message["tool_calls"] or []
+        if not calls:
+            return {"called": called, "answer": message["content"], "reasons": reasons}
+        for call in calls:
+            function = call["function"]
+            called.append([function["name"], function["arguments"]])
+            result = task["results"][function["name"]]
+            messages.append({"role": "tool", "tool_name": function["name"], "content": result})
+    raise AssertionError("the task has no end")
+
+
+CLIENTS = {
+    "anthropic": with_anthropic,
+    "langchain-openai": with_langchain,
+    "litellm": with_litellm,
+    "ollama": with_ollama,
+}
 
 if __name__ == "__main__":
     given = json.load(sys.stdin)

@@ -9,7 +9,9 @@ import os
 import shutil
 import signal
 import sys
+import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -312,6 +314,58 @@ def test_sigterm_while_loading(serve: Serve, models: Models) -> None:
     below = eventually(lambda: descendants(server.pid), "something is started")
     assert server.terminate() in (0, -signal.SIGTERM)
     eventually(lambda: not any(alive(pid) for pid in below), "nothing is left")
+
+
+SLOW = """
+origin = "a test"
+device = "slow to load"
+model = "any"
+kv_tokens = 4096
+load_s = 2.0
+[time]
+step_us = 10.0
+"""
+
+
+def test_requests_wait_for_a_model_that_loads_if_they_are_let(serve: Serve, tiny: Model, tmp_path: Path) -> None:
+    profile = tmp_path / "slow.toml"
+    profile.write_text(SLOW)
+    flags = ("--device", "sim", "--sim-profile", str(profile))
+    body = {"prompt": "a", "max_tokens": 2}
+    server = serve(tiny, *flags, "--queue-while-loading", healthy=False)
+    eventually(lambda: answers(server, "/livez"), "it listens")
+    assert server.http.get("/health").status_code == 503
+    with ThreadPoolExecutor(8) as pool:
+        asked = [pool.submit(server.http.post, "/v1/completions", json=body) for _ in range(7)]
+        listed = pool.submit(server.http.get, "/v1/models")
+        assert [response.result().status_code for response in asked] == [200] * 7
+        assert listed.result().status_code == 200
+    assert server.http.get("/health").status_code == 200
+    hasty = serve(tiny, *flags, healthy=False)
+    eventually(lambda: answers(hasty, "/livez"), "it listens")
+    refused = hasty.http.post("/v1/completions", json=body)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (503, "starting")
+
+
+def test_requests_that_wait_for_a_model_end_with_the_server(serve: Serve, tiny: Model, tmp_path: Path) -> None:
+    profile = tmp_path / "slow.toml"
+    profile.write_text(SLOW.replace("load_s = 2.0", "load_s = 600.0"))
+    server = serve(tiny, "--device", "sim", "--sim-profile", str(profile), "--queue-while-loading", healthy=False)
+    eventually(lambda: answers(server, "/livez"), "it listens")
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(server.http.post, "/v1/completions", json={"prompt": "a"})
+        time.sleep(0.3)
+        server.process.terminate()
+        response = asked.result(timeout=60)
+    assert response.status_code == 503
+    assert server.process.wait(60) == 0
+
+
+def answers(server: Server, path: str) -> bool:
+    try:
+        return bool(server.http.get(path).status_code == 200)
+    except httpx2.TransportError:
+        return False
 
 
 def broken(model: Model, folder: Path, name: str) -> Model:

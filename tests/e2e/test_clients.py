@@ -36,9 +36,11 @@ def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
-@pytest.mark.parametrize("client", ["anthropic", "langchain-openai", "litellm"])
+@pytest.mark.parametrize("client", ["anthropic", "langchain-openai", "litellm", "ollama"])
 @pytest.mark.parametrize("choice", ["auto", "required"])
 def test_a_task_with_three_tools(server: Server, client: str, stream: bool, choice: str) -> None:
+    if (client, choice) == ("ollama", "required"):
+        pytest.skip("its requests have no such choice")
     task = {
         "client": client,
         "url": server.url,
@@ -67,6 +69,5 @@ def test_a_task_with_three_tools(server: Server, client: str, stream: bool, choi
         ["send_mail", {"to": "me@example.org", "text": MAIL, "urgent": None}],
     ]
     assert answer["answer"] == ANSWER
-    assert answer["reasons"] == (
-        ["tool_use", "tool_use", "end_turn"] if client == "anthropic" else ["tool_calls", "tool_calls", "stop"]
-    )
+    calls = {"anthropic": "tool_use", "ollama": "stop"}.get(client, "tool_calls")
+    assert answer["reasons"] == [calls, calls, "end_turn" if client == "anthropic" else "stop"]

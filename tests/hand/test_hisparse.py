@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cache
@@ -337,7 +337,13 @@ def test_logits_are_those_of_pages_that_all_are_there(logits: Logits, seed: int,
 @SPARSE
 @DEVICES
 def test_every_kind_of_event_happens(logits: Logits, device: str, family: str, factor: int, lookahead: int) -> None:
-    both = Both(family, 5, lookahead, device=device, hot_row_tokens=factor * TOP_K)
-    run(both, 100, logits)
-    assert min(both.events.values()) > 0, both.events
-    assert both.found.min() > 0, both.found
+    # When a copy ends is a matter of chance, and with it what happens next: a story or two may lack a kind.
+    events, found = Counter[str](), np.zeros(4, np.int64)
+    for seed in range(5, 15):
+        both = Both(family, seed, lookahead, device=device, hot_row_tokens=factor * TOP_K)
+        run(both, 100, logits)
+        events += Counter(both.events)
+        found = found + both.found
+        if len(+events) == len(both.events) and found.min() > 0:
+            return
+    pytest.fail(f"after ten stories: {events}, {found}")

@@ -4,6 +4,7 @@ use std::fmt;
 use std::marker::PhantomData;
 
 use serde::de::{Deserialize, Deserializer, SeqAccess, Visitor};
+use serde::ser::{Serialize, Serializer};
 
 /// A string, or a list of parts.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -12,6 +13,15 @@ pub enum TextOr<T> {
     Text(String),
     /// A list of parts.
     List(Vec<T>),
+}
+
+impl<T: Serialize> Serialize for TextOr<T> {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        match self {
+            Self::Text(text) => serializer.serialize_str(text),
+            Self::List(parts) => parts.serialize(serializer),
+        }
+    }
 }
 
 impl<'de, T: Deserialize<'de>> Deserialize<'de> for TextOr<T> {

@@ -94,6 +94,16 @@ pub enum ApiError {
         /// As the client named it.
         model: String,
     },
+    /// No such response, or none any more.
+    #[error(
+        "No response `{response}` is kept: it was not stored, or is deleted, too old, or was the oldest when room was needed."
+    )]
+    UnknownResponse {
+        /// As the client named it.
+        response: String,
+        /// The parameter that named it; `None`: the path did.
+        param: Option<&'static str>,
+    },
     /// No API key, or the wrong one.
     #[error("Incorrect API key provided; send it as `Authorization: Bearer KEY`.")]
     Unauthorized,
@@ -267,7 +277,9 @@ impl ApiError {
             | Self::CacheInUse => 400,
             Self::Unauthorized => 401,
             Self::Forbidden { .. } => 403,
-            Self::UnknownModel { .. } | Self::UnknownRoute { .. } => 404,
+            Self::UnknownModel { .. }
+            | Self::UnknownResponse { .. }
+            | Self::UnknownRoute { .. } => 404,
             Self::MethodNotAllowed { .. } => 405,
             Self::BodyTimeout { .. } => 408,
             Self::BodyTooLarge { .. }
@@ -319,6 +331,7 @@ impl ApiError {
                 Some((*param).to_owned())
             }
             Self::UnknownModel { .. } => Some("model".to_owned()),
+            Self::UnknownResponse { param, .. } => param.map(str::to_owned),
             _ => None,
         }
     }
@@ -334,6 +347,7 @@ impl ApiError {
                 Some("context_length_exceeded")
             }
             Self::UnknownModel { .. } => Some("model_not_found"),
+            Self::UnknownResponse { .. } => Some("response_not_found"),
             Self::Unauthorized => Some("invalid_api_key"),
             Self::Forbidden { code, .. } => Some(code),
             Self::UnsupportedMediaType => Some("unsupported_media_type"),

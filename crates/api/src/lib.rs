@@ -17,6 +17,7 @@ mod inert;
 pub mod limits;
 mod llama;
 mod messages;
+mod ollama;
 mod openai;
 mod parse;
 pub mod peer;
@@ -24,6 +25,7 @@ mod preference;
 mod prompt;
 mod rerank;
 mod response;
+mod responses;
 mod salt;
 mod sampling;
 mod structure;
@@ -53,6 +55,9 @@ pub use llama::{
     LlamaCompletion, LlamaEnd, LlamaProbability, LlamaRequest, LlamaSlot, LlamaTimings, ValidLlama,
 };
 pub use messages::MessagesRequest;
+pub use ollama::{
+    OllamaAsk, OllamaChatRequest, OllamaEmbedRequest, OllamaGenerateRequest, OllamaShowRequest,
+};
 pub use openai::{StreamOptions, Streaming, TokenOutput};
 pub use parse::{Parsed, parse, parse_request};
 pub use preference::preference;
@@ -67,10 +72,13 @@ pub use response::{
     FunctionCall, FunctionDelta, ModelCard, ModelList, PromptTokenLogprob, PromptTokenLogprobs,
     PromptTokensDetails, ResponseMessage, StopReason, ToolCall, ToolCallDelta, Usage,
 };
+pub use responses::{
+    CUSTOM_INPUT, Item, ItemPart, ResponsesRequest, ToolKind, ValidResponses, sealed,
+};
 pub use sampling::{Generation, GenerationDefaults, Limits, MaxTokens, choice_seed};
 pub use structure::{JsonSchemaFormat, ResponseFormat, Structure, StructuredOutputs};
 pub use tokenize::{
     DetokenizeRequest, DetokenizeResponse, TokenPiece, TokenPieces, TokenizeInput, TokenizeRequest,
     TokenizeResponse, TokenizedTexts,
 };
-pub use tools::{CallDemand, Calls, OfferedTool, OfferedTools};
+pub use tools::{CallDemand, Calls, OfferedTool, OfferedTools, TextForm};

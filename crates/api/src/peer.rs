@@ -16,6 +16,8 @@ pub const ROUTER_KEY_HEADER: &str = "x-forebay-router-key";
 pub const DEATHS_HEADER: &str = "x-forebay-deaths";
 /// Of a response: see [`LoadReport`].
 pub const LOAD_HEADER: &str = "x-forebay-load";
+/// Of a response that is kept: its name, with which clients go on from it.
+pub const RESPONSE_HEADER: &str = "x-forebay-response";
 /// Of a stream that another brain can go on with: its name. Of a request that asks to go on with one: the same.
 pub const STREAM_HEADER: &str = "x-forebay-stream";
 /// Of a request that goes on with a stream: how many bytes of the body are token ids, ahead of what the client sent.

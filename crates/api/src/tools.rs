@@ -40,6 +40,19 @@ pub struct OfferedTool {
     pub strict: bool,
     /// The schema's path in the request.
     pub path: String,
+    /// The form of the text that is its only argument.
+    pub text: Option<TextForm>,
+}
+
+/// The form of a text, as a client describes it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct TextForm {
+    /// A grammar in Lark, or a regular expression.
+    pub definition: String,
+    /// It is a regular expression.
+    pub is_regex: bool,
+    /// Its path in the request.
+    pub path: String,
 }
 
 /// The tools of a request.
@@ -119,6 +132,19 @@ impl OfferedTools {
             }
         }
         Ok(offered)
+    }
+
+    /// Gives tools the forms of their texts, by their names. Where nothing else is asked of calls, this is.
+    pub(crate) fn bind(&mut self, texts: Vec<(String, TextForm)>) {
+        for (name, text) in texts {
+            let callable = (0..self.functions.len()).collect();
+            let Some(tool) = self.functions.iter_mut().find(|tool| tool.name == name) else {
+                continue;
+            };
+            let param = text.path.clone();
+            self.demand.get_or_insert(CallDemand { callable, calls: Calls::Any, param });
+            tool.text = Some(text);
+        }
     }
 
     /// What `tool_choice` says.
@@ -227,7 +253,7 @@ fn function(path: &str, tool: &Map<String, Value>) -> Result<OfferedTool, ApiErr
         Some(_) => return Err(wrong(&format!("{path}.strict"), "must be true or false")),
     };
     let path = format!("{path}.parameters");
-    Ok(OfferedTool { name: name.clone(), schema, strict, path })
+    Ok(OfferedTool { name: name.clone(), schema, strict, path, text: None })
 }
 
 fn wrong(param: &str, reason: &str) -> ApiError {

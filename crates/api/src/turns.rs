@@ -27,21 +27,21 @@ impl Content {
         self.views.is_empty()
     }
 
+    /// The texts in it, a paragraph each.
+    pub(crate) fn into_text(self) -> String {
+        let texts = self.views.into_iter().filter_map(|mut view| match view["text"].take() {
+            Value::String(text) => Some(text),
+            _ => None,
+        });
+        texts.collect::<Vec<_>>().join("\n")
+    }
+
     /// A string, where there are texts only: not all templates know lists.
     fn view(self) -> Value {
         if self.has_images {
             return Value::Array(self.views);
         }
-        let mut joined = String::new();
-        for (at, mut view) in self.views.into_iter().enumerate() {
-            if at > 0 {
-                joined.push('\n');
-            }
-            if let Value::String(text) = view["text"].take() {
-                joined.push_str(&text);
-            }
-        }
-        Value::String(joined)
+        Value::String(self.into_text())
     }
 }
 

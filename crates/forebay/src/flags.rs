@@ -7,6 +7,7 @@ mod images;
 mod limits;
 mod listening;
 mod replicas;
+mod responses;
 mod schedule;
 mod sharing;
 mod sparse;
@@ -26,6 +27,7 @@ pub(crate) use self::grammar::GrammarFlags;
 pub(crate) use self::images::ImageFlags;
 pub(crate) use self::listening::ListenFlags;
 pub(crate) use self::replicas::ReplicaFlags;
+pub(crate) use self::responses::ResponseFlags;
 pub(crate) use self::schedule::{ScheduleFlags, SchedulePolicy};
 
 use crate::model::Source;
@@ -54,6 +56,8 @@ pub(crate) struct ServeFlags {
     pub(crate) limits: LimitFlags,
     #[command(flatten)]
     pub(crate) sharing: SharingFlags,
+    #[command(flatten)]
+    pub(crate) responses: ResponseFlags,
     #[command(flatten)]
     pub(crate) text: TextFlags,
     #[command(flatten)]
@@ -121,6 +125,9 @@ pub(crate) struct HttpFlags {
     /// Answer 400 to a request with a parameter that has no effect. Without this it is named in the header x-forebay-ignored.
     #[arg(long)]
     pub(crate) strict_params: bool,
+    /// Let requests that come while the model loads wait for it. Without this they are answered 503.
+    #[arg(long)]
+    pub(crate) queue_while_loading: bool,
     /// Seconds that a request's head, and then its body, may take to arrive; also how long an idle connection is kept.
     #[arg(long, default_value = "60", value_parser = seconds)]
     pub(crate) receive_timeout: Duration,

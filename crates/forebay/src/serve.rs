@@ -16,7 +16,7 @@ use forebay_hand::{Arena, HandExecutor, HandSpec, RankSpec};
 use forebay_replicas::{Member, Replicas};
 use forebay_server::{
     AppState, BlockLog, EgressConfig, EgressMode, Guard, HealthThread, Intake, IntakeMode, Metrics,
-    ModelInfo, PooledModel, PoolingTask, ServerConfig, Sharing, egress, pooled,
+    ModelInfo, PooledModel, PoolingTask, ServerConfig, Sharing, StoreConfig, egress, pooled,
 };
 use forebay_sim::{Recorder, SimClock, SimExecutor};
 use forebay_text::{ChatTemplate, Tokenizer};
@@ -152,6 +152,10 @@ pub(crate) fn run(flags: &ServeFlags) -> Result<()> {
         access,
         router_key: flags.sharing.router_key.clone(),
         sharing: Sharing { namer, across_keys: flags.sharing.share_cache_across_keys },
+        responses: StoreConfig {
+            bytes: flags.responses.response_store_bytes,
+            ttl: Duration::from_secs(flags.responses.response_store_ttl),
+        },
         hide_cached_tokens: flags.sharing.hide_cached_tokens,
         root_path: flags.access.root_path.clone(),
         trusted_proxies: flags.access.trusted_proxies.clone(),
@@ -172,6 +176,7 @@ pub(crate) fn run(flags: &ServeFlags) -> Result<()> {
             Egress::Naive => EgressMode::Naive,
         },
         stream_interval: config.stream_interval,
+        queue_while_loading: flags.http.queue_while_loading,
         strict_params: flags.http.strict_params,
         max_tokenize_tokens: flags.text.max_tokenize_tokens.map(NonZeroUsize::get),
         guard: guard.clone(),

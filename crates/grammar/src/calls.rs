@@ -1,14 +1,15 @@
 //! Calls of tools as a dialect writes them, with arguments by their schemas.
 
-use forebay_dialect::{ArgumentStyle, CONTENT};
+use forebay_dialect::{ArgumentStyle, CONTENT, text_without};
 use serde_json::{Value, json};
 
 use crate::arguments::Arguments;
 use crate::ebnf;
 use crate::error::GrammarError;
 use crate::lark;
+use crate::one_text::{self, Place};
 use crate::schema;
-use crate::source::{CallForm, Form, Whitespace};
+use crate::source::{CallForm, CallText, Form, Whitespace};
 use crate::tag::{self, below};
 
 /// A schema that was read, and the path that errors of it begin with.
@@ -27,6 +28,11 @@ pub(crate) fn to_lark(
     };
     let mut schemas = Vec::new();
     for (number, tool) in form.arguments.iter().enumerate() {
+        if let Some(text) = &tool.text {
+            let rules = text_rules(form, &tool.rule, text, number);
+            add(&rules.map_err(|error| below(&text.path, error))?);
+            continue;
+        }
         let schema = read(&tool.schema).map_err(|error| below(&tool.path, error))?;
         match &form.style {
             ArgumentStyle::Json => {
@@ -68,6 +74,35 @@ fn read(text: &str) -> Result<Value, GrammarError> {
         Some(_) => return Err(GrammarError::at(".type", "the arguments are an object")),
     }
     Ok(schema)
+}
+
+/// The rules of arguments that are one text.
+fn text_rules(
+    form: &CallForm,
+    rule: &str,
+    text: &CallText,
+    number: usize,
+) -> Result<String, GrammarError> {
+    let (name, prefix) = (format!("TEXT{number}"), format!("T{number}"));
+    match &form.style {
+        ArgumentStyle::Json => {
+            let (body, rules) = one_text::terminal(&text.form, Place::Json, &prefix)?;
+            let key = lark::escaped(&Value::from(&*text.name).to_string());
+            Ok(format!("{rule}: /\\{{ ?{key}: ?\"/ {name} \"\\\"}}\"\n{name}: {body}\n{rules}"))
+        }
+        ArgumentStyle::Tagged(tags) => {
+            let (body, rules) = one_text::terminal(&text.form, Place::Tags, &prefix)?;
+            let literal = |text: &str| form.marks.literal(text);
+            let body = format!("({body}) & {}", text_without(tags.stops.iter().copied()));
+            let (definition, until) = form.marks.until(&name, &body, tags.after);
+            let before = [tags.before_name, &text.name, &tags.before_text].map(literal).join(" ");
+            Ok(format!("{rule}: {before} {until}\n{definition}{rules}"))
+        }
+        ArgumentStyle::Python | ArgumentStyle::Quoted(_) => {
+            let why = "the model's notation of calls has no way to keep the form of a text";
+            Err(GrammarError::invalid(why))
+        }
+    }
 }
 
 /// What stands for a form on a rule's right side, and its schema, if it is one.

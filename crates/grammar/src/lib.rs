@@ -13,6 +13,7 @@ mod error;
 mod formats;
 mod kinds;
 mod lark;
+mod one_text;
 mod rules;
 mod schema;
 mod service;
@@ -27,7 +28,7 @@ pub use error::GrammarError;
 pub use rules::{Bounds, Reasoning};
 pub use service::{Constraints, GrammarConfig, GrammarStats, Grammars, Wanted};
 pub use source::{
-    CHOICES, CallArguments, CallForm, Form, GRAMMAR_BYTES, REGEX_BYTES, SCHEMA_BYTES, SCHEMA_DEPTH,
-    SCHEMA_VALUES, Source, Whitespace,
+    CHOICES, CallArguments, CallForm, CallText, Form, GRAMMAR_BYTES, REGEX_BYTES, SCHEMA_BYTES,
+    SCHEMA_DEPTH, SCHEMA_VALUES, Source, Whitespace,
 };
 pub use thinking::{Markers, Start};

@@ -71,6 +71,19 @@ pub struct CallArguments {
     pub schema: Arc<str>,
     /// The schema's path in the request, which errors name.
     pub path: Arc<str>,
+    /// They are one text, of this form, and the schema says nothing.
+    pub text: Option<CallText>,
+}
+
+/// The only argument of a tool that takes a text.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub struct CallText {
+    /// The argument's name.
+    pub name: Arc<str>,
+    /// The text's form: [`Form::Lark`] or [`Form::Regex`].
+    pub form: Form,
+    /// The form's path in the request, which errors name.
+    pub path: Arc<str>,
 }
 
 /// White space between the tokens of JSON. Without a bound models were seen to write it until the answer's length is used up.

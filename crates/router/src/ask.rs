@@ -17,6 +17,7 @@ use parking_lot::Mutex;
 use xxhash_rust::xxh3::{xxh3_64, xxh3_64_with_seed};
 
 use crate::backend::Sent;
+use crate::homes::wanted;
 use crate::index::Texts;
 use crate::intake::Held;
 use crate::past::Past;
@@ -26,8 +27,11 @@ use crate::scan::{members, plain_string};
 
 const ROUTING_KEY: &str = "x-routing-key";
 const ROUTING_KEY_OF_SGLANG: &str = "x-smg-routing-key";
-/// What begins the names of headers that only routers and brains exchange.
+/// What begins the names of headers that only routers and brains exchange,
 const OURS: &str = "x-forebay-";
+/// but for these, which are for clients.
+const TOLD: [&str; 3] =
+    ["x-forebay-ignored", "x-forebay-responses-evicted", forebay_api::peer::RESPONSE_HEADER];
 /// Bytes of a body for one token, to weigh a request by before anybody has seen its tokens.
 const BYTES_A_TOKEN: usize = 4;
 
@@ -48,6 +52,8 @@ pub(crate) struct Ask {
     pub(crate) key: Option<u64>,
     /// Names of the prompt's beginnings, for `cache_aware`.
     pub(crate) texts: Option<Texts>,
+    /// The response that it asks for, or goes on from.
+    pub(crate) response: Option<Box<str>>,
     /// Backends that died while they had it.
     pub(crate) past: Mutex<Past>,
 }
@@ -84,6 +90,7 @@ impl Ask {
         parts.headers.remove(CONTENT_LENGTH);
         parts.headers.remove(EXPECT);
         let path = parts.uri.path_and_query().cloned();
+        let response = wanted(parts.uri.path(), &body);
         Self {
             method: parts.method,
             path: path.unwrap_or(PathAndQuery::from_static("/")),
@@ -94,6 +101,7 @@ impl Ask {
             deadline,
             key,
             texts,
+            response,
             past: Mutex::default(),
         }
     }
@@ -163,7 +171,8 @@ pub(crate) fn keep_end_to_end(headers: &mut HeaderMap) {
     for name in named.iter().chain(&hop) {
         headers.remove(name);
     }
-    let ours = |name: &&HeaderName| name.as_str().starts_with(OURS);
+    let ours =
+        |name: &&HeaderName| name.as_str().starts_with(OURS) && !TOLD.contains(&name.as_str());
     let ours: Vec<HeaderName> = headers.keys().filter(ours).cloned().collect();
     for name in ours {
         headers.remove(name);

@@ -16,6 +16,7 @@ mod backend;
 mod breaker;
 mod config;
 mod flow;
+mod homes;
 mod index;
 mod intake;
 mod ledger;

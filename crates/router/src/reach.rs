@@ -9,7 +9,8 @@ use std::time::Instant;
 use bytes::{Bytes, BytesMut};
 use forebay_api::ApiError;
 use forebay_api::peer::{
-    BLOCKS_HEADER, DEATHS_HEADER, LOAD_HEADER, LoadReport, STREAM_HEADER, decode_blocks,
+    BLOCKS_HEADER, DEATHS_HEADER, LOAD_HEADER, LoadReport, RESPONSE_HEADER, STREAM_HEADER,
+    decode_blocks,
 };
 use http::header::CONTENT_TYPE;
 use http::{HeaderMap, HeaderValue, Request, Response, StatusCode};
@@ -27,6 +28,9 @@ use crate::watch::has_died;
 
 /// Most of an answer in one piece that is held back until it is whole, so that it can be asked for again if it breaks.
 const HOLD: usize = 1 << 20;
+
+/// Media types of answers that come in pieces.
+const PIECES: [&[u8]; 2] = [b"text/event-stream", b"application/x-ndjson"];
 
 /// How a response's body is passed on.
 pub(crate) enum Kind {
@@ -64,6 +68,8 @@ enum Trouble {
     Stale,
     Broken(Broken),
     Refused(Response<Bytes>),
+    /// The backend does not keep the response that the request names.
+    Unkept(Response<Bytes>),
     /// The backend is a router that has given the request up.
     GivenUp(Response<Bytes>),
 }
@@ -96,11 +102,16 @@ pub(crate) async fn reach(
         mourn(shared, ask, sent).await?;
     }
     let mut last = None;
+    // The answer of backends that do not keep the response in question.
+    let mut unkept = None;
     let (mut attempts, mut rounds) = (0, 0);
     // A connection that was idle says little when it fails. One such surprise is enough.
     let mut fresh = false;
     loop {
         let Some(sent) = choose(shared, ask, &avoid, resume.is_some()).await else {
+            if let Some(unkept) = unkept {
+                return Err(unkept);
+            }
             // Everybody that can be asked has been.
             rounds += 1;
             let tried = !avoid.is_empty();
@@ -133,6 +144,11 @@ pub(crate) async fn reach(
                 continue;
             }
             Trouble::Refused(response) => Failure::Refused(response),
+            Trouble::Unkept(response) => {
+                unkept = Some(Failure::Refused(response));
+                avoid.push(backend.id);
+                continue;
+            }
             Trouble::GivenUp(response) => return Err(Failure::Refused(response)),
             Trouble::Broken(Broken::Deadline) => return Err(broken(&Broken::Deadline)),
             Trouble::Broken(reason) => {
@@ -254,6 +270,13 @@ async fn attempt(
     {
         shared.index.lock().learn(texts, sent.backend.names(), &blocks);
     }
+    let unkept = ask.response.as_deref().filter(|_| head.status == StatusCode::NOT_FOUND);
+    if let Some(response) = unkept {
+        shared.homes.lacks(sent.backend.id, response);
+    }
+    if let Some(Ok(response)) = head.headers.get(RESPONSE_HEADER).map(HeaderValue::to_str) {
+        shared.homes.keeps(sent.backend.id, response);
+    }
     let kind = kind(&head.headers, resume);
     let goes_on = head.status == StatusCode::OK && matches!(kind, Kind::Tape(..));
     keep_end_to_end(&mut head.headers);
@@ -262,6 +285,10 @@ async fn attempt(
     }
     let flow = Flow::new(sent, link, body, vigil, Arc::clone(worker));
     let reached = first(Reached { head, kind, first: Bytes::new(), flow: None }, flow).await?;
+    if unkept.is_some() && resume.is_none() {
+        let response = Response::from_parts(reached.head, reached.first);
+        return Err(Trouble::Unkept(response).into());
+    }
     // A client that has half of a stream must not get something else after it.
     if retriable || resume.is_some() && !goes_on {
         let response = Response::from_parts(reached.head, reached.first);
@@ -371,7 +398,7 @@ pub(crate) fn tell(tape: &mut Tape, flow: &Flow) {
 fn kind(headers: &HeaderMap, resume: Option<&Resume>) -> Kind {
     let events = headers
         .get(CONTENT_TYPE)
-        .is_some_and(|value| value.as_bytes().starts_with(b"text/event-stream"));
+        .is_some_and(|value| PIECES.iter().any(|kind| value.as_bytes().starts_with(kind)));
     match headers.get(STREAM_HEADER) {
         _ if !events => Kind::Plain,
         Some(name) => {

@@ -20,6 +20,7 @@ use serde_json::json;
 use crate::admission::{client, operator};
 use crate::ask::Ask;
 use crate::backend::BackendUrl;
+use crate::homes::is_of_response;
 use crate::intake::{BodyLimits, collect};
 use crate::loads::{loads, metrics};
 use crate::reach::{Failure, Reached, reach};
@@ -46,7 +47,13 @@ const POSTED: &[&str] = &[
     "/v1/messages",
     "/v1/messages/count_tokens",
     "/v1/responses",
+    "/api/chat",
+    "/api/generate",
+    "/api/embed",
+    "/api/show",
     "/generate",
+    "/completion",
+    "/apply-template",
     "/v1/embeddings",
     "/embeddings",
     "/pooling",
@@ -142,6 +149,10 @@ fn route<B>(request: &Request<B>) -> Result<Route, ApiError> {
         (&Method::GET, path) if path == "/v1/models" || path.starts_with("/v1/models/") => {
             return Ok(Route::PassOn);
         }
+        (&Method::GET | &Method::DELETE | &Method::POST, path) if is_of_response(path) => {
+            return Ok(Route::PassOn);
+        }
+        (&Method::GET, "/api/tags" | "/api/ps" | "/api/version") => return Ok(Route::PassOn),
         (&Method::GET, "/server_info" | "/openapi.json" | "/health_generate") => {
             return Ok(Route::PassOn);
         }
@@ -328,6 +339,8 @@ mod tests {
         assert_eq!(of(Method::POST, "/v1/chat/completions?x=1"), Ok(true));
         assert_eq!(of(Method::POST, "/v1/messages/count_tokens"), Ok(true));
         assert_eq!(of(Method::GET, "/v1/models/org/name"), Ok(true));
+        assert_eq!(of(Method::DELETE, "/v1/responses/resp_1"), Ok(true));
+        assert_eq!(of(Method::POST, "/v1/responses/resp_1/cancel"), Ok(true));
         assert_eq!(of(Method::GET, "/v1/loads"), Ok(false));
         assert_eq!(of(Method::GET, "/generate").unwrap_err().status(), 405);
         assert_eq!(of(Method::POST, "/flush_cache").unwrap_err().status(), 404);

@@ -12,6 +12,7 @@ use xxhash_rust::xxh3::xxh3_64_with_seed;
 use crate::ask::{Ask, Reading};
 use crate::backend::Sent;
 use crate::config::{RouterConfig, Watch};
+use crate::homes::Homes;
 use crate::index::TextIndex;
 use crate::intake::Budget;
 use crate::ledger::Accounting;
@@ -46,6 +47,8 @@ pub(crate) struct Shared {
     pub(crate) budget: Arc<Budget>,
     pub(crate) registry: Registry,
     pub(crate) index: Mutex<TextIndex>,
+    /// Where responses are kept.
+    pub(crate) homes: Homes,
     /// One choice at a time: the next one has to see this one's dispatch.
     chooser: Mutex<Chooser>,
     pub(crate) totals: Totals,
@@ -77,6 +80,7 @@ impl Shared {
             budget: Budget::new(config.bodies.all),
             registry,
             index: Mutex::default(),
+            homes: Homes::default(),
             chooser: Mutex::new(Chooser::new(config.policy, config.thresholds)),
             totals: Totals::default(),
             draining: AtomicBool::new(false),
@@ -101,9 +105,15 @@ impl Shared {
         let mut fit = Vec::with_capacity(backends.len());
         let mut candidates = Vec::with_capacity(backends.len());
         let mut trying = 0;
+        let home = ask.response.as_deref().and_then(|response| self.homes.of(response));
+        // One that is gone keeps nothing: then another may say so.
+        let home = home
+            .filter(|home| backends.iter().any(|backend| backend.id == *home && backend.is_up()));
         let mut chooser = self.chooser.lock();
         for backend in backends.iter() {
-            let wanted = !avoid.contains(&backend.id) && (!resumed || backend.is_forebay());
+            let wanted = !avoid.contains(&backend.id)
+                && (!resumed || backend.is_forebay())
+                && home.is_none_or(|home| home == backend.id);
             if wanted && let Some((candidate, tries)) = backend.candidate(now) {
                 trying += usize::from(tries);
                 fit.push((backend, tries));

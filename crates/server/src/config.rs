@@ -17,6 +17,7 @@ use crate::guard::Guard;
 use crate::images::ImageModel;
 use crate::keys::Keys;
 use crate::pooling::PooledModel;
+use crate::store::StoreConfig;
 use crate::tls::Tls;
 
 /// How streamed chunks get to their sockets.
@@ -87,6 +88,10 @@ pub struct ServerConfig {
     pub egress: EgressMode,
     /// Tokens that a stream gathers before it gets a chunk, where the request does not say; the first token and the end do not wait.
     pub stream_interval: u32,
+    /// Which responses are kept for those who ask for them again, or go on from them.
+    pub responses: StoreConfig,
+    /// Requests that come before the model is loaded wait for it, in place of an error.
+    pub queue_while_loading: bool,
     /// A parameter that has no effect is an error.
     pub strict_params: bool,
     /// Tokens that /tokenize and /detokenize take at a time; `None`: four times the context, and 65536 at least.
@@ -124,6 +129,8 @@ impl Default for ServerConfig {
             health_timeout: Duration::from_secs(20),
             egress: EgressMode::default(),
             stream_interval: 1,
+            responses: StoreConfig::default(),
+            queue_while_loading: false,
             strict_params: false,
             max_tokenize_tokens: None,
             guard: Guard::default(),

@@ -16,12 +16,14 @@ use crate::reply::Told;
 enum Shape {
     OpenAi,
     Anthropic,
+    Ollama,
 }
 
 impl Shape {
     fn of(uri: &Uri) -> Self {
         match uri.path() {
             "/v1/messages" | "/v1/messages/count_tokens" => Self::Anthropic,
+            path if path.starts_with("/api/") => Self::Ollama,
             _ => Self::OpenAi,
         }
     }
@@ -35,6 +37,7 @@ pub(crate) async fn tell_errors(request: Request, next: Next) -> Response {
     let body = match shape {
         Shape::OpenAi => return response,
         Shape::Anthropic => anthropic(&error),
+        Shape::Ollama => ollama(&error),
     };
     let headers = response.headers_mut();
     headers.remove(CONTENT_LENGTH);
@@ -56,6 +59,11 @@ pub(crate) fn anthropic(error: &ApiError) -> Value {
         _ => "invalid_request_error",
     };
     json!({"type": "error", "error": {"type": kind, "message": error.body().error.message}})
+}
+
+/// An error as Ollama tells it.
+pub(crate) fn ollama(error: &ApiError) -> Value {
+    json!({"error": error.body().error.message})
 }
 
 #[cfg(test)]

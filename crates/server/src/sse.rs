@@ -59,6 +59,13 @@ fn write_json<T: Serialize + ?Sized>(value: &T, out: &mut Vec<u8>) -> serde_json
     value.serialize(&mut Serializer::with_formatter(out, OneLine))
 }
 
+/// Appends a line of JSON, where a stream is made of those.
+pub(crate) fn line<T: Serialize>(value: &T, out: &mut Vec<u8>) -> serde_json::Result<()> {
+    write_json(value, out)?;
+    out.push(b'\n');
+    Ok(())
+}
+
 /// Appends an event that has a name.
 pub(crate) fn named<T: Serialize>(
     name: &str,

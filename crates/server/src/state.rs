@@ -10,8 +10,10 @@ use crate::config::{ModelInfo, ServerConfig};
 use crate::egress::Egress;
 use crate::engine::Engine;
 use crate::intake::Intake;
+use crate::loading::Loaded;
 use crate::metrics::Metrics;
 use crate::peers::{BlockLog, Book, Peer};
+use crate::store::Store;
 use forebay_api::limits::{SHOWN_BYTES, cut};
 use forebay_api::{ApiError, Limits};
 use forebay_engine::{Dtype, RequestId, Status};
@@ -34,6 +36,8 @@ pub(crate) struct Inner {
     /// Of bytes that requests take.
     pub(crate) budget: Budget,
     pub(crate) egress: Egress,
+    pub(crate) store: Store,
+    pub(crate) loaded: Loaded,
     pub(crate) metrics: Arc<Metrics>,
     /// Seconds since 1970 at the start.
     pub(crate) started: u64,
@@ -65,6 +69,8 @@ impl AppState {
         let clients = Clients::new(config.trusted_proxies.clone());
         let inner = Inner {
             budget: Budget::new(config.max_request_bytes_in_flight),
+            store: Store::new(config.responses),
+            loaded: Loaded::default(),
             config,
             model,
             engine,

@@ -13,7 +13,11 @@ use crate::embeddings::EmbeddingRequest;
 use crate::generate::GenerateRequest;
 use crate::llama::LlamaRequest;
 use crate::messages::MessagesRequest;
+use crate::ollama::{
+    OllamaChatRequest, OllamaEmbedRequest, OllamaGenerateRequest, OllamaShowRequest,
+};
 use crate::rerank::{RerankRequest, ScoreRequest};
+use crate::responses::ResponsesRequest;
 use crate::tokenize::{DetokenizeRequest, TokenizeRequest};
 
 /// A route that takes a body.
@@ -31,6 +35,11 @@ pub const ROUTES: &[RouteLimits] = &[
     RouteLimits { path: "/v1/completions", params: CompletionRequest::PARAMS },
     RouteLimits { path: "/v1/messages", params: MessagesRequest::PARAMS },
     RouteLimits { path: "/v1/messages/count_tokens", params: MessagesRequest::PARAMS },
+    RouteLimits { path: "/v1/responses", params: ResponsesRequest::PARAMS },
+    RouteLimits { path: "/api/chat", params: OllamaChatRequest::PARAMS },
+    RouteLimits { path: "/api/generate", params: OllamaGenerateRequest::PARAMS },
+    RouteLimits { path: "/api/embed", params: OllamaEmbedRequest::PARAMS },
+    RouteLimits { path: "/api/show", params: OllamaShowRequest::PARAMS },
     RouteLimits { path: "/generate", params: GenerateRequest::PARAMS },
     RouteLimits { path: "/completion", params: LlamaRequest::PARAMS },
     RouteLimits { path: "/v1/embeddings", params: EmbeddingRequest::PARAMS },
@@ -62,6 +71,21 @@ impl Limited for EmbeddingRequest {
 }
 impl Limited for MessagesRequest {
     const PARAMS: Params = &[ANTHROPIC];
+}
+impl Limited for ResponsesRequest {
+    const PARAMS: Params = &[RESPONSES];
+}
+impl Limited for OllamaChatRequest {
+    const PARAMS: Params = &[OLLAMA, OLLAMA_CHAT];
+}
+impl Limited for OllamaGenerateRequest {
+    const PARAMS: Params = &[OLLAMA, OLLAMA_GENERATE];
+}
+impl Limited for OllamaEmbedRequest {
+    const PARAMS: Params = &[OLLAMA_EMBED];
+}
+impl Limited for OllamaShowRequest {
+    const PARAMS: Params = &[OLLAMA_SHOW];
 }
 impl Limited for RerankRequest {
     const PARAMS: Params = &[RERANK, POOLING];
@@ -410,6 +434,119 @@ const OUTPUT_CONFIG: &[Param] =
     &[text("effort", WORD_BYTES), param("format", Bound::Object(&[OUTPUT_FORMAT]))];
 
 const OUTPUT_FORMAT: &[Param] = &[text("type", WORD_BYTES), source("schema")];
+
+const RESPONSES: &[Param] = &[
+    text("model", NAME_BYTES),
+    param("input", Bound::Content(&[ITEM])),
+    param("instructions", Bound::Prompt),
+    text("previous_response_id", NAME_BYTES),
+    flag("store"),
+    flag("background"),
+    flag("stream"),
+    count("max_output_tokens", 1),
+    number("temperature", 0.0, ANY),
+    number("top_p", ABOVE_0, 1.0),
+    param("tools", Bound::Tree),
+    param("tool_choice", Bound::Tree),
+    flag("parallel_tool_calls"),
+    param("reasoning", Bound::Object(&[RESPONSES_REASONING])),
+    param("text", Bound::Object(&[RESPONSES_TEXT])),
+    param("metadata", Bound::Tree),
+    param("include", Bound::Strings { count: STOPS, each: WORD_BYTES, total: NAME_BYTES }),
+    text("cache_salt", CACHE_SALT_BYTES),
+    ignored("conversation"),
+    ignored("prompt"),
+];
+
+const RESPONSES_REASONING: &[Param] = &[text("effort", WORD_BYTES), ignored("summary")];
+
+const RESPONSES_TEXT: &[Param] = &[param("format", Bound::Object(&[TEXT_FORMAT]))];
+
+const TEXT_FORMAT: &[Param] =
+    &[text("type", WORD_BYTES), text("name", WORD_BYTES), source("schema"), flag("strict")];
+
+const ITEM: &[Param] = &[
+    text("type", WORD_BYTES),
+    text("role", WORD_BYTES),
+    param("content", Bound::Content(&[ITEM_PART])),
+    text("call_id", WORD_BYTES),
+    text("name", WORD_BYTES),
+    text("namespace", WORD_BYTES),
+    param("arguments", Bound::Prompt),
+    param("input", Bound::Prompt),
+    param("output", Bound::Content(&[ITEM_PART])),
+    param("summary", Bound::Content(&[ITEM_PART])),
+    param("encrypted_content", Bound::Prompt),
+];
+
+const ITEM_PART: &[Param] = &[
+    text("type", WORD_BYTES),
+    param("text", Bound::Prompt),
+    param("refusal", Bound::Prompt),
+    param("image_url", Bound::Url),
+    text("detail", WORD_BYTES),
+];
+
+const OLLAMA: &[Param] = &[
+    text("model", NAME_BYTES),
+    flag("stream"),
+    source("format"),
+    param("options", Bound::Object(&[OLLAMA_OPTIONS])),
+    param("think", Bound::Tree),
+    param("keep_alive", Bound::Tree),
+];
+
+const OLLAMA_CHAT: &[Param] =
+    &[param("messages", Bound::Messages(MESSAGES, &[OLLAMA_MESSAGE])), param("tools", Bound::Tree)];
+
+const OLLAMA_GENERATE: &[Param] = &[
+    param("prompt", Bound::Prompt),
+    param("system", Bound::Prompt),
+    param("images", Bound::Images(1, &[IMAGE])),
+    flag("raw"),
+    ignored("suffix"),
+    ignored("template"),
+    ignored("context"),
+];
+
+const OLLAMA_EMBED: &[Param] = &[
+    text("model", NAME_BYTES),
+    param("input", Bound::Prompts(INPUTS)),
+    flag("truncate"),
+    count("dimensions", 1),
+    ignored("options"),
+    ignored("keep_alive"),
+];
+
+const OLLAMA_SHOW: &[Param] = &[text("model", NAME_BYTES), text("name", NAME_BYTES)];
+
+const OLLAMA_OPTIONS: &[Param] = &[
+    number("num_predict", i64::MIN as f64, i64::MAX as f64),
+    number("temperature", 0.0, ANY),
+    number("top_p", ABOVE_0, 1.0),
+    number("top_k", -1.0, i32::MAX as f64),
+    number("min_p", 0.0, 1.0),
+    number("seed", i64::MIN as f64, i64::MAX as f64),
+    param("stop", Bound::Strings { count: STOPS, each: STOP_BYTES, total: STOP_BYTES }),
+    number("repeat_penalty", 1e-3, 1e3),
+    number("presence_penalty", -2.0, 2.0),
+    number("frequency_penalty", -2.0, 2.0),
+];
+
+const OLLAMA_MESSAGE: &[Param] = &[
+    text("role", WORD_BYTES),
+    param("content", Bound::Prompt),
+    param("thinking", Bound::Prompt),
+    param("images", Bound::Images(1, &[IMAGE])),
+    param("tool_calls", Bound::Objects(MESSAGES, &[OLLAMA_CALL])),
+    text("tool_call_id", WORD_BYTES),
+    text("tool_name", WORD_BYTES),
+];
+
+const OLLAMA_CALL: &[Param] =
+    &[text("id", WORD_BYTES), param("function", Bound::Object(&[OLLAMA_FUNCTION]))];
+
+const OLLAMA_FUNCTION: &[Param] = &[text("name", WORD_BYTES), param("arguments", Bound::Tree)];
 
 /// What the routes of models that pool share.
 const POOLING: &[Param] = &[

@@ -6,12 +6,12 @@ mod turns;
 use std::sync::Arc;
 
 use forebay_dialect::{
-    CallGrammar, Choice, Dialect, Evidence, Instead, Marks, Parser, Parts, Place, Reading, Start,
-    Tools,
+    ArgumentStyle, CallGrammar, Choice, Dialect, Evidence, Instead, Marks, Parser, Parts, Place,
+    Reading, Start, Tools,
 };
 use forebay_engine::Constraint;
 use forebay_grammar::{
-    CallArguments, CallForm, Form, GrammarConfig, GrammarError, Grammars, Source,
+    CallArguments, CallForm, CallText, Form, GrammarConfig, GrammarError, Grammars, Source,
 };
 use forebay_text::Tokenizer;
 use proptest::prelude::*;
@@ -46,6 +46,7 @@ fn form(
                 rule,
                 schema: schema.to_string().into(),
                 path: format!("tools[{index}]").into(),
+                text: None,
             })
             .collect(),
         content: None,
@@ -618,6 +619,53 @@ fn reasoning_whose_marks_are_no_tokens_is_a_part_of_the_grammar() {
 }
 
 /// `Grammars` is what a server has.
+/// A tool that takes a text of this form.
+fn taking_text(family: &Family, text: Form, marks: &Marks) -> CallForm {
+    let schema = json!({"type": "object", "properties": {"input": {"type": "string"}}});
+    let tools = [("edit".to_owned(), schema)];
+    let mut form = form(family, &tools, Instead::Text, false, marks);
+    let path = "tools[0].format".into();
+    form.arguments[0].text = Some(CallText { name: "input".into(), form: text, path });
+    form
+}
+
+#[test]
+fn a_text_has_its_form_in_every_notation_that_can_keep_it() {
+    const PATCH: &str = "start: \"*** Begin\" LF line+ \"*** \\\"End\\\"\"\n\
+        line: (\"+\" | \"-\") /(.*)/ LF -> line\n\
+        %import common.LF\n";
+    let bench = Bench::new(GrammarConfig::default());
+    let marks = Marks::default();
+    let mut kept = 0;
+    for family in FAMILIES {
+        let name = family.name;
+        let written =
+            |text: &str| written(family, vec![("edit".to_owned(), json!({"input": text}))]);
+        let lark = taking_text(family, Form::Lark(PATCH.into()), &marks);
+        if matches!(lark.style, ArgumentStyle::Python | ArgumentStyle::Quoted(_)) {
+            let refused = bench.refused(calls(lark));
+            assert!(
+                matches!(&refused, GrammarError::Invalid { path, .. } if path == "tools[0].format")
+            );
+            continue;
+        }
+        kept += 1;
+        let fits = |form: &CallForm, text: &str| bench.fits(bench.form(calls(form.clone())), text);
+        for right in ["*** Begin\n+a \"b\"\\\n*** \"End\"", "*** Begin\n-é\n+\n*** \"End\""] {
+            let text = written(right);
+            assert!(fits(&lark, &text), "{name}: {text}");
+        }
+        for wrong in ["*** Begin\n*** \"End\"", "*** Begin\n a\n*** \"End\"", "x", ""] {
+            let text = written(wrong);
+            assert!(!fits(&lark, &text), "{name}: {text}");
+        }
+        let regex = taking_text(family, Form::Regex("[a-z\\n\"]+".into()), &marks);
+        assert!(fits(&regex, &written("ab\n\"c")), "{name}");
+        assert!(!fits(&regex, &written("ab1")), "{name}");
+    }
+    assert!(kept >= 6, "{kept}");
+}
+
 #[test]
 fn equal_calls_are_compiled_once() {
     let bench = Bench::new(GrammarConfig::default());

@@ -1,5 +1,6 @@
 //! `POST /v1/embeddings`.
 
+use std::sync::Arc;
 use std::time::Instant;
 
 use axum::extract::State;
@@ -10,6 +11,7 @@ use forebay_api::{
 };
 
 use super::random_hex;
+use crate::budget::Charge;
 use crate::limits::{self, Upload};
 use crate::peers::Peer;
 use crate::pooling::{Form, Place, PooledCall, PoolingTask, encode_inputs, form, scores};
@@ -39,6 +41,40 @@ pub(crate) async fn embeddings(
     let arrived = Instant::now();
     let (request, charge) = limits::read::<EmbeddingRequest>(body, &state).await?;
     let name = state.model_name(request.model.as_deref())?;
+    let id = format!("embd-{}", random_hex());
+    let Embedded { vectors, wanted, usage, large } =
+        embed(&state, request, charge, &peer, routing, (&id, arrived)).await?;
+    let write = move || reply::ok(&response(vectors, wanted, id, name, usage));
+    if large {
+        let written = tokio::task::spawn_blocking(write).await;
+        return Ok(written
+            .map_err(|error| ApiError::Internal { reason: error.to_string(), code: None })?);
+    }
+    Ok(write())
+}
+
+/// Vectors of texts.
+pub(super) struct Embedded {
+    pub(super) vectors: Vec<Box<[f32]>>,
+    /// How they are wanted.
+    pub(super) wanted: Form,
+    pub(super) usage: PoolingUsage,
+    /// To write them takes long.
+    large: bool,
+}
+
+/// Has the texts of a request computed; the request is called `id` in traces.
+///
+/// # Errors
+/// The model makes no vectors, or one of the texts is not taken.
+pub(super) async fn embed(
+    state: &Shared,
+    request: EmbeddingRequest,
+    charge: Arc<Charge>,
+    peer: &Peer,
+    routing: Routing,
+    (id, arrived): (&str, Instant),
+) -> Result<Embedded, ApiError> {
     let model = state.embedder()?;
     let model_limits = state.admit()?;
     let valid = request.validate(model_limits, model.size, model.normalize)?;
@@ -48,24 +84,15 @@ pub(crate) async fn embeddings(
         encode_inputs(&state.text, valid.prompts, special, valid.truncate, most, "input", &charge)
             .await?;
     drop(charge);
-    let id = format!("embd-{}", random_hex());
     let (priority, cache_salt) = (valid.priority, valid.cache_salt);
     let place = Place { param: "input", priority, cache_salt, preference: routing.0 };
-    let call =
-        PooledCall::start(&state, model, inputs, model_limits, place, arrived, &peer).await?;
-    let mut call = call.named(&id);
+    let call = PooledCall::start(state, model, inputs, model_limits, place, arrived, peer).await?;
+    let mut call = call.named(id);
     let vectors = call.collect().await?;
     let wanted =
         Form { dimensions: valid.dimensions, normalize: valid.normalize, format: valid.format };
-    let usage = call.usage();
     let large = vectors.len() * model.size >= LARGE;
-    let write = move || reply::ok(&response(vectors, wanted, id, name, usage));
-    if large {
-        let written = tokio::task::spawn_blocking(write).await;
-        return Ok(written
-            .map_err(|error| ApiError::Internal { reason: error.to_string(), code: None })?);
-    }
-    Ok(write())
+    Ok(Embedded { vectors, wanted, usage: call.usage(), large })
 }
 
 /// Gives what the model makes of texts, vectors or scores, as vLLM's route of this name does.

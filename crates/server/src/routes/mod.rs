@@ -8,9 +8,13 @@ pub(crate) mod info;
 mod llama;
 mod loads;
 mod messages;
+mod ollama;
 mod openapi;
 mod replicas;
 mod rerank;
+mod responses;
+#[cfg(test)]
+mod scripted;
 mod tokenize;
 
 use axum::Router;
@@ -29,6 +33,7 @@ use crate::client::KeyId;
 use crate::delta::End;
 use crate::guard;
 use crate::ignored;
+use crate::loading::hold;
 use crate::peers::blocks::blocks;
 use crate::peers::{is_router, not_a_router, talk};
 use crate::reply::Failure;
@@ -46,6 +51,12 @@ pub(crate) fn router(state: Shared) -> Router {
         .route("/v1/completions", post(completions::completions))
         .route("/v1/messages", post(messages::messages))
         .route("/v1/messages/count_tokens", post(messages::count_tokens))
+        .route("/api/chat", post(ollama::chat))
+        .route("/api/generate", post(ollama::generate))
+        .route("/v1/responses", post(responses::responses))
+        .route("/v1/responses/{id}", get(responses::retrieve).delete(responses::delete))
+        .route("/v1/responses/{id}/cancel", post(responses::cancel))
+        .route("/v1/responses/{id}/input_items", get(responses::input_items))
         .route("/generate", post(generate::generate))
         .route("/completion", post(llama::completion))
         .route("/apply-template", post(llama::apply_template))
@@ -53,6 +64,10 @@ pub(crate) fn router(state: Shared) -> Router {
         .route_layer(from_fn_with_state(state.clone(), check_generator));
     let keyed = Router::new()
         .merge(generating)
+        .route("/api/embed", post(ollama::embed))
+        .route("/api/show", post(ollama::show))
+        .route("/api/tags", get(ollama::tags))
+        .route("/api/ps", get(ollama::ps))
         .route("/v1/embeddings", post(embeddings::embeddings))
         .route("/pooling", post(embeddings::pooling))
         .route("/rerank", post(rerank::rerank))
@@ -67,6 +82,7 @@ pub(crate) fn router(state: Shared) -> Router {
         .route("/tokenizer_info", get(info::tokenizer_info))
         .route("/health_generate", get(info::health_generate))
         .layer(from_fn_with_state(state.clone(), talk))
+        .layer(from_fn_with_state(state.clone(), hold))
         .layer(from_fn_with_state(state.clone(), check_key));
     let admin = Router::new()
         .route("/server_info", get(info::server_info))
@@ -93,6 +109,7 @@ pub(crate) fn router(state: Shared) -> Router {
         .route("/health", get(info::health))
         .route("/metrics", get(info::metrics))
         .route("/openapi.json", get(openapi::openapi))
+        .route("/api/version", get(ollama::version))
         .route("/version", get(info::version))
         .route("/ping", get(info::ping).post(info::ping))
         .fallback(unknown_route)

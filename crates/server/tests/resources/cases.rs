@@ -27,18 +27,22 @@ fn is_alias(path: &str) -> bool {
             | "/pooling"
             | "/apply-template"
             | "/v1/messages/count_tokens"
+            | "/api/embed"
+            | "/api/show"
     )
 }
 
 /// What a body needs beside the parameter in question.
 fn needed(route: &str) -> &'static [(&'static str, &'static str)] {
     match route {
-        "/v1/chat/completions" | "/v1/messages" => {
+        "/v1/chat/completions" | "/v1/messages" | "/api/chat" => {
             &[("messages", r#"[{"role":"user","content":"a"}]"#)]
         }
-        "/v1/completions" | "/completion" | "/tokenize" => &[("prompt", r#""a""#)],
+        "/v1/completions" | "/completion" | "/tokenize" | "/api/generate" => {
+            &[("prompt", r#""a""#)]
+        }
         "/generate" => &[("text", r#""a""#)],
-        "/v1/embeddings" => &[("input", r#""a""#)],
+        "/v1/embeddings" | "/v1/responses" => &[("input", r#""a""#)],
         "/rerank" => &[("query", r#""a""#), ("documents", r#"["a"]"#)],
         "/score" => &[("text_1", r#""a""#), ("text_2", r#""a""#)],
         "/detokenize" => &[("tokens", "[1]")],

@@ -2,9 +2,9 @@
 
 use std::sync::Arc;
 
-use forebay_api::{ApiError, CallDemand, Calls, OfferedTools, Structure};
-use forebay_dialect::{Instead, Marks, Place};
-use forebay_grammar::{CallArguments, CallForm, Form, Source, Whitespace};
+use forebay_api::{ApiError, CUSTOM_INPUT, CallDemand, Calls, OfferedTools, Structure, TextForm};
+use forebay_dialect::{ArgumentStyle, Instead, Marks, Place};
+use forebay_grammar::{CallArguments, CallForm, CallText, Form, Source, Whitespace};
 use serde_json::json;
 
 use crate::ignored::ignore;
@@ -63,18 +63,34 @@ pub(super) fn form(
     // Reasoning is followed token by token where its marks are tokens, and by the grammar where they are not.
     let thinks = state.model.markers.is_none().then_some(thinks);
     let grammar = dialect.call_grammar(&names, instead, tools.parallel, &marks, thinks);
-    let grammar = grammar.ok_or_else(|| {
-        let reason = format!(
-            "`{param}`: it is not known how the model writes calls, so that they can't be forced: --tool-call-parser names it"
-        );
-        ApiError::invalid(param.clone(), reason)
-    })?;
+    let grammar = match grammar {
+        Some(grammar) => grammar,
+        // Nothing else asks for calls of any form.
+        None if of_texts(tools, &param) => {
+            ignore(state, &param)?;
+            return Ok(content);
+        }
+        None => {
+            let reason = format!(
+                "`{param}`: it is not known how the model writes calls, so that they can't be forced: --tool-call-parser names it"
+            );
+            return Err(ApiError::invalid(param, reason));
+        }
+    };
+    let keeps_texts = matches!(grammar.style, ArgumentStyle::Json | ArgumentStyle::Tagged(_));
+    for text in some.clone().filter_map(|tool| tool.text.as_ref()).filter(|_| !keeps_texts) {
+        ignore(state, &text.path)?;
+    }
+    if !keeps_texts && of_texts(tools, &param) {
+        return Ok(content);
+    }
     let arguments = some.zip(grammar.arguments).map(|(tool, rule)| {
         // Where the model decides, only strict tools have their schema kept.
         let kept = tool.strict || calls != Calls::Any;
         let schema =
             if kept { tool.schema.to_string() } else { json!({"type": "object"}).to_string() };
-        CallArguments { rule, schema: schema.into(), path: tool.path.as_str().into() }
+        let text = tool.text.as_ref().filter(|_| keeps_texts).map(call_text);
+        CallArguments { rule, schema: schema.into(), path: tool.path.as_str().into(), text }
     });
     let whitespace = content.as_ref().map(|content| content.source.whitespace.clone());
     let form = CallForm {
@@ -87,4 +103,16 @@ pub(super) fn form(
     let whitespace = whitespace.unwrap_or(Whitespace::Bounded);
     let source = Source { form: Form::Calls(Arc::new(form)), whitespace };
     Ok(Some(Structure { param, source }))
+}
+
+/// Whether it is only forms of texts that ask for something, the first of which came in `param`.
+fn of_texts(tools: &OfferedTools, param: &str) -> bool {
+    tools.functions.iter().any(|tool| tool.text.as_ref().is_some_and(|text| text.path == param))
+}
+
+/// The form of a tool's text, as a grammar has it.
+fn call_text(text: &TextForm) -> CallText {
+    let definition = text.definition.as_str().into();
+    let form = if text.is_regex { Form::Regex(definition) } else { Form::Lark(definition) };
+    CallText { name: CUSTOM_INPUT.into(), form, path: text.path.as_str().into() }
 }

@@ -1,6 +1,8 @@
 //! `POST /v1/messages`, Anthropic's dialect: a shape over the parts that chat uses.
 
 mod answer;
+#[cfg(test)]
+mod tests;
 
 use std::time::Instant;
 

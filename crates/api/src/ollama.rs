@@ -1,0 +1,463 @@
+//! Ollama's requests: conversations, prompts and texts, with sampling parameters in `options`.
+
+use serde::Deserialize;
+use serde_json::{Map, Value, json};
+use utoipa::ToSchema;
+
+use crate::chat::{ChatPrompt, Effort, ReasoningOutput, ValidChat};
+use crate::embeddings::EmbeddingRequest;
+use crate::error::ApiError;
+use crate::images::ImageUrl;
+use crate::inert::Inert;
+use crate::openai::{Streaming, TokenOutput};
+use crate::prompt::{Prompts, Strings};
+use crate::sampling::{Fields, Generation, GenerationDefaults, Limits};
+use crate::structure::{JsonSchemaFormat, Raw, ResponseFormat, Spellings};
+use crate::tools::OfferedTools;
+use crate::turns::{Content, Turns};
+
+/// A conversation, `POST /api/chat`.
+#[derive(Debug, Deserialize, ToSchema)]
+pub struct OllamaChatRequest {
+    /// Name of the model; `:latest` behind it says nothing.
+    pub model: Option<String>,
+    /// The conversation; without one, the model is only to be loaded.
+    #[serde(default)]
+    messages: Vec<OllamaMessage>,
+    /// Functions that the model may call.
+    #[schema(value_type = Option<Vec<Object>>)]
+    tools: Option<Vec<Value>>,
+    /// Send lines as the model speaks; true where absent.
+    stream: Option<bool>,
+    /// `json`, or a JSON schema of the answer.
+    #[schema(value_type = Option<Object>)]
+    format: Option<Raw>,
+    /// Sampling parameters.
+    #[serde(default)]
+    options: OllamaOptions,
+    /// Whether the model thinks first, or how long: `low`, `medium`, `high`.
+    #[schema(value_type = Option<bool>)]
+    think: Option<Value>,
+    /// Accepted: the model stays.
+    #[schema(value_type = Option<String>)]
+    keep_alive: Option<Value>,
+}
+
+/// A prompt, `POST /api/generate`.
+#[derive(Debug, Deserialize, ToSchema)]
+pub struct OllamaGenerateRequest {
+    /// Name of the model; `:latest` behind it says nothing.
+    pub model: Option<String>,
+    /// What the user says; without it, the model is only to be loaded.
+    #[serde(default)]
+    prompt: String,
+    /// Stands in front of it.
+    system: Option<String>,
+    /// Files in base64.
+    #[schema(value_type = Option<Vec<String>>)]
+    images: Option<Strings>,
+    /// The prompt is continued as it is, without a chat template.
+    raw: Option<bool>,
+    #[serde(default)]
+    #[schema(ignore)]
+    suffix: Inert,
+    #[serde(default)]
+    #[schema(ignore)]
+    template: Inert,
+    #[serde(default)]
+    #[schema(ignore)]
+    context: Inert,
+    /// Send lines as the model speaks; true where absent.
+    stream: Option<bool>,
+    /// `json`, or a JSON schema of the answer.
+    #[schema(value_type = Option<Object>)]
+    format: Option<Raw>,
+    /// Sampling parameters.
+    #[serde(default)]
+    options: OllamaOptions,
+    /// Whether the model thinks first, or how long: `low`, `medium`, `high`.
+    #[schema(value_type = Option<bool>)]
+    think: Option<Value>,
+    /// Accepted: the model stays.
+    #[schema(value_type = Option<String>)]
+    keep_alive: Option<Value>,
+}
+
+/// Texts to turn into vectors, `POST /api/embed`.
+#[derive(Debug, Deserialize, ToSchema)]
+pub struct OllamaEmbedRequest {
+    /// Name of the model; `:latest` behind it says nothing.
+    pub model: Option<String>,
+    /// A string, or a list of strings.
+    #[schema(value_type = Object)]
+    input: Prompts,
+    /// Cut texts that are too long; true where absent.
+    truncate: Option<bool>,
+    /// Keep this many of each vector's first numbers.
+    dimensions: Option<u32>,
+    #[serde(default)]
+    #[schema(ignore)]
+    #[expect(dead_code, reason = "what it says is of loading")]
+    options: Inert,
+    #[serde(default)]
+    #[schema(ignore)]
+    #[expect(dead_code, reason = "the model stays")]
+    keep_alive: Inert,
+}
+
+/// Which model to describe, `POST /api/show`.
+#[derive(Debug, Deserialize, ToSchema)]
+pub struct OllamaShowRequest {
+    /// Name of the model.
+    pub model: Option<String>,
+    /// The same, as older clients say it.
+    pub name: Option<String>,
+}
+
+/// What conversations and prompts have both.
+struct Shared {
+    stream: Option<bool>,
+    format: Option<Raw>,
+    options: OllamaOptions,
+    think: Option<Value>,
+    keep_alive: Option<Value>,
+}
+
+/// Sampling parameters. Those about loading have no effect.
+#[derive(Debug, Default, Deserialize, ToSchema)]
+pub(crate) struct OllamaOptions {
+    /// Most tokens to generate; below 0: the rest of the context.
+    num_predict: Option<i64>,
+    /// 0 is greedy.
+    temperature: Option<f32>,
+    /// Nucleus mass.
+    top_p: Option<f32>,
+    /// Most likely tokens that are left.
+    top_k: Option<i32>,
+    /// Least probability, as a part of the largest.
+    min_p: Option<f32>,
+    /// For the same answer again.
+    seed: Option<i64>,
+    /// Texts that end the answer.
+    #[schema(value_type = Option<Vec<String>>)]
+    stop: Option<Strings>,
+    /// Factor for tokens that were there.
+    repeat_penalty: Option<f32>,
+    /// As in OpenAI's API.
+    presence_penalty: Option<f32>,
+    /// As in OpenAI's API.
+    frequency_penalty: Option<f32>,
+}
+
+/// A message of a conversation.
+#[derive(Debug, Deserialize, ToSchema)]
+struct OllamaMessage {
+    role: String,
+    #[serde(default)]
+    content: String,
+    thinking: Option<String>,
+    /// Files in base64.
+    #[schema(value_type = Option<Vec<String>>)]
+    images: Option<Strings>,
+    tool_calls: Option<Vec<OllamaCall>>,
+    tool_call_id: Option<String>,
+    /// Of a result: the tool that gave it.
+    tool_name: Option<String>,
+}
+
+/// A call of a tool.
+#[derive(Debug, Deserialize, ToSchema)]
+struct OllamaCall {
+    id: Option<String>,
+    function: OllamaFunction,
+}
+
+/// The function that is called.
+#[derive(Debug, Deserialize, ToSchema)]
+struct OllamaFunction {
+    name: String,
+    #[schema(value_type = Object)]
+    arguments: Value,
+}
+
+/// What an Ollama request asks for.
+#[derive(Debug)]
+pub enum OllamaAsk {
+    /// Nothing: the model is to be there, or to go.
+    Load {
+        /// It is to go.
+        unload: bool,
+    },
+    /// An answer in a conversation.
+    Chat(Box<ValidChat>),
+    /// What follows a text.
+    Raw {
+        /// The text.
+        prompt: String,
+        /// How it goes on.
+        generation: Box<Generation>,
+        /// Lines come as the model speaks.
+        streamed: bool,
+    },
+}
+
+impl OllamaChatRequest {
+    /// Checks everything that can be checked before the prompt is tokenised.
+    ///
+    /// # Errors
+    /// The first parameter that is out of range or not served.
+    pub fn validate(
+        self,
+        defaults: &GenerationDefaults,
+        limits: Limits,
+    ) -> Result<OllamaAsk, ApiError> {
+        let Self { messages, tools, stream, format, options, think, keep_alive, .. } = self;
+        let shared = Shared { stream, format, options, think, keep_alive };
+        if messages.is_empty() {
+            return Ok(shared.load());
+        }
+        let mut turns = Turns::new(limits.images);
+        // Results name their tool, and no call: they stand in the order of the calls.
+        let mut calls = Calls::default();
+        for (index, message) in messages.into_iter().enumerate() {
+            message.add(&mut turns, &mut calls, &format!("messages[{index}]"))?;
+        }
+        let tools = OfferedTools::new(tools, None, None)?;
+        shared.chat(turns, tools, defaults, limits)
+    }
+}
+
+impl OllamaGenerateRequest {
+    /// Checks everything that can be checked before the prompt is tokenised. `has_template`: the model's prompts are conversations.
+    ///
+    /// # Errors
+    /// The first parameter that is out of range or not served.
+    pub fn validate(
+        self,
+        has_template: bool,
+        defaults: &GenerationDefaults,
+        limits: Limits,
+    ) -> Result<OllamaAsk, ApiError> {
+        self.suffix.refuse("suffix")?;
+        self.template.refuse("template")?;
+        self.context.refuse("context")?;
+        let Self {
+            prompt, system, images, raw, stream, format, options, think, keep_alive, ..
+        } = self;
+        let shared = Shared { stream, format, options, think, keep_alive };
+        let images = images.map_or_else(Vec::new, |files| files.0);
+        if prompt.is_empty() && images.is_empty() {
+            return Ok(shared.load());
+        }
+        if raw.unwrap_or(!has_template) {
+            if !images.is_empty() {
+                let reason = "`images`: a raw prompt has none";
+                return Err(ApiError::invalid("images", reason));
+            }
+            let prompt = match system.filter(|_| raw != Some(true)) {
+                Some(system) => format!("{system}\n\n{prompt}"),
+                None => prompt,
+            };
+            let streamed = shared.streams();
+            let generation = Box::new(shared.generation(defaults, limits)?);
+            return Ok(OllamaAsk::Raw { prompt, generation, streamed });
+        }
+        let mut turns = Turns::new(limits.images);
+        if let Some(system) = system.filter(|system| !system.is_empty()) {
+            let mut content = Content::default();
+            content.text(system);
+            turns.message("system", content);
+        }
+        let mut content = Content::default();
+        content.text(prompt);
+        for (at, file) in images.into_iter().enumerate() {
+            turns.image(&mut content, &format!("images[{at}]"), image(file))?;
+        }
+        turns.message("user", content);
+        shared.chat(turns, OfferedTools::default(), defaults, limits)
+    }
+}
+
+impl OllamaEmbedRequest {
+    /// The same in OpenAI's words.
+    #[must_use]
+    pub fn in_openai(self) -> EmbeddingRequest {
+        EmbeddingRequest {
+            model: self.model,
+            input: self.input,
+            encoding_format: None,
+            dimensions: self.dimensions,
+            normalize: Some(true),
+            truncate_prompt_tokens: self.truncate.unwrap_or(true).then_some(-1),
+            add_special_tokens: None,
+            priority: None,
+            cache_salt: None,
+            user: None,
+            task: None,
+        }
+    }
+}
+
+impl Shared {
+    fn streams(&self) -> bool {
+        self.stream.unwrap_or(true)
+    }
+
+    fn load(&self) -> OllamaAsk {
+        let none = [json!(0), json!("0"), json!("0s"), json!("0m")];
+        OllamaAsk::Load { unload: self.keep_alive.as_ref().is_some_and(|time| none.contains(time)) }
+    }
+
+    fn chat(
+        self,
+        turns: Turns,
+        tools: OfferedTools,
+        defaults: &GenerationDefaults,
+        limits: Limits,
+    ) -> Result<OllamaAsk, ApiError> {
+        let effort = match &self.think {
+            None | Some(Value::Null) => Effort::default(),
+            Some(Value::Bool(thinks)) => Effort { level: None, thinks: Some(*thinks) },
+            Some(Value::String(level)) => Effort { level: Some(level.clone()), thinks: Some(true) },
+            Some(_) => return Err(invalid("think", "must be true, false or a word")),
+        };
+        let streaming = self.streams().then(Streaming::default);
+        let (messages, images) = turns.finish();
+        Ok(OllamaAsk::Chat(Box::new(ValidChat {
+            generation: self.generation(defaults, limits)?,
+            streaming,
+            tokens: TokenOutput::default(),
+            reasoning: ReasoningOutput::Apart,
+            prompt: ChatPrompt {
+                messages,
+                images,
+                add_generation_prompt: true,
+                continue_final_message: false,
+                tools: (!tools.described.is_empty()).then(|| Value::Array(tools.described.clone())),
+                kwargs: Map::new(),
+                effort,
+            },
+            tools,
+        })))
+    }
+
+    fn generation(
+        self,
+        defaults: &GenerationDefaults,
+        limits: Limits,
+    ) -> Result<Generation, ApiError> {
+        let in_format = |text: &str| {
+            text.replace("response_format.json_schema.schema", "format")
+                .replace("response_format", "format")
+        };
+        let generation = self.fields()?.validate(defaults, limits);
+        let mut generation = generation.map_err(|error| match error {
+            ApiError::Invalid { param, reason } => {
+                ApiError::Invalid { param: in_format(&param), reason: in_format(&reason) }
+            }
+            other => other,
+        })?;
+        if let Some(structure) = &mut generation.structure {
+            structure.param = in_format(&structure.param);
+        }
+        Ok(generation)
+    }
+
+    fn fields(self) -> Result<Fields, ApiError> {
+        let options = self.options;
+        let response_format = self.format.map(in_chat).transpose()?.flatten();
+        Ok(Fields {
+            prefix: "options.",
+            max_tokens_name: "options.num_predict",
+            max_tokens: options.num_predict.and_then(|most| u32::try_from(most).ok()),
+            temperature: options.temperature,
+            top_p: options.top_p,
+            top_k: options.top_k,
+            min_p: options.min_p,
+            seed: options.seed,
+            stop: options.stop,
+            repetition_penalty: options.repeat_penalty,
+            presence_penalty: options.presence_penalty,
+            frequency_penalty: options.frequency_penalty,
+            structure: Spellings { response_format, ..Spellings::default() },
+            ..Fields::default()
+        })
+    }
+}
+
+/// The form of an answer; `None`: any.
+fn in_chat(format: Raw) -> Result<Option<ResponseFormat>, ApiError> {
+    let kind = match format.get() {
+        r#""""# => return Ok(None),
+        r#""json""# => "json_object",
+        schema if schema.starts_with('{') => "json_schema",
+        _ => return Err(invalid("format", "must be json or a JSON schema")),
+    };
+    let json_schema = (kind == "json_schema")
+        .then(|| JsonSchemaFormat { schema: Some(format), ..JsonSchemaFormat::default() });
+    Ok(Some(ResponseFormat { kind: kind.to_owned(), json_schema, ..ResponseFormat::default() }))
+}
+
+/// Names of calls whose results have not come.
+#[derive(Default)]
+struct Calls {
+    made: usize,
+    /// Tool and call, the oldest first.
+    open: Vec<(String, String)>,
+}
+
+impl OllamaMessage {
+    fn add(self, turns: &mut Turns, calls: &mut Calls, path: &str) -> Result<(), ApiError> {
+        let mut content = Content::default();
+        if !self.content.is_empty() || self.images.is_none() {
+            content.text(self.content.clone());
+        }
+        for (at, file) in self.images.map_or_else(Vec::new, |files| files.0).into_iter().enumerate()
+        {
+            turns.image(&mut content, &format!("{path}.images[{at}]"), image(file))?;
+        }
+        match self.role.as_str() {
+            "assistant" => {
+                if let Some(thinking) = &self.thinking {
+                    turns.thought(thinking);
+                }
+                turns.said(&self.content);
+                for (at, call) in self.tool_calls.into_iter().flatten().enumerate() {
+                    let OllamaFunction { name, arguments } = call.function;
+                    if !arguments.is_object() {
+                        let path = format!("{path}.tool_calls[{at}].function.arguments");
+                        return Err(invalid(&path, "must be an object"));
+                    }
+                    let id = call.id.unwrap_or_else(|| format!("call_{}", calls.made));
+                    calls.made += 1;
+                    calls.open.push((name.clone(), id.clone()));
+                    turns.called(Some(id), &name, arguments);
+                }
+            }
+            "tool" => {
+                let named = |(tool, _): &(String, String)| self.tool_name.as_ref() == Some(tool);
+                let open = calls.open.iter().position(named);
+                let open = open.or((!calls.open.is_empty()).then_some(0));
+                let id = match self.tool_call_id {
+                    Some(id) => {
+                        calls.open.retain(|(_, open)| *open != id);
+                        Some(id)
+                    }
+                    None => open.map(|at| calls.open.remove(at).1),
+                };
+                turns.tool(id, content);
+            }
+            role => turns.message(role, content),
+        }
+        Ok(())
+    }
+}
+
+fn image(file: String) -> ImageUrl {
+    let url = if file.contains(':') { file } else { format!("data:;base64,{file}") };
+    ImageUrl { url, detail: None }
+}
+
+fn invalid(param: &str, reason: &str) -> ApiError {
+    ApiError::invalid(param, format!("`{param}`: {reason}"))
+}

@@ -1,0 +1,325 @@
+//! `POST /v1/responses`: requests of OpenAI's newer dialect, whose conversation is a list of items.
+
+mod item;
+mod tools;
+
+use serde::Deserialize;
+use serde_json::{Map, Value, json};
+use utoipa::ToSchema;
+
+use crate::chat::{ChatPrompt, Effort, ReasoningOutput, ValidChat};
+use crate::content::TextOr;
+use crate::error::ApiError;
+use crate::inert::Inert;
+use crate::openai::{Streaming, TokenOutput};
+use crate::sampling::{Fields, GenerationDefaults, Limits};
+use crate::structure::{JsonSchemaFormat, Raw, ResponseFormat, Spellings};
+use crate::tools::OfferedTools;
+use crate::turns::{Content, Turns};
+pub use item::{Item, ItemPart, sealed};
+pub use tools::{CUSTOM_INPUT, ToolKind};
+use tools::{Functions, functions, named};
+
+/// A request of the Responses API.
+#[derive(Debug, Deserialize, ToSchema)]
+pub struct ResponsesRequest {
+    /// Name of the model; the served one where absent.
+    pub model: Option<String>,
+    /// A string, or the items of the conversation that are new.
+    #[schema(value_type = Option<String>)]
+    input: Option<TextOr<Item>>,
+    /// What stands in front of the conversation, of this response only.
+    pub instructions: Option<String>,
+    /// The response that this one goes on from.
+    pub previous_response_id: Option<String>,
+    /// Keep the response, so that others can go on from it; true where absent.
+    pub store: Option<bool>,
+    /// Answer at once, and compute behind the answer.
+    pub background: Option<bool>,
+    /// Send typed events.
+    pub stream: Option<bool>,
+    /// Most tokens to generate; the rest of the context where absent.
+    pub max_output_tokens: Option<u32>,
+    /// 0 is greedy.
+    pub temperature: Option<f32>,
+    /// Nucleus mass.
+    pub top_p: Option<f32>,
+    /// Functions, and tools with text for an input, that the model may call.
+    #[schema(value_type = Option<Vec<Object>>)]
+    pub tools: Option<Vec<Value>>,
+    /// `auto`, `none`, `required`, or an object that names a tool.
+    #[schema(value_type = Option<String>)]
+    pub tool_choice: Option<Value>,
+    /// Whether an answer may have several calls; true where absent.
+    pub parallel_tool_calls: Option<bool>,
+    /// How long the model is to think.
+    reasoning: Option<ResponsesReasoning>,
+    /// The form of the answer.
+    text: Option<ResponsesText>,
+    /// Comes back with the response.
+    #[schema(value_type = Option<Object>)]
+    pub metadata: Option<Value>,
+    /// What else the response is to have: `reasoning.encrypted_content`.
+    include: Option<Vec<String>>,
+    /// Blocks of the prompt are shared only with requests of the same salt, 1 to 256 bytes.
+    pub cache_salt: Option<String>,
+    #[serde(default)]
+    #[schema(ignore)]
+    conversation: Inert,
+    #[serde(default)]
+    #[schema(ignore)]
+    prompt: Inert,
+}
+
+/// The `reasoning` parameter.
+#[derive(Debug, Default, Deserialize, ToSchema)]
+pub(crate) struct ResponsesReasoning {
+    /// How long the model is to think, for templates that ask; `none`: not at all.
+    effort: Option<String>,
+    /// Accepted: nothing is summarised, reasoning comes as it is.
+    #[serde(default, rename = "summary")]
+    #[schema(ignore)]
+    _summary: Inert,
+}
+
+/// The `text` parameter.
+#[derive(Debug, Default, Deserialize, ToSchema)]
+pub(crate) struct ResponsesText {
+    /// The form of the answer.
+    format: Option<TextFormat>,
+}
+
+/// The form of an answer.
+#[derive(Debug, Deserialize, ToSchema)]
+pub(crate) struct TextFormat {
+    /// `text`, `json_object` or `json_schema`.
+    #[serde(rename = "type")]
+    kind: String,
+    /// Accepted; no answer depends on it.
+    name: Option<String>,
+    /// The schema.
+    #[schema(value_type = Option<Object>)]
+    schema: Option<Raw>,
+    /// Accepted: a schema is always kept to the letter.
+    strict: Option<bool>,
+}
+
+/// A request without anything left to check but the prompt's length.
+#[derive(Debug)]
+pub struct ValidResponses {
+    /// The conversation, and all that chats have too.
+    pub chat: ValidChat,
+    /// Tools that are no plain functions, by the names that the model knows.
+    pub kinds: Vec<(String, ToolKind)>,
+    /// The items that are new.
+    pub input: Vec<Item>,
+    /// Keep the response, so that others can go on from it.
+    pub store: bool,
+    /// Answer at once, and compute behind the answer.
+    pub background: bool,
+    /// Reasoning comes in a form, too, that clients send back without reading it.
+    pub sealed: bool,
+    /// What the response repeats of the request.
+    pub echo: Map<String, Value>,
+}
+
+/// Most bytes of tools that a response repeats: a stream has it three times.
+const ECHOED_TOOLS: usize = 1 << 16;
+
+impl ResponsesRequest {
+    /// Checks everything that can be checked before the prompt is tokenised. `before` is what was said in the responses that this one goes on
+    /// from. The names of what had no effect are added to `ignored`.
+    ///
+    /// # Errors
+    /// The first parameter that is out of range or not served.
+    pub fn validate(
+        self,
+        before: &[&Item],
+        defaults: &GenerationDefaults,
+        limits: Limits,
+        ignored: &mut Vec<String>,
+    ) -> Result<ValidResponses, ApiError> {
+        self.conversation.refuse("conversation")?;
+        self.prompt.refuse("prompt")?;
+        let background = self.background.unwrap_or(false);
+        if background && self.stream == Some(true) {
+            return Err(invalid("background", "a response in the background has no stream"));
+        }
+        if background && self.store == Some(false) {
+            return Err(invalid("background", "nobody could ask for it: `store` is false"));
+        }
+        let sealed = self.seals(ignored);
+        let mut echo = self.echo();
+        let input = match self.input {
+            None => Vec::new(),
+            Some(TextOr::Text(text)) => vec![Item::said_by_user(text)],
+            Some(TextOr::List(items)) => items,
+        };
+        if input.is_empty() && before.is_empty() {
+            return Err(invalid("input", "required and missing"));
+        }
+        let mut turns = Turns::new(limits.images);
+        if let Some(instructions) = self.instructions {
+            let mut content = Content::default();
+            content.text(instructions);
+            turns.message("system", content);
+        }
+        for (index, item) in before.iter().enumerate() {
+            // What was wrong with it has been said before.
+            item.add(&mut turns, &format!("previous_response_id[{index}]"), &mut Vec::new())?;
+        }
+        for (index, item) in input.iter().enumerate() {
+            item.add(&mut turns, &format!("input[{index}]"), ignored)?;
+        }
+        let Functions { functions, paths, kinds, texts } =
+            functions(self.tools.unwrap_or_default(), ignored)?;
+        let choice = self.tool_choice.map(|choice| named(choice, &kinds));
+        let mut tools =
+            OfferedTools::new(Some(functions), choice.as_ref(), self.parallel_tool_calls)
+                .map_err(|error| placed(error, &paths))?;
+        for (tool, path) in tools.functions.iter_mut().zip(&paths) {
+            tool.path = format!("{path}.parameters");
+        }
+        if let Some(demand) = &mut tools.demand {
+            demand.param = in_tools(&demand.param, &paths);
+        }
+        tools.bind(texts);
+        let effort = self.reasoning.unwrap_or_default().effort;
+        let thinks = (effort.as_deref() == Some("none")).then_some(false);
+        let format = self.text.unwrap_or_default().format;
+        let fields = Fields {
+            max_tokens_name: "max_output_tokens",
+            max_tokens: self.max_output_tokens,
+            temperature: self.temperature,
+            top_p: self.top_p,
+            cache_salt: self.cache_salt,
+            structure: Spellings {
+                response_format: format.map(TextFormat::in_chat),
+                ..Spellings::default()
+            },
+            ..Fields::default()
+        };
+        let mut generation =
+            fields.validate(defaults, limits).map_err(|error| placed(error, &paths))?;
+        if let Some(structure) = &mut generation.structure {
+            structure.param = in_text(&structure.param);
+        }
+        let (messages, images) = turns.finish();
+        let described = &tools.described;
+        let chat = ValidChat {
+            generation,
+            streaming: self.stream.unwrap_or(false).then(Streaming::default),
+            tokens: TokenOutput::default(),
+            reasoning: ReasoningOutput::Apart,
+            prompt: ChatPrompt {
+                messages,
+                images,
+                add_generation_prompt: true,
+                continue_final_message: false,
+                tools: (!described.is_empty()).then(|| Value::Array(described.clone())),
+                kwargs: Map::new(),
+                effort: Effort { level: effort, thinks },
+            },
+            tools,
+        };
+        let sampling = &chat.generation.sampling;
+        echo.insert("temperature".into(), json!(sampling.temperature));
+        echo.insert("top_p".into(), json!(sampling.top_p));
+        let store = self.store.unwrap_or(true);
+        Ok(ValidResponses { chat, kinds, input, store, background, sealed, echo })
+    }
+
+    /// Whether reasoning is to come in the form that clients send back. What else is to be included has no effect.
+    fn seals(&self, ignored: &mut Vec<String>) -> bool {
+        let included = self.include.iter().flatten();
+        let (seals, others): (Vec<&String>, Vec<&String>) =
+            included.partition(|name| *name == "reasoning.encrypted_content");
+        ignored.extend(others.into_iter().map(|name| format!("include={name}")));
+        !seals.is_empty()
+    }
+
+    /// What the response repeats of the request.
+    fn echo(&self) -> Map<String, Value> {
+        let tools = self.tools.as_deref().unwrap_or_default();
+        let bytes: usize = tools.iter().map(|tool| tool.to_string().len()).sum();
+        let tools = if bytes <= ECHOED_TOOLS { tools } else { &[] };
+        let format = self.text.as_ref().and_then(|text| text.format.as_ref());
+        let effort = self.reasoning.as_ref().and_then(|reasoning| reasoning.effort.as_ref());
+        let echo = json!({
+            "background": self.background.unwrap_or(false),
+            "instructions": self.instructions,
+            "max_output_tokens": self.max_output_tokens,
+            "metadata": self.metadata.as_ref().unwrap_or(&json!({})),
+            "parallel_tool_calls": self.parallel_tool_calls.unwrap_or(true),
+            "previous_response_id": self.previous_response_id,
+            "reasoning": {"effort": effort, "summary": null},
+            "store": self.store.unwrap_or(true),
+            "text": {"format": format.map_or_else(|| json!({"type": "text"}), TextFormat::echo)},
+            "tool_choice": self.tool_choice.as_ref().unwrap_or(&json!("auto")),
+            "tools": tools,
+            "truncation": "disabled",
+        });
+        match echo {
+            Value::Object(echo) => echo,
+            _ => Map::new(),
+        }
+    }
+}
+
+impl TextFormat {
+    /// Without the schema, which may be large.
+    fn echo(&self) -> Value {
+        match self.kind.as_str() {
+            "json_schema" => json!({
+                "type": self.kind,
+                "name": self.name,
+                "strict": self.strict,
+                "schema": {},
+            }),
+            _ => json!({"type": self.kind}),
+        }
+    }
+
+    fn in_chat(self) -> ResponseFormat {
+        let Self { kind, name, schema, strict } = self;
+        let json_schema = (kind == "json_schema").then(|| JsonSchemaFormat {
+            name,
+            schema,
+            strict,
+            ..JsonSchemaFormat::default()
+        });
+        ResponseFormat { kind, json_schema, ..ResponseFormat::default() }
+    }
+}
+
+/// An error of what chats call otherwise, by the names of this API.
+fn placed(error: ApiError, paths: &[String]) -> ApiError {
+    match error {
+        ApiError::Invalid { param, reason } => {
+            let renamed = |text: &str| in_text(&in_tools(text, paths));
+            ApiError::Invalid { param: renamed(&param), reason: renamed(&reason) }
+        }
+        other => other,
+    }
+}
+
+/// `paths`: of the tools in the request.
+fn in_tools(text: &str, paths: &[String]) -> String {
+    let named = |text: String, (number, path): (usize, &String)| {
+        text.replace(&format!("tools[{number}].function"), path)
+    };
+    paths.iter().enumerate().rev().fold(text.to_owned(), named)
+}
+
+fn in_text(text: &str) -> String {
+    text.replace("response_format.json_schema", "text.format")
+        .replace("response_format", "text.format")
+}
+
+fn invalid(param: &str, reason: &str) -> ApiError {
+    ApiError::invalid(param, format!("`{param}`: {reason}"))
+}
+
+fn required<T>(value: Option<T>, path: &str, field: &str) -> Result<T, ApiError> {
+    value.ok_or_else(|| invalid(&format!("{path}.{field}"), "required and missing"))
+}

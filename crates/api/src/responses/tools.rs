@@ -1,0 +1,155 @@
+//! Tools of the Responses API as functions of chats.
+
+use forebay_grammar::GRAMMAR_BYTES;
+use serde_json::{Map, Value, json};
+
+use super::invalid;
+use crate::error::ApiError;
+use crate::tools::TextForm;
+
+/// What a tool was before it became a function that the model may call.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum ToolKind {
+    /// Its input is text: the function has it as its only argument, [`CUSTOM_INPUT`].
+    Custom,
+    /// It is one of a namespace.
+    Of {
+        /// The namespace.
+        namespace: String,
+        /// Its name there.
+        name: String,
+    },
+}
+
+/// The only argument of a function that stands for a tool with text for an input.
+pub const CUSTOM_INPUT: &str = "input";
+
+/// Tools as the chat API has them.
+#[derive(Default)]
+pub(super) struct Functions {
+    pub(super) functions: Vec<Value>,
+    /// Where each is in the request.
+    pub(super) paths: Vec<String>,
+    /// Those that are no plain functions.
+    pub(super) kinds: Vec<(String, ToolKind)>,
+    /// Forms of the inputs of custom tools, by their names.
+    pub(super) texts: Vec<(String, TextForm)>,
+}
+
+/// Makes functions of tools. Tools that OpenAI's servers run themselves are not served here.
+pub(super) fn functions(
+    tools: Vec<Value>,
+    ignored: &mut Vec<String>,
+) -> Result<Functions, ApiError> {
+    let Functions { mut functions, mut paths, mut kinds, mut texts } = Functions::default();
+    for (at, tool) in tools.into_iter().enumerate() {
+        let path = format!("tools[{at}]");
+        let Value::Object(mut tool) = tool else {
+            return Err(invalid(&path, "must be an object"));
+        };
+        match tool.get("type").and_then(Value::as_str) {
+            Some("function") => {
+                paths.push(path);
+                functions.push(function(&mut tool, ""));
+            }
+            Some("custom") => {
+                let described = tool.remove("description").unwrap_or(Value::Null);
+                let name = tool.get("name").and_then(Value::as_str).unwrap_or_default().to_owned();
+                if let Some(form) = text_form(&tool, &path)? {
+                    texts.push((name.clone(), form));
+                }
+                paths.push(path);
+                kinds.push((name.clone(), ToolKind::Custom));
+                functions.push(custom(&name, &described));
+            }
+            Some("namespace") => {
+                let namespace =
+                    tool.get("name").and_then(Value::as_str).unwrap_or_default().to_owned();
+                let Some(Value::Array(inner)) = tool.remove("tools") else {
+                    return Err(invalid(&format!("{path}.tools"), "must be a list of tools"));
+                };
+                for (number, tool) in inner.into_iter().enumerate() {
+                    let path = format!("{path}.tools[{number}]");
+                    let Value::Object(mut tool) = tool else {
+                        return Err(invalid(&path, "must be an object"));
+                    };
+                    let kind = tool.get("type").and_then(Value::as_str).unwrap_or("function");
+                    if kind != "function" {
+                        ignored.push(format!("{path}.type={kind}"));
+                        continue;
+                    }
+                    let name =
+                        tool.get("name").and_then(Value::as_str).unwrap_or_default().to_owned();
+                    let known = format!("{namespace}{name}");
+                    kinds.push((known, ToolKind::Of { namespace: namespace.clone(), name }));
+                    paths.push(path);
+                    functions.push(function(&mut tool, &namespace));
+                }
+            }
+            Some(kind) => ignored.push(format!("{path}.type={kind}")),
+            None => return Err(invalid(&format!("{path}.type"), "required and missing")),
+        }
+    }
+    Ok(Functions { functions, paths, kinds, texts })
+}
+
+/// A function of this API in the chat API's shape.
+fn function(tool: &mut Map<String, Value>, namespace: &str) -> Value {
+    let mut function = Map::new();
+    for field in ["name", "description", "parameters", "strict"] {
+        if let Some(value) = tool.remove(field) {
+            function.insert(field.to_owned(), value);
+        }
+    }
+    if let Some(Value::String(name)) = function.get_mut("name") {
+        name.insert_str(0, namespace);
+    }
+    json!({"type": "function", "function": function})
+}
+
+/// The function that stands for a tool with text for an input.
+fn custom(name: &str, description: &Value) -> Value {
+    let schema = json!({
+        "type": "object",
+        "properties": {CUSTOM_INPUT: {"type": "string"}},
+        "required": [CUSTOM_INPUT],
+        "additionalProperties": false,
+    });
+    json!({"type": "function", "function": {"name": name, "description": description, "parameters": schema}})
+}
+
+/// The form of a custom tool's input; `None`: it is any text.
+fn text_form(tool: &Map<String, Value>, path: &str) -> Result<Option<TextForm>, ApiError> {
+    let path = format!("{path}.format");
+    let Some(Value::Object(format)) = tool.get("format") else { return Ok(None) };
+    let text = |name: &str| format.get(name).and_then(Value::as_str);
+    match text("type") {
+        Some("text") | None => return Ok(None),
+        Some("grammar") => {}
+        Some(_) => return Err(invalid(&format!("{path}.type"), "must be text or grammar")),
+    }
+    let definition = match text("definition") {
+        Some(definition) if definition.len() <= GRAMMAR_BYTES => definition.to_owned(),
+        Some(_) => {
+            let reason = format!("more than {GRAMMAR_BYTES} bytes");
+            return Err(invalid(&format!("{path}.definition"), &reason));
+        }
+        None => return Err(invalid(&format!("{path}.definition"), "required and missing")),
+    };
+    let is_regex = match text("syntax") {
+        Some("lark") => false,
+        Some("regex") => true,
+        _ => return Err(invalid(&format!("{path}.syntax"), "must be lark or regex")),
+    };
+    Ok(Some(TextForm { definition, is_regex, path: format!("{path}.definition") }))
+}
+
+/// What `tool_choice` says, with tools of any kind called functions.
+pub(super) fn named(mut choice: Value, kinds: &[(String, ToolKind)]) -> Value {
+    let is_custom = choice["type"] == "custom"
+        && kinds.iter().any(|(name, kind)| *kind == ToolKind::Custom && choice["name"] == **name);
+    if is_custom {
+        choice["type"] = json!("function");
+    }
+    choice
+}

@@ -1,0 +1,92 @@
+//! Where responses are kept: whoever goes on from one has to go to its backend.
+
+use std::num::NonZeroUsize;
+
+use lru::LruCache;
+use parking_lot::Mutex;
+
+use crate::scan::{members, plain_string};
+
+/// Most responses whose backends are known. Of others every backend is asked.
+const MOST: NonZeroUsize = NonZeroUsize::new(1 << 16).expect("not zero");
+/// Longest name of a response, in bytes.
+const LONGEST: usize = 128;
+/// What the paths of single responses begin with.
+const PATH: &str = "/v1/responses/";
+
+/// Backends of responses, by their names.
+#[derive(Debug)]
+pub(crate) struct Homes(Mutex<LruCache<Box<str>, u32>>);
+
+impl Default for Homes {
+    fn default() -> Self {
+        Self(Mutex::new(LruCache::new(MOST)))
+    }
+}
+
+impl Homes {
+    /// Notes that a backend keeps a response.
+    pub(crate) fn keeps(&self, backend: u32, response: &str) {
+        if response.len() <= LONGEST {
+            self.0.lock().put(response.into(), backend);
+        }
+    }
+
+    /// The backend that keeps a response, as far as is known.
+    pub(crate) fn of(&self, response: &str) -> Option<u32> {
+        self.0.lock().get(response).copied()
+    }
+
+    /// A backend says that it does not keep it.
+    pub(crate) fn lacks(&self, backend: u32, response: &str) {
+        let mut homes = self.0.lock();
+        if homes.peek(response) == Some(&backend) {
+            homes.pop(response);
+        }
+    }
+}
+
+/// Whether a path is that of a single response, or of something of it.
+pub(crate) fn is_of_response(path: &str) -> bool {
+    path.starts_with(PATH)
+}
+
+/// The response that a request asks for, or goes on from.
+pub(crate) fn wanted(path: &str, body: &[u8]) -> Option<Box<str>> {
+    if let Some(rest) = path.strip_prefix(PATH) {
+        return rest.split('/').next().map(Into::into);
+    }
+    if path != "/v1/responses" {
+        return None;
+    }
+    let mut fields = members(body);
+    let (_, value) = fields.find(|(name, _)| *name == b"previous_response_id")?;
+    std::str::from_utf8(plain_string(value)?).ok().map(Into::into)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_response_is_named_in_the_path_or_in_the_body() {
+        let body = br#"{"input": "a", "previous_response_id": "resp_1", "stream": true}"#;
+        assert_eq!(wanted("/v1/responses", body).as_deref(), Some("resp_1"));
+        assert_eq!(wanted("/v1/responses", br#"{"previous_response_id": null}"#), None);
+        assert_eq!(wanted("/v1/chat/completions", body), None);
+        assert_eq!(wanted("/v1/responses/resp_2", b"").as_deref(), Some("resp_2"));
+        assert_eq!(wanted("/v1/responses/resp_2/cancel", b"").as_deref(), Some("resp_2"));
+    }
+
+    #[test]
+    fn only_its_own_backend_can_say_that_it_is_gone() {
+        let homes = Homes::default();
+        homes.keeps(1, "a");
+        homes.lacks(2, "a");
+        assert_eq!(homes.of("a"), Some(1));
+        homes.lacks(1, "a");
+        assert_eq!(homes.of("a"), None);
+        homes.keeps(1, &"x".repeat(1000));
+        assert_eq!(homes.of(&"x".repeat(1000)), None);
+    }
+}

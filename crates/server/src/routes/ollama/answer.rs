@@ -1,0 +1,209 @@
+//! What a model said as Ollama's objects: whole, and a line each of a stream.
+
+use std::time::Instant;
+
+use forebay_api::ApiError;
+use forebay_dialect::Part;
+use serde_json::{Value, json};
+
+use crate::delta::Delta;
+use crate::outlet::Encoder;
+use crate::routes::chat::CallIds;
+use crate::shapes;
+use crate::sse;
+use crate::tally::Tally;
+
+/// Which route's objects they are.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Kind {
+    Chat,
+    Generate,
+}
+
+/// Writes an answer.
+pub(super) struct Writer {
+    pub(super) kind: Kind,
+    pub(super) model: String,
+    pub(super) ids: CallIds,
+    pub(super) arrived: Instant,
+    /// When the first token came.
+    first: Option<Instant>,
+    /// A call whose arguments are not complete.
+    call: Option<(String, u32, String, String)>,
+}
+
+impl Writer {
+    pub(super) fn new(kind: Kind, model: String, ids: CallIds, arrived: Instant) -> Self {
+        Self { kind, model, ids, arrived, first: None, call: None }
+    }
+
+    /// The whole answer.
+    pub(super) fn whole(mut self, delta: &Delta, tally: &Tally) -> Value {
+        let mut said = Said::default();
+        self.add(delta, &mut said);
+        let mut answer = self.object(said);
+        self.finish(&mut answer, delta.finish_reason(), tally);
+        answer
+    }
+
+    /// An answer without anything said: the model is there, or to go.
+    pub(super) fn loaded(&self, unload: bool) -> Value {
+        let mut answer = self.object(Said::default());
+        answer["done"] = json!(true);
+        answer["done_reason"] = json!(if unload { "unload" } else { "load" });
+        answer
+    }
+
+    /// Adds what is new; calls once they are complete.
+    fn add(&mut self, delta: &Delta, said: &mut Said) {
+        for part in delta.parts.iter() {
+            if !matches!(part, Part::Arguments { .. }) {
+                self.close(said);
+            }
+            match part {
+                Part::Content(text) => said.content.push_str(text),
+                Part::Reasoning(text) => said.thinking.push_str(text),
+                Part::Call { index, name, id } => {
+                    let id = id.map_or_else(|| self.ids.name(0, index), str::to_owned);
+                    self.call = Some((id, index, name.to_owned(), String::new()));
+                }
+                Part::Arguments { text, .. } => {
+                    if let Some((.., arguments)) = &mut self.call {
+                        arguments.push_str(text);
+                    }
+                }
+            }
+        }
+        if delta.end.is_some() {
+            self.close(said);
+        }
+    }
+
+    fn close(&mut self, said: &mut Said) {
+        let Some((id, index, name, arguments)) = self.call.take() else { return };
+        let read = serde_json::from_str(&arguments).ok().filter(Value::is_object);
+        // What was cut off is no JSON.
+        let read = read.unwrap_or_else(|| json!({"INVALID_JSON": arguments}));
+        let function = json!({"index": index, "name": name, "arguments": read});
+        said.calls.push(json!({"id": id, "function": function}));
+    }
+
+    fn object(&self, said: Said) -> Value {
+        let mut object = json!({
+            "model": self.model,
+            "created_at": jiff::Timestamp::now().to_string(),
+            "done": false,
+        });
+        match self.kind {
+            Kind::Chat => {
+                let mut message = json!({"role": "assistant", "content": said.content});
+                if !said.thinking.is_empty() {
+                    message["thinking"] = json!(said.thinking);
+                }
+                if !said.calls.is_empty() {
+                    message["tool_calls"] = json!(said.calls);
+                }
+                object["message"] = message;
+            }
+            Kind::Generate => {
+                object["response"] = json!(said.content);
+                if !said.thinking.is_empty() {
+                    object["thinking"] = json!(said.thinking);
+                }
+            }
+        }
+        object
+    }
+
+    /// Adds what the last object has. Durations are nanoseconds.
+    fn finish(&self, object: &mut Value, reason: Option<&str>, tally: &Tally) {
+        let nanoseconds = |time: std::time::Duration| u64::try_from(time.as_nanos()).unwrap_or(0);
+        let (usage, total) = (tally.usage(), self.arrived.elapsed());
+        let prompt = self.first.map_or(total, |first| first - self.arrived);
+        object["done"] = json!(true);
+        object["done_reason"] = json!(if reason == Some("length") { "length" } else { "stop" });
+        object["total_duration"] = json!(nanoseconds(total));
+        object["load_duration"] = json!(0);
+        object["prompt_eval_count"] = json!(usage.prompt_tokens);
+        object["eval_count"] = json!(usage.completion_tokens);
+        // A whole answer's first token came unseen: all of its time is that of the tokens.
+        let (prompt, tokens) = match self.first {
+            Some(_) => (prompt, total - prompt),
+            None => (std::time::Duration::ZERO, total),
+        };
+        object["prompt_eval_duration"] = json!(nanoseconds(prompt));
+        object["eval_duration"] = json!(nanoseconds(tokens));
+    }
+}
+
+/// What one object says.
+#[derive(Default)]
+struct Said {
+    content: String,
+    thinking: String,
+    calls: Vec<Value>,
+}
+
+impl Said {
+    fn is_empty(&self) -> bool {
+        self.content.is_empty() && self.thinking.is_empty() && self.calls.is_empty()
+    }
+}
+
+/// Writes the lines of a stream.
+pub(super) struct Lines {
+    writer: Writer,
+    reason: Option<&'static str>,
+}
+
+impl Lines {
+    pub(super) fn new(writer: Writer) -> Self {
+        Self { writer, reason: None }
+    }
+}
+
+impl Encoder for Lines {
+    fn delta(
+        &mut self,
+        _: u32,
+        delta: &mut Delta,
+        _: &Tally,
+        out: &mut Vec<u8>,
+    ) -> serde_json::Result<()> {
+        if !delta.tokens.is_empty() {
+            self.writer.first.get_or_insert_with(Instant::now);
+        }
+        let mut said = Said::default();
+        self.writer.add(delta, &mut said);
+        self.reason = delta.finish_reason();
+        if said.is_empty() {
+            return Ok(());
+        }
+        sse::line(&self.writer.object(said), out)
+    }
+
+    fn end(&mut self, tally: &Tally, out: &mut Vec<u8>) -> serde_json::Result<()> {
+        let mut last = self.writer.object(Said::default());
+        self.writer.finish(&mut last, self.reason, tally);
+        sse::line(&last, out)
+    }
+
+    fn is_said_done(&self) -> bool {
+        false
+    }
+
+    fn fail(&mut self, error: &ApiError, out: &mut Vec<u8>) -> serde_json::Result<()> {
+        sse::line(&shapes::ollama(error), out)
+    }
+
+    fn media_type(&self) -> &'static str {
+        "application/x-ndjson"
+    }
+
+    fn resumable(&self) -> bool {
+        // There is no place for a router's comments.
+        false
+    }
+
+    fn resume(&mut self, _: &Delta) {}
+}

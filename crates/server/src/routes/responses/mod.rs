@@ -1,0 +1,311 @@
+//! `/v1/responses`, OpenAI's newer dialect: a shape over the parts that chat uses, and a store of what was said.
+
+mod answer;
+mod input;
+mod keep;
+#[cfg(test)]
+mod tests;
+
+use std::sync::Arc;
+use std::time::Instant;
+
+use axum::extract::{Path, State};
+use axum::http::header::CONTENT_TYPE;
+use axum::http::{HeaderName, HeaderValue};
+use axum::response::Response;
+use bytes::Bytes;
+use forebay_api::limits::{SHOWN_BYTES, cut};
+use forebay_api::peer::RESPONSE_HEADER;
+use forebay_api::{ApiError, ErrorBody, Item, ResponsesRequest, ValidResponses};
+use serde::Serialize;
+use serde_json::{Value, json};
+use tokio::sync::oneshot;
+use utoipa::ToSchema;
+
+use super::chat::{CallIds, prepare};
+use crate::call::{Call, Submission};
+use crate::client::KeyId;
+use crate::guard;
+use crate::ignored::ignore;
+use crate::limits::{self, Upload};
+use crate::peers::Peer;
+use crate::reply::{self, Failure};
+use crate::routing::Routing;
+use crate::sse;
+use crate::state::Shared;
+use crate::store::{Kept, Owner, Turn};
+use crate::wire::Wire;
+use answer::{Answer, Head};
+use keep::Keeper;
+
+/// How many of the client's responses had to go since it was last told.
+const EVICTED: HeaderName = HeaderName::from_static("x-forebay-responses-evicted");
+
+/// Answers a conversation, or the next turn of one that is kept. With `stream`, typed events come; with `background`, the response
+/// comes at once and is computed behind that.
+#[utoipa::path(
+    post,
+    path = "/v1/responses",
+    request_body = ResponsesRequest,
+    responses(
+        (status = 200, description = "The response, or a stream of its events", body = Object),
+        (status = "default", description = "An error", body = ErrorBody),
+    ),
+)]
+pub(crate) async fn responses(
+    State(state): State<Shared>,
+    wire: Wire,
+    peer: Peer,
+    key: KeyId,
+    routing: Routing,
+    body: Upload,
+) -> Result<Response, Failure> {
+    let arrived = Instant::now();
+    let (request, charge) = limits::read::<ResponsesRequest>(body, &state).await?;
+    let model = state.model_name(request.model.as_deref())?;
+    let model_limits = state.admit()?;
+    let owner = owner(key);
+    let before = match &request.previous_response_id {
+        Some(id) => previous(&state, owner, id)?,
+        None => Vec::new(),
+    };
+    let turns = before.iter().flat_map(|turn| turn.input.iter().chain(&turn.output));
+    let said: Vec<&Item> = turns.collect();
+    let mut ignored = Vec::new();
+    let valid = request.validate(&said, &state.model.defaults, model_limits, &mut ignored)?;
+    for name in &ignored {
+        ignore(&state, name)?;
+    }
+    let ValidResponses { mut chat, kinds, input, store, background, sealed, echo } = valid;
+    let kept = store && state.store.keeps();
+    if background && !kept {
+        let reason = "`background`: this server keeps no responses (--response-store-bytes)";
+        return Err(ApiError::invalid("background", reason).into());
+    }
+    routing.fill(&mut chat.generation);
+    let streamed = chat.streaming.is_some();
+    let submission = prepare(&state, chat, model_limits, &charge, "input").await?;
+    drop(charge);
+    let name = peer.name("resp_");
+    let ids = CallIds { response: name.id.clone(), form: state.model.dialect.ids() };
+    let kinds = kinds.into_iter().collect();
+    let head = Head { id: name.id.clone(), created: name.created, model, echo, ids, kinds, sealed };
+    let keeper =
+        kept.then(|| Keeper { state: Arc::clone(&state), owner, input, before, background });
+    let answer = Answer::new(head, keeper);
+    let mut response = if background {
+        start(&state, owner, &name.id, (submission, arrived), answer, &peer).await?
+    } else {
+        let call = Call::start(&state, vec![submission], streamed, arrived, &peer).await?;
+        let mut call = call.named(&name.id);
+        if streamed {
+            sse::stream(&state, call, answer, wire, (&peer, &name))?
+        } else {
+            let deltas = call.collect().await?;
+            let delta = deltas.first().ok_or(ApiError::Aborted)?;
+            reply::ok(&answer.whole(delta, &call.tally()).map_err(reply::unwritable)?)
+        }
+    };
+    let headers = response.headers_mut();
+    if let Some(id) = HeaderValue::from_str(&name.id).ok().filter(|_| kept) {
+        headers.insert(RESPONSE_HEADER, id);
+    }
+    let evicted = state.store.take_untold(owner);
+    if evicted > 0 {
+        headers.insert(EVICTED, evicted.into());
+    }
+    Ok(response)
+}
+
+/// Has a response computed behind its answer, which comes as soon as the engine has taken it.
+async fn start(
+    state: &Shared,
+    owner: Owner,
+    id: &str,
+    (submission, arrived): (Submission, Instant),
+    answer: Answer,
+    peer: &Peer,
+) -> Result<Response, ApiError> {
+    let call = Call::start(state, vec![submission], false, arrived, peer).await?;
+    let mut call = call.named(id);
+    let body = bytes(&answer.state("in_progress"));
+    let queued = bytes(&answer.state("queued"));
+    let (kept, begin) = oneshot::channel();
+    let (shared, name) = (Arc::clone(state), id.to_owned());
+    let broken = answer.failed(&ApiError::Aborted);
+    let work = async move {
+        let collected = call.collect().await;
+        let delta = collected.and_then(|deltas| deltas.into_iter().next().ok_or(ApiError::Aborted));
+        match delta {
+            Ok(delta) => answer.whole(&delta, &call.tally()).map_err(|_| ApiError::Aborted),
+            Err(error) => Ok(answer.failed(&error)),
+        }
+    };
+    let task = tokio::spawn(async move {
+        // It is in the store before it can end.
+        let Ok(()) = begin.await else { return };
+        let ended = guard::contained(work).await;
+        let response = ended.ok().and_then(Result::ok).unwrap_or(broken);
+        // One that was answered has been kept by now, and stays as it is.
+        shared.store.fail(owner, &name, bytes(&response));
+    });
+    state.store.begin(owner, id, body, Some(task.abort_handle()));
+    // Only a task that was stopped already hears nothing.
+    let _ = kept.send(());
+    Ok(sent(queued))
+}
+
+/// Gives a response that is kept, in the state in which it is.
+#[utoipa::path(
+    get,
+    path = "/v1/responses/{id}",
+    params(("id" = String, Path, description = "Name of the response")),
+    responses(
+        (status = 200, description = "The response", body = Object),
+        (status = "default", description = "An error", body = ErrorBody),
+    ),
+)]
+pub(crate) async fn retrieve(
+    State(state): State<Shared>,
+    key: KeyId,
+    Path(id): Path<String>,
+) -> Result<Response, Failure> {
+    Ok(sent(find(&state, owner(key), &id, None)?.body))
+}
+
+/// That a response is gone.
+#[derive(Serialize, ToSchema)]
+pub(crate) struct Deleted {
+    id: String,
+    object: &'static str,
+    deleted: bool,
+}
+
+/// Deletes a response. One that is being computed is stopped.
+#[utoipa::path(
+    delete,
+    path = "/v1/responses/{id}",
+    params(("id" = String, Path, description = "Name of the response")),
+    responses(
+        (status = 200, description = "It is gone", body = Deleted),
+        (status = "default", description = "An error", body = ErrorBody),
+    ),
+)]
+pub(crate) async fn delete(
+    State(state): State<Shared>,
+    key: KeyId,
+    Path(id): Path<String>,
+) -> Result<Response, Failure> {
+    if !state.store.delete(owner(key), &id) {
+        return Err(unknown(&id, None).into());
+    }
+    Ok(reply::ok(&Deleted { id, object: "response", deleted: true }))
+}
+
+/// Stops a response that is computed in the background. One that has ended stays as it is.
+#[utoipa::path(
+    post,
+    path = "/v1/responses/{id}/cancel",
+    params(("id" = String, Path, description = "Name of the response")),
+    responses(
+        (status = 200, description = "The response", body = Object),
+        (status = "default", description = "An error", body = ErrorBody),
+    ),
+)]
+pub(crate) async fn cancel(
+    State(state): State<Shared>,
+    key: KeyId,
+    Path(id): Path<String>,
+) -> Result<Response, Failure> {
+    let owner = owner(key);
+    let kept = find(&state, owner, &id, None)?;
+    if !kept.background {
+        let reason = "`id`: only a response in the background can be cancelled";
+        return Err(ApiError::invalid("id", reason).into());
+    }
+    if kept.running {
+        let mut body: Value = serde_json::from_slice(&kept.body).map_err(reply::unwritable)?;
+        body["status"] = json!("cancelled");
+        // It may have ended meanwhile.
+        if state.store.fail(owner, &id, bytes(&body)) {
+            state.store.stop(owner, &id);
+        }
+    }
+    Ok(sent(find(&state, owner, &id, None)?.body))
+}
+
+/// Items of a response's own input.
+#[derive(Serialize, ToSchema)]
+pub(crate) struct ItemList {
+    object: &'static str,
+    #[schema(value_type = Vec<Object>)]
+    data: Vec<Item>,
+    first_id: Option<String>,
+    last_id: Option<String>,
+    has_more: bool,
+}
+
+/// Gives the items that were new to a response.
+#[utoipa::path(
+    get,
+    path = "/v1/responses/{id}/input_items",
+    params(("id" = String, Path, description = "Name of the response")),
+    responses(
+        (status = 200, description = "The items", body = ItemList),
+        (status = "default", description = "An error", body = ErrorBody),
+    ),
+)]
+pub(crate) async fn input_items(
+    State(state): State<Shared>,
+    key: KeyId,
+    Path(id): Path<String>,
+) -> Result<Response, Failure> {
+    let kept = find(&state, owner(key), &id, None)?;
+    let data = kept.turns.last().map_or_else(Vec::new, |turn| turn.input.clone());
+    Ok(reply::ok(&ItemList {
+        object: "list",
+        data,
+        first_id: None,
+        last_id: None,
+        has_more: false,
+    }))
+}
+
+/// Who asks, as the store tells clients apart.
+fn owner(KeyId(key): KeyId) -> Owner {
+    key.map_or(0, |at| at + 1)
+}
+
+fn unknown(id: &str, param: Option<&'static str>) -> ApiError {
+    ApiError::UnknownResponse { response: cut(id, SHOWN_BYTES).into_owned(), param }
+}
+
+fn find(
+    state: &Shared,
+    owner: Owner,
+    id: &str,
+    param: Option<&'static str>,
+) -> Result<Kept, ApiError> {
+    state.store.get(owner, id).ok_or_else(|| unknown(id, param))
+}
+
+/// The conversation up to the response from which another one goes on.
+fn previous(state: &Shared, owner: Owner, id: &str) -> Result<Vec<Arc<Turn>>, ApiError> {
+    const PARAM: &str = "previous_response_id";
+    let kept = find(state, owner, id, Some(PARAM))?;
+    if kept.turns.is_empty() {
+        let state = if kept.running { "has not ended yet" } else { "was not answered" };
+        return Err(ApiError::invalid(PARAM, format!("`{PARAM}`: that response {state}")));
+    }
+    Ok(kept.turns)
+}
+
+fn bytes(response: &Value) -> Bytes {
+    Bytes::from(response.to_string())
+}
+
+fn sent(body: Bytes) -> Response {
+    let mut response = Response::new(body.into());
+    response.headers_mut().insert(CONTENT_TYPE, HeaderValue::from_static("application/json"));
+    response
+}

@@ -1,0 +1,345 @@
+//! Responses that clients ask for again, or go on from.
+//!
+//! All of them together have a bound in bytes and each has an age at which it goes. They are apart by API key: nobody finds
+//! another's, and whoever keeps most gives room first, its oldest response ahead of the others.
+
+use std::collections::{BTreeMap, HashMap};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::{Duration, Instant};
+
+use bytes::Bytes;
+use forebay_api::Item;
+use parking_lot::Mutex;
+use tokio::task::AbortHandle;
+
+/// Bounds of what is kept.
+#[derive(Debug, Clone, Copy)]
+pub struct StoreConfig {
+    /// Most bytes of all responses with their conversations; 0: none is kept.
+    pub bytes: usize,
+    /// How long one is kept.
+    pub ttl: Duration,
+}
+
+impl Default for StoreConfig {
+    fn default() -> Self {
+        Self { bytes: 64 << 20, ttl: Duration::from_secs(24 * 3600) }
+    }
+}
+
+/// Who keeps a response: a key, or everybody where there is none.
+pub(crate) type Owner = usize;
+
+/// What one response added to its conversation.
+#[derive(Debug)]
+pub(crate) struct Turn {
+    pub(crate) input: Vec<Item>,
+    pub(crate) output: Vec<Item>,
+    _weight: Weight,
+}
+
+/// Bytes that are counted as long as this lives. Turns live as long as one of the responses after them.
+#[derive(Debug)]
+struct Weight {
+    bytes: usize,
+    counted: [Arc<AtomicUsize>; 2],
+}
+
+impl Weight {
+    fn new(bytes: usize, counted: [Arc<AtomicUsize>; 2]) -> Self {
+        for counter in &counted {
+            counter.fetch_add(bytes, Ordering::Relaxed);
+        }
+        Self { bytes, counted }
+    }
+}
+
+impl Drop for Weight {
+    fn drop(&mut self) {
+        for counter in &self.counted {
+            counter.fetch_sub(self.bytes, Ordering::Relaxed);
+        }
+    }
+}
+
+/// A response on its way into the store.
+#[derive(Debug)]
+pub(crate) struct Finished {
+    /// As it is sent.
+    pub(crate) body: Bytes,
+    pub(crate) input: Vec<Item>,
+    pub(crate) output: Vec<Item>,
+    /// What was said before.
+    pub(crate) before: Vec<Arc<Turn>>,
+    /// It was computed behind its answer.
+    pub(crate) background: bool,
+}
+
+/// A response that is kept.
+#[derive(Debug, Clone)]
+pub(crate) struct Kept {
+    /// As it is sent.
+    pub(crate) body: Bytes,
+    /// The conversation, its own turn at the end. Empty while it is computed.
+    pub(crate) turns: Vec<Arc<Turn>>,
+    /// It is computed behind its answer.
+    pub(crate) running: bool,
+    /// It was, or is.
+    pub(crate) background: bool,
+}
+
+#[derive(Debug)]
+struct Entry {
+    kept: Kept,
+    abort: Option<AbortHandle>,
+    since: Instant,
+    serial: u64,
+    _weight: Weight,
+}
+
+#[derive(Debug, Default)]
+struct Share {
+    bytes: Arc<AtomicUsize>,
+    entries: HashMap<Box<str>, Entry>,
+    /// Names in the order in which they came.
+    order: BTreeMap<u64, Box<str>>,
+    /// Responses that had to go and that nobody has been told of.
+    untold: u64,
+}
+
+impl Share {
+    fn remove(&mut self, id: &str) -> Option<Entry> {
+        let entry = self.entries.remove(id)?;
+        self.order.remove(&entry.serial);
+        Some(entry)
+    }
+
+    /// The oldest that is not being computed.
+    fn oldest(&self) -> Option<&str> {
+        let mut names = self.order.values();
+        names.find(|name| !self.entries[&***name].kept.running).map(|name| &**name)
+    }
+}
+
+/// The responses.
+#[derive(Debug)]
+pub(crate) struct Store {
+    config: StoreConfig,
+    bytes: Arc<AtomicUsize>,
+    shares: Mutex<(u64, HashMap<Owner, Share>)>,
+}
+
+impl Store {
+    pub(crate) fn new(config: StoreConfig) -> Self {
+        Self { config, bytes: Arc::default(), shares: Mutex::default() }
+    }
+
+    /// Whether any is kept.
+    pub(crate) fn keeps(&self) -> bool {
+        self.config.bytes > 0
+    }
+
+    /// Bytes that are kept.
+    pub(crate) fn bytes(&self) -> usize {
+        self.bytes.load(Ordering::Relaxed)
+    }
+
+    /// Keeps a response that has ended.
+    pub(crate) fn keep(&self, owner: Owner, id: &str, finished: Finished) {
+        let Finished { body, input, output, before, background } = finished;
+        let mut guard = self.shares.lock();
+        let share = guard.1.entry(owner).or_default();
+        // One that was deleted or stopped while it was computed stays so.
+        if background && !share.entries.get(id).is_some_and(|entry| entry.kept.running) {
+            return;
+        }
+        let counted = [Arc::clone(&self.bytes), Arc::clone(&share.bytes)];
+        let bytes = input.iter().chain(&output).map(Item::bytes).sum();
+        let turn = Arc::new(Turn { input, output, _weight: Weight::new(bytes, counted) });
+        let mut turns = before;
+        turns.push(turn);
+        let kept = Kept { body, turns, running: false, background };
+        self.insert(&mut guard, owner, id, kept, None);
+    }
+
+    /// Keeps the name and the state of a response that is computed behind its answer.
+    pub(crate) fn begin(&self, owner: Owner, id: &str, body: Bytes, abort: Option<AbortHandle>) {
+        let kept = Kept { body, turns: Vec::new(), running: true, background: true };
+        self.insert(&mut self.shares.lock(), owner, id, kept, abort);
+    }
+
+    /// Ends one that is computed behind its answer with a state from which nobody goes on: failed or cancelled. False: it is not
+    /// computed any more.
+    pub(crate) fn fail(&self, owner: Owner, id: &str, body: Bytes) -> bool {
+        let mut guard = self.shares.lock();
+        let running = guard.1.get(&owner).and_then(|share| share.entries.get(id));
+        if !running.is_some_and(|entry| entry.kept.running) {
+            return false;
+        }
+        let kept = Kept { body, turns: Vec::new(), running: false, background: true };
+        self.insert(&mut guard, owner, id, kept, None);
+        true
+    }
+
+    fn insert(
+        &self,
+        (next, shares): &mut (u64, HashMap<Owner, Share>),
+        owner: Owner,
+        id: &str,
+        kept: Kept,
+        abort: Option<AbortHandle>,
+    ) {
+        let share = shares.entry(owner).or_default();
+        let before = share.remove(id);
+        let serial = before.as_ref().map_or(*next, |entry| entry.serial);
+        *next += 1;
+        let counted = [Arc::clone(&self.bytes), Arc::clone(&share.bytes)];
+        let bytes = ENTRY + kept.body.len() + kept.turns.len() * size_of::<Arc<Turn>>();
+        let entry = Entry {
+            kept,
+            abort: abort.or(before.and_then(|entry| entry.abort)),
+            since: Instant::now(),
+            serial,
+            _weight: Weight::new(bytes, counted),
+        };
+        share.order.insert(serial, id.into());
+        share.entries.insert(id.into(), entry);
+        self.expire(shares);
+        while self.bytes() > self.config.bytes {
+            let heaviest = shares
+                .values_mut()
+                .filter(|share| share.oldest().is_some())
+                .max_by_key(|share| share.bytes.load(Ordering::Relaxed));
+            let Some(share) = heaviest else { return };
+            let Some(name) = share.oldest().map(str::to_owned) else { return };
+            share.remove(&name);
+            share.untold += 1;
+        }
+    }
+
+    /// Drops what is too old.
+    fn expire(&self, shares: &mut HashMap<Owner, Share>) {
+        shares.retain(|_, share| {
+            while let Some(name) = share.oldest().map(str::to_owned)
+                && share.entries[&*name].since.elapsed() >= self.config.ttl
+            {
+                share.remove(&name);
+            }
+            !share.entries.is_empty() || share.untold > 0
+        });
+    }
+
+    /// A response that is kept.
+    pub(crate) fn get(&self, owner: Owner, id: &str) -> Option<Kept> {
+        let mut guard = self.shares.lock();
+        self.expire(&mut guard.1);
+        Some(guard.1.get(&owner)?.entries.get(id)?.kept.clone())
+    }
+
+    /// Deletes a response, and stops it if it is being computed. False: there is none.
+    pub(crate) fn delete(&self, owner: Owner, id: &str) -> bool {
+        let mut guard = self.shares.lock();
+        let Some(entry) = guard.1.get_mut(&owner).and_then(|share| share.remove(id)) else {
+            return false;
+        };
+        entry.abort.iter().for_each(AbortHandle::abort);
+        true
+    }
+
+    /// Stops one that is being computed.
+    pub(crate) fn stop(&self, owner: Owner, id: &str) {
+        let guard = self.shares.lock();
+        let entry = guard.1.get(&owner).and_then(|share| share.entries.get(id));
+        entry.and_then(|entry| entry.abort.as_ref()).into_iter().for_each(AbortHandle::abort);
+    }
+
+    /// How many responses of this owner had to go since it was last asked.
+    pub(crate) fn take_untold(&self, owner: Owner) -> u64 {
+        let mut guard = self.shares.lock();
+        guard.1.get_mut(&owner).map_or(0, |share| std::mem::take(&mut share.untold))
+    }
+}
+
+/// Bytes of an entry beside its response.
+const ENTRY: usize = 512;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn store(bytes: usize, ttl: Duration) -> Store {
+        Store::new(StoreConfig { bytes, ttl })
+    }
+
+    fn finished(bytes: usize, before: Vec<Arc<Turn>>) -> Finished {
+        let body = Bytes::from(vec![b' '; bytes]);
+        Finished { body, input: vec![], output: vec![], before, background: false }
+    }
+
+    const HOUR: Duration = Duration::from_secs(3600);
+
+    #[test]
+    fn the_oldest_of_whoever_keeps_most_goes_first() {
+        let store = store(10_000, HOUR);
+        store.keep(2, "small", finished(1000, vec![]));
+        for id in ["a", "b", "c", "d"] {
+            store.keep(1, id, finished(2000, vec![]));
+        }
+        assert!(store.bytes() <= 10_000);
+        assert!(store.get(1, "a").is_none() && store.get(1, "d").is_some());
+        assert!(store.get(2, "small").is_some());
+        assert_eq!((store.take_untold(1), store.take_untold(1), store.take_untold(2)), (1, 0, 0));
+    }
+
+    #[test]
+    fn nobody_finds_another_s() {
+        let store = store(10_000, HOUR);
+        store.keep(1, "a", finished(10, vec![]));
+        assert!(store.get(2, "a").is_none() && !store.delete(2, "a"));
+        assert!(store.delete(1, "a") && !store.delete(1, "a"));
+        assert_eq!(store.bytes(), 0);
+    }
+
+    #[test]
+    fn old_ones_go() {
+        let store = store(10_000, Duration::ZERO);
+        store.keep(1, "a", finished(10, vec![]));
+        assert!(store.get(1, "a").is_none());
+        assert_eq!(store.bytes(), 0);
+    }
+
+    #[test]
+    fn a_turn_is_counted_once_and_as_long_as_somebody_goes_on_from_it() {
+        let store = store(100_000, HOUR);
+        let said: Vec<Item> = serde_json::from_value(
+            serde_json::json!([{"role": "user", "content": "x".repeat(5000)}]),
+        )
+        .unwrap();
+        let first = Finished { input: said, ..finished(10, vec![]) };
+        store.keep(1, "a", first);
+        let turns = store.get(1, "a").unwrap().turns;
+        store.keep(1, "b", finished(10, turns));
+        let both = store.bytes();
+        assert!((5000..12_000).contains(&both), "{both}");
+        assert!(store.delete(1, "a"));
+        assert!(store.bytes() >= 5000);
+        assert_eq!(store.get(1, "b").unwrap().turns.len(), 2);
+        assert!(store.delete(1, "b"));
+        assert_eq!(store.bytes(), 0);
+    }
+
+    #[test]
+    fn what_is_computed_stays_and_ends_once() {
+        let store = store(600, HOUR);
+        store.begin(1, "a", Bytes::from_static(b"running"), None);
+        store.keep(1, "b", finished(1000, vec![]));
+        assert!(store.get(1, "b").is_none());
+        assert!(store.get(1, "a").unwrap().running);
+        assert!(store.fail(1, "a", Bytes::from_static(b"failed")));
+        assert!(!store.fail(1, "a", Bytes::from_static(b"again")));
+        assert_eq!(store.get(1, "a").unwrap().body, "failed");
+        store.keep(1, "a", Finished { background: true, ..finished(10, vec![]) });
+        assert_eq!(store.get(1, "a").unwrap().body, "failed");
+    }
+}
