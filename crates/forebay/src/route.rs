@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Result, bail};
 use clap::Args;
 use forebay_router::{
     AllowedBackends, BodyLimits, BreakerConfig, HealthConfig, Policy, RetryConfig, Router,
@@ -13,7 +13,7 @@ use forebay_server::Guard;
 use tokio::runtime::Builder;
 use tracing::info;
 
-use crate::flags::{LineFlags, seconds};
+use crate::flags::{LineFlags, keys, seconds};
 use crate::{descriptors, listening, logs, serve, signals};
 
 #[derive(Debug, Args)]
@@ -114,19 +114,17 @@ struct KeyFlags {
 impl KeyFlags {
     /// All keys of clients.
     fn all(&self) -> Result<Vec<String>> {
-        let mut keys = self.api_key.clone();
-        if let Some(file) = &self.api_key_file {
-            let named = || format!("--api-key-file {}", file.display());
-            let text = std::fs::read_to_string(file).with_context(named)?;
-            let before = keys.len();
-            let lines = text.lines().map(str::trim).filter(|line| !line.is_empty());
-            keys.extend(lines.map(str::to_owned));
-            if keys.len() == before {
-                bail!("{}: there is no key in it", named());
-            }
+        keys("--api-key", &self.api_key, self.api_key_file.as_deref())
+    }
+
+    /// The keys of which there is one at most: of operators, and the router's own.
+    fn single(&self) -> Result<(Option<String>, Option<String>)> {
+        for (flag, key) in
+            [("--admin-api-key", &self.admin_api_key), ("--router-key", &self.router_key)]
+        {
+            keys(flag, key.as_slice(), None)?;
         }
-        keys.retain(|key| !key.is_empty());
-        Ok(keys)
+        Ok((self.admin_api_key.clone(), self.router_key.clone()))
     }
 }
 
@@ -220,6 +218,7 @@ impl RouteFlags {
     /// `limit` files may be open.
     fn config(&self, limit: u64) -> Result<RouterConfig> {
         let Self { backends, choice, trouble, bodies, keys, .. } = self;
+        let (admin_key, router_key) = keys.single()?;
         let millis = Duration::from_millis;
         Ok(RouterConfig {
             policy: choice.policy,
@@ -276,8 +275,8 @@ impl RouteFlags {
             },
             drain_timeout: self.drain_timeout,
             api_keys: keys.all()?,
-            admin_key: keys.admin_api_key.clone(),
-            router_key: keys.router_key.clone(),
+            admin_key,
+            router_key,
             share_cache_across_keys: keys.share_cache_across_keys,
             threads: self.threads.into(),
         })
@@ -369,6 +368,12 @@ mod tests {
         std::fs::write(file.path(), "\n").unwrap();
         let empty = Only::try_parse_from(["route", "--api-key-file", path]).unwrap();
         assert!(empty.flags.config(1 << 20).unwrap_err().to_string().contains("no key"));
+        for flag in ["--api-key", "--admin-api-key", "--router-key"] {
+            // An empty variable of the environment would leave the door open.
+            let open = Only::try_parse_from(["route", flag, ""]).unwrap();
+            let refused = open.flags.config(1 << 20).unwrap_err().to_string();
+            assert!(refused.starts_with(flag), "{refused}");
+        }
     }
 
     #[test]

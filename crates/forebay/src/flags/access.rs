@@ -51,12 +51,13 @@ pub(crate) struct AccessFlags {
 impl AccessFlags {
     /// Keys for the model's use.
     pub(crate) fn keys(&self) -> Result<Keys> {
-        keys("--api-key", &self.api_key, self.api_key_file.as_deref())
+        keys("--api-key", &self.api_key, self.api_key_file.as_deref()).map(Keys::new)
     }
 
     /// Keys for the rest.
     pub(crate) fn admin_keys(&self) -> Result<Keys> {
         keys("--admin-api-key", &self.admin_api_key, self.admin_api_key_file.as_deref())
+            .map(Keys::new)
     }
 
     /// What hosts and pages may ask a server that is bound to `loopback`, if it is bound to nothing else.
@@ -90,7 +91,7 @@ impl AccessFlags {
 }
 
 /// Keys given by a flag, its environment variable or a file.
-fn keys(flag: &str, given: &[String], file: Option<&Path>) -> Result<Keys> {
+pub(crate) fn keys(flag: &str, given: &[String], file: Option<&Path>) -> Result<Vec<String>> {
     let mut all = given.to_vec();
     if let Some(file) = file {
         let text =
@@ -107,7 +108,7 @@ fn keys(flag: &str, given: &[String], file: Option<&Path>) -> Result<Keys> {
             "{flag}: a key is made of at least one letter, digit or sign of ASCII, without spaces"
         );
     }
-    Ok(Keys::new(all))
+    Ok(all)
 }
 
 /// Flags among `arguments` whose value is a secret.
