@@ -110,3 +110,18 @@ def test_nobody_has_to_read_the_log(tiny: Model) -> None:
             assert process.wait(30) == 0
         finally:
             process.kill()
+
+
+def test_answers_are_counted_by_route_and_status(serve: Serve, tiny: Model) -> None:
+    server = serve(tiny, "--device", "sim")
+    for body in ({"prompt": "a", "max_tokens": 1}, {"prompt": 1.5}):
+        server.http.post("/v1/completions", json=body)
+    server.http.get("/nowhere/at/all")
+    server.http.request("BREW", "/v1/models")
+    route = {"handler": "/v1/completions", "method": "POST"}
+    assert server.metric("http_requests_total", **route, status="2xx") == 1
+    assert server.metric("http_requests_total", **route, status="4xx") == 1
+    assert server.metric("http_requests_total", handler="none", method="GET", status="4xx") == 1
+    assert server.metric("http_requests_total", handler="/v1/models", method="other", status="4xx") == 1
+    assert server.metric("http_request_duration_seconds_count", **route) == 2
+    assert server.metric("process_resident_memory_bytes") > 1 << 20

@@ -2,6 +2,7 @@
 //!
 //! What the engine counts is read at scrape time; what happens to a request is observed by the egress thread.
 
+mod http;
 mod sources;
 
 use std::time::{Duration, Instant};
@@ -10,10 +11,12 @@ use forebay_grammar::GrammarStats;
 use forebay_replicas::ReplicaReport;
 use forebay_text::TextStats;
 use parking_lot::Mutex;
+use prometheus::process_collector::ProcessCollector;
 use prometheus::{
     Counter, CounterVec, Encoder, Gauge, Histogram, HistogramOpts, Opts, Registry, TextEncoder,
 };
 
+use self::http::HttpMetrics;
 use self::sources::{
     COUNTERS, GAUGES, GRAMMAR_COUNTERS, GRAMMAR_GAUGES, HOST_COUNTERS, INTAKE_GAUGES, LOG_COUNTERS,
     Read, SPARSE_ROWS, Source, TEXT_COUNTERS, TEXT_GAUGES, TRANSFERS,
@@ -81,6 +84,7 @@ impl Timeline {
 pub struct Metrics {
     registry: Registry,
     requests: RequestMetrics,
+    http: HttpMetrics,
     replicas: Vec<Mutex<ReadMetrics<ReplicaReport>>>,
     text: Mutex<ReadMetrics<TextStats>>,
     grammars: Mutex<ReadMetrics<GrammarStats>>,
@@ -282,7 +286,16 @@ impl Metrics {
         let grammars = ReadMetrics::new(&r, GRAMMAR_GAUGES, GRAMMAR_COUNTERS)?;
         let intake = ReadMetrics::new(&r, INTAKE_GAUGES, &[])?;
         let log = ReadMetrics::new(&r, &[], LOG_COUNTERS)?;
+        // vLLM's dashboards take a server without it for one that is down. Nothing here sleeps.
+        let sleep = r.opts("vllm:engine_sleep_state", "Whether the engine sleeps: it never does.");
+        for (state, holds) in [("awake", 1.0), ("weights_offloaded", 0.0), ("discard_all", 0.0)] {
+            let gauge = Gauge::with_opts(sleep.clone().const_label("sleep_state", state))?;
+            gauge.set(holds);
+            registry.register(Box::new(gauge))?;
+        }
+        registry.register(Box::new(ProcessCollector::for_self()))?;
         Ok(Self {
+            http: HttpMetrics::new(&registry)?,
             registry,
             requests,
             replicas,
@@ -291,6 +304,11 @@ impl Metrics {
             intake: Mutex::new(intake),
             log: Mutex::new(log),
         })
+    }
+
+    /// The head of an answer was sent, so long after its request came.
+    pub(crate) fn answered(&self, handler: &str, method: &str, status: u16, took: Duration) {
+        self.http.answered(handler, method, status, took);
     }
 
     /// A prompt with `n` choices was submitted.

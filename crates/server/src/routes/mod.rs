@@ -17,8 +17,10 @@ mod responses;
 mod scripted;
 mod tokenize;
 
+use std::time::Instant;
+
 use axum::Router;
-use axum::extract::{Request, State};
+use axum::extract::{MatchedPath, Request, State};
 use axum::http::{HeaderName, HeaderValue, Method, Uri};
 use axum::middleware::{Next, from_fn, from_fn_with_state};
 use axum::response::{IntoResponse, Response};
@@ -119,6 +121,7 @@ pub(crate) fn router(state: Shared) -> Router {
         .layer(from_fn(ignored::tell))
         .layer(from_fn(contain))
         .layer(from_fn(tell_errors))
+        .layer(from_fn_with_state(state.clone(), count))
         .layer(from_fn(name_request));
     let root = state.config.root_path.clone();
     let routes = routes.with_state(state);
@@ -223,6 +226,24 @@ async fn contain(request: Request, next: Next) -> Response {
         let reason = "the server failed on this request; its log says why".to_owned();
         Failure(ApiError::Internal { reason, code: Some("panic") }).into_response()
     })
+}
+
+/// Counts an answer. Routes and methods that nobody knows are counted together: clients may make up any.
+async fn count(State(state): State<Shared>, request: Request, next: Next) -> Response {
+    let began = Instant::now();
+    let path = request.extensions().get::<MatchedPath>().cloned();
+    let handler = path.as_ref().map_or("none", MatchedPath::as_str);
+    let method = match *request.method() {
+        Method::GET => "GET",
+        Method::POST => "POST",
+        Method::DELETE => "DELETE",
+        Method::HEAD => "HEAD",
+        Method::OPTIONS => "OPTIONS",
+        _ => "other",
+    };
+    let response = next.run(request).await;
+    state.metrics.answered(handler, method, response.status().as_u16(), began.elapsed());
+    response
 }
 
 /// Echoes the client's name for the request, or makes one up.
