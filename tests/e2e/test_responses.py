@@ -362,3 +362,19 @@ def test_what_nobody_here_knows_is_skipped_and_named(client: OpenAI, model: Tool
     ignored = raw.headers["x-forebay-ignored"]
     assert {"input[0].type=web_search_call", "tools[0].type=web_search", "truncation"} <= set(ignored.split(", "))
     assert raw.parse().output_text.startswith("One, two")
+
+
+def test_what_a_response_repeats_is_within_the_budget(model: ToolModel, serve: Serve, tmp_path: Path) -> None:
+    file, profile = tmp_path / "script.jsonl", tmp_path / "slow.toml"
+    file.write_text(written(model))
+    facts = 'origin = "a test"\ndevice = "slow"\nmodel = "any"\nkv_tokens = 65536\n'
+    profile.write_text(facts + "\n[time]\nstep_us = 200000.0\n")
+    device = ("--device", "sim", "--sim-script", str(file), "--sim-profile", str(profile))
+    server = serve(model, *device, "--max-request-bytes-in-flight", "8000000")
+    body: Json = {"input": "Be slow.", "background": True, "max_output_tokens": 100}
+    small = [server.http.post("/v1/responses", json=body).status_code for _ in range(20)]
+    assert small == [200] * 20
+    large = {**body, "metadata": {"note": "x" * 400_000}}
+    codes = [server.http.post("/v1/responses", json=large).status_code for _ in range(20)]
+    assert codes[0] == 200
+    assert codes[-1] == 429

@@ -228,7 +228,8 @@ impl OllamaChatRequest {
 }
 
 impl OllamaGenerateRequest {
-    /// Checks everything that can be checked before the prompt is tokenised. `has_template`: the model's prompts are conversations.
+    /// Checks everything that can be checked before the prompt is tokenised.
+    /// `has_template` tells whether the model's prompts are conversations.
     ///
     /// # Errors
     /// The first parameter that is out of range or not served.

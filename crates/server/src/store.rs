@@ -36,7 +36,14 @@ pub(crate) type Owner = usize;
 pub(crate) struct Turn {
     pub(crate) input: Vec<Item>,
     pub(crate) output: Vec<Item>,
-    _weight: Weight,
+    weight: Weight,
+}
+
+impl Turn {
+    /// About how many bytes it takes.
+    pub(crate) fn bytes(&self) -> usize {
+        self.weight.bytes
+    }
 }
 
 /// Bytes that are counted as long as this lives. Turns live as long as one of the responses after them.
@@ -156,7 +163,7 @@ impl Store {
         }
         let counted = [Arc::clone(&self.bytes), Arc::clone(&share.bytes)];
         let bytes = input.iter().chain(&output).map(Item::bytes).sum();
-        let turn = Arc::new(Turn { input, output, _weight: Weight::new(bytes, counted) });
+        let turn = Arc::new(Turn { input, output, weight: Weight::new(bytes, counted) });
         let mut turns = before;
         turns.push(turn);
         let kept = Kept { body, turns, running: false, background };

@@ -127,8 +127,8 @@ pub struct ValidResponses {
 const ECHOED_TOOLS: usize = 1 << 16;
 
 impl ResponsesRequest {
-    /// Checks everything that can be checked before the prompt is tokenised. `before` is what was said in the responses that this one goes on
-    /// from. The names of what had no effect are added to `ignored`.
+    /// Checks everything that can be checked before the prompt is tokenised. `before` holds the items
+    /// of earlier responses. The names of fields without an effect are added to `ignored`.
     ///
     /// # Errors
     /// The first parameter that is out of range or not served.

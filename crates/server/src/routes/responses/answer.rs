@@ -10,6 +10,7 @@ use xxhash_rust::xxh3::xxh3_64;
 
 use super::input::Input;
 use super::keep::Keeper;
+use crate::budget::Charge;
 use crate::delta::Delta;
 use crate::outlet::Encoder;
 use crate::routes::chat::CallIds;
@@ -30,6 +31,8 @@ pub(super) struct Head {
     pub(super) kinds: HashMap<String, ToolKind>,
     /// Reasoning comes sealed as well.
     pub(super) sealed: bool,
+    /// For what it keeps of the request until it has ended.
+    pub(super) _held: Charge,
 }
 
 /// A response while it is made.

@@ -41,6 +41,11 @@ use keep::Keeper;
 /// How many of the client's responses had to go since it was last told.
 const EVICTED: HeaderName = HeaderName::from_static("x-forebay-responses-evicted");
 
+/// Bytes of an item's copies in a prompt, for each of its own: the message, the rendered text, its token ids.
+const RENDERED: usize = 3;
+/// Copies of what a response repeats: its own, and those in what is written.
+const REPEATED: usize = 3;
+
 /// Answers a conversation, or the next turn of one that is kept. With `stream`, typed events come; with `background`, the response
 /// comes at once and is computed behind that.
 #[utoipa::path(
@@ -69,6 +74,9 @@ pub(crate) async fn responses(
         Some(id) => previous(&state, owner, id)?,
         None => Vec::new(),
     };
+    // The conversation in front is rendered with the rest, and came with another request.
+    let front = state.budget.open();
+    front.set(before.iter().map(|turn| turn.bytes() * RENDERED).sum())?;
     let turns = before.iter().flat_map(|turn| turn.input.iter().chain(&turn.output));
     let said: Vec<&Item> = turns.collect();
     let mut ignored = Vec::new();
@@ -77,6 +85,10 @@ pub(crate) async fn responses(
         ignore(&state, name)?;
     }
     let ValidResponses { mut chat, kinds, input, store, background, sealed, echo } = valid;
+    // These outlive the body.
+    let held = state.budget.open();
+    let items: usize = input.iter().map(Item::bytes).sum();
+    held.set(items + REPEATED * Value::from(echo.clone()).to_string().len())?;
     let kept = store && state.store.keeps();
     if background && !kept {
         let reason = "`background`: this server keeps no responses (--response-store-bytes)";
@@ -85,11 +97,20 @@ pub(crate) async fn responses(
     routing.fill(&mut chat.generation);
     let streamed = chat.streaming.is_some();
     let submission = prepare(&state, chat, model_limits, &charge, "input").await?;
-    drop(charge);
+    drop((charge, front));
     let name = peer.name("resp_");
     let ids = CallIds { response: name.id.clone(), form: state.model.dialect.ids() };
     let kinds = kinds.into_iter().collect();
-    let head = Head { id: name.id.clone(), created: name.created, model, echo, ids, kinds, sealed };
+    let head = Head {
+        id: name.id.clone(),
+        created: name.created,
+        model,
+        echo,
+        ids,
+        kinds,
+        sealed,
+        _held: held,
+    };
     let keeper =
         kept.then(|| Keeper { state: Arc::clone(&state), owner, input, before, background });
     let answer = Answer::new(head, keeper);

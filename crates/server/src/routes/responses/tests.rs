@@ -6,6 +6,7 @@ use proptest::prelude::*;
 use serde_json::{Map, Value, json};
 
 use super::answer::{Answer, Head};
+use crate::budget::Budget;
 use crate::delta::{Delta, End};
 use crate::outlet::Encoder;
 use crate::routes::chat::CallIds;
@@ -16,7 +17,19 @@ fn answer() -> Answer {
     let ids = CallIds { response: "resp_1".into(), form: Ids::Free };
     let kinds = HashMap::from([("edit".to_owned(), ToolKind::Custom)]);
     let (id, model) = ("resp_1".to_owned(), "m".to_owned());
-    Answer::new(Head { id, created: 7, model, echo: Map::new(), ids, kinds, sealed: true }, None)
+    Answer::new(
+        Head {
+            id,
+            created: 7,
+            model,
+            echo: Map::new(),
+            ids,
+            kinds,
+            sealed: true,
+            _held: Budget::new(0).open(),
+        },
+        None,
+    )
 }
 
 /// The events of a stream. From delta number `moved` on, another brain goes on with it.
