@@ -54,6 +54,28 @@ impl RepositoryFolder {
             .map_err(|error| HubError::disk(&path, "written", &error))
     }
 
+    /// The files that say that a branch is `commit`.
+    pub(crate) fn refs_to(&self, commit: &str) -> Vec<PathBuf> {
+        let mut folders = vec![self.path.join("refs")];
+        let mut found = Vec::new();
+        while let Some(folder) = folders.pop() {
+            for entry in fs::read_dir(folder).into_iter().flatten().flatten() {
+                let path = entry.path();
+                if path.is_dir() {
+                    folders.push(path);
+                } else if fs::read_to_string(&path).is_ok_and(|kept| kept.trim() == commit) {
+                    found.push(path);
+                }
+            }
+        }
+        found
+    }
+
+    /// The folder of the locks of its downloads.
+    pub(crate) fn locks(&self) -> &Path {
+        &self.locks
+    }
+
     /// Links `name` of `commit` to a blob. Where links are impossible, the file moves there.
     pub(crate) fn link(&self, commit: &str, name: &str, blob: &str) -> Result<(), HubError> {
         let place = self.snapshot(commit).join(name);

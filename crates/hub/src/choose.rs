@@ -1,9 +1,8 @@
 //! Which of a repository's files make the model.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 
 use serde::Deserialize;
-use std::collections::BTreeMap;
 
 use crate::error::HubError;
 use crate::name::HubName;
@@ -186,7 +185,7 @@ fn stem(name: &str) -> &str {
 }
 
 /// Whether `word` is in `text`, in any case, with no letter, digit or underscore beside it.
-fn has_word(text: &str, word: &str) -> bool {
+pub(crate) fn has_word(text: &str, word: &str) -> bool {
     let (text, word) = (text.to_ascii_lowercase(), word.to_ascii_lowercase());
     let ends = |c: Option<char>| !c.is_some_and(|c| c.is_ascii_alphanumeric() || c == '_');
     text.match_indices(&word).any(|(at, _)| {

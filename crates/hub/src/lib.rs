@@ -15,6 +15,7 @@ mod name;
 mod progress;
 mod repository;
 mod settings;
+mod stored;
 
 pub use download::free;
 pub use embedded::{Interpreter, NAME as DEFAULT_MODEL};
@@ -23,3 +24,4 @@ pub use hub::{Found, Hub};
 pub use name::{HubName, ModelName};
 pub use progress::Progress;
 pub use settings::Settings;
+pub use stored::{Format, Removal, Stored, list, removal, remove};
