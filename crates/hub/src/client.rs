@@ -1,5 +1,6 @@
 //! Requests to the hub: redirects, who gets the token, how long an answer is awaited.
 
+use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -30,6 +31,15 @@ pub(crate) enum Trouble {
     Status(Refusal),
     /// The server says what can't be so.
     Lie(String),
+}
+
+impl fmt::Display for Trouble {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Broken(cause) | Self::Lie(cause) => f.write_str(cause),
+            Self::Status(refusal) => write!(f, "it answers {}", refusal.status),
+        }
+    }
 }
 
 /// An answer that is none of 200, 206.

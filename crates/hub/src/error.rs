@@ -82,6 +82,14 @@ pub enum HubError {
         /// What was seen.
         cause: String,
     },
+    /// Nobody answers at the hub's address.
+    #[error("{endpoint} does not answer ({cause})")]
+    Silent {
+        /// The hub's address.
+        endpoint: String,
+        /// What was seen.
+        cause: String,
+    },
     /// The server sent what it did not announce.
     #[error("{file} of {what} is not what {endpoint} announced: {cause}; nothing of it is kept")]
     Lie {

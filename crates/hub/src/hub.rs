@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 use tokio::runtime::Runtime;
 
 use crate::choose::{self, Choice, INDEX};
+use crate::client::{Client, Trouble};
 use crate::embedded::{self, Interpreter};
 use crate::error::HubError;
 use crate::name::{HubName, ModelName};
@@ -107,6 +108,29 @@ impl Hub {
         }
         found.lacks = None;
         Ok(())
+    }
+
+    /// Asks the hub whether it takes the token; `None`: it answers, and there is no token.
+    ///
+    /// # Errors
+    /// [`HubError::Unreachable`].
+    pub fn takes_token(&self) -> Result<Option<bool>, HubError> {
+        let asked = self.runtime.block_on(async {
+            let client = Client::new(&self.settings);
+            client.get("/api/whoami-v2", 0).await
+        });
+        let token = self.settings.token.is_some();
+        match asked {
+            Ok(_) => Ok(token.then_some(true)),
+            Err(Trouble::Status(refusal)) if refusal.status < 500 => {
+                // Mirrors need not know the question.
+                Ok(token.then_some(refusal.status != 401))
+            }
+            Err(trouble) => Err(HubError::Silent {
+                endpoint: self.settings.endpoint.clone(),
+                cause: trouble.to_string(),
+            }),
+        }
     }
 
     async fn find_on_hub(&self, name: &HubName, weights: bool) -> Result<Found, HubError> {
