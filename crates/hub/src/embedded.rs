@@ -56,7 +56,7 @@ pub(crate) fn find_or_download(
     }
     if settings.offline {
         return Err(HubError::Embedded(format!(
-            "the model {NAME} is neither installed nor in {}, and --offline forbids to download it",
+            "the model {NAME} is neither installed nor in {}, and offline nothing is downloaded",
             cache.display()
         )));
     }

@@ -8,7 +8,7 @@ use std::path::Path;
 pub enum HubError {
     /// No model is called so.
     #[error(
-        "{0:?} is neither a file or directory here, nor a model of the hub (org/name), nor \"smollm2\""
+        "'{0}' is neither a file or directory here, nor a model of the hub (org/name), nor 'smollm2'"
     )]
     Name(String),
     /// A path that leads nowhere, or to what is no model.
@@ -28,7 +28,7 @@ pub enum HubError {
         endpoint: String,
     },
     /// There is no such branch, tag or commit.
-    #[error("{repository} has no revision {revision:?}")]
+    #[error("{repository} has no revision '{revision}'")]
     Revision {
         /// `org/name`.
         repository: String,
@@ -60,6 +60,9 @@ pub enum HubError {
     /// Nothing of it is here, and nothing may be downloaded.
     #[error("{0} is not in the cache, and offline nothing is downloaded")]
     NotCached(String),
+    /// Nothing of it is here that could be removed.
+    #[error("{0} is not in the cache; `forebay ls` shows what is")]
+    NotStored(String),
     /// A part of it is here, and nothing may be downloaded.
     #[error(
         "{repository} is not complete in the cache, and offline nothing is downloaded: {lacks}"

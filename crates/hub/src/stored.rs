@@ -96,7 +96,7 @@ pub fn list(settings: &Settings) -> Result<Vec<Stored>, HubError> {
 /// What it would take to remove a model. Other snapshots keep what they use.
 ///
 /// # Errors
-/// [`HubError::NotCached`] if nothing of it is here.
+/// [`HubError::NotStored`] if nothing of it is here.
 pub fn removal(settings: &Settings, name: &ModelName) -> Result<Removal, HubError> {
     let name = match name {
         ModelName::Hub(name) => name,
@@ -127,7 +127,7 @@ pub fn removal(settings: &Settings, name: &ModelName) -> Result<Removal, HubErro
         }
     };
     let repository = RepositoryFolder::new(&settings.hub_cache, &name.repository);
-    let missing = || HubError::NotCached(name.what());
+    let missing = || HubError::NotStored(name.what());
     if !repository.path.is_dir() {
         return Err(missing());
     }

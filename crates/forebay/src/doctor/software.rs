@@ -95,7 +95,7 @@ fn packages(installed: &Installed, python: &str) -> Vec<Finding> {
         }
     });
     findings.push(if installed.kernels {
-        Finding::ok("kernels", "compiled for this machine's processor")
+        Finding::ok("kernels", "the compiled ones are there")
     } else {
         Finding::note(
             "kernels",

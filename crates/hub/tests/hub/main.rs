@@ -106,9 +106,9 @@ fn a_revision_is_named_in_one_piece() {
     let kept = cache.path().join("hub/models--org--name/refs/pr/1");
     assert_eq!(fs::read_to_string(kept).unwrap(), COMMIT);
     let error = find_with(settings(&server, cache.path()), "org/name@v9").unwrap_err();
-    assert_eq!(error.to_string(), "org/name has no revision \"v9\"");
+    assert_eq!(error.to_string(), "org/name has no revision 'v9'");
     let error = find_with(settings(&server, cache.path()), "org/name@../../x").unwrap_err();
-    assert_eq!(error.to_string(), "org/name has no revision \"../../x\"");
+    assert_eq!(error.to_string(), "org/name has no revision '../../x'");
 }
 
 #[test]
