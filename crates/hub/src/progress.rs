@@ -17,6 +17,8 @@ pub struct Progress {
     bars: Option<MultiProgress>,
     silent: bool,
     started: Instant,
+    /// Milliseconds from `started` to the first file.
+    began: AtomicU64,
     /// Milliseconds from `started` to the last line.
     said: AtomicU64,
     total: AtomicU64,
@@ -46,6 +48,7 @@ impl Progress {
             bars: None,
             silent,
             started: Instant::now(),
+            began: AtomicU64::new(0),
             said: AtomicU64::new(0),
             total: AtomicU64::new(0),
             here: AtomicU64::new(0),
@@ -65,7 +68,11 @@ impl Progress {
 
     /// A file of `length` bytes, the first `start` of which are here.
     pub(crate) fn file(&self, name: &str, length: u64, start: u64) -> FileProgress<'_> {
-        self.total.fetch_add(length, Ordering::Relaxed);
+        if self.total.fetch_add(length, Ordering::Relaxed) == 0 {
+            let now = self.started.elapsed().as_millis() as u64;
+            self.began.store(now, Ordering::Relaxed);
+            self.said.store(now, Ordering::Relaxed);
+        }
         self.here.fetch_add(start, Ordering::Relaxed);
         let bar = self.bars.as_ref().map(|bars| {
             let bar = bars.add(ProgressBar::new(length));
@@ -73,30 +80,43 @@ impl Progress {
             bar.set_message(short(name));
             bar.set_position(start);
             bar.reset_eta();
+            // So that a server that falls silent is seen.
+            bar.enable_steady_tick(Duration::from_millis(250));
             bar
         });
         FileProgress { all: self, bar, length, position: start }
     }
 
-    fn line(&self, now: Duration) {
+    fn line(&self) {
         let (total, here) = (self.total.load(Ordering::Relaxed), self.here.load(Ordering::Relaxed));
         let percent = (here * 100).checked_div(total).unwrap_or(100);
-        let speed = self.came.load(Ordering::Relaxed) as f64 / now.as_secs_f64().max(0.001);
-        self.say(&format!("downloading: {percent}% of {}, {}/s", size(total), size(speed as u64)));
+        let speed = self.speed(self.came.load(Ordering::Relaxed));
+        self.say(&format!("downloading: {percent}% of {}, {speed}", size(total)));
+    }
+
+    /// What `bytes` since the first file make.
+    fn speed(&self, bytes: u64) -> String {
+        let took = self.took().max(0.001);
+        format!("{}/s", size((bytes as f64 / took) as u64))
+    }
+
+    /// Seconds since the first file.
+    fn took(&self) -> f64 {
+        let began = Duration::from_millis(self.began.load(Ordering::Relaxed));
+        self.started.elapsed().saturating_sub(began).as_secs_f64()
     }
 
     fn moved(&self, bytes: u64) {
         self.here.fetch_add(bytes, Ordering::Relaxed);
         self.came.fetch_add(bytes, Ordering::Relaxed);
-        let now = self.started.elapsed();
         let last = self.said.load(Ordering::Relaxed);
-        let millis = now.as_millis() as u64;
+        let millis = self.started.elapsed().as_millis() as u64;
         if self.bars.is_some() || millis < last + EVERY.as_millis() as u64 {
             return;
         }
         // One of the tasks says it.
         if self.said.compare_exchange(last, millis, Ordering::Relaxed, Ordering::Relaxed).is_ok() {
-            self.line(now);
+            self.line();
         }
     }
 
@@ -108,9 +128,8 @@ impl Progress {
         if total == 0 {
             return;
         }
-        let took = self.started.elapsed().as_secs_f64();
-        let speed = size((came as f64 / took.max(0.001)) as u64);
-        self.say(&format!("downloaded 100% of {} in {took:.1} s, {speed}/s", size(total)));
+        let (took, speed) = (self.took(), self.speed(came));
+        self.say(&format!("downloaded 100% of {} in {took:.1} s, {speed}", size(total)));
     }
 }
 
@@ -163,10 +182,8 @@ impl Drop for FileProgress<'_> {
 }
 
 fn style() -> ProgressStyle {
-    ProgressStyle::with_template(
-        "{msg:32} {bar:24} {percent:>3}% of {total_bytes:<10} {bytes_per_sec:<12} {eta}",
-    )
-    .unwrap_or_else(|_| ProgressStyle::default_bar())
+    const LINE: &str = "{msg:32!} {wide_bar} {percent:>3}% of {decimal_total_bytes} {decimal_bytes_per_sec:>12} {eta:>4}";
+    ProgressStyle::with_template(LINE).unwrap_or_else(|_| ProgressStyle::default_bar())
 }
 
 /// The end of a path that has room beside a bar.
