@@ -31,7 +31,7 @@ UV_LOCK := $(UV) pip compile --quiet --python $(BIN)/python --universal --python
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup setup-dev setup-clients build build-tests serve test test-rust test-asan test-python test-triton test-triton-old e2e test-fleet test-kills test-image-sizes test-fuzz-images test-gpu bench-gpu gpu-pack check lint fmt deny docs wheel wheel-test lock ci \
+.PHONY: help setup setup-dev setup-clients build build-tests serve test test-rust test-asan test-python test-triton test-triton-old e2e test-fleet test-kills test-image-sizes test-fuzz-images test-gpu bench-gpu gpu-pack check lint fmt deny docs docs-cli wheel wheel-test lock ci \
 	clean distclean
 
 help: ## print this list
@@ -173,6 +173,9 @@ deny: setup-dev ## check licences and sources of the Rust dependencies
 
 docs: ## build the Rust API documentation
 	RUSTDOCFLAGS='-D warnings' cargo doc $(CARGO_FLAGS) --no-deps
+
+docs-cli: build-tests ## write docs/cli.md from what the commands say of themselves
+	$(BIN)/python scripts/cli_page.py $(TARGET_DIR)/$(TEST_PROFILE)/forebay
 
 wheel: setup-dev ## build the wheel into dist/
 	rm -rf dist

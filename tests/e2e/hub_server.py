@@ -78,6 +78,12 @@ class _Handler(BaseHTTPRequestHandler):
     def _answer(self) -> None:
         path = unquote(urlsplit(self.path).path)
         self.hub.requests.append((self.command, path, self.headers.get("Range")))
+        if path == "/api/whoami-v2" and self.hub.token is not None:
+            if self.headers.get("Authorization") == f"Bearer {self.hub.token}":
+                self._json({"name": "somebody"})
+            else:
+                self._refuse(401, "InvalidToken")
+            return
         match = re.fullmatch(r"(?:/api/models)?/([^/]+/[^/]+)(?:/(revision|tree|resolve)/([^/]+)(?:/(.+))?)?", path)
         if match is None:
             self._refuse(404, "EntryNotFound")

@@ -41,6 +41,19 @@ struct Lacks {
     names: Vec<String>,
 }
 
+/// What the hub makes of `HF_TOKEN`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Token {
+    /// There is none.
+    Unset,
+    /// It is somebody's.
+    Taken,
+    /// It is nobody's.
+    Refused,
+    /// What answers does not say; mirrors need not.
+    Unknown,
+}
+
 impl Found {
     /// Whether [`Hub::complete`] has something to download.
     #[must_use]
@@ -110,26 +123,26 @@ impl Hub {
         Ok(())
     }
 
-    /// Asks the hub whether it takes the token; `None`: it answers, and there is no token.
+    /// Asks the hub whether it takes the token.
     ///
     /// # Errors
-    /// [`HubError::Unreachable`].
-    pub fn takes_token(&self) -> Result<Option<bool>, HubError> {
+    /// [`HubError::Silent`] if it does not answer.
+    pub fn token(&self) -> Result<Token, HubError> {
         let asked = self.runtime.block_on(async {
             let client = Client::new(&self.settings);
             client.get("/api/whoami-v2", 0).await
         });
-        let token = self.settings.token.is_some();
+        let set = self.settings.token.is_some();
         match asked {
-            Ok(_) => Ok(token.then_some(true)),
-            Err(Trouble::Status(refusal)) if refusal.status < 500 => {
-                // Mirrors need not know the question.
-                Ok(token.then_some(refusal.status != 401))
+            Ok(_) if set => Ok(Token::Taken),
+            Err(Trouble::Status(refusal)) if set && refusal.status == 401 => Ok(Token::Refused),
+            Err(Trouble::Status(refusal)) if set && refusal.status < 500 => Ok(Token::Unknown),
+            Err(Trouble::Status(refusal)) if refusal.status < 500 => Ok(Token::Unset),
+            Ok(_) => Ok(Token::Unset),
+            Err(trouble) => {
+                let (endpoint, cause) = (self.settings.endpoint.clone(), trouble.to_string());
+                Err(HubError::Silent { endpoint, cause })
             }
-            Err(trouble) => Err(HubError::Silent {
-                endpoint: self.settings.endpoint.clone(),
-                cause: trouble.to_string(),
-            }),
         }
     }
 

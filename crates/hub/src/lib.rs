@@ -20,7 +20,7 @@ mod stored;
 pub use download::free;
 pub use embedded::{Interpreter, NAME as DEFAULT_MODEL};
 pub use error::{HubError, size};
-pub use hub::{Found, Hub};
+pub use hub::{Found, Hub, Token};
 pub use name::{HubName, ModelName};
 pub use progress::Progress;
 pub use settings::Settings;

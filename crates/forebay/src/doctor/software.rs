@@ -5,7 +5,7 @@ use std::process::{Command, Stdio};
 use std::time::Duration;
 
 use forebay_hand::without_keys;
-use forebay_hub::{Settings, free, size};
+use forebay_hub::{Settings, Token, free, size};
 use serde::Deserialize;
 
 use super::Finding;
@@ -135,11 +135,12 @@ fn hub(settings: &Settings, python: &Path) -> Finding {
     }
     let settings = Settings { patience: PATIENCE, ..settings.clone() };
     let asked = models::hub(settings.clone(), python)
-        .and_then(|hub| hub.takes_token().map_err(anyhow::Error::from));
+        .and_then(|hub| hub.token().map_err(anyhow::Error::from));
     match asked {
-        Ok(None) => Finding::ok(WHAT, format!("{endpoint} answers; no HF_TOKEN is set")),
-        Ok(Some(true)) => Finding::ok(WHAT, format!("{endpoint} answers, and takes HF_TOKEN")),
-        Ok(Some(false)) => Finding::note(
+        Ok(Token::Unset) => Finding::ok(WHAT, format!("{endpoint} answers; no HF_TOKEN is set")),
+        Ok(Token::Taken) => Finding::ok(WHAT, format!("{endpoint} answers, and takes HF_TOKEN")),
+        Ok(Token::Unknown) => Finding::ok(WHAT, format!("{endpoint} answers")),
+        Ok(Token::Refused) => Finding::note(
             WHAT,
             format!("{endpoint} answers, and does not take HF_TOKEN"),
             "private and gated models can't be downloaded: make a new token, or unset it",
