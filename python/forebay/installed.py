@@ -21,7 +21,8 @@ def installed() -> dict[str, str | bool | None]:
     spec = find_spec("forebay.kernels")
     folder = Path(spec.origin).parent if spec is not None and spec.origin else None
     kernels = folder is not None and any(folder.glob("libforebay_kernels.*"))
-    return {"python": platform.python_version(), "kernels": kernels} | {name: _version(name) for name in PACKAGES}
+    versions = {name: _version(name) for name in PACKAGES}
+    return {"python": platform.python_version(), "kernels": kernels, **versions}
 
 
 def main() -> None:

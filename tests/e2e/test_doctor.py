@@ -30,7 +30,7 @@ def hub(tmp_path: Path) -> Iterator[Hub]:
 def doctor(hub: Hub, home: Path, *flags: str | Path, **variables: str) -> subprocess.CompletedProcess[str]:
     kept = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
     kept |= {"HF_ENDPOINT": hub.endpoint, "HF_HOME": str(home), "FOREBAY_CACHE": str(home), "NO_PROXY": "127.0.0.1"}
-    command = [BINARY, "doctor", *map(str, flags)]
+    command = [str(BINARY), "doctor", *map(str, flags)]
     return subprocess.run(command, capture_output=True, text=True, env=kept | variables, timeout=60, check=False)
 
 

@@ -48,7 +48,7 @@ def environment(hub: Hub, home: Path, **variables: str) -> dict[str, str]:
 
 
 def run(hub: Hub, home: Path, *arguments: str | Path, **variables: str) -> subprocess.CompletedProcess[str]:
-    command = [BINARY, *map(str, arguments)]
+    command = [str(BINARY), *map(str, arguments)]
     return subprocess.run(
         command, capture_output=True, text=True, env=environment(hub, home, **variables), timeout=120, check=False
     )
@@ -141,7 +141,7 @@ def test_a_download_goes_on_after_kill_9(hub: Hub, tmp_path: Path) -> None:
 def test_of_two_processes_one_downloads(hub: Hub, tmp_path: Path) -> None:
     content = large(hub, 16)
     hub.held[WEIGHTS] = 5 << 20
-    command, variables = [BINARY, "pull", "--json", NAME], environment(hub, tmp_path)
+    command, variables = [str(BINARY), "pull", "--json", NAME], environment(hub, tmp_path)
 
     def start() -> subprocess.Popen[str]:
         return subprocess.Popen(command, env=variables, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -323,7 +323,7 @@ def test_who_removes_a_model_is_asked(hub: Hub, tmp_path: Path, typed: str, left
     path = Path(answer(pull(hub, tmp_path, NAME))["path"])
     terminal, inner = pty.openpty()
     os.write(terminal, typed.encode())
-    command = [BINARY, "rm", NAME]
+    command = [str(BINARY), "rm", NAME]
     done = subprocess.run(
         command, stdin=inner, capture_output=True, text=True, env=environment(hub, tmp_path), timeout=60, check=False
     )

@@ -18,6 +18,7 @@ use hyper_util::rt::{TokioExecutor, TokioTimer};
 use url::Url;
 
 use crate::connector::{Connector, deepest};
+use crate::download::LINKED_ETAG;
 use crate::settings::Settings;
 
 const MAX_REDIRECTS: usize = 10;
@@ -99,13 +100,13 @@ impl Client {
         }
     }
 
-    /// The answer to HEAD. Redirects to other hosts are not followed: the hub says before them what a file is.
+    /// The answer to HEAD. Where the hub itself says what a file is, its redirect to another host is not followed.
     pub(crate) async fn head(&self, path: &str) -> Result<Response<Incoming>, Trouble> {
         let mut url = self.url(path)?;
         for _ in 0..=MAX_REDIRECTS {
             let response = self.send(Method::HEAD, &url, None).await?;
             let Some(next) = redirect(&response, &url)? else { return accepted(response) };
-            if next.origin() != url.origin() {
+            if next.origin() != url.origin() && response.headers().contains_key(LINKED_ETAG) {
                 return Ok(response);
             }
             url = next;

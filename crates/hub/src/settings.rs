@@ -49,6 +49,7 @@ impl Settings {
             offline: offline || flag("HF_HUB_OFFLINE") || flag("TRANSFORMERS_OFFLINE"),
             patience: set("HF_HUB_DOWNLOAD_TIMEOUT")
                 .and_then(|seconds| seconds.parse().ok())
+                .filter(|seconds| (1..=3600).contains(seconds))
                 .map_or(Duration::from_secs(20), Duration::from_secs),
             at_a_time: 4,
         })

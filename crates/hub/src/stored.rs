@@ -37,8 +37,8 @@ pub enum Format {
     Safetensors,
     /// One file, or its parts.
     Gguf,
-    /// Neither is there: no model, or only a part of one.
-    Incomplete,
+    /// Neither is here: a tokenizer alone, a part of a model, weights of other forms.
+    Other,
 }
 
 impl Format {
@@ -48,7 +48,7 @@ impl Format {
         match self {
             Self::Safetensors => "safetensors",
             Self::Gguf => "gguf",
-            Self::Incomplete => "incomplete",
+            Self::Other => "other",
         }
     }
 }
@@ -266,7 +266,7 @@ impl Content {
             Stored { name, format, bytes, last_used, path: folder.to_owned() }
         };
         if safetensors || ggufs.is_empty() {
-            let format = if safetensors { Format::Safetensors } else { Format::Incomplete };
+            let format = if safetensors { Format::Safetensors } else { Format::Other };
             return vec![row(name.to_owned(), format, &mut self.blobs.values())];
         }
         let of = |gguf: &str| {
@@ -419,7 +419,7 @@ mod tests {
         let (_folder, settings) = cache();
         let expected = [
             ("org/one", "safetensors", 1030),
-            ("org/part", "incomplete", 5),
+            ("org/part", "other", 5),
             ("org/quants/t-Q4_0.gguf", "gguf", 400),
             ("org/quants/x/t-Q8_0-00001-of-00002.gguf", "gguf", 161),
             ("smollm2", "gguf", 93),

@@ -7,6 +7,7 @@ use std::fs;
 use std::net::TcpListener;
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Barrier};
 use std::time::{Duration, SystemTime};
 
@@ -329,4 +330,46 @@ fn use_is_noted() {
     let used = fs::metadata(&path).unwrap();
     assert!(used.accessed().unwrap() > long_ago + Duration::from_secs(900_000));
     assert!(used.modified().unwrap() < long_ago + Duration::from_secs(10));
+}
+
+#[test]
+fn a_mirror_may_name_contents_as_it_likes() {
+    let (old, new) = (bytes(300_000), bytes(300_001).split_off(1));
+    let files: [(&str, &[u8]); 3] = [SMALL[0], SMALL[1], ("model.safetensors", &old)];
+    let changed = AtomicBool::new(false);
+    let (before, after) = (old.clone(), new.clone());
+    let server = Server::changed(&files, move |asked, answer, _| {
+        if !asked.path.ends_with("model.safetensors") {
+            return;
+        }
+        if asked.start.is_some() {
+            changed.store(true, Ordering::Relaxed);
+        }
+        let now = changed.load(Ordering::Relaxed);
+        answer.set("etag", if now { "W/\"v2\"" } else { "W/\"v1\"" });
+        let content = if now { &after } else { &before };
+        answer.body = content[asked.start.unwrap_or(0)..].to_vec();
+        if asked.is_download() && !now {
+            answer.cut = Some(100_000);
+        }
+    });
+    let cache = tempfile::tempdir().expect("a folder");
+    let found = find(&server, cache.path()).unwrap();
+    assert_eq!(fs::read(found.path.join("model.safetensors")).unwrap(), new);
+    assert!(blobs(cache.path()).contains(&"v2".to_owned()));
+    assert_eq!(blobs(cache.path()).len(), 3);
+}
+
+#[test]
+fn a_mirror_may_send_everything_elsewhere() {
+    let files: [(&str, &[u8]); 3] = [SMALL[0], SMALL[1], ("model.safetensors", b"weights")];
+    let elsewhere = Server::start(&files);
+    let to = elsewhere.endpoint.clone();
+    let server = Server::changed(&files, move |asked, answer, _| {
+        *answer = server::Answer::new(308, &[]);
+        answer.set("location", &format!("{to}{}", asked.path));
+    });
+    let cache = tempfile::tempdir().expect("a folder");
+    let found = find(&server, cache.path()).unwrap();
+    assert_eq!(fs::read(found.path.join("model.safetensors")).unwrap(), b"weights");
 }
