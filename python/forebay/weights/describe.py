@@ -1,15 +1,23 @@
-"""From files on this machine to the description of a model that the brain and the hand work from."""
+"""From files on this machine to the description of a model that the brain and the hand work from.
+
+`python -m forebay.weights.describe PATH` prints it in one line of JSON. The brain has found the files, or downloaded
+them. Exit status 2 and a last line that starts with "error: " tell what can't be run and why.
+"""
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import json
+import os
 import re
-from collections.abc import Iterable
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from forebay.weights.cache import atomic_file
+from forebay.weights.cache import atomic_file, cache_directory
 from forebay.weights.config import ModelConfig, shape_of, token_ids
 from forebay.weights.encoder_config import EncoderConfig
 from forebay.weights.errors import ModelError, UnsupportedModelError
@@ -25,6 +33,7 @@ __all__ = [
     "describe_gguf",
     "describe_path",
     "gguf_parts",
+    "main",
     "safetensors_names",
 ]
 
@@ -288,3 +297,53 @@ def _token_text(config: dict[str, Any], key: str) -> str | None:
 def _write_json(path: Path, value: dict[str, Any]) -> None:
     with atomic_file(path) as file:
         file.write(json.dumps(value, ensure_ascii=False).encode())
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The command. Returns its exit status."""
+    parser = argparse.ArgumentParser(prog="python -m forebay.weights.describe", description="Describe a model.")
+    parser.add_argument("path", metavar="PATH", type=Path, help="a directory, or a .gguf file or one of its parts")
+    parser.add_argument("--name", metavar="N", help="what the model is called (default: as the directory or the file)")
+    parser.add_argument("--cache-dir", metavar="D", help="what is made of models is kept below D")
+    parser.add_argument("--no-weights", action="store_true", help="a directory needs no safetensors")
+    parser.add_argument("--is-embedding", action="store_true", help="the model is to pool, not to generate")
+    options = parser.parse_args(arguments)
+    cache = cache_directory(options.cache_dir)
+    try:
+        with _only_errors():
+            description = _describe(
+                options.path, options.name, cache, weights=not options.no_weights, embedding=options.is_embedding
+            )
+    except ModelError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    # For the hand, which keeps there what it makes of the weights.
+    print(json.dumps({**description, "cache": str(cache)}))
+    return 0
+
+
+def _describe(path: Path, name: str | None, cache: Path, *, weights: bool, embedding: bool) -> dict[str, Any]:
+    if name is None:
+        return describe_path(path, cache, weights=weights, embedding=embedding)
+    # Which of a repository's files are the model was decided where they were found.
+    if path.is_dir():
+        return describe_directory(path, name, weights=weights, embedding=embedding)
+    return describe_gguf(gguf_parts(path), name, cache, embedding=embedding)
+
+
+@contextmanager
+def _only_errors() -> Iterator[None]:
+    """Sends what libraries and their processes print to standard error: the answer is alone on standard output."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        os.dup2(kept, 1)
+        os.close(kept)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
