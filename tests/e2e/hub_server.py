@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import ssl
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -42,8 +43,8 @@ class Hub:
 
 
 @contextmanager
-def serve(hub: Hub) -> Iterator[Hub]:
-    """Serves until the block ends; `hub.endpoint` is the address."""
+def serve(hub: Hub, certificate: tuple[Path, Path] | None = None) -> Iterator[Hub]:
+    """Serves until the block ends; `hub.endpoint` is the address. With `certificate` and its key, over TLS."""
 
     class Handler(_Handler):
         pass
@@ -51,6 +52,12 @@ def serve(hub: Hub) -> Iterator[Hub]:
     Handler.hub = hub
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     hub.endpoint = f"http://127.0.0.1:{server.server_address[1]}"
+    if certificate is not None:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(*certificate)
+        # The handshake is made by the thread of the connection.
+        server.socket = context.wrap_socket(server.socket, server_side=True, do_handshake_on_connect=False)
+        hub.endpoint = hub.endpoint.replace("http:", "https:")
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
     thread.start()
     try:

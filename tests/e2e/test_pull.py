@@ -7,6 +7,7 @@ import json
 import os
 import pty
 import signal
+import socket
 import struct
 import subprocess
 import sys
@@ -24,11 +25,12 @@ from safetensors.torch import save_file
 
 from tests.e2e.hub_server import COMMIT, Hub, serve
 from tests.e2e.models import Model
-from tests.e2e.server import BINARY, Server
+from tests.e2e.server import BINARY, ROOT, Server
 from tests.e2e.waiting import eventually
 from tests.weights.support import tiny_directory, tiny_gguf
 
 NAME = "some-org/tiny-model"
+DATA = ROOT / "crates/server/tests/data"
 WEIGHTS = "model-00001-of-00002.safetensors"
 
 
@@ -362,6 +364,14 @@ def test_a_terminal_gets_bars(hub: Hub, tmp_path: Path) -> None:
     assert WEIGHTS[-32:] in seen
 
 
+def pump(source: socket.socket, target: socket.socket) -> None:
+    """Passes on what comes until no more does."""
+    with contextlib.suppress(OSError):
+        while data := source.recv(1 << 16):
+            target.sendall(data)
+        target.shutdown(socket.SHUT_WR)
+
+
 @contextmanager
 def proxy() -> Iterator[tuple[str, list[str]]]:
     """A proxy for requests without TLS; its address, and what it was asked for."""
@@ -377,7 +387,18 @@ def proxy() -> Iterator[tuple[str, list[str]]]:
 
         def do_CONNECT(self) -> None:
             asked.append(f"CONNECT {self.path}")
-            self.send_error(403)
+            host, _, port = self.path.partition(":")
+            if host != "127.0.0.1":
+                self.send_error(403)
+                return
+            with socket.create_connection((host, int(port))) as upstream:
+                self.send_response(200)
+                self.end_headers()
+                back = threading.Thread(target=pump, args=(upstream, self.connection))
+                back.start()
+                pump(self.connection, upstream)
+                back.join()
+            self.close_connection = True
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
@@ -403,6 +424,19 @@ def test_a_proxy_is_asked_where_one_is_named(hub: Hub, tmp_path: Path) -> None:
         assert "only http:// is supported" in text
         answer(pull(hub, tmp_path, NAME, HTTP_PROXY=there, NO_PROXY="127.0.0.1"))
         assert len(asked) == 2
+
+
+def test_servers_are_known_by_their_certificates(hub: Hub, tmp_path: Path) -> None:
+    trusted = {"SSL_CERT_FILE": str(DATA / "certificate.pem")}
+    with serve(Hub(NAME, hub.directory), (DATA / "certificate.pem", DATA / "key.pem")) as secure:
+        text = message(pull(secure, tmp_path, NAME))
+        assert "certificate" in text
+        assert not secure.requests
+        assert answer(pull(secure, tmp_path, NAME, **trusted))["name"] == NAME
+        with proxy() as (address, asked):
+            there = f"http://{address}"
+            answer(pull(secure, tmp_path / "other", NAME, HTTPS_PROXY=there, **trusted))
+            assert set(asked) == {f"CONNECT {secure.endpoint.removeprefix('https://')}"}
 
 
 def test_the_default_model_is_looked_for_beside_the_interpreter(hub: Hub, tmp_path: Path) -> None:

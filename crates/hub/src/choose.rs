@@ -243,8 +243,7 @@ mod tests {
 
     #[test]
     fn safetensors_win_over_gguf() {
-        let all =
-            "config.json tokenizer.json model.safetensors t.gguf README.md 1_Pooling/config.json";
+        let all = "config.json tokenizer.json model.safetensors t.gguf README.md 1_Pooling/config.json onnx/1_Pooling/config.json";
         let small = names("config.json tokenizer.json 1_Pooling/config.json");
         assert_eq!(chosen("a/b", all), Ok(Choice::Directory(small)));
     }

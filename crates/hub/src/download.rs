@@ -332,7 +332,7 @@ impl<'a> State<'a> {
         written.map_err(|error| match error.kind() {
             io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => {
                 let folder = self.partial.path.parent().unwrap_or(Path::new("/"));
-                full(folder, &self.partial.name, data.len() as u64)
+                full(folder, &self.partial.name, self.progress.left())
             }
             _ => HubError::disk(&self.partial.path, "written", &error),
         })?;

@@ -2,6 +2,7 @@
 //!
 //! The cache is laid out as `huggingface_hub` lays it out, and its variables are read: `HF_TOKEN`,
 //! `HF_ENDPOINT`, `HF_HOME`, `HF_HUB_CACHE`, `HF_HUB_OFFLINE`, and the proxy's.
+//! Why it is our own code: `docs/adr/0044-models-are-fetched-by-the-binary.md`.
 
 mod cache;
 mod choose;

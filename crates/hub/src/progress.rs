@@ -158,6 +158,11 @@ impl FileProgress<'_> {
         }
     }
 
+    /// Bytes that are still to come.
+    pub(crate) fn left(&self) -> u64 {
+        self.length.saturating_sub(self.position)
+    }
+
     /// What was here is not what was wanted.
     pub(crate) fn restart(&mut self) {
         self.all.here.fetch_sub(self.position, Ordering::Relaxed);

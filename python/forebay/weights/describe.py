@@ -27,18 +27,15 @@ from forebay.weights.pooling import Pooling, read_pooling
 from forebay.weights.vision import read_preprocessing
 
 __all__ = [
-    "INDEX",
-    "PICKLES",
     "describe_directory",
     "describe_gguf",
     "describe_path",
     "gguf_parts",
     "main",
-    "safetensors_names",
 ]
 
-PICKLES = (".bin", ".pt", ".pth", ".ckpt")
-INDEX = "model.safetensors.index.json"
+_PICKLES = (".bin", ".pt", ".pth", ".ckpt")
+_INDEX = "model.safetensors.index.json"
 
 _IMAGE_TOKENS = ("image_token_id", "vision_start_token_id", "vision_end_token_id")
 _PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
@@ -60,7 +57,7 @@ def describe_path(path: Path, cache: Path, *, weights: bool = True, embedding: b
         raise ModelError(f"{path} doesn't exist")
     if path.suffix == ".gguf":
         return describe_gguf(gguf_parts(path), path.stem, cache, embedding=embedding)
-    if path.suffix in PICKLES:
+    if path.suffix in _PICKLES:
         raise ModelError(f"{path} is a pickle file, which can run code when it is read; use safetensors or GGUF")
     raise ModelError(f"{path} is neither a directory nor a .gguf file")
 
@@ -72,7 +69,7 @@ def describe_directory(directory: Path, name: str, *, weights: bool = True, embe
     if not tokenizer.is_file():
         raise ModelError(f"{directory} has no tokenizer.json, the only form of tokenizer that is supported here")
     present = [entry.name for entry in directory.iterdir() if entry.is_file()]
-    files = safetensors_names(present, directory) if weights else []
+    files = _safetensors_names(present, directory) if weights else []
     generation = read_json(directory / "generation_config.json", optional=True)
     tokenizer_config = read_json(directory / "tokenizer_config.json", optional=True)
     special = read_json(directory / "special_tokens_map.json", optional=True)
@@ -136,36 +133,32 @@ def gguf_parts(path: Path) -> list[Path]:
     return parts
 
 
-def safetensors_names(present: Iterable[str], directory: Path | None = None) -> list[str]:
-    """Of the file names in a model's directory, those that hold its weights, in order. Raises ModelError.
-
-    With `directory` the index of a model in shards is read, and says which they are.
-    """
-    names = sorted(name for name in present if "/" not in name)
-    if directory is not None and INDEX in names:
-        index = read_json(directory / INDEX)
+def _safetensors_names(present: Iterable[str], directory: Path) -> list[str]:
+    """Of the file names in a model's directory, those that hold its weights, in order. Raises ModelError."""
+    names = sorted(present)
+    if _INDEX in names:
+        index = read_json(directory / _INDEX)
         shards = sorted(set(index.get("weight_map", {}).values()))
         missing = sorted(set(shards) - set(names))
         if missing or not shards:
-            raise ModelError(f"{directory} lacks {', '.join(missing) or 'every shard'} of {INDEX}")
+            raise ModelError(f"{directory} lacks {', '.join(missing) or 'every shard'} of {_INDEX}")
         return shards
     # Some repositories hold the weights a second time under the names of the model's own tools, or an adapter.
     weights = [
         name for name in names if name.endswith(".safetensors") and not name.startswith(("consolidated", "adapter"))
     ]
-    if "model.safetensors" in weights and INDEX not in names:
+    if "model.safetensors" in weights:
         return ["model.safetensors"]
     return weights or _no_weights(names, directory)
 
 
-def _no_weights(names: list[str], directory: Path | None) -> list[str]:
-    where = f"{directory} has" if directory is not None else "the model has"
-    if any(name.endswith(PICKLES) for name in names):
+def _no_weights(names: list[str], directory: Path) -> list[str]:
+    if any(name.endswith(_PICKLES) for name in names):
         raise ModelError(
-            f"{where} only pickle files for weights, which can run code when they are read; "
+            f"{directory} has only pickle files for weights, which can run code when they are read; "
             "convert them to safetensors, or choose a model that has them"
         )
-    raise ModelError(f"{where} no weights: neither *.safetensors nor *.gguf")
+    raise ModelError(f"{directory} has no weights: neither *.safetensors nor *.gguf")
 
 
 def _describe_any_directory(directory: Path, cache: Path, *, weights: bool, embedding: bool) -> dict[str, Any]:
