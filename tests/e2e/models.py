@@ -34,7 +34,7 @@ from transformers import (
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 from tests.e2e.server import ROOT
-from tests.weights.support import run_fetch, smollm2
+from tests.weights.support import run_describe, smollm2
 
 TOKENIZER = ROOT / "crates/text/tests/data/tiny-llama-tokenizer.json"
 VOCABULARY = 2048
@@ -243,7 +243,7 @@ class SmolLM2(Model):
     """The default model."""
 
     def __init__(self) -> None:
-        done = run_fetch("smollm2")
+        done = run_describe(smollm2())
         assert done.returncode == 0, done.stderr
         super().__init__("smollm2", "smollm2", Path(json.loads(done.stdout)["tokenizer"]))
 

@@ -19,7 +19,8 @@ from transformers.convert_slow_tokenizer import TikTokenConverter
 
 from tests.e2e.models import CHAT_TEMPLATE, Model
 from tests.e2e.server import ROOT, Server
-from tests.weights.support import run_fetch
+from tests.weights.support import run_describe
+from tests.weights.support import smollm2 as smollm2_file
 
 CONTEXT = 1 << 20
 SEED = 4
@@ -44,7 +45,7 @@ def package_file(package: str, *names: str) -> Path:
 
 
 def smollm2(path: Path) -> None:
-    done = run_fetch("smollm2")
+    done = run_describe(smollm2_file())
     assert done.returncode == 0, done.stderr
     shutil.copyfile(json.loads(done.stdout)["tokenizer"], path)
 

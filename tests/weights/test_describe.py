@@ -15,7 +15,7 @@ from forebay.weights.describe import describe_path
 from forebay.weights.errors import ModelError
 from forebay.weights.load import weight_shapes
 from tests.weights.support import (
-    run_fetch,
+    run_describe,
     tiny_directory,
     tiny_gguf,
     tiny_metadata,
@@ -27,7 +27,7 @@ from tests.weights.support import (
 
 def test_a_directory(tmp_path: Path) -> None:
     directory = tiny_directory(tmp_path / "my-model", shards=2)
-    done = run_fetch(directory, "--cache-dir", tmp_path / "cache")
+    done = run_describe(directory, "--cache-dir", tmp_path / "cache")
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("\n") == 1
     found = json.loads(done.stdout)
@@ -59,7 +59,7 @@ def test_a_gguf_file_and_a_directory_with_one(tmp_path: Path) -> None:
     (tmp_path / "m").mkdir()
     path = tiny_gguf(tmp_path / "m" / "tiny-Q8.gguf")
     cache = tmp_path / "cache"
-    done = run_fetch(path, "--cache-dir", cache)
+    done = run_describe(path, "--cache-dir", cache)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert (found["name"], found["format"], found["files"]) == ("tiny-Q8", "gguf", [str(path)])
@@ -201,7 +201,7 @@ def broken(directory: Path, kind: str) -> Path:
 )
 def test_what_is_wrong_is_said_in_one_line(tmp_path: Path, kind: str, message: str) -> None:
     path = broken(tiny_directory(tmp_path / "m"), kind)
-    done = run_fetch(path, "--cache-dir", tmp_path / "cache")
+    done = run_describe(path, "--cache-dir", tmp_path / "cache")
     assert done.returncode == 2
     assert done.stdout == ""
     assert done.stderr.startswith("error: ")
@@ -209,11 +209,15 @@ def test_what_is_wrong_is_said_in_one_line(tmp_path: Path, kind: str, message: s
     assert message in done.stderr
 
 
-@pytest.mark.parametrize("name", ["no-such-model", "a/b/c", "org/", "org/na me"])
-def test_what_can_be_no_model_is_told_the_forms(name: str, tmp_path: Path) -> None:
-    done = run_fetch(name, "--cache-dir", tmp_path)
-    assert done.returncode == 2
-    assert "nor a model of the hub (org/name), nor 'smollm2'" in done.stderr
+def test_a_repository_is_called_what_it_is_called_there(tmp_path: Path) -> None:
+    """Its directory is named by a commit, and may hold a GGUF file beside the model."""
+    directory = tiny_directory(tmp_path / "0123abc")
+    tiny_gguf(directory / "tiny-Q8_0.gguf")
+    for path, kind in ((directory, "safetensors"), (directory / "tiny-Q8_0.gguf", "gguf")):
+        done = run_describe(path, "--name", "org/name", "--cache-dir", tmp_path / "cache")
+        assert done.returncode == 0, done.stderr
+        found = json.loads(done.stdout)
+        assert (found["name"], found["format"]) == ("org/name", kind)
 
 
 def test_the_cache_is_where_it_was_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -244,7 +248,7 @@ def test_dummy_weights_need_no_files(tmp_path: Path) -> None:
     directory = tiny_directory(tmp_path / "my-model", shards=2)
     for shard in directory.glob("*.safetensors*"):
         shard.unlink()
-    assert "no weights" in run_fetch(directory).stderr
-    done = run_fetch(directory, "--no-weights")
+    assert "no weights" in run_describe(directory).stderr
+    done = run_describe(directory, "--no-weights")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["files"] == []

@@ -9,7 +9,7 @@ import pytest
 from forebay.weights.config import UnsupportedModelError, shape_of
 from forebay.weights.describe import describe_path
 from forebay.weights.encoder_config import EncoderConfig
-from forebay.weights.pooling import Pooling, pooling_files, read_pooling
+from forebay.weights.pooling import Pooling, read_pooling
 from tests.weights.support import tiny_directory, tiny_gguf
 
 BERT: dict[str, Any] = {
@@ -136,8 +136,3 @@ def test_the_description_carries_it(tmp_path: Path) -> None:
     (tmp_path / "g").mkdir()
     path = tiny_gguf(tmp_path / "g" / "tiny.gguf")
     assert describe_path(path, tmp_path, embedding=True)["pooling"]["task"] == "embed"
-
-
-def test_files_to_download() -> None:
-    names = ["1_Pooling/config.json", "README.md", "modules.json", "onnx/1_Pooling/config.json", "config.json"]
-    assert pooling_files(names) == ["modules.json", "1_Pooling/config.json"]

@@ -116,8 +116,13 @@ pub(crate) fn pin(cpus: &[usize]) -> Result<()> {
 
 /// Compute threads of each of several hands that nobody has told their processors: equal parts of the cores.
 pub(crate) fn threads_each(replicas: u32) -> Result<u32> {
-    let cores = u32::try_from(cores(&allowed()?).len()).unwrap_or(u32::MAX);
+    let cores = u32::try_from(core_count()?).unwrap_or(u32::MAX);
     Ok((cores / replicas).max(1))
+}
+
+/// Cores that this process may use.
+pub(crate) fn core_count() -> Result<usize> {
+    Ok(cores(&allowed()?).len())
 }
 
 fn allowed() -> Result<Vec<usize>> {

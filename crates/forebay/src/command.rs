@@ -3,7 +3,9 @@
 use clap::{Parser, Subcommand};
 use forebay_bench::{Gsm8kArgs, PlanArgs, ReportArgs, ServeArgs};
 
+use crate::doctor::DoctorFlags;
 use crate::flags::ServeFlags;
+use crate::models::{ListFlags, PullFlags, RemoveFlags};
 use crate::route::RouteFlags;
 use crate::simulate::{FitFlags, ProfilesFlags};
 
@@ -23,6 +25,14 @@ pub(crate) enum Command {
     /// Spread requests over several servers behind one address.
     #[command(args_override_self = true)]
     Route(Box<RouteFlags>),
+    /// Download a model, so that a later `serve` finds it. Its path is printed.
+    Pull(PullFlags),
+    /// List the models that were downloaded.
+    Ls(ListFlags),
+    /// Remove a downloaded model. Other revisions of it keep the files that they share.
+    Rm(RemoveFlags),
+    /// Say what of this machine matters for serving, and what to do about it. The exit status is 1 if something prevents serving.
+    Doctor(DoctorFlags),
     /// Measure a server, and show what was measured.
     #[command(subcommand)]
     Bench(BenchCommand),

@@ -40,7 +40,7 @@ pub(crate) use tiers::{Preemption, TierFlags};
 
 #[derive(Debug, Args)]
 pub(crate) struct ServeFlags {
-    /// `smollm2` (the embedded default), a hub id (org/name or org/name@revision), a directory, or a .gguf file.
+    /// `smollm2` (the embedded default), a hub id (org/name, org/name@revision, org/name:Q4_K_M or org/name/file.gguf), a directory, or a .gguf file.
     #[arg(value_name = "MODEL", required_unless_present = "model_path")]
     pub(crate) model: Option<String>,
     /// The model, for those used to SGLang's spelling.

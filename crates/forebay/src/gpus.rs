@@ -25,6 +25,12 @@ impl Gpus {
         Self::look(std::env::var(VISIBLE).ok().as_deref(), Path::new("/dev"))
     }
 
+    /// As many as there are device files, all of them visible.
+    #[cfg(test)]
+    pub(crate) fn of(files: usize) -> Self {
+        Self { named: None, files }
+    }
+
     fn look(named: Option<&str>, devices: &Path) -> Self {
         let is_gpu = |name: &str| {
             name.strip_prefix("nvidia")

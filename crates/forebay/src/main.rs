@@ -5,6 +5,7 @@ mod command;
 mod config;
 mod descriptors;
 mod dialect;
+mod doctor;
 mod flags;
 mod gpus;
 mod grammar;
@@ -13,6 +14,7 @@ mod lines;
 mod listening;
 mod logs;
 mod model;
+mod models;
 mod python;
 mod route;
 mod script;
@@ -74,6 +76,10 @@ fn run(command: Command) -> Result<()> {
         Command::Eval(EvalCommand::Gsm8k(args)) => forebay_bench::gsm8k(&args),
         Command::Sim(SimCommand::Fit(flags)) => simulate::run_fit(&flags),
         Command::Sim(SimCommand::Profiles(flags)) => simulate::run_profiles(&flags),
+        Command::Pull(flags) => models::pull(&flags),
+        Command::Ls(flags) => models::list(&flags),
+        Command::Rm(flags) => models::remove(&flags),
+        Command::Doctor(flags) => doctor::run(&flags),
         Command::Plan(args) => forebay_bench::plan(&args),
     }
 }

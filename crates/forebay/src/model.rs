@@ -1,4 +1,4 @@
-//! Finds the model: a subprocess of the interpreter downloads what is missing and says what there is.
+//! Finds the model, downloads what is missing, and has a subprocess of the interpreter say what there is.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -6,10 +6,13 @@ use std::process::{Command, Stdio};
 
 use anyhow::{Context, Result, bail};
 use forebay_hand::without_keys;
+use forebay_hub::{Found, ModelName, Settings};
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
-/// What `python -m forebay.weights.fetch` prints.
+use crate::models;
+
+/// What `python -m forebay.weights.describe` prints.
 #[derive(Debug, Clone, Deserialize, Serialize)]
 pub(crate) struct Model {
     pub(crate) name: String,
@@ -109,18 +112,37 @@ pub(crate) struct Source<'a> {
 
 /// Resolves `name`, downloading what is missing; progress goes to stderr.
 pub(crate) fn fetch(python: &Path, name: &str, source: Source<'_>, weights: bool) -> Result<Model> {
+    let missing = || format!("the model {name} is not available");
+    let settings = Settings::from_env(source.download_dir, source.offline).with_context(missing)?;
+    let cache = settings.cache.clone();
+    let describe = |found: &Found, weights| describe(python, name, found, &cache, source, weights);
+    let hub = models::hub(settings, python)?;
+    let named = ModelName::parse(name, source.revision).with_context(missing)?;
+    let mut found = hub.find(&named, weights).with_context(missing)?;
+    if !found.is_complete() {
+        // A model that can't be run should say so before gigabytes are downloaded.
+        describe(&found, false)?;
+        hub.complete(&mut found).with_context(missing)?;
+    }
+    describe(&found, weights)
+}
+
+/// Asks the interpreter what `found` is.
+fn describe(
+    python: &Path,
+    name: &str,
+    found: &Found,
+    cache: &Path,
+    source: Source<'_>,
+    weights: bool,
+) -> Result<Model> {
     let mut command = Command::new(python);
     without_keys(&mut command);
-    command.args(crate::python::arguments("forebay.weights.fetch")).arg(name);
-    if let Some(revision) = source.revision {
-        command.args(["--revision", revision]);
+    command.args(crate::python::arguments("forebay.weights.describe")).arg(&found.path);
+    if let Some(name) = &found.name {
+        command.args(["--name", name]);
     }
-    if let Some(dir) = source.download_dir {
-        command.arg("--cache-dir").arg(dir);
-    }
-    if source.offline {
-        command.arg("--offline");
-    }
+    command.arg("--cache-dir").arg(cache);
     if source.embedding {
         command.arg("--is-embedding");
     }
@@ -135,7 +157,7 @@ pub(crate) fn fetch(python: &Path, name: &str, source: Source<'_>, weights: bool
     if !output.status.success() {
         bail!("the model {name} is not available (see above)");
     }
-    serde_json::from_slice(&output.stdout).context("forebay.weights.fetch printed no model")
+    serde_json::from_slice(&output.stdout).context("forebay.weights.describe printed no model")
 }
 
 /// The interpreter to use: named, beside this program, of the active virtual environment, or on the path.

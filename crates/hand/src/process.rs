@@ -27,7 +27,7 @@ const LAST_PATIENCE: Duration = Duration::from_secs(5);
 /// How long a rank that closed its socket may take to leave an exit status.
 const LAST_BREATH: Duration = Duration::from_millis(500);
 
-/// Keeps keys from a program that is to be run: variables such as `FOREBAY_API_KEY` are for this process alone.
+/// Keeps keys from a program that is to be run: variables such as `FOREBAY_API_KEY` and `HF_TOKEN` are for this process alone.
 pub fn without_keys(command: &mut Command) {
     let given = command.get_envs().map(|(name, _)| name.to_owned());
     let names: Vec<_> = given.chain(std::env::vars_os().map(|(name, _)| name)).collect();
@@ -40,7 +40,9 @@ pub fn without_keys(command: &mut Command) {
 
 fn is_key(name: &str) -> bool {
     let has = |word| name.contains(word);
-    name.starts_with("FOREBAY_") && ["KEY", "SECRET", "TOKEN", "PASSWORD"].into_iter().any(has)
+    let own = name.starts_with("FOREBAY_");
+    let hub = matches!(name, "HF_TOKEN" | "HUGGING_FACE_HUB_TOKEN");
+    hub || own && ["KEY", "SECRET", "TOKEN", "PASSWORD"].into_iter().any(has)
 }
 
 /// A spawned rank and the process group it leads.
@@ -67,8 +69,6 @@ impl RankProcess {
         let log = Stdio::from(io::stderr().as_fd().try_clone_to_owned()?);
         command.stdin(Stdio::null()).stdout(log).process_group(0);
         without_keys(&mut command);
-        // It downloads nothing either.
-        command.env_remove("HF_TOKEN").env_remove("HUGGING_FACE_HUB_TOKEN");
         let mut mappings = vec![
             FdMapping { parent_fd: far.into(), child_fd: SOCKET_FD },
             FdMapping { parent_fd: arena.try_clone_to_owned()?, child_fd: ARENA_FD },

@@ -1,4 +1,4 @@
 """Finding, downloading and reading models.
 
-Import the submodules directly: this package imports nothing, because `forebay.weights.fetch` has to start fast.
+Import the submodules directly: this package imports nothing, because `forebay.weights.describe` has to start fast.
 """

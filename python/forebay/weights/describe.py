@@ -1,15 +1,23 @@
-"""From files on this machine to the description of a model that the brain and the hand work from."""
+"""From files on this machine to the description of a model that the brain and the hand work from.
+
+`python -m forebay.weights.describe PATH` prints it in one line of JSON. The brain has found the files, or downloaded
+them. Exit status 2 and a last line that starts with "error: " tell what can't be run and why.
+"""
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import json
+import os
 import re
-from collections.abc import Iterable
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from forebay.weights.cache import atomic_file
+from forebay.weights.cache import atomic_file, cache_directory
 from forebay.weights.config import ModelConfig, shape_of, token_ids
 from forebay.weights.encoder_config import EncoderConfig
 from forebay.weights.errors import ModelError, UnsupportedModelError
@@ -19,17 +27,15 @@ from forebay.weights.pooling import Pooling, read_pooling
 from forebay.weights.vision import read_preprocessing
 
 __all__ = [
-    "INDEX",
-    "PICKLES",
     "describe_directory",
     "describe_gguf",
     "describe_path",
     "gguf_parts",
-    "safetensors_names",
+    "main",
 ]
 
-PICKLES = (".bin", ".pt", ".pth", ".ckpt")
-INDEX = "model.safetensors.index.json"
+_PICKLES = (".bin", ".pt", ".pth", ".ckpt")
+_INDEX = "model.safetensors.index.json"
 
 _IMAGE_TOKENS = ("image_token_id", "vision_start_token_id", "vision_end_token_id")
 _PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
@@ -51,7 +57,7 @@ def describe_path(path: Path, cache: Path, *, weights: bool = True, embedding: b
         raise ModelError(f"{path} doesn't exist")
     if path.suffix == ".gguf":
         return describe_gguf(gguf_parts(path), path.stem, cache, embedding=embedding)
-    if path.suffix in PICKLES:
+    if path.suffix in _PICKLES:
         raise ModelError(f"{path} is a pickle file, which can run code when it is read; use safetensors or GGUF")
     raise ModelError(f"{path} is neither a directory nor a .gguf file")
 
@@ -63,7 +69,7 @@ def describe_directory(directory: Path, name: str, *, weights: bool = True, embe
     if not tokenizer.is_file():
         raise ModelError(f"{directory} has no tokenizer.json, the only form of tokenizer that is supported here")
     present = [entry.name for entry in directory.iterdir() if entry.is_file()]
-    files = safetensors_names(present, directory) if weights else []
+    files = _safetensors_names(present, directory) if weights else []
     generation = read_json(directory / "generation_config.json", optional=True)
     tokenizer_config = read_json(directory / "tokenizer_config.json", optional=True)
     special = read_json(directory / "special_tokens_map.json", optional=True)
@@ -127,36 +133,32 @@ def gguf_parts(path: Path) -> list[Path]:
     return parts
 
 
-def safetensors_names(present: Iterable[str], directory: Path | None = None) -> list[str]:
-    """Of the file names in a model's directory, those that hold its weights, in order. Raises ModelError.
-
-    With `directory` the index of a model in shards is read, and says which they are.
-    """
-    names = sorted(name for name in present if "/" not in name)
-    if directory is not None and INDEX in names:
-        index = read_json(directory / INDEX)
+def _safetensors_names(present: Iterable[str], directory: Path) -> list[str]:
+    """Of the file names in a model's directory, those that hold its weights, in order. Raises ModelError."""
+    names = sorted(present)
+    if _INDEX in names:
+        index = read_json(directory / _INDEX)
         shards = sorted(set(index.get("weight_map", {}).values()))
         missing = sorted(set(shards) - set(names))
         if missing or not shards:
-            raise ModelError(f"{directory} lacks {', '.join(missing) or 'every shard'} of {INDEX}")
+            raise ModelError(f"{directory} lacks {', '.join(missing) or 'every shard'} of {_INDEX}")
         return shards
     # Some repositories hold the weights a second time under the names of the model's own tools, or an adapter.
     weights = [
         name for name in names if name.endswith(".safetensors") and not name.startswith(("consolidated", "adapter"))
     ]
-    if "model.safetensors" in weights and INDEX not in names:
+    if "model.safetensors" in weights:
         return ["model.safetensors"]
     return weights or _no_weights(names, directory)
 
 
-def _no_weights(names: list[str], directory: Path | None) -> list[str]:
-    where = f"{directory} has" if directory is not None else "the model has"
-    if any(name.endswith(PICKLES) for name in names):
+def _no_weights(names: list[str], directory: Path) -> list[str]:
+    if any(name.endswith(_PICKLES) for name in names):
         raise ModelError(
-            f"{where} only pickle files for weights, which can run code when they are read; "
+            f"{directory} has only pickle files for weights, which can run code when they are read; "
             "convert them to safetensors, or choose a model that has them"
         )
-    raise ModelError(f"{where} no weights: neither *.safetensors nor *.gguf")
+    raise ModelError(f"{directory} has no weights: neither *.safetensors nor *.gguf")
 
 
 def _describe_any_directory(directory: Path, cache: Path, *, weights: bool, embedding: bool) -> dict[str, Any]:
@@ -288,3 +290,53 @@ def _token_text(config: dict[str, Any], key: str) -> str | None:
 def _write_json(path: Path, value: dict[str, Any]) -> None:
     with atomic_file(path) as file:
         file.write(json.dumps(value, ensure_ascii=False).encode())
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The command. Returns its exit status."""
+    parser = argparse.ArgumentParser(prog="python -m forebay.weights.describe", description="Describe a model.")
+    parser.add_argument("path", metavar="PATH", type=Path, help="a directory, or a .gguf file or one of its parts")
+    parser.add_argument("--name", metavar="N", help="what the model is called (default: as the directory or the file)")
+    parser.add_argument("--cache-dir", metavar="D", help="what is made of models is kept below D")
+    parser.add_argument("--no-weights", action="store_true", help="a directory needs no safetensors")
+    parser.add_argument("--is-embedding", action="store_true", help="the model is to pool, not to generate")
+    options = parser.parse_args(arguments)
+    cache = cache_directory(options.cache_dir)
+    try:
+        with _only_errors():
+            description = _describe(
+                options.path, options.name, cache, weights=not options.no_weights, embedding=options.is_embedding
+            )
+    except ModelError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    # For the hand, which keeps there what it makes of the weights.
+    print(json.dumps({**description, "cache": str(cache)}))
+    return 0
+
+
+def _describe(path: Path, name: str | None, cache: Path, *, weights: bool, embedding: bool) -> dict[str, Any]:
+    if name is None:
+        return describe_path(path, cache, weights=weights, embedding=embedding)
+    # Which of a repository's files are the model was decided where they were found.
+    if path.is_dir():
+        return describe_directory(path, name, weights=weights, embedding=embedding)
+    return describe_gguf(gguf_parts(path), name, cache, embedding=embedding)
+
+
+@contextmanager
+def _only_errors() -> Iterator[None]:
+    """Sends what libraries and their processes print to standard error: the answer is alone on standard output."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        os.dup2(kept, 1)
+        os.close(kept)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

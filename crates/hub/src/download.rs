@@ -1,0 +1,463 @@
+//! One file of a repository, from the hub into the cache: resumed, checked, and there whole or not at all.
+
+use std::fs::{self, File};
+use std::io::{self, Read};
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use hyper::Response;
+use hyper::body::Incoming;
+use hyper::header::{CONTENT_LENGTH, CONTENT_RANGE, ETAG, HeaderName};
+use ring::digest::{Context, SHA1_FOR_LEGACY_USE_ONLY, SHA256};
+
+use crate::cache::{RepositoryFolder, is_name};
+use crate::client::{Client, Trouble, header};
+use crate::error::{HubError, size};
+use crate::progress::{FileProgress, Progress};
+
+pub(crate) const LINKED_ETAG: HeaderName = HeaderName::from_static("x-linked-etag");
+const LINKED_SIZE: HeaderName = HeaderName::from_static("x-linked-size");
+/// Attempts in a row that bring next to nothing.
+const ATTEMPTS: u32 = 5;
+/// What an attempt has to bring, so that it does not count.
+const WORTH: u64 = 1 << 20;
+const FIRST_PAUSE: Duration = Duration::from_millis(200);
+const LONGEST_PAUSE: Duration = Duration::from_secs(30);
+
+/// What the hub says about a file.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Announced {
+    /// The name of its content: a SHA-256 or Git's SHA-1 on the hub, anything on mirrors.
+    pub(crate) etag: String,
+    /// Bytes.
+    pub(crate) size: u64,
+}
+
+/// What becomes of an attempt.
+enum Failure {
+    Trouble(Trouble),
+    /// Bytes that are not the announced ones. `fresh`: all of them came over the network just now.
+    Other {
+        cause: String,
+        fresh: bool,
+    },
+    Disk(HubError),
+}
+
+impl From<Trouble> for Failure {
+    fn from(trouble: Trouble) -> Self {
+        Self::Trouble(trouble)
+    }
+}
+
+/// Why a file did not come.
+pub(crate) enum NoFile {
+    Trouble(Trouble),
+    Hub(HubError),
+}
+
+impl From<Trouble> for NoFile {
+    fn from(trouble: Trouble) -> Self {
+        Self::Trouble(trouble)
+    }
+}
+
+impl From<HubError> for NoFile {
+    fn from(error: HubError) -> Self {
+        Self::Hub(error)
+    }
+}
+
+/// Downloads files of one repository.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Downloader<'a> {
+    pub(crate) client: &'a Client,
+    pub(crate) folder: &'a RepositoryFolder,
+    pub(crate) progress: &'a Progress,
+}
+
+impl Downloader<'_> {
+    /// What the hub says about the file at `path` of its addresses.
+    pub(crate) async fn announced(&self, path: &str) -> Result<Announced, Trouble> {
+        let mut pauses = Pauses::default();
+        loop {
+            let answer = self.client.head(path).await;
+            match answer.and_then(|response| announcement(&response)) {
+                Err(trouble) => pauses.after(trouble).await?,
+                announced => return announced,
+            }
+        }
+    }
+
+    /// Whether all of it is in the cache.
+    pub(crate) fn is_here(&self, announced: &Announced) -> bool {
+        let blob = self.folder.blobs().join(&announced.etag);
+        fs::metadata(blob).is_ok_and(|found| found.is_file() && found.len() == announced.size)
+    }
+
+    /// Bytes that are still to come.
+    pub(crate) fn lacks(&self, announced: &Announced) -> u64 {
+        if self.is_here(announced) {
+            return 0;
+        }
+        let here = fs::metadata(self.partial(announced)).map_or(0, |partial| partial.len());
+        announced.size.checked_sub(here).unwrap_or(announced.size)
+    }
+
+    /// Gets the content that `announced` names into the cache; `file` is its name for people. The answer is what was got: another
+    /// content, if the hub says so meanwhile.
+    pub(crate) async fn download(
+        &self,
+        path: &str,
+        file: &str,
+        announced: Announced,
+    ) -> Result<Announced, NoFile> {
+        let mut announced = announced;
+        loop {
+            match self.content(path, file, &announced).await {
+                Ok(()) => return Ok(announced),
+                Err(Failure::Trouble(trouble)) => {
+                    if matches!(trouble, Trouble::Lie(_)) {
+                        let _ = fs::remove_file(self.partial(&announced));
+                    }
+                    return Err(trouble.into());
+                }
+                Err(Failure::Disk(error)) => return Err(error.into()),
+                Err(Failure::Other { cause, fresh }) => {
+                    // Either what an earlier run left is damaged, or the file has changed.
+                    let _ = fs::remove_file(self.partial(&announced));
+                    let again = self.announced(path).await?;
+                    if fresh && again == announced {
+                        return Err(Trouble::Lie(cause).into());
+                    }
+                    announced = again;
+                }
+            }
+        }
+    }
+
+    async fn content(&self, path: &str, file: &str, announced: &Announced) -> Result<(), Failure> {
+        let lock = self.folder.lock(&announced.etag).map_err(Failure::Disk)?;
+        if !lock.try_take() {
+            self.progress.say(&format!("another process downloads {file}; waiting for it"));
+        }
+        // Not forever on this thread: others download on it.
+        let lock = tokio::task::spawn_blocking(move || {
+            lock.take();
+            lock
+        });
+        let _lock = lock.await;
+        if self.is_here(announced) {
+            return Ok(());
+        }
+        let partial = Partial::open(self.partial(announced), file).map_err(Failure::Disk)?;
+        let mut pauses = Pauses::default();
+        let mut state = State::of(partial, announced, self.progress, file).await?;
+        loop {
+            let before = state.position;
+            match self.attempt(path, announced, &mut state).await {
+                Ok(()) => break,
+                Err(Failure::Trouble(trouble)) => {
+                    if state.position >= before + WORTH {
+                        pauses = Pauses::default();
+                    }
+                    pauses.after(trouble).await?;
+                }
+                other => return other,
+            }
+        }
+        state.check(announced)?;
+        let blob = self.folder.blobs().join(&announced.etag);
+        let finished = tokio::task::spawn_blocking(move || state.partial.finish(&blob));
+        finished.await.unwrap_or(Ok(())).map_err(Failure::Disk)
+    }
+
+    /// Asks for what is missing, and writes what comes.
+    async fn attempt(
+        &self,
+        path: &str,
+        announced: &Announced,
+        state: &mut State<'_>,
+    ) -> Result<(), Failure> {
+        if state.position == announced.size {
+            return Ok(());
+        }
+        let response = match self.client.get(path, state.position).await {
+            // What is here is more than there is.
+            Err(Trouble::Status(refusal)) if refusal.status == 416 => {
+                return Err(state.other("it has no such bytes".to_owned()));
+            }
+            response => response?,
+        };
+        let (mut response, own) = response;
+        let etag =
+            header(&response, LINKED_ETAG).or_else(|| header(&response, ETAG).filter(|_| own));
+        // Of what can be hashed, the hash says more.
+        if let Some(etag) = etag.map(plain)
+            && state.hashes.contexts.is_empty()
+            && etag != announced.etag
+        {
+            return Err(state.other(format!("its ETag became {etag:?}")));
+        }
+        if response.status().as_u16() == 206 {
+            let range = header(&response, CONTENT_RANGE).unwrap_or_default().to_owned();
+            let wanted =
+                format!("bytes {}-{}/{}", state.position, announced.size - 1, announced.size);
+            if range != wanted {
+                return Err(state.other(format!("asked for {wanted:?}, it sends {range:?}")));
+            }
+        } else {
+            // A server without ranges starts again.
+            state.restart();
+        }
+        let length =
+            header(&response, CONTENT_LENGTH).and_then(|length| length.parse::<u64>().ok());
+        let wanted = announced.size - state.position;
+        if let Some(length) = length.filter(|length| *length != wanted) {
+            return Err(state.other(format!("{} announced, {} sent", size(wanted), size(length))));
+        }
+        while let Some(data) = self.client.next(&mut response).await? {
+            if data.len() as u64 > announced.size - state.position {
+                return Err(state.other(format!("more comes than {}", size(announced.size))));
+            }
+            state.write(&data).map_err(Failure::Disk)?;
+        }
+        if state.position < announced.size {
+            let (here, all) = (size(state.position), size(announced.size));
+            return Err(Trouble::Broken(format!("the connection ended at {here} of {all}")).into());
+        }
+        Ok(())
+    }
+
+    fn partial(&self, announced: &Announced) -> PathBuf {
+        self.folder.blobs().join(format!("{}.incomplete", announced.etag))
+    }
+}
+
+/// A file that is not all here yet.
+struct Partial {
+    path: PathBuf,
+    file: File,
+    /// For messages.
+    name: String,
+}
+
+impl Partial {
+    fn open(path: PathBuf, name: &str) -> Result<Self, HubError> {
+        let folder = path.parent().unwrap_or(Path::new("/"));
+        let opened = fs::create_dir_all(folder).and_then(|()| {
+            File::options().create(true).truncate(false).read(true).write(true).open(&path)
+        });
+        let file = opened.map_err(|error| HubError::disk(&path, "written", &error))?;
+        Ok(Self { file, path, name: name.to_owned() })
+    }
+
+    /// Makes it the blob.
+    fn finish(self, blob: &Path) -> Result<(), HubError> {
+        // Else the name could be on the disk before the data.
+        let done = self.file.sync_all().and_then(|()| match fs::rename(&self.path, blob) {
+            // Where locks don't work, another process may have finished the same file.
+            Err(error) if error.kind() == io::ErrorKind::NotFound && blob.is_file() => Ok(()),
+            other => other,
+        });
+        done.map_err(|error| HubError::disk(blob, "written", &error))
+    }
+}
+
+/// How far a file is.
+struct State<'a> {
+    partial: Partial,
+    hashes: Hashes,
+    position: u64,
+    /// Nothing of it is of an earlier run.
+    fresh: bool,
+    progress: FileProgress<'a>,
+}
+
+impl<'a> State<'a> {
+    /// Reads what an earlier run left.
+    async fn of(
+        partial: Partial,
+        announced: &Announced,
+        progress: &'a Progress,
+        name: &str,
+    ) -> Result<Self, Failure> {
+        let mut hashes = Hashes::of(announced);
+        let whole = announced.size;
+        let read = tokio::task::spawn_blocking(move || {
+            let mut buffer = vec![0; 1 << 20];
+            let mut here = 0;
+            loop {
+                match (&partial.file).read(&mut buffer) {
+                    Ok(0) => break,
+                    Ok(count) => {
+                        here += count as u64;
+                        hashes.update(&buffer[..count]);
+                    }
+                    Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                    Err(error) => return Err(HubError::disk(&partial.path, "read", &error)),
+                }
+                if here > whole {
+                    break;
+                }
+            }
+            Ok((partial, hashes, here))
+        });
+        let read = read.await.map_err(|error| Trouble::Broken(error.to_string()))?;
+        let (partial, hashes, here) = read.map_err(Failure::Disk)?;
+        let position = if here > whole { 0 } else { here };
+        let progress = progress.file(name, whole, position);
+        let mut state = Self { partial, hashes, position: here, fresh: here == 0, progress };
+        if here > whole {
+            state.restart();
+        }
+        Ok(state)
+    }
+
+    fn restart(&mut self) {
+        if self.position > 0 {
+            self.hashes.restart();
+            self.progress.restart();
+            self.position = 0;
+            // Nobody else has it open, or he writes the same bytes.
+            let _ = self.partial.file.set_len(0);
+        }
+        self.fresh = true;
+    }
+
+    /// Writes the next bytes. At their place rather than at the end: where locks don't work, two processes write the same.
+    fn write(&mut self, data: &[u8]) -> Result<(), HubError> {
+        let written = self.partial.file.write_all_at(data, self.position);
+        written.map_err(|error| match error.kind() {
+            io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => {
+                let folder = self.partial.path.parent().unwrap_or(Path::new("/"));
+                full(folder, &self.partial.name, self.progress.left())
+            }
+            _ => HubError::disk(&self.partial.path, "written", &error),
+        })?;
+        self.hashes.update(data);
+        self.position += data.len() as u64;
+        self.progress.add(data.len() as u64);
+        Ok(())
+    }
+
+    fn other(&self, cause: String) -> Failure {
+        Failure::Other { cause, fresh: self.fresh }
+    }
+
+    fn check(&self, announced: &Announced) -> Result<(), Failure> {
+        self.hashes.check(announced).map_err(|cause| self.other(cause))
+    }
+}
+
+/// The hashes that an ETag may be.
+#[derive(Clone)]
+struct Hashes {
+    contexts: Vec<Context>,
+    at_start: Vec<Context>,
+}
+
+impl Hashes {
+    fn of(announced: &Announced) -> Self {
+        let hexadecimal = announced.etag.bytes().all(|byte| byte.is_ascii_hexdigit());
+        let contexts = match announced.etag.len() {
+            64 if hexadecimal => vec![Context::new(&SHA256)],
+            40 if hexadecimal => {
+                let mut git = Context::new(&SHA1_FOR_LEGACY_USE_ONLY);
+                git.update(format!("blob {}\0", announced.size).as_bytes());
+                // Git's, as on the hub, or the content's own, as on some mirrors.
+                vec![git, Context::new(&SHA1_FOR_LEGACY_USE_ONLY)]
+            }
+            _ => Vec::new(),
+        };
+        Self { at_start: contexts.clone(), contexts }
+    }
+
+    fn update(&mut self, data: &[u8]) {
+        self.contexts.iter_mut().for_each(|context| context.update(data));
+    }
+
+    fn restart(&mut self) {
+        self.contexts.clone_from(&self.at_start);
+    }
+
+    /// The error is the difference.
+    fn check(&self, announced: &Announced) -> Result<(), String> {
+        let found: Vec<String> =
+            self.contexts.iter().map(|context| hex(context.clone().finish().as_ref())).collect();
+        if found.is_empty() || found.iter().any(|hash| hash.eq_ignore_ascii_case(&announced.etag)) {
+            return Ok(());
+        }
+        Err(format!("its hash is {} and not {}", found[0], announced.etag))
+    }
+}
+
+/// Waits between attempts, ever longer.
+#[derive(Debug, Default)]
+struct Pauses {
+    made: u32,
+}
+
+impl Pauses {
+    /// Waits before another attempt, or gives the trouble back.
+    async fn after(&mut self, trouble: Trouble) -> Result<(), Trouble> {
+        self.made += 1;
+        if self.made >= ATTEMPTS || !trouble.may_pass() {
+            return Err(trouble);
+        }
+        let asked = match &trouble {
+            Trouble::Status(refusal) => refusal.retry_after,
+            _ => None,
+        };
+        let pause = asked.unwrap_or(FIRST_PAUSE * 2_u32.pow(self.made - 1));
+        if pause > LONGEST_PAUSE {
+            return Err(trouble);
+        }
+        tokio::time::sleep(pause).await;
+        Ok(())
+    }
+}
+
+/// The error of a disk on which `needed` more bytes have no room.
+pub(crate) fn full(folder: &Path, file: &str, needed: u64) -> HubError {
+    HubError::Full {
+        folder: folder.display().to_string(),
+        file: file.to_owned(),
+        free: size(free(folder).unwrap_or_default()),
+        needed: size(needed),
+    }
+}
+
+/// Bytes that the user may still write below `folder`, which need not be there yet.
+#[must_use]
+pub fn free(folder: &Path) -> Option<u64> {
+    let there = folder.ancestors().find(|path| path.exists())?;
+    let found = rustix::fs::statvfs(there).ok()?;
+    Some(found.f_bavail.saturating_mul(found.f_frsize))
+}
+
+fn announcement(response: &Response<Incoming>) -> Result<Announced, Trouble> {
+    let etag = header(response, LINKED_ETAG).or_else(|| header(response, ETAG));
+    let etag = plain(etag.ok_or_else(|| Trouble::Lie("a file without an ETag".to_owned()))?);
+    if !is_name(etag) {
+        return Err(Trouble::Lie(format!("{etag:?} as an ETag")));
+    }
+    let length = header(response, LINKED_SIZE).or_else(|| header(response, CONTENT_LENGTH));
+    let size = length.and_then(|length| length.parse().ok());
+    let size = size.ok_or_else(|| Trouble::Lie("a file without a length".to_owned()))?;
+    Ok(Announced { etag: etag.to_owned(), size })
+}
+
+/// An ETag without its quotes and without the mark of a weak one.
+fn plain(etag: &str) -> &str {
+    etag.trim().trim_start_matches("W/").trim_matches('"')
+}
+
+fn hex(bytes: &[u8]) -> String {
+    use std::fmt::Write as _;
+    bytes.iter().fold(String::new(), |mut text, byte| {
+        let _ = write!(text, "{byte:02x}");
+        text
+    })
+}

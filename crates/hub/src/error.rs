@@ -1,0 +1,190 @@
+//! What can go wrong between a name and a model, each said in one line that a user can act on.
+
+use std::io;
+use std::path::Path;
+
+/// Why a model can't be found, downloaded or removed.
+#[derive(Debug, thiserror::Error)]
+pub enum HubError {
+    /// No model is called so.
+    #[error(
+        "'{0}' is neither a file or directory here, nor a model of the hub (org/name), nor 'smollm2'"
+    )]
+    Name(String),
+    /// A path that leads nowhere, or to what is no model.
+    #[error("{0}")]
+    Path(String),
+    /// The repository lacks what is needed, or has too much to choose from.
+    #[error("{0}")]
+    Repository(String),
+    /// Terms have to be accepted first.
+    #[error(
+        "access to {repository} must be asked for: accept its terms at {endpoint}/{repository}, then set HF_TOKEN to a token of that account"
+    )]
+    Gated {
+        /// `org/name`.
+        repository: String,
+        /// The hub's address.
+        endpoint: String,
+    },
+    /// There is no such branch, tag or commit.
+    #[error("{repository} has no revision '{revision}'")]
+    Revision {
+        /// `org/name`.
+        repository: String,
+        /// As it was named.
+        revision: String,
+    },
+    /// The hub knows no such repository, or does not show it to us.
+    #[error(
+        "{repository} is not at {endpoint}, or it is private and HF_TOKEN holds no token that may read it"
+    )]
+    NotThere {
+        /// `org/name`.
+        repository: String,
+        /// The hub's address.
+        endpoint: String,
+    },
+    /// A refusal without a reason.
+    #[error(
+        "{endpoint} refuses access to {what} ({status}): set HF_TOKEN to a token that may read it"
+    )]
+    Refused {
+        /// The repository, with its revision if one was named.
+        what: String,
+        /// The hub's address.
+        endpoint: String,
+        /// HTTP's.
+        status: u16,
+    },
+    /// Nothing of it is here, and nothing may be downloaded.
+    #[error("{0} is not in the cache, and offline nothing is downloaded")]
+    NotCached(String),
+    /// Nothing of it is here that could be removed.
+    #[error("{0} is not in the cache; `forebay ls` shows what is")]
+    NotStored(String),
+    /// A part of it is here, and nothing may be downloaded.
+    #[error(
+        "{repository} is not complete in the cache, and offline nothing is downloaded: {lacks}"
+    )]
+    Incomplete {
+        /// `org/name`.
+        repository: String,
+        /// What is not here.
+        lacks: String,
+    },
+    /// The hub, or what is between, does not answer as it should.
+    #[error(
+        "{what} can't be downloaded from {endpoint} ({cause}); check the network, HF_ENDPOINT and the proxy's settings"
+    )]
+    Unreachable {
+        /// The repository, with its revision if one was named.
+        what: String,
+        /// The hub's address.
+        endpoint: String,
+        /// What was seen.
+        cause: String,
+    },
+    /// Nobody answers at the hub's address.
+    #[error("{endpoint} does not answer ({cause})")]
+    Silent {
+        /// The hub's address.
+        endpoint: String,
+        /// What was seen.
+        cause: String,
+    },
+    /// The server sent what it did not announce.
+    #[error("{file} of {what} is not what {endpoint} announced: {cause}; nothing of it is kept")]
+    Lie {
+        /// The repository, with its revision if one was named.
+        what: String,
+        /// The file's path in the repository.
+        file: String,
+        /// The hub's address.
+        endpoint: String,
+        /// The difference.
+        cause: String,
+    },
+    /// The disk is full, or would be.
+    #[error(
+        "{folder} has {free} free, and {file} needs {needed}: make room (`forebay ls` shows the models there, `forebay rm` removes one), or set HF_HOME to another disk"
+    )]
+    Full {
+        /// Where it should go.
+        folder: String,
+        /// The file's path in the repository.
+        file: String,
+        /// With its unit.
+        free: String,
+        /// With its unit.
+        needed: String,
+    },
+    /// A file can't be read or written.
+    #[error("{path} can't be {done}: {cause}")]
+    Disk {
+        /// Which.
+        path: String,
+        /// `read`, `written` or the like.
+        done: &'static str,
+        /// The system's word.
+        cause: String,
+    },
+    /// A setting in the environment is no such setting.
+    #[error("{0}")]
+    Setting(String),
+    /// The default model can't be had.
+    #[error("{0}")]
+    Embedded(String),
+}
+
+impl HubError {
+    pub(crate) fn disk(path: &Path, done: &'static str, error: &io::Error) -> Self {
+        Self::Disk { path: path.display().to_string(), done, cause: words(error) }
+    }
+
+    /// Whether a model that was downloaded before may be used in spite of it.
+    pub(crate) fn is_of_the_network(&self) -> bool {
+        matches!(self, Self::Unreachable { .. })
+    }
+}
+
+/// The system's words without its number.
+fn words(error: &io::Error) -> String {
+    let text = error.to_string();
+    text.split(" (os error").next().unwrap_or_default().to_owned()
+}
+
+/// A number of bytes as people say it, in powers of ten as disks are sold.
+#[must_use]
+pub fn size(bytes: u64) -> String {
+    const UNITS: [&str; 4] = ["kB", "MB", "GB", "TB"];
+    if bytes < 1000 {
+        return format!("{bytes} bytes");
+    }
+    let mut value = bytes as f64 / 1000.0;
+    let mut unit = 0;
+    while value >= 999.5 && unit + 1 < UNITS.len() {
+        value /= 1000.0;
+        unit += 1;
+    }
+    if value < 9.95 {
+        format!("{value:.1} {}", UNITS[unit])
+    } else {
+        format!("{value:.0} {}", UNITS[unit])
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sizes_have_two_digits_or_three() {
+        let sizes = [0, 999, 1000, 93_400_000, 999_499_999, 999_500_000, 3_000_000_000_000_000];
+        let said = sizes.map(size);
+        assert_eq!(
+            said,
+            ["0 bytes", "999 bytes", "1.0 kB", "93 MB", "999 MB", "1.0 GB", "3000 TB"]
+        );
+    }
+}

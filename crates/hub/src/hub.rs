@@ -1,0 +1,205 @@
+//! From a name to files on this machine.
+
+use std::path::{Path, PathBuf};
+
+use tokio::runtime::Runtime;
+
+use crate::choose::{self, Choice, INDEX};
+use crate::client::{Client, Trouble};
+use crate::embedded::{self, Interpreter};
+use crate::error::HubError;
+use crate::name::{HubName, ModelName};
+use crate::progress::Progress;
+use crate::repository::Repository;
+use crate::settings::Settings;
+
+/// Finds models and downloads them. It is for threads that may wait, not for tasks.
+#[derive(Debug)]
+pub struct Hub {
+    settings: Settings,
+    progress: Progress,
+    interpreter: Interpreter,
+    runtime: Runtime,
+}
+
+/// A model on this machine, perhaps still without its weights.
+#[derive(Debug)]
+pub struct Found {
+    /// How to call it: `org/name`, or `None` for its file's or directory's own name.
+    pub name: Option<String>,
+    /// A directory in the layout of Hugging Face, or a GGUF file: the first of its parts.
+    pub path: PathBuf,
+    /// Of the hub.
+    pub commit: Option<String>,
+    lacks: Option<Lacks>,
+}
+
+/// Weights that are not here yet.
+#[derive(Debug)]
+struct Lacks {
+    repository: Repository,
+    names: Vec<String>,
+}
+
+/// What the hub makes of `HF_TOKEN`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Token {
+    /// There is none.
+    Unset,
+    /// It is somebody's.
+    Taken,
+    /// It is nobody's.
+    Refused,
+    /// What answers does not say; mirrors need not.
+    Unknown,
+}
+
+impl Found {
+    /// Whether [`Hub::complete`] has something to download.
+    #[must_use]
+    pub fn is_complete(&self) -> bool {
+        self.lacks.is_none()
+    }
+}
+
+impl Hub {
+    /// `interpreter` is for the default model, which an installer of Python's downloads.
+    ///
+    /// # Errors
+    /// [`HubError::Setting`] if the system gives no threads.
+    pub fn new(
+        settings: Settings,
+        progress: Progress,
+        interpreter: Interpreter,
+    ) -> Result<Self, HubError> {
+        let runtime = tokio::runtime::Builder::new_multi_thread()
+            .worker_threads(2)
+            .thread_name("download")
+            .enable_all()
+            .build()
+            .map_err(|error| HubError::Setting(format!("no threads to download with: {error}")))?;
+        Ok(Self { settings, progress, interpreter, runtime })
+    }
+
+    /// Where models come from and where they are kept.
+    #[must_use]
+    pub fn settings(&self) -> &Settings {
+        &self.settings
+    }
+
+    /// Finds a model, and downloads what is missing except for safetensors: [`Hub::complete`] brings those. Between the two, the
+    /// caller may refuse what it can't run. Without `weights` there need be no safetensors.
+    ///
+    /// # Errors
+    /// One line for the user.
+    pub fn find(&self, name: &ModelName, weights: bool) -> Result<Found, HubError> {
+        match name {
+            ModelName::Embedded => {
+                let path =
+                    embedded::find_or_download(&self.settings, &self.interpreter, &self.progress)?;
+                Ok(Found {
+                    name: Some(embedded::TITLE.to_owned()),
+                    path,
+                    commit: None,
+                    lacks: None,
+                })
+            }
+            ModelName::Path(path) => {
+                Ok(Found { name: None, path: existing(path)?, commit: None, lacks: None })
+            }
+            ModelName::Hub(name) => self.runtime.block_on(self.find_on_hub(name, weights)),
+        }
+    }
+
+    /// Downloads what [`Hub::find`] left.
+    ///
+    /// # Errors
+    /// One line for the user.
+    pub fn complete(&self, found: &mut Found) -> Result<(), HubError> {
+        if let Some(Lacks { repository, names }) = &found.lacks {
+            self.runtime.block_on(repository.get(names, &self.progress))?;
+        }
+        found.lacks = None;
+        Ok(())
+    }
+
+    /// Asks the hub whether it takes the token.
+    ///
+    /// # Errors
+    /// [`HubError::Silent`] if it does not answer.
+    pub fn token(&self) -> Result<Token, HubError> {
+        let asked = self.runtime.block_on(async {
+            let client = Client::new(&self.settings);
+            client.get("/api/whoami-v2", 0).await
+        });
+        let set = self.settings.token.is_some();
+        match asked {
+            Ok(_) if set => Ok(Token::Taken),
+            Err(Trouble::Status(refusal)) if set && refusal.status == 401 => Ok(Token::Refused),
+            Err(Trouble::Status(refusal)) if set && refusal.status < 500 => Ok(Token::Unknown),
+            Err(Trouble::Status(refusal)) if refusal.status < 500 => Ok(Token::Unset),
+            Ok(_) => Ok(Token::Unset),
+            Err(trouble) => {
+                let (endpoint, cause) = (self.settings.endpoint.clone(), trouble.to_string());
+                Err(HubError::Silent { endpoint, cause })
+            }
+        }
+    }
+
+    async fn find_on_hub(&self, name: &HubName, weights: bool) -> Result<Found, HubError> {
+        let repository = Repository::open(name, &self.settings, &self.progress).await?;
+        let found = self.get_first(name, &repository, weights).await;
+        let (path, names) = found.map_err(|error| match error {
+            HubError::Repository(lacks) if repository.offline() => repository.incomplete(lacks),
+            error => error,
+        })?;
+        let (title, commit) = (name.repository.clone(), repository.commit().to_owned());
+        let lacks = match names {
+            names if repository.has(&names) => {
+                repository.get(&names, &self.progress).await?;
+                None
+            }
+            names => Some(Lacks { repository, names }),
+        };
+        Ok(Found { name: Some(title), path, commit: Some(commit), lacks })
+    }
+
+    /// Everything but safetensors. The answer has the names of those.
+    async fn get_first(
+        &self,
+        name: &HubName,
+        repository: &Repository,
+        weights: bool,
+    ) -> Result<(PathBuf, Vec<String>), HubError> {
+        let directory = repository.directory();
+        match choose::choose(name, &repository.names, weights)? {
+            Choice::Gguf(parts) => {
+                repository.get(&parts, &self.progress).await?;
+                let first = parts.first().map(String::as_str).unwrap_or_default();
+                Ok((directory.join(first), Vec::new()))
+            }
+            Choice::Directory(small) => {
+                repository.get(&small, &self.progress).await?;
+                if !weights {
+                    return Ok((directory, Vec::new()));
+                }
+                let index = small.iter().any(|name| name == INDEX).then(|| directory.join(INDEX));
+                let index = index.map(|path| read(&path)).transpose()?;
+                let names = choose::weights(&name.repository, &repository.names, index.as_deref())?;
+                Ok((directory, names))
+            }
+        }
+    }
+}
+
+fn read(path: &Path) -> Result<Vec<u8>, HubError> {
+    std::fs::read(path).map_err(|error| HubError::disk(path, "read", &error))
+}
+
+fn existing(path: &Path) -> Result<PathBuf, HubError> {
+    let path = std::path::absolute(path).unwrap_or_else(|_| path.to_owned());
+    if path.exists() {
+        return Ok(path);
+    }
+    Err(HubError::Path(format!("{} doesn't exist", path.display())))
+}

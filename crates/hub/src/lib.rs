@@ -1,0 +1,28 @@
+//! Models: found by their names, downloaded from the Hugging Face hub, listed and removed.
+//!
+//! The cache is laid out as `huggingface_hub` lays it out, and its variables are read: `HF_TOKEN`,
+//! `HF_ENDPOINT`, `HF_HOME`, `HF_HUB_CACHE`, `HF_HUB_OFFLINE`, and the proxy's.
+//! Why it is our own code: `docs/adr/0044-models-are-fetched-by-the-binary.md`.
+
+mod cache;
+mod choose;
+mod client;
+mod connector;
+mod download;
+mod embedded;
+mod error;
+mod hub;
+mod name;
+mod progress;
+mod repository;
+mod settings;
+mod stored;
+
+pub use download::free;
+pub use embedded::{Interpreter, NAME as DEFAULT_MODEL};
+pub use error::{HubError, size};
+pub use hub::{Found, Hub, Token};
+pub use name::{HubName, ModelName};
+pub use progress::Progress;
+pub use settings::Settings;
+pub use stored::{Format, Removal, Stored, list, removal, remove};

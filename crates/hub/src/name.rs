@@ -1,0 +1,190 @@
+//! What a user may call a model.
+
+use std::path::{Path, PathBuf};
+
+use crate::embedded;
+use crate::error::HubError;
+
+/// A model as it was typed.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum ModelName {
+    /// The default model.
+    Embedded,
+    /// A file or a directory of this machine.
+    Path(PathBuf),
+    /// A model of the hub.
+    Hub(HubName),
+}
+
+/// `org/name`, `org/name@revision`, `org/name:QUANT` or `org/name/file.gguf`.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct HubName {
+    /// `org/name`.
+    pub repository: String,
+    /// A branch, a tag or a commit; `None`: `main`.
+    pub revision: Option<String>,
+    /// A GGUF file of the repository.
+    pub file: Option<String>,
+    /// A part of a GGUF file's name, as `Q4_K_M`.
+    pub quant: Option<String>,
+}
+
+impl ModelName {
+    /// Reads `text`; `revision` wins over the one in it.
+    ///
+    /// # Errors
+    /// [`HubError::Name`] for what is neither a path nor a name.
+    pub fn parse(text: &str, revision: Option<&str>) -> Result<Self, HubError> {
+        if text == embedded::NAME {
+            return Ok(Self::Embedded);
+        }
+        let path = expand_home(text);
+        if path.exists() || text.starts_with(['.', '/', '~']) {
+            return Ok(Self::Path(path));
+        }
+        let named =
+            HubName::parse(text, revision).ok_or_else(|| HubError::Name(text.to_owned()))?;
+        Ok(Self::Hub(named))
+    }
+}
+
+impl HubName {
+    /// Reads `text`; `revision` wins over the one in it. `None`: the hub has no such names.
+    #[must_use]
+    pub fn parse(text: &str, revision: Option<&str>) -> Option<Self> {
+        let slash = text.find('/')?;
+        let end = text[slash + 1..].find(['@', ':', '/']).map_or(text.len(), |at| slash + 1 + at);
+        let (repository, mut rest) = text.split_at(end);
+        if ![&repository[..slash], &repository[slash + 1..]].into_iter().all(is_part) {
+            return None;
+        }
+        let mut found = Self { repository: repository.to_owned(), ..Self::default() };
+        if let Some(after) = rest.strip_prefix('@') {
+            // A revision may have slashes of its own: a file behind it is what ends with .gguf.
+            let colon = after.find(':').unwrap_or(after.len());
+            let (mut revision, tail) = after.split_at(colon);
+            rest = tail;
+            if revision.ends_with(".gguf") && tail.is_empty() {
+                let at = revision.find('/').filter(|at| at + 6 < revision.len())?;
+                (revision, rest) = revision.split_at(at);
+            }
+            if revision.is_empty() || revision.contains('@') {
+                return None;
+            }
+            found.revision = Some(revision.to_owned());
+        }
+        if let Some(quant) = rest.strip_prefix(':') {
+            let fits = |c: char| c.is_ascii_alphanumeric() || "_.-".contains(c);
+            if quant.is_empty() || !quant.chars().all(fits) {
+                return None;
+            }
+            found.quant = Some(quant.to_owned());
+        } else if let Some(file) = rest.strip_prefix('/') {
+            if file.len() <= ".gguf".len() || !file.ends_with(".gguf") || file.contains([':', '@'])
+            {
+                return None;
+            }
+            found.file = Some(file.to_owned());
+        }
+        if let Some(revision) = revision {
+            found.revision = Some(revision.to_owned());
+        }
+        Some(found)
+    }
+
+    /// The revision, or the hub's default one.
+    #[must_use]
+    pub fn revision(&self) -> &str {
+        self.revision.as_deref().unwrap_or("main")
+    }
+
+    /// The repository, and the revision if one was named: for messages.
+    pub(crate) fn what(&self) -> String {
+        match &self.revision {
+            None => self.repository.clone(),
+            Some(revision) => format!("{}@{revision}", self.repository),
+        }
+    }
+}
+
+/// Whether `text` may be a name of the hub's: of an owner or of a repository.
+fn is_part(text: &str) -> bool {
+    let fits = |c: char| c.is_ascii_alphanumeric() || "._-".contains(c);
+    text.starts_with(|c: char| c.is_ascii_alphanumeric())
+        && text.chars().all(fits)
+        && text.len() <= 96
+        && !text.contains("--")
+        && !text.contains("..")
+}
+
+/// `~` at the beginning is the user's directory, as shells read it.
+pub(crate) fn expand_home(text: &str) -> PathBuf {
+    let rest = text.strip_prefix('~').filter(|rest| rest.is_empty() || rest.starts_with('/'));
+    match (rest, std::env::home_dir()) {
+        (Some(rest), Some(home)) => home.join(Path::new(rest.trim_start_matches('/'))),
+        _ => PathBuf::from(text),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn named(repository: &str) -> HubName {
+        HubName { repository: repository.to_owned(), ..HubName::default() }
+    }
+
+    fn parse(text: &str) -> Option<HubName> {
+        HubName::parse(text, None)
+    }
+
+    #[test]
+    fn names_of_the_hub() {
+        let some = |text: &str| Some(text.to_owned());
+        assert_eq!(parse("a/b"), Some(named("a/b")));
+        assert_eq!(
+            parse("a/b@refs/pr/1"),
+            Some(HubName { revision: some("refs/pr/1"), ..named("a/b") })
+        );
+        assert_eq!(
+            HubName::parse("a/b@v1", Some("v2")),
+            Some(HubName { revision: some("v2"), ..named("a/b") })
+        );
+        assert_eq!(parse("a/b:Q4_K_M"), Some(HubName { quant: some("Q4_K_M"), ..named("a/b") }));
+        assert_eq!(
+            parse("a/b@v1:Q4_K_M"),
+            Some(HubName { revision: some("v1"), quant: some("Q4_K_M"), ..named("a/b") })
+        );
+        assert_eq!(
+            parse("a/b.GGUF/sub/c-Q4.gguf"),
+            Some(HubName { file: some("sub/c-Q4.gguf"), ..named("a/b.GGUF") })
+        );
+        assert_eq!(
+            parse("a/b@v1/sub/c.gguf"),
+            Some(HubName { revision: some("v1"), file: some("sub/c.gguf"), ..named("a/b") })
+        );
+    }
+
+    #[test]
+    fn what_is_no_name_of_the_hub() {
+        for text in [
+            "a",
+            "a/b/c",
+            "a/b:",
+            "a/b@",
+            "/a/b",
+            "a b/c",
+            "",
+            "a/",
+            "a/..",
+            "../b",
+            "a/b@x@y",
+            "a/b:q:r",
+            "a/b/.gguf",
+            "a/b--c",
+            "a/b:q/x.gguf",
+        ] {
+            assert_eq!(parse(text), None, "{text}");
+        }
+    }
+}

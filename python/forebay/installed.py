@@ -1,0 +1,41 @@
+"""`python -m forebay.installed`: what this interpreter has of what serving needs, in one line of JSON.
+
+`forebay doctor` asks it. Nothing large is imported.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
+
+__all__ = ["PACKAGES", "installed", "main"]
+
+PACKAGES = ("torch", "numpy", "safetensors", "tokenizers", "gguf")
+
+
+def installed() -> dict[str, str | bool | None]:
+    """Versions by package, None where one is missing; whether the compiled kernels of the CPU are there."""
+    spec = find_spec("forebay.kernels")
+    folder = Path(spec.origin).parent if spec is not None and spec.origin else None
+    kernels = folder is not None and any(folder.glob("libforebay_kernels.*"))
+    versions = {name: _version(name) for name in PACKAGES}
+    return {"python": platform.python_version(), "kernels": kernels, **versions}
+
+
+def main() -> None:
+    """The command."""
+    print(json.dumps(installed()))
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,89 @@
+"""Writes docs/cli.md from what the binary says of its commands: `python scripts/cli_page.py BINARY`.
+
+With --check nothing is written, and the exit status is 1 if the page is another one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+PAGE = Path(__file__).resolve().parents[1] / "docs/cli.md"
+COLUMNS = 110
+HEAD = """# The command line
+
+Made from `--help` by `make docs-cli`; a test compares the two (`tests/e2e/test_cli_page.py`). Exit statuses: 0, it did
+what was asked; 1, it could not, and the last line on standard error starts with `error: `; 2, the command line is none.
+
+Models come from the Hugging Face hub, and are kept as its own library keeps them. So both find what the other has
+downloaded. These variables are read:
+
+| variable | what |
+|---|---|
+| `HF_TOKEN` | opens private and gated repositories; else the token that `hf auth login` left |
+| `HF_ENDPOINT` | a mirror of the hub |
+| `HF_HOME`, `HF_HUB_CACHE` | where downloads are kept |
+| `HF_HUB_OFFLINE` | 1: nothing is asked over the network |
+| `HF_HUB_DOWNLOAD_TIMEOUT` | seconds that a server may be silent; 20 |
+| `HTTPS_PROXY`, `HTTP_PROXY`, `ALL_PROXY`, `NO_PROXY` | a proxy, named by `http://`, perhaps with user and password |
+| `SSL_CERT_FILE`, `SSL_CERT_DIR` | certificates to know servers by, in place of the system's |
+| `FOREBAY_CACHE` | where Forebay keeps what it makes of models |
+| `FOREBAY_PYTHON` | the interpreter of hands, as `--python` |
+
+"""
+
+
+def help_of(binary: Path, *command: str) -> str:
+    """What `--help` prints, whoever asks."""
+    # Values of the environment would be printed behind their names.
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("FOREBAY_")}
+    environment |= {"COLUMNS": str(COLUMNS), "NO_COLOR": "1"}
+    output = subprocess.run(
+        [binary, *command, "--help"], env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True
+    )
+    if output.returncode != 0:
+        raise SystemExit(f"{binary} {' '.join(command)} --help: {output.stderr}")
+    return "\n".join(line.rstrip() for line in output.stdout.splitlines()) + "\n"
+
+
+def subcommands(text: str) -> list[str]:
+    """The names below "Commands:", but for `help`."""
+    found = re.search(r"^Commands:\n((?:  .*\n)+)", text, re.MULTILINE)
+    names = re.findall(r"^  ([a-z0-9-]+)", found[1], re.MULTILINE) if found else []
+    return [name for name in names if name != "help"]
+
+
+def sections(binary: Path, *command: str) -> list[str]:
+    """A section for a command, and those of its own commands."""
+    text = help_of(binary, *command)
+    title = " ".join(["forebay", *command])
+    found = [f"## {title}\n\n```text\n{text}```\n"]
+    for name in subcommands(text):
+        found += sections(binary, *command, name)
+    return found
+
+
+def page(binary: Path) -> str:
+    """The whole page."""
+    return HEAD + "\n".join(sections(binary))
+
+
+def main() -> int:
+    """The command. Returns its exit status."""
+    parser = argparse.ArgumentParser(description="Write docs/cli.md.")
+    parser.add_argument("binary", type=Path, metavar="BINARY")
+    parser.add_argument("--check", action="store_true", help="write nothing, and tell whether it would change")
+    options = parser.parse_args()
+    text = page(options.binary.resolve())
+    if not options.check:
+        PAGE.write_text(text, encoding="utf-8")
+        return 0
+    return int(not PAGE.is_file() or PAGE.read_text(encoding="utf-8") != text)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
