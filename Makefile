@@ -100,11 +100,15 @@ $(STAMPS)/deploy: requirements/deploy.txt $(STAMPS)/uv
 
 setup-deploy: $(STAMPS)/deploy ## install the linters that tests/deploy asks (what is not installed is skipped)
 
+# 2 GB of sources and objects, which nothing else uses.
+GO_WORK := $(abspath $(DEPLOY))/go
 $(STAMPS)/deploy-go: requirements/go.mod requirements/go.sum $(STAMPS)/deploy
 	@echo '==> Building helm and actionlint: needs Go, and some minutes the first time'
 	@for tool in helm.sh/helm/v3/cmd/helm github.com/rhysd/actionlint/cmd/actionlint; do \
-		GOFLAGS=-mod=readonly go -C requirements build -trimpath -o $(abspath $(DEPLOY)/bin)/ $$tool || exit 1; \
+		GOCACHE=$(GO_WORK)/build GOMODCACHE=$(GO_WORK)/modules GOFLAGS='-mod=readonly -modcacherw' \
+			go -C requirements build -trimpath -o $(abspath $(DEPLOY)/bin)/ $$tool || exit 1; \
 	done
+	@rm -rf $(GO_WORK)
 	@touch $@
 
 setup-deploy-go: $(STAMPS)/deploy-go ## build those that are written in Go: helm and actionlint (minutes)
@@ -139,8 +143,7 @@ build: setup ## build the binary and the CPU kernels: leaves .venv/bin/forebay (
 
 # What the Python tests run. It stays where cargo leaves it: .venv/bin/forebay is for users.
 build-tests: setup-dev
-	cargo build $(CARGO_FLAGS) --bin forebay
-	cargo build --locked --profile $(TEST_PROFILE) --package forebay-vision --example prepare
+	cargo build $(CARGO_FLAGS) --bin forebay --example prepare
 	cargo build --locked --profile $(TEST_PROFILE) --lib --package forebay-kernels
 	@$(BIN)/python scripts/place_kernels.py $(TARGET_DIR)/$(TEST_PROFILE)
 
