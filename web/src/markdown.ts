@@ -63,11 +63,19 @@ function excessive(text: string): boolean {
   return cells > MOST_CELLS;
 }
 
+/** More marks on one letter than any script writes: to lay out thousands of them takes seconds. */
+const PILE = /(\p{M}{16})\p{M}+/gu;
+
+/** Text that the browser lays out in time linear in its length. */
+export function tamed(text: string): string {
+  return text.replace(PILE, "$1");
+}
+
 /** The elements of a block of markdown; null: it is to be shown as plain text. */
 export function render(text: string): DocumentFragment | null {
   if (excessive(text)) return null;
   try {
-    return purify.sanitize(marked.parse(text, { async: false }), RULES);
+    return purify.sanitize(marked.parse(tamed(text), { async: false }), RULES);
   } catch {
     return null;
   }

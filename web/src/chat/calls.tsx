@@ -1,9 +1,11 @@
 import type { JSX } from "preact";
 import { useState } from "preact/hooks";
+import { tamed } from "../markdown";
 import { answering, giveResults, shown } from "./store";
 import type { Node, ToolCall } from "./types";
 
 const LONGEST_PRETTY = 64 * 1024;
+const LONGEST_NAME = 200;
 
 /** Arguments with line breaks, once they are whole. */
 function pretty(text: string): string {
@@ -23,13 +25,14 @@ interface CardProps {
 }
 
 function Card({ call, result, waiting, onResult }: CardProps): JSX.Element {
+  const name = call.name.slice(0, LONGEST_NAME);
   return (
-    <section class="call" aria-label={`Call of ${call.name || "a tool"}`}>
+    <section class="call" aria-label={`Call of ${name || "a tool"}`}>
       <header>
-        <span class="tag">call</span> <code>{call.name || "…"}</code>
+        <span class="tag">call</span> <code>{tamed(name) || "…"}</code>
       </header>
       <pre tabIndex={0} aria-label="Arguments">
-        {pretty(call.arguments) || " "}
+        {tamed(pretty(call.arguments)) || " "}
       </pre>
       {!waiting && (
         <label class="result">

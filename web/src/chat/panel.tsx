@@ -80,7 +80,7 @@ const FIELDS: Field[] = [
 function SamplingFields(): JSX.Element {
   const id = useId();
   const values = settings.value.sampling;
-  const set = (name: keyof Sampling, text: string) => change({ sampling: { ...values, [name]: text } });
+  const set = (name: keyof Sampling, text: string) => change({ sampling: { ...settings.value.sampling, [name]: text } });
   return (
     <>
       <div class="grid">

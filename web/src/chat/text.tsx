@@ -1,12 +1,13 @@
 import { Component, createRef, type JSX } from "preact";
 import { useRef } from "preact/hooks";
-import { Blocks, render } from "../markdown";
+import { Blocks, render, tamed } from "../markdown";
 import { whole } from "../ui/format";
 import { download } from "../ui/parts";
 import type { TokenLogprob } from "./types";
 
 /** More markdown than this is shown as plain text. */
 const MOST_MARKDOWN = 128 * 1024;
+const MOST_BLOCKS = 2000;
 /** Of a longer plain text the end is shown: the browser's layout of one line of megabytes takes seconds. */
 const MOST_PLAIN = 64 * 1024;
 
@@ -35,7 +36,7 @@ class Block extends Component<BlockProps> {
     if (!element) return;
     const content = render(this.props.text);
     element.className = content ? "block" : "block plain";
-    element.replaceChildren(content ?? this.props.text.trimEnd());
+    element.replaceChildren(content ?? tamed(this.props.text.trimEnd()));
   }
 
   render(): JSX.Element {
@@ -48,9 +49,11 @@ export function Markdown({ text }: { text: string }): JSX.Element {
   const blocks = useRef<Blocks | null>(null);
   if (text.length > MOST_MARKDOWN) return <Plain text={text} />;
   blocks.current ??= new Blocks();
+  const found = blocks.current.update(text);
+  if (found.length > MOST_BLOCKS) return <Plain text={text} />;
   return (
     <div class="markdown">
-      {blocks.current.update(text).map((block, index) => (
+      {found.map((block, index) => (
         <Block key={index} text={block} />
       ))}
     </div>
@@ -59,7 +62,7 @@ export function Markdown({ text }: { text: string }): JSX.Element {
 
 /** Text as it is; of a very long one its end. */
 export function Plain({ text }: { text: string }): JSX.Element {
-  if (text.length <= MOST_PLAIN) return <div class="plain">{text}</div>;
+  if (text.length <= MOST_PLAIN) return <div class="plain">{tamed(text)}</div>;
   return (
     <>
       <p class="note">
@@ -72,7 +75,7 @@ export function Plain({ text }: { text: string }): JSX.Element {
           Download all of it
         </button>
       </p>
-      <div class="plain">{text.slice(-MOST_PLAIN)}</div>
+      <div class="plain">{tamed(text.slice(-MOST_PLAIN))}</div>
     </>
   );
 }
@@ -112,7 +115,7 @@ class Run extends Component<RunProps> {
       <>
         {tokens.slice(from, to).map((token, index) => (
           <span key={index} class={`token p${likelihood(token.logprob)}`} title={explanation(token)}>
-            {token.token}
+            {tamed(token.token)}
           </span>
         ))}
       </>

@@ -14,6 +14,11 @@ function inOrder(state: Engine): Request[] {
   return [...state.requests.values()].sort((a, b) => ORDER[a.state] - ORDER[b.state] || a.since_us - b.since_us);
 }
 
+/** Words for those who do not see the columns. */
+function Heard({ children }: { children: string }): JSX.Element {
+  return <span class="hidden">{children}</span>;
+}
+
 /** Cached, computed and total, as parts of the tokens that the request may get to. */
 function Bar({ request }: { request: Request }): JSX.Element {
   const { prompt, cached, computed, generated, max_tokens } = request;
@@ -40,17 +45,17 @@ function Row({ request, now, replicas }: { request: Request; now: number; replic
   const most = max_tokens ? `/${whole(max_tokens)}` : "";
   return (
     <li class={`request ${state}`}>
-      <button
-        type="button"
-        onClick={() => (opened.value = request.id)}
-        aria-label={`Request ${request.id}, ${state}: ${prompt} prompt tokens, ${cached} cached, ${computed} computed, ${generated} generated. Show its life`}
-      >
-        <span class="id">{request.id}</span>
+      <button type="button" onClick={() => (opened.value = request.id)} title="Show its life">
+        <span class="id">
+          <Heard>Request </Heard>
+          {request.id}
+        </span>
         <span class={`state ${state}`}>{state}</span>
         {replicas > 1 && <span class="unit">r{request.replica}</span>}
         <Bar request={request} />
         <span class="counts">
-          {whole(cached)} · {whole(computed)} · {whole(prompt + generated)}
+          {whole(cached)} <Heard>cached</Heard> · {whole(computed)} <Heard>computed</Heard> · {whole(prompt + generated)}{" "}
+          <Heard>in all</Heard>
         </span>
         <span class="counts out">
           {whole(generated)}
