@@ -92,10 +92,10 @@ class Engine:
 
     def add(self, prompt: int, most: int, *, replica: int = 0, cached: int = 0) -> Request:
         """A request that waits from now on."""
-        item = Request(str(self.next_id), replica, prompt, cached, most, self.now)
+        item = Request(str(self.next_id), replica, prompt, cached, most, self.now - 310)
         self.next_id += 1
-        item.happened(self.now, "received")
-        item.happened(self.now + 90, "queued")
+        item.happened(self.now - 400, "received")
+        item.happened(self.now - 310, "queued")
         self.requests[item.id] = item
         self.replicas[replica].waiting.append(item)
         self.changed.add(item.id)

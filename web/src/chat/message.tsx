@@ -49,7 +49,7 @@ const ENDS: Record<string, string> = {
 
 function Facts({ stats, model }: { stats: Stats; model: string }): JSX.Element {
   const facts = [
-    stats.tokens !== null && `${whole(stats.tokens)} tokens`,
+    stats.tokens !== null && `${whole(stats.tokens)} ${stats.tokens === 1 ? "token" : "tokens"}`,
     rate(stats),
     stats.ttft !== null && `TTFT ${stats.ttft < 10 ? stats.ttft.toFixed(1) : whole(stats.ttft)} ms`,
     stats.promptTokens !== null &&

@@ -91,7 +91,7 @@ function SamplingFields(): JSX.Element {
               id={`${id}-${name}`}
               type="number"
               inputMode="decimal"
-              placeholder="server's"
+              placeholder="default"
               value={values[name]}
               onInput={(event) => set(name, event.currentTarget.value)}
               {...rest}
@@ -102,7 +102,7 @@ function SamplingFields(): JSX.Element {
       <label for={`${id}-stop`}>Stop strings, one a line</label>
       <textarea id={`${id}-stop`} rows={2} value={values.stop} onInput={(event) => set("stop", event.currentTarget.value)} />
       <button type="button" class="quiet" onClick={() => change({ sampling: NO_SAMPLING })}>
-        Back to the server's values
+        Back to the defaults
       </button>
     </>
   );

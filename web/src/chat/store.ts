@@ -116,7 +116,7 @@ async function generate(conversation: Conversation, parent: Node): Promise<void>
   }
   add(conversation, node);
   touch();
-  await keep(conversation);
+  void keep(conversation);
   if (request === undefined) return;
   const controller = new AbortController();
   running.value = new Map(running.value).set(node.id, controller);

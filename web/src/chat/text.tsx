@@ -15,6 +15,36 @@ interface BlockProps {
   text: string;
 }
 
+/** How much of a frame blocks may take, in milliseconds; those behind wait for the next one. */
+const FRAME_MS = 12;
+let spent = 0;
+let frame = 0;
+const late = new Set<Block>();
+
+function nextFrame(): void {
+  frame = 0;
+  spent = 0;
+  for (const block of late) {
+    if (spent > FRAME_MS) break;
+    late.delete(block);
+    timed(block);
+  }
+  if (late.size) frame = requestAnimationFrame(nextFrame);
+}
+
+function timed(block: Block): void {
+  const began = performance.now();
+  block.fill();
+  spent += performance.now() - began;
+}
+
+/** Fills a block, now or in one of the next frames. */
+function fillSoon(block: Block): void {
+  frame ||= requestAnimationFrame(nextFrame);
+  if (spent > FRAME_MS) late.add(block);
+  else timed(block);
+}
+
 /** A block of markdown, which is made anew only if its text changes. */
 class Block extends Component<BlockProps> {
   private element = createRef<HTMLDivElement>();
@@ -24,14 +54,18 @@ class Block extends Component<BlockProps> {
   }
 
   override componentDidMount(): void {
-    this.fill();
+    fillSoon(this);
   }
 
   override componentDidUpdate(): void {
-    this.fill();
+    fillSoon(this);
   }
 
-  private fill(): void {
+  override componentWillUnmount(): void {
+    late.delete(this);
+  }
+
+  fill(): void {
     const element = this.element.current;
     if (!element) return;
     const content = render(this.props.text);

@@ -1,6 +1,6 @@
 import { signal } from "@preact/signals";
 import type { JSX } from "preact";
-import { useLayoutEffect, useRef } from "preact/hooks";
+import { useEffect, useRef } from "preact/hooks";
 import { serverError } from "../api";
 import { IconButton } from "../ui/parts";
 import { Composer } from "./composer";
@@ -39,36 +39,46 @@ function Messages(): JSX.Element {
   const seen = version.value;
   const conversation = shown.value;
   const nodes = path(conversation);
-  useLayoutEffect(() => {
-    const element = log.current;
-    if (element && stuck.current) element.scrollTop = element.scrollHeight;
-  }, [seen, conversation]);
+  useEffect(() => {
+    const element = log.current!;
+    const observer = new ResizeObserver(() => {
+      if (stuck.current) element.scrollTop = element.scrollHeight;
+    });
+    observer.observe(element);
+    observer.observe(element.firstElementChild!);
+    return () => observer.disconnect();
+  }, []);
+  useEffect(() => {
+    stuck.current = true;
+  }, [conversation, nodes.length]);
   const onScroll = () => {
     const element = log.current!;
     stuck.current = element.scrollHeight - element.scrollTop - element.clientHeight < NEAR;
   };
   return (
     <div class="log" ref={log} onScroll={onScroll} role="log" aria-live="off" aria-label="Messages" tabIndex={0}>
-      {nodes.length === 0 && (
-        <div class="welcome">
-          <h2>{model() || "No model yet"}</h2>
-          <p>{serverError.value || "Ask something. The Engine tab shows what the server does with it."}</p>
-        </div>
-      )}
-      {nodes.map((node) => {
-        const beside = branches(conversation, node);
-        const waiting = isRunning(node);
-        const state = `${beside.length} ${conversation.shown[node.id] ?? ""} ${settings.value.logprobs}`;
-        return (
-          <Message
-            key={node.id}
-            node={node}
-            branches={beside}
-            waiting={waiting}
-            stamp={waiting ? seen : state}
-          />
-        );
-      })}
+      <div>
+        {nodes.length === 0 && (
+          <div class="welcome">
+            <h2>{model() || "No model yet"}</h2>
+            <p>{serverError.value || "Ask something. The Engine tab shows what the server does with it."}</p>
+          </div>
+        )}
+        {nodes.map((node) => {
+          const beside = branches(conversation, node);
+          const waiting = isRunning(node);
+          const state = `${beside.length} ${conversation.shown[node.id] ?? ""} ${settings.value.logprobs}`;
+          return (
+            <Message
+              key={node.id}
+              node={node}
+              branches={beside}
+              waiting={waiting}
+              stamp={waiting ? seen : state}
+            />
+          );
+        })}
+      </div>
     </div>
   );
 }

@@ -5,7 +5,7 @@ import { short } from "../ui/format";
 import { engine, ticks, type History } from "./store";
 import { useWidth } from "./timeline_view";
 
-const TALL = 120;
+const TALL = 104;
 
 type Column = Exclude<keyof History, "time">;
 
@@ -21,16 +21,25 @@ interface Props {
   title: string;
   unit: string;
   lines: Line[];
-  most?: number;
+  /** The least that the axis reaches to. */
+  least?: number;
+  /** Whether nothing was measured at some times, and lines go on behind them. */
+  gaps?: boolean;
 }
 
 /** Seconds before now, for the axis of time. */
 function ago(plot: uPlot, splits: number[]): string[] {
   const now = plot.data[0].at(-1) ?? 0;
-  return splits.map((time) => (now - time < 0.5 ? "now" : `−${Math.round(now - time)} s`));
+  return splits.map((time) => (now - time < 0.05 ? "now" : `−${Number((now - time).toFixed(1))} s`));
 }
 
-function options(holder: HTMLElement, width: number, { lines, most }: Props): uPlot.Options {
+/** Places of labels at whole steps before now, so that they stand still while time goes on. */
+function back(_: uPlot, __: number, least: number, most: number, step: number): number[] {
+  const count = Math.floor((most - least) / step);
+  return Array.from({ length: count + 1 }, (_, index) => most - (count - index) * step);
+}
+
+function options(holder: HTMLElement, width: number, { lines, least = 1, gaps = false }: Props): uPlot.Options {
   const style = getComputedStyle(holder);
   const colour = (name: string) => style.getPropertyValue(name).trim();
   const axis = {
@@ -42,14 +51,15 @@ function options(holder: HTMLElement, width: number, { lines, most }: Props): uP
   return {
     width,
     height: TALL,
+    padding: [8, 16, 0, 0],
     legend: { show: false },
     cursor: { y: false, points: { size: 5 }, sync: { key: "engine" } },
     scales: {
       x: { time: false },
-      y: { range: (_, __, top) => [0, most ?? Math.max(1, (top ?? 0) * 1.15)] },
+      y: { range: (_, __, top) => [0, least === 100 ? 100 : Math.max(least, (top ?? 0) * 1.15)] },
     },
     axes: [
-      { ...axis, values: ago, size: 22, space: 70 },
+      { ...axis, splits: back, values: ago, size: 22, space: 70 },
       { ...axis, values: (_, splits) => splits.map(short), size: 38, space: 28 },
     ],
     series: [
@@ -58,6 +68,7 @@ function options(holder: HTMLElement, width: number, { lines, most }: Props): uP
         label: line.label,
         stroke: colour(line.colour),
         width: 1.5,
+        spanGaps: gaps,
         points: { show: false },
         ...(line.fill ? { fill: `${colour(line.colour)}22` } : {}),
       })),
@@ -68,7 +79,7 @@ function options(holder: HTMLElement, width: number, { lines, most }: Props): uP
 const DARK = matchMedia("(prefers-color-scheme: dark)");
 
 function value(column: (number | null)[]): string {
-  const last = column.at(-1);
+  const last = column.at(-1) ?? column.findLast((value) => value !== null);
   return last === null || last === undefined ? "–" : short(last);
 }
 
@@ -120,12 +131,21 @@ function Chart(props: Props): JSX.Element | null {
 
 const CHARTS: Props[] = [
   {
-    title: "Tokens a second",
+    title: "Decode",
     unit: "tokens/s",
-    lines: [
-      { column: "prefilled", label: "prefill", colour: "--prefill", fill: true },
-      { column: "generated", label: "decode", colour: "--decode", fill: true },
-    ],
+    lines: [{ column: "generated", label: "generated", colour: "--decode", fill: true }],
+  },
+  {
+    title: "Prefill",
+    unit: "tokens/s",
+    lines: [{ column: "prefilled", label: "computed", colour: "--prefill", fill: true }],
+  },
+  {
+    title: "Prefix cache",
+    unit: "% of prompts",
+    least: 100,
+    gaps: true,
+    lines: [{ column: "hits", label: "hits", colour: "--cached", fill: true }],
   },
   {
     title: "Requests",
@@ -138,7 +158,7 @@ const CHARTS: Props[] = [
   {
     title: "Device idle with work waiting",
     unit: "%",
-    most: 100,
+    least: 5,
     lines: [{ column: "idle", label: "idle", colour: "--gap", fill: true }],
   },
   {

@@ -1,7 +1,7 @@
 import type { JSX } from "preact";
 import { useEffect, useState } from "preact/hooks";
 import { explain, getJson } from "../api";
-import { micros } from "../ui/format";
+import { micros, whole } from "../ui/format";
 import { Dialog } from "../ui/parts";
 import type { Life, LifeEvent } from "./types";
 
@@ -14,15 +14,23 @@ const SENTENCES: Record<string, string> = {
   tokenised: "tokenised",
   queued: "queued",
   admitted: "admitted: it has a slot",
-  prefill: "prefill",
   first_token: "first token",
-  tokens: "tokens",
   preempted: "preempted: back to the queue",
   replayed: "replayed after its hand's death",
   finished: "finished",
 };
 
+/** An event in words; one that is not known is shown as it is. */
+function sentence(event: LifeEvent): string {
+  if (event.what === "prefill") return `prefill of ${whole(Number(event.tokens))} tokens`;
+  if (event.what === "tokens") return `${whole(Number(event.count))} tokens`;
+  return SENTENCES[event.what] ?? event.what;
+}
+
+const SAID = new Set(["prefill", "tokens"]);
+
 function facts(event: LifeEvent): string {
+  if (SAID.has(event.what)) return "";
   return Object.entries(event)
     .filter(([name]) => name !== "at_us" && name !== "what")
     .map(([name, value]) => `${name} ${String(value)}`)
@@ -41,13 +49,13 @@ function Events({ events }: { events: LifeEvent[] }): JSX.Element {
       {events.map((event, index) => {
         const since = event.at_us - first;
         return (
-          <li key={index} class={`event ${SENTENCES[event.what] ? event.what : "other"}`}>
+          <li key={index} class={`event ${SAID.has(event.what) || SENTENCES[event.what] ? event.what : "other"}`}>
             <span class="at">{micros(since)}</span>
             <span class="track" aria-hidden="true">
               <i style={{ left: `${(100 * since) / total}%` }} />
             </span>
             <span class="what">
-              {SENTENCES[event.what] ?? event.what} <span class="unit">{facts(event)}</span>
+              {sentence(event)} <span class="unit">{facts(event)}</span>
             </span>
           </li>
         );

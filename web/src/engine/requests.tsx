@@ -84,7 +84,7 @@ export function Requests(): JSX.Element | null {
   if (!state) return null;
   const rows = inOrder(state);
   return (
-    <section class="card wide" aria-labelledby="requests-title">
+    <section class="card" aria-labelledby="requests-title">
       <header>
         <h2 id="requests-title">Requests</h2>
         <ul class="legend">

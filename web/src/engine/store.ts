@@ -33,6 +33,8 @@ export interface History {
   time: number[];
   generated: (number | null)[];
   prefilled: (number | null)[];
+  /** Percent of the prompt tokens that were cached, of the last second; null where no prompt came. */
+  hits: (number | null)[];
   running: number[];
   waiting: number[];
   idle: (number | null)[];
@@ -48,6 +50,7 @@ export interface Engine {
   ended: Request[];
   backends: Backend[];
   history: History;
+  window: Growth[];
 }
 
 /** What the feed has said so far; it changes in place, and `ticks` counts the changes. */
@@ -55,7 +58,7 @@ export const engine = signal<Engine | null>(null);
 export const ticks = signal(0);
 
 function noHistory(): History {
-  return { time: [], generated: [], prefilled: [], running: [], waiting: [], idle: [], planMedian: [], planMost: [] };
+  return { time: [], generated: [], prefilled: [], hits: [], running: [], waiting: [], idle: [], planMedian: [], planMost: [] };
 }
 
 function isStart(value: Partial<Start>): value is Start {
@@ -76,6 +79,7 @@ export function began(start: Start): void {
     ended: same ? before.ended : [],
     backends: (start.backends ?? []).map((backend) => ({ ...backend, now: null, rate: 0 })),
     history: same ? before.history : noHistory(),
+    window: [],
   };
   ticks.value += 1;
 }
@@ -94,47 +98,75 @@ function median(sorted: number[]): number | null {
   return sorted.length ? sorted[sorted.length >> 1]! : null;
 }
 
-function record(state: Engine, seconds: number, steps: Step[], device: number, idle: number): void {
-  const { history } = state;
-  const sum = (value: (replica: Replica) => number) =>
-    state.replicas.reduce((total, replica) => total + value(replica), 0);
-  const decoded = steps.reduce((total, { decode }) => total + decode, 0);
-  const tokens = steps.reduce((total, item) => total + item.tokens, 0);
+/** What has come, and by how much the counters of all replicas have grown, since the tick before. */
+interface Growth {
+  seconds: number;
+  decoded: number;
+  prefilled: number;
+  device: number;
+  idle: number;
+  queries: number;
+  hits: number;
+}
+
+/** Rates and shares are over so many seconds: from one tick to the next they jump. */
+const WINDOW_S = 1;
+
+function sum(window: Growth[]): Growth {
+  const total = { seconds: 0, decoded: 0, prefilled: 0, device: 0, idle: 0, queries: 0, hits: 0 };
+  for (const growth of window) {
+    for (const name of Object.keys(total) as (keyof Growth)[]) total[name] += growth[name];
+  }
+  return total;
+}
+
+function record(state: Engine, steps: Step[], growth: Growth): void {
+  const { history, replicas, window } = state;
+  window.push(growth);
+  while (window.length > 1 && sum(window.slice(1)).seconds >= WINDOW_S) window.shift();
+  const lately = sum(window);
   const plans = steps.map(({ plan }) => plan).sort((a, b) => a - b);
-  const rate = (count: number) => (seconds > 0 ? count / seconds : null);
+  const all = (value: (now: ReplicaTick) => number) =>
+    replicas.reduce((total, { now }) => total + (now ? value(now) : 0), 0);
+  const rate = (count: number) => (lately.seconds > 0 ? count / lately.seconds : null);
+  const share = (part: number, rest: number) => (part + rest > 0 ? (100 * part) / (part + rest) : null);
   push(history.time, state.now / 1e6, MOST_POINTS);
-  push(history.generated, rate(decoded), MOST_POINTS);
-  push(history.prefilled, rate(Math.max(0, tokens - decoded)), MOST_POINTS);
-  push(history.running, sum(({ now }) => now?.running ?? 0), MOST_POINTS);
-  push(history.waiting, sum(({ now }) => now?.waiting ?? 0), MOST_POINTS);
-  push(history.idle, device + idle > 0 ? (100 * idle) / (device + idle) : null, MOST_POINTS);
+  push(history.generated, rate(lately.decoded), MOST_POINTS);
+  push(history.prefilled, rate(lately.prefilled), MOST_POINTS);
+  push(history.hits, share(lately.hits, lately.queries - lately.hits), MOST_POINTS);
+  push(history.running, all((now) => now.running), MOST_POINTS);
+  push(history.waiting, all((now) => now.waiting), MOST_POINTS);
+  push(history.idle, share(lately.idle, lately.device), MOST_POINTS);
   push(history.planMedian, median(plans), MOST_POINTS);
   push(history.planMost, plans.at(-1) ?? null, MOST_POINTS);
 }
 
 function readReplicas(state: Engine, tick: Tick, seconds: number): void {
   const fresh: Step[] = [];
-  let device = 0;
-  let idle = 0;
+  const grown: Growth = { seconds, decoded: 0, prefilled: 0, device: 0, idle: 0, queries: 0, hits: 0 };
   for (const now of tick.replicas ?? []) {
     const replica = state.replicas.find(({ facts }) => facts.index === now.index);
     if (!replica) continue;
     const before = replica.now;
     // Counters of a replica that began again are smaller than before.
     if (before && now.device_us >= before.device_us) {
-      device += now.device_us - before.device_us;
-      idle += Math.max(0, now.idle_us - before.idle_us);
+      grown.device += now.device_us - before.device_us;
+      grown.idle += Math.max(0, now.idle_us - before.idle_us);
+      grown.queries += Math.max(0, now.prefix.queries - before.prefix.queries);
+      grown.hits += Math.max(0, now.prefix.hits - before.prefix.hits);
     }
     replica.now = now;
     replica.lost += now.lost;
     for (const columns of now.steps) {
       const made = step(columns);
       fresh.push(made);
+      grown.decoded += made.decode;
+      grown.prefilled += Math.max(0, made.tokens - made.decode);
       replica.steps.push(made);
     }
     if (replica.steps.length > MOST_STEPS) replica.steps.splice(0, replica.steps.length - MOST_STEPS);
   }
-  record(state, seconds, fresh, device, idle);
+  record(state, fresh, grown);
 }
 
 function readRequests(state: Engine, tick: Tick): void {

@@ -25,6 +25,8 @@ const AXIS = 18;
 const PLAN_LANE = 16;
 const DEVICE_LANE = 34;
 const SPACE = 14;
+/** The width of a step from which on a line leads to it from its plan. */
+const ROOM_FOR_ARROWS = 10;
 
 export function height(replicas: number): number {
   return AXIS + replicas * (PLAN_LANE + DEVICE_LANE + SPACE);
@@ -107,6 +109,14 @@ function drawStep(context: CanvasRenderingContext2D, view: View, step: Step, top
   if (step.gap > 0) {
     const gap = at(began(step) - step.gap);
     box(context, colours.gap, gap, lane + DEVICE_LANE / 2 - 3, Math.max(0.75, from - gap), 6);
+  }
+  if (end - from > ROOM_FOR_ARROWS) {
+    // From the plan to the step that it is of.
+    context.strokeStyle = colour;
+    context.beginPath();
+    context.moveTo(at(step.planned), top + PLAN_LANE - 3);
+    context.lineTo(from, lane);
+    context.stroke();
   }
   // Neighbours stay apart where there is room for it.
   const wide = Math.max(0.75, end - from > 3 ? end - from - 1 : end - from);

@@ -78,9 +78,13 @@ export function EngineView(): JSX.Element {
           <div class="cards">
             <Timeline />
             <Charts />
-            <Replicas />
-            <Pages />
-            <Requests />
+            <div class="column main">
+              <Requests />
+            </div>
+            <div class="column">
+              <Replicas />
+              <Pages />
+            </div>
           </div>
         ))}
     </div>
