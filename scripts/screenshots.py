@@ -16,12 +16,14 @@ sys.path.insert(0, str(ROOT))
 
 from playwright.sync_api import Browser, Page, sync_playwright  # noqa: E402
 
-from tests.page.engine import Engine, Router  # noqa: E402
-from tests.page.server import Chunk, Json, PageServer  # noqa: E402
+from tests.page.engine import Engine, Json, Router  # noqa: E402
+from tests.page.server import Chunk, PageServer  # noqa: E402
 
 WIDE = {"width": 1280, "height": 800}
 NARROW = {"width": 390, "height": 780}
-THOUGHTS = "A forebay stands before a turbine. The question is what it is good for, so the answer needs the head of water."
+THOUGHTS = (
+    "A forebay stands before a turbine. The question is what it is good for, so the answer needs the head of water."
+)
 ANSWER = """A **forebay** is a small basin right in front of a turbine's intake. It does two things:
 
 1. It holds water ready, so that a change of load does not run the turbine dry.
@@ -49,12 +51,14 @@ def script(body: Json) -> Iterable[Chunk]:
 
 
 def pieces(text: str) -> Iterable[Chunk]:
+    """A text in tokens, as fast as a model says them."""
     for start in range(0, len(text), 4):
         yield text[start : start + 4]
         yield 0.004
 
 
 def ask(page: Page, text: str) -> None:
+    """Says something and waits for the whole answer."""
     complete = page.get_by_role("button", name="Regenerate")
     before = complete.count()
     page.get_by_label("Message", exact=True).fill(text)
@@ -63,6 +67,7 @@ def ask(page: Page, text: str) -> None:
 
 
 def open_page(browser: Browser, server: PageServer, tab: str, scheme: Any = "light", size: Any = None) -> Page:
+    """A page of its own context, so that no conversation is kept."""
     context = browser.new_context(viewport=size or WIDE, color_scheme=scheme, reduced_motion="reduce")
     page = context.new_page()
     page.goto(f"{server.url}/#{tab}")
@@ -70,6 +75,7 @@ def open_page(browser: Browser, server: PageServer, tab: str, scheme: Any = "lig
 
 
 def chat(browser: Browser, server: PageServer, folder: Path) -> None:
+    """A conversation in the light, and one with a call in the dark."""
     for scheme in ("light", "dark"):
         page = open_page(browser, server, "chat", scheme)
         ask(page, "What is a forebay good for?")
@@ -84,6 +90,7 @@ def chat(browser: Browser, server: PageServer, folder: Path) -> None:
 
 
 def colours(browser: Browser, server: PageServer, folder: Path) -> None:
+    """Coloured tokens, on a narrow screen."""
     page = open_page(browser, server, "chat", size=NARROW)
     page.get_by_role("button", name="Settings", exact=True).click()
     page.get_by_label("Colour tokens by probability").check()
@@ -94,6 +101,7 @@ def colours(browser: Browser, server: PageServer, folder: Path) -> None:
 
 
 def engine(browser: Browser, folder: Path) -> None:
+    """The engine at work, a request's life, and a replica that restarts."""
     feed = Engine(2, model="Qwen3-0.6B", host_pages=2048)
     feed.arrivals = 9
     for replica in feed.replicas:
@@ -117,6 +125,7 @@ def engine(browser: Browser, folder: Path) -> None:
 
 
 def backends(browser: Browser, folder: Path) -> None:
+    """A router's backends."""
     feed = Router()
     feed.backends[2] |= {"ready": False, "breaker": "open", "failed": 12, "in_flight": 0, "running": 0}
     server = PageServer(feed)
@@ -128,8 +137,8 @@ def backends(browser: Browser, folder: Path) -> None:
 
 
 def main() -> None:
-    """Writes the pictures into the folder that is named, or into docs/images."""
-    folder = Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT / "docs/images"
+    """Writes the pictures into the folder that is named, or into docs/page."""
+    folder = Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT / "docs/page"
     folder.mkdir(parents=True, exist_ok=True)
     chromium = shutil.which("chromium") or shutil.which("chromium-browser")
     if not chromium:

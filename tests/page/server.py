@@ -19,7 +19,13 @@ POLICY = (
     "default-src 'self'; connect-src 'self'; img-src 'self' data: blob:; style-src 'self'; script-src 'self'; "
     "frame-ancestors 'none'; base-uri 'none'; form-action 'none'"
 )
-KINDS = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml", ".txt": "text/plain"}
+KINDS = {
+    ".html": "text/html",
+    ".js": "text/javascript",
+    ".css": "text/css",
+    ".svg": "image/svg+xml",
+    ".txt": "text/plain",
+}
 TICK_S = 0.1
 
 Chunk = str | Json | float
@@ -75,7 +81,7 @@ class _Handler(BaseHTTPRequestHandler):
     owner: PageServer
     protocol_version = "HTTP/1.1"
 
-    def log_message(self, format: str, *args: Any) -> None:
+    def log_message(self, *_: Any) -> None:
         """Says nothing: a test looks at what came instead."""
 
     def do_GET(self) -> None:

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from tests.page.conftest import Open, Serve
-from tests.page.engine import Engine, Router
-from tests.page.server import ROOT, Json
+from tests.page.engine import Engine, Json, Router
+from tests.page.server import ROOT
 from tests.page.test_chat import answer, call, say
 
 AXE = ROOT / "web/node_modules/axe-core/axe.min.js"

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 from base64 import b64decode
 from collections.abc import Iterable
+from itertools import pairwise
 from typing import Any
 
 import pytest
 
 from tests.page.conftest import Open, Serve, until
-from tests.page.server import Chunk, Json, PageServer, error
+from tests.page.engine import Json
+from tests.page.server import Chunk, PageServer, error
 
 PIXEL = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
 
@@ -62,7 +64,7 @@ def test_an_answer_is_painted_as_it_comes(server: PageServer, page: Any) -> None
     assert done.locator("strong").inner_text() == "five"
     paints = page.evaluate("window.paints.map((text) => text.trim())")
     assert len(paints) >= 3
-    assert all(later.startswith(earlier) for earlier, later in zip(paints, paints[1:], strict=False))
+    assert all(later.startswith(earlier) for earlier, later in pairwise(paints))
     facts = done.locator(".facts").inner_text()
     assert "5 tokens" in facts
     assert "tokens/s" in facts
@@ -175,7 +177,7 @@ def test_sampling_and_a_system_prompt_are_sent(server: PageServer, page: Any) ->
     say(page, "Hello.")
     answer(page)
     (body,) = server.chats
-    expected = {"temperature": 0.5, "top_p": 0.9, "top_k": 40, "min_p": 0.05, "max_tokens": 77, "seed": 3}
+    expected: Json = {"temperature": 0.5, "top_p": 0.9, "top_k": 40, "min_p": 0.05, "max_tokens": 77, "seed": 3}
     expected |= {"presence_penalty": 0.1, "frequency_penalty": 0.2, "repetition_penalty": 1.1, "stop": ["END", "STOP"]}
     assert {name: body.get(name) for name in expected} == expected
     assert body["messages"][0] == {"role": "system", "content": "Be brief."}

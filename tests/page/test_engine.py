@@ -145,11 +145,12 @@ def test_pages_are_counted_by_tier(page: Any) -> None:
         assert sum(int(word) for word in label.split() if word.isdigit()) == total
 
 
-def test_the_charts_have_numbers(page: Any) -> None:
+def test_the_charts_have_numbers(page: Any, engine: Engine) -> None:
+    engine.arrivals = 10
     until(page, f"{STEP} > 100")
     for title in ["Decode", "Prefill", "Prefix cache", "Requests", "Device idle with work waiting", "Plan latency"]:
         chart = page.locator(f"section.chart[aria-label^='{title}:']")
-        assert "–" not in chart.locator("b").first.inner_text()
+        chart.locator("b").first.filter(has_not_text="–").wait_for()
         assert chart.locator("canvas").count() == 1
 
 

@@ -7,12 +7,15 @@ from typing import Any
 
 import pytest
 
-from tests.page.conftest import Open, Serve
-from tests.page.server import Chunk, Json
+from tests.page.conftest import Open, Serve, until
+from tests.page.engine import Json
+from tests.page.server import Chunk
 from tests.page.test_chat import answer, say
 
 MOST_FROZEN_MS = 1000
 """The issue's bound, and no measure of speed: without the limits these inputs take tens of seconds or end the tab."""
+
+LAST = "[...document.querySelectorAll('.message.assistant :is(.block, .plain)')].at(-1)"
 
 ATTACKS = {
     "script": "<script>window.hit = 1</script>",
@@ -24,7 +27,8 @@ ATTACKS = {
     "image": "![pixel](http://127.0.0.1:9/pixel.png) ![data](data:image/svg+xml;base64,PHN2Zy8+)",
     "style": '<style>body { display: none }</style><p style="position: fixed; inset: 0">x</p>',
     "form": '<form action="http://127.0.0.1:9/"><input name="key"><button>Log in</button></form>',
-    "mutation": "<math><mtext><table><mglyph><style><!--</style><img title=\"--&gt;&lt;img src onerror='window.hit=1'&gt;\">",
+    "mutation": "<math><mtext><table><mglyph><style><!--</style>"
+    "<img title=\"--&gt;&lt;img src onerror='window.hit=1'&gt;\">",
     "code": "```html\n<script>window.hit = 1</script>\n```\n",
     "code language": '```"onmouseover="window.hit=1"\nx\n```\n',
     "title": "[a](http://127.0.0.1:9/ 'x\" onmouseover=\"window.hit=1')",
@@ -113,10 +117,10 @@ def test_nothing_freezes_the_page(serve: Serve, open_page: Open, text: str, piec
             look();
         }"""
     )
-    page.set_default_timeout(60_000)
     say(page, "Huge.")
-    done = answer(page)
-    done.get_by_text("The end.").wait_for()
-    frozen: Any = page.evaluate("new Promise((done) => requestAnimationFrame(() => setTimeout(() => done(window.frozen))))")
-    print(f"frozen for {frozen:.0f} ms")
+    # Not by Playwright's locators: those walk through every element of the page, in the page.
+    until(page, f"document.querySelector('.facts') && {LAST}.textContent.trimEnd().endsWith('The end.')", 60)
+    frozen: Any = page.evaluate(
+        "new Promise((done) => requestAnimationFrame(() => setTimeout(() => done(window.frozen))))"
+    )
     assert frozen < MOST_FROZEN_MS
