@@ -20,6 +20,7 @@ from tests.page.engine import Engine, Json, Router  # noqa: E402
 from tests.page.server import Chunk, PageServer  # noqa: E402
 
 WIDE = {"width": 1280, "height": 800}
+TALL = {"width": 1280, "height": 960}
 NARROW = {"width": 390, "height": 780}
 THOUGHTS = (
     "A forebay stands before a turbine. The question is what it is good for, so the answer needs the head of water."
@@ -108,8 +109,8 @@ def engine(browser: Browser, folder: Path) -> None:
         replica.slots = 16
     server = PageServer(feed)
     for scheme in ("light", "dark"):
-        page = open_page(browser, server, "engine", scheme)
-        page.get_by_role("button", name="1 s", exact=True).click()
+        page = open_page(browser, server, "engine", scheme, TALL)
+        page.get_by_role("button", name="0.25 s" if scheme == "light" else "1 s", exact=True).click()
         page.wait_for_timeout(16_000 if scheme == "light" else 6_000)
         if scheme == "dark":
             with server.lock:

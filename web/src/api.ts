@@ -54,7 +54,7 @@ export function explain(error: unknown): string {
   if (error instanceof ApiError) {
     if (error.status === 0) return error.message;
     const meaning = MEANING[error.status] ?? `The server answered with status ${error.status}`;
-    const where = error.param ? ` (${error.param})` : "";
+    const where = error.param && !error.message.includes(error.param) ? ` (${error.param})` : "";
     return error.message ? `${meaning}: ${error.message}${where}` : `${meaning}.`;
   }
   if (error instanceof TypeError) return "The server cannot be reached, or it closed the connection.";

@@ -108,7 +108,8 @@ function drawStep(context: CanvasRenderingContext2D, view: View, step: Step, top
   const end = at(step.done);
   if (step.gap > 0) {
     const gap = at(began(step) - step.gap);
-    box(context, colours.gap, gap, lane + DEVICE_LANE / 2 - 3, Math.max(0.75, from - gap), 6);
+    // No least width: gaps of microseconds would look like an idle device from afar.
+    box(context, colours.gap, gap, lane + DEVICE_LANE / 2 - 3, from - gap, 6);
   }
   if (end - from > ROOM_FOR_ARROWS) {
     // From the plan to the step that it is of.

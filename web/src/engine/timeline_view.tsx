@@ -154,7 +154,7 @@ export function Timeline(): JSX.Element | null {
           <div
             class="tip"
             style={{
-              left: `${Math.max(0, Math.min(pointer.x + 12, width - 250))}px`,
+              left: `${Math.max(0, Math.min(pointer.x + 12, width - 270))}px`,
               top: `${pointer.y + 14}px`,
             }}
           >
