@@ -20,7 +20,7 @@ from tests.page.engine import Engine, Json, Router  # noqa: E402
 from tests.page.server import Chunk, PageServer  # noqa: E402
 
 WIDE = {"width": 1280, "height": 800}
-TALL = {"width": 1280, "height": 960}
+TALL = {"width": 1280, "height": 900}
 NARROW = {"width": 390, "height": 780}
 THOUGHTS = (
     "A forebay stands before a turbine. The question is what it is good for, so the answer needs the head of water."

@@ -68,6 +68,9 @@ class Replica:
     running: list[Request] = field(default_factory=list)
     waiting: list[Request] = field(default_factory=list)
     steps: list[list[int]] = field(default_factory=list)
+    """Those that no tick has told of."""
+    busy: int = 0
+    """Until when the device computes what it has begun."""
 
     @property
     def held(self) -> int:
@@ -134,9 +137,9 @@ class Engine:
                 cached=prompt * self.random.randint(2, 8) // 10 // PAGE * PAGE if shared else 0,
             )
         for replica in self.replicas:
-            at = self.now
+            at = max(self.now, replica.busy)
             while at < end and replica.state == "ready" and (replica.running or replica.waiting):
-                at = self._step(replica, at)
+                at = replica.busy = self._step(replica, at)
         self.now = end
 
     def _step(self, replica: Replica, at: int) -> int:
@@ -236,8 +239,8 @@ class Engine:
         held = min(replica.held, replica.pages)
         cached = min(replica.kept, replica.pages - held)
         host = replica.host_pages
-        steps = [*replica.steps]
-        replica.steps.clear()
+        steps = [step for step in replica.steps if step[2] <= self.now]
+        del replica.steps[: len(steps)]
         return {
             "index": replica.index,
             "state": replica.state,
