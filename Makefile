@@ -31,7 +31,7 @@ UV_LOCK := $(UV) pip compile --quiet --python $(BIN)/python --universal --python
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup setup-dev setup-clients setup-agents setup-deploy setup-deploy-go build build-tests serve test test-rust test-asan test-python test-triton test-triton-old e2e test-fleet test-kills test-image-sizes test-fuzz-images test-gpu bench-gpu gpu-pack check lint fmt deny docs docs-cli wheel wheel-test try-wheel lock ci \
+.PHONY: help setup setup-dev setup-clients setup-agents setup-deploy setup-deploy-go setup-page web web-check build build-tests serve test test-rust test-asan test-python test-triton test-triton-old e2e test-page test-fleet test-kills test-image-sizes test-fuzz-images test-gpu bench-gpu gpu-pack check lint fmt deny docs docs-cli wheel wheel-test try-wheel lock ci \
 	clean distclean
 
 help: ## print this list
@@ -128,6 +128,15 @@ $(STAMPS)/agents: requirements/agents/package-lock.json $(STAMPS)/uv
 
 setup-agents: $(STAMPS)/agents ## install the agent programs that tests/e2e/test_agents.py tries (needs npm; skipped without them)
 
+# What drives a browser brings a runtime of its own: an environment of its own too.
+$(STAMPS)/page: requirements/page.txt $(STAMPS)/uv
+	@echo '==> Installing Playwright for the tests of the page: 50 MB to download the first time'
+	@test -x $(VENV)/page/bin/python || $(UV) venv --quiet --python $(BIN)/python $(VENV)/page
+	@$(UV) pip install --quiet --python $(VENV)/page/bin/python --require-hashes -r requirements/page.txt
+	@touch $@
+
+setup-page: $(STAMPS)/page ## install what drives the browser in tests/page (skipped without it, and without chromium)
+
 # A path file makes python/ importable in place, so that an edit needs no build.
 $(STAMPS)/package: scripts/link_package.py $(STAMPS)/uv
 	@$(BIN)/python scripts/link_package.py
@@ -146,6 +155,20 @@ build-tests: setup-dev
 	cargo build $(CARGO_FLAGS) --bin forebay --example prepare
 	cargo build --locked --profile $(TEST_PROFILE) --lib --package forebay-kernels
 	@$(BIN)/python scripts/place_kernels.py $(TARGET_DIR)/$(TEST_PROFILE)
+
+# The page is built by Node.js 20 or newer, and its files are committed: cargo needs no Node.
+web/node_modules: web/package-lock.json
+	cd web && npm ci
+	@touch $@
+
+web: web/node_modules ## build the page into web/dist (needs Node.js)
+	cd web && npm run --silent check && npm run --silent build
+
+web-check: ## check the page's types, rebuild it from locked packages and compare the bytes (needs Node.js)
+	rm -rf web/node_modules
+	$(MAKE) --no-print-directory web
+	@git diff --exit-code --stat -- web/dist && test -z "$$(git ls-files --others -- web/dist)" || \
+		{ echo 'web/dist is not what web/src makes: run `make web` and add it'; exit 1; }
 
 serve: build $(STAMPS)/model ## serve MODEL (the default model unless given) on 127.0.0.1:8000
 	$(BIN)/forebay serve $(MODEL) $(ARGS)
@@ -173,6 +196,9 @@ test-triton-old: setup-dev $(STAMPS)/triton-old ## compile the GPU's kernels wit
 
 e2e: build-tests ## run the end-to-end tests only
 	$(TEST_BINARY) $(BIN)/python -m pytest tests/e2e $(PYTEST_ARGS)
+
+test-page: setup-page ## run the tests of the page in a browser (needs chromium; skipped with a line without it)
+	$(VENV)/page/bin/python -m pytest tests/page $(PYTEST_ARGS)
 
 test-fleet: build-tests ## send a fleet behind a router ten thousand requests at the limits (10 minutes)
 	FOREBAY_FLEET_REQUESTS=10000 FOREBAY_TEST_BINARY=$(abspath $(TARGET_DIR)/$(TEST_PROFILE)/forebay) \
@@ -227,7 +253,7 @@ try-wheel: $(STAMPS)/uv ## the same with the wheel that lies in dist/ already
 	$(BIN)/python scripts/try_wheel.py dist
 
 lock: $(STAMPS)/uv ## pin requirements/*.in to *.txt again (UPGRADE=1: at the newest versions)
-	@for name in bootstrap runtime build dev clients deploy; do \
+	@for name in bootstrap runtime build dev clients deploy page; do \
 		echo "==> requirements/$$name.txt"; \
 		$(UV_LOCK) requirements/$$name.in -o requirements/$$name.txt || exit 1; \
 	done

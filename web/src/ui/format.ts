@@ -1,0 +1,25 @@
+/** 1234567 as 1,234,567, whatever the browser's language. */
+export function whole(value: number): string {
+  return Math.round(value).toLocaleString("en-US");
+}
+
+/** A count in at most four characters: 980, 12.3k, 4.5M. */
+export function short(value: number): string {
+  if (value < 1000) return String(Math.round(value));
+  if (value < 1e6) return `${(value / 1e3).toFixed(value < 99_950 ? 1 : 0)}k`;
+  return `${(value / 1e6).toFixed(1)}M`;
+}
+
+/** A time given in microseconds. */
+export function micros(value: number): string {
+  if (value < 1000) return `${Math.round(value)} µs`;
+  if (value < 1e6) return `${(value / 1e3).toFixed(value < 1e4 ? 2 : 1)} ms`;
+  return value < 6e7 ? `${(value / 1e6).toFixed(2)} s` : `${Math.round(value / 6e7)} min`;
+}
+
+/** A share between 0 and 1. */
+export function percent(share: number): string {
+  if (!Number.isFinite(share)) return "–";
+  const value = share * 100;
+  return `${value.toFixed(value > 0 && value < 9.95 ? 1 : 0)} %`;
+}
