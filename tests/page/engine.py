@@ -275,7 +275,8 @@ class Router:
                 "in_flight": 3 + index,
                 "waiting": index,
                 "running": 3,
-                "kv": 0.21 + 0.17 * index,
+                "tokens": 4000 + 700 * index,
+                "pages_free": None if index else 812,
                 "sent": 1000 + 40 * index,
                 "failed": 0,
             }

@@ -29,8 +29,9 @@ ALLOWED: dict[str, set[str]] = {
     "vision": set(),
     "fetch": set(),
     "hub": set(),
-    "server": {"api", "engine", "grammar", "replicas", "text", "dialect", "vision", "fetch"},
-    "router": {"api"},
+    "webui": set(),
+    "server": {"api", "engine", "grammar", "replicas", "text", "dialect", "vision", "fetch", "webui"},
+    "router": {"api", "webui"},
     "kernels": set(),
     "bench": {"protocol", "kvcache", "scheduler", "engine", "sim", "text", "balance"},
 }

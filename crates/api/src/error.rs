@@ -104,6 +104,12 @@ pub enum ApiError {
         /// The parameter that named it; `None`: the path did.
         param: Option<&'static str>,
     },
+    /// No such request, or none that is still remembered.
+    #[error("Nothing is known of request `{id}`, or not any more: only the last are remembered.")]
+    UnknownRequest {
+        /// As the client named it.
+        id: String,
+    },
     /// No API key, or the wrong one.
     #[error("Incorrect API key provided; send it as `Authorization: Bearer KEY`.")]
     Unauthorized,
@@ -279,6 +285,7 @@ impl ApiError {
             Self::Forbidden { .. } => 403,
             Self::UnknownModel { .. }
             | Self::UnknownResponse { .. }
+            | Self::UnknownRequest { .. }
             | Self::UnknownRoute { .. } => 404,
             Self::MethodNotAllowed { .. } => 405,
             Self::BodyTimeout { .. } => 408,
@@ -348,6 +355,7 @@ impl ApiError {
             }
             Self::UnknownModel { .. } => Some("model_not_found"),
             Self::UnknownResponse { .. } => Some("response_not_found"),
+            Self::UnknownRequest { .. } => Some("request_not_found"),
             Self::Unauthorized => Some("invalid_api_key"),
             Self::Forbidden { code, .. } => Some(code),
             Self::UnsupportedMediaType => Some("unsupported_media_type"),

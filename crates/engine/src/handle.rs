@@ -4,12 +4,15 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 
 use crossbeam_channel::Sender;
-use forebay_scheduler::{ImageId, MAX_REQUEST_WORDS, Request, image_words, request_words};
+use forebay_scheduler::{
+    ImageId, MAX_REQUEST_WORDS, Request, RequestView, image_words, request_words,
+};
 use parking_lot::Mutex;
 
 use crate::clock::Clock;
 use crate::executor::Wake;
 use crate::picture::Placed;
+use crate::record::{Moment, Record, Since, StepRecord};
 use crate::types::{Arrival, EngineRequest, Facts, Orphan, RequestId, Stats, Status, SubmitError};
 use crate::waiting::{Place, Waiting};
 
@@ -23,6 +26,7 @@ pub(crate) enum Order {
     Placed { image: ImageId, placed: Placed },
     FlushCache(Box<dyn FnOnce(bool) + Send>),
     Run(Box<dyn FnOnce() + Send>),
+    Look(Box<dyn FnOnce(Vec<RequestView>) + Send>),
     Stop,
 }
 
@@ -41,6 +45,21 @@ pub(crate) struct Shared {
     pub(crate) status: Mutex<Status>,
     pub(crate) stats: Mutex<Stats>,
     pub(crate) facts: Mutex<Option<Facts>>,
+    pub(crate) record: Record,
+    pub(crate) size: Size,
+}
+
+/// How much an engine may do at a time.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Size {
+    /// Rows of the device tables.
+    pub slots: u32,
+    /// Most requests that run.
+    pub max_running: u32,
+    /// Tokens a page.
+    pub page_size: u32,
+    /// Plans that are made ahead.
+    pub lookahead: u32,
 }
 
 /// Submits to, asks and steers an engine thread. Cheap to clone; no call blocks.
@@ -143,6 +162,41 @@ impl EngineHandle {
     #[must_use]
     pub fn facts(&self) -> Option<Facts> {
         self.shared.facts.lock().clone()
+    }
+
+    /// The steps that have ended, from place `place` on.
+    #[must_use]
+    pub fn steps_since(&self, place: u64) -> Since<StepRecord> {
+        self.shared.record.steps_since(place)
+    }
+
+    /// What requests went through, from place `place` on.
+    #[must_use]
+    pub fn moments_since(&self, place: u64) -> Since<Moment> {
+        self.shared.record.moments_since(place)
+    }
+
+    /// What one request went through, as far as that is kept.
+    #[must_use]
+    pub fn moments_of(&self, id: u64) -> Vec<Moment> {
+        self.shared.record.moments_of(id)
+    }
+
+    /// The engine's clock, in microseconds.
+    #[must_use]
+    pub fn now_us(&self) -> u64 {
+        self.shared.clock.now_us()
+    }
+
+    /// How much it may do at a time.
+    #[must_use]
+    pub fn size(&self) -> Size {
+        self.shared.size
+    }
+
+    /// Has the engine thread tell its requests, those that run first, [`crate::MOST_VIEWS`] at most. `reply` is dropped where the thread has ended.
+    pub fn look(&self, reply: Box<dyn FnOnce(Vec<RequestView>) + Send>) {
+        self.order(Order::Look(reply));
     }
 
     /// Whether a request fits into the pages of this replica's hand, as far as that is known.

@@ -26,6 +26,7 @@ mod handle;
 mod owner;
 mod payload;
 mod picture;
+mod record;
 mod recovery;
 mod thread;
 mod types;
@@ -37,12 +38,15 @@ pub use constraint::{Allowed, Broken, Constraint};
 pub use executor::{Executor, Signal, Wake};
 pub use forebay_protocol::{Dtype, Grid, Pooling, PromptLogprobs, Ready, SlotSpec};
 pub use forebay_scheduler::{
-    BlockEvent, BlockHash, HostStats, HostTier, ImageId, ImageStats, Namer, Past, Place, Policy,
-    PromptImage, PromptTail, Request, SavePolicy, Stats as SchedulerStats,
+    BlockEvent, BlockHash, HostStats, HostTier, ImageId, ImageStats, Namer, Past, Phase, Place,
+    Planned, Policy, PromptImage, PromptTail, Request, RequestView, SavePolicy,
+    Stats as SchedulerStats,
 };
-pub use handle::EngineHandle;
+pub use handle::{EngineHandle, Size};
+pub use owner::MOST_VIEWS;
 pub use payload::{Embeds, Payload, Payloads};
 pub use picture::{Picture, PictureError, Placed, Placement};
+pub use record::{KEPT_MOMENTS, KEPT_STEPS, Moment, Since, StepRecord, What};
 pub use thread::{Engine, EngineThread, Hooks};
 pub use types::{
     Admission, BlockObserver, EngineRequest, Facts, FinishReason, HandStats, Orphan, Output,

@@ -12,8 +12,9 @@ use tracing::error;
 use crate::clock::Clock;
 use crate::config::EngineConfig;
 use crate::executor::Executor;
-use crate::handle::{EngineHandle, Shared};
+use crate::handle::{EngineHandle, Shared, Size};
 use crate::owner::{Constrained, Owner};
+use crate::record::Record;
 use crate::types::{BlockObserver, OutputSink, Peers, Stats, Status};
 use crate::waiting::Waiting;
 
@@ -95,6 +96,13 @@ impl Engine {
             status: Mutex::new(Status::Starting("spawning".into())),
             stats: Mutex::new(Stats::default()),
             facts: Mutex::new(None),
+            record: Record::default(),
+            size: Size {
+                slots: config.slots,
+                max_running: config.max_running,
+                page_size: config.page_size,
+                lookahead: config.lookahead,
+            },
         });
         let constrained = Constrained::new(config.mask_threads)?;
         let handle = EngineHandle { shared: shared.clone(), orders };

@@ -125,6 +125,9 @@ pub(crate) struct HttpFlags {
     /// Answer 400 to a request with a parameter that has no effect. Without this it is named in the header x-forebay-ignored.
     #[arg(long)]
     pub(crate) strict_params: bool,
+    /// No page at `/`. The routes that it uses stay.
+    #[arg(long)]
+    pub(crate) no_webui: bool,
     /// Let requests that come while the model loads wait for it. Without this they are answered 503.
     #[arg(long)]
     pub(crate) queue_while_loading: bool,

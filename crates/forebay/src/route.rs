@@ -36,6 +36,9 @@ pub(crate) struct RouteFlags {
     /// Most connections of clients at a time; what the limit of open files leaves where absent, each with one to a backend.
     #[arg(long, value_parser = clap::value_parser!(u32).range(1..))]
     max_connections: Option<u32>,
+    /// No page at `/`. The routes that it uses stay.
+    #[arg(long)]
+    no_webui: bool,
     #[command(flatten)]
     bodies: BodyFlags,
     #[command(flatten)]
@@ -278,6 +281,7 @@ impl RouteFlags {
             admin_key,
             router_key,
             share_cache_across_keys: keys.share_cache_across_keys,
+            webui: !self.no_webui,
             threads: self.threads.into(),
         })
     }

@@ -176,6 +176,7 @@ pub(crate) fn run(flags: &ServeFlags) -> Result<()> {
             Egress::Naive => EgressMode::Naive,
         },
         stream_interval: config.stream_interval,
+        webui: !flags.http.no_webui,
         queue_while_loading: flags.http.queue_while_loading,
         strict_params: flags.http.strict_params,
         max_tokenize_tokens: flags.text.max_tokenize_tokens.map(NonZeroUsize::get),

@@ -268,6 +268,18 @@ impl Replicas {
         engines.zip(loads).map(report).collect()
     }
 
+    /// The engines' clock, in microseconds.
+    #[must_use]
+    pub fn now_us(&self) -> u64 {
+        self.0.clock.now_us()
+    }
+
+    /// What to watch each by.
+    #[must_use]
+    pub fn handles(&self) -> Vec<EngineHandle> {
+        self.0.engines().to_vec()
+    }
+
     /// The names of a prompt's full blocks for requests with this salt; empty where nothing is shared.
     #[must_use]
     pub fn block_names(&self, salt: u64, prompt: &[i32]) -> Vec<BlockHash> {

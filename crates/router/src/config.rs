@@ -140,6 +140,8 @@ pub struct RouterConfig {
     pub router_key: Option<String>,
     /// Clients with different keys share cached blocks at the backends.
     pub share_cache_across_keys: bool,
+    /// There is a page at `/`.
+    pub webui: bool,
     /// Threads that pass on requests.
     pub threads: usize,
 }
@@ -164,6 +166,7 @@ impl Default for RouterConfig {
             admin_key: None,
             router_key: None,
             share_cache_across_keys: false,
+            webui: true,
             threads: 1,
         }
     }

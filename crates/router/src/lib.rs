@@ -21,6 +21,7 @@ mod index;
 mod intake;
 mod ledger;
 mod link;
+mod live;
 mod loads;
 mod past;
 mod payload;

@@ -10,6 +10,7 @@ use std::time::{Duration, Instant};
 use bytes::Bytes;
 use forebay_api::peer::DEATHS_HEADER;
 use forebay_api::{ApiError, parse};
+use forebay_webui::{FeedBody, page};
 use http::header::{CONTENT_TYPE, RETRY_AFTER};
 use http::{HeaderValue, Method, Request, Response, StatusCode};
 use http_body_util::Full;
@@ -22,6 +23,7 @@ use crate::ask::Ask;
 use crate::backend::BackendUrl;
 use crate::homes::is_of_response;
 use crate::intake::{BodyLimits, collect};
+use crate::live;
 use crate::loads::{loads, metrics};
 use crate::reach::{Failure, Reached, reach};
 use crate::registry::Source;
@@ -72,6 +74,8 @@ const POSTED: &[&str] = &[
 pub(crate) enum Answer {
     /// Its own.
     Own(Full<Bytes>),
+    /// What it tells of its backends, as long as the client listens.
+    Fed(FeedBody),
     /// A backend's.
     Relayed(Box<Relay>),
 }
@@ -88,6 +92,9 @@ impl Body for Answer {
             Self::Own(body) => Pin::new(body)
                 .poll_frame(context)
                 .map(|frame| frame.map(|frame| frame.map_err(|never: Infallible| match never {}))),
+            Self::Fed(body) => Pin::new(body)
+                .poll_frame(context)
+                .map(|frame| frame.map(|frame| frame.map_err(|never: Infallible| match never {}))),
             Self::Relayed(relay) => Pin::new(relay.as_mut()).poll_frame(context),
         }
     }
@@ -95,6 +102,7 @@ impl Body for Answer {
     fn is_end_stream(&self) -> bool {
         match self {
             Self::Own(body) => body.is_end_stream(),
+            Self::Fed(body) => body.is_end_stream(),
             Self::Relayed(relay) => relay.is_end_stream(),
         }
     }
@@ -102,6 +110,7 @@ impl Body for Answer {
     fn size_hint(&self) -> SizeHint {
         match self {
             Self::Own(body) => body.size_hint(),
+            Self::Fed(body) => body.size_hint(),
             Self::Relayed(relay) => relay.size_hint(),
         }
     }
@@ -132,6 +141,8 @@ enum Own {
     Backends,
     Register,
     Unregister,
+    Live,
+    Page,
 }
 
 fn route<B>(request: &Request<B>) -> Result<Route, ApiError> {
@@ -145,6 +156,9 @@ fn route<B>(request: &Request<B>) -> Result<Route, ApiError> {
         (&Method::GET, "/backends") => Own::Backends,
         (&Method::POST, "/backends") => Own::Register,
         (&Method::DELETE, "/backends") => Own::Unregister,
+        (&Method::GET, "/v1/live") => Own::Live,
+        (&Method::GET | &Method::HEAD, "/") => Own::Page,
+        (&Method::GET | &Method::HEAD, path) if path.starts_with("/assets/") => Own::Page,
         (&Method::POST, path) if POSTED.contains(&path) => return Ok(Route::PassOn),
         (&Method::GET, path) if path == "/v1/models" || path.starts_with("/v1/models/") => {
             return Ok(Route::PassOn);
@@ -217,7 +231,7 @@ async fn own_answer(
     request: Request<Incoming>,
 ) -> Result<Response<Answer>, ApiError> {
     let shared = &worker.shared;
-    if matches!(own, Own::Loads | Own::Metrics | Own::Backends) {
+    if matches!(own, Own::Loads | Own::Metrics | Own::Backends | Own::Live) {
         let config = &shared.config;
         operator(request.headers(), &config.api_keys, config.admin_key.as_ref())?;
     }
@@ -234,6 +248,12 @@ async fn own_answer(
             Ok(ok(&json!({"status": "ready", "backends": up})))
         }
         Own::Ping => Ok(ok(&json!({}))),
+        Own::Live => live::watch(shared).map(|response| response.map(Answer::Fed)),
+        Own::Page => {
+            let file = shared.config.webui.then(|| page(request.uri().path(), request.headers()));
+            let file = file.flatten().ok_or_else(|| unknown(&request))?;
+            Ok(file.map(|body| Answer::Own(Full::new(body))))
+        }
         Own::Version => Ok(ok(&json!({"version": env!("CARGO_PKG_VERSION")}))),
         Own::Loads => Ok(ok(&loads(shared))),
         Own::Metrics => {
@@ -252,8 +272,7 @@ async fn own_answer(
         }
         Own::Register | Own::Unregister => {
             let Some(key) = &shared.config.sources.registration_key else {
-                let (method, path) = (request.method().to_string(), "/backends".to_owned());
-                return Err(ApiError::UnknownRoute { method, path });
+                return Err(unknown(&request));
             };
             client(request.headers(), std::slice::from_ref(key))?;
             let time = shared.config.receive_timeout;
@@ -279,6 +298,11 @@ async fn own_answer(
             Ok(ok(&json!({"registered": true, "ttl": ttl.as_secs_f64()})))
         }
     }
+}
+
+fn unknown<B>(request: &Request<B>) -> ApiError {
+    let (method, path) = (request.method().to_string(), request.uri().path().to_owned());
+    ApiError::UnknownRoute { method, path }
 }
 
 fn lease(ttl: Option<f64>) -> Result<Duration, ApiError> {
@@ -342,6 +366,9 @@ mod tests {
         assert_eq!(of(Method::DELETE, "/v1/responses/resp_1"), Ok(true));
         assert_eq!(of(Method::POST, "/v1/responses/resp_1/cancel"), Ok(true));
         assert_eq!(of(Method::GET, "/v1/loads"), Ok(false));
+        assert_eq!(of(Method::GET, "/"), Ok(false));
+        assert_eq!(of(Method::GET, "/assets/page.js"), Ok(false));
+        assert_eq!(of(Method::POST, "/").unwrap_err().status(), 404);
         assert_eq!(of(Method::GET, "/generate").unwrap_err().status(), 405);
         assert_eq!(of(Method::POST, "/flush_cache").unwrap_err().status(), 404);
     }

@@ -4,6 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
+use forebay_webui::Watchers;
 use http::HeaderValue;
 use parking_lot::Mutex;
 use tokio::sync::{Semaphore, watch};
@@ -34,6 +35,7 @@ pub(crate) struct Totals {
 /// What all threads share.
 pub(crate) struct Shared {
     pub(crate) config: RouterConfig,
+    pub(crate) began: Instant,
     /// The router's name to backends.
     pub(crate) id: u64,
     /// The keys that it shows to them: its own, and in `Authorization` where it asks them something.
@@ -58,6 +60,8 @@ pub(crate) struct Shared {
     pub(crate) cut: watch::Sender<bool>,
     /// A part of the router has panicked.
     pub(crate) broken: watch::Sender<bool>,
+    /// Who is shown the backends.
+    pub(crate) watchers: Watchers,
     live: watch::Sender<usize>,
 }
 
@@ -72,6 +76,7 @@ impl Shared {
         };
         let own_key = config.api_keys.first().and_then(|key| header(&format!("Bearer {key}")));
         Self {
+            began: Instant::now(),
             id: rand::random(),
             router_key: config.router_key.as_deref().and_then(header),
             own_key,
@@ -86,6 +91,7 @@ impl Shared {
             draining: AtomicBool::new(false),
             cut: watch::Sender::new(false),
             broken: watch::Sender::new(false),
+            watchers: Watchers::default(),
             live: watch::Sender::new(0),
             config,
         }

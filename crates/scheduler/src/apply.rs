@@ -77,7 +77,7 @@ impl Scheduler {
     }
 
     fn pooled(&mut self, row: &FlightRow, vector: &[f32], events: &mut Vec<Event>) {
-        self.count_prompt(row);
+        self.count_prompt(row, events);
         let id = self.requests[row.handle].request.id;
         events.push(Event::Pooled { id, vector: vector.into() });
         events.push(Event::Finished { id, reason: Finish::Length });
@@ -92,7 +92,7 @@ impl Scheduler {
         sampled: &mut impl Iterator<Item = Sampled<'a>>,
         events: &mut Vec<Event>,
     ) {
-        self.count_prompt(row);
+        self.count_prompt(row, events);
         if !self.tell_prompt(row, prompt, events) {
             return;
         }
@@ -110,10 +110,11 @@ impl Scheduler {
             entry.tokens.push(token);
             self.counters.generated_tokens += 1;
             let (id, full) = (entry.request.id, entry.known() == entry.limit);
+            let nth = entry.known() - entry.prompt_len;
             let stop = entry.request.spec.stop_ids.binary_search(&token).is_ok();
             let logprobs =
                 logprobs.map(|l| l.ids.iter().copied().zip(l.values.iter().copied()).collect());
-            events.push(Event::Token { id, token, logprobs });
+            events.push(Event::Token { id, nth, token, logprobs });
             if stop || full {
                 self.offer_blocks(row.handle);
                 let reason = if stop { Finish::Stop { token } } else { Finish::Length };
@@ -128,10 +129,13 @@ impl Scheduler {
         self.clear_suspect(row);
     }
 
-    fn count_prompt(&mut self, row: &FlightRow) {
-        let prompt_len = self.requests[row.handle].prompt_len;
-        let computed = row.end.min(prompt_len) - row.start.min(prompt_len);
-        self.counters.prompt_tokens += u64::from(computed);
+    fn count_prompt(&mut self, row: &FlightRow, events: &mut Vec<Event>) {
+        let entry = &self.requests[row.handle];
+        let tokens = row.end.min(entry.prompt_len) - row.start.min(entry.prompt_len);
+        if tokens > 0 {
+            self.counters.prompt_tokens += u64::from(tokens);
+            events.push(Event::Prefilled { id: entry.request.id, tokens });
+        }
     }
 
     /// Ends a request whose logits or vector were not finite. All its blocks are forgotten, also those that it got from others: they may be

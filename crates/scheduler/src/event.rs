@@ -39,10 +39,19 @@ pub enum Event {
         /// The request's id.
         id: u64,
     },
+    /// Positions of its prompt were computed.
+    Prefilled {
+        /// The request's id.
+        id: u64,
+        /// How many.
+        tokens: u32,
+    },
     /// A token was sampled.
     Token {
         /// The request's id.
         id: u64,
+        /// Which of its generated tokens, from 1.
+        nth: u32,
         /// The token.
         token: i32,
         /// When asked for: the sampled token first, then the most likely, descending; natural logarithms.

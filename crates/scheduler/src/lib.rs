@@ -39,6 +39,7 @@ mod share;
 mod slab;
 mod sparse;
 mod transfer;
+mod view;
 mod words;
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
@@ -59,6 +60,7 @@ pub use crate::event::{ApplyError, Event, Finish, HostStats, ImageStats, SparseS
 pub use crate::images::{PromptImage, image_words};
 pub use crate::prompts::PromptTail;
 pub use crate::request::{Past, Request};
+pub use crate::view::{Phase, Planned, RequestView};
 pub use crate::words::{MAX_REQUEST_WORDS, STEP_WORDS, request_words};
 
 /// Most plans whose results are outstanding. A caller may stay below: with one at a time it is the serial loop, and gives the same tokens.
@@ -152,6 +154,7 @@ pub struct Scheduler {
     /// Requests that need a page this step. Empty between calls, kept for its memory.
     needy: Vec<(Key, Handle)>,
     counters: Stats,
+    planned: Planned,
     rates: Rates,
     /// `None`: the model sees none.
     images: Option<Images>,
@@ -206,6 +209,7 @@ impl Scheduler {
             spare: Vec::new(),
             needy: Vec::new(),
             counters: Stats::default(),
+            planned: Planned::default(),
             rates: Rates::default(),
             unfinished: Vec::new(),
             images: config.tower.map(Images::new),

@@ -9,6 +9,7 @@ use crate::queue::Ticket;
 use crate::request::Residence;
 use crate::sparse::{save_rows, write_tables};
 use crate::transfer::Leased;
+use crate::view::Planned;
 use crate::{Event, FlightRow, Handle, MAX_IN_FLIGHT, Scheduler, State};
 
 impl Scheduler {
@@ -40,6 +41,7 @@ impl Scheduler {
             }
             plan.wait(if copies { MAX_WAIT_US } else { 1 });
         }
+        self.planned = Planned::of(&self.building, decodes);
         self.next_step += 1;
         let empty = self.spare.pop().unwrap_or_default();
         self.in_flight.push_back(std::mem::replace(&mut self.building, empty));

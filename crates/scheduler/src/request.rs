@@ -44,6 +44,8 @@ pub struct Request {
     pub probe: bool,
     /// Requests share cached blocks only with requests of the same salt; 0: none was asked for.
     pub cache_salt: u64,
+    /// When it came, in microseconds of the engine's clock; 0: when the engine took it. It is only told ([`crate::Scheduler::views`]).
+    pub arrived_us: u64,
     /// What it has been through with another scheduler, if there was one.
     pub past: Past,
 }

@@ -252,6 +252,7 @@ impl Call {
                     probe: peer.is_probe(),
                     masked: false,
                     prompt_logprobs: told,
+                    arrived_us: state.engine.now_us().saturating_sub(elapsed_us(arrived)),
                     past: Past::default(),
                 };
                 let submitted = EngineRequest {
@@ -440,4 +441,9 @@ pub(crate) fn submit_error(error: SubmitError) -> ApiError {
         SubmitError::Draining => ApiError::Draining,
         SubmitError::Unavailable(_) => ApiError::Unavailable { reason, code: "unavailable" },
     }
+}
+
+/// Microseconds since a moment.
+fn elapsed_us(since: Instant) -> u64 {
+    u64::try_from(since.elapsed().as_micros()).unwrap_or(u64::MAX)
 }

@@ -90,6 +90,8 @@ pub struct ServerConfig {
     pub stream_interval: u32,
     /// Which responses are kept for those who ask for them again, or go on from them.
     pub responses: StoreConfig,
+    /// There is a page at `/`.
+    pub webui: bool,
     /// Requests that come before the model is loaded wait for it, in place of an error.
     pub queue_while_loading: bool,
     /// A parameter that has no effect is an error.
@@ -130,6 +132,7 @@ impl Default for ServerConfig {
             egress: EgressMode::default(),
             stream_interval: 1,
             responses: StoreConfig::default(),
+            webui: true,
             queue_while_loading: false,
             strict_params: false,
             max_tokenize_tokens: None,

@@ -1,6 +1,8 @@
 //! The engine as the server sees it.
 
-use forebay_engine::{BlockHash, EngineRequest, Facts, RequestId, Stats, Status, SubmitError};
+use forebay_engine::{
+    BlockHash, EngineHandle, EngineRequest, Facts, RequestId, Stats, Status, SubmitError,
+};
 use forebay_replicas::{ReplicaReport, Replicas};
 
 /// What the server needs of an engine. No call blocks.
@@ -12,6 +14,8 @@ pub trait Engine: Send + Sync + 'static {
     fn submit(&self, request: EngineRequest) -> Result<(), SubmitError>;
     /// Ends a request, if it is still alive.
     fn abort(&self, id: RequestId);
+    /// The engine's clock, in microseconds.
+    fn now_us(&self) -> u64;
     /// The engine's state.
     fn status(&self) -> Status;
     /// The snapshot after the last step, of all replicas together.
@@ -20,6 +24,8 @@ pub trait Engine: Send + Sync + 'static {
     fn count(&self) -> u32;
     /// Each replica by itself.
     fn replicas(&self) -> Vec<ReplicaReport>;
+    /// What to watch each replica by, in the order of [`Self::replicas`].
+    fn handles(&self) -> Vec<EngineHandle>;
     /// A replica gets no new requests from now on, or gets them again; false: there is no such replica.
     fn drain_replica(&self, replica: usize, drained: bool) -> bool;
     /// Whether every replica was told to take no new requests.
@@ -43,6 +49,9 @@ impl Engine for Replicas {
     fn abort(&self, id: RequestId) {
         self.abort(id);
     }
+    fn now_us(&self) -> u64 {
+        self.now_us()
+    }
     fn status(&self) -> Status {
         self.status()
     }
@@ -54,6 +63,9 @@ impl Engine for Replicas {
     }
     fn replicas(&self) -> Vec<ReplicaReport> {
         self.reports()
+    }
+    fn handles(&self) -> Vec<EngineHandle> {
+        self.handles()
     }
     fn drain_replica(&self, replica: usize, drained: bool) -> bool {
         self.drain_replica(replica, drained)

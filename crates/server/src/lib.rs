@@ -34,6 +34,7 @@ mod intake;
 mod keys;
 mod limits;
 mod line;
+mod live;
 mod loading;
 mod mailbox;
 mod metrics;

@@ -10,6 +10,7 @@ use crate::config::{ModelInfo, ServerConfig};
 use crate::egress::Egress;
 use crate::engine::Engine;
 use crate::intake::Intake;
+use crate::live::Live;
 use crate::loading::Loaded;
 use crate::metrics::Metrics;
 use crate::peers::{BlockLog, Book, Peer};
@@ -38,6 +39,7 @@ pub(crate) struct Inner {
     pub(crate) egress: Egress,
     pub(crate) store: Store,
     pub(crate) loaded: Loaded,
+    pub(crate) live: Live,
     pub(crate) metrics: Arc<Metrics>,
     /// Seconds since 1970 at the start.
     pub(crate) started: u64,
@@ -71,6 +73,7 @@ impl AppState {
             budget: Budget::new(config.max_request_bytes_in_flight),
             store: Store::new(config.responses),
             loaded: Loaded::default(),
+            live: Live::default(),
             config,
             model,
             engine,

@@ -1,5 +1,5 @@
 import type { JSX } from "preact";
-import { percent, whole } from "../ui/format";
+import { whole } from "../ui/format";
 import { engine, ticks, type Backend } from "./store";
 
 const BREAKERS = { closed: "closed", open: "open: left out", half_open: "half open: tried" };
@@ -10,7 +10,7 @@ function Row({ backend }: { backend: Backend }): JSX.Element {
     return (
       <tr>
         <th scope="row">{url}</th>
-        <td colSpan={8}>not heard of yet</td>
+        <td colSpan={9}>not heard of yet</td>
       </tr>
     );
   }
@@ -26,12 +26,8 @@ function Row({ backend }: { backend: Backend }): JSX.Element {
       <td>{whole(now.in_flight)}</td>
       <td>{whole(now.running)}</td>
       <td>{whole(now.waiting)}</td>
-      <td>
-        <span class="meter" aria-hidden="true">
-          <i class="computed" style={{ width: `${Math.min(100, 100 * now.kv)}%` }} />
-        </span>
-        {percent(now.kv)}
-      </td>
+      <td>{now.tokens === null ? "–" : whole(now.tokens)}</td>
+      <td>{now.pages_free === null ? "–" : whole(now.pages_free)}</td>
       <td>
         {whole(now.sent)} <span class="unit">{rate.toFixed(1)}/s</span>
       </td>
@@ -45,7 +41,7 @@ export function Backends(): JSX.Element | null {
   void ticks.value;
   const state = engine.value;
   if (!state) return null;
-  const heads = ["backend", "state", "breaker", "in flight", "running", "waiting", "KV used", "sent", "failed"];
+  const heads = ["backend", "state", "breaker", "in flight", "running", "waiting", "tokens left", "free pages", "sent", "failed"];
   return (
     <section class="card wide" aria-labelledby="backends-title">
       <header>

@@ -80,7 +80,9 @@ export interface BackendTick {
   in_flight: number;
   waiting: number;
   running: number;
-  kv: number;
+  /** Pages that nobody holds, and tokens of work left, as the backend reported last. Null: it reports neither. */
+  pages_free: number | null;
+  tokens: number | null;
   sent: number;
   failed: number;
 }

@@ -275,6 +275,7 @@ impl Simulation {
                 Event::ImageWanted { image, .. } => wanted.push(image),
                 Event::Admitted { .. }
                 | Event::Arrived { .. }
+                | Event::Prefilled { .. }
                 | Event::Pooled { .. }
                 | Event::ImageRead { .. }
                 | Event::PromptLogprobs { .. }

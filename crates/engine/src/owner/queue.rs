@@ -1,9 +1,20 @@
 //! Requests that wait for a place, and those that have waited too long.
 
+use forebay_scheduler::RequestView;
+
 use crate::owner::Owner;
 use crate::types::{Arrival, FinishReason, RequestError};
 
+/// Most requests that are told at a time.
+pub const MOST_VIEWS: usize = 1024;
+
 impl Owner {
+    /// The requests as they are now.
+    pub(super) fn look(&self) -> Vec<RequestView> {
+        let views = self.scheduler.as_ref().map(|scheduler| scheduler.views().take(MOST_VIEWS));
+        views.into_iter().flatten().collect()
+    }
+
     /// A request begins to wait.
     pub(super) fn arrived(&mut self, id: u64, arrival: Arrival) {
         self.deadlines.extend(self.deadline(arrival).map(|at| (at, id)));

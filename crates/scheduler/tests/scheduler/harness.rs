@@ -273,6 +273,10 @@ impl Harness {
                 self.arena.free(patches);
                 continue;
             }
+            if let Event::Prefilled { id, tokens } = event {
+                assert!(tokens > 0 && self.clients[&id].end.is_none());
+                continue;
+            }
             if let Event::Preempted { id } = event {
                 // A block of it did not come back.
                 assert!(self.clients[&id].arriving && self.clients[&id].end.is_none());
@@ -289,7 +293,7 @@ impl Harness {
             let client = self.clients.get_mut(&id).expect("submitted");
             assert_eq!(client.end, None, "{id} has ended, but {event:?}");
             match event {
-                Event::Token { token, .. } => {
+                Event::Token { token, nth, .. } => {
                     assert_eq!(
                         client.prompt,
                         told_alone(&client.request),
@@ -298,6 +302,7 @@ impl Harness {
                     let at = client.tokens.len();
                     assert_eq!(client.expected.0.get(at), Some(&token), "token {at} of {id}");
                     client.tokens.push(token);
+                    assert_eq!(nth as usize, client.request.generated.len() + client.tokens.len());
                 }
                 Event::Pooled { vector, .. } => {
                     assert_eq!(client.vector.replace(vector), None, "a second vector of {id}");
@@ -310,6 +315,7 @@ impl Harness {
                 Event::Finished { reason, .. } => client.end = Some(Some(reason)),
                 Event::Admitted { .. }
                 | Event::Arrived { .. }
+                | Event::Prefilled { .. }
                 | Event::Preempted { .. }
                 | Event::ImageWanted { .. }
                 | Event::ImageRead { .. } => {}

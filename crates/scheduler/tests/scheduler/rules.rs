@@ -244,7 +244,8 @@ fn a_result_that_does_not_fit_is_refused_and_changes_nothing() {
     }
     assert_eq!((events.len(), scheduler.in_flight()), (0, 1));
     scheduler.apply(&good, &mut events).unwrap();
-    assert_eq!(events, [Event::Token { id: 1, token: 3, logprobs: None }]);
+    let token = Event::Token { id: 1, nth: 1, token: 3, logprobs: None };
+    assert_eq!(events, [Event::Prefilled { id: 1, tokens: 3 }, token]);
 }
 
 #[test]
@@ -269,8 +270,10 @@ fn log_probabilities_go_to_whoever_asked() {
     scheduler.apply(&result, &mut events).unwrap();
     let logprobs = Some(vec![(8, -1.5), (5, -0.5)].into_boxed_slice());
     let expected = [
-        Event::Token { id: 1, token: 7, logprobs: None },
-        Event::Token { id: 2, token: 8, logprobs },
+        Event::Prefilled { id: 1, tokens: 3 },
+        Event::Token { id: 1, nth: 1, token: 7, logprobs: None },
+        Event::Prefilled { id: 2, tokens: 4 },
+        Event::Token { id: 2, nth: 1, token: 8, logprobs },
     ];
     assert_eq!(events, expected);
 }
@@ -342,6 +345,7 @@ fn vectors_that_do_not_fit_their_rows_are_refused() {
     let pooled = vec![0.5, -1.0, f32::NAN, 2.0];
     scheduler.apply(&StepResult { pooled, ..good }, &mut events).unwrap();
     let expected = [
+        Event::Prefilled { id: 1, tokens: 3 },
         Event::Pooled { id: 1, vector: [0.5, -1.0].into() },
         Event::Finished { id: 1, reason: Finish::Length },
         Event::Finished { id: 2, reason: Finish::NotFinite },

@@ -5,6 +5,7 @@ mod completions;
 mod embeddings;
 mod generate;
 pub(crate) mod info;
+mod live;
 mod llama;
 mod loads;
 mod messages;
@@ -88,6 +89,9 @@ pub(crate) fn router(state: Shared) -> Router {
         .layer(from_fn_with_state(state.clone(), check_key));
     let admin = Router::new()
         .route("/server_info", get(info::server_info))
+        .route("/v1/live", get(live::live_feed))
+        .route("/v1/live/requests/{id}", get(live::live_request))
+        .route("/v1/live/trace", get(live::live_trace))
         .route("/replicas/{replica}/drain", post(replicas::drain))
         .route("/replicas/{replica}/resume", post(replicas::resume))
         .route("/flush_cache", post(info::flush_cache))
@@ -101,8 +105,15 @@ pub(crate) fn router(state: Shared) -> Router {
         .route("/v1/blocks", get(blocks))
         .layer(from_fn_with_state(state.clone(), talk))
         .layer(from_fn_with_state(state.clone(), check_router));
+    let page = match state.config.webui {
+        true => Router::new()
+            .route("/", get(live::page_file))
+            .route("/assets/{name}", get(live::page_file)),
+        false => Router::new(),
+    };
     let cors = state.config.access.cors();
     let routes = Router::new()
+        .merge(page)
         .merge(keyed.layer(from_fn(check_type)))
         .merge(admin.layer(from_fn(check_type)))
         .merge(loads)

@@ -9,8 +9,8 @@ use std::time::Duration;
 use forebay_api::GenerationDefaults;
 use forebay_dialect::{Choice, Dialect, Evidence};
 use forebay_engine::{
-    Admission, BlockHash, Dtype, EngineRequest, Facts, FinishReason, Namer, Output, OutputSink,
-    Ready, Request, RequestId, SampledToken, Stats, Status, SubmitError,
+    Admission, BlockHash, Dtype, EngineHandle, EngineRequest, Facts, FinishReason, Namer, Output,
+    OutputSink, Ready, Request, RequestId, SampledToken, Stats, Status, SubmitError,
 };
 use forebay_grammar::{GrammarConfig, Grammars};
 use forebay_replicas::{Load, ReplicaReport};
@@ -249,6 +249,12 @@ impl Engine for Fake {
     }
     fn count(&self) -> u32 {
         self.loads.lock().len() as u32
+    }
+    fn now_us(&self) -> u64 {
+        0
+    }
+    fn handles(&self) -> Vec<EngineHandle> {
+        Vec::new()
     }
     fn replicas(&self) -> Vec<ReplicaReport> {
         let drained = self.drained.lock().clone();

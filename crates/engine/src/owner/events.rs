@@ -1,0 +1,138 @@
+//! What the scheduler tells, and the ends of requests.
+
+use forebay_scheduler::{Event, Finish};
+
+use crate::owner::Owner;
+use crate::record::What;
+use crate::types::{
+    Admission, Arrival, FinishReason, Output, RequestError, RequestId, SampledToken, Status,
+};
+
+impl Owner {
+    /// Turns the scheduler's events into outputs.
+    pub(super) fn take_events(&mut self) {
+        let now = self.noted_us;
+        let mut events = std::mem::take(&mut self.events);
+        let mut broken = Vec::new();
+        for event in events.drain(..) {
+            match event {
+                Event::Admitted { id, cached_tokens, replayed, restoring } => {
+                    if restoring {
+                        self.arriving.insert(id, self.shared.clock.now_us());
+                    }
+                    self.stats.replayed += u64::from(replayed);
+                    let admitted = What::Admitted { cached: cached_tokens };
+                    let what = if replayed { What::Replayed } else { admitted };
+                    self.notes.moment(id, now, what);
+                    if let Some(Arrival { at_us, place }) = self.forget_arrival(id) {
+                        self.shared.queued.admitted(place, now);
+                        let queue_us = now.saturating_sub(at_us);
+                        self.admissions.insert(id, Admission { cached_tokens, queue_us });
+                    }
+                }
+                Event::Prefilled { id, tokens } => {
+                    self.notes.moment(id, now, What::Prefill { tokens });
+                }
+                Event::Token { id, nth, token, logprobs } => {
+                    self.notes.token(id, nth, now);
+                    if let Err(why) = self.constrained.accept(id, token) {
+                        broken.push((id, why));
+                    }
+                    let token = Some(SampledToken { id: token, logprobs });
+                    let (admission, id) = (self.take_admission(id), RequestId(id));
+                    // With what the same step brought of the prompt.
+                    let first =
+                        self.outputs.last_mut().filter(|last| last.id == id && last.is_of_prompt());
+                    match first {
+                        Some(first) => first.token = token,
+                        None => self.outputs.push(Output { admission, token, ..Output::of(id) }),
+                    }
+                }
+                Event::PromptLogprobs { id, logprobs } => {
+                    let (admission, id) = (self.take_admission(id), RequestId(id));
+                    let prompt = Some(logprobs);
+                    self.outputs.push(Output { admission, prompt, ..Output::of(id) });
+                }
+                Event::Pooled { id, vector } => {
+                    let pooled = Some(vector);
+                    let (admission, id) = (self.take_admission(id), RequestId(id));
+                    self.outputs.push(Output { admission, pooled, ..Output::of(id) });
+                }
+                Event::Finished { id, reason } => {
+                    let finish = match reason {
+                        Finish::Stop { token } => FinishReason::Stop { token },
+                        Finish::Length => FinishReason::Length,
+                        Finish::NotFinite => FinishReason::Error(RequestError::NotFinite),
+                    };
+                    self.end(id, finish);
+                }
+                Event::ImageWanted { id, index, image } => self.place(id, index, image),
+                Event::ImageRead { patches } => self.pictures.read(patches),
+                Event::Arrived { id } | Event::Preempted { id } => {
+                    if matches!(event, Event::Preempted { .. }) {
+                        self.notes.moment(id, now, What::Preempted);
+                    }
+                    if let Some(since) = self.arriving.remove(&id) {
+                        let now = self.shared.clock.now_us();
+                        self.stats.copy_wait_us += now.saturating_sub(since);
+                    }
+                }
+            }
+        }
+        self.events = events;
+        for (id, why) in broken {
+            self.break_off(id, why);
+        }
+        self.forget_unread();
+    }
+
+    pub(super) fn take_admission(&mut self, id: u64) -> Option<Admission> {
+        if self.admissions.is_empty() { None } else { self.admissions.remove(&id) }
+    }
+
+    /// The terminal output of a request that the scheduler no longer knows.
+    pub(super) fn end(&mut self, id: u64, finish: FinishReason) {
+        if let Some(Arrival { place, .. }) = self.forget_arrival(id) {
+            self.shared.queued.left(place, self.shared.clock.now_us());
+        }
+        self.notes.finished(id, self.shared.clock.now_us(), &finish);
+        self.admissions.remove(&id);
+        self.arriving.remove(&id);
+        let in_flight = self.scheduler.as_ref().is_some_and(|scheduler| scheduler.in_flight() > 0);
+        self.payloads.retire(id, in_flight.then_some(self.last_step));
+        self.constrained.give(id);
+        self.pictures.give(id);
+        let id = RequestId(id);
+        match self.outputs.last_mut() {
+            Some(last) if last.id == id && last.finish.is_none() => last.finish = Some(finish),
+            _ => {
+                let finish = Some(finish);
+                self.outputs.push(Output { finish, ..Output::of(id) });
+            }
+        }
+    }
+
+    /// How requests end while the hand is given up.
+    pub(super) fn failure(&self) -> Option<FinishReason> {
+        match &*self.shared.status.lock() {
+            Status::Failed(reason) => {
+                Some(FinishReason::Error(RequestError::HandFailed(reason.clone())))
+            }
+            _ => None,
+        }
+    }
+
+    /// Ends every request: because the hand does not come back, or because the engine stops.
+    pub(super) fn end_all(&mut self) {
+        let finish = self.failure().unwrap_or(FinishReason::Abort);
+        let Some(scheduler) = self.scheduler.as_mut() else {
+            return;
+        };
+        let ids: Vec<u64> = scheduler.live().collect();
+        for id in ids {
+            if self.scheduler.as_mut().is_some_and(|s| s.abort(id)) {
+                self.end(id, finish.clone());
+            }
+        }
+    }
+}

@@ -1,0 +1,301 @@
+//! What has happened lately: steps, and moments of requests. Kept for whoever watches, and told without text.
+
+use std::collections::VecDeque;
+
+use forebay_scheduler::Planned;
+use parking_lot::Mutex;
+use serde::Serialize;
+
+use crate::types::FinishReason;
+
+/// Steps that are kept.
+pub const KEPT_STEPS: usize = 4096;
+/// Moments that are kept, of all requests together.
+pub const KEPT_MOMENTS: usize = 1 << 16;
+/// Tokens of a request between two moments that tell of them.
+pub(crate) const TOKENS_A_MOMENT: u32 = 64;
+/// Most entries that are copied at a time: the engine thread waits for no more.
+const COPIED: usize = 1024;
+
+/// A step that has ended. Times are microseconds, those of a moment by the engine's clock.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct StepRecord {
+    /// Its number.
+    pub step: u64,
+    /// When it was handed over.
+    pub planned_us: u64,
+    /// When its result was applied.
+    pub done_us: u64,
+    /// How long the device computed.
+    pub device_us: u32,
+    /// How long the device was idle before it although there was work.
+    pub gap_us: u32,
+    /// What it computed.
+    pub planned: Planned,
+    /// How long it took to plan.
+    pub plan_us: u32,
+    /// Steps whose results were outstanding when it was planned.
+    pub in_flight: u32,
+}
+
+/// Something that a request went through.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Moment {
+    /// The request's name.
+    pub id: u64,
+    /// When, in microseconds of the engine's clock.
+    pub at_us: u64,
+    /// What.
+    pub what: What,
+}
+
+/// What a request went through.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(tag = "what", rename_all = "snake_case")]
+pub enum What {
+    /// Its head had arrived.
+    Received,
+    /// The engine took it.
+    Queued {
+        /// Tokens of its prompt.
+        prompt: u32,
+        /// Most tokens that it may generate.
+        max_tokens: u32,
+    },
+    /// It got a slot and pages.
+    Admitted {
+        /// Prompt tokens that were in the prefix cache.
+        cached: u32,
+    },
+    /// It came back after it had lost its pages or its hand.
+    Replayed,
+    /// Positions of its prompt were computed.
+    Prefill {
+        /// How many.
+        tokens: u32,
+    },
+    /// Its first token was sampled.
+    FirstToken,
+    /// More tokens were sampled since the moment before.
+    Tokens {
+        /// How many.
+        count: u32,
+    },
+    /// It lost its pages.
+    Preempted,
+    /// It ended, and no moment follows.
+    Finished {
+        /// Why, as `finish_reason` says it: `stop`, `length`, `abort` or `error`.
+        reason: &'static str,
+    },
+}
+
+/// The entries from some place on.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Since<T> {
+    /// Oldest first.
+    pub entries: Vec<T>,
+    /// Entries from that place on that are no longer kept.
+    pub lost: u64,
+    /// The place after the last.
+    pub next: u64,
+}
+
+impl<T> From<u64> for Since<T> {
+    /// Nothing yet, from a place on.
+    fn from(place: u64) -> Self {
+        Self { entries: Vec::new(), lost: 0, next: place }
+    }
+}
+
+/// The newest of what was pushed; each has a place, from 0.
+#[derive(Debug)]
+struct Ring<T> {
+    kept: VecDeque<T>,
+    most: usize,
+    /// The place of the next one.
+    next: u64,
+}
+
+impl<T: Copy> Ring<T> {
+    fn new(most: usize) -> Self {
+        Self { kept: VecDeque::new(), most, next: 0 }
+    }
+
+    fn extend(&mut self, entries: impl ExactSizeIterator<Item = T>) {
+        let over = (self.kept.len() + entries.len()).saturating_sub(self.most);
+        self.kept.drain(..over.min(self.kept.len()));
+        self.next += entries.len() as u64;
+        self.kept.extend(entries);
+    }
+
+    /// Of the next [`COPIED`] from `into.next` on those that `wanted` takes. False: there are no more.
+    fn copy(&self, into: &mut Since<T>, wanted: impl Fn(&T) -> bool) -> bool {
+        let oldest = self.next - self.kept.len() as u64;
+        let from = into.next.clamp(oldest, self.next);
+        into.lost += from.saturating_sub(into.next);
+        let first = (from - oldest) as usize;
+        let end = self.kept.len().min(first + COPIED);
+        into.entries.extend(self.kept.range(first..end).copied().filter(|entry| wanted(entry)));
+        into.next = oldest + end as u64;
+        into.next < self.next
+    }
+}
+
+/// What the engine thread writes and others read.
+#[derive(Debug)]
+pub(crate) struct Record(Mutex<(Ring<StepRecord>, Ring<Moment>)>);
+
+impl Default for Record {
+    fn default() -> Self {
+        Self(Mutex::new((Ring::new(KEPT_STEPS), Ring::new(KEPT_MOMENTS))))
+    }
+}
+
+impl Record {
+    pub(crate) fn steps_since(&self, place: u64) -> Since<StepRecord> {
+        let mut since = Since::from(place);
+        while self.0.lock().0.copy(&mut since, |_| true) {}
+        since
+    }
+
+    pub(crate) fn moments_since(&self, place: u64) -> Since<Moment> {
+        let mut since = Since::from(place);
+        while self.0.lock().1.copy(&mut since, |_| true) {}
+        since
+    }
+
+    pub(crate) fn moments_of(&self, id: u64) -> Vec<Moment> {
+        let mut since = Since::from(0);
+        while self.0.lock().1.copy(&mut since, |moment| moment.id == id) {}
+        since.entries
+    }
+}
+
+/// The engine thread's side: what it has not written into the record yet.
+#[derive(Debug, Default)]
+pub(crate) struct Notes {
+    /// Steps in flight, oldest first.
+    planned: VecDeque<StepRecord>,
+    steps: Vec<StepRecord>,
+    moments: Vec<Moment>,
+    /// The request that the last token was of, and which of its tokens it was.
+    last: (u64, u32),
+}
+
+impl Notes {
+    pub(crate) fn planned(&mut self, step: StepRecord) {
+        if step.planned.computes() {
+            self.planned.push_back(step);
+        }
+    }
+
+    /// A result has come. Nothing is noted of a step that computed nothing.
+    pub(crate) fn done(&mut self, step: u64, done_us: u64, device_us: u32, gap_us: u32) {
+        if self.planned.front().is_some_and(|planned| planned.step == step)
+            && let Some(planned) = self.planned.pop_front()
+        {
+            self.steps.push(StepRecord { done_us, device_us, gap_us, ..planned });
+        }
+    }
+
+    /// The steps in flight have no results any more.
+    pub(crate) fn hand_died(&mut self) {
+        self.planned.clear();
+    }
+
+    pub(crate) fn moment(&mut self, id: u64, at_us: u64, what: What) {
+        self.moments.push(Moment { id, at_us, what });
+    }
+
+    /// A request has its `nth` token. Of most there is nothing to tell.
+    pub(crate) fn token(&mut self, id: u64, nth: u32, at_us: u64) {
+        self.last = (id, nth);
+        if nth == 1 {
+            self.moment(id, at_us, What::FirstToken);
+        } else if nth.is_multiple_of(TOKENS_A_MOMENT) {
+            // The first had a moment of its own.
+            let first = u32::from(nth == TOKENS_A_MOMENT);
+            self.moment(id, at_us, What::Tokens { count: TOKENS_A_MOMENT - first });
+        }
+    }
+
+    pub(crate) fn finished(&mut self, id: u64, at_us: u64, finish: &FinishReason) {
+        if let (of, nth) = self.last
+            && of == id
+        {
+            let alone = u32::from(nth < TOKENS_A_MOMENT);
+            let count = (nth % TOKENS_A_MOMENT).saturating_sub(alone);
+            if count > 0 {
+                self.moment(id, at_us, What::Tokens { count });
+            }
+        }
+        let reason = match finish {
+            FinishReason::Stop { .. } => "stop",
+            FinishReason::Length => "length",
+            FinishReason::Abort => "abort",
+            FinishReason::Error(_) => "error",
+        };
+        self.moment(id, at_us, What::Finished { reason });
+    }
+
+    /// Writes what is new into the record.
+    pub(crate) fn write(&mut self, record: &Record) {
+        if self.steps.is_empty() && self.moments.is_empty() {
+            return;
+        }
+        let mut rings = record.0.lock();
+        rings.0.extend(self.steps.drain(..));
+        rings.1.extend(self.moments.drain(..));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_ring_keeps_the_newest_and_says_how_many_are_lost() {
+        let mut ring = Ring::new(3);
+        ring.extend([1, 2].into_iter());
+        let since = |ring: &Ring<i32>, place| {
+            let mut since = Since::from(place);
+            while ring.copy(&mut since, |_| true) {}
+            (since.entries, since.lost, since.next)
+        };
+        assert_eq!(since(&ring, 0), (vec![1, 2], 0, 2));
+        ring.extend([3, 4, 5].into_iter());
+        assert_eq!(since(&ring, 1), (vec![3, 4, 5], 1, 5));
+        assert_eq!(since(&ring, 5), (vec![], 0, 5));
+        ring.extend([6, 7, 8, 9, 10].into_iter());
+        assert_eq!(since(&ring, 5).1, 2, "more than fit at once");
+    }
+
+    #[test]
+    fn a_reader_copies_in_parts_and_misses_nothing() {
+        let mut ring = Ring::new(5000);
+        ring.extend((0..5000).collect::<Vec<_>>().into_iter());
+        let mut since = Since::from(0);
+        assert!(ring.copy(&mut since, |_| true));
+        assert_eq!((since.entries.len(), since.next), (COPIED, COPIED as u64));
+        while ring.copy(&mut since, |_| true) {}
+        assert_eq!(since.entries, (0..5000).collect::<Vec<_>>());
+    }
+
+    #[test]
+    fn tokens_are_counted_once() {
+        for total in [1, 2, 63, 64, 65, 128, 200] {
+            let mut notes = Notes::default();
+            (1..=total).for_each(|nth| notes.token(7, nth, u64::from(nth)));
+            notes.finished(7, 999, &FinishReason::Length);
+            let counted = notes.moments.iter().map(|moment| match moment.what {
+                What::FirstToken => 1,
+                What::Tokens { count } => count,
+                _ => 0,
+            });
+            assert_eq!(counted.sum::<u32>(), total);
+            let last = notes.moments.last().unwrap();
+            assert_eq!(last.what, What::Finished { reason: "length" });
+        }
+    }
+}

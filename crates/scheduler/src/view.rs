@@ -1,0 +1,101 @@
+//! A look at the scheduler from outside: the plan that was made last, and the requests that are alive.
+
+use serde::Serialize;
+
+use crate::{Flight, Scheduler, State};
+
+/// What a plan computes.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Planned {
+    /// Rows that decode.
+    pub decode_rows: u32,
+    /// Rows that compute known tokens.
+    pub prefill_rows: u32,
+    /// Positions of all rows.
+    pub tokens: u32,
+    /// Images that the tower works on.
+    pub images: u32,
+}
+
+impl Planned {
+    pub(crate) fn of(flight: &Flight, decodes: usize) -> Self {
+        Self {
+            decode_rows: decodes as u32,
+            prefill_rows: (flight.rows.len() - decodes) as u32,
+            tokens: flight.rows.iter().map(|row| row.end - row.start).sum(),
+            images: flight.towers.len() as u32,
+        }
+    }
+
+    /// Whether the device computes anything.
+    #[must_use]
+    pub fn computes(&self) -> bool {
+        self.tokens > 0 || self.images > 0
+    }
+}
+
+/// What a request is doing.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Phase {
+    /// It has no slot, or its blocks are still coming back from the host tier.
+    Queued,
+    /// It computes tokens that it knows.
+    Prefill,
+    /// It generates.
+    Decode,
+}
+
+/// A live request at one moment. It tells counts, and no token.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct RequestView {
+    /// Its name.
+    pub id: u64,
+    /// What it is doing.
+    pub phase: Phase,
+    /// Tokens of its prompt.
+    pub prompt: u32,
+    /// Positions that its last admission found in a tier.
+    pub cached: u32,
+    /// Positions that are computed, or will be when the steps in flight are done.
+    pub computed: u32,
+    /// Tokens that it has generated.
+    pub generated: u32,
+    /// Most tokens that it may generate.
+    pub max_tokens: u32,
+    /// When it came, in microseconds of the engine's clock.
+    pub arrived_us: u64,
+}
+
+impl Scheduler {
+    /// What the plan that was made last computes.
+    #[must_use]
+    pub fn planned(&self) -> Planned {
+        self.planned
+    }
+
+    /// The live requests, those with a slot first.
+    pub fn views(&self) -> impl Iterator<Item = RequestView> {
+        let (first, then) = (self.views_of(true), self.views_of(false));
+        first.chain(then)
+    }
+
+    fn views_of(&self, residents: bool) -> impl Iterator<Item = RequestView> {
+        let entries = self.requests.iter().map(|(_, entry)| entry);
+        let entries = entries.filter(move |entry| entry.state.residence().is_some() == residents);
+        entries.map(|entry| RequestView {
+            id: entry.request.id,
+            phase: match entry.state {
+                State::Waiting | State::Arriving { .. } => Phase::Queued,
+                State::Prefill(_) | State::Planned(_) => Phase::Prefill,
+                State::Decode { .. } => Phase::Decode,
+            },
+            prompt: entry.prompt_len,
+            cached: entry.cached,
+            computed: entry.computed,
+            generated: entry.known() - entry.prompt_len,
+            max_tokens: entry.limit - entry.prompt_len,
+            arrived_us: entry.request.arrived_us,
+        })
+    }
+}

@@ -1,0 +1,102 @@
+//! What the page's tab of the engine is drawn from: steps, pages and requests as they are, four times a second, and only while somebody watches.
+
+mod requests;
+mod snapshot;
+mod tick;
+mod trace;
+
+use std::sync::Arc;
+
+use axum::http::Response;
+use forebay_api::ApiError;
+use forebay_api::limits::{SHOWN_BYTES, cut};
+use forebay_engine::{EngineHandle, Moment, Status, What};
+use forebay_webui::{Feed, FeedBody, Watchers};
+use parking_lot::Mutex;
+use serde::Serialize;
+use tokio::sync::watch;
+
+use crate::live::snapshot::Snapshot;
+use crate::live::tick::Watch;
+pub(crate) use crate::live::trace::trace;
+use crate::state::Shared;
+
+/// Who watches, and what they are shown.
+#[derive(Default)]
+pub(crate) struct Live {
+    watchers: Watchers,
+    /// `None`: nobody watches, and nobody asks the engines.
+    shown: Mutex<Option<watch::Receiver<Arc<Snapshot>>>>,
+}
+
+/// Opens a feed. It ends when the client leaves, or when the server drains.
+///
+/// # Errors
+/// Too many watch already.
+pub(crate) fn watch(state: &Shared) -> Result<Response<FeedBody>, ApiError> {
+    let Some((feed, response)) = state.live.watchers.open() else {
+        return Err(ApiError::Overloaded { reason: "too many watch the engine already".into() });
+    };
+    tokio::spawn(write(Arc::clone(state), feed));
+    Ok(response)
+}
+
+async fn write(state: Shared, feed: Feed) {
+    let mut watch = Watch::new(&state);
+    let mut shown = snapshot::follow(&state);
+    // The last snapshot is of whoever watched before.
+    shown.mark_unchanged();
+    loop {
+        tokio::select! {
+            changed = shown.changed() => if changed.is_err() { return },
+            () = feed.left() => return,
+        }
+        let snapshot = Arc::clone(&shown.borrow_and_update());
+        if matches!(state.status(), Status::Draining) {
+            return;
+        }
+        if let Some(start) = watch.start(&state, &snapshot)
+            && !feed.send("start", &start).await
+        {
+            return;
+        }
+        if !feed.send("tick", &watch.tick(&snapshot)).await {
+            return;
+        }
+    }
+}
+
+/// A request from its arrival to its end.
+#[derive(Serialize)]
+pub(crate) struct Life {
+    id: String,
+    /// The replica that it came to last.
+    replica: usize,
+    events: Vec<LifeEvent>,
+}
+
+#[derive(Serialize)]
+struct LifeEvent {
+    at_us: u64,
+    #[serde(flatten)]
+    what: What,
+    replica: usize,
+}
+
+/// What is known of a request's life.
+///
+/// # Errors
+/// Nothing is, or not any more.
+pub(crate) fn life(state: &Shared, id: &str) -> Result<Life, ApiError> {
+    let unknown = || ApiError::UnknownRequest { id: cut(id, SHOWN_BYTES).into_owned() };
+    let number: u64 = id.parse().map_err(|_| unknown())?;
+    let engines = state.engine.handles();
+    let of = |(at, engine): (usize, &EngineHandle)| {
+        let moments = engine.moments_of(number).into_iter();
+        moments.map(move |Moment { at_us, what, .. }| LifeEvent { at_us, what, replica: at })
+    };
+    let mut events: Vec<LifeEvent> = engines.iter().enumerate().flat_map(of).collect();
+    events.sort_by_key(|event| event.at_us);
+    let replica = events.last().ok_or_else(unknown)?.replica;
+    Ok(Life { id: id.to_owned(), replica, events })
+}

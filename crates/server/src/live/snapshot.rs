@@ -1,0 +1,91 @@
+//! How the engines are, asked by one task for all who watch.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use forebay_engine::{EngineHandle, RequestView};
+use forebay_replicas::ReplicaReport;
+use forebay_webui::INTERVAL;
+use tokio::sync::{oneshot, watch};
+use tokio::time::{MissedTickBehavior, interval, timeout};
+
+use crate::state::Shared;
+
+/// How long an engine thread may take to tell its requests. Then those of before are shown.
+const PATIENCE: Duration = Duration::from_millis(200);
+
+/// How the replicas are at a moment.
+#[derive(Default)]
+pub(super) struct Snapshot {
+    pub(super) now_us: u64,
+    pub(super) replicas: Vec<Seen>,
+}
+
+/// How a replica is.
+pub(super) struct Seen {
+    pub(super) engine: EngineHandle,
+    pub(super) report: ReplicaReport,
+    /// Its requests.
+    pub(super) views: Arc<[RequestView]>,
+}
+
+/// The snapshots from now on. Their task begins with the first who follows, and ends after the last.
+pub(super) fn follow(state: &Shared) -> watch::Receiver<Arc<Snapshot>> {
+    let mut shown = state.live.shown.lock();
+    if let Some(shown) = &*shown {
+        return shown.clone();
+    }
+    let (show, follower) = watch::channel(Arc::new(Snapshot::default()));
+    *shown = Some(follower.clone());
+    drop(shown);
+    tokio::spawn(look(Arc::clone(state), show));
+    follower
+}
+
+async fn look(state: Shared, show: watch::Sender<Arc<Snapshot>>) {
+    let mut ticks = interval(INTERVAL);
+    ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
+    loop {
+        ticks.tick().await;
+        {
+            let mut shown = state.live.shown.lock();
+            // One is the one that is kept for those who come.
+            if show.receiver_count() <= 1 {
+                *shown = None;
+                return;
+            }
+        }
+        let before = Arc::clone(&show.borrow());
+        show.send_replace(Arc::new(snapshot(&state, &before).await));
+    }
+}
+
+async fn snapshot(state: &Shared, before: &Snapshot) -> Snapshot {
+    let engines = state.engine.handles();
+    let asked: Vec<_> = engines.iter().map(ask).collect();
+    let all = async {
+        let mut told = Vec::with_capacity(asked.len());
+        for reply in asked {
+            told.push(timeout(PATIENCE, reply).await.ok().and_then(Result::ok));
+        }
+        told
+    };
+    let told = all.await;
+    let now_us = engines.first().map_or(0, EngineHandle::now_us);
+    let reports = state.engine.replicas();
+    let replicas = engines.into_iter().zip(reports).zip(told).enumerate();
+    let replicas = replicas.map(|(at, ((engine, report), views))| {
+        let old = || before.replicas.get(at).map(|seen| Arc::clone(&seen.views));
+        let views = views.map(Arc::from).or_else(old).unwrap_or_default();
+        Seen { engine, report, views }
+    });
+    Snapshot { now_us, replicas: replicas.collect() }
+}
+
+fn ask(engine: &EngineHandle) -> oneshot::Receiver<Vec<RequestView>> {
+    let (reply, told) = oneshot::channel();
+    engine.look(Box::new(move |views| {
+        let _ = reply.send(views);
+    }));
+    told
+}

@@ -1,0 +1,45 @@
+//! The steps that are kept as a trace of Chrome's format, which Perfetto opens.
+//!
+//! The format: <https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU>.
+
+use forebay_engine::StepRecord;
+use serde_json::{Value, json};
+
+use crate::state::Shared;
+
+/// Rows of a replica in the trace.
+const ENGINE: u32 = 1;
+const DEVICE: u32 = 2;
+
+/// The trace of all replicas: each is a process, its engine thread and its device are threads.
+pub(crate) fn trace(state: &Shared) -> Value {
+    let mut events = Vec::new();
+    for (at, engine) in state.engine.handles().iter().enumerate() {
+        let name = |thread: u32, name: &str| json!({"name": "thread_name", "ph": "M", "pid": at, "tid": thread, "args": {"name": name}});
+        events.push(json!({"name": "process_name", "ph": "M", "pid": at, "args": {"name": format!("replica {at}")}}));
+        events.extend([name(ENGINE, "engine thread: plans"), name(DEVICE, "device: steps")]);
+        let steps = engine.steps_since(0).entries;
+        events.extend(steps.iter().flat_map(|step| of_step(at, step)));
+    }
+    json!({"displayTimeUnit": "ms", "traceEvents": events})
+}
+
+fn of_step(replica: usize, record: &StepRecord) -> [Value; 2] {
+    let StepRecord { step, planned_us, done_us, device_us, gap_us, planned, plan_us, in_flight } =
+        *record;
+    let facts = json!({
+        "step": step,
+        "decode_rows": planned.decode_rows,
+        "prefill_rows": planned.prefill_rows,
+        "tokens": planned.tokens,
+        "images": planned.images,
+        "gap_us": gap_us,
+        "in_flight": in_flight,
+    });
+    let began_us = planned_us.saturating_sub(plan_us.into());
+    let computed_us = done_us.saturating_sub(device_us.into());
+    [
+        json!({"name": "plan", "ph": "X", "pid": replica, "tid": ENGINE, "ts": began_us, "dur": plan_us, "args": {"step": step}}),
+        json!({"name": format!("step {step}"), "ph": "X", "pid": replica, "tid": DEVICE, "ts": computed_us, "dur": device_us, "args": facts}),
+    ]
+}
