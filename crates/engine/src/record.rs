@@ -126,7 +126,8 @@ impl<T: Copy> Ring<T> {
         let over = (self.kept.len() + entries.len()).saturating_sub(self.most);
         self.kept.drain(..over.min(self.kept.len()));
         self.next += entries.len() as u64;
-        self.kept.extend(entries);
+        let skipped = entries.len().saturating_sub(self.most);
+        self.kept.extend(entries.skip(skipped));
     }
 
     /// Of the next [`COPIED`] from `into.next` on those that `wanted` takes. False: there are no more.

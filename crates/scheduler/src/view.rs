@@ -57,7 +57,7 @@ pub struct RequestView {
     pub prompt: u32,
     /// Positions that its last admission found in a tier.
     pub cached: u32,
-    /// Positions that are computed, or will be when the steps in flight are done.
+    /// Positions that are computed, or will be when the steps in flight are done; those of tokens that are still unknown are not counted.
     pub computed: u32,
     /// Tokens that it has generated.
     pub generated: u32,
@@ -92,7 +92,7 @@ impl Scheduler {
             },
             prompt: entry.prompt_len,
             cached: entry.cached,
-            computed: entry.computed,
+            computed: entry.computed.min(entry.known()),
             generated: entry.known() - entry.prompt_len,
             max_tokens: entry.limit - entry.prompt_len,
             arrived_us: entry.request.arrived_us,
