@@ -287,6 +287,28 @@ def test_a_router_tells_of_its_backends(serve: Serve, tiny: Model, tmp_path: Pat
         router.kill()
 
 
+def test_a_page_of_the_router_s_may_ask_and_others_may_not(serve: Serve, tiny: Model, tmp_path: Path) -> None:
+    backend = serve(tiny, "--device", "sim")
+    router = Server("--backends", backend.url, log=tmp_path / "route.log", command="route")
+    try:
+        router.wait_for_health()
+        own = f"127.0.0.1:{router.port}"
+        for headers, status in (
+            ({"Origin": f"http://{own}"}, 200),
+            ({"Origin": "http://evil.example"}, 403),
+            ({"Origin": "null"}, 403),
+            # A name of a page's own that was made to mean this machine.
+            ({"Host": "evil.example", "Origin": "http://evil.example"}, 403),
+        ):
+            answer = router.post("/generate", request(2), headers=headers)
+            assert answer.status_code == status, headers
+            assert router.http.get("/", headers=headers).status_code == status
+        typeless = {"Origin": f"http://{own}", "Sec-Fetch-Site": "same-origin", "Content-Type": "text/plain"}
+        assert router.http.post("/generate", content="{}", headers=typeless).status_code == 415
+    finally:
+        router.kill()
+
+
 def sent(feed: Feed) -> int:
     """Requests that all backends got."""
     return sum(backend["sent"] for backend in feed.ticks[-1]["backends"]) if feed.ticks else 0

@@ -5,6 +5,7 @@
 //! the prompt's length, which is known only once the text is tokenised ([`Generation::room`]). Beside them stand the routes of models
 //! that make vectors and scores of prompts: OpenAI's embeddings, Jina's and Cohere's rerank, vLLM's score.
 
+mod access;
 mod chat;
 mod completions;
 mod content;
@@ -33,6 +34,7 @@ mod tokenize;
 mod tools;
 mod turns;
 
+pub use access::{Access, is_from_own_page};
 pub use chat::{
     ChatMessage, ChatPrompt, ChatRequest, ContentPart, Effort, MessageContent, ReasoningOutput,
     Rendering, ValidChat,

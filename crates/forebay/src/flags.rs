@@ -21,7 +21,7 @@ use forebay_balance::Method;
 use forebay_hand::MAX_ARENA_BYTES;
 use serde::Serialize;
 
-pub(crate) use self::access::{AccessFlags, keys, visible_keys};
+pub(crate) use self::access::{AccessFlags, access, keys, visible_keys};
 pub(crate) use self::dialect::DialectFlags;
 pub(crate) use self::grammar::GrammarFlags;
 pub(crate) use self::images::ImageFlags;

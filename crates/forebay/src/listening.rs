@@ -2,7 +2,7 @@
 
 use std::fs;
 use std::io;
-use std::net::TcpListener;
+use std::net::{IpAddr, TcpListener};
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
@@ -26,6 +26,11 @@ pub(crate) fn tcp(host: &str, port: u16) -> Result<TcpListener> {
     Ok(listener)
 }
 
+/// An address, if only this machine can reach it.
+pub(crate) fn loopback(address: IpAddr) -> Option<String> {
+    address.to_canonical().is_loopback().then(|| address.to_string())
+}
+
 /// What `serve` listens on.
 pub(crate) enum Bound {
     Tcp(TcpListener),
@@ -44,8 +49,7 @@ impl Bound {
     /// The address, where it is one that only this machine can reach by TCP.
     pub(crate) fn loopback(&self) -> Result<Option<String>> {
         let Self::Tcp(listener) = self else { return Ok(None) };
-        let address = listener.local_addr()?.ip();
-        Ok(address.to_canonical().is_loopback().then(|| address.to_string()))
+        Ok(loopback(listener.local_addr()?.ip()))
     }
 
     /// Where to ask, and what curl needs besides.

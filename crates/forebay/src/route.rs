@@ -13,7 +13,7 @@ use forebay_server::Guard;
 use tokio::runtime::Builder;
 use tracing::info;
 
-use crate::flags::{LineFlags, keys, seconds};
+use crate::flags::{LineFlags, access, keys, seconds};
 use crate::{descriptors, listening, logs, serve, signals};
 
 #[derive(Debug, Args)]
@@ -36,6 +36,10 @@ pub(crate) struct RouteFlags {
     /// Most connections of clients at a time; what the limit of open files leaves where absent, each with one to a backend.
     #[arg(long, value_parser = clap::value_parser!(u32).range(1..))]
     max_connections: Option<u32>,
+    /// Hosts that requests may name: `*.example.com` is all below it, `*` any. With commas [default: any; with neither a key nor another address
+    /// than this machine's own, that and localhost].
+    #[arg(long, value_name = "HOSTS", value_delimiter = ',')]
+    allowed_hosts: Vec<String>,
     /// No page at `/`. The routes that it uses stay.
     #[arg(long)]
     no_webui: bool,
@@ -219,9 +223,11 @@ fn share(text: &str) -> Result<f64, String> {
 
 impl RouteFlags {
     /// `limit` files may be open.
-    fn config(&self, limit: u64) -> Result<RouterConfig> {
+    fn config(&self, limit: u64, loopback: Option<&str>) -> Result<RouterConfig> {
         let Self { backends, choice, trouble, bodies, keys, .. } = self;
         let (admin_key, router_key) = keys.single()?;
+        let api_keys = keys.all()?;
+        let local = loopback.filter(|_| api_keys.is_empty());
         let millis = Duration::from_millis;
         Ok(RouterConfig {
             policy: choice.policy,
@@ -277,7 +283,8 @@ impl RouteFlags {
                 all: bodies.max_request_bytes_in_flight,
             },
             drain_timeout: self.drain_timeout,
-            api_keys: keys.all()?,
+            access: access(&self.allowed_hosts, &[], local),
+            api_keys,
             admin_key,
             router_key,
             share_cache_across_keys: keys.share_cache_across_keys,
@@ -292,9 +299,10 @@ pub(crate) fn run(flags: &RouteFlags) -> Result<()> {
     let guard = Guard::default();
     let logs = logs::init(&flags.log, None, &guard)?;
     serve::warn_of_visible_keys();
-    let config = flags.config(descriptors::raise())?;
     let listener = listening::tcp(&flags.host, flags.port)?;
     let address = listener.local_addr()?;
+    let loopback = listening::loopback(address.ip());
+    let config = flags.config(descriptors::raise(), loopback.as_deref())?;
     // It counts signals, also while the router is being stopped.
     let runtime = Builder::new_multi_thread()
         .worker_threads(1)
@@ -339,7 +347,7 @@ mod tests {
         Only::try_parse_from([&["route"], arguments].concat())
             .unwrap()
             .flags
-            .config(1 << 20)
+            .config(1 << 20, None)
             .unwrap()
     }
 
@@ -371,11 +379,11 @@ mod tests {
         assert_eq!(found.router_key.as_deref(), Some("r"));
         std::fs::write(file.path(), "\n").unwrap();
         let empty = Only::try_parse_from(["route", "--api-key-file", path]).unwrap();
-        assert!(empty.flags.config(1 << 20).unwrap_err().to_string().contains("no key"));
+        assert!(empty.flags.config(1 << 20, None).unwrap_err().to_string().contains("no key"));
         for flag in ["--api-key", "--admin-api-key", "--router-key"] {
             // An empty variable of the environment would leave the door open.
             let open = Only::try_parse_from(["route", flag, ""]).unwrap();
-            let refused = open.flags.config(1 << 20).unwrap_err().to_string();
+            let refused = open.flags.config(1 << 20, None).unwrap_err().to_string();
             assert!(refused.starts_with(flag), "{refused}");
         }
     }

@@ -3,12 +3,13 @@
 use std::time::Instant;
 
 use bytes::Bytes;
+use forebay_api::is_from_own_page;
 use forebay_api::peer::{
     RESUME_HEADER, ROUTER_HEADER, ROUTER_KEY_HEADER, RouterTag, STREAM_HEADER,
 };
 use http::header::{
-    CONNECTION, CONTENT_LENGTH, EXPECT, HOST, PROXY_AUTHENTICATE, PROXY_AUTHORIZATION, TE, TRAILER,
-    TRANSFER_ENCODING, UPGRADE,
+    CONNECTION, CONTENT_LENGTH, EXPECT, HOST, ORIGIN, PROXY_AUTHENTICATE, PROXY_AUTHORIZATION, TE,
+    TRAILER, TRANSFER_ENCODING, UPGRADE,
 };
 use http::request::Parts;
 use http::uri::PathAndQuery;
@@ -86,6 +87,10 @@ impl Ask {
         let key = (policy == Policy::Session).then(|| routing_key(&parts.headers, &body)).flatten();
         let texts = (policy == Policy::CacheAware).then(|| texts(&body, root)).flatten();
         keep_end_to_end(&mut parts.headers);
+        // A page of the router's is none of the backend's, but it may ask.
+        if is_from_own_page(&parts.headers) {
+            parts.headers.remove(ORIGIN);
+        }
         parts.headers.remove(HOST);
         parts.headers.remove(CONTENT_LENGTH);
         parts.headers.remove(EXPECT);

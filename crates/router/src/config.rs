@@ -3,6 +3,8 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
+use forebay_api::Access;
+
 use crate::admission::AllowedBackends;
 use crate::breaker::BreakerConfig;
 use crate::intake::BodyLimits;
@@ -140,6 +142,8 @@ pub struct RouterConfig {
     pub router_key: Option<String>,
     /// Clients with different keys share cached blocks at the backends.
     pub share_cache_across_keys: bool,
+    /// Hosts and pages whose requests are answered.
+    pub access: Access,
     /// There is a page at `/`.
     pub webui: bool,
     /// Threads that pass on requests.
@@ -166,6 +170,7 @@ impl Default for RouterConfig {
             admin_key: None,
             router_key: None,
             share_cache_across_keys: false,
+            access: Access::default(),
             webui: true,
             threads: 1,
         }

@@ -118,7 +118,9 @@ impl Body for Answer {
 
 /// Answers a request.
 pub(crate) async fn answer(worker: Arc<Worker>, request: Request<Incoming>) -> Response<Answer> {
-    let answered = match route(&request) {
+    let access = &worker.shared.config.access;
+    let allowed = access.check(request.headers(), request.uri(), request.version());
+    let answered = match allowed.and_then(|()| route(&request)) {
         Ok(Route::PassOn) => pass_on(&worker, request).await,
         Ok(Route::Own(own)) => own_answer(&worker, own, request).await,
         Err(error) => Err(error),

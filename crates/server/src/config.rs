@@ -4,14 +4,13 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
 use std::time::Duration;
 
-use forebay_api::GenerationDefaults;
+use forebay_api::{Access, GenerationDefaults};
 use forebay_dialect::Dialect;
 use forebay_engine::Namer;
 use forebay_fetch::Fetcher;
 use forebay_grammar::{Grammars, Markers};
 use serde_json::{Map, Value};
 
-use crate::access::Access;
 use crate::client::TrustedProxies;
 use crate::guard::Guard;
 use crate::images::ImageModel;

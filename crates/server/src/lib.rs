@@ -60,11 +60,11 @@ mod text;
 mod tls;
 mod wire;
 
-pub use access::Access;
 pub use client::TrustedProxies;
 pub use config::{EgressMode, ModelInfo, ServerConfig, Sharing};
 pub use egress::{Egress, EgressConfig, EgressSink, egress};
 pub use engine::Engine;
+pub use forebay_api::Access;
 pub use guard::Guard;
 pub use images::ImageModel;
 pub use intake::{Intake, IntakeMode};

@@ -62,20 +62,7 @@ impl AccessFlags {
 
     /// What hosts and pages may ask a server that is bound to `loopback`, if it is bound to nothing else.
     pub(crate) fn access(&self, loopback: Option<&str>, keys: &Keys) -> Access {
-        // Whoever has no key can be told apart from a web page by nothing else.
-        let local = loopback.filter(|_| keys.is_empty());
-        let allowed_hosts = match (self.allowed_hosts.as_slice(), local) {
-            ([], None) => None,
-            ([], Some(bound)) => {
-                Some(LOCAL_HOSTS.into_iter().chain([bound]).map(str::to_owned).collect())
-            }
-            (given, _) => Some(given.to_vec()),
-        };
-        Access {
-            allowed_hosts,
-            allowed_origins: self.allowed_origins.clone(),
-            refuse_other_origins: local.is_some(),
-        }
+        access(&self.allowed_hosts, &self.allowed_origins, loopback.filter(|_| keys.is_empty()))
     }
 
     /// The certificate, where there is one.
@@ -87,6 +74,23 @@ impl AccessFlags {
             Ok(tls) => Ok(Some(tls)),
             Err(reason) => bail!("{reason}"),
         }
+    }
+}
+
+/// Hosts and pages that may ask. `local` is the address of a server that has no keys and that only this machine can reach: web pages are all that can
+/// be kept from it.
+pub(crate) fn access(hosts: &[String], origins: &[String], local: Option<&str>) -> Access {
+    let allowed_hosts = match (hosts, local) {
+        ([], None) => None,
+        ([], Some(bound)) => {
+            Some(LOCAL_HOSTS.into_iter().chain([bound]).map(str::to_owned).collect())
+        }
+        (given, _) => Some(given.to_vec()),
+    };
+    Access {
+        allowed_hosts,
+        allowed_origins: origins.to_vec(),
+        refuse_other_origins: local.is_some(),
     }
 }
 

@@ -31,7 +31,7 @@ use forebay_text::Tokenizer;
 use tower::ServiceExt;
 use tower::util::option_layer;
 
-use crate::access::{check_access, check_type};
+use crate::access::{check_access, check_type, cors};
 use crate::client::KeyId;
 use crate::delta::End;
 use crate::guard;
@@ -111,7 +111,7 @@ pub(crate) fn router(state: Shared) -> Router {
             .route("/assets/{name}", get(live::page_file)),
         false => Router::new(),
     };
-    let cors = state.config.access.cors();
+    let cors = cors(&state.config.access);
     let routes = Router::new()
         .merge(page)
         .merge(keyed.layer(from_fn(check_type)))

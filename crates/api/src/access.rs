@@ -1,0 +1,147 @@
+//! Which requests are answered at all: those of hosts and pages that may ask.
+//!
+//! A browser sends requests for any page that it shows, also to servers that only its user's machine can reach. Three things tell such a
+//! request: `Host` names what the page thinks it talks to (a name of its own that was made to resolve to this machine), `Origin` names the page,
+//! and without asking first (a preflight) a browser sends no `Content-Type: application/json`.
+
+use http::header::{HOST, ORIGIN};
+use http::{HeaderMap, Uri, Version};
+
+use crate::error::ApiError;
+
+const ANY: &str = "*";
+
+/// Hosts and pages whose requests are answered.
+#[derive(Debug, Clone, Default)]
+pub struct Access {
+    /// Names by which the server may be asked; `*.example.com` means all below it, `*` any. `None`: any.
+    pub allowed_hosts: Option<Vec<String>>,
+    /// Pages that may ask from a browser, as in `https://example.com`; `*` means any.
+    pub allowed_origins: Vec<String>,
+    /// Whether requests of other pages are refused. Otherwise they are answered, and it is the browser that does not show the answer.
+    pub refuse_other_origins: bool,
+}
+
+impl Access {
+    fn allows_origin(&self, origin: &str) -> bool {
+        self.allowed_origins.iter().any(|allowed| allowed == ANY || allowed == origin)
+    }
+
+    /// Whether any page may ask from a browser.
+    #[must_use]
+    pub fn allows_every_origin(&self) -> bool {
+        self.allowed_origins.iter().any(|origin| origin == ANY)
+    }
+
+    /// Checks a request's head.
+    ///
+    /// # Errors
+    /// It names another host, or comes from a page that may not ask.
+    pub fn check(&self, headers: &HeaderMap, uri: &Uri, version: Version) -> Result<(), ApiError> {
+        let mut hosts = headers.get_all(HOST).iter();
+        let (host, second) = (hosts.next(), hosts.next());
+        let invalid = |reason: &str| ApiError::invalid("host", format!("`Host`: {reason}"));
+        if second.is_some() {
+            return Err(invalid("there are several"));
+        }
+        if host.is_none() && version == Version::HTTP_11 {
+            return Err(invalid("HTTP/1.1 needs it"));
+        }
+        let host = host.map(|host| host.to_str().map_err(|_| invalid("not a name"))).transpose()?;
+        // Whoever sends a whole URL has its name there too.
+        let named = uri.authority().map(|authority| authority.as_str());
+        if let Some(allowed) = &self.allowed_hosts
+            && let Some(other) = [host, named].into_iter().flatten().find(|h| !matches(allowed, h))
+        {
+            let reason = format!("the host `{other}` is not one of --allowed-hosts");
+            return Err(ApiError::Forbidden { reason, code: "host_not_allowed" });
+        }
+        if self.refuse_other_origins
+            && let Some(origin) = headers.get(ORIGIN)
+        {
+            let origin = origin.to_str().unwrap_or_default();
+            if !self.allows_origin(origin) && !host.is_some_and(|host| is_own(origin, host)) {
+                let reason = format!("pages of `{origin}` are none of --allowed-origins");
+                return Err(ApiError::Forbidden { reason, code: "origin_not_allowed" });
+            }
+        }
+        Ok(())
+    }
+}
+
+/// A host less its port and what surrounds an IPv6 address.
+fn bare(host: &str) -> &str {
+    if let Some((address, _)) = host.strip_prefix('[').and_then(|rest| rest.split_once(']')) {
+        return address;
+    }
+    match host.rsplit_once(':') {
+        // A second colon: an IPv6 address without brackets.
+        Some((name, _)) if !name.contains(':') => name,
+        _ => host,
+    }
+}
+
+fn matches(allowed: &[String], host: &str) -> bool {
+    let host = bare(host).trim_end_matches('.').to_ascii_lowercase();
+    allowed.iter().any(|pattern| {
+        let pattern = pattern.to_ascii_lowercase();
+        match pattern.strip_prefix('*') {
+            Some("") => true,
+            Some(suffix) => host.len() > suffix.len() && host.ends_with(suffix),
+            None => bare(&pattern) == host,
+        }
+    })
+}
+
+/// Whether a page comes from the server itself.
+fn is_own(origin: &str, host: &str) -> bool {
+    let authority = origin.split_once("://").map(|(_, authority)| authority);
+    authority.is_some_and(|authority| authority.eq_ignore_ascii_case(host))
+}
+
+/// Whether a request comes from a page of the server that it goes to.
+#[must_use]
+pub fn is_from_own_page(headers: &HeaderMap) -> bool {
+    let text = |name| headers.get(name).and_then(|value| value.to_str().ok());
+    text(ORIGIN).zip(text(HOST)).is_some_and(|(origin, host)| is_own(origin, host))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn list(items: &[&str]) -> Vec<String> {
+        items.iter().map(|&item| item.to_owned()).collect()
+    }
+
+    #[test]
+    fn hosts_with_and_without_ports() {
+        let allowed = list(&["localhost", "127.0.0.1", "::1", "*.example.com"]);
+        let right = [
+            "localhost",
+            "LOCALHOST:8000",
+            "localhost.",
+            "127.0.0.1:1",
+            "[::1]:80",
+            "a.example.com",
+        ];
+        for host in right {
+            assert!(matches(&allowed, host), "{host}");
+        }
+        let wrong = ["", "evil.example", "localhost.evil.example", "xlocalhost", "example.com"];
+        for host in wrong.into_iter().chain(["evilexample.com", "[::2]", "127.0.0.1.nip.io"]) {
+            assert!(!matches(&allowed, host), "{host}");
+        }
+        assert!(matches(&list(&["*"]), "anything"));
+    }
+
+    #[test]
+    fn only_the_servers_own_pages_are_its_own() {
+        assert!(is_own("http://localhost:8000", "localhost:8000"));
+        for (origin, host) in
+            [("null", "localhost"), ("http://localhost:3000", "localhost:8000"), ("", "")]
+        {
+            assert!(!is_own(origin, host), "{origin}");
+        }
+    }
+}
