@@ -103,8 +103,8 @@ bench-hisparse: bench-build ## simulate what sparse decoding from host memory gi
 bench-tool-calls: bench-build ## count function calls that are valid and right, free and forced (make bench-setup PEERS=coder; 3 minutes)
 	$(BIN)/python -m benchmarks.tool_calls $(BENCH_ROUNDS)
 
-bench-micro: ## run the microbenchmarks of the scheduler and the pages (5 minutes)
-	cargo bench --locked -p forebay-scheduler -p forebay-kvcache
+bench-micro: ## run the microbenchmarks of the scheduler, the pages and the record of steps (5 minutes)
+	cargo bench --locked -p forebay-scheduler -p forebay-kvcache -p forebay-engine
 	$(BIN)/python -m benchmarks.micro
 
 bench-build: $(STAMPS)/model

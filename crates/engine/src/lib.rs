@@ -46,7 +46,7 @@ pub use handle::{EngineHandle, Size};
 pub use owner::MOST_VIEWS;
 pub use payload::{Embeds, Payload, Payloads};
 pub use picture::{Picture, PictureError, Placed, Placement};
-pub use record::{KEPT_MOMENTS, KEPT_STEPS, Moment, Since, StepRecord, What};
+pub use record::{KEPT_MOMENTS, KEPT_STEPS, Moment, Notes, Record, Since, StepRecord, What};
 pub use thread::{Engine, EngineThread, Hooks};
 pub use types::{
     Admission, BlockObserver, EngineRequest, Facts, FinishReason, HandStats, Orphan, Output,

@@ -145,7 +145,7 @@ impl<T: Copy> Ring<T> {
 
 /// What the engine thread writes and others read.
 #[derive(Debug)]
-pub(crate) struct Record(Mutex<(Ring<StepRecord>, Ring<Moment>)>);
+pub struct Record(Mutex<(Ring<StepRecord>, Ring<Moment>)>);
 
 impl Default for Record {
     fn default() -> Self {
@@ -175,7 +175,7 @@ impl Record {
 
 /// The engine thread's side: what it has not written into the record yet.
 #[derive(Debug, Default)]
-pub(crate) struct Notes {
+pub struct Notes {
     /// Steps in flight, oldest first.
     planned: VecDeque<StepRecord>,
     steps: Vec<StepRecord>,
@@ -185,14 +185,15 @@ pub(crate) struct Notes {
 }
 
 impl Notes {
-    pub(crate) fn planned(&mut self, step: StepRecord) {
+    /// A plan was handed over. One that computes nothing is not noted.
+    pub fn planned(&mut self, step: StepRecord) {
         if step.planned.computes() {
             self.planned.push_back(step);
         }
     }
 
     /// A result has come. Nothing is noted of a step that computed nothing.
-    pub(crate) fn done(&mut self, step: u64, done_us: u64, device_us: u32, gap_us: u32) {
+    pub fn done(&mut self, step: u64, done_us: u64, device_us: u32, gap_us: u32) {
         if self.planned.front().is_some_and(|planned| planned.step == step)
             && let Some(planned) = self.planned.pop_front()
         {
@@ -201,16 +202,17 @@ impl Notes {
     }
 
     /// The steps in flight have no results any more.
-    pub(crate) fn hand_died(&mut self) {
+    pub fn hand_died(&mut self) {
         self.planned.clear();
     }
 
-    pub(crate) fn moment(&mut self, id: u64, at_us: u64, what: What) {
+    /// A request went through something.
+    pub fn moment(&mut self, id: u64, at_us: u64, what: What) {
         self.moments.push(Moment { id, at_us, what });
     }
 
     /// A request has its `nth` token. Of most there is nothing to tell.
-    pub(crate) fn token(&mut self, id: u64, nth: u32, at_us: u64) {
+    pub fn token(&mut self, id: u64, nth: u32, at_us: u64) {
         self.last = (id, nth);
         if nth == 1 {
             self.moment(id, at_us, What::FirstToken);
@@ -221,7 +223,8 @@ impl Notes {
         }
     }
 
-    pub(crate) fn finished(&mut self, id: u64, at_us: u64, finish: &FinishReason) {
+    /// A request has ended.
+    pub fn finished(&mut self, id: u64, at_us: u64, finish: &FinishReason) {
         if let (of, nth) = self.last
             && of == id
         {
@@ -241,7 +244,7 @@ impl Notes {
     }
 
     /// Writes what is new into the record.
-    pub(crate) fn write(&mut self, record: &Record) {
+    pub fn write(&mut self, record: &Record) {
         if self.steps.is_empty() && self.moments.is_empty() {
             return;
         }
