@@ -30,6 +30,7 @@ ALLOWED: dict[str, set[str]] = {
     "fetch": set(),
     "hub": set(),
     "webui": set(),
+    "chat": set(),
     "server": {"api", "engine", "grammar", "replicas", "text", "dialect", "vision", "fetch", "webui"},
     "router": {"api", "webui"},
     "kernels": set(),

@@ -2,6 +2,7 @@
 
 use clap::{Parser, Subcommand};
 use forebay_bench::{Gsm8kArgs, PlanArgs, ReportArgs, ServeArgs};
+use forebay_chat::ChatArgs;
 
 use crate::doctor::DoctorFlags;
 use crate::flags::ServeFlags;
@@ -25,6 +26,8 @@ pub(crate) enum Command {
     /// Spread requests over several servers behind one address.
     #[command(args_override_self = true)]
     Route(Box<RouteFlags>),
+    /// Chat in this terminal, with a server that runs or with one that is started for a model.
+    Chat(Box<ChatArgs>),
     /// Download a model, so that a later `serve` finds it. Its path is printed.
     Pull(PullFlags),
     /// List the models that were downloaded.

@@ -252,6 +252,9 @@ pub(crate) struct RunFlags {
     /// The interpreter [default: the one beside this program, else the virtual environment's, else python3].
     #[arg(long, env = "FOREBAY_PYTHON", value_name = "FILE")]
     pub(crate) python: Option<PathBuf>,
+    /// The process that started this one; when it ends, this one does.
+    #[arg(long, value_name = "PID", hide = true)]
+    pub(crate) parent: Option<i32>,
     /// Write what each step asked and how long it took to this file, one JSON object a line (see `forebay sim fit`).
     #[arg(long, value_name = "FILE")]
     pub(crate) record_steps: Option<PathBuf>,

@@ -1,6 +1,7 @@
 //! The `forebay` binary: flags to configuration, and the parts put together.
 
 mod affinity;
+mod chat;
 mod command;
 mod config;
 mod descriptors;
@@ -71,6 +72,7 @@ fn run(command: Command) -> Result<()> {
     match command {
         Command::Serve(flags) => serve::run(&flags),
         Command::Route(flags) => route::run(&flags),
+        Command::Chat(args) => chat::run(&args),
         Command::Bench(BenchCommand::Serve(args)) => forebay_bench::serve(&args, &Tokenizers),
         Command::Bench(BenchCommand::Report(args)) => forebay_bench::report(&args),
         Command::Eval(EvalCommand::Gsm8k(args)) => forebay_bench::gsm8k(&args),

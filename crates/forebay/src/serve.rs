@@ -2,7 +2,7 @@
 
 use std::ffi::OsString;
 use std::fs::File;
-use std::num::NonZeroUsize;
+use std::num::{NonZeroI32, NonZeroUsize};
 use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
@@ -20,6 +20,7 @@ use forebay_server::{
 };
 use forebay_sim::{Recorder, SimClock, SimExecutor};
 use forebay_text::{ChatTemplate, Tokenizer};
+use rustix::process::{Pid, Signal, getppid, set_parent_process_death_signal};
 use serde_json::Value;
 use tokio::sync::oneshot;
 use tracing::{info, warn};
@@ -42,6 +43,9 @@ pub(crate) fn run(flags: &ServeFlags) -> Result<()> {
     let guard = Guard::default();
     let logs = logs::init(&flags.log.lines, flags.log.otlp_traces_endpoint.as_deref(), &guard)?;
     warn_of_visible_keys();
+    if let Some(parent) = flags.run.parent {
+        end_with(parent)?;
+    }
     let name = flags.model_name().context("no model named")?;
     // Taken before minutes of downloads, so that a port in use is said at once.
     let bound = Bound::open(&flags.listen)?;
@@ -363,6 +367,16 @@ async fn serve(
         bail!("{cause}");
     }
     info!("drained, stopping");
+    Ok(())
+}
+
+/// Has the system end this process when its parent ends.
+fn end_with(parent: i32) -> Result<()> {
+    set_parent_process_death_signal(Some(Signal::TERM))?;
+    // It may have ended before.
+    if getppid().map(Pid::as_raw_nonzero).map(NonZeroI32::get) != Some(parent) {
+        bail!("--parent {parent}: it is not the parent, or has ended");
+    }
     Ok(())
 }
 

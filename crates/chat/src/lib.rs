@@ -1,0 +1,123 @@
+//! `forebay chat`: a conversation in a terminal, with a server that runs already or with one that is started for it.
+//!
+//! `link` speaks HTTP over TCP, TLS or a Unix socket. `answer` reads streamed answers, `turns` keeps what was said. `server` starts a server,
+//! `terminal` reads what is typed.
+
+mod answer;
+mod link;
+mod server;
+mod terminal;
+mod turns;
+
+use std::io::{self, IsTerminal, Read};
+use std::path::PathBuf;
+
+use anyhow::{Context, Result, bail};
+use clap::Args;
+use tokio::runtime::Builder;
+
+use crate::link::Link;
+use crate::server::Started;
+use crate::terminal::Terminal;
+use crate::turns::{Conversation, Sampling};
+
+/// The flags of `forebay chat`.
+#[derive(Debug, Args)]
+pub struct ChatArgs {
+    /// URL of a server, as in http://127.0.0.1:8000, or a model as `serve` takes it: a server is started for it, and stopped in the end.
+    #[arg(value_name = "URL or MODEL", default_value = "smollm2")]
+    target: String,
+    /// Say this, print the answer and end. `-` reads it from stdin.
+    #[arg(long, short, value_name = "TEXT")]
+    prompt: Option<String>,
+    /// What the model is told before the conversation.
+    #[arg(long, value_name = "TEXT")]
+    system: Option<String>,
+    /// The server's name for the model [default: the first that it lists].
+    #[arg(long, value_name = "NAME")]
+    model: Option<String>,
+    /// Key that the server asks for.
+    #[arg(long, env = "FOREBAY_API_KEY", hide_env_values = true, value_name = "KEY")]
+    api_key: Option<String>,
+    #[command(flatten)]
+    sampling: Sampling,
+    /// Flags of `serve` for the server that is started, after `--`.
+    #[arg(last = true, value_name = "FLAGS")]
+    serve: Vec<String>,
+}
+
+impl ChatArgs {
+    /// The model, if it is one.
+    #[must_use]
+    pub fn model(&self) -> Option<&str> {
+        (!is_url(&self.target)).then_some(&self.target)
+    }
+
+    /// Flags for the server that is started.
+    #[must_use]
+    pub fn serve_flags(&self) -> &[String] {
+        &self.serve
+    }
+}
+
+fn is_url(target: &str) -> bool {
+    ["http://", "https://"].iter().any(|scheme| target.starts_with(scheme))
+}
+
+/// Chats until the user ends it. `program` is what starts a server: this one.
+///
+/// # Errors
+/// The server cannot be reached or started, refuses, or breaks off.
+pub fn chat(args: &ChatArgs, program: PathBuf) -> Result<()> {
+    let said = match args.prompt.as_deref() {
+        Some("-") => Some(piped()?),
+        Some(text) => Some(text.to_owned()),
+        // What is piped in is one message, as in `cat letter.txt | forebay chat`.
+        None if !io::stdin().is_terminal() => Some(piped()?),
+        None => None,
+    };
+    let runtime = Builder::new_current_thread().enable_all().build()?;
+    runtime.block_on(async {
+        let started = match is_url(&args.target) {
+            true if !args.serve.is_empty() => bail!(
+                "flags of `serve` are for a server that is started: {} runs already",
+                args.target
+            ),
+            true => None,
+            false => Some(Started::start(program, &args.target, &args.serve).await?),
+        };
+        let link = match &started {
+            Some(server) => server.link(),
+            None => Link::to(&args.target, args.api_key.as_deref())?,
+        };
+        let talked = talk(&link, args, said).await;
+        if let Some(server) = started {
+            server.stop().await;
+        }
+        talked
+    })
+}
+
+async fn talk(link: &Link, args: &ChatArgs, said: Option<String>) -> Result<()> {
+    let model = match &args.model {
+        Some(model) => model.clone(),
+        None => link.first_model().await?,
+    };
+    let mut conversation = Conversation::new(model, args.system.clone(), args.sampling.clone());
+    match said {
+        Some(text) => {
+            conversation.say(&text);
+            conversation.answer(link, &mut io::stdout(), false).await.map(drop)
+        }
+        None => Terminal::new(link)?.run(&mut conversation).await,
+    }
+}
+
+fn piped() -> Result<String> {
+    let mut text = String::new();
+    io::stdin().read_to_string(&mut text).context("stdin")?;
+    if text.trim().is_empty() {
+        bail!("nothing is said: stdin is empty");
+    }
+    Ok(text)
+}

@@ -1,0 +1,201 @@
+//! HTTP to one server.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use anyhow::{Context, Result, anyhow, bail};
+use bytes::Bytes;
+use http::header::{AUTHORIZATION, CONTENT_TYPE, HOST};
+use http::{HeaderValue, Method, Request, Response, StatusCode};
+use http_body_util::{BodyExt, Full};
+use hyper::body::Incoming;
+use hyper::client::conn::http1;
+use hyper_util::rt::TokioIo;
+use serde_json::Value;
+use tokio::io::{AsyncRead, AsyncWrite};
+use tokio::net::{TcpStream, UnixStream};
+use tokio_rustls::TlsConnector;
+use tokio_rustls::rustls::crypto::ring;
+use tokio_rustls::rustls::pki_types::ServerName;
+use tokio_rustls::rustls::{ClientConfig, RootCertStore};
+use url::Url;
+
+/// Most bytes of an answer that is read whole.
+const MOST: usize = 16 << 20;
+
+/// Where a server is.
+#[derive(Debug, Clone)]
+enum Place {
+    Tcp { host: String, port: u16 },
+    Tls { host: String, port: u16 },
+    Unix(PathBuf),
+}
+
+/// A server, and the key that it is shown.
+#[derive(Debug, Clone)]
+pub(crate) struct Link {
+    place: Place,
+    /// What its routes begin with.
+    root: String,
+    host: HeaderValue,
+    key: Option<HeaderValue>,
+}
+
+impl Link {
+    /// # Errors
+    /// It is no URL of a server, or the key is none that a header can hold.
+    pub(crate) fn to(url: &str, key: Option<&str>) -> Result<Self> {
+        let parsed = Url::parse(url).with_context(|| format!("`{url}` is no URL"))?;
+        let host = parsed.host_str().with_context(|| format!("`{url}` names no host"))?;
+        let port = parsed.port_or_known_default().unwrap_or(80);
+        let host = host.trim_start_matches('[').trim_end_matches(']').to_owned();
+        let place = match parsed.scheme() {
+            "https" => Place::Tls { host, port },
+            _ => Place::Tcp { host, port },
+        };
+        // People paste the address that OpenAI's clients take.
+        let root = parsed.path().trim_end_matches('/').trim_end_matches("/v1").to_owned();
+        let name = parsed.authority().rsplit('@').next().unwrap_or_default();
+        let key = key.map(|key| HeaderValue::from_str(&format!("Bearer {key}"))).transpose();
+        let key = key.context("the key")?.map(|mut key| {
+            key.set_sensitive(true);
+            key
+        });
+        Ok(Self { place, root, host: HeaderValue::from_str(name)?, key })
+    }
+
+    /// To a server that listens on a Unix socket.
+    pub(crate) fn unix(path: PathBuf) -> Self {
+        let host = HeaderValue::from_static("localhost");
+        Self { place: Place::Unix(path), root: String::new(), host, key: None }
+    }
+
+    /// Sends a request; the answer may have any status.
+    pub(crate) async fn send(
+        &self,
+        method: Method,
+        path: &str,
+        body: Option<&Value>,
+    ) -> Result<Response<Incoming>> {
+        let sent = self.try_send(method, path, body).await;
+        sent.with_context(|| format!("cannot ask {}", self.name()))
+    }
+
+    async fn try_send(
+        &self,
+        method: Method,
+        path: &str,
+        body: Option<&Value>,
+    ) -> Result<Response<Incoming>> {
+        let mut request = Request::builder().method(method).uri(format!("{}{path}", self.root));
+        request = request.header(HOST, self.host.clone());
+        if let Some(key) = &self.key {
+            request = request.header(AUTHORIZATION, key.clone());
+        }
+        let content = match body {
+            None => Bytes::new(),
+            Some(body) => {
+                request = request.header(CONTENT_TYPE, "application/json");
+                serde_json::to_vec(body)?.into()
+            }
+        };
+        let request = request.body(Full::new(content))?;
+        match &self.place {
+            Place::Unix(path) => exchange(UnixStream::connect(path).await?, request).await,
+            Place::Tcp { host, port } => {
+                let stream = TcpStream::connect((host.as_str(), *port)).await?;
+                stream.set_nodelay(true)?;
+                exchange(stream, request).await
+            }
+            Place::Tls { host, port } => {
+                let stream = TcpStream::connect((host.as_str(), *port)).await?;
+                stream.set_nodelay(true)?;
+                let name = ServerName::try_from(host.clone())?;
+                let connector = TlsConnector::from(Arc::new(trust()?));
+                exchange(connector.connect(name, stream).await?, request).await
+            }
+        }
+    }
+
+    /// The value that a request is answered with.
+    pub(crate) async fn ask(&self, method: Method, path: &str) -> Result<(StatusCode, Value)> {
+        let response = self.send(method, path, None).await?;
+        let status = response.status();
+        let body = whole(response).await?;
+        Ok((status, serde_json::from_slice(&body).unwrap_or(Value::Null)))
+    }
+
+    /// The first model that the server lists.
+    pub(crate) async fn first_model(&self) -> Result<String> {
+        let (status, answer) = self.ask(Method::GET, "/v1/models").await?;
+        if status != StatusCode::OK {
+            bail!("{}", refusal(status, &answer));
+        }
+        let name = answer["data"][0]["id"].as_str();
+        name.map(str::to_owned).with_context(|| format!("{} lists no model", self.name()))
+    }
+
+    /// How people know the server.
+    pub(crate) fn name(&self) -> String {
+        match &self.place {
+            Place::Tcp { host, port } => format!("http://{host}:{port}"),
+            Place::Tls { host, port } => format!("https://{host}:{port}"),
+            Place::Unix(path) => path.display().to_string(),
+        }
+    }
+}
+
+/// What a server says that refuses.
+pub(crate) fn refusal(status: StatusCode, answer: &Value) -> String {
+    let message = answer["error"]["message"].as_str().or_else(|| answer["message"].as_str());
+    match (status, message) {
+        (StatusCode::UNAUTHORIZED, _) => "the server wants an API key: --api-key".into(),
+        (_, Some(message)) => message.to_owned(),
+        (status, None) => format!("the server answered {status}"),
+    }
+}
+
+/// Reads an answer to its end.
+pub(crate) async fn whole(response: Response<Incoming>) -> Result<Bytes> {
+    let body = http_body_util::Limited::new(response.into_body(), MOST).collect().await;
+    Ok(body.map_err(|error| anyhow!("the answer broke off: {error}"))?.to_bytes())
+}
+
+/// One request on a connection of its own, which ends when the answer is dropped.
+async fn exchange<S>(stream: S, request: Request<Full<Bytes>>) -> Result<Response<Incoming>>
+where
+    S: AsyncRead + AsyncWrite + Unpin + Send + 'static,
+{
+    let (mut sender, connection) = http1::handshake(TokioIo::new(stream)).await?;
+    tokio::spawn(connection);
+    Ok(sender.send_request(request).await?)
+}
+
+fn trust() -> Result<ClientConfig> {
+    let mut roots = RootCertStore::empty();
+    roots.add_parsable_certificates(rustls_native_certs::load_native_certs().certs);
+    let config = ClientConfig::builder_with_provider(Arc::new(ring::default_provider()));
+    let config = config.with_safe_default_protocol_versions()?;
+    Ok(config.with_root_certificates(roots).with_no_client_auth())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn addresses_as_people_paste_them() {
+        for (url, name, root) in [
+            ("http://127.0.0.1:8000", "http://127.0.0.1:8000", ""),
+            ("http://localhost:8000/v1/", "http://localhost:8000", ""),
+            ("https://example.com/llm/v1", "https://example.com:443", "/llm"),
+            ("http://[::1]:9", "http://::1:9", ""),
+        ] {
+            let link = Link::to(url, Some("key")).unwrap();
+            assert_eq!((link.name().as_str(), link.root.as_str()), (name, root));
+            assert!(!format!("{link:?}").contains("key\""), "keys are not shown");
+        }
+        assert!(Link::to("http://", None).is_err());
+        assert!(Link::to("http://host", Some("a\nb")).is_err());
+    }
+}

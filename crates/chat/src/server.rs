@@ -1,0 +1,116 @@
+//! A server for one conversation.
+
+use std::fs::File;
+use std::io::{IsTerminal, Read, Seek, SeekFrom};
+use std::os::unix::process::CommandExt;
+use std::path::PathBuf;
+use std::process::{self, Stdio};
+use std::time::Duration;
+
+use anyhow::{Context, Result, bail};
+use http::{Method, StatusCode};
+use indicatif::{ProgressBar, ProgressStyle};
+use rustix::process::{Pid, Signal, kill_process};
+use tempfile::TempDir;
+use tokio::process::{Child, Command};
+use tokio::time::{sleep, timeout};
+
+use crate::link::Link;
+
+/// How often a server is asked whether it is ready.
+const POLL: Duration = Duration::from_millis(20);
+/// How long it may take to end once it was told to.
+const PATIENCE: Duration = Duration::from_secs(10);
+/// What is shown of the log of a server that did not start.
+const TAIL: u64 = 4096;
+
+/// A server that was started, and ends with this process.
+pub(crate) struct Started {
+    child: Child,
+    link: Link,
+    /// Its socket and its log.
+    _folder: TempDir,
+}
+
+impl Started {
+    /// Starts a server for a model, and waits until it is ready.
+    ///
+    /// # Errors
+    /// It ends before; its log says why.
+    pub(crate) async fn start(program: PathBuf, model: &str, flags: &[String]) -> Result<Self> {
+        let folder = tempfile::Builder::new().prefix("forebay-chat-").tempdir()?;
+        let socket = folder.path().join("socket");
+        let mut log = tempfile::tempfile_in(folder.path())?;
+        let mut command = process::Command::new(program);
+        command
+            .args(["serve", model, "--no-webui", "--log-level", "warn"])
+            .arg("--uds")
+            .arg(&socket);
+        command.arg("--parent").arg(process::id().to_string()).args(flags);
+        command.stdin(Stdio::null()).stdout(log.try_clone()?).stderr(log.try_clone()?);
+        // Ctrl-C is for the answer, not for the server.
+        command.process_group(0);
+        let mut command = Command::from(command);
+        let child = command.kill_on_drop(true).spawn().context("the server")?;
+        let mut started = Self { child, link: Link::unix(socket), _folder: folder };
+        started.ready(model, &mut log).await?;
+        Ok(started)
+    }
+
+    pub(crate) fn link(&self) -> Link {
+        self.link.clone()
+    }
+
+    async fn ready(&mut self, model: &str, log: &mut File) -> Result<()> {
+        let bar = match std::io::stderr().is_terminal() {
+            true => ProgressBar::new_spinner(),
+            false => ProgressBar::hidden(),
+        };
+        if let Ok(style) = ProgressStyle::with_template("{spinner} {msg} {elapsed}") {
+            bar.set_style(style);
+        }
+        bar.set_message(format!("starting {model}"));
+        loop {
+            bar.tick();
+            if let Some(status) = self.child.try_wait()? {
+                bar.finish_and_clear();
+                bail!("the server did not start ({status}):\n{}", tail(log)?);
+            }
+            let asked = self.link.ask(Method::GET, "/health").await;
+            match asked {
+                Ok((StatusCode::OK, _)) => {
+                    bar.finish_and_clear();
+                    return Ok(());
+                }
+                Ok((_, answer)) => {
+                    if let Some(stage) = answer["error"]["message"].as_str() {
+                        bar.set_message(format!("{model}: {stage}"));
+                    }
+                }
+                // It does not listen yet.
+                Err(_) => {}
+            }
+            sleep(POLL).await;
+        }
+    }
+
+    /// Ends it.
+    pub(crate) async fn stop(mut self) {
+        let pid = self.child.id().and_then(|id| Pid::from_raw(id.cast_signed()));
+        if let Some(pid) = pid {
+            // Nothing else can be done than what follows.
+            let _ = kill_process(pid, Signal::TERM);
+        }
+        if timeout(PATIENCE, self.child.wait()).await.is_err() {
+            let _ = self.child.kill().await;
+        }
+    }
+}
+
+fn tail(log: &mut File) -> Result<String> {
+    let length = log.metadata()?.len();
+    log.seek(SeekFrom::Start(length.saturating_sub(TAIL)))?;
+    let mut text = Vec::new();
+    log.read_to_end(&mut text)?;
+    Ok(String::from_utf8_lossy(&text).trim_end().to_owned())
+}
