@@ -160,4 +160,4 @@ def finish(found: Results, output: Path | None) -> None:
         raise SystemExit("nothing was measured")
     path = records.save(found, output)
     print(tables.render(found))
-    say(f"written to {path.name}; `python -m benchmarks.tables` puts the tables into docs/performance.md")
+    say(f"written to {path.name}; `python -m benchmarks.tables` puts the tables into docs/performance")

@@ -13,7 +13,7 @@ in float32:
     python -m benchmarks.gsm8k_reference --model qwen2.5-coder-0.5b ...  # as above
 
 `--num-questions` may be smaller here than there: the first of ours are compared. `--record` puts the comparison into
-benchmarks/results/gsm8k.json, `python -m benchmarks.tables` from there into docs/performance.md.
+benchmarks/results/gsm8k.json, `python -m benchmarks.tables` from there into docs/performance.
 
 Prompts, stop strings and the reading of answers are written again here, from their description: what is compared
 shares no code.

@@ -1,6 +1,6 @@
-"""Tables of results, and the sections of docs/performance.md that hold them.
+"""Tables of results, and the sections of the pages in docs/performance that hold them.
 
-    python -m benchmarks.tables          # puts benchmarks/results/*.json into docs/performance.md
+    python -m benchmarks.tables          # puts benchmarks/results/*.json into docs/performance/*.md
     python -m benchmarks.tables --check  # exits 1 if that would change it
 
 A section is what stands between `<!-- bench:NAME -->` and `<!-- /bench -->`.
@@ -18,7 +18,7 @@ from benchmarks.cells import markdown, number, spread
 from benchmarks.records import Results, median_of
 from benchmarks.servers import FOREBAY_CPU, FOREBAY_SIM, ROOT
 
-DOCUMENT = ROOT / "docs/performance.md"
+PAGES = ROOT / "docs/performance"
 _SECTION = re.compile(r"(<!-- bench:(?P<name>[\w-]+) -->\n).*?(<!-- /bench -->)", re.DOTALL)
 _ROUTER_KEYS = (
     "median_ttft_ms",
@@ -486,14 +486,17 @@ def committed(folder: Path) -> dict[str, str]:
 
 def main() -> None:
     """The command."""
-    flags = argparse.ArgumentParser(description="Put the committed results into docs/performance.md.")
+    flags = argparse.ArgumentParser(description="Put the committed results into docs/performance.")
     flags.add_argument("--check", action="store_true", help="change nothing; exit 1 if something would change")
     check: bool = flags.parse_args().check
-    before = DOCUMENT.read_text(encoding="utf-8")
-    after = fill(before, committed(records.RESULTS))
-    if check and after != before:
-        raise SystemExit("docs/performance.md is not what benchmarks/results says: python -m benchmarks.tables")
-    DOCUMENT.write_text(after, encoding="utf-8")
+    rendered = committed(records.RESULTS)
+    for page in sorted(PAGES.glob("*.md")):
+        before = page.read_text(encoding="utf-8")
+        after = fill(before, rendered)
+        if check and after != before:
+            name = page.relative_to(ROOT)
+            raise SystemExit(f"{name} is not what benchmarks/results says: python -m benchmarks.tables")
+        page.write_text(after, encoding="utf-8")
 
 
 if __name__ == "__main__":

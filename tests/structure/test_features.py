@@ -1,0 +1,47 @@
+"""What the pages promise is there: flags are on the page of the commands, routes on the page of the API.
+
+Those two pages are themselves compared with the binary, by tests/e2e/test_cli_page.py and tests/e2e/test_api_page.py.
+"""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.structure.repository import read
+
+PAGES = ["README.md", "docs/features.md", "docs/page.md", "docs/router.md", "docs/replicas.md", "docs/memory.md"]
+FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]*[a-z0-9](?![\w*-])")
+ROUTE = re.compile(r"`(?:(?:GET|POST|DELETE) )?(/[a-z][\w/{}-]*)`")
+PARTS = {"/v1", "/v2"}
+"""What routes begin with."""
+
+
+def flags() -> set[str]:
+    """Every flag of every command, in every spelling."""
+    return set(FLAG.findall(read(Path("docs/cli.md"))))
+
+
+def routes() -> set[str]:
+    """Every route of servers and routers."""
+    own = {"/backends", "/", "/v1/blocks"}
+    return own | set(re.findall(r"^\| `(/[^`]*)` \|", read(Path("docs/api.md")), re.MULTILINE))
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_flags_of_a_page_exist(page: str) -> None:
+    named = set(FLAG.findall(read(Path(page))))
+    assert named - flags() == set()
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_routes_of_a_page_exist(page: str) -> None:
+    named = set(ROUTE.findall(read(Path(page))))
+    assert named - routes() - PARTS == set()
+
+
+def test_the_readers_see_something() -> None:
+    assert len(flags()) > 150
+    assert len(routes()) > 40
+    assert FLAG.findall("`--tp-size 2`, -n, a--b, --hicache-*") == ["--tp-size"]
+    assert ROUTE.findall("`/v1/loads`, `POST /backends {...}`, `GET /health`") == ["/v1/loads", "/health"]
