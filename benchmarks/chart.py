@@ -3,7 +3,8 @@
     python -m benchmarks.chart           # draws docs/performance/rates.svg from benchmarks/results/*.json
     python -m benchmarks.chart --check   # exits 1 if that would change it
 
-A bar is a server's output rate divided by Forebay's, of the same workload and round; the median of the rounds. So each group has its own scale.
+A bar is a server's output rate divided by Forebay's, of the same workload and round; the median of the rounds. So
+each group has its own scale.
 """
 
 from __future__ import annotations
@@ -77,7 +78,8 @@ def group(title: str, rows: list[Bar], top: int) -> Iterator[str]:
         kind = "ours" if bar.ours else "peer"
         said = f"{bar.rate:,.0f} tokens/s" + ("" if bar.ours else f" ({1 / bar.share:.1f} times less)")
         yield f'<text x="{LABEL - 8}" y="{y + 12}" text-anchor="end">{escape(bar.name)}</text>'
-        yield f'<rect class="{kind}" x="{LABEL}" y="{y}" width="{max(1.0, room * bar.share):.1f}" height="{BAR}" rx="2"/>'
+        size = f'width="{max(1.0, room * bar.share):.1f}" height="{BAR}"'
+        yield f'<rect class="{kind}" x="{LABEL}" y="{y}" {size} rx="2"/>'
         yield f'<text class="note" x="{LABEL + room * bar.share + 8:.1f}" y="{y + 12}">{said}</text>'
 
 
