@@ -85,7 +85,8 @@ def group(title: str, rows: list[Bar], top: int) -> Iterator[str]:
 
 def draw(results: dict[str, Results]) -> str:
     """The whole picture."""
-    lines, top = [], HEAD
+    lines: list[str] = []
+    top = HEAD
     for benchmark, workload, title in GROUPS:
         rows = bars(results[benchmark], workload)
         lines += group(title, rows, top)
