@@ -84,3 +84,23 @@ def test_a_word_inside_another_is_not_seen() -> None:
 
 def test_no_word_is_both_used_and_not_used() -> None:
     assert not {row[0] for row in table("Words")} & {rule.word for rule in rules()}
+
+
+PUBLIC_TYPE = re.compile(r"^pub (?:struct|enum|trait|union) (\w+)", re.MULTILINE)
+
+
+def crates_by_public_name() -> dict[str, set[str]]:
+    """The crates that have a public type of each name; what tests and examples have is left out."""
+    found: dict[str, set[str]] = {}
+    for path in files():
+        if path.suffix == ".rs" and path.parts[0] == "crates" and path.parts[2] == "src" and path.stem != "tests":
+            for name in PUBLIC_TYPE.findall(read(path).split("#[cfg(test)]\nmod ")[0]):
+                found.setdefault(name, set()).add(path.parts[1])
+    return found
+
+
+def test_a_public_name_means_one_thing_or_is_on_the_list() -> None:
+    several = {name: crates for name, crates in crates_by_public_name().items() if len(crates) > 1}
+    listed = {name: set(re.findall(r"\b\w+(?=[:,] )", text)) for name, text in table("Names of several things")}
+    assert several.keys() == listed.keys()
+    assert all(crates <= listed[name] for name, crates in several.items())

@@ -11,8 +11,8 @@ use parking_lot::Mutex;
 
 use crate::clock::Clock;
 use crate::executor::Wake;
+use crate::journal::{Journal, Moment, Since, StepNote};
 use crate::picture::Placed;
-use crate::record::{Moment, Record, Since, StepRecord};
 use crate::types::{Arrival, EngineRequest, Facts, Orphan, RequestId, Stats, Status, SubmitError};
 use crate::waiting::{Place, Waiting};
 
@@ -45,7 +45,7 @@ pub(crate) struct Shared {
     pub(crate) status: Mutex<Status>,
     pub(crate) stats: Mutex<Stats>,
     pub(crate) facts: Mutex<Option<Facts>>,
-    pub(crate) record: Record,
+    pub(crate) journal: Journal,
     pub(crate) size: Size,
 }
 
@@ -166,20 +166,20 @@ impl EngineHandle {
 
     /// The steps that have ended, from place `place` on.
     #[must_use]
-    pub fn steps_since(&self, place: u64) -> Since<StepRecord> {
-        self.shared.record.steps_since(place)
+    pub fn steps_since(&self, place: u64) -> Since<StepNote> {
+        self.shared.journal.steps_since(place)
     }
 
     /// What requests went through, from place `place` on.
     #[must_use]
     pub fn moments_since(&self, place: u64) -> Since<Moment> {
-        self.shared.record.moments_since(place)
+        self.shared.journal.moments_since(place)
     }
 
     /// What one request went through, as far as that is kept.
     #[must_use]
     pub fn moments_of(&self, id: u64) -> Vec<Moment> {
-        self.shared.record.moments_of(id)
+        self.shared.journal.moments_of(id)
     }
 
     /// The engine's clock, in microseconds.

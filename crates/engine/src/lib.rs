@@ -23,10 +23,10 @@ mod config;
 mod constraint;
 mod executor;
 mod handle;
+mod journal;
 mod owner;
 mod payload;
 mod picture;
-mod record;
 mod recovery;
 mod thread;
 mod types;
@@ -43,10 +43,10 @@ pub use forebay_scheduler::{
     Stats as SchedulerStats,
 };
 pub use handle::{EngineHandle, Size};
+pub use journal::{Journal, KEPT_MOMENTS, KEPT_STEPS, Moment, Notes, Since, StepNote, What};
 pub use owner::MOST_VIEWS;
 pub use payload::{Embeds, Payload, Payloads};
 pub use picture::{Picture, PictureError, Placed, Placement};
-pub use record::{KEPT_MOMENTS, KEPT_STEPS, Moment, Notes, Record, Since, StepRecord, What};
 pub use thread::{Engine, EngineThread, Hooks};
 pub use types::{
     Admission, BlockObserver, EngineRequest, Facts, FinishReason, HandStats, Orphan, Output,

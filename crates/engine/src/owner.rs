@@ -20,10 +20,10 @@ use forebay_scheduler::{Event, Scheduler};
 use crate::config::EngineConfig;
 use crate::executor::{Executor, Signal};
 use crate::handle::{EngineHandle, Order, Shared, positions};
+use crate::journal::{Notes, StepNote, What};
 pub(crate) use crate::owner::constrained::Constrained;
 use crate::owner::pictures::Pictures;
 use crate::payload::Held;
-use crate::record::{Notes, StepRecord, What};
 use crate::recovery::Recovery;
 use crate::types::{
     Admission, Arrival, BlockObserver, EngineRequest, FinishReason, HandStats, Output, OutputSink,
@@ -249,7 +249,7 @@ impl Owner {
             if in_flight == 0 {
                 self.progress_us = planned_us;
             }
-            self.notes.planned(StepRecord {
+            self.notes.planned(StepNote {
                 step: self.plan.step(),
                 planned_us,
                 done_us: 0,
@@ -317,7 +317,7 @@ impl Owner {
 
     fn deliver(&mut self) {
         self.publish();
-        self.notes.write(&self.shared.record);
+        self.notes.write(&self.shared.journal);
         self.tell_blocks();
         if !self.outputs.is_empty() {
             let next = Vec::with_capacity(self.outputs.len());

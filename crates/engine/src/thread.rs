@@ -13,8 +13,8 @@ use crate::clock::Clock;
 use crate::config::EngineConfig;
 use crate::executor::Executor;
 use crate::handle::{EngineHandle, Shared, Size};
+use crate::journal::Journal;
 use crate::owner::{Constrained, Owner};
-use crate::record::Record;
 use crate::types::{BlockObserver, OutputSink, Peers, Stats, Status};
 use crate::waiting::Waiting;
 
@@ -96,7 +96,7 @@ impl Engine {
             status: Mutex::new(Status::Starting("spawning".into())),
             stats: Mutex::new(Stats::default()),
             facts: Mutex::new(None),
-            record: Record::default(),
+            journal: Journal::default(),
             size: Size {
                 slots: config.slots,
                 max_running: config.max_running,

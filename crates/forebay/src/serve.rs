@@ -210,7 +210,7 @@ pub(crate) fn run(flags: &ServeFlags) -> Result<()> {
         .thread_name("http")
         .enable_all()
         .build()?;
-    threads::first_things_first()?;
+    threads::shorten_turns()?;
     let health = health.map(|listener| HealthThread::start(listener, &state)).transpose()?;
     let mut life = Life { engine_ended, guard, logs };
     let served = runtime.block_on(serve(bound, state, &engine, &config, flags, &mut life));

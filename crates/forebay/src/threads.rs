@@ -11,7 +11,7 @@ const FIRST: [&str; 2] = ["engine", "egress"];
 
 /// Lets them take the processor from whoever is in the middle of a long turn: bodies that are read, texts that are tokenised, the
 /// arithmetic of a model on the CPU. Without it they wait for up to 3 ms where processors are few.
-pub(crate) fn first_things_first() -> Result<()> {
+pub(crate) fn shorten_turns() -> Result<()> {
     for task in fs::read_dir("/proc/self/task").context("/proc/self/task")? {
         let task = task?;
         // Threads come and go.

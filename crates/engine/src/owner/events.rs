@@ -2,8 +2,8 @@
 
 use forebay_scheduler::{Event, Finish};
 
+use crate::journal::What;
 use crate::owner::Owner;
-use crate::record::What;
 use crate::types::{
     Admission, Arrival, FinishReason, Output, RequestError, RequestId, SampledToken, Status,
 };

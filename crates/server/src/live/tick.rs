@@ -1,6 +1,6 @@
 //! The events of the feed.
 
-use forebay_engine::{EngineHandle, Phase, Planned, Since, Status, StepRecord};
+use forebay_engine::{EngineHandle, Phase, Planned, Since, Status, StepNote};
 use forebay_webui::INTERVAL;
 use serde::Serialize;
 
@@ -161,7 +161,7 @@ fn begin(index: usize, engine: &EngineHandle) -> ReplicaStart {
 }
 
 impl ReplicaTick {
-    fn new(index: usize, seen: &Seen, since: &Since<StepRecord>) -> Self {
+    fn new(index: usize, seen: &Seen, since: &Since<StepNote>) -> Self {
         let (scheduler, hand) = (&seen.report.stats.scheduler, &seen.report.stats.hand);
         Self {
             index,
@@ -198,9 +198,9 @@ impl ReplicaTick {
     }
 }
 
-fn columns(record: &StepRecord) -> [u64; 10] {
-    let StepRecord { step, planned_us, done_us, device_us, gap_us, planned, plan_us, in_flight } =
-        *record;
+fn columns(note: &StepNote) -> [u64; 10] {
+    let StepNote { step, planned_us, done_us, device_us, gap_us, planned, plan_us, in_flight } =
+        *note;
     let Planned { decode_rows, prefill_rows, tokens, .. } = planned;
     [
         step,

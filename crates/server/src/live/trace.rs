@@ -2,7 +2,7 @@
 //!
 //! The format: <https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU>.
 
-use forebay_engine::StepRecord;
+use forebay_engine::StepNote;
 use serde_json::{Value, json};
 
 use crate::state::Shared;
@@ -24,9 +24,9 @@ pub(crate) fn trace(state: &Shared) -> Value {
     json!({"displayTimeUnit": "ms", "traceEvents": events})
 }
 
-fn of_step(replica: usize, record: &StepRecord) -> [Value; 2] {
-    let StepRecord { step, planned_us, done_us, device_us, gap_us, planned, plan_us, in_flight } =
-        *record;
+fn of_step(replica: usize, note: &StepNote) -> [Value; 2] {
+    let StepNote { step, planned_us, done_us, device_us, gap_us, planned, plan_us, in_flight } =
+        *note;
     let facts = json!({
         "step": step,
         "decode_rows": planned.decode_rows,

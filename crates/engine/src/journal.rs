@@ -19,7 +19,7 @@ const COPIED: usize = 1024;
 
 /// A step that has ended. Times are microseconds, those of a moment by the engine's clock.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct StepRecord {
+pub struct StepNote {
     /// Its number.
     pub step: u64,
     /// When it was handed over.
@@ -145,16 +145,16 @@ impl<T: Copy> Ring<T> {
 
 /// What the engine thread writes and others read.
 #[derive(Debug)]
-pub struct Record(Mutex<(Ring<StepRecord>, Ring<Moment>)>);
+pub struct Journal(Mutex<(Ring<StepNote>, Ring<Moment>)>);
 
-impl Default for Record {
+impl Default for Journal {
     fn default() -> Self {
         Self(Mutex::new((Ring::new(KEPT_STEPS), Ring::new(KEPT_MOMENTS))))
     }
 }
 
-impl Record {
-    pub(crate) fn steps_since(&self, place: u64) -> Since<StepRecord> {
+impl Journal {
+    pub(crate) fn steps_since(&self, place: u64) -> Since<StepNote> {
         let mut since = Since::from(place);
         while self.0.lock().0.copy(&mut since, |_| true) {}
         since
@@ -173,12 +173,12 @@ impl Record {
     }
 }
 
-/// The engine thread's side: what it has not written into the record yet.
+/// The engine thread's side: what it has not written into the journal yet.
 #[derive(Debug, Default)]
 pub struct Notes {
     /// Steps in flight, oldest first.
-    planned: VecDeque<StepRecord>,
-    steps: Vec<StepRecord>,
+    planned: VecDeque<StepNote>,
+    steps: Vec<StepNote>,
     moments: Vec<Moment>,
     /// The request that the last token was of, and which of its tokens it was.
     last: (u64, u32),
@@ -186,7 +186,7 @@ pub struct Notes {
 
 impl Notes {
     /// A plan was handed over. One that computes nothing is not noted.
-    pub fn planned(&mut self, step: StepRecord) {
+    pub fn planned(&mut self, step: StepNote) {
         if step.planned.computes() {
             self.planned.push_back(step);
         }
@@ -197,7 +197,7 @@ impl Notes {
         if self.planned.front().is_some_and(|planned| planned.step == step)
             && let Some(planned) = self.planned.pop_front()
         {
-            self.steps.push(StepRecord { done_us, device_us, gap_us, ..planned });
+            self.steps.push(StepNote { done_us, device_us, gap_us, ..planned });
         }
     }
 
@@ -243,12 +243,12 @@ impl Notes {
         self.moment(id, at_us, What::Finished { reason });
     }
 
-    /// Writes what is new into the record.
-    pub fn write(&mut self, record: &Record) {
+    /// Writes what is new into the journal.
+    pub fn write(&mut self, journal: &Journal) {
         if self.steps.is_empty() && self.moments.is_empty() {
             return;
         }
-        let mut rings = record.0.lock();
+        let mut rings = journal.0.lock();
         rings.0.extend(self.steps.drain(..));
         rings.1.extend(self.moments.drain(..));
     }

@@ -1,12 +1,12 @@
 //! What it costs the engine thread to note a step. `cargo bench -p forebay-engine`.
 //!
-//! `step/N`: a step of N rows that decode, from its plan to the record, with the two readings of the clock that noting needs. `baseline/N` is
+//! `step/N`: a step of N rows that decode, from its plan to the journal, with the two readings of the clock that noting needs. `baseline/N` is
 //! the loop around it, with the one reading that a plan needs anyway.
 
 use std::hint::black_box;
 
 use criterion::{BenchmarkId, Criterion, criterion_group, criterion_main};
-use forebay_engine::{Clock, Notes, Planned, Record, StepRecord, SystemClock};
+use forebay_engine::{Clock, Journal, Notes, Planned, StepNote, SystemClock};
 
 const ROWS: [u32; 4] = [1, 64, 256, 1024];
 
@@ -25,12 +25,12 @@ fn note(criterion: &mut Criterion) {
             });
         });
         group.bench_function(BenchmarkId::new("step", rows), |bencher| {
-            let (mut notes, record, mut step) = (Notes::default(), Record::default(), 0);
+            let (mut notes, journal, mut step) = (Notes::default(), Journal::default(), 0);
             bencher.iter(|| {
                 step += 1;
                 let began = clock.now_us();
                 let planned_us = black_box(clock.now_us());
-                notes.planned(StepRecord {
+                notes.planned(StepNote {
                     step,
                     planned_us,
                     done_us: 0,
@@ -52,7 +52,7 @@ fn note(criterion: &mut Criterion) {
                     let nth = 1 + (step as u32 + row) % 1000;
                     notes.token(black_box(row.into()), nth + 1, done_us);
                 });
-                notes.write(&record);
+                notes.write(&journal);
             });
         });
     }
