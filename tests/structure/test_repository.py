@@ -5,6 +5,8 @@ import re
 import subprocess
 from pathlib import Path
 
+import pytest
+
 import forebay
 from tests.structure.repository import ROOT, files, read
 
@@ -75,3 +77,18 @@ def test_users_get_the_release_and_tests_the_checks() -> None:
     sections = re.split(r"^\[", read(Path("Cargo.toml")), flags=re.MULTILINE)
     checked = [section.split("]")[0] for section in sections if "\ndebug-assertions = true" in section]
     assert checked == ["profile.fast"]
+
+
+SUBJECTS_SINCE = "993a7cd60447630360e197b76209387c9ada6e00"
+"""From here on they are checked."""
+LONGEST_SUBJECT = 80
+
+
+def test_commits_say_in_one_line_what_differs() -> None:
+    git = ["git", "-C", str(ROOT), "log", "--no-merges", "--format=%s", f"{SUBJECTS_SINCE}..HEAD"]
+    answer = subprocess.run(git, capture_output=True, text=True, check=False)
+    if answer.returncode:
+        pytest.skip("the history is not here")
+    subjects = answer.stdout.splitlines()
+    wrong = [line for line in subjects if len(line) > LONGEST_SUBJECT or line.endswith(".") or not line[:1].isupper()]
+    assert wrong == []
