@@ -289,7 +289,7 @@ impl Owner {
         let Some(stream) = self.streams.get_mut(&id) else { return };
         let alive = output.finish.is_none();
         if let Some(admission) = output.admission {
-            stream.timeline.admitted(admission.queue_us);
+            stream.timeline.admitted(admission.queue_us, admission.cached_tokens);
         }
         if output.token.is_some() {
             self.metrics.token(&mut stream.timeline, now);

@@ -19,7 +19,7 @@ use prometheus::{
 use self::http::HttpMetrics;
 use self::sources::{
     COUNTERS, GAUGES, GRAMMAR_COUNTERS, GRAMMAR_GAUGES, HOST_COUNTERS, INTAKE_GAUGES, LOG_COUNTERS,
-    Read, SPARSE_ROWS, Source, TEXT_COUNTERS, TEXT_GAUGES, TRANSFERS,
+    PROMPT_SOURCES, Read, SPARSE_ROWS, Source, TEXT_COUNTERS, TEXT_GAUGES, TRANSFERS, WAITING,
 };
 use crate::intake::IntakeStats;
 
@@ -55,6 +55,7 @@ pub(crate) struct Timeline {
     first_token: Option<Instant>,
     last_token: Option<Instant>,
     prompt_tokens: u32,
+    cached_tokens: u32,
     /// Tokens generated so far.
     pub(crate) generated: u32,
 }
@@ -69,13 +70,15 @@ impl Timeline {
             first_token: None,
             last_token: None,
             prompt_tokens,
+            cached_tokens: 0,
             generated: 0,
         }
     }
 
-    /// It waited this long for its first step.
-    pub(crate) fn admitted(&mut self, queue_us: u64) {
+    /// It waited so long for its first step, and so many tokens of its prompt were found.
+    pub(crate) fn admitted(&mut self, queue_us: u64, cached_tokens: u32) {
         self.queued = Some(Duration::from_micros(queue_us));
+        self.cached_tokens = cached_tokens;
     }
 }
 
@@ -104,6 +107,7 @@ struct RequestMetrics {
     prefill: Histogram,
     decode: Histogram,
     prompt_tokens: Histogram,
+    computed_tokens: Histogram,
     generation_tokens: Histogram,
     choices: Histogram,
 }
@@ -256,6 +260,11 @@ impl Metrics {
                 "Prompt tokens of a request.",
                 &tokens,
             )?,
+            computed_tokens: r.histogram(
+                "vllm:request_prefill_kv_computed_tokens",
+                "Prompt tokens of a request that were computed: cache hits are not counted.",
+                &tokens,
+            )?,
             generation_tokens: r.histogram(
                 "vllm:request_generation_tokens",
                 "Generated tokens of a request.",
@@ -273,7 +282,13 @@ impl Metrics {
             let mut read = ReadMetrics::new(&r, GAUGES, &counters)?;
             let transfers = TRANSFERS.iter().map(|source| ("transfer_type", source));
             let rows = SPARSE_ROWS.iter().map(|source| ("found", source));
-            for (label, &(name, help, value, source)) in transfers.chain(rows) {
+            let prompts = PROMPT_SOURCES.iter().map(|source| ("source", source));
+            for &(name, help, value, source) in WAITING {
+                let gauge = Gauge::with_opts(r.opts(name, help).const_label("reason", value))?;
+                registry.register(Box::new(gauge.clone()))?;
+                read.gauges.push((gauge, source));
+            }
+            for (label, &(name, help, value, source)) in transfers.chain(rows).chain(prompts) {
                 let opts = r.opts(name, help).const_label(label, value);
                 let counter = Counter::with_opts(opts)?;
                 registry.register(Box::new(counter.clone()))?;
@@ -335,6 +350,8 @@ impl Metrics {
         metrics.success.with_label_values(&[reason]).inc();
         metrics.end_to_end.observe(seconds(timeline.arrived, now));
         metrics.prompt_tokens.observe(f64::from(timeline.prompt_tokens));
+        let computed = timeline.prompt_tokens.saturating_sub(timeline.cached_tokens);
+        metrics.computed_tokens.observe(f64::from(computed));
         metrics.generation_tokens.observe(f64::from(timeline.generated));
         if let Some(queued) = timeline.queued {
             metrics.queue.observe(queued.as_secs_f64());
@@ -396,7 +413,7 @@ mod tests {
         let metrics = Metrics::new("tiny", 100, 2).unwrap();
         let start = Instant::now();
         let mut timeline = Timeline::new(start, 7);
-        timeline.admitted(2_000_000);
+        timeline.admitted(2_000_000, 3);
         metrics.token(&mut timeline, start + Duration::from_millis(30));
         metrics.token(&mut timeline, start + Duration::from_millis(60));
         metrics.finished(&timeline, "stop", start + Duration::from_secs(1));

@@ -72,6 +72,17 @@ pub(super) const COUNTERS: &[Source<ReplicaReport>] = &[
     ("vllm:prefix_cache_hits_total", "Prompt tokens found in the prefix cache.", |r| {
         r.stats.scheduler.prefix_hits as f64
     }),
+    ("vllm:prompt_tokens_cached_total", "Prompt tokens found in a tier.", |r| {
+        (r.stats.scheduler.prefix_hits + r.stats.scheduler.host_hits) as f64
+    }),
+    ("vllm:mm_cache_queries_total", "Images of admitted requests.", |r| {
+        let images = &r.stats.scheduler.images;
+        (images.in_pages + images.in_prefix + images.wanted) as f64
+    }),
+    ("vllm:mm_cache_hits_total", "Images that were found, and not encoded again.", |r| {
+        let images = &r.stats.scheduler.images;
+        (images.in_pages + images.in_prefix) as f64
+    }),
     ("vllm:num_preemptions_total", "Preemptions.", |r| r.stats.scheduler.preemptions as f64),
     (
         "forebay:recomputed_tokens_total",
@@ -277,6 +288,28 @@ pub(super) const SPARSE_ROWS: &[(&str, &str, &str, Read<ReplicaReport>)] = &[
 ];
 const SPARSE: &str = "forebay:sparse_rows_total";
 const SPARSE_HELP: &str = "Positions that sparse requests chose, by where they were, over layers.";
+
+/// Prompt tokens by where they came from, with vLLM's words: metric, help, `source`, source.
+pub(super) const PROMPT_SOURCES: &[(&str, &str, &str, Read<ReplicaReport>)] = &[
+    (BY_SOURCE, BY_SOURCE_HELP, "local_compute", |r| r.stats.scheduler.prompt_tokens as f64),
+    (BY_SOURCE, BY_SOURCE_HELP, "local_cache_hit", |r| r.stats.scheduler.prefix_hits as f64),
+    (BY_SOURCE, BY_SOURCE_HELP, "external_kv_transfer", |r| r.stats.scheduler.host_hits as f64),
+    (CACHED, CACHED_HELP, "device", |r| r.stats.scheduler.prefix_hits as f64),
+    (CACHED, CACHED_HELP, "host", |r| r.stats.scheduler.host_hits as f64),
+];
+const BY_SOURCE: &str = "vllm:prompt_tokens_by_source_total";
+const BY_SOURCE_HELP: &str = "Prompt tokens by where their keys and values came from.";
+const CACHED: &str = "vllm:prompt_tokens_cached_by_source_total";
+const CACHED_HELP: &str = "Prompt tokens that were found, by the tier that had them.";
+
+/// Waiting requests by what they wait for, with vLLM's words: metric, help, `reason`, source.
+pub(super) const WAITING: &[(&str, &str, &str, Read<ReplicaReport>)] = &[
+    (BY_REASON, BY_REASON_HELP, "capacity", |r| r.stats.scheduler.waiting as f64),
+    (BY_REASON, BY_REASON_HELP, "deferred", |r| r.stats.scheduler.host.arriving as f64),
+];
+const BY_REASON: &str = "vllm:num_requests_waiting_by_reason";
+const BY_REASON_HELP: &str =
+    "Requests waiting for a slot and pages (capacity), or for blocks to come back (deferred).";
 
 /// Bytes and seconds of copies by direction, with vLLM's names: metric, help, `transfer_type`, source.
 pub(super) const TRANSFERS: &[(&str, &str, &str, Read<ReplicaReport>)] = &[

@@ -179,7 +179,7 @@ impl Owner {
     fn apply(&mut self, output: Output, now: Instant) {
         let Some(input) = self.inputs.get_mut(&output.id) else { return };
         if let Some(admission) = output.admission {
-            input.timeline.admitted(admission.queue_us);
+            input.timeline.admitted(admission.queue_us, admission.cached_tokens);
         }
         let (call, at) = (input.call, input.at);
         if let (Some(vector), Some(call)) = (output.pooled, self.calls.get_mut(&call)) {
