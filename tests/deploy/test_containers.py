@@ -111,6 +111,13 @@ def test_what_is_copied_is_there(name: str) -> None:
                 assert inside, f"{source} is not in the build's context"
 
 
+def test_the_page_is_in_the_context() -> None:
+    """crates/webui/build.rs packs it, and no manifest names it."""
+    page = {path for path in files() if path.is_relative_to("web/dist")}
+    assert page
+    assert page <= context()
+
+
 @pytest.mark.parametrize("name", DOCKERFILES)
 def test_builds_run_targets_of_the_makefile(name: str) -> None:
     text = " ".join(instruction.rest for instruction in of(instructions(name), "RUN"))
