@@ -413,15 +413,15 @@ def test_names_of_blocks_agree_by_their_secret_alone(simulated: Cluster, tmp_pat
 
 
 def test_only_a_router_with_the_key_hears_of_blocks(simulated: Cluster) -> None:
-    backend = simulated.start(*simulated.arguments, "--router-key", "between us")
+    backend = simulated.start(*simulated.arguments, "--router-key", "between-us")
     backend.wait_for_health()
     simulated.backends.append(backend)
-    right = {"x-forebay-router-key": "between us"}
+    right = {"x-forebay-router-key": "between-us"}
     assert names(backend, {}) == names(backend, {"x-forebay-router-key": "guessed"}) == b""
     assert names(backend, right)
     assert backend.http.get("/v1/blocks?after=0").status_code == 403
     assert backend.http.get("/v1/blocks?after=0", headers=right).status_code == 200
-    router = simulated.route("--router-key", "between us")
+    router = simulated.route("--router-key", "between-us")
     router.ask("/v1/completions", {"prompt": "p " * 100, "max_tokens": 2})
     eventually(lambda: loads(router)[0]["blocks"] > 0, "the router hears of blocks")
 

@@ -34,7 +34,8 @@ ALLOWED: dict[str, set[str]] = {
     "server": {"api", "engine", "grammar", "replicas", "text", "dialect", "vision", "fetch", "webui"},
     "router": {"api", "webui"},
     "kernels": set(),
-    "bench": {"protocol", "kvcache", "scheduler", "engine", "sim", "text", "balance"},
+    "bench": {"text"},
+    "capacity": {"balance", "bench", "protocol", "scheduler", "sim"},
 }
 # The binary joins everything.
 ALLOWED["forebay"] = set(ALLOWED) - {"kernels"}

@@ -1,4 +1,4 @@
-//! Load generator and report: what users know as `bench_serving`, an accuracy evaluation, and capacity planning.
+//! Load generator and report: what users know as `bench_serving`, and an accuracy evaluation.
 //!
 //! `dataset` makes [`WorkItem`]s, `arrival` says when each is to be sent, `client` sends them and keeps a [`Record`] of each, `summary`
 //! turns records into the table, `output` is the file of a run, `report` a page made of such files.
@@ -11,7 +11,6 @@ mod eval;
 mod flags;
 mod item;
 mod output;
-mod plan;
 mod progress;
 mod record;
 mod report;
@@ -23,10 +22,6 @@ mod tokens;
 
 pub use eval::{Gsm8kArgs, gsm8k};
 pub use item::{Part, Prompt, WorkItem};
-pub use plan::{
-    KvSave, KvSaveOrder, PlanArgs, Router, Slo, SloMetric, SparseArgs, WritePolicy, hot_row_tokens,
-    plan,
-};
 pub use record::{Chunk, Outcome, Record};
 
 pub use client::{Backend, ServerFlags};

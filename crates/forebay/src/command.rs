@@ -1,7 +1,8 @@
 //! The command line: which command, and its flags as the crate that does the work declares them.
 
 use clap::{Parser, Subcommand};
-use forebay_bench::{Gsm8kArgs, PlanArgs, ReportArgs, ServeArgs};
+use forebay_bench::{Gsm8kArgs, ReportArgs, ServeArgs};
+use forebay_capacity::PlanArgs;
 use forebay_chat::ChatArgs;
 
 use crate::doctor::DoctorFlags;

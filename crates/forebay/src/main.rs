@@ -82,6 +82,6 @@ fn run(command: Command) -> Result<()> {
         Command::Ls(flags) => models::list(&flags),
         Command::Rm(flags) => models::remove(&flags),
         Command::Doctor(flags) => doctor::run(&flags),
-        Command::Plan(args) => forebay_bench::plan(&args),
+        Command::Plan(args) => forebay_capacity::plan(&args),
     }
 }

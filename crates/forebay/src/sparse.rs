@@ -1,7 +1,7 @@
 //! Sparse decoding from host memory, resolved.
 
 use anyhow::{Result, bail};
-use forebay_bench::{KvSave, KvSaveOrder, WritePolicy, hot_row_tokens};
+use forebay_capacity::{KvSave, KvSaveOrder, WritePolicy, hot_row_tokens};
 use forebay_sim::Profile;
 use serde::Serialize;
 

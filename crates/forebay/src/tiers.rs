@@ -1,7 +1,7 @@
 //! The host tier, resolved.
 
 use anyhow::{Result, bail};
-use forebay_bench::{KvSave, WritePolicy};
+use forebay_capacity::{KvSave, WritePolicy};
 use forebay_engine::{HostConfig, HostTier as Usual};
 use forebay_sim::Profile;
 use serde::Serialize;

@@ -1,7 +1,7 @@
 //! Sparse decoding from host memory, by SGLang's names.
 
 use clap::Args;
-use forebay_bench::{KvSave, KvSaveOrder};
+use forebay_capacity::{KvSave, KvSaveOrder};
 use serde::Deserialize;
 
 #[derive(Debug, Args)]

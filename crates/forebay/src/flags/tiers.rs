@@ -1,7 +1,7 @@
 //! The tier of host memory, by the names that SGLang and vLLM have for it.
 
 use clap::{Args, ValueEnum};
-use forebay_bench::WritePolicy;
+use forebay_capacity::WritePolicy;
 use serde::Serialize;
 
 #[derive(Debug, Args)]

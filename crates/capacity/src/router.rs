@@ -3,8 +3,8 @@
 use forebay_balance::{Ask, Balancer, Ledger, Method, PrefixIndex, Work};
 use forebay_scheduler::{BlockEvent, BlockHash, Namer, PromptImage};
 
-use super::args::Router;
-use super::traffic::Arrival;
+use crate::args::Router;
+use crate::traffic::Arrival;
 
 /// A router and what it knows.
 #[derive(Debug)]

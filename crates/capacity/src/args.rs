@@ -6,8 +6,8 @@ use clap::{Args, ValueEnum};
 use forebay_scheduler::SavePolicy;
 use serde::Serialize;
 
-use super::images::ImageArgs;
-use super::sparse::SparseArgs;
+use crate::images::ImageArgs;
+use crate::sparse::SparseArgs;
 
 /// Flags of `forebay plan`. Those that `serve` has as well mean the same and have the same defaults.
 #[derive(Debug, Clone, Args)]

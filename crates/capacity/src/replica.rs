@@ -10,10 +10,10 @@ use forebay_scheduler::{
 };
 use forebay_sim::{CopyFault, Jitter, Timeline};
 
-use super::args::Router;
-use super::images::{Intake, Seeing};
-use super::simulate::Setup;
-use super::traffic::Arrival;
+use crate::args::Router;
+use crate::images::{Intake, Seeing};
+use crate::simulate::Setup;
+use crate::traffic::Arrival;
 
 /// A step that the device computes, or will.
 #[derive(Debug, Clone, Copy, Default)]

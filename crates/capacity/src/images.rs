@@ -8,7 +8,7 @@ use forebay_scheduler::{ImageId, Tower};
 use forebay_sim::{Profile, SimTower};
 use serde::Serialize;
 
-use super::traffic::Traffic;
+use crate::traffic::Traffic;
 
 /// Patches of a position, as in Qwen's vision towers.
 const PATCHES: u64 = 4;
@@ -28,7 +28,7 @@ pub struct ImageArgs {
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..=1 << 30))]
     pub image_pool_tokens: Option<u64>,
     /// Milliseconds that a thread takes to decode and resize an image.
-    #[arg(long, value_name = "MS", default_value_t = 20.0, value_parser = super::args::from_zero)]
+    #[arg(long, value_name = "MS", default_value_t = 20.0, value_parser = crate::args::from_zero)]
     pub image_prepare_ms: f64,
     /// Threads of a replica that do so.
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=1024))]

@@ -7,12 +7,12 @@ use anyhow::{Result, bail};
 use forebay_scheduler::{BlockEvent, Event, HostTier, Sparse};
 use forebay_sim::{Profile, SparseModel, Timing};
 
-use super::args::{PlanArgs, Router};
-use super::images::Seeing;
-use super::replica::Replica;
-use super::router::Routing;
-use super::sparse::SparseOutcome;
-use super::traffic::{Arrival, Traffic};
+use crate::args::{PlanArgs, Router};
+use crate::images::Seeing;
+use crate::replica::Replica;
+use crate::router::Routing;
+use crate::sparse::SparseOutcome;
+use crate::traffic::{Arrival, Traffic};
 
 /// Pages of the host tier for each of the device, where sparse decoding needs one and nobody says.
 const USUAL_RATIO: f64 = 2.0;

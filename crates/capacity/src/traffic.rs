@@ -7,7 +7,7 @@ use anyhow::{Result, ensure};
 use forebay_protocol::Grid;
 use forebay_scheduler::{ImageId, PromptImage};
 
-use crate::dataset::trace::{BLOCK_TOKENS, TraceEntry};
+use forebay_bench::dataset::trace::{BLOCK_TOKENS, TraceEntry};
 
 /// Blocks whose tokens have names of their own in the lower half of the 32-bit integers.
 const MAX_BLOCKS: u32 = (1 << 31) / BLOCK_TOKENS;

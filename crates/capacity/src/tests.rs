@@ -18,10 +18,10 @@ use forebay_sim::{
 };
 use proptest::prelude::*;
 
-use super::args::Router;
-use super::images::{ImageArgs, Seeing};
-use super::simulate::{Life, Run, Setup, run};
-use super::traffic::{Arrival, Traffic};
+use crate::args::Router;
+use crate::images::{ImageArgs, Seeing};
+use crate::simulate::{Life, Run, Setup, run};
+use crate::traffic::{Arrival, Traffic};
 
 const MODEL: DeviceModel = DeviceModel {
     step_us: 1000.0,

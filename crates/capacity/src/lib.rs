@@ -22,7 +22,7 @@ use forebay_sim::Profile;
 pub use args::{PlanArgs, Router, Slo, SloMetric, WritePolicy};
 pub use sparse::{KvSave, KvSaveOrder, SparseArgs, hot_row_tokens};
 
-use crate::dataset::trace;
+use forebay_bench::dataset::trace;
 use outcome::Outcome;
 use report::PlanFile;
 use simulate::Setup;

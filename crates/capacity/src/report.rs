@@ -5,10 +5,10 @@ use std::path::PathBuf;
 use forebay_sim::{DeviceModel, Profile, SparseModel};
 use serde::Serialize;
 
-use super::args::{Goal, PlanArgs, Router, SloMetric, WritePolicy};
-use super::outcome::{Latency, Outcome};
-use super::sparse::SparseArgs;
-use super::traffic::Traffic;
+use crate::args::{Goal, PlanArgs, Router, SloMetric, WritePolicy};
+use crate::outcome::{Latency, Outcome};
+use crate::sparse::SparseArgs;
+use crate::traffic::Traffic;
 
 /// The share of busy time below which it is not for want of devices that an objective is missed.
 const IDLE: f64 = 0.25;

@@ -2,9 +2,9 @@
 
 use serde::Serialize;
 
-use super::args::{Goal, Slo, SloMetric};
-use super::simulate::{Life, Run};
-use super::sparse::SparseOutcome;
+use crate::args::{Goal, Slo, SloMetric};
+use crate::simulate::{Life, Run};
+use crate::sparse::SparseOutcome;
 
 /// A latency over all requests, in milliseconds. `None` where it is endless, because too many requests were refused.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize)]
