@@ -1,0 +1,1 @@
+//! A hand for CPUs, in Rust.
