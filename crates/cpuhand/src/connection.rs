@@ -29,8 +29,13 @@ impl Incoming {
         Ok(Self(BufReader::with_capacity(AT_ONCE, socket.try_clone()?)))
     }
 
-    /// The next frame; `None` when the brain has closed the socket or says that it is over.
+    /// The next frame; `None` when the brain has closed the socket, or says that it is over.
     pub(crate) fn next(&mut self) -> Result<Option<Frame>, ConnectionError> {
+        Ok(self.first()?.filter(|frame| frame.header().kind != Kind::Shutdown))
+    }
+
+    /// The next frame, whatever it is; `None` when the brain has closed the socket.
+    pub(crate) fn first(&mut self) -> Result<Option<Frame>, ConnectionError> {
         let mut head = [0; HEADER_BYTES];
         let mut filled = 0;
         while filled < HEADER_BYTES {
@@ -47,8 +52,7 @@ impl Incoming {
         let header = Header::decode(&head)?;
         let mut words = vec![0_i32; header.words as usize];
         self.0.read_exact(bytemuck::cast_slice_mut(&mut words))?;
-        let frame = Frame::new(header, words)?;
-        Ok((header.kind != Kind::Shutdown).then_some(frame))
+        Ok(Some(Frame::new(header, words)?))
     }
 }
 

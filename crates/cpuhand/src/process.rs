@@ -57,11 +57,14 @@ fn serve(mut given: Given, outgoing: &Outgoing) -> Result<(), HandError> {
     let started = Instant::now();
     outgoing.send(&frame(Hello { pid: std::process::id() }.encode())?)?;
     let mut incoming = Incoming::new(&given.socket)?;
-    let Some(first) = incoming.next()? else { return Ok(()) };
-    let config = HandConfig::decode(&first).map_err(|error| match first.header().kind {
-        Kind::Config => HandError::Config(error.to_string()),
-        _ => ConnectionError::from(error).into(),
-    })?;
+    let Some(first) = incoming.first()? else { return Ok(()) };
+    let kind = first.header().kind;
+    if kind != Kind::Config {
+        let kind = format!("{kind:?}").to_lowercase();
+        return Err(HandError::Config(format!("expected config, got {kind}")));
+    }
+    let config =
+        HandConfig::decode(&first).map_err(|error| HandError::Config(error.to_string()))?;
     let bytes = usize::try_from(config.arena_bytes).unwrap_or(usize::MAX);
     let arena = given.arena(bytes)?;
     let progress = Reporter { outgoing, next: Mutex::new(Instant::now()) };

@@ -101,7 +101,7 @@ impl ReceivedMasks {
     /// Another kind of frame, a column that is not known, or an offset that is none.
     pub fn decode(frame: &Frame) -> Result<Self, FrameError> {
         if frame.header().kind != Kind::Masks {
-            return Err(FrameError::Malformed("not masks"));
+            return Err(FrameError::Malformed("not a masks frame"));
         }
         let [offsets, words] = frame.known::<2>()?;
         let mut inline = 0..;
