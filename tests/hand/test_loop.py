@@ -37,6 +37,7 @@ TIMEOUT_S = 120.0
 RUST = "rust"
 """In place of a device: the hand in Rust, on the CPU."""
 DEVICES = pytest.mark.parametrize("device", ["cpu", "deferred", RUST])
+NOTHING = {"tokens_a_row": 1, "tower_layers": 0, "image_page_count": 0, "image_page_tokens": 0}
 HANDS = pytest.mark.parametrize("device", ["cpu", RUST])
 
 
@@ -157,7 +158,11 @@ def test_from_hello_to_shutdown(tmp_path: Path, device: str) -> None:
             "hot_row_tokens": 0,
             "graphs": 0,
             # What others have not need not be said.
-            **({"tokens_a_row": 1, "tower_layers": 0, "image_page_count": 0, "image_page_tokens": 0} if device == RUST else {}),
+            **(
+                {"tokens_a_row": 1, "tower_layers": 0, "image_page_count": 0, "image_page_tokens": 0}
+                if device == RUST
+                else {}
+            ),
         }
 
         os.pwrite(h.arena, np.array(prompt, np.int32).tobytes(), 256)

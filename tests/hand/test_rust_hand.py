@@ -16,11 +16,8 @@ import gguf
 import numpy as np
 import numpy.typing as npt
 import pytest
-import torch
 from safetensors.torch import save_file
 
-from forebay.compute.sampler import Sampler
-from forebay.layers.ops import HostOps
 from forebay.protocol.connection import Connection
 from forebay.protocol.frames import Kind, encode_json
 from forebay.protocol.masks import INLINE, Masks
@@ -28,11 +25,11 @@ from forebay.protocol.plan import Plan
 from forebay.protocol.result import StepResult
 from forebay.runner.runner import ModelRunner
 from forebay.state.config import RunnerConfig
-from tests.hand.process import spawn
-from tests.hand.support import HOST, MiniBrain, PlanBuilder, Request, Sampling, hf_config, reference_model, wire_config
-from tests.hand.test_quantised import tiny
 from forebay.weights.gguf_config import hf_config as hf_config_of
 from forebay.weights.gguf_file import GgufFiles
+from tests.hand.process import spawn
+from tests.hand.support import HOST, MiniBrain, PlanBuilder, Request, Sampling, hf_config, reference_model, wire_config
+from tests.hand.test_quantised import MIXED, WITHOUT_KERNELS, tiny
 
 VOCABULARY = 131
 Q = gguf.GGMLQuantizationType
@@ -119,7 +116,8 @@ def in_gguf(folder: Path, types: dict[str, Any], architecture: str, tied: bool) 
 
 
 def settings(model: dict[str, Any], **changes: Any) -> dict[str, Any]:
-    return {**wire_config({}, load_format="auto", page_size=16, **changes), "model": model}
+    changes = {"load_format": "auto", "page_size": 16, "max_total_tokens": 1 << 12, **changes}
+    return {**wire_config({}, **changes), "model": model}
 
 
 SAMPLINGS = [
@@ -163,7 +161,9 @@ def check(rust_: Sequence[Request], torch_: Sequence[Request], atol: float = 2e-
             assert ids.tolist() == wanted_ids.tolist()
             np.testing.assert_allclose(values, wanted, atol=atol)
         assert len(ours.of_prompt) == len(theirs.of_prompt)
-        for (rank, ids, values), (wanted_rank, wanted_ids, wanted) in zip(ours.of_prompt, theirs.of_prompt, strict=True):
+        for (rank, ids, values), (wanted_rank, wanted_ids, wanted) in zip(
+            ours.of_prompt, theirs.of_prompt, strict=True
+        ):
             assert rank == wanted_rank
             assert ids.tolist() == wanted_ids.tolist()
             np.testing.assert_allclose(values, wanted, atol=atol)
@@ -182,9 +182,7 @@ def check(rust_: Sequence[Request], torch_: Sequence[Request], atol: float = 2e-
         "qwen3-bias",
     ],
 )
-@pytest.mark.parametrize(
-    ("dtype", "quantization"), [("float32", None), ("bfloat16", None), ("bfloat16", "w8a8_int8")]
-)
+@pytest.mark.parametrize(("dtype", "quantization"), [("float32", None), ("bfloat16", None), ("bfloat16", "w8a8_int8")])
 def test_both_hands_give_the_same_tokens(tmp_path: Path, family: str, dtype: str, quantization: str | None) -> None:
     values = settings(in_safetensors(tmp_path, family), dtype=dtype, quantization=quantization)
     if quantization is not None and family == "llama-head-dim":
@@ -194,29 +192,28 @@ def test_both_hands_give_the_same_tokens(tmp_path: Path, family: str, dtype: str
     check(found, served(torch_runner(values), 17))
 
 
-MIXED = {"attn_q": Q.Q4_K, "attn_k": Q.Q5_K, "attn_v": Q.Q6_K, "ffn_down": Q.Q8_0, "ffn_gate": Q.Q4_0}
-
-
 @pytest.mark.parametrize("quantization", [None, "gguf"])
-@pytest.mark.parametrize(("architecture", "tied"), [("llama", True), ("qwen2", False), ("qwen3", True)])
-@pytest.mark.parametrize("kind", [Q.Q8_0, Q.Q4_0, Q.Q4_1, Q.Q5_0, Q.Q4_K, Q.Q6_K, None], ids=lambda kind: str(kind))
+@pytest.mark.parametrize(
+    ("types", "architecture", "tied"),
+    [
+        ({"": Q.Q8_0}, "llama", True),
+        ({"": Q.Q4_0}, "llama", False),
+        ({"": Q.Q5_0}, "llama", True),
+        (MIXED, "qwen2", True),
+        (WITHOUT_KERNELS, "llama", True),
+        (WITHOUT_KERNELS, "qwen3", False),
+    ],
+    ids=["q8_0", "q4_0", "q5_0", "mixed", "without-kernels", "without-kernels-qwen3"],
+)
 def test_files_of_gguf_are_the_same_to_both(
-    tmp_path: Path, kind: Any, architecture: str, tied: bool, quantization: str | None
+    tmp_path: Path, types: dict[str, Any], architecture: str, tied: bool, quantization: str | None
 ) -> None:
-    if kind is not Q.Q4_K and architecture != "llama":
-        pytest.skip("one family for each type is enough, and one type for each family")
-    model = in_gguf(tmp_path, gguf_types(kind), architecture, tied)
-    if kind is None and quantization is not None:
-        pytest.skip("a file without blocks")
+    model = in_gguf(tmp_path, {"": Q.Q4_1, **types}, architecture, tied)
     values = settings(model, dtype="bfloat16", quantization=quantization)
     vocabulary = model["config"]["vocab_size"]
     with rust(tmp_path, values) as runner:
-        found = served(runner, 23, min(vocabulary, VOCABULARY))
-    check(found, served(torch_runner(values), 23, min(vocabulary, VOCABULARY)))
-
-
-def gguf_types(kind: Any) -> dict[str, Any]:
-    return {} if kind is None else {"": kind}
+        found = served(runner, 23, vocabulary)
+    check(found, served(torch_runner(values), 23, vocabulary))
 
 
 def test_masks_and_embeddings_are_the_same_to_both(tmp_path: Path) -> None:
@@ -287,10 +284,6 @@ def test_each_hand_reads_what_the_other_has_kept(tmp_path: Path) -> None:
         one = with_rust() if first == "rust" else with_torch()
         files = kept()
         assert len(files) == 1
-        # The model's own file is not there any more: what is computed comes from what was kept.
-        path = Path(model["files"][0])
-        found, times = path.read_bytes(), path.stat()
-        del found, times
         other = with_torch() if first == "rust" else with_rust()
         check(one, other)
         assert kept() == files, "one name, and nobody wrote it again"
@@ -299,10 +292,11 @@ def test_each_hand_reads_what_the_other_has_kept(tmp_path: Path) -> None:
 def test_a_hundred_thousand_draws_are_the_same(tmp_path: Path) -> None:
     """Of the logits of one prompt, by the sampler of each hand."""
     draws, rows = 100_000, 400
-    values = settings(in_safetensors(tmp_path, "llama"), slots=rows, max_total_tokens=16 * rows, max_running_requests=rows)
+    values = settings(
+        in_safetensors(tmp_path, "llama"), slots=rows, max_total_tokens=16 * rows, max_running_requests=rows
+    )
     random = np.random.default_rng(9)
     torch_ = torch_runner(values)
-    tables = torch_.tables
     ways = [(0, 1.0, 0.0), (40, 1.0, 0.0), (0, 0.9, 0.0), (40, 0.9, 0.0), (0, 1.0, 0.05), (60, 0.8, 0.02)]
     with rust(tmp_path, values) as runner:
         for batch in range(draws // rows):
@@ -324,7 +318,3 @@ def test_a_hundred_thousand_draws_are_the_same(tmp_path: Path) -> None:
             ours = runner.launch(builder.build()).collect().tokens
             theirs = torch_.step(builder.build()).tokens
             assert ours.tolist() == theirs.tolist()
-    assert tables.slots == rows
-    assert issubclass(Sampler, object)
-    assert issubclass(HostOps, object)
-    assert torch.get_num_threads() >= 1
