@@ -75,9 +75,8 @@ impl Columns {
 
     /// The slots of rows that sample, and the positions that their tokens are for.
     pub(crate) fn wanted(&self) -> Vec<(usize, usize)> {
-        let of = |&row: &usize| {
-            (self.slot[row] as usize, (self.start[row] + self.length[row]) as usize)
-        };
+        let of =
+            |&row: &usize| (self.slot[row] as usize, (self.start[row] + self.length[row]) as usize);
         self.sampling.iter().map(of).collect()
     }
 

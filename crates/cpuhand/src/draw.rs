@@ -279,7 +279,11 @@ mod tests {
 
     #[test]
     fn uniform_numbers_are_those_of_the_protocol() {
-        assert_eq!(splitmix64(0), 0xe220_a839_7b1d_cdaf, "the first number of the generator with seed 0");
+        assert_eq!(
+            splitmix64(0),
+            0xe220_a839_7b1d_cdaf,
+            "the first number of the generator with seed 0"
+        );
         let mean: f64 = (0..10_000).map(|at| uniform(7, at)).sum::<f64>() / 10_000.0;
         assert!((mean - 0.5).abs() < 0.02);
     }

@@ -38,7 +38,8 @@ impl Kept {
         });
         // Loading says what is wrong with the files.
         let key = content_key(&files(model), &facts).ok()?;
-        let file = PackedFile::open(&Path::new(folder).join(FOLDER), &key, config.weight_cache_bytes);
+        let file =
+            PackedFile::open(&Path::new(folder).join(FOLDER), &key, config.weight_cache_bytes);
         Some(Self { file, was_read: false })
     }
 

@@ -105,8 +105,13 @@ impl Plan {
     ) -> Result<Self, ModelError> {
         let &Shape { hidden_size: hidden, intermediate_size: inner, head_dim: dim, .. } = shape;
         let (queries, keys) = (shape.heads * dim, shape.kv_heads * dim);
-        let mut plan =
-            Self { vectors: Vec::new(), matrices: Vec::new(), number, formats, layers: shape.layers };
+        let mut plan = Self {
+            vectors: Vec::new(),
+            matrices: Vec::new(),
+            number,
+            formats,
+            layers: shape.layers,
+        };
         plan.vector(&[(EMBEDDING.into(), vec![shape.vocab_size, hidden])]);
         plan.vector(&[(NORM.into(), vec![hidden])]);
         for layer in 0..shape.layers {
@@ -172,7 +177,8 @@ impl Plan {
         let names: Vec<String> = parts.parts.iter().map(|(name, _)| name.clone()).collect();
         let storage = self.formats.of(&names, inputs)?;
         let dtype = dtype(self.number);
-        let packing = Packing { outputs: parts.elements() / inputs, inputs, interleaved, dtype, storage };
+        let packing =
+            Packing { outputs: parts.elements() / inputs, inputs, interleaved, dtype, storage };
         packing.bytes().map_err(|error| ModelError::Broken(error.to_string()))?;
         self.matrices.push(Matrices { parts, packing, source });
         Ok(())
@@ -208,9 +214,10 @@ impl Plan {
                 shape
             })
         };
-        let vectors = self.vectors.iter().map(|parts| {
-            (parts.name(), Entry { dtype: number.into(), shape: vector(parts) })
-        });
+        let vectors = self
+            .vectors
+            .iter()
+            .map(|parts| (parts.name(), Entry { dtype: number.into(), shape: vector(parts) }));
         let matrices = self.matrices.iter().map(|matrix| {
             let bytes = matrix.packing.bytes().unwrap_or(0);
             let plain = matrix.packing.storage == Storage::Plain;
@@ -229,8 +236,11 @@ impl Plan {
             name == HEAD && matches!(self.formats, Formats::Stored(_))
         };
         let wanted: HashSet<&str> = self.wanted().map(|(name, _)| name.as_str()).collect();
-        let lacking: Vec<&str> =
-            wanted.iter().copied().filter(|&name| !found.contains_key(name) && !blocks(name)).collect();
+        let lacking: Vec<&str> = wanted
+            .iter()
+            .copied()
+            .filter(|&name| !found.contains_key(name) && !blocks(name))
+            .collect();
         if let Some(first) = lacking.iter().min() {
             return Err(ModelError::Broken(format!(
                 "the checkpoint lacks {} of {} weights, the first is {first}",
@@ -290,7 +300,8 @@ impl Plan {
             TorchNumber::Float32 => "float32",
             TorchNumber::Bfloat16 => "bfloat16",
         };
-        let rest = if others > 0 { format!("; {others} matrices in {number}") } else { String::new() };
+        let rest =
+            if others > 0 { format!("; {others} matrices in {number}") } else { String::new() };
         Ok(Some(format!("computing with blocks of the file: {}{rest}", named.join(", "))))
     }
 }
@@ -316,8 +327,7 @@ pub(crate) type Loaded = HashMap<String, Bytes>;
 /// Room for all weights: vectors side by side, and matrices.
 pub(crate) fn rooms(plan: &Plan) -> std::io::Result<Vec<(String, Room)>> {
     let entries = plan.entries();
-    let sizes: Vec<usize> =
-        entries.iter().map(|(_, entry)| entry.bytes().unwrap_or(0)).collect();
+    let sizes: Vec<usize> = entries.iter().map(|(_, entry)| entry.bytes().unwrap_or(0)).collect();
     let (vectors, matrices) = sizes.split_at(plan.vectors.len());
     let rooms = [Room::parts(vectors.iter().copied())?, Room::parts(matrices.iter().copied())?];
     let names = entries.iter().map(|(name, _)| (*name).to_owned());

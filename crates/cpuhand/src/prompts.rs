@@ -40,12 +40,8 @@ impl Wanted {
         row_of: impl Fn(u32) -> Option<(usize, i64)>,
         token: impl Fn(usize, usize) -> i32,
     ) -> Option<Self> {
-        let mut wanted = Self {
-            rows: Vec::new(),
-            before: Vec::new(),
-            tokens: Vec::new(),
-            most: Vec::new(),
-        };
+        let mut wanted =
+            Self { rows: Vec::new(), before: Vec::new(), tokens: Vec::new(), most: Vec::new() };
         for want in wants {
             // The plan was read: every want has its row.
             let (row, start) = row_of(want.slot)?;

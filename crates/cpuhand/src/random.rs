@@ -25,7 +25,8 @@ pub(crate) fn randomise(seed: u64, name: &str, number: TorchNumber, to: &mut [u8
     let mut next = || {
         let normal = spare.take().unwrap_or_else(|| {
             // Box & Muller 1958: two numbers make two.
-            let mut uniform = || ((splitmix64(&mut state) >> 11) as f64 + 0.5) / (1_u64 << 53) as f64;
+            let mut uniform =
+                || ((splitmix64(&mut state) >> 11) as f64 + 0.5) / (1_u64 << 53) as f64;
             let (radius, turn) = ((-2.0 * uniform().ln()).sqrt(), TAU * uniform());
             spare = Some(radius * turn.sin());
             radius * turn.cos()

@@ -202,10 +202,7 @@ impl Tables {
     fn write_slot(&mut self, write: &SlotWrite<'_>, arena: &Shared) -> Result<(), PlanError> {
         let (slot, count) = (write.slot as usize, write.token_count as usize);
         if slot >= self.slots.len() {
-            return wrong(format!(
-                "new slot: slot {slot} is not within 0..{}",
-                self.slots.len()
-            ));
+            return wrong(format!("new slot: slot {slot} is not within 0..{}", self.slots.len()));
         }
         if count > self.token_stride {
             return wrong(format!("new slot: {count} tokens, of at most {}", self.token_stride));

@@ -123,9 +123,8 @@ pub(crate) fn fetch(
     let missing = || format!("the model {name} is not available");
     let settings = Settings::from_env(source.download_dir, source.offline).with_context(missing)?;
     let cache = settings.cache.clone();
-    let describe = |found: &Found, weights| {
-        describe_any(python, (name, hand), found, &cache, source, weights)
-    };
+    let describe =
+        |found: &Found, weights| describe_any(python, (name, hand), found, &cache, source, weights);
     let hub = models::hub(settings, python)?;
     let named = ModelName::parse(name, source.revision).with_context(missing)?;
     let mut found = hub.find(&named, weights).with_context(missing)?;
@@ -149,12 +148,8 @@ fn describe_any(
     if hand == Hand::Torch || source.embedding {
         return describe(python, name, found, cache, source, weights);
     }
-    let files = forebay_weights::Source {
-        path: &found.path,
-        name: found.name.as_deref(),
-        cache,
-        weights,
-    };
+    let files =
+        forebay_weights::Source { path: &found.path, name: found.name.as_deref(), cache, weights };
     let why = match forebay_weights::describe(files) {
         Ok(description) => {
             return serde_json::from_value(description).context("a description without a model");
@@ -169,13 +164,20 @@ fn describe_any(
             Err(why).with_context(|| format!("the model {name} is not available"))
         }
         ModelError::Elsewhere(what) => describe(python, name, found, cache, source, weights)
-            .with_context(|| format!("PyTorch's hand is asked, as the Rust hand does not have {what}")),
-        ModelError::Broken(_) => describe(python, name, found, cache, source, weights)
-            .or_else(|error| match error.downcast_ref::<std::io::Error>() {
-                // Without an interpreter this program says itself what is wrong.
-                Some(_) => Err(why).with_context(|| format!("the model {name} is not available")),
-                None => Err(error),
+            .with_context(|| {
+                format!("PyTorch's hand is asked, as the Rust hand does not have {what}")
             }),
+        ModelError::Broken(_) => {
+            describe(python, name, found, cache, source, weights).or_else(|error| {
+                match error.downcast_ref::<std::io::Error>() {
+                    // Without an interpreter this program says itself what is wrong.
+                    Some(_) => {
+                        Err(why).with_context(|| format!("the model {name} is not available"))
+                    }
+                    None => Err(error),
+                }
+            })
+        }
     }
 }
 

@@ -329,8 +329,15 @@ async fn serve(
         let lines = logs.lines().clone();
         let work = async move {
             if watch::loading(&engine).await {
-                let banner =
-                    watch::banner(&url, &curl, &name, task, chat.as_ref(), simulated.as_ref(), &hand);
+                let banner = watch::banner(
+                    &url,
+                    &curl,
+                    &name,
+                    task,
+                    chat.as_ref(),
+                    simulated.as_ref(),
+                    &hand,
+                );
                 lines.push_always(format!("{banner}\n").as_bytes());
             }
         };

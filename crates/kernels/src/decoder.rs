@@ -579,9 +579,11 @@ impl Layer {
         ];
         let biases = biases.into_iter().filter_map(|(bias, size)| Some((bias.as_ref()?, size)));
         let vectors = [(&self.input_norm, hidden), (&self.post_norm, hidden)];
-        vectors.into_iter().chain(norms).chain(biases).try_for_each(|(vector, size)| {
-            of_size(vector, size * sizes.dtype.bytes())
-        })
+        vectors
+            .into_iter()
+            .chain(norms)
+            .chain(biases)
+            .try_for_each(|(vector, size)| of_size(vector, size * sizes.dtype.bytes()))
     }
 }
 

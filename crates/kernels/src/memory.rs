@@ -147,9 +147,8 @@ impl Shared {
         let mapping = self.0.as_ref()?;
         let end = offset.checked_add(bytes)?;
         // SAFETY: inside the mapping; the writer leaves this part alone.
-        (end <= mapping.bytes).then(|| unsafe {
-            std::slice::from_raw_parts(mapping.at.as_ptr().add(offset), bytes)
-        })
+        (end <= mapping.bytes)
+            .then(|| unsafe { std::slice::from_raw_parts(mapping.at.as_ptr().add(offset), bytes) })
     }
 }
 

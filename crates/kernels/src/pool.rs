@@ -103,12 +103,9 @@ impl Threads {
     /// The system refuses a thread.
     pub fn new(members: usize) -> std::io::Result<Self> {
         let members = members.max(1);
-        let common = Arc::new(Common {
-            meeting: Meeting::new(members),
-            job: UnsafeCell::new(None),
-        });
-        let mut threads =
-            Self { common: common.clone(), others: Vec::new(), busy: Mutex::new(()) };
+        let common =
+            Arc::new(Common { meeting: Meeting::new(members), job: UnsafeCell::new(None) });
+        let mut threads = Self { common: common.clone(), others: Vec::new(), busy: Mutex::new(()) };
         for index in 1..members {
             let common = common.clone();
             let work = move || member(&common, index);

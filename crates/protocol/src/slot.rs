@@ -257,14 +257,8 @@ impl SlotRecord {
         bias_ids: &'a [i32],
         bias_values: &'a [f32],
     ) -> SlotSampling<'a> {
-        let &[
-            temperature,
-            top_p,
-            min_p,
-            repetition_penalty,
-            presence_penalty,
-            frequency_penalty,
-        ] = floats;
+        let &[temperature, top_p, min_p, repetition_penalty, presence_penalty, frequency_penalty] =
+            floats;
         SlotSampling {
             temperature,
             top_p,

@@ -138,14 +138,12 @@ fn yarn(
         let kept = 1.0 - interpolated.clamp(0.0, 1.0);
         1.0 / (factor as f32 * power) * (1.0 - kept) + 1.0 / power * kept
     });
-    let mscale =
-        |weight: f64| if factor > 1.0 { 0.1 * weight * factor.ln() + 1.0 } else { 1.0 };
+    let mscale = |weight: f64| if factor > 1.0 { 0.1 * weight * factor.ln() + 1.0 } else { 1.0 };
     let given = scaling.0.get("attention_factor").and_then(Value::as_f64);
-    let attention = given.unwrap_or_else(|| {
-        match (scaling.get("mscale"), scaling.get("mscale_all_dim")) {
+    let attention =
+        given.unwrap_or_else(|| match (scaling.get("mscale"), scaling.get("mscale_all_dim")) {
             (Some(one), Some(all)) => mscale(one) / mscale(all),
             _ => mscale(1.0),
-        }
-    });
+        });
     (inverse.collect(), attention as f32)
 }

@@ -65,8 +65,8 @@ impl Checkpoint {
                 let mut shapes = HashMap::new();
                 for (name, tensor) in files.iter().flat_map(|file| &file.tensors) {
                     // Old Llama checkpoints carry the inverse frequencies of the rotary embedding as a buffer.
-                    let spare = (shape.tied && name == HEAD)
-                        || name.ends_with(".rotary_emb.inv_freq");
+                    let spare =
+                        (shape.tied && name == HEAD) || name.ends_with(".rotary_emb.inv_freq");
                     if !spare {
                         shapes.insert(name.clone(), tensor.shape.clone());
                     }
@@ -76,17 +76,18 @@ impl Checkpoint {
             "gguf" => {
                 let files = GgufFiles::open(files)?;
                 let stored = stored_weights(&files, shape)?;
-                let permuted = (files.architecture() == "llama")
-                    .then_some((shape.heads, shape.kv_heads));
+                let permuted =
+                    (files.architecture() == "llama").then_some((shape.heads, shape.kv_heads));
                 let names: Vec<String> = stored.iter().map(|stored| stored.name.clone()).collect();
-                let weights: HashMap<String, GgufTensor> = stored
-                    .into_iter()
-                    .map(|stored| (stored.name, stored.tensor.clone()))
-                    .collect();
+                let weights: HashMap<String, GgufTensor> =
+                    stored.into_iter().map(|stored| (stored.name, stored.tensor.clone())).collect();
                 let shape_of = |name: &String| (name.clone(), weights[name].shape.clone());
                 let shapes = names.iter().map(shape_of).collect();
                 let tied = shape.tied;
-                Ok(Self { files: Files::Gguf(Box::new(Gguf { weights, names, permuted, tied })), shapes })
+                Ok(Self {
+                    files: Files::Gguf(Box::new(Gguf { weights, names, permuted, tied })),
+                    shapes,
+                })
             }
             other => Err(ModelError::elsewhere(format!("the model format '{other}'"))),
         }
@@ -281,14 +282,23 @@ fn read_safe(
         let (twos, _) = bytes.as_chunks::<2>();
         match from {
             Number::Float32 => {
-                let values = bytes.as_chunks::<4>().0.iter().map(|&value| f32::from_le_bytes(value));
+                let values =
+                    bytes.as_chunks::<4>().0.iter().map(|&value| f32::from_le_bytes(value));
                 write_numbers(values, number, to);
             }
             Number::Float16 => {
-                write_numbers(twos.iter().map(|&value| f16::from_le_bytes(value).to_f32()), number, to);
+                write_numbers(
+                    twos.iter().map(|&value| f16::from_le_bytes(value).to_f32()),
+                    number,
+                    to,
+                );
             }
             Number::Bfloat16 => {
-                write_numbers(twos.iter().map(|&value| bf16::from_le_bytes(value).to_f32()), number, to);
+                write_numbers(
+                    twos.iter().map(|&value| bf16::from_le_bytes(value).to_f32()),
+                    number,
+                    to,
+                );
             }
         }
     }
@@ -332,7 +342,8 @@ mod tests {
             assert!(kind.is_block());
             let (elements, size) = kind.block();
             // Small scales, so that nothing overflows.
-            let bytes: Vec<u8> = (0..size).map(|at| if at % 2 == 1 { 0x11 } else { at as u8 }).collect();
+            let bytes: Vec<u8> =
+                (0..size).map(|at| if at % 2 == 1 { 0x11 } else { at as u8 }).collect();
             let mut exact = vec![0.0; elements];
             dequantise(kind, &bytes, &mut exact);
             let to = computed_as(kind.name()).expect("a type with kernels");

@@ -213,8 +213,7 @@ fn safetensors_names(folder: &Path, names: &BTreeSet<String>) -> Result<Vec<Stri
             .collect();
         let missing: Vec<&str> = shards.difference(names).map(String::as_str).collect();
         if !missing.is_empty() || shards.is_empty() {
-            let lacks =
-                if shards.is_empty() { "every shard".into() } else { missing.join(", ") };
+            let lacks = if shards.is_empty() { "every shard".into() } else { missing.join(", ") };
             return Err(ModelError::broken(format!(
                 "{} lacks {lacks} of {INDEX}",
                 folder.display()
@@ -267,8 +266,10 @@ fn rebuild(files: &[PathBuf], facts_path: &Path, tokenizer: &Path) -> Result<(),
 }
 
 fn content_key(files: &[PathBuf]) -> Result<String, ModelError> {
-    let unreadable =
-        |path: &Path| { let path = path.to_owned(); move |error| ModelError::unreadable(&path, &error) };
+    let unreadable = |path: &Path| {
+        let path = path.to_owned();
+        move |error| ModelError::unreadable(&path, &error)
+    };
     let mut digest = Blake2b::<U16>::new();
     digest.update(format!("rebuild {REBUILD_VERSION}"));
     let first = fs::File::open(&files[0]).map_err(unreadable(&files[0]))?;

@@ -60,9 +60,8 @@ impl SafeFile {
         for name in metadata.offset_keys() {
             let info = metadata.info(&name).ok_or_else(|| damaged("a tensor without a place"))?;
             let (first, end) = info.data_offsets;
-            let bits = info.shape.iter().try_fold(info.dtype.bitsize(), |bits, &n| {
-                bits.checked_mul(n)
-            });
+            let bits =
+                info.shape.iter().try_fold(info.dtype.bitsize(), |bits, &n| bits.checked_mul(n));
             if first != at || end < first || bits != (end - first).checked_mul(8) {
                 return Err(damaged("a tensor that is not as long as its shape"));
             }
@@ -77,7 +76,9 @@ impl SafeFile {
 
     /// Reads bytes of the file.
     pub(crate) fn read(&self, offset: u64, to: &mut [u8]) -> Result<(), ModelError> {
-        self.file.read_exact_at(to, offset).map_err(|error| ModelError::unreadable(&self.path, &error))
+        self.file
+            .read_exact_at(to, offset)
+            .map_err(|error| ModelError::unreadable(&self.path, &error))
     }
 }
 

@@ -174,9 +174,8 @@ fn rope_scaling(
         let factors: Vec<f64> = numbers.iter().map(|&n| f32::from_le_bytes(n).into()).collect();
         return llama3_scaling(&factors, theta, head_dim as f64);
     }
-    let number = |key: &str| {
-        files.get(key).and_then(GgufValue::as_f64).filter(|&value| value != 0.0)
-    };
+    let number =
+        |key: &str| files.get(key).and_then(GgufValue::as_f64).filter(|&value| value != 0.0);
     let factor =
         number("rope.scaling.factor").or_else(|| number("rope.scale_linear")).unwrap_or(1.0);
     let kind = files.get("rope.scaling.type").map(|kind| kind.as_text().unwrap_or_default());

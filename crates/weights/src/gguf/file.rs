@@ -289,10 +289,8 @@ impl<R: Read> Header<R> {
     fn read(&mut self, path: &Path, file: &Arc<File>) -> Result<Opened, Fault> {
         let version = self.u32()?;
         if version != 2 && version != 3 {
-            let what = format!(
-                "{} has version {version} of the format; supported: 2, 3",
-                path.display()
-            );
+            let what =
+                format!("{} has version {version} of the format; supported: 2, 3", path.display());
             return Err(Fault::Model(ModelError::broken(what)));
         }
         let (tensors, fields) = (self.u64()?, self.u64()?);

@@ -9,9 +9,9 @@ mod names;
 mod pretokenizers;
 mod tokenizer;
 
-pub(crate) use config::hf_config;
-pub(crate) use blocks::{as_blocks, dequantise};
 pub use blocks::{BlockKind, computed_as};
+pub(crate) use blocks::{as_blocks, dequantise};
+pub(crate) use config::hf_config;
 pub(crate) use file::{GgufFiles, GgufTensor, TensorType};
 pub(crate) use names::stored_weights;
 pub(crate) use tokenizer::{special_token, tokenizer_json};

@@ -61,17 +61,12 @@ pub(super) fn pipeline(name: &str) -> Result<Pipeline, ModelError> {
         ignore_merges: false,
         add_bos: false,
     };
-    let with_words = |pre_tokenizer| Pipeline {
-        ignore_merges: true,
-        add_bos: true,
-        ..plain(pre_tokenizer)
-    };
+    let with_words =
+        |pre_tokenizer| Pipeline { ignore_merges: true, add_bos: true, ..plain(pre_tokenizer) };
     let three = gpt4_like(r"\p{N}{1,3}");
     Ok(match name {
         // No name at all is the same as "default": llama.cpp's guess for files older than the names.
-        "default" => {
-            plain(splits(&[r"[\p{P}\$\+<=>\^~\|]+", GPT2, r"\p{N}+", "[0-9][0-9][0-9]"]))
-        }
+        "default" => plain(splits(&[r"[\p{P}\$\+<=>\^~\|]+", GPT2, r"\p{N}+", "[0-9][0-9][0-9]"])),
         "gpt-2" | "mpt" | "olmo" | "phi-2" => plain(byte_level(true)),
         "smollm" | "starcoder" | "refact" => plain(sequence(vec![digits(), byte_level(true)])),
         "llama-bpe" | "llama3" | "llama-v3" | "falcon3" => with_words(splits(&[&three])),

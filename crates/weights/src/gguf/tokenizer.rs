@@ -83,7 +83,11 @@ struct Around {
 
 impl Vocabulary<'_> {
     fn entries(&self) -> impl Iterator<Item = (usize, &str, i64)> {
-        self.tokens.iter().zip(&self.types).enumerate().map(|(at, (token, kind))| (at, *token, *kind))
+        self.tokens
+            .iter()
+            .zip(&self.types)
+            .enumerate()
+            .map(|(at, (token, kind))| (at, *token, *kind))
     }
 
     fn byte_level_bpe(&self) -> Result<Value, ModelError> {
@@ -135,11 +139,12 @@ impl Vocabulary<'_> {
         let scores = self.metadata.get("tokenizer.ggml.scores").and_then(GgufValue::as_list);
         let scores: Option<Vec<f64>> =
             scores.and_then(|scores| scores.iter().map(GgufValue::as_f64).collect());
-        let scores = scores.filter(|scores| scores.len() == self.tokens.len()).ok_or_else(|| {
-            ModelError::broken(
-                "the GGUF file has no score for each token, which its kind of tokenizer needs",
-            )
-        })?;
+        let scores =
+            scores.filter(|scores| scores.len() == self.tokens.len()).ok_or_else(|| {
+                ModelError::broken(
+                    "the GGUF file has no score for each token, which its kind of tokenizer needs",
+                )
+            })?;
         let unknown =
             self.entries().find(|&(_, _, kind)| kind == UNKNOWN).map(|(_, token, _)| token);
         let mut vocab = Map::new();
@@ -234,8 +239,7 @@ impl Vocabulary<'_> {
             return Value::Null;
         }
         let part = |sequence: &str, type_id: u32| {
-            let special =
-                |(text, _): &(String, i64)| json!({"SpecialToken": {"id": text, "type_id": type_id}});
+            let special = |(text, _): &(String, i64)| json!({"SpecialToken": {"id": text, "type_id": type_id}});
             let mut part: Vec<Value> = bos.iter().map(special).collect();
             part.push(json!({"Sequence": {"id": sequence, "type_id": type_id}}));
             part.extend(eos.iter().map(special));
