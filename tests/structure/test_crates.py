@@ -41,7 +41,10 @@ ALLOWED["forebay"] = set(ALLOWED) - {"kernels"}
 MAY_BE_UNSAFE = [
     "crates/hand",
     "crates/kernels",
-    "crates/cpuhand/src/descriptors.rs", "crates/server/benches", "crates/server/tests/resources"]
+    "crates/cpuhand/src/descriptors.rs",
+    "crates/server/benches",
+    "crates/server/tests/resources",
+]
 
 IMPURE_MODULE = re.compile(r"\bstd\s*::\s*(?:time|net|fs)\b|\bstd\s*::\s*\{[^;]*\b(?:time|net|fs)\b")
 UNSAFE = re.compile(r"\bunsafe(?:_code)?\b")
