@@ -42,6 +42,12 @@ def command_line(pid: int) -> list[str]:
         return []
 
 
+def is_hand(pid: int) -> bool:
+    """Whether the process is a hand, in Python or in Rust."""
+    line = command_line(pid)
+    return "forebay.worker" in line or line[1:] == ["hand"]
+
+
 def peak_memory(pid: int) -> int:
     """The most bytes of memory that a process ever had."""
     for line in Path(f"/proc/{pid}/status").read_text().splitlines():

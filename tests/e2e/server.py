@@ -14,7 +14,7 @@ import httpx2
 
 from tests.binary import binary
 from tests.e2e.metrics import Metrics
-from tests.e2e.processes import alive, children, command_line, descendants
+from tests.e2e.processes import alive, children, descendants, is_hand
 from tests.e2e.waiting import eventually
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -125,7 +125,7 @@ class Server:
 
     def hands(self) -> list[int]:
         """The process ids of the hands."""
-        return [pid for pid in children(self.pid) if "forebay.worker" in command_line(pid)]
+        return [pid for pid in children(self.pid) if is_hand(pid)]
 
     def hand(self) -> int | None:
         """The process id of the only hand, if there is one."""
@@ -149,7 +149,7 @@ class Server:
         self.process.kill()
         self.process.wait()
         for pid in below:
-            if alive(pid) and "forebay.worker" in command_line(pid):
+            if alive(pid) and is_hand(pid):
                 os.kill(pid, signal.SIGKILL)
         self.http.close()
         if self in RUNNING:

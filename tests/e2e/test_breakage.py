@@ -188,12 +188,13 @@ GRAPHS = [
 @pytest.mark.parametrize(
     ("flags", "kills"),
     [
-        ([], KILLS),
+        (["--hand", "rust"], KILLS),
+        (["--hand", "torch"], FEW_KILLS),
         (["--device", "deferred", "--lookahead", "0"], FEW_KILLS),
         (["--device", "deferred", "--lookahead", "1"], FEW_KILLS),
         ([*GRAPHS, "--chunked-prefill-size", "128"], FEW_KILLS),
     ],
-    ids=["cpu", "deferred-0", "deferred-1", "graphs"],
+    ids=["rust", "torch", "deferred-0", "deferred-1", "graphs"],
 )
 def test_deaths_of_the_hand_under_load(
     serve: Serve, tiny: Model, monkeypatch: pytest.MonkeyPatch, flags: list[str], kills: int
@@ -413,7 +414,7 @@ def test_a_hand_that_hangs_while_it_comes_back_is_started_again(serve: Serve, ti
         f'exec {sys.executable} "$@"\n'
     )
     python.chmod(0o755)
-    server = serve(tiny, "--load-timeout", "40", "--python", str(python))
+    server = serve(tiny, "--hand", "torch", "--load-timeout", "40", "--python", str(python))
     server.ask("/v1/completions", {"prompt": "a", "max_tokens": 3})
     hand = server.hand()
     assert hand

@@ -50,15 +50,18 @@ class Setting:
     pool: int | None
     """Tokens in the KV pool; few enough for some streams to lose their pages to others."""
     cache: bool
+    hand: str = "auto"
 
     def flags(self) -> list[str]:
-        flags = ["--lookahead", str(self.lookahead), "--chunked-prefill-size", "64"]
+        flags = ["--lookahead", str(self.lookahead), "--chunked-prefill-size", "64", "--hand", self.hand]
         flags += [] if self.pool is None else ["--max-total-tokens", str(self.pool), "--page-size", "4"]
         return flags if self.cache else [*flags, "--disable-radix-cache"]
 
 
+# Dense models are computed by the hand in Rust, unless a setting says otherwise.
 SETTINGS = [
     Setting("llama", 0, 1024, cache=True),
+    Setting("llama", 0, 1024, cache=True, hand="torch"),
     Setting("llama", 1, 1024, cache=True),
     Setting("llama", 0, 1024, cache=False),
     Setting("llama", 1, None, cache=False),
@@ -66,6 +69,7 @@ SETTINGS = [
     Setting("qwen2", 1, 1024, cache=False),
     Setting("qwen3", 0, 1024, cache=True),
     Setting("qwen3", 1, 1024, cache=True),
+    Setting("qwen3", 1, 1024, cache=True, hand="torch"),
     Setting("qwen3-moe", 1, 1024, cache=True),
     Setting("deepseek-v3", 0, 1024, cache=False),
     Setting("deepseek-v3", 1, 1024, cache=True),
@@ -84,7 +88,7 @@ class Scene:
     cases: list[Case]
 
 
-@pytest.fixture(scope="module", params=SETTINGS, ids=lambda s: f"{s.model}-{s.lookahead}-{s.pool}-{s.cache}")
+@pytest.fixture(scope="module", params=SETTINGS, ids=lambda s: f"{s.model}-{s.lookahead}-{s.pool}-{s.cache}-{s.hand}")
 def scene(
     request: pytest.FixtureRequest, models: Models, cases: Cases, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Scene]:

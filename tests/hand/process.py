@@ -7,18 +7,20 @@ import os
 import sys
 from pathlib import Path
 
+from tests.binary import binary
+
 PYTHON_PATH = Path(__file__).parents[2] / "python"
 
 
-def spawn(descriptors: dict[int, int]) -> int:
-    """Starts a hand with descriptors {number in the hand: number here}; gives its process id."""
+def spawn(descriptors: dict[int, int], rust: bool = False) -> int:
+    """Starts a hand, in Rust or in Python, with descriptors {number in the hand: number here}; gives its process id."""
     # Out of the way of the numbers they are copied to.
     sources = {to: fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 10) for to, fd in descriptors.items()}
     actions = [(os.POSIX_SPAWN_DUP2, source, to) for to, source in sources.items()]
     environment = {**os.environ, "PYTHONPATH": str(PYTHON_PATH)}
-    command = [sys.executable, "-m", "forebay.worker"]
+    command = [str(binary()), "hand"] if rust else [sys.executable, "-m", "forebay.worker"]
     try:
-        return os.posix_spawn(sys.executable, command, environment, file_actions=actions)
+        return os.posix_spawn(command[0], command, environment, file_actions=actions)
     finally:
         for source in sources.values():
             os.close(source)

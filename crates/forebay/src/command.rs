@@ -46,6 +46,9 @@ pub(crate) enum Command {
     /// Profiles of simulated devices, for `serve --device sim` and for `plan`.
     #[command(subcommand)]
     Sim(SimCommand),
+    /// A hand in Rust, as `serve` starts it: its socket is descriptor 3.
+    #[command(hide = true)]
+    Hand,
     /// Say how many replicas a recorded traffic needs.
     Plan(Box<PlanArgs>),
 }

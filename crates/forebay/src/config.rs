@@ -17,6 +17,7 @@ use crate::flags::{
     SchedulePolicy, ServeFlags, SimFlags,
 };
 use crate::gpus::Gpus;
+use crate::hands::Chosen;
 use crate::images::ImageConfig;
 use crate::model::{Model, Pooling};
 use crate::text::{TokenizerBackend, TokenizerMode};
@@ -46,6 +47,9 @@ pub(crate) struct Config {
     pub(crate) model: String,
     pub(crate) served_model_names: Vec<String>,
     pub(crate) device: &'static str,
+    /// What computes, and why.
+    #[serde(flatten)]
+    pub(crate) hand: Chosen,
     /// The GPU of each replica, as `CUDA_VISIBLE_DEVICES` names it; none on another device.
     pub(crate) gpus: Vec<String>,
     pub(crate) attention_backend: Option<&'static str>,
@@ -207,9 +211,10 @@ impl Config {
             names
                 .extend(flags.model_name().filter(|&typed| typed != model.name).map(str::to_owned));
         }
-        Ok(Self {
+        let mut config = Self {
             model: model.name.clone(),
             served_model_names: names,
+            hand: Chosen { hand: "none", hand_reason: None },
             device: match device {
                 Device::Auto | Device::Cpu => "cpu",
                 Device::Cuda => "cuda",
@@ -285,7 +290,9 @@ impl Config {
             pooling: model.pooling.clone(),
             simulated,
             simulated_replicas,
-        })
+        };
+        config.hand = Chosen::of(flags.run.hand, &config, model)?;
+        Ok(config)
     }
 
     /// How requests are spread.

@@ -222,6 +222,10 @@ pub(crate) struct RunFlags {
     /// `cpu` elsewhere; `sim` answers made-up words in the time that a device would take.
     #[arg(long, value_enum, default_value_t)]
     pub(crate) device: Device,
+    /// What computes on a CPU: `rust` is this program, `torch` PyTorch in Python, the reference, which has every model; `auto` is `rust` where it serves the
+    /// model and every flag, and `torch` elsewhere.
+    #[arg(long, value_enum, default_value_t)]
+    pub(crate) hand: Hand,
     /// What computes attention on CUDA [default: triton].
     #[arg(long, value_enum)]
     pub(crate) attention_backend: Option<AttentionBackend>,
@@ -410,6 +414,15 @@ pub(crate) enum Device {
     /// For tests: a CPU whose work is done as late as an accelerator's may be.
     #[value(hide = true)]
     Deferred,
+}
+
+/// What computes on a CPU.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, ValueEnum)]
+pub(crate) enum Hand {
+    #[default]
+    Auto,
+    Rust,
+    Torch,
 }
 
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, ValueEnum, Serialize)]

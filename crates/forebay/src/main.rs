@@ -10,6 +10,7 @@ mod doctor;
 mod flags;
 mod gpus;
 mod grammar;
+mod hands;
 mod images;
 mod lines;
 mod listening;
@@ -43,7 +44,11 @@ use crate::tokenizers::Tokenizers;
 static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
 
 fn main() -> ExitCode {
-    match run(Flags::parse().command) {
+    let command = Flags::parse().command;
+    if matches!(command, Command::Hand) {
+        return forebay_cpuhand::main();
+    }
+    match run(command) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
             say(format!("error: {error:#}"));
@@ -83,5 +88,6 @@ fn run(command: Command) -> Result<()> {
         Command::Rm(flags) => models::remove(&flags),
         Command::Doctor(flags) => doctor::run(&flags),
         Command::Plan(args) => forebay_capacity::plan(&args),
+        Command::Hand => Ok(()),
     }
 }

@@ -7,9 +7,11 @@ use std::process::{Command, Stdio};
 use anyhow::{Context, Result, bail};
 use forebay_hand::without_keys;
 use forebay_hub::{Found, ModelName, Settings};
+use forebay_weights::ModelError;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
+use crate::flags::Hand;
 use crate::models;
 
 /// What `python -m forebay.weights.describe` prints.
@@ -111,11 +113,18 @@ pub(crate) struct Source<'a> {
 }
 
 /// Resolves `name`, downloading what is missing; progress goes to stderr.
-pub(crate) fn fetch(python: &Path, name: &str, source: Source<'_>, weights: bool) -> Result<Model> {
+pub(crate) fn fetch(
+    python: &Path,
+    name: &str,
+    source: Source<'_>,
+    weights: bool,
+    hand: Hand,
+) -> Result<Model> {
     let missing = || format!("the model {name} is not available");
     let settings = Settings::from_env(source.download_dir, source.offline).with_context(missing)?;
     let cache = settings.cache.clone();
-    let describe = |found: &Found, weights| describe(python, name, found, &cache, source, weights);
+    let describe =
+        |found: &Found, weights| describe_any(python, (name, hand), found, &cache, source, weights);
     let hub = models::hub(settings, python)?;
     let named = ModelName::parse(name, source.revision).with_context(missing)?;
     let mut found = hub.find(&named, weights).with_context(missing)?;
@@ -125,6 +134,51 @@ pub(crate) fn fetch(python: &Path, name: &str, source: Source<'_>, weights: bool
         hub.complete(&mut found).with_context(missing)?;
     }
     describe(&found, weights)
+}
+
+/// Says what `found` is: by its files, or, of what is not known here, as the interpreter does. Both say the same of one model.
+fn describe_any(
+    python: &Path,
+    (name, hand): (&str, Hand),
+    found: &Found,
+    cache: &Path,
+    source: Source<'_>,
+    weights: bool,
+) -> Result<Model> {
+    if hand == Hand::Torch || source.embedding {
+        return describe(python, name, found, cache, source, weights);
+    }
+    let files =
+        forebay_weights::Source { path: &found.path, name: found.name.as_deref(), cache, weights };
+    let why = match forebay_weights::describe(files) {
+        Ok(description) => {
+            return serde_json::from_value(description).context("a description without a model");
+        }
+        Err(error) => error,
+    };
+    match why {
+        ModelError::Elsewhere(what) if hand == Hand::Rust => {
+            bail!("--hand rust: the Rust hand does not have {what}; leave the flag off")
+        }
+        _ if hand == Hand::Rust => {
+            Err(why).with_context(|| format!("the model {name} is not available"))
+        }
+        ModelError::Elsewhere(what) => describe(python, name, found, cache, source, weights)
+            .with_context(|| {
+                format!("PyTorch's hand is asked, as the Rust hand does not have {what}")
+            }),
+        ModelError::Broken(_) => {
+            describe(python, name, found, cache, source, weights).or_else(|error| {
+                match error.downcast_ref::<std::io::Error>() {
+                    // Without an interpreter this program says itself what is wrong.
+                    Some(_) => {
+                        Err(why).with_context(|| format!("the model {name} is not available"))
+                    }
+                    None => Err(error),
+                }
+            })
+        }
+    }
 }
 
 /// Asks the interpreter what `found` is.

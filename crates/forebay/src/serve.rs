@@ -31,7 +31,7 @@ use crate::listening::{self, Bound};
 use crate::logs::Logs;
 use crate::model::{Model, Task, fetch, find_python};
 use crate::{
-    affinity, descriptors, dialect, gpus, grammar, images, logs, python, secret, signals, simulate,
+    affinity, descriptors, dialect, gpus, grammar, images, logs, secret, signals, simulate,
     threads, vocabulary, watch,
 };
 
@@ -63,12 +63,12 @@ pub(crate) fn run(flags: &ServeFlags) -> Result<()> {
     let python = find_python(flags.run.python.as_deref());
     let simulated = flags.run.device == Device::Sim;
     let weights = !simulated && flags.loading.load_format != LoadFormat::Dummy;
-    let model = fetch(&python, name, flags.source(), weights)?;
+    let model = fetch(&python, name, flags.source(), weights, flags.run.hand)?;
     let mut config = Config::resolve(flags, &model)?;
     if !config.cpu_affinity.brain.is_empty() {
         affinity::pin(&config.cpu_affinity.brain)?;
     }
-    info!(model = %config.model, device = config.device, context_length = config.context_length, dtype = config.dtype, "resolved");
+    info!(model = %config.model, device = config.device, hand = config.hand.hand, context_length = config.context_length, dtype = config.dtype, "resolved");
     let idle_flags = flags.without_effect_on_sim();
     if simulated && !idle_flags.is_empty() {
         warn!("without effect on a simulated device: {}", idle_flags.join(", "));
@@ -261,10 +261,11 @@ fn executors(
         }
         Arc::new(clock)
     } else {
+        let (program, args) = config.hand.program(python);
         for replica in 0..config.dp_size as usize {
             executors.push(Box::new(HandExecutor::new(HandSpec {
-                program: python.to_owned(),
-                args: python::arguments("forebay.worker"),
+                program: program.clone(),
+                args: args.clone(),
                 env: hand_environment(),
                 config: config.hand(model),
                 arena: arena.clone(),
@@ -324,6 +325,7 @@ async fn serve(
     let url = format!("{url}{}", flags.access.root_path);
     let (listener, _file) = bound.listener()?;
     let name = config.served_model_names[0].clone();
+    let hand = config.hand.line();
     let simulated = config.simulated.clone();
     let chat = config.chat.clone();
     let task = config.pooling.as_ref().map(|pooling| pooling.task);
@@ -332,8 +334,15 @@ async fn serve(
         let lines = logs.lines().clone();
         let work = async move {
             if watch::loading(&engine).await {
-                let banner =
-                    watch::banner(&url, &curl, &name, task, chat.as_ref(), simulated.as_ref());
+                let banner = watch::banner(
+                    &url,
+                    &curl,
+                    &name,
+                    task,
+                    chat.as_ref(),
+                    simulated.as_ref(),
+                    &hand,
+                );
                 lines.push_always(format!("{banner}\n").as_bytes());
             }
         };

@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 use anyhow::Result;
 use forebay_bench::TokenizerFinder;
 
+use crate::flags::Hand;
 use crate::model::{Source, fetch, find_python};
 
 /// Finds a tokenizer by what `serve` calls its model, or takes a `tokenizer.json` as it is.
@@ -23,7 +24,7 @@ impl TokenizerFinder for Tokenizers {
         }
         let python = std::env::var_os("FOREBAY_PYTHON").map(PathBuf::from);
         let python = find_python(python.as_deref());
-        Ok(fetch(&python, name, Source::default(), false)?.tokenizer)
+        Ok(fetch(&python, name, Source::default(), false, Hand::Auto)?.tokenizer)
     }
 }
 

@@ -57,6 +57,7 @@ pub(crate) fn banner(
     task: Option<Task>,
     chat: Option<&ChatFacts>,
     simulated: Option<&Simulated>,
+    hand: &str,
 ) -> String {
     let warning = simulated.map_or(String::new(), |sim| {
         format!(
@@ -83,7 +84,7 @@ pub(crate) fn banner(
     };
     let body = format!(r#"{{"model": "{model}", {question}}}"#);
     format!(
-        "\n  Forebay serves {model} at {url}\n{reads}{warning}\n  Try it:\n\n    curl -N {curl}{url}/{route} -H 'Content-Type: application/json' \\\n      -d '{body}'\n\n  Metrics: {url}/metrics   API: {url}/openapi.json   Stop: Ctrl-C\n"
+        "\n  Forebay serves {model} at {url}\n{hand}{reads}{warning}\n  Try it:\n\n    curl -N {curl}{url}/{route} -H 'Content-Type: application/json' \\\n      -d '{body}'\n\n  Metrics: {url}/metrics   API: {url}/openapi.json   Stop: Ctrl-C\n"
     )
 }
 

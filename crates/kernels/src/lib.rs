@@ -1,4 +1,4 @@
-//! CPU kernels behind a C interface, loaded by the hand.
+//! CPU kernels behind a C interface, which the hand in Python loads, and behind a safe one ([`Decoder`]), for the hand in Rust.
 //!
 //! A decoder is described once (`fb_model_new`) and then computed a step a call (`fb_step`; where many tokens want logits, `fb_head` makes them of some at a time): embedding, layers and head, with paged
 //! attention for prompt chunks and decode rows alike. One call a step, because what a step costs beside its arithmetic is the crossing
@@ -14,14 +14,17 @@
 
 mod attention;
 mod codes;
+mod decoder;
 mod dots;
 mod element;
 mod level;
 mod math;
 mod matmul;
+mod memory;
 mod model;
 mod pack;
 mod pages;
+mod pool;
 mod quantise;
 mod step;
 mod team;
@@ -40,14 +43,20 @@ use crate::element::{Bf16, Element};
 use crate::level::Level;
 use crate::model::{Model, StepError};
 use crate::step::Step;
-use crate::team::{Member, Team};
+use crate::team::{Kind, Member, Team};
 use crate::tile::{Kernel, Plain};
 
+pub use crate::decoder::{
+    Bytes, Decoder, Dtype, Given, Layer, Matrix, Packing, Rows, Sizes, Storage, Unfit, Wanted,
+    Weights, build, level, limit,
+};
+pub use crate::memory::{Room, Shared};
 pub use crate::model::{LayerSpec, ModelSpec, StepSpec};
+pub use crate::pool::Threads;
 pub use crate::team::TeamSpec;
 
 /// The interface's version: a caller that was made for another one must not call.
-const VERSION: u32 = 6;
+const VERSION: u32 = 7;
 
 /// A decoder of either type.
 pub struct AnyModel(Typed);
@@ -152,6 +161,13 @@ pub extern "C" fn fb_version() -> u32 {
 #[unsafe(no_mangle)]
 pub extern "C" fn fb_level() -> *const c_char {
     Level::current().name().as_ptr()
+}
+
+/// [`build`], as C has it.
+#[unsafe(no_mangle)]
+pub extern "C" fn fb_build() -> *const c_char {
+    const NAME: &str = concat!(env!("FOREBAY_KERNELS_BUILD"), "\0");
+    NAME.as_ptr().cast()
 }
 
 /// Uses nothing better than the level of this name from now on, for whoever wants to test or compare; false if there is none. Null: the
@@ -314,7 +330,8 @@ pub unsafe extern "C" fn fb_model_new(
     if unsafe { !spec.is_possible() } {
         return std::ptr::null_mut();
     }
-    let team = Team { threads: spec.threads.max(1) as usize, open_mp: team.open_mp() };
+    let kind = team.open_mp().map_or(Kind::Started, Kind::OpenMp);
+    let team = Team { threads: spec.threads.max(1) as usize, kind };
     // SAFETY: the caller's description.
     let model = unsafe {
         match spec.dtype {

@@ -14,23 +14,23 @@ use crate::team::{Queue, Team};
 #[derive(Clone, Copy)]
 #[repr(C)]
 pub struct LayerSpec {
-    input_norm: *const c_void,
-    qkv: *const c_void,
-    qkv_bias: *const c_void,
-    q_norm: *const c_void,
-    k_norm: *const c_void,
-    output: *const c_void,
-    output_bias: *const c_void,
-    post_norm: *const c_void,
-    gate_up: *const c_void,
-    gate_up_bias: *const c_void,
-    down: *const c_void,
-    down_bias: *const c_void,
+    pub(crate) input_norm: *const c_void,
+    pub(crate) qkv: *const c_void,
+    pub(crate) qkv_bias: *const c_void,
+    pub(crate) q_norm: *const c_void,
+    pub(crate) k_norm: *const c_void,
+    pub(crate) output: *const c_void,
+    pub(crate) output_bias: *const c_void,
+    pub(crate) post_norm: *const c_void,
+    pub(crate) gate_up: *const c_void,
+    pub(crate) gate_up_bias: *const c_void,
+    pub(crate) down: *const c_void,
+    pub(crate) down_bias: *const c_void,
     /// `[entries, kv_heads, head_dim]`.
-    keys: *mut c_void,
-    values: *mut c_void,
+    pub(crate) keys: *mut c_void,
+    pub(crate) values: *mut c_void,
     /// Of the four matrices in the order above, see [`Format::of`].
-    formats: [u32; 4],
+    pub(crate) formats: [u32; 4],
 }
 
 /// A decoder, as the caller describes it. What it points to lives as long as the model.
@@ -38,32 +38,32 @@ pub struct LayerSpec {
 pub struct ModelSpec {
     /// 0: float32, 1: bfloat16; of weights, activations and pages.
     pub(crate) dtype: u32,
-    layers: u32,
-    hidden: u32,
-    heads: u32,
-    kv_heads: u32,
-    head_dim: u32,
-    intermediate: u32,
-    vocabulary: u32,
+    pub(crate) layers: u32,
+    pub(crate) hidden: u32,
+    pub(crate) heads: u32,
+    pub(crate) kv_heads: u32,
+    pub(crate) head_dim: u32,
+    pub(crate) intermediate: u32,
+    pub(crate) vocabulary: u32,
     /// Rows of `cos` and `sin`.
-    positions: u32,
-    page_size: u32,
-    page_count: u32,
+    pub(crate) positions: u32,
+    pub(crate) page_size: u32,
+    pub(crate) page_count: u32,
     pub(crate) threads: u32,
-    eps: f32,
+    pub(crate) eps: f32,
     /// Of attention scores.
-    scale: f32,
+    pub(crate) scale: f32,
     /// `[vocabulary, hidden]`, as in the checkpoint.
-    embedding: *const c_void,
-    final_norm: *const c_void,
+    pub(crate) embedding: *const c_void,
+    pub(crate) final_norm: *const c_void,
     /// Packed.
-    head: *const c_void,
+    pub(crate) head: *const c_void,
     /// float32 `[positions, head_dim / 2]`.
-    cos: *const f32,
-    sin: *const f32,
-    layer: *const LayerSpec,
+    pub(crate) cos: *const f32,
+    pub(crate) sin: *const f32,
+    pub(crate) layer: *const LayerSpec,
     /// Of the head.
-    head_format: u32,
+    pub(crate) head_format: u32,
 }
 
 impl ModelSpec {
@@ -87,33 +87,33 @@ impl ModelSpec {
 /// One step, as the caller describes it.
 #[repr(C)]
 pub struct StepSpec {
-    rows: u64,
+    pub(crate) rows: u64,
     /// int64 `[rows]` each.
-    slot: *const i64,
-    start: *const i64,
-    length: *const i64,
+    pub(crate) slot: *const i64,
+    pub(crate) start: *const i64,
+    pub(crate) length: *const i64,
     /// int32 `[slots, token_stride]`.
-    tokens: *const i32,
-    token_stride: u64,
+    pub(crate) tokens: *const i32,
+    pub(crate) token_stride: u64,
     /// int32 `[slots, page_stride]`.
-    pages: *const i32,
-    page_stride: u64,
+    pub(crate) pages: *const i32,
+    pub(crate) page_stride: u64,
     /// int64 `[sampled]`: tokens that get logits, numbered over all rows, ascending.
-    sample: *const i64,
-    sampled: u64,
+    pub(crate) sample: *const i64,
+    pub(crate) sampled: u64,
     /// `[rows]`, or null for none: where the inputs `[positions, hidden]` of a row's slot begin, or null where the embedding has all of them.
-    given: *const *const c_void,
+    pub(crate) given: *const *const c_void,
     /// int64 `[rows]`, where `given` is: positions from here on have the inputs of the embedding.
-    given_until: *const i64,
+    pub(crate) given_until: *const i64,
     /// float32 `[sampled, vocabulary]`, or null where the most likely tokens are enough.
-    logits: *mut f32,
+    pub(crate) logits: *mut f32,
     /// int32 and bool `[sampled]`, written when `logits` is null.
-    best: *mut i32,
-    finite: *mut u8,
+    pub(crate) best: *mut i32,
+    pub(crate) finite: *mut u8,
     /// `[PARTS]`, or null: what each of [`crate::step::Part`] took is added here, in nanoseconds.
-    times: *mut u64,
+    pub(crate) times: *mut u64,
     /// float32 `[sampled, hidden]`, or null: in place of logits, what [`Model::head`] makes them of.
-    states: *mut f32,
+    pub(crate) states: *mut f32,
 }
 
 /// Why a step was not computed. Nothing was written.
@@ -317,7 +317,7 @@ impl<E: Element> Model<E> {
             work.best.resize(self.team.threads * sampled, Best::NONE);
         }
         let x = self.work.x.as_mut_ptr();
-        let team = self.team;
+        let team = self.team.clone();
         let view = Step {
             logits: step.logits,
             states: step.states,
@@ -354,7 +354,7 @@ impl<E: Element> Model<E> {
     ) {
         self.work.tokens.clear();
         self.make_room(count);
-        let team = self.team;
+        let team = self.team.clone();
         // Only read, as a step without tokens is not added to.
         let view = Step { logits, given: count, ..self.view(states.cast_mut(), &[]) };
         run(&team, &view);

@@ -2,12 +2,15 @@
 //!
 //! PyTorch computes with OpenMP. A pool of our own would fight that one for the processors: its threads spin for a while after each
 //! region. So the very same threads are used, through the entry points that compilers call (the GNU OpenMP ABI), given as addresses
-//! by whoever loaded the library. Without OpenMP, threads are started for each call.
+//! by whoever loaded the library. A process without OpenMP brings threads that stay ([`Threads`]); without those, threads are started for
+//! each call.
 
 use std::ffi::{c_int, c_uint, c_void};
 use std::ops::Range;
-use std::sync::Barrier;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Barrier};
+
+use crate::pool::{Meeting as Turns, Threads};
 
 type Entry = unsafe extern "C" fn(*mut c_void);
 type Parallel = unsafe extern "C" fn(Entry, *mut c_void, c_uint, c_uint);
@@ -43,10 +46,19 @@ pub(crate) struct OpenMp {
 }
 
 /// A team of `threads` threads.
-#[derive(Clone, Copy)]
+#[derive(Clone)]
 pub(crate) struct Team {
     pub(crate) threads: usize,
-    pub(crate) open_mp: Option<OpenMp>,
+    pub(crate) kind: Kind,
+}
+
+/// Where a team's threads come from.
+#[derive(Clone)]
+pub(crate) enum Kind {
+    OpenMp(OpenMp),
+    Kept(Arc<Threads>),
+    /// They are started for each call.
+    Started,
 }
 
 /// One thread of a running team.
@@ -61,7 +73,8 @@ pub(crate) struct Member<'a> {
 enum Meeting<'a> {
     Alone,
     OpenMp(OpenMp),
-    Threads(&'a Barrier),
+    Kept(&'a Turns),
+    Started(&'a Barrier),
 }
 
 impl Member<'_> {
@@ -78,7 +91,8 @@ impl Member<'_> {
             Meeting::Alone => {}
             // SAFETY: called by every member of a parallel region, as many times.
             Meeting::OpenMp(open_mp) => unsafe { (open_mp.barrier)() },
-            Meeting::Threads(barrier) => drop(barrier.wait()),
+            Meeting::Kept(turns) => turns.wait(),
+            Meeting::Started(barrier) => drop(barrier.wait()),
         }
     }
 }
@@ -113,18 +127,22 @@ impl Team {
         if self.threads == 1 {
             return work(Member { index: 0, members: 1, meeting: Meeting::Alone });
         }
-        match self.open_mp {
-            Some(open_mp) => {
-                let region = (&work, open_mp);
+        match &self.kind {
+            Kind::OpenMp(open_mp) => {
+                let region = (&work, *open_mp);
                 let data = (&raw const region).cast_mut().cast();
                 let threads = c_uint::try_from(self.threads).unwrap_or(1);
                 // SAFETY: `enter` reads a region of this type, which outlives the call.
                 unsafe { (open_mp.parallel)(enter::<F>, data, threads, 0) };
             }
-            None => {
+            Kind::Kept(threads) => threads.run(|index| {
+                let meeting = Meeting::Kept(threads.meeting());
+                work(Member { index, members: threads.count(), meeting });
+            }),
+            Kind::Started => {
                 let barrier = Barrier::new(self.threads);
                 let member = |index| {
-                    let meeting = Meeting::Threads(&barrier);
+                    let meeting = Meeting::Started(&barrier);
                     work(Member { index, members: self.threads, meeting });
                 };
                 let member = &member;
@@ -160,7 +178,7 @@ mod tests {
         fn every_piece_is_taken_once(total in 0usize..500, members in 1usize..6, threads in 1usize..4) {
             let queue = Queue::default();
             let taken: Vec<AtomicUsize> = (0..total).map(|_| AtomicUsize::new(0)).collect();
-            let team = Team { threads, open_mp: None };
+            let team = Team { threads, kind: Kind::Started };
             team.run(|_| loop {
                 let mine = queue.take(total, members);
                 if mine.is_empty() {

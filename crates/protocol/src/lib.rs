@@ -23,13 +23,13 @@ pub use frame::{
 pub use handshake::{
     Fatal, HandConfig, Hello, Message, Progress, Ready, StoreOp, StoreReply, StoreRequest,
 };
-pub use masks::StepMasks;
+pub use masks::{MaskPlace, ReceivedMasks, StepMasks};
 pub use plan::{
     Grid, IMAGE_SPAN_WORDS, IMAGE_WORDS, ImageSpan, PAGE_WRITE_WORDS, PROMPT_LOGPROBS_WORDS,
     PromptLogprobsWant, ROW_WORDS, Row, StepPlan, TowerWork, Want,
 };
 pub use result::{PromptLogprobs, ROW_NOT_FINITE, ROW_OK, SampledLogprobs, SparseRows, StepResult};
-pub use slot::{NewSlot, Pooling, SamplingParams, SlotSpec, SlotWrite};
+pub use slot::{NewSlot, Pooling, SamplingParams, SlotSampling, SlotSpec, SlotWrite};
 
 #[cfg(target_endian = "big")]
 compile_error!("the step protocol reads little-endian columns in place");

@@ -1,6 +1,6 @@
 //! The masks of a step: which tokens its masked rows may sample. They follow the plan, when the tokens before them are known.
 
-use crate::frame::{FrameError, Kind, encode};
+use crate::frame::{Frame, FrameError, Kind, encode};
 
 /// Offset of a row that may sample everything.
 const EVERYTHING: i32 = -1;
@@ -69,5 +69,57 @@ impl StepMasks {
             });
         }
         encode(Kind::Masks, self.step, &[&offsets, &inline], out)
+    }
+}
+
+/// Where the mask of a row is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum MaskPlace {
+    /// There is none: everything is allowed.
+    Everything,
+    /// At this byte of the arena.
+    Arena(u32),
+    /// In the frame, so many masks after its first.
+    Inline(usize),
+}
+
+/// The masks of a step as a hand gets them.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ReceivedMasks {
+    /// The plan's step.
+    pub step: u64,
+    /// One a masked row, in row order.
+    pub places: Vec<MaskPlace>,
+    /// Those in the frame, one after the other.
+    words: Vec<u32>,
+}
+
+impl ReceivedMasks {
+    /// Reads a frame of masks.
+    ///
+    /// # Errors
+    /// Another kind of frame, a column that is not known, or an offset that is none.
+    pub fn decode(frame: &Frame) -> Result<Self, FrameError> {
+        if frame.header().kind != Kind::Masks {
+            return Err(FrameError::Malformed("not a masks frame"));
+        }
+        let [offsets, words] = frame.known::<2>()?;
+        let mut inline = 0..;
+        let place = |&offset: &i32| match offset {
+            EVERYTHING => Ok(MaskPlace::Everything),
+            INLINE => Ok(MaskPlace::Inline(inline.next().unwrap_or_default())),
+            offset => u32::try_from(offset)
+                .map(MaskPlace::Arena)
+                .map_err(|_| FrameError::Malformed("a mask's offset")),
+        };
+        let places = offsets.iter().map(place).collect::<Result<_, _>>()?;
+        let words = words.iter().map(|word| word.cast_unsigned()).collect();
+        Ok(Self { step: frame.header().step, places, words })
+    }
+
+    /// The mask that is so many after the frame's first, of `width` words each; `None`: there is no such.
+    #[must_use]
+    pub fn inline(&self, index: usize, width: usize) -> Option<&[u32]> {
+        self.words.get(index * width..(index + 1) * width)
     }
 }

@@ -120,7 +120,7 @@ fn empty<T>(column: &mut Vec<T>) {
     }
 }
 
-fn take<'a>(rest: &mut &'a [i32], count: usize) -> &'a [i32] {
+fn take<'a, T>(rest: &mut &'a [T], count: usize) -> &'a [T] {
     let (head, tail) = rest.split_at(count);
     *rest = tail;
     head
@@ -261,9 +261,19 @@ impl StepPlan {
         let (mut segments, mut embeds) = (self.segments.as_slice(), self.embeds.as_slice());
         let (mut counts, mut allowed) =
             (self.allowed_counts.as_slice(), self.allowed_ids.as_slice());
-        records(&self.slots).map(move |record| SlotWrite {
+        let (mut bias_ids, mut bias_values) =
+            (self.bias_ids.as_slice(), self.bias_values.as_slice());
+        let (floats, _) = self.slot_floats.as_chunks::<SLOT_FLOATS>();
+        records(&self.slots).zip(floats).map(move |(record, floats)| SlotWrite {
             slot: record.slot.cast_unsigned(),
             tokens: take(&mut tokens, record.inline()),
+            token_count: record.token_count.cast_unsigned(),
+            arena_offset: u32::try_from(record.arena_offset).ok(),
+            sampling: record.sampling(
+                floats,
+                take(&mut bias_ids, record.bias_count as usize),
+                take(&mut bias_values, record.bias_count as usize),
+            ),
             prompt_len: record.prompt_len.cast_unsigned(),
             min_total: record.min_total.cast_unsigned(),
             stop_ids: take(&mut stop_ids, record.stop_count as usize),

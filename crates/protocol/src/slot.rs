@@ -108,13 +108,44 @@ impl NewSlot<'_> {
     }
 }
 
+/// How a new slot is sampled, as it stands in a plan.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct SlotSampling<'a> {
+    /// As [`SamplingParams`] have it.
+    pub temperature: f32,
+    /// As above.
+    pub top_p: f32,
+    /// As above.
+    pub min_p: f32,
+    /// As above.
+    pub repetition_penalty: f32,
+    /// As above.
+    pub presence_penalty: f32,
+    /// As above.
+    pub frequency_penalty: f32,
+    /// As above.
+    pub top_k: i32,
+    /// As above.
+    pub seed: u64,
+    /// Token ids whose logits something is added to.
+    pub bias_ids: &'a [i32],
+    /// What is added, one an id.
+    pub bias_values: &'a [f32],
+}
+
 /// A new slot as it stands in a plan.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq)]
 pub struct SlotWrite<'a> {
     /// Row of the device tables.
     pub slot: u32,
     /// Its tokens; empty where they are in the arena.
     pub tokens: &'a [i32],
+    /// How many there are, wherever they are.
+    pub token_count: u32,
+    /// Byte offset in the arena of its tokens; `None`: they are in the plan.
+    pub arena_offset: Option<u32>,
+    /// How its tokens are sampled.
+    pub sampling: SlotSampling<'a>,
     /// How many of the tokens are the prompt.
     pub prompt_len: u32,
     /// Below this position `stop_ids` can't be sampled.
@@ -217,6 +248,30 @@ impl SlotRecord {
             self.bias_count,
             self.arena_offset,
         ]
+    }
+
+    /// With its record of floats and its parts of the lists of biases.
+    pub(crate) fn sampling<'a>(
+        self,
+        floats: &[f32; SLOT_FLOATS],
+        bias_ids: &'a [i32],
+        bias_values: &'a [f32],
+    ) -> SlotSampling<'a> {
+        let &[temperature, top_p, min_p, repetition_penalty, presence_penalty, frequency_penalty] =
+            floats;
+        SlotSampling {
+            temperature,
+            top_p,
+            min_p,
+            repetition_penalty,
+            presence_penalty,
+            frequency_penalty,
+            top_k: self.top_k,
+            seed: u64::from(self.seed_lo.cast_unsigned())
+                | u64::from(self.seed_hi.cast_unsigned()) << 32,
+            bias_ids,
+            bias_values,
+        }
     }
 
     /// Tokens in the plan itself.

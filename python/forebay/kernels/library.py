@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import ctypes
-import hashlib
 import os
 import sys
 from ctypes import POINTER, Structure, c_bool, c_char_p, c_float, c_int32, c_size_t, c_uint32, c_uint64, c_void_p
 from functools import cache
 from pathlib import Path
 
-VERSION = 6
+VERSION = 7
 PARTS = ("norm", "qkv", "keep", "attend", "output", "gate_up", "down", "head")
 """What a step's time is told for."""
 LEVELS = ("avx512bf16", "avx512vnni", "avx512", "avxvnni", "avx2", "baseline")
@@ -120,6 +119,7 @@ def library() -> ctypes.CDLL:
             f"{path} has version {loaded.fb_version()}, this code needs {VERSION}: rebuild it"
         )
     loaded.fb_level.restype = c_char_p
+    loaded.fb_build.restype = c_char_p
     loaded.fb_limit.argtypes = [c_char_p]
     loaded.fb_limit.restype = c_bool
     loaded.fb_packed_len.argtypes = [c_size_t, c_size_t, c_bool]
@@ -171,10 +171,10 @@ def level() -> str:
     return name.decode()
 
 
-@cache
 def build() -> str:
-    """A name for what the loaded library does: its content. Packed weights may be of use to no other."""
-    return hashlib.blake2b(Path(library()._name).read_bytes(), digest_size=16).hexdigest()
+    """Names the order of packed weights: libraries and programs made of the same sources have one name."""
+    name: bytes = library().fb_build()
+    return name.decode()
 
 
 def open_mp() -> TeamSpec:

@@ -6,7 +6,7 @@ use super::*;
 use crate::codes::tests::Encoded;
 use crate::matmul::{Best, Matrix, Out, multiply_codes};
 use crate::quantise::{pack_blocks, quantise, quantised_bytes, stored_len, unpacked};
-use crate::team::{Queue, Team};
+use crate::team::{Kind, Queue, Team};
 use crate::tile::tests::numbers;
 use crate::tile::{MAX_ROWS, Plain};
 use crate::vector::Array;
@@ -185,7 +185,7 @@ fn run<D: Dots>(codes: Codes, matrix: &Quantised, bias: &[f32], out: impl Fn(usi
     let described = Matrix { panels, format: Some(format), outputs, inputs, bias };
     let shared = Shared((codes, described));
     let outs = Shared(&out);
-    Team { threads: 2, open_mp: None }.run(|member| {
+    Team { threads: 2, kind: Kind::Started }.run(|member| {
         let (codes, matrix) = shared.get();
         let queue = (&queue, member.members);
         // SAFETY: the caller's sizes.

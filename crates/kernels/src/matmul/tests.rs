@@ -5,7 +5,7 @@ use proptest::prelude::*;
 use super::*;
 use crate::element::Bf16;
 use crate::pack::{pack, packed_len};
-use crate::team::Team;
+use crate::team::{Kind, Team};
 use crate::tile::Plain;
 use crate::tile::tests::numbers;
 
@@ -29,7 +29,7 @@ fn run<E: Element, K: Kernel<E>>(
     let mut numbers = vec![f32::NAN; rows.count * matrix.inputs];
     let numbers = Shared((rows, matrix, numbers.as_mut_ptr().cast::<K::Number>()));
     let outs = Shared(&out);
-    Team { threads: 2, open_mp: None }.run(|member| {
+    Team { threads: 2, kind: Kind::Started }.run(|member| {
         let (rows, matrix, numbers) = numbers.get();
         // SAFETY: the caller's sizes.
         unsafe {

@@ -1,0 +1,133 @@
+//! A plan's rows, checked against the tables.
+
+use forebay_kernels::{Given, Rows, Shared};
+use forebay_protocol::{StepPlan, Want};
+
+use crate::tables::{PlanError, Tables, wrong};
+
+/// `r` rows, of which `s` sample.
+pub(crate) struct Columns {
+    /// `[r]`
+    pub(crate) slot: Vec<i64>,
+    /// `[r]`
+    pub(crate) start: Vec<i64>,
+    /// `[r]`
+    pub(crate) length: Vec<i64>,
+    /// `[r]`: each row's last token, numbered over all rows.
+    pub(crate) last: Vec<i64>,
+    /// `[s]`: the rows that sample.
+    pub(crate) sampling: Vec<usize>,
+    /// Of those that sample, the ones with a mask.
+    pub(crate) masked: Vec<usize>,
+}
+
+impl Columns {
+    /// One row of slot 0 that samples.
+    pub(crate) fn one(start: i64, length: i64) -> Self {
+        Self {
+            slot: vec![0],
+            start: vec![start],
+            length: vec![length],
+            last: vec![length - 1],
+            sampling: vec![0],
+            masked: Vec::new(),
+        }
+    }
+
+    pub(crate) fn of(plan: &StepPlan, tables: &Tables) -> Result<Self, PlanError> {
+        let count = plan.rows().len();
+        let mut columns = Self {
+            slot: Vec::with_capacity(count),
+            start: Vec::with_capacity(count),
+            length: Vec::with_capacity(count),
+            last: Vec::with_capacity(count),
+            sampling: Vec::with_capacity(count),
+            masked: Vec::new(),
+        };
+        let (slots, context) = (tables.slots.len(), tables.context_length as u64);
+        let mut last = -1;
+        for (index, row) in plan.rows().enumerate() {
+            let end = u64::from(row.start) + u64::from(row.length);
+            // What is negative in a plan is larger than every table here.
+            if row.slot as usize >= slots || row.length == 0 || end > context {
+                return wrong(format!(
+                    "a row outside of {slots} slots of {context} positions: slot {}, start {}, length {}",
+                    row.slot, row.start, row.length
+                ));
+            }
+            if row.want == Want::Vector {
+                return wrong("a row that pools, for a model that generates");
+            }
+            last += i64::from(row.length);
+            columns.slot.push(row.slot.into());
+            columns.start.push(row.start.into());
+            columns.length.push(row.length.into());
+            columns.last.push(last);
+            if row.want == Want::Masked {
+                columns.masked.push(columns.sampling.len());
+            }
+            if row.want.samples() {
+                columns.sampling.push(index);
+            }
+        }
+        Ok(columns)
+    }
+
+    /// The slots of rows that sample, and the positions that their tokens are for.
+    pub(crate) fn wanted(&self) -> Vec<(usize, usize)> {
+        let of =
+            |&row: &usize| (self.slot[row] as usize, (self.start[row] + self.length[row]) as usize);
+        self.sampling.iter().map(of).collect()
+    }
+
+    /// The last tokens of rows that sample.
+    pub(crate) fn last_tokens(&self) -> Vec<i64> {
+        self.sampling.iter().map(|&row| self.last[row]).collect()
+    }
+
+    /// As the kernels take them.
+    pub(crate) fn rows<'a>(
+        &'a self,
+        tables: &'a Tables,
+        given: &'a [Option<Given<'a>>],
+        sample: &'a [i64],
+    ) -> Rows<'a> {
+        Rows {
+            slot: &self.slot,
+            start: &self.start,
+            length: &self.length,
+            given,
+            tokens: &tables.tokens,
+            token_stride: tables.token_stride,
+            pages: &tables.pages,
+            page_stride: tables.page_stride,
+            sample,
+        }
+    }
+
+    /// Which rows begin at a position whose input is in the arena; none: no row does. `row_bytes` are those of an input, of numbers of `width`
+    /// bytes.
+    pub(crate) fn given<'a>(
+        &self,
+        tables: &Tables,
+        arena: &'a Shared,
+        (row_bytes, width): (usize, usize),
+    ) -> Result<Vec<Option<Given<'a>>>, PlanError> {
+        let mut given = Vec::new();
+        for (row, &slot) in self.slot.iter().enumerate() {
+            let slot = &tables.slots[slot as usize];
+            let until = slot.prompt_len;
+            let Some(offset) = slot.embeds.filter(|_| (self.start[row] as usize) < until) else {
+                continue;
+            };
+            let bytes = until * row_bytes;
+            let Some(inputs) = arena.read(offset, bytes).filter(|_| offset % width == 0) else {
+                let (end, all) = (offset + bytes, arena.bytes());
+                return wrong(format!("embeddings at bytes {offset}..{end} of an arena of {all}"));
+            };
+            given.resize(self.slot.len(), None);
+            given[row] = Some(Given { inputs, until });
+        }
+        Ok(given)
+    }
+}

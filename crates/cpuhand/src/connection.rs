@@ -1,0 +1,72 @@
+//! Frames over the socket to the brain.
+
+use std::io::{self, BufReader, ErrorKind, Read, Write};
+use std::os::unix::net::UnixStream;
+use std::sync::Mutex;
+
+use forebay_protocol::{Frame, FrameError, HEADER_BYTES, Header, Kind};
+use thiserror::Error;
+
+/// A frame of a usual step, its masks and the next one come with one call.
+const AT_ONCE: usize = 1 << 18;
+
+/// Why there is nothing more to read or to write.
+#[derive(Debug, Error)]
+pub(crate) enum ConnectionError {
+    /// The brain has gone, or closed the socket in the middle of a frame.
+    #[error("the brain has gone: {0}")]
+    Gone(#[from] io::Error),
+    /// What came is no frame.
+    #[error("{0}")]
+    Frame(#[from] FrameError),
+}
+
+/// What comes from the brain.
+pub(crate) struct Incoming(BufReader<UnixStream>);
+
+impl Incoming {
+    pub(crate) fn new(socket: &UnixStream) -> io::Result<Self> {
+        Ok(Self(BufReader::with_capacity(AT_ONCE, socket.try_clone()?)))
+    }
+
+    /// The next frame; `None` when the brain has closed the socket, or says that it is over.
+    pub(crate) fn next(&mut self) -> Result<Option<Frame>, ConnectionError> {
+        Ok(self.first()?.filter(|frame| frame.header().kind != Kind::Shutdown))
+    }
+
+    /// The next frame, whatever it is; `None` when the brain has closed the socket.
+    pub(crate) fn first(&mut self) -> Result<Option<Frame>, ConnectionError> {
+        let mut head = [0; HEADER_BYTES];
+        let mut filled = 0;
+        while filled < HEADER_BYTES {
+            match self.0.read(&mut head[filled..]) {
+                Ok(0) if filled == 0 => return Ok(None),
+                Ok(0) => return Err(io::Error::from(ErrorKind::UnexpectedEof).into()),
+                Ok(count) => filled += count,
+                Err(error) if error.kind() == ErrorKind::Interrupted => {}
+                // A brain that was killed leaves what it had not read.
+                Err(error) if error.kind() == ErrorKind::ConnectionReset => return Ok(None),
+                Err(error) => return Err(error.into()),
+            }
+        }
+        let header = Header::decode(&head)?;
+        let mut words = vec![0_i32; header.words as usize];
+        self.0.read_exact(bytemuck::cast_slice_mut(&mut words))?;
+        Ok(Some(Frame::new(header, words)?))
+    }
+}
+
+/// What goes to the brain; threads that load tell it how far they are.
+pub(crate) struct Outgoing(Mutex<UnixStream>);
+
+impl Outgoing {
+    pub(crate) fn new(socket: UnixStream) -> Self {
+        Self(Mutex::new(socket))
+    }
+
+    /// Writes a whole frame.
+    pub(crate) fn send(&self, frame: &[u8]) -> Result<(), ConnectionError> {
+        let mut socket = self.0.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+        Ok(socket.write_all(frame)?)
+    }
+}

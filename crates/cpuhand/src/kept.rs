@@ -1,0 +1,118 @@
+//! Weights as they are computed with, from one start to the next: when they are kept, and under which name. The hand in Python has the same files.
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+
+use forebay_kernels::{Threads, build};
+use forebay_protocol::HandConfig;
+use forebay_weights::{Entry, PackedFile, content_key, python_json};
+use rustix::process::nice;
+use serde_json::{Map, Value, json};
+
+use crate::load::{Formats, Loaded, Plan, rooms, shared};
+
+/// Below the model's cache folder.
+const FOLDER: &str = "packed";
+const LOWEST_PRIORITY: i32 = 19;
+
+/// A decoder's weights on disk.
+pub(crate) struct Kept {
+    file: PackedFile,
+    was_read: bool,
+}
+
+impl Kept {
+    /// What is kept for such a configuration; `None`: nothing ever is.
+    pub(crate) fn open(config: &HandConfig) -> Option<Self> {
+        let model = &config.model;
+        let folder = model.get("cache").and_then(Value::as_str)?;
+        if config.weight_cache_bytes == 0 || config.load_format != "auto" {
+            return None;
+        }
+        let facts = json!({
+            "order": build(),
+            "dtype": format!("torch.{}", config.dtype),
+            "quantization": config.quantization,
+            "format": model.get("format"),
+            "config": model.get("config"),
+        });
+        // Loading says what is wrong with the files.
+        let key = content_key(&files(model), &facts).ok()?;
+        let file =
+            PackedFile::open(&Path::new(folder).join(FOLDER), &key, config.weight_cache_bytes);
+        Some(Self { file, was_read: false })
+    }
+
+    /// How the checkpoint stores its matrices; `None`: it has to be looked at.
+    pub(crate) fn stored(&self) -> Option<BTreeMap<String, String>> {
+        let text = self.file.notes()?.get("stored")?.as_str()?;
+        serde_json::from_str(text).ok()
+    }
+
+    /// The weights; `None`: the checkpoint has to be loaded.
+    pub(crate) fn load(
+        &mut self,
+        plan: &Plan,
+        threads: &Threads,
+        report: &(dyn Fn(usize, usize) + Sync),
+    ) -> Option<Loaded> {
+        self.file.notes()?;
+        let entries = plan.entries();
+        let fits = |(name, entry): &(&str, Entry)| self.file.entry(name) == Some(entry);
+        if !entries.iter().all(fits) {
+            return None;
+        }
+        let mut rooms = rooms(plan).ok()?;
+        let into = rooms.iter_mut().map(|(name, room)| (name.as_str(), &mut room[..])).collect();
+        let total = entries.len();
+        let report = |done: u64, all: u64| {
+            report((total as u128 * u128::from(done) / u128::from(all.max(1))) as usize, total);
+        };
+        let read = self.file.read(into, |count, work| threads.each(count, work), &report);
+        self.was_read = read;
+        read.then(|| shared(rooms))
+    }
+
+    /// Removes what was read: it can't be what was written. False: nothing was read.
+    pub(crate) fn discard(&mut self) -> bool {
+        if self.was_read {
+            self.file.remove();
+        }
+        self.was_read
+    }
+
+    /// Has a thread write the weights, which nobody changes any more, unless they are there.
+    pub(crate) fn save(self, plan: &Plan, loaded: Loaded) {
+        if self.was_read {
+            return;
+        }
+        let entries: Vec<(String, Entry)> =
+            plan.entries().into_iter().map(|(name, entry)| (name.to_owned(), entry)).collect();
+        let stored = match plan.formats() {
+            Formats::Stored(stored) => json!(stored),
+            Formats::Plain | Formats::Int8 => json!({}),
+        };
+        let mut notes = Map::new();
+        notes.insert("stored".into(), python_json(&stored, false).into());
+        let write = move || {
+            // Of this thread only, as Linux has it: steps come first.
+            let _ = nice(LOWEST_PRIORITY);
+            let tensors: Vec<(&str, &Entry, &[u8])> = entries
+                .iter()
+                .filter_map(|(name, entry)| Some((name.as_str(), entry, &loaded.get(name)?[..])))
+                .collect();
+            self.file.write(&tensors, &notes);
+        };
+        // Who tells the hand to go does not wait for it, and what it leaves is cleared by the next writer.
+        let started = std::thread::Builder::new().name("keep-weights".into()).spawn(write);
+        if let Err(error) = started {
+            eprintln!("the weights are not kept: {error}");
+        }
+    }
+}
+
+/// The model's files, as the brain names them.
+pub(crate) fn files(model: &Value) -> Vec<PathBuf> {
+    let files = model.get("files").and_then(Value::as_array).into_iter().flatten();
+    files.filter_map(Value::as_str).map(PathBuf::from).collect()
+}

@@ -1,0 +1,496 @@
+//! Weights from a checkpoint into the order of the kernels, or from an earlier start's file.
+
+use std::collections::{BTreeMap, HashMap, HashSet};
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+
+use forebay_kernels::{Bytes, Dtype, Layer, Matrix, Packing, Room, Storage, Threads, Weights};
+use forebay_weights::{
+    Angles, BlockKind, Checkpoint, Entry, ModelError, Shape, TorchNumber, computed_as,
+};
+
+use crate::random::randomise;
+
+const EMBEDDING: &str = "model.embed_tokens.weight";
+const NORM: &str = "model.norm.weight";
+const HEAD: &str = "lm_head.weight";
+/// Inner positions of a quantised block.
+const SHARED: usize = 32;
+
+/// How matrices are computed with.
+#[derive(Debug, Clone, PartialEq)]
+pub(crate) enum Formats {
+    /// In the model's type.
+    Plain,
+    /// All of them as 8-bit integers.
+    Int8,
+    /// As a file has them in blocks: checkpoint name to GGUF's name of its type.
+    Stored(BTreeMap<String, String>),
+}
+
+impl Formats {
+    fn of(&self, names: &[String], inputs: usize) -> Result<Storage, ModelError> {
+        let stored = match self {
+            Self::Plain => return Ok(Storage::Plain),
+            Self::Int8 if inputs.is_multiple_of(SHARED) => return Ok(Storage::Int8),
+            Self::Int8 => {
+                return Err(ModelError::Broken(format!(
+                    "{} has {inputs} inputs, and --quantization w8a8_int8 needs multiples of {SHARED}",
+                    names[0]
+                )));
+            }
+            Self::Stored(stored) => stored,
+        };
+        let kinds: Option<Vec<BlockKind>> =
+            names.iter().map(|name| computed_as(stored.get(name)?)).collect();
+        Ok(match kinds.as_deref() {
+            None | Some([]) => Storage::Plain,
+            // Files give keys and values more bits than queries: the widest of the formats holds them all.
+            Some([first, rest @ ..]) if rest.iter().any(|kind| kind != first) => Storage::Q8_0,
+            Some([BlockKind::Q8_0, ..]) => Storage::Q8_0,
+            Some([BlockKind::Q4_0, ..]) => Storage::Q4_0,
+            Some([BlockKind::Q4_1, ..]) => Storage::Q4_1,
+        })
+    }
+}
+
+fn block_of(storage: Storage) -> Option<BlockKind> {
+    match storage {
+        Storage::Plain | Storage::Int8 => None,
+        Storage::Q8_0 => Some(BlockKind::Q8_0),
+        Storage::Q4_0 => Some(BlockKind::Q4_0),
+        Storage::Q4_1 => Some(BlockKind::Q4_1),
+    }
+}
+
+/// Some of the checkpoint's weights, one after the other in memory.
+#[derive(Debug, Clone)]
+struct Parts {
+    /// Name and shape in the checkpoint. The first name stands for all.
+    parts: Vec<(String, Vec<usize>)>,
+}
+
+impl Parts {
+    fn name(&self) -> &str {
+        &self.parts[0].0
+    }
+
+    fn elements(&self) -> usize {
+        self.parts.iter().map(|(_, shape)| shape.iter().product::<usize>()).sum()
+    }
+}
+
+struct Matrices {
+    parts: Parts,
+    packing: Packing,
+    /// Where the numbers are in the checkpoint, if not under the name of the only part.
+    source: Option<&'static str>,
+}
+
+/// What a model's weights are and how they will lie: nothing of it is loaded yet.
+pub(crate) struct Plan {
+    vectors: Vec<Parts>,
+    matrices: Vec<Matrices>,
+    number: TorchNumber,
+    formats: Formats,
+    layers: usize,
+}
+
+impl Plan {
+    /// The weights of a model, computed with in `number` but for what `formats` says.
+    pub(crate) fn new(
+        shape: &Shape,
+        number: TorchNumber,
+        formats: Formats,
+    ) -> Result<Self, ModelError> {
+        let &Shape { hidden_size: hidden, intermediate_size: inner, head_dim: dim, .. } = shape;
+        let (queries, keys) = (shape.heads * dim, shape.kv_heads * dim);
+        let mut plan = Self {
+            vectors: Vec::new(),
+            matrices: Vec::new(),
+            number,
+            formats,
+            layers: shape.layers,
+        };
+        plan.vector(&[(EMBEDDING.into(), vec![shape.vocab_size, hidden])]);
+        plan.vector(&[(NORM.into(), vec![hidden])]);
+        for layer in 0..shape.layers {
+            let at = |name: &str| format!("model.layers.{layer}.{name}");
+            let qkv = [("q_proj", queries), ("k_proj", keys), ("v_proj", keys)];
+            let qkv = qkv.map(|(name, rows)| (at(&format!("self_attn.{name}")), rows));
+            let output = [(at("self_attn.o_proj"), hidden)];
+            let gate_up = ["gate_proj", "up_proj"].map(|name| (at(&format!("mlp.{name}")), inner));
+            let down = [(at("mlp.down_proj"), hidden)];
+            plan.linear(&qkv, hidden, shape.qkv_bias, false)?;
+            plan.linear(&output, queries, shape.output_bias, false)?;
+            if shape.head_norms {
+                for norm in ["q_norm", "k_norm"] {
+                    plan.vector(&[(at(&format!("self_attn.{norm}.weight")), vec![dim])]);
+                }
+            }
+            plan.linear(&gate_up, hidden, shape.mlp_bias, true)?;
+            plan.linear(&down, inner, shape.mlp_bias, false)?;
+            for norm in ["input_layernorm", "post_attention_layernorm"] {
+                plan.vector(&[(at(&format!("{norm}.weight")), vec![hidden])]);
+            }
+        }
+        plan.head(shape)?;
+        Ok(plan)
+    }
+
+    fn vector(&mut self, parts: &[(String, Vec<usize>)]) {
+        self.vectors.push(Parts { parts: parts.to_vec() });
+    }
+
+    fn linear(
+        &mut self,
+        outputs: &[(String, usize)],
+        inputs: usize,
+        bias: bool,
+        interleaved: bool,
+    ) -> Result<(), ModelError> {
+        let part = |(name, rows): &(String, usize)| (format!("{name}.weight"), vec![*rows, inputs]);
+        let parts = Parts { parts: outputs.iter().map(part).collect() };
+        self.matrix(parts, inputs, interleaved, None)?;
+        if bias {
+            let part = |(name, rows): &(String, usize)| (format!("{name}.bias"), vec![*rows]);
+            self.vectors.push(Parts { parts: outputs.iter().map(part).collect() });
+        }
+        Ok(())
+    }
+
+    fn head(&mut self, shape: &Shape) -> Result<(), ModelError> {
+        let parts = Parts { parts: vec![(HEAD.into(), vec![shape.vocab_size, shape.hidden_size])] };
+        let storage = self.formats.of(&[HEAD.into()], shape.hidden_size)?;
+        // Also where it is tied: the rows of an embedding are looked up in the model's type.
+        let own = !shape.tied || block_of(storage).is_some();
+        self.matrix(parts, shape.hidden_size, false, (!own).then_some(EMBEDDING))
+    }
+
+    fn matrix(
+        &mut self,
+        parts: Parts,
+        inputs: usize,
+        interleaved: bool,
+        source: Option<&'static str>,
+    ) -> Result<(), ModelError> {
+        let names: Vec<String> = parts.parts.iter().map(|(name, _)| name.clone()).collect();
+        let storage = self.formats.of(&names, inputs)?;
+        let dtype = dtype(self.number);
+        let packing =
+            Packing { outputs: parts.elements() / inputs, inputs, interleaved, dtype, storage };
+        packing.bytes().map_err(|error| ModelError::Broken(error.to_string()))?;
+        self.matrices.push(Matrices { parts, packing, source });
+        Ok(())
+    }
+
+    pub(crate) fn formats(&self) -> &Formats {
+        &self.formats
+    }
+
+    /// Names of a checkpoint's weights that there is room for.
+    fn wanted(&self) -> impl Iterator<Item = &(String, Vec<usize>)> {
+        let of_matrices = self.matrices.iter().filter(|matrix| matrix.source.is_none());
+        let matrices = of_matrices.flat_map(|matrix| &matrix.parts.parts);
+        self.vectors.iter().flat_map(|vector| &vector.parts).chain(matrices)
+    }
+
+    /// Bytes of all weights as they are computed with.
+    pub(crate) fn bytes(&self) -> u64 {
+        self.entries().iter().filter_map(|(_, entry)| entry.bytes()).map(|bytes| bytes as u64).sum()
+    }
+
+    /// What is kept of a model, by name: vectors as they were loaded, matrices as the kernels read them.
+    pub(crate) fn entries(&self) -> Vec<(&str, Entry)> {
+        let number = match self.number {
+            TorchNumber::Float32 => "F32",
+            TorchNumber::Bfloat16 => "BF16",
+        };
+        let vector = |parts: &Parts| {
+            // The first dimensions of parts come together.
+            let rows = parts.parts.iter().map(|(_, shape)| shape[0]).sum();
+            parts.parts[0].1.iter().skip(1).fold(vec![rows], |mut shape, &size| {
+                shape.push(size);
+                shape
+            })
+        };
+        let vectors = self
+            .vectors
+            .iter()
+            .map(|parts| (parts.name(), Entry { dtype: number.into(), shape: vector(parts) }));
+        let matrices = self.matrices.iter().map(|matrix| {
+            let bytes = matrix.packing.bytes().unwrap_or(0);
+            let plain = matrix.packing.storage == Storage::Plain;
+            let (dtype, width) =
+                if plain { (number, matrix.packing.dtype.bytes()) } else { ("U8", 1) };
+            (matrix.parts.name(), Entry { dtype: dtype.into(), shape: vec![bytes / width] })
+        });
+        vectors.chain(matrices).collect()
+    }
+
+    /// Whether a checkpoint with weights of these shapes fits: before anything is read.
+    pub(crate) fn check(&self, checkpoint: &Checkpoint) -> Result<(), ModelError> {
+        let found = checkpoint.shapes();
+        let blocks = |name: &str| {
+            // Its shape is that of the embedding, which it is.
+            name == HEAD && matches!(self.formats, Formats::Stored(_))
+        };
+        let wanted: HashSet<&str> = self.wanted().map(|(name, _)| name.as_str()).collect();
+        let lacking: Vec<&str> = wanted
+            .iter()
+            .copied()
+            .filter(|&name| !found.contains_key(name) && !blocks(name))
+            .collect();
+        if let Some(first) = lacking.iter().min() {
+            return Err(ModelError::Broken(format!(
+                "the checkpoint lacks {} of {} weights, the first is {first}",
+                lacking.len(),
+                wanted.len()
+            )));
+        }
+        let mut names: Vec<&String> = found.keys().collect();
+        names.sort();
+        if let Some(name) = names.into_iter().find(|name| !wanted.contains(name.as_str())) {
+            return Err(ModelError::Broken(format!(
+                "the checkpoint has {name}, which the model does not have"
+            )));
+        }
+        for (name, shape) in self.wanted() {
+            match found.get(name) {
+                Some(has) if has != shape => {
+                    return Err(ModelError::Broken(format!(
+                        "{name} is {has:?} in the checkpoint, the model wants {shape:?}"
+                    )));
+                }
+                _ => {}
+            }
+        }
+        Ok(())
+    }
+
+    /// One line about what of a file is computed as it is stored; an error if that is nothing.
+    pub(crate) fn tell_formats(&self) -> Result<Option<String>, ModelError> {
+        let Formats::Stored(stored) = &self.formats else { return Ok(None) };
+        let (mut kinds, mut others) = (BTreeMap::new(), 0);
+        for matrix in &self.matrices {
+            for (name, _) in &matrix.parts.parts {
+                match (block_of(matrix.packing.storage), stored.get(name)) {
+                    (Some(kind), Some(name)) => {
+                        let kind = format!("{kind:?}");
+                        *kinds.entry((name.clone(), kind)).or_insert(0) += 1;
+                    }
+                    _ if matrix.source.is_none() => others += 1,
+                    _ => {}
+                }
+            }
+        }
+        if kinds.is_empty() {
+            return Err(ModelError::Broken(
+                "quantization gguf knows Q8_0, Q4_0, Q4_1, Q4_K, Q5_0, Q5_1, Q5_K, Q6_K, and no matrix of the file is of these types".into(),
+            ));
+        }
+        let named: Vec<String> = kinds
+            .iter()
+            .map(|((stored, kind), count)| match stored == kind {
+                true => format!("{count} {kind}"),
+                false => format!("{count} {stored} as {kind}"),
+            })
+            .collect();
+        let number = match self.number {
+            TorchNumber::Float32 => "float32",
+            TorchNumber::Bfloat16 => "bfloat16",
+        };
+        let rest =
+            if others > 0 { format!("; {others} matrices in {number}") } else { String::new() };
+        Ok(Some(format!("computing with blocks of the file: {}{rest}", named.join(", "))))
+    }
+}
+
+fn dtype(number: TorchNumber) -> Dtype {
+    match number {
+        TorchNumber::Float32 => Dtype::Float32,
+        TorchNumber::Bfloat16 => Dtype::Bfloat16,
+    }
+}
+
+/// Where weights come from.
+#[derive(Clone, Copy)]
+pub(crate) enum Source<'a> {
+    Checkpoint(&'a Checkpoint),
+    /// Of a seed.
+    Random(u64),
+}
+
+/// Weights by name, in memory.
+pub(crate) type Loaded = HashMap<String, Bytes>;
+
+/// Room for all weights: vectors side by side, and matrices.
+pub(crate) fn rooms(plan: &Plan) -> std::io::Result<Vec<(String, Room)>> {
+    let entries = plan.entries();
+    let sizes: Vec<usize> = entries.iter().map(|(_, entry)| entry.bytes().unwrap_or(0)).collect();
+    let (vectors, matrices) = sizes.split_at(plan.vectors.len());
+    let rooms = [Room::parts(vectors.iter().copied())?, Room::parts(matrices.iter().copied())?];
+    let names = entries.iter().map(|(name, _)| (*name).to_owned());
+    Ok(names.zip(rooms.into_iter().flatten()).collect())
+}
+
+pub(crate) fn shared(rooms: Vec<(String, Room)>) -> Loaded {
+    rooms.into_iter().map(|(name, room)| (name, Arc::new(room))).collect()
+}
+
+/// Fills all weights; `report` gets how many of a checkpoint's weights are there, and their total.
+pub(crate) fn load(
+    plan: &Plan,
+    source: Source<'_>,
+    threads: &Threads,
+    report: &(dyn Fn(usize, usize) + Sync),
+) -> Result<Loaded, ModelError> {
+    let rooms = rooms(plan).map_err(|error| ModelError::Broken(format!("no memory: {error}")))?;
+    let jobs: Vec<Mutex<(String, Room)>> = rooms.into_iter().map(Mutex::new).collect();
+    let total = plan.wanted().count();
+    let done = AtomicUsize::new(0);
+    let failed: Mutex<Option<ModelError>> = Mutex::new(None);
+    let locked = |failed: &Mutex<Option<ModelError>>| {
+        failed.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    };
+    threads.each(jobs.len(), |index| {
+        if locked(&failed).is_some() {
+            return;
+        }
+        let mut job = jobs[index].lock().unwrap_or_else(PoisonError::into_inner);
+        let result = match index.checked_sub(plan.vectors.len()) {
+            None => plan.vectors[index].read(source, plan.number, &mut job.1),
+            Some(index) => plan.matrices[index].read(source, plan.number, &mut job.1),
+        };
+        match result {
+            Ok(count) => report(done.fetch_add(count, Ordering::Relaxed) + count, total),
+            Err(error) => {
+                *failed.lock().unwrap_or_else(PoisonError::into_inner) = Some(error);
+            }
+        }
+    });
+    match locked(&failed) {
+        Some(error) => Err(error),
+        None => Ok(shared(
+            jobs.into_iter()
+                .map(|job| job.into_inner().unwrap_or_else(PoisonError::into_inner))
+                .collect(),
+        )),
+    }
+}
+
+impl Parts {
+    /// Reads all parts; gives how many there are.
+    fn read(
+        &self,
+        source: Source<'_>,
+        number: TorchNumber,
+        mut to: &mut [u8],
+    ) -> Result<usize, ModelError> {
+        let width = dtype(number).bytes();
+        for (name, shape) in &self.parts {
+            let (part, rest) = to.split_at_mut(shape.iter().product::<usize>() * width);
+            source.read(name, number, part)?;
+            to = rest;
+        }
+        Ok(self.parts.len())
+    }
+}
+
+impl Source<'_> {
+    fn read(self, name: &str, number: TorchNumber, to: &mut [u8]) -> Result<(), ModelError> {
+        match self {
+            Self::Checkpoint(checkpoint) => checkpoint.read(name, number, to),
+            Self::Random(seed) => {
+                randomise(seed, name, number, to);
+                Ok(())
+            }
+        }
+    }
+}
+
+impl Matrices {
+    fn read(
+        &self,
+        source: Source<'_>,
+        number: TorchNumber,
+        to: &mut [u8],
+    ) -> Result<usize, ModelError> {
+        let unfit = |error: forebay_kernels::Unfit| ModelError::Broken(error.to_string());
+        if let (Some(kind), Source::Checkpoint(checkpoint)) =
+            (block_of(self.packing.storage), source)
+        {
+            let mut blocks = Vec::with_capacity(self.packing.source_bytes());
+            for (name, _) in &self.parts.parts {
+                checkpoint.read_blocks(name, kind, &mut blocks)?;
+            }
+            self.packing.pack(&blocks, to).map_err(unfit)?;
+            return Ok(self.parts.parts.len());
+        }
+        // Words, so that numbers of every type begin where they may.
+        let bytes = self.packing.source_bytes();
+        let mut words = vec![0_u64; bytes.div_ceil(8)];
+        let numbers = &mut bytemuck::cast_slice_mut(&mut words)[..bytes];
+        let count = match self.source {
+            None => self.parts.read(source, number, numbers)?,
+            Some(name) => {
+                source.read(name, number, numbers)?;
+                0
+            }
+        };
+        self.packing.pack(numbers, to).map_err(unfit)?;
+        Ok(count)
+    }
+}
+
+/// The weights of a decoder, out of those that are loaded.
+pub(crate) fn assemble(
+    plan: &Plan,
+    shape: &Shape,
+    loaded: &Loaded,
+    positions: usize,
+) -> Result<Weights, ModelError> {
+    let get = |name: &str| {
+        let found = loaded.get(name).cloned();
+        found.ok_or_else(|| ModelError::Broken(format!("{name} is neither loaded nor packed")))
+    };
+    let storages: HashMap<&str, Storage> =
+        plan.matrices.iter().map(|it| (it.parts.name(), it.packing.storage)).collect();
+    let matrix = |name: &str| -> Result<Matrix, ModelError> {
+        let storage = storages.get(name).copied().unwrap_or(Storage::Plain);
+        Ok(Matrix { storage, packed: get(name)? })
+    };
+    let mut layers = Vec::new();
+    for layer in 0..plan.layers {
+        let at = |name: &str| format!("model.layers.{layer}.{name}");
+        let bias = |there: bool, name: &str| there.then(|| get(&at(name))).transpose();
+        let norm = |name: &str| get(&at(&format!("{name}.weight")));
+        let norms = if shape.head_norms {
+            Some((norm("self_attn.q_norm")?, norm("self_attn.k_norm")?))
+        } else {
+            None
+        };
+        layers.push(Layer {
+            input_norm: norm("input_layernorm")?,
+            qkv: matrix(&at("self_attn.q_proj.weight"))?,
+            qkv_bias: bias(shape.qkv_bias, "self_attn.q_proj.bias")?,
+            head_norms: norms,
+            output: matrix(&at("self_attn.o_proj.weight"))?,
+            output_bias: bias(shape.output_bias, "self_attn.o_proj.bias")?,
+            post_norm: norm("post_attention_layernorm")?,
+            gate_up: matrix(&at("mlp.gate_proj.weight"))?,
+            gate_up_bias: bias(shape.mlp_bias, "mlp.gate_proj.bias")?,
+            down: matrix(&at("mlp.down_proj.weight"))?,
+            down_bias: bias(shape.mlp_bias, "mlp.down_proj.bias")?,
+        });
+    }
+    let Angles { cos, sin } = Angles::of(shape, positions, plan.number)?;
+    Ok(Weights {
+        embedding: get(EMBEDDING)?,
+        final_norm: get(NORM)?,
+        head: matrix(HEAD)?,
+        layers,
+        cos,
+        sin,
+    })
+}

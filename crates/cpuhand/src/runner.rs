@@ -1,0 +1,319 @@
+//! One process's memory: weights, pages and tables, loaded and ready for steps (`step`).
+
+use std::ffi::CString;
+use std::sync::Arc;
+use std::time::Instant;
+
+use forebay_kernels::{Decoder, Dtype, Room, Shared, Sizes, Threads, Unfit, Wanted, limit};
+use forebay_protocol::{HandConfig, Ready};
+use forebay_weights::{Checkpoint, ModelError, Shape, TorchNumber};
+use serde_json::Value;
+use thiserror::Error;
+
+use crate::columns::Columns;
+use crate::connection::ConnectionError;
+use crate::kept::{Kept, files};
+use crate::load::{Formats, Plan, Source, assemble, load};
+use crate::machine::{available_bytes, physical_cores};
+use crate::prompts::slice_bytes;
+use crate::serves::{Asked, serves};
+use crate::tables::{PlanError, Tables};
+
+/// What ends a hand, by the names that the hand in Python gives such errors.
+#[derive(Debug, Error)]
+pub(crate) enum HandError {
+    #[error("ConfigError: {0}")]
+    Config(String),
+    #[error("ModelError: {0}")]
+    Model(#[from] ModelError),
+    #[error("NotFiniteError: {0}")]
+    NotFinite(String),
+    #[error("PlanError: {0}")]
+    Plan(#[from] PlanError),
+    #[error("WireError: {0}")]
+    Wire(#[from] ConnectionError),
+    #[error("OSError: {0}")]
+    System(#[from] std::io::Error),
+}
+
+impl From<Unfit> for HandError {
+    fn from(error: Unfit) -> Self {
+        Self::Plan(PlanError(error.to_string()))
+    }
+}
+
+/// Told how many weights are loaded, of how many.
+pub(crate) type Report<'a> = &'a (dyn Fn(usize, usize) + Sync);
+
+/// Weights, pages and slot tables, and plans executed on them.
+pub(crate) struct Runner {
+    pub(crate) decoder: Decoder,
+    pub(crate) tables: Tables,
+    pub(crate) threads: Arc<Threads>,
+    pub(crate) arena: Arc<Shared>,
+    pub(crate) sizes: Sizes,
+    facts: Ready,
+    /// When the step before ended.
+    pub(crate) ended: Instant,
+    /// Kept from step to step.
+    pub(crate) logits: Vec<f32>,
+}
+
+/// A runner, and how its weights are kept for the next start.
+pub(crate) struct Loaded {
+    pub(crate) runner: Runner,
+    /// To be called when steps can be computed.
+    pub(crate) keep: Box<dyn FnOnce()>,
+}
+
+impl Runner {
+    /// Loads a model and computes a first step.
+    pub(crate) fn load(
+        config: &HandConfig,
+        arena: Shared,
+        report: Report<'_>,
+    ) -> Result<Loaded, HandError> {
+        let kernels = std::env::var("FOREBAY_KERNELS").ok();
+        let asked = Asked::of(config, kernels.as_deref())
+            .ok_or_else(|| HandError::Config("the config has no model".into()))?;
+        serves(&asked).map_err(|error| match error {
+            ModelError::Elsewhere(what) => {
+                HandError::Config(format!("the Rust hand does not have {what}"))
+            }
+            error => error.into(),
+        })?;
+        limit_kernels(kernels.as_deref())?;
+        check(config)?;
+        let shape = Shape::of(asked.config)?;
+        let number = number(&config.dtype)?;
+        let members = config.threads.map_or_else(physical_cores, |threads| threads as usize);
+        let threads = Arc::new(Threads::new(members)?);
+        let available = available_bytes();
+        let mut kept = Kept::open(config);
+        let mut checkpoint = None;
+        let formats = formats(config, &shape, kept.as_ref(), &mut checkpoint)?;
+        let plan = Plan::new(&shape, number, formats)?;
+        if let Some(line) = plan.tell_formats()? {
+            eprintln!("{line}");
+        }
+        let sizes = sizes(config, &shape, number, available, plan.bytes())?;
+        let pool = sizes.pool_bytes();
+        let pages = Room::parts(std::iter::repeat_n(pool, 2 * shape.layers))?;
+        let mut pages = pages.into_iter();
+        let mut layers = Vec::new();
+        while let (Some(keys), Some(values)) = (pages.next(), pages.next()) {
+            layers.push([keys, values]);
+        }
+        let earlier = kept.as_mut().and_then(|kept| kept.load(&plan, &threads, report));
+        let weights = match earlier {
+            Some(weights) => weights,
+            None if config.load_format == "dummy" => {
+                load(&plan, Source::Random(config.seed), &threads, report)?
+            }
+            None => {
+                let checkpoint = match checkpoint {
+                    Some(checkpoint) => checkpoint,
+                    None => open(config, &shape)?,
+                };
+                plan.check(&checkpoint)?;
+                load(&plan, Source::Checkpoint(&checkpoint), &threads, report)?
+            }
+        };
+        let assembled = assemble(&plan, &shape, &weights, sizes.positions)?;
+        let decoder = Decoder::new(sizes, assembled, layers, &threads)
+            .map_err(|error| ModelError::Broken(error.to_string()))?;
+        let page_bytes = 2 * (pool / sizes.page_count * shape.layers) as u64;
+        let facts = Ready {
+            page_count: sizes.page_count as u32,
+            vocab_size: sizes.vocabulary as u32,
+            hidden_size: sizes.hidden as u32,
+            dtype: match number {
+                TorchNumber::Float32 => forebay_protocol::Dtype::Float32,
+                TorchNumber::Bfloat16 => forebay_protocol::Dtype::Bfloat16,
+            },
+            weight_bytes: plan.bytes(),
+            kv_bytes: page_bytes * sizes.page_count as u64,
+            device: "cpu".into(),
+            load_seconds: 0.0,
+            tokens_a_row: 1,
+            host_page_count: 0,
+            page_bytes,
+            hot_row_tokens: 0,
+            tower_layers: 0,
+            image_page_count: 0,
+            image_page_tokens: 0,
+            graphs: 0,
+        };
+        let tables = Tables::new(
+            config.slots as usize,
+            config.context_length as usize,
+            sizes.page_size,
+            sizes.vocabulary,
+        );
+        let (ended, logits, arena) = (Instant::now(), Vec::new(), Arc::new(arena));
+        let mut runner = Self { decoder, tables, threads, arena, sizes, facts, ended, logits };
+        if !runner.warm_up()? {
+            let mut what = "the weights give results that are not finite".to_owned();
+            if kept.as_mut().is_some_and(Kept::discard) {
+                what += "; they were kept by an earlier start and are removed: the next one reads the model's own files";
+            }
+            return Err(HandError::NotFinite(what));
+        }
+        let keep = Box::new(move || {
+            if let Some(kept) = kept {
+                kept.save(&plan, weights);
+            }
+        });
+        Ok(Loaded { runner, keep })
+    }
+
+    /// What `ready` tells the brain, the loading time excepted.
+    pub(crate) fn facts(&self) -> &Ready {
+        &self.facts
+    }
+
+    /// Runs a tiny prompt and a decode row: no request pays for what is set up by the first step. Leaves the tables as they were; the first page's
+    /// content is overwritten by whoever gets it. False: the results were not finite.
+    fn warm_up(&mut self) -> Result<bool, HandError> {
+        let length = 2.min(self.tables.context_length).min(self.sizes.page_size);
+        self.tables.pages[0] = 0;
+        let mut fine = true;
+        for (start, length) in [(0, length), (length - 1, 1)] {
+            let (mut best, mut finite) = ([0], [0]);
+            let columns = Columns::one(start as i64, length as i64);
+            let rows = columns.rows(&self.tables, &[], &columns.last);
+            self.decoder.step(&rows, Wanted::Best(&mut best, &mut finite))?;
+            fine &= finite[0] == 1;
+        }
+        self.tables.forget_pages();
+        self.ended = Instant::now();
+        Ok(fine)
+    }
+}
+
+fn number(name: &str) -> Result<TorchNumber, HandError> {
+    match name {
+        "float32" => Ok(TorchNumber::Float32),
+        "bfloat16" => Ok(TorchNumber::Bfloat16),
+        other => Err(HandError::Config(format!(
+            "dtype {other:?} is not supported: use bfloat16 or float32"
+        ))),
+    }
+}
+
+/// What `FOREBAY_KERNELS` says of the instructions that may be used.
+fn limit_kernels(wanted: Option<&str>) -> Result<(), HandError> {
+    let Some(level) = wanted.filter(|&level| level != "native") else { return Ok(()) };
+    let known = CString::new(level).is_ok_and(|level| limit(&level));
+    if known {
+        return Ok(());
+    }
+    Err(HandError::Config(format!(
+        "FOREBAY_KERNELS is {level:?}, which this kind of processor does not have"
+    )))
+}
+
+fn check(config: &HandConfig) -> Result<(), HandError> {
+    let sizes = [
+        config.page_size,
+        config.slots,
+        config.context_length,
+        config.chunked_prefill_size,
+        config.max_running_requests,
+    ];
+    if sizes.contains(&0) {
+        return Err(HandError::Config(
+            "page_size, slots, context_length, chunked_prefill_size, max_running_requests must be at least 1".into(),
+        ));
+    }
+    if !["auto", "dummy"].contains(&config.load_format.as_str()) {
+        return Err(HandError::Config(format!(
+            "load format {:?} is not supported: use auto or dummy",
+            config.load_format
+        )));
+    }
+    let gguf = config.model.get("format").and_then(Value::as_str) == Some("gguf");
+    if config.quantization.as_deref() == Some("gguf") && (!gguf || config.load_format == "dummy") {
+        return Err(HandError::Config(
+            "quantization gguf computes with the blocks of a GGUF file, and none is loaded".into(),
+        ));
+    }
+    Ok(())
+}
+
+fn open(config: &HandConfig, shape: &Shape) -> Result<Checkpoint, ModelError> {
+    let format = config.model.get("format").and_then(Value::as_str).unwrap_or_default();
+    Checkpoint::open(format, &files(&config.model), shape)
+}
+
+/// How matrices are computed with. A checkpoint that has to be looked at for that is left open.
+fn formats(
+    config: &HandConfig,
+    shape: &Shape,
+    kept: Option<&Kept>,
+    checkpoint: &mut Option<Checkpoint>,
+) -> Result<Formats, ModelError> {
+    Ok(match config.quantization.as_deref() {
+        Some("w8a8_int8") => Formats::Int8,
+        Some("gguf") => match kept.and_then(Kept::stored) {
+            Some(stored) => Formats::Stored(stored),
+            None => {
+                let opened = checkpoint.insert(open(config, shape)?);
+                let stored = opened.stored().into_iter();
+                Formats::Stored(stored.map(|(name, kind)| (name, kind.to_owned())).collect())
+            }
+        },
+        _ => Formats::Plain,
+    })
+}
+
+/// The sizes of the decoder, with as many pages as fit.
+fn sizes(
+    config: &HandConfig,
+    shape: &Shape,
+    number: TorchNumber,
+    available: u64,
+    weight_bytes: u64,
+) -> Result<Sizes, HandError> {
+    let page_size = config.page_size as usize;
+    let mut sizes = Sizes {
+        dtype: match number {
+            TorchNumber::Float32 => Dtype::Float32,
+            TorchNumber::Bfloat16 => Dtype::Bfloat16,
+        },
+        hidden: shape.hidden_size,
+        heads: shape.heads,
+        kv_heads: shape.kv_heads,
+        head_dim: shape.head_dim,
+        intermediate: shape.intermediate_size,
+        vocabulary: shape.vocab_size,
+        positions: config.context_length as usize,
+        page_size,
+        page_count: 1,
+        eps: shape.rms_norm_eps as f32,
+    };
+    let page_bytes = 2 * (sizes.pool_bytes() * shape.layers) as u64;
+    let pages = match config.max_total_tokens {
+        Some(tokens) => tokens / u64::from(config.page_size),
+        None => {
+            let steps = slice_bytes(shape.vocab_size, config.chunked_prefill_size as usize);
+            let share = (config.mem_fraction_static * available as f64) as u64;
+            let fitting = share.saturating_sub(weight_bytes + steps) / page_bytes;
+            let of_slot = u64::from(config.context_length.div_ceil(config.page_size));
+            // More than every slot can fill is never taken from memory; a fixed number is taken as it is.
+            fitting.min(u64::from(config.slots) * of_slot)
+        }
+    };
+    if pages < 1 {
+        return Err(HandError::Config(format!(
+            "no memory for a single page of {page_size} tokens: {} MiB of weights and of what a step takes, {} MiB available, \
+             mem_fraction_static {}, max_total_tokens {:?}",
+            weight_bytes >> 20,
+            available >> 20,
+            config.mem_fraction_static,
+            config.max_total_tokens
+        )));
+    }
+    sizes.page_count = usize::try_from(pages.min(i32::MAX as u64)).unwrap_or(1);
+    Ok(sizes)
+}

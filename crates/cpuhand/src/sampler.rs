@@ -1,0 +1,230 @@
+//! From logits to a token, as `docs/protocol.md` orders it: adjust, filter, draw. One row at a time; rows know nothing of each other.
+
+use std::cmp::Ordering;
+
+use crate::draw::{self, Draw, uniform};
+use crate::exponential::exp;
+use crate::tables::Slot;
+
+/// Numbers that are added up in 32 bits before the sum goes on in 64.
+const SPAN: usize = 64;
+
+/// What a row samples from.
+#[derive(Clone, Copy)]
+pub(crate) struct Ask<'a> {
+    pub(crate) slot: &'a Slot,
+    /// The position that the token is for.
+    pub(crate) position: usize,
+    /// Bit `i % 32` of word `i / 32` is set where token `i` is allowed; `None`: all are.
+    pub(crate) mask: Option<&'a [u32]>,
+}
+
+/// A token, or why there is none, and what was asked of its likelihood.
+#[derive(Debug, Clone, PartialEq)]
+pub(crate) struct Sampled {
+    /// 0 where the logits were not finite.
+    pub(crate) token: i32,
+    pub(crate) finite: bool,
+    /// The token and the most likely ones, with their log-probabilities; empty where nobody asked.
+    pub(crate) logprobs: Vec<(i32, f32)>,
+}
+
+/// Memory that is used again from row to row.
+#[derive(Default)]
+pub(crate) struct Scratch {
+    adjusted: Vec<f32>,
+    draw: draw::Scratch,
+}
+
+/// The first of the largest.
+pub(crate) fn greedy(logits: &[f32]) -> usize {
+    let most = draw::largest(logits);
+    logits.iter().position(|&logit| logit == most).unwrap_or(0)
+}
+
+/// Whether all are finite.
+pub(crate) fn finite(logits: &[f32]) -> bool {
+    // The exponent of what is not has all bits.
+    const EXPONENT: u32 = 0x7f80_0000;
+    logits.iter().fold(true, |fine, logit| fine & (logit.to_bits() & EXPONENT != EXPONENT))
+}
+
+/// Samples a row.
+pub(crate) fn sample(logits: &[f32], ask: &Ask<'_>, scratch: &mut Scratch) -> Sampled {
+    let slot = ask.slot;
+    if !finite(logits) {
+        let logprobs = slot.logprobs.map_or_else(Vec::new, |most| vec![(0, f32::NAN); 1 + most]);
+        return Sampled { token: 0, finite: false, logprobs };
+    }
+    let Scratch { adjusted, draw } = scratch;
+    let changed = !slot.biases.is_empty()
+        || slot.penalised()
+        || slot.allowed.is_some()
+        || ask.mask.is_some()
+        || suppresses(ask);
+    let from = if changed {
+        adjust(logits, ask, adjusted);
+        &adjusted[..]
+    } else {
+        logits
+    };
+    let token = if slot.temperature > 0.0 {
+        let how = Draw {
+            temperature: slot.temperature,
+            top_k: slot.top_k,
+            top_p: slot.top_p,
+            min_p: slot.min_p,
+            u: uniform(slot.seed, ask.position as u64),
+        };
+        draw::draw(from, &how, draw)
+    } else {
+        greedy(from)
+    };
+    let logprobs = slot.logprobs.map_or_else(Vec::new, |most| likely(logits, token, most));
+    Sampled { token: token as i32, finite: true, logprobs }
+}
+
+/// Whether stop ids can't come yet. A mask says itself whether the request may end.
+fn suppresses(ask: &Ask<'_>) -> bool {
+    let slot = ask.slot;
+    !slot.stop_ids.is_empty()
+        && ask.position < slot.min_total
+        && ask.mask.is_none()
+        && !slot.only_stops()
+}
+
+/// Biases, penalties, suppressed stop ids, allowed ids and the mask.
+fn adjust(logits: &[f32], ask: &Ask<'_>, adjusted: &mut Vec<f32>) {
+    let slot = ask.slot;
+    adjusted.clear();
+    adjusted.extend_from_slice(logits);
+    for &(id, value) in &slot.biases {
+        adjusted[id as usize] += value;
+    }
+    if slot.penalised() {
+        for (&id, count) in &slot.counts {
+            let Some(logit) = usize::try_from(id).ok().and_then(|id| adjusted.get_mut(id)) else {
+                continue;
+            };
+            let repeated =
+                if *logit > 0.0 { *logit / slot.repetition } else { *logit * slot.repetition };
+            let generated = count.generated as f32;
+            let present = if count.generated > 0 { 1.0 } else { 0.0 };
+            *logit = repeated - slot.frequency * generated - slot.presence * present;
+        }
+    }
+    if suppresses(ask) {
+        for &id in &slot.stop_ids {
+            adjusted[id as usize] = f32::NEG_INFINITY;
+        }
+    }
+    if let Some(ids) = &slot.allowed {
+        let kept: Vec<f32> = ids.iter().map(|&id| adjusted[id as usize]).collect();
+        adjusted.fill(f32::NEG_INFINITY);
+        for (&id, logit) in ids.iter().zip(kept) {
+            adjusted[id as usize] = logit;
+        }
+    }
+    if let Some(mask) = ask.mask {
+        for (logits, &word) in adjusted.chunks_mut(32).zip(mask) {
+            if word == u32::MAX {
+                continue;
+            }
+            for (bit, logit) in logits.iter_mut().enumerate() {
+                if word >> bit & 1 == 0 {
+                    *logit = f32::NEG_INFINITY;
+                }
+            }
+        }
+    }
+}
+
+/// A token and the `most` likely ones, and their log-probabilities in the unmodified distribution.
+pub(crate) fn likely(logits: &[f32], token: usize, most: usize) -> Vec<(i32, f32)> {
+    let largest = draw::largest(logits);
+    let of_span = |span: &[f32]| f64::from(span.iter().map(|&it| exp(it - largest)).sum::<f32>());
+    let total: f64 = logits.chunks(SPAN).map(of_span).sum();
+    let normaliser = total.ln() as f32;
+    let entry = |token: usize| (token as i32, logits[token] - largest - normaliser);
+    std::iter::once(token).chain(top(logits, most)).map(entry).collect()
+}
+
+/// The ids of the `most` largest, descending; of equal ones the lower id comes first.
+fn top(logits: &[f32], most: usize) -> Vec<usize> {
+    let most = most.min(logits.len());
+    if most == 0 {
+        return Vec::new();
+    }
+    let down = |&(one, a): &(f32, usize), &(other, b): &(f32, usize)| -> Ordering {
+        other.total_cmp(&one).then(a.cmp(&b))
+    };
+    // Whatever is below the least of those that are kept needs no place among them.
+    let mut kept: Vec<(f32, usize)> = Vec::with_capacity(2 * most);
+    let mut least = f32::NEG_INFINITY;
+    for (id, &logit) in logits.iter().enumerate() {
+        if kept.len() >= most && logit <= least {
+            continue;
+        }
+        kept.push((logit, id));
+        if kept.len() == 2 * most {
+            kept.select_nth_unstable_by(most - 1, down);
+            kept.truncate(most);
+            least = kept[most - 1].0;
+        }
+    }
+    kept.sort_unstable_by(down);
+    kept.truncate(most);
+    kept.into_iter().map(|(_, id)| id).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::tables::Count;
+
+    fn of(slot: &Slot, logits: &[f32], position: usize, mask: Option<&[u32]>) -> i32 {
+        sample(logits, &Ask { slot, position, mask }, &mut Scratch::default()).token
+    }
+
+    #[test]
+    fn each_way_to_adjust_changes_what_is_most_likely() {
+        let logits = [1.0, 3.0, 2.0, -1.0];
+        let plain = Slot::default();
+        assert_eq!(of(&plain, &logits, 0, None), 1);
+        assert_eq!(of(&Slot { biases: vec![(0, 5.0)], ..plain.clone() }, &logits, 0, None), 0);
+        let counts = [(1, Count { seen: 1, generated: 0 })].into();
+        let repeated = Slot { repetition: 2.0, counts, ..plain.clone() };
+        assert_eq!(of(&repeated, &logits, 0, None), 2);
+        let counts = [(1, Count { seen: 2, generated: 2 })].into();
+        let frequent = Slot { frequency: 0.4, presence: 0.3, counts, ..plain.clone() };
+        assert_eq!(of(&frequent, &logits, 0, None), 2);
+        let stops = Slot { stop_ids: vec![1], min_total: 4, ..plain.clone() };
+        assert_eq!((of(&stops, &logits, 3, None), of(&stops, &logits, 4, None)), (2, 1));
+        assert_eq!(of(&stops, &logits, 3, Some(&[0b1010])), 1, "a mask says itself when it ends");
+        let only = Slot { allowed: Some(vec![1]), ..stops.clone() };
+        assert_eq!(of(&only, &logits, 3, None), 1, "it may sample nothing else");
+        let some = Slot { allowed: Some(vec![0, 3]), ..plain.clone() };
+        assert_eq!(of(&some, &logits, 0, None), 0);
+        assert_eq!(of(&plain, &logits, 0, Some(&[0b1100])), 2);
+        let broken = [1.0, f32::NAN, 2.0, 0.0];
+        let ask = Ask { slot: &plain, position: 0, mask: None };
+        let sampled = sample(&broken, &ask, &mut Scratch::default());
+        assert_eq!((sampled.token, sampled.finite), (0, false));
+    }
+
+    proptest! {
+        #[test]
+        fn the_most_likely_are_those_of_sorting(logits in proptest::collection::vec(-5_i8..5, 1..200), most in 0..20_usize) {
+            let logits: Vec<f32> = logits.iter().map(|&it| f32::from(it)).collect();
+            let mut order: Vec<usize> = (0..logits.len()).collect();
+            order.sort_by(|&a, &b| logits[b].total_cmp(&logits[a]).then(a.cmp(&b)));
+            order.truncate(most);
+            prop_assert_eq!(top(&logits, most), order);
+            let all = likely(&logits, 0, logits.len());
+            let sum: f32 = all[1..].iter().map(|(_, value)| value.exp()).sum();
+            prop_assert!((sum - 1.0).abs() < 1e-4);
+        }
+    }
+}

@@ -1,0 +1,141 @@
+//! Which models and settings this hand serves, and why it does not serve the others: the one list of what it lacks.
+
+use forebay_protocol::HandConfig;
+use forebay_weights::{ModelError, Shape};
+use serde_json::{Map, Value};
+
+/// What is to be served, as the brain has it before a hand starts.
+#[derive(Debug, Clone, Copy)]
+pub struct Asked<'a> {
+    /// The model's `config.json`.
+    pub config: &'a Map<String, Value>,
+    /// Whether the model pools.
+    pub pools: bool,
+    /// Whether it sees images.
+    pub sees: bool,
+    /// The kind of device.
+    pub device: &'a str,
+    /// How matrices are computed with, if not as they are stored.
+    pub quantization: Option<&'a str>,
+    /// Ranks of a group.
+    pub ranks: u32,
+    /// Whether pages are kept in the host's tier.
+    pub host_tier: bool,
+    /// Whether a backend of attention was named.
+    pub attention_backend: bool,
+    /// Most positions of a request.
+    pub context_length: u64,
+    /// What `FOREBAY_KERNELS` says.
+    pub kernels: Option<&'a str>,
+}
+
+impl<'a> Asked<'a> {
+    /// What a hand is told.
+    pub(crate) fn of(config: &'a HandConfig, kernels: Option<&'a str>) -> Option<Self> {
+        let there = |key: &str| !config.model.get(key).is_none_or(Value::is_null);
+        Some(Self {
+            config: config.model.get("config")?.as_object()?,
+            pools: there("pooling"),
+            sees: there("images"),
+            device: &config.device,
+            quantization: config.quantization.as_deref(),
+            ranks: config.world_size,
+            host_tier: config.host_bytes.is_some()
+                || config.host_ratio.is_some()
+                || config.host_pages.is_some()
+                || config.hot_row_tokens.is_some(),
+            attention_backend: config.attention_backend.is_some(),
+            context_length: config.context_length.into(),
+            kernels,
+        })
+    }
+}
+
+/// Whether this hand serves it; `Err` with why not, to be read behind `the Rust hand does not have`.
+///
+/// # Errors
+/// It lacks something, or the model's config makes no sense.
+pub fn serves(asked: &Asked<'_>) -> Result<(), ModelError> {
+    let lacks = |what: &str| Err(ModelError::Elsewhere(what.into()));
+    if asked.device != "cpu" {
+        return lacks(&format!("the device {}", asked.device));
+    }
+    if asked.pools {
+        return lacks("pooling");
+    }
+    if asked.sees {
+        return lacks("images");
+    }
+    if asked.ranks > 1 {
+        return lacks("several ranks");
+    }
+    if asked.host_tier {
+        return lacks("a host tier");
+    }
+    if asked.attention_backend {
+        return lacks("backends of attention");
+    }
+    if asked.kernels == Some("torch") {
+        return lacks("PyTorch's operators, which FOREBAY_KERNELS asks for");
+    }
+    match asked.quantization {
+        None | Some("w8a8_int8" | "gguf") => {}
+        Some(other) => return lacks(&format!("--quantization {other}")),
+    }
+    let shape = Shape::of(asked.config)?;
+    if [shape.hidden_size, shape.intermediate_size, shape.head_dim].iter().any(|size| size % 2 > 0)
+    {
+        return lacks("inner dimensions that are odd");
+    }
+    if shape.heads % shape.kv_heads > 0 {
+        return lacks("heads that no key heads divide");
+    }
+    match shape.sliding_window {
+        Some(window) if window < asked.context_length => Err(ModelError::Broken(format!(
+            "the model attends to a sliding window of {window} positions, which is not supported: serve it with a context length of at most \
+             that, not {}",
+            asked.context_length
+        ))),
+        _ => Ok(()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    #[test]
+    fn what_it_lacks_has_a_sentence() {
+        let config = json!({
+            "architectures": ["LlamaForCausalLM"], "vocab_size": 131, "hidden_size": 64, "intermediate_size": 96,
+            "num_hidden_layers": 3, "num_attention_heads": 4, "max_position_embeddings": 128,
+        });
+        let good = Asked {
+            config: config.as_object().expect("an object"),
+            pools: false,
+            sees: false,
+            device: "cpu",
+            quantization: None,
+            ranks: 1,
+            host_tier: false,
+            attention_backend: false,
+            context_length: 128,
+            kernels: None,
+        };
+        assert_eq!(serves(&good), Ok(()));
+        assert_eq!(serves(&Asked { quantization: Some("gguf"), ..good }), Ok(()));
+        for (asked, why) in [
+            (Asked { pools: true, ..good }, "pooling"),
+            (Asked { sees: true, ..good }, "images"),
+            (Asked { device: "cuda", ..good }, "the device cuda"),
+            (Asked { quantization: Some("fp8"), ..good }, "--quantization fp8"),
+            (Asked { ranks: 2, ..good }, "several ranks"),
+            (Asked { host_tier: true, ..good }, "a host tier"),
+            (Asked { attention_backend: true, ..good }, "backends of attention"),
+        ] {
+            assert_eq!(serves(&asked), Err(ModelError::Elsewhere(why.into())));
+        }
+    }
+}

@@ -1,0 +1,261 @@
+//! A step: a plan in, a result out.
+
+use std::cell::RefCell;
+use std::sync::OnceLock;
+use std::time::{Duration, Instant};
+
+use forebay_kernels::{Given, Wanted};
+use forebay_protocol::{
+    MaskPlace, PromptLogprobs, ROW_NOT_FINITE, ROW_OK, ReceivedMasks, StepPlan, StepResult,
+};
+
+use crate::columns::Columns;
+use crate::prompts::{Wanted as PromptTokens, slice_rows};
+use crate::runner::{HandError, Runner};
+use crate::sampler::{Ask, Sampled, Scratch, sample};
+use crate::tables::{PlanError, wrong};
+
+thread_local! {
+    static SCRATCH: RefCell<Scratch> = RefCell::default();
+}
+
+/// Gives the masks that follow a plan; waits for them. `None`: the brain has gone.
+pub(crate) type MaskSource<'a> = dyn FnMut() -> Result<Option<ReceivedMasks>, HandError> + 'a;
+
+impl Runner {
+    /// Executes a plan. Where it has masked rows, `masks` is asked for their masks once the model's work is done. `None`: it gave none.
+    pub(crate) fn step(
+        &mut self,
+        plan: &StepPlan,
+        masks: &mut MaskSource<'_>,
+    ) -> Result<Option<StepResult>, HandError> {
+        let begun = Instant::now();
+        if plan.has_images() {
+            return Err(PlanError("images in a plan for a model of text".into()).into());
+        }
+        self.tables.write(plan, &self.arena)?;
+        let mut result = StepResult { step: plan.step(), ..StepResult::default() };
+        let mut idle = Duration::ZERO;
+        if plan.rows().len() > 0 {
+            let mut wait = || {
+                let since = Instant::now();
+                let masks = masks();
+                idle += since.elapsed();
+                masks
+            };
+            if !self.rows(plan, &mut wait, &mut result)? {
+                return Ok(None);
+            }
+        }
+        let ended = Instant::now();
+        let us = |time: Duration| u32::try_from(time.as_micros()).unwrap_or(u32::MAX);
+        result.device_us = us((ended - begun).saturating_sub(idle));
+        result.gap_us = us(begun - self.ended + idle);
+        self.ended = ended;
+        Ok(Some(result))
+    }
+
+    /// Computes rows, and samples those that do. False: their masks never came.
+    fn rows(
+        &mut self,
+        plan: &StepPlan,
+        masks: &mut MaskSource<'_>,
+        result: &mut StepResult,
+    ) -> Result<bool, HandError> {
+        let columns = Columns::of(plan, &self.tables)?;
+        let (arena, width) = (self.arena.clone(), self.sizes.dtype.bytes());
+        let given = columns.given(&self.tables, &arena, (self.sizes.hidden * width, width))?;
+        let prompts = self.prompts(plan, &columns)?;
+        let wanted = columns.wanted();
+        let last = columns.last_tokens();
+        result.row_errors = vec![ROW_OK; columns.slot.len()];
+        let plain = wanted.iter().all(|&(slot, _)| self.tables.slots[slot].plain);
+        if plain && columns.masked.is_empty() && prompts.is_none() {
+            let (mut best, mut finite) = (vec![0; last.len()], vec![0; last.len()]);
+            let rows = columns.rows(&self.tables, &given, &last);
+            self.decoder.step(&rows, Wanted::Best(&mut best, &mut finite))?;
+            for (at, (token, finite)) in best.into_iter().zip(finite).enumerate() {
+                // What is not finite has no token.
+                let (token, finite) = if finite == 1 { (token, true) } else { (0, false) };
+                let sampled = Sampled { token, finite, logprobs: Vec::new() };
+                self.keep(wanted[at], columns.sampling[at], &sampled, result);
+            }
+            return Ok(true);
+        }
+        let mut logits = std::mem::take(&mut self.logits);
+        logits.resize(last.len() * self.sizes.vocabulary, 0.0);
+        match &prompts {
+            None => {
+                let rows = columns.rows(&self.tables, &given, &last);
+                self.decoder.step(&rows, Wanted::Logits(&mut logits))?;
+            }
+            Some(prompts) => {
+                let states = self.states(&columns, &given, &last, prompts)?;
+                self.heads(&states, prompts, &mut logits, result)?;
+            }
+        }
+        let mut of_rows = vec![None; wanted.len()];
+        if !columns.masked.is_empty() {
+            let Some(received) = masks()? else { return Ok(false) };
+            self.masks(plan.step(), &columns, &received, &mut of_rows)?;
+        }
+        let found = self.sample(&logits, &wanted, &of_rows);
+        self.logits = logits;
+        let asked = wanted.iter().any(|&(slot, _)| self.tables.slots[slot].logprobs.is_some());
+        for (at, sampled) in found.iter().enumerate() {
+            self.keep(wanted[at], columns.sampling[at], sampled, result);
+            if asked {
+                result.logprob_counts.push(sampled.logprobs.len() as i32);
+                result.logprob_ids.extend(sampled.logprobs.iter().map(|(id, _)| id));
+                result.logprob_values.extend(sampled.logprobs.iter().map(|(_, value)| value));
+            }
+        }
+        Ok(true)
+    }
+
+    fn keep(
+        &mut self,
+        (slot, position): (usize, usize),
+        row: usize,
+        sampled: &Sampled,
+        result: &mut StepResult,
+    ) {
+        self.tables.keep(slot, position, sampled.token);
+        result.tokens.push(sampled.token);
+        if !sampled.finite {
+            result.row_errors[row] = ROW_NOT_FINITE;
+        }
+    }
+
+    /// Samples rows, each by whoever is free.
+    fn sample(
+        &self,
+        logits: &[f32],
+        wanted: &[(usize, usize)],
+        masks: &[Option<Vec<u32>>],
+    ) -> Vec<Sampled> {
+        let found: Vec<OnceLock<Sampled>> = wanted.iter().map(|_| OnceLock::new()).collect();
+        let (vocabulary, slots) = (self.sizes.vocabulary, &self.tables.slots);
+        self.threads.each(wanted.len(), |at| {
+            let (slot, position) = wanted[at];
+            let (slot, mask) = (&slots[slot], masks[at].as_deref());
+            let logits = &logits[at * vocabulary..][..vocabulary];
+            let ask = Ask { slot, position, mask };
+            let sampled = SCRATCH.with_borrow_mut(|scratch| sample(logits, &ask, scratch));
+            // It is the only one for this row.
+            let _ = found[at].set(sampled);
+        });
+        found.into_iter().filter_map(OnceLock::into_inner).collect()
+    }
+
+    /// Puts the masks of rows where they belong; those that allow everything stay away.
+    fn masks(
+        &self,
+        step: u64,
+        columns: &Columns,
+        received: &ReceivedMasks,
+        to: &mut [Option<Vec<u32>>],
+    ) -> Result<(), PlanError> {
+        if received.step != step || received.places.len() != columns.masked.len() {
+            return wrong(format!(
+                "{} masks of step {}, where step {step} has {} masked rows",
+                received.places.len(),
+                received.step,
+                columns.masked.len()
+            ));
+        }
+        let width = self.sizes.vocabulary.div_ceil(32);
+        for (&at, &place) in columns.masked.iter().zip(&received.places) {
+            to[at] = match place {
+                MaskPlace::Everything => None,
+                MaskPlace::Inline(index) => match received.inline(index, width) {
+                    Some(words) => Some(words.to_vec()),
+                    None => return wrong("a frame with fewer masks than it names"),
+                },
+                MaskPlace::Arena(offset) => match self.arena.read(offset as usize, 4 * width) {
+                    Some(bytes) => {
+                        let (words, _) = bytes.as_chunks::<4>();
+                        Some(words.iter().map(|&word| u32::from_le_bytes(word)).collect())
+                    }
+                    None => {
+                        let all = self.arena.bytes();
+                        return wrong(format!("a mask at byte {offset} of an arena of {all}"));
+                    }
+                },
+            };
+        }
+        Ok(())
+    }
+
+    /// Which tokens of prompts are asked for.
+    fn prompts(
+        &self,
+        plan: &StepPlan,
+        columns: &Columns,
+    ) -> Result<Option<PromptTokens>, PlanError> {
+        let row_of = |slot: u32| {
+            let row = columns.slot.iter().position(|&of| of == i64::from(slot))?;
+            Some((row, columns.start[row]))
+        };
+        let first = |(last, length): (&i64, &i64)| last - length + 1;
+        let first: Vec<i64> = columns.last.iter().zip(&columns.length).map(first).collect();
+        let token = |slot, position| self.tables.token(slot, position);
+        let wanted = PromptTokens::of(plan.prompt_logprobs(), &first, row_of, token);
+        let vocabulary = self.sizes.vocabulary;
+        match wanted.as_ref().map(PromptTokens::widest).filter(|&most| most > vocabulary) {
+            Some(most) => {
+                wrong(format!("the {most} most likely tokens of a vocabulary of {vocabulary}"))
+            }
+            None => Ok(wanted),
+        }
+    }
+
+    /// Computes rows; gives the states of those that sample, and then those before the tokens of prompts.
+    fn states(
+        &mut self,
+        columns: &Columns,
+        given: &[Option<Given<'_>>],
+        last: &[i64],
+        prompts: &PromptTokens,
+    ) -> Result<Vec<f32>, HandError> {
+        let wanted = || last.iter().chain(&prompts.before);
+        let mut tokens: Vec<i64> = wanted().copied().collect();
+        tokens.sort_unstable();
+        tokens.dedup();
+        let hidden = self.sizes.hidden;
+        let mut states = vec![0.0; tokens.len() * hidden];
+        let rows = columns.rows(&self.tables, given, &tokens);
+        self.decoder.step(&rows, Wanted::States(&mut states))?;
+        // Each is among them.
+        let place = |token| tokens.binary_search(token).unwrap_or(0);
+        Ok(wanted().flat_map(|token| &states[place(token) * hidden..][..hidden]).copied().collect())
+    }
+
+    /// Logits of the rows that sample, and what is told of prompts' tokens, a slice at a time.
+    fn heads(
+        &mut self,
+        states: &[f32],
+        prompts: &PromptTokens,
+        logits: &mut [f32],
+        result: &mut StepResult,
+    ) -> Result<(), HandError> {
+        let (hidden, vocabulary) = (self.sizes.hidden, self.sizes.vocabulary);
+        let (sampled, of_prompts) = states.split_at(logits.len() / vocabulary * hidden);
+        self.decoder.head(sampled, logits)?;
+        let rows = slice_rows(vocabulary);
+        let mut told = PromptLogprobs::default();
+        let mut broken = Vec::new();
+        let mut slice = Vec::new();
+        for (number, states) in of_prompts.chunks(rows * hidden).enumerate() {
+            slice.resize(states.len() / hidden * vocabulary, 0.0);
+            self.decoder.head(states, &mut slice)?;
+            let first = number * rows;
+            prompts.fill(first, (&slice, vocabulary), &self.threads, &mut told, &mut broken);
+        }
+        for row in broken {
+            result.row_errors[row] = ROW_NOT_FINITE;
+        }
+        result.prompt_logprobs = Some(Box::new(told));
+        Ok(())
+    }
+}

@@ -1,0 +1,298 @@
+//! The slot tables: what each slot's tokens, pages and sampling parameters are.
+
+use std::collections::HashMap;
+
+use forebay_kernels::Shared;
+use forebay_protocol::{SlotSampling, SlotWrite, StepPlan};
+use thiserror::Error;
+
+/// A plan that names what does not exist: the brain and the hand disagree about the tables.
+#[derive(Debug, Error, PartialEq, Eq)]
+#[error("{0}")]
+pub(crate) struct PlanError(pub(crate) String);
+
+pub(crate) fn wrong<T>(what: impl Into<String>) -> Result<T, PlanError> {
+    Err(PlanError(what.into()))
+}
+
+/// How often a token has come in a slot.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub(crate) struct Count {
+    pub(crate) seen: u32,
+    pub(crate) generated: u32,
+}
+
+/// What a slot's request asks of the sampler, and where its inputs are.
+#[derive(Debug, Clone, PartialEq)]
+pub(crate) struct Slot {
+    pub(crate) prompt_len: usize,
+    /// Byte offset in the arena of its prompt's embeddings.
+    pub(crate) embeds: Option<usize>,
+    pub(crate) temperature: f32,
+    pub(crate) top_k: i32,
+    pub(crate) top_p: f32,
+    pub(crate) min_p: f32,
+    pub(crate) repetition: f32,
+    pub(crate) presence: f32,
+    pub(crate) frequency: f32,
+    pub(crate) seed: u64,
+    pub(crate) min_total: usize,
+    /// How many of the most likely tokens come beside each; `None`: no log-probabilities.
+    pub(crate) logprobs: Option<usize>,
+    pub(crate) stop_ids: Vec<i32>,
+    pub(crate) biases: Vec<(i32, f32)>,
+    /// The only ids that can be sampled; `None`: all.
+    pub(crate) allowed: Option<Vec<i32>>,
+    /// Greedy and nothing else.
+    pub(crate) plain: bool,
+    /// Of the tokens below the next position, where there is a penalty; of others it is not known.
+    pub(crate) counts: HashMap<i32, Count>,
+}
+
+impl Default for Slot {
+    fn default() -> Self {
+        Self {
+            prompt_len: 0,
+            embeds: None,
+            temperature: 0.0,
+            top_k: 0,
+            top_p: 1.0,
+            min_p: 0.0,
+            repetition: 1.0,
+            presence: 0.0,
+            frequency: 0.0,
+            seed: 0,
+            min_total: 0,
+            logprobs: None,
+            stop_ids: Vec::new(),
+            biases: Vec::new(),
+            allowed: None,
+            plain: true,
+            counts: HashMap::new(),
+        }
+    }
+}
+
+impl Slot {
+    fn of(write: &SlotWrite<'_>) -> Self {
+        let SlotSampling {
+            temperature,
+            top_p,
+            min_p,
+            repetition_penalty: repetition,
+            presence_penalty: presence,
+            frequency_penalty: frequency,
+            top_k,
+            seed,
+            bias_ids,
+            bias_values,
+        } = write.sampling;
+        let mut slot = Self {
+            prompt_len: write.prompt_len as usize,
+            embeds: write.embeds.map(|offset| offset as usize),
+            temperature,
+            top_k,
+            top_p,
+            min_p,
+            repetition,
+            presence,
+            frequency,
+            seed,
+            min_total: write.min_total as usize,
+            logprobs: write.logprobs.map(usize::from),
+            stop_ids: write.stop_ids.to_vec(),
+            biases: bias_ids.iter().copied().zip(bias_values.iter().copied()).collect(),
+            allowed: write.allowed.map(<[i32]>::to_vec),
+            plain: false,
+            counts: HashMap::new(),
+        };
+        slot.plain = temperature == 0.0
+            && !slot.penalised()
+            && slot.logprobs.is_none()
+            && slot.stop_ids.is_empty()
+            && slot.biases.is_empty()
+            && slot.allowed.is_none();
+        slot
+    }
+
+    /// Whether it has a penalty that is on.
+    pub(crate) fn penalised(&self) -> bool {
+        self.repetition != 1.0 || self.presence != 0.0 || self.frequency != 0.0
+    }
+
+    /// Whether it may sample nothing else than stop ids.
+    pub(crate) fn only_stops(&self) -> bool {
+        self.allowed.as_ref().is_some_and(|ids| ids.iter().all(|id| self.stop_ids.contains(id)))
+    }
+
+    /// Counts a token that was sampled.
+    pub(crate) fn count(&mut self, token: i32) {
+        let count = self.counts.entry(token).or_default();
+        count.seen += 1;
+        count.generated += 1;
+    }
+
+    fn recount(&mut self, tokens: &[i32]) {
+        // The tokens of a prompt that came as embeddings say nothing, and are not seen.
+        let first = if self.embeds.is_some() { self.prompt_len.min(tokens.len()) } else { 0 };
+        for (position, &token) in tokens.iter().enumerate().skip(first) {
+            let count = self.counts.entry(token).or_default();
+            count.seen += 1;
+            count.generated += u32::from(position >= self.prompt_len);
+        }
+    }
+}
+
+/// Rows by slot.
+pub(crate) struct Tables {
+    pub(crate) slots: Vec<Slot>,
+    /// `[slots, token_stride]`
+    pub(crate) tokens: Vec<i32>,
+    /// One more than the context: the token sampled at its very end is stored too.
+    pub(crate) token_stride: usize,
+    /// `[slots, page_stride]`; -1 makes a page that the brain forgot to write an error instead of someone else's page.
+    pub(crate) pages: Vec<i32>,
+    pub(crate) page_stride: usize,
+    pub(crate) context_length: usize,
+    vocabulary: usize,
+}
+
+impl Tables {
+    pub(crate) fn new(
+        slots: usize,
+        context_length: usize,
+        page_size: usize,
+        vocabulary: usize,
+    ) -> Self {
+        let (token_stride, page_stride) = (context_length + 1, context_length.div_ceil(page_size));
+        Self {
+            slots: vec![Slot::default(); slots],
+            tokens: vec![0; slots * token_stride],
+            token_stride,
+            pages: vec![-1; slots * page_stride],
+            page_stride,
+            context_length,
+            vocabulary,
+        }
+    }
+
+    /// Overwrites new slots, and entries of page tables.
+    pub(crate) fn write(&mut self, plan: &StepPlan, arena: &Shared) -> Result<(), PlanError> {
+        for write in plan.new_slots() {
+            self.write_slot(&write, arena)?;
+        }
+        for (slot, index, page) in plan.page_writes() {
+            let (slot, index) = (slot as usize, index as usize);
+            if slot >= self.slots.len() || index >= self.page_stride {
+                return wrong(format!("page write: slot {slot} and index {index} are not there"));
+            }
+            self.pages[slot * self.page_stride + index] =
+                page.map_or(-1, |page| i32::try_from(page).unwrap_or(-1));
+        }
+        let others = [
+            ("host pages", plan.host_writes().len() + plan.hot_rows().len()),
+            ("copies of pages", plan.copies().len()),
+        ];
+        match others.into_iter().find(|&(_, count)| count > 0) {
+            Some((what, _)) => wrong(format!("{what} in a plan for a hand without a host tier")),
+            None => Ok(()),
+        }
+    }
+
+    fn write_slot(&mut self, write: &SlotWrite<'_>, arena: &Shared) -> Result<(), PlanError> {
+        let (slot, count) = (write.slot as usize, write.token_count as usize);
+        if slot >= self.slots.len() {
+            return wrong(format!("new slot: slot {slot} is not within 0..{}", self.slots.len()));
+        }
+        if count > self.token_stride {
+            return wrong(format!("new slot: {count} tokens, of at most {}", self.token_stride));
+        }
+        let row = &mut self.tokens[slot * self.token_stride..][..count];
+        match write.arena_offset {
+            None => row.copy_from_slice(write.tokens),
+            Some(offset) => {
+                let Some(bytes) = arena.read(offset as usize, 4 * count) else {
+                    return wrong(format!(
+                        "tokens at byte {offset} of an arena of {}",
+                        arena.bytes()
+                    ));
+                };
+                bytemuck::cast_slice_mut(row).copy_from_slice(bytes);
+            }
+        }
+        let mut new = Slot::of(write);
+        let ids = new.biases.iter().map(|(id, _)| id);
+        let mut ids = ids.chain(&new.stop_ids).chain(new.allowed.iter().flatten());
+        if let Some(id) = ids.find(|&&id| id < 0 || id as usize >= self.vocabulary) {
+            return wrong(format!("new slot: the id {id}, of a vocabulary of {}", self.vocabulary));
+        }
+        if new.penalised() {
+            new.recount(row);
+        }
+        self.slots[slot] = new;
+        Ok(())
+    }
+
+    /// Keeps a token that was sampled for a position of a slot.
+    pub(crate) fn keep(&mut self, slot: usize, position: usize, token: i32) {
+        self.tokens[slot * self.token_stride + position] = token;
+        let slot = &mut self.slots[slot];
+        if slot.penalised() {
+            slot.count(token);
+        }
+    }
+
+    pub(crate) fn token(&self, slot: usize, position: usize) -> i32 {
+        self.tokens[slot * self.token_stride + position]
+    }
+
+    /// Has no slot name a page.
+    pub(crate) fn forget_pages(&mut self) {
+        self.pages.fill(-1);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use forebay_protocol::{NewSlot, SamplingParams, SlotSpec};
+
+    use super::*;
+
+    fn plan(write: impl FnOnce(&mut StepPlan)) -> StepPlan {
+        let mut plan = StepPlan::default();
+        plan.begin(1);
+        write(&mut plan);
+        plan
+    }
+
+    #[test]
+    fn penalties_count_the_prompt_and_what_was_generated() {
+        let sampling = SamplingParams { presence_penalty: 0.5, ..SamplingParams::default() };
+        let spec = SlotSpec { sampling, ..SlotSpec::default() };
+        let mut tables = Tables::new(2, 8, 4, 10);
+        let new = NewSlot { slot: 1, tokens: &[3, 3, 5], prompt_len: 2, spec: &spec };
+        tables.write(&plan(|plan| plan.write_slot(&new)), &Shared::none()).expect("a good plan");
+        tables.keep(1, 3, 3);
+        let counts = &tables.slots[1].counts;
+        assert_eq!(counts[&3], Count { seen: 3, generated: 1 });
+        assert_eq!(counts[&5], Count { seen: 1, generated: 1 });
+        assert_eq!(&tables.tokens[9..13], [3, 3, 5, 3]);
+        assert!(tables.slots[0].plain && !tables.slots[1].plain);
+    }
+
+    #[test]
+    fn what_is_not_there_is_refused() {
+        let spec = SlotSpec::default();
+        let mut tables = Tables::new(2, 8, 4, 10);
+        let long = [1; 10];
+        for (slot, tokens) in [(2, &long[..3]), (0, &long[..])] {
+            let new = NewSlot { slot, tokens, prompt_len: 1, spec: &spec };
+            let plan = plan(|plan| plan.write_slot(&new));
+            assert!(tables.write(&plan, &Shared::none()).is_err());
+        }
+        for (slot, index) in [(2, 0), (0, 2)] {
+            let plan = plan(|plan| plan.write_page(slot, index, 1));
+            assert!(tables.write(&plan, &Shared::none()).is_err());
+        }
+    }
+}

@@ -1,0 +1,84 @@
+//! Which hand serves a model: this program's own, or PyTorch's.
+
+use std::ffi::OsString;
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result, bail};
+use forebay_cpuhand::{Asked, serves};
+use forebay_weights::ModelError;
+use serde::Serialize;
+
+use crate::config::Config;
+use crate::flags::Hand;
+use crate::model::Model;
+use crate::python;
+
+/// The hand that was chosen.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub(crate) struct Chosen {
+    /// `rust`, `torch`, or `none` where nothing is computed.
+    pub(crate) hand: &'static str,
+    /// Why it is not `rust`.
+    pub(crate) hand_reason: Option<String>,
+}
+
+impl Chosen {
+    fn torch(why: impl Into<String>) -> Self {
+        Self { hand: "torch", hand_reason: Some(why.into()) }
+    }
+
+    /// Chooses for a configuration that is resolved in everything else.
+    pub(crate) fn of(flag: Hand, config: &Config, model: &Model) -> Result<Self> {
+        if config.simulated.is_some() {
+            return Ok(Self { hand: "none", hand_reason: Some("the device is simulated".into()) });
+        }
+        if flag == Hand::Torch {
+            return Ok(Self::torch("--hand torch"));
+        }
+        let kernels = std::env::var("FOREBAY_KERNELS").ok();
+        let quantization = config.quantization.map(crate::flags::Quantization::name);
+        let asked = Asked {
+            config: &model.config,
+            pools: model.pooling.is_some(),
+            sees: model.images.is_some(),
+            device: config.device,
+            quantization: quantization.as_deref(),
+            ranks: config.tp_size,
+            host_tier: config.host_tier.is_some(),
+            attention_backend: config.attention_backend.is_some(),
+            context_length: config.context_length.into(),
+            kernels: kernels.as_deref(),
+        };
+        match serves(&asked) {
+            Ok(()) => Ok(Self { hand: "rust", hand_reason: None }),
+            Err(ModelError::Elsewhere(what)) if flag == Hand::Rust => {
+                bail!("--hand rust: the Rust hand does not have {what}; leave the flag off")
+            }
+            Err(error) if flag == Hand::Rust => Err(error).context("--hand rust"),
+            Err(ModelError::Elsewhere(what)) => {
+                Ok(Self::torch(format!("the Rust hand does not have {what}")))
+            }
+            // Whatever is wrong with the model, the reference says it.
+            Err(ModelError::Broken(what)) => Ok(Self::torch(what)),
+        }
+    }
+
+    /// The program to start, and its arguments.
+    pub(crate) fn program(&self, python: &Path) -> (PathBuf, Vec<OsString>) {
+        if self.hand != "rust" {
+            return (python.to_owned(), python::arguments("forebay.worker"));
+        }
+        // A program that was replaced since it was started is not there any more, but its file is.
+        let own = std::env::current_exe().ok().filter(|path| path.is_file());
+        (own.unwrap_or_else(|| "/proc/self/exe".into()), vec!["hand".into()])
+    }
+
+    /// As the banner says it.
+    pub(crate) fn line(&self) -> String {
+        match (self.hand, &self.hand_reason) {
+            ("torch", Some(why)) => format!("  Computes with PyTorch: {why}\n"),
+            ("rust", _) => "  Computes with the Rust hand\n".into(),
+            _ => String::new(),
+        }
+    }
+}

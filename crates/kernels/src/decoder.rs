@@ -1,0 +1,677 @@
+//! A decoder for callers in Rust: the C interface with its promises kept by types and checks.
+//!
+//! Weights, pages and tables are what the caller says they are, or [`Decoder::new`] and [`Decoder::step`] say what is wrong: nothing here is
+//! unsafe to call.
+
+use std::ffi::c_void;
+use std::fmt;
+use std::sync::Arc;
+
+use crate::codes::Format;
+use crate::element::Bf16;
+use crate::level::Level;
+use crate::memory::Room;
+use crate::model::{LayerSpec, Model, ModelSpec, StepError, StepSpec};
+use crate::pack::{packed_len, padded_outputs};
+use crate::pool::Threads;
+use crate::quantise::{quantised_bytes, stored_len};
+use crate::team::{Kind, Team};
+use crate::{Typed, body_bf16, body_f32, compute, quantise};
+
+/// The type of weights, activations and pages.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Dtype {
+    /// 32 bits.
+    Float32,
+    /// The upper half of them.
+    Bfloat16,
+}
+
+impl Dtype {
+    /// Bytes of a number.
+    #[must_use]
+    pub fn bytes(self) -> usize {
+        match self {
+            Self::Float32 => 4,
+            Self::Bfloat16 => 2,
+        }
+    }
+
+    fn number(self) -> u32 {
+        match self {
+            Self::Float32 => 0,
+            Self::Bfloat16 => 1,
+        }
+    }
+}
+
+/// How a matrix is computed with.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Storage {
+    /// In the model's type.
+    Plain,
+    /// 8 bits and a scale an output, made of the model's type.
+    Int8,
+    /// GGUF's blocks of 8 bits with a scale.
+    Q8_0,
+    /// GGUF's blocks of 4 bits with a scale.
+    Q4_0,
+    /// GGUF's blocks of 4 bits with a scale and a least value.
+    Q4_1,
+}
+
+impl Storage {
+    /// As the C interface counts them.
+    fn number(self) -> u32 {
+        match self {
+            Self::Plain => 0,
+            Self::Int8 => 1,
+            Self::Q8_0 => 2,
+            Self::Q4_0 => 3,
+            Self::Q4_1 => 4,
+        }
+    }
+
+    fn format(self) -> Option<Format> {
+        Format::of(self.number())
+    }
+}
+
+/// A matrix to be packed: what it is, not its values.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Packing {
+    /// Rows.
+    pub outputs: usize,
+    /// Columns.
+    pub inputs: usize,
+    /// The first half of the outputs gate the second.
+    pub interleaved: bool,
+    /// The model's type.
+    pub dtype: Dtype,
+    /// How it is computed with.
+    pub storage: Storage,
+}
+
+/// What can't be packed or computed, in one line.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Unfit(String);
+
+impl fmt::Display for Unfit {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+impl std::error::Error for Unfit {}
+
+fn unfit<T>(what: impl Into<String>) -> Result<T, Unfit> {
+    Err(Unfit(what.into()))
+}
+
+/// Whether memory begins where a number of the type may be.
+fn aligned(bytes: &[u8], dtype: Dtype) -> bool {
+    bytes.as_ptr().addr().is_multiple_of(dtype.bytes())
+}
+
+impl Packing {
+    /// Bytes of the packed matrix.
+    ///
+    /// # Errors
+    /// The kernels can't compute with such a matrix.
+    pub fn bytes(&self) -> Result<usize, Unfit> {
+        let &Self { outputs, inputs, interleaved, dtype, storage } = self;
+        let bytes = match storage.format() {
+            None if inputs.is_multiple_of(2) && inputs > 0 => {
+                packed_len(padded_outputs(outputs, interleaved), inputs) * dtype.bytes()
+            }
+            None => 0,
+            Some(format) => quantised_bytes(format, outputs, inputs, interleaved),
+        };
+        match bytes {
+            0 => unfit(format!("no kernel multiplies by {outputs} x {inputs} as {storage:?}")),
+            bytes => Ok(bytes),
+        }
+    }
+
+    /// Bytes of the matrix that [`Self::pack`] reads: of the model's type, or blocks as GGUF stores them.
+    #[must_use]
+    pub fn source_bytes(&self) -> usize {
+        match (self.storage, self.storage.format()) {
+            (Storage::Plain | Storage::Int8, _) | (_, None) => {
+                self.outputs * self.inputs * self.dtype.bytes()
+            }
+            (_, Some(format)) => stored_len(format, self.outputs, self.inputs),
+        }
+    }
+
+    /// Packs the row-major `source`.
+    ///
+    /// # Errors
+    /// `source` is not of [`Self::source_bytes`], `packed` not of [`Self::bytes`], or one begins at an odd address.
+    pub fn pack(&self, source: &[u8], packed: &mut [u8]) -> Result<(), Unfit> {
+        let &Self { outputs, inputs, interleaved, dtype, storage } = self;
+        if source.len() != self.source_bytes() || packed.len() != self.bytes()? {
+            return unfit(format!("{} bytes are no matrix of {outputs} x {inputs}", source.len()));
+        }
+        if !aligned(source, dtype) || !aligned(packed, dtype) {
+            return unfit("a matrix at an odd address");
+        }
+        match (storage, storage.format()) {
+            // SAFETY: both lengths and alignments were checked.
+            (Storage::Plain, _) | (_, None) => unsafe {
+                crate::fb_pack(
+                    dtype.number(),
+                    source.as_ptr(),
+                    outputs,
+                    inputs,
+                    interleaved,
+                    packed.as_mut_ptr(),
+                );
+            },
+            // SAFETY: as above.
+            (Storage::Int8, _) => unsafe {
+                crate::fb_quantise(
+                    dtype.number(),
+                    source.as_ptr(),
+                    outputs,
+                    inputs,
+                    interleaved,
+                    packed.as_mut_ptr(),
+                );
+            },
+            (_, Some(format)) => {
+                quantise::pack_blocks(format, source, outputs, inputs, interleaved, packed);
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Memory of weights, which others may read too.
+pub type Bytes = Arc<Room>;
+
+/// A matrix in the order of the kernels.
+#[derive(Clone)]
+pub struct Matrix {
+    /// How it is computed with.
+    pub storage: Storage,
+    /// What [`Packing::pack`] wrote.
+    pub packed: Bytes,
+}
+
+/// One layer. Vectors are of the model's type.
+#[derive(Clone)]
+pub struct Layer {
+    /// `[hidden]`.
+    pub input_norm: Bytes,
+    /// `[(heads + 2 * kv_heads) * head_dim, hidden]`.
+    pub qkv: Matrix,
+    /// One an output.
+    pub qkv_bias: Option<Bytes>,
+    /// Of query heads and of key heads, `[head_dim]` each.
+    pub head_norms: Option<(Bytes, Bytes)>,
+    /// `[hidden, heads * head_dim]`.
+    pub output: Matrix,
+    /// `[hidden]`.
+    pub output_bias: Option<Bytes>,
+    /// `[hidden]`.
+    pub post_norm: Bytes,
+    /// Gates and then what they gate, `[2 * intermediate, hidden]`, interleaved.
+    pub gate_up: Matrix,
+    /// `[2 * intermediate]`.
+    pub gate_up_bias: Option<Bytes>,
+    /// `[hidden, intermediate]`.
+    pub down: Matrix,
+    /// `[hidden]`.
+    pub down_bias: Option<Bytes>,
+}
+
+/// The sizes of a decoder.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Sizes {
+    /// Of weights, activations and pages.
+    pub dtype: Dtype,
+    /// Elements of the residual stream.
+    pub hidden: usize,
+    /// Query heads.
+    pub heads: usize,
+    /// Heads of keys and values.
+    pub kv_heads: usize,
+    /// Elements of a head.
+    pub head_dim: usize,
+    /// Elements between the two products of the feed-forward part.
+    pub intermediate: usize,
+    /// Tokens.
+    pub vocabulary: usize,
+    /// Most positions of a request.
+    pub positions: usize,
+    /// Positions of a page.
+    pub page_size: usize,
+    /// Pages.
+    pub page_count: usize,
+    /// Of the norms.
+    pub eps: f32,
+}
+
+impl Sizes {
+    /// Bytes of a layer's keys, or of its values, on all pages.
+    #[must_use]
+    pub fn pool_bytes(&self) -> usize {
+        self.page_count * self.page_size * self.kv_heads * self.head_dim * self.dtype.bytes()
+    }
+
+    fn check(&self) -> Result<(), Unfit> {
+        let numbers = [
+            self.hidden,
+            self.heads,
+            self.kv_heads,
+            self.head_dim,
+            self.intermediate,
+            self.vocabulary,
+            self.positions,
+            self.page_size,
+            self.page_count,
+        ];
+        if numbers.iter().any(|&number| number == 0 || number > i32::MAX as usize) {
+            return unfit(format!("no kernel computes a model of {self:?}"));
+        }
+        if !self.heads.is_multiple_of(self.kv_heads) {
+            return unfit(format!("{} heads can't share {}", self.heads, self.kv_heads));
+        }
+        if [self.hidden, self.head_dim, self.intermediate].iter().any(|size| size % 2 > 0) {
+            return unfit(format!(
+                "the compiled kernels take inner dimensions two by two, and the model has {} and {} and heads of {}",
+                self.hidden, self.intermediate, self.head_dim
+            ));
+        }
+        Ok(())
+    }
+}
+
+/// All weights of a decoder.
+pub struct Weights {
+    /// `[vocabulary, hidden]`, of the model's type.
+    pub embedding: Bytes,
+    /// `[hidden]`.
+    pub final_norm: Bytes,
+    /// `[vocabulary, hidden]`.
+    pub head: Matrix,
+    /// One after the other.
+    pub layers: Vec<Layer>,
+    /// Of the angles at each position, `[positions, head_dim / 2]`.
+    pub cos: Vec<f32>,
+    /// As `cos`.
+    pub sin: Vec<f32>,
+}
+
+/// A row of a step whose first inputs are the caller's.
+#[derive(Clone, Copy)]
+pub struct Given<'a> {
+    /// Inputs of the slot from position 0 on, `[until, hidden]` of the model's type.
+    pub inputs: &'a [u8],
+    /// Positions from here on have the embedding's.
+    pub until: usize,
+}
+
+/// A step's rows and the tables that they name.
+#[derive(Clone, Copy)]
+pub struct Rows<'a> {
+    /// One a row.
+    pub slot: &'a [i64],
+    /// The first position.
+    pub start: &'a [i64],
+    /// How many positions.
+    pub length: &'a [i64],
+    /// One a row, or empty: every input is the embedding's.
+    pub given: &'a [Option<Given<'a>>],
+    /// `[slots, token_stride]`.
+    pub tokens: &'a [i32],
+    /// Positions that a slot has room for.
+    pub token_stride: usize,
+    /// `[slots, page_stride]`.
+    pub pages: &'a [i32],
+    /// Pages that a slot has room for.
+    pub page_stride: usize,
+    /// Tokens that get a result, numbered over all rows, ascending.
+    pub sample: &'a [i64],
+}
+
+/// What a step gives of the tokens that sample.
+pub enum Wanted<'a> {
+    /// `[sampled, vocabulary]`.
+    Logits(&'a mut [f32]),
+    /// The first of the largest logits, and 1 where all are finite, `[sampled]` each.
+    Best(&'a mut [i32], &'a mut [u8]),
+    /// `[sampled, hidden]`, for [`Decoder::head`].
+    States(&'a mut [f32]),
+}
+
+/// A decoder that is ready to compute.
+pub struct Decoder {
+    model: Typed,
+    sizes: Sizes,
+    /// What the model points to.
+    _weights: Weights,
+    _pages: Vec<[Room; 2]>,
+}
+
+// SAFETY: a model has pointers to what it owns through `_weights` and `_pages`, which any thread may read and write in turn.
+unsafe impl Send for Decoder {}
+
+impl Decoder {
+    /// A decoder that computes with `threads`. `pages` are keys and values of each layer, [`Sizes::pool_bytes`] each.
+    ///
+    /// # Errors
+    /// Something has not the size that it should have, or the kernels can't compute it.
+    pub fn new(
+        sizes: Sizes,
+        weights: Weights,
+        mut pages: Vec<[Room; 2]>,
+        threads: &Arc<Threads>,
+    ) -> Result<Self, Unfit> {
+        sizes.check()?;
+        weights.check(&sizes)?;
+        let pool = sizes.pool_bytes();
+        if pages.len() != weights.layers.len()
+            || pages.iter().flatten().any(|room| room.len() != pool)
+        {
+            return unfit("the pages are not of this model");
+        }
+        let address = |bytes: &Bytes| bytes.as_ptr().cast::<c_void>();
+        let optional =
+            |bytes: &Option<Bytes>| bytes.as_ref().map_or(std::ptr::null(), |bytes| address(bytes));
+        let layer = |(layer, [keys, values]): (&Layer, &mut [Room; 2])| LayerSpec {
+            input_norm: address(&layer.input_norm),
+            qkv: address(&layer.qkv.packed),
+            qkv_bias: optional(&layer.qkv_bias),
+            q_norm: layer.head_norms.as_ref().map_or(std::ptr::null(), |(norm, _)| address(norm)),
+            k_norm: layer.head_norms.as_ref().map_or(std::ptr::null(), |(_, norm)| address(norm)),
+            output: address(&layer.output.packed),
+            output_bias: optional(&layer.output_bias),
+            post_norm: address(&layer.post_norm),
+            gate_up: address(&layer.gate_up.packed),
+            gate_up_bias: optional(&layer.gate_up_bias),
+            down: address(&layer.down.packed),
+            down_bias: optional(&layer.down_bias),
+            keys: keys.as_mut_ptr().cast(),
+            values: values.as_mut_ptr().cast(),
+            formats: layer.matrices().map(|(matrix, ..)| matrix.storage.number()),
+        };
+        let layers: Vec<LayerSpec> = weights.layers.iter().zip(&mut pages).map(layer).collect();
+        let spec = ModelSpec {
+            dtype: sizes.dtype.number(),
+            layers: layers.len() as u32,
+            hidden: sizes.hidden as u32,
+            heads: sizes.heads as u32,
+            kv_heads: sizes.kv_heads as u32,
+            head_dim: sizes.head_dim as u32,
+            intermediate: sizes.intermediate as u32,
+            vocabulary: sizes.vocabulary as u32,
+            positions: sizes.positions as u32,
+            page_size: sizes.page_size as u32,
+            page_count: sizes.page_count as u32,
+            threads: threads.count() as u32,
+            eps: sizes.eps,
+            scale: (sizes.head_dim as f64).powf(-0.5) as f32,
+            embedding: address(&weights.embedding),
+            final_norm: address(&weights.final_norm),
+            head: address(&weights.head.packed),
+            head_format: weights.head.storage.number(),
+            cos: weights.cos.as_ptr(),
+            sin: weights.sin.as_ptr(),
+            layer: layers.as_ptr(),
+        };
+        // SAFETY: the description was checked, and what it points to lives in the decoder.
+        if unsafe { !spec.is_possible() } {
+            return unfit("an inner dimension of a quantised matrix is no multiple of 32");
+        }
+        let team = Team { threads: threads.count(), kind: Kind::Kept(threads.clone()) };
+        // SAFETY: as above.
+        let model = unsafe {
+            match sizes.dtype {
+                Dtype::Float32 => Typed::Float32(Model::<f32>::new(&spec, team)),
+                Dtype::Bfloat16 => Typed::Bfloat16(Model::<Bf16>::new(&spec, team)),
+            }
+        };
+        Ok(Self { model, sizes, _weights: weights, _pages: pages })
+    }
+
+    /// Computes a step: writes keys and values of every row, and what is wanted.
+    ///
+    /// # Errors
+    /// A row outside of the tables, or of what the model has; nothing was written then.
+    pub fn step(&mut self, rows: &Rows<'_>, wanted: Wanted<'_>) -> Result<(), Unfit> {
+        let count = rows.check(&self.sizes)?;
+        let &Sizes { vocabulary, hidden, .. } = &self.sizes;
+        let sampled = rows.sample.len();
+        let ascending = rows.sample.windows(2).all(|pair| pair[0] < pair[1]);
+        let inside = rows.sample.iter().all(|&token| (0..count as i64).contains(&token));
+        if !(ascending && inside) {
+            return unfit("a result of a token that the step does not have");
+        }
+        if rows.slot.is_empty() {
+            return Ok(());
+        }
+        let mut step = StepSpec {
+            rows: rows.slot.len() as u64,
+            slot: rows.slot.as_ptr(),
+            start: rows.start.as_ptr(),
+            length: rows.length.as_ptr(),
+            tokens: rows.tokens.as_ptr(),
+            token_stride: rows.token_stride as u64,
+            pages: rows.pages.as_ptr(),
+            page_stride: rows.page_stride as u64,
+            sample: rows.sample.as_ptr(),
+            sampled: sampled as u64,
+            given: std::ptr::null(),
+            given_until: std::ptr::null(),
+            logits: std::ptr::null_mut(),
+            best: std::ptr::null_mut(),
+            finite: std::ptr::null_mut(),
+            times: std::ptr::null_mut(),
+            states: std::ptr::null_mut(),
+        };
+        let room = match wanted {
+            Wanted::Logits(logits) => {
+                step.logits = logits.as_mut_ptr();
+                logits.len() == sampled * vocabulary
+            }
+            Wanted::Best(best, finite) => {
+                (step.best, step.finite) = (best.as_mut_ptr(), finite.as_mut_ptr());
+                best.len() == sampled && finite.len() == sampled
+            }
+            Wanted::States(states) => {
+                step.states = states.as_mut_ptr();
+                states.len() == sampled * hidden
+            }
+        };
+        if !room {
+            return unfit("too little room for what a step gives");
+        }
+        let inputs: Vec<*const c_void>;
+        let until: Vec<i64>;
+        if !rows.given.is_empty() {
+            let of = |given: &Option<Given<'_>>| {
+                given.map_or((std::ptr::null(), 0), |given| {
+                    (given.inputs.as_ptr().cast(), given.until as i64)
+                })
+            };
+            (inputs, until) = rows.given.iter().map(of).unzip();
+            (step.given, step.given_until) = (inputs.as_ptr(), until.as_ptr());
+        }
+        let level = Level::current();
+        // SAFETY: rows lie within the tables and the model's positions, what is given has so many rows, and all results have room; bodies fit
+        // the processor.
+        let done = unsafe {
+            match &mut self.model {
+                Typed::Float32(model) => compute(model, &step, body_f32(level)),
+                Typed::Bfloat16(model) => compute(model, &step, body_bf16(level)),
+            }
+        };
+        done.map_err(|error| {
+            Unfit(
+                match error {
+                    StepError::Page => "a row has a position without a page",
+                    StepError::Token => "a row has a token that is not of the vocabulary",
+                }
+                .into(),
+            )
+        })
+    }
+
+    /// Computes logits `[count, vocabulary]` of states `[count, hidden]` that a step gave.
+    ///
+    /// # Errors
+    /// There are not as many logits as states.
+    pub fn head(&mut self, states: &[f32], logits: &mut [f32]) -> Result<(), Unfit> {
+        let count = states.len() / self.sizes.hidden;
+        if states.len() != count * self.sizes.hidden
+            || logits.len() != count * self.sizes.vocabulary
+        {
+            return unfit("too little room for logits");
+        }
+        if count == 0 {
+            return Ok(());
+        }
+        let level = Level::current();
+        let (states, logits) = ((states.as_ptr(), count), logits.as_mut_ptr());
+        // SAFETY: both have the sizes that were checked; bodies fit the processor and are called once a member.
+        unsafe {
+            match &mut self.model {
+                Typed::Float32(model) => {
+                    let body = body_f32(level);
+                    model.head(states, logits, |team, view| team.run(|member| body(view, &member)));
+                }
+                Typed::Bfloat16(model) => {
+                    let body = body_bf16(level);
+                    model.head(states, logits, |team, view| team.run(|member| body(view, &member)));
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+impl Layer {
+    /// The matrices, and which of the sizes they have: outputs and inputs.
+    fn matrices(&self) -> [(&Matrix, bool); 4] {
+        [(&self.qkv, false), (&self.output, false), (&self.gate_up, true), (&self.down, false)]
+    }
+
+    fn check(&self, sizes: &Sizes) -> Result<(), Unfit> {
+        let &Sizes { hidden, heads, kv_heads, head_dim, intermediate, .. } = sizes;
+        let (queries, projected) = (heads * head_dim, (heads + 2 * kv_heads) * head_dim);
+        let shapes = [
+            (projected, hidden),
+            (hidden, queries),
+            (2 * intermediate, hidden),
+            (hidden, intermediate),
+        ];
+        for ((matrix, interleaved), shape) in self.matrices().into_iter().zip(shapes) {
+            matrix.check(sizes.dtype, shape, interleaved)?;
+        }
+        let norms = self.head_norms.iter().flat_map(|(q, k)| [(q, head_dim), (k, head_dim)]);
+        let biases = [
+            (&self.qkv_bias, projected),
+            (&self.output_bias, hidden),
+            (&self.gate_up_bias, 2 * intermediate),
+            (&self.down_bias, hidden),
+        ];
+        let biases = biases.into_iter().filter_map(|(bias, size)| Some((bias.as_ref()?, size)));
+        let vectors = [(&self.input_norm, hidden), (&self.post_norm, hidden)];
+        vectors
+            .into_iter()
+            .chain(norms)
+            .chain(biases)
+            .try_for_each(|(vector, size)| of_size(vector, size * sizes.dtype.bytes()))
+    }
+}
+
+impl Matrix {
+    fn check(
+        &self,
+        dtype: Dtype,
+        (outputs, inputs): (usize, usize),
+        interleaved: bool,
+    ) -> Result<(), Unfit> {
+        let packing = Packing { outputs, inputs, interleaved, dtype, storage: self.storage };
+        of_size(&self.packed, packing.bytes()?)
+    }
+}
+
+impl Weights {
+    fn check(&self, sizes: &Sizes) -> Result<(), Unfit> {
+        let &Sizes { dtype, hidden, vocabulary, head_dim, positions, .. } = sizes;
+        of_size(&self.embedding, vocabulary * hidden * dtype.bytes())?;
+        of_size(&self.final_norm, hidden * dtype.bytes())?;
+        self.head.check(dtype, (vocabulary, hidden), false)?;
+        if [&self.cos, &self.sin].iter().any(|table| table.len() != positions * head_dim / 2) {
+            return unfit("angles of another number of positions");
+        }
+        self.layers.iter().try_for_each(|layer| layer.check(sizes))
+    }
+}
+
+fn of_size(bytes: &Bytes, wanted: usize) -> Result<(), Unfit> {
+    match bytes.len() {
+        found if found == wanted => Ok(()),
+        found => unfit(format!("a weight of {found} bytes in place of {wanted}")),
+    }
+}
+
+impl Rows<'_> {
+    /// Gives the number of tokens.
+    fn check(&self, sizes: &Sizes) -> Result<usize, Unfit> {
+        let rows = self.slot.len();
+        let columns = self.start.len() == rows
+            && self.length.len() == rows
+            && (self.given.is_empty() || self.given.len() == rows);
+        if !columns || self.token_stride == 0 || self.page_stride == 0 {
+            return unfit("columns of rows that are not equally long");
+        }
+        let slots =
+            (self.tokens.len() / self.token_stride).min(self.pages.len() / self.page_stride) as i64;
+        let most = sizes
+            .positions
+            .min(self.token_stride)
+            .min(self.page_stride.saturating_mul(sizes.page_size)) as i64;
+        let mut count = 0;
+        for row in 0..rows {
+            let (slot, start, length) = (self.slot[row], self.start[row], self.length[row]);
+            let inside = (0..slots).contains(&slot)
+                && (0..most).contains(&start)
+                && (1..=most - start).contains(&length);
+            if !inside {
+                return unfit(format!(
+                    "a row outside of {slots} slots of {most} positions: slot {slot}, start {start}, length {length}"
+                ));
+            }
+            if let Some(Some(given)) = self.given.get(row) {
+                let wanted = given.until * sizes.hidden * sizes.dtype.bytes();
+                if given.inputs.len() != wanted || !aligned(given.inputs, sizes.dtype) {
+                    return unfit("embeddings of another size, or at an odd address");
+                }
+            }
+            count += length as usize;
+        }
+        Ok(count)
+    }
+}
+
+/// The instructions in use, by name.
+#[must_use]
+pub fn level() -> &'static str {
+    Level::current().name().to_str().unwrap_or("unknown")
+}
+
+/// Uses nothing better than the level of this name from now on; false if there is none on this processor.
+#[must_use]
+pub fn limit(level: &std::ffi::CStr) -> bool {
+    Level::limit(Some(level))
+}
+
+/// Names the order of packed weights: two builds of the same sources have one name.
+#[must_use]
+pub fn build() -> &'static str {
+    env!("FOREBAY_KERNELS_BUILD")
+}

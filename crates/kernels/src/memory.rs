@@ -1,0 +1,193 @@
+//! Memory that steps read all over, in large pages where the system has them, and memory that another process writes.
+//!
+//! Many systems give large pages only to who asks for them. With small ones a step waits for the page tables as well, and what is fetched
+//! ahead stops at every 4 KiB.
+
+use std::io;
+use std::ops::{Deref, DerefMut};
+use std::os::fd::BorrowedFd;
+use std::ptr::NonNull;
+use std::sync::Arc;
+
+use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap, mmap_anonymous, munmap};
+
+/// Where parts of a room begin: a cache line, which suits vectors and every type.
+const ALIGNMENT: usize = 64;
+
+struct Mapping {
+    at: NonNull<u8>,
+    bytes: usize,
+}
+
+// SAFETY: memory belongs to no thread; who may read and write it is said by those who hand out parts of it.
+unsafe impl Send for Mapping {}
+// SAFETY: as above.
+unsafe impl Sync for Mapping {}
+
+impl Mapping {
+    fn anonymous(bytes: usize) -> io::Result<Self> {
+        let bytes = bytes.max(1);
+        // SAFETY: a new mapping, which is nobody else's.
+        let at = unsafe {
+            mmap_anonymous(
+                std::ptr::null_mut(),
+                bytes,
+                ProtFlags::READ | ProtFlags::WRITE,
+                MapFlags::PRIVATE,
+            )?
+        };
+        let mapping = Self::of(at.cast(), bytes)?;
+        // SAFETY: the whole mapping. A system without large pages refuses, and small ones do.
+        let _ = unsafe { madvise(at, bytes, Advice::LinuxHugepage) };
+        Ok(mapping)
+    }
+
+    fn of(at: *mut u8, bytes: usize) -> io::Result<Self> {
+        let at = NonNull::new(at).ok_or_else(|| io::Error::other("a mapping at no address"))?;
+        Ok(Self { at, bytes })
+    }
+}
+
+impl Drop for Mapping {
+    fn drop(&mut self) {
+        // SAFETY: what was mapped, and nobody has a part of it any more.
+        let _ = unsafe { munmap(self.at.as_ptr().cast(), self.bytes) };
+    }
+}
+
+/// A part of a mapping that nobody else has, zeros at first. It takes memory only where somebody writes, and begins at a cache line.
+pub struct Room {
+    mapping: Arc<Mapping>,
+    first: usize,
+    bytes: usize,
+}
+
+impl Room {
+    /// Room for so many bytes.
+    ///
+    /// # Errors
+    /// The system has no address space left.
+    pub fn new(bytes: usize) -> io::Result<Self> {
+        let mut parts = Self::parts([bytes])?;
+        parts.pop().ok_or_else(|| io::Error::other("no part"))
+    }
+
+    /// One room for each of some sizes, side by side: alone, each could be smaller than a large page.
+    ///
+    /// # Errors
+    /// The system has no address space left, or there is no such sum.
+    pub fn parts(sizes: impl IntoIterator<Item = usize>) -> io::Result<Vec<Self>> {
+        let too_much = || io::Error::other("more bytes than there are addresses");
+        let mut places = Vec::new();
+        let mut end = 0_usize;
+        for bytes in sizes {
+            places.push((end, bytes));
+            let room = bytes.checked_next_multiple_of(ALIGNMENT).ok_or_else(too_much)?;
+            end = end.checked_add(room).ok_or_else(too_much)?;
+        }
+        let mapping = Arc::new(Mapping::anonymous(end)?);
+        let part = |(first, bytes)| Self { mapping: mapping.clone(), first, bytes };
+        Ok(places.into_iter().map(part).collect())
+    }
+}
+
+impl Deref for Room {
+    type Target = [u8];
+
+    fn deref(&self) -> &[u8] {
+        // SAFETY: inside the mapping, and no other room has it.
+        unsafe { std::slice::from_raw_parts(self.mapping.at.as_ptr().add(self.first), self.bytes) }
+    }
+}
+
+impl DerefMut for Room {
+    fn deref_mut(&mut self) -> &mut [u8] {
+        // SAFETY: inside the mapping, and no other room has it.
+        unsafe {
+            std::slice::from_raw_parts_mut(self.mapping.at.as_ptr().add(self.first), self.bytes)
+        }
+    }
+}
+
+/// Memory that another process writes and this one reads. Who writes says which part may be read, and leaves it alone until it is told that
+/// it was.
+pub struct Shared(Option<Mapping>);
+
+impl Shared {
+    /// Nothing.
+    #[must_use]
+    pub fn none() -> Self {
+        Self(None)
+    }
+
+    /// The first `bytes` of a file that never gets shorter.
+    ///
+    /// # Errors
+    /// The system refuses to map it.
+    pub fn map(file: BorrowedFd<'_>, bytes: usize) -> io::Result<Self> {
+        if bytes == 0 {
+            return Ok(Self::none());
+        }
+        // SAFETY: a new mapping, which is only read.
+        let at = unsafe {
+            mmap(std::ptr::null_mut(), bytes, ProtFlags::READ, MapFlags::SHARED, file, 0)?
+        };
+        Ok(Self(Some(Mapping::of(at.cast(), bytes)?)))
+    }
+
+    /// How many bytes there are.
+    #[must_use]
+    pub fn bytes(&self) -> usize {
+        self.0.as_ref().map_or(0, |mapping| mapping.bytes)
+    }
+
+    /// `bytes` bytes from `offset` on; `None` where there are no such.
+    #[must_use]
+    pub fn read(&self, offset: usize, bytes: usize) -> Option<&[u8]> {
+        let mapping = self.0.as_ref()?;
+        let end = offset.checked_add(bytes)?;
+        // SAFETY: inside the mapping; the writer leaves this part alone.
+        (end <= mapping.bytes)
+            .then(|| unsafe { std::slice::from_raw_parts(mapping.at.as_ptr().add(offset), bytes) })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::fd::AsFd;
+
+    use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
+
+    use super::*;
+
+    #[test]
+    fn parts_lie_side_by_side_and_are_each_its_own() {
+        let mut rooms = Room::parts([3, 0, 64, 65]).expect("memory");
+        for (value, room) in (1..).zip(&mut rooms) {
+            assert!(room.iter().all(|&byte| byte == 0));
+            room.fill(value);
+        }
+        let sizes: Vec<usize> = rooms.iter().map(|room| room.len()).collect();
+        assert_eq!(sizes, [3, 0, 64, 65]);
+        for (value, room) in (1..).zip(&rooms) {
+            assert!(room.iter().all(|&byte| byte == value));
+            assert_eq!(room.as_ptr() as usize % ALIGNMENT, 0);
+        }
+        let last = rooms.pop().expect("four");
+        drop(rooms);
+        assert_eq!(last[64], 4, "the mapping lives as long as any part");
+        assert!(Room::parts([usize::MAX, 2]).is_err());
+    }
+
+    #[test]
+    fn what_another_writes_is_read_within_bounds() {
+        let file = memfd_create("test", MemfdFlags::CLOEXEC).expect("a file");
+        ftruncate(&file, 4096).expect("room");
+        let shared = Shared::map(file.as_fd(), 4096).expect("mapped");
+        rustix::io::pwrite(&file, b"seen", 4092).expect("written");
+        assert_eq!(shared.read(4092, 4), Some(&b"seen"[..]));
+        assert_eq!(shared.read(4093, 4), None);
+        assert_eq!(shared.read(usize::MAX, 2), None);
+        assert_eq!(Shared::none().read(0, 0), None);
+    }
+}

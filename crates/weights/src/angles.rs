@@ -1,0 +1,149 @@
+//! Rotary position embedding (Su et al. 2021) and its scalings: linear, llama3, yarn (Peng et al. 2023).
+//!
+//! All of it is done in 32 bits, operation by operation as PyTorch does it (`python/forebay/layers/rotary.py`): what a scalar is divided
+//! by becomes a reciprocal first. Both hands have the same angles so.
+
+use std::f32::consts::TAU;
+
+use half::bf16;
+use serde_json::{Map, Value};
+
+use crate::config::{Shape, TorchNumber};
+use crate::error::ModelError;
+
+/// Cosines and sines of positions, `[positions, head_dim / 2]` each, rounded to the model's type.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Angles {
+    /// Cosines.
+    pub cos: Vec<f32>,
+    /// Sines.
+    pub sin: Vec<f32>,
+}
+
+impl Angles {
+    /// Those of the first `positions`.
+    ///
+    /// # Errors
+    /// A scaling with a number that makes no sense.
+    pub fn of(shape: &Shape, positions: usize, number: TorchNumber) -> Result<Self, ModelError> {
+        let (inverse, factor) = frequencies(shape)?;
+        let round = |value: f32| match number {
+            TorchNumber::Float32 => value,
+            TorchNumber::Bfloat16 => bf16::from_f32(value).to_f32(),
+        };
+        let (mut cos, mut sin) = (Vec::new(), Vec::new());
+        for vector in [&mut cos, &mut sin] {
+            vector.reserve_exact(positions * inverse.len());
+        }
+        for position in 0..positions {
+            for frequency in &inverse {
+                // The angle has 32 bits, what is made of it is the nearest of 32.
+                let angle = f64::from(position as f32 * frequency);
+                cos.push(round(angle.cos() as f32 * factor));
+                sin.push(round(angle.sin() as f32 * factor));
+            }
+        }
+        Ok(Self { cos, sin })
+    }
+}
+
+/// `scalar / value`, as PyTorch computes it where the value is a tensor.
+fn over(scalar: f64, value: f32) -> f32 {
+    (1.0 / value) * scalar as f32
+}
+
+/// Numbers of a scaling.
+struct Scaling<'a>(&'a Map<String, Value>);
+
+impl Scaling<'_> {
+    /// A number that is there and not 0.
+    fn get(&self, key: &str) -> Option<f64> {
+        self.0.get(key).and_then(Value::as_f64).filter(|&value| value != 0.0)
+    }
+
+    fn required(&self, key: &str) -> Result<f64, ModelError> {
+        let found = self.0.get(key).and_then(Value::as_f64);
+        found.ok_or_else(|| ModelError::broken(format!("rope scaling without a number as {key}")))
+    }
+}
+
+/// Inverse frequencies, and the factor on cosine and sine.
+fn frequencies(shape: &Shape) -> Result<(Vec<f32>, f32), ModelError> {
+    let dim = shape.head_dim as f32;
+    let half = shape.head_dim / 2;
+    let power = |index: usize| {
+        let exponent = (2 * index) as f32 / dim;
+        (f64::from(shape.rope_theta as f32)).powf(f64::from(exponent)) as f32
+    };
+    let powers: Vec<f32> = (0..half).map(power).collect();
+    let inverse = powers.iter().map(|&power| 1.0 / power);
+    let Some(scaling) = &shape.rope_scaling else { return Ok((inverse.collect(), 1.0)) };
+    let kind = scaling.get("rope_type").and_then(Value::as_str).unwrap_or("default");
+    let scaling = Scaling(scaling);
+    let most = shape.max_positions as f64;
+    let original = scaling.get("original_max_position_embeddings").unwrap_or(most);
+    match kind {
+        "linear" => {
+            let factor = scaling.required("factor")? as f32;
+            Ok((inverse.map(|value| value / factor).collect(), 1.0))
+        }
+        "llama3" => {
+            let (factor, low, high) = (
+                scaling.required("factor")? as f32,
+                scaling.required("low_freq_factor")?,
+                scaling.required("high_freq_factor")?,
+            );
+            let scaled = inverse.map(|inverse| {
+                let wavelength = over(f64::from(TAU), inverse);
+                let smooth = (over(original, wavelength) - low as f32) / (high - low) as f32;
+                if wavelength < (original / high) as f32 {
+                    inverse
+                } else if wavelength > (original / low) as f32 {
+                    inverse / factor
+                } else {
+                    (1.0 - smooth) * inverse / factor + smooth * inverse
+                }
+            });
+            Ok((scaled.collect(), 1.0))
+        }
+        "yarn" => Ok(yarn(&powers, shape.rope_theta, &scaling, original, most)),
+        other => Err(ModelError::elsewhere(format!("the rope scaling {other:?}"))),
+    }
+}
+
+/// Interpolates dimensions that turn less often than `beta_slow` in the original context, not the fastest ones.
+fn yarn(
+    powers: &[f32],
+    theta: f64,
+    scaling: &Scaling<'_>,
+    original: f64,
+    most: f64,
+) -> (Vec<f32>, f32) {
+    let half = powers.len() as f64;
+    let factor = scaling.get("factor").unwrap_or(most / original);
+    let dimension = |turns: f64| {
+        2.0 * half * (original / (turns * 2.0 * std::f64::consts::PI)).ln() / (2.0 * theta.ln())
+    };
+    let mut low = dimension(scaling.get("beta_fast").unwrap_or(32.0));
+    let mut high = dimension(scaling.get("beta_slow").unwrap_or(1.0));
+    if scaling.0.get("truncate").and_then(Value::as_bool).unwrap_or(true) {
+        (low, high) = (low.floor(), high.ceil());
+    }
+    (low, high) = (low.max(0.0), high.min(2.0 * half - 1.0));
+    if low == high {
+        high += 0.001;
+    }
+    let inverse = powers.iter().enumerate().map(|(index, &power)| {
+        let interpolated = (index as f32 - low as f32) / (high - low) as f32;
+        let kept = 1.0 - interpolated.clamp(0.0, 1.0);
+        1.0 / (factor as f32 * power) * (1.0 - kept) + 1.0 / power * kept
+    });
+    let mscale = |weight: f64| if factor > 1.0 { 0.1 * weight * factor.ln() + 1.0 } else { 1.0 };
+    let given = scaling.0.get("attention_factor").and_then(Value::as_f64);
+    let attention =
+        given.unwrap_or_else(|| match (scaling.get("mscale"), scaling.get("mscale_all_dim")) {
+            (Some(one), Some(all)) => mscale(one) / mscale(all),
+            _ => mscale(1.0),
+        });
+    (inverse.collect(), attention as f32)
+}

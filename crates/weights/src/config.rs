@@ -1,0 +1,316 @@
+//! The shape of a dense decoder, read from a Hugging Face `config.json` of any age.
+
+use serde_json::{Map, Value};
+
+use crate::error::ModelError;
+
+/// Far beyond every known model: names of weights are made for each layer, before a file is asked for them.
+const MOST_LAYERS: u64 = 1 << 12;
+const DEFAULT_ROPE_THETA: f64 = 10000.0;
+
+/// The types that a model is computed in, by the names of PyTorch.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum TorchNumber {
+    /// `torch.float32`
+    Float32,
+    /// `torch.bfloat16`
+    Bfloat16,
+}
+
+/// A family of dense decoders.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Family {
+    Llama,
+    Mistral,
+    Qwen2,
+    Qwen3,
+}
+
+/// Everything that is needed to build a dense decoder. Sizes are numbers of elements, positions are tokens.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Shape {
+    /// Tokens.
+    pub vocab_size: usize,
+    /// Elements of the residual stream.
+    pub hidden_size: usize,
+    /// Elements between the products of the feed-forward part.
+    pub intermediate_size: usize,
+    /// Layers.
+    pub layers: usize,
+    /// Query heads.
+    pub heads: usize,
+    /// Heads of keys and values.
+    pub kv_heads: usize,
+    /// Elements of a head.
+    pub head_dim: usize,
+    /// Queries, keys and values have biases.
+    pub qkv_bias: bool,
+    /// The attention's output has one.
+    pub output_bias: bool,
+    /// The feed-forward part has them.
+    pub mlp_bias: bool,
+    /// Query and key heads are normalised before they are rotated.
+    pub head_norms: bool,
+    /// Of the norms.
+    pub rms_norm_eps: f64,
+    /// The base of the rotary embedding.
+    pub rope_theta: f64,
+    /// Its scaling with the names of transformers 4, `rope_type` among them; `None`: there is none.
+    pub rope_scaling: Option<Map<String, Value>>,
+    /// Positions that the model was made for.
+    pub max_positions: u64,
+    /// The head is the embedding.
+    pub tied: bool,
+    /// Tokens that a position sees, itself included; `None`: all.
+    pub sliding_window: Option<u64>,
+    /// Tokens that end a generation.
+    pub eos_token_ids: Vec<i32>,
+}
+
+impl Shape {
+    /// Reads a `config.json`.
+    ///
+    /// # Errors
+    /// A model that is not a dense decoder of the families here, or a config without what it must have.
+    pub fn of(config: &Map<String, Value>) -> Result<Self, ModelError> {
+        let family = family(config)?;
+        if truthy(config.get("quantization_config")) {
+            return Err(ModelError::elsewhere("a checkpoint that is quantised"));
+        }
+        let layers = integer(config, "num_hidden_layers")?;
+        if layers == 0 || layers > MOST_LAYERS {
+            return Err(ModelError::broken(format!("{layers} layers are not supported")));
+        }
+        let (rope_theta, rope_scaling) = rope(config)?;
+        match config.get("hidden_act").and_then(Value::as_str).unwrap_or("silu") {
+            "silu" => {}
+            other => return Err(ModelError::elsewhere(format!("the activation {other:?}"))),
+        }
+        let heads = size(config, "num_attention_heads")?;
+        let hidden_size = size(config, "hidden_size")?;
+        let all_biases = flag(config, "attention_bias", false);
+        let usual = if family == Family::Qwen3 { 128 } else { hidden_size / heads };
+        Ok(Self {
+            vocab_size: size(config, "vocab_size")?,
+            hidden_size,
+            intermediate_size: size(config, "intermediate_size")?,
+            layers: layers as usize,
+            heads,
+            kv_heads: optional(config, "num_key_value_heads")?.unwrap_or(heads as u64) as usize,
+            head_dim: optional(config, "head_dim")?.unwrap_or(usual as u64) as usize,
+            qkv_bias: flag(config, "qkv_bias", family == Family::Qwen2 || all_biases),
+            output_bias: all_biases && family != Family::Qwen2,
+            mlp_bias: flag(config, "mlp_bias", false),
+            head_norms: family == Family::Qwen3,
+            rms_norm_eps: config.get("rms_norm_eps").and_then(Value::as_f64).unwrap_or(1e-6),
+            rope_theta,
+            rope_scaling,
+            max_positions: optional(config, "max_position_embeddings")?.unwrap_or(2048),
+            tied: flag(config, "tie_word_embeddings", false),
+            sliding_window: sliding_window(config, family, layers)?,
+            eos_token_ids: token_ids(config.get("eos_token_id")),
+        })
+    }
+
+    /// Positions that a request may use: with yarn more than the config may say.
+    #[must_use]
+    pub fn longest_context(&self) -> u64 {
+        let Some(scaling) = self.rope_scaling.as_ref() else { return self.max_positions };
+        if scaling.get("rope_type").and_then(Value::as_str) != Some("yarn") {
+            return self.max_positions;
+        }
+        let number = |key| scaling.get(key).and_then(Value::as_f64).filter(|&value| value != 0.0);
+        let original =
+            number("original_max_position_embeddings").unwrap_or(self.max_positions as f64);
+        self.max_positions.max((original * number("factor").unwrap_or(1.0)) as u64)
+    }
+}
+
+/// As Python has it.
+fn truthy(value: Option<&Value>) -> bool {
+    match value {
+        None | Some(Value::Null | Value::Bool(false)) => false,
+        Some(Value::Bool(true)) => true,
+        Some(Value::Number(number)) => number.as_f64() != Some(0.0),
+        Some(Value::String(text)) => !text.is_empty(),
+        Some(Value::Array(items)) => !items.is_empty(),
+        Some(Value::Object(entries)) => !entries.is_empty(),
+    }
+}
+
+fn flag(config: &Map<String, Value>, key: &str, default: bool) -> bool {
+    match config.get(key) {
+        None => default,
+        found => truthy(found),
+    }
+}
+
+/// A number that is there, not null and not 0.
+fn optional(config: &Map<String, Value>, key: &str) -> Result<Option<u64>, ModelError> {
+    let Some(value) = config.get(key).filter(|value| truthy(Some(value))) else { return Ok(None) };
+    let whole = value.as_u64().filter(|&number| number <= i32::MAX as u64);
+    match whole {
+        Some(number) => Ok(Some(number)),
+        None => Err(ModelError::broken(format!("the model's config has {key} {value}"))),
+    }
+}
+
+fn integer(config: &Map<String, Value>, key: &str) -> Result<u64, ModelError> {
+    let missing = || ModelError::broken(format!("the model's config has no '{key}'"));
+    optional(config, key)?.ok_or_else(missing)
+}
+
+fn size(config: &Map<String, Value>, key: &str) -> Result<usize, ModelError> {
+    Ok(integer(config, key)? as usize)
+}
+
+/// A token id, a list of them or nothing, as the `eos_token_id` of the two config files may be.
+pub(crate) fn token_ids(value: Option<&Value>) -> Vec<i32> {
+    let id = |value: &Value| value.as_i64().and_then(|id| i32::try_from(id).ok());
+    match value {
+        Some(Value::Array(items)) => items.iter().filter_map(id).collect(),
+        Some(value) => id(value).into_iter().collect(),
+        None => Vec::new(),
+    }
+}
+
+fn family(config: &Map<String, Value>) -> Result<Family, ModelError> {
+    let names = config.get("architectures").and_then(Value::as_array);
+    let mut names = names.into_iter().flatten().filter_map(Value::as_str);
+    let known = names.clone().find_map(|name| match name {
+        "LlamaForCausalLM" => Some(Family::Llama),
+        "MistralForCausalLM" => Some(Family::Mistral),
+        "Qwen2ForCausalLM" => Some(Family::Qwen2),
+        "Qwen3ForCausalLM" => Some(Family::Qwen3),
+        _ => None,
+    });
+    known.ok_or_else(|| {
+        let name = names.next().unwrap_or("without a name");
+        ModelError::elsewhere(format!("the architecture {name}"))
+    })
+}
+
+/// The base, and the scaling in the form of transformers 4: transformers 5 keeps both in `rope_parameters`.
+fn rope(config: &Map<String, Value>) -> Result<(f64, Option<Map<String, Value>>), ModelError> {
+    let object = |key| config.get(key).filter(|value| truthy(Some(value)))?.as_object();
+    let mut parameters =
+        object("rope_parameters").or_else(|| object("rope_scaling")).cloned().unwrap_or_default();
+    let nonzero = |value: &Value| value.as_f64().filter(|&value| value != 0.0);
+    let theta = parameters.shift_remove("rope_theta").as_ref().and_then(nonzero);
+    let theta = theta.or_else(|| config.get("rope_theta").and_then(nonzero));
+    let theta = theta.unwrap_or(DEFAULT_ROPE_THETA);
+    let text = |value: Option<Value>| value.and_then(|value| value.as_str().map(str::to_owned));
+    let legacy = text(parameters.shift_remove("type"));
+    let kind = text(parameters.shift_remove("rope_type")).or(legacy);
+    let kind = kind.unwrap_or_else(|| "default".into());
+    let part = parameters.shift_remove("partial_rotary_factor").and_then(|value| value.as_f64());
+    if part.is_some_and(|part| part != 1.0) {
+        return Err(ModelError::elsewhere("heads that are rotated in part"));
+    }
+    if kind == "default" {
+        if parameters.values().any(Value::is_object) {
+            return Err(ModelError::elsewhere("rotary embeddings that differ between layers"));
+        }
+        return Ok((theta, None));
+    }
+    if !["linear", "llama3", "yarn"].contains(&kind.as_str()) {
+        return Err(ModelError::elsewhere(format!("the rope scaling {kind:?}")));
+    }
+    if parameters.get("factor").is_none_or(Value::is_null) {
+        return Err(ModelError::broken(format!("rope scaling '{kind}' without a factor")));
+    }
+    parameters.insert("rope_type".into(), kind.into());
+    Ok((theta, Some(parameters)))
+}
+
+fn sliding_window(
+    config: &Map<String, Value>,
+    family: Family,
+    layers: u64,
+) -> Result<Option<u64>, ModelError> {
+    let qwen = matches!(family, Family::Qwen2 | Family::Qwen3);
+    let Some(window) = config.get("sliding_window").and_then(Value::as_u64) else {
+        return Ok(None);
+    };
+    if family == Family::Llama || qwen && !flag(config, "use_sliding_window", false) {
+        return Ok(None);
+    }
+    let windowed = match config.get("layer_types").and_then(Value::as_array) {
+        Some(kinds) => {
+            let windowed = |kind: &&Value| kind.as_str() == Some("sliding_attention");
+            kinds.iter().take(layers as usize).filter(windowed).count() as u64
+        }
+        None if qwen => {
+            // Qwen counts the other way round: the layers below `max_window_layers` see everything.
+            let below = config.get("max_window_layers").and_then(Value::as_u64).unwrap_or(28);
+            layers.saturating_sub(below)
+        }
+        None => layers,
+    };
+    let longest = optional(config, "max_position_embeddings")?.unwrap_or(window);
+    if windowed == 0 || window >= longest {
+        return Ok(None);
+    }
+    if windowed < layers {
+        return Err(ModelError::elsewhere("a sliding window in some of the layers"));
+    }
+    Ok(Some(window))
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    fn of(changes: Value) -> Result<Shape, ModelError> {
+        let mut config = json!({
+            "architectures": ["LlamaForCausalLM"], "vocab_size": 131, "hidden_size": 64, "intermediate_size": 96,
+            "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128,
+        });
+        for (key, value) in changes.as_object().expect("an object") {
+            config[key] = value.clone();
+        }
+        Shape::of(config.as_object().expect("an object"))
+    }
+
+    #[test]
+    fn families_have_their_biases_and_norms() {
+        let llama = of(json!({"attention_bias": true, "mlp_bias": true})).expect("a model");
+        assert!(llama.qkv_bias && llama.output_bias && llama.mlp_bias && !llama.head_norms);
+        assert_eq!(llama.head_dim, 16);
+        let qwen2 = of(json!({"architectures": ["Qwen2ForCausalLM"]})).expect("a model");
+        assert!(qwen2.qkv_bias && !qwen2.output_bias);
+        let qwen3 = of(json!({"architectures": ["Qwen3ForCausalLM"]})).expect("a model");
+        assert!(qwen3.head_norms && qwen3.head_dim == 128);
+    }
+
+    #[test]
+    fn others_are_elsewhere_with_a_reason() {
+        for (changes, reason) in [
+            (json!({"architectures": ["Qwen3MoeForCausalLM"]}), "Qwen3MoeForCausalLM"),
+            (json!({"hidden_act": "gelu"}), "gelu"),
+            (json!({"quantization_config": {"quant_method": "fp8"}}), "quantised"),
+            (json!({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}), "longrope"),
+        ] {
+            let error = of(changes).expect_err("elsewhere");
+            assert!(
+                matches!(&error, ModelError::Elsewhere(why) if why.contains(reason)),
+                "{error:?}"
+            );
+        }
+        assert!(matches!(of(json!({"vocab_size": -1})), Err(ModelError::Broken(_))));
+        assert!(matches!(of(json!({"hidden_size": null})), Err(ModelError::Broken(_))));
+    }
+
+    #[test]
+    fn ropes_of_both_generations_are_one() {
+        let new = json!({"rope_parameters": {"rope_type": "yarn", "rope_theta": 5.0, "factor": 4.0,
+            "original_max_position_embeddings": 64}});
+        let old = json!({"rope_theta": 5.0, "rope_scaling": {"type": "yarn", "factor": 4.0,
+            "original_max_position_embeddings": 64}});
+        let (new, old) = (of(new).expect("a model"), of(old).expect("a model"));
+        assert_eq!((new.rope_theta, &new.rope_scaling), (5.0, &old.rope_scaling));
+        assert_eq!((new.longest_context(), old.longest_context()), (256, 256));
+    }
+}

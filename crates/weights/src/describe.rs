@@ -1,0 +1,368 @@
+//! From files on this machine to the description of a model that the brain and the hand work from: what `forebay.weights.describe` prints, of
+//! the models that are read here.
+
+use std::collections::BTreeSet;
+use std::fs;
+use std::io::{self, Read, Write};
+use std::path::{Path, PathBuf};
+
+use blake2::{Blake2b, Digest, digest::consts::U16};
+use serde_json::{Map, Value, json};
+
+use crate::config::{Shape, token_ids};
+use crate::error::ModelError;
+use crate::gguf::{GgufFiles, hf_config, special_token, tokenizer_json};
+
+const PICKLES: [&str; 4] = [".bin", ".pt", ".pth", ".ckpt"];
+const INDEX: &str = "model.safetensors.index.json";
+/// What is rebuilt from a GGUF lies in the cache under a key of the file's first bytes, which hold all metadata of any known model, and of this
+/// number: it goes up with every change to what is rebuilt, in both languages.
+const REBUILD_VERSION: u32 = 1;
+const KEY_BYTES: u64 = 32 << 20;
+/// Of a JSON file beside a model's weights: a tokenizer's are some tens of MiB.
+const MOST_JSON: u64 = 256 << 20;
+
+/// Which files, and what for.
+#[derive(Debug, Clone, Copy)]
+pub struct Source<'a> {
+    /// A directory, or a `.gguf` file or one of its parts.
+    pub path: &'a Path,
+    /// What the model is called; `None`: as the directory or the file.
+    pub name: Option<&'a str>,
+    /// What is made of models is kept below it.
+    pub cache: &'a Path,
+    /// Whether a directory needs weights.
+    pub weights: bool,
+}
+
+/// The object that the brain reads, field by field as `forebay.weights.describe` prints it.
+pub type Description = Value;
+
+/// Describes the model.
+///
+/// # Errors
+/// Files that are missing or damaged, or a model that only the hand in Python serves.
+pub fn describe(source: Source<'_>) -> Result<Description, ModelError> {
+    let path = std::path::absolute(source.path)
+        .map_err(|error| ModelError::unreadable(source.path, &error))?;
+    let mut description = if path.is_dir() {
+        of_folder(&path, source)?
+    } else if !path.is_file() {
+        return Err(ModelError::broken(format!("{} doesn't exist", path.display())));
+    } else if path.extension().is_some_and(|end| end == "gguf") {
+        let stem = path.file_stem().unwrap_or_default().to_string_lossy().into_owned();
+        of_gguf(&gguf_parts(&path)?, source.name.unwrap_or(&stem), source.cache)?
+    } else {
+        return Err(ModelError::broken(format!(
+            "{} is neither a directory nor a .gguf file",
+            path.display()
+        )));
+    };
+    description["cache"] = json!(source.cache);
+    Ok(description)
+}
+
+fn of_folder(folder: &Path, source: Source<'_>) -> Result<Value, ModelError> {
+    let present = file_names(folder)?;
+    let ggufs: Vec<&String> = present.iter().filter(|name| name.ends_with(".gguf")).collect();
+    let named = folder.file_name().unwrap_or_default().to_string_lossy().into_owned();
+    let name = source.name.unwrap_or(&named);
+    let Some(first) = ggufs.first().filter(|_| {
+        source.name.is_none() && !present.iter().any(|name| name.ends_with(".safetensors"))
+    }) else {
+        if !present.contains("config.json") {
+            return Err(ModelError::broken(format!(
+                "{} is no model: it has neither config.json nor a .gguf file",
+                folder.display()
+            )));
+        }
+        return of_safetensors(folder, name, &present, source.weights);
+    };
+    let parts = gguf_parts(&folder.join(first))?;
+    if parts.len() != ggufs.len() {
+        let names: Vec<&str> = ggufs.iter().map(|name| name.as_str()).collect();
+        return Err(ModelError::broken(format!(
+            "{} has several models, name one of them: {}",
+            folder.display(),
+            names.join(", ")
+        )));
+    }
+    of_gguf(&parts, name, source.cache)
+}
+
+fn file_names(folder: &Path) -> Result<BTreeSet<String>, ModelError> {
+    let unreadable = |error: io::Error| ModelError::unreadable(folder, &error);
+    let mut names = BTreeSet::new();
+    for entry in fs::read_dir(folder).map_err(unreadable)? {
+        let path = entry.map_err(unreadable)?.path();
+        if let (true, Some(name)) = (path.is_file(), path.file_name()) {
+            names.insert(name.to_string_lossy().into_owned());
+        }
+    }
+    Ok(names)
+}
+
+fn of_safetensors(
+    folder: &Path,
+    name: &str,
+    present: &BTreeSet<String>,
+    weights: bool,
+) -> Result<Value, ModelError> {
+    let config = read_object(&folder.join("config.json"), false)?;
+    let shape = Shape::of(&config)?;
+    let tokenizer = folder.join("tokenizer.json");
+    if !tokenizer.is_file() {
+        return Err(ModelError::broken(format!(
+            "{} has no tokenizer.json, the only form of tokenizer that is supported here",
+            folder.display()
+        )));
+    }
+    if present.contains("modules.json") {
+        return Err(ModelError::elsewhere("pooling"));
+    }
+    let files = if weights { safetensors_names(folder, present)? } else { Vec::new() };
+    let generation = read_object(&folder.join("generation_config.json"), true)?;
+    let tokenizer_config = read_object(&folder.join("tokenizer_config.json"), true)?;
+    let special = read_object(&folder.join("special_tokens_map.json"), true)?;
+    let mut eos = shape.eos_token_ids.clone();
+    eos.extend(token_ids(generation.get("eos_token_id")));
+    let token = |key| token_text(&tokenizer_config, key).or_else(|| token_text(&special, key));
+    Ok(json!({
+        "name": name,
+        "format": "safetensors",
+        "directory": folder,
+        "files": files.iter().map(|file| folder.join(file)).collect::<Vec<_>>(),
+        "tokenizer": tokenizer,
+        "chat_template": chat_template(folder, &tokenizer_config)?,
+        "bos_token": token("bos_token"),
+        "eos_token": token("eos_token"),
+        "eos_token_ids": eos.into_iter().collect::<BTreeSet<i32>>(),
+        "context_length": shape.longest_context(),
+        "vocab_size": shape.vocab_size,
+        "config": config,
+        "tokenizer_config": tokenizer_config,
+        "generation_config": generation,
+        "pooling": null,
+        "images": null,
+    }))
+}
+
+fn of_gguf(files: &[PathBuf], name: &str, cache: &Path) -> Result<Value, ModelError> {
+    let folder = cache.join("gguf").join(content_key(files)?);
+    let (facts_path, tokenizer) = (folder.join("facts.json"), folder.join("tokenizer.json"));
+    if !(facts_path.is_file() && tokenizer.is_file()) {
+        rebuild(files, &facts_path, &tokenizer)?;
+    }
+    let facts = read_object(&facts_path, false)?;
+    let config = facts.get("config").and_then(Value::as_object).cloned().unwrap_or_default();
+    let shape = Shape::of(&config)?;
+    let fact = |key: &str| facts.get(key).cloned().unwrap_or(Value::Null);
+    Ok(json!({
+        "name": name,
+        "format": "gguf",
+        "directory": files[0].parent(),
+        "files": files,
+        "tokenizer": tokenizer,
+        "chat_template": fact("chat_template"),
+        "bos_token": fact("bos_token"),
+        "eos_token": fact("eos_token"),
+        "eos_token_ids": shape.eos_token_ids.iter().collect::<BTreeSet<_>>(),
+        "context_length": shape.longest_context(),
+        "vocab_size": shape.vocab_size,
+        "config": config,
+        "tokenizer_config": {},
+        "generation_config": {},
+        "pooling": null,
+        "images": null,
+    }))
+}
+
+/// `path`, or all parts of the file that it is one of (`-00002-of-00003`).
+fn gguf_parts(path: &Path) -> Result<Vec<PathBuf>, ModelError> {
+    let stem = path.file_stem().unwrap_or_default().to_string_lossy().into_owned();
+    let digits = |text: &str| text.len() == 5 && text.bytes().all(|byte| byte.is_ascii_digit());
+    let part = stem.rsplit_once("-of-").and_then(|(before, count)| {
+        let (stem, number) = before.rsplit_once('-')?;
+        let count = digits(count).then(|| count.parse::<u32>().ok())??;
+        (digits(number) && !stem.is_empty()).then(|| (stem.to_owned(), count))
+    });
+    let Some((stem, count)) = part else { return Ok(vec![path.to_owned()]) };
+    let parts: Vec<PathBuf> = (1..=count)
+        .map(|number| path.with_file_name(format!("{stem}-{number:05}-of-{count:05}.gguf")))
+        .collect();
+    let missing: Vec<String> = parts
+        .iter()
+        .filter(|part| !part.is_file())
+        .map(|part| part.file_name().unwrap_or_default().to_string_lossy().into_owned())
+        .collect();
+    if missing.is_empty() && !parts.is_empty() {
+        return Ok(parts);
+    }
+    let folder = path.parent().unwrap_or(path);
+    Err(ModelError::broken(format!("{} lacks {}", folder.display(), missing.join(", "))))
+}
+
+fn safetensors_names(folder: &Path, names: &BTreeSet<String>) -> Result<Vec<String>, ModelError> {
+    if names.contains(INDEX) {
+        let index = read_object(&folder.join(INDEX), false)?;
+        let map = index.get("weight_map").and_then(Value::as_object);
+        let shards: BTreeSet<String> = map
+            .into_iter()
+            .flat_map(Map::values)
+            .filter_map(|shard| shard.as_str().map(str::to_owned))
+            .collect();
+        let missing: Vec<&str> = shards.difference(names).map(String::as_str).collect();
+        if !missing.is_empty() || shards.is_empty() {
+            let lacks = if shards.is_empty() { "every shard".into() } else { missing.join(", ") };
+            return Err(ModelError::broken(format!(
+                "{} lacks {lacks} of {INDEX}",
+                folder.display()
+            )));
+        }
+        return Ok(shards.into_iter().collect());
+    }
+    // Some repositories hold the weights a second time under the names of the model's own tools, or an adapter.
+    let weights: Vec<String> = names
+        .iter()
+        .filter(|name| name.ends_with(".safetensors"))
+        .filter(|name| !name.starts_with("consolidated") && !name.starts_with("adapter"))
+        .cloned()
+        .collect();
+    if weights.iter().any(|name| name == "model.safetensors") {
+        return Ok(vec!["model.safetensors".into()]);
+    }
+    if !weights.is_empty() {
+        return Ok(weights);
+    }
+    let pickled = names.iter().any(|name| PICKLES.iter().any(|end| name.ends_with(end)));
+    let folder = folder.display();
+    Err(ModelError::broken(if pickled {
+        format!(
+            "{folder} has only pickle files for weights, which can run code when they are read; convert them to safetensors, or choose a \
+             model that has them"
+        )
+    } else {
+        format!("{folder} has no weights: neither *.safetensors nor *.gguf")
+    }))
+}
+
+fn rebuild(files: &[PathBuf], facts_path: &Path, tokenizer: &Path) -> Result<(), ModelError> {
+    let opened = GgufFiles::open(files)?;
+    let config = hf_config(&opened)?;
+    Shape::of(&config)?;
+    let template = opened.metadata.get("tokenizer.chat_template");
+    let facts = json!({
+        "config": config,
+        "chat_template": template.and_then(|template| template.as_text()),
+        "bos_token": special_token(&opened.metadata, "bos"),
+        "eos_token": special_token(&opened.metadata, "eos"),
+    });
+    let rebuilt = tokenizer_json(&opened.metadata)?;
+    let written = write_json(tokenizer, &rebuilt).and_then(|()| write_json(facts_path, &facts));
+    written.map_err(|error| {
+        let folder = facts_path.parent().unwrap_or(facts_path).display();
+        ModelError::broken(format!("{folder} can't be written: {error}"))
+    })
+}
+
+fn content_key(files: &[PathBuf]) -> Result<String, ModelError> {
+    let unreadable = |path: &Path| {
+        let path = path.to_owned();
+        move |error| ModelError::unreadable(&path, &error)
+    };
+    let mut digest = Blake2b::<U16>::new();
+    digest.update(format!("rebuild {REBUILD_VERSION}"));
+    let first = fs::File::open(&files[0]).map_err(unreadable(&files[0]))?;
+    let mut bytes = Vec::new();
+    first.take(KEY_BYTES).read_to_end(&mut bytes).map_err(unreadable(&files[0]))?;
+    digest.update(&bytes);
+    let mut sizes = Vec::new();
+    for file in files {
+        sizes.push(fs::metadata(file).map_err(unreadable(file))?.len().to_string());
+    }
+    // As Python writes a list.
+    digest.update(format!("[{}]", sizes.join(", ")));
+    Ok(hex(&digest.finalize()))
+}
+
+pub(crate) fn hex(bytes: &[u8]) -> String {
+    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
+/// A file that is at `path` whole, or not at all.
+fn write_json(path: &Path, value: &Value) -> io::Result<()> {
+    let folder = path.parent().unwrap_or(path);
+    fs::create_dir_all(folder)?;
+    let mut file = new_file(folder, path)?;
+    serde_json::to_writer(io::BufWriter::new(&mut file), value)?;
+    file.flush()?;
+    // Else the name could be on the disk before the data.
+    file.as_file().sync_all()?;
+    file.persist(path).map_err(|error| error.error)?;
+    Ok(())
+}
+
+/// A file of no name yet that is as readable as anything else the user makes.
+pub(crate) fn new_file(folder: &Path, path: &Path) -> io::Result<tempfile::NamedTempFile> {
+    use std::os::unix::fs::PermissionsExt;
+    let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
+    // What the process's mask takes away is gone.
+    let mode = fs::Permissions::from_mode(0o666);
+    tempfile::Builder::new().prefix(&format!(".{name}.")).permissions(mode).tempfile_in(folder)
+}
+
+fn read_object(path: &Path, optional: bool) -> Result<Map<String, Value>, ModelError> {
+    let text = match fs::File::open(path) {
+        Ok(file) => {
+            let mut text = Vec::new();
+            let read = file.take(MOST_JSON).read_to_end(&mut text);
+            read.map_err(|error| ModelError::unreadable(path, &error))?;
+            text
+        }
+        Err(error) if error.kind() == io::ErrorKind::NotFound => {
+            if optional {
+                return Ok(Map::new());
+            }
+            let name = path.file_name().unwrap_or_default().to_string_lossy();
+            let folder = path.parent().unwrap_or(path).display();
+            return Err(ModelError::broken(format!("{folder} has no {name}")));
+        }
+        Err(error) => return Err(ModelError::unreadable(path, &error)),
+    };
+    match serde_json::from_slice(&text) {
+        Ok(Value::Object(object)) => Ok(object),
+        Ok(_) => Err(ModelError::broken(format!("{} is not a JSON object", path.display()))),
+        Err(error) => Err(ModelError::broken(format!("{} is not JSON: {error}", path.display()))),
+    }
+}
+
+/// A file of its own wins, as it does in transformers; of several named templates the default is taken.
+fn chat_template(
+    folder: &Path,
+    tokenizer_config: &Map<String, Value>,
+) -> Result<Option<String>, ModelError> {
+    let jinja = folder.join("chat_template.jinja");
+    if jinja.is_file() {
+        let text = fs::read_to_string(&jinja);
+        return text.map(Some).map_err(|error| ModelError::unreadable(&jinja, &error));
+    }
+    let separate = read_object(&folder.join("chat_template.json"), true)?;
+    let key = "chat_template";
+    let there = |value: &&Value| !value.is_null() && value.as_str() != Some("");
+    let found = separate.get(key).filter(there).or_else(|| tokenizer_config.get(key));
+    let named = |items: &Vec<Value>| {
+        let default = |item: &&Value| item.get("name").and_then(Value::as_str) == Some("default");
+        items.iter().rfind(default)?.get("template")?.as_str().map(str::to_owned)
+    };
+    Ok(match found {
+        Some(Value::Array(items)) => named(items),
+        Some(Value::String(text)) => Some(text.clone()),
+        _ => None,
+    })
+}
+
+fn token_text(config: &Map<String, Value>, key: &str) -> Option<String> {
+    let value = config.get(key)?;
+    let value = if value.is_object() { value.get("content")? } else { value };
+    value.as_str().map(str::to_owned)
+}

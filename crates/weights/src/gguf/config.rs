@@ -1,0 +1,260 @@
+//! GGUF metadata as a Hugging Face `config.json`.
+
+use serde_json::{Map, Value, json};
+
+use super::file::{GgufFiles, GgufValue};
+use crate::error::ModelError;
+
+const DEFAULT_FREQ_BASE: f64 = 10000.0;
+/// Where a file names no end of turn, these control tokens are it (llama.cpp goes by the same texts).
+const END_OF_TURN: [&str; 4] = ["<|eot_id|>", "<|im_end|>", "<|end|>", "<|end_of_turn|>"];
+const CONTROL: i64 = 3;
+const HUGE: i64 = i32::MAX as i64;
+
+/// The `config.json` that the model would have.
+pub(crate) fn hf_config(files: &GgufFiles) -> Result<Map<String, Value>, ModelError> {
+    let (name, kind) = match files.architecture() {
+        "llama" if files.get("attention.sliding_window").is_some_and(GgufValue::truthy) => {
+            ("MistralForCausalLM", "mistral")
+        }
+        "llama" => ("LlamaForCausalLM", "llama"),
+        "qwen2" => ("Qwen2ForCausalLM", "qwen2"),
+        "qwen3" => ("Qwen3ForCausalLM", "qwen3"),
+        other => return Err(ModelError::elsewhere(format!("the GGUF architecture '{other}'"))),
+    };
+    if whole(files, "expert_count")?.unwrap_or(0) > 0 {
+        return Err(ModelError::elsewhere("a mixture of experts"));
+    }
+    let embedding = files.tensor("token_embd.weight").ok_or_else(|| {
+        ModelError::broken("the GGUF file has no token embedding: it isn't a whole model")
+    })?;
+    let context = required(files, "context_length")?;
+    let theta = files.get("rope.freq_base").and_then(GgufValue::as_f64);
+    let theta = theta.unwrap_or(DEFAULT_FREQ_BASE);
+    let window = whole(files, "attention.sliding_window")?.filter(|&window| window > 0);
+    let eos = eos_token_ids(files);
+    let eos = match eos[..] {
+        [] => Value::Null,
+        [one] => json!(one),
+        _ => json!(eos),
+    };
+    let eps = files.get("attention.layer_norm_rms_epsilon").and_then(GgufValue::as_f64);
+    let eps = eps.ok_or_else(|| missing(files, "attention.layer_norm_rms_epsilon"))?;
+    let special = |name: &str| {
+        let id = files.metadata.get(&format!("tokenizer.ggml.{name}_token_id"));
+        id.and_then(GgufValue::as_i64).map_or(Value::Null, |id| json!(id))
+    };
+    let hidden = required(files, "embedding_length")?;
+    let heads = Heads::of(files, hidden)?;
+    let has = |name: &str| files.tensor(name).is_some();
+    let config = json!({
+        "vocab_size": embedding.shape.first().copied().unwrap_or(0),
+        "hidden_size": hidden,
+        "intermediate_size": required(files, "feed_forward_length")?,
+        "num_hidden_layers": required(files, "block_count")? - whole(files, "nextn_predict_layers")?.unwrap_or(0),
+        "hidden_act": "silu",
+        "rms_norm_eps": shortest(eps),
+        "rope_theta": theta,
+        "rope_scaling": rope_scaling(files, theta, heads.dim, context)?,
+        "max_position_embeddings": context,
+        "sliding_window": window,
+        "tie_word_embeddings": !has("output.weight"),
+        "bos_token_id": special("bos"),
+        "eos_token_id": eos,
+        "pad_token_id": special("padding"),
+        "num_attention_heads": heads.queries,
+        "num_key_value_heads": heads.keys,
+        "head_dim": heads.dim,
+        "qkv_bias": has("blk.0.attn_q.bias"),
+        "attention_bias": has("blk.0.attn_output.bias"),
+        "mlp_bias": has("blk.0.ffn_up.bias"),
+        "architectures": [name],
+        "model_type": kind,
+    });
+    if let Value::Object(config) = config { Ok(config) } else { unreachable!("an object") }
+}
+
+fn missing(files: &GgufFiles, key: &str) -> ModelError {
+    ModelError::broken(format!("the GGUF file has no '{}.{key}'", files.architecture()))
+}
+
+/// A whole number of a size that something may have.
+fn whole(files: &GgufFiles, key: &str) -> Result<Option<i64>, ModelError> {
+    let Some(value) = files.get(key) else { return Ok(None) };
+    if value.as_list().is_some() {
+        return Err(ModelError::elsewhere(format!("a {key} that differs between layers")));
+    }
+    let number = value.as_i64().filter(|number| (0..=HUGE).contains(number));
+    number.map(Some).ok_or_else(|| {
+        ModelError::broken(format!("the GGUF file has metadata that makes no sense: {key}"))
+    })
+}
+
+fn required(files: &GgufFiles, key: &str) -> Result<i64, ModelError> {
+    whole(files, key)?.ok_or_else(|| missing(files, key))
+}
+
+/// The shortest decimal that is this 32-bit number: 1e-05 and not 9.999999747378752e-06.
+fn shortest(value: f64) -> f64 {
+    format!("{}", value as f32).parse().unwrap_or(value)
+}
+
+struct Heads {
+    queries: i64,
+    keys: i64,
+    dim: i64,
+}
+
+impl Heads {
+    fn of(files: &GgufFiles, hidden: i64) -> Result<Self, ModelError> {
+        let queries = required(files, "attention.head_count")?;
+        if queries == 0 {
+            return Err(missing(files, "attention.head_count"));
+        }
+        let keys = whole(files, "attention.head_count_kv")?.unwrap_or(queries);
+        let given = whole(files, "attention.key_length")?.filter(|&length| length > 0);
+        let dim = given.unwrap_or(hidden / queries);
+        let values = whole(files, "attention.value_length")?.filter(|&length| length > 0);
+        if values.is_some_and(|length| length != dim) {
+            return Err(ModelError::elsewhere("keys and values of different lengths"));
+        }
+        let rotated = whole(files, "rope.dimension_count")?.filter(|&length| length > 0);
+        if rotated.is_some_and(|length| length != dim) {
+            return Err(ModelError::elsewhere("heads that are rotated in part"));
+        }
+        Ok(Self { queries, keys, dim })
+    }
+}
+
+/// The tokens that end a generation: of a sequence, of a turn and of a message.
+fn eos_token_ids(files: &GgufFiles) -> Vec<i64> {
+    let id = |key: &str| {
+        files.metadata.get(&format!("tokenizer.ggml.{key}")).and_then(GgufValue::as_i64)
+    };
+    let mut found: Vec<i64> =
+        ["eos_token_id", "eot_token_id", "eom_token_id"].into_iter().filter_map(id).collect();
+    if id("eot_token_id").is_none() {
+        let list = |key: &str| {
+            let list = files.metadata.get(&format!("tokenizer.ggml.{key}"));
+            list.and_then(GgufValue::as_list).unwrap_or_default()
+        };
+        let tokens = (0..).zip(list("tokens")).zip(list("token_type"));
+        let ends = tokens.filter(|((_, token), kind)| {
+            kind.as_i64() == Some(CONTROL)
+                && token.as_text().is_some_and(|text| END_OF_TURN.contains(&text))
+        });
+        found.extend(ends.map(|((index, _), _)| index));
+    }
+    let mut each = Vec::new();
+    for id in found {
+        if !each.contains(&id) {
+            each.push(id);
+        }
+    }
+    each
+}
+
+fn rope_scaling(
+    files: &GgufFiles,
+    theta: f64,
+    head_dim: i64,
+    context: i64,
+) -> Result<Value, ModelError> {
+    if let Some(tensor) = files.tensor("rope_freqs.weight") {
+        let wanted = (head_dim / 2) as usize;
+        if tensor.shape != [wanted] || tensor.row_bytes != 4 * wanted {
+            let found: usize = tensor.shape.iter().product();
+            return Err(ModelError::broken(format!(
+                "rope_freqs.weight has {found} elements, not {wanted}"
+            )));
+        }
+        let mut bytes = vec![0; tensor.row_bytes];
+        tensor.read(0, &mut bytes)?;
+        let (numbers, _) = bytes.as_chunks::<4>();
+        let factors: Vec<f64> = numbers.iter().map(|&n| f32::from_le_bytes(n).into()).collect();
+        return llama3_scaling(&factors, theta, head_dim as f64);
+    }
+    let number =
+        |key: &str| files.get(key).and_then(GgufValue::as_f64).filter(|&value| value != 0.0);
+    let factor =
+        number("rope.scaling.factor").or_else(|| number("rope.scale_linear")).unwrap_or(1.0);
+    let kind = files.get("rope.scaling.type").map(|kind| kind.as_text().unwrap_or_default());
+    match kind {
+        None | Some("linear") if factor != 1.0 => {
+            Ok(json!({"rope_type": "linear", "factor": factor}))
+        }
+        None | Some("linear" | "none") => Ok(Value::Null),
+        Some("yarn") => {
+            let original = number("rope.scaling.original_context_length");
+            let original = original.unwrap_or(context as f64 / factor) as i64;
+            let mut scaling = json!({
+                "rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original,
+            });
+            for key in ["beta_fast", "beta_slow"] {
+                let value = files.get(&format!("rope.scaling.yarn_{key}"));
+                if let Some(value) = value.and_then(GgufValue::as_f64) {
+                    scaling[key] = json!(value);
+                }
+            }
+            let multiplier = number("rope.scaling.attn_factor")
+                .or_else(|| number("rope.scaling.yarn_attn_factor"));
+            if let Some(multiplier) = multiplier.filter(|&multiplier| multiplier != 1.0) {
+                // GGUF's factor multiplies YaRN's own, Hugging Face's replaces it.
+                scaling["attention_factor"] = json!(multiplier * (0.1 * factor.ln() + 1.0));
+            }
+            Ok(scaling)
+        }
+        Some(other) => Err(ModelError::elsewhere(format!("the rope scaling '{other}'"))),
+    }
+}
+
+/// The parameters of Llama 3's scaling that give these divisors of the frequencies, `[head_dim / 2]`.
+///
+/// Between its two bounds the scaling is linear in `1 / wavelength`, so the parameters can be solved for; they are only known up to a common
+/// scale, which is fixed by `low_freq_factor` 1, the value of every published model.
+fn llama3_scaling(factors: &[f64], theta: f64, head_dim: f64) -> Result<Value, ModelError> {
+    if factors.iter().all(|&factor| factor == 1.0) {
+        return Ok(Value::Null);
+    }
+    let tau = 2.0 * std::f64::consts::PI;
+    let wavelengths: Vec<f64> =
+        (0..factors.len()).map(|at| tau * theta.powf(2.0 * at as f64 / head_dim)).collect();
+    let factor = factors.iter().copied().fold(f64::MIN, f64::max);
+    let mut candidates = vec![(8192.0, 4.0)];
+    let middle: Vec<(f64, f64)> = factors
+        .iter()
+        .zip(&wavelengths)
+        .filter(|&(&divisor, _)| divisor > 1.0 && divisor < factor)
+        .map(|(divisor, wave)| (1.0 / wave, (1.0 / divisor - 1.0 / factor) / (1.0 - 1.0 / factor)))
+        .collect();
+    if middle.len() >= 2 {
+        let count = middle.len() as f64;
+        let mean = |of: fn(&(f64, f64)) -> f64| middle.iter().map(of).sum::<f64>() / count;
+        let (x, y) = (mean(|point| point.0), mean(|point| point.1));
+        let above: f64 = middle.iter().map(|point| (point.0 - x) * (point.1 - y)).sum();
+        let below: f64 = middle.iter().map(|point| (point.0 - x).powi(2)).sum();
+        let slope = above / below;
+        let intercept = y - slope * x;
+        let high = ((1.0 - 1.0 / intercept) * 1e4).round() / 1e4;
+        candidates.push(((slope / -intercept).round(), high));
+    }
+    for (original, high) in candidates {
+        let fits = factors.iter().zip(&wavelengths).all(|(divisor, wave)| {
+            let smooth = ((original / wave - 1.0) / (high - 1.0)).clamp(0.0, 1.0);
+            let made = 1.0 / ((1.0 - smooth) / factor + smooth);
+            (made - divisor).abs() <= 1e-5 * divisor.abs()
+        });
+        if fits {
+            return Ok(json!({
+                "rope_type": "llama3",
+                "factor": factor,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": high,
+                "original_max_position_embeddings": original as i64,
+            }));
+        }
+    }
+    Err(ModelError::elsewhere(
+        "frequency factors in rope_freqs.weight that are not those of Llama 3's rope scaling",
+    ))
+}

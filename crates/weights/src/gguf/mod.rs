@@ -1,0 +1,17 @@
+//! GGUF: metadata and where each tensor lies, and what a `config.json` and a `tokenizer.json` of the model would say.
+//!
+//! The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
+
+mod blocks;
+mod config;
+mod file;
+mod names;
+mod pretokenizers;
+mod tokenizer;
+
+pub use blocks::{BlockKind, computed_as};
+pub(crate) use blocks::{as_blocks, dequantise};
+pub(crate) use config::hf_config;
+pub(crate) use file::{GgufFiles, GgufTensor, TensorType};
+pub(crate) use names::stored_weights;
+pub(crate) use tokenizer::{special_token, tokenizer_json};

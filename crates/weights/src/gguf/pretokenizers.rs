@@ -1,0 +1,89 @@
+//! How the text is cut before byte-pair merges, for each `tokenizer.ggml.pre` of the families that are read here.
+//!
+//! GGUF holds a name where `tokenizer.json` holds a pipeline. Here is the pipeline of the original tokenizer behind each name, in the form of
+//! `tokenizer.json`.
+
+use serde_json::{Value, json};
+
+use crate::error::ModelError;
+
+/// What a byte-level tokenizer does around its merges; JSON in the form of `tokenizer.json`.
+pub(super) struct Pipeline {
+    pub(super) pre_tokenizer: Value,
+    pub(super) normalizer: Value,
+    /// A whole word that is a token is that token, whether the merges lead there or not.
+    pub(super) ignore_merges: bool,
+    /// Whether the beginning of sequence is added where the file doesn't say.
+    pub(super) add_bos: bool,
+}
+
+const GPT2: &str = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+";
+const TEKKEN: &str = concat!(
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+",
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*",
+    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+);
+const CJK: &str = "[一-龥ࠀ-一가-퟿]+";
+
+fn byte_level(use_regex: bool) -> Value {
+    json!({"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": use_regex})
+}
+
+fn split(regex: &str) -> Value {
+    json!({"type": "Split", "pattern": {"Regex": regex}, "behavior": "Isolated", "invert": false})
+}
+
+fn digits() -> Value {
+    json!({"type": "Digits", "individual_digits": true})
+}
+
+fn sequence(steps: Vec<Value>) -> Value {
+    json!({"type": "Sequence", "pretokenizers": steps})
+}
+
+fn splits(regexes: &[&str]) -> Value {
+    let mut steps: Vec<Value> = regexes.iter().map(|regex| split(regex)).collect();
+    steps.push(byte_level(false));
+    sequence(steps)
+}
+
+fn gpt4_like(numbers: &str) -> String {
+    let before = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|";
+    let after = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
+    format!("{before}{numbers}{after}")
+}
+
+/// The pipeline called `name`.
+pub(super) fn pipeline(name: &str) -> Result<Pipeline, ModelError> {
+    let plain = |pre_tokenizer| Pipeline {
+        pre_tokenizer,
+        normalizer: Value::Null,
+        ignore_merges: false,
+        add_bos: false,
+    };
+    let with_words =
+        |pre_tokenizer| Pipeline { ignore_merges: true, add_bos: true, ..plain(pre_tokenizer) };
+    let three = gpt4_like(r"\p{N}{1,3}");
+    Ok(match name {
+        // No name at all is the same as "default": llama.cpp's guess for files older than the names.
+        "default" => plain(splits(&[r"[\p{P}\$\+<=>\^~\|]+", GPT2, r"\p{N}+", "[0-9][0-9][0-9]"])),
+        "gpt-2" | "mpt" | "olmo" | "phi-2" => plain(byte_level(true)),
+        "smollm" | "starcoder" | "refact" => plain(sequence(vec![digits(), byte_level(true)])),
+        "llama-bpe" | "llama3" | "llama-v3" | "falcon3" => with_words(splits(&[&three])),
+        "glm4" | "chatglm-bpe" => plain(splits(&[&three])),
+        "qwen2" | "deepseek-r1-qwen" | "megrez" => Pipeline {
+            normalizer: json!({"type": "NFC"}),
+            ..plain(splits(&[&gpt4_like(r"\p{N}")]))
+        },
+        "tekken" => with_words(splits(&[TEKKEN])),
+        "deepseek-coder" => plain(sequence(vec![
+            split("[\r\n]"),
+            split(r"\s?\p{L}+"),
+            split(r"\s?\p{P}+"),
+            split(CJK),
+            digits(),
+            byte_level(false),
+        ])),
+        other => return Err(ModelError::elsewhere(format!("the GGUF pre-tokenizer '{other}'"))),
+    })
+}

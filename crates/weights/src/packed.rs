@@ -1,0 +1,547 @@
+//! Weights as they are computed with, kept on disk from one start to the next: the files of `python/forebay/weights/packed.py`, byte for byte
+//! what either hand can read.
+//!
+//! A file is safetensors, so that any tool can look into it. It is read into memory of its own, not mapped: that can lie in large pages, and
+//! a step that reads all weights from 4 KiB pages of a mapping is slower.
+
+use std::collections::HashMap;
+use std::fs::{self, File};
+use std::io::{self, Write};
+use std::os::unix::fs::{FileExt, PermissionsExt};
+use std::path::{Path, PathBuf};
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::SystemTime;
+
+use blake2::{Blake2b, Digest, digest::consts::U16};
+use rustix::fs::{FlockOperation, flock, statvfs};
+use serde_json::{Map, Value, json};
+
+use crate::describe::{hex, new_file};
+use crate::json::python_json;
+
+/// Goes up with every change to what is written, or to how a checkpoint's values become what is written; in both languages.
+const VERSION: u32 = 2;
+const EDGE: u64 = 1 << 20;
+const PIECES: u64 = 64;
+const PIECE: usize = 4096;
+/// Of one read, and of one sum: enough that calls cost nothing, and that the threads end at about the same time.
+const CHUNK: usize = 16 << 20;
+const LENGTH: usize = 8;
+const ALIGNMENT: usize = 64;
+/// Far beyond the header of any model.
+const MOST_HEADER: u64 = 256 << 20;
+const METADATA: &str = "__metadata__";
+const SEAL: &str = "seal";
+const SUMS: &str = "sums";
+const LOCK: &str = ".lock";
+
+/// The name of what becomes of a model's files under `facts`.
+///
+/// Of each file its size, its time of change, its first and last MiB and 64 pieces in between count: to read all of a large model costs what
+/// the cache is to save. A file that is changed elsewhere, in place, without growing, and that gets its old time back, is not noticed.
+///
+/// # Errors
+/// A file can't be read.
+pub fn content_key(files: &[PathBuf], facts: &Value) -> io::Result<String> {
+    let mut digest = Blake2b::<U16>::new();
+    digest.update(python_json(&json!([VERSION, facts]), true));
+    for path in files {
+        let file = File::open(path)?;
+        let found = file.metadata()?;
+        let size = found.len();
+        let since = |time: SystemTime| time.duration_since(SystemTime::UNIX_EPOCH);
+        let changed = since(found.modified()?).map_err(io::Error::other)?.as_nanos();
+        digest.update(format!("{size} {changed}"));
+        let edges = [(0, EDGE as usize), (size.saturating_sub(EDGE), EDGE as usize)];
+        let pieces = (0..PIECES).map(|piece| {
+            let at = u128::from(size) * u128::from(piece) / u128::from(PIECES);
+            (at as u64, PIECE)
+        });
+        for (offset, length) in edges.into_iter().chain(pieces) {
+            let mut bytes = vec![0; length];
+            let mut filled = 0;
+            loop {
+                match file.read_at(&mut bytes[filled..], offset + filled as u64)? {
+                    0 => break,
+                    count => filled += count,
+                }
+            }
+            digest.update(&bytes[..filled]);
+        }
+    }
+    Ok(hex(&digest.finalize()))
+}
+
+/// A tensor of a file.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Entry {
+    /// `BF16`, `F32` or `U8`.
+    pub dtype: String,
+    /// In elements.
+    pub shape: Vec<usize>,
+}
+
+impl Entry {
+    /// Bytes of the tensor; `None`: there is no such type, or no such size.
+    #[must_use]
+    pub fn bytes(&self) -> Option<usize> {
+        let width = match self.dtype.as_str() {
+            "BF16" => 2,
+            "F32" => 4,
+            "U8" => 1,
+            _ => return None,
+        };
+        self.shape.iter().try_fold(width, |bytes: usize, &size| bytes.checked_mul(size))
+    }
+}
+
+struct Place {
+    entry: Entry,
+    offset: u64,
+    bytes: usize,
+    sums: Vec<u32>,
+}
+
+struct Header {
+    notes: Map<String, Value>,
+    places: HashMap<String, Place>,
+    chunk: usize,
+}
+
+/// Why a file is not used.
+enum Fault {
+    /// Its header is not what its name promises.
+    Header(String),
+    /// The header is, and the data is not.
+    Data(String),
+}
+
+impl From<io::Error> for Fault {
+    fn from(error: io::Error) -> Self {
+        Self::Header(error.to_string())
+    }
+}
+
+/// The file of one key in a folder whose files take no more than a limit together. It need not be there.
+///
+/// Nothing here is an error for whoever wants to serve a model: what can't be read is not there, and what can't be written is not written;
+/// one line on standard error says why. Every byte is checked as it is read: a file whose data is not what was written is removed, and as if it
+/// had not been there.
+pub struct PackedFile {
+    path: PathBuf,
+    limit: u64,
+    found: Option<Header>,
+}
+
+impl PackedFile {
+    /// `limit` in bytes.
+    #[must_use]
+    pub fn open(folder: &Path, key: &str, limit: u64) -> Self {
+        let mut file = Self { path: folder.join(key), limit, found: None };
+        match file.header() {
+            Ok(found) => file.found = found,
+            Err(Fault::Header(why) | Fault::Data(why)) => file.say(&format!("is not used: {why}")),
+        }
+        file
+    }
+
+    /// What was written with the tensors; `None`: there is no such file.
+    #[must_use]
+    pub fn notes(&self) -> Option<&Map<String, Value>> {
+        self.found.as_ref().map(|header| &header.notes)
+    }
+
+    /// A tensor of the file.
+    #[must_use]
+    pub fn entry(&self, name: &str) -> Option<&Entry> {
+        Some(&self.found.as_ref()?.places.get(name)?.entry)
+    }
+
+    /// Fills all these tensors, of which each has the size of its entry; false if that can't be, and then their content is anything. `each` calls
+    /// what it is given for every number below a count, in any order and by any threads. `report` gets bytes done and in all.
+    pub fn read(
+        &mut self,
+        into: Vec<(&str, &mut [u8])>,
+        each: impl FnOnce(usize, &(dyn Fn(usize) + Sync)),
+        report: &(dyn Fn(u64, u64) + Sync),
+    ) -> bool {
+        let Some(header) = &self.found else { return false };
+        match read_all(&self.path, header, into, each, report) {
+            Ok(()) => {
+                // What was used last is removed last. A folder that can't be written to does not need that.
+                let now = SystemTime::now();
+                let times = fs::FileTimes::new().set_accessed(now).set_modified(now);
+                if let Ok(file) = File::options().append(true).open(&self.path) {
+                    let _ = file.set_times(times);
+                }
+                true
+            }
+            Err(Fault::Data(why)) => {
+                // Its header is whole, so nobody would replace it.
+                self.say(&format!("is not used and removed: {why}"));
+                self.remove();
+                false
+            }
+            Err(Fault::Header(why)) => {
+                self.say(&format!("is not used: {why}"));
+                false
+            }
+        }
+    }
+
+    /// Writes the file, unless it is there by now or there is no room for it. Files that were not used for the longest time make room.
+    pub fn write(&self, tensors: &[(&str, &Entry, &[u8])], notes: &Map<String, Value>) {
+        if let Err(error) = self.try_write(tensors, notes) {
+            self.say(&format!("can't be written: {error}"));
+        }
+    }
+
+    /// Takes the file away, as far as that is possible: what was read of it is not right.
+    pub fn remove(&mut self) {
+        self.found = None;
+        let _ = fs::remove_file(&self.path);
+    }
+
+    fn try_write(
+        &self,
+        tensors: &[(&str, &Entry, &[u8])],
+        notes: &Map<String, Value>,
+    ) -> io::Result<()> {
+        let head = self.head(tensors, notes);
+        let size = head.len() as u64 + tensors.iter().map(|(.., it)| it.len() as u64).sum::<u64>();
+        let folder = self.path.parent().unwrap_or(&self.path);
+        fs::create_dir_all(folder)?;
+        // Who can write here decides what is computed. A folder of somebody else's is that one's business.
+        let _ = fs::set_permissions(folder, fs::Permissions::from_mode(0o700));
+        let lock = File::create(folder.join(LOCK))?;
+        // Waits until no other process writes into the folder. A process that dies lets go.
+        flock(&lock, FlockOperation::LockExclusive)?;
+        if matches!(self.header(), Ok(Some(_))) || !self.make_room(folder, size)? {
+            return Ok(());
+        }
+        let mut file = new_file(folder, &self.path)?;
+        file.write_all(&head)?;
+        for (.., bytes) in tensors {
+            file.write_all(bytes)?;
+        }
+        // Else the name could be on the disk before the data.
+        file.as_file().sync_all()?;
+        file.persist(&self.path).map_err(|error| error.error)?;
+        Ok(())
+    }
+
+    fn head(&self, tensors: &[(&str, &Entry, &[u8])], notes: &Map<String, Value>) -> Vec<u8> {
+        let mut sums = Map::new();
+        let mut entries = Map::new();
+        entries.insert(METADATA.into(), Value::Null);
+        let mut at = 0;
+        for (name, entry, bytes) in tensors {
+            let of_chunks: Vec<u32> = bytes.chunks(CHUNK).map(crc32fast::hash).collect();
+            sums.insert((*name).into(), json!(of_chunks));
+            let end = at + bytes.len();
+            let entry =
+                json!({"dtype": entry.dtype, "shape": entry.shape, "data_offsets": [at, end]});
+            entries.insert((*name).into(), entry);
+            at = end;
+        }
+        let mut metadata = notes.clone();
+        let sums = python_json(&json!({"chunk": CHUNK, "crc32": sums}), false);
+        metadata.insert(SUMS.into(), sums.into());
+        entries.insert(METADATA.into(), Value::Object(metadata));
+        let seal = self.seal(&entries);
+        if let Some(Value::Object(metadata)) = entries.get_mut(METADATA) {
+            metadata.insert(SEAL.into(), seal.into());
+        }
+        let mut text = python_json(&Value::Object(entries), false).into_bytes();
+        text.resize((LENGTH + text.len()).next_multiple_of(ALIGNMENT) - LENGTH, b' ');
+        [&(text.len() as u64).to_le_bytes()[..], &text].concat()
+    }
+
+    /// What tells that a header is whole, and of this key.
+    fn seal(&self, entries: &Map<String, Value>) -> String {
+        let key = self.path.file_name().unwrap_or_default().to_string_lossy();
+        let mut digest = Blake2b::<U16>::new();
+        digest.update(key.as_bytes());
+        digest.update(python_json(&Value::Object(entries.clone()), false));
+        hex(&digest.finalize())
+    }
+
+    /// What is in the file; `None` if it is not there.
+    fn header(&self) -> Result<Option<Header>, Fault> {
+        let file = match File::open(&self.path) {
+            Ok(file) => file,
+            Err(error)
+                if matches!(
+                    error.kind(),
+                    io::ErrorKind::NotFound | io::ErrorKind::NotADirectory
+                ) =>
+            {
+                return Ok(None);
+            }
+            Err(error) => return Err(error.into()),
+        };
+        let size = file.metadata()?.len();
+        let mut length = [0; LENGTH];
+        let cut = || Fault::Header("it is no packed file, or was cut".into());
+        file.read_exact_at(&mut length, 0).map_err(|_| cut())?;
+        let length = u64::from_le_bytes(length);
+        if length > size - LENGTH as u64 || length > MOST_HEADER {
+            return Err(cut());
+        }
+        let mut text = vec![0; length as usize];
+        file.read_exact_at(&mut text, LENGTH as u64)?;
+        self.parse(&text, LENGTH as u64 + length, size).map(Some)
+    }
+
+    fn parse(&self, text: &[u8], start: u64, size: u64) -> Result<Header, Fault> {
+        let damaged = || Fault::Header("it is damaged, or was made of something else".into());
+        let mut entries = match serde_json::from_slice(text) {
+            Ok(Value::Object(entries)) => entries,
+            _ => return Err(damaged()),
+        };
+        let metadata = entries.get_mut(METADATA).and_then(Value::as_object_mut);
+        let seal = metadata.and_then(|metadata| metadata.shift_remove(SEAL)).ok_or_else(damaged)?;
+        if seal.as_str() != Some(&self.seal(&entries)) {
+            return Err(damaged());
+        }
+        let Some(Value::Object(mut notes)) = entries.shift_remove(METADATA) else {
+            return Err(damaged());
+        };
+        let sums = notes.shift_remove(SUMS);
+        let sums = sums.as_ref().and_then(Value::as_str).ok_or_else(damaged)?;
+        let sums: Value = serde_json::from_str(sums).map_err(|_| damaged())?;
+        let chunk = sums["chunk"].as_u64().filter(|&chunk| chunk > 0).ok_or_else(damaged)?;
+        let chunk = usize::try_from(chunk).map_err(|_| damaged())?;
+        let mut places = HashMap::new();
+        let mut end = start;
+        for (name, entry) in entries {
+            let shape = entry["shape"].as_array().ok_or_else(damaged)?;
+            let shape: Option<Vec<usize>> =
+                shape.iter().map(|n| usize::try_from(n.as_u64()?).ok()).collect();
+            let dtype = entry["dtype"].as_str().ok_or_else(damaged)?.to_owned();
+            let found = Entry { dtype, shape: shape.ok_or_else(damaged)? };
+            let first = entry["data_offsets"][0].as_u64().ok_or_else(damaged)?;
+            let bytes = found.bytes().ok_or_else(damaged)?;
+            let offset = start.checked_add(first).ok_or_else(damaged)?;
+            end = end.max(offset.checked_add(bytes as u64).ok_or_else(damaged)?);
+            let list = sums["crc32"][&name].as_array().ok_or_else(damaged)?;
+            let list: Option<Vec<u32>> =
+                list.iter().map(|sum| u32::try_from(sum.as_u64()?).ok()).collect();
+            let list = list.filter(|list| list.len() == bytes.div_ceil(chunk));
+            let sums = list.ok_or_else(damaged)?;
+            places.insert(name, Place { entry: found, offset, bytes, sums });
+        }
+        if end != size {
+            return Err(Fault::Header(format!("it has {size} bytes in place of {end}")));
+        }
+        Ok(Header { notes, places, chunk })
+    }
+
+    /// Whether a file of `size` bytes may be written; then others have gone for it. For the only writer.
+    fn make_room(&self, folder: &Path, size: u64) -> io::Result<bool> {
+        if size > self.limit {
+            self.say(&format!(
+                "is not written: it would take {} of the {} that all may take",
+                mib(size),
+                mib(self.limit)
+            ));
+            return Ok(false);
+        }
+        let mut kept = Vec::new();
+        for entry in fs::read_dir(folder)? {
+            let path = entry?.path();
+            let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
+            if path == self.path || (name.starts_with('.') && name != LOCK) {
+                // A damaged one, or what a writer was at when it died.
+                fs::remove_file(&path)?;
+            } else if name != LOCK {
+                let found = fs::metadata(&path)?;
+                kept.push((found.modified()?, found.len(), path));
+            }
+        }
+        let mut total: u64 = kept.iter().map(|(_, length, _)| length).sum();
+        let disk = statvfs(folder)?;
+        let mut free = disk.f_bavail.saturating_mul(disk.f_frsize);
+        kept.sort();
+        let mut leaving = Vec::new();
+        for (_, length, path) in kept {
+            if total + size <= self.limit {
+                break;
+            }
+            leaving.push(path);
+            total -= length;
+            free += length;
+        }
+        if free < 2 * size {
+            self.say(&format!(
+                "is not written: it takes {}, and the disk has {}",
+                mib(size),
+                mib(free)
+            ));
+            return Ok(false);
+        }
+        leaving.iter().try_for_each(fs::remove_file)?;
+        Ok(true)
+    }
+
+    fn say(&self, what: &str) {
+        eprintln!("the file of packed weights {} {what}", self.path.display());
+    }
+}
+
+fn mib(size: u64) -> String {
+    format!("{:.0} MiB", size as f64 / f64::from(1 << 20))
+}
+
+struct Piece<'a> {
+    name: &'a str,
+    memory: &'a mut [u8],
+    offset: u64,
+    sum: u32,
+}
+
+fn read_all(
+    path: &Path,
+    header: &Header,
+    into: Vec<(&str, &mut [u8])>,
+    each: impl FnOnce(usize, &(dyn Fn(usize) + Sync)),
+    report: &(dyn Fn(u64, u64) + Sync),
+) -> Result<(), Fault> {
+    let file = File::open(path)?;
+    let mut pieces = Vec::new();
+    for (name, memory) in into {
+        let place = header.places.get(name).filter(|place| place.bytes == memory.len());
+        let Some(place) = place else {
+            return Err(Fault::Header(format!("it lacks {name} of {} bytes", memory.len())));
+        };
+        let chunks = memory.chunks_mut(header.chunk).zip(&place.sums).enumerate();
+        pieces.extend(chunks.map(|(number, (memory, &sum))| {
+            let offset = place.offset + (number * header.chunk) as u64;
+            Mutex::new(Piece { name, memory, offset, sum })
+        }));
+    }
+    let total = header.places.values().map(|place| place.bytes as u64).sum();
+    let done = AtomicU64::new(0);
+    let fault: Mutex<Option<Fault>> = Mutex::new(None);
+    each(pieces.len(), &|index| {
+        // Nobody else has a piece of this number, and nothing panics while it is held.
+        let (Ok(mut piece), Some(open)) =
+            (pieces[index].lock(), fault.lock().ok().map(|fault| fault.is_none()))
+        else {
+            return;
+        };
+        if !open {
+            return;
+        }
+        let (offset, sum) = (piece.offset, piece.sum);
+        let read = file.read_exact_at(piece.memory, offset);
+        let failed = match read {
+            // It is in the processor's cache still.
+            Ok(()) if crc32fast::hash(piece.memory) == sum => None,
+            Ok(()) => Some(Fault::Data(format!("{} is not what was written", piece.name))),
+            Err(error) => Some(error.into()),
+        };
+        match failed {
+            None => {
+                let length = piece.memory.len() as u64;
+                report(done.fetch_add(length, Ordering::Relaxed) + length, total);
+            }
+            failed => {
+                if let Ok(mut fault) = fault.lock() {
+                    *fault = failed;
+                }
+            }
+        }
+    });
+    match fault.into_inner() {
+        Ok(None) => Ok(()),
+        Ok(Some(fault)) => Err(fault),
+        Err(_) => Err(Fault::Header("a thread has panicked".into())),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn entry(dtype: &str, shape: &[usize]) -> Entry {
+        Entry { dtype: dtype.into(), shape: shape.to_vec() }
+    }
+
+    fn serially(count: usize, work: &(dyn Fn(usize) + Sync)) {
+        (0..count).for_each(work);
+    }
+
+    fn write(folder: &Path, key: &str, limit: u64) {
+        let (one, two) = (entry("BF16", &[2, 3]), entry("U8", &[5]));
+        let notes = json!({"stored": "{}"});
+        PackedFile::open(folder, key, limit).write(
+            &[("one", &one, &[1; 12]), ("two", &two, b"abcde")],
+            notes.as_object().expect("an object"),
+        );
+    }
+
+    fn read(folder: &Path, key: &str) -> Option<(Vec<u8>, Vec<u8>)> {
+        let mut file = PackedFile::open(folder, key, 1 << 20);
+        let sizes = ["one", "two"].map(|name| file.entry(name).and_then(Entry::bytes));
+        let (mut one, mut two) = (vec![0; sizes[0]?], vec![0; sizes[1]?]);
+        let into = vec![("one", &mut one[..]), ("two", &mut two[..])];
+        file.read(into, serially, &|_, _| {}).then_some((one, two))
+    }
+
+    #[test]
+    fn what_is_written_is_read_and_what_is_damaged_is_removed() {
+        let folder = tempfile::tempdir().expect("a folder");
+        write(folder.path(), "key", 1 << 20);
+        assert_eq!(read(folder.path(), "key"), Some((vec![1; 12], b"abcde".to_vec())));
+        assert_eq!(read(folder.path(), "other"), None);
+        let path = folder.path().join("key");
+        let mut bytes = fs::read(&path).expect("a file");
+        let last = bytes.len() - 1;
+        bytes[last] ^= 1;
+        fs::write(&path, &bytes).expect("written");
+        assert_eq!(read(folder.path(), "key"), None);
+        assert!(!path.exists(), "its header is whole, so nobody would replace it");
+    }
+
+    #[test]
+    fn the_oldest_make_room() {
+        let folder = tempfile::tempdir().expect("a folder");
+        write(folder.path(), "first", 1 << 20);
+        let size = fs::metadata(folder.path().join("first")).expect("a file").len();
+        fs::write(folder.path().join(".second.x"), "what a writer left").expect("written");
+        write(folder.path(), "second", size + size / 2);
+        let mut names: Vec<String> = fs::read_dir(folder.path())
+            .expect("a folder")
+            .map(|entry| entry.expect("one").file_name().to_string_lossy().into_owned())
+            .collect();
+        names.sort();
+        assert_eq!(names, [".lock", "second"]);
+        write(folder.path(), "third", size - 1);
+        assert!(!folder.path().join("third").exists());
+    }
+
+    proptest! {
+        #[test]
+        fn a_damaged_file_is_as_if_it_were_not_there(at in 0..600_usize, value in any::<u8>(), cut in 0..600_usize) {
+            let folder = tempfile::tempdir().expect("a folder");
+            write(folder.path(), "key", 1 << 20);
+            let path = folder.path().join("key");
+            let whole = fs::read(&path).expect("a file");
+            let mut bytes = whole.clone();
+            let at = at % bytes.len();
+            bytes[at] = value;
+            bytes.truncate(cut.max(1).min(bytes.len()));
+            fs::write(&path, &bytes).expect("written");
+            let found = read(folder.path(), "key");
+            if let Some(found) = found {
+                prop_assert_eq!(found, (vec![1; 12], b"abcde".to_vec()));
+            } else {
+                prop_assert!(bytes != whole);
+            }
+        }
+    }
+}

@@ -1,0 +1,320 @@
+"""The hand in Rust gives what PyTorch's gives: the same plans to both, token by token and number by number."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import gguf
+import numpy as np
+import numpy.typing as npt
+import pytest
+from safetensors.torch import save_file
+
+from forebay.protocol.connection import Connection
+from forebay.protocol.frames import Kind, encode_json
+from forebay.protocol.masks import INLINE, Masks
+from forebay.protocol.plan import Plan
+from forebay.protocol.result import StepResult
+from forebay.runner.runner import ModelRunner
+from forebay.state.config import RunnerConfig
+from forebay.weights.gguf_config import hf_config as hf_config_of
+from forebay.weights.gguf_file import GgufFiles
+from tests.hand.process import spawn
+from tests.hand.support import HOST, MiniBrain, PlanBuilder, Request, Sampling, hf_config, reference_model, wire_config
+from tests.hand.test_quantised import MIXED, WITHOUT_KERNELS, tiny
+
+VOCABULARY = 131
+Q = gguf.GGMLQuantizationType
+TIMEOUT_S = 120.0
+ARENA_BYTES = 1 << 20
+LIMIT = 1 << 30
+
+
+@dataclass
+class Answer:
+    """A step that the hand has in its socket."""
+
+    runner: RustRunner
+    step: int
+
+    def collect(self) -> StepResult:
+        return self.runner.result()
+
+
+class RustRunner:
+    """A hand in Rust behind what tests use of `ModelRunner`."""
+
+    device = HOST
+
+    def __init__(self, connection: Connection, config: RunnerConfig, facts: dict[str, Any], arena: int) -> None:
+        self._connection = connection
+        self.config = config
+        self.facts = facts
+        self.kv = SimpleNamespace(page_count=facts["page_count"])
+        self.arena = arena
+
+    def launch(self, plan: Plan, masks: bytes = b"") -> Answer:
+        self._connection.send(plan.encode() + masks)
+        return Answer(self, plan.step)
+
+    def result(self) -> StepResult:
+        frame = self._connection.recv()
+        assert frame is not None
+        assert frame.kind == Kind.RESULT, frame.json()
+        return StepResult.decode(frame)
+
+
+@contextmanager
+def rust(folder: Path, values: dict[str, Any]) -> Iterator[RustRunner]:
+    """A hand that is ready."""
+    ours, theirs = socket.socketpair()
+    ours.settimeout(TIMEOUT_S)
+    arena = os.memfd_create("arena")
+    os.truncate(arena, ARENA_BYTES)
+    with (folder / "stderr").open("wb") as errors, theirs:
+        pid = spawn({2: errors.fileno(), 3: theirs.fileno(), 4: arena}, rust=True)
+    connection = Connection(ours)
+    try:
+        values = {**values, "arena_bytes": ARENA_BYTES}
+        connection.send(encode_json(Kind.CONFIG, values))
+        while (frame := connection.recv()) is not None and frame.kind != Kind.READY:
+            assert frame.kind in (Kind.HELLO, Kind.PROGRESS), frame.json()
+        assert frame is not None, (folder / "stderr").read_text()
+        yield RustRunner(connection, RunnerConfig.from_dict(values), frame.json(), arena)
+    finally:
+        ours.close()
+        os.close(arena)
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+
+
+def torch_runner(values: dict[str, Any], arena: npt.NDArray[np.uint8] | None = None) -> ModelRunner:
+    runner = ModelRunner(RunnerConfig.from_dict(values), arena)
+    runner.load(lambda done, total: None)
+    runner.warm_up()
+    return runner
+
+
+def in_safetensors(folder: Path, family: str) -> dict[str, Any]:
+    model = reference_model(family)
+    path = folder / "model.safetensors"
+    save_file({name: tensor.contiguous().clone() for name, tensor in model.state_dict().items()}, path)
+    return {"format": "safetensors", "files": [str(path)], "config": hf_config(model.config, type(model).__name__)}
+
+
+def in_gguf(folder: Path, types: dict[str, Any], architecture: str, tied: bool) -> dict[str, Any]:
+    path = tiny(folder / "model.gguf", types, architecture, tied=tied)
+    return {"format": "gguf", "files": [str(path)], "config": hf_config_of(GgufFiles.open([path]))}
+
+
+def settings(model: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    changes = {"load_format": "auto", "page_size": 16, "max_total_tokens": 1 << 12, **changes}
+    return {**wire_config({}, **changes), "model": model}
+
+
+SAMPLINGS = [
+    Sampling(),
+    Sampling(logprobs=5),
+    Sampling(temperature=1.0, seed=3),
+    Sampling(temperature=0.7, top_k=20, seed=1 << 40, logprobs=0),
+    Sampling(temperature=1.3, top_p=0.8, seed=5),
+    Sampling(temperature=1.1, top_k=30, top_p=0.9, min_p=0.05, seed=6),
+    Sampling(temperature=0.9, repetition_penalty=1.3, presence_penalty=0.4, frequency_penalty=0.2, seed=7),
+    Sampling(repetition_penalty=1.2, frequency_penalty=-0.5, logprobs=3),
+    Sampling(stop_ids=(3, 17, 88), min_total=30, bias=((5, 4.0), (9, -3.0), (17, 50.0))),
+    Sampling(temperature=1.0, allowed=(2, 3, 5, 7, 11, 130), seed=8),
+]
+
+
+def requests(vocabulary: int = VOCABULARY, count: int = 20) -> list[Request]:
+    random = np.random.default_rng(11)
+    return [
+        Request(
+            random.integers(0, vocabulary, int(random.integers(1, 40))).tolist(),
+            12,
+            SAMPLINGS[number % len(SAMPLINGS)],
+            arrival=number // 3,
+            prompt_logprobs=number % 4 if number % 3 == 0 else -1,
+        )
+        for number in range(count)
+    ]
+
+
+def served(runner: Any, chunk: int, vocabulary: int = VOCABULARY) -> list[Request]:
+    found = requests(vocabulary)
+    MiniBrain(runner, seed=2).serve(found, chunk)
+    return found
+
+
+def check(rust_: Sequence[Request], torch_: Sequence[Request], atol: float = 2e-4) -> None:
+    for ours, theirs in zip(rust_, torch_, strict=True):
+        assert ours.tokens == theirs.tokens, ours.sampling
+        for (ids, values), (wanted_ids, wanted) in zip(ours.logprobs, theirs.logprobs, strict=True):
+            assert ids.tolist() == wanted_ids.tolist()
+            np.testing.assert_allclose(values, wanted, atol=atol)
+        assert len(ours.of_prompt) == len(theirs.of_prompt)
+        for (rank, ids, values), (wanted_rank, wanted_ids, wanted) in zip(
+            ours.of_prompt, theirs.of_prompt, strict=True
+        ):
+            assert rank == wanted_rank
+            assert ids.tolist() == wanted_ids.tolist()
+            np.testing.assert_allclose(values, wanted, atol=atol)
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        "llama",
+        "llama-untied-biases",
+        "llama-head-dim",
+        "llama-llama3",
+        "llama-linear",
+        "llama-yarn-mscale",
+        "qwen2-tied",
+        "qwen3-bias",
+    ],
+)
+@pytest.mark.parametrize(("dtype", "quantization"), [("float32", None), ("bfloat16", None), ("bfloat16", "w8a8_int8")])
+def test_both_hands_give_the_same_tokens(tmp_path: Path, family: str, dtype: str, quantization: str | None) -> None:
+    values = settings(in_safetensors(tmp_path, family), dtype=dtype, quantization=quantization)
+    if quantization is not None and family == "llama-head-dim":
+        values["model"] = in_safetensors(tmp_path, "llama-mha")
+    with rust(tmp_path, values) as runner:
+        found = served(runner, 17)
+    check(found, served(torch_runner(values), 17))
+
+
+@pytest.mark.parametrize("quantization", [None, "gguf"])
+@pytest.mark.parametrize(
+    ("types", "architecture", "tied"),
+    [
+        ({"": Q.Q8_0}, "llama", True),
+        ({"": Q.Q4_0}, "llama", False),
+        ({"": Q.Q5_0}, "llama", True),
+        (MIXED, "qwen2", True),
+        (WITHOUT_KERNELS, "llama", True),
+        (WITHOUT_KERNELS, "qwen3", False),
+    ],
+    ids=["q8_0", "q4_0", "q5_0", "mixed", "without-kernels", "without-kernels-qwen3"],
+)
+def test_files_of_gguf_are_the_same_to_both(
+    tmp_path: Path, types: dict[str, Any], architecture: str, tied: bool, quantization: str | None
+) -> None:
+    model = in_gguf(tmp_path, {"": Q.Q4_1, **types}, architecture, tied)
+    values = settings(model, dtype="bfloat16", quantization=quantization)
+    vocabulary = model["config"]["vocab_size"]
+    with rust(tmp_path, values) as runner:
+        found = served(runner, 23, vocabulary)
+    check(found, served(torch_runner(values), 23, vocabulary))
+
+
+def test_masks_and_embeddings_are_the_same_to_both(tmp_path: Path) -> None:
+    values = settings(in_safetensors(tmp_path, "qwen3"))
+    random = np.random.default_rng(4)
+    rows = random.standard_normal((9, 64)).astype(np.float32)
+    arena = np.zeros(ARENA_BYTES, np.uint8)
+    arena[4096 : 4096 + rows.nbytes] = np.frombuffer(rows.tobytes(), np.uint8)
+    words = random.integers(0, 1 << 32, (3, 5), np.uint64).astype(np.uint32)
+
+    def masks(step: int) -> Masks:
+        return Masks(step, np.array([INLINE, -1, 256], np.int32), words[:1].reshape(-1).view(np.int32))
+
+    arena[256 : 256 + 20] = np.frombuffer(words[1].tobytes(), np.uint8)
+
+    def plan(step: int, start: int) -> Plan:
+        builder = PlanBuilder(step)
+        if step == 1:
+            for slot in range(3):
+                builder.slot(slot, [slot + 5] * 9, Sampling(temperature=1.0, seed=slot, logprobs=2))
+                builder.page_writes += [(slot, index, 2 * slot + index) for index in range(2)]
+            builder.embeds.append((1, 4096))
+        for slot in range(3):
+            builder.row(slot, start, 9 if step == 1 else 1, masked=True)
+        return builder.build()
+
+    torch_ = torch_runner({**values, "arena_bytes": ARENA_BYTES}, arena)
+    with rust(tmp_path, values) as runner:
+        os.pwrite(runner.arena, arena.tobytes(), 0)
+        for step in range(1, 8):
+            start = 0 if step == 1 else step + 7
+            ours = runner.launch(plan(step, start), masks(step).encode()).collect()
+            theirs = torch_.step(plan(step, start), lambda step=step: masks(step))
+            assert ours.tokens.tolist() == theirs.tokens.tolist()
+            np.testing.assert_allclose(ours.logprob_values, theirs.logprob_values, atol=2e-4)
+            assert words[0][ours.tokens[0] // 32] >> (ours.tokens[0] % 32) & 1
+
+
+def test_each_hand_reads_what_the_other_has_kept(tmp_path: Path) -> None:
+    for first in ("rust", "torch"):
+        folder = tmp_path / first
+        folder.mkdir()
+        model = {**in_safetensors(folder, "qwen2-tied"), "cache": str(folder / "cache")}
+        values = settings(model, dtype="bfloat16", weight_cache_bytes=LIMIT)
+        packed = folder / "cache" / "packed"
+
+        def kept(packed: Path = packed) -> dict[str, int]:
+            names = [path for path in packed.iterdir() if not path.name.startswith(".")] if packed.exists() else []
+            return {path.name: path.stat().st_ino for path in names}
+
+        def with_rust(values: dict[str, Any] = values, folder: Path = folder) -> list[Request]:
+            with rust(folder, values) as runner:
+                found = served(runner, 19)
+                for _ in range(100):
+                    if kept():
+                        break
+                    signal.sigtimedwait([], 0.05)
+            assert (folder / "stderr").read_text() == ""
+            return found
+
+        def with_torch(values: dict[str, Any] = values) -> list[Request]:
+            runner = torch_runner(values)
+            thread = runner.keep_weights()
+            if thread is not None:
+                thread.join(60)
+            return served(runner, 19)
+
+        one = with_rust() if first == "rust" else with_torch()
+        files = kept()
+        assert len(files) == 1
+        other = with_torch() if first == "rust" else with_rust()
+        check(one, other)
+        assert kept() == files, "one name, and nobody wrote it again"
+
+
+def test_a_hundred_thousand_draws_are_the_same(tmp_path: Path) -> None:
+    """Of the logits of one prompt, by the sampler of each hand."""
+    draws, rows = 100_000, 400
+    values = settings(
+        in_safetensors(tmp_path, "llama"), slots=rows, max_total_tokens=16 * rows, max_running_requests=rows
+    )
+    random = np.random.default_rng(9)
+    torch_ = torch_runner(values)
+    ways = [(0, 1.0, 0.0), (40, 1.0, 0.0), (0, 0.9, 0.0), (40, 0.9, 0.0), (0, 1.0, 0.05), (60, 0.8, 0.02)]
+    with rust(tmp_path, values) as runner:
+        for batch in range(draws // rows):
+            builder = PlanBuilder(batch + 1)
+            prompt = random.integers(0, VOCABULARY, 2).tolist()
+            for slot in range(rows):
+                top_k, top_p, min_p = ways[slot % len(ways)]
+                sampling = Sampling(
+                    temperature=float(0.5 + (slot % 7) * 0.2),
+                    top_k=top_k,
+                    top_p=top_p,
+                    min_p=min_p,
+                    seed=int(random.integers(0, 1 << 62)),
+                )
+                builder.slot(slot, prompt, sampling)
+                if batch == 0:
+                    builder.page_writes.append((slot, 0, slot))
+                builder.row(slot, 0, 2)
+            ours = runner.launch(builder.build()).collect().tokens
+            theirs = torch_.step(builder.build()).tokens
+            assert ours.tolist() == theirs.tolist()
