@@ -152,7 +152,7 @@ build: setup ## build the binary and the CPU kernels: leaves .venv/bin/forebay (
 
 # What the Python tests run. It stays where cargo leaves it: .venv/bin/forebay is for users.
 build-tests: setup-dev
-	cargo build $(CARGO_FLAGS) --bin forebay --example prepare
+	cargo build $(CARGO_FLAGS) --bin forebay --example prepare --example describe
 	cargo build --locked --profile $(TEST_PROFILE) --lib --package forebay-kernels
 	@$(BIN)/python scripts/place_kernels.py $(TARGET_DIR)/$(TEST_PROFILE)
 

@@ -1,5 +1,7 @@
 //! Log-probabilities of a prompt's tokens, without the logits of all its positions in memory at a time.
 
+use std::sync::OnceLock;
+
 use forebay_kernels::Threads;
 use forebay_protocol::{PromptLogprobs, PromptLogprobsWant};
 
@@ -19,6 +21,9 @@ pub(crate) fn slice_rows(vocabulary: usize) -> usize {
 pub(crate) fn slice_bytes(vocabulary: usize, positions: usize) -> u64 {
     (SLICES * 4 * vocabulary * slice_rows(vocabulary).min(positions)) as u64
 }
+
+/// A token's rank and its entries; `None`: the logits were not finite.
+type Told = Option<(i32, Vec<(i32, f32)>)>;
 
 /// Tokens of prompts whose log-probabilities a step asks for.
 pub(crate) struct Wanted {
@@ -70,8 +75,7 @@ impl Wanted {
         broken: &mut Vec<usize>,
     ) {
         let rows: Vec<&[f32]> = logits.chunks_exact(vocabulary).collect();
-        let found: Vec<std::sync::OnceLock<Option<(i32, Vec<(i32, f32)>)>>> =
-            (0..rows.len()).map(|_| std::sync::OnceLock::new()).collect();
+        let found: Vec<OnceLock<Told>> = rows.iter().map(|_| OnceLock::new()).collect();
         threads.each(rows.len(), |index| {
             let (logits, at) = (rows[index], first + index);
             let token = usize::try_from(self.tokens[at]).ok().filter(|&token| token < vocabulary);

@@ -378,8 +378,7 @@ impl Decoder {
             return unfit("the pages are not of this model");
         }
         let address = |bytes: &Bytes| bytes.as_ptr().cast::<c_void>();
-        let optional =
-            |bytes: &Option<Bytes>| bytes.as_ref().map_or(std::ptr::null(), |bytes| address(bytes));
+        let optional = |bytes: &Option<Bytes>| bytes.as_ref().map_or(std::ptr::null(), address);
         let layer = |(layer, [keys, values]): (&Layer, &mut [Room; 2])| LayerSpec {
             input_norm: address(&layer.input_norm),
             qkv: address(&layer.qkv.packed),

