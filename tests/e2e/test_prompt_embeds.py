@@ -22,6 +22,7 @@ from tests.e2e.reference import Case, clear_cases, greedy
 from tests.e2e.server import Server
 
 LONGEST = 90
+LASTING = 3000
 ARENA_BYTES = 65536
 HIDDEN = 64
 ROW_BYTES = 4 * HIDDEN
@@ -146,16 +147,19 @@ def test_chunks_batches_and_preemption(serve: Serve, tiny: Model, cases: list[Ca
     assert (server.metric("vllm:num_preemptions_total") > 0) == ("--max-total-tokens" in flags)
 
 
-def test_the_hand_may_die(serve: Serve, tiny: Model, cases: list[Case]) -> None:
-    server = serve(tiny, "--arena-bytes", str(8 * ARENA_BYTES))
+@pytest.mark.parametrize("hand", ["rust", "torch"])
+def test_the_hand_may_die(serve: Serve, tiny: Model, cases: list[Case], hand: str) -> None:
+    server = serve(tiny, "--arena-bytes", str(8 * ARENA_BYTES), "--hand", hand)
     long = [greedy(tiny.reference, case.prompt, 400) for case in cases[:6]]
-    with asked(server, [body(tiny, case) for case in long]) as answers:
+    # Longer than what is compared, so that the last death finds something to interrupt.
+    lasting = [{**body(tiny, case), "max_tokens": LASTING} for case in long]
+    with asked(server, lasting) as answers:
         for deaths in (1, 2, 3):
             so_far = server.metric("vllm:generation_tokens_total")
             server.wait_for_metric("vllm:generation_tokens_total", lambda now, then=so_far: now > then + 60)  # type: ignore[misc]
-            hand = server.hand()
-            assert hand
-            os.kill(hand, signal.SIGKILL)
+            pid = server.hand()
+            assert pid
+            os.kill(pid, signal.SIGKILL)
             server.wait_for_metric("forebay:hand_deaths_total", lambda now, n=deaths: now == n)  # type: ignore[misc]
         # Beside each other, two sums may round differently: what is said before the first near tie must agree.
         for case, answer in zip(long, answers, strict=True):

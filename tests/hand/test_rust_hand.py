@@ -8,6 +8,7 @@ import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -246,7 +247,7 @@ def test_masks_and_embeddings_are_the_same_to_both(tmp_path: Path) -> None:
         for step in range(1, 8):
             start = 0 if step == 1 else step + 7
             ours = runner.launch(plan(step, start), masks(step).encode()).collect()
-            theirs = torch_.step(plan(step, start), lambda step=step: masks(step))
+            theirs = torch_.step(plan(step, start), partial(masks, step))
             assert ours.tokens.tolist() == theirs.tokens.tolist()
             np.testing.assert_allclose(ours.logprob_values, theirs.logprob_values, atol=2e-4)
             assert words[0][ours.tokens[0] // 32] >> (ours.tokens[0] % 32) & 1
