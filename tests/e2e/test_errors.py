@@ -247,7 +247,13 @@ def test_prompts_that_do_not_fit(server: Server, stream: bool) -> None:
 
 
 def test_unknown_routes_and_methods(server: Server) -> None:
-    for method, path in (("GET", "/nothing"), ("POST", "/v1/images"), ("GET", "/v1"), ("GET", "/%ff"), ("PUT", "/nope")):
+    for method, path in (
+        ("GET", "/nothing"),
+        ("POST", "/v1/images"),
+        ("GET", "/v1"),
+        ("GET", "/%ff"),
+        ("PUT", "/nope"),
+    ):
         found = error(server.http.request(method, path), 404)
         assert found["code"] == "unknown_url"
         assert method in found["message"]
