@@ -168,19 +168,18 @@ def test_the_trace_has_every_step_on_two_rows(serve: Serve, tiny: Model) -> None
 
 def test_a_death_and_its_replay_are_seen(serve: Serve, tiny: Model) -> None:
     server = serve(tiny)
-    with watching(server) as feed:
-        body = request(3000)
-        asking = threading.Thread(target=lambda: server.ask("/generate", body))
-        asking.start()
-        feed.until(lambda feed: bool(feed.requests()), "it runs")
-        assert not feed.gone(), "it was over too soon to be killed"
-        hand = server.hand()
-        assert hand
+    hand = server.hand()
+    assert hand
+    with (
+        watching(server) as feed,
+        server.http.stream("POST", "/generate", json={**request(3900), "stream": True}) as answer,
+    ):
+        lines = answer.iter_lines()
+        next(lines)
         os.kill(hand, signal.SIGKILL)
+        assert [line for line in lines if line][-1] == "data: [DONE]"
         feed.until(lambda feed: bool(feed.gone()), "it has ended")
-        asking.join()
-        assert "restarting" in [tick["replicas"][0]["state"] for tick in feed.ticks]
-        assert feed.ticks[-1]["replicas"][0]["respawns"] == 1
+        feed.until(lambda feed: feed.ticks[-1]["replicas"][0]["respawns"] == 1, "its death is told")
     [name] = feed.gone()
     whats = [event["what"] for event in server.http.get(f"/v1/live/requests/{name}").json()["events"]]
     assert "replayed" in whats
