@@ -111,8 +111,8 @@ def simulated(tmp_path: Path, tiny: Model) -> Iterator[Cluster]:
 
 @pytest.fixture
 def real(tmp_path: Path, tiny: Model) -> Iterator[Cluster]:
-    """Backends that compute."""
-    yield from cluster(tmp_path, tiny, "--threads", str(tiny.threads))
+    """Backends that compute, by the slower hand: the other is done before anybody can be killed."""
+    yield from cluster(tmp_path, tiny, "--threads", str(tiny.threads), "--hand", "torch")
 
 
 def requests(model: Model) -> list[tuple[str, Json]]:
