@@ -1,5 +1,5 @@
-//! Names the order of packed weights by the sources that decide it, so that a library and a program made of the same sources share
-//! what one of them keeps on disk.
+//! Names the order of packed weights by the sources that decide it, so that a library and a program
+//! made of the same sources share what one of them keeps on disk.
 
 use std::path::{Path, PathBuf};
 use std::{env, fs, io};

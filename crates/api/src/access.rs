@@ -1,8 +1,9 @@
 //! Which requests are answered at all: those of hosts and pages that may ask.
 //!
-//! A browser sends requests for any page that it shows, also to servers that only its user's machine can reach. Three things tell such a
-//! request: `Host` names what the page thinks it talks to (a name of its own that was made to resolve to this machine), `Origin` names the page,
-//! and without asking first (a preflight) a browser sends no `Content-Type: application/json`.
+//! A browser sends requests for any page that it shows, also to servers that only its user's
+//! machine can reach. Three things tell such a request: `Host` names what the page thinks it talks
+//! to (a name of its own that was made to resolve to this machine), `Origin` names the page, and
+//! without asking first (a preflight) a browser sends no `Content-Type: application/json`.
 
 use http::header::{HOST, ORIGIN};
 use http::{HeaderMap, Uri, Version};
@@ -14,11 +15,13 @@ const ANY: &str = "*";
 /// Hosts and pages whose requests are answered.
 #[derive(Debug, Clone, Default)]
 pub struct Access {
-    /// Names by which the server may be asked; `*.example.com` means all below it, `*` any. `None`: any.
+    /// Names by which the server may be asked; `*.example.com` means all below it, `*` any. `None`:
+    /// any.
     pub allowed_hosts: Option<Vec<String>>,
     /// Pages that may ask from a browser, as in `https://example.com`; `*` means any.
     pub allowed_origins: Vec<String>,
-    /// Whether requests of other pages are refused. Otherwise they are answered, and it is the browser that does not show the answer.
+    /// Whether requests of other pages are refused. Otherwise they are answered, and it is the
+    /// browser that does not show the answer.
     pub refuse_other_origins: bool,
 }
 

@@ -18,7 +18,8 @@ openai_request! {
     pub struct ChatRequest {
         /// The conversation so far.
         pub messages: Vec<ChatMessage>,
-        /// Most tokens to generate; `max_tokens` is its older name. The rest of the context where absent.
+        /// Most tokens to generate; `max_tokens` is its older name. The rest of the context where
+        /// absent.
         pub max_completion_tokens: Option<u32>,
         /// Return log-probabilities.
         pub logprobs: Option<bool>,
@@ -34,7 +35,8 @@ openai_request! {
         /// Functions that the model may call.
         #[schema(value_type = Option<Vec<Object>>)]
         pub tools: Option<Vec<Value>>,
-        /// `auto`; `none`: the model does not see the tools; `required`: it calls one; or an object that names a function, or those that are allowed.
+        /// `auto`; `none`: the model does not see the tools; `required`: it calls one; or an object
+        /// that names a function, or those that are allowed.
         #[schema(value_type = Option<String>)]
         pub tool_choice: Option<Value>,
         /// Whether an answer may have several calls; true where absent.
@@ -115,7 +117,8 @@ pub struct ContentPart {
 /// A conversation ready for the chat template.
 #[derive(Debug, Clone, PartialEq)]
 pub struct ChatPrompt {
-    /// Messages as the template sees them, an array of objects: `content` is a string, or a list of parts where there are images.
+    /// Messages as the template sees them, an array of objects: `content` is a string, or a list of
+    /// parts where there are images.
     pub messages: Value,
     /// The images in them, in order.
     pub images: Vec<ImagePart>,
@@ -161,7 +164,8 @@ impl ChatPrompt {
     /// Checks the messages and brings them into the shape that templates expect.
     ///
     /// # Errors
-    /// There is no message, a part is not served, there are too many images, or both ways to end the prompt are asked for.
+    /// There is no message, a part is not served, there are too many images, or both ways to end
+    /// the prompt are asked for.
     pub fn new(messages: Vec<ChatMessage>, rendering: Rendering) -> Result<Self, ApiError> {
         let Rendering {
             add_generation_prompt,
@@ -262,7 +266,8 @@ fn text_view(text: String) -> Value {
     json!({"type": "text", "text": text})
 }
 
-/// Checks the calls of message number `index`: templates fail on what is no call, and say nothing that helps.
+/// Checks the calls of message number `index`: templates fail on what is no call, and say nothing
+/// that helps.
 fn check_calls(index: usize, calls: &[Value]) -> Result<(), ApiError> {
     for (number, call) in calls.iter().enumerate() {
         let path = format!("messages[{index}].tool_calls[{number}]");

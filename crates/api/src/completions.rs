@@ -18,16 +18,18 @@ openai_request! {
         /// A string, a list of strings, a list of token ids, or a list of lists of token ids.
         #[schema(value_type = Option<Object>)]
         pub prompt: Option<Prompts>,
-        /// In place of `prompt`: embeddings, one row of the model's hidden size a position, as the bytes of a safetensors file with one tensor, in base64;
-        /// or a list of them.
+        /// In place of `prompt`: embeddings, one row of the model's hidden size a position, as the
+        /// bytes of a safetensors file with one tensor, in base64; or a list of them.
         #[serde(default)]
         #[schema(value_type = Option<Vec<String>>)]
         pub prompt_embeds: PromptEmbeds,
         /// Repeat the prompt at the head of the text.
         pub echo: Option<bool>,
-        /// Alternatives to return for each token, 0 to 20, with `echo` also for the prompt's; absent: no log-probabilities.
+        /// Alternatives to return for each token, 0 to 20, with `echo` also for the prompt's;
+        /// absent: no log-probabilities.
         pub logprobs: Option<i32>,
-        /// Choices to generate for each prompt, of which the `n` most likely are returned. Not in a stream, unless it equals `n`.
+        /// Choices to generate for each prompt, of which the `n` most likely are returned. Not in a
+        /// stream, unless it equals `n`.
         pub best_of: Option<u32>,
         #[serde(default)] #[schema(ignore)] suffix: Inert,
     }
@@ -53,7 +55,8 @@ pub struct ValidCompletion {
     pub echo: bool,
     /// Choices to return for each prompt; more may be generated.
     pub n: u32,
-    /// Log-probabilities are returned, with so many alternatives a token; with `echo` those of the prompt too.
+    /// Log-probabilities are returned, with so many alternatives a token; with `echo` those of the
+    /// prompt too.
     pub logprobs: Option<u8>,
     /// Log-probabilities of the prompt are returned apart, with so many alternatives a token.
     pub prompt_logprobs: Option<u8>,

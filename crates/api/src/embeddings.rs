@@ -19,13 +19,16 @@ pub struct EmbeddingRequest {
     /// A string, a list of strings, a list of token ids, or a list of lists of token ids.
     #[schema(value_type = Object)]
     pub input: Prompts,
-    /// How vectors are written: `float` (a list of numbers, the default) or `base64` (of little-endian float32).
+    /// How vectors are written: `float` (a list of numbers, the default) or `base64` (of
+    /// little-endian float32).
     pub encoding_format: Option<EncodingFormat>,
-    /// Keep this many of each vector's first numbers; all where absent. For models that were trained for it (Matryoshka).
+    /// Keep this many of each vector's first numbers; all where absent. For models that were
+    /// trained for it (Matryoshka).
     pub dimensions: Option<u32>,
     /// Divide each vector by its length; absent: as the model's authors do.
     pub normalize: Option<bool>,
-    /// Cut inputs to this many tokens instead of refusing those that are too long; -1: to as many as the model takes.
+    /// Cut inputs to this many tokens instead of refusing those that are too long; -1: to as many
+    /// as the model takes.
     pub truncate_prompt_tokens: Option<i64>,
     /// Put the tokenizer's special tokens around a text; true where absent.
     pub add_special_tokens: Option<bool>,
@@ -35,7 +38,8 @@ pub struct EmbeddingRequest {
     pub cache_salt: Option<String>,
     /// Accepted; nothing depends on it.
     pub user: Option<String>,
-    /// For `/pooling`: `embed`, `score` or `classify`, as the model does; nothing else can be chosen.
+    /// For `/pooling`: `embed`, `score` or `classify`, as the model does; nothing else can be
+    /// chosen.
     pub task: Option<String>,
 }
 
@@ -72,8 +76,8 @@ pub struct ValidEmbedding {
 }
 
 impl EmbeddingRequest {
-    /// Checks everything that can be checked before the inputs are tokenised. Vectors have `size` numbers, and `normalized` tells
-    /// whether the model's authors divide them by their length.
+    /// Checks everything that can be checked before the inputs are tokenised. Vectors have `size`
+    /// numbers, and `normalized` tells whether the model's authors divide them by their length.
     ///
     /// # Errors
     /// The first parameter that is out of range.

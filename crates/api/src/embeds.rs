@@ -51,7 +51,8 @@ impl PromptEmbeds {
     }
 }
 
-/// A prompt whose embeddings the client has computed: a matrix of at least one row, a row a position.
+/// A prompt whose embeddings the client has computed: a matrix of at least one row, a row a
+/// position.
 #[derive(Debug, Clone, PartialEq)]
 pub struct EmbeddedPrompt {
     file: Vec<u8>,
@@ -103,7 +104,8 @@ impl EmbeddedPrompt {
     /// Gives the matrix piece by piece, in the model's type.
     ///
     /// # Errors
-    /// [`ApiError::Invalid`]: an element is not finite, or not in the model's type. Or what `write` said.
+    /// [`ApiError::Invalid`]: an element is not finite, or not in the model's type. Or what `write`
+    /// said.
     pub fn convert(
         &self,
         dtype: Dtype,
@@ -116,7 +118,8 @@ impl EmbeddedPrompt {
                 (Stored::F32, Dtype::Float32) | (Stored::BF16, Dtype::Bfloat16) => bytes,
                 _ => buffers.convert(self.stored, bytes, dtype),
             };
-            // Checked as the model gets it: what single precision can hold may be too large for half of its bits.
+            // Checked as the model gets it: what single precision can hold may be too large for
+            // half of its bits.
             if let Some(at) = first_not_finite(converted, dtype) {
                 return Err(self.not_finite(done + at));
             }
@@ -181,8 +184,8 @@ fn halves(bytes: &[u8]) -> impl Iterator<Item = u16> {
     bytes.chunks_exact(2).map(|half| u16::from_le_bytes([half[0], half[1]]))
 }
 
-/// The number of the first element that is infinite or none at all, which is one whose exponent has all its bits. They are in the
-/// upper half of either type.
+/// The number of the first element that is infinite or none at all, which is one whose exponent has
+/// all its bits. They are in the upper half of either type.
 fn first_not_finite(elements: &[u8], dtype: Dtype) -> Option<usize> {
     const EXPONENT: u16 = 0x7f80;
     let size = dtype.bytes();
@@ -364,7 +367,8 @@ mod tests {
     }
 
     proptest! {
-        /// Against the arithmetic of one element at a time, in all six combinations, whatever the lengths.
+        /// Against the arithmetic of one element at a time, in all six combinations, whatever the
+        /// lengths.
         #[test]
         fn elements_are_converted_one_by_one(
             values in proptest::collection::vec(-60000.0_f32..60000.0, 1..9000),

@@ -37,13 +37,15 @@ pub struct GenerateRequest {
     pub sampling_params: Option<OneOrMany<GenerateSampling>>,
     /// Send the text so far as server-sent events.
     pub stream: Option<bool>,
-    /// Return log-probabilities of the generated tokens, and of the prompt's from `logprob_start_len` on.
+    /// Return log-probabilities of the generated tokens, and of the prompt's from
+    /// `logprob_start_len` on.
     pub return_logprob: Option<bool>,
     /// Alternatives to return for each token, 0 to 20.
     pub top_logprobs_num: Option<i32>,
     /// Return the tokens' text with their log-probabilities.
     pub return_text_in_logprobs: Option<bool>,
-    /// Position of the first token of the prompt that is listed with its log-probability; -1: none is. That of the first listed one is null.
+    /// Position of the first token of the prompt that is listed with its log-probability; -1: none
+    /// is. That of the first listed one is null.
     pub logprob_start_len: Option<i32>,
     /// Name of the request, or one a prompt; it comes back in `meta_info.id`.
     #[schema(value_type = Option<Vec<String>>)]
@@ -60,7 +62,8 @@ pub struct GenerateRequest {
     #[serde(default)]
     #[schema(ignore)]
     input_embeds: Inert,
-    /// Images of the prompts, by URL or in base64: one, a list, or a list of lists. A prompt has the model's image token for each.
+    /// Images of the prompts, by URL or in base64: one, a list, or a list of lists. A prompt has
+    /// the model's image token for each.
     #[schema(value_type = Option<Vec<String>>)]
     image_data: Option<ImageData>,
     #[serde(default)]
@@ -127,7 +130,8 @@ pub struct GenerateSampling {
     pub skip_special_tokens: Option<bool>,
     /// Accepted; tokenizers with fast detokenisation put no such spaces.
     pub spaces_between_special_tokens: Option<bool>,
-    /// Tokens to gather for an event of the stream; the server's flag where absent. The first token does not wait.
+    /// Tokens to gather for an event of the stream; the server's flag where absent. The first token
+    /// does not wait.
     pub stream_interval: Option<u32>,
     /// The form of the answer: a JSON schema, as text or as an object.
     #[schema(value_type = Option<String>)]
@@ -433,7 +437,8 @@ pub struct GenerateMeta {
     pub cached_tokens: Option<u32>,
     /// Seconds since the request arrived.
     pub e2e_latency: f64,
-    /// One (log-probability, id, text) a token of the prompt, from `logprob_start_len` on; the first one's log-probability is null.
+    /// One (log-probability, id, text) a token of the prompt, from `logprob_start_len` on; the
+    /// first one's log-probability is null.
     #[serde(skip_serializing_if = "Option::is_none")]
     #[schema(value_type = Option<Vec<Object>>)]
     pub input_token_logprobs: Option<Vec<LogprobTriple>>,

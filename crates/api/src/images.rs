@@ -120,7 +120,8 @@ pub(crate) enum Entry {
 impl ImageData {
     const PARAM: &str = "image_data";
 
-    /// Whether there is an image at all: clients send empty values for parameters that they do not use.
+    /// Whether there is an image at all: clients send empty values for parameters that they do not
+    /// use.
     fn asks(&self) -> bool {
         match self {
             Self::One(image) => !image.url.is_empty(),
@@ -132,11 +133,13 @@ impl ImageData {
         }
     }
 
-    /// The images of each of `count` prompts, `most` of them at most. Of a batch (`many`) each prompt has an entry of the list, and all have the
-    /// only image. A prompt that is alone has all of the list.
+    /// The images of each of `count` prompts, `most` of them at most. Of a batch (`many`) each
+    /// prompt has an entry of the list, and all have the only image. A prompt that is alone has all
+    /// of the list.
     ///
     /// # Errors
-    /// There are more or fewer entries than prompts, more images than the server takes, or the model sees none.
+    /// There are more or fewer entries than prompts, more images than the server takes, or the
+    /// model sees none.
     pub(crate) fn share(
         self,
         count: usize,

@@ -6,7 +6,8 @@ use crate::error::ApiError;
 
 /// Whether a parameter that is not served was given a value that asks for something.
 ///
-/// Clients send `null`, `false`, `""`, `[]` and `{}` for parameters that they do not use; those are no request.
+/// Clients send `null`, `false`, `""`, `[]` and `{}` for parameters that they do not use; those are
+/// no request.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Inert(bool);
 

@@ -1,9 +1,11 @@
-//! The HTTP API's words: request types and their validation, response types, errors. No server, no I/O.
+//! The HTTP API's words: request types and their validation, response types, errors. No server, no
+//! I/O.
 //!
-//! Three dialects are spoken: OpenAI's chat completions and completions (with the extensions that vLLM made common) and
-//! SGLang's native `/generate`. All three are validated into one [`Generation`]; past it nothing needs checking but
-//! the prompt's length, which is known only once the text is tokenised ([`Generation::room`]). Beside them stand the routes of models
-//! that make vectors and scores of prompts: OpenAI's embeddings, Jina's and Cohere's rerank, vLLM's score.
+//! Three dialects are spoken: OpenAI's chat completions and completions (with the extensions that
+//! vLLM made common) and SGLang's native `/generate`. All three are validated into one
+//! [`Generation`]; past it nothing needs checking but the prompt's length, which is known only once
+//! the text is tokenised ([`Generation::room`]). Beside them stand the routes of models that make
+//! vectors and scores of prompts: OpenAI's embeddings, Jina's and Cohere's rerank, vLLM's score.
 
 mod access;
 mod chat;

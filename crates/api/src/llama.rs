@@ -44,7 +44,8 @@ pub struct LlamaRequest {
     pub stop: Option<Strings>,
     /// Go on after an end-of-sequence token.
     pub ignore_eos: Option<bool>,
-    /// Added to the logits: a list of pairs of a token id and a number, or of a token id and `false`; or an object.
+    /// Added to the logits: a list of pairs of a token id and a number, or of a token id and
+    /// `false`; or an object.
     #[schema(value_type = Option<Object>)]
     pub logit_bias: Option<Value>,
     /// Alternatives to return for each token, 0 to 20.

@@ -16,10 +16,12 @@ use crate::structure::{JsonSchemaFormat, Raw, ResponseFormat, Spellings};
 use crate::tools::OfferedTools;
 use crate::turns::{Content, Turns};
 
-/// The line that one client puts in front of its system prompt, with another number each time: it would empty the prefix cache.
+/// The line that one client puts in front of its system prompt, with another number each time: it
+/// would empty the prefix cache.
 const BILLING: &str = "x-anthropic-billing-header:";
 
-/// Who says something. Anthropic has no system messages; some of its clients write them all the same.
+/// Who says something. Anthropic has no system messages; some of its clients write them all the
+/// same.
 const ROLES: [&str; 3] = ["user", "assistant", "system"];
 
 /// A request of Anthropic's dialect. `/v1/messages/count_tokens` takes it too.
@@ -166,7 +168,8 @@ pub(crate) struct Source {
 }
 
 impl MessagesRequest {
-    /// Checks everything that can be checked before the prompt is tokenised. The names of what had no effect are added to `ignored`.
+    /// Checks everything that can be checked before the prompt is tokenised. The names of what had
+    /// no effect are added to `ignored`.
     ///
     /// # Errors
     /// The first parameter that is out of range or not served.
@@ -457,7 +460,8 @@ impl Source {
     }
 }
 
-/// Tools as the chat API has them. Those that Anthropic's servers run themselves are not served here.
+/// Tools as the chat API has them. Those that Anthropic's servers run themselves are not served
+/// here.
 fn functions(tools: Vec<Value>, ignored: &mut Vec<String>) -> Result<Vec<Value>, ApiError> {
     let mut functions = Vec::with_capacity(tools.len());
     for (at, tool) in tools.into_iter().enumerate() {

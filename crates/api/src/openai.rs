@@ -56,7 +56,8 @@ impl StreamOptions {
 
 /// Declares a request type of OpenAI's dialect: its own fields and the shared ones.
 ///
-/// `#[serde(flatten)]` would do it in fewer lines, but errors lose the path of the field at fault, and every value is buffered.
+/// `#[serde(flatten)]` would do it in fewer lines, but errors lose the path of the field at fault,
+/// and every value is buffered.
 macro_rules! openai_request {
     ($(#[$meta:meta])* pub struct $name:ident { $($own:tt)* }) => {
         $(#[$meta])*
@@ -104,7 +105,8 @@ macro_rules! openai_request {
             pub skip_special_tokens: Option<bool>,
             /// Accepted; tokenizers with fast detokenisation put no such spaces.
             pub spaces_between_special_tokens: Option<bool>,
-            /// Put the tokenizer's special tokens around a text prompt; a chat's come from its template.
+            /// Put the tokenizer's special tokens around a text prompt; a chat's come from its
+            /// template.
             pub add_special_tokens: Option<bool>,
             /// Larger is sooner, under the priority policy.
             pub priority: Option<i32>,
@@ -112,20 +114,23 @@ macro_rules! openai_request {
             pub stream: Option<bool>,
             /// Options of the stream.
             pub stream_options: Option<$crate::openai::StreamOptions>,
-            /// Tokens to gather for a chunk of the stream; the server's flag where absent. The first token does not wait.
+            /// Tokens to gather for a chunk of the stream; the server's flag where absent. The
+            /// first token does not wait.
             pub stream_interval: Option<u32>,
             /// Requests with the same key are computed by the same replica.
             pub routing_key: Option<String>,
             /// Number of the replica that is to compute it; `data_parallel_rank` is its older name.
             #[serde(alias = "data_parallel_rank")]
             pub routed_dp_rank: Option<i64>,
-            /// Blocks of the prompt are shared only with requests of the same salt, 1 to 256 bytes. Whoever does not know it cannot find
-            /// out by the time of an answer what was asked before.
+            /// Blocks of the prompt are shared only with requests of the same salt, 1 to 256 bytes.
+            /// Whoever does not know it cannot find out by the time of an answer what was asked
+            /// before.
             pub cache_salt: Option<String>,
             /// Words that the answer does not have.
             #[schema(value_type = Option<Vec<String>>)]
             pub bad_words: Option<$crate::prompt::Strings>,
-            /// Most tokens of the reasoning before the answer; then it is ended. -1: as many as it takes.
+            /// Most tokens of the reasoning before the answer; then it is ended. -1: as many as it
+            /// takes.
             #[serde(alias = "thinking_token_budget", alias = "reasoning_budget")]
             pub thinking_budget: Option<i64>,
             /// The form of the answer.
@@ -153,7 +158,8 @@ macro_rules! openai_request {
             /// The form of the answer: a structural tag, as text or as an object.
             #[schema(value_type = Option<String>)]
             structural_tag: Option<$crate::structure::Raw>,
-            /// Return log-probabilities of the prompt's tokens, with so many alternatives for each, 0 to 20. Not in a stream.
+            /// Return log-probabilities of the prompt's tokens, with so many alternatives for each,
+            /// 0 to 20. Not in a stream.
             pub prompt_logprobs: Option<i32>,
             /// Return the ids of the prompt's and of the generated tokens.
             pub return_token_ids: Option<bool>,
@@ -187,7 +193,8 @@ macro_rules! openai_request {
                 Ok(())
             }
 
-            /// Alternatives for each of the prompt's tokens, where their log-probabilities are asked for.
+            /// Alternatives for each of the prompt's tokens, where their log-probabilities are
+            /// asked for.
             fn prompt_alternatives(&self) -> Result<Option<u8>, $crate::error::ApiError> {
                 const PARAM: &str = "prompt_logprobs";
                 let Some(count) = self.prompt_logprobs else { return Ok(None) };

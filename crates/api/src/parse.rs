@@ -20,7 +20,8 @@ pub struct Parsed<T> {
 /// Checks a request body against the limits of its type, and parses it.
 ///
 /// # Errors
-/// As [`parse`]; [`ApiError::Invalid`] with the first parameter that is over its limit; or what `fits` says of the body's weight.
+/// As [`parse`]; [`ApiError::Invalid`] with the first parameter that is over its limit; or what
+/// `fits` says of the body's weight.
 pub fn parse_request<T: DeserializeOwned + Limited>(
     body: &[u8],
     fits: impl FnOnce(Weight) -> Result<(), ApiError>,
@@ -34,8 +35,8 @@ pub fn parse_request<T: DeserializeOwned + Limited>(
 /// Parses JSON.
 ///
 /// # Errors
-/// [`ApiError::InvalidUtf8`], [`ApiError::MalformedJson`] with the position, or [`ApiError::Invalid`] with the path of
-/// the parameter whose type is wrong or which is missing.
+/// [`ApiError::InvalidUtf8`], [`ApiError::MalformedJson`] with the position, or
+/// [`ApiError::Invalid`] with the path of the parameter whose type is wrong or which is missing.
 pub fn parse<T: DeserializeOwned>(body: &[u8]) -> Result<T, ApiError> {
     parse_text(text(body)?)
 }

@@ -1,4 +1,5 @@
-//! What a router and a brain tell each other beside a client's request: request headers, response headers, and comments in streams.
+//! What a router and a brain tell each other beside a client's request: request headers, response
+//! headers, and comments in streams.
 //!
 //! None of it is sent to anybody who did not ask with [`ROUTER_HEADER`].
 
@@ -18,9 +19,11 @@ pub const DEATHS_HEADER: &str = "x-forebay-deaths";
 pub const LOAD_HEADER: &str = "x-forebay-load";
 /// Of a response that is kept: its name, with which clients go on from it.
 pub const RESPONSE_HEADER: &str = "x-forebay-response";
-/// Of a stream that another brain can go on with: its name. Of a request that asks to go on with one: the same.
+/// Of a stream that another brain can go on with: its name. Of a request that asks to go on with
+/// one: the same.
 pub const STREAM_HEADER: &str = "x-forebay-stream";
-/// Of a request that goes on with a stream: how many bytes of the body are token ids, ahead of what the client sent.
+/// Of a request that goes on with a stream: how many bytes of the body are token ids, ahead of what
+/// the client sent.
 pub const RESUME_HEADER: &str = "x-forebay-resume";
 /// Of a response: names of blocks of the prompt, see [`sample_blocks`].
 pub const BLOCKS_HEADER: &str = "x-forebay-blocks";
@@ -57,7 +60,8 @@ pub struct RouterTag {
     pub seq: u64,
     /// Every dispatch below this has arrived, or never will.
     pub floor: u64,
-    /// The seed to sample with where the client gave none, so that another brain draws the same tokens.
+    /// The seed to sample with where the client gave none, so that another brain draws the same
+    /// tokens.
     pub seed: u64,
     /// The response shall name the prompt's blocks.
     pub blocks: bool,
@@ -105,11 +109,13 @@ pub struct LoadReport {
     pub running: u32,
     /// Choices waiting for one.
     pub waiting: u32,
-    /// Tokens of work left: to be computed of prompts, and to be generated as far as anybody can say.
+    /// Tokens of work left: to be computed of prompts, and to be generated as far as anybody can
+    /// say.
     pub tokens: u64,
     /// Pages that nobody holds.
     pub pages_free: u64,
-    /// What its names of blocks can be told apart by from those of other brains: equal where they name equal blocks equally.
+    /// What its names of blocks can be told apart by from those of other brains: equal where they
+    /// name equal blocks equally.
     #[serde(default)]
     pub names: u64,
 }
@@ -149,8 +155,8 @@ impl LoadReport {
     }
 }
 
-/// A comment in a stream. All that came before it is complete: who has that and the ids of all comments so far can have the
-/// stream continued by another brain.
+/// A comment in a stream. All that came before it is complete: who has that and the ids of all
+/// comments so far can have the stream continued by another brain.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Comment<'a> {
     /// Ids of the tokens since the last comment, in decimal, joined with commas.
@@ -227,8 +233,8 @@ impl StreamName {
     }
 }
 
-/// Of a chain of block names, at most [`MAX_SAMPLED_BLOCKS`], evenly spread and the last one among them: enough to say how much of a prompt
-/// a cache holds, in a header of half a kilobyte.
+/// Of a chain of block names, at most [`MAX_SAMPLED_BLOCKS`], evenly spread and the last one among
+/// them: enough to say how much of a prompt a cache holds, in a header of half a kilobyte.
 #[must_use]
 pub fn sample_blocks(names: &[u64]) -> Vec<u64> {
     let count = names.len().min(MAX_SAMPLED_BLOCKS);

@@ -47,7 +47,8 @@ impl Prompts {
     /// Checks the ids against the vocabulary and splits the batch.
     ///
     /// # Errors
-    /// [`ApiError::Invalid`] with `param` in its path: no prompt, an empty list of ids, or an id out of range.
+    /// [`ApiError::Invalid`] with `param` in its path: no prompt, an empty list of ids, or an id
+    /// out of range.
     pub fn validate(self, param: &str, vocab_size: u32) -> Result<Vec<Prompt>, ApiError> {
         let prompts: Vec<Prompt> = match self {
             Self::Text(text) => vec![Prompt::Text(text)],

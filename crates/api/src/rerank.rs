@@ -15,7 +15,8 @@ use crate::prompt::Strings;
 use crate::salt::check_salt;
 use crate::sampling::Limits;
 
-/// Documents to put into the order of how well they answer a query, in the shape of Jina and Cohere.
+/// Documents to put into the order of how well they answer a query, in the shape of Jina and
+/// Cohere.
 #[derive(Debug, Deserialize, ToSchema)]
 pub struct RerankRequest {
     /// Name of the model; the served one where absent.
@@ -28,7 +29,8 @@ pub struct RerankRequest {
     pub top_n: Option<usize>,
     /// Return the documents' texts too; true where absent.
     pub return_documents: Option<bool>,
-    /// Cut the documents so that this many tokens are left of each pair; -1: as many as the model takes.
+    /// Cut the documents so that this many tokens are left of each pair; -1: as many as the model
+    /// takes.
     pub truncate_prompt_tokens: Option<i64>,
     /// Larger is sooner, under the priority policy.
     pub priority: Option<i32>,
@@ -100,7 +102,8 @@ impl Document {
 pub struct ScoreRequest {
     /// Name of the model; the served one where absent.
     pub model: Option<String>,
-    /// A string, compared with each of `text_2`, or as many as there. `queries`, `data_1` and `query` are other names of it.
+    /// A string, compared with each of `text_2`, or as many as there. `queries`, `data_1` and
+    /// `query` are other names of it.
     #[schema(value_type = Option<Vec<String>>)]
     pub text_1: Option<Strings>,
     /// A string or a list of strings. `documents`, `data_2` and `items` are other names of it.
@@ -123,7 +126,8 @@ pub struct ScoreRequest {
     #[serde(default)]
     #[schema(ignore)]
     label_token_ids: Inert,
-    /// Cut the second texts so that this many tokens are left of each pair; -1: as many as the model takes.
+    /// Cut the second texts so that this many tokens are left of each pair; -1: as many as the
+    /// model takes.
     pub truncate_prompt_tokens: Option<i64>,
     /// Larger is sooner, under the priority policy.
     pub priority: Option<i32>,

@@ -295,7 +295,8 @@ pub struct CompletionChoice {
     pub prompt_logprobs: Option<Vec<Option<PromptTokenLogprobs>>>,
 }
 
-/// A token of a prompt and the most likely ones in its place, as vLLM writes them: an object by token ids.
+/// A token of a prompt and the most likely ones in its place, as vLLM writes them: an object by
+/// token ids.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct PromptTokenLogprobs(pub Vec<(i32, PromptTokenLogprob)>);
 
@@ -325,7 +326,8 @@ pub struct CompletionLogprobs {
     pub token_logprobs: Vec<Option<f32>>,
     /// The tokens' text.
     pub tokens: Vec<String>,
-    /// The most likely tokens by their text; the sampled one is always among them. Null for the first token of an echoed prompt.
+    /// The most likely tokens by their text; the sampled one is always among them. Null for the
+    /// first token of an echoed prompt.
     #[schema(value_type = Vec<Object>)]
     pub top_logprobs: Vec<Option<Map<String, Value>>>,
 }

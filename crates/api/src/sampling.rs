@@ -33,7 +33,8 @@ pub struct GenerationDefaults {
 pub struct Limits {
     /// Positions a request may use, prompt and generated tokens together.
     pub context_length: u32,
-    /// Positions of a prompt; fewer where an answer may outgrow the device's memory and a prompt may not.
+    /// Positions of a prompt; fewer where an answer may outgrow the device's memory and a prompt
+    /// may not.
     pub prompt_length: u32,
     /// Token ids are below this.
     pub vocab_size: u32,
@@ -97,7 +98,8 @@ impl Generation {
     /// Tokens to generate after a prompt of `prompt` tokens that came in `param`.
     ///
     /// # Errors
-    /// The prompt is empty, or it does not fit the context together with the least of what is to be generated.
+    /// The prompt is empty, or it does not fit the context together with the least of what is to be
+    /// generated.
     pub fn room(
         &self,
         prompt: usize,
@@ -138,7 +140,8 @@ impl Generation {
         SamplingParams { seed: choice_seed(seed, choice), ..self.sampling.clone() }
     }
 
-    /// Ids that end the request in the engine, ascending, each once. They are made once a request, and its choices share them.
+    /// Ids that end the request in the engine, ascending, each once. They are made once a request,
+    /// and its choices share them.
     pub fn stop_ids(&self, eos: &[i32]) -> Arc<[i32]> {
         let eos = if self.ignore_eos { &[] } else { eos };
         ascending([eos, &self.stop_token_ids].concat()).into()
@@ -152,12 +155,14 @@ fn ascending(mut ids: Vec<i32>) -> Vec<i32> {
     ids
 }
 
-/// Seed of choice `choice` of a request with `seed`: choice 0 samples as a request with one choice would.
+/// Seed of choice `choice` of a request with `seed`: choice 0 samples as a request with one choice
+/// would.
 pub fn choice_seed(seed: u64, choice: u32) -> u64 {
     if choice == 0 {
         return seed;
     }
-    // The finaliser of splitmix64 (Steele, Lea, Flood 2014), so that neighbouring choices share nothing.
+    // The finaliser of splitmix64 (Steele, Lea, Flood 2014), so that neighbouring choices share
+    // nothing.
     let z = seed ^ u64::from(choice).wrapping_mul(0x9E37_79B9_7F4A_7C15);
     let z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
     let z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
@@ -206,8 +211,8 @@ pub(crate) struct Fields {
 }
 
 impl Fields {
-    /// Checks what depends on the model, and how parameters go together; `defaults` fill what is absent. Each by itself is within its
-    /// limit ([`crate::limits`]).
+    /// Checks what depends on the model, and how parameters go together; `defaults` fill what is
+    /// absent. Each by itself is within its limit ([`crate::limits`]).
     pub(crate) fn validate(
         self,
         defaults: &GenerationDefaults,

@@ -25,7 +25,8 @@ pub struct TokenizeRequest {
     pub with_pieces: Option<bool>,
     /// A conversation. Either this or `prompt`.
     pub messages: Option<Vec<ChatMessage>>,
-    /// Put the tokenizer's special tokens around a text; true where absent. A conversation's come from its template.
+    /// Put the tokenizer's special tokens around a text; true where absent. A conversation's come
+    /// from its template.
     pub add_special_tokens: Option<bool>,
     /// Let the template open the assistant's turn; true where absent.
     pub add_generation_prompt: Option<bool>,

@@ -82,7 +82,8 @@ impl OfferedTools {
     /// Checks `tools`, `tool_choice` and `parallel_tool_calls`.
     ///
     /// # Errors
-    /// A tool has no name, two have the same, a schema is no object; or one is to be called that nobody offers.
+    /// A tool has no name, two have the same, a schema is no object; or one is to be called that
+    /// nobody offers.
     pub(crate) fn new(
         tools: Option<Vec<Value>>,
         choice: Option<&Value>,
@@ -134,7 +135,8 @@ impl OfferedTools {
         Ok(offered)
     }
 
-    /// Gives tools the forms of their texts, by their names. Where nothing else is asked of calls, this is.
+    /// Gives tools the forms of their texts, by their names. Where nothing else is asked of calls,
+    /// this is.
     pub(crate) fn bind(&mut self, texts: Vec<(String, TextForm)>) {
         for (name, text) in texts {
             let callable = (0..self.functions.len()).collect();

@@ -11,7 +11,8 @@ pub enum Method {
     ShortestQueue,
     /// The least work left, the request's own uncached tokens among it.
     TotalTokens,
-    /// The longest cached beginning, as long as it is worth being out of balance for; else the fewest requests.
+    /// The longest cached beginning, as long as it is worth being out of balance for; else the
+    /// fewest requests.
     #[default]
     PrefixAware,
 }
@@ -39,9 +40,11 @@ impl Ask<'_> {
     }
 }
 
-/// For a prompt that one target has cached as a whole it may have this many requests more than another, which has none of it ...
+/// For a prompt that one target has cached as a whole it may have this many requests more than
+/// another, which has none of it ...
 const WHOLE_PROMPT: u64 = 16;
-/// ... and one more for every so many that the other has: among many requests a few more are not felt.
+/// ... and one more for every so many that the other has: among many requests a few more are not
+/// felt.
 const CROWD: u64 = 2;
 
 /// A policy, and whose turn it is among equals.
@@ -98,8 +101,9 @@ impl Balancer {
     }
 }
 
-/// What it saves to choose a target in place of the one with the shortest queue, in tokens: what it has cached beyond that one, less
-/// the prefill that is ahead of the request there, less a price for each request that it has more.
+/// What it saves to choose a target in place of the one with the shortest queue, in tokens: what it
+/// has cached beyond that one, less the prefill that is ahead of the request there, less a price
+/// for each request that it has more.
 fn worth(loads: &[Load], shortest: usize, at: usize, ask: &Ask<'_>) -> i64 {
     let signed = |tokens: u64| i64::try_from(tokens).unwrap_or(i64::MAX);
     let (here, there) = (&loads[at], &loads[shortest]);

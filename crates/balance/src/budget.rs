@@ -4,8 +4,9 @@ use std::collections::VecDeque;
 
 /// Turns that level reported loads out, given at each report and used up until the next.
 ///
-/// This is how a data parallel controller without exact loads works (SGLang's before its load reports came with every output): what was
-/// sent since is forgotten with each report, whether the report has seen it or not.
+/// This is how a data parallel controller without exact loads works (SGLang's before its load
+/// reports came with every output): what was sent since is forgotten with each report, whether the
+/// report has seen it or not.
 #[derive(Debug, Clone, Default)]
 pub struct Budget {
     turns: VecDeque<usize>,
@@ -24,7 +25,8 @@ impl Budget {
         }
     }
 
-    /// The next of `targets`, of those that are `open`: one that has a turn, or just the next one. `None`: there is none.
+    /// The next of `targets`, of those that are `open`: one that has a turn, or just the next one.
+    /// `None`: there is none.
     pub fn take(&mut self, targets: usize, open: impl Fn(usize) -> bool) -> Option<usize> {
         while let Some(at) = self.turns.pop_front() {
             if open(at) {

@@ -4,10 +4,12 @@ use std::hash::{BuildHasher, Hash};
 
 use rustc_hash::FxBuildHasher;
 
-/// The target that a key leads to among `targets` of which those that are `open` count; `None`: there is none.
+/// The target that a key leads to among `targets` of which those that are `open` count; `None`:
+/// there is none.
 ///
-/// Rendezvous hashing (Thaler, Ravishankar 1998): each pair of key and target has a number, the largest wins. So nothing has to be
-/// remembered, and when a target goes away only its own keys move.
+/// Rendezvous hashing (Thaler, Ravishankar 1998): each pair of key and target has a number, the
+/// largest wins. So nothing has to be remembered, and when a target goes away only its own keys
+/// move.
 pub fn preferred(key: impl Hash, targets: usize, open: impl Fn(usize) -> bool) -> Option<usize> {
     let key = FxBuildHasher.hash_one(key);
     (0..targets).filter(|&at| open(at)).max_by_key(|&at| mix(key ^ mix(at as u64)))

@@ -43,8 +43,8 @@ struct Entry {
     started: bool,
 }
 
-/// Loads that are exact: a request counts from the moment it is sent to the moment its end is seen, and nothing else changes a count.
-/// Every operation is O(1).
+/// Loads that are exact: a request counts from the moment it is sent to the moment its end is seen,
+/// and nothing else changes a count. Every operation is O(1).
 #[derive(Debug, Clone)]
 pub struct Ledger {
     loads: Vec<Load>,

@@ -1,8 +1,10 @@
-//! Which of several targets a request goes to. Pure: no I/O, no clock, no threads; a target is a replica, a backend, or whatever has a number.
+//! Which of several targets a request goes to. Pure: no I/O, no clock, no threads; a target is a
+//! replica, a backend, or whatever has a number.
 //!
-//! Three parts that are put together by whoever dispatches: [`Ledger`], what each target has to do, exactly; [`PrefixIndex`], which target holds
-//! which blocks; [`Balancer`], the policies over both. [`preferred`] is where a client's key leads. [`Budget`] is how dispatchers do
-//! without a ledger, from loads that were reported some time ago: it is here to be measured against.
+//! Three parts that are put together by whoever dispatches: [`Ledger`], what each target has to do,
+//! exactly; [`PrefixIndex`], which target holds which blocks; [`Balancer`], the policies over both.
+//! [`preferred`] is where a client's key leads. [`Budget`] is how dispatchers do without a ledger,
+//! from loads that were reported some time ago: it is here to be measured against.
 
 mod balancer;
 mod budget;

@@ -14,8 +14,9 @@ struct Place {
     expected: u32,
 }
 
-/// The blocks that each target holds, as its events say, and those that it will hold because a request with them was sent there. `N` is the
-/// name of a block, which stands for everything up to its end.
+/// The blocks that each target holds, as its events say, and those that it will hold because a
+/// request with them was sent there. `N` is the name of a block, which stands for everything up to
+/// its end.
 #[derive(Debug, Clone)]
 pub struct PrefixIndex<N> {
     targets: usize,

@@ -26,7 +26,8 @@ pub struct ArrivalArgs {
     /// Requests per second; inf sends all at once.
     #[arg(long, value_name = "RPS", default_value = "inf", value_parser = rate)]
     pub request_rate: f64,
-    /// Shape of the gamma distribution of the gaps: 1 is a Poisson process, less is burstier, more is steadier.
+    /// Shape of the gamma distribution of the gaps: 1 is a Poisson process, less is burstier, more
+    /// is steadier.
     #[arg(long, value_name = "SHAPE", default_value_t = 1.0, value_parser = positive)]
     pub burstiness: f64,
     /// Equal gaps at --request-rate, nothing random.
@@ -60,18 +61,21 @@ pub struct ArrivalArgs {
     pub trace_speed: f64,
 }
 
-/// When to send each of `items`, from the start of the run; never decreasing, all zero for an infinite rate.
+/// When to send each of `items`, from the start of the run; never decreasing, all zero for an
+/// infinite rate.
 ///
-/// A rate is met exactly: the gaps are drawn, and then all are scaled so that the last of `n` requests is sent at
-/// `n / rate`, as `vllm bench serve` does. A Poisson process of which the `n`-th arrival is known looks just so, and
-/// two runs at one rate then offer the same load whatever their seeds. A ramp is not scaled. The first request
-/// waits for its gap, too.
+/// A rate is met exactly: the gaps are drawn, and then all are scaled so that the last of `n`
+/// requests is sent at `n / rate`, as `vllm bench serve` does. A Poisson process of which the
+/// `n`-th arrival is known looks just so, and two runs at one rate then offer the same load
+/// whatever their seeds. A ramp is not scaled. The first request waits for its gap, too.
 ///
-/// With a ramp, the gap before request `i` of `n` is drawn for the rate `i / (n - 1)` of the way from the first rate
-/// to the last, as `vllm bench serve` does: the rate is a function of the request and not of the time.
+/// With a ramp, the gap before request `i` of `n` is drawn for the rate `i / (n - 1)` of the way
+/// from the first rate to the last, as `vllm bench serve` does: the rate is a function of the
+/// request and not of the time.
 ///
 /// # Errors
-/// If the trace's times are wanted of a dataset that has none, or the schedule is longer than a [`Duration`] can be.
+/// If the trace's times are wanted of a dataset that has none, or the schedule is longer than a
+/// [`Duration`] can be.
 pub fn schedule(
     args: &ArrivalArgs,
     seed: u64,

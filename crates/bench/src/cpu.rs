@@ -39,8 +39,8 @@ impl Trees {
         Self { roots: roots.to_vec(), processes: below(&scan(Path::new("/proc")), roots) }
     }
 
-    /// What each process used since `self` was taken, most first. Processes that started since are counted whole; the time of
-    /// those that ended is their parents', if these waited for them.
+    /// What each process used since `self` was taken, most first. Processes that started since are
+    /// counted whole; the time of those that ended is their parents', if these waited for them.
     pub(crate) fn used_since(&self) -> Vec<ProcessCpu> {
         // A process whose parent ended has left the tree, but not our sight.
         let known: Vec<u32> = self.roots.iter().chain(self.processes.keys()).copied().collect();

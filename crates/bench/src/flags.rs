@@ -55,7 +55,8 @@ pub struct RequestFlags {
     /// Ask for answers in one piece.
     #[arg(long)]
     pub disable_stream: bool,
-    /// Ask OpenAI's routes for the token count in every event, for exact times where chunks hold several tokens.
+    /// Ask OpenAI's routes for the token count in every event, for exact times where chunks hold
+    /// several tokens.
     #[arg(long, conflicts_with = "disable_stream")]
     pub continuous_usage: bool,
     /// Sampling temperature; 0 is greedy.
@@ -100,7 +101,8 @@ pub struct RunFlags {
     /// Threads that send and receive.
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..))]
     pub client_threads: u16,
-    /// Never let a busy client rest: chunks are timed up to 0.2 ms more precisely, for more CPU time.
+    /// Never let a busy client rest: chunks are timed up to 0.2 ms more precisely, for more CPU
+    /// time.
     #[arg(long)]
     pub precise: bool,
     /// Measure the CPU time of this process and all below it; may be given several times.
@@ -115,7 +117,8 @@ pub struct RunFlags {
 #[derive(Debug, Clone, Args)]
 #[command(next_help_heading = "Result")]
 pub struct ResultFlags {
-    /// Goals a request has to meet to count for the goodput: ttft, ttft_intended, tpot or e2el, in milliseconds.
+    /// Goals a request has to meet to count for the goodput: ttft, ttft_intended, tpot or e2el, in
+    /// milliseconds.
     #[arg(long, value_name = "NAME:MS", num_args = 1.., value_delimiter = ',')]
     pub goodput: Vec<String>,
     /// File to append the result to, as one line of JSON.

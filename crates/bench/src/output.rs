@@ -1,4 +1,5 @@
-//! The file of a run: one JSON object a line, appended, with the keys of `bench_serving` where it has them.
+//! The file of a run: one JSON object a line, appended, with the keys of `bench_serving` where it
+//! has them.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -79,7 +80,8 @@ pub struct Second {
 /// How often a value lay between two edges.
 #[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
 pub struct Histogram {
-    /// One more than there are counts, evenly spaced on a logarithmic scale: 20 for a factor of ten.
+    /// One more than there are counts, evenly spaced on a logarithmic scale: 20 for a factor of
+    /// ten.
     pub edges: Vec<f64>,
     /// Values from an edge up to the next.
     pub counts: Vec<u64>,
@@ -245,7 +247,8 @@ pub struct Summary {
 /// Whether the client kept up, and what it and the server cost.
 #[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
 pub struct Costs {
-    /// Requests that were sent later than they should by more than the threshold, though a place was free.
+    /// Requests that were sent later than they should by more than the threshold, though a place
+    /// was free.
     pub late_sends: u64,
     /// The threshold.
     pub late_threshold_ms: f64,

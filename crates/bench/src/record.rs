@@ -9,7 +9,8 @@ pub struct Record {
     pub sent_us: u64,
     /// When its last byte was read, or it failed.
     pub end_us: u64,
-    /// Pieces of the answer, each with the time at which it was read. The first that has text marks the first token.
+    /// Pieces of the answer, each with the time at which it was read. The first that has text marks
+    /// the first token.
     pub chunks: Vec<Chunk>,
     /// Prompt tokens: the server's count, or the client's where the server gives none.
     pub input_tokens: u32,
@@ -40,6 +41,7 @@ pub enum Outcome {
     /// Completely.
     #[default]
     Success,
-    /// With an HTTP status other than 200, an error event, or a broken connection; the text is for people.
+    /// With an HTTP status other than 200, an error event, or a broken connection; the text is for
+    /// people.
     Failed(String),
 }

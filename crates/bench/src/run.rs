@@ -1,7 +1,9 @@
-//! Sends requests by a schedule (open loop), at a concurrency (closed loop), or both, and collects the replies.
+//! Sends requests by a schedule (open loop), at a concurrency (closed loop), or both, and collects
+//! the replies.
 //!
-//! A thread wakes at each intended arrival, since the runtime's own timers are no finer than a millisecond. With a concurrency, as many
-//! tasks take the arrived requests in order, each one at a time: a place is a task that waits. Without one, each arrival gets a task.
+//! A thread wakes at each intended arrival, since the runtime's own timers are no finer than a
+//! millisecond. With a concurrency, as many tasks take the arrived requests in order, each one at a
+//! time: a place is a task that waits. Without one, each arrival gets a task.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -37,7 +39,8 @@ pub(crate) struct Work {
 pub(crate) struct Sent {
     /// Its place in the list of work.
     pub(crate) index: usize,
-    /// When it should have been sent: when it arrived, or without arrival times when a place became free.
+    /// When it should have been sent: when it arrived, or without arrival times when a place became
+    /// free.
     pub(crate) intended_us: u64,
     /// From the moment at which it had arrived and a place was free until it was sent.
     pub(crate) late_us: u64,
@@ -56,7 +59,8 @@ pub(crate) struct Driven {
     pub(crate) client_cpu: Duration,
 }
 
-/// A runtime with `threads` threads and nothing to share work among if it is one. Unless it has to be `precise`, busy threads rest.
+/// A runtime with `threads` threads and nothing to share work among if it is one. Unless it has to
+/// be `precise`, busy threads rest.
 ///
 /// # Errors
 ///
@@ -76,7 +80,8 @@ pub(crate) fn runtime(threads: usize, precise: bool) -> Result<tokio::runtime::R
     builder.enable_all().build().context("cannot start the client")
 }
 
-/// Allows as many open files as this process may allow itself: each request under way has a connection.
+/// Allows as many open files as this process may allow itself: each request under way has a
+/// connection.
 pub(crate) fn raise_file_limit() {
     let Rlimit { current, maximum } = getrlimit(Resource::Nofile);
     if current != maximum {
@@ -85,7 +90,8 @@ pub(crate) fn raise_file_limit() {
     }
 }
 
-/// Sends all of `work`, at most `max_concurrency` at a time, until all replies are there or the user presses Ctrl-C.
+/// Sends all of `work`, at most `max_concurrency` at a time, until all replies are there or the
+/// user presses Ctrl-C.
 ///
 /// Sends later than `late_after` are counted in `live`.
 pub(crate) async fn drive(
@@ -155,7 +161,8 @@ impl Run {
         }
     }
 
-    /// Sends a request for which a place is free since `free_us`, if places are limited; says when it ended.
+    /// Sends a request for which a place is free since `free_us`, if places are limited; says when
+    /// it ended.
     async fn send(&self, index: usize, free_us: Option<u64>) -> u64 {
         let work = &self.work[index];
         let chunks = work.output_tokens.min(ROOM_FOR_CHUNKS) as usize;

@@ -28,11 +28,13 @@ const PAUSE: Duration = Duration::from_secs(1);
 /// Between two looks at a server that is not ready.
 const READY_PAUSE: Duration = Duration::from_millis(200);
 
-/// Measures a server: sends it a dataset by a schedule, prints the table and writes the files that were asked for.
+/// Measures a server: sends it a dataset by a schedule, prints the table and writes the files that
+/// were asked for.
 ///
 /// # Errors
 ///
-/// The server cannot be reached, the dataset cannot be made, a file cannot be written, or no request succeeded.
+/// The server cannot be reached, the dataset cannot be made, a file cannot be written, or no
+/// request succeeded.
 pub fn serve(args: &ServeArgs, finder: &dyn TokenizerFinder) -> Result<()> {
     let goals = args.result.goals()?;
     run::raise_file_limit();
@@ -138,7 +140,8 @@ fn options(args: &ServeArgs, model: &Model) -> RequestOptions {
     }
 }
 
-/// Sends the first request some times at once, then asks for empty caches and pauses, as far as the flags say.
+/// Sends the first request some times at once, then asks for empty caches and pauses, as far as the
+/// flags say.
 fn warm_up(
     args: &ServeArgs,
     client: &Arc<Client>,

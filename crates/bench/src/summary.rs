@@ -1,7 +1,8 @@
 //! From records to the numbers of the table, by the formulas of `bench_serving`.
 //!
-//! Where these have known traps, the numbers differ: the duration has no housekeeping in it, and gaps and peaks count tokens and not
-//! chunks. All of a chunk's tokens but those of the first chunk give a gap; the first chunk's tokens count for the peak.
+//! Where these have known traps, the numbers differ: the duration has no housekeeping in it, and
+//! gaps and peaks count tokens and not chunks. All of a chunk's tokens but those of the first chunk
+//! give a gap; the first chunk's tokens count for the peak.
 
 use std::collections::BTreeMap;
 
@@ -132,7 +133,8 @@ fn ms(later_us: u64, earlier_us: u64) -> f64 {
     later_us.saturating_sub(earlier_us) as f64 / 1e3
 }
 
-/// Gaps between tokens in seconds, one for each token after the first chunk's: a chunk of several tokens gives its gap in equal parts.
+/// Gaps between tokens in seconds, one for each token after the first chunk's: a chunk of several
+/// tokens gives its gap in equal parts.
 fn gaps(record: &Record) -> impl Iterator<Item = f64> + '_ {
     let mut last = record.chunks.first().map_or(0, |chunk| chunk.at_us);
     record.chunks.iter().skip(1).filter(|chunk| chunk.tokens > 0).flat_map(move |chunk| {
@@ -229,7 +231,8 @@ const EDGES_A_DECADE: f64 = 20.0;
 /// Smaller values, in milliseconds, are counted as this one: the clock does not tell them apart.
 const SMALLEST_EDGE: f64 = 1e-3;
 
-/// Counts sorted values between edges that lie on the same grid in every run, so that runs can be drawn over each other.
+/// Counts sorted values between edges that lie on the same grid in every run, so that runs can be
+/// drawn over each other.
 fn histogram(sorted: &[f64]) -> Histogram {
     let (Some(&least), Some(&most)) = (sorted.first(), sorted.last()) else {
         return Histogram::default();
@@ -352,7 +355,8 @@ mod tests {
         pairs.iter().map(|&(name, limit)| (name.to_owned(), limit)).collect()
     }
 
-    /// One from 1 s to 3 s with 1 + 2 + 1 tokens, one from 2 s to 5.5 s with one token, and one that failed at 6 s.
+    /// One from 1 s to 3 s with 1 + 2 + 1 tokens, one from 2 s to 5.5 s with one token, and one
+    /// that failed at 6 s.
     fn three() -> Vec<Record> {
         let failed = Outcome::Failed("HTTP 429: full".into());
         vec![
@@ -401,7 +405,8 @@ mod tests {
             .iter()
             .map(|at| [at.output_tokens, at.concurrency, at.sent, at.finished, at.failed])
             .collect();
-        // Seconds from 1 s on. Tokens at 1.5, 1.8, 2.1, 3 and 5 s; requests 1-3, 2-5.5, 2.5-6 s touch the seconds they end in.
+        // Seconds from 1 s on. Tokens at 1.5, 1.8, 2.1, 3 and 5 s; requests 1-3, 2-5.5, 2.5-6 s
+        // touch the seconds they end in.
         assert_eq!(
             line,
             [

@@ -1,4 +1,5 @@
-//! The table that users of `bench_serving` know: its rows, names and order, with rows of ours between and below.
+//! The table that users of `bench_serving` know: its rows, names and order, with rows of ours
+//! between and below.
 
 use std::fmt::{self, Display, Write};
 

@@ -9,8 +9,8 @@ use crate::record::Record;
 
 /// Finds the tokenizer of a model.
 pub trait TokenizerFinder {
-    /// The path of the `tokenizer.json` of `name`: a hub id, a directory, a `tokenizer.json`, a `.gguf` file or a model that comes
-    /// with this program.
+    /// The path of the `tokenizer.json` of `name`: a hub id, a directory, a `tokenizer.json`, a
+    /// `.gguf` file or a model that comes with this program.
     ///
     /// # Errors
     ///
@@ -37,8 +37,9 @@ pub(crate) fn count(text: &str, tokenizer: &Tokenizer) -> Result<u64> {
     Ok(tokenizer.encode(text, false)?.len() as u64)
 }
 
-/// Shares a record's generated tokens among its chunks where the server did not say: in proportion to the tokens that the client's
-/// tokenizer finds in each chunk's text, so that the sum is the server's count.
+/// Shares a record's generated tokens among its chunks where the server did not say: in proportion
+/// to the tokens that the client's tokenizer finds in each chunk's text, so that the sum is the
+/// server's count.
 ///
 /// # Errors
 ///
@@ -57,8 +58,9 @@ pub(crate) fn guess_chunk_tokens(record: &mut Record, tokenizer: &Tokenizer) -> 
     Ok(())
 }
 
-/// Whole parts of `total` in proportion to `weights`: the running sums are rounded, so nothing is lost. The first part is at least 1
-/// if there is anything to share, since a first chunk is a first token.
+/// Whole parts of `total` in proportion to `weights`: the running sums are rounded, so nothing is
+/// lost. The first part is at least 1 if there is anything to share, since a first chunk is a first
+/// token.
 fn shares(weights: &[u64], total: u32) -> Vec<u32> {
     let sum: u64 = weights.iter().sum();
     let (mut seen, mut given) = (0, 0);

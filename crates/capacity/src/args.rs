@@ -9,10 +9,13 @@ use serde::Serialize;
 use crate::images::ImageArgs;
 use crate::sparse::SparseArgs;
 
-/// Flags of `forebay plan`. Those that `serve` has as well mean the same and have the same defaults.
+/// Flags of `forebay plan`. Those that `serve` has as well mean the same and have the same
+/// defaults.
 #[derive(Debug, Clone, Args)]
 pub struct PlanArgs {
-    /// The traffic: one JSON object a line with timestamp (ms), input_length, output_length and hash_ids (Mooncake's format), and images, if it has some: objects with id, position, rows and columns.
+    /// The traffic: one JSON object a line with timestamp (ms), input_length, output_length and
+    /// hash_ids (Mooncake's format), and images, if it has some: objects with id, position, rows
+    /// and columns.
     #[arg(long, value_name = "FILE")]
     pub trace: PathBuf,
     /// The device: a name that `forebay sim profiles` lists, or a TOML file.
@@ -72,7 +75,8 @@ pub struct PlanArgs {
     #[command(flatten)]
     #[allow(missing_docs, reason = "its flags are documented")]
     pub images: ImageArgs,
-    /// Ranks of a replica, whose steps are as long as that of the slowest. The profile's times are those of a group of this size.
+    /// Ranks of a replica, whose steps are as long as that of the slowest. The profile's times are
+    /// those of a group of this size.
     #[arg(long, visible_alias = "tensor-parallel-size", value_name = "RANKS", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=256))]
     pub tp_size: u32,
     /// Steps planned ahead of the one that computes; 0 is the serial loop.
@@ -92,7 +96,8 @@ pub enum Router {
     RoundRobin,
     /// The one with the fewest requests.
     LeastLoaded,
-    /// The one with the fewest tokens to compute before this request's first: those that wait there, and what it has not cached of this.
+    /// The one with the fewest tokens to compute before this request's first: those that wait
+    /// there, and what it has not cached of this.
     PrefixAware,
 }
 

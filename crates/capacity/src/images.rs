@@ -47,7 +47,8 @@ impl ImageArgs {
     /// `None`: the traffic has no images.
     ///
     /// # Errors
-    /// The profile does not say how long the tower takes, or the largest image is larger than all image pages.
+    /// The profile does not say how long the tower takes, or the largest image is larger than all
+    /// image pages.
     pub(crate) fn resolve(&self, profile: &Profile, traffic: &Traffic) -> Result<Option<Seeing>> {
         let largest = u64::from(traffic.largest_image());
         if largest == 0 {
@@ -78,7 +79,8 @@ impl ImageArgs {
     }
 }
 
-/// The intake threads of a replica: each prepares one image at a time, in the order in which they were wanted.
+/// The intake threads of a replica: each prepares one image at a time, in the order in which they
+/// were wanted.
 #[derive(Debug, Default)]
 pub(crate) struct Intake {
     /// When the threads have nothing more to do, the soonest first.
@@ -88,7 +90,8 @@ pub(crate) struct Intake {
 }
 
 impl Intake {
-    /// Takes an image; gives when it is ready. All take equally long, so that they are ready in this order.
+    /// Takes an image; gives when it is ready. All take equally long, so that they are ready in
+    /// this order.
     pub(crate) fn take(&mut self, image: ImageId, now_us: u64, seeing: &Seeing) -> u64 {
         let free_us = if self.free_us.len() < seeing.threads as usize {
             now_us

@@ -1,7 +1,8 @@
 //! Capacity planning: how many replicas a recorded traffic needs.
 //!
-//! `simulate` runs the traffic against replicas in virtual time: real schedulers, with a profile's step times in place of devices.
-//! `search` looks for the least number that meets the objectives, `outcome` says what one number of replicas gives, `report` shows it.
+//! `simulate` runs the traffic against replicas in virtual time: real schedulers, with a profile's
+//! step times in place of devices. `search` looks for the least number that meets the objectives,
+//! `outcome` says what one number of replicas gives, `report` shows it.
 
 mod args;
 mod images;
@@ -31,7 +32,8 @@ use traffic::Traffic;
 /// `forebay plan`: prints how many replicas meet the objectives, and what each tried number gives.
 ///
 /// # Errors
-/// The trace or the profile can't be read, or no number up to `--max-replicas` meets the objectives.
+/// The trace or the profile can't be read, or no number up to `--max-replicas` meets the
+/// objectives.
 pub fn plan(args: &PlanArgs) -> Result<()> {
     let profile = Profile::find(&args.sim_profile)?;
     let entries = trace::read(&args.trace)?;

@@ -6,7 +6,8 @@ use crate::args::{Goal, Slo, SloMetric};
 use crate::simulate::{Life, Run};
 use crate::sparse::SparseOutcome;
 
-/// A latency over all requests, in milliseconds. `None` where it is endless, because too many requests were refused.
+/// A latency over all requests, in milliseconds. `None` where it is endless, because too many
+/// requests were refused.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize)]
 pub(crate) struct Latency {
     /// Half of the requests are at most here.
@@ -139,7 +140,8 @@ fn meets(life: &Life, slo: &Slo) -> bool {
     latency_ms(life, slo.metric).is_none_or(|value| value <= slo.limit_ms)
 }
 
-/// The value that `p` percent of the sorted values are at most (the nearest rank); 0 without values.
+/// The value that `p` percent of the sorted values are at most (the nearest rank); 0 without
+/// values.
 fn percentile(sorted: &[f64], p: f64) -> f64 {
     let rank = (sorted.len() as f64 * p / 100.0).ceil() as usize;
     sorted.get(rank.max(1) - 1).copied().unwrap_or(0.0)

@@ -41,7 +41,8 @@ pub(crate) struct Replica {
     pub(crate) queue_peak: usize,
     /// Most requests that ran at a time.
     pub(crate) running_peak: usize,
-    /// The next generated token. Generated tokens count up from the lowest integer, so that they are equal to no other token.
+    /// The next generated token. Generated tokens count up from the lowest integer, so that they
+    /// are equal to no other token.
     next_token: i32,
     plan: StepPlan,
     result: StepResult,

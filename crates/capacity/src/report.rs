@@ -41,7 +41,8 @@ pub(crate) struct PlanFile {
     lookahead: u32,
     router: Router,
     goal: Goal,
-    /// The least number of replicas that meets the goal; `null` if none up to the largest tried does.
+    /// The least number of replicas that meets the goal; `null` if none up to the largest tried
+    /// does.
     answer: Option<u32>,
     /// By the number of replicas.
     tried: Vec<Outcome>,

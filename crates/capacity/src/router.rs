@@ -33,7 +33,8 @@ impl Routing {
         }
     }
 
-    /// The replica for a request, and the names of its blocks as far as somebody has computed them; from now on it counts there.
+    /// The replica for a request, and the names of its blocks as far as somebody has computed them;
+    /// from now on it counts there.
     pub(crate) fn route(&mut self, id: u64, arrival: &Arrival) -> (usize, Vec<BlockHash>) {
         let tokens = u64::from(arrival.input);
         let (mut names, mut cached) = (Vec::new(), Vec::new());

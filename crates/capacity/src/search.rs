@@ -1,7 +1,8 @@
 //! The least number that is enough.
 
-/// The least number from 1 to `most` for which `enough` holds; `None` if it does not for `most`. If more is not always better, it is one for
-/// which it holds and whose predecessor was tried, and does not.
+/// The least number from 1 to `most` for which `enough` holds; `None` if it does not for `most`. If
+/// more is not always better, it is one for which it holds and whose predecessor was tried, and
+/// does not.
 pub(crate) fn least(most: u32, mut enough: impl FnMut(u32) -> bool) -> Option<u32> {
     let (mut failed, mut tried) = (0, 1);
     while !enough(tried) {

@@ -38,8 +38,9 @@ impl Setup {
     /// What the flags say.
     ///
     /// # Errors
-    /// A host tier in bytes, of a device whose profile does not say what a page takes; or one that holds no page. Sparse decoding of a model
-    /// that has none, or on a device that is too small for it.
+    /// A host tier in bytes, of a device whose profile does not say what a page takes; or one that
+    /// holds no page. Sparse decoding of a model that has none, or on a device that is too small
+    /// for it.
     pub(crate) fn new(args: &PlanArgs, profile: &Profile) -> Result<Self> {
         let sparse = args.sparse.resolve(profile, args.page_size)?;
         let bytes = profile.page_bytes(args.page_size, sparse.is_some());
@@ -114,7 +115,8 @@ impl Setup {
         f64::from(self.host.map_or(0, |host| host.pages)) / f64::from(self.pages)
     }
 
-    /// Whether a request fits into the KV pool of a replica. With sparse decoding its answer may outgrow the device's part.
+    /// Whether a request fits into the KV pool of a replica. With sparse decoding its answer may
+    /// outgrow the device's part.
     pub(crate) fn holds(&self, arrival: &Arrival) -> bool {
         let pages = match (self.sparse, self.host) {
             (Some(_), Some(host)) => host.pages,
@@ -134,7 +136,8 @@ pub(crate) struct Life {
     pub(crate) last_us: u64,
     /// Tokens generated.
     pub(crate) tokens: u32,
-    /// Terminal events; it is refused if there is none, because it alone is larger than the KV pool.
+    /// Terminal events; it is refused if there is none, because it alone is larger than the KV
+    /// pool.
     pub(crate) ends: u32,
 }
 
@@ -176,7 +179,8 @@ enum Turn {
 struct Simulation {
     replicas: Vec<Replica>,
     routing: Routing,
-    /// The end of the oldest step of each replica that computes, and the images that are being prepared.
+    /// The end of the oldest step of each replica that computes, and the images that are being
+    /// prepared.
     turns: BinaryHeap<Reverse<(u64, usize, Turn)>>,
     lives: Vec<Life>,
     itl_us: Vec<u32>,

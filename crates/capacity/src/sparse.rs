@@ -9,19 +9,23 @@ use serde::Serialize;
 /// Flags of sparse decoding.
 #[derive(Debug, Clone, Args, Serialize)]
 pub struct SparseArgs {
-    /// Keep most KV of a running request in host memory only, where the profile's model chooses few positions for each token.
+    /// Keep most KV of a running request in host memory only, where the profile's model chooses few
+    /// positions for each token.
     #[arg(long)]
     pub enable_hisparse: bool,
-    /// Positions that a sparse request keeps on the device besides its last pages [default: twice the model's top-k].
+    /// Positions that a sparse request keeps on the device besides its last pages [default: twice
+    /// the model's top-k].
     #[arg(long, value_name = "TOKENS", requires = "enable_hisparse", value_parser = clap::value_parser!(u32).range(1..=32_767))]
     pub hot_buffer_tokens: Option<u32>,
-    /// Positions that a row misses in each layer and are copied from host memory [default: the profile's].
+    /// Positions that a row misses in each layer and are copied from host memory [default: the
+    /// profile's].
     #[arg(long, value_name = "ROWS", requires = "enable_hisparse")]
     pub miss_rows: Option<u32>,
     /// Save each page when it is full, or each position by the step that computes it.
     #[arg(long, value_enum, default_value_t)]
     pub kv_save: KvSave,
-    /// Whether anything waits for saves. behind: nothing; fence: the rows of the next step; inline: the next step.
+    /// Whether anything waits for saves. behind: nothing; fence: the rows of the next step; inline:
+    /// the next step.
     #[arg(long, value_enum, default_value_t)]
     pub kv_save_order: KvSaveOrder,
 }

@@ -1,4 +1,5 @@
-//! The simulation against arithmetic by hand, against the real engine, and against what must hold for any traffic.
+//! The simulation against arithmetic by hand, against the real engine, and against what must hold
+//! for any traffic.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -58,11 +59,13 @@ fn two_requests_take_what_they_take_by_hand() {
     let arrivals = vec![arrival(0, 100, 3, &[0]), arrival(500, 60, 2, &[1])];
     let traffic = Traffic { arrivals };
     for (lookahead, expected) in [
-        // Serial: prefill of 100 until 2000; then one row and the other's prefill of 60, 61 tokens, until 3610; then a row each, 2 tokens,
-        // until 4630. The first request has its three tokens, the second its two.
+        // Serial: prefill of 100 until 2000; then one row and the other's prefill of 60, 61 tokens,
+        // until 3610; then a row each, 2 tokens, until 4630. The first request has its three
+        // tokens, the second its two.
         (0, [(2000, 4630), (3610, 4630)]),
-        // The step after the first is planned before the second request is there, so it has one row, until 3010. Then 61 tokens until
-        // 4620, with which the first request ends, and the second's last row until 5630.
+        // The step after the first is planned before the second request is there, so it has one
+        // row, until 3010. Then 61 tokens until 4620, with which the first request ends, and the
+        // second's last row until 5630.
         (1, [(2000, 4620), (4620, 5630)]),
     ] {
         let setup = Setup { lookahead, ..setup(model) };
@@ -109,9 +112,11 @@ fn images_are_prepared_and_read_before_the_rows_behind_them() {
         assert!(run.lives.iter().all(|life| (life.tokens, life.ends) == (1, 1)));
         run.lives.iter().map(|life| life.first_us).collect()
     };
-    // The two tokens before the image take a step. It is ready at 5000; two steps of 1000 + 10 * 4 * 2 read it, the second one with the rows.
+    // The two tokens before the image take a step. It is ready at 5000; two steps of 1000 +
+    // 10 * 4 * 2 read it, the second one with the rows.
     assert_eq!(firsts(1, &[seeing(0, &[0], 7)]), [7160]);
-    // Who asks for the same image later needs neither its preparing nor the tower, even with another text in front of it.
+    // Who asks for the same image later needs neither its preparing nor the tower, even with
+    // another text in front of it.
     assert_eq!(firsts(1, &[seeing(0, &[0], 7), seeing(20_000, &[1], 7)]), [7160, 21_000]);
     // Two images take one thread twice as long, and two threads as long as one.
     let two = [seeing(0, &[0], 7), seeing(0, &[1], 8)];
@@ -339,7 +344,8 @@ impl OutputSink for TimedSink {
     }
 }
 
-/// The first and the last token's time of each request in the real engine, request 0 planned before the others come.
+/// The first and the last token's time of each request in the real engine, request 0 planned before
+/// the others come.
 fn in_the_engine(setup: &Setup, traffic: &Traffic) -> HashMap<u64, (u64, u64)> {
     let clock = SimClock::virtual_time();
     let (executor, control) = SimExecutor::new(SimConfig {

@@ -1,4 +1,5 @@
-//! A trace as the simulation needs it: times, lengths, and tokens that are equal where the trace says that they are.
+//! A trace as the simulation needs it: times, lengths, and tokens that are equal where the trace
+//! says that they are.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -28,7 +29,8 @@ pub(crate) struct Arrival {
 }
 
 impl Arrival {
-    /// The prompt. Token `j` of block `b` is `512 b + j`: equal in equal blocks and in no others, and cheaper to make than to keep.
+    /// The prompt. Token `j` of block `b` is `512 b + j`: equal in equal blocks and in no others,
+    /// and cheaper to make than to keep.
     pub(crate) fn prompt(&self) -> Vec<i32> {
         let mut tokens = Vec::with_capacity(self.blocks.len() * BLOCK_TOKENS as usize);
         for &block in &self.blocks {

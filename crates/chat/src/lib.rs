@@ -1,7 +1,8 @@
-//! `forebay chat`: a conversation in a terminal, with a server that runs already or with one that is started for it.
+//! `forebay chat`: a conversation in a terminal, with a server that runs already or with one that
+//! is started for it.
 //!
-//! `link` speaks HTTP over TCP, TLS or a Unix socket. `answer` reads streamed answers, `turns` keeps what was said. `server` starts a server,
-//! `terminal` reads what is typed.
+//! `link` speaks HTTP over TCP, TLS or a Unix socket. `answer` reads streamed answers, `turns`
+//! keeps what was said. `server` starts a server, `terminal` reads what is typed.
 
 mod answer;
 mod link;
@@ -24,7 +25,8 @@ use crate::turns::{Conversation, Sampling};
 /// The flags of `forebay chat`.
 #[derive(Debug, Args)]
 pub struct ChatArgs {
-    /// URL of a server, as in http://127.0.0.1:8000, or a model as `serve` takes it: a server is started for it, and stopped in the end.
+    /// URL of a server, as in http://127.0.0.1:8000, or a model as `serve` takes it: a server is
+    /// started for it, and stopped in the end.
     #[arg(value_name = "URL or MODEL", default_value = "smollm2")]
     target: String,
     /// Say this, print the answer and end. `-` reads it from stdin.

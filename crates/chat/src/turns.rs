@@ -107,11 +107,12 @@ impl Conversation {
         body
     }
 
-    /// Has the model answer, and writes what it says as it comes. Ctrl-C stops it; what it has said by then stays a part of the conversation. `styled`: thoughts are
-    /// written too, faintly.
+    /// Has the model answer, and writes what it says as it comes. Ctrl-C stops it; what it has said
+    /// by then stays a part of the conversation. `styled`: thoughts are written too, faintly.
     ///
     /// # Errors
-    /// The server refuses or breaks off: then what the user said last is taken back. Or `out` takes nothing.
+    /// The server refuses or breaks off: then what the user said last is taken back. Or `out` takes
+    /// nothing.
     pub(crate) async fn answer(
         &mut self,
         link: &Link,

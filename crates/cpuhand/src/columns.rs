@@ -105,8 +105,8 @@ impl Columns {
         }
     }
 
-    /// Which rows begin at a position whose input is in the arena; none: no row does. `row_bytes` are those of an input, of numbers of `width`
-    /// bytes.
+    /// Which rows begin at a position whose input is in the arena; none: no row does. `row_bytes`
+    /// are those of an input, of numbers of `width` bytes.
     pub(crate) fn given<'a>(
         &self,
         tables: &Tables,

@@ -1,5 +1,5 @@
-//! What the brain has put at fixed numbers for this process, and what only the system's own interface can set. The one place here with unsafe
-//! code.
+//! What the brain has put at fixed numbers for this process, and what only the system's own
+//! interface can set. The one place here with unsafe code.
 #![expect(unsafe_code, reason = "descriptors are numbers before anybody owns them")]
 
 use std::io;
@@ -21,7 +21,8 @@ pub(crate) struct Given {
 impl Given {
     /// Takes the socket and, if there is one, the arena.
     pub(crate) fn take() -> io::Result<Self> {
-        // SAFETY: who starts this process puts a socket here, and nothing else in it has opened a descriptor.
+        // SAFETY: who starts this process puts a socket here, and nothing else in it has opened a
+        // descriptor.
         let socket = unsafe { OwnedFd::from_raw_fd(SOCKET) };
         fcntl_setfd(&socket, FdFlags::CLOEXEC)?;
         // SAFETY: as above; where there is none, that is found out before it is used.

@@ -1,7 +1,8 @@
-//! Drawing a token from adjusted logits, as `docs/protocol.md` orders it: temperature, `top_k`, `top_p`, `min_p`, and the place in the
-//! distribution that a request's seed and the position give.
+//! Drawing a token from adjusted logits, as `docs/protocol.md` orders it: temperature, `top_k`,
+//! `top_p`, `min_p`, and the place in the distribution that a request's seed and the position give.
 //!
-//! The order of operations on floats is that of `python/forebay/layers/ops.py`: two hands draw the same tokens.
+//! The order of operations on floats is that of `python/forebay/layers/ops.py`: two hands draw the
+//! same tokens.
 
 use crate::exponential::exp;
 
@@ -46,7 +47,8 @@ fn splitmix64(x: u64) -> u64 {
 
 const GOLDEN: u64 = 0x9e37_79b9_7f4a_7c15;
 
-/// A number in 0 .. 1: the only source of randomness, a pure function of a request's seed and a position.
+/// A number in 0 .. 1: the only source of randomness, a pure function of a request's seed and a
+/// position.
 pub(crate) fn uniform(seed: u64, position: u64) -> f64 {
     let bits = splitmix64(seed.wrapping_add(position.wrapping_mul(GOLDEN))) >> 11;
     bits as f64 / (1_u64 << 53) as f64
@@ -141,9 +143,9 @@ fn most_likely(scaled: &[f32], how: &Draw, values: &mut Vec<f32>) -> Kept {
 
 /// The smallest set of most likely tokens with a share of at least `top_p`, below 1.
 ///
-/// How many tokens that takes nobody knows before, so nothing is sorted: the bits of a distance from the largest logit order tokens as the
-/// distance does, and where the sum of probabilities reaches its goal is looked up in two tables, by the upper and by the lower half of the
-/// bits.
+/// How many tokens that takes nobody knows before, so nothing is sorted: the bits of a distance
+/// from the largest logit order tokens as the distance does, and where the sum of probabilities
+/// reaches its goal is looked up in two tables, by the upper and by the lower half of the bits.
 fn nucleus(scaled: &[f32], weights: &[f32], top_p: f32, table: &mut Vec<f64>) -> Kept {
     let total: f64 = weights.iter().map(|&weight| f64::from(weight)).sum();
     let goal = f64::from(top_p) * total;
@@ -183,7 +185,8 @@ fn reached(table: &[f64], goal: f64) -> (usize, f64) {
     (table.len() - 1, sum - table[table.len() - 1])
 }
 
-/// The first token, in the order of ids, at which the sum of weights exceeds a share of their total.
+/// The first token, in the order of ids, at which the sum of weights exceeds a share of their
+/// total.
 fn place(weights: &[f32], u: f64, spans: &mut Vec<f64>) -> usize {
     spans.clear();
     let mut total = 0.0;

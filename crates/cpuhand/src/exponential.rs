@@ -1,6 +1,7 @@
 //! `e^x` of many numbers that are not positive.
 
-/// Rounds to the nearest whole number when it is added and taken away again: one and a half times 2^23.
+/// Rounds to the nearest whole number when it is added and taken away again: one and a half times
+/// 2^23.
 const ROUNDS: f32 = 12_582_912.0;
 /// The natural logarithm of 2 in two parts, of which the first has few bits.
 const LN_2: [f32; 2] = [0.693_359_4, -2.121_944_4e-4];

@@ -1,4 +1,5 @@
-//! Weights as they are computed with, from one start to the next: when they are kept, and under which name. The hand in Python has the same files.
+//! Weights as they are computed with, from one start to the next: when they are kept, and under
+//! which name. The hand in Python has the same files.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -103,7 +104,8 @@ impl Kept {
                 .collect();
             self.file.write(&tensors, &notes);
         };
-        // Who tells the hand to go does not wait for it, and what it leaves is cleared by the next writer.
+        // Who tells the hand to go does not wait for it, and what it leaves is cleared by the next
+        // writer.
         let started = std::thread::Builder::new().name("keep-weights".into()).spawn(write);
         if let Err(error) = started {
             eprintln!("the weights are not kept: {error}");

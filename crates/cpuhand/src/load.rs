@@ -45,7 +45,8 @@ impl Formats {
             names.iter().map(|name| computed_as(stored.get(name)?)).collect();
         Ok(match kinds.as_deref() {
             None | Some([]) => Storage::Plain,
-            // Files give keys and values more bits than queries: the widest of the formats holds them all.
+            // Files give keys and values more bits than queries: the widest of the formats holds
+            // them all.
             Some([first, rest @ ..]) if rest.iter().any(|kind| kind != first) => Storage::Q8_0,
             Some([BlockKind::Q8_0, ..]) => Storage::Q8_0,
             Some([BlockKind::Q4_0, ..]) => Storage::Q4_0,
@@ -200,7 +201,8 @@ impl Plan {
         self.entries().iter().filter_map(|(_, entry)| entry.bytes()).map(|bytes| bytes as u64).sum()
     }
 
-    /// What is kept of a model, by name: vectors as they were loaded, matrices as the kernels read them.
+    /// What is kept of a model, by name: vectors as they were loaded, matrices as the kernels read
+    /// them.
     pub(crate) fn entries(&self) -> Vec<(&str, Entry)> {
         let number = match self.number {
             TorchNumber::Float32 => "F32",

@@ -90,7 +90,8 @@ fn serve(mut given: Given, outgoing: &Outgoing) -> Result<(), HandError> {
     Ok(())
 }
 
-/// Sends `progress` frames: the first, the last, and in between at most one every [`PROGRESS_INTERVAL`].
+/// Sends `progress` frames: the first, the last, and in between at most one every
+/// [`PROGRESS_INTERVAL`].
 struct Reporter<'a> {
     outgoing: &'a Outgoing,
     next: Mutex<Instant>,

@@ -1,4 +1,5 @@
-//! Log-probabilities of a prompt's tokens, without the logits of all its positions in memory at a time.
+//! Log-probabilities of a prompt's tokens, without the logits of all its positions in memory at a
+//! time.
 
 use std::sync::OnceLock;
 
@@ -9,7 +10,8 @@ use crate::sampler::{finite, likely};
 
 /// Of a slice's logits: 32 MiB are enough rows for a product to be a product of matrices.
 const SLICE_BYTES: usize = 1 << 25;
-/// Matrices of a slice's size that the hand in Python has at a time. Here it is one; both have the same number of pages.
+/// Matrices of a slice's size that the hand in Python has at a time. Here it is one; both have the
+/// same number of pages.
 const SLICES: usize = 4;
 
 /// Positions whose logits are computed at a time.
@@ -38,7 +40,8 @@ pub(crate) struct Wanted {
 }
 
 impl Wanted {
-    /// `first` is each row's first position, numbered over all rows; `row_of` gives the row of a slot and its start, `token` a slot's token.
+    /// `first` is each row's first position, numbered over all rows; `row_of` gives the row of a
+    /// slot and its start, `token` a slot's token.
     pub(crate) fn of(
         wants: impl Iterator<Item = PromptLogprobsWant>,
         first: &[i64],
@@ -65,7 +68,8 @@ impl Wanted {
         self.most.iter().copied().max().unwrap_or(0)
     }
 
-    /// What is told of tokens `first ..`, of the logits `[n, vocabulary]` before them; and which rows were not finite.
+    /// What is told of tokens `first ..`, of the logits `[n, vocabulary]` before them; and which
+    /// rows were not finite.
     pub(crate) fn fill(
         &self,
         first: usize,

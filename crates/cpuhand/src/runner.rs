@@ -172,8 +172,9 @@ impl Runner {
         &self.facts
     }
 
-    /// Runs a tiny prompt and a decode row: no request pays for what is set up by the first step. Leaves the tables as they were; the first page's
-    /// content is overwritten by whoever gets it. False: the results were not finite.
+    /// Runs a tiny prompt and a decode row: no request pays for what is set up by the first step.
+    /// Leaves the tables as they were; the first page's content is overwritten by whoever gets it.
+    /// False: the results were not finite.
     fn warm_up(&mut self) -> Result<bool, HandError> {
         let length = 2.min(self.tables.context_length).min(self.sizes.page_size);
         self.tables.pages[0] = 0;
@@ -300,7 +301,8 @@ fn sizes(
             let share = (config.mem_fraction_static * available as f64) as u64;
             let fitting = share.saturating_sub(weight_bytes + steps) / page_bytes;
             let of_slot = u64::from(config.context_length.div_ceil(config.page_size));
-            // More than every slot can fill is never taken from memory; a fixed number is taken as it is.
+            // More than every slot can fill is never taken from memory; a fixed number is taken as
+            // it is.
             fitting.min(u64::from(config.slots) * of_slot)
         }
     };

@@ -1,4 +1,5 @@
-//! From logits to a token, as `docs/protocol.md` orders it: adjust, filter, draw. One row at a time; rows know nothing of each other.
+//! From logits to a token, as `docs/protocol.md` orders it: adjust, filter, draw. One row at a
+//! time; rows know nothing of each other.
 
 use std::cmp::Ordering;
 

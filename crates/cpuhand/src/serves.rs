@@ -1,4 +1,5 @@
-//! Which models and settings this hand serves, and why it does not serve the others: the one list of what it lacks.
+//! Which models and settings this hand serves, and why it does not serve the others: the one list
+//! of what it lacks.
 
 use forebay_protocol::HandConfig;
 use forebay_weights::{ModelError, Shape};
@@ -51,7 +52,8 @@ impl<'a> Asked<'a> {
     }
 }
 
-/// Whether this hand serves it; `Err` with why not, to be read behind `the Rust hand does not have`.
+/// Whether this hand serves it; `Err` with why not, to be read behind `the Rust hand does not
+/// have`.
 ///
 /// # Errors
 /// It lacks something, or the model's config makes no sense.

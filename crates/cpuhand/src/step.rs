@@ -23,7 +23,8 @@ thread_local! {
 pub(crate) type MaskSource<'a> = dyn FnMut() -> Result<Option<ReceivedMasks>, HandError> + 'a;
 
 impl Runner {
-    /// Executes a plan. Where it has masked rows, `masks` is asked for their masks once the model's work is done. `None`: it gave none.
+    /// Executes a plan. Where it has masked rows, `masks` is asked for their masks once the model's
+    /// work is done. `None`: it gave none.
     pub(crate) fn step(
         &mut self,
         plan: &StepPlan,
@@ -210,7 +211,8 @@ impl Runner {
         }
     }
 
-    /// Computes rows; gives the states of those that sample, and then those before the tokens of prompts.
+    /// Computes rows; gives the states of those that sample, and then those before the tokens of
+    /// prompts.
     fn states(
         &mut self,
         columns: &Columns,

@@ -150,7 +150,8 @@ pub(crate) struct Tables {
     pub(crate) tokens: Vec<i32>,
     /// One more than the context: the token sampled at its very end is stored too.
     pub(crate) token_stride: usize,
-    /// `[slots, page_stride]`; -1 makes a page that the brain forgot to write an error instead of someone else's page.
+    /// `[slots, page_stride]`; -1 makes a page that the brain forgot to write an error instead of
+    /// someone else's page.
     pub(crate) pages: Vec<i32>,
     pub(crate) page_stride: usize,
     pub(crate) context_length: usize,

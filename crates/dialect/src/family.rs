@@ -1,4 +1,5 @@
-//! What is known of each family: the one description from which its parser and its grammar are made.
+//! What is known of each family: the one description from which its parser and its grammar are
+//! made.
 
 /// How a family writes what it thinks.
 #[derive(Debug, PartialEq, Eq)]
@@ -310,7 +311,8 @@ pub(crate) const FUNCTION_GEMMA: Calls = Calls {
 pub(crate) const HARMONY: Calls =
     Calls { name: "openai", aliases: &["gpt-oss", "gpt_oss"], body: Body::Channels, ..NO_MARKS };
 
-/// Every way to write calls. Of those with the same name the first is the one that the name means where nothing is known.
+/// Every way to write calls. Of those with the same name the first is the one that the name means
+/// where nothing is known.
 pub(crate) const CALLS: &[&Calls] = &[
     &HERMES,
     &QWEN3_CODER,

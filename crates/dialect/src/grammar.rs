@@ -1,4 +1,5 @@
-//! The grammar that has a model write calls as its family does: made of the same description as the parser.
+//! The grammar that has a model write calls as its family does: made of the same description as the
+//! parser.
 
 use std::fmt::Write as _;
 
@@ -66,7 +67,8 @@ pub struct ArgumentTags {
     pub declares: bool,
 }
 
-/// Special tokens of a vocabulary that are marks: they are sampled as such, and their characters mean nothing.
+/// Special tokens of a vocabulary that are marks: they are sampled as such, and their characters
+/// mean nothing.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Hash)]
 pub struct Marks(Vec<(String, i32)>);
 
@@ -76,7 +78,8 @@ impl Marks {
         Self(tokens.into_iter().filter(|(text, _)| !text.is_empty()).collect())
     }
 
-    /// A text as it has to be sampled, on a rule's right side: special tokens by their ids, all else by its characters. Empty for no text.
+    /// A text as it has to be sampled, on a rule's right side: special tokens by their ids, all
+    /// else by its characters. Empty for no text.
     pub fn literal(&self, text: &str) -> String {
         let mut parts = Vec::new();
         let mut rest = text;
@@ -93,10 +96,12 @@ impl Marks {
         parts.join(" ")
     }
 
-    /// Text that `text`, the right side of a terminal, describes, and then `close`, of which the text has nothing. Gives the definition of the
-    /// terminal `name` and what stands for both on a rule's right side.
+    /// Text that `text`, the right side of a terminal, describes, and then `close`, of which the
+    /// text has nothing. Gives the definition of the terminal `name` and what stands for both on a
+    /// rule's right side.
     pub fn until(&self, name: &str, text: &str, close: &str) -> (String, String) {
-        // One terminal has text and close together: two would be cut where the text is longest, which is within the close.
+        // One terminal has text and close together: two would be cut where the text is longest,
+        // which is within the close.
         let (last, rest) = match self.split(close) {
             Some((before, _, _)) => (before, &close[before.len()..]),
             None => (close, ""),
@@ -105,7 +110,8 @@ impl Marks {
         (format!("{name}: ({text}){last}\n"), format!("{name} {}", self.literal(rest)))
     }
 
-    /// The first special token of a text, of several that begin there the longest: what stands before it, its id, and what stands behind it.
+    /// The first special token of a text, of several that begin there the longest: what stands
+    /// before it, its id, and what stands behind it.
     fn split<'t>(&self, text: &'t str) -> Option<(&'t str, i32, &'t str)> {
         let found = self.0.iter().filter_map(|(token, id)| Some((text.find(token)?, token, *id)));
         let first = found.min_by_key(|(at, token, _)| (*at, usize::MAX - token.len()));
@@ -143,9 +149,10 @@ fn escaped(text: &str) -> String {
 }
 
 impl Dialect {
-    /// The grammar of answers that call some of `tools`, once or, where `parallel`, several times. Reasoning comes before it and is no part of it,
-    /// unless `thinks` says where the prompt leaves a model whose reasoning nobody else follows; in Harmony it always is. `None`: the family writes
-    /// no calls, or there are no tools.
+    /// The grammar of answers that call some of `tools`, once or, where `parallel`, several times.
+    /// Reasoning comes before it and is no part of it, unless `thinks` says where the prompt leaves
+    /// a model whose reasoning nobody else follows; in Harmony it always is. `None`: the family
+    /// writes no calls, or there are no tools.
     pub fn call_grammar(
         &self,
         tools: &[&str],

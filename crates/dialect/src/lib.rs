@@ -1,7 +1,8 @@
 //! How families of models write: reasoning, text and calls of tools.
 //!
-//! [`Dialect`] says of which family a model is. From the one description of a family come the [`Parser`], which makes [`Parts`] of an answer
-//! that comes token by token, and the grammar that has a model write calls and nothing else.
+//! [`Dialect`] says of which family a model is. From the one description of a family come the
+//! [`Parser`], which makes [`Parts`] of an answer that comes token by token, and the grammar that
+//! has a model write calls and nothing else.
 
 mod family;
 mod finder;

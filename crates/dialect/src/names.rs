@@ -1,4 +1,5 @@
-//! Which family a model is of: found out from its template and vocabulary, or said with the names that other servers use.
+//! Which family a model is of: found out from its template and vocabulary, or said with the names
+//! that other servers use.
 
 use crate::family::{self, Body, CALLS, Calls, REASONING, Reasoning};
 use crate::schema::Tools;
@@ -176,7 +177,8 @@ impl Dialect {
         self.calls.map_or_else(Default::default, |calls| calls.ids)
     }
 
-    /// Whether a token with this text is a mark, or part of one. Such tokens must be read even where they are special, and leave no text otherwise.
+    /// Whether a token with this text is a mark, or part of one. Such tokens must be read even
+    /// where they are special, and leave no text otherwise.
     pub fn is_mark(&self, token: &str) -> bool {
         let token = token.trim();
         let calls = self.calls.map(Calls::marks).unwrap_or_default();

@@ -47,7 +47,8 @@ pub enum Part<'a> {
     },
 }
 
-/// Parts in the order in which they were said: one text and where it is divided, so that a token costs no allocation.
+/// Parts in the order in which they were said: one text and where it is divided, so that a token
+/// costs no allocation.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Parts {
     text: String,

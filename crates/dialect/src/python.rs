@@ -41,7 +41,8 @@ pub(crate) fn arguments(text: &str, name: &dyn Fn(usize) -> Option<String>) -> O
     }
 }
 
-/// An object whose keys have no quotes and whose strings stand between `quote`s, as Gemma writes it.
+/// An object whose keys have no quotes and whose strings stand between `quote`s, as Gemma writes
+/// it.
 pub(crate) fn unquoted(text: &str, quote: &'static str) -> Option<Value> {
     let mut reader = Reader { rest: text.trim(), quote: Some(quote) };
     let value = reader.value(0)?;
@@ -204,7 +205,8 @@ impl Reader<'_> {
     }
 }
 
-/// The character of an escape with so many hexadecimal digits, and how long that is. Two halves of a character, as JSON writes them, are one.
+/// The character of an escape with so many hexadecimal digits, and how long that is. Two halves of
+/// a character, as JSON writes them, are one.
 fn escape(rest: &str, digits: usize) -> Option<(char, usize)> {
     let code = |at: usize| u32::from_str_radix(rest.get(at..at + digits)?, 16).ok();
     let first = code(0)?;

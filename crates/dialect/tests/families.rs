@@ -1,4 +1,5 @@
-//! Answers as the families' chat templates write them, cut anywhere: what is read is what was written.
+//! Answers as the families' chat templates write them, cut anywhere: what is read is what was
+//! written.
 
 mod turns;
 

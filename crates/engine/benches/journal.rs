@@ -1,7 +1,8 @@
 //! What it costs the engine thread to note a step. `cargo bench -p forebay-engine`.
 //!
-//! `step/N`: a step of N rows that decode, from its plan to the journal, with the two readings of the clock that noting needs. `baseline/N` is
-//! the loop around it, with the one reading that a plan needs anyway.
+//! `step/N`: a step of N rows that decode, from its plan to the journal, with the two readings of
+//! the clock that noting needs. `baseline/N` is the loop around it, with the one reading that a
+//! plan needs anyway.
 
 use std::hint::black_box;
 

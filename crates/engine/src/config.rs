@@ -7,7 +7,8 @@ use forebay_scheduler::{Namer, Policy, SavePolicy};
 pub struct EngineConfig {
     /// Most requests that run at a time.
     pub max_running: u32,
-    /// Rows of the device tables; more than `max_running`, because a slot is retired before it is free.
+    /// Rows of the device tables; more than `max_running`, because a slot is retired before it is
+    /// free.
     pub slots: u32,
     /// Positions a page.
     pub page_size: u32,
@@ -25,13 +26,15 @@ pub struct EngineConfig {
     pub lookahead: u32,
     /// Most requests that wait; see [`crate::Waiting`] for what each client may have of it.
     pub max_queued: usize,
-    /// Microseconds that a request may wait to be admitted for the first time; 0: as long as it takes.
+    /// Microseconds that a request may wait to be admitted for the first time; 0: as long as it
+    /// takes.
     pub queue_timeout_us: u64,
     /// Positions a request may use.
     pub context_length: u32,
     /// Microseconds without a result after which the hand is taken for hung.
     pub watchdog_us: u64,
-    /// Microseconds without a sign of life after which a hand that starts is taken for hung; 0: as long as it takes.
+    /// Microseconds without a sign of life after which a hand that starts is taken for hung; 0: as
+    /// long as it takes.
     pub load_timeout_us: u64,
     /// Failed starts in a row before a hand that once worked is given up.
     pub restart_limit: u32,
@@ -39,7 +42,8 @@ pub struct EngineConfig {
     pub mask_threads: usize,
     /// How the host tier is used, where the hand has one.
     pub host: Option<HostConfig>,
-    /// What a step computes of images at most, in positions times layers, where the hand has a vision tower.
+    /// What a step computes of images at most, in positions times layers, where the hand has a
+    /// vision tower.
     pub image_budget: u64,
 }
 
@@ -54,6 +58,7 @@ pub struct HostConfig {
     pub prefetch: u32,
     /// A preempted or replayed request has its blocks restored.
     pub restore_preempted: bool,
-    /// Where requests may be sparse, each new position is saved by the plan that computes it, and not each page when it is full.
+    /// Where requests may be sparse, each new position is saved by the plan that computes it, and
+    /// not each page when it is full.
     pub save_rows: bool,
 }

@@ -6,8 +6,9 @@ use thiserror::Error;
 
 /// Which tokens a request may say next.
 ///
-/// It is the request's own, and goes wherever the request goes: it outlives preemption, the hand's death and the change to another replica,
-/// because all that it depends on are the tokens so far. The engine's thread drives it, one token at a time; helpers fill masks beside it.
+/// It is the request's own, and goes wherever the request goes: it outlives preemption, the hand's
+/// death and the change to another replica, because all that it depends on are the tokens so far.
+/// The engine's thread drives it, one token at a time; helpers fill masks beside it.
 pub trait Constraint: fmt::Debug + Send {
     /// The request has said `token`.
     ///
@@ -15,8 +16,9 @@ pub trait Constraint: fmt::Debug + Send {
     /// It was not allowed. The constraint is of no use any more.
     fn accept(&mut self, token: i32) -> Result<(), Broken>;
 
-    /// Writes which tokens may come next: bit `i % 32` of word `i / 32` says it of token `i`. Every word is written, and at least one bit is
-    /// set. The masks of requests are filled one after the other by each thread: this must not wait.
+    /// Writes which tokens may come next: bit `i % 32` of word `i / 32` says it of token `i`. Every
+    /// word is written, and at least one bit is set. The masks of requests are filled one after the
+    /// other by each thread: this must not wait.
     ///
     /// # Errors
     /// No token can come next, or to find out would take too long.

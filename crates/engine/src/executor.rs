@@ -29,13 +29,15 @@ pub trait Wake: Send + Sync {
 
 /// A rank group: takes numbered plans, gives results in order.
 ///
-/// At most two plans are in flight. After [`Signal::Died`] only [`start`](Self::start) and [`stop`](Self::stop) may be called.
+/// At most two plans are in flight. After [`Signal::Died`] only [`start`](Self::start) and
+/// [`stop`](Self::stop) may be called.
 pub trait Executor: Send {
     /// Begins to start the group; returns at once. [`Signal::Ready`] or [`Signal::Died`] follows.
     fn start(&mut self);
     /// Hands over a plan; returns at once. A failure shows as [`Signal::Died`] from the next wait.
     fn submit(&mut self, plan: &StepPlan);
-    /// Hands over the masks of the plan that was submitted last, before another plan is; returns at once. Every plan with masked rows gets them.
+    /// Hands over the masks of the plan that was submitted last, before another plan is; returns at
+    /// once. Every plan with masked rows gets them.
     fn masks(&mut self, masks: &StepMasks);
     /// Blocks until something happens, at most `timeout_us` microseconds (`None`: without limit).
     fn wait(&mut self, timeout_us: Option<u64>) -> Signal;

@@ -16,8 +16,8 @@ use crate::picture::Placed;
 use crate::types::{Arrival, EngineRequest, Facts, Orphan, RequestId, Stats, Status, SubmitError};
 use crate::waiting::{Place, Waiting};
 
-/// An order to the engine thread. One lane for all keeps an abort behind its submit; submits are bounded by [`Shared::queued`], the
-/// rest must not be.
+/// An order to the engine thread. One lane for all keeps an abort behind its submit; submits are
+/// bounded by [`Shared::queued`], the rest must not be.
 pub(crate) enum Order {
     Submit { request: Box<EngineRequest>, arrival: Arrival },
     Adopt(Box<Orphan>),
@@ -104,7 +104,8 @@ impl EngineHandle {
         Ok(())
     }
 
-    /// Has the engine go on with a request that another one has lost. It counts as queued there already, or never will.
+    /// Has the engine go on with a request that another one has lost. It counts as queued there
+    /// already, or never will.
     pub fn adopt(&self, orphan: Orphan) {
         self.order(Order::Adopt(Box::new(orphan)));
     }
@@ -114,18 +115,20 @@ impl EngineHandle {
         self.order(Order::HandOver);
     }
 
-    /// Ends a request. Its terminal output has [`crate::FinishReason::Abort`], unless it ended by itself before.
+    /// Ends a request. Its terminal output has [`crate::FinishReason::Abort`], unless it ended by
+    /// itself before.
     pub fn abort(&self, id: RequestId) {
         self.order(Order::Abort(id));
     }
 
-    /// Drops every unreferenced block of the prefix cache; `reply` gets false when running requests kept some.
+    /// Drops every unreferenced block of the prefix cache; `reply` gets false when running requests
+    /// kept some.
     pub fn flush_cache(&self, reply: Box<dyn FnOnce(bool) + Send>) {
         self.order(Order::FlushCache(reply));
     }
 
-    /// Has the engine thread do `work` between two steps. Everything waits meanwhile: it is there to measure what it costs to do work here
-    /// that other threads could do.
+    /// Has the engine thread do `work` between two steps. Everything waits meanwhile: it is there
+    /// to measure what it costs to do work here that other threads could do.
     pub fn run(&self, work: Box<dyn FnOnce() + Send>) {
         self.order(Order::Run(work));
     }
@@ -194,7 +197,8 @@ impl EngineHandle {
         self.shared.size
     }
 
-    /// Has the engine thread tell its requests, those that run first, [`crate::MOST_VIEWS`] at most. `reply` is dropped where the thread has ended.
+    /// Has the engine thread tell its requests, those that run first, [`crate::MOST_VIEWS`] at
+    /// most. `reply` is dropped where the thread has ended.
     pub fn look(&self, reply: Box<dyn FnOnce(Vec<RequestView>) + Send>) {
         self.order(Order::Look(reply));
     }

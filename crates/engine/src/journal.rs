@@ -1,4 +1,5 @@
-//! What has happened lately: steps, and moments of requests. Kept for whoever watches, and told without text.
+//! What has happened lately: steps, and moments of requests. Kept for whoever watches, and told
+//! without text.
 
 use std::collections::VecDeque;
 
@@ -130,7 +131,8 @@ impl<T: Copy> Ring<T> {
         self.kept.extend(entries.skip(skipped));
     }
 
-    /// Of the next [`COPIED`] from `into.next` on those that `wanted` takes. False: there are no more.
+    /// Of the next [`COPIED`] from `into.next` on those that `wanted` takes. False: there are no
+    /// more.
     fn copy(&self, into: &mut Since<T>, wanted: impl Fn(&T) -> bool) -> bool {
         let oldest = self.next - self.kept.len() as u64;
         let from = into.next.clamp(oldest, self.next);

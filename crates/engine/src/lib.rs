@@ -5,18 +5,22 @@
 //! | engine (one a replica) | scheduler, executor, plan buffers | [`Executor::wait`]: the hand's socket and the waker, nothing else |
 //! | any | an [`EngineHandle`] | never |
 //!
-//! One lane leads into the thread, so that an abort can't overtake its submit. Requests in it are bounded by `max_queued` (refused with
-//! [`SubmitError::QueueFull`] at the door); aborts are not, because they matter most under the overload that would drop them. Out of
-//! the thread goes one [`OutputSink::deliver`] a step.
+//! One lane leads into the thread, so that an abort can't overtake its submit. Requests in it are
+//! bounded by `max_queued` (refused with [`SubmitError::QueueFull`] at the door); aborts are not,
+//! because they matter most under the overload that would drop them. Out of the thread goes one
+//! [`OutputSink::deliver`] a step.
 //!
-//! Where there are other replicas ([`Peers`]), a thread that loses its hand gives its requests to them instead of waiting for the respawn.
+//! Where there are other replicas ([`Peers`]), a thread that loses its hand gives its requests to
+//! them instead of waiting for the respawn.
 //!
-//! Images ([`Picture`]) stay files until the scheduler says that one is needed. Then another thread puts its patches into that memory.
+//! Images ([`Picture`]) stay files until the scheduler says that one is needed. Then another thread
+//! puts its patches into that memory.
 //!
-//! What is too big for plans ([`Payload`]) lies in memory that the hand reads. Whoever submits has put it there; the thread keeps it until
-//! the request has ended and no step in flight can read it.
+//! What is too big for plans ([`Payload`]) lies in memory that the hand reads. Whoever submits has
+//! put it there; the thread keeps it until the request has ended and no step in flight can read it.
 //!
-//! The thread reads no clock but the [`Clock`] it is given, so that tests and planning run in virtual time.
+//! The thread reads no clock but the [`Clock`] it is given, so that tests and planning run in
+//! virtual time.
 
 mod clock;
 mod config;

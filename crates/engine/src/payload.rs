@@ -1,4 +1,5 @@
-//! What is too big for plans: bytes in memory that the hand reads, and how long they must stay there.
+//! What is too big for plans: bytes in memory that the hand reads, and how long they must stay
+//! there.
 
 use std::collections::{HashMap, VecDeque};
 use std::fmt::Debug;
@@ -13,7 +14,8 @@ pub trait Payloads: Send + Sync {
     fn used(&self) -> usize;
     /// Room for `bytes` bytes; `None` when there is none now.
     fn reserve(&self, bytes: usize) -> Option<Box<dyn Payload>>;
-    /// Has `notify` called whenever room was given back. It is called on any thread and must be quick.
+    /// Has `notify` called whenever room was given back. It is called on any thread and must be
+    /// quick.
     fn on_freed(&self, notify: Box<dyn Fn() + Send + Sync>);
 }
 
@@ -37,7 +39,8 @@ pub struct Embeds {
     pub offset: u32,
 }
 
-/// The payloads of live requests, and those that a step in flight may still read although their request has ended.
+/// The payloads of live requests, and those that a step in flight may still read although their
+/// request has ended.
 #[derive(Debug, Default)]
 pub(crate) struct Held {
     live: HashMap<u64, Vec<Arc<dyn Payload>>>,

@@ -7,10 +7,11 @@ use thiserror::Error;
 
 use crate::payload::Payload;
 
-/// An image as its request brought it. It is kept as long as the request lives: what the device has of it may be given up for other images,
-/// and dies with the hand.
+/// An image as its request brought it. It is kept as long as the request lives: what the device has
+/// of it may be given up for other images, and dies with the hand.
 pub trait Picture: Debug + Send + Sync {
-    /// Has its patches put where the hand reads them, by another thread. Called on the engine thread: it must not block.
+    /// Has its patches put where the hand reads them, by another thread. Called on the engine
+    /// thread: it must not block.
     fn place(&self, placement: Placement);
 }
 
@@ -28,7 +29,8 @@ pub enum PictureError {
 /// What a placement ends with: what holds the patches, which begin where it begins.
 pub type Placed = Result<Arc<dyn Payload>, PictureError>;
 
-/// The duty to say where the patches of an image are, or that there are none. Dropping it says that something went wrong.
+/// The duty to say where the patches of an image are, or that there are none. Dropping it says that
+/// something went wrong.
 pub struct Placement(Option<Box<dyn FnOnce(Placed) + Send>>);
 
 impl Debug for Placement {

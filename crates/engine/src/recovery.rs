@@ -12,11 +12,13 @@ pub(crate) enum Verdict {
     },
 }
 
-/// Counts failed starts. A hand that was ready once gets `limit` tries to come back; one that never was gets none, because what
-/// keeps it from starting (an unsupported model, too little memory) does not go away by itself.
+/// Counts failed starts. A hand that was ready once gets `limit` tries to come back; one that never
+/// was gets none, because what keeps it from starting (an unsupported model, too little memory)
+/// does not go away by itself.
 ///
-/// A hand that dies while it computes did start: that is the doing of a request, which is suspected of it, and no failed start. However
-/// many such requests there are, each is given up after two deaths, and the hand never is.
+/// A hand that dies while it computes did start: that is the doing of a request, which is suspected
+/// of it, and no failed start. However many such requests there are, each is given up after two
+/// deaths, and the hand never is.
 #[derive(Debug)]
 pub(crate) struct Recovery {
     limit: u32,

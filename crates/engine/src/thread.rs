@@ -26,7 +26,8 @@ pub struct Hooks {
     pub blocks: Option<Box<dyn BlockObserver>>,
     /// Where requests go when the hand dies. `None`: they wait for its respawn.
     pub peers: Option<Box<dyn Peers>>,
-    /// Counts requests that were submitted and never yet admitted, of all engines that share it and so the limit.
+    /// Counts requests that were submitted and never yet admitted, of all engines that share it and
+    /// so the limit.
     pub queued: Arc<Waiting>,
     /// Called when the thread ends, for whatever reason, after the others were dropped.
     pub on_exit: Box<dyn FnOnce() + Send>,

@@ -68,18 +68,22 @@ pub(crate) struct Arrival {
     pub(crate) place: Place,
 }
 
-/// The other replicas, as an engine sees them. Called on the engine thread; must not wait for another engine.
+/// The other replicas, as an engine sees them. Called on the engine thread; must not wait for
+/// another engine.
 pub trait Peers: Send {
     /// The engine's hand takes plans from now on, or is gone.
     fn up(&self, up: bool);
     /// Whether another replica's hand takes plans.
     fn others_up(&self) -> bool;
-    /// Whether another replica serves, or may again: all but those that have failed. An engine asks when it has itself failed, and has said
-    /// so by its status. So of several that fail at the same time, one at least sees that none is left.
+    /// Whether another replica serves, or may again: all but those that have failed. An engine asks
+    /// when it has itself failed, and has said so by its status. So of several that fail at the
+    /// same time, one at least sees that none is left.
     fn others_live(&self) -> bool;
-    /// Takes over requests of an engine that has lost its hand; gives back those that nobody can take now.
+    /// Takes over requests of an engine that has lost its hand; gives back those that nobody can
+    /// take now.
     fn adopt(&self, orphans: Vec<Orphan>) -> Vec<Orphan>;
-    /// The engine was told to end a request that it does not have: perhaps it was taken over meanwhile.
+    /// The engine was told to end a request that it does not have: perhaps it was taken over
+    /// meanwhile.
     fn abort(&self, id: RequestId);
 }
 
@@ -137,7 +141,8 @@ pub enum RequestError {
 pub struct SampledToken {
     /// Its id.
     pub id: i32,
-    /// Natural log-probabilities when asked for: the sampled token first, then the most likely, descending.
+    /// Natural log-probabilities when asked for: the sampled token first, then the most likely,
+    /// descending.
     pub logprobs: Option<Box<[(i32, f32)]>>,
 }
 
@@ -155,8 +160,8 @@ pub struct Admission {
 pub struct Output {
     /// The request's id.
     pub id: RequestId,
-    /// Set in the request's first output that carries a token, a vector or log-probabilities of its prompt (the request may also end without
-    /// ever having one).
+    /// Set in the request's first output that carries a token, a vector or log-probabilities of its
+    /// prompt (the request may also end without ever having one).
     pub admission: Option<Admission>,
     /// More of the log-probabilities of its prompt; all have come with the first token.
     pub prompt: Option<PromptLogprobs>,
@@ -181,14 +186,15 @@ impl Output {
     }
 }
 
-/// Where outputs go, called on the engine thread once a step with everything the step brought. May block for backpressure, must not do
-/// work that can wait.
+/// Where outputs go, called on the engine thread once a step with everything the step brought. May
+/// block for backpressure, must not do work that can wait.
 pub trait OutputSink: Send {
     /// Takes a step's outputs, in any order between requests.
     fn deliver(&mut self, outputs: Vec<Output>);
 }
 
-/// Hears which blocks enter and leave a replica's prefix cache, called on the engine thread at most once a step. Must not block.
+/// Hears which blocks enter and leave a replica's prefix cache, called on the engine thread at most
+/// once a step. Must not block.
 pub trait BlockObserver: Send {
     /// Takes the changes since the last call, in their order.
     fn changed(&mut self, events: Vec<BlockEvent>);
@@ -243,9 +249,11 @@ pub enum Status {
 /// The hand's facts and what follows from them, known once the engine has been ready.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Facts {
-    /// Positions a request may use: the configured context length, or the whole KV pool where that is smaller and there is one.
+    /// Positions a request may use: the configured context length, or the whole KV pool where that
+    /// is smaller and there is one.
     pub context_length: u32,
-    /// Positions a prompt may have: fewer where an answer may outgrow the device's pages and a prompt may not.
+    /// Positions a prompt may have: fewer where an answer may outgrow the device's pages and a
+    /// prompt may not.
     pub prompt_length: u32,
     /// Tokens a page.
     pub page_size: u32,

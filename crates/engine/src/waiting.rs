@@ -13,8 +13,9 @@ const LONGEST_S: u64 = 60;
 
 /// Requests that were submitted and never yet admitted, of all engines that share it.
 ///
-/// A client that is alone may fill the queue. As soon as others wait, it gets no more than half of it, and for those that have only a few
-/// requests waiting there is a quarter on top: a full queue is full for those who filled it.
+/// A client that is alone may fill the queue. As soon as others wait, it gets no more than half of
+/// it, and for those that have only a few requests waiting there is a quarter on top: a full queue
+/// is full for those who filled it.
 #[derive(Debug, Default)]
 pub struct Waiting(Mutex<Inner>);
 
@@ -71,7 +72,8 @@ impl Rate {
 }
 
 impl Waiting {
-    /// Takes a place among `limit`. The error is the number of seconds after which it may be worth another try.
+    /// Takes a place among `limit`. The error is the number of seconds after which it may be worth
+    /// another try.
     pub(crate) fn enter(&self, place: Place, limit: usize, now_us: u64) -> Result<(), u32> {
         let mut inner = self.0.lock();
         if place.probe {

@@ -142,7 +142,8 @@ impl Rig {
         rig
     }
 
-    /// Waits for a status; there is no event to wait for, and no assertion hangs on how long it takes.
+    /// Waits for a status; there is no event to wait for, and no assertion hangs on how long it
+    /// takes.
     fn settled(&self, wanted: impl Fn(&Status) -> bool) -> Status {
         loop {
             let status = self.handle.status();
@@ -457,7 +458,8 @@ fn a_stop_id_ends_a_request_but_not_before_min_tokens() {
     assert!(stories[&1].tokens.len() > first + 1);
 }
 
-/// The simulated model's vectors of prompts that are packed into steps, chunked, or computed again after the hand was killed.
+/// The simulated model's vectors of prompts that are packed into steps, chunked, or computed again
+/// after the hand was killed.
 #[test]
 fn vectors_do_not_depend_on_the_batch_the_pages_or_a_death() {
     for (pages, kills) in [(0, false), (500, false), (40, false), (0, true), (500, true)] {
@@ -550,7 +552,8 @@ fn a_payload_is_there_for_every_replay_and_given_back_at_the_end() {
     back.recv_timeout(PATIENCE).expect("given back");
 }
 
-/// Ends a request while a step that reads its embeddings is in flight, lets `then` happen, and waits for them.
+/// Ends a request while a step that reads its embeddings is in flight, lets `then` happen, and
+/// waits for them.
 fn ended_in_flight(then: impl FnOnce(&SimControl)) {
     let rig = Rig::hooked(config(), once(SimControl::hold));
     let (request, back, _) = embedded(0, 60);

@@ -1,4 +1,5 @@
-//! Images on the engine thread: who is asked for patches and when, and that their room always comes back.
+//! Images on the engine thread: who is asked for patches and when, and that their room always comes
+//! back.
 
 use std::collections::HashMap;
 use std::io;

@@ -1,4 +1,5 @@
-//! Hands that do not come up, requests that bring them down, and requests that wait: in virtual time.
+//! Hands that do not come up, requests that bring them down, and requests that wait: in virtual
+//! time.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -126,7 +127,8 @@ impl Rig {
         Self { handle, clock, control, outputs, exit, _thread: thread }
     }
 
-    /// Waits for a status; there is no event to wait for, and no assertion hangs on how long it takes.
+    /// Waits for a status; there is no event to wait for, and no assertion hangs on how long it
+    /// takes.
     fn settled(&self, wanted: impl Fn(&Status) -> bool) -> Status {
         loop {
             let status = self.handle.status();

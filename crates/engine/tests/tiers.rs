@@ -1,4 +1,5 @@
-//! A replica with a tier of host memory, on a simulated hand whose copies take time, fail, or never end.
+//! A replica with a tier of host memory, on a simulated hand whose copies take time, fail, or never
+//! end.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -259,7 +260,8 @@ fn copies_that_never_end_end_the_hand_and_nothing_is_lost() {
     assert_exact(&rig.turns(0..3));
     rig.settle();
     rig.control.hang_copies();
-    // Its blocks are on the host, and never come back: the watchdog ends the hand, and the next one restores them.
+    // Its blocks are on the host, and never come back: the watchdog ends the hand, and the next one
+    // restores them.
     assert_exact(&rig.turns(3..6));
     let stats = rig.settle();
     assert!(stats.hand.deaths >= 1);

@@ -8,8 +8,9 @@ use anyhow::{Context, Result, bail, ensure};
 use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 use serde::Serialize;
 
-/// What `--cpu-affinity` says, in the way that vLLM and SGLang write the threads of their CPU backends: lists of processors as taskset has
-/// them, with `|` between the replicas', and `;` between those of a replica's ranks.
+/// What `--cpu-affinity` says, in the way that vLLM and SGLang write the threads of their CPU
+/// backends: lists of processors as taskset has them, with `|` between the replicas', and `;`
+/// between those of a replica's ranks.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum AffinityFlag {
     /// The hands get equal parts of what the process may use.
@@ -114,7 +115,8 @@ pub(crate) fn pin(cpus: &[usize]) -> Result<()> {
     sched_setaffinity(None, &set).context("--cpu-affinity")
 }
 
-/// Compute threads of each of several hands that nobody has told their processors: equal parts of the cores.
+/// Compute threads of each of several hands that nobody has told their processors: equal parts of
+/// the cores.
 pub(crate) fn threads_each(replicas: u32) -> Result<u32> {
     let cores = u32::try_from(core_count()?).unwrap_or(u32::MAX);
     Ok((cores / replicas).max(1))

@@ -1,4 +1,5 @@
-//! `forebay chat`: the model is downloaded here, where a terminal sees how far it is; the rest is done by the crate `chat`.
+//! `forebay chat`: the model is downloaded here, where a terminal sees how far it is; the rest is
+//! done by the crate `chat`.
 
 use anyhow::{Context, Result, bail};
 use clap::Parser;

@@ -35,7 +35,8 @@ pub(crate) enum Command {
     Ls(ListFlags),
     /// Remove a downloaded model. Other revisions of it keep the files that they share.
     Rm(RemoveFlags),
-    /// Say what of this machine matters for serving, and what to do about it. The exit status is 1 if something prevents serving.
+    /// Say what of this machine matters for serving, and what to do about it. The exit status is 1
+    /// if something prevents serving.
     Doctor(DoctorFlags),
     /// Measure a server, and show what was measured.
     #[command(subcommand)]

@@ -1,4 +1,5 @@
-//! Flags and model made into one resolved configuration. What is printed at /server_info and sent to the hand is this.
+//! Flags and model made into one resolved configuration. What is printed at /server_info and sent
+//! to the hand is this.
 
 use std::path::PathBuf;
 
@@ -111,7 +112,8 @@ pub(crate) struct Config {
     pub(crate) chat: Option<ChatFacts>,
     /// What the model makes in place of tokens.
     pub(crate) pooling: Option<Pooling>,
-    /// Nothing is computed: answers are made up, in the time that this says. `None` with a real device.
+    /// Nothing is computed: answers are made up, in the time that this says. `None` with a real
+    /// device.
     pub(crate) simulated: Option<Simulated>,
     /// The same, of each replica.
     #[serde(skip)]
@@ -207,7 +209,8 @@ impl Config {
         let mut names = flags.http.served_model_name.clone();
         if names.is_empty() {
             names.push(model.name.clone());
-            // Clients that were set up for another engine call the model what the command line calls it.
+            // Clients that were set up for another engine call the model what the command line
+            // calls it.
             names
                 .extend(flags.model_name().filter(|&typed| typed != model.name).map(str::to_owned));
         }
@@ -235,8 +238,8 @@ impl Config {
             ) << 30,
             context_length,
             page_size,
-            // A slot is free again only when the last step in flight that named it is done: without spares, requests that end together
-            // would leave their successors waiting for a step.
+            // A slot is free again only when the last step in flight that named it is done: without
+            // spares, requests that end together would leave their successors waiting for a step.
             slots: running + running.div_ceil(2),
             max_running_requests: running,
             max_queued_requests: schedule.max_queued_requests,
@@ -390,7 +393,8 @@ fn egress_threads() -> u16 {
     u16::try_from(1 + cores / 16).unwrap_or(u16::MAX).min(8)
 }
 
-/// The flag, where the model goes with it. What only the hand can know (its kernels, a file's formats), it says itself.
+/// The flag, where the model goes with it. What only the hand can know (its kernels, a file's
+/// formats), it says itself.
 fn quantization(flags: &ServeFlags, model: &Model) -> Result<Option<Quantization>> {
     let wanted = flags.loading.quantization;
     if wanted.is_some() && model.pooling.is_some() {
@@ -418,7 +422,8 @@ fn device(flag: Device, replicas: u32, ranks: u32) -> Result<(Device, Vec<String
     Ok((device, each))
 }
 
-/// Most rows of a graph: by default all that a step may have. The deferred device has graphs only where a test asks for them.
+/// Most rows of a graph: by default all that a step may have. The deferred device has graphs only
+/// where a test asks for them.
 fn graph_rows(flags: &RunFlags, device: Device, running: u32) -> Result<u32> {
     let graphs = matches!(device, Device::Cuda | Device::Deferred);
     let asked = flags.cuda_graph_max_bs.is_some() || flags.attention_backend.is_some();

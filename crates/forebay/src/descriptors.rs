@@ -6,7 +6,8 @@ use tracing::warn;
 
 /// More connections than this need a front with several processes anyway.
 const MOST_CONNECTIONS: u64 = 65_536;
-/// For files, logs, threads' wake-ups, connections beyond the limit that are told so, and new ones that are not counted yet.
+/// For files, logs, threads' wake-ups, connections beyond the limit that are told so, and new ones
+/// that are not counted yet.
 const OTHERS: u64 = 192;
 /// For a hand: its socket, its process, and what starting another one needs.
 const PER_HAND: u64 = 8;

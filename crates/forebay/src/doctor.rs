@@ -1,4 +1,5 @@
-//! `forebay doctor`: what of this machine matters for serving, in plain words, and what to do about it.
+//! `forebay doctor`: what of this machine matters for serving, in plain words, and what to do about
+//! it.
 
 mod machine;
 mod software;
@@ -16,7 +17,8 @@ use crate::model::find_python;
 
 #[derive(Debug, Args)]
 pub(crate) struct DoctorFlags {
-    /// Print a JSON object: `version`, `serves`, and `findings` with `what`, `state` (ok, note or problem), `says` and `advice`.
+    /// Print a JSON object: `version`, `serves`, and `findings` with `what`, `state` (ok, note or
+    /// problem), `says` and `advice`.
     #[arg(long)]
     json: bool,
     /// Do not ask the hub.
@@ -25,7 +27,8 @@ pub(crate) struct DoctorFlags {
     /// Where downloads are kept [default: the hub's own cache].
     #[arg(long, value_name = "DIR")]
     download_dir: Option<PathBuf>,
-    /// The interpreter [default: the one beside this program, else the virtual environment's, else python3].
+    /// The interpreter [default: the one beside this program, else the virtual environment's, else
+    /// python3].
     #[arg(long, env = "FOREBAY_PYTHON", value_name = "FILE")]
     python: Option<PathBuf>,
 }

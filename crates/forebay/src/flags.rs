@@ -40,7 +40,8 @@ pub(crate) use tiers::{Preemption, TierFlags};
 
 #[derive(Debug, Args)]
 pub(crate) struct ServeFlags {
-    /// `smollm2` (the embedded default), a hub id (org/name, org/name@revision, org/name:Q4_K_M or org/name/file.gguf), a directory, or a .gguf file.
+    /// `smollm2` (the embedded default), a hub id (org/name, org/name@revision, org/name:Q4_K_M or
+    /// org/name/file.gguf), a directory, or a .gguf file.
     #[arg(value_name = "MODEL", required_unless_present = "model_path")]
     pub(crate) model: Option<String>,
     /// The model, for those used to SGLang's spelling.
@@ -119,41 +120,51 @@ impl ServeFlags {
 #[derive(Debug, Args)]
 #[command(next_help_heading = "HTTP")]
 pub(crate) struct HttpFlags {
-    /// Names that requests may call the model by; the first is shown [default: the model's own, and MODEL].
+    /// Names that requests may call the model by; the first is shown [default: the model's own, and
+    /// MODEL].
     #[arg(long, num_args = 1..)]
     pub(crate) served_model_name: Vec<String>,
-    /// Answer 400 to a request with a parameter that has no effect. Without this it is named in the header x-forebay-ignored.
+    /// Answer 400 to a request with a parameter that has no effect. Without this it is named in the
+    /// header x-forebay-ignored.
     #[arg(long)]
     pub(crate) strict_params: bool,
     /// No page at `/`. The routes that it uses stay.
     #[arg(long)]
     pub(crate) no_webui: bool,
-    /// Let requests that come while the model loads wait for it. Without this they are answered 503.
+    /// Let requests that come while the model loads wait for it. Without this they are
+    /// answered 503.
     #[arg(long)]
     pub(crate) queue_while_loading: bool,
-    /// Seconds that a request's head, and then its body, may take to arrive; also how long an idle connection is kept.
+    /// Seconds that a request's head, and then its body, may take to arrive; also how long an idle
+    /// connection is kept.
     #[arg(long, default_value = "60", value_parser = seconds)]
     pub(crate) receive_timeout: Duration,
-    /// Seconds in which a client may take nothing of what waits to be written to it; then its connection is cut, and its request ended.
+    /// Seconds in which a client may take nothing of what waits to be written to it; then its
+    /// connection is cut, and its request ended.
     #[arg(long, default_value = "60", value_parser = seconds)]
     pub(crate) send_timeout: Duration,
-    /// Most bytes of an answer that wait for its client, as they would be written; then it ends with an error.
+    /// Most bytes of an answer that wait for its client, as they would be written; then it ends
+    /// with an error.
     #[arg(long, default_value_t = 64 << 20)]
     pub(crate) max_unread_bytes: usize,
     /// Threads that parse requests, and write heads and ends of answers.
     #[arg(long, default_value_t = 2, value_parser = clap::value_parser!(u16).range(1..=64))]
     pub(crate) http_threads: u16,
-    /// Threads that make text of tokens and write streams [default: 1, and one more for every 16 cores].
+    /// Threads that make text of tokens and write streams [default: 1, and one more for every 16
+    /// cores].
     #[arg(long, value_parser = clap::value_parser!(u16).range(1..=64))]
     pub(crate) egress_threads: Option<u16>,
-    /// Who writes a stream's chunks: `direct`, the threads that make them; `tasks`, the connections' tasks, woken for what is pending; `naive`, those,
-    /// woken for every token. The last two are there to be measured.
+    /// Who writes a stream's chunks: `direct`, the threads that make them; `tasks`, the
+    /// connections' tasks, woken for what is pending; `naive`, those, woken for every token. The
+    /// last two are there to be measured.
     #[arg(long, value_enum, default_value_t)]
     pub(crate) egress: Egress,
-    /// Tokens that a stream gathers for a chunk; requests may say otherwise. The first token and the end do not wait.
+    /// Tokens that a stream gathers for a chunk; requests may say otherwise. The first token and
+    /// the end do not wait.
     #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..))]
     pub(crate) stream_interval: u32,
-    /// Least microseconds between two chunks of a stream: what comes sooner is merged. The first token and the end do not wait.
+    /// Least microseconds between two chunks of a stream: what comes sooner is merged. The first
+    /// token and the end do not wait.
     #[arg(long, value_name = "MICROSECONDS", default_value_t = 0, value_parser = clap::value_parser!(u64).range(..=60_000_000))]
     pub(crate) stream_flush_us: u64,
     /// Threads that apply chat templates and tokenise.
@@ -162,7 +173,8 @@ pub(crate) struct HttpFlags {
     /// Threads that parse large requests and put embeddings into the arena.
     #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..=64))]
     pub(crate) intake_threads: u16,
-    /// Have the engine thread do what the intake threads do, so that every step waits for it: to measure what they are worth.
+    /// Have the engine thread do what the intake threads do, so that every step waits for it: to
+    /// measure what they are worth.
     #[arg(long)]
     pub(crate) inline_intake: bool,
     /// Seconds that running requests get to finish after SIGTERM.
@@ -182,8 +194,8 @@ pub(crate) struct ModelFlags {
     /// Use only what was downloaded before.
     #[arg(long)]
     pub(crate) offline: bool,
-    /// Serve any causal model as an embedder: /v1/embeddings answers with its last token's state. Encoders, and repositories that say
-    /// that they are embedders, need no flag.
+    /// Serve any causal model as an embedder: /v1/embeddings answers with its last token's state.
+    /// Encoders, and repositories that say that they are embedders, need no flag.
     #[arg(long)]
     pub(crate) is_embedding: bool,
     /// `dummy` fills the weights with random numbers; config and tokenizer are enough then.
@@ -192,13 +204,15 @@ pub(crate) struct ModelFlags {
     /// Arithmetic; `auto` is bfloat16 where the processor computes it natively.
     #[arg(long, value_enum, default_value_t)]
     pub(crate) dtype: Dtype,
-    /// Compute products with 8-bit integers: `w8a8_int8` makes weights so while it loads them; `gguf` takes a GGUF file's Q8_0, Q4_0 and Q4_1
-    /// blocks as they are, brings Q4_K into Q4_1, Q5 and Q6_K into Q8_0, and has the rest of the file in DTYPE. Both need the compiled kernels.
-    /// `fp8` makes 8-bit floats of a checkpoint on a GPU. A quantised checkpoint needs no flag; `fp8`, `awq`, `gptq` and `compressed-tensors` insist on its kind.
+    /// Compute products with 8-bit integers: `w8a8_int8` makes weights so while it loads them;
+    /// `gguf` takes a GGUF file's Q8_0, Q4_0 and Q4_1 blocks as they are, brings Q4_K into Q4_1, Q5
+    /// and Q6_K into Q8_0, and has the rest of the file in DTYPE. Both need the compiled kernels.
+    /// `fp8` makes 8-bit floats of a checkpoint on a GPU. A quantised checkpoint needs no flag;
+    /// `fp8`, `awq`, `gptq` and `compressed-tensors` insist on its kind.
     #[arg(long, value_enum)]
     pub(crate) quantization: Option<Quantization>,
-    /// Gibibytes on disk for weights in the order in which the compiled kernels read them, so that the next start need not bring them into it;
-    /// 0: none [default: 16].
+    /// Gibibytes on disk for weights in the order in which the compiled kernels read them, so that
+    /// the next start need not bring them into it; 0: none [default: 16].
     #[arg(long, value_name = "GIB", value_parser = clap::value_parser!(u32).range(..=1 << 20))]
     pub(crate) weight_cache_gib: Option<u32>,
     /// Longest prompt and answer together, in tokens [default: the model's].
@@ -218,12 +232,14 @@ pub(crate) struct ModelFlags {
 #[derive(Debug, Args)]
 #[command(next_help_heading = "Hand")]
 pub(crate) struct RunFlags {
-    /// Where the model runs: `auto` is `cuda` where there is an NVIDIA GPU, one for each replica (`CUDA_VISIBLE_DEVICES` says which), and
-    /// `cpu` elsewhere; `sim` answers made-up words in the time that a device would take.
+    /// Where the model runs: `auto` is `cuda` where there is an NVIDIA GPU, one for each replica
+    /// (`CUDA_VISIBLE_DEVICES` says which), and `cpu` elsewhere; `sim` answers made-up words in the
+    /// time that a device would take.
     #[arg(long, value_enum, default_value_t)]
     pub(crate) device: Device,
-    /// What computes on a CPU: `rust` is this program, `torch` PyTorch in Python, the reference, which has every model; `auto` is `rust` where it serves the
-    /// model and every flag, and `torch` elsewhere.
+    /// What computes on a CPU: `rust` is this program, `torch` PyTorch in Python, the reference,
+    /// which has every model; `auto` is `rust` where it serves the model and every flag, and
+    /// `torch` elsewhere.
     #[arg(long, value_enum, default_value_t)]
     pub(crate) hand: Hand,
     /// What computes attention on CUDA [default: triton].
@@ -232,7 +248,8 @@ pub(crate) struct RunFlags {
     /// Launch every step operator by operator, without CUDA graphs.
     #[arg(long, visible_alias = "disable-cuda-graph", conflicts_with = "cuda_graph_max_bs")]
     pub(crate) enforce_eager: bool,
-    /// Most rows of a CUDA graph; steps with more are launched operator by operator [default: --max-running-requests].
+    /// Most rows of a CUDA graph; steps with more are launched operator by operator [default:
+    /// --max-running-requests].
     #[arg(long, visible_alias = "max-cudagraph-capture-size", value_name = "ROWS", value_parser = clap::value_parser!(u32).range(1..))]
     pub(crate) cuda_graph_max_bs: Option<u32>,
     /// Threads of the model's arithmetic [default: the physical cores that it may use].
@@ -241,25 +258,28 @@ pub(crate) struct RunFlags {
     /// Seconds without a result after which the hand is taken for hung and respawned.
     #[arg(long, default_value = "300", value_parser = seconds)]
     pub(crate) watchdog_timeout: Duration,
-    /// Seconds without a sign of life after which a hand that starts is taken for hung; each part of the weights that it has loaded is one. 0: as
-    /// long as it takes.
+    /// Seconds without a sign of life after which a hand that starts is taken for hung; each part
+    /// of the weights that it has loaded is one. 0: as long as it takes.
     #[arg(long, default_value = "600", value_parser = seconds)]
     pub(crate) load_timeout: Duration,
-    /// Bytes of the memory that carries embeddings to the hand; requests for which it has no room wait. It is used only where something was
-    /// written.
+    /// Bytes of the memory that carries embeddings to the hand; requests for which it has no room
+    /// wait. It is used only where something was written.
     #[arg(long, value_name = "BYTES", default_value_t = 256 << 20, value_parser = clap::value_parser!(u32).range(65536..=i64::from(MAX_ARENA_BYTES)))]
     pub(crate) arena_bytes: u32,
-    /// Failed respawns in a row before the hand is given up. While other replicas serve, it is tried again later, ever more seldom; when none is left,
-    /// the server ends with status 1. Deaths while it computes do not count: those are a request's doing.
+    /// Failed respawns in a row before the hand is given up. While other replicas serve, it is
+    /// tried again later, ever more seldom; when none is left, the server ends with status 1.
+    /// Deaths while it computes do not count: those are a request's doing.
     #[arg(long, default_value_t = 3)]
     pub(crate) hand_restarts: u32,
-    /// The interpreter [default: the one beside this program, else the virtual environment's, else python3].
+    /// The interpreter [default: the one beside this program, else the virtual environment's, else
+    /// python3].
     #[arg(long, env = "FOREBAY_PYTHON", value_name = "FILE")]
     pub(crate) python: Option<PathBuf>,
     /// The process that started this one; when it ends, this one does.
     #[arg(long, value_name = "PID", hide = true)]
     pub(crate) parent: Option<i32>,
-    /// Write what each step asked and how long it took to this file, one JSON object a line (see `forebay sim fit`).
+    /// Write what each step asked and how long it took to this file, one JSON object a line (see
+    /// `forebay sim fit`).
     #[arg(long, value_name = "FILE")]
     pub(crate) record_steps: Option<PathBuf>,
 }
@@ -267,15 +287,16 @@ pub(crate) struct RunFlags {
 #[derive(Debug, Args)]
 #[command(next_help_heading = "Simulated device (--device sim)")]
 pub(crate) struct SimFlags {
-    /// How long steps take: a name that `forebay sim profiles` lists, or a TOML file; or one for each replica, with commas between them [default:
-    /// instant].
+    /// How long steps take: a name that `forebay sim profiles` lists, or a TOML file; or one for
+    /// each replica, with commas between them [default: instant].
     #[arg(long, value_name = "NAME|FILE", value_delimiter = ',')]
     pub(crate) sim_profile: Vec<String>,
-    /// Mean length of an answer that may end by itself; lengths are spread evenly from 1 to nearly twice this [default: 256].
+    /// Mean length of an answer that may end by itself; lengths are spread evenly from 1 to nearly
+    /// twice this [default: 256].
     #[arg(long, value_name = "TOKENS", value_parser = clap::value_parser!(u32).range(1..=1 << 24))]
     pub(crate) sim_output_tokens: Option<u32>,
-    /// Most tokens that a step gives a request, as if the device guessed several and checked them; how many they are is drawn by a hash
-    /// [default: 1].
+    /// Most tokens that a step gives a request, as if the device guessed several and checked them;
+    /// how many they are is drawn by a hash [default: 1].
     #[arg(long, value_name = "TOKENS", value_parser = clap::value_parser!(u32).range(1..=16))]
     pub(crate) sim_tokens_a_row: Option<u32>,
     /// Answers that the device gives in place of made-up words: JSON lines, see docs/simulation.md.
@@ -386,7 +407,8 @@ pub(crate) enum AttentionBackend {
     /// PyTorch's operators: slow, and needs nothing else.
     #[value(aliases = ["torch_native", "sdpa", "TORCH_SDPA"])]
     Torch,
-    /// FlashAttention 3, where `flash_attn_interface` is installed, on Hopper in bfloat16; without graphs.
+    /// FlashAttention 3, where `flash_attn_interface` is installed, on Hopper in bfloat16; without
+    /// graphs.
     #[value(aliases = ["flash_attn", "FLASH_ATTN"])]
     Fa3,
 }

@@ -1,7 +1,9 @@
-//! GPUs, as far as a look at the system tells: what `--device auto` chooses, and which one each replica gets.
+//! GPUs, as far as a look at the system tells: what `--device auto` chooses, and which one each
+//! replica gets.
 //!
-//! Whether PyTorch can compute on one is for the hand to say. Asking it first would cost every start the seconds that importing it
-//! takes, and defaults that depend on the device are resolved before there is a hand.
+//! Whether PyTorch can compute on one is for the hand to say. Asking it first would cost every
+//! start the seconds that importing it takes, and defaults that depend on the device are resolved
+//! before there is a hand.
 
 use std::path::Path;
 
@@ -39,7 +41,8 @@ impl Gpus {
         let entries = devices.read_dir().into_iter().flatten().flatten();
         let files = entries.filter(|entry| entry.file_name().to_str().is_some_and(is_gpu)).count();
         let named = named.map(|names| {
-            // What is behind a number that is none is not visible, which is how all of them are hidden.
+            // What is behind a number that is none is not visible, which is how all of them are
+            // hidden.
             let names = names.split(',').map(str::trim);
             names.take_while(|name| !name.is_empty() && *name != "-1").map(str::to_owned).collect()
         });

@@ -34,8 +34,8 @@ pub(crate) fn start(
     Grammars::new(config, Arc::clone(tokenizer), eos, model.vocab_size, &start).map(Some)
 }
 
-/// What is around the reasoning of a model that writes it so, if each mark begins with a token of its own and the last is one: another way to spell
-/// one would not be seen.
+/// What is around the reasoning of a model that writes it so, if each mark begins with a token of
+/// its own and the last is one: another way to spell one would not be seen.
 pub(crate) fn markers(tokenizer: &Tokenizer, dialect: Dialect) -> Option<Markers> {
     let (open, close) = dialect.reasoning_marks()?;
     let encode = |mark: &str| tokenizer.encode(mark.trim_end(), false).ok();

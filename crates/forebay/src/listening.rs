@@ -13,8 +13,9 @@ use forebay_server::Listener;
 
 use crate::flags::ListenFlags;
 
-/// Connections that may wait to be accepted, as far as the system allows it. Of a burst beyond that, connections are dropped, and tried
-/// again a second later; the standard library asks for 128.
+/// Connections that may wait to be accepted, as far as the system allows it. Of a burst beyond
+/// that, connections are dropped, and tried again a second later; the standard library asks
+/// for 128.
 const BACKLOG: i32 = 65_535;
 
 /// Listens on an address and port.

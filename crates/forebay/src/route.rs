@@ -30,14 +30,17 @@ pub(crate) struct RouteFlags {
     /// Seconds that running requests get to finish after SIGTERM.
     #[arg(long, default_value = "30", value_parser = seconds)]
     drain_timeout: Duration,
-    /// Seconds that a request's head, and then its body, may take to arrive; also how long an idle connection is kept.
+    /// Seconds that a request's head, and then its body, may take to arrive; also how long an idle
+    /// connection is kept.
     #[arg(long, default_value = "60", value_parser = seconds)]
     receive_timeout: Duration,
-    /// Most connections of clients at a time; what the limit of open files leaves where absent, each with one to a backend.
+    /// Most connections of clients at a time; what the limit of open files leaves where absent,
+    /// each with one to a backend.
     #[arg(long, value_parser = clap::value_parser!(u32).range(1..))]
     max_connections: Option<u32>,
-    /// Hosts that requests may name: `*.example.com` is all below it, `*` any. With commas [default: any; with neither a key nor another address
-    /// than this machine's own, that and localhost].
+    /// Hosts that requests may name: `*.example.com` is all below it, `*` any. With commas
+    /// [default: any; with neither a key nor another address than this machine's own, that and
+    /// localhost].
     #[arg(long, value_name = "HOSTS", value_delimiter = ',')]
     allowed_hosts: Vec<String>,
     /// No page at `/`. The routes that it uses stay.
@@ -69,13 +72,15 @@ struct BackendFlags {
     /// File with one URL a line; it is read again when it changes.
     #[arg(long, value_name = "FILE")]
     backends_file: Option<PathBuf>,
-    /// Names that are resolved again and again, as in workers.internal:8000: every address is a backend.
+    /// Names that are resolved again and again, as in workers.internal:8000: every address is a
+    /// backend.
     #[arg(long, value_delimiter = ',', num_args = 1.., value_name = "NAME:PORT")]
     backends_dns: Vec<String>,
     /// Seconds between two looks at the file and the names.
     #[arg(long, default_value = "5", value_parser = seconds)]
     backends_interval: Duration,
-    /// Lets backends register: POST /backends {"url", "ttl"}, DELETE /backends {"url"}, with `Authorization: Bearer KEY`.
+    /// Lets backends register: POST /backends {"url", "ttl"}, DELETE /backends {"url"}, with
+    /// `Authorization: Bearer KEY`.
     #[arg(long, env = "FOREBAY_REGISTRATION_KEY", hide_env_values = true, value_name = "KEY")]
     registration_key: Option<String>,
     /// Backends that may register, as in 10.0.0.0/8,*.brains.internal:8000; any where absent.
@@ -100,8 +105,8 @@ struct BodyFlags {
 #[derive(Debug, Args)]
 #[command(next_help_heading = "Keys")]
 struct KeyFlags {
-    /// Keys of which clients must show one as `Authorization: Bearer KEY`; it is passed on. The router shows the first where it asks
-    /// backends something.
+    /// Keys of which clients must show one as `Authorization: Bearer KEY`; it is passed on. The
+    /// router shows the first where it asks backends something.
     #[arg(long, env = "FOREBAY_API_KEY", hide_env_values = true, value_name = "KEY")]
     api_key: Vec<String>,
     /// File with one such key a line.
@@ -147,13 +152,16 @@ struct ChoiceFlags {
     /// cache_aware: requests by which loads may differ before caches do not count.
     #[arg(long, default_value_t = 64)]
     balance_abs_threshold: u32,
-    /// cache_aware: factor by which loads may differ before caches do not count; both have to be exceeded.
+    /// cache_aware: factor by which loads may differ before caches do not count; both have to be
+    /// exceeded.
     #[arg(long, default_value_t = 1.5)]
     balance_rel_threshold: f32,
-    /// Ask each backend for its load every so many seconds, in place of reports on responses. To measure those by.
+    /// Ask each backend for its load every so many seconds, in place of reports on responses. To
+    /// measure those by.
     #[arg(long, value_parser = seconds, value_name = "SECONDS", conflicts_with = "no_load_acknowledgement")]
     load_watch_interval: Option<Duration>,
-    /// Let reports on responses erase what was dispatched since they were made. To measure what acknowledgement is worth.
+    /// Let reports on responses erase what was dispatched since they were made. To measure what
+    /// acknowledgement is worth.
     #[arg(long)]
     no_load_acknowledgement: bool,
 }

@@ -24,7 +24,8 @@ struct Answer {
 #[derive(Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Line {
-    /// Text of the prompt; of several answers whose text is in the prompt, the one whose text ends last is given.
+    /// Text of the prompt; of several answers whose text is in the prompt, the one whose text ends
+    /// last is given.
     #[serde(default)]
     after: String,
     /// What is said.
@@ -45,7 +46,8 @@ enum Say {
     Pieces(Vec<Piece>),
 }
 
-/// A piece of an answer. Pieces are tokenised apart, so that a word may be several tokens that a tokenizer would not choose.
+/// A piece of an answer. Pieces are tokenised apart, so that a word may be several tokens that a
+/// tokenizer would not choose.
 #[derive(Debug, Deserialize)]
 #[serde(untagged)]
 enum Piece {

@@ -285,9 +285,11 @@ fn executors(
     Ok((executors, clock))
 }
 
-/// The ranks of a replica. One with a GPU sees no other, so that all of them compute on their first.
+/// The ranks of a replica. One with a GPU sees no other, so that all of them compute on their
+/// first.
 fn ranks(config: &Config, replica: usize) -> Vec<RankSpec> {
-    /// The collectives of ranks on one machine need no other interface, and nobody is to reach them from outside.
+    /// The collectives of ranks on one machine need no other interface, and nobody is to reach them
+    /// from outside.
     const INTERFACES: [&str; 2] = ["GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"];
     let count = config.tp_size as usize;
     let hands = (0..count).map(|rank| replica * count + rank);
@@ -302,8 +304,9 @@ fn ranks(config: &Config, replica: usize) -> Vec<RankSpec> {
     hands.map(rank).collect()
 }
 
-/// glibc shall ask for huge pages where it maps large blocks, unless the user has said what it shall do: a step on a CPU reads all
-/// weights, and looking up every 4 KiB of them is up to a tenth of its time.
+/// glibc shall ask for huge pages where it maps large blocks, unless the user has said what it
+/// shall do: a step on a CPU reads all weights, and looking up every 4 KiB of them is up to a tenth
+/// of its time.
 fn hand_environment() -> Vec<(OsString, OsString)> {
     const TUNABLES: &str = "GLIBC_TUNABLES";
     let mut variables: Vec<(OsString, OsString)> = Vec::new();
@@ -365,7 +368,8 @@ async fn serve(
     let hurry = signals::another(told.clone());
     forebay_server::serve(listener, state, stopped, hurry).await?;
     if engine_died {
-        // It panicked, and its state cannot be trusted; or no replica is left that could be started.
+        // It panicked, and its state cannot be trusted; or no replica is left that could be
+        // started.
         for report in engine.reports() {
             if let Status::Failed(reason) = report.status {
                 bail!("{reason}");
@@ -403,7 +407,8 @@ fn chat_template(flags: &ServeFlags, model: &Model) -> Result<Option<ChatTemplat
     Ok(Some(template))
 }
 
-/// Sampling parameters that the model's authors recommend. What is not a number is not one of theirs.
+/// Sampling parameters that the model's authors recommend. What is not a number is not one of
+/// theirs.
 fn defaults(model: &Model) -> GenerationDefaults {
     let number = |name: &str| model.generation_config.get(name).and_then(Value::as_f64);
     GenerationDefaults {

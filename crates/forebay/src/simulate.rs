@@ -90,7 +90,8 @@ pub(crate) fn config(
     })
 }
 
-/// Ids that read well one after the other: lower-case words with a space before them, or what comes closest in this vocabulary.
+/// Ids that read well one after the other: lower-case words with a space before them, or what comes
+/// closest in this vocabulary.
 fn words(tokenizer: &Tokenizer, vocab_size: u32) -> Vec<i32> {
     let known = u32::try_from(tokenizer.vocab_size()).unwrap_or(u32::MAX).min(vocab_size);
     let ids: Vec<i32> = (0..known.cast_signed()).filter(|&id| !tokenizer.is_special(id)).collect();
@@ -112,8 +113,8 @@ fn words(tokenizer: &Tokenizer, vocab_size: u32) -> Vec<i32> {
 /// Flags of `sim fit`.
 #[derive(Debug, Args)]
 pub(crate) struct FitFlags {
-    /// Recordings of `serve --record-steps`, or CSV tables with the columns rows, prefill_tokens, context and step_us (and, where
-    /// known, decode_rows and attention).
+    /// Recordings of `serve --record-steps`, or CSV tables with the columns rows, prefill_tokens,
+    /// context and step_us (and, where known, decode_rows and attention).
     #[arg(required = true, value_name = "FILE")]
     files: Vec<PathBuf>,
     /// Where the profile goes; its name is the file's [default: printed].
@@ -125,7 +126,8 @@ pub(crate) struct FitFlags {
     /// The model that it computed, and its arithmetic.
     #[arg(long, value_name = "TEXT")]
     model: String,
-    /// Positions of its KV pool (kv tokens; the pages that `serve` logs when the hand is ready, times the page size).
+    /// Positions of its KV pool (kv tokens; the pages that `serve` logs when the hand is ready,
+    /// times the page size).
     #[arg(long, value_name = "TOKENS", value_parser = clap::value_parser!(u64).range(1..))]
     kv_tokens: u64,
     /// Seconds that it takes to load.

@@ -14,35 +14,42 @@ use tracing::warn;
 use crate::config::Config;
 use crate::flags::seconds;
 
-/// Prompts that may wait for the text threads, beyond those that the engine queues; as many as the engine may queue where that is more, so that
-/// whoever allows a large queue can have it filled at once.
+/// Prompts that may wait for the text threads, beyond those that the engine queues; as many as the
+/// engine may queue where that is more, so that whoever allows a large queue can have it filled at
+/// once.
 const QUEUE: usize = 1024;
 
 #[derive(Debug, Args)]
 #[command(next_help_heading = "Text")]
 pub(crate) struct TextFlags {
-    /// What tokenises: Hugging Face's library, or `fastokens`, which is many times faster but knows byte-level BPE only.
+    /// What tokenises: Hugging Face's library, or `fastokens`, which is many times faster but knows
+    /// byte-level BPE only.
     #[arg(long, value_enum, default_value_t)]
     pub(crate) tokenizer_backend: TokenizerBackend,
-    /// Where prompts are tokenised: by the text threads, or by the thread that read the request, to compare.
+    /// Where prompts are tokenised: by the text threads, or by the thread that read the request, to
+    /// compare.
     #[arg(long, value_enum, default_value_t)]
     pub(crate) tokenizer_mode: TokenizerMode,
     /// Bytes of tokenised text kept for the next turn of a conversation; 0 keeps none.
     #[arg(long, value_name = "BYTES", default_value_t = 64 << 20)]
     pub(crate) text_cache_bytes: usize,
-    /// Let the strings of chats write special tokens: without this, what looks like one in a message is text like other text.
+    /// Let the strings of chats write special tokens: without this, what looks like one in a
+    /// message is text like other text.
     #[arg(long)]
     pub(crate) allow_special_tokens_in_content: bool,
-    /// Tokens that /tokenize and /detokenize take at a time [default: four times the context, and 65536 at least].
+    /// Tokens that /tokenize and /detokenize take at a time [default: four times the context, and
+    /// 65536 at least].
     #[arg(long, value_name = "N")]
     pub(crate) max_tokenize_tokens: Option<NonZeroUsize>,
-    /// For those used to SGLang, and always on: what has come while the text threads were busy is tokenised together.
+    /// For those used to SGLang, and always on: what has come while the text threads were busy is
+    /// tokenised together.
     #[arg(long)]
     pub(crate) enable_dynamic_batch_tokenizer: bool,
     /// Most prompts that a text thread takes at a time [default: bounded by their length only].
     #[arg(long, value_name = "N")]
     pub(crate) dynamic_batch_tokenizer_batch_size: Option<NonZeroUsize>,
-    /// For those used to SGLang, and answered with a warning: a prompt never waits for others to come.
+    /// For those used to SGLang, and answered with a warning: a prompt never waits for others to
+    /// come.
     #[arg(long, value_name = "SECONDS", value_parser = seconds)]
     pub(crate) dynamic_batch_tokenizer_batch_timeout: Option<Duration>,
 }

@@ -6,11 +6,13 @@ use anyhow::{Context, Result};
 use forebay_hand::take_short_turns;
 use rustix::thread::Pid;
 
-/// The beginnings of the names of those that a step or a token waits for. They work for microseconds at a time.
+/// The beginnings of the names of those that a step or a token waits for. They work for
+/// microseconds at a time.
 const FIRST: [&str; 2] = ["engine", "egress"];
 
-/// Lets them take the processor from whoever is in the middle of a long turn: bodies that are read, texts that are tokenised, the
-/// arithmetic of a model on the CPU. Without it they wait for up to 3 ms where processors are few.
+/// Lets them take the processor from whoever is in the middle of a long turn: bodies that are read,
+/// texts that are tokenised, the arithmetic of a model on the CPU. Without it they wait for up to 3
+/// ms where processors are few.
 pub(crate) fn shorten_turns() -> Result<()> {
     for task in fs::read_dir("/proc/self/task").context("/proc/self/task")? {
         let task = task?;

@@ -1,4 +1,5 @@
-//! Tokenizers for the commands that measure: found where `serve` finds models, without their weights.
+//! Tokenizers for the commands that measure: found where `serve` finds models, without their
+//! weights.
 
 use std::path::{Path, PathBuf};
 

@@ -9,11 +9,12 @@ use crate::model::Model;
 /// Tokens that a warning names.
 const NAMED: usize = 8;
 
-/// The ids that end a text and that the model can make. Ids that it can't have are told, as a warning: a text with one of
-/// them is refused, and all others are served.
+/// The ids that end a text and that the model can make. Ids that it can't have are told, as a
+/// warning: a text with one of them is refused, and all others are served.
 ///
 /// # Errors
-/// The model generates, and none of the ids that are to end its texts is one of its own: it would never stop.
+/// The model generates, and none of the ids that are to end its texts is one of its own: it would
+/// never stop.
 pub(crate) fn check(tokenizer: &Tokenizer, model: &Model) -> Result<Vec<i32>> {
     let beyond = tokenizer.ids_from(model.vocab_size);
     if !beyond.is_empty() {

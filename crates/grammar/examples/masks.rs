@@ -1,7 +1,8 @@
 //! Times masks for `benchmarks/mask_times.py`: `masks TOKENIZER.json VOCABULARY SOURCES.json SEED`.
 //!
-//! `SOURCES.json` is a list of JSON schemas. For each, a line says the microseconds from the request to its first mask, and then those of the
-//! masks of a random walk: each token is drawn from those that the mask allows. A schema that is refused has no line.
+//! `SOURCES.json` is a list of JSON schemas. For each, a line says the microseconds from the
+//! request to its first mask, and then those of the masks of a random walk: each token is drawn
+//! from those that the mask allows. A schema that is refused has no line.
 
 use std::io::{self, Write};
 use std::path::Path;

@@ -1,7 +1,8 @@
 //! Arguments of calls that are not written as JSON: in tags, as Python's, or as Gemma's.
 //!
-//! A schema is walked, and each value that it describes becomes a rule in the family's own notation. What can't be said there is an error with its
-//! path. Where a schema allows more than a rule can say, such as further properties beside those that it names, the rule says less.
+//! A schema is walked, and each value that it describes becomes a rule in the family's own
+//! notation. What can't be said there is an error with its path. Where a schema allows more than a
+//! rule can say, such as further properties beside those that it names, the rule says less.
 
 use std::collections::HashMap;
 
@@ -173,7 +174,8 @@ impl<'a> Arguments<'a> {
         }
     }
 
-    /// The properties of an object: those that are required first. And the schema of others, if nothing but them is described.
+    /// The properties of an object: those that are required first. And the schema of others, if
+    /// nothing but them is described.
     fn split<'v>(
         &self,
         schema: &'v Map<String, Value>,
@@ -512,7 +514,8 @@ impl<'a> Arguments<'a> {
         name
     }
 
-    /// Arguments in tags, in the order of the schema, so that nothing has to be remembered of those before.
+    /// Arguments in tags, in the order of the schema, so that nothing has to be remembered of those
+    /// before.
     fn tagged(&mut self, schema: &Map<String, Value>, tags: &ArgumentTags) -> Written {
         let (fields, others) = self.split(schema, "")?;
         let mut parts = Vec::new();
@@ -549,8 +552,9 @@ impl<'a> Arguments<'a> {
             let mut said: Vec<String> = Vec::new();
             let mut looks = Vec::new();
             if let Some(all) = other.take_if(|_| !tags.declares) {
-                // What looks like another value is read as one, unless the schema lists it. Of several rules the longest text wins: so short values
-                // are in the same one, and what begins as one of the others is none of this.
+                // What looks like another value is read as one, unless the schema lists it. Of
+                // several rules the longest text wins: so short values are in the same one, and
+                // what begins as one of the others is none of this.
                 let (values, rest) = scalars(&all);
                 said.extend(values);
                 looks.extend(Kinds::reached(self.root, &all).written(false));

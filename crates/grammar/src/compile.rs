@@ -20,7 +20,8 @@ const PANIC: &str = "panic: ";
 pub(crate) struct Template {
     /// At the beginning; copying it needs nobody else to look at it.
     matcher: Mutex<Matcher>,
-    /// Which tokens an answer can begin with: computed once, because the first mask is by far the dearest.
+    /// Which tokens an answer can begin with: computed once, because the first mask is by far the
+    /// dearest.
     first: Arc<[u32]>,
     /// The model's end-of-sequence ids.
     eos: Arc<[i32]>,
@@ -33,7 +34,8 @@ impl fmt::Debug for Template {
 }
 
 impl Template {
-    /// Compiles `source`. An operator that is `lenient` lets schemas through of which only a part can be kept.
+    /// Compiles `source`. An operator that is `lenient` lets schemas through of which only a part
+    /// can be kept.
     pub(crate) fn new(
         vocabulary: &Vocabulary,
         source: &Source,

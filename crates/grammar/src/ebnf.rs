@@ -1,6 +1,7 @@
 //! GBNF, the notation of llama.cpp's grammars that xgrammar reads too, as Lark.
 //!
-//! `root ::= "a" [0-9]+ (item | "b"){2,3}`: literals, classes of characters, groups, alternatives and repetitions.
+//! `root ::= "a" [0-9]+ (item | "b"){2,3}`: literals, classes of characters, groups, alternatives
+//! and repetitions.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::iter::Peekable;

@@ -1,4 +1,5 @@
-//! Formats of strings for which llguidance's patterns allow too much: the 29th of February of every year, and a 60th second at any time.
+//! Formats of strings for which llguidance's patterns allow too much: the 29th of February of every
+//! year, and a 60th second at any time.
 
 use serde_json::{Map, Value, json};
 
@@ -36,7 +37,8 @@ pub(crate) fn spell_out(schema: &mut Map<String, Value>) {
     }
 }
 
-/// What matches as a whole where a string stands as it is. Some allow less than the standard does, and none more.
+/// What matches as a whole where a string stands as it is. Some allow less than the standard does,
+/// and none more.
 pub(crate) fn plain(name: &str) -> Option<&'static str> {
     Some(match name {
         "uuid" => r"[0-9a-fA-F]{8}-[0-9a-fA-F]{4}-[0-9a-fA-F]{4}-[0-9a-fA-F]{4}-[0-9a-fA-F]{12}",

@@ -109,7 +109,8 @@ impl Kinds {
         }
     }
 
-    /// The same; without the keyword, what the others are about. They allow values of other kinds too, which nobody has meant.
+    /// The same; without the keyword, what the others are about. They allow values of other kinds
+    /// too, which nobody has meant.
     pub(crate) fn meant(schema: &Map<String, Value>) -> Self {
         if schema.contains_key("type") {
             return Self::declared(schema);
@@ -126,7 +127,8 @@ impl Kinds {
         if kinds == Self::default() { Self::ALL } else { kinds }
     }
 
-    /// What kinds of values a schema may have, with all that it refers to: too many rather than too few.
+    /// What kinds of values a schema may have, with all that it refers to: too many rather than too
+    /// few.
     pub(crate) fn reached(root: &Value, schema: &Value) -> Self {
         Self::reach(root, schema, 0)
     }
@@ -171,7 +173,8 @@ impl Kinds {
             .fold(Self::default(), Self::with)
     }
 
-    /// A regular expression of texts that are read as a value of one of these kinds; none of a string. `begin`: of all that begin so.
+    /// A regular expression of texts that are read as a value of one of these kinds; none of a
+    /// string. `begin`: of all that begin so.
     pub(crate) fn written(self, begin: bool) -> Option<String> {
         let nested = self.has(Kind::Array) || self.has(Kind::Object);
         let ways = [
@@ -207,8 +210,8 @@ pub(crate) fn defined(root: &Value, schema: &Value) -> Value {
     schema
 }
 
-/// Divides a schema, which allows no strings and refers to nothing, into values that a terminal can describe, as its alternatives, and a schema of
-/// the others.
+/// Divides a schema, which allows no strings and refers to nothing, into values that a terminal can
+/// describe, as its alternatives, and a schema of the others.
 pub(crate) fn scalars(schema: &Value) -> (Vec<String>, Option<Value>) {
     let Some(map) = schema.as_object() else { return (Vec::new(), Some(schema.clone())) };
     let scalar = |value: &Value| !value.is_array() && !value.is_object();

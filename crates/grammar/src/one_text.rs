@@ -1,8 +1,10 @@
 //! A grammar as one terminal: the text that is the only argument of a call.
 //!
 //! In a JSON string every text becomes what JSON writes for it. Only the literals and the regular
-//! expressions of a grammar know characters, so only they are rewritten. Rules become terminals, because the end of the text may begin as more of it would,
-//! and llguidance's lexer does not look ahead for where a lexeme ends. A grammar that refers to itself can't be written so, and is refused.
+//! expressions of a grammar know characters, so only they are rewritten. Rules become terminals,
+//! because the end of the text may begin as more of it would, and llguidance's lexer does not look
+//! ahead for where a lexeme ends. A grammar that refers to itself can't be written so, and is
+//! refused.
 
 use std::fmt::Write as _;
 
@@ -55,7 +57,8 @@ pub(crate) enum Place {
     Tags,
 }
 
-/// The right side of a terminal of the texts of `form`, and the terminals to which it refers, whose names begin with `prefix`.
+/// The right side of a terminal of the texts of `form`, and the terminals to which it refers, whose
+/// names begin with `prefix`.
 pub(crate) fn terminal(
     form: &Form,
     place: Place,

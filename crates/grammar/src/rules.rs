@@ -1,4 +1,5 @@
-//! Everything that restricts one request: its grammar, its reasoning, and tokens that it may not say.
+//! Everything that restricts one request: its grammar, its reasoning, and tokens that it may not
+//! say.
 
 use std::fmt;
 use std::sync::Arc;
@@ -13,13 +14,15 @@ use crate::thinking::{Markers, Phase, Start, Thinking};
 /// Restrictions that need no grammar. The choices of a request share them.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Bounds {
-    /// Ids that may come where the grammar is at an end: the model's own, and those that the engine stops at.
+    /// Ids that may come where the grammar is at an end: the model's own, and those that the engine
+    /// stops at.
     pub ends: Arc<[i32]>,
     /// Before so many tokens, the answer does not end, unless nothing else can come.
     pub min_tokens: u32,
     /// The only ids that can come, ascending.
     pub allowed: Option<Arc<[i32]>>,
-    /// Lists of tokens whose last one does not follow the others, unless nothing else can come. None is empty.
+    /// Lists of tokens whose last one does not follow the others, unless nothing else can come.
+    /// None is empty.
     pub bad_words: Arc<[Box<[i32]>]>,
 }
 
@@ -217,7 +220,8 @@ impl Follower {
                 copy(mask.as_slice(), words);
             }
         }
-        // An end that the client has named may as well be a part of the answer: only the model's own tell that it is complete.
+        // An end that the client has named may as well be a part of the answer: only the model's
+        // own tell that it is complete.
         if self.eos.iter().any(|&id| get(words, id)) {
             ends.iter().for_each(|&id| set(words, id));
         }

@@ -1,4 +1,5 @@
-//! JSON schemas: what is checked before llguidance sees one, and where in it something is that llguidance refuses.
+//! JSON schemas: what is checked before llguidance sees one, and where in it something is that
+//! llguidance refuses.
 
 use serde_json::{Map, Value, json};
 
@@ -47,7 +48,8 @@ pub(crate) fn read(text: &str) -> Result<Value, GrammarError> {
     prepare(schema)
 }
 
-/// Refuses what is no schema, is too large, or speaks to llguidance. Gives one that means the same and that llguidance understands better.
+/// Refuses what is no schema, is too large, or speaks to llguidance. Gives one that means the same
+/// and that llguidance understands better.
 pub(crate) fn prepare(mut schema: Value) -> Result<Value, GrammarError> {
     if !schema.is_object() && !schema.is_boolean() {
         return Err(GrammarError::invalid("a schema is an object or a boolean"));
@@ -82,7 +84,8 @@ fn measure<'a>(
     }
 }
 
-/// Takes out what says nothing and that llguidance does not know, and spells out what it knows too loosely.
+/// Takes out what says nothing and that llguidance does not know, and spells out what it knows too
+/// loosely.
 fn simplify(schema: &mut Value) {
     each_schema(schema, &mut |schema| {
         formats::spell_out(schema);

@@ -5,8 +5,9 @@
 //! | `grammar` (N) | builds the vocabulary's trie at the start, then compiles, one source at a time |
 //! | `grammar-copy` (1) | copies templates that are compiled, replays tokens of streams that began elsewhere, frees matchers |
 //!
-//! Neither the http threads nor the engine's ever compile, copy or free a matcher. Copies have a thread of their own, so that
-//! requests with known grammars do not wait behind a source that takes a second.
+//! Neither the http threads nor the engine's ever compile, copy or free a matcher. Copies have a
+//! thread of their own, so that requests with known grammars do not wait behind a source that takes
+//! a second.
 
 use std::collections::HashMap;
 use std::fmt;
@@ -38,7 +39,8 @@ use crate::vocabulary::Vocabulary;
 const STACK_BYTES: usize = 32 << 20;
 /// Most templates that are kept.
 const TEMPLATES: usize = 512;
-/// Most bytes of the sources of the templates that are kept: a template takes many times its source.
+/// Most bytes of the sources of the templates that are kept: a template takes many times its
+/// source.
 const TEMPLATE_BYTES: usize = 16 << 20;
 
 /// How grammars are compiled.
@@ -157,8 +159,9 @@ impl fmt::Debug for Grammars {
 }
 
 impl Grammars {
-    /// Starts the threads with `start`. The trie of the tokens below `vocab_size` is built at once and in the background: requests that come
-    /// earlier wait. `eos` are the model's end-of-sequence ids.
+    /// Starts the threads with `start`. The trie of the tokens below `vocab_size` is built at once
+    /// and in the background: requests that come earlier wait. `eos` are the model's
+    /// end-of-sequence ids.
     ///
     /// # Errors
     /// The system has no room for a thread.
@@ -199,8 +202,8 @@ impl Grammars {
         Ok(Self(Arc::new(Inner { config, compile, attic, shared })))
     }
 
-    /// The constraints of a request's choices. Nothing of it is done by the caller's thread; a caller that stops waiting leaves what was begun
-    /// to others.
+    /// The constraints of a request's choices. Nothing of it is done by the caller's thread; a
+    /// caller that stops waiting leaves what was begun to others.
     ///
     /// # Errors
     /// The source is at fault, there is no room for it, or it takes too long.

@@ -44,7 +44,8 @@ impl<'de> DeserializeSeed<'de> for Count<'_> {
         if *self.values > SCHEMA_VALUES {
             return Err(D::Error::custom("too many values"));
         }
-        // A place that is deeper than allowed is named when the rest is read: a bit more than that has to be walked.
+        // A place that is deeper than allowed is named when the rest is read: a bit more than that
+        // has to be walked.
         if self.depth > 2 * SCHEMA_DEPTH {
             return deserializer.deserialize_ignored_any(IgnoredAny).map(drop);
         }

@@ -41,7 +41,8 @@ pub enum Form {
     Lark(Arc<str>),
     /// A grammar in GBNF: rules of the form `name ::= ...`, beginning with `root`.
     Ebnf(Arc<str>),
-    /// Text with parts of given forms: a structural tag as vLLM and `SGLang` take it, which is JSON text.
+    /// Text with parts of given forms: a structural tag as vLLM and `SGLang` take it, which is JSON
+    /// text.
     StructuralTag(Arc<str>),
     /// Calls of tools, as a model writes them.
     Calls(Arc<CallForm>),
@@ -58,7 +59,8 @@ pub struct CallForm {
     pub marks: Arc<Marks>,
     /// The arguments of each tool.
     pub arguments: Vec<CallArguments>,
-    /// What may be said in place of calls, and the parameter that has asked for it. Errors name that.
+    /// What may be said in place of calls, and the parameter that has asked for it. Errors name
+    /// that.
     pub content: Option<(Arc<str>, Form)>,
 }
 
@@ -86,7 +88,8 @@ pub struct CallText {
     pub path: Arc<str>,
 }
 
-/// White space between the tokens of JSON. Without a bound models were seen to write it until the answer's length is used up.
+/// White space between the tokens of JSON. Without a bound models were seen to write it until the
+/// answer's length is used up.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Hash)]
 pub enum Whitespace {
     /// At each place one space, or a line's end and an indentation of at most 24 blanks.

@@ -80,7 +80,8 @@ fn search(pattern: &str) -> String {
     format!("/{before}(?:{body}){after}/")
 }
 
-/// The strings that a schema allows, as ways to be one; empty: none. What it says of other values is not looked at.
+/// The strings that a schema allows, as ways to be one; empty: none. What it says of other values
+/// is not looked at.
 pub(crate) fn texts(root: &Value, schema: &Value, depth: usize) -> Result<Vec<Text>, GrammarError> {
     let map = match schema {
         Value::Bool(true) => return Ok(vec![Text::any()]),

@@ -1,7 +1,7 @@
 //! Structural tags, as xgrammar defined them and vLLM and SGLang take them, as Lark.
 //!
-//! Two notations: `{"type": "structural_tag", "format": {...}}`, a tree of formats, and the older one with `structures` and `triggers`,
-//! which is the format `triggered_tags`.
+//! Two notations: `{"type": "structural_tag", "format": {...}}`, a tree of formats, and the older
+//! one with `structures` and `triggers`, which is the format `triggered_tags`.
 
 use serde_json::Value;
 
@@ -62,7 +62,8 @@ impl Writer<'_> {
         name
     }
 
-    /// What stands for a format on a rule's right side. `last`: nothing comes after it, so that text may go on without an end.
+    /// What stands for a format on a rule's right side. `last`: nothing comes after it, so that
+    /// text may go on without an end.
     fn format(
         &mut self,
         format: &Value,

@@ -103,8 +103,8 @@ impl Thinking {
         }
     }
 
-    /// The request has said `token`. True: it is a token of the reasoning. Otherwise the answer has begun with it.
-    /// `answers`: the answer may begin with it, so that it opens nothing.
+    /// The request has said `token`. True: it is a token of the reasoning. Otherwise the answer has
+    /// begun with it. `answers`: the answer may begin with it, so that it opens nothing.
     pub(crate) fn accept(&mut self, token: i32, answers: bool) -> bool {
         let Markers { open, close } = &self.markers;
         match &mut self.state {

@@ -1,7 +1,9 @@
-//! Times how a step goes to the ranks of a group and comes back, for `benchmarks/fan_out.py`: `fan_out PYTHON FAKE_HAND ROWS STEPS RANKS...`.
+//! Times how a step goes to the ranks of a group and comes back, for `benchmarks/fan_out.py`:
+//! `fan_out PYTHON FAKE_HAND ROWS STEPS RANKS...`.
 //!
-//! The hands compute nothing. For each number of ranks a line says the median microseconds of processor time that the engine's thread spends in
-//! a step: on submitting the plan, and on taking the results of all ranks, which it compares.
+//! The hands compute nothing. For each number of ranks a line says the median microseconds of
+//! processor time that the engine's thread spends in a step: on submitting the plan, and on taking
+//! the results of all ranks, which it compares.
 
 use std::path::PathBuf;
 

@@ -14,8 +14,9 @@ use crate::space::{Range, Space};
 /// Largest arena: plans name offsets as signed 32-bit words.
 pub const MAX_ARENA_BYTES: u32 = i32::MAX as u32;
 
-/// An anonymous file that a hand maps and the brain writes to, from any thread: what is put there is copied once, by the kernel. It has no
-/// name, so nothing is left behind however the processes end. Cheap to clone; it lives as long as a clone or a region does.
+/// An anonymous file that a hand maps and the brain writes to, from any thread: what is put there
+/// is copied once, by the kernel. It has no name, so nothing is left behind however the processes
+/// end. Cheap to clone; it lives as long as a clone or a region does.
 #[derive(Clone)]
 pub struct Arena(Arc<Inner>);
 
@@ -27,7 +28,8 @@ struct Inner {
 }
 
 impl Arena {
-    /// An arena of `bytes` bytes, at most [`MAX_ARENA_BYTES`]. Memory is taken from the system only where something was written, and kept.
+    /// An arena of `bytes` bytes, at most [`MAX_ARENA_BYTES`]. Memory is taken from the system only
+    /// where something was written, and kept.
     ///
     /// # Errors
     /// The system refuses it, or it is too large.

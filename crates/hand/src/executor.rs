@@ -25,7 +25,8 @@ use crate::waker::EventWaker;
 
 /// Prompts from this many tokens on travel through the arena.
 const SPILL_TOKENS: usize = 2048;
-/// Frames from this many bytes on travel through the arena where there are several ranks: it is written once, and read by all.
+/// Frames from this many bytes on travel through the arena where there are several ranks: it is
+/// written once, and read by all.
 const SHARED_BYTES: usize = 8192;
 
 /// How to run a rank group.
@@ -73,7 +74,8 @@ pub struct HandExecutor {
     signals: VecDeque<Signal>,
     /// Where ranks find each other; `None` once they have, and where there is one.
     store: Option<Store>,
-    /// The memory of the host's tier, if it has one: an anonymous file that every hand of this group finds as the last one left it.
+    /// The memory of the host's tier, if it has one: an anonymous file that every hand of this
+    /// group finds as the last one left it.
     host: Option<OwnedFd>,
     /// Arena regions of the plans in flight, oldest first.
     regions: VecDeque<Vec<Region>>,
@@ -219,7 +221,8 @@ impl HandExecutor {
         Ok(())
     }
 
-    /// Reports the facts once every rank has them: those of the first, with the fewest tokens a row and the bytes of all.
+    /// Reports the facts once every rank has them: those of the first, with the fewest tokens a row
+    /// and the bytes of all.
     fn group_ready(&mut self) -> Result<(), StreamError> {
         let all: Option<Vec<&Ready>> = self.ranks.iter().map(|rank| rank.facts.as_ref()).collect();
         let Some(all) = all else { return Ok(()) };
@@ -237,7 +240,8 @@ impl HandExecutor {
             kv_bytes: all.iter().map(|facts| facts.kv_bytes).sum(),
             ..first.clone()
         };
-        // A respawned hand must offer exactly the pages that the scheduler was built on, whatever memory is free by then.
+        // A respawned hand must offer exactly the pages that the scheduler was built on, whatever
+        // memory is free by then.
         let config = &mut self.spec.config;
         config.max_total_tokens = Some(u64::from(facts.page_count) * u64::from(config.page_size));
         // And so many pages of the host's tier, in the same places.
@@ -247,8 +251,9 @@ impl HandExecutor {
         Ok(())
     }
 
-    /// Reports a step that all ranks have answered. They compute the same, so that another answer from one means that their states differ. A
-    /// step is as long as its longest rank, and has waited no longer than the one that waited least.
+    /// Reports a step that all ranks have answered. They compute the same, so that another answer
+    /// from one means that their states differ. A step is as long as its longest rank, and has
+    /// waited no longer than the one that waited least.
     fn step_done(&mut self) -> Result<(), StreamError> {
         self.regions.pop_front();
         let (first, others) = match &mut self.ranks[..] {
@@ -268,8 +273,8 @@ impl HandExecutor {
         Ok(())
     }
 
-    /// Puts the frame in the buffer into the arena where that is worth it, beside what else its step has there; gives the frame that says where
-    /// it lies.
+    /// Puts the frame in the buffer into the arena where that is worth it, beside what else its
+    /// step has there; gives the frame that says where it lies.
     fn share(&mut self) -> Option<&[u8]> {
         if self.ranks.len() < 2 || self.buffer.len() < SHARED_BYTES {
             return None;
@@ -288,7 +293,8 @@ impl HandExecutor {
     /// Sends the frame in the buffer to every rank.
     fn send(&mut self, encoded: Result<(), FrameError>) {
         if let Err(error) = encoded {
-            // The scheduler bounds the words of a step, so this is a fault of the brain. No frame may go missing.
+            // The scheduler bounds the words of a step, so this is a fault of the brain. No frame
+            // may go missing.
             self.stop();
             self.signals.push_back(Signal::Died(format!("the plan cannot be sent: {error}")));
             return;
@@ -296,7 +302,8 @@ impl HandExecutor {
         let shared = self.share().is_some();
         let frame = if shared { &self.place } else { &self.buffer };
         for (index, rank) in self.ranks.iter_mut().enumerate() {
-            // It fails only if the socket is closed or broken: the next wait reads last words, and reports it.
+            // It fails only if the socket is closed or broken: the next wait reads last words, and
+            // reports it.
             if rank.writer.send(&mut rank.process.socket, frame).is_err() {
                 debug!(rank = index, "the plan could not be sent");
             }

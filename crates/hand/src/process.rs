@@ -22,12 +22,14 @@ const ARENA_FD: i32 = 4;
 const HOST_FD: i32 = 5;
 /// From the order to exit to SIGTERM, and from there to SIGKILL.
 const PATIENCE: [Duration; 2] = [Duration::from_millis(500), Duration::from_secs(2)];
-/// From SIGKILL to the end. A process that the kernel holds, in a driver or on a file system that hangs, does not end by that either.
+/// From SIGKILL to the end. A process that the kernel holds, in a driver or on a file system that
+/// hangs, does not end by that either.
 const LAST_PATIENCE: Duration = Duration::from_secs(5);
 /// How long a rank that closed its socket may take to leave an exit status.
 const LAST_BREATH: Duration = Duration::from_millis(500);
 
-/// Keeps keys from a program that is to be run: variables such as `FOREBAY_API_KEY` and `HF_TOKEN` are for this process alone.
+/// Keeps keys from a program that is to be run: variables such as `FOREBAY_API_KEY` and `HF_TOKEN`
+/// are for this process alone.
 pub fn without_keys(command: &mut Command) {
     let given = command.get_envs().map(|(name, _)| name.to_owned());
     let names: Vec<_> = given.chain(std::env::vars_os().map(|(name, _)| name)).collect();
@@ -56,8 +58,8 @@ pub(crate) struct RankProcess {
 }
 
 impl RankProcess {
-    /// Spawns `command` with a fresh socket as descriptor 3, the arena as 4 and the host's memory as 5, if there is any, on these
-    /// processors if any are given.
+    /// Spawns `command` with a fresh socket as descriptor 3, the arena as 4 and the host's memory
+    /// as 5, if there is any, on these processors if any are given.
     pub(crate) fn spawn(
         mut command: Command,
         arena: BorrowedFd<'_>,
@@ -81,7 +83,8 @@ impl RankProcess {
         cpus.iter().for_each(|&cpu| set.set(cpu));
         let pinned = !cpus.is_empty();
         #[expect(unsafe_code, reason = "pre_exec runs between fork and exec")]
-        // SAFETY: prctl and sched_setaffinity are system calls and async-signal-safe; the closure owns what it reads.
+        // SAFETY: prctl and sched_setaffinity are system calls and async-signal-safe; the closure
+        // owns what it reads.
         unsafe {
             command.pre_exec(move || {
                 if pinned {
@@ -124,7 +127,8 @@ impl RankProcess {
         }
     }
 
-    /// Ends ranks that were told to exit, all at a time: waits a little, then SIGTERM, then SIGKILL.
+    /// Ends ranks that were told to exit, all at a time: waits a little, then SIGTERM, then
+    /// SIGKILL.
     pub(crate) fn end(processes: Vec<Self>) {
         for (patience, signal) in PATIENCE.into_iter().zip([Signal::TERM, Signal::KILL]) {
             let deadline = Instant::now() + patience;
@@ -145,8 +149,9 @@ impl RankProcess {
         let _ = kill_process_group(self.pid, Signal::KILL);
     }
 
-    /// SIGKILL to the whole group, also when its leader is already gone: what the leader started may still be there. Nobody waits for a
-    /// process that does not end, since others can be served meanwhile.
+    /// SIGKILL to the whole group, also when its leader is already gone: what the leader started
+    /// may still be there. Nobody waits for a process that does not end, since others can be served
+    /// meanwhile.
     fn kill(&mut self) -> io::Result<ExitStatus> {
         let _ = kill_process_group(self.pid, Signal::KILL);
         if self.stuck || !self.ended_within(LAST_PATIENCE) {

@@ -4,12 +4,14 @@ use std::io;
 
 use rustix::thread::Pid;
 
-/// The shortest turn that Linux gives, in nanoseconds. It is ten to thirty times as short as what it gives by itself.
+/// The shortest turn that Linux gives, in nanoseconds. It is ten to thirty times as short as what
+/// it gives by itself.
 const NANOSECONDS: u64 = 100_000;
 
-/// Has the kernel give `thread` short turns, and therefore soon: a thread that wakes with less to do goes before one that is in the middle of
-/// a long turn (EEVDF; slices can be asked for since Linux 6.12). Its share of the processor stays what it is, so nobody is starved by it,
-/// and everybody may ask for it.
+/// Has the kernel give `thread` short turns, and therefore soon: a thread that wakes with less to
+/// do goes before one that is in the middle of a long turn (EEVDF; slices can be asked for since
+/// Linux 6.12). Its share of the processor stays what it is, so nobody is starved by it, and
+/// everybody may ask for it.
 ///
 /// # Errors
 /// The thread is not there. Kernels that know no slices say nothing.

@@ -1,5 +1,6 @@
-//! Where the ranks of a group find each other: a map that they ask over their sockets before they are ready, in place of a port that somebody
-//! listens on. It means what PyTorch's stores mean (`torch.distributed.Store`).
+//! Where the ranks of a group find each other: a map that they ask over their sockets before they
+//! are ready, in place of a port that somebody listens on. It means what PyTorch's stores mean
+//! (`torch.distributed.Store`).
 
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
@@ -50,7 +51,8 @@ pub(crate) struct Store {
 }
 
 impl Store {
-    /// Takes a question of `rank`; gives the answers that there are now, each with the rank that it is for.
+    /// Takes a question of `rank`; gives the answers that there are now, each with the rank that it
+    /// is for.
     ///
     /// # Errors
     /// The question can't be answered.

@@ -1,7 +1,8 @@
 //! The hub's cache as `huggingface_hub` lays it out, so that both find each other's downloads.
 //!
-//! `models--org--name/` has `blobs/`, one file for each content, named by its ETag; `snapshots/COMMIT/`,
-//! with links to them under the files' own paths; `refs/`, with the commit of each branch.
+//! `models--org--name/` has `blobs/`, one file for each content, named by its ETag;
+//! `snapshots/COMMIT/`, with links to them under the files' own paths; `refs/`, with the commit of
+//! each branch.
 
 use std::fs::{self, File, TryLockError};
 use std::io;
@@ -85,7 +86,8 @@ impl RepositoryFolder {
         }
         let parent = place.parent().unwrap_or(&self.path);
         let made = fs::create_dir_all(parent).and_then(|()| {
-            // A link can't be written over, and a broken one may be in the way: another takes its place.
+            // A link can't be written over, and a broken one may be in the way: another takes its
+            // place.
             let link = tempfile::Builder::new()
                 .prefix(".")
                 .suffix(".link")
@@ -118,8 +120,8 @@ pub(crate) struct Lock {
 }
 
 impl Lock {
-    /// Whether it is ours now. A file system without locks gives it to everybody: downloads write the same bytes to the
-    /// same places, so that two of them only waste time.
+    /// Whether it is ours now. A file system without locks gives it to everybody: downloads write
+    /// the same bytes to the same places, so that two of them only waste time.
     pub(crate) fn try_take(&self) -> bool {
         !matches!(self.file.try_lock(), Err(TryLockError::WouldBlock))
     }

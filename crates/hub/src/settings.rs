@@ -1,4 +1,5 @@
-//! What the environment says about the hub and its cache, by the names that `huggingface_hub` reads.
+//! What the environment says about the hub and its cache, by the names that `huggingface_hub`
+//! reads.
 
 use std::env;
 use std::path::{Path, PathBuf};

@@ -21,7 +21,8 @@ pub struct Stored {
     pub name: String,
     /// What its weights are.
     pub format: Format,
-    /// Bytes on the disk, with those of unfinished downloads. Models of one repository may share some.
+    /// Bytes on the disk, with those of unfinished downloads. Models of one repository may share
+    /// some.
     pub bytes: u64,
     /// When it was read last, in seconds since 1970.
     pub last_used: Option<u64>,
@@ -146,7 +147,8 @@ pub fn removal(settings: &Settings, name: &ModelName) -> Result<Removal, HubErro
 /// Deletes it. Answers the bytes that were freed.
 ///
 /// # Errors
-/// [`HubError::Repository`] while another process downloads the model, [`HubError::Disk`] if something can't be deleted.
+/// [`HubError::Repository`] while another process downloads the model, [`HubError::Disk`] if
+/// something can't be deleted.
 pub fn remove(removal: &Removal) -> Result<u64, HubError> {
     let gone = |path: &Path, done: std::io::Result<()>| match done {
         Err(error) if error.kind() != std::io::ErrorKind::NotFound => {

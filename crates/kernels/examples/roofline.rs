@@ -1,4 +1,5 @@
-//! What this machine can do at most: bfloat16 dot products, `f32` multiply-adds and reads from memory, on one thread and on all.
+//! What this machine can do at most: bfloat16 dot products, `f32` multiply-adds and reads from
+//! memory, on one thread and on all.
 //!
 //! `cargo run --profile fast -p forebay-kernels --example roofline`
 #![expect(unsafe_code, reason = "instructions that no portable code names")]

@@ -1,8 +1,10 @@
 //! Attention over paged keys and values, for prompt chunks and decode rows alike.
 //!
-//! Keys are taken in blocks of [`BLOCK`] positions with a running maximum and sum (Dao et al. 2022), and blocks in spans of [`SPAN`] positions, which
-//! are put together at the end (Dao et al. 2023): members share a long row by spans. Both are counted from the request's beginning. So
-//! a query's result depends on nothing but its own row: not on how its prompt was cut into chunks, nor on what is computed beside it.
+//! Keys are taken in blocks of [`BLOCK`] positions with a running maximum and sum (Dao et al.
+//! 2022), and blocks in spans of [`SPAN`] positions, which are put together at the end (Dao et al.
+//! 2023): members share a long row by spans. Both are counted from the request's beginning. So a
+//! query's result depends on nothing but its own row: not on how its prompt was cut into chunks,
+//! nor on what is computed beside it.
 
 mod blocks;
 
@@ -14,7 +16,8 @@ use crate::pages::{Held, Ordered, Pool, Shape};
 use crate::tile::{BLOCK, Kernel, LANES, MAX_ROWS, tile_height};
 use crate::vector::Vector;
 
-/// Query rows (tokens times heads of a group) of a unit: they share a block while it is in the first cache.
+/// Query rows (tokens times heads of a group) of a unit: they share a block while it is in the
+/// first cache.
 const QUERY_ROWS: usize = 48;
 /// Positions that are summed by themselves.
 const SPAN: usize = 512;
@@ -85,8 +88,8 @@ impl Work {
         self.splits.clear();
     }
 
-    /// Adds `queries`, whose `held.kv_head` is any, for all heads. `together`: where there is a single query, its heads are a unit, since they lie
-    /// side by side in memory.
+    /// Adds `queries`, whose `held.kv_head` is any, for all heads. `together`: where there is a
+    /// single query, its heads are a unit, since they lie side by side in memory.
     pub(crate) fn add(&mut self, shape: &Shape, queries: Queries, together: bool) {
         let most = (QUERY_ROWS / shape.group()).max(1);
         let heads = if together && queries.tokens == 1 { shape.kv_heads } else { 1 };
@@ -148,7 +151,8 @@ pub(crate) struct Shared<'a> {
     sums: *mut f32,
 }
 
-/// Weighted sums of values, with what the weights are relative to and what they add up to; one of each a row.
+/// Weighted sums of values, with what the weights are relative to and what they add up to; one of
+/// each a row.
 struct Sums {
     output: Vec<f32>,
     largest: Vec<f32>,
@@ -193,7 +197,8 @@ pub(crate) struct Scratch<E> {
     /// One head while it is turned.
     pub(crate) head: Vec<f32>,
     ordered: Ordered<E>,
-    /// The queries as tiles read them, and the weights of a tile's: numbers of a type that the processor decides.
+    /// The queries as tiles read them, and the weights of a tile's: numbers of a type that the
+    /// processor decides.
     arranged: Vec<f32>,
     weights: Vec<f32>,
     span: Sums,
@@ -216,12 +221,13 @@ impl<E: Element> Scratch<E> {
     }
 }
 
-/// Attends a unit's queries, which are in the scratch, and writes their part of `out` `[rows, heads, head_dim]`, unless others of the same split
-/// have yet to end. `then`: the unit that comes after it.
+/// Attends a unit's queries, which are in the scratch, and writes their part of `out` `[rows,
+/// heads, head_dim]`, unless others of the same split have yet to end. `then`: the unit that comes
+/// after it.
 ///
 /// # Safety
-/// The unit lies within `out`; both units' pages are pages of the pool for every position that they look at; nobody else writes its part of `out`, or
-/// the scratch.
+/// The unit lies within `out`; both units' pages are pages of the pool for every position that they
+/// look at; nobody else writes its part of `out`, or the scratch.
 #[inline(always)]
 pub(crate) unsafe fn attend<E: Element, K: Kernel<E>>(
     shape: &Shape,
@@ -291,7 +297,8 @@ unsafe fn hand_in<V: Vector>(
 ) -> bool {
     let split = &shared.splits[split];
     let (rows, padded, length) = (split.rows, shape.padded(), part_len(shape, split.rows));
-    // SAFETY: the split's sums; each part is written by one member before it counts down, and read after all have.
+    // SAFETY: the split's sums; each part is written by one member before it counts down, and read
+    // after all have.
     let part_of = |part: usize| unsafe {
         std::slice::from_raw_parts_mut(shared.sums.add(split.at + part * length), length)
     };

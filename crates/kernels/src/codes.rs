@@ -1,20 +1,23 @@
-//! Numbers as 8-bit integers with a scale: how quantised weights are stored, and activations made to fit them.
+//! Numbers as 8-bit integers with a scale: how quantised weights are stored, and activations made
+//! to fit them.
 //!
-//! Weights are kept as unsigned codes, activations as signed ones, because that is what the processors' dot products of bytes take. What
-//! an offset adds to a product is the offset times the sum of the activations, so each row brings its sums along and nothing is lost:
-//! integer sums are exact.
+//! Weights are kept as unsigned codes, activations as signed ones, because that is what the
+//! processors' dot products of bytes take. What an offset adds to a product is the offset times the
+//! sum of the activations, so each row brings its sums along and nothing is lost: integer sums are
+//! exact.
 
 use crate::element::Element;
 use crate::tile::LANES;
 use crate::vector::Vector;
 
-/// Inner positions that share a scale in the GGUF formats; all inner dimensions of quantised matrices are multiples of it.
+/// Inner positions that share a scale in the GGUF formats; all inner dimensions of quantised
+/// matrices are multiples of it.
 pub(crate) const SHARED: usize = 32;
 /// Activations' largest code.
 pub(crate) const LARGEST: f32 = 127.0;
 
-/// What codes of numbers up to `largest` are multiplied with: 0, and all codes with it, where there are only zeros, no numbers, or so little
-/// that its inverse is infinite.
+/// What codes of numbers up to `largest` are multiplied with: 0, and all codes with it, where there
+/// are only zeros, no numbers, or so little that its inverse is infinite.
 #[inline(always)]
 pub(crate) fn inverse_of(largest: f32) -> f32 {
     if largest > 1e-36 { LARGEST / largest } else { 0.0 }
@@ -100,11 +103,12 @@ impl CodesRoom {
     }
 }
 
-/// Makes codes of one row of activations, `shared` to a scale: symmetric, the largest of them exact, to the nearest. What has a number that
-/// is not finite gets a scale that is none.
+/// Makes codes of one row of activations, `shared` to a scale: symmetric, the largest of them
+/// exact, to the nearest. What has a number that is not finite gets a scale that is none.
 ///
 /// # Safety
-/// `from` has `inputs` elements, `to` room for them; both `inputs` and `shared` are multiples of [`SHARED`].
+/// `from` has `inputs` elements, `to` room for them; both `inputs` and `shared` are multiples of
+/// [`SHARED`].
 #[inline(always)]
 pub(crate) unsafe fn encode<E: Element, V: Vector>(
     from: *const E,
@@ -152,7 +156,8 @@ unsafe fn widened<E: Element, V: Vector>(from: *const E) -> V {
 #[inline(always)]
 pub(crate) fn half_to_f32(bits: u16) -> f32 {
     let bits = u32::from(bits);
-    // Its exponent in the place of a float's, and the difference of the two biases made good: exact for denormals too.
+    // Its exponent in the place of a float's, and the difference of the two biases made good: exact
+    // for denormals too.
     let value = f32::from_bits((bits & 0x7fff) << 13) * f32::from_bits((127 + 112) << 23);
     let special = if bits & 0x7c00 == 0x7c00 { 0x7f80_0000 } else { 0 };
     f32::from_bits(value.to_bits() | special | (bits & 0x8000) << 16)

@@ -1,7 +1,7 @@
 //! A decoder for callers in Rust: the C interface with its promises kept by types and checks.
 //!
-//! Weights, pages and tables are what the caller says they are, or [`Decoder::new`] and [`Decoder::step`] say what is wrong: nothing here is
-//! unsafe to call.
+//! Weights, pages and tables are what the caller says they are, or [`Decoder::new`] and
+//! [`Decoder::step`] say what is wrong: nothing here is unsafe to call.
 
 use std::ffi::c_void;
 use std::fmt;
@@ -133,7 +133,8 @@ impl Packing {
         }
     }
 
-    /// Bytes of the matrix that [`Self::pack`] reads: of the model's type, or blocks as GGUF stores them.
+    /// Bytes of the matrix that [`Self::pack`] reads: of the model's type, or blocks as GGUF stores
+    /// them.
     #[must_use]
     pub fn source_bytes(&self) -> usize {
         match (self.storage, self.storage.format()) {
@@ -147,7 +148,8 @@ impl Packing {
     /// Packs the row-major `source`.
     ///
     /// # Errors
-    /// `source` is not of [`Self::source_bytes`], `packed` not of [`Self::bytes`], or one begins at an odd address.
+    /// `source` is not of [`Self::source_bytes`], `packed` not of [`Self::bytes`], or one begins at
+    /// an odd address.
     pub fn pack(&self, source: &[u8], packed: &mut [u8]) -> Result<(), Unfit> {
         let &Self { outputs, inputs, interleaved, dtype, storage } = self;
         if source.len() != self.source_bytes() || packed.len() != self.bytes()? {
@@ -355,11 +357,13 @@ pub struct Decoder {
     _pages: Vec<[Room; 2]>,
 }
 
-// SAFETY: a model has pointers to what it owns through `_weights` and `_pages`, which any thread may read and write in turn.
+// SAFETY: a model has pointers to what it owns through `_weights` and `_pages`, which any thread
+// may read and write in turn.
 unsafe impl Send for Decoder {}
 
 impl Decoder {
-    /// A decoder that computes with `threads`. `pages` are keys and values of each layer, [`Sizes::pool_bytes`] each.
+    /// A decoder that computes with `threads`. `pages` are keys and values of each layer,
+    /// [`Sizes::pool_bytes`] each.
     ///
     /// # Errors
     /// Something has not the size that it should have, or the kernels can't compute it.
@@ -499,8 +503,8 @@ impl Decoder {
             (step.given, step.given_until) = (inputs.as_ptr(), until.as_ptr());
         }
         let level = Level::current();
-        // SAFETY: rows lie within the tables and the model's positions, what is given has so many rows, and all results have room; bodies fit
-        // the processor.
+        // SAFETY: rows lie within the tables and the model's positions, what is given has so many
+        // rows, and all results have room; bodies fit the processor.
         let done = unsafe {
             match &mut self.model {
                 Typed::Float32(model) => compute(model, &step, body_f32(level)),
@@ -534,7 +538,8 @@ impl Decoder {
         }
         let level = Level::current();
         let (states, logits) = ((states.as_ptr(), count), logits.as_mut_ptr());
-        // SAFETY: both have the sizes that were checked; bodies fit the processor and are called once a member.
+        // SAFETY: both have the sizes that were checked; bodies fit the processor and are called
+        // once a member.
         unsafe {
             match &mut self.model {
                 Typed::Float32(model) => {
@@ -663,7 +668,8 @@ pub fn level() -> &'static str {
     Level::current().name().to_str().unwrap_or("unknown")
 }
 
-/// Uses nothing better than the level of this name from now on; false if there is none on this processor.
+/// Uses nothing better than the level of this name from now on; false if there is none on this
+/// processor.
 #[must_use]
 pub fn limit(level: &std::ffi::CStr) -> bool {
     Level::limit(Some(level))

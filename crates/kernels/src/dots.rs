@@ -12,26 +12,29 @@ pub(crate) use crate::x86::{Avx2Dots, AvxVnni};
 
 /// Inner positions that lie together: as many bytes as one of a processor's dot products takes.
 pub(crate) const QUAD: usize = 4;
-/// Bytes of a quad of a panel: of 8-bit codes, one after the other for each output; of 4-bit codes, where a byte's low half belongs to an
-/// output of the first half of the panel, its high half to that of the second.
+/// Bytes of a quad of a panel: of 8-bit codes, one after the other for each output; of 4-bit codes,
+/// where a byte's low half belongs to an output of the first half of the panel, its high half to
+/// that of the second.
 pub(crate) const fn quad_bytes(format: Format) -> usize {
     if format.is_narrow() { NR * QUAD / 2 } else { NR * QUAD }
 }
 
-/// A processor's way of computing with codes. All give the same integers; floats of these are added up in the same order, rounded once or
-/// twice a term.
+/// A processor's way of computing with codes. All give the same integers; floats of these are added
+/// up in the same order, rounded once or twice a term.
 ///
 /// # Safety
-/// Implementations may use instructions that not every processor has: their methods may be called only where those were detected.
+/// Implementations may use instructions that not every processor has: their methods may be called
+/// only where those were detected.
 pub(crate) unsafe trait Dots: 'static {
     /// Rows that a tile may have.
     fn rows(format: Format) -> usize;
 
-    /// `out[r] = rows[row + r] · panel` for `r < count`, `which` being `(row, count)`. `ahead` bytes after what is read will soon be read too; 0: will not.
+    /// `out[r] = rows[row + r] · panel` for `r < count`, `which` being `(row, count)`. `ahead`
+    /// bytes after what is read will soon be read too; 0: will not.
     ///
     /// # Safety
-    /// `rows` has the rows, of `k` positions and with scales as `format` shares them; `panel` is a panel of that format; `1 <= count <=
-    /// Self::rows(format)`.
+    /// `rows` has the rows, of `k` positions and with scales as `format` shares them; `panel` is a
+    /// panel of that format; `1 <= count <= Self::rows(format)`.
     unsafe fn tile(
         format: Format,
         rows: &Codes,
@@ -119,7 +122,8 @@ unsafe impl Dots for Portable {
     }
 }
 
-/// Bytes of the scales that follow the codes of a panel's block, and its least values where it has them.
+/// Bytes of the scales that follow the codes of a panel's block, and its least values where it has
+/// them.
 pub(crate) const fn scale_bytes(format: Format) -> usize {
     match format {
         Format::Int8 => NR * size_of::<f32>(),

@@ -7,7 +7,8 @@ pub(crate) struct Bf16(pub(crate) u16);
 
 /// A number in memory; arithmetic is done in `f32`.
 pub(crate) trait Element: Copy + Default + Send + Sync + 'static {
-    /// Neighbours along the inner dimension that lie side by side in a packed panel, as the dot product instruction wants them.
+    /// Neighbours along the inner dimension that lie side by side in a packed panel, as the dot
+    /// product instruction wants them.
     const PAIR: usize;
     /// Exact.
     fn to_f32(self) -> f32;

@@ -97,7 +97,8 @@ impl Level {
         }
     }
 
-    /// Uses nothing better than the level of this name from now on, or none: the fastest again. False if there is no such level.
+    /// Uses nothing better than the level of this name from now on, or none: the fastest again.
+    /// False if there is no such level.
     pub(crate) fn limit(name: Option<&CStr>) -> bool {
         let limit = match name {
             None => Some(PREFERRED),

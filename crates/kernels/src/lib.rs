@@ -1,15 +1,19 @@
-//! CPU kernels behind a C interface, which the hand in Python loads, and behind a safe one ([`Decoder`]), for the hand in Rust.
+//! CPU kernels behind a C interface, which the hand in Python loads, and behind a safe one
+//! ([`Decoder`]), for the hand in Rust.
 //!
-//! A decoder is described once (`fb_model_new`) and then computed a step a call (`fb_step`; where many tokens want logits, `fb_head` makes them of some at a time): embedding, layers and head, with paged
-//! attention for prompt chunks and decode rows alike. One call a step, because what a step costs beside its arithmetic is the crossing
-//! of boundaries: a few microseconds for each of hundreds of operators would be most of a small model's step.
+//! A decoder is described once (`fb_model_new`) and then computed a step a call (`fb_step`; where
+//! many tokens want logits, `fb_head` makes them of some at a time): embedding, layers and head,
+//! with paged attention for prompt chunks and decode rows alike. One call a step, because what a
+//! step costs beside its arithmetic is the crossing of boundaries: a few microseconds for each of
+//! hundreds of operators would be most of a small model's step.
 //!
-//! Inside: `tile` holds the innermost loops, for each kind of processor (`x86`), `pack` and `pages` the order of weights, keys and values that they
-//! read; `dots` (`vnni`), `quantise` and `codes` are the same for quantised weights; `matmul` and `attention` what is built of them, `model` the description of a decoder, `step` the list of what is computed, `team` the
-//! threads.
+//! Inside: `tile` holds the innermost loops, for each kind of processor (`x86`), `pack` and `pages`
+//! the order of weights, keys and values that they read; `dots` (`vnni`), `quantise` and `codes`
+//! are the same for quantised weights; `matmul` and `attention` what is built of them, `model` the
+//! description of a decoder, `step` the list of what is computed, `team` the threads.
 //!
-//! Every result is computed by one thread in an order that depends on its own row only. So tokens do not change with the batch, the
-//! chunking or the number of threads.
+//! Every result is computed by one thread in an order that depends on its own row only. So tokens
+//! do not change with the batch, the chunking or the number of threads.
 #![expect(unsafe_code, reason = "a C interface to vector instructions")]
 
 mod attention;
@@ -66,8 +70,8 @@ enum Typed {
     Bfloat16(Model<Bf16>),
 }
 
-/// The body of a member, compiled for one kind of processor: everything it calls is inlined into it, so that plain loops become that
-/// processor's vectors too.
+/// The body of a member, compiled for one kind of processor: everything it calls is inlined into
+/// it, so that plain loops become that processor's vectors too.
 macro_rules! bodies {
     ($($(#[$attribute:meta])* $name:ident: $element:ty, $kernel:ty, $dots:ty;)*) => {
         $(
@@ -170,8 +174,8 @@ pub extern "C" fn fb_build() -> *const c_char {
     NAME.as_ptr().cast()
 }
 
-/// Uses nothing better than the level of this name from now on, for whoever wants to test or compare; false if there is none. Null: the
-/// fastest again.
+/// Uses nothing better than the level of this name from now on, for whoever wants to test or
+/// compare; false if there is none. Null: the fastest again.
 ///
 /// # Safety
 /// `name` is a string or null; nothing else of the library runs.
@@ -190,7 +194,8 @@ pub extern "C" fn fb_packed_len(outputs: usize, inputs: usize, interleaved: bool
     pack::packed_len(pack::padded_outputs(outputs, interleaved), inputs)
 }
 
-/// Packs `source` `[outputs, inputs]`, `inputs` even; `dtype` as in [`ModelSpec`]. `interleaved`: the first half of the outputs gate the second.
+/// Packs `source` `[outputs, inputs]`, `inputs` even; `dtype` as in [`ModelSpec`]. `interleaved`:
+/// the first half of the outputs gate the second.
 ///
 /// # Safety
 /// `source` is a whole matrix, `packed` has room for [`fb_packed_len`] elements.
@@ -240,8 +245,8 @@ pub unsafe extern "C" fn fb_pack(
     }
 }
 
-/// Bytes of a packed matrix that is quantised as `format` says (1: int8, 2: `Q8_0`, 3: `Q4_0`, 4: `Q4_1`); 0 if there is no such format, or
-/// `inputs` is not a multiple of 32.
+/// Bytes of a packed matrix that is quantised as `format` says (1: int8, 2: `Q8_0`, 3: `Q4_0`, 4:
+/// `Q4_1`); 0 if there is no such format, or `inputs` is not a multiple of 32.
 #[unsafe(no_mangle)]
 pub extern "C" fn fb_quantised_bytes(
     format: u32,
@@ -253,7 +258,8 @@ pub extern "C" fn fb_quantised_bytes(
         .map_or(0, |format| quantise::quantised_bytes(format, outputs, inputs, interleaved))
 }
 
-/// Quantises `source` `[outputs, inputs]` to int8 with one scale an output, and packs it; otherwise as [`fb_pack`].
+/// Quantises `source` `[outputs, inputs]` to int8 with one scale an output, and packs it; otherwise
+/// as [`fb_pack`].
 ///
 /// # Safety
 /// `source` is a whole matrix, `packed` has room for [`fb_quantised_bytes`], which are not 0.
@@ -280,8 +286,8 @@ pub unsafe extern "C" fn fb_quantise(
     }
 }
 
-/// Packs the rows of a GGUF tensor of a format, as they are stored, `source_bytes` in all; otherwise as [`fb_pack`]. False, and nothing
-/// done, if it is not such a tensor.
+/// Packs the rows of a GGUF tensor of a format, as they are stored, `source_bytes` in all;
+/// otherwise as [`fb_pack`]. False, and nothing done, if it is not such a tensor.
 ///
 /// # Safety
 /// `source` can be read, `packed` has room for [`fb_quantised_bytes`].
@@ -314,11 +320,12 @@ pub unsafe extern "C" fn fb_pack_blocks(
     true
 }
 
-/// A decoder that computes with `spec.threads` threads; null if an inner dimension is one that the kernels cannot do: odd, or of a quantised
-/// matrix and not a multiple of 32.
+/// A decoder that computes with `spec.threads` threads; null if an inner dimension is one that the
+/// kernels cannot do: odd, or of a quantised matrix and not a multiple of 32.
 ///
 /// # Safety
-/// `spec` and `team` describe what is there; everything but the descriptions themselves stays until [`fb_model_free`].
+/// `spec` and `team` describe what is there; everything but the descriptions themselves stays until
+/// [`fb_model_free`].
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn fb_model_new(
     spec: *const ModelSpec,
@@ -354,10 +361,12 @@ pub unsafe extern "C" fn fb_model_free(model: *mut AnyModel) {
     }
 }
 
-/// Computes a step. 0, or why not: 1 a page that is not there, 2 a token that is not of the vocabulary.
+/// Computes a step. 0, or why not: 1 a page that is not there, 2 a token that is not of the
+/// vocabulary.
 ///
 /// # Safety
-/// `model` is of [`fb_model_new`] and computes nothing else; `step` describes what is there, with rows inside the tables.
+/// `model` is of [`fb_model_new`] and computes nothing else; `step` describes what is there, with
+/// rows inside the tables.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn fb_step(model: *mut AnyModel, step: *const StepSpec) -> i32 {
     let level = Level::current();
@@ -377,8 +386,8 @@ pub unsafe extern "C" fn fb_step(model: *mut AnyModel, step: *const StepSpec) ->
 /// Computes logits of states that a step has given.
 ///
 /// # Safety
-/// `model` is of [`fb_model_new`] and computes nothing else; `states` is float32 `[count, hidden]`, and `logits` has room for
-/// `[count, vocabulary]`.
+/// `model` is of [`fb_model_new`] and computes nothing else; `states` is float32 `[count, hidden]`,
+/// and `logits` has room for `[count, vocabulary]`.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn fb_head(
     model: *mut AnyModel,

@@ -1,10 +1,12 @@
-//! Functions of vectors. Sums are taken in a fixed order, so that results do not depend on what else a step computes.
+//! Functions of vectors. Sums are taken in a fixed order, so that results do not depend on what
+//! else a step computes.
 
 use crate::element::Element;
 use crate::tile::{Kernel, LANES};
 use crate::vector::Vector;
 
-/// `e^x` to about 2 units in the last place (Cephes' polynomial), of what lies from -87 to 88: others are taken for the nearest of these.
+/// `e^x` to about 2 units in the last place (Cephes' polynomial), of what lies from -87 to 88:
+/// others are taken for the nearest of these.
 #[inline(always)]
 fn exp<V: Vector>(x: V) -> V {
     let x = x.at_least(-87.0).at_most(88.0);
@@ -18,7 +20,8 @@ fn exp<V: Vector>(x: V) -> V {
     p.times_power(n)
 }
 
-/// `2^x` of what is not positive, to about 2 units in the last place (Cephes' polynomial); 0 far below.
+/// `2^x` of what is not positive, to about 2 units in the last place (Cephes' polynomial); 0 far
+/// below.
 #[inline(always)]
 pub(crate) fn exp2<V: Vector>(x: V) -> V {
     let x = x.at_least(-200.0);
@@ -85,7 +88,8 @@ pub(crate) fn rms_factor<V: Vector>(x: &[f32], eps: f32) -> f32 {
     1.0 / (sum / x.len() as f32 + eps).sqrt()
 }
 
-/// Rotates a head in place (Su et al. 2021); pairs are `(i, i + len / 2)`, `cos` and `sin` have one entry a pair.
+/// Rotates a head in place (Su et al. 2021); pairs are `(i, i + len / 2)`, `cos` and `sin` have one
+/// entry a pair.
 #[inline(always)]
 pub(crate) fn rotate<V: Vector>(head: &mut [f32], cos: &[f32], sin: &[f32]) {
     let (first, second) = head.split_at_mut(cos.len());

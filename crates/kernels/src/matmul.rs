@@ -1,4 +1,5 @@
-//! Products with packed matrices, and what is done with each result while it is still in a register.
+//! Products with packed matrices, and what is done with each result while it is still in a
+//! register.
 
 use std::mem::MaybeUninit;
 use std::ops::Range;
@@ -13,13 +14,16 @@ use crate::team::Queue;
 use crate::tile::{Ahead, Kernel, MAX_ROWS, Outputs, Tile, tile_height};
 use crate::vector::Vector;
 
-/// Rows that one piece of work computes with a panel: their activations stay in the second-level cache from panel to panel.
+/// Rows that one piece of work computes with a panel: their activations stay in the second-level
+/// cache from panel to panel.
 const BLOCK_ROWS: usize = 96;
 
-/// Inner positions, about, that tiles compute one after the other: their part of the panel stays in the first cache.
+/// Inner positions, about, that tiles compute one after the other: their part of the panel stays in
+/// the first cache.
 const CHUNK: usize = 192;
 
-/// Bytes between what a tile computes with and what it begins to load: more than memory sends in the time that it takes to answer.
+/// Bytes between what a tile computes with and what it begins to load: more than memory sends in
+/// the time that it takes to answer.
 const AHEAD: usize = 4096;
 
 /// A packed weight matrix.
@@ -72,7 +76,8 @@ pub(crate) struct Arranged<N> {
     height: usize,
 }
 
-/// Arranges the rows of some tiles, each with `inputs` elements; what comes of it, once all tiles are.
+/// Arranges the rows of some tiles, each with `inputs` elements; what comes of it, once all tiles
+/// are.
 ///
 /// # Safety
 /// The rows are there, `numbers` has room for all of them, and nobody else writes these.
@@ -147,8 +152,8 @@ pub(crate) enum Out<E> {
 /// This member's share of `rows · matrix`, which is not quantised.
 ///
 /// # Safety
-/// The pointers are good for the sizes given; other members write the same `out` only through this function with the same `queue`, but a
-/// [`Out::Best`], which is each member's own.
+/// The pointers are good for the sizes given; other members write the same `out` only through this
+/// function with the same `queue`, but a [`Out::Best`], which is each member's own.
 #[inline(always)]
 pub(crate) unsafe fn multiply<E: Element, K: Kernel<E>>(
     (queue, members): (&Queue, usize),
@@ -179,11 +184,13 @@ pub(crate) unsafe fn multiply<E: Element, K: Kernel<E>>(
                 for tile in 0..tiles {
                     let row = start + tile * height;
                     let rows = height.min(end - row);
-                    // SAFETY: inside the rows, the panels and the block's sums, which are complete after the last chunk.
+                    // SAFETY: inside the rows, the panels and the block's sums, which are complete
+                    // after the last chunk.
                     unsafe {
                         let weights = matrix.panels.add(panel * length + first * NR);
-                        // Weights come from memory. A single tile begins to load what it will soon need; of several, the last two do for
-                        // the next chunk, and the others find theirs in the cache.
+                        // Weights come from memory. A single tile begins to load what it will soon
+                        // need; of several, the last two do for the next chunk, and the others find
+                        // theirs in the cache.
                         let next = weights.wrapping_add(positions * NR);
                         let ahead = match tiles - tile {
                             1 if tiles == 1 => {
@@ -241,7 +248,8 @@ pub(crate) unsafe fn multiply_codes<E: Element, K: Kernel<E>, D: Dots>(
             let tiles = (end - row).div_ceil(D::rows(format));
             for left in (1..=tiles).rev() {
                 let count = (end - row).div_ceil(left);
-                // A single tile waits for memory all the time; the last of several loads the next panel.
+                // A single tile waits for memory all the time; the last of several loads the next
+                // panel.
                 let ahead = match left {
                     1 if tiles == 1 => AHEAD,
                     1 => length,

@@ -1,7 +1,8 @@
-//! Memory that steps read all over, in large pages where the system has them, and memory that another process writes.
+//! Memory that steps read all over, in large pages where the system has them, and memory that
+//! another process writes.
 //!
-//! Many systems give large pages only to who asks for them. With small ones a step waits for the page tables as well, and what is fetched
-//! ahead stops at every 4 KiB.
+//! Many systems give large pages only to who asks for them. With small ones a step waits for the
+//! page tables as well, and what is fetched ahead stops at every 4 KiB.
 
 use std::io;
 use std::ops::{Deref, DerefMut};
@@ -19,7 +20,8 @@ struct Mapping {
     bytes: usize,
 }
 
-// SAFETY: memory belongs to no thread; who may read and write it is said by those who hand out parts of it.
+// SAFETY: memory belongs to no thread; who may read and write it is said by those who hand out
+// parts of it.
 unsafe impl Send for Mapping {}
 // SAFETY: as above.
 unsafe impl Sync for Mapping {}
@@ -55,7 +57,8 @@ impl Drop for Mapping {
     }
 }
 
-/// A part of a mapping that nobody else has, zeros at first. It takes memory only where somebody writes, and begins at a cache line.
+/// A part of a mapping that nobody else has, zeros at first. It takes memory only where somebody
+/// writes, and begins at a cache line.
 pub struct Room {
     mapping: Arc<Mapping>,
     first: usize,
@@ -72,7 +75,8 @@ impl Room {
         parts.pop().ok_or_else(|| io::Error::other("no part"))
     }
 
-    /// One room for each of some sizes, side by side: alone, each could be smaller than a large page.
+    /// One room for each of some sizes, side by side: alone, each could be smaller than a large
+    /// page.
     ///
     /// # Errors
     /// The system has no address space left, or there is no such sum.
@@ -109,8 +113,8 @@ impl DerefMut for Room {
     }
 }
 
-/// Memory that another process writes and this one reads. Who writes says which part may be read, and leaves it alone until it is told that
-/// it was.
+/// Memory that another process writes and this one reads. Who writes says which part may be read,
+/// and leaves it alone until it is told that it was.
 pub struct Shared(Option<Mapping>);
 
 impl Shared {

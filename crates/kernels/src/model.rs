@@ -10,7 +10,8 @@ use crate::pages::{Held, Pool, Shape};
 use crate::step::{FEW, QUEUES_A_LAYER, Step};
 use crate::team::{Queue, Team};
 
-/// One layer, as the caller describes it. Matrices are packed, vectors as in the checkpoint; a null pointer is what the layer has not.
+/// One layer, as the caller describes it. Matrices are packed, vectors as in the checkpoint; a null
+/// pointer is what the layer has not.
 #[derive(Clone, Copy)]
 #[repr(C)]
 pub struct LayerSpec {
@@ -67,7 +68,8 @@ pub struct ModelSpec {
 }
 
 impl ModelSpec {
-    /// Whether all inner dimensions are even, as pairs need them, and those of quantised matrices multiples of [`SHARED`].
+    /// Whether all inner dimensions are even, as pairs need them, and those of quantised matrices
+    /// multiples of [`SHARED`].
     ///
     /// # Safety
     /// The description is true.
@@ -101,7 +103,8 @@ pub struct StepSpec {
     /// int64 `[sampled]`: tokens that get logits, numbered over all rows, ascending.
     pub(crate) sample: *const i64,
     pub(crate) sampled: u64,
-    /// `[rows]`, or null for none: where the inputs `[positions, hidden]` of a row's slot begin, or null where the embedding has all of them.
+    /// `[rows]`, or null for none: where the inputs `[positions, hidden]` of a row's slot begin, or
+    /// null where the embedding has all of them.
     pub(crate) given: *const *const c_void,
     /// int64 `[rows]`, where `given` is: positions from here on have the inputs of the embedding.
     pub(crate) given_until: *const i64,
@@ -112,7 +115,8 @@ pub struct StepSpec {
     pub(crate) finite: *mut u8,
     /// `[PARTS]`, or null: what each of [`crate::step::Part`] took is added here, in nanoseconds.
     pub(crate) times: *mut u64,
-    /// float32 `[sampled, hidden]`, or null: in place of logits, what [`Model::head`] makes them of.
+    /// float32 `[sampled, hidden]`, or null: in place of logits, what [`Model::head`] makes them
+    /// of.
     pub(crate) states: *mut f32,
 }
 
@@ -285,11 +289,12 @@ impl<E: Element> Model<E> {
         }
     }
 
-    /// Computes a step: writes keys and values of every row, and logits or the most likely tokens of those that sample.
+    /// Computes a step: writes keys and values of every row, and logits or the most likely tokens
+    /// of those that sample.
     ///
     /// # Safety
-    /// `step` describes what is there; rows lie within the tables and within the model's positions; `run` lets every member of the team
-    /// compute its share.
+    /// `step` describes what is there; rows lie within the tables and within the model's positions;
+    /// `run` lets every member of the team compute its share.
     pub(crate) unsafe fn step(
         &mut self,
         step: &StepSpec,
@@ -415,7 +420,8 @@ impl<E: Element> Model<E> {
         }
     }
 
-    /// Finds every token and its page, and cuts the attention into units; gives the tokens that sample.
+    /// Finds every token and its page, and cuts the attention into units; gives the tokens that
+    /// sample.
     unsafe fn lay_out(&mut self, step: &StepSpec) -> Result<Vec<usize>, StepError> {
         let count = step.rows as usize;
         // SAFETY: the caller's description.

@@ -1,7 +1,8 @@
 //! Weights in the order in which the matrix kernels read them.
 //!
-//! A matrix `[n, k]` becomes panels of [`NR`] outputs: panel `p` holds, for each group of `PAIR` inner positions, the group's values of
-//! outputs `p * NR ..`, so that one vector load brings one group of many outputs (Goto & van de Geijn 2008).
+//! A matrix `[n, k]` becomes panels of [`NR`] outputs: panel `p` holds, for each group of `PAIR`
+//! inner positions, the group's values of outputs `p * NR ..`, so that one vector load brings one
+//! group of many outputs (Goto & van de Geijn 2008).
 
 use crate::element::Element;
 use crate::tile::{Kernel, LANES};
@@ -30,7 +31,8 @@ pub(crate) fn panel_len(k: usize) -> usize {
     k * NR
 }
 
-/// The row of an `[n, k]` matrix that is column `column` of panel `p`; none where the panel is padded.
+/// The row of an `[n, k]` matrix that is column `column` of panel `p`; none where the panel is
+/// padded.
 #[must_use]
 pub(crate) fn row_of(p: usize, column: usize, n: usize, interleaved: bool) -> Option<usize> {
     let (row, end) = if interleaved {
@@ -44,8 +46,8 @@ pub(crate) fn row_of(p: usize, column: usize, n: usize, interleaved: bool) -> Op
 
 /// Packs the row-major `source` `[n, k]`. What pads is zero.
 ///
-/// `interleaved`: the first half of the rows are gates, the second half what they gate; a panel gets [`HALF`] of each, so that both
-/// factors of a product are computed together.
+/// `interleaved`: the first half of the rows are gates, the second half what they gate; a panel
+/// gets [`HALF`] of each, so that both factors of a product are computed together.
 ///
 /// # Panics
 /// The lengths do not fit `n` and `k`, or `k` is not a multiple of `E::PAIR`.

@@ -1,9 +1,10 @@
 //! How keys and values lie in their pages.
 //!
-//! Where sizes allow, [`GROUP`] positions of a head lie as the kernels read them, so that attention has nothing to put in order: keys
-//! `[dim / PAIR, GROUP, PAIR]`, values `[GROUP / PAIR, dim, PAIR]`, and of both `[entries / GROUP, kv_heads]` one after the other. A page is the same bytes
-//! at the same place as in any other order, so whoever copies whole pages need not know. Otherwise entries lie `[entries, kv_heads, dim]`, and
-//! groups are put in order whenever they are read.
+//! Where sizes allow, [`GROUP`] positions of a head lie as the kernels read them, so that attention
+//! has nothing to put in order: keys `[dim / PAIR, GROUP, PAIR]`, values `[GROUP / PAIR, dim,
+//! PAIR]`, and of both `[entries / GROUP, kv_heads]` one after the other. A page is the same bytes
+//! at the same place as in any other order, so whoever copies whole pages need not know. Otherwise
+//! entries lie `[entries, kv_heads, dim]`, and groups are put in order whenever they are read.
 
 use crate::element::Element;
 use crate::math;
@@ -108,8 +109,8 @@ impl<E: Element> Pool<E> {
         }
     }
 
-    /// Begins to load the lines that [`Self::keep`] will write of an entry: one of `parts` parts of its keys' lines, and with the first one all of its
-    /// values'.
+    /// Begins to load the lines that [`Self::keep`] will write of an entry: one of `parts` parts of
+    /// its keys' lines, and with the first one all of its values'.
     #[inline(always)]
     pub(crate) fn expect<K: Kernel<E>>(
         &self,
@@ -133,7 +134,8 @@ impl<E: Element> Pool<E> {
         }
     }
 
-    /// Where the keys of the group of positions that begins at `first` lie; nothing where they have to be put in order first.
+    /// Where the keys of the group of positions that begins at `first` lie; nothing where they have
+    /// to be put in order first.
     ///
     /// # Safety
     /// There is a page for `first`.
@@ -153,8 +155,9 @@ impl<E: Element> Pool<E> {
         Some(self.keys.wrapping_add(at))
     }
 
-    /// Keys and values of the group of positions that begins at `first`, of which the first `seen` count: the others' keys may be
-    /// anything, their values are zero. What has to be put in order is put into `ordered`, at `slot`.
+    /// Keys and values of the group of positions that begins at `first`, of which the first `seen`
+    /// count: the others' keys may be anything, their values are zero. What has to be put in order
+    /// is put into `ordered`, at `slot`.
     ///
     /// # Safety
     /// There are pages for the positions that are seen, and nobody writes them now.
@@ -180,7 +183,8 @@ impl<E: Element> Pool<E> {
                 if seen == GROUP {
                     return (keys, values);
                 }
-                // Whoever had the page before may have left what is not a number, which no weight makes nothing.
+                // Whoever had the page before may have left what is not a number, which no weight
+                // makes nothing.
                 let values = std::slice::from_raw_parts(values, size);
                 let pairs = ordered_values.chunks_exact_mut(dim * E::PAIR);
                 for (pair, (to, from)) in pairs.zip(values.chunks_exact(dim * E::PAIR)).enumerate()

@@ -1,7 +1,7 @@
 //! Threads of our own that stay: for a process that has no OpenMP.
 //!
-//! Members meet hundreds of times a step, some microseconds apart, so whoever waits looks again and again at first. After some tenths of a
-//! millisecond it sleeps: others want the processors too.
+//! Members meet hundreds of times a step, some microseconds apart, so whoever waits looks again and
+//! again at first. After some tenths of a millisecond it sleeps: others want the processors too.
 
 use std::cell::UnsafeCell;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -83,7 +83,8 @@ struct Common {
     job: UnsafeCell<Option<Job>>,
 }
 
-// SAFETY: `job` is written and read on different sides of a meeting, and what it points to may be called by any thread.
+// SAFETY: `job` is written and read on different sides of a meeting, and what it points to may be
+// called by any thread.
 unsafe impl Sync for Common {}
 // SAFETY: as above.
 unsafe impl Send for Common {}
@@ -113,7 +114,8 @@ impl Threads {
             match started {
                 Ok(thread) => threads.others.push(thread),
                 Err(error) => {
-                    // Those that wait for the others would wait for ever: they are left behind, and so is what they share.
+                    // Those that wait for the others would wait for ever: they are left behind, and
+                    // so is what they share.
                     std::mem::forget(threads);
                     return Err(error);
                 }
@@ -132,14 +134,16 @@ impl Threads {
         &self.common.meeting
     }
 
-    /// Has every member call `work` with its number, and returns when all are done. A panic in `work` ends the process.
+    /// Has every member call `work` with its number, and returns when all are done. A panic in
+    /// `work` ends the process.
     pub fn run(&self, work: impl Fn(usize) + Sync) {
         if self.count() == 1 {
             return work(0);
         }
         let _one = self.busy.lock().unwrap_or_else(PoisonError::into_inner);
         let job: &(dyn Fn(usize) + Sync) = &work;
-        // SAFETY: the reference is gone from the others' hands when the second meeting is over, and `work` lives until then.
+        // SAFETY: the reference is gone from the others' hands when the second meeting is over, and
+        // `work` lives until then.
         let job: Job = unsafe {
             std::mem::transmute::<&(dyn Fn(usize) + Sync), &'static (dyn Fn(usize) + Sync)>(job)
         };

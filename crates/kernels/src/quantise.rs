@@ -1,5 +1,6 @@
-//! Quantised weights in the order in which [`crate::dots`] reads them: panels as in [`crate::pack`], four inner positions in place of a pair, and
-//! after each block of codes their scales.
+//! Quantised weights in the order in which [`crate::dots`] reads them: panels as in
+//! [`crate::pack`], four inner positions in place of a pair, and after each block of codes their
+//! scales.
 
 #[cfg(test)]
 use crate::codes::half_to_f32;
@@ -49,8 +50,8 @@ fn put(format: Format, block: &mut [u8], (inner, output): (usize, usize), code: 
     block[inner / QUAD * quad_bytes(format) + from * QUAD + inner % QUAD] |= code << shift;
 }
 
-/// Quantises and packs the row-major `source` `[n, k]`: one scale an output, symmetric, to the nearest. `interleaved` as in
-/// [`crate::pack::pack`].
+/// Quantises and packs the row-major `source` `[n, k]`: one scale an output, symmetric, to the
+/// nearest. `interleaved` as in [`crate::pack::pack`].
 ///
 /// # Panics
 /// The lengths do not fit `n` and `k`.
@@ -88,7 +89,8 @@ pub(crate) fn quantise<E: Element>(
     }
 }
 
-/// Packs the rows of a GGUF tensor `[n, k]` as they are stored. `interleaved` as in [`crate::pack::pack`].
+/// Packs the rows of a GGUF tensor `[n, k]` as they are stored. `interleaved` as in
+/// [`crate::pack::pack`].
 ///
 /// # Panics
 /// The lengths do not fit `n` and `k`, or the format is not GGUF's.

@@ -60,7 +60,8 @@ impl Watch {
     }
 }
 
-/// A step as its members see it: buffers that they share, each writing its own part between two meetings.
+/// A step as its members see it: buffers that they share, each writing its own part between two
+/// meetings.
 pub(crate) struct Step<'a, E> {
     pub(crate) x: *mut f32,
     pub(crate) sampled_x: *mut f32,
@@ -156,7 +157,8 @@ impl<E: Element> Step<'_, E> {
             self.embed(member, stream);
             for (index, layer) in self.layers.iter().enumerate() {
                 let queues = &self.queues[index * QUEUES_A_LAYER..][..QUEUES_A_LAYER];
-                // No closure for what is done four times: it would not be compiled for the processor.
+                // No closure for what is done four times: it would not be compiled for the
+                // processor.
                 let queue = |index: usize| (&queues[index], member);
                 let normed = self.normalise::<K>(member, stream, &layer.input_norm);
                 watch.lap(Part::Norm);
@@ -235,7 +237,8 @@ impl<E: Element> Step<'_, E> {
         unsafe { std::slice::from_raw_parts_mut(stream.x.add(row * self.hidden), self.hidden) }
     }
 
-    /// The stream, normalised: this member's own of few rows, and of more what [`Self::multiply`] will make this member prepare.
+    /// The stream, normalised: this member's own of few rows, and of more what [`Self::multiply`]
+    /// will make this member prepare.
     #[inline(always)]
     unsafe fn normalise<K: Kernel<E>>(
         &self,
@@ -244,7 +247,8 @@ impl<E: Element> Step<'_, E> {
         weight: &[f32],
     ) -> Rows<E> {
         let own = if stream.count <= FEW { member.index * FEW * self.hidden } else { 0 };
-        // SAFETY: this member's own part of what is normalised, or its share; nobody writes the stream now.
+        // SAFETY: this member's own part of what is normalised, or its share; nobody writes the
+        // stream now.
         unsafe {
             let rows = Rows { first: self.normed.add(own).cast_const(), count: stream.count };
             for row in rows.of_tiles::<K>(self.tiles::<K>(member, rows)) {
@@ -257,15 +261,17 @@ impl<E: Element> Step<'_, E> {
         }
     }
 
-    /// The tiles that a member prepares: all of few rows, for itself, and its share of more, for everybody.
+    /// The tiles that a member prepares: all of few rows, for itself, and its share of more, for
+    /// everybody.
     #[inline(always)]
     fn tiles<K: Kernel<E>>(&self, member: &Member<'_>, rows: Rows<E>) -> Range<usize> {
         let tiles = rows.tiles::<K>();
         if rows.count <= FEW { 0..tiles } else { member.share(tiles) }
     }
 
-    /// A product with whatever the matrix is stored as. First the rows become what it is multiplied with: codes where it is quantised, and otherwise numbers as
-    /// tiles read them. Every member does that for itself where they are few, and otherwise all do together, who then meet.
+    /// A product with whatever the matrix is stored as. First the rows become what it is multiplied
+    /// with: codes where it is quantised, and otherwise numbers as tiles read them. Every member
+    /// does that for itself where they are few, and otherwise all do together, who then meet.
     #[inline(always)]
     unsafe fn multiply<K: Kernel<E>, D: Dots>(
         &self,
@@ -279,8 +285,8 @@ impl<E: Element> Step<'_, E> {
         let few = rows.count <= FEW;
         let own = if few { member.index * FEW } else { 0 };
         let tiles = self.tiles::<K>(member, rows);
-        // SAFETY: nobody writes the rows now; what is made of them is this member's own, or its share. Whoever still read that of an earlier
-        // product was met since.
+        // SAFETY: nobody writes the rows now; what is made of them is this member's own, or its
+        // share. Whoever still read that of an earlier product was met since.
         unsafe {
             let Some(format) = matrix.format else {
                 let numbers = self.arranged.cast::<K::Number>().add(own * inputs);
@@ -361,7 +367,8 @@ impl<E: Element> Step<'_, E> {
             }
             for index in mine {
                 let (unit, then) = (&shared.units[index], shared.units.get(index + 1));
-                // SAFETY: a unit is taken by one member, and what it writes is its own; its pages were checked.
+                // SAFETY: a unit is taken by one member, and what it writes is its own; its pages
+                // were checked.
                 unsafe {
                     if self.decodes && unit.sees_itself() {
                         let first = unit.queries.held.kv_head;
@@ -393,7 +400,8 @@ impl<E: Element> Step<'_, E> {
         let norm = layer.qk_norm.as_ref().map(|(norm, _)| norm.as_slice());
         for index in 0..unit.queries.tokens {
             let token = unit.queries.token + index;
-            // SAFETY: the unit's queries, which others that attend to parts of the same ones only read.
+            // SAFETY: the unit's queries, which others that attend to parts of the same ones only
+            // read.
             unsafe {
                 let angles = self.angles(self.tokens[token].position);
                 let first = token * (heads + 2 * kv_heads) + unit.queries.held.kv_head * group;

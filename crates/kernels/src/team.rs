@@ -1,9 +1,10 @@
 //! The threads that share a step's work.
 //!
-//! PyTorch computes with OpenMP. A pool of our own would fight that one for the processors: its threads spin for a while after each
-//! region. So the very same threads are used, through the entry points that compilers call (the GNU OpenMP ABI), given as addresses
-//! by whoever loaded the library. A process without OpenMP brings threads that stay ([`Threads`]); without those, threads are started for
-//! each call.
+//! PyTorch computes with OpenMP. A pool of our own would fight that one for the processors: its
+//! threads spin for a while after each region. So the very same threads are used, through the entry
+//! points that compilers call (the GNU OpenMP ABI), given as addresses by whoever loaded the
+//! library. A process without OpenMP brings threads that stay ([`Threads`]); without those, threads
+//! are started for each call.
 
 use std::ffi::{c_int, c_uint, c_void};
 use std::ops::Range;
@@ -16,7 +17,8 @@ type Entry = unsafe extern "C" fn(*mut c_void);
 type Parallel = unsafe extern "C" fn(Entry, *mut c_void, c_uint, c_uint);
 type Number = unsafe extern "C" fn() -> c_int;
 
-/// `GOMP_parallel`, `GOMP_barrier`, `omp_get_thread_num` and `omp_get_num_threads` of a running OpenMP; null where there is none.
+/// `GOMP_parallel`, `GOMP_barrier`, `omp_get_thread_num` and `omp_get_num_threads` of a running
+/// OpenMP; null where there is none.
 #[repr(C)]
 pub struct TeamSpec {
     parallel: Option<Parallel>,
@@ -102,8 +104,9 @@ impl Member<'_> {
 pub(crate) struct Queue(AtomicUsize);
 
 impl Queue {
-    /// The next of `total` pieces, none when all are taken. First many at a time, since taking costs the time in which a processor asks another one
-    /// for the counter; at the end one by one, so that all end together.
+    /// The next of `total` pieces, none when all are taken. First many at a time, since taking
+    /// costs the time in which a processor asks another one for the counter; at the end one by one,
+    /// so that all end together.
     #[inline]
     pub(crate) fn take(&self, total: usize, members: usize) -> Range<usize> {
         let mut from = self.0.load(Ordering::Relaxed);

@@ -25,7 +25,8 @@ pub(crate) const BLOCK: usize = GROUP * GROUPS;
 /// Scores of some queries for a block.
 pub(crate) type Scores = [[f32; BLOCK]; MAX_ROWS];
 
-/// Rows of each tile but the last, of tiles of at most `most` rows: all have about as many, since a last one of a single row would cost as much as a full one.
+/// Rows of each tile but the last, of tiles of at most `most` rows: all have about as many, since a
+/// last one of a single row would cost as much as a full one.
 #[inline(always)]
 pub(crate) fn tile_height(rows: usize, most: usize) -> usize {
     rows.div_ceil(rows.div_ceil(most).max(1))
@@ -48,28 +49,31 @@ pub(crate) enum Ahead<E> {
 /// A processor's way of computing with elements `E`.
 ///
 /// # Safety
-/// Implementations may use instructions that not every processor has: their methods may be called only where those were detected.
+/// Implementations may use instructions that not every processor has: their methods may be called
+/// only where those were detected.
 pub(crate) unsafe trait Kernel<E: Element>: 'static {
     /// Rows that a tile may have, at most [`MAX_ROWS`].
     const ROWS: usize;
     /// Its floats.
     type Vector: Vector;
-    /// What rows are computed with: elements, or what they become once for all panels. No larger than `f32`.
+    /// What rows are computed with: elements, or what they become once for all panels. No larger
+    /// than `f32`.
     type Number: Copy;
 
-    /// Puts rows in the order in which [`Self::tile`] reads them: `rows` numbers of one inner position, or groups of `E::PAIR` where numbers are
-    /// elements, then those of the next. So what belongs to the positions from any group on begins `rows` times as far in.
+    /// Puts rows in the order in which [`Self::tile`] reads them: `rows` numbers of one inner
+    /// position, or groups of `E::PAIR` where numbers are elements, then those of the next. So what
+    /// belongs to the positions from any group on begins `rows` times as far in.
     ///
     /// # Safety
-    /// `a` has `rows` rows of `k` elements, one after the other; `numbers` has room for as many; `k` is a multiple of `E::PAIR`;
-    /// `1 <= rows <= Self::ROWS`.
+    /// `a` has `rows` rows of `k` elements, one after the other; `numbers` has room for as many;
+    /// `k` is a multiple of `E::PAIR`; `1 <= rows <= Self::ROWS`.
     unsafe fn arrange(a: *const E, rows: usize, k: usize, numbers: *mut Self::Number);
 
     /// `out[r] = a[r] · panel` for `r < rows`, or adds the product `more` to what is there.
     ///
     /// # Safety
-    /// `numbers` are `k` positions of `rows` rows, arranged; `panel` is `k` inner positions of a packed panel, `k` a multiple of `E::PAIR`; `out` has
-    /// `rows` rows; `1 <= rows <= Self::ROWS`.
+    /// `numbers` are `k` positions of `rows` rows, arranged; `panel` is `k` inner positions of a
+    /// packed panel, `k` a multiple of `E::PAIR`; `out` has `rows` rows; `1 <= rows <= Self::ROWS`.
     unsafe fn tile(
         numbers: *const Self::Number,
         rows: usize,
@@ -80,10 +84,12 @@ pub(crate) unsafe trait Kernel<E: Element>: 'static {
         out: *mut Outputs,
     );
 
-    /// `out[r] = queries[r] · keys` for `r < rows`. What is `ahead` begins to be loaded: as much as the keys, from addresses that need not be valid.
+    /// `out[r] = queries[r] · keys` for `r < rows`. What is `ahead` begins to be loaded: as much as
+    /// the keys, from addresses that need not be valid.
     ///
     /// # Safety
-    /// `queries` are `dim` positions of `rows` rows, arranged; `keys` are groups of keys; `dim` is a multiple of `E::PAIR`; `1 <= rows <= Self::ROWS`.
+    /// `queries` are `dim` positions of `rows` rows, arranged; `keys` are groups of keys; `dim` is
+    /// a multiple of `E::PAIR`; `1 <= rows <= Self::ROWS`.
     unsafe fn scores(
         queries: *const Self::Number,
         rows: usize,
@@ -93,12 +99,13 @@ pub(crate) unsafe trait Kernel<E: Element>: 'static {
         out: &mut Scores,
     );
 
-    /// `out[r * dim ..][.. dim] = out[r * dim ..][.. dim] * decay[r] + weights[r] · values`, for `r < rows`. What is `ahead` begins to be loaded: as much as the
-    /// values, from addresses that need not be valid.
+    /// `out[r * dim ..][.. dim] = out[r * dim ..][.. dim] * decay[r] + weights[r] · values`, for `r
+    /// < rows`. What is `ahead` begins to be loaded: as much as the values, from addresses that
+    /// need not be valid.
     ///
     /// # Safety
-    /// `weights` has `rows` rows of [`BLOCK`] numbers, `out` `rows` rows of `dim`; `values` are groups of values, `dim` wide; `dim` is a multiple of
-    /// [`LANES`]; `1 <= rows <= Self::ROWS`.
+    /// `weights` has `rows` rows of [`BLOCK`] numbers, `out` `rows` rows of `dim`; `values` are
+    /// groups of values, `dim` wide; `dim` is a multiple of [`LANES`]; `1 <= rows <= Self::ROWS`.
     unsafe fn mix(
         weights: *const Self::Number,
         rows: usize,
@@ -118,7 +125,8 @@ pub(crate) unsafe trait Kernel<E: Element>: 'static {
     /// `panel[d * pitch + r] = rows[r][d]` for groups of `E::PAIR` elements.
     ///
     /// # Safety
-    /// Each of `rows` can be read for `k` elements, a multiple of `E::PAIR`; `panel` can be written wherever the formula says.
+    /// Each of `rows` can be read for `k` elements, a multiple of `E::PAIR`; `panel` can be written
+    /// wherever the formula says.
     unsafe fn pack_rows(rows: &[*const E; LANES], k: usize, panel: *mut E, pitch: usize);
 
     /// Rounds to elements.
@@ -131,7 +139,8 @@ pub(crate) unsafe trait Kernel<E: Element>: 'static {
     fn prefetch(address: *const E);
 }
 
-/// Plain loops, which the compiler turns into the vectors of whatever processor the caller is compiled for.
+/// Plain loops, which the compiler turns into the vectors of whatever processor the caller is
+/// compiled for.
 pub(crate) struct Plain;
 
 // SAFETY: no special instructions.
@@ -247,7 +256,8 @@ unsafe impl<E: Element> Kernel<E> for Plain {
     fn prefetch(_: *const E) {}
 }
 
-/// `sums + row[.. k] · panel`, `N` outputs wide. Groups of the row's elements are `apart` groups apart.
+/// `sums + row[.. k] · panel`, `N` outputs wide. Groups of the row's elements are `apart` groups
+/// apart.
 ///
 /// # Safety
 /// The row has `k` elements, the panel `k * N`.

@@ -1,8 +1,10 @@
-//! Sixteen floats at a time, for what is not a product. Loops over arrays would do, but compilers turn them into vectors only now and then.
+//! Sixteen floats at a time, for what is not a product. Loops over arrays would do, but compilers
+//! turn them into vectors only now and then.
 
 use crate::tile::LANES;
 
-/// [`LANES`] floats. Like its kernels, a processor's own may be used only where its instructions were detected.
+/// [`LANES`] floats. Like its kernels, a processor's own may be used only where its instructions
+/// were detected.
 pub(crate) trait Vector: Copy {
     fn splat(value: f32) -> Self;
     /// # Safety

@@ -124,10 +124,12 @@ impl Vector for Zmm {
     }
 }
 
-/// Queries up to which four groups of keys, or vectors of a head, have room in registers at a time; of more there are two.
+/// Queries up to which four groups of keys, or vectors of a head, have room in registers at a time;
+/// of more there are two.
 const FEW_QUERIES: usize = 6;
 
-/// Calls the function for as many rows, the last one if there are more; `$second` is its second constant.
+/// Calls the function for as many rows, the last one if there are more; `$second` is its second
+/// constant.
 macro_rules! dispatch {
     ($rows:expr, $function:ident $arguments:tt, $second:tt, $($few:literal)* | $most:literal) => {
         match $rows {
@@ -137,8 +139,8 @@ macro_rules! dispatch {
     };
 }
 
-/// Implements [`Kernel`] with the loops of a module, compiled for `$features`. Each number of rows is a function of its own: inlined, all of
-/// them would be copied to every product.
+/// Implements [`Kernel`] with the loops of a module, compiled for `$features`. Each number of rows
+/// is a function of its own: inlined, all of them would be copied to every product.
 macro_rules! kernel {
     ($name:ident: $element:ty as $number:ty, $features:literal, $loops:ident) => {
         const _: () = {
@@ -345,8 +347,9 @@ pub(crate) fn has_avx_vnni() -> bool {
     has_avx2() && is_x86_feature_detected!("avxvnni")
 }
 
-/// Whether the processor's dot products of bfloat16 pairs are worth their while. Intel's take two cycles where two multiply-adds of as many
-/// `f32` take one, and are there for compatibility: its matrix extensions are what is fast. AMD's are twice as fast as multiply-adds.
+/// Whether the processor's dot products of bfloat16 pairs are worth their while. Intel's take two
+/// cycles where two multiply-adds of as many `f32` take one, and are there for compatibility: its
+/// matrix extensions are what is fast. AMD's are twice as fast as multiply-adds.
 pub(crate) fn pairs_are_fast() -> bool {
     static FAST: OnceLock<bool> = OnceLock::new();
     // Asking makes a virtual machine's host answer, which takes its time.

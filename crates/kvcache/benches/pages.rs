@@ -1,7 +1,9 @@
-//! What pages and blocks cost, at 64 to 4096 prompts of 4096 tokens whose blocks the pool holds. `cargo bench -p forebay-kvcache`.
+//! What pages and blocks cost, at 64 to 4096 prompts of 4096 tokens whose blocks the pool holds.
+//! `cargo bench -p forebay-kvcache`.
 //!
-//! Every operation is O(1) a page whatever else the pool holds. What grows with the pool is the memory that the operations are spread
-//! over: from some size on each costs a miss of the processor's caches.
+//! Every operation is O(1) a page whatever else the pool holds. What grows with the pool is the
+//! memory that the operations are spread over: from some size on each costs a miss of the
+//! processor's caches.
 
 use std::hint::black_box;
 use std::time::Duration;
@@ -35,7 +37,8 @@ fn block_names(prompt: &[i32]) -> Vec<BlockHash> {
     Namer::open().chain(0, prompt, PAGE_SIZE as usize)
 }
 
-/// A pool full of blocks that nobody uses, and their names by prompt. `spare` more pages hold nothing.
+/// A pool full of blocks that nobody uses, and their names by prompt. `spare` more pages hold
+/// nothing.
 fn resident(prompts: u32, spare: u32) -> (PagePool, Vec<Vec<BlockHash>>) {
     let mut pool = PagePool::<forebay_kvcache::Hot>::new(prompts * BLOCKS + spare);
     let names: Vec<_> = (0..prompts).map(|number| block_names(&prompt(number))).collect();
@@ -94,7 +97,8 @@ fn pages(criterion: &mut Criterion) {
                 assert_eq!(found, 0, "nobody asked for it before");
             });
         });
-        // Every page taken is the oldest block's, and becomes the newest's: the pool stays full of named blocks.
+        // Every page taken is the oldest block's, and becomes the newest's: the pool stays full of
+        // named blocks.
         let mut held = allocate(&mut pool, BLOCKS);
         let namer = Namer::open();
         let mut parent = namer.root(1);

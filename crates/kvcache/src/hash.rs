@@ -13,23 +13,25 @@ const NAME: usize = 16;
 /// Bytes of the secret that XXH3 takes.
 const SECRET: usize = 192;
 
-/// The name of a block: a 128-bit XXH3, keyed with a secret, of its parent's name and its own tokens ([`Namer`]). Equal names are taken
-/// for equal content, without a look at the tokens.
+/// The name of a block: a 128-bit XXH3, keyed with a secret, of its parent's name and its own
+/// tokens ([`Namer`]). Equal names are taken for equal content, without a look at the tokens.
 ///
-/// Two different blocks among `n` have the same name with a probability of about `n^2 / 2^129`: 2^-65 for the 2^32 blocks that a
-/// busy replica sees in years.
+/// Two different blocks among `n` have the same name with a probability of about `n^2 / 2^129`:
+/// 2^-65 for the 2^32 blocks that a busy replica sees in years.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct BlockHash(u128);
 
-/// The identity of an image: a cryptographic hash of its file and of how it is prepared. Equal ones are taken for equal images.
+/// The identity of an image: a cryptographic hash of its file and of how it is prepared. Equal ones
+/// are taken for equal images.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct ImageId(pub u128);
 
 /// Names blocks with a secret.
 ///
-/// Without the secret nobody can compute the name of a guessed prompt, or construct two prompts with one name. So names that
-/// leak tell nothing about prompts. XXH3 is no cryptographic hash: names are kept from clients all the same.
-/// Two namers with the same secret give the same names; all others share none.
+/// Without the secret nobody can compute the name of a guessed prompt, or construct two prompts
+/// with one name. So names that leak tell nothing about prompts. XXH3 is no cryptographic hash:
+/// names are kept from clients all the same. Two namers with the same secret give the same names;
+/// all others share none.
 #[derive(Clone)]
 pub struct Namer(Arc<[u8; SECRET]>);
 
@@ -56,13 +58,15 @@ impl Namer {
         Self::new(&[])
     }
 
-    /// What this namer's names can be told apart by from those of others. It says nothing of the secret.
+    /// What this namer's names can be told apart by from those of others. It says nothing of the
+    /// secret.
     #[must_use]
     pub fn id(&self) -> u64 {
         xxh3_64_with_secret(b"forebay namer 2", &*self.0)
     }
 
-    /// The salt that stands for these texts, never 0. Without the secret nobody can find other texts with the same one.
+    /// The salt that stands for these texts, never 0. Without the secret nobody can find other
+    /// texts with the same one.
     #[must_use]
     pub fn salt(&self, texts: &[&[u8]]) -> u64 {
         let mut bytes = b"forebay salt 1".to_vec();
@@ -81,7 +85,8 @@ impl Namer {
         BlockHash(xxh3_128_with_secret(&bytes, &*self.0))
     }
 
-    /// The name of the block that follows `parent` and holds `tokens` (as many as a page has positions).
+    /// The name of the block that follows `parent` and holds `tokens` (as many as a page has
+    /// positions).
     #[must_use]
     pub fn child(&self, parent: BlockHash, tokens: &[i32]) -> BlockHash {
         let mut bytes = [0; NAME + 4 * CHUNK];
@@ -95,8 +100,8 @@ impl Namer {
         })
     }
 
-    /// The same where images stand in the block: each is told by where it is in the block, which it is, and which of its positions is the first there.
-    /// Without images it is [`Self::child`].
+    /// The same where images stand in the block: each is told by where it is in the block, which it
+    /// is, and which of its positions is the first there. Without images it is [`Self::child`].
     #[must_use]
     pub fn child_with(
         &self,
@@ -114,7 +119,8 @@ impl Namer {
         })
     }
 
-    /// The names of the full blocks at the beginning of `tokens`, `page_size` tokens each, for requests with this salt.
+    /// The names of the full blocks at the beginning of `tokens`, `page_size` tokens each, for
+    /// requests with this salt.
     #[must_use]
     pub fn chain(&self, salt: u64, tokens: &[i32], page_size: usize) -> Vec<BlockHash> {
         let mut parent = self.root(salt);

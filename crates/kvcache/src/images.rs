@@ -19,13 +19,15 @@ impl ImageLease {
     }
 }
 
-/// Which image pages hold which image, and who uses them. The longest unused image is given up first.
+/// Which image pages hold which image, and who uses them. The longest unused image is given up
+/// first.
 #[derive(Debug)]
 pub struct ImagePool {
     pages: PagePool<Seen>,
 }
 
-/// The page of an image is named by the image and its number there. Identities are hashes: they and their multiples don't meet.
+/// The page of an image is named by the image and its number there. Identities are hashes: they and
+/// their multiples don't meet.
 fn name(ImageId(image): ImageId, page: usize) -> BlockHash {
     const STRIDE: u128 = 0x9e37_79b9_7f4a_7c15_f39c_c060_5ced_c835;
     BlockHash::from(image.wrapping_add(STRIDE.wrapping_mul(page as u128)))
@@ -38,7 +40,8 @@ impl ImagePool {
         Self { pages: PagePool::new(pages) }
     }
 
-    /// Leases the pages of an image, `pages` of them, beside everybody who has them. `None`: it is not there.
+    /// Leases the pages of an image, `pages` of them, beside everybody who has them. `None`: it is
+    /// not there.
     pub fn find(&mut self, image: ImageId, pages: u32) -> Option<ImageLease> {
         let mut found = Vec::with_capacity(pages as usize);
         for page in 0..pages as usize {
@@ -53,7 +56,8 @@ impl ImagePool {
         Some(ImageLease(found))
     }
 
-    /// Leases so many pages whose content is nobody's. `None`, and nothing is leased: too many are held.
+    /// Leases so many pages whose content is nobody's. `None`, and nothing is leased: too many are
+    /// held.
     pub fn allocate(&mut self, pages: u32) -> Option<ImageLease> {
         (self.pages.available() >= pages).then(|| {
             let leases = (0..pages).map_while(|_| self.pages.allocate());
@@ -79,7 +83,8 @@ impl ImagePool {
         self.pages.release_all(&mut lease.0);
     }
 
-    /// Forgets an image of so many pages, because its content cannot be trusted. Who leases it keeps it.
+    /// Forgets an image of so many pages, because its content cannot be trusted. Who leases it
+    /// keeps it.
     pub fn forget(&mut self, image: ImageId, pages: u32) {
         for page in 0..pages as usize {
             self.pages.forget(name(image, page));

@@ -1,4 +1,5 @@
-//! A doubly linked list threaded through an array: O(1) push, pop and removal from the middle, no allocation.
+//! A doubly linked list threaded through an array: O(1) push, pop and removal from the middle, no
+//! allocation.
 
 /// No page.
 const NIL: u32 = u32::MAX;
@@ -69,7 +70,8 @@ impl Lru {
         Some(page)
     }
 
-    /// The pages from the longest unused on, both directions checked against each other and against the length.
+    /// The pages from the longest unused on, both directions checked against each other and against
+    /// the length.
     pub(crate) fn checked_pages(&self) -> Result<Vec<u32>, String> {
         let (mut pages, mut previous, mut at) = (Vec::new(), NIL, self.oldest);
         while at != NIL {

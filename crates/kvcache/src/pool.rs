@@ -14,8 +14,9 @@ pub enum Hot {}
 #[derive(Debug, PartialEq, Eq)]
 pub enum Host {}
 
-/// The right to use one page of a tier, and the duty to give it back: it cannot be copied, and [`PagePool::release`] takes it by value.
-/// Dropping it instead would leak the page, which debug builds assert against.
+/// The right to use one page of a tier, and the duty to give it back: it cannot be copied, and
+/// [`PagePool::release`] takes it by value. Dropping it instead would leak the page, which debug
+/// builds assert against.
 #[derive(Debug, PartialEq, Eq)]
 #[must_use = "a lease that is not released leaks its page"]
 pub struct Lease<T = Hot> {
@@ -112,8 +113,9 @@ impl<T> PagePool<T> {
         self.changed.get_or_insert_default().drain(..)
     }
 
-    /// Leases a page whose content is nobody's: a free one, else the longest unused of those whose block another tier holds too, else
-    /// the longest unused. Its block is forgotten, and comes with it. `None`: every page is held.
+    /// Leases a page whose content is nobody's: a free one, else the longest unused of those whose
+    /// block another tier holds too, else the longest unused. Its block is forgotten, and comes
+    /// with it. `None`: every page is held.
     #[must_use]
     pub fn allocate(&mut self) -> Option<(Lease<T>, Option<Evicted>)> {
         let mut evicted = None;
@@ -128,7 +130,8 @@ impl<T> PagePool<T> {
         Some((Lease::new(page), evicted))
     }
 
-    /// Leases the page that holds a block, beside everybody who has it leased already. `None`: no page holds it.
+    /// Leases the page that holds a block, beside everybody who has it leased already. `None`: no
+    /// page holds it.
     #[must_use]
     pub fn share(&mut self, name: BlockHash) -> Option<Lease<T>> {
         let page = *self.named.get(&name)?;
@@ -152,7 +155,8 @@ impl<T> PagePool<T> {
         self.named.contains_key(&name)
     }
 
-    /// Says whether another tier holds a block too. Where it does, its page is given up before others. Nothing, if no page holds it here.
+    /// Says whether another tier holds a block too. Where it does, its page is given up before
+    /// others. Nothing, if no page holds it here.
     pub fn set_saved(&mut self, name: BlockHash, saved: bool) {
         let Some(&page) = self.named.get(&name) else { return };
         let entry = &mut self.pages[page as usize];
@@ -232,8 +236,9 @@ impl<T> PagePool<T> {
         self.pages[self.cached[0].oldest()? as usize].name
     }
 
-    /// Says what a page holds, once it is full. False, and nothing is done, where another page holds that block already (the older
-    /// one stays, it is the one that others share) or the page has a name already.
+    /// Says what a page holds, once it is full. False, and nothing is done, where another page
+    /// holds that block already (the older one stays, it is the one that others share) or the page
+    /// has a name already.
     pub fn name(&mut self, lease: &Lease<T>, name: BlockHash) -> bool {
         let entry = &mut self.pages[lease.page as usize];
         if entry.name.is_some() || self.named.contains_key(&name) {
@@ -245,7 +250,8 @@ impl<T> PagePool<T> {
         true
     }
 
-    /// Gives a lease back. With its last lease a page becomes the latest used of the cached ones, or free if it holds no named block.
+    /// Gives a lease back. With its last lease a page becomes the latest used of the cached ones,
+    /// or free if it holds no named block.
     pub fn release(&mut self, lease: Lease<T>) {
         let page = lease.into_page();
         let entry = &mut self.pages[page as usize];
@@ -260,16 +266,17 @@ impl<T> PagePool<T> {
         }
     }
 
-    /// Gives back the leases of one request, in the order of their positions, and empties the vector. The deepest goes first, so that
-    /// it is also evicted first: a block is of no use without everything before it.
+    /// Gives back the leases of one request, in the order of their positions, and empties the
+    /// vector. The deepest goes first, so that it is also evicted first: a block is of no use
+    /// without everything before it.
     pub fn release_all(&mut self, leases: &mut Vec<Lease<T>>) {
         while let Some(lease) = leases.pop() {
             self.release(lease);
         }
     }
 
-    /// Makes the pool forget which page holds a block, because its content cannot be trusted. Who leases the page keeps it. False: no
-    /// page holds it.
+    /// Makes the pool forget which page holds a block, because its content cannot be trusted. Who
+    /// leases the page keeps it. False: no page holds it.
     pub fn forget(&mut self, name: BlockHash) -> bool {
         let Some(&page) = self.named.get(&name) else {
             return false;
@@ -336,7 +343,8 @@ impl<T> PagePool<T> {
         self.pages[page as usize].leases
     }
 
-    /// Walks over everything: each page in exactly one state, names and pages in agreement. For idle moments and tests.
+    /// Walks over everything: each page in exactly one state, names and pages in agreement. For
+    /// idle moments and tests.
     ///
     /// # Errors
     /// What is wrong, in words.

@@ -1,4 +1,5 @@
-//! Backed tiers against memory that can be looked into: hot pages, host pages, and index pages that die with the device.
+//! Backed tiers against memory that can be looked into: hot pages, host pages, and index pages that
+//! die with the device.
 
 use std::collections::{BTreeMap, HashSet};
 
@@ -64,8 +65,8 @@ struct Held {
     content: Option<usize>,
     /// Copies to wait for, before the content can be counted on.
     pending: HashSet<u32>,
-    /// The rows that it has saved one by one, as long as it computes the block: a row is saved by the plan that computes it, and so before the
-    /// block has its name.
+    /// The rows that it has saved one by one, as long as it computes the block: a row is saved by
+    /// the plan that computes it, and so before the block has its name.
     rows: Option<HashSet<u32>>,
 }
 

@@ -1,4 +1,5 @@
-//! The tiers against memory that can be looked into: every page has a content, copies move it, and whoever finds a block finds its content.
+//! The tiers against memory that can be looked into: every page has a content, copies move it, and
+//! whoever finds a block finds its content.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 
@@ -359,7 +360,8 @@ fn a_host_tier_that_copies_fill_refuses_and_does_not_wait() {
     let copy = tiers.next_save(9).expect("a save");
     assert_eq!(tiers.next_save(9), None);
     assert_eq!(tiers.moves().refused, 1);
-    // Of two cached blocks the one that the host does not have goes, because the other's page is held by its save.
+    // Of two cached blocks the one that the host does not have goes, because the other's page is
+    // held by its save.
     let lease = tiers.allocate().expect("a page");
     assert_eq!(tiers.moves().dropped_unsaved, 1);
     assert!(tiers.allocate().is_none() && tiers.expects_pages());

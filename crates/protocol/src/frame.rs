@@ -7,7 +7,8 @@ use thiserror::Error;
 pub const VERSION: u16 = 4;
 /// Bytes of the fixed header.
 pub const HEADER_BYTES: usize = 24;
-/// Most words a frame may hold after its header (256 MiB). Readers refuse more, so writers make no larger frame.
+/// Most words a frame may hold after its header (256 MiB). Readers refuse more, so writers make no
+/// larger frame.
 pub const MAX_WORDS: u32 = 1 << 26;
 /// Bytes that an encoded frame's buffer keeps for the next one, whatever the largest frame was.
 const KEPT_BYTES: usize = 1 << 20;
@@ -219,8 +220,9 @@ impl Frame {
     }
 }
 
-/// Writes a frame of word columns to `out`, replacing what it holds; empty columns are left out. Column number `n` of `columns` has
-/// id `n + 1`. A buffer that grew for one large frame shrinks again.
+/// Writes a frame of word columns to `out`, replacing what it holds; empty columns are left out.
+/// Column number `n` of `columns` has id `n + 1`. A buffer that grew for one large frame shrinks
+/// again.
 ///
 /// # Errors
 /// The frame would be larger than a reader takes. `out` is empty then.
@@ -270,7 +272,8 @@ pub fn encode_json(kind: Kind, text: &str) -> Result<Vec<u8>, FrameError> {
     Ok(out)
 }
 
-/// Writes the frame that says where in the arena a frame of step `step` lies: its first byte, a multiple of 16, and its words with the header's.
+/// Writes the frame that says where in the arena a frame of step `step` lies: its first byte, a
+/// multiple of 16, and its words with the header's.
 ///
 /// # Errors
 /// None of those that a short frame could have; the type is that of all writers.

@@ -1,4 +1,5 @@
-//! What brain and hand tell each other before the first plan, and when something breaks: the JSON frames.
+//! What brain and hand tell each other before the first plan, and when something breaks: the JSON
+//! frames.
 
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
@@ -101,17 +102,20 @@ pub struct HandConfig {
     pub copy_gbps: Option<f64>,
     /// Checksums of pages are noted and checked; for tests.
     pub kv_checksum: bool,
-    /// Rows of the device that a sparse slot keeps, at least the model's top-k; 0: twice that. `None`: no slot is ever sparse.
+    /// Rows of the device that a sparse slot keeps, at least the model's top-k; 0: twice that.
+    /// `None`: no slot is ever sparse.
     pub hot_row_tokens: Option<u32>,
     /// The positions that a row chooses, as the user has them; the model must agree.
     pub sparse_top_k: Option<u32>,
     /// Positions of all image pages; `None`: what the hand finds right for the model.
     pub image_pool_tokens: Option<u64>,
-    /// Whether anything waits for saves: `behind`, nothing; `fence`, the rows of the next plan; `inline`, the next plan.
+    /// Whether anything waits for saves: `behind`, nothing; `fence`, the rows of the next plan;
+    /// `inline`, the next plan.
     pub kv_save_order: String,
 }
 
-/// Hand to brain, between `config` and `ready`: a question to the store by which ranks find each other. Values are in base64.
+/// Hand to brain, between `config` and `ready`: a question to the store by which ranks find each
+/// other. Values are in base64.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct StoreRequest {
     /// Comes back with the answer.
@@ -197,7 +201,8 @@ pub struct Progress {
 /// Hand to brain: plans are taken from now on. The facts that only the device knows.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Ready {
-    /// Pages of the KV pool; 0: the model keeps no keys and values, and its prompts must not be cut.
+    /// Pages of the KV pool; 0: the model keeps no keys and values, and its prompts must not be
+    /// cut.
     pub page_count: u32,
     /// Rows of the output head.
     pub vocab_size: u32,

@@ -1,7 +1,7 @@
 //! The step protocol between the brain and its hands: frames, plans and results as bytes. No I/O.
 //!
-//! `docs/protocol.md` is the specification. The Python twin is `python/forebay/protocol`; golden fixtures in
-//! `tests/wire/` are checked from both languages.
+//! `docs/protocol.md` is the specification. The Python twin is `python/forebay/protocol`; golden
+//! fixtures in `tests/wire/` are checked from both languages.
 
 mod copy;
 mod dtype;

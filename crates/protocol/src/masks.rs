@@ -1,4 +1,5 @@
-//! The masks of a step: which tokens its masked rows may sample. They follow the plan, when the tokens before them are known.
+//! The masks of a step: which tokens its masked rows may sample. They follow the plan, when the
+//! tokens before them are known.
 
 use crate::frame::{Frame, FrameError, Kind, encode};
 
@@ -20,7 +21,8 @@ pub struct StepMasks {
 }
 
 impl StepMasks {
-    /// Makes room for `rows` masks over `vocabulary` tokens, for step `step`. Until they are written, everything is allowed.
+    /// Makes room for `rows` masks over `vocabulary` tokens, for step `step`. Until they are
+    /// written, everything is allowed.
     pub fn begin(&mut self, step: u64, rows: usize, vocabulary: u32) {
         self.step = step;
         self.width = vocabulary.div_ceil(u32::BITS) as usize;
@@ -35,7 +37,8 @@ impl StepMasks {
         self.step
     }
 
-    /// Each row's mask, to be written: bit `i % 32` of word `i / 32` says whether token `i` may come; and whether the mask says anything.
+    /// Each row's mask, to be written: bit `i % 32` of word `i / 32` says whether token `i` may
+    /// come; and whether the mask says anything.
     pub fn rows_mut(&mut self) -> impl ExactSizeIterator<Item = (&mut [u32], &mut bool)> {
         self.words.chunks_exact_mut(self.width.max(1)).zip(&mut self.masked)
     }
@@ -46,8 +49,9 @@ impl StepMasks {
         masks.zip(&self.masked).map(|(mask, &masked)| masked.then_some(mask))
     }
 
-    /// Writes the frame to `out`, replacing what it holds. `place` gets each mask and answers the byte offset in the arena where it put it,
-    /// or `None` to leave it in the frame (the arena is full).
+    /// Writes the frame to `out`, replacing what it holds. `place` gets each mask and answers the
+    /// byte offset in the arena where it put it, or `None` to leave it in the frame (the arena is
+    /// full).
     ///
     /// # Errors
     /// The frame would be larger than a reader takes.
@@ -117,7 +121,8 @@ impl ReceivedMasks {
         Ok(Self { step: frame.header().step, places, words })
     }
 
-    /// The mask that is so many after the frame's first, of `width` words each; `None`: there is no such.
+    /// The mask that is so many after the frame's first, of `width` words each; `None`: there is no
+    /// such.
     #[must_use]
     pub fn inline(&self, index: usize, width: usize) -> Option<&[u32]> {
         self.words.get(index * width..(index + 1) * width)

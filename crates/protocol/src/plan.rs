@@ -22,7 +22,8 @@ const UNUSED: u32 = 23;
 const KEPT_WORDS: usize = 1 << 18;
 /// Words of a page-table write.
 pub const PAGE_WRITE_WORDS: usize = 3;
-/// Most words of a row: its record, how many tokens it may give, and what it is to give of its prompt.
+/// Most words of a row: its record, how many tokens it may give, and what it is to give of its
+/// prompt.
 pub const ROW_WORDS: usize = ROW_RECORD_WORDS + 1 + PROMPT_LOGPROBS_WORDS;
 /// Words of a record of the `rows` column.
 const ROW_RECORD_WORDS: usize = 4;
@@ -38,9 +39,11 @@ const FLAG_MASKED: i32 = 4;
 pub enum Want {
     /// Keys and values only: more of the prompt follows.
     Nothing,
-    /// One token at least for the positions after the row, and so many at most. The hand has computed the positions of all but the last.
+    /// One token at least for the positions after the row, and so many at most. The hand has
+    /// computed the positions of all but the last.
     Tokens(u32),
-    /// The next token, one of those that the row's mask allows: the step's [`crate::StepMasks`] follow the plan.
+    /// The next token, one of those that the row's mask allows: the step's [`crate::StepMasks`]
+    /// follow the plan.
     Masked,
     /// One vector of the slot's positions, of which the row's are the last.
     Vector,
@@ -136,7 +139,8 @@ fn take_pair(rest: &mut &[i32], slot: i32) -> Option<u32> {
 }
 
 impl StepPlan {
-    /// Empties the plan for step `step`. It keeps its memory, but not what only one large step needed.
+    /// Empties the plan for step `step`. It keeps its memory, but not what only one large step
+    /// needed.
     pub fn begin(&mut self, step: u64) {
         self.step = step;
         empty(&mut self.slots);
@@ -329,8 +333,9 @@ impl StepPlan {
         self.encode_spilling(out, usize::MAX, |_| None)
     }
 
-    /// The same, without the tokens of new slots that have at least `min_tokens` of them: `place` gets the tokens and answers the byte
-    /// offset in the arena where it put them, or `None` to leave them in the plan (the arena is full).
+    /// The same, without the tokens of new slots that have at least `min_tokens` of them: `place`
+    /// gets the tokens and answers the byte offset in the arena where it put them, or `None` to
+    /// leave them in the plan (the arena is full).
     ///
     /// # Errors
     /// The frame would be larger than a reader takes.
@@ -362,7 +367,8 @@ impl StepPlan {
     /// Reads a plan's frame.
     ///
     /// # Errors
-    /// Another kind of frame, a column or a flag that is not known, or columns whose lengths contradict each other.
+    /// Another kind of frame, a column or a flag that is not known, or columns whose lengths
+    /// contradict each other.
     pub fn decode(frame: &Frame) -> Result<Self, FrameError> {
         if frame.header().kind != Kind::Plan {
             return Err(FrameError::Malformed("not a plan"));

@@ -11,7 +11,8 @@ pub const ROW_NOT_FINITE: i32 = 1;
 /// Columns of a result: the ids 1 to this, in the order of [`StepResult::encode`].
 const COLUMNS: usize = 15;
 
-/// Log-probabilities of one sampled position: the sampled token first, then the most likely in descending order.
+/// Log-probabilities of one sampled position: the sampled token first, then the most likely in
+/// descending order.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct SampledLogprobs<'a> {
     /// Token ids.
@@ -43,7 +44,8 @@ pub struct StepResult {
     pub pooled: Vec<f32>,
     /// Tokens of each row that samples, at least one; empty: one each.
     pub token_counts: Vec<i32>,
-    /// Copies that ended since the last result: ticket, and [`crate::COPY_OK`] or [`crate::COPY_FAILED`].
+    /// Copies that ended since the last result: ticket, and [`crate::COPY_OK`] or
+    /// [`crate::COPY_FAILED`].
     pub copied: Vec<[i32; COPIED_WORDS]>,
     /// What copies took since the last result.
     pub copy_timing: CopyTiming,
@@ -53,7 +55,8 @@ pub struct StepResult {
     pub prompt_logprobs: Option<Box<PromptLogprobs>>,
 }
 
-/// Log-probabilities of tokens of prompts. A token's entries are itself, then the most likely ones, descending.
+/// Log-probabilities of tokens of prompts. A token's entries are itself, then the most likely ones,
+/// descending.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct PromptLogprobs {
     /// One a token: 1, and 1 more for each token that is likelier.
@@ -95,7 +98,8 @@ impl SparseRows {
 }
 
 impl StepResult {
-    /// Log-probabilities of each token in order; `None` where its request asked for none. Endless: zip it with the tokens.
+    /// Log-probabilities of each token in order; `None` where its request asked for none. Endless:
+    /// zip it with the tokens.
     pub fn logprobs(&self) -> impl Iterator<Item = Option<SampledLogprobs<'_>>> {
         let (mut at, mut row) = (0, 0);
         std::iter::from_fn(move || {
@@ -155,7 +159,8 @@ impl StepResult {
     /// Reads a result's frame.
     ///
     /// # Errors
-    /// Another kind of frame, a column that is not known, or columns whose lengths contradict each other.
+    /// Another kind of frame, a column that is not known, or columns whose lengths contradict each
+    /// other.
     pub fn decode(frame: &Frame) -> Result<Self, FrameError> {
         if frame.header().kind != Kind::Result {
             return Err(FrameError::Malformed("not a result"));

@@ -2,7 +2,8 @@
 
 use std::sync::Arc;
 
-/// How a slot's tokens are sampled. Part of the device's slot table: replaced as a whole when a slot is written.
+/// How a slot's tokens are sampled. Part of the device's slot table: replaced as a whole when a
+/// slot is written.
 #[derive(Debug, Clone, PartialEq)]
 pub struct SamplingParams {
     /// 0 is greedy.
@@ -13,7 +14,8 @@ pub struct SamplingParams {
     pub top_k: i32,
     /// Share of the largest probability below which tokens are dropped, 0 is off.
     pub min_p: f32,
-    /// Divides positive and multiplies negative logits of seen tokens, 1 is off (Keskar et al. 2019).
+    /// Divides positive and multiplies negative logits of seen tokens, 1 is off (Keskar et al.
+    /// 2019).
     pub repetition_penalty: f32,
     /// Subtracted once from the logit of each generated token.
     pub presence_penalty: f32,
@@ -27,7 +29,8 @@ pub struct SamplingParams {
     pub logprobs: Option<u8>,
     /// Added to the logits, by token id. The choices of a client's request share it.
     pub logit_bias: Arc<[(i32, f32)]>,
-    /// The only ids that can be sampled, ascending, at least one; `None`: all. The choices of a client's request share them.
+    /// The only ids that can be sampled, ascending, at least one; `None`: all. The choices of a
+    /// client's request share them.
     pub allowed: Option<Arc<[i32]>>,
 }
 
@@ -57,18 +60,21 @@ pub struct Pooling {
     pub segment: u32,
 }
 
-/// What the device must know of a request beside its tokens; written with its slot. A new kind of parameter is a field here and a column
-/// of the plan.
+/// What the device must know of a request beside its tokens; written with its slot. A new kind of
+/// parameter is a field here and a column of the plan.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct SlotSpec {
     /// How its tokens are sampled; `seed` is always set, at random where the client gave none.
     pub sampling: SamplingParams,
-    /// Token ids that end the request: end-of-sequence (unless ignored) and the client's `stop_token_ids`; ascending, each once.
+    /// Token ids that end the request: end-of-sequence (unless ignored) and the client's
+    /// `stop_token_ids`; ascending, each once.
     pub stop_ids: Arc<[i32]>,
-    /// One vector is made of the prompt, and nothing is generated. For models that pool, and no others.
+    /// One vector is made of the prompt, and nothing is generated. For models that pool, and no
+    /// others.
     pub pooling: Option<Pooling>,
-    /// Byte offset in the arena of embeddings that stand for the prompt's tokens, one row of `hidden_size` elements each. Its blocks are
-    /// nobody's but its own: they have no name, because its tokens do not say what is in them.
+    /// Byte offset in the arena of embeddings that stand for the prompt's tokens, one row of
+    /// `hidden_size` elements each. Its blocks are nobody's but its own: they have no name, because
+    /// its tokens do not say what is in them.
     pub embeds: Option<u32>,
 }
 

@@ -190,7 +190,8 @@ fn the_scheduler_s_calls_write_the_golden_pooling_plan() {
     assert_eq!(got, bytes);
 }
 
-/// The fixture is built once more through the calls that the scheduler makes, so that they can't drift from the bytes.
+/// The fixture is built once more through the calls that the scheduler makes, so that they can't
+/// drift from the bytes.
 #[test]
 fn the_scheduler_s_calls_write_the_golden_plan() {
     let (folder, _) = fixtures();
@@ -301,7 +302,8 @@ fn the_scheduler_s_calls_write_the_golden_copies() {
     assert_eq!((plan.wait_us(), &got), (1000, &read("plan_wait.bin")));
 }
 
-/// The same for masks: of a vocabulary of 70 tokens, one in the arena, one that allows everything, and two in the frame.
+/// The same for masks: of a vocabulary of 70 tokens, one in the arena, one that allows everything,
+/// and two in the frame.
 #[test]
 fn the_engine_s_calls_write_the_golden_masks() {
     let (folder, _) = fixtures();

@@ -17,8 +17,9 @@ pub(crate) enum News {
     Settled(usize, Arc<[BlockHash]>),
 }
 
-/// The index, and the lane of what it does not know yet. Whoever looks something up applies the news first: so engine threads never
-/// wait for it, and the work is done by those who want the answer. What is in the lane is bounded by what happens between two requests.
+/// The index, and the lane of what it does not know yet. Whoever looks something up applies the
+/// news first: so engine threads never wait for it, and the work is done by those who want the
+/// answer. What is in the lane is bounded by what happens between two requests.
 pub(crate) struct Blocks {
     index: Mutex<PrefixIndex<BlockHash>>,
     news: Receiver<News>,

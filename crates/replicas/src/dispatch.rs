@@ -82,8 +82,8 @@ impl Dispatch {
         self.balancer.method() == Method::TotalTokens
     }
 
-    /// Chooses a replica among those that are `open` and enters the request there. `None`: there is none. `poll` tells the loads as the
-    /// replicas report them.
+    /// Chooses a replica among those that are `open` and enters the request there. `None`: there is
+    /// none. `poll` tells the loads as the replicas report them.
     pub(crate) fn send(
         &mut self,
         asked: Asked<'_>,

@@ -1,16 +1,17 @@
 //! Data parallel replicas in one brain: N engines that look like one.
 //!
-//! [`Replicas::submit`] chooses the replica on the caller's thread, with a ledger ([`forebay_balance::Ledger`]) that is exact: a request counts at its
-//! replica from the choice on, and its end is taken off before the client can have seen it. So whoever sends a request when another
-//! one ends finds its place free. There are no load reports, because nobody is far away.
+//! [`Replicas::submit`] chooses the replica on the caller's thread, with a ledger
+//! ([`forebay_balance::Ledger`]) that is exact: a request counts at its replica from the choice on,
+//! and its end is taken off before the client can have seen it. So whoever sends a request when
+//! another one ends finds its place free. There are no load reports, because nobody is far away.
 //!
 //! | lock | what | held by |
 //! |---|---|---|
 //! | dispatch | ledger, policy, which replicas are up | callers for one choice; engine threads for the ends of one step |
 //! | blocks | which replica holds which blocks | callers for one lookup; engine threads never: they send their changes through a lane |
 //!
-//! A replica whose hand dies leaves the set, and its engine gives its requests back to be sent to the others
-//! ([`forebay_engine::Peers`]); the respawned hand joins again.
+//! A replica whose hand dies leaves the set, and its engine gives its requests back to be sent to
+//! the others ([`forebay_engine::Peers`]); the respawned hand joins again.
 
 mod blocks;
 mod dispatch;

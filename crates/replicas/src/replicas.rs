@@ -22,8 +22,9 @@ use crate::status::{ReplicaReport, combined_facts, combined_stats, combined_stat
 pub struct ReplicasConfig {
     /// The policy.
     pub method: Method,
-    /// Microseconds between two looks at the replicas' own numbers, with nothing known in between; 0: exact loads. Then the policy is
-    /// that of [`forebay_balance::Budget`], and there to be measured against.
+    /// Microseconds between two looks at the replicas' own numbers, with nothing known in between;
+    /// 0: exact loads. Then the policy is that of [`forebay_balance::Budget`], and there to be
+    /// measured against.
     pub watch_interval_us: u64,
 }
 
@@ -166,16 +167,19 @@ impl Replicas {
         })
     }
 
-    /// Ends a request, wherever it is. Its terminal output has [`forebay_engine::FinishReason::Abort`], unless it ended by itself before.
+    /// Ends a request, wherever it is. Its terminal output has
+    /// [`forebay_engine::FinishReason::Abort`], unless it ended by itself before.
     pub fn abort(&self, id: RequestId) {
-        // Under the lock, so that a request on its way from one replica to another is found at one of them.
+        // Under the lock, so that a request on its way from one replica to another is found at one
+        // of them.
         let dispatch = self.0.dispatch.lock();
         if let Some(at) = dispatch.ledger.target(id.0) {
             self.0.engines()[at].abort(id);
         }
     }
 
-    /// Drops every unreferenced block of all prefix caches; `reply` gets false when running requests kept some.
+    /// Drops every unreferenced block of all prefix caches; `reply` gets false when running
+    /// requests kept some.
     pub fn flush_cache(&self, reply: Box<dyn FnOnce(bool) + Send>) {
         let engines = self.0.engines();
         let waiting = Arc::new(Mutex::new((engines.len(), true, Some(reply))));
@@ -206,7 +210,8 @@ impl Replicas {
         self.0.engines().iter().for_each(EngineHandle::drain);
     }
 
-    /// A replica gets no new requests from now on, or gets them again; false: there is none with this number.
+    /// A replica gets no new requests from now on, or gets them again; false: there is none with
+    /// this number.
     pub fn drain_replica(&self, at: usize, drained: bool) -> bool {
         let mut dispatch = self.0.dispatch.lock();
         let found = dispatch.drained.get_mut(at).map(|place| *place = drained);
@@ -246,8 +251,8 @@ impl Replicas {
         combined_stats(self.0.engines().iter().map(EngineHandle::stats))
     }
 
-    /// What holds for every replica that has been ready; `None` until one has. One that is ready later may have less room: what does not
-    /// fit there goes to others.
+    /// What holds for every replica that has been ready; `None` until one has. One that is ready
+    /// later may have less room: what does not fit there goes to others.
     #[must_use]
     pub fn facts(&self) -> Option<Facts> {
         combined_facts(self.0.engines().iter().filter_map(EngineHandle::facts))
@@ -280,7 +285,8 @@ impl Replicas {
         self.0.engines().to_vec()
     }
 
-    /// The names of a prompt's full blocks for requests with this salt; empty where nothing is shared.
+    /// The names of a prompt's full blocks for requests with this salt; empty where nothing is
+    /// shared.
     #[must_use]
     pub fn block_names(&self, salt: u64, prompt: &[i32]) -> Vec<BlockHash> {
         self.0.names(salt, prompt, &[])

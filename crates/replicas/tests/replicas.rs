@@ -1,4 +1,5 @@
-//! Engines with simulated hands, in real time: whatever dies, every request ends once and says what it would have said alone.
+//! Engines with simulated hands, in real time: whatever dies, every request ends once and says what
+//! it would have said alone.
 
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
@@ -279,7 +280,8 @@ fn streams_survive_twenty_kills_and_the_hands_come_back() {
         // A hand that is killed before it has done anything counts as one that did not start.
         let mut rig = Rig::with(4, how, EngineConfig { restart_limit: 1000, ..config() });
         let (mut next, mut ended, mut kills) = (0, 0, 0);
-        // Who is killed twice while it tries the same suspect alone has to blame it, so all must have gone on since the last kill.
+        // Who is killed twice while it tries the same suspect alone has to blame it, so all must
+        // have gone on since the last kill.
         let mut before: HashMap<u64, usize> = HashMap::new();
         while next < 60 {
             rig.replicas.submit(request(next, prompt(next), 150)).expect("room");
@@ -350,7 +352,8 @@ fn when_all_hands_are_gone_requests_wait_for_the_first_to_come_back() {
     for id in 0..30 {
         rig.replicas.submit(request(id, prompt(id), 300)).expect("room");
     }
-    // All die with their own requests in flight: who died alone with one of another's suspects would have to blame it.
+    // All die with their own requests in flight: who died alone with one of another's suspects
+    // would have to blame it.
     while rig.replicas.reports().iter().any(|report| report.stats.scheduler.steps == 0) {
         std::thread::yield_now();
     }
@@ -497,7 +500,8 @@ fn requests_with_different_salts_share_nothing_at_any_replica() {
 fn polled_loads_are_not_looked_at_in_between() {
     let polled = ReplicasConfig { method: Method::ShortestQueue, watch_interval_us: u64::MAX / 2 };
     let mut rig = Rig::with(3, polled, config());
-    // The only report said that nobody has anything to do, so everybody takes turns, however long the requests are.
+    // The only report said that nobody has anything to do, so everybody takes turns, however long
+    // the requests are.
     for id in 0..30 {
         let long = if id % 3 == 0 { 300 } else { 1 };
         rig.replicas.submit(request(id, prompt(id), long)).expect("room");

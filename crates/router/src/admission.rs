@@ -23,7 +23,8 @@ fn given(headers: &HeaderMap) -> Option<&str> {
     bearer().or_else(|| Some(headers.get(X_API_KEY)?.to_str().ok()?.trim()))
 }
 
-/// The one of `keys` that a request shows. Takes the same time wherever a wrong key differs and whichever right one it is.
+/// The one of `keys` that a request shows. Takes the same time wherever a wrong key differs and
+/// whichever right one it is.
 fn shown<'a>(headers: &HeaderMap, keys: impl Iterator<Item = &'a String>) -> Option<&'a str> {
     let given = given(headers)?;
     let mut found = None;
@@ -49,7 +50,8 @@ pub(crate) fn client<'a>(
     }
 }
 
-/// Whether a request may see what the router knows of its backends: with the operator's key, or with a client's where there is no other.
+/// Whether a request may see what the router knows of its backends: with the operator's key, or
+/// with a client's where there is no other.
 ///
 /// # Errors
 /// It shows neither.

@@ -108,7 +108,8 @@ struct State {
 /// Whether it is the same process as before, and who is tried in it.
 #[derive(Debug, Default)]
 struct Life {
-    /// Deaths so far. A dispatch that breaks when there are more than at its beginning was in flight at one.
+    /// Deaths so far. A dispatch that breaks when there are more than at its beginning was in
+    /// flight at one.
     deaths: u64,
     /// It was found dead and has not answered since.
     dead: bool,
@@ -218,7 +219,8 @@ impl Backend {
         self.forebay.load(Ordering::Relaxed)
     }
 
-    /// It as a candidate, and whether a suspect is on trial here; `None` while it takes no requests.
+    /// It as a candidate, and whether a suspect is on trial here; `None` while it takes no
+    /// requests.
     pub(crate) fn candidate(&self, now: Instant) -> Option<(Candidate, bool)> {
         let state = self.state.lock();
         let candidate = || Candidate {
@@ -334,7 +336,8 @@ impl Backend {
             tracing::warn!(backend = self.url.url(), ?check, "backend is down");
         }
         let up = health.up;
-        // What it has reported and stored is void once it is gone; what it refuses to take it may still finish.
+        // What it has reported and stored is void once it is gone; what it refuses to take it may
+        // still finish.
         let gone = check == Check::Absent || check == Check::Silent && enough;
         if gone {
             ledger.forget();
@@ -344,7 +347,8 @@ impl Backend {
         if gone {
             self.stored.lock().clear();
         }
-        // Connections of a process that has ended break by themselves; those of one that hangs do not.
+        // Connections of a process that has ended break by themselves; those of one that hangs do
+        // not.
         if gone && check == Check::Silent {
             self.gone.notify_waiters();
         }

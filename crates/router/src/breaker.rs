@@ -1,4 +1,5 @@
-//! A circuit breaker: a backend that fails again and again is left alone for a while, then tried with a few requests.
+//! A circuit breaker: a backend that fails again and again is left alone for a while, then tried
+//! with a few requests.
 
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
@@ -115,7 +116,8 @@ impl Breaker {
         }
     }
 
-    /// The backend answers its health checks again after it was gone: what it did before says nothing.
+    /// The backend answers its health checks again after it was gone: what it did before says
+    /// nothing.
     pub fn reset(&mut self) {
         self.state = State::Closed;
         self.failures.clear();

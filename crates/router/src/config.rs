@@ -13,7 +13,8 @@ use crate::policy::{Policy, Thresholds};
 /// How the router hears of its backends' load.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum Watch {
-    /// Reports ride on responses and say what they count; idle backends are asked to tell when something changes.
+    /// Reports ride on responses and say what they count; idle backends are asked to tell when
+    /// something changes.
     #[default]
     Acknowledged,
     /// The same, but a report erases what was dispatched since it was made.
@@ -95,7 +96,8 @@ impl Default for RetryConfig {
 }
 
 impl RetryConfig {
-    /// How long to wait when all backends have been tried `rounds` times, from 1. `chance` is drawn from 0 to 1.
+    /// How long to wait when all backends have been tried `rounds` times, from 1. `chance` is drawn
+    /// from 0 to 1.
     pub(crate) fn pause(&self, rounds: u32, chance: f64) -> Duration {
         let exponent = i32::try_from(rounds.saturating_sub(1)).unwrap_or(i32::MAX);
         let longest = self.last_pause.as_secs_f64();
@@ -133,12 +135,14 @@ pub struct RouterConfig {
     pub bodies: BodyLimits,
     /// How long running requests may go on after the shutdown signal.
     pub drain_timeout: Duration,
-    /// Keys of which clients must show one, if there are any; it is passed on. The router itself shows the first where it asks
-    /// backends something.
+    /// Keys of which clients must show one, if there are any; it is passed on. The router itself
+    /// shows the first where it asks backends something.
     pub api_keys: Vec<String>,
-    /// Key that is needed to see what the router knows of its backends; where there is none, a client's will do.
+    /// Key that is needed to see what the router knows of its backends; where there is none, a
+    /// client's will do.
     pub admin_key: Option<String>,
-    /// Key that the router shows to brains: they tell only those routers what they know that have it.
+    /// Key that the router shows to brains: they tell only those routers what they know that have
+    /// it.
     pub router_key: Option<String>,
     /// Clients with different keys share cached blocks at the backends.
     pub share_cache_across_keys: bool,

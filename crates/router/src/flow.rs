@@ -66,7 +66,8 @@ impl Vigil {
     }
 }
 
-/// The body of a response that is under way. Dropping it closes the connection, which aborts the request.
+/// The body of a response that is under way. Dropping it closes the connection, which aborts the
+/// request.
 pub(crate) struct Flow {
     pub(crate) sent: Sent,
     link: Link,

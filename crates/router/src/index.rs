@@ -1,8 +1,9 @@
 //! Which backend has how much of a prompt in its prefix cache.
 //!
-//! The router has texts, the backends have blocks of tokens. A backend names blocks of each prompt in its response's head; from then on the
-//! texts of that prompt stand for these blocks, and what a backend stores and drops of them it tells as it happens. A text whose blocks
-//! are not known yet is with the backend that it was sent to last. See `docs/adr/0013`.
+//! The router has texts, the backends have blocks of tokens. A backend names blocks of each prompt
+//! in its response's head; from then on the texts of that prompt stand for these blocks, and what a
+//! backend stores and drops of them it tells as it happens. A text whose blocks are not known yet
+//! is with the backend that it was sent to last. See `docs/adr/0013`.
 
 use lru::LruCache;
 use rustc_hash::{FxBuildHasher, FxHashSet};
@@ -12,10 +13,12 @@ use xxhash_rust::xxh3::xxh3_64_with_seed;
 const TEXT_BLOCK: usize = 128;
 /// Most texts that are known; the least recently used are forgotten.
 const MAX_TEXTS: usize = 1 << 20;
-/// Brains with names of their own whose blocks are known for one text. Brains with one secret give the same names and count as one.
+/// Brains with names of their own whose blocks are known for one text. Brains with one secret give
+/// the same names and count as one.
 const MAX_NAMERS: usize = 8;
 
-/// Names of a prompt's beginnings: of its first 128 bytes, its first 256, and so on. The last one is the whole.
+/// Names of a prompt's beginnings: of its first 128 bytes, its first 256, and so on. The last one
+/// is the whole.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(crate) struct Texts(Vec<u64>);
 
@@ -33,7 +36,8 @@ impl Texts {
 /// What a text stands for.
 #[derive(Debug, Clone)]
 struct Known {
-    /// The last block that lies within it, as each namer calls it, as far as a backend has told. The latest is the last.
+    /// The last block that lies within it, as each namer calls it, as far as a backend has told.
+    /// The latest is the last.
     blocks: Vec<(u64, u64)>,
     /// The backend that it was sent to last.
     sent_to: u32,
@@ -108,7 +112,8 @@ impl TextIndex {
         }
     }
 
-    /// Notes that `names` calls a prompt's blocks `blocks`, evenly spread over it, the last at its end.
+    /// Notes that `names` calls a prompt's blocks `blocks`, evenly spread over it, the last at its
+    /// end.
     pub(crate) fn learn(&mut self, texts: &Texts, names: u64, blocks: &[u64]) {
         let count = texts.0.len();
         for (index, text) in texts.0.iter().enumerate() {
@@ -130,8 +135,8 @@ const TIERS: u64 = 3;
 pub(crate) struct Stored(FxHashSet<u64>);
 
 impl Stored {
-    /// Takes a batch of events: names, the lowest two bits set for the tiers that hold the block, clear for one that was dropped. From either
-    /// tier it is sooner there than computed.
+    /// Takes a batch of events: names, the lowest two bits set for the tiers that hold the block,
+    /// clear for one that was dropped. From either tier it is sooner there than computed.
     pub(crate) fn apply(&mut self, events: impl Iterator<Item = u64>) {
         for event in events {
             if event & TIERS == 0 {
@@ -152,7 +157,8 @@ impl Stored {
         self.0.len()
     }
 
-    /// The share of a prompt that `backend`, whose blocks these are and have their names from `names`, has.
+    /// The share of a prompt that `backend`, whose blocks these are and have their names from
+    /// `names`, has.
     pub(crate) fn share(&self, parts: &[Part], backend: u32, names: u64) -> f32 {
         let has = |part: &&Part| match part.known.block(names) {
             Some(block) => self.0.contains(&(block & !TIERS)),

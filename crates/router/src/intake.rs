@@ -11,7 +11,8 @@ use hyper::body::{Body, Incoming};
 use memchr::memmem;
 use tokio::time::timeout;
 
-/// Room that the first and the largest piece of a body get. A client that sends byte by byte takes no more than one that does not.
+/// Room that the first and the largest piece of a body get. A client that sends byte by byte takes
+/// no more than one that does not.
 const FIRST_PIECE: usize = 4 << 10;
 const LARGEST_PIECE: usize = 256 << 10;
 /// What a body has to have that is larger than JSON may be.
@@ -144,7 +145,8 @@ impl Arriving {
         Ok(())
     }
 
-    /// Whether the beginning has the field that large bodies are for. Looked at once: at the first bytes over the limit.
+    /// Whether the beginning has the field that large bodies are for. Looked at once: at the first
+    /// bytes over the limit.
     fn has_embeds(&mut self) -> bool {
         let has = |piece: &[u8]| memmem::find(piece, EMBEDS).is_some();
         let found = has(&self.only) || self.pieces.iter().any(|piece| has(piece));

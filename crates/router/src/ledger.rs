@@ -1,7 +1,9 @@
-//! What a backend has to do, as far as is known here: its last report, and what was sent to it and has not ended.
+//! What a backend has to do, as far as is known here: its last report, and what was sent to it and
+//! has not ended.
 //!
-//! A report is always late. It says how many of this router's requests it counts ([`LoadReport::own`]) and up to which dispatch
-//! ([`LoadReport::seen`]), so only what it says about *others* is taken from it; our own requests are counted here, where nothing is late.
+//! A report is always late. It says how many of this router's requests it counts
+//! ([`LoadReport::own`]) and up to which dispatch ([`LoadReport::seen`]), so only what it says
+//! about *others* is taken from it; our own requests are counted here, where nothing is late.
 
 use std::collections::BTreeMap;
 
@@ -12,7 +14,8 @@ use forebay_api::peer::LoadReport;
 pub enum Accounting {
     /// Nothing: dispatches count until they end.
     Acknowledged,
-    /// It erases them, as where load is polled or reported without saying what it counts. To measure the other by.
+    /// It erases them, as where load is polled or reported without saying what it counts. To
+    /// measure the other by.
     Overwritten,
 }
 
@@ -42,7 +45,8 @@ impl Ledger {
         Self { accounting, next: 1, alive: BTreeMap::new(), report: None, since: 0 }
     }
 
-    /// Notes a dispatch of about `tokens` tokens; gives its number and its floor (see [`forebay_api::peer::RouterTag`]).
+    /// Notes a dispatch of about `tokens` tokens; gives its number and its floor (see
+    /// [`forebay_api::peer::RouterTag`]).
     pub fn begin(&mut self, tokens: u32) -> (u64, u64) {
         let seq = self.next;
         self.next += 1;
@@ -158,7 +162,8 @@ mod tests {
     }
 
     proptest! {
-        /// Whatever is late or overtaken, every one of our requests counts from its dispatch to its end, and no longer.
+        /// Whatever is late or overtaken, every one of our requests counts from its dispatch to its
+        /// end, and no longer.
         #[test]
         fn a_late_report_never_erases_a_newer_dispatch(
             moves in prop::collection::vec((0u8..6, any::<prop::sample::Index>()), 0..200),

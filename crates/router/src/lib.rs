@@ -1,9 +1,12 @@
-//! An OpenAI-compatible proxy in front of several brains, or of servers of others: choice, retries, failover.
+//! An OpenAI-compatible proxy in front of several brains, or of servers of others: choice, retries,
+//! failover.
 //!
-//! A request's way: `admission` asks for its key, `intake` reads its body, `ask` picks the few fields that matter, [`Shared::dispatch`](shared) chooses a backend and notes
-//! the dispatch in its [`Ledger`], `reach` sends it, again and elsewhere as long as nothing was produced. The response comes as a
-//! `flow`, is read by the client's own task, and given as a `relay`: bytes as they come, but for streams of brains, whose comments (`tape`) carry
-//! load and tokens, so that another brain can go on with a stream that breaks.
+//! A request's way: `admission` asks for its key, `intake` reads its body, `ask` picks the few
+//! fields that matter, [`Shared::dispatch`](shared) chooses a backend and notes the dispatch in its
+//! [`Ledger`], `reach` sends it, again and elsewhere as long as nothing was produced. The response
+//! comes as a `flow`, is read by the client's own task, and given as a `relay`: bytes as they come,
+//! but for streams of brains, whose comments (`tape`) carry load and tokens, so that another brain
+//! can go on with a stream that breaks.
 //!
 //! | threads | who | what |
 //! |---|---|---|

@@ -1,7 +1,8 @@
 //! A connection to a backend.
 //!
-//! Nobody but its user drives it: reading a frame, waiting for a head and dropping it all happen where the client's response is made. So a
-//! frame costs no second task, a client that does not read stops the backend's socket, and a client that goes away closes it.
+//! Nobody but its user drives it: reading a frame, waiting for a head and dropping it all happen
+//! where the client's response is made. So a frame costs no second task, a client that does not
+//! read stops the backend's socket, and a client that goes away closes it.
 
 use std::collections::HashMap;
 use std::future::poll_fn;
@@ -60,7 +61,8 @@ impl Link {
         Ok(Self { sender, connection: Box::pin(connection), closed: false, used: false })
     }
 
-    /// Whether it has answered before: then the backend may have closed it in the meantime, and a failure says nothing.
+    /// Whether it has answered before: then the backend may have closed it in the meantime, and a
+    /// failure says nothing.
     pub(crate) fn is_used(&self) -> bool {
         self.used
     }
@@ -133,7 +135,8 @@ impl Idle {
         }
     }
 
-    /// Closes those that the backend has closed, and those of backends that are not `wanted` any more.
+    /// Closes those that the backend has closed, and those of backends that are not `wanted` any
+    /// more.
     pub(crate) fn prune(&self, wanted: impl Fn(u32) -> bool) {
         self.0.lock().retain(|&backend, links| {
             links.retain_mut(Link::is_ready);

@@ -1,8 +1,10 @@
-//! What a request has been through: backends that died while they had it, and whether it is to blame.
+//! What a request has been through: backends that died while they had it, and whether it is to
+//! blame.
 //!
-//! As with the hands of a brain (`docs/adr/0004`), whoever was in flight at a death is a suspect, and suspects are tried one at a time: a
-//! backend has at most one of them on trial. A suspect whose backend dies during the trial is given up; nobody else who was there is
-//! blamed for that death. See `docs/adr/0021`.
+//! As with the hands of a brain (`docs/adr/0004`), whoever was in flight at a death is a suspect,
+//! and suspects are tried one at a time: a backend has at most one of them on trial. A suspect
+//! whose backend dies during the trial is given up; nobody else who was there is blamed for that
+//! death. See `docs/adr/0021`.
 
 use std::time::{Duration, Instant};
 
@@ -50,7 +52,8 @@ impl Past {
         self.suspect = false;
     }
 
-    /// How long its next trial takes at most. A request that has produced nothing by then has outlived what it did before.
+    /// How long its next trial takes at most. A request that has produced nothing by then has
+    /// outlived what it did before.
     pub(crate) fn trial(&self) -> Option<Duration> {
         self.suspect.then(|| (2 * self.lived).max(SHORTEST_TRIAL))
     }

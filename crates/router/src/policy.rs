@@ -18,7 +18,8 @@ pub enum Policy {
     /// The one that has most of the prompt in its cache, unless it has too much to do.
     #[default]
     CacheAware,
-    /// The same for the same `x-routing-key`, `routing_key`, `session_id` or `user`; without one, that with the fewest requests.
+    /// The same for the same `x-routing-key`, `routing_key`, `session_id` or `user`; without one,
+    /// that with the fewest requests.
     Session,
 }
 
@@ -67,7 +68,8 @@ impl Chooser {
         Self { policy, thresholds, turn: 0 }
     }
 
-    /// Index of the chosen one of `candidates`; `None` if there are none. `key` is the client's, for `session`.
+    /// Index of the chosen one of `candidates`; `None` if there are none. `key` is the client's,
+    /// for `session`.
     pub fn choose(&mut self, candidates: &[Candidate], key: Option<u64>) -> Option<usize> {
         if candidates.is_empty() {
             return None;
@@ -118,7 +120,8 @@ fn work(candidate: &Candidate) -> (u32, u64) {
     (candidate.requests, candidate.tokens)
 }
 
-/// Rendezvous hashing (Thaler and Ravishankar 1998): a backend that comes or goes moves only its own keys.
+/// Rendezvous hashing (Thaler and Ravishankar 1998): a backend that comes or goes moves only its
+/// own keys.
 fn rendezvous(candidates: &[Candidate], key: u64) -> usize {
     let weight = |candidate: &Candidate| xxh3_64_with_seed(&candidate.name.to_le_bytes(), key);
     (0..candidates.len()).max_by_key(|&index| weight(&candidates[index])).unwrap_or(0)

@@ -1,4 +1,5 @@
-//! Getting a response out of some backend: choice, attempt, and again while nothing has been produced.
+//! Getting a response out of some backend: choice, attempt, and again while nothing has been
+//! produced.
 
 use std::future::poll_fn;
 use std::sync::Arc;
@@ -26,7 +27,8 @@ use crate::shared::{Choice, Shared, Worker};
 use crate::tape::Tape;
 use crate::watch::has_died;
 
-/// Most of an answer in one piece that is held back until it is whole, so that it can be asked for again if it breaks.
+/// Most of an answer in one piece that is held back until it is whole, so that it can be asked for
+/// again if it breaks.
 const HOLD: usize = 1 << 20;
 
 /// Media types of answers that come in pieces.
@@ -77,7 +79,8 @@ enum Trouble {
 /// An attempt that came to nothing.
 struct Failed {
     trouble: Trouble,
-    /// The dispatch, where the backend may have died of it. Still open, so that nobody else is tried there until that is known.
+    /// The dispatch, where the backend may have died of it. Still open, so that nobody else is
+    /// tried there until that is known.
     sent: Option<Sent>,
 }
 
@@ -87,7 +90,8 @@ impl From<Trouble> for Failed {
     }
 }
 
-/// Asks backends until one answers. With `resume`, until one goes on with that stream, whose dispatch `broke`.
+/// Asks backends until one answers. With `resume`, until one goes on with that stream, whose
+/// dispatch `broke`.
 pub(crate) async fn reach(
     worker: &Arc<Worker>,
     ask: &Ask,
@@ -300,7 +304,8 @@ async fn attempt(
     Ok(reached)
 }
 
-/// Sends a request and waits for a response's head. What went wrong comes with whether the backend may have the request.
+/// Sends a request and waits for a response's head. What went wrong comes with whether the backend
+/// may have the request.
 async fn answered(
     worker: &Worker,
     sent: &Sent,
@@ -342,7 +347,8 @@ async fn answered(
     }
 }
 
-/// Waits for the first bytes of a response's body; of an answer in one piece, for all of it, unless it is large.
+/// Waits for the first bytes of a response's body; of an answer in one piece, for all of it, unless
+/// it is large.
 async fn first(mut reached: Reached, mut flow: Flow) -> Result<Reached, Failed> {
     let mut held = BytesMut::new();
     loop {
@@ -413,7 +419,8 @@ fn report(headers: &HeaderMap) -> Option<LoadReport> {
     LoadReport::decode(headers.get(LOAD_HEADER)?.to_str().ok()?).ok()
 }
 
-/// Whether another backend may do better: it is overloaded, drains, or is itself a proxy whose server is gone.
+/// Whether another backend may do better: it is overloaded, drains, or is itself a proxy whose
+/// server is gone.
 fn is_retriable(status: StatusCode) -> bool {
     matches!(
         status,

@@ -1,7 +1,8 @@
 //! A response on its way to the client, whatever happens to the backends behind it.
 //!
-//! A stream that a brain has tagged goes on with another brain when it breaks. Any other stream ends with an error event, and
-//! what is no stream ends by closing the connection, since its length can't be kept any more.
+//! A stream that a brain has tagged goes on with another brain when it breaks. Any other stream
+//! ends with an error event, and what is no stream ends by closing the connection, since its length
+//! can't be kept any more.
 
 use std::pin::Pin;
 use std::sync::Arc;

@@ -1,10 +1,12 @@
 //! Fields of a JSON object, without parsing it: where its top-level members lie in the bytes.
 //!
-//! The backend parses and validates the body; here only a few fields matter, and a wrong body may give anything.
+//! The backend parses and validates the body; here only a few fields matter, and a wrong body may
+//! give anything.
 
 use memchr::{memchr, memchr2};
 
-/// Goes through the top-level members of `json`: name and value as they are written, the name without its quotes.
+/// Goes through the top-level members of `json`: name and value as they are written, the name
+/// without its quotes.
 pub(crate) fn members(json: &[u8]) -> Members<'_> {
     let mut members = Members { json, at: 0 };
     members.skip_spaces();

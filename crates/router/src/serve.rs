@@ -76,7 +76,8 @@ enum Stage {
 }
 
 impl Router {
-    /// Starts the threads. The listener takes connections once every named backend was asked once whether it lives.
+    /// Starts the threads. The listener takes connections once every named backend was asked once
+    /// whether it lives.
     ///
     /// # Errors
     /// No backend can ever be there, or the system gives no threads.
@@ -132,8 +133,8 @@ impl Router {
         let _ = self.shared.broken.subscribe().wait_for(|&broken| broken).await;
     }
 
-    /// Refuses new requests, lets the running ones finish within the drain timeout or until `hurry` is ready, ends what is left, and stops.
-    /// False: a part of it had panicked.
+    /// Refuses new requests, lets the running ones finish within the drain timeout or until `hurry`
+    /// is ready, ends what is left, and stops. False: a part of it had panicked.
     pub fn stop(self, hurry: impl Future<Output = ()>) -> bool {
         self.shared.draining.store(true, Ordering::Release);
         let limit = self.shared.config.drain_timeout;

@@ -27,7 +27,8 @@ pub(crate) struct Totals {
     pub(crate) retries: AtomicU64,
     pub(crate) failovers: AtomicU64,
     pub(crate) errors: AtomicU64,
-    /// Requests that were in flight at a backend's death, and those of them that were not tried again.
+    /// Requests that were in flight at a backend's death, and those of them that were not tried
+    /// again.
     pub(crate) suspects: AtomicU64,
     pub(crate) given_up: AtomicU64,
 }
@@ -38,7 +39,8 @@ pub(crate) struct Shared {
     pub(crate) began: Instant,
     /// The router's name to backends.
     pub(crate) id: u64,
-    /// The keys that it shows to them: its own, and in `Authorization` where it asks them something.
+    /// The keys that it shows to them: its own, and in `Authorization` where it asks them
+    /// something.
     pub(crate) router_key: Option<HeaderValue>,
     pub(crate) own_key: Option<HeaderValue>,
     /// What names of texts begin with, so that nobody can construct texts with one name.
@@ -97,8 +99,9 @@ impl Shared {
         }
     }
 
-    /// Chooses a backend for a request and notes the dispatch. `avoid` are those that have failed it; `resumed`: it has to be one that can go
-    /// on with a stream; `trial`: it is a suspect, and is tried alone for so long.
+    /// Chooses a backend for a request and notes the dispatch. `avoid` are those that have failed
+    /// it; `resumed`: it has to be one that can go on with a stream; `trial`: it is a suspect, and
+    /// is tried alone for so long.
     pub(crate) fn dispatch(
         &self,
         ask: &Ask,
@@ -133,7 +136,8 @@ impl Shared {
             return Choice::OnTrial;
         }
         if trying > 0 && trying < fit.len() {
-            // Another suspect may not go there, and nobody else should: it could be there at a death.
+            // Another suspect may not go there, and nobody else should: it could be there at a
+            // death.
             let mut at = fit.iter().map(|(_, tries)| !tries);
             candidates.retain(|_| at.next().unwrap_or(true));
             fit.retain(|(_, tries)| !tries);

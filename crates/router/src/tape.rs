@@ -1,8 +1,9 @@
 //! What of a brain's stream may be passed on, so that another brain can go on with the rest.
 //!
-//! A comment says: all before this is complete, and these were its tokens ([`forebay_api::peer::Comment`]). So bytes are passed on up
-//! to a comment, and held back after it. As a brain writes an event and its comment at once, nothing waits; and the last events, which
-//! have no comment, are followed by the end.
+//! A comment says: all before this is complete, and these were its tokens
+//! ([`forebay_api::peer::Comment`]). So bytes are passed on up to a comment, and held back after
+//! it. As a brain writes an event and its comment at once, nothing waits; and the last events,
+//! which have no comment, are followed by the end.
 
 use bytes::{Bytes, BytesMut};
 use forebay_api::peer::{COMMENT, LoadReport, read_comment};
@@ -126,7 +127,8 @@ mod tests {
     }
 
     proptest! {
-        /// However the stream is cut into pieces and wherever it breaks, what was passed on belongs to the ids that were noted, no more and no less.
+        /// However the stream is cut into pieces and wherever it breaks, what was passed on belongs
+        /// to the ids that were noted, no more and no less.
         #[test]
         fn events_and_ids_go_together(
             steps in prop::collection::vec(("[a:\n ]{0,6}|: forebay 9", prop::collection::vec(any::<u16>(), 1..4), any::<bool>()), 1..8),

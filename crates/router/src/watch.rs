@@ -1,4 +1,5 @@
-//! What is asked of backends without a client: whether they live, what they have to do, which blocks they hold.
+//! What is asked of backends without a client: whether they live, what they have to do, which
+//! blocks they hold.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -23,10 +24,12 @@ const PROBE: Duration = Duration::from_secs(1);
 const WAIT: Duration = Duration::from_secs(20);
 /// Least time between two questions to the same backend about its load.
 const PACE: Duration = Duration::from_millis(5);
-/// The same about its blocks: until they are known, a text counts for the backend that it was sent to.
+/// The same about its blocks: until they are known, a text counts for the backend that it was sent
+/// to.
 const BLOCKS_PACE: Duration = Duration::from_millis(20);
-/// How long a backend has to be without requests of ours before it is asked about its load: those that come one after the other bring it
-/// along, and a question between them would be answered just when the next one arrives.
+/// How long a backend has to be without requests of ours before it is asked about its load: those
+/// that come one after the other bring it along, and a question between them would be answered just
+/// when the next one arrives.
 const QUIET: Duration = Duration::from_millis(100);
 /// Longest answer to any of these questions.
 const MAX_ANSWER: usize = 64 << 20;
@@ -77,7 +80,8 @@ async fn check_health(shared: &Shared, backend: &Backend) {
     }
 }
 
-/// Finds out whether a backend has died since dispatch `sent`, which broke: nobody answers there any more, or another process does.
+/// Finds out whether a backend has died since dispatch `sent`, which broke: nobody answers there
+/// any more, or another process does.
 pub(crate) async fn has_died(shared: &Shared, sent: &Sent) -> bool {
     let backend = &sent.backend;
     let broke = Instant::now();
@@ -191,7 +195,8 @@ async fn poll_load(shared: &Shared, backend: &Backend, interval: Duration) {
     }
 }
 
-/// As long as responses come, load comes with them. Otherwise the backend is asked to answer when it has another number of requests.
+/// As long as responses come, load comes with them. Otherwise the backend is asked to answer when
+/// it has another number of requests.
 async fn follow_load(shared: &Shared, backend: &Backend) {
     let mut link = None;
     let mut first = true;

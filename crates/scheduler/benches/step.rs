@@ -1,9 +1,12 @@
-//! What a step costs the scheduler at 64 to 4096 running requests. `cargo bench -p forebay-scheduler`.
+//! What a step costs the scheduler at 64 to 4096 running requests. `cargo bench -p
+//! forebay-scheduler`.
 //!
-//! A decode step has one row a running request, so it grows with them; what must not grow is the cost of a row, and that of a change: a
-//! request that ends, one that arrives, a block that is found. So times are given a row, and a group that changes something is to be
-//! read against the group `decode` of the same size, which changes nothing: against its `evicting`, since there too every page that
-//! is taken is taken from a cached block, as it is in a replica that has served for a while.
+//! A decode step has one row a running request, so it grows with them; what must not grow is the
+//! cost of a row, and that of a change: a request that ends, one that arrives, a block that is
+//! found. So times are given a row, and a group that changes something is to be read against the
+//! group `decode` of the same size, which changes nothing: against its `evicting`, since there too
+//! every page that is taken is taken from a cached block, as it is in a replica that has served for
+//! a while.
 
 use std::time::{Duration, Instant};
 
@@ -58,7 +61,8 @@ struct Replica {
 }
 
 impl Replica {
-    /// A replica with room for `running` requests of `pages` pages each, and for those that arrive or are retired.
+    /// A replica with room for `running` requests of `pages` pages each, and for those that arrive
+    /// or are retired.
     fn new(running: u32, pages: u32) -> Self {
         let room = running + 4 * CHANGES;
         Self {
@@ -143,7 +147,8 @@ impl StepTime {
     }
 }
 
-/// A prompt that no other request begins like. Lengths differ, so that in each step another sixteenth of the requests needs a page.
+/// A prompt that no other request begins like. Lengths differ, so that in each step another
+/// sixteenth of the requests needs a page.
 fn short_prompt(number: u64) -> Vec<i32> {
     let number = number as i32;
     (0..SHORT_PROMPT as i32 + number % PAGE_SIZE as i32).map(|at| (number << 8) + at).collect()
@@ -176,7 +181,8 @@ fn evicting(running: u32) -> Replica {
     decoding(replica, running)
 }
 
-/// The time of as many calls of `step`, each of `steps_a_call` steps, as criterion wants; the replica is made anew after each `STEPS` steps.
+/// The time of as many calls of `step`, each of `steps_a_call` steps, as criterion wants; the
+/// replica is made anew after each `STEPS` steps.
 fn time_steps(
     calls: u64,
     steps_a_call: u32,
@@ -223,7 +229,8 @@ fn decode(criterion: &mut Criterion) {
     group.finish();
 }
 
-/// In each step `CHANGES` requests arrive and as many end, each after its own `running / CHANGES` tokens. An element is a row.
+/// In each step `CHANGES` requests arrive and as many end, each after its own `running / CHANGES`
+/// tokens. An element is a row.
 fn churn(criterion: &mut Criterion) {
     let mut group = criterion.benchmark_group("churn");
     for running in RUNNING {
@@ -261,8 +268,9 @@ fn arrive(replica: &mut Replica, lifetime: u32) -> Duration {
     start.elapsed()
 }
 
-/// Beside the decoding requests one arrives whose first `SHARED` tokens are cached, and is prefilled in chunks; it ends with its first
-/// token. A sample is the whole of its life, `OWN / CHUNK` steps; an element is one of its blocks, found or computed.
+/// Beside the decoding requests one arrives whose first `SHARED` tokens are cached, and is
+/// prefilled in chunks; it ends with its first token. A sample is the whole of its life, `OWN /
+/// CHUNK` steps; an element is one of its blocks, found or computed.
 fn prefill(criterion: &mut Criterion) {
     let mut group = criterion.benchmark_group("prefill");
     let shared: Vec<i32> = (0..SHARED as i32).map(|at| at.reverse_bits()).collect();

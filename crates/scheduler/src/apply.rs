@@ -12,7 +12,8 @@ impl Scheduler {
     /// Takes the result of the oldest step in flight. Rows whose request is gone are ignored.
     ///
     /// # Errors
-    /// The result is not of that step, or its columns do not fit the step's rows. Nothing is changed then.
+    /// The result is not of that step, or its columns do not fit the step's rows. Nothing is
+    /// changed then.
     pub fn apply(
         &mut self,
         result: &StepResult,
@@ -53,7 +54,8 @@ impl Scheduler {
             }
             tokens.for_each(drop);
         }
-        // Blocks of rows that went wrong are forgotten by now, so that none of them enters the cache here.
+        // Blocks of rows that went wrong are forgotten by now, so that none of them enters the
+        // cache here.
         self.copies_ended(result, events);
         self.count_rows(result);
         for retired in flight.retired.drain(..) {
@@ -84,7 +86,8 @@ impl Scheduler {
         self.remove(row.handle);
     }
 
-    /// Takes what a row gives of its prompt, and its tokens, of those only as many as the request may have: what comes after its end is nothing.
+    /// Takes what a row gives of its prompt, and its tokens, of those only as many as the request
+    /// may have: what comes after its end is nothing.
     fn computed<'a>(
         &mut self,
         row: &FlightRow,
@@ -138,8 +141,9 @@ impl Scheduler {
         }
     }
 
-    /// Ends a request whose logits or vector were not finite. All its blocks are forgotten, also those that it got from others: they may be
-    /// the reason, and would go on to spoil whoever shares them next.
+    /// Ends a request whose logits or vector were not finite. All its blocks are forgotten, also
+    /// those that it got from others: they may be the reason, and would go on to spoil whoever
+    /// shares them next.
     fn not_finite(&mut self, handle: Handle, events: &mut Vec<Event>) {
         let entry = &self.requests[handle];
         events.push(Event::Finished { id: entry.request.id, reason: Finish::NotFinite });
@@ -181,7 +185,8 @@ fn check_shape(result: &StepResult, flight: &Flight) -> Result<(), ApplyError> {
         let mut tokens = 0;
         for (most, &count) in most.zip(&result.token_counts) {
             let count = usize::try_from(count).unwrap_or(0);
-            // A number that is out of range becomes the nearest that is not, so that the sum can't fit.
+            // A number that is out of range becomes the nearest that is not, so that the sum can't
+            // fit.
             check("token_counts", count.clamp(1, most), count)?;
             tokens += count;
         }

@@ -17,15 +17,18 @@ pub enum Policy {
 /// What the scheduler has to give.
 #[derive(Debug, Clone)]
 pub struct SchedulerConfig {
-    /// Rows of the device tables. Some more than `max_running`, because a slot is retired for up to [`MAX_IN_FLIGHT`] steps.
+    /// Rows of the device tables. Some more than `max_running`, because a slot is retired for up to
+    /// [`MAX_IN_FLIGHT`] steps.
     pub slots: u32,
     /// Most requests that have a slot at a time.
     pub max_running: u32,
-    /// Pages of the device; 0: the model keeps no keys and values, so that a prompt is computed whole or not at all.
+    /// Pages of the device; 0: the model keeps no keys and values, so that a prompt is computed
+    /// whole or not at all.
     pub pages: u32,
     /// Positions a page.
     pub page_size: u32,
-    /// Tokens a step (the chunked prefill size). Decode rows always all go; prefill gets what they leave, but at least one page.
+    /// Tokens a step (the chunked prefill size). Decode rows always all go; prefill gets what they
+    /// leave, but at least one page.
     pub token_budget: u32,
     /// Whether blocks are shared between requests.
     pub prefix_cache: bool,
@@ -35,16 +38,18 @@ pub struct SchedulerConfig {
     pub block_events: bool,
     /// Who goes first.
     pub policy: Policy,
-    /// Within a priority, clients take turns, and one that has nothing running need not wait for those of one that has much. Otherwise all
-    /// requests are as one client's.
+    /// Within a priority, clients take turns, and one that has nothing running need not wait for
+    /// those of one that has much. Otherwise all requests are as one client's.
     pub fair: bool,
-    /// Words that a plan may have when another request is admitted to it; [`STEP_WORDS`] but in tests.
+    /// Words that a plan may have when another request is admitted to it; [`STEP_WORDS`] but in
+    /// tests.
     pub step_words: usize,
     /// Numbers of a vector, where the model pools: results have a size too.
     pub vector_size: u32,
     /// Most tokens that a row which samples may give; at least 1.
     pub tokens_a_row: u32,
-    /// The tier of host memory, if there is one. Without pages or without the prefix cache it is of no use.
+    /// The tier of host memory, if there is one. Without pages or without the prefix cache it is of
+    /// no use.
     pub host: Option<HostTier>,
     /// Requests may give up pages while they decode. It needs a host tier.
     pub sparse: Option<Sparse>,
@@ -77,20 +82,24 @@ pub struct Tower {
     pub budget: u64,
 }
 
-/// Sparse decoding from host memory: a model that chooses few positions for each token reads the others from where they are.
+/// Sparse decoding from host memory: a model that chooses few positions for each token reads the
+/// others from where they are.
 ///
-/// All pages of a request have a page of the host's tier behind them, and are saved as soon as they are full. When the device's run short,
-/// a request gives up its saved pages but the last, and keeps `row_pages` for single positions that are copied back as they are chosen.
+/// All pages of a request have a page of the host's tier behind them, and are saved as soon as they
+/// are full. When the device's run short, a request gives up its saved pages but the last, and
+/// keeps `row_pages` for single positions that are copied back as they are chosen.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Sparse {
     /// Pages for the hot rows of a sparse request; at least 1.
     pub row_pages: u32,
-    /// Each new position is saved by the plan that computes it, and not each page when it is full. For measurements.
+    /// Each new position is saved by the plan that computes it, and not each page when it is full.
+    /// For measurements.
     pub save_rows: bool,
 }
 
 impl Sparse {
-    /// Last pages of a request that it does not give up: new positions are written there, and are not saved yet.
+    /// Last pages of a request that it does not give up: new positions are written there, and are
+    /// not saved yet.
     pub const TAIL: u32 = 2;
 
     /// Pages that the device needs, for one sparse request and its growth.
@@ -109,8 +118,9 @@ pub enum SavePolicy {
     WriteThrough,
     /// When a second request uses it.
     WriteThroughSelective,
-    /// When the device is about to need its page: as long as fewer than a tenth of the pages, or than 64 if that is more, can be given up
-    /// without a loss, the longest unused blocks are saved.
+    /// When the device is about to need its page: as long as fewer than a tenth of the pages, or
+    /// than 64 if that is more, can be given up without a loss, the longest unused blocks are
+    /// saved.
     WriteBack,
 }
 
@@ -125,7 +135,8 @@ pub struct HostTier {
     pub copies_a_step: u32,
     /// Waiting requests whose blocks are brought back before their turn.
     pub prefetch: u32,
-    /// A request that comes back from preemption has its blocks restored; otherwise it computes them again.
+    /// A request that comes back from preemption has its blocks restored; otherwise it computes
+    /// them again.
     pub restore_preempted: bool,
 }
 
@@ -133,7 +144,8 @@ impl HostTier {
     /// What `prefetch` is where nobody says.
     pub const PREFETCH: u32 = 4;
 
-    /// As sparse decoding needs it: what is computed is saved, and what was saved is not computed again.
+    /// As sparse decoding needs it: what is computed is saved, and what was saved is not computed
+    /// again.
     pub(crate) fn with(self, sparse: Option<Sparse>) -> Self {
         match sparse {
             None => self,
@@ -146,7 +158,8 @@ impl HostTier {
         }
     }
 
-    /// What `copies_a_step` is where nobody says: so many that saves keep up with the prefill of `token_budget` tokens a step.
+    /// What `copies_a_step` is where nobody says: so many that saves keep up with the prefill of
+    /// `token_budget` tokens a step.
     #[must_use]
     pub fn usual_copies(token_budget: u32, page_size: u32) -> u32 {
         const LEAST: u32 = 32;

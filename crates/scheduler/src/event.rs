@@ -20,7 +20,8 @@ pub enum Finish {
     NotFinite,
 }
 
-/// What happened to a request. [`Event::Finished`] is the last of each, and comes once; an aborted or poisoned request has none.
+/// What happened to a request. [`Event::Finished`] is the last of each, and comes once; an aborted
+/// or poisoned request has none.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Event {
     /// It got a slot and pages.
@@ -31,7 +32,8 @@ pub enum Event {
         cached_tokens: u32,
         /// It was admitted before, and computes again what it lost.
         replayed: bool,
-        /// It has no row before blocks of its have come back from the host tier: [`Event::Arrived`] tells when, unless it is preempted.
+        /// It has no row before blocks of its have come back from the host tier: [`Event::Arrived`]
+        /// tells when, unless it is preempted.
         restoring: bool,
     },
     /// Its blocks are on the device.
@@ -54,10 +56,12 @@ pub enum Event {
         nth: u32,
         /// The token.
         token: i32,
-        /// When asked for: the sampled token first, then the most likely, descending; natural logarithms.
+        /// When asked for: the sampled token first, then the most likely, descending; natural
+        /// logarithms.
         logprobs: Option<Box<[(i32, f32)]>>,
     },
-    /// More of its prompt's tokens have log-probabilities, in their order. All have come when the first [`Event::Token`] does.
+    /// More of its prompt's tokens have log-probabilities, in their order. All have come when the
+    /// first [`Event::Token`] does.
     PromptLogprobs {
         /// The request's id.
         id: u64,
@@ -78,7 +82,8 @@ pub enum Event {
         /// Why.
         reason: Finish,
     },
-    /// It needs an image that is nowhere: its patches have to be put into the arena. Others may need it too, and none is told again.
+    /// It needs an image that is nowhere: its patches have to be put into the arena. Others may
+    /// need it too, and none is told again.
     ImageWanted {
         /// The request's id.
         id: u64,
@@ -89,11 +94,12 @@ pub enum Event {
     },
     /// The hand has read the patches of an image.
     ImageRead {
-        /// Where they began in the arena. The image may have others there by now, for somebody who came later.
+        /// Where they began in the arena. The image may have others there by now, for somebody who
+        /// came later.
         patches: u32,
     },
-    /// It lost its slot and pages to a more important one, or to a suspect that is to be tried, or a block did not come back from the host
-    /// tier. It waits again.
+    /// It lost its slot and pages to a more important one, or to a suspect that is to be tried, or
+    /// a block did not come back from the host tier. It waits again.
     Preempted {
         /// The request's id.
         id: u64,
@@ -178,7 +184,8 @@ pub struct Stats {
     pub images: ImageStats,
 }
 
-/// Numbers of images; all 0 where the model sees none. Those of pages and of what waits are of the moment, the others only grow.
+/// Numbers of images; all 0 where the model sees none. Those of pages and of what waits are of the
+/// moment, the others only grow.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, AddAssign, Serialize)]
 pub struct ImageStats {
     /// Image pages.
@@ -222,7 +229,8 @@ pub struct SparseStats {
     pub waited_us: u64,
 }
 
-/// Numbers of the host tier; all 0 without one. Those of pages and of what is under way are of the moment, the others only grow.
+/// Numbers of the host tier; all 0 without one. Those of pages and of what is under way are of the
+/// moment, the others only grow.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, AddAssign, Serialize)]
 pub struct HostStats {
     /// Its pages.
@@ -249,7 +257,8 @@ pub struct HostStats {
     pub dropped_unsaved: u64,
     /// Blocks that were not saved because copies used every host page.
     pub saves_refused: u64,
-    /// Times that blocks were found in the host tier and computed all the same, because that was sooner done.
+    /// Times that blocks were found in the host tier and computed all the same, because that was
+    /// sooner done.
     pub restores_declined: u64,
     /// Times that blocks were found in the host tier and restored.
     pub restores_chosen: u64,

@@ -1,13 +1,16 @@
-//! Images in prompts: which are needed, whose turn it is in the vision tower, and how long their pages stay.
+//! Images in prompts: which are needed, whose turn it is in the vision tower, and how long their
+//! pages stay.
 //!
-//! An image that a resident needs and that is on no image page is *wanted*: an event says so, and somebody puts its patches where the hand
-//! reads them ([`Scheduler::image_placed`]). Then it waits for the tower, which computes one image at a time, some layers a step
-//! ([`Tower::budget`]), so that no stream waits for a whole image. The last layers write the output to image pages, which stay as long as there is room: the next
-//! request with that image needs neither patches nor tower.
+//! An image that a resident needs and that is on no image page is *wanted*: an event says so, and
+//! somebody puts its patches where the hand reads them ([`Scheduler::image_placed`]). Then it waits
+//! for the tower, which computes one image at a time, some layers a step ([`Tower::budget`]), so
+//! that no stream waits for a whole image. The last layers write the output to image pages, which
+//! stay as long as there is room: the next request with that image needs neither patches nor tower.
 //!
-//! A request has rows up to the first of its images that is not there yet. It leases the pages of those ahead of it, and gives them back
-//! as soon as its rows are past them. Where pages run short, the image that somebody waits for takes those of images that nobody has come
-//! to yet, so that two requests never wait for each other.
+//! A request has rows up to the first of its images that is not there yet. It leases the pages of
+//! those ahead of it, and gives them back as soon as its rows are past them. Where pages run short,
+//! the image that somebody waits for takes those of images that nobody has come to yet, so that two
+//! requests never wait for each other.
 //!
 //! After the hand's death there is neither an image nor a page: all are wanted again.
 
@@ -30,7 +33,8 @@ pub struct PromptImage {
 }
 
 impl PromptImage {
-    /// The images of a prompt, of which the first position and the grid are known, in the order of their positions. None overlaps another.
+    /// The images of a prompt, of which the first position and the grid are known, in the order of
+    /// their positions. None overlaps another.
     #[must_use]
     pub fn place(images: impl IntoIterator<Item = (ImageId, u32, Grid)>) -> Arc<[Self]> {
         let mut saved = 0;
@@ -42,7 +46,8 @@ impl PromptImage {
         placed.collect()
     }
 
-    /// Those of `images` that meet the block of `size` positions from `start` on, as names of blocks tell them apart.
+    /// Those of `images` that meet the block of `size` positions from `start` on, as names of
+    /// blocks tell them apart.
     pub fn within(
         images: &[Self],
         start: u32,
@@ -56,7 +61,8 @@ impl PromptImage {
         })
     }
 
-    /// The names of the full blocks at the beginning of `tokens`, in which these images stand, for requests with this salt.
+    /// The names of the full blocks at the beginning of `tokens`, in which these images stand, for
+    /// requests with this salt.
     #[must_use]
     pub fn chain(
         namer: &Namer,
@@ -134,7 +140,8 @@ impl Images {
         grid.positions().div_ceil(self.tower.page_tokens)
     }
 
-    /// Nothing is left of the device's state, and no request has anything of it. `read`: patches that plans in flight have named.
+    /// Nothing is left of the device's state, and no request has anything of it. `read`: patches
+    /// that plans in flight have named.
     pub(crate) fn hand_died(&mut self, read: impl Iterator<Item = u32>) {
         debug_assert!(self.work.is_empty() && self.seeing.is_empty(), "nobody needs anything");
         self.unread.extend(read);
@@ -213,7 +220,8 @@ impl Images {
         }
     }
 
-    /// The name for the next image in the tower. It fits into 31 bits, as everything in a plan does.
+    /// The name for the next image in the tower. It fits into 31 bits, as everything in a plan
+    /// does.
     fn number(&mut self) -> u32 {
         let number = self.next_number;
         self.next_number = (number + 1) & (u32::MAX >> 1);
@@ -265,7 +273,8 @@ impl Scheduler {
         self.images.as_ref().is_some_and(|images| images.seeing.contains_key(key))
     }
 
-    /// A resident gets its slot: the plan says where its images stand, and those that are nowhere are wanted.
+    /// A resident gets its slot: the plan says where its images stand, and those that are nowhere
+    /// are wanted.
     pub(crate) fn see_images(
         &mut self,
         handle: Handle,
@@ -309,7 +318,8 @@ impl Scheduler {
         }
     }
 
-    /// An image can't be had: ends every request that waits for it, without an event, and gives their ids, and which of their images it is.
+    /// An image can't be had: ends every request that waits for it, without an event, and gives
+    /// their ids, and which of their images it is.
     pub fn image_failed(&mut self, image: ImageId) -> Vec<(u64, usize)> {
         let needs = |handle: &&Handle| self.requests[**handle].needs(image);
         let Some(images) = self.images.as_ref().filter(|images| {
@@ -329,15 +339,16 @@ impl Scheduler {
         ended.collect()
     }
 
-    /// Appends where patches begin that nobody will read any more, although [`Event::ImageRead`] never comes.
+    /// Appends where patches begin that nobody will read any more, although [`Event::ImageRead`]
+    /// never comes.
     pub fn take_unread_patches(&mut self, into: &mut Vec<u32>) {
         if let Some(images) = &mut self.images {
             into.append(&mut images.unread);
         }
     }
 
-    /// Plans layers of the tower for those who need it, the most important first, or for one request alone. False: the image that is next
-    /// has no room for its output.
+    /// Plans layers of the tower for those who need it, the most important first, or for one
+    /// request alone. False: the image that is next has no room for its output.
     pub(crate) fn plan_images(
         &mut self,
         only: Option<Handle>,
@@ -430,7 +441,8 @@ impl Scheduler {
         Next::Nothing
     }
 
-    /// Reserves pages for an image's output: whoever began without them could wait for another who does the same.
+    /// Reserves pages for an image's output: whoever began without them could wait for another who
+    /// does the same.
     fn start_image(&mut self, image: &PromptImage) -> bool {
         let Some(images) = &mut self.images else { return false };
         let Some(pages) = images.pool.allocate(images.pages_of(image.span.grid)) else {
@@ -468,7 +480,8 @@ impl Scheduler {
         images.pool.release(done);
     }
 
-    /// Takes back the pages of all images but the next one of whoever has them. They stay in the pool until the room is needed.
+    /// Takes back the pages of all images but the next one of whoever has them. They stay in the
+    /// pool until the room is needed.
     fn free_images_ahead(&mut self) {
         let Some(images) = &self.images else { return };
         let seeing: Vec<Handle> = images.seeing.values().copied().collect();
@@ -483,7 +496,8 @@ impl Scheduler {
         }
     }
 
-    /// A row of the plan has come to the request's position `computed`: what is behind it is not needed after the step.
+    /// A row of the plan has come to the request's position `computed`: what is behind it is not
+    /// needed after the step.
     pub(crate) fn pass_images(&mut self, handle: Handle) {
         let entry = &mut self.requests[handle];
         let Some(images) = self.images.as_mut().filter(|_| !entry.request.images.is_empty()) else {

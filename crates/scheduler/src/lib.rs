@@ -1,27 +1,37 @@
-//! Decides what a replica computes next. Pure and synchronous: no I/O, no clock, no threads, and no order that depends on hashing.
+//! Decides what a replica computes next. Pure and synchronous: no I/O, no clock, no threads, and no
+//! order that depends on hashing.
 //!
-//! Three verbs: [`Scheduler::submit`] a request, take the [`Scheduler::next_plan`], [`Scheduler::apply`] its result. Plans may run ahead
-//! of results by [`MAX_IN_FLIGHT`]: a decode row's input token is gathered on the device, so a step can be planned before the last
-//! one's tokens are known.
+//! Three verbs: [`Scheduler::submit`] a request, take the [`Scheduler::next_plan`],
+//! [`Scheduler::apply`] its result. Plans may run ahead of results by [`MAX_IN_FLIGHT`]: a decode
+//! row's input token is gathered on the device, so a step can be planned before the last one's
+//! tokens are known.
 //!
-//! A request carries `cached <= computed <= total`: positions found in the prefix cache, positions computed or planned, tokens that exist or
-//! will exist when the steps in flight are done. A request can be planned while `computed < total`, and a row that reaches `total` samples,
-//! or ends a request that asks for a vector of its prompt ([`forebay_protocol::SlotSpec::pooling`]). A row that samples gives one token, or
-//! several where the hand does that ([`SchedulerConfig::tokens_a_row`]).
+//! A request carries `cached <= computed <= total`: positions found in the prefix cache, positions
+//! computed or planned, tokens that exist or will exist when the steps in flight are done. A
+//! request can be planned while `computed < total`, and a row that reaches `total` samples, or ends
+//! a request that asks for a vector of its prompt ([`forebay_protocol::SlotSpec::pooling`]). A row
+//! that samples gives one token, or several where the hand does that
+//! ([`SchedulerConfig::tokens_a_row`]).
 //!
-//! Without pages ([`SchedulerConfig::pages`] is 0) nothing is kept between steps: every prompt is one row, and many share a step.
+//! Without pages ([`SchedulerConfig::pages`] is 0) nothing is kept between steps: every prompt is
+//! one row, and many share a step.
 //!
-//! With a host tier ([`SchedulerConfig::host`]) blocks outlive the device's memory. Plans name copies of pages, results report their ends. A request
-//! whose blocks are in host memory is admitted and has no row until they are back; others go on meanwhile. A plan may also have no rows,
-//! only copies, or nothing: then the hand answers when a copy has ended.
+//! With a host tier ([`SchedulerConfig::host`]) blocks outlive the device's memory. Plans name
+//! copies of pages, results report their ends. A request whose blocks are in host memory is
+//! admitted and has no row until they are back; others go on meanwhile. A plan may also have no
+//! rows, only copies, or nothing: then the hand answers when a copy has ended.
 //!
-//! With a vision tower ([`SchedulerConfig::tower`]) prompts may have images: plans compute them some layers a step, and rows end before an image that is
-//! not there yet.
+//! With a vision tower ([`SchedulerConfig::tower`]) prompts may have images: plans compute them
+//! some layers a step, and rows end before an image that is not there yet.
 //!
-//! With sparse decoding ([`SchedulerConfig::sparse`]) a request goes on while most of its pages are in host memory only.
+//! With sparse decoding ([`SchedulerConfig::sparse`]) a request goes on while most of its pages are
+//! in host memory only.
 //!
-//! The rules, by file: `queue` (whose turn it is), `share` (who has to give way), `plan` (who gets a row), `words` (how large a plan may be), `prompts` (log-probabilities of prompts), `transfer` (copies between tiers), `sparse` (pages given up while a request goes on), `images` (whose image is next in the tower), `retire` (slots and pages, preemption), `apply` (tokens, ends), `reset` (the hand died,
-//! quarantine), `integrity` (what is always true).
+//! The rules, by file: `queue` (whose turn it is), `share` (who has to give way), `plan` (who gets
+//! a row), `words` (how large a plan may be), `prompts` (log-probabilities of prompts), `transfer`
+//! (copies between tiers), `sparse` (pages given up while a request goes on), `images` (whose image
+//! is next in the tower), `retire` (slots and pages, preemption), `apply` (tokens, ends), `reset`
+//! (the hand died, quarantine), `integrity` (what is always true).
 
 mod apply;
 mod config;
@@ -63,7 +73,8 @@ pub use crate::request::{Past, Request};
 pub use crate::view::{Phase, Planned, RequestView};
 pub use crate::words::{MAX_REQUEST_WORDS, STEP_WORDS, request_words};
 
-/// Most plans whose results are outstanding. A caller may stay below: with one at a time it is the serial loop, and gives the same tokens.
+/// Most plans whose results are outstanding. A caller may stay below: with one at a time it is the
+/// serial loop, and gives the same tokens.
 pub const MAX_IN_FLIGHT: usize = 2;
 
 /// A row of a step in flight.
@@ -133,9 +144,11 @@ pub struct Scheduler {
     /// Who waits, without the suspects.
     queue: Queue,
     shares: Shares,
-    /// The waiting request that did not fit, until pages come back: looking again before is a waste.
+    /// The waiting request that did not fit, until pages come back: looking again before is a
+    /// waste.
     blocked: Option<Key>,
-    /// Suspects of the hand's death, resident or not. While there are any, only the first of them has rows.
+    /// Suspects of the hand's death, resident or not. While there are any, only the first of them
+    /// has rows.
     suspects: BTreeMap<Key, Handle>,
     /// Everybody with a slot.
     residents: BTreeMap<Key, Handle>,
@@ -217,8 +230,8 @@ impl Scheduler {
         }
     }
 
-    /// Queues a request. It was validated before: unique id, at least one prompt token and one token to generate, and alone it fits into
-    /// the page pool.
+    /// Queues a request. It was validated before: unique id, at least one prompt token and one
+    /// token to generate, and alone it fits into the page pool.
     pub fn submit(&mut self, request: Request) {
         debug_assert!(!request.prompt.is_empty(), "validated");
         let pools = request.spec.pooling.is_some();
@@ -267,7 +280,8 @@ impl Scheduler {
         self.shares.changed();
     }
 
-    /// Ends a request without an event: the caller tells its client. False: there is no such request (any more).
+    /// Ends a request without an event: the caller tells its client. False: there is no such
+    /// request (any more).
     pub fn abort(&mut self, id: u64) -> bool {
         let Some(&handle) = self.by_id.get(&id) else {
             return false;
@@ -276,7 +290,8 @@ impl Scheduler {
         true
     }
 
-    /// Forgets every cached block that no request uses, in all tiers. True: the cache is empty now; false: blocks of running requests stay.
+    /// Forgets every cached block that no request uses, in all tiers. True: the cache is empty now;
+    /// false: blocks of running requests stay.
     pub fn flush_cache(&mut self) -> bool {
         self.images.iter_mut().for_each(Images::flush);
         self.tiers.flush()

@@ -1,5 +1,5 @@
-//! Who gets a row of the next step: the decoding requests, then those in the middle of prefill, then those whose blocks have come back, then new ones. In quarantine: one suspect,
-//! alone.
+//! Who gets a row of the next step: the decoding requests, then those in the middle of prefill,
+//! then those whose blocks have come back, then new ones. In quarantine: one suspect, alone.
 
 use std::ops::Bound;
 
@@ -13,12 +13,13 @@ use crate::view::Planned;
 use crate::{Event, FlightRow, Handle, MAX_IN_FLIGHT, Scheduler, State};
 
 impl Scheduler {
-    /// Plans the next step. False: there is nothing to do now, because nothing is runnable or all of it waits for results in flight
-    /// (`plan` is empty then, but `events` may tell of preemptions). As long as copies are under way, there is something to do.
+    /// Plans the next step. False: there is nothing to do now, because nothing is runnable or all
+    /// of it waits for results in flight (`plan` is empty then, but `events` may tell of
+    /// preemptions). As long as copies are under way, there is something to do.
     pub fn next_plan(&mut self, plan: &mut StepPlan, events: &mut Vec<Event>) -> bool {
         plan.begin(self.next_step);
-        // Where a row may give several tokens, how many they were decides where the next one begins. To plan for the others meanwhile
-        // would split the batch for good.
+        // Where a row may give several tokens, how many they were decides where the next one
+        // begins. To plan for the others meanwhile would split the batch for good.
         let most = if self.config.tokens_a_row == 1 { MAX_IN_FLIGHT } else { 1 };
         if self.in_flight.len() >= most || !self.quarantine_permits() {
             return false;
@@ -28,7 +29,8 @@ impl Scheduler {
             Some((_, &suspect)) => self.plan_suspect(suspect, plan, events),
             None => self.plan_everybody(plan, events),
         };
-        // The hand executes in order, so the next plan may share what this one computes. This one may not: its rows run side by side.
+        // The hand executes in order, so the next plan may share what this one computes. This one
+        // may not: its rows run side by side.
         for at in decodes..self.building.rows.len() {
             self.offer_blocks(self.building.rows[at].handle);
         }
@@ -65,8 +67,8 @@ impl Scheduler {
         decodes
     }
 
-    /// Plans a row for a suspect and for nobody else: the others keep their pages as far as it does not need them, and wait. Returns
-    /// how many of its rows decode.
+    /// Plans a row for a suspect and for nobody else: the others keep their pages as far as it does
+    /// not need them, and wait. Returns how many of its rows decode.
     fn plan_suspect(
         &mut self,
         handle: Handle,
@@ -86,7 +88,8 @@ impl Scheduler {
         if self.is_sparse(handle) && self.lacks_page(handle) {
             self.grow(handle, plan, events);
         }
-        // Pages of a victim that is not in flight are back at once, and then nothing else would bring the next plan.
+        // Pages of a victim that is not in flight are back at once, and then nothing else would
+        // bring the next plan.
         while !self.plan_images(Some(handle), plan, events)
             && !plan.has_images()
             && let Some(victim) = self.holds_images(handle)
@@ -111,8 +114,8 @@ impl Scheduler {
         }
     }
 
-    /// A slot and pages for a suspect, at the cost of the least important residents. `None`: they are retired, and not back yet, or tokens of its own are
-    /// in flight.
+    /// A slot and pages for a suspect, at the cost of the least important residents. `None`: they
+    /// are retired, and not back yet, or tokens of its own are in flight.
     fn make_room(&mut self, handle: Handle, events: &mut Vec<Event>) -> Option<(u32, Leased)> {
         let entry = &self.requests[handle];
         if entry.known() < entry.total {
@@ -132,7 +135,8 @@ impl Scheduler {
         }
     }
 
-    /// Gives a page to each decoding request whose next position begins one, the most important first.
+    /// Gives a page to each decoding request whose next position begins one, the most important
+    /// first.
     fn grow_decodes(&mut self, plan: &mut StepPlan, events: &mut Vec<Event>) {
         let mut needy = std::mem::take(&mut self.needy);
         let catching_up = self.prefills.values().filter(|&&handle| self.is_sparse(handle));
@@ -152,8 +156,9 @@ impl Scheduler {
         self.needy = needy;
     }
 
-    /// Gives a page to a request, preempting the least important residents for it, in the end itself. If retired pages are on their way
-    /// back, it skips this step. If copies alone hold pages, it skips too instead of preempting itself.
+    /// Gives a page to a request, preempting the least important residents for it, in the end
+    /// itself. If retired pages are on their way back, it skips this step. If copies alone hold
+    /// pages, it skips too instead of preempting itself.
     fn grow(&mut self, handle: Handle, plan: &mut StepPlan, events: &mut Vec<Event>) {
         loop {
             if self.add_page(handle, plan) {
@@ -235,8 +240,9 @@ impl Scheduler {
             if let Some(handle) = self.next_arrival(from, plan) {
                 self.arrive(handle, plan, events);
             }
-            // Each is either done with its prefill and leaves the map, or takes all that is left of the budget, or it is sparse, or it waits for an
-            // image, or the result has no room for more of what it gives.
+            // Each is either done with its prefill and leaves the map, or takes all that is left of
+            // the budget, or it is sparse, or it waits for an image, or the result has no room for
+            // more of what it gives.
             let Some((&key, &handle)) = self.prefills.range((from, Bound::Unbounded)).next() else {
                 return;
             };
@@ -265,7 +271,8 @@ impl Scheduler {
             if entry.known() < entry.total {
                 return;
             }
-            // A prompt that must not be cut waits for a step with room for all of it, unless it is longer than any has.
+            // A prompt that must not be cut waits for a step with room for all of it, unless it is
+            // longer than any has.
             let whole = self.keeps_nothing() && entry.total > *budget;
             if whole && !self.building.rows.is_empty() {
                 return;
@@ -316,7 +323,8 @@ impl Scheduler {
         self.shares.promised().or_else(|| self.queue.first())
     }
 
-    /// Makes a waiting request a resident. Unless it has to wait for copies, slot and pages are written into the plan.
+    /// Makes a waiting request a resident. Unless it has to wait for copies, slot and pages are
+    /// written into the plan.
     fn move_in(
         &mut self,
         handle: Handle,
@@ -373,8 +381,9 @@ impl Scheduler {
         self.prefills.insert(entry.key, handle);
     }
 
-    /// Plans up to `most` of a resident's positions and returns how many. The row that reaches `total` samples, and from then on the
-    /// request decodes; or it pools, and there is nothing more to plan.
+    /// Plans up to `most` of a resident's positions and returns how many. The row that reaches
+    /// `total` samples, and from then on the request decodes; or it pools, and there is nothing
+    /// more to plan.
     fn push_row(&mut self, handle: Handle, most: u32, plan: &mut StepPlan) -> u32 {
         let most = most.min(self.visible(handle));
         // The positions that one row chooses have room in the hot rows, those of several may not.

@@ -1,7 +1,8 @@
 //! Log-probabilities of prompts: which of them a row gives, and which of a result are news.
 //!
-//! A token's are those of the logits of the position before it. So a request that wants them computes all positions from before the first one on,
-//! whatever of them is cached, and each of its rows gives those of the tokens after its positions. Rows of an earlier stay may still be in
+//! A token's are those of the logits of the position before it. So a request that wants them
+//! computes all positions from before the first one on, whatever of them is cached, and each of its
+//! rows gives those of the tokens after its positions. Rows of an earlier stay may still be in
 //! flight when it computes its prompt again: what was told is not told twice.
 
 use forebay_protocol::{PromptLogprobs, PromptLogprobsWant, StepResult};
@@ -31,11 +32,13 @@ impl Entry {
 
     /// Positions to compute, as far as tokens exist.
     pub(crate) fn goal(&self) -> u32 {
-        // Nobody asks what follows the last token of a prompt of which nothing but its own tokens is wanted.
+        // Nobody asks what follows the last token of a prompt of which nothing but its own tokens
+        // is wanted.
         self.total - u32::from(!self.generates() && !self.pools())
     }
 
-    /// Leading positions that it may take from the cache. One at least is left to compute: without a row there are no logits, and no vector.
+    /// Leading positions that it may take from the cache. One at least is left to compute: without
+    /// a row there are no logits, and no vector.
     pub(crate) fn reusable(&self) -> u32 {
         let untold = self.untold().map_or(u32::MAX, |tail| tail.first);
         self.known().min(untold).saturating_sub(1)
@@ -51,8 +54,8 @@ impl Entry {
 }
 
 impl Scheduler {
-    /// How many of `length` positions a row may have, so that what it gives of the prompt has room in the result beside what others
-    /// give. The first to give any may always have one.
+    /// How many of `length` positions a row may have, so that what it gives of the prompt has room
+    /// in the result beside what others give. The first to give any may always have one.
     pub(crate) fn room_in_result(&self, handle: Handle, length: u32) -> u32 {
         let entry = &self.requests[handle];
         let start = entry.computed;
@@ -87,7 +90,8 @@ impl Scheduler {
         Some(want)
     }
 
-    /// Tells what a row gave of its prompt, as far as it is new. False: that was all that the request wanted, and it has ended.
+    /// Tells what a row gave of its prompt, as far as it is new. False: that was all that the
+    /// request wanted, and it has ended.
     pub(crate) fn tell_prompt(
         &mut self,
         row: &FlightRow,

@@ -1,10 +1,12 @@
 //! Who waits, and whose turn it is.
 //!
-//! Ranks (priorities) go first one after the other. Within a rank, whoever was admitted before goes first, by arrival; the others take turns
-//! by client, and each client's own requests by arrival. Turns are start-time fair queueing (Goyal, Vin and Cheng 1996): a request costs its
-//! prompt and the tokens that it may generate, its client's next one starts where it ends in virtual time, and the earliest start
-//! goes first. Virtual time grows by an even share of what is admitted, so that a stream of new clients cannot keep an older one waiting
-//! for ever. When nobody of a rank waits, its clients owe nothing any more.
+//! Ranks (priorities) go first one after the other. Within a rank, whoever was admitted before goes
+//! first, by arrival; the others take turns by client, and each client's own requests by arrival.
+//! Turns are start-time fair queueing (Goyal, Vin and Cheng 1996): a request costs its prompt and
+//! the tokens that it may generate, its client's next one starts where it ends in virtual time, and
+//! the earliest start goes first. Virtual time grows by an even share of what is admitted, so that
+//! a stream of new clients cannot keep an older one waiting for ever. When nobody of a rank waits,
+//! its clients owe nothing any more.
 
 use std::collections::{BTreeMap, HashMap};
 
@@ -15,7 +17,8 @@ use crate::request::Key;
 pub(crate) const PROBE_RANK: i64 = i64::MIN;
 /// Units of virtual time a token, so that an even share of a small cost is more than nothing.
 const UNITS: u64 = 256;
-/// Clients without waiting requests that a rank remembers, before it forgets those that owe nothing. Twice as many are the most.
+/// Clients without waiting requests that a rank remembers, before it forgets those that owe
+/// nothing. Twice as many are the most.
 const REMEMBERED: usize = 1 << 14;
 
 /// A waiting request, as far as turns depend on it.
@@ -54,7 +57,8 @@ struct Lane {
 /// A client's requests of one rank.
 #[derive(Debug, Default)]
 struct Account {
-    /// Where its first waiting request starts, or its next one may: the end of the last one that was admitted.
+    /// Where its first waiting request starts, or its next one may: the end of the last one that
+    /// was admitted.
     start: u64,
     /// By arrival.
     waiting: BTreeMap<i64, Ticket>,
@@ -93,7 +97,8 @@ impl Queue {
         }
     }
 
-    /// Some of those whose turn comes soon: by rank, and then client by client. Whoever was admitted before goes first.
+    /// Some of those whose turn comes soon: by rank, and then client by client. Whoever was
+    /// admitted before goes first.
     pub(crate) fn upcoming(&self, count: usize) -> Vec<Ticket> {
         let fresh = self.lanes.values().flat_map(|lane| {
             let clients = lane.turns.values().map(|client| &lane.clients[client]);
@@ -180,7 +185,8 @@ impl Lane {
         }
         if account.waiting.remove(&ticket.key.arrival).is_some() && admitted {
             let cost = ticket.cost.saturating_mul(UNITS).max(1);
-            // One more than there are: who comes next is to be ahead of those who have just had their turn.
+            // One more than there are: who comes next is to be ahead of those who have just had
+            // their turn.
             let share = cost.div_ceil(active + 1);
             self.now = self.now.max(account.start).saturating_add(share);
             account.start = account.start.saturating_add(cost);
@@ -192,7 +198,8 @@ impl Lane {
         }
     }
 
-    /// Forgets clients that owe nothing, now and then, and all that have nothing here once there are too many.
+    /// Forgets clients that owe nothing, now and then, and all that have nothing here once there
+    /// are too many.
     fn sweep(&mut self) {
         let idle = self.clients.len() - self.turns.len();
         if idle <= self.sweep_at.max(64) {
@@ -215,7 +222,8 @@ mod tests {
     use super::*;
     use crate::slab::Slab;
 
-    /// The same in plain words, with everything looked for again each time and nobody forgotten as long as anybody of the rank waits.
+    /// The same in plain words, with everything looked for again each time and nobody forgotten as
+    /// long as anybody of the rank waits.
     #[derive(Default)]
     struct Naive {
         returning: Vec<Ticket>,
@@ -332,7 +340,8 @@ mod tests {
             }
         }
 
-        /// Between two clients that always have something waiting, what is admitted differs by no more than the two largest requests.
+        /// Between two clients that always have something waiting, what is admitted differs by no
+        /// more than the two largest requests.
         #[test]
         fn two_busy_clients_get_the_same(costs in prop::collection::vec((1..50_u64, 1..500_u64), 40)) {
             let mut queue = Queue::new(true);

@@ -35,13 +35,14 @@ impl Rates {
         }
     }
 
-    /// Blocks were computed because restoring takes longer. What is never done is never measured, so it is taken for a little faster each
-    /// time, until it is tried again.
+    /// Blocks were computed because restoring takes longer. What is never done is never measured,
+    /// so it is taken for a little faster each time, until it is tried again.
     pub(crate) fn declined(&mut self) {
         self.restore_us = self.restore_us.map(|us| us * FADING);
     }
 
-    /// Whether to restore so many pages rather than to compute so many tokens. Always, until both are known.
+    /// Whether to restore so many pages rather than to compute so many tokens. Always, until both
+    /// are known.
     pub(crate) fn restores(&self, pages: u32, tokens: u32) -> bool {
         match (self.restore_us, self.prefill_us) {
             (Some(restore), Some(prefill)) => {

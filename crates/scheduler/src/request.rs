@@ -1,4 +1,5 @@
-//! A request as the scheduler sees it: its tokens, its three numbers, and what it owns on the device.
+//! A request as the scheduler sees it: its tokens, its three numbers, and what it owns on the
+//! device.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -16,50 +17,59 @@ use crate::slab::Handle;
 pub struct Request {
     /// Unique name among the live requests.
     pub id: u64,
-    /// Prompt token ids, at least one, each below the vocabulary size. With embeddings they only say how many positions the prompt has.
-    /// The choices of a prompt share them; each gets its own copy when it is admitted.
+    /// Prompt token ids, at least one, each below the vocabulary size. With embeddings they only
+    /// say how many positions the prompt has. The choices of a prompt share them; each gets its own
+    /// copy when it is admitted.
     pub prompt: Arc<[i32]>,
     /// Images in it, in order ([`PromptImage::place`]). The tokens at their positions mean nothing.
     pub images: Arc<[PromptImage]>,
-    /// Tokens that were generated before, by another brain or another replica; none is a stop id, and they are fewer than `max_tokens`,
-    /// which counts them. The request goes on after them, exactly as if it had generated them here, and only what is new comes out.
+    /// Tokens that were generated before, by another brain or another replica; none is a stop id,
+    /// and they are fewer than `max_tokens`, which counts them. The request goes on after them,
+    /// exactly as if it had generated them here, and only what is new comes out.
     pub generated: Vec<i32>,
     /// Names of the leading full blocks of both, as far as somebody has computed them already.
     pub names: Arc<[BlockHash]>,
-    /// Most tokens to generate; 0 where the prompt is pooled, or nothing but log-probabilities of its tokens is wanted. `prompt.len() + max_tokens` is at most the context
-    /// length, and fits into the page pool, if the model has one.
+    /// Most tokens to generate; 0 where the prompt is pooled, or nothing but log-probabilities of
+    /// its tokens is wanted. `prompt.len() + max_tokens` is at most the context length, and fits
+    /// into the page pool, if the model has one.
     pub max_tokens: u32,
     /// What the device must know of it.
     pub spec: SlotSpec,
-    /// Its tokens are sampled by masks, which somebody else fills: its rows are [`forebay_protocol::Want::Masked`].
+    /// Its tokens are sampled by masks, which somebody else fills: its rows are
+    /// [`forebay_protocol::Want::Masked`].
     pub masked: bool,
-    /// Log-probabilities of the prompt's tokens; for prompts of tokens, not of embeddings, that are not pooled.
+    /// Log-probabilities of the prompt's tokens; for prompts of tokens, not of embeddings, that are
+    /// not pooled.
     pub prompt_logprobs: Option<PromptTail>,
     /// Larger is sooner, under [`crate::Policy::Priority`].
     pub priority: i32,
     /// Whose request it is: within a priority, clients take turns.
     pub client: u64,
-    /// It asks whether the model computes: it goes before everybody, a full queue does not refuse it, and it need not wait for one of
-    /// [`crate::SchedulerConfig::max_running`].
+    /// It asks whether the model computes: it goes before everybody, a full queue does not refuse
+    /// it, and it need not wait for one of [`crate::SchedulerConfig::max_running`].
     pub probe: bool,
     /// Requests share cached blocks only with requests of the same salt; 0: none was asked for.
     pub cache_salt: u64,
-    /// When it came, in microseconds of the engine's clock; 0: when the engine took it. It is only told ([`crate::Scheduler::views`]).
+    /// When it came, in microseconds of the engine's clock; 0: when the engine took it. It is only
+    /// told ([`crate::Scheduler::views`]).
     pub arrived_us: u64,
     /// What it has been through with another scheduler, if there was one.
     pub past: Past,
 }
 
-/// What a request brings along from the scheduler that surrendered it ([`crate::Scheduler::surrender`]).
+/// What a request brings along from the scheduler that surrendered it
+/// ([`crate::Scheduler::surrender`]).
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Past {
     /// It was admitted there: it goes before whoever never was, and its next admission is a replay.
     pub admitted: bool,
-    /// It is suspected of having killed the hand there, and is tried alone until it has got past this many positions.
+    /// It is suspected of having killed the hand there, and is tried alone until it has got past
+    /// this many positions.
     pub suspect: Option<u32>,
 }
 
-/// Place in the order of importance; smaller is more important. Kept for life, so whoever was preempted or replayed comes back first.
+/// Place in the order of importance; smaller is more important. Kept for life, so whoever was
+/// preempted or replayed comes back first.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct Key {
     /// Negated priority, or 0 for everybody.
@@ -127,13 +137,15 @@ pub(crate) struct Residence {
 pub(crate) enum State {
     /// In a queue, owning nothing.
     Waiting,
-    /// Its leading blocks come back from the host tier: these copies are waited for. No plan has named its slot and pages yet.
+    /// Its leading blocks come back from the host tier: these copies are waited for. No plan has
+    /// named its slot and pages yet.
     Arriving { residence: Residence, pending: VecDeque<u32> },
     /// Computing tokens that it knows.
     Prefill(Residence),
     /// One token a step, each from the one before. `at` is its index in the scheduler's list.
     Decode { residence: Residence, at: usize },
-    /// All that it needs is planned: its vector, or the last log-probabilities of its prompt, will come with the last step that names it.
+    /// All that it needs is planned: its vector, or the last log-probabilities of its prompt, will
+    /// come with the last step that names it.
     Planned(Residence),
 }
 
@@ -162,8 +174,9 @@ impl State {
 /// A live request. `cached <= computed <= total`, everything else follows.
 #[derive(Debug)]
 pub(crate) struct Entry {
-    /// As it was submitted. `past` is kept as it is now. Prompt, generated tokens and names move to the fields below at its first
-    /// admission: until then a thousand choices in the queue have one prompt.
+    /// As it was submitted. `past` is kept as it is now. Prompt, generated tokens and names move to
+    /// the fields below at its first admission: until then a thousand choices in the queue have one
+    /// prompt.
     pub(crate) request: Request,
     pub(crate) key: Key,
     /// Prompt and generated tokens as far as they are known; empty before the first admission.
@@ -180,7 +193,8 @@ pub(crate) struct Entry {
     pub(crate) state: State,
     /// The parent of the first block.
     root: BlockHash,
-    /// Names of its leading full blocks, as far as they were needed; empty before the first admission.
+    /// Names of its leading full blocks, as far as they were needed; empty before the first
+    /// admission.
     pub(crate) names: Vec<BlockHash>,
     /// Its blocks were brought back from the host tier before its turn, once.
     pub(crate) prefetched: bool,
@@ -190,7 +204,8 @@ pub(crate) struct Entry {
     pub(crate) was_sparse: bool,
 }
 
-/// Tokens that an admitted request has room for beyond those it knows, so that its first steps allocate nothing.
+/// Tokens that an admitted request has room for beyond those it knows, so that its first steps
+/// allocate nothing.
 const SPARE_TOKENS: usize = 64;
 
 impl Entry {
@@ -241,7 +256,8 @@ impl Entry {
         self.request.spec.pooling.is_some()
     }
 
-    /// Set while the request is suspected of having killed the hand: the number of positions it must get past to be cleared.
+    /// Set while the request is suspected of having killed the hand: the number of positions it
+    /// must get past to be cleared.
     pub(crate) fn mark(&self) -> Option<u32> {
         self.request.past.suspect
     }
@@ -267,7 +283,8 @@ impl Entry {
         self.names = std::mem::take(&mut self.request.names).to_vec();
     }
 
-    /// Whether there is a position to compute that is not planned yet. The last token that the request may have needs no compute.
+    /// Whether there is a position to compute that is not planned yet. The last token that the
+    /// request may have needs no compute.
     pub(crate) fn plannable(&self) -> bool {
         self.computed < self.total && self.computed + 1 < self.limit
     }

@@ -1,22 +1,26 @@
 //! The death of the hand, and the search for who killed it.
 //!
-//! Whoever had a row in flight when the hand died is a *suspect*. Suspects are replayed first, one at a time and alone in flight
-//! (*quarantine*), each until it has got past the point where it was, or has ended; other residents keep their pages and have no rows meanwhile. A suspect that is in flight when the hand dies again
-//! was alone with it: it is *poisoned* and given up. So nobody is given up for what another request did, and nobody before it was in flight at
-//! two deaths. Where another replica takes the requests over, suspects remain suspects there.
+//! Whoever had a row in flight when the hand died is a *suspect*. Suspects are replayed first, one
+//! at a time and alone in flight (*quarantine*), each until it has got past the point where it was,
+//! or has ended; other residents keep their pages and have no rows meanwhile. A suspect that is in
+//! flight when the hand dies again was alone with it: it is *poisoned* and given up. So nobody is
+//! given up for what another request did, and nobody before it was in flight at two deaths. Where
+//! another replica takes the requests over, suspects remain suspects there.
 
 use crate::request::Entry;
 use crate::{Flight, FlightRow, Request, Scheduler};
 
 impl Scheduler {
-    /// The hand died: nothing is left of the device's state and of what was in flight. Live requests wait to be replayed from their
-    /// prompt and the tokens known so far. Returns the ids of poisoned requests; they are removed and have no event.
+    /// The hand died: nothing is left of the device's state and of what was in flight. Live
+    /// requests wait to be replayed from their prompt and the tokens known so far. Returns the ids
+    /// of poisoned requests; they are removed and have no event.
     pub fn reset(&mut self) -> Vec<u64> {
         // With no row in flight it can only have been a copy.
         self.start_again(!self.computes())
     }
 
-    /// The same where copies are to blame, because none of them ended: nobody is suspected, and what was being restored is forgotten.
+    /// The same where copies are to blame, because none of them ended: nobody is suspected, and
+    /// what was being restored is forgotten.
     pub fn reset_for_copies(&mut self) {
         self.start_again(true);
     }
@@ -77,15 +81,17 @@ impl Scheduler {
         poisoned
     }
 
-    /// Whether the next plan may be made: in quarantine only while nobody but the suspect whose turn it is has a row in flight.
+    /// Whether the next plan may be made: in quarantine only while nobody but the suspect whose
+    /// turn it is has a row in flight.
     pub(crate) fn quarantine_permits(&self) -> bool {
         self.suspects.first_key_value().is_none_or(|(_, &suspect)| {
             self.in_flight.iter().flat_map(Flight::handles).all(|handle| handle == suspect)
         })
     }
 
-    /// Gives every live request away, the most important first, to be submitted to another scheduler. No step may be in flight: they are
-    /// surrendered after [`Self::reset`], or before there was a step.
+    /// Gives every live request away, the most important first, to be submitted to another
+    /// scheduler. No step may be in flight: they are surrendered after [`Self::reset`], or before
+    /// there was a step.
     pub fn surrender(&mut self) -> Vec<Request> {
         debug_assert!(self.in_flight.is_empty(), "results would come for nobody");
         self.release_everything();

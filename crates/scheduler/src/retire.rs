@@ -1,12 +1,14 @@
-//! The way back of slots and pages. A plan in flight may read and write what it names, so nothing returns to the pool before the result
-//! of the last step that names it was applied; until then it is retired.
+//! The way back of slots and pages. A plan in flight may read and write what it names, so nothing
+//! returns to the pool before the result of the last step that names it was applied; until then it
+//! is retired.
 
 use crate::request::Residence;
 use crate::{Event, Handle, Retired, Scheduler, State};
 
 impl Scheduler {
-    /// Takes the pages of a resident for another request. It computes them again when its turn comes; what it named stays in the cache
-    /// as long as possible, and tokens in flight still count.
+    /// Takes the pages of a resident for another request. It computes them again when its turn
+    /// comes; what it named stays in the cache as long as possible, and tokens in flight still
+    /// count.
     pub(crate) fn preempt(&mut self, handle: Handle, events: &mut Vec<Event>) {
         self.vacate(handle);
         let entry = &self.requests[handle];
@@ -81,7 +83,8 @@ impl Scheduler {
         self.blocked = None;
     }
 
-    /// Returns everything to the pool, whatever is in flight: the device is gone, or the scheduler is.
+    /// Returns everything to the pool, whatever is in flight: the device is gone, or the scheduler
+    /// is.
     pub(crate) fn release_everything(&mut self) {
         self.shares.forget_promise();
         while let Some(flight) = self.in_flight.pop_front() {

@@ -1,12 +1,14 @@
-//! Fair shares of what runs. Whoever was admitted keeps its slot until it ends, so turns in the queue alone would let a client that came
-//! first, with long requests, hold every slot for as long as these take.
+//! Fair shares of what runs. Whoever was admitted keeps its slot until it ends, so turns in the
+//! queue alone would let a client that came first, with long requests, hold every slot for as long
+//! as these take.
 
 use std::collections::HashMap;
 
 use crate::queue::Ticket;
 use crate::{Event, Handle, Scheduler};
 
-/// Of all tokens that steps have room for, at most one in this many goes into computing again what a client had to give way for.
+/// Of all tokens that steps have room for, at most one in this many goes into computing again what
+/// a client had to give way for.
 const YIELD_SHARE: u64 = 4;
 
 /// Who has how much of what runs.
@@ -64,11 +66,12 @@ impl Shares {
 }
 
 impl Scheduler {
-    /// Where there is no room for the next request, has a resident give way for the next one whose client has nothing running: the least important one of a
-    /// client with more than an even share, and no more important than the request, which is then the next to be admitted.
+    /// Where there is no room for the next request, has a resident give way for the next one whose
+    /// client has nothing running: the least important one of a client with more than an even
+    /// share, and no more important than the request, which is then the next to be admitted.
     ///
-    /// It happens once a step at most, and so seldom that computing again takes no more than a part of all steps. To be called before
-    /// anybody has a row, since who gives way must have none.
+    /// It happens once a step at most, and so seldom that computing again takes no more than a part
+    /// of all steps. To be called before anybody has a row, since who gives way must have none.
     pub(crate) fn give_way(&mut self, events: &mut Vec<Event>) {
         let shares = &self.shares;
         if !self.config.fair || shares.settled || self.next_step < shares.rested_at {
@@ -81,7 +84,8 @@ impl Scheduler {
             return;
         }
         self.shares.settled = true;
-        // Those that were admitted before go first, but not for ever before a client that has nothing.
+        // Those that were admitted before go first, but not for ever before a client that has
+        // nothing.
         let promised = self.shares.promised;
         let fresh = || self.queue.first_fresh(next?.key.rank);
         let Some(ticket) = promised.or_else(fresh) else { return };

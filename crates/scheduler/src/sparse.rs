@@ -1,9 +1,10 @@
 //! Sparse decoding from host memory: requests that go on while most of their pages are given up.
 //!
-//! Hot pages are a cache of host pages (HiSparse, SGLang #21932, with pages in place of its buffers). A page is saved whole when it is
-//! full, behind the rows that fill it; the newest positions lie in the last pages, which nobody takes. So nothing ever waits for a save. A
-//! request is *resident* with all its pages on the device until they run short. Then the one with most to give becomes *sparse*, and stays so
-//! until it ends or is preempted.
+//! Hot pages are a cache of host pages (HiSparse, SGLang #21932, with pages in place of its
+//! buffers). A page is saved whole when it is full, behind the rows that fill it; the newest
+//! positions lie in the last pages, which nobody takes. So nothing ever waits for a save. A request
+//! is *resident* with all its pages on the device until they run short. Then the one with most to
+//! give becomes *sparse*, and stays so until it ends or is preempted.
 
 use std::ops::Range;
 
@@ -18,7 +19,8 @@ use crate::{Handle, Retired, Scheduler, Sparse, SparseStats, State};
 const READY_SHARE: u32 = 10;
 /// A plan that has come to so many words makes no more requests sparse.
 const TABLE_WORDS: usize = 1 << 19;
-/// Pages that a request which was sparse may compute again one position at a time, rather than all pages at once.
+/// Pages that a request which was sparse may compute again one position at a time, rather than all
+/// pages at once.
 const MOST_SINGLE: usize = 2;
 
 /// Writes where all pages of a new resident are.
@@ -66,8 +68,9 @@ impl Scheduler {
         residence.is_some_and(|residence| residence.pages.is_sparse())
     }
 
-    /// [`Self::lease_pages`] where every page has one of the host's tier behind it. A request comes back sparse that was, and one that has
-    /// outgrown the device's pages: it has the saved blocks where they are, and computes the rest position by position.
+    /// [`Self::lease_pages`] where every page has one of the host's tier behind it. A request comes
+    /// back sparse that was, and one that has outgrown the device's pages: it has the saved blocks
+    /// where they are, and computes the rest position by position.
     pub(crate) fn lease_backed(&mut self, handle: Handle, sparse: Sparse) -> Option<Leased> {
         let page_size = self.config.page_size;
         let found = self.find_backed(handle);
@@ -84,7 +87,8 @@ impl Scheduler {
         Some(leased)
     }
 
-    /// The leading blocks of a request that are in the tiers. None is read before the copies have ended that bring it back.
+    /// The leading blocks of a request that are in the tiers. None is read before the copies have
+    /// ended that bring it back.
     fn find_backed(&mut self, handle: Handle) -> Vec<BackedBlock> {
         let page_size = self.config.page_size;
         let entry = &mut self.requests[handle];
@@ -175,7 +179,8 @@ impl Scheduler {
         Some(leased)
     }
 
-    /// Has sparse requests give up what was saved since, and makes some sparse if the device's pages run short.
+    /// Has sparse requests give up what was saved since, and makes some sparse if the device's
+    /// pages run short.
     pub(crate) fn relieve(&mut self, plan: &mut StepPlan) {
         let Some(sparse) = self.config.sparse else { return };
         let residents: Vec<Handle> = self.residents.values().copied().collect();
@@ -241,7 +246,8 @@ impl Scheduler {
         }
     }
 
-    /// Makes the request sparse that gives up most. False: none would give up more than it needs for its hot rows.
+    /// Makes the request sparse that gives up most. False: none would give up more than it needs
+    /// for its hot rows.
     pub(crate) fn make_sparse(&mut self, plan: &mut StepPlan) -> bool {
         let Some(sparse) = self.config.sparse else { return false };
         let gain = |handle: Handle| {
@@ -268,7 +274,8 @@ impl Scheduler {
         for (index, page) in residence.pages.hot[..keep].iter_mut().enumerate() {
             let Some(hot) = page.take_if(|hot| self.tiers.can_drop(hot)) else { continue };
             plan.drop_page(slot, index as u32);
-            // The hand executes in order: a step in flight reads the page before another row is copied to it.
+            // The hand executes in order: a step in flight reads the page before another row is
+            // copied to it.
             if rows.len() < sparse.row_pages as usize && self.tiers.take_over(&hot) {
                 plan.write_hot_rows(slot, rows.len() as u32, hot.page());
                 rows.push(hot);
@@ -282,7 +289,8 @@ impl Scheduler {
         true
     }
 
-    /// Whether some resident has more to give up when blocks are saved. Those whose saves failed are asked for again.
+    /// Whether some resident has more to give up when blocks are saved. Those whose saves failed
+    /// are asked for again.
     pub(crate) fn saves_will_help(&mut self) -> bool {
         let mut unsaved = false;
         for handle in self.decodes.iter().chain(self.prefills.values()) {

@@ -1,7 +1,9 @@
-//! Where blocks are: which of a request's are found and where, and the copies between the device's memory and the host's.
+//! Where blocks are: which of a request's are found and where, and the copies between the device's
+//! memory and the host's.
 //!
-//! Plans tell the hand of copies, results tell which have ended. Nothing waits for a save. A request waits for the restores of its own
-//! blocks, as an *arriving* resident: it has its slot and pages, and no row.
+//! Plans tell the hand of copies, results tell which have ended. Nothing waits for a save. A
+//! request waits for the restores of its own blocks, as an *arriving* resident: it has its slot and
+//! pages, and no row.
 
 use std::collections::VecDeque;
 use std::ops::Bound;
@@ -14,7 +16,8 @@ use crate::{Event, Handle, HostStats, HostTier, SavePolicy, Scheduler, State};
 
 /// A part of all hot pages that saves may lease at a time.
 const SAVING_SHARE: u32 = 8;
-/// The policy *write back* keeps this part of all hot pages ready to be given up, and at least so many.
+/// The policy *write back* keeps this part of all hot pages ready to be given up, and at least so
+/// many.
 const READY_SHARE: u32 = 10;
 const READY_PAGES: u32 = 64;
 
@@ -32,8 +35,9 @@ pub(crate) struct Leased {
 }
 
 impl Scheduler {
-    /// Leases pages for all known tokens of a request and, if it generates, the next one: first those that hold its leading blocks, or will when copies have
-    /// ended (`cached` tells how many positions), then new ones. `None`, and nothing is leased, if there are too few.
+    /// Leases pages for all known tokens of a request and, if it generates, the next one: first
+    /// those that hold its leading blocks, or will when copies have ended (`cached` tells how many
+    /// positions), then new ones. `None`, and nothing is leased, if there are too few.
     pub(crate) fn lease_pages(&mut self, handle: Handle) -> Option<Leased> {
         // From here on it needs tokens of its own.
         self.requests[handle].settle();
@@ -76,7 +80,8 @@ impl Scheduler {
         Some(Leased { pages, pending, restored })
     }
 
-    /// Where the leading blocks of a request are, as far as they are anywhere and it is worth while to bring them back; and whether it was not.
+    /// Where the leading blocks of a request are, as far as they are anywhere and it is worth while
+    /// to bring them back; and whether it was not.
     fn find_blocks(&mut self, handle: Handle) -> (Vec<Found>, bool) {
         let page_size = self.config.page_size;
         let entry = &mut self.requests[handle];
@@ -133,7 +138,8 @@ impl Scheduler {
         matches!(&self.requests[handle].state, State::Arriving { pending, .. } if pending.is_empty())
     }
 
-    /// The most important of those whose blocks have come back, if it goes before everybody in prefill from there on and the plan has room for it.
+    /// The most important of those whose blocks have come back, if it goes before everybody in
+    /// prefill from there on and the plan has room for it.
     pub(crate) fn next_arrival(&self, from: Bound<Key>, plan: &StepPlan) -> Option<Handle> {
         let before = self.prefills.range((from, Bound::Unbounded)).next().map(|(key, _)| key);
         let (key, &handle) = self.arriving.iter().find(|(_, at)| self.has_arrived(**at))?;
@@ -155,7 +161,8 @@ impl Scheduler {
         }
     }
 
-    /// Brings back blocks of those who are next, as far as pages are to be had without a loss and nobody before them needs them.
+    /// Brings back blocks of those who are next, as far as pages are to be had without a loss and
+    /// nobody before them needs them.
     pub(crate) fn prefetch(&mut self) {
         let Some(host) = self.config.host.filter(|host| host.prefetch > 0) else { return };
         debug_assert!(self.config.sparse.is_none(), "they restore no index keys");
@@ -176,7 +183,8 @@ impl Scheduler {
                 room = room.saturating_sub(pages);
                 continue;
             }
-            // Once only, also where there is not room for all: what comes back later would take the pages of what came before.
+            // Once only, also where there is not room for all: what comes back later would take the
+            // pages of what came before.
             entry.prefetched = true;
             entry.settle();
             let blocks = (entry.reusable() / page_size) as usize;
@@ -249,7 +257,8 @@ impl Scheduler {
         }
     }
 
-    /// Takes the ends of copies. Whoever waited for one that failed waits for its turn again, and computes what it can't have.
+    /// Takes the ends of copies. Whoever waited for one that failed waits for its turn again, and
+    /// computes what it can't have.
     pub(crate) fn copies_ended(&mut self, result: &StepResult, events: &mut Vec<Event>) {
         let timing = result.copy_timing;
         self.counters.host.save_us += u64::from(timing.save_us);
@@ -318,7 +327,8 @@ impl Scheduler {
         }
     }
 
-    /// Offers a resident's blocks to the cache whose tokens are known and whose keys and values are planned.
+    /// Offers a resident's blocks to the cache whose tokens are known and whose keys and values are
+    /// planned.
     pub(crate) fn offer_blocks(&mut self, handle: Handle) {
         let caching = self.config.prefix_cache && !self.keeps_nothing();
         let page_size = self.config.page_size;

@@ -1,4 +1,5 @@
-//! A look at the scheduler from outside: the plan that was made last, and the requests that are alive.
+//! A look at the scheduler from outside: the plan that was made last, and the requests that are
+//! alive.
 
 use serde::Serialize;
 
@@ -57,7 +58,8 @@ pub struct RequestView {
     pub prompt: u32,
     /// Positions that its last admission found in a tier.
     pub cached: u32,
-    /// Positions that are computed, or will be when the steps in flight are done; those of tokens that are still unknown are not counted.
+    /// Positions that are computed, or will be when the steps in flight are done; those of tokens
+    /// that are still unknown are not counted.
     pub computed: u32,
     /// Tokens that it has generated.
     pub generated: u32,

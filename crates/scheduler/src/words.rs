@@ -1,8 +1,9 @@
-//! How large a plan may be. The hand refuses a frame of more than [`MAX_WORDS`], so a plan must not come to that, whatever its requests
-//! bring along: prompts, biases, stop ids, pages.
+//! How large a plan may be. The hand refuses a frame of more than [`MAX_WORDS`], so a plan must not
+//! come to that, whatever its requests bring along: prompts, biases, stop ids, pages.
 //!
-//! A plan that has admitted somebody admits the next one only while it stays within [`STEP_WORDS`], and one request alone is at most
-//! [`MAX_REQUEST_WORDS`], or refused at the door. Those who run already need a row and a page at most. So every plan fits, by construction.
+//! A plan that has admitted somebody admits the next one only while it stays within [`STEP_WORDS`],
+//! and one request alone is at most [`MAX_REQUEST_WORDS`], or refused at the door. Those who run
+//! already need a row and a page at most. So every plan fits, by construction.
 
 use forebay_protocol::{
     COPY_WORDS, MAX_WORDS, NewSlot, PAGE_WRITE_WORDS, ROW_WORDS, SPAN_WORDS, SlotSpec, StepPlan,
@@ -11,15 +12,16 @@ use forebay_protocol::{
 use crate::images::image_words;
 use crate::{Handle, Scheduler};
 
-/// Words that a plan may have when another request is admitted to it: 16 MiB, which takes the hand some milliseconds to read.
+/// Words that a plan may have when another request is admitted to it: 16 MiB, which takes the hand
+/// some milliseconds to read.
 pub const STEP_WORDS: usize = 1 << 22;
 /// Words for the rows and pages of those who run already.
 const RUNNING_WORDS: u64 = 1 << 20;
 /// Most words of a plan that one request may come to need. [`request_words`] counts them.
 pub const MAX_REQUEST_WORDS: u64 = MAX_WORDS as u64 - RUNNING_WORDS;
 
-/// Words of a plan that writes the whole of a request: `positions` tokens on pages of `page_size`, and its parameters. Pages are
-/// written into one table, or into two where the host's are too.
+/// Words of a plan that writes the whole of a request: `positions` tokens on pages of `page_size`,
+/// and its parameters. Pages are written into one table, or into two where the host's are too.
 #[must_use]
 pub fn request_words(positions: u64, spec: &SlotSpec, page_size: u32, tables: u32) -> u64 {
     let slot = NewSlot { slot: 0, tokens: &[], prompt_len: 0, spec };
@@ -39,7 +41,8 @@ pub(crate) fn check_slots(slots: u32) {
 }
 
 impl Scheduler {
-    /// Whether the plan, which has admitted somebody, has room for this one too, and so has the result.
+    /// Whether the plan, which has admitted somebody, has room for this one too, and so has the
+    /// result.
     pub(crate) fn has_words_for(&self, handle: Handle, plan: &StepPlan) -> bool {
         let entry = &self.requests[handle];
         let pages = if self.keeps_nothing() {

@@ -1,9 +1,10 @@
-//! What it costs to write one chunk to each of N sockets: one `send` a socket, or one io_uring submission for many.
-//! `cargo bench -p forebay-server --bench socket_writes`.
+//! What it costs to write one chunk to each of N sockets: one `send` a socket, or one io_uring
+//! submission for many. `cargo bench -p forebay-server --bench socket_writes`.
 //!
-//! The sockets are TCP connections over loopback, as a client's on the same machine are, and a second thread reads them, woken by
-//! epoll. Times are the writing thread's own; what the kernel's io_uring workers use would be seen in the process's, which is printed
-//! beside them, less the reader's. The two ways take turns; medians over the rounds.
+//! The sockets are TCP connections over loopback, as a client's on the same machine are, and a
+//! second thread reads them, woken by epoll. Times are the writing thread's own; what the kernel's
+//! io_uring workers use would be seen in the process's, which is printed beside them, less the
+//! reader's. The two ways take turns; medians over the rounds.
 #![expect(
     unsafe_code,
     reason = "io_uring's submission queue takes pointers to what is to be written"

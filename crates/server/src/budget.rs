@@ -1,8 +1,10 @@
 //! A budget of bytes for all requests in flight.
 //!
-//! Each queue has its bound, and a request in it may be large: a thousand texts that wait for a thread are nothing, or gigabytes. So a
-//! request is charged what it will take before that is allocated, and whoever does not fit is refused at once. A request is charged twice:
-//! for its body and what is made of it, until its prompts are token ids; and for its choices, until the answer has ended.
+//! Each queue has its bound, and a request in it may be large: a thousand texts that wait for a
+//! thread are nothing, or gigabytes. So a request is charged what it will take before that is
+//! allocated, and whoever does not fit is refused at once. A request is charged twice: for its body
+//! and what is made of it, until its prompts are token ids; and for its choices, until the answer
+//! has ended.
 
 use std::fmt;
 use std::sync::Arc;
@@ -14,7 +16,8 @@ use crate::call::Submission;
 
 /// Bytes of a body, its copy in one piece and what is parsed of it, for each byte of the body.
 pub(crate) const UNREAD: usize = 4;
-/// Bytes of a parsed request for each byte of its body: the strings, the rendered prompt, its token ids.
+/// Bytes of a parsed request for each byte of its body: the strings, the rendered prompt, its token
+/// ids.
 const READ: usize = 3;
 /// Bytes of a JSON value that is kept as such, with the template's copy.
 const VALUE: usize = 512;
@@ -28,8 +31,8 @@ const TOKEN: usize = size_of::<i32>();
 const GENERATED: usize = 12;
 /// Bytes of a candidate among log-probabilities.
 const CANDIDATE: usize = 64;
-/// Tokens that a choice is expected to generate at most: few answers get so long, and the rest of a long context would be too much to
-/// set aside for each.
+/// Tokens that a choice is expected to generate at most: few answers get so long, and the rest of a
+/// long context would be too much to set aside for each.
 const EXPECTED: u32 = 4096;
 
 /// The budget. Cheap to clone; a charge is one atomic addition, giving it back another.
@@ -94,7 +97,8 @@ fn cost(submission: &Submission) -> usize {
     // An admitted choice has the prompt's tokens once more.
     let choice = CHOICE + TOKEN * prompt.len() + tokens * (GENERATED + CANDIDATE * candidates);
     let allowed = terms.generation.sampling.allowed.as_ref().map_or(0, |ids| ids.len());
-    // Choices share the ids that are allowed, and so do prompts: each counts them, which is more than enough.
+    // Choices share the ids that are allowed, and so do prompts: each counts them, which is more
+    // than enough.
     let told = terms.generation.prompt_logprobs.map_or(0, |tail| 1 + usize::from(tail.most));
     (TOKEN * (prompt.len() + allowed) + CANDIDATE * told * prompt.len())
         .saturating_add(choice.saturating_mul(terms.generation.n as usize))
@@ -116,7 +120,8 @@ impl Charge {
     /// Charges `bytes` in all.
     ///
     /// # Errors
-    /// The budget is spent, or is smaller than that: then nothing is charged beyond what was before.
+    /// The budget is spent, or is smaller than that: then nothing is charged beyond what was
+    /// before.
     pub(crate) fn set(&self, bytes: usize) -> Result<(), ApiError> {
         let Inner { limit, used } = &*self.budget.0;
         let before = self.bytes.load(Ordering::Relaxed);
@@ -151,8 +156,8 @@ impl Charge {
         if bytes > self.bytes.load(Ordering::Relaxed) { self.set(bytes) } else { Ok(()) }
     }
 
-    /// Charges what was made of a body of `body` bytes without its embeddings, which take `embeds`, and of which `values` JSON values
-    /// were kept.
+    /// Charges what was made of a body of `body` bytes without its embeddings, which take `embeds`,
+    /// and of which `values` JSON values were kept.
     ///
     /// # Errors
     /// As [`Charge::set`].

@@ -72,8 +72,9 @@ pub(crate) struct Submission {
 }
 
 impl Submission {
-    /// Checks that the prompt, which came in `param`, fits, and that the model knows its tokens, whoever made them. A client that asks for more
-    /// tokens than there is room for gets those, and is told.
+    /// Checks that the prompt, which came in `param`, fits, and that the model knows its tokens,
+    /// whoever made them. A client that asks for more tokens than there is room for gets those, and
+    /// is told.
     pub(crate) fn new(
         state: &Shared,
         prompt: Vec<i32>,
@@ -102,8 +103,9 @@ impl Submission {
     }
 }
 
-/// Engine requests of one client request, all choices of all prompts. Dropping it aborts those that have not ended: this is how a
-/// client that has gone away frees what it held, whether it waited for a stream or for a whole response.
+/// Engine requests of one client request, all choices of all prompts. Dropping it aborts those that
+/// have not ended: this is how a client that has gone away frees what it held, whether it waited
+/// for a stream or for a whole response.
 pub(crate) struct Call {
     engine: Arc<dyn Engine>,
     /// By choice; `None` once it has ended.
@@ -117,8 +119,9 @@ pub(crate) struct Call {
 }
 
 impl Call {
-    /// Submits every choice of every prompt, or none; `peer` is who sent it. Of many choices it submits some at a time, and others get
-    /// the thread in between; dropping the future aborts those it has submitted.
+    /// Submits every choice of every prompt, or none; `peer` is who sent it. Of many choices it
+    /// submits some at a time, and others get the thread in between; dropping the future aborts
+    /// those it has submitted.
     ///
     /// # Errors
     /// There is no room for them, or the engine refuses one of them.
@@ -214,7 +217,8 @@ impl Call {
                 if !call.alive.is_empty() && call.alive.len().is_multiple_of(CHOICES_A_TURN) {
                     tokio::task::yield_now().await;
                 }
-                // A prompt is told of once, by the first of its choices, and not again by whoever goes on with a stream.
+                // A prompt is told of once, by the first of its choices, and not again by whoever
+                // goes on with a stream.
                 let told = generation.prompt_logprobs.filter(|_| choice == 0 && said.is_empty());
                 let told = told.filter(|tail| (tail.first as usize) < prompt.len());
                 if max_tokens == 0 && told.is_none() {
@@ -298,7 +302,8 @@ impl Call {
         self
     }
 
-    /// Takes what is new of each choice into `out`; `Ready(false)` once every choice has ended and been taken.
+    /// Takes what is new of each choice into `out`; `Ready(false)` once every choice has ended and
+    /// been taken.
     pub(crate) fn poll(
         &mut self,
         context: &mut Context<'_>,
@@ -364,8 +369,8 @@ fn shared_names(state: &Shared, salt: u64, submission: &Submission) -> Arc<[Bloc
     state.engine.block_names(salt, &submission.prompt).into()
 }
 
-/// Refuses a prompt, which came in `param`, with a token that the model does not have. Clients' ids were checked before: this is for
-/// texts, whose tokenizer may know more tokens than the model.
+/// Refuses a prompt, which came in `param`, with a token that the model does not have. Clients' ids
+/// were checked before: this is for texts, whose tokenizer may know more tokens than the model.
 pub(crate) fn check_tokens(ids: &[i32], limits: Limits, param: &str) -> Result<(), ApiError> {
     let Some(id) = first_unknown(ids, limits.vocab_size) else { return Ok(()) };
     let reason = format!(

@@ -1,7 +1,8 @@
 //! Who sent a request: what shares are counted by.
 //!
-//! A client is its API key where keys are asked for, else its address. An IPv6 client has a whole /64 to choose addresses from, so that is
-//! one client. Behind a proxy that is trusted, the address is the one that the proxy tells.
+//! A client is its API key where keys are asked for, else its address. An IPv6 client has a whole
+//! /64 to choose addresses from, so that is one client. Behind a proxy that is trusted, the address
+//! is the one that the proxy tells.
 
 use std::convert::Infallible;
 use std::hash::{BuildHasher, RandomState};
@@ -24,7 +25,8 @@ const PREFIX_BITS: u32 = 64;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) struct ClientId(pub(crate) u64);
 
-/// The place of the API key that a request showed; `None` where no keys are asked for, or none was right.
+/// The place of the API key that a request showed; `None` where no keys are asked for, or none was
+/// right.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) struct KeyId(pub(crate) Option<usize>);
 
@@ -46,7 +48,8 @@ pub struct TrustedProxies {
 impl FromStr for TrustedProxies {
     type Err = String;
 
-    /// Networks (`10.0.0.0/8`), addresses, and `unix` for whoever comes over a Unix socket, with commas between them.
+    /// Networks (`10.0.0.0/8`), addresses, and `unix` for whoever comes over a Unix socket, with
+    /// commas between them.
     fn from_str(list: &str) -> Result<Self, String> {
         let mut proxies = Self::default();
         for item in list.split(',').map(str::trim).filter(|item| !item.is_empty()) {
@@ -70,7 +73,8 @@ impl TrustedProxies {
         }
     }
 
-    /// The last one on a request's way that is not a trusted proxy. What cannot be read ends the way: nobody vouches for what stands before it.
+    /// The last one on a request's way that is not a trusted proxy. What cannot be read ends the
+    /// way: nobody vouches for what stands before it.
     fn origin(&self, remote: Remote, headers: &HeaderMap) -> Remote {
         let mut origin = remote;
         let lines = headers.get_all(FORWARDED_FOR).iter().rev();

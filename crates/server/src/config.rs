@@ -27,14 +27,16 @@ pub enum EgressMode {
     Direct,
     /// The connections' tasks write them: prepared events, one wake-up for all that is pending.
     Tasks,
-    /// As servers do it that take every token by itself: a wake-up, a chunk object and a write each. To measure the others by.
+    /// As servers do it that take every token by itself: a wake-up, a chunk object and a write
+    /// each. To measure the others by.
     Naive,
 }
 
 /// Who shares cached blocks with whom.
 #[derive(Debug, Clone)]
 pub struct Sharing {
-    /// What the engine names blocks with. Salts are made with it too, so that nobody can find a second one for the same names.
+    /// What the engine names blocks with. Salts are made with it too, so that nobody can find a
+    /// second one for the same names.
     pub namer: Namer,
     /// Clients with different keys share blocks.
     pub across_keys: bool,
@@ -45,7 +47,8 @@ pub struct Sharing {
 pub struct ServerConfig {
     /// Keys of which clients must show one, if there are any.
     pub api_keys: Keys,
-    /// Keys for what changes the server or tells about it; these routes need one of them, if there are any. They are good for all else too.
+    /// Keys for what changes the server or tells about it; these routes need one of them, if there
+    /// are any. They are good for all else too.
     pub admin_keys: Keys,
     /// Key of routers, which are told what the prefix caches hold.
     pub router_key: Option<String>,
@@ -55,7 +58,8 @@ pub struct ServerConfig {
     pub hide_cached_tokens: bool,
     /// Hosts and pages whose requests are answered.
     pub access: Access,
-    /// What paths may begin with, such as `/llm`: what a proxy in front has in its URLs. Empty, or without a slash at its end.
+    /// What paths may begin with, such as `/llm`: what a proxy in front has in its URLs. Empty, or
+    /// without a slash at its end.
     pub root_path: String,
     /// Proxies that are believed when they tell whom a request came from.
     pub trusted_proxies: TrustedProxies,
@@ -65,19 +69,23 @@ pub struct ServerConfig {
     pub tls: Option<Tls>,
     /// Largest `priority`, and smallest below 0, that clients may ask for.
     pub max_client_priority: u32,
-    /// Largest request body in bytes; what is more than `max_json_bytes` of it must be embeddings or images.
+    /// Largest request body in bytes; what is more than `max_json_bytes` of it must be embeddings
+    /// or images.
     pub max_body_bytes: usize,
     /// Largest request body without its embeddings and images in bytes.
     pub max_json_bytes: usize,
-    /// Most bytes that all requests take together, from their bodies to what they are expected to generate.
+    /// Most bytes that all requests take together, from their bodies to what they are expected to
+    /// generate.
     pub max_request_bytes_in_flight: usize,
     /// Longest time for a request's head to arrive; also how long an idle connection is kept.
     pub header_timeout: Duration,
     /// Longest time for a request's body to arrive.
     pub body_timeout: Duration,
-    /// Longest time in which a client may take nothing of what waits to be written to it. Then its connection is cut.
+    /// Longest time in which a client may take nothing of what waits to be written to it. Then its
+    /// connection is cut.
     pub send_timeout: Duration,
-    /// Most bytes of a response that wait for its client, as they would be written; then it ends with an error.
+    /// Most bytes of a response that wait for its client, as they would be written; then it ends
+    /// with an error.
     pub max_unread_bytes: usize,
     /// How long running requests may go on after the shutdown signal.
     pub drain_timeout: Duration,
@@ -85,7 +93,8 @@ pub struct ServerConfig {
     pub health_timeout: Duration,
     /// How chunks get to their sockets.
     pub egress: EgressMode,
-    /// Tokens that a stream gathers before it gets a chunk, where the request does not say; the first token and the end do not wait.
+    /// Tokens that a stream gathers before it gets a chunk, where the request does not say; the
+    /// first token and the end do not wait.
     pub stream_interval: u32,
     /// Which responses are kept for those who ask for them again, or go on from them.
     pub responses: StoreConfig,
@@ -95,7 +104,8 @@ pub struct ServerConfig {
     pub queue_while_loading: bool,
     /// A parameter that has no effect is an error.
     pub strict_params: bool,
-    /// Tokens that /tokenize and /detokenize take at a time; `None`: four times the context, and 65536 at least.
+    /// Tokens that /tokenize and /detokenize take at a time; `None`: four times the context, and
+    /// 65536 at least.
     pub max_tokenize_tokens: Option<usize>,
     /// Watches over the threads: what it has seen, /health says.
     pub guard: Guard,

@@ -39,7 +39,8 @@ pub(crate) struct Setup {
     pub(crate) tls: Option<Tls>,
 }
 
-/// Answers the requests of a connection until it ends, its place is needed, or its client has left a request alone.
+/// Answers the requests of a connection until it ends, its place is needed, or its client has left
+/// a request alone.
 pub(crate) async fn run(
     setup: Setup,
     socket: Socket,
@@ -53,7 +54,8 @@ pub(crate) async fn run(
         match setup.tls.clone() {
             None => answer(&setup, io, Some(&line), remote, &seat, watcher).await,
             Some(tls) => match timeout(setup.header_timeout, tls.accept(io)).await {
-                // What is written to the line is not encrypted, so nobody but the connection writes to this one.
+                // What is written to the line is not encrypted, so nobody but the connection writes
+                // to this one.
                 Ok(Ok(io)) => answer(&setup, io, None, remote, &seat, watcher).await,
                 Ok(Err(error)) => tracing::debug!(%error, "a TLS handshake failed"),
                 Err(_) => tracing::debug!("a TLS handshake took too long"),
@@ -61,7 +63,8 @@ pub(crate) async fn run(
         }
     };
     tokio::select! {
-        // A request that can be answered at once is answered before anybody asks whether its client is still there.
+        // A request that can be answered at once is answered before anybody asks whether its client
+        // is still there.
         biased;
         () = answering => {}
         () = left_alone(&line, &seat) => tracing::debug!("a client has left"),
@@ -104,12 +107,13 @@ async fn answer(
     }
 }
 
-/// Ready once the client has closed its end while a request is being answered. hyper sees that only where nothing is left to read: one
-/// byte after a request would keep the request running.
+/// Ready once the client has closed its end while a request is being answered. hyper sees that only
+/// where nothing is left to read: one byte after a request would keep the request running.
 async fn left_alone(line: &Line, seat: &Seat) {
     let mut closed = pin!(line.closed());
     let mut is_closed = false;
-    // Polled whenever the connection is, so it sees the request that begins after the client has closed its end.
+    // Polled whenever the connection is, so it sees the request that begins after the client has
+    // closed its end.
     poll_fn(move |context| {
         is_closed = is_closed || closed.as_mut().poll(context).is_ready();
         if is_closed && seat.is_busy() { Poll::Ready(()) } else { Poll::Pending }

@@ -11,7 +11,8 @@ use forebay_text::Tokenizer;
 use crate::call::{Submission, Terms};
 use crate::state::Shared;
 
-/// The constraints of a submission's choices, each of which has already said `said`; `None`: nothing restricts them.
+/// The constraints of a submission's choices, each of which has already said `said`; `None`:
+/// nothing restricts them.
 pub(crate) async fn constraints(
     state: &Shared,
     submission: &Submission,

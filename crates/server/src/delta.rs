@@ -7,17 +7,20 @@ use crate::prompt_logprobs::PromptLogprobs;
 
 /// Log-probabilities below this are written as this: JSON has no minus infinity.
 const SMALLEST_LOGPROB: f32 = -9999.0;
-/// About how many bytes of JSON a log-probability becomes: its token's text, the number, and its token's bytes one by one.
+/// About how many bytes of JSON a log-probability becomes: its token's text, the number, and its
+/// token's bytes one by one.
 pub(crate) const LOGPROB_JSON: usize = 96;
 
-/// A token that could have been sampled, and the natural logarithm of its probability, which is finite.
+/// A token that could have been sampled, and the natural logarithm of its probability, which is
+/// finite.
 pub(crate) type Candidate = (i32, f32);
 
-/// Log-probabilities of tokens, as numbers: 8 bytes a candidate and 4 a token. Text is made of them when they are written, so that a
-/// reader who is slow holds up numbers only.
+/// Log-probabilities of tokens, as numbers: 8 bytes a candidate and 4 a token. Text is made of them
+/// when they are written, so that a reader who is slow holds up numbers only.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub(crate) struct Logprobs {
-    /// Of all tokens, in order; of each the sampled one first, then the most likely ones, descending.
+    /// Of all tokens, in order; of each the sampled one first, then the most likely ones,
+    /// descending.
     candidates: Vec<Candidate>,
     /// Where each token's candidates end.
     ends: Vec<u32>,
@@ -29,7 +32,8 @@ impl Logprobs {
         self.ends.is_empty()
     }
 
-    /// Appends a token's candidates, the sampled one first. Without that one, there is nothing to append.
+    /// Appends a token's candidates, the sampled one first. Without that one, there is nothing to
+    /// append.
     pub(crate) fn push(&mut self, candidates: &[Candidate]) {
         if candidates.is_empty() {
             return;
@@ -109,11 +113,12 @@ pub(crate) struct Delta {
 }
 
 impl Delta {
-    /// The last word about the choice, as OpenAI says it, decided here for streams and whole answers alike. `None` before the end, and
-    /// after an error.
+    /// The last word about the choice, as OpenAI says it, decided here for streams and whole
+    /// answers alike. `None` before the end, and after an error.
     ///
-    /// A length that cut the answer is never hidden. Otherwise there are calls to make, or the answer is complete. Where the client has named
-    /// the tool, nothing was chosen, and it is complete: OpenAI and vLLM say `stop` there (vLLM's #25054).
+    /// A length that cut the answer is never hidden. Otherwise there are calls to make, or the
+    /// answer is complete. Where the client has named the tool, nothing was chosen, and it is
+    /// complete: OpenAI and vLLM say `stop` there (vLLM's #25054).
     pub(crate) fn finish_reason(&self) -> Option<&'static str> {
         match (self.end.as_ref()?, self.called) {
             (End::Error(_), _) => None,

@@ -26,11 +26,13 @@ pub trait Engine: Send + Sync + 'static {
     fn replicas(&self) -> Vec<ReplicaReport>;
     /// What to watch each replica by, in the order of [`Self::replicas`].
     fn handles(&self) -> Vec<EngineHandle>;
-    /// A replica gets no new requests from now on, or gets them again; false: there is no such replica.
+    /// A replica gets no new requests from now on, or gets them again; false: there is no such
+    /// replica.
     fn drain_replica(&self, replica: usize, drained: bool) -> bool;
     /// Whether every replica was told to take no new requests.
     fn drained(&self) -> bool;
-    /// The names of a prompt's full blocks for requests with this salt, as the prefix cache knows them.
+    /// The names of a prompt's full blocks for requests with this salt, as the prefix cache knows
+    /// them.
     fn block_names(&self, salt: u64, prompt: &[i32]) -> Vec<BlockHash>;
     /// `None` until the engine has been ready.
     fn facts(&self) -> Option<Facts>;

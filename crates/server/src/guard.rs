@@ -1,11 +1,13 @@
 //! One watch over all threads, and over the tasks that live as long as the server.
 //!
-//! A thread that panics takes along what only it can do, while the others go on as if nothing had happened. So threads are started through
-//! a [`Guard`]. When one of them panics, /health says so and new requests are refused from then on, and whoever waits for
-//! [`Guard::failed`] ends the process in order: what can finish finishes, the rest gets an error, and a supervisor starts it again.
+//! A thread that panics takes along what only it can do, while the others go on as if nothing had
+//! happened. So threads are started through a [`Guard`]. When one of them panics, /health says so
+//! and new requests are refused from then on, and whoever waits for [`Guard::failed`] ends the
+//! process in order: what can finish finishes, the rest gets an error, and a supervisor starts it
+//! again.
 //!
-//! What is done for one request at a time (tokenising, parsing, answering) catches its panics and fails that request alone: no client can end
-//! the server with an input that nobody has thought of.
+//! What is done for one request at a time (tokenising, parsing, answering) catches its panics and
+//! fails that request alone: no client can end the server with an input that nobody has thought of.
 
 use std::any::Any;
 use std::io;
@@ -28,8 +30,8 @@ impl Default for Guard {
 }
 
 impl Guard {
-    /// Starts the thread `name`. What `work` owns is dropped after a panic has been reported, so that whoever learns of it by that finds the
-    /// server failed.
+    /// Starts the thread `name`. What `work` owns is dropped after a panic has been reported, so
+    /// that whoever learns of it by that finds the server failed.
     ///
     /// # Errors
     /// The system has no room for a thread.

@@ -9,7 +9,8 @@ use subtle::ConstantTimeEq;
 /// Where some clients put their key instead of into `Authorization`.
 const X_API_KEY: &str = "x-api-key";
 
-/// Accepted keys, each known by its place. Shown nowhere: the debug form tells only how many there are.
+/// Accepted keys, each known by its place. Shown nowhere: the debug form tells only how many there
+/// are.
 #[derive(Clone, Default)]
 pub struct Keys(Vec<Box<str>>);
 
@@ -35,7 +36,8 @@ impl Keys {
         self.0.is_empty()
     }
 
-    /// The place of the key that these headers carry. Takes the same time wherever a wrong key differs and whichever right one it is.
+    /// The place of the key that these headers carry. Takes the same time wherever a wrong key
+    /// differs and whichever right one it is.
     pub(crate) fn shown(&self, headers: &HeaderMap) -> Option<usize> {
         let given = given(headers)?;
         let mut found = None;

@@ -21,13 +21,16 @@ use crate::intake::LARGE_BODY;
 use crate::intake::turns::{Pace, Turn, Turns, Verdict};
 use crate::state::Shared;
 
-/// How long a refused body is read and thrown away, so that a client that is still sending gets to read the answer.
+/// How long a refused body is read and thrown away, so that a client that is still sending gets to
+/// read the answer.
 const LINGER: Duration = Duration::from_secs(5);
 
-/// Bytes of a piece below which it is copied to the one before it: a client that sends a byte a piece would have us keep much more.
+/// Bytes of a piece below which it is copied to the one before it: a client that sends a byte a
+/// piece would have us keep much more.
 const SMALL_PIECE: usize = 4096;
 
-/// A body as it came in. Putting the pieces of a large one together takes a while, and is left to whoever parses it.
+/// A body as it came in. Putting the pieces of a large one together takes a while, and is left to
+/// whoever parses it.
 #[derive(Debug, Default)]
 pub(crate) struct Pieces {
     whole: Vec<Bytes>,
@@ -151,8 +154,9 @@ pub(crate) fn query<T: DeserializeOwned>(uri: &Uri) -> Result<T, ApiError> {
     }
 }
 
-/// Reads a body of at most `limit` bytes that has to arrive within `time`. A large one is read when it is its turn, which lasts until the
-/// caller has parsed it: if all were read at once, all would lie in memory that has to be found and cleared first.
+/// Reads a body of at most `limit` bytes that has to arrive within `time`. A large one is read when
+/// it is its turn, which lasts until the caller has parsed it: if all were read at once, all would
+/// lie in memory that has to be found and cleared first.
 async fn collect(
     Upload { mut body, client }: Upload,
     limit: BodyLimit,
@@ -314,7 +318,8 @@ mod tests {
         assert_eq!(turns.free(), 1);
     }
 
-    /// Forty bodies, a byte a millisecond each; gives how many turns were given before a large body of somebody else was read.
+    /// Forty bodies, a byte a millisecond each; gives how many turns were given before a large body
+    /// of somebody else was read.
     async fn turns_before(clients: u64) -> u64 {
         let turns = Arc::new(Turns::new(1));
         let mut trickles = JoinSet::new();

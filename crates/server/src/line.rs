@@ -1,10 +1,12 @@
 //! A connection's socket, which the egress thread may write to as well.
 //!
-//! hyper owns the connection: it reads requests, writes heads and ends, and notices when the client has gone. Between the head and the end of
-//! a streamed answer there is nothing for it to decide, so the egress thread writes those chunks itself: no task is woken, and
-//! nothing is copied from thread to thread. The two never write at once. The response *asks* when it has nothing to give; the
-//! line *opens* once hyper has written all it held; and it is *shut* before hyper gets anything more to write, or when
-//! the socket takes no more. What the socket did not take is kept here, ahead of all that hyper writes next.
+//! hyper owns the connection: it reads requests, writes heads and ends, and notices when the client
+//! has gone. Between the head and the end of a streamed answer there is nothing for it to decide,
+//! so the egress thread writes those chunks itself: no task is woken, and nothing is copied from
+//! thread to thread. The two never write at once. The response *asks* when it has nothing to give;
+//! the line *opens* once hyper has written all it held; and it is *shut* before hyper gets anything
+//! more to write, or when the socket takes no more. What the socket did not take is kept here,
+//! ahead of all that hyper writes next.
 
 use std::io::{self, IoSlice};
 use std::pin::Pin;
@@ -47,8 +49,8 @@ impl Line {
         Arc::new(Self { socket, gate: AtomicU8::new(SHUT), rest: Mutex::default() })
     }
 
-    /// Waits until the client writes no more, also where what it wrote has not been read: hyper looks for the end only when it has nothing left
-    /// to read.
+    /// Waits until the client writes no more, also where what it wrote has not been read: hyper
+    /// looks for the end only when it has nothing left to read.
     pub(crate) async fn closed(&self) {
         // A socket that cannot be watched is broken.
         let _ = self.socket.closed().await;

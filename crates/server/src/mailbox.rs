@@ -1,12 +1,15 @@
 //! Where the egress thread leaves a request's output for its HTTP response, or passes it by.
 //!
-//! A mailbox has one pending delta a choice. Writing merges into it, reading takes it away: a reader that is slow finds more at
-//! once, and nothing is dropped. What nobody has read may grow to a limit: then the response ends with an error, what it held is
-//! freed, and whoever writes is told to stop.
+//! A mailbox has one pending delta a choice. Writing merges into it, reading takes it away: a
+//! reader that is slow finds more at once, and nothing is dropped. What nobody has read may grow to
+//! a limit: then the response ends with an error, what it held is freed, and whoever writes is told
+//! to stop.
 //!
-//! A streamed response lends the mailbox its encoder and its connection. As long as the connection's line is open and nothing is pending,
-//! a delta does not stop here: it is written to the socket by the thread that brings it, and the response is not woken. The response gets
-//! the rest: what comes while the line is shut (a slow reader, an answer whose head has not been written), and every end.
+//! A streamed response lends the mailbox its encoder and its connection. As long as the
+//! connection's line is open and nothing is pending, a delta does not stop here: it is written to
+//! the socket by the thread that brings it, and the response is not woken. The response gets the
+//! rest: what comes while the line is shut (a slow reader, an answer whose head has not been
+//! written), and every end.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -69,7 +72,8 @@ impl Inner {
         self.outlet.as_ref()?.line.as_deref()
     }
 
-    /// Writes the delta to the socket if that can be done now, and leaves it empty. `None`: it has to be left here.
+    /// Writes the delta to the socket if that can be done now, and leaves it empty. `None`: it has
+    /// to be left here.
     fn pass(&mut self, choice: u32, delta: &mut Delta, chunk: &mut Chunk) -> Option<Written> {
         if delta.end.is_some() || !self.is_empty() {
             return None;
@@ -143,7 +147,8 @@ pub(crate) enum Sent {
     Ended,
 }
 
-/// Writes one choice of a mailbox. Dropped before the end, it ends the choice with an error: a reader always sees an end.
+/// Writes one choice of a mailbox. Dropped before the end, it ends the choice with an error: a
+/// reader always sees an end.
 pub(crate) struct Sender {
     inner: Arc<Mutex<Inner>>,
     choice: u32,
@@ -155,7 +160,8 @@ pub(crate) struct Receiver {
     inner: Arc<Mutex<Inner>>,
 }
 
-/// A mailbox for the choices of `tally`, which holds deltas of about `limit` bytes ([`Delta::weight`]) in all that nobody has read.
+/// A mailbox for the choices of `tally`, which holds deltas of about `limit` bytes
+/// ([`Delta::weight`]) in all that nobody has read.
 pub(crate) fn mailbox(tally: Tally, wake: Wake, limit: usize) -> (Vec<Sender>, Receiver) {
     let choices = tally.choices();
     let inner = Arc::new(Mutex::new(Inner {
@@ -179,8 +185,8 @@ pub(crate) fn mailbox(tally: Tally, wake: Wake, limit: usize) -> (Vec<Sender>, R
 }
 
 impl Sender {
-    /// Passes `delta` on, or merges it into what is pending, and leaves it empty. Nothing may follow a delta with an end, nor
-    /// [`Sent::Ended`].
+    /// Passes `delta` on, or merges it into what is pending, and leaves it empty. Nothing may
+    /// follow a delta with an end, nor [`Sent::Ended`].
     pub(crate) fn send(&mut self, delta: &mut Delta, chunk: &mut Chunk) -> Sent {
         debug_assert!(!self.ended, "a choice ends once");
         let mut inner = self.inner.lock();
@@ -221,7 +227,8 @@ impl Drop for Sender {
 }
 
 impl Receiver {
-    /// From here on deltas may be written through `outlet`, which writes what is read here too: see [`Receiver::encode`].
+    /// From here on deltas may be written through `outlet`, which writes what is read here too: see
+    /// [`Receiver::encode`].
     pub(crate) fn lend(&self, outlet: Outlet) {
         self.inner.lock().outlet = Some(outlet);
     }
@@ -239,7 +246,8 @@ impl Receiver {
         self.inner.lock().tally.clone()
     }
 
-    /// Takes what is pending into `out` (choice, delta); ready with nothing once all choices have ended and been taken.
+    /// Takes what is pending into `out` (choice, delta); ready with nothing once all choices have
+    /// ended and been taken.
     pub(crate) fn poll(
         &mut self,
         context: &mut Context<'_>,
@@ -500,7 +508,8 @@ mod tests {
     }
 
     proptest! {
-        /// Whatever the interleaving, each choice's deltas add up to what was sent, in order, with the one end last.
+        /// Whatever the interleaving, each choice's deltas add up to what was sent, in order, with
+        /// the one end last.
         #[test]
         fn nothing_is_lost_or_reordered(
             moves in proptest::collection::vec((0u32..3, any::<bool>()), 0..60),

@@ -35,10 +35,11 @@ pub(crate) trait Encoder: Send + 'static {
     fn media_type(&self) -> &'static str {
         "text/event-stream; charset=utf-8"
     }
-    /// Whether another brain's encoder could go on with the response at any delta: it has one choice, and what was written is
-    /// known from its tokens.
+    /// Whether another brain's encoder could go on with the response at any delta: it has one
+    /// choice, and what was written is known from its tokens.
     fn resumable(&self) -> bool;
-    /// Goes on after `before`, which another brain has written. Only called where it is resumable, before anything else.
+    /// Goes on after `before`, which another brain has written. Only called where it is resumable,
+    /// before anything else.
     fn resume(&mut self, before: &Delta);
     /// Appends what comes after the last delta.
     fn end(&mut self, tally: &Tally, out: &mut Vec<u8>) -> serde_json::Result<()>;
@@ -51,7 +52,8 @@ pub(crate) struct Outlet {
     pub(crate) line: Option<Arc<Line>>,
 }
 
-/// A buffer for one chunk of HTTP/1.1's chunked coding (RFC 9112, section 7.1), used again and again.
+/// A buffer for one chunk of HTTP/1.1's chunked coding (RFC 9112, section 7.1), used again and
+/// again.
 #[derive(Debug, Default)]
 pub(crate) struct Chunk(Vec<u8>);
 
@@ -66,7 +68,8 @@ impl Chunk {
         &mut self.0
     }
 
-    /// The chunk of what was appended; empty if nothing was, since an empty chunk would end the body.
+    /// The chunk of what was appended; empty if nothing was, since an empty chunk would end the
+    /// body.
     pub(crate) fn finish(&mut self) -> &[u8] {
         let mut size = self.0.len() - Self::HEAD;
         if size == 0 {

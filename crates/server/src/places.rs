@@ -1,7 +1,8 @@
 //! Places for connections: how many there may be, and which connection makes room for a new one.
 //!
-//! A connection is idle while no request of its client is being answered: it may have sent nothing, a part of a head, or wait for the
-//! next one. Nothing is lost when such a connection is closed, so at the limit the one that has been idle for longest goes.
+//! A connection is idle while no request of its client is being answered: it may have sent nothing,
+//! a part of a head, or wait for the next one. Nothing is lost when such a connection is closed, so
+//! at the limit the one that has been idle for longest goes.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -66,8 +67,8 @@ impl Places {
         Arc::new(Self { limit: limit.max(1), inner: Mutex::default() })
     }
 
-    /// A place for a new connection; at the limit, that of the connection which has been idle for longest, which is told to go. `None`: all are
-    /// busy.
+    /// A place for a new connection; at the limit, that of the connection which has been idle for
+    /// longest, which is told to go. `None`: all are busy.
     pub(crate) fn take(self: &Arc<Self>) -> Option<Seat> {
         let mut inner = self.inner.lock();
         if inner.taken >= self.limit && !inner.shed() {
@@ -94,8 +95,8 @@ impl Places {
 }
 
 impl Seat {
-    /// Waits until another connection needs the place. Not once a request has come in the meantime: the new one is one too many then, for a
-    /// moment.
+    /// Waits until another connection needs the place. Not once a request has come in the meantime:
+    /// the new one is one too many then, for a moment.
     pub(crate) async fn told_to_go(&self) {
         loop {
             self.place.go.notified().await;

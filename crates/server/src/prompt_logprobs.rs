@@ -1,4 +1,5 @@
-//! Log-probabilities of prompts, on their way to the client. The first choice of a prompt brings them, and all of its choices show them.
+//! Log-probabilities of prompts, on their way to the client. The first choice of a prompt brings
+//! them, and all of its choices show them.
 
 use std::sync::Arc;
 
@@ -71,7 +72,8 @@ impl PromptLogprobs {
     }
 }
 
-/// Choices of a stream that show log-probabilities of their prompts. What comes before those are complete is held back.
+/// Choices of a stream that show log-probabilities of their prompts. What comes before those are
+/// complete is held back.
 pub(crate) struct Awaited {
     /// The prompt of each choice, and whether it is the one that brings them.
     choices: Vec<(usize, bool)>,
@@ -125,7 +127,8 @@ impl Awaited {
     }
 }
 
-/// Takes what the first of each prompt's choices has brought, once all have ended; `choices` of each.
+/// Takes what the first of each prompt's choices has brought, once all have ended; `choices` of
+/// each.
 pub(crate) fn told(
     deltas: &mut [Delta],
     choices: impl Iterator<Item = u32>,

@@ -26,7 +26,8 @@ impl IntoResponse for Failure {
         let Self(error) = self;
         let status =
             StatusCode::from_u16(error.status()).unwrap_or(StatusCode::INTERNAL_SERVER_ERROR);
-        // 503 is a state that was reported when it began, and health probes ask for it again and again.
+        // 503 is a state that was reported when it began, and health probes ask for it again and
+        // again.
         if status == StatusCode::INTERNAL_SERVER_ERROR {
             tracing::warn!(status = status.as_u16(), %error, "request failed");
         } else {

@@ -1,7 +1,9 @@
-//! What is answered however many connections there are: whether the process lives, and how the server is.
+//! What is answered however many connections there are: whether the process lives, and how the
+//! server is.
 //!
-//! The main listener has a few places beyond its limit. Whoever gets one is told so, unless it asks for `/livez` or `/health`. A health
-//! listener (`--health-port`) has a thread of its own besides, which nothing else runs on.
+//! The main listener has a few places beyond its limit. Whoever gets one is told so, unless it asks
+//! for `/livez` or `/health`. A health listener (`--health-port`) has a thread of its own besides,
+//! which nothing else runs on.
 
 use std::io;
 use std::net::TcpListener;

@@ -1,4 +1,5 @@
-//! Headers by which clients say where a request is to be computed, for those who cannot change its body.
+//! Headers by which clients say where a request is to be computed, for those who cannot change its
+//! body.
 
 use axum::extract::FromRequestParts;
 use axum::http::HeaderMap;

@@ -30,9 +30,10 @@ const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
 /// What is opened only to be closed.
 const NOTHING: &str = "/dev/null";
 
-/// Serves until `shutdown` is ready, then drains: new requests get 503 while the running ones have `drain_timeout` to finish. What is
-/// left then, or as soon as `hurry` is ready, is aborted, each with its terminal event; connections are closed, and this returns. The engine
-/// is left drained, not stopped.
+/// Serves until `shutdown` is ready, then drains: new requests get 503 while the running ones have
+/// `drain_timeout` to finish. What is left then, or as soon as `hurry` is ready, is aborted, each
+/// with its terminal event; connections are closed, and this returns. The engine is left drained,
+/// not stopped.
 ///
 /// # Errors
 /// None once it runs; the spare descriptor cannot be opened.
@@ -83,7 +84,8 @@ struct Connections {
     usual: (Arc<Places>, Setup),
     /// Those beyond the limit, which get to know that, and how the server is.
     reserve: (Arc<Places>, Setup),
-    /// Given up for a moment when there are no descriptors left: who waits to be accepted can be turned away then.
+    /// Given up for a moment when there are no descriptors left: who waits to be accepted can be
+    /// turned away then.
     spare: Option<File>,
     graceful: GracefulShutdown,
     tasks: JoinSet<()>,
@@ -142,7 +144,8 @@ impl Connections {
     async fn recover(&mut self, listener: &Listener, error: &io::Error) {
         let code = error.raw_os_error().map(Errno::from_raw_os_error);
         if matches!(code, Some(Errno::MFILE | Errno::NFILE)) {
-            // The listener stays ready as long as somebody waits there: without this, the loop would turn and turn.
+            // The listener stays ready as long as somebody waits there: without this, the loop
+            // would turn and turn.
             self.usual.0.shed();
             if self.spare.take().is_some() {
                 // Dropped at once.
@@ -160,7 +163,8 @@ impl Connections {
 
     async fn close(self, patience: impl Future<Output = ()>) {
         let Self { graceful, mut tasks, usual, reserve, .. } = self;
-        // hyper waits for the rest of a head that has begun, and nobody else for the end of a handshake.
+        // hyper waits for the rest of a head that has begun, and nobody else for the end of a
+        // handshake.
         usual.0.shed_all();
         reserve.0.shed_all();
         tokio::select! {

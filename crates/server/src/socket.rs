@@ -50,8 +50,9 @@ impl Socket {
         either!(self, socket => socket.try_write_vectored(buffers))
     }
 
-    /// Waits until the other end writes no more, read or not what it wrote before. Nothing is asked of the system: its notice of that
-    /// (EPOLLRDHUP) is waited for, which is all that urgent data, never asked for, shares a waiter with.
+    /// Waits until the other end writes no more, read or not what it wrote before. Nothing is asked
+    /// of the system: its notice of that (EPOLLRDHUP) is waited for, which is all that urgent data,
+    /// never asked for, shares a waiter with.
     pub(crate) async fn closed(&self) -> io::Result<()> {
         either!(self, socket => socket.ready(Interest::PRIORITY).await.map(drop))
     }

@@ -8,8 +8,8 @@ use forebay_text::{Detokenizer, StopStrings, Tokenizer};
 
 use crate::call::Terms;
 
-/// Makes text of tokens and parts of text, holds back what may become a stop string, and finds those. Stop strings are looked for in what the
-/// reader is to see, and nowhere else.
+/// Makes text of tokens and parts of text, holds back what may become a stop string, and finds
+/// those. Stop strings are looked for in what the reader is to see, and nowhere else.
 #[derive(Debug)]
 pub(crate) struct Speller {
     detokenizer: Detokenizer,
@@ -42,7 +42,8 @@ pub(crate) enum Found {
 }
 
 impl Speller {
-    /// At the start of a request's text. `marks`: special tokens that a dialect is read by, ascending.
+    /// At the start of a request's text. `marks`: special tokens that a dialect is read by,
+    /// ascending.
     pub(crate) fn new(tokenizer: &Arc<Tokenizer>, terms: &Terms, marks: &Arc<[i32]>) -> Self {
         let Generation { include_stop, skip_special_tokens, .. } = &terms.generation;
         let parser = terms.reading.as_ref().map(|reading| {
@@ -60,7 +61,8 @@ impl Speller {
         }
     }
 
-    /// Appends what a token brings. `ends`: it is the stop token that ended the request. `fresh` is a buffer.
+    /// Appends what a token brings. `ends`: it is the stop token that ended the request. `fresh` is
+    /// a buffer.
     pub(crate) fn push(
         &mut self,
         id: i32,

@@ -1,7 +1,8 @@
 //! Server-sent events: a call's deltas as the frames of a response body.
 //!
-//! A frame carries everything that was pending when the connection could take more. Most chunks never come here: see `mailbox`.
-//! A stream ends with `data: [DONE]`, also after an error, which is an event `data: {"error": ...}` of its own.
+//! A frame carries everything that was pending when the connection could take more. Most chunks
+//! never come here: see `mailbox`. A stream ends with `data: [DONE]`, also after an error, which is
+//! an event `data: {"error": ...}` of its own.
 
 use std::convert::Infallible;
 use std::io::{self, Write};
@@ -31,8 +32,8 @@ use crate::wire::Wire;
 
 pub(crate) const DONE: &[u8] = b"data: [DONE]\n\n";
 
-/// JSON without the characters that are line ends to Unicode but not to server-sent events: clients that cut streams with
-/// Python's `splitlines`, as httpx does, would cut an event at them.
+/// JSON without the characters that are line ends to Unicode but not to server-sent events: clients
+/// that cut streams with Python's `splitlines`, as httpx does, would cut an event at them.
 struct OneLine;
 
 impl Formatter for OneLine {
@@ -122,7 +123,8 @@ impl Cut {
 }
 
 impl Chunks {
-    /// Chunks of the response `name`. All that is the same in every chunk is written once, unless `egress` is the naive one.
+    /// Chunks of the response `name`. All that is the same in every chunk is written once, unless
+    /// `egress` is the naive one.
     pub(crate) fn new(
         name: &StreamName,
         object: &'static str,
@@ -180,7 +182,8 @@ impl Chunks {
         self.chunk(Some(choice), usage, out)
     }
 
-    /// The event with this choice, cut around the value of its one field `field`, an empty string. `None`: chunks differ in more than that.
+    /// The event with this choice, cut around the value of its one field `field`, an empty string.
+    /// `None`: chunks differ in more than that.
     pub(crate) fn cut<T: Serialize>(
         &self,
         choice: &T,

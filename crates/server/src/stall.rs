@@ -1,8 +1,9 @@
 //! Cuts connections whose clients take nothing.
 //!
-//! A client that stops reading costs a descriptor, a task and the text that waits for it, for as long as it likes. So a write that waits has
-//! a limit, which every byte that goes out renews: a slow reader is served, one that has stopped is not. The error ends the
-//! connection, and with it the response, which aborts its request.
+//! A client that stops reading costs a descriptor, a task and the text that waits for it, for as
+//! long as it likes. So a write that waits has a limit, which every byte that goes out renews: a
+//! slow reader is served, one that has stopped is not. The error ends the connection, and with it
+//! the response, which aborts its request.
 
 use std::io::{self, IoSlice};
 use std::pin::Pin;
@@ -14,7 +15,8 @@ use tokio::time::{Sleep, sleep};
 
 /// What a connection is written to.
 pub(crate) trait Transport: AsyncRead + AsyncWrite + Unpin {
-    /// Bytes that go out before the next that are written, and whose progress a write that waits does not show.
+    /// Bytes that go out before the next that are written, and whose progress a write that waits
+    /// does not show.
     fn backlog(&self) -> usize;
     /// Has the system forget what it could not send, when the connection is closed.
     fn give_up(&self);

@@ -52,8 +52,8 @@ pub(crate) struct Inner {
 }
 
 impl AppState {
-    /// Puts the parts together. `egress` is the other end of the sink that `engine` was started with, `blocks` the log that hears of its prefix
-    /// caches, if there are any.
+    /// Puts the parts together. `egress` is the other end of the sink that `engine` was started
+    /// with, `blocks` the log that hears of its prefix caches, if there are any.
     #[expect(
         clippy::too_many_arguments,
         reason = "one for each part, and they are put together once"

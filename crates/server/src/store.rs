@@ -1,7 +1,8 @@
 //! Responses that clients ask for again, or go on from.
 //!
-//! All of them together have a bound in bytes and each has an age at which it goes. They are apart by API key: nobody finds
-//! another's, and whoever keeps most gives room first, its oldest response ahead of the others.
+//! All of them together have a bound in bytes and each has an age at which it goes. They are apart
+//! by API key: nobody finds another's, and whoever keeps most gives room first, its oldest response
+//! ahead of the others.
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
@@ -46,7 +47,8 @@ impl Turn {
     }
 }
 
-/// Bytes that are counted as long as this lives. Turns live as long as one of the responses after them.
+/// Bytes that are counted as long as this lives. Turns live as long as one of the responses after
+/// them.
 #[derive(Debug)]
 struct Weight {
     bytes: usize,
@@ -176,8 +178,8 @@ impl Store {
         self.insert(&mut self.shares.lock(), owner, id, kept, abort);
     }
 
-    /// Ends one that is computed behind its answer with a state from which nobody goes on: failed or cancelled. False: it is not
-    /// computed any more.
+    /// Ends one that is computed behind its answer with a state from which nobody goes on: failed
+    /// or cancelled. False: it is not computed any more.
     pub(crate) fn fail(&self, owner: Owner, id: &str, body: Bytes) -> bool {
         let mut guard = self.shares.lock();
         let running = guard.1.get(&owner).and_then(|share| share.entries.get(id));

@@ -97,7 +97,8 @@ impl Tally {
         self.generated[choice as usize] += u32::try_from(delta.tokens.len()).unwrap_or(u32::MAX);
         self.reasoning[choice as usize] += delta.reasoning_tokens;
         if let Some(cached) = delta.cached_tokens {
-            // The choices of a prompt share its pages; what one of them found is what the client is told.
+            // The choices of a prompt share its pages; what one of them found is what the client is
+            // told.
             self.cached[prompt] = self.cached[prompt].max(cached);
         }
     }

@@ -17,7 +17,8 @@ pub(crate) struct RenderedChat {
     pub(crate) ignored: Vec<&'static str>,
 }
 
-/// Renders and tokenises a conversation, which came in `param`, may have `most` tokens, and whose bytes were charged to `charge`.
+/// Renders and tokenises a conversation, which came in `param`, may have `most` tokens, and whose
+/// bytes were charged to `charge`.
 ///
 /// # Errors
 /// The template or the tokenizer refuses it, it is too long, or the text threads have no time.
@@ -49,8 +50,8 @@ pub(crate) async fn encode_chat(
     Ok(RenderedChat { ids: encoded.ids, text: encoded.text.unwrap_or_default(), ignored })
 }
 
-/// Tells the template how long the model is to think, in the variables that it knows; gives the parameters for which it has none. What the client
-/// has set as a variable stays.
+/// Tells the template how long the model is to think, in the variables that it knows; gives the
+/// parameters for which it has none. What the client has set as a variable stays.
 fn ask_to_think(template: &str, chat: &mut ChatPrompt) -> Vec<&'static str> {
     const LEVEL: &str = "reasoning_effort";
     let Effort { level, thinks } = std::mem::take(&mut chat.effort);
@@ -83,8 +84,8 @@ fn ask_to_think(template: &str, chat: &mut ChatPrompt) -> Vec<&'static str> {
     ignored
 }
 
-/// Tokenises what is text, in one piece of work for the pool; each may have `most` tokens, or any number with `None`. Their bytes were
-/// charged to `charge`.
+/// Tokenises what is text, in one piece of work for the pool; each may have `most` tokens, or any
+/// number with `None`. Their bytes were charged to `charge`.
 ///
 /// # Errors
 /// The tokenizer refuses a text, one is too long, or the text threads have no time.

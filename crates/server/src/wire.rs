@@ -11,7 +11,8 @@ use crate::config::EgressMode;
 use crate::line::Line;
 use crate::state::Shared;
 
-/// The line to write chunks to past hyper; `None` where that is switched off, or where answers have no chunks (HTTP/1.0).
+/// The line to write chunks to past hyper; `None` where that is switched off, or where answers have
+/// no chunks (HTTP/1.0).
 pub(crate) struct Wire(pub(crate) Option<Arc<Line>>);
 
 impl FromRequestParts<Shared> for Wire {

@@ -46,8 +46,8 @@ impl Clock for SimClock {
     }
 }
 
-/// Ends this thread's sleeps when they are due. Left alone, Linux lets them last up to 50 us longer, to wake several threads at once: a
-/// tenth of a step of a small model.
+/// Ends this thread's sleeps when they are due. Left alone, Linux lets them last up to 50 us
+/// longer, to wake several threads at once: a tenth of a step of a small model.
 pub(crate) fn sleep_exactly() {
     if let Err(error) = rustix::thread::set_current_timer_slack(NonZeroU64::new(1)) {
         warn!("simulated steps may take up to 50 us longer than the profile says: {error}");

@@ -76,7 +76,8 @@ impl CopyEngines {
         Self { model, bytes, ..Self::default() }
     }
 
-    /// When the last save ends of those that were taken on; one that never does counts as if it did.
+    /// When the last save ends of those that were taken on; one that never does counts as if it
+    /// did.
     #[must_use]
     pub fn saves_end(&self) -> u64 {
         self.busy_until[0]

@@ -8,7 +8,8 @@ use serde::{Deserialize, Serialize};
 pub struct StepLoad {
     /// All rows.
     pub rows: u32,
-    /// Rows that compute one position and sample: decoding requests (and prefills with one position left, which cost the same).
+    /// Rows that compute one position and sample: decoding requests (and prefills with one position
+    /// left, which cost the same).
     pub decode_rows: u32,
     /// Positions computed in the other rows.
     pub prefill_tokens: u32,

@@ -10,11 +10,12 @@ use crate::copies::PageBytes;
 use crate::load::StepLoad;
 use crate::timeline::SparseModel;
 
-/// Microseconds of a step:
-/// `step_us + max(weights_us, token_us * tokens) + row_us * rows + context_us * context + attention_us * attention`.
+/// Microseconds of a step: `step_us + max(weights_us, token_us * tokens) + row_us * rows +
+/// context_us * context + attention_us * attention`.
 ///
-/// The maximum is the roofline (Williams, Waterman, Patterson 2009) of the matrix multiplications: a step reads all weights, however few
-/// tokens it computes, and the arithmetic of the tokens hides behind that until there are many.
+/// The maximum is the roofline (Williams, Waterman, Patterson 2009) of the matrix multiplications:
+/// a step reads all weights, however few tokens it computes, and the arithmetic of the tokens hides
+/// behind that until there are many.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct DeviceModel {
@@ -30,7 +31,8 @@ pub struct DeviceModel {
     pub context_us: f64,
     /// Each pair of a computed position and one that it attends to.
     pub attention_us: f64,
-    /// The host's work on a plan before its rows can begin; hidden while the device computes, unless something keeps the host waiting.
+    /// The host's work on a plan before its rows can begin; hidden while the device computes,
+    /// unless something keeps the host waiting.
     pub host_us: f64,
     /// Each position of an image, for each layer of the vision tower.
     pub tower_us: f64,
@@ -330,8 +332,8 @@ impl Profile {
         }
     }
 
-    /// Pages of the KV pool where requests may be sparse, and the device has room for the index keys of `ratio` times as many: the
-    /// memory of [`Self::page_count`] is shared by both.
+    /// Pages of the KV pool where requests may be sparse, and the device has room for the index
+    /// keys of `ratio` times as many: the memory of [`Self::page_count`] is shared by both.
     #[must_use]
     pub fn sparse_page_count(&self, page_size: u32, ratio: f64) -> u32 {
         let KvModel { main_bytes_token, index_bytes_token } = self.kv;

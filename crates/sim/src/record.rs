@@ -13,7 +13,8 @@ use tracing::{error, info};
 
 use crate::load::StepLoad;
 
-/// Steps that may wait for the file. Whoever is slower than the device loses steps, not the device its time.
+/// Steps that may wait for the file. Whoever is slower than the device loses steps, not the device
+/// its time.
 const QUEUE: usize = 16_384;
 
 /// A line of a recording.
@@ -41,7 +42,8 @@ pub struct Recorder {
 }
 
 impl Recorder {
-    /// Records the steps of `inner` into `file`, one JSON object a line, written by a thread of its own.
+    /// Records the steps of `inner` into `file`, one JSON object a line, written by a thread of its
+    /// own.
     ///
     /// # Errors
     /// The thread could not be created.

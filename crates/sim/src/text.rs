@@ -9,7 +9,8 @@ const FOLD: u64 = 0xd6e8_feb8_6659_fd93;
 
 /// Answers that somebody has written down.
 pub trait Script: fmt::Debug + Send + Sync {
-    /// The tokens of the answer to this prompt, with the one that ends it; `None`: it is made up. The same prompt always gets the same answer.
+    /// The tokens of the answer to this prompt, with the one that ends it; `None`: it is made up.
+    /// The same prompt always gets the same answer.
     fn answer(&self, prompt: &[i32]) -> Option<Arc<[i32]>>;
 }
 
@@ -35,8 +36,9 @@ impl SimText {
         Self { words: words.into(), end: None, mean_tokens: 0, vector_size: 1, script: None }
     }
 
-    /// The same, with the token `end` at the end of an answer. Answers have `mean_tokens` tokens on average, `end` included: their lengths
-    /// are spread evenly over `1 ..= 2 * mean_tokens - 1`, each drawn by a hash of its prompt.
+    /// The same, with the token `end` at the end of an answer. Answers have `mean_tokens` tokens on
+    /// average, `end` included: their lengths are spread evenly over `1 ..= 2 * mean_tokens - 1`,
+    /// each drawn by a hash of its prompt.
     #[must_use]
     pub fn ending(words: Vec<i32>, end: i32, mean_tokens: u32) -> Self {
         Self { end: Some(end), mean_tokens: mean_tokens.max(1), ..Self::endless(words) }
@@ -75,14 +77,16 @@ impl SimText {
     }
 }
 
-/// The token that follows `tokens`, of which the first `prompt_len` are the prompt, when nothing is suppressed.
+/// The token that follows `tokens`, of which the first `prompt_len` are the prompt, when nothing is
+/// suppressed.
 #[must_use]
 pub fn next_token(text: &SimText, tokens: &[i32], prompt_len: usize) -> i32 {
     let mut sequence = Sequence::new(text, tokens, prompt_len, 0);
     sequence.say(text, &[], &[])
 }
 
-/// The vector of a prompt, of length 1 (or a single number between -1 and 1): a hash of all its tokens.
+/// The vector of a prompt, of length 1 (or a single number between -1 and 1): a hash of all its
+/// tokens.
 #[must_use]
 pub fn vector(text: &SimText, prompt: &[i32]) -> Vec<f32> {
     let mut vector = Vec::with_capacity(text.vector_size);
@@ -164,7 +168,8 @@ impl Sequence {
         }
     }
 
-    /// How many tokens a row gives that may give `most`: from 1 to that, drawn by a hash of all tokens so far.
+    /// How many tokens a row gives that may give `most`: from 1 to that, drawn by a hash of all
+    /// tokens so far.
     pub(crate) fn count(&self, most: u32) -> u32 {
         1 + self.mix.draw(FOLD, u64::from(most.max(1))) as u32
     }
@@ -175,7 +180,8 @@ impl Sequence {
         token
     }
 
-    /// The next token, one of those that `mask` has: the end where it can come, else any of them, equally likely.
+    /// The next token, one of those that `mask` has: the end where it can come, else any of them,
+    /// equally likely.
     pub(crate) fn say_masked(&mut self, text: &SimText, mask: &[u32]) -> i32 {
         let token = text.end.filter(|&end| has(mask, end)).unwrap_or_else(|| {
             let count: u64 = mask.iter().map(|word| u64::from(word.count_ones())).sum();

@@ -9,8 +9,8 @@ use crate::copies::{CopyEngines, CopyFault, PageBytes};
 use crate::load::StepLoad;
 use crate::profile::{CopyModel, DeviceModel, Jitter};
 
-/// What a sparse slot's row costs beside the step, in a model that chooses few positions for each token. The probability of a miss is no result
-/// of the simulation: it is assumed, as `miss_rows`.
+/// What a sparse slot's row costs beside the step, in a model that chooses few positions for each
+/// token. The probability of a miss is no result of the simulation: it is assumed, as `miss_rows`.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct SparseModel {
@@ -22,7 +22,8 @@ pub struct SparseModel {
     pub layers: u32,
     /// Bytes of a position in one layer.
     pub row_bytes: f64,
-    /// GB (10^9 bytes) a second at which single positions come from the host's memory; absent: no time.
+    /// GB (10^9 bytes) a second at which single positions come from the host's memory; absent: no
+    /// time.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub gather_gbps: Option<f64>,
 }
@@ -79,7 +80,8 @@ pub struct Timing {
     pub sparse: SparseModel,
     /// What waits for saves.
     pub save_order: SaveOrder,
-    /// Ranks that compute each step together, of which the model's times are those of a usual one; 0 and 1: one.
+    /// Ranks that compute each step together, of which the model's times are those of a usual one;
+    /// 0 and 1: one.
     pub ranks: u32,
 }
 
@@ -129,7 +131,8 @@ impl Timeline {
         self.busy_until
     }
 
-    /// Takes a plan with rows that comes at `now_us`, and starts its copies. `fault` says what becomes of each.
+    /// Takes a plan with rows that comes at `now_us`, and starts its copies. `fault` says what
+    /// becomes of each.
     pub fn compute(
         &mut self,
         plan: &StepPlan,
@@ -163,8 +166,8 @@ impl Timeline {
         (Span { start_us, end_us, gap_us }, self.rows(rows))
     }
 
-    /// Has the last step, which took `span`, end no sooner than `now_us`, when its masks have come. The device idles that long: the rest of the
-    /// span stays where it is, and so do its saves.
+    /// Has the last step, which took `span`, end no sooner than `now_us`, when its masks have come.
+    /// The device idles that long: the rest of the span stays where it is, and so do its saves.
     pub fn hold(&mut self, span: Span, now_us: u64) -> Span {
         let late_us = now_us.saturating_sub(span.end_us);
         let start_us = span.start_us + late_us;

@@ -1,7 +1,7 @@
 //! What the text pool costs and gains: `cargo bench -p forebay-text --bench encode`.
 //!
-//! Texts are made of words that a seed picks, so that each is new; the tokenizer is that of `FOREBAY_BENCH_TOKENIZER`
-//! (a `tokenizer.json`), or the small one of the tests.
+//! Texts are made of words that a seed picks, so that each is new; the tokenizer is that of
+//! `FOREBAY_BENCH_TOKENIZER` (a `tokenizer.json`), or the small one of the tests.
 
 use std::hint::black_box;
 use std::path::PathBuf;
@@ -116,7 +116,8 @@ fn backlog(c: &mut Criterion) {
             });
         }
     }
-    // The alternative to a thread that encodes its batch by itself: one call a batch, spread by the library.
+    // The alternative to a thread that encodes its batch by itself: one call a batch, spread by the
+    // library.
     let library = tokenizers::Tokenizer::from_file(file()).expect("a tokenizer");
     for batch in [32, BACKLOG] {
         group.bench_function(format!("hf/encode-batch-of-{batch}"), |b| {
@@ -170,7 +171,8 @@ async fn short_behind_long(pool: &Arc<TextPool>, text: &str) -> Duration {
     waited
 }
 
-/// The last turn of a conversation whose history was encoded before; and texts that are all new, which nothing is known of.
+/// The last turn of a conversation whose history was encoded before; and texts that are all new,
+/// which nothing is known of.
 fn turns(c: &mut Criterion) {
     let mut group = c.benchmark_group("turns");
     group.sample_size(20);

@@ -9,7 +9,8 @@ use parking_lot::Mutex;
 /// What an entry costs besides its text and ids: the allocations' headers and the table's slot.
 const ENTRY_BYTES: usize = 128;
 
-/// The ids of parts of texts, by the parts themselves: at most a number of bytes, the least recently used go first.
+/// The ids of parts of texts, by the parts themselves: at most a number of bytes, the least
+/// recently used go first.
 ///
 /// A part is the whole key, so what is found is what encoding it would give; no hash is believed.
 #[derive(Debug)]

@@ -5,21 +5,23 @@ use std::sync::Arc;
 use crate::scheme::Scheme;
 use crate::tokenizer::{Kind, Tokenizer};
 
-/// A window that has given no text for this many tokens is closed, so that a decoder which never gives any costs no
-/// more than this a token.
+/// A window that has given no text for this many tokens is closed, so that a decoder which never
+/// gives any costs no more than this a token.
 const WINDOW_LIMIT: usize = 64;
 
 /// Turns the ids of one request into text, one id at a time.
 ///
-/// The pieces, joined, are what [`Tokenizer::decode`] gives for all ids at once, and each id costs O(1) amortised.
-/// Text is given as soon as it is final: only the bytes of an incomplete character are held back.
+/// The pieces, joined, are what [`Tokenizer::decode`] gives for all ids at once, and each id costs
+/// O(1) amortised. Text is given as soon as it is final: only the bytes of an incomplete character
+/// are held back.
 ///
-/// Where the two can differ: with a byte-fallback (SentencePiece style) tokenizer, one-shot decoding turns a whole run
-/// of byte tokens into U+FFFD, one a byte, if any part of the run is not UTF-8. A stream has by then given the run's
-/// first complete characters, and gives U+FFFD only from the first wrong byte on. The ids of real text have no such
-/// runs; a model can sample one, and a text cut by a length limit can end in one. For decoders that need more than one
-/// token's own text (WordPiece, CTC, ...) a window of the last tokens is decoded again at each id; this is exact as
-/// long as a token changes no text before the token before it.
+/// Where the two can differ: with a byte-fallback (SentencePiece style) tokenizer, one-shot
+/// decoding turns a whole run of byte tokens into U+FFFD, one a byte, if any part of the run is not
+/// UTF-8. A stream has by then given the run's first complete characters, and gives U+FFFD only
+/// from the first wrong byte on. The ids of real text have no such runs; a model can sample one,
+/// and a text cut by a length limit can end in one. For decoders that need more than one token's
+/// own text (WordPiece, CTC, ...) a window of the last tokens is decoded again at each id; this is
+/// exact as long as a token changes no text before the token before it.
 #[derive(Debug)]
 pub struct Detokenizer {
     tokenizer: Arc<Tokenizer>,
@@ -37,7 +39,8 @@ enum State {
 }
 
 impl Detokenizer {
-    /// A detokenizer at the start of a text. With `skip_special_tokens`, special tokens give no text.
+    /// A detokenizer at the start of a text. With `skip_special_tokens`, special tokens give no
+    /// text.
     pub fn new(tokenizer: Arc<Tokenizer>, skip_special_tokens: bool) -> Self {
         Self::showing(tokenizer, skip_special_tokens, Arc::default())
     }
@@ -61,8 +64,8 @@ impl Detokenizer {
         Self { tokenizer, skip_special_tokens, shown, state }
     }
 
-    /// Appends to `out` the text that became final with this id: nothing if the id only adds a part of a character.
-    /// An id that no token has is ignored.
+    /// Appends to `out` the text that became final with this id: nothing if the id only adds a part
+    /// of a character. An id that no token has is ignored.
     pub fn push(&mut self, id: i32, out: &mut String) {
         let Ok(unsigned) = u32::try_from(id) else { return };
         let (kind, bytes) = self.tokenizer.piece(unsigned);
@@ -77,7 +80,8 @@ impl Detokenizer {
         }
     }
 
-    /// Appends what was held back, for the end of the text: a character that never completed becomes U+FFFD.
+    /// Appends what was held back, for the end of the text: a character that never completed
+    /// becomes U+FFFD.
     pub fn finish(&mut self, out: &mut String) {
         match &mut self.state {
             State::Bytes(incomplete) => incomplete.finish(out),
@@ -92,8 +96,9 @@ impl Detokenizer {
 struct Incomplete(Vec<u8>);
 
 impl Incomplete {
-    /// Reads `bytes` after what was held back, replacing what is not UTF-8 as `String::from_utf8_lossy` does: how far
-    /// a wrong sequence reaches depends on no byte after it, so reading in parts gives the same.
+    /// Reads `bytes` after what was held back, replacing what is not UTF-8 as
+    /// `String::from_utf8_lossy` does: how far a wrong sequence reaches depends on no byte after
+    /// it, so reading in parts gives the same.
     fn push(&mut self, bytes: &[u8], out: &mut String) {
         if self.0.is_empty() {
             let rest = read_lossy(bytes, out);
@@ -221,8 +226,8 @@ fn first_piece(tokenizer: &Tokenizer, id: u32) -> Option<Vec<u8>> {
 
 /// The last tokens of a text, decoded again at each new one.
 ///
-/// The first part, which was given out already, is what the new tokens' text depends on: whether a space comes
-/// before them, for one.
+/// The first part, which was given out already, is what the new tokens' text depends on: whether a
+/// space comes before them, for one.
 #[derive(Debug, Default)]
 struct Window {
     ids: Vec<u32>,

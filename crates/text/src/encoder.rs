@@ -10,12 +10,12 @@ use crate::error::TextError;
 use crate::plain::overlap;
 use crate::tokenizer::Tokenizer;
 
-/// Long texts are encoded in parts of at least this many bytes: large enough that cutting costs nothing, small enough
-/// that a short text does not wait long behind one part (a few milliseconds). Parts of less than 16 KB are encoded by
-/// fastokens on the calling thread alone.
+/// Long texts are encoded in parts of at least this many bytes: large enough that cutting costs
+/// nothing, small enough that a short text does not wait long behind one part (a few milliseconds).
+/// Parts of less than 16 KB are encoded by fastokens on the calling thread alone.
 const PART_BYTES: usize = 8 << 10;
-/// Texts below this are encoded whole without a look at the cache, and parts of this size are what it keeps: encoding
-/// so little costs about as much as finding out that it need not be encoded.
+/// Texts below this are encoded whole without a look at the cache, and parts of this size are what
+/// it keeps: encoding so little costs about as much as finding out that it need not be encoded.
 const KEPT_BYTES: usize = 2 << 10;
 
 /// A tokenizer with the memory of what it encoded.
@@ -27,8 +27,8 @@ pub struct Encoder {
     encoded: AtomicU64,
 }
 
-/// A part of at least this many bytes has no place for a cut for so long that its encoding would hold up others: it is
-/// encoded word by word, and not by the threads that the others wait for.
+/// A part of at least this many bytes has no place for a cut for so long that its encoding would
+/// hold up others: it is encoded word by word, and not by the threads that the others wait for.
 const LONG_BYTES: usize = 64 << 10;
 
 /// Texts, and what is to be known of them before they are cut.
@@ -42,7 +42,8 @@ pub(crate) struct Texts {
     pub(crate) plain: Vec<Range<usize>>,
 }
 
-/// Texts on their way to ids: a list of parts, each of which can be encoded by itself, in any order.
+/// Texts on their way to ids: a list of parts, each of which can be encoded by itself, in any
+/// order.
 #[derive(Debug)]
 pub(crate) struct Work {
     texts: Vec<String>,
@@ -95,7 +96,8 @@ impl Encoder {
         Ok(self.finish(&work)?.pop().unwrap_or_default())
     }
 
-    /// Bytes of text that were encoded so far, or begun to be: what the cache had is not among them.
+    /// Bytes of text that were encoded so far, or begun to be: what the cache had is not among
+    /// them.
     pub fn encoded_bytes(&self) -> u64 {
         self.encoded.load(Ordering::Relaxed)
     }
@@ -184,7 +186,8 @@ impl Encoder {
         };
         let from = parts.len();
         let mut start = 0;
-        // Where a part ends depends on nothing that comes after it: equal beginnings have equal parts.
+        // Where a part ends depends on nothing that comes after it: equal beginnings have equal
+        // parts.
         while text.len() - start > token
             && let Some(end) = next_cut(cuts, text, plain, start + token, start + anywhere)
         {
@@ -217,8 +220,8 @@ impl Encoder {
     /// Encodes what is not known of a piece. `go_on` is asked now and then.
     ///
     /// # Errors
-    /// As [`Tokenizer::encode`], [`TextError::TooLong`] as soon as a text has too many ids, and [`TextError::Closed`] once
-    /// `go_on` says no.
+    /// As [`Tokenizer::encode`], [`TextError::TooLong`] as soon as a text has too many ids, and
+    /// [`TextError::Closed`] once `go_on` says no.
     pub(crate) fn encode_piece(
         &self,
         work: &Work,

@@ -18,15 +18,17 @@ pub enum TextError {
     /// The ids could not be decoded.
     #[error("cannot decode the token ids: {0}")]
     Decode(String),
-    /// The chat template did not compile, did not render, or refused the messages. For a refusal (the template called
-    /// `raise_exception`) this is the template author's message and nothing else.
+    /// The chat template did not compile, did not render, or refused the messages. For a refusal
+    /// (the template called `raise_exception`) this is the template author's message and nothing
+    /// else.
     #[error("chat template: {0}")]
     Template(String),
-    /// The chat template took more time, text or depth than a template may: it is the template that has to change, or the
-    /// chat to be shorter.
+    /// The chat template took more time, text or depth than a template may: it is the template that
+    /// has to change, or the chat to be shorter.
     #[error("the chat template is too expensive for this chat: {0}")]
     Costly(String),
-    /// The chat template looks at special tokens in content itself, so that they can't be told from its own.
+    /// The chat template looks at special tokens in content itself, so that they can't be told from
+    /// its own.
     #[error(
         "the chat template treats the special tokens in this chat in a way of its own: leave them out, or have the server \
          started with --allow-special-tokens-in-content"

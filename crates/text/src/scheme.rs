@@ -1,8 +1,9 @@
 //! How a tokenizer's decoder turns tokens into text, recognised once at load.
 //!
-//! Hugging Face's decoders take the whole list of tokens. For the decoders that nearly all models use, the same text
-//! can be built token by token from a table; this module recognises them and computes the table's entries. Whatever it
-//! does not recognise is decoded in windows, see [`crate::Detokenizer`].
+//! Hugging Face's decoders take the whole list of tokens. For the decoders that nearly all models
+//! use, the same text can be built token by token from a table; this module recognises them and
+//! computes the table's entries. Whatever it does not recognise is decoded in windows, see
+//! [`crate::Detokenizer`].
 
 use serde_json::Value;
 
@@ -11,7 +12,8 @@ use serde_json::Value;
 pub(crate) enum Scheme {
     /// Byte level: a token is bytes, the text is all bytes read as UTF-8, lossily.
     Bytes,
-    /// SentencePiece style: a token is a piece of text, or one byte of a character that has no token.
+    /// SentencePiece style: a token is a piece of text, or one byte of a character that has no
+    /// token.
     Pieces(Pieces),
     /// Any other decoder.
     Window,
@@ -72,7 +74,8 @@ impl Pieces {
         let mut fused = false;
         for (at, step) in steps.iter().enumerate() {
             match kind(step) {
-                // Before the byte fallback a replacement sees one token's own text, which a table can hold.
+                // Before the byte fallback a replacement sees one token's own text, which a table
+                // can hold.
                 "Replace" if !fused && !pieces.byte_fallback => {
                     let pattern = step["pattern"]["String"].as_str().filter(|p| !p.is_empty())?;
                     let content = step["content"].as_str()?;
@@ -96,7 +99,8 @@ impl Pieces {
         Some(pieces)
     }
 
-    /// What `token` adds to the text; the `first` token of a text may add something else than a later one.
+    /// What `token` adds to the text; the `first` token of a text may add something else than a
+    /// later one.
     pub(crate) fn piece(&self, token: &str, first: bool) -> Piece {
         let mut text = token.to_owned();
         if let Some(space) = self.metaspace {
@@ -131,20 +135,22 @@ fn kind(decoder: &Value) -> &str {
 
 /// The byte a byte-fallback token such as `<0x0A>` stands for.
 ///
-/// As loose as the reference: whatever `from_str_radix` takes for two hexadecimal digits, `+A` included.
+/// As loose as the reference: whatever `from_str_radix` takes for two hexadecimal digits, `+A`
+/// included.
 fn fallback_byte(token: &str) -> Option<u8> {
     let digits = token.strip_prefix("<0x")?.strip_suffix('>')?;
     (digits.len() == 2).then(|| u8::from_str_radix(digits, 16).ok())?
 }
 
-/// The bytes of a byte-level token, or the token's own UTF-8 where one of its characters stands for no byte (an added
-/// token such as one with a space or with `｜` in it).
+/// The bytes of a byte-level token, or the token's own UTF-8 where one of its characters stands for
+/// no byte (an added token such as one with a space or with `｜` in it).
 fn byte_level_bytes(token: &str) -> Vec<u8> {
     token.chars().map(byte_of_char).collect::<Option<Vec<u8>>>().unwrap_or_else(|| token.into())
 }
 
-/// The byte that a character of the byte-level alphabet stands for (GPT-2's `bytes_to_unicode`, inverted): printable
-/// Latin-1 characters are themselves, the other 68 bytes are the characters from U+0100 on, in order.
+/// The byte that a character of the byte-level alphabet stands for (GPT-2's `bytes_to_unicode`,
+/// inverted): printable Latin-1 characters are themselves, the other 68 bytes are the characters
+/// from U+0100 on, in order.
 pub(crate) fn byte_of_char(c: char) -> Option<u8> {
     let code = u32::from(c);
     let byte = match code {

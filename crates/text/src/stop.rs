@@ -2,8 +2,8 @@
 
 use std::sync::Arc;
 
-/// The stop strings of a request, with what a search for them needs. It is made once and shared by all choices: a search of its own
-/// needs only [`StopStrings`].
+/// The stop strings of a request, with what a search for them needs. It is made once and shared by
+/// all choices: a search of its own needs only [`StopStrings`].
 #[derive(Debug, Default, PartialEq, Eq)]
 pub struct StopTable {
     /// As the client listed them.
@@ -16,12 +16,14 @@ struct Stop {
     /// The caller's index.
     index: usize,
     text: Box<[u8]>,
-    /// For each length of a matched beginning, the length of its longest proper end that is a beginning too.
+    /// For each length of a matched beginning, the length of its longest proper end that is a
+    /// beginning too.
     fallback: Box<[u32]>,
 }
 
 impl StopTable {
-    /// A table of `texts`, each shorter than 4 GiB; empty ones are ignored. It takes about six bytes a byte.
+    /// A table of `texts`, each shorter than 4 GiB; empty ones are ignored. It takes about six
+    /// bytes a byte.
     pub fn new(texts: Vec<String>) -> Self {
         let indexed = texts.iter().enumerate().filter(|(_, text)| !text.is_empty());
         let stops = indexed.map(|(index, text)| Stop::new(index, text)).collect();
@@ -51,7 +53,8 @@ impl Stop {
         Self { index, text, fallback: fallback.into() }
     }
 
-    /// Reads one byte after `at` bytes of the string, which are not all; gives how many of them the text ends with now.
+    /// Reads one byte after `at` bytes of the string, which are not all; gives how many of them the
+    /// text ends with now.
     fn step(&self, mut at: u32, byte: u8) -> u32 {
         while at > 0 && self.text[at as usize] != byte {
             at = self.fallback[at as usize];
@@ -60,11 +63,13 @@ impl Stop {
     }
 }
 
-/// Finds the stop strings of one request in text that comes in parts, and holds back what may be the beginning of one.
+/// Finds the stop strings of one request in text that comes in parts, and holds back what may be
+/// the beginning of one.
 ///
-/// The match that ends earliest in the text wins; of several that end there, the longest, then the first listed. What
-/// is held back is the longest end of the text so far with which some stop string begins, and no more. Each byte costs
-/// one Knuth-Morris-Pratt step a stop string, amortised.
+/// The match that ends earliest in the text wins; of several that end there, the longest, then the
+/// first listed. What is held back is the longest end of the text so far with which some stop
+/// string begins, and no more. Each byte costs one Knuth-Morris-Pratt step a stop string,
+/// amortised.
 #[derive(Debug)]
 pub struct StopStrings {
     table: Arc<StopTable>,
@@ -78,7 +83,8 @@ pub struct StopStrings {
 }
 
 impl StopStrings {
-    /// Looks for the strings of `table`. With `include_in_output` a matched stop string is part of the text.
+    /// Looks for the strings of `table`. With `include_in_output` a matched stop string is part of
+    /// the text.
     pub fn new(table: Arc<StopTable>, include_in_output: bool) -> Self {
         Self {
             at: vec![0; table.stops.len()].into(),
@@ -97,8 +103,8 @@ impl StopStrings {
 
     /// Reads `delta` and appends to `out` the text that can't be part of a stop string any more.
     ///
-    /// `Some(index)` once a stop string has matched: `out` then ends right before it (right after it with
-    /// `include_in_output`). From then on nothing is appended, and the index stays.
+    /// `Some(index)` once a stop string has matched: `out` then ends right before it (right after
+    /// it with `include_in_output`). From then on nothing is appended, and the index stays.
     pub fn push(&mut self, delta: &str, out: &mut String) -> Option<usize> {
         if self.matched.is_some() {
             return self.matched;
@@ -132,7 +138,8 @@ impl StopStrings {
         let end = self.held.len() - hold;
         out.push_str(&self.held[self.held_from..end]);
         self.held_from = end;
-        // Moving what stays only once as much is gone keeps the cost of a push at its own length, amortised.
+        // Moving what stays only once as much is gone keeps the cost of a push at its own length,
+        // amortised.
         if self.held_from >= hold {
             self.held.drain(..self.held_from);
             self.held_from = 0;

@@ -13,7 +13,8 @@ use crate::measure::Measure;
 use crate::plain::Plain;
 use crate::scheme::{Piece, Scheme};
 
-/// Ids above this are taken for a broken file: the table below has an entry for every id up to the largest.
+/// Ids above this are taken for a broken file: the table below has an entry for every id up to the
+/// largest.
 const LARGEST_ID: u32 = (1 << 24) - 1;
 
 /// A tokenizer loaded from `tokenizer.json`. Immutable; share it in an [`Arc`](std::sync::Arc).
@@ -88,10 +89,12 @@ impl Tokenizer {
 
     /// Loads a `tokenizer.json`.
     ///
-    /// Padding and truncation that the file may ask for are switched off, as transformers does for one text.
+    /// Padding and truncation that the file may ask for are switched off, as transformers does for
+    /// one text.
     ///
     /// # Errors
-    /// [`TextError::Load`] if the file cannot be read, is not a tokenizer, or is not one for this backend.
+    /// [`TextError::Load`] if the file cannot be read, is not a tokenizer, or is not one for this
+    /// backend.
     pub fn from_file_for(path: &Path, backend: Backend) -> Result<Self, TextError> {
         let json = std::fs::read(path)
             .map_err(|error| TextError::Load(format!("{}: {error}", path.display())))?;
@@ -158,11 +161,12 @@ impl Tokenizer {
         Ok(Self { inner, fast, scheme, table, cuts, frame, measure, plain })
     }
 
-    /// The ids of `text`. Special tokens written out in the text are recognised, as Hugging Face does.
-    /// `add_special_tokens` runs the post-processor (a leading bos token, say).
+    /// The ids of `text`. Special tokens written out in the text are recognised, as Hugging Face
+    /// does. `add_special_tokens` runs the post-processor (a leading bos token, say).
     ///
     /// # Errors
-    /// [`TextError::Encode`] if the model has no token for a part of the text and no unknown token either.
+    /// [`TextError::Encode`] if the model has no token for a part of the text and no unknown token
+    /// either.
     pub fn encode(&self, text: &str, add_special_tokens: bool) -> Result<Vec<i32>, TextError> {
         if let Some(fast) = self.fast.as_ref().filter(|fast| fast.takes(text)) {
             return fast.encode(text, add_special_tokens);
@@ -175,19 +179,22 @@ impl Tokenizer {
         Ok(encoding.get_ids().iter().map(|id| id.cast_signed()).collect())
     }
 
-    /// A number of ids that no encoding of `text` is below, those of the post-processor not counted. It costs a look at
-    /// each byte, and 0 is the answer of a tokenizer that may drop text.
+    /// A number of ids that no encoding of `text` is below, those of the post-processor not
+    /// counted. It costs a look at each byte, and 0 is the answer of a tokenizer that may drop
+    /// text.
     ///
-    /// Where each byte has a token (byte-level BPE, and SentencePiece's BPE with byte fallback), each byte counts one over
-    /// the length of the longest token that has it; where text is composed first, what is not ASCII counts a quarter. Of a
-    /// Unigram tokenizer ASCII letters and digits count, by the longest token. Of WordPiece and WordLevel each word counts one.
+    /// Where each byte has a token (byte-level BPE, and SentencePiece's BPE with byte fallback),
+    /// each byte counts one over the length of the longest token that has it; where text is
+    /// composed first, what is not ASCII counts a quarter. Of a Unigram tokenizer ASCII letters and
+    /// digits count, by the longest token. Of WordPiece and WordLevel each word counts one.
     pub fn fewest_ids(&self, text: &str) -> usize {
         self.measure.fewest(text)
     }
 
-    /// The ids of `text` as [`Tokenizer::encode`] gives them without what the post-processor adds, but that special tokens
-    /// that touch one of the ranges in `plain` (of bytes, sorted, not overlapping) are ordinary text. `go_on` is asked
-    /// before each word, with the number of ids so far.
+    /// The ids of `text` as [`Tokenizer::encode`] gives them without what the post-processor adds,
+    /// but that special tokens that touch one of the ranges in `plain` (of bytes, sorted, not
+    /// overlapping) are ordinary text. `go_on` is asked before each word, with the number of ids so
+    /// far.
     ///
     /// # Errors
     /// As [`Tokenizer::encode`], and [`TextError::Closed`] where `go_on` says no.
@@ -200,7 +207,8 @@ impl Tokenizer {
         self.plain.encode(&self.inner, text, plain, go_on)
     }
 
-    /// The ids of `text` as [`Tokenizer::encode`] gives them without what the post-processor adds, but that nothing in it is a special token.
+    /// The ids of `text` as [`Tokenizer::encode`] gives them without what the post-processor adds,
+    /// but that nothing in it is a special token.
     ///
     /// # Errors
     /// As [`Tokenizer::encode`].
@@ -208,12 +216,14 @@ impl Tokenizer {
         self.encode_plain(text, std::slice::from_ref(&(0..text.len())), &|_| true)
     }
 
-    /// Whether [`Tokenizer::token_bytes`] is what a token adds to a text wherever it stands, but at its beginning.
+    /// Whether [`Tokenizer::token_bytes`] is what a token adds to a text wherever it stands, but at
+    /// its beginning.
     pub fn adds_bytes(&self) -> bool {
         !matches!(self.scheme, Scheme::Window)
     }
 
-    /// The places of `text` where it spells a special token, as far as these touch one of `client` (sorted ranges).
+    /// The places of `text` where it spells a special token, as far as these touch one of `client`
+    /// (sorted ranges).
     pub(crate) fn spelled(&self, text: &str, client: &[Range<usize>]) -> Vec<Range<usize>> {
         self.plain.spelled(text, client)
     }
@@ -232,16 +242,16 @@ impl Tokenizer {
         tokens.filter(|content| added.is_special_token(content)).cloned().collect()
     }
 
-    /// The ids that are not below `limit`, in order, with their tokens: those that a model with an embedding of so many rows
-    /// has nothing for.
+    /// The ids that are not below `limit`, in order, with their tokens: those that a model with an
+    /// embedding of so many rows has nothing for.
     pub fn ids_from(&self, limit: u32) -> Vec<(i32, String)> {
         let all = limit..u32::try_from(self.vocab_size()).unwrap_or(u32::MAX);
         let token = |id: u32| Some((id.cast_signed(), self.inner.id_to_token(id)?));
         all.filter_map(token).collect()
     }
 
-    /// The ids of two texts as one prompt, with what the post-processor puts around and between them, and where the second one
-    /// begins.
+    /// The ids of two texts as one prompt, with what the post-processor puts around and between
+    /// them, and where the second one begins.
     ///
     /// # Errors
     /// As [`Tokenizer::encode`].
@@ -256,7 +266,8 @@ impl Tokenizer {
         Ok((ids, u32::try_from(begins).unwrap_or(u32::MAX)))
     }
 
-    /// The text of `ids`, exactly as Hugging Face's `decode` gives it. Ids that no token has are ignored.
+    /// The text of `ids`, exactly as Hugging Face's `decode` gives it. Ids that no token has are
+    /// ignored.
     ///
     /// # Errors
     /// [`TextError::Decode`] if the decoder refuses the tokens.
@@ -269,14 +280,14 @@ impl Tokenizer {
         self.inner.decode(ids, skip).map_err(|error| TextError::Decode(error.to_string()))
     }
 
-    /// The text of this token alone, for log-probabilities. A part of a character shows as U+FFFD; empty for an id
-    /// that no token has.
+    /// The text of this token alone, for log-probabilities. A part of a character shows as U+FFFD;
+    /// empty for an id that no token has.
     pub fn token_text(&self, id: i32) -> String {
         String::from_utf8_lossy(&self.token_bytes(id)).into_owned()
     }
 
-    /// The bytes of this token alone, for log-probabilities. Special tokens are their own text; empty for an id that
-    /// no token has.
+    /// The bytes of this token alone, for log-probabilities. Special tokens are their own text;
+    /// empty for an id that no token has.
     pub fn token_bytes(&self, id: i32) -> Vec<u8> {
         let Ok(id) = u32::try_from(id) else { return Vec::new() };
         match self.scheme {
@@ -336,15 +347,15 @@ impl Tokenizer {
     }
 }
 
-/// The token that decoding sees for `id`: for an added token that is matched in normalised text this is the normalised
-/// form, which `id_to_token` does not give.
+/// The token that decoding sees for `id`: for an added token that is matched in normalised text
+/// this is the normalised form, which `id_to_token` does not give.
 fn decoded_token(inner: &tokenizers::Tokenizer, id: u32) -> Option<String> {
     let added = inner.get_added_vocabulary().simple_id_to_token(id);
     added.or_else(|| inner.get_model().id_to_token(id))
 }
 
-/// What the post-processor puts around a text's ids, learnt from a text of one id that no token has; `None` if it does
-/// something else than to put ids around them.
+/// What the post-processor puts around a text's ids, learnt from a text of one id that no token
+/// has; `None` if it does something else than to put ids around them.
 fn frame(inner: &tokenizers::Tokenizer) -> Result<Option<Frame>, TextError> {
     const TEXT: u32 = u32::MAX;
     let text = Encoding::from_tokens(vec![Token::new(TEXT, "a".to_owned(), (0, 1))], 0);

@@ -1,7 +1,7 @@
 //! Texts in parts, encoded one by one, looked up or not, against the whole text.
 //!
-//! The tokenizers have the normalisers and pre-tokenizers of real families over a small vocabulary, whose merges reach
-//! over every kind of boundary that they are not stopped at.
+//! The tokenizers have the normalisers and pre-tokenizers of real families over a small vocabulary,
+//! whose merges reach over every kind of boundary that they are not stopped at.
 
 use std::path::PathBuf;
 use std::sync::{Arc, LazyLock};
@@ -247,7 +247,8 @@ proptest! {
                 chat += &format!("<|im_start|>{role}\n{}</s>\n", turn.concat());
                 check(loaded, &format!("{chat}<|im_start|>assistant\n"), special)?;
             }
-            // The client changed an earlier message: what follows it is the same text at another place.
+            // The client changed an earlier message: what follows it is the same text at another
+            // place.
             let edited = chat.replacen(&turns[edit % turns.len()].concat(), "edited", 1);
             check(loaded, &edited, special)?;
         }

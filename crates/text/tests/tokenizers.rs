@@ -1,5 +1,5 @@
-//! Tokenisation and streaming against Hugging Face: `tests/text/make_tokenizer_cases.py` wrote what the Python package
-//! gives, and the properties compare with the Rust crate it wraps.
+//! Tokenisation and streaming against Hugging Face: `tests/text/make_tokenizer_cases.py` wrote what
+//! the Python package gives, and the properties compare with the Rust crate it wraps.
 
 use std::path::PathBuf;
 use std::sync::{Arc, LazyLock};
@@ -18,7 +18,8 @@ const NAMES: [&str; 7] = [
     "suffix_bpe",
 ];
 
-/// Tokenizers whose text is built token by token from bytes: streaming equals decoding for any ids at all.
+/// Tokenizers whose text is built token by token from bytes: streaming equals decoding for any ids
+/// at all.
 const BYTE_LEVEL: [&str; 2] = ["tiny_llama", "byte_level"];
 
 struct Loaded {

@@ -1,4 +1,5 @@
-//! Prints the description of a model in one line of JSON, as `python -m forebay.weights.describe` does: for the test that compares them.
+//! Prints the description of a model in one line of JSON, as `python -m forebay.weights.describe`
+//! does: for the test that compares them.
 //!
 //! `describe PATH CACHE`
 

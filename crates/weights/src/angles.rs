@@ -1,7 +1,9 @@
-//! Rotary position embedding (Su et al. 2021) and its scalings: linear, llama3, yarn (Peng et al. 2023).
+//! Rotary position embedding (Su et al. 2021) and its scalings: linear, llama3, yarn (Peng et al.
+//! 2023).
 //!
-//! All of it is done in 32 bits, operation by operation as PyTorch does it (`python/forebay/layers/rotary.py`): what a scalar is divided
-//! by becomes a reciprocal first. Both hands have the same angles so.
+//! All of it is done in 32 bits, operation by operation as PyTorch does it
+//! (`python/forebay/layers/rotary.py`): what a scalar is divided by becomes a reciprocal first.
+//! Both hands have the same angles so.
 
 use std::f32::consts::TAU;
 
@@ -111,7 +113,8 @@ fn frequencies(shape: &Shape) -> Result<(Vec<f32>, f32), ModelError> {
     }
 }
 
-/// Interpolates dimensions that turn less often than `beta_slow` in the original context, not the fastest ones.
+/// Interpolates dimensions that turn less often than `beta_slow` in the original context, not the
+/// fastest ones.
 fn yarn(
     powers: &[f32],
     theta: f64,

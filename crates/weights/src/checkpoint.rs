@@ -47,7 +47,8 @@ struct Gguf {
     weights: HashMap<String, GgufTensor>,
     /// In the order of the files.
     names: Vec<String>,
-    /// Query heads and key heads, whose halves the llama converter makes alternate, as the original Llama code did.
+    /// Query heads and key heads, whose halves the llama converter makes alternate, as the original
+    /// Llama code did.
     permuted: Option<(usize, usize)>,
     tied: bool,
 }
@@ -64,7 +65,8 @@ impl Checkpoint {
                     files.iter().map(|path| SafeFile::open(path)).collect::<Result<_, _>>()?;
                 let mut shapes = HashMap::new();
                 for (name, tensor) in files.iter().flat_map(|file| &file.tensors) {
-                    // Old Llama checkpoints carry the inverse frequencies of the rotary embedding as a buffer.
+                    // Old Llama checkpoints carry the inverse frequencies of the rotary embedding
+                    // as a buffer.
                     let spare =
                         (shape.tied && name == HEAD) || name.ends_with(".rotary_emb.inv_freq");
                     if !spare {
@@ -99,8 +101,8 @@ impl Checkpoint {
         &self.shapes
     }
 
-    /// Names of matrices that can be computed with in blocks, and GGUF's names of their types. A tied head is the embedding's tensor under a
-    /// name of its own.
+    /// Names of matrices that can be computed with in blocks, and GGUF's names of their types. A
+    /// tied head is the embedding's tensor under a name of its own.
     #[must_use]
     pub fn stored(&self) -> Vec<(String, &'static str)> {
         let Files::Gguf(gguf) = &self.files else { return Vec::new() };

@@ -4,7 +4,8 @@ use serde_json::{Map, Value};
 
 use crate::error::ModelError;
 
-/// Far beyond every known model: names of weights are made for each layer, before a file is asked for them.
+/// Far beyond every known model: names of weights are made for each layer, before a file is asked
+/// for them.
 const MOST_LAYERS: u64 = 1 << 12;
 const DEFAULT_ROPE_THETA: f64 = 10000.0;
 
@@ -26,7 +27,8 @@ enum Family {
     Qwen3,
 }
 
-/// Everything that is needed to build a dense decoder. Sizes are numbers of elements, positions are tokens.
+/// Everything that is needed to build a dense decoder. Sizes are numbers of elements, positions are
+/// tokens.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Shape {
     /// Tokens.
@@ -71,7 +73,8 @@ impl Shape {
     /// Reads a `config.json`.
     ///
     /// # Errors
-    /// A model that is not a dense decoder of the families here, or a config without what it must have.
+    /// A model that is not a dense decoder of the families here, or a config without what it must
+    /// have.
     pub fn of(config: &Map<String, Value>) -> Result<Self, ModelError> {
         let family = family(config)?;
         if truthy(config.get("quantization_config")) {
@@ -190,7 +193,8 @@ fn family(config: &Map<String, Value>) -> Result<Family, ModelError> {
     })
 }
 
-/// The base, and the scaling in the form of transformers 4: transformers 5 keeps both in `rope_parameters`.
+/// The base, and the scaling in the form of transformers 4: transformers 5 keeps both in
+/// `rope_parameters`.
 fn rope(config: &Map<String, Value>) -> Result<(f64, Option<Map<String, Value>>), ModelError> {
     let object = |key| config.get(key).filter(|value| truthy(Some(value)))?.as_object();
     let mut parameters =

@@ -1,5 +1,5 @@
-//! From files on this machine to the description of a model that the brain and the hand work from: what `forebay.weights.describe` prints, of
-//! the models that are read here.
+//! From files on this machine to the description of a model that the brain and the hand work from:
+//! what `forebay.weights.describe` prints, of the models that are read here.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -15,8 +15,9 @@ use crate::gguf::{GgufFiles, hf_config, special_token, tokenizer_json};
 
 const PICKLES: [&str; 4] = [".bin", ".pt", ".pth", ".ckpt"];
 const INDEX: &str = "model.safetensors.index.json";
-/// What is rebuilt from a GGUF lies in the cache under a key of the file's first bytes, which hold all metadata of any known model, and of this
-/// number: it goes up with every change to what is rebuilt, in both languages.
+/// What is rebuilt from a GGUF lies in the cache under a key of the file's first bytes, which hold
+/// all metadata of any known model, and of this number: it goes up with every change to what is
+/// rebuilt, in both languages.
 const REBUILD_VERSION: u32 = 1;
 const KEY_BYTES: u64 = 32 << 20;
 /// Of a JSON file beside a model's weights: a tokenizer's are some tens of MiB.
@@ -221,7 +222,8 @@ fn safetensors_names(folder: &Path, names: &BTreeSet<String>) -> Result<Vec<Stri
         }
         return Ok(shards.into_iter().collect());
     }
-    // Some repositories hold the weights a second time under the names of the model's own tools, or an adapter.
+    // Some repositories hold the weights a second time under the names of the model's own tools, or
+    // an adapter.
     let weights: Vec<String> = names
         .iter()
         .filter(|name| name.ends_with(".safetensors"))
@@ -336,7 +338,8 @@ fn read_object(path: &Path, optional: bool) -> Result<Map<String, Value>, ModelE
     }
 }
 
-/// A file of its own wins, as it does in transformers; of several named templates the default is taken.
+/// A file of its own wins, as it does in transformers; of several named templates the default is
+/// taken.
 fn chat_template(
     folder: &Path,
     tokenizer_config: &Map<String, Value>,

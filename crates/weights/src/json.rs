@@ -1,4 +1,5 @@
-//! JSON as Python writes it: names of what is kept on disk are hashes of such texts, and both hands make the same.
+//! JSON as Python writes it: names of what is kept on disk are hashes of such texts, and both hands
+//! make the same.
 
 use std::fmt::Write;
 
@@ -81,7 +82,8 @@ fn write_number(number: &Number, out: &mut String) {
     }
 }
 
-/// `repr` of a float: the shortest digits that give it back, with an exponent below -4 and from 16 on.
+/// `repr` of a float: the shortest digits that give it back, with an exponent below -4 and from 16
+/// on.
 fn python_float(value: f64) -> String {
     let short = format!("{value:e}");
     let Some((digits, exponent)) = short.split_once('e') else { return short };

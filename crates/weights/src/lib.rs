@@ -1,8 +1,10 @@
-//! What the files of a model say: its description for the brain, its shape, and its tensors, out of safetensors and GGUF.
+//! What the files of a model say: its description for the brain, its shape, and its tensors, out of
+//! safetensors and GGUF.
 //!
-//! `python/forebay/weights` reads the same files for every family; here are the dense decoders that the compiled kernels compute. Whatever is
-//! beyond them is [`ModelError::Elsewhere`], with the reason, and the hand in Python serves it. Files are read with bounds on everything that
-//! they say: a damaged one is an error.
+//! `python/forebay/weights` reads the same files for every family; here are the dense decoders that
+//! the compiled kernels compute. Whatever is beyond them is [`ModelError::Elsewhere`], with the
+//! reason, and the hand in Python serves it. Files are read with bounds on everything that they
+//! say: a damaged one is an error.
 
 mod angles;
 mod checkpoint;

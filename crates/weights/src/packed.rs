@@ -1,8 +1,9 @@
-//! Weights as they are computed with, kept on disk from one start to the next: the files of `python/forebay/weights/packed.py`, byte for byte
-//! what either hand can read.
+//! Weights as they are computed with, kept on disk from one start to the next: the files of
+//! `python/forebay/weights/packed.py`, byte for byte what either hand can read.
 //!
-//! A file is safetensors, so that any tool can look into it. It is read into memory of its own, not mapped: that can lie in large pages, and
-//! a step that reads all weights from 4 KiB pages of a mapping is slower.
+//! A file is safetensors, so that any tool can look into it. It is read into memory of its own, not
+//! mapped: that can lie in large pages, and a step that reads all weights from 4 KiB pages of a
+//! mapping is slower.
 
 use std::collections::HashMap;
 use std::fs::{self, File};
@@ -20,12 +21,14 @@ use serde_json::{Map, Value, json};
 use crate::describe::{hex, new_file};
 use crate::json::python_json;
 
-/// Goes up with every change to what is written, or to how a checkpoint's values become what is written; in both languages.
+/// Goes up with every change to what is written, or to how a checkpoint's values become what is
+/// written; in both languages.
 const VERSION: u32 = 2;
 const EDGE: u64 = 1 << 20;
 const PIECES: u64 = 64;
 const PIECE: usize = 4096;
-/// Of one read, and of one sum: enough that calls cost nothing, and that the threads end at about the same time.
+/// Of one read, and of one sum: enough that calls cost nothing, and that the threads end at about
+/// the same time.
 const CHUNK: usize = 16 << 20;
 const LENGTH: usize = 8;
 const ALIGNMENT: usize = 64;
@@ -38,8 +41,9 @@ const LOCK: &str = ".lock";
 
 /// The name of what becomes of a model's files under `facts`.
 ///
-/// Of each file its size, its time of change, its first and last MiB and 64 pieces in between count: to read all of a large model costs what
-/// the cache is to save. A file that is changed elsewhere, in place, without growing, and that gets its old time back, is not noticed.
+/// Of each file its size, its time of change, its first and last MiB and 64 pieces in between
+/// count: to read all of a large model costs what the cache is to save. A file that is changed
+/// elsewhere, in place, without growing, and that gets its old time back, is not noticed.
 ///
 /// # Errors
 /// A file can't be read.
@@ -123,11 +127,13 @@ impl From<io::Error> for Fault {
     }
 }
 
-/// The file of one key in a folder whose files take no more than a limit together. It need not be there.
+/// The file of one key in a folder whose files take no more than a limit together. It need not be
+/// there.
 ///
-/// Nothing here is an error for whoever wants to serve a model: what can't be read is not there, and what can't be written is not written;
-/// one line on standard error says why. Every byte is checked as it is read: a file whose data is not what was written is removed, and as if it
-/// had not been there.
+/// Nothing here is an error for whoever wants to serve a model: what can't be read is not there,
+/// and what can't be written is not written; one line on standard error says why. Every byte is
+/// checked as it is read: a file whose data is not what was written is removed, and as if it had
+/// not been there.
 pub struct PackedFile {
     path: PathBuf,
     limit: u64,
@@ -158,8 +164,9 @@ impl PackedFile {
         Some(&self.found.as_ref()?.places.get(name)?.entry)
     }
 
-    /// Fills all these tensors, of which each has the size of its entry; false if that can't be, and then their content is anything. `each` calls
-    /// what it is given for every number below a count, in any order and by any threads. `report` gets bytes done and in all.
+    /// Fills all these tensors, of which each has the size of its entry; false if that can't be,
+    /// and then their content is anything. `each` calls what it is given for every number below a
+    /// count, in any order and by any threads. `report` gets bytes done and in all.
     pub fn read(
         &mut self,
         into: Vec<(&str, &mut [u8])>,
@@ -169,7 +176,8 @@ impl PackedFile {
         let Some(header) = &self.found else { return false };
         match read_all(&self.path, header, into, each, report) {
             Ok(()) => {
-                // What was used last is removed last. A folder that can't be written to does not need that.
+                // What was used last is removed last. A folder that can't be written to does not
+                // need that.
                 let now = SystemTime::now();
                 let times = fs::FileTimes::new().set_accessed(now).set_modified(now);
                 if let Ok(file) = File::options().append(true).open(&self.path) {
@@ -190,7 +198,8 @@ impl PackedFile {
         }
     }
 
-    /// Writes the file, unless it is there by now or there is no room for it. Files that were not used for the longest time make room.
+    /// Writes the file, unless it is there by now or there is no room for it. Files that were not
+    /// used for the longest time make room.
     pub fn write(&self, tensors: &[(&str, &Entry, &[u8])], notes: &Map<String, Value>) {
         if let Err(error) = self.try_write(tensors, notes) {
             self.say(&format!("can't be written: {error}"));
@@ -212,7 +221,8 @@ impl PackedFile {
         let size = head.len() as u64 + tensors.iter().map(|(.., it)| it.len() as u64).sum::<u64>();
         let folder = self.path.parent().unwrap_or(&self.path);
         fs::create_dir_all(folder)?;
-        // Who can write here decides what is computed. A folder of somebody else's is that one's business.
+        // Who can write here decides what is computed. A folder of somebody else's is that one's
+        // business.
         let _ = fs::set_permissions(folder, fs::Permissions::from_mode(0o700));
         let lock = File::create(folder.join(LOCK))?;
         // Waits until no other process writes into the folder. A process that dies lets go.
@@ -338,7 +348,8 @@ impl PackedFile {
         Ok(Header { notes, places, chunk })
     }
 
-    /// Whether a file of `size` bytes may be written; then others have gone for it. For the only writer.
+    /// Whether a file of `size` bytes may be written; then others have gone for it. For the only
+    /// writer.
     fn make_room(&self, folder: &Path, size: u64) -> io::Result<bool> {
         if size > self.limit {
             self.say(&format!(

@@ -1,4 +1,5 @@
-//! Safetensors: where each tensor lies in a file, and its bytes. The header's format is checked by the `safetensors` crate.
+//! Safetensors: where each tensor lies in a file, and its bytes. The header's format is checked by
+//! the `safetensors` crate.
 
 use std::collections::HashMap;
 use std::fs::File;
@@ -49,7 +50,8 @@ impl SafeFile {
         }
         let mut header = vec![0; length as usize];
         file.read_exact_at(&mut header, LENGTH).map_err(unreadable)?;
-        // It checks that tensors lie one behind the other, and that each is as long as its shape says.
+        // It checks that tensors lie one behind the other, and that each is as long as its shape
+        // says.
         let metadata: Metadata =
             serde_json::from_slice(&header).map_err(|error| damaged(&error.to_string()))?;
         if Some(metadata.data_len() as u64) != size.checked_sub(LENGTH + length) {

@@ -1,11 +1,12 @@
 //! How much a request may ask for: every parameter of every route, in one table.
 //!
-//! A body is walked along the table before anything is made of it ([`check`]). A value over its limit is refused with the
-//! parameter's name, and nothing was allocated for it. So a parsed request takes at most a few times its body's bytes.
-//! Validation afterwards checks limits that the model decides: the context and the vocabulary.
+//! A body is walked along the table before anything is made of it ([`check`]). A value over its
+//! limit is refused with the parameter's name, and nothing was allocated for it. So a parsed
+//! request takes at most a few times its body's bytes. Validation afterwards checks limits that the
+//! model decides: the context and the vocabulary.
 //!
-//! Every parameter is in the table: a test compares it with the fields of the request types. The server's resource tests make
-//! their cases from it.
+//! Every parameter is in the table: a test compares it with the fields of the request types. The
+//! server's resource tests make their cases from it.
 
 mod table;
 mod walk;
@@ -36,14 +37,16 @@ pub const TOTAL_CHOICES: usize = 4096;
 pub const PROMPTS: usize = 1024;
 /// Most inputs of a request that pools, as with OpenAI.
 pub const INPUTS: usize = 2048;
-/// Most bytes of the texts of all pairs together; a query counts once a document, because it is tokenised once a document.
+/// Most bytes of the texts of all pairs together; a query counts once a document, because it is
+/// tokenised once a document.
 pub const PAIR_BYTES: usize = 16 << 20;
 /// Most alternatives a token's log-probabilities have.
 pub const LOGPROBS: u8 = 20;
 /// Most messages of a conversation.
 pub const MESSAGES: usize = 4096;
-/// Most JSON values that are kept as such: messages, their parts, and the elements of `tools`, `tool_calls` and `chat_template_kwargs`. The
-/// template sees a copy of each, so one costs some hundred bytes.
+/// Most JSON values that are kept as such: messages, their parts, and the elements of `tools`,
+/// `tool_calls` and `chat_template_kwargs`. The template sees a copy of each, so one costs some
+/// hundred bytes.
 pub const VALUES: usize = 16_384;
 /// Deepest nesting of `tools`, `tool_calls` and `chat_template_kwargs`.
 pub const DEPTH: usize = 32;
@@ -59,7 +62,8 @@ pub const ROUTING_KEY_BYTES: usize = 512;
 pub const CACHE_SALT_BYTES: usize = 256;
 /// Most names of parameters that nothing reads: they are told to the client.
 pub const UNREAD: usize = 32;
-/// Parameters that ask nothing of a server of this kind: they are about the client's own accounts and stores. They are read over without a word.
+/// Parameters that ask nothing of a server of this kind: they are about the client's own accounts
+/// and stores. They are read over without a word.
 pub const INERT: &[&str] = &[
     "user",
     "metadata",
@@ -72,7 +76,8 @@ pub const INERT: &[&str] = &[
 /// Longest string that is accepted where none is expected: the error shows it.
 pub const SHOWN_BYTES: usize = 64;
 
-/// What a parameter may be. A value of another shape is left to the parser, which refuses it without keeping it.
+/// What a parameter may be. A value of another shape is left to the parser, which refuses it
+/// without keeping it.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Bound {
     /// True or false.
@@ -121,9 +126,11 @@ pub enum Bound {
     Images(u8, Params),
     /// The URL of an image, which may be all of its file in base64.
     Url,
-    /// Any JSON value, which is kept. Its elements count as [`VALUES`], and it is at most [`DEPTH`] deep.
+    /// Any JSON value, which is kept. Its elements count as [`VALUES`], and it is at most [`DEPTH`]
+    /// deep.
     Tree,
-    /// A form of answers: a string of at most this many bytes, or any JSON value, which is kept as text.
+    /// A form of answers: a string of at most this many bytes, or any JSON value, which is kept as
+    /// text.
     Form(usize),
     /// Any JSON value. It is read over and not kept.
     Ignored,
@@ -165,7 +172,8 @@ pub fn takes_images(params: Params) -> bool {
     })
 }
 
-/// `text`, cut to at most `bytes` bytes where it is longer: for errors, which show what a client sent.
+/// `text`, cut to at most `bytes` bytes where it is longer: for errors, which show what a client
+/// sent.
 pub fn cut(text: &str, bytes: usize) -> std::borrow::Cow<'_, str> {
     if text.len() <= bytes {
         return text.into();

@@ -20,8 +20,8 @@ pub struct Weight {
     pub embeds: usize,
 }
 
-/// Checks a body against `params`; gives what it weighs, and the names of what nothing reads. What is no JSON is left to the parser, up to
-/// which everything is within its limits.
+/// Checks a body against `params`; gives what it weighs, and the names of what nothing reads. What
+/// is no JSON is left to the parser, up to which everything is within its limits.
 ///
 /// # Errors
 /// [`ApiError::Invalid`] with the first parameter that is over its limit.

@@ -127,8 +127,8 @@ pub struct ValidResponses {
 const ECHOED_TOOLS: usize = 1 << 16;
 
 impl ResponsesRequest {
-    /// Checks everything that can be checked before the prompt is tokenised. `before` holds the items
-    /// of earlier responses. The names of fields without an effect are added to `ignored`.
+    /// Checks everything that can be checked before the prompt is tokenised. `before` holds the
+    /// items of earlier responses. The names of fields without an effect are added to `ignored`.
     ///
     /// # Errors
     /// The first parameter that is out of range or not served.
@@ -229,7 +229,8 @@ impl ResponsesRequest {
         Ok(ValidResponses { chat, kinds, input, store, background, sealed, echo })
     }
 
-    /// Whether reasoning is to come in the form that clients send back. What else is to be included has no effect.
+    /// Whether reasoning is to come in the form that clients send back. What else is to be included
+    /// has no effect.
     fn seals(&self, ignored: &mut Vec<String>) -> bool {
         let included = self.include.iter().flatten();
         let (seals, others): (Vec<&String>, Vec<&String>) =

@@ -114,7 +114,8 @@ pub(crate) struct RequestOptions {
     pub(crate) continuous_usage: bool,
     /// Sampling temperature; 0 is greedy.
     pub(crate) temperature: f64,
-    /// Go on after the end-of-sequence token. Left out of the body when false, since not every server knows it.
+    /// Go on after the end-of-sequence token. Left out of the body when false, since not every
+    /// server knows it.
     pub(crate) ignore_eos: bool,
     /// Strings that end the answer.
     pub(crate) stop: Vec<String>,

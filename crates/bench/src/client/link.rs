@@ -16,7 +16,8 @@ use tokio::net::TcpStream;
 use super::load;
 use super::wire::{self, Head};
 
-/// What is read at once. All connections of a thread read into the same bytes, which stay in its cache.
+/// What is read at once. All connections of a thread read into the same bytes, which stay in its
+/// cache.
 const READ: usize = 64 << 10;
 
 thread_local! {
@@ -84,9 +85,11 @@ impl Link {
         .await?;
         self.reads = self.reads.saturating_add(1);
         if load::count_read() && self.reads == LONG {
-            // The kernel acknowledges every piece that is read, which takes a third of this program's CPU time on one machine. Let it
-            // acknowledge every other piece. A server that waits for one sees a single pause of 40 ms, after which the kernel goes
-            // back to its habit by itself; hence never at the beginning of a connection, and only under load.
+            // The kernel acknowledges every piece that is read, which takes a third of this
+            // program's CPU time on one machine. Let it acknowledge every other piece. A server
+            // that waits for one sees a single pause of 40 ms, after which the kernel goes back to
+            // its habit by itself; hence never at the beginning of a connection, and only under
+            // load.
             set_tcp_quickack(&self.stream, false)?;
         }
         Ok(length)
@@ -103,7 +106,8 @@ pub(super) struct Answer {
 }
 
 impl Answer {
-    /// Gives the next bytes of the body to `data`, once or several times; false if there are none to come.
+    /// Gives the next bytes of the body to `data`, once or several times; false if there are none
+    /// to come.
     ///
     /// # Errors
     ///

@@ -1,8 +1,10 @@
-//! How a busy thread saves CPU time: it rests a little before it looks for news, so that it finds more of it at once.
+//! How a busy thread saves CPU time: it rests a little before it looks for news, so that it finds
+//! more of it at once.
 //!
-//! A thread with news from many streams wakes for almost every piece, and then waking costs as much as reading. Under load it therefore
-//! sleeps for [`REST`] before it waits: pieces are timed that much later at most, which is little beside the gaps of a server under such
-//! load. With `--precise` no thread ever rests.
+//! A thread with news from many streams wakes for almost every piece, and then waking costs as much
+//! as reading. Under load it therefore sleeps for [`REST`] before it waits: pieces are timed that
+//! much later at most, which is little beside the gaps of a server under such load. With
+//! `--precise` no thread ever rests.
 
 use std::cell::RefCell;
 use std::time::{Duration, Instant};

@@ -1,4 +1,5 @@
-//! A lean HTTP/1.1 client for streams: keep-alive connections, and an answer that is only looked at as far as its times need it.
+//! A lean HTTP/1.1 client for streams: keep-alive connections, and an answer that is only looked at
+//! as far as its times need it.
 //!
 //! ```text
 //! let client = Client::new(Target::new(backend, &ServerFlags)?, timeout);       // one server and one route
@@ -183,8 +184,8 @@ impl Client {
 
     /// Sends a request and waits for the head of its answer.
     ///
-    /// A server may close a connection just when it is used again, so a request that breaks one before there is any answer is
-    /// sent a second time, on a new connection.
+    /// A server may close a connection just when it is used again, so a request that breaks one
+    /// before there is any answer is sent a second time, on a new connection.
     async fn request(&self, method: &Method, path: &str, body: Bytes) -> Result<Answer> {
         let head = self.target.head(method, path, body.len());
         if let Some(link) = self.idle_link()

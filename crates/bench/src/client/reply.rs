@@ -1,4 +1,5 @@
-//! What came back for one request: kept cheaply while the run goes on, turned into a [`Record`] after it.
+//! What came back for one request: kept cheaply while the run goes on, turned into a [`Record`]
+//! after it.
 
 use serde::Deserialize;
 use serde::de::IgnoredAny;
@@ -23,15 +24,18 @@ pub(crate) struct Asked {
 /// An answer, as far as it was read.
 #[derive(Debug)]
 pub(crate) struct Reply {
-    /// When it began to be sent, connection set-up included; microseconds from the start of the run, as all times here.
+    /// When it began to be sent, connection set-up included; microseconds from the start of the
+    /// run, as all times here.
     pub(crate) sent_us: u64,
     /// When the last of it was read, or it failed.
     pub(crate) end_us: u64,
     dialect: Dialect,
-    /// The text between its quotes, with its escapes. `Chunk::text_bytes` counts in it until [`Reply::into_record`].
+    /// The text between its quotes, with its escapes. `Chunk::text_bytes` counts in it until
+    /// [`Reply::into_record`].
     text: Vec<u8>,
     chunks: Vec<Chunk>,
-    /// Whether each event has all of the text so far, as /generate sends it unless a flag of the server says otherwise.
+    /// Whether each event has all of the text so far, as /generate sends it unless a flag of the
+    /// server says otherwise.
     whole_text: bool,
     prompt_tokens: Option<u32>,
     completion_tokens: Option<u32>,
@@ -100,14 +104,16 @@ impl Reply {
             None => 0,
         };
         let text_bytes = u32::try_from(new).unwrap_or(u32::MAX);
-        // A server that counts in every event may send a token that has no text, such as the end of sequence.
+        // A server that counts in every event may send a token that has no text, such as the end of
+        // sequence.
         if text_bytes > 0 || (tokens > 0 && self.counted && !self.chunks.is_empty()) {
             self.counted &= fields.completion_tokens.is_some();
             self.chunks.push(Chunk { at_us, text_bytes, tokens });
         }
     }
 
-    /// Takes the text of an event that may be all of the text so far, and says how many bytes are new.
+    /// Takes the text of an event that may be all of the text so far, and says how many bytes are
+    /// new.
     fn grow(&mut self, text: &[u8], finished: bool) -> usize {
         if let Some(new) = text.strip_prefix(&self.text[..]) {
             self.text.extend_from_slice(new);
@@ -125,7 +131,8 @@ impl Reply {
         text.len()
     }
 
-    /// The last event of all has less text, since what began a stop string was streamed before it was known as one.
+    /// The last event of all has less text, since what began a stop string was streamed before it
+    /// was known as one.
     fn cut(&mut self, length: usize) {
         self.text.truncate(length);
         let mut left = length;
@@ -136,7 +143,8 @@ impl Reply {
         }
     }
 
-    /// Each text so far began with the one before, yet this one does not: they were pieces that looked alike.
+    /// Each text so far began with the one before, yet this one does not: they were pieces that
+    /// looked alike.
     fn restart_as_new(&mut self) {
         let (mut end, mut joined) = (0, Vec::new());
         for chunk in &mut self.chunks {
@@ -219,7 +227,8 @@ impl Reply {
         self.error.get_or_insert(message);
     }
 
-    /// The record, and whether the tokens of its chunks are the server's. If not, they are 0 but when there is one for each chunk.
+    /// The record, and whether the tokens of its chunks are the server's. If not, they are 0 but
+    /// when there is one for each chunk.
     pub(crate) fn into_record(self, intended_us: u64, asked: &Asked) -> (Record, bool) {
         let mut chunks = self.chunks;
         let output_tokens = self.completion_tokens.unwrap_or(match &self.error {

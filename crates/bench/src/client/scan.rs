@@ -1,8 +1,9 @@
 //! Finds the few fields that matter in an event's JSON without building a document.
 //!
-//! Searching for a quoted key is sound in valid JSON: within a string every quote has a backslash before it, so the bytes `"key"`
-//! followed by a colon are a key. Which object the key belongs to is not checked, but no route that is measured here has these
-//! keys elsewhere in its events. What does not look as expected is left to the reader of whole documents.
+//! Searching for a quoted key is sound in valid JSON: within a string every quote has a backslash
+//! before it, so the bytes `"key"` followed by a colon are a key. Which object the key belongs to
+//! is not checked, but no route that is measured here has these keys elsewhere in its events. What
+//! does not look as expected is left to the reader of whole documents.
 
 use std::sync::LazyLock;
 
@@ -60,7 +61,8 @@ pub(super) fn chat(event: &[u8]) -> Option<Fields<'_>> {
     Some(with_usage(text, rest))
 }
 
-/// Fields of an event of /generate; none if it has no text. Its text is either the new or all of it.
+/// Fields of an event of /generate; none if it has no text. Its text is either the new or all of
+/// it.
 pub(super) fn generate(event: &[u8]) -> Option<Fields<'_>> {
     let (text, rest) = string(after_key(event, &TEXT)?)?;
     let finished = after_key(rest, &FINISH).is_some_and(|reason| !reason.starts_with(b"null"));
@@ -114,7 +116,8 @@ fn number(bytes: &[u8]) -> Option<u32> {
 
 /// Appends the string whose bytes between the quotes are `raw` to `text`.
 ///
-/// What is no valid JSON string is appended as it is: the text only serves to count tokens and to be looked at.
+/// What is no valid JSON string is appended as it is: the text only serves to count tokens and to
+/// be looked at.
 pub(super) fn unescape(raw: &[u8], text: &mut String) {
     if memchr::memchr(b'\\', raw).is_none() {
         text.push_str(&String::from_utf8_lossy(raw));

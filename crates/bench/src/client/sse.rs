@@ -4,8 +4,9 @@ use memchr::memchr;
 
 /// Joins the pieces of a stream of server-sent events and gives the payload of each `data:` line.
 ///
-/// A line that lies within one piece is not copied. The servers measured here send one `data:` line for each event, so lines are not
-/// joined; other fields and comments are skipped. llama.cpp once sent failures as `error:` lines, which count as payloads too.
+/// A line that lies within one piece is not copied. The servers measured here send one `data:` line
+/// for each event, so lines are not joined; other fields and comments are skipped. llama.cpp once
+/// sent failures as `error:` lines, which count as payloads too.
 #[derive(Debug, Default)]
 pub(crate) struct Lines {
     partial: Vec<u8>,

@@ -23,7 +23,8 @@ pub struct ServerFlags {
     /// The server's host.
     #[arg(long, default_value = "127.0.0.1")]
     pub host: String,
-    /// The server's port [default: the backend's usual one: 30000 SGLang, 8080 llama-server, else 8000].
+    /// The server's port [default: the backend's usual one: 30000 SGLang, 8080 llama-server, else
+    /// 8000].
     #[arg(long)]
     pub port: Option<u16>,
     /// Send requests to this path, not to the backend's usual one.

@@ -1,7 +1,8 @@
 //! HTTP/1.1 as far as the answers to our requests go: the head, and where the body ends.
 //!
-//! Read by hand and not by hyper: at the rate of a busy server, hyper's channel between the connection and the reader, its buffers
-//! and their wakers took as much CPU time as everything else that this program does outside the kernel.
+//! Read by hand and not by hyper: at the rate of a busy server, hyper's channel between the
+//! connection and the reader, its buffers and their wakers took as much CPU time as everything else
+//! that this program does outside the kernel.
 
 use anyhow::{Context, Result, bail};
 use memchr::memchr;

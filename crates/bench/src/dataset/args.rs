@@ -88,7 +88,8 @@ pub struct DatasetArgs {
     pub custom_output_len: Option<u32>,
 }
 
-/// Lengths that are drawn: uniform integers in `[max(1, floor(LEN * RATIO)), LEN]`, as in `bench_serving`.
+/// Lengths that are drawn: uniform integers in `[max(1, floor(LEN * RATIO)), LEN]`, as in
+/// `bench_serving`.
 #[derive(Debug, Clone, Args)]
 #[command(next_help_heading = "Dataset: random, image, embeddings")]
 pub struct RandomArgs {

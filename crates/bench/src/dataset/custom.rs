@@ -1,4 +1,5 @@
-//! A JSONL file of prompts: `{"prompt": "..", "output_tokens": 100}` on each line, as `vllm bench serve` takes it.
+//! A JSONL file of prompts: `{"prompt": "..", "output_tokens": 100}` on each line, as `vllm bench
+//! serve` takes it.
 
 use std::path::Path;
 

@@ -1,7 +1,8 @@
 //! Datasets: what is sent.
 //!
-//! Everything random comes from ChaCha12 generators keyed by the run's seed, so that the same seed gives the same
-//! requests on every machine. Tokens are counted without a chat template and without special tokens.
+//! Everything random comes from ChaCha12 generators keyed by the run's seed, so that the same seed
+//! gives the same requests on every machine. Tokens are counted without a chat template and without
+//! special tokens.
 
 mod args;
 mod custom;
@@ -33,8 +34,8 @@ use words::Words;
 /// Requests where the dataset has no end of its own.
 const REQUESTS: u32 = 1000;
 
-/// Makes the requests of a run. Their number is the length of what is returned: `--num-prompts` if it was given, except
-/// that a trace is never repeated.
+/// Makes the requests of a run. Their number is the length of what is returned: `--num-prompts` if
+/// it was given, except that a trace is never repeated.
 ///
 /// # Errors
 /// If there is no tokenizer, flags do not go together, or the file is missing or malformed.

@@ -1,4 +1,5 @@
-//! Requests of drawn lengths: text, text with images, inputs for embeddings, and prompts that start alike.
+//! Requests of drawn lengths: text, text with images, inputs for embeddings, and prompts that start
+//! alike.
 
 use rand::RngExt as _;
 use rand::seq::SliceRandom as _;

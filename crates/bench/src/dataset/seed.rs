@@ -3,7 +3,8 @@
 use rand::SeedableRng as _;
 use rand::rngs::ChaCha12Rng;
 
-/// What random numbers are for. Each purpose has its own, so that a flag that changes one does not change the others.
+/// What random numbers are for. Each purpose has its own, so that a flag that changes one does not
+/// change the others.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Purpose {
     /// Gaps between requests.
@@ -20,8 +21,8 @@ pub(crate) enum Purpose {
     Order,
 }
 
-/// The generator of request (or block, or group) `index`: ChaCha with 12 rounds, whose key is `seed` and `purpose` and
-/// whose stream is `index`.
+/// The generator of request (or block, or group) `index`: ChaCha with 12 rounds, whose key is
+/// `seed` and `purpose` and whose stream is `index`.
 pub(crate) fn generator(seed: u64, purpose: Purpose, index: u64) -> ChaCha12Rng {
     let mut key = [0; 32];
     key[..8].copy_from_slice(&seed.to_le_bytes());

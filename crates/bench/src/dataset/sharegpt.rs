@@ -1,4 +1,5 @@
-//! Conversations in ShareGPT's format: a JSON list of `{"conversations": [{"from": .., "value": ..}, ..]}`.
+//! Conversations in ShareGPT's format: a JSON list of `{"conversations": [{"from": .., "value":
+//! ..}, ..]}`.
 
 use std::fmt;
 use std::path::Path;
@@ -30,7 +31,8 @@ pub(crate) struct Exchange {
     pub(crate) answer: String,
 }
 
-/// The exchanges of a file, in the random order of `seed`. Conversations of fewer than two turns are left out.
+/// The exchanges of a file, in the random order of `seed`. Conversations of fewer than two turns
+/// are left out.
 ///
 /// A file that ends too early is used up to its last whole record, with a warning.
 ///
@@ -127,8 +129,8 @@ impl Filter {
     }
 }
 
-/// The first `count` exchanges that pass the filter, each with its prompt's tokens and the tokens to generate; fewer if
-/// there are no more.
+/// The first `count` exchanges that pass the filter, each with its prompt's tokens and the tokens
+/// to generate; fewer if there are no more.
 ///
 /// # Errors
 /// If none passes, or a text cannot be encoded.

@@ -89,7 +89,8 @@ fn lines(rows: &[Value]) -> NamedTempFile {
     file(&rows.iter().map(|row| format!("{row}\n")).collect::<String>())
 }
 
-/// Ten conversations whose prompts are "word word ..", ten to nineteen times, and whose answers are twice as long.
+/// Ten conversations whose prompts are "word word ..", ten to nineteen times, and whose answers are
+/// twice as long.
 fn conversations() -> NamedTempFile {
     let turn = |words: usize| json!({"from": "human", "value": vec!["water"; words].join(" ")});
     let record = |index: usize| json!({"conversations": [turn(10 + index), turn(20 + 2 * index)]});

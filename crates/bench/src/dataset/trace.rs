@@ -1,5 +1,6 @@
-//! Recorded traffic in Mooncake's format: JSONL with `timestamp` in milliseconds, `input_length` and `output_length` in
-//! tokens, and `hash_ids`, a name for each 512 tokens of the prompt and all that is before them.
+//! Recorded traffic in Mooncake's format: JSONL with `timestamp` in milliseconds, `input_length`
+//! and `output_length` in tokens, and `hash_ids`, a name for each 512 tokens of the prompt and all
+//! that is before them.
 
 use std::path::Path;
 use std::time::Duration;
@@ -27,10 +28,12 @@ pub struct TraceEntry {
     pub input_length: u32,
     /// Tokens that were generated.
     pub output_length: u32,
-    /// One name for each [`BLOCK_TOKENS`] of the prompt; equal names, equal tokens. Empty if it is not known.
+    /// One name for each [`BLOCK_TOKENS`] of the prompt; equal names, equal tokens. Empty if it is
+    /// not known.
     #[serde(default)]
     pub hash_ids: Vec<u64>,
-    /// The images in the prompt, in the order of their positions. `forebay plan` alone reads them; the format of others has none.
+    /// The images in the prompt, in the order of their positions. `forebay plan` alone reads them;
+    /// the format of others has none.
     #[serde(default)]
     pub images: Vec<TraceImage>,
 }
@@ -51,8 +54,9 @@ pub struct TraceImage {
 /// The requests of a trace, by time.
 ///
 /// # Errors
-/// If the file cannot be read, is empty, or a line of it is not a request: no tokens, a time that is not a time, or
-/// another number of hash ids than the prompt has blocks. The message names the line.
+/// If the file cannot be read, is empty, or a line of it is not a request: no tokens, a time that
+/// is not a time, or another number of hash ids than the prompt has blocks. The message names the
+/// line.
 pub fn read(path: &Path) -> anyhow::Result<Vec<TraceEntry>> {
     let mut entries = Vec::new();
     for (line, entry) in jsonl::read::<TraceEntry>(path)? {
@@ -106,8 +110,8 @@ impl TraceEntry {
         Duration::from_secs_f64(((self.timestamp_ms - start_ms) / 1000.0).max(0.0))
     }
 
-    /// The words of the prompt: those of each block are drawn by its hash id alone. `index` names a prompt that has
-    /// no hash ids.
+    /// The words of the prompt: those of each block are drawn by its hash id alone. `index` names a
+    /// prompt that has no hash ids.
     fn draw(&self, words: &Words<'_>, seed: u64, index: u64, tokens: u32) -> Drawn {
         let mut drawn = Drawn::with_capacity(tokens as usize);
         if self.hash_ids.is_empty() {

@@ -9,8 +9,8 @@ use super::words::{Text, Words};
 
 /// Most random words that take the place of text that cannot be cut.
 const MOST_FILLING: usize = 32;
-/// Turns are cut to this many bytes for each token that is wanted before they are encoded: few have longer tokens, and
-/// some turns are books.
+/// Turns are cut to this many bytes for each token that is wanted before they are encoded: few have
+/// longer tokens, and some turns are books.
 const BYTES_A_TOKEN: usize = 8;
 
 /// First turns and their tokens.
@@ -24,7 +24,8 @@ struct Turn {
 }
 
 impl Turns {
-    /// The first turns that are not blank, as many as `count` texts of at most `longest` tokens need.
+    /// The first turns that are not blank, as many as `count` texts of at most `longest` tokens
+    /// need.
     ///
     /// # Errors
     /// If they cannot be encoded, or all are blank.
@@ -65,8 +66,8 @@ impl Turns {
 }
 
 impl Turn {
-    /// `wanted` tokens, cut and repeated at joints, so that nothing has to be encoded again, and filled up with random
-    /// words; `None` if the turn has too few joints for that.
+    /// `wanted` tokens, cut and repeated at joints, so that nothing has to be encoded again, and
+    /// filled up with random words; `None` if the turn has too few joints for that.
     fn joined(
         &self,
         words: &Words<'_>,

@@ -37,11 +37,12 @@ impl Text {
 
 /// A tokenizer, and words that stay one token each wherever they stand in a text.
 ///
-/// A word is lower-case ASCII letters, and it is one token both at the start of a text and after a space. No token of
-/// the vocabulary holds a space after a letter, so no token can reach from one word into the next, and the tokens of a
-/// text of words are the tokens of the words: any number of tokens can be put together without encoding anything.
-/// A tokenizer without such words (characters, a tiny vocabulary) gets texts of any of its tokens, which are encoded
-/// again and cut until the length is right.
+/// A word is lower-case ASCII letters, and it is one token both at the start of a text and after a
+/// space. No token of the vocabulary holds a space after a letter, so no token can reach from one
+/// word into the next, and the tokens of a text of words are the tokens of the words: any number of
+/// tokens can be put together without encoding anything. A tokenizer without such words
+/// (characters, a tiny vocabulary) gets texts of any of its tokens, which are encoded again and cut
+/// until the length is right.
 #[derive(Debug)]
 pub(crate) struct Words<'t> {
     tokenizer: &'t Tokenizer,
@@ -131,16 +132,18 @@ impl<'t> Words<'t> {
         Ok(Text { text, ids })
     }
 
-    /// Draws the tokens of `count` words that stand after another word; `None` if there are no words.
+    /// Draws the tokens of `count` words that stand after another word; `None` if there are no
+    /// words.
     pub(crate) fn draw_ids(&self, generator: &mut ChaCha12Rng, count: usize) -> Option<Vec<u32>> {
         let choices = self.words.len();
         let draw = |_| self.words[generator.random_range(0..choices)].id;
         (choices > 0).then(|| (0..count).map(draw).collect())
     }
 
-    /// Where the tokens can be taken apart: every place between a token that ends in an ASCII letter and one that is a
-    /// space and an ASCII letter or more. The texts on the two sides of such a place encode to the tokens on its two
-    /// sides, and so does any text that is put together at such places. None if there are no words.
+    /// Where the tokens can be taken apart: every place between a token that ends in an ASCII
+    /// letter and one that is a space and an ASCII letter or more. The texts on the two sides of
+    /// such a place encode to the tokens on its two sides, and so does any text that is put
+    /// together at such places. None if there are no words.
     pub(crate) fn joints(&self, ids: &[u32]) -> Vec<usize> {
         if self.words.is_empty() {
             return Vec::new();
@@ -173,11 +176,13 @@ impl<'t> Words<'t> {
         Ok(ids.into_iter().map(i32::cast_unsigned).collect())
     }
 
-    /// A text of `wanted` tokens that begins as `source` does, and repeats it where it is too short.
+    /// A text of `wanted` tokens that begins as `source` does, and repeats it where it is too
+    /// short.
     ///
-    /// Text that is cut does not always encode to the tokens that were kept, so it is encoded again, and cut or filled
-    /// up, a few times. [`Text::ids`] is always what the text encodes to, also in the rare case (some tokenizers without
-    /// words) that this never becomes quite as long as wanted.
+    /// Text that is cut does not always encode to the tokens that were kept, so it is encoded
+    /// again, and cut or filled up, a few times. [`Text::ids`] is always what the text encodes to,
+    /// also in the rare case (some tokenizers without words) that this never becomes quite as long
+    /// as wanted.
     ///
     /// # Errors
     /// If `source` is empty, or the tokenizer cannot encode what it decoded.

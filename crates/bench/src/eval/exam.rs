@@ -52,7 +52,8 @@ pub(super) fn read(path: &Path) -> Result<Vec<Question>> {
 }
 
 impl Exam {
-    /// The first `count` of `questions`, or all if there are fewer, each after the first `shots` of `examples` with their answers.
+    /// The first `count` of `questions`, or all if there are fewer, each after the first `shots` of
+    /// `examples` with their answers.
     ///
     /// # Errors
     ///
@@ -88,9 +89,9 @@ impl Exam {
     }
 }
 
-/// The last run of digits in a text, once its commas are removed. A sign is not looked at, and `3.50` ends with 50: that is how
-/// published results were read. A run with leading zeros is no number, and ends the search; one that is too large for any right answer
-/// is the largest.
+/// The last run of digits in a text, once its commas are removed. A sign is not looked at, and
+/// `3.50` ends with 50: that is how published results were read. A run with leading zeros is no
+/// number, and ends the search; one that is too large for any right answer is the largest.
 pub(super) fn last_integer(text: &str) -> Option<u64> {
     let text = text.replace(',', "");
     let last = text.rsplit(|c: char| !c.is_ascii_digit()).find(|run| !run.is_empty())?;

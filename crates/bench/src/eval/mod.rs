@@ -1,5 +1,6 @@
-//! How well a served model answers: few-shot GSM8K (Cobbe et al. 2021), asked and scored as SGLang's `few_shot_gsm8k` does, except that
-//! the examples come from the training questions and are never among those that are scored.
+//! How well a served model answers: few-shot GSM8K (Cobbe et al. 2021), asked and scored as
+//! SGLang's `few_shot_gsm8k` does, except that the examples come from the training questions and
+//! are never among those that are scored.
 
 mod exam;
 mod score;
@@ -47,7 +48,8 @@ pub struct Gsm8kArgs {
     /// Most tokens of an answer.
     #[arg(long, value_name = "N", default_value_t = 512, value_parser = clap::value_parser!(u32).range(1..))]
     pub max_new_tokens: u32,
-    /// How often to send a request again that failed; what fails every time is reported and scored neither right nor wrong.
+    /// How often to send a request again that failed; what fails every time is reported and scored
+    /// neither right nor wrong.
     #[arg(long, value_name = "N", default_value_t = 0)]
     pub retries: u32,
     /// Seconds after which a request has failed.
@@ -82,12 +84,13 @@ struct Summary<'a> {
     forebay_version: &'static str,
 }
 
-/// Asks the questions, prints accuracy, share of invalid answers, latency and output throughput, and writes the files.
+/// Asks the questions, prints accuracy, share of invalid answers, latency and output throughput,
+/// and writes the files.
 ///
 /// # Errors
 ///
-/// The questions are no fair exam, the server cannot be found, a file cannot be written, or a request failed; in the last case the
-/// numbers of the others are printed and written all the same.
+/// The questions are no fair exam, the server cannot be found, a file cannot be written, or a
+/// request failed; in the last case the numbers of the others are printed and written all the same.
 pub fn gsm8k(args: &Gsm8kArgs) -> Result<()> {
     let questions = exam::read(&args.data_path)?;
     let examples = exam::read(&args.train_path)?;
@@ -148,7 +151,8 @@ pub fn gsm8k(args: &Gsm8kArgs) -> Result<()> {
     Ok(())
 }
 
-/// Finds out before the run, and without harm to what is there, what would else be found out after it.
+/// Finds out before the run, and without harm to what is there, what would else be found out after
+/// it.
 fn check_writable(path: &Path) -> Result<()> {
     let mut options = File::options();
     options.create(true).append(true).open(path).with_context(|| cannot_write(path))?;

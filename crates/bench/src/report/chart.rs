@@ -12,7 +12,8 @@ pub(super) const LEFT: f64 = 52.0;
 /// Where the plot ends.
 pub(super) const RIGHT: f64 = WIDTH - 16.0;
 
-/// How many colours the style sheet has; the runs after those share them, and differ by their letter.
+/// How many colours the style sheet has; the runs after those share them, and differ by their
+/// letter.
 const COLOURS: usize = 8;
 /// How many dash patterns it has.
 const DASHES: usize = 4;

@@ -138,7 +138,8 @@ mod tests {
     #[test]
     fn the_timeline_counts_every_token_and_request() {
         let timeline = timeline(&file()).unwrap();
-        // The first request's tokens come at 0.5, 0.75 and 1.5 s, the second's three in two pieces at 1.75 and 2 s.
+        // The first request's tokens come at 0.5, 0.75 and 1.5 s, the second's three in two pieces
+        // at 1.75 and 2 s.
         assert_eq!(timeline.output_tokens, [2.0, 2.5, 1.5]);
         assert_eq!(timeline.sent, [1.0, 1.0, 0.0]);
         assert_eq!(timeline.finished, [0.0, 1.0, 1.0]);

@@ -1,12 +1,12 @@
 //! One self-contained page about one or several result files: `forebay bench report`.
 //!
 //! `read` reads files, `run` gives names to what is in them, `histogram` holds a distribution, and
-//! `details` makes up for what files of other clients lack. `metrics` and `care` say which rows there
-//! are and what to be careful about; `distribution`, `timeline` and `cpu` draw with what `axis` and
-//! `chart` have; `page` joins it all.
+//! `details` makes up for what files of other clients lack. `metrics` and `care` say which rows
+//! there are and what to be careful about; `distribution`, `timeline` and `cpu` draw with what
+//! `axis` and `chart` have; `page` joins it all.
 //!
-//! The charts are inline SVG whose colours come from the page's style sheet, so that they follow the
-//! reader's choice of light or dark; the charting crates write their colours into the drawing.
+//! The charts are inline SVG whose colours come from the page's style sheet, so that they follow
+//! the reader's choice of light or dark; the charting crates write their colours into the drawing.
 
 mod axis;
 mod care;
@@ -58,7 +58,8 @@ pub fn report(args: &ReportArgs) -> anyhow::Result<()> {
 }
 
 /// Writes the page about a run that has just ended (what would be its line of the result file),
-/// compared with the runs in `compare`; the new run comes last, so that ratios are to what was before.
+/// compared with the runs in `compare`; the new run comes last, so that ratios are to what was
+/// before.
 ///
 /// # Errors
 ///

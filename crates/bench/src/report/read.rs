@@ -80,7 +80,8 @@ fn without_python_numbers(text: &str) -> Cow<'_, str> {
     Cow::Owned(out)
 }
 
-/// Bytes of the JSON string that `text` begins with, quotes included; all of it if it is not closed.
+/// Bytes of the JSON string that `text` begins with, quotes included; all of it if it is not
+/// closed.
 fn string_length(text: &str) -> usize {
     let mut escaped = false;
     for (index, byte) in text.bytes().enumerate().skip(1) {

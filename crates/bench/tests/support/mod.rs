@@ -71,8 +71,8 @@ impl Wire {
     }
 }
 
-/// Serves every connection on a thread of its own until the test's process ends; `script` answers all but /v1/models, and says
-/// whether the connection is kept.
+/// Serves every connection on a thread of its own until the test's process ends; `script` answers
+/// all but /v1/models, and says whether the connection is kept.
 pub(crate) fn server(
     script: impl Fn(&Request, &mut Wire) -> bool + Send + Sync + 'static,
 ) -> SocketAddr {
@@ -145,7 +145,8 @@ struct Cli {
     args: ServeArgs,
 }
 
-/// Runs the load generator with the flags in `line`; gives its line of the result file, and whether it failed.
+/// Runs the load generator with the flags in `line`; gives its line of the result file, and whether
+/// it failed.
 pub(crate) fn run(address: SocketAddr, line: &str) -> (Value, Option<String>) {
     let directory = tempfile::tempdir().expect("a directory");
     let file = directory.path().join("result.jsonl");

@@ -16,8 +16,8 @@ pub(super) struct Context<'a> {
     pub(super) ids: Ids,
 }
 
-/// Longest name of a tool or of an argument, and most that may stand before one, in bytes. What is longer is none: it would be read again with each
-/// token that comes.
+/// Longest name of a tool or of an argument, and most that may stand before one, in bytes. What is
+/// longer is none: it would be read again with each token that comes.
 pub(super) const LONGEST: usize = 1024;
 
 /// Where reading led to.

@@ -123,7 +123,8 @@ impl Harmony {
         }
     }
 
-    /// The answer has ended; `complete`: not because it became too long. Gives how many calls this completes.
+    /// The answer has ended; `complete`: not because it became too long. Gives how many calls this
+    /// completes.
     pub(super) fn finish(&mut self, pending: &mut String, complete: bool, out: &mut Parts) -> u32 {
         let text = std::mem::take(pending);
         match self.body.take() {

@@ -1,7 +1,8 @@
 //! From text as a model writes it to parts.
 //!
-//! One automaton reads reasoning, text and calls. It works on characters and holds back what may become a mark, so how the text is divided
-//! into tokens and deltas makes no difference. Text of special tokens that are marks must be part of what it reads.
+//! One automaton reads reasoning, text and calls. It works on characters and holds back what may
+//! become a mark, so how the text is divided into tokens and deltas makes no difference. Text of
+//! special tokens that are marks must be part of what it reads.
 
 mod call;
 mod harmony;
@@ -82,7 +83,8 @@ enum Begin {
 }
 
 impl Start {
-    /// Behind `prompt`, as it was rendered; `continues`: it ends inside a message, which the model goes on with.
+    /// Behind `prompt`, as it was rendered; `continues`: it ends inside a message, which the model
+    /// goes on with.
     pub fn of(dialect: Dialect, prompt: &str, continues: bool) -> Self {
         if dialect.is_harmony() {
             return Self(Begin::Harmony(Harmony::new(prompt)));
@@ -151,7 +153,8 @@ enum Mark {
 enum State {
     Text,
     Reasoning,
-    /// Around and between calls. What was left out there, as long as it is not known that there are any.
+    /// Around and between calls. What was left out there, as long as it is not known that there are
+    /// any.
     Items {
         raw: Option<String>,
     },
@@ -248,7 +251,8 @@ impl Parser {
         }
     }
 
-    /// Reads what was held back: the answer has ended. `complete`: by itself, and not because it became too long.
+    /// Reads what was held back: the answer has ended. `complete`: by itself, and not because it
+    /// became too long.
     pub fn finish(&mut self, complete: bool, out: &mut Parts) {
         let mut rest = std::mem::take(&mut self.pending);
         if !complete
@@ -524,7 +528,8 @@ impl Parser {
         self.content(&raw, out);
     }
 
-    /// Gives out text for the reader. White space at its end waits where a call may follow, before which it is left out.
+    /// Gives out text for the reader. White space at its end waits where a call may follow, before
+    /// which it is left out.
     fn content(&mut self, text: &str, out: &mut Parts) {
         let text = if self.strip { text.trim_start() } else { text };
         if text.is_empty() {

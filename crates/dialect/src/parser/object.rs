@@ -4,7 +4,8 @@ use super::call::{Call, Context, Step};
 use crate::parts::Parts;
 use crate::scan::{Read, Scan, is_object};
 
-/// A call as a JSON object. The order of its fields does not matter; what it has besides is left out.
+/// A call as a JSON object. The order of its fields does not matter; what it has besides is left
+/// out.
 #[derive(Debug, Default)]
 pub(super) struct Object {
     stage: Stage,
@@ -33,7 +34,8 @@ enum Stage {
     Next,
 }
 
-/// A field's value, whose text is passed on as it comes where it is the arguments of a call that has begun.
+/// A field's value, whose text is passed on as it comes where it is the arguments of a call that
+/// has begun.
 #[derive(Debug, Default)]
 pub(super) struct Arguments {
     scan: Option<Scan>,
@@ -50,7 +52,8 @@ impl Arguments {
         Self { wanted, ..Self::default() }
     }
 
-    /// Reads the next value from the front of `pending`, white space before it left out. `Done` once it is there.
+    /// Reads the next value from the front of `pending`, white space before it left out. `Done`
+    /// once it is there.
     pub(super) fn read(
         &mut self,
         pending: &mut String,
@@ -124,8 +127,8 @@ impl Arguments {
     }
 }
 
-/// Whether a call ends at the beginning of `rest`, though a string is open; `Some(false)`: that can't be said yet. JSON has no line feed in
-/// a string, and no text has special tokens.
+/// Whether a call ends at the beginning of `rest`, though a string is open; `Some(false)`: that
+/// can't be said yet. JSON has no line feed in a string, and no text has special tokens.
 fn closes(rest: &str, context: Context<'_>) -> Option<bool> {
     let close = context.close;
     if close.is_empty() {
@@ -186,7 +189,8 @@ impl Object {
                     Stage::Key(false)
                 }
                 (Stage::Colon, _) if blank => Stage::Colon,
-                // Without a mark, an object with anything else in it is an answer in JSON, which is not held back.
+                // Without a mark, an object with anything else in it is an answer in JSON, which is
+                // not held back.
                 (Stage::Colon, ':') if self.known_only && !FIELDS.contains(&self.key.as_str()) => {
                     return Step::Broken;
                 }

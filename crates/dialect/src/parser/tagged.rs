@@ -6,7 +6,8 @@ use crate::finder::{Found, find};
 use crate::parts::Parts;
 use crate::scan::{escaped, spaced};
 
-/// A call with an element an argument. It becomes a JSON object; strings are passed on as they come.
+/// A call with an element an argument. It becomes a JSON object; strings are passed on as they
+/// come.
 #[derive(Debug)]
 pub(super) struct Tagged {
     tags: &'static family::Tagged,
@@ -201,7 +202,8 @@ impl Tagged {
         }
     }
 
-    /// The answer has ended, and not because it became too long; whether the call is complete all the same.
+    /// The answer has ended, and not because it became too long; whether the call is complete all
+    /// the same.
     pub(super) fn finish(&mut self, call: &mut Call, out: &mut Parts) -> bool {
         let complete = call.has_begun() && self.stage == Stage::Arguments;
         if complete {

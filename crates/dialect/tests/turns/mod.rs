@@ -1,5 +1,5 @@
-//! How chat templates write an assistant's turn, family by family: the part of a template that shows earlier answers to the model, which is
-//! what it was trained to write itself.
+//! How chat templates write an assistant's turn, family by family: the part of a template that
+//! shows earlier answers to the model, which is what it was trained to write itself.
 
 use std::collections::BTreeMap;
 

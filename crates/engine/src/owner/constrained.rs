@@ -1,7 +1,9 @@
-//! Requests with constraints: their tokens go into these, and masks come out for the rows of each plan.
+//! Requests with constraints: their tokens go into these, and masks come out for the rows of each
+//! plan.
 //!
-//! A plan leaves before the tokens of the step before it are known, as every plan does. Its masks follow when these have been applied, while the
-//! hand computes: a mask is needed only when a token is sampled.
+//! A plan leaves before the tokens of the step before it are known, as every plan does. Its masks
+//! follow when these have been applied, while the hand computes: a mask is needed only when a token
+//! is sampled.
 
 use std::collections::HashMap;
 

@@ -105,7 +105,8 @@ impl Owner {
             self.shared.room.store(context_length, Ordering::Release);
             let page_size = self.config.page_size;
             let hot = if pages == 0 { u32::MAX } else { pages.saturating_mul(page_size) };
-            // A prompt is computed with all of its pages on the device, and one more for the first token.
+            // A prompt is computed with all of its pages on the device, and one more for the first
+            // token.
             let prompt_length = context_length.min(hot.saturating_sub(u32::from(sparse.is_some())));
             *self.shared.facts.lock() =
                 Some(Facts { context_length, prompt_length, page_size, hand: facts.clone() });

@@ -17,8 +17,8 @@ impl Owner {
         self.enter(request);
     }
 
-    /// There is no hand: other replicas get all requests, if they can take any. What is left waits for the first that comes back, or ends
-    /// if none will.
+    /// There is no hand: other replicas get all requests, if they can take any. What is left waits
+    /// for the first that comes back, or ends if none will.
     pub(super) fn give_away(&mut self) {
         let others = self.peers.as_ref().is_some_and(|peers| peers.others_up());
         if let Some(scheduler) = self.scheduler.as_mut().filter(|_| others) {
@@ -31,7 +31,8 @@ impl Owner {
             for orphan in left {
                 let id = orphan.request.request.id;
                 self.adopt(orphan);
-                // Others could take requests, but not this one: it would wait for a hand that may never come back.
+                // Others could take requests, but not this one: it would wait for a hand that may
+                // never come back.
                 if let Some(finish) = &failure
                     && self.scheduler.as_mut().is_some_and(|scheduler| scheduler.abort(id))
                 {

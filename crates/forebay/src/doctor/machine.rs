@@ -100,7 +100,8 @@ impl Limits {
     fn find(groups: &str, root: &Path) -> Self {
         let mut limits = Self::default();
         let unified = groups.lines().find_map(|line| line.strip_prefix("0::")).unwrap_or("/");
-        // Any folder on the way up may have a limit. In a container, the path may be the host's: then the root is its own.
+        // Any folder on the way up may have a limit. In a container, the path may be the host's:
+        // then the root is its own.
         for folder in Path::new(unified.trim_start_matches('/')).ancestors() {
             let read = |name: &str| fs::read_to_string(root.join(folder).join(name)).ok();
             let memory = read("memory.max").and_then(|text| text.trim().parse().ok());

@@ -13,31 +13,35 @@ const LOCAL_HOSTS: [&str; 3] = ["localhost", "127.0.0.1", "::1"];
 #[derive(Debug, Args)]
 #[command(next_help_heading = "Access")]
 pub(crate) struct AccessFlags {
-    /// Clients must send `Authorization: Bearer KEY`, or `X-Api-Key: KEY`; may be given several times. Better in a file or in the
-    /// environment, where other users of the machine don't see it.
+    /// Clients must send `Authorization: Bearer KEY`, or `X-Api-Key: KEY`; may be given several
+    /// times. Better in a file or in the environment, where other users of the machine don't see
+    /// it.
     #[arg(long, value_name = "KEY", env = "FOREBAY_API_KEY", hide_env_values = true)]
     pub(crate) api_key: Vec<String>,
     /// File with such keys, one a line.
     #[arg(long, value_name = "FILE")]
     pub(crate) api_key_file: Option<PathBuf>,
-    /// Key for what changes the server or tells about it: draining, flushing, /server_info, /v1/loads. Without one, the other keys do.
+    /// Key for what changes the server or tells about it: draining, flushing, /server_info,
+    /// /v1/loads. Without one, the other keys do.
     #[arg(long, value_name = "KEY", env = "FOREBAY_ADMIN_API_KEY", hide_env_values = true)]
     pub(crate) admin_api_key: Vec<String>,
     /// File with such keys, one a line.
     #[arg(long, value_name = "FILE")]
     pub(crate) admin_api_key_file: Option<PathBuf>,
-    /// Hosts that requests may name: `*.example.com` is all below it, `*` any. With commas [default: any; with neither a key nor another address
-    /// than this machine's own, that and localhost, against pages that make a name of theirs mean this machine].
+    /// Hosts that requests may name: `*.example.com` is all below it, `*` any. With commas
+    /// [default: any; with neither a key nor another address than this machine's own, that and
+    /// localhost, against pages that make a name of theirs mean this machine].
     #[arg(long, value_name = "HOSTS", value_delimiter = ',')]
     pub(crate) allowed_hosts: Vec<String>,
-    /// Web pages that may ask, as in https://chat.example.com; `*` is any. With commas [default: none].
+    /// Web pages that may ask, as in https://chat.example.com; `*` is any. With commas [default:
+    /// none].
     #[arg(long, value_name = "ORIGINS", value_delimiter = ',')]
     pub(crate) allowed_origins: Vec<String>,
     /// What a proxy in front has before all paths, such as /llm; requests may have it or not.
     #[arg(long, value_name = "PATH", default_value = "", hide_default_value = true, value_parser = root_path)]
     pub(crate) root_path: String,
-    /// Proxies that are believed when X-Forwarded-For tells whom a request came from: addresses, networks (10.0.0.0/8), and `unix` for a Unix
-    /// socket's other end, with commas.
+    /// Proxies that are believed when X-Forwarded-For tells whom a request came from: addresses,
+    /// networks (10.0.0.0/8), and `unix` for a Unix socket's other end, with commas.
     #[arg(long, value_name = "LIST", default_value = "", hide_default_value = true)]
     pub(crate) trusted_proxies: TrustedProxies,
     /// Certificate as PEM, with its chain after it: connections are encrypted.
@@ -60,7 +64,8 @@ impl AccessFlags {
             .map(Keys::new)
     }
 
-    /// What hosts and pages may ask a server that is bound to `loopback`, if it is bound to nothing else.
+    /// What hosts and pages may ask a server that is bound to `loopback`, if it is bound to nothing
+    /// else.
     pub(crate) fn access(&self, loopback: Option<&str>, keys: &Keys) -> Access {
         access(&self.allowed_hosts, &self.allowed_origins, loopback.filter(|_| keys.is_empty()))
     }
@@ -77,8 +82,8 @@ impl AccessFlags {
     }
 }
 
-/// Hosts and pages that may ask. `local` is the address of a server that has no keys and that only this machine can reach: web pages are all that can
-/// be kept from it.
+/// Hosts and pages that may ask. `local` is the address of a server that has no keys and that only
+/// this machine can reach: web pages are all that can be kept from it.
 pub(crate) fn access(hosts: &[String], origins: &[String], local: Option<&str>) -> Access {
     let allowed_hosts = match (hosts, local) {
         ([], None) => None,

@@ -11,16 +11,19 @@ const MOST_HELPERS: usize = 8;
 #[derive(Debug, Args)]
 #[command(next_help_heading = "Form of answers")]
 pub(crate) struct GrammarFlags {
-    /// Answers have any form: requests with `response_format` and the like get 400. Saves the trie of the vocabulary.
+    /// Answers have any form: requests with `response_format` and the like get 400. Saves the trie
+    /// of the vocabulary.
     #[arg(long)]
     pub(crate) no_grammar: bool,
     /// Threads that compile schemas and grammars.
     #[arg(long, value_name = "N", default_value = "1")]
     pub(crate) grammar_threads: NonZeroUsize,
-    /// Threads that fill masks beside the engine's, where a step has more than eight [default: one for every 8 cores].
+    /// Threads that fill masks beside the engine's, where a step has more than eight [default: one
+    /// for every 8 cores].
     #[arg(long, value_name = "N")]
     pub(crate) mask_threads: Option<usize>,
-    /// Take schemas of which only a part can be kept: keywords that are not known are left out, and `oneOf` is read as `anyOf`.
+    /// Take schemas of which only a part can be kept: keywords that are not known are left out, and
+    /// `oneOf` is read as `anyOf`.
     #[arg(long)]
     pub(crate) grammar_lenient: bool,
 }

@@ -7,11 +7,13 @@ use clap::Args;
 #[derive(Debug, Args)]
 #[command(next_help_heading = "Images, of models that see them")]
 pub(crate) struct ImageFlags {
-    /// Patches times layers of the vision tower that a step computes at most, and one layer at least: what a running stream may have to
-    /// wait for [default: 40000, on a CPU 5776; an image of 1200x1200 has 5776 patches].
+    /// Patches times layers of the vision tower that a step computes at most, and one layer at
+    /// least: what a running stream may have to wait for [default: 40000, on a CPU 5776; an image
+    /// of 1200x1200 has 5776 patches].
     #[arg(long, value_name = "PATCH_LAYERS", value_parser = clap::value_parser!(u64).range(1..))]
     pub(crate) image_budget: Option<u64>,
-    /// Positions of all image pages: what the tower gave for images is kept there [default: twice the largest image, at least 8192].
+    /// Positions of all image pages: what the tower gave for images is kept there [default: twice
+    /// the largest image, at least 8192].
     #[arg(long, value_name = "TOKENS", value_parser = clap::value_parser!(u64).range(1..))]
     pub(crate) image_pool_tokens: Option<u64>,
     /// Most images of a request.
@@ -23,10 +25,12 @@ pub(crate) struct ImageFlags {
     /// Fetch no images by their URLs.
     #[arg(long)]
     pub(crate) no_remote_media: bool,
-    /// Hosts that images are fetched from, on any port; `*.example.com` is all names below. Without it all public hosts, on ports 80 and 443.
+    /// Hosts that images are fetched from, on any port; `*.example.com` is all names below. Without
+    /// it all public hosts, on ports 80 and 443.
     #[arg(long, value_name = "DOMAIN", value_delimiter = ',', num_args = 1..)]
     pub(crate) allowed_media_domains: Vec<String>,
-    /// Fetch images from private networks and this machine too: whoever may send requests can then ask what is there.
+    /// Fetch images from private networks and this machine too: whoever may send requests can then
+    /// ask what is there.
     #[arg(long)]
     pub(crate) media_allow_private: bool,
     /// Folder below which images may be named by `file:` URLs.

@@ -4,7 +4,8 @@ use std::fs;
 
 use clap::Args;
 
-/// The least that all requests together get by default: a thousand chats, or some of the largest bodies.
+/// The least that all requests together get by default: a thousand chats, or some of the largest
+/// bodies.
 const LEAST: usize = 1 << 30;
 /// The most: a machine with so much memory has it for something else.
 const MOST: usize = 16 << 30;
@@ -14,14 +15,15 @@ const SHARE: usize = 8;
 #[derive(Debug, Args)]
 #[command(next_help_heading = "Limits")]
 pub(crate) struct LimitFlags {
-    /// Largest request body in bytes; of one above --max-json-bytes the rest must be `prompt_embeds`.
+    /// Largest request body in bytes; of one above --max-json-bytes the rest must be
+    /// `prompt_embeds`.
     #[arg(long, default_value_t = 64 << 20)]
     pub(crate) max_body_bytes: usize,
     /// Largest request body in bytes, not counting `prompt_embeds`.
     #[arg(long, default_value_t = 4 << 20)]
     pub(crate) max_json_bytes: usize,
-    /// Most bytes that all requests take together, from their bodies to what they are expected to generate; beyond that new ones get 429
-    /// [default: an eighth of the memory, from 1 to 16 GiB].
+    /// Most bytes that all requests take together, from their bodies to what they are expected to
+    /// generate; beyond that new ones get 429 [default: an eighth of the memory, from 1 to 16 GiB].
     #[arg(long)]
     max_request_bytes_in_flight: Option<usize>,
 }

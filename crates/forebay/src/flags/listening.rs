@@ -13,14 +13,16 @@ pub(crate) struct ListenFlags {
     /// Port to listen on; 0 takes a free one.
     #[arg(long, default_value_t = 8000)]
     pub(crate) port: u16,
-    /// Unix socket to listen on, in place of an address and port. One that nobody listens on any more is replaced.
+    /// Unix socket to listen on, in place of an address and port. One that nobody listens on any
+    /// more is replaced.
     #[arg(long, value_name = "PATH", conflicts_with = "host")]
     pub(crate) uds: Option<PathBuf>,
-    /// Port of the same address for /livez, /health and /metrics alone, answered by a thread of its own, without TLS.
+    /// Port of the same address for /livez, /health and /metrics alone, answered by a thread of its
+    /// own, without TLS.
     #[arg(long, value_name = "PORT", conflicts_with = "uds")]
     pub(crate) health_port: Option<u16>,
-    /// Most connections at a time: then the one that is idle for longest is closed, and if none is, new ones get 503 [default: what the limit of
-    /// open files leaves, at most 65536].
+    /// Most connections at a time: then the one that is idle for longest is closed, and if none is,
+    /// new ones get 503 [default: what the limit of open files leaves, at most 65536].
     #[arg(long, value_name = "CONNECTIONS", value_parser = clap::value_parser!(u32).range(1..))]
     pub(crate) max_connections: Option<u32>,
 }

@@ -11,18 +11,19 @@ use crate::affinity::AffinityFlag;
 #[derive(Debug, Args)]
 #[command(next_help_heading = "Replicas")]
 pub(crate) struct ReplicaFlags {
-    /// Whole copies of the model, each with a hand and a scheduler of its own. Limits of a step, of running requests and of the KV pool are each
-    /// one's; the queue's is that of all together.
+    /// Whole copies of the model, each with a hand and a scheduler of its own. Limits of a step, of
+    /// running requests and of the KV pool are each one's; the queue's is that of all together.
     #[arg(long, visible_alias = "data-parallel-size", value_name = "REPLICAS", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=256))]
     pub(crate) dp_size: u32,
     /// How a replica is chosen for a request that names none.
     #[arg(long, value_enum, default_value_t)]
     pub(crate) load_balance_method: LoadBalance,
-    /// Look at the replicas' loads only every so many seconds and know nothing in between, with `shortest_queue`: to measure what exact loads are
-    /// worth. 0: loads are exact.
+    /// Look at the replicas' loads only every so many seconds and know nothing in between, with
+    /// `shortest_queue`: to measure what exact loads are worth. 0: loads are exact.
     #[arg(long, value_name = "SECONDS", default_value = "0", value_parser = seconds)]
     pub(crate) load_watch_interval: Duration,
-    /// Ranks of each replica: the model is divided among them. On CPUs that is for tests, and slower than one.
+    /// Ranks of each replica: the model is divided among them. On CPUs that is for tests, and
+    /// slower than one.
     #[arg(long, visible_alias = "tensor-parallel-size", value_name = "RANKS", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=256))]
     pub(crate) tp_size: u32,
     /// Give each rank whole experts, in place of a part of each; as many ranks as --tp-size.
@@ -33,14 +34,15 @@ pub(crate) struct ReplicaFlags {
     pub(crate) ep_size: Option<u32>,
     #[command(flatten)]
     pub(crate) elsewhere: ElsewhereFlags,
-    /// Processors of the brain's threads and of each hand: `[brain=LIST|]LIST|LIST...`, such as `brain=0-1|2-15|16-31`, one list a replica or
-    /// one for all, with `;` between those of its ranks; or `auto`, which divides the cores among the hands [default: any].
+    /// Processors of the brain's threads and of each hand: `[brain=LIST|]LIST|LIST...`, such as
+    /// `brain=0-1|2-15|16-31`, one list a replica or one for all, with `;` between those of its
+    /// ranks; or `auto`, which divides the cores among the hands [default: any].
     #[arg(long, value_name = "LISTS")]
     pub(crate) cpu_affinity: Option<AffinityFlag>,
 }
 
-/// Flags by which others spread a group over machines: they are known, so that a command line that was written for another server is
-/// answered with a reason.
+/// Flags by which others spread a group over machines: they are known, so that a command line that
+/// was written for another server is answered with a reason.
 #[derive(Debug, Args)]
 pub(crate) struct ElsewhereFlags {
     #[arg(long, hide = true)]

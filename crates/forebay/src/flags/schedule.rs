@@ -13,27 +13,31 @@ pub(crate) struct ScheduleFlags {
     /// Most requests that run at a time.
     #[arg(long, visible_alias = "max-num-seqs", default_value_t = 256, value_parser = clap::value_parser!(u32).range(1..=65536))]
     pub(crate) max_running_requests: u32,
-    /// Most requests that wait; more are answered 429. One client has at most half of it while others wait, and for clients with few
-    /// requests waiting there is a quarter more.
+    /// Most requests that wait; more are answered 429. One client has at most half of it while
+    /// others wait, and for clients with few requests waiting there is a quarter more.
     #[arg(long, default_value_t = 4096)]
     pub(crate) max_queued_requests: usize,
-    /// Seconds that a request may wait for its turn, before it is answered 503 `queue_timeout`; 0: as long as its client does.
+    /// Seconds that a request may wait for its turn, before it is answered 503 `queue_timeout`; 0:
+    /// as long as its client does.
     #[arg(long, default_value = "0", value_parser = seconds)]
     pub(crate) queue_timeout: Duration,
-    /// All requests are as one client's: whoever came first goes first, with however many and however long requests.
+    /// All requests are as one client's: whoever came first goes first, with however many and
+    /// however long requests.
     #[arg(long)]
     pub(crate) disable_fair_queueing: bool,
-    /// Largest `priority`, and smallest below 0, that clients may ask for; others are answered 400 [default: any].
+    /// Largest `priority`, and smallest below 0, that clients may ask for; others are answered 400
+    /// [default: any].
     #[arg(long, value_name = "PRIORITY", value_parser = clap::value_parser!(u32).range(..=1 << 31))]
     pub(crate) max_client_priority: Option<u32>,
-    /// Most tokens a step; longer prompts are computed in chunks beside the running requests [default: 2048 on CUDA, else 1024].
+    /// Most tokens a step; longer prompts are computed in chunks beside the running requests
+    /// [default: 2048 on CUDA, else 1024].
     #[arg(long, visible_alias = "max-num-batched-tokens", value_name = "TOKENS", value_parser = clap::value_parser!(u32).range(1..))]
     pub(crate) chunked_prefill_size: Option<u32>,
     /// Tokens a KV page [default: 64 for latent attention on CUDA, else 16].
     #[arg(long, visible_alias = "block-size", value_name = "TOKENS", value_parser = clap::value_parser!(u32).range(1..=4096))]
     pub(crate) page_size: Option<u32>,
-    /// Share of the device's free memory for weights, KV pages and, on CUDA, what steps take; replicas on a CPU divide it [default: 0.9 on
-    /// CUDA, else 0.3].
+    /// Share of the device's free memory for weights, KV pages and, on CUDA, what steps take;
+    /// replicas on a CPU divide it [default: 0.9 on CUDA, else 0.3].
     #[arg(long, visible_alias = "gpu-memory-utilization", value_parser = fraction)]
     pub(crate) mem_fraction_static: Option<f64>,
     /// Size of the KV pool in tokens, instead of a share of memory.

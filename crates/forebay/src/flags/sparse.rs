@@ -7,19 +7,24 @@ use serde::Deserialize;
 #[derive(Debug, Args)]
 #[command(next_help_heading = "Sparse decoding")]
 pub(crate) struct SparseFlags {
-    /// Keep most KV of a running request in host memory only, where the model chooses few positions for each token. It turns the host tier on.
+    /// Keep most KV of a running request in host memory only, where the model chooses few positions
+    /// for each token. It turns the host tier on.
     #[arg(long)]
     pub(crate) enable_hisparse: bool,
-    /// The same numbers in one JSON object, as SGLang has it: top_k, device_buffer_size, host_to_device_ratio.
+    /// The same numbers in one JSON object, as SGLang has it: top_k, device_buffer_size,
+    /// host_to_device_ratio.
     #[arg(long, value_name = "JSON", value_parser = parsed)]
     pub(crate) hisparse_config: Option<HisparseConfig>,
-    /// Positions that a sparse request keeps on the device besides its last pages; at least the model's top-k [default: twice the top-k].
+    /// Positions that a sparse request keeps on the device besides its last pages; at least the
+    /// model's top-k [default: twice the top-k].
     #[arg(long, value_name = "TOKENS", value_parser = clap::value_parser!(u32).range(1..=32_767))]
     pub(crate) hot_buffer_tokens: Option<u32>,
-    /// For measurements: save each page when it is full, or each position by the step that computes it [default: page].
+    /// For measurements: save each page when it is full, or each position by the step that computes
+    /// it [default: page].
     #[arg(long, value_enum)]
     pub(crate) kv_save: Option<KvSave>,
-    /// For measurements: whether anything waits for saves. behind: nothing; fence: the rows of the next step; inline: the next step [default: behind].
+    /// For measurements: whether anything waits for saves. behind: nothing; fence: the rows of the
+    /// next step; inline: the next step [default: behind].
     #[arg(long, value_enum)]
     pub(crate) kv_save_order: Option<KvSaveOrder>,
 }

@@ -7,7 +7,8 @@ use serde::Serialize;
 #[derive(Debug, Args)]
 #[command(next_help_heading = "Host memory tier")]
 pub(crate) struct TierFlags {
-    /// Keep KV pages in host memory too: what the device gives up is copied back instead of computed again.
+    /// Keep KV pages in host memory too: what the device gives up is copied back instead of
+    /// computed again.
     #[arg(long, visible_alias = "enable-hicache")]
     pub(crate) enable_hierarchical_cache: bool,
     /// Pages of the host tier for each page of the device [default: 2].
@@ -31,13 +32,15 @@ pub(crate) struct TierFlags {
     /// Most copies that a step starts [default: 32, or twice the pages of a step's prefill].
     #[arg(long, value_name = "PAGES", value_parser = clap::value_parser!(u32).range(1..=65536))]
     pub(crate) kv_copy_pages_per_step: Option<u32>,
-    /// How a preempted or replayed request gets its KV back: copied from the host tier, or computed again [default: restore].
+    /// How a preempted or replayed request gets its KV back: copied from the host tier, or computed
+    /// again [default: restore].
     #[arg(long, value_enum)]
     pub(crate) preemption: Option<Preemption>,
     /// For tests: copies take at least as long as at this speed, in GB a second each way.
     #[arg(long, value_name = "GB/S", value_parser = positive)]
     pub(crate) debug_kv_copy_gbps: Option<f64>,
-    /// For tests: note a checksum of each page that is copied to the host tier, and check it when the page comes back.
+    /// For tests: note a checksum of each page that is copied to the host tier, and check it when
+    /// the page comes back.
     #[arg(long)]
     pub(crate) debug_kv_checksum: bool,
 }

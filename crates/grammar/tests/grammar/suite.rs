@@ -15,7 +15,8 @@ const DRAFTS: [(&str, &str); 2] = [
     ),
 ];
 
-/// What validators do not agree about either: whether an encoding is more than a remark, and whether a byte order mark is white space.
+/// What validators do not agree about either: whether an encoding is more than a remark, and
+/// whether a byte order mark is white space.
 fn excused(group: &Value, instance: &Value) -> bool {
     group["file"] == "optional/content" || instance == "\u{feff}"
 }

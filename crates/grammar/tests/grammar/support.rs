@@ -69,7 +69,8 @@ impl Bench {
         ids.into_iter().all(|id| constraint.accept(id).is_ok()) && may(&mut *constraint, EOS)
     }
 
-    /// An answer drawn by `seed`, which ends as soon as it can; `None`: it did not within `most` tokens.
+    /// An answer drawn by `seed`, which ends as soon as it can; `None`: it did not within `most`
+    /// tokens.
     pub(crate) fn draw(
         &self,
         constraint: &mut dyn Constraint,

@@ -13,11 +13,12 @@ const LINES: usize = 16;
 /// Keys or values of a block, group by group.
 type Groups<E> = [*const E; GROUPS];
 
-/// Fills `scratch.span` with the sums over a span, of the queries that see something of it. `then`: the unit that comes after this one, whose first keys are begun
-/// to load.
+/// Fills `scratch.span` with the sums over a span, of the queries that see something of it. `then`:
+/// the unit that comes after this one, whose first keys are begun to load.
 ///
 /// # Safety
-/// As of [`attend`](super::attend), and `span` is where one of the unit's begins; pages of `then` are there as well.
+/// As of [`attend`](super::attend), and `span` is where one of the unit's begins; pages of `then`
+/// are there as well.
 #[inline(always)]
 pub(super) unsafe fn attend<E: Element, K: Kernel<E>>(
     shape: &Shape,
@@ -53,8 +54,9 @@ pub(super) unsafe fn attend<E: Element, K: Kernel<E>>(
             if seen(row + count - 1) == 0 {
                 continue;
             }
-            // Positions lie scattered over the pool. While the first tile computes with keys, their values begin to be loaded, and then the next keys. Later
-            // tiles find all that in the cache.
+            // Positions lie scattered over the pool. While the first tile computes with keys, their
+            // values begin to be loaded, and then the next keys. Later tiles find all that in the
+            // cache.
             let next = next.take();
             let ahead = if next.is_some() { values } else { keys };
             // SAFETY: `count` rows of queries; groups of keys.
@@ -93,8 +95,9 @@ pub(super) unsafe fn attend<E: Element, K: Kernel<E>>(
     }
 }
 
-/// The keys and values of a block of these positions, of which no more than [`BLOCK`] count. In place of groups that are not there stand others:
-/// scores that nobody uses are computed of what is at hand.
+/// The keys and values of a block of these positions, of which no more than [`BLOCK`] count. In
+/// place of groups that are not there stand others: scores that nobody uses are computed of what is
+/// at hand.
 ///
 /// # Safety
 /// As of [`Pool::group`].
@@ -125,8 +128,9 @@ unsafe fn groups_of<E: Element, K: Kernel<E>>(
     (keys, values)
 }
 
-/// The keys that are read after those of a unit's block and head: the next head's, the next block's, or the next unit's first (the last one's own again); nothing where
-/// they have to be put in order first.
+/// The keys that are read after those of a unit's block and head: the next head's, the next
+/// block's, or the next unit's first (the last one's own again); nothing where they have to be put
+/// in order first.
 ///
 /// # Safety
 /// There are pages for both units.
@@ -157,9 +161,10 @@ unsafe fn next_keys<E: Element>(
     }
 }
 
-/// One row's part of a softmax that is taken block by block: turns scores into weights relative to the largest so far, and gives the
-/// factor by which what was summed before has to shrink. Powers are of two: `scale` has the logarithm. Of a block of which nothing is `visible`, weights
-/// are zero and nothing shrinks.
+/// One row's part of a softmax that is taken block by block: turns scores into weights relative to
+/// the largest so far, and gives the factor by which what was summed before has to shrink. Powers
+/// are of two: `scale` has the logarithm. Of a block of which nothing is `visible`, weights are
+/// zero and nothing shrinks.
 ///
 /// # Safety
 /// `weights` has room for a block's.

@@ -81,7 +81,8 @@ impl Quantised {
                 .zip(&self.weights[output * self.inputs..][..self.inputs])
                 .map(|(&x, &weight)| f64::from(x) * f64::from(weight))
         };
-        // Least values and the rest of a weight may cancel, so the bound is of what is added up, not of what comes of it.
+        // Least values and the rest of a weight may cancel, so the bound is of what is added up,
+        // not of what comes of it.
         let sum = row.iter().map(|x| f64::from(x.abs())).sum::<f64>() * f64::from(self.largest);
         (terms().sum(), 1e-6 * sum + 1e-12)
     }

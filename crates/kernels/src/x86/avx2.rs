@@ -18,8 +18,10 @@ pub(crate) use dots::{Avx2Dots, AvxVnni};
 /// `f32`, and bfloat16 multiplied as `f32`.
 pub(crate) struct Avx2;
 
-/// Calls the function for as many rows `M`, the last one if there are more, with `C` vectors of columns at a time for each. The sums, 2 `M` `C` registers, are
-/// at most 12 of 16, so that weights and a row's number have theirs too, and where possible 8 or more, so that none waits for its own last addition.
+/// Calls the function for as many rows `M`, the last one if there are more, with `C` vectors of
+/// columns at a time for each. The sums, 2 `M` `C` registers, are at most 12 of 16, so that weights
+/// and a row's number have theirs too, and where possible 8 or more, so that none waits for its own
+/// last addition.
 macro_rules! dispatch {
     ($rows:expr, $function:ident $arguments:tt, $last:tt, $($few:literal $columns:literal),* | $most:literal $fewest:literal) => {
         match $rows {
@@ -211,7 +213,8 @@ unsafe fn arranged<E: Wide>(a: *const E, rows: usize, k: usize, numbers: *mut f3
     }
 }
 
-/// Writes the first `rows` of a register, and more where that will be written later. Stores with a mask are slow on some processors.
+/// Writes the first `rows` of a register, and more where that will be written later. Stores with a
+/// mask are slow on some processors.
 ///
 /// # Safety
 /// `to` has room for `left` times `rows`, at most [`HALF_LANES`].

@@ -7,7 +7,8 @@ use crate::pack::NR;
 use crate::tile::{BLOCK, GROUP, GROUPS, LANES, MAX_ROWS, Outputs};
 use crate::x86::sums::{ask, begin_to_load, decayed, keep, keep_columns, start};
 
-/// Elements as the loops want them: [`LANES`] dwords in a vector, a dword being a group of `PAIR` elements.
+/// Elements as the loops want them: [`LANES`] dwords in a vector, a dword being a group of `PAIR`
+/// elements.
 pub(super) trait Dot: Element {
     /// # Safety
     /// `at` can be read for [`LANES`] dwords; the processor has the instructions (here and below).

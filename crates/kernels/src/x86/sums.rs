@@ -80,14 +80,16 @@ pub(super) unsafe fn keep_columns<const M: usize, const C: usize>(
     }
 }
 
-/// Begins to load a cache line that is read later: not into the first cache, where it would be in the way.
+/// Begins to load a cache line that is read later: not into the first cache, where it would be in
+/// the way.
 #[inline(always)]
 pub(super) fn ask<E>(address: *const E) {
     // SAFETY: a prefetch of a wrong address does nothing.
     unsafe { _mm_prefetch::<_MM_HINT_T1>(address.cast()) };
 }
 
-/// Begins to load what is `ahead`, beside the two vectors that are read at `at`: as much (2 `LINES`), or half of it.
+/// Begins to load what is `ahead`, beside the two vectors that are read at `at`: as much (2
+/// `LINES`), or half of it.
 ///
 /// # Safety
 /// None but the processor's: a prefetch of a wrong address does nothing.

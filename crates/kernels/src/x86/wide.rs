@@ -1,7 +1,9 @@
-//! The innermost loops for bfloat16 where `f32` is multiplied: on processors without dot products of pairs, or with slow ones.
+//! The innermost loops for bfloat16 where `f32` is multiplied: on processors without dot products
+//! of pairs, or with slow ones.
 //!
-//! A vector of weights becomes two of `f32`, once for all rows of a tile. The rows' own numbers are `f32` already, once for all panels. Products
-//! are exact, and sums are taken pair by pair, the even one first.
+//! A vector of weights becomes two of `f32`, once for all rows of a tile. The rows' own numbers are
+//! `f32` already, once for all panels. Products are exact, and sums are taken pair by pair, the
+//! even one first.
 
 use std::arch::asm;
 use std::arch::x86_64::*;
@@ -91,10 +93,12 @@ pub(super) unsafe fn store<E: Wide>(values: __m512, to: *mut E) {
     unsafe { E::narrow(values, to) }
 }
 
-/// Adds a number times the columns to the sums. The number is that of row `R`, of rows that are `APART` floats apart.
+/// Adds a number times the columns to the sums. The number is that of row `R`, of rows that are
+/// `APART` floats apart.
 ///
-/// Two columns take it from memory as they multiply, which the compiler does only for a number that is used once: an instruction less a
-/// row, of which a processor that shares its core with another one has few.
+/// Two columns take it from memory as they multiply, which the compiler does only for a number that
+/// is used once: an instruction less a row, of which a processor that shares its core with another
+/// one has few.
 ///
 /// # Safety
 /// There is such a number.
@@ -149,8 +153,9 @@ unsafe fn add<const M: usize, const APART: usize, const C: usize>(
     rows!(0 1 2 3 4 5 6 7 8 9 10 11);
 }
 
-/// Adds a pair of each row's numbers times the pairs of `columns`: even ones, then odd ones, for lack of registers for both at a time. Odd numbers
-/// are `odd` floats behind even ones, and those of rows `APART` floats apart.
+/// Adds a pair of each row's numbers times the pairs of `columns`: even ones, then odd ones, for
+/// lack of registers for both at a time. Odd numbers are `odd` floats behind even ones, and those
+/// of rows `APART` floats apart.
 ///
 /// # Safety
 /// There is a pair of each row; every column has [`LANES`] pairs.

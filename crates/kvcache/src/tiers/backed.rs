@@ -1,12 +1,15 @@
 //! Tiers in which every hot page of a request has a page of the host tier from the start.
 //!
-//! That is what sparse decoding from host memory needs: a request goes on while most of its hot pages are given up, because its next
-//! tokens are chosen by index keys and few positions are read. The number of a host page names two things: room for a block in the
-//! host's memory, and the *index page* on the device that holds the block's index keys. So a block is known in the hot tier only if
-//! it is known in the host tier, and *saved* says whether the host's memory has its content.
+//! That is what sparse decoding from host memory needs: a request goes on while most of its hot
+//! pages are given up, because its next tokens are chosen by index keys and few positions are read.
+//! The number of a host page names two things: room for a block in the host's memory, and
+//! the *index page* on the device that holds the block's index keys. So a block is known in the hot
+//! tier only if it is known in the host tier, and *saved* says whether the host's memory has its
+//! content.
 //!
-//! The rules beyond those of [`Tiers`]: a block that the hot tier gives up unsaved is known nowhere. A host page that is given up takes the
-//! block out of the hot tier too. Index keys die with the device, and come back from the host's memory before a block is used.
+//! The rules beyond those of [`Tiers`]: a block that the hot tier gives up unsaved is known
+//! nowhere. A host page that is given up takes the block out of the hot tier too. Index keys die
+//! with the device, and come back from the host's memory before a block is used.
 
 use std::collections::HashMap;
 
@@ -85,7 +88,8 @@ impl Tiers {
         self.host.leases(page)
     }
 
-    /// Leases a hot page and the host page behind it, whose content is nobody's. `None`, and nothing is leased: one of them is not to be had.
+    /// Leases a hot page and the host page behind it, whose content is nobody's. `None`, and
+    /// nothing is leased: one of them is not to be had.
     #[must_use]
     pub fn allocate_backed(&mut self) -> Option<(Lease<Hot>, Lease<Host>)> {
         if self.hot.available() == 0 {
@@ -142,7 +146,8 @@ impl Tiers {
         self.restore(name, host)
     }
 
-    /// The copy that brings a saved block's index keys back to the device: one that is under way, or a new one.
+    /// The copy that brings a saved block's index keys back to the device: one that is under way,
+    /// or a new one.
     pub fn restore_index(&mut self, name: BlockHash, host: &Lease<Host>) -> u32 {
         if let Some(&ticket) = self.moving(Direction::RestoreIndex).get(&name) {
             return ticket;
@@ -153,8 +158,9 @@ impl Tiers {
         ticket
     }
 
-    /// Says what a hot page and the host page behind it hold. False where other pages hold that block already that somebody leases. Others
-    /// lose the name: a page without one is never saved, and so its request could not give it up.
+    /// Says what a hot page and the host page behind it hold. False where other pages hold that
+    /// block already that somebody leases. Others lose the name: a page without one is never saved,
+    /// and so its request could not give it up.
     pub fn name_backed(&mut self, hot: &Lease<Hot>, host: &Lease<Host>, name: BlockHash) -> bool {
         if self.hot.name_of(hot).is_none() && self.host.leases_of(name) == Some(0) {
             self.forget(name);
@@ -171,7 +177,8 @@ impl Tiers {
         true
     }
 
-    /// Whether a hot page holds a block whose content the host's memory has, so that it can be given up.
+    /// Whether a hot page holds a block whose content the host's memory has, so that it can be
+    /// given up.
     #[must_use]
     pub fn can_drop(&self, hot: &Lease<Hot>) -> bool {
         self.hot.is_page_saved(hot)
@@ -183,8 +190,8 @@ impl Tiers {
         self.hot.name_of(hot)
     }
 
-    /// Takes a hot page out of the cache that only one request leases and that can be dropped: its content is nobody's from now on. False,
-    /// and nothing is done, if others lease it.
+    /// Takes a hot page out of the cache that only one request leases and that can be dropped: its
+    /// content is nobody's from now on. False, and nothing is done, if others lease it.
     pub fn take_over(&mut self, hot: &Lease<Hot>) -> bool {
         if self.hot.leases(hot.page()) > 1 || !self.can_drop(hot) {
             return false;
@@ -211,7 +218,8 @@ impl Tiers {
         self.send(ticket)
     }
 
-    /// Whether blocks are saved before long: some are under way or asked for, and it is not true that the last ones all failed.
+    /// Whether blocks are saved before long: some are under way or asked for, and it is not true
+    /// that the last ones all failed.
     #[must_use]
     pub fn expects_saves(&self) -> bool {
         let failed = self.backed.as_ref().map_or(0, |backed| backed.failed);
@@ -297,7 +305,8 @@ impl Tiers {
         }
     }
 
-    /// Forgets every block that no request uses. What only copies use goes too, and they publish nothing.
+    /// Forgets every block that no request uses. What only copies use goes too, and they publish
+    /// nothing.
     pub(super) fn flush_backed(&mut self) {
         let mut copies = vec![0_u32; self.host.size() as usize];
         for page in self.host_leased_by_copies() {

@@ -1,14 +1,16 @@
 //! The tiers of one replica's memory, and the copies between them.
 //!
-//! The hot tier is the device's memory. The host tier holds blocks that outlive it there, under the same names. A *save* copies a block
-//! from the hot tier to the host tier, a *restore* copies it back. Each copy has a number, its *ticket*, until the hand has reported its end.
+//! The hot tier is the device's memory. The host tier holds blocks that outlive it there, under the
+//! same names. A *save* copies a block from the hot tier to the host tier, a *restore* copies it
+//! back. Each copy has a number, its *ticket*, until the hand has reported its end.
 //!
-//! The rules: a copy leases its source and its target until its end is reported, whatever becomes of the requests around it. A block can be
-//! found in a tier only when its copy was reported done. What was forgotten meanwhile is not published by a copy that ends later.
-//! Nothing here waits: where the host tier has no page, a block is not saved.
+//! The rules: a copy leases its source and its target until its end is reported, whatever becomes
+//! of the requests around it. A block can be found in a tier only when its copy was reported done.
+//! What was forgotten meanwhile is not published by a copy that ends later. Nothing here waits:
+//! where the host tier has no page, a block is not saved.
 //!
-//! In *backed* tiers ([`Tiers::backed`]) every hot page of a request has a page of the host tier from the start, so that it can be given up
-//! while the request goes on; `backed` has the rules.
+//! In *backed* tiers ([`Tiers::backed`]) every hot page of a request has a page of the host tier
+//! from the start, so that it can be given up while the request goes on; `backed` has the rules.
 
 mod backed;
 
@@ -107,7 +109,8 @@ pub struct Tiers {
     under_way: HashMap<BlockHash, u32, BuildNameHasher>,
     /// Restores that no plan has named yet.
     unsent: VecDeque<u32>,
-    /// Blocks to save when there is time, oldest first, and the same for looking up. Some may be gone.
+    /// Blocks to save when there is time, oldest first, and the same for looking up. Some may be
+    /// gone.
     wanted: VecDeque<BlockHash>,
     is_wanted: HashSet<BlockHash, BuildNameHasher>,
     saving: u32,
@@ -184,7 +187,8 @@ impl Tiers {
         self.leased_by_copies().any(|page| self.hot.leases(page) == 1)
     }
 
-    /// Leases a hot page whose content is nobody's. Never waits for a save: what has to go goes. `None`: every page is held.
+    /// Leases a hot page whose content is nobody's. Never waits for a save: what has to go goes.
+    /// `None`: every page is held.
     #[must_use]
     pub fn allocate(&mut self) -> Option<Lease<Hot>> {
         let (lease, evicted) = self.hot.allocate()?;
@@ -223,8 +227,8 @@ impl Tiers {
         self.hot.contains(name) || self.under_way.contains_key(&name) || self.host.contains(name)
     }
 
-    /// Starts to bring a block back that was found in the host tier: the page it will be on, and the ticket. `None`, and the lease is
-    /// given back, if every hot page is held.
+    /// Starts to bring a block back that was found in the host tier: the page it will be on, and
+    /// the ticket. `None`, and the lease is given back, if every hot page is held.
     pub fn restore(&mut self, name: BlockHash, host: Lease<Host>) -> Option<(Lease<Hot>, u32)> {
         let Some(hot) = self.allocate() else {
             self.host.release(host);
@@ -236,7 +240,8 @@ impl Tiers {
         Some((waiter, ticket))
     }
 
-    /// Says what a hot page holds. False where another page holds that block already or the page has a name.
+    /// Says what a hot page holds. False where another page holds that block already or the page
+    /// has a name.
     pub fn name(&mut self, lease: &Lease<Hot>, name: BlockHash) -> bool {
         let named = self.hot.name(lease, name);
         self.sweeping_fails &= !named;
@@ -277,14 +282,15 @@ impl Tiers {
         None
     }
 
-    /// Starts to save the longest unused block that is in the hot tier only, as long as fewer than `goal` hot pages can be given up
-    /// without a loss, and fewer than `most` saves are under way.
+    /// Starts to save the longest unused block that is in the hot tier only, as long as fewer than
+    /// `goal` hot pages can be given up without a loss, and fewer than `most` saves are under way.
     pub fn sweep(&mut self, goal: u32, most: u32) -> Option<PageCopy> {
         let enough = self.hot.spare() + self.saving >= goal;
         if enough || self.saving >= most || self.host.available() == 0 || self.sweeping_fails {
             return None;
         }
-        // To take the host page of a block that could itself be given up without a loss would gain nothing, for ever.
+        // To take the host page of a block that could itself be given up without a loss would gain
+        // nothing, for ever.
         if self.host.next_evicted().is_some_and(|name| self.hot.contains(name)) {
             return None;
         }
@@ -420,7 +426,8 @@ impl Tiers {
         self.hot.release_all(leases);
     }
 
-    /// A request with these leading blocks was here: its first block is the last one that a tier gives up.
+    /// A request with these leading blocks was here: its first block is the last one that a tier
+    /// gives up.
     pub fn touch(&mut self, names: &[BlockHash]) {
         for &name in names.iter().rev() {
             self.hot.touch(name);
@@ -434,7 +441,8 @@ impl Tiers {
         self.under_way.contains_key(&name) || self.is_wanted.contains(&name)
     }
 
-    /// Forgets a block in every tier, because its content cannot be trusted. Copies of it that end later publish nothing.
+    /// Forgets a block in every tier, because its content cannot be trusted. Copies of it that end
+    /// later publish nothing.
     pub fn forget(&mut self, name: BlockHash) {
         self.hot.forget(name);
         self.host.forget(name);
@@ -474,8 +482,9 @@ impl Tiers {
         self.note_cleared()
     }
 
-    /// The hand died: the hot tier and all copies are gone with it. Every other lease of the hot tier must be back. The host tier stays,
-    /// but for what was being restored if copies are to `blame`: whoever tried that again would lose the next hand too.
+    /// The hand died: the hot tier and all copies are gone with it. Every other lease of the hot
+    /// tier must be back. The host tier stays, but for what was being restored if copies are to
+    /// `blame`: whoever tried that again would lose the next hand too.
     pub fn hand_died(&mut self, blame: bool) {
         self.index_is_gone();
         for (_, copy) in std::mem::take(&mut self.copies) {
@@ -545,7 +554,8 @@ impl Tiers {
         self.copies.values().map(|copy| copy.host.page())
     }
 
-    /// Walks over everything: both pools, each copy's pages, and which blocks are in both tiers. For idle moments and tests.
+    /// Walks over everything: both pools, each copy's pages, and which blocks are in both tiers.
+    /// For idle moments and tests.
     ///
     /// # Errors
     /// What is wrong, in words.

@@ -23,7 +23,8 @@ impl Grid {
         self.rows.saturating_mul(self.columns)
     }
 
-    /// How far the numbers go on that rotary embeddings know positions by: behind the image, it is fewer than it has positions.
+    /// How far the numbers go on that rotary embeddings know positions by: behind the image, it is
+    /// fewer than it has positions.
     #[must_use]
     pub fn reach(self) -> u32 {
         self.rows.max(self.columns)
@@ -41,7 +42,8 @@ pub struct TowerWork {
     pub end: u32,
     /// The image's positions.
     pub grid: Grid,
-    /// Byte offset of its patches in the arena, with the first layers; they may be gone once this plan's result has come.
+    /// Byte offset of its patches in the arena, with the first layers; they may be gone once this
+    /// plan's result has come.
     pub patches: Option<u32>,
 }
 
@@ -69,7 +71,8 @@ fn with_pages<'a, const WORDS: usize>(
 }
 
 impl StepPlan {
-    /// Computes layers for an image. The last of them write the output to `pages`, the others name none.
+    /// Computes layers for an image. The last of them write the output to `pages`, the others name
+    /// none.
     pub fn push_image(&mut self, work: TowerWork, pages: impl ExactSizeIterator<Item = u32>) {
         let TowerWork { image, first, end, grid, patches } = work;
         let patches = patches.map_or(-1, u32::cast_signed);
@@ -85,7 +88,8 @@ impl StepPlan {
         self.images.extend_from_slice(&[image.cast_signed(), 0, 0, 0, 0, -1, 0]);
     }
 
-    /// The work for images, with the pages for their output; those that are given up have no layers.
+    /// The work for images, with the pages for their output; those that are given up have no
+    /// layers.
     pub fn images(&self) -> impl Iterator<Item = (TowerWork, &[i32])> {
         let records = with_pages::<IMAGE_WORDS>(&self.images, &self.image_pages);
         records.map(|([image, first, end, rows, columns, patches, _], pages)| {
@@ -100,7 +104,8 @@ impl StepPlan {
         !self.images.is_empty() || !self.image_spans.is_empty()
     }
 
-    /// Says that an image stands in a slot, and on which pages the tower's output is, all of it or nothing.
+    /// Says that an image stands in a slot, and on which pages the tower's output is, all of it or
+    /// nothing.
     pub fn write_image_span(
         &mut self,
         slot: u32,
@@ -121,7 +126,8 @@ impl StepPlan {
         })
     }
 
-    /// Whether the columns of images have whole records of numbers that can be, and as many pages as they count.
+    /// Whether the columns of images have whole records of numbers that can be, and as many pages
+    /// as they count.
     pub(super) fn images_agree(&self) -> bool {
         let (images, rest) = self.images.as_chunks::<IMAGE_WORDS>();
         let (spans, left) = self.image_spans.as_chunks::<IMAGE_SPAN_WORDS>();

@@ -8,7 +8,8 @@ pub const PROMPT_LOGPROBS_WORDS: usize = 4;
 /// Log-probabilities of some of a prompt's tokens, each after the tokens before it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PromptLogprobsWant {
-    /// Row of the device tables. A row of the plan computes the positions before those of the tokens.
+    /// Row of the device tables. A row of the plan computes the positions before those of the
+    /// tokens.
     pub slot: u32,
     /// Position of the first token, at least 1.
     pub first: u32,
@@ -24,7 +25,8 @@ impl PromptLogprobsWant {
         Self { slot, first, count, most }
     }
 
-    /// Words of a result that answers it: a rank a token, ids and values of the token and the most likely ones.
+    /// Words of a result that answers it: a rank a token, ids and values of the token and the most
+    /// likely ones.
     #[must_use]
     pub fn answer_words(count: u32, most: u32) -> usize {
         count as usize * (1 + 2 * (1 + most as usize))
@@ -32,7 +34,8 @@ impl PromptLogprobsWant {
 }
 
 impl StepPlan {
-    /// Asks for log-probabilities of a slot's tokens. The plan has a row of the slot, and wants come in the order of rows.
+    /// Asks for log-probabilities of a slot's tokens. The plan has a row of the slot, and wants
+    /// come in the order of rows.
     pub fn want_prompt_logprobs(&mut self, want: PromptLogprobsWant) {
         let PromptLogprobsWant { slot, first, count, most } = want;
         self.prompt_logprobs.extend([slot, first, count, most].map(u32::cast_signed));

@@ -17,7 +17,8 @@ impl StepPlan {
         self.page_writes.extend_from_slice(&[slot, index, page].map(u32::cast_signed));
     }
 
-    /// Takes the page at `page_table[slot, index]` away: these positions are read from the host's tier.
+    /// Takes the page at `page_table[slot, index]` away: these positions are read from the host's
+    /// tier.
     pub fn drop_page(&mut self, slot: u32, index: u32) {
         self.page_writes.extend_from_slice(&[slot.cast_signed(), index.cast_signed(), NO_PAGE]);
     }
@@ -27,7 +28,8 @@ impl StepPlan {
         writes(&self.page_writes).map(|(slot, index, page)| (slot, index, u32::try_from(page).ok()))
     }
 
-    /// Sets `host_table[slot, index] = page`: where these positions' index keys are, and their rows when they are saved.
+    /// Sets `host_table[slot, index] = page`: where these positions' index keys are, and their rows
+    /// when they are saved.
     pub fn write_host(&mut self, slot: u32, index: u32, page: u32) {
         self.host_writes.extend_from_slice(&[slot, index, page].map(u32::cast_signed));
     }
@@ -55,7 +57,8 @@ impl StepPlan {
             .any(|writes| !writes.is_empty())
     }
 
-    /// Takes back what was written into a slot's tables of pages. Its request has no row in the plan.
+    /// Takes back what was written into a slot's tables of pages. Its request has no row in the
+    /// plan.
     pub fn forget_slot(&mut self, slot: u32) {
         for column in [&mut self.page_writes, &mut self.host_writes, &mut self.hot_rows] {
             let (writes, _) = column.as_chunks::<PAGE_WRITE_WORDS>();
@@ -88,8 +91,8 @@ impl StepPlan {
         })
     }
 
-    /// Has a plan without rows answered when a copy has ended, when another plan has come, or after so many microseconds
-    /// ([`MAX_WAIT_US`] at most).
+    /// Has a plan without rows answered when a copy has ended, when another plan has come, or after
+    /// so many microseconds ([`MAX_WAIT_US`] at most).
     pub fn wait(&mut self, us: u32) {
         debug_assert!(self.rows.is_empty() && us <= MAX_WAIT_US);
         self.wait_us.clear();

@@ -326,8 +326,8 @@ fn chunk(socket: &mut TcpStream, body: &[u8]) -> bool {
     body.is_empty() || socket.write_all(&framed).is_ok()
 }
 
-/// A brain's stream: token 3 * i at position i, whose text says so. Goes on where it is told to, and stops after `most` bytes of body,
-/// wherever that is.
+/// A brain's stream: token 3 * i at position i, whose text says so. Goes on where it is told to,
+/// and stops after `most` bytes of body, wherever that is.
 fn tokens(
     socket: &mut TcpStream,
     request: &Message,

@@ -92,7 +92,8 @@ fn a_stream_that_nobody_goes_on_with_ends_with_one_error() {
     assert_eq!(error["error"]["code"], "backend_failed");
     assert_eq!(tokens.len(), 1);
     let (brains, rig) = pair();
-    // One that answers, but with something else, is not what the client wants in the middle of a stream.
+    // One that answers, but with something else, is not what the client wants in the middle of a
+    // stream.
     brains[0].will([Act::Tokens(TOKENS, 150)]);
     brains[0].will(vec![Act::Answer(400, "{}".into()); 20]);
     let events = post(rig.address, CHAT, "{}").events();

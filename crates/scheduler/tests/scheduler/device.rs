@@ -1,5 +1,6 @@
-//! A hand without a model. The "keys and values" of a position are a hash of all tokens up to it, so a row that reads a wrong, stale or not
-//! yet computed page is found out, and the sampled token depends on everything that should have been read.
+//! A hand without a model. The "keys and values" of a position are a hash of all tokens up to it,
+//! so a row that reads a wrong, stale or not yet computed page is found out, and the sampled token
+//! depends on everything that should have been read.
 
 use std::ops::Range;
 
@@ -38,7 +39,8 @@ fn contents(tokens: &[i32]) -> impl Iterator<Item = u64> + '_ {
     })
 }
 
-/// What the hand reads of a prompt: images, where it has them; or embeddings, each standing for a token that depends on where they lie.
+/// What the hand reads of a prompt: images, where it has them; or embeddings, each standing for a
+/// token that depends on where they lie.
 pub(crate) fn read_prompt(tokens: &[i32], embeds: Option<u32>, images: &[PromptImage]) -> Vec<i32> {
     let Some(offset) = embeds else {
         let mut tokens = tokens.to_vec();
@@ -64,7 +66,8 @@ pub(crate) fn vector(tokens: &[i32], segment: u32) -> Option<[f32; 2]> {
     (!tokens.contains(&NAN_TOKEN)).then_some([(content % 4096) as f32, segment as f32])
 }
 
-/// What the last of `tokens` gets as a token of a prompt, with the `most` likeliest beside it; `None` where the logits are not finite.
+/// What the last of `tokens` gets as a token of a prompt, with the `most` likeliest beside it;
+/// `None` where the logits are not finite.
 pub(crate) fn of_prompt(tokens: &[i32], most: u32) -> Option<PromptLogprobs> {
     let (&token, before) = tokens.split_last().expect("at least one token");
     let content = contents(tokens).last().expect("at least one token");
@@ -131,7 +134,8 @@ impl Copier {
         self.under_way.clear();
     }
 
-    /// The third part of a step. Half of the copies are done at once, the others when they are reported: a brain may count on neither.
+    /// The third part of a step. Half of the copies are done at once, the others when they are
+    /// reported: a brain may count on neither.
     pub(crate) fn start(&mut self, plan: &StepPlan, device: &mut Device) {
         for copy in plan.copies() {
             let targets = |other: &Copy| match copy.direction {
@@ -165,7 +169,8 @@ impl Copier {
         }
     }
 
-    /// Puts what has ended into the result, as far as a hand that has got to this step can know of it.
+    /// Puts what has ended into the result, as far as a hand that has got to this step can know of
+    /// it.
     pub(crate) fn report(&mut self, result: &mut StepResult, device: &mut Device) {
         for Copy { step, copy, ended } in std::mem::take(&mut self.under_way) {
             match ended.filter(|_| step <= result.step) {
@@ -308,7 +313,8 @@ impl Device {
             let prompt = read_prompt(prompt, new.embeds, slot.images.truth());
             slot.tokens = [prompt.as_slice(), generated].concat();
             slot.segment = new.segment;
-            // A page table is never cleared on the device; here it is, so that a page that the plan forgot to write is noticed.
+            // A page table is never cleared on the device; here it is, so that a page that the plan
+            // forgot to write is noticed.
             slot.pages.fill(NO_PAGE);
             slot.host.fill(NO_PAGE);
             slot.rows.clear();
@@ -329,7 +335,8 @@ impl Device {
         }
     }
 
-    /// The second part: the rows. All read what was there before the step and what the tower gives, then all write.
+    /// The second part: the rows. All read what was there before the step and what the tower gives,
+    /// then all write.
     pub(crate) fn compute(
         &mut self,
         plan: &StepPlan,
@@ -371,7 +378,8 @@ impl Device {
             if most > 0 {
                 assert_eq!(end, slot.tokens.len(), "{row:?} samples what is known");
                 slot.tokens.push(next.unwrap_or(0));
-                // Some of those that it may give beyond the first, but none that it would have to compute and cannot.
+                // Some of those that it may give beyond the first, but none that it would have to
+                // compute and cannot.
                 let more = slot.tokens.iter().map(|&token| token as u32).sum::<u32>() % most;
                 for _ in 0..more {
                     let fine = next.is_some() && slot.tokens.last() != Some(&KILL_TOKEN);

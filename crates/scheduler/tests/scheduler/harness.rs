@@ -201,7 +201,8 @@ impl Harness {
         self.check();
     }
 
-    /// Plans a step and has it computed; the result stays in flight. False: there was nothing to plan.
+    /// Plans a step and has it computed; the result stays in flight. False: there was nothing to
+    /// plan.
     pub(crate) fn plan(&mut self) -> bool {
         if self.flights.len() >= self.depth {
             return false;
@@ -254,7 +255,8 @@ impl Harness {
         planned
     }
 
-    /// Applies the oldest result in flight; a step that kills the hand resets. False: nothing is in flight.
+    /// Applies the oldest result in flight; a step that kills the hand resets. False: nothing is in
+    /// flight.
     pub(crate) fn apply(&mut self) -> bool {
         match self.flights.front().map(|flight| flight.result.is_some()) {
             None => return false,
@@ -624,8 +626,8 @@ impl Harness {
         self.flights.push_back(flight);
     }
 
-    /// Whoever is most important and resident has a row at least every other time; with copies under way it may wait for one, or be alone and
-    /// want for a page that only they have.
+    /// Whoever is most important and resident has a row at least every other time; with copies
+    /// under way it may wait for one, or be alone and want for a page that only they have.
     fn check_progress(&mut self) {
         if let Some(id) = self.most_important().filter(|_| !self.was_reset) {
             let copying = self.copier.outstanding() > 0;

@@ -44,7 +44,8 @@ struct Ask {
     /// Biases, stop ids that may be of use, or neither.
     lists: usize,
     salt: u64,
-    /// Asks for a vector of its prompt, with this segment; on a machine without pages everybody does.
+    /// Asks for a vector of its prompt, with this segment; on a machine without pages everybody
+    /// does.
     pooled: Option<u32>,
     /// Its tokens are sampled by masks.
     masked: bool,
@@ -52,7 +53,8 @@ struct Ask {
     embeds: Option<u32>,
     /// Images: how many tokens are before each, which it is, and its rows and columns.
     images: Vec<(usize, u128, u32, u32)>,
-    /// Wants log-probabilities of its prompt: from about where on, how many of the most likely, and whether nothing else.
+    /// Wants log-probabilities of its prompt: from about where on, how many of the most likely, and
+    /// whether nothing else.
     prompt_logprobs: Option<(u32, u8, bool)>,
 }
 
@@ -343,7 +345,8 @@ proptest! {
         run_pair(config, depth, ops);
     }
 
-    /// No kills from outside here, so only killers may be given up, and all of them are unless aborted or done for otherwise.
+    /// No kills from outside here, so only killers may be given up, and all of them are unless
+    /// aborted or done for otherwise.
     #[test]
     fn only_killers_are_poisoned(
         config in machines(), depth in 1..=2_usize, ops in ops(&[KILL_TOKEN], 0),
@@ -365,7 +368,8 @@ proptest! {
         }
     }
 
-    /// The pool is so small that one long request fills it, and everybody is long: preemption all the time.
+    /// The pool is so small that one long request fills it, and everybody is long: preemption all
+    /// the time.
     #[test]
     fn a_crowd_in_a_small_pool_gets_through(
         asks in prop::collection::vec(ask(&[]), 4..12), depth in 1..=2_usize, fcfs in any::<bool>(),

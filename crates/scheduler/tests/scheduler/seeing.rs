@@ -1,5 +1,5 @@
-//! The vision tower of the hand without a model. What it gives for an image says which image it is, so that a row which reads a wrong, stale or
-//! not yet computed image page is found out.
+//! The vision tower of the hand without a model. What it gives for an image says which image it is,
+//! so that a row which reads a wrong, stale or not yet computed image page is found out.
 
 use std::collections::BTreeMap;
 

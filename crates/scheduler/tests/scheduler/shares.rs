@@ -126,7 +126,8 @@ fn nobody_gives_way_to_a_client_that_has_something_running_or_is_less_important(
     assert_eq!(replica.scheduler.check_integrity(), Ok(()));
 }
 
-/// Each new client makes somebody give way who has to compute much again: most steps must not go into that.
+/// Each new client makes somebody give way who has to compute much again: most steps must not go
+/// into that.
 #[test]
 fn a_stream_of_new_clients_makes_others_give_way_only_now_and_then() {
     let config = SchedulerConfig { max_running: 8, slots: 16, token_budget: 64, ..large() };

@@ -1,9 +1,11 @@
 //! The egress threads: from the engine's outputs to text, and to the sockets of streams.
 //!
-//! A request belongs to one of them by its name. One lane leads into each, so that a request's registration, sent before the request is submitted,
-//! is always ahead of its outputs. A thread waits for nothing but its lane (sockets are written without waiting). Writing is nine tenths
-//! of what a token costs here, so a thread that is behind, with the next step already in its lane, gathers several steps' tokens for one
-//! chunk: the engine does not have to wait for it, and streams get fewer and longer chunks. Lanes are bounded all the same.
+//! A request belongs to one of them by its name. One lane leads into each, so that a request's
+//! registration, sent before the request is submitted, is always ahead of its outputs. A thread
+//! waits for nothing but its lane (sockets are written without waiting). Writing is nine tenths of
+//! what a token costs here, so a thread that is behind, with the next step already in its lane,
+//! gathers several steps' tokens for one chunk: the engine does not have to wait for it, and
+//! streams get fewer and longer chunks. Lanes are bounded all the same.
 
 mod stream;
 
@@ -38,7 +40,8 @@ pub struct EgressConfig {
     pub threads: usize,
     /// Steps and registrations that may wait for each.
     pub capacity: usize,
-    /// Least time between two chunks of a stream: what comes sooner is merged. The first token and the end do not wait.
+    /// Least time between two chunks of a stream: what comes sooner is merged. The first token and
+    /// the end do not wait.
     pub window: Duration,
 }
 
@@ -65,8 +68,8 @@ enum Message {
     EngineGone,
 }
 
-/// The engines' side of the egress threads: give a clone to each engine when it is started. When the last is dropped, nobody will end
-/// what has not ended.
+/// The engines' side of the egress threads: give a clone to each engine when it is started. When
+/// the last is dropped, nobody will end what has not ended.
 #[derive(Debug, Clone)]
 pub struct EgressSink {
     lanes: Lanes,
@@ -222,7 +225,8 @@ impl Owner {
         match message {
             Message::Register(registration) => self.register(*registration),
             Message::Outputs(mut outputs) => {
-                // Somebody waits for a first token more than for any other, and writing a large step's chunks takes a while.
+                // Somebody waits for a first token more than for any other, and writing a large
+                // step's chunks takes a while.
                 if outputs.iter().any(|output| output.admission.is_some()) {
                     outputs.sort_by_key(|output| output.admission.is_none());
                 }
@@ -250,7 +254,8 @@ impl Owner {
 
     fn send_gathered(&mut self, now: Instant, scratch: &mut Scratch) {
         for id in self.gathered.drain(..) {
-            // What the last step brought has taken along what was gathered before it, and left nothing.
+            // What the last step brought has taken along what was gathered before it, and left
+            // nothing.
             if let Some(stream) = self.streams.get_mut(&id)
                 && stream.due(now) == Due::Now
                 && stream.send(now, scratch) == Sent::Ended
@@ -285,7 +290,8 @@ impl Owner {
 
     fn apply(&mut self, output: Output, now: Instant, behind: bool, scratch: &mut Scratch) {
         let id = output.id;
-        // Outputs of a request that a stop string ended keep coming until the engine has seen the abort.
+        // Outputs of a request that a stop string ended keep coming until the engine has seen the
+        // abort.
         let Some(stream) = self.streams.get_mut(&id) else { return };
         let alive = output.finish.is_none();
         if let Some(admission) = output.admission {

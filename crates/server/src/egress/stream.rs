@@ -80,7 +80,8 @@ impl Stream {
         if self.delta.end.is_some() {
             return Due::Now;
         }
-        // The mailbox knows how much nobody has read, of all choices; what is kept here, it does not see.
+        // The mailbox knows how much nobody has read, of all choices; what is kept here, it does
+        // not see.
         if self.delta.weight() >= MOST_GATHERED {
             return Due::Now;
         }

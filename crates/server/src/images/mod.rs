@@ -1,7 +1,9 @@
-//! Images of requests: from their URLs to positions of the prompt, and, when the engine asks for it, to patches in the arena.
+//! Images of requests: from their URLs to positions of the prompt, and, when the engine asks for
+//! it, to patches in the arena.
 //!
-//! The intake threads do what takes time: base64, hashes, pixels. A request is submitted when the headers of its images have been read. Their
-//! pixels are decoded when the scheduler says that nobody has them: an image that was seen before costs neither.
+//! The intake threads do what takes time: base64, hashes, pixels. A request is submitted when the
+//! headers of its images have been read. Their pixels are decoded when the scheduler says that
+//! nobody has them: an image that was seen before costs neither.
 
 mod file;
 mod prompt;
@@ -99,7 +101,8 @@ async fn read_one(
     Ok(Arc::new(file))
 }
 
-/// The file of the network, or of this machine, that the image in `param` is. How large it is shows only in the end, so the most is charged.
+/// The file of the network, or of this machine, that the image in `param` is. How large it is shows
+/// only in the end, so the most is charged.
 async fn fetch(state: &Shared, param: &str, url: &str, charge: &Charge) -> Result<Bytes, ApiError> {
     let refused = |error: FetchError| ApiError::invalid(param, format!("`{param}`: {error}"));
     let fetcher = state.model.fetcher.as_ref().ok_or(FetchError::Off).map_err(refused)?;

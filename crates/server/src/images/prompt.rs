@@ -1,4 +1,5 @@
-//! A prompt with images: what the template has one token for takes as many positions as the model sees.
+//! A prompt with images: what the template has one token for takes as many positions as the model
+//! sees.
 
 use std::sync::Arc;
 
@@ -14,7 +15,8 @@ pub(crate) struct SeenPrompt {
     pub(crate) images: Arc<[PromptImage]>,
 }
 
-/// Gives each image in `ids`, which came in `param` and where `token` stands for one, all of its positions.
+/// Gives each image in `ids`, which came in `param` and where `token` stands for one, all of its
+/// positions.
 ///
 /// # Errors
 /// There are more or fewer such tokens than images.

@@ -1,9 +1,10 @@
 //! Large requests, kept away from everything that a step or a stream waits for.
 //!
-//! A body above [`LARGE_BODY`] is parsed by the intake threads, and so is base64 decoded, which is part of parsing. What is then too big for a
-//! plan is put into the memory that the hand reads (`forebay_engine::Payloads`): first there must be room, for which requests wait in
-//! line (`room`), then the intake threads convert it and write it there, once. Only then is the request submitted. A client that goes away
-//! gives back what it has, wherever it is on this way.
+//! A body above [`LARGE_BODY`] is parsed by the intake threads, and so is base64 decoded, which is
+//! part of parsing. What is then too big for a plan is put into the memory that the hand reads
+//! (`forebay_engine::Payloads`): first there must be room, for which requests wait in line
+//! (`room`), then the intake threads convert it and write it there, once. Only then is the request
+//! submitted. A client that goes away gives back what it has, wherever it is on this way.
 
 mod room;
 pub(crate) mod turns;
@@ -26,7 +27,8 @@ use room::Room;
 use turns::Turns;
 use workers::Workers;
 
-/// Bytes from which on parsing a body takes longer than giving it to another thread, many times over.
+/// Bytes from which on parsing a body takes longer than giving it to another thread, many times
+/// over.
 pub(crate) const LARGE_BODY: usize = 64 << 10;
 
 /// Who does the work.
@@ -58,7 +60,8 @@ pub(crate) struct IntakeStats {
 }
 
 impl Intake {
-    /// Starts the threads, under `guard`. At most `queue` bodies wait to be parsed, and at most as many requests for room in `payloads`.
+    /// Starts the threads, under `guard`. At most `queue` bodies wait to be parsed, and at most as
+    /// many requests for room in `payloads`.
     ///
     /// # Errors
     /// The system refuses a thread.
@@ -96,7 +99,8 @@ impl Intake {
         }
     }
 
-    /// Parses a body, where nobody waits for it if it is large; gives the names of what nothing reads too.
+    /// Parses a body, where nobody waits for it if it is large; gives the names of what nothing
+    /// reads too.
     pub(crate) async fn parse<T>(
         &self,
         body: Pieces,
@@ -114,7 +118,8 @@ impl Intake {
         self.workers.begin(move || parse_body(body, limit, &charge)).await
     }
 
-    /// Has `work` done where nobody waits for it: reading what came with a request, which takes a while.
+    /// Has `work` done where nobody waits for it: reading what came with a request, which takes a
+    /// while.
     pub(crate) async fn read<T: Send + 'static>(
         &self,
         work: impl FnOnce() -> Result<T, ApiError> + Send + 'static,
@@ -138,8 +143,8 @@ impl Intake {
         self.workers.go_on(work).await.map_err(failed)?
     }
 
-    /// Puts the embeddings of a request's prompts, which came in `param`, where the hand reads them; gives the number of positions of each,
-    /// and where it is.
+    /// Puts the embeddings of a request's prompts, which came in `param`, where the hand reads
+    /// them; gives the number of positions of each, and where it is.
     ///
     /// # Errors
     /// There will never be room, too many wait for it, or an element is not finite.

@@ -6,7 +6,8 @@ use forebay_api::ApiError;
 use forebay_engine::{Payload, Payloads};
 use tokio::sync::{Mutex, Notify, Semaphore};
 
-/// Room in the arena, given in the order in which it was asked for: a small request does not overtake a large one, which would never get any.
+/// Room in the arena, given in the order in which it was asked for: a small request does not
+/// overtake a large one, which would never get any.
 pub(crate) struct Room {
     payloads: Arc<dyn Payloads>,
     freed: Arc<Notify>,
@@ -36,7 +37,8 @@ impl Room {
         self.payloads.used()
     }
 
-    /// Waits for room for `bytes` bytes, all at once: who has some and waited for more could wait for ever. Dropping the future leaves the line.
+    /// Waits for room for `bytes` bytes, all at once: who has some and waited for more could wait
+    /// for ever. Dropping the future leaves the line.
     pub(crate) async fn take(
         &self,
         bytes: usize,

@@ -1,8 +1,9 @@
 //! Whose turn it is to send a large body.
 //!
-//! A turn is lost by a body that arrives too slowly, and from then on it waits among the slow ones, whose turns are shorter: so nobody who sends
-//! as fast as it is read ever waits for those who trickle. Clients take turns, not bodies: one with forty bodies waits for one turn of each
-//! other client between two of its own.
+//! A turn is lost by a body that arrives too slowly, and from then on it waits among the slow ones,
+//! whose turns are shorter: so nobody who sends as fast as it is read ever waits for those who
+//! trickle. Clients take turns, not bodies: one with forty bodies waits for one turn of each other
+//! client between two of its own.
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;

@@ -13,7 +13,8 @@ use super::IntakeMode;
 use crate::engine::Engine;
 use crate::guard::Guard;
 
-/// How much these threads stand back, in steps of `nice`: where processors are short, they are to be short here.
+/// How much these threads stand back, in steps of `nice`: where processors are short, they are to
+/// be short here.
 const NICENESS: i32 = 10;
 
 type Job = Box<dyn FnOnce() + Send>;
@@ -22,7 +23,8 @@ type Job = Box<dyn FnOnce() + Send>;
 pub(crate) struct Workers {
     lanes: Lanes,
     threads: Vec<JoinHandle<()>>,
-    /// For those that begin. There are never more of the others than there is room in the arena for.
+    /// For those that begin. There are never more of the others than there is room in the arena
+    /// for.
     places: Arc<Semaphore>,
     queue: usize,
 }

@@ -1,4 +1,5 @@
-//! What the page's tab of the engine is drawn from: steps, pages and requests as they are, four times a second, and only while somebody watches.
+//! What the page's tab of the engine is drawn from: steps, pages and requests as they are, four
+//! times a second, and only while somebody watches.
 
 mod requests;
 mod snapshot;

@@ -29,7 +29,8 @@ pub(super) struct Seen {
     pub(super) views: Arc<[RequestView]>,
 }
 
-/// The snapshots from now on. Their task begins with the first who follows, and ends after the last.
+/// The snapshots from now on. Their task begins with the first who follows, and ends after the
+/// last.
 pub(super) fn follow(state: &Shared) -> watch::Receiver<Arc<Snapshot>> {
     let mut shown = state.live.shown.lock();
     if let Some(shown) = &*shown {

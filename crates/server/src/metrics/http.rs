@@ -1,4 +1,5 @@
-//! Answers by their status, under the names that FastAPI's instrumentation gives them, which vLLM's dashboards know.
+//! Answers by their status, under the names that FastAPI's instrumentation gives them, which vLLM's
+//! dashboards know.
 
 use std::time::Duration;
 

@@ -1,6 +1,7 @@
 //! Prometheus metrics, with the names, labels and buckets that vLLM's dashboards know, and ours.
 //!
-//! What the engine counts is read at scrape time; what happens to a request is observed by the egress thread.
+//! What the engine counts is read at scrape time; what happens to a request is observed by the
+//! egress thread.
 
 mod http;
 mod sources;
@@ -194,7 +195,8 @@ pub(crate) struct Parts {
 }
 
 impl Metrics {
-    /// Metrics labelled with the served name of the model and the replica; token histograms reach up to `context_length`.
+    /// Metrics labelled with the served name of the model and the replica; token histograms reach
+    /// up to `context_length`.
     ///
     /// # Errors
     /// A metric that prometheus does not accept.
@@ -368,7 +370,8 @@ impl Metrics {
         }
     }
 
-    /// The text exposition, with the numbers of the replicas as of `replicas`, and of the other parts as of `parts`.
+    /// The text exposition, with the numbers of the replicas as of `replicas`, and of the other
+    /// parts as of `parts`.
     ///
     /// # Errors
     /// The encoder fails.

@@ -311,7 +311,8 @@ const BY_REASON: &str = "vllm:num_requests_waiting_by_reason";
 const BY_REASON_HELP: &str =
     "Requests waiting for a slot and pages (capacity), or for blocks to come back (deferred).";
 
-/// Bytes and seconds of copies by direction, with vLLM's names: metric, help, `transfer_type`, source.
+/// Bytes and seconds of copies by direction, with vLLM's names: metric, help, `transfer_type`,
+/// source.
 pub(super) const TRANSFERS: &[(&str, &str, &str, Read<ReplicaReport>)] = &[
     (OFFLOAD_BYTES, "Bytes copied between tiers.", "GPU_to_CPU", |r| {
         r.stats.hand.saved_bytes as f64

@@ -1,4 +1,5 @@
-//! Which blocks this brain has in its prefix caches, for routers that send prompts to where their beginnings are.
+//! Which blocks this brain has in its prefix caches, for routers that send prompts to where their
+//! beginnings are.
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
@@ -25,7 +26,8 @@ const KEPT: usize = 1 << 16;
 /// Longest wait for an event.
 const LONGEST_WAIT: Duration = Duration::from_secs(60);
 
-/// The bits of an event that say which tiers hold a block: the device's memory, the host's. Neither: it was dropped.
+/// The bits of an event that say which tiers hold a block: the device's memory, the host's.
+/// Neither: it was dropped.
 const DEVICE: u64 = 1;
 const HOST: u64 = 2;
 
@@ -86,7 +88,8 @@ impl Log {
         }
     }
 
-    /// The answer to who has all events before number `after`: the number of the next, whether all starts anew, and events.
+    /// The answer to who has all events before number `after`: the number of the next, whether all
+    /// starts anew, and events.
     fn since(&self, after: u64) -> Vec<u8> {
         let mut out = self.next().to_le_bytes().to_vec();
         let known = after >= self.first && after <= self.next();
@@ -115,7 +118,8 @@ pub struct BlockLog {
 }
 
 impl Default for BlockLog {
-    /// A log whose first number was drawn: a router that followed an earlier brain here is told everything anew.
+    /// A log whose first number was drawn: a router that followed an earlier brain here is told
+    /// everything anew.
     fn default() -> Self {
         let first = u64::from(rand::random::<u32>()) << 16 | 1;
         Self {
@@ -177,8 +181,9 @@ pub(crate) struct Since {
 
 /// What prefix caches have stored and dropped, for routers.
 ///
-/// Little-endian numbers of 64 bits: the number to ask for next, 1 if all that was told before is void, and names of blocks. The lowest
-/// two bits of a name say where the block is from now on: bit 0 in a device's memory, bit 1 in the host's, neither nowhere.
+/// Little-endian numbers of 64 bits: the number to ask for next, 1 if all that was told before is
+/// void, and names of blocks. The lowest two bits of a name say where the block is from now on: bit
+/// 0 in a device's memory, bit 1 in the host's, neither nowhere.
 #[utoipa::path(
     get,
     path = "/v1/blocks",
@@ -250,7 +255,8 @@ mod tests {
     }
 
     proptest! {
-        /// Whenever a follower looks, and whatever replicas hold in common, it knows what at least one of them holds.
+        /// Whenever a follower looks, and whatever replicas hold in common, it knows what at least
+        /// one of them holds.
         #[test]
         fn a_follower_knows_what_is_there(
             moves in prop::collection::vec((0usize..2, 0u128..8, 0u8..10), 0..120),

@@ -10,12 +10,14 @@ use parking_lot::Mutex;
 use rustc_hash::FxBuildHasher;
 use tokio::sync::watch;
 
-/// Least time between two reports in streams to the same router: every response's head has one anyway.
+/// Least time between two reports in streams to the same router: every response's head has one
+/// anyway.
 const BETWEEN_COMMENTS: Duration = Duration::from_millis(4);
 /// Routers that are remembered; those with nothing here are forgotten first.
 const MAX_ROUTERS: usize = 64;
 
-/// Dispatches of a router that may have arrived ahead of an older one, which is given up beyond that.
+/// Dispatches of a router that may have arrived ahead of an older one, which is given up beyond
+/// that.
 const MAX_AHEAD: usize = 4096;
 
 /// What is known of one router.
@@ -203,7 +205,8 @@ mod tests {
     }
 
     proptest! {
-        /// In whatever order dispatches arrive, `seen` is the end of what has arrived without a gap.
+        /// In whatever order dispatches arrive, `seen` is the end of what has arrived without a
+        /// gap.
         #[test]
         fn seen_is_without_gaps(order in Just((1..20u64).collect::<Vec<_>>()).prop_shuffle(), count in 1usize..19) {
             let book = Book::new();

@@ -1,7 +1,9 @@
-//! Routers in front of this brain: who sends a request, what it is told in return, and streams that began at another brain.
+//! Routers in front of this brain: who sends a request, what it is told in return, and streams that
+//! began at another brain.
 //!
-//! Nothing here happens to a request without the header [`ROUTER_HEADER`], and without the router's key where this brain has any key. See
-//! `docs/adr/0013` for what is exchanged, and `docs/adr/0021` for the key.
+//! Nothing here happens to a request without the header [`ROUTER_HEADER`], and without the router's
+//! key where this brain has any key. See `docs/adr/0013` for what is exchanged, and `docs/adr/0021`
+//! for the key.
 
 pub(crate) mod blocks;
 mod book;
@@ -56,7 +58,8 @@ struct Exchange {
     stream: OnceLock<String>,
 }
 
-/// Who sent a request: a client, perhaps through a router. The default is the server itself, which asks whether the model computes.
+/// Who sent a request: a client, perhaps through a router. The default is the server itself, which
+/// asks whether the model computes.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Peer {
     client: Option<ClientId>,
@@ -96,7 +99,8 @@ impl Peer {
         self.exchange.as_ref().map(|exchange| &exchange.tag)
     }
 
-    /// The salt of a request whose client gave `cache_salt`: it shares cached blocks only with those that have the same.
+    /// The salt of a request whose client gave `cache_salt`: it shares cached blocks only with
+    /// those that have the same.
     pub(crate) fn salt(&self, state: &Shared, cache_salt: Option<&str>) -> u64 {
         cache_salt.map_or(self.tenant, |salt| {
             state.config.sharing.namer.salt(&[&self.tenant.to_le_bytes(), salt.as_bytes()])
@@ -180,7 +184,8 @@ impl Encoder for Tagged {
         self.ids.clone_from(&delta.tokens);
         let ends = delta.end.is_some();
         self.encoder.delta(choice, delta, tally, out)?;
-        // Without a comment, the end is passed on only when all of it is there: another brain would not know what is missing.
+        // Without a comment, the end is passed on only when all of it is there: another brain would
+        // not know what is missing.
         if !ends {
             let due = self.pace.is_due(Instant::now());
             let report = due.then(|| report(&self.state, Some(self.router)));
@@ -214,8 +219,8 @@ impl Encoder for Tagged {
     }
 }
 
-/// Whether a request comes from a router that may know what this brain knows. Without a key of routers that is whoever asks, but only
-/// where nobody needs any key.
+/// Whether a request comes from a router that may know what this brain knows. Without a key of
+/// routers that is whoever asks, but only where nobody needs any key.
 pub(crate) fn is_router(state: &Shared, headers: &HeaderMap) -> bool {
     let config = &state.config;
     match &config.router_key {
@@ -267,7 +272,8 @@ pub(crate) async fn talk(State(state): State<Shared>, request: Request, next: Ne
 }
 
 fn insert(headers: &mut HeaderMap, name: &'static str, value: &[u8]) {
-    // Clients may name their requests with bytes that a header can't have: such a stream can't be gone on with.
+    // Clients may name their requests with bytes that a header can't have: such a stream can't be
+    // gone on with.
     if let Ok(value) = HeaderValue::from_bytes(value) {
         headers.insert(name, value);
     }

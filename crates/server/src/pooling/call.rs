@@ -16,8 +16,8 @@ use crate::engine::Engine;
 use crate::peers::Peer;
 use crate::state::{LiveGuard, Shared};
 
-/// Engine requests of one client request. Dropping it aborts those that have not ended: this is how a client that has gone away frees
-/// what it held.
+/// Engine requests of one client request. Dropping it aborts those that have not ended: this is how
+/// a client that has gone away frees what it held.
 pub(crate) struct PooledCall {
     engine: Arc<dyn Engine>,
     /// Empty once all have ended.
@@ -42,11 +42,13 @@ pub(crate) struct Place<'a> {
 }
 
 impl PooledCall {
-    /// Submits every input, at least one, or none; `place` says where from and where to. Of many it submits some at a time, and others get
-    /// the thread in between; dropping the future aborts those it has submitted.
+    /// Submits every input, at least one, or none; `place` says where from and where to. Of many it
+    /// submits some at a time, and others get the thread in between; dropping the future aborts
+    /// those it has submitted.
     ///
     /// # Errors
-    /// An input is too long or has an unknown token, there is no room for them, or the engine refuses one.
+    /// An input is too long or has an unknown token, there is no room for them, or the engine
+    /// refuses one.
     pub(crate) async fn start(
         state: &Shared,
         model: &PooledModel,

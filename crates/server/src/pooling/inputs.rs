@@ -17,7 +17,8 @@ pub(crate) struct Input {
     pub(crate) segment: u32,
 }
 
-/// Tokenises what is text and cuts what is longer than `limit`; without a limit nothing may have more than `most` tokens.
+/// Tokenises what is text and cuts what is longer than `limit`; without a limit nothing may have
+/// more than `most` tokens.
 pub(crate) async fn encode_inputs(
     text: &TextPool,
     mut prompts: Vec<Prompt>,
@@ -27,7 +28,8 @@ pub(crate) async fn encode_inputs(
     param: &'static str,
     charge: &Arc<Charge>,
 ) -> Result<Vec<Input>, ApiError> {
-    // What the tokenizer puts around a text stays when the text is cut; around an empty one there is nothing else.
+    // What the tokenizer puts around a text stays when the text is cut; around an empty one there
+    // is nothing else.
     let is_text: Vec<bool> = prompts.iter().map(|p| matches!(p, Prompt::Text(_))).collect();
     if limit.is_some() {
         prompts.push(Prompt::Text(String::new()));
@@ -52,8 +54,8 @@ pub(crate) async fn encode_inputs(
     }
 }
 
-/// Tokenises pairs, and cuts the second texts of those that are longer than asked; where nothing is cut none may have more
-/// than `most` tokens.
+/// Tokenises pairs, and cuts the second texts of those that are longer than asked; where nothing is
+/// cut none may have more than `most` tokens.
 pub(crate) async fn encode_pairs(
     text: &TextPool,
     pairs: &Pairs,
@@ -93,7 +95,8 @@ pub(crate) async fn encode_pairs(
     Ok(inputs)
 }
 
-/// Cuts `tokens` to `limit`, but not below the first `kept` and what the end has in common with `frame`.
+/// Cuts `tokens` to `limit`, but not below the first `kept` and what the end has in common with
+/// `frame`.
 fn cut(tokens: &mut Vec<i32>, frame: &[i32], limit: usize, kept: usize) {
     let excess = tokens.len().saturating_sub(limit);
     let equal = tokens.iter().rev().zip(frame.iter().rev()).take_while(|(a, b)| a == b);

@@ -1,7 +1,8 @@
 //! Requests for vectors: submitted input by input, answered when the last one has come.
 //!
-//! A model that pools makes no text, so its outputs go past the egress thread: `lane` is their way from the engine, `call` what the
-//! routes wait for, `inputs` how texts become prompts, and `vectors` what is done to what the model gives.
+//! A model that pools makes no text, so its outputs go past the egress thread: `lane` is their way
+//! from the engine, `call` what the routes wait for, `inputs` how texts become prompts, and
+//! `vectors` what is done to what the model gives.
 
 mod call;
 mod inputs;

@@ -127,7 +127,8 @@ pub(crate) async fn completions(
     }))
 }
 
-/// Of each prompt's `made` choices the `n` whose tokens are the most likely on average, the best first. Where all are returned they stay in order.
+/// Of each prompt's `made` choices the `n` whose tokens are the most likely on average, the best
+/// first. Where all are returned they stay in order.
 fn most_likely(deltas: Vec<Delta>, made: usize, n: usize) -> Vec<Delta> {
     if made == n {
         return deltas;
@@ -151,7 +152,8 @@ fn most_likely(deltas: Vec<Delta>, made: usize, n: usize) -> Vec<Delta> {
     kept
 }
 
-/// Puts embeddings where the hand finds them. What does not fit the context is refused before it takes room from others.
+/// Puts embeddings where the hand finds them. What does not fit the context is refused before it
+/// takes room from others.
 async fn embedded(
     state: &Shared,
     embeds: PromptEmbeds,
@@ -174,8 +176,8 @@ async fn embedded(
     submissions.collect()
 }
 
-/// The text of each prompt, for all its choices; `None` where it is not wanted. `known` are those that came as text. The others fit the
-/// context by now, and are decoded where nobody waits for it.
+/// The text of each prompt, for all its choices; `None` where it is not wanted. `known` are those
+/// that came as text. The others fit the context by now, and are decoded where nobody waits for it.
 async fn echo_texts(
     state: &Shared,
     known: Vec<Option<Arc<str>>>,
@@ -389,7 +391,8 @@ impl Encoder for CompletionEncoder {
     }
 }
 
-/// The number with the digits that `token_logprobs` shows: a [`Value`] holds an f64, and widening adds some.
+/// The number with the digits that `token_logprobs` shows: a [`Value`] holds an f64, and widening
+/// adds some.
 fn shortest(value: f32) -> Value {
     Value::from(value.to_string().parse().unwrap_or_else(|_| f64::from(value)))
 }

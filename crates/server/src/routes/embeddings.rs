@@ -19,7 +19,8 @@ use crate::reply::{self, Failure};
 use crate::routing::Routing;
 use crate::state::{Shared, now};
 
-/// Numbers in a response from which on it is written beside the HTTP threads: others wait for those.
+/// Numbers in a response from which on it is written beside the HTTP threads: others wait for
+/// those.
 const LARGE: usize = 1 << 15;
 
 /// Turns texts into vectors.

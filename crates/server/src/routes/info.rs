@@ -90,7 +90,8 @@ impl Healthy {
     }
 }
 
-/// Whether the process lives. It says nothing about the model: a process that loads or drains is alive.
+/// Whether the process lives. It says nothing about the model: a process that loads or drains is
+/// alive.
 #[utoipa::path(
     get,
     path = "/livez",
@@ -102,7 +103,8 @@ pub(crate) async fn live() -> Response {
 
 /// Whether the server takes requests and serves them now.
 ///
-/// 503 with the reason in one line while the model loads, is restarted, has failed, every replica is drained, or the server drains.
+/// 503 with the reason in one line while the model loads, is restarted, has failed, every replica
+/// is drained, or the server drains.
 #[utoipa::path(
     get,
     path = "/health",
@@ -121,7 +123,8 @@ pub(crate) async fn health(State(state): State<Shared>) -> Result<Response, Fail
     }
 }
 
-/// Whether the model computes: it does a step for others now, or else is asked for one token, or for the vector of one.
+/// Whether the model computes: it does a step for others now, or else is asked for one token, or
+/// for the vector of one.
 #[utoipa::path(
     get,
     path = "/health_generate",
@@ -136,8 +139,8 @@ pub(crate) async fn health_generate(State(state): State<Shared>) -> Result<Respo
     in_time(&state, computes(&state, limits, arrived)).await
 }
 
-/// Waits for a sign that the model computes. A step for somebody else is one: a server whose queue is full is not to be taken for dead, nor
-/// to be given more to do.
+/// Waits for a sign that the model computes. A step for somebody else is one: a server whose queue
+/// is full is not to be taken for dead, nor to be given more to do.
 async fn computes(state: &Shared, limits: Limits, arrived: Instant) -> Result<(), ApiError> {
     let before = state.engine.stats().scheduler.steps;
     loop {

@@ -1,4 +1,5 @@
-//! What clients of llama.cpp's server ask: `POST /completion`, `POST /apply-template`, `GET /slots`.
+//! What clients of llama.cpp's server ask: `POST /completion`, `POST /apply-template`, `GET
+//! /slots`.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -170,7 +171,8 @@ impl Encoder for LlamaEncoder {
     }
 
     fn resumable(&self) -> bool {
-        // A token whose text is held back is told with the next one's, which another brain does not know.
+        // A token whose text is held back is told with the next one's, which another brain does not
+        // know.
         false
     }
 

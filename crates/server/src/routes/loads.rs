@@ -27,8 +27,8 @@ pub(crate) struct When {
 /// What the server has to do, as a whole and in each replica.
 #[derive(Serialize, ToSchema)]
 pub(crate) struct Loads {
-    /// As routers are told: `requests` are alive, `running` choices have a slot, `waiting` ones have none, `tokens` of work are left,
-    /// `pages_free` can be taken.
+    /// As routers are told: `requests` are alive, `running` choices have a slot, `waiting` ones
+    /// have none, `tokens` of work are left, `pages_free` can be taken.
     #[serde(flatten)]
     #[schema(value_type = Object)]
     report: LoadReport,

@@ -183,7 +183,8 @@ async fn check_key(
     if accepted { next.run(request).await } else { Failure(ApiError::Unauthorized).into_response() }
 }
 
-/// Where there are keys for it, only those are good; otherwise whoever may use the model may do this too.
+/// Where there are keys for it, only those are good; otherwise whoever may use the model may do
+/// this too.
 async fn check_admin(
     State(state): State<Shared>,
     key: KeyId,
@@ -229,7 +230,8 @@ async fn check_generator(State(state): State<Shared>, request: Request, next: Ne
     }
 }
 
-/// Answers a request that makes its handler panic; what the handler held is dropped by then, which aborts what it waited for.
+/// Answers a request that makes its handler panic; what the handler held is dropped by then, which
+/// aborts what it waited for.
 async fn contain(request: Request, next: Next) -> Response {
     guard::contained(next.run(request)).await.unwrap_or_else(|panic| {
         // What it says is about the server, and not for a client.
@@ -239,7 +241,8 @@ async fn contain(request: Request, next: Next) -> Response {
     })
 }
 
-/// Counts an answer. Routes and methods that nobody knows are counted together: clients may make up any.
+/// Counts an answer. Routes and methods that nobody knows are counted together: clients may make up
+/// any.
 async fn count(State(state): State<Shared>, request: Request, next: Next) -> Response {
     let began = Instant::now();
     let path = request.extensions().get::<MatchedPath>().cloned();

@@ -79,7 +79,8 @@ pub(super) async fn openapi(State(state): State<Shared>) -> Response {
 const ALIASES: [(&str, &str); 3] =
     [("/v1/rerank", "/rerank"), ("/v2/rerank", "/rerank"), ("/v1/score", "/score")];
 
-/// The document, with an operation id of its own for each path of a route and each method of a path that has several.
+/// The document, with an operation id of its own for each path of a route and each method of a path
+/// that has several.
 fn document() -> utoipa::openapi::OpenApi {
     let mut document = Document::openapi();
     for (alias, path) in ALIASES {

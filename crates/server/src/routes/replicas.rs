@@ -16,7 +16,8 @@ pub(crate) struct Drained {
     replica: u32,
     /// It gets none.
     drained: bool,
-    /// Replicas that get new requests now. None: requests are answered 503, and /health says `drained`.
+    /// Replicas that get new requests now. None: requests are answered 503, and /health says
+    /// `drained`.
     taking: usize,
 }
 

@@ -87,7 +87,8 @@ async fn a_stream_that_goes_on_elsewhere_is_as_bound_as_before() {
             .header(STREAM_HEADER, name.encode())
             .header(RESUME_HEADER, content.len());
         content.extend(body.to_string().into_bytes());
-        // The head comes first. Nobody waits for more, and nobody leaves before the others are there.
+        // The head comes first. Nobody waits for more, and nobody leaves before the others are
+        // there.
         streams.push(server.send(request.body(Full::new(content.into())).unwrap()).await);
         let mut constraint = server.submitted().await.all.constraint.unwrap();
         assert_eq!(takes(&mut *constraint, &call[cut..], vocabulary), (true, true), "{cut}");

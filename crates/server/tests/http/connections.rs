@@ -63,7 +63,8 @@ impl TestServer {
 #[tokio::test]
 async fn the_longest_idle_connection_makes_room() {
     let server = TestServer::start(None, |config| config.max_connections = 3).await;
-    // In each state that counts as idle: nothing sent, a part of a head, waiting for the next request.
+    // In each state that counts as idle: nothing sent, a part of a head, waiting for the next
+    // request.
     let silent = server.tcp().await;
     let mut halfway = server.tcp().await;
     halfway.write_all(b"GET /health HTTP/1.1\r\n").await.unwrap();

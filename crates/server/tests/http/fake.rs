@@ -169,8 +169,8 @@ impl Fake {
         self.deliver(vec![Output { id, admission, token: None, pooled, prompt: None, finish }]);
     }
 
-    /// Answers a pooled request with its number of tokens, its first token and where its second text begins; one of generation with
-    /// `script`.
+    /// Answers a pooled request with its number of tokens, its first token and where its second
+    /// text begins; one of generation with `script`.
     fn play(&self, request: &Request, script: &[i32]) {
         let (id_of, spec) = (RequestId(request.id), &request.spec);
         if let Some(pooling) = spec.pooling {
@@ -359,7 +359,8 @@ impl TestServer {
         Self::serving(script, Duration::ZERO, |_| {}, None, intake).await
     }
 
-    /// A server of a model that pools to three numbers, and squeezes scores; the test answers unless `plays`.
+    /// A server of a model that pools to three numbers, and squeezes scores; the test answers
+    /// unless `plays`.
     pub(crate) async fn pooling(task: PoolingTask, plays: bool) -> Self {
         let script = plays.then_some("a");
         Self::serving(script, Duration::ZERO, |_| {}, Some(task), IntakeKind::Threads).await

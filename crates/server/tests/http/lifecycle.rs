@@ -226,7 +226,8 @@ async fn an_answer_that_grows_too_large_is_ended() {
     let whole = server.connect(CHAT, &hello(false));
     let id = server.submitted().await.id;
     let token = server.encode(" the")[0];
-    // Eight bytes each, as text and number; in few steps, so that nobody waits for room in the lane.
+    // Eight bytes each, as text and number; in few steps, so that nobody waits for room in the
+    // lane.
     for _ in 0..5 {
         let token = || Some(SampledToken { id: token, logprobs: None });
         let output = || Output {

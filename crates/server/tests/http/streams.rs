@@ -309,7 +309,8 @@ async fn a_client_that_stops_reading_is_cut_and_its_request_ended() {
             }]);
         }
         assert_eq!(server.aborted().await, id, "{mode:?}");
-        // The system forgets what it could not send, and what the client had not read is all that it gets.
+        // The system forgets what it could not send, and what the client had not read is all that
+        // it gets.
         let mut rest = Vec::new();
         let end = socket.read_to_end(&mut rest).await;
         assert!(end.is_err() || !rest.ends_with(b"0\r\n\r\n"), "{mode:?}");

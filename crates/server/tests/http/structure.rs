@@ -62,7 +62,8 @@ async fn the_parameters_of_sampling_go_along() {
     });
     server.post(COMPLETIONS, completion(more)).await;
     let mut constraint = server.submitted().await.all.constraint.unwrap();
-    // What ends the answer too soon is not said, and neither is a bad word, as long as there is anything else.
+    // What ends the answer too soon is not said, and neither is a bad word, as long as there is
+    // anything else.
     assert_eq!(allowed(&mut *constraint, vocabulary), [a]);
     constraint.accept(b).unwrap();
     constraint.accept(b).unwrap();

@@ -115,7 +115,8 @@ async fn a_value_that_is_tokenised_takes_160_times_its_bytes() {
     every_value(Fate::Tokenised, 100_000, |body| 160 * body).await;
 }
 
-/// Forms are compiled one at a time, so that these bytes are not multiplied by the number of requests.
+/// Forms are compiled one at a time, so that these bytes are not multiplied by the number of
+/// requests.
 #[tokio::test]
 async fn a_form_takes_a_bounded_number_of_bytes_to_compile() {
     for bytes in [30_000, 250_000, 1 << 20] {
@@ -123,7 +124,8 @@ async fn a_form_takes_a_bounded_number_of_bytes_to_compile() {
     }
 }
 
-/// A prompt that is longer than any prompt of the context's length can be is refused before it is tokenised.
+/// A prompt that is longer than any prompt of the context's length can be is refused before it is
+/// tokenised.
 #[tokio::test]
 async fn a_text_that_cannot_fit_is_not_tokenised() {
     let _alone = alone().await;
@@ -168,7 +170,8 @@ fn submitted(server: &mut TestServer) -> Vec<Request> {
     requests
 }
 
-/// As many choices as there may be, and the parameter at its limit: each choice is cheap, and they share what is the same.
+/// As many choices as there may be, and the parameter at its limit: each choice is cheap, and they
+/// share what is the same.
 #[tokio::test]
 async fn choices_share_what_is_the_same() {
     let _alone = alone().await;
@@ -204,7 +207,8 @@ async fn choices_share_what_is_the_same() {
             let (bytes, status, answer) = cost(&server, route, body).await;
             assert_eq!(status, 200, "{name} {route}: {answer}");
             println!("{route} {name}: {bytes} bytes for {length} and {} choices", prompts * n);
-            // A choice has its places in the queue, the egress and the mailbox, whatever it asks for.
+            // A choice has its places in the queue, the egress and the mailbox, whatever it asks
+            // for.
             let choices = prompts * n * 4096;
             assert!(bytes <= 4 * length + SLACK + choices, "{name} {route}: {bytes} for {length}");
             assert!(bytes <= 160 * length + SLACK, "{name} {route}: {bytes} for {length}");
@@ -294,7 +298,8 @@ fn charged(metrics: &str) -> f64 {
     line.unwrap().rsplit(' ').next().unwrap().parse().unwrap()
 }
 
-/// Whoever does not fit the budget is told so at once, and what was charged is given back however a request ends.
+/// Whoever does not fit the budget is told so at once, and what was charged is given back however a
+/// request ends.
 #[tokio::test]
 async fn the_budget_is_kept_and_given_back() {
     let _alone = alone().await;

@@ -6,7 +6,8 @@ use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 static LIVE: AtomicUsize = AtomicUsize::new(0);
 static PEAK: AtomicUsize = AtomicUsize::new(0);
 
-/// Counts every byte of this process. Everything a test measures happens while no other test of this binary runs.
+/// Counts every byte of this process. Everything a test measures happens while no other test of
+/// this binary runs.
 struct Counting;
 
 #[global_allocator]

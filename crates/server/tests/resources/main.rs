@@ -1,7 +1,9 @@
-//! What requests take, counted: bytes that are allocated, and work that is done without letting others run.
+//! What requests take, counted: bytes that are allocated, and work that is done without letting
+//! others run.
 //!
-//! The cases are made from the table of limits (`forebay_api::limits`): every parameter of every route gets values of every shape, large ones.
-//! A body may take four times its bytes and 8 MiB until its prompt is tokenised, then 160 times, and never more than the budget.
+//! The cases are made from the table of limits (`forebay_api::limits`): every parameter of every
+//! route gets values of every shape, large ones. A body may take four times its bytes and 8 MiB
+//! until its prompt is tokenised, then 160 times, and never more than the budget.
 
 #![expect(clippy::unwrap_used, reason = "a helper that fails is a test that fails")]
 

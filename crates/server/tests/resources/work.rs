@@ -14,7 +14,8 @@ use crate::fake::TestServer;
 /// Choices that may be submitted in one go.
 const A_FEW: usize = 32;
 
-/// The most requests that the engine got between two turns of a task that always wants the thread, which is the only one.
+/// The most requests that the engine got between two turns of a task that always wants the thread,
+/// which is the only one.
 async fn longest_run(route: &str, body: serde_json::Value, choices: usize) -> usize {
     let _alone = alone().await;
     let mut server = TestServer::driven().await;

@@ -12,8 +12,9 @@ type Set = Vec<(char, char)>;
 
 /// What is next to what in the matches of a pattern (the position automaton of Glushkov, 1961).
 ///
-/// It says of two characters that they can stand next to each other in a match whenever they can, and perhaps when they
-/// can't: lookahead is taken to be true. Where it says no, no path of a backtracking matcher gets from one to the other.
+/// It says of two characters that they can stand next to each other in a match whenever they can,
+/// and perhaps when they can't: lookahead is taken to be true. Where it says no, no path of a
+/// backtracking matcher gets from one to the other.
 #[derive(Debug)]
 pub(crate) struct Follow {
     sets: Vec<Set>,
@@ -38,8 +39,9 @@ struct Part {
 }
 
 impl Follow {
-    /// `None` for a pattern that is not understood: one with another lookaround, anchors, possessive or atomic parts,
-    /// one that can match nothing, or one that looks ahead after something else than a space.
+    /// `None` for a pattern that is not understood: one with another lookaround, anchors,
+    /// possessive or atomic parts, one that can match nothing, or one that looks ahead after
+    /// something else than a space.
     pub(crate) fn new(pattern: &str) -> Option<Self> {
         if has_possessive(pattern) {
             return None;
@@ -52,7 +54,8 @@ impl Follow {
         (!whole.nullable).then_some(follow)
     }
 
-    /// Whether a match may have `right` straight after a character of which `left` tells if a set can hold it.
+    /// Whether a match may have `right` straight after a character of which `left` tells if a set
+    /// can hold it.
     pub(crate) fn joins(&self, left: impl Fn(&[(char, char)]) -> bool, right: char) -> bool {
         self.pairs.iter().any(|&(a, b)| contains(&self.sets[b], right) && left(&self.sets[a]))
     }
@@ -173,7 +176,8 @@ impl Follow {
     }
 }
 
-/// Whether there is a quantifier that gives nothing back: this parser reads one as two greedy quantifiers.
+/// Whether there is a quantifier that gives nothing back: this parser reads one as two greedy
+/// quantifiers.
 fn has_possessive(pattern: &str) -> bool {
     let (mut classes, mut after_quantifier) = (0_u32, false);
     let mut characters = pattern.chars();

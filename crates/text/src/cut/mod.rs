@@ -2,10 +2,10 @@
 //!
 //! A cut is made only where that follows from the tokenizer's own definition. There are two kinds:
 //!
-//! - before an added token ([`TokenCuts`]): an added token ends one section of the text and starts another, and each
-//!   section is normalised, split and encoded by itself;
-//! - between two characters that the pre-tokenizer never leaves together ([`TextCuts`]), such as a letter and the space
-//!   after it.
+//! - before an added token ([`TokenCuts`]): an added token ends one section of the text and starts
+//!   another, and each section is normalised, split and encoded by itself;
+//! - between two characters that the pre-tokenizer never leaves together ([`TextCuts`]), such as a
+//!   letter and the space after it.
 //!
 //! What is not recognised is not cut: a tokenizer may have cuts of both kinds, of one, or none.
 
@@ -46,8 +46,9 @@ impl Cuts {
         }
     }
 
-    /// The first place for a cut: from `token` on before an added token, from `anywhere` (not less) on between
-    /// characters too. All in bytes; a place is neither the start nor the end of the text.
+    /// The first place for a cut: from `token` on before an added token, from `anywhere` (not less)
+    /// on between characters too. All in bytes; a place is neither the start nor the end of the
+    /// text.
     pub(crate) fn next(&self, text: &str, token: usize, anywhere: usize) -> Option<usize> {
         let before_token = |from: usize, to: usize| self.tokens.as_ref()?.find(text, from, to);
         let between = |from: usize, to: usize| self.text.as_ref()?.find(text, from, to);
@@ -100,7 +101,8 @@ pub(crate) struct Added {
 }
 
 impl Added {
-    /// All added tokens, or `None` if one of them looks at the text around it or takes spaces from it.
+    /// All added tokens, or `None` if one of them looks at the text around it or takes spaces from
+    /// it.
     fn all(file: &Value) -> Option<Vec<Self>> {
         let Some(list) = file["added_tokens"].as_array() else { return Some(Vec::new()) };
         let plain = |token: &Value| {
@@ -159,7 +161,8 @@ mod tests {
 
     #[test]
     fn a_lookahead_sees_the_same_on_both_sides() {
-        // After a space nothing is cut: `\s+(?!\S)` would see the end of the text instead of the letter.
+        // After a space nothing is cut: `\s+(?!\S)` would see the end of the text instead of the
+        // letter.
         assert_eq!(places(&file(Value::Null, gpt2(), &[]), "a  b"), [1]);
     }
 

@@ -10,8 +10,8 @@ use super::{Added, Normaliser};
 /// The pattern of the `ByteLevel` pre-tokenizer: that of GPT-2.
 const GPT2: &str = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+";
 
-/// Characters of which every Unicode table says the same, and which canonical composition neither changes nor joins
-/// with what stands before them.
+/// Characters of which every Unicode table says the same, and which canonical composition neither
+/// changes nor joins with what stands before them.
 const SETTLED: [(char, char); 9] = [
     ('\0', '\u{7f}'),
     ('\u{c0}', '\u{24f}'),
@@ -29,11 +29,13 @@ const SETTLED: [(char, char); 9] = [
 /// Between `a` and `b`, for a tokenizer whose pre-tokenizer is patterns one after the other:
 ///
 /// - no added token has `b` after `a` inside it, so none reaches over the cut;
-/// - no match of any of the patterns has `b` after `a`, so matching gets as far as the cut and no further, with the
-///   same matches, whether the text goes on there or ends; and it goes on from the cut as from a beginning, because the
-///   patterns look at nothing before them. The one lookahead they may have, for "no letter comes next", is only reached
-///   after a space, and `a` is none;
-/// - of one of the patterns a match starts at `b`, so there is a boundary, and the model sees each side by itself;
+/// - no match of any of the patterns has `b` after `a`, so matching gets as far as the cut and no
+///   further, with the same matches, whether the text goes on there or ends; and it goes on from
+///   the cut as from a beginning, because the patterns look at nothing before them. The one
+///   lookahead they may have, for "no letter comes next", is only reached after a space, and `a` is
+///   none;
+/// - of one of the patterns a match starts at `b`, so there is a boundary, and the model sees each
+///   side by itself;
 /// - `b` is a character before which composition stops.
 #[derive(Debug)]
 pub(crate) struct TextCuts {
@@ -111,7 +113,8 @@ impl TextCuts {
         if !is_settled(right) || left.is_whitespace() {
             return false;
         }
-        // Of an unsettled character only this much is sure: it is no space, and composing makes none of it.
+        // Of an unsettled character only this much is sure: it is no space, and composing makes
+        // none of it.
         let settled = is_settled(left);
         let inside_token = if settled {
             self.inside_tokens.contains(&(left, right))

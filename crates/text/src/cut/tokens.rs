@@ -8,9 +8,10 @@ use super::Added;
 
 /// Finds added tokens of which every occurrence in a text is that token, whatever stands around it.
 ///
-/// The library finds added tokens from left to right, the longest of those that start first. A token that shares no
-/// text with any other one (neither contains the other, no end of one is a beginning of the other, itself included) is
-/// therefore found wherever it stands, and what is found on either side of it does not depend on the other side.
+/// The library finds added tokens from left to right, the longest of those that start first. A
+/// token that shares no text with any other one (neither contains the other, no end of one is a
+/// beginning of the other, itself included) is therefore found wherever it stands, and what is
+/// found on either side of it does not depend on the other side.
 #[derive(Debug)]
 pub(crate) struct TokenCuts {
     finder: AhoCorasick,
@@ -18,10 +19,11 @@ pub(crate) struct TokenCuts {
 }
 
 impl TokenCuts {
-    /// `None` if there is no such token. Tokens that are looked for in the normalised text count only where that
-    /// `is_identity`.
+    /// `None` if there is no such token. Tokens that are looked for in the normalised text count
+    /// only where that `is_identity`.
     pub(crate) fn new(added: &[Added], is_identity: bool) -> Option<Self> {
-        // Where the normaliser does something, tokens of the normalised text are looked for in what the others leave.
+        // Where the normaliser does something, tokens of the normalised text are looked for in what
+        // the others leave.
         let looked_for = added.iter().filter(|token| is_identity || !token.normalised);
         let contents: HashSet<&str> = looked_for.map(|token| token.content.as_str()).collect();
         let contents: Vec<&str> = contents.into_iter().collect();

@@ -1,4 +1,5 @@
-//! How few tokens a text can have: a bound that costs a look at its bytes, so that nothing is encoded that cannot fit.
+//! How few tokens a text can have: a bound that costs a look at its bytes, so that nothing is
+//! encoded that cannot fit.
 
 #[cfg(test)]
 mod tests;
@@ -9,35 +10,42 @@ use serde_json::Value;
 
 use crate::scheme::Scheme;
 
-/// A token of one byte counts as this much; a token counts at least as much as all of its bytes together.
+/// A token of one byte counts as this much; a token counts at least as much as all of its bytes
+/// together.
 const WHOLE: u64 = 1 << 32;
-/// By how much canonical composition may shorten text: U+1FBE, a diaeresis and an acute are 7 bytes, and U+0390 is 2.
+/// By how much canonical composition may shorten text: U+1FBE, a diaeresis and an acute are 7
+/// bytes, and U+0390 is 2.
 const COMPOSED: u64 = 4;
-/// What SentencePiece writes in place of a space; its bytes in a text count nothing, for they may have been a space.
+/// What SentencePiece writes in place of a space; its bytes in a text count nothing, for they may
+/// have been a space.
 const METASPACE: &str = "\u{2581}";
 
-/// What is known of a tokenizer before it encodes: no text has fewer ids than [`Measure::fewest`] says.
+/// What is known of a tokenizer before it encodes: no text has fewer ids than [`Measure::fewest`]
+/// says.
 #[derive(Debug)]
 pub(crate) enum Measure {
-    /// Every byte of the text is in a token, and for each byte it is known how long a token with it can be. A byte's
-    /// weight is one over that length, so the weights of a token's bytes are at most 1 together.
+    /// Every byte of the text is in a token, and for each byte it is known how long a token with it
+    /// can be. A byte's weight is one over that length, so the weights of a token's bytes are at
+    /// most 1 together.
     Bytes {
         weights: Box<[u64; 256]>,
         /// Text is brought into composed form first, which may shorten what is not ASCII.
         composes: bool,
     },
-    /// These ASCII characters survive every normaliser and have tokens of their own, so each is in a token, none of
-    /// which has more than `longest` characters. What else a text has may be dropped, or become one unknown token.
+    /// These ASCII characters survive every normaliser and have tokens of their own, so each is in
+    /// a token, none of which has more than `longest` characters. What else a text has may be
+    /// dropped, or become one unknown token.
     Known { characters: [bool; 128], longest: usize },
-    /// Spaces separate tokens, and a word with an ASCII letter or digit is at least one token, however long it is.
+    /// Spaces separate tokens, and a word with an ASCII letter or digit is at least one token,
+    /// however long it is.
     Words,
     /// Nothing is known: text may be dropped.
     Unknown,
 }
 
 impl Measure {
-    /// The measure of a tokenizer, from the content of its `tokenizer.json`. `pieces` are the bytes that each id
-    /// stands for in a text, the empty ones left out.
+    /// The measure of a tokenizer, from the content of its `tokenizer.json`. `pieces` are the bytes
+    /// that each id stands for in a text, the empty ones left out.
     pub(crate) fn of<'a>(
         file: &Value,
         scheme: &Scheme,
@@ -120,8 +128,8 @@ impl Measure {
     }
 }
 
-/// The weight of a text that may be composed: an ASCII character before another one stays as it is, and the rest becomes
-/// at least one byte in [`COMPOSED`].
+/// The weight of a text that may be composed: an ASCII character before another one stays as it is,
+/// and the rest becomes at least one byte in [`COMPOSED`].
 fn composed(weights: &[u64; 256], text: &str) -> u64 {
     let bytes = text.as_bytes();
     // Of the bytes that text has.
@@ -258,7 +266,8 @@ fn only_marks_spaces(step: &Value) -> bool {
     }
 }
 
-/// Whether a normaliser leaves ASCII letters and digits, but for their case, and the spaces between them.
+/// Whether a normaliser leaves ASCII letters and digits, but for their case, and the spaces between
+/// them.
 fn keeps_ascii(step: &Value) -> bool {
     match step["type"].as_str() {
         Some(

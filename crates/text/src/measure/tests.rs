@@ -14,7 +14,8 @@ struct Loaded {
     tokenizer: Tokenizer,
 }
 
-/// All kinds of tokenizers; also some that compose, drop words, take the spaces beside tokens, or drop text.
+/// All kinds of tokenizers; also some that compose, drop words, take the spaces beside tokens, or
+/// drop text.
 static LOADED: LazyLock<Vec<Loaded>> = LazyLock::new(|| {
     let folder = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("tests/data");
     let read = |name: &str| -> serde_json::Value {

@@ -1,4 +1,5 @@
-//! Encoding with some places of a text taken as ordinary text, whatever they spell; and encoding that can be stopped.
+//! Encoding with some places of a text taken as ordinary text, whatever they spell; and encoding
+//! that can be stopped.
 
 #[cfg(test)]
 mod tests;
@@ -16,11 +17,13 @@ use tokenizers::{
 
 use crate::error::TextError;
 
-/// Finds the added tokens of a text as the library does, but not where they are to be ordinary text.
+/// Finds the added tokens of a text as the library does, but not where they are to be ordinary
+/// text.
 ///
-/// The library can switch all special tokens off or none. This is its algorithm again, with a list of places: first
-/// tokens are looked for in the text as it came, then in what normalising has made of the rest; from left to right, the
-/// longest that starts first; one that is not taken uses up its text all the same.
+/// The library can switch all special tokens off or none. This is its algorithm again, with a list
+/// of places: first tokens are looked for in the text as it came, then in what normalising has made
+/// of the rest; from left to right, the longest that starts first; one that is not taken uses up
+/// its text all the same.
 #[derive(Debug)]
 pub(crate) struct Plain {
     raw: Option<Matcher>,
@@ -83,8 +86,9 @@ impl Plain {
         Ok(Self { raw: matcher(raw)?, normalised: matcher(normalised)?, special })
     }
 
-    /// The places of `text` where it spells a special token and some of that lies in one of `client`: sorted ranges that
-    /// do not overlap. The result is sorted by its starts; ranges that overlap are joined.
+    /// The places of `text` where it spells a special token and some of that lies in one of
+    /// `client`: sorted ranges that do not overlap. The result is sorted by its starts; ranges that
+    /// overlap are joined.
     pub(crate) fn spelled(&self, text: &str, client: &[Range<usize>]) -> Vec<Range<usize>> {
         let Some(special) = self.special.as_ref().filter(|_| !client.is_empty()) else {
             return Vec::new();
@@ -105,8 +109,8 @@ impl Plain {
         joined
     }
 
-    /// The ids of `text` without what the post-processor adds. Special tokens that touch one of `plain` (sorted, not
-    /// overlapping) are ordinary text.
+    /// The ids of `text` without what the post-processor adds. Special tokens that touch one of
+    /// `plain` (sorted, not overlapping) are ordinary text.
     ///
     /// `go_on` is asked before each word, with the number of ids so far.
     ///

@@ -1,10 +1,11 @@
 //! Threads that render and tokenise, so that a long prompt never holds up an HTTP thread.
 //!
-//! A thread that has nothing to do takes an input as soon as it comes: nothing waits for company. Batches form only
-//! from what has come while every thread was busy: a thread takes its share of that, bounded by an estimate of tokens,
-//! and encodes it without another look at the queue. Long inputs are cut, and their pieces take turns with the batches,
-//! over all threads: a short input waits for one piece at most. What can't be cut and is long has a thread of its own,
-//! one piece at a time. The threads are all there is: no library is asked to use more.
+//! A thread that has nothing to do takes an input as soon as it comes: nothing waits for company.
+//! Batches form only from what has come while every thread was busy: a thread takes its share of
+//! that, bounded by an estimate of tokens, and encodes it without another look at the queue. Long
+//! inputs are cut, and their pieces take turns with the batches, over all threads: a short input
+//! waits for one piece at most. What can't be cut and is long has a thread of its own, one piece at
+//! a time. The threads are all there is: no library is asked to use more.
 
 mod queue;
 #[cfg(test)]
@@ -30,9 +31,11 @@ use crate::tokenizer::Tokenizer;
 use queue::{Queue, Task};
 use work::{Input, Job, Reply, Started, Tools};
 
-/// Room for a template's recursion and a deeply nested tool description; only what is used is ever real memory.
+/// Room for a template's recursion and a deeply nested tool description; only what is used is ever
+/// real memory.
 const STACK_BYTES: usize = 8 << 20;
-/// Text of so few tokens is encoded by whoever asks: that takes about as long as waking a thread would.
+/// Text of so few tokens is encoded by whoever asks: that takes about as long as waking a thread
+/// would.
 const WAKE_TOKENS: usize = 32;
 /// How long the end of a pool waits for its threads; what they do then is nobody's any more.
 const PATIENCE: Duration = Duration::from_secs(1);
@@ -49,8 +52,8 @@ pub enum TextInput {
         /// Run the tokenizer's post-processor (a leading bos token, say).
         add_special_tokens: bool,
     },
-    /// A chat, to be rendered by the model's template. Nothing is added to what the template writes, as with
-    /// transformers' `apply_chat_template`.
+    /// A chat, to be rendered by the model's template. Nothing is added to what the template
+    /// writes, as with transformers' `apply_chat_template`.
     Chat {
         /// A list of messages, each an object.
         messages: Value,
@@ -79,10 +82,12 @@ pub struct Encoded {
 /// Where inputs are encoded.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum TextMode {
-    /// On the pool's threads, but for what is so short that waking one costs as much as encoding it.
+    /// On the pool's threads, but for what is so short that waking one costs as much as encoding
+    /// it.
     #[default]
     Auto,
-    /// On the thread that asks, which does nothing else meanwhile: what the pool is measured against.
+    /// On the thread that asks, which does nothing else meanwhile: what the pool is measured
+    /// against.
     Inline,
 }
 
@@ -99,7 +104,8 @@ pub struct TextConfig {
     pub cache_bytes: usize,
     /// The most inputs that a thread takes at a time, whatever their size.
     pub batch_inputs: Option<NonZeroUsize>,
-    /// Special tokens in the strings of chats are special. Otherwise they are encoded as the text that they look like.
+    /// Special tokens in the strings of chats are special. Otherwise they are encoded as the text
+    /// that they look like.
     pub special_tokens_in_content: bool,
 }
 
@@ -145,7 +151,8 @@ pub type StartThread<'a> =
 
 /// Threads that render chats and tokenise, with one bounded queue.
 ///
-/// A caller that stops waiting (drops its future) cancels its input: what has not been started of it is skipped.
+/// A caller that stops waiting (drops its future) cancels its input: what has not been started of
+/// it is skipped.
 #[derive(Debug)]
 pub struct TextPool {
     shared: Arc<Shared>,
@@ -194,8 +201,9 @@ impl TextPool {
             .expect("the system has room for a thread at start")
     }
 
-    /// Starts a pool whose threads `start` starts, which may watch over them. A thread that panics on an input goes on; if one ends in a
-    /// panic all the same, nothing more is taken in and what waits is answered [`TextError::Closed`].
+    /// Starts a pool whose threads `start` starts, which may watch over them. A thread that panics
+    /// on an input goes on; if one ends in a panic all the same, nothing more is taken in and what
+    /// waits is answered [`TextError::Closed`].
     ///
     /// # Errors
     /// The system refuses a thread.
@@ -242,9 +250,11 @@ impl TextPool {
         Ok(Self { shared, mode: config.mode, patience: PATIENCE })
     }
 
-    /// The same pool for texts that may have so many tokens each, special tokens included; `None`: as many as they have.
+    /// The same pool for texts that may have so many tokens each, special tokens included; `None`:
+    /// as many as they have.
     ///
-    /// A text that can't be short enough is refused before it is encoded, and encoding ends once it has more.
+    /// A text that can't be short enough is refused before it is encoded, and encoding ends once it
+    /// has more.
     pub fn within(&self, most: impl Into<Option<usize>>) -> Within<'_> {
         Within { pool: self, most: most.into(), keep: None }
     }
@@ -324,7 +334,8 @@ pub struct Within<'a> {
 }
 
 impl Within<'_> {
-    /// With something that is kept for as long as what is given to the pool: also when nobody waits for that any more.
+    /// With something that is kept for as long as what is given to the pool: also when nobody waits
+    /// for that any more.
     #[must_use]
     pub fn keeping(self, keep: Keep) -> Self {
         Self { keep: Some(keep), ..self }
@@ -333,15 +344,17 @@ impl Within<'_> {
     /// The token ids of one input.
     ///
     /// # Errors
-    /// [`TextError::Busy`], at once, when the queue is full; [`TextError::NoTemplate`] for a chat without a template;
-    /// [`TextError::Template`], [`TextError::Costly`], [`TextError::Guarded`] and [`TextError::Encode`] for what cannot be
-    /// rendered or encoded; [`TextError::TooLong`] for what has more tokens than it may.
+    /// [`TextError::Busy`], at once, when the queue is full; [`TextError::NoTemplate`] for a chat
+    /// without a template; [`TextError::Template`], [`TextError::Costly`], [`TextError::Guarded`]
+    /// and [`TextError::Encode`] for what cannot be rendered or encoded; [`TextError::TooLong`] for
+    /// what has more tokens than it may.
     pub async fn encode(self, input: TextInput) -> Result<Encoded, TextError> {
         let mut encoded = self.pool.run(input.into(), self.most, self.keep).await?;
         encoded.pop().ok_or_else(|| TextError::Encode("nothing to encode".to_owned()))
     }
 
-    /// The token ids of several texts, in order. They take one place in the queue, so that all are taken or none.
+    /// The token ids of several texts, in order. They take one place in the queue, so that all are
+    /// taken or none.
     ///
     /// # Errors
     /// As [`Within::encode`].
@@ -355,7 +368,8 @@ impl Within<'_> {
         Ok(encoded.into_iter().map(|encoded| encoded.ids).collect())
     }
 
-    /// The token ids of pairs of texts and where the second of each begins, in order. They take one place in the queue.
+    /// The token ids of pairs of texts and where the second of each begins, in order. They take one
+    /// place in the queue.
     ///
     /// # Errors
     /// As [`Within::encode`].

@@ -12,8 +12,9 @@ use crate::error::TextError;
 /// Estimated tokens that a thread takes at a time: a few milliseconds of work at most.
 const BATCH_TOKENS: usize = 2048;
 
-/// The lanes: whole inputs, first come first served; long inputs that have been cut, which take turns piece by piece; and
-/// pieces that could not be cut and are long themselves, which have a thread of their own.
+/// The lanes: whole inputs, first come first served; long inputs that have been cut, which take
+/// turns piece by piece; and pieces that could not be cut and are long themselves, which have a
+/// thread of their own.
 #[derive(Debug)]
 pub(super) struct Queue {
     lanes: Mutex<Lanes>,
@@ -45,7 +46,8 @@ pub(super) enum Task {
 }
 
 impl Queue {
-    /// A queue for `limit` waiting inputs, taken by `threads` threads at most `batch_inputs` at a time.
+    /// A queue for `limit` waiting inputs, taken by `threads` threads at most `batch_inputs` at a
+    /// time.
     pub(super) fn new(limit: usize, threads: usize, batch_inputs: Option<NonZeroUsize>) -> Self {
         let lanes = Mutex::new(Lanes::default());
         let (ready, long_ready) = (Condvar::new(), Condvar::new());
@@ -113,8 +115,8 @@ impl Queue {
         }
     }
 
-    /// Waits for something to do; `None` once the queue is closed and empty. A thread that got a batch is given a piece
-    /// next and the other way round, where there are both.
+    /// Waits for something to do; `None` once the queue is closed and empty. A thread that got a
+    /// batch is given a piece next and the other way round, where there are both.
     pub(super) fn take(&self, after_batch: bool) -> Option<Task> {
         let mut lanes = self.lanes.lock();
         loop {

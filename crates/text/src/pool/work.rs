@@ -352,7 +352,8 @@ impl Long {
         let go_on = || !self.is_over() && !tools.is_closed();
         let result = guarded(|| self.planned.encode_piece(piece, tools, &go_on));
         let result = match result {
-            // Each piece's ids are written before its count, and all counts are read before the ids.
+            // Each piece's ids are written before its count, and all counts are read before the
+            // ids.
             Ok(()) if self.left.fetch_sub(1, Ordering::AcqRel) > 1 => return,
             Ok(()) => guarded(|| self.planned.finish(tools)),
             Err(error) => Err(error),

@@ -7,10 +7,10 @@ use super::{ChatRender, ChatTemplate};
 /// In which form a template reads the content of a message: a string, or a list of parts such as
 /// `{"type": "text", "text": "..."}`.
 ///
-/// Clients may send either. Which form a template reads is found by rendering it, once, with a short chat in each form:
-/// the text must come out, and must come out without the part's other fields (a template that prints the whole list
-/// does not read parts). This looks at what the template does rather than at how it is written, so it sees through
-/// macros, variables and loops.
+/// Clients may send either. Which form a template reads is found by rendering it, once, with a
+/// short chat in each form: the text must come out, and must come out without the part's other
+/// fields (a template that prints the whole list does not read parts). This looks at what the
+/// template does rather than at how it is written, so it sees through macros, variables and loops.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ContentFormat {
     /// Reads strings only: a list of text parts is joined with line feeds.
@@ -36,7 +36,8 @@ impl ContentFormat {
         }
     }
 
-    /// Brings `content` into this form. What is not plain text (an image part, a null) stays as it is.
+    /// Brings `content` into this form. What is not plain text (an image part, a null) stays as it
+    /// is.
     pub(super) fn convert(self, content: &mut Value) {
         match (self, &*content) {
             (Self::String, Value::Array(parts)) => {
@@ -57,10 +58,12 @@ fn part_text(part: &Value) -> Option<&str> {
     (part["type"] == "text").then(|| part["text"].as_str())?
 }
 
-/// Whether the text of a user's message with this content comes out, and nothing else of the content.
+/// Whether the text of a user's message with this content comes out, and nothing else of the
+/// content.
 fn reads(template: &ChatTemplate, content: &Value) -> bool {
     let user = json!({"role": "user", "content": content});
-    // Some templates want a system message or more turns, some refuse one: any chat that renders will do.
+    // Some templates want a system message or more turns, some refuse one: any chat that renders
+    // will do.
     let system = json!({"role": "system", "content": "s"});
     let chats = [json!([user]), json!([system, user])];
     chats.iter().any(|messages| {

@@ -1,7 +1,8 @@
 //! `{% generation %}`: transformers' own tag around what the assistant said, for training masks.
 
-/// The source with `{% generation %}` and `{% endgeneration %}` replaced by a `with` block, which opens a scope as the
-/// tag does and else does nothing. Whitespace control marks stay; comments, raw blocks and strings are left alone.
+/// The source with `{% generation %}` and `{% endgeneration %}` replaced by a `with` block, which
+/// opens a scope as the tag does and else does nothing. Whitespace control marks stay; comments,
+/// raw blocks and strings are left alone.
 pub(crate) fn without_generation_marks(source: &str) -> String {
     let mut out = String::with_capacity(source.len());
     let mut rest = source;
@@ -31,7 +32,8 @@ pub(crate) fn without_generation_marks(source: &str) -> String {
                     rest = &rest[length..];
                     continue;
                 }
-                // Inside a raw block only its end is a tag: anything else may have quotes that never close.
+                // Inside a raw block only its end is a tag: anything else may have quotes that
+                // never close.
                 if raw && name != "raw" { 1 } else { length }
             }
             _ => 1,
@@ -43,7 +45,8 @@ pub(crate) fn without_generation_marks(source: &str) -> String {
     out
 }
 
-/// The length of the tag at the start of `text` with its `end`, which does not count inside a string.
+/// The length of the tag at the start of `text` with its `end`, which does not count inside a
+/// string.
 fn tag_length(text: &str, end: &str) -> usize {
     let mut quote = None;
     let mut skip = false;

@@ -25,8 +25,8 @@ use python::Printed;
 use shape::Shape;
 
 const NAME: &str = "chat_template";
-/// Instructions that a template may run for one chat: hundreds of thousands of messages with most templates, and about a
-/// second.
+/// Instructions that a template may run for one chat: hundreds of thousands of messages with most
+/// templates, and about a second.
 const FUEL: u64 = 20_000_000;
 /// Macros and blocks inside each other; a tool's schema nests a few levels, of a few calls each.
 const RECURSION: usize = 250;
@@ -34,7 +34,8 @@ const RECURSION: usize = 250;
 const OUTPUT: usize = 4 << 20;
 const OUTPUT_A_BYTE: usize = 16;
 
-/// What transformers puts after the message to be continued, to find where the rendered text has to be cut.
+/// What transformers puts after the message to be continued, to find where the rendered text has to
+/// be cut.
 const CONTINUE_TAG: &str = "CONTINUE_FINAL_MESSAGE_TAG ";
 
 /// The names under which messages carry reasoning; templates read the first.
@@ -44,9 +45,9 @@ type Clock = Arc<dyn Fn() -> Zoned + Send + Sync>;
 
 /// A compiled chat template.
 ///
-/// It renders as `transformers.apply_chat_template` does: the same filters, functions and whitespace rules, undefined
-/// names are empty, Python's string and dictionary methods work, `{% generation %}` marks are accepted and mean
-/// nothing. The text is not tokenised here.
+/// It renders as `transformers.apply_chat_template` does: the same filters, functions and
+/// whitespace rules, undefined names are empty, Python's string and dictionary methods work, `{%
+/// generation %}` marks are accepted and mean nothing. The text is not tokenised here.
 pub struct ChatTemplate {
     environment: Environment<'static>,
     source: String,
@@ -75,7 +76,8 @@ pub struct ChatRender<'a> {
     pub documents: Option<&'a serde_json::Value>,
     /// End with the beginning of the assistant's answer.
     pub add_generation_prompt: bool,
-    /// End inside the last message, for the model to go on with it. Not together with `add_generation_prompt`.
+    /// End inside the last message, for the model to go on with it. Not together with
+    /// `add_generation_prompt`.
     pub continue_final_message: bool,
     /// More variables for the template (`enable_thinking`, ...).
     pub kwargs: Option<&'a serde_json::Map<String, serde_json::Value>>,
@@ -173,8 +175,9 @@ impl ChatTemplate {
     /// Message contents are brought into the form the template reads first, see [`ContentFormat`].
     ///
     /// # Errors
-    /// [`TextError::Template`] if the template refuses the messages or fails on them, or if the last message is to be
-    /// continued and cannot be; [`TextError::Costly`] if it runs for too long, prints too much or calls itself too often.
+    /// [`TextError::Template`] if the template refuses the messages or fails on them, or if the
+    /// last message is to be continued and cannot be; [`TextError::Costly`] if it runs for too
+    /// long, prints too much or calls itself too often.
     pub fn render(&self, request: &ChatRender<'_>) -> Result<String, TextError> {
         if request.continue_final_message && request.add_generation_prompt {
             return Err(refused(
@@ -251,8 +254,8 @@ impl ChatTemplate {
             ("documents", Value::from(Serde(request.documents))),
             ("add_generation_prompt", Value::from(request.add_generation_prompt)),
         ];
-        // A later name replaces an earlier one: a caller's variable replaces a special token, and nothing replaces
-        // the chat itself.
+        // A later name replaces an earlier one: a caller's variable replaces a special token, and
+        // nothing replaces the chat itself.
         let context = Value::from_pairs(special.chain(kwargs).chain(fixed));
         let template =
             self.environment.get_template(NAME).map_err(|error| template_error(&error))?;
@@ -309,8 +312,8 @@ pub(crate) fn text_bytes(value: &serde_json::Value) -> usize {
     }
 }
 
-/// The message with its reasoning under the names that templates read, as transformers does: `reasoning_content`, and
-/// `thinking` if there is none.
+/// The message with its reasoning under the names that templates read, as transformers does:
+/// `reasoning_content`, and `thinking` if there is none.
 fn with_reasoning_names(
     message: &serde_json::Map<String, serde_json::Value>,
 ) -> serde_json::Map<String, serde_json::Value> {

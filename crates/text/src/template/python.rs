@@ -1,4 +1,5 @@
-//! What jinja2 templates take from Python: how values print, which methods strings and dictionaries have.
+//! What jinja2 templates take from Python: how values print, which methods strings and dictionaries
+//! have.
 
 use std::cell::Cell;
 use std::fmt::Write as _;
@@ -130,8 +131,9 @@ fn string_repr(text: &str, out: &mut String) {
             '\t' => out.push_str("\\t"),
             c if c == quote => out.extend(['\\', c]),
             ' ' => out.push(' '),
-            // Rust's escape_debug follows the same Unicode property (printable or not) but writes other escapes; for
-            // combining marks, which print, it is asked with a letter before them.
+            // Rust's escape_debug follows the same Unicode property (printable or not) but writes
+            // other escapes; for combining marks, which print, it is asked with a letter before
+            // them.
             c if !c.is_control() && prints(c) => out.push(c),
             c => {
                 let code = u32::from(c);
@@ -171,7 +173,8 @@ fn float_repr(float: f64) -> String {
     format!("{digits}e{sign}{:02}", exponent.abs())
 }
 
-/// Whether Python's `str.strip` and `str.split` take this for a space: Unicode's, and four separators.
+/// Whether Python's `str.strip` and `str.split` take this for a space: Unicode's, and four
+/// separators.
 fn is_space(c: char) -> bool {
     c.is_whitespace() || ('\u{1c}'..='\u{1f}').contains(&c)
 }
@@ -217,7 +220,8 @@ fn title(text: &str) -> String {
     out
 }
 
-/// Python's methods: those here, which minijinja-contrib lacks or has otherwise, then minijinja-contrib's.
+/// Python's methods: those here, which minijinja-contrib lacks or has otherwise, then
+/// minijinja-contrib's.
 fn method(state: &mut State, value: &Value, name: &str, args: &[Value]) -> Result<Value, Error> {
     match (value.kind(), value.as_str()) {
         (_, Some(text)) => match string_method(text, name, args)? {

@@ -1,5 +1,5 @@
-//! What a template does with messages that not every template takes, found out by rendering short chats, and messages brought into the
-//! shape that it takes.
+//! What a template does with messages that not every template takes, found out by rendering short
+//! chats, and messages brought into the shape that it takes.
 
 use std::hash::{DefaultHasher, Hash, Hasher};
 

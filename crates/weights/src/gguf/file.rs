@@ -10,7 +10,8 @@ use std::sync::Arc;
 use crate::error::ModelError;
 
 const MOST_DIMENSIONS: u32 = 4;
-/// Far beyond every known file: vocabularies have some hundred thousand tokens, templates some hundred KiB.
+/// Far beyond every known file: vocabularies have some hundred thousand tokens, templates some
+/// hundred KiB.
 const MOST_HEADER: u64 = 256 << 20;
 const MOST_ENTRIES: u64 = 1 << 25;
 const MOST_DEPTH: u32 = 4;
@@ -384,7 +385,8 @@ impl<R: Read> Header<R> {
         let mut bytes = vec![0; length as usize];
         self.input.read_exact(&mut bytes)?;
         self.at += length;
-        // Vocabularies hold what their makers put there: a token that isn't UTF-8 must not keep a model from loading.
+        // Vocabularies hold what their makers put there: a token that isn't UTF-8 must not keep a
+        // model from loading.
         Ok(String::from_utf8(bytes)
             .unwrap_or_else(|error| String::from_utf8_lossy(error.as_bytes()).into_owned()))
     }

@@ -1,4 +1,5 @@
-//! GGUF: metadata and where each tensor lies, and what a `config.json` and a `tokenizer.json` of the model would say.
+//! GGUF: metadata and where each tensor lies, and what a `config.json` and a `tokenizer.json` of
+//! the model would say.
 //!
 //! The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 

@@ -1,4 +1,5 @@
-//! Which of a model's weights a GGUF file's tensors hold, by their Hugging Face names (`gguf.constants.TENSOR_NAMES`).
+//! Which of a model's weights a GGUF file's tensors hold, by their Hugging Face names
+//! (`gguf.constants.TENSOR_NAMES`).
 
 use super::file::{GgufFiles, GgufTensor};
 use crate::config::Shape;
@@ -13,7 +14,8 @@ pub(crate) struct Stored<'a> {
     pub(crate) tensor: &'a GgufTensor,
 }
 
-/// Every weight of the model that is in the files, in their order; a head that is tied to the embedding is left out.
+/// Every weight of the model that is in the files, in their order; a head that is tied to the
+/// embedding is left out.
 pub(crate) fn stored_weights<'a>(
     files: &'a GgufFiles,
     shape: &Shape,

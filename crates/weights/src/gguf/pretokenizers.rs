@@ -1,7 +1,8 @@
-//! How the text is cut before byte-pair merges, for each `tokenizer.ggml.pre` of the families that are read here.
+//! How the text is cut before byte-pair merges, for each `tokenizer.ggml.pre` of the families that
+//! are read here.
 //!
-//! GGUF holds a name where `tokenizer.json` holds a pipeline. Here is the pipeline of the original tokenizer behind each name, in the form of
-//! `tokenizer.json`.
+//! GGUF holds a name where `tokenizer.json` holds a pipeline. Here is the pipeline of the original
+//! tokenizer behind each name, in the form of `tokenizer.json`.
 
 use serde_json::{Value, json};
 
@@ -65,7 +66,8 @@ pub(super) fn pipeline(name: &str) -> Result<Pipeline, ModelError> {
         |pre_tokenizer| Pipeline { ignore_merges: true, add_bos: true, ..plain(pre_tokenizer) };
     let three = gpt4_like(r"\p{N}{1,3}");
     Ok(match name {
-        // No name at all is the same as "default": llama.cpp's guess for files older than the names.
+        // No name at all is the same as "default": llama.cpp's guess for files older than the
+        // names.
         "default" => plain(splits(&[r"[\p{P}\$\+<=>\^~\|]+", GPT2, r"\p{N}+", "[0-9][0-9][0-9]"])),
         "gpt-2" | "mpt" | "olmo" | "phi-2" => plain(byte_level(true)),
         "smollm" | "starcoder" | "refact" => plain(sequence(vec![digits(), byte_level(true)])),

@@ -31,8 +31,8 @@ fn flag(metadata: &Metadata, key: &str, default: bool) -> bool {
 
 /// The content of `tokenizer.json`.
 ///
-/// What GGUF doesn't keep can't come back: whether an added token takes the spaces beside it, and whether a token that looks special was.
-/// Neither changes how ordinary text is encoded.
+/// What GGUF doesn't keep can't come back: whether an added token takes the spaces beside it, and
+/// whether a token that looks special was. Neither changes how ordinary text is encoded.
 pub(crate) fn tokenizer_json(metadata: &Metadata) -> Result<Value, ModelError> {
     let tokens = texts(metadata, "tokenizer.ggml.tokens")?.filter(|tokens| !tokens.is_empty());
     let tokens = tokens.ok_or_else(|| ModelError::broken("the GGUF file has no tokenizer"))?;
@@ -102,8 +102,8 @@ impl Vocabulary<'_> {
                 "the GGUF file has a tokenizer of merges, and no merges (tokenizer.ggml.merges)",
             )
         })?;
-        // A space separates the two halves, and byte-level tokens hold none. A merge that leads to no token is an error to the reader of a
-        // `tokenizer.json`.
+        // A space separates the two halves, and byte-level tokens hold none. A merge that leads to
+        // no token is an error to the reader of a `tokenizer.json`.
         let pairs = stored.iter().filter_map(|merge| merge.split_once(' '));
         let merges: Vec<Value> = pairs
             .filter(|&(left, right)| {
@@ -149,7 +149,8 @@ impl Vocabulary<'_> {
             self.entries().find(|&(_, _, kind)| kind == UNKNOWN).map(|(_, token, _)| token);
         let mut vocab = Map::new();
         for (index, token, _) in self.entries() {
-            // A text that is there twice is the first one's, as SentencePiece and llama.cpp have it.
+            // A text that is there twice is the first one's, as SentencePiece and llama.cpp have
+            // it.
             if !vocab.contains_key(token) {
                 vocab.insert(token.to_owned(), json!(index));
             }
@@ -255,10 +256,12 @@ impl Vocabulary<'_> {
     }
 }
 
-/// The merges of a SentencePiece vocabulary, best first: every way to make a token of two, by the token's score.
+/// The merges of a SentencePiece vocabulary, best first: every way to make a token of two, by the
+/// token's score.
 ///
-/// Ways to make tokens of the same score go by the length of their halves, longest first: the order in which Hugging Face converts such
-/// vocabularies, and so that of the published `tokenizer.json` files.
+/// Ways to make tokens of the same score go by the length of their halves, longest first: the order
+/// in which Hugging Face converts such vocabularies, and so that of the published `tokenizer.json`
+/// files.
 fn merges_of_scores(scores: Vec<(&str, f64)>) -> Vec<Value> {
     // Of a text that is there twice the place of the first, and the score of the last.
     let mut ranks: HashMap<&str, usize> = HashMap::new();

@@ -1,8 +1,10 @@
 //! Dot products of bytes of 256 bits.
 //!
-//! AVX2's own products of bytes add pairs at 16 bits, and saturate. Of 4-bit codes no sum is that large, not even those of a whole block: 32 positions are 8 quads
-//! of two pairs, of at most 2 · 15 · 127 each, and a lane becomes 32 bits once a block. 8-bit codes would saturate, so both sides become 16 bits: even and odd
-//! positions of a quad by themselves, the weights' once for all rows of a tile, the rows' before. Integers are the same as everywhere.
+//! AVX2's own products of bytes add pairs at 16 bits, and saturate. Of 4-bit codes no sum is that
+//! large, not even those of a whole block: 32 positions are 8 quads of two pairs, of at most 2 · 15
+//! · 127 each, and a lane becomes 32 bits once a block. 8-bit codes would saturate, so both sides
+//! become 16 bits: even and odd positions of a quad by themselves, the weights' once for all rows
+//! of a tile, the rows' before. Integers are the same as everywhere.
 
 use std::arch::x86_64::*;
 use std::mem::MaybeUninit;
@@ -17,9 +19,11 @@ pub(crate) struct Avx2Dots;
 /// With AVX-VNNI.
 pub(crate) struct AvxVnni;
 
-/// Inner positions of a pass over rows that have one scale: as 16 bits, they and the panel's fit into the first cache.
+/// Inner positions of a pass over rows that have one scale: as 16 bits, they and the panel's fit
+/// into the first cache.
 pub(super) const CHUNK: usize = 256;
-/// Room for codes of `M` rows as 16 bits, two to a dword: of each quad the even ones, then of each the odd ones.
+/// Room for codes of `M` rows as 16 bits, two to a dword: of each quad the even ones, then of each
+/// the odd ones.
 pub(super) type Room<const M: usize> = [[[MaybeUninit<i32>; CHUNK / QUAD]; 2]; M];
 /// Dot products of `M` rows with two vectors of outputs.
 pub(super) type Sums<const M: usize> = [[__m256i; 2]; M];
@@ -51,7 +55,8 @@ pub(super) trait Bytes {
     /// The first `count` codes of `M` rows that are `stride` apart, as [`Self::add`] wants them.
     ///
     /// # Safety
-    /// They are there, `count` at most [`CHUNK`] and a multiple of [`SHARED`]; they and the room stay. The processor has the instructions (here and below).
+    /// They are there, `count` at most [`CHUNK`] and a multiple of [`SHARED`]; they and the room
+    /// stay. The processor has the instructions (here and below).
     #[inline(always)]
     unsafe fn quads<const FORMAT: u32, const M: usize>(
         codes: *const i8,
@@ -62,7 +67,8 @@ pub(super) trait Bytes {
         Quads { first: codes.cast(), apart: stride / QUAD }
     }
 
-    /// Adds `count` quads, of 4-bit codes at most a block's, to the dot products with a part of a panel, and begins to load what is `ahead` bytes on.
+    /// Adds `count` quads, of 4-bit codes at most a block's, to the dot products with a part of a
+    /// panel, and begins to load what is `ahead` bytes on.
     ///
     /// # Safety
     /// Rows and the panel, whose part's first quad is at `from`, have as many.

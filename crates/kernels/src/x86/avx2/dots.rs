@@ -1,4 +1,5 @@
-//! [`Dots`] of 256 bits: with AVX2 alone, and where a processor without AVX-512 has dot products of bytes (AVX-VNNI).
+//! [`Dots`] of 256 bits: with AVX2 alone, and where a processor without AVX-512 has dot products of
+//! bytes (AVX-VNNI).
 
 use std::arch::x86_64::*;
 use std::mem::MaybeUninit;

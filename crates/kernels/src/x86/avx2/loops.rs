@@ -1,8 +1,10 @@
 //! The innermost loops with AVX2, for `f32` and for bfloat16 multiplied as such.
 //!
-//! As in [`wide`](super::super::wide), a vector of bfloat16 weights becomes two of `f32` for all rows of a tile together, and the rows' own numbers are `f32` already.
-//! With 16 registers, sums of six rows and 16 columns are what leaves room for the rest: more columns are further passes over the rows. Each sum is one
-//! register from beginning to end, taken pair by pair, the even one first: how many rows and columns there are beside it makes no difference.
+//! As in [`wide`](super::super::wide), a vector of bfloat16 weights becomes two of `f32` for all
+//! rows of a tile together, and the rows' own numbers are `f32` already. With 16 registers, sums of
+//! six rows and 16 columns are what leaves room for the rest: more columns are further passes over
+//! the rows. Each sum is one register from beginning to end, taken pair by pair, the even one
+//! first: how many rows and columns there are beside it makes no difference.
 
 use std::arch::asm;
 use std::arch::x86_64::*;
@@ -18,7 +20,8 @@ type Sums<const M: usize, const C: usize> = [[[__m256; 2]; C]; M];
 
 /// Elements that become `f32` without rounding.
 pub(crate) trait Wide: Element {
-    /// The even or the odd ones of [`HALF_LANES`] pairs, as dwords; where there are no pairs, the elements.
+    /// The even or the odd ones of [`HALF_LANES`] pairs, as dwords; where there are no pairs, the
+    /// elements.
     ///
     /// # Safety
     /// The processor has the instructions (here and below).
@@ -114,8 +117,9 @@ unsafe fn rounded(values: __m256) -> __m256i {
     }
 }
 
-/// The same address, of which the compiler does not know that it is: it would keep what it loaded for even halves until odd ones are made of
-/// it, for which there are no registers, and put sums into memory instead.
+/// The same address, of which the compiler does not know that it is: it would keep what it loaded
+/// for even halves until odd ones are made of it, for which there are no registers, and put sums
+/// into memory instead.
 #[expect(clippy::pointers_in_nomem_asm_block, reason = "nothing is read at the address")]
 #[inline(always)]
 pub(super) fn again<T>(mut address: *const T) -> *const T {
@@ -155,8 +159,9 @@ impl Numbers for Arranged {
     }
 }
 
-/// Adds the rows' numbers of a position times the columns, the even or the odd ones of pairs, to the sums. Of numbers and columns, the fewer are kept in registers, and
-/// the others are loaded one at a time.
+/// Adds the rows' numbers of a position times the columns, the even or the odd ones of pairs, to
+/// the sums. Of numbers and columns, the fewer are kept in registers, and the others are loaded one
+/// at a time.
 ///
 /// # Safety
 /// Every row has a number there, and every column [`LANES`] pairs.
@@ -199,8 +204,10 @@ unsafe fn add<E: Wide, N: Numbers, const ODD: bool, const M: usize, const C: usi
     }
 }
 
-/// Adds the rows' numbers times columns to `out` `[M, width]`. The columns come in `runs` of `pairs` pairs that are `pitch` elements apart. What is `ahead` of each
-/// run begins to be loaded: as much as its columns where `LINES` are 2, half as much from the first address where they are 1.
+/// Adds the rows' numbers times columns to `out` `[M, width]`. The columns come in `runs` of
+/// `pairs` pairs that are `pitch` elements apart. What is `ahead` of each run begins to be loaded:
+/// as much as its columns where `LINES` are 2, half as much from the first address where they
+/// are 1.
 ///
 /// # Safety
 /// Rows and columns have as many pairs, the output has room; the processor has the instructions.
@@ -252,8 +259,9 @@ unsafe fn add_runs<E: Wide, N: Numbers, const M: usize, const C: usize, const LI
     }
 }
 
-/// [`add_runs`], which stays a function of its own: where the compiler sees several of these loops together, or how often they are run, it does not find registers for
-/// all. It is not asked to leave functions alone that have features of their own, so this one has none.
+/// [`add_runs`], which stays a function of its own: where the compiler sees several of these loops
+/// together, or how often they are run, it does not find registers for all. It is not asked to
+/// leave functions alone that have features of their own, so this one has none.
 ///
 /// # Safety
 /// As of [`add_runs`].
@@ -268,7 +276,8 @@ unsafe fn pass<E: Wide, N: Numbers, const M: usize, const C: usize, const LINES:
     unsafe { add_runs::<E, N, M, C, LINES>(numbers, columns, ahead, out) }
 }
 
-/// Adds `M` rows times a panel to `out`, `C` of its halves a pass. What is `ahead`: as of [`add_runs`].
+/// Adds `M` rows times a panel to `out`, `C` of its halves a pass. What is `ahead`: as of
+/// [`add_runs`].
 ///
 /// # Safety
 /// As [`Kernel::tile`](crate::tile::Kernel::tile), of `M` rows; `C` is 1 or 2.
@@ -305,7 +314,8 @@ pub(super) unsafe fn tile<E: Wide, const M: usize, const C: usize, const LINES: 
 /// Scores of `M` queries, of `C` groups of keys a pass, [`BLOCK`] a query.
 ///
 /// # Safety
-/// As [`Kernel::scores`](crate::tile::Kernel::scores), of `M` queries; `C` divides the number of groups.
+/// As [`Kernel::scores`](crate::tile::Kernel::scores), of `M` queries; `C` divides the number of
+/// groups.
 #[inline(always)]
 pub(super) unsafe fn scores<E: Wide, const M: usize, const C: usize>(
     queries: *const f32,

@@ -109,7 +109,8 @@ impl Vector for Ymms {
     }
     #[inline(always)]
     fn is_finite(self) -> bool {
-        // What is finite is nothing without itself; infinities, and what is not a number, are then not a number.
+        // What is finite is nothing without itself; infinities, and what is not a number, are then
+        // not a number.
         let Self([low, high]) = self.sub(self);
         unsafe { _mm256_movemask_ps(_mm256_cmp_ps::<_CMP_UNORD_Q>(low, high)) == 0 }
     }

@@ -17,7 +17,8 @@ use crate::routes::{matched_stop, stop_reason, token_name};
 use crate::sse::{Chunks, Cut};
 use crate::tally::Tally;
 
-/// How calls are named where the model gives them no names. A brain that goes on with another's stream gives the same ones.
+/// How calls are named where the model gives them no names. A brain that goes on with another's
+/// stream gives the same ones.
 #[derive(Debug, Clone)]
 pub(crate) struct CallIds {
     /// Name of the response.

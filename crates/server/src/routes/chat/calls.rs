@@ -10,11 +10,13 @@ use serde_json::json;
 use crate::ignored::ignore;
 use crate::state::Shared;
 
-/// The form of an answer that may call tools: `structure`, which is that of its content, or one with calls in it. Calls that nothing is asked of, in
-/// answers of any form, have none. `thinks`: where the prompt leaves the model.
+/// The form of an answer that may call tools: `structure`, which is that of its content, or one
+/// with calls in it. Calls that nothing is asked of, in answers of any form, have none. `thinks`:
+/// where the prompt leaves the model.
 ///
 /// # Errors
-/// The model's way to write calls is not known, or can't be told from content of that form; or the client wants to know that a form has no effect.
+/// The model's way to write calls is not known, or can't be told from content of that form; or the
+/// client wants to know that a form has no effect.
 pub(super) fn form(
     state: &Shared,
     tools: &OfferedTools,
@@ -60,7 +62,8 @@ pub(super) fn form(
     let marks = Marks::new(special);
     let some = callable.iter().map(|&tool| &tools.functions[tool]);
     let names: Vec<&str> = some.clone().map(|tool| tool.name.as_str()).collect();
-    // Reasoning is followed token by token where its marks are tokens, and by the grammar where they are not.
+    // Reasoning is followed token by token where its marks are tokens, and by the grammar where
+    // they are not.
     let thinks = state.model.markers.is_none().then_some(thinks);
     let grammar = dialect.call_grammar(&names, instead, tools.parallel, &marks, thinks);
     let grammar = match grammar {

@@ -21,7 +21,8 @@ pub(crate) struct Rendered {
     text: String,
 }
 
-/// Reads the images of a conversation, which came in `param` and may have `most` tokens, and renders and tokenises it.
+/// Reads the images of a conversation, which came in `param` and may have `most` tokens, and
+/// renders and tokenises it.
 ///
 /// # Errors
 /// An image is none, the template or the tokenizer refuses the conversation, or it is too long.

@@ -79,7 +79,8 @@ fn append(content: &mut Vec<Value>, kind: &str, field: &str, text: &str) {
     }
 }
 
-/// Gives the last call its arguments. What was cut off is no JSON, and is told as Anthropic's documentation tells such input.
+/// Gives the last call its arguments. What was cut off is no JSON, and is told as Anthropic's
+/// documentation tells such input.
 fn close_call(content: &mut [Value], arguments: &mut String) {
     let arguments = std::mem::take(arguments);
     let call = content.iter_mut().rev().find(|block| block["type"] == "tool_use");
@@ -257,7 +258,8 @@ impl Encoder for Blocks {
     }
 
     fn resume(&mut self, before: &Delta) {
-        // What another brain has written is written again, and thrown away: then this is where that was.
+        // What another brain has written is written again, and thrown away: then this is where that
+        // was.
         if before.tokens.is_empty() {
             return;
         }

@@ -17,7 +17,8 @@ use crate::routes::chat::CallIds;
 use crate::sse;
 use crate::tally::Tally;
 
-/// Most events of a token. A stream that goes on elsewhere counts on from a number that no event had.
+/// Most events of a token. A stream that goes on elsewhere counts on from a number that no event
+/// had.
 const EVENTS_A_TOKEN: u64 = 16;
 
 /// What is the same in all states of a response.

@@ -28,8 +28,8 @@ impl Input {
         &self.text[before..]
     }
 
-    /// The whole text, once the call has ended, and what of it [`Input::push`] has not given. A model that nobody forces may write
-    /// anything: then that is the text.
+    /// The whole text, once the call has ended, and what of it [`Input::push`] has not given. A
+    /// model that nobody forces may write anything: then that is the text.
     pub(super) fn finish(self) -> (String, String) {
         let whole = match serde_json::from_str(&self.arguments) {
             Ok(Value::Object(mut fields)) => match fields.remove(CUSTOM_INPUT) {
@@ -57,7 +57,8 @@ fn begin(arguments: &str) -> Option<usize> {
     Some(arguments.len() - rest.len())
 }
 
-/// Appends what a JSON string says, up to its end or to an escape that is not whole; gives how many bytes of it are read.
+/// Appends what a JSON string says, up to its end or to an escape that is not whole; gives how many
+/// bytes of it are read.
 fn read(json: &str, text: &mut String) -> usize {
     let mut at = 0;
     while let Some(next) = json[at..].find(['"', '\\']) {
@@ -71,7 +72,8 @@ fn read(json: &str, text: &mut String) -> usize {
     json.len()
 }
 
-/// The escape that this begins with: its bytes and its character. `None`: it is not whole, or the string ends here.
+/// The escape that this begins with: its bytes and its character. `None`: it is not whole, or the
+/// string ends here.
 fn escape(json: &str) -> Option<(usize, char)> {
     let kind = json.strip_prefix('\\')?.chars().next()?;
     let simple = match kind {

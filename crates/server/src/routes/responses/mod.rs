@@ -1,4 +1,5 @@
-//! `/v1/responses`, OpenAI's newer dialect: a shape over the parts that chat uses, and a store of what was said.
+//! `/v1/responses`, OpenAI's newer dialect: a shape over the parts that chat uses, and a store of
+//! what was said.
 
 mod answer;
 mod input;
@@ -41,13 +42,14 @@ use keep::Keeper;
 /// How many of the client's responses had to go since it was last told.
 const EVICTED: HeaderName = HeaderName::from_static("x-forebay-responses-evicted");
 
-/// Bytes of an item's copies in a prompt, for each of its own: the message, the rendered text, its token ids.
+/// Bytes of an item's copies in a prompt, for each of its own: the message, the rendered text, its
+/// token ids.
 const RENDERED: usize = 3;
 /// Copies of what a response repeats: its own, and those in what is written.
 const REPEATED: usize = 3;
 
-/// Answers a conversation, or the next turn of one that is kept. With `stream`, typed events come; with `background`, the response
-/// comes at once and is computed behind that.
+/// Answers a conversation, or the next turn of one that is kept. With `stream`, typed events come;
+/// with `background`, the response comes at once and is computed behind that.
 #[utoipa::path(
     post,
     path = "/v1/responses",

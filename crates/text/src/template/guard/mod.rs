@@ -1,10 +1,12 @@
-//! Special tokens in what clients write: found before the template runs, and found again in what it has rendered.
+//! Special tokens in what clients write: found before the template runs, and found again in what it
+//! has rendered.
 //!
-//! A chat whose strings can put no special token together renders as ever. Otherwise it renders twice: as it is, and with
-//! twins in place of some characters of those tokens, which no special token has and no client wrote. Where the two texts
-//! differ by twins alone, the twins say which of the text is the client's; the text itself is the first one, so that
-//! nothing a template does with content (trimming, splitting, comparing, measuring) is changed by being watched. Where
-//! they differ otherwise the template has looked at such a token itself, and the chat is refused.
+//! A chat whose strings can put no special token together renders as ever. Otherwise it renders
+//! twice: as it is, and with twins in place of some characters of those tokens, which no special
+//! token has and no client wrote. Where the two texts differ by twins alone, the twins say which of
+//! the text is the client's; the text itself is the first one, so that nothing a template does with
+//! content (trimming, splitting, comparing, measuring) is changed by being watched. Where they
+//! differ otherwise the template has looked at such a token itself, and the chat is refused.
 
 #[cfg(test)]
 mod tests;
@@ -18,7 +20,8 @@ use serde_json::{Map, Value};
 use super::{ChatRender, ChatTemplate};
 use crate::error::TextError;
 
-/// Where twins are taken from: letters that print, have no case, are no spaces and that hardly any text has.
+/// Where twins are taken from: letters that print, have no case, are no spaces and that hardly any
+/// text has.
 const TWINS: Range<u32> = 0x2_0000..0x2_a6d0;
 
 /// A rendered chat.
@@ -41,7 +44,8 @@ pub(crate) struct Guard {
     literals: Option<AhoCorasick>,
     /// Every character that gets a twin.
     alphabet: Vec<char>,
-    /// Tokens that the template looks for in content, such as marks of reasoning: they are left to it.
+    /// Tokens that the template looks for in content, such as marks of reasoning: they are left to
+    /// it.
     inspected: HashSet<String>,
 }
 
@@ -188,8 +192,8 @@ impl Guard {
         fields.iter().map(field).collect()
     }
 
-    /// Where `text` has special tokens, and beginnings of some which the template could complete with other text of the
-    /// client's: before a place where it may cut, or at the end.
+    /// Where `text` has special tokens, and beginnings of some which the template could complete
+    /// with other text of the client's: before a place where it may cut, or at the end.
     fn places(&self, text: &str) -> Vec<Range<usize>> {
         let mut places = self.whole(text);
         places.extend(self.beginnings(text));
@@ -213,8 +217,8 @@ impl Guard {
         found.filter(|found| !left(found.pattern().as_usize())).map(|found| found.range()).collect()
     }
 
-    /// The length of the longest beginning of a token that `text` starts with, less than a whole one, behind which there
-    /// may be a cut. `end` is where trimming ends the text.
+    /// The length of the longest beginning of a token that `text` starts with, less than a whole
+    /// one, behind which there may be a cut. `end` is where trimming ends the text.
     fn beginning(&self, text: &str, end: usize) -> Option<usize> {
         if self.finder.find(Input::new(text).anchored(Anchored::Yes)).is_some() {
             // A whole token, which is found or left as such.
@@ -261,8 +265,8 @@ impl Twins {
         })
     }
 
-    /// The text with twins at some of these places: in place of signs, or of everything but spaces where there is none.
-    /// Quotes and what else is escaped in JSON stays.
+    /// The text with twins at some of these places: in place of signs, or of everything but spaces
+    /// where there is none. Quotes and what else is escaped in JSON stays.
     fn put(&self, text: &str, places: &[Range<usize>]) -> String {
         if places.is_empty() {
             return text.to_owned();
@@ -338,7 +342,8 @@ fn probes(content: &str) -> Vec<Value> {
 fn literals(source: &str) -> Vec<String> {
     let mut found = HashSet::new();
     for quote in ['"', '\''] {
-        // Every second piece is in quotes; where a quote is in another kind of text, pieces too many are no harm.
+        // Every second piece is in quotes; where a quote is in another kind of text, pieces too
+        // many are no harm.
         for piece in source.split(quote) {
             let piece = piece.replace("\\n", "\n").replace("\\t", "\t").replace("\\\\", "\\");
             if !piece.is_empty() && piece.len() <= 64 {
