@@ -270,7 +270,7 @@ pub(crate) unsafe fn attend<E: Element, K: Kernel<E>>(
 #[inline(always)]
 unsafe fn arrange<E: Element, K: Kernel<E>>(shape: &Shape, unit: &Unit, scratch: &mut Scratch<E>) {
     let (dim, rows) = (shape.head_dim, unit.queries.tokens * shape.group());
-    let height = tile_height(rows, K::ROWS);
+    let height = tile_height(rows, K::QUERIES);
     for head in 0..unit.heads {
         for row in (0..rows).step_by(height) {
             let at = (head * rows + row) * dim;

@@ -10,6 +10,8 @@ use crate::x86;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum Level {
     #[cfg(target_arch = "x86_64")]
+    Amx,
+    #[cfg(target_arch = "x86_64")]
     Avx512Bf16,
     #[cfg(target_arch = "x86_64")]
     Avx512Vnni,
@@ -29,6 +31,8 @@ const PREFERRED: usize = usize::MAX;
 
 impl Level {
     const ALL: &[Self] = &[
+        #[cfg(target_arch = "x86_64")]
+        Self::Amx,
         #[cfg(target_arch = "x86_64")]
         Self::Avx512Bf16,
         #[cfg(target_arch = "x86_64")]
@@ -67,6 +71,9 @@ impl Level {
                 }
                 // Every processor with these has the former too.
                 if is_x86_feature_detected!("avx512bf16") {
+                    if x86::Hardware::is_there() {
+                        return Self::Amx;
+                    }
                     return Self::Avx512Bf16;
                 }
                 return Self::Avx512Vnni;
@@ -83,6 +90,8 @@ impl Level {
 
     pub(crate) fn name(self) -> &'static CStr {
         match self {
+            #[cfg(target_arch = "x86_64")]
+            Self::Amx => c"amx",
             #[cfg(target_arch = "x86_64")]
             Self::Avx512Bf16 => c"avx512bf16",
             #[cfg(target_arch = "x86_64")]

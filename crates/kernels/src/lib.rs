@@ -110,10 +110,37 @@ bodies! {
     avx512bf16_bf16: Bf16, tile::Avx512Bf16, dots::Vnni;
 }
 
+/// As [`bodies`], with tiles, which are this member's from here on until it ends.
+#[cfg(target_arch = "x86_64")]
+macro_rules! tiled_bodies {
+    ($($name:ident: $element:ty, $kernel:ty;)*) => {
+        $(
+            #[target_feature(
+                enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx512bf16"
+            )]
+            unsafe fn $name(step: &Step<'_, $element>, member: &Member<'_>) {
+                x86::Hardware::forget();
+                // SAFETY: the caller detected the features.
+                unsafe {
+                    step.compute::<$kernel, x86::AmxDots>(member);
+                    x86::Hardware::release();
+                }
+            }
+        )*
+    };
+}
+#[cfg(target_arch = "x86_64")]
+tiled_bodies! {
+    amx_f32: f32, tile::Avx512;
+    amx_bf16: Bf16, tile::AmxBf16;
+}
+
 type Body<E> = unsafe fn(&Step<'_, E>, &Member<'_>);
 
 fn body_f32(level: Level) -> Body<f32> {
     match level {
+        #[cfg(target_arch = "x86_64")]
+        Level::Amx => amx_f32,
         #[cfg(target_arch = "x86_64")]
         Level::Avx512Bf16 | Level::Avx512Vnni => avx512vnni_f32,
         #[cfg(target_arch = "x86_64")]
@@ -128,6 +155,8 @@ fn body_f32(level: Level) -> Body<f32> {
 
 fn body_bf16(level: Level) -> Body<Bf16> {
     match level {
+        #[cfg(target_arch = "x86_64")]
+        Level::Amx => amx_bf16,
         #[cfg(target_arch = "x86_64")]
         Level::Avx512Bf16 => avx512bf16_bf16,
         #[cfg(target_arch = "x86_64")]
@@ -161,7 +190,7 @@ pub extern "C" fn fb_version() -> u32 {
     VERSION
 }
 
-/// The instructions in use: avx512bf16, avx512vnni, avx512, avxvnni, avx2 or baseline.
+/// The instructions in use: amx, avx512bf16, avx512vnni, avx512, avxvnni, avx2 or baseline.
 #[unsafe(no_mangle)]
 pub extern "C" fn fb_level() -> *const c_char {
     Level::current().name().as_ptr()
@@ -226,11 +255,13 @@ pub unsafe extern "C" fn fb_pack(
     unsafe {
         match (dtype, Level::current()) {
             #[cfg(target_arch = "x86_64")]
-            (0, Level::Avx512 | Level::Avx512Vnni | Level::Avx512Bf16) => {
+            (0, Level::Avx512 | Level::Avx512Vnni | Level::Avx512Bf16 | Level::Amx) => {
                 typed::<f32, tile::Avx512>(source, shape, packed)
             }
             #[cfg(target_arch = "x86_64")]
-            (1, Level::Avx512Bf16) => typed::<Bf16, tile::Avx512Bf16>(source, shape, packed),
+            (1, Level::Avx512Bf16 | Level::Amx) => {
+                typed::<Bf16, tile::Avx512Bf16>(source, shape, packed)
+            }
             #[cfg(target_arch = "x86_64")]
             (1, Level::Avx512 | Level::Avx512Vnni) => {
                 typed::<Bf16, tile::Avx512Wide>(source, shape, packed)

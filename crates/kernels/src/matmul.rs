@@ -11,16 +11,12 @@ use crate::math;
 use crate::pack::{HALF, NR, padded_outputs, panel_len};
 use crate::quantise::panel_bytes;
 use crate::team::Queue;
-use crate::tile::{Ahead, Kernel, MAX_ROWS, Outputs, Tile, tile_height};
+use crate::tile::{Ahead, Kernel, MAX_BLOCK_ROWS, MAX_ROWS, Outputs, Tile, tile_height};
 use crate::vector::Vector;
 
-/// Rows that one piece of work computes with a panel: their activations stay in the second-level
-/// cache from panel to panel.
+/// Rows that one piece of work computes with a panel of codes: they stay in the second cache from
+/// panel to panel.
 const BLOCK_ROWS: usize = 96;
-
-/// Inner positions, about, that tiles compute one after the other: their part of the panel stays in
-/// the first cache.
-const CHUNK: usize = 192;
 
 /// Bytes between what a tile computes with and what it begins to load: more than memory sends in
 /// the time that it takes to answer.
@@ -164,9 +160,9 @@ pub(crate) unsafe fn multiply<E: Element, K: Kernel<E>>(
     let Arranged { numbers, count, height } = rows;
     let (inputs, length) = (matrix.inputs, panel_len(matrix.inputs));
     let panels = padded_outputs(matrix.outputs, matches!(out, Out::Gate(_))).div_ceil(NR);
-    let block_rows = BLOCK_ROWS / height.max(1) * height;
+    let block_rows = K::BLOCK_ROWS / height.max(1) * height;
     let pieces = panels * count.div_ceil(block_rows.max(1));
-    let mut sums = [const { MaybeUninit::<Outputs>::uninit() }; BLOCK_ROWS];
+    let mut sums = [const { MaybeUninit::<Outputs>::uninit() }; MAX_BLOCK_ROWS];
     loop {
         let mine = queue.take(pieces, members);
         if mine.is_empty() {
@@ -178,7 +174,7 @@ pub(crate) unsafe fn multiply<E: Element, K: Kernel<E>>(
             let end = (start + block_rows).min(count);
             let tiles = (end - start).div_ceil(height);
             // A single tile reads the panel once, however long it is.
-            let chunk = if tiles == 1 { inputs } else { chunk_of(inputs, E::PAIR) };
+            let chunk = if tiles == 1 { inputs } else { chunk_of(inputs, K::CHUNK, K::INNER) };
             for first in (0..inputs).step_by(chunk) {
                 let positions = chunk.min(inputs - first);
                 for tile in 0..tiles {
@@ -214,10 +210,10 @@ pub(crate) unsafe fn multiply<E: Element, K: Kernel<E>>(
     }
 }
 
-/// Inner positions of each chunk but the last: about [`CHUNK`], and whole groups.
+/// Inner positions of each chunk but the last: about `wanted`, and whole groups.
 #[inline(always)]
-fn chunk_of(inputs: usize, group: usize) -> usize {
-    let chunks = (inputs + CHUNK / 2) / CHUNK;
+fn chunk_of(inputs: usize, wanted: usize, group: usize) -> usize {
+    let chunks = (inputs + wanted / 2) / wanted;
     inputs.div_ceil(chunks.max(1)).next_multiple_of(group)
 }
 

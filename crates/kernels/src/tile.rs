@@ -5,14 +5,16 @@ use crate::pack::NR;
 use crate::vector::{Array, Vector};
 
 #[cfg(target_arch = "x86_64")]
-pub(crate) use crate::x86::{Avx2, Avx512, Avx512Bf16, Avx512Wide};
+pub(crate) use crate::x86::{AmxBf16, Avx2, Avx512, Avx512Bf16, Avx512Wide};
 
 /// Results of a tile's row.
 pub(crate) type Outputs = [f32; NR];
 /// Results of a tile.
 pub(crate) type Tile = [Outputs; MAX_ROWS];
 /// Rows of the largest tile.
-pub(crate) const MAX_ROWS: usize = 12;
+pub(crate) const MAX_ROWS: usize = 32;
+/// Rows of the largest piece of work.
+pub(crate) const MAX_BLOCK_ROWS: usize = 256;
 
 /// Lanes of a vector: what all loops over vectors are written for, whatever the processor has.
 pub(crate) const LANES: usize = 16;
@@ -54,15 +56,25 @@ pub(crate) enum Ahead<E> {
 pub(crate) unsafe trait Kernel<E: Element>: 'static {
     /// Rows that a tile may have, at most [`MAX_ROWS`].
     const ROWS: usize;
+    /// Queries that a tile of attention may have, at most [`MAX_ROWS`].
+    const QUERIES: usize = Self::ROWS;
+    /// Inner positions that are added up together: pieces of a product begin at multiples of it.
+    const INNER: usize = E::PAIR;
+    /// Inner positions, about, that tiles compute one after the other: their part of the panel
+    /// stays in the first cache.
+    const CHUNK: usize = 192;
+    /// Rows that one piece of work computes with a panel, at most [`MAX_BLOCK_ROWS`]: their
+    /// activations stay in the second cache from panel to panel.
+    const BLOCK_ROWS: usize = 96;
     /// Its floats.
     type Vector: Vector;
     /// What rows are computed with: elements, or what they become once for all panels. No larger
     /// than `f32`.
     type Number: Copy;
 
-    /// Puts rows in the order in which [`Self::tile`] reads them: `rows` numbers of one inner
-    /// position, or groups of `E::PAIR` where numbers are elements, then those of the next. So what
-    /// belongs to the positions from any group on begins `rows` times as far in.
+    /// Puts rows in the order in which [`Self::tile`] reads them: those of some inner positions,
+    /// then those of the next ones. Numbers from any multiple of [`Self::INNER`] on begin `rows`
+    /// times as far in.
     ///
     /// # Safety
     /// `a` has `rows` rows of `k` elements, one after the other; `numbers` has room for as many;
@@ -73,7 +85,7 @@ pub(crate) unsafe trait Kernel<E: Element>: 'static {
     ///
     /// # Safety
     /// `numbers` are `k` positions of `rows` rows, arranged; `panel` is `k` inner positions of a
-    /// packed panel, `k` a multiple of `E::PAIR`; `out` has `rows` rows; `1 <= rows <= Self::ROWS`.
+    /// packed panel, `k` a multiple of `E::PAIR`; of what follows on others, [`Self::INNER`]; `out` has `rows` rows; `1 <= rows <= Self::ROWS`.
     unsafe fn tile(
         numbers: *const Self::Number,
         rows: usize,

@@ -1,5 +1,6 @@
 //! [`Kernel`] with AVX-512, and (`avx2`) with what most processors have.
 
+mod amx;
 mod avx2;
 mod dot;
 mod sums;
@@ -12,6 +13,9 @@ use crate::element::{Bf16, Element};
 use crate::tile::{Ahead, GROUP, GROUPS, Kernel, LANES, MAX_ROWS, Outputs, Scores};
 use crate::vector::Vector;
 
+#[cfg(test)]
+pub(crate) use amx::Emulated;
+pub(crate) use amx::{AmxBf16, AmxDots, Hardware};
 #[cfg(test)]
 pub(crate) use avx2::Ymms;
 pub(crate) use avx2::{Avx2, Avx2Dots, AvxVnni};

@@ -12,9 +12,9 @@ from pathlib import Path
 VERSION = 7
 PARTS = ("norm", "qkv", "keep", "attend", "output", "gate_up", "down", "head")
 """What a step's time is told for."""
-LEVELS = ("avx512bf16", "avx512vnni", "avx512", "avxvnni", "avx2", "baseline")
+LEVELS = ("amx", "avx512bf16", "avx512vnni", "avx512", "avxvnni", "avx2", "baseline")
 """Instructions that there are kernels for, best first; the library knows those of its own kind of processor."""
-WITH_BYTES = ("avx512bf16", "avx512vnni", "avx512", "avxvnni", "avx2")
+WITH_BYTES = ("amx", "avx512bf16", "avx512vnni", "avx512", "avxvnni", "avx2")
 """Those with products of bytes, which quantised matrices want."""
 FORMATS = {"INT8": 1, "Q8_0": 2, "Q4_0": 3, "Q4_1": 4}
 """Of quantised matrices; 0 is a matrix of the model's dtype."""

@@ -32,7 +32,7 @@ pub(super) unsafe fn attend<E: Element, K: Kernel<E>>(
     let rows = tokens * group;
     let end = unit.until.min(span + SPAN);
     scratch.span.clear(span.saturating_sub(position) * group..unit.rows(shape), padded);
-    let height = tile_height(rows, K::ROWS);
+    let height = tile_height(rows, K::QUERIES);
     let mut scores: Scores = [[0.0; BLOCK]; MAX_ROWS];
     let scale = shape.scale * std::f32::consts::LOG2_E;
     let blocks = (span..end).step_by(BLOCK);

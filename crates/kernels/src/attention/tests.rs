@@ -111,6 +111,9 @@ fn check_all(sizes: &Sizes) {
         check::<Bf16, crate::tile::Avx512Wide>(sizes, 5e-3);
         if is_x86_feature_detected!("avx512bf16") {
             check::<Bf16, crate::tile::Avx512Bf16>(sizes, 5e-3);
+            if crate::x86::Hardware::is_there() {
+                check::<Bf16, crate::tile::AmxBf16>(sizes, 5e-3);
+            }
         }
     }
 }

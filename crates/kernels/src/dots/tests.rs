@@ -10,6 +10,8 @@ use crate::team::{Kind, Queue, Team};
 use crate::tile::tests::numbers;
 use crate::tile::{MAX_ROWS, Plain};
 use crate::vector::Array;
+#[cfg(target_arch = "x86_64")]
+use crate::x86::{AmxDots, Emulated, Hardware};
 
 const FORMATS: [Format; 4] = [Format::Int8, Format::Q8_0, Format::Q4_0, Format::Q4_1];
 
@@ -273,6 +275,13 @@ fn check(rows: usize, size: usize, seed: u32, extreme: bool) {
             check_tiles::<Vnni>(format, rows, size, seed, extreme);
             check_finishes::<Vnni>(format, rows, 7 * size, seed);
             check_same::<Avx2Dots, Vnni>(format, rows, size, seed, extreme);
+            check_tiles::<AmxDots<Emulated>>(format, rows, size, seed, extreme);
+            check_same::<Vnni, AmxDots<Emulated>>(format, rows, size, seed, extreme);
+            if Hardware::is_there() {
+                check_tiles::<AmxDots>(format, rows, size, seed, extreme);
+                check_finishes::<AmxDots>(format, rows, 7 * size, seed);
+                check_same::<Vnni, AmxDots>(format, rows, size, seed, extreme);
+            }
         }
     }
 }

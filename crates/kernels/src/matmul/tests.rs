@@ -146,6 +146,9 @@ proptest! {
             check::<Bf16, crate::tile::Avx512Wide>(sizes, biased, seed, 2e-2);
             if is_x86_feature_detected!("avx512bf16") {
                 check::<Bf16, crate::tile::Avx512Bf16>(sizes, biased, seed, 2e-2);
+                if crate::x86::Hardware::is_there() {
+                    check::<Bf16, crate::tile::AmxBf16>(sizes, biased, seed, 2e-2);
+                }
             }
         }
     }

@@ -5,6 +5,8 @@ use proptest::prelude::*;
 use super::*;
 use crate::element::Bf16;
 use crate::pack::{pack, packed_len};
+#[cfg(target_arch = "x86_64")]
+use crate::x86::{Emulated, Hardware};
 
 /// Numbers between -0.5 and 0.5.
 pub(crate) fn numbers<E: Element>(count: usize, seed: u32) -> Vec<E> {
@@ -44,7 +46,7 @@ fn check_tile<E: Element + std::fmt::Debug + PartialEq, K: Kernel<E>>(
     let rows = rows.min(K::ROWS);
     let a: Vec<E> = numbers(rows * k, !seed);
     let all = arranged::<E, K>(&a, rows, k);
-    let first = (seed as usize % (k / E::PAIR + 1)) * E::PAIR;
+    let first = (seed as usize % (k / K::INNER + 1)) * K::INNER;
     for ahead in [Ahead::Nothing, Ahead::Half(panel.as_ptr()), Ahead::Whole(std::ptr::null())] {
         let mut out = [[f32::NAN; NR]; MAX_ROWS];
         let (to, all) = (out.as_mut_ptr(), all.as_ptr());
@@ -79,7 +81,7 @@ fn check_tile<E: Element + std::fmt::Debug + PartialEq, K: Kernel<E>>(
 }
 
 /// Rows as tiles read them; nothing is written beyond them.
-fn arranged<E: Element, K: Kernel<E>>(a: &[E], rows: usize, k: usize) -> Vec<K::Number> {
+pub(crate) fn arranged<E: Element, K: Kernel<E>>(a: &[E], rows: usize, k: usize) -> Vec<K::Number> {
     let mut room = vec![u32::MAX; rows * k + MAX_ROWS];
     // SAFETY: rows of k elements, and room for numbers, which are no larger.
     unsafe {
@@ -221,7 +223,7 @@ fn check_vector<E: Element, K: Kernel<E>>(seed: u32) {
 fn check<E: Element + std::fmt::Debug + PartialEq, K: Kernel<E>>(k: usize, rows: usize, seed: u32) {
     check_tile::<E, K>(k, rows, seed);
     let sizes = (k, (k % 96 + 1).next_multiple_of(LANES));
-    check_attention::<E, K>(sizes, (rows.min(K::ROWS), seed as usize % GROUPS + 1), seed);
+    check_attention::<E, K>(sizes, (rows.min(K::QUERIES), seed as usize % GROUPS + 1), seed);
 }
 
 proptest! {
@@ -240,6 +242,10 @@ proptest! {
                 check::<Bf16, Avx512Wide>(2 * k, rows, seed);
                 if is_x86_feature_detected!("avx512bf16") {
                     check::<Bf16, Avx512Bf16>(2 * k, rows, seed);
+                    check::<Bf16, AmxBf16<Emulated>>(2 * k, rows, seed);
+                    if Hardware::is_there() {
+                        check::<Bf16, AmxBf16>(2 * k, rows, seed);
+                    }
                 }
             }
         }
