@@ -45,7 +45,7 @@ help: ## print this list
 
 # Set-up. A stamp is older than the lock file it was made from only when the lock file has changed.
 
-setup: $(STAMPS)/runtime $(STAMPS)/package ## make .venv with what serving needs (PyTorch: about 3 GB once)
+setup: $(STAMPS)/runtime $(STAMPS)/package ## make .venv with what a hand in Python needs (PyTorch: about 3 GB once)
 
 setup-dev: setup $(STAMPS)/dev $(STAMPS)/model $(STAMPS)/embedder ## the same, with the tests' and linters' tools and the default model
 
@@ -142,7 +142,7 @@ $(STAMPS)/package: scripts/link_package.py $(STAMPS)/uv
 	@$(BIN)/python scripts/link_package.py
 	@touch $@
 
-build: setup ## build the binary and the CPU kernels: leaves .venv/bin/forebay (some minutes the first time)
+build: $(STAMPS)/package ## build the binary and the CPU kernels: leaves .venv/bin/forebay (some minutes the first time)
 	cargo build --workspace --locked --profile $(PROFILE) --bin forebay
 	cargo build --locked --profile $(PROFILE) --lib --package forebay-kernels
 	@$(BIN)/python scripts/place_kernels.py $(TARGET_DIR)/$(PROFILE)

@@ -107,7 +107,7 @@ bench-micro: ## run the microbenchmarks of the scheduler, the pages and the reco
 	cargo bench --locked -p forebay-scheduler -p forebay-kvcache -p forebay-engine
 	$(BIN)/python -m benchmarks.micro
 
-bench-build: $(STAMPS)/model
+bench-build: setup $(STAMPS)/model
 	@$(MAKE) --no-print-directory build
 
 bench-lock: $(STAMPS)/uv ## pin benchmarks/requirements/*.in to *.txt again (UPGRADE=1: at the newest versions)

@@ -9,6 +9,8 @@ once a round, for all of them.
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from benchmarks import coder, compare
 from benchmarks.load import Workload
 from benchmarks.servers import Setting
@@ -19,7 +21,9 @@ PREFILL_CONCURRENCY = [1]
 TEMPLATE = {"smollm2": 31, coder.NAME: 29}
 """Tokens that a model's chat template adds to a prompt."""
 RESULTS = {"smollm2": "cpu_model", coder.NAME: "cpu_coder"}
-"""The names of the results."""
+"""The names of the results, on processors without tiles."""
+TILES = "_amx"
+"""What follows the name on processors with them: both have a table of their own."""
 REQUESTS = {1: 6, 8: 24}
 
 
@@ -37,6 +41,11 @@ def prefill(concurrency: int, model: str = "smollm2") -> Workload:
     return Workload(name, setting, 1024 - TEMPLATE[model], 1, requests=8 + 2 * concurrency, warmup=2)
 
 
+def results_name(model: str, cpuinfo: str) -> str:
+    """The name of a model's results on the processor that Linux describes so."""
+    return RESULTS[model] + (TILES if "amx_tile" in cpuinfo.split() else "")
+
+
 def main() -> None:
     """The command."""
     flags = compare.parser("A real model on the CPU.", rounds=3)
@@ -52,7 +61,8 @@ def main() -> None:
         coder.build()
     workloads = [generation(concurrency, model) for concurrency in chosen.concurrency]
     workloads += [prefill(concurrency, model) for concurrency in chosen.prefill_concurrency]
-    found = compare.compare_together(RESULTS[model], workloads, chosen.servers, chosen.rounds, chosen.output)
+    name = results_name(model, Path("/proc/cpuinfo").read_text(encoding="utf-8"))
+    found = compare.compare_together(name, workloads, chosen.servers, chosen.rounds, chosen.output)
     compare.finish(found, chosen.output)
 
 

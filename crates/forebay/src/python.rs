@@ -1,6 +1,12 @@
 //! How the interpreter is started.
 
 use std::ffi::OsString;
+use std::fmt;
+use std::path::Path;
+use std::process::{Command, Stdio};
+
+use anyhow::{Context, Result};
+use forebay_hand::without_keys;
 
 /// What the interpreter runs before the module.
 const ISOLATED: &str = include_str!("isolated.py");
@@ -11,10 +17,54 @@ pub(crate) fn arguments(module: &str) -> Vec<OsString> {
     vec!["-I".into(), "-c".into(), ISOLATED.into(), module.into()]
 }
 
+/// An interpreter without packages that a hand in Python needs.
+#[derive(Debug)]
+pub(crate) struct Incomplete {
+    python: String,
+    missing: String,
+}
+
+impl fmt::Display for Incomplete {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { python, missing } = self;
+        write!(
+            f,
+            "PyTorch's hand is needed, and {python} has no {missing}: run `pip install \
+             'forebay[torch]'`, or `make setup` in a clone"
+        )
+    }
+}
+
+impl std::error::Error for Incomplete {}
+
+/// Whether a hand in Python can run, before anything is loaded for it.
+///
+/// # Errors
+/// The interpreter does not start ([`std::io::Error`]), or lacks packages ([`Incomplete`]).
+pub(crate) fn check(python: &Path) -> Result<()> {
+    let mut command = Command::new(python);
+    without_keys(&mut command);
+    let output = command
+        .args(arguments("forebay.needs"))
+        .stdin(Stdio::null())
+        .stderr(Stdio::inherit())
+        .output()
+        .with_context(|| format!("cannot run {}", python.display()))?;
+    let missing = String::from_utf8_lossy(&output.stdout);
+    let missing: Vec<&str> = missing.split_whitespace().collect();
+    if missing.is_empty() {
+        // Whatever else is wrong with the interpreter shows when it does its work.
+        return Ok(());
+    }
+    let python = python.display().to_string();
+    Err(Incomplete { python, missing: missing.join(", ") }.into())
+}
+
 #[cfg(test)]
 mod tests {
     use std::fs;
-    use std::process::{Command, Output};
+    use std::os::unix::fs::PermissionsExt;
+    use std::process::Output;
 
     use super::*;
 
@@ -52,6 +102,24 @@ mod tests {
                 "{output:?}"
             );
         }
+    }
+
+    #[test]
+    fn packages_that_are_not_there_are_named() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let script = folder.path().join("python");
+        let run = |printed: &str| {
+            fs::write(&script, format!("#!/bin/sh\necho {printed}\n")).expect("a file");
+            fs::set_permissions(&script, fs::Permissions::from_mode(0o755)).expect("a program");
+            check(&script)
+        };
+        assert!(run("").is_ok());
+        let error = run("numpy torch").unwrap_err();
+        assert!(error.is::<Incomplete>());
+        let said = error.to_string();
+        assert!(said.contains("has no numpy, torch: run `pip install 'forebay[torch]'`"), "{said}");
+        fs::remove_file(&script).expect("the file");
+        assert!(check(&script).unwrap_err().is::<std::io::Error>());
     }
 
     #[test]

@@ -262,6 +262,9 @@ fn executors(
         Arc::new(clock)
     } else {
         let (program, args) = config.hand.program(python);
+        if config.hand.hand == "torch" {
+            crate::python::check(python)?;
+        }
         for replica in 0..config.dp_size as usize {
             executors.push(Box::new(HandExecutor::new(HandSpec {
                 program: program.clone(),
