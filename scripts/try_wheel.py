@@ -110,7 +110,7 @@ def serve_one_request(venv: Path, *flags: str) -> None:
     subprocess.run([python, "-m", "forebay", "--version"], check=True)
     base = f"http://127.0.0.1:{(port := free_port())}"
     # Elsewhere, so that nothing of the checkout can be imported.
-    command = [python, "-m", "forebay", "serve", "smollm2", "--port", str(port), *flags]
+    command: list[str | Path] = [python, "-m", "forebay", "serve", "smollm2", "--port", str(port), *flags]
     server = subprocess.Popen(command, cwd=venv)
     try:
         wait_until_healthy(f"{base}/health", server)
@@ -126,7 +126,15 @@ def serve_one_request(venv: Path, *flags: str) -> None:
 
 def refuse_without_torch(venv: Path) -> None:
     """Asks for the hand in Python where PyTorch is not installed."""
-    command = [venv / "bin/forebay", "serve", "smollm2", "--hand", "torch", "--port", str(free_port())]
+    command: list[str | Path] = [
+        venv / "bin/forebay",
+        "serve",
+        "smollm2",
+        "--hand",
+        "torch",
+        "--port",
+        str(free_port()),
+    ]
     ended = subprocess.run(command, cwd=venv, capture_output=True, text=True, timeout=60, check=False)
     if ended.returncode == 0 or "pip install 'forebay[torch]'" not in ended.stderr:
         sys.exit(f"error: status {ended.returncode} without the reason: {ended.stderr}")
