@@ -20,6 +20,7 @@ from transformers import (
 )
 
 from benchmarks.models import unpack_minilm
+from forebay.compute.native_encoder import NativeEncoder
 from forebay.protocol.frames import Float32s
 from forebay.protocol.plan import FLAG_POOL
 from forebay.protocol.result import ROW_NOT_FINITE
@@ -38,6 +39,14 @@ BERT: dict[str, Any] = {
     "max_position_embeddings": 96,
 }
 LENGTHS = [7, 1, 96, 7, 30, 2, 31, 7]
+
+
+@pytest.fixture(params=["native", "torch"])
+def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """What computes: the compiled kernels, or PyTorch's operators."""
+    choice: str = request.param
+    monkeypatch.setenv("FOREBAY_KERNELS", choice)
+    return choice
 
 
 def random_model(kind: type[Any], config: Any) -> Any:
@@ -98,9 +107,11 @@ def cosine(a: Any, b: Any) -> float:
     return float(torch.cosine_similarity(torch.as_tensor(a).double(), torch.as_tensor(b).double(), dim=-1))
 
 
+@pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("kind", ["mean", "cls"])
-def test_a_bert_pools_as_transformers_does(kind: str) -> None:
-    model = random_model(BertModel, BertConfig(**BERT))
+@pytest.mark.parametrize("activation", ["gelu", "gelu_new", "relu"])
+def test_a_bert_pools_as_transformers_does(kind: str, activation: str) -> None:
+    model = random_model(BertModel, BertConfig(**BERT, hidden_act=activation))
     texts = prompts(LENGTHS)
     found = pool(runner_of(model, pooling(kind, 48)), texts)
     for vector, tokens in zip(found, texts, strict=True):
@@ -110,6 +121,7 @@ def test_a_bert_pools_as_transformers_does(kind: str) -> None:
         np.testing.assert_allclose(vector, expected, atol=2e-5)
 
 
+@pytest.mark.usefixtures("kernels")
 def test_a_cross_encoder_scores_as_transformers_does() -> None:
     model = random_model(BertForSequenceClassification, BertConfig(**BERT | {"num_labels": 1}))
     texts = prompts(LENGTHS)
@@ -122,6 +134,32 @@ def test_a_cross_encoder_scores_as_transformers_does() -> None:
         assert float(score[0]) == pytest.approx(float(logits[0, 0]), abs=2e-5)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_vector_has_the_same_bits_whatever_is_computed_beside_it(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FOREBAY_KERNELS", "native")
+    model = random_model(BertForSequenceClassification, BertConfig(**BERT | {"num_labels": 1}))
+    texts = prompts(LENGTHS)
+    for runner in (
+        runner_of(model.bert, pooling("mean", 48), dtype=dtype),
+        runner_of(model, pooling("cls", 1, "score"), dtype=dtype),
+    ):
+        together = pool(runner, texts)
+        np.testing.assert_array_equal(pool(runner, texts[::-1])[::-1], together)
+        np.testing.assert_array_equal(np.concatenate([pool(runner, [tokens]) for tokens in texts]), together)
+
+
+def test_what_the_kernels_lack_is_computed_by_torch(kernels: str) -> None:
+    for changes, lacking in [({}, False), ({"intermediate_size": 95}, True), ({"num_attention_heads": 16}, True)]:
+        model = random_model(BertModel, BertConfig(**BERT | changes))
+        texts = prompts(LENGTHS)
+        runner = runner_of(model, pooling("cls", 48))
+        found = pool(runner, texts)
+        assert isinstance(runner._pooler, NativeEncoder) == (kernels == "native" and not lacking)
+        expected = torch.stack([reference_states(model, tokens)[0] for tokens in texts])
+        np.testing.assert_allclose(found, expected, atol=2e-5)
+
+
+@pytest.mark.usefixtures("kernels")
 def test_a_vector_is_the_same_alone_in_company_and_in_any_order() -> None:
     model = random_model(BertModel, BertConfig(**BERT))
     runner = runner_of(model, pooling("mean", 48))
@@ -134,6 +172,7 @@ def test_a_vector_is_the_same_alone_in_company_and_in_any_order() -> None:
     np.testing.assert_allclose(alone, together, atol=1e-5)
 
 
+@pytest.mark.usefixtures("kernels")
 def test_bfloat16_is_close() -> None:
     model = random_model(BertModel, BertConfig(**BERT))
     texts = prompts(LENGTHS)
@@ -191,6 +230,7 @@ def test_what_a_model_does_not_give_is_refused() -> None:
             bert.step(builder.build())
 
 
+@pytest.mark.usefixtures("kernels")
 def test_an_encoder_has_no_pages_and_starts_from_dummy_weights() -> None:
     config = wire_config(hf_config(BertConfig(**BERT), "BertModel"), max_total_tokens=0)
     config["model"]["pooling"] = pooling("mean", 48)
@@ -204,6 +244,7 @@ def test_an_encoder_has_no_pages_and_starts_from_dummy_weights() -> None:
         ModelRunner(RunnerConfig.from_dict(config))
 
 
+@pytest.mark.usefixtures("kernels")
 def test_a_vector_that_is_not_finite_is_reported() -> None:
     model = random_model(BertModel, BertConfig(**BERT))
     with torch.no_grad():
@@ -232,6 +273,7 @@ def minilm(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return unpack_minilm(tmp_path_factory.mktemp("minilm"))
 
 
+@pytest.mark.usefixtures("kernels")
 def test_minilm_gives_the_vectors_of_sentence_transformers(minilm: Path) -> None:
     reference: Any = AutoModel.from_pretrained(minilm, dtype=torch.float32).eval()
     tokenizer = Tokenizer.from_file(str(minilm / "tokenizer.json"))

@@ -118,7 +118,22 @@ impl Work {
         }
     }
 
-    /// After the last of [`Self::add`].
+    /// As [`Self::add`], of queries that look at all `length` positions, those behind them too.
+    pub(crate) fn add_whole(&mut self, shape: &Shape, queries: Queries, length: usize) {
+        for kv_head in 0..shape.kv_heads {
+            let held = Held { kv_head, ..queries.held };
+            let most = (QUERY_ROWS / shape.group()).max(1);
+            for first in (0..queries.tokens).step_by(most) {
+                let tokens = most.min(queries.tokens - first);
+                let (token, to) = (queries.token + first, queries.to + first);
+                // Where a query sees whatever was computed before it, it is behind everything.
+                let queries = Queries { token, to, tokens, position: length, held };
+                self.units.push(Unit { queries, heads: 1, from: 0, until: length, split: None });
+            }
+        }
+    }
+
+    /// After the last of [`Self::add`] or [`Self::add_whole`].
     pub(crate) fn arrange(&mut self, shape: &Shape) {
         // The longest first, so that nobody is left with a long one at the end.
         self.units.sort_by_key(|unit| std::cmp::Reverse(unit.pairs()));

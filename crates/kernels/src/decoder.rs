@@ -16,7 +16,7 @@ use crate::pack::{packed_len, padded_outputs};
 use crate::pool::Threads;
 use crate::quantise::{quantised_bytes, stored_len};
 use crate::team::{Kind, Team};
-use crate::{Typed, body_bf16, body_f32, compute, quantise};
+use crate::{Job, Typed, body_bf16, body_f32, compute, quantise};
 
 /// The type of weights, activations and pages.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -544,11 +544,15 @@ impl Decoder {
             match &mut self.model {
                 Typed::Float32(model) => {
                     let body = body_f32(level);
-                    model.head(states, logits, |team, view| team.run(|member| body(view, &member)));
+                    model.head(states, logits, |team, view| {
+                        team.run(|member| body(Job::Step(view), &member));
+                    });
                 }
                 Typed::Bfloat16(model) => {
                     let body = body_bf16(level);
-                    model.head(states, logits, |team, view| team.run(|member| body(view, &member)));
+                    model.head(states, logits, |team, view| {
+                        team.run(|member| body(Job::Step(view), &member));
+                    });
                 }
             }
         }

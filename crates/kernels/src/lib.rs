@@ -7,6 +7,8 @@
 //! step costs beside its arithmetic is the crossing of boundaries: a few microseconds for each of
 //! hundreds of operators would be most of a small model's step.
 //!
+//! An encoder (`fb_encoder_new`) is computed likewise, all prompts of a batch a call (`fb_encode`).
+//!
 //! Inside: `tile` holds the innermost loops, for each kind of processor (`x86`), `pack` and `pages`
 //! the order of weights, keys and values that they read; `dots` (`vnni`), `quantise` and `codes`
 //! are the same for quantised weights; `matmul` and `attention` what is built of them, `model` the
@@ -21,6 +23,7 @@ mod codes;
 mod decoder;
 mod dots;
 mod element;
+mod encoder;
 mod level;
 mod math;
 mod matmul;
@@ -42,8 +45,9 @@ mod x86;
 use std::ffi::{CStr, c_char};
 
 use crate::codes::Format;
-use crate::dots::Portable;
+use crate::dots::{Dots, Portable};
 use crate::element::{Bf16, Element};
+use crate::encoder::Pass;
 use crate::level::Level;
 use crate::model::{Model, StepError};
 use crate::step::Step;
@@ -54,13 +58,17 @@ pub use crate::decoder::{
     Bytes, Decoder, Dtype, Given, Layer, Matrix, Packing, Rows, Sizes, Storage, Unfit, Wanted,
     Weights, build, level, limit,
 };
+pub use crate::encoder::{
+    AnyEncoder, BatchSpec, EncoderLayerSpec, EncoderSpec, fb_encode, fb_encoder_free,
+    fb_encoder_new,
+};
 pub use crate::memory::{Room, Shared};
 pub use crate::model::{LayerSpec, ModelSpec, StepSpec};
 pub use crate::pool::Threads;
 pub use crate::team::TeamSpec;
 
 /// The interface's version: a caller that was made for another one must not call.
-const VERSION: u32 = 7;
+const VERSION: u32 = 8;
 
 /// A decoder of either type.
 pub struct AnyModel(Typed);
@@ -70,15 +78,40 @@ enum Typed {
     Bfloat16(Model<Bf16>),
 }
 
+/// What a team computes together.
+enum Job<'a, E> {
+    /// Of a decoder.
+    Step(&'a Step<'a, E>),
+    /// Of an encoder.
+    Pass(&'a Pass<'a, E>),
+}
+
+impl<E: Element> Job<'_, E> {
+    /// One member's share of it.
+    ///
+    /// # Safety
+    /// Called once by each member of the team; the processor can run `K` and `D`.
+    #[inline(always)]
+    unsafe fn compute<K: Kernel<E>, D: Dots>(self, member: &Member<'_>) {
+        // SAFETY: the contract.
+        unsafe {
+            match self {
+                Self::Step(step) => step.compute::<K, D>(member),
+                Self::Pass(pass) => pass.compute::<K>(member),
+            }
+        }
+    }
+}
+
 /// The body of a member, compiled for one kind of processor: everything it calls is inlined into
 /// it, so that plain loops become that processor's vectors too.
 macro_rules! bodies {
     ($($(#[$attribute:meta])* $name:ident: $element:ty, $kernel:ty, $dots:ty;)*) => {
         $(
             $(#[$attribute])*
-            unsafe fn $name(step: &Step<'_, $element>, member: &Member<'_>) {
+            unsafe fn $name(job: Job<'_, $element>, member: &Member<'_>) {
                 // SAFETY: the caller detected the features.
-                unsafe { step.compute::<$kernel, $dots>(member) }
+                unsafe { job.compute::<$kernel, $dots>(member) }
             }
         )*
     };
@@ -118,11 +151,11 @@ macro_rules! tiled_bodies {
             #[target_feature(
                 enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx512bf16"
             )]
-            unsafe fn $name(step: &Step<'_, $element>, member: &Member<'_>) {
+            unsafe fn $name(job: Job<'_, $element>, member: &Member<'_>) {
                 x86::Hardware::forget();
                 // SAFETY: the caller detected the features.
                 unsafe {
-                    step.compute::<$kernel, x86::AmxDots>(member);
+                    job.compute::<$kernel, x86::AmxDots>(member);
                     x86::Hardware::release();
                 }
             }
@@ -135,7 +168,7 @@ tiled_bodies! {
     amx_bf16: Bf16, tile::AmxBf16;
 }
 
-type Body<E> = unsafe fn(&Step<'_, E>, &Member<'_>);
+type Body<E> = unsafe fn(Job<'_, E>, &Member<'_>);
 
 fn body_f32(level: Level) -> Body<f32> {
     match level {
@@ -178,7 +211,7 @@ unsafe fn compute<E: Element>(
 ) -> Result<(), StepError> {
     let run = |team: &Team, view: &Step<'_, E>| {
         // SAFETY: once a member; `body` fits the processor.
-        team.run(|member| unsafe { body(view, &member) });
+        team.run(|member| unsafe { body(Job::Step(view), &member) });
     };
     // SAFETY: the caller's description.
     unsafe { model.step(step, run) }
@@ -351,6 +384,11 @@ pub unsafe extern "C" fn fb_pack_blocks(
     true
 }
 
+fn team_of(threads: u32, spec: &TeamSpec) -> Team {
+    let kind = spec.open_mp().map_or(Kind::Started, Kind::OpenMp);
+    Team { threads: threads.max(1) as usize, kind }
+}
+
 /// A decoder that computes with `spec.threads` threads; null if an inner dimension is one that the
 /// kernels cannot do: odd, or of a quantised matrix and not a multiple of 32.
 ///
@@ -368,8 +406,7 @@ pub unsafe extern "C" fn fb_model_new(
     if unsafe { !spec.is_possible() } {
         return std::ptr::null_mut();
     }
-    let kind = team.open_mp().map_or(Kind::Started, Kind::OpenMp);
-    let team = Team { threads: spec.threads.max(1) as usize, kind };
+    let team = team_of(spec.threads, team);
     // SAFETY: the caller's description.
     let model = unsafe {
         match spec.dtype {
@@ -434,7 +471,9 @@ pub unsafe extern "C" fn fb_head(
     ) {
         // SAFETY: the caller's description; `body` fits the processor, and is called once a member.
         unsafe {
-            model.head(states, logits, |team, view| team.run(|member| body(view, &member)));
+            model.head(states, logits, |team, view| {
+                team.run(|member| body(Job::Step(view), &member))
+            });
         }
     }
     let level = Level::current();

@@ -48,6 +48,134 @@ pub(crate) fn silu<V: Vector>(x: V) -> V {
     x.div(exp(V::splat(0.0).sub(x)).add(V::splat(1.0)))
 }
 
+/// What is not negative of `x`, and its distance from zero; both of what is not a number stay so.
+#[inline(always)]
+fn sides<V: Vector>(x: V) -> (V, V) {
+    let positive = x.at_least(0.0);
+    (positive, positive.sub(x.at_most(0.0)))
+}
+
+/// `x` where it is positive, otherwise 0.
+#[inline(always)]
+pub(crate) fn relu<V: Vector>(x: V) -> V {
+    sides(x).0
+}
+
+/// `x` times the normal distribution's share below it (Hendrycks & Gimpel 2016), to about 3e-7 of
+/// `x`: the error function is that of Abramowitz & Stegun 7.1.26.
+#[inline(always)]
+pub(crate) fn gelu<V: Vector>(x: V) -> V {
+    let (positive, size) = sides(x);
+    let t = V::splat(1.0)
+        .div(size.fused(V::splat(0.327_591_1 * std::f32::consts::FRAC_1_SQRT_2), V::splat(1.0)));
+    let mut p = V::splat(1.061_405_4);
+    for coefficient in [-1.453_152, 1.421_413_7, -0.284_496_74, 0.254_829_6, 0.0] {
+        p = p.fused(t, V::splat(coefficient));
+    }
+    // Both tails are the same: nothing is lost where the share is next to nothing.
+    let tail = p.mul(exp(x.mul(x).mul(V::splat(-0.5)))).mul(V::splat(0.5));
+    positive.sub(size.mul(tail))
+}
+
+/// [`gelu`] with a hyperbolic tangent in place of the error function.
+#[inline(always)]
+pub(crate) fn gelu_tanh<V: Vector>(x: V) -> V {
+    let cubic = x.mul(x).mul(x).fused(V::splat(0.044_715), x);
+    // Twice the root of 2 / pi.
+    x.div(exp(cubic.mul(V::splat(-1.595_769))).add(V::splat(1.0)))
+}
+
+/// The hyperbolic tangent, to about 1e-7.
+#[inline(always)]
+pub(crate) fn tanh<V: Vector>(x: V) -> V {
+    V::splat(1.0).sub(V::splat(2.0).div(exp(x.add(x)).add(V::splat(1.0))))
+}
+
+/// A function of every number, rounded to elements.
+#[inline(always)]
+pub(crate) fn each<E: Element, K: Kernel<E>>(
+    from: &[f32],
+    to: &mut [E],
+    work: impl Fn(K::Vector) -> K::Vector,
+) {
+    let (from, from_rest) = from.as_chunks::<LANES>();
+    let (to, to_rest) = to.as_chunks_mut::<LANES>();
+    for (from, to) in from.iter().zip(to) {
+        // SAFETY: whole vectors.
+        unsafe { K::narrow(work(K::Vector::load(from.as_ptr())), to.as_mut_ptr()) };
+    }
+    let mut last = [0.0; LANES];
+    last[..from_rest.len()].copy_from_slice(from_rest);
+    // SAFETY: a whole vector.
+    let last = work(unsafe { K::Vector::load(last.as_ptr()) }).to_array();
+    for (to, from) in to_rest.iter_mut().zip(last) {
+        *to = E::from_f32(from);
+    }
+}
+
+/// Layer normalisation (Ba et al. 2016) of `x` in place, scaled by `weight` and moved by `bias`;
+/// `out` gets the same in elements.
+#[inline(always)]
+pub(crate) fn layer_norm<E: Element, K: Kernel<E>>(
+    x: &mut [f32],
+    (weight, bias): (&[f32], &[f32]),
+    eps: f32,
+    out: &mut [E],
+) {
+    let size = x.len() as f32;
+    let (whole, length) = (x.len() / LANES * LANES, x.len());
+    let fits = weight.len() == length && bias.len() == length && out.len() == length;
+    assert!(fits, "as many weights and results");
+    let mean = sum_of::<K::Vector>(x, itself) / size;
+    for x in &mut *x {
+        *x -= mean;
+    }
+    let factor = 1.0 / (sum_of::<K::Vector>(x, square) / size + eps).sqrt();
+    for at in (0..whole).step_by(LANES) {
+        // SAFETY: whole vectors of all four.
+        unsafe {
+            let to = x.as_mut_ptr().add(at);
+            let scaled = K::Vector::load(to).mul(K::Vector::splat(factor));
+            let bias = K::Vector::load(bias.as_ptr().add(at));
+            let normed = scaled.fused(K::Vector::load(weight.as_ptr().add(at)), bias);
+            normed.store(to);
+            K::narrow(normed, out.as_mut_ptr().add(at));
+        }
+    }
+    for at in whole..length {
+        x[at] = x[at] * factor * weight[at] + bias[at];
+        out[at] = E::from_f32(x[at]);
+    }
+}
+
+#[inline(always)]
+fn itself<V: Vector>(x: V) -> V {
+    x
+}
+
+#[inline(always)]
+fn square<V: Vector>(x: V) -> V {
+    x.mul(x)
+}
+
+/// Adds up what `work` makes of all numbers: nothing of zeros. No closure, which would not be
+/// compiled for the processor.
+#[inline(always)]
+fn sum_of<V: Vector>(x: &[f32], work: impl Fn(V) -> V) -> f32 {
+    // Two sums in turn: one would wait for its own last addition.
+    let mut sums = [V::splat(0.0); 2];
+    let (chunks, rest) = x.as_chunks::<LANES>();
+    for (at, chunk) in chunks.iter().enumerate() {
+        // SAFETY: a whole vector.
+        sums[at % 2] = sums[at % 2].add(work(unsafe { V::load(chunk.as_ptr()) }));
+    }
+    let mut last = [0.0; LANES];
+    last[..rest.len()].copy_from_slice(rest);
+    // SAFETY: a whole vector.
+    let last = work(unsafe { V::load(last.as_ptr()) });
+    sums[0].add(sums[1]).add(last).sum()
+}
+
 /// Root mean square normalisation (Zhang & Sennrich 2019) of `x`, scaled by `weight`.
 #[inline(always)]
 pub(crate) fn rms_norm<E: Element, K: Kernel<E>>(
@@ -127,7 +255,7 @@ pub(crate) fn narrow<E: Element, K: Kernel<E>>(from: &[f32], to: &mut [E]) {
 }
 
 #[cfg(test)]
-mod tests {
+pub(crate) mod tests {
     use super::*;
     use crate::tile::Plain;
     use crate::vector::Array;
@@ -153,6 +281,55 @@ mod tests {
         assert!((one(silu, 1.0) - 0.731_058_6).abs() < 1e-6);
         assert!(one(silu, f32::NAN).is_nan());
         assert_eq!(one(silu, f32::INFINITY), f64::INFINITY);
+    }
+
+    /// The error function's integral, by Simpson's rule.
+    pub(crate) fn below(x: f64) -> f64 {
+        let (steps, width) = (2000, x / 2000.0);
+        let density = |x: f64| (-x * x / 2.0).exp() / std::f64::consts::TAU.sqrt();
+        let weight =
+            |at: i32| if at == 0 || at == steps { 1.0 } else { 2.0 + 2.0 * f64::from(at % 2) };
+        let sum: f64 = (0..=steps).map(|at| weight(at) * density(width * f64::from(at))).sum();
+        0.5 + sum * width / 3.0
+    }
+
+    #[test]
+    fn activations_are_close_and_keep_what_is_not_a_number() {
+        for step in -1200..=1200 {
+            let x = step as f32 / 100.0;
+            let exact = f64::from(x);
+            let bound = 5e-7 * exact.abs();
+            assert!((one(gelu, x) - exact * below(exact)).abs() <= bound, "{x}");
+            let inner = (2.0 / std::f64::consts::PI).sqrt() * (exact + 0.044_715 * exact.powi(3));
+            let expected = 0.5 * exact * (1.0 + inner.tanh());
+            assert!((one(gelu_tanh, x) - expected).abs() <= bound, "{x}");
+            assert!((one(tanh, x) - exact.tanh()).abs() < 2e-7, "{x}");
+            assert_eq!(one(relu, x), exact.max(0.0));
+        }
+        assert_eq!((one(tanh, 1e9), one(tanh, -1e9)), (1.0, -1.0));
+        for work in [gelu, gelu_tanh, relu, tanh] {
+            assert!(one(work, f32::NAN).is_nan());
+        }
+    }
+
+    #[test]
+    fn layers_are_normalised_around_nothing() {
+        for size in [37, 16, 5, 64] {
+            let x: Vec<f32> = (0..size).map(|i| 3.0 + ((i * 7) % 11) as f32).collect();
+            let weight: Vec<f32> = (0..size).map(|i| 0.1 * i as f32).collect();
+            let bias: Vec<f32> = (0..size).map(|i| 1.0 - 0.2 * i as f32).collect();
+            let (mut found, mut out) = (x.clone(), vec![0.0f32; size]);
+            layer_norm::<f32, Plain>(&mut found, (&weight, &bias), 1e-5, &mut out);
+            assert_eq!(found, out);
+            let mean = x.iter().map(|&x| f64::from(x)).sum::<f64>() / size as f64;
+            let apart = |&x: &f32| (f64::from(x) - mean).powi(2);
+            let variance = x.iter().map(apart).sum::<f64>() / size as f64;
+            for i in 0..size {
+                let normed = (f64::from(x[i]) - mean) / (variance + 1e-5).sqrt();
+                let exact = normed * f64::from(weight[i]) + f64::from(bias[i]);
+                assert!((f64::from(out[i]) - exact).abs() < 1e-5);
+            }
+        }
     }
 
     #[test]

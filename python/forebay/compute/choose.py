@@ -15,6 +15,7 @@ from forebay.attention.triton import TritonAttention
 from forebay.compute.eager import TorchCompute
 from forebay.compute.encoder import EncoderCompute
 from forebay.compute.native import NativeCompute, why_not_plain
+from forebay.compute.native_encoder import NativeEncoder
 from forebay.compute.paged import Limits, PagedSteps
 from forebay.compute.rows import Compute, Pooler
 from forebay.compute.sampler import Sampler
@@ -69,7 +70,7 @@ class Choice:
         wanted, device = config.attention_backend, self._device
         on_gpu = device.torch_device.type != "cpu"
         if wanted is None:
-            # Rows that are pooled are computed operator by operator.
+            # Rows that are pooled are computed operator by operator on a GPU.
             return "triton" if on_gpu and config.pooling is None else "torch"
         if wanted == "torch":
             return wanted
@@ -206,6 +207,8 @@ class Choice:
 
     def pooler(self, model: Decoder | Bert, tables: SlotTables, kv: KvPool, prompts: PromptRows) -> Pooler:
         """How the rows of a model are pooled whose weights are loaded."""
+        if isinstance(model, Bert) and self._packs_encoder(model):
+            return NativeEncoder(model, tables, torch.get_num_threads())
         model.params.pack()
         if isinstance(model, Bert):
             return EncoderCompute(model, tables, self._device)
@@ -219,6 +222,9 @@ class Choice:
     def weight_bytes(self, model: Decoder) -> int:
         """Bytes that the weights of a model take once `compute` has them in its order; they need not be loaded yet."""
         return packed_bytes(model) if self._packs(model.config) else model.params.nbytes
+
+    def _packs_encoder(self, model: Bert) -> bool:
+        return self._native and NativeEncoder.supports(model.config) and not model.params.formats.for_integers
 
     def _packs(self, config: ModelConfig) -> bool:
         return self._native and NativeCompute.supports(config)

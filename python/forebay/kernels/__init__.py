@@ -1,1 +1,1 @@
-"""The CPU's compiled kernels: a whole step of a decoder in one call."""
+"""The CPU's compiled kernels: a whole step of a decoder, or a batch of an encoder, in one call."""

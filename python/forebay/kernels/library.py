@@ -9,7 +9,7 @@ from ctypes import POINTER, Structure, c_bool, c_char_p, c_float, c_int32, c_siz
 from functools import cache
 from pathlib import Path
 
-VERSION = 7
+VERSION = 8
 PARTS = ("norm", "qkv", "keep", "attend", "output", "gate_up", "down", "head")
 """What a step's time is told for."""
 LEVELS = ("amx", "avx512bf16", "avx512vnni", "avx512", "avxvnni", "avx2", "baseline")
@@ -106,6 +106,55 @@ class StepSpec(Structure):
     ]
 
 
+class EncoderLayerSpec(Structure):
+    """One layer of an encoder; see `crates/kernels/src/encoder.rs`."""
+
+    _fields_ = [
+        (name, c_void_p)
+        for part in ("qkv", "output", "attention_norm", "up", "down", "output_norm")
+        for name in (part, f"{part}_bias")
+    ]
+
+
+class EncoderSpec(Structure):
+    """An encoder; see `crates/kernels/src/encoder.rs`."""
+
+    _fields_ = [
+        *(
+            (name, c_uint32)
+            for name in (
+                "dtype",
+                "layers",
+                "hidden",
+                "heads",
+                "intermediate",
+                "vocabulary",
+                "positions",
+                "kinds",
+                "activation",
+                "pooling",
+                "scores",
+                "threads",
+            )
+        ),
+        ("eps", c_float),
+        *((name, c_void_p) for name in ("words", "places", "texts")),
+        *((name, c_void_p) for part in ("norm", "pooler", "classifier") for name in (part, f"{part}_bias")),
+        ("layer", POINTER(EncoderLayerSpec)),
+    ]
+
+
+class BatchSpec(Structure):
+    """Prompts for an encoder; see `crates/kernels/src/encoder.rs`."""
+
+    _fields_ = [
+        ("rows", c_uint64),
+        *((name, c_void_p) for name in ("slot", "length", "segment", "tokens")),
+        ("token_stride", c_uint64),
+        ("vectors", c_void_p),
+    ]
+
+
 @cache
 def library() -> ctypes.CDLL:
     """The loaded library; raises `KernelsUnavailableError`."""
@@ -140,6 +189,12 @@ def library() -> ctypes.CDLL:
     loaded.fb_step.restype = c_int32
     loaded.fb_head.argtypes = [c_void_p, c_void_p, c_size_t, c_void_p]
     loaded.fb_head.restype = None
+    loaded.fb_encoder_new.argtypes = [POINTER(EncoderSpec), POINTER(TeamSpec)]
+    loaded.fb_encoder_new.restype = c_void_p
+    loaded.fb_encoder_free.argtypes = [c_void_p]
+    loaded.fb_encoder_free.restype = None
+    loaded.fb_encode.argtypes = [c_void_p, POINTER(BatchSpec)]
+    loaded.fb_encode.restype = c_int32
     return loaded
 
 

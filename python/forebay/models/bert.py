@@ -42,19 +42,19 @@ class Block:
         self._heads = config.num_attention_heads
         self._activation = _ACTIVATIONS[config.hidden_act]
         parts = {"query": hidden, "key": hidden, "value": hidden}
-        self._qkv = Linear(params, f"{prefix}.attention.self", hidden, parts, bias=True)
-        self._output = Linear(params, f"{prefix}.attention.output", hidden, {"dense": hidden}, bias=True)
+        self.qkv = Linear(params, f"{prefix}.attention.self", hidden, parts, bias=True)
+        self.output = Linear(params, f"{prefix}.attention.output", hidden, {"dense": hidden}, bias=True)
         eps = config.layer_norm_eps
-        self._attention_norm = LayerNorm(params, f"{prefix}.attention.output.LayerNorm", hidden, eps)
-        self._up = Linear(params, f"{prefix}.intermediate", hidden, {"dense": config.intermediate_size}, bias=True)
-        self._down = Linear(params, f"{prefix}.output", config.intermediate_size, {"dense": hidden}, bias=True)
-        self._output_norm = LayerNorm(params, f"{prefix}.output.LayerNorm", hidden, eps)
+        self.attention_norm = LayerNorm(params, f"{prefix}.attention.output.LayerNorm", hidden, eps)
+        self.up = Linear(params, f"{prefix}.intermediate", hidden, {"dense": config.intermediate_size}, bias=True)
+        self.down = Linear(params, f"{prefix}.output", config.intermediate_size, {"dense": hidden}, bias=True)
+        self.output_norm = LayerNorm(params, f"{prefix}.output.LayerNorm", hidden, eps)
 
     def __call__(self, x: torch.Tensor, groups: Sequence[Group]) -> torch.Tensor:
         """x is [n, hidden]."""
-        q, k, v = self._qkv(x).view(x.shape[0], 3, self._heads, -1).unbind(1)
-        x = self._attention_norm(self._output(attend(q, k, v, groups)).add_(x))
-        return self._output_norm(self._down(self._activation(self._up(x))).add_(x))
+        q, k, v = self.qkv(x).view(x.shape[0], 3, self._heads, -1).unbind(1)
+        x = self.attention_norm(self.output(attend(q, k, v, groups)).add_(x))
+        return self.output_norm(self.down(self._activation(self.up(x))).add_(x))
 
 
 class Bert:
@@ -69,19 +69,20 @@ class Bert:
         def table(name: str, rows: int) -> torch.Tensor:
             return params.tensor((rows, hidden), {f"embeddings.{name}_embeddings.weight": rows})
 
-        self._words = table("word", config.vocab_size)
-        self._positions = table("position", config.max_position_embeddings)
-        self._types = table("token_type", config.type_vocab_size)
-        self._norm = LayerNorm(params, "embeddings.LayerNorm", hidden, config.layer_norm_eps)
-        self._blocks = [Block(config, params, index) for index in range(config.num_hidden_layers)]
+        self.words = table("word", config.vocab_size)
+        self.positions = table("position", config.max_position_embeddings)
+        self.types = table("token_type", config.type_vocab_size)
+        self.norm = LayerNorm(params, "embeddings.LayerNorm", hidden, config.layer_norm_eps)
+        self.blocks = [Block(config, params, index) for index in range(config.num_hidden_layers)]
         params.skip("embeddings.position_ids")
-        self._head: tuple[Linear, Linear] | None = None
+        self.head: tuple[Linear, Linear] | None = None
+        """What makes a logit of a vector: the pooler and the classifier."""
         self.size = hidden
         """Numbers of a vector."""
         if pooling.task == "score":
             self.size = pooling.size
             pooler = Linear(params, "pooler", hidden, {"dense": hidden}, bias=True)
-            self._head = pooler, Linear(params, "", hidden, {"classifier": pooling.size}, bias=True)
+            self.head = pooler, Linear(params, "", hidden, {"classifier": pooling.size}, bias=True)
         else:
             params.skip("pooler.dense.weight")
             params.skip("pooler.dense.bias")
@@ -92,15 +93,15 @@ class Bert:
 
     def __call__(self, packed: Packed) -> torch.Tensor:
         """One vector a prompt, float32 [r, size]: pooled and otherwise as the last layer left it, or a logit."""
-        x = F.embedding(packed.tokens, self._words)
-        x += F.embedding(packed.positions, self._positions)
-        x += F.embedding(packed.segments, self._types)
-        x = self._norm(x)
-        for block in self._blocks:
+        x = F.embedding(packed.tokens, self.words)
+        x += F.embedding(packed.positions, self.positions)
+        x += F.embedding(packed.segments, self.types)
+        x = self.norm(x)
+        for block in self.blocks:
             x = block(x, packed.groups)
         vectors = torch.cat([self._pool(x, part) for part in packed.groups])
-        if self._head is not None:
-            pooler, classifier = self._head
+        if self.head is not None:
+            pooler, classifier = self.head
             vectors = classifier(torch.tanh(pooler(vectors.to(x.dtype)))).float()
         return vectors
 

@@ -249,7 +249,7 @@ class ModelRunner:
         return registry.build(model, params, self._choice.attention(), self._choice.ops(), config.context_length)
 
     def _weight_bytes(self) -> int:
-        """`weight_bytes` of the model that was built. One that pools is computed by PyTorch, with weights as loaded."""
+        """`weight_bytes` of the model that was built. Those of one that pools count as they are loaded."""
         if isinstance(self.model, Bert) or self.config.pooling is not None:
             return self.model.params.nbytes
         return self._choice.weight_bytes(self.model)

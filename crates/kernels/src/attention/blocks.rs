@@ -49,7 +49,9 @@ pub(super) unsafe fn attend<E: Element, K: Kernel<E>>(
         };
         for row in (0..rows).step_by(height) {
             let count = height.min(rows - row);
-            let seen = |row: usize| (position + row / group + 1).saturating_sub(first).min(BLOCK);
+            let seen = |row: usize| {
+                (position + row / group + 1).min(unit.until).saturating_sub(first).min(BLOCK)
+            };
             // Queries before the block see nothing of it.
             if seen(row + count - 1) == 0 {
                 continue;

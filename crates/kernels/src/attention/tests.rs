@@ -13,11 +13,13 @@ struct Sizes {
     length: usize,
     start: usize,
     together: bool,
+    /// Whether queries look at the positions behind them too.
+    whole: bool,
     seed: u32,
 }
 
 fn check<E: Element, K: Kernel<E>>(sizes: &Sizes, bound: f64) {
-    let Sizes { shape, length, start, together, seed } = *sizes;
+    let Sizes { shape, length, start, together, whole, seed } = *sizes;
     let Shape { heads, kv_heads, head_dim: dim, page_size, scale } = shape;
     let tokens = length - start;
     let (q, k, v): (Vec<E>, Vec<E>, Vec<E>) = (
@@ -43,7 +45,12 @@ fn check<E: Element, K: Kernel<E>>(sizes: &Sizes, bound: f64) {
 
     let mut work = Work::default();
     let held = Held { pages: pages.as_ptr(), kv_head: 0 };
-    work.add(&shape, Queries { token: 0, to: 0, tokens, position: start, held }, together);
+    let queries = Queries { token: 0, to: 0, tokens, position: start, held };
+    if whole {
+        work.add_whole(&shape, queries, length);
+    } else {
+        work.add(&shape, queries, together);
+    }
     work.arrange(&shape);
     let shared = work.shared();
     let mut scratch = Scratch::<E>::new(&shape);
@@ -71,7 +78,8 @@ fn check<E: Element, K: Kernel<E>>(sizes: &Sizes, bound: f64) {
         for head in 0..heads {
             let at = (token * heads + head) * dim;
             let row = |position: usize| (position * kv_heads + head / shape.group()) * dim;
-            let weights: Vec<f64> = (0..=start + token)
+            let seen = if whole { length } else { start + token + 1 };
+            let weights: Vec<f64> = (0..seen)
                 .map(|position| dot(&q[at..at + dim], &k[row(position)..][..dim]))
                 .map(|score| (score * f64::from(scale)).exp())
                 .collect();
@@ -126,23 +134,23 @@ proptest! {
         dim in prop::sample::select(vec![2usize, 16, 24, 64, 80]),
         page_size in prop::sample::select(vec![1usize, 5, 16, 32]),
         (length, asked) in (1usize..150, 1usize..40),
-        together: bool,
+        (together, whole) in any::<(bool, bool)>(),
         seed: u32,
     ) {
         // The pages' order needs a number of them that 7 does not divide.
         let length = if length.div_ceil(page_size).is_multiple_of(7) { length + page_size } else { length };
         let shape = Shape { heads: group * kv_heads, kv_heads, head_dim: dim, page_size, scale: 0.7 };
-        check_all(&Sizes { shape, length, start: length.saturating_sub(asked), together, seed });
+        check_all(&Sizes { shape, length, start: length.saturating_sub(asked), together, whole, seed });
     }
 }
 
 #[test]
 fn spans_are_put_together() {
     for (length, asked) in [(SPAN * 2 + 70, 1), (SPAN + 1, 1), (SPAN + 9, 30), (SPAN, 1)] {
-        for together in [false, true] {
+        for (together, whole) in [(false, false), (true, false), (false, true)] {
             let shape = Shape { heads: 6, kv_heads: 2, head_dim: 32, page_size: 16, scale: 0.5 };
             let start = length - asked;
-            check_all(&Sizes { shape, length, start, together, seed: 5 });
+            check_all(&Sizes { shape, length, start, together, whole, seed: 5 });
         }
     }
 }

@@ -1,0 +1,376 @@
+//! One batch of an encoder, as the members of a team compute it together.
+
+use std::ops::Range;
+
+use crate::attention::{self, Scratch, Unit};
+use crate::element::Element;
+use crate::encoder::Activation;
+use crate::math;
+use crate::matmul::{Matrix, Out, Rows, arrange, multiply};
+use crate::pages::{Pool, Shape};
+use crate::team::{Member, Queue};
+use crate::tile::Kernel;
+
+/// Pieces of work a layer takes from queues: four products and the attention.
+pub(super) const QUEUES_A_LAYER: usize = 5;
+
+/// What a layer's normalisation scales by, and moves by.
+#[derive(Clone, Copy)]
+pub(crate) struct Norm<'a> {
+    pub(super) weight: &'a [f32],
+    pub(super) bias: &'a [f32],
+}
+
+/// One layer.
+pub(crate) struct Layer<'a, E> {
+    pub(super) qkv: Matrix<'a, E>,
+    pub(super) output: Matrix<'a, E>,
+    pub(super) attention_norm: Norm<'a>,
+    pub(super) up: Matrix<'a, E>,
+    pub(super) down: Matrix<'a, E>,
+    pub(super) output_norm: Norm<'a>,
+}
+
+/// What makes scores of vectors.
+pub(crate) struct Score<'a, E> {
+    pub(super) pooler: Matrix<'a, E>,
+    pub(super) classifier: Matrix<'a, E>,
+}
+
+/// A token's rows of the three embeddings.
+#[derive(Clone, Copy)]
+pub(crate) struct Token<E> {
+    pub(super) word: *const E,
+    pub(super) place: *const E,
+    pub(super) text: *const E,
+    /// Where its keys and values go.
+    pub(super) entry: usize,
+}
+
+/// A batch as its members see it: buffers that they share, each writing its own part between two
+/// meetings.
+pub(crate) struct Pass<'a, E> {
+    /// States `[tokens, hidden]`.
+    pub(super) x: *mut f32,
+    /// The first state, or the mean, of each prompt: `[prompts, hidden]`.
+    pub(super) pooled: *mut f32,
+    /// States as elements.
+    pub(super) normed: *mut E,
+    /// Queries, keys and values `[tokens, 3 * hidden]`, then `[tokens, intermediate]`.
+    pub(super) wide: *mut f32,
+    pub(super) attended: *mut E,
+    pub(super) activated: *mut E,
+    /// Room for numbers of any kind.
+    pub(super) arranged: *mut f32,
+    pub(super) scratch: *mut Scratch<E>,
+    pub(super) vectors: *mut f32,
+    pub(super) pool: Pool<E>,
+    pub(super) tokens: &'a [Token<E>],
+    /// First tokens of the prompts, and the end of the last one.
+    pub(super) starts: &'a [usize],
+    pub(super) attention: attention::Shared<'a>,
+    pub(super) last_attention: attention::Shared<'a>,
+    pub(super) queues: &'a [Queue],
+    pub(super) shape: Shape,
+    pub(super) hidden: usize,
+    pub(super) eps: f32,
+    pub(super) activation: Activation,
+    /// Whether a prompt's first state is its vector, and not the mean.
+    pub(super) first: bool,
+    pub(super) norm: Norm<'a>,
+    pub(super) layers: &'a [Layer<'a, E>],
+    pub(super) score: Option<Score<'a, E>>,
+}
+
+// SAFETY: what the pointers reach is written by one member at a time, see `compute`.
+unsafe impl<E> Sync for Pass<'_, E> {}
+
+/// States `[count, hidden]`.
+#[derive(Clone, Copy)]
+struct Stream {
+    x: *mut f32,
+    count: usize,
+}
+
+/// The rows that a member prepares for a product, which it later arranges.
+#[inline(always)]
+fn own<E: Element, K: Kernel<E>>(member: &Member<'_>, rows: Rows<E>) -> Range<usize> {
+    rows.of_tiles::<K>(member.share(rows.tiles::<K>()))
+}
+
+impl<E: Element> Pass<'_, E> {
+    /// One member's share of the batch.
+    ///
+    /// # Safety
+    /// Called once by each member of the team; the processor can run `K`.
+    #[inline(always)]
+    pub(crate) unsafe fn compute<K: Kernel<E>>(&self, member: &Member<'_>) {
+        let prompts = self.starts.len() - 1;
+        // SAFETY: between meetings, members write only what is theirs by share or by queue.
+        unsafe {
+            let stream = self.layers::<K>(member);
+            member.meet();
+            let to = if self.score.is_some() { self.pooled } else { self.vectors };
+            for prompt in member.share(prompts) {
+                let to = self.row(Stream { x: to, count: prompts }, prompt);
+                if !self.first {
+                    self.mean(stream, prompt, to);
+                } else if self.score.is_none() {
+                    to.copy_from_slice(self.row(stream, prompt));
+                }
+            }
+            member.meet();
+            if let Some(score) = &self.score {
+                self.score::<K>(member, score, prompts);
+            }
+        }
+    }
+
+    /// One member's share of the layers; gives the states of all tokens, or of the first ones.
+    #[inline(always)]
+    unsafe fn layers<K: Kernel<E>>(&self, member: &Member<'_>) -> Stream {
+        let count = self.tokens.len();
+        let mut stream = Stream { x: self.x, count };
+        // SAFETY: as for `compute`.
+        unsafe {
+            self.embed::<K>(member, stream);
+            for (index, layer) in self.layers.iter().enumerate() {
+                let queues = &self.queues[index * QUEUES_A_LAYER..][..QUEUES_A_LAYER];
+                let normed = Rows { first: self.normed.cast_const(), count };
+                self.multiply::<K>((&queues[0], member), normed, &layer.qkv, Out::Store(self.wide));
+                self.keep::<K>(member);
+                let mut attention = self.attention;
+                if index + 1 == self.layers.len() && self.first {
+                    // Nobody will read what comes of the other tokens.
+                    let first = Stream { x: self.pooled, count: self.starts.len() - 1 };
+                    for prompt in member.share(first.count) {
+                        let from = self.row(stream, self.starts[prompt]);
+                        self.row(first, prompt).copy_from_slice(from);
+                    }
+                    stream = first;
+                    attention = self.last_attention;
+                }
+                member.meet();
+                self.attend::<K>(attention, (&queues[1], member));
+                member.meet();
+                let attended = Rows { first: self.attended.cast_const(), count: stream.count };
+                let added = Out::Add(stream.x);
+                self.multiply::<K>((&queues[2], member), attended, &layer.output, added);
+                let normed = self.normalise::<K>(member, stream, layer.attention_norm);
+                self.multiply::<K>((&queues[3], member), normed, &layer.up, Out::Store(self.wide));
+                let inputs = layer.down.inputs;
+                let activated = self.activate::<K>(member, stream.count, inputs);
+                self.multiply::<K>((&queues[4], member), activated, &layer.down, added);
+                self.normalise::<K>(member, stream, layer.output_norm);
+            }
+        }
+        stream
+    }
+
+    /// # Safety
+    /// No other member writes this row now, or reads it while this one writes.
+    #[inline(always)]
+    #[expect(
+        clippy::mut_from_ref,
+        reason = "members share the buffer and each writes its own rows"
+    )]
+    unsafe fn row(&self, stream: Stream, row: usize) -> &mut [f32] {
+        // SAFETY: inside the stream, see above.
+        unsafe { std::slice::from_raw_parts_mut(stream.x.add(row * self.hidden), self.hidden) }
+    }
+
+    /// Sums of the tokens' embeddings, normalised.
+    #[inline(always)]
+    unsafe fn embed<K: Kernel<E>>(&self, member: &Member<'_>, stream: Stream) {
+        let rows = Rows { first: self.normed.cast_const(), count: stream.count };
+        // SAFETY: rows of the embeddings; this member's rows of x.
+        unsafe {
+            for row in own::<E, K>(member, rows) {
+                let Token { word, place, text, .. } = self.tokens[row];
+                for (at, to) in self.row(stream, row).iter_mut().enumerate() {
+                    let (word, place) = ((*word.add(at)).to_f32(), (*place.add(at)).to_f32());
+                    *to = word + place + (*text.add(at)).to_f32();
+                }
+            }
+            self.normalise::<K>(member, stream, self.norm);
+        }
+    }
+
+    /// Normalises the states, and gives them as elements, of the rows that [`Self::multiply`] will
+    /// make this member prepare.
+    #[inline(always)]
+    unsafe fn normalise<K: Kernel<E>>(
+        &self,
+        member: &Member<'_>,
+        stream: Stream,
+        norm: Norm<'_>,
+    ) -> Rows<E> {
+        let rows = Rows { first: self.normed.cast_const(), count: stream.count };
+        for row in own::<E, K>(member, rows) {
+            // SAFETY: this member's rows of both.
+            unsafe {
+                let to = self.normed.add(row * self.hidden);
+                let to = std::slice::from_raw_parts_mut(to, self.hidden);
+                let scales = (norm.weight, norm.bias);
+                math::layer_norm::<E, K>(self.row(stream, row), scales, self.eps, to);
+            }
+        }
+        rows
+    }
+
+    /// What the first product of a layer's second part gave, `[count, width]`, activated: this
+    /// member's rows, as of [`Self::normalise`].
+    #[inline(always)]
+    unsafe fn activate<K: Kernel<E>>(
+        &self,
+        member: &Member<'_>,
+        count: usize,
+        width: usize,
+    ) -> Rows<E> {
+        let rows = Rows { first: self.activated.cast_const(), count };
+        let mine = own::<E, K>(member, rows);
+        let (at, length) = (mine.start * width, mine.len() * width);
+        // SAFETY: this member's rows of both.
+        let (from, to) = unsafe {
+            (
+                std::slice::from_raw_parts(self.wide.add(at), length),
+                std::slice::from_raw_parts_mut(self.activated.add(at), length),
+            )
+        };
+        match self.activation {
+            Activation::Gelu => math::each::<E, K>(from, to, math::gelu),
+            Activation::GeluTanh => math::each::<E, K>(from, to, math::gelu_tanh),
+            Activation::Relu => math::each::<E, K>(from, to, math::relu),
+        }
+        rows
+    }
+
+    /// A product of rows of which this member has made its own, or that all have met since. All
+    /// have met when it is done.
+    #[inline(always)]
+    unsafe fn multiply<K: Kernel<E>>(
+        &self,
+        (queue, member): (&Queue, &Member<'_>),
+        rows: Rows<E>,
+        matrix: &Matrix<'_, E>,
+        out: Out<E>,
+    ) {
+        let tiles = member.share(rows.tiles::<K>());
+        // SAFETY: this member's share of what is arranged; whoever still read that of an earlier
+        // product was met since.
+        unsafe {
+            let rows = arrange::<E, K>(rows, matrix.inputs, tiles, self.arranged.cast());
+            member.meet();
+            multiply::<E, K>((queue, member.members), rows, matrix, out);
+        }
+        member.meet();
+    }
+
+    /// Writes keys and values of this member's tokens to their pages.
+    #[inline(always)]
+    unsafe fn keep<K: Kernel<E>>(&self, member: &Member<'_>) {
+        let Shape { heads, head_dim: dim, .. } = self.shape;
+        // SAFETY: the member's own.
+        let scratch = unsafe { &mut *self.scratch.add(member.index) };
+        for token in member.share(self.tokens.len()) {
+            for head in 0..heads {
+                // SAFETY: this member's token, whose entry belongs to it alone.
+                unsafe {
+                    let from = self.wide.add(token * 3 * self.hidden + head * dim);
+                    let key = std::slice::from_raw_parts(from.add(self.hidden), dim);
+                    let value = std::slice::from_raw_parts(from.add(2 * self.hidden), dim);
+                    // Where the queries will be: there is room for more than two heads.
+                    let (narrow_key, rest) = scratch.queries.split_at_mut(dim);
+                    math::narrow::<E, K>(key, narrow_key);
+                    math::narrow::<E, K>(value, &mut rest[..dim]);
+                    let entry = (self.tokens[token].entry, head);
+                    self.pool.keep(&self.shape, entry, narrow_key, &rest[..dim]);
+                }
+            }
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn attend<K: Kernel<E>>(
+        &self,
+        shared: attention::Shared<'_>,
+        (queue, member): (&Queue, &Member<'_>),
+    ) {
+        // SAFETY: the member's own.
+        let scratch = unsafe { &mut *self.scratch.add(member.index) };
+        loop {
+            let mine = queue.take(shared.units.len(), member.members);
+            if mine.is_empty() {
+                break;
+            }
+            for index in mine {
+                let units = (&shared.units[index], shared.units.get(index + 1));
+                // SAFETY: a unit is taken by one member, and what it writes is its own; its pages
+                // are there.
+                unsafe {
+                    self.queries::<K>(units.0, scratch);
+                    let (shape, out) = (&self.shape, self.attended);
+                    attention::attend::<E, K>(shape, shared, units, self.pool, out, scratch);
+                }
+            }
+        }
+    }
+
+    /// Puts a unit's queries into the scratch.
+    #[inline(always)]
+    unsafe fn queries<K: Kernel<E>>(&self, unit: &Unit, scratch: &mut Scratch<E>) {
+        let dim = self.shape.head_dim;
+        let rows = scratch.queries.chunks_exact_mut(dim).take(unit.queries.tokens);
+        for (token, to) in (unit.queries.token..).zip(rows) {
+            // SAFETY: a query that nobody writes now.
+            let from = unsafe {
+                let from = self.wide.add(token * 3 * self.hidden + unit.queries.held.kv_head * dim);
+                std::slice::from_raw_parts(from, dim)
+            };
+            math::narrow::<E, K>(from, to);
+        }
+    }
+
+    /// The mean of a prompt's states.
+    #[inline(always)]
+    unsafe fn mean(&self, stream: Stream, prompt: usize, to: &mut [f32]) {
+        let tokens = self.starts[prompt]..self.starts[prompt + 1];
+        let count = tokens.len() as f32;
+        to.fill(0.0);
+        for token in tokens {
+            // SAFETY: nobody writes the states now.
+            let from = unsafe { self.row(stream, token) };
+            for (to, &mut from) in to.iter_mut().zip(from) {
+                *to += from;
+            }
+        }
+        for to in to {
+            *to /= count;
+        }
+    }
+
+    /// One member's share of making scores of the vectors.
+    #[inline(always)]
+    unsafe fn score<K: Kernel<E>>(
+        &self,
+        member: &Member<'_>,
+        score: &Score<'_, E>,
+        prompts: usize,
+    ) {
+        let queues = &self.queues[self.layers.len() * QUEUES_A_LAYER..];
+        let rows = Rows { first: self.normed.cast_const(), count: prompts };
+        let mine = own::<E, K>(member, rows);
+        let (at, length) = (mine.start * self.hidden, mine.len() * self.hidden);
+        // SAFETY: this member's rows; there are no more prompts than tokens.
+        unsafe {
+            let normed = std::slice::from_raw_parts_mut(self.normed.add(at), length);
+            let pooled = std::slice::from_raw_parts(self.pooled.add(at), length);
+            math::narrow::<E, K>(pooled, normed);
+            self.multiply::<K>((&queues[0], member), rows, &score.pooler, Out::Store(self.wide));
+            let wide = std::slice::from_raw_parts(self.wide.add(at), length);
+            math::each::<E, K>(wide, normed, math::tanh);
+            let out = Out::Store(self.vectors);
+            self.multiply::<K>((&queues[1], member), rows, &score.classifier, out);
+        }
+    }
+}
