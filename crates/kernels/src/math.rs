@@ -57,14 +57,14 @@ fn sides<V: Vector>(x: V) -> (V, V) {
 
 /// `x` where it is positive, otherwise 0.
 #[inline(always)]
-pub(crate) fn relu<V: Vector>(x: V) -> V {
+fn relu<V: Vector>(x: V) -> V {
     sides(x).0
 }
 
 /// `x` times the normal distribution's share below it (Hendrycks & Gimpel 2016), to about 3e-7 of
 /// `x`: the error function is that of Abramowitz & Stegun 7.1.26.
 #[inline(always)]
-pub(crate) fn gelu<V: Vector>(x: V) -> V {
+fn gelu<V: Vector>(x: V) -> V {
     let (positive, size) = sides(x);
     let t = V::splat(1.0)
         .div(size.fused(V::splat(0.327_591_1 * std::f32::consts::FRAC_1_SQRT_2), V::splat(1.0)));
@@ -79,7 +79,7 @@ pub(crate) fn gelu<V: Vector>(x: V) -> V {
 
 /// [`gelu`] with a hyperbolic tangent in place of the error function.
 #[inline(always)]
-pub(crate) fn gelu_tanh<V: Vector>(x: V) -> V {
+fn gelu_tanh<V: Vector>(x: V) -> V {
     let cubic = x.mul(x).mul(x).fused(V::splat(0.044_715), x);
     // Twice the root of 2 / pi.
     x.div(exp(cubic.mul(V::splat(-1.595_769))).add(V::splat(1.0)))
@@ -87,27 +87,53 @@ pub(crate) fn gelu_tanh<V: Vector>(x: V) -> V {
 
 /// The hyperbolic tangent, to about 1e-7.
 #[inline(always)]
-pub(crate) fn tanh<V: Vector>(x: V) -> V {
+fn tanh<V: Vector>(x: V) -> V {
     V::splat(1.0).sub(V::splat(2.0).div(exp(x.add(x)).add(V::splat(1.0))))
+}
+
+/// A function of numbers. Closures, and functions that are passed like them, would not be compiled
+/// for the processor.
+pub(crate) trait Function {
+    fn of<V: Vector>(x: V) -> V;
+}
+
+macro_rules! functions {
+    ($($name:ident: $function:ident,)*) => {
+        $(
+            pub(crate) struct $name;
+
+            impl Function for $name {
+                #[inline(always)]
+                fn of<V: Vector>(x: V) -> V {
+                    $function(x)
+                }
+            }
+        )*
+    };
+}
+
+functions! {
+    Relu: relu,
+    Gelu: gelu,
+    GeluTanh: gelu_tanh,
+    Tanh: tanh,
+    Itself: itself,
+    Square: square,
 }
 
 /// A function of every number, rounded to elements.
 #[inline(always)]
-pub(crate) fn each<E: Element, K: Kernel<E>>(
-    from: &[f32],
-    to: &mut [E],
-    work: impl Fn(K::Vector) -> K::Vector,
-) {
+pub(crate) fn each<E: Element, K: Kernel<E>, F: Function>(from: &[f32], to: &mut [E]) {
     let (from, from_rest) = from.as_chunks::<LANES>();
     let (to, to_rest) = to.as_chunks_mut::<LANES>();
     for (from, to) in from.iter().zip(to) {
         // SAFETY: whole vectors.
-        unsafe { K::narrow(work(K::Vector::load(from.as_ptr())), to.as_mut_ptr()) };
+        unsafe { K::narrow(F::of(K::Vector::load(from.as_ptr())), to.as_mut_ptr()) };
     }
     let mut last = [0.0; LANES];
     last[..from_rest.len()].copy_from_slice(from_rest);
     // SAFETY: a whole vector.
-    let last = work(unsafe { K::Vector::load(last.as_ptr()) }).to_array();
+    let last = F::of(unsafe { K::Vector::load(last.as_ptr()) }).to_array();
     for (to, from) in to_rest.iter_mut().zip(last) {
         *to = E::from_f32(from);
     }
@@ -126,11 +152,11 @@ pub(crate) fn layer_norm<E: Element, K: Kernel<E>>(
     let (whole, length) = (x.len() / LANES * LANES, x.len());
     let fits = weight.len() == length && bias.len() == length && out.len() == length;
     assert!(fits, "as many weights and results");
-    let mean = sum_of::<K::Vector>(x, itself) / size;
+    let mean = sum_of::<K::Vector, Itself>(x) / size;
     for x in &mut *x {
         *x -= mean;
     }
-    let factor = 1.0 / (sum_of::<K::Vector>(x, square) / size + eps).sqrt();
+    let factor = 1.0 / (sum_of::<K::Vector, Square>(x) / size + eps).sqrt();
     for at in (0..whole).step_by(LANES) {
         // SAFETY: whole vectors of all four.
         unsafe {
@@ -158,21 +184,20 @@ fn square<V: Vector>(x: V) -> V {
     x.mul(x)
 }
 
-/// Adds up what `work` makes of all numbers: nothing of zeros. No closure, which would not be
-/// compiled for the processor.
+/// Adds up a function of all numbers that is zero of zero.
 #[inline(always)]
-fn sum_of<V: Vector>(x: &[f32], work: impl Fn(V) -> V) -> f32 {
+fn sum_of<V: Vector, F: Function>(x: &[f32]) -> f32 {
     // Two sums in turn: one would wait for its own last addition.
     let mut sums = [V::splat(0.0); 2];
     let (chunks, rest) = x.as_chunks::<LANES>();
     for (at, chunk) in chunks.iter().enumerate() {
         // SAFETY: a whole vector.
-        sums[at % 2] = sums[at % 2].add(work(unsafe { V::load(chunk.as_ptr()) }));
+        sums[at % 2] = sums[at % 2].add(F::of(unsafe { V::load(chunk.as_ptr()) }));
     }
     let mut last = [0.0; LANES];
     last[..rest.len()].copy_from_slice(rest);
     // SAFETY: a whole vector.
-    let last = work(unsafe { V::load(last.as_ptr()) });
+    let last = F::of(unsafe { V::load(last.as_ptr()) });
     sums[0].add(sums[1]).add(last).sum()
 }
 

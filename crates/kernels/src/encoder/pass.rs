@@ -238,9 +238,9 @@ impl<E: Element> Pass<'_, E> {
             )
         };
         match self.activation {
-            Activation::Gelu => math::each::<E, K>(from, to, math::gelu),
-            Activation::GeluTanh => math::each::<E, K>(from, to, math::gelu_tanh),
-            Activation::Relu => math::each::<E, K>(from, to, math::relu),
+            Activation::Gelu => math::each::<E, K, math::Gelu>(from, to),
+            Activation::GeluTanh => math::each::<E, K, math::GeluTanh>(from, to),
+            Activation::Relu => math::each::<E, K, math::Relu>(from, to),
         }
         rows
     }
@@ -368,7 +368,7 @@ impl<E: Element> Pass<'_, E> {
             math::narrow::<E, K>(pooled, normed);
             self.multiply::<K>((&queues[0], member), rows, &score.pooler, Out::Store(self.wide));
             let wide = std::slice::from_raw_parts(self.wide.add(at), length);
-            math::each::<E, K>(wide, normed, math::tanh);
+            math::each::<E, K, math::Tanh>(wide, normed);
             let out = Out::Store(self.vectors);
             self.multiply::<K>((&queues[1], member), rows, &score.classifier, out);
         }
