@@ -85,7 +85,8 @@ pub(crate) unsafe trait Kernel<E: Element>: 'static {
     ///
     /// # Safety
     /// `numbers` are `k` positions of `rows` rows, arranged; `panel` is `k` inner positions of a
-    /// packed panel, `k` a multiple of `E::PAIR`; of what follows on others, [`Self::INNER`]; `out` has `rows` rows; `1 <= rows <= Self::ROWS`.
+    /// packed panel, `k` a multiple of `E::PAIR`; of what follows on others, [`Self::INNER`]; `out`
+    /// has `rows` rows; `1 <= rows <= Self::ROWS`.
     unsafe fn tile(
         numbers: *const Self::Number,
         rows: usize,
