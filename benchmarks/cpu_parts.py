@@ -58,10 +58,17 @@ CASES = [
 ]
 
 
-def runner(directory: str, threads: int) -> ModelRunner:
+def runner(directory: str, threads: int, quantization: str | None = None) -> ModelRunner:
     """The model with its weights and room for every case."""
     described = describe_directory(Path(directory), "model")
-    made = in_process.runner(described, slots=SLOTS, context=LONGEST, tokens=SLOTS * LONGEST, threads=threads)
+    made = in_process.runner(
+        described,
+        slots=SLOTS,
+        context=LONGEST,
+        tokens=SLOTS * LONGEST,
+        threads=threads,
+        quantization=quantization,
+    )
     pages = made.tables.pages_per_slot
     made.tables.page_table[:] = torch.randperm(SLOTS * pages).view(SLOTS, pages)
     made.tables.token_pool.random_(0, made.model_config.vocab_size)

@@ -2,6 +2,7 @@
 
     python -m benchmarks.kernel_turns --old /elsewhere/libforebay_kernels.so
     python -m benchmarks.kernel_turns --old-level avx512bf16
+    python -m benchmarks.kernel_turns --old-level avx512vnni --quantization w8a8_int8
     FOREBAY_KERNELS=avx2 python -m benchmarks.kernel_turns --old /elsewhere/libforebay_kernels.so
 
 Steps as in `cpu_parts`, without a server. Each side is a process of its own, with its library beside a copy of the
@@ -38,10 +39,10 @@ Measured = dict[str, float]
 """Milliseconds of a step and its parts."""
 
 
-def work(model: str, threads: int) -> None:
+def work(model: str, threads: int, quantization: str | None) -> None:
     """One side: computes the steps whose names it reads, and prints what they took."""
     with torch.inference_mode():
-        made = cpu_parts.runner(model, threads)
+        made = cpu_parts.runner(model, threads, quantization)
         compute = cpu_parts.prepared(made, threads)
         steps = {case.name: case.step(made.device) for case in cpu_parts.CASES}
         print(READY, flush=True)
@@ -126,16 +127,19 @@ def main() -> None:
     flags.add_argument("--starts", type=int, default=3, help="default: %(default)s")
     flags.add_argument("--threads", type=int, default=2)
     flags.add_argument("--model", default=str(models.directory("smollm2")))
+    flags.add_argument("--quantization", choices=["w8a8_int8"], help="of the matrices; default: none")
     flags.add_argument("--cases", default="", help="only those whose name has this in it")
     flags.add_argument("--work", action="store_true", help=argparse.SUPPRESS)
     chosen = flags.parse_args()
     if chosen.work:
-        work(chosen.model, chosen.threads)
+        work(chosen.model, chosen.threads, chosen.quantization)
         return
     if chosen.rounds * chosen.starts < 2:
         flags.error("one pair says nothing: --rounds or --starts has to be larger")
     cases = [case.name for case in cpu_parts.CASES if chosen.cases in case.name]
     arguments = ["--model", chosen.model, "--threads", str(chosen.threads)]
+    if chosen.quantization is not None:
+        arguments += ["--quantization", chosen.quantization]
     package = Path(forebay.__file__).parent
     found: Pairs = {}
     with tempfile.TemporaryDirectory() as folder:

@@ -47,6 +47,26 @@ impl Operands {
             }
         }
     }
+
+    /// Scales the dot products of a row with half of a panel whose outputs have one scale each.
+    ///
+    /// # Safety
+    /// The row and its place in `out` are there; the processor has AVX-512.
+    #[inline(always)]
+    pub(crate) unsafe fn scale(
+        &self,
+        (row, half): (usize, usize),
+        dots: __m512i,
+        own: __m512,
+        out: &mut Tile,
+    ) {
+        // SAFETY: the contract.
+        unsafe {
+            let scale = _mm512_mul_ps(own, _mm512_set1_ps(*self.scales.add(row)));
+            let total = _mm512_mul_ps(_mm512_cvtepi32_ps(dots), scale);
+            _mm512_storeu_ps(out[row].as_mut_ptr().add(half * LANES), total);
+        }
+    }
 }
 
 /// Formats as constants of functions.
@@ -114,7 +134,7 @@ unsafe fn whole<const FORMAT: u32, const M: usize, const AHEAD: bool>(
     given: Operands,
     out: &mut Tile,
 ) {
-    let Operands { codes, scales, sums, panel, k, ahead } = given;
+    let Operands { codes, sums, panel, k, ahead, .. } = given;
     let offset = format(FORMAT).offset();
     // SAFETY: the contract.
     unsafe {
@@ -129,9 +149,7 @@ unsafe fn whole<const FORMAT: u32, const M: usize, const AHEAD: bool>(
             [_mm512_loadu_ps(own), _mm512_loadu_ps(own.add(LANES))].iter().enumerate()
         {
             for (r, dots) in dots.iter().enumerate() {
-                let scale = _mm512_mul_ps(*own, _mm512_set1_ps(*scales.add(r)));
-                let total = _mm512_mul_ps(_mm512_cvtepi32_ps(dots[half]), scale);
-                _mm512_storeu_ps(out[r].as_mut_ptr().add(half * LANES), total);
+                given.scale((r, half), dots[half], *own, out);
             }
         }
     }

@@ -14,6 +14,7 @@ mod hardware;
 mod unit;
 
 use std::marker::PhantomData;
+use std::mem::MaybeUninit;
 
 use std::arch::x86_64::*;
 
@@ -41,9 +42,13 @@ const INNER: usize = WIDE / size_of::<Bf16>();
 /// Inner positions of bytes that an instruction adds up.
 const INNER_BYTES: usize = WIDE;
 
+/// Rows of bytes up to which dot products of vectors are quicker than tiles. Sums of integers are
+/// exact, so the bits are the same.
+const FEW_BYTES: usize = 8;
+
 /// bfloat16 with tiles.
 pub(crate) struct AmxBf16<U = Hardware>(PhantomData<U>);
-/// Codes of one scale an output with tiles; formats with more scales as [`Vnni`] does.
+/// Codes of one scale an output with tiles; few rows, and formats with more scales, as [`Vnni`] does.
 pub(crate) struct AmxDots<U = Hardware>(PhantomData<U>);
 
 /// Begins to load `lines` cache lines from an address that need not be valid.
@@ -389,9 +394,9 @@ unsafe impl<U: Tiles> Kernel<Bf16> for AmxBf16<U> {
 #[inline(always)]
 unsafe fn whole<U: Tiles>(given: Operands, rows: usize, out: &mut Tile) {
     const PITCH: usize = NR * QUAD;
-    let Operands { codes, scales, sums, panel, k, ahead } = given;
+    let Operands { codes, sums, panel, k, ahead, .. } = given;
     let two = rows > HIGH;
-    let mut dots = [[0i32; NR]; MAX_ROWS];
+    let mut dots = MaybeUninit::<[[i32; NR]; MAX_ROWS]>::uninit();
     let left = dots.as_mut_ptr().cast::<u8>();
     // SAFETY: inside the rows, the panel and the sums, by the contract.
     unsafe {
@@ -411,8 +416,10 @@ unsafe fn whole<U: Tiles>(given: Operands, rows: usize, out: &mut Tile) {
             } else {
                 U::load::<0>(left, PITCH);
                 U::load::<1>(right, PITCH);
-                U::load::<2>(low, PITCH);
-                U::load::<3>(low_right, PITCH);
+                if two {
+                    U::load::<2>(low, PITCH);
+                    U::load::<3>(low_right, PITCH);
+                }
             }
             for at in (first..first + steps * width).step_by(width) {
                 let weights = panel.add(at * NR);
@@ -442,13 +449,11 @@ unsafe fn whole<U: Tiles>(given: Operands, rows: usize, out: &mut Tile) {
         for (half, own) in
             [_mm512_loadu_ps(own), _mm512_loadu_ps(own.add(LANES))].iter().enumerate()
         {
-            for (r, dots) in dots.iter().enumerate().take(rows) {
+            for r in 0..rows {
                 let begin = (*sums.add(r)).wrapping_mul(-Format::Int8.offset());
-                let dots = _mm512_loadu_si512(dots.as_ptr().add(half * LANES).cast());
+                let dots = _mm512_loadu_si512(left.add(r * PITCH + half * WIDE).cast());
                 let dots = _mm512_add_epi32(dots, _mm512_set1_epi32(begin));
-                let scale = _mm512_mul_ps(*own, _mm512_set1_ps(*scales.add(r)));
-                let total = _mm512_mul_ps(_mm512_cvtepi32_ps(dots), scale);
-                _mm512_storeu_ps(out[r].as_mut_ptr().add(half * LANES), total);
+                given.scale((r, half), dots, *own, out);
             }
         }
     }
@@ -473,7 +478,7 @@ unsafe impl<U: Tiles> Dots for AmxDots<U> {
     ) {
         // SAFETY: the contract.
         unsafe {
-            if format != Format::Int8 {
+            if format != Format::Int8 || count <= FEW_BYTES {
                 return Vnni::tile(format, rows, (row, count), panel, k, ahead, out);
             }
             whole::<U>(Operands::new(format, rows, row, (panel, ahead), k), count, out);
