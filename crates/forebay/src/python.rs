@@ -2,8 +2,9 @@
 
 use std::ffi::OsString;
 use std::fmt;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
+use std::sync::Mutex;
 
 use anyhow::{Context, Result};
 use forebay_hand::without_keys;
@@ -37,11 +38,25 @@ impl fmt::Display for Incomplete {
 
 impl std::error::Error for Incomplete {}
 
+/// Interpreters that have all packages. A start asks before it describes a model and before it
+/// serves it, and each question takes an interpreter's start.
+static COMPLETE: Mutex<Vec<PathBuf>> = Mutex::new(Vec::new());
+
 /// Whether a hand in Python can run, before anything is loaded for it.
 ///
 /// # Errors
 /// The interpreter does not start ([`std::io::Error`]), or lacks packages ([`Incomplete`]).
 pub(crate) fn check(python: &Path) -> Result<()> {
+    if COMPLETE.lock().expect("no thread panics with it").iter().any(|known| known == python) {
+        return Ok(());
+    }
+    ask(python)?;
+    COMPLETE.lock().expect("no thread panics with it").push(python.to_owned());
+    Ok(())
+}
+
+/// [`check`] of an interpreter of which nothing is known.
+fn ask(python: &Path) -> Result<()> {
     let mut command = Command::new(python);
     without_keys(&mut command);
     let output = command
@@ -111,15 +126,17 @@ mod tests {
         let run = |printed: &str| {
             fs::write(&script, format!("#!/bin/sh\necho {printed}\n")).expect("a file");
             fs::set_permissions(&script, fs::Permissions::from_mode(0o755)).expect("a program");
-            check(&script)
+            ask(&script)
         };
         assert!(run("").is_ok());
+        assert!(check(&script).is_ok());
         let error = run("numpy torch").unwrap_err();
         assert!(error.is::<Incomplete>());
         let said = error.to_string();
         assert!(said.contains("has no numpy, torch: run `pip install 'forebay[torch]'`"), "{said}");
         fs::remove_file(&script).expect("the file");
-        assert!(check(&script).unwrap_err().is::<std::io::Error>());
+        assert!(check(&script).is_ok(), "it is asked once");
+        assert!(ask(&script).unwrap_err().is::<std::io::Error>());
     }
 
     #[test]
