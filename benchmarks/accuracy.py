@@ -113,6 +113,11 @@ def read(path: Path) -> list[dict[str, str]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
 
 
+def as_text(questions: Sequence[dict[str, str]]) -> str:
+    """Questions and answers, one after the other."""
+    return "".join(f"Question: {one['question']}\nAnswer: {one['answer']}\n\n" for one in questions)
+
+
 def losses(model: Model, windows: Sequence[Sequence[int]]) -> torch.Tensor:
     """Negative log-likelihoods [windows, WINDOW - 1] of each token after those before it, one decode row at a time."""
     slots = range(len(windows))
@@ -165,10 +170,10 @@ def accuracy(
     results: records.Results, models: dict[str, Model], questions: Sequence[dict[str, str]], tokenizer: Tokenizer
 ) -> None:
     """Perplexities and answers of every way, into the results."""
-    text = "".join(f"Question: {one['question']}\nAnswer: {one['answer']}\n\n" for one in questions)
+    text = as_text(questions)
     ids = tokenizer.encode(text, add_special_tokens=False).ids
     windows = [ids[at : at + WINDOW] for at in range(0, len(ids) - WINDOW + 1, WINDOW)][:SLOTS]
-    shown = "".join(f"Question: {one['question']}\nAnswer: {one['answer']}\n\n" for one in questions[:1])
+    shown = as_text(questions[:1])
     asked = [f"{shown}Question: {one['question']}\nAnswer:" for one in questions[1 : 1 + SLOTS]]
     prompts = [tokenizer.encode(prompt, add_special_tokens=False).ids[:WINDOW] for prompt in asked]
     found = {name: losses(model, windows) for name, model in models.items()}

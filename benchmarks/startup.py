@@ -17,7 +17,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from benchmarks import compare, models, records
 from benchmarks.load import LOGS
@@ -31,6 +31,24 @@ COLD, WARM = "files on disk", "files in memory"
 POLL_SECONDS = 0.02
 PATIENCE_SECONDS = 600.0
 FILL_SECONDS = 60.0
+
+
+class Startable(Protocol):
+    """What `measure` has to know of a server."""
+
+    @property
+    def name(self) -> str:
+        """What the table calls it."""
+
+    @property
+    def health(self) -> str:
+        """The path that is answered 200 once the model is loaded."""
+
+    def command(self, setting: Setting, port: int) -> list[str]:
+        """The program and its arguments."""
+
+    def environment(self, setting: Setting) -> dict[str, str]:
+        """Variables to set on top of ours."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +101,7 @@ def fill(server: Server) -> None:
             time.sleep(POLL_SECONDS)
 
 
-def measure(server: Server) -> dict[str, Any]:
+def measure(server: Startable) -> dict[str, Any]:
     """Seconds until the server is ready, and until it has answered with a token. Raises ServerError."""
     port = free_port()
     log = LOGS / f"startup-{server.name.replace(' ', '-').replace(',', '')}.log"

@@ -12,11 +12,12 @@ import argparse
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from statistics import median
 
 from benchmarks import gsm8k_results, records
 from benchmarks.cells import markdown, number, spread
-from benchmarks.records import Results, median_of
-from benchmarks.servers import FOREBAY_CPU, FOREBAY_SIM, ROOT
+from benchmarks.records import Results, median_of, paired_ratio
+from benchmarks.servers import FOREBAY_CPU, FOREBAY_SIM, LLAMA, ROOT
 
 PAGES = ROOT / "docs/performance"
 _SECTION = re.compile(r"(<!-- bench:(?P<name>[\w-]+) -->\n).*?(<!-- /bench -->)", re.DOTALL)
@@ -315,6 +316,18 @@ def fan_out(found: Results) -> str:
     return markdown(head, rows)
 
 
+def outposts(found: Results) -> str:
+    """Microseconds of a round trip, and what the relay adds."""
+    head = ["plan", "hand", "p50 us", "p99 us", "more p50 us", "more p99 us"]
+    keys = ("p50_us", "p99_us", "more_p50_us", "more_p99_us")
+    rows = [
+        [workload, where, *(number(found.median(workload, where, key)) for key in keys)]
+        for workload in found.workloads()
+        for where in found.servers(workload)
+    ]
+    return markdown(head, rows)
+
+
 def router(found: Results) -> str:
     """What stands in front of simulated backends; the ratios are the first row's by this row's."""
     head = ["scene", "in front", "TTFT p50 ms", "p99 ms", "p99 ratio", "TPOT ms", "tokens/s", "ratio"]
@@ -425,6 +438,49 @@ def startup(found: Results) -> str:
     return markdown(head, rows)
 
 
+def quantised(found: Results) -> str:
+    """A row for each format and workload: tokens a second of both, and their perplexities."""
+    ours, theirs = FOREBAY_CPU.name, LLAMA.name
+    head = ["file", "workload", f"{ours}, tokens/s", f"{theirs}, tokens/s", f"{ours} / {theirs}"]
+    rows = []
+    for name in found.workloads():
+        kind, _, workload = name.partition(": ")
+        if workload == "perplexity":
+            cells = [f"{value:.3f}" if (value := found.median(name, who, workload)) else "-" for who in (ours, theirs)]
+            rows.append([kind, workload, *cells, "-"])
+            continue
+        key = "input_throughput" if workload.startswith("prefill") else "output_throughput"
+        cells = [number(found.median(name, who, key)) for who in (ours, theirs)]
+        rows.append([kind, workload, *cells, spread(found.ratio(name, ours, theirs, key))])
+    order = list(dict.fromkeys(row[0] for row in rows))
+    return markdown(head, sorted(rows, key=lambda row: order.index(row[0])))
+
+
+def first_minute(found: Results) -> str:
+    """Megabytes and seconds from nothing; the ratios are of each server to the first."""
+    head = ["server", "MB downloaded", "MB on disk", "installed s", "ready after s", "first token after s"]
+    head += ["from nothing to the first token s", "this / first server's"]
+    rows = []
+    for workload in found.workloads():
+        first = found.servers(workload)[0]
+        totals = {
+            server: {
+                run.round: run.values["install_seconds"] + run.values["first_token_seconds"]
+                for run in found.runs
+                if run.server == server
+            }
+            for server in found.servers(workload)
+        }
+        for server, total in totals.items():
+            sizes = [found.median(workload, server, key) for key in ("downloaded_bytes", "disk_bytes")]
+            keys = ("install_seconds", "ready_seconds", "first_token_seconds")
+            cells = [number(None if size is None else size / 1e6) for size in sizes]
+            cells += [number(found.median(workload, server, key)) for key in keys]
+            cells += [number(median(total.values())), spread(paired_ratio(total, totals[first]))]
+            rows.append([server, *cells])
+    return markdown(head, rows)
+
+
 KINDS: dict[str, Callable[[Results], str]] = {
     "host_ceiling": host_ceiling,
     "cpu_model": cpu_model,
@@ -442,6 +498,7 @@ KINDS: dict[str, Callable[[Results], str]] = {
     "images": images,
     "image_prepare": image_prepare,
     "fan_out": fan_out,
+    "outposts": outposts,
     "masks": masks,
     "mask_times": mask_times,
     "router": router,
@@ -449,6 +506,8 @@ KINDS: dict[str, Callable[[Results], str]] = {
     "accuracy": accuracy,
     "gsm8k": gsm8k_results.table,
     "startup": startup,
+    "first_minute": first_minute,
+    "quantised": quantised,
     "tool_calls": tool_calls,
 }
 
