@@ -10,6 +10,7 @@ use crate::flags::ServeFlags;
 use crate::models::{ListFlags, PullFlags, RemoveFlags};
 use crate::route::RouteFlags;
 use crate::simulate::{FitFlags, ProfilesFlags};
+use crate::worker::WorkerFlags;
 
 /// LLM serving whose host side never makes the accelerator wait.
 #[derive(Debug, Parser)]
@@ -27,6 +28,8 @@ pub(crate) enum Command {
     /// Spread requests over several servers behind one address.
     #[command(args_override_self = true)]
     Route(Box<RouteFlags>),
+    /// Run hands on this machine for a server on another one, which says --listen-hands.
+    Worker(WorkerFlags),
     /// Chat in this terminal, with a server that runs or with one that is started for a model.
     Chat(Box<ChatArgs>),
     /// Download a model, so that a later `serve` finds it. Its path is printed.

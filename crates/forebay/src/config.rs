@@ -167,7 +167,8 @@ impl Config {
         let tp_size = flags.replicas.tp_size;
         let expert_parallel = flags.replicas.expert_parallel()?;
         let hands = dp_size.saturating_mul(tp_size);
-        let (device, gpus) = device(flags.run.device, dp_size, tp_size)?;
+        let apart = flags.replicas.listen_hands.is_some();
+        let (device, gpus) = device(flags.run.device, dp_size, tp_size, apart)?;
         let cuda = device == Device::Cuda;
         let schedule = &flags.schedule;
         let usual_step = if cuda { CUDA_STEP_TOKENS } else { STEP_TOKENS };
@@ -200,9 +201,10 @@ impl Config {
             Some(flag) => flag.resolve(dp_size, tp_size)?,
             None => Affinity::default(),
         };
+        // Hands on other machines share none of this one.
         let undivided = affinity.hands.is_empty() && device != Device::Sim;
         let threads = match flags.run.threads {
-            None if hands > 1 && undivided => Some(threads_each(hands)?),
+            None if hands > 1 && undivided && !apart => Some(threads_each(hands)?),
             given => given,
         };
         let running = schedule.max_running_requests;
@@ -271,7 +273,8 @@ impl Config {
             text_threads: flags.http.text_threads,
             intake_threads: flags.http.intake_threads,
             inline_intake: flags.http.inline_intake,
-            arena_bytes: flags.run.arena_bytes,
+            // Nothing reads the memory of another machine.
+            arena_bytes: if apart { 0 } else { flags.run.arena_bytes },
             tokenizer_backend: flags.text.tokenizer_backend,
             tokenizer_mode: flags.text.tokenizer_mode,
             text_cache_bytes: flags.text.text_cache_bytes,
@@ -294,6 +297,7 @@ impl Config {
             simulated,
             simulated_replicas,
         };
+        crate::outposts::check(flags, &config)?;
         config.hand = Chosen::of(flags.run.hand, &config, model)?;
         Ok(config)
     }
@@ -411,7 +415,11 @@ fn quantization(flags: &ServeFlags, model: &Model) -> Result<Option<Quantization
 }
 
 /// What `auto` stands for, and each replica's GPU.
-fn device(flag: Device, replicas: u32, ranks: u32) -> Result<(Device, Vec<String>)> {
+fn device(flag: Device, replicas: u32, ranks: u32, apart: bool) -> Result<(Device, Vec<String>)> {
+    if apart {
+        // What other machines have, their hands say.
+        return Ok((if flag == Device::Auto { Device::Cpu } else { flag }, Vec::new()));
+    }
     let gpus = Gpus::find();
     let device = match flag {
         Device::Auto if gpus.any() => Device::Cuda,

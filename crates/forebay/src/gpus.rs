@@ -54,6 +54,20 @@ impl Gpus {
         self.files > 0 && self.named.as_ref().is_none_or(|named| !named.is_empty())
     }
 
+    /// How many there are.
+    pub(crate) fn count(&self) -> usize {
+        self.named.as_ref().map_or(self.files, |named| named.len().min(self.files))
+    }
+
+    /// One by its place among them, as `CUDA_VISIBLE_DEVICES` names it.
+    pub(crate) fn name(&self, place: usize) -> Option<String> {
+        match &self.named {
+            _ if place >= self.count() => None,
+            Some(named) => named.get(place).cloned(),
+            None => Some(place.to_string()),
+        }
+    }
+
     /// One for each rank of each replica, replica by replica.
     ///
     /// # Errors
@@ -105,6 +119,16 @@ mod tests {
         assert!(gpus(None, TWO).any());
         assert!(!gpus(None, &["nvidiactl", "nvidia-uvm", "nvidia"]).any());
         assert!(!Gpus::look(None, Path::new("/no/such/folder")).any());
+    }
+
+    #[test]
+    fn hands_of_a_worker_get_one_each() {
+        let names = |found: &Gpus| (0..4).map_while(|place| found.name(place)).collect::<Vec<_>>();
+        assert_eq!(names(&gpus(None, TWO)), ["0", "1"]);
+        assert_eq!(names(&gpus(Some("GPU-a,1"), TWO)), ["GPU-a", "1"]);
+        assert_eq!(names(&gpus(Some("1"), TWO)), ["1"]);
+        assert_eq!(gpus(Some(""), TWO).count(), 0);
+        assert_eq!(gpus(Some("0,1"), &[]).count(), 0);
     }
 
     #[test]

@@ -65,12 +65,7 @@ impl Chosen {
 
     /// The program to start, and its arguments.
     pub(crate) fn program(&self, python: &Path) -> (PathBuf, Vec<OsString>) {
-        if self.hand != "rust" {
-            return (python.to_owned(), python::arguments("forebay.worker"));
-        }
-        // A program that was replaced since it was started is not there any more, but its file is.
-        let own = std::env::current_exe().ok().filter(|path| path.is_file());
-        (own.unwrap_or_else(|| "/proc/self/exe".into()), vec!["hand".into()])
+        program(self.hand, python)
     }
 
     /// As the banner says it.
@@ -81,4 +76,26 @@ impl Chosen {
             _ => String::new(),
         }
     }
+}
+
+/// The program of a hand (`rust`, `torch`), and its arguments.
+pub(crate) fn program(hand: &str, python: &Path) -> (PathBuf, Vec<OsString>) {
+    if hand != "rust" {
+        return (python.to_owned(), python::arguments("forebay.worker"));
+    }
+    // A program that was replaced since it was started is not there any more, but its file is.
+    let own = std::env::current_exe().ok().filter(|path| path.is_file());
+    (own.unwrap_or_else(|| "/proc/self/exe".into()), vec!["hand".into()])
+}
+
+/// Variables of every hand. glibc is asked for huge pages where it maps large blocks, unless the
+/// user has told it something: a step on a CPU reads all weights, and looking up every 4 KiB of
+/// them is up to a tenth of its time.
+pub(crate) fn environment() -> Vec<(OsString, OsString)> {
+    const TUNABLES: &str = "GLIBC_TUNABLES";
+    let mut variables: Vec<(OsString, OsString)> = Vec::new();
+    if std::env::var_os(TUNABLES).is_none() {
+        variables.push((TUNABLES.into(), "glibc.malloc.hugetlb=1".into()));
+    }
+    variables
 }

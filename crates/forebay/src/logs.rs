@@ -50,20 +50,29 @@ impl Drop for Logs {
 
 /// Shows warnings of the commands that print their results themselves.
 pub(crate) fn init_warnings() -> Result<()> {
-    let ansi = std::io::stderr().is_terminal();
-    let lines = fmt::layer().with_writer(std::io::stderr).with_target(false).with_ansi(ansi);
+    let lines = fmt::layer().with_writer(std::io::stderr).with_target(false).with_ansi(ansi());
     let lines = lines.without_time().compact().with_filter(LevelFilter::WARN);
-    tracing_subscriber::registry()
-        .with(lines)
-        .try_init()
-        .context("cannot install the log subscriber")
+    let subscriber = tracing_subscriber::registry().with(lines);
+    subscriber.try_init().context("cannot install the log subscriber")
+}
+
+/// The same with the time, and with what is no warning: for a process that stays.
+pub(crate) fn init_plain() -> Result<()> {
+    let lines = fmt::layer().with_writer(std::io::stderr).with_target(false).with_ansi(ansi());
+    let lines = lines.compact().with_filter(LevelFilter::INFO);
+    let subscriber = tracing_subscriber::registry().with(lines);
+    subscriber.try_init().context("cannot install the log subscriber")
+}
+
+fn ansi() -> bool {
+    std::io::stderr().is_terminal()
 }
 
 /// Installs the subscriber of the process, and has panics written as lines. Spans are sent to
 /// `endpoint`; `guard` watches over the thread that writes.
 pub(crate) fn init(flags: &LineFlags, endpoint: Option<&str>, guard: &Guard) -> Result<Logs> {
     let filter = EnvFilter::try_new(&flags.log_level).context("--log-level")?;
-    let ansi = std::io::stderr().is_terminal();
+    let ansi = ansi();
     let (written, _) = Lines::start(std::io::stderr(), guard)?;
     written.take_panics();
     let lines = fmt::layer().with_writer(written.clone()).with_target(false).with_ansi(ansi);

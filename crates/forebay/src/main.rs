@@ -17,6 +17,7 @@ mod listening;
 mod logs;
 mod model;
 mod models;
+mod outposts;
 mod python;
 mod route;
 mod script;
@@ -31,6 +32,7 @@ mod tiers;
 mod tokenizers;
 mod vocabulary;
 mod watch;
+mod worker;
 
 use std::process::ExitCode;
 
@@ -71,12 +73,13 @@ fn say(line: String) {
 }
 
 fn run(command: Command) -> Result<()> {
-    if !matches!(command, Command::Serve(_) | Command::Route(_)) {
+    if !matches!(command, Command::Serve(_) | Command::Route(_) | Command::Worker(_)) {
         logs::init_warnings()?;
     }
     match command {
         Command::Serve(flags) => serve::run(&flags),
         Command::Route(flags) => route::run(&flags),
+        Command::Worker(flags) => worker::run(&flags),
         Command::Chat(args) => chat::run(&args),
         Command::Bench(BenchCommand::Serve(args)) => forebay_bench::serve(&args, &Tokenizers),
         Command::Bench(BenchCommand::Report(args)) => forebay_bench::report(&args),

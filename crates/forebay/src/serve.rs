@@ -12,7 +12,7 @@ use forebay_api::GenerationDefaults;
 use forebay_engine::{
     BlockObserver, Clock, EngineThread, Executor, OutputSink, Status, SystemClock,
 };
-use forebay_hand::{Arena, HandExecutor, HandSpec, RankSpec};
+use forebay_hand::{Arena, HandExecutor, HandSpec, RankSpec, Site};
 use forebay_replicas::{Member, Replicas};
 use forebay_server::{
     AppState, BlockLog, EgressConfig, EgressMode, Guard, HealthThread, Intake, IntakeMode, Metrics,
@@ -30,8 +30,9 @@ use crate::flags::{Device, Egress, GenerationConfig, LoadFormat, ServeFlags, vis
 use crate::listening::{self, Bound};
 use crate::logs::Logs;
 use crate::model::{Model, Task, fetch, find_python};
+use crate::outposts::Gate;
 use crate::{
-    affinity, descriptors, dialect, gpus, grammar, images, logs, secret, signals, simulate,
+    affinity, descriptors, dialect, gpus, grammar, hands, images, logs, secret, signals, simulate,
     threads, vocabulary, watch,
 };
 
@@ -115,7 +116,9 @@ pub(crate) fn run(flags: &ServeFlags) -> Result<()> {
 
     let namer = secret::namer(flags.sharing.cache_secret_file.as_deref())?;
     let arena = Arena::new(config.arena_bytes).context("no arena")?;
-    let (executors, clock) = executors(flags, &python, &config, &model, &tokenizer, &arena)?;
+    let gate = Gate::of(&flags.replicas);
+    let site = gate.map(|gate| gate.open(config.hand.hand, &guard)).transpose()?;
+    let (executors, clock) = executors(flags, &python, &config, &model, &tokenizer, &arena, site)?;
     let (ended, engine_ended) = oneshot::channel();
     let on_exit = move || {
         // Nobody waits any more when the server went first.
@@ -250,6 +253,7 @@ fn executors(
     model: &Model,
     tokenizer: &Arc<Tokenizer>,
     arena: &Arena,
+    site: Option<Arc<dyn Site>>,
 ) -> Result<Executors> {
     let mut executors: Vec<Box<dyn Executor>> = Vec::new();
     let clock: Arc<dyn Clock> = if config.simulated.is_some() {
@@ -262,17 +266,19 @@ fn executors(
         Arc::new(clock)
     } else {
         let (program, args) = config.hand.program(python);
-        if config.hand.hand == "torch" {
+        if config.hand.hand == "torch" && site.is_none() {
             crate::python::check(python)?;
         }
         for replica in 0..config.dp_size as usize {
             executors.push(Box::new(HandExecutor::new(HandSpec {
                 program: program.clone(),
                 args: args.clone(),
-                env: hand_environment(),
+                // Another machine has its own.
+                env: if site.is_some() { Vec::new() } else { hands::environment() },
                 config: config.hand(model),
                 arena: arena.clone(),
                 ranks: ranks(config, replica),
+                site: site.clone(),
             })?));
         }
         Arc::new(SystemClock::default())
@@ -305,18 +311,6 @@ fn ranks(config: &Config, replica: usize) -> Vec<RankSpec> {
         cpus: config.cpu_affinity.hands.get(hand).cloned().unwrap_or_default(),
     };
     hands.map(rank).collect()
-}
-
-/// glibc shall ask for huge pages where it maps large blocks, unless the user has said what it
-/// shall do: a step on a CPU reads all weights, and looking up every 4 KiB of them is up to a tenth
-/// of its time.
-fn hand_environment() -> Vec<(OsString, OsString)> {
-    const TUNABLES: &str = "GLIBC_TUNABLES";
-    let mut variables: Vec<(OsString, OsString)> = Vec::new();
-    if std::env::var_os(TUNABLES).is_none() {
-        variables.push((TUNABLES.into(), "glibc.malloc.hugetlb=1".into()));
-    }
-    variables
 }
 
 async fn serve(

@@ -83,6 +83,7 @@ fn main() -> Result<(), Failure> {
             config: HandConfig { page_size: 16, ..HandConfig::default() },
             arena: Arena::new(1 << 24)?,
             ranks: vec![RankSpec::default(); ranks.parse()?],
+            site: None,
         };
         let (sending, taking) = measure(spec, rows, steps)?;
         println!("{ranks} {sending:.2} {taking:.2}");

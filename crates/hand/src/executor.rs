@@ -3,6 +3,7 @@
 use std::collections::VecDeque;
 use std::ffi::OsString;
 use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
 use std::process::Command;
 use std::sync::Arc;
@@ -20,6 +21,7 @@ use tracing::debug;
 use crate::arena::{Arena, Region};
 use crate::frames::{FrameReader, FrameWriter, StreamError};
 use crate::process::RankProcess;
+use crate::site::{Process, RankOrder, Site};
 use crate::store::Store;
 use crate::waker::EventWaker;
 
@@ -44,6 +46,9 @@ pub struct HandSpec {
     pub arena: Arena,
     /// The ranks, at least one.
     pub ranks: Vec<RankSpec>,
+    /// Where they run, if not below this process. Plans, tokens and masks then go through the
+    /// socket whole, and no payload can be named.
+    pub site: Option<Arc<dyn Site>>,
 }
 
 /// What one rank has of its own.
@@ -56,7 +61,8 @@ pub struct RankSpec {
 }
 
 struct Rank {
-    process: RankProcess,
+    process: Process,
+    socket: UnixStream,
     reader: FrameReader,
     writer: FrameWriter,
     /// Facts, once it is ready.
@@ -108,13 +114,28 @@ impl HandExecutor {
         })
     }
 
-    fn spawn_rank(&self, rank: &RankSpec) -> std::io::Result<Rank> {
-        let mut command = Command::new(&self.spec.program);
-        let host = self.host.as_ref().map(AsFd::as_fd);
+    fn spawn_rank(&self, index: usize, rank: &RankSpec) -> std::io::Result<Rank> {
         let env = self.spec.env.iter().chain(&rank.env);
-        command.args(&self.spec.args).envs(env.map(|(name, value)| (name, value)));
+        let (process, socket) = if let Some(site) = &self.spec.site {
+            let text = |text: &OsString| text.to_string_lossy().into_owned();
+            let (socket, distant) = site.spawn(RankOrder {
+                rank: index,
+                ranks: self.spec.ranks.len(),
+                env: env.map(|(name, value)| (text(name), text(value))).collect(),
+                arena_bytes: self.spec.arena.bytes(),
+            })?;
+            (Process::There(distant), socket)
+        } else {
+            let mut command = Command::new(&self.spec.program);
+            let host = self.host.as_ref().map(AsFd::as_fd);
+            command.args(&self.spec.args).envs(env.map(|(name, value)| (name, value)));
+            let (process, socket) =
+                RankProcess::spawn(command, &self.spec.arena, host, &rank.cpus)?;
+            (Process::Here(process), socket)
+        };
         Ok(Rank {
-            process: RankProcess::spawn(command, self.spec.arena.fd(), host, &rank.cpus)?,
+            process,
+            socket,
             reader: FrameReader::default(),
             writer: FrameWriter::default(),
             facts: None,
@@ -131,7 +152,7 @@ impl HandExecutor {
     /// Ends the whole group; `why` names the rank whose end caused it.
     fn group_died(&mut self, rank: usize, error: &StreamError) {
         let mut ranks: Vec<Rank> = self.ranks.drain(..).collect();
-        let Rank { process, last_words, .. } = ranks.swap_remove(rank);
+        let Rank { process, last_words, socket: _socket, .. } = ranks.swap_remove(rank);
         // None of them is waited for before all are ended.
         ranks.iter().for_each(|other| other.process.doom());
         let reason = if let StreamError::Disagreement { .. } | StreamError::Pools(_) = error {
@@ -155,14 +176,14 @@ impl HandExecutor {
     fn serve_rank(&mut self, index: usize, writable: bool) -> Result<(), StreamError> {
         let flushed = if writable {
             let rank = &mut self.ranks[index];
-            rank.writer.flush(&mut rank.process.socket)
+            rank.writer.flush(&mut rank.socket)
         } else {
             Ok(())
         };
         // Read even from a hand that takes nothing more: it may have left last words.
         loop {
             let rank = &mut self.ranks[index];
-            let Some(frame) = rank.reader.read(&mut rank.process.socket)? else { return flushed };
+            let Some(frame) = rank.reader.read(&mut rank.socket)? else { return flushed };
             self.take_frame(index, &frame)?;
         }
     }
@@ -174,7 +195,7 @@ impl HandExecutor {
                 debug!(rank = index, pid, "a hand has connected");
                 let config = self.config_frame(index)?;
                 let rank = &mut self.ranks[index];
-                rank.writer.send(&mut rank.process.socket, &config)?;
+                rank.writer.send(&mut rank.socket, &config)?;
                 // It lives: whoever waits for it may go on waiting.
                 self.signals.push_back(Signal::Progress("handshake".into()));
             }
@@ -192,7 +213,7 @@ impl HandExecutor {
                 ))?;
                 for (rank, reply) in store.ask(index, StoreRequest::decode(frame)?)? {
                     let rank = &mut self.ranks[rank];
-                    rank.writer.send(&mut rank.process.socket, &reply.encode()?)?;
+                    rank.writer.send(&mut rank.socket, &reply.encode()?)?;
                 }
             }
             Kind::Result => {
@@ -276,7 +297,8 @@ impl HandExecutor {
     /// Puts the frame in the buffer into the arena where that is worth it, beside what else its
     /// step has there; gives the frame that says where it lies.
     fn share(&mut self) -> Option<&[u8]> {
-        if self.ranks.len() < 2 || self.buffer.len() < SHARED_BYTES {
+        let apart = self.spec.site.is_some();
+        if apart || self.ranks.len() < 2 || self.buffer.len() < SHARED_BYTES {
             return None;
         }
         let regions = self.regions.back_mut()?;
@@ -304,7 +326,7 @@ impl HandExecutor {
         for (index, rank) in self.ranks.iter_mut().enumerate() {
             // It fails only if the socket is closed or broken: the next wait reads last words, and
             // reports it.
-            if rank.writer.send(&mut rank.process.socket, frame).is_err() {
+            if rank.writer.send(&mut rank.socket, frame).is_err() {
                 debug!(rank = index, "the plan could not be sent");
             }
         }
@@ -320,7 +342,7 @@ impl HandExecutor {
         fds.push(PollFd::from_borrowed_fd(self.waker.fd(), PollFlags::IN));
         for rank in &self.ranks {
             let writing = if rank.writer.is_empty() { PollFlags::empty() } else { PollFlags::OUT };
-            fds.push(PollFd::new(&rank.process.socket, PollFlags::IN | writing));
+            fds.push(PollFd::new(&rank.socket, PollFlags::IN | writing));
         }
         if poll(&mut fds, timeout.as_ref()).is_err() {
             // Interrupted: the caller looks at its clock and polls again.
@@ -369,8 +391,8 @@ impl Executor for HandExecutor {
         debug_assert!(self.ranks.is_empty(), "the last group is still there");
         self.signals.clear();
         self.store = (self.spec.ranks.len() > 1).then(Store::default);
-        for rank in &self.spec.ranks {
-            match self.spawn_rank(rank) {
+        for (index, rank) in self.spec.ranks.iter().enumerate() {
+            match self.spawn_rank(index, rank) {
                 Ok(rank) => self.ranks.push(rank),
                 Err(error) => {
                     let program = self.spec.program.display();
@@ -385,7 +407,11 @@ impl Executor for HandExecutor {
 
     fn submit(&mut self, plan: &StepPlan) {
         let mut regions = Vec::new();
+        let near = self.spec.site.is_none();
         let encoded = plan.encode_spilling(&mut self.buffer, SPILL_TOKENS, |tokens| {
+            if !near {
+                return None;
+            }
             let region = self.spec.arena.place(bytemuck::cast_slice(tokens))?;
             let offset = region.offset();
             regions.push(region);
@@ -398,7 +424,11 @@ impl Executor for HandExecutor {
     fn masks(&mut self, masks: &StepMasks) {
         // Without regions there is no plan in flight: the group is gone.
         let Some(regions) = self.regions.back_mut() else { return };
+        let near = self.spec.site.is_none();
         let encoded = masks.encode_spilling(&mut self.buffer, |mask| {
+            if !near {
+                return None;
+            }
             let region = self.spec.arena.place(bytemuck::cast_slice(mask))?;
             let offset = region.offset();
             regions.push(region);
@@ -430,10 +460,13 @@ impl Executor for HandExecutor {
         if let Ok(order) = encode_json(Kind::Shutdown, "") {
             for rank in &mut self.ranks {
                 // A rank that can't be told is ended all the same.
-                let _ = rank.writer.send(&mut rank.process.socket, &order);
+                let _ = rank.writer.send(&mut rank.socket, &order);
             }
         }
-        RankProcess::end(self.ranks.drain(..).map(|rank| rank.process).collect());
+        // A socket stays open until its rank has ended: it may hold the order.
+        let (processes, _sockets): (Vec<_>, Vec<_>) =
+            self.ranks.drain(..).map(|rank| (rank.process, rank.socket)).unzip();
+        Process::end(processes);
         self.signals.clear();
         self.regions.clear();
     }

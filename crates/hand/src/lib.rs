@@ -1,5 +1,5 @@
-//! The executor that runs plans on real hands: one Python process a rank, spawned, fed, watched and
-//! killed from here.
+//! The executor that runs plans on real hands: one process a rank, spawned, fed, watched and killed
+//! from here, or by whatever [`Site`] runs it elsewhere.
 //!
 //! Everything happens on the engine thread that owns the [`HandExecutor`], but for writes to the
 //! [`Arena`], which any thread may do: there is no reader thread, and no lock but the one on the
@@ -14,6 +14,7 @@ mod arena;
 mod executor;
 mod frames;
 mod process;
+mod site;
 mod slice;
 mod space;
 mod store;
@@ -22,5 +23,6 @@ mod waker;
 pub use arena::{Arena, MAX_ARENA_BYTES, Region};
 pub use executor::{HandExecutor, HandSpec, RankSpec};
 pub use forebay_protocol::HandConfig;
-pub use process::without_keys;
+pub use process::{RankProcess, without_keys};
+pub use site::{Distant, RankOrder, Site};
 pub use slice::take_short_turns;

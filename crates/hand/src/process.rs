@@ -5,7 +5,7 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::process::{Child, Command, ExitStatus, Stdio};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use command_fds::{CommandFdExt, FdMapping};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -14,14 +14,14 @@ use rustix::process::{
 };
 use rustix::thread::{CpuSet, sched_setaffinity};
 
+use crate::arena::Arena;
+
 /// Where the hand finds its socket.
 const SOCKET_FD: i32 = 3;
 /// Where the hand finds the arena.
 const ARENA_FD: i32 = 4;
 /// Where the hand finds the memory of the host's tier, if there is one.
 const HOST_FD: i32 = 5;
-/// From the order to exit to SIGTERM, and from there to SIGKILL.
-const PATIENCE: [Duration; 2] = [Duration::from_millis(500), Duration::from_secs(2)];
 /// From SIGKILL to the end. A process that the kernel holds, in a driver or on a file system that
 /// hangs, does not end by that either.
 const LAST_PATIENCE: Duration = Duration::from_secs(5);
@@ -47,25 +47,29 @@ fn is_key(name: &str) -> bool {
     hub || own && ["KEY", "SECRET", "TOKEN", "PASSWORD"].into_iter().any(has)
 }
 
-/// A spawned rank and the process group it leads.
-pub(crate) struct RankProcess {
+/// A spawned rank and the process group it leads. Dropping it kills the group.
+#[derive(Debug)]
+pub struct RankProcess {
     child: Child,
     pid: Pid,
     pidfd: OwnedFd,
     /// It did not end when it was killed.
     stuck: bool,
-    pub(crate) socket: UnixStream,
 }
 
 impl RankProcess {
     /// Spawns `command` with a fresh socket as descriptor 3, the arena as 4 and the host's memory
-    /// as 5, if there is any, on these processors if any are given.
-    pub(crate) fn spawn(
+    /// as 5, if there is any, on these processors if any are given. Gives the process and the near
+    /// end of its socket, which never blocks.
+    ///
+    /// # Errors
+    /// The program can't be run, or the system refuses a socket.
+    pub fn spawn(
         mut command: Command,
-        arena: BorrowedFd<'_>,
+        arena: &Arena,
         host: Option<BorrowedFd<'_>>,
         cpus: &[usize],
-    ) -> io::Result<Self> {
+    ) -> io::Result<(Self, UnixStream)> {
         let (near, far) = UnixStream::pair()?;
         near.set_nonblocking(true)?;
         let log = Stdio::from(io::stderr().as_fd().try_clone_to_owned()?);
@@ -73,7 +77,7 @@ impl RankProcess {
         without_keys(&mut command);
         let mut mappings = vec![
             FdMapping { parent_fd: far.into(), child_fd: SOCKET_FD },
-            FdMapping { parent_fd: arena.try_clone_to_owned()?, child_fd: ARENA_FD },
+            FdMapping { parent_fd: arena.fd().try_clone_to_owned()?, child_fd: ARENA_FD },
         ];
         if let Some(host) = host {
             mappings.push(FdMapping { parent_fd: host.try_clone_to_owned()?, child_fd: HOST_FD });
@@ -99,7 +103,7 @@ impl RankProcess {
             .ok_or_else(|| io::Error::other("no process id"))
             .and_then(|pid| Ok((pid, pidfd_open(pid, PidfdFlags::empty())?)));
         match opened {
-            Ok((pid, pidfd)) => Ok(Self { child, pid, pidfd, stuck: false, socket: near }),
+            Ok((pid, pidfd)) => Ok((Self { child, pid, pidfd, stuck: false }, near)),
             Err(error) => {
                 let _ = child.kill();
                 let _ = child.wait();
@@ -109,7 +113,7 @@ impl RankProcess {
     }
 
     /// Waits until the process has ended, at most `limit`.
-    fn ended_within(&self, limit: Duration) -> bool {
+    pub(crate) fn ended_within(&self, limit: Duration) -> bool {
         let limit =
             Timespec { tv_sec: limit.as_secs() as i64, tv_nsec: limit.subsec_nanos().into() };
         let mut fds = [PollFd::new(&self.pidfd, PollFlags::IN)];
@@ -117,7 +121,8 @@ impl RankProcess {
     }
 
     /// Ends a rank whose connection broke and says how it ended.
-    pub(crate) fn bury(mut self) -> String {
+    #[must_use]
+    pub fn bury(mut self) -> String {
         let by_itself = self.ended_within(LAST_BREATH);
         let status = self.kill();
         match status {
@@ -127,26 +132,14 @@ impl RankProcess {
         }
     }
 
-    /// Ends ranks that were told to exit, all at a time: waits a little, then SIGTERM, then
-    /// SIGKILL.
-    pub(crate) fn end(processes: Vec<Self>) {
-        for (patience, signal) in PATIENCE.into_iter().zip([Signal::TERM, Signal::KILL]) {
-            let deadline = Instant::now() + patience;
-            for process in &processes {
-                process.ended_within(deadline.saturating_duration_since(Instant::now()));
-            }
-            let left = processes.iter().filter(|process| !process.ended_within(Duration::ZERO));
-            for process in left {
-                let _ = kill_process_group(process.pid, signal);
-            }
-        }
-        // What a leader started may still be there when it has gone: dropping it sees to that.
-        processes.iter().for_each(Self::doom);
-    }
-
     /// Sends SIGKILL to the whole group, and waits for nothing.
     pub(crate) fn doom(&self) {
-        let _ = kill_process_group(self.pid, Signal::KILL);
+        self.signal(Signal::KILL);
+    }
+
+    /// Sends a signal to the whole group.
+    pub(crate) fn signal(&self, signal: Signal) {
+        let _ = kill_process_group(self.pid, signal);
     }
 
     /// SIGKILL to the whole group, also when its leader is already gone: what the leader started
@@ -191,7 +184,7 @@ mod tests {
         command.args(["-c", &format!("{check} && [ \"${kept}\" = yes ]")]).env(kept, "yes");
         command.envs(keys.map(|key| (key, "a key")));
         let arena = crate::Arena::new(0).expect("an arena");
-        let process = RankProcess::spawn(command, arena.fd(), None, &[]).expect("a shell");
+        let (process, _socket) = RankProcess::spawn(command, &arena, None, &[]).expect("a shell");
         assert_eq!(process.bury(), "exit status 0");
     }
 }

@@ -14,7 +14,7 @@ SOCKET = socket.socket(fileno=3)
 SHARED = []
 HELLO, CONFIG, PROGRESS, READY, PLAN, RESULT, FATAL, SHUTDOWN = range(1, 9)
 STORE, STORE_REPLY, PLAN_AT = 10, 11, 12
-SLOTS, ROWS = 1, 8
+SLOTS, TOKENS_OF_SLOTS, ROWS = 1, 3, 8
 TOKENS, ROW_ERRORS, TIMING = 1, 2, 6
 
 
@@ -132,7 +132,7 @@ while True:
             rank = 7
     slots, rows = columns.get(SLOTS, ()), columns.get(ROWS, ())
     sampled = sum(flags & 1 for flags in rows[3::4])
-    first = {"own token": rank, "lies": rank // 7, "tells": len(SHARED)}.get(behaviour, 0)
+    first = {"echo": (*columns.get(TOKENS_OF_SLOTS, ()), 0)[0], "own token": rank, "lies": rank // 7, "tells": len(SHARED)}.get(behaviour, 0)
     if slots and slots[10] >= 0 and behaviour != "tells":
         arena = os.pread(4, 4, slots[10])
         first = struct.unpack("<i", arena)[0]

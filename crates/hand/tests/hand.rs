@@ -18,6 +18,7 @@ fn spec(behaviour: &str) -> HandSpec {
         config: HandConfig { page_size: 16, ..HandConfig::default() },
         arena: Arena::new(1 << 20).expect("arena"),
         ranks: vec![RankSpec::default()],
+        site: None,
     }
 }
 

@@ -1,5 +1,7 @@
 //! Flags about replicas, and the ranks of each.
 
+use std::net::SocketAddr;
+use std::path::PathBuf;
 use std::time::Duration;
 
 use anyhow::{Result, bail};
@@ -34,6 +36,15 @@ pub(crate) struct ReplicaFlags {
     pub(crate) ep_size: Option<u32>,
     #[command(flatten)]
     pub(crate) elsewhere: ElsewhereFlags,
+    /// Run all hands on other machines, which join at this address with `forebay worker --join`.
+    /// All ranks of a replica run on one machine; --tp-size and --dp-size say how many hands there
+    /// have to be. Without the flag nothing listens for hands.
+    #[arg(long, value_name = "ADDR:PORT", requires = "join_token_file")]
+    pub(crate) listen_hands: Option<SocketAddr>,
+    /// The file with the token that opens --listen-hands. It and FILE.key, which is the brain's
+    /// alone, are made where neither is there.
+    #[arg(long, value_name = "FILE", requires = "listen_hands")]
+    pub(crate) join_token_file: Option<PathBuf>,
     /// Processors of the brain's threads and of each hand: `[brain=LIST|]LIST|LIST...`, such as
     /// `brain=0-1|2-15|16-31`, one list a replica or one for all, with `;` between those of its
     /// ranks; or `auto`, which divides the cores among the hands [default: any].
@@ -62,8 +73,7 @@ pub(crate) struct ElsewhereFlags {
 impl ElsewhereFlags {
     /// The first that asks for more than one machine, or for what is not there.
     fn given(&self) -> Option<(&'static str, &'static str)> {
-        const MACHINES: &str =
-            "a replica's ranks are on one machine; `forebay route` spreads requests over several";
+        const MACHINES: &str = "a replica's ranks are on one machine; --listen-hands runs replicas on others, and `forebay route` spreads requests over several servers";
         let several = |number: Option<u32>| number.is_some_and(|number| number > 1);
         [
             ("--nnodes", several(self.nnodes), MACHINES),

@@ -1,0 +1,91 @@
+//! `forebay worker`: this machine's hands, for a brain on another one.
+
+use std::io;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::Arc;
+
+use anyhow::{Context, Result, bail};
+use clap::Args;
+use forebay_hand::{Arena, RankProcess};
+use forebay_outpost::{HandOrder, JoinToken, Spawn, WorkSettings, work};
+
+use crate::gpus::{self, Gpus};
+use crate::hands;
+use crate::logs;
+use crate::model::find_python;
+use crate::signals;
+
+/// Flags of `forebay worker`.
+#[derive(Debug, Args)]
+pub(crate) struct WorkerFlags {
+    /// The address that the server's --listen-hands says.
+    #[arg(long, value_name = "HOST:PORT")]
+    join: String,
+    /// The file with the token, a copy of the server's --join-token-file.
+    #[arg(long, value_name = "FILE")]
+    token_file: PathBuf,
+    /// How many hands may run here at a time [default: one for each GPU, else 1].
+    #[arg(long, value_name = "HANDS", value_parser = clap::value_parser!(u32).range(1..=256))]
+    hands: Option<u32>,
+    /// What the server's log calls this machine [default: its host name].
+    #[arg(long, value_name = "NAME")]
+    name: Option<String>,
+    /// The interpreter of hands that compute with PyTorch [default: the one beside this program,
+    /// else the virtual environment's, else python3].
+    #[arg(long, value_name = "FILE", env = "FOREBAY_PYTHON")]
+    python: Option<PathBuf>,
+}
+
+/// Runs until a signal ends it, or the server refuses this machine.
+pub(crate) fn run(flags: &WorkerFlags) -> Result<()> {
+    let file = flags.token_file.display();
+    let line = std::fs::read_to_string(&flags.token_file)
+        .with_context(|| format!("--token-file {file}"))?;
+    let token: JoinToken = line.parse().with_context(|| format!("--token-file {file}"))?;
+    if !flags.join.contains(':') {
+        bail!("--join {}: the address ends with a port, such as :7711", flags.join);
+    }
+    logs::init_plain()?;
+    let gpus = Gpus::find();
+    let hands = flags.hands.unwrap_or_else(|| u32::try_from(gpus.count()).unwrap_or(1).max(1));
+    let name = flags.name.clone().unwrap_or_else(host_name);
+    let settings = WorkSettings { brain: flags.join.clone(), token, name, hands };
+    let spawn = spawn(find_python(flags.python.as_deref()), gpus);
+    // Hands are children of this thread: the kernel ends them with it.
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+    runtime.block_on(async {
+        let told = signals::count()?;
+        work(settings, spawn, signals::another(told)).await.context("--join")
+    })
+}
+
+/// Starts hands as `serve` would start them here.
+fn spawn(python: PathBuf, gpus: Gpus) -> Spawn {
+    Arc::new(move |order: &HandOrder| {
+        let (program, arguments) = program(&order.hand, &python)?;
+        let mut command = Command::new(&program);
+        command.args(arguments).envs(hands::environment());
+        if let Some(gpu) = gpus.name(order.place as usize) {
+            command.env(gpus::VISIBLE, gpu);
+        }
+        command.envs(order.env.iter().map(|(name, value)| (name, value)));
+        let arena = Arena::new(order.arena_bytes)?;
+        RankProcess::spawn(command, &arena, None, &[]).map_err(|error| {
+            io::Error::new(error.kind(), format!("cannot run {}: {error}", program.display()))
+        })
+    })
+}
+
+/// The program of a hand and its arguments, if it can run here.
+fn program(hand: &str, python: &Path) -> io::Result<(PathBuf, Vec<std::ffi::OsString>)> {
+    if hand == "torch" {
+        crate::python::check(python).map_err(|error| io::Error::other(format!("{error:#}")))?;
+    }
+    Ok(hands::program(hand, python))
+}
+
+fn host_name() -> String {
+    let name = rustix::system::uname().nodename().to_string_lossy().into_owned();
+    if name.is_empty() { "worker".into() } else { name }
+}

@@ -1,0 +1,98 @@
+//! Where a rank runs: below this process, or wherever a [`Site`] brings it.
+
+use std::io;
+use std::os::unix::net::UnixStream;
+use std::time::{Duration, Instant};
+
+use rustix::process::Signal;
+
+use crate::process::RankProcess;
+
+/// From the order to exit to SIGTERM, and from there to SIGKILL.
+const PATIENCE: [Duration; 2] = [Duration::from_millis(500), Duration::from_secs(2)];
+
+/// What a site has to know of a rank.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct RankOrder {
+    /// Which rank of the group it is.
+    pub rank: usize,
+    /// How many the group has. They are ordered one after the other, from rank 0 on.
+    pub ranks: usize,
+    /// Variables of the hand.
+    pub env: Vec<(String, String)>,
+    /// Bytes of the shared memory that the hand maps. Nothing is put there.
+    pub arena_bytes: u32,
+}
+
+/// Runs ranks elsewhere, and brings their frames to a socket here.
+pub trait Site: Send + Sync {
+    /// Has a rank run. The answer comes at once: until the rank is there, the site writes
+    /// `progress` frames to the socket itself. The socket ends when the rank does.
+    ///
+    /// # Errors
+    /// The system refuses a socket.
+    fn spawn(&self, order: RankOrder) -> io::Result<(UnixStream, Box<dyn Distant>)>;
+}
+
+/// A rank that runs elsewhere. Dropping it ends the rank.
+pub trait Distant: Send {
+    /// Has it killed, and waits for nothing.
+    fn doom(&self);
+    /// Waits until it has ended, at most `limit`.
+    fn ended_within(&self, limit: Duration) -> bool;
+    /// Ends it and says how it ended, as far as that is known soon.
+    fn bury(self: Box<Self>) -> String;
+}
+
+/// A rank that was started.
+pub(crate) enum Process {
+    /// A child of this process.
+    Here(RankProcess),
+    /// Somewhere else.
+    There(Box<dyn Distant>),
+}
+
+impl Process {
+    pub(crate) fn doom(&self) {
+        match self {
+            Self::Here(process) => process.doom(),
+            Self::There(distant) => distant.doom(),
+        }
+    }
+
+    pub(crate) fn bury(self) -> String {
+        match self {
+            Self::Here(process) => process.bury(),
+            Self::There(distant) => distant.bury(),
+        }
+    }
+
+    fn ended_within(&self, limit: Duration) -> bool {
+        match self {
+            Self::Here(process) => process.ended_within(limit),
+            Self::There(distant) => distant.ended_within(limit),
+        }
+    }
+
+    /// Ends ranks that were told to exit, all at a time: waits a little, then SIGTERM, then
+    /// SIGKILL.
+    pub(crate) fn end(processes: Vec<Self>) {
+        for (patience, signal) in PATIENCE.into_iter().zip([Signal::TERM, Signal::KILL]) {
+            let deadline = Instant::now() + patience;
+            for process in &processes {
+                process.ended_within(deadline.saturating_duration_since(Instant::now()));
+            }
+            let left = processes.iter().filter(|process| !process.ended_within(Duration::ZERO));
+            for process in left {
+                match process {
+                    Self::Here(process) => process.signal(signal),
+                    // It is killed where it runs once its connection is gone.
+                    Self::There(distant) if signal == Signal::KILL => distant.doom(),
+                    Self::There(_) => {}
+                }
+            }
+        }
+        // What a leader started may still be there when it has gone: dropping it sees to that.
+        processes.iter().for_each(Self::doom);
+    }
+}

@@ -1,0 +1,105 @@
+//! Times a step's round trip to a hand here and to the same hand behind an outpost, in turns, for
+//! `benchmarks/outposts.py`: `round_trip PYTHON FAKE_HAND ROWS STEPS`.
+//!
+//! The hand computes nothing, and the outpost is on the loopback interface. A line each says the
+//! median and the 99th percentile in microseconds, from the plan's submission to its result.
+
+use std::net::TcpListener;
+use std::process::Command;
+use std::sync::Arc;
+use std::time::Instant;
+
+use forebay_engine::{Executor, Signal};
+use forebay_hand::{Arena, HandConfig, HandExecutor, HandSpec, RankProcess, RankSpec, Site};
+use forebay_outpost::{Credentials, HandOrder, Outposts, WorkSettings, work};
+use forebay_protocol::{Row, StepPlan, Want};
+
+type Failure = Box<dyn std::error::Error + Send + Sync>;
+
+/// Steps before the first that counts.
+const WARM_UP: usize = 200;
+
+/// A step in which so many requests decode.
+fn plan(step: u64, rows: u32) -> StepPlan {
+    let mut plan = StepPlan::default();
+    plan.begin(step);
+    for slot in 0..rows {
+        plan.push_row(Row { slot, start: 1000 + slot, length: 1, want: Want::TOKEN });
+    }
+    plan
+}
+
+/// The next signal that is no progress.
+fn next(executor: &mut HandExecutor) -> Result<Signal, Failure> {
+    loop {
+        match executor.wait(None) {
+            Signal::Progress(_) | Signal::Woken | Signal::TimedOut => {}
+            Signal::Died(reason) => return Err(reason.into()),
+            signal => return Ok(signal),
+        }
+    }
+}
+
+/// Microseconds of each step, in order of length.
+fn measure(mut executor: HandExecutor, rows: u32, steps: usize) -> Result<Vec<f64>, Failure> {
+    executor.start();
+    next(&mut executor)?;
+    let mut found = Vec::with_capacity(steps);
+    for (number, step) in (1..).enumerate().take(WARM_UP + steps) {
+        let plan = plan(step, rows);
+        let begun = Instant::now();
+        executor.submit(&plan);
+        next(&mut executor)?;
+        if number >= WARM_UP {
+            found.push(begun.elapsed().as_secs_f64() * 1e6);
+        }
+    }
+    executor.stop();
+    found.sort_by(f64::total_cmp);
+    Ok(found)
+}
+
+fn runtime() -> std::io::Result<tokio::runtime::Runtime> {
+    tokio::runtime::Builder::new_current_thread().enable_all().build()
+}
+
+fn main() -> Result<(), Failure> {
+    let mut words = std::env::args().skip(1);
+    let mut word = || words.next().ok_or("round_trip PYTHON FAKE_HAND ROWS STEPS");
+    let (python, hand) = (word()?, word()?);
+    let (rows, steps): (u32, usize) = (word()?.parse()?, word()?.parse()?);
+
+    let credentials = Credentials::make()?;
+    let listener = TcpListener::bind("127.0.0.1:0")?;
+    let brain = listener.local_addr()?.to_string();
+    let (outposts, serving) = Outposts::listen(listener, &credentials)?;
+    std::thread::spawn(move || runtime().and_then(|runtime| runtime.block_on(serving)));
+    let token = credentials.token().clone();
+    let settings = WorkSettings { brain, token, name: "here".into(), hands: 1 };
+    let (program, script) = (python.clone(), hand.clone());
+    let spawn = Arc::new(move |order: &HandOrder| {
+        let mut command = Command::new(&program);
+        command.arg(&script).env("FAKE_BEHAVIOUR", "good");
+        RankProcess::spawn(command, &Arena::new(order.arena_bytes)?, None, &[])
+    });
+    std::thread::spawn(move || {
+        runtime().map(|runtime| runtime.block_on(work(settings, spawn, std::future::pending())))
+    });
+
+    for (name, site) in [("here", None), ("outpost", Some(outposts.site("fake")))] {
+        let site: Option<Arc<dyn Site>> = site;
+        let executor = HandExecutor::new(HandSpec {
+            program: python.clone().into(),
+            args: vec![hand.clone().into()],
+            env: vec![("FAKE_BEHAVIOUR".into(), "good".into())],
+            config: HandConfig { page_size: 16, ..HandConfig::default() },
+            arena: Arena::new(1 << 20)?,
+            ranks: vec![RankSpec::default()],
+            site,
+        })?;
+        let times = measure(executor, rows, steps)?;
+        let at = |share: f64| times[((times.len() - 1) as f64 * share) as usize];
+        println!("{name} {:.1} {:.1}", at(0.5), at(0.99));
+    }
+    Ok(())
+}

@@ -1,0 +1,495 @@
+//! The brain's side: outposts that have joined, and the groups of ranks that run there.
+
+use std::collections::HashMap;
+use std::io;
+use std::net::SocketAddr;
+use std::os::unix::net::UnixStream as Socket;
+use std::sync::Arc;
+use std::time::Duration;
+
+use forebay_hand::{Distant, Site};
+use forebay_protocol::{Kind, Progress, encode_json};
+use parking_lot::Mutex;
+use subtle::ConstantTimeEq;
+use tokio::io::{AsyncReadExt, AsyncWriteExt, ReadHalf, split};
+use tokio::net::{TcpListener, TcpStream, UnixStream};
+use tokio::sync::{Notify, OwnedSemaphorePermit, Semaphore, mpsc, oneshot, watch};
+use tokio::time::{Instant, MissedTickBehavior, interval, sleep, timeout};
+use tokio_rustls::TlsAcceptor;
+use tokio_rustls::server::TlsStream;
+use tracing::{info, warn};
+
+use crate::credentials::Credentials;
+use crate::messages::{
+    Answer, FromOutpost, HandOrder, KNOCK_BYTES, Knock, Purpose, ToOutpost, read, write,
+};
+use crate::rank::{Handle, Life};
+use crate::relay::{OPENING, PING, SILENCE, Side, prepare, relay, said};
+use crate::tls::acceptor;
+
+type Stream = TlsStream<TcpStream>;
+
+/// Connections of strangers at a time.
+const STRANGERS: usize = 16;
+/// How long an outpost may take from an order to the rank's connection.
+const STARTING: Duration = Duration::from_secs(30);
+/// How long a rank's last words may take from the other connection.
+const LAST_WORDS: Duration = Duration::from_millis(300);
+/// How long a hand that was killed may hold its device.
+const BURIAL: Duration = Duration::from_secs(10);
+/// How often ranks that wait for an outpost say so.
+const WAITING: Duration = Duration::from_secs(1);
+/// Messages of an outpost that nobody has read yet.
+const UNREAD: usize = 64;
+
+/// The outposts of one brain. Cheap to clone.
+#[derive(Clone)]
+pub struct Outposts(Arc<Shared>);
+
+struct Shared {
+    state: Mutex<State>,
+    /// An outpost came, or has a free hand again.
+    changed: Notify,
+    groups: mpsc::UnboundedSender<Group>,
+}
+
+#[derive(Default)]
+struct State {
+    members: Vec<Arc<Member>>,
+    last_id: u64,
+    ranks: HashMap<u64, Ordered>,
+}
+
+/// A rank between its order and its end.
+struct Ordered {
+    life: Arc<Life>,
+    /// Gets the connection, once.
+    connection: Option<oneshot::Sender<Stream>>,
+}
+
+/// An outpost that has joined.
+struct Member {
+    name: String,
+    taken: Mutex<Vec<bool>>,
+    orders: mpsc::UnboundedSender<ToOutpost>,
+    gone: watch::Sender<bool>,
+}
+
+impl Member {
+    fn free(&self) -> usize {
+        self.taken.lock().iter().filter(|taken| !**taken).count()
+    }
+
+    /// Waits until the outpost is lost.
+    async fn lost(&self) {
+        let _ = self.gone.subscribe().wait_for(|gone| *gone).await;
+    }
+}
+
+/// Hands of an outpost that a group has. Dropping it gives them back.
+struct Claim {
+    member: Arc<Member>,
+    places: Vec<u32>,
+    shared: Arc<Shared>,
+}
+
+impl Drop for Claim {
+    fn drop(&mut self) {
+        let mut taken = self.member.taken.lock();
+        self.places.iter().for_each(|place| taken[*place as usize] = false);
+        drop(taken);
+        self.shared.changed.notify_waiters();
+    }
+}
+
+/// Ranks that are to run on one outpost.
+struct Group {
+    hand: String,
+    ranks: Vec<Rank>,
+}
+
+struct Rank {
+    near: Socket,
+    life: Arc<Life>,
+    env: Vec<(String, String)>,
+    arena_bytes: u32,
+}
+
+impl Outposts {
+    /// Takes outposts that know the token. The second value does all the work: a
+    /// runtime has to run it, and nothing happens before it does.
+    ///
+    /// # Errors
+    /// The certificate can't be used.
+    pub fn listen(
+        listener: std::net::TcpListener,
+        credentials: &Credentials,
+    ) -> io::Result<(Self, impl Future<Output = io::Result<()>> + Send + use<>)> {
+        let (groups, coming) = mpsc::unbounded_channel();
+        let shared = Arc::new(Shared { state: Mutex::default(), changed: Notify::new(), groups });
+        let acceptor = acceptor(credentials)?;
+        let secret = credentials.token.secret;
+        let serving = serve(listener, acceptor, secret, Arc::clone(&shared), coming);
+        Ok((Self(shared), serving))
+    }
+
+    /// Where the ranks of one group after another run: all of a group on one outpost. `hand` is
+    /// `rust` or `torch`.
+    #[must_use]
+    pub fn site(&self, hand: &str) -> Arc<dyn Site> {
+        Arc::new(Anywhere {
+            shared: Arc::clone(&self.0),
+            hand: hand.to_owned(),
+            collected: Mutex::default(),
+        })
+    }
+}
+
+/// Ranks go where one outpost has room for all of them.
+struct Anywhere {
+    shared: Arc<Shared>,
+    hand: String,
+    collected: Mutex<Vec<Rank>>,
+}
+
+impl Site for Anywhere {
+    fn spawn(&self, order: forebay_hand::RankOrder) -> io::Result<(Socket, Box<dyn Distant>)> {
+        let (executor, near) = Socket::pair()?;
+        executor.set_nonblocking(true)?;
+        near.set_nonblocking(true)?;
+        let life = Arc::new(Life::default());
+        let mut collected = self.collected.lock();
+        if order.rank == 0 {
+            // What is left is of a group that was given up in between.
+            collected.clear();
+        }
+        let (env, arena_bytes) = (order.env, order.arena_bytes);
+        collected.push(Rank { near, life: Arc::clone(&life), env, arena_bytes });
+        if collected.len() == order.ranks {
+            let group = Group { hand: self.hand.clone(), ranks: std::mem::take(&mut *collected) };
+            self.shared
+                .groups
+                .send(group)
+                .map_err(|_| io::Error::other("nothing listens for outposts any more"))?;
+        }
+        Ok((executor, Box::new(Handle(life))))
+    }
+}
+
+async fn serve(
+    listener: std::net::TcpListener,
+    acceptor: TlsAcceptor,
+    secret: [u8; 32],
+    shared: Arc<Shared>,
+    mut groups: mpsc::UnboundedReceiver<Group>,
+) -> io::Result<()> {
+    listener.set_nonblocking(true)?;
+    let listener = TcpListener::from_std(listener)?;
+    let strangers = Arc::new(Semaphore::new(STRANGERS));
+    loop {
+        tokio::select! {
+            accepted = listener.accept() => {
+                let (stream, from) = match accepted {
+                    Ok(accepted) => accepted,
+                    Err(error) => {
+                        warn!("no outpost can be accepted: {error}");
+                        sleep(WAITING).await;
+                        continue;
+                    }
+                };
+                // Who knocks while so many do has to come again.
+                let Ok(permit) = Arc::clone(&strangers).try_acquire_owned() else { continue };
+                let (acceptor, shared) = (acceptor.clone(), Arc::clone(&shared));
+                tokio::spawn(async move {
+                    if let Err(error) = greet(stream, from, acceptor, secret, shared, permit).await {
+                        warn!("{from} did not join: {}", said(&error));
+                    }
+                });
+            }
+            Some(group) = groups.recv() => {
+                tokio::spawn(run(group, Arc::clone(&shared)));
+            }
+        }
+    }
+}
+
+/// Lets a connection in, or not, and does what it is for.
+async fn greet(
+    stream: TcpStream,
+    from: SocketAddr,
+    acceptor: TlsAcceptor,
+    secret: [u8; 32],
+    shared: Arc<Shared>,
+    permit: OwnedSemaphorePermit,
+) -> io::Result<()> {
+    prepare(&stream)?;
+    let opened = timeout(OPENING, async {
+        let mut stream = acceptor.accept(stream).await?;
+        let mut knock = [0; KNOCK_BYTES];
+        stream.read_exact(&mut knock).await?;
+        if let Err(reason) = admit(&knock, &secret) {
+            write(&mut stream, &Answer::Refused(reason.clone())).await?;
+            stream.shutdown().await?;
+            return Err(io::Error::other(reason));
+        }
+        let purpose: Purpose = read(&mut stream).await?;
+        Ok((stream, purpose))
+    });
+    let (mut stream, purpose) = opened.await.map_err(|_| io::Error::other("it was too slow"))??;
+    drop(permit);
+    match purpose {
+        Purpose::Join { name, hands } => {
+            write(&mut stream, &Answer::Welcome).await?;
+            member(stream, format!("{name} ({from})"), hands as usize, shared).await;
+        }
+        Purpose::Rank { id } => {
+            let Some(waiting) = shared.connection(id) else {
+                let reason = format!("nobody waits for rank {id}");
+                return write(&mut stream, &Answer::Refused(reason)).await;
+            };
+            write(&mut stream, &Answer::Welcome).await?;
+            // Who waited may have given up.
+            let _ = waiting.send(stream);
+        }
+    }
+    Ok(())
+}
+
+/// Whether the holder of these first bytes may come in; else a sentence for both logs.
+fn admit(bytes: &[u8; KNOCK_BYTES], secret: &[u8; 32]) -> Result<(), String> {
+    let knock = Knock::read(bytes).ok_or("it is no outpost")?;
+    if !bool::from(knock.secret[..].ct_eq(&secret[..])) {
+        return Err("the secret of the token is another one".into());
+    }
+    if knock.versions != Knock::VERSIONS {
+        return Err(format!(
+            "the outpost speaks versions {:?} and the brain {:?}: they are of different releases",
+            knock.versions,
+            Knock::VERSIONS
+        ));
+    }
+    Ok(())
+}
+
+/// An outpost from its joining to its loss.
+async fn member(stream: Stream, name: String, hands: usize, shared: Arc<Shared>) {
+    let (reading, mut writing) = split(stream);
+    let (orders, mut ordered) = mpsc::unbounded_channel();
+    let member = Arc::new(Member {
+        name,
+        taken: Mutex::new(vec![false; hands]),
+        orders,
+        gone: watch::Sender::new(false),
+    });
+    info!(hands, "outpost {} has joined", member.name);
+    shared.state.lock().members.push(Arc::clone(&member));
+    shared.changed.notify_waiters();
+    let (sender, mut heard) = mpsc::channel(UNREAD);
+    let listening = tokio::spawn(listen(reading, sender));
+    let mut pings = interval(PING);
+    pings.set_missed_tick_behavior(MissedTickBehavior::Delay);
+    let mut last = Instant::now();
+    let why = loop {
+        let message = tokio::select! {
+            biased;
+            message = heard.recv() => {
+                last = Instant::now();
+                match message {
+                    Some(Ok(FromOutpost::Pong)) => {}
+                    Some(Ok(FromOutpost::Ended { id, status })) => shared.ended(id, status),
+                    Some(Err(error)) => break said(&error),
+                    None => break "its connection ended".to_owned(),
+                }
+                continue;
+            }
+            Some(order) = ordered.recv() => order,
+            _ = pings.tick() => {
+                if last.elapsed() > SILENCE {
+                    break format!("it has been silent for {SILENCE:?}");
+                }
+                ToOutpost::Ping
+            }
+        };
+        match timeout(SILENCE, write(&mut writing, &message)).await {
+            Ok(Ok(())) => {}
+            Ok(Err(error)) => break said(&error),
+            Err(_) => break "it takes nothing more".to_owned(),
+        }
+    };
+    listening.abort();
+    shared.state.lock().members.retain(|other| !Arc::ptr_eq(other, &member));
+    warn!("outpost {} is lost: {why}", member.name);
+    member.gone.send_replace(true);
+}
+
+/// Reads an outpost's messages; the last is an error.
+async fn listen(mut reading: ReadHalf<Stream>, heard: mpsc::Sender<io::Result<FromOutpost>>) {
+    loop {
+        let message = read(&mut reading).await;
+        let ends = message.is_err();
+        if heard.send(message).await.is_err() || ends {
+            return;
+        }
+    }
+}
+
+impl Shared {
+    /// Who waits for the connection of a rank, once.
+    fn connection(&self, id: u64) -> Option<oneshot::Sender<Stream>> {
+        self.state.lock().ranks.get_mut(&id)?.connection.take()
+    }
+
+    /// An outpost says how a hand ended.
+    fn ended(&self, id: u64, status: String) {
+        let life = self.state.lock().ranks.get(&id).map(|rank| Arc::clone(&rank.life));
+        // What nobody waits for any more is old.
+        if let Some(life) = life {
+            life.report.send_replace(Some(status));
+        }
+    }
+
+    /// Takes so many hands of one outpost: of the one with the fewest free ones that suffice.
+    fn claim(self: &Arc<Self>, count: usize) -> Option<Claim> {
+        let state = self.state.lock();
+        let fits = state.members.iter().filter(|member| member.free() >= count);
+        let member = Arc::clone(fits.min_by_key(|member| member.free())?);
+        drop(state);
+        let mut taken = member.taken.lock();
+        let free = (0_u32..).zip(taken.iter_mut()).filter(|(_, taken)| !**taken).take(count);
+        let places: Vec<u32> = free.map(|(place, taken)| (*taken = true, place).1).collect();
+        drop(taken);
+        let claim = Claim { member, places, shared: Arc::clone(self) };
+        // Another group was quicker.
+        (claim.places.len() == count).then_some(claim)
+    }
+
+    /// The most hands that one outpost has free.
+    fn most_free(&self) -> usize {
+        self.state.lock().members.iter().map(|member| member.free()).max().unwrap_or(0)
+    }
+}
+
+/// A group from its order to its end.
+async fn run(group: Group, shared: Arc<Shared>) {
+    let Group { hand, ranks } = group;
+    let lives: Vec<Arc<Life>> = ranks.iter().map(|rank| Arc::clone(&rank.life)).collect();
+    let mut near = Vec::new();
+    for rank in &ranks {
+        match rank.near.try_clone().and_then(UnixStream::from_std) {
+            Ok(socket) => near.push(socket),
+            Err(error) => {
+                lives.iter().for_each(|life| life.end(&error.to_string()));
+                return;
+            }
+        }
+    }
+    let claim = loop {
+        let changed = shared.changed.notified();
+        if let Some(claim) = shared.claim(ranks.len()) {
+            break claim;
+        }
+        let told = say_that_it_waits(&mut near, &shared).await;
+        let over = told.is_err();
+        let over = over
+            || tokio::select! {
+                () = changed => false,
+                () = sleep(WAITING) => false,
+                () = lives[0].doom.notified() => true,
+            };
+        if over {
+            lives.iter().for_each(|life| life.end("it was ended before an outpost was there"));
+            return;
+        }
+    };
+    info!(ranks = ranks.len(), "hands run on outpost {}", claim.member.name);
+    let claim = Arc::new(claim);
+    for (rank, near) in ranks.into_iter().zip(near) {
+        // The clone is the one that stays.
+        drop(rank.near);
+        let order = HandOrder {
+            id: 0,
+            place: 0,
+            hand: hand.clone(),
+            env: rank.env,
+            arena_bytes: rank.arena_bytes,
+        };
+        let index = lives.iter().position(|life| Arc::ptr_eq(life, &rank.life)).unwrap_or(0);
+        let place = claim.places[index];
+        let order = HandOrder { place, ..order };
+        tokio::spawn(run_rank(order, rank.life, near, Arc::clone(&claim), Arc::clone(&shared)));
+    }
+}
+
+/// Writes a sign of life for the executor to each rank's socket. It fails once the executor has
+/// closed them.
+async fn say_that_it_waits(near: &mut [UnixStream], shared: &Shared) -> io::Result<()> {
+    let total = near.len() as u64;
+    let stage = "waits for an outpost with free hands:".to_owned();
+    let progress = Progress { stage, done: (shared.most_free() as u64).min(total), total };
+    let frame = encode_json(Kind::Progress, &serde_json::to_string(&progress)?);
+    let frame = frame.map_err(io::Error::other)?;
+    for socket in near {
+        socket.write_all(&frame).await?;
+    }
+    Ok(())
+}
+
+/// A rank from its order to its end.
+async fn run_rank(
+    mut order: HandOrder,
+    life: Arc<Life>,
+    mut near: UnixStream,
+    claim: Arc<Claim>,
+    shared: Arc<Shared>,
+) {
+    let (sender, connection) = oneshot::channel();
+    {
+        let mut state = shared.state.lock();
+        state.last_id += 1;
+        order.id = state.last_id;
+        let ordered = Ordered { life: Arc::clone(&life), connection: Some(sender) };
+        state.ranks.insert(order.id, ordered);
+    }
+    let (id, member) = (order.id, &claim.member);
+    // A member that is gone is noticed below.
+    let _ = member.orders.send(ToOutpost::Spawn(order));
+    let lost = || format!("outpost {} is lost", member.name);
+    let far = tokio::select! {
+        far = timeout(STARTING, connection) => {
+            far.ok().and_then(Result::ok).ok_or_else(|| {
+                format!("outpost {} did not start it in {STARTING:?}", member.name)
+            })
+        }
+        status = life.reported() => Err(status),
+        () = member.lost() => Err(lost()),
+        () = life.doom.notified() => Err("it was ended".to_owned()),
+    };
+    let how = match far {
+        Err(how) => how,
+        Ok(far) => {
+            let side = tokio::select! {
+                side = relay(&mut near, far) => Ok(side),
+                () = member.lost() => Err(lost()),
+                () = life.doom.notified() => Ok(Side::Near),
+            };
+            match side {
+                Ok(Side::Near) => "it was ended".to_owned(),
+                Ok(Side::Far) => tokio::select! {
+                    status = life.reported() => status,
+                    () = member.lost() => lost(),
+                    () = sleep(LAST_WORDS) => format!("the connection to outpost {} broke", member.name),
+                },
+                Err(lost) => lost,
+            }
+        }
+    };
+    life.end(&how);
+    drop(near);
+    // Its device is free once the outpost says so.
+    tokio::select! {
+        _ = timeout(BURIAL, life.reported()) => {}
+        () = member.lost() => {}
+    }
+    shared.state.lock().ranks.remove(&id);
+    drop(claim);
+}

@@ -1,0 +1,99 @@
+//! What the engine's thread and the tasks that relay know together about one rank.
+
+use std::time::Duration;
+
+use forebay_hand::Distant;
+use parking_lot::{Condvar, Mutex};
+use tokio::sync::{Notify, watch};
+
+use std::sync::Arc;
+
+/// How long a rank whose connection broke may take to say how it ended.
+const LAST_BREATH: Duration = Duration::from_millis(500);
+
+/// The life of one rank.
+#[derive(Debug)]
+pub(crate) struct Life {
+    /// How it ended, once it has.
+    ended: Mutex<Option<String>>,
+    changed: Condvar,
+    /// Asks for its end.
+    pub(crate) doom: Notify,
+    /// What the outpost said about its end.
+    pub(crate) report: watch::Sender<Option<String>>,
+}
+
+impl Default for Life {
+    fn default() -> Self {
+        Self {
+            ended: Mutex::default(),
+            changed: Condvar::new(),
+            doom: Notify::new(),
+            report: watch::Sender::new(None),
+        }
+    }
+}
+
+impl Life {
+    /// It has ended; the first word counts.
+    pub(crate) fn end(&self, how: &str) {
+        self.ended.lock().get_or_insert_with(|| how.to_owned());
+        self.changed.notify_all();
+    }
+
+    /// Waits until the outpost has said how it ended.
+    pub(crate) async fn reported(&self) -> String {
+        let mut report = self.report.subscribe();
+        let found = report.wait_for(Option::is_some).await;
+        found.ok().and_then(|said| said.clone()).unwrap_or_default()
+    }
+}
+
+/// The engine's end of it.
+#[derive(Debug)]
+pub(crate) struct Handle(pub(crate) Arc<Life>);
+
+impl Distant for Handle {
+    fn doom(&self) {
+        self.0.doom.notify_one();
+    }
+
+    fn ended_within(&self, limit: Duration) -> bool {
+        let mut ended = self.0.ended.lock();
+        if ended.is_none() {
+            self.0.changed.wait_for(&mut ended, limit);
+        }
+        ended.is_some()
+    }
+
+    fn bury(self: Box<Self>) -> String {
+        self.ended_within(LAST_BREATH);
+        let how = self.0.ended.lock().clone();
+        how.unwrap_or_else(|| "its outpost has not said how it ended".into())
+    }
+}
+
+impl Drop for Handle {
+    fn drop(&mut self) {
+        self.doom();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_first_word_counts_and_wakes() {
+        let life = Arc::new(Life::default());
+        let handle = Box::new(Handle(Arc::clone(&life)));
+        assert!(!handle.ended_within(Duration::ZERO));
+        let waiting = std::thread::spawn(move || {
+            let ended = handle.ended_within(Duration::from_secs(60));
+            (ended, handle.bury())
+        });
+        life.end("exit status 3");
+        life.end("lost");
+        assert_eq!(waiting.join().unwrap(), (true, "exit status 3".into()));
+    }
+}

@@ -1,0 +1,246 @@
+//! The outpost's side: it joins, runs the hands that are ordered, and kills them when it is alone.
+
+use std::io;
+use std::os::unix::net::UnixStream as Socket;
+use std::sync::Arc;
+use std::time::Duration;
+
+use forebay_hand::RankProcess;
+use tokio::io::{AsyncWriteExt, ReadHalf, split};
+use tokio::net::{TcpStream, UnixStream};
+use tokio::sync::{mpsc, watch};
+use tokio::task::JoinSet;
+use tokio::time::{sleep, timeout};
+use tokio_rustls::TlsConnector;
+use tokio_rustls::client::TlsStream;
+use tokio_rustls::rustls::Error as TlsError;
+use tracing::{info, warn};
+
+use crate::messages::{Answer, FromOutpost, HandOrder, Knock, Purpose, ToOutpost, read, write};
+use crate::relay::{OPENING, PING, SILENCE, Side, prepare, relay, said};
+use crate::tls::{connector, name};
+use crate::token::JoinToken;
+
+type Stream = TlsStream<TcpStream>;
+
+/// Between two attempts to join.
+const PAUSE: Duration = Duration::from_secs(1);
+/// Messages of the brain that nobody has read yet.
+const UNREAD: usize = 64;
+
+/// What an outpost is told at its start.
+#[derive(Debug, Clone)]
+pub struct WorkSettings {
+    /// `HOST:PORT` of the brain.
+    pub brain: String,
+    /// Opens its door.
+    pub token: JoinToken,
+    /// What the brain's log calls this outpost.
+    pub name: String,
+    /// How many hands may run here at a time.
+    pub hands: u32,
+}
+
+/// Starts a hand: its process and the near end of its socket. It is called on the thread that runs
+/// [`work`], and the kernel kills the process when that thread ends.
+pub type Spawn = Arc<dyn Fn(&HandOrder) -> io::Result<(RankProcess, Socket)> + Send + Sync>;
+
+/// Why an outpost does not go on. Losing the brain is no reason: it is joined again.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum Ended {
+    /// The brain, or whatever answers at its address, is not the token's.
+    #[error("{0} has another certificate than the token names: the token is another server's")]
+    Stranger(String),
+    /// The brain does not want this outpost.
+    #[error("{0} refuses: {1}")]
+    Refused(String, String),
+    /// TLS can't be set up.
+    #[error("no TLS: {0}")]
+    Tls(String),
+}
+
+/// Why one attempt is over.
+enum Over {
+    Ended(Ended),
+    Lost(String),
+}
+
+impl From<io::Error> for Over {
+    fn from(error: io::Error) -> Self {
+        Self::Lost(said(&error))
+    }
+}
+
+/// Joins the brain, and again whenever it is lost, until `stop` is done.
+///
+/// # Errors
+/// Another attempt would end as this one.
+pub async fn work(
+    settings: WorkSettings,
+    spawn: Spawn,
+    stop: impl Future<Output = ()>,
+) -> Result<(), Ended> {
+    let connector =
+        connector(settings.token.fingerprint).map_err(|error| Ended::Tls(error.to_string()))?;
+    let door = Door { connector, settings };
+    tokio::pin!(stop);
+    let mut said = String::new();
+    loop {
+        let over = tokio::select! {
+            over = session(&door, &spawn) => over,
+            () = &mut stop => return Ok(()),
+        };
+        match over {
+            Over::Ended(ended) => return Err(ended),
+            Over::Lost(why) if why == said => {}
+            Over::Lost(why) => {
+                warn!("not joined to {}: {why}; trying again", door.settings.brain);
+                said = why;
+            }
+        }
+        tokio::select! {
+            () = sleep(PAUSE) => {}
+            () = &mut stop => return Ok(()),
+        }
+    }
+}
+
+/// How the brain is reached.
+#[derive(Clone)]
+struct Door {
+    connector: TlsConnector,
+    settings: WorkSettings,
+}
+
+impl Door {
+    /// A connection that the brain has let in.
+    async fn open(&self, purpose: &Purpose) -> Result<Stream, Over> {
+        let opened = timeout(OPENING, self.knock(purpose)).await;
+        opened.map_err(|_| Over::Lost("it does not answer".into()))?
+    }
+
+    async fn knock(&self, purpose: &Purpose) -> Result<Stream, Over> {
+        let WorkSettings { brain, token, .. } = &self.settings;
+        let stream = TcpStream::connect(brain).await?;
+        prepare(&stream)?;
+        let stream = self.connector.connect(name()?, stream).await;
+        let mut stream = stream.map_err(|error| {
+            let inner = error.get_ref().and_then(|inner| inner.downcast_ref::<TlsError>());
+            match inner {
+                Some(TlsError::InvalidCertificate(_)) => {
+                    Over::Ended(Ended::Stranger(brain.clone()))
+                }
+                _ => error.into(),
+            }
+        })?;
+        stream.write_all(&Knock::bytes(&token.secret)).await?;
+        write(&mut stream, purpose).await?;
+        match read(&mut stream).await? {
+            Answer::Welcome => Ok(stream),
+            Answer::Refused(why) => Err(Over::Ended(Ended::Refused(brain.clone(), why))),
+        }
+    }
+}
+
+/// From joining the brain to losing it. No hand is left behind.
+async fn session(door: &Door, spawn: &Spawn) -> Over {
+    let WorkSettings { brain, name, hands, .. } = &door.settings;
+    let purpose = Purpose::Join { name: name.clone(), hands: *hands };
+    let stream = match door.open(&purpose).await {
+        Ok(stream) => stream,
+        Err(over) => return over,
+    };
+    info!("joined to {brain} with {hands} hands");
+    let (reading, mut writing) = split(stream);
+    let (sender, mut heard) = mpsc::channel(UNREAD);
+    let (said, mut saying) = mpsc::unbounded_channel();
+    let gone = watch::Sender::new(false);
+    let mut ranks = JoinSet::new();
+    ranks.spawn(listen(reading, sender));
+    let over = loop {
+        let message = tokio::select! {
+            message = timeout(SILENCE + PING, heard.recv()) => match message {
+                Err(_) => break Over::Lost("it is silent".into()),
+                Ok(None) => break Over::Lost("the connection ended".into()),
+                Ok(Some(Err(error))) => break error.into(),
+                Ok(Some(Ok(ToOutpost::Ping))) => FromOutpost::Pong,
+                Ok(Some(Ok(ToOutpost::Spawn(order)))) => {
+                    let (door, spawn) = (door.clone(), Arc::clone(spawn));
+                    let (said, gone) = (said.clone(), gone.subscribe());
+                    ranks.spawn(async move {
+                        let id = order.id;
+                        let status = run(&door, &spawn, &order, gone).await;
+                        // Nobody asks once the session is over.
+                        let _ = said.send(FromOutpost::Ended { id, status });
+                    });
+                    continue;
+                }
+            },
+            Some(message) = saying.recv() => message,
+        };
+        match timeout(SILENCE, write(&mut writing, &message)).await {
+            Ok(Ok(())) => {}
+            Ok(Err(error)) => break error.into(),
+            Err(_) => break Over::Lost("it takes nothing more".into()),
+        }
+    };
+    gone.send_replace(true);
+    drop(heard);
+    drop(writing);
+    // Each waits until its hand is dead.
+    while ranks.join_next().await.is_some() {}
+    over
+}
+
+/// Reads the brain's messages; the last is an error.
+async fn listen(mut reading: ReadHalf<Stream>, heard: mpsc::Sender<io::Result<ToOutpost>>) {
+    loop {
+        let message = tokio::select! {
+            message = read(&mut reading) => message,
+            () = heard.closed() => return,
+        };
+        let ends = message.is_err();
+        if heard.send(message).await.is_err() || ends {
+            return;
+        }
+    }
+}
+
+/// A hand from its order to its end; the answer is how it ended.
+async fn run(
+    door: &Door,
+    spawn: &Spawn,
+    order: &HandOrder,
+    mut gone: watch::Receiver<bool>,
+) -> String {
+    let started = spawn(order).and_then(|(process, near)| {
+        near.set_nonblocking(true)?;
+        Ok((process, UnixStream::from_std(near)?))
+    });
+    let (process, mut near) = match started {
+        Ok(started) => started,
+        Err(error) => return format!("outpost {}: {error}", door.settings.name),
+    };
+    let alone = async { drop(gone.wait_for(|gone| *gone).await) };
+    let relayed = async {
+        let far = door.open(&Purpose::Rank { id: order.id }).await;
+        let Ok(mut far) = far else { return Side::Far };
+        let side = relay(&mut near, &mut far).await;
+        // What the hand said last goes out before the connection does.
+        let _ = timeout(SILENCE, far.shutdown()).await;
+        side
+    };
+    let side = tokio::select! {
+        side = relayed => side,
+        () = alone => Side::Far,
+    };
+    let by_itself = side == Side::Near;
+    let buried = tokio::task::spawn_blocking(move || {
+        if by_itself {
+            return process.bury();
+        }
+        drop(process);
+        "it was ended".to_owned()
+    });
+    buried.await.unwrap_or_else(|_| "nobody knows how".to_owned())
+}

@@ -1,0 +1,386 @@
+//! A brain and its outposts over the loopback interface, with hands that compute nothing, and a
+//! network between them that fails on demand.
+
+use std::io::{self, Read, Write};
+use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::path::Path;
+use std::process::Command;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU8, Ordering};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use forebay_engine::{Executor, Ready, Signal};
+use forebay_hand::{Arena, HandConfig, HandExecutor, HandSpec, RankProcess, RankSpec};
+use forebay_outpost::{Credentials, Ended, HandOrder, JoinToken, Outposts, WorkSettings, work};
+use forebay_protocol::{NewSlot, Row, SlotSpec, StepPlan, Want};
+use tokio::sync::oneshot;
+
+const MINUTE_US: u64 = 60_000_000;
+
+/// A brain that takes outposts.
+struct Brain {
+    outposts: Outposts,
+    address: SocketAddr,
+    token: JoinToken,
+    _stop: oneshot::Sender<()>,
+}
+
+fn runtime() -> tokio::runtime::Runtime {
+    tokio::runtime::Builder::new_current_thread().enable_all().build().expect("it works")
+}
+
+impl Brain {
+    fn start() -> Self {
+        let credentials = Credentials::make().expect("it works");
+        let listener = TcpListener::bind("127.0.0.1:0").expect("it works");
+        let address = listener.local_addr().expect("it works");
+        let (outposts, serving) = Outposts::listen(listener, &credentials).expect("it works");
+        let (stop, stopped) = oneshot::channel();
+        thread::spawn(move || {
+            runtime().block_on(async {
+                tokio::select! {
+                    served = serving => served.expect("it works"),
+                    _ = stopped => {}
+                }
+            });
+        });
+        Self { outposts, address, token: credentials.token().clone(), _stop: stop }
+    }
+
+    fn executor(&self, behaviour: &str, ranks: usize) -> HandExecutor {
+        HandExecutor::new(HandSpec {
+            program: "/not/used".into(),
+            args: Vec::new(),
+            env: vec![("FAKE_BEHAVIOUR".into(), behaviour.into())],
+            config: HandConfig { page_size: 16, ..HandConfig::default() },
+            arena: Arena::new(0).expect("it works"),
+            ranks: vec![RankSpec::default(); ranks],
+            site: Some(self.outposts.site("fake")),
+        })
+        .expect("it works")
+    }
+
+    fn settings(&self, hands: u32) -> WorkSettings {
+        let (brain, token) = (self.address.to_string(), self.token.clone());
+        WorkSettings { brain, token, name: "here".into(), hands }
+    }
+}
+
+/// An outpost on a thread of its own. Dropping it ends it as a signal would.
+struct Outpost {
+    stop: Option<oneshot::Sender<()>>,
+    thread: Option<thread::JoinHandle<Result<(), Ended>>>,
+}
+
+fn spawn(order: &HandOrder) -> io::Result<(RankProcess, std::os::unix::net::UnixStream)> {
+    assert_eq!(order.hand, "fake");
+    let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("../hand/tests/fake_hand.py");
+    let mut command = Command::new("python3");
+    command.arg(script).envs(order.env.iter().map(|(name, value)| (name, value)));
+    if order.env.iter().any(|(_, value)| value == "no program") {
+        command = Command::new("/no/such/program");
+    }
+    RankProcess::spawn(command, &Arena::new(order.arena_bytes)?, None, &[])
+}
+
+impl Outpost {
+    fn start(settings: WorkSettings) -> Self {
+        let (stop, stopped) = oneshot::channel();
+        let stopping = async {
+            let _ = stopped.await;
+        };
+        let thread =
+            thread::spawn(move || runtime().block_on(work(settings, Arc::new(spawn), stopping)));
+        Self { stop: Some(stop), thread: Some(thread) }
+    }
+
+    fn end(mut self) -> Result<(), Ended> {
+        drop(self.stop.take());
+        self.thread.take().expect("it works").join().expect("it works")
+    }
+
+    /// Waits until it ends by itself.
+    fn ended(mut self) -> Ended {
+        self.thread.take().expect("it works").join().expect("it works").expect_err("it goes on")
+    }
+}
+
+fn next(executor: &mut HandExecutor) -> Signal {
+    match executor.wait(Some(MINUTE_US)) {
+        Signal::TimedOut => panic!("nothing happened for a minute"),
+        signal => signal,
+    }
+}
+
+fn ready(executor: &mut HandExecutor) -> Ready {
+    executor.start();
+    loop {
+        match next(executor) {
+            Signal::Ready(facts) => return facts,
+            Signal::Progress(_) => {}
+            other => panic!("not ready: {other:?}"),
+        }
+    }
+}
+
+/// The reason, and how long it took.
+fn death(executor: &mut HandExecutor) -> (String, Duration) {
+    let began = Instant::now();
+    loop {
+        match next(executor) {
+            Signal::Died(reason) => return (reason, began.elapsed()),
+            Signal::Progress(_) | Signal::Result(_) => {}
+            other => panic!("not dead: {other:?}"),
+        }
+    }
+}
+
+fn plan(step: u64, tokens: &[i32]) -> StepPlan {
+    let mut plan = StepPlan::default();
+    plan.begin(step);
+    let prompt_len = tokens.len() as u32;
+    plan.write_slot(&NewSlot { slot: 0, tokens, prompt_len, spec: &SlotSpec::default() });
+    plan.push_row(Row { slot: 0, start: 0, length: prompt_len, want: Want::TOKEN });
+    plan
+}
+
+fn step(executor: &mut HandExecutor, step: u64, tokens: &[i32]) -> Vec<i32> {
+    executor.submit(&plan(step, tokens));
+    match next(executor) {
+        Signal::Result(result) => {
+            assert_eq!(result.step, step);
+            result.tokens
+        }
+        other => panic!("no result: {other:?}"),
+    }
+}
+
+/// Hands below this process that are alive.
+fn hands_of(marker: &str) -> usize {
+    let wanted = format!("FAKE_BEHAVIOUR={marker}\0");
+    let processes = std::fs::read_dir("/proc").expect("it works").flatten();
+    let environments =
+        processes.filter_map(|entry| std::fs::read(entry.path().join("environ")).ok());
+    environments.filter(|text| String::from_utf8_lossy(text).contains(&wanted)).count()
+}
+
+fn eventually(what: &str, mut is_so: impl FnMut() -> bool) {
+    let deadline = Instant::now() + Duration::from_secs(20);
+    while !is_so() {
+        assert!(Instant::now() < deadline, "never: {what}");
+        thread::sleep(Duration::from_millis(10));
+    }
+}
+
+#[test]
+fn plans_and_results_go_over_the_network() {
+    let brain = Brain::start();
+    let outpost = Outpost::start(brain.settings(1));
+    let mut executor = brain.executor("echo", 1);
+    assert_eq!(ready(&mut executor).page_count, 100);
+    for number in 1..=50 {
+        assert_eq!(step(&mut executor, number, &[number as i32; 3]), [number as i32]);
+    }
+    // Longer than what goes through the arena where there is one.
+    assert_eq!(step(&mut executor, 51, &[4; 100_000]), [4]);
+    drop(executor);
+    assert_eq!(outpost.end(), Ok(()));
+}
+
+#[test]
+fn a_group_waits_for_an_outpost_with_room_for_all_of_it() {
+    let brain = Brain::start();
+    let _small = Outpost::start(brain.settings(1));
+    let mut executor = brain.executor("echo", 2);
+    executor.start();
+    let waits = "waits for an outpost with free hands: 1/2";
+    eventually(
+        "it says what is missing",
+        || matches!(next(&mut executor), Signal::Progress(text) if text == waits),
+    );
+    let _large = Outpost::start(brain.settings(2));
+    loop {
+        match next(&mut executor) {
+            Signal::Ready(facts) => break assert_eq!(facts.page_count, 100),
+            Signal::Progress(_) => {}
+            other => panic!("not ready: {other:?}"),
+        }
+    }
+    assert_eq!(step(&mut executor, 1, &[7; 3]), [7]);
+    // A hand is free again once its group has ended.
+    executor.stop();
+    assert_eq!(ready(&mut executor).page_count, 100);
+}
+
+#[test]
+fn a_hand_that_dies_says_how_and_is_started_again() {
+    let brain = Brain::start();
+    let _outpost = Outpost::start(brain.settings(1));
+    let mut executor = brain.executor("crash", 1);
+    ready(&mut executor);
+    executor.submit(&plan(1, &[5; 3]));
+    let (reason, after) = death(&mut executor);
+    assert!(reason.starts_with("exit status"), "{reason}");
+    assert!(after < Duration::from_secs(5), "{after:?}");
+    ready(&mut executor);
+}
+
+#[test]
+fn last_words_and_failures_to_start_reach_the_brain() {
+    let brain = Brain::start();
+    let _outpost = Outpost::start(brain.settings(1));
+    for (behaviour, wanted) in [("fatal", "no such model"), ("no program", "outpost here: ")] {
+        let mut executor = brain.executor(behaviour, 1);
+        executor.start();
+        let (reason, _) = death(&mut executor);
+        assert!(reason.contains(wanted), "{reason}");
+    }
+}
+
+#[test]
+fn an_outpost_that_ends_takes_its_hands_along_and_may_come_back() {
+    let brain = Brain::start();
+    let outpost = Outpost::start(brain.settings(1));
+    let mut executor = brain.executor("echo", 1);
+    ready(&mut executor);
+    outpost.end().expect("it works");
+    let (reason, after) = death(&mut executor);
+    assert!(reason.contains("outpost here"), "{reason}");
+    assert!(after < Duration::from_secs(2), "{after:?}");
+    executor.start();
+    let _again = Outpost::start(brain.settings(1));
+    loop {
+        match next(&mut executor) {
+            Signal::Ready(_) => break,
+            Signal::Progress(_) => {}
+            other => panic!("not ready: {other:?}"),
+        }
+    }
+    assert_eq!(step(&mut executor, 1, &[3; 2]), [3]);
+}
+
+#[test]
+fn a_brain_that_goes_leaves_no_hand_behind() {
+    let brain = Brain::start();
+    let outpost = Outpost::start(brain.settings(1));
+    let mut executor = brain.executor("goodbye", 1);
+    ready(&mut executor);
+    assert_eq!(hands_of("goodbye"), 1);
+    drop(brain);
+    let (reason, _) = death(&mut executor);
+    assert!(!reason.is_empty());
+    eventually("the hand is gone", || hands_of("goodbye") == 0);
+    drop(executor);
+    assert_eq!(outpost.end(), Ok(()));
+}
+
+const CUT: u8 = 1;
+const SILENT: u8 = 2;
+
+/// A network between an outpost and the brain.
+struct Network {
+    address: SocketAddr,
+    state: Arc<AtomicU8>,
+}
+
+impl Network {
+    fn to(brain: SocketAddr) -> Self {
+        let listener = TcpListener::bind("127.0.0.1:0").expect("it works");
+        let address = listener.local_addr().expect("it works");
+        let state = Arc::new(AtomicU8::new(0));
+        let shared = Arc::clone(&state);
+        thread::spawn(move || {
+            for near in listener.incoming().flatten() {
+                let Ok(far) = TcpStream::connect(brain) else { continue };
+                for (from, to) in [(near.try_clone(), far.try_clone()), (Ok(far), Ok(near))] {
+                    let (from, to, state) =
+                        (from.expect("it works"), to.expect("it works"), Arc::clone(&shared));
+                    thread::spawn(move || carry(from, to, &state));
+                }
+            }
+        });
+        Self { address, state }
+    }
+}
+
+fn carry(mut from: TcpStream, mut to: TcpStream, state: &AtomicU8) {
+    from.set_read_timeout(Some(Duration::from_millis(5))).expect("it works");
+    let mut buffer = [0; 4096];
+    loop {
+        match state.load(Ordering::SeqCst) {
+            CUT => {
+                let _ = to.shutdown(std::net::Shutdown::Both);
+                return;
+            }
+            // Both ends stay open, and nothing arrives any more.
+            SILENT => thread::sleep(Duration::from_millis(5)),
+            _ => match from.read(&mut buffer) {
+                Ok(0) => {
+                    let _ = to.shutdown(std::net::Shutdown::Write);
+                    return;
+                }
+                Ok(count) => {
+                    if to.write_all(&buffer[..count]).is_err() {
+                        return;
+                    }
+                }
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
+                Err(_) => return,
+            },
+        }
+    }
+}
+
+#[test]
+fn a_network_that_breaks_or_falls_silent_ends_the_hands_on_both_sides() {
+    for (state, behaviour, limit) in
+        [(CUT, "cut", Duration::from_secs(1)), (SILENT, "silent", Duration::from_secs(7))]
+    {
+        let brain = Brain::start();
+        let network = Network::to(brain.address);
+        let settings = WorkSettings { brain: network.address.to_string(), ..brain.settings(1) };
+        let _outpost = Outpost::start(settings);
+        let mut executor = brain.executor(behaviour, 1);
+        ready(&mut executor);
+        assert_eq!(step(&mut executor, 1, &[3; 2]), [0]);
+        assert_eq!(hands_of(behaviour), 1);
+        network.state.store(state, Ordering::SeqCst);
+        let (reason, after) = death(&mut executor);
+        assert!(reason.contains("outpost here"), "{reason}");
+        assert!(after < limit, "{behaviour}: {after:?}");
+        eventually("the hand is gone", || hands_of(behaviour) == 0);
+        // And the outpost is used again.
+        network.state.store(0, Ordering::SeqCst);
+        ready(&mut executor);
+    }
+}
+
+#[test]
+fn strangers_stay_outside() {
+    let brain = Brain::start();
+    let other = Credentials::make().expect("it works");
+    // Another server's token, whole.
+    let stranger = WorkSettings { token: other.token().clone(), ..brain.settings(1) };
+    assert!(matches!(Outpost::start(stranger).ended(), Ended::Stranger(_)));
+    // The right certificate with another secret.
+    let (right, wrong) = (brain.token.to_string(), other.token().to_string());
+    let mixed = format!("{}{}", &right[..right.len() - 64], &wrong[wrong.len() - 64..]);
+    let mixed = WorkSettings { token: mixed.parse().expect("it works"), ..brain.settings(1) };
+    let ended = Outpost::start(mixed).ended();
+    assert!(matches!(&ended, Ended::Refused(_, why) if why.contains("secret")), "{ended}");
+
+    // What is no TLS, and a connection that says nothing, hold up nobody.
+    let silent: Vec<_> =
+        (0..8).map(|_| TcpStream::connect(brain.address).expect("it works")).collect();
+    for seed in 0..200_u32 {
+        let mut garbage = TcpStream::connect(brain.address).expect("it works");
+        let bytes: Vec<u8> = (0..512).map(|at| (seed.wrapping_mul(at + 7) >> 3) as u8).collect();
+        let _ = garbage.write_all(&bytes);
+    }
+    let _outpost = Outpost::start(brain.settings(1));
+    let mut executor = brain.executor("echo", 1);
+    ready(&mut executor);
+    assert_eq!(step(&mut executor, 1, &[3; 2]), [3]);
+    drop(silent);
+}
