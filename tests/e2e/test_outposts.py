@@ -209,8 +209,15 @@ def test_strangers_are_refused_with_one_line(serve: Serve, tiny: Model, gate: Ga
 
 
 def test_a_token_line_is_all_that_a_worker_needs(gate: Gate, serve: Serve, tiny: Model) -> None:
-    serve(tiny, *gate.flags(), healthy=False)
-    eventually(gate.token.is_file, "the token is made", 60)
+    subprocess.run([BINARY, "worker", "--make-token", gate.token], check=True)
+    made = gate.token.read_text()
+    again = subprocess.run([BINARY, "worker", "--make-token", gate.token], capture_output=True, text=True, check=False)
+    assert again.returncode == 1
+    assert "is there already" in again.stderr
+    server = serve(tiny, *gate.flags(), healthy=False)
+    gate.worker()
+    server.wait_for_health()
+    assert gate.token.read_text() == made
     kept = json.loads((gate.token.parent / "token.key").read_text())
     assert set(kept) == {"certificate", "key"}
     assert gate.token.read_text().startswith("fbw1.")

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use anyhow::{Context, Result, bail};
 use clap::Args;
 use forebay_hand::{Arena, RankProcess};
-use forebay_outpost::{HandOrder, JoinToken, Spawn, WorkSettings, work};
+use forebay_outpost::{Credentials, HandOrder, JoinToken, Spawn, WorkSettings, work};
 
 use crate::gpus::{self, Gpus};
 use crate::hands;
@@ -20,11 +20,15 @@ use crate::signals;
 #[derive(Debug, Args)]
 pub(crate) struct WorkerFlags {
     /// The address that the server's --listen-hands says.
-    #[arg(long, value_name = "HOST:PORT")]
-    join: String,
+    #[arg(long, value_name = "HOST:PORT", required_unless_present = "make_token", requires = "token_file")]
+    join: Option<String>,
     /// The file with the token, a copy of the server's --join-token-file.
     #[arg(long, value_name = "FILE")]
-    token_file: PathBuf,
+    token_file: Option<PathBuf>,
+    /// Only make FILE and FILE.key, for a server that is to find them (--join-token-file), and for
+    /// its workers, which need FILE alone.
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["join", "token_file"])]
+    make_token: Option<PathBuf>,
     /// How many hands may run here at a time [default: one for each GPU, else 1].
     #[arg(long, value_name = "HANDS", value_parser = clap::value_parser!(u32).range(1..=256))]
     hands: Option<u32>,
@@ -39,18 +43,27 @@ pub(crate) struct WorkerFlags {
 
 /// Runs until a signal ends it, or the server refuses this machine.
 pub(crate) fn run(flags: &WorkerFlags) -> Result<()> {
-    let file = flags.token_file.display();
-    let line = std::fs::read_to_string(&flags.token_file)
-        .with_context(|| format!("--token-file {file}"))?;
-    let token: JoinToken = line.parse().with_context(|| format!("--token-file {file}"))?;
-    if !flags.join.contains(':') {
-        bail!("--join {}: the address ends with a port, such as :7711", flags.join);
+    if let Some(file) = &flags.make_token {
+        if file.exists() {
+            bail!("--make-token: {} is there already", file.display());
+        }
+        Credentials::open(file).context("--make-token")?;
+        return Ok(());
+    }
+    let (Some(brain), Some(file)) = (&flags.join, &flags.token_file) else {
+        bail!("--join and --token-file are needed");
+    };
+    let shown = file.display();
+    let line = std::fs::read_to_string(file).with_context(|| format!("--token-file {shown}"))?;
+    let token: JoinToken = line.parse().with_context(|| format!("--token-file {shown}"))?;
+    if !brain.contains(':') {
+        bail!("--join {brain}: the address ends with a port, such as :7711");
     }
     logs::init_plain()?;
     let gpus = Gpus::find();
     let hands = flags.hands.unwrap_or_else(|| u32::try_from(gpus.count()).unwrap_or(1).max(1));
     let name = flags.name.clone().unwrap_or_else(host_name);
-    let settings = WorkSettings { brain: flags.join.clone(), token, name, hands };
+    let settings = WorkSettings { brain: brain.clone(), token, name, hands };
     let spawn = spawn(find_python(flags.python.as_deref()), gpus);
     // Hands are children of this thread: the kernel ends them with it.
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;

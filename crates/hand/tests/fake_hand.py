@@ -132,7 +132,9 @@ while True:
             rank = 7
     slots, rows = columns.get(SLOTS, ()), columns.get(ROWS, ())
     sampled = sum(flags & 1 for flags in rows[3::4])
-    first = {"echo": (*columns.get(TOKENS_OF_SLOTS, ()), 0)[0], "own token": rank, "lies": rank // 7, "tells": len(SHARED)}.get(behaviour, 0)
+    told = {"own token": rank, "lies": rank // 7, "tells": len(SHARED)}
+    told["echo"] = (*columns.get(TOKENS_OF_SLOTS, ()), 0)[0]
+    first = told.get(behaviour, 0)
     if slots and slots[10] >= 0 and behaviour != "tells":
         arena = os.pread(4, 4, slots[10])
         first = struct.unpack("<i", arena)[0]

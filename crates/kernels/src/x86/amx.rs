@@ -48,7 +48,8 @@ const FEW_BYTES: usize = 8;
 
 /// bfloat16 with tiles.
 pub(crate) struct AmxBf16<U = Hardware>(PhantomData<U>);
-/// Codes of one scale an output with tiles; few rows, and formats with more scales, as [`Vnni`] does.
+/// Codes of one scale an output with tiles; few rows, and formats with more scales, as [`Vnni`]
+/// does.
 pub(crate) struct AmxDots<U = Hardware>(PhantomData<U>);
 
 /// Begins to load `lines` cache lines from an address that need not be valid.
