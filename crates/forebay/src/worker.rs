@@ -20,7 +20,12 @@ use crate::signals;
 #[derive(Debug, Args)]
 pub(crate) struct WorkerFlags {
     /// The address that the server's --listen-hands says.
-    #[arg(long, value_name = "HOST:PORT", required_unless_present = "make_token", requires = "token_file")]
+    #[arg(
+        long,
+        value_name = "HOST:PORT",
+        required_unless_present = "make_token",
+        requires = "token_file"
+    )]
     join: Option<String>,
     /// The file with the token, a copy of the server's --join-token-file.
     #[arg(long, value_name = "FILE")]

@@ -17,17 +17,17 @@ use forebay_text::StopTable;
 use crate::budget::Charge;
 use crate::config::EgressMode;
 use crate::constrain;
-use crate::delta::{Delta, End};
-use crate::egress::Registration;
 use crate::engine::Engine;
 use crate::ignored::note;
 use crate::images::{ImageFile, Shown};
-use crate::mailbox::{Receiver, Sender, Wake, mailbox};
-use crate::outlet::{Chunk, Encoder, Outlet};
 use crate::peers::{Peer, Resume};
-use crate::speller::Speller;
 use crate::state::{LiveGuard, Shared};
-use crate::tally::Tally;
+use crate::stream::delta::{Delta, End};
+use crate::stream::egress::Registration;
+use crate::stream::mailbox::{Receiver, Sender, Wake, mailbox};
+use crate::stream::outlet::{Chunk, Encoder, Outlet};
+use crate::stream::speller::Speller;
+use crate::stream::tally::Tally;
 
 /// Choices that are submitted before the HTTP thread looks after others.
 pub(crate) const CHOICES_A_TURN: usize = 16;

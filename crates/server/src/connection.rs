@@ -20,10 +20,10 @@ use tokio::time::timeout;
 use tower::ServiceExt;
 
 use crate::client::Remote;
-use crate::line::{Line, LineIo};
 use crate::places::Seat;
 use crate::socket::Socket;
 use crate::stall::Stalling;
+use crate::stream::line::{Line, LineIo};
 use crate::tls::Tls;
 
 /// What all connections of a listener have in common.

@@ -7,7 +7,7 @@ use forebay_api::{PromptTokenLogprob, PromptTokenLogprobs};
 use forebay_engine as engine;
 use forebay_text::Tokenizer;
 
-use crate::delta::{Candidate, Delta, LOGPROB_JSON, Logprobs};
+use crate::stream::delta::{Candidate, Delta, LOGPROB_JSON, Logprobs};
 
 /// Of the tokens of a prompt, in order; as numbers, as [`Logprobs`] are.
 #[derive(Debug, Clone, Default, PartialEq)]
@@ -149,7 +149,7 @@ mod tests {
     use serde_json::json;
 
     use super::*;
-    use crate::delta::End;
+    use crate::stream::delta::End;
 
     fn told_of(ranks: &[i32], ids: &[i32], values: &[f32]) -> PromptLogprobs {
         let mut told = PromptLogprobs::default();

@@ -26,13 +26,13 @@ use forebay_api::peer::{
 use subtle::ConstantTimeEq;
 
 use crate::client::{ClientId, KeyId};
-use crate::delta::Delta;
 use crate::limits::{self, Upload};
-use crate::outlet::Encoder;
 use crate::reply::Failure;
 use crate::routes::random_hex;
 use crate::state::{Shared, now};
-use crate::tally::Tally;
+use crate::stream::delta::Delta;
+use crate::stream::outlet::Encoder;
+use crate::stream::tally::Tally;
 
 pub(crate) use blocks::wait;
 pub use blocks::{BlockLog, ReplicaBlocks};

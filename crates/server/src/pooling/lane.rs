@@ -14,9 +14,9 @@ use forebay_api::ApiError;
 use forebay_engine::{FinishReason, Output, OutputSink, RequestId};
 use tokio::sync::oneshot;
 
-use crate::egress::request_error;
 use crate::guard::Guard;
 use crate::metrics::{Metrics, Timeline};
+use crate::stream::egress::request_error;
 
 /// A call's answer: the vectors of its inputs, in their order, as the model made them.
 pub(super) type Answer = Result<Vec<Box<[f32]>>, ApiError>;

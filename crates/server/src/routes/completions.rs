@@ -14,18 +14,18 @@ use serde_json::{Map, Value};
 
 use super::{matched_stop, stop_reason, token_name};
 use crate::call::{Call, Submission, Terms};
-use crate::delta::{Candidate, Delta, Logprobs};
 use crate::limits::{self, Upload};
-use crate::outlet::Encoder;
 use crate::peers::Peer;
 use crate::prompt_logprobs::{self, Awaited, PromptLogprobs};
 use crate::reply::{self, Failure};
 use crate::routing::Routing;
-use crate::sse::{self, Chunks, Cut};
 use crate::state::Shared;
-use crate::tally::Tally;
+use crate::stream::delta::{Candidate, Delta, Logprobs};
+use crate::stream::outlet::Encoder;
+use crate::stream::sse::{self, Chunks, Cut};
+use crate::stream::tally::Tally;
+use crate::stream::wire::Wire;
 use crate::text::{encode_prompts, text_error};
-use crate::wire::Wire;
 
 /// Continues one or more prompts. With `stream`, chunks come as server-sent events.
 #[utoipa::path(
@@ -402,7 +402,7 @@ mod tests {
     use std::path::Path;
 
     use super::*;
-    use crate::delta::End;
+    use crate::stream::delta::End;
 
     fn logprobs(tokens: &[&[Candidate]]) -> Logprobs {
         let mut all = Logprobs::default();

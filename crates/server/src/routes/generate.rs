@@ -13,19 +13,19 @@ use forebay_text::Tokenizer;
 
 use super::random_hex;
 use crate::call::{Call, Submission, Terms};
-use crate::delta::{Candidate, Delta, End};
 use crate::images::{self, SeenPrompt};
 use crate::limits::{self, Upload};
-use crate::outlet::Encoder;
 use crate::peers::Peer;
 use crate::prompt_logprobs::{self, Awaited, PromptLogprobs};
 use crate::reply::{self, Failure};
 use crate::routing::Routing;
-use crate::sse;
 use crate::state::Shared;
-use crate::tally::Tally;
+use crate::stream::delta::{Candidate, Delta, End};
+use crate::stream::outlet::Encoder;
+use crate::stream::sse;
+use crate::stream::tally::Tally;
+use crate::stream::wire::Wire;
 use crate::text::encode_prompts;
-use crate::wire::Wire;
 
 /// Continues a prompt or a batch of prompts. With `stream`, each event carries the text so far.
 #[utoipa::path(

@@ -16,17 +16,17 @@ use utoipa::ToSchema;
 
 use super::matched_stop;
 use crate::call::{Call, Submission, Terms};
-use crate::delta::{Candidate, Delta, End, Logprobs};
 use crate::limits::{self, Upload};
-use crate::outlet::Encoder;
 use crate::peers::Peer;
 use crate::reply::{self, Failure};
 use crate::routing::Routing;
-use crate::sse;
 use crate::state::Shared;
-use crate::tally::Tally;
+use crate::stream::delta::{Candidate, Delta, End, Logprobs};
+use crate::stream::outlet::Encoder;
+use crate::stream::sse;
+use crate::stream::tally::Tally;
+use crate::stream::wire::Wire;
 use crate::text::{encode_chat, encode_prompts};
-use crate::wire::Wire;
 
 /// Continues a prompt, in the words of llama.cpp's server.
 #[utoipa::path(

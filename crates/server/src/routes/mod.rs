@@ -33,7 +33,6 @@ use tower::util::option_layer;
 
 use crate::access::{check_access, check_type, cors};
 use crate::client::KeyId;
-use crate::delta::End;
 use crate::guard;
 use crate::ignored;
 use crate::loading::hold;
@@ -42,6 +41,7 @@ use crate::peers::{is_router, not_a_router, talk};
 use crate::reply::Failure;
 use crate::shapes::tell_errors;
 use crate::state::Shared;
+use crate::stream::delta::End;
 
 pub(crate) const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
 /// Longest `x-request-id` that is echoed, in bytes.

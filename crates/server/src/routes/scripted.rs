@@ -4,7 +4,7 @@ use forebay_api::CUSTOM_INPUT;
 use proptest::prelude::*;
 use serde_json::{Value, json};
 
-use crate::delta::{Delta, End};
+use crate::stream::delta::{Delta, End};
 
 /// One thing that a model says.
 #[derive(Debug, Clone)]

@@ -11,11 +11,11 @@ use forebay_dialect::{Ids, Part};
 use forebay_text::Tokenizer;
 use xxhash_rust::xxh3::xxh3_128;
 
-use crate::delta::{Candidate, Delta, Logprobs};
-use crate::outlet::Encoder;
 use crate::routes::{matched_stop, stop_reason, token_name};
-use crate::sse::{Chunks, Cut};
-use crate::tally::Tally;
+use crate::stream::delta::{Candidate, Delta, Logprobs};
+use crate::stream::outlet::Encoder;
+use crate::stream::sse::{Chunks, Cut};
+use crate::stream::tally::Tally;
 
 /// How calls are named where the model gives them no names. A brain that goes on with another's
 /// stream gives the same ones.

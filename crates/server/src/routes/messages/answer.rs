@@ -6,12 +6,12 @@ use serde::Serialize;
 use serde_json::{Value, json};
 use xxhash_rust::xxh3::{Xxh3, xxh3_128};
 
-use crate::delta::{Delta, End};
-use crate::outlet::Encoder;
 use crate::routes::chat::CallIds;
 use crate::shapes;
-use crate::sse;
-use crate::tally::Tally;
+use crate::stream::delta::{Delta, End};
+use crate::stream::outlet::Encoder;
+use crate::stream::sse;
+use crate::stream::tally::Tally;
 
 /// Writes a message.
 pub(super) struct Writer {

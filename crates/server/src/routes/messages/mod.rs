@@ -19,9 +19,9 @@ use crate::limits::{self, Upload};
 use crate::peers::Peer;
 use crate::reply::{self, Failure};
 use crate::routing::Routing;
-use crate::sse;
 use crate::state::Shared;
-use crate::wire::Wire;
+use crate::stream::sse;
+use crate::stream::wire::Wire;
 use answer::{Blocks, Writer};
 
 /// Answers a conversation in Anthropic's dialect. With `stream`, typed events come.

@@ -3,11 +3,11 @@ use proptest::prelude::*;
 use serde_json::{Value, json};
 
 use super::answer::{Blocks, Writer};
-use crate::delta::{Delta, End};
-use crate::outlet::Encoder;
 use crate::routes::chat::CallIds;
 use crate::routes::scripted::{deltas, events, said};
-use crate::tally::Tally;
+use crate::stream::delta::{Delta, End};
+use crate::stream::outlet::Encoder;
+use crate::stream::tally::Tally;
 
 fn writer() -> Writer {
     let ids = CallIds { response: "msg_1".into(), form: Ids::Free };

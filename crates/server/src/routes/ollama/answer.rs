@@ -6,12 +6,12 @@ use forebay_api::ApiError;
 use forebay_dialect::Part;
 use serde_json::{Value, json};
 
-use crate::delta::Delta;
-use crate::outlet::Encoder;
 use crate::routes::chat::CallIds;
 use crate::shapes;
-use crate::sse;
-use crate::tally::Tally;
+use crate::stream::delta::Delta;
+use crate::stream::outlet::Encoder;
+use crate::stream::sse;
+use crate::stream::tally::Tally;
 
 /// Which route's objects they are.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

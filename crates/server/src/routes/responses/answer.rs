@@ -11,11 +11,11 @@ use xxhash_rust::xxh3::xxh3_64;
 use super::input::Input;
 use super::keep::Keeper;
 use crate::budget::Charge;
-use crate::delta::Delta;
-use crate::outlet::Encoder;
 use crate::routes::chat::CallIds;
-use crate::sse;
-use crate::tally::Tally;
+use crate::stream::delta::Delta;
+use crate::stream::outlet::Encoder;
+use crate::stream::sse;
+use crate::stream::tally::Tally;
 
 /// Most events of a token. A stream that goes on elsewhere counts on from a number that no event
 /// had.

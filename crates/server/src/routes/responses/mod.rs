@@ -32,10 +32,10 @@ use crate::limits::{self, Upload};
 use crate::peers::Peer;
 use crate::reply::{self, Failure};
 use crate::routing::Routing;
-use crate::sse;
 use crate::state::Shared;
 use crate::store::{Kept, Owner, Turn};
-use crate::wire::Wire;
+use crate::stream::sse;
+use crate::stream::wire::Wire;
 use answer::{Answer, Head};
 use keep::Keeper;
 

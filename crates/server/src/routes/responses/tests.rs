@@ -7,11 +7,11 @@ use serde_json::{Map, Value, json};
 
 use super::answer::{Answer, Head};
 use crate::budget::Budget;
-use crate::delta::{Delta, End};
-use crate::outlet::Encoder;
 use crate::routes::chat::CallIds;
 use crate::routes::scripted::{deltas, events, said};
-use crate::tally::Tally;
+use crate::stream::delta::{Delta, End};
+use crate::stream::outlet::Encoder;
+use crate::stream::tally::Tally;
 
 fn answer() -> Answer {
     let ids = CallIds { response: "resp_1".into(), form: Ids::Free };

@@ -18,10 +18,10 @@ use std::task::{Context, Poll, Waker};
 use forebay_api::ApiError;
 use parking_lot::Mutex;
 
-use crate::delta::{Delta, End};
-use crate::line::{Line, Written};
-use crate::outlet::{Chunk, Encoder, Outlet};
-use crate::tally::Tally;
+use crate::stream::delta::{Delta, End};
+use crate::stream::line::{Line, Written};
+use crate::stream::outlet::{Chunk, Encoder, Outlet};
+use crate::stream::tally::Tally;
 
 /// When a reader is woken.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -304,7 +304,7 @@ mod tests {
     use tokio::io::{AsyncReadExt, AsyncWriteExt};
 
     use super::*;
-    use crate::line::LineIo;
+    use crate::stream::line::LineIo;
 
     /// Bytes that these tests never reach.
     const LIMIT: usize = 1 << 20;

@@ -4,10 +4,10 @@ use std::sync::Arc;
 
 use forebay_api::ApiError;
 
-use crate::delta::Delta;
-use crate::line::Line;
-use crate::sse;
-use crate::tally::Tally;
+use crate::stream::delta::Delta;
+use crate::stream::line::Line;
+use crate::stream::sse;
+use crate::stream::tally::Tally;
 
 /// Writes the events of one dialect. A delta never has an error for an end.
 pub(crate) trait Encoder: Send + 'static {

@@ -7,12 +7,12 @@ use forebay_api::ApiError;
 use forebay_engine::{FinishReason, Output, PictureError, RequestError};
 
 use super::Registration;
-use crate::delta::{Delta, End};
 use crate::engine::Engine;
-use crate::mailbox::{self, Sent};
 use crate::metrics::Timeline;
-use crate::outlet::Chunk;
-use crate::speller::{Found, Speller};
+use crate::stream::delta::{Delta, End};
+use crate::stream::mailbox::{self, Sent};
+use crate::stream::outlet::Chunk;
+use crate::stream::speller::{Found, Speller};
 
 /// Bytes, about, that are gathered for a chunk, whatever interval was asked for.
 const MOST_GATHERED: usize = 64 << 10;

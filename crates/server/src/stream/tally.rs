@@ -2,7 +2,7 @@
 
 use forebay_api::Usage;
 
-use crate::delta::Delta;
+use crate::stream::delta::Delta;
 
 /// Tokens of a call so far.
 #[derive(Debug, Clone, Default)]

@@ -20,12 +20,12 @@ use forebay_api::ApiError;
 use forebay_engine::{Output, OutputSink, RequestId};
 use rustc_hash::FxBuildHasher;
 
-use crate::delta::End;
 use crate::engine::Engine;
 use crate::guard::Guard;
-use crate::mailbox::{self, Sent};
 use crate::metrics::Metrics;
-use crate::speller::Speller;
+use crate::stream::delta::End;
+use crate::stream::mailbox::{self, Sent};
+use crate::stream::speller::Speller;
 use stream::{Due, Scratch, Stream};
 
 pub(crate) use stream::request_error;

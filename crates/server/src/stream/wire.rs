@@ -8,8 +8,8 @@ use axum::http::Version;
 use axum::http::request::Parts;
 
 use crate::config::EgressMode;
-use crate::line::Line;
 use crate::state::Shared;
+use crate::stream::line::Line;
 
 /// The line to write chunks to past hyper; `None` where that is switched off, or where answers have
 /// no chunks (HTTP/1.0).

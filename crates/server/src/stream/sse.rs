@@ -23,12 +23,12 @@ use serde_json::ser::Formatter;
 
 use crate::call::Call;
 use crate::config::EgressMode;
-use crate::delta::{Delta, End};
-use crate::outlet::{Encoder, Outlet};
 use crate::peers::Peer;
 use crate::reply::Failure;
 use crate::state::Shared;
-use crate::wire::Wire;
+use crate::stream::delta::{Delta, End};
+use crate::stream::outlet::{Encoder, Outlet};
+use crate::stream::wire::Wire;
 
 pub(crate) const DONE: &[u8] = b"data: [DONE]\n\n";
 

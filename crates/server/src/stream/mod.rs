@@ -1,0 +1,23 @@
+//! The way out of a request's output: from the engine's steps to the bytes of a response.
+//!
+//! In the order of the way:
+//!
+//! - [`egress`]: the threads that take the engine's outputs. Each request belongs to one of them.
+//! - [`speller`]: from one choice's tokens to the text that may be sent.
+//! - [`tally`]: the tokens of a call, for its usage.
+//! - [`delta`]: the new text, log-probabilities and end of a choice.
+//! - [`mailbox`]: where the egress thread leaves a delta for its response.
+//! - [`outlet`]: how a streamed response lets the egress thread write its events.
+//! - [`wire`]: the connection of a request, as far as its answer may use it.
+//! - [`line`]: the socket of that connection, which the egress thread writes to as well.
+//! - [`sse`]: the frames of a response body, from what the mailbox holds.
+
+pub(crate) mod delta;
+pub(crate) mod egress;
+pub(crate) mod line;
+pub(crate) mod mailbox;
+pub(crate) mod outlet;
+pub(crate) mod speller;
+pub(crate) mod sse;
+pub(crate) mod tally;
+pub(crate) mod wire;
