@@ -23,7 +23,7 @@ from benchmarks.servers import FOREBAY, SERVED_NAME, Forebay, Server, Setting
 from benchmarks.servers import chosen as choose
 
 SERVERS = ["forebay-sim", "forebay-sim-inline", "forebay", "vllm"]
-RATES = [1, 2, 4, 6, 8, 10, 12]
+RATES = [1, 2, 4, 6, 8, 10, 12, 16, 20, 24, 28, 32]
 SIM_RATES = [100, 300, 600, 800, 1000, 1200, 1400, 1600, 2000]
 """Of the simulated device: far more than a processor's arithmetic allows."""
 INPUT = 500

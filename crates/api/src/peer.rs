@@ -63,7 +63,7 @@ pub struct RouterTag {
     /// The seed to sample with where the client gave none, so that another brain draws the same
     /// tokens.
     pub seed: u64,
-    /// The response shall name the prompt's blocks.
+    /// Asks the response to name the prompt's blocks.
     pub blocks: bool,
 }
 

@@ -16,8 +16,9 @@
 //! Images ([`Picture`]) stay files until the scheduler says that one is needed. Then another thread
 //! puts its patches into that memory.
 //!
-//! What is too big for plans ([`Payload`]) lies in memory that the hand reads. Whoever submits has
-//! put it there; the thread keeps it until the request has ended and no step in flight can read it.
+//! Payloads ([`Payload`]) are too big for plans. They lie in memory that the hand reads, and are
+//! there before their request is submitted. The thread keeps them until the request has ended and
+//! no step in flight can read them.
 //!
 //! The thread reads no clock but the [`Clock`] it is given, so that tests and planning run in
 //! virtual time.

@@ -1,5 +1,5 @@
-//! What is too big for plans: bytes in memory that the hand reads, and how long they must stay
-//! there.
+//! Payloads, which are too big for plans: bytes in memory that the hand reads, and how long they
+//! must stay there.
 
 use std::collections::{HashMap, VecDeque};
 use std::fmt::Debug;

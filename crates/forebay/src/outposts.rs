@@ -12,6 +12,7 @@ use tracing::{error, info};
 
 use crate::config::Config;
 use crate::flags::{Device, ReplicaFlags, ServeFlags};
+use crate::worker;
 
 /// Where hands join, and what opens the door.
 #[derive(Debug, Clone, Copy)]
@@ -46,7 +47,12 @@ impl<'a> Gate<'a> {
                 error!("hands can't join any more: {error}");
             }
         })?;
-        info!("hands join at {address}: forebay worker --join {address} --token-file {token}");
+        let port = address.port();
+        let named = match address.ip().is_unspecified() {
+            true => format!("{}:{port}", worker::host_name()),
+            false => address.to_string(),
+        };
+        info!("hands join at {address}: forebay worker --join {named} --token-file {token}");
         Ok(outposts.site(hand))
     }
 }

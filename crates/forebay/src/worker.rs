@@ -103,7 +103,8 @@ fn program(hand: &str, python: &Path) -> io::Result<(PathBuf, Vec<std::ffi::OsSt
     Ok(hands::program(hand, python))
 }
 
-fn host_name() -> String {
+/// What this machine calls itself.
+pub(crate) fn host_name() -> String {
     let name = rustix::system::uname().nodename().to_string_lossy().into_owned();
     if name.is_empty() { "worker".into() } else { name }
 }

@@ -42,7 +42,7 @@ pub struct HandSpec {
     pub env: Vec<(OsString, OsString)>,
     /// What each rank is told; `rank`, `world_size` and `arena_bytes` are set here.
     pub config: HandConfig,
-    /// What is too big for the socket goes through here.
+    /// Payloads that are too big for the socket go through here.
     pub arena: Arena,
     /// The ranks, at least one.
     pub ranks: Vec<RankSpec>,

@@ -126,7 +126,7 @@ impl Work {
             for first in (0..queries.tokens).step_by(most) {
                 let tokens = most.min(queries.tokens - first);
                 let (token, to) = (queries.token + first, queries.to + first);
-                // Where a query sees whatever was computed before it, it is behind everything.
+                // A query that sees every earlier position stands behind all of them.
                 let queries = Queries { token, to, tokens, position: length, held };
                 self.units.push(Unit { queries, heads: 1, from: 0, until: length, split: None });
             }

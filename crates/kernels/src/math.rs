@@ -48,7 +48,7 @@ pub(crate) fn silu<V: Vector>(x: V) -> V {
     x.div(exp(V::splat(0.0).sub(x)).add(V::splat(1.0)))
 }
 
-/// What is not negative of `x`, and its distance from zero; both of what is not a number stay so.
+/// The larger of `x` and zero, and the absolute value of `x`. NaN gives NaN for both.
 #[inline(always)]
 fn sides<V: Vector>(x: V) -> (V, V) {
     let positive = x.at_least(0.0);

@@ -119,7 +119,7 @@ impl Best {
     /// Looks at the first `width` of a panel's results, whose outputs begin at `from`.
     #[inline(always)]
     fn look<V: Vector>(&mut self, results: &[f32; NR], from: usize, width: usize) {
-        // SAFETY: two vectors. What pads is zero, and finite.
+        // SAFETY: two vectors. Padding is zero, which is finite.
         let (left, right) =
             unsafe { (V::load(results.as_ptr()), V::load(results.as_ptr().add(HALF))) };
         self.finite &= left.is_finite() && right.is_finite();

@@ -44,7 +44,7 @@ pub(crate) fn row_of(p: usize, column: usize, n: usize, interleaved: bool) -> Op
     (row < end).then_some(row)
 }
 
-/// Packs the row-major `source` `[n, k]`. What pads is zero.
+/// Packs the row-major `source` `[n, k]`. Padding is zero.
 ///
 /// `interleaved`: the first half of the rows are gates, the second half what they gate; a panel
 /// gets [`HALF`] of each, so that both factors of a product are computed together.

@@ -85,7 +85,7 @@ class Parameters:
         return tensor
 
     def matrix(self, inputs: int | Part, parts: Mapping[str, int | Part]) -> tuple[torch.Tensor, str | None]:
-        """A new matrix with rows of `inputs` elements, and the format that it has or shall get; `parts` as of `tensor`.
+        """A new matrix with rows of `inputs` elements, and the format that it has or is to get; `parts` as of `tensor`.
 
         Of a format in blocks it is uint8 [rows, bytes], otherwise [rows, inputs] in the model's dtype. `inputs` may be
         a part of the weights' columns.
@@ -150,7 +150,7 @@ class Parameters:
         return tensor
 
     def when_packed(self, pack: Callable[[], None]) -> None:
-        """Has `pack` called when the weights are there and shall be put into the order that suits the processor."""
+        """Has `pack` called once the weights are there, to put them into the order that suits the processor."""
         self._packing.append(pack)
 
     def pack(self) -> None:

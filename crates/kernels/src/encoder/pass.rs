@@ -31,7 +31,7 @@ pub(crate) struct Layer<'a, E> {
     pub(super) output_norm: Norm<'a>,
 }
 
-/// What makes scores of vectors.
+/// The layers that make a score of each vector.
 pub(crate) struct Score<'a, E> {
     pub(super) pooler: Matrix<'a, E>,
     pub(super) classifier: Matrix<'a, E>,

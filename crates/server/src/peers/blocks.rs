@@ -202,7 +202,7 @@ pub(crate) async fn blocks(State(state): State<Shared>, uri: Uri) -> Result<Resp
     let mut changed = blocks.changed.subscribe();
     let wait = wait(since.wait)?;
     if blocks.log.lock().next() == since.after {
-        // Late is as good as nothing new.
+        // After the limit, the answer has no new blocks.
         let _ = timeout(wait, changed.changed()).await;
     }
     let body = blocks.log.lock().since(since.after);

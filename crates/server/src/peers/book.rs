@@ -107,7 +107,7 @@ impl Book {
         }
     }
 
-    /// Says when a router's streams shall carry a report.
+    /// Says when a router's streams have to carry a report.
     pub(crate) fn pace(&self, router: u64) -> Pace {
         let mut routers = self.routers.lock();
         let commented = Arc::clone(&routers.entry(router).or_default().commented);

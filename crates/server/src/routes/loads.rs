@@ -56,7 +56,7 @@ pub(crate) async fn loads(
     let limit = wait(when.wait)?;
     if let Some(known) = when.requests {
         let mut live = state.book.watch();
-        // Late is as good as unchanged.
+        // After the limit, the old loads are the answer.
         let _ = timeout(limit, live.wait_for(|&live| live != known)).await;
     }
     let report = report(&state, peer.tag().map(|tag| tag.router));
