@@ -86,9 +86,9 @@ impl Process {
             for process in left {
                 match process {
                     Self::Here(process) => process.signal(signal),
-                    // It is killed where it runs once its connection is gone.
-                    Self::There(distant) if signal == Signal::KILL => distant.doom(),
-                    Self::There(_) => {}
+                    // It is killed where it runs once its connection is gone. One that still waits
+                    // for a place can't take an order at all.
+                    Self::There(distant) => distant.doom(),
                 }
             }
         }

@@ -150,7 +150,7 @@ async fn session(door: &Door, spawn: &Spawn) -> Over {
         Ok(stream) => stream,
         Err(over) => return over,
     };
-    info!("joined to {brain} with {hands} hands");
+    info!(hands, "joined to {brain}");
     let (reading, mut writing) = split(stream);
     let (sender, mut heard) = mpsc::channel(UNREAD);
     let (said, mut saying) = mpsc::unbounded_channel();
