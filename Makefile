@@ -206,7 +206,7 @@ test-fleet: build-tests ## send a fleet behind a router ten thousand requests at
 
 test-kills: build-tests ## kill hands and brains under load twenty times each (10 minutes)
 	FOREBAY_KILLS=20 FOREBAY_TEST_BINARY=$(abspath $(TARGET_DIR)/$(TEST_PROFILE)/forebay) \
-		$(BIN)/python -m pytest tests/e2e -k 'deaths or die' $(PYTEST_ARGS)
+		$(BIN)/python -m pytest tests/e2e -k 'deaths or die or killed' $(PYTEST_ARGS)
 
 test-image-sizes: build-tests ## compare a thousand images with transformers' patches, and 2400 JPEGs with Pillow's (5 minutes)
 	FOREBAY_IMAGE_SIZES=1000 FOREBAY_TEST_BINARY=$(abspath $(TARGET_DIR)/$(TEST_PROFILE)/forebay) \
