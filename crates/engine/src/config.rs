@@ -1,4 +1,4 @@
-//! What an engine is told before it starts.
+//! The settings of an engine.
 
 use forebay_scheduler::{Namer, Policy, SavePolicy};
 

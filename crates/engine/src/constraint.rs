@@ -1,4 +1,4 @@
-//! What restricts a request's next tokens.
+//! Constraints on a request's next tokens.
 
 use std::fmt;
 
@@ -25,7 +25,7 @@ pub trait Constraint: fmt::Debug + Send {
     fn mask(&mut self, words: &mut [u32]) -> Result<Allowed, Broken>;
 }
 
-/// What a mask says.
+/// The content of a mask.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Allowed {
     /// Every token may come next: what is in the mask means nothing.

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use forebay_protocol::{Ready, StepMasks, StepPlan, StepResult};
 
-/// What ends a wait.
+/// The end of a wait.
 #[derive(Debug)]
 pub enum Signal {
     /// Loading has come this far.

@@ -30,7 +30,7 @@ pub(crate) enum Order {
     Stop,
 }
 
-/// What handles and the engine thread share.
+/// The state that handles and the engine thread share.
 pub(crate) struct Shared {
     pub(crate) clock: Arc<dyn Clock>,
     pub(crate) waker: Arc<dyn Wake>,
@@ -173,13 +173,13 @@ impl EngineHandle {
         self.shared.journal.steps_since(place)
     }
 
-    /// What requests went through, from place `place` on.
+    /// The moments of requests, from place `place` on.
     #[must_use]
     pub fn moments_since(&self, place: u64) -> Since<Moment> {
         self.shared.journal.moments_since(place)
     }
 
-    /// What one request went through, as far as that is kept.
+    /// The moments of one request, as far as they are kept.
     #[must_use]
     pub fn moments_of(&self, id: u64) -> Vec<Moment> {
         self.shared.journal.moments_of(id)

@@ -31,7 +31,7 @@ pub struct StepNote {
     pub device_us: u32,
     /// How long the device was idle before it although there was work.
     pub gap_us: u32,
-    /// What it computed.
+    /// Its work.
     pub planned: Planned,
     /// How long it took to plan.
     pub plan_us: u32,
@@ -50,7 +50,7 @@ pub struct Moment {
     pub what: What,
 }
 
-/// What a request went through.
+/// A moment in a request's life.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(tag = "what", rename_all = "snake_case")]
 pub enum What {
@@ -145,7 +145,7 @@ impl<T: Copy> Ring<T> {
     }
 }
 
-/// What the engine thread writes and others read.
+/// The part that the engine thread writes and others read.
 #[derive(Debug)]
 pub struct Journal(Mutex<(Ring<StepNote>, Ring<Moment>)>);
 

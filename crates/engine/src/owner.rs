@@ -30,7 +30,7 @@ use crate::types::{
     Peers, RequestError, Stats,
 };
 
-/// Who hears of outputs, of blocks, and of the hand's death.
+/// The listeners to outputs, to blocks, and to the hand's death.
 type Listeners = (Box<dyn OutputSink>, Option<Box<dyn BlockObserver>>, Option<Box<dyn Peers>>);
 
 pub(crate) struct Owner {
@@ -70,10 +70,10 @@ pub(crate) struct Owner {
     copies_hang: bool,
     /// Bytes of a page, as the hand says.
     page_bytes: u64,
-    /// What requests have in the arena.
+    /// The payloads of requests in the arena.
     payloads: Held,
     pictures: Pictures,
-    /// What restricts their tokens.
+    /// The constraints on their tokens.
     constrained: Constrained,
     /// The last step that was handed over.
     last_step: u64,

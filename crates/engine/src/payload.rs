@@ -33,7 +33,7 @@ pub trait Payload: Debug + Send + Sync {
 /// Embeddings that stand for a prompt's tokens.
 #[derive(Debug, Clone)]
 pub struct Embeds {
-    /// What holds them; several requests may share it.
+    /// The memory that holds them; several requests may share it.
     pub payload: Arc<dyn Payload>,
     /// Byte offset of the first row, as plans name it: inside the payload.
     pub offset: u32,

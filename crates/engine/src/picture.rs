@@ -26,7 +26,7 @@ pub enum PictureError {
     Failed(String),
 }
 
-/// What a placement ends with: what holds the patches, which begin where it begins.
+/// The end of a placement: the payload that holds the patches, from its first byte on.
 pub type Placed = Result<Arc<dyn Payload>, PictureError>;
 
 /// The duty to say where the patches of an image are, or that there are none. Dropping it says that

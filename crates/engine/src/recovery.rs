@@ -1,6 +1,6 @@
 //! Whether and when a dead hand is started again.
 
-/// What to do about a death.
+/// The decision after a death.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum Verdict {
     /// Start again at this time.

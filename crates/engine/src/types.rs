@@ -1,4 +1,4 @@
-//! What crosses the engine thread's border: requests in, outputs out, status beside them.
+//! Types that cross the engine thread's border: requests in, outputs out, status beside them.
 
 use std::sync::Arc;
 
@@ -26,9 +26,9 @@ pub struct EngineRequest {
     pub payloads: Vec<Arc<dyn Payload>>,
     /// The files of the request's images, in their order.
     pub pictures: Vec<Arc<dyn Picture>>,
-    /// What restricts its tokens; it has taken those that the request has already generated.
+    /// The constraint on its tokens; it has taken those that the request has already generated.
     pub constraint: Option<Box<dyn Constraint>>,
-    /// What its client wants of the choice of a replica.
+    /// The client's wishes about the choice of a replica.
     pub preference: Preference,
 }
 
@@ -40,7 +40,7 @@ impl EngineRequest {
     }
 }
 
-/// What a client wants of the choice of a replica.
+/// A client's wishes about the choice of a replica.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Preference {
     /// Requests with the same key go to the same replica, as long as it is there.
@@ -56,7 +56,7 @@ pub struct Orphan {
     pub request: EngineRequest,
     /// When it came and what it takes of the queue, if it was never admitted.
     pub(crate) queued: Option<Arrival>,
-    /// What is to be told with its first token, if it was admitted and has none.
+    /// The report that goes with its first token, if it was admitted and has none.
     pub(crate) admission: Option<Admission>,
 }
 
@@ -146,7 +146,7 @@ pub struct SampledToken {
     pub logprobs: Option<Box<[(i32, f32)]>>,
 }
 
-/// What the engine knows of a request's way to its first token.
+/// Times of a request's way to its first token.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Admission {
     /// Prompt tokens found in the prefix cache.
@@ -155,7 +155,7 @@ pub struct Admission {
     pub queue_us: u64,
 }
 
-/// What one step brought one request.
+/// The output of one step for one request.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Output {
     /// The request's id.

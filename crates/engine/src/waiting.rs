@@ -1,4 +1,4 @@
-//! Who waits for a place, how much each client may have waiting, and how long it will take.
+//! The waiting line: its requests, each client's share of it, and the expected wait.
 
 use std::collections::HashMap;
 
@@ -28,10 +28,10 @@ struct Inner {
     rate: Rate,
 }
 
-/// What a request takes of the queue.
+/// A request's share of the queue.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Place {
-    /// Whose it is.
+    /// Its client.
     pub(crate) client: u64,
     /// Tokens that it may come to.
     pub(crate) tokens: u64,

@@ -37,7 +37,7 @@ pub(crate) struct WorkerFlags {
     /// How many hands may run here at a time [default: one for each GPU, else 1].
     #[arg(long, value_name = "HANDS", value_parser = clap::value_parser!(u32).range(1..=256))]
     hands: Option<u32>,
-    /// What the server's log calls this machine [default: its host name].
+    /// The name of this machine in the server's log [default: its host name].
     #[arg(long, value_name = "NAME")]
     name: Option<String>,
     /// The interpreter of hands that compute with PyTorch [default: the one beside this program,
@@ -103,7 +103,7 @@ fn program(hand: &str, python: &Path) -> io::Result<(PathBuf, Vec<std::ffi::OsSt
     Ok(hands::program(hand, python))
 }
 
-/// What this machine calls itself.
+/// The host name of this machine.
 pub(crate) fn host_name() -> String {
     let name = rustix::system::uname().nodename().to_string_lossy().into_owned();
     if name.is_empty() { "worker".into() } else { name }

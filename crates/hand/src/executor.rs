@@ -40,7 +40,7 @@ pub struct HandSpec {
     pub args: Vec<OsString>,
     /// Variables set on top of the brain's own environment.
     pub env: Vec<(OsString, OsString)>,
-    /// What each rank is told; `rank`, `world_size` and `arena_bytes` are set here.
+    /// The configuration of each rank; `rank`, `world_size` and `arena_bytes` are set here.
     pub config: HandConfig,
     /// Payloads that are too big for the socket go through here.
     pub arena: Arena,
@@ -51,7 +51,7 @@ pub struct HandSpec {
     pub site: Option<Arc<dyn Site>>,
 }
 
-/// What one rank has of its own.
+/// The settings of one rank alone.
 #[derive(Debug, Clone, Default)]
 pub struct RankSpec {
     /// Variables set on top of those of the group.

@@ -24,7 +24,7 @@ pub(crate) enum StreamError {
         rank: u32,
         /// The step.
         step: u64,
-        /// What differs, and the values of both.
+        /// The difference, with the values of both.
         how: String,
     },
     /// Ranks have different pools, so that they can't follow the same plans.

@@ -11,7 +11,7 @@ use crate::process::RankProcess;
 /// From the order to exit to SIGTERM, and from there to SIGKILL.
 const PATIENCE: [Duration; 2] = [Duration::from_millis(500), Duration::from_secs(2)];
 
-/// What a site has to know of a rank.
+/// The facts of a rank that a site needs.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct RankOrder {
     /// Which rank of the group it is.
@@ -92,7 +92,7 @@ impl Process {
                 }
             }
         }
-        // What a leader started may still be there when it has gone: dropping it sees to that.
+        // Processes that a leader started may outlive it: dropping it kills them.
         processes.iter().for_each(Self::doom);
     }
 }

@@ -1,4 +1,4 @@
-//! What others may want to know of a replica's tiers: which blocks they hold.
+//! Events of a replica's tiers, for others: which blocks they hold.
 
 use crate::hash::BlockHash;
 

@@ -347,7 +347,7 @@ impl<T> PagePool<T> {
     /// idle moments and tests.
     ///
     /// # Errors
-    /// What is wrong, in words.
+    /// The fault, in words.
     pub fn check_integrity(&self) -> Result<(), String> {
         let mut unleased = vec![0_u8; self.pages.len()];
         for &page in &self.free {

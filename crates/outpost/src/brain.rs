@@ -160,7 +160,7 @@ impl Site for Anywhere {
         let life = Arc::new(Life::default());
         let mut collected = self.collected.lock();
         if order.rank == 0 {
-            // What is left is of a group that was given up in between.
+            // Ranks that are left belong to a group that was given up in between.
             collected.clear();
         }
         let (env, arena_bytes) = (order.env, order.arena_bytes);
@@ -197,7 +197,7 @@ async fn serve(
                         continue;
                     }
                 };
-                // Who knocks while so many do has to come again.
+                // A stranger beyond so many has to come again.
                 let Ok(permit) = Arc::clone(&strangers).try_acquire_owned() else { continue };
                 let (acceptor, shared) = (acceptor.clone(), Arc::clone(&shared));
                 tokio::spawn(async move {
@@ -248,7 +248,7 @@ async fn greet(
                 return write(&mut stream, &Answer::Refused(reason)).await;
             };
             write(&mut stream, &Answer::Welcome).await?;
-            // Who waited may have given up.
+            // The rank's task may have given up.
             let _ = waiting.send(stream);
         }
     }
@@ -334,7 +334,7 @@ async fn listen(mut reading: ReadHalf<Stream>, heard: mpsc::Sender<io::Result<Fr
 }
 
 impl Shared {
-    /// Who waits for the connection of a rank, once.
+    /// The way to the task that waits for a rank's connection; only the first caller gets it.
     fn connection(&self, id: u64) -> Option<oneshot::Sender<Stream>> {
         self.state.lock().ranks.get_mut(&id)?.connection.take()
     }
@@ -342,7 +342,7 @@ impl Shared {
     /// An outpost says how a hand ended.
     fn ended(&self, id: u64, status: String) {
         let life = self.state.lock().ranks.get(&id).map(|rank| Arc::clone(&rank.life));
-        // What nobody waits for any more is old.
+        // A report that nobody waits for any more is old.
         if let Some(life) = life {
             life.report.send_replace(Some(status));
         }

@@ -19,7 +19,7 @@ pub struct Credentials {
     pub(crate) key: Vec<u8>,
 }
 
-/// What lies beside the token, for the brain alone: both in base64.
+/// The content of the file beside the token, for the brain alone: both in base64.
 #[derive(Serialize, Deserialize)]
 struct Kept {
     certificate: String,
@@ -69,7 +69,7 @@ impl Credentials {
         }
     }
 
-    /// What opens the door.
+    /// The token that lets outposts in.
     #[must_use]
     pub fn token(&self) -> &JoinToken {
         &self.token

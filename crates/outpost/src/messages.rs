@@ -1,4 +1,4 @@
-//! What brain and outposts say to each other beside frames.
+//! Messages between brain and outposts, beside the frames of ranks.
 
 use std::io;
 
@@ -54,7 +54,7 @@ pub(crate) enum Answer {
     Refused(String),
 }
 
-/// What a connection is for.
+/// The purpose of a connection.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub(crate) enum Purpose {

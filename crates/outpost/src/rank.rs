@@ -1,4 +1,4 @@
-//! What the engine's thread and the tasks that relay know together about one rank.
+//! The state of one rank, which the engine's thread and the relaying tasks share.
 
 use std::time::Duration;
 
@@ -19,7 +19,7 @@ pub(crate) struct Life {
     changed: Condvar,
     /// Asks for its end.
     pub(crate) doom: Notify,
-    /// What the outpost said about its end.
+    /// The outpost's words about its end.
     pub(crate) report: watch::Sender<Option<String>>,
 }
 

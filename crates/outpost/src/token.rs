@@ -1,4 +1,4 @@
-//! What an outpost has to know to join: whom to trust, and what opens the door.
+//! The token of those who may join: it names the brain's certificate, and holds a secret.
 
 use std::fmt;
 use std::str::FromStr;

@@ -28,14 +28,14 @@ const PAUSE: Duration = Duration::from_secs(1);
 /// Messages of the brain that nobody has read yet.
 const UNREAD: usize = 64;
 
-/// What an outpost is told at its start.
+/// The settings of an outpost, from its start on.
 #[derive(Debug, Clone)]
 pub struct WorkSettings {
     /// `HOST:PORT` of the brain.
     pub brain: String,
     /// Opens its door.
     pub token: JoinToken,
-    /// What the brain's log calls this outpost.
+    /// The name of this outpost in the brain's log.
     pub name: String,
     /// How many hands may run here at a time.
     pub hands: u32,
@@ -226,7 +226,7 @@ async fn run(
         let far = door.open(&Purpose::Rank { id: order.id }).await;
         let Ok(mut far) = far else { return Side::Far };
         let side = relay(&mut near, &mut far).await;
-        // What the hand said last goes out before the connection does.
+        // The hand's last words go out before the connection ends.
         let _ = timeout(SILENCE, far.shutdown()).await;
         side
     };

@@ -370,7 +370,7 @@ fn strangers_stay_outside() {
     let ended = Outpost::start(mixed).ended();
     assert!(matches!(&ended, Ended::Refused(_, why) if why.contains("secret")), "{ended}");
 
-    // What is no TLS, and a connection that says nothing, hold up nobody.
+    // Bytes that are no TLS, and connections that say nothing, hold up nobody.
     let silent: Vec<_> =
         (0..8).map(|_| TcpStream::connect(brain.address).expect("it works")).collect();
     for seed in 0..200_u32 {

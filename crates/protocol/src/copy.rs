@@ -45,7 +45,7 @@ pub struct PageCopy {
     pub hot: Option<u32>,
     /// The page of the host.
     pub host: u32,
-    /// What of it; `None`: all.
+    /// The part of it; `None`: all.
     pub span: Option<Span>,
 }
 

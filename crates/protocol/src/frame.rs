@@ -18,7 +18,7 @@ pub(crate) const ENTRY_WORDS: usize = 2;
 
 const MAGIC: [u8; 4] = *b"FBAY";
 
-/// What a frame is.
+/// The kind of a frame.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(u16)]
 pub enum Kind {
@@ -99,9 +99,9 @@ pub enum FrameError {
     /// The text of a JSON frame is not what its kind asks for.
     #[error("{kind:?} frame: {reason}")]
     Message {
-        /// What the frame is.
+        /// The frame's kind.
         kind: Kind,
-        /// What is wrong, with the field's name.
+        /// The fault, with the field's name.
         reason: String,
     },
 }
@@ -109,7 +109,7 @@ pub enum FrameError {
 /// A decoded frame header.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Header {
-    /// What the frame is.
+    /// The frame's kind.
     pub kind: Kind,
     /// The step it belongs to, or 0.
     pub step: u64,

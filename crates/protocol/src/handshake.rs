@@ -68,7 +68,7 @@ pub struct HandConfig {
     pub chunked_prefill_size: u32,
     /// Most requests that run at a time, which is most rows of a step.
     pub max_running_requests: u32,
-    /// What computes attention (`triton`, `torch`, `fa3`); `None`: what the device does best.
+    /// The implementation of attention (`triton`, `torch`, `fa3`); `None`: the device's best.
     pub attention_backend: Option<String>,
     /// Most rows of a graph; 0: there are no graphs.
     pub graph_rows: u32,
@@ -145,7 +145,7 @@ pub enum StoreOp {
     Add {
         /// Its key.
         key: String,
-        /// What is added.
+        /// The number that is added.
         amount: i64,
     },
     /// Asks whether all keys are there: 1 or 0.
@@ -162,7 +162,7 @@ pub enum StoreOp {
     CompareSet {
         /// Its key.
         key: String,
-        /// What it is to be before; empty: nothing may be there.
+        /// The value that has to be there before; empty: none may be.
         expected: String,
         /// The value.
         value: String,
@@ -190,7 +190,7 @@ pub struct StoreReply {
 /// Hand to brain: how far loading has come, and a sign of life.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Progress {
-    /// What is loaded.
+    /// The thing that is being loaded.
     pub stage: String,
     /// Parts that are done.
     pub done: u64,

@@ -34,7 +34,7 @@ const FLAG_POOL: i32 = 2;
 /// Row flag, beside [`FLAG_SAMPLE`]: sample what the step's masks allow.
 const FLAG_MASKED: i32 = 4;
 
-/// What a row is computed for.
+/// The purpose of a row.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Want {
     /// Keys and values only: more of the prompt follows.
@@ -78,7 +78,7 @@ pub struct Row {
     pub start: u32,
     /// Number of positions.
     pub length: u32,
-    /// What for.
+    /// Its purpose.
     pub want: Want,
 }
 

@@ -21,7 +21,7 @@ pub struct SampledLogprobs<'a> {
     pub values: &'a [f32],
 }
 
-/// What one step gave.
+/// The answer to one step.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct StepResult {
     /// The plan's step number.
@@ -47,7 +47,7 @@ pub struct StepResult {
     /// Copies that ended since the last result: ticket, and [`crate::COPY_OK`] or
     /// [`crate::COPY_FAILED`].
     pub copied: Vec<[i32; COPIED_WORDS]>,
-    /// What copies took since the last result.
+    /// The time of copies since the last result.
     pub copy_timing: CopyTiming,
     /// Where the rows were that sparse slots read.
     pub sparse_rows: SparseRows,

@@ -1,4 +1,4 @@
-//! What the device knows of a request: the parameters of its slot.
+//! The parameters of a request's slot: all that the device knows of the request.
 
 use std::sync::Arc;
 
@@ -135,7 +135,7 @@ pub struct SlotSampling<'a> {
     pub seed: u64,
     /// Token ids whose logits something is added to.
     pub bias_ids: &'a [i32],
-    /// What is added, one an id.
+    /// The added values, one an id.
     pub bias_values: &'a [f32],
 }
 

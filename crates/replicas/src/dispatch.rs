@@ -35,9 +35,9 @@ pub(crate) struct Dispatch {
     balancer: Balancer,
     /// Loads that are known only now and then, where that is asked for.
     polled: Option<Polled>,
-    /// Whose hand takes plans.
+    /// The replicas whose hand takes plans.
     pub(crate) up: Vec<bool>,
-    /// Who takes no new requests although it could.
+    /// The replicas that take no new requests although they could.
     pub(crate) drained: Vec<bool>,
     /// Blocks of requests that have not begun to generate.
     coming: HashMap<u64, Coming>,

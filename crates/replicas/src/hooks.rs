@@ -1,4 +1,4 @@
-//! What an engine tells the set that it belongs to.
+//! Reports of an engine to the set that it belongs to.
 
 use std::sync::Arc;
 

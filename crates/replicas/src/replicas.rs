@@ -28,7 +28,7 @@ pub struct ReplicasConfig {
     pub watch_interval_us: u64,
 }
 
-/// What a replica is made of.
+/// The parts of a replica.
 pub struct Member {
     /// Its limits; those of the queue hold for all replicas together, which also have one namer.
     pub config: EngineConfig,
@@ -36,7 +36,7 @@ pub struct Member {
     pub executor: Box<dyn Executor>,
     /// Where its outputs go.
     pub sink: Box<dyn OutputSink>,
-    /// Who else hears of its prefix cache, beside the dispatcher.
+    /// A further listener to its prefix cache, beside the dispatcher.
     pub blocks: Option<Box<dyn BlockObserver>>,
 }
 
@@ -279,7 +279,7 @@ impl Replicas {
         self.0.clock.now_us()
     }
 
-    /// What to watch each by.
+    /// The handles by which each is watched.
     #[must_use]
     pub fn handles(&self) -> Vec<EngineHandle> {
         self.0.engines().to_vec()
@@ -325,7 +325,7 @@ impl Shared {
         })
     }
 
-    /// What the choice depends on, looked up outside of the dispatch lock.
+    /// The facts that the choice depends on, looked up outside of the dispatch lock.
     fn ask<'a>(&self, asking: &'a EngineRequest) -> Asked<'a> {
         let request = &asking.request;
         let known = (request.prompt.len() + request.generated.len()) as u64;

@@ -43,7 +43,7 @@ pub fn combined_stats(all: impl IntoIterator<Item = Stats>) -> Stats {
     sum
 }
 
-/// What holds for every replica: any request must fit into any of them.
+/// Facts of every replica: any request must fit into any of them.
 #[must_use]
 pub fn combined_facts(all: impl IntoIterator<Item = Facts>) -> Option<Facts> {
     all.into_iter().reduce(|a, b| if b.context_length < a.context_length { b } else { a })

@@ -1,4 +1,4 @@
-//! What a result means for the requests: tokens, ends, and the return of what was retired.
+//! Applies results to requests: tokens, ends, and the return of retired pages and slots.
 
 use forebay_protocol::{ROW_OK, SampledLogprobs, StepResult, Want};
 

@@ -1,9 +1,9 @@
-//! What a scheduler is told once.
+//! The settings of a scheduler.
 
 use forebay_kvcache::Namer;
 use serde::Serialize;
 
-/// Who goes first.
+/// The order of admission.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Policy {
     /// By arrival.
@@ -14,7 +14,7 @@ pub enum Policy {
     PriorityAscending,
 }
 
-/// What the scheduler has to give.
+/// The capacity that the scheduler gives out.
 #[derive(Debug, Clone)]
 pub struct SchedulerConfig {
     /// Rows of the device tables. Some more than `max_running`, because a slot is retired for up to
@@ -36,7 +36,7 @@ pub struct SchedulerConfig {
     pub namer: Namer,
     /// Whether somebody takes [`Scheduler::take_block_events`].
     pub block_events: bool,
-    /// Who goes first.
+    /// The order of admission.
     pub policy: Policy,
     /// Within a priority, clients take turns, and one that has nothing running need not wait for
     /// those of one that has much. Otherwise all requests are as one client's.
@@ -78,7 +78,7 @@ pub struct Tower {
     pub pages: u32,
     /// Positions of an image page.
     pub page_tokens: u32,
-    /// What a step computes at most, in positions times layers, and one layer at least.
+    /// The most work of a step, in positions times layers, and one layer at least.
     pub budget: u64,
 }
 
@@ -141,7 +141,7 @@ pub struct HostTier {
 }
 
 impl HostTier {
-    /// What `prefetch` is where nobody says.
+    /// The default of `prefetch`.
     pub const PREFETCH: u32 = 4;
 
     /// As sparse decoding needs it: what is computed is saved, and what was saved is not computed

@@ -1,4 +1,4 @@
-//! What a scheduler tells: events, numbers, and why it does not take a result.
+//! A scheduler's reports: events, numbers, and reasons for refusing a result.
 
 use derive_more::AddAssign;
 use forebay_kvcache::ImageId;
@@ -204,7 +204,7 @@ pub struct ImageStats {
     pub wanted: u64,
     /// Images that went through the tower.
     pub encoded: u64,
-    /// What the tower has computed, in positions times layers.
+    /// Work of the tower, in positions times layers.
     pub position_layers: u64,
 }
 

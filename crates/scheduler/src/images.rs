@@ -95,7 +95,7 @@ pub fn image_words(images: &[PromptImage]) -> u64 {
     images.iter().map(of).sum()
 }
 
-/// What there is to do before an image that somebody needs is on pages.
+/// Work that is left before a needed image is on pages.
 #[derive(Debug)]
 enum Work {
     /// Its patches are not there.
@@ -566,7 +566,7 @@ impl Scheduler {
     }
 }
 
-/// What the tower does next.
+/// The tower's next work.
 enum Next {
     Image(Handle, PromptImage),
     Nothing,

@@ -1,4 +1,4 @@
-//! What is true between any two calls.
+//! Invariants that hold between any two calls.
 
 use std::collections::HashMap;
 
@@ -14,7 +14,7 @@ impl Scheduler {
     /// belongs there. O(everything), for idle moments and tests.
     ///
     /// # Errors
-    /// What is wrong, in words.
+    /// The fault, in words.
     pub fn check_integrity(&self) -> Result<(), String> {
         self.tiers.check_integrity()?;
         self.check_ownership()?;

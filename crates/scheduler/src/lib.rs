@@ -84,20 +84,20 @@ struct FlightRow {
     start: u32,
     end: u32,
     want: Want,
-    /// What it gives of its prompt.
+    /// The log-probabilities of its prompt that it gives.
     prompt: Option<PromptLogprobsWant>,
 }
 
 /// Layers for an image, in a step in flight.
 #[derive(Debug, Clone, Copy)]
 struct FlightImage {
-    /// Who waits for it.
+    /// The request that waits for it.
     handle: Handle,
     /// Its positions in that request end here.
     end: u32,
 }
 
-/// What waits for the last step that names it.
+/// Resources that wait for the last step that names them.
 #[derive(Debug, Default)]
 struct Retired {
     /// `None`: pages alone, of a request that goes on.
@@ -122,7 +122,7 @@ struct Flight {
 }
 
 impl Flight {
-    /// Whose work is in it.
+    /// The requests whose work is in it.
     fn handles(&self) -> impl Iterator<Item = Handle> {
         let rows = self.rows.iter().map(|row| row.handle);
         rows.chain(self.towers.iter().map(|image| image.handle))
@@ -141,7 +141,7 @@ pub struct Scheduler {
     /// The place of the next one that another scheduler had admitted.
     next_return: i64,
 
-    /// Who waits, without the suspects.
+    /// The waiting requests, without the suspects.
     queue: Queue,
     shares: Shares,
     /// The waiting request that did not fit, until pages come back: looking again before is a

@@ -20,7 +20,7 @@ pub struct PromptTail {
 }
 
 impl Entry {
-    /// What is still to be told of the prompt.
+    /// The part of the prompt that is still to be told.
     fn untold(&self) -> Option<PromptTail> {
         self.request.prompt_logprobs.filter(|tail| tail.first < self.prompt_len)
     }

@@ -1,4 +1,4 @@
-//! Who waits, and whose turn it is.
+//! Waiting requests, and the order in which they are admitted.
 //!
 //! Ranks (priorities) go first one after the other. Within a rank, whoever was admitted before goes
 //! first, by arrival; the others take turns by client, and each client's own requests by arrival.
@@ -86,7 +86,7 @@ impl Queue {
         }
     }
 
-    /// Whose turn it is.
+    /// The request that is next.
     pub(crate) fn first(&self) -> Option<Ticket> {
         let returning = self.returning.first_key_value().map(|(_, ticket)| ticket);
         let fresh = self.lanes.first_key_value();

@@ -1,9 +1,9 @@
-//! What is sooner done: to bring blocks back, or to compute them again.
+//! The quicker way to blocks: to bring them back, or to compute them again.
 
 /// Weight of the newest measurement in a running mean, one in so many.
 const NEWEST: f64 = 8.0;
 
-/// What the time of a restore is multiplied by when it is not tried.
+/// The factor on the time of a restore that is not tried.
 const FADING: f64 = 0.95;
 
 /// Running means of what the device took.

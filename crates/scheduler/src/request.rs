@@ -33,7 +33,7 @@ pub struct Request {
     /// its tokens is wanted. `prompt.len() + max_tokens` is at most the context length, and fits
     /// into the page pool, if the model has one.
     pub max_tokens: u32,
-    /// What the device must know of it.
+    /// The parameters that the device needs of it.
     pub spec: SlotSpec,
     /// Its tokens are sampled by masks, which somebody else fills: its rows are
     /// [`forebay_protocol::Want::Masked`].
@@ -43,7 +43,7 @@ pub struct Request {
     pub prompt_logprobs: Option<PromptTail>,
     /// Larger is sooner, under [`crate::Policy::Priority`].
     pub priority: i32,
-    /// Whose request it is: within a priority, clients take turns.
+    /// The request's client: within a priority, clients take turns.
     pub client: u64,
     /// It asks whether the model computes: it goes before everybody, a full queue does not refuse
     /// it, and it need not wait for one of [`crate::SchedulerConfig::max_running`].
@@ -53,7 +53,7 @@ pub struct Request {
     /// When it came, in microseconds of the engine's clock; 0: when the engine took it. It is only
     /// told ([`crate::Scheduler::views`]).
     pub arrived_us: u64,
-    /// What it has been through with another scheduler, if there was one.
+    /// Its history with another scheduler, if there was one.
     pub past: Past,
 }
 
@@ -115,7 +115,7 @@ impl Pages {
     }
 }
 
-/// What a request owns on the device while it runs.
+/// The slot and pages of a request while it runs.
 #[derive(Debug)]
 pub(crate) struct Residence {
     pub(crate) slot: u32,
@@ -235,7 +235,7 @@ impl Entry {
         Ticket { key: self.key, handle, client: self.request.client, cost: self.limit.into() }
     }
 
-    /// What a plan writes of it into a slot.
+    /// The part of it that a plan writes into a slot.
     pub(crate) fn slot(&self, slot: u32) -> NewSlot<'_> {
         let spec = &self.request.spec;
         NewSlot { slot, tokens: &self.tokens, prompt_len: self.prompt_len, spec }

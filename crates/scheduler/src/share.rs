@@ -11,7 +11,7 @@ use crate::{Event, Handle, Scheduler};
 /// a client had to give way for.
 const YIELD_SHARE: u64 = 4;
 
-/// Who has how much of what runs.
+/// Each client's share of the running requests.
 #[derive(Debug, Default)]
 pub(crate) struct Shares {
     /// Residents of each client that has any.

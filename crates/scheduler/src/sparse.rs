@@ -341,7 +341,7 @@ impl Scheduler {
     }
 }
 
-/// What a request owns that has rows.
+/// The residence of a request that has rows.
 fn running(state: &mut State) -> Option<&mut Residence> {
     match state {
         State::Prefill(residence) | State::Decode { residence, .. } => Some(residence),

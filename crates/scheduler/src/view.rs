@@ -5,7 +5,7 @@ use serde::Serialize;
 
 use crate::{Flight, Scheduler, State};
 
-/// What a plan computes.
+/// The work of a plan.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Planned {
     /// Rows that decode.
@@ -35,7 +35,7 @@ impl Planned {
     }
 }
 
-/// What a request is doing.
+/// The phase of a request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Phase {
@@ -52,7 +52,7 @@ pub enum Phase {
 pub struct RequestView {
     /// Its name.
     pub id: u64,
-    /// What it is doing.
+    /// Its phase.
     pub phase: Phase,
     /// Tokens of its prompt.
     pub prompt: u32,
@@ -70,7 +70,7 @@ pub struct RequestView {
 }
 
 impl Scheduler {
-    /// What the plan that was made last computes.
+    /// The work of the newest plan.
     #[must_use]
     pub fn planned(&self) -> Planned {
         self.planned

@@ -27,7 +27,7 @@ pub(crate) struct Constrained {
     masks: StepMasks,
     /// Tokens of the hand's vocabulary.
     pub(crate) vocabulary: u32,
-    /// Who helps to fill many masks; `None`: nobody.
+    /// The threads that help to fill many masks; `None`: there are none.
     helpers: Option<ThreadPool>,
 }
 

@@ -1,4 +1,4 @@
-//! What the scheduler tells, and the ends of requests.
+//! Events of the scheduler, and the ends of requests.
 
 use forebay_scheduler::{Event, Finish};
 

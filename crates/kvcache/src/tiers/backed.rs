@@ -20,7 +20,7 @@ use crate::pool::{Host, Hot, Lease};
 /// So many saves that fail one after the other make it unlikely that the next one is done.
 const MOST_FAILED: u32 = 8;
 
-/// What backed tiers know besides.
+/// The further state of backed tiers.
 #[derive(Debug)]
 pub(super) struct Backed {
     page_size: u32,

@@ -54,7 +54,7 @@ pub struct PageCopy {
     pub hot: Option<u32>,
     /// The page in the host tier.
     pub host: u32,
-    /// What of it; `None`: all.
+    /// The part of it; `None`: all.
     pub span: Option<Span>,
 }
 
@@ -69,7 +69,7 @@ pub enum Found {
     Host(Lease<Host>),
 }
 
-/// What the tiers have done since there were any.
+/// Counts of the tiers' work since their start.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Moves {
     /// Blocks that reached the host tier.
@@ -157,7 +157,7 @@ impl Tiers {
         self.host.counts()
     }
 
-    /// What was done so far.
+    /// Counts of the work so far.
     #[must_use]
     pub fn moves(&self) -> Moves {
         self.moves
@@ -558,7 +558,7 @@ impl Tiers {
     /// For idle moments and tests.
     ///
     /// # Errors
-    /// What is wrong, in words.
+    /// The fault, in words.
     pub fn check_integrity(&self) -> Result<(), String> {
         self.hot.check_integrity()?;
         self.host.check_integrity()?;

@@ -7,7 +7,7 @@ pub const IMAGE_WORDS: usize = 7;
 /// Words of a record of the `image_spans` column.
 pub const IMAGE_SPAN_WORDS: usize = 6;
 
-/// What an image is cut into: rows and columns of positions, as the decoder sees them.
+/// Rows and columns of an image's positions, as the decoder sees them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Grid {
     /// Rows of positions.
@@ -54,7 +54,7 @@ pub struct ImageSpan {
     pub position: u32,
     /// Its positions.
     pub grid: Grid,
-    /// What rotary embeddings call the first of them.
+    /// The rotary position of the first of them.
     pub rope: u32,
 }
 

@@ -1,4 +1,4 @@
-//! What a plan asks of the tokens of prompts.
+//! Requests of a plan about the tokens of prompts.
 
 use super::StepPlan;
 

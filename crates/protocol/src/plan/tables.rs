@@ -1,4 +1,4 @@
-//! What a plan writes into the tables of slots, and the copies of pages.
+//! Writes of a plan into the tables of slots, and copies of pages.
 
 use super::{PAGE_WRITE_WORDS, StepPlan};
 use crate::copy::{COPY_WORDS, MAX_WAIT_US, PageCopy, SPAN_WORDS, Span};
