@@ -300,7 +300,7 @@ pub struct ValidChat {
     pub prompt: ChatPrompt,
     /// Tools that the model may call.
     pub tools: OfferedTools,
-    /// What becomes of its reasoning.
+    /// The treatment of its reasoning.
     pub reasoning: ReasoningOutput,
     /// How its tokens are shown.
     pub tokens: TokenOutput,
@@ -310,7 +310,7 @@ pub struct ValidChat {
     pub streaming: Option<Streaming>,
 }
 
-/// What becomes of what a model thinks.
+/// The treatment of a model's reasoning.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ReasoningOutput {
     /// It stands apart.

@@ -35,7 +35,7 @@ openai_request! {
     }
 }
 
-/// What is to be continued.
+/// The texts that are to be continued.
 #[derive(Debug, PartialEq)]
 pub enum CompletionPrompts {
     /// Texts and token ids.

@@ -1,4 +1,4 @@
-//! What is a text or a list of parts.
+//! Contents that are a text or a list of parts.
 
 use std::fmt;
 use std::marker::PhantomData;

@@ -127,7 +127,7 @@ pub struct PoolingResponse {
     pub usage: PoolingUsage,
 }
 
-/// What one input gives.
+/// The vector of one input.
 #[derive(Debug, Serialize, ToSchema)]
 pub struct PoolingData {
     /// Number of the input.

@@ -17,7 +17,7 @@ pub enum ApiError {
     /// The body is not JSON.
     #[error("the request body is not valid JSON: {reason} at line {line} column {column}")]
     MalformedJson {
-        /// What the parser expected.
+        /// The parser's expectation.
         reason: String,
         /// Line, from 1.
         line: usize,
@@ -33,7 +33,7 @@ pub enum ApiError {
     /// The connection broke or the framing was wrong while the body was read.
     #[error("the request body could not be read: {reason}")]
     BrokenBody {
-        /// What the transport said.
+        /// The transport's words.
         reason: String,
     },
     /// A parameter is missing, has the wrong type or a value that cannot be.
@@ -41,7 +41,7 @@ pub enum ApiError {
     Invalid {
         /// Path of the parameter, as in `messages[0].content`.
         param: String,
-        /// What is wrong with it.
+        /// The fault in it.
         reason: String,
     },
     /// A parameter that this server knows and does not serve.
@@ -154,9 +154,9 @@ pub enum ApiError {
          --max-request-bytes-in-flight makes that more"
     )]
     RequestTooLarge {
-        /// What it needs.
+        /// The amount that it needs.
         bytes: usize,
-        /// What there is, when nobody else is there.
+        /// The amount there is, when nobody else is there.
         limit: usize,
     },
     /// A prompt's embeddings are more than the arena can hold.
@@ -166,9 +166,9 @@ pub enum ApiError {
     PayloadTooLarge {
         /// The parameter.
         param: &'static str,
-        /// What it needs.
+        /// The amount that it needs.
         bytes: usize,
-        /// What there is, when nobody else is there.
+        /// The amount there is, when nobody else is there.
         limit: usize,
     },
     /// More of an answer waits for its client than the server keeps.
@@ -377,7 +377,7 @@ impl ApiError {
         }
     }
 
-    /// What is sent.
+    /// The body that is sent.
     pub fn body(&self) -> ErrorBody {
         ErrorBody {
             error: ErrorObject {
@@ -397,7 +397,7 @@ pub struct ErrorBody {
     pub error: ErrorObject,
 }
 
-/// What went wrong.
+/// The fault.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct ErrorObject {
     /// For people.

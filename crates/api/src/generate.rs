@@ -340,7 +340,7 @@ impl GenerateRequest {
     }
 }
 
-/// What does not come with the sampling parameters.
+/// The wishes that do not come with the sampling parameters.
 struct Outer {
     logprobs: Option<u8>,
     prompt_logprobs: Option<PromptTail>,
@@ -407,7 +407,7 @@ impl GenerateSampling {
     }
 }
 
-/// What a native request is answered with, also as a chunk of a stream.
+/// The answer to a native request, also as a chunk of a stream.
 #[derive(Debug, serde::Serialize, ToSchema)]
 pub struct GenerateOutput {
     /// Number of the prompt and choice in the batch; only in the chunks of a batch.

@@ -204,7 +204,7 @@ pub struct LlamaCompletion {
     pub completion_probabilities: Option<Vec<LlamaProbability>>,
 }
 
-/// What the end of an answer says.
+/// The end of an answer.
 #[derive(Debug, Default, Serialize, ToSchema)]
 pub struct LlamaEnd {
     /// Name of the model.

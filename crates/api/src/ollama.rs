@@ -48,7 +48,7 @@ pub struct OllamaChatRequest {
 pub struct OllamaGenerateRequest {
     /// Name of the model; `:latest` behind it says nothing.
     pub model: Option<String>,
-    /// What the user says; without it, the model is only to be loaded.
+    /// The user's text; without it, the model is only to be loaded.
     #[serde(default)]
     prompt: String,
     /// Stands in front of it.
@@ -114,7 +114,7 @@ pub struct OllamaShowRequest {
     pub name: Option<String>,
 }
 
-/// What conversations and prompts have both.
+/// The fields that conversations and prompts share.
 struct Shared {
     stream: Option<bool>,
     format: Option<Raw>,
@@ -180,7 +180,7 @@ struct OllamaFunction {
     arguments: Value,
 }
 
-/// What an Ollama request asks for.
+/// The content of an Ollama request.
 #[derive(Debug)]
 pub enum OllamaAsk {
     /// Nothing: the model is to be there, or to go.
@@ -190,7 +190,7 @@ pub enum OllamaAsk {
     },
     /// An answer in a conversation.
     Chat(Box<ValidChat>),
-    /// What follows a text.
+    /// A text to continue.
     Raw {
         /// The text.
         prompt: String,

@@ -27,7 +27,7 @@ pub const STREAM_HEADER: &str = "x-forebay-stream";
 pub const RESUME_HEADER: &str = "x-forebay-resume";
 /// Of a response: names of blocks of the prompt, see [`sample_blocks`].
 pub const BLOCKS_HEADER: &str = "x-forebay-blocks";
-/// What a comment of a stream begins with.
+/// The beginning of a comment of a stream.
 pub const COMMENT: &[u8] = b": forebay ";
 /// Most names that [`BLOCKS_HEADER`] has.
 pub const MAX_SAMPLED_BLOCKS: usize = 32;
@@ -51,7 +51,7 @@ impl Pairs<'_> {
     }
 }
 
-/// What a router says with each request.
+/// A router's words with each request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct RouterTag {
     /// Its name, drawn when it started.
@@ -92,7 +92,7 @@ impl RouterTag {
     }
 }
 
-/// What a brain has to do, at one moment, as one router is told.
+/// A brain's load at one moment, as one router is told.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct LoadReport {
     /// Drawn when the brain started: numbers of another epoch mean nothing.

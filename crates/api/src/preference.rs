@@ -1,4 +1,4 @@
-//! What clients may say about the choice of a replica.
+//! Wishes of clients about the choice of a replica.
 
 use forebay_engine::Preference;
 

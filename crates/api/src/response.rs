@@ -95,7 +95,7 @@ pub struct ChatCompletion {
 pub struct ChatChoice {
     /// Number of the choice.
     pub index: u32,
-    /// What the model said.
+    /// The model's message.
     pub message: ResponseMessage,
     /// Log-probabilities, where asked for.
     pub logprobs: Option<ChatLogprobs>,
@@ -111,7 +111,7 @@ pub struct ChatChoice {
     pub token_ids: Option<Vec<i32>>,
 }
 
-/// What the model said.
+/// The model's message.
 #[derive(Debug, Serialize, ToSchema)]
 pub struct ResponseMessage {
     /// `assistant`.
@@ -120,7 +120,7 @@ pub struct ResponseMessage {
     pub content: Option<String>,
     /// Always null.
     pub refusal: Option<String>,
-    /// What it thought before, where the model writes that apart.
+    /// Its reasoning, where the model writes that apart.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub reasoning: Option<String>,
     /// The same under its other name.
@@ -134,12 +134,12 @@ pub struct ResponseMessage {
 /// A call of a tool.
 #[derive(Debug, Clone, PartialEq, Serialize, ToSchema)]
 pub struct ToolCall {
-    /// What the tool's answer is to refer to.
+    /// The name by which the tool's answer refers to it.
     pub id: String,
     /// `function`.
     #[serde(rename = "type")]
     pub kind: &'static str,
-    /// What is called.
+    /// The called function.
     pub function: FunctionCall,
 }
 
@@ -157,7 +157,7 @@ pub struct FunctionCall {
 pub struct ChatChunkChoice<'a> {
     /// Number of the choice.
     pub index: u32,
-    /// What is new.
+    /// The new part.
     pub delta: ChatDelta<'a>,
     /// Log-probabilities of the new tokens, where asked for.
     pub logprobs: Option<ChatLogprobs>,
@@ -174,7 +174,7 @@ pub struct ChatChunkChoice<'a> {
     pub token_ids: Option<&'a [i32]>,
 }
 
-/// What is new in a choice.
+/// The new part of a choice.
 #[derive(Debug, Clone, Copy, Default, Serialize, ToSchema)]
 pub struct ChatDelta<'a> {
     /// `assistant`, in the first chunk.
@@ -194,7 +194,7 @@ pub struct ChatDelta<'a> {
     pub tool_calls: Option<[ToolCallDelta<'a>; 1]>,
 }
 
-/// What is new of a call.
+/// The new part of a call.
 #[derive(Debug, Clone, Copy, Serialize, ToSchema)]
 pub struct ToolCallDelta<'a> {
     /// Number of the call in the choice.
@@ -205,11 +205,11 @@ pub struct ToolCallDelta<'a> {
     /// In its first chunk: `function`.
     #[serde(rename = "type", skip_serializing_if = "Option::is_none")]
     pub kind: Option<&'static str>,
-    /// What is called.
+    /// The called function.
     pub function: FunctionDelta<'a>,
 }
 
-/// What is new of a function call.
+/// The new part of a function call.
 #[derive(Debug, Clone, Copy, Serialize, ToSchema)]
 pub struct FunctionDelta<'a> {
     /// In its first chunk, whole.
@@ -352,7 +352,7 @@ pub struct ModelCard {
     pub created: u64,
     /// `forebay`.
     pub owned_by: &'static str,
-    /// What was loaded.
+    /// The loaded model.
     pub root: String,
     /// Positions a request may use; null until the model is loaded.
     pub max_model_len: Option<u32>,

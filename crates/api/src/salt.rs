@@ -1,4 +1,4 @@
-//! What keeps a request's cached blocks apart from those of others.
+//! The salt that keeps a request's cached blocks apart from those of others.
 
 use std::sync::Arc;
 

@@ -13,7 +13,7 @@ use crate::prompt::{Strings, in_vocabulary};
 use crate::salt::check_salt;
 use crate::structure::{Spellings, Structure};
 
-/// What the model's `generation_config.json` sets where the client does not.
+/// The values of the model's `generation_config.json`, for parameters that the client leaves out.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct GenerationDefaults {
     /// As the parameter of this name.
@@ -28,7 +28,7 @@ pub struct GenerationDefaults {
     pub repetition_penalty: Option<f32>,
 }
 
-/// What requests are checked against.
+/// The facts that requests are checked against.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Limits {
     /// Positions a request may use, prompt and generated tokens together.
@@ -174,7 +174,7 @@ pub fn choice_seed(seed: u64, choice: u32) -> u64 {
 pub(crate) struct Fields {
     /// Path of the object they came in, with its dot.
     pub(crate) prefix: &'static str,
-    /// What the dialect calls the number of tokens.
+    /// The dialect's name for the number of tokens.
     pub(crate) max_tokens_name: &'static str,
     pub(crate) max_tokens: Option<u32>,
     pub(crate) default_max_tokens: Option<u32>,

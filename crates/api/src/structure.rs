@@ -103,7 +103,7 @@ pub(crate) struct Spellings {
     pub(crate) structural_tag: Option<Raw>,
 }
 
-/// What was found so far; a second form is an error.
+/// The form that was found so far; a second one is an error.
 #[derive(Default)]
 struct Found(Option<Structure>);
 

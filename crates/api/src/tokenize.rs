@@ -42,7 +42,7 @@ pub struct TokenizeRequest {
     pub return_token_strs: Option<bool>,
 }
 
-/// What to tokenise.
+/// The input that is to be tokenised.
 #[derive(Debug, PartialEq)]
 pub enum TokenizeInput {
     /// Texts.
@@ -59,7 +59,7 @@ pub enum TokenizeInput {
 }
 
 impl TokenizeRequest {
-    /// What to tokenise.
+    /// The input that is to be tokenised.
     ///
     /// # Errors
     /// Neither or both of `prompt` and `messages`, or a message that is not served.

@@ -64,7 +64,7 @@ pub struct OfferedTools {
     pub functions: Vec<OfferedTool>,
     /// Whether an answer may have several calls.
     pub parallel: bool,
-    /// What is asked of calls; `None`: nothing.
+    /// The demand on calls; `None`: there is none.
     pub demand: Option<CallDemand>,
     /// Tools that are of a type that is not served, as paths with their types.
     pub skipped: Vec<String>,

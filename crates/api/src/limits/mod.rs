@@ -141,7 +141,7 @@ pub enum Bound {
 pub struct Param {
     /// As clients write it.
     pub name: &'static str,
-    /// What it may be.
+    /// Its permitted values.
     pub bound: Bound,
 }
 

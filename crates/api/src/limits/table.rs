@@ -548,7 +548,7 @@ const OLLAMA_CALL: &[Param] =
 
 const OLLAMA_FUNCTION: &[Param] = &[text("name", WORD_BYTES), param("arguments", Bound::Tree)];
 
-/// What the routes of models that pool share.
+/// The limits that the routes of models that pool share.
 const POOLING: &[Param] = &[
     text("model", NAME_BYTES),
     number("truncate_prompt_tokens", -1.0, u32::MAX as f64),

@@ -11,7 +11,7 @@ use crate::inert::Inert;
 /// Longest key of `logit_bias`, in bytes: the error shows it.
 const KEY_BYTES: usize = SHOWN_BYTES;
 
-/// What was found in a body.
+/// The findings of a walk through a body.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Weight {
     /// JSON values that will be kept as such, at most [`VALUES`].
@@ -108,7 +108,7 @@ impl Walk {
     }
 }
 
-/// What was found.
+/// The findings.
 enum Seen {
     /// A string of so many bytes.
     Text(usize),
@@ -343,7 +343,7 @@ fn range(least: f64, most: f64) -> String {
 /// Tells which parameter a key names.
 struct Key(Params);
 
-/// What a key names.
+/// The meaning of a key.
 enum Name {
     Known(&'static Param),
     /// Nothing that is read; of a long one the beginning.

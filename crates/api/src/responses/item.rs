@@ -15,7 +15,7 @@ use crate::turns::{Content, Turns};
 /// type out.
 #[derive(Debug, Clone, PartialEq, Eq, Deserialize, Serialize)]
 pub struct Item {
-    /// What it is.
+    /// Its kind.
     #[serde(rename = "type", default = "message")]
     kind: String,
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -40,7 +40,7 @@ pub struct Item {
     encrypted_content: Option<String>,
 }
 
-/// What sealed reasoning begins with. It is no secret: clients keep it, and do not read it.
+/// The beginning of sealed reasoning. It is no secret: clients keep it, and do not read it.
 const SEAL: &str = "forebay.1.";
 
 /// Reasoning in the form that clients send back without reading it.
@@ -49,7 +49,7 @@ pub fn sealed(reasoning: &str) -> String {
     format!("{SEAL}{}", STANDARD.encode(reasoning))
 }
 
-/// What was sealed; `None`: it was sealed elsewhere.
+/// The sealed text; `None`: it was sealed elsewhere.
 fn unsealed(sealed: &str) -> Option<String> {
     let bytes = STANDARD.decode(sealed.strip_prefix(SEAL)?).ok()?;
     String::from_utf8(bytes).ok()

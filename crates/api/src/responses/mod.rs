@@ -28,7 +28,7 @@ pub struct ResponsesRequest {
     /// A string, or the items of the conversation that are new.
     #[schema(value_type = Option<String>)]
     input: Option<TextOr<Item>>,
-    /// What stands in front of the conversation, of this response only.
+    /// The instructions in front of the conversation, of this response only.
     pub instructions: Option<String>,
     /// The response that this one goes on from.
     pub previous_response_id: Option<String>,
@@ -59,7 +59,7 @@ pub struct ResponsesRequest {
     /// Comes back with the response.
     #[schema(value_type = Option<Object>)]
     pub metadata: Option<Value>,
-    /// What else the response is to have: `reasoning.encrypted_content`.
+    /// Further parts of the response: `reasoning.encrypted_content`.
     include: Option<Vec<String>>,
     /// Blocks of the prompt are shared only with requests of the same salt, 1 to 256 bytes.
     pub cache_salt: Option<String>,
@@ -119,7 +119,7 @@ pub struct ValidResponses {
     pub background: bool,
     /// Reasoning comes in a form, too, that clients send back without reading it.
     pub sealed: bool,
-    /// What the response repeats of the request.
+    /// The parts of the request that the response repeats.
     pub echo: Map<String, Value>,
 }
 
@@ -239,7 +239,7 @@ impl ResponsesRequest {
         !seals.is_empty()
     }
 
-    /// What the response repeats of the request.
+    /// The parts of the request that the response repeats.
     fn echo(&self) -> Map<String, Value> {
         let tools = self.tools.as_deref().unwrap_or_default();
         let bytes: usize = tools.iter().map(|tool| tool.to_string().len()).sum();

@@ -7,7 +7,7 @@ use super::invalid;
 use crate::error::ApiError;
 use crate::tools::TextForm;
 
-/// What a tool was before it became a function that the model may call.
+/// The kind of a tool, before it became a function that the model may call.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum ToolKind {
     /// Its input is text: the function has it as its only argument, [`CUSTOM_INPUT`].
