@@ -1,4 +1,4 @@
-//! Who may use the router: keys of clients and of operators, and which backends may register.
+//! Admission to the router: keys of clients and of operators, and backends that may register.
 
 use std::net::IpAddr;
 use std::str::FromStr;

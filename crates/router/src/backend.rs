@@ -72,7 +72,7 @@ impl BackendUrl {
     }
 }
 
-/// What health checks have found.
+/// The findings of health checks.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 struct Health {
     up: bool,
@@ -82,7 +82,7 @@ struct Health {
     successes: u32,
 }
 
-/// What a health check found.
+/// The finding of a health check.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Check {
     /// It takes requests.
@@ -140,7 +140,7 @@ impl Life {
     }
 }
 
-/// What is counted for /metrics.
+/// Counts for /metrics.
 #[derive(Debug, Default)]
 pub(crate) struct Counters {
     pub(crate) dispatched: AtomicU64,

@@ -1,4 +1,4 @@
-//! What the router is told.
+//! The router's settings.
 
 use std::path::PathBuf;
 use std::time::Duration;

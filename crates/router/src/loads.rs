@@ -1,4 +1,4 @@
-//! What the router tells of its backends.
+//! The router's reports on its backends.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 

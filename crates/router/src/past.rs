@@ -26,7 +26,7 @@ pub(crate) enum Role {
     Present,
 }
 
-/// What a request has been through.
+/// The history of a request.
 #[derive(Debug, Default)]
 pub(crate) struct Past {
     deaths: u8,

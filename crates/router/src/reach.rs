@@ -230,7 +230,7 @@ fn broken(reason: &Broken) -> Failure {
     Failure::Api(unanswered(reason))
 }
 
-/// What a client is told whose response broke.
+/// The error for a client whose response broke.
 pub(crate) fn unanswered(reason: &Broken) -> ApiError {
     let code = match reason {
         Broken::Deadline => "timeout",

@@ -12,7 +12,7 @@ use crate::backend::{Backend, BackendUrl};
 use crate::breaker::BreakerConfig;
 use crate::ledger::Accounting;
 
-/// Who names backends.
+/// The source of a backend's name.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum Source {
     /// The command line.

@@ -1,4 +1,4 @@
-//! What all threads of the router share, and what each has for itself.
+//! The state that all threads of the router share, and that of each.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};

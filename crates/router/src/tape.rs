@@ -1,4 +1,5 @@
-//! What of a brain's stream may be passed on, so that another brain can go on with the rest.
+//! The part of a brain's stream that may be passed on, so that another brain can go on with the
+//! rest.
 //!
 //! A comment says: all before this is complete, and these were its tokens
 //! ([`forebay_api::peer::Comment`]). So bytes are passed on up to a comment, and held back after

@@ -1,4 +1,4 @@
-//! What the routes ask of browsers: see [`forebay_api::Access`].
+//! Demands of the routes on browsers: see [`forebay_api::Access`].
 
 use axum::extract::{Request, State};
 use axum::http::header::{CONTENT_TYPE, ORIGIN};
@@ -11,7 +11,7 @@ use tower_http::cors::{AllowHeaders, AllowOrigin, CorsLayer};
 use crate::reply::Failure;
 use crate::state::Shared;
 
-/// What browsers, and nobody else, say about a request.
+/// The headers that browsers, and nobody else, send with a request.
 const SEC_FETCH: [HeaderName; 3] = [
     HeaderName::from_static("sec-fetch-site"),
     HeaderName::from_static("sec-fetch-mode"),

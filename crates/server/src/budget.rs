@@ -89,7 +89,7 @@ impl Budget {
     }
 }
 
-/// What the choices of a prompt take.
+/// The bytes that the choices of a prompt take.
 fn cost(submission: &Submission) -> usize {
     let Submission { prompt, terms, max_tokens, .. } = submission;
     let tokens = (*max_tokens).min(EXPECTED) as usize;
@@ -104,7 +104,7 @@ fn cost(submission: &Submission) -> usize {
         .saturating_add(choice.saturating_mul(terms.generation.n as usize))
 }
 
-/// What a request is charged, until it is dropped.
+/// The charge of a request, until it is dropped.
 pub(crate) struct Charge {
     budget: Budget,
     bytes: AtomicUsize,

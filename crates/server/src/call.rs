@@ -32,7 +32,7 @@ use crate::stream::tally::Tally;
 /// Choices that are submitted before the HTTP thread looks after others.
 pub(crate) const CHOICES_A_TURN: usize = 16;
 
-/// What prompts with the same parameters share, and all their choices.
+/// The state that prompts with the same parameters share, and all their choices.
 pub(crate) struct Terms {
     pub(crate) generation: Generation,
     /// Ascending, each once.
@@ -112,7 +112,7 @@ pub(crate) struct Call {
     alive: Vec<Option<RequestId>>,
     receiver: Receiver,
     span: tracing::Span,
-    /// What the client has of a stream that began at another brain.
+    /// The part of a stream that the client has already, from another brain.
     before: Option<Delta>,
     _live: LiveGuard,
     _charge: Charge,
@@ -281,7 +281,7 @@ impl Call {
         self.receiver.tally()
     }
 
-    /// What the client has of a stream that began at another brain.
+    /// The part of a stream that the client has already, from another brain.
     pub(crate) fn take_before(&mut self) -> Option<Delta> {
         self.before.take()
     }
@@ -437,7 +437,7 @@ pub(crate) fn check_priority(priority: i32, state: &Shared) -> Result<(), ApiErr
     Err(ApiError::invalid("priority", reason))
 }
 
-/// What a client is told whose request was not taken.
+/// The error for a client whose request was not taken.
 pub(crate) fn submit_error(error: SubmitError) -> ApiError {
     let reason = error.to_string();
     match error {

@@ -1,4 +1,4 @@
-//! Who sent a request: what shares are counted by.
+//! The client of a request, by which shares are counted.
 //!
 //! A client is its API key where keys are asked for, else its address. An IPv6 client has a whole
 //! /64 to choose addresses from, so that is one client. Behind a proxy that is trusted, the address
@@ -21,7 +21,7 @@ const FORWARDED_FOR: &str = "x-forwarded-for";
 /// The bits of an IPv6 address that its owner cannot choose.
 const PREFIX_BITS: u32 = 64;
 
-/// Who sent a request, as a number that means nothing outside this process and is never 0.
+/// A client, as a number that means nothing outside this process and is never 0.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) struct ClientId(pub(crate) u64);
 
@@ -123,7 +123,7 @@ impl Clients {
         ClientId(hash.max(1))
     }
 
-    /// Who sent a request with this head, and by which of `keys`.
+    /// The client of a request with this head, and its place in `keys`.
     pub(crate) fn identify(&self, keys: &Keys, parts: &Parts) -> (ClientId, KeyId) {
         let key = KeyId(keys.shown(&parts.headers));
         let remote = parts.extensions.get().copied().unwrap_or(Remote::Local);

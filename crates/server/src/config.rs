@@ -1,4 +1,4 @@
-//! What the binary tells the server.
+//! The server's settings, which the binary makes.
 
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
@@ -32,7 +32,7 @@ pub enum EgressMode {
     Naive,
 }
 
-/// Who shares cached blocks with whom.
+/// The clients that share cached blocks.
 #[derive(Debug, Clone)]
 pub struct Sharing {
     /// What the engine names blocks with. Salts are made with it too, so that nobody can find a
@@ -52,7 +52,7 @@ pub struct ServerConfig {
     pub admin_keys: Keys,
     /// Key of routers, which are told what the prefix caches hold.
     pub router_key: Option<String>,
-    /// Who shares cached blocks with whom.
+    /// The clients that share cached blocks.
     pub sharing: Sharing,
     /// Clients are not told how many of their tokens were found in the prefix cache.
     pub hide_cached_tokens: bool,
@@ -157,26 +157,26 @@ impl Default for ServerConfig {
 pub struct ModelInfo {
     /// Names that requests may use, at least one; the first is shown.
     pub served_names: Vec<String>,
-    /// What was loaded: a hub id or a path.
+    /// The loaded model: a hub id or a path.
     pub root: String,
     /// End-of-sequence token ids.
     pub eos: Arc<[i32]>,
     /// Sampling parameters that the model's generation config sets.
     pub defaults: GenerationDefaults,
-    /// What it makes in place of text.
+    /// Its output in place of text.
     pub pooling: Option<PooledModel>,
-    /// What its tokenizer_config.json says.
+    /// The content of its tokenizer_config.json.
     pub tokenizer_config: Map<String, Value>,
     /// How it writes reasoning and calls of tools.
     pub dialect: Dialect,
     /// Special tokens that are marks of that, ascending.
     pub marks: Arc<[i32]>,
-    /// What compiles the forms of answers; `None`: answers have any form.
+    /// The compiler of the forms of answers; `None`: answers have any form.
     pub grammars: Option<Grammars>,
-    /// What it sees; `None`: no images.
+    /// The images that it sees; `None`: none.
     pub images: Option<ImageModel>,
-    /// What fetches images by their URLs.
+    /// The fetcher of images by their URLs.
     pub fetcher: Option<Fetcher>,
-    /// What is around its reasoning, if it is known.
+    /// The marks around its reasoning, if they are known.
     pub markers: Option<Markers>,
 }

@@ -26,7 +26,7 @@ use crate::stall::Stalling;
 use crate::stream::line::{Line, LineIo};
 use crate::tls::Tls;
 
-/// What all connections of a listener have in common.
+/// The state that all connections of a listener share.
 #[derive(Clone)]
 pub(crate) struct Setup {
     pub(crate) router: Router,

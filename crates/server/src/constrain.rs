@@ -1,4 +1,4 @@
-//! What restricts a request's answers, from its parameters to one constraint a choice.
+//! Constraints on a request's answers, from its parameters to one constraint a choice.
 
 use std::sync::Arc;
 
@@ -47,7 +47,7 @@ pub(crate) async fn constraints(
     grammars.constraints(wanted).await.map(Some).map_err(|error| refused(param, error))
 }
 
-/// What goes before the answer, where the model is known to reason.
+/// The reasoning before the answer, where the model is known to reason.
 fn reasoning(state: &Shared, terms: &Terms, prompt: &[i32]) -> Result<Option<Reasoning>, ApiError> {
     let generation = &terms.generation;
     let budget = generation.thinking_budget;
@@ -101,7 +101,7 @@ fn spelled(tokenizer: &Tokenizer, words: &[String]) -> Result<Arc<[Box<[i32]>]>,
     Ok(spelled.into())
 }
 
-/// What a client is told whose constraint can't be made.
+/// The error for a client whose constraint can't be made.
 fn refused(param: &str, error: GrammarError) -> ApiError {
     match error {
         GrammarError::Invalid { path, reason } => {

@@ -108,7 +108,7 @@ pub(crate) async fn contained<T>(work: impl Future<Output = T>) -> Result<T, Box
     .await
 }
 
-/// What a panic says.
+/// The message of a panic.
 pub(crate) fn message(panic: &(dyn Any + Send)) -> &str {
     let text = panic.downcast_ref::<String>().map(String::as_str);
     text.or_else(|| panic.downcast_ref::<&str>().copied()).unwrap_or("no message")

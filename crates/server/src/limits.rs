@@ -1,4 +1,4 @@
-//! What every request has to pass: size and time limits of its body.
+//! Limits that every request has to pass: size and time of its body.
 
 use std::convert::Infallible;
 use std::sync::Arc;
@@ -91,7 +91,7 @@ impl BodyLimit {
         Self { most: if embeds { config.max_body_bytes } else { json }, json, json_flag }
     }
 
-    /// What a client is told whose body is over it.
+    /// The error for a client whose body is over it.
     pub(crate) fn error(self, limit: usize) -> ApiError {
         let flag = if limit > self.json { "--max-body-bytes" } else { self.json_flag };
         ApiError::BodyTooLarge { limit, flag }
@@ -146,7 +146,7 @@ pub(crate) async fn whole(upload: Upload, state: &Shared) -> Result<(Bytes, Char
     Ok((pieces.join(), charge))
 }
 
-/// What a URL asks for after its `?`.
+/// The parameters of a URL, after its `?`.
 pub(crate) fn query<T: DeserializeOwned>(uri: &Uri) -> Result<T, ApiError> {
     match Query::try_from_uri(uri) {
         Ok(Query(query)) => Ok(query),

@@ -15,7 +15,7 @@ const KEY_HEADERS: [&str; 2] = ["x-routing-key", "x-smg-routing-key"];
 /// As vLLM has it.
 const RANK_HEADER: &str = "x-data-parallel-rank";
 
-/// What the headers say.
+/// The headers' wishes.
 pub(crate) struct Routing(pub(crate) Preference);
 
 impl Routing {

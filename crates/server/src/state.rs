@@ -1,4 +1,4 @@
-//! What all routes share.
+//! The state that all routes share.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -20,11 +20,11 @@ use forebay_api::{ApiError, Limits};
 use forebay_engine::{Dtype, RequestId, Status};
 use forebay_text::TextPool;
 
-/// What the server is made of.
+/// The parts of the server.
 #[derive(Clone)]
 pub struct AppState(Shared);
 
-/// What the routes share.
+/// The state that the routes share.
 pub(crate) type Shared = Arc<Inner>;
 
 /// See [`AppState`].
@@ -46,7 +46,7 @@ pub(crate) struct Inner {
     pub(crate) clients: Clients,
     /// Calls whose response is not finished.
     pub(crate) book: Book,
-    /// What the prefix caches hold.
+    /// The content of the prefix caches.
     pub(crate) blocks: Option<BlockLog>,
     next_id: AtomicU64,
 }
@@ -217,7 +217,7 @@ impl Drop for LiveGuard {
     }
 }
 
-/// What a client is told while requests are not served.
+/// The error for a client while requests are not served.
 pub(crate) fn not_serving(status: Status) -> ApiError {
     let (reason, code) = match status {
         Status::Draining => return ApiError::Draining,

@@ -29,10 +29,10 @@ impl Default for StoreConfig {
     }
 }
 
-/// Who keeps a response: a key, or everybody where there is none.
+/// The owner of a response: a key, or everybody where there is none.
 pub(crate) type Owner = usize;
 
-/// What one response added to its conversation.
+/// The items that one response added to its conversation.
 #[derive(Debug)]
 pub(crate) struct Turn {
     pub(crate) input: Vec<Item>,
@@ -79,7 +79,7 @@ pub(crate) struct Finished {
     pub(crate) body: Bytes,
     pub(crate) input: Vec<Item>,
     pub(crate) output: Vec<Item>,
-    /// What was said before.
+    /// The conversation before.
     pub(crate) before: Vec<Arc<Turn>>,
     /// It was computed behind its answer.
     pub(crate) background: bool,

@@ -128,7 +128,7 @@ pub(crate) async fn encode_prompts(
     Ok(encoded.into_iter().filter_map(|ids| ids.or_else(|| fresh.next())).collect())
 }
 
-/// What a client is told; `param` carried the text.
+/// The error for a client; `param` carried the text.
 pub(crate) fn text_error(error: TextError, param: &str) -> ApiError {
     let reason = error.to_string();
     match error {

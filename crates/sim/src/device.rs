@@ -1,4 +1,4 @@
-//! What the simulated device computes.
+//! The arithmetic of the simulated device.
 
 use std::sync::Arc;
 

@@ -1,4 +1,4 @@
-//! What a step asks of a device, in the numbers that its time depends on.
+//! The load of a step on a device, in the numbers that its time depends on.
 
 use forebay_protocol::StepPlan;
 use serde::{Deserialize, Serialize};

@@ -1,4 +1,4 @@
-//! What a simulated request says: words drawn by a hash of all that was said before, and an end.
+//! The answer of a simulated request: words drawn by a hash of all words before, and an end.
 
 use std::fmt;
 use std::sync::Arc;

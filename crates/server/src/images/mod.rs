@@ -110,7 +110,7 @@ async fn fetch(state: &Shared, param: &str, url: &str, charge: &Charge) -> Resul
     fetcher.fetch(url).await.map_err(refused)
 }
 
-/// What a client is told of the image in `param`.
+/// The error for a client about the image in `param`.
 pub(crate) fn image_error(param: &str, error: &ImageError) -> ApiError {
     ApiError::invalid(param, format!("`{param}`: {error}"))
 }

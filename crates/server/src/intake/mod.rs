@@ -31,7 +31,7 @@ use workers::Workers;
 /// over.
 pub(crate) const LARGE_BODY: usize = 64 << 10;
 
-/// Who does the work.
+/// The threads that do the work.
 pub enum IntakeMode {
     /// This many threads of its own.
     Threads(usize),
@@ -46,7 +46,7 @@ pub struct Intake {
     turns: Turns,
 }
 
-/// What waits, and what the arena holds.
+/// Counts of waiting requests, and of bytes in the arena.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(crate) struct IntakeStats {
     /// Large bodies that wait to be parsed.

@@ -1,4 +1,4 @@
-//! Whose turn it is to send a large body.
+//! Turns among clients that send large bodies.
 //!
 //! A turn is lost by a body that arrives too slowly, and from then on it waits among the slow ones,
 //! whose turns are shorter: so nobody who sends as fast as it is read ever waits for those who

@@ -22,7 +22,7 @@ use crate::live::tick::Watch;
 pub(crate) use crate::live::trace::trace;
 use crate::state::Shared;
 
-/// Who watches, and what they are shown.
+/// The watchers, and the pictures that they are shown.
 #[derive(Default)]
 pub(crate) struct Live {
     watchers: Watchers,
@@ -84,10 +84,10 @@ struct LifeEvent {
     replica: usize,
 }
 
-/// What is known of a request's life.
+/// The life of a request, as far as it is known.
 ///
 /// # Errors
-/// Nothing is, or not any more.
+/// The request is unknown, or not known any more.
 pub(crate) fn life(state: &Shared, id: &str) -> Result<Life, ApiError> {
     let unknown = || ApiError::UnknownRequest { id: cut(id, SHOWN_BYTES).into_owned() };
     let number: u64 = id.parse().map_err(|_| unknown())?;

@@ -1,4 +1,4 @@
-//! What snapshots tell: names, helps and where the numbers are.
+//! Metrics that are read from snapshots: names, helps and where the numbers are.
 
 use forebay_engine::Status;
 use forebay_grammar::GrammarStats;

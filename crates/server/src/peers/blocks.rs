@@ -130,7 +130,7 @@ impl Default for BlockLog {
 }
 
 impl BlockLog {
-    /// What hears of one replica's changes.
+    /// The observer of one replica's changes.
     #[must_use]
     pub fn replica(&self) -> ReplicaBlocks {
         ReplicaBlocks { log: self.clone(), blocks: HashMap::default() }
@@ -179,7 +179,7 @@ pub(crate) struct Since {
     wait: f64,
 }
 
-/// What prefix caches have stored and dropped, for routers.
+/// Blocks that prefix caches have stored and dropped, for routers.
 ///
 /// Little-endian numbers of 64 bits: the number to ask for next, 1 if all that was told before is
 /// void, and names of blocks. The lowest two bits of a name say where the block is from now on: bit

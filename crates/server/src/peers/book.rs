@@ -1,4 +1,4 @@
-//! What routers have sent here, and what they are told of the load.
+//! Requests that routers have sent here, and reports of the load to them.
 
 use std::collections::{BTreeSet, HashMap};
 use std::sync::Arc;
@@ -20,7 +20,7 @@ const MAX_ROUTERS: usize = 64;
 /// that.
 const MAX_AHEAD: usize = 4096;
 
-/// What is known of one router.
+/// The state of one router.
 #[derive(Debug, Default)]
 struct Sender {
     /// Every dispatch up to this has arrived, or never will.

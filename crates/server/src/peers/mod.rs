@@ -47,7 +47,7 @@ pub(crate) struct Resume {
     pub(crate) generated: Vec<i32>,
 }
 
-/// What came with a request of a router, and what its response is to say.
+/// The headers of a router's request, and the wishes about its response.
 #[derive(Debug)]
 struct Exchange {
     tag: RouterTag,
@@ -63,7 +63,7 @@ struct Exchange {
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Peer {
     client: Option<ClientId>,
-    /// What its router says; most have none.
+    /// Its router's words; most requests have none.
     exchange: Option<Arc<Exchange>>,
     /// The salt of its key; 0 where keys make no difference.
     tenant: u64,
@@ -85,7 +85,7 @@ impl FromRequestParts<Shared> for Peer {
 }
 
 impl Peer {
-    /// Whose share of the queue the request takes.
+    /// The client whose share of the queue the request takes.
     pub(crate) fn client(&self) -> u64 {
         self.client.map_or(0, |client| client.0)
     }
@@ -149,7 +149,7 @@ impl Peer {
     }
 }
 
-/// What this brain has to do, as `router` is told.
+/// The load of this brain, as `router` is told.
 pub(crate) fn report(state: &Shared, router: Option<u64>) -> LoadReport {
     let stats = state.engine.stats().scheduler;
     let replicas = state.engine.replicas();
@@ -231,7 +231,7 @@ pub(crate) fn is_router(state: &Shared, headers: &HeaderMap) -> bool {
     }
 }
 
-/// What somebody is told who is no such router.
+/// The error for a client that is no such router.
 pub(crate) fn not_a_router() -> ApiError {
     let reason = "only routers with the key of this server may ask this: --router-key".to_owned();
     ApiError::Forbidden { reason, code: "router_key_needed" }

@@ -1,4 +1,4 @@
-//! What is done to what the model gives.
+//! Work on the model's vectors: scaling, encoding, scores.
 
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;

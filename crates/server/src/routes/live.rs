@@ -25,7 +25,7 @@ pub(crate) async fn live_feed(State(state): State<Shared>) -> Result<Response, F
     Ok(watch(&state)?.map(Body::new))
 }
 
-/// What a request went through, without its text.
+/// The moments of a request, without its text.
 #[utoipa::path(
     get,
     path = "/v1/live/requests/{id}",

@@ -1,4 +1,4 @@
-//! What the server has to do.
+//! The load of the server.
 
 use axum::extract::State;
 use axum::http::Uri;
@@ -24,7 +24,7 @@ pub(crate) struct When {
     requests: Option<usize>,
 }
 
-/// What the server has to do, as a whole and in each replica.
+/// The load of the server, as a whole and of each replica.
 #[derive(Serialize, ToSchema)]
 pub(crate) struct Loads {
     /// As routers are told: `requests` are alive, `running` choices have a slot, `waiting` ones

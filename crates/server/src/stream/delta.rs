@@ -1,4 +1,4 @@
-//! What is new in a choice.
+//! The new part of a choice.
 
 use forebay_api::ApiError;
 use forebay_dialect::Parts;
@@ -74,7 +74,7 @@ impl Logprobs {
     }
 }
 
-/// What ended a choice.
+/// The reason of a choice's end.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) enum End {
     /// End-of-sequence was sampled.
@@ -91,10 +91,10 @@ pub(crate) enum End {
     Error(ApiError),
 }
 
-/// What is new in a choice since the last delta.
+/// The new part of a choice since the last delta.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub(crate) struct Delta {
-    /// What is new of what the model says. Some tokens' text may still be held back.
+    /// The new text. Some tokens' text may still be held back.
     pub(crate) parts: Parts,
     /// New tokens, a stop token included.
     pub(crate) tokens: Vec<i32>,

@@ -35,7 +35,7 @@ pub(crate) struct Line {
     rest: Mutex<Vec<u8>>,
 }
 
-/// What became of a chunk.
+/// The fate of a chunk.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Written {
     /// The socket has it.

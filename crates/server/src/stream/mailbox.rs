@@ -138,7 +138,7 @@ impl Inner {
     }
 }
 
-/// What became of a delta.
+/// The fate of a delta.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Sent {
     /// More may follow.

@@ -1,4 +1,4 @@
-//! What a streamed response lends to its mailbox, so that others can write its events.
+//! The loan of a streamed response to its mailbox, so that others can write its events.
 
 use std::sync::Arc;
 
@@ -45,7 +45,7 @@ pub(crate) trait Encoder: Send + 'static {
     fn end(&mut self, tally: &Tally, out: &mut Vec<u8>) -> serde_json::Result<()>;
 }
 
-/// What a streamed response lends.
+/// The loan of a streamed response.
 pub(crate) struct Outlet {
     pub(crate) encoder: Box<dyn Encoder>,
     /// `None`: everything goes through the response.

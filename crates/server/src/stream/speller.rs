@@ -32,7 +32,7 @@ struct Reader {
     fresh: Parts,
 }
 
-/// What ends an answer before the engine does.
+/// A reason that ends an answer before the engine does.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Found {
     /// The stop string with this number.

@@ -87,7 +87,7 @@ pub(crate) fn event<T: Serialize>(value: &T, out: &mut Vec<u8>) -> serde_json::R
     Ok(())
 }
 
-/// What is the same in all chunks of a response.
+/// The parts that all chunks of a response share.
 #[derive(Debug, Serialize)]
 struct Head {
     id: String,

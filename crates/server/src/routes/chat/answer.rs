@@ -1,4 +1,4 @@
-//! What a model said as OpenAI's messages: whole, and as the chunks of a stream.
+//! A model's answer as OpenAI's messages: whole, and as the chunks of a stream.
 
 use std::sync::Arc;
 

@@ -1,4 +1,4 @@
-//! What is asked of calls, as the form of the answer.
+//! Demands on calls, as the form of the answer.
 
 use std::sync::Arc;
 

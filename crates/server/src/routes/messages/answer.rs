@@ -1,4 +1,4 @@
-//! What a model said as Anthropic's blocks: whole, and as the events of a stream.
+//! A model's answer as Anthropic's blocks: whole, and as the events of a stream.
 
 use forebay_api::{ApiError, Usage};
 use forebay_dialect::Part;

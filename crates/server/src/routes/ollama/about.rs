@@ -1,4 +1,4 @@
-//! What Ollama's clients ask about models.
+//! Answers to Ollama's clients about models.
 
 use axum::extract::State;
 use axum::response::Response;

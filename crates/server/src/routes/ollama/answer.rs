@@ -1,4 +1,4 @@
-//! What a model said as Ollama's objects: whole, and a line each of a stream.
+//! A model's answer as Ollama's objects: whole, and a line each of a stream.
 
 use std::time::Instant;
 

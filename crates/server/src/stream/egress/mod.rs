@@ -45,7 +45,7 @@ pub struct EgressConfig {
     pub window: Duration,
 }
 
-/// What the egress thread has to know of a request.
+/// The facts of a request that the egress thread needs.
 pub(crate) struct Registration {
     pub(crate) id: RequestId,
     pub(crate) sender: mailbox::Sender,

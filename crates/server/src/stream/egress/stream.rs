@@ -42,7 +42,7 @@ pub(super) struct Stream {
     speller: Speller,
     eos: Arc<[i32]>,
     pub(super) timeline: Timeline,
-    /// What has not been sent.
+    /// The part that has not been sent.
     delta: Delta,
     /// Tokens to gather for a chunk; `None`: nobody reads before the end.
     interval: Option<u32>,
@@ -70,7 +70,7 @@ impl Stream {
         }
     }
 
-    /// What ended it.
+    /// The reason of its end.
     pub(super) fn end(&self) -> Option<&End> {
         self.delta.end.as_ref()
     }
@@ -149,7 +149,7 @@ impl Stream {
     }
 }
 
-/// What a client is told whose request failed.
+/// The error for a client whose request failed.
 pub(crate) fn request_error(error: &RequestError) -> ApiError {
     let reason = error.to_string();
     match error {
