@@ -258,8 +258,10 @@ impl Config {
             mem_fraction_static: if cuda {
                 schedule.mem_fraction_static.unwrap_or(CUDA_MEM_FRACTION)
             } else {
-                // The hands look at the same free memory at about the same time.
-                schedule.mem_fraction_static.unwrap_or(CPU_MEM_FRACTION) / f64::from(hands)
+                // The hands of a machine look at the same free memory at about the same time.
+                // Elsewhere, those of a replica are on one.
+                let together = if apart { tp_size } else { hands };
+                schedule.mem_fraction_static.unwrap_or(CPU_MEM_FRACTION) / f64::from(together)
             },
             max_total_tokens: schedule.max_total_tokens,
             prefix_cache: !schedule.disable_radix_cache,

@@ -32,7 +32,7 @@ pub(crate) struct WorkerFlags {
     token_file: Option<PathBuf>,
     /// Only make FILE and FILE.key, for a server that is to find them (--join-token-file), and for
     /// its workers, which need FILE alone.
-    #[arg(long, value_name = "FILE", conflicts_with_all = ["join", "token_file"])]
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["join", "token_file", "hands", "name"])]
     make_token: Option<PathBuf>,
     /// How many hands may run here at a time [default: one for each GPU, else 1].
     #[arg(long, value_name = "HANDS", value_parser = clap::value_parser!(u32).range(1..=256))]

@@ -72,6 +72,20 @@ struct Rank {
     last_words: Option<String>,
 }
 
+impl Rank {
+    fn new(process: Process, socket: UnixStream) -> Self {
+        Self {
+            process,
+            socket,
+            reader: FrameReader::default(),
+            writer: FrameWriter::default(),
+            facts: None,
+            results: VecDeque::new(),
+            last_words: None,
+        }
+    }
+}
+
 /// Spawns, feeds and watches the processes of one rank group.
 pub struct HandExecutor {
     spec: HandSpec,
@@ -114,34 +128,27 @@ impl HandExecutor {
         })
     }
 
-    fn spawn_rank(&self, index: usize, rank: &RankSpec) -> std::io::Result<Rank> {
-        let env = self.spec.env.iter().chain(&rank.env);
-        let (process, socket) = if let Some(site) = &self.spec.site {
-            let text = |text: &OsString| text.to_string_lossy().into_owned();
-            let (socket, distant) = site.spawn(RankOrder {
-                rank: index,
-                ranks: self.spec.ranks.len(),
-                env: env.map(|(name, value)| (text(name), text(value))).collect(),
-                arena_bytes: self.spec.arena.bytes(),
-            })?;
-            (Process::There(distant), socket)
-        } else {
-            let mut command = Command::new(&self.spec.program);
+    /// Starts all ranks, here or where the site runs them.
+    fn spawn(&self) -> std::io::Result<Vec<Rank>> {
+        let env = |rank: &RankSpec| [&self.spec.env[..], &rank.env[..]].concat();
+        let Some(site) = &self.spec.site else {
             let host = self.host.as_ref().map(AsFd::as_fd);
-            command.args(&self.spec.args).envs(env.map(|(name, value)| (name, value)));
-            let (process, socket) =
-                RankProcess::spawn(command, &self.spec.arena, host, &rank.cpus)?;
-            (Process::Here(process), socket)
+            let ranks = self.spec.ranks.iter().map(|rank| {
+                let mut command = Command::new(&self.spec.program);
+                command.args(&self.spec.args).envs(env(rank));
+                let (process, socket) =
+                    RankProcess::spawn(command, &self.spec.arena, host, &rank.cpus)?;
+                Ok(Rank::new(Process::Here(process), socket))
+            });
+            return ranks.collect();
         };
-        Ok(Rank {
-            process,
-            socket,
-            reader: FrameReader::default(),
-            writer: FrameWriter::default(),
-            facts: None,
-            results: VecDeque::new(),
-            last_words: None,
-        })
+        let text = |text: OsString| text.to_string_lossy().into_owned();
+        let orders = self.spec.ranks.iter().map(|rank| RankOrder {
+            env: env(rank).into_iter().map(|(name, value)| (text(name), text(value))).collect(),
+            arena_bytes: self.spec.arena.bytes(),
+        });
+        let started = site.spawn(orders.collect())?.into_iter();
+        Ok(started.map(|(socket, distant)| Rank::new(Process::There(distant), socket)).collect())
     }
 
     fn config_frame(&self, rank: usize) -> Result<Vec<u8>, FrameError> {
@@ -391,15 +398,12 @@ impl Executor for HandExecutor {
         debug_assert!(self.ranks.is_empty(), "the last group is still there");
         self.signals.clear();
         self.store = (self.spec.ranks.len() > 1).then(Store::default);
-        for (index, rank) in self.spec.ranks.iter().enumerate() {
-            match self.spawn_rank(index, rank) {
-                Ok(rank) => self.ranks.push(rank),
-                Err(error) => {
-                    let program = self.spec.program.display();
-                    self.ranks.clear();
-                    self.signals.push_back(Signal::Died(format!("cannot run {program}: {error}")));
-                    return;
-                }
+        match self.spawn() {
+            Ok(ranks) => self.ranks = ranks,
+            Err(error) => {
+                let program = self.spec.program.display();
+                self.signals.push_back(Signal::Died(format!("cannot run {program}: {error}")));
+                return;
             }
         }
         debug!(ranks = self.ranks.len(), "hand spawned");

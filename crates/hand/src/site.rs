@@ -14,24 +14,24 @@ const PATIENCE: [Duration; 2] = [Duration::from_millis(500), Duration::from_secs
 /// The facts of a rank that a site needs.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct RankOrder {
-    /// Which rank of the group it is.
-    pub rank: usize,
-    /// How many the group has. They are ordered one after the other, from rank 0 on.
-    pub ranks: usize,
     /// Variables of the hand.
     pub env: Vec<(String, String)>,
     /// Bytes of the shared memory that the hand maps. Nothing is put there.
     pub arena_bytes: u32,
 }
 
-/// Runs ranks elsewhere, and brings their frames to a socket here.
+/// The executor's ends of a rank that runs elsewhere: its socket, which never blocks and ends when
+/// the rank does, and its life.
+pub type Remote = (UnixStream, Box<dyn Distant>);
+
+/// Runs groups of ranks elsewhere, and brings their frames to sockets here.
 pub trait Site: Send + Sync {
-    /// Has a rank run. The answer comes at once: until the rank is there, the site writes
-    /// `progress` frames to the socket itself. The socket ends when the rank does.
+    /// Starts all ranks of a group, rank 0 first, and gives them in that order. The answer comes at
+    /// once: until the ranks are there, the site writes `progress` frames to the sockets itself.
     ///
     /// # Errors
     /// The system refuses a socket.
-    fn spawn(&self, order: RankOrder) -> io::Result<(UnixStream, Box<dyn Distant>)>;
+    fn spawn(&self, group: Vec<RankOrder>) -> io::Result<Vec<Remote>>;
 }
 
 /// A rank that runs elsewhere. Dropping it ends the rank.

@@ -7,7 +7,7 @@ use std::os::unix::net::UnixStream as Socket;
 use std::sync::Arc;
 use std::time::Duration;
 
-use forebay_hand::{Distant, Site};
+use forebay_hand::{RankOrder, Remote, Site};
 use forebay_protocol::{Kind, Progress, encode_json};
 use parking_lot::Mutex;
 use subtle::ConstantTimeEq;
@@ -39,18 +39,25 @@ const LAST_WORDS: Duration = Duration::from_millis(300);
 const BURIAL: Duration = Duration::from_secs(10);
 /// How often ranks that wait for an outpost say so.
 const WAITING: Duration = Duration::from_secs(1);
+/// Most hands of an outpost.
+const MOST_HANDS: u32 = 256;
+/// Most characters of an outpost's name.
+const LONGEST_NAME: usize = 64;
+/// Most characters of a sentence about a hand's end.
+const LONGEST_STATUS: usize = 1000;
 /// Messages of an outpost that nobody has read yet.
 const UNREAD: usize = 64;
 
-/// The outposts of one brain. Cheap to clone.
-#[derive(Clone)]
-pub struct Outposts(Arc<Shared>);
+/// The outposts of one brain.
+pub struct Outposts {
+    groups: mpsc::UnboundedSender<Group>,
+}
 
+#[derive(Default)]
 struct Shared {
     state: Mutex<State>,
     /// An outpost came, or has a free hand again.
     changed: Notify,
-    groups: mpsc::UnboundedSender<Group>,
 }
 
 #[derive(Default)]
@@ -106,18 +113,19 @@ impl Drop for Claim {
 struct Group {
     hand: String,
     ranks: Vec<Rank>,
+    /// The relays' ends of their sockets, in the same order.
+    near: Vec<Socket>,
 }
 
 struct Rank {
-    near: Socket,
     life: Arc<Life>,
     env: Vec<(String, String)>,
     arena_bytes: u32,
 }
 
 impl Outposts {
-    /// Takes outposts that know the token. The second value does all the work: a
-    /// runtime has to run it, and nothing happens before it does.
+    /// Takes outposts that know the token. The second value does all the work: a runtime has to run
+    /// it, and nothing happens before it does.
     ///
     /// # Errors
     /// The certificate can't be used.
@@ -126,53 +134,41 @@ impl Outposts {
         credentials: &Credentials,
     ) -> io::Result<(Self, impl Future<Output = io::Result<()>> + Send + use<>)> {
         let (groups, coming) = mpsc::unbounded_channel();
-        let shared = Arc::new(Shared { state: Mutex::default(), changed: Notify::new(), groups });
         let acceptor = acceptor(credentials)?;
-        let secret = credentials.token.secret;
-        let serving = serve(listener, acceptor, secret, Arc::clone(&shared), coming);
-        Ok((Self(shared), serving))
+        let serving = serve(listener, acceptor, credentials.token.secret, coming);
+        Ok((Self { groups }, serving))
     }
 
-    /// Where the ranks of one group after another run: all of a group on one outpost. `hand` is
-    /// `rust` or `torch`.
+    /// Runs groups, each on one outpost that has room for all of its ranks. `hand` is `rust` or
+    /// `torch`. Replicas may share it.
     #[must_use]
     pub fn site(&self, hand: &str) -> Arc<dyn Site> {
-        Arc::new(Anywhere {
-            shared: Arc::clone(&self.0),
-            hand: hand.to_owned(),
-            collected: Mutex::default(),
-        })
+        Arc::new(Anywhere { groups: self.groups.clone(), hand: hand.to_owned() })
     }
 }
 
-/// Ranks go where one outpost has room for all of them.
+/// A site whose groups go wherever one outpost has room.
 struct Anywhere {
-    shared: Arc<Shared>,
+    groups: mpsc::UnboundedSender<Group>,
     hand: String,
-    collected: Mutex<Vec<Rank>>,
 }
 
 impl Site for Anywhere {
-    fn spawn(&self, order: forebay_hand::RankOrder) -> io::Result<(Socket, Box<dyn Distant>)> {
-        let (executor, near) = Socket::pair()?;
-        executor.set_nonblocking(true)?;
-        near.set_nonblocking(true)?;
-        let life = Arc::new(Life::default());
-        let mut collected = self.collected.lock();
-        if order.rank == 0 {
-            // Ranks that are left belong to a group that was given up in between.
-            collected.clear();
+    fn spawn(&self, orders: Vec<RankOrder>) -> io::Result<Vec<Remote>> {
+        let (mut ranks, mut sockets, mut remotes) = (Vec::new(), Vec::new(), Vec::<Remote>::new());
+        for RankOrder { env, arena_bytes } in orders {
+            let (executor, near) = Socket::pair()?;
+            executor.set_nonblocking(true)?;
+            near.set_nonblocking(true)?;
+            let life = Arc::new(Life::default());
+            remotes.push((executor, Box::new(Handle(Arc::clone(&life)))));
+            ranks.push(Rank { life, env, arena_bytes });
+            sockets.push(near);
         }
-        let (env, arena_bytes) = (order.env, order.arena_bytes);
-        collected.push(Rank { near, life: Arc::clone(&life), env, arena_bytes });
-        if collected.len() == order.ranks {
-            let group = Group { hand: self.hand.clone(), ranks: std::mem::take(&mut *collected) };
-            self.shared
-                .groups
-                .send(group)
-                .map_err(|_| io::Error::other("nothing listens for outposts any more"))?;
-        }
-        Ok((executor, Box::new(Handle(life))))
+        let group = Group { hand: self.hand.clone(), ranks, near: sockets };
+        let over = |_| io::Error::other("nothing listens for outposts any more");
+        self.groups.send(group).map_err(over)?;
+        Ok(remotes)
     }
 }
 
@@ -180,9 +176,9 @@ async fn serve(
     listener: std::net::TcpListener,
     acceptor: TlsAcceptor,
     secret: [u8; 32],
-    shared: Arc<Shared>,
     mut groups: mpsc::UnboundedReceiver<Group>,
 ) -> io::Result<()> {
+    let shared = Arc::new(Shared::default());
     listener.set_nonblocking(true)?;
     let listener = TcpListener::from_std(listener)?;
     let strangers = Arc::new(Semaphore::new(STRANGERS));
@@ -239,8 +235,14 @@ async fn greet(
     drop(permit);
     match purpose {
         Purpose::Join { name, hands } => {
+            if !(1..=MOST_HANDS).contains(&hands) {
+                let reason = format!("{hands} hands: an outpost has 1 to {MOST_HANDS}");
+                write(&mut stream, &Answer::Refused(reason.clone())).await?;
+                return Err(io::Error::other(reason));
+            }
             write(&mut stream, &Answer::Welcome).await?;
-            member(stream, format!("{name} ({from})"), hands as usize, shared).await;
+            let name = format!("{} ({from})", line(&name, LONGEST_NAME));
+            member(stream, name, hands as usize, shared).await;
         }
         Purpose::Rank { id } => {
             let Some(waiting) = shared.connection(id) else {
@@ -253,6 +255,11 @@ async fn greet(
         }
     }
     Ok(())
+}
+
+/// A text of an outpost for logs and errors: without control characters, and not longer than that.
+fn line(text: &str, characters: usize) -> String {
+    text.chars().filter(|c| !c.is_control()).take(characters).collect()
 }
 
 /// Whether the holder of these first bytes may come in; else a sentence for both logs.
@@ -334,6 +341,13 @@ async fn listen(mut reading: ReadHalf<Stream>, heard: mpsc::Sender<io::Result<Fr
 }
 
 impl Shared {
+    /// A number that no other rank had.
+    fn next_id(&self) -> u64 {
+        let mut state = self.state.lock();
+        state.last_id += 1;
+        state.last_id
+    }
+
     /// The way to the task that waits for a rank's connection; only the first caller gets it.
     fn connection(&self, id: u64) -> Option<oneshot::Sender<Stream>> {
         self.state.lock().ranks.get_mut(&id)?.connection.take()
@@ -344,7 +358,7 @@ impl Shared {
         let life = self.state.lock().ranks.get(&id).map(|rank| Arc::clone(&rank.life));
         // A report that nobody waits for any more is old.
         if let Some(life) = life {
-            life.report.send_replace(Some(status));
+            life.report.send_replace(Some(line(&status, LONGEST_STATUS)));
         }
     }
 
@@ -371,18 +385,16 @@ impl Shared {
 
 /// A group from its order to its end.
 async fn run(group: Group, shared: Arc<Shared>) {
-    let Group { hand, ranks } = group;
+    let Group { hand, ranks, near } = group;
     let lives: Vec<Arc<Life>> = ranks.iter().map(|rank| Arc::clone(&rank.life)).collect();
-    let mut near = Vec::new();
-    for rank in &ranks {
-        match rank.near.try_clone().and_then(UnixStream::from_std) {
-            Ok(socket) => near.push(socket),
-            Err(error) => {
-                lives.iter().for_each(|life| life.end(&error.to_string()));
-                return;
-            }
+    let registered: io::Result<Vec<_>> = near.into_iter().map(UnixStream::from_std).collect();
+    let mut near = match registered {
+        Ok(near) => near,
+        Err(error) => {
+            lives.iter().for_each(|life| life.end(&error.to_string()));
+            return;
         }
-    }
+    };
     let claim = loop {
         let changed = shared.changed.notified();
         if let Some(claim) = shared.claim(ranks.len()) {
@@ -403,20 +415,11 @@ async fn run(group: Group, shared: Arc<Shared>) {
     };
     info!(ranks = ranks.len(), "hands run on outpost {}", claim.member.name);
     let claim = Arc::new(claim);
-    for (rank, near) in ranks.into_iter().zip(near) {
-        // The clone is the one that stays.
-        drop(rank.near);
-        let order = HandOrder {
-            id: 0,
-            place: 0,
-            hand: hand.clone(),
-            env: rank.env,
-            arena_bytes: rank.arena_bytes,
-        };
-        let index = lives.iter().position(|life| Arc::ptr_eq(life, &rank.life)).unwrap_or(0);
-        let place = claim.places[index];
-        let order = HandOrder { place, ..order };
-        tokio::spawn(run_rank(order, rank.life, near, Arc::clone(&claim), Arc::clone(&shared)));
+    for ((rank, near), &place) in ranks.into_iter().zip(near).zip(&claim.places) {
+        let Rank { life, env, arena_bytes } = rank;
+        let (id, hand) = (shared.next_id(), hand.clone());
+        let order = HandOrder { id, place, hand, env, arena_bytes };
+        tokio::spawn(run_rank(order, life, near, Arc::clone(&claim), Arc::clone(&shared)));
     }
 }
 
@@ -436,21 +439,16 @@ async fn say_that_it_waits(near: &mut [UnixStream], shared: &Shared) -> io::Resu
 
 /// A rank from its order to its end.
 async fn run_rank(
-    mut order: HandOrder,
+    order: HandOrder,
     life: Arc<Life>,
     mut near: UnixStream,
     claim: Arc<Claim>,
     shared: Arc<Shared>,
 ) {
     let (sender, connection) = oneshot::channel();
-    {
-        let mut state = shared.state.lock();
-        state.last_id += 1;
-        order.id = state.last_id;
-        let ordered = Ordered { life: Arc::clone(&life), connection: Some(sender) };
-        state.ranks.insert(order.id, ordered);
-    }
     let (id, member) = (order.id, &claim.member);
+    let ordered = Ordered { life: Arc::clone(&life), connection: Some(sender) };
+    shared.state.lock().ranks.insert(id, ordered);
     // A member that is gone is noticed below.
     let _ = member.orders.send(ToOutpost::Spawn(order));
     let lost = || format!("outpost {} is lost", member.name);
@@ -492,4 +490,34 @@ async fn run_rank(
     }
     shared.state.lock().ranks.remove(&id);
     drop(claim);
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_the_secret_and_the_same_release_come_in() {
+        let secret = [7; 32];
+        let right = Knock::bytes(&secret);
+        assert_eq!(admit(&right, &secret), Ok(()));
+        let with = |at: usize| {
+            let mut other = right;
+            other[at] ^= 1;
+            admit(&other, &secret).expect_err("refused")
+        };
+        assert_eq!(with(0), "it is no outpost");
+        for version in [4, 6] {
+            assert!(with(version).contains("they are of different releases"), "{version}");
+        }
+        for secret in [8, 39] {
+            assert!(with(secret).contains("the secret of the token is another one"), "{secret}");
+        }
+    }
+
+    #[test]
+    fn texts_of_outposts_are_short_lines() {
+        assert_eq!(line("a\nb\u{1b}[31mc", 5), "ab[31");
+        assert_eq!(line(&"é".repeat(1000), LONGEST_NAME).chars().count(), LONGEST_NAME);
+    }
 }

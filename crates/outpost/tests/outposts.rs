@@ -11,7 +11,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use forebay_engine::{Executor, Ready, Signal};
-use forebay_hand::{Arena, HandConfig, HandExecutor, HandSpec, RankProcess, RankSpec};
+use forebay_hand::{Arena, HandConfig, HandExecutor, HandSpec, RankProcess, RankSpec, Site};
 use forebay_outpost::{Credentials, Ended, HandOrder, JoinToken, Outposts, WorkSettings, work};
 use forebay_protocol::{NewSlot, Row, SlotSpec, StepPlan, Want};
 use tokio::sync::oneshot;
@@ -20,7 +20,8 @@ const MINUTE_US: u64 = 60_000_000;
 
 /// A brain that takes outposts.
 struct Brain {
-    outposts: Outposts,
+    /// All replicas share it.
+    site: Arc<dyn Site>,
     address: SocketAddr,
     token: JoinToken,
     _stop: oneshot::Sender<()>,
@@ -45,7 +46,8 @@ impl Brain {
                 }
             });
         });
-        Self { outposts, address, token: credentials.token().clone(), _stop: stop }
+        let site = outposts.site("fake");
+        Self { site, address, token: credentials.token().clone(), _stop: stop }
     }
 
     fn executor(&self, behaviour: &str, ranks: usize) -> HandExecutor {
@@ -56,7 +58,7 @@ impl Brain {
             config: HandConfig { page_size: 16, ..HandConfig::default() },
             arena: Arena::new(0).expect("it works"),
             ranks: vec![RankSpec::default(); ranks],
-            site: Some(self.outposts.site("fake")),
+            site: Some(Arc::clone(&self.site)),
         })
         .expect("it works")
     }
@@ -102,6 +104,8 @@ impl Outpost {
 
     /// Waits until it ends by itself.
     fn ended(mut self) -> Ended {
+        let thread = self.thread.as_ref().expect("it is there");
+        eventually("the outpost ends by itself", || thread.is_finished());
         self.thread.take().expect("it works").join().expect("it works").expect_err("it goes on")
     }
 }
@@ -242,9 +246,11 @@ fn last_words_and_failures_to_start_reach_the_brain() {
 fn an_outpost_that_ends_takes_its_hands_along_and_may_come_back() {
     let brain = Brain::start();
     let outpost = Outpost::start(brain.settings(1));
-    let mut executor = brain.executor("echo", 1);
+    let mut executor = brain.executor("comes back", 1);
     ready(&mut executor);
+    assert_eq!(hands_of("comes back"), 1);
     outpost.end().expect("it works");
+    eventually("the hand is gone", || hands_of("comes back") == 0);
     let (reason, after) = death(&mut executor);
     assert!(reason.contains("outpost here"), "{reason}");
     assert!(after < Duration::from_secs(2), "{after:?}");
@@ -257,7 +263,7 @@ fn an_outpost_that_ends_takes_its_hands_along_and_may_come_back() {
             other => panic!("not ready: {other:?}"),
         }
     }
-    assert_eq!(step(&mut executor, 1, &[3; 2]), [3]);
+    assert_eq!(step(&mut executor, 1, &[3; 2]), [0]);
 }
 
 #[test]
@@ -354,6 +360,59 @@ fn a_network_that_breaks_or_falls_silent_ends_the_hands_on_both_sides() {
         network.state.store(0, Ordering::SeqCst);
         ready(&mut executor);
     }
+}
+
+#[test]
+fn strangers_are_few_and_have_little_time() {
+    let brain = Brain::start();
+    let began = Instant::now();
+    let mut strangers: Vec<TcpStream> = Vec::new();
+    for _ in 0..16 {
+        strangers.push(TcpStream::connect(brain.address).unwrap());
+    }
+    // One more is dropped at once, the others when their time is over.
+    let mut late = TcpStream::connect(brain.address).unwrap();
+    assert!(ended(&mut late), "the 17th has to come again");
+    assert!(began.elapsed() < Duration::from_secs(3));
+    assert!(strangers.iter_mut().all(ended));
+    let waited = began.elapsed();
+    assert!(waited > Duration::from_secs(4) && waited < Duration::from_secs(10), "{waited:?}");
+    let _outpost = Outpost::start(brain.settings(1));
+    ready(&mut brain.executor("echo", 1));
+}
+
+/// Waits until the other side has closed a connection.
+fn ended(stream: &mut TcpStream) -> bool {
+    stream.set_read_timeout(Some(Duration::from_secs(20))).expect("a time limit");
+    match stream.read(&mut [0; 64]) {
+        Ok(bytes) => bytes == 0,
+        Err(error) => error.kind() == io::ErrorKind::ConnectionReset,
+    }
+}
+
+#[test]
+fn an_outpost_with_too_many_hands_is_refused() {
+    let brain = Brain::start();
+    for hands in [0, 257, u32::MAX] {
+        let ended = Outpost::start(brain.settings(hands)).ended();
+        assert!(matches!(&ended, Ended::Refused(_, why) if why.contains("1 to 256")), "{ended}");
+    }
+}
+
+#[test]
+fn groups_that_start_together_are_not_mixed_up() {
+    let brain = Brain::start();
+    let _outposts: Vec<Outpost> = (0..4).map(|_| Outpost::start(brain.settings(2))).collect();
+    // Each replica's thread starts its group.
+    thread::scope(|scope| {
+        for _ in 0..4 {
+            let mut executor = brain.executor("echo", 2);
+            scope.spawn(move || {
+                assert_eq!(ready(&mut executor).page_count, 100);
+                assert_eq!(step(&mut executor, 1, &[7; 3]), [7]);
+            });
+        }
+    });
 }
 
 #[test]
