@@ -1,85 +1,25 @@
-//! Dot products of bytes of 256 bits.
+//! Codes with AVX2 alone.
 //!
-//! AVX2's own products of bytes add pairs at 16 bits, and saturate. Of 4-bit codes no sum is that
+//! Its own products of bytes add pairs at 16 bits, and saturate. Of 4-bit codes no sum is that
 //! large, not even those of a whole block: 32 positions are 8 quads of two pairs, of at most 2 · 15
 //! · 127 each, and a lane becomes 32 bits once a block. 8-bit codes would saturate, so both sides
 //! become 16 bits: even and odd positions of a quad by themselves, the weights' once for all rows
 //! of a tile, the rows' before. Integers are the same as everywhere.
 
 use std::arch::x86_64::*;
-use std::mem::MaybeUninit;
 
+use super::bytes::{Bytes, CHUNK, Quads, Room, Sums, load};
+use super::dots::dots;
 use super::loops::again;
 use crate::codes::{LARGEST, SHARED};
 use crate::dots::{QUAD, quad_bytes};
-use crate::vnni::format;
+use crate::isa::operands::format;
 
-/// AVX2 alone.
+/// Codes with AVX2 alone.
 pub(crate) struct Avx2Dots;
-/// With AVX-VNNI.
-pub(crate) struct AvxVnni;
-
-/// Inner positions of a pass over rows that have one scale: as 16 bits, they and the panel's fit
-/// into the first cache.
-pub(super) const CHUNK: usize = 256;
-/// Room for codes of `M` rows as 16 bits, two to a dword: of each quad the even ones, then of each
-/// the odd ones.
-pub(super) type Room<const M: usize> = [[[MaybeUninit<i32>; CHUNK / QUAD]; 2]; M];
-/// Dot products of `M` rows with two vectors of outputs.
-pub(super) type Sums<const M: usize> = [[__m256i; 2]; M];
 
 // What is said above of 4-bit codes.
 const _: () = assert!(SHARED / QUAD * 2 * 15 * LARGEST as usize <= i16::MAX as usize);
-
-/// Dwords of rows, `apart` dwords apart: a quad's codes, or as [`Room`] has them.
-#[derive(Clone, Copy)]
-pub(super) struct Quads {
-    first: *const i32,
-    apart: usize,
-}
-
-impl Quads {
-    /// A row's dword in every lane.
-    ///
-    /// # Safety
-    /// It is there; the processor has AVX2 (here and below).
-    #[inline(always)]
-    unsafe fn splat(self, row: usize, quad: usize) -> __m256i {
-        // SAFETY: the contract.
-        unsafe { _mm256_set1_epi32(self.first.add(row * self.apart + quad).read_unaligned()) }
-    }
-}
-
-/// How dot products of bytes are made.
-pub(super) trait Bytes {
-    /// The first `count` codes of `M` rows that are `stride` apart, as [`Self::add`] wants them.
-    ///
-    /// # Safety
-    /// They are there, `count` at most [`CHUNK`] and a multiple of [`SHARED`]; they and the room
-    /// stay. The processor has the instructions (here and below).
-    #[inline(always)]
-    unsafe fn quads<const FORMAT: u32, const M: usize>(
-        codes: *const i8,
-        stride: usize,
-        _count: usize,
-        _room: &mut Room<M>,
-    ) -> Quads {
-        Quads { first: codes.cast(), apart: stride / QUAD }
-    }
-
-    /// Adds `count` quads, of 4-bit codes at most a block's, to the dot products with a part of a
-    /// panel, and begins to load what is `ahead` bytes on.
-    ///
-    /// # Safety
-    /// Rows and the panel, whose part's first quad is at `from`, have as many.
-    unsafe fn add<const FORMAT: u32, const M: usize>(
-        rows: Quads,
-        count: usize,
-        from: *const u8,
-        ahead: usize,
-        dots: &mut Sums<M>,
-    );
-}
 
 impl Bytes for Avx2Dots {
     #[inline(always)]
@@ -151,32 +91,6 @@ impl Bytes for Avx2Dots {
     }
 }
 
-impl Bytes for AvxVnni {
-    #[inline(always)]
-    unsafe fn add<const FORMAT: u32, const M: usize>(
-        rows: Quads,
-        count: usize,
-        from: *const u8,
-        ahead: usize,
-        dots: &mut Sums<M>,
-    ) {
-        // SAFETY: the contract; a prefetch of a wrong address does nothing.
-        unsafe {
-            for quad in 0..count {
-                let from = from.add(quad * quad_bytes(format(FORMAT)));
-                _mm_prefetch::<_MM_HINT_T0>(from.wrapping_add(ahead).cast());
-                let weights = load::<FORMAT>(from);
-                for (r, dots) in dots.iter_mut().enumerate() {
-                    let x = rows.splat(r, quad);
-                    for (dot, weights) in dots.iter_mut().zip(weights) {
-                        *dot = _mm256_dpbusd_avx_epi32(*dot, weights, x);
-                    }
-                }
-            }
-        }
-    }
-}
-
 /// Adds products of weights and rows that are 16 bits.
 ///
 /// # Safety
@@ -199,21 +113,4 @@ unsafe fn add_words<const M: usize>(
     }
 }
 
-/// A part's weights of a quad: of two registers, or of the halves of one's bytes.
-///
-/// # Safety
-/// They are there.
-#[inline(always)]
-unsafe fn load<const FORMAT: u32>(from: *const u8) -> [__m256i; 2] {
-    // SAFETY: the contract.
-    unsafe {
-        let first = _mm256_loadu_si256(from.cast());
-        if format(FORMAT).is_narrow() {
-            let mask = _mm256_set1_epi8(15);
-            let high = _mm256_srli_epi16::<4>(first);
-            [_mm256_and_si256(first, mask), _mm256_and_si256(high, mask)]
-        } else {
-            [first, _mm256_loadu_si256(from.add(size_of::<__m256i>()).cast())]
-        }
-    }
-}
+dots!(Avx2Dots, "avx2,fma,f16c");

@@ -1,5 +1,10 @@
 //! What a processor's tiles can do, and the same in plain Rust for those that have none.
 
+/// Rows of a tile.
+pub(super) const HIGH: usize = 16;
+/// Bytes of a tile's row.
+pub(super) const WIDE: usize = 64;
+
 /// The rows and bytes a row of the eight tiles.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Shape {
@@ -9,8 +14,8 @@ pub(crate) struct Shape {
     pub(super) bytes: [u8; 8],
 }
 
-const HIGH: u8 = super::HIGH as u8;
-const WIDE: u8 = super::WIDE as u8;
+/// [`WIDE`] as a shape has it.
+const FULL: u8 = WIDE as u8;
 
 impl Shape {
     /// No tiles at all.
@@ -19,13 +24,13 @@ impl Shape {
     /// Sums of two tiles of rows and two of outputs in 0 to 3, rows in 4 and 5, weights in 6 and 7.
     #[inline(always)]
     fn four(rows: usize, bytes: usize) -> Self {
-        let first = rows.min(super::HIGH) as u8;
+        let first = rows.min(HIGH) as u8;
         // A tile that is shaped has a row, whether or not there is a second half.
-        let second = (rows.saturating_sub(super::HIGH) as u8).max(1);
+        let second = (rows.saturating_sub(HIGH) as u8).max(1);
         let (bytes, groups) = (bytes as u8, (bytes / 4) as u8);
         Self {
             rows: [first, first, second, second, first, second, groups, groups],
-            bytes: [WIDE, WIDE, WIDE, WIDE, bytes, bytes, WIDE, WIDE],
+            bytes: [FULL, FULL, FULL, FULL, bytes, bytes, FULL, FULL],
         }
     }
 
@@ -47,8 +52,8 @@ impl Shape {
     pub(super) fn attention(rows: usize, width: usize) -> Self {
         let (rows, bytes, pairs) = (rows as u8, (2 * width) as u8, (width / 2) as u8);
         Self {
-            rows: [rows, rows, rows, rows, rows, pairs, rows, HIGH / 2],
-            bytes: [WIDE, WIDE, WIDE, WIDE, bytes, WIDE, WIDE / 2, WIDE],
+            rows: [rows, rows, rows, rows, rows, pairs, rows, HIGH as u8 / 2],
+            bytes: [FULL, FULL, FULL, FULL, bytes, FULL, FULL / 2, FULL],
         }
     }
 }

@@ -10,33 +10,27 @@
 //! Numbers below the normal ones count as zero.
 
 mod few;
-mod hardware;
-mod unit;
+pub(crate) mod hardware;
+pub(crate) mod unit;
 
 use std::marker::PhantomData;
 use std::mem::MaybeUninit;
 
 use std::arch::x86_64::*;
 
+use self::hardware::Hardware;
+use self::unit::{HIGH, Shape, Tiles, WIDE};
+use super::avx512::sums::ask;
+use super::avx512::vector::Zmm;
+use super::avx512::vnni::{Vnni, scale};
+use super::avx512_bf16::{self, Avx512Bf16};
+use super::operands::Operands;
 use crate::codes::{Codes, Format};
 use crate::dots::{Dots, QUAD, quad_bytes};
 use crate::element::{Bf16, Element};
-use crate::pack::NR;
-use crate::tile::{Ahead, BLOCK, GROUP, GROUPS, Kernel, LANES, MAX_ROWS, Outputs, Scores, Tile};
-use crate::vnni::{Operands, Vnni};
-use crate::x86::sums::ask;
-use crate::x86::{Avx512Bf16, Zmm};
+use crate::tile::{Ahead, BLOCK, GROUP, GROUPS, Kernel, MAX_ROWS, NR, Outputs, Scores, Tile};
+use crate::vector::LANES;
 
-pub(crate) use hardware::Hardware;
-pub(crate) use unit::{Shape, Tiles};
-
-#[cfg(test)]
-pub(crate) use unit::Emulated;
-
-/// Rows of a tile.
-const HIGH: usize = 16;
-/// Bytes of a tile's row.
-const WIDE: usize = 64;
 /// Inner positions of bfloat16 that an instruction adds up.
 const INNER: usize = WIDE / size_of::<Bf16>();
 /// Inner positions of bytes that an instruction adds up.
@@ -51,6 +45,11 @@ pub(crate) struct AmxBf16<U = Hardware>(PhantomData<U>);
 /// Codes of one scale an output with tiles; few rows, and formats with more scales, as [`Vnni`]
 /// does.
 pub(crate) struct AmxDots<U = Hardware>(PhantomData<U>);
+
+/// The processor has tiles, and what is used beside them.
+pub(crate) fn is_there() -> bool {
+    avx512_bf16::is_there() && Hardware::is_there()
+}
 
 /// Begins to load `lines` cache lines from an address that need not be valid.
 #[inline(always)]
@@ -454,7 +453,7 @@ unsafe fn whole<U: Tiles>(given: Operands, rows: usize, out: &mut Tile) {
                 let begin = (*sums.add(r)).wrapping_mul(-Format::Int8.offset());
                 let dots = _mm512_loadu_si512(left.add(r * PITCH + half * WIDE).cast());
                 let dots = _mm512_add_epi32(dots, _mm512_set1_epi32(begin));
-                given.scale((r, half), dots, *own, out);
+                scale(&given, (r, half), dots, *own, out);
             }
         }
     }

@@ -1,18 +1,15 @@
-//! [`Dots`] of 256 bits: with AVX2 alone, and where a processor without AVX-512 has dot products of
-//! bytes (AVX-VNNI).
+//! [`Dots`](crate::dots::Dots) of 256 bits, whatever multiplies bytes.
 
 use std::arch::x86_64::*;
 use std::mem::MaybeUninit;
 
 use super::bytes::{Bytes, CHUNK, Room};
 use super::loops::HALF_LANES;
-use crate::codes::{Codes, Format, SHARED};
-use crate::dots::{Dots, QUAD, quad_bytes, scale_bytes};
-use crate::pack::NR;
-use crate::tile::{LANES, Tile};
-use crate::vnni::{INT8, Operands, Q4_0, Q4_1, Q8_0, format};
-
-pub(crate) use super::bytes::{Avx2Dots, AvxVnni};
+use crate::codes::{Format, SHARED};
+use crate::dots::{QUAD, quad_bytes, scale_bytes};
+use crate::isa::operands::{Operands, Q4_1, format};
+use crate::tile::{NR, Tile};
+use crate::vector::LANES;
 
 /// Bytes of a quad before a part, which is half of it.
 const fn part_bytes(format: Format, part: usize) -> usize {
@@ -32,7 +29,10 @@ const fn outputs(format: Format, part: usize) -> [usize; 2] {
 /// # Safety
 /// As [`Dots::tile`].
 #[inline(always)]
-unsafe fn whole<B: Bytes, const FORMAT: u32, const M: usize>(given: Operands, out: &mut Tile) {
+pub(in crate::isa) unsafe fn whole<B: Bytes, const FORMAT: u32, const M: usize>(
+    given: Operands,
+    out: &mut Tile,
+) {
     let Operands { codes, scales, sums, panel, k, ahead } = given;
     let format = format(FORMAT);
     // SAFETY: the contract.
@@ -85,7 +85,10 @@ unsafe fn halves(from: *const u16) -> __m256 {
 /// # Safety
 /// As [`Dots::tile`].
 #[inline(always)]
-unsafe fn blocks<B: Bytes, const FORMAT: u32, const M: usize>(given: Operands, out: &mut Tile) {
+pub(in crate::isa) unsafe fn blocks<B: Bytes, const FORMAT: u32, const M: usize>(
+    given: Operands,
+    out: &mut Tile,
+) {
     let Operands { codes, scales, sums, panel, k, ahead } = given;
     let format = format(FORMAT);
     let code_bytes = SHARED / QUAD * quad_bytes(format);
@@ -137,7 +140,7 @@ unsafe fn blocks<B: Bytes, const FORMAT: u32, const M: usize>(given: Operands, o
 }
 
 /// Calls the function for as many rows, the last one if there are more.
-macro_rules! dispatch {
+macro_rules! by_rows {
     ($function:ident, $format:ident, $count:expr, $given:expr, $out:expr) => {
         match $count {
             1 => $function::<$format, 1>($given, $out),
@@ -150,10 +153,16 @@ macro_rules! dispatch {
     };
 }
 
-/// Implements [`Dots`], compiled for `$features`.
+/// Implements [`Dots`](crate::dots::Dots), compiled for `$features`.
 macro_rules! dots {
     ($name:ident, $features:literal) => {
         const _: () = {
+            use $crate::codes::{Codes, Format};
+            use $crate::dots::Dots;
+            use $crate::isa::avx2::dots::{blocks, by_rows, whole};
+            use $crate::isa::operands::{INT8, Operands, Q4_0, Q4_1, Q8_0};
+            use $crate::tile::Tile;
+
             #[target_feature(enable = $features)]
             unsafe fn whole_tile<const FORMAT: u32, const M: usize>(
                 given: Operands,
@@ -192,10 +201,10 @@ macro_rules! dots {
                         let given = Operands::new(format, rows, which.0, (panel, ahead), k);
                         let count = which.1;
                         match format {
-                            Format::Int8 => dispatch!(whole_tile, INT8, count, given, out),
-                            Format::Q8_0 => dispatch!(tile_of_blocks, Q8_0, count, given, out),
-                            Format::Q4_0 => dispatch!(tile_of_blocks, Q4_0, count, given, out),
-                            Format::Q4_1 => dispatch!(tile_of_blocks, Q4_1, count, given, out),
+                            Format::Int8 => by_rows!(whole_tile, INT8, count, given, out),
+                            Format::Q8_0 => by_rows!(tile_of_blocks, Q8_0, count, given, out),
+                            Format::Q4_0 => by_rows!(tile_of_blocks, Q4_0, count, given, out),
+                            Format::Q4_1 => by_rows!(tile_of_blocks, Q4_1, count, given, out),
                         }
                     }
                 }
@@ -204,5 +213,4 @@ macro_rules! dots {
     };
 }
 
-dots!(Avx2Dots, "avx2,fma,f16c");
-dots!(AvxVnni, "avx2,fma,f16c,avxvnni");
+pub(in crate::isa) use {by_rows, dots};

@@ -3,17 +3,18 @@
 use std::arch::x86_64::*;
 
 use crate::element::Element;
-use crate::tile::{LANES, MAX_ROWS, Outputs};
+use crate::tile::{MAX_ROWS, Outputs};
+use crate::vector::LANES;
 
 /// Two vectors of outputs a row.
-pub(super) type Sums<const M: usize> = [[__m512; 2]; M];
+pub(in crate::isa) type Sums<const M: usize> = [[__m512; 2]; M];
 
 /// Nothing, or what is there already.
 ///
 /// # Safety
 /// `out` has `M` rows; the processor has the instructions (here and below).
 #[inline(always)]
-pub(super) unsafe fn start<const M: usize>(more: bool, out: *const Outputs) -> Sums<M> {
+pub(in crate::isa) unsafe fn start<const M: usize>(more: bool, out: *const Outputs) -> Sums<M> {
     // SAFETY: the contract; whole vectors.
     unsafe {
         let mut sums = [[_mm512_setzero_ps(); 2]; M];
@@ -30,7 +31,7 @@ pub(super) unsafe fn start<const M: usize>(more: bool, out: *const Outputs) -> S
 /// # Safety
 /// `out` has room for `M` rows.
 #[inline(always)]
-pub(super) unsafe fn keep<const M: usize>(sums: &Sums<M>, out: *mut Outputs) {
+pub(in crate::isa) unsafe fn keep<const M: usize>(sums: &Sums<M>, out: *mut Outputs) {
     for (r, sums) in sums.iter().enumerate() {
         // SAFETY: the contract; whole vectors.
         unsafe {
@@ -46,7 +47,7 @@ pub(super) unsafe fn keep<const M: usize>(sums: &Sums<M>, out: *mut Outputs) {
 /// # Safety
 /// `out` has as many.
 #[inline(always)]
-pub(super) unsafe fn decayed<const M: usize, const C: usize>(
+pub(in crate::isa) unsafe fn decayed<const M: usize, const C: usize>(
     out: *const f32,
     pitch: usize,
     decay: &[f32; MAX_ROWS],
@@ -67,7 +68,7 @@ pub(super) unsafe fn decayed<const M: usize, const C: usize>(
 /// # Safety
 /// As of [`decayed`].
 #[inline(always)]
-pub(super) unsafe fn keep_columns<const M: usize, const C: usize>(
+pub(in crate::isa) unsafe fn keep_columns<const M: usize, const C: usize>(
     sums: &[[__m512; C]; M],
     out: *mut f32,
     pitch: usize,
@@ -83,7 +84,7 @@ pub(super) unsafe fn keep_columns<const M: usize, const C: usize>(
 /// Begins to load a cache line that is read later: not into the first cache, where it would be in
 /// the way.
 #[inline(always)]
-pub(super) fn ask<E>(address: *const E) {
+pub(in crate::isa) fn ask<E>(address: *const E) {
     // SAFETY: a prefetch of a wrong address does nothing.
     unsafe { _mm_prefetch::<_MM_HINT_T1>(address.cast()) };
 }
@@ -94,7 +95,10 @@ pub(super) fn ask<E>(address: *const E) {
 /// # Safety
 /// None but the processor's: a prefetch of a wrong address does nothing.
 #[inline(always)]
-pub(super) unsafe fn begin_to_load<E: Element, const LINES: usize>(ahead: *const E, at: usize) {
+pub(in crate::isa) unsafe fn begin_to_load<E: Element, const LINES: usize>(
+    ahead: *const E,
+    at: usize,
+) {
     // SAFETY: see above.
     unsafe {
         if LINES == 1 {

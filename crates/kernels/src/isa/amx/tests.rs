@@ -2,6 +2,7 @@
 
 use proptest::prelude::*;
 
+use super::unit::Emulated;
 use super::*;
 use crate::tile::tests::{arranged, numbers};
 
@@ -92,7 +93,7 @@ proptest! {
         seed: u32,
         small in prop::sample::select(vec![1.0, 1e-20]),
     ) {
-        if is_x86_feature_detected!("avx512bf16") && Hardware::is_there() {
+        if is_there() {
             let operands = Operands::new(2 * k, rows, seed, small);
             // SAFETY: detected.
             unsafe {
@@ -109,7 +110,7 @@ proptest! {
         rows in 1usize..=few::MOST,
         seed: u32,
     ) {
-        if is_x86_feature_detected!("avx512bf16") {
+        if avx512_bf16::is_there() {
             let operands = Operands::new(2 * k, rows, seed, 1.0);
             // SAFETY: detected.
             unsafe {

@@ -1,28 +1,33 @@
 //! [`Kernel`] with AVX2 and its multiply-adds, for both types.
 
-mod bytes;
-mod dots;
+pub(super) mod bytes;
+pub(crate) mod codes;
+pub(super) mod dots;
 mod loops;
 mod vector;
 
 use std::arch::x86_64::*;
 
-use crate::pack::NR;
-use crate::tile::{Ahead, GROUPS, Kernel, LANES, MAX_ROWS, Outputs, Scores};
-use crate::vector::Vector;
+use crate::tile::{Ahead, GROUPS, Kernel, MAX_ROWS, NR, Outputs, Scores};
+use crate::vector::{LANES, Vector};
 use loops::{HALF_LANES, Wide};
-pub(crate) use vector::Ymms;
-
-pub(crate) use dots::{Avx2Dots, AvxVnni};
+use vector::Ymms;
 
 /// `f32`, and bfloat16 multiplied as `f32`.
 pub(crate) struct Avx2;
+
+/// The processor has what is used beside AVX2; some that have that alone are known.
+pub(crate) fn is_there() -> bool {
+    is_x86_feature_detected!("avx2")
+        && is_x86_feature_detected!("fma")
+        && is_x86_feature_detected!("f16c")
+}
 
 /// Calls the function for as many rows `M`, the last one if there are more, with `C` vectors of
 /// columns at a time for each. The sums, 2 `M` `C` registers, are at most 12 of 16, so that weights
 /// and a row's number have theirs too, and where possible 8 or more, so that none waits for its own
 /// last addition.
-macro_rules! dispatch {
+macro_rules! by_rows {
     ($rows:expr, $function:ident $arguments:tt, $last:tt, $($few:literal $columns:literal),* | $most:literal $fewest:literal) => {
         match $rows {
             $($few => $function::<E, $few, $columns, $last> $arguments,)*
@@ -101,15 +106,15 @@ unsafe impl<E: Wide> Kernel<E> for Avx2 {
             }
             match ahead {
                 Ahead::Nothing => {
-                    dispatch!(rows, tiles(numbers, panel, k, panel, out), 0,
+                    by_rows!(rows, tiles(numbers, panel, k, panel, out), 0,
                                                             1 2, 2 2, 3 1, 4 1, 5 1 | 6 1)
                 }
                 Ahead::Half(ahead) => {
-                    dispatch!(rows, tiles(numbers, panel, k, ahead, out), 1,
+                    by_rows!(rows, tiles(numbers, panel, k, ahead, out), 1,
                                                             1 2, 2 2, 3 1, 4 1, 5 1 | 6 1)
                 }
                 Ahead::Whole(ahead) => {
-                    dispatch!(rows, tiles(numbers, panel, k, ahead, out), 2,
+                    by_rows!(rows, tiles(numbers, panel, k, ahead, out), 2,
                                                             1 2, 2 2, 3 1, 4 1, 5 1 | 6 1)
                 }
             }
@@ -126,7 +131,7 @@ unsafe impl<E: Wide> Kernel<E> for Avx2 {
         out: &mut Scores,
     ) {
         unsafe {
-            dispatch!(rows, scored(queries, keys, ahead, dim, out), GROUPS, 1 4, 2 2, 3 1, 4 1, 5 1 | 6 1)
+            by_rows!(rows, scored(queries, keys, ahead, dim, out), GROUPS, 1 4, 2 2, 3 1, 4 1, 5 1 | 6 1)
         }
     }
 
@@ -148,11 +153,11 @@ unsafe impl<E: Wide> Kernel<E> for Avx2 {
         let wide = dim / width * width;
         unsafe {
             for column in (0..wide).step_by(width) {
-                dispatch!(rows, mixed(weights, values, ahead, (dim, column), decay, out), MAX_ROWS,
+                by_rows!(rows, mixed(weights, values, ahead, (dim, column), decay, out), MAX_ROWS,
                                                             1 4, 2 2, 3 1, 4 1, 5 1 | 6 1);
             }
             for column in (wide..dim).step_by(LANES) {
-                dispatch!(rows, mixed(weights, values, ahead, (dim, column), decay, out), MAX_ROWS,
+                by_rows!(rows, mixed(weights, values, ahead, (dim, column), decay, out), MAX_ROWS,
                                                             1 1 | 2 1);
             }
         }

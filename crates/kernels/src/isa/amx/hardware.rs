@@ -57,19 +57,27 @@ impl Hardware {
         }
         result == 0
     }
+}
 
-    /// Before a thread's work: others may have shaped the thread's tiles.
-    pub(crate) fn forget() {
-        SHAPE.set(Shape::NONE);
-    }
+/// A thread's turn with the tiles: others may have shaped them before, and afterwards the kernel
+/// need not keep them any more.
+pub(crate) struct Turn(());
 
-    /// After a thread's work: the kernel need not keep tiles any more.
+impl Turn {
+    /// Begins, with tiles that have no shape.
     ///
     /// # Safety
     /// The processor has tiles.
-    pub(crate) unsafe fn release() {
-        Self::forget();
-        // SAFETY: the contract.
+    pub(crate) unsafe fn begin() -> Self {
+        SHAPE.set(Shape::NONE);
+        Self(())
+    }
+}
+
+impl Drop for Turn {
+    fn drop(&mut self) {
+        SHAPE.set(Shape::NONE);
+        // SAFETY: who began the turn had tiles.
         unsafe { asm!("tilerelease", options(nostack, nomem, preserves_flags)) };
     }
 }

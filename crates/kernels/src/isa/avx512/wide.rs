@@ -8,10 +8,10 @@
 use std::arch::asm;
 use std::arch::x86_64::*;
 
+use super::sums::{ask, begin_to_load, decayed, keep, keep_columns, start};
 use crate::element::Element;
-use crate::pack::NR;
-use crate::tile::{BLOCK, GROUP, GROUPS, LANES, MAX_ROWS, Outputs};
-use crate::x86::sums::{ask, begin_to_load, decayed, keep, keep_columns, start};
+use crate::tile::{BLOCK, GROUP, GROUPS, MAX_ROWS, NR, Outputs};
+use crate::vector::LANES;
 
 /// Pairs of elements, which become `f32` without rounding.
 pub(super) trait Wide: Element {

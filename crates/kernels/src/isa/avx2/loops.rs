@@ -10,8 +10,8 @@ use std::arch::asm;
 use std::arch::x86_64::*;
 
 use crate::element::{Bf16, Element};
-use crate::pack::NR;
-use crate::tile::{BLOCK, GROUP, GROUPS, LANES};
+use crate::tile::{BLOCK, GROUP, GROUPS, NR};
+use crate::vector::LANES;
 
 /// Lanes of a register.
 pub(super) const HALF_LANES: usize = LANES / 2;

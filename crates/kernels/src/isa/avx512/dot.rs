@@ -2,14 +2,14 @@
 
 use std::arch::x86_64::*;
 
-use crate::element::{Bf16, Element};
-use crate::pack::NR;
-use crate::tile::{BLOCK, GROUP, GROUPS, LANES, MAX_ROWS, Outputs};
-use crate::x86::sums::{ask, begin_to_load, decayed, keep, keep_columns, start};
+use super::sums::{ask, begin_to_load, decayed, keep, keep_columns, start};
+use crate::element::Element;
+use crate::tile::{BLOCK, GROUP, GROUPS, MAX_ROWS, NR, Outputs};
+use crate::vector::LANES;
 
 /// Elements as the loops want them: [`LANES`] dwords in a vector, a dword being a group of `PAIR`
 /// elements.
-pub(super) trait Dot: Element {
+pub(in crate::isa) trait Dot: Element {
     /// # Safety
     /// `at` can be read for [`LANES`] dwords; the processor has the instructions (here and below).
     #[inline(always)]
@@ -50,32 +50,12 @@ impl Dot for f32 {
     }
 }
 
-impl Dot for Bf16 {
-    #[inline(always)]
-    unsafe fn dot(sum: __m512, a: __m512, b: __m512) -> __m512 {
-        // SAFETY: the processor has it; the same bits as another type.
-        unsafe {
-            let a = std::mem::transmute::<__m512, __m512bh>(a);
-            _mm512_dpbf16_ps(sum, a, std::mem::transmute::<__m512, __m512bh>(b))
-        }
-    }
-
-    #[inline(always)]
-    unsafe fn store(values: __m512, to: *mut Self) {
-        // SAFETY: the contract; the same bits as another type.
-        unsafe {
-            let narrow = std::mem::transmute::<__m256bh, __m256i>(_mm512_cvtneps_pbh(values));
-            _mm256_storeu_si256(to.cast(), narrow);
-        }
-    }
-}
-
 /// Rounds to elements.
 ///
 /// # Safety
 /// As of [`Dot::store`].
 #[inline(always)]
-pub(super) unsafe fn store<E: Dot>(values: __m512, to: *mut E) {
+pub(in crate::isa) unsafe fn store<E: Dot>(values: __m512, to: *mut E) {
     // SAFETY: the contract.
     unsafe { E::store(values, to) }
 }
@@ -83,7 +63,7 @@ pub(super) unsafe fn store<E: Dot>(values: __m512, to: *mut E) {
 /// # Safety
 /// Both have room for `k` elements.
 #[inline(always)]
-pub(super) unsafe fn copy<E: Dot>(from: *const E, k: usize, to: *mut E) {
+pub(in crate::isa) unsafe fn copy<E: Dot>(from: *const E, k: usize, to: *mut E) {
     // SAFETY: the contract.
     unsafe { std::ptr::copy_nonoverlapping(from, to, k) }
 }
@@ -91,7 +71,7 @@ pub(super) unsafe fn copy<E: Dot>(from: *const E, k: usize, to: *mut E) {
 /// # Safety
 /// `to` has room for [`LANES`] numbers.
 #[inline(always)]
-pub(super) unsafe fn number<E: Dot>(values: __m512, to: *mut E) {
+pub(in crate::isa) unsafe fn number<E: Dot>(values: __m512, to: *mut E) {
     // SAFETY: the contract.
     unsafe { E::store(values, to) }
 }
@@ -101,7 +81,7 @@ pub(super) unsafe fn number<E: Dot>(values: __m512, to: *mut E) {
 /// # Safety
 /// `to` has room for a dword of `rows` rows, at most [`LANES`].
 #[inline(always)]
-pub(super) unsafe fn put<E: Dot>(dwords: __m512i, rows: usize, to: *mut E) {
+pub(in crate::isa) unsafe fn put<E: Dot>(dwords: __m512i, rows: usize, to: *mut E) {
     let mask = ((1u32 << rows) - 1) as u16;
     // SAFETY: the contract.
     unsafe { _mm512_mask_storeu_epi32(to.cast(), mask, dwords) }
@@ -109,7 +89,7 @@ pub(super) unsafe fn put<E: Dot>(dwords: __m512i, rows: usize, to: *mut E) {
 
 /// `M` rows times a panel: two vectors of outputs a row.
 #[inline(always)]
-pub(super) unsafe fn tile<E: Dot, const M: usize, const LINES: usize>(
+pub(in crate::isa) unsafe fn tile<E: Dot, const M: usize, const LINES: usize>(
     numbers: *const E,
     panel: *const E,
     k: usize,
@@ -137,7 +117,7 @@ pub(super) unsafe fn tile<E: Dot, const M: usize, const LINES: usize>(
 
 /// Scores of `M` queries, [`BLOCK`] apart.
 #[inline(always)]
-pub(super) unsafe fn scores<E: Dot, const M: usize, const G: usize>(
+pub(in crate::isa) unsafe fn scores<E: Dot, const M: usize, const G: usize>(
     queries: *const E,
     keys: &[*const E; G],
     ahead: &[*const E; G],
@@ -166,7 +146,7 @@ pub(super) unsafe fn scores<E: Dot, const M: usize, const G: usize>(
 
 /// `C` vectors of the output's columns, from `column` on.
 #[inline(always)]
-pub(super) unsafe fn mix<E: Dot, const M: usize, const C: usize>(
+pub(in crate::isa) unsafe fn mix<E: Dot, const M: usize, const C: usize>(
     weights: *const E,
     values: &[*const E],
     ahead: &[*const E; GROUPS],

@@ -4,83 +4,30 @@ use std::arch::x86_64::*;
 
 use crate::codes::{Codes, Format, SHARED};
 use crate::dots::{Dots, QUAD, quad_bytes, scale_bytes};
-use crate::pack::NR;
-use crate::tile::{LANES, Tile};
+use crate::isa::operands::{INT8, Operands, Q4_0, Q4_1, Q8_0, format};
+use crate::tile::{NR, Tile};
+use crate::vector::LANES;
 
 /// 512 bits at a time.
 pub(crate) struct Vnni;
 
-/// A tile's rows, from its first one on.
-#[derive(Clone, Copy)]
-pub(crate) struct Operands {
-    pub(crate) codes: *const i8,
-    pub(crate) scales: *const f32,
-    pub(crate) sums: *const i32,
-    pub(crate) panel: *const u8,
-    pub(crate) k: usize,
-    pub(crate) ahead: usize,
-}
-
-impl Operands {
-    /// Rows of `k` positions from `row` on.
-    ///
-    /// # Safety
-    /// There is such a row.
-    #[inline(always)]
-    pub(crate) unsafe fn new(
-        format: Format,
-        rows: &Codes,
-        row: usize,
-        (panel, ahead): (*const u8, usize),
-        k: usize,
-    ) -> Self {
-        let first = row * (k / format.shared(k));
-        // SAFETY: the contract.
-        unsafe {
-            Self {
-                codes: rows.codes.add(row * k),
-                scales: rows.scales.add(first),
-                sums: rows.sums.add(first),
-                panel,
-                k,
-                ahead,
-            }
-        }
-    }
-
-    /// Scales the dot products of a row with half of a panel whose outputs have one scale each.
-    ///
-    /// # Safety
-    /// The row and its place in `out` are there; the processor has AVX-512.
-    #[inline(always)]
-    pub(crate) unsafe fn scale(
-        &self,
-        (row, half): (usize, usize),
-        dots: __m512i,
-        own: __m512,
-        out: &mut Tile,
-    ) {
-        // SAFETY: the contract.
-        unsafe {
-            let scale = _mm512_mul_ps(own, _mm512_set1_ps(*self.scales.add(row)));
-            let total = _mm512_mul_ps(_mm512_cvtepi32_ps(dots), scale);
-            _mm512_storeu_ps(out[row].as_mut_ptr().add(half * LANES), total);
-        }
-    }
-}
-
-/// Formats as constants of functions.
-pub(crate) const INT8: u32 = 0;
-pub(crate) const Q8_0: u32 = 1;
-pub(crate) const Q4_0: u32 = 2;
-pub(crate) const Q4_1: u32 = 3;
-
-pub(crate) const fn format(number: u32) -> Format {
-    match number {
-        INT8 => Format::Int8,
-        Q8_0 => Format::Q8_0,
-        Q4_0 => Format::Q4_0,
-        _ => Format::Q4_1,
+/// Scales the dot products of a row with half of a panel whose outputs have one scale each.
+///
+/// # Safety
+/// The row and its place in `out` are there; the processor has AVX-512.
+#[inline(always)]
+pub(in crate::isa) unsafe fn scale(
+    given: &Operands,
+    (row, half): (usize, usize),
+    dots: __m512i,
+    own: __m512,
+    out: &mut Tile,
+) {
+    // SAFETY: the contract.
+    unsafe {
+        let scale = _mm512_mul_ps(own, _mm512_set1_ps(*given.scales.add(row)));
+        let total = _mm512_mul_ps(_mm512_cvtepi32_ps(dots), scale);
+        _mm512_storeu_ps(out[row].as_mut_ptr().add(half * LANES), total);
     }
 }
 
@@ -149,7 +96,7 @@ unsafe fn whole<const FORMAT: u32, const M: usize, const AHEAD: bool>(
             [_mm512_loadu_ps(own), _mm512_loadu_ps(own.add(LANES))].iter().enumerate()
         {
             for (r, dots) in dots.iter().enumerate() {
-                given.scale((r, half), dots[half], *own, out);
+                scale(&given, (r, half), dots[half], *own, out);
             }
         }
     }
@@ -221,7 +168,7 @@ unsafe fn blocks<const FORMAT: u32, const M: usize, const AHEAD: bool>(
 }
 
 /// Calls the function for as many rows, the last one if there are more.
-macro_rules! dispatch {
+macro_rules! by_rows {
     ($function:ident, $format:ident, $count:expr, $given:expr, $out:expr, $($few:literal)* | $most:literal) => {
         match ($count, $given.ahead > 0) {
             $(
@@ -257,11 +204,11 @@ unsafe impl Dots for Vnni {
             let given = Operands::new(format, rows, row, (panel, ahead), k);
             match format {
                 Format::Int8 => {
-                    dispatch!(whole, INT8, count, given, out, 1 2 3 4 5 6 7 8 9 10 11 | 12);
+                    by_rows!(whole, INT8, count, given, out, 1 2 3 4 5 6 7 8 9 10 11 | 12);
                 }
-                Format::Q8_0 => dispatch!(blocks, Q8_0, count, given, out, 1 2 3 4 5 | 6),
-                Format::Q4_0 => dispatch!(blocks, Q4_0, count, given, out, 1 2 3 4 5 | 6),
-                Format::Q4_1 => dispatch!(blocks, Q4_1, count, given, out, 1 2 3 4 5 | 6),
+                Format::Q8_0 => by_rows!(blocks, Q8_0, count, given, out, 1 2 3 4 5 | 6),
+                Format::Q4_0 => by_rows!(blocks, Q4_0, count, given, out, 1 2 3 4 5 | 6),
+                Format::Q4_1 => by_rows!(blocks, Q4_1, count, given, out, 1 2 3 4 5 | 6),
             }
         }
     }

@@ -8,8 +8,9 @@
 use std::arch::x86_64::*;
 
 use crate::element::{Bf16, Element};
-use crate::tile::{BLOCK, GROUP, GROUPS, LANES};
-use crate::x86::sums::ask;
+use crate::isa::avx512::sums::ask;
+use crate::tile::{BLOCK, GROUP, GROUPS};
+use crate::vector::LANES;
 
 /// Queries up to which vectors are quicker than tiles.
 pub(super) const MOST: usize = 6;
