@@ -53,7 +53,7 @@ pub(crate) struct Sent {
 pub(crate) struct Driven {
     /// Those that ended, in the order of the work.
     pub(crate) sent: Vec<Sent>,
-    /// Whether the user stopped the run before its end.
+    /// True if the user stopped the run before its end.
     pub(crate) interrupted: bool,
     /// CPU time of this process from the start of the run to its end.
     pub(crate) client_cpu: Duration,

@@ -112,7 +112,7 @@ impl Times {
         Self { e2e, ttft, ttft_intended: first.map(|at| ms(at, record.intended_us)), tpot }
     }
 
-    /// Whether all goals are met; one that this request has no number for is.
+    /// True if all goals are met; one that this request has no number for is.
     fn meet(&self, goals: &BTreeMap<String, f64>) -> bool {
         goals.iter().all(|(name, goal)| {
             let time = match name.as_str() {

@@ -97,7 +97,7 @@ impl Backend {
         }
     }
 
-    /// Whether /server_info may tell the accept length of speculative decoding.
+    /// True if /server_info may tell the accept length of speculative decoding.
     pub(crate) fn has_server_info(self) -> bool {
         matches!(self, Self::Sglang | Self::SglangOai | Self::SglangOaiChat)
     }

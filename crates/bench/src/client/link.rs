@@ -45,7 +45,7 @@ impl Link {
         Ok(Self { stream, reads: 0 })
     }
 
-    /// Whether the server has, as far as is known, neither closed it nor sent anything unasked.
+    /// True if the server has, as far as is known, neither closed it nor sent anything unasked.
     pub(super) fn is_idle(&self) -> bool {
         matches!(self.stream.try_read(&mut [0]), Err(error) if error.kind() == io::ErrorKind::WouldBlock)
     }

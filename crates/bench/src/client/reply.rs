@@ -17,7 +17,7 @@ pub(crate) struct Asked {
     pub(crate) text_tokens: u32,
     /// Tokens to generate.
     pub(crate) output_tokens: u32,
-    /// Whether the prompt has images.
+    /// True if the prompt has images.
     pub(crate) images: bool,
 }
 
@@ -34,12 +34,12 @@ pub(crate) struct Reply {
     /// [`Reply::into_record`].
     text: Vec<u8>,
     chunks: Vec<Chunk>,
-    /// Whether each event has all of the text so far, as /generate sends it unless a flag of the
+    /// True if each event has all of the text so far, as /generate sends it unless a flag of the
     /// server says otherwise.
     whole_text: bool,
     prompt_tokens: Option<u32>,
     completion_tokens: Option<u32>,
-    /// Whether every chunk came with the token count so far.
+    /// True if every chunk came with the token count so far.
     counted: bool,
     done: bool,
     error: Option<String>,

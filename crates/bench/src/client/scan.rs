@@ -27,7 +27,7 @@ pub(super) struct Fields<'a> {
     pub(super) prompt_tokens: Option<u32>,
     /// Generated tokens so far, if it says.
     pub(super) completion_tokens: Option<u32>,
-    /// Whether an event of /generate is the last one.
+    /// True if an event of /generate is the last one.
     pub(super) finished: bool,
 }
 

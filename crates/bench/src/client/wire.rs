@@ -16,9 +16,9 @@ const MOST_HEADERS: usize = 100;
 pub(super) struct Head {
     /// HTTP status.
     pub(super) status: u16,
-    /// Whether the body is a stream of server-sent events.
+    /// True if the body is a stream of server-sent events.
     pub(super) is_stream: bool,
-    /// Whether the connection stays open after the body.
+    /// True if the connection stays open after the body.
     pub(super) keep: bool,
     /// What is to come of the body.
     pub(super) body: Body,

@@ -67,7 +67,7 @@ impl Run {
         self.number("output_throughput").is_some()
     }
 
-    /// Whether Forebay's own client wrote it.
+    /// True if Forebay's own client wrote it.
     pub(super) fn is_ours(&self) -> bool {
         self.get("forebay_version").is_some()
     }
