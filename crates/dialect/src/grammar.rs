@@ -182,7 +182,7 @@ impl Dialect {
         Some(CallGrammar { lark, arguments, style: calls.style() })
     }
 
-    /// Whether calls can be told from an answer in JSON: something stands before them.
+    /// True if calls can be told from an answer in JSON: something stands before them.
     pub fn marks_calls(&self) -> bool {
         self.calls.is_some_and(|calls| calls.bare.is_none())
     }

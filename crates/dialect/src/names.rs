@@ -160,7 +160,7 @@ impl Dialect {
         self.reasoning.map(|reasoning| reasoning.name)
     }
 
-    /// Whether an answer may have more to read than text, where these tools may be called.
+    /// True if an answer may have more to read than text, where these tools may be called.
     pub fn reads(&self, tools: &Tools) -> bool {
         let calls = self.calls.is_some() && !tools.is_empty();
         calls || self.reasoning.is_some() || self.is_harmony()

@@ -72,7 +72,7 @@ impl Scan {
     }
 }
 
-/// Whether `text` is a JSON object.
+/// True if `text` is a JSON object.
 pub(crate) fn is_object(text: &str) -> bool {
     matches!(serde_json::from_str(text), Ok(serde_json::Value::Object(_)))
 }

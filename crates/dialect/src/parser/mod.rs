@@ -61,7 +61,7 @@ pub enum Place {
 }
 
 impl Reading {
-    /// Whether reasoning is told from other text.
+    /// True if reasoning is told from other text.
     pub fn reasons(&self) -> bool {
         self.dialect.reasoning.is_some()
     }
@@ -213,7 +213,7 @@ impl Parser {
         Self { reading, marks, state, pending, blank, said: false, strip, begun: 0, complete: 0 }
     }
 
-    /// Whether the only call that was asked for is complete: nothing after it is read.
+    /// True if the only call that was asked for is complete: nothing after it is read.
     pub fn is_over(&self) -> bool {
         matches!(self.state, State::Over)
     }

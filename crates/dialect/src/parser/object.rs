@@ -143,7 +143,7 @@ impl Object {
         Self { known_only, ..Self::default() }
     }
 
-    /// Whether the arguments are there, and only the end of the object is not.
+    /// True if the arguments are there, and only the end of the object is not.
     pub(super) fn has_arguments(&self) -> bool {
         self.stage == Stage::Next && self.arguments.wanted
     }
