@@ -16,8 +16,8 @@ use tokio::net::TcpStream;
 use super::load;
 use super::wire::{self, Head};
 
-/// What is read at once. All connections of a thread read into the same bytes, which stay in its
-/// cache.
+/// The number of bytes that are read at once. All connections of a thread read into the same bytes,
+/// which stay in its cache.
 const READ: usize = 64 << 10;
 
 thread_local! {
@@ -101,7 +101,7 @@ pub(super) struct Answer {
     link: Link,
     /// The head.
     pub(super) head: Head,
-    /// What came together with the head.
+    /// The bytes of the body that came together with the head.
     early: Vec<u8>,
 }
 
@@ -137,5 +137,5 @@ impl Answer {
     }
 }
 
-/// What is said of a connection that ended too early.
+/// The error of a connection that ended too early.
 pub(super) const BROKE: &str = "the connection broke";

@@ -1,5 +1,5 @@
-//! What came back for one request: kept cheaply while the run goes on, turned into a [`Record`]
-//! after it.
+//! The answer to one request, kept cheaply while the run goes on and turned into a [`Record`] after
+//! it.
 
 use serde::Deserialize;
 use serde::de::IgnoredAny;
@@ -10,7 +10,7 @@ use crate::record::{Chunk, Outcome, Record};
 use super::backend::Dialect;
 use super::scan::{self, Fields};
 
-/// What the schedule and the dataset say about a request.
+/// The plan of a request, from the schedule and the dataset.
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct Asked {
     /// Tokens of text in the prompt, by the client's count.
@@ -24,10 +24,10 @@ pub(crate) struct Asked {
 /// An answer, as far as it was read.
 #[derive(Debug)]
 pub(crate) struct Reply {
-    /// When it began to be sent, connection set-up included; microseconds from the start of the
-    /// run, as all times here.
+    /// The time at which the client began to send, connection set-up included. All times here are
+    /// microseconds from the start of the run.
     pub(crate) sent_us: u64,
-    /// When the last of it was read, or it failed.
+    /// The time at which the last byte was read, or the request failed.
     pub(crate) end_us: u64,
     dialect: Dialect,
     /// The text between its quotes, with its escapes. `Chunk::text_bytes` counts in it until
@@ -63,7 +63,7 @@ impl Reply {
         }
     }
 
-    /// Whether it ended as it should.
+    /// True if the request ended without an error.
     pub(crate) fn succeeded(&self) -> bool {
         self.error.is_none()
     }
