@@ -23,8 +23,8 @@ impl Grid {
         self.rows.saturating_mul(self.columns)
     }
 
-    /// The number of steps by which an image moves the positions of rotary embeddings. It is
-    /// smaller than the number of the image's positions.
+    /// The number of rotary positions that the image takes: the larger side of the grid. It is at
+    /// most the number of the image's positions.
     #[must_use]
     pub fn reach(self) -> u32 {
         self.rows.max(self.columns)
