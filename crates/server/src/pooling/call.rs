@@ -29,7 +29,7 @@ pub(crate) struct PooledCall {
     _charge: Charge,
 }
 
-/// Where a call's inputs came from, and where they go.
+/// The parameters and the receiver of a call's inputs.
 pub(crate) struct Place<'a> {
     /// The parameter that carries them.
     pub(crate) param: &'a str,
