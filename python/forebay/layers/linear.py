@@ -12,7 +12,7 @@ from forebay.weights.shards import Part
 
 
 def _reorders(dtype: torch.dtype) -> bool:
-    """Whether oneDNN has an order of its own for matrices of this type, on this processor."""
+    """True if oneDNN has an order of its own for matrices of this type, on this processor."""
     if not torch.backends.mkldnn.is_available():
         return False
     return dtype != torch.bfloat16 or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())

@@ -62,7 +62,7 @@ class Part:
 
 
 class KvPool:
-    """What all layers keep of positions, zero until written.
+    """The keys and values that all layers keep of positions, zero until written.
 
     The main part is keys and values, or latent rows, and has the null page behind its pages. Keys and values are a pool
     each, two a layer, `[page_count + 1, page_size, kv_heads, head_dim]`. Latent rows of all layers are one pool,
