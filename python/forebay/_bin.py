@@ -20,9 +20,11 @@ class BinaryNotFoundError(FileNotFoundError):
 def find_binary() -> Path:
     """Returns the path of the binary that was installed with this package.
 
-    The search goes through these folders, in this order: the running interpreter's (a virtual environment, or a
-    checkout after `make build`), the interpreter's scripts directory, the user's, and the package's (`pip install
-    --target`).
+    The search goes through these folders, in this order:
+
+    - that of the running interpreter: a virtual environment, or a checkout after `make build`;
+    - the interpreter's scripts directory, and the user's;
+    - the one beside the package (`pip install --target`).
 
     Raises:
         BinaryNotFoundError: it is in none of these places.

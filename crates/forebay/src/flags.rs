@@ -205,7 +205,7 @@ pub(crate) struct ModelFlags {
     #[arg(long, value_enum, default_value_t)]
     pub(crate) dtype: Dtype,
     /// The numbers of matrix products. `w8a8_int8` makes 8-bit integers of weights while it loads
-    /// them. `gguf` takes a GGUF file's Q8_0, Q4_0 and Q4_1 blocks as they are, brings Q4_K into
+    /// them. `gguf` takes a GGUF file's Q8_0, Q4_0 and Q4_1 blocks as they are. It brings Q4_K into
     /// Q4_1, Q5 and Q6_K into Q8_0, and has the rest of the file in DTYPE. Both need the compiled
     /// kernels. `fp8` makes 8-bit floats of a checkpoint on a GPU. A quantised checkpoint needs no
     /// flag; `fp8`, `awq`, `gptq` and `compressed-tensors` insist on its kind.

@@ -1,9 +1,9 @@
 //! The history of a request: backends that died while they had it, and its part in the deaths.
 //!
-//! As with the hands of a brain (`docs/adr/0004`), each request in flight at a death is a suspect,
-//! and suspects are tried one at a time: a backend has at most one of them on trial. A suspect
-//! whose backend dies during the trial is given up. No other request that was there is blamed for
-//! that death. See `docs/adr/0021`.
+//! Each request in flight at a death is a suspect, as with the hands of a brain (`docs/adr/0004`).
+//! Suspects are tried one at a time: a backend has at most one of them on trial. A suspect whose
+//! backend dies during the trial is given up. No other request that was there is blamed for that
+//! death. See `docs/adr/0021`.
 
 use std::time::{Duration, Instant};
 

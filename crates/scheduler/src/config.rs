@@ -118,9 +118,9 @@ pub enum SavePolicy {
     WriteThrough,
     /// Blocks are saved when a second request uses them.
     WriteThroughSelective,
-    /// Blocks are saved before the device needs their pages. The longest unused blocks are saved as
-    /// long as too few pages can be given up without a loss: a tenth of the pages, or 64 if that is
-    /// more.
+    /// Blocks are saved before the device needs their pages. The longest unused blocks are saved
+    /// while too few pages can be given up without a loss. Enough is a tenth of the pages, or 64 if
+    /// that is more.
     WriteBack,
 }
 

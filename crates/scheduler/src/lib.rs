@@ -6,12 +6,12 @@
 //! row's input token is gathered on the device, so a step can be planned before the last one's
 //! tokens are known.
 //!
-//! A request carries `cached <= computed <= total`: positions found in the prefix cache, positions
-//! computed or planned, tokens that exist or will exist when the steps in flight are done. A
-//! request can be planned while `computed < total`. A row that reaches `total` samples, or ends a
-//! request that asks for a vector of its prompt ([`forebay_protocol::SlotSpec::pooling`]). A row
-//! that samples gives one token, or several where the hand does that
-//! ([`SchedulerConfig::tokens_a_row`]).
+//! A request carries `cached <= computed <= total`. These are the positions found in the prefix
+//! cache, the positions computed or planned, and the tokens. Tokens count if they exist or will
+//! exist when the steps in flight are done. A request can be planned while `computed < total`. A
+//! row that reaches `total` samples, or ends a request that asks for a vector of its prompt
+//! ([`forebay_protocol::SlotSpec::pooling`]). A row that samples gives one token, or several where
+//! the hand does that ([`SchedulerConfig::tokens_a_row`]).
 //!
 //! Without pages ([`SchedulerConfig::pages`] is 0) nothing is kept between steps: every prompt is
 //! one row, and many share a step.
@@ -27,11 +27,14 @@
 //! With sparse decoding ([`SchedulerConfig::sparse`]) a request goes on while most of its pages are
 //! in host memory only.
 //!
-//! The rules, by file: `queue` (the next request), `share` (the request that has to give way),
-//! `plan` (the rows), `words` (the size of a plan), `prompts` (log-probabilities of prompts),
-//! `transfer` (copies between tiers), `sparse` (pages given up while a request goes on), `images`
-//! (the next image in the tower), `retire` (slots and pages, preemption), `apply` (tokens, ends),
-//! `reset` (the hand's death, quarantine), `integrity` (facts that are always true).
+//! The files have these rules:
+//!
+//! - `queue`: the next request; `share`: the request that has to give way.
+//! - `plan`: the rows; `words`: the size of a plan; `prompts`: log-probabilities of prompts.
+//! - `transfer`: copies between tiers; `sparse`: pages given up while a request goes on.
+//! - `images`: the next image in the tower.
+//! - `retire`: slots and pages, preemption; `apply`: tokens, ends.
+//! - `reset`: the hand's death, quarantine; `integrity`: facts that are always true.
 
 mod apply;
 mod config;

@@ -1,6 +1,6 @@
 //! Finds the few fields that matter in an event's JSON without building a document.
 //!
-//! Searching for a quoted key is sound in valid JSON: within a string every quote has a backslash
+//! Searching for a quoted key is sound in valid JSON. Within a string every quote has a backslash
 //! before it, so the bytes `"key"` followed by a colon are a key. The object that the key belongs
 //! to is not checked, but no route that is measured here has these keys elsewhere in its events.
 //! Events of another form are left to the reader of whole documents.

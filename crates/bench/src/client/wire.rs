@@ -1,8 +1,8 @@
 //! HTTP/1.1 as far as the answers to our requests go: the head, and the end of the body.
 //!
-//! The module is written by hand and does not use hyper. At the rate of a busy server, hyper's
-//! channel between the connection and the reader, its buffers and their wakers cost much CPU time:
-//! as much as everything else that this program does outside the kernel.
+//! The module is written by hand and does not use hyper. The cause is the CPU time at the rate of a
+//! busy server. Hyper's channel between the connection and the reader, its buffers and their wakers
+//! took much of it. They took as much as everything else that this program does outside the kernel.
 
 use anyhow::{Context, Result, bail};
 use memchr::memchr;

@@ -5,8 +5,8 @@ use clap::Args;
 #[derive(Debug, Args)]
 #[command(next_help_heading = "Tools and reasoning")]
 pub(crate) struct DialectFlags {
-    /// The dialect of tool calls, in vLLM's or SGLang's words (hermes, qwen3_coder, llama3_json,
-    /// pythonic, mistral, deepseek_v3, glm45, kimi_k2, openai, ...); `none`: calls are text
+    /// The dialect of tool calls, in vLLM's or SGLang's words: hermes, qwen3_coder, llama3_json,
+    /// pythonic, mistral, deepseek_v3, glm45, kimi_k2, openai, and others. `none`: calls are text
     /// [default: found by its chat template and vocabulary].
     #[arg(long, value_name = "NAME")]
     pub(crate) tool_call_parser: Option<String>,

@@ -23,7 +23,7 @@ pub(crate) struct LimitFlags {
     #[arg(long, default_value_t = 4 << 20)]
     pub(crate) max_json_bytes: usize,
     /// Most bytes that all requests take together, from their bodies to the output that is expected
-    /// of them; beyond that new ones get 429 [default: an eighth of the memory, from 1 to 16 GiB].
+    /// of them. Beyond that new ones get 429 [default: an eighth of the memory, from 1 to 16 GiB].
     #[arg(long)]
     max_request_bytes_in_flight: Option<usize>,
 }

@@ -2,9 +2,10 @@
 //!
 //! Sparse decoding from host memory needs such tiers. A request goes on while most of its hot pages
 //! are given up, because its next tokens are chosen by index keys and few positions are read. The
-//! number of a host page names two things: room for a block in the host's memory, and the *index
-//! page* on the device that holds the block's index keys. So a block is known in the hot tier only
-//! if it is known in the host tier, and *saved* says whether the host's memory has its content.
+//! number of a host page names two things. The first is room for a block in the host's memory. The
+//! second is the *index page* on the device that holds the block's index keys. So a block is known
+//! in the hot tier only if it is known in the host tier, and *saved* says whether the host's memory
+//! has its content.
 //!
 //! There are rules beyond those of [`Tiers`]. A block that the hot tier gives up unsaved is known
 //! nowhere. A host page that is given up takes the block out of the hot tier too. Index keys die
