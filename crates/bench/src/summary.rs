@@ -355,8 +355,11 @@ mod tests {
         pairs.iter().map(|&(name, limit)| (name.to_owned(), limit)).collect()
     }
 
-    /// Three records. The first is from 1 s to 3 s with 1 + 2 + 1 tokens, the second from 2 s to
-    /// 5.5 s with one token, and the third failed at 6 s.
+    /// Three records:
+    ///
+    /// - from 1 s to 3 s with 1 + 2 + 1 tokens,
+    /// - from 2 s to 5.5 s with one token,
+    /// - one that failed at 6 s.
     fn three() -> Vec<Record> {
         let failed = Outcome::Failed("HTTP 429: full".into());
         vec![

@@ -32,7 +32,7 @@ class Linear:
         prefix = f"{prefix}." if prefix else ""
         parts = {f"{prefix}{name}.weight": n for name, n in outputs.items()}
         self.name = next(iter(parts))
-        """What the whole matrix goes by."""
+        """The name of the whole matrix."""
         self.inputs = size_of(inputs)
         self._products, self.kept = params.products, params.kept_matrix(inputs, parts)
         if self.kept is None:

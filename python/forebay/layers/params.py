@@ -50,20 +50,20 @@ class Parameters:
         self.ranks = ranks
         self.shard = ALONE if ranks is None else ranks.shard
         self.cuts = Cuts()
-        """What this rank wants of a checkpoint; `load` gets no more."""
+        """The parts of a checkpoint that this rank wants; `load` gets no more."""
         self.device = device
         self._of_matrices = device if matrices else torch.device("meta")
         self.formats = formats
         self._fill = fill
         self.products = products
         self.kept: dict[str, KeptPart] = {}
-        """Where those weights go that are kept in the bits of the checkpoint."""
+        """The places of weights that are kept in the bits of the checkpoint."""
         self.stored: dict[str, str] = {}
         """Weights that are kept in blocks, and of which type; `load` wants their bytes."""
         self.matrices = 0
-        """How many weights there are that could be kept so."""
+        """The number of weights that could be kept so."""
         self.others: dict[str, torch.Tensor] = {}
-        """What is no matrix and stays as it was loaded (norms, biases, the embedding), by its first name."""
+        """The other weights, which stay as they were loaded (norms, biases, the embedding), by their first names."""
         self.packed: dict[str, torch.Tensor] = {}
         """Matrices in the order of the compiled kernels, by their first names: packed now, or by an earlier start."""
         self._targets: dict[str, torch.Tensor] = {}

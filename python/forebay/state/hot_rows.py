@@ -45,7 +45,7 @@ class HotRows:
         self.clock = torch.zeros(config.slots, dtype=torch.int32, device=place)
         """Steps of each slot since it became sparse."""
         self.sparse = np.zeros(config.slots, np.bool_)
-        """Which slots are sparse. For the host."""
+        """True for slots that are sparse. For the host."""
 
     @staticmethod
     def _shapes(config: RunnerConfig, model: ModelConfig) -> dict[str, tuple[int, ...]]:

@@ -91,7 +91,7 @@ class KvPool:
         """One an indexed layer, [entries, head_dim]; none without an index."""
         self.main = Part((), pages, 0, page_size)
         self.backed = index_pages is not None
-        """Whether index pages have the numbers of pages of the host's tier."""
+        """True if index pages have the numbers of pages of the host's tier."""
         self.index: Part | None = None
         """None: queries attend to their whole context."""
         if model is None:

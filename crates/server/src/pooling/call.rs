@@ -129,7 +129,7 @@ impl PooledCall {
     /// Waits for the vectors of all inputs, in their order, as the model made them.
     ///
     /// # Errors
-    /// That of the first input that was not served; the others are aborted.
+    /// The error of the first input that was not served; the others are aborted.
     pub(crate) async fn collect(&mut self) -> Answer {
         let gone =
             || ApiError::Unavailable { reason: "the engine has ended".into(), code: "failed" };
