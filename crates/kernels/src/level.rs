@@ -1,4 +1,4 @@
-//! Which instructions are used.
+//! The instructions that are used.
 
 use std::ffi::CStr;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 #[cfg(target_arch = "x86_64")]
 use crate::x86;
 
-/// What this processor can do, best first.
+/// The instructions of this processor, best first.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum Level {
     #[cfg(target_arch = "x86_64")]

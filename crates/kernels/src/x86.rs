@@ -339,21 +339,22 @@ kernel!(Avx512: f32 as f32, "avx512f,avx512bw,avx512dq,avx512vl", dot);
 kernel!(Avx512Bf16: Bf16 as Bf16, "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16", dot);
 kernel!(Avx512Wide: Bf16 as f32, "avx512f,avx512bw,avx512dq,avx512vl", wide);
 
-/// Whether the processor has what is used beside AVX2; some that have that alone are known.
+/// True if the processor has AVX2 and the features that are used beside it; some processors have
+/// AVX2 alone.
 pub(crate) fn has_avx2() -> bool {
     is_x86_feature_detected!("avx2")
         && is_x86_feature_detected!("fma")
         && is_x86_feature_detected!("f16c")
 }
 
-/// Whether the processor has dot products of bytes beside AVX2, of 256 bits.
+/// True if the processor has dot products of bytes beside AVX2, of 256 bits.
 pub(crate) fn has_avx_vnni() -> bool {
     has_avx2() && is_x86_feature_detected!("avxvnni")
 }
 
-/// Whether the processor's dot products of bfloat16 pairs are worth their while. Intel's take two
-/// cycles where two multiply-adds of as many `f32` take one, and are there for compatibility: its
-/// matrix extensions are what is fast. AMD's are twice as fast as multiply-adds.
+/// True if the processor's dot products of bfloat16 pairs are worth their while. Intel's are there
+/// for compatibility: they take two cycles, and two multiply-adds of as many `f32` take one.
+/// Intel's fast instructions are its matrix extensions. AMD's are twice as fast as multiply-adds.
 pub(crate) fn pairs_are_fast() -> bool {
     static FAST: OnceLock<bool> = OnceLock::new();
     // Asking makes a virtual machine's host answer, which takes its time.

@@ -20,8 +20,8 @@ pub(crate) struct Avx2;
 
 /// Calls the function for as many rows `M`, the last one if there are more, with `C` vectors of
 /// columns at a time for each. The sums, 2 `M` `C` registers, are at most 12 of 16, so that weights
-/// and a row's number have theirs too, and where possible 8 or more, so that none waits for its own
-/// last addition.
+/// and a row's number have theirs too. If possible they are 8 or more, so that none waits for its
+/// own last addition.
 macro_rules! dispatch {
     ($rows:expr, $function:ident $arguments:tt, $last:tt, $($few:literal $columns:literal),* | $most:literal $fewest:literal) => {
         match $rows {

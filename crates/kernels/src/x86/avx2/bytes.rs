@@ -1,10 +1,10 @@
 //! Dot products of bytes of 256 bits.
 //!
 //! AVX2's own products of bytes add pairs at 16 bits, and saturate. Of 4-bit codes no sum is that
-//! large, not even those of a whole block: 32 positions are 8 quads of two pairs, of at most 2 · 15
+//! large, not even those of a whole block. 32 positions are 8 quads of two pairs, of at most 2 · 15
 //! · 127 each, and a lane becomes 32 bits once a block. 8-bit codes would saturate, so both sides
-//! become 16 bits: even and odd positions of a quad by themselves, the weights' once for all rows
-//! of a tile, the rows' before. Integers are the same as everywhere.
+//! become 16 bits, even and odd positions of a quad by themselves. The weights are converted once
+//! for all rows of a tile, the rows before. Integers are the same as everywhere.
 
 use std::arch::x86_64::*;
 use std::mem::MaybeUninit;
@@ -50,7 +50,7 @@ impl Quads {
     }
 }
 
-/// How dot products of bytes are made.
+/// The way to make dot products of bytes.
 pub(super) trait Bytes {
     /// The first `count` codes of `M` rows that are `stride` apart, as [`Self::add`] wants them.
     ///
