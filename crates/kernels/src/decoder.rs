@@ -45,7 +45,7 @@ impl Dtype {
     }
 }
 
-/// How a matrix is computed with.
+/// The number format in which a matrix is computed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Storage {
     /// In the model's type.
@@ -88,11 +88,11 @@ pub struct Packing {
     pub interleaved: bool,
     /// The model's type.
     pub dtype: Dtype,
-    /// How it is computed with.
+    /// The number format in which the matrix is computed.
     pub storage: Storage,
 }
 
-/// What can't be packed or computed, in one line.
+/// The part of a model that can't be packed or computed, in one line.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Unfit(String);
 
@@ -108,7 +108,7 @@ fn unfit<T>(what: impl Into<String>) -> Result<T, Unfit> {
     Err(Unfit(what.into()))
 }
 
-/// Whether memory begins where a number of the type may be.
+/// True if memory begins at an address that suits a number of the type.
 fn aligned(bytes: &[u8], dtype: Dtype) -> bool {
     bytes.as_ptr().addr().is_multiple_of(dtype.bytes())
 }
@@ -195,9 +195,9 @@ pub type Bytes = Arc<Room>;
 /// A matrix in the order of the kernels.
 #[derive(Clone)]
 pub struct Matrix {
-    /// How it is computed with.
+    /// The number format in which the matrix is computed.
     pub storage: Storage,
-    /// What [`Packing::pack`] wrote.
+    /// The output of [`Packing::pack`].
     pub packed: Bytes,
 }
 
@@ -322,7 +322,7 @@ pub struct Rows<'a> {
     pub slot: &'a [i64],
     /// The first position.
     pub start: &'a [i64],
-    /// How many positions.
+    /// The number of positions of each row.
     pub length: &'a [i64],
     /// One a row, or empty: every input is the embedding's.
     pub given: &'a [Option<Given<'a>>],
@@ -338,7 +338,7 @@ pub struct Rows<'a> {
     pub sample: &'a [i64],
 }
 
-/// What a step gives of the tokens that sample.
+/// The output of a step for the tokens that sample.
 pub enum Wanted<'a> {
     /// `[sampled, vocabulary]`.
     Logits(&'a mut [f32]),
@@ -352,7 +352,7 @@ pub enum Wanted<'a> {
 pub struct Decoder {
     model: Typed,
     sizes: Sizes,
-    /// What the model points to.
+    /// The weights that the model points to.
     _weights: Weights,
     _pages: Vec<[Room; 2]>,
 }

@@ -1,20 +1,31 @@
 //! CPU kernels behind a C interface, which the hand in Python loads, and behind a safe one
 //! ([`Decoder`]), for the hand in Rust.
 //!
-//! A decoder is described once (`fb_model_new`) and then computed a step a call (`fb_step`; where
-//! many tokens want logits, `fb_head` makes them of some at a time): embedding, layers and head,
-//! with paged attention for prompt chunks and decode rows alike. One call a step, because what a
-//! step costs beside its arithmetic is the crossing of boundaries: a few microseconds for each of
-//! hundreds of operators would be most of a small model's step.
+//! A decoder is described once (`fb_model_new`) and then computed a step a call (`fb_step`). A call
+//! does embedding, layers and head, with paged attention for prompt chunks and decode rows alike.
+//! If many tokens want logits, `fb_head` makes them of some tokens at a time. One call a step saves
+//! the crossing of boundaries. A few microseconds for each of hundreds of operators would be most
+//! of a small model's step.
 //!
 //! An encoder (`fb_encoder_new`) is computed likewise, all prompts of a batch a call (`fb_encode`).
 //!
+<<<<<<< HEAD
 //! Inside: `tile` says what the innermost loops do, `dots` the same for quantised weights, `vector`
 //! for everything else; `isa` holds them, written for each set of instructions, and `dispatch` is
 //! the table of which are used where. `pack` and `pages` are the order of weights, keys and values
 //! that they read, `quantise` and `codes` that of quantised ones; `matmul` and `attention` what is
 //! built of them, `model` the description of a decoder, `step` the list of what is computed, `team`
 //! the threads.
+=======
+//! The modules are:
+//!
+//! - `tile`: the innermost loops, for each kind of processor (`x86`);
+//! - `pack` and `pages`: the order of the weights, keys and values that the loops read;
+//! - `dots` (`vnni`), `quantise` and `codes`: the same for quantised weights;
+//! - `matmul` and `attention`: products and attention, built of the loops;
+//! - `model`: the description of a decoder; `step`: the list of the parts of a step;
+//! - `team`: the threads.
+>>>>>>> words
 //!
 //! Every result is computed by one thread in an order that depends on its own row only. So tokens
 //! do not change with the batch, the chunking or the number of threads.
@@ -76,6 +87,7 @@ enum Typed {
     Bfloat16(Model<Bf16>),
 }
 
+<<<<<<< HEAD
 /// Computes a step at the current level.
 ///
 /// # Safety
@@ -87,6 +99,30 @@ unsafe fn compute<E: Number>(model: &mut Model<E>, step: &StepSpec) -> Result<()
         model.step(step, |team: &Team, view: &Step<'_, E>| {
             team.run(|member| E::compute(level, (view, &member)));
         })
+=======
+/// The work that a team does together.
+enum Job<'a, E> {
+    /// Of a decoder.
+    Step(&'a Step<'a, E>),
+    /// Of an encoder.
+    Pass(&'a Pass<'a, E>),
+}
+
+impl<E: Element> Job<'_, E> {
+    /// One member's share of it.
+    ///
+    /// # Safety
+    /// Called once by each member of the team; the processor can run `K` and `D`.
+    #[inline(always)]
+    unsafe fn compute<K: Kernel<E>, D: Dots>(self, member: &Member<'_>) {
+        // SAFETY: the contract.
+        unsafe {
+            match self {
+                Self::Step(step) => step.compute::<K, D>(member),
+                Self::Pass(pass) => pass.compute::<K>(member),
+            }
+        }
+>>>>>>> words
     }
 }
 
@@ -189,8 +225,8 @@ pub unsafe extern "C" fn fb_pack(
     }
 }
 
-/// Bytes of a packed matrix that is quantised as `format` says (1: int8, 2: `Q8_0`, 3: `Q4_0`, 4:
-/// `Q4_1`); 0 if there is no such format, or `inputs` is not a multiple of 32.
+/// Bytes of a packed matrix that is quantised as `format` says: 1 int8, 2 `Q8_0`, 3 `Q4_0`, 4
+/// `Q4_1`. Returns 0 if there is no such format, or `inputs` is not a multiple of 32.
 #[unsafe(no_mangle)]
 pub extern "C" fn fb_quantised_bytes(
     format: u32,
@@ -269,8 +305,8 @@ fn team_of(threads: u32, spec: &TeamSpec) -> Team {
     Team { threads: threads.max(1) as usize, kind }
 }
 
-/// A decoder that computes with `spec.threads` threads; null if an inner dimension is one that the
-/// kernels cannot do: odd, or of a quantised matrix and not a multiple of 32.
+/// A decoder that computes with `spec.threads` threads. Null if the kernels cannot do an inner
+/// dimension: an odd one, or one of a quantised matrix that is not a multiple of 32.
 ///
 /// # Safety
 /// `spec` and `team` describe what is there; everything but the descriptions themselves stays until

@@ -50,7 +50,7 @@ impl<E: Element> Rows<E> {
         tile_height(self.count, K::ROWS)
     }
 
-    /// How many tiles they are.
+    /// The number of tiles of the rows.
     #[inline(always)]
     pub(crate) fn tiles<K: Kernel<E>>(&self) -> usize {
         self.count.div_ceil(self.height::<K>().max(1))
@@ -100,7 +100,7 @@ pub(crate) unsafe fn arrange<E: Element, K: Kernel<E>>(
 pub(crate) struct Best {
     pub(crate) value: f32,
     pub(crate) output: u32,
-    /// Whether all outputs were finite.
+    /// True if all outputs were finite.
     pub(crate) finite: bool,
 }
 
@@ -132,7 +132,7 @@ impl Best {
     }
 }
 
-/// Where results go.
+/// The place of results.
 #[derive(Clone, Copy)]
 pub(crate) enum Out<E> {
     /// `[rows, outputs]`.
@@ -148,8 +148,8 @@ pub(crate) enum Out<E> {
 /// This member's share of `rows · matrix`, which is not quantised.
 ///
 /// # Safety
-/// The pointers are good for the sizes given; other members write the same `out` only through this
-/// function with the same `queue`, but a [`Out::Best`], which is each member's own.
+/// The pointers are good for the sizes given. Other members write the same `out` only through this
+/// function with the same `queue`. A [`Out::Best`] is each member's own.
 #[inline(always)]
 pub(crate) unsafe fn multiply<E: Element, K: Kernel<E>>(
     (queue, members): (&Queue, usize),
@@ -264,7 +264,7 @@ pub(crate) unsafe fn multiply_codes<E: Element, K: Kernel<E>, D: Dots>(
     }
 }
 
-/// What is done with a tile.
+/// Finishes a tile: writes, adds or compares its results.
 #[inline(always)]
 unsafe fn finish<E: Element, K: Kernel<E>>(
     tile: &[[f32; NR]],

@@ -1,4 +1,4 @@
-"""What vision towers are made of: pixels to patches to the rows that stand at an image's positions in a decoder.
+"""The parts of vision towers: pixels to patches to the rows that stand at an image's positions in a decoder.
 
 A tower runs in slices of its layers (`begin`, `layers`, `finish`): every layer sees the whole image, so it can't be cut
 by positions. Slices give the bits of a whole run. No operator here waits for the device.
@@ -144,7 +144,7 @@ class TowerState:
     groups: Sequence[Group]
     """Patches that see each other in a layer with windows."""
     back: torch.Tensor | None = None
-    """Where each position of the image is, int64 [n / merge^2]; None: they are in order."""
+    """The place of each position of the image, int64 [n / merge^2]; None: they are in order."""
     kept: list[torch.Tensor] = field(default_factory=list)
     """Deepstack outputs so far, [n / merge^2, hidden of the decoder] each."""
 

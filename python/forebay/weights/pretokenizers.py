@@ -1,4 +1,4 @@
-"""How the text is cut before byte-pair merges, for each `tokenizer.ggml.pre`.
+"""The cutting of text before byte-pair merges, for each `tokenizer.ggml.pre`.
 
 GGUF holds a name where `tokenizer.json` holds a pipeline. Here is the pipeline of the original tokenizer behind each
 name, in the form of `tokenizer.json`.
@@ -17,14 +17,14 @@ __all__ = ["PIPELINES", "Pipeline", "pipeline"]
 
 @dataclass(frozen=True)
 class Pipeline:
-    """What a byte-level tokenizer does around its merges; JSON in the form of `tokenizer.json`."""
+    """The steps of a byte-level tokenizer around its merges; JSON in the form of `tokenizer.json`."""
 
     pre_tokenizer: dict[str, Any]
     normalizer: dict[str, Any] | None = None
     ignore_merges: bool = False
     """A whole word that is a token is that token, whether the merges lead there or not."""
     add_bos: bool = False
-    """Whether the beginning of sequence is added where the file doesn't say."""
+    """True if the beginning of sequence is added when the file doesn't say."""
 
 
 def pipeline(name: str) -> Pipeline:

@@ -1,4 +1,4 @@
-//! How the text is cut before byte-pair merges, for each `tokenizer.ggml.pre` of the families that
+//! The cutting of text before byte-pair merges, for each `tokenizer.ggml.pre` of the families that
 //! are read here.
 //!
 //! GGUF holds a name where `tokenizer.json` holds a pipeline. Here is the pipeline of the original
@@ -8,13 +8,13 @@ use serde_json::{Value, json};
 
 use crate::error::ModelError;
 
-/// What a byte-level tokenizer does around its merges; JSON in the form of `tokenizer.json`.
+/// The steps of a byte-level tokenizer around its merges; JSON in the form of `tokenizer.json`.
 pub(super) struct Pipeline {
     pub(super) pre_tokenizer: Value,
     pub(super) normalizer: Value,
     /// A whole word that is a token is that token, whether the merges lead there or not.
     pub(super) ignore_merges: bool,
-    /// Whether the beginning of sequence is added where the file doesn't say.
+    /// True if the beginning of sequence is added where the file doesn't say.
     pub(super) add_bos: bool,
 }
 

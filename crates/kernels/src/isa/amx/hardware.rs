@@ -16,7 +16,7 @@ thread_local! {
     static SHAPE: Cell<Shape> = const { Cell::new(Shape::NONE) };
 }
 
-/// What `LDTILECFG` reads.
+/// The operand of `LDTILECFG`.
 #[repr(C, align(64))]
 struct Config {
     palette: u8,
@@ -27,8 +27,9 @@ struct Config {
 }
 
 impl Hardware {
-    /// Whether the processor has tiles of bfloat16 and of bytes, and the kernel lets this process
-    /// use them: 8 KiB a thread, which it keeps only for those who ask (Linux 5.16).
+    /// True if the processor has tiles of bfloat16 and of bytes, and the kernel lets this process
+    /// use them. They take 8 KiB a thread, which the kernel keeps only for processes that ask
+    /// (Linux 5.16).
     pub(crate) fn is_there() -> bool {
         static THERE: OnceLock<bool> = OnceLock::new();
         *THERE.get_or_init(|| {
