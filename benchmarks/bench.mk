@@ -39,7 +39,7 @@ bench: bench-build ## compare with the installed peers: host ceiling, then a rea
 
 bench-cpu: bench-build ## a real model on the CPU beside its peers, where a step's time goes, and the machine's limits (2 hours)
 	$(BIN)/python -m benchmarks.cpu_model $(or $(BENCH_ROUNDS),--rounds 5) --servers 'forebay $(BENCH_CPU_PEERS)'
-	$(BIN)/python -m benchmarks.cpu_parts
+	$(BIN)/python -m benchmarks.studies.cpu_parts
 	cargo run --locked --release -p forebay-kernels --example roofline
 
 bench-coder: bench-build ## the second real model, Qwen2.5-Coder-0.5B, beside its peers (make bench-setup PEERS=coder; 30 minutes)
@@ -66,10 +66,10 @@ bench-egress: bench-build ## measure what a streamed chunk costs, by who writes 
 	cargo bench --locked -p forebay-server --bench socket_writes
 
 bench-profile: bench-build ## say where the CPU time of a streamed token goes; needs perf (1 minute)
-	$(BIN)/python -m benchmarks.profile $(BENCH_ROUNDS)
+	$(BIN)/python -m benchmarks.studies.profile $(BENCH_ROUNDS)
 
 bench-agreement: bench-build ## compare our load generator with vLLM's, on the same server (10 minutes)
-	$(BIN)/python -m benchmarks.agreement $(BENCH_ROUNDS)
+	$(BIN)/python -m benchmarks.studies.agreement $(BENCH_ROUNDS)
 
 bench-embeddings: bench-build $(STAMPS)/embedder ## measure the latency of embeddings at rising rates (5 minutes)
 	$(BIN)/python -m benchmarks.embeddings $(BENCH_ROUNDS) --servers 'forebay-sim forebay-sim-inline forebay $(filter vllm,$(PEERS))'
@@ -109,17 +109,17 @@ bench-host-tier: bench-build ## measure what the host tier gives a second turn a
 	$(BIN)/python -m benchmarks.host_tier $(BENCH_ROUNDS)
 
 bench-plan-tiers: bench-build ## how many replicas a trace needs with host pools of 0, 1, 4 and 16 times the device's (TRACE=FILE)
-	$(BIN)/python -m benchmarks.plan_tiers --trace $(TRACE)
+	$(BIN)/python -m benchmarks.studies.plan_tiers --trace $(TRACE)
 
 bench-hisparse: bench-build ## simulate what sparse decoding from host memory gives, and what waits for saves (2 minutes)
-	$(BIN)/python -m benchmarks.hisparse
+	$(BIN)/python -m benchmarks.studies.hisparse
 
 bench-tool-calls: bench-build ## count function calls that are valid and right, free and forced (make bench-setup PEERS=coder; 3 minutes)
 	$(BIN)/python -m benchmarks.tool_calls $(BENCH_ROUNDS)
 
 bench-micro: ## run the microbenchmarks of the scheduler, the pages and the record of steps (5 minutes)
 	cargo bench --locked -p forebay-scheduler -p forebay-kvcache -p forebay-engine
-	$(BIN)/python -m benchmarks.micro
+	$(BIN)/python -m benchmarks.studies.micro
 
 bench-build: setup $(STAMPS)/model
 	@$(MAKE) --no-print-directory build
