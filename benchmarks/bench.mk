@@ -28,7 +28,7 @@ LLAMA_CMAKE := -DCMAKE_BUILD_TYPE=Release $(LLAMA_LEVEL) -DLLAMA_BUILD_TESTS=OFF
 	-DLLAMA_BUILD_APP=OFF -DLLAMA_USE_PREBUILT_UI=OFF -DLLAMA_OPENSSL=OFF
 
 .PHONY: bench bench-setup bench-cpu bench-coder bench-quantised bench-accuracy bench-startup bench-first-minute bench-ablations bench-egress bench-profile bench-agreement bench-embeddings \
-	bench-intake bench-images bench-image-prepare bench-masks bench-mask-times bench-fan-out bench-outposts bench-replicas bench-router bench-host-tier bench-plan-tiers bench-hisparse bench-tool-calls bench-micro bench-lock bench-build llama-cmake
+	bench-intake bench-images bench-image-peers bench-image-prepare bench-masks bench-mask-times bench-fan-out bench-outposts bench-replicas bench-router bench-host-tier bench-plan-tiers bench-hisparse bench-tool-calls bench-micro bench-lock bench-build llama-cmake
 
 bench-setup: $(PEERS:%=$(BENCH_STAMPS)/%) ## install the peers in PEERS that benchmarks compare with (12 GB, 20 minutes)
 
@@ -79,6 +79,9 @@ bench-intake: bench-build ## measure what a burst of large requests does to the 
 
 bench-images: bench-build ## measure what a burst of images does to the streams beside it (3 minutes)
 	$(BIN)/python -m benchmarks.images $(BENCH_ROUNDS)
+
+bench-image-peers: bench-build ## images at once in front of a tiny Qwen3-VL, beside vLLM (make bench-setup PEERS=vllm; 15 minutes)
+	$(BIN)/python -m benchmarks.image_peers $(BENCH_ROUNDS) --servers 'forebay $(filter vllm,$(PEERS))'
 
 bench-masks: bench-build ## measure what answers of a given form cost, with a vocabulary of 151 936 tokens (2 minutes)
 	$(BIN)/python -m benchmarks.masks $(BENCH_ROUNDS)
