@@ -1,24 +1,21 @@
 //! `POST /v1/completions`.
 
 use std::sync::Arc;
-use std::time::Instant;
 
-use axum::extract::State;
 use axum::response::Response;
 use forebay_api::{
     ApiError, Completion, CompletionChoice, CompletionLogprobs, CompletionPrompts,
     CompletionRequest, ErrorBody, Limits, Prompt, PromptEmbeds, PromptTokenLogprobs, TokenOutput,
+    ValidCompletion,
 };
 use forebay_text::{TextError, Tokenizer};
 use serde_json::{Map, Value};
 
+use super::admitted::{Admissible, Admission, Admitted, Door};
 use super::{matched_stop, stop_reason, token_name};
 use crate::call::{Call, Submission, Terms};
-use crate::limits::{self, Upload};
-use crate::peers::Peer;
 use crate::prompt_logprobs::{self, Awaited, PromptLogprobs};
 use crate::reply::{self, Failure};
-use crate::routing::Routing;
 use crate::state::Shared;
 use crate::stream::delta::{Candidate, Delta, Logprobs};
 use crate::stream::outlet::Encoder;
@@ -26,6 +23,20 @@ use crate::stream::sse::{self, Chunks, Cut};
 use crate::stream::tally::Tally;
 use crate::stream::wire::Wire;
 use crate::text::{encode_prompts, text_error};
+
+impl Admissible for CompletionRequest {
+    type Valid = ValidCompletion;
+
+    fn model(&self) -> Option<&str> {
+        self.model.as_deref()
+    }
+
+    fn validate_at(self, door: &Door<'_>) -> Result<ValidCompletion, ApiError> {
+        let mut valid = self.validate(&door.state.model.defaults, door.limits)?;
+        door.routing.fill(&mut valid.generation);
+        Ok(valid)
+    }
+}
 
 /// Continues one or more prompts. With `stream`, chunks come as server-sent events.
 #[utoipa::path(
@@ -38,26 +49,18 @@ use crate::text::{encode_prompts, text_error};
     ),
 )]
 pub(crate) async fn completions(
-    State(state): State<Shared>,
     wire: Wire,
-    peer: Peer,
-    routing: Routing,
-    body: Upload,
+    Admitted { admission, valid }: Admitted<CompletionRequest>,
 ) -> Result<Response, Failure> {
-    let arrived = Instant::now();
-    let (request, charge) = limits::read::<CompletionRequest>(body, &state).await?;
-    let model = state.model_name(request.model.as_deref())?;
-    let model_limits = state.admit()?;
-    let valid = request.validate(&state.model.defaults, model_limits)?;
-    let mut generation = valid.generation;
-    routing.fill(&mut generation);
+    let Admission { state, peer, arrived, model, limits, charge, .. } = admission;
+    let generation = valid.generation;
     let skip_special = generation.skip_special_tokens;
     // Of each prompt's choices `n` are returned.
     let (made, n) = (generation.n as usize, valid.n as usize);
     let tokenizer = || state.text.tokenizer().clone();
     let shown = Shown { tokens: valid.tokens, top: valid.logprobs, apart: valid.prompt_logprobs };
     let told = generation.prompt_logprobs.is_some();
-    let terms = Arc::new(Terms::new(generation, &state.model.eos, model_limits));
+    let terms = Arc::new(Terms::new(generation, &state.model.eos, limits));
     let mut echoes = Vec::new();
     let submissions = match valid.prompts {
         CompletionPrompts::Prompts(prompts) => {
@@ -67,16 +70,16 @@ pub(crate) async fn completions(
                     Prompt::Tokens(_) => None,
                 }));
             }
-            let most = Some(model_limits.context_length as usize);
+            let most = Some(limits.context_length as usize);
             let special = valid.add_special_tokens;
             let encoded =
                 encode_prompts(&state.text, prompts, special, most, "prompt", &charge).await?;
-            let submissions = encoded.into_iter().map(|ids| {
-                Submission::new(&state, ids, Arc::clone(&terms), model_limits, "prompt")
-            });
+            let submissions = encoded
+                .into_iter()
+                .map(|ids| Submission::new(&state, ids, Arc::clone(&terms), limits, "prompt"));
             submissions.collect::<Result<Vec<_>, _>>()?
         }
-        CompletionPrompts::Embeds(embeds) => embedded(&state, embeds, &terms, model_limits).await?,
+        CompletionPrompts::Embeds(embeds) => embedded(&state, embeds, &terms, limits).await?,
     };
     let echoes = echo_texts(&state, echoes, &submissions, skip_special).await?;
     drop(charge);

@@ -3,29 +3,43 @@
 use std::sync::Arc;
 use std::time::Instant;
 
-use axum::extract::State;
 use axum::response::Response;
 use forebay_api::{
     ApiError, ErrorBody, GenerateFinish, GenerateMeta, GenerateOutput, GenerateRequest,
-    LogprobTriple, StopReason,
+    LogprobTriple, StopReason, ValidGenerate,
 };
 use forebay_text::Tokenizer;
 
+use super::admitted::{Admissible, Admission, Admitted, Door};
 use super::random_hex;
 use crate::call::{Call, Submission, Terms};
 use crate::images::{self, SeenPrompt};
-use crate::limits::{self, Upload};
-use crate::peers::Peer;
 use crate::prompt_logprobs::{self, Awaited, PromptLogprobs};
 use crate::reply::{self, Failure};
-use crate::routing::Routing;
-use crate::state::Shared;
 use crate::stream::delta::{Candidate, Delta, End};
 use crate::stream::outlet::Encoder;
 use crate::stream::sse;
 use crate::stream::tally::Tally;
 use crate::stream::wire::Wire;
 use crate::text::encode_prompts;
+
+impl Admissible for GenerateRequest {
+    /// The parameter that carries prompts, and the rest.
+    type Valid = (&'static str, ValidGenerate);
+
+    fn model(&self) -> Option<&str> {
+        None
+    }
+
+    fn validate_at(self, door: &Door<'_>) -> Result<Self::Valid, ApiError> {
+        let param = self.prompt_param();
+        let mut valid = self.validate(&door.state.model.defaults, door.limits)?;
+        for generation in &mut valid.generations {
+            door.routing.fill(generation);
+        }
+        Ok((param, valid))
+    }
+}
 
 /// Continues a prompt or a batch of prompts. With `stream`, each event carries the text so far.
 #[utoipa::path(
@@ -38,21 +52,14 @@ use crate::text::encode_prompts;
     ),
 )]
 pub(crate) async fn generate(
-    State(state): State<Shared>,
     wire: Wire,
-    peer: Peer,
-    routing: Routing,
-    body: Upload,
+    Admitted { admission, valid: (param, valid) }: Admitted<GenerateRequest>,
 ) -> Result<Response, Failure> {
-    let arrived = Instant::now();
-    let (request, charge) = limits::read::<GenerateRequest>(body, &state).await?;
-    let param = request.prompt_param();
-    let model_limits = state.admit()?;
-    let valid = request.validate(&state.model.defaults, model_limits)?;
-    let terms = valid.generations.into_iter().map(|mut generation| {
-        routing.fill(&mut generation);
-        Arc::new(Terms::new(generation, &state.model.eos, model_limits))
-    });
+    let Admission { state, peer, arrived, limits, charge, .. } = admission;
+    let terms = valid
+        .generations
+        .into_iter()
+        .map(|generation| Arc::new(Terms::new(generation, &state.model.eos, limits)));
     let terms: Vec<Arc<Terms>> = terms.collect();
     let mut prompts = Vec::with_capacity(valid.items.len());
     let mut terms_of = Vec::with_capacity(valid.items.len());
@@ -79,8 +86,8 @@ pub(crate) async fn generate(
         prompts.push(item.prompt);
         terms_of.push(Arc::clone(&terms[item.generation]));
     }
-    let most = Some(model_limits.context_length as usize);
-    let mut files = images::read(&state, parts, model_limits).await?.into_iter();
+    let most = Some(limits.context_length as usize);
+    let mut files = images::read(&state, parts, limits).await?.into_iter();
     let encoded = encode_prompts(&state.text, prompts, true, most, param, &charge).await?;
     drop(charge);
     let submissions = encoded.into_iter().zip(terms_of).zip(shown).map(|((ids, terms), shown)| {
@@ -89,7 +96,7 @@ pub(crate) async fn generate(
             Some(model) => images::spread(ids, model.token, &files, param)?,
             None => SeenPrompt { ids, images: Arc::default() },
         };
-        let mut submission = Submission::new(&state, seen.ids, terms, model_limits, param)?;
+        let mut submission = Submission::new(&state, seen.ids, terms, limits, param)?;
         (submission.images, submission.files) = (seen.images, files);
         Ok::<_, ApiError>(submission)
     });

@@ -1,5 +1,6 @@
 //! The routes and what every one of them goes through.
 
+mod admitted;
 mod chat;
 mod completions;
 mod embeddings;

@@ -84,7 +84,7 @@ pub(crate) async fn show(State(state): State<Shared>, body: Upload) -> Result<Re
     let (request, _charge) = limits::read::<OllamaShowRequest>(body, &state).await?;
     let name = request.model.or(request.name);
     let name = name.ok_or_else(|| ApiError::invalid("model", "`model`: required and missing"))?;
-    served(&state, Some(&name))?;
+    state.model_name(served(Some(&name)))?;
     let config = &state.config.info["model"]["config"];
     let family = config["model_type"].as_str().unwrap_or_default();
     let limits = state.limits()?;
