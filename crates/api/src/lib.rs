@@ -33,6 +33,7 @@ mod access;
 mod chat;
 mod completions;
 mod content;
+mod cut;
 mod embeddings;
 mod embeds;
 mod error;
@@ -54,6 +55,7 @@ mod responses;
 mod salt;
 mod sampling;
 mod structure;
+mod table;
 mod tokenize;
 mod tools;
 mod turns;
@@ -103,6 +105,7 @@ pub use responses::{
 };
 pub use sampling::{Generation, GenerationDefaults, Limits, MaxTokens, choice_seed};
 pub use structure::{JsonSchemaFormat, ResponseFormat, Structure, StructuredOutputs};
+pub use table::{ROUTES, RouteLimits};
 pub use tokenize::{
     DetokenizeRequest, DetokenizeResponse, TokenPiece, TokenPieces, TokenizeInput, TokenizeRequest,
     TokenizeResponse, TokenizedTexts,

@@ -6,102 +6,31 @@ use std::task::{Context, Poll};
 use std::time::Instant;
 
 use forebay_api::peer::RESUME_HEADER;
-use forebay_api::{ApiError, Generation, Limits, MaxTokens};
-use forebay_dialect::{Place, Reading};
+use forebay_api::{ApiError, Generation};
+use forebay_dialect::Reading;
 use forebay_engine::{
-    BlockHash, Embeds, EngineRequest, Past, Picture, PromptImage, Request, RequestId, SlotSpec,
-    SubmitError,
+    BlockHash, EngineRequest, Past, Picture, Request, RequestId, SlotSpec, SubmitError,
 };
-use forebay_text::StopTable;
 
+use crate::alive::LiveGuard;
 use crate::budget::Charge;
-use crate::config::EgressMode;
 use crate::constrain;
 use crate::engine::Engine;
-use crate::ignored::note;
 use crate::images::{ImageFile, Shown};
 use crate::peers::{Peer, Resume};
-use crate::state::{LiveGuard, Shared};
+use crate::state::Shared;
 use crate::stream::delta::{Delta, End};
 use crate::stream::egress::Registration;
 use crate::stream::mailbox::{Receiver, Sender, Wake, mailbox};
+use crate::stream::mode::EgressMode;
 use crate::stream::outlet::{Chunk, Encoder, Outlet};
 use crate::stream::speller::Speller;
 use crate::stream::tally::Tally;
+use crate::submission::Submission;
+use crate::terms::Terms;
 
 /// Choices that are submitted before the HTTP thread looks after others.
 pub(crate) const CHOICES_A_TURN: usize = 16;
-
-/// The state that prompts with the same parameters share, and all their choices.
-pub(crate) struct Terms {
-    pub(crate) generation: Generation,
-    /// Ascending, each once.
-    pub(crate) stop_ids: Arc<[i32]>,
-    /// The stop strings.
-    pub(crate) stops: Arc<StopTable>,
-    /// How answers are read; `None`: they are text.
-    pub(crate) reading: Option<Reading>,
-    /// Where the prompt leaves a model that reasons; `None`: its tokens tell.
-    pub(crate) thinks: Option<Place>,
-}
-
-impl Terms {
-    /// With the end-of-sequence ids that the model of `limits` can make.
-    pub(crate) fn new(mut generation: Generation, eos: &[i32], limits: Limits) -> Self {
-        let stops = Arc::new(StopTable::new(std::mem::take(&mut generation.stop)));
-        let mut stop_ids = generation.stop_ids(eos);
-        if first_unknown(&stop_ids, limits.vocab_size).is_some() {
-            let known = |id: &i32| first_unknown(&[*id], limits.vocab_size).is_none();
-            stop_ids = stop_ids.iter().copied().filter(known).collect();
-        }
-        Self { generation, stop_ids, stops, reading: None, thinks: None }
-    }
-}
-
-/// One prompt with its parameters.
-pub(crate) struct Submission {
-    pub(crate) prompt: Arc<[i32]>,
-    /// In place of the prompt's tokens.
-    pub(crate) embeds: Option<Embeds>,
-    /// Where its images stand, and their files.
-    pub(crate) images: Arc<[PromptImage]>,
-    pub(crate) files: Vec<Arc<ImageFile>>,
-    pub(crate) terms: Arc<Terms>,
-    /// Tokens to generate.
-    pub(crate) max_tokens: u32,
-}
-
-impl Submission {
-    /// Checks that the prompt, which came in `param`, fits, and that the model knows its tokens,
-    /// whoever made them. A client that asks for more tokens than there is room for gets those, and
-    /// is told.
-    pub(crate) fn new(
-        state: &Shared,
-        prompt: Vec<i32>,
-        terms: Arc<Terms>,
-        limits: Limits,
-        param: &'static str,
-    ) -> Result<Self, ApiError> {
-        let max_tokens = terms.generation.room(prompt.len(), limits, param)?;
-        if let MaxTokens::Exactly(wanted) = terms.generation.max_tokens
-            && wanted > max_tokens
-        {
-            if state.config.strict_params {
-                let (limit, prompt) = (limits.context_length, prompt.len());
-                let max_tokens = Some(wanted);
-                return Err(ApiError::ContextLength { param, limit, prompt, max_tokens });
-            }
-            note(format!("max_tokens={max_tokens}"));
-        }
-        check_tokens(&prompt, limits, param)?;
-        let images = Arc::default();
-        Ok(Self { prompt: prompt.into(), embeds: None, images, files: vec![], terms, max_tokens })
-    }
-
-    fn prompt_tokens(&self) -> u32 {
-        u32::try_from(self.prompt.len()).unwrap_or(u32::MAX)
-    }
-}
 
 /// Engine requests of one client request, all choices of all prompts. Dropping it aborts those that
 /// have not ended: this is how a client that has gone away frees what it held, whether it waited
@@ -132,7 +61,7 @@ impl Call {
         arrived: Instant,
         peer: &Peer,
     ) -> Result<Self, ApiError> {
-        let charge = state.budget.choices(&submissions)?;
+        let charge = state.budget.choices(submissions.iter().map(Submission::size))?;
         let resume = peer.resume();
         if let Some(resume) = resume {
             check_resume(resume, &submissions, streamed, state)?;
@@ -367,21 +296,6 @@ fn shared_names(state: &Shared, salt: u64, submission: &Submission) -> Arc<[Bloc
         return Arc::default();
     }
     state.engine.block_names(salt, &submission.prompt).into()
-}
-
-/// Refuses a prompt, which came in `param`, with a token that the model does not have. Clients' ids
-/// were checked before: this is for texts, whose tokenizer may know more tokens than the model.
-pub(crate) fn check_tokens(ids: &[i32], limits: Limits, param: &str) -> Result<(), ApiError> {
-    let Some(id) = first_unknown(ids, limits.vocab_size) else { return Ok(()) };
-    let reason = format!(
-        "`{param}`: the text has token {id}, and the model has only those below {}",
-        limits.vocab_size
-    );
-    Err(ApiError::invalid(param, reason))
-}
-
-fn first_unknown(ids: &[i32], vocab_size: u32) -> Option<i32> {
-    ids.iter().copied().find(|&id| !u32::try_from(id).is_ok_and(|id| id < vocab_size))
 }
 
 /// Only a stream with one choice is gone on with, and only if there is anything left of it.

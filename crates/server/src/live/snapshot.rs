@@ -4,30 +4,15 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use forebay_engine::{EngineHandle, RequestView};
-use forebay_replicas::ReplicaReport;
 use forebay_webui::INTERVAL;
 use tokio::sync::{oneshot, watch};
 use tokio::time::{MissedTickBehavior, interval, timeout};
 
+use super::shown::{Seen, Snapshot};
 use crate::state::Shared;
 
 /// How long an engine thread may take to tell its requests. Then those of before are shown.
 const PATIENCE: Duration = Duration::from_millis(200);
-
-/// How the replicas are at a moment.
-#[derive(Default)]
-pub(super) struct Snapshot {
-    pub(super) now_us: u64,
-    pub(super) replicas: Vec<Seen>,
-}
-
-/// How a replica is.
-pub(super) struct Seen {
-    pub(super) engine: EngineHandle,
-    pub(super) report: ReplicaReport,
-    /// Its requests.
-    pub(super) views: Arc<[RequestView]>,
-}
 
 /// The snapshots from now on. Their task begins with the first who follows, and ends after the
 /// last.

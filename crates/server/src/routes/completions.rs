@@ -13,15 +13,18 @@ use serde_json::{Map, Value};
 
 use super::admitted::{Admissible, Admission, Admitted, Door};
 use super::{matched_stop, stop_reason, token_name};
-use crate::call::{Call, Submission, Terms};
-use crate::prompt_logprobs::{self, Awaited, PromptLogprobs};
+use crate::call::Call;
 use crate::reply::{self, Failure};
 use crate::state::Shared;
 use crate::stream::delta::{Candidate, Delta, Logprobs};
+use crate::stream::events::{Chunks, Cut};
 use crate::stream::outlet::Encoder;
-use crate::stream::sse::{self, Chunks, Cut};
+use crate::stream::prompt_logprobs::{self, Awaited, PromptLogprobs};
+use crate::stream::sse;
 use crate::stream::tally::Tally;
 use crate::stream::wire::Wire;
+use crate::submission::Submission;
+use crate::terms::Terms;
 use crate::text::{encode_prompts, text_error};
 
 impl Admissible for CompletionRequest {

@@ -11,7 +11,7 @@ use forebay_api::{
 use serde::Deserialize;
 
 use super::admitted::{Admissible, Admission, Admitted, Door};
-use super::random_hex;
+use crate::names::random_hex;
 use crate::pooling::{Form, Place, PooledCall, PoolingTask, encode_inputs, form, scores};
 use crate::reply::{self, Failure};
 use crate::state::{Shared, now};

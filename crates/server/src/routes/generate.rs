@@ -11,16 +11,19 @@ use forebay_api::{
 use forebay_text::Tokenizer;
 
 use super::admitted::{Admissible, Admission, Admitted, Door};
-use super::random_hex;
-use crate::call::{Call, Submission, Terms};
+use crate::call::Call;
 use crate::images::{self, SeenPrompt};
-use crate::prompt_logprobs::{self, Awaited, PromptLogprobs};
+use crate::names::random_hex;
 use crate::reply::{self, Failure};
 use crate::stream::delta::{Candidate, Delta, End};
+use crate::stream::events;
 use crate::stream::outlet::Encoder;
+use crate::stream::prompt_logprobs::{self, Awaited, PromptLogprobs};
 use crate::stream::sse;
 use crate::stream::tally::Tally;
 use crate::stream::wire::Wire;
+use crate::submission::Submission;
+use crate::terms::Terms;
 use crate::text::encode_prompts;
 
 impl Admissible for GenerateRequest {
@@ -236,7 +239,7 @@ impl GenerateEncoder {
     ) -> serde_json::Result<()> {
         let output = &mut self.outputs[choice as usize];
         output.total.merge(delta);
-        sse::event(&output.output(choice, self.batch.then_some(choice), tally), out)
+        events::event(&output.output(choice, self.batch.then_some(choice), tally), out)
     }
 }
 

@@ -16,15 +16,18 @@ use utoipa::ToSchema;
 
 use super::admitted::{Admissible, Admission, Admitted, Door};
 use super::matched_stop;
-use crate::call::{Call, Submission, Terms};
+use crate::call::Call;
 use crate::limits::{self, Upload};
 use crate::reply::{self, Failure};
 use crate::state::Shared;
 use crate::stream::delta::{Candidate, Delta, End, Logprobs};
+use crate::stream::events;
 use crate::stream::outlet::Encoder;
 use crate::stream::sse;
 use crate::stream::tally::Tally;
 use crate::stream::wire::Wire;
+use crate::submission::Submission;
+use crate::terms::Terms;
 use crate::text::{encode_chat, encode_prompts};
 
 impl Admissible for LlamaRequest {
@@ -165,7 +168,7 @@ impl Encoder for LlamaEncoder {
         if delta.parts.is_empty() && delta.tokens.is_empty() && delta.end.is_none() {
             return Ok(());
         }
-        sse::event(&self.writer.completion(choice, delta, tally), out)
+        events::event(&self.writer.completion(choice, delta, tally), out)
     }
 
     fn end(&mut self, _: &Tally, _: &mut Vec<u8>) -> serde_json::Result<()> {

@@ -7,7 +7,7 @@ use forebay_api::{
 };
 
 use super::admitted::{Admissible, Admission, Admitted, Door};
-use super::random_hex;
+use crate::names::random_hex;
 use crate::pooling::{
     Place, PooledCall, PoolingTask, check_lengths, cosine, encode_inputs, encode_pairs, scores,
 };

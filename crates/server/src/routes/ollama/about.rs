@@ -6,10 +6,17 @@ use forebay_api::{ApiError, ErrorBody, OllamaShowRequest};
 use serde_json::{Value, json};
 use xxhash_rust::xxh3::xxh3_128;
 
-use super::served;
 use crate::limits::{self, Upload};
 use crate::reply::{self, Failure};
 use crate::state::Shared;
+
+/// Behind a model's name it says nothing.
+const LATEST: &str = ":latest";
+
+/// The name by which a model is served.
+pub(super) fn served(wanted: Option<&str>) -> Option<&str> {
+    wanted.map(|name| name.strip_suffix(LATEST).unwrap_or(name))
+}
 
 /// Lists the served model under its names.
 #[utoipa::path(

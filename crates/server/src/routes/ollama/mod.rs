@@ -15,25 +15,20 @@ use serde_json::json;
 use super::admitted::{Admissible, Admission, Admitted, Door};
 use super::chat::{CallIds, prepare};
 use super::embeddings::{Embedded, embed as embed_texts};
-use super::random_hex;
-use crate::call::{Call, Submission, Terms};
+use crate::call::Call;
+use crate::names::random_hex;
 use crate::pooling::form;
 use crate::reply::{self, Failure};
 use crate::state::Shared;
 use crate::stream::sse;
 use crate::stream::wire::Wire;
+use crate::submission::Submission;
+use crate::terms::Terms;
 use crate::text::encode_prompts;
+use about::served;
 pub(crate) use about::{__path_ps, __path_show, __path_tags, __path_version};
 pub(crate) use about::{ps, show, tags, version};
 use answer::{Kind, Lines, Writer};
-
-/// Behind a model's name it says nothing.
-const LATEST: &str = ":latest";
-
-/// The name by which a model is served.
-fn served(wanted: Option<&str>) -> Option<&str> {
-    wanted.map(|name| name.strip_suffix(LATEST).unwrap_or(name))
-}
 
 /// Fills in from headers what the body does not say.
 fn filled(mut ask: OllamaAsk, door: &Door<'_>) -> OllamaAsk {

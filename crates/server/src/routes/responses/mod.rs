@@ -26,7 +26,7 @@ use utoipa::ToSchema;
 use super::admitted::{Admissible, Admission, Admitted, Door};
 use super::chat::{CallIds, prepare};
 use crate::budget::Charge;
-use crate::call::{Call, Submission};
+use crate::call::Call;
 use crate::client::KeyId;
 use crate::guard;
 use crate::ignored::ignore;
@@ -36,6 +36,7 @@ use crate::state::Shared;
 use crate::store::{Kept, Owner, Turn};
 use crate::stream::sse;
 use crate::stream::wire::Wire;
+use crate::submission::Submission;
 use answer::{Answer, Head};
 use keep::Keeper;
 
