@@ -9,7 +9,7 @@ use forebay_api::peer::RESUME_HEADER;
 use forebay_api::{ApiError, Generation};
 use forebay_dialect::Reading;
 use forebay_engine::{
-    BlockHash, EngineRequest, Past, Picture, Request, RequestId, SlotSpec, SubmitError,
+    BlockHash, Constraint, EngineRequest, Past, Picture, Request, RequestId, SlotSpec, SubmitError,
 };
 
 use crate::alive::LiveGuard;
@@ -47,6 +47,17 @@ pub(crate) struct Call {
     _charge: Charge,
 }
 
+/// A call's request, as each of its choices needs it.
+#[derive(Clone, Copy)]
+struct Origin<'a> {
+    state: &'a Shared,
+    peer: &'a Peer,
+    streamed: bool,
+    arrived: Instant,
+    /// The tokens that the client has already, from another brain.
+    said: &'a [i32],
+}
+
 impl Call {
     /// Submits every choice of every prompt, or none; `peer` is who sent it. Of many choices it
     /// submits some at a time, and others get the thread in between; dropping the future aborts
@@ -75,28 +86,16 @@ impl Call {
             let salt = peer.salt(state, submission.terms.generation.cache_salt.as_deref());
             peer.name_blocks(state, salt, &submission.prompt);
         }
-        let prompts = submissions.iter();
-        let mut tally =
-            Tally::new(prompts.map(|prompt| (prompt.prompt_tokens(), prompt.terms.generation.n)));
-        if submissions
-            .iter()
-            .any(|prompt| prompt.terms.reading.as_ref().is_some_and(Reading::reasons))
-        {
-            tally.show_reasoning();
-        }
-        if state.config.hide_cached_tokens {
-            tally.hide_cached();
-        }
+        let mut tally = tally(&submissions, state);
         let prompt_tokens = tally.prompt_tokens();
         let wake = match (streamed, state.config.egress) {
             (false, _) => Wake::AtEnd,
             (true, EgressMode::Naive) => Wake::EveryDelta,
             (true, EgressMode::Direct | EgressMode::Tasks) => Wake::Pending,
         };
-        let spell = |terms: &Terms| Speller::new(state.text.tokenizer(), terms, &state.model.marks);
         let mut resumed = None;
         if let (Some(resume), Some(submission)) = (resume, submissions.first()) {
-            let mut speller = spell(&submission.terms);
+            let mut speller = spell(state, &submission.terms);
             let before = before(&mut speller, resume, &submission.terms.generation);
             tally.add(0, &before);
             resumed = Some((speller, before));
@@ -126,83 +125,98 @@ impl Call {
             _charge: charge,
         };
         let mut senders = senders.into_iter();
+        let from = Origin { state, peer, streamed, arrived, said };
         for (submission, constraints) in submissions.into_iter().zip(restricted) {
-            let mut constraints = constraints.into_iter().flatten();
-            let prompt_tokens = submission.prompt_tokens();
-            let salt = peer.salt(state, submission.terms.generation.cache_salt.as_deref());
-            let names = shared_names(state, salt, &submission);
-            let Submission { prompt, embeds, images, files, terms, max_tokens } = submission;
-            let show = |file: &Arc<ImageFile>| -> Arc<dyn Picture> {
-                Arc::new(Shown::new(Arc::clone(file), &state.intake))
-            };
-            let pictures: Vec<Arc<dyn Picture>> = files.iter().map(show).collect();
-            let generation = &terms.generation;
-            let seed = generation.seed.or(peer.tag().map(|tag| tag.seed));
-            let seed = seed.unwrap_or_else(rand::random);
-            state.metrics.submitted(generation.n);
-            let interval = streamed
-                .then(|| generation.stream_interval.unwrap_or(state.config.stream_interval));
-            for (choice, sender) in (0..generation.n).zip(&mut senders) {
-                if !call.alive.is_empty() && call.alive.len().is_multiple_of(CHOICES_A_TURN) {
-                    tokio::task::yield_now().await;
-                }
-                // A prompt is told of once, by the first of its choices, and not again by whoever
-                // goes on with a stream.
-                let told = generation.prompt_logprobs.filter(|_| choice == 0 && said.is_empty());
-                let told = told.filter(|tail| (tail.first as usize) < prompt.len());
-                if max_tokens == 0 && told.is_none() {
-                    call.alive.push(None);
-                    nothing(sender);
-                    continue;
-                }
-                let id = state.next_id();
-                state.egress.register(Registration {
-                    id,
-                    sender,
-                    engine: Arc::clone(&state.engine),
-                    speller: speller.take().unwrap_or_else(|| spell(&terms)),
-                    eos: Arc::clone(&state.model.eos),
-                    prompt_tokens,
-                    arrived,
-                    interval,
-                })?;
-                let request = Request {
-                    id: id.0,
-                    prompt: Arc::clone(&prompt),
-                    images: Arc::clone(&images),
-                    generated: resume.map_or_else(Vec::new, |resume| resume.generated.clone()),
-                    names: Arc::clone(&names),
-                    max_tokens,
-                    spec: SlotSpec {
-                        sampling: generation.params(seed, choice),
-                        stop_ids: Arc::clone(&terms.stop_ids),
-                        pooling: None,
-                        embeds: embeds.as_ref().map(|embeds| embeds.offset),
-                    },
-                    priority: generation.priority,
-                    cache_salt: salt,
-                    client: peer.client(),
-                    probe: peer.is_probe(),
-                    masked: false,
-                    prompt_logprobs: told,
-                    arrived_us: state.engine.now_us().saturating_sub(elapsed_us(arrived)),
-                    past: Past::default(),
-                };
-                let submitted = EngineRequest {
-                    request,
-                    constraint: constraints.next(),
-                    pictures: pictures.clone(),
-                    payloads: embeds.iter().map(|embeds| Arc::clone(&embeds.payload)).collect(),
-                    preference: generation.preference.clone(),
-                };
-                if let Err(error) = state.engine.submit(submitted) {
-                    state.egress.forget(id);
-                    return Err(submit_error(error));
-                }
-                call.alive.push(Some(id));
-            }
+            call.submit(submission, constraints, &mut senders, &mut speller, from).await?;
         }
         Ok(call)
+    }
+
+    /// Submits the choices of a prompt, which take the next of `senders`. `speller` has read the
+    /// part of a stream that the client has already; the first choice takes it.
+    async fn submit(
+        &mut self,
+        submission: Submission,
+        constraints: Option<Vec<Box<dyn Constraint>>>,
+        senders: &mut std::vec::IntoIter<Sender>,
+        speller: &mut Option<Speller>,
+        Origin { state, peer, streamed, arrived, said }: Origin<'_>,
+    ) -> Result<(), ApiError> {
+        let mut constraints = constraints.into_iter().flatten();
+        let prompt_tokens = submission.prompt_tokens();
+        let salt = peer.salt(state, submission.terms.generation.cache_salt.as_deref());
+        let names = shared_names(state, salt, &submission);
+        let Submission { prompt, embeds, images, files, terms, max_tokens } = submission;
+        let show = |file: &Arc<ImageFile>| -> Arc<dyn Picture> {
+            Arc::new(Shown::new(Arc::clone(file), &state.intake))
+        };
+        let pictures: Vec<Arc<dyn Picture>> = files.iter().map(show).collect();
+        let generation = &terms.generation;
+        let seed = generation.seed.or(peer.tag().map(|tag| tag.seed));
+        let seed = seed.unwrap_or_else(rand::random);
+        state.metrics.submitted(generation.n);
+        let interval =
+            streamed.then(|| generation.stream_interval.unwrap_or(state.config.stream_interval));
+        for (choice, sender) in (0..generation.n).zip(&mut *senders) {
+            if !self.alive.is_empty() && self.alive.len().is_multiple_of(CHOICES_A_TURN) {
+                tokio::task::yield_now().await;
+            }
+            // A prompt is told of once, by the first of its choices, and not again by whoever
+            // goes on with a stream.
+            let told = generation.prompt_logprobs.filter(|_| choice == 0 && said.is_empty());
+            let told = told.filter(|tail| (tail.first as usize) < prompt.len());
+            if max_tokens == 0 && told.is_none() {
+                self.alive.push(None);
+                nothing(sender);
+                continue;
+            }
+            let id = state.next_id();
+            state.egress.register(Registration {
+                id,
+                sender,
+                engine: Arc::clone(&state.engine),
+                speller: speller.take().unwrap_or_else(|| spell(state, &terms)),
+                eos: Arc::clone(&state.model.eos),
+                prompt_tokens,
+                arrived,
+                interval,
+            })?;
+            let request = Request {
+                id: id.0,
+                prompt: Arc::clone(&prompt),
+                images: Arc::clone(&images),
+                generated: said.to_vec(),
+                names: Arc::clone(&names),
+                max_tokens,
+                spec: SlotSpec {
+                    sampling: generation.params(seed, choice),
+                    stop_ids: Arc::clone(&terms.stop_ids),
+                    pooling: None,
+                    embeds: embeds.as_ref().map(|embeds| embeds.offset),
+                },
+                priority: generation.priority,
+                cache_salt: salt,
+                client: peer.client(),
+                probe: peer.is_probe(),
+                masked: false,
+                prompt_logprobs: told,
+                arrived_us: state.engine.now_us().saturating_sub(elapsed_us(arrived)),
+                past: Past::default(),
+            };
+            let submitted = EngineRequest {
+                request,
+                constraint: constraints.next(),
+                pictures: pictures.clone(),
+                payloads: embeds.iter().map(|embeds| Arc::clone(&embeds.payload)).collect(),
+                preference: generation.preference.clone(),
+            };
+            if let Err(error) = state.engine.submit(submitted) {
+                state.egress.forget(id);
+                return Err(submit_error(error));
+            }
+            self.alive.push(Some(id));
+        }
+        Ok(())
     }
 
     /// Tokens so far.
@@ -281,6 +295,25 @@ impl Drop for Call {
         }
         self.span.record("completion_tokens", self.receiver.tally().generated_tokens());
     }
+}
+
+fn spell(state: &Shared, terms: &Terms) -> Speller {
+    Speller::new(state.text.tokenizer(), terms, &state.model.marks)
+}
+
+/// Counts of nothing yet, of these prompts and their choices.
+fn tally(submissions: &[Submission], state: &Shared) -> Tally {
+    let prompts = submissions.iter();
+    let mut tally =
+        Tally::new(prompts.map(|prompt| (prompt.prompt_tokens(), prompt.terms.generation.n)));
+    if submissions.iter().any(|prompt| prompt.terms.reading.as_ref().is_some_and(Reading::reasons))
+    {
+        tally.show_reasoning();
+    }
+    if state.config.hide_cached_tokens {
+        tally.hide_cached();
+    }
+    tally
 }
 
 /// Ends a choice of which no tokens are wanted: nobody has to compute anything.

@@ -207,38 +207,13 @@ impl GenerateRequest {
             inert.refuse(param)?;
         }
         let wants_logprobs = self.return_logprob.unwrap_or(false);
-        let start = self.logprob_start_len.filter(|_| wants_logprobs).unwrap_or(-1);
-        if start < -1 {
-            let reason = format!("`logprob_start_len`: {start} is not at least -1");
-            return Err(ApiError::invalid("logprob_start_len", reason));
-        }
-        // What has a log-probability is behind the first token that is listed.
-        let first = u32::try_from(start).ok().map(|start| start + 1);
+        let first = first_told(self.logprob_start_len.filter(|_| wants_logprobs))?;
         let param = self.prompt_param();
-        let prompts = match (self.text, self.input_ids) {
-            (Some(text @ (Prompts::Text(_) | Prompts::Texts(_))), None) => text,
-            (None, Some(ids @ (Prompts::Tokens(_) | Prompts::TokenLists(_)))) => ids,
-            (Some(_), None) => {
-                return Err(ApiError::invalid("text", "`text`: expected a string or strings"));
-            }
-            (None, Some(_)) => {
-                return Err(ApiError::invalid("input_ids", "`input_ids`: expected token ids"));
-            }
-            (None, None) | (Some(_), Some(_)) => {
-                return Err(ApiError::invalid(
-                    "text",
-                    "exactly one of `text` and `input_ids` is needed",
-                ));
-            }
-        };
+        let prompts = one_of(self.text, self.input_ids)?;
         let many = prompts.is_many();
         let prompts = prompts.validate(param, limits.vocab_size)?;
         let count = prompts.len();
         check_total(param, count)?;
-        let one_each = |param: &str, length: usize| {
-            let reason = format!("`{param}`: {length} entries for {count} prompts");
-            if length == count { Ok(()) } else { Err(ApiError::invalid(param, reason)) }
-        };
         let logprobs = if wants_logprobs {
             Some(check_logprobs("top_logprobs_num", self.top_logprobs_num.unwrap_or(0))?)
         } else {
@@ -261,7 +236,7 @@ impl GenerateRequest {
                 vec![params.validate(&outer, defaults, limits)?]
             }
             Some(OneOrMany::Many(list)) => {
-                one_each("sampling_params", list.len())?;
+                one_each("sampling_params", list.len(), count)?;
                 let validate = |p: GenerateSampling| p.validate(&outer, defaults, limits);
                 list.into_iter().map(validate).collect::<Result<_, _>>()?
             }
@@ -269,7 +244,7 @@ impl GenerateRequest {
         let rids: Vec<Option<String>> = match self.rid {
             None => vec![None; count],
             Some(Strings(rids)) => {
-                one_each("rid", rids.len())?;
+                one_each("rid", rids.len(), count)?;
                 rids.into_iter().map(Some).collect()
             }
         };
@@ -305,6 +280,39 @@ impl GenerateRequest {
             text_in_logprobs: self.return_text_in_logprobs.unwrap_or(false),
         })
     }
+}
+
+/// Position of the first token of a prompt that has a log-probability: behind the first one that is
+/// listed. `None`: none is listed.
+fn first_told(start: Option<i32>) -> Result<Option<u32>, ApiError> {
+    let start = start.unwrap_or(-1);
+    if start < -1 {
+        let reason = format!("`logprob_start_len`: {start} is not at least -1");
+        return Err(ApiError::invalid("logprob_start_len", reason));
+    }
+    Ok(u32::try_from(start).ok().map(|start| start + 1))
+}
+
+/// The prompts, of which there are texts or ids.
+fn one_of(text: Option<Prompts>, ids: Option<Prompts>) -> Result<Prompts, ApiError> {
+    match (text, ids) {
+        (Some(text @ (Prompts::Text(_) | Prompts::Texts(_))), None) => Ok(text),
+        (None, Some(ids @ (Prompts::Tokens(_) | Prompts::TokenLists(_)))) => Ok(ids),
+        (Some(_), None) => Err(ApiError::invalid("text", "`text`: expected a string or strings")),
+        (None, Some(_)) => Err(ApiError::invalid("input_ids", "`input_ids`: expected token ids")),
+        (None, None) | (Some(_), Some(_)) => {
+            Err(ApiError::invalid("text", "exactly one of `text` and `input_ids` is needed"))
+        }
+    }
+}
+
+/// Refuses a list that has not an entry for each prompt.
+fn one_each(param: &str, length: usize, count: usize) -> Result<(), ApiError> {
+    if length == count {
+        return Ok(());
+    }
+    let reason = format!("`{param}`: {length} entries for {count} prompts");
+    Err(ApiError::invalid(param, reason))
 }
 
 /// The wishes that do not come with the sampling parameters.

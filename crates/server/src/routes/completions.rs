@@ -60,19 +60,12 @@ pub(crate) async fn completions(
     let skip_special = generation.skip_special_tokens;
     // Of each prompt's choices `n` are returned.
     let (made, n) = (generation.n as usize, valid.n as usize);
-    let tokenizer = || state.text.tokenizer().clone();
     let shown = Shown { tokens: valid.tokens, top: valid.logprobs, apart: valid.prompt_logprobs };
     let told = generation.prompt_logprobs.is_some();
     let terms = Arc::new(Terms::new(generation, &state.model.eos, limits));
-    let mut echoes = Vec::new();
+    let echoes = if valid.echo { given(&valid.prompts) } else { Vec::new() };
     let submissions = match valid.prompts {
         CompletionPrompts::Prompts(prompts) => {
-            if valid.echo {
-                echoes.extend(prompts.iter().map(|prompt| match prompt {
-                    Prompt::Text(text) => Some(text.as_str().into()),
-                    Prompt::Tokens(_) => None,
-                }));
-            }
             let most = Some(limits.context_length as usize);
             let special = valid.add_special_tokens;
             let encoded =
@@ -90,14 +83,7 @@ pub(crate) async fn completions(
     let prompts = echoes.into_iter().zip(&submissions);
     let mut states: Vec<ChoiceState> = prompts
         .flat_map(|(echo, submission)| std::iter::repeat_n((echo, &submission.prompt), n))
-        .map(|(echo, prompt)| ChoiceState {
-            echoed: echo.as_ref().and(shown.top).map(|_| Arc::clone(prompt)),
-            echo,
-            tokenizer: shown.top.or(shown.apart).map(|_| tokenizer()),
-            shown,
-            prompt: valid.tokens.ids.then(|| Arc::clone(prompt)),
-            ..ChoiceState::default()
-        })
+        .map(|(echo, prompt)| ChoiceState::new(echo, prompt, shown, state.text.tokenizer()))
         .collect();
     let prompts = submissions.len();
     let name = peer.name("cmpl-");
@@ -182,6 +168,16 @@ async fn embedded(
     submissions.collect()
 }
 
+/// The prompts that are text; `None` for those that are tokens.
+fn given(prompts: &CompletionPrompts) -> Vec<Option<Arc<str>>> {
+    let CompletionPrompts::Prompts(prompts) = prompts else { return Vec::new() };
+    let text = |prompt: &Prompt| match prompt {
+        Prompt::Text(text) => Some(text.as_str().into()),
+        Prompt::Tokens(_) => None,
+    };
+    prompts.iter().map(text).collect()
+}
+
 /// The text of each prompt, for all its choices; `None` where it is not wanted. `known` are those
 /// that came as text. The others fit the context by now, and are decoded where nobody waits for it.
 async fn echo_texts(
@@ -242,6 +238,22 @@ struct ChoiceState {
 }
 
 impl ChoiceState {
+    fn new(
+        echo: Option<Arc<str>>,
+        prompt: &Arc<[i32]>,
+        shown: Shown,
+        tokenizer: &Arc<Tokenizer>,
+    ) -> Self {
+        Self {
+            echoed: echo.as_ref().and(shown.top).map(|_| Arc::clone(prompt)),
+            echo,
+            tokenizer: shown.top.or(shown.apart).map(|_| Arc::clone(tokenizer)),
+            shown,
+            prompt: shown.tokens.ids.then(|| Arc::clone(prompt)),
+            ..Self::default()
+        }
+    }
+
     fn choice(&mut self, index: u32, delta: &mut Delta) -> CompletionChoice {
         let text = delta.parts.as_content().unwrap_or_default();
         let text = match self.echo.take() {

@@ -5,8 +5,8 @@ use std::time::Instant;
 
 use axum::response::Response;
 use forebay_api::{
-    ApiError, ErrorBody, GenerateFinish, GenerateMeta, GenerateOutput, GenerateRequest,
-    LogprobTriple, StopReason, ValidGenerate,
+    ApiError, ErrorBody, GenerateFinish, GenerateItem, GenerateMeta, GenerateOutput,
+    GenerateRequest, ImagePart, LogprobTriple, Prompt, StopReason, ValidGenerate,
 };
 use forebay_text::Tokenizer;
 
@@ -64,36 +64,14 @@ pub(crate) async fn generate(
         .into_iter()
         .map(|generation| Arc::new(Terms::new(generation, &state.model.eos, limits)));
     let terms: Vec<Arc<Terms>> = terms.collect();
-    let mut prompts = Vec::with_capacity(valid.items.len());
-    let mut terms_of = Vec::with_capacity(valid.items.len());
-    let (mut outputs, mut made) = (Vec::<Accumulated>::new(), Vec::new());
-    let (mut parts, mut shown) = (Vec::new(), Vec::with_capacity(valid.items.len()));
-    for item in valid.items {
-        shown.push(item.images.len());
-        parts.extend(item.images);
-        let generation = &terms[item.generation].generation;
-        let id = item.rid.unwrap_or_else(random_hex);
-        for _ in 0..generation.n {
-            outputs.push(Accumulated {
-                id: id.clone(),
-                arrived,
-                with_logprobs: generation.sampling.logprobs.is_some(),
-                text: valid.text_in_logprobs.then(|| state.text.tokenizer().clone()),
-                total: Delta::default(),
-                start: generation.prompt_logprobs.map(|tail| tail.first - 1),
-                first: 0,
-                told: Arc::default(),
-            });
-        }
-        made.push(generation.n);
-        prompts.push(item.prompt);
-        terms_of.push(Arc::clone(&terms[item.generation]));
-    }
+    let text = valid.text_in_logprobs.then(|| state.text.tokenizer());
+    let batch = Batch::new(valid.items, &terms, text, arrived);
+    let Batch { prompts, terms, parts, shown, mut outputs, made } = batch;
     let most = Some(limits.context_length as usize);
     let mut files = images::read(&state, parts, limits).await?.into_iter();
     let encoded = encode_prompts(&state.text, prompts, true, most, param, &charge).await?;
     drop(charge);
-    let submissions = encoded.into_iter().zip(terms_of).zip(shown).map(|((ids, terms), shown)| {
+    let submissions = encoded.into_iter().zip(terms).zip(shown).map(|((ids, terms), shown)| {
         let files: Vec<_> = files.by_ref().take(shown).collect();
         let seen = match state.model.images {
             Some(model) => images::spread(ids, model.token, &files, param)?,
@@ -136,6 +114,61 @@ pub(crate) async fn generate(
         Ok([one]) if !valid.batch => Ok(reply::ok(&one)),
         Ok(batch) => Ok(reply::ok(&batch)),
         Err(batch) => Ok(reply::ok(&batch)),
+    }
+}
+
+/// The prompts of a request, and what their answers gather in.
+struct Batch {
+    prompts: Vec<Prompt>,
+    terms: Vec<Arc<Terms>>,
+    /// The images of all prompts, one after the other, and the number of each prompt's.
+    parts: Vec<ImagePart>,
+    shown: Vec<usize>,
+    outputs: Vec<Accumulated>,
+    /// Choices of each prompt.
+    made: Vec<u32>,
+}
+
+impl Batch {
+    /// `all` has the terms that items name, `text` writes tokens where they go with their
+    /// log-probabilities.
+    fn new(
+        items: Vec<GenerateItem>,
+        all: &[Arc<Terms>],
+        text: Option<&Arc<Tokenizer>>,
+        arrived: Instant,
+    ) -> Self {
+        let count = items.len();
+        let mut batch = Self {
+            prompts: Vec::with_capacity(count),
+            terms: Vec::with_capacity(count),
+            parts: Vec::new(),
+            shown: Vec::with_capacity(count),
+            outputs: Vec::new(),
+            made: Vec::with_capacity(count),
+        };
+        for item in items {
+            batch.shown.push(item.images.len());
+            batch.parts.extend(item.images);
+            let terms = &all[item.generation];
+            let generation = &terms.generation;
+            let id = item.rid.unwrap_or_else(random_hex);
+            let output = |_| Accumulated {
+                id: id.clone(),
+                arrived,
+                with_logprobs: generation.sampling.logprobs.is_some(),
+                text: text.cloned(),
+                total: Delta::default(),
+                start: generation.prompt_logprobs.map(|tail| tail.first - 1),
+                first: 0,
+                told: Arc::default(),
+            };
+            batch.outputs.extend((0..generation.n).map(output));
+            batch.made.push(generation.n);
+            batch.prompts.push(item.prompt);
+            batch.terms.push(Arc::clone(terms));
+        }
+        batch
     }
 }
 
